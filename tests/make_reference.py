@@ -124,7 +124,8 @@ class MTP(nn.Module):
         self.pre_fc_norm_hidden = norm()
         self.norm = norm()
         self.fc = nn.Linear(2*c.hidden_size, c.hidden_size, bias=False)
-        self.layers = nn.ModuleList([type(dec.layers[0])(c, 0)])
+        self.layers = nn.ModuleList([
+            type(dec.layers[0])(c, 0)])
 
     def forward(self, dec, tokens, hidden):
         """Rows [T,H] that predict the token after `tokens` [T], of the model's rows [T,H] before
@@ -156,9 +157,12 @@ def published(case, name, tmp):
         head = {
             f'mtp.{k}':v
             for k,v in fill(
-                MTP(decoder(model)), f'{name}/mtp', kind_of(case)).state_dict().items()}
+                MTP(decoder(model)),
+                f'{name}/mtp',
+                kind_of(case)).state_dict().items()}
         d |= per_expert(head) if kind_of(case)=='qwen3_next' else head
-    return {'apart':per_expert, 'stacked':stacked, 'transposed':transposed, '':dict}[case.experts](
+    return {
+        'apart':per_expert, 'stacked':stacked, 'transposed':transposed, '':dict}[case.experts](
         d)
 
 def build(name, case, tmp):
@@ -175,7 +179,9 @@ def build(name, case, tmp):
             and v.is_floating_point()
             and not (case.keep32 and re.search(case.keep32, k))):
             stored[k] = v.bfloat16()
-    stored |= {k:torch.tensor(v) for k,v in case.scales.items()}
+    stored |= {
+        k:torch.tensor(v)
+        for k,v in case.scales.items()}
     save_torch_state_dict(stored, out, max_shard_size=case.shard or '1GB')
     (out/'config.json').write_text(
         json.dumps(
@@ -221,7 +227,8 @@ class Watch:
         def routed(m, a, o):
             self.routes.append(
                 (
-                    array(o[2]).astype(np.int32), array(o[1])))
+                    array(o[2]).astype(np.int32),
+                    array(o[1])))
         def last(m, a, o):
             self.final = o[0]
         self.hooks = [
@@ -261,7 +268,8 @@ def greedy(model, ids, **kw):
     "The likeliest continuation of `ids`, and by how much its closest choice was won"
     out,gap = list(ids),np.inf
     for _ in range(G):
-        x = model(torch.tensor([out]), use_cache=False).logits[0,-1]
+        x = model(
+            torch.tensor([out]), use_cache=False).logits[0,-1]
         out.append(int(x.argmax()))
         gap = min(gap, lead(x))
     return out[len(ids):],gap
@@ -310,7 +318,8 @@ def text(model, head, ids, nxt, K):
     "All there is to record of one prompt, and the closest choice in it"
     fresh(model)
     T = len(ids)
-    rows = np.unique(np.linspace(0, T-1, LAYER_ROWS).astype(int))
+    rows = np.unique(np.linspace(
+        0, T-1, LAYER_ROWS).astype(int))
     with Watch(model) as w:
         o = model(torch.from_numpy(ids)[None], use_cache=True)
         stream = w.stream[:]
@@ -347,14 +356,17 @@ def text(model, head, ids, nxt, K):
 def settled(name, make, T, V):
     "What `make(prompt, next)` records of the first random prompt in which nothing was close"
     for k in range(100):
-        rng = np.random.default_rng([20261, zlib.crc32(name.encode()), k])
+        rng = np.random.default_rng([
+            20261, zlib.crc32(name.encode()), k])
         ref,gap,closest = make(
             rng.integers(4, V, T), rng.integers(4, V, D))
         if gap>.02 and closest>1e-4:
             return ref,f'closest token {gap:.3f}, expert {closest:.0e}, of {k+1} prompts'
     raise SystemExit(f'{name}: every prompt has a close choice')
 
-GRIDS = np.array([[1,4,6],[1,6,2]])  # patches of two images: six tokens and three
+# patches of two images: six tokens and three
+GRIDS = np.array([
+    [1,4,6], [1,6,2]])
 
 def pictures(model, cfg, name):
     "A prompt with two images, the first across the end of a tile or near it"
@@ -384,14 +396,18 @@ def pictures(model, cfg, name):
                 *[cfg['image_token_id']]*int(n[k]),
                 cfg['vision_end_token_id']]
         ids = np.array([
-            *words[:-8], *image(0), *words[-8:-5],
-            *image(1), *words[-5:]])
+            *words[:-8],
+            *image(0),
+            *words[-8:-5],
+            *image(1),
+            *words[-5:]])
         kinds = torch.from_numpy((ids==cfg['image_token_id']).astype(int))[None]
         fresh(model)
         pos,_ = model.model.get_rope_index(
             torch.from_numpy(ids)[None], kinds, image_grid_thw=kw['image_grid_thw'])
         with Watch(model) as w:
-            o = model(torch.from_numpy(ids)[None], mm_token_type_ids=kinds, use_cache=True, **kw)
+            o = model(
+                torch.from_numpy(ids)[None], mm_token_type_ids=kinds, use_cache=True, **kw)
             r = dict(
                 image_ids=ids.astype(np.int32),
                 image_pos=pos[:,0].numpy().astype(np.int32),
@@ -513,7 +529,9 @@ def main(names):
             note = (
                 record_drafter(data/name, case, plain) if case.target
                 else record(data/name, case, plain, head))
-        size = sum(p.stat().st_size for p in (data/name).iterdir())
+        size = sum(
+            p.stat().st_size
+            for p in (data/name).iterdir())
         print(f'{name:24s} {size/1000:4.0f} kB  {case.T:3d} tokens  {note}', flush=True)
 
 if __name__=='__main__':

@@ -98,7 +98,7 @@ GRANITE = HEADS|dict(num_local_experts=8, num_experts_per_tok=2, shared_intermed
     embedding_multiplier=12, attention_multiplier=.125, residual_multiplier=.22, logits_scaling=6)
 CONFIGS = dict(
     llama=HEADS
-    |dict(
+    | dict(
         model_type='llama',
         rope_theta=5e5,
         attention_bias=False,
@@ -111,25 +111,25 @@ CONFIGS = dict(
     mistral3=wrapped(
         'mistral3', HEADS|dict(model_type='mistral', rope_theta=1e6, sliding_window=16)),
     qwen2=HEADS
-    |dict(
+    | dict(
         model_type='qwen2', rope_theta=1e6, use_sliding_window=True, sliding_window=16,
         max_window_layers=2),
     qwen3=HEADS
-    |dict(
+    | dict(
         model_type='qwen3', rope_theta=1e6, attention_bias=False, use_sliding_window=False,
         rope_scaling=YARN),
     qwen3_moe=HEADS|MOE
-    |dict(
+    | dict(
         model_type='qwen3_moe', rope_theta=1e6, norm_topk_prob=True, decoder_sparse_step=2,
         mlp_only_layers=[3]),
     qwen3_next=HEADS|MOE|DELTA
-    |dict(
+    | dict(
         model_type='qwen3_next', rope_theta=1e7, partial_rotary_factor=.5,
         shared_expert_intermediate_size=32),
     qwen3_5=wrapped(
         'qwen3_5',
         HEADS|DELTA
-        |dict(
+        | dict(
             model_type='qwen3_5_text',
             rope_parameters=MROPE,
             mtp_num_hidden_layers=1,
@@ -142,24 +142,25 @@ CONFIGS = dict(
     qwen3_5_moe=wrapped(
         'qwen3_5_moe',
         HEADS|MOE|DELTA
-        |dict(
+        | dict(
             model_type='qwen3_5_moe_text', rope_parameters=MROPE,
             shared_expert_intermediate_size=32, mtp_num_hidden_layers=1),
         vision_config=VISION),
     qwen3_vl=wrapped(
         'qwen3_vl',
         HEADS
-        |dict(
+        | dict(
             model_type='qwen3_vl_text',
             rope_theta=5e6,
-            rope_scaling=dict(rope_type='default', mrope_section=[4,2,2], mrope_interleaved=True)),
+            rope_scaling=dict(
+                rope_type='default', mrope_section=[4,2,2], mrope_interleaved=True)),
         vision_config=VISION),
     qwen3_vl_moe=wrapped(
         'qwen3_vl_moe',
         HEADS|MOE|dict(model_type='qwen3_vl_moe_text', rope_theta=5e6),
         vision_config=VISION),
     gpt_oss=HEADS
-    |dict(
+    | dict(
         model_type='gpt_oss',
         rope_theta=150000.,
         rope_scaling=YARN,
@@ -179,7 +180,7 @@ CONFIGS = dict(
         num_centroids=32,
         centroid_intermediate_top_k=8),
     nemotron_h=HEADS
-    |dict(
+    | dict(
         model_type='nemotron_h',
         hybrid_override_pattern='MEM*EM-E',
         num_hidden_layers=8,
@@ -205,7 +206,7 @@ CONFIGS = dict(
         routed_scaling_factor=2.5,
         layer_norm_epsilon=1e-5),
     granitemoehybrid=GRANITE
-    |dict(
+    | dict(
         model_type='granitemoehybrid',
         position_embedding_type='nope',
         layer_types=['mamba','mamba','attention','mamba'],
@@ -217,15 +218,15 @@ CONFIGS = dict(
         mamba_expand=2),
     granitemoeshared=GRANITE|dict(model_type='granitemoeshared', rope_theta=1e6),
     granitemoe=HEADS
-    |dict(
+    | dict(
         model_type='granitemoe', rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2,
         logits_scaling=6.),
     granite=HEADS
-    |dict(
+    | dict(
         model_type='granite', rope_theta=1e6, mlp_bias=False, attention_bias=False,
         logits_scaling=6.),
     minimax_m2=HEADS
-    |dict(
+    | dict(
         model_type='minimax_m2',
         rotary_dim=8,
         rope_theta=5e6,
@@ -441,7 +442,8 @@ def test_ends_of_sequence_are_gathered():
 def test_hf_quant_config_beside_and_instead():
     def q(**kw): return dict(producer={}, quantization=kw)
     assert (
-        from_hf(CONFIGS['qwen3'], None, q(quant_algo='NVFP4')).quantization['quant_algo']=='NVFP4')
+        from_hf(CONFIGS['qwen3'], None, q(quant_algo='NVFP4')).quantization['quant_algo']
+        =='NVFP4')
     assert (
         from_hf(CONFIGS['gpt_oss'], None, q(quant_algo='NVFP4')).quantization['quant_method']
         =='mxfp4')
@@ -517,7 +519,9 @@ META['nemotron_h_moe'] = META['nemotron_h'] = (
         'expert_weights_norm':True,
         'expert_weights_scale':2.5})
 SCALED = {'attention.scale':.125, 'embedding_scale':12., 'residual_scale':.22, 'logit_scale':6.}
-MAMBA = {k:v for k,v in SSM.items() if k.startswith('ssm')}
+MAMBA = {
+    k:v
+    for k,v in SSM.items() if k.startswith('ssm')}
 META['granitehybrid'] = BASE|MAMBA|SCALED|{'expert_count':8, 'expert_used_count':2,
     'expert_shared_feed_forward_length':48, 'attention.head_count_kv':[0,0,2,0],
     'rope.scaling.finetuned':False}
@@ -532,7 +536,9 @@ META['gpt-oss'] = (
 def gguf_meta(arch, **more):
     return (
         {'general.architecture':arch, 'tokenizer.ggml.eos_token_id':1}
-        |{f'{arch}.{k}':v for k,v in (META[arch]|more).items()})
+        | {
+            f'{arch}.{k}':v
+            for k,v in (META[arch]|more).items()})
 FREQS = {'gemma4':[1.]*4+[1e30]*12}
 
 @pytest.mark.parametrize('arch', META)
@@ -553,7 +559,8 @@ def test_odd_gguf_values(arch):
         for v in ODD:
             d = {
                 x:y
-                for x,y in (m|{k:v}).items() if y is not None}
+                for x,y in (m|{k:v}).items()
+                if y is not None}
             for names in ((), ('output.weight','blk.3.attn_v.weight','blk.2.ffn_gate_inp.weight')):
                 try:
                     c = ModelConfig.from_gguf(d, freq_factors=FREQS.get(arch), tensors=names)
@@ -578,7 +585,8 @@ def test_gguf_facts_that_stand_in_the_tensors():
         return ModelConfig.from_gguf(gguf_meta('nemotron_h_moe'), tensors=names)
     assert (
         (n().mixers,n().ffns,n().intermediate_size)
-        ==(('mamba','attention','none','none'), ('none','none','moe','mlp'), 96)
+        == (
+            ('mamba','attention','none','none'), ('none','none','moe','mlp'), 96)
         and n().attention.rope is None)
     E = 'blk.2.ffn_gate_inp.weight'
     assert (
@@ -614,4 +622,5 @@ def test_gguf_facts_that_stand_in_the_tensors():
         ('llama','logit_scale',2.),
         ('qwen35','rope.dimension_sections',[2,1,1,5])):
         with pytest.raises(CheckpointError, match=k):
-            ModelConfig.from_gguf(gguf_meta(arch, **{k:v}), freq_factors=FREQS.get(arch))
+            ModelConfig.from_gguf(
+                gguf_meta(arch, **{k:v}), freq_factors=FREQS.get(arch))

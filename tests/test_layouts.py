@@ -22,7 +22,8 @@ def arrays(path, device=host, **kw):
     "What the model of a folder wants of it"
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        return load(ck, wants, device, ignore=(*IGNORE, *m.ignore), **kw)
+        return load(
+            ck, wants, device, ignore=(*IGNORE, *m.ignore), **kw)
 
 def decoded(x): return x if isinstance(x, np.ndarray) else x.decode()
 def unlike(a, b):
@@ -62,7 +63,9 @@ def test_as_published_and_plain_are_the_same(tmp_path, made, name):
     assert unlike(arrays(got), want)==[]
     packed = arrays(got, packed=True)
     assert unlike(packed, want)==[]
-    kept = [w for w in packed.values() if isinstance(w, (QTensor,QStack))]
+    kept = [
+        w for w in packed.values()
+        if isinstance(w, (QTensor,QStack))]
     assert (
         kept
         and sum(w.nbytes for w in kept)
@@ -349,7 +352,8 @@ def test_each_kind_of_part_missing(tmp_path, made, name):
         |{'_blocks','weight_packed','q_proj.weight','o_proj.weight'}):
         if not (
             k := next(
-                (k for k in raw if k.endswith(end) and 'input_' not in k), None)):
+                (k for k in raw if k.endswith(end) and 'input_' not in k),
+                None)):
             continue
         e = refused(folder(
             tmp_path/'m',
@@ -387,7 +391,9 @@ def test_scales_that_contradict_their_weights(tmp_path, made, name):
             folder(
                 tmp_path/'m',
                 conf,
-                raw|{k:(np.ones(a.shape, np.int64),'I64')}),
+                raw
+                |{
+                    k:(np.ones(a.shape, np.int64),'I64')}),
             re.sub(_SCALE, '', k))
 
 @quantised
@@ -418,7 +424,9 @@ def test_payloads_that_contradict_the_config(tmp_path, made, name):
     k = next(k for k in raw if payload(k))
     a,t = raw[k]
     refused(folder(
-        tmp_path/'m', conf, raw|{k:(a[:-1],t)}))
+        tmp_path/'m',
+        conf,
+        raw|{k:(a[:-1],t)}))
     refused(folder(
         tmp_path/'m',
         conf,
@@ -451,7 +459,9 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
         folder(
             tmp_path/'c',
             conf,
-            raw|{norm:(raw[norm][0][:-1],'BF16')}),
+            raw
+            |{
+                norm:(raw[norm][0][:-1],'BF16')}),
         norm,
         'asks for')
     refused(
@@ -468,9 +478,10 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
             tmp_path/'e',
             conf,
             raw
-            |{
+            | {
                 norm:(
-                    np.zeros(raw[norm][0].shape, np.int64), 'I64')}),
+                    np.zeros(raw[norm][0].shape, np.int64),
+                    'I64')}),
         norm,
         'I64',
         exc=UnsupportedError)
@@ -479,9 +490,10 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
             tmp_path/'f',
             conf,
             raw
-            |{
+            | {
                 mat:(
-                    np.zeros(raw[mat][0].shape, np.uint8), 'F8_E4M3')}),
+                    np.zeros(raw[mat][0].shape, np.uint8),
+                    'F8_E4M3')}),
         mat,
         'no scale')
     refused(
@@ -489,7 +501,8 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
             tmp_path/'g',
             conf,
             raw
-            |{norm[:-7]+'.weight_scale':(np.float32(1),'F32')}),
+            | {
+                norm[:-7]+'.weight_scale':(np.float32(1),'F32')}),
         norm[:-7]+'.weight_scale',
         'is a scale',
         'takes none')
@@ -523,13 +536,15 @@ def test_stored_twice(tmp_path, made):
     twice(
         'qwen3-moe-nvfp4-ct',
         lambda raw: {
-            q+'weight':(np.zeros((160,160), np.uint16),'BF16')},
+            q+'weight':(
+                np.zeros((160,160), np.uint16), 'BF16')},
         'stored twice',
         q+'weight_packed')
     twice(
         'qwen3-fp8-tensor',
         lambda raw: {
-            q+'weight_scale_inv':(np.ones((2,2), np.float32),'F32')},
+            q+'weight_scale_inv':(
+                np.ones((2,2), np.float32), 'F32')},
         q+'weight_scale',
         'is a scale')
     def both(name):
@@ -542,7 +557,8 @@ def test_stored_twice(tmp_path, made):
         'experts.0.gate_proj.weight')
     twice('gpt-oss', both('gpt-oss-mxfp4'), 'stored twice', 'gate_up_proj_blocks')
     split = {
-        'model.layers.0.linear_attn.'+n+'.weight':(np.zeros((r,160), np.uint16),'BF16')
+        'model.layers.0.linear_attn.'+n+'.weight':(
+            np.zeros((r,160), np.uint16), 'BF16')
         for n,r in (('in_proj_qkv',160),('in_proj_z',96))}
     twice('qwen3-next', lambda raw: split, 'twice', 'in_proj_qkvz', 'in_proj_qkv.')
 
@@ -623,13 +639,14 @@ def test_any_part_of_any_shape_and_type(tmp_path, made):
         k,(t,dt) = (
             ks[rng.integers(len(ks))],
             [
-                ('F32','f4'), ('BF16','u2'), ('U8','u1'), ('F8_E4M3','u1'),
-                ('F8_E8M0','u1'), ('I32','i4'),
+                ('F32','f4'), ('BF16','u2'), ('U8','u1'),
+                ('F8_E4M3','u1'), ('F8_E8M0','u1'), ('I32','i4'),
                 ('F16','f2')][rng.integers(7)])
         shape = (
             raw[k][0].shape if rng.random()<.5
             else rng.choice(
-                [0,1,2,3,16,96,160], rng.integers(4)))
+                [0,1,2,3,16,96,160],
+                rng.integers(4)))
         try:
             got = arrays(folder(
                 tmp_path/'m',
@@ -670,9 +687,11 @@ def test_a_release_of_64_196_tensors_opens_in_seconds(tmp_path):
     raw = {}
     for w in build(c).wants():
         each = len(w.shape)==3 and len(w.sources)>1
-        for s,r in zip(w.sources, w.rows or w.shape[:1]):
+        for s,r in zip(
+            w.sources, w.rows or w.shape[:1]):
             shape = (
-                (r,*w.shape[-1:]) if each or len(w.shape)==2
+                (r,*w.shape[-1:])
+                if each or len(w.shape)==2
                 else (r,) if len(w.shape)==1 else w.shape)
             q = (
                 len(shape)==2

@@ -52,7 +52,9 @@ def test_cached_decode(name):
     eight.prefill(r['ids'])  # the same rows, eight at a time: the same bits
     assert (
         eight(
-            r['next_ids'][:8], T, False)==step[:8]).all()
+            r['next_ids'][:8],
+            T,
+            False)==step[:8]).all()
 
 @each()
 def test_chunked_prefill(name):
@@ -80,7 +82,9 @@ def test_states(name, how):
     run = Run(model(name))
     how(run, r['ids'])
     got = run.states()
-    assert got.keys()=={k for k in r if k.startswith(('rec','conv'))}
+    assert (
+        got.keys()
+        =={k for k in r if k.startswith(('rec','conv'))})
     for k,a in got.items():
         assert error(a, r[k])<TOL, k
 
@@ -127,7 +131,8 @@ def greedy(model, prompts, n, **kw):
     "Greedy tokens that an engine gives for `prompts`, run together"
     cache = KVCache(model.c, host, 64, num_states=8)
     out = {i:[] for i in range(len(prompts))}
-    eng = Engine(Scheduler(cache.pool, 4, 256, **kw), HostStepper(model, cache))
+    eng = Engine(
+        Scheduler(cache.pool, 4, 256, **kw), HostStepper(model, cache))
     for i,ids in enumerate(prompts):
         eng.add(Request(
             str(i), tuple(int(t) for t in ids), greedy_params(n)))
@@ -170,7 +175,8 @@ def test_mtp(name, pieces):
     r = refs[name]
     one,tokens,logits = mtp(
         name,
-        [64,1,2]+[len(r['ids'])-67] if pieces else None)
+        [64,1,2]+[len(r['ids'])-67] if pieces
+        else None)
     assert error(one[r['rows']], r['mtp_logits'])<TOL
     assert (
         tokens==r['mtp_draft'].tolist()
@@ -190,7 +196,8 @@ def test_assistant(name):
 def test_vision_features(name):
     r = refs[name]
     media = seen(name, model(name))
-    rows,values,levels = zip(*media.patches(0, len(r['image_ids'])))
+    rows,values,levels = zip(
+        *media.patches(0, len(r['image_ids'])))
     assert len(rows)==2
     assert error(np.concatenate(values), r['features'])<TOL
     deep = [r[f'deep{j}'] for j in range(9) if f'deep{j}' in r]
@@ -212,9 +219,11 @@ def test_image_prompt(name):
     whole = run.prefill(ids, media)
     assert error(whole, r['image_logits'])<TOL
     assert error(
-        run.steps(r['image_next_ids'], len(ids), media), r['image_next_logits'])<TOL
+        run.steps(r['image_next_ids'], len(ids), media),
+        r['image_next_logits'])<TOL
     assert (Run(m).chunks(ids, 64, media)==whole).all()
-    assert error(Run(m).steps(ids, 0, media), r['image_logits'])<TOL
+    assert error(
+        Run(m).steps(ids, 0, media), r['image_logits'])<TOL
 
 # -- the same weights, laid out in other ways that are found in the wild
 # -----------------------------------------------------------
@@ -264,7 +273,9 @@ def plain_prefix(ts):
         k.replace('model.language_model.', 'model.').replace('language_model.', ''):a
         for k,a in ts.items()}
 def any_prefix(ts):
-    return {re.sub(r'^(model|backbone)\.', 'some.thing.else.', k):a for k,a in ts.items()}
+    return {
+        re.sub(r'^(model|backbone)\.', 'some.thing.else.', k):a
+        for k,a in ts.items()}
 def text_only(ts):
     return {
         k:a

@@ -210,8 +210,8 @@ def _experts(ts, turn=False):
             # (E,H,40), stored [in,out]
             a = np.concatenate(
                 [
-                    a[...,:16], a[...,:4], a[...,16:],
-                    a[...,16:20]],
+                    a[...,:16], a[...,:4],
+                    a[...,16:], a[...,16:20]],
                 -1)
         elif k.endswith('experts.down_proj'):
             a = np.concatenate([a,a[:,:4]], 1)

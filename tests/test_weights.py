@@ -161,7 +161,8 @@ def damaged(tmp_path, good, make, name):
 
 def st_good(tmp_path): return st_bytes(weights()), 'model.safetensors'
 def gguf_good(tmp_path): return gguf_file(tmp_path/'g.gguf').read_bytes(), 'm.gguf'
-each_kind = pytest.mark.parametrize('kind', [st_good,gguf_good], ids=['safetensors','gguf'])
+each_kind = pytest.mark.parametrize(
+    'kind', [st_good,gguf_good], ids=['safetensors','gguf'])
 
 def header_end(b):
     return (
@@ -181,10 +182,14 @@ def test_truncated_at_many_lengths(tmp_path, kind):
         *range(40, h+40, 7),
         *range(h, len(b), 997),
         *range(len(b)-40, len(b))}
-    pad = len(b)-len(b.rstrip(b'\0')) if name.endswith('gguf') else 0
+    pad = (
+        len(b)-len(b.rstrip(b'\0')) if name.endswith('gguf')
+        else 0)
     for n in sorted(cuts):
         got = go(b[:n])
-        assert got is None or (n>=len(b)-pad and same(got, ref)), n
+        assert (
+            got is None
+            or (n>=len(b)-pad and same(got, ref))), n
     for more in (b'\0', b'\0'*64, b'x'*1000):
         assert go(b+more) is None
 
@@ -197,7 +202,8 @@ def test_every_bit_of_the_header_flipped(tmp_path, kind):
     loaded = changed = 0
     for i in range(header_end(b)):
         for bit in random.Random(i).sample(range(8), 2):
-            got = go(splice(b, i, bytes([b[i]^1<<bit])))
+            got = go(splice(
+                b, i, bytes([b[i]^1<<bit])))
             if got is None:
                 continue
             loaded += 1
@@ -264,10 +270,12 @@ def test_entries_that_lie(tmp_path, change, words, header):
     h = st_entries(weights())
     h[NORM].update(change)
     d = hf_folder(tmp_path/'m')
-    (d/'model.safetensors').write_bytes(st_bytes(weights(), header(h).encode()))
+    (d/'model.safetensors').write_bytes(st_bytes(
+        weights(), header(h).encode()))
     # of two that overlap either may be named
     fails(
-        d, 'model.safetensors', *([] if 'overlap' in words[0] else [NORM]), *words)
+        d, 'model.safetensors', *([] if 'overlap' in words[0] else [NORM]),
+        *words)
 
 # What the library writes is read column by column, anything else entry by entry
 
@@ -372,7 +380,8 @@ def test_packed_parts_that_do_not_fit(tmp_path):
         fails(d, k)
     q = QTensor.encode(weights()[k], 'FP8_CHANNEL')
     (d/'model.safetensors').write_bytes(st_bytes(
-        weights()|{k:q.parts['data'], scale:q.parts['scale']},
+        weights()
+        |{k:q.parts['data'], scale:q.parts['scale']},
         dtypes={k:'F8_E4M3'}))
     with open_checkpoint(d) as c:
         np.testing.assert_array_equal(c.read(k).decode(), q.decode())
@@ -416,7 +425,8 @@ def test_tensors_nobody_wants(tmp_path):
     ws = weights()
     bias = 'model.layers.0.self_attn.q_proj.bias'
     fails(
-        hf_folder(tmp_path/'a', ws|{bias:np.zeros(32,np.float32)}),
+        hf_folder(
+            tmp_path/'a', ws|{bias:np.zeros(32,np.float32)}),
         'no use for',
         bias)
     many = {f'junk.{i}':np.zeros(1,np.float32) for i in range(50)}
@@ -430,11 +440,13 @@ def test_tensors_nobody_wants(tmp_path):
             'model.layers.0.self_attn.rotary_emb.inv_freq':np.zeros(8,np.float32),
             'lm_head.weight':ws[EMB]}))
     fails(
-        gguf_file(tmp_path/'d.gguf', extra={'blk.0.attn_q.bias':np.zeros(32,np.float32)}),
+        gguf_file(
+            tmp_path/'d.gguf', extra={'blk.0.attn_q.bias':np.zeros(32,np.float32)}),
         'no use for',
         'blk.0.attn_q.bias')
     fails(
-        gguf_file(tmp_path/'e.gguf', extra={'blk.0.ffn_gate_exps.weight':np.zeros(32,np.float32)}),
+        gguf_file(
+            tmp_path/'e.gguf', extra={'blk.0.ffn_gate_exps.weight':np.zeros(32,np.float32)}),
         'no use for',
         'ffn_gate_exps')
 
@@ -576,10 +588,12 @@ def test_shards_that_do_not_match_the_index(tmp_path):
     fails(
         reindex(
             new('swap'),
-            lambda m: m.update({NORM:s1 if m[NORM]==s2 else s2})),
+            lambda m: m.update({
+                NORM:s1 if m[NORM]==s2 else s2})),
         NORM,
         'says')
-    fails(reindex(new('less'), lambda m: m.pop(NORM)), NORM, 'says nothing')
+    fails(
+        reindex(new('less'), lambda m: m.pop(NORM)), NORM, 'says nothing')
     fails(
         reindex(new('more'), lambda m: m.update({'model.extra.weight':s1})),
         s1,
@@ -622,7 +636,8 @@ def test_gguf_descriptions_that_lie(tmp_path):
     bad(typ, '<I', 99, words=['GGML type 99'], exc=UnsupportedError)
     bad(typ, '<I', 10, words=['GGML type 10'], exc=UnsupportedError)   # Q2_K
     bad(typ, '<I', 0, words=['overlap or leave a hole'])
-    for o in (1, 32, 2**40, 2**64-1, 2**64-32):
+    for o in (
+        1, 32, 2**40, 2**64-1, 2**64-32):
         bad(off, '<Q', o, words=['overlap or leave a hole'])
 
 def test_gguf_names_twice(tmp_path):
@@ -659,7 +674,8 @@ def test_gguf_versions_and_kinds(tmp_path):
 def _zero_align(tmp_path):
     b = gguf_bytes(tmp_path, meta=GGUF_META|{'general.alignment':32})
     i = b.index(b'general.alignment')+len('general.alignment')+4
-    (tmp_path/'z.gguf').write_bytes(splice(b, i, struct.pack('<I', 0)))
+    (tmp_path/'z.gguf').write_bytes(splice(
+        b, i, struct.pack('<I', 0)))
     return tmp_path/'z.gguf'
 
 def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
@@ -673,7 +689,8 @@ def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
         fails(p, 'bad.gguf')
     p.write_bytes(splice(b, w+4, struct.pack('<I', 9)))
     fails(p, 'unknown type 9')       # an array of arrays
-    p.write_bytes(splice(b, w+16, struct.pack('<Q', 2**62)))
+    p.write_bytes(splice(
+        b, w+16, struct.pack('<Q', 2**62)))
     fails(p, 'words would take')
     p.write_bytes(splice(b, w+24, b'\xff'))
     fails(p, 'UTF-8')

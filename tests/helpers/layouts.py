@@ -237,7 +237,9 @@ def _nvfp4(n, a, ct, one):
     m = n.removesuffix('.weight')
     p = QTensor.encode(a, 'NVFP4').parts
     g = np.float32(1)/p['global'] if ct else p['global']
-    s = E4M3[p['scale']]*(np.float32(1)/g if ct else g)
+    s = (
+        E4M3[p['scale']]
+        *(np.float32(1)/g if ct else g))
     parts = {
         m+('.weight_packed' if ct else '.weight'):(p['data'],'U8'),
         m+'.weight_scale':(p['scale'],'F8_E4M3'),
@@ -279,7 +281,9 @@ def _words(q, axis):
         (*q.shape[:-1],-q.shape[-1]%8),
         int)
     q = np.concatenate([q,fill], -1)
-    words = sum(q[...,i::8]<<4*i for i in range(8))
+    words = sum(
+        q[...,i::8]<<4*i
+        for i in range(8))
     words = words.astype(np.uint32)
     return np.moveaxis(words.view(np.int32), -1, axis)
 
@@ -321,7 +325,8 @@ def _grouped(a, at, group, symmetric, kind):
     numbers = ((codes-z)*s).astype(a.dtype)
     back = np.argsort(at)
     def placed(x): return x.reshape(a.shape)[:,back]
-    return _Groups(placed(codes), zeros, (stored,kind), back//group, placed(numbers))
+    return _Groups(
+        placed(codes), zeros, (stored,kind), back//group, placed(numbers))
 
 def _ct_parts(g, symmetric):
     "compressed-tensors: words along a row, zero points along a column"
@@ -504,7 +509,8 @@ def stored(conf, style, experts, rules):
         stack = a.ndim==3 and 'experts' in k and k.split('.')[0]!='visual'
         how = pick(k, a) if a.ndim>1 and may_quantise(k) else 'bf16'
         if stack and experts=='turned':
-            parts,x = STACK_HOW[how](k, np.ascontiguousarray(a.swapaxes(1,2)))
+            parts,x = STACK_HOW[how](
+                k, np.ascontiguousarray(a.swapaxes(1,2)))
             plain[k] = x.swapaxes(1,2)
         else:
             parts,plain[k] = (STACK_HOW if stack else HOW)[how](k, a)

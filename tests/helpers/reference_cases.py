@@ -720,7 +720,7 @@ CASES['llama-ct-mxfp4'] = Case(
 FP8_PARTS = r'linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.weight$|self_attn\.[qkvo]_proj\.weight$'
 CASES['qwen35-mixed'] = Case(
     TEXT35
-    |dict(
+    | dict(
         model_type='qwen3_5_text',
         architectures=['Qwen3_5ForCausalLM'],
         vocab_size=112,
@@ -746,7 +746,9 @@ CASES['qwen35-mixed'] = Case(
         | {
             n:dict(quant_algo='W4A16_NVFP4', group_size=16)
             for n in ['lm_head']
-            +[f'model.layers.{i}.mlp.{x}_proj' for i in range(3) for x in ('gate','up','down')]}),
+            + [
+                f'model.layers.{i}.mlp.{x}_proj' for i in range(3)
+                for x in ('gate','up','down')]}),
     scales={f'model.layers.2.self_attn.{n}_proj.{n}_scale':.05 for n in 'kv'})
 
 # INT4 in groups, of a size that a card's cache takes, packed by the libraries themselves
