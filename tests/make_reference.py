@@ -1,30 +1,44 @@
-"""Make the small reference checkpoints of tests/data: random weights in the layout of published ones, with what another implementation makes of them.
+"""Make the small reference checkpoints of tests/data: random weights in the layout of published
+ones, with what another implementation makes of them.
 
     pip install torch==2.13.0 transformers==5.23.0 && python tests/make_reference.py [NAME...]
 
 (Folders with INT4 are packed by libraries of their own: see helpers/reference_integers.py.)
 
-Run by hand, never in CI: the tests only read what it wrote. For each row of `CASES` it makes a model of that shape, fills it with numbers that
-depend on nothing but the seed and the tensor's name, rounds them to what is stored, saves them as the publisher does (the library's own names;
-quantised by helpers/reference_formats.py), and loads the plain weights again in float32, with plain attention. ref.npz then has
+Run by hand, never in CI: the tests only read what it wrote. For each row of `CASES` it makes a
+model of that shape, fills it with numbers that depend on nothing but the seed and the tensor's
+name, rounds them to what is stored, saves them as the publisher does (the library's own names;
+quantised by helpers/reference_formats.py), and loads the plain weights again in float32, with
+plain attention. ref.npz then has
 
-    ids [T]             prompt                      logits [T,V]          logits of the whole prompt
-    next_ids [D]        tokens fed one at a time    next_logits [D,V]     logits after each, from the cache
-    rows [R]            positions kept below        layers [L,R,H]        residual stream after each layer, at those positions
-    greedy [G]          the likeliest tokens that continue the prompt, each after the last
-    rec{i}, conv{i}     state of recurrent layer i after the prompt, [heads,a,b] and [K-1,C], newest last
-    route_ids, route_weights [M,R,k]                what the routers of the M sparse layers chose at `rows`, ids in rising order
-    mtp_logits [R,V]    of the head for the token after the next, at `rows`, fed the prompt's tokens from the second on and greedy[0]
-    mtp_again [V]       of its second pass, fed its own hidden row and token        mtp_draft [2]    the tokens of both passes
-    pixels, grid        two images, as patches      features, deep{j}     what the tower makes of them
-    image_*             ids, pos [3,T], logits of a prompt with them, next_ids and next_logits after it
-    draft_*             a drafter's: ids (its target's prompt), first (the token after it), tokens [3], logits [3,V]; `target` names the target's folder
+    ids [T]                  prompt
+    logits [T,V]             logits of the whole prompt
+    next_ids [D]             tokens fed one at a time
+    next_logits [D,V]        logits after each, from the cache
+    rows [R]                 positions kept below
+    layers [L,R,H]           residual stream after each layer, at those positions
+    greedy [G]               the likeliest tokens that continue the prompt, each after the last
+    rec{i}, conv{i}          state of recurrent layer i after the prompt: [heads,a,b], and
+                             [K-1,C], newest last
+    route_ids, route_weights [M,R,k] what the routers of the M sparse layers chose at `rows`, ids
+                             in rising order
+    mtp_logits [R,V]         of the head for the token after the next, at `rows`, fed the prompt's
+                             tokens from the second on and greedy[0]
+    mtp_again [V]            of its second pass, fed its own hidden row and token
+    mtp_draft [2]            the tokens of both passes
+    pixels, grid             two images, as patches
+    features, deep{j}        what the tower makes of them
+    image_*                  ids, pos [3,T], logits of a prompt with them, next_ids and
+                             next_logits after it
+    draft_*                  a drafter's: ids (its target's prompt), first (the token after it),
+                             tokens [3], logits [3,V]; `target` names the target's folder
 
-No choice among experts, greedy tokens or drafts was close. A quantised folder's reference is made of its dequantised weights, with activations
-left alone.
+No choice among experts, greedy tokens or drafts was close. A quantised folder's reference is made
+of its dequantised weights, with activations left alone.
 
-`transformers` is the reference because it is where the configs' meaning is defined. It has no MTP head; that one is put together from its layers as
-vLLM's qwen3_next_mtp.py does it. The folders differ from each other, and from any published model, in shape.
+`transformers` is the reference because it is where the configs' meaning is defined. It has no MTP
+head; that one is put together from its layers as vLLM's qwen3_next_mtp.py does it. The folders
+differ from each other, and from any published model, in shape.
 """
 import copy,json,re,shutil,sys,tempfile,zlib
 from pathlib import Path
@@ -39,7 +53,7 @@ data = Path(__file__).parent/'data'
 D,G,LAYER_ROWS = 10,12,24
 
 # -- making a folder
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 def zero_centred(kind, name):
     return (

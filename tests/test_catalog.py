@@ -1,4 +1,5 @@
-"The catalogue of models: its facts against the shapes, its names, and what is said without card or weights."
+"""The catalogue of models: its facts against the shapes, its names, and what is said without card
+or weights."""
 import json,re
 from dataclasses import replace
 from pathlib import Path
@@ -83,13 +84,24 @@ def test_entries_are_usable(name):
 
 # -- bad input -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('wrong,field', [
-    (dict(hub='name'),'hub'), (dict(hub=None),'hub'), (dict(context='long'),'context'),
-    (dict(context=-1),'context'), (dict(nbytes=0),'nbytes'), (dict(least_memory=1.5),'least_memory'),
-    (dict(kontext=1),'kontext'), (dict(shape='round'),'shape'), (dict(tensors={'(':'BF16'}),'tensors'),
-    (dict(tensors={'x':'FP3'}),'tensors'), (dict(flags='--x'),'flags'), (dict(drafter=3),'drafter'),
-    (dict(parsers=dict(tools='x')),'parsers.tools'),
-    (dict(sampling=dict(chat=dict(temperature=-1))),'temperature')])
+@pytest.mark.parametrize(
+    'wrong,field',
+    [
+        (dict(hub='name'),'hub'),
+        (dict(hub=None),'hub'),
+        (dict(context='long'),'context'),
+        (dict(context=-1),'context'),
+        (dict(nbytes=0),'nbytes'),
+        (dict(least_memory=1.5),'least_memory'),
+        (dict(kontext=1),'kontext'),
+        (dict(shape='round'),'shape'),
+        (dict(tensors={'(':'BF16'}),'tensors'),
+        (dict(tensors={'x':'FP3'}),'tensors'),
+        (dict(flags='--x'),'flags'),
+        (dict(drafter=3),'drafter'),
+        (dict(parsers=dict(tools='x')),'parsers.tools'),
+        (
+            dict(sampling=dict(chat=dict(temperature=-1))), 'temperature')])
 def test_broken_entries_are_refused_by_field(wrong, field):
     with pytest.raises(ConfigError) as e:
         read_catalog(json.dumps({'m': GOOD|wrong}), 'c.json')
@@ -232,7 +244,10 @@ def test_a_plan_is_what_is_loaded():
     m.close()
 
 @pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
-@pytest.mark.parametrize('more', [{}, dict(speculative=True), dict(kv_cache_dtype='fp8', max_seq_len=300)])
+@pytest.mark.parametrize(
+    'more',
+    [
+        {}, dict(speculative=True), dict(kv_cache_dtype='fp8', max_seq_len=300)])
 def test_a_plan_is_what_a_card_loads(monkeypatch, more):
     "On a card too: blocks, sequences and states as planned, weights within what is said of them"
     monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(2<<30, 2<<30))

@@ -1,4 +1,5 @@
-"Model descriptions of every family: whatever a key holds comes out as a config or as a typed error, and what is said is honoured."
+"""Model descriptions of every family: whatever a key holds comes out as a config or as a typed
+error, and what is said is honoured."""
 import copy,json
 from dataclasses import replace
 import pytest
@@ -324,47 +325,126 @@ def test_odd_values_together(family, data):
                     max_leaves=4)))
     translates(d)
 
-@pytest.mark.parametrize('family,path,value,word', [
-    ('llama', ('rope_scaling','rope_type'), 'dynamic', 'dynamic'), ('llama', ('rope_scaling','short_factor'), [1.], 'short_factor'), ('llama', ('hidden_act',), 'gelu', 'gelu'),
-    ('qwen3', ('rope_scaling','llama_4_scaling_beta'), .1, 'llama_4_scaling_beta'), ('qwen3', ('layer_types',), ['full_attention']*3+['chunked_attention'], 'chunked_attention'),
-    ('qwen3_moe', ('n_group',), 4, 'n_group'), ('qwen3_5', ('text_config','output_gate_type'), 'tanh', 'output_gate_type'), ('qwen3_5', ('text_config','mtp_use_dedicated_embeddings'), True, 'dedicated'),
-    ('qwen3_5', ('text_config','rope_parameters','mrope_interleaved'), False, 'mrope_interleaved'), ('qwen3_vl', ('vision_config','hidden_act'), 'silu', 'hidden_act'),
-    ('qwen3_vl', ('text_config','model_type'), 'gpt_oss', 'gpt_oss'),
-    ('gpt_oss', ('swiglu_alpha',), 2., 'swiglu_alpha'),
-    ('gpt_oss', ('quantization_config','quant_method'), 'aqlm', 'aqlm'),
-    ('gemma4', ('text_config','hidden_size_per_layer_input'), 256, 'hidden_size_per_layer_input'), ('gemma4', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
-    ('gemma4', ('text_config','use_bidirectional_attention'), 'all', 'use_bidirectional_attention'), ('gemma4_assistant', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
-    ('nemotron_h', ('hybrid_override_pattern',), 'MEM*EM-X', "'X'"), ('nemotron_h', ('moe_latent_size',), 64, 'moe_latent_size'), ('nemotron_h', ('mlp_hidden_act',), 'silu', 'silu'),
-    ('granitemoehybrid', ('layer_types',), ['mamba']*3+['sliding_attention'], 'sliding_attention'),
-    ('granitemoehybrid', ('position_embedding_type',), 'alibi', 'alibi'),
-    ('granitemoehybrid', ('time_step_limit',), [0.,.1], 'time_step_limit'),
-    ('granitemoehybrid', ('time_step_limit',), [0.,{'__float__':'NaN'}], 'time_step_limit'),
-    ('granitemoehybrid', ('hidden_act',), 'gelu_pytorch_tanh', 'hidden_act'),
-    ('granitemoehybrid', ('normalization_function',), 'l2', 'normalization_function'),
-    ('granite', ('mlp_bias',), True, 'mlp_bias'),
-    ('minimax_m2', ('scoring_func',), 'hash', 'hash'),
-    ('minimax_m2', ('attn_type_list',), [1,1,0,1], 'attn_type_list'),
-    ('minimax_m2', ('shared_intermediate_size',), 64, 'shared_intermediate_size')])
+@pytest.mark.parametrize(
+    'family,path,value,word',
+    [
+        ('llama', ('rope_scaling','rope_type'), 'dynamic', 'dynamic'),
+        ('llama', ('rope_scaling','short_factor'), [1.], 'short_factor'),
+        ('llama', ('hidden_act',), 'gelu', 'gelu'),
+        ('qwen3', ('rope_scaling','llama_4_scaling_beta'), .1, 'llama_4_scaling_beta'),
+        (
+            'qwen3', ('layer_types',), ['full_attention']*3+['chunked_attention'],
+            'chunked_attention'),
+        ('qwen3_moe', ('n_group',), 4, 'n_group'),
+        ('qwen3_5', ('text_config','output_gate_type'), 'tanh', 'output_gate_type'),
+        ('qwen3_5', ('text_config','mtp_use_dedicated_embeddings'), True, 'dedicated'),
+        (
+            'qwen3_5', ('text_config','rope_parameters','mrope_interleaved'), False,
+            'mrope_interleaved'),
+        ('qwen3_vl', ('vision_config','hidden_act'), 'silu', 'hidden_act'),
+        ('qwen3_vl', ('text_config','model_type'), 'gpt_oss', 'gpt_oss'),
+        ('gpt_oss', ('swiglu_alpha',), 2., 'swiglu_alpha'),
+        ('gpt_oss', ('quantization_config','quant_method'), 'aqlm', 'aqlm'),
+        (
+            'gemma4', ('text_config','hidden_size_per_layer_input'), 256,
+            'hidden_size_per_layer_input'),
+        ('gemma4', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
+        (
+            'gemma4', ('text_config','use_bidirectional_attention'), 'all',
+            'use_bidirectional_attention'),
+        ('gemma4_assistant', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
+        ('nemotron_h', ('hybrid_override_pattern',), 'MEM*EM-X', "'X'"),
+        ('nemotron_h', ('moe_latent_size',), 64, 'moe_latent_size'),
+        ('nemotron_h', ('mlp_hidden_act',), 'silu', 'silu'),
+        (
+            'granitemoehybrid', ('layer_types',), ['mamba']*3+['sliding_attention'],
+            'sliding_attention'),
+        ('granitemoehybrid', ('position_embedding_type',), 'alibi', 'alibi'),
+        ('granitemoehybrid', ('time_step_limit',), [0.,.1], 'time_step_limit'),
+        ('granitemoehybrid', ('time_step_limit',), [0.,{'__float__':'NaN'}], 'time_step_limit'),
+        ('granitemoehybrid', ('hidden_act',), 'gelu_pytorch_tanh', 'hidden_act'),
+        ('granitemoehybrid', ('normalization_function',), 'l2', 'normalization_function'),
+        ('granite', ('mlp_bias',), True, 'mlp_bias'),
+        ('minimax_m2', ('scoring_func',), 'hash', 'hash'),
+        ('minimax_m2', ('attn_type_list',), [1,1,0,1], 'attn_type_list'),
+        ('minimax_m2', ('shared_intermediate_size',), 64, 'shared_intermediate_size')])
 def test_what_is_unknown_is_named(family, path, value, word):
     with pytest.raises(UnsupportedError) as e:
         from_hf(put(CONFIGS[family], path, value))
     assert word in str(e.value)
 
-@pytest.mark.parametrize('family,path,value,get', [
-    ('llama', ('attention_bias',), True, lambda c: (c.attention.bias, c.attention.o_bias)==(True, True)), ('qwen2', ('tie_word_embeddings',), False, lambda c: (c.attention.bias, c.attention.o_bias)==(True, False)),
-    ('mistral', ('sliding_window',), 16, lambda c: c.attention.window==16), ('qwen2', ('max_window_layers',), 1, lambda c: c.mixers==('attention','sliding','sliding','sliding') and c.sliding.window==16),
-    ('qwen3_moe', ('norm_topk_prob',), False, lambda c: not c.moe.renormalise), ('qwen3_moe', ('mlp_only_layers',), [1], lambda c: c.ffns==('mlp','mlp','mlp','moe')),
-    ('qwen3_5', ('text_config','attn_output_gate'), False, lambda c: not c.attention.gate), ('qwen3_5', ('text_config','output_gate_type'), 'sigmoid', lambda c: c.delta.gate_act=='sigmoid'),
-    ('qwen3_5', ('tie_word_embeddings',), True, lambda c: c.tie_embeddings), ('qwen3_vl', ('text_config','tie_word_embeddings'), True, lambda c: c.tie_embeddings),
-    ('qwen3_5', ('text_config','rope_parameters','partial_rotary_factor'), .25, lambda c: c.attention.rope.dim==4), ('qwen3_vl_moe', ('text_config','rope_theta'), 5e6, lambda c: c.attention.rope.mrope==(24,20,20)),
-    ('qwen3_vl', ('vision_config','deepstack_visual_indexes'), [2], lambda c: c.vision.deepstack==(2,)), ('gpt_oss', ('layer_types',), None, lambda c: c.mixers==('sliding','attention')*2),
-    ('gemma4', ('text_config','attention_k_eq_v'), False, lambda c: not c.attention.k_eq_v and c.attention.num_kv_heads==2), ('gemma4', ('text_config','final_logit_softcapping'), None, lambda c: c.logit_softcap is None),
-    ('gemma4', ('text_config','rope_parameters','full_attention','partial_rotary_factor'), .5, lambda c: (c.attention.rope.pairs, c.attention.rope.dim, c.sliding.rope.dim)==(8, 32, 16)),
-    ('gemma4_assistant', ('use_ordered_embeddings',), False, lambda c: c.drafter==replace(c.drafter, ordered=False, num_centroids=0, centroid_top_k=0, backbone_size=128) and c.kv_elements_per_token==0),
-    ('nemotron_h', ('hybrid_override_pattern',), None, lambda c: False), ('nemotron_h', ('use_conv_bias',), False, lambda c: not c.mamba.conv_bias), ('nemotron_h', ('n_shared_experts',), 0, lambda c: c.moe.shared_size==0),
-    ('minimax_m2', ('rotary_dim',), 16, lambda c: c.attention.rope.dim==16),
-    ('minimax_m2', ('qk_norm_type',), 'per_head', lambda c: c.attention.qk_norm=='head'),
-    ('minimax_m2', ('use_routing_bias',), False, lambda c: not c.moe.correction)])
+@pytest.mark.parametrize(
+    'family,path,value,get',
+    [
+        (
+            'llama',
+            ('attention_bias',),
+            True,
+            lambda c: (c.attention.bias, c.attention.o_bias)
+            ==(True, True)),
+        (
+            'qwen2',
+            ('tie_word_embeddings',),
+            False,
+            lambda c: (c.attention.bias, c.attention.o_bias)
+            ==(True, False)),
+        ('mistral', ('sliding_window',), 16, lambda c: c.attention.window==16),
+        (
+            'qwen2',
+            ('max_window_layers',),
+            1,
+            lambda c: c.mixers==('attention','sliding','sliding','sliding')
+            and c.sliding.window==16),
+        ('qwen3_moe', ('norm_topk_prob',), False, lambda c: not c.moe.renormalise),
+        (
+            'qwen3_moe', ('mlp_only_layers',), [1],
+            lambda c: c.ffns==('mlp','mlp','mlp','moe')),
+        ('qwen3_5', ('text_config','attn_output_gate'), False, lambda c: not c.attention.gate),
+        (
+            'qwen3_5', ('text_config','output_gate_type'), 'sigmoid',
+            lambda c: c.delta.gate_act=='sigmoid'),
+        ('qwen3_5', ('tie_word_embeddings',), True, lambda c: c.tie_embeddings),
+        ('qwen3_vl', ('text_config','tie_word_embeddings'), True, lambda c: c.tie_embeddings),
+        (
+            'qwen3_5', ('text_config','rope_parameters','partial_rotary_factor'), .25,
+            lambda c: c.attention.rope.dim==4),
+        (
+            'qwen3_vl_moe', ('text_config','rope_theta'), 5e6,
+            lambda c: c.attention.rope.mrope==(24,20,20)),
+        (
+            'qwen3_vl', ('vision_config','deepstack_visual_indexes'), [2],
+            lambda c: c.vision.deepstack==(2,)),
+        (
+            'gpt_oss', ('layer_types',), None,
+            lambda c: c.mixers==('sliding','attention')*2),
+        (
+            'gemma4', ('text_config','attention_k_eq_v'), False,
+            lambda c: not c.attention.k_eq_v and c.attention.num_kv_heads==2),
+        (
+            'gemma4', ('text_config','final_logit_softcapping'), None,
+            lambda c: c.logit_softcap is None),
+        (
+            'gemma4',
+            ('text_config','rope_parameters','full_attention','partial_rotary_factor'),
+            .5,
+            lambda c: (
+                c.attention.rope.pairs, c.attention.rope.dim,
+                c.sliding.rope.dim)==(8, 32, 16)),
+        (
+            'gemma4_assistant',
+            ('use_ordered_embeddings',),
+            False,
+            lambda c: c.drafter==replace(
+                c.drafter, ordered=False, num_centroids=0, centroid_top_k=0, backbone_size=128)
+            and c.kv_elements_per_token==0),
+        ('nemotron_h', ('hybrid_override_pattern',), None, lambda c: False),
+        ('nemotron_h', ('use_conv_bias',), False, lambda c: not c.mamba.conv_bias),
+        ('nemotron_h', ('n_shared_experts',), 0, lambda c: c.moe.shared_size==0),
+        (
+            'minimax_m2', ('rotary_dim',), 16,
+            lambda c: c.attention.rope.dim==16),
+        ('minimax_m2', ('qk_norm_type',), 'per_head', lambda c: c.attention.qk_norm=='head'),
+        ('minimax_m2', ('use_routing_bias',), False, lambda c: not c.moe.correction)])
 def test_what_is_said_is_honoured(family, path, value, get):
     d = put(CONFIGS[family], path, value)
     if path==('hybrid_override_pattern',):
@@ -376,17 +456,22 @@ def test_what_is_said_is_honoured(family, path, value, get):
     assert get(from_hf(d))
 
 UNCLAMPED = [0.,{'__float__':'Infinity'}]
-@pytest.mark.parametrize('key,value,get', [
-    ('position_embedding_type', 'rope', lambda c: c.attention.rope.dim==16),
-    ('position_embedding_type', None, lambda c: not c.attention.rope),
-    ('layer_types', ['attention']*4, lambda c: {*c.mixers}=={'attention'}),
-    ('layer_types', None, lambda c: {*c.mixers}=={'mamba'}),
-    ('shared_intermediate_size', 0, lambda c: c.moe.shared_size==0),
-    ('time_step_limit', UNCLAMPED, lambda c: c.mamba),
-    ('mamba_proj_bias', True, lambda c: c.mamba.proj_bias),
-    ('mamba_conv_bias', False, lambda c: not c.mamba.conv_bias),
-    ('attention_bias', True, lambda c: c.attention.bias and c.attention.o_bias),
-    ('tie_word_embeddings', True, lambda c: c.tie_embeddings)])
+@pytest.mark.parametrize(
+    'key,value,get',
+    [
+        ('position_embedding_type', 'rope', lambda c: c.attention.rope.dim==16),
+        ('position_embedding_type', None, lambda c: not c.attention.rope),
+        (
+            'layer_types',
+            ['attention']*4,
+            lambda c: {*c.mixers}=={'attention'}),
+        ('layer_types', None, lambda c: {*c.mixers}=={'mamba'}),
+        ('shared_intermediate_size', 0, lambda c: c.moe.shared_size==0),
+        ('time_step_limit', UNCLAMPED, lambda c: c.mamba),
+        ('mamba_proj_bias', True, lambda c: c.mamba.proj_bias),
+        ('mamba_conv_bias', False, lambda c: not c.mamba.conv_bias),
+        ('attention_bias', True, lambda c: c.attention.bias and c.attention.o_bias),
+        ('tie_word_embeddings', True, lambda c: c.tie_embeddings)])
 def test_what_a_hybrid_granite_says_is_honoured(key, value, get):
     assert get(from_hf(CONFIGS['granitemoehybrid']|{key:value}))
 

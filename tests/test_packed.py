@@ -1,4 +1,5 @@
-"Packed files: what goes in comes out, whatever is done to the file, to the disk or to who writes it."
+"""Packed files: what goes in comes out, whatever is done to the file, to the disk or to who writes
+it."""
 import json,os,signal,subprocess,sys,textwrap,threading,time
 import numpy as np, pytest
 from pathlib import Path
@@ -9,8 +10,9 @@ from atlas.cuda.checksum import CardArrays,checksums
 from atlas.ground import packed
 from atlas.ground.core import AtlasError,CheckpointError,RequestError,UnsupportedError
 from atlas.ground.formats import QStack,QTensor
-from atlas.ground.packed import (BLOCK,HOST,PART,SUMMED,TYPES,WHOLE,BusyError,Entry,Layout,PackedFile,
-    StoppedError,WriteError,checksum,layout_of,load_dict,part_of,reload,save_dict)
+from atlas.ground.packed import (
+    BLOCK,HOST,PART,SUMMED,TYPES,WHOLE,BusyError,Entry,Layout,PackedFile,StoppedError,WriteError,
+    checksum,layout_of,load_dict,part_of,reload,save_dict)
 from helpers.waiting import WAIT
 
 needs_cxx = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -51,7 +53,10 @@ def some_array(draw):
     return a.T if draw(st.booleans()) else a
 
 @settings(max_examples=60, deadline=None)
-@given(st.dictionaries(st.text(max_size=12).filter(lambda n: '#' not in n), some_array(), max_size=6))
+@given(st.dictionaries(
+    st.text(max_size=12).filter(lambda n: '#' not in n),
+    some_array(),
+    max_size=6))
 def test_any_mapping_comes_back(tmp_path_factory, arrays):
     p = tmp_path_factory.mktemp('p')/'f'
     meta = dict(a=[1,None,'é'], b={})
@@ -110,7 +115,10 @@ def test_what_cannot_go_in(tmp_path):
 # -- the checksum --------------------------------------------------------------------------------
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 40_000), st.lists(st.integers(1, 5000), max_size=6), st.randoms())
+@given(
+    st.integers(0, 40_000),
+    st.lists(st.integers(1, 5000), max_size=6),
+    st.randoms())
 def test_sums_of_parts_in_any_order(n, cuts, random):
     "And one that begins in the middle of a run of words"
     a,base = numbers(n),8*(SUMMED-300)

@@ -1,4 +1,5 @@
-"Quantised checkpoints: the bytes are modelopt's, every reader is told the truth, the engine computes with them, and whatever goes wrong leaves nothing half-written."
+"""Quantised checkpoints: the bytes are modelopt's, every reader is told the truth, the engine
+computes with them, and whatever goes wrong leaves nothing half-written."""
 import errno,fnmatch,json,math,os,re,shutil,signal,struct,subprocess,sys,threading,tracemalloc
 import numpy as np, pytest
 from contextlib import ExitStack
@@ -336,7 +337,13 @@ def test_the_same_whatever_the_threads_slabs_and_shards(tmp_path, monkeypatch, f
     assert raw(tmp_path/'a')==raw(tmp_path/'b')
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(0,10**6), st.sampled_from(USUAL), st.integers(1,9), st.integers(1,9), st.sampled_from(['BF16','F16','F32']), st.integers(2000,10**6))
+@given(
+    st.integers(0,10**6),
+    st.sampled_from(USUAL),
+    st.integers(1,9),
+    st.integers(1,9),
+    st.sampled_from(['BF16','F16','F32']),
+    st.integers(2000,10**6))
 def test_any_shape(tmp_path_factory, seed, key, o, i, dtype, shard):
     "Errors in the report are those of what can be read back; bytes are those of the files"
     r = np.random.default_rng(seed)
@@ -545,7 +552,13 @@ GLOBS = [
     '*layers.1.*', '*.o_proj', 'model.layers.0.mlp.down_proj', '*layers.[02].self_attn*',
     '*gate_proj*', '*.layers.2.mlp.up_proj.weight']
 @lay
-@pytest.mark.parametrize('keep', [(),(GLOBS[0],),(GLOBS[1],GLOBS[4]),(GLOBS[2],GLOBS[3],GLOBS[5])])
+@pytest.mark.parametrize(
+    'keep',
+    [
+        (),
+        (GLOBS[0],),
+        (GLOBS[1],GLOBS[4]),
+        (GLOBS[2],GLOBS[3],GLOBS[5])])
 def test_keep_reaches_the_config(tmp_path, format, layout, keep):
     quantize(folder(tmp_path/'s'), tmp_path/'d', format, layout, keep)
     q,ms = config(tmp_path/'d'),modules(tmp_path/'d')
@@ -567,7 +580,10 @@ def test_keep_reaches_the_config(tmp_path, format, layout, keep):
             and {'quant_algo','group_size','kv_cache_quant_algo'}<=set(h))
 
 @pytest.mark.parametrize('name', ['qwen35-moe-stacked','nemotron-h','minimax-m2','gemma4-moe'])
-@pytest.mark.parametrize('format,layout', [k for k in USUAL if k!=('fp8','block')], ids=lambda v: str(v))
+@pytest.mark.parametrize(
+    'format,layout',
+    [k for k in USUAL if k!=('fp8','block')],
+    ids=lambda v: str(v))
 def test_lists_of_real_families(tmp_path, name, format, layout):
     if format=='mxfp4' and name in NARROW:
         return
@@ -673,7 +689,11 @@ def test_requantize(tmp_path):
             k for k in got
             if k.endswith('weight_scale') and got[k][0]!='F8_E4M3'])
 
-@pytest.mark.parametrize('name', sorted(p.name for p in data.iterdir() if re.search('fp8|nvfp4|mxfp4|mixed', p.name) and 'gemma4' not in p.name))
+@pytest.mark.parametrize(
+    'name',
+    sorted(
+        p.name for p in data.iterdir()
+        if re.search('fp8|nvfp4|mxfp4|mixed', p.name) and 'gemma4' not in p.name))
 def test_requantize_every_stored_format(tmp_path, name):
     "From any format to NVFP4 (gpt-oss: to its own again) and back into the engine"
     oss = 'gpt-oss' in name
@@ -736,7 +756,9 @@ def spy(*a):
     count[0] += 1
     if count[0]==n: os.kill(os.getpid(), signal.SIGKILL)
     return real(*a)
-Q._pwrite = spy; Q.quantize(sys.argv[1], sys.argv[2], 'nvfp4', force=len(sys.argv)>4); print(count[0])'''
+Q._pwrite = spy
+Q.quantize(sys.argv[1], sys.argv[2], 'nvfp4', force=len(sys.argv)>4)
+print(count[0])'''
 
 def python(code, *args):
     "What comes of `code` in a process of its own"

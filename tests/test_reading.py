@@ -39,7 +39,9 @@ ranges = st.lists(
     min_size=1,
     max_size=12)
 
-@given(ranges, st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.booleans())
+@given(
+    ranges, st.integers(1, 9), st.integers(1, 4),
+    st.integers(1, 5), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_any_ranges(random_file, gaps, blocks, buffers, threads, direct):
     pieces,at = [],0
@@ -87,7 +89,16 @@ def aligned(n, more=0):
     at = -whole.ctypes.data%BLOCK+more
     return whole[at:at+n]
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40_000), st.booleans()), min_size=1, max_size=9), st.integers(1, 3), st.booleans())
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(1, 40_000),
+            st.booleans()),
+        min_size=1,
+        max_size=9),
+    st.integers(1, 3),
+    st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_read_where_they_stay(random_file, some, blocks, direct):
     """Pieces with homes need no buffer, whatever lies beside them;
@@ -288,7 +299,10 @@ def test_nothing_is_left_in_the_cache(small):
         read_pieces(
             [Extent(small, 0, small.size, 0)], nothing,
             Ring(2, 4*BLOCK), direct=direct)
-        with open(small.path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m:
+        with (
+            open(small.path, 'rb') as f,
+            mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m
+        ):
             n = small.size//BLOCK
             seen = (ctypes.c_ubyte*n)()
             at = ctypes.addressof(ctypes.c_char.from_buffer(m))

@@ -1,4 +1,5 @@
-"Atlas against another implementation: the checkpoints of tests/data, made by make_reference.py, and what the transformers library makes of them."
+"""Atlas against another implementation: the checkpoints of tests/data, made by make_reference.py,
+and what the transformers library makes of them."""
 import re
 import numpy as np, pytest
 import atlas.ground.files
@@ -74,8 +75,15 @@ def test_prompt_by_decode(name):
     assert error(
         Run(model(name)).steps(r['ids']), r['logits'])<TOL
 
-@pytest.mark.parametrize('how', (Run.prefill,Run.chunks,Run.steps), ids=lambda f: f.__name__)
-@pytest.mark.parametrize('name', [n for n,r in refs.items() if any(k.startswith('rec') for k in r)])
+@pytest.mark.parametrize(
+    'how',
+    (Run.prefill,Run.chunks,Run.steps),
+    ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    'name',
+    [
+        n for n,r in refs.items()
+        if any(k.startswith('rec') for k in r)])
 def test_states(name, how):
     "What recurrent layers remember of the prompt, however they read it"
     r = refs[name]
@@ -125,7 +133,7 @@ def test_integers_read_otherwise_are_seen(name, fault, monkeypatch):
     assert off<TOL if alike else off>100*TOL
 
 # -- the tokens themselves
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 def greedy(model, prompts, n, **kw):
     "Greedy tokens that an engine gives for `prompts`, run together"
@@ -190,7 +198,7 @@ def test_assistant(name):
     assert error(logits, r['draft_logits'])<TOL
 
 # -- images
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 @each('pixels')
 def test_vision_features(name):
@@ -296,7 +304,10 @@ LAYOUTS = {
     together:['qwen3-next','qwen3-moe-some-layers'],
     wider:['minimax-m2','gpt-oss-mxfp4']}
 
-@pytest.mark.parametrize('name,layout', [(n,f) for f,ns in LAYOUTS.items() for n in ns], ids=lambda x: x if isinstance(x, str) else x.__name__)
+@pytest.mark.parametrize(
+    'name,layout',
+    [(n,f) for f,ns in LAYOUTS.items() for n in ns],
+    ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_layouts(tmp_path, name, layout):
     "Not a bit of the logits depends on how the weights are laid out"
     ids,folder = refs[name]['ids'],rewritten(name, tmp_path, layout)

@@ -1,6 +1,8 @@
-"""What llama.cpp's converter makes of a Hugging Face folder: names from the gguf package's own tables, keys and transforms as its scripts have them, restated.
+"""What llama.cpp's converter makes of a Hugging Face folder: names from the gguf package's own
+tables, keys and transforms as its scripts have them, restated.
 
-Reads safetensors by itself, so that a fault of Atlas's reader cannot hide in both files of a comparison. `without` leaves steps out, by name:
+Reads safetensors by itself, so that a fault of Atlas's reader cannot hide in both files of a
+comparison. `without` leaves steps out, by name:
 a test that does not notice does not test."""
 import json,re,struct
 from pathlib import Path
@@ -14,10 +16,17 @@ ARCHS = {
     'granitemoe':'GRANITE_MOE', 'granitemoeshared':'GRANITE_MOE',
     'granitemoehybrid':'GRANITE_HYBRID'}
 _TILES = ('tile_qkv','tile_z','tile_b','tile_a','tile_A','tile_dt','tile_conv','tile_out')
-STEPS = {  # what a step of the conversion is called, by family
-    'llama':('permute',), 'mistral':('permute',), 'qwen3_next':('plus_one','neg_exp','ungroup'), 'qwen3_5':('plus_one','neg_exp',*_TILES), 'qwen3_5_moe':('plus_one','neg_exp',*_TILES),
-    'gpt_oss':('split','transpose'), 'gpt_oss-mxfp4':('split','nibbles'),
-    'qwen3_vl_moe':('transpose',), 'nemotron_h':('neg_exp',),
+# what a step of the conversion is called, by family
+STEPS = {
+    'llama':('permute',),
+    'mistral':('permute',),
+    'qwen3_next':('plus_one','neg_exp','ungroup'),
+    'qwen3_5':('plus_one','neg_exp',*_TILES),
+    'qwen3_5_moe':('plus_one','neg_exp',*_TILES),
+    'gpt_oss':('split','transpose'),
+    'gpt_oss-mxfp4':('split','nibbles'),
+    'qwen3_vl_moe':('transpose',),
+    'nemotron_h':('neg_exp',),
     'granitemoehybrid':('neg_exp','permute'),
     **dict.fromkeys(('granite','granitemoe','granitemoeshared'), ('permute',))}
 

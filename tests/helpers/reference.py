@@ -1,4 +1,5 @@
-"What make_reference.py recorded, models fed by hand to be compared with it, and the folders' tensors as they are stored."
+"""What make_reference.py recorded, models fed by hand to be compared with it, and the folders'
+tensors as they are stored."""
 import json,shutil
 from pathlib import Path
 import numpy as np

@@ -1,4 +1,5 @@
-"How quantised checkpoints store a matrix: each function gives the parts as they are stored, by the end of their name, and the weights they stand for."
+"""How quantised checkpoints store a matrix: each function gives the parts as they are stored, by
+the end of their name, and the weights they stand for."""
 import re,torch
 
 E2M1 = torch.tensor([
