@@ -206,7 +206,11 @@ class Tally:
 # %% ../../nbs/7_service/25_proxy.ipynb #d4b0f04c
 def data_of(raw:bytes):
     "The JSON objects of whole server-sent events"
-    for event in re.split(rb'\r?\n\r?\n', raw):
+    if raw.startswith(b'data: {') and raw.find(b'\n')==len(raw)-2:
+        events = [raw[:-2]] # a single event of a single line, as most are
+    else:
+        events = re.split(rb'\r?\n\r?\n', raw)
+    for event in events:
         data = [l[5:].strip() for l in event.splitlines() if l.startswith(b'data:')]
         if not data or data==[b'[DONE]']:
             continue

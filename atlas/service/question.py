@@ -18,8 +18,8 @@ from typing import Callable
 from fastcore.basics import patch
 from fastapi import Request
 from fastapi.responses import JSONResponse,Response
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
+from pydantic import BaseModel
 from ..ground.core import AtlasError,RequestError,seconds_in
 from ..ground.requests import SamplingParams
 from .http import TooLargeError
@@ -215,8 +215,7 @@ async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Res
 def in_place(self:Service, q:Question, name:str|None)->tuple[Question,str|None]:
     "A question, in the manner of whoever answers it, and the name of the model that does"
     names = getattr(self.models, 'names', None)
-    f = names and names.acting(name, q.manner)
-    if not f:
+    if not (f := names and names.acting(name, q.manner)):
         return q,name
     q = copy(q)
     q.manner,q.changed = f.manner,q.changed or f.manner is not None

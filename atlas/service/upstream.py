@@ -6,7 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/7_service/upstream.html.md"""
 
 # %% auto #0
 __all__ = ['TRANSLATED', 'PATHS', 'ME', 'UpstreamError', 'LoopError', 'Limits', 'server_url', 'server_key', 'paths_of', 'Backend',
-           'Wire', 'Sockets', 'plain_transport', 'retry_after', 'sentence_of', 'Clock', 'whole_events', 'kind_of']
+           'Wire', 'Sockets', 'plain_transport', 'whole_chunks', 'retry_after', 'sentence_of', 'Clock', 'whole_events',
+           'kind_of']
 
 # %% ../../nbs/7_service/24_upstream.ipynb #6181a395
 import asyncio,email.utils,ipaddress,logging,os,re,socket,time,uuid
@@ -193,13 +194,30 @@ _MOST_HOPS = 8
 # %% ../../nbs/7_service/24_upstream.ipynb #27d6d845
 class Wire(httpcore.AsyncNetworkStream):
     "A connection of `asyncio`; how long a read may take is not its business"
-    def __init__(self, reader, writer): self.reader,self.writer = reader,writer
+    def __init__(self, reader, writer):
+        self.reader,self.writer = reader,writer
+        self.rest = b'' # Has come, and was not read yet
+        self.head = None # The last bytes of a head that is not all here; None: none is awaited
+        self.at_body = False # Was the head of an answer read, and nothing of its body?
     async def read(self, max_bytes, timeout=None):
         try:
-            return await self.reader.read(max_bytes)
+            out,self.rest = self.rest or await self.reader.read(max_bytes),b''
         except OSError as e:
             raise httpcore.ReadError(str(e)) from e
+        self.at_body = False
+        return out if self.head is None else self._to_body(out)
+    def _to_body(self, got):
+        "Of these bytes those that belong to the head; the others are kept"
+        seen = self.head+got
+        end = seen.find(b'\r\n\r\n')+4
+        if end<4:
+            self.head = seen[-3:]
+            return got
+        end -= len(self.head)
+        self.head,self.at_body,self.rest = None,True,got[end:]
+        return got[:end]
     async def write(self, buffer, timeout=None):
+        self.head = b'' # An answer is to come
         try:
             self.writer.write(buffer)
             async with asyncio.timeout(timeout):
@@ -234,6 +252,43 @@ def plain_transport(limits:httpx.Limits)->httpx.AsyncHTTPTransport:
         keepalive_expiry=limits.keepalive_expiry,
         network_backend=Sockets())
     return t
+
+# %% ../../nbs/7_service/24_upstream.ipynb #a9c31e02
+_LENGTH = re.compile(rb'([0-9a-fA-F]{1,5})\r\n') # Of a chunk of less than a megabyte
+
+def whole_chunks(
+    raw:bytes, # Of a chunked body, from the beginning of a chunk
+)->tuple[list[bytes],int,bool]: # What whole chunks hold, where they end, and whether more of the kind may follow
+    "Take plain chunks apart, up to one that is not all here, the last one, or an unusual one"
+    out,at = [],0
+    while m := _LENGTH.match(raw, at):
+        start,size = m.end(),int(m[1], 16)
+        end = start+size
+        if not size or raw[end:end+2] not in (b'',b'\r',b'\r\n'):
+            return out,at,False
+        if end+2>len(raw):
+            return out,at,True
+        out.append(raw[start:end])
+        at = end+2
+    return out,at,len(raw)-at<7
+
+@patch
+async def chunks(self:Wire):
+    "What plain chunks of a body hold, as they come; what is left is for `read`"
+    while True:
+        got,at,more = whole_chunks(self.rest)
+        self.rest = self.rest[at:]
+        if got:
+            yield got[0] if len(got)==1 else b''.join(got)
+        if not more:
+            return
+        try:
+            came = await self.reader.read(1<<16)
+        except OSError as e:
+            raise httpx.ReadError(str(e)) from e
+        if not came:
+            return
+        self.rest += came
 
 # %% ../../nbs/7_service/24_upstream.ipynb #f51eed88
 @patch(as_prop=True)
@@ -457,26 +512,35 @@ def whole_events(
     del rest[:max(ends)]
     return out
 
+def _ways(r):
+    "Ways to read the body of an answer, one after the other"
+    if r.headers.get('content-encoding', 'identity')!='identity':
+        return [r.aiter_bytes()]
+    wire,coding = r.extensions.get('network_stream'),r.headers.get('transfer-encoding', '')
+    plain = isinstance(wire, Wire) and wire.at_body and coding.lower()=='chunked'
+    return [wire.chunks(), r.aiter_raw()] if plain else [r.aiter_raw()]
+
 @patch
 async def events(self:Backend, r:httpx.Response, first:float|None=None):
     "The whole events of a stream, as they come"
     rest,l = bytearray(),self.limits
-    packed = r.headers.get('content-encoding', 'identity')!='identity'
-    chunks,clock = r.aiter_bytes() if packed else r.aiter_raw(),Clock(min(first or inf, l.first))
+    clock = Clock(min(first or inf, l.first))
     large = self.fault('garbage', f'sent an event of more than {l.event:,} bytes')
     try:
         with self.faults():
-            async with aclosing(chunks),clock:
-                async for c in chunks:
-                    if rest or not c.endswith(b'\n\n'):
-                        c = whole_events(rest, c)
-                    if len(rest)>l.event:
-                        raise large
-                    if not c:
-                        continue
-                    clock.stop()
-                    yield c
-                    clock.go(l.between)
+            async with clock:
+                for chunks in _ways(r):
+                    async with aclosing(chunks):
+                        async for c in chunks:
+                            if rest or not c.endswith(b'\n\n'):
+                                c = whole_events(rest, c)
+                            if len(rest)>l.event:
+                                raise large
+                            if not c:
+                                continue
+                            clock.stop()
+                            yield c
+                            clock.go(l.between)
         if rest.endswith(b'\n'):
             yield bytes(rest)+b'\n'
     finally:
