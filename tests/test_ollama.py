@@ -13,7 +13,7 @@ from atlas.service.gateway import DOORS
 from atlas.service.http import Bounds,Keys,Rules
 from atlas.text.chat import ChatTemplate
 from atlas.text.images import ImageSpec
-from helpers.waiting import until
+from helpers.waiting import WAIT,until
 from test_http import live
 from test_server import FakeRunner,places,template,tok,values
 
@@ -359,6 +359,36 @@ def test_pull(client, pulls):
             client.pull(path)
         assert e.value.status_code==400
     assert len(pulls)==4
+
+def test_bytes_of_a_repository(monkeypatch, tmp_path):
+    "Of an id of the hub, too, it is told how many bytes there are and how many have come"
+    import asyncio,threading
+    import huggingface_hub
+    from atlas.service.ollama import progress
+    goes_on = threading.Event()
+    for name in ('config.json','model.safetensors'):
+        (tmp_path/name).write_bytes(b'')
+    def download(repo, tqdm_class, **kw):
+        files = tqdm_class(total=2, desc='Fetching 2 files')
+        bar = tqdm_class(total=1000, unit='B', desc='model.safetensors')
+        files.update(1)
+        bar.update(400)
+        assert goes_on.wait(WAIT)
+        bar.update(600)
+        return str(tmp_path)
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
+    async def states():
+        seen = []
+        async for s in progress('org/name', .005):
+            seen.append(s)
+            if s.get('completed')==400:
+                goes_on.set()
+        return seen
+    seen = asyncio.run(asyncio.wait_for(states(), WAIT))
+    assert [s['status'] for s in seen][::len(seen)-1]==['pulling manifest','success']
+    told = [s for s in seen if 'total' in s]
+    assert (told[0]['total'], told[0]['completed'])==(1000, 400), 'and the number of files is none of bytes'
+    assert told[0]['status']=='downloading org/name' and told[0]['digest'].startswith('sha256:')
 
 def test_who_may_fetch(guarded, pulls):
     def ask(key):

@@ -710,8 +710,7 @@ async def progress(name:str, every:float=.25):
     "Fetch a model: states of it as they change, and 'success'; errors of `pull` as they come"
     bar,last = Bar(),dict(status='pulling manifest')
     yield last
-    how = dict(show=bar) if name in NAMED else dict(show=False)
-    task = asyncio.get_running_loop().run_in_executor(_pulls, partial(pull, name, **how))
+    task = asyncio.get_running_loop().run_in_executor(_pulls, partial(pull, name, show=bar))
     while not task.done():
         await asyncio.wait([task], timeout=every)
         if (now := bar.said(name))!=last:
