@@ -625,7 +625,7 @@ SERVE = """
 import sys
 from atlas.service.process import Policy
 from atlas.service.gateway import serve
-models = [dict(model='tiny', name=n, kv_spill_dir=sys.argv[1]+'/'+n, kv_spill_gb=.05, kv_spill_keep=True) for n in 'ab']
+models = [dict(model='tiny', name=n, kv_spill_dir=sys.argv[1]+'/'+n, kv_spill_gb=.05) for n in 'ab']
 serve(models, port=int(sys.argv[2]), memory=int(sys.argv[3]), policy=Policy(soon=.05), first=[], device='cpu', max_seq_len=512, max_num_seqs=2)
 """
 

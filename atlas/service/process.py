@@ -230,6 +230,13 @@ def changed(self:Served)->asyncio.Future:
     return f
 
 # %% ../../nbs/7_service/23_process.ipynb #8c64f5d9
+@patch(as_prop=True)
+def keeps(self:Model)->bool:
+    "Does its process write its cache down before it ends? As it was told, or since others may take its place"
+    swaps = self.residency and self.residency.active
+    spills = getattr(self.config, 'kv_spill_dir', None)
+    return bool(getattr(self.config, 'kv_spill_keep', False) or spills and swaps)
+
 @patch
 async def _life(self:Model)->str:
     "One process from its start to its end; why it ended"
@@ -247,6 +254,8 @@ async def _life(self:Model)->str:
     try:
         await self.runner.attach(child.sock)
         options = differs(self.config)|self.settled|dict(name=self.name)
+        if self.keeps:
+            options['kv_spill_keep'] = True
         self.runner.send('load', options, self.policy.beat)
         watch = asyncio.create_task(self._watch(child))
         self.code = await child.ended
@@ -537,8 +546,7 @@ def abort(self:Model,
         peace = peace and self.runner._ready
         if peace:
             self.runner.send('bye')
-        keeps = getattr(self.config, 'kv_spill_keep', False)
-        grace = self.policy.keep if keeps else self.policy.grace
+        grace = self.policy.keep if self.keeps else self.policy.grace
         asyncio.get_running_loop().call_later(grace if peace else 0, child.kill)
 
 # %% ../../nbs/7_service/23_process.ipynb #e253b13a
