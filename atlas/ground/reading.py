@@ -114,7 +114,7 @@ def places(
     start = ints([e.offset for e in extents])
     return Places(list(files.values()), file, start, ints([e.nbytes for e in extents]))
 
-def _cuts(e:Places, some, size, apart)->tuple: # Of each part: its extent among `some`, window, begin
+def _cuts(e:Places, some, size, apart)->tuple:
     "`_cut` of the extents `some`, which have bytes, part by part as windows come"
     which,start = e.file[some],e.start[some]
     end = start+e.nbytes[some]
@@ -447,7 +447,7 @@ def read_pieces(
     ring:Ring|None=None, # None: one of its own
     threads:int=THREADS,
     direct:bool=True, # As for `read_windows`, as are the errors
-    homes:dict|None=None, # Key -> memory to read into, uint8, which begins at a block, as in the file
+    homes:dict|None=None, # Key -> memory to read into, uint8; it begins at a block, as in the file
 )->Reading:
     """Read `pieces` once. `take` may return what waits until its `data` may be overwritten, but
     for those with homes"""
