@@ -47,9 +47,8 @@
 //   A block takes a run of pieces (lib/pieces.cuh) of 64 << `shift` positions at least; with words
 //        or a window a piece.
 //   -D ONE=1: there is one row, of sequence 0, shift is 0, and words are null. A block takes a
-//        piece, and then another as long as there are more, by tickets. Those with y < `early`,
-//        which may come before the row, begin with the newest pieces, the others with the next or
-//        with the oldest.
+//        piece, and then another as long as there are more, by tickets: from the newest, which are
+//        the largest, to the oldest. Blocks with y < `early` may come before the row.
 //   tickets  : [given]               i32  of blocks with the same x: all bits set, and left so; or
 //                                         null
 //   -D AHEAD=1: a piece's sums have shared memory of their own, and the next piece's keys and
@@ -239,17 +238,16 @@ struct Work {
     __device__ __forceinline__ void ask(
             const int* __restrict__ tables, const int* __restrict__ first,
             const int* __restrict__ starts, int s, int mb, int lane) {
-        const int* const table_ = tables + (size_t)s * mb;
-        const int y = blockIdx.y;
         start = starts[s];
         r0 = ONE ? 0 : first[s];
         nf = ONE ? 1 : first[s + 1];
-        // the largest come first
-        const int2 run = ONE ? make_int2(y - early, y - early)
-                             : runs.pieces(gridDim.y - 1 - y);
+        table.all = tables + (size_t)s * mb;
+        if (ONE)
+            return;  // its pieces depend on where the row stands
+        const int2 run = runs.pieces(gridDim.y - 1 - blockIdx.y);  // the largest come first
         piece = run.x;
         last = run.y;
-        table.load(table_, pieces.start(max(piece, 0)), mb, lane);
+        table.load(table.all, pieces.start(piece), mb, lane);
     }
     // Is there anything?
     __device__ __forceinline__ bool find(
@@ -262,8 +260,8 @@ struct Work {
         low = lowest(p0);
         newest = pieces.of(end - 1);
         // does the piece depend on where the row stands?
-        const bool now = window || (ONE && !late());
-        if (now || (ONE && falls()))
+        const bool now = window || ONE;
+        if (now)
             piece = last = newest - (int)blockIdx.y;
         last = min(last, newest);
         to = QONLY ? end : start;
@@ -274,7 +272,7 @@ struct Work {
         if (back % SHARE || piece < pieces.of(low) || piece > last)
             return false;
         begin();
-        if (now || (ONE && falls()))
+        if (now)
             table.load(table.all, from, mb, lane);
         return true;
     }
@@ -282,20 +280,12 @@ struct Work {
     __device__ __forceinline__ bool late() const {
         return !window && (int)blockIdx.y >= early;
     }
-    // Have early blocks all pieces of the largest size? Late ones go on with the next then, and the
-    // smallest are drawn last; else late ones have the smallest, so that the largest are drawn
-    // soon.
-    __device__ __forceinline__ bool few_large() const {
-        return newest - early < 2 * pieces.many;
-    }
-    __device__ __forceinline__ bool falls() const { return late() && few_large(); }
     // Pieces that no block has begun with: so many, and which one a ticket is for
     __device__ __forceinline__ int more() const {
         return ONE && !window ? max(newest + 1 - (int)gridDim.y, 0) : 0;
     }
     __device__ __forceinline__ int drawn(int ticket) const {
-        const int p = newest - early - ticket;
-        return few_large() ? p - max((int)gridDim.y - early, 0) : p;
+        return newest - (int)gridDim.y - ticket;
     }
     __device__ __forceinline__ void begin() {
         from = max(pieces.start(piece), low / PIECE * PIECE);
@@ -405,7 +395,9 @@ extern "C" __global__ void BOUNDS attn_decode(
     for (int r = 0; r < SHARE; r++)
         turn[r].find(at, min(t + r, rows - 1), rows, lane);
     pdl_trigger();
-    const bool late = ONE && w.late();  // then the row is there, or nearly so
+    // Then the row is there, or nearly so. Small heads have more blocks than that to hide a wait, and
+    // ask for keys first.
+    const bool late = D > 128 && ONE && w.late();
     if (late) {
         pdl_wait();
         queries();

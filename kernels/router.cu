@@ -77,8 +77,6 @@ __device__ __forceinline__ void empty_all(float* empty, int fours) {
 // all lanes that differ in lower bits than those exchanged here.
 constexpr int HELD = 32, VALUES = ROWS * EACH, LANES = 32 / VALUES;
 constexpr bool FULL = K == 256 * WARPS * MINE;  // all lanes have columns
-// of one row, the next launch is let in behind the wait
-constexpr bool LET_LATE = ROWS == 1 && !READY;
 static_assert(
         32 * WARPS % EACH == 0 && (VALUES & (VALUES - 1)) == 0 && VALUES <= 32,
         "sums of lanes are halved");
@@ -147,7 +145,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int warp = threadIdx.x / 32;
     const int r0 = blockIdx.x * EACH;
     const int own = lane / LANES, first = warp * 256 + lane * 8;
-    if (!LET_LATE)
+    // Of one row, a launch that has a shared expert to ask for comes when the router has what it needs
+    const bool late = ROWS == 1 && !READY && n > EXPERTS;
+    if (!late)
         pdl_trigger();
     float v[MINE][EACH][8];
     #pragma unroll
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x)
         *met = 0;
     empty_all(empty, fours);
-    if (LET_LATE)
+    if (late)
         pdl_trigger();
     int used = 0;
     #pragma unroll 2

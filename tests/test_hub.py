@@ -423,6 +423,20 @@ def test_hub_bars_are_quiet_unless_asked(tmp_path):
         shutil.rmtree(tmp_path/'hf')
         assert 'files' in hf(tmp_path, "pull('org/m', show=True)", s.server_port)[2]
 
+def test_bytes_of_a_repository_are_told(tmp_path):
+    "`told` hears of the bytes of all files, and the last word is all of them"
+    code = '''from atlas.ground.core import told
+said = []
+pull('org/m', show=told(lambda *how: said.append(how)))
+print({what for what,_,_ in said}, said[-1][1:], all(n<=most for _,n,most in said))
+print([n for _,n,_ in said]==sorted(n for _,n,_ in said))'''
+    with serving(Hub, repos=dict(m=REPO), paths=[]) as s:
+        rc,out,err = hf(tmp_path, code, s.server_port)
+    wanted = 'config.json','model.safetensors','chat_template.jinja','tokenizer.json'
+    most = sum(len(REPO[n]) for n in wanted)
+    assert (rc,err)==(0, ''), err
+    assert out.splitlines()==[f"{{'downloading org/m'}} ({most}, {most}) True", 'True']
+
 # The pins, where the index is reached
 
 def test_flipped_bit_is_mended(stepped):

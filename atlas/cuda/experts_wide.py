@@ -12,7 +12,7 @@ from types import SimpleNamespace as NS
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
-from .experts import _ACTS,_ceil,_checked,_most,_raw
+from .experts import Mixture,_ACTS,_ceil,_checked,_most,_raw
 from .gemv import _x_bytes
 from .gemv_wide import Found,Reader,prepared_rows
 from .pack import Packed
@@ -276,7 +276,7 @@ def moe_wide(
 ): # [R, H]: residual and weighted sum of the experts' MLPs
     "What `moe` computes, for up to 256 rows at a time; no row's bits depend on another row"
     card,(R,H) = card_of(x),x.shape
-    _checked(H, router, up, down, m, act, shared, shared_gate)
+    _checked(Mixture(router, up, down, m, act, shared=shared, gated=shared_gate), H)
     if out is None:
         out = card.empty((R,H))
     if routes is None:

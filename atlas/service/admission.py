@@ -107,13 +107,20 @@ def turn(self:Residency):
         try: d = decide(self.most, found, m.name, now, self.groups, tuple(ahead))
         except AtlasError as e: self._tell(m, e); continue
         if d.fits: self._tell(m); continue
-        if not w.evicts or now>=w.until: self._tell(m, _no_room(m, d.why)); continue
+        if now>=w.until or not (w.evicts or self._unsettled(m)):
+            self._tell(m, _no_room(m, d.why))
+            continue
         if m.state=='loading': m.reason = d.why
-        for name,how in d.leave: self.send(name, how)
+        for name,how in d.leave if w.evicts else (): self.send(name, how)
         ahead.append(m.name)
         times += [w.until, d.until]
     self._shrink(now)
     self._again(now, times+self._expire(now))
+
+@patch
+def _unsettled(self:Residency, m:Model)->bool:
+    "Does another load that holds all there is, as nobody knows what it needs?"
+    return any(x.state=='loading' and x.holds and not x.need for x in self.models if x is not m)
 
 def _no_room(m, why):
     "What those are told who waited for a model in vain"

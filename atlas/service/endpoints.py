@@ -19,13 +19,13 @@ from pydantic import BaseModel,Field
 from ..ground.core import RequestError
 from .http import RightsError
 from .protocol import anthropic,openai,responses
-from .protocol.base import OPEN,Ask,Ids,NotOfferedError
+from .protocol.base import OPEN,Ask,Ids,KeepAlive,NotOfferedError
 from .protocol.base import ignored,validate
 from ..ground.requests import check_ids
 from .service import Service,packed
 from .turn import EventStream,events
 from .question import CHAT,MESSAGES,RESPONSES,TEXT,Question
-from .question import attended,read_body,unheeded,warned
+from .question import attended,read_body,unheeded,warned,wordless
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #6f99e337
 @patch
@@ -81,10 +81,16 @@ async def create_response(self:Service, request:Request)->Response:
 async def background(self:Service, ask:Ask, reply, request:Request)->Response:
     "Begin an answer that does not need its client"
     turn,w = await self.begin(ask, reply)
+    after = self.keeping(ask, request)
     async def run():
         async for _ in events(turn, w):
             pass
-    def over(task): self.tasks.discard(task); turn.close('shutdown'); w.close()
+    def over(task):
+        self.tasks.discard(task)
+        turn.close('shutdown')
+        w.close()
+        if after:
+            after()
     task = asyncio.create_task(run())
     self.tasks.add(task)
     task.add_done_callback(over)  # which is called even if it never ran
@@ -138,6 +144,7 @@ class EmbeddingsBody(BaseModel):
     encoding_format: Literal['float','base64']|None = None
     dimensions: Annotated[int, Field(ge=1, le=2**20)]|None = None
     pooling: Literal['last','mean']|None = None
+    keep_alive: KeepAlive|None = None
 
 class Texts(Question):
     "A question for the vectors of texts"
@@ -156,9 +163,10 @@ async def embeddings(self:Service, request:Request)->Response:
 @patch
 async def vectors(self:Service, b:EmbeddingsBody, request:Request, served:str|None=None)->Response:
     "A vector for each text of a body"
+    ask = wordless(b, served or b.model)
     inputs = b.input if isinstance(b.input, list) and b.input and not isinstance(b.input[0], int) else [b.input]
     async def work():
-        u = await self.upstream(served or b.model)
+        u = await self.upstream(ask.model)
         return u,await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
     u,(vectors,n) = await attended(request, work())
     show = packed if b.encoding_format=='base64' else lambda v: v.tolist()
@@ -168,7 +176,7 @@ async def vectors(self:Service, b:EmbeddingsBody, request:Request, served:str|No
     usage = dict(prompt_tokens=n, total_tokens=n)
     model = b.model or u.names[0]
     said = dict(object='list', model=model, data=data, usage=usage)
-    return unheeded(JSONResponse(said), ignored(b))
+    return self.kept(said, ask, request)
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #1e2ba243
 _FIELD = re.compile(rb'^content-disposition:[^\r\n]*[; ]name="([^"\r\n]*)"([^\r\n]*)', re.I|re.M)

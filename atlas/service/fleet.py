@@ -275,7 +275,7 @@ class UpstreamEntry(Part):
 
 # %% ../../nbs/7_service/30_fleet.ipynb #03c900a9
 class FallbacksEntry(Part):
-    "Who answers for a model that cannot: for each name a list of others"
+    "Who answers for a model that cannot: for each name a list of others, models or personas"
     model_config = ConfigDict(extra='allow')
     __pydantic_extra__: dict[str,list[_Text]] = Field(init=False)
     retries: Annotated[int, Field(ge=0, le=100)] = Field(3, description='Tries before the next one is asked.')
@@ -563,14 +563,36 @@ def _upstreams(self:Fleet, env):
             if s not in SERVES: yield self.refused((*at,'serves',i), f'is {s!r}, which is not known', nearest(s, SERVES))
 
 @patch
-def _others(self:Fleet):
-    "Refusals of fallbacks and groups"
+def _fallbacks(self:Fleet):
+    "Refusals of those that stand in for others"
     for n,to in self.fallbacks.names.items():
-        for at,t in (('fallbacks',n),n),*((('fallbacks',n,i),t) for i,t in enumerate(to)):
-            yield from self._missing(at, t)
-            if t in self.names or t in self.routes: yield self.refused(at, f'is {t}, which is a name for a model', 'Models stand in for models: name one')
+        at = ('fallbacks',n)
+        yield from self._missing(at, n)
+        if n in self.names or n in self.routes:
+            yield self.refused(at, f'is {n}, which is a name for a model', 'It is models that others stand in for: name one')
         for i,t in enumerate(to):
-            if t==n: yield self.refused(('fallbacks',n,i), 'is a fallback to itself', 'Leave it out')
+            yield from self._missing((*at,i), t)
+            yield from self._standing_in((*at,i), n, t)
+
+@patch
+def _standing_in(self:Fleet, at, name, other):
+    "A refusal where `other`, a model or a persona, cannot stand in for a model"
+    end = self._end(other)
+    if other==name: yield self.refused(at, 'is a fallback to itself', 'Leave it out')
+    elif end in self.routes:
+        yield self.refused(at, f'leads to {end}, which is a route', 'Name a model, or a persona of one')
+    elif self._model(end)==self._model(name):
+        yield self.refused(at, f'leads in a circle: {name} > {other} > {name}', 'Name a persona of another model')
+
+@patch
+def _model(self:Fleet, name):
+    "A model's own name; of an upstream's, UPSTREAM/NAME"
+    if name in self.models or not (found := self.elsewhere(name)): return name
+    return '/'.join(found)
+
+@patch
+def _grouped(self:Fleet):
+    "Refusals of groups"
     of = {}
     for g,group in self.groups.items():
         for i,m in enumerate(group.members):
@@ -578,9 +600,10 @@ def _others(self:Fleet):
             if m not in self.models: yield self.refused(at, f'is {m!r}, which is no model', nearest(m, self.models))
             elif of.setdefault(m, g)!=g: yield self.refused(at, f'is {m}, which is in {of[m]} already', 'A model is in one group')
     for n in self.models:
-        g = self.setting(n, 'group')
-        if g is not None and g not in self.groups: yield self.refused(self._at(n, 'group'), f'is {g!r}, which is no group', nearest(g, self.groups) or 'Add it to groups')
-        elif g is not None and of.get(n, g)!=g: yield self.refused(self._at(n, 'group'), f'is {g}, and {of[n]} has {n} among its members', 'A model is in one group')
+        g,at = self.setting(n, 'group'),self._at(n, 'group')
+        if g is None: continue
+        if g not in self.groups: yield self.refused(at, f'is {g!r}, which is no group', nearest(g, self.groups) or 'Add it to groups')
+        elif of.get(n, g)!=g: yield self.refused(at, f'is {g}, and {of[n]} has {n} among its members', 'A model is in one group')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #4199779f
 def fleet_of(
@@ -596,7 +619,7 @@ def fleet_of(
     fleet._doc = doc
     if not fleet.models and not fleet.upstreams: raise doc.refused(('models',), 'is missing: there is nothing to serve', 'Add models: {NAME: {model: …}}')
     raise_first(fleet._spelling())
-    checks = fleet._engines,fleet._manners,fleet._shadows,fleet._targets,fleet._others
+    checks = fleet._engines,fleet._manners,fleet._shadows,fleet._targets,fleet._fallbacks,fleet._grouped
     refusals = [e for check in checks for e in check()]
     raise_first(refusals+[*fleet._upstreams(os.environ if env is None else env)])
     raise_first(fleet._ways())  # for which every way has an end

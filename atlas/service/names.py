@@ -196,6 +196,17 @@ def find(self:Names,
     return ask and end.fits(last_said(ask)) or end.default()
 
 @patch
+def acting(self:Names,
+    name:str, # Of whoever stands in for a model
+    manner:Manner|None=None, # In which that was asked, and which comes first
+)->Found|None: # None: it is a model by its own name
+    "The model that answers in another's place, and in what manner"
+    f = self.table.get(name)
+    if f is None or isinstance(f, Route) or f.model==name: return None
+    both = over(manner, f.manner) if manner and f.manner else manner or f.manner
+    return replace(f, manner=both)
+
+@patch
 def end(self:Names, name:str)->Found|Route:
     "Where a name of the file leads"
     return self.table.get(name) or self._end(name)

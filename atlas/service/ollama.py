@@ -29,12 +29,12 @@ from ..ground.hub import NAMED,pull
 from ..ground.requests import SamplingParams
 from .http import RightsError
 from .protocol.anthropic import tool_input
-from .protocol.base import OPEN,Ask,Ids,Int,Salt,Seconds
+from .protocol.base import OPEN,Ask,Ids,Int,KeepAlive,Salt,Seconds
 from .protocol.base import Usage,Writer,found,ignored
 from .protocol.base import merge_system,quote,think,validate
 from .protocol.chunks import TextAsk,plain_error_body,token_logprobs
 from .protocol.openai import _called,functions,unoffered
-from .question import API,attended,manages,unheeded,warned
+from .question import API,attended,manages,unheeded,warned,wordless
 from .service import FIM,Service
 from .turn import EventStream
 from ..text.deltas import CallDelta,Choice,Delta
@@ -67,7 +67,7 @@ class Body(BaseModel):
     options: Options|None = None
     format: str|dict[str,Any]|None = None
     think: bool|str|None = None
-    keep_alive: float|Annotated[str, Field(max_length=64)]|None = None
+    keep_alive: KeepAlive|None = None
     logprobs: bool|None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
     priority: Annotated[Int, Field(ge=-2**31, lt=2**31)]|None = None
@@ -550,12 +550,14 @@ class EmbedBody(BaseModel):
     model: _Name|None = None
     input: str|Annotated[list[str], Field(fail_fast=True, max_length=2048)]
     dimensions: Annotated[Int, Field(ge=1, le=2**20)]|None = None
+    keep_alive: KeepAlive|None = None
 
 class EmbeddingsBody(BaseModel):
     "`POST /api/embeddings`"
     model_config = OPEN
     model: _Name|None = None
     prompt: str
+    keep_alive: KeepAlive|None = None
 
 @patch
 async def embedded(self:Service, name:str|None, texts:list[str], dimensions=None)->dict:
@@ -574,16 +576,18 @@ async def embedded(self:Service, name:str|None, texts:list[str], dimensions=None
 async def ollama_embed(self:Service, request:Request)->Response:
     "A vector for each text"
     b = await self.read(request, partial(validate, EmbedBody))
+    ask = wordless(b, plain_name(b.model))
     texts = [b.input] if isinstance(b.input, str) else b.input
     d = await attended(request, self.embedded(b.model, texts, b.dimensions))
-    return unheeded(JSONResponse(d), ignored(b))
+    return self.kept(d, ask, request)
 
 @patch
 async def ollama_embeddings(self:Service, request:Request)->Response:
     "A vector for a text"
     b = await self.read(request, partial(validate, EmbeddingsBody))
+    ask = wordless(b, plain_name(b.model))
     d = await attended(request, self.embedded(b.model, [b.prompt]))
-    return unheeded(JSONResponse(dict(embedding=d['embeddings'][0])), ignored(b))
+    return self.kept(dict(embedding=d['embeddings'][0]), ask, request)
 
 # %% ../../nbs/7_service/18_ollama.ipynb #df49611a
 class PullBody(BaseModel):

@@ -6,11 +6,12 @@ Docs: https://atlas-inference.github.io/atlas/7_service/question.html.md"""
 
 # %% auto #0
 __all__ = ['CHAT', 'TEXT', 'MESSAGES', 'RESPONSES', 'hops', 'read_body', 'from_page', 'API', 'api_of', 'attended', 'whose',
-           'Question', 'StalledError', 'tell', 'unheeded', 'warned', 'ended', 'manages']
+           'Question', 'StalledError', 'tell', 'unheeded', 'warned', 'ended', 'manages', 'wordless']
 
 # %% ../../nbs/7_service/14_question.ipynb #620e72b0
 import asyncio,logging,re
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass,replace
 from functools import partial
 from typing import Callable
@@ -18,11 +19,13 @@ from fastcore.basics import patch
 from fastapi import Request
 from fastapi.responses import JSONResponse,Response
 from starlette.requests import ClientDisconnect
-from ..ground.core import AtlasError,RequestError
+from pydantic import BaseModel
+from ..ground.core import AtlasError,RequestError,seconds_in
+from ..ground.requests import SamplingParams
 from .http import TooLargeError
 from .log import note
 from .protocol import anthropic,openai,responses
-from .protocol.base import Ask,read_json
+from .protocol.base import Ask,ignored,read_json
 from .protocol.chunks import error_body,plain_error_body
 from ..text.sandbox import asker
 from .service import Service
@@ -198,7 +201,8 @@ async def respond(self:Service, q:Question)->Response:
 
 @patch
 async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Response:
-    "Have one model answer"
+    "Have one model answer, or a persona of one"
+    q,name = self.in_place(q, name)
     if (m := self.elsewhere(name)) is None:
         return await q.here(name, held)
     said = await m.forward(q, held)
@@ -206,6 +210,16 @@ async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Res
         said = await q.here(name, held)
     said.headers['x-atlas-model'] = m.name
     return said
+
+@patch
+def in_place(self:Service, q:Question, name:str|None)->tuple[Question,str|None]:
+    "A question, in the manner of whoever answers it, and the name of the model that does"
+    names = getattr(self.models, 'names', None)
+    if not (f := names and names.acting(name, q.manner)):
+        return q,name
+    q = copy(q)
+    q.manner,q.changed = f.manner,q.changed or f.manner is not None
+    return q,self.models.at(f).name
 
 @patch
 async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
@@ -349,3 +363,15 @@ def keeping(self:Service, ask:Ask, request:Request)->Callable|None:
     if manages(request):
         return partial(m.keep, ask.keep)
     ask.warnings.append("keep_alive left out: only an admin's key says how long a model stays")
+
+def wordless(b:BaseModel, model:str|None)->Ask:
+    "A question without a conversation, as one for vectors: whom it asks, and how long that one is to stay"
+    stays = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
+    return Ask([], SamplingParams(), model, keep=stays, ignored=ignored(b))
+
+@patch
+def kept(self:Service, said:dict, ask:Ask, request:Request)->Response:
+    "The answer to such a question, after which its model stays as long as it says"
+    if after := self.keeping(ask, request):
+        after()
+    return warned(JSONResponse(said), ask)

@@ -12,9 +12,9 @@ __all__ = ['model_of', 'settle', 'build', 'backends', 'stand_ins', 'places', 'ch
 import asyncio,logging
 from contextlib import contextmanager
 from pathlib import Path
-from fastcore.basics import patch
-from ..ground.core import AtlasError,OutOfMemoryError
-import atlas.service.explain  # `oversized` of a fleet
+from fastcore.basics import ifnone,patch
+from ..ground.core import AtlasError,OutOfMemoryError,human
+from .explain import assumed_memory  # with `oversized` of a fleet
 from .fleet import Fleet,raise_first,read_fleet
 from .process import Model,Served
 from .admission import Residency
@@ -47,12 +47,13 @@ def build(
     fleet:Fleet,
     autoload:bool=True, # Does a request load its model?
     lazy:bool=False, # Load nothing at the start
+    memory:int|None=None, # Bytes for all models of a file that does not say
     **how, # For each `Model`
 )->Models:
     "The models of a fleet, and its names"
     models = [model_of(fleet, n, **how) for n in fleet.models]
     first = [] if lazy else fleet.first
-    out = Models(models, autoload, first, fleet.memory, places(fleet), backends(fleet))
+    out = Models(models, autoload, first, ifnone(fleet.memory, memory), places(fleet), backends(fleet))
     out.names,out.fallbacks = Names(fleet),stand_ins(fleet)
     if fleet.watch: out.beside = [watching(fleet.watch)]
     out.meet()
@@ -176,9 +177,10 @@ class FleetFile:
     def __init__(self,
         path, # Of a YAML file
         lazy:bool=False, # Load nothing at the start
+        machine=None, # A `Machine`, to see what is free; None: this one
     ):
         self.path,self.lazy = Path(path),lazy
-        self.fleet = servable(path)
+        self.fleet,self.machine = servable(path),machine
         self.turn,self.news = asyncio.Lock(),asyncio.Event()
     def __repr__(self): return f'FleetFile({self.path}: {self.fleet!r})'
     def __call__(self,
@@ -187,7 +189,10 @@ class FleetFile:
     )->Models:
         "The models, which from now on follow the file; `serve` calls this"
         self.how = {k:v for k,v in how.items() if k!='config'}
-        self.models = ms = build(self.fleet, autoload, self.lazy, **self.how)
+        self.free = assumed_memory(self.fleet, self.machine)
+        self.models = ms = build(self.fleet, autoload, self.lazy, self.free, **self.how)
+        if self.fleet.memory is None and self.free is not None:
+            _log.info('Models have %s: what is free, less a reserve', human(self.free))
         with fitting(self.fleet): ms.measured()
         ms.reload,ms.beside = self.reload,(self.watched,)  # which follows the file in this, too
         return ms
@@ -196,7 +201,9 @@ class FleetFile:
 def fitting(fleet:Fleet):
     "Within this, what does not fit into the memory of all is a refusal with its line"
     try: yield
-    except OutOfMemoryError as e: raise fleet.refused(('memory',), f'is too little: {e.msg}', e.hint) from None
+    except OutOfMemoryError as e:
+        assumed = 'that is free, less a reserve, ' if fleet.memory is None else ''
+        raise fleet.refused(('memory',), f'{assumed}is too little: {e.msg}', e.hint) from None
 
 # %% ../../nbs/7_service/34_reload.ipynb #2a42b9ba
 @patch
@@ -219,7 +226,7 @@ async def take(self:FleetFile, new:Fleet)->dict:
     was = {m.name: m for m in ms.all}
     models = [was[n] if n in said['kept'] else model_of(new, n, **self.how) for n in new.models]
     servers = self.servers(new)
-    r = Residency(models, new.memory, places(new))
+    r = Residency(models, ifnone(new.memory, self.free), places(new))
     await asyncio.to_thread(r.measure)
     try:
         for m in models: settle(m, new)
