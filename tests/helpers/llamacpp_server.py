@@ -1,8 +1,8 @@
 """llama.cpp's own server, from the wheel of xllamacpp, with a model of a few hundred tokens made here:
 `python llamacpp_server.py FOLDER` prints where it listens, and serves until its standard input ends.
 
-It imports nothing of Atlas. The model says the alphabet: after each letter the next, after any other
-character an a, and after a z it ends."""
+It imports nothing of Atlas. The model says the alphabet: after a colon an a, after each letter the
+next, and after a z it ends."""
 import sys
 from pathlib import Path
 import gguf
@@ -14,22 +14,19 @@ BYTES = len(SPECIAL) # The token of byte 0
 NAME = 'alphabet'
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
-def follows(byte):
-    "The token after one"
-    if byte==ord('z'):
-        return SPECIAL.index('</s>')
-    letter = ord('a')<=byte<ord('z')
-    return BYTES+(byte+1 if letter else ord('a'))
+END = SPECIAL.index('</s>')
+LETTERS = range(ord('a'), ord('z'))
+FOLLOWS = {ord(':'):BYTES+ord('a'), ord('z'):END} | {b:BYTES+b+1 for b in LETTERS} # byte -> token
 
 def tensors():
     """Two layers that add nothing, so that what comes out of a token is its own embedding.
-    The rows of the output are embeddings, too: that of a token is the sum of those it follows"""
+    The rows of the output are embeddings, too: each is that of the token before it"""
     n = BYTES+256
     rng = np.random.default_rng(0)
     embed = rng.choice(np.array([-1,1], np.float32), (n, WIDTH))
     out = np.zeros_like(embed)
-    for byte in range(256):
-        out[follows(byte)] += embed[BYTES+byte]
+    for byte,token in FOLLOWS.items():
+        out[token] += embed[BYTES+byte]
     yield 'token_embd.weight',embed
     yield 'output.weight',out
     yield 'output_norm.weight',np.ones(WIDTH, np.float32)
@@ -66,7 +63,7 @@ def write(path):
     w.close()
 
 def main(folder):
-    from xllamacpp import CommonParams,Server
+    from xllamacpp import CommonParams,Server,llama_pooling_type
     path = Path(folder)/f'{NAME}.gguf'
     write(path)
     p = CommonParams()
@@ -75,6 +72,8 @@ def main(folder):
     p.n_ctx,p.n_parallel,p.n_gpu_layers = 512,2,0
     p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
     p.warmup = False
+    p.embedding = True
+    p.pooling_type = llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
     p.port = 0
     server = Server(p)
     print(server.listening_address, flush=True)
