@@ -6,6 +6,7 @@ from pathlib import Path
 import anthropic,httpx,openai,pytest
 from atlas.ground.config import PRESETS
 from atlas.ground.core import ConfigError,QueueFullError
+from atlas.service.http import Keys,Rules
 from atlas.service.process import Served
 from atlas.service.models import Models
 from atlas.service.gateway import DOORS
@@ -581,6 +582,81 @@ def test_vectors():
         r = d.web.post('/v1/embeddings', json=dict(model='gemma', input='Hi'))
         assert r.json()==said and u.calls[0].path=='/v1/embeddings'
         assert d.metric('upstream_tokens_total', upstream='spark2', kind='prompt')==2
+
+# -- what other servers keep, and count ------------------------------------------------------------
+
+KEPT = dict(id='resp_1', object='response', status='completed', output=[], usage=dict(input_tokens=2, output_tokens=1))
+def sse(kind, **d): return f'event: {kind}\ndata: {json.dumps(dict(type=kind, **d))}\n\n'.encode()
+
+def keeper(c):
+    "What answers as OpenAI's responses do, and keeps what it has made"
+    path = c.path.partition('?')[0]
+    if c.method=='POST' and path=='/v1/responses':
+        if c.json.get('stream'):
+            return c.stream(sse('response.created', response=KEPT), sse('response.completed', response=KEPT))
+        return c.whole(KEPT)
+    if path.startswith('/v1/responses/resp_1'):
+        return c.whole(dict(id='resp_1', asked=f'{c.method} {c.path}'))
+    if path=='/v1/messages/count_tokens' and c.json['model']=='gemma':
+        return c.whole(dict(input_tokens=17))
+    if path=='/v1/responses/input_tokens':
+        return c.whole(dict(object='response.input_tokens', input_tokens=18))
+    c.whole(dict(detail='Not Found'), 404)
+
+@both_ways
+def test_a_response_that_stays_there(stream):
+    with behind(keeper) as (d,u):
+        assert d.web.get('/v1/responses/resp_1').status_code==404, 'nobody has made it yet'
+        assert d.post('/v1/responses', input='Hi', messages=None, stream=stream).status_code==200
+        asked = [('GET', '', '?include=a'), ('GET', '/input_items', ''), ('POST', '/cancel', ''), ('DELETE', '', '')]
+        for how,more,query in asked:
+            r = d.web.request(how, f'/v1/responses/resp_1{more}{query}')
+            assert r.json()['asked']==f'{how} /v1/responses/resp_1{more}{query}', r.text
+            assert r.headers['x-atlas-model']=='spark2/gemma'
+        n = len(u.calls)
+        assert d.web.get('/v1/responses/resp_1').status_code==404, 'it was deleted'
+        assert len(u.calls)==n
+
+def test_a_response_that_nobody_keeps():
+    with behind(keeper) as (d,u):
+        d.post('/v1/responses', input='Hi', messages=None, store=False)
+        assert d.web.get('/v1/responses/resp_1').status_code==404
+
+def test_events_of_a_response_that_stays_there():
+    with behind(keeper) as (d,u):
+        d.post('/v1/responses', input='Hi', messages=None)
+        r = d.web.get('/v1/responses/resp_1?stream=true')
+        assert r.status_code==501 and 'spark2/gemma has this response' in r.json()['error']['message']
+
+def test_a_response_of_somebody_else():
+    keys = Keys({'sk-ann':'user ann', 'sk-bob':'user bob'})
+    def ask(d, key, how, path, **kw): return d.web.request(how, path, headers={'authorization':f'Bearer sk-{key}'}, **kw)
+    with upstream(keeper) as u, door(Backend('spark2', u.url, models=['gemma'], limits=QUICK), rules=Rules(keys=keys)) as d:
+        assert ask(d, 'ann', 'POST', '/v1/responses', json=dict(model='gemma', input='Hi')).status_code==200
+        assert ask(d, 'bob', 'GET', '/v1/responses/resp_1').status_code==404
+        assert ask(d, 'ann', 'GET', '/v1/responses/resp_1').status_code==200
+
+def test_a_response_of_a_chat_server_is_ours():
+    with behind(good) as (d,u):
+        made = d.post('/v1/responses', input='Hi', messages=None).json()
+        n = len(u.calls)
+        assert d.web.get(f'/v1/responses/{made["id"]}').json()['output']==made['output']
+        assert d.web.delete(f'/v1/responses/{made["id"]}').json()['deleted'] is True and len(u.calls)==n
+
+def test_tokens_that_they_count():
+    with behind(keeper) as (d,u):
+        r = d.post('/v1/messages/count_tokens')
+        assert r.json()==dict(input_tokens=17) and r.headers['x-atlas-model']=='spark2/gemma'
+        r = d.post('/v1/responses/input_tokens', input='Hi', messages=None)
+        assert r.json()['input_tokens']==18
+
+def test_tokens_that_nobody_counts():
+    "Asked once; what it lacks is said by name, and remembered"
+    with behind(good) as (d,u):
+        for _ in range(2):
+            r = d.post('/v1/messages/count_tokens')
+            assert r.status_code==501 and 'spark2/gemma has no messages/count_tokens' in r.json()['error']['message']
+        assert len(u.calls)==1
 
 # -- what it has ---------------------------------------------------------------------------------
 
