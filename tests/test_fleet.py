@@ -23,7 +23,7 @@ from atlas.service.protocol.base import Ask
 from atlas.service.protocol.chunks import TextAsk
 from atlas.service.reload import FleetFile,changes
 from atlas.service.server import create_app
-from atlas.service.service import Upstream
+from atlas.service.service import ReadyModel
 from atlas.text.chat import ChatTemplate
 from atlas.text.tokenizer import byte_tokenizer
 
@@ -360,7 +360,7 @@ def personas():
         made.append(
             Served(
                 [n],
-                Upstream(
+                ReadyModel(
                     n, [n], r.info, tok, ChatTemplate(TEMPLATE+'{{ language }}'),
                     parsers=('hermes',None), runner=r)))
     ms = Models(made)
@@ -489,7 +489,7 @@ def test_unload_of_no_name_where_any_name_will_do():
         [
             Served(
                 ['only','*'],
-                Upstream('only', ['only'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))])
+                ReadyModel('only', ['only'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))])
     with TestClient(create_app(ms), base_url='http://localhost') as http:
         assert http.post('/v1/chat/completions', json=CHAT|dict(model='whoever')).status_code==200
         for name in 'whoever','*':
@@ -738,7 +738,7 @@ def test_a_server_without_a_file_has_none_to_read():
         [
             Served(
                 ['only'],
-                Upstream('only', ['only'], r.info, tok, runner=r))])
+                ReadyModel('only', ['only'], r.info, tok, runner=r))])
     with TestClient(create_app(ms), base_url='http://localhost') as http:
         assert http.post(
             '/models?reload=1').status_code==501 and http.post('/models').status_code==501
@@ -1034,7 +1034,7 @@ def beside(app, text=FAR):
             [
                 Served(
                     ['near'],
-                    Upstream('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))],
+                    ReadyModel('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))],
             backends=backends(f))
         ms.names,ms.fallbacks = Names(f),stand_ins(f)
         ms.meet()

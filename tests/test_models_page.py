@@ -13,7 +13,7 @@ from atlas.service.process import Served  # noqa: E402
 from atlas.service.models import Models  # noqa: E402
 from atlas.service.http import Keys,Rules  # noqa: E402
 from atlas.service.server import create_app  # noqa: E402
-from atlas.service.service import Upstream  # noqa: E402
+from atlas.service.service import ReadyModel  # noqa: E402
 from atlas.text.chat import ChatTemplate  # noqa: E402
 
 GIB = 1<<30
@@ -51,7 +51,7 @@ class Shams(Models):
 def sham(name, need, state='loaded', why=None):
     s = Speaker(str)
     s.info |= dict(name=name)
-    up = Upstream(
+    up = ReadyModel(
         name, [name], s.info, s.tok, ChatTemplate('x'),
         runner=s)
     m = Sham([name], up)

@@ -412,12 +412,12 @@ def test_keep_alive():
     from atlas.service.process import Served
     from atlas.service.models import Models
     from atlas.service.server import create_app
-    from atlas.service.service import Upstream
+    from atlas.service.service import ReadyModel
     r = FakeRunner('ok')
     class Kept(Served):
         said = []
         def keep(self, s): self.said.append((s, len(r.seen)))
-    m = Kept(['fake'], Upstream('fake', ['fake'], r.info, tok, template, runner=r))
+    m = Kept(['fake'], ReadyModel('fake', ['fake'], r.info, tok, template, runner=r))
     c = TestClient(create_app(Models([m]), doors=DOORS), **quiet)
     for n,(v,want) in enumerate([(300,300.),('5m',300.),(0,0.),('-1',-1.)], 1):
         assert c.post('/api/chat', json=dict(messages=HELLO, keep_alive=v)).status_code==200
@@ -452,13 +452,13 @@ def keeps():
     from atlas.service.process import Served
     from atlas.service.models import Models
     from atlas.service.server import create_app
-    from atlas.service.service import Upstream
+    from atlas.service.service import ReadyModel
     class Embeds(FakeRunner):
         async def call(self, op, **kw): return np.ones(4, np.float32)
     r,said = Embeds('ok'),[]
     class Kept(Served):
         def keep(self, seconds): said.append(seconds)
-    m = Kept(['fake'], Upstream('fake', ['fake'], r.info, tok, template, runner=r))
+    m = Kept(['fake'], ReadyModel('fake', ['fake'], r.info, tok, template, runner=r))
     return TestClient(create_app(Models([m]), doors=DOORS), **quiet),said
 
 @pytest.mark.parametrize('path', BODIES)

@@ -717,11 +717,11 @@ def test_models_are_measured_by_one_process():
     models = [dict(model='tiny', name=n, device='cpu', max_seq_len=512) for n in 'ab']
     ms = Models(
         modelled([*models, dict(model='nobody/has-it', name='c')]),
-        budget=2<<30).measured()
+        budget=2<<30).admitted()
     a,b,c = ms.all
     assert a.need==b.need>300<<20 and c.need==0 and a.settled['kv_cache_memory']>0
-    assert Models(modelled(models)).measured().all[0].need==0 # nobody asked
+    assert Models(modelled(models)).admitted().all[0].need==0 # nobody asked
     with pytest.raises(
         OutOfMemoryError, match='a takes .* and the budget of all models is 256 MiB'
     ):
-        Models(modelled(models), budget=256<<20).measured()
+        Models(modelled(models), budget=256<<20).admitted()

@@ -317,7 +317,7 @@ def _served(models, own, autoload, first, memory, *named):
     "`Models` of what `serve` was given"
     if callable(models):
         return models(own, autoload)
-    return Models(modelled(models, *named, **own), autoload, first, memory).measured()
+    return Models(modelled(models, *named, **own), autoload, first, memory).admitted()
 
 # %% ../../nbs/7_service/35_gateway.ipynb #4746a4b0
 def serve(

@@ -14,7 +14,7 @@ from ..ground.core import AtlasError,RequestError,SourceError
 from .admission import Residency
 from .process import Model,Served
 from .remote import unavailable
-from .service import Upstream
+from .service import ReadyModel
 
 # %% ../../nbs/7_service/29_models.ipynb #c8692bc4
 class Models:
@@ -205,13 +205,13 @@ async def start(self:Models):
 
 # %% ../../nbs/7_service/29_models.ipynb #1abf2527
 @patch
-async def get(self:Models, name:str|None=None)->Upstream:
+async def get(self:Models, name:str|None=None)->ReadyModel:
     "A model that can be asked; its typed error if it cannot"
     return await self.find(name).up(self.autoload)
 
 # %% ../../nbs/7_service/29_models.ipynb #62597424
 @patch
-def measured(self:Models)->'Models': # These
+def admitted(self:Models)->'Models': # These
     """Have the need of every model known, as far as it can be, and refuse what will never fit: an
     `OutOfMemoryError` with both numbers. Blocks, for some seconds; does nothing without a budget"""
     self.residency.measure()

@@ -19,7 +19,7 @@ from ..text.processor import read_text
 from .link import STAGES,pack_error,unpack_error
 from .remote import Child,RemoteRunner,how,unavailable
 from .residency import kept_for
-from .service import Upstream
+from .service import ReadyModel
 
 # %% ../../nbs/7_service/23_process.ipynb #47d31570
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Policy:
 
 # %% ../../nbs/7_service/23_process.ipynb #030cc51b
 def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
-    "What an `Upstream` has beside its runner"
+    "What an `ReadyModel` has beside its runner"
     p = read_text(config, parsers)
     return dict(
         tokenizer=p.tokenizer,
@@ -70,7 +70,7 @@ class Served:
     residency = sent_away = None # Of all models; how it is being sent away: 'sleep' or 'unload'
     def __init__(self,
         names:list[str], # That clients may use; the first is its own
-        upstream:Upstream|None=None,
+        upstream:ReadyModel|None=None,
         unlisted=(), # More names, which no list shows
     ):
         self.names = [*names,*unlisted]
@@ -101,7 +101,7 @@ async def sleep(self:Served, level=1):
 Served.wake = Served.sleep
 
 @patch
-async def up(self:Served, autoload=True)->Upstream:
+async def up(self:Served, autoload=True)->ReadyModel:
     "The model, if it can be asked"
     if self.condition=='loaded':
         return self.upstream
@@ -127,7 +127,7 @@ class Model(Served):
         # that gives a `Child`. None: `COMMAND`
         command=None,
         text=open_text, # Function of the config that gives the text side
-        measure=None, # What `measured` is for a command; None: that
+        measure=None, # What `sizes_told` is for a command; None: that
         gate:asyncio.Lock|None=None, # Held while a process loads: what is free is measured then
         tell=lambda event: None, # Hears of each change
     ):
@@ -354,12 +354,12 @@ async def _come(self:Model, child, info):
     self._set('loaded')  # whoever waits goes on
 
 @patch
-async def _upstream(self:Model, info)->Upstream:
+async def _upstream(self:Model, info)->ReadyModel:
     "All that the service needs to ask this model"
     side = dict(await self.side)
     if not info.get('vision', True):
         side['spec'] = None
-    return Upstream(name=self.name, names=self.names,
+    return ReadyModel(name=self.name, names=self.names,
         info=info, runner=self.runner, **side)
 
 # %% ../../nbs/7_service/23_process.ipynb #20451f61
@@ -659,7 +659,7 @@ def _again(e):
 @patch
 async def up(self:Model,
     autoload:bool=True, # Load it if nobody has
-)->Upstream:
+)->ReadyModel:
     "The model, ready; its typed error if it is not going to be"
     stops,turned = self.stops,self.turned
     while True:

@@ -216,7 +216,7 @@ class FleetFile:
         if self.fleet.memory is None and self.free is not None:
             _log.info('Models have %s: what is free, less a reserve', human(self.free))
         with fitting(self.fleet):
-            ms.measured()
+            ms.admitted()
         ms.reload,ms.beside = self.reload,(self.watched,)  # which follows the file in this, too
         return ms
 
