@@ -1,16 +1,17 @@
 """Other servers behind our door: a second Atlas, and one that breaks in every way.
 Whatever it does, a request ends in exactly one way, and a stream in an event that says so."""
-import asyncio,gzip,json,re,subprocess,sys
+import asyncio,gzip,json,re,subprocess,sys,threading
 from contextlib import ExitStack,contextmanager
 from pathlib import Path
 import anthropic,httpx,openai,pytest
 from atlas.ground.config import PRESETS
 from atlas.ground.core import ConfigError,QueueFullError
+from atlas.service.http import Keys,Rules
 from atlas.service.process import Served
 from atlas.service.models import Models
 from atlas.service.gateway import DOORS
 from atlas.service.fallbacks import Fallbacks
-from atlas.service.upstream import Backend,Limits
+from atlas.service.upstream import Backend,Limits,Wire
 from atlas.service.server import create_app
 from atlas.service.service import Upstream
 from atlas.text.chat import ChatTemplate
@@ -102,6 +103,93 @@ def test_events_that_come_in_pieces():
     whole = b''.join(HELLO).replace(b'\n\n', b'\r\n\r\n')
     with behind(lambda c: c.stream(*(whole[i:i+7] for i in range(0, len(whole), 7)))) as (d,u):
         assert d.post(stream=True).content==whole
+
+# -- a stream, however the network cuts it ---------------------------------------------------------
+
+HEAD = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n'
+LAST = b'0\r\n\r\n'
+def chunked(*events): return b''.join(b'%x\r\n%b\r\n'%(len(e), e) for e in events)
+
+class Pieces:
+    "Both ends of a connection that has these bytes, and then no more"
+    def __init__(self, *pieces): self.left = [*pieces]
+    async def read(self, most): return self.left.pop(0) if self.left else b''
+    def write(self, raw): pass
+    async def drain(self): pass
+
+async def taken(*pieces):
+    "The head of an answer, what its plain chunks hold, and what is left to read"
+    ends = Pieces(*pieces)
+    w = Wire(ends, ends)
+    await w.write(b'a question')
+    head = b''
+    while not w.at_body:
+        head += await w.read(1<<16)
+    held = b''.join([c async for c in w.chunks()])
+    rest = b''
+    while more := await w.read(1<<16):
+        rest += more
+    return head,held,rest
+
+def test_chunks_wherever_they_are_cut():
+    raw = HEAD+chunked(*HELLO)+LAST
+    cuts = [(raw[:i], raw[i:]) for i in range(1, len(raw))]
+    bytewise = [raw[i:i+1] for i in range(len(raw))]
+    for pieces in [(raw,), *cuts, bytewise]:
+        head,held,rest = asyncio.run(taken(*pieces))
+        assert (head, held) == (HEAD, b''.join(HELLO)), pieces
+        assert rest==LAST, pieces
+
+ODD = dict(
+    extension=b'5;a=b\r\ndata:\r\n'+chunked(b' 1\n\n', DONE)+LAST,
+    trailer=chunked(b'data: 1\n\n', DONE)+b'0\r\nx-a: b\r\n\r\n',
+    zeros=b'0000000009\r\ndata: 1\n\n\r\n'+chunked(DONE)+LAST,
+    small=chunked(*(bytes([b]) for b in b'data: 1\n\n'+DONE))+LAST,
+    large=chunked(b'data: 1\n\n', b':'+b' '*(1<<20)+b'\n\n', DONE)+LAST)
+
+@pytest.mark.parametrize('odd', ODD)
+def test_chunks_that_are_unusual(odd):
+    with behind(lambda c: c.send(HEAD, ODD[odd])) as (d,u):
+        r = d.post(stream=True)
+        assert 'data: 1\n\n' in r.text and 'error' not in r.text, r.text[-200:]
+
+BAD = dict(
+    size=chunked(text('Hi'))+b'zz\r\nab\r\n', end=chunked(text('Hi'))+b'3\r\nabcdef\r\n',
+    cut=chunked(text('Hi'))+b'ff\r\ndata')
+
+@pytest.mark.parametrize('path', ['chat/completions','messages'])
+@pytest.mark.parametrize('bad', BAD)
+def test_chunks_that_are_none(bad, path):
+    def say(c): c.send(HEAD, BAD[bad])
+    with behind(say, apis='chat') as (d,u):
+        r = d.post('/v1/'+path, stream=True)
+        assert 'Hi' in r.text and 'upstream_error' in r.text, r.text
+
+def test_a_head_that_comes_with_more():
+    "What was read with another head is not looked for in the wire"
+    seen = threading.Event()
+    early = b'HTTP/1.1 103 Early Hints\r\n\r\n'
+    def say(c):
+        c.send(early+HEAD+chunked(HELLO[0]))
+        assert seen.wait(WAIT)
+        c.send(chunked(*HELLO[1:])+LAST)
+    with behind(say) as (d,u), d.web.stream('POST', '/v1/chat/completions', json=ASK|dict(stream=True)) as r:
+        lines = r.iter_lines()
+        assert '"Hel"' in next(lines)
+        seen.set()
+        assert '"lo"' in ''.join(lines)
+
+def test_a_connection_is_used_again():
+    def say(c):
+        c.stream(*HELLO)
+        again = c.sock.recv(1<<16)
+        while b'"messages"' not in again:
+            again += c.sock.recv(1<<16)
+        c.stream(text('Again'), chunk(finish='stop'), DONE)
+    with behind(say) as (d,u):
+        assert spoken(d.post(stream=True))=='Hello'
+        assert spoken(d.post(stream=True))=='Again'
+        assert len(u.calls)==1 # connections
 
 def test_a_stream_that_is_packed():
     raw = gzip.compress(b''.join(HELLO))
@@ -494,6 +582,81 @@ def test_vectors():
         r = d.web.post('/v1/embeddings', json=dict(model='gemma', input='Hi'))
         assert r.json()==said and u.calls[0].path=='/v1/embeddings'
         assert d.metric('upstream_tokens_total', upstream='spark2', kind='prompt')==2
+
+# -- what other servers keep, and count ------------------------------------------------------------
+
+KEPT = dict(id='resp_1', object='response', status='completed', output=[], usage=dict(input_tokens=2, output_tokens=1))
+def sse(kind, **d): return f'event: {kind}\ndata: {json.dumps(dict(type=kind, **d))}\n\n'.encode()
+
+def keeper(c):
+    "What answers as OpenAI's responses do, and keeps what it has made"
+    path = c.path.partition('?')[0]
+    if c.method=='POST' and path=='/v1/responses':
+        if c.json.get('stream'):
+            return c.stream(sse('response.created', response=KEPT), sse('response.completed', response=KEPT))
+        return c.whole(KEPT)
+    if path.startswith('/v1/responses/resp_1'):
+        return c.whole(dict(id='resp_1', asked=f'{c.method} {c.path}'))
+    if path=='/v1/messages/count_tokens' and c.json['model']=='gemma':
+        return c.whole(dict(input_tokens=17))
+    if path=='/v1/responses/input_tokens':
+        return c.whole(dict(object='response.input_tokens', input_tokens=18))
+    c.whole(dict(detail='Not Found'), 404)
+
+@both_ways
+def test_a_response_that_stays_there(stream):
+    with behind(keeper) as (d,u):
+        assert d.web.get('/v1/responses/resp_1').status_code==404, 'nobody has made it yet'
+        assert d.post('/v1/responses', input='Hi', messages=None, stream=stream).status_code==200
+        asked = [('GET', '', '?include=a'), ('GET', '/input_items', ''), ('POST', '/cancel', ''), ('DELETE', '', '')]
+        for how,more,query in asked:
+            r = d.web.request(how, f'/v1/responses/resp_1{more}{query}')
+            assert r.json()['asked']==f'{how} /v1/responses/resp_1{more}{query}', r.text
+            assert r.headers['x-atlas-model']=='spark2/gemma'
+        n = len(u.calls)
+        assert d.web.get('/v1/responses/resp_1').status_code==404, 'it was deleted'
+        assert len(u.calls)==n
+
+def test_a_response_that_nobody_keeps():
+    with behind(keeper) as (d,u):
+        d.post('/v1/responses', input='Hi', messages=None, store=False)
+        assert d.web.get('/v1/responses/resp_1').status_code==404
+
+def test_events_of_a_response_that_stays_there():
+    with behind(keeper) as (d,u):
+        d.post('/v1/responses', input='Hi', messages=None)
+        r = d.web.get('/v1/responses/resp_1?stream=true')
+        assert r.status_code==501 and 'spark2/gemma has this response' in r.json()['error']['message']
+
+def test_a_response_of_somebody_else():
+    keys = Keys({'sk-ann':'user ann', 'sk-bob':'user bob'})
+    def ask(d, key, how, path, **kw): return d.web.request(how, path, headers={'authorization':f'Bearer sk-{key}'}, **kw)
+    with upstream(keeper) as u, door(Backend('spark2', u.url, models=['gemma'], limits=QUICK), rules=Rules(keys=keys)) as d:
+        assert ask(d, 'ann', 'POST', '/v1/responses', json=dict(model='gemma', input='Hi')).status_code==200
+        assert ask(d, 'bob', 'GET', '/v1/responses/resp_1').status_code==404
+        assert ask(d, 'ann', 'GET', '/v1/responses/resp_1').status_code==200
+
+def test_a_response_of_a_chat_server_is_ours():
+    with behind(good) as (d,u):
+        made = d.post('/v1/responses', input='Hi', messages=None).json()
+        n = len(u.calls)
+        assert d.web.get(f'/v1/responses/{made["id"]}').json()['output']==made['output']
+        assert d.web.delete(f'/v1/responses/{made["id"]}').json()['deleted'] is True and len(u.calls)==n
+
+def test_tokens_that_they_count():
+    with behind(keeper) as (d,u):
+        r = d.post('/v1/messages/count_tokens')
+        assert r.json()==dict(input_tokens=17) and r.headers['x-atlas-model']=='spark2/gemma'
+        r = d.post('/v1/responses/input_tokens', input='Hi', messages=None)
+        assert r.json()['input_tokens']==18
+
+def test_tokens_that_nobody_counts():
+    "Asked once; what it lacks is said by name, and remembered"
+    with behind(good) as (d,u):
+        for _ in range(2):
+            r = d.post('/v1/messages/count_tokens')
+            assert r.status_code==501 and 'spark2/gemma has no messages/count_tokens' in r.json()['error']['message']
+        assert len(u.calls)==1
 
 # -- what it has ---------------------------------------------------------------------------------
 

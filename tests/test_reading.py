@@ -7,7 +7,8 @@ from atlas.ground.core import CheckpointError,ConfigError
 from atlas.ground.files import File
 from atlas.ground.reading import BLOCK,Extent,Ring,read_pieces,windows
 
-RANDOM = np.random.default_rng(0).integers(0, 256, 1<<18, np.uint8)
+RANDOM = np.random.default_rng(0).integers(
+    0, 256, 1<<18, np.uint8)
 
 @pytest.fixture(scope='module')
 def random_file(tmp_path_factory):
@@ -20,8 +21,12 @@ def random_file(tmp_path_factory):
 
 def collect(pieces, *args, **kw):
     "What `read_pieces` gives, by key, each byte once"
-    got = {p.key: np.zeros(p.nbytes, np.uint8) for p in pieces}
-    times = {p.key: np.zeros(p.nbytes, np.uint8) for p in pieces}
+    got = {
+        p.key: np.zeros(p.nbytes, np.uint8)
+        for p in pieces}
+    times = {
+        p.key: np.zeros(p.nbytes, np.uint8)
+        for p in pieces}
     def take(key, at, data):
         got[key][at:at+len(data)] = data
         times[key][at:at+len(data)] += 1
@@ -34,7 +39,9 @@ ranges = st.lists(
     min_size=1,
     max_size=12)
 
-@given(ranges, st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.booleans())
+@given(
+    ranges, st.integers(1, 9), st.integers(1, 4),
+    st.integers(1, 5), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_any_ranges(random_file, gaps, blocks, buffers, threads, direct):
     pieces,at = [],0
@@ -66,7 +73,9 @@ def test_windows_read_nothing_twice(gaps, blocks):
 
 def test_one_range_for_two(random_file):
     "Ranges may overlap: a tensor that is wanted twice"
-    pieces = [Extent(random_file, 10, 50_000, 'a'), Extent(random_file, 10, 50_000, 'b'),
+    pieces = [
+        Extent(random_file, 10, 50_000, 'a'),
+        Extent(random_file, 10, 50_000, 'b'),
         Extent(random_file, 40_000, 1000, 'c')]
     got,r = collect(pieces, Ring(2, 3*BLOCK))
     for p in pieces:
@@ -80,7 +89,16 @@ def aligned(n, more=0):
     at = -whole.ctypes.data%BLOCK+more
     return whole[at:at+n]
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40_000), st.booleans()), min_size=1, max_size=9), st.integers(1, 3), st.booleans())
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(1, 40_000),
+            st.booleans()),
+        min_size=1,
+        max_size=9),
+    st.integers(1, 3),
+    st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_read_where_they_stay(random_file, some, blocks, direct):
     """Pieces with homes need no buffer, whatever lies beside them;
@@ -147,8 +165,8 @@ def test_short_reads(random_file, monkeypatch):
     monkeypatch.setattr(reading.os, 'preadv', less)
     for direct in (True, False):
         got,_ = collect(
-            [Extent(random_file, 5, 200_000, 0)], Ring(3, 16*BLOCK), 3,
-            direct)
+            [Extent(random_file, 5, 200_000, 0)], Ring(3, 16*BLOCK),
+            3, direct)
         assert np.array_equal(got[0], RANDOM[5:200_005])
 
 @pytest.fixture
@@ -180,14 +198,14 @@ def test_truncated(small, direct):
 def test_truncated_after_the_last_read(small):
     def shorten(key, at, data): os.truncate(small.path, 7)
     fails(
-        [Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK), CheckpointError,
-        'was changed')
+        [Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK),
+        CheckpointError, 'was changed')
 
 def test_changed_before(small):
     os.utime(small.path, ns=(1, 1))
     fails(
-        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError,
-        'was changed')
+        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK),
+        CheckpointError, 'was changed')
 
 def test_replaced_is_not_changed(small):
     "Another file of the same name is another file"
@@ -195,15 +213,16 @@ def test_replaced_is_not_changed(small):
     other.write_bytes(b'something else')
     os.replace(other, small.path)
     got,_ = collect(
-        [Extent(small, 0, small.size, 0)], Ring(2, 4*BLOCK))
+        [Extent(small, 0, small.size, 0)],
+        Ring(2, 4*BLOCK))
     assert np.array_equal(got[0], RANDOM)
 
 def test_disk_error(small, monkeypatch):
     def broken(*args): raise OSError(errno.EIO, os.strerror(errno.EIO))
     monkeypatch.setattr(reading.os, 'preadv', broken)
     fails(
-        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError,
-        'Input/output')
+        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK),
+        CheckpointError, 'Input/output')
 
 def test_an_error_of_the_taker_stops_all(small):
     seen = []
@@ -212,8 +231,8 @@ def test_an_error_of_the_taker_stops_all(small):
         if len(seen)==3:
             raise KeyError('three')
     fails(
-        [Extent(small, 0, small.size, 0)], take, Ring(4, BLOCK),
-        KeyError, 'three')
+        [Extent(small, 0, small.size, 0)], take,
+        Ring(4, BLOCK), KeyError, 'three')
     assert len(seen)<12
 
 def test_an_error_of_the_pieces(small):
@@ -245,8 +264,8 @@ def test_a_wait_that_fails(small):
     def take(key, at, data): return late
     for n in (100, small.size):
         fails(
-            [Extent(small, 0, n, 0)], take, Ring(2, BLOCK), RuntimeError,
-            'is gone')
+            [Extent(small, 0, n, 0)], take, Ring(2, BLOCK),
+            RuntimeError, 'is gone')
 
 def test_memory_of_ones_own(small):
     "`allocate` is asked for few and aligned buffers; others are refused"
@@ -280,10 +299,99 @@ def test_nothing_is_left_in_the_cache(small):
         read_pieces(
             [Extent(small, 0, small.size, 0)], nothing,
             Ring(2, 4*BLOCK), direct=direct)
-        with open(small.path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m:
+        with (
+            open(small.path, 'rb') as f,
+            mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m
+        ):
             n = small.size//BLOCK
             seen = (ctypes.c_ubyte*n)()
             at = ctypes.addressof(ctypes.c_char.from_buffer(m))
             libc = ctypes.CDLL(None, use_errno=True)
-            assert libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(small.size), seen)==0
+            assert libc.mincore(
+                ctypes.c_void_p(at), ctypes.c_size_t(small.size), seen)==0
             assert sum(b&1 for b in seen)==0
+
+# -- how many read at a time ---------------------------------------------------------------------
+
+def fed(readers, rate, seconds, size=8<<20):
+    "Seconds that each number of readers had, of a made-up disk that gives `rate(allowed)`"
+    now,spent = 0.,{}
+    while now<seconds:
+        allowed = readers.allowed
+        took = size/rate(allowed)
+        now += took
+        spent[allowed] = spent.get(allowed, 0)+took
+        readers.note(size, allowed, now)
+    return spent
+
+speeds = st.floats(1e8, 5.9e9)
+
+@given(speeds, speeds)
+@settings(deadline=None, max_examples=60)
+def test_the_faster_number_reads(alone, together):
+    "Nine tenths of a minute go to whichever is faster, where that matters"
+    spent = fed(reading.Readers(8), lambda n: alone if n==1 else together, 60)
+    best = 1 if alone>together else 8
+    if max(alone, together)>1.05*min(alone, together):
+        assert spent[best]>.9*60
+
+def test_memory_is_left_alone():
+    assert set(fed(reading.Readers(8), lambda n: 25e9 if n==8 else 40e9, 5))=={8}
+
+def test_reads_of_before_do_not_count():
+    r = reading.Readers(8)
+    r.note(1<<20, 8, 0.)
+    r.note(1<<20, 8, .3)
+    assert r.allowed==1
+    for i in range(9):
+        r.note(1<<30, 8, .31+i/100)  # these began when all might read
+    assert r.rates.keys()=={8} and r.began is None
+
+@pytest.mark.parametrize('allowed', [1,3,8])
+def test_the_gate(random_file, monkeypatch, allowed):
+    "No more than may read at once do"
+    inside,most,lock = [0],[0],threading.Lock()
+    plain = reading._Source.fill
+    def fill(source, memory, start, need):
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        try:
+            return plain(source, memory, start, need)
+        finally:
+            with lock:
+                inside[0] -= 1
+    monkeypatch.setattr(reading._Source, 'fill', fill)
+    begun = reading.Readers
+    monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, allowed=allowed))
+    whole = [Extent(random_file, 0, random_file.size, 'all')]
+    got,_ = collect(whole, Ring(16, BLOCK), threads=8)
+    assert np.array_equal(got['all'], RANDOM[:-5])
+    assert most[0]<=allowed
+
+def test_the_earliest_window_goes_first():
+    gate,order = reading._Gate(reading.Readers(3, allowed=1)),[]
+    allowed = gate.enter(0)
+    def work(i):
+        may = gate.enter(i)
+        order.append(i)
+        gate.leave(may, 1)
+    threads = [threading.Thread(target=work, args=(i,)) for i in (3,1,2)]
+    for t in threads:
+        t.start()
+    with gate.changed:
+        while gate.waiting!={1,2,3}:
+            gate.changed.wait(.01)
+    gate.leave(allowed, 1)
+    for t in threads:
+        t.join()
+    assert order==[1,2,3]
+
+def test_a_failed_read_leaves_the_gate(random_file, monkeypatch):
+    "Whoever waits for the one that may read is not left waiting"
+    def fill(source, memory, start, need): raise CheckpointError('no')
+    monkeypatch.setattr(reading._Source, 'fill', fill)
+    begun = reading.Readers
+    monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, allowed=1))
+    with pytest.raises(CheckpointError, match='no'):
+        collect([Extent(random_file, 0, random_file.size, 'all')], Ring(16, BLOCK), threads=8)

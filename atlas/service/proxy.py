@@ -17,6 +17,7 @@ from time import monotonic,perf_counter
 import httpx
 from fastcore.basics import patch
 from pydantic_core import from_json,to_json
+from starlette.requests import Request
 from starlette.responses import Response
 from ..ground.core import AtlasError
 from .process import Served
@@ -24,10 +25,10 @@ from .log import note
 from .protocol import anthropic
 from .protocol.base import DONE,NotOfferedError,Usage,sse
 from .protocol.chunks import error_body
-from .endpoints import SOUNDS,form_spans
+from .endpoints import SOUNDS,form_spans,owner
 from .question import Question,attended
 from .turn import EventStream
-from .upstream import TRANSLATED,Backend,UpstreamError,kind_of
+from .upstream import COUNTS,TRANSLATED,Backend,UpstreamError,kind_of
 
 # %% ../../nbs/7_service/25_proxy.ipynb #b2464a98
 class Flights:
@@ -206,7 +207,11 @@ class Tally:
 # %% ../../nbs/7_service/25_proxy.ipynb #d4b0f04c
 def data_of(raw:bytes):
     "The JSON objects of whole server-sent events"
-    for event in re.split(rb'\r?\n\r?\n', raw):
+    if raw.startswith(b'data: {') and raw.find(b'\n')==len(raw)-2:
+        events = [raw[:-2]] # a single event of a single line, as most are
+    else:
+        events = re.split(rb'\r?\n\r?\n', raw)
+    for event in events:
         data = [l[5:].strip() for l in event.splitlines() if l.startswith(b'data:')]
         if not data or data==[b'[DONE]']:
             continue
@@ -377,8 +382,10 @@ async def forward(self:Proxy,
     try:
         return await attended(q.request, self._forward(q, tally, held))
     except AtlasError as e:
-        if getattr(e, 'absent', False) and q.path in TRANSLATED:
+        if getattr(e, 'absent', False) and q.path in (*TRANSLATED,*COUNTS):
             tally.end('absent')
+            if q.path in COUNTS:
+                raise self.lacks(q.path) from e
             return None
         self.went_wrong(tally, e)
         raise
@@ -394,7 +401,7 @@ def lacks(self:Proxy, what:str)->NotOfferedError:
 @patch
 def ours(self:Proxy, q:Question)->bool:
     "Is it about a response that we keep, or one that nobody waits for?"
-    if q.path!='responses':
+    if q.path not in ('responses','responses/input_tokens'):
         return False
     d = q.fields or {}
     return d.get('background') is True or d.get('previous_response_id') in q.service.store.records
@@ -438,6 +445,8 @@ async def _stream(self:Proxy, q, r, tally, first):
     head = await _begun(b, events, tally)
     if not re.match(rb'\s*(data|event|id|retry)?:', head):
         raise b.fault('garbage', 'sent a stream that is none')
+    for d in data_of(head) if q.path=='responses' else ():
+        self.made(q, d.get('response'))
     said,close = self.passed(q, head, events, tally),partial(_closed, q, tally)
     return EventStream(said, close, kept(r), None, s.ping, s.patience)
 
@@ -468,6 +477,8 @@ async def _whole(self:Proxy, q, r, tally, sound):
     if not isinstance(d, dict):
         raise self.backend.fault('garbage', 'answered with JSON that is none')
     tally.count(d)
+    if q.path=='responses':
+        self.made(q, d)
     return self._done(q, raw, r, tally, 'application/json')
 
 async def _begun(b, events, tally):
@@ -491,3 +502,28 @@ def _closed(q, tally, how='client_gone'):
     u = tally.usage
     note(q.request.scope, model=tally.proxy.name, upstream=tally.proxy.backend.name,
         prompt_tokens=u.prompt, completion_tokens=u.completion, cached_tokens=u.cached)
+
+# %% ../../nbs/7_service/25_proxy.ipynb #a9c31e22
+@patch
+def made(self:Proxy, q:Question, d):
+    "Remember that its server keeps a response, as far as it does"
+    if not isinstance(d, dict) or not isinstance(d.get('id'), str):
+        return
+    if (q.fields or {}).get('store') is not False and d.get('store') is not False:
+        q.service.keepers.keep(d['id'], owner(q.request), self)
+
+@patch
+async def resource(self:Proxy, request:Request, path:str)->Response:
+    "What its server says of something that it keeps, in one piece"
+    b,asked = self.backend,dict(request.query_params)
+    if asked.get('stream') in ('true','1'):
+        why = f'{self.name} has this response, and its events are not passed on'
+        raise NotOfferedError(why, hint='Ask for it without stream', param='stream')
+    at = f'{b.url}/{path}'
+    q = b.http.build_request(request.method, at, params=asked, headers=b.heads(request.headers))
+    r = await attended(request, b.sent(q))
+    if kind_of(r)!='application/json':
+        await r.aclose()
+        raise self.no_answer(r)
+    raw = await attended(request, b.whole(r))
+    return Response(raw, r.status_code, kept(r)|{'content-type':'application/json', 'x-atlas-model':self.name})

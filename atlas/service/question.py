@@ -18,8 +18,8 @@ from typing import Callable
 from fastcore.basics import patch
 from fastapi import Request
 from fastapi.responses import JSONResponse,Response
-from starlette.requests import ClientDisconnect
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from ..ground.core import AtlasError,RequestError,seconds_in
 from ..ground.requests import SamplingParams
 from .http import TooLargeError
@@ -215,7 +215,8 @@ async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Res
 def in_place(self:Service, q:Question, name:str|None)->tuple[Question,str|None]:
     "A question, in the manner of whoever answers it, and the name of the model that does"
     names = getattr(self.models, 'names', None)
-    if not (f := names and names.acting(name, q.manner)):
+    f = names and names.acting(name, q.manner)
+    if not f:
         return q,name
     q = copy(q)
     q.manner,q.changed = f.manner,q.changed or f.manner is not None

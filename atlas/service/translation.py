@@ -170,12 +170,9 @@ async def heard(self:Relay, k:int):
     "The pieces of the answers to one prompt, as `(i, pieces)`"
     (r,tally),b = self.asked[k],self.proxy.backend
     try:
-        async for d in _chunks(b, r, self.first, tally):
-            if d.get('error'):
-                raise _told(b, d)
-            tally.count(d)
-            for i,p in self.fed(k, d):
-                yield i,[p]
+        async for ds in _chunks(b, r, self.first, tally):
+            for i,ps in self.fed(k, ds, tally):
+                yield i,ps
         mine = self.readers[k*self.n:(k+1)*self.n]
         if not all(h.finish for h in mine):
             raise b.fault('cut', 'stopped in the middle of its answer')
@@ -188,14 +185,42 @@ async def heard(self:Relay, k:int):
 
 # %% ../../nbs/7_service/26_translation.ipynb #f74f9be8
 @patch
-def fed(self:Relay, k:int, d:dict)->list:
+def fed(self:Relay, k:int, chunks:list, tally:Tally):
+    "What chunks that came together add to the answers to prompt `k`: choices, and the deltas of each"
+    at,ps,fault = None,[],None
+    for d in chunks:
+        try:
+            new = self.read(k, d, tally)
+        except AtlasError as e:
+            fault = e
+            break
+        for i,p in new:
+            if i!=at and ps:
+                yield at,ps
+                ps = []
+            at = i
+            ps.append(p)
+    if ps:
+        yield at,ps
+    if fault:
+        raise fault
+
+@patch
+def read(self:Relay, k:int, d:dict, tally:Tally)->list:
     "What a chunk adds to the answers to prompt `k`: pairs of a choice and a delta"
+    if d.get('error'):
+        raise _told(self.proxy.backend, d)
+    if 'usage' in d:
+        tally.count(d)
+    out = []
     try:
-        choices = [(k*self.n+(c.get('index') or 0), c) for c in d.get('choices') or ()]
-        ps = [(i, self.readers[i].feed(c)) for i,c in choices if i<(k+1)*self.n]
+        for c in d.get('choices') or ():
+            i = k*self.n+(c.get('index') or 0)
+            if i<(k+1)*self.n and (p := self.readers[i].feed(c)):
+                out.append((i, p))
     except (TypeError,AttributeError,ValueError,KeyError,IndexError) as e:
         raise self.proxy.backend.fault('garbage', 'sent chunks that make no sense') from e
-    return [(i, p) for i,p in ps if p]
+    return out
 
 def _told(b, d):
     "The error that a chunk tells of"
@@ -204,7 +229,7 @@ def _told(b, d):
 
 # %% ../../nbs/7_service/26_translation.ipynb #eb3db7f8
 async def _chunks(b, r, first, tally):
-    "The JSON of a stream, or of an answer that came in one piece"
+    "The JSON objects of a stream, those that come together, or of an answer that came in one piece"
     if kind_of(r)=='application/json':
         try:
             d = from_json(await b.whole(r))
@@ -212,13 +237,12 @@ async def _chunks(b, r, first, tally):
             d = None
         if not isinstance(d, dict):
             raise b.fault('garbage', 'answered with JSON that is none')
-        yield d
+        yield [d]
         return
     async with aclosing(b.events(r, first)) as events:
         async for raw in events:
             tally.first()
-            for d in data_of(raw):
-                yield d
+            yield [*data_of(raw)]
 
 # %% ../../nbs/7_service/26_translation.ipynb #4a4472d9
 @patch
