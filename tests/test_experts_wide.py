@@ -233,7 +233,7 @@ def test_nothing_is_read_before_it_is_written_in_one_launch(overlap, kept):
     assert np.array_equal(got, twice(n))
 
 # Without the others somebody would look for slots anywhere
-FORGOTTEN = [('expert_strips','if (!UP) pdl_wait();'), ('expert_sum','pdl_wait();')]
+FORGOTTEN = [('expert_strips','if (!UP)\n        pdl_wait();'), ('expert_sum','pdl_wait();')]
 
 @pytest.mark.parametrize('kernel,wait', FORGOTTEN)
 def test_a_wait_that_is_forgotten_is_seen(kernel, wait, overlap, kept, tmp_path):

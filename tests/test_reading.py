@@ -29,7 +29,10 @@ def collect(pieces, *args, **kw):
     assert all((t==1).all() for t in times.values())
     return got,r
 
-ranges = st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 30_000)), min_size=1, max_size=12)
+ranges = st.lists(
+    st.tuples(st.integers(0, 40_000), st.integers(0, 30_000)),
+    min_size=1,
+    max_size=12)
 
 @given(ranges, st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.booleans())
 @settings(max_examples=150, deadline=None)
@@ -41,14 +44,17 @@ def test_any_ranges(random_file, gaps, blocks, buffers, threads, direct):
         pieces.append(Extent(random_file, at, n, i))
         at += n
     got,r = collect(pieces, Ring(buffers, blocks*BLOCK), threads, direct)
-    for p in pieces: assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+    for p in pieces:
+        assert np.array_equal(
+            got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
     assert r.nbytes>=sum(p.nbytes for p in pieces)
     assert r.threads<=min(threads, buffers)
 
 @given(ranges, st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
 def test_windows_read_nothing_twice(gaps, blocks):
-    class f: pass
+    class f:
+        pass
     pieces,at = [],0
     for i,(gap,n) in enumerate(gaps):
         pieces.append(Extent(f, at+gap, n, i))
@@ -63,7 +69,9 @@ def test_one_range_for_two(random_file):
     pieces = [Extent(random_file, 10, 50_000, 'a'), Extent(random_file, 10, 50_000, 'b'),
         Extent(random_file, 40_000, 1000, 'c')]
     got,r = collect(pieces, Ring(2, 3*BLOCK))
-    for p in pieces: assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+    for p in pieces:
+        assert np.array_equal(
+            got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
     assert r.nbytes<60_000
 
 def aligned(n, more=0):
@@ -75,28 +83,37 @@ def aligned(n, more=0):
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40_000), st.booleans()), min_size=1, max_size=9), st.integers(1, 3), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_read_where_they_stay(random_file, some, blocks, direct):
-    "Pieces with homes need no buffer, whatever lies beside them; not a byte beside a home is written"
+    """Pieces with homes need no buffer, whatever lies beside them;
+    not a byte beside a home is written"""
     pieces,homes,at = [],{},0
     for i,(gap,n,home) in enumerate(some):
         at = -(-at//BLOCK)*BLOCK+gap*BLOCK
         n = max(0, min(n, random_file.size-at))
         pieces.append(Extent(random_file, at, n, i))
-        if home and n: homes[i] = aligned(n)
+        if home and n:
+            homes[i] = aligned(n)
         at += n
     got = {}
     def take(key, at, data):
-        if key in homes: assert data.ctypes.data==homes[key][at:].ctypes.data
-        else: got.setdefault(key, np.zeros(pieces[key].nbytes, np.uint8))[at:at+len(data)] = data
+        if key in homes:
+            assert data.ctypes.data==homes[key][at:].ctypes.data
+        else:
+            got.setdefault(key, np.zeros(pieces[key].nbytes, np.uint8))[at:at+len(data)] = data
     read_pieces(pieces, take, Ring(2, blocks*BLOCK), 2, direct, homes)
     for p in pieces:
-        if p.nbytes: assert np.array_equal({**got,**homes}[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+        if p.nbytes:
+            assert np.array_equal(
+                {**got,**homes}[p.key],
+                RANDOM[p.offset:p.offset+p.nbytes])
     for a in homes.values():
         end = a.ctypes.data-a.base.ctypes.data+len(a)
         assert not a.base[end:].any()
 
 def test_a_home_that_begins_elsewhere(small):
     pieces = [Extent(small, 0, 9000, 0)]
-    fails(pieces, nothing, Ring(2, BLOCK), ConfigError, 'multiple of', homes={0: aligned(9000, 8)})
+    fails(
+        pieces, nothing, Ring(2, BLOCK), ConfigError, 'multiple of',
+        homes={0: aligned(9000, 8)})
 
 def test_without_direct_reads(random_file, monkeypatch):
     "No such flag; a file system that refuses to open; one that refuses to read"
@@ -124,11 +141,14 @@ def test_short_reads(random_file, monkeypatch):
     def less(fd, to, offset):
         n = len(to[0])
         few = n if n<=BLOCK else BLOCK+n//3//BLOCK*BLOCK
-        if fd==random_file.f.fileno(): few = max(1, n//3)
+        if fd==random_file.f.fileno():
+            few = max(1, n//3)
         return real(fd, [to[0][:few]], offset)
     monkeypatch.setattr(reading.os, 'preadv', less)
     for direct in (True, False):
-        got,_ = collect([Extent(random_file, 5, 200_000, 0)], Ring(3, 16*BLOCK), 3, direct)
+        got,_ = collect(
+            [Extent(random_file, 5, 200_000, 0)], Ring(3, 16*BLOCK), 3,
+            direct)
         assert np.array_equal(got[0], RANDOM[5:200_005])
 
 @pytest.fixture
@@ -144,7 +164,8 @@ def descriptors(): return len(os.listdir('/proc/self/fd'))
 
 def fails(pieces, take, ring, error, match, **kw):
     before = descriptors()
-    with pytest.raises(error, match=match): read_pieces(pieces, take, ring, **kw)
+    with pytest.raises(error, match=match):
+        read_pieces(pieces, take, ring, **kw)
     assert not threads() and descriptors()==before
 
 def nothing(key, at, data): pass
@@ -158,31 +179,41 @@ def test_truncated(small, direct):
 
 def test_truncated_after_the_last_read(small):
     def shorten(key, at, data): os.truncate(small.path, 7)
-    fails([Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK), CheckpointError, 'was changed')
+    fails(
+        [Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK), CheckpointError,
+        'was changed')
 
 def test_changed_before(small):
     os.utime(small.path, ns=(1, 1))
-    fails([Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError, 'was changed')
+    fails(
+        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError,
+        'was changed')
 
 def test_replaced_is_not_changed(small):
     "Another file of the same name is another file"
     other = small.path.with_name('other.bin')
     other.write_bytes(b'something else')
     os.replace(other, small.path)
-    got,_ = collect([Extent(small, 0, small.size, 0)], Ring(2, 4*BLOCK))
+    got,_ = collect(
+        [Extent(small, 0, small.size, 0)], Ring(2, 4*BLOCK))
     assert np.array_equal(got[0], RANDOM)
 
 def test_disk_error(small, monkeypatch):
     def broken(*args): raise OSError(errno.EIO, os.strerror(errno.EIO))
     monkeypatch.setattr(reading.os, 'preadv', broken)
-    fails([Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError, 'Input/output')
+    fails(
+        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError,
+        'Input/output')
 
 def test_an_error_of_the_taker_stops_all(small):
     seen = []
     def take(key, at, data):
         seen.append(at)
-        if len(seen)==3: raise KeyError('three')
-    fails([Extent(small, 0, small.size, 0)], take, Ring(4, BLOCK), KeyError, 'three')
+        if len(seen)==3:
+            raise KeyError('three')
+    fails(
+        [Extent(small, 0, small.size, 0)], take, Ring(4, BLOCK),
+        KeyError, 'three')
     assert len(seen)<12
 
 def test_an_error_of_the_pieces(small):
@@ -200,7 +231,8 @@ def test_buffers_are_waited_for(small):
             assert place not in open_
             open_.add(place)
         def done():
-            with lock: open_.remove(place)
+            with lock:
+                open_.remove(place)
             order.append(at)
         return done
     ring = Ring(3, BLOCK)
@@ -212,7 +244,9 @@ def test_a_wait_that_fails(small):
     def late(): raise RuntimeError('the card is gone')
     def take(key, at, data): return late
     for n in (100, small.size):
-        fails([Extent(small, 0, n, 0)], take, Ring(2, BLOCK), RuntimeError, 'is gone')
+        fails(
+            [Extent(small, 0, n, 0)], take, Ring(2, BLOCK), RuntimeError,
+            'is gone')
 
 def test_memory_of_ones_own(small):
     "`allocate` is asked for few and aligned buffers; others are refused"
@@ -225,19 +259,27 @@ def test_memory_of_ones_own(small):
     got,_ = collect([Extent(small, 1, 70_000, 0)], ring)
     assert np.array_equal(got[0], RANDOM[1:70_001])
     assert made and set(made)=={3*BLOCK} and len(made)<=2
-    odd = Ring(1, BLOCK, lambda n: memoryview(mmap.mmap(-1, n+BLOCK))[8:])
+    odd = Ring(
+        1,
+        BLOCK,
+        lambda n: memoryview(mmap.mmap(-1, n+BLOCK))[8:])
     fails([Extent(small, 0, 10, 0)], nothing, odd, ConfigError, 'multiple of')
-    with pytest.raises(ConfigError): Ring(0, 1)
+    with pytest.raises(ConfigError):
+        Ring(0, 1)
 
-def test_nothing_to_read(): assert read_pieces([], nothing).nbytes==0
+def test_nothing_to_read():
+    assert read_pieces([], nothing).nbytes==0
 
 def test_nothing_is_left_in_the_cache(small):
     "Where the file system can tell (`fincore`), no page of a file stays behind"
     import ctypes,mmap
-    if os.statvfs(small.path).f_bsize!=BLOCK: pytest.skip('other pages')
+    if os.statvfs(small.path).f_bsize!=BLOCK:
+        pytest.skip('other pages')
     os.sync()
     for direct in (True, False):
-        read_pieces([Extent(small, 0, small.size, 0)], nothing, Ring(2, 4*BLOCK), direct=direct)
+        read_pieces(
+            [Extent(small, 0, small.size, 0)], nothing,
+            Ring(2, 4*BLOCK), direct=direct)
         with open(small.path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m:
             n = small.size//BLOCK
             seen = (ctypes.c_ubyte*n)()

@@ -83,6 +83,7 @@ DTYPES = dict(f64='float64', f32='float32', f16='float16', bf16='uint16', # NumP
 @functools.cache
 def _contract(text):
     head = re.match(r'(?://.*\n)*', text)[0]
+    head = re.sub(r'\n//\s{8,}', ' ', head) # a line that is indented so far goes on with the one before
     lines = re.findall(r'^//\s+(\w+(?:,\s*\w+)*)\s*:\s*\[([^\]]*)\]\s*(\w+)(.*)', head, re.M)
     return {name: (re.split(r',\s*', dims), dtype, 'or null' in rest) for names,dims,dtype,rest in lines for name in re.split(r',\s*', names)}
 

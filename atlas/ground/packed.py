@@ -28,7 +28,9 @@ from .reading import BLOCK,Extent,Ring,read_pieces
 SUMMED = 1<<14 # Words of 8 bytes that share a factor
 _MOST = (1<<64)-1
 _STEP,_ODD = 0x9E3779B97F4A7C15,0xD6E8FEB86659FD93
-_PLACES = np.arange(SUMMED, dtype=np.uint64)*np.uint64(_STEP) | np.uint64(1)
+_PLACES = (
+    np.arange(SUMMED, dtype=np.uint64)*np.uint64(_STEP)
+    | np.uint64(1))
 _HALF = np.uint64(32)
 
 def _factor(b:int)->int:
@@ -39,7 +41,8 @@ def _factor(b:int)->int:
 
 class _Room(threading.local):
     "Room for a thread's sums"
-    def __init__(self): self.words = np.empty(SUMMED, np.uint64)
+    def __init__(self):
+        self.words = np.empty(SUMMED, np.uint64)
 _room = _Room()
 
 def _mixed(words, j, b)->int:
@@ -53,15 +56,19 @@ def _mixed(words, j, b)->int:
 # %% ../../nbs/1_ground/19_packed.ipynb #cd746fc6
 def _words(b:np.ndarray)->np.ndarray:
     "Bytes as words, with zeros behind them where the last one is not full"
-    if len(b)%8: b = np.concatenate([b, np.zeros(-len(b)%8, np.uint8)])
+    if len(b)%8:
+        b = np.concatenate([
+            b, np.zeros(-len(b)%8, np.uint8)])
     return b.view(np.uint64)
 
 def checksum(
     data:np.ndarray, # Contiguous
-    at:int=0, # Byte of an array with which it begins, a multiple of 8; so is its size, but at the array's end
+    # Byte of an array with which it begins, a multiple of 8; so is its size, but at the array's end
+    at:int=0,
 )->int:
     "The sum of `data`; the sums of an array's parts add up to its own, modulo 2⁶⁴"
-    if at%8: raise RequestError(f'A sum begins at a multiple of 8 bytes, and this at {at:,}')
+    if at%8:
+        raise RequestError(f'A sum begins at a multiple of 8 bytes, and this at {at:,}')
     words = _words(data.reshape(-1).view(np.uint8))
     total,i = 0,0
     while i<len(words):
@@ -75,20 +82,24 @@ _LARGE = 1<<16 # Bytes of an array that are worth a read of their own
 
 class HostArrays:
     "How bytes get into arrays of the host, and out of them"
-    def ring(self)->Ring|None: "Buffers for reading; None: any"; return None
+    def ring(self)->Ring|None:
+        "Buffers for reading; None: any"
+        return None
     def buffer(self, nbytes:int)->np.ndarray:
         "Memory to write from, which begins at a multiple of `BLOCK`"
         return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     def empty(self, shape, dtype):
         "A new array; a large one where a disk can write it"
         n = math.prod(shape)*np.dtype(dtype).itemsize
-        if n<_LARGE: return np.empty(shape, dtype)
+        if n<_LARGE:
+            return np.empty(shape, dtype)
         whole = np.empty(n+BLOCK, np.uint8)
         at = -whole.ctypes.data%BLOCK
         return whole[at:at+n].view(dtype).reshape(shape)
     def home(self, a)->np.ndarray|None:
         "The bytes of `a`, if a disk can write them where they are"
-        if type(a) is not np.ndarray or a.nbytes<_LARGE or a.ctypes.data%BLOCK: return None
+        if type(a) is not np.ndarray or a.nbytes<_LARGE or a.ctypes.data%BLOCK:
+            return None
         return self.flat(a) if a.flags.c_contiguous and a.flags.writeable else None
     def flat(self, a)->np.ndarray:
         "Its bytes"
@@ -121,13 +132,15 @@ def add_kind(cls:type, apart:Callable, whole:Callable):
     "Have packed files hold objects of `cls`"
     KINDS[cls.__name__] = Kind(cls, apart, whole)
 
-def _tensor_apart(q): return dict(fmt=q.fmt, shape=list(q.shape)),dict(q.parts)
+def _tensor_apart(q):
+    return dict(fmt=q.fmt, shape=list(q.shape)),dict(q.parts)
 def _tensor_whole(d, parts): return QTensor(d['fmt'], tuple(d['shape']), parts)
 add_kind(QTensor, _tensor_apart, _tensor_whole)
 
 def _stack_apart(q):
     parts = {str(i): p for i,p in enumerate(q.parts)}
-    if q.order is not None: parts['order'] = np.asarray(q.order)
+    if q.order is not None:
+        parts['order'] = np.asarray(q.order)
     return dict(experts=q.experts),parts
 def _stack_whole(d, parts):
     order = parts.pop('order', None)
@@ -147,22 +160,27 @@ def flatten(
     def add(name, o):
         kind = type(o).__name__
         if o is not None and kind not in KINDS:
-            if name in arrays: raise RequestError(f'Two arrays have the name {name!r}', param=name)
+            if name in arrays:
+                raise RequestError(f'Two arrays have the name {name!r}', param=name)
             arrays[name] = o
             return
         said,parts = KINDS[kind].apart(o) if kind in KINDS else _none(o)
         found[name] = dict(kind=kind, parts=list(parts), said=said)
-        for k,p in parts.items(): add(f'{name}{_MARK}{k}', p)
+        for k,p in parts.items():
+            add(f'{name}{_MARK}{k}', p)
     for name,o in objects.items():
-        if not isinstance(name, str): raise RequestError(f'{name!r} is no name for an array')
+        if not isinstance(name, str):
+            raise RequestError(f'{name!r} is no name for an array')
         add(name, o)
     return arrays,found
 
 def restored(name:str, arrays:dict, found:dict):
     "What `flatten` took apart under `name`; None, and any error where descriptions do not fit"
-    if name not in found: return arrays[name]
+    if name not in found:
+        return arrays[name]
     d = found[name]
-    if d['kind']=='NoneType': return None
+    if d['kind']=='NoneType':
+        return None
     parts = {k: restored(f'{name}{_MARK}{k}', arrays, found) for k in d['parts']}
     return KINDS[d['kind']].whole(d['said'], parts)
 
@@ -172,7 +190,8 @@ _NAMES = ('bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 '
 TYPES = {n: np.dtype(n) for n in _NAMES.split()}
 VERSION = 2
 WHOLE,PART = b'AtlasPk\n',b'AtlasPt\n' # What a file begins with, and one that is being written
-_HEAD = struct.Struct('<8sIIQQQ') # Mark, version, arrays, bytes of text, bytes of the file, checksum
+# Mark, version, arrays, bytes of text, bytes of the file, checksum
+_HEAD = struct.Struct('<8sIIQQQ')
 _SUM = struct.Struct('<QQ') # An array's checksum, and its complement
 
 @dataclass(frozen=True)
@@ -185,7 +204,9 @@ class Entry:
     nbytes:int
     def described(self)->dict:
         "As the header has it"
-        return dict(dtype=self.dtype, shape=list(self.shape), offset=self.offset, nbytes=self.nbytes)
+        return dict(
+            dtype=self.dtype, shape=list(self.shape), offset=self.offset,
+            nbytes=self.nbytes)
 
 def _up(n:int)->int: return -(-n//BLOCK)*BLOCK
 
@@ -203,9 +224,13 @@ class Layout:
     meta:dict
     text:bytes=b'' # Of the header
     @property
-    def table(self)->int: "Byte where the text begins"; return _HEAD.size+_SUM.size*len(self.entries)
+    def table(self)->int:
+        "Byte where the text begins"
+        return _HEAD.size+_SUM.size*len(self.entries)
     @property
-    def start(self)->int: "Byte where the first array begins"; return _up(self.table+len(self.text))
+    def start(self)->int:
+        "Byte where the first array begins"
+        return _up(self.table+len(self.text))
     @property
     def nbytes(self)->int:
         "Of the whole file"
@@ -213,10 +238,14 @@ class Layout:
     def head(self, mark:bytes, sums:dict[str,int])->bytes:
         "All before the first array; arrays without a sum are not whole"
         count,table = len(self.entries),b''
-        for n in self.entries: table += self.record(sums[n]) if n in sums else bytes(_SUM.size)
-        def whole(check): return _HEAD.pack(mark, VERSION, count, len(self.text), self.nbytes, check)
+        for n in self.entries:
+            table += self.record(sums[n]) if n in sums else bytes(_SUM.size)
+        def whole(check):
+            return _HEAD.pack(mark, VERSION, count, len(self.text), self.nbytes, check)
         b = whole(0)+table+self.text
-        b = whole(checksum(np.frombuffer(b, np.uint8)))+b[_HEAD.size:]
+        b = (
+            whole(checksum(np.frombuffer(b, np.uint8)))
+            +b[_HEAD.size:])
         return b.ljust(self.start, b'\0')
     def record(self, s:int)->bytes: return _SUM.pack(s, s^_MOST)
 
@@ -224,7 +253,8 @@ class Layout:
 def _typed(name, a)->str:
     "The type of an array, as a file calls it"
     kind = str(getattr(a, 'dtype', type(a).__name__))
-    if kind in TYPES: return kind
+    if kind in TYPES:
+        return kind
     raise UnsupportedError(f'{name!r} is {kind}, which packed files do not have', param=name,
         hint=f'They have {", ".join(TYPES)}')
 
@@ -238,9 +268,14 @@ def layout_of(
     for name,a in arrays.items():
         e = entries[name] = _entry(name, _typed(name, a), a.shape, at)
         at += _up(e.nbytes)
-    said = dict(arrays={n: e.described() for n,e in entries.items()}, objects=objects or {}, meta=meta or {})
-    try: text = json.dumps(said, allow_nan=False, separators=(',',':')).encode()
-    except (TypeError,ValueError) as e: raise RequestError(f'meta is not for JSON: {e}', param='meta') from e
+    said = dict(
+        arrays={n: e.described() for n,e in entries.items()},
+        objects=objects or {},
+        meta=meta or {})
+    try:
+        text = json.dumps(said, allow_nan=False, separators=(',',':')).encode()
+    except (TypeError,ValueError) as e:
+        raise RequestError(f'meta is not for JSON: {e}', param='meta') from e
     return Layout(entries, said['objects'], said['meta'], text)
 
 # %% ../../nbs/1_ground/19_packed.ipynb #c703c9f9
@@ -250,7 +285,8 @@ class PackedFile:
     "An open packed file, its header checked: `layout`, `sums` by name, `meta`"
     def __init__(self, path):
         self.file = File(path)
-        try: self.layout,self.sums = self._read()
+        try:
+            self.layout,self.sums = self._read()
         except BaseException:
             self.close()
             raise
@@ -264,29 +300,39 @@ class PackedFile:
     def __repr__(self):
         size = human(self.file.size, 1000)
         return f'PackedFile({self.file.name}: {len(self.entries)} arrays, {size})'
-    def bad(self, msg, param=None): return self.file.bad(msg, hint=_AGAIN, param=param)
+    def bad(self, msg, param=None):
+        return self.file.bad(msg, hint=_AGAIN, param=param)
 
 # %% ../../nbs/1_ground/19_packed.ipynb #30cd8c05
 @patch
 def _read(self:PackedFile):
     "Layout and sums, as the header has them"
     size,bad = self.file.size,self.bad
-    if size<_HEAD.size: raise bad(f'{size} bytes cannot be a packed file')
-    mark,version,count,n,nbytes,check = _HEAD.unpack(self.file.read(_HEAD.size, 0))
-    if mark==PART: raise bad('it was never finished')
-    if mark!=WHOLE: raise bad('it is no packed file')
+    if size<_HEAD.size:
+        raise bad(f'{size} bytes cannot be a packed file')
+    mark,version,count,n,nbytes,check = _HEAD.unpack(self.file.read(
+        _HEAD.size, 0))
+    if mark==PART:
+        raise bad('it was never finished')
+    if mark!=WHOLE:
+        raise bad('it is no packed file')
     if version!=VERSION:
         said = f'{self.file.name} is of version {version}, and this is {VERSION}'
         raise UnsupportedError(said, hint='Delete it', param=self.file.name)
-    if nbytes!=size: raise bad(f'the header speaks of {nbytes:,} bytes and the file has {size:,}')
+    if nbytes!=size:
+        raise bad(f'the header speaks of {nbytes:,} bytes and the file has {size:,}')
     most = min(MAX_HEADER, size)-_HEAD.size
-    if _SUM.size*count+n>most: raise bad(f'a header of {count:,} arrays and {n:,} bytes')
+    if _SUM.size*count+n>most:
+        raise bad(f'a header of {count:,} arrays and {n:,} bytes')
     rest = self.file.read(_SUM.size*count+n, _HEAD.size)
     begins = _HEAD.pack(mark, version, count, n, nbytes, 0)
-    if checksum(np.frombuffer(begins+rest, np.uint8))!=check: raise bad('the header is damaged')
+    if checksum(np.frombuffer(begins+rest, np.uint8))!=check:
+        raise bad('the header is damaged')
     layout = self._parse(rest[_SUM.size*count:], count)
-    if layout.nbytes!=size: raise bad(f'its arrays end at {layout.nbytes:,} of {size:,} bytes')
-    table = np.frombuffer(rest[:_SUM.size*count], '<u8').reshape(-1, 2)
+    if layout.nbytes!=size:
+        raise bad(f'its arrays end at {layout.nbytes:,} of {size:,} bytes')
+    table = np.frombuffer(
+        rest[:_SUM.size*count], '<u8').reshape(-1, 2)
     return layout,dict(zip(layout.entries, table[:,0].tolist()))
 
 # %% ../../nbs/1_ground/19_packed.ipynb #9f274acb
@@ -294,10 +340,13 @@ def _read(self:PackedFile):
 def _parse(self:PackedFile, text:bytes, count:int)->Layout:
     "The layout that the text of a header describes"
     d = _parse_json(text, lambda msg: self.bad(f'the header is not valid: {msg}'))
-    if d.keys()!={'arrays','objects','meta'} or not all(isinstance(v, dict) for v in d.values()):
+    if (
+        d.keys()!={'arrays','objects','meta'}
+        or not all(isinstance(v, dict) for v in d.values())):
         raise self.bad('the header has not just "arrays", "objects" and "meta"')
     arrays,objects,meta = d['arrays'],d['objects'],d['meta']
-    if len(arrays)!=count: raise self.bad(f'{count:,} arrays are announced and {len(arrays):,} described')
+    if len(arrays)!=count:
+        raise self.bad(f'{count:,} arrays are announced and {len(arrays):,} described')
     entries,at = {},0
     for name,said in arrays.items():
         e = entries[name] = self._entry(name, said, at)
@@ -312,30 +361,47 @@ def _see(self:PackedFile, l:Layout):
     "A `CheckpointError` unless objects and arrays belong together"
     owned = set()
     for name,d in l.objects.items():
-        good = isinstance(d, dict) and d.keys()=={'kind','parts','said'} and name not in l.entries
+        good = (
+            isinstance(d, dict)
+            and d.keys()=={'kind','parts','said'}
+            and name not in l.entries)
         good = good and d['kind'] in ('NoneType',*KINDS) and isinstance(d['said'], dict)
-        if not good or not isinstance(d['parts'], list) or not all(isinstance(p, str) for p in d['parts']):
+        if (
+            not good
+            or not isinstance(d['parts'], list)
+            or not all(isinstance(p, str) for p in d['parts'])):
             raise self.bad(f'object {name!r} is described by {d!r}', name)
         owned |= {f'{name}{_MARK}{p}' for p in d['parts']}
     if lost := owned-l.entries.keys()-l.objects.keys():
         raise self.bad(f'there is no {min(lost)!r}', min(lost))
-    self.names = [n for n in (*l.entries,*l.objects) if n not in owned]
+    self.names = [
+        n for n in (*l.entries,*l.objects)
+        if n not in owned]
 
 @patch
 def _entry(self:PackedFile, name, said, at)->Entry:
     "The entry that `said` describes, which has to begin at `at`"
     def bad(why): return self.bad(f'array {name!r} {why}', name)
-    if not isinstance(said, dict): raise bad(f'is described by {said!r}')
+    if not isinstance(said, dict):
+        raise bad(f'is described by {said!r}')
     dtype,shape = said.get('dtype'),said.get('shape')
-    if not isinstance(dtype, str) or dtype not in TYPES: raise bad(f'has the type {dtype!r}')
+    if not isinstance(dtype, str) or dtype not in TYPES:
+        raise bad(f'has the type {dtype!r}')
     good = isinstance(shape, list) and len(shape)<=32
-    if not good or not all(type(i) is int and 0<=i<2**48 for i in shape): raise bad(f'has shape {shape!r}')
+    if (
+        not good
+        or not all(
+            type(i) is int and 0<=i<2**48
+            for i in shape)):
+        raise bad(f'has shape {shape!r}')
     e = _entry(name, dtype, shape, at)
-    if e.described()!=said: raise bad(f'is described by {said!r}, and should be by {e.described()!r}')
+    if e.described()!=said:
+        raise bad(f'is described by {said!r}, and should be by {e.described()!r}')
     return e
 
 # %% ../../nbs/1_ground/19_packed.ipynb #8b83fdfe
-_PIECE = 1<<19 # Bytes that are summed at a time, so that all passes but the first find them in a cache
+# Bytes that are summed at a time, so that all passes but the first find them in a cache
+_PIECE = 1<<19
 
 @patch
 def load(self:PackedFile,
@@ -350,56 +416,80 @@ def load(self:PackedFile,
     than what was written. Arrays of `into` are then neither what they were nor what they should be"""
     names = list(self.names if names is None else names)
     there = flatten(into)[0] if into else {}
-    if allocate is None: allocate = lambda e: place.empty(e.shape, TYPES[e.dtype])
+    if allocate is None:
+        def allocate(e): return place.empty(e.shape, TYPES[e.dtype])
     out = {}
     for n in self._arrays(names):
         e = self.entries[n]
         out[n] = allocate(e) if into is None else self._room(e, there)
     self._fill(out, place, check, seen)
-    if into: return {n: into[n] for n in names}
-    try: return {n: restored(n, out, self.layout.objects) for n in names}
-    except Exception as e: raise self.bad(f'its arrays do not fit together: {e}') from e
+    if into:
+        return {n: into[n] for n in names}
+    try:
+        return {n: restored(n, out, self.layout.objects) for n in names}
+    except Exception as e:
+        raise self.bad(f'its arrays do not fit together: {e}') from e
 
 # %% ../../nbs/1_ground/19_packed.ipynb #0648f608
 @patch
 def _arrays(self:PackedFile, names)->list[str]:
     "Names of the arrays that make up `names`"
-    found,objects,todo = [],self.layout.objects,list(names)[::-1]
+    found = []
+    objects = self.layout.objects
+    todo = list(names)[::-1]
     while todo:
         n = todo.pop()
-        if n in objects: todo += [f'{n}{_MARK}{p}' for p in objects[n]['parts']][::-1]
-        elif n in self.entries: found.append(n)
-        else: raise CheckpointError(f'{self.file.name} has no array {n!r}', param=n)
-        if len(found)>len(self.entries): raise self.bad('objects that are parts of themselves')
+        if n in objects:
+            todo += [f'{n}{_MARK}{p}' for p in objects[n]['parts']][::-1]
+        elif n in self.entries:
+            found.append(n)
+        else:
+            raise CheckpointError(f'{self.file.name} has no array {n!r}', param=n)
+        if len(found)>len(self.entries):
+            raise self.bad('objects that are parts of themselves')
     return found
 
 @patch
 def _room(self:PackedFile, e:Entry, there):
     "The array that entry `e` goes to"
-    if e.name not in there: raise RequestError(f'There is no array for {e.name!r}', param=e.name)
+    if e.name not in there:
+        raise RequestError(f'There is no array for {e.name!r}', param=e.name)
     a = there[e.name]
-    if (str(a.dtype),tuple(a.shape))==(e.dtype,e.shape): return a
-    raise self.bad(f'{e.name!r} is {e.dtype} {list(e.shape)}, and goes to {a.dtype} {list(a.shape)}', e.name)
+    if (
+        (str(a.dtype),tuple(a.shape))
+        ==(e.dtype,e.shape)):
+        return a
+    raise self.bad(
+        f'{e.name!r} is {e.dtype} {list(e.shape)}, and goes to {a.dtype} {list(a.shape)}', e.name)
 
 # %% ../../nbs/1_ground/19_packed.ipynb #288d0047
 @patch
 def _fill(self:PackedFile, out, place, check, seen):
     "Read the arrays `out`, by name"
-    entries = sorted((self.entries[n] for n in out), key=lambda e: e.offset)
+    entries = sorted(
+        (self.entries[n] for n in out), key=lambda e: e.offset)
     start = self.layout.start
-    pieces = [Extent(self.file, start+e.offset, e.nbytes, e.name) for e in entries if e.nbytes]
+    pieces = [
+        Extent(self.file, start+e.offset, e.nbytes, e.name)
+        for e in entries if e.nbytes]
     passing = {n: check and place.passing(a) for n,a in out.items()}
-    homes = {n: b for n,a in out.items() if (b := place.home(a)) is not None}
+    homes = {
+        n: b
+        for n,a in out.items()
+        if (b := place.home(a)) is not None}
     sums,lock = dict.fromkeys(out, 0),threading.Lock()
     def take(name, at, data):
-        if seen: seen(len(data))
+        if seen:
+            seen(len(data))
         after = None if name in homes else place.put(out[name], at, data)
         for i in range(0, len(data) if passing[name] else 0, _PIECE):
             s = checksum(data[i:i+_PIECE], at+i)
-            with lock: sums[name] += s
+            with lock:
+                sums[name] += s
         return after
     self.reading = read_pieces(pieces, take, place.ring(), homes=homes)
-    if not check: return
+    if not check:
+        return
     there = [n for n in out if not passing[n]]
     sums |= zip(there, place.sums([out[n] for n in there]))
     self._check(sums)
@@ -407,8 +497,11 @@ def _fill(self:PackedFile, out, place, check, seen):
 @patch
 def _check(self:PackedFile, sums):
     "A `CheckpointError` unless the arrays' `sums` are those of the file"
-    wrong = [n for n,s in sums.items() if s & _MOST!=self.sums[n]]
-    if not wrong: return
+    wrong = [
+        n for n,s in sums.items()
+        if s & _MOST!=self.sums[n]]
+    if not wrong:
+        return
     more = f' and {len(wrong)-1:,} more' if len(wrong)>1 else ''
     raise self.bad(f'array {wrong[0]!r}{more} is not what was written', wrong[0])
 
@@ -421,7 +514,8 @@ def load_dict(
     check:bool=True,
 )->dict:
     "The arrays of a packed file by name; errors as for `load`"
-    with PackedFile(path) as f: return f.load(names, place, into, check)
+    with PackedFile(path) as f:
+        return f.load(names, place, into, check)
 
 def reload(
     path:str|Path,
@@ -444,10 +538,12 @@ _FULL = errno.ENOSPC,errno.EDQUOT,errno.EFBIG
 @contextmanager
 def _disk(path:Path):
     "Errors of the system as ours"
-    try: yield
+    try:
+        yield
     except OSError as e:
         hint = 'Free some space, or name a folder on another disk' if e.errno in _FULL else ''
-        raise WriteError(f'{path} cannot be written: {e.strerror or e}', hint=hint, param=path.name) from e
+        raise WriteError(
+            f'{path} cannot be written: {e.strerror or e}', hint=hint, param=path.name) from e
 
 def part_of(path:str|Path)->Path:
     "Where what becomes `path` is written"
@@ -457,11 +553,13 @@ def part_of(path:str|Path)->Path:
 # %% ../../nbs/1_ground/19_packed.ipynb #fa0a038a
 def _lock(fd:int, path:Path, wait:bool)->bool:
     "Hold the only right to the part of `path`, open as `fd`; False where it is no part any more"
-    try: fcntl.flock(fd, fcntl.LOCK_EX|(0 if wait else fcntl.LOCK_NB))
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX|(0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as e:
         said = f'Another process is writing {path}'
         raise BusyError(said, hint='Wait for it, or stop it', param=path.name) from e
-    with suppress(FileNotFoundError): return os.path.samestat(os.fstat(fd), os.stat(part_of(path)))
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.stat(part_of(path)))
     return False
 
 @contextmanager
@@ -470,13 +568,17 @@ def _part(path:Path, wait:bool):
     while True:
         fd = os.open(part_of(path), os.O_RDWR|os.O_CREAT|os.O_CLOEXEC, 0o644)
         try:
-            if not _lock(fd, path, wait): continue
-            try: yield fd
+            if not _lock(fd, path, wait):
+                continue
+            try:
+                yield fd
             except OSError as e:
-                if e.errno in _FULL: os.unlink(part_of(path))
+                if e.errno in _FULL:
+                    os.unlink(part_of(path))
                 raise
             return
-        finally: os.close(fd)
+        finally:
+            os.close(fd)
 
 # %% ../../nbs/1_ground/19_packed.ipynb #9bada525
 _BUFFER = 8<<20 # Bytes written at a time
@@ -485,17 +587,27 @@ _SYNCED = 256<<20 # Bytes between two times that the disk is waited for
 class _Writer:
     "What the threads of one save share"
     def __init__(self, fd:int, layout:Layout, arrays:dict, place, stop):
-        self.fd,self.layout,self.arrays,self.place,self.stop = fd,layout,arrays,place,stop
-        self.sums,self.lock,self.here = {},threading.Lock(),threading.local()
+        self.fd = fd
+        self.layout = layout
+        self.arrays = arrays
+        self.place = place
+        self.stop = stop
+        self.sums = {}
+        self.lock = threading.Lock()
+        self.here = threading.local()
         self.number = {n: i for i,n in enumerate(layout.entries)}
-        try: self.direct = os.open(f'/proc/self/fd/{fd}', os.O_WRONLY|os.O_DIRECT|os.O_CLOEXEC)
-        except (AttributeError,OSError): self.direct = None
+        try:
+            self.direct = os.open(f'/proc/self/fd/{fd}', os.O_WRONLY|os.O_DIRECT|os.O_CLOEXEC)
+        except (AttributeError,OSError):
+            self.direct = None
     def close(self):
-        if self.direct is not None: os.close(self.direct)
+        if self.direct is not None:
+            os.close(self.direct)
 
     def buffer(self)->np.ndarray:
         "This thread's"
-        if not hasattr(self.here, 'buffer'): self.here.buffer = self.place.buffer(_BUFFER)
+        if not hasattr(self.here, 'buffer'):
+            self.here.buffer = self.place.buffer(_BUFFER)
         return self.here.buffer
 
     def write(self, b:np.ndarray, offset:int):
@@ -503,9 +615,11 @@ class _Writer:
         left = memoryview(b)
         while len(left):
             fd = self.fd if self.direct is None else self.direct
-            try: n = os.pwrite(fd, left, offset)
+            try:
+                n = os.pwrite(fd, left, offset)
             except OSError as e:
-                if fd==self.fd or e.errno!=errno.EINVAL: raise
+                if fd==self.fd or e.errno!=errno.EINVAL:
+                    raise
                 self.direct = None # a file system that only says so now
                 continue
             left,offset = left[n:],offset+n
@@ -514,32 +628,47 @@ class _Writer:
 @patch
 def one(self:_Writer, e:Entry, at:int):
     "Write a buffer's worth of the array `e` from byte `at` on"
-    if self.stop and self.stop(): raise StoppedError('Writing was stopped')
+    if self.stop and self.stop():
+        raise StoppedError('Writing was stopped')
     n = min(_BUFFER, e.nbytes-at)
     b = self.buffer()[:_up(n)]
     self.place.get(self.arrays[e.name], at, b[:n])
     b[n:] = 0
-    s = checksum(b[:n], at) if self.place.passing(self.arrays[e.name]) else 0
+    s = (
+        checksum(b[:n], at)
+        if self.place.passing(self.arrays[e.name])
+        else 0)
     self.write(b, self.layout.start+e.offset+at)
-    with self.lock: self.sums[e.name] += s
+    with self.lock:
+        self.sums[e.name] += s
 
 @patch
 def batch(self:_Writer, entries:list[Entry], pool):
     "Write some arrays, wait for the disk, and put down that they are whole"
     arrays = {e.name: self.arrays[e.name] for e in entries}
     there = [n for n,a in arrays.items() if not self.place.passing(a)]
-    self.sums |= dict.fromkeys(arrays, 0)|dict(zip(there, self.place.sums([arrays[n] for n in there])))
-    jobs = [pool.submit(self.one, e, at) for e in entries for at in range(0, e.nbytes, _BUFFER)]
+    self.sums |= (
+        dict.fromkeys(arrays, 0)
+        |dict(zip(
+            there, self.place.sums([arrays[n] for n in there]))))
+    jobs = [
+        pool.submit(self.one, e, at)
+        for e in entries
+        for at in range(0, e.nbytes, _BUFFER)]
     try:
-        for j in jobs: j.result()
+        for j in jobs:
+            j.result()
     finally:
-        for j in jobs: j.cancel()
+        for j in jobs:
+            j.cancel()
     os.fdatasync(self.fd)
     for e in entries:
         self.sums[e.name] &= _MOST
         place = _HEAD.size+_SUM.size*self.number[e.name]
-        os.pwrite(self.fd, self.layout.record(self.sums[e.name]), place)
-    if self.direct is None: os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.pwrite(
+            self.fd, self.layout.record(self.sums[e.name]), place)
+    if self.direct is None:
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 # %% ../../nbs/1_ground/19_packed.ipynb #e408f387
 def _batches(entries, most=_SYNCED):
@@ -548,21 +677,31 @@ def _batches(entries, most=_SYNCED):
     for e in entries:
         some.append(e)
         size += e.nbytes
-        if size<most: continue
+        if size<most:
+            continue
         yield some
         some,size = [],0
-    if some: yield some
+    if some:
+        yield some
 
 # %% ../../nbs/1_ground/19_packed.ipynb #4199fc7d
 @patch
 def _left(self:_Writer)->dict[str,int]:
     "Sums of arrays that an interrupted save has left whole"
     l,facts = self.layout,slice(8, _HEAD.size-8) # what is between mark and checksum
-    if os.fstat(self.fd).st_size!=l.nbytes: return {}
-    head,like = os.pread(self.fd, l.start, 0),l.head(PART, {})
-    if head[facts]!=like[facts] or head[l.table:]!=like[l.table:]: return {}
-    found = dict(zip(l.entries, _SUM.iter_unpack(head[_HEAD.size:l.table])))
-    return {n: s for n,(s,t) in found.items() if s^t==_MOST}
+    if os.fstat(self.fd).st_size!=l.nbytes:
+        return {}
+    head = os.pread(self.fd, l.start, 0)
+    like = l.head(PART, {})
+    if (
+        head[facts]!=like[facts]
+        or head[l.table:]!=like[l.table:]):
+        return {}
+    found = dict(zip(
+        l.entries, _SUM.iter_unpack(head[_HEAD.size:l.table])))
+    return {
+        n: s
+        for n,(s,t) in found.items() if s^t==_MOST}
 
 @patch
 def begin(self:_Writer)->dict[str,int]:
@@ -570,7 +709,8 @@ def begin(self:_Writer)->dict[str,int]:
     left = self._left()
     names = list(left)
     now = self.place.sums([self.arrays[n] for n in names])
-    if left: return {n: s for n,s in zip(names, now) if s==left[n]}
+    if left:
+        return {n: s for n,s in zip(names, now) if s==left[n]}
     os.ftruncate(self.fd, 0)
     _make_room(self.fd, self.layout.nbytes)
     _pwrite(self.fd, self.layout.head(PART, {}), 0)
@@ -578,9 +718,11 @@ def begin(self:_Writer)->dict[str,int]:
 
 def _make_room(fd, nbytes):
     "Have the disk set `nbytes` aside, where it can; else a full one is met later"
-    try: os.posix_fallocate(fd, 0, nbytes)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
     except OSError as e:
-        if e.errno not in (errno.EOPNOTSUPP,errno.EINVAL): raise
+        if e.errno not in (errno.EOPNOTSUPP,errno.EINVAL):
+            raise
         os.ftruncate(fd, nbytes)
 
 def _pwrite(fd, data:bytes, at:int):
@@ -591,7 +733,8 @@ def _pwrite(fd, data:bytes, at:int):
 # %% ../../nbs/1_ground/19_packed.ipynb #e71c3195
 def _usual(arrays)->dict:
     "Arrays of the host as they are written: contiguous, the first byte the least"
-    def usual(a): return np.asarray(a, np.asarray(a).dtype.newbyteorder('<'), order='C')
+    def usual(a):
+        return np.asarray(a, np.asarray(a).dtype.newbyteorder('<'), order='C')
     return {n: usual(a) for n,a in arrays.items()}
 
 def save_dict(
@@ -608,12 +751,15 @@ def save_dict(
     A `WriteError` where the disk is full or not ours. A save that was interrupted goes on"""
     path = Path(path)
     arrays,objects = flatten(arrays)
-    if place is HOST: arrays = _usual(arrays)
+    if place is HOST:
+        arrays = _usual(arrays)
     layout = layout_of(arrays, objects, meta)
     with _disk(path), _part(path, wait) as fd:
         w = _Writer(fd, layout, arrays, place, stop)
-        try: w.run(threads, start)
-        finally: w.close()
+        try:
+            w.run(threads, start)
+        finally:
+            w.close()
         os.rename(part_of(path), path)
         _sync_folder(path.parent)
     return path
@@ -623,18 +769,23 @@ def save_dict(
 def run(self:_Writer, threads, start):
     "Write what is not there yet, then the header that says that all of it is"
     self.sums = self.begin()
-    todo = [e for e in self.layout.entries.values() if e.name not in self.sums]
+    todo = [
+        e for e in self.layout.entries.values()
+        if e.name not in self.sums]
     self.written = sum(e.nbytes for e in todo)
     with ThreadPoolExecutor(threads, 'write', start) as pool:
-        for some in _batches(todo): self.batch(some, pool)
+        for some in _batches(todo):
+            self.batch(some, pool)
     _pwrite(self.fd, self.layout.head(WHOLE, self.sums), 0)
     os.fsync(self.fd)
 
 def _sync_folder(folder:Path):
     "Make a rename in `folder` survive a power cut"
     fd = os.open(folder, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 # %% ../../nbs/1_ground/19_packed.ipynb #7778d14f
 def packed_dir(said:bool|str=True)->Path:

@@ -23,7 +23,8 @@ from .core import ConfigError,human
 from .files import File
 
 # %% ../../nbs/1_ground/10_reading.ipynb #7a97686d
-BLOCK = 4096 # Bytes that places and lengths of direct reads, and addresses of buffers, are multiples of
+# Bytes that places and lengths of direct reads, and addresses of buffers, are multiples of
+BLOCK = 4096
 THREADS = 8 # Reads that a disk has to do at a time
 
 @dataclass(slots=True)
@@ -65,17 +66,23 @@ GAP = 1<<16 # Bytes that nobody wants, and that are read all the same
 
 def _runs(which, start, end, apart)->tuple: # Number of its run, and how far the run reaches with it
     "Which extents are read as one; `which` is the file of each, and those that are `apart` are not"
-    back = (which[1:]!=which[:-1]) | (start[1:]<start[:-1])
+    back = (
+        (which[1:]!=which[:-1]) | (
+            start[1:]<start[:-1]))
     edges = 0,*(np.flatnonzero(back)+1).tolist(),len(end)
     reach = end.copy()
-    for a,b in zip(edges, edges[1:]): np.maximum.accumulate(end[a:b], out=reach[a:b])
-    new = back | (start[1:]>reach[:-1]+GAP) | apart[1:] | apart[:-1]
+    for a,b in zip(edges, edges[1:]):
+        np.maximum.accumulate(end[a:b], out=reach[a:b])
+    new = (
+        back | (start[1:]>reach[:-1]+GAP) | apart[1:]
+        | apart[:-1])
     run = np.zeros(len(end), np.int64)
     run[1:] = np.cumsum(new)
     return run,reach
 
 # %% ../../nbs/1_ground/10_reading.ipynb #55d6ca08
-def _cut(start, end, run, reach, size)->tuple: # Of each part: its extent, its window, where that begins
+# Of each part: its extent, its window, where that begins
+def _cut(start, end, run, reach, size)->tuple:
     "Parts of extents in windows of `size` bytes"
     first = np.flatnonzero(np.diff(run, prepend=-1))
     last = np.flatnonzero(np.diff(run, append=-1))
@@ -85,7 +92,9 @@ def _cut(start, end, run, reach, size)->tuple: # Of each part: its extent, its w
     lo = (start-begin[run])//size
     n = (end-1-begin[run])//size-lo+1
     extent = np.repeat(np.arange(len(run)), n)
-    turn = np.arange(len(extent))-np.repeat(np.cumsum(n)-n, n)
+    turn = (
+        np.arange(len(extent))
+        -np.repeat(np.cumsum(n)-n, n))
     r,k = run[extent],lo[extent]+turn
     return extent,before[r]+k,begin[r]+k*size
 
@@ -107,8 +116,11 @@ def places(
     files = {id(f): f for f in of}
     number = {f: i for i,f in enumerate(files)}
     def ints(values): return np.array(values, np.int64)
-    start,nbytes = ints([e.offset for e in extents]),ints([e.nbytes for e in extents])
-    return Places(list(files.values()), ints([number[id(f)] for f in of]), start, nbytes)
+    start = ints([e.offset for e in extents])
+    nbytes = ints([e.nbytes for e in extents])
+    return Places(
+        list(files.values()),
+        ints([number[id(f)] for f in of]), start, nbytes)
 
 def windows(
     extents:Iterable|Places, # In the order in which to read them: that of the file
@@ -120,16 +132,27 @@ def windows(
     some = np.flatnonzero(e.nbytes)
     which,start = e.file[some],e.start[some]
     end = start+e.nbytes[some]
-    apart = np.zeros(len(e), bool) if apart is None else np.asarray(apart, bool)
-    extent,window,at = _cut(start, end, *_runs(which, start, end, apart[some]), size)
+    apart = (
+        np.zeros(len(e), bool) if apart is None
+        else np.asarray(apart, bool))
+    extent,window,at = _cut(
+        start, end, *_runs(which, start, end, apart[some]), size)
     order = np.argsort(window, kind='stable') # extents may overlap
     extent,at = extent[order],at[order]
     _,first = np.unique(window[order], return_index=True)
     lo = np.maximum(start[extent], at)
     hi = np.minimum(end[extent], at+size)
     nbytes = np.maximum.reduceat(hi, first)-at[first] if len(first) else first
-    return Windows(e.files, which[extent[first]], at[first], nbytes, np.append(first, len(extent)),
-        some[extent], lo-start[extent], lo-at, hi-lo)
+    return Windows(
+        e.files,
+        which[extent[first]],
+        at[first],
+        nbytes,
+        np.append(first, len(extent)),
+        some[extent],
+        lo-start[extent],
+        lo-at,
+        hi-lo)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #be2c57b9
 class _Buffer:
@@ -144,12 +167,14 @@ class _Buffer:
     def settle(self):
         "Wait until nobody needs what is in it"
         after,self.after = self.after,()
-        for f in after: f()
+        for f in after:
+            f()
 
 def whole_pages(n:int)->mmap.mmap:
     "Memory of whole pages, large ones where there are any: a disk is told each of them"
     m = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, 'MADV_HUGEPAGE'): m.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, 'MADV_HUGEPAGE'):
+        m.madvise(mmap.MADV_HUGEPAGE)
     return m
 
 class Ring:
@@ -157,28 +182,37 @@ class Ring:
     def __init__(self,
         count:int=2*THREADS, # Buffers there are at most
         nbytes:int=8<<20, # Bytes of each
-        allocate:Callable|None=None, # (bytes) -> memory that begins at a multiple of `BLOCK`; None: whole pages
+        # (bytes) -> memory that begins at a multiple of `BLOCK`; None: whole pages
+        allocate:Callable|None=None,
     ):
-        if count<1 or nbytes<1: raise ConfigError(f'A ring of {count} buffers of {nbytes} bytes')
+        if count<1 or nbytes<1:
+            raise ConfigError(f'A ring of {count} buffers of {nbytes} bytes')
         self.count,self.nbytes = count,_up(nbytes)
         self._allocate = allocate or whole_pages
-        self._made,self._free,self._lock = [],SimpleQueue(),threading.Lock()
+        self._made = []
+        self._free = SimpleQueue()
+        self._lock = threading.Lock()
         self._begun = 0 # How many somebody has made or makes
-    def __repr__(self): return f'Ring({self.count} buffers of {human(self.nbytes)}, {len(self._made)} made)'
+    def __repr__(self):
+        return f'Ring({self.count} buffers of {human(self.nbytes)}, {len(self._made)} made)'
 
 # %% ../../nbs/1_ground/10_reading.ipynb #ccd79835
 @patch
 def _fresh(self:Ring)->_Buffer|None:
     "A new buffer, while there are fewer than there may be"
     with self._lock:
-        if self._begun>=self.count: return None
+        if self._begun>=self.count:
+            return None
         i,self._begun = self._begun,self._begun+1
-    try: b = _Buffer(memoryview(self._allocate(self.nbytes))[:self.nbytes], i)
+    try:
+        b = _Buffer(memoryview(self._allocate(self.nbytes))[:self.nbytes], i)
     except BaseException:
-        with self._lock: self._begun -= 1
+        with self._lock:
+            self._begun -= 1
         self._free.put(None)  # whoever waits for it tries himself
         raise
-    with self._lock: self._made.append(b)
+    with self._lock:
+        self._made.append(b)
     return b
 
 @patch
@@ -186,9 +220,11 @@ def take(self:Ring)->_Buffer:
     "A buffer to fill, as soon as there is one"
     b = None
     while b is None:
-        if self._free.empty() and (b := self._fresh()): return b
+        if self._free.empty() and (b := self._fresh()):
+            return b
         b = self._free.get()
-    try: b.settle()
+    try:
+        b.settle()
     except BaseException:
         self.give(b)
         raise
@@ -204,9 +240,12 @@ def settle(self:Ring):
     "Wait until nobody needs what is in any of them; the first error, when all are waited for"
     failed = None
     for b in self._made:
-        try: b.settle()
-        except Exception as e: failed = failed or e
-    if failed: raise failed
+        try:
+            b.settle()
+        except Exception as e:
+            failed = failed or e
+    if failed:
+        raise failed
 
 # %% ../../nbs/1_ground/10_reading.ipynb #be8bdcbb
 _DIRECT = getattr(os, 'O_DIRECT', 0)
@@ -214,9 +253,12 @@ _REFUSED = errno.EINVAL,errno.EOPNOTSUPP,errno.ENOSYS
 
 def open_direct(file:File)->int|None:
     "A descriptor of the same file for direct reads; None where there are none"
-    if not _DIRECT: return None
-    try: return os.open(f'/proc/self/fd/{file.f.fileno()}', os.O_RDONLY|_DIRECT|os.O_CLOEXEC)
-    except OSError: return None
+    if not _DIRECT:
+        return None
+    try:
+        return os.open(f'/proc/self/fd/{file.f.fileno()}', os.O_RDONLY|_DIRECT|os.O_CLOEXEC)
+    except OSError:
+        return None
 
 class _Source:
     "A file that is being read"
@@ -227,31 +269,38 @@ class _Source:
     def close(self):
         "Have the cache forget what it has of the file"
         _forget(self.file.f.fileno(), 0, 0)
-        if self.fd is not None: os.close(self.fd)
+        if self.fd is not None:
+            os.close(self.fd)
 
 def _forget(fd, offset, n):
     "Tell the kernel that bytes in its cache will not be needed"
-    with suppress(AttributeError,OSError): os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
+    with suppress(AttributeError,OSError):
+        os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #f793f74c
 @patch
-def fill(self:_Source, memory:memoryview, start:int, need:int)->int: # Bytes that went past the cache
+# Bytes that went past the cache
+def fill(self:_Source, memory:memoryview, start:int, need:int)->int:
     "Read from `start` into `memory`, which begins at a multiple of a block, at least `need` bytes"
     got,past,plain = 0,0,self.file.f.fileno()
     most = min(_up(need), _down(len(memory)))
     while got<need:
         direct = not self.refused and got%BLOCK==0 and got<most
         to = memory[got:most] if direct else memory[got:need]
-        try: n = os.preadv(self.fd if direct else plain, [to], start+got)
+        try:
+            n = os.preadv(self.fd if direct else plain, [to], start+got)
         except OSError as e:
             if direct and e.errno in _REFUSED:
                 self.refused = True
                 continue
             said = f'byte {start+got:,} cannot be read: {e.strerror}'
             raise self.file.bad(said, hint='') from e
-        if not n: raise self.file.bad(f'the file ends at byte {start+got:,}, {need-got:,} bytes short')
-        if direct: past += n
-        else: _forget(plain, start+got, n)
+        if not n:
+            raise self.file.bad(f'the file ends at byte {start+got:,}, {need-got:,} bytes short')
+        if direct:
+            past += n
+        else:
+            _forget(plain, start+got, n)
         got += n
     return past
 
@@ -267,12 +316,16 @@ class Reading:
     taken:float=0. # In `take`, all threads together
     threads:int=0
     @property
-    def rate(self)->float: "Bytes a second"; return self.nbytes/self.seconds if self.seconds else 0.
+    def rate(self)->float:
+        "Bytes a second"
+        return self.nbytes/self.seconds if self.seconds else 0.
     def __repr__(self):
         rate = f'{human(self.nbytes, 1000)} in {self.seconds:.3g} s, {human(self.rate, 1000)}/s'
         cache = f'{self.direct/max(self.nbytes, 1):.0%} past the page cache'
         share = self.waited/max(self.seconds*self.threads, 1e-9)
-        return f'{rate} by {self.threads} threads, {cache}; waited for buffers {share:.0%} of the time'
+        return (
+            f'{rate} by {self.threads} threads, {cache}; waited for buffers {share:.0%} of the '
+            'time')
     def add(self, r:'Reading'):
         "What another thread has read"
         for k in ('nbytes','direct','waited','read','taken'):
@@ -296,11 +349,14 @@ class _Work:
 def one(self:_Work, i:int, b:_Buffer, r:Reading):
     "Read window `i` into a buffer, have it taken, and add to `r` what that was"
     w,start = self.windows,perf_counter()
-    source,n = self.sources[w.file[i]],int(w.nbytes[i])
-    r.direct += source.fill(memoryview(b.data), int(w.start[i]), n)
+    source = self.sources[w.file[i]]
+    n = int(w.nbytes[i])
+    r.direct += source.fill(
+        memoryview(b.data), int(w.start[i]), n)
     read = perf_counter()
     after = self.take(i, b)
-    if after: b.after = (after,) if callable(after) else tuple(after)
+    if after:
+        b.after = (after,) if callable(after) else tuple(after)
     r.nbytes += n
     r.read += read-start
     r.taken += perf_counter()-read
@@ -311,8 +367,10 @@ def buffered(self:_Work, i:int, r:Reading):
     start = perf_counter()
     b = self.ring.take()
     r.waited += perf_counter()-start
-    try: self.one(i, b, r)
-    finally: self.ring.give(b)
+    try:
+        self.one(i, b, r)
+    finally:
+        self.ring.give(b)
 
 @patch
 def work(self:_Work):
@@ -321,65 +379,91 @@ def work(self:_Work):
     try:
         while not self.stop and (i := next(self.turn))<many:
             own = self.into(i) if self.into else None
-            if own is None: self.buffered(i, mine)
-            else: self.one(i, _Buffer(own, None), mine)
+            if own is None:
+                self.buffered(i, mine)
+            else:
+                self.one(i, _Buffer(own, None), mine)
     except BaseException:
         self.stop = True
         raise
-    with self.lock: self.total.add(mine)
+    with self.lock:
+        self.total.add(mine)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #aac32296
 @patch
 def close(self:_Work, fine:bool):
     "Nobody reads any more: wait for copies, let files go; a `CheckpointError` for one that changed"
     with ExitStack() as es:
-        for s in self.sources: es.callback(s.close)
+        for s in self.sources:
+            es.callback(s.close)
         self.ring.settle()
-        if not fine: return
-        for s in self.sources: s.file.unchanged()
+        if not fine:
+            return
+        for s in self.sources:
+            s.file.unchanged()
 
 def read_windows(
     windows:Windows,
-    take:Callable, # `take(i, buffer)`: `buffer.data` holds window `i`, `buffer.place` is its number in the ring
+    # `take(i, buffer)`: `buffer.data` holds window `i`, `buffer.place` is its number in the ring
+    take:Callable,
     ring:Ring,
     threads:int=THREADS,
     direct:bool=True, # Past the page cache, where that is possible?
-    into:Callable|None=None, # `into(i)`: memory for window `i`, as aligned as a buffer, or None. `take` is done with it when it returns
+    # `into(i)`: memory for window `i`, as aligned as a buffer, or None. `take` is done with it
+    # when it returns
+    into:Callable|None=None,
 )->Reading:
     "Read all `windows`; a `CheckpointError` for a file that ends early, cannot be read or changes"
     start,fine = perf_counter(),False
-    w = _Work(windows, take, ring, [_Source(f, direct) for f in windows.files], into)
+    w = _Work(
+        windows, take, ring, [_Source(f, direct) for f in windows.files], into)
     threads = max(1, min(threads, ring.count))
     try:
         with ThreadPoolExecutor(threads, 'read') as pool:
             try:
-                for f in [pool.submit(w.work) for _ in range(threads)]: f.result()
+                for f in [pool.submit(w.work) for _ in range(threads)]:
+                    f.result()
                 fine = True
-            finally: w.stop = True
+            finally:
+                w.stop = True
     finally:
-        try: w.close(fine)
+        try:
+            w.close(fine)
         except Exception:
-            if fine: raise # else it was an earlier error that matters
+            if fine:
+                raise # else it was an earlier error that matters
     w.total.seconds,w.total.threads = perf_counter()-start,threads
     return w.total
 
 # %% ../../nbs/1_ground/10_reading.ipynb #42d56667
 def read_pieces(
     pieces:Iterable, # `Extent`s, in file order
-    take:Callable, # `take(key, at, data)`, in a reader's thread: `data`, uint8, holds bytes `at` to `at+len(data)` of the piece
+    # `take(key, at, data)`, in a reader's thread: `data`, uint8, holds bytes `at` to
+    # `at+len(data)` of the piece
+    take:Callable,
     ring:Ring|None=None, # None: one of its own
     threads:int=THREADS,
     direct:bool=True, # As for `read_windows`, as are the errors
-    homes:dict|None=None, # Key -> memory to read into, uint8. That, and its piece in the file, begin at a multiple of `BLOCK`
+    # Key -> memory to read into, uint8. That, and its piece in the file, begin at a multiple of
+    # `BLOCK`
+    homes:dict|None=None,
 )->Reading:
-    "Read `pieces` once. `take` may return what waits until its `data` may be overwritten, but for those with homes"
-    pieces,ring,homes = list(pieces),ring or Ring(),homes or {}
+    """Read `pieces` once. `take` may return what waits until its `data` may be overwritten, but
+    for those with homes"""
+    pieces = list(pieces)
+    ring = ring or Ring()
+    homes = homes or {}
     w = windows(pieces, ring.nbytes, [p.key in homes for p in pieces])
     def each(i, b):
-        after = [take(pieces[e].key, at, b.data[lo:lo+n]) for e,at,lo,n in w.parts(i)]
+        after = [
+            take(pieces[e].key, at, b.data[lo:lo+n])
+            for e,at,lo,n in w.parts(i)]
         return [f for f in after if f]
     def home(i):
         j = w.first[i]
         a = homes.get(pieces[w.extent[j]].key)
-        return None if a is None else a[w.at[j]:w.at[j]+w.n[j]]
+        return (
+            None if a is None
+            else a[
+                w.at[j]:w.at[j]+w.n[j]])
     return read_windows(w, each, ring, threads, direct, home if homes else None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass,field
 from typing import Annotated,Any,Literal
 from fastcore.basics import patch
 from pydantic import BaseModel,Field
-from ...ground.core import RequestError
+from ...ground.core import RequestError,seconds_in
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
 from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage
@@ -189,6 +189,7 @@ def parse(
     fs,custom = offered(b.tools or [], t.warn)
     tools,mode,name = choose(b.tool_choice, fs, len(fs)<len(b.tools or ()), t.warn)
     p,r = _params(b),b.reasoning or Reasoning()
+    stays = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
     own,(vars,budget) = variables(b.chat_template_kwargs, left := []),think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
     return ResponsesAsk(t.all(), p, b.model,
         tools=tools, tool_choice=mode, tool_name=name,
@@ -196,7 +197,7 @@ def parse(
         template=own|vars, thinking_budget=budget,
         continuing=_going(before+new, t.messages),
         stream=bool(b.stream), **_form(b),
-        priority=b.priority or 0, salt=b.cache_salt or '', timeout=b.timeout,
+        priority=b.priority or 0, salt=b.cache_salt or '', timeout=b.timeout, keep=stays,
         warnings=[*t.warnings, *left, *unoffered(b)],
         ignored=ignored(b), given=given(b),
         id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
