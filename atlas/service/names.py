@@ -12,30 +12,12 @@ import re
 from dataclasses import dataclass,replace
 from fastcore.basics import patch
 from ..ground.core import SourceError
-from .fleet import DEFAULTED,Fleet,MANNERS,Manner,Persona
+from .fleet import Fleet,MANNERS,Manner,Persona
 from .fleet import is_glob,matcher,nearest
 from .protocol.base import Ask,merge_system,think
 from .protocol.chunks import TextAsk
 
 # %% ../../nbs/7_service/32_names.ipynb #37c9f846
-def over(
-    own:Manner, # Of a persona
-    below:Manner|None, # Of what it stands for
-)->Manner:
-    "A manner with what `own` says, and else what `below` does"
-    said = {}
-    for m in filter(None, (below,own)):
-        for k in MANNERS:
-            v = getattr(m, k)
-            if v is not None:
-                said[k] = said.get(k, {})|v if isinstance(v, dict) else v
-    return Manner.model_construct(**said)
-
-@patch
-def idle(self:Manner)->bool:
-    "Does it change no question?"
-    return all(getattr(self, k) is None for k in MANNERS if k!='keywords')
-
 @patch
 def apply(self:Manner, ask:Ask):
     "Have a question be answered in this manner"
@@ -63,6 +45,25 @@ def think(self:Manner, ask:Ask, variables:dict):
             on, about.get('reasoning_effort'), about.get('thinking_budget'))
         variables |= more
     ask.template = variables|ask.template
+
+# %% ../../nbs/7_service/32_names.ipynb #5d0c0002
+def over(
+    own:Manner, # Of a persona
+    below:Manner|None, # Of what it stands for
+)->Manner:
+    "A manner with what `own` says, and else what `below` does"
+    said = {}
+    for m in filter(None, (below,own)):
+        for k in MANNERS:
+            v = getattr(m, k)
+            if v is not None:
+                said[k] = said.get(k, {})|v if isinstance(v, dict) else v
+    return Manner.model_construct(**said)
+
+@patch
+def idle(self:Manner)->bool:
+    "Does it change no question?"
+    return all(getattr(self, k) is None for k in MANNERS if k!='keywords')
 
 # %% ../../nbs/7_service/32_names.ipynb #1177844b
 LOOKED = 1<<15 # Characters at each end of a message

@@ -12,7 +12,7 @@ __all__ = ['OLLAMA_CHAT', 'OLLAMA_GENERATE', 'FOREVER', 'VERSION', 'Options', 'B
            'Bar', 'pullable', 'near', 'may_fetch', 'progress', 'as_lines', 'endpoints']
 
 # %% ../../nbs/7_service/18_ollama.ipynb #cc13ebe4
-import asyncio,hashlib,ipaddress,json,logging,re
+import asyncio,hashlib,ipaddress,logging,re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass,field
 from datetime import datetime,timedelta,timezone
