@@ -880,7 +880,8 @@ NOBODY = TWO.replace('memory: 10GiB', '')
 
 @running_test
 async def test_memory_that_a_file_does_not_say(tmp_path, monkeypatch):
-    "It is what is free at the start, less a reserve: admitted against, told, and the same after a reload"
+    """It is what is free at the start, less a reserve: admitted against, told, and the same
+    after a reload"""
     monkeypatch.setitem(HOW, 'measure', measure)
     monkeypatch.setitem(HOW, 'policy', replace(PATIENT, soon=.01))
     seen = machine(11*GIB, 10*GIB) # a tenth of which is for the rest of the machine
@@ -911,7 +912,8 @@ def test_too_little_is_free(tmp_path):
     assert 'takes 6 GiB' in e.value.msg and '5 GiB' in e.value.msg
 
 def test_whose_memory_is_free(monkeypatch):
-    "A card's own, the host's where a card has none, and nobody's where models are on several devices"
+    """A card's own, the host's where a card has none, and nobody's where models are on several
+    devices"""
     card = Reading('1', memory=dict(used=10*GIB, total=100*GIB))
     seen = machine(50*GIB, 100*GIB, [Reading('0'), card])
     def of(*devices):
@@ -940,7 +942,8 @@ def test_check_says_what_is_free():
 
 @running_test
 async def test_models_of_unknown_size_all_load_at_the_start(tmp_path, monkeypatch):
-    "The first holds all there is until it has told what it takes; the next waits, and nobody leaves"
+    """The first holds all there is until it has told what it takes; the next waits, and nobody
+    leaves"""
     def unknown(configs, budget): return [None for _ in configs]
     monkeypatch.setitem(HOW, 'measure', unknown)
     monkeypatch.setattr(Model, '_upstream', telling(Model._upstream))
@@ -1024,7 +1027,8 @@ fallbacks: {away/big: [near], retries: 1, cooldown: 1s}
 
 @contextmanager
 def beside(app, text=FAR):
-    "A fleet with one model here and another server; its client, and what it takes to read its file again"
+    """A fleet with one model here and another server; its client, and what it takes to read its
+    file again"""
     from scripted import running
     with running(app) as url:
         f = fleet_of(text.replace('URL', f'"{url}/v1"'), env={})

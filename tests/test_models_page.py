@@ -165,7 +165,8 @@ def give(p, key):
     p.js(f'$("key").value = {json.dumps(key)}; $("keyform").requestSubmit()')
 
 def test_keys(chromium, locked):
-    "None: nothing is shown. A user's: all is shown, and nothing changes. An admin's: it does. It is kept for this tab"
+    """None: nothing is shown. A user's: all is shown, and nothing changes. An admin's: it does.
+    It is kept for this tab"""
     p = opened(chromium, locked)
     p.until('!$("keyform").hidden')
     assert p.js('models.length')==0

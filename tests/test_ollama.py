@@ -255,7 +255,8 @@ def test_deep_and_large():
 FORM = {'content-type':'application/x-www-form-urlencoded'}
 
 def test_a_form_is_read_unless_a_page_sends_it():
-    "`curl -d` calls its body a form; so does a page of anybody's, in a browser, that asks without leave"
+    """`curl -d` calls its body a form; so does a page of anybody's, in a browser, that asks
+    without leave"""
     body = json.dumps(dict(messages=HELLO, stream=False))
     assert fuzzed.post('/api/chat', content=body, headers=FORM).status_code==200
     for page in (dict(origin='https://evil.example'), dict(origin='null'), {'sec-fetch-site':'cross-site'}):
@@ -291,7 +292,8 @@ def test_show(client):
     assert r.modelinfo['unknown.context_length']==400_000 and 'm.role' in r.template
 
 def test_show_of_a_model_that_is_not_loaded():
-    "Its text side is read, and is there for whoever loads it; one that cannot be read is tried anew"
+    """Its text side is read, and is there for whoever loads it; one that cannot be read is tried
+    anew"""
     from atlas.ground.core import SourceError
     from atlas.ground.options import EngineConfig
     from atlas.service.process import Model
@@ -463,7 +465,8 @@ def keeps():
 
 @pytest.mark.parametrize('path', BODIES)
 def test_keep_alive_at_every_door(keeps, path):
-    "It means the same wherever it is said; what is no time is refused by its name, and nothing is kept"
+    """It means the same wherever it is said; what is no time is refused by its name, and nothing
+    is kept"""
     c,said = keeps
     for v,want in (('5m',300.), (300,300.), (0,0.), (-1,-1.)):
         said.clear()
@@ -493,7 +496,8 @@ def test_keep_alive_of_a_user(guarded):
     assert r.status_code==200 and 'admin' in r.headers['x-atlas-warning']
 
 def test_a_model_goes_when_its_time_has_come():
-    "With the true gateway: what is kept for 0 seconds is unloaded behind its answer; ps says until when others stay"
+    """With the true gateway: what is kept for 0 seconds is unloaded behind its answer; ps says
+    until when others stay"""
     from test_llamacpp_behaviour import reaches,routed
     import atlas.service.server
     with pytest.MonkeyPatch.context() as p:

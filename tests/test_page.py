@@ -36,7 +36,8 @@ def served():
 
 @pytest.fixture
 def page(chromium, served):
-    "The page with nothing stored, and `say(text)`, which waits for the answer; scripts that failed, and dialogs, fail the test"
+    """The page with nothing stored, and `say(text)`, which waits for the answer; scripts that
+    failed, and dialogs, fail the test"""
     p = chromium.open(served.url+'/')
     p.js('localStorage.clear()')
     p.go(served.url+'/')
@@ -126,7 +127,8 @@ def test_an_answer_looks_the_same_however_it_came(page):
         assert g==got[0]
 
 def test_markdown_of_endless_answers(page):
-    "What a model may repeat for ever is drawn, and neither its length nor its depth brings the page down"
+    """What a model may repeat for ever is drawn, and neither its length nor its depth brings the
+    page down"""
     for s in ('*a ','[','`','_a ','**','http://','- ','> ','1. a\\n\\n','| a ','\\\\','~~a',' ','(','***a','$','$$','$a','$$\\n','\\\\(','\\\\[','\\\\[\\n','$a $','\\n ','\\n  a'):
         assert page.js(
             f'(() => {{ const d = make("div"); d.append(...blocks("{s}".repeat(20000))); return '

@@ -144,7 +144,8 @@ async def test_refused_while_it_is_gone():
 @pytest.mark.parametrize('mark,reason', [('<sticky>', 'CUDA error 700'), ('<bug>', 'KeyError')])
 @running_test
 async def test_fault_of_the_engine(mark, reason):
-    "Everybody's answer ends with an error; the process says why and is replaced; it answers nobody in between"
+    """Everybody's answer ends with an error; the process says why and is replaced; it answers
+    nobody in between"""
     async with running(model()) as ms:
         m,others = ms.all[0],await begun(ms, '<endless>', n=2)
         codes,pid,reasons = [],m.child.pid,[]
@@ -244,7 +245,8 @@ async def test_queue_overflow():
 
 @running_test
 async def test_frozen_worker():
-    "SIGSTOP: not healthy, with the reason; those who are there wait. SIGCONT: all is well again, and nothing was lost"
+    """SIGSTOP: not healthy, with the reason; those who are there wait. SIGCONT: all is well
+    again, and nothing was lost"""
     async with running(model()) as ms:
         m = ms.all[0]
         s, = await begun(ms, '<endless>')
@@ -309,7 +311,8 @@ async def test_never_ready():
 @pytest.mark.parametrize('wrong,says', [('die', 'ended with code 3'), ('bug', 'KeyError')])
 @running_test
 async def test_crash_loop(wrong, says, tmp_path):
-    "A worker that ends at the start again and again is given up, with the reason; until somebody loads it again"
+    """A worker that ends at the start again and again is given up, with the reason; until
+    somebody loads it again"""
     lives = tmp_path/'lives'
     async with running(model(at_load=wrong, lives=str(lives))) as ms:
         with pytest.raises(AtlasError, match=says) as e:
@@ -371,7 +374,8 @@ async def test_garbage_to_the_worker():
 
 @running_test
 async def test_clocks_that_jump(monkeypatch):
-    "The wall clock goes back and forth by years, on both sides: nobody is thought dead, nothing is restarted, answers are right"
+    """The wall clock goes back and forth by years, on both sides: nobody is thought dead,
+    nothing is restarted, answers are right"""
     true = time.time
     monkeypatch.setattr(
         time, 'time',
@@ -382,7 +386,8 @@ async def test_clocks_that_jump(monkeypatch):
         assert ms.all[0].restarts==0 and ms.healthy and ms.all[0].condition=='loaded'
 
 def test_only_the_monotonic_clock():
-    "The wall clock is asked for people alone: when a model was made known, and since when its state is what it is"
+    """The wall clock is asked for people alone: when a model was made known, and since when its
+    state is what it is"""
     import inspect
     from atlas.service import gateway,link,remote,worker
     src = ''.join(map(inspect.getsource, (gateway, link, remote, worker)))
@@ -415,7 +420,8 @@ async def test_what_cannot_be_followed_is_given_up(monkeypatch):
 
 @running_test
 async def test_text_side_that_fails():
-    "A model without a tokenizer, or with a mistake of our own there: it says so, and its process goes"
+    """A model without a tokenizer, or with a mistake of our own there: it says so, and its
+    process goes"""
     def missing(o): raise RequestError('There is no tokenizer')
     for text,says in ((missing, 'no tokenizer'), (lambda o: 1/0, 'ZeroDivisionError'), (lambda o: dict(nonsense=1), 'TypeError')):
         m = model()
@@ -516,7 +522,8 @@ async def test_no_autoload():
 
 @running_test
 async def test_unload_at_any_time():
-    "While it loads, while it is down, while it waits: the process is gone, and it can be loaded again"
+    """While it loads, while it is down, while it waits: the process is gone, and it can be
+    loaded again"""
     for wrong in ('hang','die',None):
         async with running(
             model(policy=patience(pause=.2, ends=99), at_load=wrong)
@@ -532,7 +539,8 @@ async def test_unload_at_any_time():
 
 @running_test
 async def test_load_while_it_unloads():
-    "Refused if it is asked for; a question waits until the old process is gone and is answered by a new one"
+    """Refused if it is asked for; a question waits until the old process is gone and is answered
+    by a new one"""
     async with running(model(policy=patience(drain=3600.))) as ms:
         m,(s,) = ms.all[0],await begun(ms, '<endless>')
         pid = m.child.pid
@@ -639,7 +647,8 @@ async def test_no_thread_to_wait_with(monkeypatch):
 
 @running_test
 async def test_many_requests_and_random_ends():
-    "1,000 requests, of which many leave early, while the process is killed now and then: every one ends exactly once, nothing is left"
+    """1,000 requests, of which many leave early, while the process is killed now and then: every
+    one ends exactly once, nothing is left"""
     rng = random.Random(5)
     async with running(model(max_queue=1000, policy=patience(ends=10**6))) as ms:
         m,ends = ms.all[0],[]
@@ -749,7 +758,8 @@ async def collect_raw(s):
 
 @running_test
 async def test_a_real_model_with_faults():
-    "NaN logits end that request and are counted; no memory for a prompt ends that request; the others are right"
+    """NaN logits end that request and are counted; no memory for a prompt ends that request; the
+    others are right"""
     llm = LLM(str(TOY), 'cpu', max_num_seqs=4)
     want = [
         o.token_ids for o in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))]
@@ -920,7 +930,8 @@ def test_http_killed_gateway():
 
 @pytest.mark.parametrize('sig', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_http_drain(sig):
-    "What runs finishes; a question on an open connection gets 503; nobody new is let in; the code is 0"
+    """What runs finishes; a question on an open connection gets 503; nobody new is let in; the
+    code is 0"""
     with Live(dict(say='abcdefghij'*40)) as l, l.client() as other, l.client() as third:
         assert other.get('/health').status_code==200
         with l.stream('<endless>', third) as last, l.stream('hello') as r:
@@ -940,7 +951,8 @@ def test_http_drain(sig):
             map(alive, l.pids)) and gone(l.port)
 
 def test_http_killed_gateway_while_its_worker_starts(tmp_path):
-    "Before a line of anything large is read the worker is bound to its gateway: here importing NumPy takes for ever"
+    """Before a line of anything large is read the worker is bound to its gateway: here importing
+    NumPy takes for ever"""
     (tmp_path/'numpy.py').write_text(
         f'import time\nopen({str(tmp_path/"here")!r}, "w").close()\ntime.sleep(10**6)\n')
     code = f'''
@@ -990,7 +1002,8 @@ def test_http_the_terminal_goes():
         assert l.ok() and l.p.poll() is None
 
 def test_http_started_without_doors():
-    "stdin, stdout and stderr are closed: no socket takes their place, and a worker's print goes nowhere"
+    """stdin, stdout and stderr are closed: no socket takes their place, and a worker's print
+    goes nowhere"""
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = s.getsockname()[1]
     with Live(
@@ -1087,7 +1100,8 @@ def test_http_clients_that_leave():
 
 @pytest.mark.parametrize('stream', [False,True])
 def test_http_a_client_that_leaves_while_its_model_loads(stream):
-    "It is noticed at once; the load goes on, and can be stopped; nobody who asks for another model waits"
+    """It is noticed at once; the load goes on, and can be stopped; nobody who asks for another
+    model waits"""
     with Live(
         dict(model='slow', at_load='hang'), dict(model='fake'),
         first=['fake']
@@ -1113,7 +1127,8 @@ def test_http_a_client_that_leaves_while_its_model_loads(stream):
         assert len(l.workers)==1
 
 def test_http_three_ends_at_once():
-    "The worker is killed, clients leave, and the server is told to end, all in one moment: it ends, with code 0, and nothing is left"
+    """The worker is killed, clients leave, and the server is told to end, all in one moment: it
+    ends, with code 0, and nothing is left"""
     for order in ('wcs','csw','swc'):
         with Live(
             dict(model='fake'), dict(model='slow', at_load='hang'),
@@ -1276,7 +1291,8 @@ def test_nothing_is_loaded_before_it_is_asked_for():
         assert l.workers==[] and l.http.get('/health').status_code==200 and l.ok() and len(l.workers)==1
 
 def test_a_life_is_not_told_under_the_request_that_began_it():
-    "The log names that request where the load begins, and nobody's when the process is ready, or ends and is started again"
+    """The log names that request where the load begins, and nobody's when the process is ready,
+    or ends and is started again"""
     import structlog
     seen = []
     async def main():

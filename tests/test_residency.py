@@ -74,7 +74,8 @@ class Device:
     def fault(self, said): self.wrong.append(said)
 
 class StandIn(asyncio.Protocol):
-    "A worker in this process: it takes memory, answers token by token, sleeps and wakes, and can be killed"
+    """A worker in this process: it takes memory, answers token by token, sleeps and wakes, and
+    can be killed"""
     pids = iter(range(1, 10**9))
     def __init__(self, world, name):
         self.world,self.name,self.pid = world,name,next(self.pids)
@@ -263,7 +264,8 @@ class World:
                 assert not m.holds and not m.child, m
 
 async def live(world, deeds):
-    "Let people do their deeds, each so many seconds after the one before, and see that all have ended"
+    """Let people do their deeds, each so many seconds after the one before, and see that all
+    have ended"""
     tasks = []
     for after,what,*args in deeds:
         await asyncio.sleep(after)
@@ -359,7 +361,8 @@ def day(seed, meddling=True, n=40, **kw):
     seed=st.integers(0, 10**9),
     n=st.integers(1, 60))
 def test_whatever_happens(seed, n):
-    "The budget is never exceeded, nobody waits for ever, nothing leaves while it answers, every request ends once"
+    """The budget is never exceeded, nobody waits for ever, nothing leaves while it answers,
+    every request ends once"""
     day(seed, n=n)
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -420,7 +423,8 @@ def test_it_would_be_seen(fault, monkeypatch):
 def ends(w): return [e for _,e,_ in w.ends]
 
 def test_one_swap_serves_all_who_wait():
-    "Five who ask for another model while one answers: it leaves once, comes back once, and nobody is cut off"
+    """Five who ask for another model while one answers: it leaves once, comes back once, and
+    nobody is cut off"""
     two = dict(
         a=kind(60, 2., sleepless=True),
         b=kind(60, 2., sleepless=True))

@@ -59,7 +59,8 @@ def test_a_file_is_watched(tmp_path):
         'atlas':True, 'atlas/well':True, 'atlas/other':False}
 
 def test_what_a_file_names_is_watched_while_it_is_served(tmp_path):
-    "A fleet that is built has its watch beside it; told is who can be, and else that is an error at once"
+    """A fleet that is built has its watch beside it; told is who can be, and else that is an
+    error at once"""
     from atlas.service.fleet import fleet_of
     from atlas.service.reload import build
     text = FILE.replace('URL', 'http://asr')

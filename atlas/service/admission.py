@@ -248,7 +248,8 @@ def close(self:Residency):
 
 # %% ../../nbs/7_service/28_admission.ipynb #91cae812
 def sizes_told(command, configs:list, budget:int)->list[dict|None]:
-    "What each model of `configs` takes within `budget`, as `LoadedModel.measure` tells; None where that is unknown"
+    """What each model of `configs` takes within `budget`, as `LoadedModel.measure` tells; None
+    where that is unknown"""
     asked = json.dumps(
         dict(budget=budget, models=[differs(c) for c in configs]),
         default=str)

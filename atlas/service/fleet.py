@@ -33,7 +33,8 @@ from ..text.parsers import REASONING_PARSERS,TOOL_PARSERS
 
 # %% ../../nbs/7_service/30_fleet.ipynb #08a214ce
 class FleetError(ConfigError):
-    "A fleet's file that cannot be served: `file`, `line`, and in `others` what else is wrong with it"
+    """A fleet's file that cannot be served: `file`, `line`, and in `others` what else is wrong
+    with it"""
     status,code = 400,'bad_fleet'
     file = line = None
     others = ()

@@ -178,7 +178,8 @@ class Supervised(Gateway):
 
 # %% ../../nbs/7_service/35_gateway.ipynb #43afa545
 def names_of(model:str)->list[str]:
-    "What clients may call a model that was given as `model`: a path goes by its last part, and by itself where somebody writes it out"
+    """What clients may call a model that was given as `model`: a path goes by its last part, and
+    by itself where somebody writes it out"""
     return list(dict.fromkeys([name_of(model), model]))
 
 # %% ../../nbs/7_service/35_gateway.ipynb #c153ace5
@@ -238,7 +239,8 @@ def _ready(models, url):
         print(f'{said}, API at {url}/v1. Ctrl+C stops it.', flush=True)
 
 def _doors():
-    "Stdin, stdout and stderr, if we were started without: the next socket would be taken for one of them, and written to"
+    """Stdin, stdout and stderr, if we were started without: the next socket would be taken for
+    one of them, and written to"""
     for fd in range(3):
         try:
             os.fstat(fd)

@@ -92,7 +92,8 @@ def unknown(self:Models, name)->SourceError:
 # %% ../../nbs/7_service/29_models.ipynb #52cee8fe
 @patch
 def at(self:Models, found)->Served:
-    "The model that a name was found to stand for; one of another server is there even if its list was not seen yet"
+    """The model that a name was found to stand for; one of another server is there even if its
+    list was not seen yet"""
     if found.model in self.models:
         return self.models[found.model]
     up,id = found.upstream or (None,None)
@@ -108,7 +109,8 @@ def resolve(self:Models,
     ask, # A question, with `model`
 # A `Served`; a manner, with `apply`, or None; a text, which is empty for a model's own name
 )->tuple:
-    "Who answers a question, in what manner, and how its name led there; `SourceError` for a name that is none"
+    """Who answers a question, in what manner, and how its name led there; `SourceError` for a
+    name that is none"""
     if not self.names:
         return self.find(ask.model),None,''
     if (name := ask.model or self.default) is None:
@@ -141,7 +143,8 @@ def routed(self:Models)->bool:
 
 @patch
 def serving(self:Models, path:str, name:str|None=None)->str|None:
-    "The model that serves `path`, such as audio/speech: the one called `name`, else the first that does; None: nobody"
+    """The model that serves `path`, such as audio/speech: the one called `name`, else the first
+    that does; None: nobody"""
     able = [m for m in self.all if m.elsewhere and m.serves(path)]
     named = [m for m in able if name in m.names]
     return (named or able)[0].name if able else None

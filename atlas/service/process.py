@@ -232,7 +232,8 @@ def changed(self:Served)->asyncio.Future:
 # %% ../../nbs/7_service/23_process.ipynb #8c64f5d9
 @patch(as_prop=True)
 def keeps(self:Model)->bool:
-    "Does its process write its cache down before it ends? As it was told, or since others may take its place"
+    """Does its process write its cache down before it ends? As it was told, or since others may
+    take its place"""
     swaps = self.residency and self.residency.active
     spills = getattr(self.config, 'kv_spill_dir', None)
     return bool(getattr(self.config, 'kv_spill_keep', False) or spills and swaps)
@@ -505,7 +506,8 @@ def begin(self:Model,
 # %% ../../nbs/7_service/23_process.ipynb #49f44fc7
 @patch
 async def stop(self:Model, drain:float=0.):
-    "Let what runs finish for so long, and end its process; nor does it come back for those who wait for it now"
+    """Let what runs finish for so long, and end its process; nor does it come back for those who
+    wait for it now"""
     self.stops += 1
     await self._end(drain)
 
@@ -651,7 +653,8 @@ def _sleeps_on(self:Model):
 
 # %% ../../nbs/7_service/23_process.ipynb #d6585efb
 def _again(e):
-    "An error like `e`, to be raised once more: one that is raised twice would carry the traces of both"
+    """An error like `e`, to be raised once more: one that is raised twice would carry the traces
+    of both"""
     return unavailable(
         e.msg, e.hint, getattr(e, 'retry_after', 5)
     ) if e.status==503 else unpack_error(pack_error(e))

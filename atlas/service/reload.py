@@ -38,7 +38,8 @@ def model_of(
     return m
 
 def settle(m:Model, fleet:Fleet):
-    "What its file says of a model that is no matter of its process: how long it stays, and with whom"
+    """What its file says of a model that is no matter of its process: how long it stays, and
+    with whom"""
     m.ttl = fleet.setting(m.name, 'ttl')
     m.pinned = bool(fleet.setting(m.name, 'pin'))
     m.group = fleet.group_of(m.name)

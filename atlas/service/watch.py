@@ -137,7 +137,8 @@ def teller(
     addresses, # As apprise takes them
     apprise=None, # The package; None: import it
 ):
-    "A function of a title and a text that tells people, and says whether it could; a `WatchError` where there is no way"
+    """A function of a title and a text that tells people, and says whether it could; a
+    `WatchError` where there is no way"""
     if not addresses:
         return None
     try:
@@ -290,7 +291,8 @@ def watcher(
     return Watcher(endpoints, tell, entry.every if entry else 60., **kw)
 
 def watching(entry):
-    "What a gateway runs `beside`: looks at its models and at what `entry` names. A `WatchError` at once where nobody can be told"
+    """What a gateway runs `beside`: looks at its models and at what `entry` names. A
+    `WatchError` at once where nobody can be told"""
     tell = teller(entry.notify)
     async def run(models):
         from atlas.card.sensors import Machine
