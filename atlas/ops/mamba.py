@@ -32,7 +32,8 @@ def ssd_recurrent(
 def ssd_chunk(X, a, B, C, S):
     "What `ssd_recurrent` computes, with matrix products over all n tokens at once"
     X,B,C = (t.transpose(1,0,2) for t in (X,B,C))  # (h,n,P), (h,n,N), (h,n,N)
-    L,G = np.exp(segsum(a)),np.exp(a.cumsum(0)).T[...,None]  # (h,n,n), (h,n,1)
+    L = np.exp(segsum(a))  # (h,n,n)
+    G = np.exp(a.cumsum(0)).T[...,None]  # (h,n,1)
     Y = (L*(C@B.transpose(0,2,1)))@X+G*(C@S.transpose(0,2,1))
     S = G[:,-1:]*S+(X*L[:,-1,:,None]).transpose(0,2,1)@B
     return Y.transpose(1,0,2),S
@@ -70,7 +71,8 @@ def mamba2(
         xs = X*d[...,None],A*d,B,C
         Y,S = in_tile(ssd_chunk, at, S, *xs) if tiled else ssd_recurrent(*xs, S)
         Y = (Y+D[:,None]*X).reshape(-1, I)*silu(z[rows])
-        Y = rmsnorm(Y.reshape(-1, groups, I//groups), norm_w.reshape(groups, -1), eps)
+        by_group = Y.reshape(-1, groups, I//groups)
+        Y = rmsnorm(by_group, norm_w.reshape(groups, -1), eps)
         return Y.reshape(-1, I),seen[len(y):],S
     if out is None:
         out = np.empty((len(zxbcdt), I), np.float32)
