@@ -21,7 +21,12 @@ class Case:
         self.table = rng.permutation(nb+3)[:nb]
         self.kp,self.vp = (np.full((nb+3,B,kv,d), np.nan, 'f4') for _ in 'kv')
         p = np.arange(T)
-        write_kv(self.k, self.v, self.kp, self.vp, self.table[p//B]*B+p%B)
+        write_kv(
+            self.k,
+            self.v,
+            self.kp,
+            self.vp,
+            self.table[p//B]*B+p%B)
 
     def step(self, attention, x, a, b, tiled, scale):
         where = self.table[None],[a],[b-a],tiled

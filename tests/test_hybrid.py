@@ -80,7 +80,11 @@ def prompt(seed, n): return np.random.default_rng(seed).integers(0, V, n).tolist
 
 @each
 def test_company_and_chunks(m):
-    ps = [prompt(1, 3),prompt(2, 70),prompt(3, 129),prompt(4, 64)]
+    ps = [
+        prompt(1, 3),
+        prompt(2, 70),
+        prompt(3, 129),
+        prompt(4, 64)]
     alone = [run(engine(m), [p])[0] for p in ps]
     assert len(set(map(tuple, alone)))==4  # the prompts matter
     assert run(engine(m), ps)==alone
@@ -126,7 +130,10 @@ def test_aborted_slots_come_back(m):
         eng.abort(str(k))
     assert run(eng, [prompt(9, 40)])==run(engine(m), [prompt(9, 40)])
 
-ARRIVALS = st.lists(st.tuples(st.integers(1,100), st.integers(0,6)), min_size=1, max_size=5)
+ARRIVALS = st.lists(
+    st.tuples(st.integers(1,100), st.integers(0,6)),
+    min_size=1,
+    max_size=5)
 
 @settings(max_examples=15, deadline=None)
 @given(ARRIVALS, st.sampled_from([64,128]), st.sampled_from(list(models)))

@@ -59,7 +59,11 @@ def test_forms_agree(inputs, recurrent, chunk, n, cuts, ways, even, repeat, seed
     got = np.concatenate(outs)
     assert got.dtype==S.dtype==np.float32
     for x,y in ((got,want), (S,final)):
-        np.testing.assert_allclose(x, y, rtol=0, atol=3e-6*max(1, np.abs(y).max()))
+        np.testing.assert_allclose(
+            x,
+            y,
+            rtol=0,
+            atol=3e-6*max(1, np.abs(y).max()))
 
 # -- whole layers -------------------------------------------------------------------------------
 
@@ -167,9 +171,16 @@ def test_any_schedule(kind, n, cuts, ways, wild, seed):
     layer = kind(np.random.default_rng(seed))
     x = tokens(layer, n, wild)
     plan = [(a,b,tiled) for (a,b),tiled in zip(cuts_of(n, cuts), ways)]
-    got,want = feed(layer, x, plan),feed(layer, x, [(i,i+1,False) for i in range(n)])
+    got,want = feed(layer, x, plan),feed(
+        layer,
+        x,
+        [(i,i+1,False) for i in range(n)])
     for g,w in zip(got, want):
-        np.testing.assert_allclose(g, w, rtol=0, atol=1e-4*max(1, np.abs(w).max()))
+        np.testing.assert_allclose(
+            g,
+            w,
+            rtol=0,
+            atol=1e-4*max(1, np.abs(w).max()))
     seen = np.concatenate([np.zeros((layer.K-1,layer.C), 'f4'), layer.inputs(x)])
     assert same([got[1]], [np.ascontiguousarray(seen[n:])])
 
@@ -243,13 +254,25 @@ def test_rollback(kind, n, start, accepted, seed):
     many = pools(layer, 12, full=[10] if start else [])
     few = [p.copy() for p in many]
     def state(pools, slot): return [p[slot] for p in pools]
-    step(layer, [Seq(x, start, 10, range(n))], False, *many)
+    step(
+        layer,
+        [Seq(x, start, 10, range(n))],
+        False,
+        *many)
     assert np.isnan(many[1][n:10]).all()
     if start: # the state it began from is still there
         assert same(state(many, 10), state(few, 10))
-    step(layer, [Seq(x[:accepted], start, 10, 10)], False, *few)
+    step(
+        layer,
+        [Seq(x[:accepted], start, 10, 10)],
+        False,
+        *few)
     assert same(state(many, accepted-1), state(few, 10))
     then = start+accepted
     a = step(layer, [Seq(y, then, accepted-1, accepted-1)], False, *many)[0]
-    b = step(layer, [Seq(y, then, 10, 10)], False, *few)
+    b = step(
+        layer,
+        [Seq(y, then, 10, 10)],
+        False,
+        *few)
     assert same([a], b)

@@ -64,7 +64,11 @@ class VerifyRows:
 def _shape(self:VerifyRows, name, seqs):
     "Of an array for so many sequences"
     rows = seqs*self.width
-    of = dict(S=seqs, R=rows, M=self.most, K=self.steps)
+    of = dict(
+        S=seqs,
+        R=rows,
+        M=self.most,
+        K=self.steps)
     sizes = of|{'1':1, '3':3}
     return tuple(sizes[c] for c in _SHAPES[name])
 
@@ -189,7 +193,11 @@ _CHAIN = 'c_pos c_pos3 c_starts c_seq c_in c_out c_slots'.split()
 
 def _sizes(r, t):
     "Of rows, tables, the chain and what the host hears"
-    rows = dict(width=r.width, v=t.vocab, most=r.tables.shape[1], block_size=r.block_size)
+    rows = dict(
+        width=r.width,
+        v=t.vocab,
+        most=r.tables.shape[1],
+        block_size=r.block_size)
     chain = dict(steps=len(r.c_pos), scratch=r.scratch)
     return rows|chain|dict(places=t._told.shape[1], ahead=r.told_seq.shape[2])
 

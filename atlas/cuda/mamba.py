@@ -67,6 +67,10 @@ def mamba_step(
         y=y,
         parts=parts,
         rows=rows)
-    of = dict(HD=hd, NS=ns, PR=own, TAILS=len(conv)//len(rec))
+    of = dict(
+        HD=hd,
+        NS=ns,
+        PR=own,
+        TAILS=len(conv)//len(rec))
     run('mamba_step', (blocks, groups, b.num_seqs), 128, *args, **of)
     return y,parts

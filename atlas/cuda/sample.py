@@ -155,7 +155,10 @@ _LISTS = dict(bias_ids='int32', bias='float32', ends='int32')
 def _put_lists(self:SampleTable, i, bias, ends):
     "Write biases and barred tokens of line `i`"
     was = self.stamp
-    self._lists[i] = dict(bias_ids=[*bias], bias=[*bias.values()], ends=ends)
+    self._lists[i] = dict(
+        bias_ids=[*bias],
+        bias=[*bias.values()],
+        ends=ends)
     for name in _LISTS:
         most = max(len(l[name]) for l in self._lists.values())
         if most:
@@ -444,12 +447,20 @@ def _moved(then, t):
     b,size = then
     arrays = {name:getattr(b, name) for name in _MOVING}
     more = dict(pos3=getattr(b, 'pos3', None), told=t._told)
-    return arrays|more|dict(most=b.tables.shape[1], block_size=size, places=t.rows)
+    return arrays|more|dict(
+        most=b.tables.shape[1],
+        block_size=size,
+        places=t.rows)
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #f17500b1
 def _launch(kernel, t, rows, args):
     "A block for each span of each row"
-    run(kernel, (t.blocks,rows), 256, *args, CHUNKS=t.chunks)
+    run(
+        kernel,
+        (t.blocks,rows),
+        256,
+        *args,
+        CHUNKS=t.chunks)
 
 def _of(t, *names): return {name:getattr(t, name) for name in names}
 
@@ -459,7 +470,11 @@ def _scan(logits, t, rows, width, given):
     asked = _of(t, 'how', 'position', 'counts', 'prompt', 'mask', 'bias_ids', 'bias', 'ends')
     found = _of(t, 'adjusted', 'work', 'sums', 'bests', 'top_ids', 'top_logprobs')
     bias,ends = (0 if a is None else a.shape[1] for a in (t.bias,t.ends))
-    sizes = dict(v=V, words=-(-V//32), most_bias=bias, most_ends=ends)
+    sizes = dict(
+        v=V,
+        words=-(-V//32),
+        most_bias=bias,
+        most_ends=ends)
     args = ScanArgs(logits=logits, who=rows, given=given, width=width, masks=t.width,
         **asked, **found, **sizes)
     _launch('sample_scan', t, R, args)
@@ -467,9 +482,16 @@ def _scan(logits, t, rows, width, given):
 def _cut(logits, t, rows, width):
     "Find the thresholds of top-k and top-p"
     R,V = logits.shape
-    _launch('sample_bins', t, R, (logits, t.adjusted, rows, t.how, t.work, t.bins, V))
+    binned = logits,t.adjusted,rows,t.how,t.work,t.bins,V
+    _launch('sample_bins', t, R, binned)
     of = _of(t, 'adjusted', 'how', 'position', 'work', 'bins', 'list', 'room')
-    _launch('sample_cut', t, R, CutArgs(logits=logits, who=rows, v=V, width=width, **of))
+    args = CutArgs(
+        logits=logits,
+        who=rows,
+        v=V,
+        width=width,
+        **of)
+    _launch('sample_cut', t, R, args)
 
 def _draw(logits, t, ids, rows, moved, width, given):
     "Draw the tokens, and move on"
@@ -487,7 +509,11 @@ def _greedy(logits, scratch, ids, moved):
     of = dict(best=scratch, ids=ids, v=V)|moved
     if isinstance(logits, Best):
         keys = logits.keys
-        args = GreedyArgs(logits=None, keys=keys, parts=keys.shape[1], **of)
+        args = GreedyArgs(
+            logits=None,
+            keys=keys,
+            parts=keys.shape[1],
+            **of)
         run('greedy', (1,R), 256, *args, KEYS=1)
     else:
         args = GreedyArgs(logits=logits, keys=None, parts=0, **of)

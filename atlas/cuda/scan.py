@@ -132,8 +132,21 @@ def _carry(card, seqs, args, dk, tails):
     vh = args.vh
     dv = args.y.shape[1]//vh
     shared = held*(512*dk+22272+4096*n)+8192*n+64
-    of = dict(DK=dk, DV=dv, GROUPS=n, BUFFERS=held, TAILS=tails, RECORD=record_size(dk, dv))
-    run('delta_many', (vh*dv//16//n, seqs), 128*n, *args, shared=shared, pdl=False, **of)
+    of = dict(
+        DK=dk,
+        DV=dv,
+        GROUPS=n,
+        BUFFERS=held,
+        TAILS=tails,
+        RECORD=record_size(dk, dv))
+    run(
+        'delta_many',
+        (vh*dv//16//n, seqs),
+        128*n,
+        *args,
+        shared=shared,
+        pdl=False,
+        **of)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #273ecd57
 @dataclass(frozen=True)
@@ -197,13 +210,27 @@ def delta_many(
     card,T,vh = card_of(x),len(x)//TILE,rec.shape[1]
     dk,dv,_ = delta_sizes(conv_w, norm_w, vh, kh)
     y = card.empty((len(x), vh*dv)) if out is None else out
-    both = dict(x=x, conv_w=conv_w, conv=conv, kh=kh, vh=vh, c=len(conv_w), width=x.shape[1])
+    both = dict(
+        x=x,
+        conv_w=conv_w,
+        conv=conv,
+        kh=kh,
+        vh=vh,
+        c=len(conv_w),
+        width=x.shape[1])
     both |= _tables(b)
     for name,shape in dict(q=(kh,TILE*dk), k=(kh,TILE*dk), t=(vh,2560), p=(vh,2560)).items():
         both[name] = card.empty((T,*shape), 'uint32')
     both['scal'] = card.empty((T,vh,3*TILE))
     prep = DeltaPrepArgs(**both, decay=A, dt_bias=dt_bias)
-    run('delta_prep', (T,kh), 256, *prep, shared=max(512*dk, 36864)+1536, pdl=False, DK=dk)
+    run(
+        'delta_prep',
+        (T,kh),
+        256,
+        *prep,
+        shared=max(512*dk, 36864)+1536,
+        pdl=False,
+        DK=dk)
     args = DeltaManyArgs(**both, rec=rec, y=y, tiles=T)
     _carry(card, b.num_seqs, args, dk, len(conv)//len(rec))
     gate = 2 if gate_act=='sigmoid' else 1
@@ -221,15 +248,30 @@ def _prepared(nh, groups):
 
 def _tiles_of_mamba(card, T, groups, nh, hd, N):
     "Memory for what is known of tiles before their states"
-    names = dict(q=(groups,TILE*N), k=(groups,TILE*N), p=(nh,TILE*TILE))
+    names = dict(
+        q=(groups,TILE*N),
+        k=(groups,TILE*N),
+        p=(nh,TILE*TILE))
     made = {name: card.empty((T,*shape), 'uint32') for name,shape in names.items()}
     return made|dict(u=card.empty((T,nh,TILE*hd)), scal=card.empty((T,nh,2*TILE)))
 
 def _prepare(both, T, dk, dv, **own):
     "Launch `mamba_prep` for `T` tiles"
-    args = MambaPrepArgs(**both, **own, c=len(own['conv_w']), width=own['x'].shape[1])
+    args = MambaPrepArgs(
+        **both,
+        **own,
+        c=len(own['conv_w']),
+        width=own['x'].shape[1])
     grid = T,args.groups,args.nh//args.groups//args.per
-    run('mamba_prep', grid, 256, *args, shared=_room(dk, dv, TILE*5), pdl=False, DK=dk, DV=dv)
+    run(
+        'mamba_prep',
+        grid,
+        256,
+        *args,
+        shared=_room(dk, dv, TILE*5),
+        pdl=False,
+        DK=dk,
+        DV=dv)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #a28c8043
 def mamba_many(
@@ -255,8 +297,24 @@ def mamba_many(
     _prepare(both, T, dk, dv, x=x, conv_w=conv_w, conv_b=conv_b, decay=A, dt_bias=dt_bias,
         conv=conv, per=_prepared(nh, groups))
     warps = 2 if dv%32==0 else 1
-    args = MambaManyArgs(**both, skip=D, rec=rec, y=y, tiles=T)
-    of = dict(WARPS=warps, DV=dv, DK=dk, TAILS=len(conv)//len(rec))
+    args = MambaManyArgs(
+        **both,
+        skip=D,
+        rec=rec,
+        y=y,
+        tiles=T)
+    of = dict(
+        WARPS=warps,
+        DV=dv,
+        DK=dk,
+        TAILS=len(conv)//len(rec))
     grid = nh*dv//16//warps,b.num_seqs
-    run('mamba_many', grid, 32*warps, *args, shared=11*8192+2048, pdl=False, **of)
+    run(
+        'mamba_many',
+        grid,
+        32*warps,
+        *args,
+        shared=11*8192+2048,
+        pdl=False,
+        **of)
     return _finished(y, b, _Ending(x, 0, norm_w, nh*dv//groups, eps, 3), parts)

@@ -130,7 +130,13 @@ def attention(
     one = _prefill_seq if tiled else _decode_seq
     r = 0
     for table,start,n in zip(tables, starts, counts):
-        r += one(out[r:], q[r:], past, table, int(start), int(n))
+        r += one(
+            out[r:],
+            q[r:],
+            past,
+            table,
+            int(start),
+            int(n))
     return out
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #c6d42700

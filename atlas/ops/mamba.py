@@ -42,7 +42,10 @@ def ssd_chunk(X, a, B, C, S):
 def _heads(y, nh, P, groups):
     "X [n, nh, P], B and C [n, nh, N] of the convolution's output"
     n,I = len(y),nh*P
-    X,B,C = np.split(y, [I, (I+y.shape[1])//2], axis=1)
+    X,B,C = np.split(
+        y,
+        [I, (I+y.shape[1])//2],
+        axis=1)
     B,C = (np.repeat(t.reshape(n, groups, -1), nh//groups, axis=1) for t in (B,C))
     return X.reshape(n, nh, P),B,C
 
@@ -63,7 +66,10 @@ def mamba2(
     "A Mamba-2 layer between its projections (Dao & Gu 2024)"
     nh,P,N = rec.shape[1:]
     I = nh*P
-    z,xbc,dt = np.split(zxbcdt, [I, 2*I+2*groups*N], axis=1)
+    z,xbc,dt = np.split(
+        zxbcdt,
+        [I, 2*I+2*groups*N],
+        axis=1)
     def step(rows, at, tail, S):
         y,seen = causal_conv(xbc[rows], conv_w, tail, conv_b)
         X,B,C = _heads(y, nh, P, groups)

@@ -109,7 +109,13 @@ def row(self:SampleState)->RowParams:
     "What the next token's row needs"
     forbid = self.ends if self.position<self.params.min_tokens else ()
     past = self.in_prompt,self.counts
-    return RowParams(self.params, self.seed, self.position, *past, forbid, self.allowed())
+    return RowParams(
+        self.params,
+        self.seed,
+        self.position,
+        *past,
+        forbid,
+        self.allowed())
 
 @patch
 def allowed(self:SampleState)->np.ndarray|None: # uint32 [ceil(V/32)]
@@ -142,7 +148,10 @@ def adjust(
     if penal:
         _penalise(x, r)
     if r.allowed is not None:
-        bits = np.unpackbits(r.allowed.view(np.uint8), count=len(x), bitorder='little')
+        bits = np.unpackbits(
+            r.allowed.view(np.uint8),
+            count=len(x),
+            bitorder='little')
         x[~bits.view(bool)] = -np.inf
     return x
 
@@ -280,7 +289,10 @@ def sample(
     R,K = len(rows),max((r.params.logprobs or 0 for r in rows), default=0)
     def empty(shape, x, dtype): return np.full(shape, x, dtype)
     tops = empty((R,K), -1, np.int32),empty((R,K), np.nan, np.float32)
-    out = Sampled(empty(R, -1, np.int32), empty(R, np.nan, np.float32), *tops)
+    out = Sampled(
+        empty(R, -1, np.int32),
+        empty(R, np.nan, np.float32),
+        *tops)
     for i,(x,r) in enumerate(zip(logits,rows,strict=True)):
         if not (np.isfinite(x.min()) and np.isfinite(x.max())):
             continue
