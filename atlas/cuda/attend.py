@@ -340,7 +340,7 @@ class Shares:
     runs:int # Blocks that a row has for eight heads
     shift:int=0 # A run of pieces has at least 64 << shift positions
     mergers:int=0 # Blocks of a row that may add up its pieces; 0: attn_merge
-    early:int=0 # Of one row that draws tickets: blocks that begin with the newest pieces
+    early:int=0 # Of one row that draws tickets: blocks that may come before the row
 
 def _crowded(card, blocks, pieces, rows, window):
     "Are there more blocks than multiprocessors, or more pieces of a row than its blocks add up?"
@@ -454,7 +454,7 @@ class DecodeArgs(NamedTuple):
     cells:int # Pieces that a row may see
     shift:int # A run has at least 64 << shift positions
     tickets:object # i32 or None: of blocks with the same heads
-    early:int # Blocks that begin with the newest pieces
+    early:int # Blocks that may come before the row
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #2a73ab2b
 class MergeArgs(NamedTuple):
