@@ -94,7 +94,9 @@ class Startup:
         "Bytes of weights read in a second, packing included"
         return self.nbytes/self.seconds['read'] if self.nbytes else 0.
     @property
-    def total(self)->float: "Seconds"; return sum(self.seconds.values())
+    def total(self)->float:
+        "Seconds"
+        return sum(self.seconds.values())
     def __str__(self):
         read = f' ({human(self.nbytes, 1000)} at {human(self.rate, 1000)}/s)' if self.nbytes else ''
         return ', '.join(f'{k} {v:.2f} s{read*(k=="read")}' for k,v in self.seconds.items())
@@ -112,7 +114,8 @@ class LoadedModel:
         self.device = get_device(options.device)
         self.ops = words_of(self.device)
         self.name,self.asleep = name_of(options.model),0 # The level that it sleeps at
-        self._lock,self.text,self.guides = threading.RLock(),None,None
+        self._lock,self.text = threading.RLock(),None
+        self.guides = None
         self.engine,self.tier,self._stores = None,None,[]
         self._begin(show, text)
         self.load_seconds = self.startup.total
@@ -174,7 +177,8 @@ class Drafting:
         return f'{drafts} ({self.why})' if self.why else drafts
 
 def _has_head(ck):
-    return ck.config.mtp_layers>0 and any(k.startswith('mtp.') for k in ck.tensors)
+    return ck.config.mtp_layers>0 and any(k.startswith('mtp.')
+        for k in ck.tensors)
 
 def _named(ck): return ck.config.name or ck.path.name
 
@@ -273,7 +277,8 @@ def _engine(self:LoadedModel):
 
 def _policy(o)->Policy:
     "What options say of the order and of deadlines, in seconds"
-    deadline,patience = [(ms or 0)/1000 for ms in (o.tbt_deadline_ms,o.max_wait_ms)]
+    deadline,patience = [(ms or 0)/1000
+        for ms in (o.tbt_deadline_ms,o.max_wait_ms)]
     return Policy(o.scheduling_policy, deadline, patience)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #204f8ffa
@@ -316,10 +321,14 @@ def _identity(self:LoadedModel)->str:
 
 def _made_of(ck)->list:
     "Where the numbers of a checkpoint come from: its files, with sizes and times, if any"
-    files = {id(s.file): s.file for t in ck.tensors.values() for s in t.spans.values()}
+    files = {id(s.file): s.file
+        for t in ck.tensors.values()
+        for s in t.spans.values()}
     paths = {getattr(f, 'path', None) for f in files.values()}-{None}
     stats = [(p.name, p.stat()) for p in sorted(paths)]
-    return [ck.kind, *((name, s.st_size, s.st_mtime_ns) for name,s in stats)]
+    return [ck.kind,
+        *((name, s.st_size, s.st_mtime_ns)
+            for name,s in stats)]
 
 # %% ../../nbs/5_engine/13_loading.ipynb #439c1c59
 @patch
@@ -368,7 +377,8 @@ def _head_bytes(ck, ops, size, *how)->int:
     name,tied = 'lm_head.weight','model.embed_tokens.weight'
     if name not in ck.tensors:
         name = tied
-    whole = ops.weight_bytes({name: ck.tensors[name]}, ('',), *how)
+    whole = ops.weight_bytes({name: ck.tensors[name]},
+        ('',), *how)
     return int(whole*min((size+LAST)/ck.config.vocab_size, 1))
 
 def _fits(names, budget, left, need, steps):
@@ -424,18 +434,21 @@ def _size(self:LoadedModel, ck, arena=None)->Sizes:
     head = o.drafting or by.who=='mtp'
     parts = ('','vision')+('mtp',)*head
     packed = ifnone(o.packed, _tight(self.device, ck, by.ck))
-    anew = o.quantization,o.lm_head_dtype,ifnone(o.draft_quantization, _few_bits(ck, self.ops))
+    anew = o.quantization,o.lm_head_dtype,ifnone(o.draft_quantization,
+        _few_bits(ck, self.ops))
     self._kv = dict(
         block_size=d.block_size,
         dtype=o.kv_cache_dtype or d.kv_format,
         high_precision=o.kv_high_precision_layers)
     how = o.prefill_activations,o.quantization
-    self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors, *how))
+    self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors,
+        *how))
     self.arena = arena or self.device.arena(self._most())
     self._set_aside()
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
     if by.ck:
-        need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
+        need += self.ops.weight_bytes(by.ck.tensors, ('',),
+            packed, *anew)
     vision = self._vision_beside(ck, parts, packed)
     how = ck,packed,anew
     self.max_num_seqs = o.max_num_seqs or self._as_many(need+vision, *how)
@@ -461,7 +474,8 @@ def _load(self:LoadedModel, ck, show):
     sizes = self._size(ck)
     parts,packed,anew = sizes.parts,sizes.packed,sizes.anew
     self.weight_bytes = sizes.weights
-    self._made_of = [packed, *(_made_of(c) for c in (ck,by.ck) if c)]
+    self._made_of = [packed,
+        *(_made_of(c) for c in (ck,by.ck) if c)]
     self._stores = []
     self._plan(ck, sizes.resident, sizes.steps)
     if sizes.vision:
@@ -473,7 +487,8 @@ def _load(self:LoadedModel, ck, show):
         self.draft_model = None  # the smaller one first: what is wrong with it is heard sooner
         if by.ck:
             self.draft_model = load_model(by.ck, self.device, self.max_seq_len,
-            show, ('',), packed, *anew, **how, store=self._store(by.ck, ('',), packed, anew))
+            show, ('',), packed, *anew, **how, store=self._store(
+                by.ck, ('',), packed, anew))
         self.model = load_model(ck, self.device, self.max_seq_len,
             show, parts, packed, *anew, activations=o.prefill_activations, **how,
             store=self._store(ck, parts, packed, anew))
@@ -489,9 +504,11 @@ def _store(self:LoadedModel, ck, parts, packed, anew)->Store|None:
     if not o.cache_packed:
         return None
     how = dict(weights=o.weights, parts=parts, packed=packed, anew=anew)
-    who = dict(model=str(ck.path), options=how, card=self.device.identity())
+    who = dict(model=str(ck.path), options=how,
+        card=self.device.identity())
     config = hashlib.blake2b(str(ck.config).encode(), digest_size=16)
-    made_of = dict(files=_made_of(ck), config=config.hexdigest(), code=code_digest().hex())
+    made_of = dict(files=_made_of(ck), config=config.hexdigest(),
+        code=code_digest().hex())
     s = Store(packed_dir(o.cache_packed), _named(ck), who, made_of)
     self._stores.append(s)
     return s
@@ -532,7 +549,8 @@ def _steps(self:LoadedModel, seqs, ck, packed, anew)->int:
     tiles = self.chunk+(TILE-1)*seqs # the last tile of each prompt may have one row
     if by.ck:
         models.append(by.ck)
-    most,size = max(_step_bytes(c, tiles, rows) for c in models),self._narrow()
+    most = max(_step_bytes(c, tiles, rows) for c in models)
+    size = self._narrow()
     if size is None:
         return most
     return most+_head_bytes(models[-1], self.ops, size, packed, *anew)
@@ -547,14 +565,17 @@ def _narrow(self:LoadedModel)->int|None:
     return FREQUENT if self.config.vocab_size>2*FREQUENT else None
 
 # %% ../../nbs/5_engine/13_loading.ipynb #a51ec0df
-FEW,USUAL = 8,4096 # Sequences that run at once in any case, and tokens of one for which there is to be room
+# Sequences that run at once in any case, and tokens of one for which there is to be room
+FEW,USUAL = 8,4096
 MOST_ROWS = 256 # Of a step that decodes
 SMALL = 10 # A part of memory that is little for a step
 
 @patch
 def _as_many(self:LoadedModel, need:int, *how)->int:
     "Sequences to run at once beside weights of `need` bytes"
-    most,n = min(self.ops.DEFAULTS.seqs, MOST_ROWS//(1+self.drafting.k)),FEW
+    most = min(self.ops.DEFAULTS.seqs,
+        MOST_ROWS//(1+self.drafting.k))
+    n = FEW
     while 2*n<=most and self._room_for(2*n, need, how):
         n *= 2
     return min(n, most)
@@ -593,7 +614,8 @@ def _lengthen(self:LoadedModel, need, *how):
 def _sequence_bytes(self:LoadedModel, tokens)->int:
     "Bytes of cache that a sequence of so many tokens takes"
     kv,by = self._kv,self.drafting
-    token = token_bytes(self.config, self.ops, kv['dtype'], by.who=='mtp', kv['high_precision'])
+    token = token_bytes(self.config, self.ops, kv['dtype'],
+        by.who=='mtp', kv['high_precision'])
     more = self._beside()
     return tokens*(token+more[0])+(1+by.k)*slot_bytes(self.config, self.ops)+more[1]
 
@@ -632,11 +654,14 @@ def _make_cache(self:LoadedModel, steps:int):
         self.draft_cache = None
         if by.ck and not by.ck.config.drafter:
             more = states+seqs
-            self.draft_cache = KVCache(by.ck.config, self.device, n, num_states=more, **self._kv)
+            self.draft_cache = KVCache(by.ck.config, self.device, n,
+                num_states=more, **self._kv)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #e09d4c73
 @patch
-def _blocks(self:LoadedModel, others:int, ahead:int=0)->tuple[int,int]:
+def _blocks(
+    self:LoadedModel, others:int, ahead:int=0
+)->tuple[int,int]:
     "Blocks and snapshots of the cache beside `others` bytes; `ahead` of them have to come from what is free"
     o = self.options
     others += max(0, self._cache_chunk-_LARGE_CHUNK) # the last one is not full
@@ -657,7 +682,8 @@ def _blocks(self:LoadedModel, others:int, ahead:int=0)->tuple[int,int]:
 def _fitting(self:LoadedModel, left, asked)->int:
     "Blocks of a cache of `asked` bytes without snapshots"
     by = self.drafting
-    more = dict(drafting=by.who=='mtp', drafts=by.k, beside=self._beside())
+    more = dict(drafting=by.who=='mtp', drafts=by.k,
+        beside=self._beside())
     return _fit(self.config, self.ops, left, asked,
         self.max_num_seqs, self.max_seq_len, **self._kv, **more)
 
@@ -680,7 +706,8 @@ def _shares(formats)->str|None:
 
 def _few_bits(ck, ops)->str|None:
     "How a drafting head is stored: in four bits where the model is, if that is possible here"
-    four = any(t.fmt.lower() in _FOUR for t in ck.tensors.values())
+    four = any(t.fmt.lower() in _FOUR
+        for t in ck.tensors.values())
     return 'nvfp4' if four and 'draft_quantization' not in ops.DEFAULTS.foreign else None
 
 # %% ../../nbs/5_engine/13_loading.ipynb #12963c9d
@@ -698,12 +725,14 @@ def _beside(self:LoadedModel)->tuple[int,int]:
 def _one_state(self:LoadedModel)->int:
     "Bytes of a slot: the model's, and those of a model that drafts"
     one,by = slot_bytes(self.config, self.ops),self.drafting.ck
-    return one+(slot_bytes(by.config, self.ops) if by and not by.config.drafter else 0)
+    return one+(slot_bytes(by.config, self.ops) if by
+        and not by.config.drafter else 0)
 
 _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num-seqs')
 _SET_ASIDE = 'steps','drafts' # What is paid as a whole, see `_steps`
 _LARGE_CHUNK,_HUGE_CHUNK = 32<<20,128<<20
-_CHUNK = dict(cache=_LARGE_CHUNK, steps=_LARGE_CHUNK) # Of regions of few, large arrays: fewer are mapped sooner
+# Of regions of few, large arrays: fewer are mapped sooner
+_CHUNK = dict(cache=_LARGE_CHUNK, steps=_LARGE_CHUNK)
 
 @patch(as_prop=True)
 def _cache_chunk(self:LoadedModel)->int:
@@ -716,7 +745,8 @@ def _region(self:LoadedModel, name:str, chunk:int|None=None):
     "A new region of the arena"
     most = 2*self.device.memory().total
     paid = Budget(sys.maxsize) if name in _SET_ASIDE else None
-    return self.arena.region(name, most, _FLAGS.get(name, '--chunk'), paid, chunk or _CHUNK.get(name))
+    return self.arena.region(name, most, _FLAGS.get(name, '--chunk'),
+        paid, chunk or _CHUNK.get(name))
 
 # %% ../../nbs/5_engine/13_loading.ipynb #5e7a51de
 @patch
@@ -732,14 +762,17 @@ def _set_aside(self:LoadedModel):
 def _record_sizes(self:LoadedModel)->dict[str,int]:
     "Bytes of a tile of the cache, and of the states of a sequence"
     kv,own = self._kv,self.drafting.who=='mtp'
-    token = token_bytes(self.config, self.ops, kv['dtype'], own, kv['high_precision'])
-    return dict(tile=TILE*(token+self._beside()[0]), state=self._one_state())
+    token = token_bytes(self.config, self.ops, kv['dtype'], own,
+        kv['high_precision'])
+    return dict(tile=TILE*(token+self._beside()[0]),
+        state=self._one_state())
 
 # %% ../../nbs/5_engine/13_loading.ipynb #a3c6490e
 @patch(as_prop=True)
 def memory(self:LoadedModel)->dict[str,int]:
     "Bytes that a loaded model has of its device, by part"
-    cache = sum(a.nbytes for c in self._caches() for a in c.arrays())
+    cache = sum(a.nbytes for c in self._caches()
+        for a in c.arrays())
     return dict(weights=self.weight_bytes, cache=cache)|self.arena.budget.parts
 
 # %% ../../nbs/5_engine/13_loading.ipynb #62987dff
@@ -759,7 +792,8 @@ def ids(self:LoadedModel, prompt, answer:int=1)->list[int]:
     return ids
 
 @patch
-def _caches(self:LoadedModel)->list: return [c for c in (self.cache,self.draft_cache) if c]
+def _caches(self:LoadedModel)->list:
+    return [c for c in (self.cache,self.draft_cache) if c]
 
 @patch
 def _open(self:LoadedModel)->Engine:

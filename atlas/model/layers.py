@@ -33,13 +33,18 @@ def _below(node, part):
     return vars(node).setdefault(part, SimpleNamespace(bias=None))
 
 # %% ../../nbs/4_model/01_layers.ipynb #0eed04e7
-def stack(dst:str, src:str, names:tuple, sizes:tuple, width:int, bias:bool=False, **kw)->list[Want]:
+def stack(
+    dst:str, src:str, names:tuple, sizes:tuple, width:int,
+    bias:bool=False, **kw
+)->list[Want]:
     "Wants for `names` below `src`, stacked as `dst`, [sum(sizes), width], and their biases"
     total,rows = sum(sizes),tuple(sizes)
     def of(kind): return tuple(f'{src}{n}.{kind}' for n in names)
-    found = [Want(f'{dst}.weight', of('weight'), (total, width), rows, **kw)]
+    found = [Want(f'{dst}.weight', of('weight'), (total, width), rows,
+        **kw)]
     if bias:
-        found.append(Want(f'{dst}.bias', of('bias'), (total,), rows, exact=True, **kw))
+        found.append(Want(f'{dst}.bias', of('bias'), (total,), rows,
+            exact=True, **kw))
     return found
 
 def vector(dst:str, src:str, *shape, **kw)->Want:
@@ -59,13 +64,15 @@ def _gate_first(heads, d, rest):
     queries, rest"""
     both = 2*heads*d
     rows = np.arange(both).reshape(heads, 2, d)
-    queries,gates = rows[:,0].ravel(),rows[:,1].ravel()
+    queries = rows[:,0].ravel()
+    gates = rows[:,1].ravel()
     return np.concatenate([gates, queries, np.arange(both, both+rest)])
 
 class Attention:
     "Self-attention with grouped heads over the paged cache"
     def __init__(self, c:ModelConfig, i:int, kind:str|None=None):
-        self._c,self._i,self._kind = c,i,kind or c.mixers[i]
+        self._c,self._i = c,i
+        self._kind = kind or c.mixers[i]
         self._a = a = c.sliding if self._kind=='sliding' else c.attention
         self._q = a.num_heads*a.head_dim # Rows of queries, and of keys; of values as many
         self._kv = 0 if a.q_only else a.num_kv_heads*a.head_dim
@@ -77,7 +84,8 @@ class Attention:
         "`src` names the layer in the checkpoint, `dst` in the model"
         a,width = self._a,self._c.hidden_size
         ws = self._inputs(dst, src)
-        ws += stack(dst+'o_proj', src, ('o_proj',), (width,), self._q, a.o_bias)
+        ws += stack(dst+'o_proj', src, ('o_proj',), (width,),
+            self._q, a.o_bias)
         if a.sinks:
             ws.append(vector(dst+'sinks', src+'sinks', a.num_heads))
         if a.qk_norm!='none':
@@ -95,9 +103,11 @@ def _inputs(self:Attention, dst, src):
     sizes += [self._kv]*(len(names)-1)
     order = {}
     if a.gate:
-        order = dict(order=_gate_first(a.num_heads, a.head_dim, sum(sizes[1:])))
+        order = dict(order=_gate_first(a.num_heads, a.head_dim,
+            sum(sizes[1:])))
     width = self._c.hidden_size
-    return stack(dst+'qkv_proj', src, tuple(names), tuple(sizes), width, a.bias, **order)
+    return stack(dst+'qkv_proj', src, tuple(names), tuple(sizes),
+        width, a.bias, **order)
 
 @patch
 def _head_norms(self:Attention, dst, src):
@@ -107,7 +117,8 @@ def _head_norms(self:Attention, dst, src):
     if not a.q_only:
         heads |= dict(k_norm=a.num_kv_heads)
     def size(n): return a.head_dim*(n if a.qk_norm=='all' else 1)
-    return [norm(dst+k, src+k, size(n), self._c) for k,n in heads.items()]
+    return [norm(dst+k, src+k, size(n), self._c)
+        for k,n in heads.items()]
 
 # %% ../../nbs/4_model/01_layers.ipynb #c3f0d32a
 def _gain(o): return None if o is None else o.weight
@@ -115,7 +126,8 @@ def _gain(o): return None if o is None else o.weight
 @patch
 def weights(self:Attention)->AttentionWeights:
     "What `attend` reads"
-    q,k = getattr(self, 'q_norm', None),getattr(self, 'k_norm', None)
+    q = getattr(self, 'q_norm', None)
+    k = getattr(self, 'k_norm', None)
     sinks = getattr(self, 'sinks', None)
     return AttentionWeights(self._a, self._scale, self._window, self._c.norm_eps,
         _gain(q), _gain(k), sinks)
@@ -129,7 +141,8 @@ def __call__(self:Attention,
 ): # [R,H]
     "Attend"
     p = s.ops.project(s, x, self.qkv_proj, norm)  # (R, gates + queries + keys + values)
-    pool,angles = s.cache.kv[self._i],s.angles[self._kind]
+    pool = s.cache.kv[self._i]
+    angles = s.angles[self._kind]
     o = s.ops.attend(s, p, self.weights(), pool, angles)  # (R, heads*d)
     return s.ops.project(s, o, self.o_proj, add=add)
 
@@ -153,7 +166,8 @@ class DeltaNet:
             decay(dst, src, heads),
             small('dt_bias', heads),
             small('norm.weight', d.v_dim),
-            *stack(dst+'out_proj', src, ('out_proj',), (self._c.hidden_size,), z)]
+            *stack(dst+'out_proj', src, ('out_proj',),
+                (self._c.hidden_size,), z)]
 
     def _inputs(self, dst, src):
         "Wants of the two products of the stream, from four matrices or from two"
@@ -187,13 +201,15 @@ class DeltaNet:
         p = s.ops.project(s, x, self.in_proj, norm, extra=b_a)  # (R, qkv + z + b + a)
         conv = s.cache.conv[self._i]
         rec = s.cache.rec[self._i]
-        o,left = s.ops.gated_delta(s, p, self.weights(), conv, rec)
+        o,left = s.ops.gated_delta(s, p, self.weights(),
+            conv, rec)
         return s.ops.project(s, o, self.out_proj, left, add)
 
 def decay(dst, src, n):
     "The decay A = -exp(A_log) of `n` heads; GGUF files hold A itself"
     itself = vector(dst+'A', src+'A', n)
-    return vector(dst+'A', src+'A_log', n, fn=_neg_exp, alts=(itself,))
+    return vector(dst+'A', src+'A_log', n, fn=_neg_exp,
+        alts=(itself,))
 
 # %% ../../nbs/4_model/01_layers.ipynb #2bca3519
 class Mamba:
@@ -210,13 +226,16 @@ class Mamba:
         width,bias = self._c.hidden_size,self._m.proj_bias
         def small(name, *shape): return vector(dst+name, src+name, *shape)
         rows = inner+self._conv+heads
-        ws = stack(dst+'in_proj', src, ('in_proj',), (rows,), width, bias)
+        ws = stack(dst+'in_proj', src, ('in_proj',), (rows,),
+            width, bias)
         ws.append(small('conv1d.weight', self._conv, m.conv))
         if m.conv_bias:
             ws.append(small('conv1d.bias', self._conv))
         ws.append(decay(dst, src, heads))
-        ws += [small('D', heads), small('dt_bias', heads), small('norm.weight', inner)]
-        return ws+stack(dst+'out_proj', src, ('out_proj',), (width,), inner, bias)
+        ws += [small('D', heads), small('dt_bias', heads),
+            small('norm.weight', inner)]
+        return ws+stack(dst+'out_proj', src, ('out_proj',),
+            (width,), inner, bias)
 
     def weights(self)->MambaWeights:
         "What `mamba` reads"
@@ -237,7 +256,8 @@ class Mamba:
         p = s.ops.project(s, x, self.in_proj, norm)
         conv = s.cache.conv[self._i]
         rec = s.cache.rec[self._i]
-        o,left = s.ops.mamba(s, p, self.weights(), conv, rec)
+        o,left = s.ops.mamba(s, p, self.weights(),
+            conv, rec)
         return s.ops.project(s, o, self.out_proj, left, add)
 
 # %% ../../nbs/4_model/01_layers.ipynb #3b766017
@@ -251,8 +271,10 @@ class MLP:
         c,H,I = self._c,self._c.hidden_size,self._I
         ins = ('gate_proj','up_proj') if c.gated else ('up_proj',)
         sizes = (I,)*len(ins)
-        first = stack(dst+'gate_up_proj', src, ins, sizes, H, c.mlp_bias, pair=c.gated)
-        return first+stack(dst+'down_proj', src, ('down_proj',), (H,), I, c.mlp_bias)
+        first = stack(dst+'gate_up_proj', src, ins, sizes, H, c.mlp_bias,
+            pair=c.gated)
+        return first+stack(dst+'down_proj', src, ('down_proj',),
+            (H,), I, c.mlp_bias)
 
     def weights(self, gate=None)->MLPWeights:
         "What `mlp` reads; with the `gate` of a shared expert"
@@ -289,22 +311,30 @@ class _Bank:
     joint:str # Name of the stacked one, all parts together
 
     @property
-    def shape(self)->tuple: "Of the array"; return self.experts,sum(self.rows.values()),self.width
+    def shape(self)->tuple:
+        "Of the array"
+        return self.experts,sum(self.rows.values()),self.width
 
-    def want(self, transposed:tuple=(False,), order=None, pair=False)->Want:
+    def want(
+        self, transposed:tuple=(False,), order=None, pair=False
+    )->Want:
         "It, out of experts stored one by one, stacked, or stacked part by part"
         shape,rows = self.shape,tuple(self.rows.values())
         those = range(self.experts)
         one_by_one = tuple(f'{self.base}{e}.{m}.weight' for e in those for m in self.rows)
         whole = (f'{self.base}{self.joint}',)
-        alts = [Want(self.dst, whole, shape, order=order, transposed=t) for t in transposed]
+        alts = [Want(self.dst, whole, shape, order=order, transposed=t)
+            for t in transposed]
         if len(rows)>1:
             apart = tuple(self.base+m for m in self.rows)
             alts.append(Want(self.dst, apart, shape, rows, axis=1))
         sizes = rows*self.experts
-        return Want(self.dst, one_by_one, shape, sizes, alts=tuple(alts), pair=pair)
+        return Want(self.dst, one_by_one, shape, sizes, alts=tuple(alts),
+            pair=pair)
 
-def _halves(I): return np.concatenate([np.arange(0, 2*I, 2), np.arange(1, 2*I, 2)])
+def _halves(I):
+    return np.concatenate([np.arange(0, 2*I, 2),
+        np.arange(1, 2*I, 2)])
 
 # %% ../../nbs/4_model/01_layers.ipynb #1c940210
 class MoE:
@@ -320,7 +350,8 @@ class MoE:
         "As `Attention.wants`"
         m,n,H = self.config,self._n,self._c.hidden_size
         router = (f'{src}{n.router}.weight',)
-        ws = [Want(dst+'router.weight', router, (m.num_experts,H), exact=True)]
+        ws = [Want(dst+'router.weight', router, (m.num_experts,H),
+            exact=True)]
         ws += self._banks(dst, src+'experts.')
         if m.router_bias:
             ws.append(vector(dst+'router.bias', f'{src}{n.router}.bias', m.num_experts))
@@ -341,9 +372,11 @@ def _banks(self:MoE, dst, base)->list:
     H,E,I = c.hidden_size,m.num_experts,m.intermediate_size
     joint = 'gate_up_proj' if c.gated else n.up
     first = _Bank(dst+'experts.gate_up_proj', base, E, self._inputs(), H, joint)
-    second = _Bank(dst+'experts.down_proj', base, E, {n.down:H}, I, 'down_proj')
+    second = _Bank(dst+'experts.down_proj', base, E, {n.down:H},
+        I, 'down_proj')
     order = _halves(I) if n.interleaved else None
-    return [first.want(n.transposed, order, pair=c.gated), second.want(n.transposed)]
+    return [first.want(n.transposed, order, pair=c.gated),
+        second.want(n.transposed)]
 
 # %% ../../nbs/4_model/01_layers.ipynb #5f11a2ff
 @patch
@@ -351,12 +384,15 @@ def _bias_wants(self:MoE, dst, base):
     "Wants of the biases of experts, stacked whole or in two; none where there are none"
     if not self.config.expert_bias:
         return []
-    E,H,ins = self.config.num_experts,self._c.hidden_size,self._inputs()
+    E,H = self.config.num_experts,self._c.hidden_size
+    ins = self._inputs()
     I,name = sum(ins.values()),dst+'experts.gate_up_proj_bias'
     sources = tuple(f'{base}{k}_bias' for k in ins)
-    parts = Want(name, sources, (E,I), tuple(ins.values()), axis=1, exact=True)
+    parts = Want(name, sources, (E,I),
+        tuple(ins.values()), axis=1, exact=True)
     cols = _halves(I//2) if self._n.interleaved else None
-    how = dict(cols=cols, alts=(parts,), pair=len(ins)>1)
+    how = dict(cols=cols, alts=(parts,),
+        pair=len(ins)>1)
     first = vector(name, base+'gate_up_proj_bias', E, I, **how)
     return [first, vector(dst+'experts.down_proj_bias', base+'down_proj_bias', E, H)]
 
@@ -369,7 +405,8 @@ def _shared_wants(self:MoE, dst, src):
     ws = self.shared.wants(dst+'shared.', f'{src}{n.shared}.')
     if m.shared_gate:
         gate = (f'{src}{n.shared}_gate.weight',)
-        ws.append(Want(dst+'shared_gate', gate, (1,self._c.hidden_size), exact=True))
+        ws.append(Want(dst+'shared_gate', gate,
+            (1,self._c.hidden_size), exact=True))
     return ws
 
 # %% ../../nbs/4_model/01_layers.ipynb #ddc72536
@@ -436,5 +473,6 @@ class Block:
         "The stream `x` [R,H] after this block"
         for h in self._halves:
             gain = getattr(self, h.attr+'_norm').weight
-            x = h.layer(x, Norm(gain, self._c.norm_eps), s, add=x)
+            x = h.layer(x, Norm(gain, self._c.norm_eps),
+                s, add=x)
         return x

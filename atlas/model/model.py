@@ -36,23 +36,32 @@ class Batch:
     tables:object # [S, max_blocks] int32: block tables
     starts:object # [S] int32: position of each sequence's first row
     counts:object # [S] int32: rows of each sequence
-    state_in:object # [S] int32: number of each sequence's recurrent state; unread where it starts at 0
+    # [S] int32: number of each sequence's recurrent state; unread where it starts at 0
+    state_in:object
     state_out:object # [R] int32: number for the state after a row; -1 for none
     out:object # [n] int32: rows whose logits are wanted; on a card None for all of them
     tiled:bool # Prefill, in tiles of TILE rows; else decode or verify
-    pos3:object=None # [3,R] int32: time, height and width for rotary embeddings, where images make them differ from `pos`
-    patches:object=None # (rows [n], values [n, H], deepstack list of [n, H]): embeddings that are not from the table
-    seq:object=None # This and what follows is for kernels. [R] int32: sequence of each row; -1 for padding
+    # [3,R] int32: time, height and width for rotary embeddings, where images make them differ from `pos`
+    pos3:object=None
+    # (rows [n], values [n, H], deepstack list of [n, H]): embeddings that are not from the table
+    patches:object=None
+    # This and what follows is for kernels. [R] int32: sequence of each row; -1 for padding
+    seq:object=None
     first:object=None # [S+1] int32: first row of each sequence in the layout
-    longest:int=0 # Tokens of the longest sequence after the step, or a bound: attention's grids are made for it
+    # Tokens of the longest sequence after the step, or a bound: attention's grids are made for it
+    longest:int=0
     tile_seq:object=None # [tiles] int32: sequence of each tile
     tile_start:object=None # [tiles] int32: position of its first row
     tile_lo:object=None # [tiles] int32: its real rows are lo..
     tile_hi:object=None # [tiles] int32: ..hi-1
     @property
-    def num_rows(self)->int: "R"; return len(self.ids)
+    def num_rows(self)->int:
+        "R"
+        return len(self.ids)
     @property
-    def num_seqs(self)->int: "S"; return len(self.starts)
+    def num_seqs(self)->int:
+        "S"
+        return len(self.starts)
 
 # %% ../../nbs/4_model/04_model.ipynb #15896f1d
 @dataclass(frozen=True)
@@ -66,7 +75,8 @@ class Piece:
     # That of the state after the last row, or one for each row; None: the same
     keep:int|tuple|None=None
     media:object=None # `Media` of the prompt, where it has images
-    marks:tuple=() # (position, number): where else to keep the state, before a position that begins a tile
+    # (position, number): where else to keep the state, before a position that begins a tile
+    marks:tuple=()
 
 def _kept(p:Piece)->tuple:
     "Numbers of the states after its last rows"
@@ -78,7 +88,8 @@ def _place(p:Piece, tiled:bool)->tuple[int,int]:
     "Rows that a piece takes in the layout, and the row of its first token among them"
     if not tiled:
         return len(p.ids),0
-    first,last = p.start//TILE,-(-(p.start+len(p.ids))//TILE)
+    first = p.start//TILE
+    last = -(-(p.start+len(p.ids))//TILE)
     return (last-first)*TILE,p.start-first*TILE
 
 # %% ../../nbs/4_model/04_model.ipynb #ff04a0cf
@@ -86,11 +97,20 @@ def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
     "Lay out `pieces` as one step and upload it"
     place = [_place(p, tiled) for p in pieces]
     R = sum(n for n,_ in place)
-    ids,pos,slots,keep = np.zeros(R, np.int32),np.zeros(R, np.int32),np.full(R, -1, np.int64),np.full(R, -1, np.int32)
-    tables,out,at,r = np.zeros((len(pieces), max(len(p.table) for p in pieces)), np.int32),[],[],0
+    ids = np.zeros(R, np.int32)
+    pos = np.zeros(R, np.int32)
+    slots = np.full(R, -1, np.int64)
+    keep = np.full(R, -1, np.int32)
+    tables = np.zeros(
+        (len(pieces),
+            max(len(p.table) for p in pieces)),
+        np.int32)
+    out,at = [],[]
+    r = 0
     for i,(p,(n,first)) in enumerate(zip(pieces, place)):
         tables[i,:len(p.table)] = p.table
-        rows,positions = slice(r+first, r+first+len(p.ids)),np.arange(p.start, p.start+len(p.ids))
+        rows = slice(r+first, r+first+len(p.ids))
+        positions = np.arange(p.start, p.start+len(p.ids))
         ids[rows],pos[rows] = p.ids,positions
         slots[rows] = tables[i,positions//block_size].astype(np.int64)*block_size+positions%block_size
         kept = _kept(p)
@@ -109,7 +129,8 @@ def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
     seqs = up(tables),starts,counts,states
     media = _media(pieces, at, pos, up)
     for_kernels = _for_kernels(pieces, place, tiled, up)
-    return Batch(*rows, *seqs, up(keep), ints(out), tiled, *media, *for_kernels)
+    return Batch(*rows, *seqs, up(keep), ints(out),
+        tiled, *media, *for_kernels)
 
 def spread(pieces:list[Piece], tiled:bool, values:list[list[int]])->np.ndarray: # [R] int32
     "`values` of the tokens of `pieces` as rows, 0 where padding"
@@ -124,12 +145,17 @@ def spread(pieces:list[Piece], tiled:bool, values:list[list[int]])->np.ndarray: 
 # %% ../../nbs/4_model/04_model.ipynb #838108dd
 def _for_kernels(pieces, place, tiled, up):
     "The fields of a `Batch` from `seq` on"
-    i32,total = lambda x: up(np.array(x, np.int32)),sum(n for n,_ in place)
-    seq,first,tiles = np.full(total, -1),np.cumsum([0,*(n for n,_ in place)]),[]
+    i32,total = lambda x: up(np.array(x, np.int32)),sum(
+        n for n,_ in place)
+    seq = np.full(total, -1)
+    first = np.cumsum([0,*(n for n,_ in place)])
+    tiles = []
     for i,(p,(n,lead)) in enumerate(zip(pieces, place)):
         seq[first[i]+lead:first[i]+lead+len(p.ids)] = i
         for t in range(n//TILE if tiled else 0):
-            tiles.append((i, p.start-lead+t*TILE, max(0, lead-t*TILE), min(TILE, lead+len(p.ids)-t*TILE)))
+            tiles.append((i, p.start-lead+t*TILE,
+                max(0, lead-t*TILE),
+                min(TILE, lead+len(p.ids)-t*TILE)))
     return i32(seq),i32(first),max(p.start+len(p.ids) for p in pieces),*(map(i32, zip(*tiles)) if tiles else ())
 
 def _media(pieces, at, pos, up):
@@ -140,13 +166,16 @@ def _media(pieces, at, pos, up):
     for p,r in zip(pieces, at):
         if not (m := p.media):
             continue
-        pos3[:,r:r+len(p.ids)] = m.positions(p.start, len(p.ids))
+        pos3[:,r:r+len(p.ids)] = m.positions(
+            p.start, len(p.ids))
         for rows,values,deep in m.patches(p.start, len(p.ids)):
             found.append((rows-p.start+r, values, deep))
     if not found:
         return up(pos3),None
     rows,values,deep = zip(*found)
-    return up(pos3),(up(np.concatenate(rows)), up(np.concatenate(values)), [up(np.concatenate(d)) for d in zip(*deep)])
+    return up(pos3),(up(np.concatenate(rows)),
+        up(np.concatenate(values)),
+        [up(np.concatenate(d)) for d in zip(*deep)])
 
 # %% ../../nbs/4_model/04_model.ipynb #3e03a8f9
 def _rotary(rope, device, positions)->RotaryTable|None:
@@ -168,16 +197,23 @@ class Decoder:
     activations = 'f16' # In which a card multiplies prompts
     def __init__(self, c:ModelConfig, layers:list, mtp=None, vision=None):
         _unscaled(c, self.scales)
-        self.c,self.layers,self._mtp,self._vision = c,layers,mtp,vision
-    def __repr__(self): return f'Decoder({self.c.name or self.c.family}: {len(self.layers)} layers, {self.c.num_params:,} weights)'
+        self.c,self.layers = c,layers
+        self._mtp,self._vision = mtp,vision
+    def __repr__(self):
+        return f'Decoder({self.c.name or self.c.family}: {len(self.layers)} layers, {self.c.num_params:,} weights)'
 
     @property
-    def head_want(self)->Want: "The output matrix"; return Want('lm_head.weight', ('lm_head.weight',), (self.c.vocab_size, self.c.hidden_size))
+    def head_want(self)->Want:
+        "The output matrix"
+        return Want('lm_head.weight', ('lm_head.weight',),
+            (self.c.vocab_size, self.c.hidden_size))
 
     def wants(self)->list[Want]:
         "Everything to be read from a checkpoint"
-        c,table = self.c,(self.c.vocab_size, self.c.hidden_size)
-        ws = [Want('embed_tokens.weight', ('model.embed_tokens.weight',), table), norm('norm', 'model.norm', c.hidden_size, c)]
+        c = self.c
+        table = (self.c.vocab_size, self.c.hidden_size)
+        ws = [Want('embed_tokens.weight', ('model.embed_tokens.weight',), table),
+            norm('norm', 'model.norm', c.hidden_size, c)]
         if not c.tie_embeddings:
             ws.append(self.head_want)
         for i,l in enumerate(self.layers):
@@ -189,7 +225,8 @@ class Decoder:
 
     def bind(self, weights:dict, device, max_seq_len:int):
         "Take `weights` by name and make the tables of angles; parts whose weights are not among them are left out"
-        visual = {n:w for n,w in weights.items() if n.startswith('visual.')}
+        visual = {n:w
+            for n,w in weights.items() if n.startswith('visual.')}
         self._names,self._visual = list(weights),visual
         self.vision = self._vision.bind(visual, device) if visual else None
         self.mtp = self._mtp if any(n.startswith('mtp.') for n in weights) else None
@@ -226,11 +263,14 @@ def weights(self:Decoder)->dict:
         for p in name.split('.'):
             o = o[int(p)] if p.isdigit() else getattr(o, p)
         return o
-    return {n: self._visual[n] if n in self._visual else now(n) for n in self._names}
+    return {n: self._visual[n] if n in self._visual else now(n)
+        for n in self._names}
 
 # %% ../../nbs/4_model/04_model.ipynb #d819f782
 @patch
-def step(self:Decoder, b:Batch, cache, routes:list|None=None)->Step:
+def step(
+    self:Decoder, b:Batch, cache, routes:list|None=None
+)->Step:
     "What the layers share during one step"
     angles = {}
     for kind,table in self._rotary.items():
@@ -255,9 +295,12 @@ def trunk(self:Decoder,
     made:list|None=None, # Gets the rows as the head wants them too, if the last layer left them so
 ): # [R, H] float32
     "The residual stream after the last layer"
-    s,x = self.step(b, cache, routes),self.embed(b)  # (R,H)
+    # (R,H)
+    s = self.step(b, cache, routes)
+    x = self.embed(b)
     rows,_,deep = b.patches or (None,None,())
-    with np.errstate(over='ignore', invalid='ignore'):  # small matrix products raise these for lanes past a row's end; the sampler looks for NaN
+    # small matrix products raise these for lanes past a row's end; the sampler looks for NaN
+    with np.errstate(over='ignore', invalid='ignore'):
         for i,l in enumerate(self.layers):
             x = l(x, s)
             if i<len(deep):
@@ -280,8 +323,11 @@ def _looks(o, pools, above=()):
     if id(o) in above:
         return 'above'
     above = *above,id(o)
-    def value(k, v): return _looks([p.get(v) for p in pools] if k=='_i' else v, pools, above)
-    its = {k: value(k, v) for k,v in vars(o).items() if k!='_c'}
+    def value(k, v):
+        return _looks([p.get(v) for p in pools] if k=='_i' else v,
+            pools, above)
+    its = {k: value(k, v)
+        for k,v in vars(o).items() if k!='_c'}
     return type(o).__name__,*sorted(its.items())
 
 @patch
@@ -317,7 +363,8 @@ def media(self:Decoder,
     if not images:
         return None
     if not self.vision:
-        raise RequestError(f'{self!r} cannot see images', hint='Use a model with a vision tower', param='messages')
+        raise RequestError(f'{self!r} cannot see images', hint='Use a model with a vision tower',
+            param='messages')
     return make_media(self.vision, self.c.vision, ids, images, known)
 
 # %% ../../nbs/4_model/04_model.ipynb #31676aed
@@ -364,10 +411,16 @@ def plan(ckpt)->tuple[Decoder,list[Want]]:
     m = build(ckpt.config)
     wants = m.wants()+[m.head_want]*_own_head(ckpt)
     starts = dict(mtp='mtp.', vision='visual.')
-    there = {part for part,p in starts.items() if any(k.startswith(p) for k in ckpt.tensors)}
+    there = {part
+        for part,p in starts.items() if any(k.startswith(p)
+                for k in ckpt.tensors)}
     return m,[w for w in wants if not w.part or w.part in there]
 
-def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None, drafting=None, activations=None, note=None, store=None)->Decoder:
+def load_model(
+    ckpt, device, max_seq_len:int|None=None, show=None,
+    parts=('','vision'), packed=False, quantization=None, head=None,
+    drafting=None, activations=None, note=None, store=None
+)->Decoder:
     "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says, or from the `Store` where they are; errors as for `load`"
     m,wants = plan(ckpt)
     if activations:
