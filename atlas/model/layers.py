@@ -23,7 +23,8 @@ from ..ops.vocabulary import Norm,Step
 def bind(root, name:str, value):
     "Set `root.a[0].b = value` for the name 'a.0.b', making plain nodes where there are none"
     *path,leaf = name.split('.')
-    for part in path: root = _below(root, part)
+    for part in path:
+        root = _below(root, part)
     setattr(root, leaf, value)
 
 def _below(node, part):
@@ -169,47 +170,52 @@ class DeltaNet:
             *stack(dst+'out_proj', src, ('out_proj',),
                 (self._c.hidden_size,), z)]
 
-    def _inputs(self, dst, src):
-        "Wants of the two products of the stream, from four matrices or from two"
-        d,heads = self._d,self._d.num_v_heads
-        width = self._c.hidden_size
-        def either(name, separate, sizes, fused, order):
-            a = stack(dst+name, src, separate, sizes, width)[0]
-            joined = Want(a.name, (f'{src}{fused}.weight',), a.shape, order=order)
-            return replace(a, alts=(joined,), exact=name=='ba_proj')
-        qkvz = ('in_proj_qkv','in_proj_z'),(self._qkv,self._z)
-        ba = ('in_proj_b','in_proj_a'),(heads,heads)
-        return [either('in_proj', *qkvz, 'in_proj_qkvz', ungroup_qkvz(d)),
-            either('ba_proj', *ba, 'in_proj_ba', ungroup_ba(d))]
-
-    def weights(self)->DeltaWeights:
-        "What `gated_delta` reads"
-        d = self._d
-        return DeltaWeights(
-            self.conv1d.weight,
-            self.A,
-            self.dt_bias,
-            self.norm.weight,
-            self._c.norm_eps,
-            d.num_k_heads,
-            d.gate_act,
-            self.out_proj.weight)
-
-    def __call__(self, x, norm, s, add=None):
-        "As `Attention`"
-        b_a = self.ba_proj.weight
-        p = s.ops.project(s, x, self.in_proj, norm, extra=b_a)  # (R, qkv + z + b + a)
-        conv = s.cache.conv[self._i]
-        rec = s.cache.rec[self._i]
-        o,left = s.ops.gated_delta(s, p, self.weights(),
-            conv, rec)
-        return s.ops.project(s, o, self.out_proj, left, add)
-
 def decay(dst, src, n):
     "The decay A = -exp(A_log) of `n` heads; GGUF files hold A itself"
     itself = vector(dst+'A', src+'A', n)
     return vector(dst+'A', src+'A_log', n, fn=_neg_exp,
         alts=(itself,))
+
+# %% ../../nbs/4_model/01_layers.ipynb #6a90a157
+@patch
+def weights(self:DeltaNet)->DeltaWeights:
+    "What `gated_delta` reads"
+    d = self._d
+    return DeltaWeights(
+        self.conv1d.weight,
+        self.A,
+        self.dt_bias,
+        self.norm.weight,
+        self._c.norm_eps,
+        d.num_k_heads,
+        d.gate_act,
+        self.out_proj.weight)
+
+@patch
+def __call__(self:DeltaNet, x, norm, s, add=None):
+    "As `Attention`"
+    b_a = self.ba_proj.weight
+    p = s.ops.project(s, x, self.in_proj, norm, extra=b_a)  # (R, qkv + z + b + a)
+    conv = s.cache.conv[self._i]
+    rec = s.cache.rec[self._i]
+    o,left = s.ops.gated_delta(s, p, self.weights(),
+        conv, rec)
+    return s.ops.project(s, o, self.out_proj, left, add)
+
+# %% ../../nbs/4_model/01_layers.ipynb #9970d52f
+@patch
+def _inputs(self:DeltaNet, dst, src):
+    "Wants of the two products of the stream, from four matrices or from two"
+    d,heads = self._d,self._d.num_v_heads
+    width = self._c.hidden_size
+    def either(name, separate, sizes, fused, order):
+        a = stack(dst+name, src, separate, sizes, width)[0]
+        joined = Want(a.name, (f'{src}{fused}.weight',), a.shape, order=order)
+        return replace(a, alts=(joined,), exact=name=='ba_proj')
+    qkvz = ('in_proj_qkv','in_proj_z'),(self._qkv,self._z)
+    ba = ('in_proj_b','in_proj_a'),(heads,heads)
+    return [either('in_proj', *qkvz, 'in_proj_qkvz', ungroup_qkvz(d)),
+        either('ba_proj', *ba, 'in_proj_ba', ungroup_ba(d))]
 
 # %% ../../nbs/4_model/01_layers.ipynb #2bca3519
 class Mamba:
@@ -237,28 +243,31 @@ class Mamba:
         return ws+stack(dst+'out_proj', src, ('out_proj',),
             (width,), inner, bias)
 
-    def weights(self)->MambaWeights:
-        "What `mamba` reads"
-        conv = self.conv1d
-        return MambaWeights(
-            conv.weight,
-            conv.bias,
-            self.A,
-            self.D,
-            self.dt_bias,
-            self.norm.weight,
-            self._c.norm_eps,
-            self._m.n_groups,
-            self.out_proj.weight)
+# %% ../../nbs/4_model/01_layers.ipynb #cbb12b8b
+@patch
+def weights(self:Mamba)->MambaWeights:
+    "What `mamba` reads"
+    conv = self.conv1d
+    return MambaWeights(
+        conv.weight,
+        conv.bias,
+        self.A,
+        self.D,
+        self.dt_bias,
+        self.norm.weight,
+        self._c.norm_eps,
+        self._m.n_groups,
+        self.out_proj.weight)
 
-    def __call__(self, x, norm, s, add=None):
-        "As `Attention`"
-        p = s.ops.project(s, x, self.in_proj, norm)
-        conv = s.cache.conv[self._i]
-        rec = s.cache.rec[self._i]
-        o,left = s.ops.mamba(s, p, self.weights(),
-            conv, rec)
-        return s.ops.project(s, o, self.out_proj, left, add)
+@patch
+def __call__(self:Mamba, x, norm, s, add=None):
+    "As `Attention`"
+    p = s.ops.project(s, x, self.in_proj, norm)
+    conv = s.cache.conv[self._i]
+    rec = s.cache.rec[self._i]
+    o,left = s.ops.mamba(s, p, self.weights(),
+        conv, rec)
+    return s.ops.project(s, o, self.out_proj, left, add)
 
 # %% ../../nbs/4_model/01_layers.ipynb #3b766017
 class MLP:
@@ -295,7 +304,7 @@ class MoENames:
     down:str='down_proj'
     shared:str='shared_expert'
     correction:str='gate.e_score_correction_bias'
-    # Are stacked tensors of plain numbers stored as [E,in,out]? The first answer that fits the shape
+    # Are stacked tensors of plain numbers stored as [E,in,out]? The first that fits the shape
     transposed:tuple=(False,)
     interleaved:bool=False # Do gate and up rows of a stacked tensor alternate?
 
@@ -346,19 +355,6 @@ class MoE:
         # for a device that keeps the shared expert in the bank, or asks ahead
         self.joined,self.then,self.reader = False,None,None
 
-    def wants(self, dst, src):
-        "As `Attention.wants`"
-        m,n,H = self.config,self._n,self._c.hidden_size
-        router = (f'{src}{n.router}.weight',)
-        ws = [Want(dst+'router.weight', router, (m.num_experts,H),
-            exact=True)]
-        ws += self._banks(dst, src+'experts.')
-        if m.router_bias:
-            ws.append(vector(dst+'router.bias', f'{src}{n.router}.bias', m.num_experts))
-        if m.correction:
-            ws.append(vector(dst+'router.correction', src+n.correction, m.num_experts))
-        return ws+self._bias_wants(dst, src+'experts.')+self._shared_wants(dst, src)
-
 @patch
 def _inputs(self:MoE)->dict:
     "Rows of the matrices of an expert that see the stream, by name"
@@ -377,6 +373,21 @@ def _banks(self:MoE, dst, base)->list:
     order = _halves(I) if n.interleaved else None
     return [first.want(n.transposed, order, pair=c.gated),
         second.want(n.transposed)]
+
+# %% ../../nbs/4_model/01_layers.ipynb #778fae01
+@patch
+def wants(self:MoE, dst, src):
+    "As `Attention.wants`"
+    m,n,H = self.config,self._n,self._c.hidden_size
+    router = (f'{src}{n.router}.weight',)
+    ws = [Want(dst+'router.weight', router, (m.num_experts,H),
+        exact=True)]
+    ws += self._banks(dst, src+'experts.')
+    if m.router_bias:
+        ws.append(vector(dst+'router.bias', f'{src}{n.router}.bias', m.num_experts))
+    if m.correction:
+        ws.append(vector(dst+'router.correction', src+n.correction, m.num_experts))
+    return ws+self._bias_wants(dst, src+'experts.')+self._shared_wants(dst, src)
 
 # %% ../../nbs/4_model/01_layers.ipynb #5f11a2ff
 @patch

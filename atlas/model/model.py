@@ -111,7 +111,8 @@ def _layout(pieces, tiled)->list[_Placed]:
     for p in pieces:
         size,lead = len(p.ids),0
         if tiled:
-            first,last = p.start//TILE,-(-(p.start+size)//TILE)
+            first = p.start//TILE
+            last = -(-(p.start+size)//TILE)
             size,lead = (last-first)*TILE,p.start-first*TILE
         found.append(_Placed(p, begin, size, lead))
         begin += size
@@ -139,7 +140,8 @@ def _rows(layout, tables, block_size)->dict:
     "The fields of a `Batch` that say something of each row, as host arrays"
     R = _num_rows(layout)
     ids,pos = (np.zeros(R, np.int32) for _ in '12')
-    slots,keep = np.full(R, -1, np.int64),np.full(R, -1, np.int32)
+    slots = np.full(R, -1, np.int64)
+    keep = np.full(R, -1, np.int32)
     for p,table in zip(layout, tables):
         positions = np.arange(p.piece.start, p.end)
         ids[p.rows],pos[p.rows] = p.piece.ids,positions
@@ -159,12 +161,15 @@ def _tables(pieces)->np.ndarray: # [S, max_blocks] int32
     "Block tables of all pieces, 0 behind their ends"
     most = max(len(p.table) for p in pieces)
     tables = np.zeros((len(pieces),most), np.int32)
-    for row,p in zip(tables, pieces): row[:len(p.table)] = p.table
+    for row,p in zip(tables, pieces):
+        row[:len(p.table)] = p.table
     return tables
 
 def _wanted(layout)->list[int]:
     "Rows whose logits are wanted"
-    return [r for p in layout for r in range(p.rows.stop-p.piece.want, p.rows.stop)]
+    return [r for p in layout
+        for r in range(p.rows.stop-p.piece.want,
+                p.rows.stop)]
 
 # %% ../../nbs/4_model/04_model.ipynb #d985cc85
 def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
@@ -204,7 +209,8 @@ def _tiles(layout)->dict:
 def _for_kernels(layout, tiled, ints)->dict:
     "The fields of a `Batch` from `seq` on"
     seq = np.full(_num_rows(layout), -1)
-    for i,p in enumerate(layout): seq[p.rows] = i
+    for i,p in enumerate(layout):
+        seq[p.rows] = i
     first = np.cumsum([0, *(p.size for p in layout)])
     tiles = _tiles(layout) if tiled else {}
     return dict(
@@ -221,7 +227,8 @@ def _media(layout, pos, up)->dict:
         return {}
     pos3,found = np.tile(pos, (3,1)),[]
     for p in seeing:
-        media,start,n = p.piece.media,p.piece.start,len(p.piece.ids)
+        media,start = p.piece.media,p.piece.start
+        n = len(p.piece.ids)
         pos3[:,p.rows] = media.positions(start, n)
         for rows,values,deep in media.patches(start, n):
             found.append((rows-start+p.rows.start, values, deep))
@@ -279,29 +286,35 @@ class Decoder:
                 ws += part.wants()
         return ws
 
-    def bind(self, weights:dict, device, max_seq_len:int):
-        """Take `weights` by name and make the tables of angles; parts whose weights are not among
-        them are left out"""
-        visual = {n:w for n,w in weights.items() if n.startswith('visual.')}
-        self._names,self._visual = list(weights),visual
-        self.vision = self._vision.bind(visual, device) if visual else None
-        drafts = any(n.startswith('mtp.') for n in weights)
-        self.mtp = self._mtp if drafts else None
-        for n,w in weights.items():
-            if n not in visual:
-                bind(self, n, w)
-        if 'lm_head.weight' not in weights:
-            self.lm_head = self.embed_tokens
-        self.device,self.max_seq_len = device,max_seq_len
-        self.ops = words_of(device)
-        self.ops.prepare(self)
-        self._rotary = self._tables_of_angles()
-        return self
+# %% ../../nbs/4_model/04_model.ipynb #0f8a9cc4
+@patch
+def bind(self:Decoder, weights:dict, device, max_seq_len:int):
+    """Take `weights` by name and make the tables of angles; parts whose weights are not among
+    them are left out"""
+    visual = {n:w
+        for n,w in weights.items() if n.startswith('visual.')}
+    self._names,self._visual = list(weights),visual
+    self.vision = self._vision.bind(visual, device) if visual else None
+    drafts = any(n.startswith('mtp.') for n in weights)
+    self.mtp = self._mtp if drafts else None
+    for n,w in weights.items():
+        if n not in visual:
+            bind(self, n, w)
+    if 'lm_head.weight' not in weights:
+        self.lm_head = self.embed_tokens
+    self.device,self.max_seq_len = device,max_seq_len
+    self.ops = words_of(device)
+    self.ops.prepare(self)
+    self._rotary = self._tables_of_angles()
+    return self
 
-    def _tables_of_angles(self)->dict:
-        "Rotary tables of each kind of attention that there is"
-        kinds = {k: getattr(self.c, k) for k in ('attention','sliding')}
-        return {k: _rotary(a.rope, self.device, self.max_seq_len) for k,a in kinds.items() if a}
+# %% ../../nbs/4_model/04_model.ipynb #d70f8daa
+@patch
+def _tables_of_angles(self:Decoder)->dict:
+    "Rotary tables of each kind of attention that there is"
+    kinds = {k: getattr(self.c, k) for k in ('attention','sliding')}
+    return {k: _rotary(a.rope, self.device, self.max_seq_len)
+        for k,a in kinds.items() if a}
 
 # %% ../../nbs/4_model/04_model.ipynb #5ca1ed01
 def _unscaled(c, taken):
@@ -381,14 +394,17 @@ def _looks(o, pools, above=()):
         return o
     if id(o) in above:
         return 'above'
-    return type(o).__name__,*_attributes(o, pools, (*above,id(o)))
+    return type(o).__name__,*_attributes(o, pools,
+        (*above,id(o)))
 
 def _attributes(o, pools, above)->list:
     "How the attributes of `o` look, by name; its number stands for what it has in the pools"
-    its = {k:v for k,v in vars(o).items() if k!='_c'}
+    its = {k:v
+        for k,v in vars(o).items() if k!='_c'}
     if '_i' in its:
         its['_i'] = [p.get(its['_i']) for p in pools]
-    return sorted((k, _looks(v, pools, above)) for k,v in its.items())
+    return sorted((k, _looks(v, pools, above))
+        for k,v in its.items())
 
 @patch
 def samples(self:Decoder, cache)->list[int]:
