@@ -116,23 +116,23 @@ class _Planned(LoadedModel):
 @patch
 def _cache(self:_Planned, p:LoadPlan, weights:int, steps:int):
     "Put tables, cache and states into a plan"
-    by,kv,seqs = self.drafting,self._kv,self.max_num_seqs
-    token = token_bytes(self.config, self.ops, kv['dtype'],
-        by.who=='mtp', kv['high_precision'])
-    token += self._beside()[0]
-    blocks = -(-self.max_seq_len//kv['block_size'])
-    snapshots = 0
     try:
         blocks,snapshots = self._blocks(steps+weights)
     except OutOfMemoryError as e:
         p.error = p.error or e.msg
         p.hint = p.hint or e.hint
-    p.cache_tokens = blocks*kv['block_size']
-    each = (1+by.k)*slot_bytes(self.config, self.ops)+self._beside()[1]
+        blocks,snapshots = -(-self.max_seq_len//self._kv['block_size']),0
+    seqs = self.max_num_seqs
+    p.cache_tokens = blocks*self._kv['block_size']
     p.parts |= dict(
         tables=self._tables(seqs),
-        cache=p.cache_tokens*token,
-        states=seqs*each+snapshots*self._one_state())
+        cache=p.cache_tokens*self._token(),
+        states=seqs*self._sequence_bytes(0)+snapshots*self._one_state())
+
+@patch
+def _token(self:_Planned)->int:
+    "Bytes of a token in the cache, in that of a model that drafts with it"
+    return self._sequence_bytes(1)-self._sequence_bytes(0)
 
 # %% ../../nbs/5_engine/18_planning.ipynb #74d517e8
 def plan_open(
@@ -339,7 +339,7 @@ def _lessen(self:MeasuredModel, ck):
     self.chunk = ifnone(o.chunk, self.ops.DEFAULTS.chunk)
     tokens = min(self.max_seq_len, FEW*USUAL//seqs or 1)
     cache = max(self._one_long(seqs), seqs*self._sequence_bytes(tokens))
-    steps = self._steps(seqs, ck, s.packed, s.anew)
+    steps = self._steps(seqs, ck, s.form)
     least = self._takes(seqs, steps, cache)
     if least>self.most>0:
         return
@@ -368,9 +368,9 @@ def told(self:MeasuredModel)->dict:
     found = dict(least=self.least, most=self.most, cache=self.cache_bytes)
     found |= _fixed_parts(self.sizes)|dict(steps=self.steps)
     if 'memory_budget' not in self.ops.DEFAULTS.foreign:
-        kept = dict(packed=self.sizes.packed) if self.sizes.vision else {}
+        kept = dict(packed=self.sizes.form.packed) if self.sizes.vision else {}
         settled = dict(memory_budget=self.least)|kept
         return found|dict(settled=settled, grows='memory_budget')
     asked = dict(kv_cache_memory=self.cache_bytes, max_num_seqs=self.max_num_seqs)
-    return found|dict(settled=asked|dict(packed=self.sizes.packed),
+    return found|dict(settled=asked|dict(packed=self.sizes.form.packed),
         grows='kv_cache_memory')
