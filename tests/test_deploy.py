@@ -20,7 +20,8 @@ def unit(path):
     "A unit's sections: name -> key -> list of values"
     out,into = {},None
     for line in path.read_text().splitlines():
-        if line.startswith('['): into = out.setdefault(line.strip('[]'), {})
+        if line.startswith('['):
+            into = out.setdefault(line.strip('[]'), {})
         elif line and line[0] not in '#;':
             k,_,v = line.partition('=')
             into.setdefault(k, []).append(v)
@@ -29,7 +30,9 @@ def unit(path):
 def flags(*command):
     "The flags that a command of `atlas` has"
     code = 'from atlas.use.cli import main; main()'
-    r = subprocess.run([sys.executable, '-c', code, *command, '--help'], capture_output=True, text=True, timeout=WAIT, cwd=root)
+    r = subprocess.run(
+        [sys.executable, '-c', code, *command, '--help'], capture_output=True,
+        text=True, timeout=WAIT, cwd=root)
     assert r.returncode==0, r.stderr
     found = set(re.findall(r'--[a-z][\w-]+', r.stdout))
     return found
@@ -40,23 +43,31 @@ def flags(*command):
 def test_units_are_valid(path, tmp_path):
     "As systemd itself says: no unknown key, no bad value. What they run is not on this machine"
     exe = shutil.which('systemd-analyze') or pytest.skip('no systemd here')
-    for p in UNITS: (tmp_path/p.name).write_text(p.read_text().replace('/opt/atlas/bin/atlas', '/bin/true'))
-    r = subprocess.run([exe, 'verify', '--man=no', tmp_path/path.name], capture_output=True, text=True, timeout=WAIT)
+    for p in UNITS:
+        (tmp_path/p.name).write_text(p.read_text().replace('/opt/atlas/bin/atlas', '/bin/true'))
+    r = subprocess.run(
+        [exe, 'verify', '--man=no', tmp_path/path.name], capture_output=True,
+        text=True, timeout=WAIT)
     said = [l for l in r.stderr.splitlines() if path.name in l]
     assert not said and r.returncode==0, r.stderr
 
 def test_a_wrong_unit_would_be_seen(tmp_path):
     exe = shutil.which('systemd-analyze') or pytest.skip('no systemd here')
     wrong = tmp_path/'atlas.service'
-    wrong.write_text((deploy/'systemd'/'atlas.service').read_text().replace('WatchdogSec=30s', 'WatchdogSec=often').replace('/opt/atlas/bin/atlas', '/bin/true'))
-    r = subprocess.run([exe, 'verify', '--man=no', wrong], capture_output=True, text=True, timeout=WAIT)
+    wrong.write_text(
+        (deploy/'systemd'/'atlas.service').read_text().replace(
+            'WatchdogSec=30s', 'WatchdogSec=often').replace('/opt/atlas/bin/atlas', '/bin/true'))
+    r = subprocess.run(
+        [exe, 'verify', '--man=no', wrong], capture_output=True, text=True,
+        timeout=WAIT)
     assert 'atlas.service' in r.stderr and 'often' in r.stderr
 
 def test_the_server_is_a_user_and_what_drops_caches_is_root():
     server,drop = (unit(deploy/'systemd'/f'{n}.service') for n in ('atlas','atlas-drop-caches'))
     assert server['Service']['User']==['atlas'] and 'User' not in drop['Service']
     assert 'drop_caches' in drop['Service']['ExecStart'][0] and drop['Service']['Type']==['oneshot']
-    for k in ('Wants','After'): assert 'atlas-drop-caches.service' in server['Unit'][k][0].split()
+    for k in ('Wants','After'):
+        assert 'atlas-drop-caches.service' in server['Unit'][k][0].split()
     assert server['Service']['Type']==['notify'] and server['Service']['TimeoutStartSec']==['infinity']
 
 @pytest.mark.parametrize('name', ['atlas.service','atlas-watch.service'])
@@ -71,20 +82,30 @@ def kept(tmp_path, **env):
     s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     s.bind(str(tmp_path/'notify'))
     s.settimeout(WAIT)
-    env = os.environ|dict(NOTIFY_SOCKET=str(tmp_path/'notify'), PYTHONPATH=f'{root}:{root/"tests"/"helpers"}')|env
-    p = subprocess.Popen([*map(str, GATEWAY), json.dumps(dict(models=['m']))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
-    try: yield p,s
-    finally: p.kill(); p.wait(WAIT); s.close()
+    env = os.environ|dict(
+        NOTIFY_SOCKET=str(tmp_path/'notify'), PYTHONPATH=f'{root}:{root/"tests"/"helpers"}')|env
+    p = subprocess.Popen(
+        [*map(str, GATEWAY), json.dumps(dict(models=['m']))],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+    try:
+        yield p,s
+    finally:
+        p.kill()
+        p.wait(WAIT)
+        s.close()
 
 def test_a_server_tells_systemd_how_it_is(tmp_path):
     "Ready once its models are; alive, again and again; and that it stops"
     with kept(tmp_path, WATCHDOG_USEC='600000') as (p,s):
         said = []
         def hear(word):
-            while not any(word in m for m in said): said.append(s.recv(999).decode())
+            while not any(word in m for m in said):
+                said.append(s.recv(999).decode())
         hear('READY=1')
         said.clear()
-        for _ in range(3): hear('WATCHDOG=1'); said.clear()
+        for _ in range(3):
+            hear('WATCHDOG=1')
+            said.clear()
         p.send_signal(signal.SIGTERM)
         hear('STOPPING=1')
         assert p.wait(WAIT)==0
@@ -92,14 +113,17 @@ def test_a_server_tells_systemd_how_it_is(tmp_path):
 def test_a_server_that_hangs_is_silent(tmp_path):
     "Stopped, it says nothing, and its watchdog would bite"
     with kept(tmp_path, WATCHDOG_USEC='300000') as (p,s):
-        while 'WATCHDOG=1' not in s.recv(999).decode(): pass
+        while 'WATCHDOG=1' not in s.recv(999).decode():
+            pass
         p.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, p.pid, os.WSTOPPED|os.WNOWAIT)
         s.setblocking(False)
         with pytest.raises(BlockingIOError):
-            for _ in range(99): s.recv(999) # what was on its way
+            for _ in range(99):
+                s.recv(999) # what was on its way
         s.settimeout(.5)
-        with pytest.raises(TimeoutError): s.recv(999)
+        with pytest.raises(TimeoutError):
+            s.recv(999)
         p.send_signal(signal.SIGCONT)
         s.settimeout(WAIT)
         assert 'WATCHDOG=1' in s.recv(999).decode()
@@ -126,7 +150,9 @@ def dockerfile():
 
 def test_the_image_has_what_it_copies():
     "And .dockerignore lets it through"
-    let = [l[1:] for l in (deploy/'Dockerfile.dockerignore').read_text().splitlines() if l.startswith('!')]
+    let = [
+        l[1:] for l in (deploy/'Dockerfile.dockerignore').read_text().splitlines()
+        if l.startswith('!')]
     copied = [a.split() for k,a in dockerfile() if k=='COPY' and '--from' not in a]
     sources = [s for c in copied for s in c[:-1]]
     assert set(sources)==set(let) and all((root/s).exists() for s in sources)
@@ -134,7 +160,8 @@ def test_the_image_has_what_it_copies():
 def test_the_image_builds_what_setup_needs(tmp_path):
     "All that setup.py reads beside the packages is copied"
     copied = {s for k,a in dockerfile() if k=='COPY' for s in a.split()}
-    for name in re.findall(r"here/'([\w.]+)'", (root/'setup.py').read_text()): assert name in copied, name
+    for name in re.findall(r"here/'([\w.]+)'", (root/'setup.py').read_text()):
+        assert name in copied, name
 
 def test_the_image_runs_a_command_that_there_is():
     d = dict(dockerfile())
@@ -144,7 +171,8 @@ def test_the_image_runs_a_command_that_there_is():
     assert d['EXPOSE']=='8888' and d['USER']=='atlas'
     ini = ConfigParser(delimiters=['='])
     ini.read(root/'settings.ini')
-    for extra in d['ARG'].partition('=')[2].split(','): assert f'{extra}_requirements' in ini['DEFAULT']
+    for extra in d['ARG'].partition('=')[2].split(','):
+        assert f'{extra}_requirements' in ini['DEFAULT']
     assert extra in (root/'setup.py').read_text()
 
 # -- compose, Prometheus, Grafana ------------------------------------------------------------------
@@ -162,8 +190,10 @@ def test_compose_mounts_what_there_is():
             source = v.split(':')[0]
             known = source in COMPOSE['volumes'] or (deploy/source).exists()
             assert known, f'{name}: {v}'
-        for other in s.get('depends_on', ()): assert other in COMPOSE['services']
-        for secret in s.get('secrets', ()): assert secret['source'] in COMPOSE['secrets']
+        for other in s.get('depends_on', ()):
+            assert other in COMPOSE['services']
+        for secret in s.get('secrets', ()):
+            assert secret['source'] in COMPOSE['secrets']
     built = COMPOSE['services']['atlas']['build']
     assert (deploy/built['context']/built['dockerfile']).exists()
 
@@ -191,13 +221,16 @@ def samples():
     m.machine = everything_seen()
     out = {}
     for l in m.text().decode().splitlines():
-        if l[:1]!='#' and (x := re.match(r'([\w:]+)(?:\{(.*)\})? ', l)): out.setdefault(x[1], set()).update(re.findall(r'(\w+)=', x[2] or ''))
+        if l[:1]!='#' and (x := re.match(r'([\w:]+)(?:\{(.*)\})? ', l)):
+            out.setdefault(x[1], set()).update(
+                re.findall(r'(\w+)=', x[2] or ''))
     return out
 
 def test_alerts_name_what_there_is():
     "Metrics, and the labels by which they are summed, matched and shown"
     told = samples()
-    rules = yaml.safe_load((deploy/'prometheus'/'rules.yml').read_text())['groups'][0]['rules']
+    rules = yaml.safe_load(
+        (deploy/'prometheus'/'rules.yml').read_text())['groups'][0]['rules']
     assert len({r['alert'] for r in rules})==len(rules)>=5
     for r in rules:
         e = r['expr']
@@ -215,18 +248,21 @@ def test_alerts_name_what_there_is():
 def test_states_of_alerts_are_states():
     rules = (deploy/'prometheus'/'rules.yml').read_text()
     from atlas.service.watch import ILL
-    assert set(re.search(r'state=~"([\w|]+)"', rules)[1].split('|'))==set(ILL)<=set(metrics.STATES)
+    assert set(
+        re.search(r'state=~"([\w|]+)"', rules)[1].split('|'))==set(ILL)<=set(metrics.STATES)
     from atlas.card.sensors import REASONS
     assert set(re.search(r'reason=~"([\w|]+)"', rules)[1].split('|'))<=set(REASONS)
     assert tuple(REASONS)==metrics._why_slow
 
 def test_grafana_finds_its_dashboard():
-    provider, = yaml.safe_load((deploy/'grafana'/'dashboards'/'atlas.yaml').read_text())['providers']
+    provider, = yaml.safe_load(
+        (deploy/'grafana'/'dashboards'/'atlas.yaml').read_text())['providers']
     mounts = dict(v.split(':')[:2] for v in COMPOSE['services']['grafana']['volumes'])
     source, = (s for s,at in mounts.items() if at.startswith(provider['options']['path']))
     shown = json.loads((deploy/source).read_text())
     wants = [v for v in shown['templating']['list'] if v['type']=='datasource']
     assert [w['query'] for w in wants]==['prometheus']
-    source, = yaml.safe_load((deploy/'grafana'/'datasources'/'atlas.yaml').read_text())['datasources']
+    source, = yaml.safe_load(
+        (deploy/'grafana'/'datasources'/'atlas.yaml').read_text())['datasources']
     assert source['type']=='prometheus' and source['url']=='http://prometheus:9090'
     assert mounts['./grafana']=='/etc/grafana/provisioning'

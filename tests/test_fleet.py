@@ -23,7 +23,7 @@ from atlas.service.protocol.base import Ask
 from atlas.service.protocol.chunks import TextAsk
 from atlas.service.reload import FleetFile,changes
 from atlas.service.server import create_app
-from atlas.service.service import Upstream
+from atlas.service.service import ReadyModel
 from atlas.text.chat import ChatTemplate
 from atlas.text.tokenizer import byte_tokenizer
 
@@ -59,7 +59,8 @@ ENV = dict(SPARK2_KEY='secret')
 
 def refusal(text, env=ENV):
     "What is said of a file that is refused"
-    with pytest.raises(FleetError) as e: fleet_of(text, 'atlas.yaml', env)
+    with pytest.raises(FleetError) as e:
+        fleet_of(text, 'atlas.yaml', env)
     return e.value
 
 # -- the file --------------------------------------------------------------------------------------
@@ -68,7 +69,9 @@ def test_the_whole_of_it():
     f = fleet_of(WHOLE, env=ENV)
     assert f.memory==110<<30 and f.first==['qwen'] and f.watch.every==60 and f.fallbacks.cooldown==60
     c = f.config('qwen')
-    assert (c.model, c.max_seq_len, c.max_num_seqs, c.speculative)==('qwen3.6-35b-a3b-nvfp4', 262144, 16, True)
+    assert (
+        c.model, c.max_seq_len, c.max_num_seqs, c.speculative
+    )==('qwen3.6-35b-a3b-nvfp4', 262144, 16, True)
     assert f.fallbacks.names==dict(qwen=['spark2/gemma-4-26b','small'])
     assert [f.setting(n, 'ttl') for n in f.models]==[1800, 300]
 
@@ -76,42 +79,79 @@ def test_the_whole_of_it():
 WRONG = {
     'a key that no part has': ('pin: true', 'pinn: true', 'pinn is not known', 'Did you mean pin?'),
     'a key of the whole': ('memory:', 'memroy:', 'memroy is not known', 'memory'),
-    'a key of vLLM, misspelt': ('max_seq_len', 'max_modle_len', 'max_modle_len is not known', 'max_model_len'),
-    'two models of one name': ('  small:', '  qwen:', 'Two models are called', 'the first is at line 5'),
+    'a key of vLLM, misspelt': (
+        'max_seq_len', 'max_modle_len', 'max_modle_len is not known', 'max_model_len'),
+    'two models of one name': (
+        '  small:', '  qwen:', 'Two models are called', 'the first is at line 5'),
     'two names alike': ('  code:', '  cyber:', 'Two names are called', 'another name'),
-    'a model and a route alike': ('{auto:', '{small:', 'is a name that models has already, at line 6', 'another name'),
-    'a route in a circle': ('[code, cyber, qwen]', '[code, cyber, auto]', 'leads in a circle: auto > auto', 'name a model'),
-    'a persona of nothing': ('cyber: {model: qwen', 'cyber: {model: qwne', "leads to 'qwne', which is no name", 'Did you mean qwen?'),
-    'a persona without a model': ('cyber: {model: qwen, ', 'cyber: {', 'names.cyber.model is missing', 'Add it'),
-    'a persona of a route': ('cyber: {model: qwen', 'cyber: {model: auto', 'is a persona of auto, which is a route', 'one model'),
-    'a route to nothing': ('[code, cyber, qwen]', '[code, qwne]', "leads to 'qwne'", 'Did you mean qwen?'),
-    'a way that nobody goes': ('[code, cyber, qwen]', '[qwen, cyber]', 'has no keywords and is not the last', 'put it last'),
-    'a budget smaller than a model': ('pin: true', 'memory_budget: 200GiB', 'is 200 GiB, and memory is 110 GiB for all', 'Raise memory'),
+    'a model and a route alike': (
+        '{auto:', '{small:', 'is a name that models has already, at line 6', 'another name'),
+    'a route in a circle': (
+        '[code, cyber, qwen]', '[code, cyber, auto]', 'leads in a circle: auto > auto',
+        'name a model'),
+    'a persona of nothing': (
+        'cyber: {model: qwen', 'cyber: {model: qwne', "leads to 'qwne', which is no name",
+        'Did you mean qwen?'),
+    'a persona without a model': (
+        'cyber: {model: qwen, ', 'cyber: {', 'names.cyber.model is missing', 'Add it'),
+    'a persona of a route': (
+        'cyber: {model: qwen', 'cyber: {model: auto', 'is a persona of auto, which is a route',
+        'one model'),
+    'a route to nothing': (
+        '[code, cyber, qwen]', '[code, qwne]', "leads to 'qwne'", 'Did you mean qwen?'),
+    'a way that nobody goes': (
+        '[code, cyber, qwen]', '[qwen, cyber]', 'has no keywords and is not the last', 'put it last'
+    ),
+    'a budget smaller than a model': (
+        'pin: true', 'memory_budget: 200GiB', 'is 200 GiB, and memory is 110 GiB for all',
+        'Raise memory'),
     'a size that is none': ('110GiB', 'lots', "memory is 'lots', expected a size such as", ''),
-    'a time that is none': ('ttl: 5m', 'ttl: 5 weeks', "'5 weeks', expected a time such as 30m", ''),
+    'a time that is none': (
+        'ttl: 5m', 'ttl: 5 weeks', "'5 weeks', expected a time such as 30m", ''),
     'a ttl of nothing': ('ttl: 5m', 'ttl: 0', 'expected a time such as 30m, or never,', ''),
-    'a url that is no url': ('http://127.0.0.1:8882/v1', 'localhost 8882', 'is no address', 'http://host:port/path'),
-    'a url of another kind': ('http://127.0.0.1:8882/v1', 'ftp://127.0.0.1/v1', 'is no address', 'http://host:port/path'),
-    'a key in no variable': ('SPARK2_KEY', 'SPARK3_KEY', 'no variable of that name is set', 'export SPARK3_KEY'),
-    'a glob that shadows a model': ('"gpt-4*": qwen', '"sm*": qwen', 'catches small, which is a model here', 'Narrow'),
+    'a url that is no url': (
+        'http://127.0.0.1:8882/v1', 'localhost 8882', 'is no address', 'http://host:port/path'),
+    'a url of another kind': (
+        'http://127.0.0.1:8882/v1', 'ftp://127.0.0.1/v1', 'is no address', 'http://host:port/path'),
+    'a key in no variable': (
+        'SPARK2_KEY', 'SPARK3_KEY', 'no variable of that name is set', 'export SPARK3_KEY'),
+    'a glob that shadows a model': (
+        '"gpt-4*": qwen', '"sm*": qwen', 'catches small, which is a model here', 'Narrow'),
     'an upstream that shadows one': ('["gemma*"]', '["q*"]', 'catches qwen', 'Narrow'),
-    'a parser that nobody knows': ('qwen3_coder', 'qwen3_codr', 'which nobody knows', 'Did you mean qwen3_coder?'),
-    'a sampling that cannot be': ('temperature: 0.2', 'temperature: 200', "expected a number from 0 to 100", ''),
-    'a sampling that is no default': ('temperature: 0.2', 'n: 2', 'is no sampling parameter that can have a default', ''),
-    'an option that cannot be': ('max_seq_len: 262144', 'max_seq_len: lots', 'expected a whole number', ''),
-    'a default that cannot be': ('max_num_seqs: 16', 'max_num_seqs: 0', 'defaults.max_num_seqs', ''),
-    'a fallback to nothing': ('[spark2/gemma-4-26b, small]', '[smal]', "leads to 'smal'", 'Did you mean small?'),
-    'a fallback to itself': ('[spark2/gemma-4-26b, small]', '[qwen]', 'a fallback to itself', 'Leave it out'),
+    'a parser that nobody knows': (
+        'qwen3_coder', 'qwen3_codr', 'which nobody knows', 'Did you mean qwen3_coder?'),
+    'a sampling that cannot be': (
+        'temperature: 0.2', 'temperature: 200', "expected a number from 0 to 100", ''),
+    'a sampling that is no default': (
+        'temperature: 0.2', 'n: 2', 'is no sampling parameter that can have a default', ''),
+    'an option that cannot be': (
+        'max_seq_len: 262144', 'max_seq_len: lots', 'expected a whole number', ''),
+    'a default that cannot be': (
+        'max_num_seqs: 16', 'max_num_seqs: 0', 'defaults.max_num_seqs', ''),
+    'a fallback to nothing': (
+        '[spark2/gemma-4-26b, small]', '[smal]', "leads to 'smal'", 'Did you mean small?'),
+    'a fallback to itself': (
+        '[spark2/gemma-4-26b, small]', '[qwen]', 'a fallback to itself', 'Leave it out'),
     'an endpoint that is no url': ('http://127.0.0.1:8765/health', 'asr', 'is no address', ''),
-    'a url with a password': ('http://127.0.0.1:8882/v1', 'http://me:secret@127.0.0.1/v1', 'has a password in it', 'key_env'),
-    'a fallback to a persona of itself': ('[spark2/gemma-4-26b, small]', '[code]', 'leads in a circle: qwen > code > qwen', 'another model'),
-    'a fallback to a route': ('[spark2/gemma-4-26b, small]', '[auto]', 'leads to auto, which is a route', 'Name a model'),
-    'a fallback of a persona': ('fallbacks: {qwen: [', 'fallbacks: {code: [', 'which is a name for a model', 'name one'),
-    'what an upstream cannot serve': ('audio/speech', 'audio/spech', 'is not known', 'audio/speech'),
-    'a group that is none': ('ttl: 5m', 'group: tools', "'tools', which is no group", 'Add it to groups'),
-    'pinned, and with an end': ('pin: true', 'pin: true, ttl: 5m', 'a pinned model stays', 'Leave one of them out'),
+    'a url with a password': (
+        'http://127.0.0.1:8882/v1', 'http://me:secret@127.0.0.1/v1', 'has a password in it',
+        'key_env'),
+    'a fallback to a persona of itself': (
+        '[spark2/gemma-4-26b, small]', '[code]', 'leads in a circle: qwen > code > qwen',
+        'another model'),
+    'a fallback to a route': (
+        '[spark2/gemma-4-26b, small]', '[auto]', 'leads to auto, which is a route', 'Name a model'),
+    'a fallback of a persona': (
+        'fallbacks: {qwen: [', 'fallbacks: {code: [', 'which is a name for a model', 'name one'),
+    'what an upstream cannot serve': (
+        'audio/speech', 'audio/spech', 'is not known', 'audio/speech'),
+    'a group that is none': (
+        'ttl: 5m', 'group: tools', "'tools', which is no group", 'Add it to groups'),
+    'pinned, and with an end': (
+        'pin: true', 'pin: true, ttl: 5m', 'a pinned model stays', 'Leave one of them out'),
     'no YAML': ('ttl: 5m}', 'ttl: 5m', 'this is no YAML', ''),
-    'a name that YAML takes for a truth': ('  small:', '  on:', "that YAML takes for true", 'quotes'),
+    'a name that YAML takes for a truth': (
+        '  small:', '  on:', "that YAML takes for true", 'quotes'),
 }
 
 @pytest.mark.parametrize('what', WRONG)
@@ -120,25 +160,33 @@ def test_refused_with_line_and_remedy(what):
     assert WHOLE.count(old)==1
     e = refusal(WHOLE.replace(old, new))
     line = WHOLE[:WHOLE.index(old)].count('\n')+1
-    if what=='no YAML': assert e.line in (line,line+1)
-    else: assert e.line==line and f'atlas.yaml, line {line}:' in e.msg
+    if what=='no YAML':
+        assert e.line in (line,line+1)
+    else:
+        assert e.line==line and f'atlas.yaml, line {line}:' in e.msg
     assert says in e.msg and advice in e.hint+e.msg and e.status==400
 
 def test_all_that_is_wrong_is_told():
-    text = WHOLE.replace('cyber: {model: qwen', 'cyber: {model: qwne').replace('[spark2/gemma-4-26b, small]', '[smal]')
+    text = WHOLE.replace(
+        'cyber: {model: qwen', 'cyber: {model: qwne'
+    ).replace('[spark2/gemma-4-26b, small]', '[smal]')
     e = refusal(text, {})
     assert [x.line for x in (e,*e.others)]==sorted([8,13,17])
 
 @pytest.mark.parametrize('text,says', [
-    ('', 'there is nothing to serve'), ('[1, 2]', 'a list of 2'), ('models: !!python/object/apply:os.system [ls]', 'is of the kind'),
-    ('models: {a: &a {model: *a}}', 'nested'), ('models: {a: '+'['*5000, ''), ('models: {a: tiny}\n---\nmodels: {}', 'no YAML'),
-    ('models: {a: 2026-13-45}', ''), ('models: {"a\\u0001": tiny}', 'is no name'), ('models: {"q*": tiny}', 'is a pattern'),
+    ('', 'there is nothing to serve'), ('[1, 2]', 'a list of 2'),
+    ('models: !!python/object/apply:os.system [ls]', 'is of the kind'),
+    ('models: {a: &a {model: *a}}', 'nested'), ('models: {a: '+'['*5000, ''),
+    ('models: {a: tiny}\n---\nmodels: {}', 'no YAML'),
+    ('models: {a: 2026-13-45}', ''), ('models: {"a\\u0001": tiny}', 'is no name'),
+    ('models: {"q*": tiny}', 'is a pattern'),
     ('models: {a: {model: tiny, kv_cache_memory: 1XB}}', 'not a size')])
 def test_nonsense_is_refused(text, says): assert says in refusal(text).msg
 
 def test_a_bomb_of_aliases_is_refused():
     lines = ['a: &a [1,1,1,1,1,1,1,1,1,1]']
-    for x,y in zip('abcdefgh', 'bcdefghi'): lines.append(f'{y}: &{y} [{",".join(["*"+x]*10)}]')
+    for x,y in zip('abcdefgh', 'bcdefghi'):
+        lines.append(f'{y}: &{y} [{",".join(["*"+x]*10)}]')
     assert 'has more than' in refusal('\n'.join(lines)).msg
 
 def test_anchors_and_merges_are_fine():
@@ -147,9 +195,11 @@ def test_anchors_and_merges_are_fine():
 
 def test_files(tmp_path):
     path = tmp_path/'atlas.yaml'
-    with pytest.raises(FleetError, match='cannot be read'): read_fleet(path)
+    with pytest.raises(FleetError, match='cannot be read'):
+        read_fleet(path)
     path.write_bytes(b'models:\n  a: tiny\nnames: {\xff: a}')
-    with pytest.raises(FleetError, match='line 3: this is not UTF-8'): read_fleet(path)
+    with pytest.raises(FleetError, match='line 3: this is not UTF-8'):
+        read_fleet(path)
     path.write_text('models: {a: tiny}')
     assert read_fleet(path).config('a').model=='tiny'
 
@@ -174,17 +224,27 @@ def test_where_names_lead():
     assert why('auto', 'A CVE in Python?')=='auto > code (keyword python) > qwen (persona)'
     assert why('auto', 'A cve-2026-1?')=='auto > cyber (keyword cve) > qwen (persona)'
     assert why('auto', 'I receive a pythonic subclass')=='auto > qwen (no keyword)'
-    assert n.end('spark2/x').upstream==('spark2','x') and n.end('gemma-9').upstream==('spark2','gemma-9')
-    assert n.find('gemma-9', None, {'gemma-9'}).model=='gemma-9', 'a model of another server, by its own name'
-    assert n.find('auto', TextAsk([], prompts=['fn main() in rust'])).manner.sampling==dict(max_tokens=8192)
-    with pytest.raises(SourceError) as e: n.find('cybr')
+    assert n.end('spark2/x').upstream==('spark2','x') and n.end('gemma-9').upstream==(
+        'spark2', 'gemma-9')
+    assert n.find(
+        'gemma-9', None, {'gemma-9'}).model=='gemma-9', 'a model of another server, by its own name'
+    assert n.find(
+        'auto', TextAsk([], prompts=['fn main() in rust'])).manner.sampling==dict(max_tokens=8192)
+    with pytest.raises(SourceError) as e:
+        n.find('cybr')
     assert e.value.status==404 and 'cyber' in e.value.hint
 
 def test_only_the_last_word_of_a_user_counts():
     n = names_of(WHOLE)
-    old = [dict(role='user', content='python'), dict(role='assistant', content='rust'), dict(role='user', content='Thanks')]
+    old = [
+        dict(role='user', content='python'),
+        dict(role='assistant', content='rust'),
+        dict(role='user', content='Thanks')]
     assert n.find('auto', Ask(old)).why=='auto > qwen (no keyword)'
-    tool = [dict(role='user', content='python'), dict(role='assistant', tool_calls=[]), dict(role='tool', content='malware')]
+    tool = [
+        dict(role='user', content='python'),
+        dict(role='assistant', tool_calls=[]),
+        dict(role='tool', content='malware')]
     assert 'keyword python' in n.find('auto', Ask(tool)).why
 
 def test_patterns():
@@ -198,48 +258,71 @@ _word = st.text('abc_-é ', min_size=1, max_size=4)
 def test_words_are_those_that_a_regex_finds(word, text):
     edge = r'(?<!\w)' if re.match(r'\w', word) else ''
     end = r'(?!\w)' if re.match(r'\w', word[-1]) else ''
-    assert has_word(text, word)==bool(re.search(edge+re.escape(word)+end, text))
+    assert has_word(text, word)==bool(
+        re.search(edge+re.escape(word)+end, text))
 
 _names = st.sampled_from(['m0','m1','p0','p1','p2','a0','r0','r1','r2'])
-_persona = st.builds(lambda m,k: f'{{model: {m}, system: hi, keywords: [{k}]}}', _names, st.sampled_from(['red','blue']))
-_globs = st.dictionaries(st.sampled_from(['x*','xy*','*z','*','p?x']), _names, max_size=3)
+_persona = st.builds(
+    lambda m, k: f'{{model: {m}, system: hi, keywords: [{k}]}}', _names,
+    st.sampled_from(['red','blue']))
+_globs = st.dictionaries(
+    st.sampled_from(['x*','xy*','*z','*','p?x']), _names,
+    max_size=3)
 
 @st.composite
 def fleets(draw):
     "A file in which names lead anywhere"
-    lines = ['models: {m0: tiny, m1: {model: tiny, keywords: [red]}}','names:','  a0: '+draw(_names)]
-    for p in draw(st.sets(st.sampled_from(['p0','p1','p2']))): lines.append(f'  {p}: {draw(st.one_of(_names,_persona))}')
-    for g,to in draw(_globs).items(): lines.append(f'  "{g}": {to}')
-    routes = draw(st.dictionaries(st.sampled_from(['r0','r1','r2']), st.lists(_names, min_size=1, max_size=3)))
-    return '\n'.join(lines+['routes:'+json.dumps(routes)] if routes else lines).replace('routes:{', 'routes: {')
+    lines = [
+        'models: {m0: tiny, m1: {model: tiny, keywords: [red]}}', 'names:', '  a0: '+draw(_names)]
+    for p in draw(st.sets(st.sampled_from(['p0','p1','p2']))):
+        lines.append(f'  {p}: {draw(st.one_of(_names,_persona))}')
+    for g,to in draw(_globs).items():
+        lines.append(f'  "{g}": {to}')
+    routes = draw(
+        st.dictionaries(
+            st.sampled_from(['r0','r1','r2']),
+            st.lists(_names, min_size=1, max_size=3)))
+    return '\n'.join(
+        lines+['routes:'+json.dumps(routes)] if routes else lines).replace('routes:{', 'routes: {')
 
 def leads(f, name, seen=()):
     "Does a name lead in a circle, as a reader of the file would see it?"
-    if name in seen: return True
-    if name in f['models']: return False
+    if name in seen:
+        return True
+    if name in f['models']:
+        return False
     to = f.get('routes', {}).get(name) or f['names'].get(name, [])
     to = [to] if isinstance(to, str) else [to['model']] if isinstance(to, dict) else to
     return any(leads(f, t, (*seen,name)) for t in to)
 
-@given(fleets(), st.sampled_from(['m0','a0','p0','r0','r1','x1','xyz','zz','p1x','none']), st.sampled_from(['red','a blue one','green']))
+@given(
+    fleets(),
+    st.sampled_from(
+        ['m0','a0','p0','r0','r1','x1','xyz','zz','p1x','none']),
+    st.sampled_from(['red','a blue one','green']))
 @settings(max_examples=400, deadline=None)
 def test_every_name_has_one_end(text, name, words):
     "Never a circle; an exact name is no pattern's; each leads to one model, or is a 404"
     import yaml
     raw = yaml.safe_load(text)
     round_ = any(leads(raw, n) for n in [*raw['names'],*raw.get('routes', {})])
-    try: f = fleet_of(text, env={})
-    except FleetError: return
+    try:
+        f = fleet_of(text, env={})
+    except FleetError:
+        return
     assert not round_
     n = Names(f)
     exact = name in {*f.models,*f.names,*f.routes}
-    try: end = n.find(name, said(words))
+    try:
+        end = n.find(name, said(words))
     except SourceError as e:
         assert e.status==404 and not exact and '*' not in f.names
         return
     assert end.model in f.models and n.find(name, said(words))==end
-    if exact: assert n.exact(name) in f.models and not re.search(r'^\S+ > \S+ \([^)]*[*?]', end.why)
-    else: assert n.exact(name) is None and end.why.startswith(f'{name} > ')
+    if exact:
+        assert n.exact(name) in f.models and not re.search(r'^\S+ > \S+ \([^)]*[*?]', end.why)
+    else:
+        assert n.exact(name) is None and end.why.startswith(f'{name} > ')
 
 # -- the APIs ----------------------------------------------------------------------------------------
 
@@ -274,10 +357,16 @@ def personas():
     made = []
     for n in f.models:
         r = runners[n] = Recorder(n)
-        made.append(Served([n], Upstream(n, [n], r.info, tok, ChatTemplate(TEMPLATE+'{{ language }}'), parsers=('hermes',None), runner=r)))
+        made.append(
+            Served(
+                [n],
+                ReadyModel(
+                    n, [n], r.info, tok, ChatTemplate(TEMPLATE+'{{ language }}'),
+                    parsers=('hermes',None), runner=r)))
     ms = Models(made)
     ms.names = Names(f)
-    with TestClient(create_app(ms), base_url='http://localhost') as http: yield SimpleNamespace(http=http, models=ms, **runners)
+    with TestClient(create_app(ms), base_url='http://localhost') as http:
+        yield SimpleNamespace(http=http, models=ms, **runners)
 
 CHAT = dict(messages=[dict(role='user', content='Some malware')])
 ASKED = {
@@ -290,41 +379,59 @@ ASKED = {
 @pytest.mark.parametrize('stream', [False,True])
 @pytest.mark.parametrize('path', ASKED)
 def test_every_api_knows_names(personas, path, stream):
-    r = personas.http.post(path, json=ASKED[path]|dict(model='auto', stream=stream))
+    r = personas.http.post(
+        path, json=ASKED[path]|dict(model='auto', stream=stream))
     assert r.status_code==200 and r.headers['x-atlas-route']=='auto > cyber (keyword malware) > qwen (persona)'
     q, = personas.qwen.seen
-    assert (q.params.temperature, q.params.top_p, q.params.max_tokens)==(.25, .9, 5 if 'max_tokens' in ASKED[path] else 7)
+    assert (
+        q.params.temperature, q.params.top_p, q.params.max_tokens
+    )==(.25, .9, 5 if 'max_tokens' in ASKED[path] else 7)
     assert q.salt=='lab:'
-    if path!='/v1/completions': assert 'system: You know malware.' in personas.qwen.prompts[0] and personas.qwen.prompts[0].endswith('fr')
-    if not stream: assert r.json()['model']=='auto'
+    if path!='/v1/completions':
+        assert 'system: You know malware.' in personas.qwen.prompts[0] and personas.qwen.prompts[0].endswith('fr')
+    if not stream:
+        assert r.json()['model']=='auto'
 
 def test_a_request_wins(personas):
-    body = CHAT|dict(model='cyber', temperature=1.0, max_completion_tokens=3, cache_salt='mine', chat_template_kwargs=dict(language='de'))
+    body = CHAT|dict(
+        model='cyber', temperature=1.0, max_completion_tokens=3, cache_salt='mine',
+        chat_template_kwargs=dict(language='de'))
     body['messages'] = [dict(role='system', content='Be brief.'), *body['messages']]
     assert personas.http.post('/v1/chat/completions', json=body).status_code==200
     q, = personas.qwen.seen
-    assert (q.params.temperature, q.params.max_tokens, q.params.top_p, q.salt)==(1., 3, .9, 'lab:mine')
+    assert (
+        q.params.temperature, q.params.max_tokens, q.params.top_p,
+        q.salt)==(1., 3, .9, 'lab:mine')
     assert 'system: You know malware.\n\nBe brief.' in personas.qwen.prompts[0] and personas.qwen.prompts[0].endswith('de')
 
 def test_a_models_own_name_has_its_own_manner_only(personas):
     r = personas.http.post('/v1/chat/completions', json=CHAT|dict(model='qwen'))
     q, = personas.qwen.seen
-    assert 'x-atlas-route' not in r.headers and (q.params.top_p, q.params.temperature, q.salt)==(.9, 1., '')
+    assert 'x-atlas-route' not in r.headers and (
+        q.params.top_p, q.params.temperature, q.salt)==(.9, 1., '')
     assert 'system' not in personas.qwen.prompts[0]
     personas.http.post('/v1/chat/completions', json=CHAT)  # no name: the first model, as ever
     assert personas.qwen.seen[1].params.top_p==.9
 
 def test_what_is_counted_is_what_is_answered(personas):
     http = personas.http
-    plain = http.post('/v1/messages/count_tokens', json=CHAT|dict(model='qwen')).json()['input_tokens']
+    plain = http.post(
+        '/v1/messages/count_tokens', json=CHAT|dict(model='qwen')).json()['input_tokens']
     more = http.post('/v1/messages/count_tokens', json=CHAT|dict(model='hack'))
     n = len('system: You know malware.fr')
     assert more.json()['input_tokens']==plain+n and 'hack > cyber (alias)' in more.headers['x-atlas-route']
-    assert http.post('/tokenize', json=CHAT|dict(model='hack')).json()['count']==plain+n
-    assert http.post('/v1/responses/input_tokens', json=dict(input='Some malware', model='hack')).json()['input_tokens']==plain+n
-    assert 'You know malware.' in http.post('/apply-template', json=CHAT|dict(model='auto')).json()['prompt']
+    assert http.post(
+        '/tokenize', json=CHAT|dict(model='hack')).json()['count']==plain+n
+    assert http.post(
+        '/v1/responses/input_tokens', json=dict(input='Some malware', model='hack')
+    ).json()['input_tokens']==plain+n
+    assert 'You know malware.' in http.post(
+        '/apply-template', json=CHAT|dict(model='auto')).json()['prompt']
     assert http.post('/v1/embeddings', json=dict(model='gpt-4o', input='hi')).status_code==200
-    assert http.post('/detokenize', json=dict(model='hack', tokens=tok.encode('A'))).json()['content']=='A'
+    assert http.post(
+        '/detokenize',
+        json=dict(
+            model='hack', tokens=tok.encode('A'))).json()['content']=='A'
 
 @pytest.mark.parametrize('path', [*ASKED,'/v1/messages/count_tokens','/tokenize','/v1/embeddings'])
 def test_a_name_that_is_none_is_a_404(personas, path):
@@ -335,22 +442,34 @@ def test_a_name_that_is_none_is_a_404(personas, path):
 def test_parsers_of_a_persona(personas):
     call = '{"name": "look", "parameters": {"at": "sky"}}'
     personas.small.script = lambda prompt: call
-    tools = [dict(type='function', function=dict(name='look', parameters=dict(type='object')))]
-    def calls(model): return personas.http.post('/v1/chat/completions', json=CHAT|dict(model=model, tools=tools)).json()['choices'][0]['message'].get('tool_calls')
+    tools = [
+        dict(type='function', function=dict(name='look', parameters=dict(type='object')))]
+    def calls(model):
+        return personas.http.post(
+            '/v1/chat/completions', json=CHAT|dict(model=model, tools=tools)
+        ).json()['choices'][0]['message'].get('tool_calls')
     assert calls('tools')[0]['function']['name']=='look' and not calls('small')
-    def thought(model): return personas.http.post('/v1/chat/completions', json=CHAT|dict(model=model)).json()['choices'][0]['message'].get('reasoning')
+    def thought(model):
+        return personas.http.post(
+            '/v1/chat/completions', json=CHAT|dict(model=model)
+        ).json()['choices'][0]['message'].get('reasoning')
     assert thought('thinker')==call and not thought('small')
 
 def test_a_response_goes_on_without_the_prompt_twice(personas):
-    one = personas.http.post('/v1/responses', json=dict(model='cyber', input='Hi')).json()
+    one = personas.http.post(
+        '/v1/responses', json=dict(model='cyber', input='Hi')).json()
     assert (one['temperature'], one['max_output_tokens'])==(.25, 7)
-    personas.http.post('/v1/responses', json=dict(model='cyber', input='More', previous_response_id=one['id']))
+    personas.http.post(
+        '/v1/responses',
+        json=dict(model='cyber', input='More', previous_response_id=one['id']))
     assert personas.qwen.prompts[1].count('You know malware.')==1
 
 def test_lists_show_names(personas):
     data = {d['id']:d for d in personas.http.get('/v1/models').json()['data']}
     assert [*data]==['qwen','small','cyber','tools','thinker','hack','auto']
-    assert (data['cyber']['persona_of'], data['cyber']['root'], data['hack']['alias_of'])==('qwen','qwen','cyber')
+    assert (
+        data['cyber']['persona_of'], data['cyber']['root'],
+        data['hack']['alias_of'])==('qwen','qwen','cyber')
     assert data['auto']['routes']==['cyber','small'] and data['small']['aliases']==['gpt-4*']
     one = personas.http.get('/v1/models/cyber').json()
     assert one==data['cyber'] and personas.http.get('/v1/models/gpt-4o').json()['root']=='small'
@@ -359,13 +478,18 @@ def test_lists_show_names(personas):
 def test_who_unloads_means_a_model(personas, path):
     "A pattern is no name there"
     assert personas.http.post(path, json=dict(model='gpt-4o')).status_code==404
-    assert personas.http.post(path, json=dict(model='cyber')).status_code==400  # there: it cannot be unloaded here
+    # there: it cannot be unloaded here
+    assert personas.http.post(path, json=dict(model='cyber')).status_code==400
     assert personas.http.post('/sleep?model=gpt-4o').status_code==404
 
 def test_unload_of_no_name_where_any_name_will_do():
     "`--alias '*'` answers every name, and unloads none of them"
     r = Recorder('only')
-    ms = Models([Served(['only','*'], Upstream('only', ['only'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))])
+    ms = Models(
+        [
+            Served(
+                ['only','*'],
+                ReadyModel('only', ['only'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))])
     with TestClient(create_app(ms), base_url='http://localhost') as http:
         assert http.post('/v1/chat/completions', json=CHAT|dict(model='whoever')).status_code==200
         for name in 'whoever','*':
@@ -376,8 +500,10 @@ def test_unload_of_no_name_where_any_name_will_do():
 
 def alive(pid):
     "Is there such a process, other than a dead one that nobody has reaped?"
-    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]!='Z'
-    except OSError: return False
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]!='Z'
+    except OSError:
+        return False
 
 def text_side(config): return dict(tokenizer=tok)
 def small(configs, budget):
@@ -414,7 +540,8 @@ async def following(path, text=FIRST, **kw):
     ms._tell = heard
     ms._take(ms.all)
     await ms.start()
-    try: yield file,ms
+    try:
+        yield file,ms
     finally:
         await asyncio.wait_for(ms.close(), WAIT)
         assert not any(map(alive, set(pids))) and not ms.going
@@ -423,10 +550,14 @@ def running_test(f):
     "A coroutine as a test, with a limit that only a hang reaches"
     import functools
     @functools.wraps(f)
-    def test(*a, **kw): asyncio.run(asyncio.wait_for(f(*a, **kw), 3*WAIT))
+    def test(*a, **kw):
+        asyncio.run(asyncio.wait_for(f(*a, **kw), 3*WAIT))
     return test
 
-def request(rid, text='hello'): return Request(rid, tuple(tok.encode(text)), SamplingParams(temperature=0, max_tokens=10**6))
+def request(rid, text='hello'):
+    return Request(
+        rid, tuple(tok.encode(text)),
+        SamplingParams(temperature=0, max_tokens=10**6))
 async def collect(s):
     "How an answer ended, and how long it was"
     events = [e async for e in s]
@@ -434,10 +565,15 @@ async def collect(s):
 
 def test_what_changes():
     a,b = (fleet_of(t, env={}) for t in (FIRST,SECOND))
-    assert changes(a, b)==dict(kept=['one'], changed=['two'], added=['four'], removed=['three'])
+    assert changes(a, b)==dict(
+        kept=['one'], changed=['two'], added=['four'],
+        removed=['three'])
     with_defaults = SECOND.replace('models:', 'defaults: {max_num_seqs: 4}\nmodels:')
     assert changes(b, fleet_of(with_defaults, env={}))['changed']==['one','two','four']
-    assert changes(a, fleet_of(FIRST.replace('uno', 'eins'), env={}))['kept']==['one','two','three']
+    assert changes(
+        a,
+        fleet_of(FIRST.replace('uno', 'eins'), env={}))['kept']==['one',
+        'two', 'three']
 
 @running_test
 async def test_reload_touches_only_what_changed(tmp_path):
@@ -445,20 +581,27 @@ async def test_reload_touches_only_what_changed(tmp_path):
         ups = {n: await ms.get(n) for n in ('one','two','three')}
         pids = {n: ms.find(n).child.pid for n in ups}
         streams = {n: u.runner.submit(request(f'r-{n}', '<hold>')) for n,u in ups.items()}
-        for s in streams.values(): await anext(s)
+        for s in streams.values():
+            await anext(s)
         file.path.write_text(SECOND)
         was = dict(ms.models)
         said = await file.reload()
-        assert said==dict(kept=['one'], changed=['two'], added=['four'], removed=['three'])
+        assert said==dict(
+            kept=['one'], changed=['two'], added=['four'],
+            removed=['three'])
         assert ms.find('eins') is was['one'] and ms.find('one').ttl==3600
         for gone in 'three','tre','uno':
-            with pytest.raises(SourceError): ms.find(gone)
+            with pytest.raises(SourceError):
+                ms.find(gone)
         two = ms.find('two')
         await happens(lambda: two.state=='loading')
         assert two.child is None and alive(pids['two']), 'the new one waits until the old one is gone'
-        for n in 'two','three': streams[n].abort()
-        for n in 'two','three': assert (await collect(streams[n]))[0]=='abort'
-        assert (await ms.get('two')).info['max_seq_len']==512 and (await ms.get('vier')).name=='four'
+        for n in 'two','three':
+            streams[n].abort()
+        for n in 'two','three':
+            assert (await collect(streams[n]))[0]=='abort'
+        assert (await ms.get('two')).info['max_seq_len']==512 and (
+            await ms.get('vier')).name=='four'
         await happens(lambda: not (alive(pids['two']) or alive(pids['three'])))
         assert ms.find('one').child.pid==pids['one'] and ms.find('one').restarts==0
         streams['one'].abort()
@@ -471,12 +614,18 @@ async def test_a_file_with_a_mistake_changes_nothing(tmp_path, caplog):
         before = dict(ms.models),ms.names,file.fleet,ms.find('one').child.pid
         for wrong in (SECOND.replace('vier: four', 'vier: fuor'), 'models: [', ''):
             file.path.write_text(wrong)
-            with pytest.raises(FleetError) as e: await file.reload()
+            with pytest.raises(FleetError) as e:
+                await file.reload()
             assert e.value.status==400 and 'line' in e.value.msg
         file.path.unlink()
-        with pytest.raises(FleetError, match='cannot be read'): await file.reload()
-        assert (dict(ms.models),ms.names,file.fleet,ms.find('one').child.pid)==before
-        assert (await collect((await ms.get('uno')).runner.submit(request('r'))))[0]=='stop'
+        with pytest.raises(FleetError, match='cannot be read'):
+            await file.reload()
+        assert (
+            dict(ms.models), ms.names, file.fleet,
+            ms.find('one').child.pid)==before
+        assert (
+            await collect(
+                (await ms.get('uno')).runner.submit(request('r'))))[0]=='stop'
         assert sum('is not taken' in r.getMessage() for r in caplog.records)==4
 
 @running_test
@@ -485,7 +634,8 @@ async def test_reloads_at_once_and_an_end_among_them(tmp_path):
     async with following(tmp_path/'atlas.yaml') as (file,ms):
         await ms.get('one')
         for k in range(6):
-            file.path.write_text((SECOND,FIRST)[k%2].replace('512', str(512+k)))
+            file.path.write_text(
+                (SECOND,FIRST)[k%2].replace('512', str(512+k)))
             await asyncio.gather(*(file.reload() for _ in range(3)))
         assert [m.name for m in ms.all]==['one','two','three']
         await ms.get('two')
@@ -510,7 +660,8 @@ async def test_who_waits_for_a_model_that_changes_gets_the_new_one(tmp_path):
 @running_test
 async def test_what_is_to_be_loaded_at_the_start(tmp_path):
     text = 'models: {a: tiny, b: {model: tiny, pin: true}, c: {model: tiny, load_on_startup: false, pin: true}}'
-    assert fleet_of(text, env={}).first==['b'] and fleet_of('models: {a: tiny, b: tiny}', env={}).first==['a']
+    assert fleet_of(text, env={}).first==['b'] and fleet_of(
+        'models: {a: tiny, b: tiny}', env={}).first==['a']
     assert fleet_of('models: {a: {load_on_startup: false}, b: tiny}', env={}).first==[]
 
 # -- real servers ------------------------------------------------------------------------------------
@@ -522,24 +673,32 @@ def serving(command, **kw):
     try:
         line = p.stdout.readline()
         assert 'is ready' in line, line
-        with httpx.Client(base_url=re.search(r'http://127.0.0.1:\d+', line)[0], timeout=WAIT) as http:
+        with httpx.Client(
+            base_url=re.search(r'http://127.0.0.1:\d+', line)[0], timeout=WAIT
+        ) as http:
             http.pid = p.pid
             yield http
     finally:
         p.terminate()
-        try: p.wait(WAIT)
-        finally: p.kill(); p.stdout.close()
+        try:
+            p.wait(WAIT)
+        finally:
+            p.kill()
+            p.stdout.close()
 
 def gateway(path, **kw):
     said = dict(file=str(path), policy=vars(PATIENT), drain=WAIT, **kw)
     return [sys.executable, str(here/'helpers'/'fake_gateway.py'), json.dumps(said)]
 
-def listed(http): return [d['id'] for d in http.get('/v1/models').json()['data']]
+def listed(http):
+    return [d['id'] for d in http.get('/v1/models').json()['data']]
 
 def test_sighup_reads_the_file_again(tmp_path):
     path = tmp_path/'atlas.yaml'
     path.write_text(FIRST)
-    with open(tmp_path/'log', 'w') as log, serving(gateway(path, log_format='json'), stderr=log) as http:
+    with open(tmp_path/'log', 'w') as log, serving(
+        gateway(path, log_format='json'), stderr=log
+    ) as http:
         assert listed(http)==['one','two','three','uno','tre']
         path.write_text(SECOND)
         os.kill(http.pid, signal.SIGHUP)
@@ -556,11 +715,14 @@ def test_post_models_reads_the_file_again(tmp_path):
     path.write_text(FIRST)
     env = os.environ|dict(ATLAS_API_KEY='user', ATLAS_ADMIN_KEY='admin')
     with serving(gateway(path), stderr=subprocess.DEVNULL, env=env) as http:
-        def post(path='/models?reload=1', key='admin'): return http.post(path, headers=dict(authorization=f'Bearer {key}'))
+        def post(path='/models?reload=1', key='admin'):
+            return http.post(path, headers=dict(authorization=f'Bearer {key}'))
         assert post(key='user').status_code==403 and post(key='no').status_code==401
         assert post('/models').status_code==501
         path.write_text(SECOND)
-        assert post().json()==dict(success=True, kept=['one'], changed=['two'], added=['four'], removed=['three'])
+        assert post().json()==dict(
+            success=True, kept=['one'], changed=['two'],
+            added=['four'], removed=['three'])
         path.write_text(SECOND.replace('max_seq_len: 512', 'max_seq_len: 1'))
         r = post()
         assert r.status_code==400 and f'{path}, line 4' in r.json()['error']['message'] and r.json()['error']['code']=='bad_fleet'
@@ -572,9 +734,14 @@ def test_post_models_reads_the_file_again(tmp_path):
 
 def test_a_server_without_a_file_has_none_to_read():
     r = Recorder('only')
-    ms = Models([Served(['only'], Upstream('only', ['only'], r.info, tok, runner=r))])
+    ms = Models(
+        [
+            Served(
+                ['only'],
+                ReadyModel('only', ['only'], r.info, tok, runner=r))])
     with TestClient(create_app(ms), base_url='http://localhost') as http:
-        assert http.post('/models?reload=1').status_code==501 and http.post('/models').status_code==501
+        assert http.post(
+            '/models?reload=1').status_code==501 and http.post('/models').status_code==501
 
 TINY = '''
 models:
@@ -592,12 +759,18 @@ def test_the_tiny_model_under_many_names(tmp_path):
     path.write_text(TINY)
     command = [sys.executable, '-m', 'atlas', 'serve', '--config', str(path), '--port', '0']
     with serving(command, stderr=subprocess.DEVNULL) as http:
-        def ask(model, **kw): return http.post('/v1/chat/completions', json=dict(model=model, messages=[dict(role='user', content='What does a cow eat?')])|kw)
+        def ask(model, **kw):
+            return http.post(
+                '/v1/chat/completions',
+                json=dict(
+                    model=model, messages=[dict(role='user', content='What does a cow eat?')])|kw)
         r = ask('auto')
         assert r.headers['x-atlas-route']=='auto > cow (keyword cow) > tiny (persona)'
         n = r.json()['usage']
         assert n['completion_tokens']<=8
-        system = [dict(role='system', content='You are a cow.'), dict(role='user', content='What does a cow eat?')]
+        system = [
+            dict(role='system', content='You are a cow.'),
+            dict(role='user', content='What does a cow eat?')]
         same = ask('gpt-4o', messages=system, temperature=0, max_tokens=8)
         assert same.json()['choices'][0]['message']==r.json()['choices'][0]['message']
         assert same.json()['usage']['prompt_tokens']==n['prompt_tokens']
@@ -606,7 +779,9 @@ def test_the_tiny_model_under_many_names(tmp_path):
 
 def atlas(*args, **kw):
     "A run of the command"
-    return subprocess.run([sys.executable, '-m', 'atlas', *map(str, args)], capture_output=True, text=True, timeout=WAIT, **kw)
+    return subprocess.run(
+        [sys.executable, '-m', 'atlas', *map(str, args)],
+        capture_output=True, text=True, timeout=WAIT, **kw)
 
 def test_the_command_refuses(tmp_path):
     path = tmp_path/'atlas.yaml'
@@ -625,7 +800,8 @@ def test_the_schema_is_published():
 def test_check_says_what_would_run(tmp_path):
     "Without loading or fetching anything: bytes of each part, and where names lead"
     path = tmp_path/'atlas.yaml'
-    path.write_text('memory: 110GiB'+TINY+'upstreams: {away: {url: "http://away:1/v1", models: [nowhere]}}')
+    path.write_text(
+        'memory: 110GiB'+TINY+'upstreams: {away: {url: "http://away:1/v1", models: [nowhere]}}')
     r = atlas('config', 'check', path, '--json')
     assert r.returncode==0, r.stderr
     said = json.loads(r.stdout)
@@ -648,13 +824,15 @@ def test_a_budget_smaller_than_weights_is_refused(tmp_path):
         r = atlas(*args)
         assert r.returncode==1 and f'{path}, line 3: models.tiny.model has weights of' in r.stderr and 'Raise memory' in r.stderr
     ms = file(HOW)
-    with pytest.raises(FleetError, match='has weights of'): asyncio.run(ms.reload())
+    with pytest.raises(FleetError, match='has weights of'):
+        asyncio.run(ms.reload())
     assert file.fleet.memory is None
 
 # -- one memory ----------------------------------------------------------------------------------------
 
 GIB = 1<<30
-def measure(configs, budget): return [dict(least=6*GIB, most=6*GIB) for _ in configs]
+def measure(configs, budget):
+    return [dict(least=6*GIB, most=6*GIB) for _ in configs]
 
 TWO = '''
 memory: 10GiB
@@ -675,12 +853,17 @@ async def test_models_of_a_file_share_its_memory(tmp_path, monkeypatch):
         assert ms.find('one').holds==6*GIB and ms.residency.free==4*GIB
         ms.find('one').took = 0.  # as if loading had taken no time: it need not stay
         await ms.get('two')
-        assert (ms.find('one').state, ms.find('two').state) in (('unloaded','loaded'),('sleeping','loaded'))
+        assert (ms.find('one').state, ms.find('two').state) in (
+            ('unloaded','loaded'), ('sleeping','loaded'))
         file.path.write_text(TWO.replace('10GiB', '4GiB'))
-        with pytest.raises(FleetError) as e: await file.reload()
+        with pytest.raises(FleetError) as e:
+            await file.reload()
         assert e.value.line==2 and 'takes 6 GiB' in e.value.msg and ms.residency.budget==10*GIB
-        file.path.write_text(TWO.replace('{load_on_startup: true}', '{pin: true}').replace('{load_on_startup: false}', '{pin: true}'))
-        with pytest.raises(FleetError, match='pinned'): await file.reload()
+        file.path.write_text(
+            TWO.replace('{load_on_startup: true}', '{pin: true}').replace(
+                '{load_on_startup: false}', '{pin: true}'))
+        with pytest.raises(FleetError, match='pinned'):
+            await file.reload()
         assert not ms.find('one').pinned, 'as it was'
         pid = ms.find('two').child.pid
         file.path.write_text(TWO.replace('10GiB', '20GiB'))
@@ -722,7 +905,8 @@ def test_too_little_is_free(tmp_path):
     "It is refused at the start, with both numbers"
     (tmp_path/'atlas.yaml').write_text(NOBODY)
     file = FleetFile(tmp_path/'atlas.yaml', machine=machine(7*GIB, 20*GIB))
-    with pytest.raises(FleetError) as e: file(HOW|dict(measure=measure))
+    with pytest.raises(FleetError) as e:
+        file(HOW|dict(measure=measure))
     assert 'that is free, less a reserve, is too little' in e.value.msg
     assert 'takes 6 GiB' in e.value.msg and '5 GiB' in e.value.msg
 
@@ -763,7 +947,9 @@ async def test_models_of_unknown_size_all_load_at_the_start(tmp_path, monkeypatc
     both = NOBODY.replace('false', 'true')
     async with following(tmp_path/'atlas.yaml', both, machine=machine(20*GIB)) as (file,ms):
         await happens(lambda: all(m.state!='loading' for m in ms.all))
-        assert {m.name: (m.state, m.need) for m in ms.all}==dict(one=('loaded',GIB), two=('loaded',GIB))
+        assert {
+            m.name: (m.state, m.need) for m in ms.all}==dict(
+                one=('loaded',GIB), two=('loaded',GIB))
         assert not ms.memory['evictions']
 
 def telling(upstream):
@@ -787,10 +973,14 @@ async def test_what_is_replaced_holds_its_memory_until_it_is_gone(tmp_path, monk
         assert (await ms.get('one')).info['max_seq_len']==512 and ms.residency.free==4*GIB
 
 def test_groups_pins_and_ttl_reach_the_models():
-    f = fleet_of('models: {a: {model: tiny, ttl: 5m}, b: {model: tiny, pin: true}, c: tiny}\ngroups: {g: {members: [a, c], exclusive: true}}', env={})
+    f = fleet_of(
+        'models: {a: {model: tiny, ttl: 5m}, b: {model: tiny, pin: true}, c: tiny}\ngroups: {g: {members: [a, c], exclusive: true}}',
+        env={})
     from atlas.service.reload import build
     ms = build(f, **HOW)
-    assert [(m.ttl, m.pinned, m.group) for m in ms.all]==[(300,False,'g'), (None,True,None), (None,False,'g')]
+    assert [(m.ttl, m.pinned, m.group) for m in ms.all]==[
+        (300,False,'g'), (None,True,None),
+        (None,False,'g')]
     g = ms.residency.groups['g']
     assert (g.together, g.alone)==(False, True)
 
@@ -798,19 +988,27 @@ def test_groups_pins_and_ttl_reach_the_models():
 
 class Elsewhere:
     "Another server of chat: keeps what it was asked, and may be down"
-    def __init__(self, *models): self.models,self.asked,self.down = models,[],False
+    def __init__(self, *models):
+        self.models,self.asked,self.down = models,[],False
     async def __call__(self, scope, receive, send):
         from starlette.requests import Request as HttpRequest
         from starlette.responses import JSONResponse
-        if scope['type']!='http': return
+        if scope['type']!='http':
+            return
         q = HttpRequest(scope, receive)
-        if self.down: return await JSONResponse(dict(error=dict(message='down')), 503)(scope, receive, send)
+        if self.down:
+            return await JSONResponse(dict(error=dict(message='down')), 503)(scope, receive, send)
         if q.url.path.endswith('/models'):
-            return await JSONResponse(dict(data=[dict(id=m) for m in self.models]))(scope, receive, send)
+            return await JSONResponse(
+                dict(data=[dict(id=m) for m in self.models]))(scope,
+                receive, send)
         b = await q.json()
         self.asked.append(b)
         said = dict(role='assistant', content=f'{b["model"]} says so')
-        whole = dict(id='c', object='chat.completion', model=b['model'], choices=[dict(index=0, message=said, finish_reason='stop')], usage=dict(prompt_tokens=3, completion_tokens=2))
+        whole = dict(
+            id='c', object='chat.completion', model=b['model'],
+            choices=[dict(index=0, message=said, finish_reason='stop')],
+            usage=dict(prompt_tokens=3, completion_tokens=2))
         await JSONResponse(whole)(scope, receive, send)
 
 FAR = '''
@@ -832,23 +1030,35 @@ def beside(app, text=FAR):
         f = fleet_of(text.replace('URL', f'"{url}/v1"'), env={})
         from atlas.service.reload import backends,stand_ins
         r = Recorder('near')
-        ms = Models([Served(['near'], Upstream('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))], backends=backends(f))
+        ms = Models(
+            [
+                Served(
+                    ['near'],
+                    ReadyModel('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))],
+            backends=backends(f))
         ms.names,ms.fallbacks = Names(f),stand_ins(f)
         ms.meet()
-        with TestClient(create_app(ms), base_url='http://localhost') as http: yield SimpleNamespace(http=http, models=ms, near=r, url=url)
+        with TestClient(create_app(ms), base_url='http://localhost') as http:
+            yield SimpleNamespace(http=http, models=ms, near=r, url=url)
 
 def test_names_lead_to_other_servers():
     "A persona over a model elsewhere: prompt and sampling go there; a plain name passes through"
     app = Elsewhere('big','bigger')
     with beside(app) as s:
-        def ask(model, text='Tell me', **kw): return s.http.post('/v1/chat/completions', json=dict(model=model, messages=[dict(role='user', content=text)])|kw)
+        def ask(model, text='Tell me', **kw):
+            return s.http.post(
+                '/v1/chat/completions',
+                json=dict(model=model, messages=[dict(role='user', content=text)])|kw)
         r = ask('auto', 'But why?')
         assert r.status_code==200 and r.json()['choices'][0]['message']['content']=='big says so'
         assert r.headers['x-atlas-route']=='auto > wise (keyword why) > away/big (persona)'
         b = app.asked[-1]
-        assert (b['model'], b['temperature'], b['messages'][0])==('big', .5, dict(role='system', content='You are wise.'))
+        assert (b['model'], b['temperature'], b['messages'][0])==(
+            'big', .5, dict(role='system', content='You are wise.'))
         assert ask('gpt-4o', temperature=.1).headers['x-atlas-route']=='gpt-4o > away/big (gpt-4*)'
-        assert app.asked[-1]=={'model':'big', 'messages':[dict(role='user', content='Tell me')], 'temperature':.1}, 'byte for byte'
+        assert app.asked[-1]=={
+            'model':'big', 'messages':[dict(role='user', content='Tell me')],
+            'temperature':.1}, 'byte for byte'
         assert ask('other').json()['choices'] and app.asked[-1]['model']=='big'
         assert ask('bigger').json()['model']=='bigger', 'what its list has works by its own name'
         r = ask('auto', 'Hello')
@@ -857,9 +1067,11 @@ def test_names_lead_to_other_servers():
         app.down = True
         r = ask('gpt-4o')
         assert r.status_code==200 and r.headers['x-atlas-model']=='near'
-        assert [h for h in r.headers.get_list('x-atlas-route')]==['fallback: near for away/big (upstream_error)','gpt-4o > away/big (gpt-4*)']
+        assert [h for h in r.headers.get_list('x-atlas-route')]==[
+            'fallback: near for away/big (upstream_error)', 'gpt-4o > away/big (gpt-4*)']
         listed = {d['id']:d for d in s.http.get('/v1/models').json()['data']}
-        assert listed['wise']['persona_of']=='away/big' and listed['auto']['routes']==['wise','near']
+        assert listed['wise']['persona_of']=='away/big' and listed['auto']['routes']==[
+            'wise', 'near']
 
 BACKUP = '''
 models: {near: {model: tiny}}
@@ -882,7 +1094,8 @@ def test_a_persona_stands_in():
         r = ask('near')
         assert r.status_code==200 and r.json()['choices'][0]['message']['content']=='big says so'
         assert r.headers['x-atlas-route']=='fallback: wise for near (unavailable)'
-        def told(b): return b['model'],b.get('temperature'),b.get('top_p'),b['messages'][0]['content']
+        def told(b):
+            return b['model'],b.get('temperature'),b.get('top_p'),b['messages'][0]['content']
         assert told(app.asked[-1])==('big', .5, .9, 'You are wise.')
         assert ask('soft').status_code==200
         assert told(app.asked[-1])==('big', .25, .9, 'You are wise.')
@@ -908,9 +1121,12 @@ def test_a_file_of_other_servers_alone():
     from scripted import running
     app = Elsewhere('big')
     with running(app) as url:
-        ms = build(fleet_of(f'upstreams: {{away: {{url: "{url}/v1"}}}}\nnames: {{best: away/big}}', env={}))
+        ms = build(
+            fleet_of(f'upstreams: {{away: {{url: "{url}/v1"}}}}\nnames: {{best: away/big}}', env={})
+        )
         with TestClient(create_app(ms), base_url='http://localhost') as http:
-            assert http.post('/v1/chat/completions', json=CHAT|dict(model='best')).json()['model']=='big'
+            assert http.post(
+                '/v1/chat/completions', json=CHAT|dict(model='best')).json()['model']=='big'
             assert http.post('/models/unload', json=dict(model='best')).status_code==400
 
 @running_test
@@ -924,14 +1140,21 @@ async def test_reload_changes_other_servers(tmp_path):
             same,away = ms.backends[1],ms.backends[0]
             pid = ms.find('one').child.pid
             assert ms.find('far').backend is away
-            file.path.write_text(text.replace(f'away: {{url: "{url}', f'away: {{url: "{url2}')+'\nfallbacks: {one: [away/big]}')
+            file.path.write_text(
+                text.replace(
+                    f'away: {{url: "{url}', f'away: {{url: "{url2}'
+                )+'\nfallbacks: {one: [away/big]}')
             await file.reload()
-            assert [b.name for b in ms.backends]==['away','same'] and ms.backends[1] is same and ms.backends[0] is not away
-            assert ms.find('far').backend is ms.backends[0] and ms.fallbacks.to==dict(one=['away/big'])
+            assert [
+                b.name for b in ms.backends
+            ]==['away','same'] and ms.backends[1] is same and ms.backends[0] is not away
+            assert ms.find('far').backend is ms.backends[0] and ms.fallbacks.to==dict(
+                one=['away/big'])
             await happens(lambda: not ms.parting)
             file.path.write_text(text[:text.index('upstreams')]+'names: {far: one}')
             await file.reload()
-            assert not ms.backends and ms.fallbacks is None and [m.name for m in ms.all]==['one'] and ms.find('far').child.pid==pid
+            assert not ms.backends and ms.fallbacks is None and [
+                m.name for m in ms.all]==['one'] and ms.find('far').child.pid==pid
 
 @running_test
 async def test_who_watches_hears_of_a_changed_file(tmp_path, monkeypatch):
@@ -940,8 +1163,10 @@ async def test_who_watches_hears_of_a_changed_file(tmp_path, monkeypatch):
     def watching(entry):
         async def run(models):
             begun.append((entry.every, models))
-            try: await asyncio.Event().wait()
-            finally: ended.append(entry.every)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(entry.every)
         return run
     monkeypatch.setattr(reload, 'watching', watching)
     text = FIRST+'watch: {every: 1m}'
@@ -953,7 +1178,8 @@ async def test_who_watches_hears_of_a_changed_file(tmp_path, monkeypatch):
         await file.reload()
         file.path.write_text(text.replace('1m', '2m'))
         await file.reload()
-        await happens(lambda: [e for e,_ in begun]==[60,120] and ended==[60])
+        await happens(
+            lambda: [e for e,_ in begun]==[60,120] and ended==[60])
         file.path.write_text(FIRST)
         await file.reload()
         await happens(lambda: ended==[60,120])

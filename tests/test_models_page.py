@@ -13,7 +13,7 @@ from atlas.service.process import Served  # noqa: E402
 from atlas.service.models import Models  # noqa: E402
 from atlas.service.http import Keys,Rules  # noqa: E402
 from atlas.service.server import create_app  # noqa: E402
-from atlas.service.service import Upstream  # noqa: E402
+from atlas.service.service import ReadyModel  # noqa: E402
 from atlas.text.chat import ChatTemplate  # noqa: E402
 
 GIB = 1<<30
@@ -22,7 +22,10 @@ NASTY = '<img src=x onerror=alert(1)>'
 class Sham(Served):
     "A model that is loaded and unloaded at once"
     need = 0
-    def stay(self): return dict(need=self.need, holds=self.need*(self.state=='loaded'), pinned=False)
+    def stay(self):
+        return dict(
+            need=self.need, holds=self.need*(self.state=='loaded'),
+            pinned=False)
     def _go(self, state, why=None):
         self.wanted,self.reason = state=='loaded',why
         self._set(state)
@@ -40,14 +43,17 @@ class Shams(Models):
     memory = dict(budget=100*GIB)
     async def unload(self, name):
         m = self.find(name)
-        if not m.wanted: raise RequestError(f'{m.name} is not loaded', param='model')
+        if not m.wanted:
+            raise RequestError(f'{m.name} is not loaded', param='model')
         await m.stop()
         return m.described()
 
 def sham(name, need, state='loaded', why=None):
     s = Speaker(str)
     s.info |= dict(name=name)
-    up = Upstream(name, [name], s.info, s.tok, ChatTemplate('x'), runner=s)
+    up = ReadyModel(
+        name, [name], s.info, s.tok, ChatTemplate('x'),
+        runner=s)
     m = Sham([name], up)
     m.need,m.state,m.reason,m.wanted = need,state,why,state=='loaded'
     return m
@@ -57,15 +63,18 @@ def serving(**kw):
     ms = Shams([sham('large', 60*GIB), sham('small', 8*GIB),
         sham('other', 70*GIB, 'unloaded'),
         sham('broken', 5*GIB, 'failed', f'There is no file {NASTY}')], first=[])
-    with running(create_app(ms, **kw)) as ms.url: yield ms
+    with running(create_app(ms, **kw)) as ms.url:
+        yield ms
 
 @pytest.fixture(scope='module')
 def chromium():
-    with browser() as b: yield b
+    with browser() as b:
+        yield b
 
 @pytest.fixture
 def served():
-    with serving() as ms: yield ms
+    with serving() as ms:
+        yield ms
 
 @pytest.fixture
 def page(chromium, served):
@@ -96,8 +105,10 @@ def press(p, label):
 
 def test_memory_is_one_bar(page):
     "Each model's part as wide as its bytes, and the rest of the budget"
-    assert page.js('$("said").textContent')=='68 GiB of 100 GiB for models in use: large 60 GiB, small 8 GiB.'
-    widths = page.js('[...$("bar").children].map(e => e.getBoundingClientRect().width / $("bar").clientWidth)')
+    assert page.js(
+        '$("said").textContent')=='68 GiB of 100 GiB for models in use: large 60 GiB, small 8 GiB.'
+    widths = page.js(
+        '[...$("bar").children].map(e => e.getBoundingClientRect().width / $("bar").clientWidth)')
     assert [round(w, 1) for w in widths]==[.6, .1, .3]
     assert page.js('$("bar").getAttribute("role")')=='img'
 
@@ -117,7 +128,9 @@ def test_loading_and_unloading(page, served):
 def test_changes_are_seen_without_asking(page, served):
     "By the stream of changes: the timer is off"
     page.js('for (let i = 0; i < 9999; i++) clearInterval(i)')
-    page.js('await fetch("models/unload", {method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify({model: "large"})})')
+    page.js(
+        'await fetch("models/unload", {method: "POST", headers: {"Content-Type": '
+        '"application/json"}, body: JSON.stringify({model: "large"})})')
     page.until('models.find(m => m.id === "large").live.state === "unloaded"')
     assert state(page, 'large')=='unloaded'
 
@@ -145,7 +158,8 @@ def test_a_server_that_is_gone(page):
 
 @pytest.fixture
 def locked():
-    with serving(rules=Rules(keys=Keys({'sesame':'user', 'onion':'admin'}))) as ms: yield ms
+    with serving(rules=Rules(keys=Keys({'sesame':'user', 'onion':'admin'}))) as ms:
+        yield ms
 
 def give(p, key):
     p.js(f'$("key").value = {json.dumps(key)}; $("keyform").requestSubmit()')
@@ -188,7 +202,8 @@ def test_everything_has_a_name_and_the_tab_key_finds_it(page):
     seen = []
     for _ in range(6):
         page.tab()
-        seen.append(page.js('document.activeElement.ariaLabel || document.activeElement.textContent'))
+        seen.append(
+            page.js('document.activeElement.ariaLabel || document.activeElement.textContent'))
     assert seen==['Chat','Key','Unload large','Unload small','Load other','Load broken']
 
 @pytest.mark.parametrize('width', [320,390,1280])

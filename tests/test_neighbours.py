@@ -6,7 +6,7 @@ from atlas.service.process import Model,Served
 from atlas.service.models import Models
 from atlas.service.http import Keys,Rules
 from atlas.service.server import create_app
-from atlas.service.service import Upstream
+from atlas.service.service import ReadyModel
 from helpers.inprocess import app_of
 from test_server import FakeRunner,template,tok
 
@@ -21,7 +21,7 @@ def two(**kw):
     "One that is there, and one that is not"
     r = FakeRunner()
     r.info |= dict(max_num_seqs=4)
-    up = Upstream('fake', ['fake','alias'], r.info, tok, template, runner=r)
+    up = ReadyModel('fake', ['fake','alias'], r.info, tok, template, runner=r)
     here = Served(['fake','alias'], up)
     here.wanted = True
     return r,Pool([here, Model(EngineConfig('other'))], first=('fake',), **kw)

@@ -13,7 +13,7 @@ from atlas.service.gateway import DOORS
 from atlas.service.http import Bounds,Keys,Rules
 from atlas.text.chat import ChatTemplate
 from atlas.text.images import ImageSpec
-from helpers.waiting import until
+from helpers.waiting import WAIT,until
 from test_http import live
 from test_server import FakeRunner,places,template,tok,values
 
@@ -27,11 +27,13 @@ HELLO = [dict(role='user', content='Say something')]
 
 def model(prompt):
     "What the model says, by its prompt"
-    if 'tool: wet' in prompt: return '<think>Rain.</think>It rains.'
+    if 'tool: wet' in prompt:
+        return '<think>Rain.</think>It rains.'
     if 'weather' in prompt:
         call = json.dumps(dict(name='weather', arguments=dict(city='Oslo')))
         return f'<think>Look.</think>Wait.\n<tool_call>\n{call}\n</tool_call>'
-    if 'break' in prompt: raise KeyError('secret')
+    if 'break' in prompt:
+        raise KeyError('secret')
     return '<think>Hm.</think>\n\n{"city": "Oslo"}'
 
 @pytest.fixture(scope='module')
@@ -41,11 +43,13 @@ def speaker():
     s.specs = []
     app = app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), guides=guides,
         names=['scripted','alias'], doors=DOORS)
-    with running(app) as s.url: yield s
+    with running(app) as s.url:
+        yield s
 
 @pytest.fixture(scope='module')
 def client(speaker):
-    if not find_spec('ollama'): pytest.skip('the ollama package is not installed')
+    if not find_spec('ollama'):
+        pytest.skip('the ollama package is not installed')
     import ollama
     return ollama.Client(host=speaker.url, trust_env=False)
 
@@ -136,7 +140,8 @@ def test_lists(client):
 
 def test_errors(client, speaker):
     import ollama
-    with pytest.raises(ollama.ResponseError) as e: client.chat('gpt', HELLO)
+    with pytest.raises(ollama.ResponseError) as e:
+        client.chat('gpt', HELLO)
     assert e.value.status_code==404 and "'gpt'" in e.value.error
     for stream in (False,True):
         with pytest.raises(ollama.ResponseError) as e:
@@ -168,7 +173,8 @@ EYES = '''{% for m in messages %}{% if m.content is string %}{{ m.content }}{% e
 
 def test_images():
     "They come as base64, before the text; who sends none may name none"
-    red = io.BytesIO(); Image.new('RGB', (96,64), 'red').save(red, 'PNG')
+    red = io.BytesIO()
+    Image.new('RGB', (96,64), 'red').save(red, 'PNG')
     data = base64.b64encode(red.getvalue()).decode()
     runner = FakeRunner('Red.')
     spec = ImageSpec(tok.encode('#')[0], min_pixels=1024)
@@ -204,7 +210,8 @@ options = st.none()|st.dictionaries(inside, values, max_size=3)
 def test_any_body(path, wrong, options):
     body = dict(messages=HELLO, prompt='x')|wrong|(dict(options=options) if options is not None else {})
     r = fuzzed.post(path, content=json.dumps(body).encode())
-    if r.status_code!=200: assert refused(r) and len(r.text)<2000, r.text
+    if r.status_code!=200:
+        assert refused(r) and len(r.text)<2000, r.text
 
 SCHEMA = dict(type='object', properties=dict(a=dict(type='integer')), required=['a'])
 RICH = {
@@ -225,7 +232,8 @@ def test_any_place_of_a_body(path, data, raw):
     "A value that is not expected, anywhere in a body that has everything"
     at = data.draw(st.sampled_from(list(places(RICH[path]))))
     body = part = json.loads(json.dumps(RICH[path]))
-    for k in at[:-1]: part = part[k]
+    for k in at[:-1]:
+        part = part[k]
     part[at[-1]] = '@'
     r = fuzzed.post(path, content=json.dumps(body).replace('"@"', raw).encode())
     assert r.status_code==200 or refused(r), (at, raw, r.text)
@@ -261,7 +269,8 @@ def test_a_form_is_read_unless_a_page_sends_it():
 def guarded():
     keys = Keys({'sesame':'user', 'onion':'admin'})
     app = app_of(FakeRunner(), tok, template, rules=Rules(keys=keys), doors=DOORS)
-    with live(app, Bounds()) as port: yield f'http://127.0.0.1:{port}'
+    with live(app, Bounds()) as port:
+        yield f'http://127.0.0.1:{port}'
 
 def test_keys(guarded):
     def ask(key, **kw):
@@ -291,7 +300,8 @@ def test_show_of_a_model_that_is_not_loaded():
     read = []
     def text(config):
         read.append(config.model)
-        if len(read)==1: raise SourceError('Not there')
+        if len(read)==1:
+            raise SourceError('Not there')
         return dict(tokenizer=tok, template=template, parsers=('hermes',None), spec=None)
     m = Model(EngineConfig('asleep'), text=text)
     app = create_app(Models([m], first=()), doors=DOORS)
@@ -307,7 +317,8 @@ class Embedder(FakeRunner):
 def test_embed():
     app = app_of(Embedder(), tok, template, doors=DOORS)
     with running(app) as url:
-        if not find_spec('ollama'): pytest.skip('the ollama package is not installed')
+        if not find_spec('ollama'):
+            pytest.skip('the ollama package is not installed')
         import ollama
         c = ollama.Client(host=url, trust_env=False)
         r = c.embed('fake', ['ab','c'])
@@ -323,9 +334,11 @@ def pulls(monkeypatch):
     asked = []
     def pull(name, show):
         asked.append(name)
-        if 'bad' in name: raise SourceError(f'No {name}', hint='Try another')
+        if 'bad' in name:
+            raise SourceError(f'No {name}', hint='Try another')
         if show:
-            with show(100, 'downloading it') as bar: bar.update(100)
+            with show(100, 'downloading it') as bar:
+                bar.update(100)
     used = Service.ollama_pull.__globals__['progress'].__globals__ # a page that ran here has its own
     monkeypatch.setitem(used, 'pull', pull)
     return asked
@@ -335,14 +348,47 @@ def test_pull(client, pulls):
     assert (said[0],said[-1])==('pulling manifest','success') and pulls==['org/name:Q4_K_M']
     assert client.pull('demo').status=='success'
     import ollama
-    with pytest.raises(ollama.ResponseError) as e: list(client.pull('org/bad', stream=True))
+    with pytest.raises(ollama.ResponseError) as e:
+        list(client.pull('org/bad', stream=True))
     assert 'No org/bad. Try another' in e.value.error
-    with pytest.raises(ollama.ResponseError) as e: client.pull('org/bad')
+    with pytest.raises(ollama.ResponseError) as e:
+        client.pull('org/bad')
     assert e.value.status_code==404
     for path in ('/etc/passwd','../x'):
-        with pytest.raises(ollama.ResponseError) as e: client.pull(path)
+        with pytest.raises(ollama.ResponseError) as e:
+            client.pull(path)
         assert e.value.status_code==400
     assert len(pulls)==4
+
+def test_bytes_of_a_repository(monkeypatch, tmp_path):
+    "Of an id of the hub, too, it is told how many bytes there are and how many have come"
+    import asyncio,threading
+    import huggingface_hub
+    from atlas.service.ollama import progress
+    goes_on = threading.Event()
+    for name in ('config.json','model.safetensors'):
+        (tmp_path/name).write_bytes(b'')
+    def download(repo, tqdm_class, **kw):
+        files = tqdm_class(total=2, desc='Fetching 2 files')
+        bar = tqdm_class(total=1000, unit='B', desc='model.safetensors')
+        files.update(1)
+        bar.update(400)
+        assert goes_on.wait(WAIT)
+        bar.update(600)
+        return str(tmp_path)
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
+    async def states():
+        seen = []
+        async for s in progress('org/name', .005):
+            seen.append(s)
+            if s.get('completed')==400:
+                goes_on.set()
+        return seen
+    seen = asyncio.run(asyncio.wait_for(states(), WAIT))
+    assert [s['status'] for s in seen][::len(seen)-1]==['pulling manifest','success']
+    told = [s for s in seen if 'total' in s]
+    assert (told[0]['total'], told[0]['completed'])==(1000, 400), 'and the number of files is none of bytes'
+    assert told[0]['status']=='downloading org/name' and told[0]['digest'].startswith('sha256:')
 
 def test_who_may_fetch(guarded, pulls):
     def ask(key):
@@ -366,12 +412,12 @@ def test_keep_alive():
     from atlas.service.process import Served
     from atlas.service.models import Models
     from atlas.service.server import create_app
-    from atlas.service.service import Upstream
+    from atlas.service.service import ReadyModel
     r = FakeRunner('ok')
     class Kept(Served):
         said = []
         def keep(self, s): self.said.append((s, len(r.seen)))
-    m = Kept(['fake'], Upstream('fake', ['fake'], r.info, tok, template, runner=r))
+    m = Kept(['fake'], ReadyModel('fake', ['fake'], r.info, tok, template, runner=r))
     c = TestClient(create_app(Models([m]), doors=DOORS), **quiet)
     for n,(v,want) in enumerate([(300,300.),('5m',300.),(0,0.),('-1',-1.)], 1):
         assert c.post('/api/chat', json=dict(messages=HELLO, keep_alive=v)).status_code==200
@@ -406,13 +452,13 @@ def keeps():
     from atlas.service.process import Served
     from atlas.service.models import Models
     from atlas.service.server import create_app
-    from atlas.service.service import Upstream
+    from atlas.service.service import ReadyModel
     class Embeds(FakeRunner):
         async def call(self, op, **kw): return np.ones(4, np.float32)
     r,said = Embeds('ok'),[]
     class Kept(Served):
         def keep(self, seconds): said.append(seconds)
-    m = Kept(['fake'], Upstream('fake', ['fake'], r.info, tok, template, runner=r))
+    m = Kept(['fake'], ReadyModel('fake', ['fake'], r.info, tok, template, runner=r))
     return TestClient(create_app(Models([m]), doors=DOORS), **quiet),said
 
 @pytest.mark.parametrize('path', BODIES)
@@ -436,7 +482,8 @@ def test_keep_alive_of_a_response_in_the_background(keeps):
     c,said = keeps
     with c:
         id = c.post('/v1/responses', json=dict(input='a', background=True, keep_alive='1h')).json()['id']
-        while c.get(f'/v1/responses/{id}').json()['status'] in ('queued','in_progress'): pass
+        while c.get(f'/v1/responses/{id}').json()['status'] in ('queued','in_progress'):
+            pass
         until(lambda: said==[3600.])
 
 def test_keep_alive_of_a_user(guarded):

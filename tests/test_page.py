@@ -7,23 +7,32 @@ sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from browser import browser  # noqa: E402
 from scripted import service  # noqa: E402
 
-TOOL = dict(type='function', function=dict(name='weather', parameters=dict(type='object', properties=dict(city=dict(type='string')))))
+TOOL = dict(
+    type='function',
+    function=dict(
+        name='weather',
+        parameters=dict(type='object', properties=dict(city=dict(type='string')))))
 
 def script(prompt):
     "An answer to the last question, as a model that thinks would write it"
     last = prompt.rsplit('user: ', 1)[-1]
-    if 'tool:' in last: return '</think>It is 12 degrees.'
-    if 'weather' in last: return '<think>Look.</think><tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    if 'nothing' in last: return '<think>Hm.</think>'
+    if 'tool:' in last:
+        return '</think>It is 12 degrees.'
+    if 'weather' in last:
+        return '<think>Look.</think><tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    if 'nothing' in last:
+        return '<think>Hm.</think>'
     return '<think>Let me see.</think>Forty-two.'
 
 @pytest.fixture(scope='module')
 def chromium():
-    with browser() as b: yield b
+    with browser() as b:
+        yield b
 
 @pytest.fixture(scope='module')
 def served():
-    with service(script) as s: yield s
+    with service(script) as s:
+        yield s
 
 @pytest.fixture
 def page(chromium, served):
@@ -40,7 +49,8 @@ def say(p, text, wait=True):
     p.js('$("box").focus()')
     p.type(text)
     p.enter()
-    if wait: p.until('!running && state.messages.at(-1).role !== "user"')
+    if wait:
+        p.until('!running && state.messages.at(-1).role !== "user"')
 
 # A server within the page: `push` sends a delta, `drop` loses the connection, `shut` ends the answer. For what must happen in the midst of one.
 STUB = '''window.fetch = async (url, o) => {
@@ -54,29 +64,55 @@ STUB = '''window.fetch = async (url, o) => {
   }}));
 }; 0'''
 
-def drawn(p, md): return p.js(f'(() => {{ const d = make("div"); d.append(...blocks({json.dumps(md)})); for (const b of d.querySelectorAll("button, figcaption")) b.remove(); return d.innerHTML; }})()')
+def drawn(p, md):
+    return p.js(
+        f'(() => {{ const d = make("div"); d.append(...blocks({json.dumps(md)})); for (const b of '
+        f'd.querySelectorAll("button, figcaption")) b.remove(); return d.innerHTML; }})()')
 
 # -- a little Markdown -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('md,html', [
-    ('*a* _b_ **c** ***d*** ~~e~~ `f*g*`', '<p><em>a</em> <em>b</em> <strong>c</strong> <strong><em>d</em></strong> <s>e</s> <code>f*g*</code></p>'),
-    ('snake_case_name, 2*3*4, 5 * 6 * 7, \\*so\\*', '<p>snake_case_name, 2*3*4, 5 * 6 * 7, *so*</p>'),
-    ('1. a\n   - b\n   - c\n2. d', '<ol start="1"><li>a<ul><li>b</li><li>c</li></ul></li><li>d</li></ol>'),
+    (
+        '*a* _b_ **c** ***d*** ~~e~~ `f*g*`',
+        '<p><em>a</em> <em>b</em> <strong>c</strong> <strong><em>d</em></strong> <s>e</s> '
+        '<code>f*g*</code></p>'),
+    (
+        'snake_case_name, 2*3*4, 5 * 6 * 7, \\*so\\*',
+        '<p>snake_case_name, 2*3*4, 5 * 6 * 7, *so*</p>'),
+    (
+        '1. a\n   - b\n   - c\n2. d',
+        '<ol start="1"><li>a<ul><li>b</li><li>c</li></ul></li><li>d</li></ol>'),
     ('- a\n\n  - b\n\n- c', '<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>'),
-    ('Steps:\n1. a\n\n   more\n2. b\nAfter', '<p>Steps:</p><ol start="1"><li>a<p>more</p></li><li>b</li></ol><p>After</p>'),
-    ('1. Do:\n   ```sh\n   ls\n\n     -l\n   ```\n2. b', '<ol start="1"><li>Do:<figure><pre tabindex="0"><code><span class="hljs-built_in">ls</span>\n\n  -l</code></pre></figure></li><li>b</li></ol>'),
+    (
+        'Steps:\n1. a\n\n   more\n2. b\nAfter',
+        '<p>Steps:</p><ol start="1"><li>a<p>more</p></li><li>b</li></ol><p>After</p>'),
+    (
+        '1. Do:\n   ```sh\n   ls\n\n     -l\n   ```\n2. b',
+        '<ol start="1"><li>Do:<figure><pre tabindex="0"><code><span '
+        'class="hljs-built_in">ls</span>\n\n  -l</code></pre></figure></li><li>b</li></ol>'),
     ('- a\n1. b', '<ul><li>a</li></ul><ol start="1"><li>b</li></ol>'),
     ('- [ ] a\n- [x] b', '<ul><li>☐ a</li><li>☑ b</li></ul>'),
     ('a\n\n---\n\n* * *\nb', '<p>a</p><hr><hr><p>b</p>'),
-    ('> a\n> - b\n> - c\n\nd', '<blockquote><p>a</p><ul><li>b</li><li>c</li></ul></blockquote><p>d</p>'),
-    ('| a | b |\n|---|--:|\n| `x \\| y` | 2 |', '<div class="sheet" tabindex="0"><table><tr><th scope="col">a</th><th scope="col" style="text-align: end;">b</th></tr><tr><td><code>x | y</code></td><td style="text-align: end;">2</td></tr></table></div>'),
+    (
+        '> a\n> - b\n> - c\n\nd',
+        '<blockquote><p>a</p><ul><li>b</li><li>c</li></ul></blockquote><p>d</p>'),
+    (
+        '| a | b |\n|---|--:|\n| `x \\| y` | 2 |',
+        '<div class="sheet" tabindex="0"><table><tr><th scope="col">a</th><th scope="col" '
+        'style="text-align: end;">b</th></tr><tr><td><code>x | y</code></td><td style="text-align: '
+        'end;">2</td></tr></table></div>'),
     ('# A\nb\n### C', '<h3>A</h3><p>b</p><h4>C</h4>'),
 ])
 def test_markdown(page, md, html): assert drawn(page, md)==html
 
 def test_links_lead_to_the_web_and_nowhere_else(page):
-    p = drawn(page, '[a](https://x.org/b_c_d) https://y.org/z. ![p](https://x.org/i.png) [b](javascript:alert(1)) <script>alert(1)</script> <img src=x onerror=alert(1)>')
-    assert p.count('<a ')==3 and p.count('rel="noopener noreferrer nofollow"')==3 and 'href="https://y.org/z"' in p and 'href="https://x.org/b_c_d"' in p
+    p = drawn(
+        page,
+        '[a](https://x.org/b_c_d) https://y.org/z. ![p](https://x.org/i.png) '
+        '[b](javascript:alert(1)) <script>alert(1)</script> <img src=x onerror=alert(1)>')
+    assert p.count('<a ')==3 and p.count(
+        'rel="noopener noreferrer nofollow"'
+    )==3 and 'href="https://y.org/z"' in p and 'href="https://x.org/b_c_d"' in p
     assert '<img' not in p and '<script' not in p and 'href="javascript' not in p and 'alert(1)' in p
 
 ALL = '# H\nAs $a_1$ and \\(b\\):\n$$\nx = 1\n\\tag{2}\n$$\nso\n\\[ y \\]\n# I\nText with *a*, **b**, `c`:\n1. one\n   - two\n\n     more\n\n   ```py\n   x = 1\n\n   y\n   ```\n2. three\n\n\n10. ten\n\nAfter\n- x\n- y\n```sh\nls\n```\n> q\n> - r\n\n|a|b|\n|-|-|\n|1|2|\n\n---\n~~~\nz\n~~~\n- last\n\n**Bold** line\n\n2024 was a year\n'
@@ -86,39 +122,59 @@ def test_an_answer_looks_the_same_however_it_came(page):
     got = page.js(f'''(() => {{ const t = {json.dumps(ALL)}, all = n => {{ const d = make('div'), a = new Answer(d); for (let i = 0; i < t.length; i += n) {{ a.text += t.slice(i, i + n); a.draw(); }} return d.innerHTML; }};
       return [t.length, 1, 2, 3, 7, 31].map(all); }})()''')
     assert got[0].count('<li')==8 and '<table' in got[0] and got[0].count('<math')==4 and 'hljs-' in got[0]
-    for g in got[1:]: assert g==got[0]
+    for g in got[1:]:
+        assert g==got[0]
 
 def test_markdown_of_endless_answers(page):
     "What a model may repeat for ever is drawn, and neither its length nor its depth brings the page down"
     for s in ('*a ','[','`','_a ','**','http://','- ','> ','1. a\\n\\n','| a ','\\\\','~~a',' ','(','***a','$','$$','$a','$$\\n','\\\\(','\\\\[','\\\\[\\n','$a $','\\n ','\\n  a'):
-        assert page.js(f'(() => {{ const d = make("div"); d.append(...blocks("{s}".repeat(20000))); return true; }})()')
-    for s in ('> '.rstrip()*5000+'a', '\n'.join(' '*2*i+'- a' for i in range(400)), '\n'.join('>'*i+' - a' for i in range(200))): assert drawn(page, s).count('<')<3000
+        assert page.js(
+            f'(() => {{ const d = make("div"); d.append(...blocks("{s}".repeat(20000))); return '
+            f'true; }})()')
+    for s in ('> '.rstrip()*5000+'a', '\n'.join(' '*2*i+'- a' for i in range(400)), '\n'.join('>'*i+' - a' for i in range(200))):
+        assert drawn(page, s).count('<')<3000
 
 def test_right_to_left(page):
-    page.js('(() => { const d = make("article"); d.id = "rtl"; d.append(...blocks("- עברית one\\n\\n> 1. مرحبا\\n\\nשלום\\n\\nEnglish")); $("log").append(d); })()')
-    assert page.js('[...$("rtl").children].map(e => getComputedStyle(e).direction)')==['rtl','rtl','rtl','ltr']
+    page.js(
+        '(() => { const d = make("article"); d.id = "rtl"; d.append(...blocks("- עברית one\\n\\n> '
+        '1. مرحبا\\n\\nשלום\\n\\nEnglish")); $("log").append(d); })()')
+    assert page.js(
+        '[...$("rtl").children].map(e => getComputedStyle(e).direction)')==['rtl','rtl','rtl','ltr']
     say(page, 'שלום לך')
-    assert page.js('(() => { const b = $("log").querySelector(".user .body"), r = document.createRange(); r.selectNodeContents(b); const t = getComputedStyle(b); return [t.unicodeBidi, t.textAlign]; })()')==['plaintext','start']
+    assert page.js(
+        '(() => { const b = $("log").querySelector(".user .body"), r = document.createRange(); '
+        'r.selectNodeContents(b); const t = getComputedStyle(b); return [t.unicodeBidi, '
+        't.textAlign]; })()')==['plaintext','start']
 
 # -- a conversation ----------------------------------------------------------------------------------------------------------
 
 def test_a_thought_and_an_answer(page):
     say(page, 'hello')
-    assert page.js('$("log").querySelector(".think div").textContent')=='Let me see.' and page.js('$("log").querySelector(".assistant .body").textContent')=='Forty-two.'
+    assert page.js('$("log").querySelector(".think div").textContent')=='Let me see.' and page.js(
+        '$("log").querySelector(".assistant .body").textContent')=='Forty-two.'
     assert 'tokens' in page.js('$("log").querySelector(".assistant .meta").textContent')
-    assert page.js('document.activeElement.id')=='box' and page.js('$("status").textContent')=='The answer is complete'
+    assert page.js(
+        'document.activeElement.id'
+    )=='box' and page.js('$("status").textContent')=='The answer is complete'
 
 def test_an_answer_of_nothing_says_so(page):
     say(page, 'nothing')
-    assert page.js('$("log").querySelector(".assistant .body").textContent')=='There are only thoughts, and no answer.'
+    assert page.js(
+        '$("log").querySelector(".assistant .body").textContent'
+    )=='There are only thoughts, and no answer.'
 
 def test_a_call_and_its_result(page, served):
-    page.js(f'$("tools").value = {json.dumps(json.dumps([TOOL]))}; $("tools").dispatchEvent(new Event("input"))')
+    page.js(
+        f'$("tools").value = {json.dumps(json.dumps([TOOL]))}; $("tools").dispatchEvent(new '
+        'Event("input"))')
     say(page, 'weather')
-    page.js('$("result-0").value = "12"; [...document.querySelectorAll("button")].find(b => b.textContent === "Send the result").click()')
+    page.js(
+        '$("result-0").value = "12"; [...document.querySelectorAll("button")].find(b => '
+        'b.textContent === "Send the result").click()')
     page.until('!running && state.messages.at(-1).content')
     assert page.js('$("log").querySelector(".tool summary").textContent')=='Result of weather'
-    assert page.js('document.activeElement.id')=='box', 'the button that was pressed is gone; the focus is not'
+    assert page.js(
+        'document.activeElement.id')=='box', 'the button that was pressed is gone; the focus is not'
     assert 'tool: 12' in served.prompts[-1]
 
 def test_what_was_taken_away_can_be_brought_back(page):
@@ -126,14 +182,26 @@ def test_what_was_taken_away_can_be_brought_back(page):
     for take in ('$("new").click()', 'edit(0)'):
         page.js(take)
         assert page.js('state.messages.length')==0
-        page.js('[...document.querySelectorAll("button")].find(b => b.textContent.startsWith("Bring back")).click()')
-        assert page.js('state.messages.map(m => m.role)')==['user','assistant'] and page.js('$("box").value')=='' and page.js('$("log").textContent.includes("Forty-two.")')
+        page.js(
+            '[...document.querySelectorAll("button")].find(b => b.textContent.startsWith("Bring '
+            'back")).click()')
+        assert page.js(
+            'state.messages.map(m => m.role)'
+        )==['user','assistant'] and page.js('$("box").value')=='' and page.js(
+            '$("log").textContent.includes("Forty-two.")')
 
 def test_settings_are_sent_and_can_be_undone(page):
-    page.js('for (const [k, v] of [["system", "Be brief."], ["temperature", "0.25"], ["top_k", "40"], ["max", "9"], ["thinking", "none"]]) { $(k).value = v; $(k).dispatchEvent(new Event("input")); }')
+    page.js(
+        'for (const [k, v] of [["system", "Be brief."], ["temperature", "0.25"], ["top_k", "40"], '
+        '["max", "9"], ["thinking", "none"]]) { $(k).value = v; $(k).dispatchEvent(new '
+        'Event("input")); }')
     r = page.js('request()')
-    assert r['messages']==[dict(role='system', content='Be brief.')] and r['chat_template_kwargs']==dict(enable_thinking=False)
-    assert {k:r[k] for k in ('temperature','top_k','max_tokens')}==dict(temperature=.25, top_k=40, max_tokens=9)
+    assert r['messages']==[
+        dict(role='system', content='Be brief.')
+    ] and r['chat_template_kwargs']==dict(enable_thinking=False)
+    assert {
+        k:r[k] for k in ('temperature','top_k','max_tokens')
+    }==dict(temperature=.25, top_k=40, max_tokens=9)
     page.js('$("reset").click()')
     r = page.js('request()')
     assert r['messages']==[]
@@ -143,12 +211,18 @@ def test_settings_are_sent_and_can_be_undone(page):
 def test_a_model_that_reads_only_text_takes_no_image(page):
     assert page.js('getComputedStyle($("add")).display')=='none'
     page.js('await attach([new File(["x"], "a.png", {type: "image/png"})])')
-    assert page.js('$("notice").textContent')=='scripted reads only text, and no images.' and page.js('pending.length')==0
+    assert page.js(
+        '$("notice").textContent'
+    )=='scripted reads only text, and no images.' and page.js('pending.length')==0
 
 def test_a_file_that_is_no_image(page):
     page.js('models[0].architecture.input_modalities = ["text", "image"]; about()')
-    page.js('await attach([new File(["x"], "a.txt", {type: "text/plain"}), new File(["x"], "b.png", {type: "image/png"})])')
-    assert page.js('getComputedStyle($("add")).display')!='none' and page.js('$("notice").textContent')=='a.txt, b.png cannot be read as images.'
+    page.js(
+        'await attach([new File(["x"], "a.txt", {type: "text/plain"}), new File(["x"], "b.png", '
+        '{type: "image/png"})])')
+    assert page.js(
+        'getComputedStyle($("add")).display'
+    )!='none' and page.js('$("notice").textContent')=='a.txt, b.png cannot be read as images.'
     say(page, 'hello')
     assert page.js('$("notice").textContent')==''
 
@@ -166,7 +240,9 @@ def test_formulas(page, md, n):
     "As MathML; what is none, or cannot be read, stays as it was written"
     said = drawn(page, md)
     assert said.count('<math')==n
-    if n: assert '</math>' in said and not page.js(f'blocks({json.dumps(md)}).some(e => e.textContent.includes("$$"))')
+    if n:
+        assert '</math>' in said and not page.js(
+            f'blocks({json.dumps(md)}).some(e => e.textContent.includes("$$"))')
 
 def test_a_formula_has_its_source(page):
     "For those who copy it; and its parts are elements, which screen readers know"
@@ -183,12 +259,19 @@ EVIL = ['$\\href{javascript:alert(1)}{x}$', '$\\url{javascript:alert(1)}$',
 
 @pytest.mark.parametrize('md', EVIL)
 def test_formulas_and_code_bring_no_markup(page, md):
-    page.js(f'(() => {{ const d = make("article"); d.id = "evil"; d.append(...blocks({json.dumps(md)})); $("log").append(d); }})()')
-    assert page.js('$("evil").querySelectorAll("img, script, a, [onclick], [onerror], [href], [id], iframe").length')==0
-    assert page.js('[...$("evil").querySelectorAll("*")].every(e => getComputedStyle(e).position !== "fixed")')
+    page.js(
+        f'(() => {{ const d = make("article"); d.id = "evil"; '
+        f'd.append(...blocks({json.dumps(md)})); $("log").append(d); }})()')
+    assert page.js(
+        '$("evil").querySelectorAll("img, script, a, [onclick], [onerror], [href], [id], '
+        'iframe").length')==0
+    assert page.js(
+        '[...$("evil").querySelectorAll("*")].every(e => getComputedStyle(e).position !== "fixed")')
     assert page.js('$("evil").getBoundingClientRect().width <= scroll.clientWidth')
 
-@pytest.mark.parametrize('lang,word', [('python','def'), ('CUDA','void'), ('rust','fn'), ('json','null')])
+@pytest.mark.parametrize(
+    'lang,word',
+    [('python','def'), ('CUDA','void'), ('rust','fn'), ('json','null')])
 def test_code_is_coloured_and_stays_the_same_text(page, lang, word):
     code = f'\n  {word} f(x) <b>&amp;</b> "s" # \t ü\n\n'
     md = f'```{lang}\n{code}\n```'
@@ -204,25 +287,30 @@ def test_what_is_drawn_is_not_drawn_again(page):
     page.until('$("log").querySelector(".assistant pre code")')
     page.js("""window.was = [...document.querySelectorAll(".assistant .body > *"), document.querySelector(".assistant pre code")]; window.lost = 0;
       new MutationObserver(ms => ms.forEach(m => { lost += m.removedNodes.length; })).observe(document.querySelector(".assistant .body"), {childList: true, subtree: true}); 0""")
-    for i in range(40): page.js(f'push({{content: "    x = {i}\\n"}}); await new Promise(requestAnimationFrame)')
+    for i in range(40):
+        page.js(f'push({{content: "    x = {i}\\n"}}); await new Promise(requestAnimationFrame)')
     page.until('was[2].textContent.includes("x = 39")')
     assert page.js('lost')==0 and page.js('was.every(e => e.isConnected)')
     page.js('push({content: "```"}); shut()')
     page.until('!running')
     assert page.js('document.querySelectorAll(".assistant .hljs-keyword").length')==1
-    assert page.js('was[0].textContent')==page.js('document.querySelector(".assistant .body").firstChild.textContent')
+    assert page.js('was[0].textContent')==page.js(
+        'document.querySelector(".assistant .body").firstChild.textContent')
 
 def test_nothing_comes_from_elsewhere(page, served):
     "All scripts are in the page, and its policy names each of them and nothing more"
     say(page, 'hello')
-    assert page.js('performance.getEntriesByType("resource").every(e => e.name.startsWith(location.origin))')
+    assert page.js(
+        'performance.getEntriesByType("resource").every(e => e.name.startsWith(location.origin))')
     import urllib.request
-    with urllib.request.urlopen(served.url) as r: policy,html = r.headers['content-security-policy'],r.read().decode()
+    with urllib.request.urlopen(served.url) as r:
+        policy,html = r.headers['content-security-policy'],r.read().decode()
     assert policy.count('sha256-')==html.count('<script>')==3 and 'src="' not in html.split('<style>')[0]
 
 # -- conversations ---------------------------------------------------------------------------------
 
-def chat_titles(p): return p.js('[...$("found").querySelectorAll(".pick")].map(e => e.firstChild.textContent)')
+def chat_titles(p):
+    return p.js('[...$("found").querySelectorAll(".pick")].map(e => e.firstChild.textContent)')
 
 def open_list(p):
     p.js('$("chats").click()')
@@ -240,21 +328,25 @@ def three(page):
 def test_conversations_are_listed_and_opened(three, served):
     p = three
     assert chat_titles(p)==['hello three','hello <b>deux</b>','hello one']
-    assert p.js('$("found").querySelector("[aria-current=true]").firstChild.textContent')=='hello three'
+    assert p.js(
+        '$("found").querySelector("[aria-current=true]").firstChild.textContent')=='hello three'
     p.js('$("found").querySelectorAll(".pick")[2].click()')
     assert p.js('chats.open') is False and p.js('state.messages[0].content')=='hello one'
     say(p, 'and more')
     assert 'user: hello one' in served.prompts[-1] and 'deux' not in served.prompts[-1]
     p.go(served.url+'/?2')
     p.until('models.length')
-    assert p.js('state.messages.map(m => m.content)')==['hello one','Forty-two.','and more','Forty-two.']
+    assert p.js('state.messages.map(m => m.content)')==[
+        'hello one', 'Forty-two.', 'and more', 'Forty-two.']
     open_list(p)
     assert chat_titles(p)[0]=='hello one' and len(chat_titles(p))==3
 
 def test_conversations_are_found(three):
     "By words of their titles and of what was said, in any order"
     for words,n in (('',3), ('DEUX',1), ('forty hello',3), ('forty one',1), ('nowhere',0)):
-        three.js(f'$("search").value = {json.dumps(words)}; $("search").dispatchEvent(new Event("input"))')
+        three.js(
+            f'$("search").value = {json.dumps(words)}; $("search").dispatchEvent(new '
+            'Event("input"))')
         assert len(chat_titles(three))==n, words
     assert three.js('$("counted").textContent')=='0 conversations of 3 found'
 
@@ -278,7 +370,9 @@ def test_a_deleted_conversation_can_be_brought_back(three):
     p = three
     p.js('document.querySelector(`[aria-label="Delete hello three"]`).click()')
     assert len(chat_titles(p))==2 and p.js('state.messages.length')==0
-    p.js('[...document.querySelectorAll("button")].find(b => b.textContent === "Bring back hello three").click()')
+    p.js(
+        '[...document.querySelectorAll("button")].find(b => b.textContent === "Bring back hello '
+        'three").click()')
     assert len(chat_titles(p))==3
     p.js('document.querySelector(`[aria-label="Delete hello one"]`).click()')
     p.js('chats.close()')
@@ -331,7 +425,8 @@ SPEECH = 'Some **bold** words, of which many were drafted.\n\n- one\n- two'
 def guessing():
     "A server whose steps say four tokens, three of them accepted drafts"
     def answer(prompt): return '<think>Well.</think>'+SPEECH
-    with service(answer, drafts=3) as s: yield s
+    with service(answer, drafts=3) as s:
+        yield s
 
 @pytest.fixture
 def drafting(chromium, guessing):
@@ -453,7 +548,9 @@ def test_escape_stops_and_what_came_stays(page):
     assert page.js('$("send").textContent')=='Stop'
     page.key('Escape', 27)
     page.until('!running')
-    assert page.js('$("send").textContent')=='Send' and 'stopped' in page.js('$("log").querySelector(".assistant .meta").textContent') and page.js('state.messages.at(-1).content')=='half an'
+    assert page.js('$("send").textContent')=='Send' and 'stopped' in page.js(
+        '$("log").querySelector(".assistant .meta").textContent'
+    ) and page.js('state.messages.at(-1).content')=='half an'
 
 def test_a_lost_connection(page):
     page.js(STUB)
@@ -463,28 +560,35 @@ def test_a_lost_connection(page):
     page.until('$("log").textContent.includes("half")')
     page.js('drop()')
     page.until('!running')
-    assert page.js('$("log").querySelector("[role=alert]").textContent')=='The connection was lost before the answer was complete.'
+    assert page.js(
+        '$("log").querySelector("[role=alert]").textContent'
+    )=='The connection was lost before the answer was complete.'
     page.js('window.fetch = async () => { throw new TypeError("refused"); }; again()')
     page.until('!running')
     assert 'cannot be reached' in page.js('$("log").querySelector("[role=alert]").textContent')
-    assert page.js('state.messages.at(-1).content')=='half' and page.js('$("log").textContent.includes("half")'), 'nothing better came: what there was stays'
+    assert page.js('state.messages.at(-1).content')=='half' and page.js(
+        '$("log").textContent.includes("half")'), 'nothing better came: what there was stays'
 
 def test_a_list_of_models_that_is_refused(page):
     "The page goes on: what was known of the models stays, and so does the conversation"
-    page.js('window.was = window.fetch; window.fetch = async () => new Response(JSON.stringify({error: {message: "slowly"}}), {status: 429}); await list()')
+    page.js(
+        'window.was = window.fetch; window.fetch = async () => new Response(JSON.stringify({error: '
+        '{message: "slowly"}}), {status: 429}); await list()')
     assert page.js('$("model").selectedOptions[0].textContent')=='answers 429'
     say(page, 'hello', wait=False)
     page.until('!running && $("log").querySelector("[role=alert]")')
     assert page.js('$("log").querySelector("[role=alert]").textContent')=='slowly'
     page.js('window.fetch = window.was; await list()')
     say(page, 'hello')
-    assert page.js('$("model").value')=='scripted' and page.js('$("log").textContent.includes("Forty-two.")')
+    assert page.js('$("model").value')=='scripted' and page.js(
+        '$("log").textContent.includes("Forty-two.")')
 
 def test_a_question_that_was_not_answered_can_be_asked_again(page, served):
     page.js('state.messages.push({role: "user", content: "hello", calls: [], images: []}); save()')
     page.go(served.url+'/?2')
     assert page.js('$("log").querySelector("[role=alert]").textContent')=='This was not answered.'
-    page.js('[...document.querySelectorAll("button")].find(b => b.textContent === "Try again").click()')
+    page.js(
+        '[...document.querySelectorAll("button")].find(b => b.textContent === "Try again").click()')
     page.until('!running && $("log").textContent.includes("Forty-two.")')
 
 # -- for every eye and hand --------------------------------------------------------------------------------------------------
@@ -497,17 +601,30 @@ RATIO = '''((a, b) => { const c = document.createElement('canvas').getContext('2
 def test_contrast(page, dark):
     "As WCAG 2.2 counts it: text 4.5, the edges of fields and the ring of the focus 3"
     page.dark(dark)
-    for a,b in (('text','bg'),('text','you'),('text','code'),('text','soft'),('dim','bg'),('dim','soft'),('accent','bg'),('on-accent','accent'),('bad','bad-bg'),*((c,'code') for c in 'kscnfv')): assert page.js(f'{RATIO}("--{a}", "--{b}")')>=4.5, (a, b)
+    for a,b in (('text','bg'),('text','you'),('text','code'),('text','soft'),('dim','bg'),('dim','soft'),('accent','bg'),('on-accent','accent'),('bad','bad-bg'),*((c,'code') for c in 'kscnfv')):
+        assert page.js(f'{RATIO}("--{a}", "--{b}")')>=4.5, (a, b)
     assert page.js(f'{RATIO}("--edge", "--bg")')>=3
-    assert page.js('getComputedStyle($("box"), "::placeholder").color === getComputedStyle($("log").querySelector(".empty")).color')
+    assert page.js(
+        'getComputedStyle($("box"), "::placeholder").color === '
+        'getComputedStyle($("log").querySelector(".empty")).color')
 
 def test_everything_has_a_name_and_the_tab_key_finds_it(page):
-    names = page.js('[...document.querySelectorAll("button, input:not([aria-hidden]), select, textarea")].filter(e => !(e.labels && e.labels.length || e.textContent.trim() || e.ariaLabel)).map(e => e.outerHTML)')
+    names = page.js(
+        '[...document.querySelectorAll("button, input:not([aria-hidden]), select, '
+        'textarea")].filter(e => !(e.labels && e.labels.length || e.textContent.trim() || '
+        'e.ariaLabel)).map(e => e.outerHTML)')
     assert not names
     page.js('document.activeElement.blur()')
     seen = []
-    for _ in range(10): page.tab(); seen.append(page.js('document.activeElement.id || document.activeElement.className || document.activeElement.localName'))
-    assert [s for s in seen if s in ('model','chats','new','open','scroll','box','send')]==['model','chats','new','open','scroll','box','send']
+    for _ in range(10):
+        page.tab()
+        seen.append(
+            page.js(
+                'document.activeElement.id || document.activeElement.className || '
+                'document.activeElement.localName'))
+    assert [
+        s for s in seen if s in ('model','chats','new','open','scroll','box','send')
+    ]==['model','chats','new','open','scroll','box','send']
     page.js('$("open").focus()')
     page.enter()
     page.until('drawer.open && drawer.contains(document.activeElement)')
@@ -517,8 +634,14 @@ def test_everything_has_a_name_and_the_tab_key_finds_it(page):
 @pytest.mark.parametrize('width', [320,390,1280])
 def test_nothing_is_wider_than_the_screen(page, width):
     page.size(width, 800, touch=width<1000)
-    md = json.dumps('x'*500+'\n\n| a | b |\n|---|---|\n| '+'word '*40+' | '+'y'*300+' |\n\n```\n'+'z'*400+'\n```\n\n- '+'w'*300)
-    page.js(f'state.messages = [{{role: "user", content: "u".repeat(400), calls: [], images: []}}, {{role: "assistant", content: {md}, reasoning: "r".repeat(400), calls: [{{id: "1", name: "n".repeat(80), arguments: "{{}}"}}], images: []}}]; showAll()')
-    for e in ('document.documentElement','scroll','document.body'): assert page.js(f'{e}.scrollWidth <= {e}.clientWidth'), e
+    md = json.dumps(
+        'x'*500+'\n\n| a | b |\n|---|---|\n| '+'word '*40+' | '+'y'*300+' |\n\n```\n'+'z'*400+'\n```\n\n- '+'w'*300
+    )
+    page.js(
+        f'state.messages = [{{role: "user", content: "u".repeat(400), calls: [], images: []}}, '
+        f'{{role: "assistant", content: {md}, reasoning: "r".repeat(400), calls: [{{id: "1", name: '
+        f'"n".repeat(80), arguments: "{{}}"}}], images: []}}]; showAll()')
+    for e in ('document.documentElement','scroll','document.body'):
+        assert page.js(f'{e}.scrollWidth <= {e}.clientWidth'), e
     page.js('drawer.showModal()')
     assert page.js('drawer.scrollWidth <= drawer.clientWidth')

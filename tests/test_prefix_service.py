@@ -16,7 +16,7 @@ from atlas.service.http import Keys,Rules
 from atlas.service.log import configure
 from atlas.service.metrics import _engine
 from atlas.service.reanchor import LAST,Ahead
-from atlas.service.service import Prompt,Upstream
+from atlas.service.service import Prompt,ReadyModel
 from atlas.text.chat import ChatTemplate
 from atlas.text.images import expand_images,tokens_of
 from atlas.text.next_turn import TurnMarks,foresee,shared
@@ -451,7 +451,7 @@ SHOWS = '''
 def looked(tok, pad, template, *grids):
     "A conversation about images of these grids that was answered"
     spec = SimpleNamespace(token=pad, merge=2)
-    u = Upstream('eyes', ['eyes'], dict(max_seq_len=999), tok, spec=spec)
+    u = ReadyModel('eyes', ['eyes'], dict(max_seq_len=999), tok, spec=spec)
     messages = [message('user', [dict(type='image')]*len(grids))]
     ids = tok.encode(template.render(messages))
     ids = expand_images(ids, pad, [tokens_of(g, 2) for g in grids])

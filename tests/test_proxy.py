@@ -13,7 +13,7 @@ from atlas.service.gateway import DOORS
 from atlas.service.fallbacks import Fallbacks
 from atlas.service.upstream import Backend,Limits,Wire
 from atlas.service.server import create_app
-from atlas.service.service import Upstream
+from atlas.service.service import ReadyModel
 from atlas.text.chat import ChatTemplate
 from atlas.use.llm import LLM
 
@@ -42,7 +42,7 @@ def speaker(name, say):
     s = Speaker(say)
     return Served([name], upstream_of(name, s))
 
-def upstream_of(name, s): return Upstream(name, [name], s.info, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), runner=s)
+def upstream_of(name, s): return ReadyModel(name, [name], s.info, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), runner=s)
 
 @contextmanager
 def door(*backends, local=(), fallbacks=None, **kw):

@@ -29,13 +29,16 @@ def llm(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def client(llm):
-    with TestClient(create_app(loaded(llm, ['judge'])), raise_server_exceptions=False) as c: yield c
+    with TestClient(create_app(loaded(llm, ['judge'])), raise_server_exceptions=False) as c:
+        yield c
 
-def rank(c, **kw): return c.post('/v1/rerank', json=dict(query=QUERY, documents=TEXTS)|kw)
+def rank(c, **kw):
+    return c.post('/v1/rerank', json=dict(query=QUERY, documents=TEXTS)|kw)
 
 def by_hand(llm, text, instruction=None):
     "The probability of yes, of yes and no, by the logits behind the prompt"
-    said = llm.template.render(judged(QUERY, text, instruction), add_generation_prompt=True, enable_thinking=False)
+    said = llm.template.render(
+        judged(QUERY, text, instruction), add_generation_prompt=True, enable_thinking=False)
     ids = llm.tokenizer.encode(said, add_special=False)
     yes,no = (llm.tokenizer.encode(w, add_special=False)[0] for w in WORDS)
     logits = llm.logits(ids)
@@ -46,11 +49,15 @@ def test_relevance_is_the_probability_of_yes(client, llm):
     r = rank(client).json()
     want = [by_hand(llm, t) for t in TEXTS]
     got = {x['index']:x['relevance_score'] for x in r['results']}
-    assert np.allclose([got[i] for i in range(3)], [p for p,_ in want], atol=1e-4)
+    assert np.allclose(
+        [got[i] for i in range(3)],
+        [p for p,_ in want], atol=1e-4)
     assert len({round(p, 6) for p,_ in want})==3, 'the texts must differ'
     scores = [x['relevance_score'] for x in r['results']]
     assert scores==sorted(scores, reverse=True)
-    assert r['usage']==dict(prompt_tokens=sum(n for _,n in want), total_tokens=sum(n for _,n in want))
+    assert r['usage']==dict(
+        prompt_tokens=sum(n for _,n in want),
+        total_tokens=sum(n for _,n in want))
 
 def test_an_instruction_counts(client, llm):
     r = rank(client, documents=TEXTS[:1], instruction='Find texts about the sea').json()
@@ -59,12 +66,18 @@ def test_an_instruction_counts(client, llm):
     assert abs(want-by_hand(llm, TEXTS[0])[0])>1e-4
 
 def test_shapes(client):
-    r = client.post('/rerank', json=dict(query='a', documents=[dict(text='b'),'c','d'], top_n=2, return_documents=True)).json()
+    r = client.post(
+        '/rerank',
+        json=dict(
+            query='a', documents=[dict(text='b'),'c','d'],
+            top_n=2, return_documents=True)).json()
     assert len(r['results'])==2 and r['object']=='list' and r['model']=='judge'
     assert all(x['document']['text']==['b','c','d'][x['index']] for x in r['results'])
 
 @pytest.mark.parametrize('bad,param', [(dict(query=None),'query'), (dict(documents=[]),'documents'),
-    (dict(documents=[3]),'documents[0]'), (dict(top_n=0),'top_n'), (dict(documents=['x'*3000]),'prompt')])
+    (dict(documents=[3]),'documents[0]'),
+    (dict(top_n=0),'top_n'),
+    (dict(documents=['x'*3000]),'prompt')])
 def test_refused(client, bad, param):
     r = rank(client, **bad)
     assert r.status_code==400 and r.json()['error']['param']==param

@@ -29,7 +29,8 @@ from test_processes import ask,collect,model,ok,req,running,running_test
 
 # -- time that is made up ------------------------------------------------------------------------
 
-class Stuck(AssertionError): "Somebody waits, and nothing will ever happen"
+class Stuck(AssertionError):
+    "Somebody waits, and nothing will ever happen"
 
 class Leaping(selectors.DefaultSelector):
     "Where nothing is there to be read, time goes on at once until the next thing is due"
@@ -37,9 +38,12 @@ class Leaping(selectors.DefaultSelector):
     def select(self, timeout=None):
         found = super().select(0)
         self.left -= 1
-        if self.left<0: raise Stuck('they go round in circles')
-        if found or timeout==0: return found
-        if timeout is None: raise Stuck('somebody waits for ever')
+        if self.left<0:
+            raise Stuck('they go round in circles')
+        if found or timeout==0:
+            return found
+        if timeout is None:
+            raise Stuck('somebody waits for ever')
         self.now += max(timeout, 1e-9)
         return []
 
@@ -51,18 +55,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self): return self.selector.now
     def run_in_executor(self, executor, f, *args):
         done = self.create_future()
-        try: done.set_result(f(*args))
-        except Exception as e: done.set_exception(e)
+        try:
+            done.set_result(f(*args))
+        except Exception as e:
+            done.set_exception(e)
         return done
 
 # -- processes that are stand-ins ----------------------------------------------------------------
 
 class Device:
     "Memory of a fixed size, and who has how much of it"
-    def __init__(self, size): self.size,self.taken,self.wrong = size,{},[]
+    def __init__(self, size):
+        self.size,self.taken,self.wrong = size,{},[]
     def take(self, who, nbytes):
         self.taken[who] = nbytes
-        if sum(self.taken.values())>self.size: self.fault(f'{self.taken} is more than there is')
+        if sum(self.taken.values())>self.size:
+            self.fault(f'{self.taken} is more than there is')
     def fault(self, said): self.wrong.append(said)
 
 class StandIn(asyncio.Protocol):
@@ -79,46 +87,68 @@ class StandIn(asyncio.Protocol):
     async def run(self):
         self.transport,_ = await self.loop.create_unix_connection(lambda: self, sock=self.theirs)
     def data_received(self, data):
-        for m in self.frames.feed(data): getattr(self, m[0])(*m[1:])
+        for m in self.frames.feed(data):
+            getattr(self, m[0])(*m[1:])
     def connection_lost(self, e): self.end(0)
     def send(self, *m):
-        if not self.gone: self.transport.write(frame(*m))
-    def later(self, seconds, f, *args): self.loop.call_later(seconds, lambda: self.gone or f(*args))
+        if not self.gone:
+            self.transport.write(frame(*m))
+    def later(self, seconds, f, *args):
+        self.loop.call_later(seconds, lambda: self.gone or f(*args))
     def load(self, options, pace):
         self.world.device.take(self, self.says['need'])
         self.send('stage', 'open', 0., {})
         self.later(self.says['seconds'], self.ready)
     def ready(self):
-        info = dict(name=self.name, max_seq_len=4096, vocab_size=9, max_queue=99, eos_ids=[])
-        self.send('ready', info|dict(memory=dict(weights=self.says['need'])), {})
+        info = dict(
+            name=self.name, max_seq_len=4096, vocab_size=9, max_queue=99,
+            eos_ids=[])
+        self.send(
+            'ready',
+            info|dict(memory=dict(weights=self.says['need'])),
+            {})
     def add(self, n, request, images):
         took,tokens = self.world.long[request['id']]
         self.answers[n] = request['id']
         self.later(took/tokens, self.token, n, tokens, took/tokens)
     def token(self, n, left, pause):
-        if n not in self.answers: return
+        if n not in self.answers:
+            return
         last = left==1
-        self.send('events', [pack_event(n, Event(self.answers[n], 1, finish='stop' if last else None))], {})
-        if last: del self.answers[n]
-        else: self.later(pause, self.token, n, left-1, pause)
+        self.send(
+            'events',
+            [
+                pack_event(n, Event(self.answers[n], 1, finish='stop' if last else None))],
+            {})
+        if last:
+            del self.answers[n]
+        else:
+            self.later(pause, self.token, n, left-1, pause)
     def abort(self, n):
-        if (rid := self.answers.pop(n, None)) is None: return
-        if rid not in self.world.left and not self.world.excused(self.name): self.cut('an answer was ended')
+        if (rid := self.answers.pop(n, None)) is None:
+            return
+        if rid not in self.world.left and not self.world.excused(self.name):
+            self.cut('an answer was ended')
         self.send('events', [pack_event(n, Event(rid, finish='abort'))], {})
     def cut(self, said): self.world.device.fault(f'{self.name}: {said}')
     def sent_away(self, how):
         "Its time is over: was that right?"
         w,m = self.world,self.world.models.find(self.name)
-        if w.excused(self.name): return
-        if self.answers: self.cut(f'{how} while it answers')
+        if w.excused(self.name):
+            return
+        if self.answers:
+            self.cut(f'{how} while it answers')
         early = self.loop.time()<m.since+STAY*m.took-1e-6
-        if early and m.lasts is None and not w.admins: self.cut(f'{how} before it was there for long')
+        if early and m.lasts is None and not w.admins:
+            self.cut(f'{how} before it was there for long')
     def call(self, n, op, kw):
         if op=='sleep':
             self.sent_away('put to sleep')
             rests = self.says['rests']
             given = self.says['need']-rests
-            if self.says['sleepless']: return self.send('failed', n, pack_error(OutOfMemoryError('There is no room for a copy')))
+            if self.says['sleepless']:
+                return self.send(
+                    'failed', n, pack_error(OutOfMemoryError('There is no room for a copy')))
             self.world.device.take(self, rests)
             return self.send('result', n, dict(level=1, bytes=given, seconds=.1))
         self.world.device.take(self, self.says['need'])
@@ -128,12 +158,16 @@ class StandIn(asyncio.Protocol):
         self.later(.2, self.end, 0)
     def kill(self): self.end(-9)
     def end(self, code):
-        if self.gone: return
+        if self.gone:
+            return
         self.gone = True
         self.world.device.taken.pop(self, None)
         self.loop.call_soon(lambda: self.ended.done() or self.ended.set_result(code))
-        if hasattr(self, 'transport'): self.transport.close()
-        else: self.work.cancel(); self.theirs.close()
+        if hasattr(self, 'transport'):
+            self.transport.close()
+        else:
+            self.work.cancel()
+            self.theirs.close()
 
 PACE = Policy(beat=1e7, stalled=1e12, dead=1e12, hung=1e12, start=1e12, grace=5., pause=.5, longest=8.,
     ends=99, drain=10., wait=2000., soon=.5)
@@ -147,8 +181,11 @@ class World:
         command = partial(StandIn, self)
         ms = []
         for name,k in kinds.items():
-            m = Model(EngineConfig(name), policy=policy, command=command, text=lambda c: dict(tokenizer=None))
-            m.need,m.pinned,m.ttl,m.group = k['need'],k.get('pinned', False),k.get('ttl'),k.get('group')
+            m = Model(
+                EngineConfig(name), policy=policy, command=command,
+                text=lambda c: dict(tokenizer=None))
+            m.need,m.pinned,m.ttl,m.group = k['need'],k.get(
+                'pinned', False),k.get('ttl'),k.get('group')
             ms.append(m)
         self.models = Models(ms, first=[], budget=budget, groups=groups)
     def excused(self, name):
@@ -163,12 +200,17 @@ class World:
             def leave():
                 self.left.add(rid)
                 for s in self.models.find(name).runner._streams.copy().values():
-                    if s.id==rid: s.abort()
-                if rid not in self.begun: task.cancel()
+                    if s.id==rid:
+                        s.abort()
+                if rid not in self.begun:
+                    task.cancel()
             loop.call_later(leaves, leave)
-        try: end = await task
-        except AtlasError as e: end = type(e).__name__
-        except asyncio.CancelledError: end = 'left'
+        try:
+            end = await task
+        except AtlasError as e:
+            end = type(e).__name__
+        except asyncio.CancelledError:
+            end = 'left'
         self.ends.append((rid, end, loop.time()-began))
     begun = frozenset()
     async def _answer(self, name, rid):
@@ -179,7 +221,8 @@ class World:
         n,ends = 0,[]
         async for e in s:
             n += e.token is not None
-            if e.finish: ends.append(e.finish)
+            if e.finish:
+                ends.append(e.finish)
         assert len(ends)==1, f'{rid} ended as {ends}'
         assert ends[0]!='stop' or n==self.long[rid][1], f'{rid} has {n} tokens'
         return ends[0]
@@ -187,18 +230,26 @@ class World:
         "Kill, unload, load, put to sleep or wake a model, or say how long it stays"
         ms,m = self.models,self.models.find(name)
         if what=='kill':
-            if m.child: m.child.kill()
-        elif what=='ttl': m.ttl = value; ms.residency.soon()
-        elif what=='keep': m.keep(value)
-        elif what=='pin': ms.pin(name, value>5)
+            if m.child:
+                m.child.kill()
+        elif what=='ttl':
+            m.ttl = value
+            ms.residency.soon()
+        elif what=='keep':
+            m.keep(value)
+        elif what=='pin':
+            ms.pin(name, value>5)
         else:
             self.meddled[name] = self.meddled.get(name, 0)+1
             self.admins = self.admins or what=='load'
             try:
                 await getattr(ms, what)(name)
-                if what=='unload': await m.leaving
-            except AtlasError: pass
-            if not (left := self.meddled.pop(name)-1): return
+                if what=='unload':
+                    await m.leaving
+            except AtlasError:
+                pass
+            if not (left := self.meddled.pop(name)-1):
+                return
             self.meddled[name] = left
     def check(self):
         "The sums are right"
@@ -208,7 +259,8 @@ class World:
         for m in self.models.all:
             held = self.device.taken.get(m.child, 0)
             assert held<=m.holds, f'{m.name} has {held} and {m.holds} are written down'
-            if m.state in ('unloaded','failed'): assert not m.holds and not m.child, m
+            if m.state in ('unloaded','failed'):
+                assert not m.holds and not m.child, m
 
 async def live(world, deeds):
     "Let people do their deeds, each so many seconds after the one before, and see that all have ended"
@@ -219,16 +271,21 @@ async def live(world, deeds):
         tasks.append(asyncio.create_task(f(*args)))
         world.check()
     while any(not t.done() for t in tasks):
-        await asyncio.wait(tasks, timeout=3., return_when=asyncio.FIRST_COMPLETED if len(tasks)<2 else asyncio.ALL_COMPLETED)
+        await asyncio.wait(
+            tasks, timeout=3.,
+            return_when=asyncio.FIRST_COMPLETED if len(tasks)<2 else asyncio.ALL_COMPLETED)
         world.check()
-        if asyncio.get_running_loop().time()>1e6: raise Stuck(f'{world.models} {world.models.residency.queue}')
-    for t in tasks: t.result()
+        if asyncio.get_running_loop().time()>1e6:
+            raise Stuck(f'{world.models} {world.models.residency.queue}')
+    for t in tasks:
+        t.result()
     await asyncio.sleep(30)
     world.check()
     await world.models.close()
     assert not world.device.taken
     asked = [a for a in deeds if a[1]=='ask']
-    assert len(world.ends)==len(asked)==len({rid for rid,*_ in world.ends})
+    assert len(world.ends)==len(asked)==len(
+        {rid for rid,*_ in world.ends})
     return world
 
 def play(kinds, deeds, budget=100, **kw):
@@ -238,7 +295,8 @@ def play(kinds, deeds, budget=100, **kw):
     made_up = SimpleNamespace(time=real.time, monotonic=loop.time)
     process.time = admission.time = made_up
     async def all_of_it(): return await live(World(kinds, budget, **kw), deeds)
-    try: return loop.run_until_complete(all_of_it())
+    try:
+        return loop.run_until_complete(all_of_it())
     finally:
         process.time = admission.time = real
         swept(loop)
@@ -247,12 +305,15 @@ def swept(loop):
     "End what a day that went wrong has left, and close the loop"
     loop.selector.left = 10_000
     left = asyncio.all_tasks(loop)
-    for t in left: t.cancel()
+    for t in left:
+        t.cancel()
     async def over(): await asyncio.gather(*left, return_exceptions=True)
-    with suppress(Stuck): loop.run_until_complete(over())
+    with suppress(Stuck):
+        loop.run_until_complete(over())
     loop.close()
 
-def kind(need, seconds=5., rests=0, **kw): return dict(need=need, seconds=seconds, rests=rests, sleepless=False)|kw
+def kind(need, seconds=5., rests=0, **kw):
+    return dict(need=need, seconds=seconds, rests=rests, sleepless=False)|kw
 
 # -- random days ---------------------------------------------------------------------------------
 
@@ -271,9 +332,21 @@ def deeds_of(r:random.Random, kinds, n, meddling=True):
     out = []
     for _ in range(n):
         name,after = r.choice(list(kinds)),r.choice([0,0,.05,1,10,60])*r.random()
-        what = r.choice(['kill','ttl','keep','pin','unload','load','sleep','wake']) if meddling and r.random()<.3 else 'ask'
-        if what=='ask': out.append((after, what, name, r.choice([.1,3,30,90])*r.random()+.01, r.randint(1, 9), r.choice([None,None,None,r.uniform(0, 40)])))
-        else: out.append((after, what, name, r.choice([0,3,30,-1]) if what in ('keep','ttl') else r.randint(0, 9)))
+        what = r.choice(
+            ['kill','ttl','keep','pin','unload','load','sleep','wake']
+        ) if meddling and r.random()<.3 else 'ask'
+        if what=='ask':
+            out.append(
+                (
+                    after, what, name,
+                    r.choice([.1,3,30,90])*r.random()+.01,
+                    r.randint(1, 9),
+                    r.choice([None,None,None,r.uniform(0, 40)])))
+        else:
+            out.append(
+                (
+                    after, what, name,
+                    r.choice([0,3,30,-1]) if what in ('keep','ttl') else r.randint(0, 9)))
     return [d for d in out if d[1]!='ttl' or d[3]>=0]
 
 def day(seed, meddling=True, n=40, **kw):
@@ -282,13 +355,17 @@ def day(seed, meddling=True, n=40, **kw):
     return play(kinds, deeds_of(r, kinds, n, meddling), **kw)
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 10**9), n=st.integers(1, 60))
+@given(
+    seed=st.integers(0, 10**9),
+    n=st.integers(1, 60))
 def test_whatever_happens(seed, n):
     "The budget is never exceeded, nobody waits for ever, nothing leaves while it answers, every request ends once"
     day(seed, n=n)
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 10**9), n=st.integers(1, 60))
+@given(
+    seed=st.integers(0, 10**9),
+    n=st.integers(1, 60))
 def test_where_nobody_meddles_all_are_answered(seed, n):
     w = day(seed, meddling=False, n=n, policy=replace(PACE, wait=1e5))
     assert {end for rid,end,_ in w.ends if rid not in w.left}<={'stop'}
@@ -314,7 +391,8 @@ def not_struck_off(monkeypatch):
     def keeps(self, state=None):
         held = self.holds
         put(self, state)
-        if state=='unloaded': self.holds = held
+        if state=='unloaded':
+            self.holds = held
     monkeypatch.setattr(Model, '_set', keeps)
 
 def two_in_one_place(monkeypatch): monkeypatch.setattr(Residency, 'forget', lambda self, m: None)
@@ -332,8 +410,10 @@ PLANTED = [nothing_written,nobody_waits_for_answers,nobody_looks_again,not_struc
 def test_it_would_be_seen(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        for seed in range(60): day(seed, meddling=seed%2==0)
-        for seed in range(20): day(seed, meddling=False, policy=replace(PACE, soon=.01))
+        for seed in range(60):
+            day(seed, meddling=seed%2==0)
+        for seed in range(20):
+            day(seed, meddling=False, policy=replace(PACE, soon=.01))
 
 # -- one after another ---------------------------------------------------------------------------
 
@@ -341,36 +421,60 @@ def ends(w): return [e for _,e,_ in w.ends]
 
 def test_one_swap_serves_all_who_wait():
     "Five who ask for another model while one answers: it leaves once, comes back once, and nobody is cut off"
-    two = dict(a=kind(60, 2., sleepless=True), b=kind(60, 2., sleepless=True))
+    two = dict(
+        a=kind(60, 2., sleepless=True),
+        b=kind(60, 2., sleepless=True))
     asks = [(0, 'ask', 'a', 30., 9)]+[(2, 'ask', n, 1., 3) for n in 'bbbbbaaaaa']
     w = play(two, asks, policy=replace(PACE, drain=60.))
     assert set(ends(w))=={'stop'} and w.lives==['a','b','a']
 
 def test_asleep_where_that_is_enough():
     "Its process stays; where it cannot sleep, or would not give enough back, it is unloaded"
-    asks = [(0, 'ask', 'a', 1., 3), (20, 'ask', 'b', 1., 3), (20, 'ask', 'a', 1., 3)]
+    asks = [
+        (0, 'ask', 'a', 1., 3),
+        (20, 'ask', 'b', 1., 3),
+        (20, 'ask', 'a', 1., 3)]
     for k,lives in ((dict(rests=10), 'ab'), (dict(rests=50), 'aba'), (dict(sleepless=True), 'aba')):
-        w = play(dict(a=kind(60, 2., **k), b=kind(60, 2.)), asks)
+        w = play(
+            dict(a=kind(60, 2., **k), b=kind(60, 2.)),
+            asks)
         assert set(ends(w))=={'stop'} and ''.join(w.lives)==lives
 
 def test_an_answer_without_end_is_not_cut():
     "Whoever waits for its memory is told after `wait`, and the model answers others meanwhile"
     two = dict(a=kind(60, 2.), b=kind(60, 2.))
-    w = play(two, [(0, 'ask', 'a', 900., 9), (20, 'ask', 'b', 1., 3), (100, 'ask', 'a', 1., 3)], policy=replace(PACE, wait=300.))
+    w = play(
+        two,
+        [
+            (0, 'ask', 'a', 900., 9),
+            (20, 'ask', 'b', 1., 3),
+            (100, 'ask', 'a', 1., 3)],
+        policy=replace(PACE, wait=300.))
     by = {rid:(end,took) for rid,end,took in w.ends}
     assert by['r0'][0]==by['r2'][0]=='stop' and by['r1'][0]=='UnavailableError' and 299<by['r1'][1]<311
     assert w.lives==['a']
 
 def test_an_admin_does_not_wait_for_its_stay():
     two = dict(a=kind(60, 100.), b=kind(60, 2.))
-    w = play(two, [(0, 'ask', 'a', 1., 3), (110, 'load', 'b'), (10, 'ask', 'b', 1., 3)])
+    w = play(
+        two,
+        [
+            (0, 'ask', 'a', 1., 3), (110, 'load', 'b'),
+            (10, 'ask', 'b', 1., 3)])
     assert set(ends(w))=={'stop'} and dict((r,t) for r,_,t in w.ends)['r1']<2
-    w = play(two, [(0, 'ask', 'a', 1., 3), (110, 'ask', 'b', 1., 3)])
+    w = play(
+        two,
+        [(0, 'ask', 'a', 1., 3), (110, 'ask', 'b', 1., 3)])
     assert set(ends(w))=={'stop'} and dict((r,t) for r,_,t in w.ends)['r1']>200
 
 def test_small_ones_pass_who_are_in_nobodys_way():
-    three = dict(a=kind(60, 30.), b=kind(80, 2.), c=kind(20, 2.))
-    asks = [(0, 'ask', 'a', 1., 3), (35, 'ask', 'b', 1., 3), (1, 'ask', 'c', 1., 3)]
+    three = dict(
+        a=kind(60, 30.), b=kind(80, 2.),
+        c=kind(20, 2.))
+    asks = [
+        (0, 'ask', 'a', 1., 3),
+        (35, 'ask', 'b', 1., 3),
+        (1, 'ask', 'c', 1., 3)]
     w = play(three, asks)
     assert [r for r,_,_ in w.ends]==['r0','r2','r1'] and set(ends(w))=={'stop'}
     w = play(three|dict(c=kind(30, 2.)), asks)
@@ -378,8 +482,13 @@ def test_small_ones_pass_who_are_in_nobodys_way():
 
 def test_groups():
     "Of two that may not be there together one leaves, though there is room"
-    two = dict(a=kind(10, 2., group='g'), b=kind(10, 2., group='g'))
-    asks = [(0, 'ask', 'a', 1., 3), (20, 'ask', 'b', 1., 3), (20, 'ask', 'a', 1., 3)]
+    two = dict(
+        a=kind(10, 2., group='g'),
+        b=kind(10, 2., group='g'))
+    asks = [
+        (0, 'ask', 'a', 1., 3),
+        (20, 'ask', 'b', 1., 3),
+        (20, 'ask', 'a', 1., 3)]
     w = play(two, asks, groups=dict(g=dict(together=False)))
     assert set(ends(w))=={'stop'} and w.models.residency.evicted
     w = play(two, asks, groups=dict(g=dict(together=True)))
@@ -392,27 +501,37 @@ def test_how_long_it_stays():
     for said,lives in (([], 2), ([(0, 'keep', 'a', 10)], 2), ([(0, 'keep', 'a', -1)], 1), ([(0, 'keep', 'a', None)], 2), ([(0, 'keep', 'a', '10m')], 1)):
         w = play(one, [ask,*said,(100, *ask[1:])])
         assert len(w.lives)==lives, said
-    w = play(one, [ask, (0, 'keep', 'a', 0), (5, *ask[1:])])
+    w = play(
+        one,
+        [ask, (0, 'keep', 'a', 0), (5, *ask[1:])])
     assert len(w.lives)==2
     pinned = dict(a=kind(60, 2., ttl=50., pinned=True))
-    assert len(play(pinned, [ask, (100, *ask[1:])]).lives)==1
+    assert len(
+        play(pinned, [ask, (100, *ask[1:])]).lives)==1
 
 def test_budgets_that_are_too_small():
     "Refused by name and with both numbers, before anything is loaded"
     def made(**needs):
         ms = [Model(EngineConfig(n)) for n in needs]
-        for m in ms: m.need = needs[m.name]<<30
+        for m in ms:
+            m.need = needs[m.name]<<30
         return ms
-    with pytest.raises(OutOfMemoryError, match='big takes 60 GiB, and the budget of all models is 50 GiB'):
+    with pytest.raises(
+        OutOfMemoryError, match='big takes 60 GiB, and the budget of all models is 50 GiB'
+    ):
         Models(made(small=10, big=60), budget=50<<30).check()
     ms = made(small=10, big=60)
     ms[0].pinned = True
-    with pytest.raises(OutOfMemoryError, match='big takes 60 GiB, and 55 GiB of 65 GiB are not pinned'):
+    with pytest.raises(
+        OutOfMemoryError, match='big takes 60 GiB, and 55 GiB of 65 GiB are not pinned'
+    ):
         Models(ms, budget=65<<30).check()
     Models(made(small=10, big=60), budget=60<<30).check()
 
 def test_who_never_fits_is_refused():
-    w = play(dict(a=kind(60, 2., pinned=True), b=kind(60, 2.)), [(0, 'ask', 'a', 1., 3), (30, 'ask', 'b', 1., 3)])
+    w = play(
+        dict(a=kind(60, 2., pinned=True), b=kind(60, 2.)),
+        [(0, 'ask', 'a', 1., 3), (30, 'ask', 'b', 1., 3)])
     assert ends(w)==['stop','OutOfMemoryError']
 
 def test_who_is_not_known_takes_what_is_free(monkeypatch):
@@ -422,10 +541,17 @@ def test_who_is_not_known_takes_what_is_free(monkeypatch):
         def __init__(self, *a, **kw):
             super().__init__(*a, **kw)
             self.models.find('b').need = 0
-        def check(self): seen.append(self.models.find('b').holds); super().check()
+        def check(self):
+            seen.append(self.models.find('b').holds); super().check()
     monkeypatch.setitem(globals(), 'World', Unknown)
     two = dict(a=kind(60, 2.), b=kind(30, 2.))
-    w = play(two, [(0, 'ask', 'a', 1., 3), (20, 'ask', 'b', 1., 3), (1, 'ttl', 'b', 1e9), (20, 'ask', 'a', 1., 3)])
+    w = play(
+        two,
+        [
+            (0, 'ask', 'a', 1., 3),
+            (20, 'ask', 'b', 1., 3),
+            (1, 'ttl', 'b', 1e9),
+            (20, 'ask', 'a', 1., 3)])
     assert set(ends(w))=={'stop'} and {40,30}<=set(seen) and w.lives==['a','b']
 
 def test_who_takes_more_than_was_reckoned(monkeypatch):
@@ -436,7 +562,9 @@ def test_who_takes_more_than_was_reckoned(monkeypatch):
             self.device.size,self.models.find('a').need = 1000,40
         def check(self): pass
     monkeypatch.setitem(globals(), 'World', Larger)
-    w = play(dict(a=kind(60, 2.), b=kind(50, 2., sleepless=True)), [(0, 'ask', 'b', 1., 3), (30, 'ask', 'a', 1., 3)])
+    w = play(
+        dict(a=kind(60, 2.), b=kind(50, 2., sleepless=True)),
+        [(0, 'ask', 'b', 1., 3), (30, 'ask', 'a', 1., 3)])
     assert set(ends(w))=={'stop'} and w.models.residency.evicted=={('b','unload'): 1}
 
 # -- real processes ------------------------------------------------------------------------------
@@ -454,8 +582,12 @@ async def test_scripted_workers_take_turns():
     async with running(a, b, budget=10<<30, first=[]) as ms:
         for _ in range(2):
             assert await ok(ms, 'a') and ms.memory['held']==6<<30
-            assert (await ask(ms, name='b'))[0]=='I am b.' and ms.memory==ms.memory|dict(held=7<<30, free=3<<30)
-        assert a.state=='unloaded' and not a.child and sum(d['times'] for d in ms.memory['evictions'])>=3
+            assert (
+                await ask(ms, name='b')
+            )[0]=='I am b.' and ms.memory==ms.memory|dict(held=7<<30,
+            free=3<<30)
+        assert a.state=='unloaded' and not a.child and sum(
+            d['times'] for d in ms.memory['evictions'])>=3
 
 @running_test
 async def test_who_has_no_room_at_the_start_is_loaded_later():
@@ -468,12 +600,14 @@ async def test_who_has_no_room_at_the_start_is_loaded_later():
 async def test_the_end_comes_while_one_waits_for_memory():
     a,b = scripted('a', 6),scripted('b', 7)
     async with running(a, b, budget=10<<30, first=['a']) as ms:
-        s = (await ms.get('a')).runner.submit(req('x', '<endless>', max_tokens=10**6))
+        s = (await ms.get('a')).runner.submit(
+            req('x', '<endless>', max_tokens=10**6))
         await anext(s)
         wait = asyncio.create_task(ms.get('b'))
         await happens(lambda: b.state=='loading' and b.reason)
         ms.abort()
-        with pytest.raises(UnavailableError): await wait
+        with pytest.raises(UnavailableError):
+            await wait
         assert (await collect(s))[1].finish=='error'
 
 @running_test
@@ -491,7 +625,7 @@ SERVE = """
 import sys
 from atlas.service.process import Policy
 from atlas.service.gateway import serve
-models = [dict(model='tiny', name=n, kv_spill_dir=sys.argv[1]+'/'+n, kv_spill_gb=.05, kv_spill_keep=True) for n in 'ab']
+models = [dict(model='tiny', name=n, kv_spill_dir=sys.argv[1]+'/'+n, kv_spill_gb=.05) for n in 'ab']
 serve(models, port=int(sys.argv[2]), memory=int(sys.argv[3]), policy=Policy(soon=.05), first=[], device='cpu', max_seq_len=512, max_num_seqs=2)
 """
 
@@ -513,13 +647,18 @@ def test_two_real_models_and_room_for_one(room, how, tmp_path):
     threading.Thread(target=lambda: told.extend(p.stdout), daemon=True).start()
     c = httpx.Client(base_url=url, timeout=WAIT)
     def there():
-        try: return c.get('/health').status_code==200
-        except httpx.TransportError: return p.poll() is not None
+        try:
+            return c.get('/health').status_code==200
+        except httpx.TransportError:
+            return p.poll() is not None
     def said(name):
         prompt = 'Once upon a time there was a little girl who lived in a house near the wood. '*6
-        r = c.post('/v1/completions', json=dict(model=name, prompt=prompt, max_tokens=8, temperature=0))
+        r = c.post(
+            '/v1/completions',
+            json=dict(model=name, prompt=prompt, max_tokens=8, temperature=0))
         assert r.status_code==200, r.text
-        return r.json()['choices'][0]['text'],r.json()['usage'].get('prompt_tokens_details', {}).get('cached_tokens', 0)
+        return r.json()['choices'][0]['text'],r.json()['usage'].get(
+            'prompt_tokens_details', {}).get('cached_tokens', 0)
     try:
         until(there, again=.05)
         text,cached = said('a')
@@ -530,7 +669,8 @@ def test_two_real_models_and_room_for_one(room, how, tmp_path):
             states = c.get('/models').json()
             value = {m['id']: m['status']['value'] for m in states['data']}
             assert value[name]=='loaded'
-            if name=='b': assert value['a']==dict(unload='unloaded', sleep='sleeping')[how]
+            if name=='b':
+                assert value['a']==dict(unload='unloaded', sleep='sleeping')[how]
             assert states['memory']['budget']==room<<20 and states['memory']['free']>=0
             here = next(m for m in states['data'] if m['id']==name)['residency']
             assert 0<here['holds']<=room<<20 and here['need']==here['holds'] and here['since']>=0
@@ -541,17 +681,21 @@ def test_two_real_models_and_room_for_one(room, how, tmp_path):
         assert 'atlas:model_need_bytes{model_name="b"}' in metrics
         p.send_signal(signal.SIGINT)
         assert p.wait(WAIT) in (0,130), ''.join(told)
-    finally: p.kill()
+    finally:
+        p.kill()
 
 def test_a_budget_smaller_than_a_model(tmp_path):
     "The server ends before it loads anything, and says by name what takes how much of how little"
     p,_ = server(tmp_path, 200<<20)
     said,_ = p.communicate(timeout=WAIT)
-    assert p.returncode and re.search(r'a takes \d+ MiB, and the budget of all models is 200 MiB', said), said
+    assert p.returncode and re.search(
+        r'a takes \d+ MiB, and the budget of all models is 200 MiB', said), said
 
 # -- measured before -----------------------------------------------------------------------------
 
-DEVICES = [lambda: 'cpu', pytest.param(Emulator, marks=pytest.mark.skipif(not find_cxx(), reason='no C++ compiler'))]
+DEVICES = [
+    lambda: 'cpu',
+    pytest.param(Emulator, marks=pytest.mark.skipif(not find_cxx(), reason='no C++ compiler'))]
 
 @pytest.mark.parametrize('device', DEVICES, ids=['host','card'])
 @pytest.mark.parametrize('kw', [dict(max_seq_len=512), {}, dict(max_seq_len=512, max_num_seqs=2, kv_cache_memory=1<<24)],
@@ -561,17 +705,23 @@ def test_what_was_measured_is_enough_and_is_not_exceeded(device, kw):
     m = MeasuredModel(o, 3<<30).told()
     assert m['least']<=m['most']<=3<<30 and (m['least']==m['most'])==('kv_cache_memory' in kw)
     for nbytes in {m['least'],m['most']}:
-        settled = m['settled']|{m['grows']: m['settled'][m['grows']]+nbytes-m['least']}
+        settled = m['settled']|{
+            m['grows']: m['settled'][m['grows']]+nbytes-m['least']}
         model = LoadedModel(replace(o, **settled))
-        assert sum(model.memory.values())<=nbytes and {'weights','cache','steps'}<=model.memory.keys()
+        assert sum(model.memory.values())<=nbytes and {
+            'weights', 'cache', 'steps'}<=model.memory.keys()
         model.close()
 
 def test_models_are_measured_by_one_process():
     "And what is left over is divided; a model that nobody can measure has the need 0"
     models = [dict(model='tiny', name=n, device='cpu', max_seq_len=512) for n in 'ab']
-    ms = Models(modelled([*models, dict(model='nobody/has-it', name='c')]), budget=2<<30).measured()
+    ms = Models(
+        modelled([*models, dict(model='nobody/has-it', name='c')]),
+        budget=2<<30).admitted()
     a,b,c = ms.all
     assert a.need==b.need>300<<20 and c.need==0 and a.settled['kv_cache_memory']>0
-    assert Models(modelled(models)).measured().all[0].need==0 # nobody asked
-    with pytest.raises(OutOfMemoryError, match='a takes .* and the budget of all models is 256 MiB'):
-        Models(modelled(models), budget=256<<20).measured()
+    assert Models(modelled(models)).admitted().all[0].need==0 # nobody asked
+    with pytest.raises(
+        OutOfMemoryError, match='a takes .* and the budget of all models is 256 MiB'
+    ):
+        Models(modelled(models), budget=256<<20).admitted()

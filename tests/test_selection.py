@@ -25,7 +25,8 @@ def test_what_runs_in_another_process_counts():
 def test_every_name_of_a_page_will_do():
     one, = pages.pages_of('ops.norm')
     assert pages.pages_of(one)==[one]
-    with pytest.raises(pytest.UsageError, match='no page'): pages.pages_of('no_such_page')
+    with pytest.raises(pytest.UsageError, match='no page'):
+        pages.pages_of('no_such_page')
 
 def test_a_kernel_has_the_pages_that_launch_it():
     assert {'gemv','embed'}<=pages.kernels('kernels/lib/formats.cuh')
@@ -150,7 +151,8 @@ def test_waiting_has_an_end(monkeypatch):
     assert until(lambda: 'it')=='it'
     assert asyncio.run(happens(lambda: 'it'))=='it'
     said = 'the moon did not happen'
-    with pytest.raises(AssertionError, match=said): until(lambda: False, 'the moon')
+    with pytest.raises(AssertionError, match=said):
+        until(lambda: False, 'the moon')
     with pytest.raises(AssertionError, match=said):
         asyncio.run(happens(lambda: False, 'the moon'))
 
@@ -182,7 +184,8 @@ def test_what_is_slow_to_find_is_left():
     assert not left(file, slow=True) and not left(file, markexpr='slow')
     assert not left('test_cli.py')
     for test,seconds in durations.read().items():
-        if test.startswith(f'tests/{file}::'): assert seconds>durations.SLOW
+        if test.startswith(f'tests/{file}::'):
+            assert seconds>durations.SLOW
 
 COMPILED = '''from atlas.card.emulator import Emulator
 from atlas.card.launch import Source
@@ -196,7 +199,8 @@ exec %s "$@"
 def test_nobody_compiles_a_kernel_twice(tmp_path):
     "Processes that want the same one at the same time wait for whoever began"
     from atlas.card.emulator import find_cxx
-    if not find_cxx(): pytest.skip('no C++ compiler')
+    if not find_cxx():
+        pytest.skip('no C++ compiler')
     cxx,log = tmp_path/'cxx',tmp_path/'log'
     cxx.write_text(COUNTING % (log, find_cxx()))
     cxx.chmod(0o755)

@@ -17,7 +17,8 @@ from atlas.service.watch import Damper,Seen,Watcher,WatchError,once,teller  # no
 def served(**kw):
     "A server of two models, of which one can be made ill"
     ms = Shams([sham('well', 1), sham('other', 1)], first=[])
-    with running(create_app(ms, **kw)) as ms.url: yield ms
+    with running(create_app(ms, **kw)) as ms.url:
+        yield ms
 
 def make_ill(ms):
     m = ms.find('other')
@@ -27,7 +28,10 @@ def cron(url, tmp_path, *more):
     "A run of `atlas watch --once`: exit code, and what it printed"
     code = 'from atlas.use.cli import main; main()'
     r = subprocess.run([sys.executable, '-c', code, 'watch', '--once', url, *more], capture_output=True,
-        text=True, timeout=WAIT, env=dict(ATLAS_HOME=str(tmp_path), PATH='/usr/bin:/bin', PYTHONPATH=str(Path(__file__).parents[1])))
+        text=True, timeout=WAIT,
+        env=dict(
+            ATLAS_HOME=str(tmp_path), PATH='/usr/bin:/bin',
+            PYTHONPATH=str(Path(__file__).parents[1])))
     return r.returncode,r.stdout,r.stderr
 
 def test_cron_is_silent_until_something_changes(tmp_path):
@@ -62,14 +66,16 @@ def test_what_a_file_names_is_watched_while_it_is_served(tmp_path):
     assert len(build(fleet_of(text)).beside)==1
     assert build(fleet_of(text.splitlines()[0])).beside==()
     told = text.replace('every: 30s', 'notify: ["nobody://x"]')
-    with pytest.raises(WatchError): build(fleet_of(told))
+    with pytest.raises(WatchError):
+        build(fleet_of(told))
 
 def test_cron_as_json(tmp_path):
     with served() as ms:
         make_ill(ms)
         code,said,_ = cron(ms.url, tmp_path, '--json')
     said = json.loads(said)
-    assert code==3 and {s['name']:s['well'] for s in said['seen']}=={'atlas':True, 'atlas/well':True, 'atlas/other':False}
+    assert code==3 and {s['name']:s['well'] for s in said['seen']}=={
+        'atlas':True, 'atlas/well':True, 'atlas/other':False}
     assert said['news']==['atlas/other failed: its disk is full']
 
 def test_what_cannot_be_watched_is_refused(tmp_path):
@@ -81,7 +87,8 @@ def test_a_server_with_keys_tells_strangers_less():
     "Without a key its status alone counts; with one each model does"
     async def looked(key):
         w = Watcher(dict(atlas=ms.url+'/health'), key=key)
-        async with w.client: return {s.name:s.well for s in await w.look()}
+        async with w.client:
+            return {s.name:s.well for s in await w.look()}
     with served(rules=Rules(keys=Keys({'sesame':'user'}))) as ms:
         assert asyncio.run(looked(None))=={'atlas':True}
         make_ill(ms)
@@ -95,13 +102,22 @@ def test_a_key_is_for_its_server_alone():
         seen[request.url.host] = request.headers.get('authorization')
         return httpx.Response(200)
     c = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    asyncio.run(Watcher(dict(atlas='http://a/health', asr='http://b/health'), key='sesame', client=c).look())
+    asyncio.run(
+        Watcher(dict(atlas='http://a/health', asr='http://b/health'), key='sesame', client=c).look()
+    )
     assert seen==dict(a='Bearer sesame', b=None)
 
-@pytest.mark.parametrize('body', [b'{', b'[]', b'{"models": 7}', b'{"models": {"m": 7}}', b'{"models": {"m": {}}}', b'\xff', b'null'])
+@pytest.mark.parametrize(
+    'body',
+    [
+        b'{', b'[]', b'{"models": 7}', b'{"models": {"m": 7}}', b'{"models": {"m": {}}}', b'\xff',
+        b'null'])
 def test_nonsense_is_no_model(body):
-    c = httpx.AsyncClient(transport=httpx.MockTransport(lambda r: httpx.Response(503, content=body)))
-    assert asyncio.run(Watcher(dict(x='http://x/'), client=c).look())==[Seen('x', False, 'answers 503')]
+    c = httpx.AsyncClient(
+        transport=httpx.MockTransport(lambda r: httpx.Response(503, content=body)))
+    assert asyncio.run(
+        Watcher(dict(x='http://x/'), client=c).look())==[
+            Seen('x', False, 'answers 503')]
 
 # -- flapping --------------------------------------------------------------------------------------
 
@@ -110,7 +126,8 @@ def test_what_comes_and_goes_is_told_once():
     d,told = Damper(),[]
     looks = [i%4<2 for i in range(400)]+[False]*40
     for i,well in enumerate(looks):
-        if said := d.hear(Seen('x', well, 'is gone'), 60.*i): told.append(said)
+        if said := d.hear(Seen('x', well, 'is gone'), 60.*i):
+            told.append(said)
     assert len(told)<=7 and told[-1]=='x has stayed as it is: is gone for 15 min'
 
 def test_things_do_not_disturb_each_other():
@@ -124,7 +141,8 @@ def test_things_do_not_disturb_each_other():
 
 def test_without_apprise_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'apprise', None)
-    with pytest.raises(WatchError) as e: teller(['json://localhost'])
+    with pytest.raises(WatchError) as e:
+        teller(['json://localhost'])
     assert '.[watch]' in e.value.hint and e.value.param=='notify'
 
 def test_people_are_told_by_apprise():
@@ -147,7 +165,9 @@ def test_what_could_not_be_sent_is_sent_later():
         said.append(body)
         return up[0]
     def refuse(request): raise httpx.ConnectError('refused')
-    w = Watcher(dict(asr='http://asr/'), tell, damper=Damper(confirm=1), client=httpx.AsyncClient(transport=httpx.MockTransport(refuse)))
+    w = Watcher(
+        dict(asr='http://asr/'), tell, damper=Damper(confirm=1),
+        client=httpx.AsyncClient(transport=httpx.MockTransport(refuse)))
     async def rounds():
         await w.round()
         up[0] = True
@@ -162,16 +182,21 @@ def test_a_look_that_fails_is_not_the_last(monkeypatch):
     class Odd(Watcher):
         async def round(self):
             rounds.append(1)
-            if len(rounds)==1: raise ValueError
-            if len(rounds)==3: raise asyncio.CancelledError
+            if len(rounds)==1:
+                raise ValueError
+            if len(rounds)==3:
+                raise asyncio.CancelledError
     w = Odd({}, every=0.)
-    with pytest.raises(asyncio.CancelledError): asyncio.run(w.run())
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(w.run())
     assert len(rounds)==3 and w.client.is_closed
 
 def test_once_remembers_through_a_file(tmp_path):
     def refuse(request): raise httpx.ConnectError('refused')
     def look():
-        w = Watcher(dict(asr='http://asr/'), client=httpx.AsyncClient(transport=httpx.MockTransport(refuse)))
+        w = Watcher(
+            dict(asr='http://asr/'),
+            client=httpx.AsyncClient(transport=httpx.MockTransport(refuse)))
         return asyncio.run(once(w, tmp_path/'deep'/'x.json'))[1]
     assert (look(),look())==(['asr cannot be reached'],[])
     assert [p.name for p in (tmp_path/'deep').iterdir()]==['x.json']

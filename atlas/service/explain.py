@@ -25,10 +25,13 @@ def plan_of(
     memory:int|None=None, # Bytes for all models; None: nobody said
 )->LoadPlan:
     "The plan of one model that may have all of the memory; errors as for `plan_load`"
-    if memory is None or config.memory_budget is not None: return plan_load(config)
-    try: return plan_load(replace(config, memory_budget=memory))
+    if memory is None or config.memory_budget is not None:
+        return plan_load(config)
+    try:
+        return plan_load(replace(config, memory_budget=memory))
     except RequestError as e:
-        if e.param!='memory_budget': raise
+        if e.param!='memory_budget':
+            raise
         return plan_load(config)  # on the host, which has no such budget
 
 # %% ../../nbs/7_service/33_explain.ipynb #bcbd9138
@@ -50,7 +53,8 @@ class Planned:
         parts = self.plan.parts if self.plan else {}
         return parts.get('weights', 0)+parts.get('steps', 0)
     @property
-    def nbytes(self)->int: "Bytes of all of it, alone; 0: nobody knows"; return self.plan.nbytes if self.plan else 0
+    def nbytes(self)->int:
+        "Bytes of all of it, alone; 0: nobody knows"; return self.plan.nbytes if self.plan else 0
 
 def planned(fleet:Fleet, name:str)->Planned:
     "A model of a file, with its plan or the reason why there is none"
@@ -58,9 +62,12 @@ def planned(fleet:Fleet, name:str)->Planned:
     ttl,pin = fleet.setting(name, 'ttl'),bool(fleet.setting(name, 'pin'))
     p = Planned(name, config.model, first=name in fleet.first,
         pinned=pin, ttl=ttl, group=fleet.group_of(name))
-    try: p.plan = plan_of(config, fleet.memory)
-    except AtlasError as e: p.error = str(e)
-    else: p.error = p.plan.error
+    try:
+        p.plan = plan_of(config, fleet.memory)
+    except AtlasError as e:
+        p.error = str(e)
+    else:
+        p.error = p.plan.error
     return p
 
 # %% ../../nbs/7_service/33_explain.ipynb #7b0e0002
@@ -84,11 +91,13 @@ def free_memory(
     "Bytes for all models of a device: what is free, less a reserve"
     of_card = device!='cpu' and bool(cards)
     card = card_of(device, cards, visible) if of_card else None
-    if of_card and card is None: return None
+    if of_card and card is None:
+        return None
     if card and card.memory:
         total = card.memory['total']
         return max(0, total-card.memory['used']-total//50)
-    if not host: return None
+    if not host:
+        return None
     return max(0, host.available-host.total//10)
 
 # %% ../../nbs/7_service/33_explain.ipynb #7b0e0005
@@ -98,7 +107,8 @@ def assumed_memory(
 )->int|None: # None: nobody counts
     "Bytes for all models of a file that does not say: what is free now, less a reserve"
     devices = {c.device for c in fleet.configs().values()}
-    if len(devices)!=1: return None
+    if len(devices)!=1:
+        return None
     visible = os.environ.get('CUDA_VISIBLE_DEVICES')
     return free_memory(*devices, *(machine or Machine())(), visible)
 
@@ -117,12 +127,16 @@ class Explained:
 
     def __repr__(self): return str(self)
     @property
-    def pinned(self)->int: "Bytes that pinned models cannot do without"; return sum(p.least for p in self.models if p.pinned)
+    def pinned(self)->int:
+        "Bytes that pinned models cannot do without"; return sum(
+            p.least for p in self.models if p.pinned)
     @property
     def fits(self)->bool:
         "Can each model be loaded beside those that are pinned? Without a budget: each alone"
-        if self.fleet.memory is None and any(p.plan and p.error for p in self.models): return False
-        if self.memory is None: return True
+        if self.fleet.memory is None and any(p.plan and p.error for p in self.models):
+            return False
+        if self.memory is None:
+            return True
         beside = [p.least+self.pinned*(not p.pinned) for p in self.models]
         return max(beside, default=0)<=self.memory
 
@@ -134,7 +148,8 @@ def explain(
     models = [planned(fleet, n) for n in fleet.models]
     elsewhere = any(p.plan and p.plan.device==SPARK.describe() for p in models)
     memory = memory_of(fleet, machine)
-    if fleet.memory is None and elsewhere: memory = SPARK.budget().total
+    if fleet.memory is None and elsewhere:
+        memory = SPARK.budget().total
     return Explained(fleet, models, Names(fleet), memory)
 
 # %% ../../nbs/7_service/33_explain.ipynb #6a91b8a9
@@ -149,7 +164,8 @@ def leads(self:Explained)->dict[str,str]:
         ways = [f'{w} ({", ".join(f.keywords(w))})' for w in to[:-1]]
         out[n] = ', '.join([*ways, f'else {to[-1]}'])
     for u,s in f.upstreams.items():
-        for g in s.models or (): out[g] = f'{u} at {s.url} (pattern)'
+        for g in s.models or ():
+            out[g] = f'{u} at {s.url} (pattern)'
         out[f'{u}/…'] = f'{s.url}'+(f' for {", ".join(s.serves)}' if s.serves else '')
     return out
 
@@ -158,27 +174,37 @@ def to_dict(self:Explained)->dict:
     "All of it, as JSON takes it"
     f = self.fleet
     models = [dict(name=p.name, model=p.model, load_on_startup=p.first, pin=p.pinned,
-        ttl=None if p.ttl in (None,float('inf')) else p.ttl, group=p.group, need=p.nbytes,
-        parts=p.plan.parts if p.plan else {}, error=p.error) for p in self.models]
+        ttl=None if p.ttl in (None,float('inf')) else p.ttl,
+        group=p.group, need=p.nbytes,
+        parts=p.plan.parts if p.plan else {},
+        error=p.error) for p in self.models]
     return dict(memory=self.memory, memory_assumed=f.memory is None, fits=self.fits, pinned=self.pinned, models=models, names=self.leads(),
         fallbacks=f.fallbacks.names, watch=f.watch and f.watch.model_dump(mode='json'))
 
 # %% ../../nbs/7_service/33_explain.ipynb #277e0a86
 def _stays(p):
     "How long a model stays, in a word"
-    if p.pinned: return 'pinned'
-    if p.ttl is None: return '-'
-    if p.ttl==float('inf'): return 'for ever'
+    if p.pinned:
+        return 'pinned'
+    if p.ttl is None:
+        return '-'
+    if p.ttl==float('inf'):
+        return 'for ever'
     for n,unit in (3600,'h'),(60,'min'),(1,'s'):
-        if p.ttl%n==0: break
+        if p.ttl%n==0:
+            break
     return f'{p.ttl/n:g} {unit} idle'
 
 def _row(p):
     "A model as a row: name, weights, cache, steps and the rest, all of it, how long it stays"
-    if not p.plan: return [p.name, *['?']*4, _stays(p), p.model]
+    if not p.plan:
+        return [p.name, *['?']*4, _stays(p), p.model]
     parts = dict(p.plan.parts)
     weights,cache = parts.pop('weights', 0),parts.pop('cache', 0)+parts.pop('states', 0)
-    return [p.name, *map(human, (weights, cache, sum(parts.values()), p.nbytes)), _stays(p), p.model]
+    return [
+        p.name,
+        *map(human, (weights, cache, sum(parts.values()), p.nbytes)),
+        _stays(p), p.model]
 
 def _columns(rows):
     "Rows of text in columns"
@@ -193,12 +219,20 @@ def __str__(self:Explained):
     if self.memory is not None:
         assumed = ', which is what is free, less a reserve' if f.memory is None else ''
         pinned = f'; {human(self.pinned)} of them are pinned' if self.pinned else ''
-        lines.append(f'memory: {human(self.memory)} for all{assumed}{pinned}'+('' if self.fits else ': NOT ALL FIT'))
+        lines.append(
+            f'memory: {human(self.memory)} for all{assumed}{pinned}'+(
+                '' if self.fits else ': NOT ALL FIT'))
     lines.append(f'at the start: {", ".join(f.first) or "none"}')
     lines += [f'{p.name}: {p.error}' for p in self.models if p.error]
-    lines += ['', *_columns([['NAME','LEADS TO'], *map(list, self.leads().items())])]
+    lines += [
+        '',
+        *_columns(
+            [['NAME','LEADS TO'], *map(list, self.leads().items())])]
     lines += [f'when {n} cannot answer: {", then ".join(to)}' for n,to in f.fallbacks.names.items()]
-    if f.watch: lines.append(f'watched every {f.watch.every:g} s: all models'+''.join(f', {n}' for n in f.watch.endpoints))
+    if f.watch:
+        lines.append(
+            f'watched every {f.watch.every:g} s: all models'+''.join(
+                f', {n}' for n in f.watch.endpoints))
     return '\n'.join(lines)
 
 # %% ../../nbs/7_service/33_explain.ipynb #164772bc
@@ -206,10 +240,13 @@ def __str__(self:Explained):
 def oversized(self:Fleet):
     "A `FleetError` for each model that is larger than the memory of all"
     for n in self.models if self.memory else ():
-        try: p = plan_of(self.config(n))
-        except AtlasError: continue  # told when it is loaded
+        try:
+            p = plan_of(self.config(n))
+        except AtlasError:
+            continue  # told when it is loaded
         least = p.parts.get('weights', 0)
-        if least<=self.memory: continue
+        if least<=self.memory:
+            continue
         at = ('models',n,'model') if self.models[n].model else ('models',n)
         yield self.refused(at, f'has weights of {human(least)}, and memory is {human(self.memory)} for all models',
             'Raise memory, or choose a smaller model')

@@ -47,11 +47,14 @@ class Marked:
             self.loader = yaml.SafeLoader(text)
             node = self.loader.get_single_node()
             self.data = {} if node is None else self.value(node, ())
-        except yaml.YAMLError as e: raise self.broken(e) from None
-        except RecursionError: raise self.refused((), 'is nested too deeply') from None
+        except yaml.YAMLError as e:
+            raise self.broken(e) from None
+        except RecursionError:
+            raise self.refused((), 'is nested too deeply') from None
     def line(self, path:tuple)->int:
         "The line of a part, or of the nearest around it that is in the file"
-        while path not in self.lines: path = path[:-1]
+        while path not in self.lines:
+            path = path[:-1]
         return self.lines[path]
     def refused(self, path:tuple, said:str, hint:str='')->FleetError:
         "The error that part `path` `said`"
@@ -69,7 +72,9 @@ def broken(self:Marked, e)->FleetError:
     mark = getattr(e, 'problem_mark', None)
     line = mark.line+1 if mark else 1
     said = getattr(e, 'problem', None) or getattr(e, 'reason', None) or 'it cannot be read'
-    out = FleetError(f'{self.file}, line {line}: this is no YAML: {said}', hint='A value with a colon, a star or a bracket in it goes into quotes')
+    out = FleetError(
+        f'{self.file}, line {line}: this is no YAML: {said}',
+        hint='A value with a colon, a star or a bracket in it goes into quotes')
     out.file,out.line = self.file,line
     return out
 
@@ -80,14 +85,22 @@ def value(self:Marked, node, path):
     "The plain value of a node, and of all that is in it"
     self.count += 1
     self.lines.setdefault(path, node.start_mark.line+1)
-    if self.count>self.most: raise self.refused(path[:1], f'has more than {self.most:,} values')
-    if len(path)>self.deepest: raise self.refused(path[:4], 'is nested too deeply')
+    if self.count>self.most:
+        raise self.refused(path[:1], f'has more than {self.most:,} values')
+    if len(path)>self.deepest:
+        raise self.refused(path[:4], 'is nested too deeply')
     if node.tag.rpartition(':')[2] not in _KINDS:
-        raise self.refused(path, f'is of the kind {node.tag[:60]!r}', 'Put it into quotes, or leave its tag out')
-    if isinstance(node, yaml.MappingNode): return self.mapping(node, path)
-    if isinstance(node, yaml.SequenceNode): return [self.value(n, (*path,i)) for i,n in enumerate(node.value)]
-    try: return self.loader.construct_object(node)
-    except ValueError: raise self.refused(path, f'is {node.value[:40]!r}, which cannot be read', 'Put it into quotes') from None
+        raise self.refused(
+            path, f'is of the kind {node.tag[:60]!r}', 'Put it into quotes, or leave its tag out')
+    if isinstance(node, yaml.MappingNode):
+        return self.mapping(node, path)
+    if isinstance(node, yaml.SequenceNode):
+        return [self.value(n, (*path,i)) for i,n in enumerate(node.value)]
+    try:
+        return self.loader.construct_object(node)
+    except ValueError:
+        raise self.refused(
+            path, f'is {node.value[:40]!r}, which cannot be read', 'Put it into quotes') from None
 
 # %% ../../nbs/7_service/30_fleet.ipynb #db7bdc72
 @patch
@@ -95,14 +108,17 @@ def mapping(self:Marked, node, path)->dict:
     "A mapping, each of whose keys is a text, and is there once"
     own = {}
     for k,_ in node.value:
-        if k.value in own and k.tag!='tag:yaml.org,2002:merge': raise self.twice(path, k, own[k.value])
+        if k.value in own and k.tag!='tag:yaml.org,2002:merge':
+            raise self.twice(path, k, own[k.value])
         own[k.value] = k.start_mark.line+1
     self.loader.flatten_mapping(node)  # `<<: *other`, whose keys come first
     out = {}
     for k,v in node.value:
         key = self.loader.construct_object(k)
         self.lines[*path,k.value] = k.start_mark.line+1
-        if not isinstance(key, str): raise self.refused((*path,k.value), f'is a key that YAML takes for {found(key)}', 'Put it into quotes')
+        if not isinstance(key, str):
+            raise self.refused(
+                (*path,k.value), f'is a key that YAML takes for {found(key)}', 'Put it into quotes')
         out[key] = self.value(v, (*path,key))
     return out
 
@@ -111,7 +127,9 @@ def twice(self:Marked, path, key, before)->FleetError:
     "The error that `key` stood at line `before` already"
     what = 'Two models are' if path==('models',) else 'Two names are' if path==('names',) else 'Two entries are'
     line = key.start_mark.line+1
-    e = FleetError(f'{self.file}, line {line}: {what} called {key.value!r}; the first is at line {before}', hint='Give one another name, or leave it out', param='.'.join((*path,key.value)))
+    e = FleetError(
+        f'{self.file}, line {line}: {what} called {key.value!r}; the first is at line {before}',
+        hint='Give one another name, or leave it out', param='.'.join((*path,key.value)))
     e.file,e.line = self.file,line
     return e
 
@@ -120,16 +138,27 @@ def _number(read, most, what):
     "A validator of numbers above zero, which `read` reads where they are text"
     def check(v):
         if isinstance(v, str):
-            try: v = read(v)
-            except RequestError: raise PydanticCustomError('unreadable', '{said}', dict(said=f'is {v[:40]!r}, expected {what}')) from None
-        if isinstance(v, bool) or not isinstance(v, int|float): raise PydanticCustomError('unreadable', '{said}', dict(said=f'is {found(v)}, expected {what}'))
-        if not 0<v<=most: raise PydanticCustomError('out_of_range', '{said}', dict(said=f'is {v:g}, expected {what} above 0'))
+            try:
+                v = read(v)
+            except RequestError:
+                raise PydanticCustomError(
+                    'unreadable', '{said}', dict(said=f'is {v[:40]!r}, expected {what}')) from None
+        if isinstance(v, bool) or not isinstance(v, int|float):
+            raise PydanticCustomError(
+                'unreadable', '{said}', dict(said=f'is {found(v)}, expected {what}'))
+        if not 0<v<=most:
+            raise PydanticCustomError(
+                'out_of_range', '{said}', dict(said=f'is {v:g}, expected {what} above 0'))
         return v
     return BeforeValidator(check)
 
 def _told(kind, pattern):
     "What a JSON schema says of such a number"
-    return WithJsonSchema(dict(anyOf=[dict(type=kind, exclusiveMinimum=0), dict(type='string', pattern=pattern)]))
+    return WithJsonSchema(
+        dict(
+            anyOf=[
+                dict(type=kind, exclusiveMinimum=0),
+                dict(type='string', pattern=pattern)]))
 
 # %% ../../nbs/7_service/30_fleet.ipynb #4011db5a
 def _ttl(text):
@@ -147,21 +176,27 @@ def nearest(word:str, known)->str:
     "A hint with the one of `known` that `word` may have meant, or with all of them"
     known = sorted(known)
     close = get_close_matches(word, known, 1, .6)
-    if close: return f'Did you mean {close[0]}?'
+    if close:
+        return f'Did you mean {close[0]}?'
     return f'There are {", ".join(known[:12])}' if known else ''
 
 ALSO = {} # What others call a key: its name here
 
 class Part(BaseModel):
     "A part of a fleet's file; it has no other keys than these"
-    model_config = ConfigDict(extra='forbid', strict=True, allow_inf_nan=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra='forbid', strict=True, allow_inf_nan=True, frozen=True, protected_namespaces=())
     @model_validator(mode='before')
     @classmethod
     def _known(cls, d):
-        if not isinstance(d, dict) or cls.model_config['extra']!='forbid': return d
-        known = {*cls.model_fields,*(a for a,k in ALSO.items() if k in cls.model_fields)}
+        if not isinstance(d, dict) or cls.model_config['extra']!='forbid':
+            return d
+        known = {
+            *cls.model_fields,
+            *(a for a,k in ALSO.items() if k in cls.model_fields)}
         for k in d:
-            if k in known: continue
+            if k in known:
+                continue
             said = dict(key=k, said='is not known', hint=nearest(k, known))
             raise PydanticCustomError('unknown', '{said}', said)
         return d
@@ -173,12 +208,17 @@ _Word = Annotated[str, Field(min_length=1, max_length=128)]
 class Manner(Part):
     "How a name answers"
     system: _Text|None = Field(None, description='Stands before what the client says as system.')
-    sampling: dict[str,Any]|None = Field(None, description='What counts where a request says nothing: temperature, top_p, max_tokens, …')
-    chat_template_kwargs: dict[str,Any]|None = Field(None, description='Variables for the chat template, such as enable_thinking.')
+    sampling: dict[str,Any]|None = Field(
+        None,
+        description='What counts where a request says nothing: temperature, top_p, max_tokens, …')
+    chat_template_kwargs: dict[str,Any]|None = Field(
+        None, description='Variables for the chat template, such as enable_thinking.')
     tool_call_parser: str|None = Field(None, description='How calls of tools are read.')
     reasoning_parser: str|None = Field(None, description='How thoughts are read.')
-    cache_salt: Annotated[str, Field(max_length=1024)]|None = Field(None, description='Prompts are shared in the cache only under the same salt.')
-    keywords: list[_Word]|None = Field(None, description='Words in a user message for which a route takes this name.')
+    cache_salt: Annotated[str, Field(max_length=1024)]|None = Field(
+        None, description='Prompts are shared in the cache only under the same salt.')
+    keywords: list[_Word]|None = Field(
+        None, description='Words in a user message for which a route takes this name.')
 
 MANNERS = tuple(Manner.model_fields)
 
@@ -205,9 +245,15 @@ def _engine_key(f):
     cli,words = m['cli'],[*m['words'],*m['means']]
     names = {int:'integer', float:'number', bool:'boolean', str:'string', dict:'object'}
     kinds = [n for k,n in names.items() if k.__name__ in str(getattr(f.type, '__name__', f.type))]
-    said = [dict(type=k)|{a:cli[b] for a,b in (('minimum','min'),('maximum','max')) if b in cli and k in ('integer','number')} for k in kinds]
-    if cli.get('size'): said.append(dict(type='string', pattern=_BYTES))
-    if words: said = [d for d in said if d['type']!='string']+[dict(enum=words)]
+    said = [
+        dict(type=k)|{
+            a:cli[b] for a,b in (('minimum','min'),('maximum','max'))
+            if b in cli and k in ('integer','number')}
+        for k in kinds]
+    if cli.get('size'):
+        said.append(dict(type='string', pattern=_BYTES))
+    if words:
+        said = [d for d in said if d['type']!='string']+[dict(enum=words)]
     told = WithJsonSchema(said[0] if len(said)==1 else dict(anyOf=said))
     return Annotated[Any, told],Field(None, description=m['help'])
 
@@ -219,15 +265,22 @@ ALSO |= {flag.removeprefix('--').replace('-', '_'): n for flag,n in _flags.items
 class Lifetime(Manner):
     "What the gateway does with a model, beside its engine"
     ttl: Ttl|None = Field(None, description='Idle for so long, it is unloaded; never: it stays.')
-    pin: bool|None = Field(None, description='Never unloaded to make room for another; loaded at the start.')
-    load_on_startup: bool|None = Field(None, description='Load it at the start. [default: pinned ones, or else the first]')
+    pin: bool|None = Field(
+        None, description='Never unloaded to make room for another; loaded at the start.')
+    load_on_startup: bool|None = Field(
+        None, description='Load it at the start. [default: pinned ones, or else the first]')
     group: str|None = Field(None, description='Of which group it is.')
     @model_validator(mode='before')
     @classmethod
     def _renamed(cls, d):
-        if not isinstance(d, dict): return d
+        if not isinstance(d, dict):
+            return d
         for k in d.keys() & ALSO.keys():
-            if ALSO[k] in d: raise PydanticCustomError('twice', '{said}', dict(said=f'has {k} and {ALSO[k]}, which are one', hint='Leave one of them out'))
+            if ALSO[k] in d:
+                raise PydanticCustomError(
+                    'twice', '{said}',
+                    dict(said=f'has {k} and {ALSO[k]}, which are one', hint='Leave one of them out')
+                )
         return {ALSO.get(k, k): v for k,v in d.items()}
 
 Defaults = create_model('Defaults', __base__=Lifetime, __doc__='What holds for all models that do not say otherwise',
@@ -236,7 +289,11 @@ Defaults = create_model('Defaults', __base__=Lifetime, __doc__='What holds for a
 # %% ../../nbs/7_service/30_fleet.ipynb #98e0ae7f
 class ModelEntry(Defaults):
     "One model: what is loaded, and with what; a plain text is the model alone"
-    model: _Text|None = Field(None, description='A folder, a file, a name of the catalogue, or a Hugging Face id. [default: its own name]')
+    model: _Text|None = Field(
+        None,
+        description='A folder, a file, a name of the catalogue, or a Hugging Face id. [default: '
+            'its '
+            'own name]')
     @model_validator(mode='before')
     @classmethod
     def _alone(cls, d): return dict(model=d) if isinstance(d, str) else d
@@ -246,20 +303,28 @@ class GroupEntry(Part):
     "Models that share a place"
     members: list[str] = Field(default=[], description='Names of models.')
     swap: bool = Field(True, description='Only one of them is resident at a time.')
-    exclusive: bool = Field(False, description='While one of them is resident, models outside of the group are not.')
+    exclusive: bool = Field(
+        False, description='While one of them is resident, models outside of the group are not.')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #7f4c22d8
 def _address(schemes):
     "A validator of addresses with one of these schemes; None: with any"
     def check(v):
-        if not isinstance(v, str): raise PydanticCustomError('no_url', '{said}', dict(said=f'is {found(v)}, expected an address'))
+        if not isinstance(v, str):
+            raise PydanticCustomError(
+                'no_url', '{said}', dict(said=f'is {found(v)}, expected an address'))
         try:
             u = urlsplit(v)
-            ok = u.scheme and (u.hostname if schemes else u.netloc or u.path) and (u.port is None or u.port>0)
-        except ValueError: ok = False
-        if ok and not re.search(r'\s', v) and (schemes is None or u.scheme in schemes): return v.rstrip('/')
+            ok = u.scheme and (
+                u.hostname if schemes else u.netloc or u.path) and (u.port is None or u.port>0)
+        except ValueError:
+            ok = False
+        if ok and not re.search(r'\s', v) and (schemes is None or u.scheme in schemes):
+            return v.rstrip('/')
         such = f'{schemes[0]}://host:port/path' if schemes else 'scheme://…'
-        raise PydanticCustomError('no_url', '{said}', dict(said=f'is {v[:80]!r}, which is no address', hint=f'Write it as {such}'))
+        raise PydanticCustomError(
+            'no_url', '{said}',
+            dict(said=f'is {v[:80]!r}, which is no address', hint=f'Write it as {such}'))
     return Annotated[str, BeforeValidator(check), WithJsonSchema(dict(type='string', format='uri'))]
 
 Url = _address(('http','https'))
@@ -268,9 +333,13 @@ SERVES = (*PATHS,'chat')
 class UpstreamEntry(Part):
     "A server elsewhere that answers for some names"
     url: Url = Field(description='Where its API begins, such as http://host:8000/v1.')
-    models: list[_Text]|None = Field(None, description='Names that it answers for, with * and ?; elsewhere in this file others may be meant as UPSTREAM/NAME.')
+    models: list[_Text]|None = Field(
+        None,
+        description='Names that it answers for, with * and ?; elsewhere in this file others may be '
+            'meant as UPSTREAM/NAME.')
     key_env: str|None = Field(None, description='The variable of the environment that has its key.')
-    serves: list[str]|None = Field(None, description='What it is for. [default: all that is about text]')
+    serves: list[str]|None = Field(
+        None, description='What it is for. [default: all that is about text]')
     timeout: Time|None = Field(None, description='Until its first byte.')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #03c900a9
@@ -278,7 +347,8 @@ class FallbacksEntry(Part):
     "Who answers for a model that cannot: for each name a list of others, models or personas"
     model_config = ConfigDict(extra='allow')
     __pydantic_extra__: dict[str,list[_Text]] = Field(init=False)
-    retries: Annotated[int, Field(ge=0, le=100)] = Field(3, description='Tries before the next one is asked.')
+    retries: Annotated[int, Field(ge=0, le=100)] = Field(
+        3, description='Tries before the next one is asked.')
     timeout: Time = Field(30., description='Until the first byte of an answer.')
     cooldown: Time = Field(60., description='For so long one that failed is not asked.')
     @property
@@ -293,11 +363,16 @@ class WatchEntry(Part):
 # %% ../../nbs/7_service/30_fleet.ipynb #c635605c
 class Fleet(Part):
     "All that one machine serves: `read_fleet` reads one, `atlas serve --config` runs it"
-    memory: Size|None = Field(None, description='For all models together. [default: what is free, less a reserve]')
+    memory: Size|None = Field(
+        None, description='For all models together. [default: what is free, less a reserve]')
     defaults: Defaults = Field(Defaults(), description='For all models.')
     models: dict[str,ModelEntry] = Field({}, description='By the name that clients use.')
-    names: dict[str,Persona] = Field({}, description='More names: personas, and aliases with * and ?.')
-    routes: dict[str,list[_Text]] = Field({}, description='Names that stand for whichever of a list has its keywords in the last user message; the last is the default.')
+    names: dict[str,Persona] = Field(
+        {}, description='More names: personas, and aliases with * and ?.')
+    routes: dict[str,list[_Text]] = Field(
+        {},
+        description='Names that stand for whichever of a list has its keywords in the last user '
+            'message; the last is the default.')
     upstreams: dict[str,UpstreamEntry] = Field({}, description='Servers elsewhere.')
     fallbacks: FallbacksEntry = Field(FallbacksEntry(), description='Who answers for whom.')
     groups: dict[str,GroupEntry] = Field({}, description='Models that share a place.')
@@ -307,7 +382,9 @@ class Fleet(Part):
         "The error that a part of this file `said`"
         return self._doc.refused(path, said, hint)
     def __repr__(self):
-        n = [f'{len(v)} {k}' for k in ('models','names','routes','upstreams') if (v := getattr(self, k))]
+        n = [
+            f'{len(v)} {k}' for k in ('models','names','routes','upstreams')
+            if (v := getattr(self, k))]
         return f'Fleet({", ".join(n)})'
     def __str__(self): return repr(self)
 
@@ -324,10 +401,14 @@ def _findings(e:ValidationError, doc:Marked):
     "What pydantic found, as refusals with lines"
     for x in e.errors(include_url=False):
         path,ctx = tuple(x['loc']),x.get('ctx') or {}
-        if x['type']=='unknown': yield doc.refused((*path,ctx['key']), ctx['said'], ctx['hint'])
-        elif 'said' in ctx: yield doc.refused(path, ctx['said'], ctx.get('hint', ''))
-        elif x['type']=='missing': yield doc.refused(path, 'is missing', 'Add it')
-        else: yield doc.refused(path, f'is {found(x["input"])}. {x["msg"]}')
+        if x['type']=='unknown':
+            yield doc.refused((*path,ctx['key']), ctx['said'], ctx['hint'])
+        elif 'said' in ctx:
+            yield doc.refused(path, ctx['said'], ctx.get('hint', ''))
+        elif x['type']=='missing':
+            yield doc.refused(path, 'is missing', 'Add it')
+        else:
+            yield doc.refused(path, f'is {found(x["input"])}. {x["msg"]}')
 
 def because(e:RequestError)->str:
     "Why a value is refused, after its name"
@@ -337,7 +418,8 @@ def because(e:RequestError)->str:
 def raise_first(refusals):
     "Raise the first of these by line, with the others, if there are any"
     es = sorted(refusals, key=lambda e: e.line)
-    if not es: return
+    if not es:
+        return
     es[0].others = tuple(es[1:])
     raise es[0]
 
@@ -355,14 +437,18 @@ def config(self:Fleet, name:str)->EngineConfig:
         for k in sorted(part.model_fields_set & ENGINE.keys()):
             v = getattr(part, k)
             said[k] = self._size((*at,k), v) if k in _SIZES and isinstance(v, str) else v
-    try: return EngineConfig(model=m.model or name, **said)
+    try:
+        return EngineConfig(model=m.model or name, **said)
     except RequestError as e:
-        raise self.refused(self._at(name, e.param), because(e), e.hint) from None
+        raise self.refused(
+            self._at(name, e.param), because(e), e.hint) from None
 
 @patch
 def _size(self:Fleet, path, v):
-    try: return bytes_in(v)
-    except RequestError as e: raise self.refused(path, f'is {e.msg}') from None
+    try:
+        return bytes_in(v)
+    except RequestError as e:
+        raise self.refused(path, f'is {e.msg}') from None
 
 @patch
 def _at(self:Fleet, name, key):
@@ -390,20 +476,29 @@ def first(self:Fleet)->list[str]:
     "Models to load at the start: those that say so or are pinned; else the first"
     says = {n:self.setting(n, 'load_on_startup') for n in self.models}
     wanted = [n for n,s in says.items() if s or s is None and self.setting(n, 'pin')]
-    if wanted or False in says.values(): return wanted
+    if wanted or False in says.values():
+        return wanted
     return [*self.models][:1]
 
 @patch
 def _engines(self:Fleet):
     "Refusals of models' engines"
     for n,m in self.models.items():
-        try: c = self.config(n)
-        except FleetError as e: yield e; continue
+        try:
+            c = self.config(n)
+        except FleetError as e:
+            yield e
+            continue
         for k in ('memory_budget','kv_cache_memory'):
             v = getattr(c, k)
             if self.memory and v and v>self.memory:
-                yield self.refused(self._at(n, k), f'is {human(v)}, and memory is {human(self.memory)} for all', 'Raise memory, or give the model less')
-        if m.pin and m.ttl not in (None, math.inf): yield self.refused(('models',n,'ttl'), 'stands beside pin: true, and a pinned model stays', 'Leave one of them out')
+                yield self.refused(
+                    self._at(n, k), f'is {human(v)}, and memory is {human(self.memory)} for all',
+                    'Raise memory, or give the model less')
+        if m.pin and m.ttl not in (None, math.inf):
+            yield self.refused(
+                ('models',n,'ttl'), 'stands beside pin: true, and a pinned model stays',
+                'Leave one of them out')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #3765ca2e
 @patch
@@ -411,7 +506,8 @@ def manners(self:Fleet):
     "Every manner of the file, and where it stands"
     yield ('defaults',),self.defaults
     for kind in ('models','names'):
-        for n,m in getattr(self, kind).items(): yield (kind,n),m
+        for n,m in getattr(self, kind).items():
+            yield (kind,n),m
 
 @patch
 def _manners(self:Fleet):
@@ -420,17 +516,24 @@ def _manners(self:Fleet):
         yield from self._sampling((*at,'sampling'), m.sampling or {})
         for k,known in ('tool_call_parser',TOOL_PARSERS),('reasoning_parser',REASONING_PARSERS):
             v = getattr(m, k)
-            if v is not None and v not in known: yield self.refused((*at,k), f'is {v!r}, which nobody knows', nearest(v, known))
-        try: check_variables(m.chat_template_kwargs or {})
-        except RequestError as e: yield self.refused((*at,'chat_template_kwargs'), because(e), e.hint)
+            if v is not None and v not in known:
+                yield self.refused((*at,k), f'is {v!r}, which nobody knows', nearest(v, known))
+        try:
+            check_variables(m.chat_template_kwargs or {})
+        except RequestError as e:
+            yield self.refused((*at,'chat_template_kwargs'), because(e), e.hint)
 
 DEFAULTED = {f.name for f in fields(SamplingParams)}-{'n','logprobs'} # What a manner may set
 
 @patch
 def _sampling(self:Fleet, at, said):
-    for k in said.keys()-DEFAULTED: yield self.refused((*at,k), 'is no sampling parameter that can have a default', nearest(k, DEFAULTED))
-    try: SamplingParams(**{k:v for k,v in said.items() if k in DEFAULTED})
-    except RequestError as e: yield self.refused((*at,e.param), because(e), e.hint)
+    for k in said.keys()-DEFAULTED:
+        yield self.refused(
+            (*at,k), 'is no sampling parameter that can have a default', nearest(k, DEFAULTED))
+    try:
+        SamplingParams(**{k:v for k,v in said.items() if k in DEFAULTED})
+    except RequestError as e:
+        yield self.refused((*at,e.param), because(e), e.hint)
 
 # %% ../../nbs/7_service/30_fleet.ipynb #4ad8231d
 def is_glob(name:str)->bool:
@@ -450,12 +553,21 @@ def _spelling(self:Fleet):
     for kind in ('models','names','routes'):
         for n in getattr(self, kind):
             at = (kind,n)
-            if not 0<len(n)<=512 or _UNFIT.search(n): yield self.refused(at, 'is no name', 'Use 1 to 512 characters that can be seen')
-            if is_glob(n) and kind!='names': yield self.refused(at, 'is a pattern, and not a name', 'Patterns stand in names')
-            if n in seen: yield self.refused(at, f'is a name that {seen[n]} has already, at line {self._doc.line((seen[n],n))}', 'Give one another name')
-            if kind=='models' and n in reserved: yield self.refused(at, 'is a word of fallbacks', 'Give it another name')
+            if not 0<len(n)<=512 or _UNFIT.search(n):
+                yield self.refused(at, 'is no name', 'Use 1 to 512 characters that can be seen')
+            if is_glob(n) and kind!='names':
+                yield self.refused(at, 'is a pattern, and not a name', 'Patterns stand in names')
+            if n in seen:
+                yield self.refused(
+                    at,
+                    f'is a name that {seen[n]} has already, at line {self._doc.line((seen[n],n))}',
+                    'Give one another name')
+            if kind=='models' and n in reserved:
+                yield self.refused(at, 'is a word of fallbacks', 'Give it another name')
             up = n.split('/')[0]
-            if '/' in n and up in self.upstreams: yield self.refused(at, f'looks like a model of the upstream {up}', 'Give one of them another name')
+            if '/' in n and up in self.upstreams:
+                yield self.refused(
+                    at, f'looks like a model of the upstream {up}', 'Give one of them another name')
             seen.setdefault(n, kind)
 
 @patch
@@ -463,19 +575,26 @@ def _shadows(self:Fleet):
     "Refusals of patterns that catch a model, and mean another"
     globs = [(('names',g), g, p.model) for g,p in self.names.items() if is_glob(g) and g!='*']
     for u,s in self.upstreams.items():
-        globs += [(('upstreams',u,'models',i), g, None) for i,g in enumerate(s.models or ()) if g!='*']
+        globs += [
+            (
+                ('upstreams',u,'models',i), g, None) for i,g in enumerate(s.models or ()) if g!='*']
     for at,g,to in globs:
         caught = [n for n in self.models if n!=to and fnmatchcase(n, g)]
-        if caught: yield self.refused(at, f'catches {caught[0]}, which is a model here, and never leads to it', 'Narrow the pattern, or rename one')
+        if caught:
+            yield self.refused(
+                at, f'catches {caught[0]}, which is a model here, and never leads to it',
+                'Narrow the pattern, or rename one')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #85128d80
 @patch
 def elsewhere(self:Fleet, name:str)->tuple[str,str]|None:
     "The upstream that a name is for, and what it is called there; None: none"
     up,_,rest = name.partition('/')
-    if rest and up in self.upstreams: return up,rest
+    if rest and up in self.upstreams:
+        return up,rest
     for u,s in self.upstreams.items():
-        if any(fnmatchcase(name, g) for g in s.models or ()): return u,name
+        if any(fnmatchcase(name, g) for g in s.models or ()):
+            return u,name
 
 @patch
 def known(self:Fleet, name:str)->bool:
@@ -486,15 +605,20 @@ def known(self:Fleet, name:str)->bool:
 @patch
 def _leads(self:Fleet, name):
     "The names that a name leads to at once"
-    if name in self.models: return []
-    if name in self.routes: return self.routes[name]
+    if name in self.models:
+        return []
+    if name in self.routes:
+        return self.routes[name]
     return [self.names[name].model] if name in self.names else []
 
 @patch
 def _missing(self:Fleet, at, to):
     "A refusal where `to` is no name"
-    if self.known(to) and not (is_glob(to) and to in self.names): return
-    all = [*self.models,*self.routes,*(n for n in self.names if not is_glob(n))]
+    if self.known(to) and not (is_glob(to) and to in self.names):
+        return
+    all = [
+        *self.models, *self.routes,
+        *(n for n in self.names if not is_glob(n))]
     yield self.refused(at, f'leads to {to!r}, which is no name here', nearest(to, all))
 
 # %% ../../nbs/7_service/30_fleet.ipynb #f9fb6aa7
@@ -505,20 +629,27 @@ def _targets(self:Fleet):
         at = ('names',n) if p.plain else ('names',n,'model')
         yield from self._missing(at, p.model)
         end = self._end(p.model)
-        if end in self.routes and not p.plain: yield self.refused(at, f'is a persona of {end}, which is a route', 'A persona has one model')
+        if end in self.routes and not p.plain:
+            yield self.refused(
+                at, f'is a persona of {end}, which is a route', 'A persona has one model')
     for n,to in self.routes.items():
-        if not to: yield self.refused(('routes',n), 'leads nowhere', 'Name at least one')
-        for i,t in enumerate(to): yield from self._missing(('routes',n,i), t)
+        if not to:
+            yield self.refused(('routes',n), 'leads nowhere', 'Name at least one')
+        for i,t in enumerate(to):
+            yield from self._missing(('routes',n,i), t)
     circles = {min(c) for n in [*self.routes,*self.names] if (c := self._circle(n))}
     for n in circles:
         at = ('routes',n) if n in self.routes else ('names',n)
-        yield self.refused(at, f'leads in a circle: {" > ".join([*self._circle(n), n])}', 'Have the last one name a model')
+        yield self.refused(
+            at, f'leads in a circle: {" > ".join([*self._circle(n), n])}',
+            'Have the last one name a model')
 
 @patch
 def _end(self:Fleet, name):
     "Where aliases and personas lead: a model, a route, or nothing"
     for _ in range(len(self.names)+1):
-        if name not in self.names: return name
+        if name not in self.names:
+            return name
         name = self.names[name].model
 
 @patch
@@ -528,8 +659,11 @@ def _circle(self:Fleet, name)->list[str]|None:
     while todo:
         path = todo.pop()
         for to in self._leads(path[-1]):
-            if to==name: return path
-            if to not in seen: seen.add(to); todo.append([*path,to])
+            if to==name:
+                return path
+            if to not in seen:
+                seen.add(to)
+                todo.append([*path,to])
 
 # %% ../../nbs/7_service/30_fleet.ipynb #ac4b8e84
 @patch
@@ -537,8 +671,10 @@ def keywords(self:Fleet, name:str)->list[str]:
     "The keywords for which a route takes a name: its own, or those of what it stands for"
     for _ in range(len(self.names)+1):
         m = self.names.get(name) or self.models.get(name)
-        if m is None: break
-        if m.keywords is not None or name in self.models: return m.keywords or []
+        if m is None:
+            break
+        if m.keywords is not None or name in self.models:
+            return m.keywords or []
         name = m.model
     return [w for to in self.routes.get(name, ()) for w in self.keywords(to)]
 
@@ -547,7 +683,10 @@ def _ways(self:Fleet):
     "Refusals of ways that nobody would go"
     for n,to in self.routes.items():
         for i,t in enumerate(to[:-1]):
-            if self.known(t) and not self.keywords(t): yield self.refused(('routes',n,i), f'is {t}, which has no keywords and is not the last', f'Give {t} keywords, or put it last')
+            if self.known(t) and not self.keywords(t):
+                yield self.refused(
+                    ('routes',n,i), f'is {t}, which has no keywords and is not the last',
+                    f'Give {t} keywords, or put it last')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #55163512
 @patch
@@ -555,12 +694,20 @@ def _upstreams(self:Fleet, env):
     "Refusals of upstreams"
     for n,u in self.upstreams.items():
         at = ('upstreams',n)
-        if not re.fullmatch(r'[\w.-]{1,64}', n): yield self.refused(at, 'is no name for an upstream', 'Use letters, digits, . _ and -')
-        try: server_url(n, u.url)
-        except ConfigError as e: yield self.refused((*at,'url'), e.msg.removeprefix(f'The url of {n} '), e.hint)
-        if u.key_env is not None and not env.get(u.key_env): yield self.refused((*at,'key_env'), f'is {u.key_env}, and no variable of that name is set', f'export {u.key_env}=… before the server starts, or leave key_env out')
+        if not re.fullmatch(r'[\w.-]{1,64}', n):
+            yield self.refused(at, 'is no name for an upstream', 'Use letters, digits, . _ and -')
+        try:
+            server_url(n, u.url)
+        except ConfigError as e:
+            yield self.refused((*at,'url'), e.msg.removeprefix(f'The url of {n} '), e.hint)
+        if u.key_env is not None and not env.get(u.key_env):
+            yield self.refused(
+                (*at,'key_env'), f'is {u.key_env}, and no variable of that name is set',
+                f'export {u.key_env}=… before the server starts, or leave key_env out')
         for i,s in enumerate(u.serves or ()):
-            if s not in SERVES: yield self.refused((*at,'serves',i), f'is {s!r}, which is not known', nearest(s, SERVES))
+            if s not in SERVES:
+                yield self.refused(
+                    (*at,'serves',i), f'is {s!r}, which is not known', nearest(s, SERVES))
 
 @patch
 def _fallbacks(self:Fleet):
@@ -569,7 +716,9 @@ def _fallbacks(self:Fleet):
         at = ('fallbacks',n)
         yield from self._missing(at, n)
         if n in self.names or n in self.routes:
-            yield self.refused(at, f'is {n}, which is a name for a model', 'It is models that others stand in for: name one')
+            yield self.refused(
+                at, f'is {n}, which is a name for a model',
+                'It is models that others stand in for: name one')
         for i,t in enumerate(to):
             yield from self._missing((*at,i), t)
             yield from self._standing_in((*at,i), n, t)
@@ -578,16 +727,20 @@ def _fallbacks(self:Fleet):
 def _standing_in(self:Fleet, at, name, other):
     "A refusal where `other`, a model or a persona, cannot stand in for a model"
     end = self._end(other)
-    if other==name: yield self.refused(at, 'is a fallback to itself', 'Leave it out')
+    if other==name:
+        yield self.refused(at, 'is a fallback to itself', 'Leave it out')
     elif end in self.routes:
-        yield self.refused(at, f'leads to {end}, which is a route', 'Name a model, or a persona of one')
+        yield self.refused(
+            at, f'leads to {end}, which is a route', 'Name a model, or a persona of one')
     elif self._model(end)==self._model(name):
-        yield self.refused(at, f'leads in a circle: {name} > {other} > {name}', 'Name a persona of another model')
+        yield self.refused(
+            at, f'leads in a circle: {name} > {other} > {name}', 'Name a persona of another model')
 
 @patch
 def _model(self:Fleet, name):
     "A model's own name; of an upstream's, UPSTREAM/NAME"
-    if name in self.models or not (found := self.elsewhere(name)): return name
+    if name in self.models or not (found := self.elsewhere(name)):
+        return name
     return '/'.join(found)
 
 @patch
@@ -597,13 +750,21 @@ def _grouped(self:Fleet):
     for g,group in self.groups.items():
         for i,m in enumerate(group.members):
             at = ('groups',g,'members',i)
-            if m not in self.models: yield self.refused(at, f'is {m!r}, which is no model', nearest(m, self.models))
-            elif of.setdefault(m, g)!=g: yield self.refused(at, f'is {m}, which is in {of[m]} already', 'A model is in one group')
+            if m not in self.models:
+                yield self.refused(at, f'is {m!r}, which is no model', nearest(m, self.models))
+            elif of.setdefault(m, g)!=g:
+                yield self.refused(
+                    at, f'is {m}, which is in {of[m]} already', 'A model is in one group')
     for n in self.models:
         g,at = self.setting(n, 'group'),self._at(n, 'group')
-        if g is None: continue
-        if g not in self.groups: yield self.refused(at, f'is {g!r}, which is no group', nearest(g, self.groups) or 'Add it to groups')
-        elif of.get(n, g)!=g: yield self.refused(at, f'is {g}, and {of[n]} has {n} among its members', 'A model is in one group')
+        if g is None:
+            continue
+        if g not in self.groups:
+            yield self.refused(
+                at, f'is {g!r}, which is no group', nearest(g, self.groups) or 'Add it to groups')
+        elif of.get(n, g)!=g:
+            yield self.refused(
+                at, f'is {g}, and {of[n]} has {n} among its members', 'A model is in one group')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #4199779f
 def fleet_of(
@@ -613,11 +774,17 @@ def fleet_of(
 )->Fleet:
     "The fleet that a text describes; a `FleetError` with everything that is wrong with it"
     doc = Marked(text, file)
-    if not isinstance(doc.data, dict): raise doc.refused((), f'the file is {found(doc.data)}', 'It begins with a key such as models:')
-    try: fleet = Fleet.model_validate(doc.data)
-    except ValidationError as e: raise_first(_findings(e, doc))
+    if not isinstance(doc.data, dict):
+        raise doc.refused(
+            (), f'the file is {found(doc.data)}', 'It begins with a key such as models:')
+    try:
+        fleet = Fleet.model_validate(doc.data)
+    except ValidationError as e:
+        raise_first(_findings(e, doc))
     fleet._doc = doc
-    if not fleet.models and not fleet.upstreams: raise doc.refused(('models',), 'is missing: there is nothing to serve', 'Add models: {NAME: {model: …}}')
+    if not fleet.models and not fleet.upstreams:
+        raise doc.refused(
+            ('models',), 'is missing: there is nothing to serve', 'Add models: {NAME: {model: …}}')
     raise_first(fleet._spelling())
     checks = fleet._engines,fleet._manners,fleet._shadows,fleet._targets,fleet._fallbacks,fleet._grouped
     refusals = [e for check in checks for e in check()]
@@ -631,11 +798,18 @@ def read_fleet(
 )->Fleet:
     "The fleet that a file describes; errors as for `fleet_of`"
     path = Path(path).expanduser()
-    try: raw = path.read_bytes()
-    except OSError as e: raise FleetError(f'{path} cannot be read: {e.strerror or e}', hint='--config takes the path of a YAML file') from None
-    if len(raw)>1<<20: raise FleetError(f'{path} is larger than a megabyte')
-    try: text = raw.decode()
+    try:
+        raw = path.read_bytes()
+    except OSError as e:
+        raise FleetError(
+            f'{path} cannot be read: {e.strerror or e}',
+            hint='--config takes the path of a YAML file') from None
+    if len(raw)>1<<20:
+        raise FleetError(f'{path} is larger than a megabyte')
+    try:
+        text = raw.decode()
     except UnicodeDecodeError as e:
         line = raw[:e.start].count(b'\n')+1
-        raise FleetError(f'{path}, line {line}: this is not UTF-8', hint='Save it as UTF-8') from None
+        raise FleetError(
+            f'{path}, line {line}: this is not UTF-8', hint='Save it as UTF-8') from None
     return fleet_of(text, str(path), env)

@@ -40,30 +40,45 @@ class Gateway(uvicorn.Server):
     changed = False # Has somebody asked to read the file of models again?
     def handle_exit(self, sig, frame):
         "Called for SIGINT, SIGTERM and SIGHUP, which with a file of models means to read it again"
-        if sig==signal.SIGHUP and self.models.reload: self.changed = True
-        else: self.signals += 1
+        if sig==signal.SIGHUP and self.models.reload:
+            self.changed = True
+        else:
+            self.signals += 1
     @contextmanager
     def capture_signals(self):
         before = signal.getsignal(signal.SIGHUP)
         main = threading.current_thread() is threading.main_thread()
         mine = main and (before==signal.SIG_DFL or self.models.reload)
-        if mine: signal.signal(signal.SIGHUP, self.handle_exit)
+        if mine:
+            signal.signal(signal.SIGHUP, self.handle_exit)
         try:
-            with super().capture_signals(): yield
+            with super().capture_signals():
+                yield
         finally:
-            if mine: signal.signal(signal.SIGHUP, before)
+            if mine:
+                signal.signal(signal.SIGHUP, before)
     async def startup(self, sockets=None):
         await super().startup(sockets)
         self.listening = sockets or []
         await self.models.start()
     async def on_tick(self, counter):
         m = self.models
-        if await super().on_tick(counter): return True
-        if self.ready and all(x.state!='loading' for x in m.first) and (m.upstreams or not m.first): self.ready(); self.ready = None
-        if (e := m.hopeless) and self.ready: self.error = e; return True
-        if self.changed and not self.signals: self.changed = False; self.reloading = asyncio.create_task(self._reload())
-        if self.signals and not self.leaving: self._leave()
-        if self.signals>1: m.abort(peace=False); return True
+        if await super().on_tick(counter):
+            return True
+        if self.ready and all(x.state!='loading' for x in m.first) and (m.upstreams or not m.first):
+            self.ready()
+            self.ready = None
+        if (e := m.hopeless) and self.ready:
+            self.error = e
+            return True
+        if self.changed and not self.signals:
+            self.changed = False
+            self.reloading = asyncio.create_task(self._reload())
+        if self.signals and not self.leaving:
+            self._leave()
+        if self.signals>1:
+            m.abort(peace=False)
+            return True
         return bool(self.leaving and self.leaving.done())
     async def shutdown(self, sockets=None):
         self.models.abort()
@@ -74,16 +89,20 @@ class Gateway(uvicorn.Server):
 @patch
 async def _reload(self:Gateway):
     "Read the file of models again; whatever is wrong is in the log"
-    try: await self.models.reload()
-    except AtlasError: pass  # whose line is there already
-    except Exception: _log.exception('The file of models could not be taken')
+    try:
+        await self.models.reload()
+    except AtlasError:
+        pass  # whose line is there already
+    except Exception:
+        _log.exception('The file of models could not be taken')
 
 @patch
 def _leave(self:Gateway):
     "Nothing new; what runs may finish"
     n = sum(m.runner.running for m in self.models.all)
     _log.warning('Stopping: %s', _left(n, self.drain) if n else 'nothing is running')
-    for s in (*self.servers, *self.listening): s.close()
+    for s in (*self.servers, *self.listening):
+        s.close()
     self.leaving = asyncio.create_task(self.models.drain(self.drain))
 
 # %% ../../nbs/7_service/35_gateway.ipynb #b367851e
@@ -104,21 +123,25 @@ class Supervisor:
         at,span,who = (env.pop(k, '') for k in ('NOTIFY_SOCKET','WATCHDOG_USEC','WATCHDOG_PID'))
         self.address = '\0'+at[1:] if at[:1]=='@' else at
         mine = who in ('',str(os.getpid()))
-        self.pace = int(span)/3e6 if span.isdecimal() and mine else None # Seconds between two signs of life
+        # Seconds between two signs of life
+        self.pace = int(span)/3e6 if span.isdecimal() and mine else None
         self.clock,self.last = clock,-1e9
     def tell(self, **said):
         "Say so; whoever does not listen does not hear it"
-        if not self.address: return
+        if not self.address:
+            return
         lines = '\n'.join(f'{k}={v}' for k,v in said.items())
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
                 s.setblocking(False)
                 s.sendto(lines.encode(), self.address)
-        except OSError as e: _log.debug('systemd was not told: %s', e)
+        except OSError as e:
+            _log.debug('systemd was not told: %s', e)
     def beat(self):
         "Say that the process lives, if that is due"
         now = self.clock()
-        if self.pace is None or now-self.last<self.pace: return
+        if self.pace is None or now-self.last<self.pace:
+            return
         self.last = now
         self.tell(WATCHDOG=1)
 
@@ -134,19 +157,23 @@ class Supervised(Gateway):
         await super().startup(sockets)
         self.tasks = [asyncio.create_task(self._beside(f)) for f in self.models.beside]
     async def _beside(self, f):
-        try: await f(self.models)
-        except Exception: _log.exception('What ran beside the server has ended')
+        try:
+            await f(self.models)
+        except Exception:
+            _log.exception('What ran beside the server has ended')
     async def on_tick(self, counter):
         waits = self.ready
         over = await super().on_tick(counter)
-        if waits and not self.ready: self.supervisor.tell(READY=1, STATUS=repr(self.models))
+        if waits and not self.ready:
+            self.supervisor.tell(READY=1, STATUS=repr(self.models))
         self.supervisor.beat()
         return over
     def _leave(self):
         self.supervisor.tell(STOPPING=1)
         super()._leave()
     async def shutdown(self, sockets=None):
-        for t in self.tasks: t.cancel()
+        for t in self.tasks:
+            t.cancel()
         await super().shutdown(sockets)
 
 # %% ../../nbs/7_service/35_gateway.ipynb #43afa545
@@ -164,12 +191,14 @@ def modelled(
     **kw, # For `Model`
 )->list[Model]:
     "A `Model` of each"
-    if isinstance(models, (str,Path,dict,EngineConfig)): models = [models]
+    if isinstance(models, (str,Path,dict,EngineConfig)):
+        models = [models]
     out = []
     for m in models:
         made,given = _configured(m, options or {}, config)
         more = ()
-        if not out: given,more = given or names,alias
+        if not out:
+            given,more = given or names,alias
         listed,unlisted = _names(given, more, made.model)
         out.append(Model(made, listed, unlisted, **kw))
     return out
@@ -185,8 +214,10 @@ def _configured(m, options, config):
     "The config of a model that was given as `m`, and the names that were given with it"
     own = dict(m) if isinstance(m, dict) else {}
     names,name = own.pop('names', None),own.pop('name', None)
-    if isinstance(names, str): names = [names]
-    if not names and name: names = [name]
+    if isinstance(names, str):
+        names = [names]
+    if not names and name:
+        names = [name]
     if not isinstance(m, EngineConfig):
         own = own or dict(model=str(m))
         m = config(**(options|own))
@@ -197,23 +228,32 @@ def _ready(models, url):
     names = [u.name for u in models.upstreams]
     t = sum(sum(models.find(n).seconds.values()) for n in names)
     many = [n for u in models.upstreams if (n := u.info.get('max_num_seqs'))]
-    rates = [r for u in models.upstreams if (r := (u.info.get('startup') or {}).get('bytes_per_second'))]
+    rates = [
+        r for u in models.upstreams if (
+            r := (u.info.get('startup') or {}).get('bytes_per_second'))]
     read = f', weights at {"/".join(f"{r/1e9:.3g}" for r in rates)} GB/s' if rates else ''
     at_once = f', {"/".join(map(str, many))} sequences at once' if many else ''
     said = f'{", ".join(names) or "Atlas"} is ready ({t:.1f} s{read}{at_once}): chat at {url}'
-    with suppress(OSError): print(f'{said}, API at {url}/v1. Ctrl+C stops it.', flush=True)
+    with suppress(OSError):
+        print(f'{said}, API at {url}/v1. Ctrl+C stops it.', flush=True)
 
 def _doors():
     "Stdin, stdout and stderr, if we were started without: the next socket would be taken for one of them, and written to"
     for fd in range(3):
-        try: os.fstat(fd)
-        except OSError: os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdout,sys.stderr = (f or open(fd, 'w', closefd=False) for f,fd in ((sys.stdout,1), (sys.stderr,2)))
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout,sys.stderr = (
+        f or open(fd, 'w', closefd=False) for f,fd in (
+            (sys.stdout,1), (sys.stderr,2)))
 
 def _heap():
     """Let glibc give large blocks back when they are freed, and have two heaps instead of one for each thread.
     It would sit on some hundred megabytes of bodies and grammars that are long gone"""
-    if mallopt := getattr(ctypes.CDLL(None), 'mallopt', None): mallopt(-8, 2); mallopt(-3, 256<<10) # M_ARENA_MAX, M_MMAP_THRESHOLD
+    if mallopt := getattr(ctypes.CDLL(None), 'mallopt', None):
+        mallopt(-8, 2)
+        mallopt(-3, 256<<10) # M_ARENA_MAX, M_MMAP_THRESHOLD
 
 # %% ../../nbs/7_service/35_gateway.ipynb #332e2ce1
 DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
@@ -222,11 +262,15 @@ DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
 def _known(parsers):
     "Refuse a parser that nobody knows, before anything is loaded"
     for name,known,what in zip(parsers, (TOOL_PARSERS,REASONING_PARSERS), ('tool_parser','reasoning_parser')):
-        if name is not None and name not in known: raise RequestError(f'There is no {what} called {name!r}', hint=f'Use {", ".join(sorted(known))}', param=what)
+        if name is not None and name not in known:
+            raise RequestError(
+                f'There is no {what} called {name!r}', hint=f'Use {", ".join(sorted(known))}',
+                param=what)
 
 def _apart(wanted, keys):
     "Are API keys to be kept apart? A `ConfigError` where they are, and there is none"
-    if keys or not wanted: return wanted
+    if keys or not wanted:
+        return wanted
     hint = 'Set ATLAS_API_KEY or give --api-key-file'
     raise ConfigError('There is no API key to have a salt of its own', hint=hint)
 
@@ -246,7 +290,10 @@ def _app(models, rules, sandbox, fetch_images, **kw):
 def _not_ourselves(models, at, on):
     "Refuse another server that is this one"
     for b in models.backends:
-        if b.points_at(at, on): raise ConfigError(f'{b.name} is this very server', hint='Give its url another host or port', param='upstreams')
+        if b.points_at(at, on):
+            raise ConfigError(
+                f'{b.name} is this very server', hint='Give its url another host or port',
+                param='upstreams')
 
 def _behind(sock, app, models, drain, tls, body, connections):
     "A gateway that listens on `sock`"
@@ -260,26 +307,32 @@ def _behind(sock, app, models, drain, tls, body, connections):
 
 def _run(g, sock):
     "Serve until there is an end; raises the error that is the reason for it"
-    with suppress(KeyboardInterrupt): g.run(sockets=[sock])
-    if g.error: raise g.error
+    with suppress(KeyboardInterrupt):
+        g.run(sockets=[sock])
+    if g.error:
+        raise g.error
 
 # %% ../../nbs/7_service/35_gateway.ipynb #b93ccaf0
 def _served(models, own, autoload, first, memory, *named):
     "`Models` of what `serve` was given"
-    if callable(models): return models(own, autoload)
-    return Models(modelled(models, *named, **own), autoload, first, memory).measured()
+    if callable(models):
+        return models(own, autoload)
+    return Models(modelled(models, *named, **own), autoload, first, memory).admitted()
 
 # %% ../../nbs/7_service/35_gateway.ipynb #4746a4b0
 def serve(
-    models, # As for `modelled`, or a function that makes `Models` of options of each, and `autoload`
+    # As for `modelled`, or a function that makes `Models` of options of each, and `autoload`
+    models,
     host:str='127.0.0.1', # Address to listen on
     port:int=8888, # 0: any free one
-    served_model_name=None, # Name, or names, of the first model for clients; None: as it was given, and without its folders
+    # Name, or names, of the first model for clients; None: as it was given, and without its folders
+    served_model_name=None,
     alias=(), # More names of the first model; '*': any name that no model has
     drain:float=10., # Seconds that running answers have when the server stops
     autoload:bool=True, # Does a request load a model that is not?
     first=None, # Names of models to load at the start; None: all
-    api_key=(), api_key_file:str|None=None, # Keys beside those in ATLAS_API_KEY and ATLAS_ADMIN_KEY; a file with more
+    # Keys beside those in ATLAS_API_KEY and ATLAS_ADMIN_KEY; a file with more
+    api_key=(), api_key_file:str|None=None,
     insecure:bool=False, # Listen for strangers without keys
     allowed_hosts=(), cors_origins=(), # Names that requests may call us; web pages that may ask
     rate_limit:int|None=None, # Requests a minute of each key
@@ -289,7 +342,8 @@ def serve(
     fetch_images:bool=False, # Fetch images that have an address
     cache_salt_per_key:bool=False, # Does each API key have prompts of its own in the prefix cache?
     prefill_next_turn:bool=True, # While idle, compute what next turns will begin with?
-    tool_parser:str|None=None, reasoning_parser:str|None=None, # None: those that a model was made for
+    # None: those that a model was made for
+    tool_parser:str|None=None, reasoning_parser:str|None=None,
     memory:int|None=None, # Bytes of device memory for all models; None: each takes what is free
     policy:Policy=Policy(),
     command=None, text=None, # Starts a worker; gives a model's text side; None: as `Model` has it
@@ -297,15 +351,24 @@ def serve(
     **options, # Fields of all models that are no `EngineConfig`
 ):
     "Serve models, each in a process of its own, until SIGINT or SIGTERM; a second one aborts"
-    _doors(); _heap()
-    keys,tls,parsers = read_keys(api_key_file, given=api_key),tls_options(tls_cert, tls_key, tls_ca),(tool_parser,reasoning_parser)
-    check_bind(host, keys, insecure); _known(parsers); configure(log_format, log_level)
+    _doors()
+    _heap()
+    keys,tls,parsers = read_keys(
+        api_key_file, given=api_key),tls_options(tls_cert, tls_key, tls_ca),(
+        tool_parser, reasoning_parser)
+    check_bind(host, keys, insecure)
+    _known(parsers)
+    configure(log_format, log_level)
     cached = dict(salt_keys=_apart(cache_salt_per_key, keys), prefill_next_turn=prefill_next_turn)
-    rules = Rules(keys, host_names(host, allowed_hosts), tuple(cors_origins), Rate(rate_limit) if rate_limit else None, max_body)
+    rules = Rules(
+        keys, host_names(host, allowed_hosts), tuple(cors_origins),
+        Rate(rate_limit) if rate_limit else None, max_body)
     names = [served_model_name] if isinstance(served_model_name, str) else served_model_name or ()
     with Sandbox() as box:
         text = text or partial(open_text, parsers=parsers, sandbox=box)
-        own = dict(policy=policy, config=config, command=command or _worker(log_format, log_level), text=text)
+        own = dict(
+            policy=policy, config=config, command=command or _worker(log_format, log_level),
+            text=text)
         ms = _served(models, own, autoload, first, memory, names, alias, options)
         with listen(host, port) as sock:
             app = _app(ms, rules, box, fetch_images, max_body=max_body, **cached)

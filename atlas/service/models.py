@@ -14,7 +14,7 @@ from ..ground.core import AtlasError,RequestError,SourceError
 from .admission import Residency
 from .process import Model,Served
 from .remote import unavailable
-from .service import Upstream
+from .service import ReadyModel
 
 # %% ../../nbs/7_service/29_models.ipynb #c8692bc4
 class Models:
@@ -31,20 +31,30 @@ class Models:
         backends=(), # Other servers, whose models come and go
     ):
         self.backends,self.fallbacks = [],None # `Backend`s; `Fallbacks`
-        if not models and not backends: raise RequestError('There is no model to serve')
+        if not models and not backends:
+            raise RequestError('There is no model to serve')
         self.residency = Residency(models, budget, groups)
-        self.autoload,self.draining,self.gate,self._ears = autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
-        self.going,self.parting = {},set() # Models that are served no more, and what waits for their ends
+        # `_ears`: queues of listeners
+        self.autoload,self.draining,self.gate,self._ears = autoload,False,asyncio.Lock(),set()
+        # Models that are served no more, and what waits for their ends
+        self.going,self.parting = {},set()
         self._take(models)
-        self.first = [m for m in models if not m.elsewhere and (first is None or set(first)&set(m.names))]
-        for b in backends: self.join(b, begin=False)
+        self.first = [
+            m for m in models if not m.elsewhere and (
+                first is None or set(first)&set(m.names))]
+        for b in backends:
+            self.join(b, begin=False)
     def _take(self, models):
         "Have these models, by their names"
         by = {}
         for m in models:
             for n in m.names:
-                if by.setdefault(n, m) is not m: raise RequestError(f'Two models are called {n!r}', hint='Give each a name of its own with --served-model-name', param='models')
-        for m in models: m.tell,m.gate,m.residency = self._tell,self.gate,self.residency
+                if by.setdefault(n, m) is not m:
+                    raise RequestError(
+                        f'Two models are called {n!r}',
+                        hint='Give each a name of its own with --served-model-name', param='models')
+        for m in models:
+            m.tell,m.gate,m.residency = self._tell,self.gate,self.residency
         self.models,self.all,self.any = by,[*models],'*' in by # any other name means the first
         self.default = models[0].name if models else None
     def __repr__(self): return f'Models({", ".join(f"{m.name}: {m.condition}" for m in self.all)})'
@@ -53,43 +63,56 @@ class Models:
 @patch
 def find(self:Models, name:str|None)->Served:
     "By any of its names; `SourceError` if there is none"
-    if self.names and name is not None: return self.at(self.names.find(name, None, self.models))
-    m = self.models.get(self.default if name is None else name) or (self.all[0] if self.any else None)
-    if m is None: raise self.unknown(name)
+    if self.names and name is not None:
+        return self.at(self.names.find(name, None, self.models))
+    m = self.models.get(
+        self.default if name is None else name) or (self.all[0] if self.any else None)
+    if m is None:
+        raise self.unknown(name)
     return m
 
 @patch
 def named(self:Models, name:str|None)->Served:
     "By a name that is written out, where no pattern counts; errors as for `find`"
-    if name is None: name = self.default
-    elif self.names: name = self.names.exact(name) or name
-    if name=='*' or name not in self.models: raise self.unknown(name)
+    if name is None:
+        name = self.default
+    elif self.names:
+        name = self.names.exact(name) or name
+    if name=='*' or name not in self.models:
+        raise self.unknown(name)
     return self.models[name]
 
 @patch
 def unknown(self:Models, name)->SourceError:
     "The error for a name that no model has"
     hint = f'Use {" or ".join(m.name for m in self.all[:8])}' if self.all else 'GET /v1/models lists what there is'
-    return SourceError(f'There is no model called {str(name)[:80]!r} here', hint=hint, param='model')
+    return SourceError(
+        f'There is no model called {str(name)[:80]!r} here', hint=hint, param='model')
 
 # %% ../../nbs/7_service/29_models.ipynb #52cee8fe
 @patch
 def at(self:Models, found)->Served:
     "The model that a name was found to stand for; one of another server is there even if its list was not seen yet"
-    if found.model in self.models: return self.models[found.model]
+    if found.model in self.models:
+        return self.models[found.model]
     up,id = found.upstream or (None,None)
     for b in self.backends:
-        if b.name==up: self.put(b.proxy(id))
-    if found.model not in self.models: raise self.unknown(found.model)
+        if b.name==up:
+            self.put(b.proxy(id))
+    if found.model not in self.models:
+        raise self.unknown(found.model)
     return self.models[found.model]
 
 @patch
 def resolve(self:Models,
     ask, # A question, with `model`
-)->tuple: # A `Served`; a manner, with `apply`, or None; a text, which is empty for a model's own name
+# A `Served`; a manner, with `apply`, or None; a text, which is empty for a model's own name
+)->tuple:
     "Who answers a question, in what manner, and how its name led there; `SourceError` for a name that is none"
-    if not self.names: return self.find(ask.model),None,''
-    if (name := ask.model or self.default) is None: raise self.unknown(name)
+    if not self.names:
+        return self.find(ask.model),None,''
+    if (name := ask.model or self.default) is None:
+        raise self.unknown(name)
     f = self.names.find(name, ask, self.models)
     return self.at(f),f.manner,f.why
 
@@ -106,7 +129,8 @@ def further(self:Models,
 @patch
 def elsewhere(self:Models, name:str|None)->Served|None:
     "The model of another server that goes by `name`; None if it is ours, or nobody's"
-    if not self.backends: return None
+    if not self.backends:
+        return None
     m = self.models.get(self.default if name is None else name)
     return m if m is not None and m.elsewhere else None
 
@@ -127,53 +151,67 @@ def serving(self:Models, path:str, name:str|None=None)->str|None:
 def put(self:Models, m:Served):
     "Add a model, under those of its names that nobody has"
     m.names = [n for n in m.names if self.models.setdefault(n, m) is m]
-    if not m.names: return
+    if not m.names:
+        return
     m.name,m.tell,m.gate,m.residency = m.names[0],self._tell,self.gate,self.residency
     self.all.append(m)
-    if isinstance(m, Model): self.residency.models.append(m)
+    if isinstance(m, Model):
+        self.residency.models.append(m)
     self.default = self.default or m.name
-    if len(m.names)==1: m.unlisted = {'*'}
-    self._tell(dict(model=m.name, event='model_status', data=dict(status=m.status['value'])))
+    if len(m.names)==1:
+        m.unlisted = {'*'}
+    self._tell(
+        dict(
+            model=m.name, event='model_status',
+            data=dict(status=m.status['value'])))
 
 @patch
 async def seek(self:Models, name:str|None):
     "Have other servers say what they have, if nobody here goes by `name`"
-    if name is not None and name not in self.models: await asyncio.gather(*(b.renew(self) for b in self.backends))
+    if name is not None and name not in self.models:
+        await asyncio.gather(*(b.renew(self) for b in self.backends))
 
 @patch
 def drop(self:Models, m:Served):
     "Forget a model; what it answers goes on"
-    if m not in self.all: return
+    if m not in self.all:
+        return
     self.all.remove(m)
-    for n in m.names: self.models.pop(n, None)
-    if self.default==m.name: self.default = self.all[0].name if self.all else None
+    for n in m.names:
+        self.models.pop(n, None)
+    if self.default==m.name:
+        self.default = self.all[0].name if self.all else None
 
 # %% ../../nbs/7_service/29_models.ipynb #5bb01462
 @patch
 def join(self:Models, b, begin:bool=True):
     "Add another server; where we run already, its list is looked at from now on (`begin`)"
     self.backends.append(b)
-    for m in b.fixed(): self.put(m)
-    if begin: b.start(self)
+    for m in b.fixed():
+        self.put(m)
+    if begin:
+        b.start(self)
 
 # %% ../../nbs/7_service/29_models.ipynb #6a4a74d3
 @patch
 async def start(self:Models):
     "Begin to load those that are wanted from the start"
     for m in sorted(self.first, key=lambda m: not m.pinned):
-        if m.state=='unloaded': m.begin(evicts=False)
+        if m.state=='unloaded':
+            m.begin(evicts=False)
     self.residency.soon()
-    for b in self.backends: b.start(self)
+    for b in self.backends:
+        b.start(self)
 
 # %% ../../nbs/7_service/29_models.ipynb #1abf2527
 @patch
-async def get(self:Models, name:str|None=None)->Upstream:
+async def get(self:Models, name:str|None=None)->ReadyModel:
     "A model that can be asked; its typed error if it cannot"
     return await self.find(name).up(self.autoload)
 
 # %% ../../nbs/7_service/29_models.ipynb #62597424
 @patch
-def measured(self:Models)->'Models': # These
+def admitted(self:Models)->'Models': # These
     """Have the need of every model known, as far as it can be, and refuse what will never fit: an
     `OutOfMemoryError` with both numbers. Blocks, for some seconds; does nothing without a budget"""
     self.residency.measure()
@@ -199,11 +237,13 @@ def pin(self:Models, name:str, on:bool=True)->dict:
 async def load(self:Models, name:str)->dict:
     "Begin to load a model; it goes on behind"
     m = self.named(name)
-    if self.draining: raise unavailable('The server is shutting down', after=5)
+    if self.draining:
+        raise unavailable('The server is shutting down', after=5)
     if m.state=='sleeping':
         await m.wake()
         return m.described()
-    if m.state not in ('unloaded','failed'): raise RequestError(f'{m.name} is {m.condition} already', param='model')
+    if m.state not in ('unloaded','failed'):
+        raise RequestError(f'{m.name} is {m.condition} already', param='model')
     m.begin(admin=True)
     return m.described()
 
@@ -212,7 +252,8 @@ async def load(self:Models, name:str)->dict:
 async def unload(self:Models, name:str)->dict:
     "Begin to unload a model: what runs may finish"
     m = self.named(name)
-    if not m.wanted: raise RequestError(f'{m.name} is not loaded', param='model')
+    if not m.wanted:
+        raise RequestError(f'{m.name} is not loaded', param='model')
     m.leaving = asyncio.create_task(m.stop(m.policy.drain))
     await asyncio.sleep(0)
     return m.described()
@@ -229,29 +270,42 @@ def one(self:Models, name:str|None)->Served:
 @patch
 async def sleep(self:Models, name:str|None=None, level:int=1)->dict:
     "Have a model give its memory back: what came of it"
-    if self.draining: raise unavailable('The server is shutting down', after=5)
+    if self.draining:
+        raise unavailable('The server is shutting down', after=5)
     return await self.one(name).sleep(level)
 
 @patch
 async def wake(self:Models, name:str|None=None)->dict:
     "Have it take its memory again: what came of it"
-    if self.draining: raise unavailable('The server is shutting down', after=5)
+    if self.draining:
+        raise unavailable('The server is shutting down', after=5)
     return await self.one(name).wake()
 
 # %% ../../nbs/7_service/29_models.ipynb #3624160f
 @patch
 def health(self:Models)->dict:
     "The body of `/health`"
-    cs = [m.condition for m in self.all if not m.elsewhere] # another server that is down is no fault of ours
-    if self.draining: s = 'draining'
-    elif any(map(_unwell, self.all)): s = 'unhealthy'
-    elif 'loaded' in cs: s = 'ok'
-    else: s = 'loading' if 'loading' in cs else 'unhealthy' if 'failed' in cs else 'ok'
-    return dict(status=s, models={m.name:dict(state=m.condition)|(dict(reason=m.reason) if m.reason else {}) for m in self.all})
+    # another server that is down is no fault of ours
+    cs = [m.condition for m in self.all if not m.elsewhere]
+    if self.draining:
+        s = 'draining'
+    elif any(map(_unwell, self.all)):
+        s = 'unhealthy'
+    elif 'loaded' in cs:
+        s = 'ok'
+    else:
+        s = 'loading' if 'loading' in cs else 'unhealthy' if 'failed' in cs else 'ok'
+    return dict(
+        status=s,
+        models={
+            m.name:dict(state=m.condition)|(
+                dict(reason=m.reason) if m.reason else {})
+            for m in self.all})
 
 def _unwell(m):
     "Is something wrong with a model? It ended, is stuck, or served and was given up"
-    if m.down or m.condition=='stalled': return True
+    if m.down or m.condition=='stalled':
+        return True
     return m.state=='failed' and m.served
 
 # %% ../../nbs/7_service/29_models.ipynb #e65c7506
@@ -279,21 +333,26 @@ def stats(self:Models):
     def one(m):
         start = (m.runner.info or {}).get('startup') or {}
         return dict(model=m.name, state=m.condition, load_seconds=dict(m.seconds),
-            startup=start, restarts_total=m.restarts, slept=m.slept, residency=m.stay())|m.runner.stats()
+            startup=start, restarts_total=m.restarts, slept=m.slept,
+            residency=m.stay())|m.runner.stats()
     return [one(m) for m in self.all]
 
 @patch(as_prop=True)
 def memory(self:Models)->dict|None:
     "The budget of all models and what of it nobody holds, in bytes; None without one"
     r = self.residency
-    if r.budget is None: return None
-    return dict(budget=r.budget, held=r.budget-r.free, free=max(r.free, 0), evictions=r.counts())
+    if r.budget is None:
+        return None
+    return dict(
+        budget=r.budget, held=r.budget-r.free,
+        free=max(r.free, 0), evictions=r.counts())
 
 # %% ../../nbs/7_service/29_models.ipynb #8062299d
 @patch
 def _tell(self:Models, event):
     for q in self._ears:
-        if q.full(): q.get_nowait()
+        if q.full():
+            q.get_nowait()
         q.put_nowait(event)
 
 @patch
@@ -302,23 +361,29 @@ async def events(self:Models):
     q = asyncio.Queue(256)
     self._ears.add(q)
     try:
-        while (e := await q.get()) is not None: yield e
-    finally: self._ears.discard(q)
+        while (e := await q.get()) is not None:
+            yield e
+    finally:
+        self._ears.discard(q)
 
 # %% ../../nbs/7_service/29_models.ipynb #95eb7f4a
 @patch
 async def drain(self:Models, seconds:float)->bool:
     "Nothing new; what runs may finish for so long. Did all finish?"
     self._over()
-    done = await asyncio.gather(*(m.runner.drain(seconds) for m in self._every()))
+    done = await asyncio.gather(
+        *(m.runner.drain(seconds) for m in self._every()))
     return all(done)
 
 @patch
 def _over(self:Models):
     "From now on nothing is loaded, and whoever waits for that hears it"
-    if self.draining: return
+    if self.draining:
+        return
     self.draining = True
-    for m in self._every(): m.over = True; m._set()
+    for m in self._every():
+        m.over = True
+        m._set()
 
 @patch
 def _every(self:Models)->list[Served]:
@@ -333,17 +398,21 @@ def abort(self:Models,
     "End every answer and every process"
     self._over()
     self.residency.close()
-    for m in self._every(): m.abort(peace)
+    for m in self._every():
+        m.abort(peace)
     self._tell(None)
 
 # %% ../../nbs/7_service/29_models.ipynb #9575567e
 @patch
 async def close(self:Models, drain:float=0.):
     "The same after a drain, and wait until all processes are gone"
-    if drain: await self.drain(drain)
+    if drain:
+        await self.drain(drain)
     self.abort()
     ends = [m.task for m in self._every() if m.task]
-    ends += [*self.going.values(), *self.parting, *(b.close() for b in self.backends)]
+    ends += [
+        *self.going.values(), *self.parting,
+        *(b.close() for b in self.backends)]
     await asyncio.gather(*ends, return_exceptions=True)
 
 # %% ../../nbs/7_service/29_models.ipynb #189a94c5
@@ -351,4 +420,5 @@ async def close(self:Models, drain:float=0.):
 def hopeless(self:Models)->AtlasError|None:
     "Why nothing can be served: all wanted at the start has failed for good, and there is no more"
     def lost(m): return m.state=='failed' and not m.served
-    if self.first and all(map(lost, self.all)): return self.first[0].error
+    if self.first and all(map(lost, self.all)):
+        return self.first[0].error

@@ -27,7 +27,8 @@ def over(
     for m in filter(None, (below,own)):
         for k in MANNERS:
             v = getattr(m, k)
-            if v is not None: said[k] = said.get(k, {})|v if isinstance(v, dict) else v
+            if v is not None:
+                said[k] = said.get(k, {})|v if isinstance(v, dict) else v
     return Manner.model_construct(**said)
 
 @patch
@@ -38,12 +39,15 @@ def idle(self:Manner)->bool:
 @patch
 def apply(self:Manner, ask:Ask):
     "Have a question be answered in this manner"
-    if self.sampling: ask.fill(self.sampling)
-    if self.chat_template_kwargs: self.think(ask, dict(self.chat_template_kwargs))
+    if self.sampling:
+        ask.fill(self.sampling)
+    if self.chat_template_kwargs:
+        self.think(ask, dict(self.chat_template_kwargs))
     if self.system and not isinstance(ask, TextAsk):
         own = dict(role='system', content=self.system)
         ask.messages = merge_system([own, *ask.messages])
-    if self.cache_salt: ask.salt = f'{self.cache_salt}:{ask.salt}'
+    if self.cache_salt:
+        ask.salt = f'{self.cache_salt}:{ask.salt}'
     ask.parsers = self.tool_call_parser,self.reasoning_parser
 
 # %% ../../nbs/7_service/32_names.ipynb #b5f90499
@@ -55,7 +59,8 @@ def think(self:Manner, ask:Ask, variables:dict):
     about = {k:variables.pop(k) for k in _THOUGHT if k in variables}
     if ask.thinking_budget is None and not ask.template.keys() & set(_THOUGHT):
         on = about.get('enable_thinking', about.get('thinking'))
-        more,ask.thinking_budget = think(on, about.get('reasoning_effort'), about.get('thinking_budget'))
+        more,ask.thinking_budget = think(
+            on, about.get('reasoning_effort'), about.get('thinking_budget'))
         variables |= more
     ask.template = variables|ask.template
 
@@ -74,17 +79,24 @@ def has_word(
         before,after = text[at-1:at] if at else '',text[at+n:at+n+1]
         open_ = _inside(word[0]) and before and _inside(before)
         shut = _inside(word[-1]) and after and _inside(after)
-        if not (open_ or shut): return True
+        if not (open_ or shut):
+            return True
         at = text.find(word, at+1)
     return False
 
 def last_said(ask:Ask)->str:
     "The last that a user said, in small letters; of a completion its prompt"
-    if isinstance(ask, TextAsk): said = next((p for p in ask.prompts if isinstance(p, str)), '')
-    else: said = next((m.get('content') for m in reversed(ask.messages) if m['role']=='user'), '')
-    if isinstance(said, list): said = '\n'.join(p['text'] for p in said if isinstance(p.get('text'), str))
+    if isinstance(ask, TextAsk):
+        said = next((p for p in ask.prompts if isinstance(p, str)), '')
+    else:
+        said = next(
+            (m.get('content') for m in reversed(ask.messages) if m['role']=='user'),
+            '')
+    if isinstance(said, list):
+        said = '\n'.join(p['text'] for p in said if isinstance(p.get('text'), str))
     said = said or ''
-    if len(said)>2*LOOKED: said = f'{said[:LOOKED]}\n{said[-LOOKED:]}'
+    if len(said)>2*LOOKED:
+        said = f'{said[:LOOKED]}\n{said[-LOOKED:]}'
     return said.lower()
 
 # %% ../../nbs/7_service/32_names.ipynb #cb1ddf56
@@ -109,13 +121,16 @@ class Route:
         "The way whose words are in a text, if one has them"
         for words,name,end in self.ways:
             hit = next((w for w in words if has_word(text, w)), None)
-            if hit is None: continue
-            if isinstance(end, Route): end = end.fits(text) or end.default()
+            if hit is None:
+                continue
+            if isinstance(end, Route):
+                end = end.fits(text) or end.default()
             return replace(end, why=f'{self.why} > {name} (keyword {hit}){_rest(end)}')
     def default(self)->Found:
         "The last way"
         _,name,end = self.ways[-1]
-        if isinstance(end, Route): end = end.default()
+        if isinstance(end, Route):
+            end = end.default()
         return replace(end, why=f'{self.why} > {name} (no keyword){_rest(end)}')
 
 def _rest(end):
@@ -135,7 +150,9 @@ class Names:
         return f'Names({len(self.table)} written out, {len(self.globs)} patterns)'
     def _written(self):
         f = self.fleet
-        return [*f.models, *f.routes, *(n for n in f.names if not is_glob(n))]
+        return [
+            *f.models, *f.routes,
+            *(n for n in f.names if not is_glob(n))]
 
 def letters(pattern:str)->int:
     "Characters of a pattern that stand for themselves"
@@ -146,9 +163,12 @@ def letters(pattern:str)->int:
 def _end(self:Names, name):
     "Where a name leads, worked out"
     f = self.fleet
-    if m := f.models.get(name): return Found(name, None if m.idle() else m)
-    if name in f.routes: return self._fork(name)
-    if p := f.names.get(name): return self._under(name, p, name if is_glob(name) else 'alias' if p.plain else 'persona')
+    if m := f.models.get(name):
+        return Found(name, None if m.idle() else m)
+    if name in f.routes:
+        return self._fork(name)
+    if p := f.names.get(name):
+        return self._under(name, p, name if is_glob(name) else 'alias' if p.plain else 'persona')
     up,id = f.elsewhere(name)
     own = f'{up}/{id}'
     return Found(own, None, '' if own==name else f'{name} > {own} ({up})', (up,id))
@@ -158,7 +178,8 @@ def _under(self:Names, name, p:Persona, because):
     "What a persona, or an alias, stands for"
     end = self._end(p.model)
     why = f'{name} > {p.model} ({because}){_rest(end)}'
-    if isinstance(end, Route) or p.plain: return replace(end, why=why)
+    if isinstance(end, Route) or p.plain:
+        return replace(end, why=why)
     manner = over(p, end.manner)
     return replace(end, manner=None if manner.idle() else manner, why=why)
 
@@ -176,7 +197,8 @@ def _small(words): return tuple(w.lower() for w in words)
 def _caught(self:Names, name)->Found|Route|None:
     "What the patterns make of a name"
     for g,matches,end in self.globs:
-        if matches(name): return replace(end, why=f'{name}{_rest(end)}')
+        if matches(name):
+            return replace(end, why=f'{name}{_rest(end)}')
 
 @patch
 def forks(self:Names, name:str)->bool:
@@ -190,9 +212,14 @@ def find(self:Names,
     there=(), # Names that models have beside those of the file
 )->Found:
     "What a name stands for; a `SourceError` for one that is none"
-    end = self.table.get(name) or (Found(name) if name in there else self._caught(name))
-    if end is None: raise SourceError(f'There is no model called {name[:80]!r} here', hint=nearest(name[:80], self.table), param='model')
-    if not isinstance(end, Route): return end
+    end = self.table.get(name) or (
+        Found(name) if name in there else self._caught(name))
+    if end is None:
+        raise SourceError(
+            f'There is no model called {name[:80]!r} here', hint=nearest(name[:80], self.table),
+            param='model')
+    if not isinstance(end, Route):
+        return end
     return ask and end.fits(last_said(ask)) or end.default()
 
 @patch
@@ -202,7 +229,8 @@ def acting(self:Names,
 )->Found|None: # None: it is a model by its own name
     "The model that answers in another's place, and in what manner"
     f = self.table.get(name)
-    if f is None or isinstance(f, Route) or f.model==name: return None
+    if f is None or isinstance(f, Route) or f.model==name:
+        return None
     both = over(manner, f.manner) if manner and f.manner else manner or f.manner
     return replace(f, manner=both)
 
@@ -224,10 +252,15 @@ def listed(self:Names)->list[tuple[str,str,dict]]:
     f,out = self.fleet,[]
     for n in f.models:
         also = [k for k,p in f.names.items() if p.plain and p.model==n]
-        if also: out.append((n, n, dict(aliases=also)))
+        if also:
+            out.append((n, n, dict(aliases=also)))
     for n,p in f.names.items():
-        if is_glob(n): continue
+        if is_glob(n):
+            continue
         kind = 'alias_of' if p.plain else 'persona_of'
-        out.append((n, self.exact(n), {'aliases':[], kind:p.model}))
-    for n,to in f.routes.items(): out.append((n, self.exact(n), dict(aliases=[], routes=to)))
+        out.append(
+            (n, self.exact(n), {'aliases':[], kind:p.model}))
+    for n,to in f.routes.items():
+        out.append(
+            (n, self.exact(n), dict(aliases=[], routes=to)))
     return out

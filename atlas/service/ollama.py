@@ -109,11 +109,16 @@ def sampling(self:Body)->dict:
     "The sampling parameters that a body sets"
     o = self.options or Options()
     kw = {k:v for k in _same if (v := getattr(o, k)) is not None}
-    if o.repeat_penalty is not None: kw['repetition_penalty'] = o.repeat_penalty
-    if o.seed is not None: kw['seed'] = None if o.seed==-1 else o.seed
-    if (n := o.num_predict) is not None: kw['max_tokens'] = min(n, 2**31-1) if n>0 else None
-    if o.stop: kw['stop'] = (o.stop,) if isinstance(o.stop, str) else tuple(o.stop)
-    if self.logprobs: kw['logprobs'] = self.top_logprobs or 0
+    if o.repeat_penalty is not None:
+        kw['repetition_penalty'] = o.repeat_penalty
+    if o.seed is not None:
+        kw['seed'] = None if o.seed==-1 else o.seed
+    if (n := o.num_predict) is not None:
+        kw['max_tokens'] = min(n, 2**31-1) if n>0 else None
+    if o.stop:
+        kw['stop'] = (o.stop,) if isinstance(o.stop, str) else tuple(o.stop)
+    if self.logprobs:
+        kw['logprobs'] = self.top_logprobs or 0
     elif self.top_logprobs:
         said = 'top_logprobs is given, and logprobs is not true'
         raise RequestError(said, hint='Set logprobs to true', param='top_logprobs')
@@ -123,9 +128,12 @@ def sampling(self:Body)->dict:
 def shape(self:Body)->dict|None:
     "What `format` asks of the answer, for `Ask.format`"
     f = self.format
-    if f is None or f=='': return None
-    if f=='json': return dict(kind='json_object')
-    if isinstance(f, dict): return dict(kind='json_schema', schema=f)
+    if f is None or f=='':
+        return None
+    if f=='json':
+        return dict(kind='json_object')
+    if isinstance(f, dict):
+        return dict(kind='json_schema', schema=f)
     said = f'format is {found(f)}, expected "json" or a JSON schema'
     raise RequestError(said, param='format')
 
@@ -152,7 +160,8 @@ def common(self:Body)->dict:
     on = self.think if effort is None else effort!='none'
     template,budget = think(on, effort, param='think')
     keep = self.keep_alive
-    if keep is not None: keep = seconds_in(keep, 'keep_alive')
+    if keep is not None:
+        keep = seconds_in(keep, 'keep_alive')
     sets = self.sampling()
     return dict(
         params=SamplingParams(**sets), given=frozenset(sets),
@@ -172,7 +181,8 @@ def image_part(data:str, where:str)->dict:
 
 def with_images(text:str, images:list|None, where:str)->str|list:
     "The content of a message: a text, with its images before it"
-    if not images: return text
+    if not images:
+        return text
     parts = [image_part(d, f'{where}[{i}]') for i,d in enumerate(images)]
     return parts+([dict(type='text', text=text)] if text else [])
 
@@ -181,11 +191,14 @@ def _turn(m, i, open_calls):
     where = f'messages[{i}]'
     said = with_images(m.content or '', m.images, f'{where}.images')
     d = dict(role=m.role, content=said)
-    if m.thinking: d['reasoning'] = m.thinking
+    if m.thinking:
+        d['reasoning'] = m.thinking
     if m.role=='tool':
         first = open_calls.pop(0) if open_calls else None
-        if id := m.tool_call_id or first: d['tool_call_id'] = id
-        if m.tool_name: d['name'] = m.tool_name
+        if id := m.tool_call_id or first:
+            d['tool_call_id'] = id
+        if m.tool_name:
+            d['name'] = m.tool_name
     if m.tool_calls:
         calls = [_called(t, f'{where}.tool_calls[{j}]') for j,t in enumerate(m.tool_calls)]
         d['tool_calls'] = [dict(id=f'call_{i}_{j}')|c for j,c in enumerate(calls)]
@@ -208,7 +221,9 @@ def parse_chat(
     kw,turns = b.common(),b.turns()
     last = turns[-1] if turns else {}
     begun = last.get('role')=='assistant' and last['content'] and 'tool_calls' not in last
-    return OllamaAsk(turns, tools=functions(b.tools, kw['warnings']), continuing=bool(begun), **kw)
+    return OllamaAsk(
+        turns, tools=functions(b.tools, kw['warnings']),
+        continuing=bool(begun), **kw)
 
 # %% ../../nbs/7_service/18_ollama.ipynb #ab176d87
 @patch
@@ -221,7 +236,9 @@ def raw_ask(self:GenerateBody, kw:dict)->RawAsk:
     if self.images:
         what = 'raw' if self.raw else 'suffix'
         raise RequestError(f'images and {what} are both given', hint='Choose one', param='images')
-    return RawAsk([], prompts=[self.prompt or ''], suffix=self.suffix or None, **kw)
+    return RawAsk(
+        [], prompts=[self.prompt or ''],
+        suffix=self.suffix or None, **kw)
 
 def parse_generate(
     raw:bytes, # The body of `/api/generate`
@@ -229,12 +246,16 @@ def parse_generate(
     "What is asked; `RequestError` names the first field that is wrong"
     b = validate(GenerateBody, raw)
     kw = b.common()|dict(generates=True, alone=True)
-    if b.template: kw['warnings'].append('template left out: that of the model is used')
-    if not (b.prompt or b.images or b.suffix): return OllamaAsk([], **kw)
-    if b.raw or b.suffix: return b.raw_ask(kw)
+    if b.template:
+        kw['warnings'].append('template left out: that of the model is used')
+    if not (b.prompt or b.images or b.suffix):
+        return OllamaAsk([], **kw)
+    if b.raw or b.suffix:
+        return b.raw_ask(kw)
     said = with_images(b.prompt or '', b.images, 'images')
     turns = [dict(role='user', content=said)]
-    if b.system: turns.insert(0, dict(role='system', content=b.system))
+    if b.system:
+        turns.insert(0, dict(role='system', content=b.system))
     return OllamaAsk(turns, before=tuple(b.context or ()), token_ids=True, **kw)
 
 # %% ../../nbs/7_service/18_ollama.ipynb #2ca6e265
@@ -261,8 +282,10 @@ class ChatReply(Writer):
     def said(self, content='', thinking='', calls=())->dict:
         "What an answer or a piece of it says"
         m = dict(role='assistant', content=content)
-        if thinking: m['thinking'] = thinking
-        if calls: m['tool_calls'] = list(calls)
+        if thinking:
+            m['thinking'] = thinking
+        if calls:
+            m['tool_calls'] = list(calls)
         return dict(message=m)
     def line(self, d:dict)->bytes:
         "One line of a stream"
@@ -289,17 +312,23 @@ def reply(ask:OllamaAsk, model:str, **kw)->ChatReply:
 @patch
 def piece(self:ChatReply, i:int, p:Delta)->bytes:
     "Lines for a piece of the answer"
-    if self.ask.token_ids: self.ids += [t.id for t in p.tokens]
-    if p.reasoning or p.calls or p.finish or self.scored: return self.more(p)
-    if not (text := self.trimmed(p.content)): return b''
+    if self.ask.token_ids:
+        self.ids += [t.id for t in p.tokens]
+    if p.reasoning or p.calls or p.finish or self.scored:
+        return self.more(p)
+    if not (text := self.trimmed(p.content)):
+        return b''
     before,behind = self.text
-    return b''.join((self.head, now().encode(), before, quote(text), behind))
+    return b''.join(
+        (self.head, now().encode(), before, quote(text), behind))
 
 @patch
 def trimmed(self:ChatReply, text:str)->str:
     "More of the text; white space between a thought and it is part of neither"
-    if self.begun: return text
-    if self.thought: text = text.lstrip()
+    if self.begun:
+        return text
+    if self.thought:
+        text = text.lstrip()
     self.begun = bool(text)
     return text
 
@@ -307,16 +336,21 @@ def trimmed(self:ChatReply, text:str)->str:
 def more(self:ChatReply, p:Delta)->bytes:
     "Lines for a piece that is not text alone"
     calls = self.called(p)
-    if p.finish: self.finish = p.finish
-    if p.reasoning: self.thought = True
+    if p.finish:
+        self.finish = p.finish
+    if p.reasoning:
+        self.thought = True
     about,text = self.about(p.tokens),self.trimmed(p.content)
-    if not (text or p.reasoning or calls or about): return b''
-    return self.line(self.said(text, p.reasoning, calls)|about|dict(done=False))
+    if not (text or p.reasoning or calls or about):
+        return b''
+    return self.line(
+        self.said(text, p.reasoning, calls)|about|dict(done=False))
 
 @patch
 def about(self:ChatReply, tokens)->dict:
     "The log-probabilities of these tokens, if they were asked for"
-    if not (self.scored and tokens): return {}
+    if not (self.scored and tokens):
+        return {}
     return dict(logprobs=token_logprobs(tokens, self.show, self.raw))
 
 # %% ../../nbs/7_service/18_ollama.ipynb #da205c15
@@ -330,10 +364,12 @@ def called(self:ChatReply, p:Delta)->list[dict]:
     "The calls that this piece completes"
     done = []
     for d in p.calls:
-        if self.open and d.index!=self.open.index: done.append(self.shut())
+        if self.open and d.index!=self.open.index:
+            done.append(self.shut())
         self.open = self.open or CallDelta(d.index, d.id, d.name)
         self.open.arguments += d.arguments
-    if p.finish and self.open: done.append(self.shut())
+    if p.finish and self.open:
+        done.append(self.shut())
     return done
 
 @patch
@@ -362,7 +398,8 @@ def counts(self:ChatReply, u:Usage)->dict:
 def context(self:ChatReply)->dict:
     "The ids of prompt and answer, where a client may go on from them"
     prompts = getattr(self, 'prompts', None)
-    if not (self.ask.token_ids and prompts): return {}
+    if not (self.ask.token_ids and prompts):
+        return {}
     return dict(context=[*prompts[0].ids, *self.ids])
 
 @patch
@@ -377,8 +414,11 @@ def whole(self:ChatReply, choices:list[Choice], u:Usage)->dict:
     calls = [tool_call(k.id, i, k.name, k.arguments) for i,k in enumerate(c.calls)]
     self.finish,self.ids = c.finish,[t.id for t in c.tokens]
     self.thought = bool(c.reasoning)
-    said = self.said(self.trimmed(c.content or ''), c.reasoning, calls)|self.about(c.tokens)
-    return dict(model=self.model, created_at=now())|said|self.counts(u)|self.context()
+    said = self.said(
+        self.trimmed(c.content or ''), c.reasoning, calls)|self.about(c.tokens)
+    return dict(
+        model=self.model,
+        created_at=now())|said|self.counts(u)|self.context()
 
 # %% ../../nbs/7_service/18_ollama.ipynb #f40a4683
 @patch
@@ -392,19 +432,26 @@ async def only_load(self:Service, ask:OllamaAsk, request:Request)->dict:
     "Load a model, or unload it, and say that it is done"
     leave = ask.keep==0
     m = self.models.named(ask.model) if leave else self.meant_by(ask)
-    if leave and not manages(request): raise RightsError('This needs the key of an admin')
-    if leave and m.wanted: await self.models.unload(m.name)
+    if leave and not manages(request):
+        raise RightsError('This needs the key of an admin')
+    if leave and m.wanted:
+        await self.models.unload(m.name)
     elif not leave:
         await attended(request, self.upstream(m.name))
         ask.served = m.name
-        if keep := self.keeping(ask, request): keep()
+        if keep := self.keeping(ask, request):
+            keep()
     w = reply(ask, ask.model or m.name)
     reason = 'unload' if leave else 'load'
-    return dict(model=w.model, created_at=now())|w.said()|dict(done=True, done_reason=reason)
+    return dict(
+        model=w.model,
+        created_at=now())|w.said()|dict(done=True,
+        done_reason=reason)
 
 async def first(s:Service, ask:OllamaAsk, request:Request)->Response|None:
     "What comes before an answer; all there is where nothing is asked"
-    if ask.messages or isinstance(ask, RawAsk): return None
+    if ask.messages or isinstance(ask, RawAsk):
+        return None
     return warned(JSONResponse(await s.only_load(ask, request)), ask)
 
 # %% ../../nbs/7_service/18_ollama.ipynb #dec481b9
@@ -425,14 +472,18 @@ async def ollama_generate(self:Service, request:Request)->Response:
 def known(m:dict)->dict:
     "What a model says of itself, and what the catalogue says of it; `m` as `Models.list` has it"
     named = (m['status'].get('args') or [''])[-1]
-    if not (found := find_entry(named)): return m.get('info') or {}
+    if not (found := find_entry(named)):
+        return m.get('info') or {}
     e = found[1]
-    d = dict(max_seq_len=e.context, quantization=e.format, startup=dict(bytes=e.nbytes or 0))
+    d = dict(
+        max_seq_len=e.context, quantization=e.format,
+        startup=dict(bytes=e.nbytes or 0))
     return {k:v for k,v in d.items() if v}|(m.get('info') or {})
 
 def counted(n:int|None)->str:
     "A number of parameters as Ollama writes it; empty for none"
-    if not n: return ''
+    if not n:
+        return ''
     scale,unit = (1e9,'B') if n>=1e9 else (1e6,'M')
     return f'{n/scale:.1f}{unit}'
 
@@ -467,7 +518,8 @@ FOREVER = '9999-12-31T23:59:59Z'
 def until(m)->str:
     "When a `Served` will be unloaded if nobody asks it"
     left = m.stay()['ttl_left'] if hasattr(m, 'stay') else None
-    if left is None or left>3e9: return FOREVER # a century: dates end somewhere
+    if left is None or left>3e9:
+        return FOREVER # a century: dates end somewhere
     return stamp(datetime.now(timezone.utc)+timedelta(seconds=left))
 
 def running(m:dict, name:str, until:str=FOREVER)->dict:
@@ -482,7 +534,9 @@ async def ollama_ps(self:Service)->Response:
     "The models that are loaded"
     said = {m.name:until(m) for m in self.models.all}
     here = [m for m in self.models.list() if m['condition']=='loaded']
-    return JSONResponse(dict(models=[running(m, m['id'], said[m['id']]) for m in here]))
+    return JSONResponse(
+        dict(
+            models=[running(m, m['id'], said[m['id']]) for m in here]))
 
 VERSION = '0.13.0' # Of Ollama, whose API this is like: clients refuse to talk to older ones
 
@@ -512,10 +566,13 @@ def capabilities(side:dict)->list[str]:
 @patch
 async def text_side(self:Service, m)->dict:
     "Tokenizer, template and parsers of a model; empty where it has none here"
-    if u := m.upstream: return {k:getattr(u, k) for k in ('tokenizer','template','spec','parsers')}
-    if not hasattr(m, 'text'): return {}
+    if u := m.upstream:
+        return {k:getattr(u, k) for k in ('tokenizer','template','spec','parsers')}
+    if not hasattr(m, 'text'):
+        return {}
     m._read_text()
-    try: return dict(await asyncio.shield(m.side))
+    try:
+        return dict(await asyncio.shield(m.side))
     except AtlasError as e:
         _log.warning('The text side of %s cannot be read: %s', m.name, e)
         m.side = None # read anew when it is loaded
@@ -526,7 +583,8 @@ def model_info(info:dict)->dict:
     "Numbers of a model, under the keys of GGUF"
     arch = info.get('family') or 'unknown'
     d = {'general.architecture':arch, 'general.parameter_count':info.get('parameters'),
-        f'{arch}.context_length':info.get('max_seq_len'), f'{arch}.vocab_size':info.get('vocab_size')}
+        f'{arch}.context_length':info.get('max_seq_len'),
+        f'{arch}.vocab_size':info.get('vocab_size')}
     return {k:v for k,v in d.items() if v is not None}
 
 @patch
@@ -560,7 +618,9 @@ class EmbeddingsBody(BaseModel):
     keep_alive: KeepAlive|None = None
 
 @patch
-async def embedded(self:Service, name:str|None, texts:list[str], dimensions=None)->dict:
+async def embedded(
+    self:Service, name:str|None, texts:list[str], dimensions=None
+)->dict:
     "The body of `/api/embed`"
     began = perf_counter()
     u = await self.upstream(plain_name(name))
@@ -610,29 +670,36 @@ class Bar:
     def __exit__(self, *_): pass
     def said(self, name:str)->dict:
         "Where it stands, as Ollama says it"
-        if not self.total: return dict(status=f'pulling {name}')
+        if not self.total:
+            return dict(status=f'pulling {name}')
         digest = f'sha256:{hashlib.sha256(name.encode()).hexdigest()}'
         return dict(status=self.what, digest=digest, total=self.total, completed=self.n)
 
 # %% ../../nbs/7_service/18_ollama.ipynb #90a8cfdd
 def pullable(name:str|None)->str:
     "A name that `pull` may be asked for; a `RequestError` for paths and what is no name"
-    if not name: raise RequestError('model is missing', hint='Add the field', param='model')
+    if not name:
+        raise RequestError('model is missing', hint='Add the field', param='model')
     name = re.sub(r'^(hf\.co|huggingface\.co)/', '', plain_name(name))
-    if name in NAMED or re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?', name): return name
+    if name in NAMED or re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?', name):
+        return name
     said = f'model is {found(name)}, and no name of a model'
     raise RequestError(said, hint='Use org/name, or a name that "atlas list" shows', param='model')
 
 def near(request:Request)->bool:
     "Does whoever asks sit at this machine?"
-    if request.client is None: return True # a Unix socket
-    try: return ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError: return False
+    if request.client is None:
+        return True # a Unix socket
+    try:
+        return ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
 
 def may_fetch(request:Request):
     "Refuse who may not have the server fetch something"
     keyed = request.scope.get('atlas.user') is not None
-    if manages(request) and (keyed or near(request)): return
+    if manages(request) and (keyed or near(request)):
+        return
     hint = 'Where the server runs, atlas pull NAME does it; or set ATLAS_ADMIN_KEY'
     raise RightsError('Fetching a model is for admins, and for those on this machine', hint=hint)
 
@@ -643,11 +710,11 @@ async def progress(name:str, every:float=.25):
     "Fetch a model: states of it as they change, and 'success'; errors of `pull` as they come"
     bar,last = Bar(),dict(status='pulling manifest')
     yield last
-    how = dict(show=bar) if name in NAMED else dict(show=False)
-    task = asyncio.get_running_loop().run_in_executor(_pulls, partial(pull, name, **how))
+    task = asyncio.get_running_loop().run_in_executor(_pulls, partial(pull, name, show=bar))
     while not task.done():
         await asyncio.wait([task], timeout=every)
-        if (now := bar.said(name))!=last: yield now
+        if (now := bar.said(name))!=last:
+            yield now
         last = now
     await task
     yield dict(status='success')
@@ -655,9 +722,11 @@ async def progress(name:str, every:float=.25):
 async def as_lines(states):
     "States as lines of JSON; an error is the last"
     try:
-        async for s in states: yield quote(s)+b'\n'
+        async for s in states:
+            yield quote(s)+b'\n'
     except Exception as e:
-        if not isinstance(e, AtlasError): _log.exception('A model could not be fetched')
+        if not isinstance(e, AtlasError):
+            _log.exception('A model could not be fetched')
         yield quote(plain_error_body(e))+b'\n'
 
 @patch
@@ -667,7 +736,8 @@ async def ollama_pull(self:Service, request:Request)->Response:
     may_fetch(request)
     name = pullable(b.model or b.name)
     if b.stream is False:
-        async for said in progress(name): pass
+        async for said in progress(name):
+            pass
         return unheeded(JSONResponse(said), ignored(b))
     def ping(): return quote(dict(status=f'pulling {name}'))+b'\n'
     lines = EventStream(as_lines(progress(name)), lambda *_: None, None, ping,

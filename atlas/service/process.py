@@ -19,7 +19,7 @@ from ..text.processor import read_text
 from .link import STAGES,pack_error,unpack_error
 from .remote import Child,RemoteRunner,how,unavailable
 from .residency import kept_for
-from .service import Upstream
+from .service import ReadyModel
 
 # %% ../../nbs/7_service/23_process.ipynb #47d31570
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Policy:
 
 # %% ../../nbs/7_service/23_process.ipynb #030cc51b
 def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
-    "What an `Upstream` has beside its runner"
+    "What an `ReadyModel` has beside its runner"
     p = read_text(config, parsers)
     return dict(
         tokenizer=p.tokenizer,
@@ -70,7 +70,7 @@ class Served:
     residency = sent_away = None # Of all models; how it is being sent away: 'sleep' or 'unload'
     def __init__(self,
         names:list[str], # That clients may use; the first is its own
-        upstream:Upstream|None=None,
+        upstream:ReadyModel|None=None,
         unlisted=(), # More names, which no list shows
     ):
         self.names = [*names,*unlisted]
@@ -96,13 +96,15 @@ class Served:
 
 # %% ../../nbs/7_service/23_process.ipynb #b244eddd
 @patch
-async def sleep(self:Served, level=1): raise RequestError(f'{self.name} has no process of its own that could sleep', param='model')
+async def sleep(self:Served, level=1):
+    raise RequestError(f'{self.name} has no process of its own that could sleep', param='model')
 Served.wake = Served.sleep
 
 @patch
-async def up(self:Served, autoload=True)->Upstream:
+async def up(self:Served, autoload=True)->ReadyModel:
     "The model, if it can be asked"
-    if self.condition=='loaded': return self.upstream
+    if self.condition=='loaded':
+        return self.upstream
     raise unavailable(f'{self.name} cannot be asked', hint='GET /health tells when it can')
 
 # %% ../../nbs/7_service/23_process.ipynb #0952f774
@@ -125,7 +127,7 @@ class Model(Served):
         # that gives a `Child`. None: `COMMAND`
         command=None,
         text=open_text, # Function of the config that gives the text side
-        measure=None, # What `measured` is for a command; None: that
+        measure=None, # What `sizes_told` is for a command; None: that
         gate:asyncio.Lock|None=None, # Held while a process loads: what is free is measured then
         tell=lambda event: None, # Hears of each change
     ):
@@ -137,20 +139,24 @@ class Model(Served):
         self.settled = {} # Options with which its worker takes no more than that
         self.runner,self.state = RemoteRunner(self.name, self._heard),'unloaded'
         self.gate = gate or asyncio.Lock()
-        self.side,self.after = None,() # The text side, being read or read; tasks that end before it loads
+        # The text side, being read or read; tasks that end before it loads
+        self.side,self.after = None,()
         self.child = self.progress = self.code = None
         self._unwanted,self.stops = asyncio.Event(),0
         self.turning = asyncio.Lock() # Held while it falls asleep, or wakes
-        self.asked = self.spared = self.took = 0. # When it was last given to somebody; not sent away before; seconds of its loading
+        # When it was last given to somebody; not sent away before; seconds of its loading
+        self.asked = self.spared = self.took = 0.
         self.rests = self.steps = 0 # Bytes that it has when it sleeps; that its steps take
         self.began = 0. # When its process was started, or began to wake
-        self.turned,self.rising = 0,False # Times that there was no room for it; is it about to wake?
+        # Times that there was no room for it; is it about to wake?
+        self.turned,self.rising = 0,False
         self.admin,self.evicts = False,True # Does an admin want it? May others leave for it?
         self.runner.rested = self._rested
     @property
     def condition(self)->str:
         "The state, as people are told"
-        if self.state=='loading' and self.down: return 'restarting'
+        if self.state=='loading' and self.down:
+            return 'restarting'
         return 'stalled' if self.state=='loaded' and self.runner.stalled else self.state
 
 # %% ../../nbs/7_service/23_process.ipynb #eac3a204
@@ -159,9 +165,12 @@ def status(self:Model)->dict:
     "As in llama.cpp's `GET /models`"
     value = 'unloaded' if self.state=='failed' else self.state
     d = dict(value=value, args=['atlas','serve',self.config.model])
-    if self.state=='loading' and self.progress: d['progress'] = self.progress
-    if self.state=='sleeping': d |= dict(self.slept)
-    if self.state=='failed': d |= dict(failed=True, exit_code=self.code)
+    if self.state=='loading' and self.progress:
+        d['progress'] = self.progress
+    if self.state=='sleeping':
+        d |= dict(self.slept)
+    if self.state=='failed':
+        d |= dict(failed=True, exit_code=self.code)
     return d|(dict(reason=self.reason) if self.reason else {})
 
 # %% ../../nbs/7_service/23_process.ipynb #5b6830cb
@@ -169,30 +178,40 @@ def status(self:Model)->dict:
 def described(self:Served)->dict:
     "All that may be told about it"
     return dict(id=self.name, names=[n for n in self.names if n not in self.unlisted], created=self.created,
-        info=self.runner.info if self.state in ('loaded','sleeping') else None, state=self.state, condition=self.condition,
-        status=self.status, reason=self.reason, load_seconds=dict(self.seconds), restarts=self.restarts,
+        info=self.runner.info if self.state in ('loaded','sleeping') else None,
+        state=self.state, condition=self.condition,
+        status=self.status, reason=self.reason,
+        load_seconds=dict(self.seconds), restarts=self.restarts,
         sampling=self.upstream.sampling if self.upstream else {}, residency=self.stay())
 
 # %% ../../nbs/7_service/23_process.ipynb #53d6bccd
 @patch
 def _set(self:Served, state:str|None=None):
     "A new state, which whoever waits for it hears"
-    if state and state!=self.state: self.entered = time.time()
-    if state: self.state = state
+    if state and state!=self.state:
+        self.entered = time.time()
+    if state:
+        self.state = state
     if state and state!='failed':
         info = self.runner.info if state=='loaded' else {}
         drafts,prefill = info.get('speculative'),info.get('prefill_activations')
         why = f', speculative: {drafts}' if drafts else ''
-        if prefill: why += f', prefill in {prefill}'
-        if start := info.get('startup'): why += f': {start["text"]}'
-        if self.reason: why = f': {self.reason}'
+        if prefill:
+            why += f', prefill in {prefill}'
+        if start := info.get('startup'):
+            why += f': {start["text"]}'
+        if self.reason:
+            why = f': {self.reason}'
         _log.info('%s is %s%s', self.name, self.condition, why)
-    if state in ('unloaded','failed'): self.holds = 0
-    if self.residency: self.residency.soon()
+    if state in ('unloaded','failed'):
+        self.holds = 0
+    if self.residency:
+        self.residency.soon()
     self._stir()
     s = self.status
     data = dict(status=s['value'])|{k:s[k] for k in ('progress','exit_code','reason') if k in s}
-    if self.state=='loaded': data['info'] = self.runner.info
+    if self.state=='loaded':
+        data['info'] = self.runner.info
     self.tell(dict(model=self.name, event='model_status', data=data))
 
 # %% ../../nbs/7_service/23_process.ipynb #e69a2056
@@ -200,7 +219,8 @@ def _set(self:Served, state:str|None=None):
 def _stir(self:Served):
     "Whoever waits for it looks again"
     for f in self._waiting:
-        if not f.done(): f.set_result(None)
+        if not f.done():
+            f.set_result(None)
     self._waiting = []
 
 @patch
@@ -210,26 +230,41 @@ def changed(self:Served)->asyncio.Future:
     return f
 
 # %% ../../nbs/7_service/23_process.ipynb #8c64f5d9
+@patch(as_prop=True)
+def keeps(self:Model)->bool:
+    "Does its process write its cache down before it ends? As it was told, or since others may take its place"
+    swaps = self.residency and self.residency.active
+    spills = getattr(self.config, 'kv_spill_dir', None)
+    return bool(getattr(self.config, 'kv_spill_keep', False) or spills and swaps)
+
 @patch
 async def _life(self:Model)->str:
     "One process from its start to its end; why it ended"
     self.fault = self.refusal = self.ready = None
-    self.silent,self.stuck,self.step,watch = None,0,None,None # Beats of silence; beats without getting on; seconds of its step
+    # Beats of silence; beats without getting on; seconds of its step
+    self.silent,self.stuck,self.step,watch = None,0,None,None
     self.progress = dict(stages=list(STAGES), current=STAGES[0], value=0.)
     try:
-        if not self.wanted: return 'was not wanted any more'
+        if not self.wanted:
+            return 'was not wanted any more'
         child = self.child = self._start()
         self.began = asyncio.get_running_loop().time()
-    except OSError as e: return f'could not be started: {e.strerror or e}'
+    except OSError as e:
+        return f'could not be started: {e.strerror or e}'
     try:
         await self.runner.attach(child.sock)
         options = differs(self.config)|self.settled|dict(name=self.name)
+        if self.keeps:
+            options['kv_spill_keep'] = True
         self.runner.send('load', options, self.policy.beat)
         watch = asyncio.create_task(self._watch(child))
         self.code = await child.ended
-        with suppress(TimeoutError): await asyncio.wait_for(self.runner.gone.wait(), self.policy.grace) # its last words may still be on their way
+        with suppress(TimeoutError):
+            # its last words may still be on their way
+            await asyncio.wait_for(self.runner.gone.wait(), self.policy.grace)
     finally:
-        if watch: watch.cancel()
+        if watch:
+            watch.cancel()
         child.kill()
         self.child = None
     return self.fault or how(self.code)
@@ -237,7 +272,8 @@ async def _life(self:Model)->str:
 @patch
 def _start(self:Model)->Child:
     "A new worker"
-    if callable(self.command): return self.command(self.name)
+    if callable(self.command):
+        return self.command(self.name)
     return Child(self.command, self.name)
 
 # %% ../../nbs/7_service/23_process.ipynb #6125e565
@@ -247,31 +283,40 @@ async def _watch(self:Model, child):
     r = self.runner
     while True:
         await asyncio.sleep((p := self.policy).beat)
-        if self.silent is not None: self.silent += 1  # it has spoken before
+        if self.silent is not None:
+            self.silent += 1  # it has spoken before
         self.stuck += 1
         quiet = (self.silent or 0)*p.beat
         stalled = r._ready and quiet>p.stalled
         if stalled!=r.stalled:
             r.stalled,self.reason = stalled,f'no sign of life for {quiet:.0f} s' if stalled else None
             self._set('loaded' if self.state=='loaded' else None)
-        if quiet>p.dead: self.fault = f'gave no sign of life for {quiet:.0f} s'
-        elif (self.step or 0)>p.hung: self.fault = f'was at one step for {self.step:.0f} s'
+        if quiet>p.dead:
+            self.fault = f'gave no sign of life for {quiet:.0f} s'
+        elif (self.step or 0)>p.hung:
+            self.fault = f'was at one step for {self.step:.0f} s'
         elif not self.ready and self.stuck*p.beat>p.start:
             self.fault = f'was not ready, and did not get on for {self.stuck*p.beat:.0f} s'
-        else: continue
-        child.kill(); return
+        else:
+            continue
+        child.kill()
+        return
 
 # %% ../../nbs/7_service/23_process.ipynb #0a276d3a
 @patch
 def _heard(self:Model, what, *args):
     self.silent = 0
-    if what=='beat': self.step = args[0]
-    elif what!='events': getattr(self, f'_on_{what}', lambda *_: None)(*args)
+    if what=='beat':
+        self.step = args[0]
+    elif what!='events':
+        getattr(self, f'_on_{what}', lambda *_: None)(*args)
 
 @patch
 def _on_stage(self:Model, name, share, seconds):
-    self.progress,self.seconds,self.stuck = dict(stages=list(STAGES), current=name, value=share),seconds,0
-    if name!=STAGES[0]: self._read_text()
+    self.progress,self.seconds,self.stuck = dict(
+        stages=list(STAGES), current=name, value=share),seconds,0
+    if name!=STAGES[0]:
+        self._read_text()
     self._set()
 
 @patch
@@ -291,13 +336,17 @@ def _on_ready(self:Model, info, seconds):
 @patch
 async def _come(self:Model, child, info):
     "The worker is ready; so is the model when its text side is"
-    try: up = await self._upstream(info)
+    try:
+        up = await self._upstream(info)
     except Exception as e:
-        if not isinstance(e, AtlasError): _log.exception('The text side of %s failed', self.name)
+        if not isinstance(e, AtlasError):
+            _log.exception('The text side of %s failed', self.name)
         self.refusal,self.side = unpack_error(pack_error(e)),None
         return child.kill()
-    if self.child is not child or not self.runner._ready: return
-    if not self.wanted: return child.kill()
+    if self.child is not child or not self.runner._ready:
+        return
+    if not self.wanted:
+        return child.kill()
     self.upstream,self.served = up,True
     self.down = False
     self.reason = self.progress = None
@@ -305,11 +354,12 @@ async def _come(self:Model, child, info):
     self._set('loaded')  # whoever waits goes on
 
 @patch
-async def _upstream(self:Model, info)->Upstream:
+async def _upstream(self:Model, info)->ReadyModel:
     "All that the service needs to ask this model"
     side = dict(await self.side)
-    if not info.get('vision', True): side['spec'] = None
-    return Upstream(name=self.name, names=self.names,
+    if not info.get('vision', True):
+        side['spec'] = None
+    return ReadyModel(name=self.name, names=self.names,
         info=info, runner=self.runner, **side)
 
 # %% ../../nbs/7_service/23_process.ipynb #20451f61
@@ -319,14 +369,17 @@ def _arrived(self:Model, memory:dict|None=None):
     self.since = self.used = self.asked = time.monotonic() # those who wait for it ask in a moment
     self.took = self.since-self.began
     self.rising,self.evicts,self.admin = False,True,False
-    if memory: self.need,self.steps = sum(memory.values()),memory.get('steps', 0)
-    if self.residency and self.residency.active: self.holds = self.need or self.holds
+    if memory:
+        self.need,self.steps = sum(memory.values()),memory.get('steps', 0)
+    if self.residency and self.residency.active:
+        self.holds = self.need or self.holds
 
 @patch
 def _rested(self:Model):
     "Nothing runs any more"
     self.used = time.monotonic()
-    if self.residency: self.residency.soon()
+    if self.residency:
+        self.residency.soon()
 
 # %% ../../nbs/7_service/23_process.ipynb #fa6e8f8b
 @patch
@@ -340,16 +393,20 @@ def _on_fatal(self:Model, e):
 @patch
 def _on_lost(self:Model, fault):
     "The link is gone; the process should be, too"
-    if fault: self.fault = self.fault or fault.msg
+    if fault:
+        self.fault = self.fault or fault.msg
     self._fell(self.fault or 'its process ended')
-    if child := self.child: asyncio.get_running_loop().call_later(0 if fault else self.policy.grace, child.kill)
+    if child := self.child:
+        asyncio.get_running_loop().call_later(0 if fault else self.policy.grace, child.kill)
 
 @patch
 def _fell(self:Model, why):
     "A model that was there is not"
     self.runner.stalled = False
-    if self.state not in ('loaded','sleeping') or not self.wanted: return
-    if self.state=='sleeping': self.holds,self.evicts = 0,self.rising # nobody leaves for it unasked
+    if self.state not in ('loaded','sleeping') or not self.wanted:
+        return
+    if self.state=='sleeping':
+        self.holds,self.evicts = 0,self.rising # nobody leaves for it unasked
     self.down,self.reason,self.rising = True,why,False
     self._set('loading')
 
@@ -358,21 +415,29 @@ def _fell(self:Model, why):
 async def _keep(self:Model):
     "Lives of this model, until it is not wanted or given up"
     p,pause,ends = self.policy,self.policy.pause,0
-    if self.after: await asyncio.wait(self.after)
+    if self.after:
+        await asyncio.wait(self.after)
     self.after = ()
     while self.wanted:
-        if not await self._enter(): return
+        if not await self._enter():
+            return
         why = await self._one()
-        if not self.wanted: break
-        if self.refusal: return self._give_up(self.refusal, self.refusal.msg)
-        if self.ready and time.monotonic()-self.ready>=p.well: pause = p.pause
+        if not self.wanted:
+            break
+        if self.refusal:
+            return self._give_up(self.refusal, self.refusal.msg)
+        if self.ready and time.monotonic()-self.ready>=p.well:
+            pause = p.pause
         if (ends := 0 if self.ready else ends+1)>=p.ends:
-            e = unavailable(f'The process of {self.name} ended {ends} times in a row; the last one {why}', hint='Load it again, or see the log', after=p.longest)
+            e = unavailable(
+                f'The process of {self.name} ended {ends} times in a row; the last one {why}',
+                hint='Load it again, or see the log', after=p.longest)
             return self._give_up(e, f'ended {ends} times in a row; the last {why}')
         self.down,self.reason = self.down or self.upstream is not None,why
         self.restarts += 1
         self._set('loading')
-        with suppress(TimeoutError): await asyncio.wait_for(self._unwanted.wait(), pause)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._unwanted.wait(), pause)
         pause = min(2*pause, p.longest)
     self.down,self.upstream = False,None
     self.side = None  # read anew when it is loaded again
@@ -390,8 +455,10 @@ def _give_up(self:Model, e, why):
 @patch
 async def _enter(self:Model)->bool:
     "Wait until there is memory for it; False where there was none"
-    if not self.residency: return True
-    try: await self.residency.enter(self, self.evicts)
+    if not self.residency:
+        return True
+    try:
+        await self.residency.enter(self, self.evicts)
     except AtlasError as e:
         _log.warning('%s is not loaded: %s', self.name, e)
         self.wanted,self.down,self.upstream,self.side = False,False,None,None
@@ -408,9 +475,13 @@ async def _one(self:Model)->str:
     async with self.gate:
         life = asyncio.ensure_future(self._life())
         try:
-            while not life.done() and self.state not in ('loaded','sleeping'): await asyncio.wait([life, self.changed()], return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError: life.cancel(); raise
-    try: return await life
+            while not life.done() and self.state not in ('loaded','sleeping'):
+                await asyncio.wait([life, self.changed()], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            life.cancel()
+            raise
+    try:
+        return await life
     except Exception as e:
         _log.exception('A life of %s was cut short', self.name)
         return f'could not be followed ({type(e).__name__})'
@@ -428,7 +499,8 @@ def begin(self:Model,
     self.kept = None # what a client said was of its last stay
     self._unwanted.clear()
     self._set('loading')
-    self.task = asyncio.create_task(self._keep(), context=Context()) # what its process does later is not told under the id of this request
+    # what its process does later is not told under the id of this request
+    self.task = asyncio.create_task(self._keep(), context=Context())
 
 # %% ../../nbs/7_service/23_process.ipynb #49f44fc7
 @patch
@@ -449,9 +521,11 @@ async def _end(self:Model, drain):
     if was in ('loaded','sleeping'):
         self.reason = None
         self._set('unloading')
-    if was=='loaded': await self.runner.drain(drain)
+    if was=='loaded':
+        await self.runner.drain(drain)
     self.abort()
-    if self.task: await self.task
+    if self.task:
+        await self.task
 
 # %% ../../nbs/7_service/23_process.ipynb #cca48223
 @patch
@@ -459,15 +533,20 @@ def abort(self:Model,
     peace:bool=True, # May its process end by itself, if it listens?
 ):
     "End its answers now, and its process"
-    self.wanted = False; self._unwanted.set()
-    if self.residency: self.residency.forget(self)
+    self.wanted = False
+    self._unwanted.set()
+    if self.residency:
+        self.residency.forget(self)
     self.runner.open = False
-    self.runner.end(unavailable('The server is shutting down' if self.over else f'{self.name} is being unloaded', after=5))
+    self.runner.end(
+        unavailable(
+            'The server is shutting down' if self.over else f'{self.name} is being unloaded',
+            after=5))
     if child := self.child:
         peace = peace and self.runner._ready
-        if peace: self.runner.send('bye')
-        keeps = getattr(self.config, 'kv_spill_keep', False)
-        grace = self.policy.keep if keeps else self.policy.grace
+        if peace:
+            self.runner.send('bye')
+        grace = self.policy.keep if self.keeps else self.policy.grace
         asyncio.get_running_loop().call_later(grace if peace else 0, child.kill)
 
 # %% ../../nbs/7_service/23_process.ipynb #e253b13a
@@ -482,26 +561,33 @@ async def sleep(self:Model,
 async def _fall_asleep(self:Model, level):
     async with self.turning:
         was = self.state
-        if was not in ('loaded','sleeping'): raise unavailable(f'{self.name} is {self.condition}, and cannot sleep', after=5)
+        if was not in ('loaded','sleeping'):
+            raise unavailable(f'{self.name} is {self.condition}, and cannot sleep', after=5)
         try:
             if was=='loaded':
                 self._set('sleeping')
                 await self.runner.rest(self.policy.drain)
             said = await self.runner.call('sleep', level=level)
         except BaseException:
-            if was=='loaded': self._awake()
+            if was=='loaded':
+                self._awake()
             raise
-        if was=='sleeping' and said['level']==self.slept['level']: return said
+        if was=='sleeping' and said['level']==self.slept['level']:
+            return said
         self._rests(said['bytes'])
-        self.slept = dict(level=said['level'], bytes=said['bytes'], sleep=said['seconds'])
-        _log.info('%s sleeps at level %d: %s given back in %.2f s', self.name, said['level'], human(said['bytes']), said['seconds'])
+        self.slept = dict(
+            level=said['level'], bytes=said['bytes'], sleep=said['seconds'])
+        _log.info(
+            '%s sleeps at level %d: %s given back in %.2f s', self.name, said['level'],
+            human(said['bytes']), said['seconds'])
         self._set()
         return said
 
 @patch
 def _awake(self:Model):
     "It can be asked, if its process is still there"
-    if self.state!='sleeping': return
+    if self.state!='sleeping':
+        return
     self.runner.resting = False
     self._set('loaded')
 
@@ -515,17 +601,22 @@ async def wake(self:Model)->dict: # `bytes` taken, `seconds`
 
 def _unheard(task):
     "Whoever asked may have left; then nobody wants to know what went wrong"
-    if not task.cancelled(): task.exception()
+    if not task.cancelled():
+        task.exception()
 
 @patch
 async def _wake(self:Model):
     async with self.turning:
-        if self.state=='sleeping' and self.residency: await self.residency.enter(self)
-        try: said = await self._rise()
+        if self.state=='sleeping' and self.residency:
+            await self.residency.enter(self)
+        try:
+            said = await self._rise()
         except BaseException:
-            if self.state=='sleeping': self._sleeps_on()
+            if self.state=='sleeping':
+                self._sleeps_on()
             raise
-        if self.state=='loaded': return said
+        if self.state=='loaded':
+            return said
         self.slept = self.slept|dict(wake=said['seconds'])
         self._arrived()
         _log.info('%s woke: %s taken in %.2f s', self.name, human(said['bytes']), said['seconds'])
@@ -537,8 +628,10 @@ async def _wake(self:Model):
 async def _rise(self:Model)->dict:
     "Have its process wake, alone; nothing if it is awake"
     async with self.gate:
-        if self.state=='loaded': return dict(bytes=0, seconds=0.)
-        if self.state!='sleeping': raise unavailable(f'{self.name} is {self.condition}, and does not sleep', after=5)
+        if self.state=='loaded':
+            return dict(bytes=0, seconds=0.)
+        if self.state!='sleeping':
+            raise unavailable(f'{self.name} is {self.condition}, and does not sleep', after=5)
         self.began = time.monotonic()
         return await self.runner.call('wake')
 
@@ -559,32 +652,47 @@ def _sleeps_on(self:Model):
 # %% ../../nbs/7_service/23_process.ipynb #d6585efb
 def _again(e):
     "An error like `e`, to be raised once more: one that is raised twice would carry the traces of both"
-    return unavailable(e.msg, e.hint, getattr(e, 'retry_after', 5)) if e.status==503 else unpack_error(pack_error(e))
+    return unavailable(
+        e.msg, e.hint, getattr(e, 'retry_after', 5)
+    ) if e.status==503 else unpack_error(pack_error(e))
 
 @patch
 async def up(self:Model,
     autoload:bool=True, # Load it if nobody has
-)->Upstream:
+)->ReadyModel:
     "The model, ready; its typed error if it is not going to be"
     stops,turned = self.stops,self.turned
     while True:
-        if self.over: raise unavailable('The server is shutting down', after=5)
+        if self.over:
+            raise unavailable('The server is shutting down', after=5)
         if self.state=='loaded' and not self.sent_away:
             self.runner._check_open()
             self.asked = time.monotonic()
             return self.upstream
-        if self.state=='failed': raise _again(self.error)
+        if self.state=='failed':
+            raise _again(self.error)
         if self.state=='sleeping':
-            if not autoload: raise unavailable(f'{self.name} is asleep', hint='POST /wake_up wakes it', after=30)
-            try: await self.wake()
+            if not autoload:
+                raise unavailable(f'{self.name} is asleep', hint='POST /wake_up wakes it', after=30)
+            try:
+                await self.wake()
             except AtlasError:
-                if self.state=='sleeping': raise  # else its process ended meanwhile
+                if self.state=='sleeping':
+                    raise  # else its process ended meanwhile
             continue
-        if self.down: raise unavailable(f'{self.name} is being started again', hint='GET /health tells when it is back', after=2)
+        if self.down:
+            raise unavailable(
+                f'{self.name} is being started again', hint='GET /health tells when it is back',
+                after=2)
         if self.state=='unloaded':
-            if self.turned!=turned: raise _again(self.error)
-            if self.stops!=stops: raise unavailable(f'{self.name} was unloaded', hint='POST /models/load loads it', after=5)
-            if not autoload: raise unavailable(f'{self.name} is not loaded', hint='POST /models/load loads it', after=30)
+            if self.turned!=turned:
+                raise _again(self.error)
+            if self.stops!=stops:
+                raise unavailable(
+                    f'{self.name} was unloaded', hint='POST /models/load loads it', after=5)
+            if not autoload:
+                raise unavailable(
+                    f'{self.name} is not loaded', hint='POST /models/load loads it', after=30)
             self.begin()
         await self.changed()
 
@@ -601,14 +709,18 @@ def keep(self:Served,
 ):
     "Say how long it is to stay when nobody asks it"
     self.kept = kept_for(keep_alive)
-    if self.residency: self.residency.soon()
+    if self.residency:
+        self.residency.soon()
 
 @patch
 def goes(self:Model)->float|None:
     "When it will be unloaded because nobody asks it; None: not as it is"
     there = self.state in ('loaded','sleeping') and not self.sent_away
-    if self.lasts is None or not there or self.runner.running: return None
-    return max(max(self.used, self.asked)+self.lasts, self.asked+self.policy.soon)
+    if self.lasts is None or not there or self.runner.running:
+        return None
+    return max(
+        max(self.used, self.asked)+self.lasts,
+        self.asked+self.policy.soon)
 
 # %% ../../nbs/7_service/23_process.ipynb #c2b4836b
 @patch
@@ -618,10 +730,13 @@ async def still(self:Model, seconds:float)->bool:
     end = time.monotonic()+max(seconds, soon)
     while (now := time.monotonic())<end:
         expected = self.asked+soon-now
-        if self.runner.idle.is_set() and expected<=0: return True
-        if expected>0: await asyncio.sleep(min(expected, end-now))
+        if self.runner.idle.is_set() and expected<=0:
+            return True
+        if expected>0:
+            await asyncio.sleep(min(expected, end-now))
         else:
-            with suppress(TimeoutError): await asyncio.wait_for(self.runner.idle.wait(), end-now)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.runner.idle.wait(), end-now)
     return False
 
 # %% ../../nbs/7_service/23_process.ipynb #8c10a699
@@ -632,7 +747,8 @@ def stay(self:Served)->dict:
     there = self.state in ('loaded','sleeping')
     goes = self.goes() if there else None
     return dict(need=self.need, holds=self.holds, pinned=self.pinned, group=self.group,
-        ttl=self.lasts, ttl_left=None if goes is None else max(0., round(goes-now, 3)),
+        ttl=self.lasts,
+        ttl_left=None if goes is None else max(0., round(goes-now, 3)),
         since=round(now-self.since, 3) if there and self.since else None,
         idle=round(now-self.used, 3) if there and self.used else None)
 

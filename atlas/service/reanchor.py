@@ -22,7 +22,7 @@ from ..text.next_turn import foresee,shared
 from ..text.sandbox import asker
 from .protocol.base import Ask,Writer
 from .protocol.chunks import TextAsk
-from .service import Prompt,Service,Upstream,eos_ids,thoughts_named,turn_marks
+from .service import Prompt,Service,ReadyModel,eos_ids,thoughts_named,turn_marks
 from .turn import Turn
 
 # %% ../../nbs/7_service/13_reanchor.ipynb #d96e182d
@@ -50,7 +50,7 @@ LAST = 2**31 # A priority behind all that a body can ask for
 @dataclass
 class Ahead:
     "A conversation, and what it takes to render its next turn"
-    upstream:Upstream
+    upstream:ReadyModel
     id:str # Of the answer
     prompt:Prompt # That was answered
     answer:dict # As the client will send it back
@@ -63,7 +63,7 @@ class Ahead:
         n = len(self.prompt.ids)
         return f'Ahead({self.id} of {self.upstream.name}, behind {n} tokens)'
 
-def ahead(u:Upstream, ask:Ask, p:Prompt, w:Writer, c:Choice)->Ahead:
+def ahead(u:ReadyModel, ask:Ask, p:Prompt, w:Writer, c:Choice)->Ahead:
     "What follows the answer `c`"
     m = answered(w, c)
     if ask.continuing:
@@ -124,11 +124,11 @@ class NextTurns:
         self.pool = ThreadPoolExecutor(1, 'atlas-next-turn') # Renders, one at a time
     def __repr__(self): return f'NextTurns({len(self.tasks)} of at most {self.most} under way)'
 
-    def __call__(self, turn:Turn, u:Upstream, ask:Ask, p:Prompt, w:Writer):
+    def __call__(self, turn:Turn, u:ReadyModel, ask:Ask, p:Prompt, w:Writer):
         "`turn` begins: have its end followed, if that can be of use"
         if foreseeable(u, ask):
             turn.then = partial(self.begin, u, ask, p, w)
-    def begin(self, u:Upstream, ask:Ask, p:Prompt, w:Writer, c:Choice):
+    def begin(self, u:ReadyModel, ask:Ask, p:Prompt, w:Writer, c:Choice):
         "An answer has ended, and it was this"
         said = c.calls or (c.content or '').strip()
         if self.service.models.draining or not said:
@@ -144,7 +144,7 @@ class NextTurns:
         self.tasks.pop(task, None)
         self.service.tasks.discard(task)
 
-def foreseeable(u:Upstream, ask:Ask)->bool:
+def foreseeable(u:ReadyModel, ask:Ask)->bool:
     "Is there one conversation that will go on, and a cache for it?"
     talks = not (ask.alone or isinstance(ask, TextAsk)) and u.template is not None
     return bool(talks and ask.params.n==1 and u.info.get('prefix_caching'))

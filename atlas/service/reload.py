@@ -53,9 +53,12 @@ def build(
     "The models of a fleet, and its names"
     models = [model_of(fleet, n, **how) for n in fleet.models]
     first = [] if lazy else fleet.first
-    out = Models(models, autoload, first, ifnone(fleet.memory, memory), places(fleet), backends(fleet))
+    out = Models(
+        models, autoload, first, ifnone(fleet.memory, memory), places(fleet),
+        backends(fleet))
     out.names,out.fallbacks = Names(fleet),stand_ins(fleet)
-    if fleet.watch: out.beside = [watching(fleet.watch)]
+    if fleet.watch:
+        out.beside = [watching(fleet.watch)]
     out.meet()
     return out
 
@@ -67,15 +70,20 @@ def meet(self:Models):
     todo = [*self.names.table.values(), *map(self.names.end, others)]
     while todo:
         f = todo.pop()
-        if isinstance(f, Route): todo += [end for _,_,end in f.ways]
-        elif f.upstream: self.at(f)
+        if isinstance(f, Route):
+            todo += [end for _,_,end in f.ways]
+        elif f.upstream:
+            self.at(f)
 
 def backends(fleet:Fleet)->list[Backend]:
     "The other servers of a fleet"
     out = []
     for n,u in fleet.upstreams.items():
         limits = Limits() if u.timeout is None else Limits(first=u.timeout)
-        out.append(Backend(n, u.url, u.models, u.serves, key_env=u.key_env, limits=limits))
+        out.append(
+            Backend(
+                n, u.url, u.models, u.serves, key_env=u.key_env,
+                limits=limits))
     return out
 
 def stand_ins(fleet:Fleet)->Fallbacks|None:
@@ -102,25 +110,30 @@ def changes(old:Fleet, new:Fleet)->dict[str,list[str]]:
 # %% ../../nbs/7_service/34_reload.ipynb #0277ea0d
 @patch
 def become(self:Models,
-    models:list[Served], # All that are served from now on; those that are there already stay as they are
+    # All that are served from now on; those that are there already stay as they are
+    models:list[Served],
     names:Names,
     wanted:dict, # Name -> may others leave for it? Of those to load now
     servers=(), # All other servers; those that are there already stay as they are
 ):
     "Serve these models, and say good-bye to the others"
     gone = [m for m in self.all if not m.elsewhere and m not in models]
-    for m in gone: self.going[m] = asyncio.create_task(self._dismiss(m))
+    for m in gone:
+        self.going[m] = asyncio.create_task(self._dismiss(m))
     new = [m for m in models if m not in self.all]
     proxies = [m for m in self.all if m.elsewhere and m.backend in servers]
     self._take(models)
     self.names = names
-    for m in proxies: self.put(m.anew())
+    for m in proxies:
+        self.put(m.anew())
     self.serve_by(servers)
     self.meet()
-    self.residency.models = [m for m in (*self.going,*self.all) if isinstance(m, Model)]  # who goes has memory until it is gone
+    # who goes has memory until it is gone
+    self.residency.models = [m for m in (*self.going,*self.all) if isinstance(m, Model)]
     for m in new:
         m.after = [*self.going.values()]
-        if m.name in wanted: m.begin(evicts=wanted[m.name])
+        if m.name in wanted:
+            m.begin(evicts=wanted[m.name])
     self.residency.soon()
 
 # %% ../../nbs/7_service/34_reload.ipynb #45f38244
@@ -134,13 +147,17 @@ def serve_by(self:Models, servers:list[Backend]):
         self.parting.add(task := asyncio.create_task(_part(b)))
         task.add_done_callback(self.parting.discard)
     for b in new:
-        for m in b.fixed(): self.put(m)
+        for m in b.fixed():
+            self.put(m)
         b.start(self)
 
 async def _part(b:Backend, seconds:float=10.):
     "Let answers of a server end, for so long"
-    try: await asyncio.gather(*(p.runner.drain(seconds) for p in b.proxies.values()))
-    finally: await b.close()
+    try:
+        await asyncio.gather(
+            *(p.runner.drain(seconds) for p in b.proxies.values()))
+    finally:
+        await b.close()
 
 @patch
 def anew(self:Proxy)->Proxy:
@@ -155,10 +172,12 @@ def anew(self:Proxy)->Proxy:
 async def _dismiss(self:Models, m:Served):
     "Let a model end its answers, and then its process"
     try:
-        if isinstance(m, Model): await m.stop(m.policy.drain)
+        if isinstance(m, Model):
+            await m.stop(m.policy.drain)
     finally:
         self.going.pop(m, None)
-        if m in self.residency.models: self.residency.models.remove(m)
+        if m in self.residency.models:
+            self.residency.models.remove(m)
         self.residency.soon()
 
 # %% ../../nbs/7_service/34_reload.ipynb #cf3ba8b8
@@ -168,8 +187,10 @@ def servable(path)->Fleet:
     "What a file says; a `FleetError` where that cannot be served by this machine"
     fleet = read_fleet(path)
     raise_first(fleet.oversized())
-    try: fleet.watch and watching(fleet.watch)
-    except WatchError as e: raise fleet.refused(('watch','notify'), f'is of no use: {e.msg}', e.hint) from None
+    try:
+        fleet.watch and watching(fleet.watch)
+    except WatchError as e:
+        raise fleet.refused(('watch','notify'), f'is of no use: {e.msg}', e.hint) from None
     return fleet
 
 class FleetFile:
@@ -190,17 +211,20 @@ class FleetFile:
         "The models, which from now on follow the file; `serve` calls this"
         self.how = {k:v for k,v in how.items() if k!='config'}
         self.free = assumed_memory(self.fleet, self.machine)
-        self.models = ms = build(self.fleet, autoload, self.lazy, self.free, **self.how)
+        self.models = ms = build(
+            self.fleet, autoload, self.lazy, self.free, **self.how)
         if self.fleet.memory is None and self.free is not None:
             _log.info('Models have %s: what is free, less a reserve', human(self.free))
-        with fitting(self.fleet): ms.measured()
+        with fitting(self.fleet):
+            ms.admitted()
         ms.reload,ms.beside = self.reload,(self.watched,)  # which follows the file in this, too
         return ms
 
 @contextmanager
 def fitting(fleet:Fleet):
     "Within this, what does not fit into the memory of all is a refusal with its line"
-    try: yield
+    try:
+        yield
     except OutOfMemoryError as e:
         assumed = 'that is free, less a reserve, ' if fleet.memory is None else ''
         raise fleet.refused(('memory',), f'{assumed}is too little: {e.msg}', e.hint) from None
@@ -209,9 +233,11 @@ def fitting(fleet:Fleet):
 @patch
 async def reload(self:FleetFile)->dict: # `kept`, `changed`, `added`, `removed`: names of models
     "Read the file again, and serve what it says now; a `FleetError` if that cannot be, and nothing is changed"
-    if self.models.draining: raise unavailable('The server is shutting down', after=5)
+    if self.models.draining:
+        raise unavailable('The server is shutting down', after=5)
     async with self.turn:
-        try: said = await self.take(await asyncio.to_thread(servable, self.path))
+        try:
+            said = await self.take(await asyncio.to_thread(servable, self.path))
         except AtlasError as e:
             _log.error('%s is not taken, and what was served goes on: %s', self.path, e)
             raise
@@ -229,13 +255,17 @@ async def take(self:FleetFile, new:Fleet)->dict:
     r = Residency(models, ifnone(new.memory, self.free), places(new))
     await asyncio.to_thread(r.measure)
     try:
-        for m in models: settle(m, new)
-        with fitting(new): r.check()
+        for m in models:
+            settle(m, new)
+        with fitting(new):
+            r.check()
     except AtlasError:
-        for n in said['kept']: settle(was[n], self.fleet)
+        for n in said['kept']:
+            settle(was[n], self.fleet)
         raise
     again = {n: True for n in said['changed'] if was[n].wanted or was[n].state=='failed'}
-    if not self.lazy: again |= {n: False for n in new.first if n in said['added']}
+    if not self.lazy:
+        again |= {n: False for n in new.first if n in said['added']}
     ms.residency.budget,ms.residency.groups = r.budget,r.groups
     ms.fallbacks = stand_ins(new)
     ms.become(models, Names(new), again, servers)
@@ -255,7 +285,8 @@ async def watched(self:FleetFile, models:Models):
             while self.fleet.watch==told:
                 await self.news.wait()
                 self.news.clear()
-        finally: task and task.cancel()
+        finally:
+            task and task.cancel()
 
 # %% ../../nbs/7_service/34_reload.ipynb #6d36d4fa
 @patch
@@ -266,7 +297,8 @@ def servers(self:FleetFile, new:Fleet)->list[Backend]:
     out = [kept.get(b.name, b) for b in backends(new)]
     for b in out:
         if self.models.address and b.points_at(*self.models.address):
-            raise new.refused(('upstreams',b.name,'url'), 'is this very server', 'Give it another host or port')
+            raise new.refused(
+                ('upstreams',b.name,'url'), 'is this very server', 'Give it another host or port')
     return out
 
 def told(said:dict)->str:

@@ -54,7 +54,8 @@ class Group:
 def rivals(a:Resident, b:Resident, groups:dict)->bool:
     "May only one of two models be resident?"
     x,y = (groups.get(m.group, Group()) for m in (a,b))
-    if a.group and a.group==b.group: return not x.together
+    if a.group and a.group==b.group:
+        return not x.together
     return x.alone or y.alone
 
 # %% ../../nbs/7_service/22_residency.ipynb #a2f7449a
@@ -71,13 +72,17 @@ def chosen(
     now:float,
 )->list|None: # `Resident`s; None: all of them would not do
     "Whom to send away"
-    order = sorted(may, key=lambda r: (r.answers>0, -worth_leaving(r, now)))
+    order = sorted(
+        may,
+        key=lambda r: (r.answers>0, -worth_leaving(r, now)))
     out,won = [*must],sum(r.holds for r in must)
     for r in order:
-        if won>=short: break
+        if won>=short:
+            break
         out.append(r)
         won += r.holds
-    if won<short: return None
+    if won<short:
+        return None
     for r in reversed(out[len(must):]):
         if won-r.holds>=short:
             out.remove(r)
@@ -91,7 +96,8 @@ def leaving(short:int, those:list)->list[tuple[str,str]]: # (name, 'sleep' or 'u
     sleepers = [r for r in those if r.state=='loaded' and r.asleep is not None]
     won = sum(r.holds for r in those)-sum(map(kept, sleepers))
     for r in sorted(sleepers, key=kept, reverse=True):
-        if won>=short: break
+        if won>=short:
+            break
         sleepers.remove(r)
         won += kept(r)
     return [(r.name, 'sleep' if r in sleepers else 'unload') for r in those]
@@ -126,8 +132,10 @@ def passes(budget:int, m:Resident, ahead:list, others:list, groups:dict)->bool:
     "Will `m` be in nobody's way who waits before it?"
     fixed = sum(r.holds for r in others if r.pinned and r not in ahead)
     for a in ahead:
-        if rivals(a, m, groups): return False
-        if not (a.need and m.need) or a.need+m.need+fixed>budget: return False
+        if rivals(a, m, groups):
+            return False
+        if not (a.need and m.need) or a.need+m.need+fixed>budget:
+            return False
     return True
 
 # %% ../../nbs/7_service/22_residency.ipynb #bb9d33a6
@@ -153,7 +161,8 @@ def decide(
         if short<=0 and not against and passes(budget, m, first, others, groups):
             return Decision(True)
         return Decision(why=f'waits behind {first[0].name}')
-    if short<=0 and not against: return Decision(True)
+    if short<=0 and not against:
+        return Decision(True)
     return _make_room(m, short, against, others, now)
 
 # %% ../../nbs/7_service/22_residency.ipynb #28ce3099
@@ -162,14 +171,17 @@ def _make_room(m, short, against, others, now):
     going = [r for r in others if r.state=='unloading']
     against = [r for r in against if r not in going]
     short -= sum(r.holds for r in going)
-    if short<=0 and not against: return Decision(why=f'waits until {going[0].name} has left')
+    if short<=0 and not against:
+        return Decision(why=f'waits until {going[0].name} has left')
     able = [r for r in others if r.may_leave and r.holds]
     free = [r for r in able if m.admin or r.state=='sleeping' or r.stays<=now]
     may = [r for r in free if r not in against]
     stuck = [r for r in against if r not in free]
     those = None if stuck else chosen(short, against, may, now)
-    if those is None: return _wait(others, free)
-    if answering := [r for r in those if r.answers]: those = answering
+    if those is None:
+        return _wait(others, free)
+    if answering := [r for r in those if r.answers]:
+        those = answering
     waits = f'waits for {_listed(those)} to leave'
     return Decision(leave=tuple(leaving(short, those)), why=waits)
 
@@ -179,7 +191,8 @@ def _wait(others, free):
     coming = [r for r in others if r.state in ('loading','unloading') and r.holds]
     until = min((r.stays for r in later), default=None)
     said = f'waits for {_listed(later or coming)}'
-    if later: said += ', which has not been there for long'
+    if later:
+        said += ', which has not been there for long'
     return Decision(until=until, why=said)
 
 def _listed(rs): return ', '.join(r.name for r in rs) or 'memory'
@@ -194,7 +207,8 @@ def shares(
     spare = budget-sum(least.values())
     more = {k: b-a for k,(a,b) in wants.items()}
     whole = sum(more.values())
-    if spare<=0 or not whole: return least
+    if spare<=0 or not whole:
+        return least
     part = min(spare/whole, 1.)
     return {k: a+int(part*more[k]) for k,a in least.items()}
 
@@ -203,6 +217,7 @@ def kept_for(
     keep_alive, # As for `seconds_in`; None: nobody said
 )->float|None: # Seconds; infinite for ever
     "How long a model stays when nobody asks it; a `RequestError` for what is no time"
-    if keep_alive is None: return None
+    if keep_alive is None:
+        return None
     seconds = seconds_in(keep_alive, 'keep_alive')
     return float('inf') if seconds<0 else seconds

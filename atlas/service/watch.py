@@ -43,8 +43,10 @@ def models_seen(
 # %% ../../nbs/7_service/31_watch.ipynb #972b0fbb
 def _why(e):
     "What kept a request from being answered"
-    if isinstance(e, httpx.TimeoutException): return 'does not answer in time'
-    if isinstance(e, httpx.ConnectError): return 'cannot be reached'
+    if isinstance(e, httpx.TimeoutException):
+        return 'does not answer in time'
+    if isinstance(e, httpx.ConnectError):
+        return 'cannot be reached'
     return f'cannot be asked ({type(e).__name__})'
 
 async def ask(
@@ -55,10 +57,14 @@ async def ask(
 )->list[Seen]: # The thing itself, and the models that it tells of
     "Look at what answers at an address"
     headers = dict(authorization=f'Bearer {key}') if key else {}
-    try: r = await client.get(url, headers=headers)
-    except (httpx.HTTPError,httpx.InvalidURL) as e: return [Seen(name, False, _why(e))]
-    try: said = r.json()
-    except ValueError: said = None
+    try:
+        r = await client.get(url, headers=headers)
+    except (httpx.HTTPError,httpx.InvalidURL) as e:
+        return [Seen(name, False, _why(e))]
+    try:
+        said = r.json()
+    except ValueError:
+        said = None
     models = models_seen(said, f'{name}/') if isinstance(said, dict) and _tells(said) else []
     well = r.is_success or bool(models)
     return [Seen(name, well, '' if well else f'answers {r.status_code}'), *models]
@@ -66,7 +72,8 @@ async def ask(
 def _tells(said)->bool:
     "Is this what an Atlas server says of its models?"
     models = said.get('models')
-    return isinstance(models, dict) and all(isinstance(m, dict) and 'state' in m for m in models.values())
+    return isinstance(models, dict) and all(
+        isinstance(m, dict) and 'state' in m for m in models.values())
 
 # %% ../../nbs/7_service/31_watch.ipynb #193aa607
 @dataclass
@@ -93,10 +100,13 @@ def hear(self:Damper, s:Seen, now:float)->str|None:
     t = self.tracks.setdefault(s.name, Track())
     t.runs = t.runs+1 if s.well==t.well and t.runs else 1
     t.well = s.well
-    if t.runs<self.confirm: return None
-    if s.well!=t.told: return self._turn(t, s, now)
+    if t.runs<self.confirm:
+        return None
+    if s.well!=t.told:
+        return self._turn(t, s, now)
     calm = t.flaps and now-t.turns[-1]>=self.span
-    if not calm: return None
+    if not calm:
+        return None
     t.flaps = False
     return f'{s.name} has stayed {"well" if s.well else f"as it is: {s.why}"} for {self.span/60:.0f} min'
 
@@ -106,11 +116,15 @@ def _turn(self:Damper, t, s, now):
     since = t.turns[-1] if t.turns else None
     t.told = s.well
     t.turns = [x for x in t.turns if now-x<self.span]+[now]
-    if t.flaps: return None
+    if t.flaps:
+        return None
     t.flaps = len(t.turns)>self.most
-    if t.flaps: return f'{s.name} comes and goes: {len(t.turns)} changes within {self.span/60:.0f} min. The next message comes when it stays'
-    if not s.well: return f'{s.name} {s.why}'
-    return f'{s.name} is well again'+(f', after {(now-since)/60:.0f} min' if since is not None else '')
+    if t.flaps:
+        return f'{s.name} comes and goes: {len(t.turns)} changes within {self.span/60:.0f} min. The next message comes when it stays'
+    if not s.well:
+        return f'{s.name} {s.why}'
+    return f'{s.name} is well again'+(
+        f', after {(now-since)/60:.0f} min' if since is not None else '')
 
 # %% ../../nbs/7_service/31_watch.ipynb #6b1fe415
 INSTALL_WATCH = INSTALL_CUDA.replace('[cuda]', '[watch]')
@@ -124,16 +138,23 @@ def teller(
     apprise=None, # The package; None: import it
 ):
     "A function of a title and a text that tells people, and says whether it could; a `WatchError` where there is no way"
-    if not addresses: return None
-    try: import apprise as found
-    except ImportError: found = None
+    if not addresses:
+        return None
+    try:
+        import apprise as found
+    except ImportError:
+        found = None
     lib = apprise or found
-    if lib is None: raise WatchError('Nobody can be told: apprise is not installed', hint=INSTALL_WATCH, param='notify')
+    if lib is None:
+        raise WatchError(
+            'Nobody can be told: apprise is not installed', hint=INSTALL_WATCH, param='notify')
     a = lib.Apprise()
     for url in addresses:
-        if a.add(url): continue
+        if a.add(url):
+            continue
         said = f'{url.split("://")[0][:20]}://… is no address that apprise knows'
-        raise WatchError(said, hint='https://github.com/caronc/apprise/wiki lists them', param='notify')
+        raise WatchError(
+            said, hint='https://github.com/caronc/apprise/wiki lists them', param='notify')
     def tell(title, body): return bool(a.notify(title=title, body=body))
     return tell
 
@@ -162,16 +183,20 @@ class Watcher:
         self.unsent = [] # What nobody could be told yet
     async def look(self)->list[Seen]:
         "How all of it is now"
-        def of(name, url): return ask(self.client, name, url, self.key if name=='atlas' else None)
+        def of(name, url):
+            return ask(self.client, name, url, self.key if name=='atlas' else None)
         found = await asyncio.gather(*(of(*e) for e in self.endpoints.items()))
         seen = [s for group in found for s in group]
-        if self.models: seen += models_seen(self.models.health())
-        if self.machine: seen += await asyncio.to_thread(self._cards)
+        if self.models:
+            seen += models_seen(self.models.health())
+        if self.machine:
+            seen += await asyncio.to_thread(self._cards)
         return seen
     def _cards(self):
         cards,_ = self.machine()
         hot = {f'card {c.card}': _HOT&set(c.reasons) for c in cards}
-        return [Seen(n, not why, f'is held down: {", ".join(sorted(why))}') for n,why in hot.items()]
+        return [
+            Seen(n, not why, f'is held down: {", ".join(sorted(why))}') for n,why in hot.items()]
 
 # %% ../../nbs/7_service/31_watch.ipynb #59592cf6
 @patch
@@ -180,12 +205,15 @@ async def round(self:Watcher)->tuple[list[Seen],list[str]]:
     seen,now = await self.look(),self.clock()
     news = [said for s in seen if (said := self.damper.hear(s, now))]
     if self.loud:
-        for n in news: _log.warning('%s', n)
+        for n in news:
+            _log.warning('%s', n)
     self.unsent = [*self.unsent, *news][-50:]
     if self.unsent and self.tell:
         title = f'Atlas on {socket.gethostname()}'
-        if await asyncio.to_thread(self.tell, title, '\n'.join(self.unsent)): self.unsent = []
-        else: _log.error('Nobody could be told; it is tried again in %g s', self.every)
+        if await asyncio.to_thread(self.tell, title, '\n'.join(self.unsent)):
+            self.unsent = []
+        else:
+            _log.error('Nobody could be told; it is tried again in %g s', self.every)
     return seen,news
 
 @patch
@@ -193,10 +221,13 @@ async def run(self:Watcher):
     "Look every so often, until it is cancelled"
     try:
         while True:
-            try: await self.round()
-            except Exception: _log.exception('A look failed')
+            try:
+                await self.round()
+            except Exception:
+                _log.exception('A look failed')
             await asyncio.sleep(self.every)
-    finally: await self.client.aclose()
+    finally:
+        await self.client.aclose()
 
 # %% ../../nbs/7_service/31_watch.ipynb #c49f0a8e
 def kept_at(what:str)->Path:
@@ -206,22 +237,27 @@ def kept_at(what:str)->Path:
 
 def read_damper(path:Path, confirm:int=1)->Damper:
     "What was known; anew where that cannot be read"
-    try: tracks = {k:Track(**v) for k,v in json.loads(path.read_text()).items()}
-    except (OSError,ValueError,TypeError,AttributeError): tracks = {}
+    try:
+        tracks = {k:Track(**v) for k,v in json.loads(path.read_text()).items()}
+    except (OSError,ValueError,TypeError,AttributeError):
+        tracks = {}
     return Damper(confirm, tracks=tracks)
 
 def write_damper(path:Path, d:Damper):
     "Keep what is known, in one move"
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(f'.{os.getpid()}')
-    new.write_text(json.dumps({k:asdict(t) for k,t in d.tracks.items()}))
+    new.write_text(
+        json.dumps({k:asdict(t) for k,t in d.tracks.items()}))
     new.replace(path)
 
 async def once(w:Watcher, path:Path)->tuple[list[Seen],list[str]]:
     "A round that remembers the one before"
     w.damper,w.loud = read_damper(path),False
-    try: said = await w.round()
-    finally: await w.client.aclose()
+    try:
+        said = await w.round()
+    finally:
+        await w.client.aclose()
     write_damper(path, w.damper)
     return said
 
@@ -231,7 +267,8 @@ HERE = 'http://127.0.0.1:8888' # Where `atlas serve` listens, if nobody says oth
 def server_health(url:str)->str:
     "Where a server says how it is"
     u = httpx.URL(url)
-    if u.scheme not in ('http','https') or not u.host: raise WatchError(f'{url[:100]!r} is no address', hint=f'Write it as {HERE}')
+    if u.scheme not in ('http','https') or not u.host:
+        raise WatchError(f'{url[:100]!r} is no address', hint=f'Write it as {HERE}')
     return str(u.copy_with(path='/health')) if u.path in ('','/') else url
 
 def watcher(
@@ -242,8 +279,12 @@ def watcher(
 )->Watcher:
     "Who looks at all that; a `WatchError` where there is nothing"
     endpoints = dict(entry.endpoints) if entry else {}
-    if server: endpoints['atlas'] = server_health(server)
-    if not endpoints and not kw.get('models'): raise WatchError('There is nothing to look at', hint='Name endpoints under watch, or give the address of a server')
+    if server:
+        endpoints['atlas'] = server_health(server)
+    if not endpoints and not kw.get('models'):
+        raise WatchError(
+            'There is nothing to look at',
+            hint='Name endpoints under watch, or give the address of a server')
     tell = teller([*(entry.notify if entry else ()), *notify])
     kw.setdefault('key', os.environ.get('ATLAS_API_KEY'))
     return Watcher(endpoints, tell, entry.every if entry else 60., **kw)

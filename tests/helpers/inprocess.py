@@ -11,7 +11,7 @@ from atlas.service.models import Models
 from atlas.service.http import server_config
 from atlas.ground.options import EngineConfig
 from atlas.service.server import create_app
-from atlas.service.service import Upstream
+from atlas.service.service import ReadyModel
 from atlas.service.worker import ThreadWorker,Workload,workload
 
 QUICK = Policy(beat=.1, stalled=30., start=60., grace=2., pause=.05, longest=.2)
@@ -19,7 +19,7 @@ QUICK = Policy(beat=.1, stalled=30., start=60., grace=2., pause=.05, longest=.2)
 def always(runner, tokenizer, template=None, kind=Models, names=(), **side):
     "`Models` with one that is always there: nothing is started for it, and its runner is `runner`"
     names = list(names) or [runner.info['name']]
-    upstream = Upstream(names[0], names, runner.info, tokenizer, template, runner=runner, **side)
+    upstream = ReadyModel(names[0], names, runner.info, tokenizer, template, runner=runner, **side)
     return kind([Served(names, upstream)])
 
 def app_of(runner, tokenizer, template=None, **kw):
