@@ -499,11 +499,11 @@ CACHED = dict(cache_control=dict(type='ephemeral', ttl='1h'))
 
 def tool(name, **props):
     return dict(
-    name=name, description=f'{name} something',
-    input_schema={
-        '$schema':'https://json-schema.org/draft/2020-12/schema', 'type':'object',
-        'properties':{k:dict(type=v) for k,v in props.items()},
-        'required':list(props), 'additionalProperties':False})
+        name=name, description=f'{name} something',
+        input_schema={
+            '$schema':'https://json-schema.org/draft/2020-12/schema', 'type':'object',
+            'properties':{k:dict(type=v) for k,v in props.items()},
+            'required':list(props), 'additionalProperties':False})
 
 def claude_code(turn=1, cch='fa690', **kw):
     "What Claude Code sends: turn 1, the calls of turn 1 done, or one more question"

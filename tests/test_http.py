@@ -413,8 +413,7 @@ def test_so_many_connections_that_nobody_is_told():
         bounds = Bounds(connections=3, refused=2, head=60, linger=60, tick=.05)
         def connection_made(self, t):
             super().connection_made(t)
-            most.append(
-            sum(not c.transport.is_closing() for c in self.connections))
+            most.append(sum(not c.transport.is_closing() for c in self.connections))
     with live(App(), http=Seen) as port:
         held = [socket.create_connection(('127.0.0.1',port), WAIT) for _ in range(20)]
         for s in held:

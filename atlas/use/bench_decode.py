@@ -44,8 +44,7 @@ class Point:
     @property
     def idle(self)->float|None:
         "Part of a step in which the card has nothing to do"
-        return None if self.graph_us is None else max(
-        0., 1-self.graph_us/self.us)
+        return None if self.graph_us is None else max(0., 1-self.graph_us/self.us)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #7f05baf7
 def pretend(

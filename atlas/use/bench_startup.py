@@ -187,13 +187,11 @@ class StartupReport:
     @property
     def rate(self)->float:
         "Bytes a second of reading, packing included"
-        return self.nbytes/max(
-        self.seconds['read'], 1e-9)
+        return self.nbytes/max(self.seconds['read'], 1e-9)
     @property
     def disk(self)->float:
         "The most that plain reads reached"
-        return max(
-        self.raw.values(), default=math.nan)
+        return max(self.raw.values(), default=math.nan)
     @property
     def total(self)->float:
         "Seconds to the first token"

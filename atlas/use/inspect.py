@@ -111,8 +111,8 @@ class Strip:
     def legend(self)->dict:
         "What occurs: kind -> name"
         return {
-        k:v for k,v in _NAMES.items()
-        if any(k in r for r in self.rows)}
+            k:v for k,v in _NAMES.items()
+            if any(k in r for r in self.rows)}
     def __repr__(self): return self.text()
 
     def text(self, width:int=64)->str:
@@ -160,8 +160,7 @@ class Sheet:
     @property
     def token_bytes(self)->float:
         "Bytes of weights that one decoded token reads"
-        return sum(
-        r.read for r in self.rows if r.part!='mtp')
+        return sum(r.read for r in self.rows if r.part!='mtp')
     @property
     def draft_bytes(self)->float:
         "Bytes that one drafted token reads: the drafting layers, and the head once more; 0 where there are none"

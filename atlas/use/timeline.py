@@ -64,9 +64,9 @@ def _read(w):
 def clock_step(w)->int:
     "ns that the card's clock moves at a time, from what warps read"
     g = np.unique(_read(w))
-    return int(
-    np.gcd.reduce(np.diff(g))
-) if len(g)>1 else 1
+    return (
+        int(np.gcd.reduce(np.diff(g)))
+        if len(g)>1 else 1)
 
 def clocks(
     w:np.ndarray, # [warps, 8] u32 as `lib/stamp.cuh` writes them

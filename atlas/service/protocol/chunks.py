@@ -81,8 +81,8 @@ def token_logprobs(
     def entry(id, lp):
         s = show(id)
         return dict(
-        token=s, logprob=_lp(lp),
-        bytes=list(raw(id) if raw else s.encode()))
+            token=s, logprob=_lp(lp),
+            bytes=list(raw(id) if raw else s.encode()))
     return [
         entry(t.id, t.logprob)
         | dict(top_logprobs=[entry(j, l) for j,l in t.top])
