@@ -155,6 +155,12 @@ def _run(self:LLM, reqs:list[Request], readers:list[ChoiceReader]):
             self._drop(rid)
 
 # %% ../../nbs/8_use/01_llm.ipynb #1b0de12d
+def _is_one(prompts)->bool:
+    "Is it one prompt, as text or as ids, and no list of prompts?"
+    if isinstance(prompts, str):
+        return True
+    return len(prompts)>0 and isinstance(prompts[0], (int,np.integer))
+
 @patch
 def generate(self:LLM,
     prompts, # Text, a list of ids, or a list of either
@@ -164,17 +170,11 @@ def generate(self:LLM,
     timeout:float|None=None, # Seconds that the engine has for each, which then ends as it is; None: no limit
 ): # `Output`, or a list of them for a list of prompts
     "Answers to one prompt or many, computed together"
-    one = (
-        isinstance(prompts, str)
-        or (
-            len(prompts)>0
-            and isinstance(prompts[0], (int,np.integer))))
+    one = _is_one(prompts)
     prompts = [prompts] if one else list(prompts)
-    params = [
-        p or self.params()
-        for p in (
-            params if isinstance(params, (list,tuple))
-            else [params]*len(prompts))]
+    if not isinstance(params, (list,tuple)):
+        params = [params]*len(prompts)
+    params = [p or self.params() for p in params]
     if len(params)!=len(prompts):
         raise RequestError(
             f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
@@ -368,6 +368,7 @@ def _states(self:LLM, cache):
             rec=rec)
     return out
 
+# %% ../../nbs/8_use/01_llm.ipynb #523db187
 @patch
 def _alone(self:LLM, ids, images=(), more=0, **kw):
     "A batch of `ids` that wants all logits, and a cache for it and `more` tokens"
@@ -402,25 +403,26 @@ def drafts(self:LLM,
     table = b.tables[0].tolist()
     n = len(b.out)
     x = m.trunk(b, cache)
-    first = int(
-        m.head(
-            m.final(x[b.out[-1:]])).argmax())
+    first = int(m.head(m.final(x[b.out[-1:]])).argmax())
     if assistant:
         drafter = AssistantDrafter(m, cache, assistant, k)
     else:
         drafter = MTPDrafter(m, cache, k)
-    then = np.zeros(b.num_rows, np.int32)
-    then[self.device.download(b.out)] = [
-        *self.device.download(b.ids[b.out])[1:],
-        first]
-    h = drafter.see(b, x, self.device.upload(then))
+    h = drafter.see(b, x, self._following(b, first))
     ends = Ends([End(first, n, n+k, table)], cache, self.device)
     rows = []
-    found = drafter.propose(
-        h, b.out[-1:], ends, k,
-        lambda y: rows.append(self.device.download(y)[0]))
+    def keep(y): rows.append(self.device.download(y)[0])
+    found = drafter.propose(h, b.out[-1:], ends, k, keep)
     drafts = [int(self.device.download(d)[0]) for d in found]
     return first,drafts,np.stack(rows)
+
+@patch
+def _following(self:LLM, b, last:int):
+    "The token behind each row of a batch: the next one of the prompt, and `last` behind its end"
+    then = np.zeros(b.num_rows, np.int32)
+    prompt = self.device.download(b.ids[b.out])
+    then[self.device.download(b.out)] = [*prompt[1:], last]
+    return self.device.upload(then)
 
 def load_assistant(path:str, llm:LLM)->Decoder:
     "The drafter in `path`, to draft for `llm`"
