@@ -198,13 +198,8 @@ def find(
     return got
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #03538571
-@patch
-def items(self:Store, id:str, owner:str|None=None,
-    after:str|None=None, # The id that the last page ended with
-    limit=20, # Items of a page, from 1 to 100
-    order:str='desc', # Or 'asc'
-)->dict:
-    "`GET /v1/responses/{id}/input_items`"
+def _page_size(limit)->int:
+    "Items of a page; 20 where nothing is said"
     try:
         n = 20 if limit is None else int(limit)
     except ValueError:
@@ -212,6 +207,24 @@ def items(self:Store, id:str, owner:str|None=None,
     if not 1<=n<=100:
         raise RequestError(
             f'limit is {found(limit)}', hint='Send a number from 1 to 100', param='limit')
+    return n
+
+def _behind(items, after)->list:
+    "What comes behind the item of this id"
+    for k,d in enumerate(items):
+        if d['id']==after:
+            return items[k+1:]
+    raise RequestError(
+        f'after is {found(after)}, which is not an item of this response', param='after')
+
+@patch
+def items(self:Store, id:str, owner:str|None=None,
+    after:str|None=None, # The id that the last page ended with
+    limit=20, # Items of a page, from 1 to 100
+    order:str='desc', # Or 'asc'
+)->dict:
+    "`GET /v1/responses/{id}/input_items`"
+    n = _page_size(limit)
     if order not in (None,'asc','desc'):
         raise RequestError(f'order is {found(order)}', hint='Send asc or desc', param='order')
     r = self.record(id, owner)
@@ -219,11 +232,7 @@ def items(self:Store, id:str, owner:str|None=None,
     if order!='asc':
         ds.reverse()
     if after:
-        at = next((k for k,d in enumerate(ds) if d['id']==after), None)
-        if at is None:
-            raise RequestError(
-                f'after is {found(after)}, which is not an item of this response', param='after')
-        ds = ds[at+1:]
+        ds = _behind(ds, after)
     page = ds[:n]
     return dict(
         object='list', data=page,
