@@ -1,4 +1,5 @@
-"OpenAI's API through OpenAI's own client: tools, reasoning, formats, counts, vectors, and what is remembered of prompts."
+"""OpenAI's API through OpenAI's own client: tools, reasoning, formats, counts, vectors, and what
+is remembered of prompts."""
 import asyncio,base64,json,random,re,socket,threading
 import httpx,numpy as np,openai,pytest
 from collections import Counter
@@ -46,7 +47,10 @@ SUM = dict(
         parameters=dict(
             type='object',
             properties=dict(a=dict(type='integer'), b=dict(type='integer')))))
-CALL = '<think>Look it up.</think>I will look.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n<tool_call>\n{"name": "sum", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+CALL = (
+    '<think>Look it up.</think>I will look.<tool_call>\n{"name": "weather", "arguments": '
+    '{"city": "Paris"}}\n</tool_call>\n<tool_call>\n{"name": "sum", "arguments": {"a": 1, "b": '
+    '2}}\n</tool_call>')
 
 class Guides:
     "Notes what it was asked; refuses one schema"
@@ -89,7 +93,7 @@ def ask(c, **kw):
 # ---- Tools and reasoning ----
 
 def test_tool_calls(calling):
-    c,r,g,_ = calling
+    c,r,g = calling[:3]
     a = ask(c, tools=[WEATHER,SUM])
     m = a.choices[0].message
     assert [
@@ -110,7 +114,7 @@ def test_tool_calls(calling):
     assert 'tools: weather,sum' in tok.decode(r.seen[-1].prompt)
 
 def test_tool_calls_streamed(calling):
-    c,_,_,_ = calling
+    c = calling[0]
     calls = {}
     reasoning = ''
     content = ''
@@ -141,7 +145,7 @@ def test_tool_calls_streamed(calling):
      (dict(type='function', function=dict(name='sum')),
       dict(choice='required', names=['sum'], parallel=False))])
 def test_tool_choice(calling, choice, spec):
-    c,r,g,_ = calling
+    c,r,g = calling[:3]
     ask(c, tools=[WEATHER,SUM], tool_choice=choice)
     s = r.seen[-1].guide
     assert g.seen[-1]==s
@@ -154,7 +158,7 @@ def test_tool_choice(calling, choice, spec):
     )==(spec['choice'],spec['names'],spec['parallel'])
 
 def test_tool_choice_none_and_strict(calling):
-    c,r,g,_ = calling
+    c,r,g = calling[:3]
     a = ask(c, tools=[WEATHER], tool_choice='none')
     assert a.choices[0].message.tool_calls is None
     assert '<tool_call>' in a.choices[0].message.content
@@ -176,7 +180,7 @@ def test_tool_choice_none_and_strict(calling):
         assert e.value.param=='tool_choice'
 
 def test_the_second_turn(calling):
-    c,r,_,_ = calling
+    c,r = calling[:2]
     call = dict(id='call_1', type='function', function=dict(name='sum', arguments='{"a": 1}'))
     ask(
         c,
@@ -191,7 +195,7 @@ def test_the_second_turn(calling):
         '1}[tool]1tools: sum')
 
 def test_hosted_tools_are_left_out_with_a_warning(calling):
-    c,_,_,_ = calling
+    c = calling[0]
     a = c.chat.completions.with_raw_response.create(
         model='fake', messages=HELLO,
         tools=[dict(type='web_search'),WEATHER],
@@ -201,7 +205,7 @@ def test_hosted_tools_are_left_out_with_a_warning(calling):
     assert a.parse().choices[0].message.tool_calls
 
 def test_thinking(calling):
-    c,r,_,_ = calling
+    c,r = calling[:2]
     for kw in (
             dict(enable_thinking=False),
             dict(chat_template_kwargs=dict(enable_thinking=False)),
@@ -223,7 +227,7 @@ def test_thinking(calling):
 
 @pytest.mark.parametrize('stream', [False,True])
 def test_one_call_at_most(calling, stream):
-    c,_,_,_ = calling
+    c = calling[0]
     kw = dict(tools=[WEATHER,SUM], parallel_tool_calls=False)
     if stream:
         xs = [x.choices[0] for x in ask(c, stream=True, **kw)]
@@ -251,7 +255,7 @@ def test_one_call_at_most(calling, stream):
 
 @pytest.mark.parametrize('choice', ['required', dict(type='web_search')])
 def test_a_choice_of_what_was_left_out_is_text(calling, choice):
-    c,r,_,_ = calling
+    c,r = calling[:2]
     a = c.chat.completions.with_raw_response.create(
         model='fake', messages=HELLO,
         tools=[dict(type='web_search')], tool_choice=choice)
@@ -260,7 +264,7 @@ def test_a_choice_of_what_was_left_out_is_text(calling, choice):
     assert r.seen[-1].guide is None
 
 def test_parts_of_messages(calling):
-    c,r,_,_ = calling
+    c,r = calling[:2]
     talk = [
         dict(
             role='user',
@@ -277,7 +281,7 @@ def test_parts_of_messages(calling):
         '[user]a\nb[assistant]c\nd[assistant]sum{}[tool]3')
 
 def test_reasoning_that_is_not_told(calling):
-    c,_,_,_ = calling
+    c = calling[0]
     for kw in dict(include_reasoning=False),dict(reasoning=dict(exclude=True)):
         a = ask(c, logprobs=True, extra_body=kw)
         m = a.choices[0].message
@@ -309,7 +313,7 @@ def test_promises_that_would_be_broken(calling, kw, param):
     assert (e.value.status_code, e.value.param)==(501 if param=='modalities' else 400, param)
 
 def test_fields_without_effect_are_named(calling):
-    c,_,_,_ = calling
+    c = calling[0]
     a = c.chat.completions.with_raw_response.create(
         model='fake', messages=HELLO,
         functions=[dict(name='f', parameters={})],
@@ -496,7 +500,8 @@ def test_a_forced_call_that_is_cut():
         assert '<tool_call>' in ask(c, tools=[WEATHER], max_tokens=31).choices[0].message.content
 
 def test_refusals_name_the_field():
-    "A shape may have come from many fields; ids beyond the vocabulary are refused wherever they may stand"
+    """A shape may have come from many fields; ids beyond the vocabulary are refused wherever
+    they may stand"""
     bomb = dict(type='object', properties=dict(bomb=dict(type='string')))
     cases = [
         ('/v1/chat/completions',

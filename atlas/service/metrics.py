@@ -85,8 +85,12 @@ _counts = dict(
     generation_tokens='Tokens of answers', reasoning_tokens='Tokens of answers spent thinking',
     requests_submitted='Requests given to the engine; each ends once in request_success')
 _by = dict( # Label, what it is, and the label's values that are known
-    request_success=('finished_reason', 'Requests that ended, by reason', ('stop','length','tool_calls','timeout','abort','error')),
-    aborted_requests=('why', 'Requests that were stopped early, by cause', ('client_gone','error','shutdown')),
+    request_success=(
+        'finished_reason', 'Requests that ended, by reason',
+        ('stop','length','tool_calls','timeout','abort','error')),
+    aborted_requests=(
+        'why', 'Requests that were stopped early, by cause',
+        ('client_gone','error','shutdown')),
     admission_rejections=('reason', 'Requests that were turned away', ('queue_full',)),
     tool_parse_failures=('parser', 'Answers that began a tool call which could not be read', ()),
     next_turn_prefills=('outcome', 'Beginnings of next prompts, to be computed ahead',
@@ -436,7 +440,7 @@ def upstream_families(
 
 # %% ../../nbs/7_service/09_metrics.ipynb #ce3eac82
 def fallback_family(
-    fallbacks, # Whatever has `counts`: (model that was asked for, model that answered) -> times; or None
+    fallbacks, # Whatever has `counts`: (model asked for, model that answered) -> times; or None
 ):
     "How often one model answered for another; nothing where none may"
     if not fallbacks:

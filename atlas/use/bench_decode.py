@@ -391,7 +391,8 @@ def roofline(
     ax, # Matplotlib axes
     launch:float=2e-6, # Seconds that a launch takes which depends on another, beside its bytes
 ):
-    "Bandwidth against bytes of a launch, for each kind of kernel, numbered by what they take of a step"
+    """Bandwidth against bytes of a launch, for each kind of kernel, numbered by what they take
+    of a step"""
     rows = [s for s in report['stages'] if s['bytes']>1e5]
     x = np.geomspace(3e5, 1e9, 200)
     most = x/(launch+x/report['copy'])

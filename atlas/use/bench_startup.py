@@ -34,7 +34,8 @@ from .bench_prefill import first_token
 _ST_TYPES = dict(F32='F32', F16='F16', BF16='BF16')
 
 def _named(t)->dict:
-    "What a safetensors file calls the parts of the tensor `t`, and their types there: part -> (name, type)"
+    """What a safetensors file calls the parts of the tensor `t`, and their types there: part ->
+    (name, type)"""
     if t.fmt in _ST_TYPES:
         return dict(data=(t.name, _ST_TYPES[t.fmt]))
     stack = not t.name.endswith('.weight')
@@ -271,8 +272,10 @@ def bench_startup(
     most:float=8e9, # Bytes to read for each setting of plain reads
     imports:float=0, # Seconds that the process took to get here
 )->StartupReport:
-    """Start a model, and read its files plainly for comparison; text is left out, which a server
-    reads meanwhile. With `cache_packed` the packed file is waited for, and the next start reads it"""
+    """Start a model, and read its files plainly for comparison; text is left out, which a
+    server
+    reads meanwhile. With `cache_packed` the packed file is waited for, and the next start
+    reads it"""
     paths,formats = _read_files(config)
     if cold:
         forget(paths)

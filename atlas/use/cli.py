@@ -28,7 +28,9 @@ from typing import Annotated,Literal
 import typer
 
 # %% ../../nbs/8_use/13_cli.ipynb #11c6182f
-ORDER = 'serve run chat launch ps load stop top watch pull list rm inspect config quantize bench check version'.split()
+ORDER = (
+    'serve run chat launch ps load stop top watch pull list rm inspect config quantize bench '
+    'check version').split()
 _WORDS = 'auto','mtp','draft','ngram','off' # What may stand after --speculative
 
 def _spelt(args):
@@ -323,7 +325,8 @@ Weights = Annotated[str|None, _opt(
         'atlas inspect tiny', 'atlas inspect ./my-model --json',
         'atlas inspect qwen3.6-35b-a3b --weights nvfp4'))
 def inspect(model:Shape, weights:Weights=None, as_json:Json=False):
-    "Say what a model is made of, what each token of it reads, and how much fits here. Its weights are not loaded."
+    """Say what a model is made of, what each token of it reads, and how much fits here. Its
+    weights are not loaded."""
     from atlas.use.inspect import look
     s = look(model, weights)
     _print(s.to_dict(), as_json, str(s))
@@ -565,7 +568,8 @@ class Conversation:
 # %% ../../nbs/8_use/13_cli.ipynb #c82481a4
 @contextmanager
 def _ctrl_c():
-    "Within this, the first Ctrl-C makes the yielded function return True; the second is a KeyboardInterrupt"
+    """Within this, the first Ctrl-C makes the yielded function return True; the second is a
+    KeyboardInterrupt"""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return  # signals reach the main thread only
@@ -767,7 +771,8 @@ def _ignored(foreign, options, config)->list[str]:
     return said
 
 def _parsers(config, given)->dict:
-    "How calls and thoughts of a model would be read: as given, as its files have it, or as is known"
+    """How calls and thoughts of a model would be read: as given, as its files have it, or as is
+    known"""
     from atlas.ground.catalog import find_entry
     from atlas.ground.core import SourceError
     from atlas.ground.hub import here
@@ -867,7 +872,8 @@ def serve(
 
 # %% ../../nbs/8_use/13_cli.ipynb #c768fa50
 def _to_serve(models, config, lazy, options, own):
-    "What `serve` of the gateway takes: configs, or a file that makes models, beside which no flag is about them"
+    """What `serve` of the gateway takes: configs, or a file that makes models, beside which no
+    flag is about them"""
     if config is None:
         if not models:
             raise typer.BadParameter('name a model, or a file with --config', param_hint="'MODEL'")
@@ -1219,7 +1225,8 @@ def bench(model:Model,
     prompt:Annotated[int, _opt('Tokens of the prompt to prefill.', min=1)]=512,
     tokens:Annotated[int, _opt('Tokens to decode in each run.', min=8)]=48,
     as_json:Json=False, output:Output=None, **options):
-    "Measure how fast a model prefills and decodes. The most that this machine could do stands beside it."
+    """Measure how fast a model prefills and decodes. The most that this machine could do stands
+    beside it."""
     from atlas.use.bench import bench as measure
     from atlas.use.llm import LLM
     batches = _counts(batch)
@@ -1236,7 +1243,8 @@ def _print_report(report, as_json, output):
 
 # %% ../../nbs/8_use/13_cli.ipynb #42e16c0b
 def _card(name, without):
-    "The card called `name`; where it cannot be had, a `DeviceError` says what can be done `without` one"
+    """The card called `name`; where it cannot be had, a `DeviceError` says what can be done
+    `without` one"""
     from atlas.ground.core import DeviceError
     from atlas.card.device import get_device
     try:
@@ -1294,7 +1302,8 @@ def bench_kernels(model:Model, batch:Batches='1',
     context:Contexts='0',
     as_json:Json=False, output:Output=None,
     **options):
-    "Time every kind of kernel of a decode step by itself: bytes, bandwidth, fraction of a plain copy."
+    """Time every kind of kernel of a decode step by itself: bytes, bandwidth, fraction of a
+    plain copy."""
     bench_decode(model, batch, context, 32, True, as_json, output, **options)
 
 # %% ../../nbs/8_use/13_cli.ipynb #7b1d5c90

@@ -132,7 +132,7 @@ class Setup:
 def _json(d): return json.dumps(d, indent=2, ensure_ascii=False)+'\n'
 def _answer(context):
     "Tokens of an answer that a program is to leave room for"
-    # Programs keep so many free, opencode twice as many, and shorten a conversation that leaves less
+    # Programs keep so many free (opencode twice as many), and shorten what leaves less
     return max(1, min(32000, context//4))
 
 def _codex(s, d):
@@ -276,7 +276,8 @@ def write(
     files:dict[Path,str],
     confirm=_confirm, # (path) → may it be replaced?
 ):
-    "Write files, for the eyes of their owner; what is somebody else's is replaced only if `confirm` says so"
+    """Write files, for the eyes of their owner; what is somebody else's is replaced only if
+    `confirm` says so"""
     for f,text in files.items():
         mark = _mark(f)
         if Path(f).exists():

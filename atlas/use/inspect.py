@@ -25,7 +25,9 @@ from ..model.model import imagine,plan
 from ..ground.weights import open_checkpoint
 
 # %% ../../nbs/8_use/02_inspect.ipynb #dd04edbd
-PARTS = 'embedding head attention delta mamba mlp router experts shared norms drafter mtp vision unused'.split()
+PARTS = (
+    'embedding head attention delta mamba mlp router experts shared norms drafter mtp vision '
+    'unused').split()
 _WORDS = {
     'lm_head':'head', '.experts.':'experts', 'router':'router', 'shared_gate':'router',
     '.shared.':'shared', 'norm':'norms', 'layer_scalar':'norms', '.mlp.':'mlp'}
@@ -165,7 +167,8 @@ class Sheet:
         return sum(r.read for r in self.rows if r.part!='mtp')
     @property
     def draft_bytes(self)->float:
-        "Bytes that one drafted token reads: the drafting layers, and the head once more; 0 where there are none"
+        """Bytes that one drafted token reads: the drafting layers, and the head once more; 0
+        where there are none"""
         if self.has('mtp'):
             return sum(r.read for r in self.rows if r.part in ('mtp','head'))
         return 0.
@@ -210,7 +213,7 @@ def fit(
     s:Sheet,
     device, # A `Device`: its memory, and in what form its words keep weights, keys and values
     contexts=(4096, 32768), # Tokens a sequence, beside the most that the model was made for
-)->dict: # Bytes of the weights and what is left, longest context of one sequence, and sequences by context
+)->dict: # Bytes of the weights and what is left, the longest context, sequences by context
     "What `device` can hold of a model"
     c,ops = s.config,words_of(device)
     left = device.budget().left
@@ -251,7 +254,8 @@ def open_shape(
     # 'nvfp4-experts'; None for that of the files, or for what is published
     weights:str|None=None,
 ):
-    "An open checkpoint: the one called `name`, or one without files in the shape of a preset, or of that checkpoint in other `weights`"
+    """An open checkpoint: the one called `name`, or one without files in the shape of a preset,
+    or of that checkpoint in other `weights`"""
     if weights or is_shape(name):
         return imagine(name, weights)
     if shaped(name) and not here(name):
@@ -263,7 +267,8 @@ def look(
     weights:str|None=None,
     on=None, # Devices where it might run; None for all that are here
 )->Sheet:
-    "What a model is made of, without loading it; errors as for `open_checkpoint`, `from_hf` and `build`"
+    """What a model is made of, without loading it; errors as for `open_checkpoint`, `from_hf`
+    and `build`"""
     with open_shape(name, weights) as ck:
         return sheet(ck, name, on)
 

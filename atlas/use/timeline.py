@@ -86,7 +86,7 @@ def clocks(
     w:np.ndarray, # [warps, 8] u32 as `lib/stamp.cuh` writes them
     fine:int=100, # ns: steps of the common clock up to here are small
     near:float=5e4, # ns: readings so far away count
-)->np.ndarray: # [warps, 5] ns: came, let the next in, waited, was let go, left; NaN for what it did not
+)->np.ndarray: # [warps, 5] ns: came, let the next in, waited, was let go, left; NaN: did not
     "Ticks as times on the card's clock"
     step,g = clock_step(w),_read(w)
     g = (g-g.min()).astype(float)
@@ -278,25 +278,25 @@ def _captured(stepper, calls, card, notes):
     return stepper.stream.captured(go)
 
 # %% ../../nbs/8_use/07_timeline.ipynb #cb8e6922
+_SAME = 'kernel','what','blocks','threads','registers','shared','fit' # of launches of a kind
+_TIMES = 'begun','came','early','ready','first','last','let','us'
+
+def _mean(spans)->Span:
+    "The mean of launches of one kind"
+    shape = [getattr(spans[0], n) for n in _SAME]
+    times = [float(np.mean([getattr(s, n) for s in spans])) for n in _TIMES]
+    return Span(*shape, *times)
+
 @patch
 def kinds(self:Timeline)->list[tuple[Span,int]]:
     "Mean of the launches of each kind and how many there are, longest together first"
     groups = {}
     for s in self.spans:
         groups.setdefault((s.kernel, s.what, s.blocks), []).append(s)
-    means = [
-        (Span(
-             *k[:2], k[2],
-             *(
-                 getattr(g[0], n)
-                 for n in ('threads','registers','shared','fit')),
-             *(
-                 float(np.mean([getattr(s, n) for s in g]))
-                 for n in ('begun','came','early','ready','first','last','let','us'))),
-         len(g))
-        for k,g in groups.items()]
+    means = [(_mean(g), len(g)) for g in groups.values()]
     return sorted(means, key=lambda m: -m[0].us*m[1])
 
+# %% ../../nbs/8_use/07_timeline.ipynb #dbb48208
 @patch
 def __str__(self:Timeline):
     "A line a kind: where it stands when the launch before it ends (0), and when it goes on"
@@ -308,18 +308,17 @@ def __str__(self:Timeline):
         f'{"grid":>5} {"thr":>4} {"regs":>4} {"KB":>5} {"fit":>3} {"next":>4}']
     room = {}
     for a,b in zip(self.spans, self.spans[1:]):
-        room.setdefault(
-            (a.kernel, a.what, a.blocks),
-            set()
-        ).add(beside(a, b, self.multiprocessors))
+        seen = room.setdefault((a.kernel, a.what, a.blocks), set())
+        seen.add(beside(a, b, self.multiprocessors))
     for s,n in self.kinds():
+        fits = room.get((s.kernel, s.what, s.blocks), ())
+        fits = '/'.join(('no','yes')[i] for i in sorted(fits))
         rows.append(
             f'{s.kernel:13} {s.what:>16} {n:3} {s.us:8.2f} {s.us*n:8.1f} | {s.came:7.2f} '
             f'{s.early:6.0%} {s.ready:6.0%} {s.first:6.2f} {s.last:6.2f} {s.us:6.2f} '
             f'{s.let:7.2f} |'
             f' {s.blocks:5} {s.threads:4} {s.registers:4} {s.shared/1024:5.1f} {s.fit:3} '
-            f'{"/".join("no yes".split()[i] for i in sorted(room.get((s.kernel, s.what, s.blocks), ()))):>4}'
-        )
+            f'{fits:>4}')
     def total(f): return sum(map(f, self.spans))
     wrong = max(0., -min(s.first for s in self.spans[1:]))
     rows.append(

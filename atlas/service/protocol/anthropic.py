@@ -212,8 +212,10 @@ def _document(b, where, see):
 def _text(t): return dict(type='text', text=t)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #d235caaa
-_FOREIGN = frozenset('''server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result bash_code_execution_tool_result
-    text_editor_code_execution_tool_result tool_search_tool_result advisor_tool_result mcp_tool_use mcp_tool_result mcp_tool_listing container_upload
+_FOREIGN = frozenset('''server_tool_use web_search_tool_result web_fetch_tool_result
+    code_execution_tool_result bash_code_execution_tool_result
+    text_editor_code_execution_tool_result tool_search_tool_result advisor_tool_result
+    mcp_tool_use mcp_tool_result mcp_tool_listing container_upload
     fallback tool_addition tool_removal browser_state'''.split())
 
 class Reader:
@@ -642,7 +644,9 @@ def begin(self:Reply, kind, **block)->bytes:
     "End the open block and open the next"
     out = self.shut()
     self.open,self.at = kind,self.at+1
-    self.delta = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":' % self.at
+    self.delta = (
+        b'event: content_block_delta\ndata: '
+        b'{"type":"content_block_delta","index":%d,"delta":{"type":') % self.at
     self.more = self.delta+dict(
         text=b'"text_delta","text":', thinking=b'"thinking_delta","thinking":'
     ).get(kind, b'"input_json_delta","partial_json":')

@@ -61,7 +61,8 @@ _short = dict(message='msg', reasoning='rs', function_call='fc', custom_tool_cal
 
 def item_id(kind:str, rid:str, k:int)->str:
     "The id of item `k` of a response"
-    return f'{_short.get(kind, kind.replace("_call_output", "o")[:8])}_{rid.partition("_")[2] or rid}{k:04x}'
+    short = _short.get(kind, kind.replace('_call_output', 'o')[:8])
+    return f'{short}_{rid.partition("_")[2] or rid}{k:04x}'
 
 def _parts(c, role):
     "Content as a list of parts"
@@ -137,7 +138,8 @@ class Thread:
             [dict(role='system', content='\n\n'.join(self.system))]
             if self.system else [])+self.messages
     def answer(self, *taken)->dict:
-        "The assistant's turn that goes on here; a fresh one if the last has something in one of the fields `taken`"
+        """The assistant's turn that goes on here; a fresh one if the last has something in one
+        of the fields `taken`"""
         last = self.messages[-1] if self.messages else {}
         if last.get('role')!='assistant' or any(last.get(k) for k in taken):
             self.messages.append(last := dict(role='assistant', content=None))
@@ -386,7 +388,7 @@ def choose(
     tools:list[dict], # What `offered` gave
     hosted:bool, # Were others left out?
     warn,
-)->tuple[list[dict]|None,str,str|None]: # The tools to show, 'auto', 'none' or 'required', and the one that must be called
+)->tuple[list[dict]|None,str,str|None]: # Tools to show; 'auto', 'none', 'required'; one that must be
     "Which tools may, must or must not be called"
     mode,name,allowed = _pick(choice, warn)
     if name is not None and not any(t['function']['name']==name for t in tools):

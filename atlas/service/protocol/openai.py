@@ -88,8 +88,10 @@ class Shaped(Body):
     regex: _Text|None = None
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #19a390fc
-_ABSENT = frozenset('''functions function_call web_search_options audio prompt_embeds bad_words allowed_token_ids logprob_token_ids logits_processors use_beam_search
-    include_stop_str_in_output truncate_prompt_tokens mm_processor_kwargs documents echo best_of suffix
+_ABSENT = frozenset('''functions function_call web_search_options audio prompt_embeds bad_words
+    allowed_token_ids logprob_token_ids logits_processors use_beam_search
+    include_stop_str_in_output truncate_prompt_tokens mm_processor_kwargs documents
+    echo best_of suffix
     mirostat mirostat_eta mirostat_tau repeat_last_n tfs_z typical_p num_ctx grammar ebnf
     stop_regex dry_multiplier xtc_probability top_n_sigma dynatemp_range'''.split())
 
@@ -270,7 +272,8 @@ def _turn(m, where):
     "One message as a plain dict"
     if m.content is None and m.role!='assistant':
         raise RequestError(f'{where}.content is missing', param=f'{where}.content')
-    d = m.model_dump(exclude_none=True, exclude={'reasoning','reasoning_content','function_call','tool_calls'}) | dict(
+    own = {'reasoning','reasoning_content','function_call','tool_calls'} # which are read below
+    d = m.model_dump(exclude_none=True, exclude=own) | dict(
         role={'developer':'system', 'function':'tool'}.get(m.role, m.role))
     if isinstance(m.content, list):
         d['content'] = [_part(p, f'{where}.content[{j}]') for j,p in enumerate(m.content)]
@@ -338,7 +341,7 @@ def choice_of(
     c, # `tool_choice` as it came
     tools:list[dict]|None, # What `functions` gave
     hosted:bool=False, # Were others left out?
-)->tuple[str,str|None,list[dict]|None]: # 'auto', 'none' or 'required'; a name; the tools that are left
+)->tuple[str,str|None,list[dict]|None]: # 'auto', 'none' or 'required'; a name; tools that are left
     "What a `tool_choice` means"
     def no(what):
         raise RequestError(

@@ -111,7 +111,9 @@ def shorten(self:ResponsesAsk)->bool:
     if not users:
         return False
     del self.messages[lead:users[0]]
-    note = 'The oldest turns were left out: the conversation is longer than the context (truncation is auto)'
+    note = (
+        'The oldest turns were left out: the conversation is longer than the context (truncation '
+        'is auto)')
     if note not in self.warnings:
         self.warnings.append(note)
     return True
@@ -577,7 +579,8 @@ def piece(self:ResponsesWriter, i:int, p:Delta)->bytes:
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #14c9fd88
 @patch
 def _logprobs(self:ResponsesWriter):
-    "The log-probabilities of the tokens that were held, as bytes for a delta; `fresh` has them as objects"
+    """The log-probabilities of the tokens that were held, as bytes for a delta; `fresh` has them
+    as objects"""
     self.fresh,self.held = token_logprobs(self.held, self.show, self.raw),[]
     return b',"logprobs":'+quote(self.fresh)
 

@@ -18,7 +18,8 @@ from .base import DONE,found,quote
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #f481e859
 class NotStoredError(RequestError):
-    "An id that the store does not have: never given out, expired, pushed out, deleted, or somebody else's"
+    """An id that the store does not have: never given out, expired, pushed out, deleted, or
+    somebody else's"""
     status,code = 404,'response_not_found'
 
 class PreviousResponseError(NotStoredError):
@@ -44,7 +45,8 @@ class Record:
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #9c6d79d7
 class Store:
-    "Responses that can be asked for later: the `most` and `size` that were used last, for `ttl` seconds after their last use"
+    """Responses that can be asked for later: the `most` and `size` that were used last, for
+    `ttl` seconds after their last use"""
     def __init__(self,
         most:int=10_000, # Records
         size:int=256<<20, # Bytes of all inputs and outputs, about
@@ -146,7 +148,8 @@ def delete(self:Store, id:str, owner:str|None=None)->dict:
 
 @patch
 def cancel(self:Store, id:str, owner:str|None=None)->dict:
-    "`POST /v1/responses/{id}/cancel`: stop a response that is being made; one that ran in the background may have ended already"
+    """`POST /v1/responses/{id}/cancel`: stop a response that is being made; one that ran in the
+    background may have ended already"""
     r = self.record(id, owner)
     if r.writer:
         r.writer.cancel()
