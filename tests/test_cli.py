@@ -937,8 +937,8 @@ def test_launch_without_a_server():
     assert r.exit_code==1 and 'atlas serve' in r.stderr and 'Traceback' not in r.stderr
 
 def test_port_in_use_is_told_before_loading(monkeypatch):
-    import atlas.service.gateway
-    monkeypatch.setattr(atlas.service.gateway, 'Child', None)
+    import atlas.service.process
+    monkeypatch.setattr(atlas.service.process, 'Child', None)
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = str(s.getsockname()[1])
         r = run('serve', 'm', '--port', port)

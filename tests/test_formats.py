@@ -24,10 +24,14 @@ def claims(f):
         each = [f'{struct}::{k}=={v}' for k,v in values.items()]
         return ' && '.join(each)
     F = f'formats::{f.name}'
-    by_row,tile = int(f.rows=='s'),int(f.tile>0)
-    yield members(F, CHUNK=f.chunk, SCALE=f.scale, BY_ROW=by_row, TILE=tile)
-    skew,two = max(1, 64//f.chunk),int(f.planes>1)
-    yield members(f'fragment_{f.name}<64>', BYTES=f.unit, UNITS=f.blocks, SKEW=skew, TWO=two)
+    by_row = int(f.rows=='s')
+    tile = int(f.tile>0)
+    yield members(
+        F, CHUNK=f.chunk, SCALE=f.scale, BY_ROW=by_row, TILE=tile)
+    skew = max(1, 64//f.chunk)
+    two = int(f.planes>1)
+    yield members(
+        f'fragment_{f.name}<64>', BYTES=f.unit, UNITS=f.blocks, SKEW=skew, TWO=two)
     W = f'weights::{f.many}'
     yield f'{W}::BYTES*4=={f.chunk} && {W}::SCALE=={-1 if f.tile else f.scale}'
     yield f'same<decode_{f.name}, Decode<{F}>>'
@@ -58,7 +62,9 @@ def test_no_other_table():
     "No table elsewhere has a card's formats for keys but attend's, check's and gemm_scaled's own"
     names = '|'.join(CARD_FORMATS.keys()-{'f16','bf16','f32'})
     table = re.compile(rf'\b(?:{names})\s*=\s*[\d(]')
-    found = {p.stem for p in (root/'atlas').rglob('*.py') if table.search(p.read_text())}
+    found = {
+        p.stem for p in (root/'atlas').rglob('*.py')
+        if table.search(p.read_text())}
     assert found<={'pack','attend','check','gemm_scaled','_modidx'}, found
 
 @pytest.mark.parametrize('arch', ['sm_90a','sm_121a'])
@@ -67,4 +73,5 @@ def test_shared_memory_is_said_once(arch):
     assert l.block==(227 if arch=='sm_90a' else 99)<<10
     sizes = re.compile(r'\b(?:227|226|99|98|116|111|110)<<10')
     for p in (root/'atlas').rglob('*.py'):
-        if p.stem not in ('card','timeline'): assert not sizes.findall(p.read_text()), p
+        if p.stem not in ('card','timeline'):
+            assert not sizes.findall(p.read_text()), p

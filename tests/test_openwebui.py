@@ -13,7 +13,8 @@ from scripted import running,service
 from test_images import FILES,folder,url
 from atlas.text.chat import ChatTemplate
 from atlas.use.clients import Served,setup
-from atlas.service.gateway import Models,modelled
+from atlas.service.models import Models
+from atlas.service.gateway import modelled
 from atlas.service.http import Keys,Rules
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer

@@ -1,4 +1,5 @@
-"Packed files: what goes in comes out, whatever is done to the file, to the disk or to who writes it."
+"""Packed files: what goes in comes out, whatever is done to the file, to the disk or to who writes
+it."""
 import json,os,signal,subprocess,sys,textwrap,threading,time
 import numpy as np, pytest
 from pathlib import Path
@@ -9,8 +10,9 @@ from atlas.cuda.checksum import CardArrays,checksums
 from atlas.ground import packed
 from atlas.ground.core import AtlasError,CheckpointError,RequestError,UnsupportedError
 from atlas.ground.formats import QStack,QTensor
-from atlas.ground.packed import (BLOCK,HOST,PART,SUMMED,TYPES,WHOLE,BusyError,Entry,Layout,PackedFile,
-    StoppedError,WriteError,checksum,layout_of,load_dict,part_of,reload,save_dict)
+from atlas.ground.packed import (
+    BLOCK,HOST,PART,SUMMED,TYPES,WHOLE,BusyError,Entry,Layout,PackedFile,StoppedError,WriteError,
+    checksum,layout_of,load_dict,part_of,reload,save_dict)
 from helpers.waiting import WAIT
 
 needs_cxx = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -23,8 +25,11 @@ def same(got, want):
     assert got.keys()==want.keys()
     for n,a in want.items():
         a,b = np.asarray(a),got[n]
-        assert (b.dtype.name,b.shape)==(a.dtype.name,a.shape), n
-        assert b.tobytes()==a.astype(b.dtype, order='C').tobytes(), n
+        assert (
+            (b.dtype.name,b.shape)
+            ==(a.dtype.name,a.shape)), n
+        assert b.tobytes()==a.astype(
+            b.dtype, order='C').tobytes(), n
 
 # -- what goes in comes out ----------------------------------------------------------------------
 
@@ -36,79 +41,127 @@ bytewise = st.sampled_from('<>')
 def some_array(draw):
     "An array of any type, order of bytes and order of axes"
     shape,dtype = draw(shapes),TYPES[draw(types)]
-    raw = np.frombuffer(numbers(int(np.prod(shape))*dtype.itemsize, draw(st.integers(0, 99))), np.uint8)
+    raw = np.frombuffer(
+        numbers(
+            int(np.prod(shape))*dtype.itemsize,
+            draw(st.integers(0, 99))),
+        np.uint8)
     a = (raw%2).astype(bool) if dtype==bool else raw.view(dtype)
     a = a.reshape(shape).astype(dtype.newbyteorder(draw(bytewise)))
-    if a.ndim and draw(st.booleans()): a = a[::-1]
+    if a.ndim and draw(st.booleans()):
+        a = a[::-1]
     return a.T if draw(st.booleans()) else a
 
 @settings(max_examples=60, deadline=None)
-@given(st.dictionaries(st.text(max_size=12).filter(lambda n: '#' not in n), some_array(), max_size=6))
+@given(st.dictionaries(
+    st.text(max_size=12).filter(lambda n: '#' not in n),
+    some_array(),
+    max_size=6))
 def test_any_mapping_comes_back(tmp_path_factory, arrays):
     p = tmp_path_factory.mktemp('p')/'f'
     meta = dict(a=[1,None,'é'], b={})
     save_dict(p, arrays, meta)
-    with np.errstate(invalid='ignore'): same(load_dict(p), arrays)
+    with np.errstate(invalid='ignore'):
+        same(load_dict(p), arrays)
     assert not part_of(p).exists()
     with PackedFile(p) as f:
         assert f.meta==meta and f.names==list(arrays)
-        assert all((f.layout.start+e.offset)%BLOCK==0 for e in f.entries.values())
+        assert all(
+            (f.layout.start+e.offset)%BLOCK==0
+            for e in f.entries.values())
         assert f.file.size%BLOCK==0
 
 def test_objects_come_back(tmp_path):
     rng = np.random.default_rng(0)
-    q = [QTensor.encode(rng.standard_normal((8,64)), f) for f in ('NVFP4','FP8_BLOCK','BF16','MXFP4')]
-    some = dict(a=q[0], b=QStack(q, np.arange(32)[::-1]), none=None, x=np.ones(3))
+    q = [
+        QTensor.encode(rng.standard_normal((8,64)), f)
+        for f in ('NVFP4','FP8_BLOCK','BF16','MXFP4')]
+    some = dict(
+        a=q[0],
+        b=QStack(q, np.arange(32)[::-1]),
+        none=None,
+        x=np.ones(3))
     save_dict(tmp_path/'f', some)
     got = load_dict(tmp_path/'f')
     assert list(got)==['x','a','b','none'] and got['none'] is None
-    assert got['a'].fmt=='NVFP4' and np.array_equal(got['b'].decode(), some['b'].decode())
+    assert (
+        got['a'].fmt=='NVFP4'
+        and np.array_equal(
+            got['b'].decode(), some['b'].decode()))
     assert list(load_dict(tmp_path/'f', ['a']))==['a']
 
 def test_what_cannot_go_in(tmp_path):
     p = tmp_path/'f'
     for arrays,meta,error in (
-            (dict(a=np.array(['x'])), None, UnsupportedError),
-            (dict(a=np.ones(2, np.longdouble)), None, UnsupportedError),
-            (dict(a=np.array([None])), None, UnsupportedError),
-            ({1: np.ones(2)}, None, RequestError),
-            (dict(a=np.ones(2)), dict(x=float('nan')), RequestError),
-            (dict(a=np.ones(2)), dict(x=object()), RequestError)):
-        with pytest.raises(error): save_dict(p, arrays, meta)
+        (dict(a=np.array(['x'])), None, UnsupportedError),
+        (dict(a=np.ones(2, np.longdouble)), None, UnsupportedError),
+        (dict(a=np.array([None])), None, UnsupportedError),
+        ({1: np.ones(2)}, None, RequestError),
+        (
+            dict(a=np.ones(2)),
+            dict(x=float('nan')),
+            RequestError),
+        (
+            dict(a=np.ones(2)),
+            dict(x=object()),
+            RequestError)):
+        with pytest.raises(error):
+            save_dict(p, arrays, meta)
         assert list(tmp_path.iterdir())==[]
     q = QTensor.encode(np.ones((2,32)), 'F32')
-    with pytest.raises(RequestError, match='Two arrays'): save_dict(p, {'q':q, 'q#data':np.ones(1)})
+    with pytest.raises(RequestError, match='Two arrays'):
+        save_dict(p, {'q':q, 'q#data':np.ones(1)})
 
 # -- the checksum --------------------------------------------------------------------------------
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 40_000), st.lists(st.integers(1, 5000), max_size=6), st.randoms())
+@given(
+    st.integers(0, 40_000),
+    st.lists(st.integers(1, 5000), max_size=6),
+    st.randoms())
 def test_sums_of_parts_in_any_order(n, cuts, random):
     "And one that begins in the middle of a run of words"
     a,base = numbers(n),8*(SUMMED-300)
-    edges = sorted({0,n,*(8*c for c in cuts if 8*c<n)})
+    edges = sorted({
+        0, n, *(8*c for c in cuts if 8*c<n)})
     parts = list(zip(edges, edges[1:]))
     random.shuffle(parts)
-    assert sum(checksum(a[i:j], base+i) for i,j in parts)%2**64==checksum(a, base)
+    assert (
+        sum(checksum(a[i:j], base+i) for i,j in parts)
+        %2**64==checksum(a, base))
 
 def test_a_word_that_changes_changes_the_sum():
     a = numbers(8*SUMMED*2+40)
     was = checksum(a)
-    for at in (0,7,8,8*SUMMED-1,8*SUMMED,len(a)-1):
+    for at in (
+        0, 7, 8, 8*SUMMED-1, 8*SUMMED,
+        len(a)-1):
         for bit in range(8):
             b = a.copy()
             b[at] ^= np.uint8(1<<bit)
             assert checksum(b)!=was
-    assert checksum(np.zeros(16, np.uint8))!=checksum(np.zeros(24, np.uint8))
-    with pytest.raises(RequestError): checksum(a, 4)
+    assert checksum(np.zeros(
+        16, np.uint8))!=checksum(np.zeros(24, np.uint8))
+    with pytest.raises(RequestError):
+        checksum(a, 4)
 
 @needs_cxx
 def test_a_card_sums_as_the_host_does():
     card = Emulator()
     rng = np.random.default_rng(1)
-    sizes = [0,*range(1, 34),*rng.integers(1, 400_000, 12).tolist(),8*SUMMED,16*SUMMED,16*SUMMED+8]
+    sizes = [
+        0,
+        *range(1, 34),
+        *rng.integers(1, 400_000, 12).tolist(),
+        8*SUMMED,
+        16*SUMMED,
+        16*SUMMED+8]
     some = [numbers(n, n) for n in sizes]
-    assert checksums(card, [card.upload(a) for a in some])==[checksum(a) for a in some]
+    assert checksums(
+        card,
+        [
+            card.upload(a)
+            for a in some])==[checksum(a) for a in some]
     many = Emulator()
     many.multiprocessors = 1 # blocks that take several runs each
     a = numbers(8*SUMMED*20+5)
@@ -119,26 +172,39 @@ def test_a_card_sums_as_the_host_does():
 @pytest.fixture
 def file(tmp_path):
     "A packed file of three arrays, and what is in it"
-    arrays = dict(a=numbers(10_000), b=np.arange(5, dtype=np.float32), c=numbers(70_000, 2).view(np.uint16))
+    arrays = dict(
+        a=numbers(10_000),
+        b=np.arange(5, dtype=np.float32),
+        c=numbers(70_000, 2).view(np.uint16))
     return save_dict(tmp_path/'f', arrays, dict(note='x')),arrays
 
 def test_every_byte_of_the_header_counts(file):
     p,arrays = file
     raw = p.read_bytes()
-    with PackedFile(p) as f: end = f.layout.table+len(f.layout.text)
+    with PackedFile(p) as f:
+        end = f.layout.table+len(f.layout.text)
     for at in range(end):
         for bit in (1,128):
-            p.write_bytes(raw[:at]+bytes([raw[at]^bit])+raw[at+1:])
-            with pytest.raises(CheckpointError): load_dict(p)
+            p.write_bytes(
+                raw[:at]+bytes([raw[at]^bit])
+                +raw[at+1:])
+            with pytest.raises(CheckpointError):
+                load_dict(p)
 
 def test_a_bit_in_each_array(file):
     p,arrays = file
     raw = p.read_bytes()
-    with PackedFile(p) as f: places = {n: (f.layout.start+e.offset,e.nbytes) for n,e in f.entries.items()}
+    with PackedFile(p) as f:
+        places = {
+            n: (f.layout.start+e.offset,e.nbytes)
+            for n,e in f.entries.items()}
     for n,(at,size) in places.items():
         for i in (0,size//2,size-1):
-            p.write_bytes(raw[:at+i]+bytes([raw[at+i]^1])+raw[at+i+1:])
-            with pytest.raises(CheckpointError, match=f"array '{n}' is not what was written"): load_dict(p)
+            p.write_bytes(
+                raw[:at+i]+bytes([raw[at+i]^1])
+                +raw[at+i+1:])
+            with pytest.raises(CheckpointError, match=f"array '{n}' is not what was written"):
+                load_dict(p)
             others = [k for k in arrays if k!=n]
             same(load_dict(p, others), {k: arrays[k] for k in others})
             assert load_dict(p, check=False).keys()==arrays.keys()
@@ -146,49 +212,102 @@ def test_a_bit_in_each_array(file):
 def test_cut_and_lengthened(file):
     p,_ = file
     raw = p.read_bytes()
-    with PackedFile(p) as f: table,start = f.layout.table,f.layout.start
-    for n in (0,1,8,39,40,50,table,table+5,start-1,start,start+1,start+9000,len(raw)-BLOCK,len(raw)-1):
+    with PackedFile(p) as f:
+        table,start = f.layout.table,f.layout.start
+    for n in (
+        0,
+        1,
+        8,
+        39,
+        40,
+        50,
+        table,
+        table+5,
+        start-1,
+        start,
+        start+1,
+        start+9000,
+        len(raw)-BLOCK,
+        len(raw)-1):
         p.write_bytes(raw[:n])
-        with pytest.raises(CheckpointError): load_dict(p)
+        with pytest.raises(CheckpointError):
+            load_dict(p)
     for more in (b'\0',bytes(BLOCK)):
         p.write_bytes(raw+more)
-        with pytest.raises(CheckpointError): load_dict(p)
-    for other in (b'GGUF'+raw[4:],b'\x08'+bytes(99),PART+raw[8:]):
+        with pytest.raises(CheckpointError):
+            load_dict(p)
+    for other in (
+        b'GGUF'+raw[4:],
+        b'\x08'+bytes(99),
+        PART+raw[8:]):
         p.write_bytes(other)
-        with pytest.raises(CheckpointError): load_dict(p)
+        with pytest.raises(CheckpointError):
+            load_dict(p)
     p.unlink()
-    with pytest.raises(CheckpointError): load_dict(p)
+    with pytest.raises(CheckpointError):
+        load_dict(p)
 
 def stranger(path, text, count, size=None):
     "A file whose header has the text `text` and a right checksum"
-    l = Layout({str(i): Entry(str(i), 'uint8', (0,), 0, 0) for i in range(count)}, {}, {}, text)
+    l = Layout(
+        {
+            str(i): Entry(str(i), 'uint8', (0,), 0, 0)
+            for i in range(count)},
+        {},
+        {},
+        text)
     head = l.head(WHOLE, dict.fromkeys(l.entries, 0))
     n = max(size or 0, len(head))
-    class Sized(Layout): nbytes = property(lambda self: n)
+    class Sized(Layout):
+        nbytes = property(lambda self: n)
     l = Sized(l.entries, {}, {}, text)
-    path.write_bytes(l.head(WHOLE, dict.fromkeys(l.entries, 0)).ljust(n, b'\0'))
+    path.write_bytes(l.head(
+        WHOLE, dict.fromkeys(l.entries, 0)).ljust(n, b'\0'))
 
-junk = st.recursive(st.none()|st.booleans()|st.integers(-2**70, 2**70)|st.floats()|st.text(max_size=3),
-    lambda c: st.lists(c, max_size=3)|st.dictionaries(st.text(max_size=3), c, max_size=3), max_leaves=6)
+junk = st.recursive(
+    st.none()|st.booleans()
+    |st.integers(-2**70, 2**70)|st.floats()
+    |st.text(max_size=3),
+    lambda c: st.lists(c, max_size=3)
+    |st.dictionaries(st.text(max_size=3), c, max_size=3),
+    max_leaves=6)
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_stranger_is_not_believed(tmp_path_factory, data):
     "Any part of a header as something else: a typed error, or a file that is in order"
     p = tmp_path_factory.mktemp('p')/'f'
-    l = layout_of(dict(a=np.zeros((3,4)), b=np.zeros(9, np.int16)),
-        dict(q=dict(kind='QTensor', parts=['data'], said=dict(fmt='F32', shape=[2]))))
+    l = layout_of(
+        dict(
+            a=np.zeros((3,4)),
+            b=np.zeros(9, np.int16)),
+        dict(q=dict(
+            kind='QTensor',
+            parts=['data'],
+            said=dict(fmt='F32', shape=[2]))))
     d = json.loads(l.text)
-    path = data.draw(st.sampled_from([('arrays',),('objects',),('meta',),('arrays','a'),('arrays','a','shape'),
-        ('arrays','a','dtype'),('arrays','b','offset'),('arrays','b','nbytes'),('objects','q'),('objects','q','kind'),
-        ('objects','q','parts'),('objects','q','said'),('more',),('arrays','q#data'),('objects','a')]))
+    path = data.draw(st.sampled_from([
+        ('arrays',), ('objects',), ('meta',), ('arrays','a'),
+        ('arrays','a','shape'), ('arrays','a','dtype'),
+        ('arrays','b','offset'), ('arrays','b','nbytes'), ('objects','q'),
+        ('objects','q','kind'), ('objects','q','parts'),
+        ('objects','q','said'), ('more',), ('arrays','q#data'),
+        ('objects','a')]))
     at = d
-    for k in path[:-1]: at = at[k]
+    for k in path[:-1]:
+        at = at[k]
     at[path[-1]] = data.draw(junk)
     text = json.dumps(d).encode()
-    stranger(p, text, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([l.nbytes,l.nbytes+BLOCK,None])))
-    try: load_dict(p, check=False)
-    except AtlasError: pass
+    stranger(
+        p,
+        text,
+        data.draw(st.integers(1, 3)),
+        data.draw(st.sampled_from([
+            l.nbytes, l.nbytes+BLOCK, None])))
+    try:
+        load_dict(p, check=False)
+    except AtlasError:
+        pass
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 2**31))
@@ -196,13 +315,16 @@ def test_noise_is_refused(tmp_path_factory, raw, count):
     p = tmp_path_factory.mktemp('p')/'f'
     for begins in (b'',WHOLE,WHOLE+b'\x01\0\0\0'):
         p.write_bytes(begins+raw)
-        with pytest.raises(AtlasError): load_dict(p)
+        with pytest.raises(AtlasError):
+            load_dict(p)
     stranger(p, raw, count%5)
-    with pytest.raises(AtlasError): load_dict(p)
+    with pytest.raises(AtlasError):
+        load_dict(p)
 
 class Slow(packed.HostArrays):
     "Arrays of the host that somebody is told of"
-    def __init__(self, told): self.told = told
+    def __init__(self, told):
+        self.told = told
     def ring(self): return packed.Ring(1, BLOCK)
     def put(self, a, at, data):
         HOST.put(a, at, data)
@@ -212,12 +334,15 @@ def test_changed_while_it_is_read(file):
     p,arrays = file
     raw = p.read_bytes()
     def cut(at): os.truncate(p, len(raw)-3*BLOCK)
-    with pytest.raises(CheckpointError): load_dict(p, place=Slow(cut))
+    with pytest.raises(CheckpointError):
+        load_dict(p, place=Slow(cut))
     p.write_bytes(raw)
     def change(at):
-        with open(p, 'r+b') as f: f.write(b'x')
+        with open(p, 'r+b') as f:
+            f.write(b'x')
         os.utime(p, ns=(1,1))
-    with pytest.raises(CheckpointError): load_dict(p, place=Slow(change))
+    with pytest.raises(CheckpointError):
+        load_dict(p, place=Slow(change))
     p.write_bytes(raw)
     def replaced(at): save_dict(p, dict(other=np.ones(3))) # under the same name: what is open stays
     same(load_dict(p, place=Slow(replaced)), arrays)
@@ -228,12 +353,19 @@ def test_filled_in_place(file):
     into = {n: np.zeros_like(a) for n,a in arrays.items()}
     assert reload(p, into)>=sum(a.nbytes for a in arrays.values())
     same(into, arrays)
-    for bad in (dict(a=np.zeros(9, np.uint8)),dict(a=np.zeros(10_000, np.int8)),dict(none=np.zeros(3))):
-        with pytest.raises(CheckpointError): reload(p, bad)
+    for bad in (
+        dict(a=np.zeros(9, np.uint8)),
+        dict(a=np.zeros(10_000, np.int8)),
+        dict(none=np.zeros(3))):
+        with pytest.raises(CheckpointError):
+            reload(p, bad)
 
 # -- writing, and what keeps it from it ----------------------------------------------------------
 
-def grown(n=12, size=300_000, seed=0): return {f'a{i}': numbers(size+i, seed*100+i) for i in range(n)}
+def grown(n=12, size=300_000, seed=0):
+    return {
+        f'a{i}': numbers(size+i, seed*100+i)
+        for i in range(n)}
 
 class Counted:
     "How many bytes were written to arrays' places"
@@ -257,7 +389,8 @@ def small(monkeypatch):
 def test_an_interrupted_save_goes_on(tmp_path, monkeypatch, small):
     p,arrays = tmp_path/'f',grown()
     save_dict(p, dict(old=np.ones(3)))
-    with pytest.raises(StoppedError): save_dict(p, arrays, stop=stopped_after(7))
+    with pytest.raises(StoppedError):
+        save_dict(p, arrays, stop=stopped_after(7))
     same(load_dict(p), dict(old=np.ones(3)))
     counted = Counted(monkeypatch)
     arrays['a2'] = numbers(300_002, 99) # has changed meanwhile
@@ -268,8 +401,12 @@ def test_an_interrupted_save_goes_on(tmp_path, monkeypatch, small):
 
 def test_a_part_of_something_else_is_no_use(tmp_path, small):
     p = tmp_path/'f'
-    for other in (grown(11),grown(12, 300_001),{n+'x': a for n,a in grown().items()}):
-        with pytest.raises(StoppedError): save_dict(p, other, stop=stopped_after(7))
+    for other in (
+        grown(11),
+        grown(12, 300_001),
+        {n+'x': a for n,a in grown().items()}):
+        with pytest.raises(StoppedError):
+            save_dict(p, other, stop=stopped_after(7))
         save_dict(p, grown())
         same(load_dict(p), grown())
     for damage in (b'',b'junk',bytes(10**6)):
@@ -279,7 +416,8 @@ def test_a_part_of_something_else_is_no_use(tmp_path, small):
 
 def test_half_a_record_is_none(tmp_path, small):
     p,arrays = tmp_path/'f',grown()
-    with pytest.raises(StoppedError): save_dict(p, arrays, stop=stopped_after(7))
+    with pytest.raises(StoppedError):
+        save_dict(p, arrays, stop=stopped_after(7))
     with open(part_of(p), 'r+b') as f:
         f.seek(packed._HEAD.size+packed._SUM.size*3+8)
         f.write(b'\0')
@@ -294,7 +432,8 @@ def test_without_direct_writes(tmp_path, monkeypatch):
     save_dict(tmp_path/'a', grown())
     plain = os.open
     def refused(path, flags, *args, **kw):
-        if flags & os.O_DIRECT: raise OSError(22, 'Invalid argument')
+        if flags & os.O_DIRECT:
+            raise OSError(22, 'Invalid argument')
         return plain(path, flags, *args, **kw)
     monkeypatch.setattr(os, 'open', refused)
     save_dict(tmp_path/'b', grown())
@@ -302,7 +441,8 @@ def test_without_direct_writes(tmp_path, monkeypatch):
 
 def program(code, *args, **kw):
     "A fresh interpreter at work on `code`"
-    return subprocess.Popen([sys.executable, '-c', textwrap.dedent(code), *map(str, args)],
+    return subprocess.Popen(
+        [sys.executable, '-c', textwrap.dedent(code), *map(str, args)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kw)
 
 FULL = '''
@@ -320,16 +460,19 @@ def test_a_full_disk(tmp_path, monkeypatch):
     assert 'cannot be written' in out and 'Free some space' in out, err
     write,calls = os.pwrite,iter(range(99))
     def full(fd, data, at):
-        if next(calls)>4: raise OSError(28, 'No space left on device')
+        if next(calls)>4:
+            raise OSError(28, 'No space left on device')
         return write(fd, data, at)
     monkeypatch.setattr(os, 'pwrite', full)
-    with pytest.raises(WriteError, match='No space left'): save_dict(p, grown())
+    with pytest.raises(WriteError, match='No space left'):
+        save_dict(p, grown())
     monkeypatch.undo()
     same(load_dict(p), dict(old=np.ones(3)))
     assert [q.name for q in tmp_path.iterdir()]==['f']
 
 def test_no_folder(tmp_path):
-    with pytest.raises(WriteError, match='No such file'): save_dict(tmp_path/'none'/'f', grown(1))
+    with pytest.raises(WriteError, match='No such file'):
+        save_dict(tmp_path/'none'/'f', grown(1))
 
 KILLED = '''
     import sys
@@ -352,10 +495,16 @@ def test_killed_at_any_moment(tmp_path):
         time.sleep(rng.uniform(0, .25))
         child.send_signal(signal.SIGKILL)
         child.communicate(timeout=WAIT)
-        if not p.exists(): continue
-        with PackedFile(p) as f: now,arrays = f.meta['version'],f.load()
+        if not p.exists():
+            continue
+        with PackedFile(p) as f:
+            now,arrays = f.meta['version'],f.load()
         assert now>=version
-        assert len(arrays)==6 and all((a==now%251).all() for a in arrays.values())
+        assert (
+            len(arrays)==6
+            and all(
+                (a==now%251).all()
+                for a in arrays.values()))
         version = now
     assert {q.name for q in tmp_path.iterdir()}<={'f','.f.part'}
     save_dict(p, grown())
@@ -379,10 +528,13 @@ def test_two_do_not_write_one_file(tmp_path):
     p = save_dict(tmp_path/'f', dict(old=np.ones(3)))
     child = program(HOLDS, p, stdin=subprocess.PIPE)
     assert child.stdout.readline()=='writing\n'
-    with pytest.raises(BusyError): save_dict(p, dict(ours=np.ones(4)))
+    with pytest.raises(BusyError):
+        save_dict(p, dict(ours=np.ones(4)))
     same(load_dict(p), dict(old=np.ones(3)))
     done = []
-    waiting = threading.Thread(target=lambda: done.append(save_dict(p, dict(ours=np.ones(4)), wait=True)))
+    waiting = threading.Thread(
+        target=lambda: done.append(save_dict(
+            p, dict(ours=np.ones(4)), wait=True)))
     waiting.start()
     time.sleep(.1)
     assert not done
@@ -396,13 +548,25 @@ def test_two_do_not_write_one_file(tmp_path):
 @needs_cxx
 def test_a_card_and_back(tmp_path):
     card = Emulator()
-    place,arrays = CardArrays(card),grown(4)|dict(e=np.zeros((0,3)), h=np.arange(7, dtype=np.int64))
-    there = {n: card.upload(a) for n,a in arrays.items() if n!='h'}|dict(h=arrays['h']) # one stays on the host
+    place = CardArrays(card)
+    arrays = (
+        grown(4)
+        |dict(
+            e=np.zeros((0,3)),
+            h=np.arange(7, dtype=np.int64)))
+    # one stays on the host
+    there = (
+        {
+            n: card.upload(a)
+            for n,a in arrays.items() if n!='h'}
+        | dict(h=arrays['h']))
     save_dict(tmp_path/'card', there, place=place)
     save_dict(tmp_path/'host', arrays)
     assert (tmp_path/'card').read_bytes()==(tmp_path/'host').read_bytes()
     same(load_dict(tmp_path/'card', place=place), arrays)
     raw = bytearray((tmp_path/'card').read_bytes())
-    with PackedFile(tmp_path/'card') as f: raw[f.layout.start+f.entries['a2'].offset] ^= 1
+    with PackedFile(tmp_path/'card') as f:
+        raw[f.layout.start+f.entries['a2'].offset] ^= 1
     (tmp_path/'card').write_bytes(raw)
-    with pytest.raises(CheckpointError, match="'a2'"): reload(tmp_path/'card', there, place)
+    with pytest.raises(CheckpointError, match="'a2'"):
+        reload(tmp_path/'card', there, place)

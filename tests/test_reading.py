@@ -7,7 +7,8 @@ from atlas.ground.core import CheckpointError,ConfigError
 from atlas.ground.files import File
 from atlas.ground.reading import BLOCK,Extent,Ring,read_pieces,windows
 
-RANDOM = np.random.default_rng(0).integers(0, 256, 1<<18, np.uint8)
+RANDOM = np.random.default_rng(0).integers(
+    0, 256, 1<<18, np.uint8)
 
 @pytest.fixture(scope='module')
 def random_file(tmp_path_factory):
@@ -20,8 +21,12 @@ def random_file(tmp_path_factory):
 
 def collect(pieces, *args, **kw):
     "What `read_pieces` gives, by key, each byte once"
-    got = {p.key: np.zeros(p.nbytes, np.uint8) for p in pieces}
-    times = {p.key: np.zeros(p.nbytes, np.uint8) for p in pieces}
+    got = {
+        p.key: np.zeros(p.nbytes, np.uint8)
+        for p in pieces}
+    times = {
+        p.key: np.zeros(p.nbytes, np.uint8)
+        for p in pieces}
     def take(key, at, data):
         got[key][at:at+len(data)] = data
         times[key][at:at+len(data)] += 1
@@ -29,9 +34,14 @@ def collect(pieces, *args, **kw):
     assert all((t==1).all() for t in times.values())
     return got,r
 
-ranges = st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 30_000)), min_size=1, max_size=12)
+ranges = st.lists(
+    st.tuples(st.integers(0, 40_000), st.integers(0, 30_000)),
+    min_size=1,
+    max_size=12)
 
-@given(ranges, st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.booleans())
+@given(
+    ranges, st.integers(1, 9), st.integers(1, 4),
+    st.integers(1, 5), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_any_ranges(random_file, gaps, blocks, buffers, threads, direct):
     pieces,at = [],0
@@ -41,14 +51,17 @@ def test_any_ranges(random_file, gaps, blocks, buffers, threads, direct):
         pieces.append(Extent(random_file, at, n, i))
         at += n
     got,r = collect(pieces, Ring(buffers, blocks*BLOCK), threads, direct)
-    for p in pieces: assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+    for p in pieces:
+        assert np.array_equal(
+            got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
     assert r.nbytes>=sum(p.nbytes for p in pieces)
     assert r.threads<=min(threads, buffers)
 
 @given(ranges, st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
 def test_windows_read_nothing_twice(gaps, blocks):
-    class f: pass
+    class f:
+        pass
     pieces,at = [],0
     for i,(gap,n) in enumerate(gaps):
         pieces.append(Extent(f, at+gap, n, i))
@@ -60,10 +73,14 @@ def test_windows_read_nothing_twice(gaps, blocks):
 
 def test_one_range_for_two(random_file):
     "Ranges may overlap: a tensor that is wanted twice"
-    pieces = [Extent(random_file, 10, 50_000, 'a'), Extent(random_file, 10, 50_000, 'b'),
+    pieces = [
+        Extent(random_file, 10, 50_000, 'a'),
+        Extent(random_file, 10, 50_000, 'b'),
         Extent(random_file, 40_000, 1000, 'c')]
     got,r = collect(pieces, Ring(2, 3*BLOCK))
-    for p in pieces: assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+    for p in pieces:
+        assert np.array_equal(
+            got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
     assert r.nbytes<60_000
 
 def aligned(n, more=0):
@@ -72,31 +89,49 @@ def aligned(n, more=0):
     at = -whole.ctypes.data%BLOCK+more
     return whole[at:at+n]
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40_000), st.booleans()), min_size=1, max_size=9), st.integers(1, 3), st.booleans())
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(1, 40_000),
+            st.booleans()),
+        min_size=1,
+        max_size=9),
+    st.integers(1, 3),
+    st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_read_where_they_stay(random_file, some, blocks, direct):
-    "Pieces with homes need no buffer, whatever lies beside them; not a byte beside a home is written"
+    """Pieces with homes need no buffer, whatever lies beside them;
+    not a byte beside a home is written"""
     pieces,homes,at = [],{},0
     for i,(gap,n,home) in enumerate(some):
         at = -(-at//BLOCK)*BLOCK+gap*BLOCK
         n = max(0, min(n, random_file.size-at))
         pieces.append(Extent(random_file, at, n, i))
-        if home and n: homes[i] = aligned(n)
+        if home and n:
+            homes[i] = aligned(n)
         at += n
     got = {}
     def take(key, at, data):
-        if key in homes: assert data.ctypes.data==homes[key][at:].ctypes.data
-        else: got.setdefault(key, np.zeros(pieces[key].nbytes, np.uint8))[at:at+len(data)] = data
+        if key in homes:
+            assert data.ctypes.data==homes[key][at:].ctypes.data
+        else:
+            got.setdefault(key, np.zeros(pieces[key].nbytes, np.uint8))[at:at+len(data)] = data
     read_pieces(pieces, take, Ring(2, blocks*BLOCK), 2, direct, homes)
     for p in pieces:
-        if p.nbytes: assert np.array_equal({**got,**homes}[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+        if p.nbytes:
+            assert np.array_equal(
+                {**got,**homes}[p.key],
+                RANDOM[p.offset:p.offset+p.nbytes])
     for a in homes.values():
         end = a.ctypes.data-a.base.ctypes.data+len(a)
         assert not a.base[end:].any()
 
 def test_a_home_that_begins_elsewhere(small):
     pieces = [Extent(small, 0, 9000, 0)]
-    fails(pieces, nothing, Ring(2, BLOCK), ConfigError, 'multiple of', homes={0: aligned(9000, 8)})
+    fails(
+        pieces, nothing, Ring(2, BLOCK), ConfigError, 'multiple of',
+        homes={0: aligned(9000, 8)})
 
 def test_without_direct_reads(random_file, monkeypatch):
     "No such flag; a file system that refuses to open; one that refuses to read"
@@ -124,11 +159,14 @@ def test_short_reads(random_file, monkeypatch):
     def less(fd, to, offset):
         n = len(to[0])
         few = n if n<=BLOCK else BLOCK+n//3//BLOCK*BLOCK
-        if fd==random_file.f.fileno(): few = max(1, n//3)
+        if fd==random_file.f.fileno():
+            few = max(1, n//3)
         return real(fd, [to[0][:few]], offset)
     monkeypatch.setattr(reading.os, 'preadv', less)
     for direct in (True, False):
-        got,_ = collect([Extent(random_file, 5, 200_000, 0)], Ring(3, 16*BLOCK), 3, direct)
+        got,_ = collect(
+            [Extent(random_file, 5, 200_000, 0)], Ring(3, 16*BLOCK),
+            3, direct)
         assert np.array_equal(got[0], RANDOM[5:200_005])
 
 @pytest.fixture
@@ -144,7 +182,8 @@ def descriptors(): return len(os.listdir('/proc/self/fd'))
 
 def fails(pieces, take, ring, error, match, **kw):
     before = descriptors()
-    with pytest.raises(error, match=match): read_pieces(pieces, take, ring, **kw)
+    with pytest.raises(error, match=match):
+        read_pieces(pieces, take, ring, **kw)
     assert not threads() and descriptors()==before
 
 def nothing(key, at, data): pass
@@ -158,31 +197,42 @@ def test_truncated(small, direct):
 
 def test_truncated_after_the_last_read(small):
     def shorten(key, at, data): os.truncate(small.path, 7)
-    fails([Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK), CheckpointError, 'was changed')
+    fails(
+        [Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK),
+        CheckpointError, 'was changed')
 
 def test_changed_before(small):
     os.utime(small.path, ns=(1, 1))
-    fails([Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError, 'was changed')
+    fails(
+        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK),
+        CheckpointError, 'was changed')
 
 def test_replaced_is_not_changed(small):
     "Another file of the same name is another file"
     other = small.path.with_name('other.bin')
     other.write_bytes(b'something else')
     os.replace(other, small.path)
-    got,_ = collect([Extent(small, 0, small.size, 0)], Ring(2, 4*BLOCK))
+    got,_ = collect(
+        [Extent(small, 0, small.size, 0)],
+        Ring(2, 4*BLOCK))
     assert np.array_equal(got[0], RANDOM)
 
 def test_disk_error(small, monkeypatch):
     def broken(*args): raise OSError(errno.EIO, os.strerror(errno.EIO))
     monkeypatch.setattr(reading.os, 'preadv', broken)
-    fails([Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError, 'Input/output')
+    fails(
+        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK),
+        CheckpointError, 'Input/output')
 
 def test_an_error_of_the_taker_stops_all(small):
     seen = []
     def take(key, at, data):
         seen.append(at)
-        if len(seen)==3: raise KeyError('three')
-    fails([Extent(small, 0, small.size, 0)], take, Ring(4, BLOCK), KeyError, 'three')
+        if len(seen)==3:
+            raise KeyError('three')
+    fails(
+        [Extent(small, 0, small.size, 0)], take,
+        Ring(4, BLOCK), KeyError, 'three')
     assert len(seen)<12
 
 def test_an_error_of_the_pieces(small):
@@ -200,7 +250,8 @@ def test_buffers_are_waited_for(small):
             assert place not in open_
             open_.add(place)
         def done():
-            with lock: open_.remove(place)
+            with lock:
+                open_.remove(place)
             order.append(at)
         return done
     ring = Ring(3, BLOCK)
@@ -212,7 +263,9 @@ def test_a_wait_that_fails(small):
     def late(): raise RuntimeError('the card is gone')
     def take(key, at, data): return late
     for n in (100, small.size):
-        fails([Extent(small, 0, n, 0)], take, Ring(2, BLOCK), RuntimeError, 'is gone')
+        fails(
+            [Extent(small, 0, n, 0)], take, Ring(2, BLOCK),
+            RuntimeError, 'is gone')
 
 def test_memory_of_ones_own(small):
     "`allocate` is asked for few and aligned buffers; others are refused"
@@ -225,23 +278,120 @@ def test_memory_of_ones_own(small):
     got,_ = collect([Extent(small, 1, 70_000, 0)], ring)
     assert np.array_equal(got[0], RANDOM[1:70_001])
     assert made and set(made)=={3*BLOCK} and len(made)<=2
-    odd = Ring(1, BLOCK, lambda n: memoryview(mmap.mmap(-1, n+BLOCK))[8:])
+    odd = Ring(
+        1,
+        BLOCK,
+        lambda n: memoryview(mmap.mmap(-1, n+BLOCK))[8:])
     fails([Extent(small, 0, 10, 0)], nothing, odd, ConfigError, 'multiple of')
-    with pytest.raises(ConfigError): Ring(0, 1)
+    with pytest.raises(ConfigError):
+        Ring(0, 1)
 
-def test_nothing_to_read(): assert read_pieces([], nothing).nbytes==0
+def test_nothing_to_read():
+    assert read_pieces([], nothing).nbytes==0
 
 def test_nothing_is_left_in_the_cache(small):
     "Where the file system can tell (`fincore`), no page of a file stays behind"
     import ctypes,mmap
-    if os.statvfs(small.path).f_bsize!=BLOCK: pytest.skip('other pages')
+    if os.statvfs(small.path).f_bsize!=BLOCK:
+        pytest.skip('other pages')
     os.sync()
     for direct in (True, False):
-        read_pieces([Extent(small, 0, small.size, 0)], nothing, Ring(2, 4*BLOCK), direct=direct)
-        with open(small.path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m:
+        read_pieces(
+            [Extent(small, 0, small.size, 0)], nothing,
+            Ring(2, 4*BLOCK), direct=direct)
+        with (
+            open(small.path, 'rb') as f,
+            mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m
+        ):
             n = small.size//BLOCK
             seen = (ctypes.c_ubyte*n)()
             at = ctypes.addressof(ctypes.c_char.from_buffer(m))
             libc = ctypes.CDLL(None, use_errno=True)
-            assert libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(small.size), seen)==0
+            assert libc.mincore(
+                ctypes.c_void_p(at), ctypes.c_size_t(small.size), seen)==0
             assert sum(b&1 for b in seen)==0
+
+# -- how many read at a time ---------------------------------------------------------------------
+
+def fed(readers, rate, seconds, size=8<<20):
+    "Seconds that each number of readers had, of a made-up disk that gives `rate(allowed)`"
+    now,spent = 0.,{}
+    while now<seconds:
+        allowed = readers.allowed
+        took = size/rate(allowed)
+        now += took
+        spent[allowed] = spent.get(allowed, 0)+took
+        readers.note(size, allowed, now)
+    return spent
+
+speeds = st.floats(1e8, 5.9e9)
+
+@given(speeds, speeds)
+@settings(deadline=None, max_examples=60)
+def test_the_faster_number_reads(alone, together):
+    "Nine tenths of a minute go to whichever is faster, where that matters"
+    spent = fed(reading.Readers(8), lambda n: alone if n==1 else together, 60)
+    best = 1 if alone>together else 8
+    if max(alone, together)>1.05*min(alone, together):
+        assert spent[best]>.9*60
+
+def test_memory_is_left_alone():
+    assert set(fed(reading.Readers(8), lambda n: 25e9 if n==8 else 40e9, 5))=={8}
+
+def test_reads_of_before_do_not_count():
+    r = reading.Readers(8)
+    r.note(1<<20, 8, 0.)
+    r.note(1<<20, 8, .3)
+    assert r.allowed==1
+    for i in range(9):
+        r.note(1<<30, 8, .31+i/100)  # these began when all might read
+    assert r.rates.keys()=={8} and r.began is None
+
+@pytest.mark.parametrize('allowed', [1,3,8])
+def test_the_gate(random_file, monkeypatch, allowed):
+    "No more than may read at once do"
+    inside,most,lock = [0],[0],threading.Lock()
+    plain = reading._Source.fill
+    def fill(source, memory, start, need):
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        try:
+            return plain(source, memory, start, need)
+        finally:
+            with lock:
+                inside[0] -= 1
+    monkeypatch.setattr(reading._Source, 'fill', fill)
+    begun = reading.Readers
+    monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, allowed=allowed))
+    whole = [Extent(random_file, 0, random_file.size, 'all')]
+    got,_ = collect(whole, Ring(16, BLOCK), threads=8)
+    assert np.array_equal(got['all'], RANDOM[:-5])
+    assert most[0]<=allowed
+
+def test_the_earliest_window_goes_first():
+    gate,order = reading._Gate(reading.Readers(3, allowed=1)),[]
+    allowed = gate.enter(0)
+    def work(i):
+        may = gate.enter(i)
+        order.append(i)
+        gate.leave(may, 1)
+    threads = [threading.Thread(target=work, args=(i,)) for i in (3,1,2)]
+    for t in threads:
+        t.start()
+    with gate.changed:
+        while gate.waiting!={1,2,3}:
+            gate.changed.wait(.01)
+    gate.leave(allowed, 1)
+    for t in threads:
+        t.join()
+    assert order==[1,2,3]
+
+def test_a_failed_read_leaves_the_gate(random_file, monkeypatch):
+    "Whoever waits for the one that may read is not left waiting"
+    def fill(source, memory, start, need): raise CheckpointError('no')
+    monkeypatch.setattr(reading._Source, 'fill', fill)
+    begun = reading.Readers
+    monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, allowed=1))
+    with pytest.raises(CheckpointError, match='no'):
+        collect([Extent(random_file, 0, random_file.size, 'all')], Ring(16, BLOCK), threads=8)

@@ -1,4 +1,5 @@
-"Shapes that no reference has: odd widths, lone experts, one kind of layer only, squares. What must hold of any of them, and files that leave something open."
+"""Shapes that no reference has: odd widths, lone experts, one kind of layer only, squares. What
+must hold of any of them, and files that leave something open."""
 import json,re,shutil
 import numpy as np, pytest
 from hypothesis import given,settings,strategies as st
@@ -13,10 +14,16 @@ from helpers.reference import Run,data,rewritten
 host = get_device('cpu')
 
 def opened(path, **kw):
-    with open_checkpoint(path) as ck: return load_model(ck, host, 256, parts=('','mtp','vision'), **kw)
-def logits(path, n=70): m = opened(path); return Run(m).prefill([(5*i+3)%40 for i in range(n)])
+    with open_checkpoint(path) as ck:
+        return load_model(ck, host, 256, parts=('','mtp','vision'), **kw)
+def logits(path, n=70):
+    m = opened(path)
+    return Run(m).prefill([
+        (5*i+3)%40
+        for i in range(n)])
 
-# -- any shape -------------------------------------------------------------------------------------------------------------------
+# -- any shape
+# --------------------------------------------------------------------------------------------------
 
 _pick = st.sampled_from
 KINDS = ('llama','qwen3_moe','qwen3_next','qwen3_5_text','gpt_oss','gemma4_text','nemotron_h',
@@ -24,20 +31,62 @@ KINDS = ('llama','qwen3_moe','qwen3_next','qwen3_5_text','gpt_oss','gemma4_text'
 @st.composite
 def configs(draw):
     "A config.json of any family, of a shape that nobody would publish"
-    p = lambda *xs: draw(_pick(xs))
-    L,kv,hd = p(1,2,3),p(1,2,3),p(8,10,24)
+    def p(*xs): return draw(_pick(xs))
+    L = p(1,2,3)
+    kv = p(1,2,3)
+    hd = p(8,10,24)
     kind = draw(_pick(KINDS))
-    E = p(1,2,5); kinds = lambda *ks: [p(*ks) for _ in range(L)]
-    d = dict(model_type=kind, vocab_size=43, hidden_size=p(17,24,65), num_hidden_layers=L, num_attention_heads=kv*p(1,3,8), num_key_value_heads=kv, head_dim=hd, intermediate_size=p(7,32,96),
-        max_position_embeddings=256, rms_norm_eps=1e-5, eos_token_id=2, num_experts=E, num_local_experts=E, n_routed_experts=E, num_experts_per_tok=p(1,E), moe_intermediate_size=p(8,32,33),
-        linear_num_key_heads=(kh := p(1,2)), linear_num_value_heads=kh*p(1,3), linear_key_head_dim=p(4,12), linear_value_head_dim=p(6,16), linear_conv_kernel_dim=p(2,4,5), conv_kernel=p(2,4,5),
-        shared_expert_intermediate_size=p(8,33), moe_shared_expert_intermediate_size=9, mamba_head_dim=p(4,12), n_groups=(g := p(1,3)), mamba_num_heads=g*p(1,2), ssm_state_size=p(4,10), sliding_window=p(1,5,64,100))
-    if kind in ('qwen3_next','qwen3_5_text'): d |= dict(layer_types=kinds('linear_attention','full_attention'), partial_rotary_factor=1.0)
-    if kind=='qwen3_5_text': d['rope_scaling'] = dict(mrope_section=[hd//2,0,0], mrope_interleaved=True, rope_type='default')
-    if kind=='gpt_oss': d |= dict(layer_types=kinds('sliding_attention','full_attention'))
-    if kind=='gemma4_text': d |= dict(layer_types=kinds('sliding_attention','full_attention'), global_head_dim=p(8,20), num_global_key_value_heads=kv, attention_k_eq_v=p(True,False), hidden_size_per_layer_input=0,
-        enable_moe_block=p(True,False), top_k_experts=p(1,E))
-    if kind=='nemotron_h': d |= dict(hybrid_override_pattern=''.join(kinds('M','E','*','-')), sliding_window=None)
+    E = p(1,2,5)
+    def kinds(*ks): return [p(*ks) for _ in range(L)]
+    d = dict(
+        model_type=kind,
+        vocab_size=43,
+        hidden_size=p(17,24,65),
+        num_hidden_layers=L,
+        num_attention_heads=kv*p(1,3,8),
+        num_key_value_heads=kv,
+        head_dim=hd,
+        intermediate_size=p(7,32,96),
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        eos_token_id=2,
+        num_experts=E,
+        num_local_experts=E,
+        n_routed_experts=E,
+        num_experts_per_tok=p(1,E),
+        moe_intermediate_size=p(8,32,33),
+        linear_num_key_heads=(kh := p(1,2)),
+        linear_num_value_heads=kh*p(1,3),
+        linear_key_head_dim=p(4,12),
+        linear_value_head_dim=p(6,16),
+        linear_conv_kernel_dim=p(2,4,5),
+        conv_kernel=p(2,4,5),
+        shared_expert_intermediate_size=p(8,33),
+        moe_shared_expert_intermediate_size=9,
+        mamba_head_dim=p(4,12),
+        n_groups=(g := p(1,3)),
+        mamba_num_heads=g*p(1,2),
+        ssm_state_size=p(4,10),
+        sliding_window=p(1,5,64,100))
+    if kind in ('qwen3_next','qwen3_5_text'):
+        d |= dict(layer_types=kinds('linear_attention','full_attention'), partial_rotary_factor=1.0)
+    if kind=='qwen3_5_text':
+        d['rope_scaling'] = dict(
+            mrope_section=[hd//2,0,0], mrope_interleaved=True, rope_type='default')
+    if kind=='gpt_oss':
+        d |= dict(layer_types=kinds('sliding_attention','full_attention'))
+    if kind=='gemma4_text':
+        d |= dict(
+            layer_types=kinds('sliding_attention','full_attention'),
+            global_head_dim=p(8,20),
+            num_global_key_value_heads=kv,
+            attention_k_eq_v=p(True,False),
+            hidden_size_per_layer_input=0,
+            enable_moe_block=p(True,False),
+            top_k_experts=p(1,E))
+    if kind=='nemotron_h':
+        d |= dict(
+            hybrid_override_pattern=''.join(kinds('M','E','*','-')), sliding_window=None)
     if kind=='granitemoehybrid':
         d |= dict(layer_types=kinds('mamba','attention'), hidden_size=12*g)
         d |= dict(mamba_n_heads=p(1,2)*g, mamba_n_groups=g, mamba_expand=2)
@@ -51,102 +100,211 @@ def configs(draw):
     return ModelConfig.from_hf(d)
 
 @settings(deadline=None, max_examples=60)
-@given(c=configs(), weights=_pick(['bf16','fp8','nvfp4','mxfp4']), T=_pick([1,2,63,64,65,129]), seed=st.integers(0,9))
+@given(
+    c=configs(),
+    weights=_pick(['bf16','fp8','nvfp4','mxfp4']),
+    T=_pick([1,2,63,64,65,129]),
+    seed=st.integers(0,9))
 def test_any_shape(c, weights, T, seed):
-    "Packed weights and plain ones, a prompt at once and in chunks: the same bits. Token by token: the same numbers"
-    m,ids = build(c),np.random.default_rng(seed).integers(0, c.vocab_size, T+3).tolist()
-    with dummy_checkpoint(c, m.wants(), weights, seed) as ck: plain,packed = (build(c).bind(load(ck, m.wants(), host, packed=k), host, 256) for k in (False,True))
+    """Packed weights and plain ones, a prompt at once and in chunks: the same bits. Token by
+    token: the same numbers"""
+    m = build(c)
+    ids = np.random.default_rng(seed).integers(
+        0, c.vocab_size, T+3).tolist()
+    with dummy_checkpoint(c, m.wants(), weights, seed) as ck:
+        plain,packed = (
+            build(c).bind(
+                load(ck, m.wants(), host, packed=k), host, 256)
+            for k in (False,True))
     a,b,s = Run(plain),Run(packed),Run(plain)
-    whole = a.prefill(ids[:T]); assert np.isfinite(whole).all() and whole.shape==(T,c.vocab_size)
-    assert (b.prefill(ids[:T])==whole).all() and (Run(packed).chunks(ids[:T])==whole).all()
-    after = a.steps(ids[T:], T); assert (b.steps(ids[T:], T)==after).all()
+    whole = a.prefill(ids[:T])
+    assert np.isfinite(whole).all() and whole.shape==(T,c.vocab_size)
+    assert (
+        (b.prefill(ids[:T])==whole).all()
+        and (Run(packed).chunks(ids[:T])==whole).all())
+    after = a.steps(ids[T:], T)
+    assert (b.steps(ids[T:], T)==after).all()
     got = s.steps(ids)
-    if not (c.moe and c.moe.top_k<c.moe.num_experts): assert np.abs(got-np.concatenate([whole,after])).max()<3e-4*np.abs(whole).max()  # else a near choice may fall the other way
+    if not (c.moe and c.moe.top_k<c.moe.num_experts):
+        # else a near choice may fall the other way
+        assert np.abs(
+            got
+            -np.concatenate([
+                whole,
+                after])).max()<3e-4*np.abs(whole).max()
 
-# -- what a file may leave open --------------------------------------------------------------------------------------------------
+# -- what a file may leave open
+# --------------------------------------------------------------------------------------------------
 
 def changed(path, name, fn, **conf):
     "The folder `name` with its tensors changed by `fn`, and keys of its config"
-    path.mkdir(exist_ok=True); rewritten(name, path, fn)
-    c = json.loads((path/'config.json').read_text()); t = c.get('text_config', c); t |= conf
+    path.mkdir(exist_ok=True)
+    rewritten(name, path, fn)
+    c = json.loads((path/'config.json').read_text())
+    t = c.get('text_config', c)
+    t |= conf
     (path/'config.json').write_text(json.dumps(c))
     return path
 
-@pytest.mark.parametrize('name,key', [('qwen35-moe-fp8-block','num_experts'), ('minimax-m2','num_local_experts'), ('qwen3-moe-ct-nvfp4','num_experts'), ('nemotron-nvfp4','n_routed_experts')])
+@pytest.mark.parametrize(
+    'name,key',
+    [
+        ('qwen35-moe-fp8-block','num_experts'), ('minimax-m2','num_local_experts'),
+        ('qwen3-moe-ct-nvfp4','num_experts'), ('nemotron-nvfp4','n_routed_experts')])
 def test_a_lone_expert(tmp_path, name, key):
     "Stored by itself it is no stack, and of two the second never picked changes nothing"
-    cut = lambda n: lambda ts: {k:a if not re.search(r'(gate|gate\.e_score_correction_bias|e_score_correction_bias)(\.weight)?$', k) or a.shape[0]==1 else a[:n] for k,a in ts.items()
-        if not (m := re.search(r'experts\.(\d+)\.', k)) or int(m[1])<n}
-    one = changed(tmp_path/'1', name, cut(1), **{key:1, 'num_experts_per_tok':1})
+    def cut(n):
+        return lambda ts: {
+            k:a
+            if not re.search(
+                r'(gate|gate\.e_score_correction_bias|e_score_correction_bias)(\.weight)?$', k)
+            or a.shape[0]==1
+            else a[:n]
+            for k,a in ts.items()
+            if not (m := re.search(r'experts\.(\d+)\.', k))
+            or int(m[1])<n}
+    one = changed(
+        tmp_path/'1', name, cut(1), **{key:1, 'num_experts_per_tok':1})
     def unpicked(ts):  # the same router twice: ties go to the first
         ts = cut(2)(ts)
         for k,a in ts.items():
-            if re.search(r'(mlp|mixer|block_sparse_moe)\.gate\.weight$|e_score_correction_bias$', k) and len(a)==2: ts[k] = np.concatenate([a[:1],a[:1]])
+            if (
+                re.search(
+                    r'(mlp|mixer|block_sparse_moe)\.gate\.weight$|e_score_correction_bias$', k)
+                and len(a)==2):
+                ts[k] = np.concatenate([a[:1],a[:1]])
         return ts
     two = changed(tmp_path/'2', name, unpicked, **{key:2, 'num_experts_per_tok':1})
     a,b = logits(one),logits(two)
     assert np.isfinite(a).all()
-    assert np.abs(a-b).max()<1e-5*np.abs(b).max()
+    assert (
+        np.abs(a-b).max()
+        <1e-5*np.abs(b).max())
 
 @pytest.mark.parametrize('name', ('smollm2-tied','qwen3-vl'))
 def test_tied_and_stored_all_the_same(tmp_path, name):
-    "The embedding once more is left unread; what is not the embedding is used, as the transformers library does"
-    E = lambda ts: next(k for k in ts if k.endswith('embed_tokens.weight'))
-    same,other = changed(tmp_path/'same', name, lambda ts: ts|{'lm_head.weight':ts[E(ts)]}), changed(tmp_path/'other', name, lambda ts: ts|{'lm_head.weight':ts[E(ts)][::-1].copy()})
+    """The embedding once more is left unread;
+    what is not the embedding is used, as the transformers library does"""
+    def E(ts): return next(k for k in ts if k.endswith('embed_tokens.weight'))
+    same = changed(
+        tmp_path/'same', name, lambda ts: ts|{'lm_head.weight':ts[E(ts)]})
+    other = changed(
+        tmp_path/'other',
+        name,
+        lambda ts: ts
+        |{'lm_head.weight':ts[E(ts)][::-1].copy()})
     want = logits(data/name)
-    assert (logits(same)==want).all() and (m := opened(same)).lm_head is m.embed_tokens
-    assert (logits(other)==want[:,::-1]).all() and (m := opened(other)).lm_head is not m.embed_tokens
-    with pytest.raises(CheckpointError, match='lm_head.bias'): logits(changed(tmp_path/'bias', name, lambda ts: ts|{'lm_head.bias':np.ones(3, np.float32)}))
-    with pytest.raises(CheckpointError, match='lm_head.weight'): logits(changed(tmp_path/'short', name, lambda ts: ts|{'lm_head.weight':ts[E(ts)][1:].copy()}))
+    assert (
+        (logits(same)==want).all()
+        and (m := opened(same)).lm_head is m.embed_tokens)
+    assert (
+        (logits(other)==want[:,::-1]).all()
+        and (m := opened(other)).lm_head is not m.embed_tokens)
+    with pytest.raises(CheckpointError, match='lm_head.bias'):
+        logits(changed(
+            tmp_path/'bias',
+            name,
+            lambda ts: ts|{'lm_head.bias':np.ones(3, np.float32)}))
+    with pytest.raises(CheckpointError, match='lm_head.weight'):
+        logits(changed(
+            tmp_path/'short',
+            name,
+            lambda ts: ts
+            |{'lm_head.weight':ts[E(ts)][1:].copy()}))
 
 def _experts(ts, turn=False):
     "Experts of 20: gate and up are as wide together as the model of 40, a square"
     def cut(k, a):
-        if k.endswith('experts.gate_up_proj'): a = np.concatenate([a[...,:16],a[...,:4],a[...,16:],a[...,16:20]], -1)  # (E,H,40), stored [in,out]
-        elif k.endswith('experts.down_proj'): a = np.concatenate([a,a[:,:4]], 1)
-        else: return a
+        if k.endswith('experts.gate_up_proj'):
+            # (E,H,40), stored [in,out]
+            a = np.concatenate(
+                [
+                    a[...,:16], a[...,:4],
+                    a[...,16:], a[...,16:20]],
+                -1)
+        elif k.endswith('experts.down_proj'):
+            a = np.concatenate([a,a[:,:4]], 1)
+        else:
+            return a
         return np.ascontiguousarray(a.swapaxes(-1, -2)) if turn else a
     return {k:cut(k, a) for k,a in ts.items()}
 
 def _apart(ts):
     out = {}
     for k,a in _experts(ts, True).items():
-        if not re.search(r'experts\.(gate_up|down)_proj$', k): out[k] = a; continue
+        if not re.search(r'experts\.(gate_up|down)_proj$', k):
+            out[k] = a
+            continue
         for e,x in enumerate(a):
-            for n,p in zip(('gate','up'), np.split(x, 2)) if 'gate_up' in k else [('down',x)]: out[f'{k.rsplit(".", 1)[0]}.{e}.{n}_proj.weight'] = p.copy()
+            for n,p in (
+                zip(('gate','up'), np.split(x, 2)) if 'gate_up' in k
+                else [('down',x)]):
+                out[f'{k.rsplit(".", 1)[0]}.{e}.{n}_proj.weight'] = p.copy()
     return out
 
 def test_a_square_stack_is_read_as_the_library_reads_it(tmp_path):
-    "Qwen3-VL's stacks may be either way up; where the shape does not tell, they are [E,out,in], as the library saves them"
+    """Qwen3-VL's stacks may be either way up;
+    where the shape does not tell, they are [E,out,in], as the library saves them"""
     kw = dict(moe_intermediate_size=20)
-    a,b = (logits(changed(tmp_path/str(i), 'qwen3-vl-moe', f, **kw)) for i,f in enumerate((lambda ts: _experts(ts, True), _apart)))
+    a,b = (
+        logits(changed(tmp_path/str(i), 'qwen3-vl-moe', f, **kw))
+        for i,f in enumerate((lambda ts: _experts(ts, True), _apart)))
     assert (a==b).all()
 
-@pytest.mark.parametrize('name,end,bad', [('qwen3-nvfp4','weight_scale_2',0), ('qwen3-nvfp4','weight_scale_2',-1), ('qwen3-nvfp4','weight_scale_2',np.inf), ('qwen3-moe-ct-nvfp4','weight_global_scale',0),
-    ('qwen3-moe-ct-nvfp4','weight_global_scale',-2), ('llama-fp8-tensor','weight_scale',-1), ('minimax-fp8-block','weight_scale_inv',-1), ('qwen3-nvfp4','weight_scale',0xB8), ('qwen35-moe-fp8-block','weight_scale_inv',0xBF80)])
+@pytest.mark.parametrize(
+    'name,end,bad',
+    [
+        ('qwen3-nvfp4','weight_scale_2',0), ('qwen3-nvfp4','weight_scale_2',-1),
+        ('qwen3-nvfp4','weight_scale_2',np.inf), ('qwen3-moe-ct-nvfp4','weight_global_scale',0),
+        ('qwen3-moe-ct-nvfp4','weight_global_scale',-2), ('llama-fp8-tensor','weight_scale',-1),
+        ('minimax-fp8-block','weight_scale_inv',-1), ('qwen3-nvfp4','weight_scale',0xB8),
+        ('qwen35-moe-fp8-block','weight_scale_inv',0xBF80)])
 def test_scales_below_zero(tmp_path, monkeypatch, name, end, bad):
     "Or zero for all, or infinite: refused before anything is allocated"
     def spoil(ts):
-        k = next(k for k in ts if k.endswith('.'+end)); a = ts[k].copy(); a.reshape(-1)[-1] = bad
+        k = next(k for k in ts if k.endswith('.'+end))
+        a = ts[k].copy()
+        a.reshape(-1)[-1] = bad
         return ts|{k:a}
     f = changed(tmp_path/'m', name, spoil)
     monkeypatch.setattr(type(host), 'carve', lambda *a: pytest.fail('allocated'))
-    with pytest.raises(CheckpointError, match='model.safetensors.*scale of .* is not'): opened(f)
+    with pytest.raises(CheckpointError, match='model.safetensors.*scale of .* is not'):
+        opened(f)
 
 def test_errors_name_the_file_they_are_about(tmp_path):
-    for file,text in (('hf_quant_config.json','{"quantization": {"quant_algo": "INT4"}}'), ('generation_config.json','{"eos_token_id": "x"}'), ('config.json','{"model_type": "llama"}')):
-        shutil.copytree(data/'linear-rope', tmp_path/file); (tmp_path/file/file).write_text(text)
-        with pytest.raises((CheckpointError,UnsupportedError), match='^'+file.replace('.', r'\.')+': '): opened(tmp_path/file)
+    for file,text in (
+        ('hf_quant_config.json','{"quantization": {"quant_algo": "INT4"}}'),
+        ('generation_config.json','{"eos_token_id": "x"}'),
+        ('config.json','{"model_type": "llama"}')):
+        shutil.copytree(data/'linear-rope', tmp_path/file)
+        (tmp_path/file/file).write_text(text)
+        with pytest.raises(
+            (CheckpointError,UnsupportedError), match='^'+file.replace('.', r'\.')+': '):
+            opened(tmp_path/file)
 
-@pytest.mark.parametrize('name,key', [('linear-rope','factor'), ('linear-rope','type'), ('llama3-rope-sharded','factor'), ('llama3-rope-sharded','low_freq_factor'), ('llama3-rope-sharded','rope_type'), ('gpt-oss','rope_type')])
+@pytest.mark.parametrize(
+    'name,key',
+    [
+        ('linear-rope','factor'), ('linear-rope','type'), ('llama3-rope-sharded','factor'),
+        ('llama3-rope-sharded','low_freq_factor'), ('llama3-rope-sharded','rope_type'),
+        ('gpt-oss','rope_type')])
 def test_scalings_that_are_half_told(name, key):
     "Are not filled in"
-    c = json.loads((data/name/'config.json').read_text()); del c['rope_scaling'][key]
-    with pytest.raises(ConfigError, match=f"no '{key}'|no 'rope_type'"): ModelConfig.from_hf(c)
+    c = json.loads((data/name/'config.json').read_text())
+    del c['rope_scaling'][key]
+    with pytest.raises(ConfigError, match=f"no '{key}'|no 'rope_type'"):
+        ModelConfig.from_hf(c)
 
-@pytest.mark.parametrize('name,path', [('gpt-oss','num_local_experts'), ('gpt-oss','intermediate_size'), ('qwen3-next','num_attention_heads'), ('qwen3-next','linear_value_head_dim'), ('qwen3-vl','vision_config.depth')])
+@pytest.mark.parametrize(
+    'name,path',
+    [
+        ('gpt-oss','num_local_experts'), ('gpt-oss','intermediate_size'),
+        ('qwen3-next','num_attention_heads'), ('qwen3-next','linear_value_head_dim'),
+        ('qwen3-vl','vision_config.depth')])
 def test_sizes_beyond_reason(name, path):
     "Are refused before anybody makes a table or a list of that size"
-    c = json.loads((data/name/'config.json').read_text()); *up,k = path.split('.')
+    c = json.loads((data/name/'config.json').read_text())
+    *up,k = path.split('.')
     (c[up[0]] if up else c)[k] = 10**9
-    with pytest.raises(ConfigError, match='1,000,000,000|000,000'): ModelConfig.from_hf(c)
+    with pytest.raises(ConfigError, match='1,000,000,000|000,000'):
+        ModelConfig.from_hf(c)

@@ -37,30 +37,55 @@ class RopeConfig:
     beta_slow:float=1. # yarn: rotations below which a pair is divided
     truncate:bool=True # yarn: round the ramp's ends to whole pairs
     attention_factor:float|None=None # yarn: scale of cos and sin; None for 0.1·ln(factor)+1
-    freq_factors:tuple[float,...]|None=None # factors: divisor of each pair's frequency, as GGUF stores llama3 scaling
+    # factors: divisor of each pair's frequency, as GGUF stores llama3 scaling
+    freq_factors:tuple[float,...]|None=None
     pairs:int=0 # proportional: pairs that turn, the first of dim/2; the others have speed 0
-    mrope:tuple[int,...]=() # Pairs that turn by time, height and width, interleaved; empty where positions are one number
+    # Pairs that turn by time, height and width, interleaved; empty where positions are one number
+    mrope:tuple[int,...]=()
 
     def __post_init__(self):
-        if self.dim<2 or self.dim%2: raise ConfigError(f'The rotary dimension is {self.dim}, expected an even number from 2', param='rope')
+        if self.dim<2 or self.dim%2:
+            raise ConfigError(
+                f'The rotary dimension is {self.dim}, expected an even number from 2', param='rope')
         if self.kind not in ROPE_KINDS:
-            raise UnsupportedError(f'Rope type {self.kind!r} is not supported', hint=f'Supported: {", ".join(ROPE_KINDS)}', param='rope_type')
+            raise UnsupportedError(
+                f'Rope type {self.kind!r} is not supported',
+                hint=f'Supported: {", ".join(ROPE_KINDS)}',
+                param='rope_type')
         if self.kind in ('llama3','yarn') and self.original_max<1:
-            raise ConfigError(f'Rope type {self.kind!r} needs original_max_position_embeddings', param='rope_scaling')
-        if self.kind=='yarn' and self.theta<=1: raise ConfigError(f"rope_theta is {self.theta}, expected more than 1 for rope type 'yarn'", param='rope_theta')
-        if not 0<=self.pairs<=self.dim//2: raise ConfigError(f'{self.pairs} of {self.dim//2} pairs turn', param='partial_rotary_factor')
-        if self.mrope and len(self.mrope)!=3: raise ConfigError(f'mrope_section is {list(self.mrope)}, expected three numbers', param='mrope_section')
+            raise ConfigError(
+                f'Rope type {self.kind!r} needs original_max_position_embeddings',
+                param='rope_scaling')
+        if self.kind=='yarn' and self.theta<=1:
+            raise ConfigError(
+                f"rope_theta is {self.theta}, expected more than 1 for rope type 'yarn'",
+                param='rope_theta')
+        if not 0<=self.pairs<=self.dim//2:
+            raise ConfigError(
+                f'{self.pairs} of {self.dim//2} pairs turn', param='partial_rotary_factor')
+        if self.mrope and len(self.mrope)!=3:
+            raise ConfigError(
+                f'mrope_section is {list(self.mrope)}, expected three numbers',
+                param='mrope_section')
         if self.kind=='llama3' and self.high_freq_factor<=self.low_freq_factor:
-            raise ConfigError(f'high_freq_factor is {self.high_freq_factor}, expected more than low_freq_factor, {self.low_freq_factor}', param='rope_scaling')
+            raise ConfigError(
+                f'high_freq_factor is {self.high_freq_factor}, expected more than '
+                f'low_freq_factor, {self.low_freq_factor}',
+                param='rope_scaling')
 
 ROPE_KINDS = ('default','linear','llama3','yarn','factors','proportional')
 
 # %% ../../nbs/1_ground/04_config.ipynb #10cedb1e
 def require(ok, param:str, msg:str):
     "A `ConfigError` unless `ok`"
-    if not ok: raise ConfigError(f'The model description contradicts itself in {param}: {msg}', param=param)
+    if not ok:
+        raise ConfigError(
+            f'The model description contradicts itself in {param}: {msg}', param=param)
 
-MAX_HEAD,MAX_WIDTH,MAX_EXPERTS = 1<<14,1<<20,1<<12 # None is nearly as large, and whoever makes tables for one should be spared a wrong number
+MAX_HEAD = 1<<14
+MAX_WIDTH = 1<<20
+# None is nearly as large, and whoever makes tables for one should be spared a wrong number
+MAX_EXPERTS = 1<<12
 
 def _width(n, param): require(n<=MAX_WIDTH, param, f'a width of {n:,}')
 
@@ -74,7 +99,8 @@ class AttentionConfig:
     window:int|None=None # A query sees itself and window-1 tokens before it; None for all
     bias:bool=False # On queries, keys and values
     o_bias:bool=False # On the output projection
-    qk_norm:str='none' # RMSNorm of queries and keys: 'none', 'head' (each head alone), 'all' (over all heads together)
+    # RMSNorm of queries and keys: 'none', 'head' (each head alone), 'all' (over all heads together)
+    qk_norm:str='none'
     gate:bool=False # Does q_proj also make a sigmoid gate of the output, per head [query|gate]?
     sinks:bool=False # One extra logit a head, which takes mass and gives no value
     scale:float|None=None # Of the scores; None for head_dim**-0.5
@@ -91,7 +117,9 @@ class AttentionConfig:
         turned = self.rope and self.rope.dim
         require(self.rope is None or turned<=self.head_dim, 'rope',
             f'{turned} rotary elements in a head of {self.head_dim}')
-        if self.qk_norm not in ('none','head','all'): raise UnsupportedError(f'Query and key norm {self.qk_norm!r} is not supported', param='qk_norm')
+        if self.qk_norm not in ('none','head','all'):
+            raise UnsupportedError(
+                f'Query and key norm {self.qk_norm!r} is not supported', param='qk_norm')
 
 # %% ../../nbs/1_ground/04_config.ipynb #b849339b
 @dataclass(frozen=True)
@@ -109,8 +137,11 @@ class DeltaConfig:
         values,keys = self.num_v_heads,self.num_k_heads
         require(values%keys==0, 'linear_num_value_heads',
             f'{values} value heads cannot share {keys} key heads evenly')
-        _width(2*self.num_k_heads*self.k_dim+2*self.num_v_heads*self.v_dim, 'linear_num_value_heads')
-        if self.gate_act not in ('silu','sigmoid'): raise UnsupportedError(f'Output gate {self.gate_act!r} is not supported', param='output_gate_type')
+        _width(
+            2*self.num_k_heads*self.k_dim+2*self.num_v_heads*self.v_dim, 'linear_num_value_heads')
+        if self.gate_act not in ('silu','sigmoid'):
+            raise UnsupportedError(
+                f'Output gate {self.gate_act!r} is not supported', param='output_gate_type')
 
 @dataclass(frozen=True)
 class MambaConfig:
@@ -134,7 +165,8 @@ class MoEConfig:
     num_experts:int
     top_k:int # Experts that each token uses
     intermediate_size:int # Width of each
-    score:str='softmax' # 'softmax' over all experts, 'sigmoid' of each, or 'topk_softmax' over those picked
+    # 'softmax' over all experts, 'sigmoid' of each, or 'topk_softmax' over those picked
+    score:str='softmax'
     renormalise:bool=True # Do the weights of those picked sum to one?
     scaling:float=1. # What their sum is multiplied by
     correction:bool=False # Is a bias added to the scores for picking only?
@@ -152,7 +184,9 @@ class MoEConfig:
             f'{self.top_k} of {self.num_experts} experts a token')
         require(self.num_experts<=MAX_EXPERTS, 'num_experts', f'{self.num_experts:,} experts')
         _width(self.intermediate_size, 'moe_intermediate_size')
-        if self.score not in ('softmax','sigmoid','topk_softmax'): raise UnsupportedError(f'Router score {self.score!r} is not supported', param='scoring_func')
+        if self.score not in ('softmax','sigmoid','topk_softmax'):
+            raise UnsupportedError(
+                f'Router score {self.score!r} is not supported', param='scoring_func')
 
 # %% ../../nbs/1_ground/04_config.ipynb #3baeb0f7
 @dataclass(frozen=True)
@@ -169,7 +203,8 @@ class VisionConfig:
     merge_size:int=2 # Patches a side that become one row
     in_channels:int=3
     num_positions:int=2304 # Learned positions, a square grid
-    deepstack:tuple[int,...]=() # Blocks whose output is also added to the first layers of the language model
+    # Blocks whose output is also added to the first layers of the language model
+    deepstack:tuple[int,...]=()
     act:str='gelu_tanh'
     video_token_id:int|None=None
     vision_start_id:int|None=None
@@ -187,7 +222,11 @@ class VisionConfig:
             require(0<=i<self.depth, key, f'{i} is not one of {self.depth} blocks')
         once = len({*self.deepstack})==len(self.deepstack)
         require(once, key, 'a block is there twice')
-        if self.act!='gelu_tanh': raise UnsupportedError(f'Vision activation {self.act!r} is not supported', hint='Supported: gelu_tanh', param='hidden_act')
+        if self.act!='gelu_tanh':
+            raise UnsupportedError(
+                f'Vision activation {self.act!r} is not supported',
+                hint='Supported: gelu_tanh',
+                param='hidden_act')
 
 # %% ../../nbs/1_ground/04_config.ipynb #bba4eb29
 @dataclass(frozen=True)
@@ -199,11 +238,14 @@ class DrafterConfig:
     centroid_top_k:int=0 # Clusters that are looked at
 
 # %% ../../nbs/1_ground/04_config.ipynb #4fbf2dd9
-MIXERS,FFNS,ACTS = ('attention','sliding','delta','mamba','none'),('mlp','moe','moe+mlp','none'),('silu','gelu_tanh','swiglu_oai','relu2')
+MIXERS = ('attention','sliding','delta','mamba','none')
+FFNS = ('mlp','moe','moe+mlp','none')
+ACTS = ('silu','gelu_tanh','swiglu_oai','relu2')
 
 @dataclass(frozen=True)
 class ModelConfig:
-    "One model, described; a `ConfigError` where it contradicts itself, an `UnsupportedError` where Atlas lacks a part"
+    """One model, described; a `ConfigError` where it contradicts itself, an `UnsupportedError`
+    where Atlas lacks a part"""
     family:str # By which its `Family` knows it
     vocab_size:int
     hidden_size:int
@@ -249,7 +291,8 @@ def _check_kinds(c):
         ('hidden_act', (c.act,), ACTS),
     ):
         for k in kinds:
-            if k not in known: raise unsupported(key, k, known)
+            if k not in known:
+                raise unsupported(key, k, known)
     for layer in zip(c.mixers, c.ffns):
         require(layer!=('none','none'), 'layer_types', 'a layer without parts')
 
@@ -301,78 +344,133 @@ def attn(self:ModelConfig,
     i:int # Layer; those from `num_layers` on are the drafting layers
 )->AttentionConfig|None:
     "How layer `i` attends; None where it does not"
-    if i>=self.num_layers: return self.attention if i<self.num_layers+self.mtp_layers else None
+    if i>=self.num_layers:
+        return self.attention if i<self.num_layers+self.mtp_layers else None
     return dict(attention=self.attention, sliding=self.sliding).get(self.mixers[i])
 
 @patch
 def kv_shape(self:ModelConfig, i:int)->tuple[int,int]|None:
-    "Heads and head size of the keys (and of the values) that layer `i` keeps of each token; None if it keeps none"
+    """Heads and head size of the keys (and of the values) that layer `i` keeps of each token;
+    None if it keeps none"""
     a = self.attn(i)
     return None if a is None or a.q_only else (a.num_kv_heads, a.head_dim)
 
+def _conv_width(c, k)->int:
+    "Channels of the convolution of a layer `k`, 'delta' or 'mamba'"
+    if k=='delta':
+        return 2*c.delta.num_k_heads*c.delta.k_dim+c.delta.num_v_heads*c.delta.v_dim
+    return c.mamba.num_heads*c.mamba.head_dim+2*c.mamba.n_groups*c.mamba.state_dim
+
 @patch
 def state_shapes(self:ModelConfig, i:int)->dict[str,tuple]:
-    "What layer `i` keeps of a sequence, however long: `conv` (last inputs of the convolution) and `rec` (the recurrent state)"
-    m,d,k = self.mamba,self.delta,self.mixers[i] if i<self.num_layers else 'attention'
-    if k=='delta': return dict(conv=(d.conv-1, 2*d.num_k_heads*d.k_dim+d.num_v_heads*d.v_dim), rec=(d.num_v_heads, d.k_dim, d.v_dim))
-    if k=='mamba': return dict(conv=(m.conv-1, m.num_heads*m.head_dim+2*m.n_groups*m.state_dim), rec=(m.num_heads, m.head_dim, m.state_dim))
+    """What layer `i` keeps of a sequence, however long: `conv` (last inputs of the convolution)
+    and `rec` (the recurrent state)"""
+    k = self.mixers[i] if i<self.num_layers else 'attention'
+    if k=='delta':
+        d = self.delta
+        return dict(conv=(d.conv-1, _conv_width(self, k)), rec=(d.num_v_heads, d.k_dim, d.v_dim))
+    if k=='mamba':
+        m = self.mamba
+        rec = m.num_heads,m.head_dim,m.state_dim
+        return dict(conv=(m.conv-1, _conv_width(self, k)), rec=rec)
     return {}
 
 # %% ../../nbs/1_ground/04_config.ipynb #ba5ae665
-def _attention_params(a, H):
-    q,kv = a.num_heads*a.head_dim,0 if a.q_only else a.num_kv_heads*a.head_dim
-    rows,norms = q*(1+a.gate)+kv*(2-a.k_eq_v),dict(none=0, head=a.head_dim*(2-a.q_only), all=q+kv)
-    return dict(attention=rows*(H+a.bias)+H*(q+a.o_bias)+a.sinks*a.num_heads, norms=norms[a.qk_norm])
+def _attention_params(a, H)->dict:
+    "Weights of attention in a model of width `H`, by part"
+    q = a.num_heads*a.head_dim
+    kv = 0 if a.q_only else a.num_kv_heads*a.head_dim
+    rows = q*(1+a.gate)+kv*(2-a.k_eq_v)
+    norms = dict(none=0, head=a.head_dim*(2-a.q_only), all=q+kv)
+    n = rows*(H+a.bias)+H*(q+a.o_bias)+a.sinks*a.num_heads
+    return dict(attention=n, norms=norms[a.qk_norm])
 
-def _delta_params(d, H):
+def _delta_params(d, H)->dict:
+    "The same of a delta net"
     qk,v = d.num_k_heads*d.k_dim,d.num_v_heads*d.v_dim
-    return dict(delta=H*(2*qk+3*v)+2*d.num_v_heads*(H+1)+d.conv*(2*qk+v), norms=d.v_dim)
+    n = H*(2*qk+3*v)+2*d.num_v_heads*(H+1)+d.conv*(2*qk+v)
+    return dict(delta=n, norms=d.v_dim)
 
-def _mamba_params(m, H):
-    I,nh = m.num_heads*m.head_dim,m.num_heads; C = I+2*m.n_groups*m.state_dim
-    return dict(mamba=(I+C+nh)*(H+m.proj_bias)+C*(m.conv+m.conv_bias)+3*nh+H*(I+m.proj_bias), norms=I)
+def _mamba_params(m, H)->dict:
+    "The same of Mamba"
+    heads = m.num_heads
+    I = heads*m.head_dim
+    C = I+2*m.n_groups*m.state_dim
+    inward = (I+C+heads)*(H+m.proj_bias)
+    n = inward+C*(m.conv+m.conv_bias)+3*heads+H*(I+m.proj_bias)
+    return dict(mamba=n, norms=I)
 
-def _mlp_params(H, I, gated, bias): return (2+gated)*H*I+bias*((1+gated)*I+H)*(I>0)
+# %% ../../nbs/1_ground/04_config.ipynb #440befa2
+def _mlp_params(H, I, gated, bias)->int:
+    "Weights of an MLP of width `I`"
+    return (2+gated)*H*I+bias*((1+gated)*I+H)*(I>0)
 
-def _moe_params(m, H, gated, bias):
+def _moe_params(m, H, gated, bias)->dict:
+    "The same of experts and their router"
     E = m.num_experts
-    return dict(experts=E*_mlp_params(H, m.intermediate_size, gated, m.expert_bias), shared=_mlp_params(H, m.shared_size, gated, bias),
-        router=E*(H+m.router_bias+m.correction+m.per_expert_scale)+H*(m.router_norm+m.shared_gate))
+    a_row = H+m.router_bias+m.correction+m.per_expert_scale
+    return dict(
+        experts=E*_mlp_params(H, m.intermediate_size, gated, m.expert_bias),
+        shared=_mlp_params(H, m.shared_size, gated, bias),
+        router=E*a_row+H*(m.router_norm+m.shared_gate))
 
-def _vision_params(v):
-    h,I,M = v.hidden_size,v.intermediate_size,v.hidden_size*v.merge_size**2
-    merger = lambda width: 2*width+M*(M+1)+v.out_hidden_size*(M+1)
-    patch,block = h*(v.in_channels*v.temporal_patch_size*v.patch_size**2+1),4*h+4*h*(h+1)+I*(h+1)+h*(I+1)
-    return patch+v.num_positions*h+v.depth*block+merger(h)+len(v.deepstack)*merger(M)
+def _vision_params(v)->int:
+    "Weights of a vision tower"
+    h,I = v.hidden_size,v.intermediate_size
+    M = h*v.merge_size**2
+    def merger(width): return 2*width+M*(M+1)+v.out_hidden_size*(M+1)
+    patch = h*(v.in_channels*v.temporal_patch_size*v.patch_size**2+1)
+    block = 4*h+4*h*(h+1)+I*(h+1)+h*(I+1)
+    mergers = merger(h)+len(v.deepstack)*merger(M)
+    return patch+v.num_positions*h+v.depth*block+mergers
 
 # %% ../../nbs/1_ground/04_config.ipynb #9873fe28
-def _layer_params(c, mixer, ffn):
+def _layer_params(c, mixer, ffn)->Counter:
     "Weights of one layer, by part"
     H,n = c.hidden_size,Counter()
-    if mixer in ('attention','sliding'): n.update(_attention_params(getattr(c, mixer), H))
-    if mixer=='delta': n.update(_delta_params(c.delta, H))
-    if mixer=='mamba': n.update(_mamba_params(c.mamba, H))
-    if 'mlp' in ffn: n['mlp'] += _mlp_params(H, c.intermediate_size, c.gated, c.mlp_bias)
-    if 'moe' in ffn: n.update(_moe_params(c.moe, H, c.gated, c.mlp_bias))
+    if mixer in ('attention','sliding'):
+        n.update(_attention_params(getattr(c, mixer), H))
+    if mixer=='delta':
+        n.update(_delta_params(c.delta, H))
+    if mixer=='mamba':
+        n.update(_mamba_params(c.mamba, H))
+    if 'mlp' in ffn:
+        n['mlp'] += _mlp_params(H, c.intermediate_size, c.gated, c.mlp_bias)
+    if 'moe' in ffn:
+        n.update(_moe_params(c.moe, H, c.gated, c.mlp_bias))
     halves = (mixer!='none')+(ffn!='none')
-    n['norms'] += H*(halves*(1+c.sandwich)+3*(ffn=='moe+mlp'))+c.sandwich
+    norms = halves*(1+c.sandwich)+3*(ffn=='moe+mlp')
+    n['norms'] += H*norms+c.sandwich
     return n
+
+def _mtp_params(c)->int:
+    "Weights of the layers that draft"
+    H = c.hidden_size
+    layer = sum(_layer_params(c, 'attention', c.ffns[-1]).values())
+    return 2*H*H+3*H+c.mtp_layers*layer
 
 @patch(as_prop=True)
 def param_parts(self:ModelConfig)->dict[str,int]:
     "Weights by part: what is not there is left out"
-    c,H,n = self,self.hidden_size,Counter(head=self.vocab_size*self.hidden_size, norms=self.hidden_size)
-    if not c.tie_embeddings: n['embedding'] = n['head']
-    for mixer,ffn in zip(c.mixers, c.ffns): n.update(_layer_params(c, mixer, ffn))
-    if c.drafter: n['drafter'] = 3*H*c.drafter.backbone_size+H*c.drafter.num_centroids
-    if c.mtp_layers: n['mtp'] = 2*H*H+3*H+c.mtp_layers*sum(_layer_params(c, 'attention', c.ffns[-1]).values())
-    if c.vision: n['vision'] = _vision_params(c.vision)
-    return {k:v for k,v in n.items() if v}
+    c,H = self,self.hidden_size
+    n = Counter(head=c.vocab_size*H, norms=H)
+    if not c.tie_embeddings:
+        n['embedding'] = n['head']
+    for mixer,ffn in zip(c.mixers, c.ffns):
+        n.update(_layer_params(c, mixer, ffn))
+    if c.drafter:
+        n['drafter'] = 3*H*c.drafter.backbone_size+H*c.drafter.num_centroids
+    if c.mtp_layers:
+        n['mtp'] = _mtp_params(c)
+    if c.vision:
+        n['vision'] = _vision_params(c.vision)
+    return {k: v for k,v in n.items() if v}
 
 # %% ../../nbs/1_ground/04_config.ipynb #b9b9d31e
 @patch(as_prop=True)
 def num_params(self:ModelConfig)->int:
-    "Weights of the language model, tied matrices counted once; its vision tower and drafting layers are not"
+    """Weights of the language model, tied matrices counted once;
+    its vision tower and drafting layers are not"""
     return sum(v for k,v in self.param_parts.items() if k not in ('vision','mtp'))
 
 @patch(as_prop=True)
@@ -382,19 +480,28 @@ def total_params(self:ModelConfig)->int:
 
 @patch(as_prop=True)
 def active_params(self:ModelConfig)->int:
-    "Weights that one token meets: of the experts those picked, of the embedding none but as the head"
-    p = self.param_parts; E = p.get('experts', 0)
-    return self.num_params-p.get('embedding', 0)-(E-E*self.moe.top_k//self.moe.num_experts if E else 0)
+    """Weights that one token meets: of the experts those picked, of the embedding none but as the
+    head"""
+    p = self.param_parts
+    experts = p.get('experts', 0)
+    idle = experts-experts*self.moe.top_k//self.moe.num_experts if experts else 0
+    return self.num_params-p.get('embedding', 0)-idle
 
 @patch(as_prop=True)
 def kv_elements_per_token(self:ModelConfig)->int:
-    "Numbers that one token of context keeps in the cache, keys and values of all layers that attend"
-    return sum(2*h*d for h,d in filter(None, map(self.kv_shape, range(self.num_layers))))
+    """Numbers that one token of context keeps in the cache, keys and values of all layers that
+    attend"""
+    shapes = map(self.kv_shape, range(self.num_layers))
+    return sum(2*heads*d for heads,d in filter(None, shapes))
 
 @patch(as_prop=True)
 def state_elements(self:ModelConfig)->int:
-    "Numbers that one sequence keeps, however long: recurrent states and convolution tails of all layers"
-    return sum(math.prod(s) for i in range(self.num_layers) for s in self.state_shapes(i).values())
+    """Numbers that one sequence keeps, however long: recurrent states and convolution tails of all
+    layers"""
+    return sum(
+        math.prod(s)
+        for i in range(self.num_layers)
+        for s in self.state_shapes(i).values())
 
 # %% ../../nbs/1_ground/04_config.ipynb #a418ed4c
 _PLUGINS = 'atlas.model.families' # Where families are found
@@ -425,7 +532,8 @@ def family_of(c:'ModelConfig')->Family:
     found = {}
     for f in families():
         found |= {reader.family:f for reader in f.hf.values()}
-    if c.family not in found: raise unsupported('family', c.family, found)
+    if c.family not in found:
+        raise unsupported('family', c.family, found)
     return found[c.family]
 
 # %% ../../nbs/1_ground/04_config.ipynb #ffbb36ec
@@ -435,20 +543,25 @@ def from_hf(cls:ModelConfig,
     generation:dict|None=None, # The parsed `generation_config.json`, where there is one
     quant:dict|None=None, # The parsed `hf_quant_config.json`, where there is one
 )->ModelConfig:
-    "Translate a Hugging Face description; a `ConfigError` or `UnsupportedError` names the key that is at fault"
+    """Translate a Hugging Face description;
+    a `ConfigError` or `UnsupportedError` names the key that is at fault"""
     generation,quant = generation or {},quant or {}
-    for x in (d, generation, quant): expect(x, dict, 'config.json', 'an object')
+    for x in (d, generation, quant):
+        expect(x, dict, 'config.json', 'an object')
     d = d if isinstance(d, Keys) else Keys(d)
     readers = {}
-    for f in families(): readers |= f.hf
+    for f in families():
+        readers |= f.hf
     read = d.word('model_type', readers)
     return read(d, Keys(generation), Keys(quant))
 
 def gguf_model(arch)->Callable:
     "What reads GGUF files of the architecture `arch`, as `GGUFModel` does"
     known = {}
-    for f in families(): known |= f.gguf
-    if isinstance(arch, str) and arch in known: return known[arch]
+    for f in families():
+        known |= f.gguf
+    if isinstance(arch, str) and arch in known:
+        return known[arch]
     hint = f'Supported: {", ".join(known)}'
     raise UnsupportedError(f'GGUF architecture {arch!r} is not supported', hint=hint,
         param='general.architecture')
@@ -466,21 +579,25 @@ def from_gguf(cls:ModelConfig,
 
 def named_config(name:str, make)->ModelConfig:
     "The config that `make()` gives; its errors learn which file they are about"
-    try: return make()
-    except CheckpointError as e: raise type(e)(f'{name}: {e.msg}', e.hint, e.param) from e
+    try:
+        return make()
+    except CheckpointError as e:
+        raise type(e)(f'{name}: {e.msg}', e.hint, e.param) from e
 
 # %% ../../nbs/1_ground/04_config.ipynb #193a0302
 def _keys(d, path=''):
     "Every key of `d` and of the tables in it"
     for k,v in d.items():
         yield path+k
-        if isinstance(v, dict): yield from _keys(v, f'{path}{k}.')
+        if isinstance(v, dict):
+            yield from _keys(v, f'{path}{k}.')
 
 def check_preset(file:str, name:str, d:dict):
     "Raise what is wrong with a preset: a `ConfigError` or its kin that names file, preset and key"
     readers = {f.name:f.hf for f in families()}
     own = readers.get(file.removesuffix('.toml'))
-    if own is None: raise ConfigError(f'{file}: there is no family of this name', param=file)
+    if own is None:
+        raise ConfigError(f'{file}: there is no family of this name', param=file)
     keys = Keys(d)
     def read():
         keys.word('model_type', own)
@@ -488,7 +605,8 @@ def check_preset(file:str, name:str, d:dict):
     named_config(f'{file}: {name}', read)
     unread = [k for k in _keys(d) if k not in keys.seen]
     said = f'{file}: {name}: nobody reads {", ".join(unread)}'
-    if unread: raise ConfigError(said, param=unread[0])
+    if unread:
+        raise ConfigError(said, param=unread[0])
 
 PRESETS = Presets(_PLUGINS, check_preset)
 
@@ -497,5 +615,6 @@ def preset(cls:ModelConfig,
     name:str # A key of `PRESETS`
 )->ModelConfig:
     "The true shape of a known model; a `ConfigError` lists the known ones"
-    if name in PRESETS: return replace(cls.from_hf(PRESETS[name]), name=name)
+    if name in PRESETS:
+        return replace(cls.from_hf(PRESETS[name]), name=name)
     raise ConfigError(f'No preset is called {name!r}', hint=f'Known: {", ".join(PRESETS)}')

@@ -32,10 +32,13 @@ def gguf_rope(
     kind = m.word(f'{k}scaling.type', kinds, 'default')
     dim = m.whole(f'{k}dimension_count{swa}', dim)
     theta = m.number(f'{k}freq_base{swa}', 10000.)
-    if freq_factors is not None: return _factors(theta, dim, [float(f) for f in freq_factors], **kw)
-    if swa or kind=='default': return RopeConfig(theta, dim, **kw)
+    if freq_factors is not None:
+        return _factors(theta, dim, [float(f) for f in freq_factors], **kw)
+    if swa or kind=='default':
+        return RopeConfig(theta, dim, **kw)
     factor = m.number(k+'scaling.factor', 1.)
-    if kind=='linear': return RopeConfig(theta, dim, kind, factor, **kw)
+    if kind=='linear':
+        return RopeConfig(theta, dim, kind, factor, **kw)
     return _yarn(m, k+'scaling.', theta, dim, factor, **kw)
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #76900597
@@ -43,7 +46,8 @@ def _yarn(m, k, theta, dim, factor, **kw):
     "GGUF's yarn factor multiplies the usual one"
     y = k+'yarn_'
     for key in (y+'ext_factor', y+'log_multiplier'):
-        if key in m: raise UnsupportedError(f'The rope setting {key!r} is not supported', param=key)
+        if key in m:
+            raise UnsupportedError(f'The rope setting {key!r} is not supported', param=key)
     attn = m.number(k+'attn_factor', 1.)
     attn *= m.number(y+'attn_factor', 1.)
     return RopeConfig(theta, dim, 'yarn', factor,
@@ -80,7 +84,8 @@ def gguf_one(vs, key:str)->int:
     "The one number of `vs` that is not 0"
     vs = {*vs}-{0}
     differ = f'{key} differs among layers of one kind: {sorted(vs)}'
-    if len(vs)>1: raise UnsupportedError(differ, param=key)
+    if len(vs)>1:
+        raise UnsupportedError(differ, param=key)
     require(vs, key, 'it is 0')
     return vs.pop()
 
@@ -96,7 +101,8 @@ def gguf_pattern(
         p = [bool(i%p) for i in range(1, L+1)]
     expect(p, list, key, 'a period or a list')
     require(len(p)==L, key, f'{len(p)} values for {L} layers')
-    for s in p: expect(s, int, key, 'true or false')
+    for s in p:
+        expect(s, int, key, 'true or false')
     return tuple('sliding' if s else 'attention' for s in p)
 
 def gguf_has(names:set, tail:str, default:bool=False)->bool:
@@ -104,6 +110,14 @@ def gguf_has(names:set, tail:str, default:bool=False)->bool:
     return any(n.endswith(tail) for n in names) if names else default
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #3622bd7a
+def _head_size(m, a, heads)->int:
+    "Elements of a head; what else could be said of heads is refused"
+    k = f'{a}.attention.'
+    size = m.whole(k+'key_length', m.whole(f'{a}.embedding_length')//heads)
+    only = dict(value_length=size, causal=True, temperature_scale=0.)
+    m.only(**{k+key: v for key,v in only.items()})
+    return size
+
 def gguf_attention(
     m:Keys, # The metadata
     a:str, # Architecture, with which its keys begin
@@ -116,16 +130,16 @@ def gguf_attention(
     "Heads, biases and rope of the layers that attend; `kw` are further fields"
     k = f'{a}.attention.'
     heads = _same(m, k+'head_count', L)
-    hd = m.whole(k+'key_length', m.whole(f'{a}.embedding_length')//heads)
-    only = dict(value_length=hd, causal=True, temperature_scale=0.)
-    m.only(**{k+key:v for key,v in only.items()})
+    size = _head_size(m, a, heads)
     shared = kw.pop('num_kv_heads', None)
-    if not shared: shared = _same(m, k+'head_count_kv', L, heads)
+    if not shared:
+        shared = _same(m, k+'head_count_kv', L, heads)
     rope = None
-    if turns: rope = gguf_rope(m, a, hd, freq_factors, mrope=_sections(m, a))
+    if turns:
+        rope = gguf_rope(m, a, size, freq_factors, mrope=_sections(m, a))
     own = _biases(names, kw.pop('bias', False), kw.pop('o_bias', False))
     own['scale'] = m.number(k+'scale', None)
-    return AttentionConfig(heads, shared, hd, rope, **own|kw)
+    return AttentionConfig(heads, shared, size, rope, **own|kw)
 
 def _same(m, key, L, *default)->int:
     "The whole number `key` of every layer that has one"
@@ -150,9 +164,11 @@ def gguf_experts(m:Keys, a:str, **kw)->MoEConfig|None:
     E = m.whole(f'{a}.expert_count', 0, lo=0)
     m.only(**{f'{a}.expert_group_count':1})
     if f := m.whole(k := f'{a}.expert_gating_func', 0, lo=0):
-        if f>3: raise unsupported(k, f, (1,2,3))
+        if f>3:
+            raise unsupported(k, f, (1,2,3))
         kw['score'] = ('softmax','sigmoid','topk_softmax')[f-1]
-    if not E: return None
+    if not E:
+        return None
     k,I = m.whole(f'{a}.expert_used_count'),m.whole(f'{a}.expert_feed_forward_length')
     return MoEConfig(E, k, I, renormalise=m.flag(f'{a}.expert_weights_norm', True),
         scaling=m.number(f'{a}.expert_weights_scale', 1.), **kw)
@@ -171,7 +187,8 @@ def gguf_alike(
     w,pattern = m.whole(k, None),k+'_pattern'
     if w and pattern in m:
         raise unsupported(pattern, m[pattern], ['none'])
-    if not moe: m.only(**{f'{a}.expert_count':0})
+    if not moe:
+        m.only(**{f'{a}.expert_count':0})
     att = gguf_attention(m, a, L, names, freq_factors, window=w, **kw)
     ffn = 'moe' if moe else 'mlp'
     return dict(
@@ -213,23 +230,35 @@ def gguf_moe(
 @dataclass(frozen=True)
 class GGUFNames:
     "How one GGUF architecture's tensors are called, and what the converter did to them"
-    layer:dict[str,str] # Within `blk.N.` and `model.layers.N.`; where the ending is irregular, a key has it: 'ssm_dt.bias', 'ssm_a.'
-    interleaved:dict[str,str]=field(default_factory=dict) # Modules with interleaved rows, and the field of the config's attention with their number of heads
+    # Within `blk.N.` and `model.layers.N.`;
+    # where the ending is irregular, a key has it: 'ssm_dt.bias', 'ssm_a.'
+    layer:dict[str,str]
+    # Modules with interleaved rows, and the field of the config's attention with their number of
+    # heads
+    interleaved:dict[str,str]=field(default_factory=dict)
     tiled:bool=False # Are value heads of the delta net in ggml's order?
     flat:tuple[str,...]=() # Endings of names whose vectors ggml keeps in two dimensions
     top:dict[str,str]=field(default_factory=GGUF_TOP.copy) # Outside the layers
 
     def __call__(self, name:str, layers:int|None=None)->str:
-        "The Hugging Face name of GGUF tensor `name` in a model of `layers` layers; blocks after them are the drafting head's"
-        *stem,kind = name.rsplit('.', 1); stem = ''.join(stem)
-        if stem in self.top: return f'{self.top[stem]}.{kind}'
-        if not (m := re.fullmatch(r'blk\.([0-9]+)\.(.+)', name)): return name
+        """The Hugging Face name of GGUF tensor `name` in a model of `layers` layers;
+        blocks after them are the drafting head's"""
+        *stem,kind = name.rsplit('.', 1)
+        stem = ''.join(stem)
+        if stem in self.top:
+            return f'{self.top[stem]}.{kind}'
+        if not (m := re.fullmatch(r'blk\.([0-9]+)\.(.+)', name)):
+            return name
         late = layers is not None and int(m[1])>=layers
         base = f'mtp.layers.{int(m[1])-layers}.' if late else f'model.layers.{m[1]}.'
-        key = m[2] if '.' in m[2] else m[2]+'.'; inner,_,end = key.rpartition('.')
-        if key in self.layer: return base+self.layer[key]
-        if late and inner in _DRAFTING: return f'mtp.{_DRAFTING[inner]}.{end}'
-        if end and inner in self.layer: return f'{base}{self.layer[inner]}.{end}'
+        key = m[2] if '.' in m[2] else m[2]+'.'
+        inner,_,end = key.rpartition('.')
+        if key in self.layer:
+            return base+self.layer[key]
+        if late and inner in _DRAFTING:
+            return f'mtp.{_DRAFTING[inner]}.{end}'
+        if end and inner in self.layer:
+            return f'{base}{self.layer[inner]}.{end}'
         return base+m[2] if late else name
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #3b4a9935
@@ -249,21 +278,24 @@ class GGUFModel:
         "As `ModelConfig.from_gguf`"
         a = m.value('general.architecture')
         for k in _REFUSED:
-            if k not in self.reads: _refuse(m, f'{a}.{k}')
+            if k not in self.reads:
+                _refuse(m, f'{a}.{k}')
         mtp = m.whole(f'{a}.nextn_predict_layers', 0, lo=0)
         L = m.whole(f'{a}.block_count', lo=mtp+1, hi=1024)-mtp
         f = self.fields(m, a, L, set(tensors), freq_factors)
+        if 'moe' not in f['ffns'] and 'intermediate_size' not in f:
+            f['intermediate_size'] = _same(m, f'{a}.feed_forward_length', L)
         if tie_embeddings is None:
             tie_embeddings = bool(tensors) and 'output.weight' not in tensors
-        dense = 'moe' not in f['ffns'] and 'intermediate_size' not in f
-        if dense: f['intermediate_size'] = _same(m, f'{a}.feed_forward_length', L)
-        V = m.whole(f'{a}.vocab_size', _vocabulary(m, tensors))
-        return ModelConfig(family=self.family, vocab_size=V, tie_embeddings=tie_embeddings,
-            mtp_layers=mtp if self.drafts else 0, dtype='F16', **_shared(m, a), **f)
+        own = dict(family=self.family, dtype='F16', tie_embeddings=tie_embeddings)
+        own['vocab_size'] = m.whole(f'{a}.vocab_size', _vocabulary(m, tensors))
+        own['mtp_layers'] = mtp if self.drafts else 0
+        return ModelConfig(**own, **_shared(m, a), **f)
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #13ae21a6
 def _refuse(m, k):
-    if m.get(k): raise UnsupportedError(f'{k} is not supported', param=k)
+    if m.get(k):
+        raise UnsupportedError(f'{k} is not supported', param=k)
 
 def _shared(m, a)->dict:
     "Fields that are plain keys in the files of every family"
@@ -279,6 +311,8 @@ def _shared(m, a)->dict:
 def _vocabulary(m, tensors)->int:
     "How many tokens there are, as the list of them or the embedding tells"
     words = m.get('tokenizer.ggml.tokens')
-    if isinstance(words, list): return len(words)
-    if not isinstance(tensors, dict): return 0
+    if isinstance(words, list):
+        return len(words)
+    if not isinstance(tensors, dict):
+        return 0
     return tensors.get('token_embd.weight', (0,))[0]

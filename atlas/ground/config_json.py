@@ -26,9 +26,11 @@ _ROPE_KEYS = set('''rope_type type rope_theta factor low_freq_factor high_freq_f
 def _yarn(d, r, O):
     "Yarn's own settings; `factor` may be left to the ratio of the contexts"
     factor = r.number('factor', None)
-    if factor is None: factor = d.number('max_position_embeddings')/max(O, 1)
+    if factor is None:
+        factor = d.number('max_position_embeddings')/max(O, 1)
     def scale(m): return .1*m*math.log(factor)+1 if factor>1 else 1.
-    m,n = r.number('mscale', None),r.number('mscale_all_dim', None)
+    m = r.number('mscale', None)
+    n = r.number('mscale_all_dim', None)
     both = m is not None and n is not None
     return dict(
         factor=factor,
@@ -50,23 +52,30 @@ def _rope_settings(d)->Keys:
     "The settings of either generation, in one place"
     r = d.table('rope_parameters') or d.table('rope_scaling', Keys())
     r = r.given()
-    if 'rope_theta' not in r and 'rope_theta' in d: r = r|dict(rope_theta=d['rope_theta'])
+    if 'rope_theta' not in r and 'rope_theta' in d:
+        r = r|dict(rope_theta=d['rope_theta'])
     for k in sorted(r.keys()-_ROPE_KEYS):
         raise UnsupportedError(f'The rope setting {k!r} is not supported', param=k)
-    if 'factor' in r: r.value(r.named('rope_type', 'type'))  # it scales, and how must be said
+    if 'factor' in r:
+        r.value(r.named('rope_type', 'type'))  # it scales, and how must be said
     return r
 
 def _scaling(d, r, kind)->dict:
     "What a rope of this kind is scaled by"
     old = 'original_max_position_embeddings'
     O = d.whole(old, None) or r.whole(old, None)
-    if O is None: O = d.whole('max_position_embeddings', 0, lo=0)
-    if kind=='default': return {}
-    if kind=='yarn': return _yarn(d, r, O)
-    if kind=='proportional': return dict(factor=r.number('factor', 1.))
+    if O is None:
+        O = d.whole('max_position_embeddings', 0, lo=0)
+    if kind=='default':
+        return {}
+    if kind=='yarn':
+        return _yarn(d, r, O)
+    if kind=='proportional':
+        return dict(factor=r.number('factor', 1.))
     own = dict(factor=r.number('factor'))
     if kind=='llama3':
-        for k in ('low_freq_factor','high_freq_factor'): own[k] = r.number(k)
+        for k in ('low_freq_factor','high_freq_factor'):
+            own[k] = r.number(k)
         own['original_max'] = O
     return own
 
@@ -82,14 +91,16 @@ def read_rope(
     kind = r.word(r.named('rope_type', 'type'), kinds, 'default')
     p = 'partial_rotary_factor'
     part = r.number(p, None, hi=1.)
-    if part is None: part = d.number(p, 1., hi=1.)
+    if part is None:
+        part = d.number(p, 1., hi=1.)
     own = _scaling(d, r, kind)
     dim = int(head_dim*part)
     if kind=='proportional':
         own['pairs'] = int(part*head_dim//2)
         dim = head_dim
     theta = r.number('rope_theta', 10000.)
-    return RopeConfig(theta=theta, dim=dim, kind=kind, mrope=_mrope(r, mrope), **own)
+    return RopeConfig(
+        theta=theta, dim=dim, kind=kind, mrope=_mrope(r, mrope), **own)
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #4a8a1dcd
 _LAYERS = dict(full_attention='attention', attention='attention', sliding_attention='sliding',
@@ -101,7 +112,8 @@ def read_mixers(d:Keys,
     "The mixer of each layer"
     L = d.whole('num_hidden_layers', hi=1024)
     types = d.value('layer_types', None)
-    if types is None: return tuple(default(i) for i in range(L))
+    if types is None:
+        return tuple(default(i) for i in range(L))
     expect(types, list, 'layer_types', 'a list')
     require(len(types)==L, 'layer_types', f'{len(types)} layer types for {L} layers')
     alone = [Keys(dict(layer_types=t)) for t in types]
@@ -113,10 +125,12 @@ def mixed(
     window:int|None=None, # Of those that slide
 )->dict:
     "Fields for layers of `kinds`; a window on every layer that attends needs no second description"
-    if 'sliding' not in kinds: return dict(mixers=kinds, attention=full)
+    if 'sliding' not in kinds:
+        return dict(mixers=kinds, attention=full)
     require(window, 'sliding_window', 'there are sliding layers, and no window')
     slide = replace(full, window=window)
-    if 'attention' in kinds: return dict(mixers=kinds, attention=full, sliding=slide)
+    if 'attention' in kinds:
+        return dict(mixers=kinds, attention=full, sliding=slide)
     return dict(mixers=tuple('attention' if k=='sliding' else k for k in kinds), attention=slide)
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #eae9e854
@@ -144,7 +158,8 @@ def read_experts(d:Keys, **kw)->MoEConfig|None:
     d.only(n_group=1, topk_group=1, shared_intermediate_size=0)
     if d.value('moe_latent_size', None) is not None:
         raise unsupported('moe_latent_size', d['moe_latent_size'], ['none'])
-    if not E: return None
+    if not E:
+        return None
     k = d.whole(d.named('num_experts_per_tok', 'experts_per_token', 'top_k_experts'))
     I = d.whole(d.named('moe_intermediate_size', 'intermediate_size'))
     renormalise = d.flag('norm_topk_prob', True)
@@ -167,7 +182,8 @@ _CT_FORMATS = '''pack-quantized nvfp4-pack-quantized mxfp4-pack-quantized
 def _parts(q, key, what):
     "The settings, and those of each of their parts"
     parts = q.table(key, Keys()).values()
-    for part in parts: expect(part, dict, key, what)
+    for part in parts:
+        expect(part, dict, key, what)
     return [q, *map(Keys, parts)]
 
 def _check_modelopt(q):
@@ -185,7 +201,8 @@ def _check_ct(q):
 def _check_fp8(q):
     q.word('fmt', dict(e4m3=1, float8_e4m3fn=1), 1)
     tiles,known = q.value('weight_block_size', None),[128,128]
-    if tiles not in (None,known): raise unsupported('weight_block_size', tiles, [known])
+    if tiles not in (None,known):
+        raise unsupported('weight_block_size', tiles, [known])
 
 def _check_mxfp4(q): "There is one kind of it"
 
@@ -208,15 +225,20 @@ def read_quantization(d:Keys, quant:Keys)->dict|None:
     own = d.table('quantization_config', Keys())
     beside = quant.table('quantization', Keys())
     both = [own] if own else []
-    if beside.get('quant_algo'): both.append(beside)
+    if beside.get('quant_algo'):
+        both.append(beside)
     both = [_with_method(q) for q in both]
-    for q in both: q.word('quant_method', _METHODS)(q)
+    for q in both:
+        q.word('quant_method', _METHODS)(q)
     return dict(both[0]) if both else None
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #910e6e2a
 def token_ids(*vs)->tuple[int,...]:
     "Token ids from values that are an id, a list of ids, or absent; in order, each once"
-    flat = [i for v in vs if v is not None for i in (v if isinstance(v, list) else [v])]
+    flat = [
+        i for v in vs
+        if v is not None
+        for i in (v if isinstance(v, list) else [v])]
     for i in flat:
         if isinstance(i, bool) or not isinstance(i, int):
             raise ConfigError(f'eos_token_id holds {i!r}, expected token ids', param='eos_token_id')
@@ -244,9 +266,12 @@ class HFModel:
 @patch
 def _complete(self:HFModel, f):
     "The keys `f`, with what absent ones mean"
-    said = {k:v for k,v in f.items() if v is not None or k=='sliding_window'}
+    said = {
+        k:v
+        for k,v in f.items() if v is not None or k=='sliding_window'}
     f = f.like(self.absent|said)
-    if 'per_layer_config' not in self.own: f.only(per_layer_config={})
+    if 'per_layer_config' not in self.own:
+        f.only(per_layer_config={})
     return f
 
 @patch
@@ -261,7 +286,8 @@ def _shared(self:HFModel, f):
         bos_id=f.whole('bos_token_id', None, lo=0))
 
 @patch
-def model(self:HFModel, f:Keys, d:Keys, generation:Keys, quant:Keys)->ModelConfig:
+def model(
+    self:HFModel, f:Keys, d:Keys, generation:Keys, quant:Keys)->ModelConfig:
     "As `__call__`; `f` are the keys that tell of the language model"
     f = self._complete(f)
     V = f.whole('vocab_size')
@@ -291,5 +317,6 @@ class Wrapped:
         t = d.table('text_config', Keys())
         inner = t.word('model_type', self.models, self.models[self.text])
         f,key = d|t,'tie_word_embeddings'
-        if d.get(key) is not None: f = f|{key:d[key]}
+        if d.get(key) is not None:
+            f = f|{key:d[key]}
         return inner.model(f, d, generation, quant)

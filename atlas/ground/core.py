@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
            'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human', 'bytes_in',
-           'seconds_in', 'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'progress']
+           'seconds_in', 'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'told', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
 import gc,os,re,sys
@@ -88,7 +88,10 @@ class NumericError(EngineError):
 # %% ../../nbs/1_ground/01_core.ipynb #bdafad8e
 def typed_error(code:str|None, msg:str)->AtlasError:
     "The error of the catalogue that has `code`, or an `EngineError`"
-    def find(c): return c if c.code==code else first(filter(None, map(find, c.__subclasses__())))
+    def find(c):
+        return (
+            c if c.code==code
+            else first(filter(None, map(find, c.__subclasses__()))))
     return (find(AtlasError) or EngineError)(msg)
 
 # %% ../../nbs/1_ground/01_core.ipynb #e50e501d
@@ -101,10 +104,12 @@ def human(
 )->str:
     "Show `n` bytes in the largest unit that keeps it above one"
     unit = 'iB' if base==1024 else 'B'
-    if abs(n)<base: return f'{n:.0f} B'
+    if abs(n)<base:
+        return f'{n:.0f} B'
     for u in 'kMGTP' if base==1000 else 'KMGTP':
         n /= base
-        if abs(n)<base: break
+        if abs(n)<base:
+            break
     return f'{n:.0f} {u}{unit}' if abs(n)>=100 else f'{n:.3g} {u}{unit}'
 
 # %% ../../nbs/1_ground/01_core.ipynb #df097604
@@ -113,13 +118,16 @@ _SIZE = re.compile(r'(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)?')
 def bytes_in(text:str)->int:
     "Number of bytes in '4GiB', '500 MB' or '1000000'; a `RequestError` for anything else"
     m = _SIZE.fullmatch(text.strip())
-    if not m: raise RequestError(f'{text!r} is not a size such as 4GiB or 500MB')
+    if not m:
+        raise RequestError(f'{text!r} is not a size such as 4GiB or 500MB')
     number,letter,binary = m.groups()
     power = ' KMGT'.index((letter or ' ').upper())
     return int(float(number)*(1024 if binary else 1000)**power)
 
 # %% ../../nbs/1_ground/01_core.ipynb #2c52c212
-_UNITS = dict(ns=1e-9, us=1e-6, µs=1e-6, ms=1e-3, s=1., m=60., h=3600., d=86400.)
+_UNITS = dict(
+    ns=1e-9, us=1e-6, µs=1e-6, ms=1e-3,
+    s=1., m=60., h=3600., d=86400.)
 _PART = re.compile(r'(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)')
 
 def seconds_in(
@@ -128,20 +136,28 @@ def seconds_in(
 )->float: # Below 0 where it was
     "Seconds of a length of time; a `RequestError` for what is none"
     n = None
-    if isinstance(said, str): n = _seconds(said.strip())
-    elif isinstance(said, int|float) and not isinstance(said, bool): n = float(said)
-    if n is not None and n==n: return n
+    if isinstance(said, str):
+        n = _seconds(said.strip())
+    elif isinstance(said, int|float) and not isinstance(said, bool):
+        n = float(said)
+    if n is not None and n==n:
+        return n
     what = f'{param} is ' if param else ''
     text = f'{what}{str(said)[:40]!r}, expected a time'
     raise RequestError(text, hint="Such as 300, '5m', 0 or -1", param=param)
 
 def _seconds(text):
     "Seconds of `1h30m`, or of a number; None where it is neither"
-    try: return float(text)
-    except ValueError: pass # then it has units
-    sign,rest = (-1,text[1:]) if text.startswith('-') else (1,text)
+    try:
+        return float(text)
+    except ValueError:
+        pass # then it has units
+    sign,rest = (
+        (-1,text[1:]) if text.startswith('-')
+        else (1,text))
     parts = _PART.findall(rest)
-    if not parts or ''.join(n+u for n,u in parts)!=rest: return None
+    if not parts or ''.join(n+u for n,u in parts)!=rest:
+        return None
     return sign*sum(float(n)*_UNITS[u] for n,u in parts)
 
 # %% ../../nbs/1_ground/01_core.ipynb #bb126d8e
@@ -151,13 +167,17 @@ def kernel_dir()->Path:
     return first(p for p in (here/'kernels', here.parent/'kernels') if p.exists())
 
 # %% ../../nbs/1_ground/01_core.ipynb #b6871a17
-try: import cupy as cp
-except ImportError: cp = None
+try:
+    import cupy as cp
+except ImportError:
+    cp = None
 
 # %% ../../nbs/1_ground/01_core.ipynb #43b6d01f
 def home()->Path:
-    "Folder of Atlas's own cache: `$ATLAS_HOME`, else `$XDG_CACHE_HOME/atlas`, else `~/.cache/atlas`"
-    if d := os.environ.get('ATLAS_HOME'): return Path(d).expanduser()
+    """Folder of Atlas's own cache: `$ATLAS_HOME`, else `$XDG_CACHE_HOME/atlas`, else
+    `~/.cache/atlas`"""
+    if d := os.environ.get('ATLAS_HOME'):
+        return Path(d).expanduser()
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'atlas'
 
 # %% ../../nbs/1_ground/01_core.ipynb #18827ffb
@@ -166,9 +186,11 @@ def no_cycles():
     "A context, or decorator, in which Python does not look for cycles of objects"
     was = gc.isenabled()
     gc.disable()
-    try: yield
+    try:
+        yield
     finally:
-        if was: gc.enable()
+        if was:
+            gc.enable()
 
 # %% ../../nbs/1_ground/01_core.ipynb #e3df818f
 def in_notebook()->bool:
@@ -187,13 +209,34 @@ class _Quiet:
     def __enter__(self): return self
     def __exit__(self, *_): pass
 
+class _Told(_Quiet):
+    "A bar that tells a function instead of drawing"
+    def __init__(self, each, total, what):
+        self.each = each
+        self.total = total # Of a repository it grows with each file that is begun
+        self.what = what
+        self.done = 0
+    def update(self, n):
+        self.done += n
+        self.each(self.what, self.done, self.total)
+
+def told(
+    each, # `each(file, done, total)`, in bytes, is called as they come, in whichever thread
+)->object:
+    "What `show` takes for `each` to be told of progress: `pull('demo', show=told(print))`"
+    def show(total, desc): return _Told(each, total, desc)
+    return show
+
 def progress(
     total:int, # Bytes to come
     desc:str, # What is moving
-    show=None, # None: only when somebody is watching; or what makes the bar, called with `total` and `desc`
+    show=None, # None: when somebody is watching; or what makes the bar of `total` and `desc`
 ):
     "A bar of bytes and rate, with `update(n)` and `close()`; silent when piped"
-    if callable(show): return show(total, desc)
-    if not ifnone(show, interactive()): return _Quiet()
+    if callable(show):
+        return show(total, desc)
+    if not ifnone(show, interactive()):
+        return _Quiet()
     from tqdm import tqdm
-    return tqdm(total=total, desc=desc, unit='B', unit_scale=True, unit_divisor=1000, file=sys.stderr, leave=False)
+    units = dict(unit='B', unit_scale=True, unit_divisor=1000)
+    return tqdm(total=total, desc=desc, file=sys.stderr, leave=False, **units)

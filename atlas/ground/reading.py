@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/reading.html.md"""
 
 # %% auto #0
 __all__ = ['BLOCK', 'THREADS', 'GAP', 'Extent', 'Windows', 'Places', 'places', 'windows', 'whole_pages', 'Ring', 'open_direct',
-           'Reading', 'read_windows', 'read_pieces']
+           'Readers', 'Reading', 'read_windows', 'read_pieces']
 
 # %% ../../nbs/1_ground/10_reading.ipynb #82f06421
 import errno,mmap,os,threading
@@ -23,7 +23,8 @@ from .core import ConfigError,human
 from .files import File
 
 # %% ../../nbs/1_ground/10_reading.ipynb #7a97686d
-BLOCK = 4096 # Bytes that places and lengths of direct reads, and addresses of buffers, are multiples of
+# Bytes that places and lengths of direct reads, and addresses of buffers, are multiples of
+BLOCK = 4096
 THREADS = 8 # Reads that a disk has to do at a time
 
 @dataclass(slots=True)
@@ -68,14 +69,16 @@ def _runs(which, start, end, apart)->tuple: # Number of its run, and how far the
     back = (which[1:]!=which[:-1]) | (start[1:]<start[:-1])
     edges = 0,*(np.flatnonzero(back)+1).tolist(),len(end)
     reach = end.copy()
-    for a,b in zip(edges, edges[1:]): np.maximum.accumulate(end[a:b], out=reach[a:b])
-    new = back | (start[1:]>reach[:-1]+GAP) | apart[1:] | apart[:-1]
+    for a,b in zip(edges, edges[1:]):
+        np.maximum.accumulate(end[a:b], out=reach[a:b])
+    far = start[1:]>reach[:-1]+GAP
+    new = back | far | apart[1:] | apart[:-1]
     run = np.zeros(len(end), np.int64)
     run[1:] = np.cumsum(new)
     return run,reach
 
 # %% ../../nbs/1_ground/10_reading.ipynb #55d6ca08
-def _cut(start, end, run, reach, size)->tuple: # Of each part: its extent, its window, where that begins
+def _cut(start, end, run, reach, size)->tuple: # Of each part: extent, window, where that begins
     "Parts of extents in windows of `size` bytes"
     first = np.flatnonzero(np.diff(run, prepend=-1))
     last = np.flatnonzero(np.diff(run, append=-1))
@@ -85,7 +88,7 @@ def _cut(start, end, run, reach, size)->tuple: # Of each part: its extent, its w
     lo = (start-begin[run])//size
     n = (end-1-begin[run])//size-lo+1
     extent = np.repeat(np.arange(len(run)), n)
-    turn = np.arange(len(extent))-np.repeat(np.cumsum(n)-n, n)
+    turn = np.arange(len(extent))-np.repeat(np.cumsum(n)-n, n) # which part of its extent
     r,k = run[extent],lo[extent]+turn
     return extent,before[r]+k,begin[r]+k*size
 
@@ -107,8 +110,19 @@ def places(
     files = {id(f): f for f in of}
     number = {f: i for i,f in enumerate(files)}
     def ints(values): return np.array(values, np.int64)
-    start,nbytes = ints([e.offset for e in extents]),ints([e.nbytes for e in extents])
-    return Places(list(files.values()), ints([number[id(f)] for f in of]), start, nbytes)
+    file = ints([number[id(f)] for f in of])
+    start = ints([e.offset for e in extents])
+    return Places(list(files.values()), file, start, ints([e.nbytes for e in extents]))
+
+def _cuts(e:Places, some, size, apart)->tuple:
+    "`_cut` of the extents `some`, which have bytes, part by part as windows come"
+    which,start = e.file[some],e.start[some]
+    end = start+e.nbytes[some]
+    apart = np.zeros(len(e), bool) if apart is None else np.asarray(apart, bool)
+    run,reach = _runs(which, start, end, apart[some])
+    parts = _cut(start, end, run, reach, size)
+    order = np.argsort(parts[1], kind='stable') # extents may overlap
+    return tuple(p[order] for p in parts)
 
 def windows(
     extents:Iterable|Places, # In the order in which to read them: that of the file
@@ -118,18 +132,23 @@ def windows(
     "All of `extents` in as few reads as possible"
     e = extents if isinstance(extents, Places) else places(list(extents))
     some = np.flatnonzero(e.nbytes)
-    which,start = e.file[some],e.start[some]
-    end = start+e.nbytes[some]
-    apart = np.zeros(len(e), bool) if apart is None else np.asarray(apart, bool)
-    extent,window,at = _cut(start, end, *_runs(which, start, end, apart[some]), size)
-    order = np.argsort(window, kind='stable') # extents may overlap
-    extent,at = extent[order],at[order]
-    _,first = np.unique(window[order], return_index=True)
-    lo = np.maximum(start[extent], at)
-    hi = np.minimum(end[extent], at+size)
+    extent,window,at = _cuts(e, some, size, apart)
+    extent = some[extent]
+    start = e.start[extent]
+    _,first = np.unique(window, return_index=True)
+    lo = np.maximum(start, at)
+    hi = np.minimum(start+e.nbytes[extent], at+size)
     nbytes = np.maximum.reduceat(hi, first)-at[first] if len(first) else first
-    return Windows(e.files, which[extent[first]], at[first], nbytes, np.append(first, len(extent)),
-        some[extent], lo-start[extent], lo-at, hi-lo)
+    return Windows(
+        files=e.files,
+        file=e.file[extent[first]],
+        start=at[first],
+        nbytes=nbytes,
+        first=np.append(first, len(extent)),
+        extent=extent,
+        at=lo-start,
+        lo=lo-at,
+        n=hi-lo)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #be2c57b9
 class _Buffer:
@@ -144,12 +163,14 @@ class _Buffer:
     def settle(self):
         "Wait until nobody needs what is in it"
         after,self.after = self.after,()
-        for f in after: f()
+        for f in after:
+            f()
 
 def whole_pages(n:int)->mmap.mmap:
     "Memory of whole pages, large ones where there are any: a disk is told each of them"
     m = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, 'MADV_HUGEPAGE'): m.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, 'MADV_HUGEPAGE'):
+        m.madvise(mmap.MADV_HUGEPAGE)
     return m
 
 class Ring:
@@ -157,28 +178,37 @@ class Ring:
     def __init__(self,
         count:int=2*THREADS, # Buffers there are at most
         nbytes:int=8<<20, # Bytes of each
-        allocate:Callable|None=None, # (bytes) -> memory that begins at a multiple of `BLOCK`; None: whole pages
+        # (bytes) -> memory that begins at a multiple of `BLOCK`; None: whole pages
+        allocate:Callable|None=None,
     ):
-        if count<1 or nbytes<1: raise ConfigError(f'A ring of {count} buffers of {nbytes} bytes')
+        if count<1 or nbytes<1:
+            raise ConfigError(f'A ring of {count} buffers of {nbytes} bytes')
         self.count,self.nbytes = count,_up(nbytes)
         self._allocate = allocate or whole_pages
-        self._made,self._free,self._lock = [],SimpleQueue(),threading.Lock()
+        self._made = []
+        self._free = SimpleQueue()
+        self._lock = threading.Lock()
         self._begun = 0 # How many somebody has made or makes
-    def __repr__(self): return f'Ring({self.count} buffers of {human(self.nbytes)}, {len(self._made)} made)'
+    def __repr__(self):
+        return f'Ring({self.count} buffers of {human(self.nbytes)}, {len(self._made)} made)'
 
 # %% ../../nbs/1_ground/10_reading.ipynb #ccd79835
 @patch
 def _fresh(self:Ring)->_Buffer|None:
     "A new buffer, while there are fewer than there may be"
     with self._lock:
-        if self._begun>=self.count: return None
+        if self._begun>=self.count:
+            return None
         i,self._begun = self._begun,self._begun+1
-    try: b = _Buffer(memoryview(self._allocate(self.nbytes))[:self.nbytes], i)
+    try:
+        b = _Buffer(memoryview(self._allocate(self.nbytes))[:self.nbytes], i)
     except BaseException:
-        with self._lock: self._begun -= 1
+        with self._lock:
+            self._begun -= 1
         self._free.put(None)  # whoever waits for it tries himself
         raise
-    with self._lock: self._made.append(b)
+    with self._lock:
+        self._made.append(b)
     return b
 
 @patch
@@ -186,9 +216,11 @@ def take(self:Ring)->_Buffer:
     "A buffer to fill, as soon as there is one"
     b = None
     while b is None:
-        if self._free.empty() and (b := self._fresh()): return b
+        if self._free.empty() and (b := self._fresh()):
+            return b
         b = self._free.get()
-    try: b.settle()
+    try:
+        b.settle()
     except BaseException:
         self.give(b)
         raise
@@ -204,9 +236,12 @@ def settle(self:Ring):
     "Wait until nobody needs what is in any of them; the first error, when all are waited for"
     failed = None
     for b in self._made:
-        try: b.settle()
-        except Exception as e: failed = failed or e
-    if failed: raise failed
+        try:
+            b.settle()
+        except Exception as e:
+            failed = failed or e
+    if failed:
+        raise failed
 
 # %% ../../nbs/1_ground/10_reading.ipynb #be8bdcbb
 _DIRECT = getattr(os, 'O_DIRECT', 0)
@@ -214,9 +249,12 @@ _REFUSED = errno.EINVAL,errno.EOPNOTSUPP,errno.ENOSYS
 
 def open_direct(file:File)->int|None:
     "A descriptor of the same file for direct reads; None where there are none"
-    if not _DIRECT: return None
-    try: return os.open(f'/proc/self/fd/{file.f.fileno()}', os.O_RDONLY|_DIRECT|os.O_CLOEXEC)
-    except OSError: return None
+    if not _DIRECT:
+        return None
+    try:
+        return os.open(f'/proc/self/fd/{file.f.fileno()}', os.O_RDONLY|_DIRECT|os.O_CLOEXEC)
+    except OSError:
+        return None
 
 class _Source:
     "A file that is being read"
@@ -227,33 +265,123 @@ class _Source:
     def close(self):
         "Have the cache forget what it has of the file"
         _forget(self.file.f.fileno(), 0, 0)
-        if self.fd is not None: os.close(self.fd)
+        if self.fd is not None:
+            os.close(self.fd)
 
 def _forget(fd, offset, n):
     "Tell the kernel that bytes in its cache will not be needed"
-    with suppress(AttributeError,OSError): os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
+    with suppress(AttributeError,OSError):
+        os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #f793f74c
 @patch
-def fill(self:_Source, memory:memoryview, start:int, need:int)->int: # Bytes that went past the cache
+def _some(self:_Source, to:memoryview, at:int, direct:bool)->int|None:
+    "Bytes from `at` on into `to`, how many; None where direct reads are refused"
+    plain = self.file.f.fileno()
+    try:
+        n = os.preadv(self.fd if direct else plain, [to], at)
+    except OSError as e:
+        if direct and e.errno in _REFUSED:
+            self.refused = True
+            return None
+        raise self.file.bad(f'byte {at:,} cannot be read: {e.strerror}', hint='') from e
+    if n and not direct:
+        _forget(plain, at, n)
+    return n
+
+@patch
+def fill(self:_Source, memory:memoryview, start:int, need:int)->int: # Bytes past the cache
     "Read from `start` into `memory`, which begins at a multiple of a block, at least `need` bytes"
-    got,past,plain = 0,0,self.file.f.fileno()
+    got,past = 0,0
     most = min(_up(need), _down(len(memory)))
     while got<need:
+        at = start+got
         direct = not self.refused and got%BLOCK==0 and got<most
-        to = memory[got:most] if direct else memory[got:need]
-        try: n = os.preadv(self.fd if direct else plain, [to], start+got)
-        except OSError as e:
-            if direct and e.errno in _REFUSED:
-                self.refused = True
-                continue
-            said = f'byte {start+got:,} cannot be read: {e.strerror}'
-            raise self.file.bad(said, hint='') from e
-        if not n: raise self.file.bad(f'the file ends at byte {start+got:,}, {need-got:,} bytes short')
-        if direct: past += n
-        else: _forget(plain, start+got, n)
+        n = self._some(memory[got:most] if direct else memory[got:need], at, direct)
+        if n is None:
+            continue
+        if not n:
+            raise self.file.bad(f'the file ends at byte {at:,}, {need-got:,} bytes short')
+        past += n if direct else 0
         got += n
     return past
+
+# %% ../../nbs/1_ground/10_reading.ipynb #9b67e488
+@dataclass
+class Readers:
+    "How many of `most` threads read at a time: all of them or one, whichever is faster"
+    most:int
+    period:float=.2 # Seconds of a measurement
+    fast:float=6e9 # Bytes/s from which nothing else is tried
+    allowed:int=0 # So many may read now; at first all
+    rates:dict=field(default_factory=dict) # Number of readers -> bytes/s, as last measured
+    patience:int=8 # Measurements until the other number is tried again: twice as many each time
+    left:int=0 # Of these, still to come
+    trying:bool=False # Is this such a trial?
+    began:float|None=None # When this measurement did; None: its first read is awaited
+    nbytes:int=0 # That came since
+    def __post_init__(self):
+        self.allowed = self.allowed or self.most
+
+# %% ../../nbs/1_ground/10_reading.ipynb #2b15b096
+@patch
+def _next(self:Readers)->int:
+    "How many may read after a measurement"
+    if self.most==1 or self.rates[self.allowed]>=self.fast:
+        return self.allowed
+    if self.trying:
+        self.trying = False
+        return max(self.rates, key=self.rates.get)
+    if self.left:
+        self.left -= 1
+        return self.allowed
+    self.left,self.patience,self.trying = self.patience,2*self.patience,True
+    return 1 if self.allowed==self.most else self.most
+
+@patch
+def note(self:Readers,
+    nbytes:int, # That a read has brought
+    allowed:int, # How many might read when it began
+    now:float, # Seconds, by any clock
+):
+    "Count a read; after each `period` the number that may read is chosen anew"
+    if allowed!=self.allowed: # it began before the number changed
+        return
+    if self.began is None:
+        self.began = now
+        return
+    self.nbytes += nbytes
+    if now-self.began<self.period:
+        return
+    self.rates[allowed] = self.nbytes/(now-self.began)
+    self.allowed = self._next()
+    self.began = now if self.allowed==allowed else None
+    self.nbytes = 0
+
+# %% ../../nbs/1_ground/10_reading.ipynb #919c594a
+class _Gate:
+    "Lets as many threads read at a time as `Readers` say, the earliest window first"
+    def __init__(self, readers:Readers):
+        self.readers = readers
+        self.waiting = set() # Windows
+        self.inside = 0 # Threads that read
+        self.changed = threading.Condition()
+    def enter(self, i:int)->int: # How many may read
+        "Wait until window `i` may be read"
+        with self.changed:
+            self.waiting.add(i)
+            while self.inside>=self.readers.allowed or i!=min(self.waiting):
+                self.changed.wait()
+            self.waiting.remove(i)
+            self.inside += 1
+            self.changed.notify_all()
+            return self.readers.allowed
+    def leave(self, allowed:int, nbytes:int):
+        "A read that `enter` allowed has ended"
+        with self.changed:
+            self.inside -= 1
+            self.readers.note(nbytes, allowed, perf_counter())
+            self.changed.notify_all()
 
 # %% ../../nbs/1_ground/10_reading.ipynb #29857834
 @dataclass
@@ -267,12 +395,16 @@ class Reading:
     taken:float=0. # In `take`, all threads together
     threads:int=0
     @property
-    def rate(self)->float: "Bytes a second"; return self.nbytes/self.seconds if self.seconds else 0.
+    def rate(self)->float:
+        "Bytes a second"
+        return self.nbytes/self.seconds if self.seconds else 0.
     def __repr__(self):
         rate = f'{human(self.nbytes, 1000)} in {self.seconds:.3g} s, {human(self.rate, 1000)}/s'
         cache = f'{self.direct/max(self.nbytes, 1):.0%} past the page cache'
         share = self.waited/max(self.seconds*self.threads, 1e-9)
-        return f'{rate} by {self.threads} threads, {cache}; waited for buffers {share:.0%} of the time'
+        return (
+            f'{rate} by {self.threads} threads, {cache}; waited for buffers {share:.0%} of the '
+            'time')
     def add(self, r:'Reading'):
         "What another thread has read"
         for k in ('nbytes','direct','waited','read','taken'):
@@ -286,6 +418,7 @@ class _Work:
     ring:Ring
     sources:list # A `_Source` for each file
     into:Callable|None # As for `read_windows`
+    gate:_Gate
     turn:count=field(default_factory=count) # The next window
     total:Reading=field(default_factory=Reading)
     stop:bool=False
@@ -295,12 +428,18 @@ class _Work:
 @patch
 def one(self:_Work, i:int, b:_Buffer, r:Reading):
     "Read window `i` into a buffer, have it taken, and add to `r` what that was"
-    w,start = self.windows,perf_counter()
-    source,n = self.sources[w.file[i]],int(w.nbytes[i])
-    r.direct += source.fill(memoryview(b.data), int(w.start[i]), n)
+    w = self.windows
+    source = self.sources[w.file[i]]
+    n = int(w.nbytes[i])
+    allowed,start = self.gate.enter(i),perf_counter()
+    try:
+        r.direct += source.fill(memoryview(b.data), int(w.start[i]), n)
+    finally:
+        self.gate.leave(allowed, n)
     read = perf_counter()
     after = self.take(i, b)
-    if after: b.after = (after,) if callable(after) else tuple(after)
+    if after:
+        b.after = (after,) if callable(after) else tuple(after)
     r.nbytes += n
     r.read += read-start
     r.taken += perf_counter()-read
@@ -311,8 +450,10 @@ def buffered(self:_Work, i:int, r:Reading):
     start = perf_counter()
     b = self.ring.take()
     r.waited += perf_counter()-start
-    try: self.one(i, b, r)
-    finally: self.ring.give(b)
+    try:
+        self.one(i, b, r)
+    finally:
+        self.ring.give(b)
 
 @patch
 def work(self:_Work):
@@ -321,62 +462,83 @@ def work(self:_Work):
     try:
         while not self.stop and (i := next(self.turn))<many:
             own = self.into(i) if self.into else None
-            if own is None: self.buffered(i, mine)
-            else: self.one(i, _Buffer(own, None), mine)
+            if own is None:
+                self.buffered(i, mine)
+            else:
+                self.one(i, _Buffer(own, None), mine)
     except BaseException:
         self.stop = True
         raise
-    with self.lock: self.total.add(mine)
+    with self.lock:
+        self.total.add(mine)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #aac32296
 @patch
 def close(self:_Work, fine:bool):
     "Nobody reads any more: wait for copies, let files go; a `CheckpointError` for one that changed"
     with ExitStack() as es:
-        for s in self.sources: es.callback(s.close)
+        for s in self.sources:
+            es.callback(s.close)
         self.ring.settle()
-        if not fine: return
-        for s in self.sources: s.file.unchanged()
+        if not fine:
+            return
+        for s in self.sources:
+            s.file.unchanged()
 
-def read_windows(
-    windows:Windows,
-    take:Callable, # `take(i, buffer)`: `buffer.data` holds window `i`, `buffer.place` is its number in the ring
-    ring:Ring,
-    threads:int=THREADS,
-    direct:bool=True, # Past the page cache, where that is possible?
-    into:Callable|None=None, # `into(i)`: memory for window `i`, as aligned as a buffer, or None. `take` is done with it when it returns
-)->Reading:
-    "Read all `windows`; a `CheckpointError` for a file that ends early, cannot be read or changes"
-    start,fine = perf_counter(),False
-    w = _Work(windows, take, ring, [_Source(f, direct) for f in windows.files], into)
-    threads = max(1, min(threads, ring.count))
+@patch
+def all(self:_Work, threads:int):
+    "Have so many threads read everything; the first error of any of them ends it"
+    fine = False
     try:
         with ThreadPoolExecutor(threads, 'read') as pool:
             try:
-                for f in [pool.submit(w.work) for _ in range(threads)]: f.result()
+                for f in [pool.submit(self.work) for _ in range(threads)]:
+                    f.result()
                 fine = True
-            finally: w.stop = True
+            finally:
+                self.stop = True
     finally:
-        try: w.close(fine)
+        try:
+            self.close(fine)
         except Exception:
-            if fine: raise # else it was an earlier error that matters
+            if fine:
+                raise # else it was an earlier error that matters
+
+def read_windows(
+    windows:Windows,
+    take:Callable, # `take(i, buffer)`: `buffer.data` is window `i`, `buffer.place` its number
+    ring:Ring,
+    threads:int=THREADS,
+    direct:bool=True, # Past the page cache, where that is possible?
+    into:Callable|None=None, # `into(i)`: aligned memory for window `i`, or None for a buffer
+)->Reading:
+    """Read all `windows`; a `CheckpointError` for a file that ends early, cannot be read or
+    changes. `take` is done with memory of `into` when it returns"""
+    start = perf_counter()
+    sources = [_Source(f, direct) for f in windows.files]
+    threads = max(1, min(threads, ring.count))
+    w = _Work(windows, take, ring, sources, into, _Gate(Readers(threads)))
+    w.all(threads)
     w.total.seconds,w.total.threads = perf_counter()-start,threads
     return w.total
 
 # %% ../../nbs/1_ground/10_reading.ipynb #42d56667
 def read_pieces(
     pieces:Iterable, # `Extent`s, in file order
-    take:Callable, # `take(key, at, data)`, in a reader's thread: `data`, uint8, holds bytes `at` to `at+len(data)` of the piece
+    take:Callable, # `take(key, at, data)`, in a reader's thread, of uint8 from byte `at` on
     ring:Ring|None=None, # None: one of its own
     threads:int=THREADS,
     direct:bool=True, # As for `read_windows`, as are the errors
-    homes:dict|None=None, # Key -> memory to read into, uint8. That, and its piece in the file, begin at a multiple of `BLOCK`
+    homes:dict|None=None, # Key -> memory to read into, uint8; it begins at a block, as in the file
 )->Reading:
-    "Read `pieces` once. `take` may return what waits until its `data` may be overwritten, but for those with homes"
-    pieces,ring,homes = list(pieces),ring or Ring(),homes or {}
+    """Read `pieces` once. `take` may return what waits until its `data` may be overwritten, but
+    for those with homes"""
+    pieces = list(pieces)
+    ring,homes = ring or Ring(),homes or {}
     w = windows(pieces, ring.nbytes, [p.key in homes for p in pieces])
     def each(i, b):
-        after = [take(pieces[e].key, at, b.data[lo:lo+n]) for e,at,lo,n in w.parts(i)]
+        parts = w.parts(i)
+        after = [take(pieces[e].key, at, b.data[lo:lo+n]) for e,at,lo,n in parts]
         return [f for f in after if f]
     def home(i):
         j = w.first[i]

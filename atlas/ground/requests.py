@@ -16,8 +16,20 @@ from fastcore.basics import patch
 from .core import ConfigError,ContextLengthError,RequestError
 
 # %% ../../nbs/1_ground/15_requests.ipynb #fb12dbae
-_RANGE = dict(temperature=(0,100), top_p=(0,1), min_p=(0,1), presence_penalty=(-2,2), frequency_penalty=(-2,2), repetition_penalty=(0,100))
-_WHOLE = dict(top_k=(-1,2**31-1), seed=(-2**63,2**64-1), max_tokens=(1,2**31-1), min_tokens=(0,2**31-1), n=(1,128), logprobs=(0,20))
+_RANGE = dict(
+    temperature=(0,100),
+    top_p=(0,1),
+    min_p=(0,1),
+    presence_penalty=(-2,2),
+    frequency_penalty=(-2,2),
+    repetition_penalty=(0,100))
+_WHOLE = dict(
+    top_k=(-1,2**31-1),
+    seed=(-2**63,2**64-1),
+    max_tokens=(1,2**31-1),
+    min_tokens=(0,2**31-1),
+    n=(1,128),
+    logprobs=(0,20))
 _NOT_ZERO = {'top_p','repetition_penalty','timeout'}
 MAX_TIMEOUT = 86_400 # Seconds that a request may ask for: a day
 _NONE_OK = {'seed','max_tokens','logprobs'}
@@ -25,22 +37,27 @@ _NONE_OK = {'seed','max_tokens','logprobs'}
 def _number(name, v, lo, hi, whole=False):
     "`v` as a plain number, or a `RequestError` that says what `name` may be"
     kind = numbers.Integral if whole else numbers.Real
-    ok = isinstance(v,kind) and not isinstance(v,(bool,np.bool_)) and lo<=v<=hi and not (name in _NOT_ZERO and v==0)
-    if ok: return int(v) if whole else float(v)
+    above = name in _NOT_ZERO
+    is_one = isinstance(v,kind) and not isinstance(v,(bool,np.bool_))
+    if is_one and lo<=v<=hi and not (above and v==0):
+        return int(v) if whole else float(v)
     what = 'a whole number' if whole else 'a number'
-    raise RequestError(f'{name} is {str(v)[:40]!r}, expected {what} {"above" if name in _NOT_ZERO else "from"} {lo} {"up " if name in _NOT_ZERO else ""}to {hi}', param=name)
+    span = f'above {lo} up to {hi}' if above else f'from {lo} to {hi}'
+    raise RequestError(f'{name} is {str(v)[:40]!r}, expected {what} {span}', param=name)
 
 # %% ../../nbs/1_ground/15_requests.ipynb #e58ebdc2
 @dataclass(frozen=True)
 class SamplingParams:
-    "How to choose tokens and when to stop; a `RequestError` at birth names the field that is out of range"
+    """How to choose tokens and when to stop;
+    a `RequestError` at birth names the field that is out of range"""
     temperature:float=1.0 # 0 is greedy: the first of the most likely tokens
     top_p:float=1.0 # Keep the most likely tokens that together reach this probability
     top_k:int=0 # Keep this many of the most likely tokens; 0 or -1 keeps all
     min_p:float=0.0 # Keep tokens at least this likely relative to the best one
     presence_penalty:float=0.0 # Taken once from the logit of a token that the output already has
     frequency_penalty:float=0.0 # Taken once for every time that the output has it
-    repetition_penalty:float=1.0 # Divides the positive logits of tokens in prompt or output, multiplies the negative ones
+    # Divides the positive logits of tokens in prompt or output, multiplies the negative ones
+    repetition_penalty:float=1.0
     logit_bias:dict[int,float]|None=None # Added to the logits of these token ids
     seed:int|None=None # The same seed gives the same draws; None: a fresh one for each request
     max_tokens:int|None=None # None: what is left of the context
@@ -49,43 +66,73 @@ class SamplingParams:
     stop_token_ids:tuple[int,...]=() # Token ids that end the output
     ignore_eos:bool=False # Go on after the end-of-sequence token
     n:int=1 # Choices for the same prompt
-    logprobs:int|None=None # How many alternatives to report for each token; 0: only the token chosen
+    # How many alternatives to report for each token; 0: only the token chosen
+    logprobs:int|None=None
     def __post_init__(self): self._check()
 
 # %% ../../nbs/1_ground/15_requests.ipynb #63744093
 @patch
+def _numbers(self:SamplingParams)->dict:
+    "The fields that are numbers, in range"
+    found = {k: _number(k, getattr(self, k), *span) for k,span in _RANGE.items()}
+    for k,span in _WHOLE.items():
+        v = getattr(self, k)
+        if v is not None or k not in _NONE_OK:
+            found[k] = _number(k, v, *span, whole=True)
+    found['top_k'] = max(found['top_k'], 0)
+    return found
+
+@patch
 def _check(self:SamplingParams):
     "Normalise and validate every field, in place, once"
-    def put(k,v): object.__setattr__(self,k,v)
-    for k,(lo,hi) in _RANGE.items(): put(k, _number(k,getattr(self,k),lo,hi))
-    for k,(lo,hi) in _WHOLE.items():
-        if (v := getattr(self,k)) is not None or k not in _NONE_OK: put(k, _number(k,v,lo,hi,whole=True))
-    put('top_k', max(self.top_k,0))
+    def put(k, v): object.__setattr__(self, k, v)
+    for k,v in self._numbers().items():
+        put(k, v)
     if self.max_tokens is not None and self.min_tokens>self.max_tokens:
-        raise RequestError(f'min_tokens is {self.min_tokens}, which is more than max_tokens, {self.max_tokens}', param='min_tokens')
-    if not isinstance(self.ignore_eos,bool): raise RequestError(f'ignore_eos is {self.ignore_eos!r}, expected true or false', param='ignore_eos')
-    put('stop', _stops(self.stop)); put('logit_bias', _bias(self.logit_bias))
-    put('stop_token_ids', tuple(_number('stop_token_ids',i,0,2**31-1,whole=True) for i in _seq('stop_token_ids',self.stop_token_ids)))
+        raise RequestError(
+            f'min_tokens is {self.min_tokens}, which is more than max_tokens, {self.max_tokens}',
+            param='min_tokens')
+    if not isinstance(self.ignore_eos,bool):
+        raise RequestError(
+            f'ignore_eos is {self.ignore_eos!r}, expected true or false', param='ignore_eos')
+    put('stop', _stops(self.stop))
+    put('logit_bias', _bias(self.logit_bias))
+    ids = _seq('stop_token_ids', self.stop_token_ids)
+    put('stop_token_ids', tuple(_token('stop_token_ids', i) for i in ids))
 
 # %% ../../nbs/1_ground/15_requests.ipynb #873e6f39
 def _seq(name, v):
     "`v` as a tuple; None is empty"
-    if v is None or isinstance(v,(list,tuple)): return tuple(v or ())
+    if v is None or isinstance(v,(list,tuple)):
+        return tuple(v or ())
     raise RequestError(f'{name} is a {type(v).__name__}, expected a list', param=name)
 
 def _stops(v, most=16, longest=1<<14):
     "`stop` as a tuple of non-empty strings"
     v = _seq('stop', (v,) if isinstance(v,str) else v)
-    if len(v)>most: raise RequestError(f'stop has {len(v)} strings, at most {most} are allowed', param='stop')
-    if not all(isinstance(s,str) and s for s in v): raise RequestError('stop has an entry that is not a non-empty string', param='stop')
-    if (n := sum(map(len, v)))>longest: raise RequestError(f'stop has {n:,} characters in all, at most {longest:,} are allowed', param='stop')  # each is a state of an automaton
+    if len(v)>most:
+        raise RequestError(f'stop has {len(v)} strings, at most {most} are allowed', param='stop')
+    if not all(isinstance(s,str) and s for s in v):
+        raise RequestError('stop has an entry that is not a non-empty string', param='stop')
+    if (n := sum(map(len, v)))>longest:
+        # each is a state of an automaton
+        raise RequestError(
+            f'stop has {n:,} characters in all, at most {longest:,} are allowed', param='stop')
     return v
+
+def _token(name, v)->int:
+    "`v` as the id of a token"
+    return _number(name, v, 0, 2**31-1, whole=True)
 
 def _bias(v):
     "`logit_bias` with integer keys, or None when empty"
-    if not isinstance(v,dict|None): raise RequestError(f'logit_bias is a {type(v).__name__}, expected a map from token id to bias', param='logit_bias')
+    if not isinstance(v,dict|None):
+        raise RequestError(
+            f'logit_bias is a {type(v).__name__}, expected a map from token id to bias',
+            param='logit_bias')
     def key(k): return int(k) if isinstance(k,str) and k.isdecimal() and len(k)<11 else k
-    return {_number('logit_bias',key(k),0,2**31-1,whole=True): _number('logit_bias',b,-100,100) for k,b in v.items()} if v else None
+    def bias(b): return _number('logit_bias', b, -100, 100)
+    return {_token('logit_bias', key(k)): bias(b) for k,b in v.items()} if v else None
 
 # %% ../../nbs/1_ground/15_requests.ipynb #ca7a3002
 _GENERATION = { # What a generation_config.json calls sampling parameters
@@ -96,26 +143,36 @@ def generation_defaults(
     override:dict|None=None, # What goes before it, in the same words
     file:str='generation_config.json', # What errors call it
 )->dict: # Sampling parameters, by our names
-    "How a model is sampled where a request says nothing; a `ConfigError` names the value that is wrong"
+    """How a model is sampled where a request says nothing;
+    a `ConfigError` names the value that is wrong"""
     merged = {**said, **(override or {})}
     greedy = merged.get('do_sample') is False and 'temperature' not in (override or {})
-    found = {ours: merged[k] for k,ours in _GENERATION.items() if merged.get(k) is not None}
-    if greedy: found['temperature'] = 0.
-    try: params = SamplingParams(**found)
+    found = {
+        ours: merged[k]
+        for k,ours in _GENERATION.items() if merged.get(k) is not None}
+    if greedy:
+        found['temperature'] = 0.
+    try:
+        params = SamplingParams(**found)
     except RequestError as e:
         hint = '--generation-config vllm leaves the file unread'
         raise ConfigError(f'{file}: {e.msg}', hint=hint, param=e.param) from e
     usual = SamplingParams()
-    return {k: getattr(params, k) for k in found if getattr(params, k)!=getattr(usual, k)}
+    return {
+        k: getattr(params, k)
+        for k in found if getattr(params, k)!=getattr(usual, k)}
 
 def check_generation(said:dict, param:str):
     "Refuse what is said in place of a generation_config.json, but for what is read of one"
     known = *_GENERATION,'do_sample'
     strange = [k for k in said if k not in known]
     if strange:
-        raise RequestError(f'{param} has {strange[0]}', hint=f'It may have {", ".join(known)}', param=param)
-    try: generation_defaults(said)
-    except ConfigError as e: raise RequestError(f'{param}: {e.msg.partition(": ")[2]}', param=param) from e
+        raise RequestError(
+            f'{param} has {strange[0]}', hint=f'It may have {", ".join(known)}', param=param)
+    try:
+        generation_defaults(said)
+    except ConfigError as e:
+        raise RequestError(f'{param}: {e.msg.partition(": ")[2]}', param=param) from e
 
 # %% ../../nbs/1_ground/15_requests.ipynb #22ff18fc
 @dataclass(frozen=True)
@@ -126,18 +183,26 @@ class Request:
     params:SamplingParams
     priority:int=0 # Lower goes first
     eos_ids:tuple[int,...]=() # Each ends the answer, unless `params.ignore_eos`
-    images:tuple=field(default=(), compare=False, repr=False) # (pixels, grid) of each image whose tokens are in the prompt
-    guide:dict|None=field(default=None, compare=False, repr=False) # What the answer must look like, see the guide page
+    # (pixels, grid) of each image whose tokens are in the prompt
+    images:tuple=field(default=(), compare=False, repr=False)
+    # What the answer must look like, see the guide page
+    guide:dict|None=field(default=None, compare=False, repr=False)
     salt:str='' # Prefixes of prompts are shared by requests with the same salt, and by nobody else
-    boundaries:tuple[int,...]=() # So many tokens into the prompt a message ends: there, others may go on
-    prefill_only:bool=False # Nothing is said: the prompt goes to the prefix cache while the device is idle
+    # So many tokens into the prompt a message ends: there, others may go on
+    boundaries:tuple[int,...]=()
+    # Nothing is said: the prompt goes to the prefix cache while the device is idle
+    prefill_only:bool=False
     timeout:float|None=None # Seconds after which it ends with what it has said; None: no limit
 
     def __post_init__(self):
-        if not self.prompt: raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
+        if not self.prompt:
+            raise RequestError(
+                'The prompt is empty', hint='Send at least one token', param='prompt')
         if not isinstance(self.salt, str):
-            raise RequestError(f'cache_salt is {self.salt!r:.40}, expected a string', param='cache_salt')
-        if self.timeout is not None: _number('timeout', self.timeout, 0, MAX_TIMEOUT)
+            raise RequestError(
+                f'cache_salt is {self.salt!r:.40}, expected a string', param='cache_salt')
+        if self.timeout is not None:
+            _number('timeout', self.timeout, 0, MAX_TIMEOUT)
 
 # %% ../../nbs/1_ground/15_requests.ipynb #38f6c457
 @dataclass(frozen=True)
@@ -150,8 +215,10 @@ class Event:
     finish:str|None=None # 'stop', 'length', 'abort', 'timeout' or 'error': no event follows
     error:str|None=None # What went wrong
     code:str|None=None # Which of the typed errors that is
-    waited:float|None=field(default=None, compare=False) # Seconds until the request was admitted, with its first token
-    cached:int|None=field(default=None, compare=False) # Tokens of the prompt that the prefix cache had, with its first token
+    # Seconds until the request was admitted, with its first token
+    waited:float|None=field(default=None, compare=False)
+    # Tokens of the prompt that the prefix cache had, with its first token
+    cached:int|None=field(default=None, compare=False)
     drafted:bool=field(default=False, compare=False) # Was the token an accepted draft?
 
 # %% ../../nbs/1_ground/15_requests.ipynb #46749680
@@ -163,7 +230,8 @@ def check_ids(
     "Refuse token ids that the model does not have"
     low = min(ids, default=0)
     high = max(ids, default=0)
-    if low>=0 and high<vocab_size: return
+    if low>=0 and high<vocab_size:
+        return
     bad = high if high>=vocab_size else low
     said = f'{param} has token {bad}, and the vocabulary ends at {vocab_size-1}'
     raise RequestError(said, param=param)
@@ -175,9 +243,11 @@ def check_prompt(
     answer:int=1, # Tokens that must fit after it
 ):
     "`ContextLengthError`, with both numbers, if a prompt leaves no room for its answer"
-    if n+answer<=max_seq_len: return
+    if n+answer<=max_seq_len:
+        return
     said = f'The prompt has {n:,} tokens and the context holds {max_seq_len:,}'
-    if answer>0: said += ', answer included'
+    if answer>0:
+        said += ', answer included'
     hint = 'Shorten the prompt, or raise max_seq_len (--max-seq-len) if the model allows more'
     raise _too_long(n, max_seq_len-answer, said, hint, 'prompt')
 
@@ -188,7 +258,8 @@ def check_text(
 ):
     "The same for a text whose tokens nobody has counted: there are at least so many"
     least = -(-n//longest)
-    if least<=max_seq_len: return
+    if least<=max_seq_len:
+        return
     said = f'The prompt has {n:,} characters, which is at least {least:,} tokens'
     said += f', and the context holds {max_seq_len:,}'
     raise _too_long(least, max_seq_len, said, 'Shorten the prompt')

@@ -18,7 +18,8 @@ from torch import nn
 def bare(name, *packages):
     "The module `name`, without running what its `packages` begin with"
     for p in packages:
-        if p in sys.modules: continue
+        if p in sys.modules:
+            continue
         places = importlib.util.find_spec(p).submodule_search_locations
         sys.modules[p] = ModuleType(p)
         sys.modules[p].__path__ = list(places)

@@ -18,10 +18,10 @@ from fastcore.basics import patch
 from pydantic import BaseModel,ConfigDict,Field
 from pydantic_core import from_json,to_json
 from structlog.contextvars import get_contextvars
-from ...ground.core import AtlasError,ContextLengthError,RequestError
+from ...ground.core import AtlasError,ContextLengthError,RequestError,seconds_in
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
-from .base import OPEN,Ask,Int,Salt,Seconds,Usage,Writer
+from .base import OPEN,Ask,Int,KeepAlive,Salt,Seconds,Usage,Writer
 from .base import found,given,ignored,quote,sse,think,validate
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #bdb4134d
@@ -126,6 +126,7 @@ class MessagesBody(BaseModel):
     priority: Annotated[int, Field(ge=-2**31, lt=2**31)]|None = None
     cache_salt: Salt|None = None
     timeout: Seconds|None = None
+    keep_alive: KeepAlive|None = None
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #c65535eb
 def joined(
@@ -495,6 +496,7 @@ def _ask(body:MessagesBody)->MessagesAsk:
             'thread is given, and this server holds no conversations',
             hint='Send the whole conversation', param='thread')
     r = Reader()
+    stays = body.keep_alive
     form = (body.output_config and body.output_config.format) or body.output_format
     hidden = bool(body.thinking and body.thinking.display=='omitted')
     ask = MessagesAsk(r.turns(body), body.params(),
@@ -503,6 +505,7 @@ def _ask(body:MessagesBody)->MessagesAsk:
         format_at='output_config.format',
         stream=bool(body.stream), priority=body.priority or 0,
         salt=body.cache_salt or '', timeout=body.timeout,
+        keep=None if stays is None else seconds_in(stays, 'keep_alive'),
         ignored=ignored(body), given=given(body),
         **r.tools(body), **body.thoughts())
     if body.mcp_servers:

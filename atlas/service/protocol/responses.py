@@ -14,7 +14,7 @@ from dataclasses import dataclass,field
 from typing import Annotated,Any,Literal
 from fastcore.basics import patch
 from pydantic import BaseModel,Field
-from ...ground.core import RequestError
+from ...ground.core import RequestError,seconds_in
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
 from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage
@@ -274,6 +274,7 @@ def parse(
     fs,custom = offered(b.tools or [], t.warn)
     kw = _choice(b, fs, t.warn)
     p = _params(b)
+    stays = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
     kw |= _thinking(b)
     warnings = [*t.warnings, *kw.pop('left'), *unoffered(b)]
     return ResponsesAsk(
@@ -285,6 +286,7 @@ def parse(
         priority=b.priority or 0,
         salt=b.cache_salt or '',
         timeout=b.timeout,
+        keep=stays,
         warnings=warnings,
         ignored=ignored(b),
         given=given(b),
