@@ -336,8 +336,9 @@ def told(path, port, **kw):
 @pytest.fixture
 def log(monkeypatch):
     "The service's log; it has told of no field yet"
-    from atlas.service.question import tell
-    module = tell.__globals__
+    from atlas.service.service import Service
+    # its names, in the package or in its page where that has run in this process
+    module = Service.in_place.__globals__
     spy = Mock(told=set())
     monkeypatch.setitem(module, '_told', spy.told)
     monkeypatch.setitem(module, '_log', spy)
