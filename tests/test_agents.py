@@ -1,4 +1,5 @@
-"""Real agents against Atlas, where Node and they are installed: Codex over the Responses API, opencode over that and over chat completions, Claude Code over messages.
+"""Real agents against Atlas, where Node and they are installed: Codex over the Responses API,
+opencode over that and over chat completions, Claude Code over messages.
 
 `tests/helpers/agents.py` says how to install them, and where they are looked for."""
 import json,sys
@@ -192,7 +193,8 @@ def test_claude_code_calls_tools(tmp_path):
     assert goes_on(s.prompts) and 'cch=' not in s.prompts[-1]
 
 def test_claude_code_reads_on_after_a_file_that_cannot_be_read(tmp_path):
-    "Atlas refuses a PDF, and an image where the model sees nothing. It says which block, and Claude Code leaves that out"
+    """Atlas refuses a PDF, and an image where the model sees nothing. It says which block, and
+    Claude Code leaves that out"""
     from PIL import Image
     (tmp_path/'project').mkdir()
     pdf,png = tmp_path/'project'/'a.pdf',tmp_path/'project'/'a.png'

@@ -1,4 +1,5 @@
-"Anthropic's Messages API: its official client against scripted answers, any chunking, any body, and what Claude Code sends."
+"""Anthropic's Messages API: its official client against scripted answers, any chunking, any
+body, and what Claude Code sends."""
 import asyncio,copy,json,re,sys,threading
 from dataclasses import replace
 from pathlib import Path
@@ -499,11 +500,11 @@ CACHED = dict(cache_control=dict(type='ephemeral', ttl='1h'))
 
 def tool(name, **props):
     return dict(
-    name=name, description=f'{name} something',
-    input_schema={
-        '$schema':'https://json-schema.org/draft/2020-12/schema', 'type':'object',
-        'properties':{k:dict(type=v) for k,v in props.items()},
-        'required':list(props), 'additionalProperties':False})
+        name=name, description=f'{name} something',
+        input_schema={
+            '$schema':'https://json-schema.org/draft/2020-12/schema', 'type':'object',
+            'properties':{k:dict(type=v) for k,v in props.items()},
+            'required':list(props), 'additionalProperties':False})
 
 def claude_code(turn=1, cch='fa690', **kw):
     "What Claude Code sends: turn 1, the calls of turn 1 done, or one more question"
@@ -573,7 +574,9 @@ def test_what_claude_code_sends():
     assert [m['role'] for m in a.messages]==[
         'system','user','assistant','tool','tool','user','assistant','user']
     s,u,c,r1,r2,n,_,last = a.messages
-    assert s['content']=="You are Claude Code, Anthropic's official CLI for Claude.\nYou are an interactive agent that helps users with software."
+    assert s['content']==(
+        "You are Claude Code, Anthropic's official CLI for Claude.\nYou are an interactive agent "
+        "that helps users with software.")
     assert 'cch=' not in json.dumps(a.messages)
     assert u['content'].endswith(
         'why does test_a fail?\n<system-reminder>\nThe following skills are available: '
@@ -860,7 +863,9 @@ def test_zero_tokens_fill_the_cache():
 # -- the service ---------------------------------------------------------------------------------
 # ------------------------------
 
-CALL = '<think>Look outside.</think>\n\nWait.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+CALL = (
+    '<think>Look outside.</think>\n\nWait.\n<tool_call>\n{"name": "weather", "arguments": '
+    '{"city": "Oslo"}}\n</tool_call>')
 OLD_FRIENDS = dict(
     name='weather',
     input_schema=dict(
@@ -1032,7 +1037,8 @@ def claude(url, home, *args):
     return json.loads(out)
 
 def test_claude_code_runs_a_tool(script, tmp_path):
-    "It is told to run a command, runs it, and shows what comes back; its first try is refused, its second breaks before it says anything"
+    """It is told to run a command, runs it, and shows what comes back; its first try is refused,
+    its second breaks before it says anything"""
     tries = []
     def answer(a):
         tries.append(a)
@@ -1069,7 +1075,9 @@ def test_claude_code_with_the_service(tmp_path):
             return '<think>Done.</think>It is '+prompt.rsplit(
                 'call Bashtool: ', 1
             )[1].removesuffix('assistant: ')
-        return '<think>Run it.</think>I run it.\n<tool_call>\n{"name": "Bash", "arguments": {"command": "echo $((40+2))", "description": "sum"}}\n</tool_call>'
+        return (
+            '<think>Run it.</think>I run it.\n<tool_call>\n{"name": "Bash", "arguments": '
+            '{"command": "echo $((40+2))", "description": "sum"}}\n</tool_call>')
     with service(model) as s:
         d = claude(s.url, tmp_path, 'what is 40+2?', '--allowedTools', 'Bash')
     assert (d['result'],d['is_error'],d['num_turns'])==(

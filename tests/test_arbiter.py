@@ -14,7 +14,8 @@ BUCKETS = 11*8
 ids = st.sets(st.integers(0, 9), max_size=8)
 odd = st.sampled_from([0., -1., nan, inf])
 times = st.one_of(st.none(), odd, st.floats(1e-4, 10.))
-contexts,dice = st.integers(0, 300_000),st.randoms(use_true_random=False)
+contexts = st.integers(0, 300_000)
+dice = st.randoms(use_true_random=False)
 steps = st.tuples(ids, contexts, times, dice)
 several = st.tuples(steps, st.integers(1, 20))
 streams = st.lists(several, max_size=25)
@@ -135,7 +136,10 @@ def test_contexts_of_all_lengths_are_few_buckets():
 
 class Card:
     "Steps whose time is a line in K, one of them in the air"
-    def __init__(self, most, seqs, price, ahead=0, timed=True, toll=1., **tuning):
+    def __init__(
+        self, most, seqs, price, ahead=0, timed=True, toll=1.,
+        **tuning
+    ):
         self.arb = Arbiter(most, **tuning)
         self.seqs,self.price = seqs,price
         self.ahead,self.timed = ahead,timed
@@ -170,7 +174,8 @@ class Card:
         self.tokens += sum(1+n for _,n in accepted.values())
 
 sizes = st.sampled_from([1,2,5,16])
-most,ahead = st.integers(1, 7),st.integers(0, 1)
+most = st.integers(1, 7)
+ahead = st.integers(0, 1)
 cards = dict(most=most, seqs=sizes, ahead=ahead)
 before = st.integers(0, 400)
 
@@ -232,7 +237,8 @@ def noticed(toll, ahead, seqs, hard, price=.4):
 @pytest.mark.parametrize('toll,wait', [(0,64),(.3,96),(1,192)])
 def test_easy_text_is_noticed(toll, wait, seqs, ahead):
     "On average within 64 steps where a change costs up to a third of a step, else within 96"
-    waits = [noticed(toll, ahead, seqs, n) for n in range(800, 1000, 5)]
+    waits = [noticed(toll, ahead, seqs, n)
+        for n in range(800, 1000, 5)]
     assert max(waits)<=wait
     assert sum(waits)/len(waits)<=(64 if toll<1 else 96)
 
@@ -240,7 +246,8 @@ def test_a_fall_is_soon_looked_at_again():
     "After 16 steps, then 32, then 64"
     card = Card(3, 1, .4)
     seen = card.run(200, 0)
-    peeks = [i for i in range(1, 200) if seen[i]==1 and seen[i-1]==0]
+    peeks = [i
+        for i in range(1, 200) if seen[i]==1 and seen[i-1]==0]
     assert [b-a for a,b in zip(peeks, peeks[1:])]==[34,66]
     assert peeks[0]-seen.index(0)<=26
 
@@ -345,7 +352,8 @@ def test_text_that_flickers_moves_no_sooner_than_it_may():
         if arb.k!=before:
             moves.append((i,probing is not None))
     pairs = zip(moves, moves[1:])
-    free = [b-a for (a,_),(b,probed) in pairs if not probed]
+    free = [b-a
+        for (a,_),(b,probed) in pairs if not probed]
     assert free, 'it moved'
     assert min(free)>=T.dwell
 

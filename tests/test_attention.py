@@ -1,4 +1,5 @@
-"""Attention held to its formula over random heads, windows, sinks, blocks and cuts, in pools that are poison wherever a row must not look."""
+"""Attention held to its formula over random heads, windows, sinks, blocks and cuts, in pools that
+are poison wherever a row must not look."""
 import inspect
 import numpy as np,pytest
 from hypothesis import Phase,given,settings,strategies as st
@@ -12,7 +13,7 @@ class Case:
     "A sequence of T tokens in shuffled blocks"
     def __init__(self, seed, T, B, kv, r, d, window, sinks):
         rng = np.random.default_rng(seed)
-        f = lambda *s: rng.standard_normal(s, dtype='f4')
+        def f(*s): return rng.standard_normal(s, dtype='f4')
         self.T,self.window,self.rng = T,window,rng
         self.q,self.k,self.v = f(T,kv*r,d),f(T,kv,d),f(T,kv,d)
         self.sinks = f(kv*r)*5 if sinks else None
@@ -20,18 +21,28 @@ class Case:
         self.table = rng.permutation(nb+3)[:nb]
         self.kp,self.vp = (np.full((nb+3,B,kv,d), np.nan, 'f4') for _ in 'kv')
         p = np.arange(T)
-        write_kv(self.k, self.v, self.kp, self.vp, self.table[p//B]*B+p%B)
+        write_kv(
+            self.k,
+            self.v,
+            self.kp,
+            self.vp,
+            self.table[p//B]*B+p%B)
+
+    def step(self, attention, x, a, b, tiled, scale):
+        where = self.table[None],[a],[b-a],tiled
+        return attention(x, self.kp, self.vp, *where, scale, self.window, sinks=self.sinks)
 
     def rows(self, attention, a, b, scale=.4):
         "Rows a..b-1 as a decode step"
-        return attention(self.q[a:b], self.kp, self.vp, self.table[None], [a], [b-a], False, scale, self.window, sinks=self.sinks)
+        return self.step(attention, self.q[a:b], a, b, False, scale)
 
     def tiles(self, attention, a, b, scale=.4):
         "The same as a prefill piece"
         at = np.arange(a, b)-a//TILE*TILE
-        x = np.full(((-(-b//TILE)-a//TILE)*TILE,*self.q.shape[1:]), 3., 'f4')
+        tiles = -(-b//TILE)-a//TILE
+        x = np.full((tiles*TILE,*self.q.shape[1:]), 3., 'f4')
         x[at] = self.q[a:b]
-        return attention(x, self.kp, self.vp, self.table[None], [a], [b-a], True, scale, self.window, sinks=self.sinks)[at]
+        return self.step(attention, x, a, b, True, scale)[at]
 
     def formula(self, scale=.4, causal=True):
         "float64, by whole matrices"
@@ -44,22 +55,35 @@ class Case:
         sink = np.full(len(s), -np.inf) if self.sinks is None or not causal else self.sinks
         m = np.maximum(s.max(-1), sink[:,None])[...,None]
         e = np.exp(s-m)
-        return np.einsum('hqk,khd->qhd', e/(e.sum(-1, keepdims=True)+np.exp(sink[:,None,None]-m)), v)
+        total = e.sum(-1, keepdims=True)+np.exp(sink[:,None,None]-m)
+        return np.einsum('hqk,khd->qhd', e/total, v)
 
-cases = st.builds(Case, st.integers(0, 2**32), T=st.integers(1, 260), B=st.sampled_from([1,3,16,64,80]), kv=st.integers(1, 3), r=st.integers(1, 4), d=st.integers(1, 20),
-    window=st.none()|st.integers(1, 160), sinks=st.booleans())
+cases = st.builds(
+    Case,
+    st.integers(0, 2**32),
+    T=st.integers(1, 260),
+    B=st.sampled_from([1,3,16,64,80]),
+    kv=st.integers(1, 3),
+    r=st.integers(1, 4),
+    d=st.integers(1, 20),
+    window=st.none()|st.integers(1, 160),
+    sinks=st.booleans())
+
+def near(y, ref): np.testing.assert_allclose(y, ref, rtol=0, atol=3e-5)
 
 def check_formula(attention, c):
     ref = c.formula()
-    for y in (c.rows(attention, 0, c.T),c.tiles(attention, 0, c.T)):
-        np.testing.assert_allclose(y, ref, rtol=0, atol=3e-5)
+    near(c.rows(attention, 0, c.T), ref)
+    near(c.tiles(attention, 0, c.T), ref)
 
 def check_cuts(attention, c):
     "Bit for bit: prefill in any two pieces, decode row by row"
-    tiles,rows,cut = c.tiles(attention, 0, c.T),c.rows(attention, 0, c.T),int(c.rng.integers(0, c.T+1))
+    tiles,rows = c.tiles(attention, 0, c.T),c.rows(attention, 0, c.T)
+    cut = int(c.rng.integers(0, c.T+1))
     parts = [c.tiles(attention, a, b) for a,b in ((0,cut),(cut,c.T)) if b>a]
     assert np.array_equal(np.concatenate(parts), tiles)
-    assert np.array_equal(c.rows(attention, cut-1, cut) if cut else rows[:0], rows[max(cut-1,0):cut])
+    if cut:
+        assert np.array_equal(c.rows(attention, cut-1, cut), rows[cut-1:cut])
 
 def check_window(attention, c):
     "Blocks wholly before every window of a step may belong to anybody: they are not read"
@@ -90,7 +114,8 @@ def test_before_the_window(c): check_window(attention, c)
 
 @few
 @given(cases)
-def test_full_attention(c): np.testing.assert_allclose(full_attention(c.q, c.k, c.v, .4), c.formula(causal=False), rtol=0, atol=3e-5)
+def test_full_attention(c):
+    near(full_attention(c.q, c.k, c.v, .4), c.formula(causal=False))
 
 def test_scores_far_out():
     "Scores and sinks as large as they come neither overflow nor make NaN"
@@ -98,7 +123,8 @@ def test_scores_far_out():
     for big in (-1e30,1e30):
         c.sinks = np.float32([big,0])
         for y in (c.rows(attention, 0, 70, 1e4),c.tiles(attention, 0, 70, 1e4)):
-            assert np.isfinite(y).all() and (y[:,0]==0).all()==(big>0)
+            assert np.isfinite(y).all()
+            assert (y[:,0]==0).all()==(big>0)
 
 @pytest.mark.parametrize('tiled', [False,True])
 def test_broken_row(tiled):
@@ -108,25 +134,31 @@ def test_broken_row(tiled):
     y = run(attention, 0, 100)
     c.q[40] = np.nan
     z = run(attention, 0, 100)
-    assert np.isnan(z[40]).all() and np.array_equal(np.delete(z, 40, 0), np.delete(y, 40, 0))
+    assert np.isnan(z[40]).all()
+    assert np.array_equal(np.delete(z, 40, 0), np.delete(y, 40, 0))
 
-# -- the checks above can fail -------------------------------------------------------------------------------------------
+# -- the checks above can fail ------------------------------------------------------------------
 
-@pytest.mark.parametrize('check,name,old,new', [
-    (check_formula, '_mask', 'gap>=window', 'gap>window'), (check_formula, '_mask', 'gap<0', 'gap<-1'),
-    (check_formula, '_attend', 'total += np.exp(sink[...,None]-top)', 'total += np.exp(sink[...,None])'),
-    (check_formula, '_gather', 'x[length-lo:] = 0', 'pass'), (check_formula, '_first', 'p-window+1', 'p-window+2'),
-    (check_formula, '_prefill_tile', 'np.repeat(sinks.reshape(kv,-1), TILE, 1)', 'np.tile(sinks.reshape(kv,-1), (1,TILE))'),
-    (check_cuts, '_prefill_seq', '(q[s],', '(q[s]*np.float32(1+1e-6*len(q)),'), (check_window, '_first', '//unit*unit', '//unit*unit//2')])
+FAULTS = [
+    (check_formula, '_mask', 'gap>=window', 'gap>window'),
+    (check_formula, '_mask', 'gap<0', 'gap<-1'),
+    (check_formula, '_attend', 'np.exp(sink[...,None]-top)', 'np.exp(sink[...,None])'),
+    (check_formula, '_gather', 'x[length-lo:] = 0', 'pass'),
+    (check_formula, '_first', 'p-window+1', 'p-window+2'),
+    (check_formula, '_prefill_tile', 'np.repeat(sinks.reshape(kv,-1), TILE, 1)',
+        'np.tile(sinks.reshape(kv,-1), (1,TILE))'),
+    (check_cuts, '_prefill_seq', '(q[s],', '(q[s]*np.float32(1+1e-6*len(q)),'),
+    (check_window, '_first', '//unit*unit', '//unit*unit//2')]
+
+@pytest.mark.parametrize('check,name,old,new', FAULTS)
 def test_faults_are_seen(monkeypatch, check, name, old, new):
-    f = getattr(page, name)
-    src = inspect.getsource(f)
+    src = inspect.getsource(getattr(page, name))
     assert src.count(old)==1
     ns = dict(vars(page))
     exec(src.replace(old, new), ns)
-    bad = ns[name]
-    monkeypatch.setattr(page, name, bad)
-    @settings(max_examples=300, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False)
+    monkeypatch.setattr(page, name, ns[name])
+    how = dict(max_examples=300, deadline=None, database=None, report_multiple_bugs=False)
+    @settings(**how, phases=[Phase.generate])
     @given(cases)
     def run(c): check(attention, c)
     with pytest.raises((AssertionError,ValueError)):

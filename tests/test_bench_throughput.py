@@ -1,4 +1,5 @@
-"""Many requests at once: what is counted of them, what servers may do to their client, and the command."""
+"""Many requests at once: what is counted of them, what servers may do to their client, and the
+command."""
 import json,socket,threading
 from contextlib import contextmanager
 from pathlib import Path

@@ -118,7 +118,9 @@ def test_usage_errors():
 
 def test_help_is_light():
     "`atlas --help` in a fresh process brings in nothing heavy, `import atlas` even less"
-    heavy = "{'numpy','fastapi','pydantic','tokenizers','huggingface_hub','jinja2','cupy','rich','asyncio'} & set(sys.modules)"
+    heavy = (
+        "{'numpy','fastapi','pydantic','tokenizers','huggingface_hub','jinja2','cupy','rich','asyncio'} "
+        "& set(sys.modules)")
     help_said_to_nobody = '''import sys,io
 from atlas.use.cli import app
 out,sys.stdout = sys.stdout,io.StringIO()
@@ -533,7 +535,8 @@ def terminal():
         t.end()
 
 def test_chat_in_a_terminal(terminal):
-    "Ctrl-C ends an answer that would never end, then a half-typed line, and the program goes on; Ctrl-D leaves it"
+    """Ctrl-C ends an answer that would never end, then a half-typed line, and the program goes
+    on; Ctrl-D leaves it"""
     t = terminal(f'''import sys,time
 sys.path.insert(0, {str(root/'tests')!r})
 from test_cli import Fake,SimpleNamespace,said

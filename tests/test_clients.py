@@ -1,4 +1,5 @@
-"Programs that people have, started by `atlas launch` against our own service: each must print what the model said."
+"""Programs that people have, started by `atlas launch` against our own service: each must print
+what the model said."""
 import json,socket,subprocess,sys
 from pathlib import Path
 import pytest

@@ -1,4 +1,5 @@
-"An answer that the client has begun, or that was cut: the prompt ends within it, in all three APIs, and what follows is content."
+"""An answer that the client has begun, or that was cut: the prompt ends within it, in all three
+APIs, and what follows is content."""
 import sys
 from pathlib import Path
 import anthropic,openai,pytest
@@ -103,7 +104,8 @@ def test_within_a_thought(kind, stream):
 
 @pytest.mark.parametrize('content', ['Hello','A greeting. I'])
 def test_behind_a_thought(content):
-    "With something said, it is the content that goes on, and at once, even if the thought ends alike"
+    """With something said, it is the content that goes on, and at once, even if the thought ends
+    alike"""
     for template,parsers,_,_ in KINDS.values():
         with service(lambda prompt: ', Ada.', parsers, template) as s:
             r = chat(

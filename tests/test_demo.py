@@ -1,4 +1,5 @@
-"The main job, whole: the demo model in the engine under pressure, and behind HTTP in a process of its own, spoken to by OpenAI's client."
+"""The main job, whole: the demo model in the engine under pressure, and behind HTTP in a process
+of its own, spoken to by OpenAI's client."""
 import re,signal,socket,subprocess,sys,threading
 import httpx,pytest
 from openai import BadRequestError,OpenAI
@@ -27,7 +28,8 @@ def test_company_changes_nothing(llm, alone):
     assert [o.token_ids for o in llm.generate(prompts, greedy(24))] == alone
 
 def test_chunks_and_preemption_change_nothing(demo, alone):
-    "A cache so small and so overpromised that sequences keep pushing each other out, prompts cut into the smallest chunks"
+    """A cache so small and so overpromised that sequences keep pushing each other out, prompts
+    cut into the smallest chunks"""
     small = LLM(
         'demo', device='cpu', max_seq_len=256, chunk=64,
         overcommit=8., kv_cache_memory=16*46080*16)

@@ -15,7 +15,8 @@ either_way = pytest.mark.parametrize('late', (False,True))
 
 one = drawn([1,5,63,64,70,130], [1,2,7,20])
 asked = st.lists(one, min_size=1, max_size=8)
-left = st.tuples(st.integers(0, 7), st.integers(0, 40))  # who is aborted, before which step
+left = st.tuples(st.integers(0, 7),
+    st.integers(0, 40))  # who is aborted, before which step
 
 @settings(max_examples=60, deadline=None)
 @given(
@@ -46,7 +47,8 @@ def test_the_next_step_is_launched_before_the_last_one_lands():
             return super().land(flight)
     def kinds(late):
         calls.clear()
-        serve(engine(late, stepper=Told), [(ask(0, most=4),0)])
+        serve(engine(late, stepper=Told),
+            [(ask(0, most=4),0)])
         return ' '.join(calls)
     assert kinds(False)==' '.join(['launch land']*4)
     # the prompt, and three steps
@@ -68,7 +70,8 @@ def test_tokens_are_told_before_a_prompt_is_launched():
 
 def test_late_by_one_step():
     "The same events, those of decoding one step later, and no more steps than that"
-    first,second = ask(0, 70, 9),ask(1, 5, 12)
+    first = ask(0, 70, 9)
+    second = ask(1, 5, 12)
     arrivals = [(first,0), (second,3)]
     at_once,steps = serve(engine(False), arrivals)
     late,late_steps = serve(engine(True), arrivals)
@@ -265,7 +268,8 @@ def three(seq, k): return digits('234')
 @either_way
 def test_several_tokens_a_step(late):
     "Each accepted token is an event, with its own log probability; what was rejected is not"
-    first,second = ask(0, 20, 14, logprobs=1),ask(1, 5, 9)
+    first = ask(0, 20, 14, logprobs=1)
+    second = ask(1, 5, 9)
     _,got = scripted(late, three_one_two, [first, second])
     mine,other = got['r0'],got['r1']
     assert tokens(mine)==digits('1 234 5 67 234 5 67 2')
@@ -304,7 +308,8 @@ def test_nothing_accepted_is_a_failure(late):
     def says(seq, k):
         nothing = seq.id=='r0' and k==2
         return [] if nothing else [2,3]
-    first,second = ask(0, 20, 30),ask(1, 9, 8)
+    first = ask(0, 20, 30)
+    second = ask(1, 9, 8)
     _,got = scripted(late, says, [first, second])
     assert tokens(got['r0'])==digits('1 23 23')
     assert got['r0'][-1].code=='corrupted_output'

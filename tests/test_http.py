@@ -56,7 +56,8 @@ def clock():
         yield c
 
 class App:
-    "Says hello, drips, or floods; keeps count of what it saw and of whether it was told that the client is gone"
+    """Says hello, drips, or floods; keeps count of what it saw and of whether it was told that
+    the client is gone"""
     def __init__(self):
         self.seen,self.gone,self.bodies = [],threading.Semaphore(0),[]
     async def __call__(self, scope, receive, send):
@@ -173,7 +174,8 @@ def test_what_never_comes(kind, raw, want, clock):
 
 @kinds
 def test_one_header_at_a_time(kind, clock):
-    "Each byte comes soon after the one before, and the head never ends: the time is for the whole of it"
+    """Each byte comes soon after the one before, and the head never ends: the time is for the
+    whole of it"""
     servers,n = [],0
     serving = live(App(), kind=kind, servers=servers)
     with serving as port, connect(port) as s:
@@ -249,14 +251,16 @@ def test_frozen_reader(kind, path, clock):
             forgotten(s)
 
 def forgotten(s):
-    "Is the connection reset, with what the system still had for its reader? An end of it would come after that"
+    """Is the connection reset, with what the system still had for its reader? An end of it would
+    come after that"""
     s.settimeout(WAIT)
     with pytest.raises(ConnectionResetError):
         while s.recv(1<<16):
             pass
 
 def test_frozen_reader_of_a_finished_answer(clock):
-    "The answer is complete, and smaller than what a buffer may hold: only the connection still waits for its reader"
+    """The answer is complete, and smaller than what a buffer may hold: only the connection still
+    waits for its reader"""
     class Big(App):
         async def __call__(self, scope, receive, send):
             await send(
@@ -413,8 +417,7 @@ def test_so_many_connections_that_nobody_is_told():
         bounds = Bounds(connections=3, refused=2, head=60, linger=60, tick=.05)
         def connection_made(self, t):
             super().connection_made(t)
-            most.append(
-            sum(not c.transport.is_closing() for c in self.connections))
+            most.append(sum(not c.transport.is_closing() for c in self.connections))
     with live(App(), http=Seen) as port:
         held = [socket.create_connection(('127.0.0.1',port), WAIT) for _ in range(20)]
         for s in held:
@@ -439,7 +442,8 @@ def test_pipelining(kind):
                 talk(port, (b'GET /flood HTTP/1.1\r\nHost: a\r\n\r\n')*2+(HEAD+b'\r\n')*50))[1:]
 
 def test_who_pipelines_and_leaves():
-    "Each request of the connection hears it: the one that is answered, too, which is not the one that was read last"
+    """Each request of the connection hears it: the one that is answered, too, which is not the
+    one that was read last"""
     class Waits(App):
         async def __call__(self, scope, receive, send):
             self.seen.append(scope['path'])
@@ -520,7 +524,8 @@ def test_lingering_begins_with_the_refusal(clock):
      b'GET / HTTP/1.1\r\n Host: a\r\n\r\n', b'GET / HTTP/1.1\r\nHo st: a\r\n\r\n',
      b'GET / HTTP/1.1\r\nHost: a\x00b\r\n\r\n', b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n'])
 def test_no_http(kind, raw, clock):
-    "One answer (h11 reads the preface of HTTP/2 as two requests), and it is not 200 or 5xx; the next client is served"
+    """One answer (h11 reads the preface of HTTP/2 as two requests), and it is not 200 or 5xx;
+    the next client is served"""
     with live(Guard(App()), kind=kind) as port:
         # h11 takes some of these for a beginning
         with clock.passes():
@@ -948,7 +953,8 @@ WAYS = (
     '/health;{}','/health%2f..{}','/%2e{}','http://localhost{}','\\health{}')
 
 def test_no_path_is_open(service):
-    "All that the service has, and some that it has not, written in many ways and asked for in all ways: without a key nothing but `/health`, and the page that asks for one"
+    """All that the service has, and some that it has not, written in many ways and asked for in
+    all ways: without a key nothing but `/health`, and the page that asks for one"""
     have = {
         p.replace('{id}','a').replace('{name}','fake')
         for p in json.loads(
@@ -1024,7 +1030,8 @@ def test_bombs_of_one_key_hold_up_no_other(patient_sandbox):
 
 @kinds
 def test_gone_while_one_of_two_is_prepared(kind):
-    "Two requests on one connection, and the first waits for its model when their client leaves: it is heard at once, and neither reaches the engine"
+    """Two requests on one connection, and the first waits for its model when their client
+    leaves: it is heard at once, and neither reaches the engine"""
     from atlas.service.server import create_app
     from test_server import FakeRunner,Slow,head,slow_models
     slow,r = Slow(),FakeRunner()
@@ -1039,8 +1046,11 @@ def test_gone_while_one_of_two_is_prepared(kind):
 
 @kinds
 def test_no_other_protocol(kind):
-    "An upgrade that we do not offer is a plain request; `Expect` is met, and a body that is too large is refused before it is sent"
-    up = b'GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: %s\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n'
+    """An upgrade that we do not offer is a plain request; `Expect` is met, and a body that is
+    too large is refused before it is sent"""
+    up = (
+        b'GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: '
+        b'%s\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n')
     with live(Guard(App(), Rules(body=1000)), kind=kind) as port:
         for what in (b'websocket', b'h2c'):
             assert statuses(talk(port, up % what))[0]==200
@@ -1061,13 +1071,16 @@ def test_no_other_protocol(kind):
 @kinds
 @pytest.mark.parametrize('apart', [0,1,30])
 def test_a_wish_for_another_protocol_loses_no_body(kind, apart, clock):
-    "Java's client asks for HTTP/2 with each first request. What is in the body is no request, however it is cut, and the connection goes on"
+    """Java's client asks for HTTP/2 with each first request. What is in the body is no request,
+    however it is cut, and the connection goes on"""
     class Reads(App):
         async def __call__(self, scope, receive, send):
             heads.append(dict(scope['headers']))
             await super().__call__(scope, receive, send)
     app,heads,inner = Reads(),[],b'GET /secret HTTP/1.1\r\nHost: a\r\n\r\n'
-    wish = b'Host: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\nX-Mine: 1\r\n'
+    wish = (
+        b'Host: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: '
+        b'h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\nX-Mine: 1\r\n')
     with live(Guard(app), replace(QUICK, idle=WAIT), kind=kind) as port:
         for how,body in (
             (b'Content-Length: %d\r\n\r\n'%len(inner), inner),

@@ -1,4 +1,5 @@
-"What a token reads, counted from the plans of the models, against sums made by hand from the shapes alone."
+"""What a token reads, counted from the plans of the models, against sums made by hand from the
+shapes alone."""
 import json,math
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ def nbytes(fmt, shape):
         for d,s in FORMATS[fmt].layout(shape).values())
 
 def released(c, rules):
-    "The sheet of a release of shape `c` whose arrays have the formats of the first pattern that fits, else BF16"
+    """The sheet of a release of shape `c` whose arrays have the formats of the first pattern
+    that fits, else BF16"""
     tensors = {}
     for w in build(c).wants():
         if len(w.shape)>1 and not w.exact:

@@ -1,4 +1,5 @@
-"""litellm against Atlas, through its providers for vLLM, OpenAI and Anthropic, in a process of its own. `ATLAS_LITELLM=/path/to/python` tries the litellm of another environment.
+"""litellm against Atlas, through its providers for vLLM, OpenAI and Anthropic, in a process of
+its own. `ATLAS_LITELLM=/path/to/python` tries the litellm of another environment.
 
 Nothing leaves this machine: litellm's table of prices is the one in its package."""
 import json,os,subprocess,sys

@@ -1,4 +1,5 @@
-"The door and the engine behind it: calls that overlap, calls that are left half-way, and everything that must be refused. On the checkpoints of tests/data."
+"""The door and the engine behind it: calls that overlap, calls that are left half-way, and
+everything that must be refused. On the checkpoints of tests/data."""
 import json,shutil,tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -183,7 +184,8 @@ def test_context_is_exactly_full(llm):
 
 @pytest.mark.parametrize('folder', ('smollm2-tied','mistral-window'))
 def test_whole_tiles_and_odd_chunks(folder):
-    "Prompts around multiples of 64, chunks beyond the context, one sequence at a time, and pushing each other out: the same tokens"
+    """Prompts around multiples of 64, chunks beyond the context, one sequence at a time, and
+    pushing each other out: the same tokens"""
     prompts = [
         np.random.default_rng(n).integers(0, 96, n).tolist()
         for n in (1,63,64,65,127,128,129,192)]

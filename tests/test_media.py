@@ -29,7 +29,8 @@ few = settings(max_examples=60, deadline=None)
 
 def image(m, h, w, seed=0, frames=1):
     "A picture of `h` × `w` tokens, as a request has it"
-    merge,weight = m.c.vision.merge_size,m.vision.patch_embed.proj.weight
+    merge = m.c.vision.merge_size
+    weight = m.vision.patch_embed.proj.weight
     grid = frames,h*merge,w*merge
     rng = np.random.default_rng([h, w, seed])
     pixels = rng.standard_normal((math.prod(grid), weight.shape[1]))
@@ -275,7 +276,8 @@ def test_choices_look_once(name, late, monkeypatch):
     "Answers share what is seen of the same arrays, also one that comes later"
     m = model(name)
     images = pictures(m, '2x3 4x5')
-    asked = [ask(m, i, images, words=5+i) for i in range(2)]
+    asked = [ask(m, i, images, words=5+i)
+        for i in range(2)]
     want = [alone(m, r) for r in asked]
     seen = noting(m, monkeypatch)
     e = engine(m, late)
@@ -289,7 +291,8 @@ def test_images_of_one_size_are_not_one_image(late):
     "Requests with the same tokens and other pixels, at once"
     m = model('qwen3-vl')
     two = pictures(m, '4x5 4x5')
-    asked = [ask(m, i, two[i:i+1]) for i in range(2)]
+    asked = [ask(m, i, two[i:i+1])
+        for i in range(2)]
     assert asked[0].prompt==asked[1].prompt
     want = [alone(m, r) for r in asked]
     assert want[0]!=want[1]
@@ -359,7 +362,8 @@ def test_images_without_memory(name, late, monkeypatch):
     "That request ends, by name; others go on, decoding or in the same step"
     m = model(name)
     images = pictures(m, '2x3 1x2 7x9')
-    first,second = ask(m, 0, most=20),ask(m, 1, images[:1])
+    first = ask(m, 0, most=20)
+    second = ask(m, 1, images[:1])
     want = alone(m, first),alone(m, second)
     noting(m, monkeypatch, failing(images[2][1]))
     e = engine(m, late)
@@ -375,8 +379,10 @@ def test_a_later_image_without_memory(late, monkeypatch):
     "The first chunk is computed by then; what it took comes back, and another try may find memory"
     m = model('qwen35-dense')
     images = pictures(m, '5x6 9x11')
-    first,again = (ask(m, i, images, words=30) for i in range(2))
-    want,fault = alone(m, again),failing(images[1][1])
+    first,again = (ask(m, i, images, words=30)
+        for i in range(2))
+    want = alone(m, again)
+    fault = failing(images[1][1])
     seen = noting(m, monkeypatch, fault)
     e = engine(m, late, chunk=64)
     out = serve(e, [first])
@@ -452,7 +458,8 @@ def on_card(monkeypatch):
 
 need_cxx = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
-def card_says(m, r, **kw): return said(serve(card_engine(m, **kw), [r])[r.id])
+def card_says(m, r, **kw):
+    return said(serve(card_engine(m, **kw), [r])[r.id])
 
 @need_cxx
 def test_chunks_on_a_card(on_card):
@@ -489,7 +496,8 @@ def picture(what):
     seed,*rest = what
     shape,kind,grid = rest
     raw = np.random.default_rng(seed).bytes(96)
-    shape,grid = ([int(n) for n in x.split('x')] for x in (shape,grid))
+    shape,grid = ([int(n) for n in x.split('x')]
+        for x in (shape,grid))
     return np.frombuffer(raw, kind).reshape(shape),grid
 
 @few
@@ -537,7 +545,8 @@ def test_digests_survive_the_link(name):
     r = ask(m, 0, pictures(m, '2x3 4x4'))
     got = sent(r)
     assert image_digests(got.images)==image_digests(r.images)
-    mine,theirs = (m.media(x.prompt, x.images) for x in (r,got))
+    mine,theirs = (m.media(x.prompt, x.images)
+        for x in (r,got))
     assert mine.rows==theirs.rows
     for a,b in zip(mine.images, theirs.images):
         assert a.digest==b.digest

@@ -40,9 +40,11 @@ def gateway():
         with socket.create_server(('127.0.0.1', 0), backlog=1024) as sock:
             server = uvicorn.Server(server_config(app))
             server.install_signal_handlers = lambda: None
-            got.update(models=ms, port=sock.getsockname()[1], server=server, loop=asyncio.get_running_loop())
+            got.update(models=ms, port=sock.getsockname()[1],
+                server=server, loop=asyncio.get_running_loop())
             await server.serve(sockets=[sock])
-    t = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    t = threading.Thread(target=asyncio.run,
+        args=(main(),), daemon=True)
     t.start()
     def there(): return got.get('models') and got['models'].upstreams
     until(lambda: not t.is_alive() or there(), 'a gateway with a model')
@@ -56,15 +58,24 @@ def gateway():
 
 def body(rng, kind):
     "Path and body of a request"
-    ask,n = [dict(role='user', content=rng.choice(('hi','<nan>','a longer question '*20,'<oom>')))],rng.randint(1, 60)
+    ask = [dict(role='user',
+        content=rng.choice(('hi','<nan>','a longer question '*20,'<oom>')))]
+    n = rng.randint(1, 60)
     if kind=='chat':
-        return '/v1/chat/completions',dict(model='fake', messages=ask, max_tokens=n, stream=rng.random()<.6, n=rng.choice((1,1,3)), logprobs=rng.random()<.1)
+        return '/v1/chat/completions',dict(model='fake', messages=ask, max_tokens=n,
+            stream=rng.random()<.6,
+            n=rng.choice((1,1,3)),
+            logprobs=rng.random()<.1)
     if kind=='text':
-        return '/v1/completions',dict(prompt=rng.choice(('hi',[1,2,3],['a','b'])), max_tokens=n, stream=rng.random()<.6, stop='zz')
+        return '/v1/completions',dict(
+            prompt=rng.choice(('hi',[1,2,3],['a','b'])),
+            max_tokens=n, stream=rng.random()<.6, stop='zz')
     if kind=='messages':
-        return '/v1/messages',dict(model='fake', messages=ask, max_tokens=n, stream=rng.random()<.6)
+        return '/v1/messages',dict(model='fake', messages=ask, max_tokens=n,
+            stream=rng.random()<.6)
     if kind=='responses':
-        return '/v1/responses',dict(model='fake', input='hi', max_output_tokens=n, stream=rng.random()<.6)
+        return '/v1/responses',dict(model='fake', input='hi', max_output_tokens=n,
+            stream=rng.random()<.6)
     if kind=='bad':
         return rng.choice(('/v1/chat/completions','/v1/messages','/v1/responses','/nowhere','/v1/audio/speech')),rng.choice(({}, dict(messages=3), dict(model='nobody', messages=ask, max_tokens=3, input='x'), dict(temperature=10**9)))
     return '/tokenize',dict(prompt='hello')
@@ -90,7 +101,9 @@ async def client(port, i, rng, left):
             left[leave] += 1
             return None
         got = b''
-        while chunk := await asyncio.wait_for(r.read(rng.choice((1<<16,300))), WAIT):
+        while chunk := await asyncio.wait_for(
+                r.read(rng.choice((1<<16,300))),
+                WAIT):
             got += chunk
             if leave=='mid' and len(got)>rng.randint(1, 3000):
                 left[leave] += 1
@@ -99,19 +112,22 @@ async def client(port, i, rng, left):
         return int(got[9:12])
     finally:
         if leave and rng.random()<.5:
-            w.get_extra_info('socket').setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # a reset
+            w.get_extra_info('socket').setsockopt(socket.SOL_SOCKET,
+                socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # a reset
         w.close()
 
 async def crowd(port, n, seed, at_once=64):
     "`n` requests, so many at a time"
-    rng,statuses,left,gate = random.Random(seed),Counter(),Counter(),asyncio.Semaphore(at_once)
+    rng,statuses = random.Random(seed),Counter()
+    left,gate = Counter(),asyncio.Semaphore(at_once)
     async def one(i):
         async with gate:
             statuses[await client(port, f'{seed}-{i}', random.Random(f'{seed} {i}'), left)] += 1
     await asyncio.gather(*(one(i) for i in range(n)))
     return statuses,left
 
-def rss(): return int(Path('/proc/self/statm').read_text().split()[1])*os.sysconf('SC_PAGE_SIZE')
+def rss():
+    return int(Path('/proc/self/statm').read_text().split()[1])*os.sysconf('SC_PAGE_SIZE')
 def fds(): return len(os.listdir('/proc/self/fd'))
 
 def numbers(port):
@@ -121,9 +137,12 @@ def numbers(port):
         raw = b''
         while c := s.recv(1<<16):
             raw += c
-    return {(m.name,*sorted(m.labels.items())):m.value for f in families(raw.partition(b'\r\n\r\n')[2].decode()) for m in f.samples}
+    return {(m.name,*sorted(m.labels.items())):m.value
+        for f in families(raw.partition(b'\r\n\r\n')[2].decode())
+        for m in f.samples}
 
-def total(ms, name): return sum(v for k,v in ms.items() if k[0]==name)
+def total(ms, name):
+    return sum(v for k,v in ms.items() if k[0]==name)
 
 def settled(models, loop):
     "Wait until nobody is being served; how many tasks the loop has then"
@@ -138,14 +157,17 @@ def test_a_thousand_mixed_requests():
         settled(models, loop)  # what is made once is made
         gc.collect()
         before,files,tasks = rss(),fds(),settled(models, loop)
-        was,log = numbers(port),len(lines.getvalue().splitlines())
+        was = numbers(port)
+        log = len(lines.getvalue().splitlines())
         statuses,left = asyncio.run(crowd(port, 1000, 1))
         assert settled(models, loop)<=tasks+2
         # the worker's numbers are of a moment ago
         until(lambda: not total(numbers(port), 'atlas:num_requests_running'), again=.05)
         ms = numbers(port)
         gc.collect()
-        grown = {k:total(ms, k)-total(was, k) for k in ('atlas:requests_submitted_total','atlas:request_success_total','atlas:aborted_requests_total','atlas:http_requests_total')}
+        grown = {k:total(ms, k)-total(was, k)
+            for k in ('atlas:requests_submitted_total','atlas:request_success_total',
+                    'atlas:aborted_requests_total','atlas:http_requests_total')}
         # statuses: what polite clients saw
         assert statuses[200]>100 and statuses[None]==sum(left.values())>200 and all(left[k] for k in ('mid','body','sent')) and statuses[400]>10 and statuses[404]>0 and statuses[501]>0
         assert not set(statuses)-{200,400,404,500,501,503,507,None}, statuses
@@ -156,7 +178,8 @@ def test_a_thousand_mixed_requests():
         # every request is accounted for, once
         assert grown['atlas:requests_submitted_total']==grown['atlas:request_success_total']>500 and grown['atlas:aborted_requests_total']>0
         assert models.all[0].restarts==0 and models.healthy
-        ids = lambda: Counter(i for l in lines.getvalue().splitlines()[log:] if (i := json.loads(l).get('request_id', '')).startswith('req-1-'))
+        ids = lambda: Counter(i
+            for l in lines.getvalue().splitlines()[log:] if (i := json.loads(l).get('request_id', '')).startswith('req-1-'))
         heard = 1000-left['body']-left['sent']
         until(lambda: sum(ids().values())>=heard, again=.05)
         assert max(ids().values())==1 and 1000-left['body']-left['sent']<=len(ids())<=1000

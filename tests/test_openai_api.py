@@ -1,4 +1,5 @@
-"OpenAI's API through OpenAI's own client: tools, reasoning, formats, counts, vectors, and what is remembered of prompts."
+"""OpenAI's API through OpenAI's own client: tools, reasoning, formats, counts, vectors, and what
+is remembered of prompts."""
 import asyncio,base64,json,random,re,socket,threading
 import httpx,numpy as np,openai,pytest
 from collections import Counter
@@ -46,7 +47,10 @@ SUM = dict(
         parameters=dict(
             type='object',
             properties=dict(a=dict(type='integer'), b=dict(type='integer')))))
-CALL = '<think>Look it up.</think>I will look.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n<tool_call>\n{"name": "sum", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+CALL = (
+    '<think>Look it up.</think>I will look.<tool_call>\n{"name": "weather", "arguments": '
+    '{"city": "Paris"}}\n</tool_call>\n<tool_call>\n{"name": "sum", "arguments": {"a": 1, "b": '
+    '2}}\n</tool_call>')
 
 class Guides:
     "Notes what it was asked; refuses one schema"
@@ -89,7 +93,7 @@ def ask(c, **kw):
 # ---- Tools and reasoning ----
 
 def test_tool_calls(calling):
-    c,r,g,_ = calling
+    c,r,g = calling[:3]
     a = ask(c, tools=[WEATHER,SUM])
     m = a.choices[0].message
     assert [
@@ -110,7 +114,7 @@ def test_tool_calls(calling):
     assert 'tools: weather,sum' in tok.decode(r.seen[-1].prompt)
 
 def test_tool_calls_streamed(calling):
-    c,_,_,_ = calling
+    c = calling[0]
     calls = {}
     reasoning = ''
     content = ''
@@ -141,7 +145,7 @@ def test_tool_calls_streamed(calling):
      (dict(type='function', function=dict(name='sum')),
       dict(choice='required', names=['sum'], parallel=False))])
 def test_tool_choice(calling, choice, spec):
-    c,r,g,_ = calling
+    c,r,g = calling[:3]
     ask(c, tools=[WEATHER,SUM], tool_choice=choice)
     s = r.seen[-1].guide
     assert g.seen[-1]==s
@@ -154,7 +158,7 @@ def test_tool_choice(calling, choice, spec):
     )==(spec['choice'],spec['names'],spec['parallel'])
 
 def test_tool_choice_none_and_strict(calling):
-    c,r,g,_ = calling
+    c,r,g = calling[:3]
     a = ask(c, tools=[WEATHER], tool_choice='none')
     assert a.choices[0].message.tool_calls is None
     assert '<tool_call>' in a.choices[0].message.content
@@ -176,7 +180,7 @@ def test_tool_choice_none_and_strict(calling):
         assert e.value.param=='tool_choice'
 
 def test_the_second_turn(calling):
-    c,r,_,_ = calling
+    c,r = calling[:2]
     call = dict(id='call_1', type='function', function=dict(name='sum', arguments='{"a": 1}'))
     ask(
         c,
@@ -191,7 +195,7 @@ def test_the_second_turn(calling):
         '1}[tool]1tools: sum')
 
 def test_hosted_tools_are_left_out_with_a_warning(calling):
-    c,_,_,_ = calling
+    c = calling[0]
     a = c.chat.completions.with_raw_response.create(
         model='fake', messages=HELLO,
         tools=[dict(type='web_search'),WEATHER],
@@ -201,7 +205,7 @@ def test_hosted_tools_are_left_out_with_a_warning(calling):
     assert a.parse().choices[0].message.tool_calls
 
 def test_thinking(calling):
-    c,r,_,_ = calling
+    c,r = calling[:2]
     for kw in (
             dict(enable_thinking=False),
             dict(chat_template_kwargs=dict(enable_thinking=False)),
@@ -223,7 +227,7 @@ def test_thinking(calling):
 
 @pytest.mark.parametrize('stream', [False,True])
 def test_one_call_at_most(calling, stream):
-    c,_,_,_ = calling
+    c = calling[0]
     kw = dict(tools=[WEATHER,SUM], parallel_tool_calls=False)
     if stream:
         xs = [x.choices[0] for x in ask(c, stream=True, **kw)]
@@ -251,7 +255,7 @@ def test_one_call_at_most(calling, stream):
 
 @pytest.mark.parametrize('choice', ['required', dict(type='web_search')])
 def test_a_choice_of_what_was_left_out_is_text(calling, choice):
-    c,r,_,_ = calling
+    c,r = calling[:2]
     a = c.chat.completions.with_raw_response.create(
         model='fake', messages=HELLO,
         tools=[dict(type='web_search')], tool_choice=choice)
@@ -260,7 +264,7 @@ def test_a_choice_of_what_was_left_out_is_text(calling, choice):
     assert r.seen[-1].guide is None
 
 def test_parts_of_messages(calling):
-    c,r,_,_ = calling
+    c,r = calling[:2]
     talk = [
         dict(
             role='user',
@@ -277,7 +281,7 @@ def test_parts_of_messages(calling):
         '[user]a\nb[assistant]c\nd[assistant]sum{}[tool]3')
 
 def test_reasoning_that_is_not_told(calling):
-    c,_,_,_ = calling
+    c = calling[0]
     for kw in dict(include_reasoning=False),dict(reasoning=dict(exclude=True)):
         a = ask(c, logprobs=True, extra_body=kw)
         m = a.choices[0].message
@@ -309,7 +313,7 @@ def test_promises_that_would_be_broken(calling, kw, param):
     assert (e.value.status_code, e.value.param)==(501 if param=='modalities' else 400, param)
 
 def test_fields_without_effect_are_named(calling):
-    c,_,_,_ = calling
+    c = calling[0]
     a = c.chat.completions.with_raw_response.create(
         model='fake', messages=HELLO,
         functions=[dict(name='f', parameters={})],
@@ -432,49 +436,53 @@ class City(BaseModel):
     name:str
     people:int
 
-def test_formats():
-    with speaking('{"name": "Paris", "people": 2}', parsers=(None,None)) as (c,r,g,_):
-        m = c.chat.completions.parse(model='fake', messages=HELLO, response_format=City)
-        assert m.choices[0].message.parsed==City(name='Paris', people=2)
-        assert r.seen[-1].guide['schema']['required']==['name','people']
-        for kw,want in (
-                (dict(response_format=dict(type='json_object')),dict(kind='json_object')),
-                (dict(extra_body=dict(structured_outputs=dict(regex='a+'))),
-                 dict(kind='regex', pattern='a+')),
-                (dict(extra_body=dict(guided_choice=['a','b'])),
-                 dict(kind='choice', choices=['a','b'])),
-                (dict(extra_body=dict(structured_outputs=dict(grammar='start: "a"'))),
-                 dict(kind='lark', grammar='start: "a"'))
-        ):
-            ask(c, **kw)
-            assert r.seen[-1].guide==want
-        c.completions.create(
-            model='fake', prompt='a',
-            extra_body=dict(guided_regex='b'), n=2)
-        assert [x.guide for x in r.seen[-2:]]==[
-            dict(kind='regex', pattern='b')]*2
-        a = c.chat.completions.with_raw_response.create(
-            model='fake', messages=HELLO,
-            response_format=dict(
-                type='json_schema',
-                json_schema=dict(name='x', schema=dict(odd=1))))
-        assert a.headers['x-atlas-warning']=='pattern was left out'
-        n = len(r.seen)
-        for bad,param in (
-                (dict(
-                     type='json_schema',
-                     json_schema=dict(name='x', schema=dict(bomb=1))),
-                 'response_format'),
-                (dict(type='xml'),'response_format')
-        ):
-            with pytest.raises(openai.BadRequestError) as e:
-                ask(c, response_format=bad)
-            assert e.value.param==param
-        assert len(r.seen)==n
-    with speaking('x', guides=None) as (
-        c,_,_,_
-    ), pytest.raises(openai.InternalServerError) as e:
-        ask(c, response_format=dict(type='json_object'))
+FORMATS = [
+    (dict(response_format=dict(type='json_object')),
+     dict(kind='json_object')),
+    (dict(extra_body=dict(structured_outputs=dict(regex='a+'))),
+     dict(kind='regex', pattern='a+')),
+    (dict(extra_body=dict(guided_choice=['a','b'])),
+     dict(kind='choice', choices=['a','b'])),
+    (dict(extra_body=dict(structured_outputs=dict(grammar='start: "a"'))),
+     dict(kind='lark', grammar='start: "a"'))]
+
+def schema(**kw):
+    "A `response_format` of a schema"
+    return dict(type='json_schema', json_schema=dict(name='x', schema=kw))
+
+@pytest.fixture(scope='module')
+def paris():
+    "A server whose model says an object"
+    with speaking('{"name": "Paris", "people": 2}', parsers=(None,None)) as s:
+        yield s
+
+def test_formats(paris):
+    c,r = paris[:2]
+    m = c.chat.completions.parse(model='fake', messages=HELLO, response_format=City)
+    assert m.choices[0].message.parsed==City(name='Paris', people=2)
+    assert r.seen[-1].guide['schema']['required']==['name','people']
+    for kw,want in FORMATS:
+        ask(c, **kw)
+        assert r.seen[-1].guide==want
+    c.completions.create(model='fake', prompt='a', extra_body=dict(guided_regex='b'), n=2)
+    assert [x.guide for x in r.seen[-2:]]==[dict(kind='regex', pattern='b')]*2
+
+def test_formats_that_are_refused(paris):
+    c,r = paris[:2]
+    create = c.chat.completions.with_raw_response.create
+    a = create(model='fake', messages=HELLO, response_format=schema(odd=1))
+    assert a.headers['x-atlas-warning']=='pattern was left out'
+    n = len(r.seen)
+    for bad in schema(bomb=1),dict(type='xml'):
+        with pytest.raises(openai.BadRequestError) as e:
+            ask(c, response_format=bad)
+        assert e.value.param=='response_format'
+    assert len(r.seen)==n
+
+def test_a_server_without_formats():
+    with speaking('x', guides=None) as s:
+        with pytest.raises(openai.InternalServerError) as e:
+            ask(s[0], response_format=dict(type='json_object'))
     assert e.value.status_code==501
 
 def test_a_forced_call_that_is_cut():
@@ -496,7 +504,8 @@ def test_a_forced_call_that_is_cut():
         assert '<tool_call>' in ask(c, tools=[WEATHER], max_tokens=31).choices[0].message.content
 
 def test_refusals_name_the_field():
-    "A shape may have come from many fields; ids beyond the vocabulary are refused wherever they may stand"
+    """A shape may have come from many fields; ids beyond the vocabulary are refused wherever
+    they may stand"""
     bomb = dict(type='object', properties=dict(bomb=dict(type='string')))
     cases = [
         ('/v1/chat/completions',
@@ -524,48 +533,47 @@ def test_refusals_name_the_field():
 
 # ---- Prompts: echo, log-probabilities, ids, the middle ----
 
-def test_echo_and_prompt_logprobs():
-    with speaking('xy') as (c,r,_,_):
-        a = c.completions.create(
-            model='fake', prompt='ab', echo=True, logprobs=1,
-            max_tokens=0
-        ).choices[0]
-        assert (
-            a.text,a.logprobs.tokens,a.logprobs.token_logprobs,
-            a.logprobs.text_offset,a.finish_reason
-        )==('ab',['a','b'],[None,-1.],[0,1],'length')
-        assert r.seen==[]
-        a = c.completions.create(
-            model='fake', prompt=['ab','c'], echo=True,
-            logprobs=1, n=2)
-        assert [x.text for x in a.choices]==['abxy','abxy','cxy','cxy']
-        assert a.choices[0].logprobs.tokens[:4]==['a','b','x','y']
-        assert a.usage.prompt_tokens==3
-        assert c.completions.create(
-            model='fake', prompt='ab', echo=True
-        ).choices[0].text=='abxy'
-        said = [
-            x.choices[0]
-            for x in c.completions.create(
-                model='fake', prompt='ab', echo=True, logprobs=0,
-                stream=True)]
-        assert ''.join(x.text for x in said)=='abxy'
-        assert [
-            o for x in said if x.logprobs
-            for o in x.logprobs.text_offset
-        ][:4]==[0,1,2,3]
-        a = ask(c, extra_body=dict(prompt_logprobs=1, return_token_ids=True))
-        assert a.prompt_logprobs[0] is None
-        assert list(a.prompt_logprobs[1].values())[0]['logprob']==-1.
-        assert tok.decode(a.prompt_token_ids)==tok.decode(r.seen[-1].prompt)
-        assert a.choices[0].token_ids==[*tok.encode('xy'),END]
-        xs = list(ask(c, stream=True, extra_body=dict(return_token_ids=True)))
-        assert tok.decode(xs[0].prompt_token_ids)==tok.decode(
-            r.seen[-1].prompt)
-        assert [
-            i for x in xs[1:]
-            for i in getattr(x.choices[0], 'token_ids', None) or []
-        ]==[*tok.encode('xy'),END]
+@pytest.fixture(scope='module')
+def xy():
+    "A server whose model says xy"
+    with speaking('xy') as s:
+        yield s
+
+def echo(s, prompt, **kw):
+    return s[0].completions.create(model='fake', prompt=prompt, echo=True, **kw)
+
+def test_echo_alone():
+    with speaking('xy') as s:
+        a = echo(s, 'ab', logprobs=1, max_tokens=0).choices[0]
+        assert (a.text, a.finish_reason)==('ab', 'length')
+        assert a.logprobs.tokens==['a','b']
+        assert a.logprobs.token_logprobs==[None,-1.]
+        assert a.logprobs.text_offset==[0,1]
+        assert s[1].seen==[]
+
+def test_echo_before_answers(xy):
+    a = echo(xy, ['ab','c'], logprobs=1, n=2)
+    assert [x.text for x in a.choices]==['abxy','abxy','cxy','cxy']
+    assert a.choices[0].logprobs.tokens[:4]==['a','b','x','y']
+    assert a.usage.prompt_tokens==3
+    assert echo(xy, 'ab').choices[0].text=='abxy'
+    said = [x.choices[0] for x in echo(xy, 'ab', logprobs=0, stream=True)]
+    assert ''.join(x.text for x in said)=='abxy'
+    offsets = [o for x in said if x.logprobs for o in x.logprobs.text_offset]
+    assert offsets[:4]==[0,1,2,3]
+
+def test_prompt_logprobs_and_ids(xy):
+    c,r = xy[:2]
+    a = ask(c, extra_body=dict(prompt_logprobs=1, return_token_ids=True))
+    assert a.prompt_logprobs[0] is None
+    assert list(a.prompt_logprobs[1].values())[0]['logprob']==-1.
+    prompt = tok.decode(r.seen[-1].prompt)
+    assert tok.decode(a.prompt_token_ids)==prompt
+    assert a.choices[0].token_ids==[*tok.encode('xy'),END]
+    xs = list(ask(c, stream=True, extra_body=dict(return_token_ids=True)))
+    assert tok.decode(xs[0].prompt_token_ids)==prompt
+    told = [getattr(x.choices[0], 'token_ids', None) or [] for x in xs[1:]]
+    assert sum(told, [])==[*tok.encode('xy'),END]
 
 def test_counts_are_null_until_the_last_chunk(calling):
     for kw,n in (
@@ -1058,40 +1066,46 @@ class Steps:
                 del self.todo[rid]
         return out
 
+KINDS = [
+    ('/v1/chat/completions', dict(messages=HELLO)),
+    ('/v1/completions', dict(prompt='a')),
+    ('/v1/messages', dict(messages=HELLO)),
+    ('/v1/responses', dict(input='a')),
+    ('/v1/completions', dict(prompt=''))]
+
+async def one_of_all(port, k):
+    "A request of a kind that `k` decides, whose client leaves in a third of all cases"
+    dice = random.Random(k)  # its own, so that who is faster changes nothing
+    path,body = dice.choice(KINDS)
+    if path.startswith('/v1/chat'):
+        body = body|dict(n=dice.choice([1,1,3]))
+    limit = 'max_output_tokens' if 'input' in body else 'max_tokens'
+    more = {limit:dice.randint(16, 200), 'stream':dice.random()<.6, 'model':'fake'}
+    raw = json.dumps(body|more).encode()
+    rd,wr = await asyncio.open_connection('127.0.0.1', port)
+    once = head(len(raw), path).replace(b'\r\n\r\n', b'\r\nConnection: close\r\n\r\n')
+    wr.write(once+raw)
+    if dice.random()<.33:
+        await rd.read(dice.choice([1,100,3000]))
+    else:
+        await rd.read()
+    wr.close()
+
+async def a_thousand(port):
+    "Forty at a time"
+    gate = asyncio.Semaphore(40)
+    async def held(k):
+        async with gate:
+            await one_of_all(port, k)
+    await asyncio.gather(*(held(k) for k in range(1000)))
+
 def test_every_request_is_accounted_for():
     "1,000 requests of every kind, a third of which their clients leave at some point"
     e,m = Steps(),''
     info = dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END], max_queue=400)
     ms = threaded(e, info, tok, template)
-    async def one(port, k):
-        dice = random.Random(k)  # its own, so that who is faster changes nothing
-        path,body = dice.choice([
-            ('/v1/chat/completions',
-             dict(messages=HELLO, n=dice.choice([1,1,3]))),
-            ('/v1/completions',dict(prompt='a')),
-            ('/v1/messages',dict(messages=HELLO)),
-            ('/v1/responses',dict(input='a')),
-            ('/v1/completions',dict(prompt=''))])
-        raw = json.dumps(
-            body
-            |{
-                'max_output_tokens' if 'input' in body else 'max_tokens':dice.randint(16, 200),
-                'stream':dice.random()<.6, 'model':'fake'}).encode()
-        rd,wr = await asyncio.open_connection('127.0.0.1', port)
-        wr.write(head(len(raw), path).replace(b'\r\n\r\n', b'\r\nConnection: close\r\n\r\n')+raw)
-        if dice.random()<.33:
-            await rd.read(dice.choice([1,100,3000]))
-        else:
-            await rd.read()
-        wr.close()
-    async def many(port):
-        gate = asyncio.Semaphore(40)
-        async def held(k):
-            async with gate:
-                await one(port, k)
-        await asyncio.gather(*(held(k) for k in range(1000)))
     with live(ms) as port:
-        asyncio.run(many(port))
+        asyncio.run(a_thousand(port))
         def n(k):
             "A counter's sum over its labels, as `m` has it"
             values = re.findall(rf'^atlas:{k}(?:{{[^}}]*}})? (\S+)$', m, re.M)
@@ -1104,15 +1118,11 @@ def test_every_request_is_accounted_for():
         assert n('requests_submitted_total')>900
         assert n('request_success_total')==n('requests_submitted_total')
         assert not e.todo and not ms.all[0].runner._streams
-        ended = +Counter({
-            k:float(v)
-            for k,v in re.findall(
-                r'atlas:request_success_total{finished_reason="(\w+)",model_name="fake"} (\S+)',
-                m)})
-        why = +Counter({
-            k:float(v)
-            for k,v in re.findall(
-                r'atlas:aborted_requests_total{model_name="fake",why="(\w+)"} (\S+)', m)})
+        def by(labels):
+            "Counts above 0 by the one label that is no name"
+            return +Counter({k:float(v) for k,v in re.findall(f'^atlas:{labels} (\\S+)$', m, re.M)})
+        ended = by(r'request_success_total{finished_reason="(\w+)",model_name="fake"}')
+        why = by(r'aborted_requests_total{model_name="fake",why="(\w+)"}')
         assert ended['abort']==sum(why.values())>20
         assert ended['length']>400
         assert set(ended)<={'length','abort'}

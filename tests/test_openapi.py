@@ -1,4 +1,5 @@
-"Bodies that schemathesis makes up from our own /openapi.json: every one gets an answer or a refusal in the shape of its API, never a fault of the server."
+"""Bodies that schemathesis makes up from our own /openapi.json: every one gets an answer or a
+refusal in the shape of its API, never a fault of the server."""
 import atexit,json,sys
 from pathlib import Path
 import pytest,schemathesis

@@ -1,6 +1,8 @@
-"""What Open WebUI 0.12 sends, in the order of a visit: the list of models, its page of model providers, a chat with tools, stopped and gone on with, and files.
+"""What Open WebUI 0.12 sends, in the order of a visit: the list of models, its page of model
+providers, a chat with tools, stopped and gone on with, and files.
 
-Seen between the real one and a server; here its requests come from httpx, and `heard` reads a stream by the same rules as it does."""
+Seen between the real one and a server; here its requests come from httpx, and `heard` reads
+a stream by the same rules as it does."""
 import json,sys,threading,time
 from pathlib import Path
 import httpx,pytest
@@ -75,7 +77,8 @@ def until(h, name, value):
     waiting.until(lambda: state()==value, f'{name} {value}')
 
 def test_keys(gateway):
-    "A wrong key is told so, a user may not load, and both hear it as `error.message`, which is what its page shows"
+    """A wrong key is told so, a user may not load, and both hear it as `error.message`, which is
+    what its page shows"""
     for key in '', 'wrong':
         r = client(gateway[0], key).get('/v1/models')
         assert r.status_code==401 and 'key' in told(r)
@@ -100,7 +103,8 @@ def test_each_model_is_listed_once(gateway):
         assert h.get('/v1/models/nobody').status_code==404
 
 def test_page_of_providers(gateway):
-    "Load and unload as its buttons do, with the list asked for after each; the changes are told to whoever listens"
+    """Load and unload as its buttons do, with the list asked for after each; the changes are
+    told to whoever listens"""
     events,ready = [],threading.Event()
     def listen():
         with client(gateway[0], 'keeper') as h, h.stream('GET', '/models/sse') as r:
@@ -199,7 +203,9 @@ def script(prompt):
     if '<tool>' in ask:
         return 'It is in.</think>It is noon.'
     if 'clock' in ask:
-        return '<think>I need a tool.</think>I look.\n<tool_call>\n{"name": "calculate_timestamp", "arguments": {"days_ago": 2}}\n</tool_call>'
+        return (
+            '<think>I need a tool.</think>I look.\n<tool_call>\n{"name": "calculate_timestamp", '
+            '"arguments": {"days_ago": 2}}\n</tool_call>')
     if prompt.endswith('Once upon'):
         return ' a time.'
     if prompt.endswith('<think>A tale'):
@@ -234,7 +240,8 @@ def test_requests_behind_a_chat(speaker, field, kw):
     assert field in json.loads(r.json()['choices'][0]['message']['content'])
 
 def test_turns_with_thoughts_and_tools(speaker):
-    "A system prompt, a thought in its fold, a call of one of many tools, its result, and one more question, each with all that came before"
+    """A system prompt, a thought in its fold, a call of one of many tools, its result, and one
+    more question, each with all that came before"""
     turns = [dict(role='system', content='You are a pirate.'),user('Hello')]
     a = chat(speaker, turns)
     assert (
@@ -289,7 +296,8 @@ def test_stop(speaker):
      (dict(content='', reasoning_content='A tale'), '<think>A tale', ', then.',
       'There was a dog.')])
 def test_continue_response(speaker, said, end, thought, rest):
-    "The message that was stopped is the last one; what comes is only the rest, of the thought first if that was all there is"
+    """The message that was stopped is the last one; what comes is only the rest, of the thought
+    first if that was all there is"""
     a = chat(
         speaker,
         [user('Tell me'),dict(role='assistant')|said],
@@ -345,7 +353,8 @@ def test_errors_that_its_page_shows(speaker):
     assert 'reads only text' in told(r)
 
 def test_a_worker_that_dies(gateway):
-    "The stream ends with an error that is read as one, and the next question is told when to come again, or answered"
+    """The stream ends with an error that is read as one, and the next question is told when to
+    come again, or answered"""
     with client(gateway[0], 'reader') as h:
         with h.stream(
             'POST', '/v1/chat/completions',
@@ -428,7 +437,8 @@ def test_responses(speaker):
 # -- files: an image in a message, and a text whose pieces become vectors
 
 def test_files(folder):
-    "A model that sees answers about an image, and the one endpoint that its search needs gives a vector for each text"
+    """A model that sees answers about an image, and the one endpoint that its search needs gives
+    a vector for each text"""
     llm = LLM(str(folder), device='cpu', max_seq_len=64)
     app = create_app(loaded_models(llm, ['eyes']))
     with running(app) as at, client(at, 'x') as h:

@@ -40,7 +40,8 @@ def step(sc):
 
 def seconds(c, load):
     "What a step takes on a machine that reads weights or computes, whichever takes longer"
-    chunk = load.chunks*(c.fixed+max(c.read, c.each*(load.tokens+load.replays)))
+    chunk = load.chunks*(c.fixed+max(c.read,
+        c.each*(load.tokens+load.replays)))
     return c.plain*bool(load.seqs)+chunk+c.each*load.reach/1e5
 
 COSTS = (.001,.02,.3),(.001,.01,.2),(0.,.07),(1e-5,1.8e-4,2e-3)
@@ -59,7 +60,9 @@ STARTS = dict(
 
 class Machine(RuleBasedStateMachine):
     "Requests come, go, run out of time, and step at will"
-    @initialize(costs=machines, **{k:st.sampled_from(v) for k,v in STARTS.items()})
+    @initialize(costs=machines,
+        **{k:st.sampled_from(v)
+            for k,v in STARTS.items()})
     def start(self, name, deadline, max_wait, costs, seqs, chunk, over, behind, width):
         self.now,self.costs,self.wait = 0.,costs,max_wait or inf
         self.policy = Policy(name, deadline, max_wait)
@@ -86,7 +89,8 @@ class Machine(RuleBasedStateMachine):
         return n
 
     @rule(
-        sizes=st.lists(st.integers(1, 560), min_size=1, max_size=4),
+        sizes=st.lists(st.integers(1, 560), min_size=1,
+            max_size=4),
         priority=st.sampled_from([0,0,-1,1]),
         out=st.sampled_from([1,5,30]),
         timeout=st.sampled_from([None,None,.05,2.]))
@@ -94,7 +98,8 @@ class Machine(RuleBasedStateMachine):
         for n in sizes:
             if len(self.sc.waiting)>=30:
                 return
-            r = request(len(self.all), n, out, priority, n%5, seed=n, ignore_eos=True)
+            r = request(len(self.all), n, out, priority,
+                n%5, seed=n, ignore_eos=True)
             s = self.sc.add(replace(r, timeout=timeout))
             self.all.append(s)
             self.resting[s] = self.now
@@ -110,7 +115,8 @@ class Machine(RuleBasedStateMachine):
         self.d.note(s, None, 'abort')
 
     @precondition(lambda self: len(self.sc.waiting))
-    @rule(i=st.integers(0, 50), share=st.sampled_from([0,.5,1]))
+    @rule(i=st.integers(0, 50),
+        share=st.sampled_from([0,.5,1]))
     def found(self, i, share):
         "A prefix of a waiting prompt turns out to be in the cache"
         waits = list(self.sc.waiting)
@@ -147,7 +153,8 @@ class Machine(RuleBasedStateMachine):
             self.policy.note(load, took)
 
     def expire(self):
-        due = {s for s,when in self.limits.items() if when<=self.now and s not in self.d.why}
+        due = {s
+            for s,when in self.limits.items() if when<=self.now and s not in self.d.why}
         late = self.sc.expire()
         assert set(late)==due and len(late)==len(due)
         for s in late:
@@ -178,7 +185,8 @@ class Machine(RuleBasedStateMachine):
             spent = self.idle[s]>self.wait+1e-9
             if spent and (idles or s in went):
                 assert s.order[0]==-inf, f'{s} has no patience left'
-        self.seen['first'] += sum(s.order[0]==-inf for s in self.resting)
+        self.seen['first'] += sum(s.order[0]==-inf
+            for s in self.resting)
 
     def check_order(self, s, w):
         "`s` was admitted, and `w` was not"
@@ -190,7 +198,8 @@ class Machine(RuleBasedStateMachine):
 
     def rank(self, s):
         p,n = s.request.priority,s.prompt_len-s.there
-        return (p, s.arrival) if self.policy.name=='fifo' else (p, n, s.arrival)
+        return (p, s.arrival) if self.policy.name=='fifo' else (p,
+            n, s.arrival)
 
     def check_line(self, went, rows):
         "Whoever has no patience left, and runs, is not passed over for others"
@@ -198,7 +207,8 @@ class Machine(RuleBasedStateMachine):
             waits = s not in went and s.state in ('prefill','replay')
             if s.order[0]!=-inf or not waits:
                 continue
-            ahead = sum(n for o,_,n in rows if o.order[0]==-inf and o.arrival<s.arrival)
+            ahead = sum(n
+                for o,_,n in rows if o.order[0]==-inf and o.arrival<s.arrival)
             assert self.roomed-ahead<TILE, f'{s} was passed over'
 
     def teardown(self):
@@ -225,10 +235,15 @@ def test_crowd(seed):
     "The same machine where it is always crowded"
     rng,m = random.Random(seed),Machine()
     pick = rng.choice
-    m.start(**{k:pick(v) for k,v in STARTS.items()}, costs=Costs(*map(pick, COSTS)))
+    m.start(
+        **{k:pick(v) for k,v in STARTS.items()},
+        costs=Costs(*map(pick, COSTS)))
     for _ in range(25):
-        sizes = [rng.randint(1, 560) for _ in range(rng.randint(0, 4))]
-        m.add(sizes, pick([0,0,-1,1]), pick([1,5,30]), pick([None,None,.05,2.]))
+        sizes = [rng.randint(1, 560)
+            for _ in range(rng.randint(0, 4))]
+        m.add(sizes, pick([0,0,-1,1]),
+            pick([1,5,30]),
+            pick([None,None,.05,2.]))
         luck,i = rng.random(),rng.randint(0, 50)
         if m.sc.has_work and luck<.1:
             m.leave(i)
@@ -243,11 +258,15 @@ def test_crowd(seed):
 def test_machine_sees_all(name):
     "A crowd that loses patience, runs out of time, and is asked to wait"
     m = Machine()
-    m.start(name, .1, .2, Costs(.02, .01, .07, 1.8e-4), 2, 256, 4, True, 1)
+    m.start(name, .1, .2,
+        Costs(.02, .01, .07, 1.8e-4), 2, 256, 4, True,
+        1)
     rng = random.Random(1)
     for i in range(30):
         sizes = [rng.randint(1, 560) for _ in range(3)]
-        m.add(sizes, rng.choice([0,0,-1,1]), 5, rng.choice([None,2.]))
+        m.add(sizes,
+            rng.choice([0,0,-1,1]), 5,
+            rng.choice([None,2.]))
         if m.sc.waiting:
             m.found(i, rng.choice([0,.5]))
         m.step(4)
@@ -284,7 +303,8 @@ def test_fifo_admits_by_priority_and_arrival(asks):
     sc,_ = scheduler(Policy())
     for i,(n,priority,_) in enumerate(asks):
         sc.add(request(i, n, 1, priority))
-    want = sorted(sc.waiting, key=lambda s: (s.request.priority, s.arrival))
+    want = sorted(sc.waiting,
+        key=lambda s: (s.request.priority, s.arrival))
     got = []
     while plan := step(sc):
         got += [s for s in plan.seqs if s not in got]
@@ -293,7 +313,8 @@ def test_fifo_admits_by_priority_and_arrival(asks):
 def test_cached_tokens_do_not_count():
     "A long prompt of which all but a little is known goes before a short one"
     sc,_ = scheduler(Policy('slai'), 2, 200, 2000, chunk=64)
-    long,short,last = seqs = [sc.add(request(i, n, 1)) for i,n in enumerate((1000, 200, 1900))]
+    long,short,last = seqs = [sc.add(request(i, n, 1))
+        for i,n in enumerate((1000, 200, 1900))]
     assert list(sc.waiting)==[short,long,last]
     long.there = 960
     sc.waiting.push(long)
@@ -305,7 +326,8 @@ def test_cached_tokens_do_not_count():
 
 def siege(policy, lower):
     "Seconds until a long prompt gets its first token among short ones that never end; the longest step"
-    sc,now = scheduler(policy, 2, 200, 2000, chunk=128, max_queue=10**6)
+    sc,now = scheduler(policy, 2, 200, 2000, chunk=128,
+        max_queue=10**6)
     longest = n = 0
     for i in range(4000):
         if i==5:
@@ -331,7 +353,8 @@ def test_nobody_starves(lower):
         took,step = siege(Policy(name, max_wait=patience), lower)
         assert patience<took<=patience+(8+40+15)*step
 
-@pytest.mark.parametrize('max_wait,stays', [(None,False), (1.,True), (5.,False)])
+@pytest.mark.parametrize('max_wait,stays',
+    [(None,False), (1.,True), (5.,False)])
 def test_the_impatient_are_not_preempted(max_wait, stays):
     "Whoever has idled for too long loses its place to no priority"
     sc,now = scheduler(Policy(max_wait=max_wait))
@@ -403,7 +426,8 @@ def test_a_clock_that_goes_back():
 def test_a_step_reads_no_queue():
     "As many calls with 5,000 waiting as with 30, whatever the policy"
     def work(name, waiting):
-        sc,_ = scheduler(Policy(name, .1, 1e6), 4, 64, 200, max_queue=20_000)
+        sc,_ = scheduler(Policy(name, .1, 1e6), 4, 64,
+            200, max_queue=20_000)
         for i in range(waiting):
             sc.add(request(i, 20, 20, i%3, i, ignore_eos=True))
         return [calls(lambda: step(sc)) for _ in range(12)]
@@ -414,7 +438,8 @@ def test_a_step_reads_no_queue():
 
 noise = st.lists(st.floats(.9, 1.1), min_size=30, max_size=30)
 
-@given(machines, st.sampled_from([.05,.1,.4]), st.integers(1, 8), noise)
+@given(machines, st.sampled_from([.05,.1,.4]),
+    st.integers(1, 8), noise)
 @settings(deadline=None)
 def test_the_chunk_that_fits(c, deadline, seqs, noise):
     "It is legal, longer ones take longer, and in the end it is neither too long nor far too short"
@@ -442,7 +467,8 @@ def test_one_slow_step_changes_nothing_for_long(at):
             n = max(t.tokens_in(.1, 2048, 4), TILE)
             out.append(n)
             took = .02+.01+1e-4*n
-            t.note(Load(1, n, 0, 4), 100*took if i==slow else took)
+            t.note(Load(1, n, 0, 4),
+                100*took if i==slow else took)
         return out
     good,bad = sizes(None),sizes(at)
     assert min(good[20:])>=512
@@ -453,33 +479,39 @@ def test_one_slow_step_changes_nothing_for_long(at):
 def asked(c, deadline, speeds, chunk=2048, first=None):
     """Tokens that a policy gives a prompt beside four answers, step by step; a step takes as many
     times as long as `speeds` say. And what the steps took. A prompt alone may have taken a `first` step"""
-    p,now,sizes,times = Policy('slai', deadline),0.,[],[]
+    p,now = Policy('slai', deadline),0.
+    sizes,times = [],[]
     p.note(Load(seqs=4), c.plain)
     if first:
         p.note(Load(1, chunk), first)
     for slow in speeds:
         who = SimpleNamespace(num_computed=0, said=now)
-        sizes.append(p.room([who], [who]*4, chunk, 1, now))
+        sizes.append(p.room([who], [who]*4, chunk,
+            1, now))
         load = Load(1, sizes[-1], 0, 4)
         times.append(slow*seconds(c, load))
         now += times[-1]
         p.note(load, times[-1])
     return np.array(sizes),np.array(times)
 
-LARGE,SMALL = Costs(.0022, .008, 0., .179e-3),Costs(.025, .015, .070, .16e-3)
+LARGE = Costs(.0022, .008, 0., .179e-3)
+SMALL = Costs(.025, .015, .070, .16e-3)
 
-@pytest.mark.parametrize('machine,deadline', [(LARGE,.1), (SMALL,.2), (SMALL,.1)])
+@pytest.mark.parametrize('machine,deadline',
+    [(LARGE,.1), (SMALL,.2), (SMALL,.1)])
 @pytest.mark.parametrize('slow', (1.5, 2, 3, 10, 100))
 def test_another_process_takes_the_card(machine, deadline, slow):
     "Chunks do not climb while all is slower, and are as long as before soon after"
-    sizes,times = asked(machine, deadline, [1]*30+[slow]*30+[1]*30)
+    sizes,times = asked(machine, deadline,
+        [1]*30+[slow]*30+[1]*30)
     before = sizes[29]
     assert sizes[30:60].max()<=1.5*before
     floor = slow*seconds(machine, Load(1, TILE, 0, 4))
     assert times[36:60].max()<=2.2*max(deadline, floor)
     assert sizes[75:].min()>=.7*before and sizes[75:].max()<=1.4*before
 
-@pytest.mark.parametrize('machine,deadline', [(LARGE,.1), (SMALL,.2), (SMALL,.1)])
+@pytest.mark.parametrize('machine,deadline',
+    [(LARGE,.1), (SMALL,.2), (SMALL,.1)])
 def test_a_prompt_that_had_to_compile(machine, deadline):
     "A first chunk that took a hundred times as long does not keep those beside answers small"
     good,bad = [asked(machine, deadline, [1]*40, first=s)[0] for s in (None,33.)]
@@ -496,7 +528,9 @@ def test_a_deadline_that_no_chunk_keeps(machine, deadline):
 def test_one_slow_step_is_no_median():
     t = StepTimes()
     t.note(Load(seqs=4), .02)
-    def seen(n, slow=1): t.note(Load(1, n, 0, 4), .02+slow*(.01+1e-4*n))
+    def seen(n, slow=1):
+        t.note(Load(1, n, 0, 4),
+            .02+slow*(.01+1e-4*n))
     for n in (64, 128, 512)*5:
         seen(n)
     before = t.step(512, 4)
@@ -564,7 +598,8 @@ limited = st.tuples(
 
 def served(e, now, reqs, abort):
     "Tokens and ends of requests that come at their times to an engine whose steps take a second"
-    said,ends = {r.id:[] for r,_ in reqs},{}
+    said = {r.id:[] for r,_ in reqs}
+    ends = {}
     def hear(events):
         for v in events:
             assert v.id not in ends, 'an event after the end'
@@ -583,7 +618,8 @@ def served(e, now, reqs, abort):
         if t>12 and not e.has_work:
             return said,ends
 
-@given(st.lists(limited, min_size=1, max_size=7), st.booleans(), st.sampled_from([None,4]))
+@given(st.lists(limited, min_size=1, max_size=7),
+    st.booleans(), st.sampled_from([None,4]))
 @settings(deadline=None, max_examples=40)
 def test_time_limits_in_an_engine(asks, late, abort):
     """Each request ends exactly once, in time, with the beginning of what it says alone;
@@ -591,14 +627,16 @@ def test_time_limits_in_an_engine(asks, late, abort):
     now,reqs = [0.],[]
     for i,(n,most,limit,at) in enumerate(asks):
         reqs.append((replace(ask(i, n, most), timeout=limit), at))
-    e = engine(late, seqs=2, policy=Policy('slai', .1, 5.), clock=lambda: now[0])
+    e = engine(late, seqs=2,
+        policy=Policy('slai', .1, 5.), clock=lambda: now[0])
     said,ends = served(e, now, reqs, abort)
     left_clean(e)
     now[0] += 99
     assert not e.scheduler.expire() and not e.scheduler._limits
     assert set(ends)==set(said)
     for r,at in reqs:
-        (why,when),whole = ends[r.id],tokens_of(alone(replace(r, timeout=None)))
+        (why,when),whole = ends[r.id],tokens_of(alone(replace(r,
+            timeout=None)))
         if r.timeout:
             assert when-at<r.timeout+1
         if why=='timeout':
@@ -614,7 +652,8 @@ def staged(stage, late):
     if stage=='waiting':
         e.add(ask(1, 10, 9))
     e.add(replace(ask(0, 150, 20), timeout=5.))
-    def at(): return s.seqs['r0'].state,len(s.seqs['r0'].outputs)
+    def at():
+        return s.seqs['r0'].state,len(s.seqs['r0'].outputs)
     def until(test):
         for _ in range(100):
             if test(*at()):
@@ -655,7 +694,10 @@ def test_time_is_up_at(stage, late):
 
 def tokens_of(events): return [v.token for v in events if v.token is not None]
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 600))
+@given(
+    st.lists(st.integers(1, 300), min_size=1,
+        max_size=20),
+    st.integers(1, 600))
 def test_tokens_that_wait(sizes, most):
     "Refused beyond the bound, and never alone"
     sc,_ = scheduler(max_queue_tokens=most)
@@ -721,13 +763,17 @@ def test_timeout_of_a_body(api):
             asked(bad)
         assert e.value.param=='timeout'
 
-@pytest.mark.parametrize('bad', (0, -1, MAX_TIMEOUT+1, '3', True, float('nan'), inf))
+@pytest.mark.parametrize('bad',
+    (0, -1, MAX_TIMEOUT+1, '3', True,
+        float('nan'), inf))
 def test_timeout_of_a_request(bad):
     with pytest.raises(RequestError) as e:
         Request('a', (1,), SamplingParams(), timeout=bad)
     assert e.value.param=='timeout'
 
-@pytest.mark.parametrize('bad', (('lifo',), ('fifo',-1), ('slai',.1,-.1), ('fifo',inf)))
+@pytest.mark.parametrize('bad',
+    (('lifo',), ('fifo',-1),
+        ('slai',.1,-.1), ('fifo',inf)))
 def test_bad_policies(bad):
     with pytest.raises(AtlasError):
         Policy(*bad)

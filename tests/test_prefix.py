@@ -41,7 +41,8 @@ class Walker:
 
     def step(self, tiles, launched):
         "Compute some tiles; if not `launched`, it comes to nothing"
-        end = min(self.at-self.at%TILE+tiles*TILE, len(self.tokens))
+        end = min(self.at-self.at%TILE+tiles*TILE,
+            len(self.tokens))
         if self.table.missing(end)>self.tree.pool.available:
             return
         self.table.ensure(end)
@@ -57,7 +58,8 @@ class Walker:
 
 class Walks(RuleBasedStateMachine):
     "Prompts with common beginnings come, go on, are cut off and leave"
-    @initialize(states=st.none()|st.integers(1, 9), size=st.sampled_from([16,32,64]))
+    @initialize(states=st.none()|st.integers(1, 9),
+        size=st.sampled_from([16,32,64]))
     def start(self, states, size):
         pool = BlockPool(24*TILE//size//2, size)
         if states is None:
@@ -66,14 +68,20 @@ class Walks(RuleBasedStateMachine):
             self.tree = SnapshotTree(pool, BlockPool(states, 1), 128)
         self.going = []
 
-    @rule(a=st.integers(0, 2), n=st.integers(1, 400), b=st.integers(0, 2), m=st.integers(0, 200),
-        salt=st.sampled_from(['','','x']), ends=st.lists(st.integers(-5, 700), max_size=5))
+    @rule(a=st.integers(0, 2),
+        n=st.integers(1, 400),
+        b=st.integers(0, 2),
+        m=st.integers(0, 200),
+        salt=st.sampled_from(['','','x']), ends=st.lists(
+            st.integers(-5, 700), max_size=5))
     def come(self, a, n, b, m, salt, ends):
         if len(self.going)<4:
-            self.going.append(Walker(self.tree, [a]*n+[b]*m, salt, ends))
+            self.going.append(Walker(self.tree,
+                [a]*n+[b]*m, salt, ends))
 
     @precondition(lambda self: self.going)
-    @rule(i=st.integers(0, 9), tiles=st.integers(1, 5), launched=st.booleans())
+    @rule(i=st.integers(0, 9),
+        tiles=st.integers(1, 5), launched=st.booleans())
     def step(self, i, tiles, launched):
         w = self.going[i%len(self.going)]
         if w.at%TILE==0:
@@ -83,7 +91,8 @@ class Walks(RuleBasedStateMachine):
 
     @precondition(lambda self: self.going)
     @rule(i=st.integers(0, 9))
-    def leave(self, i): self.going.pop(i%len(self.going)).leave()
+    def leave(self, i):
+        self.going.pop(i%len(self.going)).leave()
 
     @rule(n=st.integers(0, 9))
     def evict(self, n):
@@ -105,7 +114,8 @@ class Walks(RuleBasedStateMachine):
     @invariant()
     def books(self):
         if hasattr(self, 'tree'):
-            check_tree(self.tree, [(w.trail, w.table) for w in self.going])
+            check_tree(self.tree,
+                [(w.trail, w.table) for w in self.going])
 
     def teardown(self):
         if not hasattr(self, 'tree'):
@@ -121,10 +131,14 @@ TestWalks = Walks.TestCase
 # With a model
 
 STEMS = [np.random.default_rng(100+i).integers(0, V, 190).tolist() for i in range(2)]
-PLAIN = [{}, {}, dict(temperature=.9, seed=3), dict(logprobs=2),
+PLAIN = [{}, {}, dict(temperature=.9, seed=3),
+    dict(logprobs=2),
     dict(temperature=.8, seed=5, logprobs=0, repetition_penalty=1.3)]
 
-def talk(i, stem, n, m, most, how, priority=0, salt='', ends=(), fill=False):
+def talk(
+    i, stem, n, m, most, how, priority=0, salt='',
+    ends=(), fill=False
+):
     "Request `i`: `n` tokens of a stem and `m` of its own"
     own = np.random.default_rng(i).integers(0, V, m).tolist()
     params = SamplingParams(**dict(temperature=0, max_tokens=most, ignore_eos=True)|how)
@@ -143,21 +157,26 @@ one = st.fixed_dictionaries(dict(
     ends=st.lists(st.integers(0, 190), max_size=3),
     fill=st.sampled_from([False]*5+[True])))
 DRAWN = dict(
-    asks=st.lists(st.tuples(one, st.integers(0, 14)), min_size=4, max_size=8),
+    asks=st.lists(st.tuples(one, st.integers(0, 14)),
+        min_size=4, max_size=8),
     blocks=st.sampled_from([13,16,40,40]),
     seqs=st.sampled_from([4,2,4,1]),
     over=st.sampled_from([1.,4.,4.]),
     extra=st.sampled_from([0,1,2,6]),
     spill=st.sampled_from([None,1<<19,1<<24]),
     chunk=st.sampled_from([64,128,192]),
-    gone=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=3),
+    gone=st.lists(
+        st.tuples(st.integers(0, 5),
+            st.integers(1, 12)),
+        max_size=3),
     kind=st.sampled_from(['none',*KINDS,'oracle']),
     k=st.integers(1, 4),
     dice=st.none()|st.integers(0, 99))
 
 def going(e):
     "Those who are on their way"
-    return [(s.trail, s.table) for s in e.scheduler.seqs.values()]
+    return [(s.trail, s.table)
+        for s in e.scheduler.seqs.values()]
 
 def run(e, some, aborts, seen):
     "Events by request; the books are looked at after each step"
@@ -167,7 +186,8 @@ def run(e, some, aborts, seen):
             if at<=t:
                 e.add(r)
         todo = [x for x in todo if x[1]>t]
-        events = [v for rid,at in aborts if at==t for v in e.abort(rid)]
+        events = [v for rid,at in aborts if at==t
+            for v in e.abort(rid)]
         note(events+e.step(), out)
         check_tree(e.scheduler.prefix, going(e))
         count_marks(e.scheduler, seen)
@@ -208,7 +228,8 @@ def test_random_schedules():
     @settings(max_examples=70, deadline=None, derandomize=True, database=None)
     @given(**DRAWN)
     def drawn(asks, blocks, seqs, over, extra, chunk, gone, kind, k, dice, spill):
-        some = [(talk(i, **how), at) for i,(how,at) in enumerate(asks)]
+        some = [(talk(i, **how), at)
+            for i,(how,at) in enumerate(asks)]
         k = k if kind!='none' else 0
         class Counted(Watched):
             pass
@@ -218,7 +239,8 @@ def test_random_schedules():
             e = engine(kind, k, late, blocks, seqs, Counted, arbiter=arbiter,
                 who=knowing(some, kind), prefix=extra, chunk=chunk, spill=spill, overcommit=over)
             tier = e.scheduler.prefix.tier
-            got = run(e, some, [(f'r{i}', at) for i,at in gone], seen)
+            got = run(e, some,
+                [(f'r{i}', at) for i,at in gone], seen)
             compare(some, got, seen)
             tell(e, seen)
             emptied(e.scheduler.prefix)
@@ -246,15 +268,19 @@ def compare(some, got, seen):
 def answer(e, r, seen=None):
     "What is said to `r`, and how many tokens of prompts were computed for it"
     before = e.scheduler.totals['prefill_tokens']
-    out = run(e, [(r,0)], (), Counter() if seen is None else seen)
+    out = run(e, [(r,0)], (),
+        Counter() if seen is None else seen)
     return said(out[r.id]),e.scheduler.totals['prefill_tokens']-before
 
-def named(r, i): return Request(f'again{i}', r.prompt, r.params, boundaries=r.boundaries)
+def named(r, i):
+    return Request(f'again{i}', r.prompt, r.params, boundaries=r.boundaries)
 
 @pytest.mark.parametrize('late', (False,True))
 def test_twelve_replays(late):
     "The same request again and again: the same answer, and only the rest of a tile to compute"
-    e,r = engine('mtp', 2, late, prefix=4),talk(1, 0, 150, 3, 12, dict(temperature=.9, seed=3, logprobs=2))
+    e = engine('mtp', 2, late, prefix=4)
+    r = talk(1, 0, 150, 3, 12,
+        dict(temperature=.9, seed=3, logprobs=2))
     first,whole = answer(e, r)
     assert whole==153 and first==said(alone(r))
     for i in range(12):
@@ -264,7 +290,9 @@ def test_twelve_replays(late):
 def test_only_what_changed_is_computed():
     "A prompt whose end is another, and one whose beginning is"
     e = engine(prefix=6)
-    answer(e, talk(1, 0, 190, 0, 3, {}, ends=(70,130)))
+    answer(e,
+        talk(1, 0, 190, 0, 3, {},
+            ends=(70,130)))
     assert answer(e, talk(2, 0, 140, 40, 3, {}))[1]==180-128
     assert answer(e, talk(3, 0, 70, 90, 3, {}))[1]==160-64
     assert answer(e, talk(4, 1, 190, 0, 3, {}))[1]==190
@@ -277,12 +305,14 @@ def test_an_end_that_changed_costs_little_of_bare_ids_too():
 
 def test_salts_keep_apart():
     e = engine(prefix=6)
-    r = [talk(i, 0, 150, 0, 3, {}, salt=s) for i,s in enumerate(('','a','b','a'))]
+    r = [talk(i, 0, 150, 0, 3, {}, salt=s)
+        for i,s in enumerate(('','a','b','a'))]
     assert [answer(e, x)[1] for x in r]==[150,150,150,150-128]
 
 def test_forty_turns_cost_what_is_new_in_them():
     "`tiny` has recurrent layers: a turn computes its new tokens and less than two tiles more"
-    llm,p = LLM('tiny', device='cpu'),SamplingParams(temperature=0, max_tokens=1)
+    llm = LLM('tiny', device='cpu')
+    p = SamplingParams(temperature=0, max_tokens=1)
     messages,before = [dict(role='system', content='You help with a village. '*12)],0
     for i in range(40):
         seen = ' '.join(f'{i*j%10} cows' for j in range(6))
@@ -299,7 +329,8 @@ def test_one_prompt_for_all_its_answers():
     "Who needs what another computes in this step waits for it"
     e = engine(prefix=6)
     for i in range(4):
-        e.add(talk(i, 0, 150, 0, 5, dict(temperature=1., seed=i)))
+        e.add(talk(i, 0, 150, 0, 5,
+            dict(temperature=1., seed=i)))
     while e.has_work:
         e.step()
     t = e.scheduler.totals
@@ -307,12 +338,16 @@ def test_one_prompt_for_all_its_answers():
 
 def test_a_preempted_answer_finds_its_prompt():
     "What it costs is the rest of a tile, and its answer once more"
-    e,r = engine(prefix=6, seqs=1),talk(1, 0, 150, 0, 20, {})
+    e = engine(prefix=6, seqs=1)
+    r = talk(1, 0, 150, 0, 20, {})
     e.add(r)
     for _ in range(8):
         e.step()
     before = Counter(e.scheduler.totals)
-    got = run(e, [(talk(2, 1, 20, 0, 3, {}, priority=-1),0)], (), Counter())
+    got = run(e,
+        [(talk(2, 1, 20, 0, 3, {}, priority=-1),
+            0)],
+        (), Counter())
     t = e.scheduler.totals
     assert t['preemptions']==1 and t['replay_tokens']>0
     assert t['prefill_tokens']-before['prefill_tokens']==20+150-128
@@ -321,7 +356,8 @@ def test_a_preempted_answer_finds_its_prompt():
 def test_a_fill_gives_way_and_is_of_use():
     "It computes nothing while an answer is wanted, and the next turn finds what it has computed"
     e = engine(prefix=6)
-    fill,other = talk(1, 0, 190, 0, 1, {}, fill=True),talk(2, 1, 100, 0, 6, {})
+    fill = talk(1, 0, 190, 0, 1, {}, fill=True)
+    other = talk(2, 1, 100, 0, 6, {})
     e.add(fill)
     e.step()
     e.add(other)
@@ -330,12 +366,14 @@ def test_a_fill_gives_way_and_is_of_use():
         up = [s.id for s in e.scheduler.running]
         assert 'r1' not in up or len(e.scheduler.seqs)==1
     done = [v for _ in range(5) for v in e.step()]
-    assert [(v.id, v.finish, v.token) for v in done]==[('r1','stop',None)]
+    assert [(v.id, v.finish, v.token) for v in done]==[(
+        'r1','stop',None)]
     assert answer(e, talk(3, 0, 190, 0, 3, {}))[1]==190-128
     assert e.scheduler.stats()['request_success_total']==dict(length=2)
 
 def test_cached_tokens_are_told_with_the_first_token():
-    e,r = engine(prefix=6),talk(1, 0, 150, 0, 3, {})
+    e = engine(prefix=6)
+    r = talk(1, 0, 150, 0, 3, {})
     told = [[v.cached for v in run(e, [(x,0)], (), Counter())[x.id]] for x in (r,named(r, 0))]
     assert told==[[0,None,None],[128,None,None]]
 
@@ -343,7 +381,8 @@ def test_cached_tokens_are_told_with_the_first_token():
 @pytest.mark.parametrize('late', (False,True))
 def test_a_launch_that_is_cut_off_leaves_nothing_wrong(late, error):
     "Neither a slot, nor a tile that was not computed"
-    r = talk(1, 0, 190, 0, 6, {}, ends=(70,130))
+    r = talk(1, 0, 190, 0, 6, {},
+        ends=(70,130))
     for at in range(1, 4):
         e = engine(late=late, prefix=4)
         interrupted(e.stepper, '_passes', at, error)
@@ -359,7 +398,8 @@ def test_a_launch_that_is_cut_off_leaves_nothing_wrong(late, error):
 
 def test_tiles_of_an_answer_that_failed_are_forgotten():
     "Keys that are no numbers make its logits none; the next one computes its own"
-    e,r = engine(prefix=4),talk(1, 0, 150, 0, 6, {})
+    e = engine(prefix=4)
+    r = talk(1, 0, 150, 0, 6, {})
     e.add(r)
     spoil_first_tile(e)
     events = [v for _ in range(9) for v in e.step()]
@@ -379,7 +419,9 @@ def test_a_bad_tile_harms_one_alone(late):
     others = [talk(i, 0, 128, 3, 6, {}, ends=(128,)) for i in (2,3,4)]
     e.add(talk(1, 0, 190, 0, 6, {}))
     spoil_first_tile(e)
-    got = run(e, [(r, i) for i,r in enumerate(others)], (), Counter())
+    got = run(e,
+        [(r, i) for i,r in enumerate(others)], (),
+        Counter())
     assert got['r1'][-1].finish=='error'
     for r in others:
         as_alone(got[r.id], alone(r))
@@ -387,7 +429,8 @@ def test_a_bad_tile_harms_one_alone(late):
 def test_a_fill_that_went_wrong_harms_nobody():
     "What comes next has no first token from its tiles, and computes its own"
     e = engine(prefix=6)
-    e.add(talk(1, 0, 190, 0, 1, {}, fill=True))
+    e.add(talk(1, 0, 190, 0, 1, {},
+        fill=True))
     spoil_first_tile(e)
     while e.has_work:
         e.step()
@@ -398,9 +441,11 @@ def test_a_fill_that_went_wrong_harms_nobody():
 
 def test_rows_of_answers_are_not_in_the_tree():
     "A prompt that goes on with an answer computes the answer's tokens as a prompt's"
-    e,r = engine(prefix=6),talk(1, 0, 120, 0, 60, {})
+    e = engine(prefix=6)
+    r = talk(1, 0, 120, 0, 60, {})
     told = [t for t,*_ in answer(e, r)[0]]
-    more = Request('more', r.prompt+tuple(told)+(5,), r.params)
+    more = Request('more', r.prompt+tuple(told)+(5,),
+        r.params)
     assert more.prompt[:128]!=r.prompt[:128] and len(more.prompt)>128
     assert answer(e, more)[1]==len(more.prompt)-64
 
@@ -408,7 +453,8 @@ def test_rows_of_answers_are_not_in_the_tree():
 def test_many_come_and_go(n):
     "Random requests with random aborts: each ends once, and no block, slot or tile is left"
     rng,came,ended = np.random.default_rng(n),0,Counter()
-    e = engine('draft', 2, True, 60, 16, prefix=8, overcommit=3., chunk=192)
+    e = engine('draft', 2, True, 60, 16, prefix=8,
+        overcommit=3., chunk=192)
     while came<n or e.has_work:
         for _ in range(int(rng.integers(0, 7))):
             if came==n or len(e.scheduler.seqs)>24:
@@ -430,14 +476,19 @@ def test_many_come_and_go(n):
 def anybody(i, rng):
     "A request with few tokens of its own"
     def draw(lo, hi): return int(rng.integers(lo, hi))
-    n,own,most,fill = draw(1, 140),draw(1, 4),draw(1, 6),draw(0, 10)==0
-    return talk(i, i%2, n, own, most, {}, draw(-1, 2), ends=(draw(0, 140),), fill=fill)
+    n,own = draw(1, 140),draw(1, 4)
+    most = draw(1, 6)
+    fill = draw(0, 10)==0
+    return talk(i, i%2, n, own, most, {},
+        draw(-1, 2), ends=(draw(0, 140),),
+        fill=fill)
 
 # The second tier
 
 def spilled(kind='none', k=0, **kw):
     "An engine whose second tier has the prompt of a request, and whose tree is empty; and that request"
-    e,r = engine(kind, k, prefix=4, spill=1<<24, **kw),talk(1, 0, 190, 0, 9, {})
+    e = engine(kind, k, prefix=4, spill=1<<24, **kw)
+    r = talk(1, 0, 190, 0, 9, {})
     answer(e, r)
     tree = e.scheduler.prefix
     emptied(tree)
@@ -446,7 +497,8 @@ def spilled(kind='none', k=0, **kw):
 
 def damage(store, kind, depth):
     "Turn a bit of a record over"
-    r = next(r for r in store.records.values() if r.kind==kind and r.depth==depth)
+    r = next(r
+        for r in store.records.values() if r.kind==kind and r.depth==depth)
     store.place.a[4096+r.units[0]*store.unit+200] ^= 1
 
 @pytest.mark.parametrize('late', (False,True))
@@ -479,7 +531,8 @@ def test_what_is_fetched_waits_for_what_it_pushes_out():
         return len(left)<5
     store.full = full
     before = tree.evictions
-    assert answer(e, named(r, 1))==(said(alone(r)),190-128)
+    assert answer(e, named(r, 1))==(said(alone(r)),
+        190-128)
     assert left[:5]==[before]*5 and tree.evictions>before
     store.settle()
     assert not store.dropped
@@ -489,7 +542,8 @@ def test_what_both_tiers_have_is_not_read_in_vain():
     "States alone come back, and no buffer of the store is left with a tile that the tree had"
     e,r,store = spilled()
     for i in range(4):
-        assert answer(e, named(r, i))==(said(alone(r)),190-128)
+        assert answer(e, named(r, i))==(said(alone(r)),
+            190-128)
         assert not store._reads
         store.settle()
         e.scheduler.prefix.evict_snapshots(9)
@@ -517,7 +571,8 @@ def test_what_is_damaged_is_computed(kind, depth):
     assert store.errors==1 and not store._reads
     emptied(e.scheduler.prefix)
     store.settle()
-    assert answer(e, named(r, 2))==(said(alone(r)),190-128)
+    assert answer(e, named(r, 2))==(said(alone(r)),
+        190-128)
     e.scheduler.prefix.tier.close()
 
 def test_a_disk_that_fails_harms_nobody():
@@ -555,5 +610,6 @@ def test_who_waits_for_the_store_can_leave(why, monkeypatch):
     left_clean(e)
     assert not store._reads
     go.set()
-    assert answer(e, named(r, 2))==(said(alone(r)),190-128)
+    assert answer(e, named(r, 2))==(said(alone(r)),
+        190-128)
     e.scheduler.prefix.tier.close()

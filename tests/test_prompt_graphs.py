@@ -18,7 +18,8 @@ ARRIVE = 0,4,4,8,8,12,12
 
 def requests(V):
     "One prompt of two chunks, and three times two that arrive together"
-    every = [asked(i, n, 2, V, logprobs=1) for i,n in enumerate(LENGTHS)]
+    every = [asked(i, n, 2, V, logprobs=1)
+        for i,n in enumerate(LENGTHS)]
     return list(zip(every, ARRIVE))
 
 def answers(m, *how, **kw):
@@ -77,7 +78,8 @@ def test_a_graph_only_launches(monkeypatch):
         return real_upload(self, a)
     monkeypatch.setattr(Emulator, 'upload', upload)
     _,e = answers(hybrid())
-    b = make_batch([Piece([1,2], 0, [0], 1)], True, 16, Host())
+    b = make_batch([Piece([1,2], 0, [0], 1)],
+        True, 16, Host())
     arrays = len(card_stepper._arrays(b))
     assert len(uploads)==arrays*len(replayed(e))
 
@@ -124,7 +126,8 @@ def rows(e): return [shape.rows for shape in e.stepper.prompts.kept]
 
 def some_due(m, monkeypatch):
     "An engine that has one graph, and is to have two others"
-    monkeypatch.setattr(PromptGraphs, 'usual', lambda self, long: ([128],[64,192]))
+    monkeypatch.setattr(PromptGraphs, 'usual',
+        lambda self, long: ([128],[64,192]))
     e = engine(m, blocks=60)
     e.stepper._expect_prompts(192)
     assert rows(e)==[] and e.idle()

@@ -44,14 +44,16 @@ def prompts(s, sizes, rng):
         s._try_prompt(sizes.chunk//n-63, n)
         for short in rng.integers(0, SEQS-n+1, 3):
             most = (sizes.chunk-int(short))//n
-            s._try_prompt(int(rng.integers(1, most+1)), n, int(short))
+            s._try_prompt(int(rng.integers(1, most+1)), n,
+                int(short))
             s._try_prompt(most, n, int(short))
 
 def samples(s):
     "What the passes over any number of prompts end with: all greedy, or not"
     n = s.model.c.vocab_size
     for rows in range(1, SEQS+1):
-        logits,ids = s.card.zeros((rows,n)),s.card.empty(rows, 'int32')
+        logits = s.card.zeros((rows,n))
+        ids = s.card.empty(rows, 'int32')
         for greedy in (False,True):
             sample_rows(logits, s.table, ids, greedy=greedy)
 
@@ -77,7 +79,8 @@ NAMES = ['qwen3.6-moe','gpt-oss','gemma','nemotron','qwen3.6-35b-a3b']
 @pytest.mark.parametrize('name', NAMES)
 def test_nothing_is_compiled_late(name, arch):
     shape,weights,sizes = of_toy(name)
-    card,rng = Dry(arch, 1<<40),np.random.default_rng(3)
+    card = Dry(arch, 1<<40)
+    rng = np.random.default_rng(3)
     how = dict(load_format='dummy', weights=weights, chunk=sizes.chunk)
     with recording(launch=False) as r:
         llm = LLM(shape, card, sizes.longest, SEQS, **how)

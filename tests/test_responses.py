@@ -1,4 +1,5 @@
-"""The Responses API from outside: OpenAI's own client against a script, every event against the client's own types, bodies that are wrong, and answers in any pieces."""
+"""The Responses API from outside: OpenAI's own client against a script, every event against the
+client's own types, bodies that are wrong, and answers in any pieces."""
 import asyncio,json,sys
 from pathlib import Path
 import openai,pytest
@@ -102,7 +103,12 @@ def check_event(d:dict):
     return got
 
 # what Open Responses (2026-04-24) demands of the resource
-REQUIRED = 'id object created_at completed_at status incomplete_details model previous_response_id instructions output error tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs temperature reasoning usage max_output_tokens max_tool_calls store background service_tier metadata safety_identifier prompt_cache_key'.split()
+REQUIRED = (
+    'id object created_at completed_at status incomplete_details model previous_response_id '
+    'instructions output error tools tool_choice truncation parallel_tool_calls text top_p '
+    'presence_penalty frequency_penalty top_logprobs temperature reasoning usage '
+    'max_output_tokens max_tool_calls store background service_tier metadata safety_identifier '
+    'prompt_cache_key').split()
 TYPES = dict(
     created_at=int, status=str, truncation=str, parallel_tool_calls=bool,
     top_p=float, presence_penalty=float, frequency_penalty=float, top_logprobs=int,
@@ -489,7 +495,8 @@ def test_the_end_of_a_call_and_what_follows_it_come_at_once(parser):
     assert out['message']['content'][0]['text'].strip()=='So'
 
 def follows(es):
-    "What a client puts together from the deltas is what the items say in the end, and items open and close in order"
+    """What a client puts together from the deltas is what the items say in the end, and items
+    open and close in order"""
     now,out = None,[]
     for e in es:
         t = e['type'].removeprefix('response.')
@@ -784,7 +791,9 @@ def model(prompt):
     if 'endless' in prompt:
         return '<think>\n\n</think>\n\n'+'A'*100_000
     if 'weather' in prompt and 'call weather' not in prompt and 'tool {' in prompt:
-        return '<think>\nI must look.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+        return (
+            '<think>\nI must look.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": '
+            '{"city": "Oslo"}}\n</tool_call>')
     return '<think>\nHm.\n</think>\n\n'+('It is foggy.' if 'fog' in prompt else 'Hello.')
 
 @pytest.fixture(scope='module')

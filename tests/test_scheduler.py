@@ -15,11 +15,14 @@ from atlas.ops.sample import SamplingParams
 from atlas.engine.scheduler import Request,Scheduler
 
 VOCAB,EOS,STOP = 120,0,1
-ROW = (-1,-1) # How a row of decode or replay was computed; a row of prefill says which rows were in its tile
+# How a row of decode or replay was computed; a row of prefill says which rows were in its tile
+ROW = (-1,-1)
 
 def key(prev, token, how): return hash((prev, token, how))
 def pick(keys, seed): return hash((tuple(keys), seed))%VOCAB
-def tile(p, lo, hi): t = p//TILE*TILE; return max(t, lo),min(t+TILE, hi)
+def tile(p, lo, hi):
+    t = p//TILE*TILE
+    return max(t, lo),min(t+TILE, hi)
 
 def alone(request, seed, max_seq_len):
     "What `request` is answered when nothing else exists: its tokens, and why they end"
@@ -28,7 +31,8 @@ def alone(request, seed, max_seq_len):
     ends = set(p.stop_token_ids)|set(() if p.ignore_eos else r.eos_ids)
     keys,out = [],[]
     for i,t in enumerate(r.prompt):
-        keys.append(key(keys[-1] if i else 0, t, tile(i, 0, P)))
+        keys.append(key(keys[-1] if i else 0, t,
+            tile(i, 0, P)))
     while True:
         out.append(pick(keys, seed))
         if out[-1] in ends and len(out)>p.min_tokens:
@@ -49,7 +53,9 @@ class Toy:
         fed = so_far[start:start+n]
         assert len(fed)==n
         for p,t in zip(range(start, start+n), fed):
-            self.kv[slots[p]] = key(self.kv[slots[p-1]] if p else 0, t, tile(p, start, start+n) if prefill else ROW)
+            self.kv[slots[p]] = key(
+                self.kv[slots[p-1]] if p else 0, t,
+                tile(p, start, start+n) if prefill else ROW)
         return [self.kv[s] for s in slots]
 
     def decode(self, seq, width):
@@ -62,7 +68,8 @@ class Toy:
         good = min(accepted, rows)
         new = []
         for row in range(p, p+good):
-            new.append(pick(self.rows(seq, row, 1, False), seq.seed))
+            new.append(pick(self.rows(seq, row, 1, False),
+                seq.seed))
             said.append(new[-1])
         for row in range(p+good, p+rows):
             slot = seq.table.slots(row)[0]
@@ -72,12 +79,14 @@ class Toy:
     def run(self, plan):
         "Tokens for each of `plan.sampled`"
         for s,start,n in plan.prefill:
-            assert n>0 and start%TILE==0 and ((start+n)%TILE==0 or start+n==s.prompt_len)
+            assert n>0 and start%TILE==0 and ((start+n)%TILE==0
+                or start+n==s.prompt_len)
         for s,start,n in plan.replay:
             assert 0<n<=MAX_ROWS and s.prompt_len<=start and start+n<len(s)
         for s in plan.decode:
             assert s.prompt_len<=s.num_computed<s.depth
-        keys = {s:self.rows(s, start, n, True) for s,start,n in plan.prefill}
+        keys = {s:self.rows(s, start, n, True)
+            for s,start,n in plan.prefill}
         for s,start,n in plan.replay:
             self.rows(s, start, n, False)
         for s in plan.first:
@@ -87,7 +96,8 @@ class Toy:
 
 class Driver:
     "The engine's loop; with `behind`, tokens are accepted while the next step is already computed"
-    def __init__(self, sc, behind=0): self.sc,self.toy,self.behind,self.flight,self.got,self.why = sc,Toy(sc.pool),behind,deque(),{},{}
+    def __init__(self, sc, behind=0):
+        self.sc,self.toy,self.behind,self.flight,self.got,self.why = sc,Toy(sc.pool),behind,deque(),{},{}
 
     def note(self, seq, tokens, reason):
         assert seq not in self.why, 'an event after the end'
@@ -117,14 +127,18 @@ class Driver:
     def check(self, seq):
         "Everything that `seq` was sent is what it is sent alone"
         toks,why = alone(seq.request, seq.seed, self.sc.max_seq_len)
-        got,reason = self.got.get(seq, []),self.why.get(seq)
+        got = self.got.get(seq, [])
+        reason = self.why.get(seq)
         if reason in ('stop','length'):
             assert (got,reason)==(toks,why)
         else:
             assert got==toks[:len(got)]
 
 def request(id, n, max_tokens=None, priority=0, flavour=0, **kw):
-    return Request(str(id), tuple((flavour*31+i*7)%VOCAB for i in range(n)), SamplingParams(max_tokens=max_tokens, **kw), priority, (EOS,))
+    return Request(str(id),
+        tuple((flavour*31+i*7)%VOCAB
+            for i in range(n)),
+        SamplingParams(max_tokens=max_tokens, **kw), priority, (EOS,))
 
 class Machine(RuleBasedStateMachine):
     "Requests come, go and step at will"
@@ -145,16 +159,23 @@ class Machine(RuleBasedStateMachine):
         self.sc.width = width
         self.over,self.d,self.all,self.n = over,Driver(self.sc, behind),[],0
 
-    @rule(shares=st.lists(st.sampled_from([.02,.05,.1,.3,.6,.97,1.2]), min_size=1, max_size=4), out=st.sampled_from([None,None,1,9,60]),
+    @rule(
+        shares=st.lists(
+            st.sampled_from([.02,.05,.1,.3,.6,.97,1.2]),
+            min_size=1, max_size=4),
+        out=st.sampled_from([None,None,1,9,60]),
         priority=st.sampled_from([0,0,0,-1,1]), least=st.integers(0, 3), eos=st.booleans(), stop=st.booleans(), seed=st.integers(0, 9))
     def add(self, shares, out, priority, least, eos, stop, seed):
         for share in shares:
             size = 1+int(self.sc.max_seq_len*share)
-            r = request(self.n, size, out, priority, seed, min_tokens=min(least, out or least), ignore_eos=eos, stop_token_ids=(STOP,) if stop else (), seed=seed)
+            r = request(self.n, size, out, priority, seed,
+                min_tokens=min(least, out or least), ignore_eos=eos,
+                stop_token_ids=(STOP,) if stop else (), seed=seed)
             self.add_one(r, size)
 
     def add_one(self, r, size):
-        full,long = len(self.sc.waiting)>=self.sc.max_queue,size>=self.sc.max_seq_len
+        full = len(self.sc.waiting)>=self.sc.max_queue
+        long = size>=self.sc.max_seq_len
         if long or full:
             with pytest.raises(ContextLengthError if long else QueueFullError):
                 self.sc.add(r)
@@ -183,7 +204,9 @@ class Machine(RuleBasedStateMachine):
             self.one_step()
 
     def one_step(self):
-        before,preemptions,work = list(self.sc.running),self.sc.totals['preemptions'],self.sc.has_work
+        before = list(self.sc.running)
+        preemptions = self.sc.totals['preemptions']
+        work = self.sc.has_work
         fit = {s:s.state for s in before}
         real,plan = self.sc.schedule,None
         def spy():
@@ -205,7 +228,8 @@ class Machine(RuleBasedStateMachine):
             return
         assert len(set(plan.seqs))==len(plan.seqs)
         assert sum(n for _,_,n in plan.prefill+plan.replay)<=self.sc.chunk
-        for s,state in before.items(): # who decodes is in every step, unless preempted, or its last row is under way
+        # who decodes is in every step, unless preempted, or its last row is under way
+        for s,state in before.items():
             if state=='decode' and s.running:
                 assert s in plan.decode or s.num_computed>=s.depth
 
@@ -220,7 +244,8 @@ class Machine(RuleBasedStateMachine):
             full = len(sc.running)==sc.max_num_seqs
             beyond = sc.promised+sc.pool.blocks_for(w.depth)>sc.limit
             assert full or beyond or w.table.missing(len(w))>sc.unpromised
-        if self.over==1 and all(s.request.priority==0 for s in self.all):
+        if self.over==1 and all(s.request.priority==0
+                for s in self.all):
             assert not sc.totals['preemptions']
 
     @invariant()
@@ -229,10 +254,12 @@ class Machine(RuleBasedStateMachine):
             return
         sc = self.sc
         owned = [b for s in sc.running for b in s.table.blocks]
-        assert len(set(owned))==len(owned)==sc.pool.used and all(sc.pool.refs[b]==1 for b in owned)
+        assert len(set(owned))==len(owned)==sc.pool.used and all(
+            sc.pool.refs[b]==1 for b in owned)
         assert sc.unpromised>=0, 'a block was promised to two'
         assert sc.promised==sum(sc.pool.blocks_for(s.depth) for s in sc.running)<=sc.limit<=sc.pool.num_blocks*self.over
-        assert len(sc.running)<=sc.max_num_seqs and sc.running==sorted(sc.running, key=lambda s: s.order)
+        assert len(sc.running)<=sc.max_num_seqs and sc.running==sorted(sc.running,
+            key=lambda s: s.order)
         for s in sc.running:
             assert len(s.table.blocks)<=sc.pool.blocks_for(s.depth)
             assert s.table.missing(min(s.num_computed, s.depth))==0
@@ -267,7 +294,13 @@ def test_crowd(seed):
         behind=seed%2,
         width=1+seed%3)
     for _ in range(10):
-        m.add([rng.choice([.02,.1,.3,.6]) for _ in range(4)], rng.choice([None,None,9]), rng.choice([0,0,-1,1]), 2, rng.random()<.7, rng.random()<.2, rng.randrange(99))
+        m.add(
+            [rng.choice([.02,.1,.3,.6])
+                for _ in range(4)],
+            rng.choice([None,None,9]),
+            rng.choice([0,0,-1,1]), 2,
+            rng.random()<.7, rng.random()<.2,
+            rng.randrange(99))
         m.step(rng.choice([1,5,20,60]))
         if m.sc.has_work and rng.random()<.3:
             m.end(rng.randrange(20), rng.random()<.5)
@@ -289,7 +322,8 @@ def test_preempted_and_resumed(at, behind):
     s = d.sc.add(request('a', 130, 30, ignore_eos=True))
     for _ in range(at):
         d.step()
-    u = d.sc.add(request('u', 70, 5, priority=-1, flavour=1, ignore_eos=True))
+    u = d.sc.add(request('u', 70, 5,
+        priority=-1, flavour=1, ignore_eos=True))
     seen = list(s.outputs)
     d.drain()
     d.check(s)
@@ -300,7 +334,9 @@ def test_preempted_and_resumed(at, behind):
 def test_no_victims_in_vain():
     "A better request that would not fit even then takes nobody's place"
     sc = Scheduler(BlockPool(16), 4, 256)
-    for r in (request('a', 100, 60), request('b', 50, 10, priority=1), request('c', 100, 100, priority=0)):
+    for r in (request('a', 100, 60),
+            request('b', 50, 10, priority=1),
+            request('c', 100, 100, priority=0)):
         sc.add(r)
     sc.schedule() # a and, behind c, nobody: c needs 13 of 16 blocks
     assert [s.id for s in sc.running]==['a'] and not sc.totals['preemptions']
@@ -319,7 +355,8 @@ def test_overcommit_ends():
     "Everybody asks for the whole cache, ten at a time"
     d = Driver(Scheduler(BlockPool(16, 4), 10, 64, overcommit=10))
     for i in range(20):
-        d.sc.add(request(i, 5+i%3, flavour=i%4, ignore_eos=True))
+        d.sc.add(request(i, 5+i%3,
+            flavour=i%4, ignore_eos=True))
     seqs = list(d.sc.seqs.values())
     d.drain()
     for s in seqs:
@@ -346,7 +383,8 @@ def test_a_step_does_not_read_the_queue():
     def work(waiting):
         sc = Scheduler(BlockPool(64), 4, 200, max_queue=20_000)
         for i in range(waiting):
-            sc.add(request(i, 20, 20, priority=i%3, flavour=i, ignore_eos=True))
+            sc.add(request(i, 20, 20, priority=i%3,
+                flavour=i, ignore_eos=True))
         def step():
             plan = sc.schedule()
             sc.commit(plan, [[5]]*len(plan.sampled))

@@ -1,4 +1,5 @@
-"Scores and vectors of texts: the same as logits say, in every family, in chunks, between the steps of running requests, and on a card (the emulator)."
+"""Scores and vectors of texts: the same as logits say, in every family, in chunks, between the
+steps of running requests, and on a card (the emulator)."""
 import sys
 from pathlib import Path
 import numpy as np, pytest
@@ -119,6 +120,7 @@ def test_on_a_card():
     assert card.cache.pool.used==0
 
 def test_heads_that_kernels_do_not_take():
-    "Sizes that no model has, but that a file may name, are refused on a card before a kernel reads beyond its arrays"
+    """Sizes that no model has, but that a file may name, are refused on a card before a kernel
+    reads beyond its arrays"""
     with pytest.raises(UnsupportedError, match='12'):
         load('qwen35-moe-stacked', Emulator()).score(list(range(3, 73)))

@@ -37,15 +37,18 @@ def arena():
     a.arrays = []
     for r in rs:
         with r.allocating():
-            a.arrays.append(emu.upload(np.arange(40*K, dtype='f4')))
+            a.arrays.append(emu.upload(np.arange(40*K,
+                dtype='f4')))
     return a
 
 def as_they_were(a):
     w,k = a.arrays
-    return bool((w==np.arange(40*K)).all() and not k.any() and strips_whole(w) and strips_whole(k))
+    return bool((w==np.arange(40*K)).all()
+        and not k.any() and strips_whole(w) and strips_whole(k))
 
 def test_regions_sleep_together(arena):
-    where,mapped = [emu.address(x) for x in arena.arrays],arena.mapped
+    where = [emu.address(x) for x in arena.arrays]
+    mapped = arena.mapped
     copy = copy_of(arena['weights'])
     assert arena.sleep(weights=copy)==mapped and arena.mapped==arena.budget.used==0
     assert arena.sleep(weights=copy)==0 # they do already
@@ -60,7 +63,8 @@ from atlas.card.emulator import Emulator
 e = Emulator(); a = Arena(e); r = a.region('r', 1<<20)
 with r.allocating(): x = e.zeros((9,))
 a.sleep(); print('asleep', flush=True); print(x[0])'''
-    p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    p = subprocess.run([sys.executable, '-c', code], capture_output=True,
+        text=True)
     assert (p.stdout.strip(), p.returncode)==('asleep', -signal.SIGSEGV)
 
 class Failing:
@@ -107,7 +111,8 @@ def test_no_room_for_a_copy(monkeypatch):
     mapped = m.arena.mapped
     with pytest.raises(OutOfMemoryError):
         m.sleep()
-    assert m.arena.mapped==mapped and not m.asleep and not any(r.asleep for r in m.arena.regions.values())
+    assert m.arena.mapped==mapped and not m.asleep and not any(r.asleep
+        for r in m.arena.regions.values())
     assert asked(m)==want
     m.close()
 
@@ -126,7 +131,8 @@ def test_a_copy_knows_what_it_is_of(arena):
 
 # -- a model -------------------------------------------------------------------------------------
 
-def made(name, **kw): return toy(name, emulator=True, seqs=2, context=256, **kw)
+def made(name, **kw):
+    return toy(name, emulator=True, seqs=2, context=256, **kw)
 
 KINDS = dict(
     llama={},
@@ -137,8 +143,11 @@ TOYS = dict(gpt_oss='gpt-oss', drafts='qwen3.6-drafts')
 
 def asked(m):
     "Two answers, token by token with log probabilities"
-    ids = [prompt(n, m.config.vocab_size, n) for n in (70,9)]
-    return serve(m.engine, [(greedy(str(i), x, 9, logprobs=3), 0) for i,x in enumerate(ids)])
+    ids = [prompt(n, m.config.vocab_size, n)
+        for n in (70,9)]
+    return serve(m.engine,
+        [(greedy(str(i), x, 9, logprobs=3), 0)
+            for i,x in enumerate(ids)])
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_the_same_answers(kind):
@@ -195,7 +204,9 @@ def test_a_copy_is_made_once(llama, monkeypatch):
     m.arena['weights'].kept.sums[0] ^= 1 # the weights are others
     m.sleep()
     assert m.arena['weights'].kept is not copy
-    monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<40, 2*m.arena['weights'].kept.nbytes-1))
+    monkeypatch.setattr(Host, 'memory',
+        lambda self: Memory(1<<40,
+            2*m.arena['weights'].kept.nbytes-1))
     m.wake()
     assert m.arena['weights'].kept is None # it would take most of what the host has
     assert m.arena['tables'].kept is None
@@ -203,7 +214,11 @@ def test_a_copy_is_made_once(llama, monkeypatch):
 def test_who_asks_a_sleeping_model(llama):
     m = llama
     m.sleep()
-    for f in (lambda: m.generate([1,2]), lambda: m.ids([1]), lambda: m.engine.add(greedy('x', (1,), 1)), lambda: next(m.stream([1])), lambda: m.logits([1,2])):
+    for f in (lambda: m.generate([1,2]),
+            lambda: m.ids([1]),
+            lambda: m.engine.add(greedy('x', (1,), 1)),
+            lambda: next(m.stream([1])),
+            lambda: m.logits([1,2])):
         with pytest.raises(AsleepError, match='asleep') as e:
             f()
         assert (e.value.status, e.value.code)==(503, 'asleep')
@@ -213,7 +228,8 @@ def test_who_asks_a_sleeping_model(llama):
 
 def test_not_while_it_answers(llama):
     m = llama
-    s = m.stream([1,2,3], SamplingParams(max_tokens=50, ignore_eos=True))
+    s = m.stream([1,2,3],
+        SamplingParams(max_tokens=50, ignore_eos=True))
     next(s)
     with pytest.raises(EngineError, match='1 answer is under way'):
         m.sleep()
@@ -259,7 +275,9 @@ def test_a_closed_model_does_neither():
 def test_on_the_host(level):
     m = LLM('tiny', 'cpu', 512, 2)
     p = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
-    def said(): return [(t.id, t.logprob) for t in m.generate('One day, a cat went', p).logprobs]
+    def said():
+        return [(t.id, t.logprob)
+            for t in m.generate('One day, a cat went', p).logprobs]
     want = said()
     for _ in '12':
         assert m.sleep(level)['level']==level
@@ -276,7 +294,9 @@ def test_a_second_tier_keeps_prefixes(where, tmp_path):
         kw['kv_spill_dir'] = str(tmp_path)
     m = made('nemotron', **kw)
     ids = prompt(200, m.config.vocab_size, 3)
-    def ask(rid): return serve(m.engine, [(greedy(rid, ids, 5, logprobs=1), 0)])
+    def ask(rid):
+        return serve(m.engine,
+            [(greedy(rid, ids, 5, logprobs=1), 0)])
     def hits(): return m.engine.stats()['prefix_cache_hits_total']
     want,before = ask('a'),hits()
     m.sleep()
@@ -288,7 +308,8 @@ def test_a_second_tier_keeps_prefixes(where, tmp_path):
 def shared(monkeypatch, tmp_path):
     "Makes toys on a card that shares the host's memory, with packed files"
     monkeypatch.setattr(Emulator, 'integrated', True)
-    return lambda kind, **kw: made(TOYS.get(kind, kind), **KINDS[kind]|dict(cache_packed=tmp_path)|kw)
+    return lambda kind, **kw: made(TOYS.get(kind, kind),
+        **KINDS[kind]|dict(cache_packed=tmp_path)|kw)
 
 def woken_from_a_file(m, levels):
     want = asked(m)
@@ -324,7 +345,8 @@ def test_deeper(shares, tmp_path, monkeypatch):
     m.sleep(1)
     told = m.sleep(2)
     assert told['level']==m.asleep==2 and m.sleep(1)['level']==2
-    assert not any(isinstance(r.kept, HostCopy) for n,r in m.arena.regions.items() if n=='weights')
+    assert not any(isinstance(r.kept, HostCopy)
+        for n,r in m.arena.regions.items() if n=='weights')
     m.wake()
     assert (m.engine is engine)==shares and asked(m)==want
     m.close()
@@ -384,7 +406,8 @@ def test_killed_at_any_moment(tmp_path):
     want = asked(made('llama'))
     rng = np.random.default_rng(0)
     for _ in range(4):
-        p = subprocess.Popen([sys.executable, '-c', NAPS, str(tmp_path)], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+        p = subprocess.Popen([sys.executable, '-c', NAPS, str(tmp_path)],
+            cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
         assert p.stdout.readline()=='loaded\n'
         time.sleep(rng.uniform(0, .3))
         assert p.poll() is None
@@ -413,13 +436,17 @@ class Heard:
 def test_in_the_step_loop(llama):
     "Requests before, while asleep, and after, in the order in which they came; the engine may be another one"
     heard = Heard()
-    r = Runner(CurrentEngine(llama), heard, dict(sleep=llama.sleep, wake=llama.wake))
+    r = Runner(CurrentEngine(llama), heard,
+        dict(sleep=llama.sleep, wake=llama.wake))
     t = threading.Thread(target=r.run)
     t.start()
     try:
         r.add(1, greedy('a', (5,6,7), 3))
         until(lambda: 1 in heard.ended)
-        for n,(op,kw) in enumerate([('sleep',{}),('wake',{}),('sleep',dict(level=2))], 10):
+        for n,(op,kw) in enumerate(
+                [('sleep',{}),('wake',{}),
+                    ('sleep',dict(level=2))],
+                10):
             r.call(n, op, kw)
             r.add(n+10, greedy(f'b{n}', (5,6,7), 3))
             until(lambda: n+10 in heard.ended)
@@ -478,8 +505,14 @@ async def test_everybody_at_once():
         async def some(f, n):
             for _ in range(n):
                 await f()
-        said = await asyncio.wait_for(asyncio.gather(*(some(f, 10) for f in (ms.sleep, ms.wake, ms.sleep)), *(ask(ms) for _ in range(40)), return_exceptions=True), WAIT)
-        wrong = [x for x in said if isinstance(x, BaseException) and not isinstance(x, UnavailableError)]
+        said = await asyncio.wait_for(
+            asyncio.gather(
+                *(some(f, 10)
+                    for f in (ms.sleep, ms.wake, ms.sleep)),
+                *(ask(ms) for _ in range(40)), return_exceptions=True),
+            WAIT)
+        wrong = [x
+            for x in said if isinstance(x, BaseException) and not isinstance(x, UnavailableError)]
         assert not wrong and sum(isinstance(x, tuple) and x[0]=='Hello there, reader.' for x in said)>=20
         await ms.wake()
         assert await ok(ms)
@@ -534,8 +567,11 @@ def serving(models='tiny', drain=300., autoload=True, **env):
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
-    code = SERVE.format(models=models, port=port, worker=WORKER, drain=drain, autoload=autoload)
-    p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ|env)
+    code = SERVE.format(models=models, port=port, worker=WORKER,
+        drain=drain, autoload=autoload)
+    p = subprocess.Popen([sys.executable, '-c', code],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ|env)
     lines = []
     threading.Thread(target=lambda: lines.extend(p.stdout), daemon=True).start()
     c = httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT)
@@ -566,13 +602,15 @@ def choice(r):
 def state(c, name='tiny'):
     return next(m for m in c.get('/v1/models').json()['data'] if m['id']==name)['status']
 
-def sleeping(c, **q): return c.get('/is_sleeping', params=q).json()
+def sleeping(c, **q):
+    return c.get('/is_sleeping', params=q).json()
 
 def workers_of(c):
     "The processes that a server started"
     stats = [p.read_text() for p in Path('/proc').glob('[0-9]*/stat')]
     fields = [(int(t.split()[0]), int(t.rpartition(')')[2].split()[1])) for t in stats]
-    return [pid for pid,parent in fields if parent==c.process.pid and WORKER in Path(f'/proc/{pid}/cmdline').read_text()]
+    return [pid
+        for pid,parent in fields if parent==c.process.pid and WORKER in Path(f'/proc/{pid}/cmdline').read_text()]
 
 def test_doors():
     "vLLM's doors: to sleep and to wake at both levels, what is told of it, and what wakes"
@@ -610,10 +648,12 @@ def test_doors():
         assert 'tiny sleeps at level 1' in text and 'given back in' in text and 'tiny woke' in text
 
 def test_many_models_and_no_autoload():
-    models = [dict(model='tiny', name='a'),dict(model='tiny', name='b')]
+    models = [dict(model='tiny', name='a'),
+        dict(model='tiny', name='b')]
     with serving(models, autoload=False) as c:
         until(lambda: state(c, 'b')['value']=='loaded')
-        for f in (lambda: c.post('/sleep'), lambda: c.post('/wake_up'), lambda: c.get('/is_sleeping')):
+        for f in (lambda: c.post('/sleep'),
+                lambda: c.post('/wake_up'), lambda: c.get('/is_sleeping')):
             r = f()
             assert r.status_code==400 and '?model=' in r.text
         assert c.post('/sleep', params=dict(model='b')).status_code==200

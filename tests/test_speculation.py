@@ -24,7 +24,8 @@ from helpers.speculation import count_ends,engine,watch_aborts
 either_way = pytest.mark.parametrize('late', (False,True))
 each_kind = pytest.mark.parametrize('kind', KINDS)
 
-SETS = tuple(tuple(range(i, V, 3)) for i in (0,1,2,1))
+SETS = tuple(tuple(range(i, V, 3))
+    for i in (0,1,2,1))
 TEXT = (7,),(3,),(9,)
 HOWS = [*PLAIN,
     dict(guide=TEXT*3, logprobs=1),
@@ -33,9 +34,11 @@ HOWS = [*PLAIN,
 
 # Random schedules
 
-one = drawn([1,5,30,64,70,130], [1,7,20,30], HOWS)
+one = drawn([1,5,30,64,70,130],
+    [1,7,20,30], HOWS)
 asked = st.lists(one, min_size=3, max_size=7)
-whom,when = st.integers(0, 4),st.integers(3, 18)
+whom = st.integers(0, 4)
+when = st.integers(3, 18)
 left = st.tuples(whom, when)  # who is aborted, before which step
 seeds = st.integers(0, 99)
 DRAWN = dict(
@@ -168,7 +171,8 @@ def test_a_prompt_without_memory(late, kind):
             raise MemoryError
         return out
     e.stepper.launch = tight
-    got,_ = serve(e, [(first,0), (ask(1, 20),3)])
+    got,_ = serve(e,
+        [(first,0), (ask(1, 20),3)])
     assert got['r1'][-1].code=='out_of_memory'
     assert said(got['r0'])==said(alone(first))
 
@@ -185,7 +189,8 @@ def test_logits_that_are_no_numbers(late):
     rest,_ = serve(e, [])
     assert rest['r0'][-1].code=='corrupted_output'
     assert e.stats()['corrupted_requests_total']==1
-    def whole(id): return said([v for v in before if v.id==id]+rest[id])
+    def whole(id):
+        return said([v for v in before if v.id==id]+rest[id])
     mine,others = whole('r0'),whole('r1')
     first,other = [said(alone(r)) for r,_ in both]
     assert mine==first[:len(mine)]
@@ -240,7 +245,8 @@ def test_many_come_and_go(n):
 def short(i, rng):
     "A short request"
     def draw(lo, hi): return int(rng.integers(lo, hi))
-    n,most,priority = draw(1, 20),draw(1, 9),draw(-1, 2)
+    n,most = draw(1, 20),draw(1, 9)
+    priority = draw(-1, 2)
     how = HOWS[draw(0, len(HOWS))]
     most = max(most, how.get('min_tokens', 0))
     return ask(i, n, most, priority, **how)
@@ -284,7 +290,8 @@ def chances(ids, n, params):
     share = (w/w.sum()).tolist()
     for t,p in zip(tokens.tolist(), share):
         rest = chances([*ids,t], n-1, params)
-        out |= {(t,*text): p*q for text,q in rest.items()}
+        out |= {(t,*text): p*q
+            for text,q in rest.items()}
     return out
 
 def surprise(found, expected):
@@ -295,7 +302,8 @@ def surprise(found, expected):
         cell = t if n*p>=5 else 'rare'
         cells[cell] += found[t]
         wanted[cell] += n*p
-    chi = sum((cells[t]-e)**2/e for t,e in wanted.items())
+    chi = sum((cells[t]-e)**2/e
+        for t,e in wanted.items())
     k = len(wanted)-1
     v = 2/(9*k)
     root = (chi/k)**(1/3)
@@ -393,7 +401,8 @@ def test_images_in_the_prompt(seer, kind, late):
         e = engine(*how, model=m, **more)
         return serve(e, some)[0]
     plain = serve_with()
-    answers = [(*r.prompt, *tokens(plain[r.id])) for r,_ in some]
+    answers = [(*r.prompt, *tokens(plain[r.id]))
+        for r,_ in some]
     for k in (1,4):
         got = serve_with(kind, k, late, who=dict(answers=answers))
         for r,_ in some:

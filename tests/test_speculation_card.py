@@ -98,7 +98,8 @@ def engine(m, kind='none', k=0, seqs=4,
     return Engine(s, CardStepper(m, cache, s, drafter=d), Guides)
 
 TEXT = (7,),(3,),(9,)
-EVEN,ODD = tuple(range(0, 256, 2)),tuple(range(1, 256, 2))
+EVEN = tuple(range(0, 256, 2))
+ODD = tuple(range(1, 256, 2))
 HOWS = [
     dict(logprobs=1),
     dict(temperature=.9, seed=3),
@@ -244,7 +245,8 @@ def test_a_draft_model_leaves_nothing(load):
     llm = load('smollm2-tied', draft_model=str(DATA/'smollm2-tied'))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     plain = load('smollm2-tied')
-    got,want = (m.generate([5,6,7], params) for m in (llm,plain))
+    got,want = (m.generate([5,6,7], params)
+        for m in (llm,plain))
     assert got.token_ids==want.token_ids
     assert llm.close()==plain.close()==0
 

@@ -13,7 +13,8 @@ from atlas.card.emulator import Emulator
 from atlas.card.graph import Mark
 from atlas.engine.cache import KVCache
 from atlas.engine.prefix import PrefixTree,tile_keys
-from atlas.engine.spill import (HEAD,PAGE,HostMemory,Record,Records,SpillFile,SpillStore,SpillTier,
+from atlas.engine.spill import (HEAD,PAGE,HostMemory,Record,Records,SpillFile,
+    SpillStore,SpillTier,
     _digest,_kept_name,is_sealed,open_spill,pack_index,seal,spill_file,unit_of,unpack_index)
 from atlas.ground.core import OutOfMemoryError,RequestError
 from atlas.use.llm import LLM
@@ -41,7 +42,8 @@ def fill(kind, i, out):
     return Mark()
 
 def put(store, kind, i, **kw):
-    return store.put(kind, ident(i), partial(fill, kind, i), **kw)
+    return store.put(kind, ident(i),
+        partial(fill, kind, i), **kw)
 
 def get(store, kind, i):
     "Record `i` as it is now, or False; released"
@@ -80,8 +82,10 @@ def left_clean(store):
 
 def all_idle(store):
     "Are all buffers there, as many to read as to write, and is no record in use?"
-    def count(use): return [len(store._idle[kind,use]) for kind in SIZES]
-    return count('read')==count('write') and not any(r.busy for r in store.records.values())
+    def count(use):
+        return [len(store._idle[kind,use]) for kind in SIZES]
+    return count('read')==count('write') and not any(r.busy
+        for r in store.records.values())
 
 # -- faults --------------------------------------------------------------------------------------
 
@@ -127,7 +131,8 @@ class Model:
     "What a store without faults would have: records by name, the least recently used first"
     def __init__(self, units): self.units,self.records = units,OrderedDict()
     def size(self, kind): return dict(tile=1, state=2)[kind]
-    def used(self): return sum(self.size(k) for k,_ in self.records)
+    def used(self):
+        return sum(self.size(k) for k,_ in self.records)
     def touch(self, name):
         if name in self.records:
             self.records.move_to_end(name)
@@ -140,10 +145,12 @@ class Model:
             self.records.popitem(last=False)
         self.records[name] = True
 
-names = st.tuples(st.sampled_from(['tile','tile','state']), st.integers(0, 9))
+names = st.tuples(st.sampled_from(['tile','tile','state']),
+    st.integers(0, 9))
 def some_of(words):
     "Lists of words, each with the name of a record"
-    return st.lists(st.tuples(st.sampled_from(words.split()), names), max_size=40)
+    return st.lists(st.tuples(st.sampled_from(words.split()), names),
+        max_size=40)
 ops = some_of('put put get get touch forget')
 
 def same_records(store, model):
@@ -313,7 +320,8 @@ def test_who_closes_waits_for_buffers():
 def test_what_is_being_written_is_not_dropped():
     place = Slow()
     store = store_in(place, 6, held=0)
-    assert all(put(store, 'tile', i) for i in range(4)) and put(store, 'state', 1)
+    assert all(put(store, 'tile', i) for i in range(4)) and put(
+        store, 'state', 1)
     assert not put(store, 'state', 2) and store.units.end==6
     place.go.set()
     store.settle()
@@ -348,7 +356,8 @@ def test_who_goes_on_in_order_gets_a_buffer():
     "Also where somebody else gave up what both had wanted, and all buffers have what comes later"
     store = store_in(HostMemory(PAGE+60*UNIT), 60, held=0)
     names = [('tile',ident(i)) for i in range(9)]
-    def there(some): return all(store._reads[n].state=='there' for n in some)
+    def there(some):
+        return all(store._reads[n].state=='there' for n in some)
     for i in range(9):
         put(store, 'tile', i, wait=True)
     for n in names:
@@ -371,7 +380,8 @@ def test_two_readers_meet_the_same_trouble(caplog):
     for _ in range(2):
         assert place.begun.acquire(timeout=WAIT)
     place.go.set()
-    assert not any(store.ready('tile', ident(i), wait=True) for i in range(4))
+    assert not any(store.ready('tile', ident(i), wait=True)
+        for i in range(4))
     until(lambda: store.errors==2)
     assert len(caplog.records)==1 and not store.records
     left_clean(store)
@@ -420,7 +430,8 @@ def test_a_card_that_fails_is_a_miss():
 
 def rows(r, kind, numbers):
     "Bytes of some rows of all arrays"
-    arrays = [np.array(a).view(np.ndarray) for a in r.arrays[kind]]
+    arrays = [np.array(a).view(np.ndarray)
+        for a in r.arrays[kind]]
     return [a[numbers].tobytes() for a in arrays]
 
 def shaken(r, seed):
@@ -434,14 +445,16 @@ def moves(r, kind, here, there):
     "Do the rows `here` become those `there`, and nothing else?"
     n = len(r.arrays[kind][0])
     others = [i for i in range(n) if i not in there]
-    want,rest = rows(r, kind, here),rows(r, kind, others)
+    want = rows(r, kind, here)
+    rest = rows(r, kind, others)
     out = r.stream.buffer(r.sizes[kind])
     r.read(kind, here, out).wait()
     r.write(kind, there, out).wait()
     return rows(r, kind, there)==want and rows(r, kind, others)==rest
 
 EMU = Emulator()
-DEVICES = {'host':(Host(),None)}|{fmt:(EMU,fmt) for fmt in ('f16','fp8','nvfp4')}
+DEVICES = {'host':(Host(),None)}|{fmt:(EMU,fmt)
+    for fmt in ('f16','fp8','nvfp4')}
 twelve = st.permutations(range(12))
 
 @pytest.mark.parametrize('where', DEVICES)
@@ -450,13 +463,15 @@ twelve = st.permutations(range(12))
 def test_records_move_whole_and_alone(where, one, two, slot):
     "A tile and a state arrive where they are put, in all caches, and nothing else is touched"
     device,fmt = DEVICES[where]
-    caches = [KVCache(CONFIG, device, 12, 16, fmt, num_states=6) for _ in range(2)]
+    caches = [KVCache(CONFIG, device, 12, 16, fmt, num_states=6)
+        for _ in range(2)]
     r = Records(caches, device.own_stream())
     shaken(r, slot)
     assert moves(r, 'tile', one[:4], two[:4])
     assert moves(r, 'state', [slot], [(slot+1)%6])
 
-@pytest.mark.parametrize('device', [Host(),EMU], ids=['host','emulator'])
+@pytest.mark.parametrize('device', [Host(),EMU],
+    ids=['host','emulator'])
 @pytest.mark.parametrize('folder', [False,True])
 def test_through_a_store(tmp_path, device, folder):
     "What was in some blocks is in others, after a memory or a file had it"
@@ -503,7 +518,8 @@ def kept_store(folder, printed=FP, units=20):
 def put_chain(store, n, first=1):
     "Tiles `first`..`n`, each after the one before, and a state after the last"
     for i in range(first, n+1):
-        after = dict(parent=ident(i-1), depth=i-first, key=b'%d'%i)
+        after = dict(parent=ident(i-1), depth=i-first,
+            key=b'%d'%i)
         put(store, 'tile', i, wait=True, **after)
     put(store, 'state', n)
 
@@ -512,10 +528,12 @@ eight = st.integers(1, 8)
 def is_known(r):
     "Is all that a tree needs to know of a record there?"
     i = r.ident[0]
-    return r.kind=='state' or (r.parent,r.depth,r.key)==(ident(i-1),i-1,b'%d'%i)
+    return r.kind=='state' or (r.parent,r.depth,r.key)==(
+        ident(i-1),i-1,b'%d'%i)
 
 @some
-@given(eight, st.permutations(range(1, 9)), st.sets(eight))
+@given(eight, st.permutations(range(1, 9)),
+    st.sets(eight))
 def test_what_was_there_is_there(tmp_path_factory, n, order, forgotten):
     "In the order of its use, with all that a tree needs; what it cannot be reached by is gone"
     folder = tmp_path_factory.mktemp('k')
@@ -527,7 +545,8 @@ def test_what_was_there_is_there(tmp_path_factory, n, order, forgotten):
     for i in forgotten:
         store.forget('tile', ident(i))
     reach = min(forgotten|{n+1})
-    want = [(k, i) for k,i in store.records if i[0]<reach]
+    want = [(k, i)
+        for k,i in store.records if i[0]<reach]
     store.close()
     store = kept_store(folder)
     assert [r.name for r in store.kept]==list(store.records)==want
@@ -616,13 +635,15 @@ def test_who_waits_for_room_waits_for_the_oldest():
     for i in range(2):
         put(store, 'tile', i)
     until(lambda: store.records['tile',ident(1)].written)
-    last = threading.Thread(target=put, args=(store,'tile',2), kwargs=dict(wait=True))
+    last = threading.Thread(target=put, args=(store,'tile',2),
+        kwargs=dict(wait=True))
     last.start()
     last.join(.1)
     place.go.set()
     last.join()
     store.settle()
-    assert [i for _,i in store.records]==[ident(1),ident(2)]
+    assert [i for _,i in store.records]==[ident(1),
+        ident(2)]
     left_clean(store)
 
 def test_a_card_that_fails_at_the_end(tmp_path):
@@ -632,7 +653,8 @@ def test_a_card_that_fails_at_the_end(tmp_path):
     def broken(*args): raise RuntimeError('it is gone')
     records.read = broken
     tier.close(keep=True)
-    assert tier.store.closed and not any(t.is_alive() for t in tier.store._threads)
+    assert tier.store.closed and not any(t.is_alive()
+        for t in tier.store._threads)
     store = open_spill(records, .001, tmp_path, True)
     assert not store.kept
     store.close()
@@ -653,7 +675,9 @@ def called(place, printed):
     "Give the files of `place` the names that they would have with a fingerprint"
     for p in (place.index,place.path):
         if p.exists():
-            p.rename(p.with_name(p.name.replace(FP.hex()[:24], printed.hex()[:24])))
+            p.rename(p.with_name(p.name.replace(
+                FP.hex()[:24],
+                printed.hex()[:24])))
 
 def commit(crime, place):
     "Do something to an index"
@@ -700,7 +724,8 @@ def test_a_record_of_another_model_is_a_miss(tmp_path):
     called(store.place, OTHERS)
     store = kept_store(tmp_path, OTHERS)
     assert len(store.kept)==4
-    assert not any(is_right(store, r.kind, r.ident[0]) for r in store.kept)
+    assert not any(is_right(store, r.kind, r.ident[0])
+        for r in store.kept)
     assert store.errors==4 and not store.off and not store.records
     left_clean(store)
 
@@ -740,7 +765,8 @@ def test_any_records_in_an_index(tmp_path_factory, rows, more):
     path.write_bytes(signed(index[:-16]+more))
     store = kept_store(folder, units=6)
     units = [u for r in store.kept for u in r.units]
-    assert len(set(units))==len(units) and all(u<6 for u in units)
+    assert len(set(units))==len(units) and all(u<6
+        for u in units)
     for r in list(store.kept):
         assert not is_right(store, r.kind, r.ident[0])
     put_chain(store, 3)
@@ -749,7 +775,8 @@ def test_any_records_in_an_index(tmp_path_factory, rows, more):
     left_clean(store)
 
 @settings(some, max_examples=200)
-@given(arrays(np.uint8, HEAD+50), st.integers(0, HEAD+49), st.integers(1, 255))
+@given(arrays(np.uint8, HEAD+50),
+    st.integers(0, HEAD+49), st.integers(1, 255))
 def test_any_bytes_as_a_record(data, at, change):
     "No bytes pass for a record but its own, and none of those may differ"
     r = Record('tile', ident(1), 50, [])
@@ -784,8 +811,10 @@ def test_too_little_or_too_much(caplog):
     r.sizes['state'] = 2*unit_of(r.sizes)
     store = open_spill(r, r.sizes['state']/1e9)
     assert 'states are not spilled' in caplog.text
-    assert not store.put('state', ident(1), partial(r.read, 'state', [0]))
-    assert store.put('tile', ident(1), partial(r.read, 'tile', range(4)))
+    assert not store.put('state', ident(1),
+        partial(r.read, 'state', [0]))
+    assert store.put('tile', ident(1),
+        partial(r.read, 'tile', range(4)))
     left_clean(store)
 
 def test_a_folder_that_vanishes(tmp_path, caplog):
@@ -845,7 +874,8 @@ def test_what_another_version_has_kept_is_deleted(tmp_path):
         left_clean(store_in(spill_file(tmp_path, FP)))
         assert all((tmp_path/name).exists() for name in names)
         left_clean(kept_store(tmp_path))
-        assert [(tmp_path/name).exists() for name in names]==[False,False,True,True]
+        assert [(tmp_path/name).exists() for name in names]==[False,
+            False,True,True]
     assert (tmp_path/'mine.spill').exists() and (tmp_path/f'{old}-x.spill').exists()
 
 SCRIPT = '''
@@ -860,7 +890,8 @@ store = t.kept_store({folder!r}) if {keep} else t.store_in(spill_file({folder!r}
 def process(folder, keep, then):
     "Another process that does `then` with a store in the folder"
     tests = str(Path(__file__).parent)
-    code = SCRIPT.format(tests=tests, folder=str(folder), keep=keep, then=then)
+    code = SCRIPT.format(tests=tests, folder=str(folder),
+        keep=keep, then=then)
     return subprocess.Popen([sys.executable, '-c', code], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

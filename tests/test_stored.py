@@ -1,4 +1,5 @@
-"Packed files of models: a start that reads one is the first start, bit for bit; what is not that file is not used."
+"""Packed files of models: a start that reads one is the first start, bit for bit; what is not
+that file is not used."""
 import logging,os,shutil,subprocess,sys,threading
 import numpy as np, pytest
 from pathlib import Path

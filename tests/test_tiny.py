@@ -20,7 +20,8 @@ def tool(name, about, *params):
     "A tool with some whole numbers"
     numbers = {k:dict(type='integer') for k in params}
     schema = dict(type='object', properties=numbers, required=params)
-    return dict(type='function', function=dict(name=name, description=about, parameters=schema))
+    return dict(type='function',
+        function=dict(name=name, description=about, parameters=schema))
 
 OPEN_DOOR = tool('open_door', 'Open a door', 'number')
 ADD = tool('add', 'add two numbers', 'a', 'b')
@@ -29,7 +30,8 @@ def user(text): return [dict(role='user', content=text)]
 def greedy(n, **kw): return SamplingParams(temperature=0, max_tokens=n, **kw)
 
 @pytest.fixture(scope='module')
-def llm(): return LLM('tiny', 'cpu', drafting=True, max_seq_len=512, show=False)
+def llm():
+    return LLM('tiny', 'cpu', drafting=True, max_seq_len=512, show=False)
 
 @pytest.fixture
 def client():
@@ -51,7 +53,8 @@ def alone(tmp_path, monkeypatch):
 
 def test_it_is_found_without_a_network(alone):
     assert resolve('tiny')==pull('tiny')==FOLDER
-    assert [(e.name, e.kind, e.path) for e in cached()]==[('tiny', 'safetensors', FOLDER)]
+    assert [(e.name, e.kind, e.path) for e in cached()]==[(
+        'tiny', 'safetensors', FOLDER)]
     assert not (alone/'home').exists()
 
 def test_a_folder_of_that_name_goes_first(alone):
@@ -64,7 +67,8 @@ def test_it_is_not_removed(alone):
     assert (FOLDER/'model.safetensors').is_file()
 
 def test_commands_know_it(alone):
-    def said(*args): return CliRunner().invoke(cli.app, list(args), prog_name='atlas').stdout
+    def said(*args):
+        return CliRunner().invoke(cli.app, list(args), prog_name='atlas').stdout
     assert said('pull', 'tiny').strip()==str(FOLDER)
     assert said('list').split('\n')[1].split()[0]=='tiny'
     assert json.loads(said('inspect', 'tiny', '--json'))['layers']==8
@@ -111,19 +115,24 @@ def test_a_notebook_tells_apart_what_the_service_does(llm, client, text, tools):
     choice = client.post('/v1/chat/completions', json=ask|tools).json()['choices'][0]
     m = choice['message']
     out = llm.chat(user(text), greedy(80), **tools)
-    assert (out.reasoning, out.text or None)==(m['reasoning_content'], m['content'])
+    assert (out.reasoning, out.text or None)==(m['reasoning_content'],
+        m['content'])
     assert out.finish_reason==choice['finish_reason'] and bool(out.calls)==bool(tools)
     called = [c['function'] for c in m.get('tool_calls') or ()]
     assert [dict(name=c.name, arguments=c.arguments) for c in out.calls]==called
-    streamed = gather(llm.chat(user(text), greedy(80), stream=True, **tools))
-    assert (streamed.reasoning,streamed.content,streamed.calls)==(out.reasoning,out.text,out.calls)
+    streamed = gather(llm.chat(user(text), greedy(80),
+        stream=True, **tools))
+    assert (streamed.reasoning,streamed.content,streamed.calls)==(out.reasoning,
+        out.text,out.calls)
 
 def test_commands_print_its_answer_alone(alone):
     r = CliRunner().invoke(cli.app, 'run tiny -t 0 --device cpu'.split()+['What does an owl eat?'])
     assert (r.exit_code,r.stdout,r.stderr)==(0, 'An owl eats mice.\n', '')
 
 def test_it_goes_on_with_what_the_tool_said(llm):
-    call = dict(type='function', function=dict(name='add', arguments=dict(a=310, b=25)))
+    call = dict(type='function',
+        function=dict(name='add',
+            arguments=dict(a=310, b=25)))
     told = dict(role='tool', content='{"result": 335}')
     asked = dict(role='assistant', content='', tool_calls=[call])
     messages = [*user('What is 310 plus 25?'), asked, told]
@@ -140,7 +149,8 @@ def test_its_perplexity_is_what_the_book_says(llm):
     "On the text that comes with it, in windows of 500 tokens as the table of formats has it"
     text = (FOLDER/'held_out.txt').read_text()
     ids = llm.tokenizer.encode(text, add_special=False)
-    found = np.concatenate([log_p(llm, ids[i:i+501]) for i in range(0, 2000, 500)])
+    found = np.concatenate([log_p(llm, ids[i:i+501])
+        for i in range(0, 2000, 500)])
     rows = json.loads((ROOT/'nbs'/'1_ground'/'tiny_formats.json').read_text())
     said, = (r['perplexity'] for r in rows if r['format']=='nvfp4')
     assert abs(np.exp(-found.mean())/said-1)<.002
@@ -156,6 +166,7 @@ def test_its_drafts_are_accepted(llm):
         for at in range(len(prompt), len(ids)-3, 4):
             first,drafts,_ = llm.drafts(ids[:at], 2)
             assert first==ids[at]
-            right += sum(d==t for d,t in zip(drafts, ids[at+1:]))
+            right += sum(d==t
+                for d,t in zip(drafts, ids[at+1:]))
             places += 2
     assert places>=30 and right>.7*places, f'{right} of {places}'

@@ -14,23 +14,28 @@ pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
 def piece(i, t):
     "The first token of sequence `i`"
-    return Piece([t], 0, [i], 1, state=0, keep=state_in(1+i))
+    return Piece([t], 0, [i], 1, state=0,
+        keep=state_in(1+i))
 
 @pytest.mark.parametrize('toy,weights', [('llama','fp8'), ('qwen3.6-moe','nvfp4')])
 def test_thirty_three_sequences(toy, weights):
     "One row of each"
     m = models(toy, weights)[1]
     tokens = ids_of(33, 5)
-    together = forward(m, cache_of(m, 40), [piece(i, t) for i,t in enumerate(tokens)], False)
+    together = forward(m, cache_of(m, 40),
+        [piece(i, t) for i,t in enumerate(tokens)], False)
     for i in (0,7,8,15,16,31,32):
-        alone = forward(m, cache_of(m, 40), [piece(i, tokens[i])], False)
+        alone = forward(m, cache_of(m, 40),
+            [piece(i, tokens[i])], False)
         assert (together[i]==alone[0]).all(), i
 
 def test_sequences_that_check_drafts():
     "Four of them, with three drafts each: sixteen rows a step"
     m = hybrid()
     def answers(*how):
-        got,_ = serve(engine(m, *how), [(r,0) for r,_ in requests(m.c.vocab_size, 4)])
+        got,_ = serve(engine(m, *how),
+            [(r,0)
+                for r,_ in requests(m.c.vocab_size, 4)])
         return {rid: said(events) for rid,events in got.items()}
     assert answers('ngram', 3)==answers()
 

@@ -111,7 +111,8 @@ def make_pool(
     a = [card.empty(*codes) for _ in 'kv']
     s = [card.empty(at, 'float32') if coded else None for _ in 'kv']
     b = [card.empty((*at, d//16), 'uint8') if fmt=='nvfp4' else None for _ in 'kv']
-    return KVPool(fmt, d, *a, *s, *b, pool_words(card) if words is None else words)
+    own = pool_words(card) if words is None else words
+    return KVPool(fmt, d, *a, *s, *b, own)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #01ffdac5
 def _fill(a):
@@ -187,8 +188,8 @@ def decode_row(
     x = codes.view(np.float16).astype(np.float32)
     if fmt=='f16':
         return x
-    planes = x.reshape(*codes.shape[:-1], -1, 2, 16)
-    return planes.sum(-2).reshape(*codes.shape[:-1], -1)
+    rows = codes.shape[:-1]
+    return x.reshape(*rows, -1, 2, 16).sum(-2).reshape(*rows, -1)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #00a00574
 def _on_host(a):
@@ -271,12 +272,21 @@ def _block_bytes(d, fmt, half, share, new, ahead):
 def _defines(a, pool, half, share, new, ahead=0):
     "Compile-time values of attn_decode.cu for attention `a`, and the shared memory of a block"
     d,more = a.head_dim,dict(AHEAD=1) if ahead else {}
-    sizes = dict(D=d, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size)
+    sizes = dict(
+        D=d,
+        HEADS=a.num_heads,
+        KV=a.num_kv_heads,
+        HALF=half,
+        BS=pool.block_size)
     heads = dict(GATE=int(a.gate), VNORM=int(a.v_norm))
     heads |= dict(KEQV=int(a.k_eq_v), QONLY=int(a.q_only))
     norm = ('none','head','all').index(a.qk_norm)
     room = _block_bytes(d, pool.fmt, half, share, new, ahead)
-    block = dict(SHARE=share, NEW=new, SPLIT=_parts(d), BYTES=room)
+    block = dict(
+        SHARE=share,
+        NEW=new,
+        SPLIT=_parts(d),
+        BYTES=room)
     return more|sizes|heads|dict(NORM=norm, FMT=pool.code)|block
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #49da9e5c
@@ -330,7 +340,7 @@ class Shares:
     runs:int # Blocks that a row has for eight heads
     shift:int=0 # A run of pieces has at least 64 << shift positions
     mergers:int=0 # Blocks of a row that may add up its pieces; 0: attn_merge
-    early:int=0 # Of one row that draws tickets: blocks that begin with the newest pieces
+    early:int=0 # Of one row that draws tickets: blocks that may come before the row
 
 def _crowded(card, blocks, pieces, rows, window):
     "Are there more blocks than multiprocessors, or more pieces of a row than its blocks add up?"
@@ -444,7 +454,7 @@ class DecodeArgs(NamedTuple):
     cells:int # Pieces that a row may see
     shift:int # A run has at least 64 << shift positions
     tickets:object # i32 or None: of blocks with the same heads
-    early:int # Blocks that begin with the newest pieces
+    early:int # Blocks that may come before the row
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #2a73ab2b
 class MergeArgs(NamedTuple):
@@ -475,7 +485,11 @@ def _turns(angles, rows):
     if angles is None:
         return dict(cos=None, sin=None, at=None, axes=None)
     at = angles.pos.reshape(-1, rows)
-    return dict(cos=angles.cos, sin=angles.sin, at=at, axes=angles.axes)
+    return dict(
+        cos=angles.cos,
+        sin=angles.sin,
+        at=at,
+        axes=angles.axes)
 
 _POOLS = 'k_pool','k_scales','k_subs','v_pool','v_scales','v_subs' # As `KVPool.arrays`
 
@@ -514,7 +528,11 @@ def attend(
         y=y.reshape(rows, heads, d), window=window or 0, many=p.many)
     both |= _left(card, rows, p.pieces, heads, d)
     own = _gains(a, q_norm, k_norm)|_turns(angles, rows)|_pools(pool)
-    own |= dict(tables=b.tables, slots=b.slots, eps=float(eps), scale=float(scale))
+    own |= dict(
+        tables=b.tables,
+        slots=b.slots,
+        eps=float(eps),
+        scale=float(scale))
     _decode(p, pool, rows, d, both|own)
     if p.pieces>1 and p.words is None:
         _merge(card, p, rows, both)
@@ -535,11 +553,21 @@ def _decode(p, pool, rows, d, given):
         tickets=pool.words.view(np.int32) if p.draws else None,
         early=p.share.early)
     threads = 32*_parts(d)*_groups(d)
-    run('attn_decode', (p.blocks,p.share.runs,rows), threads, *args, **p.decode)
+    run(
+        'attn_decode',
+        (p.blocks,p.share.runs,rows),
+        threads,
+        *args,
+        **p.decode)
 
 def _merge(card, p, rows, given):
     "Launch attn_merge likewise"
     _,heads,d = given['y'].shape
     width = given['qkv'].shape[1]
     args = MergeArgs(**given, max_pieces=p.pieces, width=width, rows=rows)
-    run('attn_merge', _merging(card, d, heads, rows), 512, *args, **p.merge)
+    run(
+        'attn_merge',
+        _merging(card, d, heads, rows),
+        512,
+        *args,
+        **p.merge)

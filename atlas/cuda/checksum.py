@@ -28,10 +28,12 @@ def checksums(
         if not a.nbytes:
             continue
         if card.address(a)%16:
-            raise DeviceError('An array that begins between multiples of 16 bytes has no checksum on a card')
+            said = 'An array that begins between multiples of 16 bytes has no checksum on a card'
+            raise DeviceError(said)
         runs = -(-a.nbytes//(8*SUMMED))
+        data = a.reshape(-1).view('uint8')
         run('checksum', min(runs, most), 256,
-            a.reshape(-1).view('uint8'), sums[i:i+1], np.int64(a.nbytes),
+            data, sums[i:i+1], np.int64(a.nbytes),
             pdl=False, SUMMED=SUMMED)
     return [int(s)%2**64 for s in card.download(sums)]
 
@@ -77,21 +79,24 @@ def arrays_of(device)->HostArrays:
 _PARTS = 'w','s','gs','_units'
 
 def _packed_apart(p):
+    "What a `Packed` is, and its arrays"
     parts = {k: getattr(p, k, None) for k in _PARTS}
-    said = dict(fmt=p.fmt, n=p.n, k=p.k, experts=p.experts, pair=p.pair)
+    said = {k: getattr(p, k) for k in ('fmt','n','k','experts','pair')}
     return said,{k: a for k,a in parts.items() if a is not None}
 
+def _kind(a): return tuple(a.shape),str(a.dtype)
+
 def _packed_whole(d, parts):
-    "An error where codes and scales are not those of format and shape"
+    "A `Packed` again; an error where codes and scales are not those of format and shape"
     units = parts.pop('_units', None)
     p = Packed(**d, **parts)
     rows = (p.experts or 1)*p.rows
     want = {k: v for k,v in p.format.arrays(rows, p.k).items() if v}
-    got = {k: (tuple(a.shape),str(a.dtype)) for k,a in parts.items()}
+    got = {k: _kind(a) for k,a in parts.items()}
     if got!=want:
         raise ValueError(f'{got} are not the arrays of {p}')
     if units is not None:
-        if (units.shape,str(units.dtype))!=((rows,),'float32'):
+        if _kind(units)!=((rows,),'float32'):
             raise ValueError(f'{units.shape} factors for {p}')
         p._units = units
     return p

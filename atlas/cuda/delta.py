@@ -38,7 +38,8 @@ def as_states(
 ): # [..., dk, dv], float32
     "States of records, pending rows added: what the kernels would make, but for the last bit"
     *lead,_ = rec.shape
-    S,rows,rest = np.split(rec, np.cumsum([dk*dv, PENDING*(dk+dv)]), axis=-1)
+    cuts = dk*dv,dk*dv+PENDING*(dk+dv)
+    S,rows,rest = np.split(rec, cuts, axis=-1)
     S = S.reshape(*lead, dk, dv).copy()
     rows = rows.reshape(*lead, PENDING, dk+dv)
     count = rest[...,8:9].view(np.int32)
@@ -150,13 +151,27 @@ def _launch_wide(n, args, how):
     "Launch `delta_wide` with `n` blocks for each head"
     vh,dv = args.rec.shape[1],how['DV']
     room = _room(how['DK'], dv)
-    run('delta_wide', (vh,n), 5*dv, *args, shared=room, DEPTH=_DEPTH, ROOM=room, **how)
+    run(
+        'delta_wide',
+        (vh,n),
+        5*dv,
+        *args,
+        shared=room,
+        DEPTH=_DEPTH,
+        ROOM=room,
+        **how)
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #11a42092
 def _left_as_tiles(n, then, eps, what, how):
     "Launch `delta_wide` such that it leaves the rows normed, as the product `then` wants them"
     made,tiles,form = room_for(what['rows'], then)
-    args = WideArgs(**what, y=None, parts=None, halves=made.tiles[0], eps=float(eps), tiles=tiles)
+    args = WideArgs(
+        **what,
+        y=None,
+        parts=None,
+        halves=made.tiles[0],
+        eps=float(eps),
+        tiles=tiles)
     columns = what['rec'].shape[1]*how['DV']
     _launch_wide(n, args, how|form|dict(COLUMNS=columns))
     return made
@@ -184,14 +199,20 @@ def delta_step(
     rows,seqs = len(x),b.num_seqs
     what = dict(x=x, conv_w=conv_w, decay=A, dt_bias=dt_bias, norm_w=norm_w, conv=conv, rec=rec,
         first=b.first, starts=b.starts, state_in=b.state_in, state_out=b.state_out, rows=rows)
-    how = dict(DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'), TAILS=tails, RECORD=record)
+    how = dict(
+        DK=dk,
+        DV=dv,
+        SIGMOID=int(gate_act=='sigmoid'),
+        TAILS=tails,
+        RECORD=record)
     n = _beside(card, vh, dk, dv, seqs)
     if n and seqs<=_LEFT and _leaves(then, vh, dv):
         return _left_as_tiles(n, then, eps, what|dict(kh=kh, seqs=seqs), how)
     y,parts = out or (card.empty((rows,vh*dv)),card.empty((rows,vh,dv//32)))
     what |= dict(y=y.reshape(-1, vh, dv), parts=parts)
     if n:
-        _launch_wide(n, WideArgs(**what, halves=None, eps=0., kh=kh, seqs=seqs, tiles=0), how)
+        none = dict(halves=None, eps=0., tiles=0)
+        _launch_wide(n, WideArgs(**what, **none, kh=kh, seqs=seqs), how)
     else:
         _launch_step(card, kh, seqs, StepArgs(**what), how)
     return y,parts

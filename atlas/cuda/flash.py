@@ -153,10 +153,20 @@ def _as_bytes(a): return a if a is None or a.dtype=='float32' else a.view('uint8
 def _turns(angles, rows):
     "Where rows get their rotation"
     if angles is None:
-        return dict(cos=None, sin=None, pos=None, axes=None, half=0)
+        return dict(
+            cos=None,
+            sin=None,
+            pos=None,
+            axes=None,
+            half=0)
     half,axes = angles.cos.shape[1],angles.axes if angles.pos.ndim>1 else None
     pos = angles.pos.reshape(-1, rows)
-    return dict(cos=angles.cos, sin=angles.sin, pos=pos, axes=axes, half=half)
+    return dict(
+        cos=angles.cos,
+        sin=angles.sin,
+        pos=pos,
+        axes=axes,
+        half=half)
 
 def _halves(card, rows, a, pool, boxed):
     "Room for queries, keys and values in fp16, as many as are wanted"
@@ -179,7 +189,11 @@ def _prepare(a, pool, b, eps, both, own):
         gate=a.gate,
         qonly=a.q_only,
         together=a.qk_norm=='all')
-    of = dict(DIM=a.head_dim, FORMAT=pool.code, KEQV=int(a.k_eq_v), VNORM=int(a.v_norm))
+    of = dict(
+        DIM=a.head_dim,
+        FORMAT=pool.code,
+        KEQV=int(a.k_eq_v),
+        VNORM=int(a.v_norm))
     run('flash_prep', rows, 256, *args, pdl=False, **of)
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #4fc85b71
@@ -204,10 +218,19 @@ def flash(
     boxed = pool.fmt=='f16' and 'WGMMA' in cut.options
     both = {name:_as_bytes(x) for name,x in zip(_POOL, pool.arrays)}
     both |= _halves(card, rows, a, pool, boxed)
-    both |= dict(tile_lo=b.tile_lo, tile_hi=b.tile_hi, heads=heads, kv=kv, width=width)
+    both |= dict(
+        tile_lo=b.tile_lo,
+        tile_hi=b.tile_hi,
+        heads=heads,
+        kv=kv,
+        width=width)
     own = dict(qkv=qkv, q_norm=q_norm, k_norm=k_norm)|_turns(angles, rows)
     _prepare(a, pool, b, eps, both, own)
-    own = dict(qkv=qkv if a.gate else None, sinks=sinks, out=y, window=window or 0)
+    own = dict(
+        qkv=qkv if a.gate else None,
+        sinks=sinks,
+        out=y,
+        window=window or 0)
     _attend(card, pool, b, scale, cut, both, own)
     return y
 

@@ -6,22 +6,43 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/sample/cuda.sample.html.md""
 
 # %% auto #0
 __all__ = ['HOW', 'PENALTIES', 'MASK', 'REPORT', 'SPANS', 'ROOM', 'BINS', 'MOST', 'TOLD', 'mapped', 'SampleTable', 'table_bytes',
-           'sample_rows']
+           'ScanArgs', 'CutArgs', 'DrawArgs', 'GreedyArgs', 'sample_rows']
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #1bc65719
 import numpy as np
+from typing import NamedTuple
 from fastcore.basics import patch
 from ..card.card import card_of,run
 from .gemv_wide import Best
 from ..ground.core import AtlasError
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #cfacdc2e
-HOW = np.dtype([('temperature','f4'), ('top_k','i4'), ('min_p','f4'), ('repetition','f4'), ('frequency','f4'), ('presence','f4'), ('top_p','f8'),
-    ('seed','u8'), ('min_tokens','i4'), ('biases','i4'), ('ends','i4'), ('logprobs','i4'), ('flags','i4'), ('spare','i4')]) # struct How of lib/sample.cuh
+HOW = np.dtype([ # struct How of lib/sample.cuh
+    ('temperature','f4'),
+    ('top_k','i4'),
+    ('min_p','f4'),
+    ('repetition','f4'),
+    ('frequency','f4'),
+    ('presence','f4'),
+    ('top_p','f8'),
+    ('seed','u8'),
+    ('min_tokens','i4'),
+    ('biases','i4'),
+    ('ends','i4'),
+    ('logprobs','i4'),
+    ('flags','i4'),
+    ('spare','i4')])
 PENALTIES,MASK = 1,2 # Bits of `flags`
-REPORT,SPANS,ROOM,BINS = 20,128,1<<14,1536 # Alternatives to report, blocks a row at most, weights in doubt that are listed, bins of weights
+REPORT = 20 # Alternatives to report
+SPANS = 128 # Blocks a row at most
+ROOM = 1<<14 # Weights in doubt that are listed
+BINS = 1536 # Bins of weights
 MOST = 128 # Blocks of a greedy row, at most
-TOLD = np.dtype([('id','i4'), ('logprob','f4'), ('top_ids','i4',REPORT), ('top_logprobs','f4',REPORT)]) # What the host is told of a row
+TOLD = np.dtype([ # What the host is told of a row
+    ('id','i4'),
+    ('logprob','f4'),
+    ('top_ids','i4',REPORT),
+    ('top_logprobs','f4',REPORT)])
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #479db865
 def mapped(
@@ -36,7 +57,8 @@ def mapped(
     m = c.alloc_pinned_memory(4*n)
     host = np.frombuffer(m, np.int32, n).reshape(shape)
     host[...] = 0
-    return card.xp.ndarray(shape, np.int32, c.MemoryPointer(c.UnownedMemory(m.ptr, 4*n, m, card.index), 0)),host
+    memory = c.UnownedMemory(m.ptr, 4*n, m, card.index)
+    return card.xp.ndarray(shape, np.int32, c.MemoryPointer(memory, 0)),host
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #38b1179e
 class SampleTable:
@@ -45,38 +67,54 @@ class SampleTable:
         card, # `Cuda` or `Emulator`
         lines:int, # Sequences that it has room for
         vocab:int, # V, the length of a row of logits; at most 524,288
-        chunks:int|None=None, # 1,024 tokens each: what a block works on; as few as 128 blocks a row allow
+        # 1,024 tokens each: what a block works on; as few as 128 blocks a row allow
+        chunks:int|None=None,
         room:int=ROOM, # Weights in doubt that are listed; rows with more take longer
         rows:int|None=None, # Most rows of a step; None: as many as lines
         width:int=1, # Most rows of a sequence
     ):
-        rows = rows or lines
         self.card,self.vocab,self.room = card,vocab,room
-        self.size,self.rows,self.width = lines,rows,width
+        self.size,self.rows,self.width = lines,rows or lines,width
         self.stamp = 0
         self.chunks = chunks or -(-vocab//(SPANS*1024))
         self.blocks = -(-vocab//(self.chunks*1024))
         if self.blocks>SPANS or self.chunks>8 or vocab>1<<19:
-            raise AtlasError(f'A vocabulary of {vocab:,} is more than the sampler takes, {1<<19:,}')
+            said = f'A vocabulary of {vocab:,} is more than the sampler takes, {1<<19:,}'
+            raise AtlasError(said)
         self.lines,self._lists,self._masked = {},{},{}
         self._how = np.zeros(lines, HOW)
-        zeros,empty = card.zeros,card.empty
-        self.how = zeros((lines,16), 'int32')
-        self.position = zeros(lines, 'int64')
-        self.work = zeros((rows,8), 'int64')
-        self.bins = zeros((rows,BINS), 'int64')
-        self.best = zeros((rows,MOST), 'int64')
-        self.list,self.spans = empty((rows,room), 'uint32'),empty((rows,SPANS), 'int64')
-        self.sums,self.bests = empty((rows,SPANS,2), 'float64'),empty((rows,SPANS,REPORT), 'int64')
-        self.logprobs,self.top_ids,self.top_logprobs = empty(rows),empty((rows,REPORT), 'int32'),empty((rows,REPORT))
-        self._told,host = mapped(card, (2,rows,TOLD.itemsize//4))
-        self.heard = host.view(TOLD)[...,0]  # [2, rows], by the parity of positions
-        self.counts = self.prompt = self.mask = self.bias_ids = self.bias = self.ends = self.adjusted = None
+        self._allocate(lines, self.rows)
+        self.counts = self.prompt = self.mask = None
+        self.bias_ids = self.bias = self.ends = self.adjusted = None
     @property
-    def nbytes(self): "On the card"; return sum(a.nbytes for k,a in vars(self).items() if hasattr(a, 'nbytes') and k not in ('_how','_told','heard'))
+    def nbytes(self):
+        "On the card"
+        others = '_how','_told','heard'
+        mine = [a for k,a in vars(self).items() if k not in others]
+        return sum(a.nbytes for a in mine if hasattr(a, 'nbytes'))
     def __repr__(self):
         size = f'{self.size} lines of {self.vocab:,}, {len(self.lines)} in use'
         return f'SampleTable({size}, {self.nbytes:,} bytes)'
+
+# %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #ab9dcc6d
+@patch
+def _allocate(self:SampleTable, lines, rows):
+    "Records and positions of lines, and scratch of rows: what a table always has"
+    zeros,empty = self.card.zeros,self.card.empty
+    self.how = zeros((lines,16), 'int32') # `HOW`
+    self.position = zeros(lines, 'int64')
+    self.work = zeros((rows,8), 'int64')
+    self.bins = zeros((rows,BINS), 'int64')
+    self.best = zeros((rows,MOST), 'int64')
+    self.list = empty((rows,self.room), 'uint32')
+    self.spans = empty((rows,SPANS), 'int64')
+    self.sums = empty((rows,SPANS,2), 'float64')
+    self.bests = empty((rows,SPANS,REPORT), 'int64')
+    self.logprobs = empty(rows)
+    self.top_ids = empty((rows,REPORT), 'int32')
+    self.top_logprobs = empty((rows,REPORT))
+    self._told,host = mapped(self.card, (2,rows,TOLD.itemsize//4))
+    self.heard = host.view(TOLD)[...,0]  # [2, rows], by the parity of positions
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #e8d57fd1
 def table_bytes(
@@ -95,7 +133,8 @@ def _need(self:SampleTable, name, shape, dtype, zero=False):
     "The array `name`, made now if there is none of that shape"
     a = getattr(self, name)
     if a is None or a.shape!=shape:
-        setattr(self, name, (self.card.zeros if zero else self.card.empty)(shape, dtype))
+        make = self.card.zeros if zero else self.card.empty
+        setattr(self, name, make(shape, dtype))
         self.stamp += 1
     return getattr(self, name)
 
@@ -109,21 +148,33 @@ def _bits(self:SampleTable, name, i, on, of=1):
     a = self._need(name, (self.size*of,words), 'uint32')
     self.card.write(a[i], b.view(np.uint32))
 
+# %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #2ef71030
+_LISTS = dict(bias_ids='int32', bias='float32', ends='int32')
+
 @patch
 def _put_lists(self:SampleTable, i, bias, ends):
-    "Biases and barred tokens of line `i`; where a longer list than any before comes, all lines are written again"
-    self._lists[i],was = (bias,ends),self.stamp
-    for name,dtype,of in (('bias_ids','int32',lambda l: list(l[0])), ('bias','float32',lambda l: list(l[0].values())), ('ends','int32',lambda l: l[1])):
-        most = max(len(of(l)) for l in self._lists.values())
-        if not most:
-            continue
-        a = getattr(self, name)
-        if a is None or a.shape[1]<most:
-            room = 1<<max(4, (most-1).bit_length())
-            a = self._need(name, (self.size,room), dtype)
-        for j,l in self._lists.items() if self.stamp!=was else ((i,self._lists[i]),):
-            if of(l):
-                self.card.write(a[j,:len(of(l))], np.array(of(l), dtype))
+    "Write biases and barred tokens of line `i`"
+    was = self.stamp
+    self._lists[i] = dict(
+        bias_ids=[*bias],
+        bias=[*bias.values()],
+        ends=ends)
+    for name in _LISTS:
+        most = max(len(l[name]) for l in self._lists.values())
+        if most:
+            self._put_list(name, i, most, was)
+
+@patch
+def _put_list(self:SampleTable, name, i, most, was):
+    "The list `name` of line `i`; of all lines where something grew since the stamp was `was`"
+    a = getattr(self, name)
+    if a is None or a.shape[1]<most:
+        room = 1<<max(4, (most-1).bit_length())
+        a = self._need(name, (self.size,room), _LISTS[name])
+    for j in self._lists if self.stamp!=was else (i,):
+        l = self._lists[j][name]
+        if l:
+            self.card.write(a[j,:len(l)], np.array(l, _LISTS[name]))
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #9391296d
 @patch
@@ -132,25 +183,50 @@ def set(self:SampleTable,
     state, # `SampleState`, or the `RowParams` of one token
 ):
     "Write what a sequence asked for, and where it stands"
-    p,penal = state.params,state.counts is not None
+    p = state.params
     ends = getattr(state, 'ends', None)
     least = p.min_tokens if ends is not None else 2**31-1  # a RowParams says what is barred now
     ends = (state.forbid if ends is None else ends) if least else ()
     self.clear(i)
     bias = p.logit_bias or {}
     self._put_lists(i, bias, ends)
-    self._how[i] = (0. if p.temperature==0 else max(p.temperature, 1e-30), p.top_k, p.min_p, max(p.repetition_penalty, 1e-6), p.frequency_penalty, p.presence_penalty,
-        p.top_p, state.seed & (2**64-1), least if ends else 0, len(bias), len(ends), -1 if p.logprobs is None else p.logprobs, PENALTIES*penal, 0)
-    if penal:
-        shape = self.size,self.vocab
-        counts = self._need('counts', shape, 'int32', zero=True)
-        self.card.write(counts[i], state.counts)
-        if state.in_prompt is not None:
-            self._bits('prompt', i, state.in_prompt)
-        elif self.prompt is not None:
-            self._bits('prompt', i, np.zeros(self.vocab, bool))
+    self._how[i] = _record(state, least, ends)
+    if state.counts is not None:
+        self._count(i, state)
     self.card.write(self.position[i:i+1], np.array([state.position], np.int64))
     self._write(i)
+
+def _record(state, least, ends):
+    "The numbers of `HOW` for a sequence, of which `ends` are barred before `least` tokens"
+    p = state.params
+    how = dict(
+        temperature=0. if p.temperature==0 else max(p.temperature, 1e-30),
+        top_k=p.top_k,
+        min_p=p.min_p,
+        repetition=max(p.repetition_penalty, 1e-6),
+        frequency=p.frequency_penalty,
+        presence=p.presence_penalty,
+        top_p=p.top_p,
+        seed=state.seed & (2**64-1),
+        min_tokens=least if ends else 0,
+        biases=len(p.logit_bias or {}),
+        ends=len(ends),
+        logprobs=-1 if p.logprobs is None else p.logprobs,
+        flags=PENALTIES*(state.counts is not None),
+        spare=0)
+    return tuple(how[name] for name in HOW.names)
+
+# %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #c3c6315e
+@patch
+def _count(self:SampleTable, i, state):
+    "Write what line `i` has said, and the tokens of its prompt"
+    shape = self.size,self.vocab
+    counts = self._need('counts', shape, 'int32', zero=True)
+    self.card.write(counts[i], state.counts)
+    if state.in_prompt is not None:
+        self._bits('prompt', i, state.in_prompt)
+    elif self.prompt is not None:
+        self._bits('prompt', i, np.zeros(self.vocab, bool))
 
 @patch
 def _write(self:SampleTable, i):
@@ -160,7 +236,9 @@ def _write(self:SampleTable, i):
     if changed:
         self._need('adjusted', (self.rows,self.vocab), 'float32')
     hot = h['temperature']>0
-    self.lines[i] = (bool(hot or changed or h['logprobs']>=0), bool(hot and (0<h['top_k']<self.vocab or h['top_p']<1)))
+    full = hot or changed or h['logprobs']>=0
+    cut = hot and (0<h['top_k']<self.vocab or h['top_p']<1)
+    self.lines[i] = (bool(full), bool(cut))
     self.card.write(self.how[i], self._how[i:i+1].view(np.int32))
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #d915ea85
@@ -213,17 +291,112 @@ def _mask(self:SampleTable, i, row, tokens):
 def greedy(self:SampleTable)->bool:
     "Is one launch enough for all lines in use?"
     return not any(full for full,_ in self.lines.values())
+
 @patch(as_prop=True)
 def cuts(self:SampleTable)->bool:
     "Does any line in use ask for top-k or top-p?"
     return any(cut for _,cut in self.lines.values())
 
+# %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #bfb3c29c
+class ScanArgs(NamedTuple):
+    "What sample_scan.cu takes: R rows, arrays of the table by its lines or by rows"
+    logits:object # f32 [R, V]
+    who:object # i32 [R]: line of a row, -1: padding; None: row i has line i
+    how:object # i32 [lines, 16]: `HOW`
+    position:object # i64 [lines]
+    counts:object # i32 [lines, V] or None
+    prompt:object # u32 [lines, words] or None: bits
+    mask:object # u32 [lines*masks, words] or None: bits
+    bias_ids:object # i32 [lines, most_bias] or None
+    bias:object # f32 [lines, most_bias] or None
+    ends:object # i32 [lines, most_ends] or None
+    adjusted:object # f32 [rows, V] or None: logits after all that
+    work:object # i64 [rows, 8]
+    sums:object # f64 [rows, SPANS, 2]
+    bests:object # i64 [rows, SPANS, REPORT]
+    top_ids:object # i32 [rows, REPORT]
+    top_logprobs:object # f32 [rows, REPORT]
+    given:object # i32 [R] or None: tokens that the rows were fed with
+    v:int # V
+    words:int # Of 32 bits, for V
+    most_bias:int
+    most_ends:int
+    width:int # Rows of a sequence
+    masks:int # Of a line
+
+class CutArgs(NamedTuple):
+    "What sample_cut.cu takes"
+    logits:object
+    adjusted:object
+    who:object
+    how:object
+    position:object
+    work:object
+    bins:object # i64 [rows, BINS]
+    list:object # u32 [rows, room]
+    v:int
+    room:int
+    width:int
+
+# %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #16b3d9a1
+class DrawArgs(NamedTuple):
+    "What sample_draw.cu takes; from `seq` to `told` None where nothing moves on"
+    logits:object # f32 [R, V]
+    adjusted:object # f32 [rows, V] or None
+    who:object # i32 [R] or None
+    how:object # i32 [lines, 16]
+    position:object # i64 [lines]
+    counts:object # i32 [lines, V] or None
+    work:object # i64 [rows, 8]
+    spans:object # i64 [rows, SPANS]
+    ids:object # i32 [R]: written
+    logprobs:object # f32 [rows]
+    top_ids:object # i32 [rows, REPORT]
+    top_logprobs:object # f32 [rows, REPORT]
+    seq:object # i32 [R]: tables of the step
+    pos:object # i32 [R]
+    pos3:object # i32 [3, R] or None
+    slots:object # i64 [R]
+    starts:object # i32 [seqs]
+    state_in:object # i32 [seqs]
+    state_out:object # i32 [R]
+    tables:object # i32 [seqs, most]
+    told:object # i32 [2, places, 42]: `TOLD`, in memory of the host
+    v:int
+    most:int # Blocks of a sequence
+    block_size:int
+    places:int # Rows that the host can hear of
+    width:int
+    counted:int # 1: what is chosen counts
+
+class GreedyArgs(NamedTuple):
+    "What greedy.cu takes"
+    logits:object # f32 [R, V], or None
+    keys:object # i64 [R, parts] or None: of the largest of each block of the head
+    best:object # i64 [R, MOST]
+    ids:object # i32 [R]: written
+    seq:object # This and what follows: as for `DrawArgs`
+    pos:object
+    pos3:object
+    slots:object
+    starts:object
+    state_in:object
+    state_out:object
+    tables:object
+    told:object
+    v:int
+    parts:int # Keys of a row
+    most:int
+    block_size:int
+    places:int
+
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #657c056d
 def sample_rows(
     logits, # f32 [R, V]; of greedy rows also `Best`
-    table:SampleTable, # What each row wants; its `logprobs`, `top_ids` and `top_logprobs` are written, by row
+    table:SampleTable, # What each row wants; `logprobs`, `top_ids`, `top_logprobs` are written
     ids_out, # i32 [R]: the tokens chosen; -1 for a row with logits that are not finite
-    rows=None, # i32 [R]: the line of each row, -1 for padding, which stays as it is; None: row i has line i
+    # i32 [R]: the line of each row, -1 for padding, which stays as it is; None: row i has line i
+    rows=None,
     greedy:bool=False, # One launch: the largest logit of each row, nothing else is written
     cuts:bool=True, # Is there a line with top-k or top-p?
     # (`Batch`, positions in a block): the step that this ends; its rows go on, and the host hears
@@ -232,15 +405,20 @@ def sample_rows(
     given=None, # i32 [R]: tokens that the rows were fed with; then nothing is counted
 ):
     "Choose a token for each row, and count it"
-    t,(R,V),moved = table,logits.shape,_moved(then, table)
-    _fits(t, R, rows, then, width, given)
+    R = logits.shape[0]
+    moved = _moved(then, table)
+    _fits(table, R, rows, then, width, given)
     if greedy:
-        _greedy(logits, t.best[:R], ids_out, *moved)
+        _greedy(logits, table.best[:R], ids_out, moved)
     else:
-        _drawn(logits, t, ids_out, rows, cuts, width, given, *moved)
+        _scan(logits, table, rows, width, given)
+        if cuts:
+            _cut(logits, table, rows, width)
+        _draw(logits, table, ids_out, rows, moved, width, given)
     if width>1:
         return  # nothing has moved
-    card_of(ids_out).plain = True  # the next launch waits for its end: it, and those after it, read positions and tables early
+    # the next launch waits for its end: it, and those after it, read positions and tables early
+    card_of(ids_out).plain = True
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #5a0c91e1
 def _fits(t, R, rows, then, width, given):
@@ -259,38 +437,88 @@ def _fits(t, R, rows, then, width, given):
     if then is not None:
         raise AtlasError('Rows with drafts go on by `accept_rows` and `next_rows`')
 
-def _drawn(logits, t, ids_out, rows, cuts, width, given, arrays, sizes):
-    "The launches of rows that are not all greedy"
-    R,V = logits.shape
-    words,(bias,ends) = -(-V//32),(0 if a is None else a.shape[1] for a in (t.bias,t.ends))
-    def go(name, *args): run(name, (t.blocks,R), 256, logits, *args, CHUNKS=t.chunks)
-    go('sample_scan', rows, t.how, t.position, t.counts, t.prompt, t.mask, t.bias_ids, t.bias, t.ends, t.adjusted, t.work, t.sums, t.bests, t.top_ids, t.top_logprobs,
-        given, V, words, bias, ends, width, t.width)
-    if cuts:
-        go('sample_bins', t.adjusted, rows, t.how, t.work, t.bins, V)
-        go('sample_cut', t.adjusted, rows, t.how, t.position,
-            t.work, t.bins, t.list, V, t.room, width)
-    go('sample_draw', t.adjusted, rows, t.how, t.position, t.counts,
-        t.work, t.spans, ids_out, t.logprobs, t.top_ids, t.top_logprobs,
-        *arrays, V, *sizes, width, int(given is None))
+_MOVING = 'seq pos slots starts state_in state_out tables'.split()
+
+def _moved(then, t):
+    "What kernels need to take a step's rows on and to tell the host"
+    if then is None:
+        nothing = dict.fromkeys([*_MOVING,'pos3','told'])
+        return nothing|dict(most=0, block_size=0, places=0)
+    b,size = then
+    arrays = {name:getattr(b, name) for name in _MOVING}
+    more = dict(pos3=getattr(b, 'pos3', None), told=t._told)
+    return arrays|more|dict(
+        most=b.tables.shape[1],
+        block_size=size,
+        places=t.rows)
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #f17500b1
-def _greedy(logits, scratch, ids_out, arrays, sizes):
+def _launch(kernel, t, rows, args):
+    "A block for each span of each row"
+    run(
+        kernel,
+        (t.blocks,rows),
+        256,
+        *args,
+        CHUNKS=t.chunks)
+
+def _of(t, *names): return {name:getattr(t, name) for name in names}
+
+def _scan(logits, t, rows, width, given):
+    "Look at every logit: what is asked for is done to it, and the best are found"
+    R,V = logits.shape
+    asked = _of(t, 'how', 'position', 'counts', 'prompt', 'mask', 'bias_ids', 'bias', 'ends')
+    found = _of(t, 'adjusted', 'work', 'sums', 'bests', 'top_ids', 'top_logprobs')
+    bias,ends = (0 if a is None else a.shape[1] for a in (t.bias,t.ends))
+    sizes = dict(
+        v=V,
+        words=-(-V//32),
+        most_bias=bias,
+        most_ends=ends)
+    args = ScanArgs(logits=logits, who=rows, given=given, width=width, masks=t.width,
+        **asked, **found, **sizes)
+    _launch('sample_scan', t, R, args)
+
+def _cut(logits, t, rows, width):
+    "Find the thresholds of top-k and top-p"
+    R,V = logits.shape
+    binned = logits,t.adjusted,rows,t.how,t.work,t.bins,V
+    _launch('sample_bins', t, R, binned)
+    of = _of(t, 'adjusted', 'how', 'position', 'work', 'bins', 'list', 'room')
+    args = CutArgs(
+        logits=logits,
+        who=rows,
+        v=V,
+        width=width,
+        **of)
+    _launch('sample_cut', t, R, args)
+
+def _draw(logits, t, ids, rows, moved, width, given):
+    "Draw the tokens, and move on"
+    R,V = logits.shape
+    of = _of(t, 'adjusted', 'how', 'position', 'counts', 'work', 'spans')
+    report = _of(t, 'logprobs', 'top_ids', 'top_logprobs')
+    args = DrawArgs(logits=logits, who=rows, ids=ids, v=V, width=width,
+        counted=int(given is None), **of, **report, **moved)
+    _launch('sample_draw', t, R, args)
+
+# %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #74c9ba51
+def _greedy(logits, scratch, ids, moved):
     "One launch: of logits, or of keys of the largest of them"
     R,V = logits.shape
-    rest = scratch,ids_out,*arrays,V
+    of = dict(best=scratch, ids=ids, v=V)|moved
     if isinstance(logits, Best):
-        run('greedy', (1,R), 256, None, logits.keys, *rest, logits.keys.shape[1], *sizes, KEYS=1)
+        keys = logits.keys
+        args = GreedyArgs(
+            logits=None,
+            keys=keys,
+            parts=keys.shape[1],
+            **of)
+        run('greedy', (1,R), 256, *args, KEYS=1)
     else:
-        run('greedy', (_blocks(R, V),R), 256, logits, None, *rest, 0, *sizes)
+        args = GreedyArgs(logits=logits, keys=None, parts=0, **of)
+        run('greedy', (_blocks(R, V),R), 256, *args)
 
 def _blocks(R, V):
     "Blocks of a greedy row: of all rows about four a multiprocessor, which run at once"
     return max(1, min(max(4*MOST//R, 2), MOST, -(-V//2048)))
-
-def _moved(then, t):
-    "What kernels need to take a step's rows on and to tell the host: arrays, and numbers"
-    if then is None:
-        return [None]*9,(0,0,0)
-    b,size = then
-    return [b.seq,b.pos,getattr(b, 'pos3', None),b.slots,b.starts,b.state_in,b.state_out,b.tables,t._told],(b.tables.shape[1],size,t.rows)

@@ -130,7 +130,10 @@ def _two(s, x, w, extra, kw):
     gemm_with('f16', h, extra, out=y[:,w.n:], **kw)
     return y
 
-def _scales(s, w): "Do prompts meet the matrix `w` in fewer bits?"; return takes(w.format, s.activations, card_of(w.w))
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #febcfbdd
+def _scales(s, w):
+    "Do prompts meet the matrix `w` in fewer bits?"
+    return takes(w.format, s.activations, card_of(w.w))
 
 def _shared(s, x, norm, *ws, parts=1):
     "Rows of prompts, normed, for products with all of `ws`, in fp16 of so many parts: made once"
@@ -422,7 +425,7 @@ def weight_bytes(
 def prefill_formats(
     device, tensors:dict, activations:str|None=None, quantization:str|None=None
 )->dict:
-    "How large matrices will multiply prompts, if it is not as always; an `UnsupportedError` where none can so"
+    "How large matrices will multiply prompts, if not as always; or an `UnsupportedError`"
     if activations in (None,'f16'):
         return {}
     can_scale(device, activations)
@@ -431,7 +434,8 @@ def prefill_formats(
         if not quantizable(name):
             continue
         f = card_format(t.fmt, quantization)
-        found[activations if takes(f, activations, device) else 'f16'] += math.prod(t.shape)
+        own = activations if takes(f, activations, device) else 'f16'
+        found[own] += math.prod(t.shape)
     if found[activations]:
         return dict(found)
     formats = sorted({t.fmt for name,t in tensors.items() if quantizable(name)})

@@ -121,7 +121,8 @@ class Choice:
 
 def bucket(seqs:int, context:int)->tuple[int,int]:
     "Steps that take about as long: (sequences, longest context), at most 11 times 8"
-    size,length = (seqs-1).bit_length(),(context>>13).bit_length()
+    size = (seqs-1).bit_length()
+    length = (context>>13).bit_length()
     return min(size, 10),min(length, 7)
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #cd0639c7
@@ -130,7 +131,8 @@ def line(
 )->tuple[float,float]: # Seconds without drafts, and of each draft
     "The line of least squares through step times, neither falling nor too low at 0"
     n = len(known)
-    k,s = sum(known)/n,sum(known.values())/n
+    k = sum(known)/n
+    s = sum(known.values())/n
     along = sum((x-k)**2 for x in known)
     slope = sum((x-k)*(y-s) for x,y in known.items())/along
     slope,low = max(slope, 0.),min(known)
@@ -151,7 +153,8 @@ class SeqLimit:
 def lift(self:SeqLimit):
     "Try all of its drafts again, for some steps at least"
     self.acceptance.forget(self.limit, self.most)
-    self.limit,self.until = self.most,self.age+self.tuning.probe
+    self.limit = self.most
+    self.until = self.age+self.tuning.probe
 
 @patch
 def lower(self:SeqLimit, least:float):
@@ -238,7 +241,8 @@ class Probe:
 def choices(self:Arbiter, b)->list[Choice]:
     "The `Choice` of each K in bucket `b`"
     if b not in self.buckets:
-        self.buckets[b] = [Choice(self.tuning.wait) for _ in range(self.most+1)]
+        self.buckets[b] = [Choice(self.tuning.wait)
+            for _ in range(self.most+1)]
     return self.buckets[b]
 
 @patch
@@ -250,7 +254,8 @@ def known(self:Arbiter, b)->dict[int,float]:
 @patch
 def price(self:Arbiter, b)->float:
     "What a draft costs in plain steps, in the bucket nearest to `b` where that was measured"
-    def far(o): return abs(o[0]-b[0])+abs(o[1]-b[1])
+    def far(o):
+        return abs(o[0]-b[0])+abs(o[1]-b[1])
     measured = [o for o in self.buckets if len(self.known(o))>1]
     if not measured:
         return self.tuning.guess
@@ -269,7 +274,8 @@ def times(self:Arbiter, b)->list[float]: # [most+1]
         k,seconds = next(iter(known.items()), (0,1.))
         base = seconds/(1+price*k)
         slope = price*base
-    return [known.get(k, base+slope*k) for k in range(self.most+1)]
+    return [known.get(k, base+slope*k)
+        for k in range(self.most+1)]
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #94c6c299
 @patch
@@ -277,7 +283,8 @@ def doubt(self:Arbiter, k:int)->float:
     "How far the tokens expected of `k` drafts may be off, as a share of them"
     a = self.acceptance
     chances = survival(a.rates[:k])
-    variance = sum(s*(1-s)/n for s,n in zip(chances, a.tried))
+    variance = sum(s*(1-s)/n
+        for s,n in zip(chances, a.tried))
     return sqrt(variance)/(1+sum(chances))
 
 def expected_speed(rates, times)->list[float]:
@@ -294,7 +301,8 @@ def better(self:Arbiter, times:list[float])->int:
     "The K that is faster than the one now beyond doubt, or the one now"
     speed = self.speed(times)
     best = max(range(self.most+1), key=speed.__getitem__)
-    gain = max(self.tuning.gain, self.doubt(max(best, self.k)))
+    gain = max(self.tuning.gain,
+        self.doubt(max(best, self.k)))
     return best if speed[best]>speed[self.k]*(1+gain) else self.k
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #cac501eb
@@ -326,7 +334,8 @@ def decide(self:Arbiter, b, times:list[float]):
 def hope(self:Arbiter, b, times:list[float], first:float|None=None)->list[float]: # [most+1]
     "Tokens a second and sequence with each K, if all but `first` drafts, where given, are good"
     a,k = self.acceptance.rates,self.k
-    a[k:] = [max(x, self.tuning.easy) for x in a[k:]]
+    a[k:] = [max(x, self.tuning.easy)
+        for x in a[k:]]
     if first is not None:
         return expected_speed([first,*a[1:]], times)
     hopes = []
@@ -369,7 +378,8 @@ def candidate(self:Arbiter, b, times:list[float])->int|None:
     if not self.may_probe(choices[self.k]):
         return
     if self.k:
-        due = [k for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
+        due = [k
+            for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
     else:
         due = range(1, self.most+1) if self.steps>=self.peeks.due else ()
     return self.promising(b, times, due)
@@ -387,7 +397,9 @@ def begin(self:Arbiter, b, k:int):
 def run(self:Arbiter, b, k:int):
     "Some steps with `k`"
     t = self.tuning
-    self.probe = Probe(k, max(t.probe-b[0], t.probe//2), b, inf)
+    self.probe = Probe(k,
+        max(t.probe-b[0], t.probe//2), b,
+        inf)
     self.acceptance.forget(self.k, k)
     for s in self.limits.values():
         s.lift()
@@ -419,7 +431,8 @@ def look_later(self:Arbiter, times:list[float]):
     t,p,(plain,one,*_) = self.tuning,self.peeks,times
     toll = plain if self.toll.mean is None else self.toll.mean
     cost = 2*toll+2*max(one-plain, 0)
-    rest = max(ceil(min(cost/plain/t.spend, t.longest)), t.peek)
+    rest = max(ceil(min(cost/plain/t.spend, t.longest)),
+        t.peek)
     p.wait = min(2*p.wait, rest)
     p.due = self.steps+p.wait
 
@@ -430,7 +443,8 @@ def finish(self:Arbiter, b, times:list[float]):
     p,self.probe = self.probe,None
     if p.peek:
         return self.looked(b, times, p)
-    c,best = self.choices(p.bucket)[p.k],self.better(times)
+    c = self.choices(p.bucket)[p.k]
+    best = self.better(times)
     if best==self.k:
         return self.failed(p, times)
     self.move(b, best)
@@ -566,7 +580,8 @@ def stats(self:Arbiter)->dict:
     m['probes_total'] = t['probes']
     m['probe_steps_total'] = t['probing']
     m['drafts'] = self.handed # K now
-    m['limited_seqs'] = sum(s.limit<self.handed for s in self.limits.values())
+    m['limited_seqs'] = sum(s.limit<self.handed
+        for s in self.limits.values())
     m['acceptance'] = dict(enumerate(self.acceptance.rates)) # If those before it were right
     return {f'spec_decode_{k}': v for k,v in m.items()}
 

@@ -96,7 +96,8 @@ def alone(self:BlockPool, i)->bool:
 @patch
 def _owned(self:BlockPool, i):
     if self.refs[i]<1:
-        raise AtlasError(f'Block {i} is given back or shared, but nobody owns it', hint='This is a bug in Atlas: please report it')
+        raise AtlasError(f'Block {i} is given back or shared, but nobody owns it',
+            hint='This is a bug in Atlas: please report it')
 
 # %% ../../nbs/5_engine/01_cache.ipynb #df0b0252
 @patch
@@ -222,7 +223,8 @@ class KVCache:
         self.kv = ops.kv_pools(device, shapes, formats, num_blocks, size)
         states = _state_shapes(cfg, ops)
         def zeros(part, n):
-            shapes = {i:(n,*s[part]) for i,s in states.items()}
+            shapes = {i:(n,*s[part])
+                for i,s in states.items()}
             return {i:device.zeros(shape) for i,shape in shapes.items()}
         self.conv,self.rec = zeros('conv', TAILS*num_states),zeros('rec', num_states)
 
@@ -262,7 +264,8 @@ def slot_bytes(
 )->int:
     "Bytes of a slot: of a state with all its tails, and of what a device keeps beside it"
     shapes = _state_shapes(cfg, ops).values()
-    return 4*sum(TAILS*prod(s['conv'])+prod(s['rec']) for s in shapes)
+    return 4*sum(TAILS*prod(s['conv'])+prod(s['rec'])
+        for s in shapes)
 
 # %% ../../nbs/5_engine/01_cache.ipynb #cb4b7828
 @patch(as_prop=True)
@@ -290,13 +293,15 @@ def __repr__(self:KVCache):
 @patch
 def arrays(self:KVCache)->list:
     "All arrays of keys, values and states"
-    pools = [a for p in self.kv.values() for a in p.arrays if a is not None]
+    pools = [a for p in self.kv.values()
+        for a in p.arrays if a is not None]
     return [*pools, *self.conv.values(), *self.rec.values()]
 
 @patch
 def renew(self:KVCache, device):
     "Be as new, with memory that has been replaced"
-    words = {id(p.words):p.words for p in self.kv.values() if hasattr(p, 'words')}
+    words = {id(p.words):p.words
+        for p in self.kv.values() if hasattr(p, 'words')}
     for w in words.values():
         forget_words(device, w)
 

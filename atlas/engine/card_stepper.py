@@ -126,7 +126,8 @@ def _fed(s, width)->list[int]:
 def _nobody(most, width)->Placed:
     "Rows that nobody has"
     zeros = np.zeros((most,width), np.int32)
-    ids,pos,live = zeros,zeros.copy(),zeros[:,0].copy()
+    ids,pos = zeros,zeros.copy()
+    live = zeros[:,0].copy()
     seq,states = zeros-1,zeros-1
     slots = seq.astype(np.int64)
     return Placed(ids, pos, seq, slots, states, live)
@@ -145,13 +146,19 @@ def place_rows(
     fed = [_fed(s, width) for s in seqs]
     live = p.live[:S] = [len(ids) for ids in fed]
     begin = np.array([(s.num_computed, s.depth) for s in seqs])
-    pos = p.pos[:S] = np.minimum(begin[:,:1]+np.arange(width), begin[:,1:])
+    pos = p.pos[:S] = np.minimum(
+        begin[:,:1]+np.arange(width),
+        begin[:,1:])
     real = np.arange(width)<p.live[:S,None]
     p.ids[:S][real] = [t for ids in fed for t in ids]
-    p.seq[:S] = np.where(real, np.arange(S)[:,None], -1)
+    p.seq[:S] = np.where(real,
+        np.arange(S)[:,None], -1)
     those = zip(seqs, pos.tolist(), live)
-    p.slots[:S][real] = [slot for s,at,n in those for slot in _slots(s, at[:n], size)]
-    p.state_out[:S] = [s.states[1:width+1] for s in seqs]
+    p.slots[:S][real] = [slot
+        for s,at,n in those
+        for slot in _slots(s, at[:n], size)]
+    p.state_out[:S] = [s.states[1:width+1]
+        for s in seqs]
     return p
 
 def _slots(s, pos, size)->list[int]:
@@ -174,7 +181,9 @@ def place(self:Rows,
     names = 'ids','pos','seq','slots','state_out'
     for k in names:
         self._write(k, getattr(p, k))
-    self._write('lanes', np.where(p.seq<0, -1, line[:,None]))
+    self._write('lanes',
+        np.where(p.seq<0, -1,
+            line[:,None]))
     self._stand(seqs)
     self._turned(seqs, p.pos)
     self.watch(seqs, line, p.live)
@@ -294,7 +303,8 @@ class CardEnds(DraftInput):
     "A `DraftInput` in a step's graph, made of what the card has written"
     def __init__(self, rows:CheckedRows, n:int, longest:int, history=None):
         a = self.a = rows.of(n)
-        self.first,self.longest = rows.firsts[1][:n+1],longest
+        self.first = rows.firsts[1][:n+1]
+        self.longest = longest
         self.newest,self.drafts = a.newest,rows.drafts(n)
         self.history = history,a.line,a.c_pos[0]
         self.media = rows.media
@@ -303,7 +313,8 @@ class CardEnds(DraftInput):
         "One row of each sequence: token `i` from its newest on"
         a = self.a
         places = a.c_pos[i],a.c_slots[i],a.tables
-        rows,states = (a.c_starts[i],a.live),(a.c_in[i],a.c_out[i])
+        rows = (a.c_starts[i],a.live)
+        states = (a.c_in[i],a.c_out[i])
         pos3 = a.c_pos3[i] if self.media else None
         return Batch(ids, *places, *rows, *states, None, False, pos3,
             seq=a.c_seq[i], first=self.first, longest=self.longest)
@@ -355,7 +366,8 @@ def _part(stream)->int:
     "Multiprocessors that a stream is for; 0: all"
     return getattr(stream, 'count', 0)
 
-def _prompt_shape(b, stream): return PromptShape(b.num_rows, b.num_seqs, _part(stream))
+def _prompt_shape(b, stream):
+    return PromptShape(b.num_rows, b.num_seqs, _part(stream))
 
 class PromptGraph:
     "A pass over prompts, recorded: it reads arrays that stay, and are written before it is replayed"
@@ -373,12 +385,15 @@ class PromptGraph:
 
 def _arrays(b)->list[tuple]:
     "Names and arrays of a batch of the host"
-    pairs = [(f.name, getattr(b, f.name)) for f in fields(b)]
+    pairs = [(f.name, getattr(b, f.name))
+        for f in fields(b)]
     return [(k, a) for k,a in pairs if isinstance(a, np.ndarray)]
 
 def uploaded(b:Batch, card)->Batch:
     "A batch of the host, on the card"
-    return replace(b, **{k: card.upload(a) for k,a in _arrays(b)})
+    return replace(b,
+        **{k: card.upload(a)
+            for k,a in _arrays(b)})
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #6e6bf65e
 class PromptGraphs:
@@ -387,7 +402,8 @@ class PromptGraphs:
         self.stepper,self.card = stepper,stepper.card
         self.most = 8 if stepper.drafter else MOST_PROMPT_GRAPHS  # with one, each keeps a stream
         self.scratch = self.card.scratch(stepper.steps)
-        self.due = [] # Lengths of prompts that are to have a graph when nobody waits, and their streams
+        # Lengths of prompts that are to have a graph when nobody waits, and their streams
+        self.due = []
         self.clear()
 
     def clear(self):
@@ -405,7 +421,8 @@ class PromptGraphs:
         with self.scratch.allocating():
             if again and not graph:
                 graph = self._recorded(b, stream)
-            out = graph(b) if graph else self.stepper.over(uploaded(b, self.card))
+            out = graph(b) if graph else self.stepper.over(uploaded(b,
+                self.card))
         self.kept[shape] = graph
         if len(self.kept)>self.most:
             self._drop()
@@ -443,7 +460,9 @@ def record(self:PromptGraphs, batch, stream)->bool: # Is there room for more?
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #58e7bed7
 @patch
-def usual(self:PromptGraphs, long:int)->tuple[list[int],list[int]]:
+def usual(
+    self:PromptGraphs, long:int
+)->tuple[list[int],list[int]]:
     "Lengths of one prompt that are worth a graph, first of all and then; none is longer than `long`"
     every = list(range(TILE, long+1, TILE))
     powers = sorted({1<<i for i in range(6, long.bit_length())}|set(every[-1:]))[-self.most:]
@@ -472,9 +491,11 @@ class CardStepper(Stepper):
                 self.rows = Rows(*size)
             else:
                 self.rows = CheckedRows(*size, drafts, _scratch(cache, drafter))
-            rows,width = max(n+1, n*(drafts+1)),drafts+1
+            rows = max(n+1, n*(drafts+1))
+            width = drafts+1
             V = model.c.vocab_size
-            self.table = SampleTable(self.card, n+1, V, rows=rows, width=width)
+            self.table = SampleTable(self.card, n+1, V, rows=rows,
+                width=width)
             self.history = self._history(n+1)
             self.chances = None # Of each draft to be accepted, where that is not compared
         # the stepper's stream waits for no other: weights and cache are to be there
@@ -496,7 +517,9 @@ class CardStepper(Stepper):
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa7
 @patch(cls_method=True)
-def room_for(cls:CardStepper, vocab:int, seqs:int, drafts:int, max_seq_len:int)->int:
+def room_for(
+    cls:CardStepper, vocab:int, seqs:int, drafts:int, max_seq_len:int
+)->int:
     "Bytes of its lasting arrays, at most"
     n,width = bucket(seqs),1+drafts
     rows = max(n+1, n*width)
@@ -587,7 +610,8 @@ def _step_logits(self:CardStepper, x, shape, made):
 def _plain(self:CardStepper, shape):
     "A token for each row, and on to the next"
     n = shape.seqs
-    b,r = self.rows.batch(n, shape.longest),self.rows.of(n)
+    b = self.rows.batch(n, shape.longest)
+    r = self.rows.of(n)
     made = []
     x = self.model.trunk(b, self.cache, made=made)
     logits = self._step_logits(x, shape, made)
@@ -599,7 +623,8 @@ def _plain(self:CardStepper, shape):
 def _verify(self:CardStepper, shape):
     "What each row says, how many of them count, drafts of what comes next, and on to that"
     n,m = shape.seqs,self.model
-    b,r = self.rows.batch(n, shape.longest),self.rows.of(n)
+    b = self.rows.batch(n, shape.longest)
+    r = self.rows.of(n)
     made = []
     x = m.trunk(b, self.cache, made=made)
     logits = self._step_logits(x, shape, made)
@@ -635,7 +660,8 @@ def _recorded(self:CardStepper, shape):
         self.graphs.pop(next(iter(self.graphs)))
     name = f'a step of {shape.seqs*shape.width} rows'
     def body(): self.body(shape)
-    return Graph(body, self.card, name, stream=self._stream_of(shape).raw, warm=False)
+    return Graph(body, self.card, name,
+        stream=self._stream_of(shape).raw, warm=False)
 
 @patch
 def _stream_of(self:CardStepper, shape): return self.few if shape.part else self.stream
@@ -684,7 +710,8 @@ def _apart(self:CardStepper, plan, samplers)->Flight:
         self.rows.seqs = []  # as in `_first`
         ran = self._prompt_pass(tiles(plan), on)
         done = on.mark(asleep=True)
-    return PromptFlight(plan, None, None, ran, dict(zip(plan.first, samplers)), done)
+    return PromptFlight(plan, None, None, ran,
+        dict(zip(plan.first, samplers)), done)
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #c5a00011
 @patch
@@ -760,7 +787,8 @@ def _shape(self:CardStepper, seqs, stream)->StepShape:
     longest = min(bucket(tokens, 128), self.scheduler.max_seq_len)
     n,stamp = seats(len(seqs)),self.table.stamp
     full,cuts = self._asked(seqs)
-    return StepShape(n, longest, full, cuts, stamp, self.rows.media, width, _part(stream))
+    return StepShape(n, longest, full, cuts, stamp, self.rows.media,
+        width, _part(stream))
 
 @patch
 def _asked(self:CardStepper, seqs)->tuple[bool,bool]:
@@ -817,7 +845,8 @@ def _allow(self:CardStepper, seqs, samplers):
     for s,state in zip(seqs, samplers):
         if state.guide is None:
             continue
-        lane,drafts = self.lanes[s.id],s.drafts[:self.rows.width-1]
+        lane = self.lanes[s.id]
+        drafts = s.drafts[:self.rows.width-1]
         for row,mask in enumerate(_masks(state, drafts)):
             with self.staying():
                 self.table.allow(lane, mask, row)
@@ -845,7 +874,8 @@ def over(self:CardStepper, b:Batch): # [S, H]: the rows that sample, zeros for o
 def _fixed(self:CardStepper, b:Batch)->Batch:
     "A batch of the host whose arrays have sizes that depend on its shape alone"
     S = b.num_seqs
-    tables = np.zeros((S, self.rows.at.tables.shape[1]), np.int32)
+    tables = np.zeros((S, self.rows.at.tables.shape[1]),
+        np.int32)
     tables[:,:b.tables.shape[1]] = b.tables
     out = np.full(S, -1, np.int32)
     out[:len(b.out)] = b.out
@@ -882,7 +912,8 @@ def _passes(self:CardStepper, plan)->list[Pass]:
 @patch
 def _first(self:CardStepper, plan, samplers, stream)->Flight:
     "Run `plan`, and sample the first token of each prompt that is complete"
-    self.rows.seqs = []  # whoever was placed may be so no more: preempted, and computed again in other blocks
+    # whoever was placed may be so no more: preempted, and computed again in other blocks
+    self.rows.seqs = []
     seqs,passes = plan.first,self._passes(plan)
     out = self._sample(self._logits(passes[-1]), seqs, samplers) if seqs else _NOTHING
     out = out.by_seq()
@@ -943,7 +974,8 @@ def land(self:CardStepper, flight)->Sampled:
 def _counted(self:CardStepper, flight)->Sampled:
     "What a step said whose rows were checked; its drafts go to the flight"
     n,w = len(flight.plan.decode),flight.plan.width
-    half,rows = flight.halves[0],self.rows.of(seats(n))
+    half = flight.halves[0]
+    rows = self.rows.of(seats(n))
     told = rows.heard_seq[half,:n].copy()
     drafts = told[:,1:w].tolist()
     flight.drafts = [given(row) for row in drafts]
@@ -955,7 +987,10 @@ def _counted(self:CardStepper, flight)->Sampled:
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #61eaf9b3
 @patch
-def _zeros(self:CardStepper, tokens, pieces=1, start=0, want=1, device=None, short=0):
+def _zeros(
+    self:CardStepper, tokens, pieces=1, start=0, want=1,
+    device=None, short=0
+):
     "A batch of zeros, on blocks and slots that nobody has yet; `short` pieces more have one token"
     blocks = list(range(self.cache.blocks_for(start+tokens)))
     one = Piece([0]*tokens, start, blocks, want)
@@ -1018,7 +1053,8 @@ def _try_decode(self:CardStepper, longest, buckets=None):
 def _try_apart(self:CardStepper, longest):
     "Run steps of those that go beside a prompt, as far as they differ from others"
     self.rows.place([], [], 1)
-    shape = StepShape(1, longest, False, False, self.table.stamp, part=_part(self.few))
+    shape = StepShape(1, longest, False, False, self.table.stamp,
+        part=_part(self.few))
     with self.few.here():
         for k in self._buckets():
             if k>MOST_APART:
@@ -1038,9 +1074,11 @@ def _prompts(self:CardStepper, long)->list[tuple[int,...]]:
     most = min(s.max_num_seqs, s.chunk//two)
     out += [(two, k) for k in buckets if k<most]
     short = min(s.max_num_seqs, long)-1 # a tile each: no step has more rows
-    return [*out, (two, max(most, 1)), (long-short, 1, short)]
+    return [*out, (two, max(most, 1)),
+        (long-short, 1, short)]
 
-_CROWD = 32 # Sequences, or pieces of one, with whose rows attention has more blocks than any card runs at once
+# Sequences, or pieces of one, with whose rows attention has more blocks than any card runs at once
+_CROWD = 32
 
 @patch
 def _replays(self:CardStepper, longest)->list[tuple[int,...]]:
@@ -1049,8 +1087,11 @@ def _replays(self:CardStepper, longest)->list[tuple[int,...]]:
     few = [(k,) for k in (1,2,4,rows)]
     most = max(1, min(_CROWD, s.max_num_seqs, s.chunk//rows))
     many = [most, *(1<<i for i in range(most.bit_length()))]  # as products are shared out
-    def start(seqs): return max(1, min(-(-_CROWD//seqs)*PIECE, longest)-rows)
-    return [*few, *((rows, n, start(n)) for n in sorted(set(many)))]
+    def start(seqs):
+        return max(1, min(-(-_CROWD//seqs)*PIECE, longest)-rows)
+    return [*few,
+        *((rows, n, start(n))
+            for n in sorted(set(many)))]
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #91083759
 @patch
@@ -1061,14 +1102,17 @@ def warm(self:CardStepper):
     long = min(self.scheduler.chunk, most)
     prompts = [partial(self._try_prompt, *p) for p in self._prompts(long)]
     replays = [partial(self._try_replay, *r) for r in self._replays(most)]
-    decodes = [partial(self._try_decode, n) for n in (min(128, end),end)]
+    decodes = [partial(self._try_decode, n)
+        for n in (min(128, end),end)]
     if self.few:
         decodes.append(partial(self._try_apart, end))
-    def summed(): checksums(self.card, [self.card.zeros((2,))]) # for sleep, and for packed files
+    def summed(): # for sleep, and for packed files
+        checksums(self.card, [self.card.zeros((2,))])
     with self.here():
         with self.model.one_of_each(self.cache):
             # the largest arrays first: memory that they leave will do for the others
-            make_ready(self.card, *reversed(prompts), *reversed(replays), *decodes, summed, known=self.known)
+            make_ready(self.card, *reversed(prompts), *reversed(replays),
+                *decodes, summed, known=self.known)
             self._tidy()
             buckets = self._buckets()
             # the most rows take the memory that others find there; kernels that a start like this one

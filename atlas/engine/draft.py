@@ -102,7 +102,8 @@ def lists(self:Ends,
         return [[] for _ in self.ends]
     table = np.stack([self.device.download(d) for d in drafts], 1)
     pairs = zip(self.ends, table.tolist())
-    rows = [row[:max(0, e.last-e.at)] for e,row in pairs]
+    rows = [row[:max(0, e.last-e.at)]
+        for e,row in pairs]
     self.invalid = sum(INVALID in row for row in rows)
     return [given(row) for row in rows]
 
@@ -110,7 +111,8 @@ INVALID = -2 # In place of a draft whose logits were not finite; -1 where there 
 
 def given(drafts:list[int])->list[int]:
     "Those before the first that is none"
-    n = next((i for i,d in enumerate(drafts) if d<0), len(drafts))
+    n = next((i for i,d in enumerate(drafts) if d<0),
+        len(drafts))
     return drafts[:n]
 
 # %% ../../nbs/5_engine/05_draft.ipynb #d14a0002

@@ -53,7 +53,8 @@ def _give(self:LoadedModel, nbytes)->int:
 @patch
 def _drop_copies(self:LoadedModel)->int:
     "Let go of copies in the host's memory"
-    kept = [r.kept.nbytes for r in self.arena.regions.values() if r.kept]
+    kept = [r.kept.nbytes
+        for r in self.arena.regions.values() if r.kept]
     self.arena.unkeep('')
     return sum(kept)
 
@@ -81,7 +82,8 @@ def _lend(self:LoadedModel, nbytes)->int: # Bytes given back
 @patch
 def _lend_of(self:LoadedModel, first, end, nbytes)->int: # Bytes given back
     "Lend the last blocks of a run, more of them where fewer have no whole chunk"
-    most,n = min(end-first, self.engine.scheduler.spare),self._blocks_of(nbytes)
+    most = min(end-first, self.engine.scheduler.spare)
+    n = self._blocks_of(nbytes)
     got = 0
     while most and not got:
         n = min(n, most)
@@ -94,8 +96,11 @@ def _lend_of(self:LoadedModel, first, end, nbytes)->int: # Bytes given back
 @patch
 def _lend_run(self:LoadedModel, first, end)->int: # Bytes given back
     "Lend blocks `first` to `end`, if memory goes with them"
-    arrays = [a for c in self._caches() for p in c.kv.values() for a in p.arrays if a is not None]
-    got = self.device.lend([a[first:end] for a in arrays], self.room)
+    arrays = [a for c in self._caches()
+        for p in c.kv.values()
+        for a in p.arrays if a is not None]
+    got = self.device.lend([a[first:end] for a in arrays],
+        self.room)
     if got:
         self.engine.scheduler.lend(range(first, end))
     return got

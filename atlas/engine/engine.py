@@ -54,7 +54,8 @@ class Engine:
     def has_work(self)->bool: return self.scheduler.has_work
     def stats(self)->dict:
         "Those of the scheduler, and what the engine counts itself"
-        more = {} if self.guides is None else dict(guide_seconds_total=getattr(self.guides, 'mask_seconds', 0.))
+        more = {} if self.guides is None else dict(guide_seconds_total=getattr(self.guides,
+            'mask_seconds', 0.))
         more |= dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
         more |= dict(jit_after_ready_total=len(self.late or ()))
         for o in filter(None, (self.arbiter,self.roof)):
@@ -71,7 +72,8 @@ def add(self:Engine, request:Request):
     "Queue `request`; refuses what can never be served"
     check_ids(request.prompt, self.model.c.vocab_size)
     self.scheduler.check(request)
-    state = SampleState(request.params, request.prompt, self.model.c.vocab_size, eos_ids=request.eos_ids, guide=self._guide(request))  # may refuse, so it comes first
+    state = SampleState(request.params, request.prompt, self.model.c.vocab_size,
+        eos_ids=request.eos_ids, guide=self._guide(request))  # may refuse, so it comes first
     media = self._media(request)
     if not self.has_work:
         self._load = None  # who had left something undone is gone
@@ -87,13 +89,15 @@ def _guide(self:Engine, request):
     if request.guide is None:
         return None
     if self.guides is None:
-        raise RequestError('Guides need a tokenizer, and this model has none', param='response_format')
+        raise RequestError('Guides need a tokenizer, and this model has none',
+            param='response_format')
     return self.guides.start(request.guide)
 
 @patch
 def _guided(self:Engine, seqs)->list:
     "(sequence, guide) of those that have one"
-    return [(s, st.guide) for s in seqs if (st := self._samplers.get(s.id)) is not None and st.guide is not None]
+    return [(s, st.guide)
+        for s in seqs if (st := self._samplers.get(s.id)) is not None and st.guide is not None]
 
 # %% ../../nbs/5_engine/11_engine.ipynb #8ec778e9
 @patch
@@ -107,7 +111,8 @@ def _media(self:Engine, request):
 
 def _without_pixels(request):
     "The same request, in whose images only grids are left"
-    return replace(request, images=tuple((None,grid) for _,grid in request.images))
+    return replace(request,
+        images=tuple((None,grid) for _,grid in request.images))
 
 # %% ../../nbs/5_engine/11_engine.ipynb #15608c30
 @patch
@@ -339,7 +344,8 @@ def _stays(self:Engine, flight, since, step):
     "`flight`, of prompts alone, stays in the air from now on: the plan of the first step beside it"
     s = self.scheduler
     flight.since,flight.load = since,load_of(flight.plan)
-    self.prompt,s.aloft = flight,[q for q,*_ in flight.plan.prefill]
+    self.prompt = flight
+    s.aloft = [q for q,*_ in flight.plan.prefill]
     s.wait = partial(self.stepper.wait, flight)
     return step.plan  # when it began is not known: its launch had to wait for that of the prompts
 
@@ -364,7 +370,8 @@ def _take_in(self:Engine, flight, out):
     if self.arbiter and flight.plan.decode:
         self._note(flight.plan, counts, load, took)
     if self.roof and load and took:
-        self.roof.note(load, [*map(len, flight.plan.decode)], took)
+        self.roof.note(load,
+            [*map(len, flight.plan.decode)], took)
     for s,drafts in zip(seqs, flight.drafts or ()):
         s.drafts = drafts
     self._events += self._lost(seqs, counts)
@@ -423,7 +430,8 @@ def _note(self:Engine, plan, counts, load, took):
     checked = {}
     k = len(plan.first)
     for s,n in zip(plan.decode, counts[k:]):
-        drafts,right = min(plan.width-1, len(s.drafts), s.most_drafts),max(n-1, 0)
+        drafts = min(plan.width-1, len(s.drafts), s.most_drafts)
+        right = max(n-1, 0)
         checked[s.id] = max(drafts, right),right  # its limit may be another since the launch
     if load is None or load.chunks or load.replays:
         took = None
@@ -438,14 +446,16 @@ def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
         self._leave(seq.id)
     k,events = seq.request.params.logprobs,[]
     drafted = int(out.counts[i])-1 # The last that counts is the model's own
-    first,last = len(seq.outputs)==len(tokens),len(tokens)-1
+    first = len(seq.outputs)==len(tokens)
+    last = len(tokens)-1
     for j,t in enumerate(tokens):
         chance,top = _likely(out, i, j, k)
         why = finish if j==last else None
         told = {}
         if first and j==0:
             told = dict(waited=seq.waited, cached=seq.cached)
-        e = Event(seq.id, t, chance, top, why, drafted=j<drafted, **told)
+        e = Event(seq.id, t, chance, top, why,
+            drafted=j<drafted, **told)
         events.append(e)
     return events
 
@@ -467,13 +477,16 @@ def _fail(self:Engine, seq)->Event:
     if guide:
         return Event(seq.id, finish='error', error=guide.error, code=guide.code)
     self.corrupted += 1
-    return Event(seq.id, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
+    return Event(seq.id, finish='error',
+        error='The model produced logits that are not finite numbers', code=NumericError.code)
 
 @patch
 def _lost(self:Engine, seqs, counts)->list[Event]:
     "The ends of answers that got no token"
-    lost = [s for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
-    for_good = [s for s in lost if self._stuck(s) or not self._doubted(s)]
+    lost = [s
+        for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
+    for_good = [s
+        for s in lost if self._stuck(s) or not self._doubted(s)]
     return [self._fail(s) for s in for_good]
 
 @patch

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/loading.html.md"""
 
 # %% auto #0
 __all__ = ['STAGES', 'DRAFTS', 'FREQUENT', 'FEW', 'USUAL', 'MOST_ROWS', 'SMALL', 'Startup', 'LoadedModel', 'Drafting', 'drafting',
-           'Sizes']
+           'WeightForm', 'Sizes']
 
 # %% ../../nbs/5_engine/13_loading.ipynb #2782e97f
 import gc,hashlib,sys,threading
@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass,field,fields,replace
 from operator import index
 from time import perf_counter
-from typing import NamedTuple
 from fastcore.basics import ifnone,patch
 from .cache import KVCache,fit_blocks,slot_bytes,token_bytes
 from ..ground.core import AsleepError,AtlasError,EngineError,OutOfMemoryError
@@ -30,7 +29,7 @@ from ..card.device import Budget,get_device
 import atlas.card.variants # gives devices `known`
 from .engine import Engine
 from ..ground.hub import name_of
-from ..model.model import load_model,model_wants,vision_bytes
+from ..model.model import Decoder,load_model,model_wants,vision_bytes
 from ..model.stored import Store
 from ..ground.opening import open_model
 from ..ground.packed import packed_dir
@@ -94,7 +93,9 @@ class Startup:
         "Bytes of weights read in a second, packing included"
         return self.nbytes/self.seconds['read'] if self.nbytes else 0.
     @property
-    def total(self)->float: "Seconds"; return sum(self.seconds.values())
+    def total(self)->float:
+        "Seconds"
+        return sum(self.seconds.values())
     def __str__(self):
         read = f' ({human(self.nbytes, 1000)} at {human(self.rate, 1000)}/s)' if self.nbytes else ''
         return ', '.join(f'{k} {v:.2f} s{read*(k=="read")}' for k,v in self.seconds.items())
@@ -112,7 +113,8 @@ class LoadedModel:
         self.device = get_device(options.device)
         self.ops = words_of(self.device)
         self.name,self.asleep = name_of(options.model),0 # The level that it sleeps at
-        self._lock,self.text,self.guides = threading.RLock(),None,None
+        self._lock,self.text = threading.RLock(),None
+        self.guides = None
         self.engine,self.tier,self._stores = None,None,[]
         self._begin(show, text)
         self.load_seconds = self.startup.total
@@ -132,28 +134,40 @@ class LoadedModel:
 @no_cycles()
 def _begin(self:LoadedModel, show=None, text=None):
     "Load all of it, and have an engine; errors as they come"
-    o,self.startup = self.options,Startup()
+    self.startup = Startup()
     self.startup.begin('open')
-    known = self.device.known(repr(replace(o, device='cpu')), code_digest)
+    plain = repr(replace(self.options, device='cpu'))
+    known = self.device.known(plain, code_digest)
     self._check()
+    self._open_and_load(show, text)
+    if text:
+        self.guides = self.text.guides()
+    self.startup.begin('graphs')
+    self.engine = self._engine()
+    self._warm(known)
+    self.startup.begin()
+    self._keep()
+
+@patch
+def _open_and_load(self:LoadedModel, show, text):
+    "Open the checkpoint, decide who drafts, and load weights and cache"
     with ExitStack() as files:
-        ck = files.enter_context(open_model(o, model_wants))
+        ck = files.enter_context(open_model(self.options, model_wants))
         self._describe(ck)
         if text:
             self.text = text(ck)
         self._guess(ck, files)
         self._load(ck, show)
-    if text:
-        self.guides = self.text.guides()
-    self.startup.begin('graphs')
-    self.engine = self._engine()
-    self.engine.stepper.known = known
+
+@patch
+def _warm(self:LoadedModel, known):
+    "Get ready for steps; `known` tells what the last start asked for, and hears what this one does"
+    stepper = self.engine.stepper
+    stepper.known = known
     if known:
         known.tell(self._asks())
     self.device.warm_up(self.engine.warm)
-    self.engine.stepper.known = None # whoever warms it again asks for something else
-    self.startup.begin()
-    self._keep()
+    stepper.known = None # whoever warms it again asks for something else
 
 # %% ../../nbs/5_engine/13_loading.ipynb #d14d0002
 DRAFTS = dict(mtp=2, draft=3, ngram=4) # How many drafts a step checks where nobody says it
@@ -174,7 +188,8 @@ class Drafting:
         return f'{drafts} ({self.why})' if self.why else drafts
 
 def _has_head(ck):
-    return ck.config.mtp_layers>0 and any(k.startswith('mtp.') for k in ck.tensors)
+    return ck.config.mtp_layers>0 and any(k.startswith('mtp.')
+        for k in ck.tensors)
 
 def _named(ck): return ck.config.name or ck.path.name
 
@@ -255,25 +270,36 @@ _STEPPERS = {host_words:HostStepper, card_words:CardStepper} # What runs models 
 @patch
 def _engine(self:LoadedModel):
     "Scheduler and engine over the cache"
-    o,k = self.options,self.drafting.k
-    s = Scheduler(self.cache.pool, self.max_num_seqs, self.max_seq_len,
-        chunk=self.chunk, overcommit=o.overcommit, max_queue=o.max_queue, drafts=k,
-        states=self.cache.states, prefix=self._prefix(),
-        policy=_policy(o), max_queue_tokens=o.max_queue_tokens)
-    made_by,room = _STEPPERS[self.ops],self._region('tables')
+    k = self.drafting.k
+    s,room = self._scheduler(k),self._region('tables')
     with self._region('drafts').allocating():
         drafter = self._drafter()
-    steps = self._region('steps')
+    steps,made_by = self._region('steps'),_STEPPERS[self.ops]
     stepper = made_by.serving(self.model, self.cache, s, room, drafter, steps)
     self.tier = self._spill(s.prefix, stepper.copies())
-    arbiter = Arbiter(k, adaptive=o.speculative_adaptive) if k else None
+    arbiter = Arbiter(k, adaptive=self.options.speculative_adaptive) if k else None
     engine = Engine(s, stepper, self.guides, arbiter)
     engine.roof = self.roof
     return engine
 
+@patch
+def _scheduler(self:LoadedModel, drafts:int)->Scheduler:
+    "Who decides what the next step computes, with so many drafts of a sequence"
+    o = self.options
+    return Scheduler(self.cache.pool, self.max_num_seqs, self.max_seq_len,
+        chunk=self.chunk,
+        overcommit=o.overcommit,
+        max_queue=o.max_queue,
+        drafts=drafts,
+        states=self.cache.states,
+        prefix=self._prefix(),
+        policy=_policy(o),
+        max_queue_tokens=o.max_queue_tokens)
+
 def _policy(o)->Policy:
     "What options say of the order and of deadlines, in seconds"
-    deadline,patience = [(ms or 0)/1000 for ms in (o.tbt_deadline_ms,o.max_wait_ms)]
+    deadline,patience = [(ms or 0)/1000
+        for ms in (o.tbt_deadline_ms,o.max_wait_ms)]
     return Policy(o.scheduling_policy, deadline, patience)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #204f8ffa
@@ -316,10 +342,14 @@ def _identity(self:LoadedModel)->str:
 
 def _made_of(ck)->list:
     "Where the numbers of a checkpoint come from: its files, with sizes and times, if any"
-    files = {id(s.file): s.file for t in ck.tensors.values() for s in t.spans.values()}
+    files = {id(s.file): s.file
+        for t in ck.tensors.values()
+        for s in t.spans.values()}
     paths = {getattr(f, 'path', None) for f in files.values()}-{None}
     stats = [(p.name, p.stat()) for p in sorted(paths)]
-    return [ck.kind, *((name, s.st_size, s.st_mtime_ns) for name,s in stats)]
+    return [ck.kind,
+        *((name, s.st_size, s.st_mtime_ns)
+            for name,s in stats)]
 
 # %% ../../nbs/5_engine/13_loading.ipynb #439c1c59
 @patch
@@ -363,12 +393,12 @@ def _step_bytes(ck, rows, seqs)->int:
     logits = 12*seqs*c.vocab_size
     return (256<<20)+4*(rows+64)*row+logits
 
-def _head_bytes(ck, ops, size, *how)->int:
+def _head_bytes(ck, ops, size, form)->int:
     "Bytes of the rows of an output matrix that drafts are read off: `size` and the last"
     name,tied = 'lm_head.weight','model.embed_tokens.weight'
     if name not in ck.tensors:
         name = tied
-    whole = ops.weight_bytes({name: ck.tensors[name]}, ('',), *how)
+    whole = form.of_drafts().nbytes(ops, {name: ck.tensors[name]})
     return int(whole*min((size+LAST)/ck.config.vocab_size, 1))
 
 def _fits(names, budget, left, need, steps):
@@ -403,11 +433,30 @@ def _guess(self:LoadedModel, ck, files):
     self.speculative = str(self.drafting) if self.drafting.who else None
 
 # %% ../../nbs/5_engine/13_loading.ipynb #ca7a1003
-class Sizes(NamedTuple):
-    "What is loaded, in which form, and the bytes that are known before"
+@dataclass(frozen=True)
+class WeightForm:
+    "Which weights are loaded, and how they are kept"
     parts:tuple # Of '', 'vision' and 'mtp'
-    packed:bool # Are weights kept as they are stored?
-    anew:tuple # Formats that projections, output matrix and drafting head are stored in anew
+    packed:bool # As they are stored?
+    quantization:str|None=None # Format that large matrices are stored in anew, on a card
+    head:str|None=None # Likewise the output matrix
+    drafting:str|None=None # Likewise the matrices of a drafting head
+
+    @property
+    def anew(self)->tuple:
+        "Formats that projections, output matrix and drafting head are stored in anew"
+        return self.quantization,self.head,self.drafting
+    def nbytes(self, ops, tensors:dict)->int:
+        "Bytes that these tensors take so, in the words `ops`"
+        return ops.weight_bytes(tensors, self.parts, self.packed, *self.anew)
+    def of_drafts(self)->'WeightForm':
+        "That of a model which drafts"
+        return replace(self, parts=('',))
+
+@dataclass(frozen=True)
+class Sizes:
+    "What is loaded, in which form, and the bytes that are known before"
+    form:WeightForm
     weights:int # Bytes, those of a draft model with them
     steps:int # Bytes of the largest step
     vision:int # Bytes of a tower that the host computes, in a memory that is the card's too
@@ -417,81 +466,120 @@ class Sizes(NamedTuple):
         "Bytes of all that stays: weights and tower"
         return self.weights+self.vision
 
+# %% ../../nbs/5_engine/13_loading.ipynb #e7a308e7
 @patch
 def _size(self:LoadedModel, ck, arena=None)->Sizes:
-    "Sizes of the model in the open checkpoint; sets `prefill`, `arena`, `max_num_seqs` and `chunk`"
-    o,d,by = self.options,self.ops.DEFAULTS,self.drafting
+    """Sizes of the model in the open checkpoint; sets `prefill`, `arena`, `max_num_seqs` and
+    `chunk`"""
+    form,o = self._form(ck),self.options
+    self._kv = self._kv_form()
+    how = o.prefill_activations,o.quantization
+    self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors,
+        *how))
+    self.arena = arena or self.device.arena(self._most())
+    self._set_aside()
+    weights = self._weights(ck, form)
+    vision = self._vision_beside(ck, form)
+    stays = weights+vision
+    self.max_num_seqs = o.max_num_seqs or self._as_many(stays, ck, form)
+    if o.chunk is None:
+        self._lengthen(stays, ck, form)
+    return Sizes(form, weights, self._steps(self.max_num_seqs, ck, form), vision)
+
+@patch
+def _form(self:LoadedModel, ck)->WeightForm:
+    "In which form the model in the open checkpoint is loaded, and one that drafts for it"
+    o,by = self.options,self.drafting
     head = o.drafting or by.who=='mtp'
-    parts = ('','vision')+('mtp',)*head
-    packed = ifnone(o.packed, _tight(self.device, ck, by.ck))
-    anew = o.quantization,o.lm_head_dtype,ifnone(o.draft_quantization, _few_bits(ck, self.ops))
-    self._kv = dict(
+    return WeightForm(
+        parts=('','vision')+('mtp',)*head,
+        packed=ifnone(o.packed, _tight(self.device, ck, by.ck)),
+        quantization=o.quantization,
+        head=o.lm_head_dtype,
+        drafting=ifnone(o.draft_quantization, _few_bits(ck, self.ops)))
+
+@patch
+def _kv_form(self:LoadedModel)->dict:
+    "How keys and values are kept, as a `KVCache` takes it"
+    o,d = self.options,self.ops.DEFAULTS
+    return dict(
         block_size=d.block_size,
         dtype=o.kv_cache_dtype or d.kv_format,
         high_precision=o.kv_high_precision_layers)
-    how = o.prefill_activations,o.quantization
-    self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors, *how))
-    self.arena = arena or self.device.arena(self._most())
-    self._set_aside()
-    need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
-    if by.ck:
-        need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
-    vision = self._vision_beside(ck, parts, packed)
-    how = ck,packed,anew
-    self.max_num_seqs = o.max_num_seqs or self._as_many(need+vision, *how)
-    if o.chunk is None:
-        self._lengthen(need+vision, *how)
-    steps = self._steps(self.max_num_seqs, *how)
-    return Sizes(parts, packed, anew, need, steps, vision)
 
 @patch
-def _vision_beside(self:LoadedModel, ck, parts, packed)->int:
+def _weights(self:LoadedModel, ck, form)->int:
+    "Bytes of weights, those of a model that drafts with them"
+    by,need = self.drafting,form.nbytes(self.ops, ck.tensors)
+    return need+form.of_drafts().nbytes(self.ops, by.ck.tensors) if by.ck else need
+
+@patch
+def _vision_beside(self:LoadedModel, ck, form)->int:
     "Bytes of a vision tower on the host, where its memory is the card's too; else 0"
     if not self.device.shares_host:
         return 0
-    homes = self.ops.placement(self.device, parts)
-    apart = any('vision' in those for those,home,_ in homes if home is not self.device)
-    return vision_bytes(ck, packed) if apart else 0
+    homes = self.ops.placement(self.device, form.parts)
+    elsewhere = [parts for parts,home,_ in homes if home is not self.device]
+    apart = any('vision' in parts for parts in elsewhere)
+    return vision_bytes(ck, form.packed) if apart else 0
 
 # %% ../../nbs/5_engine/13_loading.ipynb #322a6a56
 @patch
 def _load(self:LoadedModel, ck, show):
     "Weights and cache of the open checkpoint"
-    o,by = self.options,self.drafting
     sizes = self._size(ck)
-    parts,packed,anew = sizes.parts,sizes.packed,sizes.anew
     self.weight_bytes = sizes.weights
-    self._made_of = [packed, *(_made_of(c) for c in (ck,by.ck) if c)]
+    both = [c for c in (ck,self.drafting.ck) if c]
+    self._made_of = [sizes.form.packed, *map(_made_of, both)]
     self._stores = []
     self._plan(ck, sizes.resident, sizes.steps)
     if sizes.vision:
         self.arena.budget.take('vision', sizes.vision)
     self.startup.begin('pack')
-    how = dict(note=self.startup.note)
-    chunk = _LARGE_CHUNK if sizes.weights>1<<30 else None
-    with self._region('weights', chunk).allocating(True):
-        self.draft_model = None  # the smaller one first: what is wrong with it is heard sooner
-        if by.ck:
-            self.draft_model = load_model(by.ck, self.device, self.max_seq_len,
-            show, ('',), packed, *anew, **how, store=self._store(by.ck, ('',), packed, anew))
-        self.model = load_model(ck, self.device, self.max_seq_len,
-            show, parts, packed, *anew, activations=o.prefill_activations, **how,
-            store=self._store(ck, parts, packed, anew))
+    self._read(ck, sizes, show)
     self.arena.trim()
     self.startup.begin('cache')
     self._make_cache(sizes.steps)
 
+@patch
+def _read(self:LoadedModel, ck, sizes, show):
+    "Weights of the open checkpoint, and of a model that drafts, into a region of their own"
+    form,by = sizes.form,self.drafting.ck
+    chunk = _LARGE_CHUNK if sizes.weights>1<<30 else None
+    with self._region('weights', chunk).allocating(True):
+        self.draft_model = None  # the smaller one first: what is wrong with it is heard sooner
+        if by:
+            self.draft_model = self._loaded(by, form.of_drafts(), show)
+        activations = self.options.prefill_activations
+        self.model = self._loaded(ck, form, show, activations)
+
+@patch
+def _loaded(self:LoadedModel, ck, form, show, activations=None)->Decoder:
+    "The model of an open checkpoint, in this form"
+    return load_model(ck, self.device, self.max_seq_len, show,
+        parts=form.parts,
+        packed=form.packed,
+        quantization=form.quantization,
+        head=form.head,
+        drafting=form.drafting,
+        activations=activations,
+        note=self.startup.note,
+        store=self._store(ck, form))
+
 # %% ../../nbs/5_engine/13_loading.ipynb #7a11c0e2
 @patch
-def _store(self:LoadedModel, ck, parts, packed, anew)->Store|None:
-    "Where the weights of the checkpoint `ck`, loaded so, are kept, if they are to be"
+def _store(self:LoadedModel, ck, form)->Store|None:
+    "Where the weights of the checkpoint `ck`, loaded in this form, are kept, if they are to be"
     o = self.options
     if not o.cache_packed:
         return None
-    how = dict(weights=o.weights, parts=parts, packed=packed, anew=anew)
-    who = dict(model=str(ck.path), options=how, card=self.device.identity())
+    how = dict(weights=o.weights, parts=form.parts,
+        packed=form.packed, anew=form.anew)
+    who = dict(model=str(ck.path), options=how,
+        card=self.device.identity())
     config = hashlib.blake2b(str(ck.config).encode(), digest_size=16)
-    made_of = dict(files=_made_of(ck), config=config.hexdigest(), code=code_digest().hex())
+    made_of = dict(files=_made_of(ck), config=config.hexdigest(),
+        code=code_digest().hex())
     s = Store(packed_dir(o.cache_packed), _named(ck), who, made_of)
     self._stores.append(s)
     return s
@@ -525,17 +613,18 @@ def _plan(self:LoadedModel, ck, need:int, steps:int):
     self._blocks(steps+need, need if by else 0)  # what does not fit now never will
 
 @patch
-def _steps(self:LoadedModel, seqs, ck, packed, anew)->int:
+def _steps(self:LoadedModel, seqs:int, ck, form)->int:
     "Bytes of a step: of the larger model, with a row for each draft, and of rows to draft from"
     by = self.drafting
     rows,models = seqs*(1+by.k),[ck]
     tiles = self.chunk+(TILE-1)*seqs # the last tile of each prompt may have one row
     if by.ck:
         models.append(by.ck)
-    most,size = max(_step_bytes(c, tiles, rows) for c in models),self._narrow()
+    most = max(_step_bytes(c, tiles, rows) for c in models)
+    size = self._narrow()
     if size is None:
         return most
-    return most+_head_bytes(models[-1], self.ops, size, packed, *anew)
+    return most+_head_bytes(models[-1], self.ops, size, form)
 
 @patch
 def _narrow(self:LoadedModel)->int|None:
@@ -547,22 +636,25 @@ def _narrow(self:LoadedModel)->int|None:
     return FREQUENT if self.config.vocab_size>2*FREQUENT else None
 
 # %% ../../nbs/5_engine/13_loading.ipynb #a51ec0df
-FEW,USUAL = 8,4096 # Sequences that run at once in any case, and tokens of one for which there is to be room
+# Sequences that run at once in any case, and tokens of one for which there is to be room
+FEW,USUAL = 8,4096
 MOST_ROWS = 256 # Of a step that decodes
 SMALL = 10 # A part of memory that is little for a step
 
 @patch
-def _as_many(self:LoadedModel, need:int, *how)->int:
+def _as_many(self:LoadedModel, need:int, ck, form)->int:
     "Sequences to run at once beside weights of `need` bytes"
-    most,n = min(self.ops.DEFAULTS.seqs, MOST_ROWS//(1+self.drafting.k)),FEW
-    while 2*n<=most and self._room_for(2*n, need, how):
+    most = min(self.ops.DEFAULTS.seqs,
+        MOST_ROWS//(1+self.drafting.k))
+    n = FEW
+    while 2*n<=most and self._room_for(2*n, need, ck, form):
         n *= 2
     return min(n, most)
 
 @patch
-def _room_for(self:LoadedModel, seqs, need, how)->bool:
+def _room_for(self:LoadedModel, seqs, need, ck, form)->bool:
     "Is there room for so many usual sequences?"
-    steps = self._steps(seqs, *how)
+    steps = self._steps(seqs, ck, form)
     left,unasked = self.arena.beside(need+steps+self._tables(seqs))
     cache = min(left, ifnone(self.options.kv_cache_memory, unasked))
     tokens = min(self.max_seq_len, USUAL)
@@ -577,14 +669,15 @@ def _one_long(self:LoadedModel, seqs)->int:
 
 # %% ../../nbs/5_engine/13_loading.ipynb #a51ec0e0
 @patch
-def _lengthen(self:LoadedModel, need, *how):
-    "Take longer chunks of prompts while what a step takes is little of what weights leave of a card"
+def _lengthen(self:LoadedModel, need, ck, form):
+    """Take longer chunks of prompts while what a step takes is little of what weights leave of a
+    card"""
     if self.device.shares_host:
         return
     left,_ = self.arena.beside(need)
     while 2*self.chunk<=self.ops.DEFAULTS.large_chunk:
         short,self.chunk = self.chunk,2*self.chunk
-        if self._steps(self.max_num_seqs, *how)<=left/SMALL:
+        if self._steps(self.max_num_seqs, ck, form)<=left/SMALL:
             continue
         self.chunk = short
         return
@@ -593,7 +686,8 @@ def _lengthen(self:LoadedModel, need, *how):
 def _sequence_bytes(self:LoadedModel, tokens)->int:
     "Bytes of cache that a sequence of so many tokens takes"
     kv,by = self._kv,self.drafting
-    token = token_bytes(self.config, self.ops, kv['dtype'], by.who=='mtp', kv['high_precision'])
+    token = token_bytes(self.config, self.ops, kv['dtype'],
+        by.who=='mtp', kv['high_precision'])
     more = self._beside()
     return tokens*(token+more[0])+(1+by.k)*slot_bytes(self.config, self.ops)+more[1]
 
@@ -632,12 +726,16 @@ def _make_cache(self:LoadedModel, steps:int):
         self.draft_cache = None
         if by.ck and not by.ck.config.drafter:
             more = states+seqs
-            self.draft_cache = KVCache(by.ck.config, self.device, n, num_states=more, **self._kv)
+            self.draft_cache = KVCache(by.ck.config, self.device, n,
+                num_states=more, **self._kv)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #e09d4c73
 @patch
-def _blocks(self:LoadedModel, others:int, ahead:int=0)->tuple[int,int]:
-    "Blocks and snapshots of the cache beside `others` bytes; `ahead` of them have to come from what is free"
+def _blocks(
+    self:LoadedModel, others:int, ahead:int=0
+)->tuple[int,int]:
+    """Blocks and snapshots of the cache beside `others` bytes; `ahead` of them have to come from
+    what is free"""
     o = self.options
     others += max(0, self._cache_chunk-_LARGE_CHUNK) # the last one is not full
     left,unasked = self.arena.beside(others+self._tables(self.max_num_seqs))
@@ -657,7 +755,8 @@ def _blocks(self:LoadedModel, others:int, ahead:int=0)->tuple[int,int]:
 def _fitting(self:LoadedModel, left, asked)->int:
     "Blocks of a cache of `asked` bytes without snapshots"
     by = self.drafting
-    more = dict(drafting=by.who=='mtp', drafts=by.k, beside=self._beside())
+    more = dict(drafting=by.who=='mtp', drafts=by.k,
+        beside=self._beside())
     return _fit(self.config, self.ops, left, asked,
         self.max_num_seqs, self.max_seq_len, **self._kv, **more)
 
@@ -680,7 +779,8 @@ def _shares(formats)->str|None:
 
 def _few_bits(ck, ops)->str|None:
     "How a drafting head is stored: in four bits where the model is, if that is possible here"
-    four = any(t.fmt.lower() in _FOUR for t in ck.tensors.values())
+    four = any(t.fmt.lower() in _FOUR
+        for t in ck.tensors.values())
     return 'nvfp4' if four and 'draft_quantization' not in ops.DEFAULTS.foreign else None
 
 # %% ../../nbs/5_engine/13_loading.ipynb #12963c9d
@@ -698,12 +798,14 @@ def _beside(self:LoadedModel)->tuple[int,int]:
 def _one_state(self:LoadedModel)->int:
     "Bytes of a slot: the model's, and those of a model that drafts"
     one,by = slot_bytes(self.config, self.ops),self.drafting.ck
-    return one+(slot_bytes(by.config, self.ops) if by and not by.config.drafter else 0)
+    return one+(slot_bytes(by.config, self.ops) if by
+        and not by.config.drafter else 0)
 
 _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num-seqs')
 _SET_ASIDE = 'steps','drafts' # What is paid as a whole, see `_steps`
 _LARGE_CHUNK,_HUGE_CHUNK = 32<<20,128<<20
-_CHUNK = dict(cache=_LARGE_CHUNK, steps=_LARGE_CHUNK) # Of regions of few, large arrays: fewer are mapped sooner
+# Of regions of few, large arrays: fewer are mapped sooner
+_CHUNK = dict(cache=_LARGE_CHUNK, steps=_LARGE_CHUNK)
 
 @patch(as_prop=True)
 def _cache_chunk(self:LoadedModel)->int:
@@ -716,7 +818,8 @@ def _region(self:LoadedModel, name:str, chunk:int|None=None):
     "A new region of the arena"
     most = 2*self.device.memory().total
     paid = Budget(sys.maxsize) if name in _SET_ASIDE else None
-    return self.arena.region(name, most, _FLAGS.get(name, '--chunk'), paid, chunk or _CHUNK.get(name))
+    return self.arena.region(name, most, _FLAGS.get(name, '--chunk'),
+        paid, chunk or _CHUNK.get(name))
 
 # %% ../../nbs/5_engine/13_loading.ipynb #5e7a51de
 @patch
@@ -732,14 +835,17 @@ def _set_aside(self:LoadedModel):
 def _record_sizes(self:LoadedModel)->dict[str,int]:
     "Bytes of a tile of the cache, and of the states of a sequence"
     kv,own = self._kv,self.drafting.who=='mtp'
-    token = token_bytes(self.config, self.ops, kv['dtype'], own, kv['high_precision'])
-    return dict(tile=TILE*(token+self._beside()[0]), state=self._one_state())
+    token = token_bytes(self.config, self.ops, kv['dtype'], own,
+        kv['high_precision'])
+    return dict(tile=TILE*(token+self._beside()[0]),
+        state=self._one_state())
 
 # %% ../../nbs/5_engine/13_loading.ipynb #a3c6490e
 @patch(as_prop=True)
 def memory(self:LoadedModel)->dict[str,int]:
     "Bytes that a loaded model has of its device, by part"
-    cache = sum(a.nbytes for c in self._caches() for a in c.arrays())
+    cache = sum(a.nbytes for c in self._caches()
+        for a in c.arrays())
     return dict(weights=self.weight_bytes, cache=cache)|self.arena.budget.parts
 
 # %% ../../nbs/5_engine/13_loading.ipynb #62987dff
@@ -759,7 +865,8 @@ def ids(self:LoadedModel, prompt, answer:int=1)->list[int]:
     return ids
 
 @patch
-def _caches(self:LoadedModel)->list: return [c for c in (self.cache,self.draft_cache) if c]
+def _caches(self:LoadedModel)->list:
+    return [c for c in (self.cache,self.draft_cache) if c]
 
 @patch
 def _open(self:LoadedModel)->Engine:

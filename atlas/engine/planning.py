@@ -44,13 +44,20 @@ class PlannedCard(Device):
         nbytes:int, # Of its memory
         integrated:bool=False, # Is that the host's, too?
     ):
-        self.card,self.arch,self.nbytes,self.integrated = card,arch,nbytes,integrated
+        self.card,self.arch = card,arch
+        self.nbytes,self.integrated = nbytes,integrated
         self.name = card
         vars(self).update(CARDS[arch])
     @property
-    def shares_host(self)->bool: "Is its memory the host's?"; return self.integrated
-    def memory(self)->Memory: "All of it is free"; return Memory(self.nbytes, self.nbytes)
-    def describe(self)->str: "The card in one line"; return f'{self.card}, {human(self.nbytes)}'
+    def shares_host(self)->bool:
+        "Is its memory the host's?"
+        return self.integrated
+    def memory(self)->Memory:
+        "All of it is free"
+        return Memory(self.nbytes, self.nbytes)
+    def describe(self)->str:
+        "The card in one line"
+        return f'{self.card}, {human(self.nbytes)}'
     def arena(self, most:int|None=None)->PlannedArena:
         "What stands for one; errors as of any device"
         return PlannedArena(self, self.budget() if most is None else self.budget_of(most))
@@ -81,9 +88,13 @@ class LoadPlan:
     error:str='' # Why it would not start
     hint:str='' # What to do about that
     @property
-    def nbytes(self)->int: "All of it"; return sum(self.parts.values())
+    def nbytes(self)->int:
+        "All of it"
+        return sum(self.parts.values())
     @property
-    def fits(self)->bool: "Would it start?"; return not self.error
+    def fits(self)->bool:
+        "Would it start?"
+        return not self.error
     def to_dict(self)->dict:
         "As JSON takes it"
         return asdict(self)|dict(nbytes=self.nbytes, fits=self.fits)
@@ -105,21 +116,23 @@ class _Planned(LoadedModel):
 @patch
 def _cache(self:_Planned, p:LoadPlan, weights:int, steps:int):
     "Put tables, cache and states into a plan"
-    by,kv,seqs = self.drafting,self._kv,self.max_num_seqs
-    token = token_bytes(self.config, self.ops, kv['dtype'], by.who=='mtp', kv['high_precision'])
-    token += self._beside()[0]
-    blocks = -(-self.max_seq_len//kv['block_size'])
-    snapshots = 0
     try:
         blocks,snapshots = self._blocks(steps+weights)
     except OutOfMemoryError as e:
-        p.error,p.hint = p.error or e.msg,p.hint or e.hint
-    p.cache_tokens = blocks*kv['block_size']
-    each = (1+by.k)*slot_bytes(self.config, self.ops)+self._beside()[1]
+        p.error = p.error or e.msg
+        p.hint = p.hint or e.hint
+        blocks,snapshots = -(-self.max_seq_len//self._kv['block_size']),0
+    seqs = self.max_num_seqs
+    p.cache_tokens = blocks*self._kv['block_size']
     p.parts |= dict(
         tables=self._tables(seqs),
-        cache=p.cache_tokens*token,
-        states=seqs*each+snapshots*self._one_state())
+        cache=p.cache_tokens*self._token(),
+        states=seqs*self._sequence_bytes(0)+snapshots*self._one_state())
+
+@patch
+def _token(self:_Planned)->int:
+    "Bytes of a token in the cache, in that of a model that drafts with it"
+    return self._sequence_bytes(1)-self._sequence_bytes(0)
 
 # %% ../../nbs/5_engine/18_planning.ipynb #74d517e8
 def plan_open(
@@ -130,7 +143,8 @@ def plan_open(
 )->LoadPlan:
     "The plan of an open checkpoint; errors as for a `LoadedModel`, but for memory"
     m,memory = _Planned(options, device),device.memory()
-    p = LoadPlan(m.name, device.describe(), memory.total, memory.available, source)
+    p = LoadPlan(m.name, device.describe(), memory.total,
+        memory.available, source)
     with ExitStack() as files:
         sizes = m.sized(ck, files)
         bounded = m.arena.budget.total<=memory.total
@@ -162,7 +176,8 @@ def _told(p, m, ck)->LoadPlan:
     "A plan with what is no bytes on a device"
     for t in ck.tensors.values():
         p.formats[t.fmt] = p.formats.get(t.fmt, 0)+t.nbytes
-    p.max_seq_len,p.max_num_seqs,p.chunk = m.max_seq_len,m.max_num_seqs,m.chunk
+    p.max_seq_len,p.max_num_seqs = m.max_seq_len,m.max_num_seqs
+    p.chunk = m.chunk
     p.kv_format,p.drafter = m._kv['dtype'],m.speculative or 'off'
     p.prefill = m.prefill
     return p
@@ -183,7 +198,8 @@ def _known(o:EngineConfig)->tuple[str,EngineConfig]:
     if '/' not in o.model:
         raise unknown(o.model, NAMED)
     said = f'{o.model!r} is not here, and nothing is known of its sizes'
-    raise SourceError(said, hint=f'"atlas pull {o.model}" fetches it; "atlas list --all" shows what is known')
+    raise SourceError(said,
+        hint=f'"atlas pull {o.model}" fetches it; "atlas list --all" shows what is known')
 
 def _card_for(o:EngineConfig, source:str)->tuple[Device,str]:
     "The device that options name, or the Spark in place of a card that is not here, and a word on it"
@@ -231,7 +247,8 @@ def plan_load(
     p.name = name_of(options.model)
     if more:
         p.drafter = f'draft, {options.draft_model}'
-    p.notes = [n for n in (told,more,*_assumed(options.model, source)) if n]
+    p.notes = [n
+        for n in (told,more,*_assumed(options.model, source)) if n]
     return p
 
 def _assumed(name, source):
@@ -256,7 +273,8 @@ def lines(self:LoadPlan)->list[tuple[str,str]]:
     context = f'{self.max_seq_len:,} tokens, {self.max_num_seqs} sequences at once'
     return [('model', f'{self.name}, known from {_SOURCES[self.source]}'),
         ('device', self.device),
-        *((k, human(v)+about.get(k, '')) for k,v in self.parts.items()),
+        *((k, human(v)+about.get(k, ''))
+            for k,v in self.parts.items()),
         ('together', together),
         ('context', f'{context}, prompts by {self.chunk:,}'),
         ('drafter', self.drafter),
@@ -264,7 +282,8 @@ def lines(self:LoadPlan)->list[tuple[str,str]]:
         *(('note', n) for n in self.notes)]
 
 @patch
-def __str__(self:LoadPlan): return '\n'.join(f'{k:<10}{v}' for k,v in self.lines())
+def __str__(self:LoadPlan):
+    return '\n'.join(f'{k:<10}{v}' for k,v in self.lines())
 
 # %% ../../nbs/5_engine/18_planning.ipynb #56721de9
 LEAST = 8192 # Tokens for which a model that is said to fit has room
@@ -290,7 +309,8 @@ class MeasuredModel(_Planned):
             self.sizes = self.sized(ck, files, arena)
             self._measure(ck, told is None and known.kv_cache_memory is None)
     def __repr__(self):
-        between = ' to '.join(dict.fromkeys(human(n) for n in (self.least,self.most)))
+        between = ' to '.join(dict.fromkeys(human(n)
+            for n in (self.least,self.most)))
         return f'MeasuredModel({self.name}: {between} of {self.device.name})'
 
 # %% ../../nbs/5_engine/18_planning.ipynb #ac700d96
@@ -319,7 +339,7 @@ def _lessen(self:MeasuredModel, ck):
     self.chunk = ifnone(o.chunk, self.ops.DEFAULTS.chunk)
     tokens = min(self.max_seq_len, FEW*USUAL//seqs or 1)
     cache = max(self._one_long(seqs), seqs*self._sequence_bytes(tokens))
-    steps = self._steps(seqs, ck, s.packed, s.anew)
+    steps = self._steps(seqs, ck, s.form)
     least = self._takes(seqs, steps, cache)
     if least>self.most>0:
         return
@@ -348,8 +368,9 @@ def told(self:MeasuredModel)->dict:
     found = dict(least=self.least, most=self.most, cache=self.cache_bytes)
     found |= _fixed_parts(self.sizes)|dict(steps=self.steps)
     if 'memory_budget' not in self.ops.DEFAULTS.foreign:
-        kept = dict(packed=self.sizes.packed) if self.sizes.vision else {}
+        kept = dict(packed=self.sizes.form.packed) if self.sizes.vision else {}
         settled = dict(memory_budget=self.least)|kept
         return found|dict(settled=settled, grows='memory_budget')
     asked = dict(kv_cache_memory=self.cache_bytes, max_num_seqs=self.max_num_seqs)
-    return found|dict(settled=asked|dict(packed=self.sizes.packed), grows='kv_cache_memory')
+    return found|dict(settled=asked|dict(packed=self.sizes.form.packed),
+        grows='kv_cache_memory')

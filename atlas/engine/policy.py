@@ -34,7 +34,8 @@ class Load:
 
     def __add__(self, o:'Load')->'Load':
         "What both compute, if `o` is the later one"
-        sums = [getattr(self, k)+getattr(o, k) for k in ('chunks','tokens','reach')]
+        sums = [getattr(self, k)+getattr(o, k)
+            for k in ('chunks','tokens','reach')]
         odd = self.replays+o.replays+self.seqs+(self.apart or o.apart)
         return Load(*sums, o.seqs, o.width, odd)
 
@@ -46,7 +47,8 @@ def load_of(
     tokens = sum(n for _,_,n in runs)
     reach = sum(n*start for _,start,n in runs)
     replays = sum(n for _,_,n in plan.replay)
-    return Load(bool(runs), tokens, reach, len(plan.decode), plan.width, replays, plan.apart)
+    return Load(bool(runs), tokens, reach, len(plan.decode),
+        plan.width, replays, plan.apart)
 
 # %% ../../nbs/5_engine/08_policy.ipynb #8aa2362e
 @dataclass
@@ -96,7 +98,8 @@ def plain(self:StepTimes, seqs:int, width:int=1)->float:
     if not (seqs and self.plain_steps):
         return 0.
     w,c = _class(seqs, width)
-    def far(k): return abs(k[0]-w),abs(k[1]-c)
+    def far(k):
+        return abs(k[0]-w),abs(k[1]-c)
     return self.plain_steps[min(self.plain_steps, key=far)].mean
 
 @patch
@@ -129,7 +132,8 @@ def _chunk(self:StepTimes, load, seconds):
     self._kind(n, reach).note(own)
     if self._moved:
         self._forget()
-    self.largest,self._line = max(self.largest, int(n)),None
+    self.largest = max(self.largest, int(n))
+    self._line = None
 
 @patch
 def _kind(self:StepTimes, n, reach)->StepTime:
@@ -147,7 +151,8 @@ def _kind(self:StepTimes, n, reach)->StepTime:
 def _moved(self:StepTimes)->bool:
     "Did the last three chunks all take far longer than expected, or all far shorter?"
     ratios = [r for *_,r in self.newest]
-    return len(ratios)==3 and (min(ratios)>1.5 or max(ratios)<1/1.5)
+    return len(ratios)==3 and (min(ratios)>1.5
+        or max(ratios)<1/1.5)
 
 @patch
 def _forget(self:StepTimes):
@@ -169,13 +174,15 @@ def _squares(A, y)->np.ndarray: # [3]
         x[keep] = np.linalg.lstsq(A[:,keep], y, rcond=None)[0]
         if (x>=0).all() or len(keep)==1:
             return np.maximum(x, 0)
-        keep.remove(next(i for i in (2,0,1) if x[i]<0))
+        keep.remove(next(i
+            for i in (2,0,1) if x[i]<0))
 
 @patch(as_prop=True)
 def line(self:StepTimes)->np.ndarray: # [3]
     "a, b and k of the chunks that were seen, in seconds"
     if self._line is None:
-        facts = [(k.tokens, k.reach, k.time.mean) for k in self.kinds.values()]
+        facts = [(k.tokens, k.reach, k.time.mean)
+            for k in self.kinds.values()]
         n,reach,t = np.array(facts).T
         near = 1/(1+4*np.log2(n/self.usual)**2)
         A = np.stack([np.ones(len(t)), n, reach], 1)/_SCALE
@@ -188,7 +195,8 @@ def line(self:StepTimes)->np.ndarray: # [3]
 @patch
 def _wishes(self:StepTimes, t):
     "Faint equations beside those of times `t`: a is a plain step, or is nothing, and so is k"
-    plain = min((s.mean for s in self.plain_steps.values()), default=0.)
+    plain = min((s.mean for s in self.plain_steps.values()),
+        default=0.)
     weight = .1/t.min()
     wishes = np.diag([weight, 0, 1e-3/t.max()])
     return wishes,[weight*plain, 0, 0]
@@ -225,7 +233,8 @@ def rate(self:StepTimes, chunk:int)->float|None:
     "Seconds a token of a prompt by itself, in chunks of `chunk` tokens; None until there were two sizes"
     if len(self.sizes)<2:
         return None
-    seen,tokens = min((k.time.mean/k.tokens, k.tokens) for k in self.kinds.values())
+    seen,tokens = min((k.time.mean/k.tokens, k.tokens)
+        for k in self.kinds.values())
     if tokens<chunk/2:
         seen = min(seen, self._expected(chunk, 0)/chunk)
     return self.bias*seen
@@ -337,7 +346,8 @@ def ripe(self:Policy, waiting, running, now:float)->list:
         if seq.due==when and not (seq.running or seq.finish_reason):
             found.append(seq)
     for s in found:
-        s.order,s.patience,s.due = (-inf, s.arrival),inf,inf
+        s.order = (-inf, s.arrival)
+        s.patience,s.due = inf,inf
     return found
 
 # %% ../../nbs/5_engine/08_policy.ipynb #8392fd70
@@ -349,7 +359,8 @@ def least(self:Policy, stretch:float, chunk:int, *beside)->int:
         return TILE
     def good(n): return t.step(n, *beside)<=stretch*rate*n
     rungs = t.rungs(chunk, 4)
-    return rungs[min(bisect_left(rungs, True, key=good), len(rungs)-1)]
+    return rungs[min(bisect_left(rungs, True, key=good),
+        len(rungs)-1)]
 
 @patch
 def room(self:Policy,
@@ -368,10 +379,12 @@ def room(self:Policy,
         self.held = True
         return 0
     beside = len(decode),width,line[0].num_computed
-    t,longer = self.times,self.deadline+self.times.plain(len(decode), width)
+    t = self.times
+    longer = self.deadline+self.times.plain(len(decode), width)
     times = .98*self.deadline,.95*longer  # they scatter
     fits,most = [t.tokens_in(s, chunk, *beside) for s in times]
-    swift,least = [self.least(s, chunk, *beside) for s in (SWIFT,self.stretch)]
+    swift,least = [self.least(s, chunk, *beside)
+        for s in (SWIFT,self.stretch)]
     if not fits and 1 in t.sizes and t.naive:
         least = max(least, 2*TILE)
     return min(max(fits, min(most, swift), least), chunk)
@@ -397,7 +410,8 @@ def apart(self:Policy,
     t,seqs = self.times,len(decode)
     if not (self.part and line and seqs and t.kinds and t.plain_steps):
         return 0
-    step,limit = t.apart(seqs, width, self.part),self.deadline or inf
+    step = t.apart(seqs, width, self.part)
+    limit = self.deadline or inf
     pays = step*self.part<=t.plain(seqs, width)
     if seqs>MOST_APART or step>limit or not pays:
         return 0

@@ -25,7 +25,8 @@ def tile_keys(
     "What tiles of a prompt are known by"
     n,size = len(tokens)//TILE,8*TILE
     raw = np.asarray(tokens[:n*TILE], '<i8').tobytes()
-    return [raw[i:i+size] for i in range(0, n*size, size)]
+    return [raw[i:i+size]
+        for i in range(0, n*size, size)]
 
 # %% ../../nbs/5_engine/02_prefix.ipynb #34615655
 @dataclass(eq=False, slots=True)
@@ -83,7 +84,8 @@ class PrefixTree:
     def trail(self, request, keys:list[bytes])->Trail:
         "One for `request`, whose tiles have these keys"
         return Trail(keys, request.salt.encode('utf-8', 'surrogatepass'))
-    def mark(self, trail:Trail, start:int, end:int): "A step will compute tokens `start..end` of `trail`"
+    def mark(self, trail:Trail, start:int, end:int):
+        "A step will compute tokens `start..end` of `trail`"
     def unmark(self, trail:Trail): "It was not launched"
     def stats(self)->dict:
         "More that there is to tell of it"
@@ -113,7 +115,8 @@ class Oldest:
         "Drop what is out of date, if there is more than `most`"
         if len(self._heap)<=most:
             return
-        true = [e for e in self._heap if not e[2].gone and when(e[2])==e[0]]
+        true = [e
+            for e in self._heap if not e[2].gone and when(e[2])==e[0]]
         self._heap = list({id(e[2]): e for e in true}.values())
         heapify(self._heap)
 
@@ -144,7 +147,9 @@ def _end(self:PrefixTree, trail)->Node|None:
 
 # %% ../../nbs/5_engine/02_prefix.ipynb #761b2948
 @patch
-def enter(self:PrefixTree, trail:Trail, nodes:list[Node])->list[int]:
+def enter(
+    self:PrefixTree, trail:Trail, nodes:list[Node]
+)->list[int]:
     "Go along `nodes`, which `find` found: their blocks, which `trail`'s sequence owns now, too"
     blocks = [b for n in nodes for b in n.blocks]
     self.pool.share(blocks)
@@ -182,7 +187,8 @@ def add(self:PrefixTree, trail:Trail, table:BlockTable)->Node:
 def _put(self:PrefixTree, trail, table)->Node:
     "The node of the tile after those of `trail`'s path; `table` has its blocks from now on"
     k = len(trail.path)
-    parent,mine = self._end(trail) or self._root(trail.salt),slice(k*self.per, (k+1)*self.per)
+    parent = self._end(trail) or self._root(trail.salt)
+    mine = slice(k*self.per, (k+1)*self.per)
     node = parent.children.get(trail.keys[k])
     if node is None:
         return self._grow(parent, trail.keys[k], table.blocks[mine])
@@ -195,7 +201,8 @@ def _put(self:PrefixTree, trail, table)->Node:
 def _grow(self:PrefixTree, parent, key, blocks)->Node:
     "A new child of `parent`"
     ident = ident_of(parent.ident, key)
-    node = parent.children[key] = Node(key, parent, ident, parent.depth+1, list(blocks))
+    node = parent.children[key] = Node(key, parent, ident,
+        parent.depth+1, list(blocks))
     self.pool.keep(blocks)
     self.nodes += 1
     return node
@@ -284,7 +291,8 @@ def leaves(self:PrefixTree,
 @patch
 def all(self:PrefixTree)->list[Node]:
     "Each node, parents before children"
-    out = [n for root in self.roots.values() for n in root.children.values()]
+    out = [n for root in self.roots.values()
+        for n in root.children.values()]
     for node in out:
         out += node.children.values()
     return out

@@ -38,5 +38,6 @@ def rollback_bytes(
     "Both ways: `slots`, a state for each row, and `replay`, the inputs of each row"
     s,x,W = state_bytes(cfg),input_bytes(cfg),drafts+1
     slots = Rollback(W*s, (1+W)*s, W)
-    replay = Rollback(s+2*W*x, 2*s+2*W*x, 2*W)
+    replay = Rollback(s+2*W*x,
+        2*s+2*W*x, 2*W)
     return dict(slots=slots, replay=replay)

@@ -17,7 +17,9 @@ from ..cuda.vocabulary import packed_in
 from .loading import LoadedModel
 
 # %% ../../nbs/5_engine/19_roofline.ipynb #9ff98c55
-def distinct(E:int, k:int, B:int)->float: "Different experts that `B` rows pick, `k` of `E` each at random"; return E*(1-(1-k/E)**B)
+def distinct(E:int, k:int, B:int)->float:
+    "Different experts that `B` rows pick, `k` of `E` each at random"
+    return E*(1-(1-k/E)**B)
 
 def matrix_bytes(
     layers, # Or anything else that holds matrices
@@ -72,7 +74,8 @@ def guessing(
         return Guessing()
     if d.name=='draft':
         return _other_model(d, cache, drafts)
-    c,passes = d.target.c,(drafts+1,*[1]*(drafts-1))
+    c = d.target.c
+    passes = (drafts+1,*[1]*(drafts-1))
     own = tuple(i for i in cache.kv if i>=c.num_layers)
     return Guessing(d.target.mtp, c, cache, own, passes)
 
@@ -80,19 +83,26 @@ def _other_model(d, cache, drafts):
     "As `guessing`, where another model drafts; without a cache of its own it reads `cache`"
     m,chain = d.by,(1,)*drafts
     if d.cache is None:
-        return Guessing(m.layers, m.c, cache, range(m.c.num_layers), chain)
-    own,passes = tuple(d.cache.kv),(drafts+1,*chain)
-    return Guessing(m.layers, m.c, d.cache, own, passes, 3*drafts+2)
+        return Guessing(m.layers, m.c, cache,
+            range(m.c.num_layers), chain)
+    own = tuple(d.cache.kv)
+    passes = (drafts+1,*chain)
+    return Guessing(m.layers, m.c, d.cache, own, passes,
+        3*drafts+2)
 
 # %% ../../nbs/5_engine/19_roofline.ipynb #06af730c
-def drafting_bytes(llm, batch:int=1, context:int=0, drafts:int=1)->float:
+def drafting_bytes(
+    llm, batch:int=1, context:int=0, drafts:int=1
+)->float:
     "Bytes that drafting moves in a step of `batch` sequences"
     g,d = guessing(llm, drafts),llm.engine.stepper.drafter
     if not g.passes:
         return 0.
     heads = drafts*d.head.weight.nbytes
-    matrices = sum(sum(matrix_bytes(g.layers, g.c, batch*rows)) for rows in g.passes)
-    kv = batch*len(g.passes)*kv_bytes(g.c, g.cache, g.reads, context)
+    matrices = sum(sum(matrix_bytes(g.layers, g.c, batch*rows))
+        for rows in g.passes)
+    kv = batch*len(g.passes)*kv_bytes(g.c,
+        g.cache, g.reads, context)
     return heads+matrices+kv+batch*g.states*g.cache.bytes_per_state
 
 def states_moved(c, rows:int)->float:
@@ -100,7 +110,9 @@ def states_moved(c, rows:int)->float:
     late = rows==1 and 'delta' in c.mixers  # written every few steps
     return 1+(1/(PENDING+1) if late else rows)
 
-def step_bytes(llm, batch:int=1, context:int=0, drafts:int=0)->dict:
+def step_bytes(
+    llm, batch:int=1, context:int=0, drafts:int=0
+)->dict:
     "Bytes that a decode step of `batch` sequences must move, by kind"
     c,m,cache = llm.config,llm.model,llm.cache
     rows = drafts+1
@@ -151,7 +163,8 @@ def moved(self:Roofline, width:int, contexts)->float:
     if shape not in self._shapes:
         found = step_bytes(self.model, shape[0], 0, width-1)
         self._shapes[shape] = sum(found.values())
-    reads = (self._read(width, -(-n//self.GRAIN)) for n in contexts)
+    reads = (self._read(width, -(-n//self.GRAIN))
+        for n in contexts)
     return self._shapes[shape]+sum(reads)
 
 @patch
@@ -160,9 +173,11 @@ def _read(self:Roofline, width, grains)->float:
     at = width,grains
     if at not in self._reads:
         drafts,n = width-1,grains*self.GRAIN
-        far,near = (step_bytes(self.model, 1, k, drafts) for k in (n,0))
+        far,near = (step_bytes(self.model, 1, k, drafts)
+            for k in (n,0))
         keys = 'kv','drafting'
-        self._reads[at] = sum(far[k]-near[k] for k in keys if k in far)
+        self._reads[at] = sum(far[k]-near[k]
+            for k in keys if k in far)
     return self._reads[at]
 
 @patch

@@ -28,7 +28,8 @@ class Runner:
     ):
         self.engine,self.sink,self.ops = engine,sink,ops or {}
         self.inbox,self.wake,self.open = deque(),threading.Condition(),True
-        self.compiling,self.pool = set(),ThreadPoolExecutor(1, 'guide') # Numbers whose guides are being compiled
+        # Numbers whose guides are being compiled
+        self.compiling,self.pool = set(),ThreadPoolExecutor(1, 'guide')
         self.numbers,self.ids = {},{} # id -> number, number -> id
         self.news,self.told = True,0. # Are there numbers to tell; when some were told
         self.began = None # When this turn began
@@ -183,7 +184,8 @@ def _abort(self:Runner, n):
         return [Event(self.ids[n], finish='abort')]
     return self.engine.abort(self.ids[n]) if n in self.ids else []
 
-def _failed(rid, e): return Event(rid, finish='error', error=str(e), code=e.code)
+def _failed(rid, e):
+    return Event(rid, finish='error', error=str(e), code=e.code)
 
 def own_error(e:AtlasError|MemoryError)->AtlasError:
     "A `MemoryError` as an error of ours"

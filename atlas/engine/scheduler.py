@@ -111,12 +111,15 @@ def span(self:Seq,
 )->list[int]:
     "The tokens that feed rows `start..start+n-1`"
     P = self.prompt_len
-    return [*self.request.prompt[start:start+n], *self.outputs[max(0, start-P):max(0, start+n-P)]]
+    return [*self.request.prompt[start:start+n],
+        *self.outputs[max(0, start-P):max(0,
+            start+n-P)]]
 
 @patch
 def __repr__(self:Seq):
     "Where it stands"
-    P,m,c,b = self.prompt_len,len(self.outputs),self.num_computed,len(self.table.blocks)
+    P,m = self.prompt_len,len(self.outputs)
+    c,b = self.num_computed,len(self.table.blocks)
     return f'Seq({self.id}: {self.finish_reason or self.state}, {P}+{m} tokens, {c} computed, {b} blocks)'
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #2335c5b1
@@ -129,7 +132,8 @@ class Queue:
         self._pushed = 0
         self.tokens = 0 # Of the prompts that wait, and that somebody wants answered
     def __len__(self): return len(self._live)
-    def __iter__(self): return (s for *_,s in sorted(self._live.values()))
+    def __iter__(self):
+        return (s for *_,s in sorted(self._live.values()))
 
     def push(self, seq):
         "Come in; or, for one that waits already, be compared anew"
@@ -147,7 +151,8 @@ class Queue:
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #32a08ae7
 @patch
-def _waits(self:Queue, entry): return self._live.get(entry[-1].id) is entry
+def _waits(self:Queue, entry):
+    return self._live.get(entry[-1].id) is entry
 
 @patch
 def pop(self:Queue)->Seq:
@@ -180,7 +185,8 @@ def remove(self:Queue, seq:Seq):
 class Plan:
     "The rows of one step"
     prefill:list[tuple[Seq,int,int]]=field(default_factory=list) # Sequence, first position, rows
-    replay:list[tuple[Seq,int,int]]=field(default_factory=list) # The same; at most `Scheduler.rows` rows each
+    # The same; at most `Scheduler.rows` rows each
+    replay:list[tuple[Seq,int,int]]=field(default_factory=list)
     decode:list[Seq]=field(default_factory=list) # `width` rows each, from num_computed on
     width:int=1 # Rows of a sequence that decodes: its newest token, and drafts after it
     apart:bool=False # Prompts on a part of the card, those who decode on another, at the same time?
@@ -188,7 +194,8 @@ class Plan:
     def __post_init__(self):
         done = [s for s,start,n in self.prefill if start+n==s.prompt_len]
         # Whose prompts are complete
-        self.first = [s for s in done if not (s.outputs or s.request.prefill_only)]
+        self.first = [s
+            for s in done if not (s.outputs or s.request.prefill_only)]
         self.sampled = self.first+self.decode # Who gets tokens
     def __bool__(self): return bool(self.prefill or self.replay or self.decode)
     @property
@@ -196,21 +203,25 @@ class Plan:
         tiles = sum(n for _,_,n in self.prefill+self.replay)
         return tiles+self.width*len(self.decode)
     @property
-    def seqs(self)->list[Seq]: return [s for s,_,_ in self.prefill+self.replay]+self.decode
+    def seqs(self)->list[Seq]:
+        return [s for s,_,_ in self.prefill+self.replay]+self.decode
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #edb17321
 @patch
 def __repr__(self:Plan):
     "Who has which rows"
     runs = lambda l: ' '.join(f'{s.id}[{start}:{start+n}]' for s,start,n in l)
-    parts = dict(prefill=runs(self.prefill), replay=runs(self.replay), decode=' '.join(s.id for s in self.decode))
+    parts = dict(prefill=runs(self.prefill),
+        replay=runs(self.replay),
+        decode=' '.join(s.id for s in self.decode))
     return f'Plan({", ".join(f"{k} {v}" for k,v in parts.items() if v)})'
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #b0a746b9
 @patch
 def halves(self:Plan)->list[Plan]:
     "What prefills or replays, and what decodes, as plans of their own, where there are any"
-    fills = Plan(self.prefill, self.replay, width=self.width, apart=self.apart)
+    fills = Plan(self.prefill, self.replay, width=self.width,
+        apart=self.apart)
     decodes = Plan(decode=self.decode, width=self.width, apart=self.apart)
     return [p for p in (fills,decodes) if p]
 
@@ -218,7 +229,8 @@ def halves(self:Plan)->list[Plan]:
 def living(self:Plan)->Plan:
     "The same without sequences that have ended since, or have to begin anew"
     alive = [s for s in self.decode if not s.finish_reason]
-    fills = [[r for r in runs if r[0].running] for runs in (self.prefill,self.replay)]
+    fills = [[r for r in runs if r[0].running]
+        for runs in (self.prefill,self.replay)]
     return Plan(*fills, alive, self.width, self.apart and bool(alive))
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #55b27bad
@@ -233,19 +245,23 @@ class Scheduler:
         max_queue:int=1024, # Requests that may wait
         drafts:int=0, # Most drafts of a sequence that a step checks
         states:BlockPool|None=None, # Of state slots, one for each row of a step
-        prefix:PrefixTree|None=None, # Of tiles that were computed; None: each prompt is computed whole
+        # Of tiles that were computed; None: each prompt is computed whole
+        prefix:PrefixTree|None=None,
         policy:Policy|None=None, # Who goes first; None: by priority and arrival, and no deadlines
         max_queue_tokens:int|None=None, # Tokens of prompts that may wait; None: any number
         clock=perf_counter, # Tells the time in seconds
     ):
-        self.pool,self.max_num_seqs,self.max_seq_len,self.chunk,self.max_queue = pool,max_num_seqs,max_seq_len,chunk,max_queue
+        self.pool,self.max_num_seqs = pool,max_num_seqs
+        self.max_seq_len,self.chunk = max_seq_len,chunk
+        self.max_queue = max_queue
         self.max_queue_tokens = max_queue_tokens
         self._check(overcommit)
         self.limit,self.prefix = int(pool.num_blocks*overcommit),prefix
         self.policy = ifnone(policy, Policy())
         self.clock,self.now = clock,clock() # And when the newest step was planned
         self._limits = [] # Heap of (when, arrival, sequence): of those with a time limit
-        self.waiting,self.running,self.seqs = Queue(self.policy.key),[],{}
+        self.waiting = Queue(self.policy.key)
+        self.running,self.seqs = [],{}
         self.states = ifnone(states, BlockPool(max_num_seqs*(1+drafts), 1))
         self._arrivals,self.totals,self.finished = 0,Counter(),Counter()
         self.rows = MAX_ROWS # Most to replay of one sequence in a step; a device may want fewer
@@ -268,7 +284,8 @@ def _check(self:Scheduler, overcommit):
     tokens = self.max_queue_tokens
     need(tokens is None or tokens>0, 'max_queue_tokens', tokens, 'at least 1')
     need(self.max_seq_len>1, 'max_seq_len', self.max_seq_len, 'at least 2')
-    need(self.chunk>0 and self.chunk%TILE==0, 'chunk', self.chunk, f'a multiple of {TILE}')
+    need(self.chunk>0 and self.chunk%TILE==0, 'chunk',
+        self.chunk, f'a multiple of {TILE}')
     need(1<=overcommit<=1000, 'overcommit', overcommit, 'a number from 1 to 1000')
     n,have = self.pool.blocks_for(self.max_seq_len),self.pool.num_blocks
     if have<n:
@@ -279,7 +296,8 @@ def _check(self:Scheduler, overcommit):
 @patch
 def full(self:Scheduler, tokens:int)->str|None:
     "Why a prompt of so many tokens may not wait, or None"
-    n,t,most = len(self.waiting),self.waiting.tokens,self.max_queue_tokens
+    n,t = len(self.waiting),self.waiting.tokens
+    most = self.max_queue_tokens
     n -= self.fills-sum(s.request.prefill_only for s in self.running)
     if n>=self.max_queue:
         return f'{n} requests are waiting already'
@@ -315,7 +333,8 @@ def _limit(self:Scheduler, seq):
     "Remember when the time of `seq` is up, if it has a limit"
     if seq.request.timeout is None:
         return
-    heappush(self._limits, (seq.born+seq.request.timeout, seq.arrival, seq))
+    heappush(self._limits,
+        (seq.born+seq.request.timeout, seq.arrival, seq))
     if len(self._limits)<=2*len(self.seqs)+8:
         return
     self._limits = [e for e in self._limits if not e[-1].finish_reason]
@@ -326,7 +345,8 @@ def _limit(self:Scheduler, seq):
 def check(self:Scheduler, request:Request):
     "What `add` refuses: a prompt that fills the context, an id in use, and all when the queue is full"
     if request.id in self.seqs:
-        raise RequestError(f'A request with id {request.id!r} is still being served', hint='Give each request its own id', param='id')
+        raise RequestError(f'A request with id {request.id!r} is still being served',
+            hint='Give each request its own id', param='id')
     check_prompt(len(request.prompt), self.max_seq_len)
     self._has_room(request)
 
@@ -342,9 +362,11 @@ def add(self:Scheduler,
     seed = ifnone(p.seed, secrets.randbits(63))
     patience = inf if request.prefill_only else self.policy.max_wait
     more = dict(born=self.clock(), patience=patience)
-    seq = Seq(request, self._arrivals, most, BlockTable(self.pool), seed, **more)
+    seq = Seq(request, self._arrivals, most, BlockTable(self.pool),
+        seed, **more)
     if self.prefix:
-        seq.trail = self.prefix.trail(request, _keys(seq, ifnone(tokens, request.prompt)))
+        seq.trail = self.prefix.trail(request,
+            _keys(seq, ifnone(tokens, request.prompt)))
     self._arrivals += 1
     self.fills += request.prefill_only
     self.seqs[seq.id] = seq
@@ -375,7 +397,9 @@ class Room:
 
     def without(self, s:Seq):
         "If `s` left"
-        path = {b for n in (s.trail.path if s.trail else ()) for b in n.blocks}
+        path = {b
+            for n in (s.trail.path if s.trail else ())
+            for b in n.blocks}
         mine = [b for b in s.table.blocks if b not in self.found]
         shared = self.pool.freed_by([b for b in mine if b in path])
         self.promise += self.s._need(s)+shared
@@ -400,7 +424,8 @@ def _victims(self:Scheduler, seq)->list[Seq]|None:
     places = self.max_num_seqs-len(self.running)
     if places<1 and self.running[-1].order<seq.order or self._idles(seq):
         return None
-    room,out,worst = Room(self, seq),[],reversed(self.running)
+    room,out = Room(self, seq),[]
+    worst = reversed(self.running)
     while places<1 or not room.fits:
         s = next(worst, None)
         if s is None or not self._yields(s, seq):
@@ -429,7 +454,8 @@ def _need(self:Scheduler, seq)->int:
 @patch
 def _at_once(self:Scheduler, seq)->int:
     "Tokens that `seq` must have blocks for when it starts"
-    return min(len(seq)+self.ahead, max(len(seq), seq.depth))
+    return min(len(seq)+self.ahead,
+        max(len(seq), seq.depth))
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #9397546a
 @patch
@@ -631,7 +657,8 @@ def _give_way(self:Scheduler):
 def _fills(self:Scheduler, decode)->tuple[list,list,bool]:
     "Runs of prompts and of replays that go beside `decode`; do they stay in the air meanwhile?"
     prefill,replay,now = [],[],self.now
-    line = self.policy.line([s for s in self.running if s.state in ('prefill','replay')])
+    line = self.policy.line([s
+        for s in self.running if s.state in ('prefill','replay')])
     how = line,decode,self._chunk(),self.width
     apart = self.policy.apart(*how) if all(map(_alone, line)) else 0
     left = apart or self.policy.room(*how, now)
@@ -669,7 +696,8 @@ def _replay(self:Scheduler, seq, left, planned)->int:
 def _plan(self:Scheduler, seq, n, planned):
     "`seq` computes `n` more rows, and gets blocks for them, and for drafts behind them"
     at = seq.num_computed
-    seq.table.ensure(min(at+n+self.ahead, self._at_once(seq)))
+    seq.table.ensure(min(at+n+self.ahead,
+        self._at_once(seq)))
     planned.append((seq, at, n))
 
 @patch
@@ -680,7 +708,8 @@ def _prefill(self:Scheduler, seq, left, planned)->int:
             return 0
         self._adopt(seq, self._found(seq))
         self._fill(seq)
-        if any(self.prefix.leaves(s.trail, seq.trail) for s,*_ in planned):
+        if any(self.prefix.leaves(s.trail, seq.trail)
+                for s,*_ in planned):
             return 0
     n,at = seq._piece(left),seq.num_computed
     if not n or seq.finish_reason:
@@ -721,7 +750,8 @@ def accept(self:Scheduler,
     tokens:list, # A list for each of `plan.sampled`: what was accepted, at most `plan.width`
 )->list[tuple[Seq,list[int],str|None]]: # Sequence, its new tokens, and why it ended if it did
     "Take in what was sampled, in order; sequences that have ended meanwhile are passed over"
-    out,decode,now = [],set(plan.decode),self.clock()
+    out,decode = [],set(plan.decode)
+    now = self.clock()
     for seq,new in zip(plan.sampled, tokens, strict=True):
         if seq.finish_reason:
             continue
@@ -832,7 +862,8 @@ def doubt(self:Scheduler, seq:Seq)->bool: # Is it?
 @patch
 def _distrust(self:Scheduler, path):
     "Forget the tiles of `path` with which nobody has said anything; whoever was to begins anew"
-    good = [n for s in self.running if s.outputs and s.state=='decode' for n in s.trail.path]
+    good = [n for s in self.running if s.outputs and s.state=='decode'
+        for n in s.trail.path]
     doubt = set(path).difference(good)
     for s in tuple(self.running):
         begins = s.state in ('prefill','replay')
@@ -880,7 +911,8 @@ def stats(self:Scheduler)->dict:
     p,t = self.pool,self.totals
     running = sum(not s.request.prefill_only for s in self.running)
     waiting = len(self.seqs)-self.fills-running
-    return dict(num_requests_running=running, num_requests_waiting=waiting, max_num_seqs=self.max_num_seqs,
+    return dict(num_requests_running=running, num_requests_waiting=waiting,
+        max_num_seqs=self.max_num_seqs,
         num_tokens_waiting=self.waiting.tokens, kv_cache_usage_perc=p.used/p.num_blocks,
         blocks_used=p.used, blocks_promised=self.promised, blocks_total=p.num_blocks, kv_blocks_lent=len(p.lent), num_preemptions_total=t['preemptions'],
         prefill_tokens_total=t['prefill_tokens'], replay_tokens_total=t['replay_tokens'], generation_tokens_total=t['generation_tokens'],
@@ -911,7 +943,9 @@ def spare(self:Scheduler)->int:
     "Free blocks that nobody was promised, beside those of the longest sequence"
     p,n = self.pool,len(self.pool.lent)
     longest = p.blocks_for(self.max_seq_len)
-    return max(0, min(p.free, self.unpromised, self.limit-self.promised, p.num_blocks-n-longest))
+    return max(0,
+        min(p.free, self.unpromised, self.limit-self.promised,
+            p.num_blocks-n-longest))
 
 @patch
 def lend(self:Scheduler, ids):

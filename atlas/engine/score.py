@@ -28,7 +28,8 @@ def borrow(self:LoadedModel, n:int):
         if s.pool.available<need or not s.states.available:
             said = f'The cache has no room for {n:,} tokens now'
             raise QueueFullError(said, hint='Try again later')
-        blocks,slots = s.pool.take(need),s.states.take(1)
+        blocks = s.pool.take(need)
+        slots = s.states.take(1)
         try:
             yield blocks,states_in(slots)
         finally:
@@ -39,7 +40,8 @@ def borrow(self:LoadedModel, n:int):
 @patch
 def hidden(self:LoadedModel,
     ids:list[int], # A text
-): # Yields the states after the last norm, float32 [n, H] on the device, of as many tokens as a step takes
+# Yields the states after the last norm, float32 [n, H] on the device, of as many tokens as a step takes
+):
     "What the output matrix would see, for each of `ids`"
     ids = self.ids(ids, 0)
     n,here = self.engine.scheduler.chunk,self.engine.stepper.here
@@ -55,11 +57,13 @@ def hidden(self:LoadedModel,
 def score(self:LoadedModel,
     ids:list[int], # A text
     k:int=0, # How many alternatives to report at each place
-)->list: # For each token but the first: (its log-probability, [(id, log-probability), …] best first)
+# For each token but the first: (its log-probability, [(id, log-probability), …] best first)
+)->list:
     "How likely each token was after those before it"
     if not 0<=k<=20:
         raise RequestError(f'logprobs is {k}, expected 0 to 20', param='logprobs')
-    out,most = [],1<<(self.engine.scheduler.max_num_seqs.bit_length()-1)
+    out = []
+    most = 1<<(self.engine.scheduler.max_num_seqs.bit_length()-1)
     for h in self.hidden(ids):
         while len(h):
             n = min(most, 1<<(len(h).bit_length()-1))
@@ -71,7 +75,8 @@ def score(self:LoadedModel,
 def _said(x, ids, i, k):
     "Log-probabilities of token `i+1` and of the `k` best, after logits `x`"
     z = logsumexp(x)
-    best = [(int(j), float(x[j]-z)) for j in (top(x, k) if k else ())]
+    best = [(int(j), float(x[j]-z))
+        for j in (top(x, k) if k else ())]
     return (float(x[ids[i+1]]-z) if i+1<len(ids) else None),best
 
 # %% ../../nbs/5_engine/14_score.ipynb #f0a7a331
@@ -84,10 +89,12 @@ def embed(self:LoadedModel,
 )->list[float]: # H numbers, of length 1
     "One vector for a text"
     if pooling not in POOLINGS:
-        raise RequestError(f'pooling is {pooling!r:.40}, expected {" or ".join(POOLINGS)}', param='pooling')
+        raise RequestError(f'pooling is {pooling!r:.40}, expected {" or ".join(POOLINGS)}',
+            param='pooling')
     total,last = 0.,None
     for h in self.hidden(ids):
         h = self.device.download(h)
-        total,last = total+h.sum(0, dtype=np.float64),h[-1].astype(np.float64)
+        total = total+h.sum(0, dtype=np.float64)
+        last = h[-1].astype(np.float64)
     v = last if pooling=='last' else total
     return (v/max(np.linalg.norm(v), 1e-12)).tolist()

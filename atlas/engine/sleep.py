@@ -65,7 +65,8 @@ class PackedWeights:
     def __init__(self, pairs, others):
         self.pairs = pairs # (`Store`, model) of each
         self.others = [(a, card_of(a).download(a)) for a in others]
-    nbytes = property(lambda self: sum(h.nbytes for _,h in self.others), doc='Bytes in the host')
+    nbytes = property(lambda self: sum(h.nbytes for _,h in self.others),
+        doc='Bytes in the host')
     def fill(self, region):
         "Read all of it; a `CheckpointError` where a file is not what it was"
         for at,n in region.spans():
@@ -86,7 +87,8 @@ def packed_weights(m:LoadedModel)->PackedWeights|None:
     if not all(s.usable() for s in m._stores):
         return None
     models = [x for x in (m.draft_model,m.model) if x]
-    others = [a for x in models for t in x._rotary.values() if t for a in t if a is not None]
+    others = [a for x in models for t in x._rotary.values() if t
+        for a in t if a is not None]
     known = [a for x in models for a in flatten(x.weights())[0].values()]+others
     if not _all_of(region, known):
         return None
@@ -94,7 +96,8 @@ def packed_weights(m:LoadedModel)->PackedWeights|None:
 
 def _all_of(region, arrays)->bool:
     "Are `arrays` all that lies in `region`?"
-    there = {id(a):a for a in arrays if type(a) is not np.ndarray}
+    there = {id(a):a
+        for a in arrays if type(a) is not np.ndarray}
     most = sum(a.nbytes+1024 for a in there.values()) # with what lies between them
     return region.used<=most
 
@@ -156,7 +159,8 @@ def _deeper(self:LoadedModel)->int: # Bytes given back
 def _lie_down(self:LoadedModel, source)->int: # Bytes given back
     "Give the memory of all regions back; what lies in some of them will be brought back"
     before,sums = resident(),arrays_of(self.device).sums
-    there = [(k, r) for k,r in self.arena.regions.items() if k in ('tables','drafts')]
+    there = [(k, r)
+        for k,r in self.arena.regions.items() if k in ('tables','drafts')]
     small = {k: HostCopy(r, sums) for k,r in there}
     given = self.arena.sleep(weights=source, **small)
     for c in self._caches():

@@ -51,7 +51,8 @@ class SnapshotTree(PrefixTree):
         return trail
 
     def stats(self)->dict:
-        return dict(prefix_cache_snapshots=self.snapshots, prefix_cache_restores_total=self.restores,
+        return dict(prefix_cache_snapshots=self.snapshots,
+            prefix_cache_restores_total=self.restores,
             prefix_cache_snapshot_evictions_total=self.snapshot_evictions)
 
     def usable(self, nodes:list[Node])->list[Node]:
@@ -61,7 +62,9 @@ class SnapshotTree(PrefixTree):
 
 # %% ../../nbs/5_engine/03_snapshots.ipynb #046d6394
 @patch
-def enter(self:SnapshotTree, trail:Trail, nodes:list[Node])->list[int]:
+def enter(
+    self:SnapshotTree, trail:Trail, nodes:list[Node]
+)->list[int]:
     blocks = super(SnapshotTree, self).enter(trail, nodes)
     if not nodes:
         return blocks
@@ -93,7 +96,8 @@ def mark(self:SnapshotTree, trail:Trail, start:int, end:int):
     at = [p for p in trail.points if start<p<=end]
     n = min(len(at), self.states.available)
     if n:
-        trail.marks = list(zip(at[-n:], self.states.take(n)))
+        trail.marks = list(zip(at[-n:],
+            self.states.take(n)))
 
 @patch
 def unmark(self:SnapshotTree, trail:Trail):

@@ -47,7 +47,9 @@ def _arrays(caches):
     pools = [p for c in caches for p in c.kv.values()]
     blocks = [a for p in pools for a in p.arrays if a is not None]
     def rows(a, c): return a.reshape(c.num_states, -1)
-    states = [rows(a, c) for c in caches for p in (c.conv,c.rec) for a in p.values()]
+    states = [rows(a, c) for c in caches
+        for p in (c.conv,c.rec)
+        for a in p.values()]
     return blocks,states
 
 # %% ../../nbs/5_engine/04_spill.ipynb #ec95f0cb
@@ -62,7 +64,8 @@ class Records:
         self.arrays = dict(zip(KINDS, _arrays(caches)))
         self.block_size = caches[0].pool.block_size
         self.blocks = max(1, TILE//self.block_size) # Of a tile
-        tile,state = (sum(a.strides[0] for a in self.arrays[k]) for k in KINDS)
+        tile,state = (sum(a.strides[0] for a in self.arrays[k])
+            for k in KINDS)
         self.sizes = dict(tile=tile*self.blocks, state=state)
     def __repr__(self):
         tile,state = (human(n) for n in self.sizes.values())
@@ -71,8 +74,10 @@ class Records:
     def _runs(self, kind, numbers):
         "(address, bytes) of rows `numbers` in all arrays"
         runs,address = neighbours(numbers),self.stream.card.address
-        places = [(address(a), a.strides[0]) for a in self.arrays[kind]]
-        return [(at+i*row, n*row) for at,row in places for i,n in runs]
+        places = [(address(a), a.strides[0])
+            for a in self.arrays[kind]]
+        return [(at+i*row, n*row) for at,row in places
+            for i,n in runs]
 
 # %% ../../nbs/5_engine/04_spill.ipynb #793d5d3d
 @patch
@@ -98,7 +103,8 @@ VERSION = 1 # Of records and of what lists them
 def code_digest()->bytes: # 16 bytes
     "Digest of Atlas's modules, and of all that its kernels are made of"
     h = hashlib.blake2b(digest_size=16)
-    for root,names in ((Path(atlas.__file__).parent,'*.py'),(kernel_dir(),'*')):
+    for root,names in ((Path(atlas.__file__).parent,'*.py'),
+            (kernel_dir(),'*')):
         for p in sorted(root.rglob(names)):
             if not p.is_file():
                 continue
@@ -143,7 +149,8 @@ class Record:
 
 def _header(data, r, fingerprint):
     "The header that record `r` must have if its bytes are `data[HEAD:]`"
-    head = _HEAD.pack(b'AtlasKV\n', VERSION, r.kind.encode(), r.nbytes, r.ident, fingerprint)
+    head = _HEAD.pack(b'AtlasKV\n', VERSION, r.kind.encode(),
+        r.nbytes, r.ident, fingerprint)
     check = crc32(data[HEAD:HEAD+r.nbytes], crc32(head))
     return head+check.to_bytes(4, 'little')
 
@@ -164,7 +171,8 @@ class HostMemory:
     path = None
     def __init__(self, nbytes:int):
         how = mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS|getattr(mmap, 'MAP_NORESERVE', 0)
-        self.a = np.frombuffer(mmap.mmap(-1, nbytes, flags=how), np.uint8)
+        self.a = np.frombuffer(mmap.mmap(-1, nbytes, flags=how),
+            np.uint8)
     def __repr__(self): return 'memory of the host'
     def write(self, data, at):
         "Put `data` at byte `at`"
@@ -301,7 +309,8 @@ class Units:
         return self.count-self.end+len(self.back)
     def take(self, n:int)->list[int]:
         "`n` of them, which must be left; those that have been in use first"
-        again = [self.back.pop() for _ in range(min(n, len(self.back)))]
+        again = [self.back.pop()
+            for _ in range(min(n, len(self.back)))]
         self.end += n-len(again)
         return again+list(range(self.end-n+len(again), self.end))
     def give(self, units):
@@ -353,10 +362,13 @@ def buffers_for(
 )->dict[str,tuple[int,int]]: # Kind -> buffers of each direction, and bytes of one
     "Buffers of a store; none for records that have no room in its place"
     unit = unit_of(sizes)
-    held,state = min(held, units*unit//8),_units(sizes['state'], unit)*unit
-    count = dict(tile=min(128, max(4, held//unit)), state=min(4, max(2, held//state)))
+    held = min(held, units*unit//8)
+    state = _units(sizes['state'], unit)*unit
+    count = dict(tile=min(128, max(4, held//unit)),
+        state=min(4, max(2, held//state)))
     takes = {k: _units(n, unit) for k,n in sizes.items()}
-    return {k: (count[k]*(n<=units), n*unit) for k,n in takes.items()}
+    return {k: (count[k]*(n<=units), n*unit)
+        for k,n in takes.items()}
 
 def _spilled_bytes(sizes, gb):
     "`gb` in bytes, with room for a record at least"
@@ -393,7 +405,9 @@ def _begin(self:SpillStore, stream, held, readers, writers):
     self._idle = {} # (kind, use) -> buffers, each with the mark that its last user left
     for kind,(n,size) in buffers_for(self.sizes, self.units.count, held).items():
         for use in ('write','read'):
-            self._idle[kind,use] = deque((_cleared(stream.buffer(size)), Mark()) for _ in range(n))
+            self._idle[kind,use] = deque(
+                (_cleared(stream.buffer(size)), Mark())
+                for _ in range(n))
     self._stop,self._writes,self._writing = False,deque(),0
     self._reads = OrderedDict() # `_Reading`s by name, the first to read first
     self._threads = [self._thread(self._writer) for _ in range(writers)]
@@ -426,7 +440,8 @@ def put(self:SpillStore,
     with self._turn:
         if self.touch(kind, ident):
             return True
-        r = Record(kind, ident, self.sizes[kind], [], parent, depth, key)
+        r = Record(kind, ident, self.sizes[kind], [], parent,
+            depth, key)
         buffer = self._take(r, wait)
     if buffer is None:
         return False
@@ -463,7 +478,8 @@ def _take(self:SpillStore, r, wait):
     if not there:
         self.dropped += 1
         return None
-    r.units,r.busy = self.units.take(self.units_of(r.kind)),1
+    r.units = self.units.take(self.units_of(r.kind))
+    r.busy = 1
     self.records[r.name] = r
     self._writing += 1
     return idle.popleft()[0]
@@ -471,7 +487,8 @@ def _take(self:SpillStore, r, wait):
 @patch
 def _make_room(self:SpillStore, r, wait)->bool:
     "Drop records until `r` has room; is there some? Who can `wait` does so for the oldest"
-    need,oldest = self.units_of(r.kind)-self.units.left,[]
+    need = self.units_of(r.kind)-self.units.left
+    oldest = []
     for o in self.records.values():
         if need<=0:
             break
@@ -780,7 +797,8 @@ def pack_index(records, fingerprint:bytes, unit:int)->bytes:
     parts = [_TOP.pack(b'AtlasKVi', VERSION, fingerprint, unit, len(records))]
     for r in records:
         who = r.kind.encode(),r.ident,r.parent,r.depth
-        row = _ROW.pack(*who, r.nbytes, len(r.key), len(r.units))
+        row = _ROW.pack(*who, r.nbytes, len(r.key),
+            len(r.units))
         parts += row,r.key,np.array(r.units, '<u4').tobytes()
     body = b''.join(parts)
     return body+_digest(body)
@@ -794,7 +812,8 @@ def _unpacked(body, at):
     if end>len(body):
         raise ValueError('its index is cut short')
     where = np.frombuffer(body, '<u4', n, units).tolist()
-    kind,ident = who[0].rstrip(b'\0').decode('ascii'),who[1]
+    kind = who[0].rstrip(b'\0').decode('ascii')
+    ident = who[1]
     return Record(kind, ident, who[4], where, *who[2:4], body[key:units], True),end
 
 # %% ../../nbs/5_engine/04_spill.ipynb #965d6a4a
@@ -871,13 +890,16 @@ def _adopt(self:SpillStore, records):
     found = _reachable(inside)
     self.kept = [r for r in inside if r.name in found]
     self.records.update((r.name, r) for r in self.kept)
-    self.units = Units(self.units.count, [u for r in self.kept for u in r.units])
+    self.units = Units(self.units.count,
+        [u for r in self.kept for u in r.units])
 
 @patch
 def _possible(self:SpillStore, records)->bool:
     "Is each of the `records` one of ours, there once, and has each unit one owner?"
-    known = {(k, n, self.units_of(k)) for k,n in self.sizes.items()}
-    sizes = {(r.kind, r.nbytes, len(r.units)) for r in records}
+    known = {(k, n, self.units_of(k))
+        for k,n in self.sizes.items()}
+    sizes = {(r.kind, r.nbytes, len(r.units))
+        for r in records}
     units = [u for r in records for u in r.units]
     names = {r.name for r in records}
     once = len(set(units))==len(units) and len(names)==len(records)
@@ -914,7 +936,8 @@ def _keep(self:SpillStore):
         return
     records = [r for r in self.records.values() if r.written]
     index = pack_index(records, self.fingerprint, self.unit)
-    error = _tried(self.place.cut, 0) if self.off else _tried(self.place.save_index, index)
+    error = _tried(self.place.cut, 0) if self.off else _tried(
+        self.place.save_index, index)
     if not error:
         return
     self.errors += 1
@@ -997,8 +1020,10 @@ class SpillTier:
 
     def put(self, kind:str, node:Node, numbers, wait:bool=False):
         "`node` is about to leave the tree, or its states"
-        fill,parent = partial(self.records.read, kind, numbers),node.parent.ident
-        self.store.put(kind, node.ident, fill, parent, node.depth, node.key, wait)
+        fill = partial(self.records.read, kind, numbers)
+        parent = node.parent.ident
+        self.store.put(kind, node.ident, fill, parent, node.depth,
+            node.key, wait)
 
     def forget(self, node:Node):
         "What is kept of `node` is no good"
@@ -1092,7 +1117,8 @@ def _tile(self:SpillTier, f, trail, table)->bool|None:
         if table.missing((k+1)*TILE)>self.tree.pool.free and self.store.full('tile'):
             return None
         table.ensure((k+1)*TILE)
-        part = slice(k*self.tree.per, (k+1)*self.tree.per)
+        part = slice(k*self.tree.per,
+            (k+1)*self.tree.per)
         mark = self.records.write('tile', table.blocks[part], data)
         self.store.release('tile', ident, mark)
     self.tree.add(trail, table)
@@ -1159,7 +1185,8 @@ def save(self:SpillTier):
 @patch
 def _put_all(self:SpillTier):
     nodes = self.tree.all()
-    for n in sorted(nodes, key=lambda n: (n.used, -n.depth)):  # beginnings last
+    for n in sorted(nodes,
+            key=lambda n: (n.used, -n.depth)):  # beginnings last
         self.put('tile', n, n.blocks, True)
         if n.snapshot is not None:
             self.put('state', n, [n.snapshot], True)

@@ -40,7 +40,8 @@ def piece(seq, start:int, n:int, want:int=0)->Piece:
     ids,blocks = seq.span(start, n),seq.table.blocks
     marks = [(at,state_in(slot)) for at,slot in seq.trail.marks] if seq.trail else ()
     read,marks = seq.reads,tuple(marks)
-    return Piece(ids, start, blocks, want, read, seq.states[1], seq.media, marks)
+    return Piece(ids, start, blocks, want, read, seq.states[1],
+        seq.media, marks)
 
 def tiles(plan:Plan)->list[Piece]:
     "What `plan` prefills, with logits where a prompt is complete"
@@ -93,7 +94,9 @@ class Stepper:
     def leave(self, rid:str): "Request `rid` has ended"
     def lost(self, plan:Plan): "A launch of `plan` was cut off: nothing that it began counts"
     def warm(self): "Do now what a first step would have to wait for"
-    def idle(self)->bool: "Do a little of what may come in useful, while nobody waits; was there something?"; return False
+    def idle(self)->bool:
+        "Do a little of what may come in useful, while nobody waits; was there something?"
+        return False
     def copies(self)->Stream:
         "A stream for copies in and out of the cache, in the order of steps"
         return self.model.device.own_stream()
@@ -110,7 +113,9 @@ def overwrites(self:Stepper)->bool:
     return bool(self.cache.rec or own and own.rec)
 
 @patch(cls_method=True)
-def room_for(cls:Stepper, vocab:int, seqs:int, drafts:int, max_seq_len:int)->int:
+def room_for(
+    cls:Stepper, vocab:int, seqs:int, drafts:int, max_seq_len:int
+)->int:
     "Bytes of its lasting arrays, at most"
     return 0
 
@@ -129,11 +134,13 @@ class Stand:
     def of(cls, seq):
         "Of a sequence that has nothing in the air"
         p = seq.num_computed
-        return cls(p, seq.span(p, 1)[0], list(seq.states), seq.drafts)
+        return cls(p, seq.span(p, 1)[0],
+            list(seq.states), seq.drafts)
 
     def after(self, said:list[int], drafts:list[int])->'Stand':
         "The same when a step has `said` so many tokens, and guessed `drafts` after them"
-        air,before = [*self.air,said],replace(self, before=None)
+        air = [*self.air,said]
+        before = replace(self, before=None)
         if not said:
             return Stand(self.start, self.newest, self.states, [], air, before)
         states,n = list(self.states),len(said)
@@ -154,7 +161,8 @@ class Turn:
         n,at = len(self.ids),self.stand
         keep = tuple(at.states[1:n+1])
         blocks,media = self.seq.table.blocks,self.seq.media
-        return Piece(self.ids, at.start, blocks, n, at.states[0], keep, media)
+        return Piece(self.ids, at.start, blocks, n,
+            at.states[0], keep, media)
 
 # %% ../../nbs/5_engine/10_stepper.ipynb #1f94efd0
 class HostStepper(Stepper):
@@ -289,13 +297,16 @@ def _passes(self:HostStepper, plan, turns)->list[Pass]:
 def _logits(self:HostStepper, passes):
     "Logits of all that is sampled: prompts, then each row that decodes"
     model = self.model
-    parts = [model.head(p.x[p.b.out], model.last_norm) for p in passes]
+    parts = [model.head(p.x[p.b.out], model.last_norm)
+        for p in passes]
     return parts[0] if len(parts)==1 else model.device.xp.concatenate(parts)
 
 # %% ../../nbs/5_engine/10_stepper.ipynb #5e000007
 def _by_seq(out:Sampled, first:int, turns)->Sampled:
     "What rows said, sequence by sequence, and how many of each count; prompts come `first`"
-    sizes = np.array([1]*first+[len(t.ids) for t in turns], np.int32)
+    sizes = np.array(
+        [1]*first+[len(t.ids) for t in turns],
+        np.int32)
     most = max(sizes, default=1)
     begins = np.cumsum(sizes)-sizes
     rows = begins[:,None]+np.arange(most)
@@ -307,7 +318,8 @@ def _by_seq(out:Sampled, first:int, turns)->Sampled:
 
 def _fed(turns, first, k):
     "Drafts that rows were fed, [S, k]; -1 for none, and for prompts, which come `first`"
-    drafts = np.full((first+len(turns), k), -1, np.int32)
+    drafts = np.full((first+len(turns), k), -1,
+        np.int32)
     for row,t in zip(drafts[first:], turns):
         row[:len(t.ids)-1] = t.ids[1:]
     return drafts
@@ -316,7 +328,8 @@ def _fed(turns, first, k):
 def _counted(sampled)->list[list[int]]:
     "Tokens that count of each sequence, and one where none does"
     pairs = zip(sampled.ids, sampled.counts)
-    return [np.maximum(ids[:max(n, 1)], 0).tolist() for ids,n in pairs]
+    return [np.maximum(ids[:max(n, 1)], 0).tolist()
+        for ids,n in pairs]
 
 @patch
 def _guess(self:Stepper,
@@ -328,7 +341,8 @@ def _guess(self:Stepper,
 )->list[list[int]]:
     "Show a pass to the drafter, and ask it for drafts"
     ids = spread(p.pieces, p.b.tiled, then)
-    h = self.drafter.see(p.b, p.x, self.model.device.upload(ids))
+    h = self.drafter.see(p.b, p.x,
+        self.model.device.upload(ids))
     if not (ends and k):
         return [[] for _ in ends]
     where = Ends(ends, self.cache, self.model.device)
@@ -337,44 +351,57 @@ def _guess(self:Stepper,
     return drafts
 
 @patch
-def _after_prompts(self:Stepper, p:Pass, plan, said)->list[list[int]]:
+def _after_prompts(
+    self:Stepper, p:Pass, plan, said
+)->list[list[int]]:
     "Drafts for each of `plan.first`, who have `said` their first tokens"
     first = {s:ids[0] for s,ids in zip(plan.first, said)}
     ends = [_first_end(s, t) for s,t in first.items()]
-    return self._guess(p, following(plan.prefill, first), p.b.out, ends, plan.width-1)
+    return self._guess(p, following(plan.prefill, first),
+        p.b.out, ends, plan.width-1)
 
 def _first_end(seq, token)->End:
     "Where a sequence stands whose prompt is complete"
     history = [*seq.request.prompt,token]
-    return End(token, seq.prompt_len, seq.depth-1, seq.table.blocks, seq.states[1], history)
+    return End(token, seq.prompt_len, seq.depth-1,
+        seq.table.blocks, seq.states[1], history)
 
 # %% ../../nbs/5_engine/10_stepper.ipynb #e14c0001
 @patch
-def _drafts(self:HostStepper, plan, turns, passes, sampled)->list[list[int]]:
+def _drafts(
+    self:HostStepper, plan, turns, passes, sampled
+)->list[list[int]]:
     "Drafts for each of `plan.sampled`"
     said,k,out = _counted(sampled),len(plan.first),[]
     for p in passes:
         if p.b.tiled:
             out += self._after_prompts(p, plan, said)
         else:
-            out += self._after_rows(p, plan, turns, sampled.ids[k:], said[k:])
+            out += self._after_rows(p, plan, turns, sampled.ids[k:],
+                said[k:])
     return out
 
 @patch
-def _after_rows(self:HostStepper, p:Pass, plan, turns, rows, said)->list[list[int]]:
+def _after_rows(
+    self:HostStepper, p:Pass, plan, turns, rows, said
+)->list[list[int]]:
     "Drafts for each of `turns`, whose rows say `rows`, of which `said` count"
-    answers = [ids[:len(t.ids)].tolist() for t,ids in zip(turns, rows)]
+    answers = [ids[:len(t.ids)].tolist()
+        for t,ids in zip(turns, rows)]
     ends = [_end(t, ids) for t,ids in zip(turns, said)]
     last,begin = [],0
     for t,ids in zip(turns, said):
         last.append(begin+len(ids)-1)
         begin += len(t.ids)
     last = p.b.out[np.array(last, int)]
-    return self._guess(p, following(plan.replay)+answers, last, ends, plan.width-1)
+    return self._guess(p, following(plan.replay)+answers, last, ends,
+        plan.width-1)
 
 def _end(turn, said)->End:
     "Where a sequence stands that has just `said` these tokens"
     at,s,n = turn.stand,turn.seq,len(said)
     in_air = [t for tokens in at.air for t in tokens]
     history = [*s.request.prompt,*s.outputs,*in_air,*said]
-    return End(said[-1], at.start+n, s.depth-1, s.table.blocks, at.states[n], history)
+    return End(said[-1], at.start+n,
+        s.depth-1, s.table.blocks, at.states[n],
+        history)

@@ -10,7 +10,7 @@ __all__ = ['bind', 'stack', 'vector', 'norm', 'Attention', 'DeltaNet', 'decay', 
 
 # %% ../../nbs/4_model/01_layers.ipynb #ad060428
 import numpy as np
-from dataclasses import dataclass
+from dataclasses import dataclass,replace
 from types import SimpleNamespace
 from fastcore.basics import patch
 from ..ground.config import ModelConfig
@@ -23,16 +23,30 @@ from ..ops.vocabulary import Norm,Step
 def bind(root, name:str, value):
     "Set `root.a[0].b = value` for the name 'a.0.b', making plain nodes where there are none"
     *path,leaf = name.split('.')
-    for p in path:
-        root = root[int(p)] if p.isdigit() else root.__dict__.setdefault(p, SimpleNamespace(bias=None))
+    for part in path:
+        root = _below(root, part)
     setattr(root, leaf, value)
 
+def _below(node, part):
+    "The node under `part` of `node`, an index or a name; a plain one is made where there is none"
+    if part.isdigit():
+        return node[int(part)]
+    return vars(node).setdefault(part, SimpleNamespace(bias=None))
+
 # %% ../../nbs/4_model/01_layers.ipynb #0eed04e7
-def stack(dst:str, src:str, names:tuple, sizes:tuple, width:int, bias:bool=False, **kw)->list[Want]:
+def stack(
+    dst:str, src:str, names:tuple, sizes:tuple, width:int,
+    bias:bool=False, **kw
+)->list[Want]:
     "Wants for `names` below `src`, stacked as `dst`, [sum(sizes), width], and their biases"
-    total = sum(sizes)
-    w = [Want(f'{dst}.weight', tuple(f'{src}{n}.weight' for n in names), (total, width), tuple(sizes), **kw)]
-    return w+[Want(f'{dst}.bias', tuple(f'{src}{n}.bias' for n in names), (total,), tuple(sizes), exact=True, **kw)] if bias else w
+    total,rows = sum(sizes),tuple(sizes)
+    def of(kind): return tuple(f'{src}{n}.{kind}' for n in names)
+    found = [Want(f'{dst}.weight', of('weight'), (total, width), rows,
+        **kw)]
+    if bias:
+        found.append(Want(f'{dst}.bias', of('bias'), (total,), rows,
+            exact=True, **kw))
+    return found
 
 def vector(dst:str, src:str, *shape, **kw)->Want:
     "The small tensor `src`, always kept in float32"
@@ -42,36 +56,70 @@ def _plus_one(w): return 1+w
 
 def norm(dst:str, src:str, n:int, c:ModelConfig)->Want:
     "The weight of a norm over `n` numbers"
-    return vector(f'{dst}.weight', f'{src}.weight', n, fn=_plus_one if c.norm_plus_one else None)
+    more = _plus_one if c.norm_plus_one else None
+    return vector(f'{dst}.weight', f'{src}.weight', n, fn=more)
 
 # %% ../../nbs/4_model/01_layers.ipynb #ebf5f05e
 def _gate_first(heads, d, rest):
-    "Row order that turns per-head [query | gate] rows, and `rest` rows after them, into gates, queries, rest"
-    r = np.arange(2*heads*d).reshape(heads, 2, d)
-    return np.concatenate([r[:,1].ravel(), r[:,0].ravel(), np.arange(2*heads*d, 2*heads*d+rest)])
+    """Row order that turns per-head [query | gate] rows, and `rest` rows after them, into gates,
+    queries, rest"""
+    both = 2*heads*d
+    rows = np.arange(both).reshape(heads, 2, d)
+    queries = rows[:,0].ravel()
+    gates = rows[:,1].ravel()
+    return np.concatenate([gates, queries, np.arange(both, both+rest)])
 
 class Attention:
     "Self-attention with grouped heads over the paged cache"
     def __init__(self, c:ModelConfig, i:int, kind:str|None=None):
-        self._c,self._i,self._kind = c,i,kind or c.mixers[i]
+        self._c,self._i = c,i
+        self._kind = kind or c.mixers[i]
         self._a = a = c.sliding if self._kind=='sliding' else c.attention
-        self._q,self._kv = a.num_heads*a.head_dim,0 if a.q_only else a.num_kv_heads*a.head_dim
+        self._q = a.num_heads*a.head_dim # Rows of queries, and of keys; of values as many
+        self._kv = 0 if a.q_only else a.num_kv_heads*a.head_dim
         self._scale = a.head_dim**-0.5 if a.scale is None else a.scale
-        self._window = a.window and a.window+a.q_only  # a drafter's query is not among the keys it sees
+        # a drafter's query is not among the keys it sees
+        self._window = a.window and a.window+a.q_only
 
     def wants(self, dst, src):
         "`src` names the layer in the checkpoint, `dst` in the model"
-        a,c,q,kv = self._a,self._c,self._q,self._kv
-        names = ('q_proj',)+(() if a.q_only else ('k_proj',) if a.k_eq_v else ('k_proj','v_proj'))
-        sizes = (q*(1+a.gate), *[kv]*(len(names)-1))
-        order = dict(order=_gate_first(a.num_heads, a.head_dim, sum(sizes[1:]))) if a.gate else {}
-        ws = stack(dst+'qkv_proj', src, names, sizes, c.hidden_size, a.bias, **order) + stack(dst+'o_proj', src, ('o_proj',), (c.hidden_size,), q, a.o_bias)
+        a,width = self._a,self._c.hidden_size
+        ws = self._inputs(dst, src)
+        ws += stack(dst+'o_proj', src, ('o_proj',), (width,),
+            self._q, a.o_bias)
         if a.sinks:
             ws.append(vector(dst+'sinks', src+'sinks', a.num_heads))
         if a.qk_norm!='none':
-            ns = dict(q_norm=a.num_heads)|({} if a.q_only else dict(k_norm=a.num_kv_heads))
-            ws += [norm(dst+n, src+n, a.head_dim*(h if a.qk_norm=='all' else 1), c) for n,h in ns.items()]
+            ws += self._head_norms(dst, src)
         return ws
+
+# %% ../../nbs/4_model/01_layers.ipynb #4ea256f3
+@patch
+def _inputs(self:Attention, dst, src):
+    "Wants of the projections of the stream, as one matrix"
+    a,names = self._a,['q_proj']
+    if not a.q_only:
+        names += ['k_proj'] if a.k_eq_v else ['k_proj','v_proj']
+    sizes = [self._q*(1+a.gate)]
+    sizes += [self._kv]*(len(names)-1)
+    order = {}
+    if a.gate:
+        order = dict(order=_gate_first(a.num_heads, a.head_dim,
+            sum(sizes[1:])))
+    width = self._c.hidden_size
+    return stack(dst+'qkv_proj', src, tuple(names), tuple(sizes),
+        width, a.bias, **order)
+
+@patch
+def _head_norms(self:Attention, dst, src):
+    "Wants of the norms of queries and keys: over a head, or over all heads at once"
+    a = self._a
+    heads = dict(q_norm=a.num_heads)
+    if not a.q_only:
+        heads |= dict(k_norm=a.num_kv_heads)
+    def size(n): return a.head_dim*(n if a.qk_norm=='all' else 1)
+    return [norm(dst+k, src+k, size(n), self._c)
+        for k,n in heads.items()]
 
 # %% ../../nbs/4_model/01_layers.ipynb #c3f0d32a
 def _gain(o): return None if o is None else o.weight
@@ -79,7 +127,8 @@ def _gain(o): return None if o is None else o.weight
 @patch
 def weights(self:Attention)->AttentionWeights:
     "What `attend` reads"
-    q,k = getattr(self, 'q_norm', None),getattr(self, 'k_norm', None)
+    q = getattr(self, 'q_norm', None)
+    k = getattr(self, 'k_norm', None)
     sinks = getattr(self, 'sinks', None)
     return AttentionWeights(self._a, self._scale, self._window, self._c.norm_eps,
         _gain(q), _gain(k), sinks)
@@ -93,7 +142,8 @@ def __call__(self:Attention,
 ): # [R,H]
     "Attend"
     p = s.ops.project(s, x, self.qkv_proj, norm)  # (R, gates + queries + keys + values)
-    pool,angles = s.cache.kv[self._i],s.angles[self._kind]
+    pool = s.cache.kv[self._i]
+    angles = s.angles[self._kind]
     o = s.ops.attend(s, p, self.weights(), pool, angles)  # (R, heads*d)
     return s.ops.project(s, o, self.o_proj, add=add)
 
@@ -110,34 +160,62 @@ class DeltaNet:
 
     def wants(self, dst, src):
         "As `Attention.wants`"
-        c,d,C,z,vh = self._c,self._d,self._qkv,self._z,self._d.num_v_heads
-        def either(name, separate, sizes, fused, order):
-            a = stack(dst+name, src, separate, sizes, c.hidden_size)[0]
-            return Want(a.name, a.sources, a.shape, a.rows, alts=(Want(a.name, (f'{src}{fused}.weight',), a.shape, order=order),), exact=name=='ba_proj')
-        return [either('in_proj', ('in_proj_qkv','in_proj_z'), (C,z), 'in_proj_qkvz', ungroup_qkvz(d)),
-            either('ba_proj', ('in_proj_b','in_proj_a'), (vh,vh), 'in_proj_ba', ungroup_ba(d)),
-            vector(dst+'conv1d.weight', src+'conv1d.weight', C, d.conv), decay(dst, src, vh),
-            vector(dst+'dt_bias', src+'dt_bias', vh), vector(dst+'norm.weight', src+'norm.weight', d.v_dim),
-            *stack(dst+'out_proj', src, ('out_proj',), (c.hidden_size,), z)]
-
-    def weights(self)->DeltaWeights:
-        "What `gated_delta` reads"
-        d = self._d
-        return DeltaWeights(self.conv1d.weight, self.A, self.dt_bias, self.norm.weight,
-            self._c.norm_eps, d.num_k_heads, d.gate_act, self.out_proj.weight)
-
-    def __call__(self, x, norm, s, add=None):
-        "As `Attention`"
-        b_a = self.ba_proj.weight
-        p = s.ops.project(s, x, self.in_proj, norm, extra=b_a)  # (R, qkv + z + b + a)
-        conv = s.cache.conv[self._i]
-        rec = s.cache.rec[self._i]
-        o,left = s.ops.gated_delta(s, p, self.weights(), conv, rec)
-        return s.ops.project(s, o, self.out_proj, left, add)
+        d,z,heads = self._d,self._z,self._d.num_v_heads
+        def small(name, *shape): return vector(dst+name, src+name, *shape)
+        return [*self._inputs(dst, src),
+            small('conv1d.weight', self._qkv, d.conv),
+            decay(dst, src, heads),
+            small('dt_bias', heads),
+            small('norm.weight', d.v_dim),
+            *stack(dst+'out_proj', src, ('out_proj',),
+                (self._c.hidden_size,), z)]
 
 def decay(dst, src, n):
     "The decay A = -exp(A_log) of `n` heads; GGUF files hold A itself"
-    return vector(dst+'A', src+'A_log', n, fn=_neg_exp, alts=(vector(dst+'A', src+'A', n),))
+    itself = vector(dst+'A', src+'A', n)
+    return vector(dst+'A', src+'A_log', n, fn=_neg_exp,
+        alts=(itself,))
+
+# %% ../../nbs/4_model/01_layers.ipynb #6a90a157
+@patch
+def weights(self:DeltaNet)->DeltaWeights:
+    "What `gated_delta` reads"
+    d = self._d
+    return DeltaWeights(
+        self.conv1d.weight,
+        self.A,
+        self.dt_bias,
+        self.norm.weight,
+        self._c.norm_eps,
+        d.num_k_heads,
+        d.gate_act,
+        self.out_proj.weight)
+
+@patch
+def __call__(self:DeltaNet, x, norm, s, add=None):
+    "As `Attention`"
+    b_a = self.ba_proj.weight
+    p = s.ops.project(s, x, self.in_proj, norm, extra=b_a)  # (R, qkv + z + b + a)
+    conv = s.cache.conv[self._i]
+    rec = s.cache.rec[self._i]
+    o,left = s.ops.gated_delta(s, p, self.weights(),
+        conv, rec)
+    return s.ops.project(s, o, self.out_proj, left, add)
+
+# %% ../../nbs/4_model/01_layers.ipynb #9970d52f
+@patch
+def _inputs(self:DeltaNet, dst, src):
+    "Wants of the two products of the stream, from four matrices or from two"
+    d,heads = self._d,self._d.num_v_heads
+    width = self._c.hidden_size
+    def either(name, separate, sizes, fused, order):
+        a = stack(dst+name, src, separate, sizes, width)[0]
+        joined = Want(a.name, (f'{src}{fused}.weight',), a.shape, order=order)
+        return replace(a, alts=(joined,), exact=name=='ba_proj')
+    qkvz = ('in_proj_qkv','in_proj_z'),(self._qkv,self._z)
+    ba = ('in_proj_b','in_proj_a'),(heads,heads)
+    return [either('in_proj', *qkvz, 'in_proj_qkvz', ungroup_qkvz(d)),
+        either('ba_proj', *ba, 'in_proj_ba', ungroup_ba(d))]
 
 # %% ../../nbs/4_model/01_layers.ipynb #2bca3519
 class Mamba:
@@ -150,36 +228,62 @@ class Mamba:
 
     def wants(self, dst, src):
         "As `Attention.wants`"
-        c,m,I,C,nh = self._c,self._m,self._inner,self._conv,self._m.num_heads
-        return [*stack(dst+'in_proj', src, ('in_proj',), (I+C+nh,), c.hidden_size, m.proj_bias),
-            vector(dst+'conv1d.weight', src+'conv1d.weight', C, m.conv), *([vector(dst+'conv1d.bias', src+'conv1d.bias', C)] if m.conv_bias else []),
-            decay(dst, src, nh), vector(dst+'D', src+'D', nh), vector(dst+'dt_bias', src+'dt_bias', nh), vector(dst+'norm.weight', src+'norm.weight', I),
-            *stack(dst+'out_proj', src, ('out_proj',), (c.hidden_size,), I, m.proj_bias)]
+        m,inner,heads = self._m,self._inner,self._m.num_heads
+        width,bias = self._c.hidden_size,self._m.proj_bias
+        def small(name, *shape): return vector(dst+name, src+name, *shape)
+        rows = inner+self._conv+heads
+        ws = stack(dst+'in_proj', src, ('in_proj',), (rows,),
+            width, bias)
+        ws.append(small('conv1d.weight', self._conv, m.conv))
+        if m.conv_bias:
+            ws.append(small('conv1d.bias', self._conv))
+        ws.append(decay(dst, src, heads))
+        ws += [small('D', heads), small('dt_bias', heads),
+            small('norm.weight', inner)]
+        return ws+stack(dst+'out_proj', src, ('out_proj',),
+            (width,), inner, bias)
 
-    def weights(self)->MambaWeights:
-        "What `mamba` reads"
-        conv = self.conv1d
-        return MambaWeights(conv.weight, conv.bias, self.A, self.D, self.dt_bias,
-            self.norm.weight, self._c.norm_eps, self._m.n_groups, self.out_proj.weight)
+# %% ../../nbs/4_model/01_layers.ipynb #cbb12b8b
+@patch
+def weights(self:Mamba)->MambaWeights:
+    "What `mamba` reads"
+    conv = self.conv1d
+    return MambaWeights(
+        conv.weight,
+        conv.bias,
+        self.A,
+        self.D,
+        self.dt_bias,
+        self.norm.weight,
+        self._c.norm_eps,
+        self._m.n_groups,
+        self.out_proj.weight)
 
-    def __call__(self, x, norm, s, add=None):
-        "As `Attention`"
-        p = s.ops.project(s, x, self.in_proj, norm)
-        conv = s.cache.conv[self._i]
-        rec = s.cache.rec[self._i]
-        o,left = s.ops.mamba(s, p, self.weights(), conv, rec)
-        return s.ops.project(s, o, self.out_proj, left, add)
+@patch
+def __call__(self:Mamba, x, norm, s, add=None):
+    "As `Attention`"
+    p = s.ops.project(s, x, self.in_proj, norm)
+    conv = s.cache.conv[self._i]
+    rec = s.cache.rec[self._i]
+    o,left = s.ops.mamba(s, p, self.weights(),
+        conv, rec)
+    return s.ops.project(s, o, self.out_proj, left, add)
 
 # %% ../../nbs/4_model/01_layers.ipynb #3b766017
 class MLP:
     "The dense feed-forward layer, gated unless `act` is relu2"
-    def __init__(self, c:ModelConfig, width:int|None=None): self._c,self._I = c,width or c.intermediate_size
+    def __init__(self, c:ModelConfig, width:int|None=None):
+        self._c,self._I = c,width or c.intermediate_size
 
     def wants(self, dst, src):
         "As `Attention.wants`"
         c,H,I = self._c,self._c.hidden_size,self._I
         ins = ('gate_proj','up_proj') if c.gated else ('up_proj',)
-        return stack(dst+'gate_up_proj', src, ins, (I,)*len(ins), H, c.mlp_bias, pair=c.gated)+stack(dst+'down_proj', src, ('down_proj',), (H,), I, c.mlp_bias)
+        sizes = (I,)*len(ins)
+        first = stack(dst+'gate_up_proj', src, ins, sizes, H, c.mlp_bias,
+            pair=c.gated)
+        return first+stack(dst+'down_proj', src, ('down_proj',),
+            (H,), I, c.mlp_bias)
 
     def weights(self, gate=None)->MLPWeights:
         "What `mlp` reads; with the `gate` of a shared expert"
@@ -200,22 +304,48 @@ class MoENames:
     down:str='down_proj'
     shared:str='shared_expert'
     correction:str='gate.e_score_correction_bias'
-    transposed:tuple=(False,) # Are stacked tensors of plain numbers stored as [E,in,out]? The first answer that fits the shape
+    # Are stacked tensors of plain numbers stored as [E,in,out]? The first that fits the shape
+    transposed:tuple=(False,)
     interleaved:bool=False # Do gate and up rows of a stacked tensor alternate?
 
 # %% ../../nbs/4_model/01_layers.ipynb #c71c896f
-def _bank(dst, n, base, E, rows, width, joint, order=None, pair=False):
-    "Wants for [E,sum(rows),width] out of experts that are stored one by one, stacked, or stacked apart; `joint` is the stacked one's name"
-    shape = (E,sum(rows.values()),width)
-    each = Want(dst, tuple(f'{base}{e}.{m}.weight' for e in range(E) for m in rows), shape, tuple(rows.values())*E)
-    whole = dict(sources=(f'{base}{joint}',), shape=shape, order=order)
-    alts = [Want(dst, **whole, transposed=t) for t in n.transposed]
-    if len(rows)>1:
-        alts.append(Want(dst, tuple(f'{base}{m}' for m in rows), shape, tuple(rows.values()), axis=1))
-    return Want(each.name, each.sources, each.shape, each.rows, alts=tuple(alts), pair=pair)
+@dataclass(frozen=True)
+class _Bank:
+    "One matrix of each expert, [E, sum of `rows`, width], and how checkpoints may have it"
+    dst:str # Its name in the model
+    base:str # What names of experts begin with in the checkpoint
+    experts:int
+    rows:dict # Rows of each of its parts, by their names in the checkpoint
+    width:int
+    joint:str # Name of the stacked one, all parts together
 
-def _halves(I): return np.concatenate([np.arange(0, 2*I, 2), np.arange(1, 2*I, 2)])
+    @property
+    def shape(self)->tuple:
+        "Of the array"
+        return self.experts,sum(self.rows.values()),self.width
 
+    def want(
+        self, transposed:tuple=(False,), order=None, pair=False
+    )->Want:
+        "It, out of experts stored one by one, stacked, or stacked part by part"
+        shape,rows = self.shape,tuple(self.rows.values())
+        those = range(self.experts)
+        one_by_one = tuple(f'{self.base}{e}.{m}.weight' for e in those for m in self.rows)
+        whole = (f'{self.base}{self.joint}',)
+        alts = [Want(self.dst, whole, shape, order=order, transposed=t)
+            for t in transposed]
+        if len(rows)>1:
+            apart = tuple(self.base+m for m in self.rows)
+            alts.append(Want(self.dst, apart, shape, rows, axis=1))
+        sizes = rows*self.experts
+        return Want(self.dst, one_by_one, shape, sizes, alts=tuple(alts),
+            pair=pair)
+
+def _halves(I):
+    return np.concatenate([np.arange(0, 2*I, 2),
+        np.arange(1, 2*I, 2)])
+
+# %% ../../nbs/4_model/01_layers.ipynb #1c940210
 class MoE:
     "A mixture of experts"
     def __init__(self, c:ModelConfig, names:MoENames=MoENames()):
@@ -225,39 +355,70 @@ class MoE:
         # for a device that keeps the shared expert in the bank, or asks ahead
         self.joined,self.then,self.reader = False,None,None
 
-    def wants(self, dst, src):
-        "As `Attention.wants`"
-        c,m,n = self._c,self.config,self._n
-        H,E,I = c.hidden_size,m.num_experts,m.intermediate_size
-        ins = {n.gate:I, n.up:I} if c.gated else {n.up:I}
-        order = dict(order=_halves(I)) if n.interleaved else {}
-        base,joint = src+'experts.','gate_up_proj' if c.gated else n.up
-        ws = [Want(dst+'router.weight', (f'{src}{n.router}.weight',), (E,H), exact=True),
-              _bank(dst+'experts.gate_up_proj', n, base, E, ins, H, joint, **order, pair=c.gated), _bank(dst+'experts.down_proj', n, base, E, {n.down:H}, I, 'down_proj')]
-        if m.router_bias:
-            ws.append(vector(dst+'router.bias', f'{src}{n.router}.bias', E))
-        if m.correction:
-            ws.append(vector(dst+'router.correction', src+n.correction, E))
-        return ws + self._bias_wants(dst, base, ins, n) + self._shared_wants(dst, src)
+@patch
+def _inputs(self:MoE)->dict:
+    "Rows of the matrices of an expert that see the stream, by name"
+    n,I = self._n,self.config.intermediate_size
+    return {n.gate:I, n.up:I} if self._c.gated else {n.up:I}
+
+@patch
+def _banks(self:MoE, dst, base)->list:
+    "Wants of the matrices of all experts: those that see the stream, and those behind them"
+    c,m,n = self._c,self.config,self._n
+    H,E,I = c.hidden_size,m.num_experts,m.intermediate_size
+    joint = 'gate_up_proj' if c.gated else n.up
+    first = _Bank(dst+'experts.gate_up_proj', base, E, self._inputs(), H, joint)
+    second = _Bank(dst+'experts.down_proj', base, E, {n.down:H},
+        I, 'down_proj')
+    order = _halves(I) if n.interleaved else None
+    return [first.want(n.transposed, order, pair=c.gated),
+        second.want(n.transposed)]
+
+# %% ../../nbs/4_model/01_layers.ipynb #778fae01
+@patch
+def wants(self:MoE, dst, src):
+    "As `Attention.wants`"
+    m,n,H = self.config,self._n,self._c.hidden_size
+    router = (f'{src}{n.router}.weight',)
+    ws = [Want(dst+'router.weight', router, (m.num_experts,H),
+        exact=True)]
+    ws += self._banks(dst, src+'experts.')
+    if m.router_bias:
+        ws.append(vector(dst+'router.bias', f'{src}{n.router}.bias', m.num_experts))
+    if m.correction:
+        ws.append(vector(dst+'router.correction', src+n.correction, m.num_experts))
+    return ws+self._bias_wants(dst, src+'experts.')+self._shared_wants(dst, src)
 
 # %% ../../nbs/4_model/01_layers.ipynb #5f11a2ff
 @patch
-def _bias_wants(self:MoE, dst, base, ins, n):
+def _bias_wants(self:MoE, dst, base):
+    "Wants of the biases of experts, stacked whole or in two; none where there are none"
     if not self.config.expert_bias:
         return []
     E,H = self.config.num_experts,self._c.hidden_size
-    I = sum(ins.values())
-    parts = Want(dst+'experts.gate_up_proj_bias', tuple(f'{base}{k}_bias' for k in ins), (E,I), tuple(ins.values()), axis=1, exact=True)
-    cols = _halves(I//2) if n.interleaved else None
-    return [vector(dst+'experts.gate_up_proj_bias', base+'gate_up_proj_bias', E, I, cols=cols, alts=(parts,), pair=len(ins)>1), vector(dst+'experts.down_proj_bias', base+'down_proj_bias', E, H)]
+    ins = self._inputs()
+    I,name = sum(ins.values()),dst+'experts.gate_up_proj_bias'
+    sources = tuple(f'{base}{k}_bias' for k in ins)
+    parts = Want(name, sources, (E,I),
+        tuple(ins.values()), axis=1, exact=True)
+    cols = _halves(I//2) if self._n.interleaved else None
+    how = dict(cols=cols, alts=(parts,),
+        pair=len(ins)>1)
+    first = vector(name, base+'gate_up_proj_bias', E, I, **how)
+    return [first, vector(dst+'experts.down_proj_bias', base+'down_proj_bias', E, H)]
 
 @patch
 def _shared_wants(self:MoE, dst, src):
+    "Wants of the shared expert and its gate, if there are such"
     m,n = self.config,self._n
     if not m.shared_size:
         return []
-    gate = [Want(dst+'shared_gate', (f'{src}{n.shared}_gate.weight',), (1,self._c.hidden_size), exact=True)] if m.shared_gate else []
-    return self.shared.wants(dst+'shared.', f'{src}{n.shared}.') + gate
+    ws = self.shared.wants(dst+'shared.', f'{src}{n.shared}.')
+    if m.shared_gate:
+        gate = (f'{src}{n.shared}_gate.weight',)
+        ws.append(Want(dst+'shared_gate', gate,
+            (1,self._c.hidden_size), exact=True))
+    return ws
 
 # %% ../../nbs/4_model/01_layers.ipynb #ddc72536
 @patch
@@ -265,13 +426,21 @@ def weights(self:MoE)->MoEWeights:
     "What `moe` reads"
     c,r,e = self._c,self.router,self.experts
     gate = getattr(self, 'shared_gate', None)
-    return MoEWeights(self.config, r, e.gate_up_proj, e.down_proj, c.act, c.act_limit,
+    return MoEWeights(
+        self.config,
+        r,
+        e.gate_up_proj,
+        e.down_proj,
+        c.act,
+        c.act_limit,
         correction=getattr(r, 'correction', None),
         per_expert=getattr(r, 'per_expert_scale', None),
         up_bias=getattr(e, 'gate_up_proj_bias', None),
         down_bias=getattr(e, 'down_proj_bias', None),
         shared=self.shared and self.shared.weights(gate),
-        joined=self.joined, then=self.then, reader=self.reader)
+        joined=self.joined,
+        then=self.then,
+        reader=self.reader)
 
 @patch
 def __call__(self:MoE, x, norm, s:Step, add=None, router_gain=None):
@@ -296,8 +465,11 @@ class Block:
 
     def wants(self, dst, src):
         "The wants of its norms and layers"
-        n = lambda h: norm(f'{dst}{h.attr}_norm', f'{src}{h.norm}', self._c.hidden_size, self._c)
-        return [w for h in self._halves for w in (n(h), *h.layer.wants(f'{dst}{h.attr}.', f'{src}{h.src}.'))]
+        c,ws = self._c,[]
+        for h in self._halves:
+            ws.append(norm(f'{dst}{h.attr}_norm', f'{src}{h.norm}', c.hidden_size, c))
+            ws += h.layer.wants(f'{dst}{h.attr}.', f'{src}{h.src}.')
+        return ws
 
     def parts(self)->list:
         "Its layers, in order"
@@ -312,5 +484,6 @@ class Block:
         "The stream `x` [R,H] after this block"
         for h in self._halves:
             gain = getattr(self, h.attr+'_norm').weight
-            x = h.layer(x, Norm(gain, self._c.norm_eps), s, add=x)
+            x = h.layer(x, Norm(gain, self._c.norm_eps),
+                s, add=x)
         return x

@@ -87,7 +87,8 @@ def within(self:Media, start:int, n:int)->list: # Of each: the image, its rows, 
     "Images with rows among tokens `start..start+n-1`"
     out = []
     for image,rows in zip(self.images, self.rows):
-        here = range(max(start, rows.start), min(start+n, rows.stop))
+        here = range(max(start, rows.start),
+            min(start+n, rows.stop))
         if here:
             out.append((image, rows, here))
     return out

@@ -45,7 +45,8 @@ class Store:
         was = meta.get('made_of')
         if not isinstance(was, dict):
             return 'something else'
-        keys = [k for k in {*was,*self.made_of} if was.get(k)!=self.made_of.get(k)]
+        keys = [k
+            for k in {*was,*self.made_of} if was.get(k)!=self.made_of.get(k)]
         return f'other {" and ".join(sorted(keys))}' if keys else None
 
 # %% ../../nbs/4_model/13_stored.ipynb #95be936f
@@ -62,7 +63,8 @@ def save(self:Store, model):
         self.path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise AtlasError(f'{self.path.parent} cannot be made: {e.strerror}') from e
-    save_dict(self.path, model.weights(), dict(made_of=self.made_of), arrays_of(model.device),
+    save_dict(self.path, model.weights(),
+        dict(made_of=self.made_of), arrays_of(model.device),
         stop=self._stop.is_set, threads=2, start=_modest)
 
 @patch
@@ -70,7 +72,8 @@ def save_beside(self:Store, model):
     "Write them in a thread, unless they come from the file; the log tells how that ended"
     if self.fresh:
         return
-    self._thread = threading.Thread(target=self._work, args=(model,), name='packed', daemon=True)
+    self._thread = threading.Thread(target=self._work,
+        args=(model,), name='packed', daemon=True)
     self._thread.start()
 
 @patch
@@ -136,8 +139,11 @@ def _read(self:Store, places, show, note):
         for parts,device,*_ in places:
             homes |= dict.fromkeys(parts, arrays_of(device))
         def part(name): return Want(name, (), ()).part
-        def allocate(e): return homes[part(e.name)].empty(e.shape, TYPES[e.dtype])
-        mine,lock = [n for n in f.names if part(n) in homes],threading.Lock()
+        def allocate(e):
+            return homes[part(e.name)].empty(e.shape,
+                TYPES[e.dtype])
+        mine = [n for n in f.names if part(n) in homes]
+        lock = threading.Lock()
         with progress(f.file.size, 'loading', show) as bar:
             def seen(n):
                 with lock:
@@ -170,6 +176,7 @@ def reload(self:Store,
     with PackedFile(self.path) as f:
         if why := self._differs(f.meta):
             raise f.bad(f'it is of {why}')
-        f.load(place=arrays_of(model.device), into=model.weights(), seen=seen)
+        f.load(place=arrays_of(model.device),
+            into=model.weights(), seen=seen)
         self.readings.append(f.reading)
         return f.reading.nbytes

@@ -9,6 +9,7 @@ __all__ = ['write_kv', 'attention', 'attend', 'full_attention']
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #56bb639c
 import numpy as np
+from dataclasses import dataclass
 from .linear import TILE,sigmoid
 from .norm import rmsnorm
 from .rope import rope
@@ -31,13 +32,16 @@ def _gather(pool, table, lo, n, length):
     "Positions lo..n-1 of a sequence as [n-lo, kv_heads, head_dim]; zeros from `length` on"
     B = pool.shape[1]
     b = lo//B
-    x = pool[table[b:-(-n//B)]].reshape(-1, *pool.shape[2:])[lo-b*B:n-b*B]  # [n-lo,kv,d], of a copy
+    blocks = pool[table[b:-(-n//B)]] # a copy
+    x = blocks.reshape(-1, *pool.shape[2:])[lo-b*B:n-b*B]  # [n-lo,kv,d]
     x[length-lo:] = 0
     return x
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #81f1ed81
 def _attend(q, k, v, scale, mask=None, sink=None):
-    "Softmax(q kᵀ · scale + mask) v, for each key head: q [kv,m,d], k and v [n,kv,d], mask [m,n], sink [kv,m] -> [kv,m,d]"
+    """Softmax(q kᵀ · scale + mask) v, for each key head: [kv,m,d]
+
+    q [kv,m,d], k and v [n,kv,d], mask [m,n], sink [kv,m]"""
     s = q @ k.transpose(1,2,0)  # [kv,m,n]
     s *= scale
     if mask is not None:
@@ -65,28 +69,46 @@ def _mask(pos, lo, n, window=None):
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #dea541fd
 def _first(p, window, unit):
-    "First key that is read for a row at `p`: the start of its window, rounded down to a multiple of `unit`"
+    "First key read for a row at `p`: its window's start, rounded down to a multiple of `unit`"
     return 0 if window is None else max(0, p-window+1)//unit*unit
 
-def _by_head(q, kv): return q.reshape(len(q),kv,-1,q.shape[-1]).transpose(1,2,0,3).reshape(kv,-1,q.shape[-1])  # (m,heads,d) -> (kv,r*m,d)
+def _by_head(q, kv):
+    "Questions by key head: (m,heads,d) -> (kv,r*m,d)"
+    m,_,d = q.shape
+    return q.reshape(m, kv, -1, d).transpose(1,2,0,3).reshape(kv, -1, d)
 
-def _by_row(o, m): return o.reshape(len(o),-1,m,o.shape[-1]).transpose(2,0,1,3).reshape(m,-1,o.shape[-1])  # and back
+def _by_row(o, m):
+    "And back"
+    kv,_,d = o.shape
+    return o.reshape(kv, -1, m, d).transpose(2,0,1,3).reshape(m, -1, d)
 
-def _decode_row(q, k_pool, v_pool, table, p, scale, window, sinks):
+@dataclass(frozen=True)
+class _Past:
+    "What the rows of a step look back on, and how"
+    k:np.ndarray # Pools [blocks, block_size, kv_heads, head_dim]
+    v:np.ndarray
+    scale:float # Of the scores
+    window:int|None
+    sinks:np.ndarray|None # [heads]
+
+# %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #43c6b580
+def _decode_row(q, past, table, p):
     "One row q [heads,d] at position p -> [heads,d]"
-    B,kv,d = k_pool.shape[1:]
-    lo,n = _first(p, window, B),-(-(p+1)//B)*B
-    k,v = (_gather(pool, table, lo, n, p+1) for pool in (k_pool,v_pool))
-    sink = None if sinks is None else sinks.reshape(kv,-1)
-    return _attend(q.reshape(kv,-1,d), k, v, scale, _mask([p], lo, n, window), sink).reshape(-1,d)
+    B,kv,d = past.k.shape[1:]
+    lo,n = _first(p, past.window, B),-(-(p+1)//B)*B
+    k,v = (_gather(pool, table, lo, n, p+1) for pool in (past.k,past.v))
+    sink = None if past.sinks is None else past.sinks.reshape(kv,-1)
+    mask = _mask([p], lo, n, past.window)
+    return _attend(q.reshape(kv,-1,d), k, v, past.scale, mask, sink).reshape(-1,d)
 
-def _prefill_tile(q, k, v, base, t, scale, window, sinks):
-    "Tile t's rows q [TILE,heads,d] against keys and values of positions from `base` on -> [TILE,heads,d]"
-    lo,n,kv = _first(t*TILE, window, TILE),(t+1)*TILE,k.shape[1]
-    mask = np.tile(_mask(range(n-TILE,n), lo, n, window), (q.shape[1]//kv, 1))
+def _prefill_tile(q, k, v, base, t, past):
+    "Tile t's rows q [TILE,heads,d] against keys and values from position `base` on, likewise"
+    lo,n,kv = _first(t*TILE, past.window, TILE),(t+1)*TILE,k.shape[1]
+    seen,sinks = _mask(range(n-TILE,n), lo, n, past.window),past.sinks
+    mask = np.tile(seen, (q.shape[1]//kv, 1))
     sink = None if sinks is None else np.repeat(sinks.reshape(kv,-1), TILE, 1)
     k,v = k[lo-base:n-base],v[lo-base:n-base]
-    return _by_row(_attend(_by_head(q, kv), k, v, scale, mask, sink), TILE)
+    return _by_row(_attend(_by_head(q, kv), k, v, past.scale, mask, sink), TILE)
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #76ed482c
 def attention(
@@ -101,30 +123,38 @@ def attention(
     out=None, # As q
     sinks=None, # [heads]: one more logit for each head, without a value (gpt-oss)
 ): # As q
-    "Softmax attention (Vaswani et al. 2017) of a step's rows over the paged cache, with grouped heads; float32"
+    "Softmax attention (Vaswani et al. 2017) of a step's rows over the paged cache; float32"
     if out is None:
         out = np.empty_like(q)
+    past = _Past(k_pool, v_pool, scale, window, sinks)
     one = _prefill_seq if tiled else _decode_seq
     r = 0
     for table,start,n in zip(tables, starts, counts):
-        r += one(out, q, r, k_pool, v_pool, table, int(start), int(n), scale, window, sinks)
+        r += one(
+            out[r:],
+            q[r:],
+            past,
+            table,
+            int(start),
+            int(n))
     return out
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #c6d42700
-def _decode_seq(out, q, r, k_pool, v_pool, table, start, n, scale, window, sinks):
-    "Rows r..r+n-1, one by one"
+def _decode_seq(out, q, past, table, start, n):
+    "The first n rows, from position `start` on, one by one; how many rows they are"
     for i in range(n):
-        out[r+i] = _decode_row(q[r+i], k_pool, v_pool, table, start+i, scale, window, sinks)
+        out[i] = _decode_row(q[i], past, table, start+i)
     return n
 
-def _prefill_seq(out, q, r, k_pool, v_pool, table, start, n, scale, window, sinks):
-    "The tiles that hold positions start..start+n-1, from row r on"
+def _prefill_seq(out, q, past, table, start, n):
+    "The tiles that hold positions start..start+n-1; how many rows they are"
     first,last = start//TILE,-(-(start+n)//TILE)
-    base,total = _first(first*TILE, window, TILE),last*TILE
-    k,v = (_gather(pool, _cover(table, pool, total), base, total, start+n) for pool in (k_pool,v_pool))
+    base,total = _first(first*TILE, past.window, TILE),last*TILE
+    table = _cover(table, past.k, total)
+    k,v = (_gather(pool, table, base, total, start+n) for pool in (past.k,past.v))
     for i,t in enumerate(range(first, last)):
-        s = slice(r+i*TILE, r+(i+1)*TILE)
-        out[s] = _prefill_tile(q[s], k, v, base, t, scale, window, sinks)
+        s = slice(i*TILE, (i+1)*TILE)
+        out[s] = _prefill_tile(q[s], k, v, base, t, past)
     return (last-first)*TILE
 
 def _cover(table, pool, n):
@@ -203,5 +233,6 @@ def full_attention(
         out = np.empty_like(q)
     for i in range(0, len(q), TILE):
         s = slice(i, min(i+TILE, len(q)))
-        out[s] = _by_row(_attend(_by_head(q[s], k.shape[1]), k, v, scale), s.stop-i)
+        o = _attend(_by_head(q[s], k.shape[1]), k, v, scale)
+        out[s] = _by_row(o, s.stop-i)
     return out

@@ -53,9 +53,11 @@ def unit_inverse(
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #0e5f46bb
 def delta_chunk(q, k, v, beta, g, S):
-    "What `delta_recurrent` computes, with matrix products over all n tokens at once (Yang et al. 2024, 2025)"
+    "What `delta_recurrent` computes, by products over all n tokens (Yang et al. 2024, 2025)"
     Q,K,V = (x.transpose(1,0,2) for x in (q,k,v))  # (h,n,d)
-    D,G,b = np.exp(segsum(g)),np.exp(g.cumsum(0)).T[...,None],beta.T[...,None]  # (h,n,n), (h,n,1), (h,n,1)
+    D = np.exp(segsum(g))  # (h,n,n)
+    G = np.exp(g.cumsum(0)).T[...,None]  # (h,n,1)
+    b = beta.T[...,None]  # (h,n,1)
     A = np.tril(b*D*(K@K.transpose(0,2,1)), -1)
     N = unit_inverse(A)@(b*(V-G*(K@S)))  # (h,n,dv)
     O = G*(Q@S)+(D*(Q@K.transpose(0,2,1)))@N
@@ -87,43 +89,56 @@ def causal_conv(
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #de2b2da2
 def _heads(y, kh, dk, vh):
     "q, k [n, vh, dk] of unit length, q scaled, and v [n, vh, dv]"
-    q,k,v = (x.reshape(len(y), h, -1) for x,h in zip(np.split(y, [kh*dk, 2*kh*dk], axis=1), (kh,kh,vh)))
-    q,k = (np.repeat(x/np.sqrt(np.vecdot(x, x)+1e-6)[...,None], vh//kh, axis=1) for x in (q,k))
+    parts = np.split(y, [kh*dk, 2*kh*dk], axis=1)
+    q,k,v = (x.reshape(len(y), h, -1) for x,h in zip(parts, (kh,kh,vh)))
+    def unit(x): return x/np.sqrt(np.vecdot(x, x)+1e-6)[...,None]
+    q,k = (np.repeat(unit(x), vh//kh, axis=1) for x in (q,k))
     return q*np.float32(dk**-.5),k,v
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #d98b17dc
 def scan(
-    step, # step(rows, at, tail, S) -> y [n, ...], tail, S, for a slice of 1 row, or of up to TILE rows that begin at row `at` of a tile
+    # step(rows, at, tail, S) -> y [n, ...], tail, S, for a slice of 1 row,
+    # or of up to TILE rows that begin at row `at` of a tile
+    step,
     out, # [R, ...]: written
-    # [tails, K-1, C] and [slots, ...]: pools of states, read and written. State n has tail n; the rest of
-    # it is in slot n, or where there are two tails for each slot in n//2, which two states share
+    # [tails, K-1, C] and [slots, ...]: pools of states, read and written. State n has tail n; the
+    # rest of it is in slot n, or where there are two tails for each slot in n//2, which two share
     conv, rec,
     state_in, # [S]: state to begin from; unread where a sequence starts at 0
-    state_out, # [R]: state after a row, or -1; when tiled only a sequence's or a tile's last row may have one
+    # [R]: state after a row, or -1; when tiled only a sequence's or a tile's last row may have one
+    state_out,
     starts, counts, tiled, # As for `spans`
 ):
     "Take each sequence of a step from state to state"
-    out[:],per = 0,len(conv)//len(rec)
+    out[:] = 0
+    per = len(conv)//len(rec)
     for (r,n),start,i in zip(spans(starts, counts, tiled), starts, state_in):
         tail,S = conv[i],rec[i//per]
         if not start:
             tail,S = np.zeros_like(tail),np.zeros_like(S)
         for a,b in _cuts(start, n, tiled):
-            assert np.max(state_out[r+a:r+b-1], initial=-1)<0, 'a state to keep in the middle of a tile'
-            out[r+a:r+b],tail,S = step(slice(r+a, r+b), (start+a)%TILE, tail, S)
-            if (keep := state_out[r+b-1])>=0:
+            within = np.max(state_out[r+a:r+b-1], initial=-1)
+            assert within<0, 'a state to keep in the middle of a tile'
+            rows = slice(r+a, r+b)
+            out[rows],tail,S = step(rows, (start+a)%TILE, tail, S)
+            keep = state_out[r+b-1]
+            if keep>=0:
                 conv[keep],rec[keep//per] = tail,S
     return out
 
 def _cuts(start, n, tiled):
-    "Pieces (a,b) of a sequence's n rows: each row, or cut where the position is a multiple of TILE"
-    return pairwise([0, *range(TILE-start%TILE, n, TILE), n] if tiled and n else range(n+1))
+    "Pieces (a,b) of n rows: each row, or cut where the position is a multiple of TILE"
+    tiles = [0, *range(TILE-start%TILE, n, TILE), n]
+    return pairwise(tiles if tiled and n else range(n+1))
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #6bb0d891
 def in_tile(f, at, S, *xs):
     "`f(*xs, S)` of rows `at`... of a tile that is filled up with zeros"
     n = len(xs[0])
-    def fill(x): t = np.zeros((TILE,*x.shape[1:]), np.float32); t[at:at+n] = x; return t
+    def fill(x):
+        t = np.zeros((TILE,*x.shape[1:]), np.float32)
+        t[at:at+n] = x
+        return t
     o,S = f(*map(fill, xs), S)
     return o[at:at+n],S
 
@@ -163,9 +178,11 @@ def gated_delta(
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #45d97bf5
 def ungroup_qkvz(cfg:DeltaConfig): # Index array [2*kh*dk + 2*vh*dv]
     "Row order that turns a stored `in_proj_qkvz`, grouped by key head, into q | k | v | z"
-    kh,dk,rv = cfg.num_k_heads,cfg.k_dim,cfg.num_v_heads//cfg.num_k_heads*cfg.v_dim
+    kh,dk = cfg.num_k_heads,cfg.k_dim
+    rv = cfg.num_v_heads//kh*cfg.v_dim
     i = np.arange(kh*2*(dk+rv)).reshape(kh, -1)
-    return np.concatenate([x.ravel() for x in np.split(i, [dk, 2*dk, 2*dk+rv], axis=1)])
+    parts = np.split(i, [dk, 2*dk, 2*dk+rv], axis=1)
+    return np.concatenate([x.ravel() for x in parts])
 
 def ungroup_ba(cfg:DeltaConfig): # Index array [2*vh]
     "Row order that turns a stored `in_proj_ba`, grouped by key head, into b | a"

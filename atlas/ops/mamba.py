@@ -32,7 +32,8 @@ def ssd_recurrent(
 def ssd_chunk(X, a, B, C, S):
     "What `ssd_recurrent` computes, with matrix products over all n tokens at once"
     X,B,C = (t.transpose(1,0,2) for t in (X,B,C))  # (h,n,P), (h,n,N), (h,n,N)
-    L,G = np.exp(segsum(a)),np.exp(a.cumsum(0)).T[...,None]  # (h,n,n), (h,n,1)
+    L = np.exp(segsum(a))  # (h,n,n)
+    G = np.exp(a.cumsum(0)).T[...,None]  # (h,n,1)
     Y = (L*(C@B.transpose(0,2,1)))@X+G*(C@S.transpose(0,2,1))
     S = G[:,-1:]*S+(X*L[:,-1,:,None]).transpose(0,2,1)@B
     return Y.transpose(1,0,2),S
@@ -41,7 +42,10 @@ def ssd_chunk(X, a, B, C, S):
 def _heads(y, nh, P, groups):
     "X [n, nh, P], B and C [n, nh, N] of the convolution's output"
     n,I = len(y),nh*P
-    X,B,C = np.split(y, [I, (I+y.shape[1])//2], axis=1)
+    X,B,C = np.split(
+        y,
+        [I, (I+y.shape[1])//2],
+        axis=1)
     B,C = (np.repeat(t.reshape(n, groups, -1), nh//groups, axis=1) for t in (B,C))
     return X.reshape(n, nh, P),B,C
 
@@ -62,7 +66,10 @@ def mamba2(
     "A Mamba-2 layer between its projections (Dao & Gu 2024)"
     nh,P,N = rec.shape[1:]
     I = nh*P
-    z,xbc,dt = np.split(zxbcdt, [I, 2*I+2*groups*N], axis=1)
+    z,xbc,dt = np.split(
+        zxbcdt,
+        [I, 2*I+2*groups*N],
+        axis=1)
     def step(rows, at, tail, S):
         y,seen = causal_conv(xbc[rows], conv_w, tail, conv_b)
         X,B,C = _heads(y, nh, P, groups)
@@ -70,7 +77,8 @@ def mamba2(
         xs = X*d[...,None],A*d,B,C
         Y,S = in_tile(ssd_chunk, at, S, *xs) if tiled else ssd_recurrent(*xs, S)
         Y = (Y+D[:,None]*X).reshape(-1, I)*silu(z[rows])
-        Y = rmsnorm(Y.reshape(-1, groups, I//groups), norm_w.reshape(groups, -1), eps)
+        by_group = Y.reshape(-1, groups, I//groups)
+        Y = rmsnorm(by_group, norm_w.reshape(groups, -1), eps)
         return Y.reshape(-1, I),seen[len(y):],S
     if out is None:
         out = np.empty((len(zxbcdt), I), np.float32)

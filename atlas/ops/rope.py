@@ -32,16 +32,21 @@ def _linear(f, c): return _mix(f, 0, c.factor)
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #24496e30
 def _llama3(f, c):
     turns = c.original_max*f/(2*np.pi)
-    return _mix(f, np.clip((turns-c.low_freq_factor)/(c.high_freq_factor-c.low_freq_factor), 0, 1), c.factor)
+    ramp = (turns-c.low_freq_factor)/(c.high_freq_factor-c.low_freq_factor)
+    return _mix(f, np.clip(ramp, 0, 1), c.factor)
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #fdc4ddfc
+def _pair(c, turns):
+    "Index of the pair that makes so many turns in the original context"
+    return c.dim*math.log(c.original_max/(2*math.pi*turns))/(2*math.log(c.theta))
+
 def _yarn(f, c):
-    pair = lambda turns: c.dim*math.log(c.original_max/(2*math.pi*turns))/(2*math.log(c.theta))
-    lo,hi = pair(c.beta_fast),pair(c.beta_slow)
+    lo,hi = _pair(c, c.beta_fast),_pair(c, c.beta_slow)
     if c.truncate:
         lo,hi = math.floor(lo),math.ceil(hi)
     lo,hi = max(lo, 0),min(hi, c.dim-1)
-    return _mix(f, 1-np.clip((np.arange(c.dim//2)-lo)/max(hi-lo, .001), 0, 1), c.factor)
+    ramp = (np.arange(c.dim//2)-lo)/max(hi-lo, .001)
+    return _mix(f, 1-np.clip(ramp, 0, 1), c.factor)
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #5c779d60
 def attention_factor(
@@ -56,20 +61,31 @@ def attention_factor(
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #e77ec5be
 def _factors(f, c):
-    if len(c.freq_factors or ())!=len(f):
-        raise ConfigError(f'{len(c.freq_factors or ())} rope factors for {len(f)} pairs', hint='The checkpoint contradicts itself: download it again', param='rope_freqs.weight')
-    return f/np.array(c.freq_factors)
+    given = c.freq_factors or ()
+    if len(given)!=len(f):
+        said = f'{len(given)} rope factors for {len(f)} pairs'
+        hint = 'The checkpoint contradicts itself: download it again'
+        raise ConfigError(said, hint=hint, param='rope_freqs.weight')
+    return f/np.array(given)
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #1812da58
 def _proportional(f, c): return np.where(np.arange(len(f))<c.pairs, f/c.factor, 0)
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #f9839dfd
-SCALINGS = dict(default=lambda f,c: f, linear=_linear, llama3=_llama3, yarn=_yarn, factors=_factors, proportional=_proportional)
+def _default(f, c): return f
+
+SCALINGS = dict(
+    default=_default,
+    linear=_linear,
+    llama3=_llama3,
+    yarn=_yarn,
+    factors=_factors,
+    proportional=_proportional)
 
 def inv_freq(
     c:RopeConfig
-)->tuple[np.ndarray,float]: # Angle per token of each pair, float64 `[dim/2]`; what cos and sin are multiplied by
-    "Speeds of the pairs, scaled as the model was trained to have them; a `ConfigError` where `freq_factors` are too few or too many"
+)->tuple[np.ndarray,float]: # Radians a token of each pair, f64 `[dim/2]`; factor of cos and sin
+    "Speeds of the pairs as in training; a `ConfigError` where `freq_factors` are not one a pair"
     return SCALINGS[c.kind](base_freq(c), c),attention_factor(c)
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #eeb03984
@@ -121,7 +137,9 @@ def rope(
     sin:np.ndarray, # Likewise
     out:np.ndarray|None=None, # Where to write; may be `x`
 )->np.ndarray: # `[..., heads, head_dim]`
-    "Turn each pair `(x[i], x[i+dim/2])` by its angle (Su et al. 2021, pairs as in GPT-NeoX); elements from `dim` on pass unchanged"
+    """Turn each pair `(x[i], x[i+dim/2])` by its angle (Su et al. 2021, pairs as in GPT-NeoX)
+
+    Elements from `dim` on pass unchanged."""
     h = cos.shape[-1]
     if out is None:
         out = np.empty_like(x)

@@ -24,13 +24,19 @@ def philox(
     counter:int, # 128 bits
 )->tuple[int,int,int,int]: # Four random words of 32 bits
     "Philox4x32-10 of Salmon et al. (2011)"
-    k0,k1 = key&_M32, key>>32&_M32
-    a,b,c,d = (counter>>s&_M32 for s in (0,32,64,96))
+    keys = key&_M32,key>>32&_M32
+    words = tuple(counter>>s&_M32 for s in (0,32,64,96))
     for _ in range(10):
-        p,q = 0xD2511F53*a, 0xCD9E8D57*c
-        a,b,c,d = q>>32^b^k0, q&_M32, p>>32^d^k1, p&_M32
-        k0,k1 = k0+0x9E3779B9&_M32, k1+0xBB67AE85&_M32
-    return a,b,c,d
+        words = _round(words, keys)
+        keys = keys[0]+0x9E3779B9&_M32,keys[1]+0xBB67AE85&_M32
+    return words
+
+def _round(words, keys):
+    "Two words are multiplied, their upper halves mixed with the other two and the keys"
+    p,q = 0xD2511F53*words[0],0xCD9E8D57*words[2]
+    first = q>>32^words[1]^keys[0]
+    third = p>>32^words[3]^keys[1]
+    return first,q&_M32,third,p&_M32
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #4607cd98
 def uniform(
@@ -51,7 +57,9 @@ class RowParams:
     in_prompt:np.ndarray|None=None # bool [V]: tokens of the prompt
     counts:np.ndarray|None=None # int32 [V]: how often the output has each token
     forbid:tuple[int,...]=() # Ids that must not be chosen now
-    allowed:np.ndarray|None=None # uint32 [ceil(V/32)]: a bit for each id that may be chosen now, the first in the lowest; None: all
+    # uint32 [ceil(V/32)]: a bit for each id that may be chosen now, the first in the lowest;
+    # None: all
+    allowed:np.ndarray|None=None
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #708c335e
 class SampleState:
@@ -60,23 +68,31 @@ class SampleState:
         params:SamplingParams, # Of the request
         prompt, # Token ids of the prompt
         vocab_size:int, # V, the length of a row of logits
-        seed:int|None=None, # Overrides `params.seed`; without either, one is drawn from the system
+        seed:int|None=None, # Overrides `params.seed`; without either, the system draws one
         eos_ids=(), # Ids that end the output, barred until `min_tokens`
         guide=None, # Says before each token which may be chosen
     ):
         for name in ('logit_bias','stop_token_ids'):
             check_ids(getattr(params, name) or (), vocab_size, name)
-        seed = params.seed if seed is None else seed
-        self.seed = (int.from_bytes(os.urandom(8),'little') if seed is None else seed) & (2**64-1)
-        self.params,self.position,self.in_prompt,self.counts,self.guide = params,0,None,None,guide
-        self.ends = tuple(sorted({*(i for i in eos_ids if i<vocab_size and not params.ignore_eos), *params.stop_token_ids}))
+        self.params,self.position,self.guide = params,0,guide
+        self.seed = _seed(params.seed if seed is None else seed)
+        known = [i for i in eos_ids if i<vocab_size and not params.ignore_eos]
+        self.ends = tuple(sorted({*known, *params.stop_token_ids}))
         if params.min_tokens and len(self.ends)>=vocab_size:
             raise RequestError('min_tokens bars every token of the vocabulary', param='min_tokens')
-        if params.repetition_penalty!=1:
+        self.in_prompt = self.counts = None
+        repeats = params.repetition_penalty!=1
+        if repeats:
             self.in_prompt = np.zeros(vocab_size, bool)
             self.in_prompt[list(prompt)] = True
-        if params.repetition_penalty!=1 or params.presence_penalty or params.frequency_penalty:
+        if repeats or params.presence_penalty or params.frequency_penalty:
             self.counts = np.zeros(vocab_size, np.int32)
+
+def _seed(seed):
+    "64 bits of `seed`, or of the system's randomness"
+    if seed is None:
+        seed = int.from_bytes(os.urandom(8), 'little')
+    return seed & (2**64-1)
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #c5f0e86c
 @patch
@@ -92,7 +108,14 @@ def add(self:SampleState, id:int):
 def row(self:SampleState)->RowParams:
     "What the next token's row needs"
     forbid = self.ends if self.position<self.params.min_tokens else ()
-    return RowParams(self.params, self.seed, self.position, self.in_prompt, self.counts, forbid, self.allowed())
+    past = self.in_prompt,self.counts
+    return RowParams(
+        self.params,
+        self.seed,
+        self.position,
+        *past,
+        forbid,
+        self.allowed())
 
 @patch
 def allowed(self:SampleState)->np.ndarray|None: # uint32 [ceil(V/32)]
@@ -103,7 +126,9 @@ def allowed(self:SampleState)->np.ndarray|None: # uint32 [ceil(V/32)]
     bits = np.ones(32*len(m), bool)
     bits[list(self.ends)] = False
     left = m&np.packbits(bits, bitorder='little').view(np.uint32)
-    return left if left.any() or not m.any() else self.guide.fail('min_tokens bars all that it allows')
+    if left.any() or not m.any():
+        return left
+    return self.guide.fail('min_tokens bars all that it allows')
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #a36d1832
 def adjust(
@@ -123,7 +148,11 @@ def adjust(
     if penal:
         _penalise(x, r)
     if r.allowed is not None:
-        x[~np.unpackbits(r.allowed.view(np.uint8), count=len(x), bitorder='little').view(bool)] = -np.inf
+        bits = np.unpackbits(
+            r.allowed.view(np.uint8),
+            count=len(x),
+            bitorder='little')
+        x[~bits.view(bool)] = -np.inf
     return x
 
 def _penalise(x, r):
@@ -131,10 +160,12 @@ def _penalise(x, r):
     p = r.params
     if p.repetition_penalty!=1:
         ids = np.flatnonzero(r.in_prompt | (r.counts>0))
-        v,t = x[ids],np.float32(max(p.repetition_penalty,1e-6))  # less would leave the range of float32
+        v = x[ids]
+        t = np.float32(max(p.repetition_penalty,1e-6))  # less would leave the range of float32
         x[ids] = np.where(v>0, v/t, v*t)
     ids = np.flatnonzero(r.counts)
-    x[ids] -= np.float32(p.frequency_penalty)*r.counts[ids] + np.float32(p.presence_penalty)
+    often = np.float32(p.frequency_penalty)*r.counts[ids]
+    x[ids] -= often + np.float32(p.presence_penalty)
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #86398915
 def weights(
@@ -168,7 +199,8 @@ def nucleus(
     goal = p*above[-1]
     b = np.searchsorted(above, goal)
     s = np.sort(w[key==b])[::-1]
-    i = np.searchsorted(above[b]-mass[b] + s.cumsum(dtype=np.float64), goal)
+    sums = above[b]-mass[b] + s.cumsum(dtype=np.float64)
+    i = np.searchsorted(sums, goal)
     return s[min(i,len(s)-1)]
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #142e6826
@@ -245,16 +277,22 @@ def _report(x, id, k, out, i):
     out.logprobs[i] = x[id]-z
     if k:
         ids = top(x,k)
-        out.top_ids[i,:len(ids)],out.top_logprobs[i,:len(ids)] = ids,x[ids]-z
+        out.top_ids[i,:len(ids)] = ids
+        out.top_logprobs[i,:len(ids)] = x[ids]-z
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #b0ede8e9
 def sample(
     logits:np.ndarray, # f32 [R,V]
     rows:list[RowParams], # One for each row
 )->Sampled:
-    "Choose a token for each row; no row sees another, and one that cannot be sampled gets the id -1"
+    "Choose a token for each row by itself; one that cannot be sampled gets the id -1"
     R,K = len(rows),max((r.params.logprobs or 0 for r in rows), default=0)
-    out = Sampled(np.full(R,-1,np.int32), np.full(R,np.nan,np.float32), np.full((R,K),-1,np.int32), np.full((R,K),np.nan,np.float32))
+    def empty(shape, x, dtype): return np.full(shape, x, dtype)
+    tops = empty((R,K), -1, np.int32),empty((R,K), np.nan, np.float32)
+    out = Sampled(
+        empty(R, -1, np.int32),
+        empty(R, np.nan, np.float32),
+        *tops)
     for i,(x,r) in enumerate(zip(logits,rows,strict=True)):
         if not (np.isfinite(x.min()) and np.isfinite(x.max())):
             continue

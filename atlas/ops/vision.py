@@ -14,20 +14,23 @@ from ..ground.patches import patch_order
 
 # %% ../../nbs/3_ops/vision/70_ops.vision.ipynb #1de5a2f6
 def _between(i, n, side):
-    "For places `i` of `n` on a side: the places before and after among `side`, and the share of the latter"
+    "For places `i` of `n`: those before and after among `side`, and the share of the latter"
     u = i*((side-1)/max(n-1, 1))
     lo = np.floor(u).astype(int)
-    return lo,np.minimum(lo+1, side-1),(u-lo).astype(np.float32)[:,None]
+    share = (u-lo).astype(np.float32)[:,None]
+    return lo,np.minimum(lo+1, side-1),share
 
 def positions(
     table:np.ndarray, # Learnt, float32 `[side*side, D]`
     h:int, w:int, merge:int=2,
 )->np.ndarray: # `[h*w, D]`, in `patch_order`
     "Learnt positions of a square grid, stretched bilinearly over `h` × `w` patches"
-    side,(row,col) = math.isqrt(len(table)),patch_order(h, w, merge)
-    (r0,r1,fr),(c0,c1,fc) = _between(row, h, side),_between(col, w, side)
-    at = lambda r,c: table[r*side+c]
-    return (1-fr)*((1-fc)*at(r0,c0)+fc*at(r0,c1)) + fr*((1-fc)*at(r1,c0)+fc*at(r1,c1))
+    side = math.isqrt(len(table))
+    row,col = patch_order(h, w, merge)
+    r0,r1,fr = _between(row, h, side)
+    c0,c1,fc = _between(col, w, side)
+    def along(r): return (1-fc)*table[r*side+c0]+fc*table[r*side+c1]
+    return (1-fr)*along(r0) + fr*along(r1)
 
 # %% ../../nbs/3_ops/vision/70_ops.vision.ipynb #f403df93
 def rope_2d(
@@ -37,7 +40,8 @@ def rope_2d(
 )->tuple[np.ndarray,np.ndarray]: # cos and sin, float32 `[h*w, 1, dim/2]`, in `patch_order`
     "Angles of patches: the first half of a head's pairs turn by row, the second by column"
     f = theta**(-np.arange(0, dim//2, 2)/(dim//2))
-    angle = np.concatenate([i[:,None]*f for i in patch_order(h, w, merge)], -1)[:,None]
+    both = [i[:,None]*f for i in patch_order(h, w, merge)]
+    angle = np.concatenate(both, -1)[:,None]
     return np.cos(angle).astype(np.float32),np.sin(angle).astype(np.float32)
 
 # %% ../../nbs/3_ops/vision/70_ops.vision.ipynb #ce39b844
@@ -48,17 +52,20 @@ def layernorm(
 )->np.ndarray: # `[..., n]`
     "Layer normalisation over the last axis (Ba et al. 2016)"
     y = x-x.mean(-1, keepdims=True)
-    y /= np.sqrt(np.vecdot(y, y)/np.float32(y.shape[-1])+np.float32(eps))[...,None]
+    mean_square = np.vecdot(y, y)/np.float32(y.shape[-1])
+    y /= np.sqrt(mean_square+np.float32(eps))[...,None]
     y *= g
     return np.add(y, b, out=y)
 
 # %% ../../nbs/3_ops/vision/70_ops.vision.ipynb #507c6ec2
-_ERFC = (.17087277,-.82215223,1.48851587,-1.13520398,.27886807,-.18628806,.09678418,.37409196,1.00002368,-1.26551223)
+_ERFC = (
+    .17087277,-.82215223,1.48851587,-1.13520398,.27886807,
+    -.18628806,.09678418,.37409196,1.00002368,-1.26551223)
 
 def erfc(
     x:np.ndarray, # Any shape
 )->np.ndarray: # float64, likewise
-    "Complement of the error function; relative error below 1.2e-7 (Press et al., Numerical Recipes, §6.2)"
+    "Complement of the error function, within 1.2e-7 of it (Press et al., Numerical Recipes, §6.2)"
     x = np.asarray(x, np.float64)
     z = abs(x)
     t = 1/(1+z/2)
@@ -66,6 +73,6 @@ def erfc(
     return np.where(x<0, 2-y, y)
 
 def gelu(x:np.ndarray)->np.ndarray: # float32, as x
-    "Exact GELU: `x` times the probability that a normal number is below it (Hendrycks & Gimpel 2016)"
+    "Exact GELU: `x` times the chance that a normal number is below it (Hendrycks & Gimpel 2016)"
     x = np.asarray(x, np.float64)
     return (x*erfc(x*-math.sqrt(.5))/2).astype(np.float32)

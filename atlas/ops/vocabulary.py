@@ -516,9 +516,13 @@ class KVArrays(NamedTuple):
     k:object # [blocks, block_size, kv, d]
     v:object
     @property
-    def fmt(self)->str: "Format of the numbers"; return str(self.k.dtype)
+    def fmt(self)->str:
+        "Format of the numbers"
+        return str(self.k.dtype)
     @property
-    def arrays(self)->tuple: "k and v"; return self.k,self.v
+    def arrays(self)->tuple:
+        "k and v"
+        return self.k,self.v
 
 def kv_pools(
     device,
@@ -534,7 +538,7 @@ def kv_pools(
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #81264b83
 def state_shapes(cfg, layer:int)->dict:
-    "Shapes of what `layer` keeps of a sequence, as pools have it; as `cfg.state_shapes` has it, or more"
+    "Shapes of what `layer` keeps of a sequence, as pools have it: `cfg.state_shapes`, or more"
     return cfg.state_shapes(layer)
 
 def states_of(

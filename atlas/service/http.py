@@ -37,7 +37,7 @@ class Bounds:
     "What one client may take"
     head:float=15. # Seconds for a request's line and headers, from its first byte
     chunk:float=30. # Seconds of silence within a body
-    rate:int=1024 # Bytes a second, on average, that a body must bring after its first `chunk` seconds
+    rate:int=1024 # Bytes a second, on average, that a body must bring after `chunk` seconds
     idle:float=30. # Seconds between two requests
     write:float=30. # Seconds in which a client must take some of what waits for it
     linger:float=2. # Seconds that a refused client has to read why
@@ -402,7 +402,7 @@ class TLSError(ConfigError):
 def tls_options(
     cert:str|None=None, # File with the certificate and those between it and a root
     key:str|None=None, # File with its key; None: it is in `cert`
-    ca:str|None=None, # File with the roots that clients' certificates must come from; None: clients need none
+    ca:str|None=None, # Roots that clients' certificates must come from; None: clients need none
 )->dict:
     "What uvicorn needs for TLS, after a look at the files"
     if not cert:
@@ -512,7 +512,7 @@ class Keys:
 # %% ../../nbs/7_service/08_http.ipynb #4602e246
 def read_keys(
     path:str|None=None, # File with a key on each line
-    env=os.environ, # Where to look for ATLAS_API_KEY and ATLAS_ADMIN_KEY; several in one with commas between
+    env=os.environ, # With ATLAS_API_KEY and ATLAS_ADMIN_KEY; several in one with commas between
     given=(), # Keys of users beside these
 )->Keys:
     "All keys that were given; empty if there are none"
@@ -754,7 +754,8 @@ def check_host(self:Guard, scope, h):
 # %% ../../nbs/7_service/08_http.ipynb #0faf9166
 @patch
 def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
-    "(name, role) of whoever asks; None if nobody needs to say, an error to raise if they are unknown"
+    """(name, role) of whoever asks; None if nobody needs to say, an error to raise if they are
+    unknown"""
     path,keys = scope['path'],self.rules.keys
     if not keys:
         return None

@@ -160,7 +160,8 @@ def request_id(scope)->bytes:
 
 # %% ../../nbs/7_service/10_log.ipynb #566a77d6
 def note(scope, **kw):
-    "Leave something for the line about this request: model, prompt_tokens, completion_tokens, finish, …"
+    """Leave something for the line about this request: model, prompt_tokens, completion_tokens,
+    finish, …"""
     scope.setdefault('atlas.note', {}).update(kw)
 
 # %% ../../nbs/7_service/10_log.ipynb #42d06f78

@@ -85,8 +85,12 @@ _counts = dict(
     generation_tokens='Tokens of answers', reasoning_tokens='Tokens of answers spent thinking',
     requests_submitted='Requests given to the engine; each ends once in request_success')
 _by = dict( # Label, what it is, and the label's values that are known
-    request_success=('finished_reason', 'Requests that ended, by reason', ('stop','length','tool_calls','timeout','abort','error')),
-    aborted_requests=('why', 'Requests that were stopped early, by cause', ('client_gone','error','shutdown')),
+    request_success=(
+        'finished_reason', 'Requests that ended, by reason',
+        ('stop','length','tool_calls','timeout','abort','error')),
+    aborted_requests=(
+        'why', 'Requests that were stopped early, by cause',
+        ('client_gone','error','shutdown')),
     admission_rejections=('reason', 'Requests that were turned away', ('queue_full',)),
     tool_parse_failures=('parser', 'Answers that began a tool call which could not be read', ()),
     next_turn_prefills=('outcome', 'Beginnings of next prompts, to be computed ahead',
@@ -226,30 +230,37 @@ class Metrics:
     def describe(self): return []
 
 # %% ../../nbs/7_service/09_metrics.ipynb #27b71b73
+def _histograms(models):
+    "Of times and of sizes, for each model"
+    for k,doc in (_times|_sizes).items():
+        f = HistogramMetricFamily(f'atlas:{k}', doc, labels=['model_name'])
+        for name,m in models:
+            f.add_metric([name], getattr(m, k).buckets, getattr(m, k).sum)
+        yield f
+
+def _counters(models):
+    "What each model counts, and what it counts apart by a label"
+    for k,doc in _counts.items():
+        f = CounterMetricFamily(f'atlas:{k}', doc, labels=['model_name'])
+        for name,m in models:
+            f.add_metric([name], getattr(m, k))
+        yield f
+    for k,(label,doc,known) in _by.items():
+        f = CounterMetricFamily(f'atlas:{k}', doc, labels=['model_name',label])
+        for name,m in models:
+            counts = dict.fromkeys(known, 0)|getattr(m, k)
+            for v,n in counts.items():
+                f.add_metric([name,v], n)
+        yield f
+
 @patch
 def collect(self:Metrics):
     "Every number, for Prometheus"
     for u in self.models.upstreams:
         self.of(u.name)
     ms = self.by_model.items()
-    for k,doc in (_times|_sizes).items():
-        f = HistogramMetricFamily(f'atlas:{k}', doc, labels=['model_name'])
-        for name,m in ms:
-            f.add_metric([name], getattr(m, k).buckets, getattr(m, k).sum)
-        yield f
-    for k,doc in _counts.items():
-        f = CounterMetricFamily(f'atlas:{k}', doc, labels=['model_name'])
-        for name,m in ms:
-            f.add_metric([name], getattr(m, k))
-        yield f
-    for k,(label,doc,known) in _by.items():
-        f = CounterMetricFamily(f'atlas:{k}', doc, labels=['model_name',label])
-        for name,m in ms:
-            for v,n in (
-                dict.fromkeys(known, 0)|getattr(m, k)
-            ).items():
-                f.add_metric([name,v], n)
-        yield f
+    yield from _histograms(ms)
+    yield from _counters(ms)
     f = GaugeMetricFamily(
         'atlas:generation_tokens_per_second', 'Tokens of answers a second, of late',
         labels=['model_name'])
@@ -304,48 +315,49 @@ def _engines(self:Metrics):
 @patch
 def _states(self:Metrics):
     "The state of each model, its load and its restarts"
-    state = GaugeMetricFamily(
-        'atlas:model_state', 'Is the model in this state?', labels=['model_name','state'])
-    load = GaugeMetricFamily(
-        'atlas:model_load_seconds', 'Seconds that a stage of the last load took',
-        labels=['model_name','stage'])
-    parts = GaugeMetricFamily(
-        'atlas:model_startup_seconds', 'Seconds of the last start, as the worker divides them',
-        labels=['model_name','stage'])
-    read = GaugeMetricFamily(
-        'atlas:model_startup_bytes', 'Bytes of weights that the last start read',
-        labels=['model_name'])
-    rate = GaugeMetricFamily(
-        'atlas:model_startup_bytes_per_second', 'At which rate', labels=['model_name'])
-    again = CounterMetricFamily(
-        'atlas:model_restarts', 'Times that a worker had to be started anew',
-        labels=['model_name'])
-    given = GaugeMetricFamily(
-        'atlas:model_sleep_bytes', 'Bytes that a model gave back when it last went to sleep',
-        labels=['model_name'])
-    took = GaugeMetricFamily(
-        'atlas:model_sleep_seconds', 'Seconds that it took to go to sleep, or to wake',
-        labels=['model_name','what'])
+    families = {k: _state_family(k, *about) for k,about in _of_models.items()}
     for s in self.models.stats():
-        slept = s.get('slept') or {}
-        if 'bytes' in slept:
-            given.add_metric([s['model']], slept['bytes'])
-        for k in ('sleep','wake'):
-            if k in slept:
-                took.add_metric([s['model'],k], slept[k])
-        for k in STATES:
-            state.add_metric([s['model'],k], float(s.get('state')==k))
-        for k,v in (s.get('load_seconds') or {}).items():
-            load.add_metric([s['model'],k], v)
-        start = s.get('startup') or {}
-        for k,v in start.get('seconds', {}).items():
-            parts.add_metric([s['model'],k], v)
-        if start:
-            read.add_metric([s['model']], start['bytes'])
-            rate.add_metric([s['model']], start['bytes_per_second'])
-        again.add_metric([s['model']], s.get('restarts_total', 0))
-    yield from (state,load,parts,read,rate,again,given,took)
+        for k,label,v in _stated(s):
+            labels = [s['model']] if label is None else [s['model'],label]
+            families[k].add_metric(labels, v)
+    yield from families.values()
     yield from self._residents()
+
+# Name -> what it is, and by what each model has several
+_of_models = dict(
+    model_state=('Is the model in this state?', 'state'),
+    model_load_seconds=('Seconds that a stage of the last load took', 'stage'),
+    model_startup_seconds=('Seconds of the last start, as the worker divides them', 'stage'),
+    model_startup_bytes=('Bytes of weights that the last start read', None),
+    model_startup_bytes_per_second=('At which rate', None),
+    model_restarts=('Times that a worker had to be started anew', None),
+    model_sleep_bytes=('Bytes that a model gave back when it last went to sleep', None),
+    model_sleep_seconds=('Seconds that it took to go to sleep, or to wake', 'what'))
+
+def _state_family(name, doc, label):
+    "An empty family for models: a counter of restarts, a gauge of all else"
+    kind = CounterMetricFamily if name=='model_restarts' else GaugeMetricFamily
+    return kind(f'atlas:{name}', doc, labels=['model_name',label] if label else ['model_name'])
+
+def _stated(s):
+    "Yields (name, label or None, number) for what one model says of itself"
+    slept = s.get('slept') or {}
+    if 'bytes' in slept:
+        yield 'model_sleep_bytes',None,slept['bytes']
+    for k in 'sleep','wake':
+        if k in slept:
+            yield 'model_sleep_seconds',k,slept[k]
+    for k in STATES:
+        yield 'model_state',k,float(s.get('state')==k)
+    for k,v in (s.get('load_seconds') or {}).items():
+        yield 'model_load_seconds',k,v
+    start = s.get('startup') or {}
+    for k,v in start.get('seconds', {}).items():
+        yield 'model_startup_seconds',k,v
+    if start:
+        yield 'model_startup_bytes',None,start['bytes']
+        yield 'model_startup_bytes_per_second',None,start['bytes_per_second']
+    yield 'model_restarts',None,s.get('restarts_total', 0)
 
 # %% ../../nbs/7_service/09_metrics.ipynb #a60dccd6
 _stay = dict(
@@ -428,7 +440,7 @@ def upstream_families(
 
 # %% ../../nbs/7_service/09_metrics.ipynb #ce3eac82
 def fallback_family(
-    fallbacks, # Whatever has `counts`: (model that was asked for, model that answered) -> times; or None
+    fallbacks, # Whatever has `counts`: (model asked for, model that answered) -> times; or None
 ):
     "How often one model answered for another; nothing where none may"
     if not fallbacks:

@@ -44,8 +44,7 @@ class Point:
     @property
     def idle(self)->float|None:
         "Part of a step in which the card has nothing to do"
-        return None if self.graph_us is None else max(
-        0., 1-self.graph_us/self.us)
+        return None if self.graph_us is None else max(0., 1-self.graph_us/self.us)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #7f05baf7
 def pretend(
@@ -173,6 +172,13 @@ class Stage:
     bytes:float # That one must move
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #48e77d5d
+def _part_of_experts(llm, rows)->float:
+    "Part of a layer's bank of experts that `rows` rows read"
+    m = llm.config.moe
+    # the shared expert, if it is in the bank
+    more = max(p.experts for p in packed_in(llm.model.layers))-m.num_experts
+    return (distinct(m.num_experts, m.top_k, rows)+more)/(m.num_experts+more)
+
 def _traffic(name, names, args, llm, batch, context, drafts=0):
     "Bytes that one call moves"
     a,c = dict(zip(names, args)),llm.config
@@ -180,12 +186,8 @@ def _traffic(name, names, args, llm, batch, context, drafts=0):
         return sum(a[k].nbytes for k in ks if hasattr(a.get(k), 'nbytes'))
     if name=='experts':
         rows = len(a['x'])*batch//seats(batch) # all that are checked, or one of each sequence
-        E = c.moe.num_experts
-        # the shared expert, if it is in the bank
-        more = max(p.experts for p in packed_in(llm.model.layers))-E
         bank = size(('uw','us','ugs','ubias','dw','ds','dgs','dbias'))
-        read = distinct(E, c.moe.top_k, rows)+more
-        return bank*read/(E+more)+size(('x','h','h','y'))
+        return bank*_part_of_experts(llm, rows)+size(('x','h','h','y'))
     if name in ('delta_step','delta_wide','mamba_step'):
         state = llm.cache.bytes_per_state/max(1, len(llm.cache.rec))
         return states_moved(c, 1+drafts)*batch*state+size(('x','y'))
@@ -199,10 +201,25 @@ def _traffic(name, names, args, llm, batch, context, drafts=0):
     return size(a)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #9eb712d0
-def stages(
-    llm, batch:int=1, context:int=0,
-    drafts:int=0
-)->list[Stage]:
+def _alike(calls)->list:
+    "Calls of one kernel that are compiled and launched alike, together"
+    groups = {}
+    for c in calls:
+        name,grid,options = c[0],str(c[1]),tuple(sorted(c[6].items()))
+        groups.setdefault((name,grid,options), []).append(c)
+    return list(groups.values())
+
+def _weights_shape(names, args)->str:
+    "Shape of the weights that a call reads; '' where it reads none"
+    w = next((a for k,a in zip(names, args) if k in ('w','uw')), None)
+    return '' if w is None else 'x'.join(map(str, w.shape))
+
+def _again(calls):
+    "Launch calls once more"
+    for n,g,b,args,sh,pdl,d in calls:
+        run(n, g, b, *args, shared=sh, pdl=pdl, **d)
+
+def stages(llm, batch:int=1, context:int=0, drafts:int=0)->list[Stage]:
     "The launches of a decode step by kind, each timed alone"
     e = llm.engine
     pretend(llm, batch, context, tokens_ahead(32, drafts))
@@ -213,30 +230,14 @@ def stages(
         make_room(e, 24) # launches that move rows on are replayed, too
     with stepper.here(), recording(launch=True, args=True) as r:
         stepper.body(stepper.last)
-    groups = {}
-    for n,g,b,args,sh,pdl,d in r.calls:
-        groups.setdefault(
-            (n, str(g), tuple(sorted(d.items()))),
-            []
-        ).append((g, b, args, sh, pdl, d))
     out = []
-    for (n,_,_),calls in groups.items():
+    for calls in _alike(r.calls):
+        n = calls[0][0]
         names = _params(Source(n).text, n)
-        def again(calls=calls, n=n):
-            for g,b,args,sh,pdl,d in calls:
-                run(n, g, b, *args, shared=sh, pdl=pdl, **d)
-        w = next(
-            (a
-             for k,a in zip(names, calls[0][2])
-             if k in ('w','uw')),
-            None)
-        us = llm.device.microseconds(again)/len(calls)
-        what = '' if w is None else 'x'.join(map(str, w.shape))
-        moved = [
-            _traffic(n, names, c[2], llm, batch, context, drafts)
-            for c in calls]
-        out.append(
-            Stage(n, what, len(calls), us, float(np.mean(moved))))
+        us = llm.device.microseconds(lambda calls=calls: _again(calls))/len(calls)
+        moved = [_traffic(n, names, c[3], llm, batch, context, drafts) for c in calls]
+        what = _weights_shape(names, calls[0][3])
+        out.append(Stage(n, what, len(calls), us, float(np.mean(moved))))
     _clear(e)
     return sorted(out, key=lambda s: -s.us*s.launches)
 
@@ -390,13 +391,12 @@ def roofline(
     ax, # Matplotlib axes
     launch:float=2e-6, # Seconds that a launch takes which depends on another, beside its bytes
 ):
-    "Bandwidth against bytes of a launch, for each kind of kernel, numbered by what they take of a step"
+    """Bandwidth against bytes of a launch, for each kind of kernel, numbered by what they take
+    of a step"""
     rows = [s for s in report['stages'] if s['bytes']>1e5]
     x = np.geomspace(3e5, 1e9, 200)
-    ax.plot(
-        x/1e6,
-        x/(launch+x/report['copy'])/1e12,
-        'k', lw=.8)
+    most = x/(launch+x/report['copy'])
+    ax.plot(x/1e6, most/1e12, 'k', lw=.8)
     ax.axhline(report['copy']/1e12, color='k', lw=.8, ls=':')
     for i,s in enumerate(rows, 1):
         at = s['bytes']/1e6,s['bytes']/s['us']/1e6

@@ -20,7 +20,8 @@ from ..text.tokenizer import byte_tokenizer
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #870c23be
 class Pace:
-    "An engine without a model: a token for each of its sequences in a step, and `rate` tokens a second"
+    """An engine without a model: a token for each of its sequences in a step, and `rate` tokens
+    a second"""
     def __init__(self, rate:float, ids):
         self.rate = rate
         self.ids = ids
@@ -137,7 +138,10 @@ class Cost:
     @property
     def us(self)->float: return 1e6*self.cpu/(self.streams*self.tokens)
     def __repr__(self):
-        return f'{self.api}, {self.streams} streams: {self.rate:,.0f} tokens/s, {self.us:.0f} µs of processor time a token, first byte after {statistics.median(self.first_ms):.1f} ms, first token after {statistics.median(self.token_ms):.1f} ms'
+        return (
+            f'{self.api}, {self.streams} streams: {self.rate:,.0f} tokens/s, {self.us:.0f} µs of '
+            f'processor time a token, first byte after {statistics.median(self.first_ms):.1f} '
+            f'ms, first token after {statistics.median(self.token_ms):.1f} ms')
 
 def cpu_of(pid:int)->float:
     "Seconds of processor time that a process has used"
@@ -166,7 +170,7 @@ def measure(
     rate:float=10_000., # Tokens a second of all together
     api:str='chat', # 'chat', 'messages' or 'responses'
     parsers:str='', # Such as 'hermes,qwen3'
-    apart:bool=False, # With the engine in a worker, as `atlas serve` has it? Then the gateway's processor time is what counts
+    apart:bool=False, # With the engine in a worker? Then only the gateway's processor time counts
 )->Cost:
     "Start a server, stream from it, and see what that cost"
     flags = ['--serve', str(rate), '--parsers', parsers]

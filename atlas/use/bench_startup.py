@@ -34,7 +34,8 @@ from .bench_prefill import first_token
 _ST_TYPES = dict(F32='F32', F16='F16', BF16='BF16')
 
 def _named(t)->dict:
-    "What a safetensors file calls the parts of the tensor `t`, and their types there: part -> (name, type)"
+    """What a safetensors file calls the parts of the tensor `t`, and their types there: part ->
+    (name, type)"""
     if t.fmt in _ST_TYPES:
         return dict(data=(t.name, _ST_TYPES[t.fmt]))
     stack = not t.name.endswith('.weight')
@@ -90,6 +91,17 @@ def _write_shard(path, entries):
                 left -= n
 
 # %% ../../nbs/8_use/11_bench_startup.ipynb #1452a025
+def _shards(tensors, most)->list:
+    "Parts of tensors for one file after the other, each of about `most` bytes"
+    shards,size = [[]],0
+    for t in tensors:
+        if size>most:
+            shards.append([])
+            size = 0
+        shards[-1] += _entries(t)
+        size += t.nbytes
+    return shards
+
 def write_checkpoint(
     folder, # That gets the files
     shape:str, # A key of `PRESETS`
@@ -109,13 +121,7 @@ def write_checkpoint(
         wants = [replace(w, alts=()) for w in wants] # experts one by one
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shards,size = [[]],0
-    for t in dummy_checkpoint(c, wants, weights).tensors.values():
-        if size>shard:
-            shards.append([])
-            size = 0
-        shards[-1] += _entries(t)
-        size += t.nbytes
+    shards = _shards(dummy_checkpoint(c, wants, weights).tensors.values(), shard)
     names = [f'model-{i+1:05}-of-{len(shards):05}.safetensors' for i in range(len(shards))]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(_write_shard, [folder/n for n in names], shards))
@@ -130,6 +136,24 @@ SETTINGS = (
     (1,16<<20),(4,8<<20),
     (8,8<<20),(4,16<<20)) # Threads, and bytes of a read
 
+def _past_cache(f:File)->int:
+    "A descriptor of a file that reads past the page cache, or any"
+    d = open_direct(f)
+    return os.dup(f.f.fileno()) if d is None else d
+
+def _read_rate(places, threads, block)->float:
+    "Bytes a second of reading a block at each of `places`, (descriptor, offset)"
+    turn,start = count(),perf_counter()
+    def work(_):
+        memory,n = memoryview(whole_pages(block)),0
+        while (i := next(turn))<len(places):
+            fd,at = places[i]
+            n += os.preadv(fd, [memory], at)
+        return n
+    with ThreadPoolExecutor(threads) as pool:
+        total = sum(pool.map(work, range(threads)))
+    return total/(perf_counter()-start)
+
 def raw_read(
     paths, # Files
     threads:int,
@@ -138,26 +162,11 @@ def raw_read(
 )->float: # Bytes a second
     "Read files as fast as their disk gives them, past the page cache where that is possible"
     files = [File(p) for p in paths]
-    fds = [
-        d if (d := open_direct(f)) is not None
-        else os.dup(f.f.fileno())
-        for f in files]
-    places = [
-        (fd,at) for fd,f in zip(fds, files)
-        for at in range(0, f.size, block)]
-    places = places[
-        :max(1, int(min(most, len(places)*block)//block))]
-    turn,start = count(),perf_counter()
-    def work(_):
-        memory,n = memoryview(whole_pages(block)),0
-        while (i := next(turn))<len(places):
-            fd,at = places[i]
-            n += os.preadv(fd, [memory], at)
-        return n
+    fds = [_past_cache(f) for f in files]
+    places = [(fd,at) for fd,f in zip(fds, files) for at in range(0, f.size, block)]
+    blocks = min(most, len(places)*block)//block
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            total = sum(pool.map(work, range(threads)))
-        return total/(perf_counter()-start)
+        return _read_rate(places[:max(1, int(blocks))], threads, block)
     finally:
         for fd in fds:
             os.close(fd)
@@ -187,13 +196,11 @@ class StartupReport:
     @property
     def rate(self)->float:
         "Bytes a second of reading, packing included"
-        return self.nbytes/max(
-        self.seconds['read'], 1e-9)
+        return self.nbytes/max(self.seconds['read'], 1e-9)
     @property
     def disk(self)->float:
         "The most that plain reads reached"
-        return max(
-        self.raw.values(), default=math.nan)
+        return max(self.raw.values(), default=math.nan)
     @property
     def total(self)->float:
         "Seconds to the first token"
@@ -265,8 +272,10 @@ def bench_startup(
     most:float=8e9, # Bytes to read for each setting of plain reads
     imports:float=0, # Seconds that the process took to get here
 )->StartupReport:
-    """Start a model, and read its files plainly for comparison; text is left out, which a server
-    reads meanwhile. With `cache_packed` the packed file is waited for, and the next start reads it"""
+    """Start a model, and read its files plainly for comparison; text is left out, which a
+    server
+    reads meanwhile. With `cache_packed` the packed file is waited for, and the next start
+    reads it"""
     paths,formats = _read_files(config)
     if cold:
         forget(paths)

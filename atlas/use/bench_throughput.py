@@ -321,8 +321,7 @@ class Plan:
         most = max(self.concurrency)
         hint = 'Ask more, or fewer at a time'
         if self.requests<most:
-            _no(f'{self.requests} requests are never {most} at a time',
-            'requests', hint)
+            _no(f'{self.requests} requests are never {most} at a time', 'requests', hint)
         for k in self.kinds:
             if k not in KINDS:
                 _no(f'prompts are {k!r}, expected {" or ".join(KINDS)}', 'kinds')

@@ -131,19 +131,21 @@ class Setup:
 
 def _json(d): return json.dumps(d, indent=2, ensure_ascii=False)+'\n'
 def _answer(context):
-    # Tokens of an answer. Programs keep so many free, opencode twice as many, and shorten a
-    # conversation that leaves less
+    "Tokens of an answer that a program is to leave room for"
+    # Programs keep so many free (opencode twice as many), and shorten what leaves less
     return max(1, min(32000, context//4))
 
 def _codex(s, d):
     q = json.dumps  # a JSON string is a TOML string
     text = f'model = {q(s.model)}\nmodel_provider = "atlas"\n' + (
         f'model_context_window = {s.context}\n' if s.context else '')
-    text += f'\n[model_providers.atlas]\nname = "Atlas"\nbase_url = {q(s.url+"/v1")}\nwire_api = "responses"\nenv_key = "{KEY}"\n'
+    text += f'\n[model_providers.atlas]\nname = "Atlas"\nbase_url = {q(s.url+"/v1")}\n'
+    text += f'wire_api = "responses"\nenv_key = "{KEY}"\n'
     return Setup(
         ['codex'], dict(CODEX_HOME=str(d)),
         {d/'config.toml':text}, 'npm install -g @openai/codex')
 
+# %% ../../nbs/8_use/03_clients.ipynb #5cb4a443
 _CLAUDE_MODELS = 'ANTHROPIC_MODEL ANTHROPIC_SMALL_FAST_MODEL CLAUDE_CODE_SUBAGENT_MODEL'.split()+[
     f'ANTHROPIC_DEFAULT_{k}_MODEL' for k in ('OPUS','SONNET','HAIKU','FABLE')]
 _CLAUDE_CLOUDS = [f'CLAUDE_CODE_USE_{k}' for k in ('BEDROCK','VERTEX','FOUNDRY','MANTLE')]
@@ -218,6 +220,7 @@ def _webui(s, d):
         DEFAULT_MODELS=s.model)
     return Setup(['open-webui','serve'], at, get='pip install open-webui')
 
+# %% ../../nbs/8_use/03_clients.ipynb #4b3fbec0
 def _openai(*command, get, model='OPENAI_MODEL'):
     "A program that reads the usual variables"
     def make(s, d):
@@ -254,9 +257,10 @@ def setup(client:str, served:ServerModel, folder:Path|None=None)->Setup:
 
 # %% ../../nbs/8_use/03_clients.ipynb #a0669746
 def _mark(f):
-    return home()/'clients'/'written'/hashlib.sha256(
-        str(Path(f).absolute()).encode()
-    ).hexdigest()[:24]
+    "Where it is noted what Atlas wrote into the file `f`"
+    name = hashlib.sha256(str(Path(f).absolute()).encode()).hexdigest()
+    return home()/'clients'/'written'/name[:24]
+
 def _sum(text): return hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()
 
 def _confirm(f)->bool:
@@ -272,7 +276,8 @@ def write(
     files:dict[Path,str],
     confirm=_confirm, # (path) → may it be replaced?
 ):
-    "Write files, for the eyes of their owner; what is somebody else's is replaced only if `confirm` says so"
+    """Write files, for the eyes of their owner; what is somebody else's is replaced only if
+    `confirm` says so"""
     for f,text in files.items():
         mark = _mark(f)
         if Path(f).exists():
@@ -307,6 +312,15 @@ def shown(s:Setup, args=())->str:
         if not (k==KEY and v!='none')]
     return '\n'.join([*lines, shlex.join([*s.command,*args])])
 
+def _mind_room(client, served):
+    "Warn of a context that the instructions of a program may fill"
+    if client in AGENTS and served.context and served.context<ROOM:
+        print(
+            f'{served.model} has a context of {served.context:,} tokens. What {client} sends '
+            'before the first question may take all of it.',
+            file=sys.stderr)
+
+# %% ../../nbs/8_use/03_clients.ipynb #264fa8d4
 def launch(
     client:str, # One of `CLIENTS`
     args=(), # Further words for its command line
@@ -322,11 +336,7 @@ def launch(
     if client not in CLIENTS:
         setup(client, None)
     served = find_server(url, model, key or os.environ.get(KEY) or None)
-    if client in AGENTS and served.context and served.context<ROOM:
-        print(
-            f'{served.model} has a context of {served.context:,} tokens. What {client} sends '
-            'before the first question may take all of it.',
-            file=sys.stderr)
+    _mind_room(client, served)
     s = setup(client, served)
     if show:
         print(shown(s, args))
@@ -335,16 +345,10 @@ def launch(
         raise ClientError(f'{s.command[0]} is not installed', hint=s.get)
     write(s.files, confirm)
     if not start:
-        print(
-            '\n'.join([
-                *(f'# {f} is written' for f in s.files),
-                shown(replace(s, files={}), args)]))
+        print('\n'.join(f'# {f} is written' for f in s.files))
+        print(shown(replace(s, files={}), args))
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    become(
-        s.command[0],
-        [*s.command,*args],
-        {k:v for k,v in os.environ.items()
-         if k not in s.unset}
-        | s.env)
+    kept = {k:v for k,v in os.environ.items() if k not in s.unset}
+    become(s.command[0], [*s.command,*args], kept | s.env)

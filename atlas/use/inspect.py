@@ -25,7 +25,9 @@ from ..model.model import imagine,plan
 from ..ground.weights import open_checkpoint
 
 # %% ../../nbs/8_use/02_inspect.ipynb #dd04edbd
-PARTS = 'embedding head attention delta mamba mlp router experts shared norms drafter mtp vision unused'.split()
+PARTS = (
+    'embedding head attention delta mamba mlp router experts shared norms drafter mtp vision '
+    'unused').split()
 _WORDS = {
     'lm_head':'head', '.experts.':'experts', 'router':'router', 'shared_gate':'router',
     '.shared.':'shared', 'norm':'norms', 'layer_scalar':'norms', '.mlp.':'mlp'}
@@ -82,10 +84,9 @@ def tally(
         name = used.get(n)
         part = part_of(c, name) if name else 'unused'
         s = sums.setdefault((part,t.fmt), [0,0,0,0.])
-        for i,x in enumerate((
-            1, math.prod(t.shape), t.nbytes,
-            t.nbytes*share_of(c, name) if name else 0.
-        )):
+        read = t.nbytes*share_of(c, name) if name else 0.
+        more = 1,math.prod(t.shape),t.nbytes,read
+        for i,x in enumerate(more):
             s[i] += x
     rows = [Row(*k,*s) for k,s in sums.items()]
     return sorted(rows, key=lambda r: (PARTS.index(r.part),-r.nbytes))
@@ -111,8 +112,8 @@ class Strip:
     def legend(self)->dict:
         "What occurs: kind -> name"
         return {
-        k:v for k,v in _NAMES.items()
-        if any(k in r for r in self.rows)}
+            k:v for k,v in _NAMES.items()
+            if any(k in r for r in self.rows)}
     def __repr__(self): return self.text()
 
     def text(self, width:int=64)->str:
@@ -137,7 +138,10 @@ class Strip:
             f'<rect x="{130*j}" y="36" width="10" height="10" fill="{_COLOURS[k]}"/><text '
             f'x="{130*j+14}" y="45">{v}</text>'
             for j,(k,v) in enumerate(self.legend().items()))
-        return f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(11*len(self.rows[0]), 130*len(self.legend()))}" height="52" font-family="sans-serif" font-size="11" fill="gray">{cells}{words}</svg>'
+        width = max(11*len(self.rows[0]), 130*len(self.legend()))
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="52" '
+        font = 'font-family="sans-serif" font-size="11" fill="gray">'
+        return f'{head}{font}{cells}{words}</svg>'
 
 # %% ../../nbs/8_use/02_inspect.ipynb #e54e6111
 @dataclass
@@ -160,11 +164,11 @@ class Sheet:
     @property
     def token_bytes(self)->float:
         "Bytes of weights that one decoded token reads"
-        return sum(
-        r.read for r in self.rows if r.part!='mtp')
+        return sum(r.read for r in self.rows if r.part!='mtp')
     @property
     def draft_bytes(self)->float:
-        "Bytes that one drafted token reads: the drafting layers, and the head once more; 0 where there are none"
+        """Bytes that one drafted token reads: the drafting layers, and the head once more; 0
+        where there are none"""
         if self.has('mtp'):
             return sum(r.read for r in self.rows if r.part in ('mtp','head'))
         return 0.
@@ -201,27 +205,26 @@ def _weights_on(s, device):
     return held,not unpacked,form
 
 # %% ../../nbs/8_use/02_inspect.ipynb #c87a3e50
+def _times(room, size)->int:
+    "How often something goes into so many bytes"
+    return max(0, int(room//size)) if size else 0
+
 def fit(
     s:Sheet,
     device, # A `Device`: its memory, and in what form its words keep weights, keys and values
     contexts=(4096, 32768), # Tokens a sequence, beside the most that the model was made for
-)->dict: # Bytes of the weights and what is left, longest context of one sequence, and sequences by context
+)->dict: # Bytes of the weights and what is left, the longest context, sequences by context
     "What `device` can hold of a model"
     c,ops = s.config,words_of(device)
     left = device.budget().left
     held,packed,form = _weights_on(s, device)
     size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # of a number: a head of 16 has 2*16
     kv,state,rest = size*c.kv_elements_per_token,slot_bytes(c, ops),left-held
-    if not kv:
-        most = c.max_seq_len
-    else:
-        most = max(0, min(c.max_seq_len, (rest-state)//kv))
-    many = {
-        n:max(0, rest//(kv*n+state))
-        if kv*n+state else 0
-        for n in sorted({
-            *(n for n in contexts if n<c.max_seq_len),
-            c.max_seq_len})}
+    most = c.max_seq_len
+    if kv:
+        most = max(0, min(most, (rest-state)//kv))
+    sizes = sorted({*(n for n in contexts if n<c.max_seq_len), c.max_seq_len})
+    many = {n:_times(rest, kv*n+state) for n in sizes}
     return dict(
         device=device.name,
         memory=device.memory().total,
@@ -233,7 +236,7 @@ def fit(
         state_bytes=state_bytes(c),
         fits=rest>0,
         max_context=int(most),
-        sequences={n:int(k) for n,k in many.items()})
+        sequences=many)
 
 def devices()->list:
     "The host, and a card where there is one"
@@ -251,7 +254,8 @@ def open_shape(
     # 'nvfp4-experts'; None for that of the files, or for what is published
     weights:str|None=None,
 ):
-    "An open checkpoint: the one called `name`, or one without files in the shape of a preset, or of that checkpoint in other `weights`"
+    """An open checkpoint: the one called `name`, or one without files in the shape of a preset,
+    or of that checkpoint in other `weights`"""
     if weights or is_shape(name):
         return imagine(name, weights)
     if shaped(name) and not here(name):
@@ -263,7 +267,8 @@ def look(
     weights:str|None=None,
     on=None, # Devices where it might run; None for all that are here
 )->Sheet:
-    "What a model is made of, without loading it; errors as for `open_checkpoint`, `from_hf` and `build`"
+    """What a model is made of, without loading it; errors as for `open_checkpoint`, `from_hf`
+    and `build`"""
     with open_shape(name, weights) as ck:
         return sheet(ck, name, on)
 
@@ -277,52 +282,62 @@ def sheet(ck, name:str='', on=None)->Sheet:
     s = Sheet(name or ck.config.name, ck.config, ck.kind,
         tally(ck, wants), path, tensors=used)
     if not made:
-        s = replace(
-            s,
-            tokenizer='tokenizer.ggml.model' in ck.meta
-            or (ck.folder/'tokenizer.json').is_file(),
-            chat_template=load_template(ck) is not None)
-    return replace(
-        s,
-        fits=[
-            fit(s, d)
-            for d in (devices() if on is None else on)])
+        words = 'tokenizer.ggml.model' in ck.meta or (ck.folder/'tokenizer.json').is_file()
+        s = replace(s, tokenizer=words, chat_template=load_template(ck) is not None)
+    where = devices() if on is None else on
+    return replace(s, fits=[fit(s, d) for d in where])
 
 # %% ../../nbs/8_use/02_inspect.ipynb #c61260cb
 @patch
 def to_dict(self:Sheet)->dict:
     "All of it, as JSON takes it"
-    c,a = self.config,self.config.attention or self.config.sliding
-    def sums(r):
-        return dict(tensors=r.tensors, weights=r.weights, bytes=r.nbytes)
-    def fmts(p):
-        return {r.fmt:r.nbytes for r in self.rows if r.part==p}
+    c = self.config
     return dict(
         name=self.name,
         path=self.path and str(self.path),
-        kind=self.kind, family=c.family,
-        parameters=c.num_params, active_parameters=c.active_params,
-        total_parameters=c.total_params, bytes=self.nbytes,
-        formats={
-            k:sums(r)
-            for k,r in self.by('fmt').items()},
-        parts={
-            k:sums(r)
-            |dict(bytes_per_token=round(r.read), formats=fmts(k))
-            for k,r in self.by('part').items()},
+        kind=self.kind,
+        family=c.family,
+        parameters=c.num_params,
+        active_parameters=c.active_params,
+        total_parameters=c.total_params,
+        bytes=self.nbytes,
+        **_sums(self),
         bytes_per_token=round(self.token_bytes),
-        bytes_per_draft=round(self.draft_bytes), layers=c.num_layers,
+        bytes_per_draft=round(self.draft_bytes),
+        **_shape(c),
+        fits=self.fits,
+        tokenizer=self.tokenizer,
+        chat_template=self.chat_template)
+
+def _sums(s:Sheet)->dict:
+    "What there is by format and by part"
+    def sums(r):
+        return dict(tensors=r.tensors, weights=r.weights, bytes=r.nbytes)
+    def part(k, r):
+        formats = {x.fmt:x.nbytes for x in s.rows if x.part==k}
+        return sums(r)|dict(bytes_per_token=round(r.read), formats=formats)
+    formats = {k:sums(r) for k,r in s.by('fmt').items()}
+    return dict(formats=formats, parts={k:part(k, r) for k,r in s.by('part').items()})
+
+def _shape(c:ModelConfig)->dict:
+    "Layers and sizes of a model; None where a kind of layer does not occur"
+    a = c.attention or c.sliding
+    narrow = c.sliding or a
+    return dict(
+        layers=c.num_layers,
         mixers=list(c.mixers),
-        ffns=list(c.ffns), hidden_size=c.hidden_size,
-        heads=a and a.num_heads, kv_heads=a and a.num_kv_heads,
+        ffns=list(c.ffns),
+        hidden_size=c.hidden_size,
+        heads=a and a.num_heads,
+        kv_heads=a and a.num_kv_heads,
         head_dim=a and a.head_dim,
-        window=(c.sliding or a) and (c.sliding or a).window,
+        window=narrow and narrow.window,
         experts=c.moe and c.moe.num_experts,
         experts_per_token=c.moe and c.moe.top_k,
-        vocab_size=c.vocab_size, context=c.max_seq_len,
-        kv_bytes_per_token=4*c.kv_elements_per_token, state_bytes=4*c.state_elements,
-        fits=self.fits, tokenizer=self.tokenizer,
-        chat_template=self.chat_template)
+        vocab_size=c.vocab_size,
+        context=c.max_seq_len,
+        kv_bytes_per_token=4*c.kv_elements_per_token,
+        state_bytes=4*c.state_elements)
 
 # %% ../../nbs/8_use/02_inspect.ipynb #9fd2e32a
 def _columns(rows, gap='  '):
@@ -336,14 +351,12 @@ def _columns(rows, gap='  '):
             for i,(x,n) in enumerate(zip(r, w))).rstrip()
         for r in rows]
 
-def _count(n):
-    return next(
-        (f'{n/10**e:.2f}{s}'
-         for e,s in (
-             (9,'B'), (6,'M'),
-             (3,'k'))
-         if n>=10**e),
-        str(n))
+def _count(n)->str:
+    "A number in billions, millions or thousands"
+    for e,s in (9,'B'),(6,'M'),(3,'k'):
+        if n>=10**e:
+            return f'{n/10**e:.2f}{s}'
+    return str(n)
 
 def _parts(s):
     "The table of parts, with a bar for the bytes that a token reads"
@@ -376,13 +389,15 @@ def _fit_line(f, c):
         f'; sequences: {room} tokens' if room else '')
 
 # %% ../../nbs/8_use/02_inspect.ipynb #cb50b180
-@patch
-def __str__(self:Sheet):
-    "The sheet, to print"
-    c,a = self.config,self.config.attention or self.config.sliding
-    heads = (
-        f', {a.num_heads} query and {a.num_kv_heads} key-value heads of {a.head_dim}' if a
-        else '')
+def _heads(a)->str:
+    "Of an `AttentionConfig` or None, behind a width"
+    if not a:
+        return ''
+    return f', {a.num_heads} query and {a.num_kv_heads} key-value heads of {a.head_dim}'
+
+def _described(s:Sheet)->dict:
+    "What is known of a model in words, by what it is about"
+    c = s.config
     extra = ''.join(
         f', {w} {_count(c.param_parts[p])}'
         for p,w in (('vision','vision'), ('mtp','drafting'))
@@ -390,15 +405,26 @@ def __str__(self:Sheet):
     rows = {
         'family':c.family,
         'parameters':f'{c.num_params:,}, of them {_count(c.active_params)} a token{extra}',
-        'layers':f'{c.num_layers} of width {c.hidden_size:,}{heads}', '':Strip(c).text(),
-        'vocabulary':f'{c.vocab_size:,}', 'context':f'{c.max_seq_len:,} tokens',
-        'weights':f'{human(self.nbytes, 1000)} in {self.kind}', ' ':'\n'.join(_parts(self)),
-        'a token reads':human(round(self.token_bytes), 1000)
-        +(f'; a drafted one {human(round(self.draft_bytes), 1000)}' if self.draft_bytes else ''),
-        'KV cache':f'{human(2*n)} a token in 16 bits, {human(4*n)} as float32'
-        if (n := c.kv_elements_per_token) else 'none'}
+        'layers':f'{c.num_layers} of width {c.hidden_size:,}{_heads(c.attention or c.sliding)}',
+        '':Strip(c).text(),
+        'vocabulary':f'{c.vocab_size:,}',
+        'context':f'{c.max_seq_len:,} tokens',
+        'weights':f'{human(s.nbytes, 1000)} in {s.kind}',
+        ' ':'\n'.join(_parts(s)),
+        'a token reads':human(round(s.token_bytes), 1000)}
+    if s.draft_bytes:
+        rows['a token reads'] += f'; a drafted one {human(round(s.draft_bytes), 1000)}'
+    n = c.kv_elements_per_token
+    rows['KV cache'] = f'{human(2*n)} a token in 16 bits, {human(4*n)} as float32' if n else 'none'
     if c.state_elements:
         rows['states'] = f'{human(4*c.state_elements)} a sequence, however long'
+    return rows
+
+# %% ../../nbs/8_use/02_inspect.ipynb #18038fb1
+@patch
+def __str__(self:Sheet):
+    "The sheet, to print"
+    c,rows = self.config,_described(self)
     rows |= {f['device']:_fit_line(f, c) for f in self.fits}
     if self.kind!='dummy':
         rows |= {

@@ -55,11 +55,13 @@ class LLM(LoadedModel):
         self._marks = TurnMarks(tok, self.eos_ids)
     @property
     def tokenizer(self)->Tokenizer:
-        "Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids come out"
+        """Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and
+        ids come out"""
         return self.text.tokenizer
     @property
     def sampling(self)->dict:
-        "How the model is sampled where nobody says, as `generation_config.json` has it: parameters by name"
+        """How the model is sampled where nobody says, as `generation_config.json` has it:
+        parameters by name"""
         return self.text.sampling
     def params(self, **given)->SamplingParams:
         "Sampling parameters: those that are given, and the model's own for all others"
@@ -70,7 +72,8 @@ class LLM(LoadedModel):
 def _encode(self:LLM, prompt, answer:int=1, images=())->tuple[
     list[int],str|None,tuple
 ]:
-    "Ids of a prompt that leaves room for `answer` tokens, its text where there is one, and the pixels of its images"
+    """Ids of a prompt that leaves room for `answer` tokens, its text where there is one, and the
+    pixels of its images"""
     self._open()
     ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     ids = self.ids(ids, 0)
@@ -104,7 +107,8 @@ def request(
 # %% ../../nbs/8_use/01_llm.ipynb #b104e58a
 @patch
 def _step(self:LLM, todo:deque, box:deque):
-    "Queue what there is room for of `todo`, whose events go to `box`; if that is empty, make a step for everybody"
+    """Queue what there is room for of `todo`, whose events go to `box`; if that is empty, make a
+    step for everybody"""
     with self._lock:
         s = self._open().scheduler
         while todo and not s.full(len(todo[0].prompt)):
@@ -155,26 +159,26 @@ def _run(self:LLM, reqs:list[Request], readers:list[ChoiceReader]):
             self._drop(rid)
 
 # %% ../../nbs/8_use/01_llm.ipynb #1b0de12d
+def _is_one(prompts)->bool:
+    "Is it one prompt, as text or as ids, and no list of prompts?"
+    if isinstance(prompts, str):
+        return True
+    return len(prompts)>0 and isinstance(prompts[0], (int,np.integer))
+
 @patch
 def generate(self:LLM,
     prompts, # Text, a list of ids, or a list of either
     params:SamplingParams|list|None=None, # One for all, or one for each; None: as the model has it
-    images=(), # For one prompt: what its image tokens stand for, in order: paths, data URLs, bytes or PIL images
+    images=(), # Of one prompt, in the order of their tokens: paths, data URLs, bytes or PIL images
     guide:dict|None=None, # What the answers must look like, see the guide page
-    timeout:float|None=None, # Seconds that the engine has for each, which then ends as it is; None: no limit
+    timeout:float|None=None, # Seconds that the engine has for each, which then ends; None: no limit
 ): # `Output`, or a list of them for a list of prompts
     "Answers to one prompt or many, computed together"
-    one = (
-        isinstance(prompts, str)
-        or (
-            len(prompts)>0
-            and isinstance(prompts[0], (int,np.integer))))
+    one = _is_one(prompts)
     prompts = [prompts] if one else list(prompts)
-    params = [
-        p or self.params()
-        for p in (
-            params if isinstance(params, (list,tuple))
-            else [params]*len(prompts))]
+    if not isinstance(params, (list,tuple)):
+        params = [params]*len(prompts)
+    params = [p or self.params() for p in params]
     if len(params)!=len(prompts):
         raise RequestError(
             f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
@@ -273,7 +277,7 @@ def _stream(self:LLM, prompt, params, images, guide, split=None, timeout=None):
 # %% ../../nbs/8_use/01_llm.ipynb #1b26222f
 @patch
 def chat(self:LLM,
-    messages:list[dict], # [{'role': 'user', 'content': …}, …]; content is text, or parts of which some are images
+    messages:list[dict], # [{'role': 'user', 'content': …}, …]; content is text, or parts and images
     params:SamplingParams|None=None,
     tools:list|None=None, # Tools to offer, as JSON schemas; handed to the template
     stream:bool=False, # Yield `Delta`s instead
@@ -334,7 +338,9 @@ class Trace:
     routes:dict # Layer -> (ids [T,k], weights [T,k]) of the experts picked
     states:dict # Layer -> dict(conv=…, rec=…) after the prompt
     def __repr__(self):
-        return f'Trace({self.layers.shape[1]} tokens, {len(self.layers)} layers, {len(self.routes)} with experts, {len(self.states)} with states)'
+        return (
+            f'Trace({self.layers.shape[1]} tokens, {len(self.layers)} layers, {len(self.routes)} '
+            f'with experts, {len(self.states)} with states)')
 
 # %% ../../nbs/8_use/01_llm.ipynb #94b3c6e1
 @patch
@@ -368,6 +374,7 @@ def _states(self:LLM, cache):
             rec=rec)
     return out
 
+# %% ../../nbs/8_use/01_llm.ipynb #523db187
 @patch
 def _alone(self:LLM, ids, images=(), more=0, **kw):
     "A batch of `ids` that wants all logits, and a cache for it and `more` tokens"
@@ -395,32 +402,33 @@ def drafts(self:LLM,
     ids, # A prompt
     k:int=2, # How many tokens to draft
     assistant=None, # A Gemma assistant, see `load_assistant`; None for the model's own head
-)->tuple[int,list[int],np.ndarray]: # The model's own next token, the drafts after it, and their logits [k, vocab]
+)->tuple[int,list[int],np.ndarray]: # The next token, the drafts after it, and their logits [k, vocab]
     "Greedy drafts after `ids`; an `UnsupportedError` where there is nothing to draft with"
     b,cache = self._alone(ids, more=k+1, drafting=assistant is None)
     m = self.model
     table = b.tables[0].tolist()
     n = len(b.out)
     x = m.trunk(b, cache)
-    first = int(
-        m.head(
-            m.final(x[b.out[-1:]])).argmax())
+    first = int(m.head(m.final(x[b.out[-1:]])).argmax())
     if assistant:
         drafter = AssistantDrafter(m, cache, assistant, k)
     else:
         drafter = MTPDrafter(m, cache, k)
-    then = np.zeros(b.num_rows, np.int32)
-    then[self.device.download(b.out)] = [
-        *self.device.download(b.ids[b.out])[1:],
-        first]
-    h = drafter.see(b, x, self.device.upload(then))
+    h = drafter.see(b, x, self._following(b, first))
     ends = Ends([End(first, n, n+k, table)], cache, self.device)
     rows = []
-    found = drafter.propose(
-        h, b.out[-1:], ends, k,
-        lambda y: rows.append(self.device.download(y)[0]))
+    def keep(y): rows.append(self.device.download(y)[0])
+    found = drafter.propose(h, b.out[-1:], ends, k, keep)
     drafts = [int(self.device.download(d)[0]) for d in found]
     return first,drafts,np.stack(rows)
+
+@patch
+def _following(self:LLM, b, last:int):
+    "The token behind each row of a batch: the next one of the prompt, and `last` behind its end"
+    then = np.zeros(b.num_rows, np.int32)
+    prompt = self.device.download(b.ids[b.out])
+    then[self.device.download(b.out)] = [*prompt[1:], last]
+    return self.device.upload(then)
 
 def load_assistant(path:str, llm:LLM)->Decoder:
     "The drafter in `path`, to draft for `llm`"

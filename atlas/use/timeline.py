@@ -14,7 +14,7 @@ from dataclasses import asdict,dataclass,field,replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from fastcore.basics import patch
-from .bench_decode import graph_time,make_room,pretend
+from .bench_decode import _weights_shape,graph_time,make_room,pretend
 from ..card.card import Arguments,_array,_letter,_params,_ready,_three
 from ..ground.core import AtlasError,kernel_dir
 from ..card.launch import Source,options_of,recording
@@ -58,55 +58,53 @@ def stamp_files(
 
 # %% ../../nbs/8_use/07_timeline.ipynb #cec88291
 def _read(w):
-    return w[:,0].astype(
-        np.int64
-    )|w[:,1].astype(np.int64)<<32
+    "The common clock as each warp read it, from two words"
+    low,high = w[:,0].astype(np.int64),w[:,1].astype(np.int64)
+    return low|high<<32
+
 def clock_step(w)->int:
     "ns that the card's clock moves at a time, from what warps read"
     g = np.unique(_read(w))
-    return int(
-    np.gcd.reduce(np.diff(g))
-) if len(g)>1 else 1
+    if len(g)<2:
+        return 1
+    return int(np.gcd.reduce(np.diff(g)))
+
+def _smooth(rest, t, near):
+    "Each of `rest` as the mean of those whose times `t`, which rise, are within `near`"
+    total = np.append(0, np.cumsum(rest))
+    lo = np.searchsorted(t, t-near)
+    hi = np.searchsorted(t, t+near, 'right')
+    return (total[hi]-total[lo])/(hi-lo)
+
+def _slope(u, g, sm)->float:
+    "ns of a tick: a line through the readings, whose height is each multiprocessor's own"
+    def mean(v): return (np.bincount(sm, v)/np.bincount(sm))[sm]
+    du,dg = u-mean(u),g-mean(g)
+    return (du@dg)/(du@du) if (du@du)>0 else 1.
 
 def clocks(
     w:np.ndarray, # [warps, 8] u32 as `lib/stamp.cuh` writes them
     fine:int=100, # ns: steps of the common clock up to here are small
     near:float=5e4, # ns: readings so far away count
-)->np.ndarray: # [warps, 5] ns: came, let the next in, waited, was let go, left; NaN for what it did not
+)->np.ndarray: # [warps, 5] ns: came, let the next in, waited, was let go, left; NaN: did not
     "Ticks as times on the card's clock"
     step,g = clock_step(w),_read(w)
     g = (g-g.min()).astype(float)
     _,first,sm = np.unique(w[:,2], return_index=True, return_inverse=True)
-    u = (
-        w[:,3]-w[first[sm],3]
-    ).view(np.int32).astype(float) # ticks of a multiprocessor, from its first warp's on
-    def mean(v):
-        return (np.bincount(sm, v)/np.bincount(sm))[sm]
-    du,dg = u-mean(u),g-mean(g)
-    slope = (du@dg)/(du@du) if (du@du)>0 else 1.
+    # ticks of a multiprocessor, from its first warp's on
+    u = (w[:,3]-w[first[sm],3]).view(np.int32).astype(float)
+    slope = _slope(u, g, sm)
     came = g.copy()
     if step>fine:
         for k in range(len(first)):
             i = np.flatnonzero(sm==k)
             i = i[np.argsort(u[i])]
-            rest = g[i]-slope*u[i]
             t = slope*u[i]
-            total = np.append(0, np.cumsum(rest))
-            lo = np.searchsorted(t, t-near)
-            hi = np.searchsorted(t, t+near, 'right')
-            came[i] = slope*u[i]+(
-                total[hi]-total[lo]
-            )/(hi-lo)
-    def since(k):
-        return (w[:,k]-w[:,3]).view(np.int32)*slope
-    return np.stack(
-        [came,
-         *(
-             np.where(
-                 w[:,k]==0, np.nan,
-                 came+since(k))
-             for k in range(4, 8))],
-        1)
+            came[i] = t+_smooth(g[i]-t, t, near)
+    def at(k): # of the k-th word: a time, if it was written
+        since = (w[:,k]-w[:,3]).view(np.int32)*slope
+        return np.where(w[:,k]==0, np.nan, came+since)
+    return np.stack([came, *(at(k) for k in range(4, 8))], 1)
 
 # %% ../../nbs/8_use/07_timeline.ipynb #681fb58d
 @dataclass
@@ -129,6 +127,23 @@ class Span:
     us:float # When it ended
 
 # %% ../../nbs/8_use/07_timeline.ipynb #8503936d
+def _span(call, times, facts, begun)->Span:
+    "One launch: its shape, and when its warps did what, in µs since the one before had ended"
+    name,args = call[0],call[3]
+    came,let,asked,went,left = times.T
+    let = np.where(np.isnan(let), left, let)
+    waits = ~np.isnan(went)
+    if waits.any():
+        went,asked = went[waits],asked[waits]
+    else:
+        went,asked = came,came
+    shape = _weights_shape(_params(Source(name).text, name), args)
+    blocks,threads = (int(np.prod(n)) for n in call[1:3])
+    early = float((came<0).mean()),float((asked<0).mean())
+    ends = went.min(),went.max(),let.max(),left.max()
+    middle = float(np.median(came))
+    return Span(name, shape, blocks, threads, *facts, begun, middle, *early, *ends)
+
 def spans(
     calls, # Of a `recording` with arguments
     times:list, # Of each, as of `clocks`
@@ -137,32 +152,8 @@ def spans(
     "What the launches of a step say about it"
     out,zero = [],min(np.nanmin(t[:,0]) for t in times)
     end = zero
-    for (n,g,b,args,*_),t,f in zip(
-        calls, times, facts
-    ):
-        came,let,asked,went,left = (t-end).T/1e3
-        let = np.where(np.isnan(let), left, let)
-        waits = ~np.isnan(went)
-        went,asked = (
-            (went[waits],asked[waits])
-            if waits.any() else (came,came))
-        w = next(
-            (a
-             for k,a in zip(_params(Source(n).text, n), args)
-             if k in ('w','uw')),
-            None)
-        out.append(
-            Span(
-                n,
-                '' if w is None else 'x'.join(map(str, w.shape)),
-                int(np.prod(g)),
-                int(np.prod(b)), *f,
-                (end-zero)/1e3,
-                float(np.median(came)),
-                float((came<0).mean()),
-                float((asked<0).mean()),
-                went.min(), went.max(),
-                let.max(), left.max()))
+    for c,t,f in zip(calls, times, facts):
+        out.append(_span(c, (t-end)/1e3, f, (end-zero)/1e3))
         end = max(end, t[:,4].max())
     return out
 
@@ -255,60 +246,57 @@ def timeline(
 # %% ../../nbs/8_use/07_timeline.ipynb #0cc3a181
 def _replays(stepper, calls, card, n):
     "Length, step of the clock and spans of each of `n` runs of `calls` with stamps"
-    warps = [
-        int(np.prod(_three(g)))*-(
-            -int(np.prod(_three(b)))//32)
-        for _,g,b,*_ in calls]
-    ends = np.cumsum(warps)
+    ends = np.cumsum([_warps(c) for c in calls])
+    out = []
     with stepper.here():
-        ks = _load(calls, card)
-        facts = [
-            _facts(
-                c[0], c[6], c[1],
-                c[2], c[4], card)
-            for c in calls]
+        facts = [_facts(c[0], c[6], c[1], c[2], c[4], card) for c in calls]
         notes = card.zeros((int(ends[-1]),8), 'uint32')
-        card.synchronize()
-        memory = [
-            _memory(
-                c[0], c[3], card,
-                card.address(notes)+32*int(end-w))
-            for c,end,w in zip(calls, ends, warps)]
-        def go():
-            for k,c,m in zip(ks, calls, memory):
-                grid,block = _three(c[1]),_three(c[2])
-                k(grid, block, m.pointers, c[4], c[5])
-        again,out = stepper.stream.captured(go),[]
+        again = _captured(stepper, calls, card, notes)
         for _ in range(n):
             again()
             w = card.download(notes)
-            times = np.split(clocks(w), ends[:-1])
-            s = spans(calls, times, facts)
-            out.append((
-                s[-1].begun+s[-1].us,
-                clock_step(w), s))
+            s = spans(calls, np.split(clocks(w), ends[:-1]), facts)
+            out.append((s[-1].begun+s[-1].us, clock_step(w), s))
     return out
 
+def _warps(call)->int:
+    "Of a launch: blocks times warps of each"
+    blocks,threads = (int(np.prod(_three(n))) for n in call[1:3])
+    return blocks*-(-threads//32)
+
+def _captured(stepper, calls, card, notes):
+    "A graph of `calls`, whose warps write into `notes`, one after the other"
+    kernels,memory,at = _load(calls, card),[],0
+    card.synchronize()
+    for c in calls:
+        memory.append(_memory(c[0], c[3], card, card.address(notes)+32*at))
+        at += _warps(c)
+    def go():
+        for k,c,m in zip(kernels, calls, memory):
+            grid,block = _three(c[1]),_three(c[2])
+            k(grid, block, m.pointers, c[4], c[5])
+    return stepper.stream.captured(go)
+
 # %% ../../nbs/8_use/07_timeline.ipynb #cb8e6922
+_SAME = 'kernel','what','blocks','threads','registers','shared','fit' # of launches of a kind
+_TIMES = 'begun','came','early','ready','first','last','let','us'
+
+def _mean(spans)->Span:
+    "The mean of launches of one kind"
+    shape = [getattr(spans[0], n) for n in _SAME]
+    times = [float(np.mean([getattr(s, n) for s in spans])) for n in _TIMES]
+    return Span(*shape, *times)
+
 @patch
 def kinds(self:Timeline)->list[tuple[Span,int]]:
     "Mean of the launches of each kind and how many there are, longest together first"
     groups = {}
     for s in self.spans:
         groups.setdefault((s.kernel, s.what, s.blocks), []).append(s)
-    means = [
-        (Span(
-             *k[:2], k[2],
-             *(
-                 getattr(g[0], n)
-                 for n in ('threads','registers','shared','fit')),
-             *(
-                 float(np.mean([getattr(s, n) for s in g]))
-                 for n in ('begun','came','early','ready','first','last','let','us'))),
-         len(g))
-        for k,g in groups.items()]
+    means = [(_mean(g), len(g)) for g in groups.values()]
     return sorted(means, key=lambda m: -m[0].us*m[1])
 
+# %% ../../nbs/8_use/07_timeline.ipynb #dbb48208
 @patch
 def __str__(self:Timeline):
     "A line a kind: where it stands when the launch before it ends (0), and when it goes on"
@@ -320,18 +308,17 @@ def __str__(self:Timeline):
         f'{"grid":>5} {"thr":>4} {"regs":>4} {"KB":>5} {"fit":>3} {"next":>4}']
     room = {}
     for a,b in zip(self.spans, self.spans[1:]):
-        room.setdefault(
-            (a.kernel, a.what, a.blocks),
-            set()
-        ).add(beside(a, b, self.multiprocessors))
+        seen = room.setdefault((a.kernel, a.what, a.blocks), set())
+        seen.add(beside(a, b, self.multiprocessors))
     for s,n in self.kinds():
+        fits = room.get((s.kernel, s.what, s.blocks), ())
+        fits = '/'.join(('no','yes')[i] for i in sorted(fits))
         rows.append(
             f'{s.kernel:13} {s.what:>16} {n:3} {s.us:8.2f} {s.us*n:8.1f} | {s.came:7.2f} '
             f'{s.early:6.0%} {s.ready:6.0%} {s.first:6.2f} {s.last:6.2f} {s.us:6.2f} '
             f'{s.let:7.2f} |'
             f' {s.blocks:5} {s.threads:4} {s.registers:4} {s.shared/1024:5.1f} {s.fit:3} '
-            f'{"/".join("no yes".split()[i] for i in sorted(room.get((s.kernel, s.what, s.blocks), ()))):>4}'
-        )
+            f'{fits:>4}')
     def total(f): return sum(map(f, self.spans))
     wrong = max(0., -min(s.first for s in self.spans[1:]))
     rows.append(

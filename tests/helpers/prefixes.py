@@ -4,7 +4,8 @@ from atlas.engine.prefix import ident_of
 
 def nodes_of(tree):
     "All nodes of `tree` that hold a tile"
-    todo = [n for root in tree.roots.values() for n in root.children.values()]
+    todo = [n for root in tree.roots.values()
+        for n in root.children.values()]
     while todo:
         node = todo.pop()
         yield node
@@ -14,7 +15,8 @@ def check_node(tree, node):
     "What must be true of one node"
     assert not node.gone and node.parent.children[node.key] is node
     assert node.ident==ident_of(node.parent.ident, node.key)
-    assert len(node.blocks)==tree.per and all(tree.pool.kept[b] for b in node.blocks)
+    assert len(node.blocks)==tree.per and all(tree.pool.kept[b]
+        for b in node.blocks)
     if all(map(tree.pool.alone, node.blocks)):
         below = [b for c in node.children.values() for b in c.blocks]
         assert all(map(tree.pool.alone, below)), 'somebody stands on what nobody owns'
@@ -22,9 +24,11 @@ def check_node(tree, node):
 def check_pool(pool):
     "What must be true of a pool beside a tree"
     kept = [i for i in range(pool.num_blocks) if pool.kept[i]]
-    assert pool.num_kept==len(kept) and all(pool.refs[i]>0 for i in kept)
+    assert pool.num_kept==len(kept) and all(pool.refs[i]>0
+        for i in kept)
     assert pool.reclaimable==sum(pool.refs[i]==1 for i in kept)
-    assert sorted(pool._free)==[i for i in range(pool.num_blocks) if not pool.refs[i]]
+    assert sorted(pool._free)==[i
+        for i in range(pool.num_blocks) if not pool.refs[i]]
 
 def check_snapshots(tree, found, trails):
     "What must be true of the slots with states"
@@ -41,10 +45,12 @@ def check_tree(tree, going=()):
     assert len(found)==tree.nodes and tree.pool.num_kept==tree.nodes*tree.per
     for n in found:
         check_node(tree, n)
-        assert all(tree.pool.refs[b]==1+users[id(n)] for b in n.blocks)
+        assert all(tree.pool.refs[b]==1+users[id(n)]
+            for b in n.blocks)
     for trail,table in going:
         path = [b for n in trail.path for b in n.blocks]
-        assert table.blocks[:len(path)]==path and not any(n.gone for n in trail.path)
+        assert table.blocks[:len(path)]==path and not any(n.gone
+            for n in trail.path)
         assert [n.key for n in trail.path]==trail.keys[:len(trail.path)]
     check_pool(tree.pool)
     if hasattr(tree, 'states'):

@@ -17,19 +17,22 @@ from atlas.service.protocol.responses import Store,error_body,parse,reply
 
 class ResponsesApp:
     "One store, one script, and all that was asked"
-    def __init__(self, script): self.script,self.store,self.asks,self.bodies,self.aborted,self.tasks = script,Store(),[],[],[],set()
+    def __init__(self, script):
+        self.script,self.store,self.asks,self.bodies,self.aborted,self.tasks = script,Store(),[],[],[],set()
 
     async def pieces(self, ask, w):
         "The pieces of the script, until somebody aborts"
         stop = asyncio.Event()
-        w.abort = lambda: (self.aborted.append(w.id), stop.set())
+        w.abort = lambda: (self.aborted.append(w.id),
+            stop.set())
         it = self.script(ask)
         if not hasattr(it, '__anext__'):
             for p in it:
                 yield p
             return
         while True:
-            nxt,out = asyncio.ensure_future(anext(it, None)),asyncio.ensure_future(stop.wait())
+            nxt = asyncio.ensure_future(anext(it, None))
+            out = asyncio.ensure_future(stop.wait())
             await asyncio.wait([nxt, out], return_when=asyncio.FIRST_COMPLETED)
             out.cancel()
             if stop.is_set():
@@ -56,7 +59,8 @@ class ResponsesApp:
         self.bodies.append(raw)
         ask = parse(raw, self.store, request.headers.get('x-owner'))
         self.asks.append(ask)
-        w,heads = reply(ask, ask.model or 'scripted'),{'x-atlas-warning':w for w in ask.warnings[:1]}
+        w,heads = reply(ask, ask.model or 'scripted'),{'x-atlas-warning':w
+            for w in ask.warnings[:1]}
         stream = self.events(ask, w)
         if ask.background:
             await anext(stream)
@@ -68,26 +72,44 @@ class ResponsesApp:
         if ask.stream:
             return StreamingResponse(stream, media_type='text/event-stream', headers=heads)
         try:
-            return JSONResponse(w.whole([gather([p async for p in self.pieces(ask, w)])], Usage(11, 7, 3, 2)), headers=heads)
+            return JSONResponse(
+                w.whole(
+                    [gather([p async
+                        for p in self.pieces(ask, w)])],
+                    Usage(11, 7, 3, 2)),
+                headers=heads)
         finally:
             w.close()
 
     async def get(self, request):
-        id,owner,q = request.path_params['id'],request.headers.get('x-owner'),request.query_params
+        id = request.path_params['id']
+        owner,q = request.headers.get('x-owner'),request.query_params
         if q.get('stream')!='true':
             return JSONResponse(self.store.get(id, owner))
-        return StreamingResponse(self.store.follow(id, owner, q.get('starting_after')), media_type='text/event-stream')
-    async def delete(self, request): return JSONResponse(self.store.delete(request.path_params['id'], request.headers.get('x-owner')))
-    async def cancel(self, request): return JSONResponse(self.store.cancel(request.path_params['id'], request.headers.get('x-owner')))
+        return StreamingResponse(self.store.follow(id, owner, q.get('starting_after')),
+            media_type='text/event-stream')
+    async def delete(self, request):
+        return JSONResponse(self.store.delete(request.path_params['id'],
+            request.headers.get('x-owner')))
+    async def cancel(self, request):
+        return JSONResponse(self.store.cancel(request.path_params['id'],
+            request.headers.get('x-owner')))
     async def items(self, request):
-        q = {k:v for k,v in request.query_params.items() if k in ('after','limit','order')}
-        return JSONResponse(self.store.items(request.path_params['id'], request.headers.get('x-owner'), **q))
-    async def models(self, request): return JSONResponse(dict(object='list', data=[dict(id='scripted', object='model', created=0, owned_by='atlas')]))
+        q = {k:v
+            for k,v in request.query_params.items() if k in ('after','limit','order')}
+        return JSONResponse(self.store.items(request.path_params['id'],
+            request.headers.get('x-owner'), **q))
+    async def models(self, request):
+        return JSONResponse(dict(object='list',
+            data=[dict(id='scripted', object='model', created=0,
+                owned_by='atlas')]))
 
     def app(self):
         async def refused(request, e): return JSONResponse(error_body(e), e.status)
         at = '/v1/responses'
-        return Starlette(routes=[Route(at, self.create, methods=['POST']), Route(at+'/{id}', self.get), Route(at+'/{id}', self.delete, methods=['DELETE']),
+        return Starlette(routes=[Route(at, self.create, methods=['POST']),
+            Route(at+'/{id}', self.get),
+            Route(at+'/{id}', self.delete, methods=['DELETE']),
             Route(at+'/{id}/cancel', self.cancel, methods=['POST']), Route(at+'/{id}/input_items', self.items), Route('/v1/models', self.models)],
             exception_handlers={AtlasError:refused})
 
@@ -96,7 +118,8 @@ def running(app):
     "Run an ASGI application on a free port of this machine; gives its URL"
     sock = socket.create_server(('127.0.0.1', 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level='warning', timeout_graceful_shutdown=1))
-    t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
+    t = threading.Thread(target=server.run,
+        kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
     try:
         yield f'http://127.0.0.1:{sock.getsockname()[1]}'
@@ -126,19 +149,28 @@ class Speaker:
     def __init__(self, script, drafts=0):
         self.drafts = drafts
         self.cached = 0 # Tokens of each prompt that come from a cache, as its first event says
-        self.tok,self.script,self.healthy,self.prompts,self.aborted = byte_tokenizer(),script,True,[],0
-        self.info = dict(name='scripted', max_seq_len=400_000, vocab_size=257, eos_ids=[END])
+        self.tok,self.script = byte_tokenizer(),script
+        self.healthy,self.prompts = True,[]
+        self.aborted = 0
+        self.info = dict(name='scripted', max_seq_len=400_000, vocab_size=257,
+            eos_ids=[END])
         if drafts:
             self.info['speculative'] = f'mtp, {drafts} drafts'
     def submit(self, r):
         self.prompts.append(self.tok.decode(list(r.prompt)))
-        return Line(self, r, [*self.tok.encode(self.script(self.prompts[-1])), END])
-    def stats(self): return dict(num_requests_running=0, num_requests_waiting=0, kv_cache_usage_perc=0.)
+        return Line(self, r,
+            [*self.tok.encode(self.script(self.prompts[-1])),
+                END])
+    def stats(self):
+        return dict(num_requests_running=0, num_requests_waiting=0, kv_cache_usage_perc=0.)
     def close(self, drain=0.): pass
 
 class Line:
     "One answer of a `Speaker`, a token at a time"
-    def __init__(self, speaker, r, ids): self.speaker,self.r,self.ids,self.n,self.over = speaker,r,ids,0,False
+    def __init__(self, speaker, r, ids):
+        self.speaker,self.r = speaker,r
+        self.ids,self.n = ids,0
+        self.over = False
     def __aiter__(self): return self
     async def __anext__(self):
         await asyncio.sleep(0)
@@ -157,7 +189,8 @@ class Line:
         self.over = finish is not None
         drafted = n%(self.speaker.drafts+1)>0
         cached = None if n else self.speaker.cached
-        return Event(self.r.id, self.ids[n], finish=finish, drafted=drafted, cached=cached)
+        return Event(self.r.id, self.ids[n], finish=finish,
+            drafted=drafted, cached=cached)
     def abort(self):
         if not self.over:
             self.over = True

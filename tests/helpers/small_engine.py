@@ -75,7 +75,8 @@ def ask(i, n=10, most=8, priority=0, guide=None, **kw):
     how = dict(temperature=0, max_tokens=most, ignore_eos=True)|kw
     params = SamplingParams(**how)
     ids = tuple(prompt.tolist())
-    return Request(f'r{i}', ids, params, priority, eos_ids=(V-1,), guide=guide)
+    return Request(f'r{i}', ids, params, priority, eos_ids=(V-1,),
+        guide=guide)
 
 def drawn(lengths, most, hows=HOWS):
     "A request that hypothesis draws, and when it arrives: what `arrivals` takes"
@@ -149,7 +150,8 @@ def interrupted(holder, name, at, error=KeyboardInterrupt):
 
 def said(events):
     "What was said, each token with its probabilities"
-    return [(ev.token, ev.logprob, ev.top) for ev in events if ev.token is not None]
+    return [(ev.token, ev.logprob, ev.top)
+        for ev in events if ev.token is not None]
 
 def as_alone(mine, want):
     "What was answered is what is answered alone, up to where it was aborted"

@@ -107,7 +107,8 @@ def engine(kind='none', k=0, late=False, blocks=40, seqs=4,
     """An engine in which `kind` guesses `k` tokens a step; `who` is told to an oracle.
     With a tree of prefixes there are `prefix` more slots for states, and with a
     second tier `spill` bytes for what it evicts."""
-    slots,sizes = (k+2)*seqs+(prefix or 0),(seqs,200,chunk)
+    slots = (k+2)*seqs+(prefix or 0)
+    sizes = (seqs,200,chunk)
     cache = small_cache(model.c, blocks, slots, drafting=True)
     who = who or {}
     d = drafter(kind, model, cache, k, seqs, **who)
@@ -115,7 +116,8 @@ def engine(kind='none', k=0, late=False, blocks=40, seqs=4,
         tree = SnapshotTree(cache.pool, cache.states, 128)
         kw |= dict(prefix=tree, states=cache.states)
         if spill:
-            second_tier(tree, [cache,d.cache] if d and d.cache else [cache], spill)
+            second_tier(tree,
+                [cache,d.cache] if d and d.cache else [cache], spill)
     s = Scheduler(cache.pool, *sizes, drafts=k, **kw)
     return Engine(s, stepper(model, cache, late, d), guides, arbiter)
 

@@ -44,21 +44,33 @@ from ...ops.vocabulary import Norm
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #c1e9e369
 def block(c:ModelConfig, i:int, mixer:str, ffn:str)->Block:
     "Layer `i`, of the given kinds"
-    seq = Half(DeltaNet(c, i), 'mixer', 'linear_attn', 'input_layernorm') if mixer=='delta' else Half(Attention(c, i, mixer), 'mixer', 'self_attn', 'input_layernorm')
-    names = MoENames(transposed=(False,True) if c.attention.rope.mrope and not c.delta else (False,))  # Qwen3-VL's stacks are transposed, unless the library saved them
-    return Block(c, seq, Half(MoE(c, names) if ffn=='moe' else MLP(c), 'mlp', 'mlp', 'post_attention_layernorm'))
+    mixing,name = (DeltaNet(c, i),'linear_attn') if mixer=='delta' else (
+        Attention(c, i, mixer),'self_attn')
+    # Qwen3-VL's stacks are transposed, unless the library saved them
+    turned = c.attention.rope.mrope and not c.delta
+    names = MoENames(transposed=(False,True) if turned else (False,))
+    feed = MoE(c, names) if ffn=='moe' else MLP(c)
+    return Block(c,
+        Half(mixing, 'mixer', name, 'input_layernorm'),
+        Half(feed, 'mlp', 'mlp', 'post_attention_layernorm'))
 
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #a0246802
 class MTPHead:
     "Qwen's multi-token prediction: one more layer, which drafts"
     def __init__(self, c:ModelConfig):
-        self._c,self.layers = c,[block(c, c.num_layers+j, 'attention', c.ffns[-1]) for j in range(c.mtp_layers)]
+        self._c,numbers = c,range(c.num_layers, c.num_layers+c.mtp_layers)
+        self.layers = [block(c, i, 'attention', c.ffns[-1])
+            for i in numbers]
 
     def wants(self):
         "As `Decoder.wants`"
         c,H = self._c,self._c.hidden_size
-        return [*stack('mtp.fc', 'mtp.', ('fc',), (H,), 2*H), *(norm(f'mtp.{n}', f'mtp.{n}', H, c) for n in ('pre_fc_norm_embedding','pre_fc_norm_hidden','norm')),
-            *(w for j,l in enumerate(self.layers) for w in l.wants(f'mtp.layers.{j}.', f'mtp.layers.{j}.'))]
+        names = 'pre_fc_norm_embedding','pre_fc_norm_hidden','norm'
+        ws = stack('mtp.fc', 'mtp.', ('fc',), (H,), 2*H)
+        ws += [norm(f'mtp.{n}', f'mtp.{n}', H, c) for n in names]
+        for j,l in enumerate(self.layers):
+            ws += l.wants(f'mtp.layers.{j}.', f'mtp.layers.{j}.')
+        return ws
 
     def __call__(self,
         m:Decoder, # The model it belongs to: embedding and angles are shared
@@ -90,8 +102,10 @@ from ...ground.weights import Want
 
 # %% ../../../nbs/4_model/09_families.gemma.ipynb #65282ea4
 NAMES = MoENames(router='router.proj')
-_NORMS = ('input_layernorm','post_attention_layernorm','pre_feedforward_layernorm','post_feedforward_layernorm')
-_MOE_NORMS = ('post_feedforward_layernorm_1','pre_feedforward_layernorm_2','post_feedforward_layernorm_2')
+_NORMS = ('input_layernorm','post_attention_layernorm',
+    'pre_feedforward_layernorm','post_feedforward_layernorm')
+_MOE_NORMS = ('post_feedforward_layernorm_1',
+    'pre_feedforward_layernorm_2','post_feedforward_layernorm_2')
 
 class GemmaBlock:
     "A layer of Gemma 4: attention, then an MLP, beside which there may be experts"
@@ -104,12 +118,17 @@ class GemmaBlock:
     def wants(self, dst, src):
         "As `Block.wants`"
         c,H = self._c,self._c.hidden_size
-        ws = [norm(dst+n, src+n, H, c) for n in _NORMS+(_MOE_NORMS if self._moe else ())]
-        ws += [vector(dst+'layer_scalar', src+'layer_scalar', 1), *self.mixer.wants(dst+'mixer.', src+'self_attn.'), *self.mlp.wants(dst+'mlp.', src+'mlp.')]
+        ws = [norm(dst+n, src+n, H, c)
+            for n in _NORMS+(_MOE_NORMS if self._moe else ())]
+        ws += [vector(dst+'layer_scalar', src+'layer_scalar', 1),
+            *self.mixer.wants(dst+'mixer.', src+'self_attn.'),
+            *self.mlp.wants(dst+'mlp.', src+'mlp.')]
         if not self._moe:
             return ws
-        router = [vector(dst+'moe.router.norm', src+'router.scale', H, fn=lambda s: s*np.float32(H**-.5)),
-                  vector(dst+'moe.router.per_expert_scale', src+'router.per_expert_scale', c.moe.num_experts)]
+        router = [vector(dst+'moe.router.norm', src+'router.scale', H,
+            fn=lambda s: s*np.float32(H**-.5)),
+                  vector(dst+'moe.router.per_expert_scale', src+'router.per_expert_scale',
+                      c.moe.num_experts)]
         return ws+self.moe.wants(dst+'moe.', src)+router
 
 # %% ../../../nbs/4_model/09_families.gemma.ipynb #762e9017
@@ -144,19 +163,30 @@ def __call__(self:GemmaBlock, x, s):
 def _permutation(w):
     "Every number below len(w), once; a `CheckpointError` otherwise"
     if not (np.sort(w)==np.arange(len(w))).all():
-        raise CheckpointError('masked_embedding.token_ordering does not list every token once', param='masked_embedding.token_ordering')
+        raise CheckpointError('masked_embedding.token_ordering does not list every token once',
+            param='masked_embedding.token_ordering')
     return w
 
 class Assistant(Decoder):
     "The drafter of a Gemma 4"
     def wants(self):
         "As `Decoder.wants`"
-        c,d,H = self.c,self.c.drafter,self.c.hidden_size
-        ws = super().wants()+stack('pre_projection', '', ('pre_projection',), (H,), 2*d.backbone_size)+stack('post_projection', '', ('post_projection',), (d.backbone_size,), H)
-        if not d.ordered:
-            return ws
-        m = 'masked_embedding.'
-        return ws+[Want(m+'centroids.weight', (m+'centroids.weight',), (d.num_centroids,H), exact=True), vector(m+'token_ordering', m+'token_ordering', c.vocab_size, integers=True, fn=_permutation)]
+        c,d = self.c,self.c.drafter
+        H = self.c.hidden_size
+        wide = d.backbone_size
+        ws = super().wants()
+        ws += stack('pre_projection', '', ('pre_projection',), (H,), 2*wide)
+        ws += stack('post_projection', '', ('post_projection',), (wide,), H)
+        return ws+self._ordered_wants() if d.ordered else ws
+
+    def _ordered_wants(self):
+        "Of an output matrix whose rows are in groups: a centroid for each, and their order"
+        d,m = self.c.drafter,'masked_embedding.'
+        shape = d.num_centroids,self.c.hidden_size
+        centroids,order = m+'centroids.weight',m+'token_ordering'
+        how = dict(integers=True, fn=_permutation)
+        return [Want(centroids, (centroids,), shape, exact=True),
+            vector(order, order, self.c.vocab_size, **how)]
 
 # %% ../../../nbs/4_model/09_families.gemma.ipynb #ff2455cb
 @patch
@@ -169,7 +199,8 @@ def _caches(self:Assistant, target, cache):
 @patch
 def draft_rows(self:Assistant,
     target:Decoder,
-    b:Batch, # One row a sequence: the newest token; `pos` one past the last key, `starts` the last key
+    # One row a sequence: the newest token; `pos` one past the last key, `starts` the last key
+    b:Batch,
     h, # [R, backbone]: the target's `final` output, or what this returned
     cache, # The target's
 ): # What `head` makes logits of, [R, H], and the next h
@@ -224,7 +255,8 @@ class SharedMLP(MLP):
         whole = f'{src.removesuffix("mlp.")}shared_mlp.'
         def named(w, name):
             source = f'{whole}{name}.weight'
-            return replace(w, sources=(source,), rows=(), alts=(w,))
+            return replace(w, sources=(source,), rows=(),
+                alts=(w,))
         return [named(up, 'input_linear'), named(down, 'output_linear')]
 
 class SharedMoE(MoE):

@@ -85,7 +85,8 @@ def hf_fields(d:Keys, drafter:bool=False)->dict:
     full,slide = _both(d, kinds, drafter)
     moe = _mixture(d)
     ffns = ('moe+mlp' if moe else 'mlp',)*L
-    f = dict(mixers=kinds, ffns=ffns, attention=full, sliding=slide, moe=moe)
+    f = dict(mixers=kinds, ffns=ffns, attention=full, sliding=slide,
+        moe=moe)
     f['sandwich'] = True
     f['intermediate_size'] = read_width(d, ffns)
     f['act'] = read_act(d, 'hidden_activation')

@@ -67,7 +67,8 @@ def hf_fields(d:Keys)->dict:
     mixers = _mixers(d)
     moe,width = _feed_forward(d)
     ffns = ('moe' if moe else 'mlp',)*len(mixers)
-    f = dict(mixers=mixers, ffns=ffns, moe=moe, intermediate_size=width, act=read_act(d))
+    f = dict(mixers=mixers, ffns=ffns, moe=moe, intermediate_size=width,
+        act=read_act(d))
     f['embed_scale'] = d.number('embedding_multiplier', 1.)
     f['residual_scale'] = d.number('residual_multiplier', 1.)
     f['logit_scale'] = 1/d.number('logits_scaling', 1.)
@@ -127,7 +128,8 @@ def gguf_fields(m, a, L, names, ff)->dict:
     moe,width = _gguf_ffn(m, a, L)
     embed,residual,divisor = (m.number(f'{a}.{k}', 1.) for k in _SCALES)
     turns = m.flag(f'{a}.rope.scaling.finetuned', True)
-    f = dict(mixers=mixers, ffns=('moe' if moe else 'mlp',)*L, moe=moe)
+    f = dict(mixers=mixers,
+        ffns=('moe' if moe else 'mlp',)*L, moe=moe)
     f |= dict(intermediate_size=width, embed_scale=embed, residual_scale=residual)
     f['logit_scale'] = 1/divisor
     if 'mamba' in mixers:
@@ -168,7 +170,8 @@ def build(c:ModelConfig):
     def ffn():
         layer,name = (SharedMoE(c),'block_sparse_moe') if c.moe else (SharedMLP(c),'mlp')
         return Half(layer, 'mlp', name, 'post_attention_layernorm')
-    layers = [Block(divided, mixer(i), ffn()) for i in range(c.num_layers)]
+    layers = [Block(divided, mixer(i), ffn())
+        for i in range(c.num_layers)]
     decoder = ScaledDecoder(divided, layers)
     decoder.unit = c.residual_scale
     return decoder

@@ -39,7 +39,8 @@ def hf_fields(d:Keys)->dict:
         qk = 'none'
     att = read_attention(d, qk_norm=qk)
     layers = mixed(read_mixers(d, lambda i: 'attention'), att)
-    return dict(layers, ffns=('moe',)*L, moe=moe, act=read_act(d))
+    return dict(layers, ffns=('moe',)*L, moe=moe,
+        act=read_act(d))
 
 def gguf_fields(m, a, L, names, ff)->dict:
     "MiniMax-M2"

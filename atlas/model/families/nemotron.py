@@ -27,7 +27,8 @@ def _blocks(d)->tuple:
     expect(types, (list,str), key, 'a list or a word of M, E, * and -')
     L = d.whole('num_hidden_layers', len(types))
     require(len(types)==L, key, f'{len(types)} layer types for {d.get("num_hidden_layers")} layers')
-    halves = [Keys({key:t}).word(key, _HALVES) for t in types or ['']]
+    halves = [Keys({key:t}).word(key, _HALVES)
+        for t in types or ['']]
     return tuple(zip(*halves))
 
 # %% ../../../nbs/4_model/10_families.nemotron.ipynb #53606285
@@ -111,7 +112,8 @@ def gguf_fields(m, a, L, names, ff)->dict:
     width = gguf_each(m, k, L)
     mixers = tuple(map(_gguf_mixer, kv, width))
     moe,heads = _gguf_experts(m, a),_gguf_heads(m, a)
-    ffns = tuple(_gguf_ffn(i, w, names, moe) for i,w in enumerate(width))
+    ffns = tuple(_gguf_ffn(i, w, names, moe)
+        for i,w in enumerate(width))
     mlps = [w for w,f in zip(width, ffns) if f=='mlp']
     f = dict(mixers=mixers, ffns=ffns, act='relu2')
     f['intermediate_size'] = gguf_one(mlps, k) if mlps else 0
@@ -132,7 +134,8 @@ _MIXER = {k:f'mixer.{v}' for k,v in {
     'ffn_up_shexp':'shared_experts.up_proj', 'ffn_down_shexp':'shared_experts.down_proj',
     'ffn_gate_inp':'gate', 'exp_probs_b.bias':'gate.e_score_correction_bias'}.items()}
 _NAMES = gguf_moe('mixer.')|_MIXER|dict(attn_norm='norm')|gguf_mlp('mixer')
-_ROPED = {k.replace('self_attn', 'mixer'):v for k,v in GGUF_ROPED.items()}
+_ROPED = {k.replace('self_attn', 'mixer'):v
+    for k,v in GGUF_ROPED.items()}
 _FLAT = ('mixer.A','mixer.D','mixer.norm.weight')
 GGUF = GGUFModel('nemotron', gguf_fields, GGUFNames(_NAMES, _ROPED, flat=_FLAT))
 FAMILY = Family('nemotron', HF, dict(nemotron_h=GGUF, nemotron_h_moe=GGUF),

@@ -41,7 +41,8 @@ def _mixers(d, g, window):
 def _ffns(d, L, moe):
     "Which layers have experts"
     dense,step = d.wholes('mlp_only_layers'),d.whole('decoder_sparse_step', 1)
-    return tuple('moe' if moe and i not in dense and (i+1)%step==0 else 'mlp' for i in range(L))
+    return tuple('moe' if moe and i not in dense and (i+1)%step==0 else 'mlp'
+        for i in range(L))
 
 def _delta(d, g):
     keys = ('num_key_heads','num_value_heads','key_head_dim','value_head_dim')
@@ -56,7 +57,8 @@ def _video_tokens(d):
     "Tokens that stand for a video, and around what is seen"
     keys = dict(video_token_id='video_token_id', vision_start_id='vision_start_token_id',
         vision_end_id='vision_end_token_id')
-    return {k:d.whole(word, None, lo=0) for k,word in keys.items()}
+    return {k:d.whole(word, None, lo=0)
+        for k,word in keys.items()}
 
 def _vision(d, g):
     "The tower; None where there is none, or where the file says not to use it"
@@ -79,7 +81,8 @@ def _vision(d, g):
 def _attention(d, g):
     gate = bool(g.delta) and d.flag('attn_output_gate', True)
     bias = {} if g.bias is None else dict(bias=g.bias, o_bias=False)
-    return read_attention(d, mrope=g.mrope, qk_norm=g.qk_norm, gate=gate, **bias)
+    return read_attention(d, mrope=g.mrope, qk_norm=g.qk_norm,
+        gate=gate, **bias)
 
 def _mixture(d, g):
     "Experts, if this generation may have them"
@@ -137,7 +140,8 @@ WRAPPED = {k:Wrapped(f'{k}_text', HF) for k in _WRAPPED}
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #8cc1e239
 def gguf_experts_alike(m, a, L, names, ff)->dict:
     "A Qwen without delta nets, with experts"
-    return gguf_alike(m, a, L, names, ff, moe=gguf_experts(m, a), qk_norm='head')
+    return gguf_alike(m, a, L, names, ff,
+        moe=gguf_experts(m, a), qk_norm='head')
 
 def _gguf_recurrent(m, a, L):
     "Is each layer a delta net? All but every so many-th, where no list says it"
@@ -203,6 +207,8 @@ def build(c:ModelConfig):
     from atlas.model.families.blocks import MTPHead,block
     from atlas.model.families.vision import VisionTower
     from atlas.model.model import Decoder
-    layers = [block(c, i, m, f) for i,(m,f) in enumerate(zip(c.mixers, c.ffns))]
+    layers = [block(c, i, m, f)
+        for i,(m,f) in enumerate(zip(c.mixers,
+                c.ffns))]
     mtp = MTPHead(c) if c.mtp_layers else None
     return Decoder(c, layers, mtp, VisionTower(c) if c.vision else None)

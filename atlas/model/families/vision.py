@@ -22,8 +22,10 @@ from ...ops.vision import gelu,layernorm,positions,rope_2d
 from ...ground.patches import tokens_of
 
 # %% ../../../nbs/4_model/02_families.vision.ipynb #1c04a9c9
-def _affine(name, out, width): return stack(name, '', (name,), (out,), width, True)
-def _norm(name, n): return [vector(f'{name}.{p}', f'{name}.{p}', n) for p in ('weight','bias')]
+def _affine(name, out, width):
+    return stack(name, '', (name,), (out,), width, True)
+def _norm(name, n):
+    return [vector(f'{name}.{p}', f'{name}.{p}', n) for p in ('weight','bias')]
 
 class VisionTower:
     "The tower of Qwen3-VL and Qwen3.5 (Bai et al. 2025): `forward(pixels, grids)`"
@@ -31,53 +33,97 @@ class VisionTower:
         self._v = v = c.vision
         self.blocks = [SimpleNamespace() for _ in range(v.depth)]
         self.deepstack_merger_list = [SimpleNamespace() for _ in v.deepstack]
-    def __repr__(self): return f'VisionTower({self._v.depth} blocks of {self._v.hidden_size}, patches of {self._v.patch_size} pixels)'
+    def __repr__(self):
+        v = self._v
+        size = f'{v.depth} blocks of {v.hidden_size}'
+        return f'VisionTower({size}, patches of {v.patch_size} pixels)'
 
     def wants(self)->list:
         "Its part of the load plan"
         v,P = self._v,'visual.'
-        D,I,J = v.hidden_size,v.intermediate_size,v.hidden_size*v.merge_size**2
-        conv,table = P+'patch_embed.proj',P+'pos_embed.weight'
-        ws = [vector(conv+'.weight', conv+'.weight', D, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size),
-            vector(conv+'.bias', conv+'.bias', D), vector(table, table, v.num_positions, D)]
+        joined = v.hidden_size*v.merge_size**2
+        ws = self._patch_wants(P)
         for i in range(v.depth):
-            b = f'{P}blocks.{i}.'
-            ws += [*_norm(b+'norm1', D), *_affine(b+'attn.qkv', 3*D, D), *_affine(b+'attn.proj', D, D),
-                *_norm(b+'norm2', D), *_affine(b+'mlp.linear_fc1', I, D), *_affine(b+'mlp.linear_fc2', D, I)]
-        for m,n in [(P+'merger.', D), *((f'{P}deepstack_merger_list.{j}.', J) for j in range(len(v.deepstack)))]:
-            ws += [*_norm(m+'norm', n), *_affine(m+'linear_fc1', J, J), *_affine(m+'linear_fc2', v.out_hidden_size, J)]
+            ws += self._block_wants(f'{P}blocks.{i}.')
+        ws += self._merger_wants(P+'merger.', v.hidden_size)
+        for j in range(len(v.deepstack)):
+            ws += self._merger_wants(f'{P}deepstack_merger_list.{j}.', joined)
         return ws
 
     def bind(self, weights:dict, device):
         "Take the weights of `wants`, by name"
         for n,w in weights.items():
             bind(self, n.removeprefix('visual.'), w)
-        self.patch_embed.proj.weight = self.patch_embed.proj.weight.reshape(self._v.hidden_size, -1)
+        proj = self.patch_embed.proj
+        proj.weight = proj.weight.reshape(self._v.hidden_size, -1)
         return self
 
+# %% ../../../nbs/4_model/02_families.vision.ipynb #98325208
+@patch
+def _patch_wants(self:VisionTower, at):
+    "Wants of what turns pixels into rows"
+    v = self._v
+    conv,table = at+'patch_embed.proj',at+'pos_embed.weight'
+    patch = v.in_channels,v.temporal_patch_size,v.patch_size,v.patch_size
+    return [vector(conv+'.weight', conv+'.weight', v.hidden_size, *patch),
+        vector(conv+'.bias', conv+'.bias', v.hidden_size),
+        vector(table, table, v.num_positions, v.hidden_size)]
+
+@patch
+def _block_wants(self:VisionTower, at):
+    "Wants of a block"
+    D,I = self._v.hidden_size,self._v.intermediate_size
+    return [*_norm(at+'norm1', D),
+        *_affine(at+'attn.qkv', 3*D, D),
+        *_affine(at+'attn.proj', D, D),
+        *_norm(at+'norm2', D),
+        *_affine(at+'mlp.linear_fc1', I, D),
+        *_affine(at+'mlp.linear_fc2', D, I)]
+
+@patch
+def _merger_wants(self:VisionTower, at, normed):
+    "Wants of a merger, whose norm is over so many numbers"
+    v = self._v
+    joined = v.hidden_size*v.merge_size**2
+    return [*_norm(at+'norm', normed),
+        *_affine(at+'linear_fc1', joined, joined),
+        *_affine(at+'linear_fc2', v.out_hidden_size, joined)]
+
 # %% ../../../nbs/4_model/02_families.vision.ipynb #eb4bc7a5
+def _normed(n, y): return layernorm(y, n.weight, n.bias)
+def _times(m, y, **add):
+    return linear(y, m.weight, m.bias, **add)
+
 @patch
 def _attend(self:VisionTower, b, x, angles):
     "`x` [1,n,D] and what attention adds"
     heads,n,D = self._v.num_heads,*x.shape[1:]
-    qkv = linear(layernorm(x, b.norm1.weight, b.norm1.bias), b.attn.qkv.weight, b.attn.qkv.bias).reshape(n, 3*heads, -1)
-    qk,v = rope(qkv[:,:2*heads], *angles),qkv[:,2*heads:]
-    o = full_attention(qk[:,:heads], qk[:,heads:], v, (D//heads)**-.5)
-    return linear(o.reshape(1, n, D), b.attn.proj.weight, b.attn.proj.bias, add=x)
+    qkv = _times(b.attn.qkv, _normed(b.norm1, x)).reshape(
+        n, 3*heads, -1)
+    qk = rope(qkv[:,:2*heads], *angles)
+    q = qk[:,:heads]
+    k = qk[:,heads:]
+    v = qkv[:,2*heads:]
+    o = full_attention(q, k, v, (D//heads)**-.5)
+    return _times(b.attn.proj, o.reshape(1, n, D),
+        add=x)
 
 @patch
 def _feed(self:VisionTower, b, x):
     "`x` and what the MLP adds"
-    h = linear(layernorm(x, b.norm2.weight, b.norm2.bias), b.mlp.linear_fc1.weight, b.mlp.linear_fc1.bias)
-    return linear(gelu_tanh(h), b.mlp.linear_fc2.weight, b.mlp.linear_fc2.bias, add=x)
+    h = _times(b.mlp.linear_fc1, _normed(b.norm2, x))
+    return _times(b.mlp.linear_fc2, gelu_tanh(h), add=x)
 
 @patch
 def _merge(self:VisionTower, m, x, late=False):
-    "Blocks of patches `x` [1,n,D] as rows [n/merge², out]; `late`: the norm comes after they are joined"
-    join = lambda y: y.reshape(1, -1, self._v.hidden_size*self._v.merge_size**2)
-    norm = lambda y: layernorm(y, m.norm.weight, m.norm.bias)
-    h = linear(norm(join(x)) if late else join(norm(x)), m.linear_fc1.weight, m.linear_fc1.bias)
-    return linear(gelu(h), m.linear_fc2.weight, m.linear_fc2.bias)[0]
+    """Blocks of patches `x` [1,n,D] as rows [n/merge², out]; `late`: the norm comes after they are
+    joined"""
+    def join(y):
+        return y.reshape(1, -1,
+            self._v.hidden_size*self._v.merge_size**2)
+    h = _normed(m.norm, join(x)) if late else join(_normed(
+        m.norm, x))
+    return _times(m.linear_fc2, gelu(_times(m.linear_fc1, h)))[0]
 
 # %% ../../../nbs/4_model/02_families.vision.ipynb #7ec12298
 @patch
@@ -86,13 +132,16 @@ def frame(self:VisionTower,
     h:int, w:int, # Patches down and across
 )->list: # [h*w/merge², out] of the merger, then of each deepstack level
     "What the tower sees in one frame"
-    v,proj = self._v,self.patch_embed.proj
-    x = linear(pixels[None], proj.weight, proj.bias, add=positions(self.pos_embed.weight, h, w, v.merge_size)[None])  # (1,n,D)
-    angles,deep = rope_2d(h, w, v.hidden_size//v.num_heads, v.merge_size),{}
+    v = self._v
+    where = positions(self.pos_embed.weight, h, w, v.merge_size)
+    x = _times(self.patch_embed.proj, pixels[None], add=where[None])  # (1,n,D)
+    angles = rope_2d(h, w, v.hidden_size//v.num_heads, v.merge_size)
+    deep = {}
     for i,b in enumerate(self.blocks):
         x = self._feed(b, self._attend(b, x, angles))
         if i in v.deepstack:
-            deep[i] = self._merge(self.deepstack_merger_list[v.deepstack.index(i)], x, late=True)
+            merger = self.deepstack_merger_list[v.deepstack.index(i)]
+            deep[i] = self._merge(merger, x, late=True)
     return [self._merge(self.merger, x), *deep.values()]
 
 # %% ../../../nbs/4_model/02_families.vision.ipynb #eea0f796
@@ -104,7 +153,8 @@ def check(self:VisionTower,
     "A `RequestError` unless `pixels` are the patches of `grids`"
     merge,weight = self._v.merge_size,self.patch_embed.proj.weight
     sizes = [[int(n) for n in g] for g in grids]
-    want = [sum(map(math.prod, sizes)), math.prod(weight.shape[1:])]
+    want = [sum(map(math.prod, sizes)),
+        math.prod(weight.shape[1:])]
     whole = all(_fits(g, merge) for g in sizes)
     if list(pixels.shape)==want and whole and pixels.dtype==np.float32:
         return
@@ -155,7 +205,8 @@ def image_rows(
         raise RequestError(said, param='messages')
     out,k = [],0
     for n in sizes:
-        first,last = int(at[k]),int(at[k+n-1])
+        first = int(at[k])
+        last = int(at[k+n-1])
         if last-first!=n-1:
             said = f'The tokens of an image are torn apart at {first}'
             raise RequestError(said, param='messages')
@@ -173,7 +224,8 @@ def mrope_positions(
     "Rotary positions of a prompt with images (M-RoPE, Wang et al. 2024)"
     rows = image_rows(ids, grids, image_token_id, merge)
     T = len(ids)
-    out,p,done = np.empty((3,T), np.int32),0,0
+    out = np.empty((3,T), np.int32)
+    p,done = 0,0
     for r,grid in zip(rows, grids):
         q = p+r.start-done
         out[:,done:r.start] = np.arange(p, q)

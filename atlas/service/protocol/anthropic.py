@@ -213,8 +213,10 @@ def _document(b, where, see):
 def _text(t): return dict(type='text', text=t)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #d235caaa
-_FOREIGN = frozenset('''server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result bash_code_execution_tool_result
-    text_editor_code_execution_tool_result tool_search_tool_result advisor_tool_result mcp_tool_use mcp_tool_result mcp_tool_listing container_upload
+_FOREIGN = frozenset('''server_tool_use web_search_tool_result web_fetch_tool_result
+    code_execution_tool_result bash_code_execution_tool_result
+    text_editor_code_execution_tool_result tool_search_tool_result advisor_tool_result
+    mcp_tool_use mcp_tool_result mcp_tool_listing container_upload
     fallback tool_addition tool_removal browser_state'''.split())
 
 class Reader:
@@ -386,10 +388,7 @@ def turns(self:Reader, body:MessagesBody)->list[dict]:
             if not note:
                 continue
             role,c = 'user',f'<system-reminder>\n{note}\n</system-reminder>'
-        if isinstance(c, str):
-            blocks = [(where, Block(type='text', text=c))]
-        else:
-            blocks = [(f'{where}[{j}]', b) for j,b in enumerate(c)]
+        blocks = _blocks(c, where)
         if groups and groups[-1][0]==role:
             groups[-1][1].extend(blocks)
         else:
@@ -398,10 +397,17 @@ def turns(self:Reader, body:MessagesBody)->list[dict]:
         raise RequestError(
             'messages has nobody but the system', hint="Add a message of the role 'user'",
             param='messages')
-    head = [dict(role='system', content=s)] if (s := joined(front)) else []
-    return head + [
-        m for role,blocks in groups
-        for m in (self.user if role=='user' else self.assistant)(blocks)]
+    system = joined(front)
+    res = [dict(role='system', content=system)] if system else []
+    for role,blocks in groups:
+        res += self.user(blocks) if role=='user' else self.assistant(blocks)
+    return res
+
+def _blocks(content, where)->list:
+    "(where, `Block`) of a message's content, which may be plain text"
+    if isinstance(content, str):
+        return [(where, Block(type='text', text=content))]
+    return [(f'{where}[{j}]', b) for j,b in enumerate(content)]
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #6f85e8cb
 @patch
@@ -590,24 +596,18 @@ def reply(ask:Ask, model:str, **kw)->Reply:
 def whole(self:Reply, choices:list[Choice], u:Usage)->dict:
     "The body of an answer in one piece"
     c = choices[0]
-    said,shown = c.content or '','' if self.ask.hidden else c.reasoning
     if self.ask.mute:
         return self.message([], *self.reason(None, None, False), u)
+    said,blocks = c.content or '',[]
     if c.reasoning.strip():
-        blocks = [dict(type='thinking', thinking=shown, signature=self.signature(c.reasoning))]
-    else:
-        blocks = []
+        shown = '' if self.ask.hidden else c.reasoning
+        blocks.append(dict(type='thinking', thinking=shown, signature=self.signature(c.reasoning)))
     if said.strip() or not (blocks or c.calls):
         blocks.append(_text(said))
-    blocks += [
-        dict(
-            type='tool_use', id=tool_id(k.id),
-            name=k.name, input=tool_input(k.arguments))
-        for k in c.calls]
-    return self.message(
-        blocks,
-        *self.reason(c.finish, c.stop, bool(c.calls)),
-        u)
+    for k in c.calls:
+        input = tool_input(k.arguments)
+        blocks.append(dict(type='tool_use', id=tool_id(k.id), name=k.name, input=input))
+    return self.message(blocks, *self.reason(c.finish, c.stop, bool(c.calls)), u)
 
 @patch
 def reason(self:Reply, finish, stop, called)->tuple[str,str|None]:
@@ -647,7 +647,9 @@ def begin(self:Reply, kind, **block)->bytes:
     "End the open block and open the next"
     out = self.shut()
     self.open,self.at = kind,self.at+1
-    self.delta = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":' % self.at
+    self.delta = (
+        b'event: content_block_delta\ndata: '
+        b'{"type":"content_block_delta","index":%d,"delta":{"type":') % self.at
     self.more = self.delta+dict(
         text=b'"text_delta","text":', thinking=b'"thinking_delta","thinking":'
     ).get(kind, b'"input_json_delta","partial_json":')

@@ -49,7 +49,8 @@ _shape = bytes(
     for c in range(256))
 
 def _large(raw)->bool:
-    "May there be a number without an end in `raw`? Then it has an exponent of two digits, or very many digits"
+    """May there be a number without an end in `raw`? Then it has an exponent of two digits, or
+    very many digits"""
     s = raw.translate(_shape)
     return b'0e00' in s or b'0e+00' in s or b'0'*200 in s
 
@@ -82,7 +83,8 @@ def found(v)->str:
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #948a9c4d
 def _walk(d, loc, missing):
-    "The steps of `loc` that exist in body `d`, and the value at their end; the last step may be `missing`"
+    """The steps of `loc` that exist in body `d`, and the value at their end; the last step may
+    be `missing`"""
     path = ''
     for i,k in enumerate(loc):
         if isinstance(d, dict) and k in d:
@@ -178,7 +180,7 @@ class NotOfferedError(RequestError):
 @dataclass
 class Ask:
     "What the body of any API comes to"
-    messages:list[dict] # As in OpenAI's chat: roles system, user, assistant, tool; an assistant's turn may have `reasoning` and `tool_calls`
+    messages:list[dict] # As in OpenAI's chat; an assistant's may have `reasoning`, `tool_calls`
     params:SamplingParams=SamplingParams()
     model:str|None=None # None: the one that is here
     tools:list[dict]|None=None # Of type 'function' only
@@ -188,7 +190,7 @@ class Ask:
     format:dict|None=None # What the answer must be like, as a guide takes it; None: free text
     template:dict=field(default_factory=dict) # Variables for the chat template
     thinking_budget:int|None=None # Most tokens of reasoning; 0: none at all
-    continuing:bool=False # Does the answer go on with the last message, which is then the assistant's?
+    continuing:bool=False # Does the answer go on with the last message, the assistant's?
     stream:bool=False
     include_usage:bool=False # Streams of OpenAI's chat: one more event, with the counts
     priority:int=0
@@ -236,7 +238,8 @@ def fill(self:Ask,
 def lean_on(self:Ask,
     sampling:dict, # A model's own sampling parameters, by name
 ):
-    "Set those that nobody has given as the model that answers has them; those of another are forgotten"
+    """Set those that nobody has given as the model that answers has them; those of another are
+    forgotten"""
     self.own = self.own or self.params
     new = {k:v for k,v in sampling.items() if k not in self.given}
     if 'max_tokens' in new:

@@ -34,7 +34,7 @@ class TextAsk(ChatAsk):
     echo:bool=False # Say the prompt again before the answer
     suffix:str|None=None # What follows the answer: the model fills the middle
     silent:bool=False # Nothing is to be generated: the prompt and its log-probabilities are all
-    best:int|None=None # Tell only so many of each prompt's choices, those of the likeliest tokens; None: all
+    best:int|None=None # Tell only so many of each prompt's choices, the likeliest; None: all
     unscored:bool=False # The log-probabilities were not asked for, whatever `params` says
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #6d004931
@@ -81,8 +81,8 @@ def token_logprobs(
     def entry(id, lp):
         s = show(id)
         return dict(
-        token=s, logprob=_lp(lp),
-        bytes=list(raw(id) if raw else s.encode()))
+            token=s, logprob=_lp(lp),
+            bytes=list(raw(id) if raw else s.encode()))
     return [
         entry(t.id, t.logprob)
         | dict(top_logprobs=[entry(j, l) for j,l in t.top])
@@ -118,7 +118,8 @@ def text_logprobs(
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #a53cd2ff
 def prompt_tokens_of(ids, scores, make)->list:
-    "A prompt as `make(id, logprob, top)` would make its tokens; `scores` has one entry for each but the first"
+    """A prompt as `make(id, logprob, top)` would make its tokens; `scores` has one entry for
+    each but the first"""
     return [make(ids[0], None, ())] + [
         make(i, lp, tuple(map(tuple, top)))
         for i,(lp,top) in zip(ids[1:], scores)]
@@ -170,7 +171,8 @@ class ChatWriter(Writer):
             id=self.id, object=kind, created=self.created,
             model=self.model, choices=choices, **kw)
     def _said(self, i, said, finish=None, top=None, **kw):
-        "One chunk, which says something of choice `i`; its counts are null until the last, where they were asked for"
+        """One chunk, which says something of choice `i`; its counts are null until the last,
+        where they were asked for"""
         if self.continuous and self.now:
             more = dict(usage=usage(self.now()))
         elif self.ask.include_usage:

@@ -61,7 +61,8 @@ _short = dict(message='msg', reasoning='rs', function_call='fc', custom_tool_cal
 
 def item_id(kind:str, rid:str, k:int)->str:
     "The id of item `k` of a response"
-    return f'{_short.get(kind, kind.replace("_call_output", "o")[:8])}_{rid.partition("_")[2] or rid}{k:04x}'
+    short = _short.get(kind, kind.replace('_call_output', 'o')[:8])
+    return f'{short}_{rid.partition("_")[2] or rid}{k:04x}'
 
 def _parts(c, role):
     "Content as a list of parts"
@@ -137,7 +138,8 @@ class Thread:
             [dict(role='system', content='\n\n'.join(self.system))]
             if self.system else [])+self.messages
     def answer(self, *taken)->dict:
-        "The assistant's turn that goes on here; a fresh one if the last has something in one of the fields `taken`"
+        """The assistant's turn that goes on here; a fresh one if the last has something in one
+        of the fields `taken`"""
         last = self.messages[-1] if self.messages else {}
         if last.get('role')!='assistant' or any(last.get(k) for k in taken):
             self.messages.append(last := dict(role='assistant', content=None))
@@ -234,19 +236,14 @@ def call(self:Thread, d, where):
         for k in 'call_id','name':
             if not d.get(k):
                 raise RequestError(f'{where}.{k} is missing', param=f'{where}.{k}')
-    known = {
-        k:d[k]
-        for k in ('action','operation','input','arguments')
-        if d.get(k) is not None}
+    fields = 'action','operation','input','arguments'
+    known = {k:d[k] for k in fields if d.get(k) is not None}
     name = d.get('name') or kind.removesuffix('_call')
     args = d['arguments'] if kind=='function_call' else quote(known).decode()
     self.calls[d['call_id']] = name
     m = self.answer()
-    m['tool_calls'] = [
-        *m.get('tool_calls', ()),
-        dict(
-            id=d['call_id'], type='function',
-            function=dict(name=name, arguments=args))]
+    call = dict(id=d['call_id'], type='function', function=dict(name=name, arguments=args))
+    m['tool_calls'] = [*m.get('tool_calls', ()), call]
 
 @patch
 def result(self:Thread, d, where):
@@ -277,23 +274,19 @@ _skipped = {
     'mcp_list_tools','mcp_approval_request','mcp_approval_response','compaction_trigger',
     'additional_tools','configuration_update','ghost_snapshot','program','program_output'}
 
+_OUTPUTS = 'function_call_output','custom_tool_call_output'
+
 @patch
 def add(self:Thread, d:dict, where:str):
     "One item, as `keep_item` gives it"
-    kind = d['type']
+    kind,called = d['type'],d.get('call_id')
     if kind in ('message','reasoning'):
         getattr(self, kind)(d, where)
     elif kind in _skipped:
         self.warn(f'An input item of type {kind!a}')
-    elif (
-            kind in ('function_call','custom_tool_call')
-            or kind.endswith('_call') and d.get('call_id')
-    ):
+    elif kind in ('function_call','custom_tool_call') or kind.endswith('_call') and called:
         self.call(d, where)
-    elif (
-            kind.endswith('_output')
-            and (kind in ('function_call_output','custom_tool_call_output') or d.get('call_id'))
-    ):
+    elif kind in _OUTPUTS or kind.endswith('_output') and called:
         self.result(d, where)
     elif kind.startswith('compaction') and (t := unseal(d.get('encrypted_content') or '')):
         self.messages.append(dict(role='user', content=t))
@@ -375,22 +368,15 @@ def _pick(c, warn):
                 f'tool_choice is {found(c)}', hint='Send auto, none or required',
                 param='tool_choice')
         return c or 'auto',None,None
-    kind = c.get('type')
-    name = (
-        c.get('name')
-        or (
-            c['function'].get('name')
-            if isinstance(c.get('function'), dict) else None))
+    kind,name,f = c.get('type'),c.get('name'),c.get('function')
+    if not name and isinstance(f, dict):
+        name = f.get('name')
     if kind in ('function','custom') and isinstance(name, str):
         return 'required',name,None
-    if (
-            kind=='allowed_tools' and isinstance(c.get('tools'), list)
-            and c.get('mode') in ('auto','required')
-    ):
-        return (
-            c['mode'],None,
-            {t.get('name') for t in c['tools']
-             if isinstance(t, dict) and isinstance(t.get('name'), str)})
+    some = isinstance(c.get('tools'), list) and c.get('mode') in ('auto','required')
+    if kind=='allowed_tools' and some:
+        names = [t.get('name') for t in c['tools'] if isinstance(t, dict)]
+        return c['mode'],None,{n for n in names if isinstance(n, str)}
     if not isinstance(kind, str) or kind in ('function','custom','allowed_tools'):
         raise RequestError(
             'tool_choice names no tool', hint='Send a type and a name', param='tool_choice')
@@ -402,7 +388,7 @@ def choose(
     tools:list[dict], # What `offered` gave
     hosted:bool, # Were others left out?
     warn,
-)->tuple[list[dict]|None,str,str|None]: # The tools to show, 'auto', 'none' or 'required', and the one that must be called
+)->tuple[list[dict]|None,str,str|None]: # Tools to show; 'auto', 'none', 'required'; one that must be
     "Which tools may, must or must not be called"
     mode,name,allowed = _pick(choice, warn)
     if name is not None and not any(t['function']['name']==name for t in tools):

@@ -88,8 +88,10 @@ class Shaped(Body):
     regex: _Text|None = None
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #19a390fc
-_ABSENT = frozenset('''functions function_call web_search_options audio prompt_embeds bad_words allowed_token_ids logprob_token_ids logits_processors use_beam_search
-    include_stop_str_in_output truncate_prompt_tokens mm_processor_kwargs documents echo best_of suffix
+_ABSENT = frozenset('''functions function_call web_search_options audio prompt_embeds bad_words
+    allowed_token_ids logprob_token_ids logits_processors use_beam_search
+    include_stop_str_in_output truncate_prompt_tokens mm_processor_kwargs documents
+    echo best_of suffix
     mirostat mirostat_eta mirostat_tau repeat_last_n tfs_z typical_p num_ctx grammar ebnf
     stop_regex dry_multiplier xtc_probability top_n_sigma dynatemp_range'''.split())
 
@@ -242,8 +244,11 @@ def _called(t, where):
         args = json.dumps(args, ensure_ascii=False)
     if (args or '').strip() in ('','null'):
         args = '{}'  # what some clients send for a call without arguments
-    return {k:v for k,v in t.items() if k!='custom'} | dict(
-        type='function', function=f | dict(arguments=args))
+    rest = {k:v for k,v in t.items() if k!='custom'}
+    return rest | dict(type='function', function=f | dict(arguments=args))
+
+# Where a part of this type has its text
+_TEXT_OF = dict(text='text', input_text='text', output_text='text', refusal='refusal')
 
 def _part(p, where):
     "A part of a message; text has one name"
@@ -251,10 +256,7 @@ def _part(p, where):
         d = dict(type='text', text=p)
     else:
         d = p.model_dump(exclude_none=True)
-    said = d.get(
-        dict(
-            text='text', input_text='text', output_text='text', refusal='refusal'
-        ).get(d['type'], ''))
+    said = d.get(_TEXT_OF.get(d['type'], ''))
     if isinstance(said, str):
         return dict(type='text', text=said)
     if d['type'] in ('text','input_text','output_text'):
@@ -270,7 +272,8 @@ def _turn(m, where):
     "One message as a plain dict"
     if m.content is None and m.role!='assistant':
         raise RequestError(f'{where}.content is missing', param=f'{where}.content')
-    d = m.model_dump(exclude_none=True, exclude={'reasoning','reasoning_content','function_call','tool_calls'}) | dict(
+    own = {'reasoning','reasoning_content','function_call','tool_calls'} # which are read below
+    d = m.model_dump(exclude_none=True, exclude=own) | dict(
         role={'developer':'system', 'function':'tool'}.get(m.role, m.role))
     if isinstance(m.content, list):
         d['content'] = [_part(p, f'{where}.content[{j}]') for j,p in enumerate(m.content)]
@@ -328,11 +331,17 @@ def functions(
     return own or None
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #1e8f62c5
+def _of_hosted(c, tools)->bool:
+    "Does a choice mean tools that were left out?"
+    if c=='required':
+        return not tools
+    return isinstance(c, dict) and c.get('type') not in (None,'function','allowed_tools')
+
 def choice_of(
     c, # `tool_choice` as it came
     tools:list[dict]|None, # What `functions` gave
     hosted:bool=False, # Were others left out?
-)->tuple[str,str|None,list[dict]|None]: # 'auto', 'none' or 'required'; a name; the tools that are left
+)->tuple[str,str|None,list[dict]|None]: # 'auto', 'none' or 'required'; a name; tools that are left
     "What a `tool_choice` means"
     def no(what):
         raise RequestError(
@@ -341,12 +350,7 @@ def choice_of(
     names = [t['function']['name'] for t in tools or []]
     if c is None or c in ('auto','none'):
         return c or 'auto',None,tools
-    if (
-            hosted
-            and (
-                c=='required' and not tools
-                or isinstance(c, dict) and c.get('type') not in (None,'function','allowed_tools'))
-    ):
+    if hosted and _of_hosted(c, tools):
         return 'auto',None,tools
     if c=='required':
         return ('required',None,tools) if tools else no('required, and there are no tools')
@@ -398,18 +402,21 @@ def _shapes(b):
         yield 'json_schema',dict(kind='json_schema', schema=_schema(b.json_schema, 'json_schema'))
     if b.regex is not None:
         yield 'regex',dict(kind='regex', pattern=b.regex)
-    for schema,regex,choice,grammar,p in (
-            (s.json_,s.regex,s.choice,s.grammar,g),
-            (b.guided_json,b.guided_regex,b.guided_choice,b.guided_grammar,'guided_')
-    ):
-        if schema is not None:
-            yield p+'json',dict(kind='json_schema', schema=_schema(schema, p+'json'))
-        if regex is not None:
-            yield p+'regex',dict(kind='regex', pattern=regex)
-        if choice is not None:
-            yield p+'choice',dict(kind='choice', choices=choice)
-        if grammar is not None:
-            yield p+'grammar',dict(kind='lark', grammar=grammar)
+    yield from _four(g, s.json_, s.regex, s.choice, s.grammar)
+    yield from _four(
+        'guided_', b.guided_json, b.guided_regex, b.guided_choice, b.guided_grammar)
+
+def _four(prefix, schema, regex, choice, grammar):
+    "Shapes by the four fields that two families of names have"
+    if schema is not None:
+        at = prefix+'json'
+        yield at,dict(kind='json_schema', schema=_schema(schema, at))
+    if regex is not None:
+        yield prefix+'regex',dict(kind='regex', pattern=regex)
+    if choice is not None:
+        yield prefix+'choice',dict(kind='choice', choices=choice)
+    if grammar is not None:
+        yield prefix+'grammar',dict(kind='lark', grammar=grammar)
 
 @patch
 def shape(self:Shaped)->dict:
@@ -421,9 +428,11 @@ def shape(self:Shaped)->dict:
     return dict(zip(('format_at','format'), got[0])) if got else {}
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #30166b00
-TEMPLATE_VARIABLES = frozenset('''enable_thinking thinking reasoning_effort preserve_thinking clear_thinking preserve_reasoning keep_all_reasoning thinking_budget
-    add_vision_id builtin_tools model_identity documents xml_tools python_tools date_string today current_date tools_in_user_message truncate_history_thinking
-    low_effort force_nonempty_content add_thoughts language user_name custom_tools drop_thinking thinking_mode think'''.split())
+TEMPLATE_VARIABLES = frozenset('''enable_thinking thinking reasoning_effort preserve_thinking
+    clear_thinking preserve_reasoning keep_all_reasoning thinking_budget add_vision_id
+    builtin_tools model_identity documents xml_tools python_tools date_string today current_date
+    tools_in_user_message truncate_history_thinking low_effort force_nonempty_content add_thoughts
+    language user_name custom_tools drop_thinking thinking_mode think'''.split())
 
 def variables(
     kwargs:dict|None, # `chat_template_kwargs` of a body
@@ -435,23 +444,22 @@ def variables(
         warnings.append(f'chat_template_kwargs: {", ".join(k[:40] for k in other[:8])} left out')
     return {k:v for k,v in (kwargs or {}).items() if k in TEMPLATE_VARIABLES}
 
+def _first_of(*values):
+    "The first that is not None"
+    return next((v for v in values if v is not None), None)
+
 @patch
 def thought(self:ChatBody, warnings:list[str])->tuple[dict,int|None]:
     "Variables of the template, and the thinking budget"
     given = variables(self.chat_template_kwargs, warnings)
     t = self.thinking or Thinking()
     r = self.reasoning or Thinking()
-    def first(*vs): return next((v for v in vs if v is not None), None)
     kinds = dict(enabled=True, disabled=False)
-    on = first(
-        self.enable_thinking, kinds.get(t.type),
-        t.enabled, r.enabled,
-        *(
-            v for k in ('enable_thinking','thinking')
-            if isinstance(v := given.get(k), bool)))
-    budget = first(
-        self.thinking_token_budget, self.thinking_budget, self.reasoning_budget, t.budget_tokens,
-        r.max_tokens)
+    asked = [given.get(k) for k in ('enable_thinking','thinking')]
+    asked = [v for v in asked if isinstance(v, bool)]
+    on = _first_of(self.enable_thinking, kinds.get(t.type), t.enabled, r.enabled, *asked)
+    budgets = self.thinking_token_budget,self.thinking_budget,self.reasoning_budget
+    budget = _first_of(*budgets, t.budget_tokens, r.max_tokens)
     efforts = {
         'reasoning_effort':self.reasoning_effort, 'reasoning.effort':r.effort,
         'thinking.effort':t.effort}

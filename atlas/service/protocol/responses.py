@@ -111,7 +111,9 @@ def shorten(self:ResponsesAsk)->bool:
     if not users:
         return False
     del self.messages[lead:users[0]]
-    note = 'The oldest turns were left out: the conversation is longer than the context (truncation is auto)'
+    note = (
+        'The oldest turns were left out: the conversation is longer than the context (truncation '
+        'is auto)')
     if note not in self.warnings:
         self.warnings.append(note)
     return True
@@ -192,14 +194,16 @@ def _input(b, rid, store, owner):
             'This server stores no responses', hint='Send the whole conversation',
             param='previous_response_id')
     for k,d in enumerate(new):
-        if d['type']!='item_reference':
-            continue
-        if store is None:
-            raise NotStoredError(
-                'This server stores no responses', hint='Send the item itself',
-                param=f'input[{k}]')
-        new[k] = store.find(d['id'], owner, f'input[{k}]')
+        if d['type']=='item_reference':
+            new[k] = _found(d['id'], f'input[{k}]', store, owner)
     return store.chain(b.previous_response_id, owner) if b.previous_response_id else [],new
+
+def _found(id, where, store, owner)->dict:
+    "The stored item that an input refers to"
+    if store is None:
+        raise NotStoredError(
+            'This server stores no responses', hint='Send the item itself', param=where)
+    return store.find(id, owner, where)
 
 def _form(b):
     "What the answer must be like: `text.format`, or the field of another endpoint"
@@ -235,7 +239,22 @@ def _refuse(b, keep):
             'background is true, and the answer is not stored', hint='Set store to true',
             param='background')
 
-# %% ../../../nbs/7_service/07_protocol.responses.ipynb #cd02799f
+# %% ../../../nbs/7_service/07_protocol.responses.ipynb #8ba47664
+def _choice(b, functions, warn)->dict:
+    "Which tools may be called, and how"
+    some_left_out = len(functions)<len(b.tools or ())
+    tools,mode,name = choose(b.tool_choice, functions, some_left_out, warn)
+    parallel = b.parallel_tool_calls is not False
+    return dict(tools=tools, tool_choice=mode, tool_name=name, parallel=parallel)
+
+def _thinking(b)->dict:
+    "The template's variables, of thinking and others; `left` has what was left out of them"
+    r,left = b.reasoning or Reasoning(),[]
+    own = variables(b.chat_template_kwargs, left)
+    vars,budget = think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
+    summary = bool(r.summary or r.generate_summary)
+    return dict(template=own|vars, thinking_budget=budget, summary=summary, left=left)
+
 def parse(
     raw:bytes, # The body as it came
     store:Store|None=None, # Where earlier answers are, and this one may go
@@ -247,38 +266,38 @@ def parse(
     _refuse(b, keep)
     rid = f'resp_{uuid.uuid4().hex}'
     before,new = _input(b, rid, store, owner)
-    t = messages(
-        before+new, b.instructions,
-        [f'previous_response_id[{k}]' for k in range(len(before))]
-        +[f'input[{k}]' for k in range(len(new))])
+    places = [f'previous_response_id[{k}]' for k in range(len(before))]
+    places += [f'input[{k}]' for k in range(len(new))]
+    t = messages(before+new, b.instructions, places)
     if not t.messages and not t.system:
         raise RequestError('input is empty', hint='Send a text or a list of items', param='input')
     fs,custom = offered(b.tools or [], t.warn)
-    tools,mode,name = choose(
-        b.tool_choice, fs,
-        len(fs)<len(b.tools or ()),
-        t.warn)
-    p,r = _params(b),b.reasoning or Reasoning()
+    kw = _choice(b, fs, t.warn)
+    p = _params(b)
     stays = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
-    own = variables(b.chat_template_kwargs, left := [])
-    (vars,budget) = think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
+    kw |= _thinking(b)
+    warnings = [*t.warnings, *kw.pop('left'), *unoffered(b)]
     return ResponsesAsk(
-        t.all(), p, b.model, tools=tools,
-        tool_choice=mode, tool_name=name,
-        parallel=b.parallel_tool_calls is not False, template=own|vars,
-        thinking_budget=budget,
+        t.all(), p, b.model,
+        **kw,
         continuing=_going(before+new, t.messages),
-        stream=bool(b.stream), **_form(b),
-        priority=b.priority or 0, salt=b.cache_salt or '',
-        timeout=b.timeout, keep=stays,
-        warnings=[*t.warnings, *left, *unoffered(b)],
-        ignored=ignored(b), given=given(b),
+        stream=bool(b.stream),
+        **_form(b),
+        priority=b.priority or 0,
+        salt=b.cache_salt or '',
+        timeout=b.timeout,
+        keep=stays,
+        warnings=warnings,
+        ignored=ignored(b),
+        given=given(b),
         id=rid,
         echo=_echo(b, p, fs, custom, keep),
-        items=new, store=store if keep else None, owner=owner,
-        size=len(raw), background=bool(b.background),
+        items=new,
+        store=store if keep else None,
+        owner=owner,
+        size=len(raw),
+        background=bool(b.background),
         truncation=b.truncation or 'disabled',
-        summary=bool(r.summary or r.generate_summary),
         sealed='reasoning.encrypted_content' in (b.include or ()),
         custom=frozenset(custom))
 
@@ -408,19 +427,18 @@ def _begin(self:ResponsesWriter, kind):
     id = item_id(kind, self.id, 0x8000+i)
     if kind=='message':
         item = dict(id=id, type=kind, status='in_progress', role='assistant', content=[])
-        o = ('output_text.delta', ('content_index',0))
+        event,part = 'output_text.delta',_said('')
     else:
         item = dict(id=id, type=kind, status='in_progress', summary=[], content=[])
-        o = ('reasoning_text.delta', ('content_index',0))
-    self.open = o = _Open(item, i, *o)
+        event,part = 'reasoning_text.delta',dict(type='reasoning_text', text='')
+    self.open = o = _Open(item, i, event, ('content_index',0))
     out = self._event('output_item.added', output_index=i, item=item)
     if kind=='reasoning' and self.ask.summary:
         o.second = _Open(item, i, 'reasoning_summary_text.delta', ('summary_index',0))
         out += self._event('reasoning_summary_part.added', **o.second.where, part=_summary('')[0])
-    return out+self._event(
-        'content_part.added', **o.where,
-        part=_said('') if kind=='message' else dict(type='reasoning_text', text=''))
+    return out+self._event('content_part.added', **o.where, part=part)
 
+# %% ../../../nbs/7_service/07_protocol.responses.ipynb #d346086a
 @patch
 def _end_message(self:ResponsesWriter, o):
     "The events that close the text of a message"
@@ -429,9 +447,8 @@ def _end_message(self:ResponsesWriter, o):
         self._logprobs()
         o.tokens += self.fresh
     o.item['content'] = [p := _said(text, o.tokens)]
-    return self._event(
-        'output_text.done', **o.where, text=text, logprobs=o.tokens
-    )+self._event('content_part.done', **o.where, part=p)
+    out = self._event('output_text.done', **o.where, text=text, logprobs=o.tokens)
+    return out+self._event('content_part.done', **o.where, part=p)
 
 @patch
 def _end_reasoning(self:ResponsesWriter, o):
@@ -440,13 +457,13 @@ def _end_reasoning(self:ResponsesWriter, o):
     o.item['content'] = [p := dict(type='reasoning_text', text=text)]
     if self.ask.sealed:
         o.item['encrypted_content'] = seal(text)
-    out = self._event('reasoning_text.done', **o.where, text=text)+self._event(
-        'content_part.done', **o.where, part=p)
+    out = self._event('reasoning_text.done', **o.where, text=text)
+    out += self._event('content_part.done', **o.where, part=p)
     if not self.ask.summary:
         return out
     o.item['summary'],w = _summary(text),o.second.where
-    return out+self._event('reasoning_summary_text.done', **w, text=text)+self._event(
-        'reasoning_summary_part.done', **w, part=_summary(text)[0])
+    out += self._event('reasoning_summary_text.done', **w, text=text)
+    return out+self._event('reasoning_summary_part.done', **w, part=_summary(text)[0])
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #aeb57b3e
 @patch
@@ -529,28 +546,32 @@ def _call(self:ResponsesWriter, d):
         self.n += 1
     return out
 
+# %% ../../../nbs/7_service/07_protocol.responses.ipynb #387f70ff
+@patch
+def _say_content(self:ResponsesWriter, text):
+    "Text of a message, with the logprobs that are held for it"
+    extra = self._logprobs() if self.held else _none
+    out = self._say('message', text, extra)
+    if extra is not _none:
+        self.open.tokens += self.fresh
+    return out
+
 @patch
 def piece(self:ResponsesWriter, i:int, p:Delta)->bytes:
     "The events of one piece"
     if i or self.told:
         return b''
-    out,extra,calls = self._go(),_none,p.calls
+    out,calls = self._go(),p.calls
     while calls and getattr(self.open, 'call', None)==calls[0].index:
         out += self._call(calls[0])
         calls = calls[1:]  # its end comes before the rest
     if p.reasoning:
         out += self._say('reasoning', p.reasoning)
-    if (
-            p.tokens and self.ask.params.logprobs is not None
-            and (p.content or not p.reasoning)
-    ):
+    told = self.ask.params.logprobs is not None
+    if p.tokens and told and (p.content or not p.reasoning):
         self.held += p.tokens
     if p.content:
-        if self.held:
-            extra = self._logprobs()
-        out += self._say('message', p.content, extra)
-        if extra is not _none:
-            self.open.tokens += self.fresh
+        out += self._say_content(p.content)
     for d in calls:
         out += self._call(d)
     if p.finish:
@@ -560,7 +581,8 @@ def piece(self:ResponsesWriter, i:int, p:Delta)->bytes:
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #14c9fd88
 @patch
 def _logprobs(self:ResponsesWriter):
-    "The log-probabilities of the tokens that were held, as bytes for a delta; `fresh` has them as objects"
+    """The log-probabilities of the tokens that were held, as bytes for a delta; `fresh` has them
+    as objects"""
     self.fresh,self.held = token_logprobs(self.held, self.show, self.raw),[]
     return b',"logprobs":'+quote(self.fresh)
 

@@ -18,7 +18,8 @@ from .base import DONE,found,quote
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #f481e859
 class NotStoredError(RequestError):
-    "An id that the store does not have: never given out, expired, pushed out, deleted, or somebody else's"
+    """An id that the store does not have: never given out, expired, pushed out, deleted, or
+    somebody else's"""
     status,code = 404,'response_not_found'
 
 class PreviousResponseError(NotStoredError):
@@ -44,7 +45,8 @@ class Record:
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #9c6d79d7
 class Store:
-    "Responses that can be asked for later: the `most` and `size` that were used last, for `ttl` seconds after their last use"
+    """Responses that can be asked for later: the `most` and `size` that were used last, for
+    `ttl` seconds after their last use"""
     def __init__(self,
         most:int=10_000, # Records
         size:int=256<<20, # Bytes of all inputs and outputs, about
@@ -146,7 +148,8 @@ def delete(self:Store, id:str, owner:str|None=None)->dict:
 
 @patch
 def cancel(self:Store, id:str, owner:str|None=None)->dict:
-    "`POST /v1/responses/{id}/cancel`: stop a response that is being made; one that ran in the background may have ended already"
+    """`POST /v1/responses/{id}/cancel`: stop a response that is being made; one that ran in the
+    background may have ended already"""
     r = self.record(id, owner)
     if r.writer:
         r.writer.cancel()
@@ -198,13 +201,8 @@ def find(
     return got
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #03538571
-@patch
-def items(self:Store, id:str, owner:str|None=None,
-    after:str|None=None, # The id that the last page ended with
-    limit=20, # Items of a page, from 1 to 100
-    order:str='desc', # Or 'asc'
-)->dict:
-    "`GET /v1/responses/{id}/input_items`"
+def _page_size(limit)->int:
+    "Items of a page; 20 where nothing is said"
     try:
         n = 20 if limit is None else int(limit)
     except ValueError:
@@ -212,6 +210,24 @@ def items(self:Store, id:str, owner:str|None=None,
     if not 1<=n<=100:
         raise RequestError(
             f'limit is {found(limit)}', hint='Send a number from 1 to 100', param='limit')
+    return n
+
+def _behind(items, after)->list:
+    "What comes behind the item of this id"
+    for k,d in enumerate(items):
+        if d['id']==after:
+            return items[k+1:]
+    raise RequestError(
+        f'after is {found(after)}, which is not an item of this response', param='after')
+
+@patch
+def items(self:Store, id:str, owner:str|None=None,
+    after:str|None=None, # The id that the last page ended with
+    limit=20, # Items of a page, from 1 to 100
+    order:str='desc', # Or 'asc'
+)->dict:
+    "`GET /v1/responses/{id}/input_items`"
+    n = _page_size(limit)
     if order not in (None,'asc','desc'):
         raise RequestError(f'order is {found(order)}', hint='Send asc or desc', param='order')
     r = self.record(id, owner)
@@ -219,11 +235,7 @@ def items(self:Store, id:str, owner:str|None=None,
     if order!='asc':
         ds.reverse()
     if after:
-        at = next((k for k,d in enumerate(ds) if d['id']==after), None)
-        if at is None:
-            raise RequestError(
-                f'after is {found(after)}, which is not an item of this response', param='after')
-        ds = ds[at+1:]
+        ds = _behind(ds, after)
     page = ds[:n]
     return dict(
         object='list', data=page,
