@@ -486,7 +486,8 @@ def record(self:PromptGraphs, batch, stream)->bool: # Is there room for more?
 def usual(
     self:PromptGraphs, long:int
 )->tuple[list[int],list[int]]:
-    "Lengths of one prompt that are worth a graph, first of all and then; none is longer than `long`"
+    """Lengths of one prompt that are worth a graph, first of all and then; none is longer than
+    `long`"""
     every = list(range(TILE, long+1, TILE))
     doubled = {1<<i for i in range(6, long.bit_length())}
     powers = sorted(doubled|set(every[-1:]))[-self.most:]
