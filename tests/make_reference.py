@@ -1,30 +1,44 @@
-"""Make the small reference checkpoints of tests/data: random weights in the layout of published ones, with what another implementation makes of them.
+"""Make the small reference checkpoints of tests/data: random weights in the layout of published
+ones, with what another implementation makes of them.
 
     pip install torch==2.13.0 transformers==5.23.0 && python tests/make_reference.py [NAME...]
 
 (Folders with INT4 are packed by libraries of their own: see helpers/reference_integers.py.)
 
-Run by hand, never in CI: the tests only read what it wrote. For each row of `CASES` it makes a model of that shape, fills it with numbers that
-depend on nothing but the seed and the tensor's name, rounds them to what is stored, saves them as the publisher does (the library's own names;
-quantised by helpers/reference_formats.py), and loads the plain weights again in float32, with plain attention. ref.npz then has
+Run by hand, never in CI: the tests only read what it wrote. For each row of `CASES` it makes a
+model of that shape, fills it with numbers that depend on nothing but the seed and the tensor's
+name, rounds them to what is stored, saves them as the publisher does (the library's own names;
+quantised by helpers/reference_formats.py), and loads the plain weights again in float32, with
+plain attention. ref.npz then has
 
-    ids [T]             prompt                      logits [T,V]          logits of the whole prompt
-    next_ids [D]        tokens fed one at a time    next_logits [D,V]     logits after each, from the cache
-    rows [R]            positions kept below        layers [L,R,H]        residual stream after each layer, at those positions
-    greedy [G]          the likeliest tokens that continue the prompt, each after the last
-    rec{i}, conv{i}     state of recurrent layer i after the prompt, [heads,a,b] and [K-1,C], newest last
-    route_ids, route_weights [M,R,k]                what the routers of the M sparse layers chose at `rows`, ids in rising order
-    mtp_logits [R,V]    of the head for the token after the next, at `rows`, fed the prompt's tokens from the second on and greedy[0]
-    mtp_again [V]       of its second pass, fed its own hidden row and token        mtp_draft [2]    the tokens of both passes
-    pixels, grid        two images, as patches      features, deep{j}     what the tower makes of them
-    image_*             ids, pos [3,T], logits of a prompt with them, next_ids and next_logits after it
-    draft_*             a drafter's: ids (its target's prompt), first (the token after it), tokens [3], logits [3,V]; `target` names the target's folder
+    ids [T]                  prompt
+    logits [T,V]             logits of the whole prompt
+    next_ids [D]             tokens fed one at a time
+    next_logits [D,V]        logits after each, from the cache
+    rows [R]                 positions kept below
+    layers [L,R,H]           residual stream after each layer, at those positions
+    greedy [G]               the likeliest tokens that continue the prompt, each after the last
+    rec{i}, conv{i}          state of recurrent layer i after the prompt: [heads,a,b], and
+                             [K-1,C], newest last
+    route_ids, route_weights [M,R,k] what the routers of the M sparse layers chose at `rows`, ids
+                             in rising order
+    mtp_logits [R,V]         of the head for the token after the next, at `rows`, fed the prompt's
+                             tokens from the second on and greedy[0]
+    mtp_again [V]            of its second pass, fed its own hidden row and token
+    mtp_draft [2]            the tokens of both passes
+    pixels, grid             two images, as patches
+    features, deep{j}        what the tower makes of them
+    image_*                  ids, pos [3,T], logits of a prompt with them, next_ids and
+                             next_logits after it
+    draft_*                  a drafter's: ids (its target's prompt), first (the token after it),
+                             tokens [3], logits [3,V]; `target` names the target's folder
 
-No choice among experts, greedy tokens or drafts was close. A quantised folder's reference is made of its dequantised weights, with activations
-left alone.
+No choice among experts, greedy tokens or drafts was close. A quantised folder's reference is made
+of its dequantised weights, with activations left alone.
 
-`transformers` is the reference because it is where the configs' meaning is defined. It has no MTP head; that one is put together from its layers as
-vLLM's qwen3_next_mtp.py does it. The folders differ from each other, and from any published model, in shape.
+`transformers` is the reference because it is where the configs' meaning is defined. It has no MTP
+head; that one is put together from its layers as vLLM's qwen3_next_mtp.py does it. The folders
+differ from each other, and from any published model, in shape.
 """
 import copy,json,re,shutil,sys,tempfile,zlib
 from pathlib import Path
@@ -39,7 +53,7 @@ data = Path(__file__).parent/'data'
 D,G,LAYER_ROWS = 10,12,24
 
 # -- making a folder
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 def zero_centred(kind, name):
     return (
@@ -124,7 +138,8 @@ class MTP(nn.Module):
         self.pre_fc_norm_hidden = norm()
         self.norm = norm()
         self.fc = nn.Linear(2*c.hidden_size, c.hidden_size, bias=False)
-        self.layers = nn.ModuleList([type(dec.layers[0])(c, 0)])
+        self.layers = nn.ModuleList([
+            type(dec.layers[0])(c, 0)])
 
     def forward(self, dec, tokens, hidden):
         """Rows [T,H] that predict the token after `tokens` [T], of the model's rows [T,H] before
@@ -156,9 +171,12 @@ def published(case, name, tmp):
         head = {
             f'mtp.{k}':v
             for k,v in fill(
-                MTP(decoder(model)), f'{name}/mtp', kind_of(case)).state_dict().items()}
+                MTP(decoder(model)),
+                f'{name}/mtp',
+                kind_of(case)).state_dict().items()}
         d |= per_expert(head) if kind_of(case)=='qwen3_next' else head
-    return {'apart':per_expert, 'stacked':stacked, 'transposed':transposed, '':dict}[case.experts](
+    return {
+        'apart':per_expert, 'stacked':stacked, 'transposed':transposed, '':dict}[case.experts](
         d)
 
 def build(name, case, tmp):
@@ -175,7 +193,9 @@ def build(name, case, tmp):
             and v.is_floating_point()
             and not (case.keep32 and re.search(case.keep32, k))):
             stored[k] = v.bfloat16()
-    stored |= {k:torch.tensor(v) for k,v in case.scales.items()}
+    stored |= {
+        k:torch.tensor(v)
+        for k,v in case.scales.items()}
     save_torch_state_dict(stored, out, max_shard_size=case.shard or '1GB')
     (out/'config.json').write_text(
         json.dumps(
@@ -221,7 +241,8 @@ class Watch:
         def routed(m, a, o):
             self.routes.append(
                 (
-                    array(o[2]).astype(np.int32), array(o[1])))
+                    array(o[2]).astype(np.int32),
+                    array(o[1])))
         def last(m, a, o):
             self.final = o[0]
         self.hooks = [
@@ -261,7 +282,8 @@ def greedy(model, ids, **kw):
     "The likeliest continuation of `ids`, and by how much its closest choice was won"
     out,gap = list(ids),np.inf
     for _ in range(G):
-        x = model(torch.tensor([out]), use_cache=False).logits[0,-1]
+        x = model(
+            torch.tensor([out]), use_cache=False).logits[0,-1]
         out.append(int(x.argmax()))
         gap = min(gap, lead(x))
     return out[len(ids):],gap
@@ -310,7 +332,8 @@ def text(model, head, ids, nxt, K):
     "All there is to record of one prompt, and the closest choice in it"
     fresh(model)
     T = len(ids)
-    rows = np.unique(np.linspace(0, T-1, LAYER_ROWS).astype(int))
+    rows = np.unique(np.linspace(
+        0, T-1, LAYER_ROWS).astype(int))
     with Watch(model) as w:
         o = model(torch.from_numpy(ids)[None], use_cache=True)
         stream = w.stream[:]
@@ -347,14 +370,17 @@ def text(model, head, ids, nxt, K):
 def settled(name, make, T, V):
     "What `make(prompt, next)` records of the first random prompt in which nothing was close"
     for k in range(100):
-        rng = np.random.default_rng([20261, zlib.crc32(name.encode()), k])
+        rng = np.random.default_rng([
+            20261, zlib.crc32(name.encode()), k])
         ref,gap,closest = make(
             rng.integers(4, V, T), rng.integers(4, V, D))
         if gap>.02 and closest>1e-4:
             return ref,f'closest token {gap:.3f}, expert {closest:.0e}, of {k+1} prompts'
     raise SystemExit(f'{name}: every prompt has a close choice')
 
-GRIDS = np.array([[1,4,6],[1,6,2]])  # patches of two images: six tokens and three
+# patches of two images: six tokens and three
+GRIDS = np.array([
+    [1,4,6], [1,6,2]])
 
 def pictures(model, cfg, name):
     "A prompt with two images, the first across the end of a tile or near it"
@@ -384,14 +410,18 @@ def pictures(model, cfg, name):
                 *[cfg['image_token_id']]*int(n[k]),
                 cfg['vision_end_token_id']]
         ids = np.array([
-            *words[:-8], *image(0), *words[-8:-5],
-            *image(1), *words[-5:]])
+            *words[:-8],
+            *image(0),
+            *words[-8:-5],
+            *image(1),
+            *words[-5:]])
         kinds = torch.from_numpy((ids==cfg['image_token_id']).astype(int))[None]
         fresh(model)
         pos,_ = model.model.get_rope_index(
             torch.from_numpy(ids)[None], kinds, image_grid_thw=kw['image_grid_thw'])
         with Watch(model) as w:
-            o = model(torch.from_numpy(ids)[None], mm_token_type_ids=kinds, use_cache=True, **kw)
+            o = model(
+                torch.from_numpy(ids)[None], mm_token_type_ids=kinds, use_cache=True, **kw)
             r = dict(
                 image_ids=ids.astype(np.int32),
                 image_pos=pos[:,0].numpy().astype(np.int32),
@@ -513,7 +543,9 @@ def main(names):
             note = (
                 record_drafter(data/name, case, plain) if case.target
                 else record(data/name, case, plain, head))
-        size = sum(p.stat().st_size for p in (data/name).iterdir())
+        size = sum(
+            p.stat().st_size
+            for p in (data/name).iterdir())
         print(f'{name:24s} {size/1000:4.0f} kB  {case.T:3d} tokens  {note}', flush=True)
 
 if __name__=='__main__':

@@ -1,4 +1,5 @@
-"The catalogue of models: its facts against the shapes, its names, and what is said without card or weights."
+"""The catalogue of models: its facts against the shapes, its names, and what is said without card
+or weights."""
 import json,re
 from dataclasses import replace
 from pathlib import Path
@@ -85,13 +86,24 @@ def test_entries_are_usable(name):
 
 # -- bad input -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('wrong,field', [
-    (dict(hub='name'),'hub'), (dict(hub=None),'hub'), (dict(context='long'),'context'),
-    (dict(context=-1),'context'), (dict(nbytes=0),'nbytes'), (dict(least_memory=1.5),'least_memory'),
-    (dict(kontext=1),'kontext'), (dict(shape='round'),'shape'), (dict(tensors={'(':'BF16'}),'tensors'),
-    (dict(tensors={'x':'FP3'}),'tensors'), (dict(flags='--x'),'flags'), (dict(drafter=3),'drafter'),
-    (dict(parsers=dict(tools='x')),'parsers.tools'),
-    (dict(sampling=dict(chat=dict(temperature=-1))),'temperature')])
+@pytest.mark.parametrize(
+    'wrong,field',
+    [
+        (dict(hub='name'),'hub'),
+        (dict(hub=None),'hub'),
+        (dict(context='long'),'context'),
+        (dict(context=-1),'context'),
+        (dict(nbytes=0),'nbytes'),
+        (dict(least_memory=1.5),'least_memory'),
+        (dict(kontext=1),'kontext'),
+        (dict(shape='round'),'shape'),
+        (dict(tensors={'(':'BF16'}),'tensors'),
+        (dict(tensors={'x':'FP3'}),'tensors'),
+        (dict(flags='--x'),'flags'),
+        (dict(drafter=3),'drafter'),
+        (dict(parsers=dict(tools='x')),'parsers.tools'),
+        (
+            dict(sampling=dict(chat=dict(temperature=-1))), 'temperature')])
 def test_broken_entries_are_refused_by_field(wrong, field):
     with pytest.raises(ConfigError) as e:
         read_catalog(json.dumps({'m': GOOD|wrong}), 'c.json')
@@ -168,22 +180,29 @@ def test_list_all():
         ==(e.nbytes,e.context,e.least_memory,False))
     assert ms['tiny']['here']
     lines = run('list', '--all').stdout.splitlines()
-    assert lines[0].split()==['NAME','SIZE','CONTEXT','LEAST','MEMORY','HERE','FORMAT']
+    assert lines[0].split()==[
+        'NAME', 'SIZE', 'CONTEXT', 'LEAST', 'MEMORY', 'HERE', 'FORMAT']
     row = next(l for l in lines if l.startswith('gpt-oss-120b-mxfp4'))
     assert '65.2 GB' in row and '131,072' in row and ' yes ' not in row
 
 def test_list_all_knows_what_is_here(monkeypatch):
-    found = hub.cached()+[hub.Entry('openai/gpt-oss-20b', Path('/h/m'), 5, 'safetensors')]
+    found = (
+        hub.cached()
+        +[hub.Entry('openai/gpt-oss-20b', Path('/h/m'), 5, 'safetensors')])
     monkeypatch.setattr(hub, 'cached', lambda: found)
     ms = {
         m['name']: m['here']
         for m in json.loads(run('list', '--all', '--json').stdout)}
-    assert [n for n,h in ms.items() if h and n in CATALOG]==['gpt-oss-20b-mxfp4']
+    assert [
+        n for n,h in ms.items()
+        if h and n in CATALOG]==['gpt-oss-20b-mxfp4']
 
 def test_dry_run_needs_nothing():
     "Neither card nor weights, and exit code 0; every part has its bytes"
     r = run('serve', 'qwen3.6-35b-a3b-nvfp4', '--speculative', '--dry-run')
-    said = dict(l.split(maxsplit=1) for l in r.stdout.splitlines() if l)
+    said = dict(
+        l.split(maxsplit=1)
+        for l in r.stdout.splitlines() if l)
     assert r.exit_code==0 and r.stderr==''
     assert {'weights','steps','tables','cache','states','together','context'}<=said.keys()
     assert 'mtp, 2 drafts' in said['drafter'] and 'qwen3_coder' in said['parsers']
@@ -217,7 +236,8 @@ def test_dry_run_loads_and_fetches_nothing(monkeypatch):
 
 def test_a_plan_is_what_is_loaded():
     "Of a model that is loaded on the host, blocks and sequences are as planned"
-    o = EngineConfig('tiny', device='cpu', kv_cache_memory=4<<20, max_num_seqs=2, max_seq_len=512)
+    o = EngineConfig(
+        'tiny', device='cpu', kv_cache_memory=4<<20, max_num_seqs=2, max_seq_len=512)
     plan,m = plan_load(o),LoadedModel(o, False)
     assert plan.cache_tokens==m.cache.pool.num_blocks*m.cache.pool.block_size
     assert (
@@ -226,14 +246,21 @@ def test_a_plan_is_what_is_loaded():
     m.close()
 
 @pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
-@pytest.mark.parametrize('more', [{}, dict(speculative=True), dict(kv_cache_dtype='fp8', max_seq_len=300)])
+@pytest.mark.parametrize(
+    'more',
+    [
+        {}, dict(speculative=True), dict(kv_cache_dtype='fp8', max_seq_len=300)])
 def test_a_plan_is_what_a_card_loads(monkeypatch, more):
     "On a card too: blocks, sequences and states as planned, weights within what is said of them"
     monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(2<<30, 2<<30))
     o = EngineConfig(
-        'tiny', Emulator(), **dict(max_seq_len=512, max_num_seqs=2, chunk=64)|more)
+        'tiny',
+        Emulator(),
+        **dict(max_seq_len=512, max_num_seqs=2, chunk=64)|more)
     plan,m = plan_load(o),LoadedModel(o, False)
-    assert plan.fits and plan.cache_tokens==m.cache.pool.num_blocks*m.cache.pool.block_size
+    assert (
+        plan.fits
+        and plan.cache_tokens==m.cache.pool.num_blocks*m.cache.pool.block_size)
     used = {n: r.used for n,r in m.arena.regions.items()}
     assert (
         abs(used['weights']-plan.parts['weights'])

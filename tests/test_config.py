@@ -1,4 +1,5 @@
-"Model descriptions of every family: whatever a key holds comes out as a config or as a typed error, and what is said is honoured."
+"""Model descriptions of every family: whatever a key holds comes out as a config or as a typed
+error, and what is said is honoured."""
 import copy,json
 from dataclasses import replace
 import pytest
@@ -98,7 +99,7 @@ GRANITE = HEADS|dict(num_local_experts=8, num_experts_per_tok=2, shared_intermed
     embedding_multiplier=12, attention_multiplier=.125, residual_multiplier=.22, logits_scaling=6)
 CONFIGS = dict(
     llama=HEADS
-    |dict(
+    | dict(
         model_type='llama',
         rope_theta=5e5,
         attention_bias=False,
@@ -111,25 +112,25 @@ CONFIGS = dict(
     mistral3=wrapped(
         'mistral3', HEADS|dict(model_type='mistral', rope_theta=1e6, sliding_window=16)),
     qwen2=HEADS
-    |dict(
+    | dict(
         model_type='qwen2', rope_theta=1e6, use_sliding_window=True, sliding_window=16,
         max_window_layers=2),
     qwen3=HEADS
-    |dict(
+    | dict(
         model_type='qwen3', rope_theta=1e6, attention_bias=False, use_sliding_window=False,
         rope_scaling=YARN),
     qwen3_moe=HEADS|MOE
-    |dict(
+    | dict(
         model_type='qwen3_moe', rope_theta=1e6, norm_topk_prob=True, decoder_sparse_step=2,
         mlp_only_layers=[3]),
     qwen3_next=HEADS|MOE|DELTA
-    |dict(
+    | dict(
         model_type='qwen3_next', rope_theta=1e7, partial_rotary_factor=.5,
         shared_expert_intermediate_size=32),
     qwen3_5=wrapped(
         'qwen3_5',
         HEADS|DELTA
-        |dict(
+        | dict(
             model_type='qwen3_5_text',
             rope_parameters=MROPE,
             mtp_num_hidden_layers=1,
@@ -142,24 +143,25 @@ CONFIGS = dict(
     qwen3_5_moe=wrapped(
         'qwen3_5_moe',
         HEADS|MOE|DELTA
-        |dict(
+        | dict(
             model_type='qwen3_5_moe_text', rope_parameters=MROPE,
             shared_expert_intermediate_size=32, mtp_num_hidden_layers=1),
         vision_config=VISION),
     qwen3_vl=wrapped(
         'qwen3_vl',
         HEADS
-        |dict(
+        | dict(
             model_type='qwen3_vl_text',
             rope_theta=5e6,
-            rope_scaling=dict(rope_type='default', mrope_section=[4,2,2], mrope_interleaved=True)),
+            rope_scaling=dict(
+                rope_type='default', mrope_section=[4,2,2], mrope_interleaved=True)),
         vision_config=VISION),
     qwen3_vl_moe=wrapped(
         'qwen3_vl_moe',
         HEADS|MOE|dict(model_type='qwen3_vl_moe_text', rope_theta=5e6),
         vision_config=VISION),
     gpt_oss=HEADS
-    |dict(
+    | dict(
         model_type='gpt_oss',
         rope_theta=150000.,
         rope_scaling=YARN,
@@ -179,7 +181,7 @@ CONFIGS = dict(
         num_centroids=32,
         centroid_intermediate_top_k=8),
     nemotron_h=HEADS
-    |dict(
+    | dict(
         model_type='nemotron_h',
         hybrid_override_pattern='MEM*EM-E',
         num_hidden_layers=8,
@@ -205,7 +207,7 @@ CONFIGS = dict(
         routed_scaling_factor=2.5,
         layer_norm_epsilon=1e-5),
     granitemoehybrid=GRANITE
-    |dict(
+    | dict(
         model_type='granitemoehybrid',
         position_embedding_type='nope',
         layer_types=['mamba','mamba','attention','mamba'],
@@ -217,15 +219,15 @@ CONFIGS = dict(
         mamba_expand=2),
     granitemoeshared=GRANITE|dict(model_type='granitemoeshared', rope_theta=1e6),
     granitemoe=HEADS
-    |dict(
+    | dict(
         model_type='granitemoe', rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2,
         logits_scaling=6.),
     granite=HEADS
-    |dict(
+    | dict(
         model_type='granite', rope_theta=1e6, mlp_bias=False, attention_bias=False,
         logits_scaling=6.),
     minimax_m2=HEADS
-    |dict(
+    | dict(
         model_type='minimax_m2',
         rotary_dim=8,
         rope_theta=5e6,
@@ -323,47 +325,126 @@ def test_odd_values_together(family, data):
                     max_leaves=4)))
     translates(d)
 
-@pytest.mark.parametrize('family,path,value,word', [
-    ('llama', ('rope_scaling','rope_type'), 'dynamic', 'dynamic'), ('llama', ('rope_scaling','short_factor'), [1.], 'short_factor'), ('llama', ('hidden_act',), 'gelu', 'gelu'),
-    ('qwen3', ('rope_scaling','llama_4_scaling_beta'), .1, 'llama_4_scaling_beta'), ('qwen3', ('layer_types',), ['full_attention']*3+['chunked_attention'], 'chunked_attention'),
-    ('qwen3_moe', ('n_group',), 4, 'n_group'), ('qwen3_5', ('text_config','output_gate_type'), 'tanh', 'output_gate_type'), ('qwen3_5', ('text_config','mtp_use_dedicated_embeddings'), True, 'dedicated'),
-    ('qwen3_5', ('text_config','rope_parameters','mrope_interleaved'), False, 'mrope_interleaved'), ('qwen3_vl', ('vision_config','hidden_act'), 'silu', 'hidden_act'),
-    ('qwen3_vl', ('text_config','model_type'), 'gpt_oss', 'gpt_oss'),
-    ('gpt_oss', ('swiglu_alpha',), 2., 'swiglu_alpha'),
-    ('gpt_oss', ('quantization_config','quant_method'), 'aqlm', 'aqlm'),
-    ('gemma4', ('text_config','hidden_size_per_layer_input'), 256, 'hidden_size_per_layer_input'), ('gemma4', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
-    ('gemma4', ('text_config','use_bidirectional_attention'), 'all', 'use_bidirectional_attention'), ('gemma4_assistant', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
-    ('nemotron_h', ('hybrid_override_pattern',), 'MEM*EM-X', "'X'"), ('nemotron_h', ('moe_latent_size',), 64, 'moe_latent_size'), ('nemotron_h', ('mlp_hidden_act',), 'silu', 'silu'),
-    ('granitemoehybrid', ('layer_types',), ['mamba']*3+['sliding_attention'], 'sliding_attention'),
-    ('granitemoehybrid', ('position_embedding_type',), 'alibi', 'alibi'),
-    ('granitemoehybrid', ('time_step_limit',), [0.,.1], 'time_step_limit'),
-    ('granitemoehybrid', ('time_step_limit',), [0.,{'__float__':'NaN'}], 'time_step_limit'),
-    ('granitemoehybrid', ('hidden_act',), 'gelu_pytorch_tanh', 'hidden_act'),
-    ('granitemoehybrid', ('normalization_function',), 'l2', 'normalization_function'),
-    ('granite', ('mlp_bias',), True, 'mlp_bias'),
-    ('minimax_m2', ('scoring_func',), 'hash', 'hash'),
-    ('minimax_m2', ('attn_type_list',), [1,1,0,1], 'attn_type_list'),
-    ('minimax_m2', ('shared_intermediate_size',), 64, 'shared_intermediate_size')])
+@pytest.mark.parametrize(
+    'family,path,value,word',
+    [
+        ('llama', ('rope_scaling','rope_type'), 'dynamic', 'dynamic'),
+        ('llama', ('rope_scaling','short_factor'), [1.], 'short_factor'),
+        ('llama', ('hidden_act',), 'gelu', 'gelu'),
+        ('qwen3', ('rope_scaling','llama_4_scaling_beta'), .1, 'llama_4_scaling_beta'),
+        (
+            'qwen3', ('layer_types',), ['full_attention']*3+['chunked_attention'],
+            'chunked_attention'),
+        ('qwen3_moe', ('n_group',), 4, 'n_group'),
+        ('qwen3_5', ('text_config','output_gate_type'), 'tanh', 'output_gate_type'),
+        ('qwen3_5', ('text_config','mtp_use_dedicated_embeddings'), True, 'dedicated'),
+        (
+            'qwen3_5', ('text_config','rope_parameters','mrope_interleaved'), False,
+            'mrope_interleaved'),
+        ('qwen3_vl', ('vision_config','hidden_act'), 'silu', 'hidden_act'),
+        ('qwen3_vl', ('text_config','model_type'), 'gpt_oss', 'gpt_oss'),
+        ('gpt_oss', ('swiglu_alpha',), 2., 'swiglu_alpha'),
+        ('gpt_oss', ('quantization_config','quant_method'), 'aqlm', 'aqlm'),
+        (
+            'gemma4', ('text_config','hidden_size_per_layer_input'), 256,
+            'hidden_size_per_layer_input'),
+        ('gemma4', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
+        (
+            'gemma4', ('text_config','use_bidirectional_attention'), 'all',
+            'use_bidirectional_attention'),
+        ('gemma4_assistant', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
+        ('nemotron_h', ('hybrid_override_pattern',), 'MEM*EM-X', "'X'"),
+        ('nemotron_h', ('moe_latent_size',), 64, 'moe_latent_size'),
+        ('nemotron_h', ('mlp_hidden_act',), 'silu', 'silu'),
+        (
+            'granitemoehybrid', ('layer_types',), ['mamba']*3+['sliding_attention'],
+            'sliding_attention'),
+        ('granitemoehybrid', ('position_embedding_type',), 'alibi', 'alibi'),
+        ('granitemoehybrid', ('time_step_limit',), [0.,.1], 'time_step_limit'),
+        ('granitemoehybrid', ('time_step_limit',), [0.,{'__float__':'NaN'}], 'time_step_limit'),
+        ('granitemoehybrid', ('hidden_act',), 'gelu_pytorch_tanh', 'hidden_act'),
+        ('granitemoehybrid', ('normalization_function',), 'l2', 'normalization_function'),
+        ('granite', ('mlp_bias',), True, 'mlp_bias'),
+        ('minimax_m2', ('scoring_func',), 'hash', 'hash'),
+        ('minimax_m2', ('attn_type_list',), [1,1,0,1], 'attn_type_list'),
+        ('minimax_m2', ('shared_intermediate_size',), 64, 'shared_intermediate_size')])
 def test_what_is_unknown_is_named(family, path, value, word):
     with pytest.raises(UnsupportedError) as e:
         from_hf(put(CONFIGS[family], path, value))
     assert word in str(e.value)
 
-@pytest.mark.parametrize('family,path,value,get', [
-    ('llama', ('attention_bias',), True, lambda c: (c.attention.bias, c.attention.o_bias)==(True, True)), ('qwen2', ('tie_word_embeddings',), False, lambda c: (c.attention.bias, c.attention.o_bias)==(True, False)),
-    ('mistral', ('sliding_window',), 16, lambda c: c.attention.window==16), ('qwen2', ('max_window_layers',), 1, lambda c: c.mixers==('attention','sliding','sliding','sliding') and c.sliding.window==16),
-    ('qwen3_moe', ('norm_topk_prob',), False, lambda c: not c.moe.renormalise), ('qwen3_moe', ('mlp_only_layers',), [1], lambda c: c.ffns==('mlp','mlp','mlp','moe')),
-    ('qwen3_5', ('text_config','attn_output_gate'), False, lambda c: not c.attention.gate), ('qwen3_5', ('text_config','output_gate_type'), 'sigmoid', lambda c: c.delta.gate_act=='sigmoid'),
-    ('qwen3_5', ('tie_word_embeddings',), True, lambda c: c.tie_embeddings), ('qwen3_vl', ('text_config','tie_word_embeddings'), True, lambda c: c.tie_embeddings),
-    ('qwen3_5', ('text_config','rope_parameters','partial_rotary_factor'), .25, lambda c: c.attention.rope.dim==4), ('qwen3_vl_moe', ('text_config','rope_theta'), 5e6, lambda c: c.attention.rope.mrope==(24,20,20)),
-    ('qwen3_vl', ('vision_config','deepstack_visual_indexes'), [2], lambda c: c.vision.deepstack==(2,)), ('gpt_oss', ('layer_types',), None, lambda c: c.mixers==('sliding','attention')*2),
-    ('gemma4', ('text_config','attention_k_eq_v'), False, lambda c: not c.attention.k_eq_v and c.attention.num_kv_heads==2), ('gemma4', ('text_config','final_logit_softcapping'), None, lambda c: c.logit_softcap is None),
-    ('gemma4', ('text_config','rope_parameters','full_attention','partial_rotary_factor'), .5, lambda c: (c.attention.rope.pairs, c.attention.rope.dim, c.sliding.rope.dim)==(8, 32, 16)),
-    ('gemma4_assistant', ('use_ordered_embeddings',), False, lambda c: c.drafter==replace(c.drafter, ordered=False, num_centroids=0, centroid_top_k=0, backbone_size=128) and c.kv_elements_per_token==0),
-    ('nemotron_h', ('hybrid_override_pattern',), None, lambda c: False), ('nemotron_h', ('use_conv_bias',), False, lambda c: not c.mamba.conv_bias), ('nemotron_h', ('n_shared_experts',), 0, lambda c: c.moe.shared_size==0),
-    ('minimax_m2', ('rotary_dim',), 16, lambda c: c.attention.rope.dim==16),
-    ('minimax_m2', ('qk_norm_type',), 'per_head', lambda c: c.attention.qk_norm=='head'),
-    ('minimax_m2', ('use_routing_bias',), False, lambda c: not c.moe.correction)])
+@pytest.mark.parametrize(
+    'family,path,value,get',
+    [
+        (
+            'llama',
+            ('attention_bias',),
+            True,
+            lambda c: (c.attention.bias, c.attention.o_bias)
+            ==(True, True)),
+        (
+            'qwen2',
+            ('tie_word_embeddings',),
+            False,
+            lambda c: (c.attention.bias, c.attention.o_bias)
+            ==(True, False)),
+        ('mistral', ('sliding_window',), 16, lambda c: c.attention.window==16),
+        (
+            'qwen2',
+            ('max_window_layers',),
+            1,
+            lambda c: c.mixers==('attention','sliding','sliding','sliding')
+            and c.sliding.window==16),
+        ('qwen3_moe', ('norm_topk_prob',), False, lambda c: not c.moe.renormalise),
+        (
+            'qwen3_moe', ('mlp_only_layers',), [1],
+            lambda c: c.ffns==('mlp','mlp','mlp','moe')),
+        ('qwen3_5', ('text_config','attn_output_gate'), False, lambda c: not c.attention.gate),
+        (
+            'qwen3_5', ('text_config','output_gate_type'), 'sigmoid',
+            lambda c: c.delta.gate_act=='sigmoid'),
+        ('qwen3_5', ('tie_word_embeddings',), True, lambda c: c.tie_embeddings),
+        ('qwen3_vl', ('text_config','tie_word_embeddings'), True, lambda c: c.tie_embeddings),
+        (
+            'qwen3_5', ('text_config','rope_parameters','partial_rotary_factor'), .25,
+            lambda c: c.attention.rope.dim==4),
+        (
+            'qwen3_vl_moe', ('text_config','rope_theta'), 5e6,
+            lambda c: c.attention.rope.mrope==(24,20,20)),
+        (
+            'qwen3_vl', ('vision_config','deepstack_visual_indexes'), [2],
+            lambda c: c.vision.deepstack==(2,)),
+        (
+            'gpt_oss', ('layer_types',), None,
+            lambda c: c.mixers==('sliding','attention')*2),
+        (
+            'gemma4', ('text_config','attention_k_eq_v'), False,
+            lambda c: not c.attention.k_eq_v and c.attention.num_kv_heads==2),
+        (
+            'gemma4', ('text_config','final_logit_softcapping'), None,
+            lambda c: c.logit_softcap is None),
+        (
+            'gemma4',
+            ('text_config','rope_parameters','full_attention','partial_rotary_factor'),
+            .5,
+            lambda c: (
+                c.attention.rope.pairs, c.attention.rope.dim,
+                c.sliding.rope.dim)==(8, 32, 16)),
+        (
+            'gemma4_assistant',
+            ('use_ordered_embeddings',),
+            False,
+            lambda c: c.drafter==replace(
+                c.drafter, ordered=False, num_centroids=0, centroid_top_k=0, backbone_size=128)
+            and c.kv_elements_per_token==0),
+        ('nemotron_h', ('hybrid_override_pattern',), None, lambda c: False),
+        ('nemotron_h', ('use_conv_bias',), False, lambda c: not c.mamba.conv_bias),
+        ('nemotron_h', ('n_shared_experts',), 0, lambda c: c.moe.shared_size==0),
+        (
+            'minimax_m2', ('rotary_dim',), 16,
+            lambda c: c.attention.rope.dim==16),
+        ('minimax_m2', ('qk_norm_type',), 'per_head', lambda c: c.attention.qk_norm=='head'),
+        ('minimax_m2', ('use_routing_bias',), False, lambda c: not c.moe.correction)])
 def test_what_is_said_is_honoured(family, path, value, get):
     d = put(CONFIGS[family], path, value)
     if path==('hybrid_override_pattern',):
@@ -375,17 +456,22 @@ def test_what_is_said_is_honoured(family, path, value, get):
     assert get(from_hf(d))
 
 UNCLAMPED = [0.,{'__float__':'Infinity'}]
-@pytest.mark.parametrize('key,value,get', [
-    ('position_embedding_type', 'rope', lambda c: c.attention.rope.dim==16),
-    ('position_embedding_type', None, lambda c: not c.attention.rope),
-    ('layer_types', ['attention']*4, lambda c: {*c.mixers}=={'attention'}),
-    ('layer_types', None, lambda c: {*c.mixers}=={'mamba'}),
-    ('shared_intermediate_size', 0, lambda c: c.moe.shared_size==0),
-    ('time_step_limit', UNCLAMPED, lambda c: c.mamba),
-    ('mamba_proj_bias', True, lambda c: c.mamba.proj_bias),
-    ('mamba_conv_bias', False, lambda c: not c.mamba.conv_bias),
-    ('attention_bias', True, lambda c: c.attention.bias and c.attention.o_bias),
-    ('tie_word_embeddings', True, lambda c: c.tie_embeddings)])
+@pytest.mark.parametrize(
+    'key,value,get',
+    [
+        ('position_embedding_type', 'rope', lambda c: c.attention.rope.dim==16),
+        ('position_embedding_type', None, lambda c: not c.attention.rope),
+        (
+            'layer_types',
+            ['attention']*4,
+            lambda c: {*c.mixers}=={'attention'}),
+        ('layer_types', None, lambda c: {*c.mixers}=={'mamba'}),
+        ('shared_intermediate_size', 0, lambda c: c.moe.shared_size==0),
+        ('time_step_limit', UNCLAMPED, lambda c: c.mamba),
+        ('mamba_proj_bias', True, lambda c: c.mamba.proj_bias),
+        ('mamba_conv_bias', False, lambda c: not c.mamba.conv_bias),
+        ('attention_bias', True, lambda c: c.attention.bias and c.attention.o_bias),
+        ('tie_word_embeddings', True, lambda c: c.tie_embeddings)])
 def test_what_a_hybrid_granite_says_is_honoured(key, value, get):
     assert get(from_hf(CONFIGS['granitemoehybrid']|{key:value}))
 
@@ -441,7 +527,8 @@ def test_ends_of_sequence_are_gathered():
 def test_hf_quant_config_beside_and_instead():
     def q(**kw): return dict(producer={}, quantization=kw)
     assert (
-        from_hf(CONFIGS['qwen3'], None, q(quant_algo='NVFP4')).quantization['quant_algo']=='NVFP4')
+        from_hf(CONFIGS['qwen3'], None, q(quant_algo='NVFP4')).quantization['quant_algo']
+        =='NVFP4')
     assert (
         from_hf(CONFIGS['gpt_oss'], None, q(quant_algo='NVFP4')).quantization['quant_method']
         =='mxfp4')
@@ -517,7 +604,9 @@ META['nemotron_h_moe'] = META['nemotron_h'] = (
         'expert_weights_norm':True,
         'expert_weights_scale':2.5})
 SCALED = {'attention.scale':.125, 'embedding_scale':12., 'residual_scale':.22, 'logit_scale':6.}
-MAMBA = {k:v for k,v in SSM.items() if k.startswith('ssm')}
+MAMBA = {
+    k:v
+    for k,v in SSM.items() if k.startswith('ssm')}
 META['granitehybrid'] = BASE|MAMBA|SCALED|{'expert_count':8, 'expert_used_count':2,
     'expert_shared_feed_forward_length':48, 'attention.head_count_kv':[0,0,2,0],
     'rope.scaling.finetuned':False}
@@ -532,7 +621,9 @@ META['gpt-oss'] = (
 def gguf_meta(arch, **more):
     return (
         {'general.architecture':arch, 'tokenizer.ggml.eos_token_id':1}
-        |{f'{arch}.{k}':v for k,v in (META[arch]|more).items()})
+        | {
+            f'{arch}.{k}':v
+            for k,v in (META[arch]|more).items()})
 FREQS = {'gemma4':[1.]*4+[1e30]*12}
 
 @pytest.mark.parametrize('arch', META)
@@ -553,7 +644,8 @@ def test_odd_gguf_values(arch):
         for v in ODD:
             d = {
                 x:y
-                for x,y in (m|{k:v}).items() if y is not None}
+                for x,y in (m|{k:v}).items()
+                if y is not None}
             for names in ((), ('output.weight','blk.3.attn_v.weight','blk.2.ffn_gate_inp.weight')):
                 try:
                     c = ModelConfig.from_gguf(d, freq_factors=FREQS.get(arch), tensors=names)
@@ -578,7 +670,8 @@ def test_gguf_facts_that_stand_in_the_tensors():
         return ModelConfig.from_gguf(gguf_meta('nemotron_h_moe'), tensors=names)
     assert (
         (n().mixers,n().ffns,n().intermediate_size)
-        ==(('mamba','attention','none','none'), ('none','none','moe','mlp'), 96)
+        == (
+            ('mamba','attention','none','none'), ('none','none','moe','mlp'), 96)
         and n().attention.rope is None)
     E = 'blk.2.ffn_gate_inp.weight'
     assert (
@@ -614,4 +707,5 @@ def test_gguf_facts_that_stand_in_the_tensors():
         ('llama','logit_scale',2.),
         ('qwen35','rope.dimension_sections',[2,1,1,5])):
         with pytest.raises(CheckpointError, match=k):
-            ModelConfig.from_gguf(gguf_meta(arch, **{k:v}), freq_factors=FREQS.get(arch))
+            ModelConfig.from_gguf(
+                gguf_meta(arch, **{k:v}), freq_factors=FREQS.get(arch))

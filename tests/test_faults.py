@@ -9,8 +9,8 @@ from atlas.ground.core import DeviceError,OutOfMemoryError,typed_error
 from atlas.card.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory
 from atlas.card.device import cuda_count,get_device,quiet
 from atlas.card.graph import Graph
-from atlas.card.card import _ok
-from atlas.card.launch import Kernel,Nvrtc,Source,_refused,compiled,find_nvcc
+from atlas.card.card import Launch,_ok
+from atlas.card.launch import Nvrtc,Source,_refused,compiled,find_nvcc
 from helpers import made_up_driver as made_up
 
 G,M = 1<<30,1<<20
@@ -128,27 +128,42 @@ def test_one_fault_for_many_threads():
         t.join()
     assert len(got)==16 and all('gemv' in o for o in got)
 
+def made_up_launch(monkeypatch, faults, answer):
+    "A kernel that is loaded, on a card whose driver answers a launch with `answer()`"
+    driver = NS(cuLaunchKernelEx=lambda *a: answer())
+    monkeypatch.setattr('atlas.card.card.faults', faults)
+    monkeypatch.setattr('atlas.card.card._driver', lambda: driver)
+    module = NS(load=len, get_function=lambda name: NS(ptr=7))
+    stream = NS(ptr=0)
+    cuda = NS(Module=lambda: module, get_current_stream=lambda: stream)
+    card = NS(
+        xp=NS(cuda=cuda), card='A made-up card', arch='sm_90a', plain=True,
+        recorded=False)
+    return Launch(card, Source('rmsnorm'), b'')
+
 def test_launch_of_a_kernel(monkeypatch):
-    "A launch that fails says which; an error that stays closes the card, and later launches do not even reach it"
-    f,calls,status = Faults(),[],[0]
-    monkeypatch.setattr('atlas.card.launch.faults', f)
-    def fn(grid, block, args, shared_mem, stream):
-        calls.append(grid)
-        if status[0]:
-            raise made_up.CudaError(status[0])
-    k = Kernel(Source('rmsnorm'), fn, (made_up.CudaError,))
-    k(1, 256, ())
+    """A launch that fails says which; an error that stays closes the card, and later launches do
+    not even reach it"""
+    calls,status = [],[0]
+    def answer():
+        calls.append(status[0])
+        return status[0]
+    k = made_up_launch(monkeypatch, Faults(), answer)
+    def launch():
+        k((1,1,1), (256,1,1), None, pdl=False)
+    launch()
     status[0] = 1
     with pytest.raises(DeviceError, match='rmsnorm cannot be launched') as e:
-        k(1, 256, ())
+        launch()
     assert type(e.value) is DeviceError
     status[0] = 700
-    with pytest.raises(CudaFault, match='illegal memory access, seen at the launch of rmsnorm; it happened in rmsnorm'):
-        k(1, 256, ())
+    said = 'illegal memory access, seen at rmsnorm cannot.*; it happened in rmsnorm'
+    with pytest.raises(CudaFault, match=said):
+        launch()
     status[0] = 0
     with pytest.raises(CudaFault, match='nothing runs on it any more'):
-        k(1, 256, ())
-    assert len(calls)==3
+        launch()
+    assert calls==[0,1,700]
 
 def test_card_closes_for_everybody():
     "One wait that fails, and neither arrays, copies, graphs nor memory of that card can be had"

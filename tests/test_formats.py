@@ -26,10 +26,12 @@ def claims(f):
     F = f'formats::{f.name}'
     by_row = int(f.rows=='s')
     tile = int(f.tile>0)
-    yield members(F, CHUNK=f.chunk, SCALE=f.scale, BY_ROW=by_row, TILE=tile)
+    yield members(
+        F, CHUNK=f.chunk, SCALE=f.scale, BY_ROW=by_row, TILE=tile)
     skew = max(1, 64//f.chunk)
     two = int(f.planes>1)
-    yield members(f'fragment_{f.name}<64>', BYTES=f.unit, UNITS=f.blocks, SKEW=skew, TWO=two)
+    yield members(
+        f'fragment_{f.name}<64>', BYTES=f.unit, UNITS=f.blocks, SKEW=skew, TWO=two)
     W = f'weights::{f.many}'
     yield f'{W}::BYTES*4=={f.chunk} && {W}::SCALE=={-1 if f.tile else f.scale}'
     yield f'same<decode_{f.name}, Decode<{F}>>'

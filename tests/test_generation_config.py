@@ -1,4 +1,5 @@
-"A model's own generation_config.json is how it is sampled where a request says nothing, whichever API asks."
+"""A model's own generation_config.json is how it is sampled where a request says nothing,
+whichever API asks."""
 import json,shutil
 import httpx,pytest
 from atlas.ground.core import ConfigError,RequestError,SourceError
@@ -121,11 +122,17 @@ def test_the_file_and_its_options(model, tmp_path):
     over = dict(override_generation_config='{"temperature":0.9,"top_k":3}')
     assert sampling(f, **over)==dict(temperature=.9, top_p=.8, top_k=3)
     assert sampling(f, generation_config='vllm', **over)==dict(temperature=.9, top_k=3)
-    assert sampling(model(dict(do_sample=False, temperature=.3)))==dict(temperature=0)
+    assert sampling(model(dict(
+        do_sample=False, temperature=.3)))==dict(temperature=0)
     assert sampling(model(None))=={}
 
-@pytest.mark.parametrize('said,field', [(dict(temperature=-1),'temperature'), (dict(top_p='x'),'top_p'),
-    (dict(top_k=1.5),'top_k'), (dict(repetition_penalty=0),'repetition_penalty')])
+@pytest.mark.parametrize(
+    'said,field',
+    [
+        (dict(temperature=-1),'temperature'),
+        (dict(top_p='x'),'top_p'),
+        (dict(top_k=1.5),'top_k'),
+        (dict(repetition_penalty=0),'repetition_penalty')])
 def test_a_broken_file_is_refused(model, said, field):
     with pytest.raises(ConfigError) as e:
         sampling(model(said))
@@ -133,7 +140,8 @@ def test_a_broken_file_is_refused(model, said, field):
     assert '--generation-config vllm' in e.value.hint
     assert sampling(model(said), generation_config='vllm')=={}
 
-@pytest.mark.parametrize('said', ['{', '[]', '{"temp":1}', '{"top_p":3}', '{"top_k":1,"top_k":2}', 7])
+@pytest.mark.parametrize(
+    'said', ['{', '[]', '{"temp":1}', '{"top_p":3}', '{"top_k":1,"top_k":2}', 7])
 def test_a_broken_override_is_refused(said):
     with pytest.raises(RequestError) as e:
         EngineConfig('m', override_generation_config=said)

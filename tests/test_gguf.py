@@ -1,4 +1,5 @@
-"""GGUF files of every family, made as llama.cpp's converter makes them, against the Hugging Face folders that they are made of: the same arrays, bit for bit,
+"""GGUF files of every family, made as llama.cpp's converter makes them, against the Hugging Face
+folders that they are made of: the same arrays, bit for bit,
 and the reference's logits."""
 from dataclasses import fields,is_dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ def unlike(a, b):
 def seen(folder, path, **kw):
     "Names of arrays that a conversion with `kw` gets wrong"
     return unlike(
-        arrays(folder)[1], arrays(to_gguf(folder, path, **kw))[1])
+        arrays(folder)[1],
+        arrays(to_gguf(folder, path, **kw))[1])
 
 def meaning(c):
     """What of a config decides the answer; floats as a file can hold them;
@@ -98,7 +100,8 @@ def steps(name):
         may = [s for s in may if s!='neg_exp']
     return may
 
-@pytest.mark.parametrize('name,step', [(n,s) for n in FAMILIES for s in steps(n)])
+@pytest.mark.parametrize(
+    'name,step', [(n,s) for n in FAMILIES for s in steps(n)])
 def test_each_step_counts(tmp_path, name, step):
     "A converter that left out one step would give other arrays, or none"
     try:
@@ -112,7 +115,10 @@ def test_quantised_files(tmp_path, name, quant):
     """Each tensor is what the gguf package makes of its bytes, rows and columns put in order: that
     of the float32 file, as exact as the format"""
     _,_,ts = convert(data/name, quant)
-    with open_checkpoint(to_gguf(data/name, tmp_path/'a.gguf')) as f, open_checkpoint(to_gguf(data/name, tmp_path/'b.gguf', quant)) as q:
+    with (
+        open_checkpoint(to_gguf(data/name, tmp_path/'a.gguf')) as f,
+        open_checkpoint(to_gguf(data/name, tmp_path/'b.gguf', quant)) as q
+    ):
         assert (
             set(f.tensors)==set(q.tensors)
             and {t.fmt for t in q.tensors.values()}>={quant,'F32'})
@@ -125,19 +131,25 @@ def test_quantised_files(tmp_path, name, quant):
                 if isinstance(raw, tuple)
                 else raw)
             assert np.array_equal(
-                np.sort(stored.ravel()), np.sort(b.ravel())), k
+                np.sort(stored.ravel()),
+                np.sort(b.ravel())), k
             assert (
                 np.abs(a-b).max()
                 <=(.2 if quant[0]=='Q' and quant!='Q8_0' else .02)
                 *np.abs(a).max()), k
 
-@pytest.mark.parametrize('name,quant', (('gpt-oss-mxfp4','Q8_0'),('qwen35-dense','Q8_0'),('gemma4-moe','BF16'),('nemotron-h','F16')))
+@pytest.mark.parametrize(
+    'name,quant',
+    (
+        ('gpt-oss-mxfp4','Q8_0'), ('qwen35-dense','Q8_0'), ('gemma4-moe','BF16'),
+        ('nemotron-h','F16')))
 def test_kept_packed(tmp_path, name, quant):
     "What stays as it is stored decodes to what is decoded at once"
     path = to_gguf(data/name, tmp_path/'m.gguf', quant)
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        kw = dict(ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
+        kw = dict(
+            ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
         a = load(ck, wants, host, **kw)
         b = load(ck, wants, host, packed=True, **kw)
     packed = {
@@ -171,7 +183,8 @@ def test_in_parts(tmp_path, n):
 def test_size_of_the_vocabulary(tmp_path):
     "A key, or else the tokenizer, or else the embedding says it"
     tokens = {'tokenizer.ggml.tokens':[f't{i}' for i in range(120)]}
-    for kw in ({}, dict(vocab_size=None), dict(vocab_size=None, **tokens)):
+    for kw in (
+        {}, dict(vocab_size=None), dict(vocab_size=None, **tokens)):
         with open_checkpoint(to_gguf(data/'gpt-oss', tmp_path/'m.gguf', **kw)) as c:
             assert c.config.vocab_size==120
 
@@ -233,7 +246,11 @@ QWEN35_MOE = (
         moe_intermediate_size=16, shared_expert_intermediate_size=24))
 
 @pytest.mark.parametrize('conf', (QWEN35,QWEN35_MOE), ids=['dense','experts'])
-@pytest.mark.parametrize('step', (None,'tile_qkv','tile_z','tile_b','tile_a','tile_A','tile_dt','tile_conv','tile_out','plus_one','neg_exp'))
+@pytest.mark.parametrize(
+    'step',
+    (
+        None, 'tile_qkv', 'tile_z', 'tile_b', 'tile_a', 'tile_A', 'tile_dt', 'tile_conv',
+        'tile_out', 'plus_one', 'neg_exp'))
 def test_three_value_heads_for_two_key_heads(tmp_path, conf, step):
     "An order that is not its own inverse, so that undoing it the wrong way round is seen"
     wrong = seen(
@@ -243,7 +260,12 @@ def test_three_value_heads_for_two_key_heads(tmp_path, conf, step):
     assert bool(wrong)==bool(step)
 
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(1,3), st.integers(1,4), st.sampled_from((4,6,10)), st.sampled_from((2,4,5)), st.integers(0,99))
+@given(
+    st.integers(1,3),
+    st.integers(1,4),
+    st.sampled_from((4,6,10)),
+    st.sampled_from((2,4,5)),
+    st.integers(0,99))
 def test_any_number_of_heads(tmp_path_factory, kh, r, dk, dv, seed):
     tmp = tmp_path_factory.mktemp('heads')
     conf = (
@@ -253,7 +275,13 @@ def test_any_number_of_heads(tmp_path_factory, kh, r, dk, dv, seed):
             linear_value_head_dim=dv))
     assert seen(random_folder(tmp/'hf', conf, seed), tmp/'m.gguf')==[]
 
-@pytest.mark.parametrize('conf', (BASE|dict(model_type='qwen2', head_dim=None), BASE|dict(model_type='qwen3'), EXPERTS), ids=lambda c: c['model_type'])
+@pytest.mark.parametrize(
+    'conf',
+    (
+        BASE|dict(model_type='qwen2', head_dim=None),
+        BASE|dict(model_type='qwen3'),
+        EXPERTS),
+    ids=lambda c: c['model_type'])
 def test_qwens_without_delta_nets(tmp_path, conf):
     conf = {k:v for k,v in conf.items() if v is not None}
     folder = random_folder(tmp_path/'hf', conf)
@@ -267,7 +295,8 @@ def test_fused_gate_and_up(tmp_path):
     fused = {}
     for k,x in ts.items():
         if 'gate_exps' in k:
-            x = np.concatenate([x, ts[k.replace('gate','up')]], 1)
+            x = np.concatenate(
+                [x, ts[k.replace('gate','up')]], 1)
         if 'up_exps' not in k:
             fused[k.replace('gate_exps','gate_up_exps')] = x
     assert unlike(
@@ -338,7 +367,9 @@ def blocks(rng, t, shape):
     "Random blocks of type `t` whose scales are sane, and what the gguf package makes of them"
     n,size = gguf.GGML_QUANT_SIZES[t]
     b = rng.integers(
-        0, 256, (*shape[:-1],shape[-1]//n,size),
+        0,
+        256,
+        (*shape[:-1],shape[-1]//n,size),
         np.uint8)
     at = {
         'Q4_K':(0,2), 'Q5_K':(0,2), 'Q6_K':(208,),
@@ -351,7 +382,8 @@ def blocks(rng, t, shape):
                 *b.shape[:-1],
                 1)).astype(np.float16).view(np.uint8)
     if t.name=='MXFP4':
-        b[...,0] = rng.integers(110, 130, b.shape[:-1])
+        b[...,0] = rng.integers(
+            110, 130, b.shape[:-1])
     if t.name=='NVFP4':
         b[...,:4] &= 127
         b[0,0,:4] = 127,130,0,128  # there is no NaN, and no sign
@@ -396,7 +428,8 @@ def test_rows_and_columns_of_packed_tensors(tmp_path, fmt):
                         256).swapaxes(0, 1).reshape(512, 256)]),
                 wv))
 
-def nvfp4_folder(path, conf=EXPERTS|dict(hidden_size=64, num_experts=3, moe_intermediate_size=64)):
+def nvfp4_folder(
+    path, conf=EXPERTS|dict(hidden_size=64, num_experts=3, moe_intermediate_size=64)):
     "A folder whose linear layers are modelopt's NVFP4, each with a scale of its own"
     folder = random_folder(path, conf)
     ts,types = {},{}
@@ -497,13 +530,25 @@ def change(tmp_path, name, edit, **keys):
     edit(ts)
     return arrays(write(tmp_path/'m.gguf', a, m|keys, ts))
 
-@pytest.mark.parametrize('name,tensor,edit,words', [
-    ('qwen35-dense','blk.0.ssm_out.weight', lambda x: x[:,:-1], 'columns of heads'), ('qwen35-dense','blk.0.attn_qkv.weight', lambda x: x[:-1], 'rows of heads'),
-    ('qwen35-dense','blk.0.ssm_a', lambda x: x[:-1], 'rows of heads'), ('qwen35-dense','blk.0.ssm_a', None, 'linear_attn.A'), ('gpt-oss','blk.0.attn_sinks.weight', None, 'sinks'),
-    ('gpt-oss','blk.0.ffn_up_exps.bias', None, 'up_proj_bias'), ('gemma4-moe','blk.0.ffn_gate_inp.scale', None, 'router.scale'),
-    ('gemma4-moe','blk.0.layer_output_scale.weight', None, 'layer_scalar'), ('gemma4-moe','rope_freqs.weight', lambda x: x[:-1], 'rope_freqs.weight'),
-    ('nemotron-h','blk.0.ssm_norm.weight', lambda x: x[:-1], 'blk.0.ssm_norm.weight in m.gguf is .48.'), ('minimax-m2','blk.0.exp_probs_b.bias', None, 'e_score_correction_bias'),
-    ('minimax-m2','blk.0.ffn_gate_exps.weight', lambda x: x[:-1], 'blk.0.ffn_gate_exps.weight in m.gguf is .5, 24, 40.')])
+@pytest.mark.parametrize(
+    'name,tensor,edit,words',
+    [
+        ('qwen35-dense','blk.0.ssm_out.weight', lambda x: x[:,:-1], 'columns of heads'),
+        ('qwen35-dense','blk.0.attn_qkv.weight', lambda x: x[:-1], 'rows of heads'),
+        ('qwen35-dense','blk.0.ssm_a', lambda x: x[:-1], 'rows of heads'),
+        ('qwen35-dense','blk.0.ssm_a', None, 'linear_attn.A'),
+        ('gpt-oss','blk.0.attn_sinks.weight', None, 'sinks'),
+        ('gpt-oss','blk.0.ffn_up_exps.bias', None, 'up_proj_bias'),
+        ('gemma4-moe','blk.0.ffn_gate_inp.scale', None, 'router.scale'),
+        ('gemma4-moe','blk.0.layer_output_scale.weight', None, 'layer_scalar'),
+        ('gemma4-moe','rope_freqs.weight', lambda x: x[:-1], 'rope_freqs.weight'),
+        (
+            'nemotron-h', 'blk.0.ssm_norm.weight', lambda x: x[:-1],
+            'blk.0.ssm_norm.weight in m.gguf is .48.'),
+        ('minimax-m2','blk.0.exp_probs_b.bias', None, 'e_score_correction_bias'),
+        (
+            'minimax-m2', 'blk.0.ffn_gate_exps.weight', lambda x: x[:-1],
+            'blk.0.ffn_gate_exps.weight in m.gguf is .5, 24, 40.')])
 def test_tensors_that_do_not_fit(tmp_path, name, tensor, edit, words):
     def do(ts):
         if edit:

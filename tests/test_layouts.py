@@ -1,4 +1,5 @@
-"Every layout in which models are published loads as the same arrays; whatever contradicts itself is refused before anything is allocated."
+"""Every layout in which models are published loads as the same arrays;
+whatever contradicts itself is refused before anything is allocated."""
 import cProfile,json,re
 import numpy as np, pytest
 from hypothesis import HealthCheck,given,settings,strategies as st
@@ -22,7 +23,8 @@ def arrays(path, device=host, **kw):
     "What the model of a folder wants of it"
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        return load(ck, wants, device, ignore=(*IGNORE, *m.ignore), **kw)
+        return load(
+            ck, wants, device, ignore=(*IGNORE, *m.ignore), **kw)
 
 def decoded(x): return x if isinstance(x, np.ndarray) else x.decode()
 def unlike(a, b):
@@ -62,7 +64,9 @@ def test_as_published_and_plain_are_the_same(tmp_path, made, name):
     assert unlike(arrays(got), want)==[]
     packed = arrays(got, packed=True)
     assert unlike(packed, want)==[]
-    kept = [w for w in packed.values() if isinstance(w, (QTensor,QStack))]
+    kept = [
+        w for w in packed.values()
+        if isinstance(w, (QTensor,QStack))]
     assert (
         kept
         and sum(w.nbytes for w in kept)
@@ -87,9 +91,15 @@ def test_canonical_names_are_those_of_the_plan(tmp_path, made, name):
             for k,t in ck.tensors.items())
 
 _hows = [h for h in HOW if h not in ('f32','f16')]
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(conf=st.sampled_from(['llama','qwen3_moe','qwen3_5_moe','nemotron_h','minimax_m2','gemma4','qwen3_next']), style=st.sampled_from(['plain','wrapped','odd','bare','backbone','mistral3']),
-    experts=st.sampled_from(['each','stack']), shards=st.integers(1,4), seed=st.integers(0,2**32))
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    conf=st.sampled_from([
+        'llama', 'qwen3_moe', 'qwen3_5_moe', 'nemotron_h', 'minimax_m2', 'gemma4', 'qwen3_next']),
+    style=st.sampled_from(['plain','wrapped','odd','bare','backbone','mistral3']),
+    experts=st.sampled_from(['each','stack']),
+    shards=st.integers(1,4),
+    seed=st.integers(0,2**32))
 def test_any_mixture(tmp_path_factory, conf, style, experts, shards, seed):
     "Each tensor in a format of its own"
     rng = np.random.default_rng(seed)
@@ -349,7 +359,8 @@ def test_each_kind_of_part_missing(tmp_path, made, name):
         |{'_blocks','weight_packed','q_proj.weight','o_proj.weight'}):
         if not (
             k := next(
-                (k for k in raw if k.endswith(end) and 'input_' not in k), None)):
+                (k for k in raw if k.endswith(end) and 'input_' not in k),
+                None)):
             continue
         e = refused(folder(
             tmp_path/'m',
@@ -387,7 +398,9 @@ def test_scales_that_contradict_their_weights(tmp_path, made, name):
             folder(
                 tmp_path/'m',
                 conf,
-                raw|{k:(np.ones(a.shape, np.int64),'I64')}),
+                raw
+                |{
+                    k:(np.ones(a.shape, np.int64),'I64')}),
             re.sub(_SCALE, '', k))
 
 @quantised
@@ -418,7 +431,9 @@ def test_payloads_that_contradict_the_config(tmp_path, made, name):
     k = next(k for k in raw if payload(k))
     a,t = raw[k]
     refused(folder(
-        tmp_path/'m', conf, raw|{k:(a[:-1],t)}))
+        tmp_path/'m',
+        conf,
+        raw|{k:(a[:-1],t)}))
     refused(folder(
         tmp_path/'m',
         conf,
@@ -451,7 +466,9 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
         folder(
             tmp_path/'c',
             conf,
-            raw|{norm:(raw[norm][0][:-1],'BF16')}),
+            raw
+            |{
+                norm:(raw[norm][0][:-1],'BF16')}),
         norm,
         'asks for')
     refused(
@@ -468,9 +485,10 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
             tmp_path/'e',
             conf,
             raw
-            |{
+            | {
                 norm:(
-                    np.zeros(raw[norm][0].shape, np.int64), 'I64')}),
+                    np.zeros(raw[norm][0].shape, np.int64),
+                    'I64')}),
         norm,
         'I64',
         exc=UnsupportedError)
@@ -479,9 +497,10 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
             tmp_path/'f',
             conf,
             raw
-            |{
+            | {
                 mat:(
-                    np.zeros(raw[mat][0].shape, np.uint8), 'F8_E4M3')}),
+                    np.zeros(raw[mat][0].shape, np.uint8),
+                    'F8_E4M3')}),
         mat,
         'no scale')
     refused(
@@ -489,7 +508,8 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
             tmp_path/'g',
             conf,
             raw
-            |{norm[:-7]+'.weight_scale':(np.float32(1),'F32')}),
+            | {
+                norm[:-7]+'.weight_scale':(np.float32(1),'F32')}),
         norm[:-7]+'.weight_scale',
         'is a scale',
         'takes none')
@@ -523,13 +543,15 @@ def test_stored_twice(tmp_path, made):
     twice(
         'qwen3-moe-nvfp4-ct',
         lambda raw: {
-            q+'weight':(np.zeros((160,160), np.uint16),'BF16')},
+            q+'weight':(
+                np.zeros((160,160), np.uint16), 'BF16')},
         'stored twice',
         q+'weight_packed')
     twice(
         'qwen3-fp8-tensor',
         lambda raw: {
-            q+'weight_scale_inv':(np.ones((2,2), np.float32),'F32')},
+            q+'weight_scale_inv':(
+                np.ones((2,2), np.float32), 'F32')},
         q+'weight_scale',
         'is a scale')
     def both(name):
@@ -542,7 +564,8 @@ def test_stored_twice(tmp_path, made):
         'experts.0.gate_proj.weight')
     twice('gpt-oss', both('gpt-oss-mxfp4'), 'stored twice', 'gate_up_proj_blocks')
     split = {
-        'model.layers.0.linear_attn.'+n+'.weight':(np.zeros((r,160), np.uint16),'BF16')
+        'model.layers.0.linear_attn.'+n+'.weight':(
+            np.zeros((r,160), np.uint16), 'BF16')
         for n,r in (('in_proj_qkv',160),('in_proj_z',96))}
     twice('qwen3-next', lambda raw: split, 'twice', 'in_proj_qkvz', 'in_proj_qkv.')
 
@@ -586,7 +609,8 @@ def test_what_is_said_beside_the_config(tmp_path, made):
     (d/'hf_quant_config.json').write_text('{')
     refused(d, 'hf_quant_config.json', 'JSON')
 
-@pytest.mark.parametrize('name', ['qwen3-moe-nvfp4-ct','qwen3-moe-fp8-block','gpt-oss-mxfp4','qwen3.5-moe-mixed'])
+@pytest.mark.parametrize(
+    'name', ['qwen3-moe-nvfp4-ct','qwen3-moe-fp8-block','gpt-oss-mxfp4','qwen3.5-moe-mixed'])
 def test_bits_flipped_in_the_header(tmp_path, made, name):
     "What is not refused loads as before, but for a type that holds as many bits"
     raw,conf = layout(made, name)
@@ -623,13 +647,14 @@ def test_any_part_of_any_shape_and_type(tmp_path, made):
         k,(t,dt) = (
             ks[rng.integers(len(ks))],
             [
-                ('F32','f4'), ('BF16','u2'), ('U8','u1'), ('F8_E4M3','u1'),
-                ('F8_E8M0','u1'), ('I32','i4'),
+                ('F32','f4'), ('BF16','u2'), ('U8','u1'),
+                ('F8_E4M3','u1'), ('F8_E8M0','u1'), ('I32','i4'),
                 ('F16','f2')][rng.integers(7)])
         shape = (
             raw[k][0].shape if rng.random()<.5
             else rng.choice(
-                [0,1,2,3,16,96,160], rng.integers(4)))
+                [0,1,2,3,16,96,160],
+                rng.integers(4)))
         try:
             got = arrays(folder(
                 tmp_path/'m',
@@ -670,14 +695,17 @@ def test_a_release_of_64_196_tensors_opens_in_seconds(tmp_path):
     raw = {}
     for w in build(c).wants():
         each = len(w.shape)==3 and len(w.sources)>1
-        for s,r in zip(w.sources, w.rows or w.shape[:1]):
+        for s,r in zip(
+            w.sources, w.rows or w.shape[:1]):
             shape = (
-                (r,*w.shape[-1:]) if each or len(w.shape)==2
+                (r,*w.shape[-1:])
+                if each or len(w.shape)==2
                 else (r,) if len(w.shape)==1 else w.shape)
             q = (
                 len(shape)==2
                 and re.search(
-                    r'layers\.\d+\.(self_attn|mlp\.(experts|shared_expert)\.|linear_attn\.(in_proj_(qkv|z)|out_proj)\.)',
+                    r'layers\.\d+\.(self_attn|mlp\.(experts|shared_expert)\.'
+                    r'|linear_attn\.(in_proj_(qkv|z)|out_proj)\.)',
                     s)
                 and 'visual' not in s)
             raw[named(s, 'wrapped')] = (
@@ -701,7 +729,11 @@ def test_a_release_of_64_196_tensors_opens_in_seconds(tmp_path):
 def test_dummies(name, weights):
     c = ModelConfig.from_hf(CONFS[name])
     wants = build(c).wants()
-    with dummy_checkpoint(c, wants, weights) as d, dummy_checkpoint(c, wants, weights) as again, dummy_checkpoint(c, wants, weights, seed=1) as other:
+    with (
+        dummy_checkpoint(c, wants, weights) as d,
+        dummy_checkpoint(c, wants, weights) as again,
+        dummy_checkpoint(c, wants, weights, seed=1) as other
+    ):
         a = load(d, wants, host)
         p = load(d, wants, host, packed=True)
         assert (

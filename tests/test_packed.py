@@ -1,4 +1,5 @@
-"Packed files: what goes in comes out, whatever is done to the file, to the disk or to who writes it."
+"""Packed files: what goes in comes out, whatever is done to the file, to the disk or to who writes
+it."""
 import json,os,signal,subprocess,sys,textwrap,threading,time
 import numpy as np, pytest
 from pathlib import Path
@@ -9,8 +10,9 @@ from atlas.cuda.checksum import CardArrays,checksums
 from atlas.ground import packed
 from atlas.ground.core import AtlasError,CheckpointError,RequestError,UnsupportedError
 from atlas.ground.formats import QStack,QTensor
-from atlas.ground.packed import (BLOCK,HOST,PART,SUMMED,TYPES,WHOLE,BusyError,Entry,Layout,PackedFile,
-    StoppedError,WriteError,checksum,layout_of,load_dict,part_of,reload,save_dict)
+from atlas.ground.packed import (
+    BLOCK,HOST,PART,SUMMED,TYPES,WHOLE,BusyError,Entry,Layout,PackedFile,StoppedError,WriteError,
+    checksum,layout_of,load_dict,part_of,reload,save_dict)
 from helpers.waiting import WAIT
 
 needs_cxx = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -26,7 +28,8 @@ def same(got, want):
         assert (
             (b.dtype.name,b.shape)
             ==(a.dtype.name,a.shape)), n
-        assert b.tobytes()==a.astype(b.dtype, order='C').tobytes(), n
+        assert b.tobytes()==a.astype(
+            b.dtype, order='C').tobytes(), n
 
 # -- what goes in comes out ----------------------------------------------------------------------
 
@@ -50,7 +53,10 @@ def some_array(draw):
     return a.T if draw(st.booleans()) else a
 
 @settings(max_examples=60, deadline=None)
-@given(st.dictionaries(st.text(max_size=12).filter(lambda n: '#' not in n), some_array(), max_size=6))
+@given(st.dictionaries(
+    st.text(max_size=12).filter(lambda n: '#' not in n),
+    some_array(),
+    max_size=6))
 def test_any_mapping_comes_back(tmp_path_factory, arrays):
     p = tmp_path_factory.mktemp('p')/'f'
     meta = dict(a=[1,None,'é'], b={})
@@ -80,7 +86,8 @@ def test_objects_come_back(tmp_path):
     assert list(got)==['x','a','b','none'] and got['none'] is None
     assert (
         got['a'].fmt=='NVFP4'
-        and np.array_equal(got['b'].decode(), some['b'].decode()))
+        and np.array_equal(
+            got['b'].decode(), some['b'].decode()))
     assert list(load_dict(tmp_path/'f', ['a']))==['a']
 
 def test_what_cannot_go_in(tmp_path):
@@ -108,7 +115,10 @@ def test_what_cannot_go_in(tmp_path):
 # -- the checksum --------------------------------------------------------------------------------
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 40_000), st.lists(st.integers(1, 5000), max_size=6), st.randoms())
+@given(
+    st.integers(0, 40_000),
+    st.lists(st.integers(1, 5000), max_size=6),
+    st.randoms())
 def test_sums_of_parts_in_any_order(n, cuts, random):
     "And one that begins in the middle of a run of words"
     a,base = numbers(n),8*(SUMMED-300)
@@ -124,7 +134,8 @@ def test_a_word_that_changes_changes_the_sum():
     a = numbers(8*SUMMED*2+40)
     was = checksum(a)
     for at in (
-        0, 7, 8, 8*SUMMED-1, 8*SUMMED, len(a)-1):
+        0, 7, 8, 8*SUMMED-1, 8*SUMMED,
+        len(a)-1):
         for bit in range(8):
             b = a.copy()
             b[at] ^= np.uint8(1<<bit)
@@ -148,7 +159,9 @@ def test_a_card_sums_as_the_host_does():
     some = [numbers(n, n) for n in sizes]
     assert checksums(
         card,
-        [card.upload(a) for a in some])==[checksum(a) for a in some]
+        [
+            card.upload(a)
+            for a in some])==[checksum(a) for a in some]
     many = Emulator()
     many.multiprocessors = 1 # blocks that take several runs each
     a = numbers(8*SUMMED*20+5)
@@ -202,8 +215,20 @@ def test_cut_and_lengthened(file):
     with PackedFile(p) as f:
         table,start = f.layout.table,f.layout.start
     for n in (
-        0, 1, 8, 39, 40, 50, table, table+5, start-1, start,
-        start+1, start+9000, len(raw)-BLOCK, len(raw)-1):
+        0,
+        1,
+        8,
+        39,
+        40,
+        50,
+        table,
+        table+5,
+        start-1,
+        start,
+        start+1,
+        start+9000,
+        len(raw)-BLOCK,
+        len(raw)-1):
         p.write_bytes(raw[:n])
         with pytest.raises(CheckpointError):
             load_dict(p)
@@ -212,7 +237,9 @@ def test_cut_and_lengthened(file):
         with pytest.raises(CheckpointError):
             load_dict(p)
     for other in (
-        b'GGUF'+raw[4:], b'\x08'+bytes(99), PART+raw[8:]):
+        b'GGUF'+raw[4:],
+        b'\x08'+bytes(99),
+        PART+raw[8:]):
         p.write_bytes(other)
         with pytest.raises(CheckpointError):
             load_dict(p)
@@ -261,18 +288,22 @@ def test_a_stranger_is_not_believed(tmp_path_factory, data):
     d = json.loads(l.text)
     path = data.draw(st.sampled_from([
         ('arrays',), ('objects',), ('meta',), ('arrays','a'),
-        ('arrays','a','shape'), ('arrays','a','dtype'), ('arrays','b','offset'),
-        ('arrays','b','nbytes'), ('objects','q'), ('objects','q','kind'),
-        ('objects','q','parts'), ('objects','q','said'), ('more',),
-        ('arrays','q#data'), ('objects','a')]))
+        ('arrays','a','shape'), ('arrays','a','dtype'),
+        ('arrays','b','offset'), ('arrays','b','nbytes'), ('objects','q'),
+        ('objects','q','kind'), ('objects','q','parts'),
+        ('objects','q','said'), ('more',), ('arrays','q#data'),
+        ('objects','a')]))
     at = d
     for k in path[:-1]:
         at = at[k]
     at[path[-1]] = data.draw(junk)
     text = json.dumps(d).encode()
     stranger(
-        p, text, data.draw(st.integers(1, 3)),
-        data.draw(st.sampled_from([l.nbytes,l.nbytes+BLOCK,None])))
+        p,
+        text,
+        data.draw(st.integers(1, 3)),
+        data.draw(st.sampled_from([
+            l.nbytes, l.nbytes+BLOCK, None])))
     try:
         load_dict(p, check=False)
     except AtlasError:
@@ -332,7 +363,9 @@ def test_filled_in_place(file):
 # -- writing, and what keeps it from it ----------------------------------------------------------
 
 def grown(n=12, size=300_000, seed=0):
-    return {f'a{i}': numbers(size+i, seed*100+i) for i in range(n)}
+    return {
+        f'a{i}': numbers(size+i, seed*100+i)
+        for i in range(n)}
 
 class Counted:
     "How many bytes were written to arrays' places"
@@ -469,7 +502,9 @@ def test_killed_at_any_moment(tmp_path):
         assert now>=version
         assert (
             len(arrays)==6
-            and all((a==now%251).all() for a in arrays.values()))
+            and all(
+                (a==now%251).all()
+                for a in arrays.values()))
         version = now
     assert {q.name for q in tmp_path.iterdir()}<={'f','.f.part'}
     save_dict(p, grown())
@@ -521,8 +556,10 @@ def test_a_card_and_back(tmp_path):
             h=np.arange(7, dtype=np.int64)))
     # one stays on the host
     there = (
-        {n: card.upload(a) for n,a in arrays.items() if n!='h'}
-        |dict(h=arrays['h']))
+        {
+            n: card.upload(a)
+            for n,a in arrays.items() if n!='h'}
+        | dict(h=arrays['h']))
     save_dict(tmp_path/'card', there, place=place)
     save_dict(tmp_path/'host', arrays)
     assert (tmp_path/'card').read_bytes()==(tmp_path/'host').read_bytes()

@@ -37,8 +37,8 @@ def test_experts_leave_their_rows(extra):
     x = card.empty((R,k))
     y = card.empty((R,k))
     run(
-        'expert_sum', (-(-k//512),R), 128, share, part, add, x,
-        HIDDEN=k, PICKS=picks)
+        'expert_sum', (-(-k//512),R), 128, share, part, add,
+        x, HIDDEN=k, PICKS=picks)
     h = prepared_rows(
         y, Reader(w, gain, 1e-6, e), Found(share, part, add))
     np.testing.assert_array_equal(bits(y), bits(x))
@@ -48,7 +48,9 @@ def test_experts_leave_their_rows(extra):
         p.halves(x, gain, 1e-6, None, dict(NORM=1))):
         if b is None:
             continue
-        a,b = (card.download(t).view('u1') for t in (a,b))
+        a,b = (
+            card.download(t).view('u1')
+            for t in (a,b))
         written = a!=card.download(card.empty((1,), 'uint8'))[0]  # beyond the rows nothing is
         np.testing.assert_array_equal(a[written], b[written])
     got,want = (
@@ -86,11 +88,15 @@ def test_experts_leave_them_for_what_they_return():
     def bank(*s, **kw):
         return pack(QTensor.encode(normal(*s), 'NVFP4'), card, **kw)
     router = pack(normal(E, H), card, exact=True)
-    banks = bank(E, 2*I, H, pair=True),bank(E, H, I)
+    banks = (
+        bank(E, 2*I, H, pair=True),
+        bank(E, H, I))
     w = matrix('NVFP4', 40, H)
     gain = up(H)
     made = []
-    how = up(H),1e-6,router,*banks,MoEConfig(E, 2, I),'silu'
+    how = (
+        up(H), 1e-6, router, *banks,
+        MoEConfig(E, 2, I), 'silu')
     x = up(R, H)
     y = moe_wide(
         x, *how, add=x, reader=Reader(w, gain, 1e-6),

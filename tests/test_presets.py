@@ -8,7 +8,9 @@ from atlas.ground.config import PRESETS,ModelConfig,check_preset,families
 from atlas.ground.core import ConfigError,UnsupportedError
 from atlas.ground.presets import Presets,read_presets
 
-TOML = [p for p in files('atlas.model.families').iterdir() if p.name.endswith('.toml')]
+TOML = [
+    p for p in files('atlas.model.families').iterdir()
+    if p.name.endswith('.toml')]
 FILES = {p.name:p.read_text(encoding='utf-8') for p in TOML}
 OWN = {}  # preset: its file, and what stands there
 for file,text in FILES.items():
@@ -54,7 +56,8 @@ def test_a_misspelt_key_is_named(name):
         e = refused(file, name, changed(d, path, misspell))
         assert e, path
         unread = 'nobody reads' in e.msg
-        assert not unread or '.'.join(path)+'x' in e.msg, (path,e.msg)
+        assert not unread or '.'.join(path)+'x' in e.msg, (
+            path, e.msg)
 
 ODD = [
     True, -1, 0, 1.5, 10**30, float('nan'), 'x', [],
@@ -76,7 +79,8 @@ def test_odd_values(data):
     refused(file, name, d)
 
 WRONG = [
-    '', '"', '=', '[', ']', '{', '\n', '#', '7', 'x', '.', '\x00']
+    '', '"', '=', '[', ']', '{', '\n', '#', '7', 'x', '.',
+    '\x00']
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(FILES)), st.data())

@@ -1,4 +1,5 @@
-"Quantised checkpoints: the bytes are modelopt's, every reader is told the truth, the engine computes with them, and whatever goes wrong leaves nothing half-written."
+"""Quantised checkpoints: the bytes are modelopt's, every reader is told the truth, the engine
+computes with them, and whatever goes wrong leaves nothing half-written."""
 import errno,fnmatch,json,math,os,re,shutil,signal,struct,subprocess,sys,threading,tracemalloc
 import numpy as np, pytest
 from contextlib import ExitStack
@@ -116,8 +117,9 @@ def raw(path):
             where[k] = p.name
             assert (
                 a
-                %{'F32':4,'BF16':2,'F16':2}.get(e['dtype'],1)
-                ==0)
+                % {
+                    'F32':4, 'BF16':2, 'F16':2}.get(e['dtype'],1)
+                == 0)
     if (path/INDEX).exists():
         assert json.loads((path/INDEX).read_text())['weight_map']==where
     else:
@@ -135,11 +137,13 @@ def decoded(path):
     with ExitStack() as es:
         return {
             t.name:read_tensor(t).decode()
-            for t in Q._infos(Q._source(path, es)[1]).values()}
+            for t in Q._infos(
+                Q._source(path, es)[1]).values()}
 
 # ---- the bytes
 
-E2M1 = np.float32([0,.5,1,1.5,2,3,4,6])
+E2M1 = np.float32([
+    0, .5, 1, 1.5, 2, 3, 4, 6])
 E4M3 = np.float32([
     (-1)**(c>>7)
     *(
@@ -149,7 +153,8 @@ E4M3 = np.float32([
     for c in range(127)])
 def even(x, mags): # nearest of the ascending magnitudes, ties to the even code
     x = np.abs(x)
-    c = np.clip(np.searchsorted(mags, x), 1, len(mags)-1)
+    c = np.clip(
+        np.searchsorted(mags, x), 1, len(mags)-1)
     lo = mags[c-1].astype(np.float64)
     hi = mags[c].astype(np.float64)
     x = x.astype(np.float64)
@@ -195,7 +200,9 @@ def test_nvfp4_bytes(tmp_path):
     quantize(folder(tmp_path/'s', ws), tmp_path/'d', 'nvfp4')
     got = raw(tmp_path/'d')
     big = {}
-    ms = {k:bf16_to_f32(a) for k,a in ws.items() if '_proj' in k}
+    ms = {
+        k:bf16_to_f32(a)
+        for k,a in ws.items() if '_proj' in k}
     for k,a in ms.items():
         big[fused(k)] = max(
             big.get(fused(k), 0),
@@ -209,8 +216,10 @@ def test_nvfp4_bytes(tmp_path):
                 m+'.weight_scale',
                 m+'.weight_scale_2')]==list(nvfp4(a, big[fused(k)])), k
         assert (
-            [got[n][:2] for n in (k,m+'.weight_scale',m+'.weight_scale_2')]
-            ==[
+            [
+                got[n][:2]
+                for n in (k,m+'.weight_scale',m+'.weight_scale_2')]
+            == [
                 ('U8',(a.shape[0],a.shape[1]//2)),
                 ('F8_E4M3',(a.shape[0],a.shape[1]//16)),
                 ('F32',())])
@@ -223,7 +232,8 @@ def mxfp4(w):
     e = np.full(top.shape, -127)
     for k in range(-126, 128):
         e = np.where(
-            (top>6*2.**(k-1))&(top<=6*2.**k),
+            (top>6*2.**(k-1))&(
+                top<=6*2.**k),
             k,
             e)
     x = b.astype(np.float64)/2.**e[...,None]
@@ -256,8 +266,9 @@ def test_mxfp4_and_fp8_bytes(tmp_path):
     quantize(src, tmp_path/'d', 'fp8', 'tensor', force=True)
     assert got('.weight','.weight_scale')==[e4m3(w/s),s.tobytes()]
     s = (
-        np.abs(w.reshape(128,2,128)).max((0,2))
-        /np.float32(448))
+        np.abs(w.reshape(
+            128, 2, 128)).max((0,2))
+        / np.float32(448))
     quantize(src, tmp_path/'d', 'fp8', 'block', force=True)
     assert got('.weight','.weight_scale_inv')==[
         e4m3(w/s.repeat(128)), s.tobytes()]
@@ -326,7 +337,13 @@ def test_the_same_whatever_the_threads_slabs_and_shards(tmp_path, monkeypatch, f
     assert raw(tmp_path/'a')==raw(tmp_path/'b')
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(0,10**6), st.sampled_from(USUAL), st.integers(1,9), st.integers(1,9), st.sampled_from(['BF16','F16','F32']), st.integers(2000,10**6))
+@given(
+    st.integers(0,10**6),
+    st.sampled_from(USUAL),
+    st.integers(1,9),
+    st.integers(1,9),
+    st.sampled_from(['BF16','F16','F32']),
+    st.integers(2000,10**6))
 def test_any_shape(tmp_path_factory, seed, key, o, i, dtype, shard):
     "Errors in the report are those of what can be read back; bytes are those of the files"
     r = np.random.default_rng(seed)
@@ -357,7 +374,9 @@ def test_any_shape(tmp_path_factory, seed, key, o, i, dtype, shard):
     for row in rep.rows:
         x = was[row['name']+'.weight'].astype(np.float64)
         y = now[row['name']+'.weight']
-        e = np.linalg.norm(y-x)/(np.linalg.norm(x) or 1)
+        e = (
+            np.linalg.norm(y-x)/(
+                np.linalg.norm(x) or 1))
         assert (
             abs(e-row['error'])<1e-6
             and row['error']
@@ -493,11 +512,13 @@ def test_head(tmp_path):
         device='cpu').logits([3,4,5])).all()
     with pytest.raises(ConfigError, match='no reader knows'):
         quantize(src, tmp_path/'x', 'fp8', 'block', head=True)
-    tied = {k:v for k,v in weights().items() if 'lm_head' not in k}
+    tied = {
+        k:v
+        for k,v in weights().items() if 'lm_head' not in k}
     with pytest.raises(ConfigError, match='no output matrix of its own'):
         quantize(
-            folder(tmp_path/'t', tied, CONF|dict(tie_word_embeddings=True)), tmp_path/'x', 'nvfp4',
-            head=True)
+            folder(tmp_path/'t', tied, CONF|dict(tie_word_embeddings=True)), tmp_path/'x',
+            'nvfp4', head=True)
 
 # ---- what readers are told
 
@@ -507,9 +528,12 @@ def kept_by_reader(q, m):
     if q['quant_method']=='modelopt':
         return any(fnmatch.fnmatch(m, p) or p in m for p in q['ignore'])
     if q['quant_method']=='fp8':
-        return any(m==p or '.experts' in m and m.startswith(p) for p in q['modules_to_not_convert'])
+        return any(
+            m==p or '.experts' in m and m.startswith(p)
+            for p in q['modules_to_not_convert'])
     return any(
-        re.match(p.removeprefix('re:'), m) if p.startswith('re:') else p==m
+        re.match(p.removeprefix('re:'), m) if p.startswith('re:')
+        else p==m
         for p in q['ignore'])
 
 def modules(path):
@@ -528,7 +552,13 @@ GLOBS = [
     '*layers.1.*', '*.o_proj', 'model.layers.0.mlp.down_proj', '*layers.[02].self_attn*',
     '*gate_proj*', '*.layers.2.mlp.up_proj.weight']
 @lay
-@pytest.mark.parametrize('keep', [(),(GLOBS[0],),(GLOBS[1],GLOBS[4]),(GLOBS[2],GLOBS[3],GLOBS[5])])
+@pytest.mark.parametrize(
+    'keep',
+    [
+        (),
+        (GLOBS[0],),
+        (GLOBS[1],GLOBS[4]),
+        (GLOBS[2],GLOBS[3],GLOBS[5])])
 def test_keep_reaches_the_config(tmp_path, format, layout, keep):
     quantize(folder(tmp_path/'s'), tmp_path/'d', format, layout, keep)
     q,ms = config(tmp_path/'d'),modules(tmp_path/'d')
@@ -550,7 +580,10 @@ def test_keep_reaches_the_config(tmp_path, format, layout, keep):
             and {'quant_algo','group_size','kv_cache_quant_algo'}<=set(h))
 
 @pytest.mark.parametrize('name', ['qwen35-moe-stacked','nemotron-h','minimax-m2','gemma4-moe'])
-@pytest.mark.parametrize('format,layout', [k for k in USUAL if k!=('fp8','block')], ids=lambda v: str(v))
+@pytest.mark.parametrize(
+    'format,layout',
+    [k for k in USUAL if k!=('fp8','block')],
+    ids=lambda v: str(v))
 def test_lists_of_real_families(tmp_path, name, format, layout):
     if format=='mxfp4' and name in NARROW:
         return
@@ -622,7 +655,8 @@ def test_widths(tmp_path):
     assert quantize(src, tmp_path/'e', 'fp8').layout=='channel'
     rep = quantize(src, tmp_path/'f', 'fp8', 'block')
     assert (
-        {x['name'][15:] for x in rep.rows}=={f'self_attn.{k}_proj' for k in 'qkvo'}
+        {x['name'][15:] for x in rep.rows}
+        =={f'self_attn.{k}_proj' for k in 'qkvo'}
         and 'not whole blocks of 128' in rep.kept[0]['why'])
     for d in 'def':
         assert np.isfinite(LLM(
@@ -655,13 +689,18 @@ def test_requantize(tmp_path):
             k for k in got
             if k.endswith('weight_scale') and got[k][0]!='F8_E4M3'])
 
-@pytest.mark.parametrize('name', sorted(p.name for p in data.iterdir() if re.search('fp8|nvfp4|mxfp4|mixed', p.name) and 'gemma4' not in p.name))
+@pytest.mark.parametrize(
+    'name',
+    sorted(
+        p.name for p in data.iterdir()
+        if re.search('fp8|nvfp4|mxfp4|mixed', p.name) and 'gemma4' not in p.name))
 def test_requantize_every_stored_format(tmp_path, name):
     "From any format to NVFP4 (gpt-oss: to its own again) and back into the engine"
     oss = 'gpt-oss' in name
     rep = quantize(data/name, tmp_path/'d', 'mxfp4' if oss else 'nvfp4', requantize=True)
     assert rep.rows and all(r['error']<.2 for r in rep.rows)
-    a = LLM(str(tmp_path/'d'), device='cpu').logits(range(3,20))
+    a = LLM(
+        str(tmp_path/'d'), device='cpu').logits(range(3,20))
     assert np.isfinite(a).all()
     if oss:
         assert (
@@ -684,7 +723,9 @@ def test_the_rest_of_a_modelopt_checkpoint(tmp_path):
     for m,taken in modules(tmp_path/'d').items():
         assert kept_by_reader(q, m) is not taken
     if q['quant_algo']=='MIXED_PRECISION':
-        assert {v['quant_algo'] for v in q['quantized_layers'].values()}=={'NVFP4','W4A16_NVFP4'}
+        assert (
+            {v['quant_algo'] for v in q['quantized_layers'].values()}
+            =={'NVFP4','W4A16_NVFP4'})
     assert np.isfinite(LLM(
         str(tmp_path/'d'),
         device='cpu').logits([3,4,5])).all()
@@ -703,7 +744,8 @@ def test_the_rest_of_a_modelopt_checkpoint(tmp_path):
     with pytest.raises(UnsupportedError, match='no config can name them'):
         quantize(src, tmp_path/'e', 'fp8')
     quantize(src, tmp_path/'e', 'fp8', 'tensor', requantize=True)
-    assert not any(t=='U8' for t,_,_ in raw(tmp_path/'e').values())
+    assert not any(
+        t=='U8' for t,_,_ in raw(tmp_path/'e').values())
 
 # ---- whole or not at all
 
@@ -714,7 +756,9 @@ def spy(*a):
     count[0] += 1
     if count[0]==n: os.kill(os.getpid(), signal.SIGKILL)
     return real(*a)
-Q._pwrite = spy; Q.quantize(sys.argv[1], sys.argv[2], 'nvfp4', force=len(sys.argv)>4); print(count[0])'''
+Q._pwrite = spy
+Q.quantize(sys.argv[1], sys.argv[2], 'nvfp4', force=len(sys.argv)>4)
+print(count[0])'''
 
 def python(code, *args):
     "What comes of `code` in a process of its own"
@@ -724,12 +768,14 @@ def python(code, *args):
 def run(src, dst, n, *more): return python(KILL, src, dst, n, *more)
 
 def test_killed_at_any_moment(tmp_path):
-    src = folder(tmp_path/'s', weights(layers=1), CONF|dict(num_hidden_layers=1))
+    src = folder(
+        tmp_path/'s', weights(layers=1), CONF|dict(num_hidden_layers=1))
     r = run(src, tmp_path/'whole', 0)
     total = int(r.stdout)
     want = tree(tmp_path/'whole')
     out = tmp_path/'out'
-    for n in sorted({1,2,3,total//2,total-1,total}):
+    for n in sorted({
+        1, 2, 3, total//2, total-1, total}):
         r = run(src, out, n)
         assert (
             r.returncode==-signal.SIGKILL
@@ -782,7 +828,9 @@ def test_full_disk(tmp_path, monkeypatch, call, nth):
     real = getattr(os, call)
     count = [0]
     def fails(*a, **k):
-        counts = call!='open' or len(a)>1 and bool(a[1]&os.O_CREAT)
+        counts = (
+            call!='open'
+            or len(a)>1 and bool(a[1]&os.O_CREAT))
         count[0] += counts
         if counts and count[0]==nth:
             raise OSError(errno.ENOSPC, 'No space left on device')
@@ -981,13 +1029,15 @@ def test_report(tmp_path):
     ax = plot_errors(rep)
     assert (
         len(ax.lines)==7
-        and {len(l.get_xdata()) for l in ax.lines}=={2,3})
+        and {len(l.get_xdata()) for l in ax.lines}
+        =={2,3})
     assert (
         .08<rep.error<.11
         and all(r['worst']>=r['error'] for r in rep.rows))
 
 def cli(*a):
-    return CliRunner().invoke(app, ['quantize', *map(str, a)], prog_name='atlas')
+    return CliRunner().invoke(
+        app, ['quantize', *map(str, a)], prog_name='atlas')
 def test_command(tmp_path):
     src = folder(tmp_path/'s')
     r = cli(

@@ -7,7 +7,8 @@ from atlas.ground.core import CheckpointError,ConfigError
 from atlas.ground.files import File
 from atlas.ground.reading import BLOCK,Extent,Ring,read_pieces,windows
 
-RANDOM = np.random.default_rng(0).integers(0, 256, 1<<18, np.uint8)
+RANDOM = np.random.default_rng(0).integers(
+    0, 256, 1<<18, np.uint8)
 
 @pytest.fixture(scope='module')
 def random_file(tmp_path_factory):
@@ -20,8 +21,12 @@ def random_file(tmp_path_factory):
 
 def collect(pieces, *args, **kw):
     "What `read_pieces` gives, by key, each byte once"
-    got = {p.key: np.zeros(p.nbytes, np.uint8) for p in pieces}
-    times = {p.key: np.zeros(p.nbytes, np.uint8) for p in pieces}
+    got = {
+        p.key: np.zeros(p.nbytes, np.uint8)
+        for p in pieces}
+    times = {
+        p.key: np.zeros(p.nbytes, np.uint8)
+        for p in pieces}
     def take(key, at, data):
         got[key][at:at+len(data)] = data
         times[key][at:at+len(data)] += 1
@@ -34,7 +39,9 @@ ranges = st.lists(
     min_size=1,
     max_size=12)
 
-@given(ranges, st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.booleans())
+@given(
+    ranges, st.integers(1, 9), st.integers(1, 4),
+    st.integers(1, 5), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_any_ranges(random_file, gaps, blocks, buffers, threads, direct):
     pieces,at = [],0
@@ -66,7 +73,9 @@ def test_windows_read_nothing_twice(gaps, blocks):
 
 def test_one_range_for_two(random_file):
     "Ranges may overlap: a tensor that is wanted twice"
-    pieces = [Extent(random_file, 10, 50_000, 'a'), Extent(random_file, 10, 50_000, 'b'),
+    pieces = [
+        Extent(random_file, 10, 50_000, 'a'),
+        Extent(random_file, 10, 50_000, 'b'),
         Extent(random_file, 40_000, 1000, 'c')]
     got,r = collect(pieces, Ring(2, 3*BLOCK))
     for p in pieces:
@@ -80,7 +89,16 @@ def aligned(n, more=0):
     at = -whole.ctypes.data%BLOCK+more
     return whole[at:at+n]
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40_000), st.booleans()), min_size=1, max_size=9), st.integers(1, 3), st.booleans())
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(1, 40_000),
+            st.booleans()),
+        min_size=1,
+        max_size=9),
+    st.integers(1, 3),
+    st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_read_where_they_stay(random_file, some, blocks, direct):
     """Pieces with homes need no buffer, whatever lies beside them;
@@ -147,8 +165,8 @@ def test_short_reads(random_file, monkeypatch):
     monkeypatch.setattr(reading.os, 'preadv', less)
     for direct in (True, False):
         got,_ = collect(
-            [Extent(random_file, 5, 200_000, 0)], Ring(3, 16*BLOCK), 3,
-            direct)
+            [Extent(random_file, 5, 200_000, 0)], Ring(3, 16*BLOCK),
+            3, direct)
         assert np.array_equal(got[0], RANDOM[5:200_005])
 
 @pytest.fixture
@@ -180,14 +198,14 @@ def test_truncated(small, direct):
 def test_truncated_after_the_last_read(small):
     def shorten(key, at, data): os.truncate(small.path, 7)
     fails(
-        [Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK), CheckpointError,
-        'was changed')
+        [Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK),
+        CheckpointError, 'was changed')
 
 def test_changed_before(small):
     os.utime(small.path, ns=(1, 1))
     fails(
-        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError,
-        'was changed')
+        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK),
+        CheckpointError, 'was changed')
 
 def test_replaced_is_not_changed(small):
     "Another file of the same name is another file"
@@ -195,15 +213,16 @@ def test_replaced_is_not_changed(small):
     other.write_bytes(b'something else')
     os.replace(other, small.path)
     got,_ = collect(
-        [Extent(small, 0, small.size, 0)], Ring(2, 4*BLOCK))
+        [Extent(small, 0, small.size, 0)],
+        Ring(2, 4*BLOCK))
     assert np.array_equal(got[0], RANDOM)
 
 def test_disk_error(small, monkeypatch):
     def broken(*args): raise OSError(errno.EIO, os.strerror(errno.EIO))
     monkeypatch.setattr(reading.os, 'preadv', broken)
     fails(
-        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError,
-        'Input/output')
+        [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK),
+        CheckpointError, 'Input/output')
 
 def test_an_error_of_the_taker_stops_all(small):
     seen = []
@@ -212,8 +231,8 @@ def test_an_error_of_the_taker_stops_all(small):
         if len(seen)==3:
             raise KeyError('three')
     fails(
-        [Extent(small, 0, small.size, 0)], take, Ring(4, BLOCK),
-        KeyError, 'three')
+        [Extent(small, 0, small.size, 0)], take,
+        Ring(4, BLOCK), KeyError, 'three')
     assert len(seen)<12
 
 def test_an_error_of_the_pieces(small):
@@ -245,8 +264,8 @@ def test_a_wait_that_fails(small):
     def take(key, at, data): return late
     for n in (100, small.size):
         fails(
-            [Extent(small, 0, n, 0)], take, Ring(2, BLOCK), RuntimeError,
-            'is gone')
+            [Extent(small, 0, n, 0)], take, Ring(2, BLOCK),
+            RuntimeError, 'is gone')
 
 def test_memory_of_ones_own(small):
     "`allocate` is asked for few and aligned buffers; others are refused"
@@ -280,10 +299,14 @@ def test_nothing_is_left_in_the_cache(small):
         read_pieces(
             [Extent(small, 0, small.size, 0)], nothing,
             Ring(2, 4*BLOCK), direct=direct)
-        with open(small.path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m:
+        with (
+            open(small.path, 'rb') as f,
+            mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m
+        ):
             n = small.size//BLOCK
             seen = (ctypes.c_ubyte*n)()
             at = ctypes.addressof(ctypes.c_char.from_buffer(m))
             libc = ctypes.CDLL(None, use_errno=True)
-            assert libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(small.size), seen)==0
+            assert libc.mincore(
+                ctypes.c_void_p(at), ctypes.c_size_t(small.size), seen)==0
             assert sum(b&1 for b in seen)==0

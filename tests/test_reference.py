@@ -1,4 +1,5 @@
-"Atlas against another implementation: the checkpoints of tests/data, made by make_reference.py, and what the transformers library makes of them."
+"""Atlas against another implementation: the checkpoints of tests/data, made by make_reference.py,
+and what the transformers library makes of them."""
 import re
 import numpy as np, pytest
 import atlas.ground.files
@@ -52,7 +53,9 @@ def test_cached_decode(name):
     eight.prefill(r['ids'])  # the same rows, eight at a time: the same bits
     assert (
         eight(
-            r['next_ids'][:8], T, False)==step[:8]).all()
+            r['next_ids'][:8],
+            T,
+            False)==step[:8]).all()
 
 @each()
 def test_chunked_prefill(name):
@@ -72,15 +75,24 @@ def test_prompt_by_decode(name):
     assert error(
         Run(model(name)).steps(r['ids']), r['logits'])<TOL
 
-@pytest.mark.parametrize('how', (Run.prefill,Run.chunks,Run.steps), ids=lambda f: f.__name__)
-@pytest.mark.parametrize('name', [n for n,r in refs.items() if any(k.startswith('rec') for k in r)])
+@pytest.mark.parametrize(
+    'how',
+    (Run.prefill,Run.chunks,Run.steps),
+    ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    'name',
+    [
+        n for n,r in refs.items()
+        if any(k.startswith('rec') for k in r)])
 def test_states(name, how):
     "What recurrent layers remember of the prompt, however they read it"
     r = refs[name]
     run = Run(model(name))
     how(run, r['ids'])
     got = run.states()
-    assert got.keys()=={k for k in r if k.startswith(('rec','conv'))}
+    assert (
+        got.keys()
+        =={k for k in r if k.startswith(('rec','conv'))})
     for k,a in got.items():
         assert error(a, r[k])<TOL, k
 
@@ -121,13 +133,14 @@ def test_integers_read_otherwise_are_seen(name, fault, monkeypatch):
     assert off<TOL if alike else off>100*TOL
 
 # -- the tokens themselves
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 def greedy(model, prompts, n, **kw):
     "Greedy tokens that an engine gives for `prompts`, run together"
     cache = KVCache(model.c, host, 64, num_states=8)
     out = {i:[] for i in range(len(prompts))}
-    eng = Engine(Scheduler(cache.pool, 4, 256, **kw), HostStepper(model, cache))
+    eng = Engine(
+        Scheduler(cache.pool, 4, 256, **kw), HostStepper(model, cache))
     for i,ids in enumerate(prompts):
         eng.add(Request(
             str(i), tuple(int(t) for t in ids), greedy_params(n)))
@@ -170,7 +183,8 @@ def test_mtp(name, pieces):
     r = refs[name]
     one,tokens,logits = mtp(
         name,
-        [64,1,2]+[len(r['ids'])-67] if pieces else None)
+        [64,1,2]+[len(r['ids'])-67] if pieces
+        else None)
     assert error(one[r['rows']], r['mtp_logits'])<TOL
     assert (
         tokens==r['mtp_draft'].tolist()
@@ -184,13 +198,14 @@ def test_assistant(name):
     assert error(logits, r['draft_logits'])<TOL
 
 # -- images
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 @each('pixels')
 def test_vision_features(name):
     r = refs[name]
     media = seen(name, model(name))
-    rows,values,levels = zip(*media.patches(0, len(r['image_ids'])))
+    rows,values,levels = zip(
+        *media.patches(0, len(r['image_ids'])))
     assert len(rows)==2
     assert error(np.concatenate(values), r['features'])<TOL
     deep = [r[f'deep{j}'] for j in range(9) if f'deep{j}' in r]
@@ -212,9 +227,11 @@ def test_image_prompt(name):
     whole = run.prefill(ids, media)
     assert error(whole, r['image_logits'])<TOL
     assert error(
-        run.steps(r['image_next_ids'], len(ids), media), r['image_next_logits'])<TOL
+        run.steps(r['image_next_ids'], len(ids), media),
+        r['image_next_logits'])<TOL
     assert (Run(m).chunks(ids, 64, media)==whole).all()
-    assert error(Run(m).steps(ids, 0, media), r['image_logits'])<TOL
+    assert error(
+        Run(m).steps(ids, 0, media), r['image_logits'])<TOL
 
 # -- the same weights, laid out in other ways that are found in the wild
 # -----------------------------------------------------------
@@ -264,7 +281,9 @@ def plain_prefix(ts):
         k.replace('model.language_model.', 'model.').replace('language_model.', ''):a
         for k,a in ts.items()}
 def any_prefix(ts):
-    return {re.sub(r'^(model|backbone)\.', 'some.thing.else.', k):a for k,a in ts.items()}
+    return {
+        re.sub(r'^(model|backbone)\.', 'some.thing.else.', k):a
+        for k,a in ts.items()}
 def text_only(ts):
     return {
         k:a
@@ -285,7 +304,10 @@ LAYOUTS = {
     together:['qwen3-next','qwen3-moe-some-layers'],
     wider:['minimax-m2','gpt-oss-mxfp4']}
 
-@pytest.mark.parametrize('name,layout', [(n,f) for f,ns in LAYOUTS.items() for n in ns], ids=lambda x: x if isinstance(x, str) else x.__name__)
+@pytest.mark.parametrize(
+    'name,layout',
+    [(n,f) for f,ns in LAYOUTS.items() for n in ns],
+    ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_layouts(tmp_path, name, layout):
     "Not a bit of the logits depends on how the weights are laid out"
     ids,folder = refs[name]['ids'],rewritten(name, tmp_path, layout)

@@ -1,4 +1,5 @@
-"Shapes that no reference has: odd widths, lone experts, one kind of layer only, squares. What must hold of any of them, and files that leave something open."
+"""Shapes that no reference has: odd widths, lone experts, one kind of layer only, squares. What
+must hold of any of them, and files that leave something open."""
 import json,re,shutil
 import numpy as np, pytest
 from hypothesis import given,settings,strategies as st
@@ -22,7 +23,7 @@ def logits(path, n=70):
         for i in range(n)])
 
 # -- any shape
-# -------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 _pick = st.sampled_from
 KINDS = ('llama','qwen3_moe','qwen3_next','qwen3_5_text','gpt_oss','gemma4_text','nemotron_h',
@@ -99,7 +100,11 @@ def configs(draw):
     return ModelConfig.from_hf(d)
 
 @settings(deadline=None, max_examples=60)
-@given(c=configs(), weights=_pick(['bf16','fp8','nvfp4','mxfp4']), T=_pick([1,2,63,64,65,129]), seed=st.integers(0,9))
+@given(
+    c=configs(),
+    weights=_pick(['bf16','fp8','nvfp4','mxfp4']),
+    T=_pick([1,2,63,64,65,129]),
+    seed=st.integers(0,9))
 def test_any_shape(c, weights, T, seed):
     """Packed weights and plain ones, a prompt at once and in chunks: the same bits. Token by
     token: the same numbers"""
@@ -141,7 +146,11 @@ def changed(path, name, fn, **conf):
     (path/'config.json').write_text(json.dumps(c))
     return path
 
-@pytest.mark.parametrize('name,key', [('qwen35-moe-fp8-block','num_experts'), ('minimax-m2','num_local_experts'), ('qwen3-moe-ct-nvfp4','num_experts'), ('nemotron-nvfp4','n_routed_experts')])
+@pytest.mark.parametrize(
+    'name,key',
+    [
+        ('qwen35-moe-fp8-block','num_experts'), ('minimax-m2','num_local_experts'),
+        ('qwen3-moe-ct-nvfp4','num_experts'), ('nemotron-nvfp4','n_routed_experts')])
 def test_a_lone_expert(tmp_path, name, key):
     "Stored by itself it is no stack, and of two the second never picked changes nothing"
     def cut(n):
@@ -210,8 +219,8 @@ def _experts(ts, turn=False):
             # (E,H,40), stored [in,out]
             a = np.concatenate(
                 [
-                    a[...,:16], a[...,:4], a[...,16:],
-                    a[...,16:20]],
+                    a[...,:16], a[...,:4],
+                    a[...,16:], a[...,16:20]],
                 -1)
         elif k.endswith('experts.down_proj'):
             a = np.concatenate([a,a[:,:4]], 1)
@@ -242,8 +251,14 @@ def test_a_square_stack_is_read_as_the_library_reads_it(tmp_path):
         for i,f in enumerate((lambda ts: _experts(ts, True), _apart)))
     assert (a==b).all()
 
-@pytest.mark.parametrize('name,end,bad', [('qwen3-nvfp4','weight_scale_2',0), ('qwen3-nvfp4','weight_scale_2',-1), ('qwen3-nvfp4','weight_scale_2',np.inf), ('qwen3-moe-ct-nvfp4','weight_global_scale',0),
-    ('qwen3-moe-ct-nvfp4','weight_global_scale',-2), ('llama-fp8-tensor','weight_scale',-1), ('minimax-fp8-block','weight_scale_inv',-1), ('qwen3-nvfp4','weight_scale',0xB8), ('qwen35-moe-fp8-block','weight_scale_inv',0xBF80)])
+@pytest.mark.parametrize(
+    'name,end,bad',
+    [
+        ('qwen3-nvfp4','weight_scale_2',0), ('qwen3-nvfp4','weight_scale_2',-1),
+        ('qwen3-nvfp4','weight_scale_2',np.inf), ('qwen3-moe-ct-nvfp4','weight_global_scale',0),
+        ('qwen3-moe-ct-nvfp4','weight_global_scale',-2), ('llama-fp8-tensor','weight_scale',-1),
+        ('minimax-fp8-block','weight_scale_inv',-1), ('qwen3-nvfp4','weight_scale',0xB8),
+        ('qwen35-moe-fp8-block','weight_scale_inv',0xBF80)])
 def test_scales_below_zero(tmp_path, monkeypatch, name, end, bad):
     "Or zero for all, or infinite: refused before anything is allocated"
     def spoil(ts):
@@ -267,7 +282,12 @@ def test_errors_name_the_file_they_are_about(tmp_path):
             (CheckpointError,UnsupportedError), match='^'+file.replace('.', r'\.')+': '):
             opened(tmp_path/file)
 
-@pytest.mark.parametrize('name,key', [('linear-rope','factor'), ('linear-rope','type'), ('llama3-rope-sharded','factor'), ('llama3-rope-sharded','low_freq_factor'), ('llama3-rope-sharded','rope_type'), ('gpt-oss','rope_type')])
+@pytest.mark.parametrize(
+    'name,key',
+    [
+        ('linear-rope','factor'), ('linear-rope','type'), ('llama3-rope-sharded','factor'),
+        ('llama3-rope-sharded','low_freq_factor'), ('llama3-rope-sharded','rope_type'),
+        ('gpt-oss','rope_type')])
 def test_scalings_that_are_half_told(name, key):
     "Are not filled in"
     c = json.loads((data/name/'config.json').read_text())
@@ -275,7 +295,12 @@ def test_scalings_that_are_half_told(name, key):
     with pytest.raises(ConfigError, match=f"no '{key}'|no 'rope_type'"):
         ModelConfig.from_hf(c)
 
-@pytest.mark.parametrize('name,path', [('gpt-oss','num_local_experts'), ('gpt-oss','intermediate_size'), ('qwen3-next','num_attention_heads'), ('qwen3-next','linear_value_head_dim'), ('qwen3-vl','vision_config.depth')])
+@pytest.mark.parametrize(
+    'name,path',
+    [
+        ('gpt-oss','num_local_experts'), ('gpt-oss','intermediate_size'),
+        ('qwen3-next','num_attention_heads'), ('qwen3-next','linear_value_head_dim'),
+        ('qwen3-vl','vision_config.depth')])
 def test_sizes_beyond_reason(name, path):
     "Are refused before anybody makes a table or a list of that size"
     c = json.loads((data/name/'config.json').read_text())

@@ -1,4 +1,5 @@
-"Checkpoint readers against damage: whatever is wrong with a file comes out as a CheckpointError, before anything large is allocated."
+"""Checkpoint readers against damage: whatever is wrong with a file comes out as a CheckpointError,
+before anything large is allocated."""
 import json,os,random,struct,tracemalloc
 import gguf, numpy as np, pytest
 from hypothesis import HealthCheck,given,settings,strategies as st
@@ -11,7 +12,8 @@ from atlas.ground import files
 from atlas.ground.files import INDEX,File
 from atlas.ground.llamacpp import gguf_header
 from atlas.ground.weights import Want,check_plan,load,open_checkpoint
-from helpers.checkpoints import CONF,GGUF_META,GGUF_NAMES,gguf_file,hf_folder,interleave,splice,st_bytes,st_entries,weights
+from helpers.checkpoints import (
+    CONF,GGUF_META,GGUF_NAMES,gguf_file,hf_folder,interleave,splice,st_bytes,st_entries,weights)
 
 host = get_device('cpu')
 def everything(path):
@@ -47,7 +49,8 @@ def test_every_road_gives_the_same_weights(tmp_path, good):
     gguf_file(tmp_path/'dir'/'b.gguf', quant='F32')
     assert same(everything(tmp_path/'dir'), good)
 
-@pytest.mark.parametrize('quant', ['F16','BF16','Q8_0','Q4_0','Q4_1','Q5_0','Q5_1'])
+@pytest.mark.parametrize(
+    'quant', ['F16','BF16','Q8_0','Q4_0','Q4_1','Q5_0','Q5_1'])
 def test_gguf_formats(tmp_path, quant):
     with open_checkpoint(gguf_file(tmp_path/'m.gguf', quant=quant)) as c:
         for k,a in weights().items():
@@ -86,7 +89,11 @@ def test_nothing_stays_open(tmp_path):
 
 _dtype = st.sampled_from(['float32','float16','uint8','int64','int32','bool'])
 @settings(deadline=None, max_examples=60)
-@given(st.dictionaries(st.text(min_size=1, max_size=12), st.tuples(_dtype, st.lists(st.integers(0,5), max_size=4)), max_size=6))
+@given(st.dictionaries(
+    st.text(min_size=1, max_size=12),
+    st.tuples(
+        _dtype, st.lists(st.integers(0,5), max_size=4)),
+    max_size=6))
 def test_reads_what_the_safetensors_library_writes(tmp_path_factory, spec):
     spec = {k:v for k,v in spec.items() if k!='__metadata__'}
     arrays = {
@@ -112,7 +119,9 @@ _value = st.one_of(
     st.lists(st.text(max_size=6), min_size=1, max_size=5),
     st.lists(st.booleans(), min_size=1, max_size=5))
 @settings(deadline=None, max_examples=60)
-@given(st.dictionaries(st.from_regex(r'[a-z.]{1,12}', fullmatch=True), _value, max_size=8), st.sampled_from([8,32,256]))
+@given(
+    st.dictionaries(st.from_regex(r'[a-z.]{1,12}', fullmatch=True), _value, max_size=8),
+    st.sampled_from([8,32,256]))
 def test_reads_what_the_gguf_library_writes(tmp_path_factory, meta, align):
     p = tmp_path_factory.mktemp('gg')/'m.gguf'
     meta = {'k.'+k:v for k,v in meta.items()}
@@ -161,7 +170,8 @@ def damaged(tmp_path, good, make, name):
 
 def st_good(tmp_path): return st_bytes(weights()), 'model.safetensors'
 def gguf_good(tmp_path): return gguf_file(tmp_path/'g.gguf').read_bytes(), 'm.gguf'
-each_kind = pytest.mark.parametrize('kind', [st_good,gguf_good], ids=['safetensors','gguf'])
+each_kind = pytest.mark.parametrize(
+    'kind', [st_good,gguf_good], ids=['safetensors','gguf'])
 
 def header_end(b):
     return (
@@ -181,10 +191,14 @@ def test_truncated_at_many_lengths(tmp_path, kind):
         *range(40, h+40, 7),
         *range(h, len(b), 997),
         *range(len(b)-40, len(b))}
-    pad = len(b)-len(b.rstrip(b'\0')) if name.endswith('gguf') else 0
+    pad = (
+        len(b)-len(b.rstrip(b'\0')) if name.endswith('gguf')
+        else 0)
     for n in sorted(cuts):
         got = go(b[:n])
-        assert got is None or (n>=len(b)-pad and same(got, ref)), n
+        assert (
+            got is None
+            or (n>=len(b)-pad and same(got, ref))), n
     for more in (b'\0', b'\0'*64, b'x'*1000):
         assert go(b+more) is None
 
@@ -197,7 +211,8 @@ def test_every_bit_of_the_header_flipped(tmp_path, kind):
     loaded = changed = 0
     for i in range(header_end(b)):
         for bit in random.Random(i).sample(range(8), 2):
-            got = go(splice(b, i, bytes([b[i]^1<<bit])))
+            got = go(splice(
+                b, i, bytes([b[i]^1<<bit])))
             if got is None:
                 continue
             loaded += 1
@@ -224,8 +239,12 @@ def test_no_length_makes_it_allocate(tmp_path, kind):
     finally:
         tracemalloc.stop()
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.binary(max_size=200), kind=st.sampled_from(['st','gguf']), n=st.integers(0,2**64-1))
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.binary(max_size=200),
+    kind=st.sampled_from(['st','gguf']),
+    n=st.integers(0,2**64-1))
 def test_garbage(tmp_path, data, kind, n):
     p = tmp_path/('x.gguf' if kind=='gguf' else 'x.safetensors')
     (tmp_path/'config.json').write_text(json.dumps(CONF))
@@ -237,10 +256,20 @@ def test_garbage(tmp_path, data, kind, n):
 
 # ---- safetensors headers that lie
 
-@pytest.mark.parametrize('header,words', [
-    (b'', ['invalid JSON']), (b'[]', ['is a list']), (b'{"a":1', ['invalid JSON']), (b'\xff\xfe{}', ['invalid JSON']),
-    (b'['*100_000, ['invalid JSON']), (b'{"a":'*100_000, ['invalid JSON']), (b'{"n":'+b'9'*5000+b'}', ['invalid JSON']),
-    (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', ['double key', "'a'"])])
+@pytest.mark.parametrize(
+    'header,words',
+    [
+        (b'', ['invalid JSON']),
+        (b'[]', ['is a list']),
+        (b'{"a":1', ['invalid JSON']),
+        (b'\xff\xfe{}', ['invalid JSON']),
+        (b'['*100_000, ['invalid JSON']),
+        (b'{"a":'*100_000, ['invalid JSON']),
+        (b'{"n":'+b'9'*5000+b'}', ['invalid JSON']),
+        (
+            b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+            b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+            ['double key', "'a'"])])
 def test_headers_that_are_no_headers(tmp_path, header, words):
     d = hf_folder(tmp_path/'m')
     (d/'model.safetensors').write_bytes(st_bytes({}, header))
@@ -251,23 +280,45 @@ def compact(h):
     return json.dumps(h, separators=(',',':'))
 
 NORM,EMB = 'model.norm.weight','model.embed_tokens.weight'
-@pytest.mark.parametrize('change,words', [
-    (dict(data_offsets=[0,128]), ['overlap or leave a hole']), (dict(data_offsets=[10**15,10**15+128]), ['overlap or leave a hole']),
-    (dict(data_offsets=[4095,4223]), ['overlap or leave a hole']), (dict(data_offsets=[4097,4225]), ['overlap or leave a hole']),
-    (dict(data_offsets=[4224,4096]), ['cannot take']), (dict(data_offsets=[4096]), ['data_offsets']), (dict(data_offsets=[4096.,4224.]), ['data_offsets']),
-    (dict(data_offsets=[-128,0]), ['data_offsets']), (dict(data_offsets=None), ['data_offsets']), (dict(data_offsets=[2**70,2**70+128]), ['data_offsets']),
-    (dict(shape=[33]), ['cannot take']), (dict(shape=[2**32,2**32]), ['cannot take']), (dict(shape='32'), ['shape']), (dict(shape=[-1]), ['shape']),
-    (dict(shape=[32,True]), ['shape']), (dict(shape=[1]*40), ['shape']), (dict(shape=[1]*8+[32]), ['shape']), (dict(shape=[4,8]), ['[4, 8]','asks for [32]']),
-    (dict(dtype='F99'), ['F99']), (dict(dtype=None), ['None']), (dict(dtype=[]), ['[]']), (dict(dtype='I32'), ['I32','does not decode'])])
-@pytest.mark.parametrize('header', [json.dumps,compact], ids=['spaces','compact'])
+@pytest.mark.parametrize(
+    'change,words',
+    [
+        (dict(data_offsets=[0,128]), ['overlap or leave a hole']),
+        (
+            dict(data_offsets=[10**15,10**15+128]), ['overlap or leave a hole']),
+        (dict(data_offsets=[4095,4223]), ['overlap or leave a hole']),
+        (dict(data_offsets=[4097,4225]), ['overlap or leave a hole']),
+        (dict(data_offsets=[4224,4096]), ['cannot take']),
+        (dict(data_offsets=[4096]), ['data_offsets']),
+        (dict(data_offsets=[4096.,4224.]), ['data_offsets']),
+        (dict(data_offsets=[-128,0]), ['data_offsets']),
+        (dict(data_offsets=None), ['data_offsets']),
+        (
+            dict(data_offsets=[2**70,2**70+128]), ['data_offsets']),
+        (dict(shape=[33]), ['cannot take']),
+        (dict(shape=[2**32,2**32]), ['cannot take']),
+        (dict(shape='32'), ['shape']),
+        (dict(shape=[-1]), ['shape']),
+        (dict(shape=[32,True]), ['shape']),
+        (dict(shape=[1]*40), ['shape']),
+        (dict(shape=[1]*8+[32]), ['shape']),
+        (dict(shape=[4,8]), ['[4, 8]','asks for [32]']),
+        (dict(dtype='F99'), ['F99']),
+        (dict(dtype=None), ['None']),
+        (dict(dtype=[]), ['[]']),
+        (dict(dtype='I32'), ['I32','does not decode'])])
+@pytest.mark.parametrize(
+    'header', [json.dumps,compact], ids=['spaces','compact'])
 def test_entries_that_lie(tmp_path, change, words, header):
     h = st_entries(weights())
     h[NORM].update(change)
     d = hf_folder(tmp_path/'m')
-    (d/'model.safetensors').write_bytes(st_bytes(weights(), header(h).encode()))
+    (d/'model.safetensors').write_bytes(st_bytes(
+        weights(), header(h).encode()))
     # of two that overlap either may be named
     fails(
-        d, 'model.safetensors', *([] if 'overlap' in words[0] else [NORM]), *words)
+        d, 'model.safetensors', *([] if 'overlap' in words[0] else [NORM]),
+        *words)
 
 # What the library writes is read column by column, anything else entry by entry
 
@@ -311,14 +362,26 @@ def test_headers_of_the_library_are_columns(tmp_path):
     fast,slow = both_ways(header_file(tmp_path/'a', spaces), spaces)
     assert fast is None and slow
 
-ODD = { # changes of the text that leave its length alone or not
-    'a comma':(b'},"', b'} "'), 'an end for a comma':(b']},"', b']}}"'), 'a second one':(b'},"', b'},,"'), 'a zero before':(b'data_offsets":[', b'data_offsets":[0'),
-    'a brace':(b'{"dtype"', b'{{"dtype"'), 'a key':(b'"shape"', b'"shapo"'), 'a key twice':(b'"shape":[', b'"shape":[1],"shape":['),
-    'an escape':(b'{"model', b'{"\\u006dodel'), 'an empty size':(b'shape":[', b'shape":[,'), 'no end':(b']}}', b']} '),
-    'more behind':(b']}}', b']}}}'), 'the metadata as a tensor':(b'model.norm.weight', b'__metadata__'),
-    'a line in a name':(b'model.norm', b'model\nnorm'), 'a plus':(b'data_offsets":[', b'data_offsets":[+'),
-    'the same name twice':(b'model.layers.0.mlp.gate_proj.weight', b'model.layers.0.mlp.up_proj.weight'),
-    'bad metadata':(b'{"model', b'{"__metadata__":{"a":},"model'), 'metadata with a double key':(b'{"model', b'{"__metadata__":{"a":"b","a":"c"},"model')}
+# changes of the text that leave its length alone or not
+ODD = {
+    'a comma':(b'},"', b'} "'),
+    'an end for a comma':(b']},"', b']}}"'),
+    'a second one':(b'},"', b'},,"'),
+    'a zero before':(b'data_offsets":[', b'data_offsets":[0'),
+    'a brace':(b'{"dtype"', b'{{"dtype"'),
+    'a key':(b'"shape"', b'"shapo"'),
+    'a key twice':(b'"shape":[', b'"shape":[1],"shape":['),
+    'an escape':(b'{"model', b'{"\\u006dodel'),
+    'an empty size':(b'shape":[', b'shape":[,'),
+    'no end':(b']}}', b']} '),
+    'more behind':(b']}}', b']}}}'),
+    'the metadata as a tensor':(b'model.norm.weight', b'__metadata__'),
+    'a line in a name':(b'model.norm', b'model\nnorm'),
+    'a plus':(b'data_offsets":[', b'data_offsets":[+'),
+    'the same name twice':(
+        b'model.layers.0.mlp.gate_proj.weight', b'model.layers.0.mlp.up_proj.weight'),
+    'bad metadata':(b'{"model', b'{"__metadata__":{"a":},"model'),
+    'metadata with a double key':(b'{"model', b'{"__metadata__":{"a":"b","a":"c"},"model')}
 @pytest.mark.parametrize('old,new', ODD.values(), ids=ODD)
 def test_what_is_no_header_is_no_columns(tmp_path, old, new):
     "Such a text is looked at entry by entry, which refuses it or reads what it says"
@@ -330,8 +393,12 @@ def test_what_is_no_header_is_no_columns(tmp_path, old, new):
     if slow is not None:
         assert old!=new
 
-@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(at=st.floats(0, 1), new=st.binary(min_size=0, max_size=3), size=st.integers(0, 3))
+@settings(
+    deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    at=st.floats(0, 1),
+    new=st.binary(min_size=0, max_size=3),
+    size=st.integers(0, 3))
 def test_columns_say_what_entries_say(tmp_path, at, new, size):
     "Whatever is written over a header: columns are refused, or are what a look at each entry finds"
     text = compact(
@@ -372,7 +439,8 @@ def test_packed_parts_that_do_not_fit(tmp_path):
         fails(d, k)
     q = QTensor.encode(weights()[k], 'FP8_CHANNEL')
     (d/'model.safetensors').write_bytes(st_bytes(
-        weights()|{k:q.parts['data'], scale:q.parts['scale']},
+        weights()
+        |{k:q.parts['data'], scale:q.parts['scale']},
         dtypes={k:'F8_E4M3'}))
     with open_checkpoint(d) as c:
         np.testing.assert_array_equal(c.read(k).decode(), q.decode())
@@ -380,7 +448,12 @@ def test_packed_parts_that_do_not_fit(tmp_path):
 
 # ---- models that contradict their config
 
-@pytest.mark.parametrize('kind', [hf_folder,lambda p,ws: gguf_file(p.with_suffix('.gguf'), ws, quant='F32')], ids=['safetensors','gguf'])
+@pytest.mark.parametrize(
+    'kind',
+    [
+        hf_folder,
+        lambda p,ws: gguf_file(p.with_suffix('.gguf'), ws, quant='F32')],
+    ids=['safetensors','gguf'])
 def test_plan_is_checked(tmp_path, kind):
     ws = weights()
     up = 'model.layers.0.mlp.up_proj.weight'
@@ -416,7 +489,8 @@ def test_tensors_nobody_wants(tmp_path):
     ws = weights()
     bias = 'model.layers.0.self_attn.q_proj.bias'
     fails(
-        hf_folder(tmp_path/'a', ws|{bias:np.zeros(32,np.float32)}),
+        hf_folder(
+            tmp_path/'a', ws|{bias:np.zeros(32,np.float32)}),
         'no use for',
         bias)
     many = {f'junk.{i}':np.zeros(1,np.float32) for i in range(50)}
@@ -430,11 +504,13 @@ def test_tensors_nobody_wants(tmp_path):
             'model.layers.0.self_attn.rotary_emb.inv_freq':np.zeros(8,np.float32),
             'lm_head.weight':ws[EMB]}))
     fails(
-        gguf_file(tmp_path/'d.gguf', extra={'blk.0.attn_q.bias':np.zeros(32,np.float32)}),
+        gguf_file(
+            tmp_path/'d.gguf', extra={'blk.0.attn_q.bias':np.zeros(32,np.float32)}),
         'no use for',
         'blk.0.attn_q.bias')
     fails(
-        gguf_file(tmp_path/'e.gguf', extra={'blk.0.ffn_gate_exps.weight':np.zeros(32,np.float32)}),
+        gguf_file(
+            tmp_path/'e.gguf', extra={'blk.0.ffn_gate_exps.weight':np.zeros(32,np.float32)}),
         'no use for',
         'ffn_gate_exps')
 
@@ -457,11 +533,17 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
             load(c, build(c.config).wants(), host)
         c.close()
 
-@pytest.mark.parametrize('conf,words', [
-    (dict(CONF, model_type='mamba'), ['mamba']), (dict(CONF, model_type=None), ['model_type']), (dict(CONF, num_hidden_layers=10**9), ['num_hidden_layers']),
-    (dict(CONF, num_attention_heads=0), ['num_attention_heads']), (dict(CONF, hidden_size='32'), ['hidden_size']), (dict(CONF, hidden_size=64), ['asks for']),
-    (dict(CONF, num_hidden_layers=2), ['lacks','layers.1.']),
-    (dict(CONF, quantization_config={'quant_method':'aqlm'}), ['aqlm'])])
+@pytest.mark.parametrize(
+    'conf,words',
+    [
+        (dict(CONF, model_type='mamba'), ['mamba']),
+        (dict(CONF, model_type=None), ['model_type']),
+        (dict(CONF, num_hidden_layers=10**9), ['num_hidden_layers']),
+        (dict(CONF, num_attention_heads=0), ['num_attention_heads']),
+        (dict(CONF, hidden_size='32'), ['hidden_size']),
+        (dict(CONF, hidden_size=64), ['asks for']),
+        (dict(CONF, num_hidden_layers=2), ['lacks','layers.1.']),
+        (dict(CONF, quantization_config={'quant_method':'aqlm'}), ['aqlm'])])
 def test_configs_that_do_not_fit(tmp_path, conf, words):
     fails(hf_folder(tmp_path/'m', conf=conf), *words)
 
@@ -481,8 +563,21 @@ ODD = (
     {},
     {'rope_type':[]},
     [[]])
-@pytest.mark.parametrize('key', [*CONF,'head_dim','rope_scaling','rope_parameters','original_max_position_embeddings','sliding_window','bos_token_id','hidden_act',
-    'torch_dtype','quantization_config','attention_bias','partial_rotary_factor'])
+@pytest.mark.parametrize(
+    'key',
+    [
+        *CONF,
+        'head_dim',
+        'rope_scaling',
+        'rope_parameters',
+        'original_max_position_embeddings',
+        'sliding_window',
+        'bos_token_id',
+        'hidden_act',
+        'torch_dtype',
+        'quantization_config',
+        'attention_bias',
+        'partial_rotary_factor'])
 def test_odd_config_values(tmp_path, key):
     d = hf_folder(tmp_path/'m')
     for v in ODD:
@@ -492,8 +587,21 @@ def test_odd_config_values(tmp_path, key):
         except CheckpointError as e:
             assert str(e)
 
-@pytest.mark.parametrize('key', [*GGUF_META,'general.name','general.alignment','llama.attention.key_length','llama.rope.scaling.type','llama.rope.scaling.factor',
-    'llama.rope.dimension_count','llama.expert_count','split.count','tokenizer.ggml.tokens','tokenizer.ggml.eos_token_id','tokenizer.ggml.bos_token_id'])
+@pytest.mark.parametrize(
+    'key',
+    [
+        *GGUF_META,
+        'general.name',
+        'general.alignment',
+        'llama.attention.key_length',
+        'llama.rope.scaling.type',
+        'llama.rope.scaling.factor',
+        'llama.rope.dimension_count',
+        'llama.expert_count',
+        'split.count',
+        'tokenizer.ggml.tokens',
+        'tokenizer.ggml.eos_token_id',
+        'tokenizer.ggml.bos_token_id'])
 def test_odd_gguf_values(tmp_path, key):
     for v in (
         None, 0, 1, 7, 2**32-1, float('nan'), 1.5, 'x',
@@ -552,7 +660,11 @@ def reindex(d, change):
     (d/INDEX).write_text(json.dumps(m))
     return d
 
-@pytest.mark.parametrize('name', ['../x.safetensors','/etc/x.safetensors','a/../../x.safetensors','..\\x.safetensors','x\0.safetensors','..','.','','config.json','x.bin',None,3,['x.safetensors']])
+@pytest.mark.parametrize(
+    'name',
+    [
+        '../x.safetensors', '/etc/x.safetensors', 'a/../../x.safetensors', '..\\x.safetensors',
+        'x\0.safetensors', '..', '.', '', 'config.json', 'x.bin', None, 3, ['x.safetensors']])
 def test_index_names_plain_files_only(tmp_path, name):
     hf_folder(tmp_path)
     (tmp_path/'x.safetensors').write_bytes((tmp_path/'model.safetensors').read_bytes())
@@ -576,10 +688,12 @@ def test_shards_that_do_not_match_the_index(tmp_path):
     fails(
         reindex(
             new('swap'),
-            lambda m: m.update({NORM:s1 if m[NORM]==s2 else s2})),
+            lambda m: m.update({
+                NORM:s1 if m[NORM]==s2 else s2})),
         NORM,
         'says')
-    fails(reindex(new('less'), lambda m: m.pop(NORM)), NORM, 'says nothing')
+    fails(
+        reindex(new('less'), lambda m: m.pop(NORM)), NORM, 'says nothing')
     fails(
         reindex(new('more'), lambda m: m.update({'model.extra.weight':s1})),
         s1,
@@ -622,7 +736,8 @@ def test_gguf_descriptions_that_lie(tmp_path):
     bad(typ, '<I', 99, words=['GGML type 99'], exc=UnsupportedError)
     bad(typ, '<I', 10, words=['GGML type 10'], exc=UnsupportedError)   # Q2_K
     bad(typ, '<I', 0, words=['overlap or leave a hole'])
-    for o in (1, 32, 2**40, 2**64-1, 2**64-32):
+    for o in (
+        1, 32, 2**40, 2**64-1, 2**64-32):
         bad(off, '<Q', o, words=['overlap or leave a hole'])
 
 def test_gguf_names_twice(tmp_path):
@@ -659,7 +774,8 @@ def test_gguf_versions_and_kinds(tmp_path):
 def _zero_align(tmp_path):
     b = gguf_bytes(tmp_path, meta=GGUF_META|{'general.alignment':32})
     i = b.index(b'general.alignment')+len('general.alignment')+4
-    (tmp_path/'z.gguf').write_bytes(splice(b, i, struct.pack('<I', 0)))
+    (tmp_path/'z.gguf').write_bytes(splice(
+        b, i, struct.pack('<I', 0)))
     return tmp_path/'z.gguf'
 
 def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
@@ -673,7 +789,8 @@ def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
         fails(p, 'bad.gguf')
     p.write_bytes(splice(b, w+4, struct.pack('<I', 9)))
     fails(p, 'unknown type 9')       # an array of arrays
-    p.write_bytes(splice(b, w+16, struct.pack('<Q', 2**62)))
+    p.write_bytes(splice(
+        b, w+16, struct.pack('<Q', 2**62)))
     fails(p, 'words would take')
     p.write_bytes(splice(b, w+24, b'\xff'))
     fails(p, 'UTF-8')
@@ -698,11 +815,17 @@ def test_gguf_rope_factors(tmp_path):
             gguf_file(tmp_path/'b.gguf', extra={'rope_freqs.weight':bad.astype(np.float32)}),
             'rope_freqs.weight')
 
-@pytest.mark.parametrize('bad', (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize(
+    'bad', (np.nan, np.inf, -np.inf))
 def test_weights_that_are_no_numbers(tmp_path, bad):
     """No checksum tells of a bit that flipped inside a tensor, but one in an exponent makes itself
     known"""
     ws = weights()
     ws['model.layers.0.mlp.down_proj.weight'][3,5] = bad
-    with open_checkpoint(hf_folder(tmp_path, ws)) as c, pytest.raises(CheckpointError, match='model.layers.0.mlp.down_proj.weight holds numbers that are not finite'):
+    with (
+        open_checkpoint(hf_folder(tmp_path, ws)) as c,
+        pytest.raises(
+            CheckpointError,
+            match='model.layers.0.mlp.down_proj.weight holds numbers that are not finite')
+    ):
         load(c, build(c.config).wants(), get_device('cpu'))

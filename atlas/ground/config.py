@@ -355,85 +355,77 @@ def kv_shape(self:ModelConfig, i:int)->tuple[int,int]|None:
     a = self.attn(i)
     return None if a is None or a.q_only else (a.num_kv_heads, a.head_dim)
 
+def _conv_width(c, k)->int:
+    "Channels of the convolution of a layer `k`, 'delta' or 'mamba'"
+    if k=='delta':
+        return 2*c.delta.num_k_heads*c.delta.k_dim+c.delta.num_v_heads*c.delta.v_dim
+    return c.mamba.num_heads*c.mamba.head_dim+2*c.mamba.n_groups*c.mamba.state_dim
+
 @patch
 def state_shapes(self:ModelConfig, i:int)->dict[str,tuple]:
     """What layer `i` keeps of a sequence, however long: `conv` (last inputs of the convolution)
     and `rec` (the recurrent state)"""
-    m = self.mamba
-    d = self.delta
     k = self.mixers[i] if i<self.num_layers else 'attention'
     if k=='delta':
-        return dict(
-            conv=(
-                d.conv-1,
-                2*d.num_k_heads*d.k_dim+d.num_v_heads*d.v_dim),
-            rec=(d.num_v_heads, d.k_dim, d.v_dim))
+        d = self.delta
+        return dict(conv=(d.conv-1, _conv_width(self, k)), rec=(d.num_v_heads, d.k_dim, d.v_dim))
     if k=='mamba':
-        return dict(
-            conv=(
-                m.conv-1,
-                m.num_heads*m.head_dim+2*m.n_groups*m.state_dim),
-            rec=(m.num_heads, m.head_dim, m.state_dim))
+        m = self.mamba
+        rec = m.num_heads,m.head_dim,m.state_dim
+        return dict(conv=(m.conv-1, _conv_width(self, k)), rec=rec)
     return {}
 
 # %% ../../nbs/1_ground/04_config.ipynb #ba5ae665
-def _attention_params(a, H):
+def _attention_params(a, H)->dict:
+    "Weights of attention in a model of width `H`, by part"
     q = a.num_heads*a.head_dim
     kv = 0 if a.q_only else a.num_kv_heads*a.head_dim
     rows = q*(1+a.gate)+kv*(2-a.k_eq_v)
-    norms = dict(
-        none=0, head=a.head_dim*(2-a.q_only), all=q+kv)
-    return dict(
-        attention=rows*(H+a.bias)+H*(q+a.o_bias)
-        +a.sinks*a.num_heads,
-        norms=norms[a.qk_norm])
+    norms = dict(none=0, head=a.head_dim*(2-a.q_only), all=q+kv)
+    n = rows*(H+a.bias)+H*(q+a.o_bias)+a.sinks*a.num_heads
+    return dict(attention=n, norms=norms[a.qk_norm])
 
-def _delta_params(d, H):
+def _delta_params(d, H)->dict:
+    "The same of a delta net"
     qk,v = d.num_k_heads*d.k_dim,d.num_v_heads*d.v_dim
-    return dict(
-        delta=H*(2*qk+3*v)
-        +2*d.num_v_heads*(H+1)
-        +d.conv*(2*qk+v),
-        norms=d.v_dim)
+    n = H*(2*qk+3*v)+2*d.num_v_heads*(H+1)+d.conv*(2*qk+v)
+    return dict(delta=n, norms=d.v_dim)
 
-def _mamba_params(m, H):
-    I,nh = m.num_heads*m.head_dim,m.num_heads
+def _mamba_params(m, H)->dict:
+    "The same of Mamba"
+    heads = m.num_heads
+    I = heads*m.head_dim
     C = I+2*m.n_groups*m.state_dim
-    return dict(
-        mamba=(I+C+nh)*(H+m.proj_bias)
-        +C*(m.conv+m.conv_bias)+3*nh
-        +H*(I+m.proj_bias),
-        norms=I)
+    inward = (I+C+heads)*(H+m.proj_bias)
+    n = inward+C*(m.conv+m.conv_bias)+3*heads+H*(I+m.proj_bias)
+    return dict(mamba=n, norms=I)
 
-def _mlp_params(H, I, gated, bias):
-    return (
-        (2+gated)*H*I
-        +bias*((1+gated)*I+H)*(I>0))
+# %% ../../nbs/1_ground/04_config.ipynb #440befa2
+def _mlp_params(H, I, gated, bias)->int:
+    "Weights of an MLP of width `I`"
+    return (2+gated)*H*I+bias*((1+gated)*I+H)*(I>0)
 
-def _moe_params(m, H, gated, bias):
+def _moe_params(m, H, gated, bias)->dict:
+    "The same of experts and their router"
     E = m.num_experts
+    a_row = H+m.router_bias+m.correction+m.per_expert_scale
     return dict(
         experts=E*_mlp_params(H, m.intermediate_size, gated, m.expert_bias),
         shared=_mlp_params(H, m.shared_size, gated, bias),
-        router=E*(H+m.router_bias+m.correction+m.per_expert_scale)
-        +H*(m.router_norm+m.shared_gate))
+        router=E*a_row+H*(m.router_norm+m.shared_gate))
 
-def _vision_params(v):
-    h = v.hidden_size
-    I = v.intermediate_size
-    M = v.hidden_size*v.merge_size**2
-    def merger(width):
-        return 2*width+M*(M+1)+v.out_hidden_size*(M+1)
+def _vision_params(v)->int:
+    "Weights of a vision tower"
+    h,I = v.hidden_size,v.intermediate_size
+    M = h*v.merge_size**2
+    def merger(width): return 2*width+M*(M+1)+v.out_hidden_size*(M+1)
     patch = h*(v.in_channels*v.temporal_patch_size*v.patch_size**2+1)
-    block = (
-        4*h+4*h*(h+1)+I*(h+1)
-        +h*(I+1))
-    return (
-        patch+v.num_positions*h+v.depth*block+merger(h)
-        +len(v.deepstack)*merger(M))
+    block = 4*h+4*h*(h+1)+I*(h+1)+h*(I+1)
+    mergers = merger(h)+len(v.deepstack)*merger(M)
+    return patch+v.num_positions*h+v.depth*block+mergers
 
 # %% ../../nbs/1_ground/04_config.ipynb #9873fe28
-def _layer_params(c, mixer, ffn):
+def _layer_params(c, mixer, ffn)->Counter:
     "Weights of one layer, by part"
     H,n = c.hidden_size,Counter()
     if mixer in ('attention','sliding'):
@@ -447,17 +439,21 @@ def _layer_params(c, mixer, ffn):
     if 'moe' in ffn:
         n.update(_moe_params(c.moe, H, c.gated, c.mlp_bias))
     halves = (mixer!='none')+(ffn!='none')
-    n['norms'] += (
-        H*(halves*(1+c.sandwich)+3*(ffn=='moe+mlp'))
-        +c.sandwich)
+    norms = halves*(1+c.sandwich)+3*(ffn=='moe+mlp')
+    n['norms'] += H*norms+c.sandwich
     return n
+
+def _mtp_params(c)->int:
+    "Weights of the layers that draft"
+    H = c.hidden_size
+    layer = sum(_layer_params(c, 'attention', c.ffns[-1]).values())
+    return 2*H*H+3*H+c.mtp_layers*layer
 
 @patch(as_prop=True)
 def param_parts(self:ModelConfig)->dict[str,int]:
     "Weights by part: what is not there is left out"
-    c = self
-    H = self.hidden_size
-    n = Counter(head=self.vocab_size*self.hidden_size, norms=self.hidden_size)
+    c,H = self,self.hidden_size
+    n = Counter(head=c.vocab_size*H, norms=H)
     if not c.tie_embeddings:
         n['embedding'] = n['head']
     for mixer,ffn in zip(c.mixers, c.ffns):
@@ -465,22 +461,17 @@ def param_parts(self:ModelConfig)->dict[str,int]:
     if c.drafter:
         n['drafter'] = 3*H*c.drafter.backbone_size+H*c.drafter.num_centroids
     if c.mtp_layers:
-        n['mtp'] = (
-            2*H*H+3*H
-            +c.mtp_layers
-            *sum(_layer_params(c, 'attention', c.ffns[-1]).values()))
+        n['mtp'] = _mtp_params(c)
     if c.vision:
         n['vision'] = _vision_params(c.vision)
-    return {k:v for k,v in n.items() if v}
+    return {k: v for k,v in n.items() if v}
 
 # %% ../../nbs/1_ground/04_config.ipynb #b9b9d31e
 @patch(as_prop=True)
 def num_params(self:ModelConfig)->int:
     """Weights of the language model, tied matrices counted once;
     its vision tower and drafting layers are not"""
-    return sum(
-        v for k,v in self.param_parts.items()
-        if k not in ('vision','mtp'))
+    return sum(v for k,v in self.param_parts.items() if k not in ('vision','mtp'))
 
 @patch(as_prop=True)
 def total_params(self:ModelConfig)->int:
@@ -492,18 +483,16 @@ def active_params(self:ModelConfig)->int:
     """Weights that one token meets: of the experts those picked, of the embedding none but as the
     head"""
     p = self.param_parts
-    E = p.get('experts', 0)
-    return (
-        self.num_params-p.get('embedding', 0)
-        -(E-E*self.moe.top_k//self.moe.num_experts if E else 0))
+    experts = p.get('experts', 0)
+    idle = experts-experts*self.moe.top_k//self.moe.num_experts if experts else 0
+    return self.num_params-p.get('embedding', 0)-idle
 
 @patch(as_prop=True)
 def kv_elements_per_token(self:ModelConfig)->int:
     """Numbers that one token of context keeps in the cache, keys and values of all layers that
     attend"""
-    return sum(
-        2*h*d
-        for h,d in filter(None, map(self.kv_shape, range(self.num_layers))))
+    shapes = map(self.kv_shape, range(self.num_layers))
+    return sum(2*heads*d for heads,d in filter(None, shapes))
 
 @patch(as_prop=True)
 def state_elements(self:ModelConfig)->int:

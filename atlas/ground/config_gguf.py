@@ -110,6 +110,14 @@ def gguf_has(names:set, tail:str, default:bool=False)->bool:
     return any(n.endswith(tail) for n in names) if names else default
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #3622bd7a
+def _head_size(m, a, heads)->int:
+    "Elements of a head; what else could be said of heads is refused"
+    k = f'{a}.attention.'
+    size = m.whole(k+'key_length', m.whole(f'{a}.embedding_length')//heads)
+    only = dict(value_length=size, causal=True, temperature_scale=0.)
+    m.only(**{k+key: v for key,v in only.items()})
+    return size
+
 def gguf_attention(
     m:Keys, # The metadata
     a:str, # Architecture, with which its keys begin
@@ -122,18 +130,16 @@ def gguf_attention(
     "Heads, biases and rope of the layers that attend; `kw` are further fields"
     k = f'{a}.attention.'
     heads = _same(m, k+'head_count', L)
-    hd = m.whole(k+'key_length', m.whole(f'{a}.embedding_length')//heads)
-    only = dict(value_length=hd, causal=True, temperature_scale=0.)
-    m.only(**{k+key:v for key,v in only.items()})
+    size = _head_size(m, a, heads)
     shared = kw.pop('num_kv_heads', None)
     if not shared:
         shared = _same(m, k+'head_count_kv', L, heads)
     rope = None
     if turns:
-        rope = gguf_rope(m, a, hd, freq_factors, mrope=_sections(m, a))
+        rope = gguf_rope(m, a, size, freq_factors, mrope=_sections(m, a))
     own = _biases(names, kw.pop('bias', False), kw.pop('o_bias', False))
     own['scale'] = m.number(k+'scale', None)
-    return AttentionConfig(heads, shared, hd, rope, **own|kw)
+    return AttentionConfig(heads, shared, size, rope, **own|kw)
 
 def _same(m, key, L, *default)->int:
     "The whole number `key` of every layer that has one"
@@ -277,14 +283,14 @@ class GGUFModel:
         mtp = m.whole(f'{a}.nextn_predict_layers', 0, lo=0)
         L = m.whole(f'{a}.block_count', lo=mtp+1, hi=1024)-mtp
         f = self.fields(m, a, L, set(tensors), freq_factors)
+        if 'moe' not in f['ffns'] and 'intermediate_size' not in f:
+            f['intermediate_size'] = _same(m, f'{a}.feed_forward_length', L)
         if tie_embeddings is None:
             tie_embeddings = bool(tensors) and 'output.weight' not in tensors
-        dense = 'moe' not in f['ffns'] and 'intermediate_size' not in f
-        if dense:
-            f['intermediate_size'] = _same(m, f'{a}.feed_forward_length', L)
-        V = m.whole(f'{a}.vocab_size', _vocabulary(m, tensors))
-        return ModelConfig(family=self.family, vocab_size=V, tie_embeddings=tie_embeddings,
-            mtp_layers=mtp if self.drafts else 0, dtype='F16', **_shared(m, a), **f)
+        own = dict(family=self.family, dtype='F16', tie_embeddings=tie_embeddings)
+        own['vocab_size'] = m.whole(f'{a}.vocab_size', _vocabulary(m, tensors))
+        own['mtp_layers'] = mtp if self.drafts else 0
+        return ModelConfig(**own, **_shared(m, a), **f)
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #13ae21a6
 def _refuse(m, k):

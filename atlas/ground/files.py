@@ -156,8 +156,8 @@ def _unique(pairs):
     "A dict of `pairs`, refusing double keys"
     d = dict(pairs)
     if len(d)<len(pairs):
-        raise ValueError(
-            f'double key {first(k for k,n in Counter(k for k,_ in pairs).items() if n>1)!r}')
+        counts = Counter(k for k,_ in pairs)
+        raise ValueError(f'double key {first(k for k,n in counts.items() if n>1)!r}')
     return d
 
 def _parse_json(b:bytes, bad)->dict:
@@ -171,22 +171,23 @@ def _parse_json(b:bytes, bad)->dict:
     return d
 
 # %% ../../nbs/1_ground/08_files.ipynb #8e76758d
+def _lengths(e, key, bad, many=None)->tuple:
+    "The list of whole numbers under `key` of an entry, `many` of them or at most 8"
+    v = e.get(key)
+    lengths = (many,) if many else range(9)
+    def whole(i): return type(i) is int and 0<=i<2**62
+    if not isinstance(v, list) or len(v) not in lengths or not all(map(whole, v)):
+        raise bad(f'has {key} {v!r}')
+    return tuple(v)
+
 def _st_entry(file, name, e, start)->Span:
     "Check entry `e` of a safetensors header whose data begins at `start`"
     def bad(msg): return file.bad(f'tensor {name!r} {msg}', param=name)
-    def ints(k, n=None):
-        v = e.get(k)
-        lengths = (n,) if n else range(9)
-        if not (
-            isinstance(v, list)
-            and len(v) in lengths
-            and all(type(i) is int and 0<=i<2**62 for i in v)):
-            raise bad(f'has {k} {v!r}')
-        return tuple(v)
     if not isinstance(e, dict):
         raise bad(f'is described by {e!r}')
-    dtype,shape,(a,b) = (
-        e.get('dtype'), ints('shape'), ints('data_offsets', 2))
+    dtype = e.get('dtype')
+    shape = _lengths(e, 'shape', bad)
+    a,b = _lengths(e, 'data_offsets', bad, 2)
     if not isinstance(dtype, str) or dtype not in ST_SIZES:
         raise UnsupportedError(
             f'{file.name}: tensor {name!r} has the unknown type {dtype!r}',
@@ -228,34 +229,43 @@ def _dims(dtype, shape)->tuple|None: # Bytes, and the shape as integers
 # %% ../../nbs/1_ground/08_files.ipynb #c1a0b003
 _new_span = partial(tuple.__new__, Span) # `Span(*t)` of a tuple of all fields
 
+def _fill_exactly(a, b, nbytes, size:int)->bool: # int64 [n] each
+    "Do spans from `a` to `b` have these lengths, and fill `size` bytes without hole or overlap?"
+    order = np.lexsort((nbytes,a))
+    end = np.append(0, b[order])
+    return bool((a[order]==end[:-1]).all() and end[-1]==size and (b-a==nbytes).all())
+
 def _plain_spans(file, text, start)->dict[str,Span]|None:
     "Names and places of all tensors, where `text` is as the library writes it and keeps all rules"
     if not (columns := _columns(text)):
-        return
+        return None
     names,dtypes,shapes,*ends = columns
     pairs = list(zip(dtypes, shapes))
     known = {k: _dims(*k) for k in set(pairs)}
     if None in known.values():
-        return
+        return None
     nbytes,dims = zip(*map(known.get, pairs))
-    a,b = (
-        np.array(list(map(int, c)), np.int64)
-        for c in ends)
-    n = np.array(nbytes, np.int64)
-    order = np.lexsort((n,a))
-    end = np.append(0, b[order])
-    fills = (
-        (a[order]==end[:-1]).all()
-        and end[-1]==file.size-start)
-    if not fills or (b-a!=n).any():
-        return
-    columns = (
-        repeat(file), (a+start).tolist(), nbytes, dtypes, dims,
-        repeat(False))
-    spans = dict(zip(names, map(_new_span, zip(*columns))))
+    a,b = (np.array(list(map(int, c)), np.int64) for c in ends)
+    if not _fill_exactly(a, b, np.array(nbytes, np.int64), file.size-start):
+        return None
+    fields = repeat(file),(a+start).tolist(),nbytes,dtypes,dims,repeat(False)
+    spans = dict(zip(names, map(_new_span, zip(*fields))))
     return spans if len(spans)==len(names) and '__metadata__' not in spans else None
 
 # %% ../../nbs/1_ground/08_files.ipynb #16f42fe1
+def _check_order(file, spans, start):
+    "A `CheckpointError` unless `spans` fill the file from `start` to its end, none over another"
+    end = start
+    for at,size,k in sorted((s.offset, s.nbytes, k) for k,s in spans.items()):
+        if at!=end:
+            raise file.bad(
+                f'tensor {k!r} begins at byte {at:,}, expected {end:,}: tensors overlap or '
+                'leave a hole',
+                param=k)
+        end += size
+    if end!=file.size:
+        raise file.bad(f'the tensors end at byte {end:,} and the file has {file.size:,}')
+
 def st_header(file:File)->dict[str,Span]:
     "Names and places of all tensors of a safetensors file, proven to fill it exactly"
     if file.size<8:
@@ -269,20 +279,8 @@ def st_header(file:File)->dict[str,Span]:
             return spans
     d = _parse_json(b, lambda msg: file.bad(f'the header is not valid: {msg}'))
     d.pop('__metadata__', None)
-    spans = {
-        k:_st_entry(file, k, e, 8+n)
-        for k,e in d.items()}
-    end = 8+n
-    places = [(s.offset, s.nbytes, k) for k,s in spans.items()]
-    for at,size,k in sorted(places):
-        if at!=end:
-            raise file.bad(
-                f'tensor {k!r} begins at byte {at:,}, expected {end:,}: tensors overlap or '
-                'leave a hole',
-                param=k)
-        end += size
-    if end!=file.size:
-        raise file.bad(f'the tensors end at byte {end:,} and the file has {file.size:,}')
+    spans = {k: _st_entry(file, k, e, 8+n) for k,e in d.items()}
+    _check_order(file, spans, 8+n)
     return spans
 
 # %% ../../nbs/1_ground/08_files.ipynb #2e3ea7f7
@@ -293,7 +291,7 @@ ST_PACKED = ( # payload's ending and type, scale's ending and types, global scal
     ('.weight',        'U8',      '.weight_scale', ('F8_E4M3',), '.weight_scale_2',      'NVFP4'),
     ('.weight',        'U8',      '.weight_scale', _E8M0,        None,                   'MXFP4'),
     ('_blocks',        'U8',      '_scales',       _E8M0,        None,                   'MXFP4'),
-    ('',               'F8_E4M3', '_scale_inv',    _REAL,        None,                   'FP8_BLOCK'),
+    ('',               'F8_E4M3', '_scale_inv',    _REAL,        None,               'FP8_BLOCK'),
     ('',               'F8_E4M3', '_scale',        _REAL,        None,                   'FP8'))
 _PAYLOAD_TYPES = {p for _,p,*_ in ST_PACKED}
 SCALES = ( # Endings of names that mean nothing without a weight
@@ -310,100 +308,90 @@ def _match(name, spans):
     """Format, names and spans of the parts of the packed tensor whose payload is `name`;
     None if it is not packed"""
     odd,payload = None,spans[name]
-    file = payload.file
     for end,scale,types,glob,fmt in _BY_TYPE[payload.dtype]:
-        if not name.endswith(end):
-            continue
         base = name[:len(name)-len(end)]
-        if not (s := spans.get(base+scale)):
+        if not name.endswith(end) or not (s := spans.get(base+scale)):
             continue
         if s.dtype not in types:
             odd = f'scale {base+scale!r} of {name!r} is {s.dtype}, expected {" or ".join(types)}'
             continue
+        parts = dict(data=payload, scale=s)
         if not glob:
-            return fmt,(name,base+scale),dict(data=payload, scale=s)
+            return fmt,(name,base+scale),parts
         if not (g := spans.get(base+glob)):
             said = f'{name!r} is {fmt} and lacks its global scale {base+glob!r}'
-            raise file.bad(said, param=name)
-        return (
-            fmt,
-            (name,base+scale,base+glob),
-            {'data':payload, 'scale':s, 'global':g})
+            raise payload.file.bad(said, param=name)
+        return fmt,(name,base+scale,base+glob),parts|{'global':g}
     if odd:
-        raise file.bad(odd, param=name)
+        raise payload.file.bad(odd, param=name)
 
 # %% ../../nbs/1_ground/08_files.ipynb #438bbbe1
 def _each(lead, shape):
     "Is `shape` one number for each matrix of a stack `lead`?"
-    return (
-        bool(lead)
-        and shape in (lead, (*lead,1), (*lead,1,1)))
+    return bool(lead) and shape in (lead, (*lead,1), (*lead,1,1))
 
 def _fp8_kind(shape, scale, tiled:bool):
     """FP8 format of a tensor of `shape` with a scale of shape `scale` (`tiled`, if its name says
     so), and that shape without dimensions of 1; None if they contradict"""
     lead = shape[:-2]
     tiles = tuple(-(-n//FP8_TILE) for n in shape[-2:])
-    if (
-        len(shape)>1
-        and scale
-        in (
-            (*lead,*tiles),
-            (*lead,tiles[0],1,tiles[1],1))):
-        return 'FP8_BLOCK',(*lead,*tiles)
+    if len(shape)>1:
+        by_tile = *lead,*tiles
+        if scale in (by_tile, (*lead,tiles[0],1,tiles[1],1)):
+            return 'FP8_BLOCK',by_tile
     if math.prod(scale)==1 and (not tiled or len(scale)<2):
         return 'FP8_TENSOR',()
     if tiled:
-        return
+        return None
     if _each(lead, scale):
         return 'FP8_TENSOR',lead
     if scale in (shape[:-1], (*shape[:-1],1)):
         return 'FP8_CHANNEL',shape[:-1]
+    return None
 
 def _four_bits(fmt, shape, scale, blocks:bool):
     """Shape of a tensor whose payload has `shape`, and the shape of its scale;
     None if they contradict. gpt-oss's `blocks` are an axis of their own"""
     if blocks and (len(shape)<2 or shape[-1]!=16):
-        return
-    shape = (
-        (*shape[:-2],shape[-2]*32) if blocks
-        else (*shape[:-1],shape[-1]*2))
+        return None
+    shape = (*shape[:-2],shape[-2]*32) if blocks else (*shape[:-1],shape[-1]*2)
     n = FORMATS[fmt].block
-    return (
-        (shape,scale)
-        if shape[-1]%n==0
-        and scale==(*shape[:-1],shape[-1]//n)
-        else None)
+    fits = shape[-1]%n==0 and scale==(*shape[:-1],shape[-1]//n)
+    return (shape,scale) if fits else None
 
 # %% ../../nbs/1_ground/08_files.ipynb #d31c79a2
+def _of_global(shape, glob)->tuple|None:
+    "Shape of a global scale: of one for all, or of one for each of a stack; None if it is neither"
+    dtype,its,*_ = glob
+    if dtype not in _REAL:
+        return None
+    if _each(shape[:-2], its):
+        return shape[:-2]
+    return () if math.prod(its)==1 else None
+
 @lru_cache(1<<12)
 def _kind(fmt, blocks:bool, data, scale, glob=None)->Kind|str:
     """The kind of a tensor whose parts have these types and shapes;
     the name of one that contradicts the others"""
     shape = data[1]
     if fmt[:3]=='FP8':
-        if not (found := _fp8_kind(shape, scale[1], fmt=='FP8_BLOCK')):
-            return 'scale'
-        fmt,seen = found
+        found = _fp8_kind(shape, scale[1], fmt=='FP8_BLOCK')
+        fmt,seen = found or (fmt,None)
     else:
-        if not (found := _four_bits(fmt, shape, scale[1], blocks)):
-            return 'scale'
-        shape,seen = found
-    parts = (
-        ('data',*data),
-        ('scale',scale[0],seen,*scale[2:]))
+        found = _four_bits(fmt, shape, scale[1], blocks)
+        shape,seen = found or (shape,None)
+    if not found:
+        return 'scale'
+    parts = ('data',*data),('scale',scale[0],seen,*scale[2:])
     if glob:
-        lead = (
-            shape[:-2] if _each(shape[:-2], glob[1])
-            else ())
-        if glob[0] not in _REAL or not lead and math.prod(glob[1])!=1:
+        lead = _of_global(shape, glob)
+        if lead is None:
             return 'global'
         parts = *parts,('global',glob[0],lead,*glob[2:])
     stored = [part and part[1] for part in (data,scale,glob)]
-    return Kind(
-        fmt, shape, parts,
-        any(s!=p[2] for s,p in zip(stored, parts)))
+    return Kind(fmt, shape, parts, any(s!=p[2] for s,p in zip(stored, parts)))
 
+# %% ../../nbs/1_ground/08_files.ipynb #af24cb19
 def _packed(fmt, spans, stored)->TensorInfo:
     """One tensor from the `spans` of its parts, whose shapes must be the format's;
     `stored` is the payload's name"""
@@ -468,13 +456,11 @@ def _gptq_codes(spans, got, n, less=1):
 def _awq_codes(spans, got, n):
     "The same of AutoAWQ"
     words = np.ascontiguousarray(_words(got, spans, 'data').T)
-    even = words[:,::2]
-    odd = words[:,1::2]
+    even,odd = words[:,::2],words[:,1::2]
     low = np.uint32(0x0F0F0F0F)
-    data = np.empty(
-        (len(words),8,even.shape[1]), np.uint8)
-    lower = even&low | (odd&low)<<4     # of two inputs, in every byte
+    lower = even&low | (odd&low)<<4 # of two inputs, in every byte
     upper = even>>4&low | odd&~low
+    data = np.empty((len(words),8,even.shape[1]), np.uint8)
     for i,p in enumerate((lower, upper)):
         b = p.view(np.uint8).reshape(*p.shape, 4)
         for j in range(4):
@@ -529,24 +515,19 @@ def _int4_names(name, spans):
     turned = name.endswith('.qweight')
     packed = turned or name.endswith('.weight_packed')
     if spans[name].dtype!='I32' or not packed:
-        return
+        return None
     base = name.rsplit('.', 1)[0]
     bad = spans[name].file.bad
-    parts = _Q_PARTS if turned else _CT_PARTS
+    ends = _Q_PARTS if turned else _CT_PARTS
     for p in ('scale','zero') if turned else ('scale',):
-        k = base+parts[p]
+        k = base+ends[p]
         if k not in spans:
             raise bad(f'{name!r} is packed, and {k!r} is not there', param=name)
-    names = dict(data=name)
-    for p,end in parts.items():
-        if base+end in spans:
-            names[p] = base+end
+    names = dict(data=name)|{p: base+end for p,end in ends.items() if base+end in spans}
     for p,k in names.items():
-        dtype = spans[k].dtype
-        types = _INT4_TYPES.get(p, ('I32',))
-        if dtype in types:
-            continue
-        raise bad(f'{k!r} is {dtype}, expected {" or ".join(types)}', param=name)
+        dtype,types = spans[k].dtype,_INT4_TYPES.get(p, ('I32',))
+        if dtype not in types:
+            raise bad(f'{k!r} is {dtype}, expected {" or ".join(types)}', param=name)
     return names
 
 # %% ../../nbs/1_ground/08_files.ipynb #e1039e29
@@ -557,6 +538,12 @@ class _Int4Kind:
     groups:int # Of a row
     awq:bool # Is it AutoAWQ's?
 
+def _int4_sides(d, s, turned, awq)->tuple[int,int,int,int]:
+    "Inputs and rows that the codes `d` have, groups and rows that the scales `s` have"
+    k,n = d if turned else d[::-1]
+    groups,rows = s if turned else s[::-1]
+    return (k,n*8,groups,rows) if awq else (k*8,n,groups,rows)
+
 def _int4_kind(
     spans, # By part
     turned, # Is the first axis the input's?
@@ -564,25 +551,17 @@ def _int4_kind(
     "The kind of a matrix from the spans of its parts; None where they contradict each other"
     d,s = spans['data'].shape,spans['scale'].shape
     if len(d)!=2 or len(s)!=2:
-        return
+        return None
     awq = turned and d[1]*8==s[1]
-    k,n = d if turned else d[::-1]
-    if awq:
-        n *= 8
-    else:
-        k *= 8
-    groups,rows = s if turned else s[::-1]
-    if rows!=n or not n*groups or k%groups:
-        return
-    if turned and n%8:
-        return
+    k,n,groups,rows = _int4_sides(d, s, turned, awq)
+    if rows!=n or not n*groups or k%groups or turned and n%8:
+        return None
     if awq and 'groups' in spans:
-        return  # AutoAWQ knows no order of columns
+        return None # AutoAWQ knows no order of columns
     words = -(-n//8)
-    zero = (groups,words) if turned else (words,groups)
-    for p,shape in dict(groups=(k,), zero=zero).items():
-        if p in spans and spans[p].shape!=shape:
-            return
+    want = dict(groups=(k,), zero=(groups,words) if turned else (words,groups))
+    if any(p in spans and spans[p].shape!=shape for p,shape in want.items()):
+        return None
     return _Int4Kind((n,k), groups, awq)
 
 def _scattered(s:Span, name, groups):
@@ -602,22 +581,28 @@ def _codes_of(turned, awq, v2):
         return _awq_codes
     return partial(_gptq_codes, less=int(not v2)) if turned else _ct_codes
 
+def _int4_format(name, mine, kind)->str:
+    "Where its groups may lie; an `UnsupportedError` for groups that are too small"
+    if 'groups' in mine and _scattered(mine['groups'], name, kind.groups):
+        return 'INT4_DESC_ACT'
+    size = kind.shape[1]//kind.groups
+    if size%32:
+        said = f'{name!r} in {mine["data"].file.name} has groups of {size} weights'
+        raise UnsupportedError(f'{said}, and Atlas reads multiples of 32', param=name)
+    return 'INT4'
+
 def _int4_info(name, spans, v2):
     "The packed matrix whose payload is `name`, and names of its parts; None if it is none"
     if not (names := _int4_names(name, spans)):
-        return
+        return None
     mine = {p:spans[k] for p,k in names.items()}
-    file,turned = spans[name].file,name.endswith('.qweight')
+    turned = name.endswith('.qweight')
     if not (kind := _int4_kind(mine, turned)):
         shapes = {names[p]:list(s.shape) for p,s in mine.items()}
-        raise file.bad(f'the parts of {name!r} contradict each other: {shapes}', param=name)
-    apart = 'groups' in mine and _scattered(mine['groups'], name, kind.groups)
-    size = kind.shape[1]//kind.groups
-    if size%32 and not apart:
-        said = f'{name!r} in {file.name} has groups of {size} weights'
-        raise UnsupportedError(f'{said}, and Atlas reads multiples of 32', param=name)
+        said = f'the parts of {name!r} contradict each other: {shapes}'
+        raise spans[name].file.bad(said, param=name)
     codes = _codes_of(turned, kind.awq, v2)
-    fmt = 'INT4_DESC_ACT' if apart else 'INT4'
+    fmt = _int4_format(name, mine, kind)
     whole = name.rsplit('.', 1)[0]+'.weight'
     info = TensorInfo(whole, fmt, kind.shape, mine, stored=name)
     info = replace(info, unpack=partial(_int4_parts, info, codes))
@@ -626,6 +611,10 @@ def _int4_info(name, spans, v2):
 # %% ../../nbs/1_ground/08_files.ipynb #5a34ef28
 _MAY_BE_PACKED = {'I32',*_PAYLOAD_TYPES}
 def _is_scale(name)->bool: return name.endswith(('_scale','_scale_inv'))
+
+def _whole_name(k:str)->str:
+    "Name of the tensor whose payload is `k`"
+    return k if k.endswith('.weight') else k.removesuffix('_packed').removesuffix('_blocks')
 
 def st_infos(
     spans:dict[str,Span], # By stored name
@@ -645,49 +634,53 @@ def st_infos(
             fmt,names,parts = m
             used.update(names)
             t = _packed(fmt, parts, k)
-            t.name = (
-                k if k.endswith('.weight')
-                else k.removesuffix('_packed').removesuffix('_blocks'))
+            t.name = _whole_name(k)
             infos.append(t)
-    return (
-        infos
-        +[
-            TensorInfo(k, s.dtype, s.shape, dict(data=s), stored=k)
-            for k,s in spans.items() if k not in used])
+    rest = ((k,s) for k,s in spans.items() if k not in used)
+    return infos+[TensorInfo(k, s.dtype, s.shape, dict(data=s), stored=k) for k,s in rest]
 
 # %% ../../nbs/1_ground/08_files.ipynb #52786f52
 def span_bytes(s:Span)->np.ndarray:
     "The bytes of `s`, read now"
     return s.file.read_into(np.empty(s.nbytes, np.uint8), s.offset)
 
+def _stored_dtype(s:Span, dtype:str)->str:
+    "NumPy's name of what the bytes of `s` are, where `dtype` is asked for"
+    if dtype=='float32' and s.dtype in FORMATS:
+        return FORMATS[s.dtype].layout(())['data'][0]
+    return 'uint8' if s.dtype=='F8_E8M0' else dtype
+
 def _read_part(s:Span, dtype:str, shape, get)->np.ndarray:
     """The bytes of `s` as `dtype` and `shape`;
     what is narrower is widened where float32 is asked for"""
-    stored = (
-        FORMATS[s.dtype].layout(())['data'][0]
-        if dtype=='float32' and s.dtype in FORMATS
-        else 'uint8' if s.dtype=='F8_E8M0' else dtype)
+    stored = _stored_dtype(s, dtype)
     a = get(s).view(stored).reshape(shape)
-    if stored!=dtype:
-        a = (
-            E8M0[a] if s.dtype=='F8_E8M0'
-            else FORMATS[s.dtype].decode(dict(data=a), shape))
+    if stored!=dtype and s.dtype=='F8_E8M0':
+        a = E8M0[a]
+    elif stored!=dtype:
+        a = FORMATS[s.dtype].decode(dict(data=a), shape)
     return np.asarray(1/a) if s.reciprocal else a
 
+# %% ../../nbs/1_ground/08_files.ipynb #2d53b6f4
 def same_bytes(a:TensorInfo, b:TensorInfo, n:int=1<<24)->bool:
     "Are two tensors stored in the same way, with the same bytes?"
-    if (
-        (a.fmt,a.shape,a.spans.keys())
-        !=(b.fmt,b.shape,b.spans.keys())):
+    def how(t): return t.fmt,t.shape,t.spans.keys()
+    if how(a)!=how(b):
         return False
-    def get(s,i):
-        return s.file.read_into(
-            np.empty(min(n, s.nbytes-i), np.uint8),
-            s.offset+i)
+    def get(s, i):
+        return s.file.read_into(np.empty(min(n, s.nbytes-i), np.uint8), s.offset+i)
     return all(
         np.array_equal(get(s, i), get(b.spans[p], i))
         for p,s in a.spans.items()
         for i in range(0, s.nbytes, n))
+
+def _read_parts(t:TensorInfo, get)->dict:
+    "The parts of `t` as its format has them"
+    parts = {}
+    for p,(dtype,shape) in FORMATS[t.fmt].layout(t.shape).items():
+        s = t.spans[p]
+        parts[p] = _read_part(s, dtype, shape if p=='data' else s.shape, get)
+    return parts
 
 def read_tensor(
     t:TensorInfo,
@@ -701,12 +694,7 @@ def read_tensor(
     if t.unpack:
         parts = t.unpack(t.shape, *map(get, t.spans.values()))
     else:
-        parts = {
-            p:_read_part(
-                t.spans[p], d, t.spans[p].shape if p!='data' else s,
-                get)
-            for p,(d,s) in FORMATS[t.fmt].layout(
-                t.shape).items()}
+        parts = _read_parts(t, get)
     q = QTensor(t.fmt, t.shape, parts)
     if t.order is not None:
         q = q.rows(t.order)
@@ -736,18 +724,13 @@ def bad_scale(stored:str, s:Span, part:str)->CheckpointError:
 def _runs(spans, gap:int=1<<16, most:int=1<<24):
     "Lists of the (stored name, `Span`, part) triples that are close enough to be read at once"
     run = []
-    for k,s,p in sorted(
-        spans,
-        key=lambda x: (x[1].file.name,x[1].offset)):
-        if (
-            run
-            and (
-                s.file is not run[0][1].file
-                or s.offset
-                >run[-1][1].offset+run[-1][1].nbytes+gap
-                or s.offset+s.nbytes>run[0][1].offset+most)):
-            yield run
-            run = []
+    for k,s,p in sorted(spans, key=lambda x: (x[1].file.name,x[1].offset)):
+        if run:
+            begin,last = run[0][1],run[-1][1]
+            far = s.offset>last.offset+last.nbytes+gap
+            if s.file is not begin.file or far or s.offset+s.nbytes>begin.offset+most:
+                yield run
+                run = []
         run.append((k,s,p))
     if run:
         yield run
@@ -780,10 +763,7 @@ def check_read(t:TensorInfo, get):
 def check_scales(tensors:Iterable[TensorInfo]):
     """Read the scales of packed tensors;
     a `CheckpointError` names one that holds what cannot be a scale"""
-    scales = [
-        (t.stored, s, p)
-        for t in tensors
-        for s,p in _scales_of(t)]
+    scales = [(t.stored, s, p) for t in tensors for s,p in _scales_of(t)]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for _ in pool.map(_check_run, _runs(scales)):
             pass
@@ -811,6 +791,12 @@ def _prefixes(prefix)->list:
     known = 'model.','model.language_model.','language_model.model.','backbone.'
     return sorted({prefix,*known}, key=len, reverse=True)
 
+def _rest(name:str)->str:
+    "A name within the trunk, where some say norm_f and embeddings"
+    if name.startswith('layers.'):
+        return name
+    return re.sub(r'^norm_f\.', 'norm.', re.sub(r'^embeddings\.', 'embed_tokens.', name))
+
 def canonical(name:str, prefix:str)->str:
     """The name by which Atlas calls the stored tensor `name`, when the trunk's names begin with
     `prefix`"""
@@ -819,11 +805,7 @@ def canonical(name:str, prefix:str)->str:
         return f'{m[1]}.{m[2]}'
     for p in _prefixes(prefix):
         if name.startswith(p) and (p or _TRUNK.match(name)):
-            rest = name[len(p):]
-            if not rest.startswith('layers.'):
-                rest = re.sub(
-                    r'^norm_f\.', 'norm.', re.sub(r'^embeddings\.', 'embed_tokens.', rest))
-            return 'model.'+rest
+            return 'model.'+_rest(name[len(p):])
     return name
 
 def _named(infos:list[TensorInfo])->dict[str,TensorInfo]:
@@ -853,23 +835,25 @@ def json_file(path:Path)->dict:
             raise f.bad(f'{f.size:,} bytes are more than any such file has')
         return _parse_json(f.read(f.size, 0), f.bad)
 
+def _check_index(m:dict):
+    "A `CheckpointError` where it names what is no file beside it"
+    plain = re.compile(r'[^/\\\0]+\.safetensors').fullmatch
+    said = {n for n in m.values() if isinstance(n, str)}
+    fine = {n for n in said if plain(n)}
+    if fine.issuperset(n if isinstance(n, str) else None for n in m.values()):
+        return
+    k,n = next((k,n) for k,n in m.items() if not isinstance(n, str) or n not in fine)
+    raise CheckpointError(
+        f'{INDEX} sends tensor {k!r} to {n!r}, expected the name of a .safetensors file '
+        'beside it',
+        param=k)
+
 def shards(folder:Path)->dict[str,str]:
     "The index of a sharded checkpoint: tensor -> file name"
     m = json_file(folder/INDEX).get('weight_map')
     if not isinstance(m, dict) or not m:
         raise CheckpointError(f'{INDEX} has no weight_map', hint=AGAIN, param='weight_map')
-    said = {n for n in m.values() if isinstance(n, str)}
-    fine = {n for n in said if re.fullmatch(r'[^/\\\0]+\.safetensors', n)}
-    if not fine.issuperset(
-        n if isinstance(n, str) else None
-        for n in m.values()):
-        k,n = next(
-            (k, n) for k,n in m.items()
-            if not isinstance(n, str) or n not in fine)
-        raise CheckpointError(
-            f'{INDEX} sends tensor {k!r} to {n!r}, expected the name of a .safetensors file '
-            'beside it',
-            param=k)
+    _check_index(m)
     for n in sorted(set(m.values())):
         if not (folder/n).is_file():
             raise CheckpointError(
@@ -879,8 +863,15 @@ def shards(folder:Path)->dict[str,str]:
     return m
 
 # %% ../../nbs/1_ground/08_files.ipynb #5f01f296
-def st_spans(
-    paths:Iterable[Path], es:ExitStack, index:dict|None=None)->dict[str,Span]:
+def _check_indexed(f, its, index:dict):
+    "A `CheckpointError` where the tensors `its` of a file are not those that the index says"
+    if all(map(eq, map(index.get, its), repeat(f.name))):
+        return
+    k = next(k for k in its if index.get(k)!=f.name)
+    said = index.get(k) or 'nothing of it'
+    raise f.bad(f'tensor {k!r} is here, and {INDEX} says {said}', param=k)
+
+def st_spans(paths:Iterable[Path], es:ExitStack, index:dict|None=None)->dict[str,Span]:
     "All tensors of some safetensors files, which must be those of the `index`"
     spans = {}
     for p in paths:
@@ -890,14 +881,8 @@ def st_spans(
         if not spans.keys().isdisjoint(its):
             k = next(k for k in its if k in spans)
             raise f.bad(f'tensor {k!r} is also in {spans[k].file.name}', param=k)
-        if (
-            index
-            and not all(map(
-                eq, map(index.get, its), repeat(f.name)))):
-            k = next(k for k in its if index.get(k)!=f.name)
-            raise f.bad(
-                f'tensor {k!r} is here, and {INDEX} says {index.get(k) or "nothing of it"}',
-                param=k)
+        if index:
+            _check_indexed(f, its, index)
         spans |= its
     if index and len(index)>len(spans):
         k = next(k for k in index if k not in spans)
@@ -906,8 +891,8 @@ def st_spans(
     return spans
 
 # %% ../../nbs/1_ground/08_files.ipynb #1d33b636
-def st_open(folder:Path, es:ExitStack, file:Path|None=None):
-    "Config and tensors of `file`, or of the safetensors files in `folder`"
+def _st_config(folder:Path)->tuple[dict,ModelConfig]:
+    "config.json of `folder`, and what it says with the files beside it"
     path = folder/'config.json'
     if not path.is_file():
         raise CheckpointError(
@@ -919,11 +904,14 @@ def st_open(folder:Path, es:ExitStack, file:Path|None=None):
         if (folder/n).is_file():
             more[k] = json_file(folder/n)
             cfg = named_config(n, lambda: ModelConfig.from_hf(meta, **more))
-    one = file or folder/'model.safetensors'
-    index = None if one.is_file() else shards(folder)
-    spans = st_spans(
-        [one] if index is None
-        else [folder/n for n in sorted(set(index.values()))],
-        es,
-        index)
+    return meta,cfg
+
+def st_open(folder:Path, es:ExitStack, file:Path|None=None):
+    "Config and tensors of `file`, or of the safetensors files in `folder`"
+    meta,cfg = _st_config(folder)
+    paths,index = [file or folder/'model.safetensors'],None
+    if not paths[0].is_file():
+        index = shards(folder)
+        paths = [folder/n for n in sorted(set(index.values()))]
+    spans = st_spans(paths, es, index)
     return meta,cfg,_named(st_infos(spans, cfg.quantization))

@@ -63,7 +63,9 @@ def f32_to_e2m1(x:np.ndarray)->np.ndarray: # uint8 codes 0..15
 
 def f32_to_e4m3(x:np.ndarray)->np.ndarray: # uint8 codes
     "Nearest E4M3 code, ties to even, saturating at ±448; NaN stays NaN"
-    c = np.searchsorted(_E4M3_EDGES, np.abs(x)) + 128*np.signbit(x)
+    c = (
+        np.searchsorted(_E4M3_EDGES, np.abs(x))
+        + 128*np.signbit(x))
     return np.where(np.isnan(x), 0x7F, c).astype(np.uint8)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #405490bc
@@ -74,7 +76,9 @@ def bf16_to_f32(u:np.ndarray)->np.ndarray:
 def f32_to_bf16(x:np.ndarray)->np.ndarray:
     "uint16 BF16 codes of float32 values, rounded to nearest even"
     u = np.asarray(x, np.float32).view(np.uint32)
-    r = (u + (np.uint32(0x7FFF) + (u>>16 & 1)))>>16
+    r = (
+        (u + (np.uint32(0x7FFF) + (u>>16 & 1)))
+        >>16)
     return np.where(
         np.isnan(x), u>>16 | 0x40, r).astype(np.uint16)
 
@@ -116,33 +120,30 @@ _plain('F8_E4M3', 'uint8', E4M3.take, f32_to_e4m3)
 def error(self:Format, w:np.ndarray)->float:
     "Relative root-mean-square error of storing `w`"
     return float(
-        np.linalg.norm(self.decode(self.encode(w), w.shape)-w)
-        /np.linalg.norm(w))
+        np.linalg.norm(
+            self.decode(self.encode(w), w.shape)-w)
+        / np.linalg.norm(w))
 
 # %% ../../nbs/1_ground/07_formats.ipynb #368978d9
 FP8_TILE = 128 # Side of the square of weights that share a scale in FP8_BLOCK
 
 def _tile_amax(a:np.ndarray)->np.ndarray:
     "Maximum of each 128×128 tile of the last two axes, the last ones possibly partial"
-    pad = (
-        [(0,0)]*(a.ndim-2)
-        + [(0,-n%FP8_TILE) for n in a.shape[-2:]])
-    a = np.pad(a, pad)
+    edges = [(0,-n%FP8_TILE) for n in a.shape[-2:]]
+    a = np.pad(
+        a, [(0,0)]*(a.ndim-2)+edges)
     *l,o,i = a.shape
-    return a.reshape(
-        *l, o//FP8_TILE, FP8_TILE, i//FP8_TILE,
-        FP8_TILE).max((-3,-1))
+    tiles = a.reshape(*l, o//FP8_TILE, FP8_TILE, i//FP8_TILE, FP8_TILE)
+    return tiles.max((-3,-1))
 
 def _tile_spread(s:np.ndarray, shape)->np.ndarray:
     "Repeat each tile's scale over the tile, cut to `shape`"
-    return s.repeat(FP8_TILE,-2)[
-        ...,
-        :shape[-2],
-        :].repeat(FP8_TILE,-1)[...,:shape[-1]]
+    rows = s.repeat(FP8_TILE, -2)[...,:shape[-2],:]
+    return rows.repeat(FP8_TILE, -1)[...,:shape[-1]]
 
 # %% ../../nbs/1_ground/07_formats.ipynb #2e597916
-# one scale for all, or for each matrix of a stack
 def _over(s):
+    "Scales as they multiply: one for all, or one for each matrix of a stack"
     return s[...,None,None] if s.ndim else s
 
 def _fp8(name, bits, amax, scale_shape, spread):
@@ -153,15 +154,16 @@ def _fp8(name, bits, amax, scale_shape, spread):
         s = np.asarray(amax(np.abs(w))/np.float32(448))
         s = np.where(s>0, s, np.float32(1))
         return dict(data=f32_to_e4m3(w/spread(s,w.shape)), scale=s)
-    _add(name, bits, {'FP8_BLOCK':FP8_TILE}.get(name,1), layout, decode, encode)
+    _add(
+        name, bits, {'FP8_BLOCK':FP8_TILE}.get(name,1), layout, decode,
+        encode)
 
 def _tiled(s):
+    "Shape of the scales of tiles"
     if len(s)<2:
         raise ConfigError(f'FP8_BLOCK needs two dimensions, not the shape {list(s)}')
-    return (
-        *s[:-2],
-        -(-s[-2]//FP8_TILE),
-        -(-s[-1]//FP8_TILE))
+    *l,o,i = s
+    return (*l, -(-o//FP8_TILE), -(-i//FP8_TILE))
 
 _fp8(
     'FP8_TENSOR', 8, lambda a: a.max(), lambda s: (),
@@ -198,28 +200,34 @@ def _scales(name, n):
     return f
 
 def _nvfp4_layout(s):
-    sc = _scales('NVFP4', 16)(s)
-    return dict(
-        data=('uint8',(*s[:-1],s[-1]//2)),
-        scale=('uint8',sc),
-        **{'global':('float32',())})
+    "Codes in pairs, a scale each 16, a factor"
+    scales = _scales('NVFP4', 16)(s)
+    codes = *s[:-1],s[-1]//2
+    return {
+        'data':('uint8',codes),
+        'scale':('uint8',scales),
+        'global':('float32',())}
 
 def _nvfp4_decode(p, shape):
+    "Code times scale times factor"
     s = E4M3[p['scale']]*_over(p['global'])
-    return (
-        unpack_e2m1(p['data']).reshape(*s.shape,16)
-        *s[...,None]).reshape(shape)
+    q = unpack_e2m1(p['data']).reshape(*s.shape, 16)
+    return (q*s[...,None]).reshape(shape)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #37616de4
 def _nvfp4_encode(w):
+    "As modelopt does, in its order of divisions"
     b = w.reshape(_scales('NVFP4', 16)(w.shape)+(16,))
     amax = np.abs(b).max(-1)
     g = amax.max()/np.float32(6*448)
     if g==0:
         g = np.float32(1)
     s = amax/6/g
-    s = f32_to_e4m3(np.where(
-        s==0, np.float32(1), s).clip(2**-9, 448))
+    s = np.where(
+        s==0,
+        np.float32(1),
+        s).clip(2**-9, 448)
+    s = f32_to_e4m3(s)
     q = f32_to_e2m1(b/(E4M3[s]*g)[...,None])
     return {
         'data':pack4(q.reshape(w.shape)),
@@ -230,26 +238,30 @@ _add('NVFP4', 4.5, 16, _nvfp4_layout, _nvfp4_decode, _nvfp4_encode)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #83907d1c
 def _mxfp4_layout(s):
+    "Codes in pairs, a scale each 32"
+    scales = _scales('MXFP4', 32)(s)
     return dict(
-        data=('uint8',(*s[:-1],s[-1]//2)),
-        scale=('uint8',_scales('MXFP4', 32)(s)))
+        data=(
+            'uint8', (*s[:-1],s[-1]//2)),
+        scale=('uint8',scales))
 
 def _mxfp4_decode(p, shape):
+    "Code times power of two"
     s = E8M0[p['scale']]
-    return (
-        unpack_e2m1(p['data']).reshape(*s.shape,32)
-        *s[...,None]).reshape(shape)
+    q = unpack_e2m1(p['data']).reshape(*s.shape, 32)
+    return (q*s[...,None]).reshape(shape)
 
 def _mxfp4_encode(w):
+    "With the smallest power of two that cuts no weight off"
     b = w.reshape(_scales('MXFP4', 32)(w.shape)+(32,))
     m,e = np.frexp(np.abs(b).max(-1))
     e = np.where(
         m>0,
         e-3+(m>.75),
         -127).clip(-127, 127)
+    q = f32_to_e2m1(np.ldexp(b, -e[...,None]))
     return dict(
-        data=pack4(f32_to_e2m1(np.ldexp(
-            b, -e[...,None])).reshape(w.shape)),
+        data=pack4(q.reshape(w.shape)),
         scale=(e+127).astype(np.uint8))
 
 _add('MXFP4', 4.25, 32, _mxfp4_layout, _mxfp4_decode, _mxfp4_encode)
@@ -270,18 +282,24 @@ def _int4_decode(p, shape):
     x = (q-z[...,None])*s[...,None]
     return x.reshape(shape)
 
-def _int4_encode(w):
-    groups = _scales('INT4', 32)(w.shape)
-    b = w.reshape(*groups, 32)
+def _int4_scales(b):
+    "Scale and zero point of each group: 0 to 15 reach from its least weight to its largest"
     lo = np.minimum(b.min(-1), 0)
     hi = np.maximum(b.max(-1), 0)
     s = (hi-lo)/np.float32(15)
     s = np.where(s==0, np.float32(1), s)
-    z = np.rint(-lo/s)
+    return s,np.rint(-lo/s)
+
+def _int4_encode(w):
+    "Integers from 0 to 15"
+    b = w.reshape(*_scales('INT4', 32)(w.shape), 32)
+    s,z = _int4_scales(b)
     q = np.rint(b/s[...,None])+z[...,None]
     codes = q.clip(0, 15).astype(np.uint8)
-    data = pack4(codes.reshape(w.shape))
-    return dict(data=data, scale=s, zero=z.astype(np.uint8))
+    return dict(
+        data=pack4(codes.reshape(w.shape)),
+        scale=s,
+        zero=z.astype(np.uint8))
 
 _add('INT4', 5.25, 32, _int4_layout, _int4_decode, _int4_encode)
 
@@ -302,27 +320,32 @@ GGUF_BLOCKS = { # name: (weights, bytes) of a block
     'Q6_K': (256, 128+64+16+2)}   # lower four bits, upper two, 16 scales, d
 
 # %% ../../nbs/1_ground/07_formats.ipynb #0de84896
+def _gguf_decode(name, n, nbytes):
+    "Decodes blocks of `n` weights, 128 Ki weights at a time"
+    step = 2**17//n
+    def decode(p, shape):
+        from gguf import quants
+        blocks = p['data'].reshape(-1,nbytes)
+        out = np.empty((len(blocks),n), np.float32)
+        f = getattr(quants, name).dequantize_blocks
+        for i in range(0, len(blocks), step):
+            out[i:i+step] = f(blocks[i:i+step])
+        return out.reshape(shape)
+    return decode
+
 def _gguf(name, n, nbytes):
     "A row for blocks of `n` weights in `nbytes` bytes, decoded by the `gguf` package"
     def layout(s):
         *l,k = _scales(name, n)(s)
         return dict(data=('uint8',(*l,k*nbytes)))
-    def decode(p, shape):
-        from gguf import quants
-        blocks = p['data'].reshape(-1,nbytes)
-        k = 2**17//n
-        out = np.empty((len(blocks),n), np.float32)
-        f = getattr(quants, name).dequantize_blocks
-        for i in range(0, len(blocks), k):
-            out[i:i+k] = f(blocks[i:i+k])
-        return out.reshape(shape)
     def encode(w):
         from gguf import quants
         layout(w.shape)
         return dict(data=getattr(quants, name).quantize(np.ascontiguousarray(w)))
+    writes = None if name.endswith('_K') else encode
     _add(
-        name, nbytes*8/n, n, layout, decode,
-        None if name.endswith('_K') else encode)
+        name, nbytes*8/n, n, layout, _gguf_decode(name, n, nbytes),
+        writes)
 
 for k,(n,nbytes) in GGUF_BLOCKS.items():
     _gguf(k, n, nbytes)
@@ -346,14 +369,15 @@ class QTensor:
             k:(str(p.dtype),tuple(p.shape))
             for k,p in self.parts.items()}
         want = FORMATS[self.fmt].layout(self.shape)
+        def fits(k, w):
+            # one scale for each of a stack
+            a_matrix = (
+                w[1]==()
+                and (w[0],self.shape[:-2]))
+            return got[k]==w or got[k]==a_matrix
         if (
             got.keys()!=want.keys()
-            or any(
-                got[k]!=w
-                and (
-                    w[1]!=()
-                    or got[k]!=(w[0],self.shape[:-2]))
-                for k,w in want.items())):
+            or not all(fits(*kw) for kw in want.items())):
             raise ConfigError(
                 f'The parts of this {self.fmt} tensor of shape {list(self.shape)} are {got}, '
                 f'expected {want}')
@@ -369,6 +393,12 @@ class QTensor:
     def decode(self)->np.ndarray:
         "The float32 array of `shape` that is stored"
         return FORMATS[self.fmt].decode(self.parts, self.shape)
+    def like(self, shape, of)->'QTensor':
+        "A tensor of this format, with parts `of(part)` in place of ours"
+        return QTensor(
+            self.fmt,
+            shape,
+            {k: of(p) for k,p in self.parts.items()})
 
 # %% ../../nbs/1_ground/07_formats.ipynb #03a83e75
 @patch(cls_method=True)
@@ -378,7 +408,9 @@ def encode(cls:QTensor, w:np.ndarray, fmt:str)->QTensor:
     if fmt not in FORMATS or not FORMATS[fmt].encode:
         raise UnsupportedError(f'Atlas cannot write the format {fmt!r}')
     w = np.asarray(w, np.float32)
-    if fmt not in ('F32','F16','BF16') and not np.isfinite(w).all():
+    if (
+        fmt not in ('F32','F16','BF16')
+        and not np.isfinite(w).all()):
         raise ConfigError(f'NaN or infinity cannot be stored in {fmt}')
     return cls(fmt, w.shape, FORMATS[fmt].encode(w))
 
@@ -398,6 +430,14 @@ _HALVES = dict(
 _CODES = dict(
     NVFP4=('data',), MXFP4=('data',), INT4=('data','zero'))
 
+def _sound_blocks(fmt:str, p:np.ndarray)->bool:
+    "Are the float16 numbers of GGUF blocks finite?"
+    b = p.reshape(-1, GGUF_BLOCKS[fmt][1])
+    halves = (
+        np.ascontiguousarray(b[:,o:o+2]).view(np.float16)
+        for o in _HALVES[fmt])
+    return all(np.isfinite(h).all() for h in halves)
+
 def _sound(fmt:str, part:str, p:np.ndarray)->bool:
     "Are the numbers in `p`, from a part of a `fmt` tensor, finite?"
     if p.dtype in (np.float32,np.float16):
@@ -405,16 +445,12 @@ def _sound(fmt:str, part:str, p:np.ndarray)->bool:
     if fmt=='BF16':
         return (p<<1).max(initial=0)<0xFF00
     if fmt in _HALVES:
-        b = p.reshape(-1, GGUF_BLOCKS[fmt][1])
-        return all(
-            np.isfinite(np.ascontiguousarray(
-                b[:,o:o+2]).view(np.float16)).all()
-            for o in _HALVES[fmt])
+        return _sound_blocks(fmt, p)
     if (fmt,part)==('MXFP4','scale'):
         return p.max(initial=0)<0xFF
     if part in _CODES.get(fmt, ()):
         return True
-    return (p<<1).max(initial=0)<0xFE    # what is left is E4M3
+    return (p<<1).max(initial=0)<0xFE # what is left is E4M3
 
 def _finite(fmt, part, p, n=18<<14):
     "`_sound` of all of `p`, as many numbers at a time as stay in the cache and are whole blocks"
@@ -437,24 +473,26 @@ def _whole_blocks(idx, n:int, size:int):
     None where it cuts one"""
     b,inside = np.divmod(idx[::n], n)
     full = (b[:,None]*n+np.arange(n)).ravel()
-    return None if inside.any() or not np.array_equal(full[full<size], idx) else b
+    return (
+        None if inside.any() or not np.array_equal(full[full<size], idx)
+        else b)
 
 def _rows_axis(p, nd:int):
     """Which axis of a part runs along the rows of a tensor of `nd` dimensions;
     None where the part is shared by all rows"""
-    return None if p.ndim<=max(nd-2, 0) else max(nd-2, 0)
+    at = max(nd-2, 0)
+    return None if p.ndim<=at else at
 
 @patch
 def rows(self:QTensor, idx:np.ndarray)->QTensor:
     """The tensor made of rows `idx` (axis -2, or 0 of a vector) of this one;
     a `ConfigError` where rows that stay share a scale with rows that go"""
-    nd,idx = self.ndim,np.asarray(idx)
-    at = max(nd-2, 0)
+    idx,at = np.asarray(idx),max(self.ndim-2, 0)
     n = self.shape[at]
-    if nd<2 and FORMATS[self.fmt].block>1:
+    if self.ndim<2 and FORMATS[self.fmt].block>1:
         raise ConfigError(f'{self} has blocks, and no rows to take')
     def take(p):
-        if (a := _rows_axis(p, nd)) is None:
+        if (a := _rows_axis(p, self.ndim)) is None:
             return p
         if p.shape[a]==n:
             return p.take(idx, a)
@@ -463,27 +501,26 @@ def rows(self:QTensor, idx:np.ndarray)->QTensor:
                 f'Rows of {self.fmt} share scales in tiles of {FP8_TILE}, and can be taken '
                 'only in whole tiles')
         return p.take(tiles, a)
-    return QTensor(
-        self.fmt,
+    return self.like(
         (
             *self.shape[:at],
             len(idx),
             *self.shape[at+1:]),
-        {k:take(p) for k,p in self.parts.items()})
+        take)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #acbbdd85
 @patch
 def cols(self:QTensor, idx:np.ndarray)->QTensor:
     """The tensor whose last axis is `idx` of this one's: as stored where whole blocks move, else
     decoded to F32"""
-    n = FORMATS[self.fmt].block
-    C = self.shape[-1]
+    n,C = FORMATS[self.fmt].block,self.shape[-1]
     idx = np.asarray(idx)
-    blocks,nb = _whole_blocks(idx, n, C),-(-C//n)
+    shape = *self.shape[:-1],len(idx)
+    blocks = _whole_blocks(idx, n, C)
     if blocks is None:
         return QTensor(
             'F32',
-            (*self.shape[:-1],len(idx)),
+            shape,
             dict(data=self.decode().take(idx, -1)))
     def take(p):
         if p.ndim<self.ndim:
@@ -491,57 +528,47 @@ def cols(self:QTensor, idx:np.ndarray)->QTensor:
         if p.shape[-1]==C:
             return p.take(idx, -1)
         p = p.reshape(
-            *p.shape[:-1], nb, -1).take(blocks, -2)
+            *p.shape[:-1],
+            -(-C//n),
+            -1).take(blocks, -2)
         return p.reshape(*p.shape[:-2], -1)
-    return QTensor(
-        self.fmt,
-        (*self.shape[:-1],len(idx)),
-        {k:take(p) for k,p in self.parts.items()})
+    return self.like(shape, take)
 
 @patch
 def __getitem__(self:QTensor, i)->QTensor:
     """`q[e]`: matrix `e` of a stack; `q[lo:hi]`: these rows of a matrix (`rows`' error where they
     cut a tile)"""
-    if isinstance(i, slice):
-        if self.ndim!=2:
-            raise ConfigError(f'Only a matrix can be cut into rows, not {self}')
-        lo,hi,_ = i.indices(len(self))
-        if self.fmt=='FP8_BLOCK':
-            return self.rows(np.arange(lo, hi))
-        return QTensor(
-            self.fmt,
-            (hi-lo,self.shape[1]),
-            {
-                k:p[lo:hi] if p.ndim else p
-                for k,p in self.parts.items()})
-    if self.ndim<3:
-        raise ConfigError(f'{self} is no stack of matrices')
-    return QTensor(
-        self.fmt,
-        self.shape[1:],
-        {
-            k:p[i] if p.ndim else p
-            for k,p in self.parts.items()})
+    def cut(p): return p[i] if p.ndim else p
+    if not isinstance(i, slice):
+        if self.ndim<3:
+            raise ConfigError(f'{self} is no stack of matrices')
+        return self.like(self.shape[1:], cut)
+    if self.ndim!=2:
+        raise ConfigError(f'Only a matrix can be cut into rows, not {self}')
+    lo,hi,_ = i.indices(len(self))
+    if self.fmt=='FP8_BLOCK':
+        return self.rows(np.arange(lo, hi))
+    i = slice(lo, hi)
+    return self.like((hi-lo,self.shape[1]), cut)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #a9eed304
 @patch(as_prop=True)
 def T(self:QTensor)->QTensor:
     """The tensor with its last two axes exchanged;
     decoded to F32 where blocks or scales run along one of them"""
-    shape = (
-        *self.shape[:-2],
-        self.shape[-1],
-        self.shape[-2])
+    *l,o,i = self.shape
     def turn(p):
         return (
-            np.ascontiguousarray(p.swapaxes(-1,-2)) if p.ndim==self.ndim
+            np.ascontiguousarray(p.swapaxes(-1,-2))
+            if p.ndim==self.ndim
             else p)
-    if FORMATS[self.fmt].block>1 and self.fmt!='FP8_BLOCK' or self.fmt=='FP8_CHANNEL':
-        return QTensor('F32', shape, dict(data=turn(self.decode())))
-    return QTensor(
-        self.fmt,
-        shape,
-        {k:turn(p) for k,p in self.parts.items()})
+    square = FORMATS[self.fmt].block==1 or self.fmt=='FP8_BLOCK'
+    if not square or self.fmt=='FP8_CHANNEL':
+        return QTensor(
+            'F32',
+            (*l,i,o),
+            dict(data=turn(self.decode())))
+    return self.like((*l,i,o), turn)
 
 @patch
 def reshape(self:QTensor, shape)->QTensor:
@@ -550,72 +577,78 @@ def reshape(self:QTensor, shape)->QTensor:
     p,shape = self.parts,tuple(shape)
     if shape==self.shape:
         return self
-    want = FORMATS[self.fmt].layout(shape)
+    want = {
+        k: s
+        for k,(_,s) in FORMATS[
+            self.fmt].layout(shape).items()}
+    by_row = self.fmt=='FP8_CHANNEL' and len(shape)!=self.ndim
     if (
-        self.fmt=='FP8_CHANNEL' and len(shape)!=self.ndim
+        by_row
         or any(
             p[k].size!=np.prod(s, dtype=int)
-            for k,(_,s) in want.items())):
+            for k,s in want.items())):
         raise ConfigError(f'{self} cannot be seen as {list(shape)}')
     return QTensor(
         self.fmt,
         shape,
         {
-            k:p[k].reshape(s)
-            for k,(_,s) in want.items()})
+            k: p[k].reshape(s)
+            for k,s in want.items()})
 
 # %% ../../nbs/1_ground/07_formats.ipynb #798e6d81
+def _check_stack(qs:list, n:int, at:int):
+    "A `ConfigError` unless `qs`, `n` for each matrix, can lie on top of each other along axis `at`"
+    kinds = {
+        (
+            o.fmt, o.shape[:at], o.shape[at+1:])
+        for o in qs}
+    if len(kinds)>1:
+        raise ConfigError(f'Cannot stack tensors of different kinds: {qs[:4]}')
+    inner = [o for i,o in enumerate(qs) if (i+1)%n]
+    if (
+        qs[0].fmt=='FP8_BLOCK'
+        and any(o.shape[at]%FP8_TILE for o in inner)):
+        raise ConfigError(
+            f'Cannot stack FP8_BLOCK tensors that end within a tile of {FP8_TILE} rows: {qs[:4]}')
+
+def _shared(fmt:str, k:str, ps:list):
+    "The scale that all have; a `ConfigError` where they differ"
+    if any((p!=ps[0]).any() for p in ps):
+        scales = [p.tolist() for p in ps[:4]]
+        raise ConfigError(f'Cannot stack {fmt} tensors whose {k} scales differ: {scales}')
+    return ps[0]
+
 @patch(cls_method=True)
 def stack(cls:QTensor,
     qs:list, # Tensors [rows,in] or [E,rows,in]
-    # Of so many matrices: `qs` lists them one after the other, several tensors for each
-    experts:int=0,
+    experts:int=0, # Of so many matrices: `qs` lists them one after the other, several for each
 )->QTensor: # [sum of rows, in], [E,sum of rows,in]
     """The tensors `qs` on top of each other;
     a `ConfigError` where formats, widths or shared scales differ"""
-    q = qs[0]
-    at = max(qs[0].ndim-2, 0)
+    q,at = qs[0],max(qs[0].ndim-2, 0)
     n = len(qs)//experts if experts else len(qs)
-    if len({
-        (o.fmt,o.shape[:at],o.shape[at+1:])
-        for o in qs})>1:
-        raise ConfigError(f'Cannot stack tensors of different kinds: {qs[:4]}')
-    if (
-        q.fmt=='FP8_BLOCK'
-        and any(
-            o.shape[at]%FP8_TILE
-            for i,o in enumerate(qs) if (i+1)%n)):
-        raise ConfigError(
-            f'Cannot stack FP8_BLOCK tensors that end within a tile of {FP8_TILE} rows: {qs[:4]}')
-    def shared(k, ps):
-        if any((p!=ps[0]).any() for p in ps):
-            raise ConfigError(
-                f'Cannot stack {q.fmt} tensors whose {k} scales differ: '
-                f'{[p.tolist() for p in ps[:4]]}')
-        return ps[0]
+    _check_stack(qs, n, at)
     def join(k):
         ps = [o.parts[k] for o in qs]
         if (a := _rows_axis(ps[0], q.ndim)) is None:
-            return (
-                np.stack([
-                    shared(k, ps[i:i+n])
-                    for i in range(0, len(ps), n)])
-                if experts
-                else shared(k, ps))
+            own = [
+                _shared(q.fmt, k, ps[i:i+n])
+                for i in range(0, len(ps), n)]
+            return np.stack(own) if experts else own[0]
         p = np.concatenate(ps, a)
         return p.reshape(experts, -1, *p.shape[1:]) if experts else p
-    R = sum(o.shape[at] for o in qs[:n])
+    rows = sum(o.shape[at] for o in qs[:n])
+    one = *q.shape[:at],rows,*q.shape[at+1:]
     return cls(
         q.fmt,
-        (
-            *(experts,)*bool(experts), *q.shape[:at], R,
-            *q.shape[at+1:]),
-        {k:join(k) for k in q.parts})
+        (experts,*one) if experts else one,
+        {k: join(k) for k in q.parts})
 
 # %% ../../nbs/1_ground/07_formats.ipynb #fa2625df
 def _tile_rows(q:QTensor, idx)->np.ndarray:
     "Rows `idx` of an FP8_BLOCK matrix in float32"
-    s = q.parts['scale'][np.arange(len(q))[idx]//FP8_TILE]
+    s = q.parts['scale'][
+        np.arange(len(q))[idx]//FP8_TILE]
     return (
         E4M3[q.parts['data'][idx]]
         *s.repeat(FP8_TILE, -1)[:,:q.shape[1]])
@@ -629,7 +662,9 @@ def take_rows(w, idx)->np.ndarray:
         return w[idx]
     if w.fmt=='FP8_BLOCK':
         return _tile_rows(w, idx)
-    return (w[idx] if isinstance(idx, slice) else w.rows(idx)).decode()
+    return (
+        w[idx] if isinstance(idx, slice)
+        else w.rows(idx)).decode()
 
 def decode_rows(w, lo:int, hi:int)->np.ndarray:
     "Rows `lo` to `hi` of the matrix `w`, as `take_rows`"
@@ -640,30 +675,22 @@ def decode_rows(w, lo:int, hi:int)->np.ndarray:
 class QStack:
     "Tensors of any formats on top of each other, as one"
     parts:list # [rows,in] each, or [E,rows,in]
-    # Row i (of a matrix) is row `order[i]` of the parts; None for as they come
-    order:np.ndarray|None=None
-    # Matrices of the stack, where `parts` lists them one after the other, as many parts for each;
-    # 0: the parts are of one matrix, or stacks themselves
-    experts:int=0
+    order:np.ndarray|None=None # Row i (of a matrix) is row `order[i]` of the parts; None: as is
+    experts:int=0 # Matrices that `parts` lists, as many parts for each; 0: of one, or of stacks
 
     def __post_init__(self):
         p,n = self.parts[0],self.per
-        if any(
-            o.ndim!=p.ndim
-            or o.shape[-1]!=p.shape[-1]
-            or o.shape[:-2]!=p.shape[:-2]
-            for o in self.parts):
+        def frame(o): return o.ndim,o.shape[-1],o.shape[:-2]
+        if any(frame(o)!=frame(p) for o in self.parts):
             raise ConfigError(f'Cannot stack {self.parts[:4]}')
-        total = sum(o.shape[-2] for o in self.parts[:n])
+        rows = [o.shape[-2] for o in self.parts]
+        total = sum(rows[:n])
         R = total if self.order is None else len(self.order)
-        self.shape = (
-            *(self.experts,)*bool(self.experts),
-            *p.shape[:-2], R, p.shape[-1])
+        one = *p.shape[:-2],R,p.shape[-1]
+        self.shape = (self.experts,*one) if self.experts else one
         if any(
-            sum(
-                o.shape[-2]
-                for o in self.parts[i:i+n])!=total
-            for i in range(0, len(self.parts), n)):
+            sum(rows[i:i+n])!=total
+            for i in range(0, len(rows), n)):
             raise ConfigError('The experts of a stack have different numbers of rows')
 
     @property
@@ -689,9 +716,10 @@ def __getitem__(self:QStack, e:int):
     "Matrix `e` of the stack"
     if self.ndim<3:
         raise ConfigError(f'{self} is no stack of matrices')
-    ps = (
-        self.parts[e*self.per:(e+1)*self.per] if self.experts
-        else [p[e] for p in self.parts])
+    if self.experts:
+        ps = self.parts[e*self.per:(e+1)*self.per]
+    else:
+        ps = [p[e] for p in self.parts]
     return (
         ps[0] if len(ps)==1 and self.order is None
         else QStack(ps, self.order))
@@ -701,30 +729,31 @@ def take(self:QStack, idx)->np.ndarray:
     "Rows `idx` of a matrix in float32"
     plain = isinstance(idx, slice) and self.order is None
     idx = (
-        np.arange(len(self))[idx] if self.order is None
-        else self.order[idx])
-    out = np.empty((len(idx),self.shape[1]), np.float32)
+        np.arange(len(self)) if self.order is None
+        else self.order)[idx]
+    out = np.empty(
+        (len(idx),self.shape[1]), np.float32)
     at = 0
     for p in self.parts:
+        end = at+len(p)
         here = (
-            slice(*np.searchsorted(idx, (at, at+len(p)))) if plain
-            else (idx>=at)&(idx<at+len(p)))
+            slice(*np.searchsorted(idx, (at,end))) if plain
+            else (idx>=at)&(idx<end))
         mine = idx[here]-at
-        at += len(p)
+        at = end
         if len(mine):
-            out[here] = take_rows(
-                p, slice(mine[0], mine[-1]+1) if plain else mine)
+            rows = slice(mine[0], mine[-1]+1) if plain else mine
+            out[here] = take_rows(p, rows)
     return out
 
 @patch
 def decode(self:QStack)->np.ndarray:
     "The float32 array of `shape`"
-    return (
-        np.stack([
-            self[e].decode()
-            for e in range(len(self))])
-        if self.ndim>2
-        else self.take(slice(None)))
+    if self.ndim<3:
+        return self.take(slice(None))
+    return np.stack([
+        self[e].decode()
+        for e in range(len(self))])
 
 # %% ../../nbs/1_ground/07_formats.ipynb #ec91c846
 def pile(
@@ -736,7 +765,9 @@ def pile(
     if len(parts)==1 and order is None and not experts:
         return parts[0]
     try:
-        q = QTensor.stack(parts, experts) if len(parts)>1 or experts else parts[0]
+        q = (
+            QTensor.stack(parts, experts) if len(parts)>1 or experts
+            else parts[0])
     except ConfigError:
         return QStack(parts, order, experts)
     try:

@@ -60,45 +60,53 @@ class _Cursor:
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #2b91d727
 _GGUF_NUMS = {
-    0:'u1', 1:'i1', 2:'<u2', 3:'<i2', 4:'<u4', 5:'<i4',
-    6:'<f4', 7:'u1', 10:'<u8', 11:'<i8', 12:'<f8'}
+    0:'u1', 1:'i1', 2:'<u2', 3:'<i2', 4:'<u4',
+    5:'<i4', 6:'<f4', 7:'u1', 10:'<u8', 11:'<i8',
+    12:'<f8'}
 _BOOL,_STRING,_ARRAY = 7,8,9
 MAX_ARRAY = 2**24 # Elements; the largest vocabularies have a 60th of that
 
-def _gguf_value(c:_Cursor, t:int, key:str, n:int|None=None):
-    "A value of type `t`, or `n` of them as a list"
-    if t==_ARRAY and n is None:
-        t = c.num('I', key)
-        n = c.num('Q', key)
-        if n>MAX_ARRAY:
-            raise c.file.bad(f'{key} claims {n:,} elements', param=key)
-        return _gguf_value(c, t, key, n)
+def _gguf_list(c:_Cursor, key:str):
+    "An array: its elements' type, their number, and they themselves"
+    t,n = c.num('I', key),c.num('Q', key)
+    if n>MAX_ARRAY:
+        raise c.file.bad(f'{key} claims {n:,} elements', param=key)
     if t==_STRING:
-        return (
-            c.string(key) if n is None
-            else [c.string(key) for _ in range(n)])
+        return [c.string(key) for _ in range(n)]
+    return _gguf_numbers(c, t, key, n).tolist()
+
+def _gguf_numbers(
+    c:_Cursor, t:int, key:str, n:int)->np.ndarray:
+    "`n` numbers, or truth values, of type `t`"
     if t not in _GGUF_NUMS:
         raise c.file.bad(f'{key} has the unknown type {t}', param=key)
     dt = np.dtype(_GGUF_NUMS[t])
-    v = np.frombuffer(
-        c.take(dt.itemsize*(1 if n is None else n), key), dt)
-    if t==_BOOL:
-        if (v>1).any():
-            raise c.file.bad(f'{key} holds {v.max()}, expected a truth value', param=key)
-        v = v.astype(bool)
-    return v.tolist() if n is not None else v.item()
+    v = np.frombuffer(c.take(dt.itemsize*n, key), dt)
+    if t!=_BOOL:
+        return v
+    if (v>1).any():
+        raise c.file.bad(f'{key} holds {v.max()}, expected a truth value', param=key)
+    return v.astype(bool)
+
+def _gguf_value(c:_Cursor, t:int, key:str):
+    "A value of type `t`"
+    if t==_ARRAY:
+        return _gguf_list(c, key)
+    if t==_STRING:
+        return c.string(key)
+    return _gguf_numbers(c, t, key, 1).item()
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #402e3d63
 GGML_TYPES = {
-    0:'F32', 1:'F16', 2:'Q4_0', 3:'Q4_1', 6:'Q5_0', 7:'Q5_1',
-    8:'Q8_0', 12:'Q4_K', 13:'Q5_K', 14:'Q6_K', 30:'BF16', 39:'MXFP4',
-    40:'NVFP4'}
+    0:'F32', 1:'F16', 2:'Q4_0', 3:'Q4_1', 6:'Q5_0',
+    7:'Q5_1', 8:'Q8_0', 12:'Q4_K', 13:'Q5_K', 14:'Q6_K',
+    30:'BF16', 39:'MXFP4', 40:'NVFP4'}
 # Types that we refuse by name
 GGML_OTHERS = {
-    9:'Q8_1', 10:'Q2_K', 11:'Q3_K', 15:'Q8_K', 16:'IQ2_XXS', 17:'IQ2_XS',
-    18:'IQ3_XXS', 19:'IQ1_S', 20:'IQ4_NL', 21:'IQ3_S', 22:'IQ2_S', 23:'IQ4_XS',
-    24:'I8', 25:'I16', 26:'I32', 27:'I64', 28:'F64', 29:'IQ1_M',
-    34:'TQ1_0', 35:'TQ2_0'}
+    9:'Q8_1', 10:'Q2_K', 11:'Q3_K', 15:'Q8_K', 16:'IQ2_XXS',
+    17:'IQ2_XS', 18:'IQ3_XXS', 19:'IQ1_S', 20:'IQ4_NL', 21:'IQ3_S',
+    22:'IQ2_S', 23:'IQ4_XS', 24:'I8', 25:'I16', 26:'I32',
+    27:'I64', 28:'F64', 29:'IQ1_M', 34:'TQ1_0', 35:'TQ2_0'}
 _NV = 64 # Weights in one of ggml's NVFP4 blocks, of four scales
 
 def _nbytes(fmt:str, shape)->int:
@@ -112,6 +120,17 @@ def _nbytes(fmt:str, shape)->int:
         for p,(d,s) in FORMATS[fmt].layout(shape).items()
         if p!='global')
 
+# %% ../../nbs/1_ground/09_llamacpp.ipynb #35b565a3
+def _gguf_type(c:_Cursor, t:int, name:str)->str:
+    "Our name of GGML type `t`, of the tensor `name`; an `UnsupportedError` for what we lack"
+    if t in GGML_TYPES:
+        return GGML_TYPES[t]
+    called = f' ({GGML_OTHERS[t]})' if t in GGML_OTHERS else ''
+    raise UnsupportedError(
+        f'{c.file.name}: tensor {name!r} has GGML type {t}{called}',
+        hint=f'Use a file with only {", ".join(GGML_TYPES.values())}',
+        param=name)
+
 def _gguf_tensor(c:_Cursor):
     "Name, format, shape and offset of the tensor described next"
     name = c.string('a tensor name')
@@ -122,21 +141,15 @@ def _gguf_tensor(c:_Cursor):
     shape = tuple(
         c.num('Q', what)
         for _ in range(nd))[::-1]
-    t = c.num('I', what)
-    offset = c.num('Q', what)
+    t,offset = c.num('I', what),c.num('Q', what)
     if min(shape)<1 or math.prod(shape)>=2**60:
         raise c.file.bad(f'{what} has the shape {list(shape)}', param=name)
-    if t not in GGML_TYPES:
-        called = f' ({GGML_OTHERS[t]})' if t in GGML_OTHERS else ''
-        raise UnsupportedError(
-            f'{c.file.name}: {what} has GGML type {t}{called}',
-            hint=f'Use a file with only {", ".join(GGML_TYPES.values())}',
-            param=name)
+    fmt = _gguf_type(c, t, name)
     try:
-        _nbytes(GGML_TYPES[t], shape)
+        _nbytes(fmt, shape)
     except ConfigError as e:
         raise c.file.bad(f'{what}: {e}', param=name) from e
-    return name,GGML_TYPES[t],shape,offset
+    return name,fmt,shape,offset
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #45344bc9
 def _gguf_spans(c:_Cursor, tensors:list, align:int)->dict[str,Span]:
@@ -144,7 +157,8 @@ def _gguf_spans(c:_Cursor, tensors:list, align:int)->dict[str,Span]:
     def up(n): return -(-n//align)*align
     start = end = up(c.pos)
     spans = {}
-    for name,fmt,shape,offset in sorted(tensors, key=lambda t: t[3]):
+    for name,fmt,shape,offset in sorted(
+        tensors, key=lambda t: t[3]):
         nbytes = _nbytes(fmt, shape)
         if name in spans:
             raise c.file.bad(f'tensor {name!r} is there twice', param=name)
@@ -160,22 +174,27 @@ def _gguf_spans(c:_Cursor, tensors:list, align:int)->dict[str,Span]:
     return spans
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #4f96882a
-def gguf_header(file:File)->tuple[dict,dict[str,Span]]:
-    "Metadata and tensor places of a GGUF file"
-    c,meta = _Cursor(file),{}
+def _gguf_counts(c:_Cursor)->tuple[int,int]:
+    "Numbers of tensors and of pairs, behind the magic number and the version"
+    file = c.file
     if c.take(4, 'the magic number')!=b'GGUF':
         raise file.bad(
             'not a GGUF file',
             hint='Is it a download page, or a Git LFS pointer, saved under this name?')
     version = c.num('I', 'the version')
-    nt = c.num('Q', 'the tensor count')
-    nkv = c.num('Q', 'the metadata count')
+    nt,nkv = c.num('Q', 'the tensor count'),c.num('Q', 'the metadata count')
     if version not in (2,3):
         raise UnsupportedError(
             f'{file.name}: GGUF version {version}',
             hint='Versions 2 and 3, little-endian, are supported')
     if 24*nt+13*nkv>file.size:
         raise file.bad(f'{nt:,} tensors and {nkv:,} metadata keys in {file.size:,} bytes')
+    return nt,nkv
+
+def gguf_header(file:File)->tuple[dict,dict[str,Span]]:
+    "Metadata and tensor places of a GGUF file"
+    c,meta = _Cursor(file),{}
+    nt,nkv = _gguf_counts(c)
     for _ in range(nkv):
         k = c.string('a metadata key')
         if k in meta:
@@ -186,8 +205,8 @@ def gguf_header(file:File)->tuple[dict,dict[str,Span]]:
         type(a) is not int
         or not 0<a<=2**20
         or a&(a-1)):
-        raise file.bad(
-            f'general.alignment is {a!r}, expected a power of two', param='general.alignment')
+        said = f'general.alignment is {a!r}, expected a power of two'
+        raise file.bad(said, param='general.alignment')
     return meta,_gguf_spans(c, [_gguf_tensor(c) for _ in range(nt)], a)
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #a0e4093f
@@ -197,28 +216,29 @@ def _pairs(q):
 
 def unpack_mxfp4(shape, raw):
     "Parts of an MXFP4 tensor from ggml's blocks of 17 bytes"
-    b = raw.reshape(*shape[:-1], -1, 17)
-    return dict(
-        data=_pairs(b[...,1:]).reshape(
-            *shape[:-1], -1),
-        scale=np.ascontiguousarray(b[...,0]))
+    lead = shape[:-1]
+    b = raw.reshape(*lead, -1, 17)
+    codes = _pairs(b[...,1:]).reshape(*lead, -1)
+    return dict(data=codes, scale=np.ascontiguousarray(b[...,0]))
 
 def unpack_nvfp4(shape, raw, scale=None):
     """Parts of an NVFP4 tensor from ggml's blocks of 36 bytes;
     `scale` has the bytes of the global scale, or of one for each expert of a stack"""
-    b = raw.reshape(*shape[:-1], -1, 36)
+    lead = shape[:-1]
+    b = raw.reshape(*lead, -1, 36)
+    codes = _pairs(b[...,4:].reshape(
+        *b.shape[:-1], 4, 8))
     s = b[...,:4]&127
-    g = np.ones(1, np.float32) if scale is None else scale.view(np.float32)
+    s = np.where(s==127, np.uint8(0), s)
+    g = (
+        np.ones(1, np.float32) if scale is None
+        else scale.view(np.float32))
+    if len(shape)<3 or scale is None:
+        g = g.reshape(())
     return {
-        'data':_pairs(b[...,4:].reshape(
-            *b.shape[:-1],
-            4,
-            8)).reshape(*shape[:-1], -1),
-        'scale':np.where(
-            s==127,
-            np.uint8(0),
-            s).reshape(*shape[:-1], -1),
-        'global':g if len(shape)==3 and scale is not None else g.reshape(())}
+        'data':codes.reshape(*lead, -1),
+        'scale':s.reshape(*lead, -1),
+        'global':g}
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #ecc10f43
 def _head_rows(rows:int, heads:int)->np.ndarray:
@@ -238,79 +258,93 @@ def _delta_order(delta, module:str)->tuple:
     and what makes their order; None where it is as it should be"""
     kh,vh,dv = delta.num_k_heads,delta.num_v_heads,delta.v_dim
     qk = 2*kh*delta.k_dim
-    d = {
-        'in_proj_z':dv, 'in_proj_b':1, 'in_proj_a':1, 'A':1,
-        'dt_bias':1}.get(module)
-    if d:
-        return (vh*d, lambda: _grouped(kh, vh, d)),None
+    each = dict(
+        in_proj_z=dv, in_proj_b=1, in_proj_a=1, A=1,
+        dt_bias=1).get(module)
+    def values(): return _grouped(kh, vh, dv)
+    if each:
+        return (vh*each, lambda: _grouped(kh, vh, each)),None
     if module in ('in_proj_qkv','conv1d'):
         return (
             (
                 qk+vh*dv,
                 lambda: np.concatenate([
-                    np.arange(qk), qk+_grouped(kh, vh, dv)])),
+                    np.arange(qk), qk+values()])),
             None)
-    return None,(vh*dv, lambda: _grouped(kh, vh, dv)) if module=='out_proj' else None
+    return None,(vh*dv, values) if module=='out_proj' else None
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #75f7184f
+def _interleaved(names:GGUFNames, a, inner:str)->int:
+    "Heads whose halves the converter interleaved, in the tensor `inner` of a layer; 0: none"
+    fields = (f for m,f in names.interleaved.items() if m==inner)
+    return (a and first(getattr(a, f) for f in fields)) or 0
+
 def _order(names:GGUFNames, cfg:ModelConfig, hf:str)->tuple:
     "As `_delta_order`, for the tensor called `hf`"
     inner = re.sub(r'^(model|mtp)\.layers\.\d+\.', '', re.sub(r'\.(weight|bias)$', '', hf))
     a = cfg.attention
-    heads = (
-        a
-        and first(
-            getattr(a,f)
-            for m,f in names.interleaved.items() if m==inner))
-    if heads:
+    if heads := _interleaved(names, a, inner):
+        rows = heads*a.head_dim
         return (
             (
-                heads*a.head_dim if a.head_dim%2==0 else 0,
-                lambda: _head_rows(heads*a.head_dim, heads)),
+                rows if a.head_dim%2==0 else 0, lambda: _head_rows(rows, heads)),
             None)
     if names.tiled and cfg.delta and inner.startswith('linear_attn.'):
         return _delta_order(cfg.delta, inner[12:])
     return None,None
 
+# %% ../../nbs/1_ground/09_llamacpp.ipynb #b20c43f8
+def _made_order(order, s:Span, axis:int, name:str):
+    "The order along `axis`, if the shape is right for it; None where nothing moves"
+    if not order:
+        return None
+    n,make = order
+    blocks = len(s.shape)<2 and FORMATS[s.dtype].block>1
+    if s.shape[axis]==n and not blocks:
+        return make()
+    sides = 'columns' if axis else 'rows'
+    raise s.file.bad(
+        f'tensor {name!r} is {s.dtype} {list(s.shape)}, expected {n} {sides} of heads',
+        param=name)
+
 def _gguf_info(names:GGUFNames, cfg:ModelConfig, name:str, s:Span)->TensorInfo:
     """Describe GGUF tensor `name` by its Hugging Face name;
     no order is made before the shape is known to be right"""
     hf = names(name, cfg.num_layers)
-    made = []
-    for o,axis in zip(_order(names, cfg, hf), (0,-1)):
-        if (
-            o
-            and (
-                s.shape[axis]!=o[0]
-                or (
-                    len(s.shape)<2 and FORMATS[s.dtype].block>1))):
-            raise s.file.bad(
-                f'tensor {name!r} is {s.dtype} {list(s.shape)}, expected {o[0]} '
-                f'{"columns" if axis else "rows"} of heads',
-                param=name)
-        made.append(o[1]() if o else None)
-    shape = (
-        (math.prod(s.shape),)
-        if hf.endswith(names.flat) and FORMATS[s.dtype].block==1
-        else s.shape)
+    rows,cols = _order(names, cfg, hf)
+    made = (
+        _made_order(rows, s, 0, name),
+        _made_order(cols, s, -1, name))
+    shape = s.shape
+    if hf.endswith(names.flat) and FORMATS[s.dtype].block==1:
+        shape = (math.prod(shape),)
     if hf.endswith('shared_expert_gate.weight') and len(shape)==1:
-        shape = (1,*shape)  # llama-quantize drops dimensions of 1
+        shape = (1,*shape) # llama-quantize drops dimensions of 1
     unpack = dict(MXFP4=unpack_mxfp4, NVFP4=unpack_nvfp4).get(s.dtype)
-    return TensorInfo(hf, s.dtype, shape, dict(data=s), *made, name, unpack)
+    return TensorInfo(
+        hf, s.dtype, shape, dict(data=s), *made, name, unpack)
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #11178370
+def _scale_beside(
+    names:GGUFNames, t:TensorInfo, spans:dict[str,Span])->tuple[str,Span|None]:
+    "Name and place of the global scale of an NVFP4 tensor, if it has one"
+    key = t.stored.removesuffix('.weight')+'.scale'
+    g = spans.get(key)
+    other = re.sub(r'^blk\.\d+\.', '', key) in names.layer
+    if t.fmt!='NVFP4' or not g or other:
+        return key,None
+    n = t.shape[0] if len(t.shape)==3 else 1
+    if g.dtype!='F32' or g.shape!=(n,):
+        raise g.file.bad(f'{key} is {g.dtype} {list(g.shape)}, expected F32 [{n}]', param=key)
+    return key,g
+
 def _with_scales(
-    names:GGUFNames, infos:list[TensorInfo], spans:dict[str,Span])->list[TensorInfo]:
+    names:GGUFNames, infos:list, spans:dict[str,Span])->list[TensorInfo]:
     "`infos`, NVFP4 tensors with the global scales that stand beside them"
     out,taken = [],set()
     for t in infos:
-        key = t.stored.removesuffix('.weight')+'.scale'
-        g = spans.get(key)
-        if t.fmt=='NVFP4' and g and re.sub(r'^blk\.\d+\.', '', key) not in names.layer:
-            n = t.shape[0] if len(t.shape)==3 else 1
-            if g.dtype!='F32' or g.shape!=(n,):
-                raise g.file.bad(
-                    f'{key} is {g.dtype} {list(g.shape)}, expected F32 [{n}]', param=key)
+        key,g = _scale_beside(names, t, spans)
+        if g:
             t = replace(t, spans=t.spans|dict(scale=g))
             taken.add(key)
         out.append(t)
@@ -321,9 +355,13 @@ def _rope_freqs(s:Span|None)->list[float]|None:
     "Divisors of the rotary frequencies, where a GGUF file has them"
     if s is None:
         return None
-    if s.dtype!='F32' or len(s.shape)!=1 or s.nbytes>1<<16:
+    if (
+        s.dtype!='F32'
+        or len(s.shape)!=1
+        or s.nbytes>1<<16):
         raise s.file.bad(f'rope_freqs.weight is {s.dtype} {list(s.shape)}')
-    a = s.file.read_into(np.empty(s.shape, np.float32), s.offset)
+    a = s.file.read_into(
+        np.empty(s.shape, np.float32), s.offset)
     if not (np.isfinite(a)&(a>0)).all():
         raise s.file.bad('rope_freqs.weight holds a number that is not above zero')
     return a.tolist()
@@ -334,12 +372,12 @@ _PART = re.compile(r'(.*)-([0-9]{5})-of-([0-9]{5})\.gguf')
 def gguf_parts(path:Path)->list[Path]:
     "All parts of the GGUF model of which `path` is one, in order"
     m = _PART.fullmatch(path.name)
-    return (
-        [
-            path.with_name(f'{m[1]}-{i:05}-of-{m[3]}.gguf')
-            for i in range(1, int(m[3])+1)]
-        if m and 0<int(m[2])<=int(m[3])<=999
-        else [path])
+    if (
+        not m
+        or not 0<int(m[2])<=int(m[3])
+        <=999):
+        return [path]
+    return [path.with_name(f'{m[1]}-{i+1:05}-of-{m[3]}.gguf') for i in range(int(m[3]))]
 
 def _part(path:Path, i:int, n:int, es:ExitStack):
     "File, metadata and tensors of part `i` of `n`"
@@ -357,8 +395,8 @@ def _part(path:Path, i:int, n:int, es:ExitStack):
         hint = (
             'Parts are found by their names, NAME-00001-of-00003.gguf and so on; or join them '
             'with llama-gguf-split --merge')
-        raise UnsupportedError(
-            f'{f.name} is part of a split GGUF file', hint=hint, param='split.count')
+        said = f'{f.name} is part of a split GGUF file'
+        raise UnsupportedError(said, hint=hint, param='split.count')
     if (count,no)!=(n,i):
         raise f.bad(
             f'this file says it is part {no!r} of {count!r}, counted from 0, and its name '
@@ -380,32 +418,34 @@ def gguf_open(path:Path, es:ExitStack):
         spans |= more
     total = meta.get('split.tensors.count')
     if len(parts)>1 and total!=len(spans):
-        raise f.bad(
-            f'the parts have {len(spans):,} tensors, expected {total!r}',
-            param='split.tensors.count')
+        said = f'the parts have {len(spans):,} tensors, expected {total!r}'
+        raise f.bad(said, param='split.tensors.count')
     return meta,*_describe(f, meta, spans)
+
+# %% ../../nbs/1_ground/09_llamacpp.ipynb #0e302e94
+def _gguf_config(
+    f:File, meta:dict, spans:dict[str,Span], freqs)->ModelConfig:
+    "The config, with what the presence of tensors says"
+    tied = 'output.weight' not in spans
+    shapes = {k: s.shape for k,s in spans.items()}
+    cfg = named_config(f.name, lambda: ModelConfig.from_gguf(meta, tied, freqs, shapes))
+    rope = cfg.attention and cfg.attention.rope
+    pairs = rope.dim//2 if rope else 0
+    if freqs and len(freqs)!=pairs:
+        raise f.bad(f'rope_freqs.weight has {len(freqs)} numbers for {pairs} pairs')
+    return cfg
 
 def _describe(f:File, meta:dict, spans:dict[str,Span]):
     "Config and tensors"
     arch = meta.get('general.architecture')
     names = named_config(f.name, lambda: gguf_model(arch)).names
     freqs = _rope_freqs(spans.pop('rope_freqs.weight', None))
-    cfg = named_config(
-        f.name,
-        lambda: ModelConfig.from_gguf(
-            meta, 'output.weight' not in spans, freqs,
-            {k:s.shape for k,s in spans.items()}))
-    rope = cfg.attention and cfg.attention.rope
-    if freqs and len(freqs)!=(rope.dim//2 if rope else 0):
-        raise f.bad(
-            f'rope_freqs.weight has {len(freqs)} numbers for {rope.dim//2 if rope else 0} pairs')
-    infos = _with_scales(
-        names,
-        [_gguf_info(names, cfg, k, s) for k,s in spans.items()],
-        spans)
-    twice = first(
-        n for n,c in Counter(t.name for t in infos).items()
-        if c>1)
-    if twice:
+    cfg = _gguf_config(f, meta, spans, freqs)
+    infos = [
+        _gguf_info(names, cfg, k, s)
+        for k,s in spans.items()]
+    infos = _with_scales(names, infos, spans)
+    counts = Counter(t.name for t in infos)
+    if twice := first(n for n,c in counts.items() if c>1):
         raise f.bad(f'two tensors mean {twice!r}', param=twice)
-    return cfg,{t.name:t for t in infos}
+    return cfg,{t.name: t for t in infos}

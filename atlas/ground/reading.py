@@ -66,23 +66,19 @@ GAP = 1<<16 # Bytes that nobody wants, and that are read all the same
 
 def _runs(which, start, end, apart)->tuple: # Number of its run, and how far the run reaches with it
     "Which extents are read as one; `which` is the file of each, and those that are `apart` are not"
-    back = (
-        (which[1:]!=which[:-1]) | (
-            start[1:]<start[:-1]))
+    back = (which[1:]!=which[:-1]) | (start[1:]<start[:-1])
     edges = 0,*(np.flatnonzero(back)+1).tolist(),len(end)
     reach = end.copy()
     for a,b in zip(edges, edges[1:]):
         np.maximum.accumulate(end[a:b], out=reach[a:b])
-    new = (
-        back | (start[1:]>reach[:-1]+GAP) | apart[1:]
-        | apart[:-1])
+    far = start[1:]>reach[:-1]+GAP
+    new = back | far | apart[1:] | apart[:-1]
     run = np.zeros(len(end), np.int64)
     run[1:] = np.cumsum(new)
     return run,reach
 
 # %% ../../nbs/1_ground/10_reading.ipynb #55d6ca08
-# Of each part: its extent, its window, where that begins
-def _cut(start, end, run, reach, size)->tuple:
+def _cut(start, end, run, reach, size)->tuple: # Of each part: extent, window, where that begins
     "Parts of extents in windows of `size` bytes"
     first = np.flatnonzero(np.diff(run, prepend=-1))
     last = np.flatnonzero(np.diff(run, append=-1))
@@ -92,9 +88,7 @@ def _cut(start, end, run, reach, size)->tuple:
     lo = (start-begin[run])//size
     n = (end-1-begin[run])//size-lo+1
     extent = np.repeat(np.arange(len(run)), n)
-    turn = (
-        np.arange(len(extent))
-        -np.repeat(np.cumsum(n)-n, n))
+    turn = np.arange(len(extent))-np.repeat(np.cumsum(n)-n, n) # which part of its extent
     r,k = run[extent],lo[extent]+turn
     return extent,before[r]+k,begin[r]+k*size
 
@@ -116,11 +110,19 @@ def places(
     files = {id(f): f for f in of}
     number = {f: i for i,f in enumerate(files)}
     def ints(values): return np.array(values, np.int64)
+    file = ints([number[id(f)] for f in of])
     start = ints([e.offset for e in extents])
-    nbytes = ints([e.nbytes for e in extents])
-    return Places(
-        list(files.values()),
-        ints([number[id(f)] for f in of]), start, nbytes)
+    return Places(list(files.values()), file, start, ints([e.nbytes for e in extents]))
+
+def _cuts(e:Places, some, size, apart)->tuple:
+    "`_cut` of the extents `some`, which have bytes, part by part as windows come"
+    which,start = e.file[some],e.start[some]
+    end = start+e.nbytes[some]
+    apart = np.zeros(len(e), bool) if apart is None else np.asarray(apart, bool)
+    run,reach = _runs(which, start, end, apart[some])
+    parts = _cut(start, end, run, reach, size)
+    order = np.argsort(parts[1], kind='stable') # extents may overlap
+    return tuple(p[order] for p in parts)
 
 def windows(
     extents:Iterable|Places, # In the order in which to read them: that of the file
@@ -130,29 +132,23 @@ def windows(
     "All of `extents` in as few reads as possible"
     e = extents if isinstance(extents, Places) else places(list(extents))
     some = np.flatnonzero(e.nbytes)
-    which,start = e.file[some],e.start[some]
-    end = start+e.nbytes[some]
-    apart = (
-        np.zeros(len(e), bool) if apart is None
-        else np.asarray(apart, bool))
-    extent,window,at = _cut(
-        start, end, *_runs(which, start, end, apart[some]), size)
-    order = np.argsort(window, kind='stable') # extents may overlap
-    extent,at = extent[order],at[order]
-    _,first = np.unique(window[order], return_index=True)
-    lo = np.maximum(start[extent], at)
-    hi = np.minimum(end[extent], at+size)
+    extent,window,at = _cuts(e, some, size, apart)
+    extent = some[extent]
+    start = e.start[extent]
+    _,first = np.unique(window, return_index=True)
+    lo = np.maximum(start, at)
+    hi = np.minimum(start+e.nbytes[extent], at+size)
     nbytes = np.maximum.reduceat(hi, first)-at[first] if len(first) else first
     return Windows(
-        e.files,
-        which[extent[first]],
-        at[first],
-        nbytes,
-        np.append(first, len(extent)),
-        some[extent],
-        lo-start[extent],
-        lo-at,
-        hi-lo)
+        files=e.files,
+        file=e.file[extent[first]],
+        start=at[first],
+        nbytes=nbytes,
+        first=np.append(first, len(extent)),
+        extent=extent,
+        at=lo-start,
+        lo=lo-at,
+        n=hi-lo)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #be2c57b9
 class _Buffer:
@@ -279,28 +275,34 @@ def _forget(fd, offset, n):
 
 # %% ../../nbs/1_ground/10_reading.ipynb #f793f74c
 @patch
-# Bytes that went past the cache
-def fill(self:_Source, memory:memoryview, start:int, need:int)->int:
+def _some(self:_Source, to:memoryview, at:int, direct:bool)->int|None:
+    "Bytes from `at` on into `to`, how many; None where direct reads are refused"
+    plain = self.file.f.fileno()
+    try:
+        n = os.preadv(self.fd if direct else plain, [to], at)
+    except OSError as e:
+        if direct and e.errno in _REFUSED:
+            self.refused = True
+            return None
+        raise self.file.bad(f'byte {at:,} cannot be read: {e.strerror}', hint='') from e
+    if n and not direct:
+        _forget(plain, at, n)
+    return n
+
+@patch
+def fill(self:_Source, memory:memoryview, start:int, need:int)->int: # Bytes past the cache
     "Read from `start` into `memory`, which begins at a multiple of a block, at least `need` bytes"
-    got,past,plain = 0,0,self.file.f.fileno()
+    got,past = 0,0
     most = min(_up(need), _down(len(memory)))
     while got<need:
+        at = start+got
         direct = not self.refused and got%BLOCK==0 and got<most
-        to = memory[got:most] if direct else memory[got:need]
-        try:
-            n = os.preadv(self.fd if direct else plain, [to], start+got)
-        except OSError as e:
-            if direct and e.errno in _REFUSED:
-                self.refused = True
-                continue
-            said = f'byte {start+got:,} cannot be read: {e.strerror}'
-            raise self.file.bad(said, hint='') from e
+        n = self._some(memory[got:most] if direct else memory[got:need], at, direct)
+        if n is None:
+            continue
         if not n:
-            raise self.file.bad(f'the file ends at byte {start+got:,}, {need-got:,} bytes short')
-        if direct:
-            past += n
-        else:
-            _forget(plain, start+got, n)
+            raise self.file.bad(f'the file ends at byte {at:,}, {need-got:,} bytes short')
+        past += n if direct else 0
         got += n
     return past
 
@@ -351,8 +353,7 @@ def one(self:_Work, i:int, b:_Buffer, r:Reading):
     w,start = self.windows,perf_counter()
     source = self.sources[w.file[i]]
     n = int(w.nbytes[i])
-    r.direct += source.fill(
-        memoryview(b.data), int(w.start[i]), n)
+    r.direct += source.fill(memoryview(b.data), int(w.start[i]), n)
     read = perf_counter()
     after = self.take(i, b)
     if after:
@@ -402,68 +403,63 @@ def close(self:_Work, fine:bool):
         for s in self.sources:
             s.file.unchanged()
 
-def read_windows(
-    windows:Windows,
-    # `take(i, buffer)`: `buffer.data` holds window `i`, `buffer.place` is its number in the ring
-    take:Callable,
-    ring:Ring,
-    threads:int=THREADS,
-    direct:bool=True, # Past the page cache, where that is possible?
-    # `into(i)`: memory for window `i`, as aligned as a buffer, or None. `take` is done with it
-    # when it returns
-    into:Callable|None=None,
-)->Reading:
-    "Read all `windows`; a `CheckpointError` for a file that ends early, cannot be read or changes"
-    start,fine = perf_counter(),False
-    w = _Work(
-        windows, take, ring, [_Source(f, direct) for f in windows.files], into)
-    threads = max(1, min(threads, ring.count))
+@patch
+def all(self:_Work, threads:int):
+    "Have so many threads read everything; the first error of any of them ends it"
+    fine = False
     try:
         with ThreadPoolExecutor(threads, 'read') as pool:
             try:
-                for f in [pool.submit(w.work) for _ in range(threads)]:
+                for f in [pool.submit(self.work) for _ in range(threads)]:
                     f.result()
                 fine = True
             finally:
-                w.stop = True
+                self.stop = True
     finally:
         try:
-            w.close(fine)
+            self.close(fine)
         except Exception:
             if fine:
                 raise # else it was an earlier error that matters
+
+def read_windows(
+    windows:Windows,
+    take:Callable, # `take(i, buffer)`: `buffer.data` is window `i`, `buffer.place` its number
+    ring:Ring,
+    threads:int=THREADS,
+    direct:bool=True, # Past the page cache, where that is possible?
+    into:Callable|None=None, # `into(i)`: aligned memory for window `i`, or None for a buffer
+)->Reading:
+    """Read all `windows`; a `CheckpointError` for a file that ends early, cannot be read or
+    changes. `take` is done with memory of `into` when it returns"""
+    start = perf_counter()
+    sources = [_Source(f, direct) for f in windows.files]
+    w = _Work(windows, take, ring, sources, into)
+    threads = max(1, min(threads, ring.count))
+    w.all(threads)
     w.total.seconds,w.total.threads = perf_counter()-start,threads
     return w.total
 
 # %% ../../nbs/1_ground/10_reading.ipynb #42d56667
 def read_pieces(
     pieces:Iterable, # `Extent`s, in file order
-    # `take(key, at, data)`, in a reader's thread: `data`, uint8, holds bytes `at` to
-    # `at+len(data)` of the piece
-    take:Callable,
+    take:Callable, # `take(key, at, data)`, in a reader's thread, of uint8 from byte `at` on
     ring:Ring|None=None, # None: one of its own
     threads:int=THREADS,
     direct:bool=True, # As for `read_windows`, as are the errors
-    # Key -> memory to read into, uint8. That, and its piece in the file, begin at a multiple of
-    # `BLOCK`
-    homes:dict|None=None,
+    homes:dict|None=None, # Key -> memory to read into, uint8; it begins at a block, as in the file
 )->Reading:
     """Read `pieces` once. `take` may return what waits until its `data` may be overwritten, but
     for those with homes"""
     pieces = list(pieces)
-    ring = ring or Ring()
-    homes = homes or {}
+    ring,homes = ring or Ring(),homes or {}
     w = windows(pieces, ring.nbytes, [p.key in homes for p in pieces])
     def each(i, b):
-        after = [
-            take(pieces[e].key, at, b.data[lo:lo+n])
-            for e,at,lo,n in w.parts(i)]
+        parts = w.parts(i)
+        after = [take(pieces[e].key, at, b.data[lo:lo+n]) for e,at,lo,n in parts]
         return [f for f in after if f]
     def home(i):
         j = w.first[i]
         a = homes.get(pieces[w.extent[j]].key)
-        return (
-            None if a is None
-            else a[
-                w.at[j]:w.at[j]+w.n[j]])
+        return None if a is None else a[w.at[j]:w.at[j]+w.n[j]]
     return read_windows(w, each, ring, threads, direct, home if homes else None)

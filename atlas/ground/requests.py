@@ -37,19 +37,13 @@ _NONE_OK = {'seed','max_tokens','logprobs'}
 def _number(name, v, lo, hi, whole=False):
     "`v` as a plain number, or a `RequestError` that says what `name` may be"
     kind = numbers.Integral if whole else numbers.Real
-    ok = (
-        isinstance(v,kind)
-        and not isinstance(v,(bool,np.bool_))
-        and lo<=v<=hi
-        and not (name in _NOT_ZERO and v==0))
-    if ok:
+    above = name in _NOT_ZERO
+    is_one = isinstance(v,kind) and not isinstance(v,(bool,np.bool_))
+    if is_one and lo<=v<=hi and not (above and v==0):
         return int(v) if whole else float(v)
     what = 'a whole number' if whole else 'a number'
-    raise RequestError(
-        f'{name} is {str(v)[:40]!r}, expected {what} '
-        f'{"above" if name in _NOT_ZERO else "from"} {lo} '
-        f'{"up " if name in _NOT_ZERO else ""}to {hi}',
-        param=name)
+    span = f'above {lo} up to {hi}' if above else f'from {lo} to {hi}'
+    raise RequestError(f'{name} is {str(v)[:40]!r}, expected {what} {span}', param=name)
 
 # %% ../../nbs/1_ground/15_requests.ipynb #e58ebdc2
 @dataclass(frozen=True)
@@ -78,15 +72,22 @@ class SamplingParams:
 
 # %% ../../nbs/1_ground/15_requests.ipynb #63744093
 @patch
+def _numbers(self:SamplingParams)->dict:
+    "The fields that are numbers, in range"
+    found = {k: _number(k, getattr(self, k), *span) for k,span in _RANGE.items()}
+    for k,span in _WHOLE.items():
+        v = getattr(self, k)
+        if v is not None or k not in _NONE_OK:
+            found[k] = _number(k, v, *span, whole=True)
+    found['top_k'] = max(found['top_k'], 0)
+    return found
+
+@patch
 def _check(self:SamplingParams):
     "Normalise and validate every field, in place, once"
-    def put(k,v): object.__setattr__(self,k,v)
-    for k,(lo,hi) in _RANGE.items():
-        put(k, _number(k,getattr(self,k),lo,hi))
-    for k,(lo,hi) in _WHOLE.items():
-        if (v := getattr(self,k)) is not None or k not in _NONE_OK:
-            put(k, _number(k,v,lo,hi,whole=True))
-    put('top_k', max(self.top_k,0))
+    def put(k, v): object.__setattr__(self, k, v)
+    for k,v in self._numbers().items():
+        put(k, v)
     if self.max_tokens is not None and self.min_tokens>self.max_tokens:
         raise RequestError(
             f'min_tokens is {self.min_tokens}, which is more than max_tokens, {self.max_tokens}',
@@ -96,11 +97,8 @@ def _check(self:SamplingParams):
             f'ignore_eos is {self.ignore_eos!r}, expected true or false', param='ignore_eos')
     put('stop', _stops(self.stop))
     put('logit_bias', _bias(self.logit_bias))
-    put(
-        'stop_token_ids',
-        tuple(
-            _number('stop_token_ids',i,0,2**31-1,whole=True)
-            for i in _seq('stop_token_ids',self.stop_token_ids)))
+    ids = _seq('stop_token_ids', self.stop_token_ids)
+    put('stop_token_ids', tuple(_token('stop_token_ids', i) for i in ids))
 
 # %% ../../nbs/1_ground/15_requests.ipynb #873e6f39
 def _seq(name, v):
@@ -122,23 +120,19 @@ def _stops(v, most=16, longest=1<<14):
             f'stop has {n:,} characters in all, at most {longest:,} are allowed', param='stop')
     return v
 
+def _token(name, v)->int:
+    "`v` as the id of a token"
+    return _number(name, v, 0, 2**31-1, whole=True)
+
 def _bias(v):
     "`logit_bias` with integer keys, or None when empty"
     if not isinstance(v,dict|None):
         raise RequestError(
             f'logit_bias is a {type(v).__name__}, expected a map from token id to bias',
             param='logit_bias')
-    def key(k):
-        return (
-            int(k) if isinstance(k,str) and k.isdecimal() and len(k)<11
-            else k)
-    return (
-        {
-            _number('logit_bias',key(k),0,2**31-1,whole=True): _number(
-                'logit_bias', b, -100, 100)
-            for k,b in v.items()}
-        if v
-        else None)
+    def key(k): return int(k) if isinstance(k,str) and k.isdecimal() and len(k)<11 else k
+    def bias(b): return _number('logit_bias', b, -100, 100)
+    return {_token('logit_bias', key(k)): bias(b) for k,b in v.items()} if v else None
 
 # %% ../../nbs/1_ground/15_requests.ipynb #ca7a3002
 _GENERATION = { # What a generation_config.json calls sampling parameters

@@ -1,6 +1,8 @@
-"""What llama.cpp's converter makes of a Hugging Face folder: names from the gguf package's own tables, keys and transforms as its scripts have them, restated.
+"""What llama.cpp's converter makes of a Hugging Face folder: names from the gguf package's own
+tables, keys and transforms as its scripts have them, restated.
 
-Reads safetensors by itself, so that a fault of Atlas's reader cannot hide in both files of a comparison. `without` leaves steps out, by name:
+Reads safetensors by itself, so that a fault of Atlas's reader cannot hide in both files of a
+comparison. `without` leaves steps out, by name:
 a test that does not notice does not test."""
 import json,re,struct
 from pathlib import Path
@@ -14,10 +16,17 @@ ARCHS = {
     'granitemoe':'GRANITE_MOE', 'granitemoeshared':'GRANITE_MOE',
     'granitemoehybrid':'GRANITE_HYBRID'}
 _TILES = ('tile_qkv','tile_z','tile_b','tile_a','tile_A','tile_dt','tile_conv','tile_out')
-STEPS = {  # what a step of the conversion is called, by family
-    'llama':('permute',), 'mistral':('permute',), 'qwen3_next':('plus_one','neg_exp','ungroup'), 'qwen3_5':('plus_one','neg_exp',*_TILES), 'qwen3_5_moe':('plus_one','neg_exp',*_TILES),
-    'gpt_oss':('split','transpose'), 'gpt_oss-mxfp4':('split','nibbles'),
-    'qwen3_vl_moe':('transpose',), 'nemotron_h':('neg_exp',),
+# what a step of the conversion is called, by family
+STEPS = {
+    'llama':('permute',),
+    'mistral':('permute',),
+    'qwen3_next':('plus_one','neg_exp','ungroup'),
+    'qwen3_5':('plus_one','neg_exp',*_TILES),
+    'qwen3_5_moe':('plus_one','neg_exp',*_TILES),
+    'gpt_oss':('split','transpose'),
+    'gpt_oss-mxfp4':('split','nibbles'),
+    'qwen3_vl_moe':('transpose',),
+    'nemotron_h':('neg_exp',),
     'granitemoehybrid':('neg_exp','permute'),
     **dict.fromkeys(('granite','granitemoe','granitemoeshared'), ('permute',))}
 
@@ -41,8 +50,8 @@ def st_read(path):
         a = np.frombuffer(
             raw,
             dict(
-                F32='<f4', F16='<f2', BF16='<u2', U8='u1', F8_E4M3='u1', F8_E8M0='u1',
-                I64='<i8')[t]).reshape(e['shape'])
+                F32='<f4', F16='<f2', BF16='<u2', U8='u1', F8_E4M3='u1',
+                F8_E8M0='u1', I64='<i8')[t]).reshape(e['shape'])
         return (
             (a.astype(np.uint32)<<16).view(np.float32) if t=='BF16'
             else a.astype(np.float32) if t=='F16' else a)
@@ -79,8 +88,12 @@ def tile(a, axis, kh, d):
     every group, then the second"""
     s = a.shape
     return np.ascontiguousarray(a.reshape(
-        *s[:axis], kh, -1, d,
-        *s[axis+1:]).swapaxes(axis, axis+1)).reshape(s)
+        *s[:axis],
+        kh,
+        -1,
+        d,
+        *s[
+            axis+1:]).swapaxes(axis, axis+1)).reshape(s)
 
 def ungroup(a, kh, parts):
     "Rows [group of a key head: parts one after the other] as one array a part"
@@ -198,8 +211,10 @@ def _delta(c, name, a, without):
 def _gptoss(c, name, a, without):
     "Interleaved gate and up rows apart; 4-bit blocks in ggml's order"
     halves = (
-        (slice(0,None,2),slice(1,None,2)) if 'split' not in without
-        else (slice(0,c['intermediate_size']),slice(c['intermediate_size'],None)))
+        (slice(0,None,2),slice(1,None,2))
+        if 'split' not in without
+        else (
+            slice(0,c['intermediate_size']), slice(c['intermediate_size'],None)))
     stem,kind = re.match(r'(.*?)(_bias|_blocks|)$', name).groups()
     if '.experts.' not in name:
         yield name+('.weight' if name.endswith('sinks') else ''),a
@@ -253,7 +268,8 @@ def _vl_experts(c, name, a, without):
         name.endswith(('experts.gate_up_proj','experts.down_proj'))
         and 'transpose' not in without)
     yield from _experts(
-        c, name, np.ascontiguousarray(a.swapaxes(1, 2)) if stack else a, without)
+        c, name, np.ascontiguousarray(a.swapaxes(1, 2)) if stack else a,
+        without)
 
 def _gemma(c, name, a, without):
     yield (name if name.endswith(('.weight','scale')) else name+'.weight'),a
@@ -524,7 +540,8 @@ def _packed(c, ts, name, without):
     for stem,x in banks.items():
         n = name(stem)
         scales = np.array(
-            [x[e][1] for e in range(len(x))], np.float32)
+            [x[e][1] for e in range(len(x))],
+            np.float32)
         # Gemma's weight of each expert goes where its scale does
         each = stem.split('experts')[0]+'router.per_expert_scale'
         if 'down' in stem and each in ts:
@@ -569,8 +586,8 @@ def write(path, arch, keys, tensors, part=0):
     for k,v in keys.items():
         k = k if k.startswith(('tokenizer.','general.','split.')) else f'{arch}.{k}'
         add = {
-            list:w.add_array, bool:w.add_bool, str:w.add_string, float:w.add_float32,
-            int:w.add_uint32}[type(v)]
+            list:w.add_array, bool:w.add_bool, str:w.add_string,
+            float:w.add_float32, int:w.add_uint32}[type(v)]
         add(k, v)
     for k,a in tensors.items():
         a,t = a if isinstance(a, tuple) else (a,None)
@@ -581,7 +598,8 @@ def write(path, arch, keys, tensors, part=0):
     w.close()
     return Path(path)
 
-def to_gguf(folder, path, quant='F32', without=(), arch=None, **keys):
+def to_gguf(
+    folder, path, quant='F32', without=(), arch=None, **keys):
     "The GGUF file of a Hugging Face folder; `keys` override or add, None takes away"
     a,m,ts = convert(folder, quant, without, arch)
     return write(

@@ -1,6 +1,8 @@
-"""Checkpoints of every family in the layouts that are published: names, prefixes, expert layouts and storage formats, written without Atlas's readers.
+"""Checkpoints of every family in the layouts that are published: names, prefixes, expert layouts
+and storage formats, written without Atlas's readers.
 
-A layout is a row of `LAYOUTS`. Its folder is written twice: as published, and plain: float32, the numbers that the packed tensors stand for, under the simplest names.
+A layout is a row of `LAYOUTS`. Its folder is written twice: as published, and plain: float32, the
+numbers that the packed tensors stand for, under the simplest names.
 Both must load as the same arrays."""
 import json,re
 import numpy as np
@@ -237,7 +239,9 @@ def _nvfp4(n, a, ct, one):
     m = n.removesuffix('.weight')
     p = QTensor.encode(a, 'NVFP4').parts
     g = np.float32(1)/p['global'] if ct else p['global']
-    s = E4M3[p['scale']]*(np.float32(1)/g if ct else g)
+    s = (
+        E4M3[p['scale']]
+        *(np.float32(1)/g if ct else g))
     parts = {
         m+('.weight_packed' if ct else '.weight'):(p['data'],'U8'),
         m+'.weight_scale':(p['scale'],'F8_E4M3'),
@@ -279,7 +283,9 @@ def _words(q, axis):
         (*q.shape[:-1],-q.shape[-1]%8),
         int)
     q = np.concatenate([q,fill], -1)
-    words = sum(q[...,i::8]<<4*i for i in range(8))
+    words = sum(
+        q[...,i::8]<<4*i
+        for i in range(8))
     words = words.astype(np.uint32)
     return np.moveaxis(words.view(np.int32), -1, axis)
 
@@ -321,7 +327,8 @@ def _grouped(a, at, group, symmetric, kind):
     numbers = ((codes-z)*s).astype(a.dtype)
     back = np.argsort(at)
     def placed(x): return x.reshape(a.shape)[:,back]
-    return _Groups(placed(codes), zeros, (stored,kind), back//group, placed(numbers))
+    return _Groups(
+        placed(codes), zeros, (stored,kind), back//group, placed(numbers))
 
 def _ct_parts(g, symmetric):
     "compressed-tensors: words along a row, zero points along a column"
@@ -367,21 +374,51 @@ def _int4(n, a, how, group=32, symmetric=False, half=True):
     m = n.removesuffix('.weight')
     return {f'{m}.{k}':v for k,v in parts.items()},g.numbers
 
-HOW = {  # name, array -> ({stored name: (array, type)}, numbers)
-    'f32': lambda n,a: ({n:(a,'F32')},a), 'bf16': lambda n,a: ({n:(f32_to_bf16(a),'BF16')},a), 'f16': lambda n,a: ({n:((h := a.astype(np.float16)),'F16')},h.astype(np.float32)),
-    'fp8-tensor': lambda n,a: _fp8_as(n, a, 'FP8_TENSOR', '_scale'), 'fp8-tensor-bf16': lambda n,a: _fp8_as(n, a, 'FP8_TENSOR', '_scale', _bf16, 'BF16', lambda s: (1,)),
-    'fp8-channel': lambda n,a: _fp8_as(n, a, 'FP8_CHANNEL', '_scale', _bf16, 'BF16', lambda s: (*s.shape,1)), 'fp8-channel-flat': lambda n,a: _fp8_as(n, a, 'FP8_CHANNEL', '_scale'),
-    'fp8-block': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv'), 'fp8-block-bf16': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv', _bf16, 'BF16'),
-    'fp8-block-f16': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv', lambda s: ((h := s.astype(np.float16)),h.astype(np.float32)), 'F16'),
+# name, array -> ({stored name: (array, type)}, numbers)
+HOW = {
+    'f32': lambda n,a: ({n:(a,'F32')},a),
+    'bf16': lambda n,a: (
+        {n:(f32_to_bf16(a),'BF16')}, a),
+    'f16': lambda n,a: (
+        {n:((h := a.astype(np.float16)),'F16')},
+        h.astype(np.float32)),
+    'fp8-tensor': lambda n,a: _fp8_as(n, a, 'FP8_TENSOR', '_scale'),
+    'fp8-tensor-bf16': lambda n,a: _fp8_as(
+        n, a, 'FP8_TENSOR', '_scale', _bf16, 'BF16', lambda s: (1,)),
+    'fp8-channel': lambda n,a: _fp8_as(
+        n, a, 'FP8_CHANNEL', '_scale', _bf16, 'BF16',
+        lambda s: (*s.shape,1)),
+    'fp8-channel-flat': lambda n,a: _fp8_as(n, a, 'FP8_CHANNEL', '_scale'),
+    'fp8-block': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv'),
+    'fp8-block-bf16': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv', _bf16, 'BF16'),
+    'fp8-block-f16': lambda n,a: _fp8_as(
+        n,
+        a,
+        'FP8_BLOCK',
+        '_scale_inv',
+        lambda s: (
+            (h := s.astype(np.float16)),
+            h.astype(np.float32)),
+        'F16'),
     'fp8-block-e8m0': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv', _pow2, 'F8_E8M0'),
-    'fp8-pb-wo': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale', shape=lambda s: (s.shape[0],1,s.shape[1],1)),
-    'nvfp4': lambda n,a: _nvfp4(n, a, False, False), 'nvfp4-one': lambda n,a: _nvfp4(n, a, False, True), 'nvfp4-ct': lambda n,a: _nvfp4(n, a, True, True),
+    'fp8-pb-wo': lambda n,a: _fp8_as(
+        n,
+        a,
+        'FP8_BLOCK',
+        '_scale',
+        shape=lambda s: (
+            s.shape[0], 1, s.shape[1], 1)),
+    'nvfp4': lambda n,a: _nvfp4(n, a, False, False),
+    'nvfp4-one': lambda n,a: _nvfp4(n, a, False, True),
+    'nvfp4-ct': lambda n,a: _nvfp4(n, a, True, True),
     'int4-ct': lambda n,a: _int4(n, a, 'ct', half=False),
     'int4-ct-symmetric': lambda n,a: _int4(n, a, 'ct', 0, True),
     'int4-gptq': lambda n,a: _int4(n, a, 'gptq'),
     'int4-gptq-order': lambda n,a: _int4(n, a, 'gptq-order'),
     'int4-awq': lambda n,a: _int4(n, a, 'awq'),
-    'mxfp4': lambda n,a: _mxfp4(n, a, '.weight'), 'mxfp4-ct': lambda n,a: _mxfp4(n, a, '.weight_packed'), 'mxfp4-e8m0': lambda n,a: _mxfp4(n, a, '.weight_packed', 'F8_E8M0')}
+    'mxfp4': lambda n,a: _mxfp4(n, a, '.weight'),
+    'mxfp4-ct': lambda n,a: _mxfp4(n, a, '.weight_packed'),
+    'mxfp4-e8m0': lambda n,a: _mxfp4(n, a, '.weight_packed', 'F8_E8M0')}
 STACK_HOW = {
     'bf16': HOW['bf16'],
     'mxfp4-blocks': lambda n,a: _mxfp4(n, a, 'blocks'),
@@ -504,7 +541,8 @@ def stored(conf, style, experts, rules):
         stack = a.ndim==3 and 'experts' in k and k.split('.')[0]!='visual'
         how = pick(k, a) if a.ndim>1 and may_quantise(k) else 'bf16'
         if stack and experts=='turned':
-            parts,x = STACK_HOW[how](k, np.ascontiguousarray(a.swapaxes(1,2)))
+            parts,x = STACK_HOW[how](
+                k, np.ascontiguousarray(a.swapaxes(1,2)))
             plain[k] = x.swapaxes(1,2)
         else:
             parts,plain[k] = (STACK_HOW if stack else HOW)[how](k, a)

@@ -1,4 +1,5 @@
-"What make_reference.py recorded, models fed by hand to be compared with it, and the folders' tensors as they are stored."
+"""What make_reference.py recorded, models fed by hand to be compared with it, and the folders'
+tensors as they are stored."""
 import json,shutil
 from pathlib import Path
 import numpy as np
@@ -27,7 +28,8 @@ INT4 = {'llama-ct-int4':'_ct_codes', 'llama-ct-int4-zeros':'_ct_codes',
 def error(got, want):
     assert got.shape==want.shape
     return float(
-        np.abs(got-want).max()/np.abs(want).max())
+        np.abs(got-want).max()
+        /np.abs(want).max())
 
 def model(name, change=None):
     "The model of a folder; with `change`, of a config that it does not have"
@@ -85,7 +87,11 @@ class Run:
         rec = {
             f'rec{i}':a[1//TAILS]
             for i,a in self.cache.rec.items()}
-        return rec|{f'conv{i}':a[1] for i,a in self.cache.conv.items()}
+        return (
+            rec
+            |{
+                f'conv{i}':a[1]
+                for i,a in self.cache.conv.items()})
 
 def mtp(name, sizes=None, see=Run.hidden):
     """Logits of the head's first pass, and the tokens and logits of two drafts;
@@ -109,7 +115,8 @@ def mtp(name, sizes=None, see=Run.hidden):
     logits = m.head(np.concatenate(one))
     return (
         logits,
-        *proposed(drafter, run, one[-1], last, ids[-1], at))
+        *proposed(
+            drafter, run, one[-1], last, ids[-1], at))
 
 def proposed(drafter, run, h, last, newest, at):
     "Tokens and logits that `drafter` proposes after `newest`, which is at position `at`"
@@ -157,7 +164,8 @@ def stored(folder):
             lo,hi = (8+n+o for o in e['data_offsets'])
             out[k],types[k] = (
                 np.frombuffer(
-                    b[lo:hi], _TYPES[e['dtype']]).reshape(e['shape']),
+                    b[lo:hi],
+                    _TYPES[e['dtype']]).reshape(e['shape']),
                 e['dtype'])
     return out,types
 

@@ -1,7 +1,10 @@
-"The checkpoints of tests/data: config.json as a publisher would have written it, at sizes that nobody published, and how the weights are stored."
+"""The checkpoints of tests/data: config.json as a publisher would have written it, at sizes that
+nobody published, and how the weights are stored."""
 import torch
 from dataclasses import dataclass,field
-from .reference_formats import fp8,fp8_block,fp8_block_4d,fp8_block_bf16,fp8_channel,mxfp4,mxfp4_packed,nvfp4,nvfp4_a16,nvfp4_packed
+from .reference_formats import (
+    fp8,fp8_block,fp8_block_4d,fp8_block_bf16,fp8_channel,mxfp4,mxfp4_packed,nvfp4,nvfp4_a16,
+    nvfp4_packed)
 from .reference_integers import awq_int4,ct_int4,ct_scheme,gptq_int4
 
 V = 160
@@ -50,25 +53,57 @@ MISTRAL = (
 def without(d, *names):
     return {k:v for k,v in d.items() if k not in names}
 
-CASES = {
-    # as Llama 3.1 is published, with pairs on all three parts of its curve;
-    # the prompt crosses two 64-token boundaries; sharded, with an index
-    'llama3-rope-sharded': Case(BASE|dict(hidden_size=64, num_hidden_layers=3, intermediate_size=96, eos_token_id=[2,3],
-        rope_scaling=dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)), 140, 100_000),
-    # as Mistral Small: heads that together are wider than the model
-    'mistral-wide-heads': Case(MISTRAL|dict(head_dim=20)),
-    # as Mistral 7B v0.1: a query sees itself and the 22 tokens before it
-    'mistral-window': Case(MISTRAL|dict(sliding_window=23, rope_theta=10000.0), 90),
-    # as SmolLM2: three query heads on one key head, output matrix tied to the embedding, the newer
-    # config.json
-    'smollm2-tied': Case(without(BASE, 'rope_theta', 'torch_dtype')|dict(num_attention_heads=3, num_key_value_heads=1, head_dim=16,
-        num_hidden_layers=3, tie_word_embeddings=True, rope_parameters=dict(rope_type='default', rope_theta=100000.0), dtype='bfloat16')),
-    # the two scalings that came before llama3's, each in one generation of config.json
-    'yarn-rope': Case(without(BASE, 'rope_theta')|dict(num_attention_heads=2, num_key_value_heads=1,
-        rope_parameters=dict(rope_type='yarn', rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0)), 72),
-    'linear-rope': Case(BASE|dict(rope_scaling=dict(type='linear', factor=4.0))),
-    # a bias on every projection
-    'biases': Case(BASE|dict(attention_bias=True, mlp_bias=True))}
+CASES = {}
+
+# as Llama 3.1 is published, with pairs on all three parts of its curve;
+# the prompt crosses two 64-token boundaries; sharded, with an index
+CASES['llama3-rope-sharded'] = Case(
+    BASE
+    |dict(
+        hidden_size=64,
+        num_hidden_layers=3,
+        intermediate_size=96,
+        eos_token_id=[2,3],
+        rope_scaling=dict(
+            rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=64)),
+    140,
+    100_000)
+
+# as Mistral Small: heads that together are wider than the model
+CASES['mistral-wide-heads'] = Case(MISTRAL|dict(head_dim=20))
+
+# as Mistral 7B v0.1: a query sees itself and the 22 tokens before it
+CASES['mistral-window'] = Case(MISTRAL|dict(sliding_window=23, rope_theta=10000.0), 90)
+
+# as SmolLM2: three query heads on one key head, output matrix tied to the embedding, the newer
+# config.json
+CASES['smollm2-tied'] = Case(
+    without(BASE, 'rope_theta', 'torch_dtype')
+    |dict(
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_hidden_layers=3,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type='default', rope_theta=100000.0),
+        dtype='bfloat16'))
+
+# the two scalings that came before llama3's, each in one generation of config.json
+CASES['yarn-rope'] = Case(
+    without(BASE, 'rope_theta')
+    |dict(
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        rope_parameters=dict(
+            rope_type='yarn', rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64,
+            beta_fast=4.0, beta_slow=1.0)),
+    72)
+CASES['linear-rope'] = Case(
+    BASE|dict(rope_scaling=dict(type='linear', factor=4.0)))
+
+# a bias on every projection
+CASES['biases'] = Case(BASE|dict(attention_bias=True, mlp_bias=True))
 
 # as Llama 3.2: tied, llama3 scaling, a head_dim that is written down
 LLAMA = BASE|dict(vocab_size=136, num_attention_heads=6, num_key_value_heads=2, head_dim=16)
@@ -374,8 +409,15 @@ GEMMA = dict(
     pad_token_id=0,
     bos_token_id=2,
     eos_token_id=1)
-def gemma(**kw): return dict(architectures=['Gemma4ForConditionalGeneration'], model_type='gemma4', text_config=GEMMA|dict(model_type='gemma4_text')|kw,
-    vision_config=None, audio_config=None, tie_word_embeddings=True, dtype='bfloat16')
+def gemma(**kw):
+    return dict(
+        architectures=['Gemma4ForConditionalGeneration'],
+        model_type='gemma4',
+        text_config=GEMMA|dict(model_type='gemma4_text')|kw,
+        vision_config=None,
+        audio_config=None,
+        tie_word_embeddings=True,
+        dtype='bfloat16')
 CASES['gemma4-moe'] = Case(gemma(), 74)
 CASES['gemma4-dense'] = Case(
     gemma(
@@ -391,11 +433,30 @@ CASES['gemma4-dense'] = Case(
         vocab_size=104,
         final_logit_softcapping=None),
     68)
-def drafter(ordered): return dict(architectures=['Gemma4AssistantForCausalLM'], model_type='gemma4_assistant', backbone_hidden_size=48,
-    tie_word_embeddings=True, use_ordered_embeddings=ordered, num_centroids=16, centroid_intermediate_top_k=5, dtype='bfloat16',
-    text_config=GEMMA|dict(model_type='gemma4_text', hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_kv_shared_layers=3,
-    layer_types=['sliding_attention','sliding_attention','full_attention'], enable_moe_block=False, num_experts=None, top_k_experts=None,
-    moe_intermediate_size=None, final_logit_softcapping=None, vocab_size_per_layer_input=0))
+def drafter(ordered):
+    return dict(
+        architectures=['Gemma4AssistantForCausalLM'],
+        model_type='gemma4_assistant',
+        backbone_hidden_size=48,
+        tie_word_embeddings=True,
+        use_ordered_embeddings=ordered,
+        num_centroids=16,
+        centroid_intermediate_top_k=5,
+        dtype='bfloat16',
+        text_config=GEMMA
+        |dict(
+            model_type='gemma4_text',
+            hidden_size=32,
+            intermediate_size=56,
+            num_hidden_layers=3,
+            num_kv_shared_layers=3,
+            layer_types=['sliding_attention','sliding_attention','full_attention'],
+            enable_moe_block=False,
+            num_experts=None,
+            top_k_experts=None,
+            moe_intermediate_size=None,
+            final_logit_softcapping=None,
+            vocab_size_per_layer_input=0))
 CASES['gemma4-assistant'] = Case(drafter(False), target='gemma4-moe')
 CASES['gemma4-assistant-ordered'] = Case(drafter(True), target='gemma4-moe')
 
@@ -574,14 +635,26 @@ CASES['qwen3-vl-moe'] = Case(
 LINEAR = r'(self_attn|mlp)\.[a-z]+_proj\.weight$'
 EXPERT = r'experts\.\d+\.[a-z0-9_]+\.weight$'
 PRODUCER = dict(name='modelopt', version='0.43.0')
-def modelopt(algo, ignore, kv=True): return dict(quant_method='modelopt', quant_algo=algo, producer=PRODUCER,
-    ignore=ignore)|(dict(kv_cache_scheme=dict(dynamic=False, num_bits=8, type='float')) if kv else {})
+def modelopt(algo, ignore, kv=True):
+    return (
+        dict(quant_method='modelopt', quant_algo=algo, producer=PRODUCER, ignore=ignore)
+        |(
+            dict(kv_cache_scheme=dict(dynamic=False, num_bits=8, type='float')) if kv
+            else {}))
 def older(algo, exclude, **kw):
     return dict(
         producer=PRODUCER,
         quantization=dict(quant_algo=algo, kv_cache_quant_algo='FP8', exclude_modules=exclude)|kw)
-def compressed(fmt, ignore, acts, **weights): return dict(quant_method='compressed-tensors', format=fmt, quantization_status='compressed', ignore=ignore,
-    config_groups=dict(group_0=dict(targets=['Linear'], weights=dict(type='float', symmetric=True, dynamic=False)|weights, input_activations=acts)))
+def compressed(fmt, ignore, acts, **weights):
+    return dict(
+        quant_method='compressed-tensors',
+        format=fmt,
+        quantization_status='compressed',
+        ignore=ignore,
+        config_groups=dict(group_0=dict(
+            targets=['Linear'],
+            weights=dict(type='float', symmetric=True, dynamic=False)|weights,
+            input_activations=acts)))
 def fp8_blocks(keep):
     return dict(
         quant_method='fp8', fmt='e4m3', activation_scheme='dynamic', weight_block_size=[128,128],
@@ -717,10 +790,12 @@ CASES['llama-ct-mxfp4'] = Case(
     quant=compressed(
         'mxfp4-pack-quantized', ['lm_head'], None, num_bits=4, strategy='group', group_size=32))
 # FP8 attention, NVFP4 for the rest and the output matrix, BF16 where neither; and no MTP head
-FP8_PARTS = r'linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.weight$|self_attn\.[qkvo]_proj\.weight$'
+FP8_PARTS = (
+    r'linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.weight$'
+    r'|self_attn\.[qkvo]_proj\.weight$')
 CASES['qwen35-mixed'] = Case(
     TEXT35
-    |dict(
+    | dict(
         model_type='qwen3_5_text',
         architectures=['Qwen3_5ForCausalLM'],
         vocab_size=112,
@@ -746,7 +821,9 @@ CASES['qwen35-mixed'] = Case(
         | {
             n:dict(quant_algo='W4A16_NVFP4', group_size=16)
             for n in ['lm_head']
-            +[f'model.layers.{i}.mlp.{x}_proj' for i in range(3) for x in ('gate','up','down')]}),
+            + [
+                f'model.layers.{i}.mlp.{x}_proj' for i in range(3)
+                for x in ('gate','up','down')]}),
     scales={f'model.layers.2.self_attn.{n}_proj.{n}_scale':.05 for n in 'kv'})
 
 # INT4 in groups, of a size that a card's cache takes, packed by the libraries themselves

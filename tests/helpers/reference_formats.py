@@ -1,7 +1,9 @@
-"How quantised checkpoints store a matrix: each function gives the parts as they are stored, by the end of their name, and the weights they stand for."
+"""How quantised checkpoints store a matrix: each function gives the parts as they are stored, by
+the end of their name, and the weights they stand for."""
 import re,torch
 
-E2M1 = torch.tensor([0,.5,1,1.5,2,3,4,6])
+E2M1 = torch.tensor([
+    0, .5, 1, 1.5, 2, 3, 4, 6])
 
 def e2m1(x):
     "Codes of the nearest values, ties to the even code"
@@ -12,7 +14,9 @@ def e2m1(x):
     return (c+8*(x<0)).to(torch.uint8)
 
 def pack(c):
-    return c[...,0::2]|(c[...,1::2]<<4)
+    return (
+        c[...,0::2]|(
+            c[...,1::2]<<4))
 def value(c):
     return (
         E2M1[(c&7).long()]
@@ -28,7 +32,8 @@ def fp8(w, **kw):
         q.float()*s)
 
 def fp8_channel(w, dtype=torch.bfloat16):
-    s = (w.abs().amax(1, keepdim=True)/448).to(dtype)
+    s = (
+        w.abs().amax(1, keepdim=True)/448).to(dtype)
     q = e4m3(w/s.float())
     return dict(weight=q, weight_scale=s),q.float()*s.float()
 
@@ -107,7 +112,8 @@ def quantise(d, rules):
     matches its name"""
     stored,plain = {},{}
     for k,w in d.items():
-        f = next((f for rx,f in rules if re.search(rx, k)), None)
+        f = next(
+            (f for rx,f in rules if re.search(rx, k)), None)
         if f is None:
             stored[k] = plain[k] = w
             continue
@@ -117,7 +123,9 @@ def quantise(d, rules):
             plain[k] = x.mT.contiguous()
             continue
         parts,plain[k] = f(w.float())
-        stored |= {k.removesuffix('weight')+n:p for n,p in parts.items()}
+        stored |= {
+            k.removesuffix('weight')+n:p
+            for n,p in parts.items()}
     return stored,plain
 
 def per_expert(d):
@@ -155,5 +163,7 @@ def stacked(d):
         out[p+'gate_up_proj'] = torch.stack([
             torch.cat([x[e,'gate'],x[e,'up']])
             for e in n])
-        out[p+'down_proj'] = torch.stack([x[e,'down'] for e in n])
+        out[p+'down_proj'] = torch.stack([
+            x[e,'down']
+            for e in n])
     return out

@@ -25,16 +25,28 @@ def read_json(
     raw:bytes, # The body as it came
 )->dict:
     "Parse one JSON object; `RequestError` for anything else"
-    if not raw.strip(): raise RequestError('The body is empty', hint='Send a JSON object')
-    if raw.count(b',')+raw.count(b':')>MANY: raise RequestError(f'The body has more than {MANY:,} values', hint='Send less')
-    try: d = from_json(raw, allow_inf_nan=False)
-    except ValueError as e: raise RequestError(f'The body is not valid JSON: {e}') from None
-    if not isinstance(d, dict): raise RequestError(f'The body is {found(d)}', hint='Send a JSON object')
-    if _large(raw) and (at := _infinite(d)): raise RequestError(f'{at} is a number too large to be held', hint='Send finite numbers', param=at)
+    if not raw.strip():
+        raise RequestError('The body is empty', hint='Send a JSON object')
+    if raw.count(b',')+raw.count(b':')>MANY:
+        raise RequestError(f'The body has more than {MANY:,} values', hint='Send less')
+    try:
+        d = from_json(raw, allow_inf_nan=False)
+    except ValueError as e:
+        raise RequestError(f'The body is not valid JSON: {e}') from None
+    if not isinstance(d, dict):
+        raise RequestError(f'The body is {found(d)}', hint='Send a JSON object')
+    if _large(raw) and (at := _infinite(d)):
+        raise RequestError(
+            f'{at} is a number too large to be held', hint='Send finite numbers', param=at)
     return d
 
-MANY = 1<<21 # Values, as its commas and colons count them: a context of a million tokens, as ids, and as much again
-_shape = bytes(48 if chr(c) in '0123456789' else c|32 if chr(c) in 'eE' else 43 if c==43 else 32 for c in range(256))
+# Values, as its commas and colons count them: a context of a million tokens, as ids, and as much
+# again
+MANY = 1<<21
+_shape = bytes(
+    48 if chr(c) in '0123456789' else c|32
+    if chr(c) in 'eE' else 43 if c==43 else 32
+    for c in range(256))
 
 def _large(raw)->bool:
     "May there be a number without an end in `raw`? Then it has an exponent of two digits, or very many digits"
@@ -46,18 +58,26 @@ def _infinite(d)->str|None:
     todo = [('',d)]
     while todo:
         at,x = todo.pop()
-        if isinstance(x, dict): todo += ((f'{at}.{k[:80]}', v) for k,v in x.items())
-        elif isinstance(x, list): todo += ((f'{at}[{i}]', v) for i,v in enumerate(x))
-        elif isinstance(x, float) and not math.isfinite(x): return at.lstrip('.')[:400]
+        if isinstance(x, dict):
+            todo += ((f'{at}.{k[:80]}', v) for k,v in x.items())
+        elif isinstance(x, list):
+            todo += ((f'{at}[{i}]', v) for i,v in enumerate(x))
+        elif isinstance(x, float) and not math.isfinite(x):
+            return at.lstrip('.')[:400]
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #256c5d24
 def found(v)->str:
     "What a value is, in a few words that are safe to print"
-    if v is None: return 'null'
-    if isinstance(v, bool): return str(v).lower()
-    if isinstance(v, str): return f'the string {v[:40]!r}' + ('…' if len(v)>40 else '')
-    if isinstance(v, (list,tuple)): return f'a list of {len(v)}'
-    if isinstance(v, dict): return f'an object with {len(v)} fields'
+    if v is None:
+        return 'null'
+    if isinstance(v, bool):
+        return str(v).lower()
+    if isinstance(v, str):
+        return f'the string {v[:40]!r}' + ('…' if len(v)>40 else '')
+    if isinstance(v, (list,tuple)):
+        return f'a list of {len(v)}'
+    if isinstance(v, dict):
+        return f'an object with {len(v)} fields'
     return f'the number {v}' if not isinstance(v, int) or abs(v)<10**20 else 'a very large number'
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #948a9c4d
@@ -65,9 +85,12 @@ def _walk(d, loc, missing):
     "The steps of `loc` that exist in body `d`, and the value at their end; the last step may be `missing`"
     path = ''
     for i,k in enumerate(loc):
-        if isinstance(d, dict) and k in d: d,path = d[k],f'{path}.{k}'
-        elif isinstance(d, list) and isinstance(k, int) and k<len(d): d,path = d[k],f'{path}[{k}]'
-        elif missing and isinstance(d, dict) and isinstance(k, str) and i==len(loc)-1: return f'{path}.{k}'.lstrip('.'),None
+        if isinstance(d, dict) and k in d:
+            d,path = d[k],f'{path}.{k}'
+        elif isinstance(d, list) and isinstance(k, int) and k<len(d):
+            d,path = d[k],f'{path}[{k}]'
+        elif missing and isinstance(d, dict) and isinstance(k, str) and i==len(loc)-1:
+            return f'{path}.{k}'.lstrip('.'),None
     return path.lstrip('.'),d
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #436b44da
@@ -76,11 +99,19 @@ def blame(
     d:dict, # The body it was found in
 )->RequestError: # One sentence about one field
     "Turn pydantic's findings into a refusal that names the field"
-    faults = [(*_walk(d, x['loc'], x['type']=='missing'), x) for x in e.errors(include_url=False, include_context=False)[:64]]
-    path,v,x = max(faults, key=lambda f: f[0].count('.')+f[0].count('['))
-    if x['type']=='missing': return RequestError(f'{path} is missing', hint='Add the field', param=path)
+    faults = [
+        (*_walk(d, x['loc'], x['type']=='missing'), x)
+        for x in e.errors(include_url=False, include_context=False)[:64]]
+    path,v,x = max(
+        faults,
+        key=lambda f: f[0].count('.')
+        +f[0].count('['))
+    if x['type']=='missing':
+        return RequestError(f'{path} is missing', hint='Add the field', param=path)
     wants = dict.fromkeys(f['msg'] for p,_,f in faults if p==path)
-    return RequestError(f'{path} is {found(v)}. {" or ".join(wants).replace("or Input should be", "or")}', param=path)
+    return RequestError(
+        f'{path} is {found(v)}. {" or ".join(wants).replace("or Input should be", "or")}',
+        param=path)
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #19d807bc
 def validate(
@@ -89,15 +120,21 @@ def validate(
 )->BaseModel:
     "Read and check a body; `RequestError` names the first field that is wrong"
     d = read_json(raw)
-    try: return kind.model_validate(d)
-    except ValidationError as e: raise blame(e, d) from None
+    try:
+        return kind.model_validate(d)
+    except ValidationError as e:
+        raise blame(e, d) from None
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #ce9dc9c1
 def _whole(v): return int(v) if isinstance(v, float) and v.is_integer() else v
-Int = Annotated[int, BeforeValidator(_whole), Field(ge=-2**63, lt=2**63)]
+Int = Annotated[
+    int, BeforeValidator(_whole),
+    Field(ge=-2**63, lt=2**63)]
 Budget = Annotated[Int, Field(ge=-1)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] # That a request may take
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Ids = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31)]],
+    Field(fail_fast=True)]
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #c2cf72dd
 OPEN = ConfigDict(strict=True, allow_inf_nan=False, extra='allow') # Keeps what it does not know
@@ -125,10 +162,12 @@ def ignored(
 def _unknown(body, at=''):
     "Fields that `body` does not know; none in lists such as messages: templates may read them"
     for k,v in (body.model_extra or {}).items():
-        if v and k not in HARMLESS: yield at+k[:40]
+        if v and k not in HARMLESS:
+            yield at+k[:40]
     for k in type(body).model_fields:
         v = getattr(body, k, None)
-        if isinstance(v, BaseModel): yield from _unknown(v, f'{at}{k}.')
+        if isinstance(v, BaseModel):
+            yield from _unknown(v, f'{at}{k}.')
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #2d3a8108
 class NotOfferedError(RequestError):
@@ -173,8 +212,12 @@ SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
 def given(body:BaseModel)->frozenset[str]:
     "The sampling parameters that a body sets, by our names"
-    theirs = dict(max_completion_tokens='max_tokens', max_output_tokens='max_tokens', stop_sequences='stop')
-    named = {theirs.get(k, k) for k in type(body).model_fields if getattr(body, k, None) is not None}
+    theirs = dict(
+        max_completion_tokens='max_tokens', max_output_tokens='max_tokens', stop_sequences='stop')
+    named = {
+        theirs.get(k, k)
+        for k in type(body).model_fields
+        if getattr(body, k, None) is not None}
     return frozenset(named & SAMPLING)
 
 @patch
@@ -183,7 +226,8 @@ def fill(self:Ask,
 ):
     "Set those of them that neither the client nor an earlier call has set"
     new = {k:v for k,v in sampling.items() if k not in self.given}
-    if not new: return
+    if not new:
+        return
     self.params,self.own = replace(self.own or self.params, **new),None
     self.given |= set(new)
     _retell(self, new)
@@ -195,14 +239,16 @@ def lean_on(self:Ask,
     "Set those that nobody has given as the model that answers has them; those of another are forgotten"
     self.own = self.own or self.params
     new = {k:v for k,v in sampling.items() if k not in self.given}
-    if 'max_tokens' in new: new['max_tokens'] = max(new['max_tokens'], self.own.min_tokens, 1)
+    if 'max_tokens' in new:
+        new['max_tokens'] = max(new['max_tokens'], self.own.min_tokens, 1)
     self.params = replace(self.own, **new)
     _retell(self, new)
 
 def _retell(ask, new):
     "Have an answer that repeats its question say what counts"
     told = getattr(ask, 'echo', None)
-    if isinstance(told, dict): told |= {k:new[v] for k,v in _TOLD.items() if v in new}
+    if isinstance(told, dict):
+        told |= {k:new[v] for k,v in _TOLD.items() if v in new}
 
 _TOLD = {k:k for k in ('temperature','top_p','presence_penalty','frequency_penalty')}
 _TOLD['max_output_tokens'] = 'max_tokens'
@@ -217,11 +263,23 @@ def think(
     param:str='reasoning_effort', # The field that has the effort
 )->tuple[dict,int|None]: # Variables of the template, `thinking_budget`
     "How much to think, as an `Ask` has it"
-    if effort is not None and effort not in EFFORTS: raise RequestError(f'{param} is {found(effort)}, expected {" or ".join(EFFORTS)}', param=param)
-    if effort=='none' or budget==0: enabled = False
-    if enabled is False: return dict(enable_thinking=False, thinking=False),0
+    if effort is not None and effort not in EFFORTS:
+        raise RequestError(
+            f'{param} is {found(effort)}, expected {" or ".join(EFFORTS)}', param=param)
+    if effort=='none' or budget==0:
+        enabled = False
+    if enabled is False:
+        return dict(enable_thinking=False, thinking=False),0
     v = {} if enabled is None else dict(enable_thinking=True, thinking=True)
-    return v | ({} if effort is None else dict(reasoning_effort=dict(minimal='low', xhigh='high', max='high').get(effort, effort))),budget if budget and budget>0 else None
+    return (
+        v
+        | (
+            {} if effort is None
+            else dict(
+                reasoning_effort=dict(
+                    minimal='low', xhigh='high', max='high'
+                ).get(effort, effort))),
+        budget if budget and budget>0 else None)
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #46ff4fff
 def format_of(
@@ -230,15 +288,23 @@ def format_of(
 )->dict|None: # For `Ask.format`
     "What a response format asks of the answer"
     kind = 'text' if f is None else f.get('type')
-    if kind=='text': return None
-    if kind=='json_object' and f.get('schema') is None: return dict(kind='json_object')
-    if kind not in ('json_object','json_schema'): raise RequestError(f'{param}.type is {found(kind)}, expected text, json_object or json_schema', param=param)
+    if kind=='text':
+        return None
+    if kind=='json_object' and f.get('schema') is None:
+        return dict(kind='json_object')
+    if kind not in ('json_object','json_schema'):
+        raise RequestError(
+            f'{param}.type is {found(kind)}, expected text, json_object or json_schema',
+            param=param)
     box = f.get('json_schema', f)
     schema = box.get('schema', box.get('schema_')) if isinstance(box, dict) else None
     if not isinstance(schema, dict|bool):
         at = 'json_schema.schema' if param=='response_format' else 'schema'
-        raise RequestError(f'{param} has no schema', hint=f'Put a JSON schema into {param}.{at}', param=param)
-    return dict(kind='json_schema', schema=schema) | (dict(strict=False) if box.get('strict') is False else {})
+        raise RequestError(
+            f'{param} has no schema', hint=f'Put a JSON schema into {param}.{at}', param=param)
+    return dict(kind='json_schema', schema=schema) | (
+        dict(strict=False) if box.get('strict') is False
+        else {})
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #31ede32c
 def merge_system(
@@ -248,9 +314,19 @@ def merge_system(
     said = [m.get('content') for m in messages if m['role'] in ('system','developer')]
     rest = [m for m in messages if m['role'] not in ('system','developer')]
     said = [c for c in said if c]
-    if not said: return rest
-    if all(isinstance(c, str) for c in said): return [dict(role='system', content='\n\n'.join(said)), *rest]
-    return [dict(role='system', content=[p for c in said for p in ([dict(type='text', text=c)] if isinstance(c, str) else c)]), *rest]
+    if not said:
+        return rest
+    if all(isinstance(c, str) for c in said):
+        return [dict(role='system', content='\n\n'.join(said)), *rest]
+    return [
+        dict(
+            role='system',
+            content=[
+                p for c in said
+                for p in (
+                    [dict(type='text', text=c)]
+                    if isinstance(c, str) else c)]),
+        *rest]
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #dea6535d
 @dataclass(frozen=True)
@@ -265,13 +341,16 @@ class Usage:
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #c8fbe53f
 DONE = b'data: [DONE]\n\n'
 
-_ends = {'\u0085'.encode():rb'\u0085', '\u2028'.encode():rb'\u2028', '\u2029'.encode():rb'\u2029'}
+_ends = {
+    '\u0085'.encode():rb'\u0085', '\u2028'.encode():rb'\u2028',
+    '\u2029'.encode():rb'\u2029'}
 
 def quote(v)->bytes:
     "Any value as JSON on one line, whoever splits it"
     raw = to_json(v)
     if not raw.isascii():
-        for a,b in _ends.items(): raw = raw.replace(a, b)
+        for a,b in _ends.items():
+            raw = raw.replace(a, b)
     return raw
 
 def sse(
