@@ -60,7 +60,11 @@ def entries(self:Service)->dict:
 async def list_models(self:Service)->Response:
     "All of these names"
     data = [_model(m, n)|more for n,(m,more) in self.entries().items()]
-    return JSONResponse(dict(object='list', data=data, has_more=False, first_id=data[0]['id'] if data else None, last_id=data[-1]['id'] if data else None))
+    return JSONResponse(
+        dict(
+            object='list', data=data, has_more=False,
+            first_id=data[0]['id'] if data else None,
+            last_id=data[-1]['id'] if data else None))
 
 @patch
 async def get_model(self:Service, name:str)->Response:
@@ -102,7 +106,9 @@ def live(self:Service, m)->dict:
         elsewhere=getattr(m, 'elsewhere', False), live=now)
 
 # %% ../../nbs/7_service/16_management.ipynb #38d96e9b
-BY_HAND = {('POST','/models'):'Where the server runs, atlas pull NAME fetches a model', ('DELETE','/models'):'Where the server runs, atlas rm NAME removes a model'}
+BY_HAND = {
+    ('POST','/models'):'Where the server runs, atlas pull NAME fetches a model',
+    ('DELETE','/models'):'Where the server runs, atlas rm NAME removes a model'}
 
 # %% ../../nbs/7_service/16_management.ipynb #7990c023
 class ModelBody(BaseModel):
@@ -129,10 +135,15 @@ async def reload_models(self:Service, request:Request)->Response:
     "With ?reload=1: read the file of models again, and say what changes"
     q = request.query_params
     if q.get('reload') not in ('1','true'):
-        raise NotOfferedError('POST /models is not offered by this server', BY_HAND['POST','/models'])
+        raise NotOfferedError(
+            'POST /models is not offered by this server', BY_HAND['POST','/models'])
     if not self.models.reload:
-        raise NotOfferedError('This server has no file to read again', 'atlas serve --config FILE starts one that has')
-    return unheeded(JSONResponse(dict(success=True)|await self.models.reload()), _unknown(q, 'reload'))
+        raise NotOfferedError(
+            'This server has no file to read again', 'atlas serve --config FILE starts one that has'
+        )
+    return unheeded(
+        JSONResponse(dict(success=True)|await self.models.reload()),
+        _unknown(q, 'reload'))
 
 @patch
 async def model_events(self:Service)->Response:
@@ -153,7 +164,9 @@ async def running(self:Service)->Response:
     def told(m):
         ttl = getattr(m, 'ttl', None) or 0
         command = ' '.join(m.status.get('args', ()))
-        return dict(model=m.name, state=_STATES[m.condition], ttl=ttl, cmd=command, name=m.name)
+        return dict(
+            model=m.name, state=_STATES[m.condition], ttl=ttl,
+            cmd=command, name=m.name)
     here = [told(m) for m in self.models.all if m.condition in _STATES]
     return JSONResponse(dict(running=here))
 
@@ -209,8 +222,11 @@ async def slots(self:Service, request:Request)->Response:
     n,busy = info.get('max_num_seqs') or 0,stats.get('num_requests_running', 0)
     if q.get('fail_on_no_slot') in ('1','true') and busy>=n:
         raise UnavailableError('No slot is free', hint='Try again in a moment')
-    about = dict(n_ctx=info.get('max_seq_len', 0), speculative=bool(info.get('speculative')))
-    return JSONResponse([dict(id=i, is_processing=i<busy)|about for i in range(n)])
+    about = dict(
+        n_ctx=info.get('max_seq_len', 0),
+        speculative=bool(info.get('speculative')))
+    return JSONResponse(
+        [dict(id=i, is_processing=i<busy)|about for i in range(n)])
 
 # %% ../../nbs/7_service/16_management.ipynb #7b47b1f4
 @patch
@@ -236,7 +252,8 @@ async def is_sleeping(self:Service, request:Request)->Response:
     m = self.models.one(request.query_params.get('model'))
     return JSONResponse(dict(is_sleeping=m.condition=='sleeping'))
 
-def _unknown(q, *known): return sorted({k[:40] for k in q}-{'model',*known})
+def _unknown(q, *known):
+    return sorted({k[:40] for k in q}-{'model',*known})
 
 # %% ../../nbs/7_service/16_management.ipynb #514e1e78
 @patch

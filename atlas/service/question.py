@@ -77,7 +77,8 @@ def api_of(path:str)->API:
     "The API that a path belongs to"
     if re.match(r'/api/', path):
         return API(None, None, plain_error_body)  # of `ollama`, a later page
-    return MESSAGES if re.match(r'/v1/messages(/|$)', path) else RESPONSES if re.match(r'/v1/responses(/|$)', path) else CHAT
+    return MESSAGES if re.match(r'/v1/messages(/|$)', path) else RESPONSES if re.match(
+        r'/v1/responses(/|$)', path) else CHAT
 
 # %% ../../nbs/7_service/14_question.ipynb #ed4eba18
 async def attended(request:Request, work):
@@ -155,7 +156,8 @@ async def name(self:Question)->str|None:
 async def peek(self:Question)->Ask:
     "What is asked, to look at"
     if self.asked is None:
-        self.asked = await self.service.parsed(self.request, self.raw, self.api.parse, *self.args)
+        self.asked = await self.service.parsed(
+            self.request, self.raw, self.api.parse, *self.args)
     return self.asked
 
 @patch
@@ -173,7 +175,9 @@ async def ask(self:Question, name:str|None=None)->Ask:
 async def here(self:Question, name:str|None, held:float|None)->Response:
     "Have a model answer that is ours, or that is asked as ours are"
     ask = await self.ask(name)
-    if self.api.first and (said := await self.api.first(self.service, ask, self.request)):
+    if self.api.first and (
+        said := await self.api.first(self.service, ask, self.request)
+    ):
         return said
     if self.manner:
         self.manner.apply(ask)
@@ -200,7 +204,10 @@ async def respond(self:Service, q:Question)->Response:
     return said
 
 @patch
-async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Response:
+async def by(
+    self:Service, q:Question, name:str|None,
+    held:float|None=None
+)->Response:
     "Have one model answer, or a persona of one"
     q,name = self.in_place(q, name)
     if (m := self.elsewhere(name)) is None:
@@ -212,7 +219,9 @@ async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Res
     return said
 
 @patch
-def in_place(self:Service, q:Question, name:str|None)->tuple[Question,str|None]:
+def in_place(
+    self:Service, q:Question, name:str|None
+)->tuple[Question,str|None]:
     "A question, in the manner of whoever answers it, and the name of the model that does"
     names = getattr(self.models, 'names', None)
     if not (f := names and names.acting(name, q.manner)):
@@ -235,7 +244,8 @@ async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
     except TimeoutError as e:
         if turn:
             turn.close('error')
-        raise StalledError(f'{ask.model or "The model"} did not begin to answer within {held:g} s') from e
+        raise StalledError(
+            f'{ask.model or "The model"} did not begin to answer within {held:g} s') from e
     except BaseException:
         if turn:
             turn.close('error')
@@ -316,14 +326,21 @@ def salted(self:Service, ask:Ask, request:Request)->Ask:
     return ask
 
 @patch
-async def answer(self:Service, ask:Ask, reply, request:Request, held:float|None=None)->Response:
+async def answer(
+    self:Service, ask:Ask, reply, request:Request,
+    held:float|None=None
+)->Response:
     "Answer a question, in one piece or as a stream"
     async with Unless(gone(request.receive)) as away:
         turn,w = await self.opened(ask, reply, held)
         ask.after = self.keeping(ask, request)
         close = partial(ended, request, turn, w)
         if ask.stream:
-            return warned(EventStream(events(turn, w), close, None, w.ping, self.ping, self.patience, w.media_type), ask)
+            return warned(
+                EventStream(
+                    events(turn, w), close, None, w.ping, self.ping,
+                    self.patience, w.media_type),
+                ask)
         try:
             done = await whole(turn, w)
         except asyncio.CancelledError:

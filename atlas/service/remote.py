@@ -99,7 +99,8 @@ class RemoteRunner:
         "A worker is at the other end of `sock`"
         self.gone.clear()
         self.resting = False
-        _,self._wire = await asyncio.get_running_loop().create_unix_connection(lambda: Wire(self._heard, self._lost), sock=sock)
+        _,self._wire = await asyncio.get_running_loop().create_unix_connection(
+            lambda: Wire(self._heard, self._lost), sock=sock)
 
 # %% ../../nbs/7_service/21_remote.ipynb #50ce4fc8
 def unavailable(
@@ -129,9 +130,12 @@ def _check_open(self:RemoteRunner, op=None):
     if not self.open:
         raise unavailable('The server is shutting down', after=5)
     if not self._ready:
-        raise unavailable(f'The process of {self.name} is not running', hint='GET /health tells when it is back')
+        raise unavailable(
+            f'The process of {self.name} is not running', hint='GET /health tells when it is back')
     if self.stalled:
-        raise unavailable(f'The process of {self.name} does not answer', hint='GET /health tells when it does', after=5)
+        raise unavailable(
+            f'The process of {self.name} does not answer', hint='GET /health tells when it does',
+            after=5)
 
 @patch
 def _full(self:RemoteRunner, tokens)->str|None:
@@ -150,9 +154,13 @@ def submit(self:RemoteRunner, request)->Stream:
     self._check(request)
     n,pics = next(self._count),request.images
     try:
-        message = frame('add', n, pack_request(request), None if pics and pics is self._images else pack_images(pics))
+        message = frame(
+            'add', n, pack_request(request),
+            None if pics and pics is self._images else pack_images(pics))
     except LinkError as e:
-        raise RequestError('The request holds something that cannot be passed on', hint='Make it smaller or less deep') from e
+        raise RequestError(
+            'The request holds something that cannot be passed on',
+            hint='Make it smaller or less deep') from e
     s = self._streams[n] = Stream(self, request.id)
     self._numbers[request.id],self._images = n,pics
     if request.prefill_only:
@@ -226,10 +234,13 @@ def _rest(self:RemoteRunner):
 def end(self:RemoteRunner, e:AtlasError|None=None):
     "Nothing more will come: every stream and call ends with an error"
     if e is None:
-        e = unavailable(f'The process of {self.name} ended', hint='It is started again; GET /health tells when it is back')
+        e = unavailable(
+            f'The process of {self.name} ended',
+            hint='It is started again; GET /health tells when it is back')
     for n,s in list(self._streams.items()):
         self._forget(n)
-        s._q.put_nowait(Event(s.id, finish='error', error=str(e), code=e.code))
+        s._q.put_nowait(
+            Event(s.id, finish='error', error=str(e), code=e.code))
     for f in self._calls.values():
         if not f.done():
             f.set_exception(e)
@@ -250,7 +261,8 @@ async def call(self:RemoteRunner, op:str, **kw):
     self._check_open(op)
     room = self.info.get('max_queue') or 256
     if len(self._calls)>=room:
-        raise QueueFullError(f'{room} computations are waiting already', hint='Try again in a moment')
+        raise QueueFullError(
+            f'{room} computations are waiting already', hint='Try again in a moment')
     n = next(self._count)
     f = self._calls[n] = asyncio.get_running_loop().create_future()
     self.idle.clear()
@@ -298,7 +310,8 @@ async def rest(self:RemoteRunner, seconds:float):
     for n,s in list(self._streams.items()):
         self.send('abort', n)
         self._forget(n)
-        s._q.put_nowait(Event(s.id, finish='error', error=str(e), code=e.code))
+        s._q.put_nowait(
+            Event(s.id, finish='error', error=str(e), code=e.code))
 
 # %% ../../nbs/7_service/21_remote.ipynb #c943e9ba
 COMMAND = (sys.executable, '-m', 'atlas.service.worker')
@@ -344,7 +357,8 @@ class Child:
         code = self.process.wait()
         os.close(self._pipe)
         try:
-            self._loop.call_soon_threadsafe(lambda: self.ended.done() or self.ended.set_result(code))
+            self._loop.call_soon_threadsafe(
+                lambda: self.ended.done() or self.ended.set_result(code))
         except RuntimeError:
             pass  # the loop is closed: nobody asks any more
 

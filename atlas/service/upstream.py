@@ -194,7 +194,8 @@ def _addresses(host, port)->set:
 
 # %% ../../nbs/7_service/24_upstream.ipynb #f8822802
 ME = uuid.uuid4().hex[:12] # This process, in `x-atlas-via`
-_UP = 'accept user-agent anthropic-version anthropic-beta openai-beta traceparent'.split() # Headers that go there
+# Headers that go there
+_UP = 'accept user-agent anthropic-version anthropic-beta openai-beta traceparent'.split()
 _MOST_HOPS = 8
 
 # %% ../../nbs/7_service/24_upstream.ipynb #27d6d845
@@ -264,7 +265,8 @@ _LENGTH = re.compile(rb'([0-9a-fA-F]{1,5})\r\n') # Of a chunk of less than a meg
 
 def whole_chunks(
     raw:bytes, # Of a chunked body, from the beginning of a chunk
-)->tuple[list[bytes],int,bool]: # What whole chunks hold, where they end, and whether more of the kind may follow
+# What whole chunks hold, where they end, and whether more of the kind may follow
+)->tuple[list[bytes],int,bool]:
     "Take plain chunks apart, up to one that is not all here, the last one, or an unusual one"
     out,at = [],0
     while m := _LENGTH.match(raw, at):
@@ -306,7 +308,8 @@ def http(self:Backend)->httpx.AsyncClient:
         near = _near(u.host)
         own = plain_transport(most) if near and u.scheme=='http' else None
         self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=l.connect, pool=l.connect, write=l.between),
+            timeout=httpx.Timeout(
+                None, connect=l.connect, pool=l.connect, write=l.between),
             limits=most, transport=own, verify=u.scheme=='https',
             follow_redirects=False, trust_env=not near)
     return self._http
@@ -357,7 +360,9 @@ def faults(self:Backend):
         raise self.fault(*_fault_of(e)) from e
 
 _FAULTS = ( # Of these types: the fault, what is said of the server, and a status
-    ((httpx.ConnectError,httpx.ConnectTimeout,httpx.PoolTimeout), ('connect','cannot be reached',503)),
+    (
+        (httpx.ConnectError,httpx.ConnectTimeout,httpx.PoolTimeout),
+        ('connect','cannot be reached',503)),
     ((TimeoutError,httpx.TimeoutException), ('timeout','did not answer in time',504)),
     (httpx.DecodingError, ('garbage','sent what cannot be unpacked')),
     ((httpx.ReadError,httpx.WriteError,httpx.CloseError), ('cut','hung up')))
@@ -396,7 +401,9 @@ def sentence_of(raw)->tuple[str,dict]:
         return e,{}
     if not isinstance(e, dict):
         return '',{}
-    said = next((e[k] for k in ('message','detail','msg') if isinstance(e.get(k), str)), '')
+    said = next(
+        (e[k] for k in ('message','detail','msg') if isinstance(e.get(k), str)),
+        '')
     return said,e
 
 # %% ../../nbs/7_service/24_upstream.ipynb #e4a9de08
@@ -440,7 +447,9 @@ def _said(self:Backend, r, said, d):
 
 # %% ../../nbs/7_service/24_upstream.ipynb #71183bcf
 @patch
-async def sent(self:Backend, q:httpx.Request, first:float|None=None)->httpx.Response:
+async def sent(
+    self:Backend, q:httpx.Request, first:float|None=None
+)->httpx.Response:
     "The answer, whose body is still to be read. Without a status of success, an `UpstreamError`"
     with self.faults():
         async with asyncio.timeout(min(first or inf, self.limits.first)):
@@ -454,7 +463,10 @@ async def sent(self:Backend, q:httpx.Request, first:float|None=None)->httpx.Resp
     raise e
 
 @patch
-async def ask(self:Backend, path:str, raw:bytes, heads:dict, first:float|None=None)->httpx.Response:
+async def ask(
+    self:Backend, path:str, raw:bytes, heads:dict,
+    first:float|None=None
+)->httpx.Response:
     "Ask something of one of its APIs; that it lacks that is remembered"
     q = self.http.build_request('POST', f'{self.url}/{path}', content=raw, headers=heads)
     try:
@@ -484,7 +496,8 @@ async def whole(self:Backend, r:httpx.Response)->bytes:
 class Clock:
     """A context that ends with a `TimeoutError` where nothing came for too long. `asyncio.timeout` does the same,
     and sets a timer anew for each event, which costs more than to look at the time"""
-    def __init__(self, seconds:float): self.limit,self.since,self.late = seconds,monotonic(),False
+    def __init__(self, seconds:float):
+        self.limit,self.since,self.late = seconds,monotonic(),False
     def stop(self): "Something came"; self.since = None
     def go(self, seconds:float):
         "The next is to come within so many seconds"
@@ -492,7 +505,8 @@ class Clock:
         if seconds<self.armed:
             self.timer.cancel()
             self._arm(seconds)
-    def _arm(self, seconds): self.armed,self.timer = seconds,self.loop.call_later(seconds, self._look)
+    def _arm(self, seconds):
+        self.armed,self.timer = seconds,self.loop.call_later(seconds, self._look)
     async def __aenter__(self):
         self.task,self.loop = asyncio.current_task(),asyncio.get_running_loop()
         self.before = self.task.cancelling()
