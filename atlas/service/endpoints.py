@@ -212,10 +212,12 @@ async def response_length(self:Service, request:Request)->Response:
     return warned(JSONResponse(dict(object='response.input_tokens', input_tokens=n)), ask)
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #8ca986bf
+_MANY = Field(fail_fast=True, max_length=2048)
+
 class EmbeddingsBody(BaseModel):
     "`POST /v1/embeddings`"
     model_config = OPEN
-    input: str | Ids | Annotated[list[str], Field(fail_fast=True, max_length=2048)] | Annotated[list[Ids], Field(fail_fast=True, max_length=2048)]
+    input: str|Ids|Annotated[list[str], _MANY]|Annotated[list[Ids], _MANY]
     model: Annotated[str, Field(max_length=512)]|None = None
     encoding_format: Literal['float','base64']|None = None
     dimensions: Annotated[int, Field(ge=1, le=2**20)]|None = None
@@ -243,16 +245,16 @@ async def vectors(
 )->Response:
     "A vector for each text of a body"
     ask = wordless(b, served or b.model)
-    inputs = b.input if isinstance(b.input, list) and b.input and not isinstance(
-        b.input[0], int) else [b.input]
+    several = isinstance(b.input, list) and b.input and not isinstance(b.input[0], int)
+    inputs = b.input if several else [b.input]
     async def work():
         u = await self.upstream(ask.model)
         return u,await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
     u,(vectors,n) = await attended(request, work())
-    show = packed if b.encoding_format=='base64' else lambda v: v.tolist()
     data = []
     for i,v in enumerate(vectors):
-        data.append(dict(object='embedding', index=i, embedding=show(v)))
+        shown = packed(v) if b.encoding_format=='base64' else v.tolist()
+        data.append(dict(object='embedding', index=i, embedding=shown))
     usage = dict(prompt_tokens=n, total_tokens=n)
     model = b.model or u.names[0]
     said = dict(object='list', model=model, data=data, usage=usage)
@@ -266,7 +268,7 @@ def form_spans(
     kind:str, # Its content type, which names what stands between its parts
     most:int=64, # Parts
 )->dict[str,tuple[int,int]]:
-    "Where the value of each field begins and ends that is no file; `RequestError` where it is no form"
+    "Where the value of each field that is no file begins and ends; `RequestError` for no form"
     m = re.search(r'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', kind)
     mark = b'--'+(m[1] or m[2]).encode() if m else None
     at,out = raw.find(mark) if m else -1,{}

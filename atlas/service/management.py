@@ -52,7 +52,7 @@ def _model(m, name):
 
 @patch
 def entries(self:Service)->dict:
-    "Every name that a model goes by, and then those that stand for one -> its model, and what else is told"
+    "Every name of a model, and then those that stand for one -> the model, and what else is told"
     models = self.models.list()
     return {n:(m,{}) for m in models for n in m['names']}|self.models.further(models)
 
@@ -202,16 +202,27 @@ async def props(self:Service, request:Request)->Response:
         return JSONResponse(dict(role='router', max_instances=len(self.models.all))|build)
     m = self.models.one(name)
     info,up = getattr(m.runner, 'info', None) or {},m.upstream
-    t = up and up.template
-    params = asdict(SamplingParams())
-    settings = dict(id=0, n_ctx=info.get('max_seq_len', 0), params=params,
-        speculative=bool(info.get('speculative')), is_processing=False)
-    return JSONResponse(dict(
-        default_generation_settings=settings, total_slots=info.get('max_num_seqs') or 0,
-        model_alias=m.name, chat_template=getattr(t, 'source', ''),
-        bos_token=getattr(t, 'bos', '') or '', eos_token=getattr(t, 'eos', '') or '',
+    settings = dict(
+        id=0,
+        n_ctx=info.get('max_seq_len', 0),
+        params=asdict(SamplingParams()),
+        speculative=bool(info.get('speculative')),
+        is_processing=False)
+    said = dict(
+        default_generation_settings=settings,
+        total_slots=info.get('max_num_seqs') or 0,
+        model_alias=m.name,
+        **_template_props(up and up.template),
         modalities=dict(vision=bool(up and up.spec), audio=False),
-        is_sleeping=m.condition=='sleeping')|build)
+        is_sleeping=m.condition=='sleeping')
+    return JSONResponse(said|build)
+
+def _template_props(t):
+    "What is told of a chat template; nothing in it where there is none"
+    return dict(
+        chat_template=getattr(t, 'source', ''),
+        bos_token=getattr(t, 'bos', '') or '',
+        eos_token=getattr(t, 'eos', '') or '')
 
 @patch
 async def slots(self:Service, request:Request)->Response:
@@ -278,7 +289,7 @@ async def scrape(self:Service)->Response:
 # %% ../../nbs/7_service/16_management.ipynb #5bee0032
 @patch
 async def machine(self:Service, fresh:float=1., patience:float=2.)->tuple:
-    "What cards and memory say now, or have said within `fresh` seconds; a driver that hangs is not waited for"
+    "What cards and memory say, at most `fresh` seconds old; nobody waits for a driver that hangs"
     if monotonic()-getattr(self, '_looked', -fresh)>=fresh:
         self._looked = monotonic()
         with suppress(TimeoutError):

@@ -55,7 +55,7 @@ async def read_body(
     return bytes(got)
 
 def from_page(request:Request)->bool:
-    "Does a web page in a browser send this? Browsers say so with every request that is no mere reading"
+    "Does a web page send this? Browsers say so with every request that is no mere reading"
     return 'origin' in request.headers or 'sec-fetch-site' in request.headers
 
 # %% ../../nbs/7_service/14_question.ipynb #1aaacc55
@@ -124,7 +124,8 @@ class Question:
         *args, # For `api.parse`, after the body
         path:str|None=None, # Under /v1, where other servers are asked; None: that of `api`
     ):
-        self.service,self.request,self.raw,self.api,self.args = service,request,raw,api,args
+        self.service,self.request = service,request
+        self.raw,self.api,self.args = raw,api,args
         self.path = api.path if path is None else path
         self.fields = None # The body as a dict, once somebody looked
         self.asked = None # The `Ask`, once somebody read it
@@ -162,7 +163,7 @@ async def peek(self:Question)->Ask:
 
 @patch
 async def ask(self:Question, name:str|None=None)->Ask:
-    "What is asked, of the model called `name`; a new one each time, for whoever answers may change it"
+    "What is asked, of the model called `name`; new each time, for whoever answers may change it"
     ask = replace(await self.peek())
     ask.messages,ask.warnings = [*ask.messages],[*ask.warnings]
     if name is not None:
@@ -382,7 +383,7 @@ def keeping(self:Service, ask:Ask, request:Request)->Callable|None:
     ask.warnings.append("keep_alive left out: only an admin's key says how long a model stays")
 
 def wordless(b:BaseModel, model:str|None)->Ask:
-    "A question without a conversation, as one for vectors: whom it asks, and how long that one is to stay"
+    "A question without words, as one for vectors: whom it asks, and how long that one is to stay"
     stays = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
     return Ask([], SamplingParams(), model, keep=stays, ignored=ignored(b))
 

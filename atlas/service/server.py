@@ -40,9 +40,9 @@ class Door:
         async def reply(m):
             nonlocal status
             if m['type']=='http.response.start':
-                m,status = m|dict(
-                    headers=[*m['headers'], (b'x-request-id', rid), (b'request-id', rid)]
-                ),m['status']
+                status = m['status']
+                heads = [*m['headers'], (b'x-request-id', rid), (b'request-id', rid)]
+                m = m|dict(headers=heads)
             await send(m)
         scope |= {'atlas.send':send, 'atlas.id':rid.decode()}
         try:
@@ -60,14 +60,17 @@ class Door:
 def count(self:Door, scope, status):
     "Count a finished request, by route and not by path, so that strangers cannot invent labels"
     known = scope['method'] in ('GET','POST','HEAD','OPTIONS','PUT','DELETE','PATCH')
-    self.metrics.http[scope['method'] if known else 'other', getattr(scope.get('route'), 'path', 'other'), str(status or 499)] += 1
+    method = scope['method'] if known else 'other'
+    route = getattr(scope.get('route'), 'path', 'other')
+    self.metrics.http[method, route, str(status or 499)] += 1
 
 # %% ../../nbs/7_service/17_server.ipynb #b9e252fd
 async def refused(request, e:AtlasError)->Response:
     "An error that we raised on purpose"
-    again = {
-        'retry-after':str(max(1, round(getattr(e, 'retry_after', 1))))
-    } if e.status in (429,503) else _never if e.status==501 else None
+    again = _never if e.status==501 else None
+    if e.status in (429,503):
+        seconds = max(1, round(getattr(e, 'retry_after', 1)))
+        again = {'retry-after':str(seconds)}
     return JSONResponse(api_of(request.url.path).error_body(e), e.status, headers=again)
 
 # OpenAI's and Anthropic's clients try again after every 5xx but where they are told not to
@@ -78,8 +81,10 @@ class NoRouteError(RequestError):
     status,code = 404,'not_found'
 
 _elsewhere = re.compile(
-    r'/v1/(audio|images|files|uploads|batches|fine_tuning|moderations|assistants|threads|vector_stores|realtime|videos|evals|containers|conversations|responses/compact|messages/batches)(/|$)|/(score|classify|pooling|infill)$|/api/(create|copy|delete|push|blobs)(/|$)'
-)
+    r'/v1/(audio|images|files|uploads|batches|fine_tuning|moderations|assistants|threads|'
+    r'vector_stores|realtime|videos|evals|containers|conversations|responses/compact|'
+    r'messages/batches)(/|$)|/(score|classify|pooling|infill)$|'
+    r'/api/(create|copy|delete|push|blobs)(/|$)')
 
 async def no_route(request, e:HTTPException)->Response:
     "404 and 405, in the shape that clients can read; 501 for what others offer"
@@ -102,14 +107,14 @@ async def left(request, e:ClientDisconnect)->Response:
 
 # %% ../../nbs/7_service/17_server.ipynb #3f6889c2
 def _flat(s, defs, inside=()):
-    "A JSON schema with its references replaced by what they refer to; one that holds itself ends there"
+    "A JSON schema with its references replaced by what they refer to; one within itself is `{}`"
     if isinstance(s, list):
         return [_flat(x, defs, inside) for x in s]
     if not isinstance(s, dict):
         return s
     if '$ref' in s:
-        return {} if (
-            k := s['$ref'].rsplit('/', 1)[1]) in inside else _flat(defs[k], defs, (*inside,k))
+        k = s['$ref'].rsplit('/', 1)[1]
+        return {} if k in inside else _flat(defs[k], defs, (*inside,k))
     return {k:_flat(v, defs, inside) for k,v in s.items() if k!='$defs'}
 
 def _schema(kind):
@@ -120,23 +125,35 @@ def _schema(kind):
             required=True,
             content={'application/json':dict(schema=_flat(s, s.get('$defs', {})))}))
 
-_errors = {c:dict(description=d) for c,d in ((400,'Something is wrong with the request'), (404,'There is no such model'), (413,'The body is too large'), (500,'The engine failed'),
-    (501,'This is not offered'), (503,'Busy, or not there; Retry-After says when to come back'))}
+_MEANING = {
+    400:'Something is wrong with the request',
+    404:'There is no such model',
+    413:'The body is too large',
+    500:'The engine failed',
+    501:'This is not offered',
+    503:'Busy, or not there; Retry-After says when to come back'}
+_errors = {status:dict(description=d) for status,d in _MEANING.items()}
 
 # %% ../../nbs/7_service/17_server.ipynb #cd648ee6
 def _neighbours(s:Service):
     "Endpoints that programs for other servers ask"
-    unloading = [(p, how, f, None) for how in ('GET','POST') for p,f in
-        (('/unload', s.unload_all), ('/unload/{name:path}', s.unload_named))]
-    return [('/running', 'GET', s.running, None), *unloading,
+    return [
+        ('/running', 'GET', s.running, None),
+        ('/unload', 'GET', s.unload_all, None),
+        ('/unload/{name:path}', 'GET', s.unload_named, None),
+        ('/unload', 'POST', s.unload_all, None),
+        ('/unload/{name:path}', 'POST', s.unload_named, None),
         ('/api/models/unload', 'POST', s.unload_all, None),
         ('/api/models/unload/{name:path}', 'POST', s.unload_named, None),
-        ('/props', 'GET', s.props, None), ('/slots', 'GET', s.slots, None)]
+        ('/props', 'GET', s.props, None),
+        ('/slots', 'GET', s.slots, None)]
 
 # %% ../../nbs/7_service/17_server.ipynb #706d4d41
 def _asking(s:Service):
     "Endpoints that ask a model: path, method, function, body"
-    return [('/v1/chat/completions', 'POST', s.chat_completions, openai.ChatBody), ('/v1/completions', 'POST', s.completions, openai.CompletionBody),
+    return [
+        ('/v1/chat/completions', 'POST', s.chat_completions, openai.ChatBody),
+        ('/v1/completions', 'POST', s.completions, openai.CompletionBody),
         ('/v1/messages', 'POST', s.messages, anthropic.MessagesBody),
         ('/v1/messages/count_tokens', 'POST', s.count_messages, anthropic.MessagesBody),
         ('/v1/responses', 'POST', s.create_response, responses.ResponsesBody),
@@ -146,14 +163,25 @@ def _asking(s:Service):
         ('/v1/responses/{id}/cancel', 'POST', s.cancel_response, None),
         ('/v1/responses/{id}/input_items', 'GET', s.response_items, None),
         ('/v1/embeddings', 'POST', s.embeddings, EmbeddingsBody),
-        *((p+'/rerank', 'POST', s.rerank, RerankBody) for p in ('','/v1')),
-        *(r for p in ('','/v1') for r in ((p+'/tokenize', 'POST', s.tokenize, TokenizeBody),
-            (p+'/detokenize', 'POST', s.detokenize, DetokenizeBody),
-            (p+'/apply-template', 'POST', s.apply_template, openai.ChatBody)))]
+        ('/rerank', 'POST', s.rerank, RerankBody),
+        ('/v1/rerank', 'POST', s.rerank, RerankBody),
+        *_tokens(s, ''),
+        *_tokens(s, '/v1')]
+
+def _tokens(s:Service, under:str):
+    "Endpoints about tokens and templates, which some clients look for under /v1"
+    return [
+        (f'{under}/tokenize', 'POST', s.tokenize, TokenizeBody),
+        (f'{under}/detokenize', 'POST', s.detokenize, DetokenizeBody),
+        (f'{under}/apply-template', 'POST', s.apply_template, openai.ChatBody)]
 
 def _managing(s:Service):
     "Endpoints about models and the server"
-    return [('/v1/models', 'GET', s.list_models, None), ('/v1/models/{name:path}', 'GET', s.get_model, None), ('/models', 'GET', s.states, None), ('/models', 'POST', s.reload_models, None),
+    return [
+        ('/v1/models', 'GET', s.list_models, None),
+        ('/v1/models/{name:path}', 'GET', s.get_model, None),
+        ('/models', 'GET', s.states, None),
+        ('/models', 'POST', s.reload_models, None),
         ('/models/sse', 'GET', s.model_events, None),
         ('/models/load', 'POST', s.load_model, ModelBody),
         ('/models/unload', 'POST', s.unload_model, ModelBody),

@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/7_service/service.html.md"""
 
 # %% auto #0
 __all__ = ['SHORT', 'FIM', 'MAX_CHOICES', 'JUDGE', 'VERDICTS', 'RETRIEVE', 'Upstream', 'Service', 'Prompt', 'thoughts_named',
-           'earlier', 'fill', 'scored', 'tool_guide', 'guide_of', 'keep', 'reader', 'eos_ids', 'turn_marks', 'shorten',
-           'packed', 'judged', 'verdicts']
+           'earlier', 'fill', 'scored', 'tool_guide', 'guide_of', 'keep', 'reader', 'eos_ids', 'turn_marks',
+           'check_choices', 'shorten', 'packed', 'judged', 'verdicts']
 
 # %% ../../nbs/7_service/12_service.ipynb #9ad52446
 import asyncio,base64,math
@@ -63,7 +63,9 @@ class Service:
         salt_keys:bool=False, # Does each API key have prompts of its own in the prefix cache?
     ):
         self.salt_keys = salt_keys
-        self.models,self.max_body,self.ping,self.patience,self.sandbox,self.fetch = models,max_body,ping,patience,sandbox,fetch
+        self.models,self.max_body = models,max_body
+        self.ping,self.patience = ping,patience
+        self.sandbox,self.fetch = sandbox,fetch
         self.metrics,self._longest,self.tasks = Metrics(models),WeakKeyDictionary(),set()
         self.fetchers = ThreadPoolExecutor(8, 'atlas-fetch') if fetch else None
         # Of guides; they wait for the sandbox, and hold up nobody else
@@ -182,15 +184,18 @@ async def look(self:Service, messages:list, sees:bool)->tuple[list,list]:
 async def chat_prompt(self:Service, u:Upstream, ask:Ask)->Prompt:
     "The prompt of a conversation"
     plain = not any(isinstance(m.get('content'), list) for m in ask.messages)
-    messages,images = (ask.messages,[]) if plain else await self.look(
-        ask.messages, u.spec is not None)
+    if plain:
+        messages,images = ask.messages,[]
+    else:
+        messages,images = await self.look(ask.messages, u.spec is not None)
     how = dict(add_generation_prompt=not ask.continuing, continue_final_message=ask.continuing)
-    text = await self.render(
-        u, messages, None if ask.tool_choice=='none' else ask.tools,
-        **how|ask.template)
+    tools = None if ask.tool_choice=='none' else ask.tools
+    text = await self.render(u, messages, tools, **how|ask.template)
     ids = await self.encode(u, text, add_special=False)
-    ids,images = await asyncio.to_thread(
-        place_images, ids, images, u.spec) if images else place_images(ids, images, u.spec)
+    if images:
+        ids,images = await asyncio.to_thread(place_images, ids, images, u.spec)
+    else:
+        ids,images = place_images(ids, images, u.spec)
     if ask.before:
         ids = [*earlier(u, ask), *ids]
     check_prompt(len(ids), u.info['max_seq_len'])
@@ -200,7 +205,7 @@ async def chat_prompt(self:Service, u:Upstream, ask:Ask)->Prompt:
     return Prompt(ids, text, images, thinking, opened, messages=messages)
 
 def earlier(u:Upstream, ask:Ask)->tuple:
-    "Ids that a client gives for what was said before; a place for an image is refused, for nobody sent one"
+    "Ids that a client gives for what was said before; none may stand for an image"
     check_ids(ask.before, u.info['vocab_size'], 'context')
     place_images(list(ask.before), (), u.spec)
     return ask.before
@@ -252,7 +257,7 @@ async def ask_of(self:Service, u:Upstream, op:str, **kw):
 # %% ../../nbs/7_service/12_service.ipynb #8025bfa8
 @patch
 async def fitting(self:Service, u:Upstream, ask:Ask)->Prompt:
-    "The prompt of a conversation; where the client said so, less its oldest turns if it is too long"
+    "The prompt of a conversation, less its oldest turns where that is wished and it is too long"
     while True:
         try:
             return await self.chat_prompt(u, ask)
@@ -262,7 +267,7 @@ async def fitting(self:Service, u:Upstream, ask:Ask)->Prompt:
 
 # %% ../../nbs/7_service/12_service.ipynb #9ca8a5b3
 def scored(ask:Ask)->int|None:
-    "How many alternatives of each token of the prompt were asked for; None: no log-probabilities of it"
+    "Alternatives of each token of the prompt that were asked for; None: it is not scored"
     echoed = ask.params.logprobs if isinstance(ask, TextAsk) and ask.echo else None
     return max(
         (k for k in (echoed, getattr(ask, 'prompt_logprobs', None)) if k is not None),
@@ -302,9 +307,10 @@ def tool_guide(ask:Ask, parser:str|None)->dict|None:
         return None
     if not fs or not (ask.tool_choice=='required' or auto and parser and (strict or form)):
         return None
-    tools = [
-        dict(name=f['name'], parameters=f.get('parameters') or dict(type='object'), strict=bool(f.get('strict')))
-        for f in fs]
+    tools = []
+    for f in fs:
+        parameters = f.get('parameters') or dict(type='object')
+        tools.append(dict(name=f['name'], parameters=parameters, strict=bool(f.get('strict'))))
     parallel = ask.parallel and ask.tool_name is None
     return dict(
         kind='tools', parser=parser or 'hermes', tools=tools, choice=ask.tool_choice,
@@ -446,31 +452,46 @@ async def begin(
     u = await self.asked(ask)
     waited = perf_counter()-began
     ask.lean_on(u.sampling)
-    n,many = ask.params.n,len(ask.prompts) if isinstance(ask, TextAsk) else 1
-    if n*many>MAX_CHOICES:
-        raise RequestError(
-            f'n is {n} for {many} prompts, which is more than {MAX_CHOICES} choices', param='n')
-    check_ids(ask.params.logit_bias or (), u.info['vocab_size'], 'logit_bias')
-    check_ids(ask.params.stop_token_ids, u.info['vocab_size'], 'stop_token_ids')
+    check_choices(u, ask)
     prompts = await self.prompts(u, ask)
     spec = await self.guide(u, ask, prompts[0])
     w = make(ask, ask.model or u.names[0])
     raw = u.tokenizer.token_bytes
-    w.raw,w.show,w.prompts = raw,lambda id: raw(id).decode(errors='replace'),prompts
+    def show(id):
+        return raw(id).decode(errors='replace')
+    w.raw,w.show,w.prompts = raw,show,prompts
+    t = self.turn(u, ask, w, spec)
+    w.waited,w.times = waited,t.times
+    w.now,w.abort = t.usage,t.close
+    return t,w
+
+def check_choices(u:Upstream, ask:Ask):
+    "Refuse more choices than are made for one question, and ids that the model does not have"
+    n,many = ask.params.n,len(ask.prompts) if isinstance(ask, TextAsk) else 1
+    if n*many>MAX_CHOICES:
+        said = f'n is {n} for {many} prompts, which is more than {MAX_CHOICES} choices'
+        raise RequestError(said, param='n')
+    check_ids(ask.params.logit_bias or (), u.info['vocab_size'], 'logit_bias')
+    check_ids(ask.params.stop_token_ids, u.info['vocab_size'], 'stop_token_ids')
+
+@patch
+def turn(self:Service, u:Upstream, ask:Ask, w:Writer, spec:dict|None)->Turn:
+    "The turn that runs: a request for each choice of each prompt, or none where only prompts are asked about"
+    n,prompts = ask.params.n,w.prompts
     m,total = self.metrics.of(u.name),sum(len(p.ids) for p in prompts)
     if getattr(ask, 'silent', False):
         t = Turn(u.runner, [], [], m, total)
-    else:
-        reqs = self.requests(u, ask, w.id, prompts, spec)
-        readers = []
-        for k,r in enumerate(reqs):
-            readers.append(reader(u, ask, r, prompts[k//n]))
-        t = Turn(u.runner, reqs, readers, m, total, n)
-        if self.follow:
-            self.follow(t, u, ask, prompts[0], w)
-    w.waited,w.times = waited,t.times
-    w.now,w.abort,t.silent = t.usage,t.close,len(prompts)*n if getattr(ask, 'silent', False) else 0
-    return t,w
+        t.silent = len(prompts)*n
+        return t
+    reqs = self.requests(u, ask, w.id, prompts, spec)
+    readers = []
+    for k,r in enumerate(reqs):
+        readers.append(reader(u, ask, r, prompts[k//n]))
+    t = Turn(u.runner, reqs, readers, m, total, n)
+    if self.follow:
+        self.follow(t, u, ask, prompts[0], w)
+    t.silent = 0
+    return t
 
 # %% ../../nbs/7_service/12_service.ipynb #123c28f3
 def shorten(v, n:int|None)->np.ndarray:

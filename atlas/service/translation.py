@@ -111,22 +111,23 @@ def tools_of(ask:Ask)->dict:
 class Heard:
     "One choice of another server: deltas of its chunks"
     def __init__(self):
-        self.finish,self.calls,self.said,self.index = None,{},False,{}
+        self.finish = None # Why it ended
+        self.calls = {} # Ids of tool calls, in our order
+        self.index = {} # Their places here, by those that the server gives them
     def choice(self, deltas): return gather(deltas)
 
     def call(self, c:dict)->CallDelta:
         "A piece of a tool call"
-        f,at,id = c.get('function') or {},c.get('index') or 0,c.get('id') or None
-        if at not in self.index or (
-            id and f.get('name') and id!=self.calls[self.index[at]]
-        ):
-            self.index[at] = n = len(self.calls)
-            self.calls[n] = id or call_id()
-            return CallDelta(
-                n, self.calls[n],
-                str(f.get('name') or ''),
-                _text(f.get('arguments')))
-        return CallDelta(self.index[at], arguments=_text(f.get('arguments')))
+        f,id = c.get('function') or {},c.get('id') or None
+        at = c.get('index') or 0
+        said = _text(f.get('arguments'))
+        known = at in self.index
+        another = known and id and f.get('name') and id!=self.calls[self.index[at]]
+        if known and not another:
+            return CallDelta(self.index[at], arguments=said)
+        self.index[at] = n = len(self.calls)
+        self.calls[n] = id or call_id()
+        return CallDelta(n, self.calls[n], str(f.get('name') or ''), said)
 
     def feed(self, c:dict)->Delta|None:
         "What a choice of a chunk, or a whole choice, adds; None if that is nothing"
@@ -198,7 +199,7 @@ async def heard(self:Relay, k:int):
 # %% ../../nbs/7_service/26_translation.ipynb #f74f9be8
 @patch
 def fed(self:Relay, k:int, chunks:list, tally:Tally):
-    "What chunks that came together add to the answers to prompt `k`: choices, and the deltas of each"
+    "What chunks that came together add to the answers to prompt `k`: (choice, its deltas), …"
     at,ps,fault = None,[],None
     for d in chunks:
         try:
@@ -259,7 +260,7 @@ async def _chunks(b, r, first, tally):
 # %% ../../nbs/7_service/26_translation.ipynb #4a4472d9
 @patch
 async def begin(self:Proxy, ask:Ask, make)->tuple:
-    "A turn and its writer, as `Service.begin` gives them: the question is asked of chat completions"
+    "A turn and its writer, as `Service.begin` gives them; the question goes to chat completions"
     if not self.backend.may('chat/completions'):
         raise self.lacks('chat completions')
     w,asks,asked = make(ask, ask.model or self.name),[ask],[]

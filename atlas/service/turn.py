@@ -134,7 +134,7 @@ def usage(self:Turn)->Usage:
 
 @patch
 def times(self:Turn)->tuple[float,float|None,float|None]:
-    "When the first choice was asked for, and when its first and its last token came, as `perf_counter` has it"
+    "When the first choice was asked for, its first token came, and its last, by `perf_counter`"
     if not self.watches:
         return perf_counter(),None,None
     w = self.watches[0]
@@ -200,7 +200,7 @@ async def resumed(first, rest):
 
 @patch
 async def begun(self:Turn):
-    "Wait for the first pieces of the answer, which are not lost; an error that comes instead is raised"
+    "Wait for the first pieces of the answer, which are not lost; an error instead is raised"
     self.before,rest = self.usage(),self.pieces()
     first = await anext(rest, None)
     self.pieces = partial(resumed, first, rest)
@@ -250,7 +250,9 @@ async def gone(receive):
 class Unless:
     "`async with Unless(…):` runs what is within, unless one of these coroutines ends first"
     def __init__(self, *watches):
-        self.watches,self.over,self.left,self.fault = watches,False,False,None
+        self.watches = watches
+        self.over = self.left = False # Has a watch ended; has what is within?
+        self.fault = None
     async def __aenter__(self):
         self.me,self.tasks = asyncio.current_task(),[asyncio.create_task(w) for w in self.watches]
         self.before = self.me.cancelling()

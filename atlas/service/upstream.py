@@ -50,7 +50,7 @@ def server_url(
     name:str, # Of the server, for messages
     url:str,
 )->str:
-    "The address under which a server has its APIs, without a slash at its end; `ConfigError` if it is none"
+    "The address under which a server has its APIs, with no slash at its end; else `ConfigError`"
     def no(why, hint='Write it like http://spark2.local:8888/v1'):
         return ConfigError(f'The url of {name} {why}', hint=hint, param='url')
     shown = repr(str(url)[:100])
@@ -494,8 +494,9 @@ async def whole(self:Backend, r:httpx.Response)->bytes:
 
 # %% ../../nbs/7_service/24_upstream.ipynb #8b4f2668
 class Clock:
-    """A context that ends with a `TimeoutError` where nothing came for too long. `asyncio.timeout` does the same,
-    and sets a timer anew for each event, which costs more than to look at the time"""
+    """A context that ends with a `TimeoutError` where nothing came for too long.
+    `asyncio.timeout` does the same, and sets a timer anew for each event, which costs more
+    than to look at the time"""
     def __init__(self, seconds:float):
         self.limit,self.since,self.late = seconds,monotonic(),False
     def stop(self): "Something came"; self.since = None
