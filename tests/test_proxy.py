@@ -11,7 +11,7 @@ from atlas.service.process import Served
 from atlas.service.models import Models
 from atlas.service.gateway import DOORS
 from atlas.service.fallbacks import Fallbacks
-from atlas.service.upstream import Backend,Limits,Wire
+from atlas.service.upstream import Backend,Limits,Connection
 from atlas.service.server import create_app
 from atlas.service.service import Upstream
 from atlas.text.chat import ChatTemplate
@@ -143,7 +143,7 @@ class Pieces:
 async def taken(*pieces):
     "The head of an answer, what its plain chunks hold, and what is left to read"
     ends = Pieces(*pieces)
-    w = Wire(ends, ends)
+    w = Connection(ends, ends)
     await w.write(b'a question')
     head = b''
     while not w.at_body:

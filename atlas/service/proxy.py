@@ -208,20 +208,21 @@ class Tally:
 # %% ../../nbs/7_service/25_proxy.ipynb #d4b0f04c
 def data_of(raw:bytes):
     "The JSON objects of whole server-sent events"
-    if raw.startswith(b'data: {') and raw.find(b'\n')==len(raw)-2:
-        events = [raw[:-2]] # a single event of a single line, as most are
-    else:
-        events = re.split(rb'\r?\n\r?\n', raw)
-    for event in events:
-        data = [l[5:].strip() for l in event.splitlines() if l.startswith(b'data:')]
-        if not data or data==[b'[DONE]']:
-            continue
+    single = raw.startswith(b'data: {') and raw.find(b'\n')==len(raw)-2 # as most are
+    for data in [raw[6:]] if single else _data(raw):
         try:
-            d = from_json(b'\n'.join(data))
+            d = from_json(data)
         except ValueError:
             continue
         if isinstance(d, dict):
             yield d
+
+def _data(raw):
+    "The data of whole server-sent events"
+    for event in re.split(rb'\r?\n\r?\n', raw):
+        lines = [l[5:].strip() for l in event.splitlines() if l.startswith(b'data:')]
+        if lines and lines!=[b'[DONE]']:
+            yield b'\n'.join(lines)
 
 def costs(d:dict)->Usage|None:
     "The counts that a body, or an event, of any API holds"

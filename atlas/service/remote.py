@@ -69,15 +69,22 @@ class RemoteRunner:
         name:str, # Of the model
         on=lambda what,*args: None, # Told what concerns the process and no request
     ):
-        self.name,self.info,self.on,self.open,self.stalled = name,dict(name=name),on,True,False
-        self._wire,self._ready,self._stats,self._images = None,False,{},()
+        self.name,self.info,self.on = name,dict(name=name),on
+        self.open,self.stalled = True,False
         self.resting = False # Is the model asleep, or about to be?
         self.rested = None # Called without arguments when nothing runs any more
-        self._streams,self._numbers,self._calls,self._count = {},{},{},itertools.count(1)
+        self._nobody()
+        self._streams,self._numbers = {},{} # By number, and numbers by id
+        self._calls,self._count = {},itertools.count(1)
         self._aside = set() # Numbers of those that only fill the prefix cache
         self.gone,self.idle = asyncio.Event(),asyncio.Event() # No process; no streams, and no calls
         self.gone.set()
         self.idle.set()
+
+    def _nobody(self):
+        "There is no process at the other end"
+        self._wire,self._ready = None,False
+        self._stats,self._images = {},()
 
     @property
     def healthy(self)->bool:
@@ -249,7 +256,7 @@ def end(self:RemoteRunner, e:AtlasError|None=None):
 
 @patch
 def _lost(self:RemoteRunner, fault):
-    self._ready,self._wire,self._stats,self._images = False,None,{},()
+    self._nobody()
     self.end()
     self.gone.set()
     self.on('lost', fault)
@@ -325,11 +332,12 @@ class Child:
         self.sock,theirs = socket.socketpair()
         r,self._pipe = os.pipe()
         try:
-            self.process = subprocess.Popen([*map(str, (*(command or COMMAND), theirs.fileno(), r, os.getpid())), name],
-                pass_fds=(theirs.fileno(), r), stdin=subprocess.DEVNULL, start_new_session=True)
+            given = theirs.fileno(),r
+            told = *(command or COMMAND),*given,os.getpid()
+            self.process = subprocess.Popen([*map(str, told), name],
+                pass_fds=given, stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError:
-            self.sock.close()
-            os.close(self._pipe)
+            self._let_go()
             raise
         finally:
             theirs.close()
@@ -341,9 +349,12 @@ class Child:
         except RuntimeError:
             self.kill()
             self.process.wait()
-            self.sock.close()
-            os.close(self._pipe)
+            self._let_go()
             raise OSError('There is no room for another thread') from None
+    def _let_go(self):
+        "Close what leads to it"
+        self.sock.close()
+        os.close(self._pipe)
     def kill(self):
         "End it and all that it started; does nothing when it has ended"
         if self.process.returncode is None:

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/upstream.html.md"""
 
 # %% auto #0
 __all__ = ['TRANSLATED', 'PATHS', 'COUNTS', 'ME', 'UpstreamError', 'LoopError', 'Limits', 'server_url', 'server_key', 'paths_of',
-           'Backend', 'Wire', 'Sockets', 'plain_transport', 'whole_chunks', 'retry_after', 'sentence_of', 'Clock',
+           'Backend', 'Connection', 'Sockets', 'plain_transport', 'whole_chunks', 'retry_after', 'sentence_of', 'Clock',
            'whole_events', 'kind_of']
 
 # %% ../../nbs/7_service/24_upstream.ipynb #6181a395
@@ -199,7 +199,7 @@ _UP = 'accept user-agent anthropic-version anthropic-beta openai-beta traceparen
 _MOST_HOPS = 8
 
 # %% ../../nbs/7_service/24_upstream.ipynb #27d6d845
-class Wire(httpcore.AsyncNetworkStream):
+class Connection(httpcore.AsyncNetworkStream):
     "A connection of `asyncio`; how long a read may take is not its business"
     def __init__(self, reader, writer):
         self.reader,self.writer = reader,writer
@@ -244,7 +244,7 @@ class Sockets(httpcore.AsyncNetworkBackend):
         try:
             async with asyncio.timeout(timeout):
                 ends = await asyncio.open_connection(host, port)
-            return Wire(*ends)
+            return Connection(*ends)
         except TimeoutError as e:
             raise httpcore.ConnectTimeout from e
         except OSError as e:
@@ -281,7 +281,7 @@ def whole_chunks(
     return out,at,len(raw)-at<7
 
 @patch
-async def chunks(self:Wire):
+async def chunks(self:Connection):
     "What plain chunks of a body hold, as they come; what is left is for `read`"
     while True:
         got,at,more = whole_chunks(self.rest)
@@ -546,7 +546,7 @@ def _ways(r):
     if r.headers.get('content-encoding', 'identity')!='identity':
         return [r.aiter_bytes()]
     wire,coding = r.extensions.get('network_stream'),r.headers.get('transfer-encoding', '')
-    plain = isinstance(wire, Wire) and wire.at_body and coding.lower()=='chunked'
+    plain = isinstance(wire, Connection) and wire.at_body and coding.lower()=='chunked'
     return [wire.chunks(), r.aiter_raw()] if plain else [r.aiter_raw()]
 
 @patch

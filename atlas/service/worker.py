@@ -74,7 +74,9 @@ class Workload:
 class Meter:
     "Tells over `link` how far loading is; also what `progress` takes as a bar"
     def __init__(self, link:Link):
-        self.link,self.seconds,self.now,self.since,self.said = link,{},None,monotonic(),0.
+        self.link,self.seconds = link,{} # Seconds of each stage that is over
+        self.now,self.since = None,monotonic() # The stage, and when it began
+        self.said = 0. # The share of it that was told last
     def stage(self, name:str|None):
         "The next stage begins; None: all are over"
         t = monotonic()
@@ -95,7 +97,8 @@ class Meter:
 class _Bar:
     "The bar of a stage; the next stage begins where that of the weights ends"
     def __init__(self, meter, total):
-        self.meter,self.total,self.n,self.lock = meter,max(1, total),0,threading.Lock()
+        self.meter,self.total = meter,max(1, total)
+        self.n,self.lock = 0,threading.Lock()
     def update(self, n):
         with self.lock:
             self.n += n
