@@ -188,6 +188,17 @@ def test_chunks_that_are_none(bad, path):
         r = d.post('/v1/'+path, stream=True)
         assert 'Hi' in r.text and 'upstream_error' in r.text, r.text
 
+def test_a_connection_that_was_hung_up_meanwhile():
+    "The next question is asked by another; one that is new and hung up on is not asked again"
+    def say(c):
+        if len(u.calls)<3:
+            c.stream(*HELLO)
+            c.sock.recv(1<<16) # the next question, which nobody answers
+    with behind(say) as (d,u):
+        assert [spoken(d.post(stream=True)) for _ in range(2)]==['Hello','Hello']
+        assert len(u.calls)==2
+        assert d.post().status_code==502 and len(u.calls)==3
+
 def test_a_head_that_comes_with_more():
     "What was read with another head is not looked for in the wire"
     seen = threading.Event()

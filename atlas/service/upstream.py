@@ -447,13 +447,29 @@ def _said(self:Backend, r, said, d):
 
 # %% ../../nbs/7_service/24_upstream.ipynb #71183bcf
 @patch
+async def _send(self:Backend, q):
+    "The answer; where a connection that was used before has been hung up on, by a new one"
+    new = False
+    async def trace(what, about):
+        nonlocal new
+        new = new or what=='connection.connect_tcp.started'
+    q.extensions = q.extensions|dict(trace=trace)
+    while True:
+        try:
+            return await self.http.send(q, stream=True)
+        except (httpx.ReadError,httpx.WriteError,httpx.RemoteProtocolError) as e:
+            other = isinstance(e, httpx.RemoteProtocolError) and not _CUT.search(str(e))
+            if new or other:
+                raise
+
+@patch
 async def sent(
     self:Backend, q:httpx.Request, first:float|None=None
 )->httpx.Response:
     "The answer, whose body is still to be read. Without a status of success, an `UpstreamError`"
     with self.faults():
         async with asyncio.timeout(min(first or inf, self.limits.first)):
-            r = await self.http.send(q, stream=True)
+            r = await self._send(q)
     if r.is_success:
         return r
     try:
