@@ -41,28 +41,36 @@
 
 #define OTHER 0x9E3779B97F4A7C15ull  // makes of a request's seed one for chances
 
-struct Chances { const float* of; u64 seed; long long position; };
+struct Chances {
+    const float* of;
+    u64 seed;
+    long long position;
+};
 
 // Is the answer of row `j` one that may follow those before it?
-__device__ __forceinline__ bool follows(const int* ids, const int* said, int j, const Chances& c) {
-    if (said[j] < 0) return false;
-    if (j == 0) return true;
-    if (ids[j] < 0) return false;
-    if (!c.of) return ids[j] == said[j - 1];
+__device__ __forceinline__ bool follows(
+        const int* ids, const int* said, int j, const Chances& c) {
+    if (said[j] < 0)
+        return false;
+    if (j == 0)
+        return true;
+    if (ids[j] < 0)
+        return false;
+    if (!c.of)
+        return ids[j] == said[j - 1];
     const u64 bits = philox(c.seed ^ OTHER, c.position + j - 1);
     return (double)(bits >> 11) * 0x1p-53 < (double)c.of[j - 1];
 }
 
 extern "C" __global__ void __launch_bounds__(128) accept(
-        const int* ids, const int* said, const int* live, const int* line,
-        const int* pos, const int* pos3, const int* state_out, const int* limit, const int* tables,
-        const int* how, long long* position, int* counts, const float* chances, int* history,
-        int* accepted, int* last, int* newest, int* seen,
-        int* c_pos, int* c_pos3, int* c_starts, int* c_seq,
-        int* c_in, int* c_out, long long* c_slots, const int* tick,
-        const float* logprobs, const int* top_ids, const float* top_logprobs,
-        int* told, int* told_seq, int width, int v, int most, int block_size, int longest,
-        int steps, int scratch, int places, int ahead) {
+        const int* ids, const int* said, const int* live, const int* line, const int* pos,
+        const int* pos3, const int* state_out, const int* limit, const int* tables,
+        const int* how, long long* position, int* counts, const float* chances,
+        int* history, int* accepted, int* last, int* newest, int* seen, int* c_pos,
+        int* c_pos3, int* c_starts, int* c_seq, int* c_in, int* c_out, long long* c_slots,
+        const int* tick, const float* logprobs, const int* top_ids,
+        const float* top_logprobs, int* told, int* told_seq, int width, int v, int most,
+        int block_size, int longest, int steps, int scratch, int places, int ahead) {
     __shared__ int found;
     const int s = blockIdx.x, seqs = gridDim.x, i = threadIdx.x;
     const int r0 = s * width;
@@ -79,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(128) accept(
     if (i < 32) {
         const bool good = i < rows && follows(ids + r0, said + r0, i, c);
         const unsigned bad = ~__ballot_sync(~0u, good);
-        if (!i) found = bad ? __ffs(bad) - 1 : 32;
+        if (!i)
+            found = bad ? __ffs(bad) - 1 : 32;
     }
     __syncthreads();
     const int n = found, end_row = r0 + max(n, 1) - 1;
@@ -89,17 +98,21 @@ extern "C" __global__ void __launch_bounds__(128) accept(
         newest[s] = n ? said[end_row] : 0;
         seen[s] = p + max(n, 1) - 1;
         told_seq[(half * seqs + s) * ahead] = n;
-        if (n) position[own] = at + n;
+        if (n)
+            position[own] = at + n;
     }
     if (i < n) {
         const int id = said[r0 + i];
         const long long place = (long long)p + 1 + i;
-        if (counted && id < v) atomicAdd(counts + (size_t)own * v + id, 1);
-        if (history && place < longest) history[own * (size_t)longest + place] = id;
+        if (counted && id < v)
+            atomicAdd(counts + (size_t)own * v + id, 1);
+        if (history && place < longest)
+            history[own * (size_t)longest + place] = id;
     }
     #pragma unroll 1
     for (int k = i; k < steps; k += 128) {
-        const int top = max(end - 1, 0), to = min(p + n + k, top);
+        const int top = max(end - 1, 0);
+        const int to = min(p + n + k, top);
         const bool in = n && p + n + k < end;
         const int* blocks = tables + (size_t)s * most;
         const long long block = in ? blocks[to / block_size] : 0;
@@ -111,11 +124,14 @@ extern "C" __global__ void __launch_bounds__(128) accept(
         c_slots[c] = in ? block * block_size + to % block_size : -1;
         c_out[c] = scratch < 0 ? -1 : own_slots + (k & 1);
         c_in[c] = scratch < 0 ? -1 : own_slots + (k & 1 ^ 1);
-        if (!k) c_in[c] = state_out[end_row];
+        if (!k)
+            c_in[c] = state_out[end_row];
     }
     told += ((size_t)half * places + r0) * TOLD;
-    if (i < width) told[i * TOLD] = i < n ? said[r0 + i] : -1;
-    if (!logprobs) return;
+    if (i < width)
+        told[i * TOLD] = i < n ? said[r0 + i] : -1;
+    if (!logprobs)
+        return;
     #pragma unroll 1
     for (int k = i; k < n * REPORT; k += 128) {
         int* to = told + k / REPORT * TOLD + 2 + k % REPORT;
@@ -123,5 +139,6 @@ extern "C" __global__ void __launch_bounds__(128) accept(
         to[0] = top_ids[from];
         to[REPORT] = __float_as_int(top_logprobs[from]);
     }
-    if (i < n) told[i * TOLD + 1] = __float_as_int(logprobs[r0 + i]);
+    if (i < n)
+        told[i * TOLD + 1] = __float_as_int(logprobs[r0 + i]);
 }

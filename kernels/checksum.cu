@@ -1,7 +1,9 @@
-// The sum of mixed words of an array: what a packed file has beside it (page cuda.checksum). The order in which blocks add is of no account.
+// The sum of mixed words of an array: what a packed file has beside it (page cuda.checksum). The
+// order in which blocks add is of no account.
 //   data : [n]   u8   begins at a multiple of 16
 //   sum  : [one] i64  is added to
-//   launch: <<<(blocks), 256>>>, any number of blocks; a block takes every blocks-th run of SUMMED words, which share a factor
+//   launch: <<<(blocks), 256>>>, any number of blocks; a block takes every blocks-th run of SUMMED
+//        words, which share a factor
 #ifndef SUMMED
 #define SUMMED 16384
 #endif
@@ -26,16 +28,19 @@ __device__ word left_over(const unsigned char* p, int n, int at) {
     word sum = 0;
     for (int w = 0; w * 8 < n; w++) {
         word x = 0;
-        for (int i = 0; i < 8 && w * 8 + i < n; i++) x |= (word)p[w * 8 + i] << 8 * i;
+        for (int i = 0; i < 8 && w * 8 + i < n; i++)
+            x |= (word)p[w * 8 + i] << 8 * i;
         sum += fold(x) * ((word)(at + w) * STEP | 1);
     }
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(256) checksum(const unsigned char* __restrict__ data, word* sum, long long n) {
+extern "C" __global__ void __launch_bounds__(256)
+        checksum(const unsigned char* __restrict__ data, word* sum, long long n) {
     constexpr int PAIRS = SUMMED / 2, AHEAD = 8;
     __shared__ word parts[8];
-    word part = blockIdx.x || threadIdx.x ? 0 : (word)((n + 7) / 8) * ODD;  // how many words there are
+    // how many words there are
+    word part = blockIdx.x || threadIdx.x ? 0 : (word)((n + 7) / 8) * ODD;
     for (long long run = blockIdx.x; run * SUMMED * 8 < n; run += gridDim.x) {
         const unsigned char* p = data + run * SUMMED * 8;
         const long long left = n - run * SUMMED * 8;
@@ -45,19 +50,26 @@ extern "C" __global__ void __launch_bounds__(256) checksum(const unsigned char* 
             uint4 v[AHEAD];
             #pragma unroll
             for (int i = 0; i < AHEAD; i++)
-                if (at + 256 * i < pairs) v[i] = ((const uint4*)p)[at + 256 * i];
+                if (at + 256 * i < pairs)
+                    v[i] = ((const uint4*)p)[at + 256 * i];
             #pragma unroll
             for (int i = 0; i < AHEAD; i++)
-                if (at + 256 * i < pairs) mine += mixed(v[i], (word)(2 * (at + 256 * i)) * STEP);
+                if (at + 256 * i < pairs)
+                    mine += mixed(v[i], (word)(2 * (at + 256 * i)) * STEP);
         }
-        if (pairs < PAIRS && !threadIdx.x) mine += left_over(p + pairs * 16, (int)(left - pairs * 16), 2 * pairs);
+        if (pairs < PAIRS && !threadIdx.x)
+            mine += left_over(p + pairs * 16, (int)(left - pairs * 16), 2 * pairs);
         part += mine * factor(run);
     }
     #pragma unroll
-    for (int d = 16; d; d /= 2) part += __shfl_xor_sync(~0u, part, d);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+    for (int d = 16; d; d /= 2)
+        part += __shfl_xor_sync(~0u, part, d);
+    if (threadIdx.x % 32 == 0)
+        parts[threadIdx.x / 32] = part;
     __syncthreads();
-    if (threadIdx.x) return;
-    for (int i = 1; i < 8; i++) part += parts[i];
+    if (threadIdx.x)
+        return;
+    for (int i = 1; i < 8; i++)
+        part += parts[i];
     atomicAdd(sum, part);
 }

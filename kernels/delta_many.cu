@@ -1,30 +1,36 @@
-// The state of a gated delta net from tile to tile (64 positions) of each sequence of a prefill step, and
-// what every row reads from it, before norm and gate (gated_norm.cu). Its operands are prepared by
-// delta_prep.cu; values go through the convolution here, and the tails that belong to them are kept.
+// The state of a gated delta net from tile to tile (64 positions) of each sequence of a prefill
+// step, and what every row reads from it, before norm and gate (gated_norm.cu). Its operands are
+// prepared by delta_prep.cu; values go through the convolution here, and the tails that belong to
+// them are kept.
 //   N = T beta (V - G K S),   O = G Q S + P N,   S = G[63] S + K' E N
-// Parallel over sequences, heads and 16*GROUPS columns. Two warps share 16 columns of a state: each keeps half
-// of the rows, transposed (16 x DK/2), in the registers that a product leaves its sums in, which are also the
-// registers that the next product takes its left operand from. Of K S and Q S each has a part of the sum, and
-// each finishes 32 of the 64 rows; of each two row tiles, one. What they tell each other goes through shared memory.
-// As many warps help them: they ask for operands, bring values, and take answers away.
+// Parallel over sequences, heads and 16*GROUPS columns. Two warps share 16 columns of a state: each
+// keeps half of the rows, transposed (16 x DK/2), in the registers that a product leaves its sums
+// in, which are also the registers that the next product takes its left operand from. Of K S and Q
+// S each has a part of the sum, and each finishes 32 of the 64 rows; of each two row tiles, one.
+// What they tell each other goes through shared memory. As many warps help them: they ask for
+// operands, bring values, and take answers away.
 //   q, k     : [tiles, kh, qf]        u32   limbs of delta_prep.cu, qf = 64*DK
 //   t, p     : [tiles, vh, 2560]      u32   fragments of triangles
 //   scal     : [tiles, vh, 192]       f32   decay from the tile's begin, decay to its end, beta
 //   x        : [r, width]             f32   q | k | v | z | b | a, width = 2*kh*DK + 2*vh*DV + 2*vh
 //   conv_w   : [c, 4]                 f32   c = 2*kh*DK + vh*DV
-//   conv     : [states, 3, c]         f32   inputs before a sequence's first row, oldest first; written at state_out
-//   rec      : [slots, vh, record]    f32   states: n is in n/TAILS, read at state_in, written at state_out, by heads, in
-//                                           records of lib/late.cuh
+//   conv     : [states, 3, c]         f32   inputs before a sequence's first row, oldest first;
+//                                           written at state_out
+//   rec      : [slots, vh, record]    f32   states: n is in n/TAILS, read at state_in, written at
+//                                           state_out, by heads, in records of lib/late.cuh
 //   first    : [seqs1]                i32   a row in the first tile of each sequence
 //   starts   : [seqs]                 i32   position of a sequence's first row
 //   state_in : [seqs]                 i32   state to begin from (unread at position 0)
-//   state_out : [r]                   i32   state after a row, or -1; looked at for the last row of each tile. It may lie
-//                                           where the sequence's own begins: nobody else reads that
-//   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows lo..hi-1
+//   state_out : [r]                   i32   state after a row, or -1; looked at for the last row of
+//                                           each tile. It may lie where the sequence's own begins:
+//                                           nobody else reads that
+//   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows
+//                                              lo..hi-1
 //   y        : [r, vhd]               f32   real rows are written, vhd = vh*DV
 //   -D DK= DV= (32, 64 or 128) GROUPS= (1 or 2) BUFFERS= (1 or 2: tiles in shared memory)
 //   TAILS= (tails for each slot)   RECORD= (numbers of a head's record)
-//   launch: <<<(vh*DV/16/GROUPS, seqs), 128*GROUPS, BUFFERS*(512*DK + 22272 + 4096*GROUPS) + 8192*GROUPS + 64>>>
+//   launch: <<<(vh*DV/16/GROUPS, seqs), 128*GROUPS, BUFFERS*(512*DK + 22272 + 4096*GROUPS) +
+//        8192*GROUPS + 64>>>
 #include "lib/bulk.cuh"
 #include "lib/chunk.cuh"
 #include "lib/late.cuh"
@@ -44,11 +50,14 @@
 #ifndef TAILS
 #define TAILS 1
 #endif
-constexpr int WARPS = 2 * GROUPS, COLUMNS = 16 * GROUPS;  // that carry states, and as many that help
-constexpr int LINE = COLUMNS + 4;       // floats of a row of values: no bank conflicts in a warp
-constexpr int STEPS = DK / 32;          // products along half of the state's rows
-constexpr int NT = DK / 16;             // column tiles of that half
-constexpr int LIMBS = 16 * DK, PART = 640;  // of q, k and of a triangle, in units of 16 bytes
+// that carry states, and as many that help
+constexpr int WARPS = 2 * GROUPS, COLUMNS = 16 * GROUPS;
+// floats of a row of values: no bank conflicts in a warp
+constexpr int LINE = COLUMNS + 4;
+constexpr int STEPS = DK / 32;  // products along half of the state's rows
+constexpr int NT = DK / 16;  // column tiles of that half
+// of q, k and of a triangle, in units of 16 bytes
+constexpr int LIMBS = 16 * DK, PART = 640;
 typedef Operand<Mixed<DK>> Mat;
 
 typedef Record<DK, DV> Head;
@@ -58,11 +67,12 @@ static_assert(sizeof(Head) == 4 * RECORD, "records of another size");
 
 struct Held {  // of a tile
     uint4 k[LIMBS], q[LIMBS], t[PART], p[PART];
-    float scal[192], v[TILE][LINE];   // values, and in their place what was read
+    float scal[192], v[TILE][LINE];  // values, and in their place what was read
 };
 struct Room {
     Held held[BUFFERS];
-    float4 told[WARPS][8][32];          // what a warp tells the other one, and hears from it
+    // what a warp tells the other one, and hears from it
+    float4 told[WARPS][8][32];
     Meeting full[BUFFERS], done[BUFFERS];
 };
 
@@ -73,8 +83,11 @@ struct From {
     int kh, vh, head;
     // By one thread, which arrives
     __device__ __forceinline__ void fetch(Held& h, Meeting* full, int tile) const {
-        const size_t own = ((size_t)tile * kh + head / (vh / kh)) * LIMBS, cell = (size_t)tile * vh + head;
-        bulk_expect(full, sizeof(h.k) + sizeof(h.q) + sizeof(h.t) + sizeof(h.p) + sizeof(h.scal));
+        const size_t own = ((size_t)tile * kh + head / (vh / kh)) * LIMBS;
+        const size_t cell = (size_t)tile * vh + head;
+        bulk_expect(
+                full,
+                sizeof(h.k) + sizeof(h.q) + sizeof(h.t) + sizeof(h.p) + sizeof(h.scal));
         bulk_copy(h.k, k + own, sizeof(h.k), full);
         bulk_copy(h.q, q + own, sizeof(h.q), full);
         bulk_copy(h.scal, scal + cell * 192, sizeof(h.scal), full);
@@ -83,13 +96,16 @@ struct From {
     }
 };
 
-__device__ __forceinline__ float4 four(const float* v) { return make_float4(v[0], v[1], v[2], v[3]); }
+__device__ __forceinline__ float4 four(const float* v) {
+    return make_float4(v[0], v[1], v[2], v[3]);
+}
 
 // Two warps that share 16 columns; `half` is which of them this one is
 struct Pass {
-    int lane, half, c2;     // c2: this lane's first row of a row tile
+    int lane, half, c2;  // c2: this lane's first row of a row tile
     float S[NT][4];
-    float kS[8][4], qS[8][4];  // 2j: of this warp's row tile in pair j, 2j+1: of the other warp's
+    // 2j: of this warp's row tile in pair j, 2j+1: of the other warp's
+    float kS[8][4], qS[8][4];
     float N[4][4];
 
     __device__ __forceinline__ int flip(int j) const { return half ^ (j & 1); }
@@ -99,14 +115,16 @@ struct Pass {
     // Products of the state with 64 rows
     __device__ __forceinline__ void rows_of(uint4* b, const Mat& M, int s) const {
         #pragma unroll
-        for (int j = 0; j < 4; j++) M.b_turned(b + 2 * j, 16 * j, half * (DK / 2) + 16 * s, flip(j));
+        for (int j = 0; j < 4; j++)
+            M.b_turned(b + 2 * j, 16 * j, half * (DK / 2) + 16 * s, flip(j));
     }
     __device__ __forceinline__ void read(const Held& h) {
         const Mat K = {{(const unsigned char*)h.k}}, Q = {{(const unsigned char*)h.q}};
         #pragma unroll
         for (int i = 0; i < 8; i++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) kS[i][e] = qS[i][e] = 0.f;
+            for (int e = 0; e < 4; e++)
+                kS[i][e] = qS[i][e] = 0.f;
         #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             Limbs a;
@@ -120,10 +138,12 @@ struct Pass {
     }
     // The left operand of rows 16s.., of what this warp and the other one have of it
     __device__ __forceinline__ Limbs both(int s, uint4 mine, uint4 others) const {
-        const uint4 a = flip(s) ? others : mine, b = flip(s) ? mine : others;
+        const uint4 a = flip(s) ? others : mine;
+        const uint4 b = flip(s) ? mine : others;
         return {{a.x, a.y, b.x, b.y}, {a.z, a.w, b.z, b.w}};
     }
-    static __device__ __forceinline__ uint4 limbs_of(const float* n, float a = 1.f, float b = 1.f) {
+    static __device__ __forceinline__ uint4 limbs_of(
+            const float* n, float a = 1.f, float b = 1.f) {
         const Pair p = limbs(n[0] * a, n[1] * b), q = limbs(n[2] * a, n[3] * b);
         return make_uint4(p.hi, q.hi, p.lo, q.lo);
     }
@@ -131,31 +151,39 @@ struct Pass {
     __device__ __forceinline__ void below(uint4* b, const uint4* part, int s) const {
         #pragma unroll
         for (int j = 0; j < 4; j++)
-            if (j >= s) b[j] = part[triangle(s, tile_of(j)) * 32 + lane];
+            if (j >= s)
+                b[j] = part[triangle(s, tile_of(j)) * 32 + lane];
     }
     // What is new in each row, as limbs: beta (V - G K S)
-    __device__ __forceinline__ void news(uint4* r, const Held& h, int col, const float4 (*heard)[32]) {
+    __device__ __forceinline__ void news(
+            uint4* r, const Held& h, int col, const float4 (*heard)[32]) {
         #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const float4 k = heard[j][lane], q = heard[4 + j][lane];
-            const float2 G = *(const float2*)(h.scal + row(j)), beta = *(const float2*)(h.scal + 128 + row(j));
+            const float4 k = heard[j][lane];
+            const float4 q = heard[4 + j][lane];
+            const float2 G = *(const float2*)(h.scal + row(j));
+            const float2 beta = *(const float2*)(h.scal + 128 + row(j));
             float n[4];
             #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const float s = kS[2 * j][e] + (&k.x)[e], v = h.v[row(j) + e % 2][col + e / 2 * 8];
+                const float s = kS[2 * j][e] + (&k.x)[e];
+                const float v = h.v[row(j) + e % 2][col + e / 2 * 8];
                 n[e] = (e % 2 ? beta.y : beta.x) * fmaf(-(e % 2 ? G.y : G.x), s, v);
                 qS[2 * j][e] = (qS[2 * j][e] + (&q.x)[e]) * (e % 2 ? G.y : G.x);
             }
             r[j] = limbs_of(n);
         }
     }
-    // N = T R. The three products of limbs are summed by themselves: a third as many that wait for each other.
-    __device__ __forceinline__ void solve(const Held& h, const uint4* r, const float4 (*heard)[32]) {
+    // N = T R. The three products of limbs are summed by themselves: a third as many that wait for
+    // each other.
+    __device__ __forceinline__ void solve(
+            const Held& h, const uint4* r, const float4 (*heard)[32]) {
         float more[4][4], less[4][4];
         #pragma unroll
         for (int j = 0; j < 4; j++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) N[j][e] = more[j][e] = less[j][e] = 0.f;
+            for (int e = 0; e < 4; e++)
+                N[j][e] = more[j][e] = less[j][e] = 0.f;
         #pragma unroll
         for (int s = 0; s < 4; s++) {
             uint4 b[4];
@@ -171,7 +199,8 @@ struct Pass {
         #pragma unroll
         for (int j = 0; j < 4; j++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) N[j][e] += more[j][e] + less[j][e];
+            for (int e = 0; e < 4; e++)
+                N[j][e] += more[j][e] + less[j][e];
     }
     // The state after the tile, and in qS what it answered
     __device__ __forceinline__ void go_on(const Held& h, const float4 (*heard)[32]) {
@@ -180,15 +209,18 @@ struct Pass {
         float o[4][4];
         float4 others[4];
         #pragma unroll
-        for (int s = 0; s < 4; s++) others[s] = heard[4 + s][lane];
+        for (int s = 0; s < 4; s++)
+            others[s] = heard[4 + s][lane];
         #pragma unroll
         for (int j = 0; j < 4; j++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) o[j][e] = qS[2 * j][e];
+            for (int e = 0; e < 4; e++)
+                o[j][e] = qS[2 * j][e];
         #pragma unroll
         for (int i = 0; i < NT; i++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) S[i][e] *= last;
+            for (int e = 0; e < 4; e++)
+                S[i][e] *= last;
         #pragma unroll
         for (int s = 0; s < 4; s++) {
             const float* E = h.scal + TILE + c2;
@@ -196,57 +228,80 @@ struct Pass {
             const float2 its = *(const float2*)(E + 8 * (tile_of(s) ^ 1));
             uint4 b[NT], c[4];
             #pragma unroll
-            for (int i = 0; i < NT; i += 2) K.b(b + i, 16 * s, half * (DK / 2) + 8 * i);
+            for (int i = 0; i < NT; i += 2)
+                K.b(b + i, 16 * s, half * (DK / 2) + 8 * i);
             below(c, h.p, s);
-            mma_limbs<NT>(S, both(s, limbs_of(N[s], mine.x, mine.y), limbs_of(&others[s].x, its.x, its.y)), b);
+            mma_limbs<NT>(
+                    S,
+                    both(s, limbs_of(N[s], mine.x, mine.y),
+                            limbs_of(&others[s].x, its.x, its.y)),
+                    b);
             mma_limbs<4>(o, both(s, limbs_of(N[s]), limbs_of(&others[s].x)), c, s);
         }
         #pragma unroll
         for (int j = 0; j < 4; j++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) qS[2 * j][e] = o[j][e];
+            for (int e = 0; e < 4; e++)
+                qS[2 * j][e] = o[j][e];
     }
     // f(sum, row, column) of this warp's part of the state
     template <class F> __device__ __forceinline__ void each(F f) {
         #pragma unroll
         for (int i = 0; i < NT; i++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) f(S[i][e], half * (DK / 2) + 8 * i + c2 + e % 2, lane / 4 + e / 2 * 8);
+            for (int e = 0; e < 4; e++)
+                f(S[i][e], half * (DK / 2) + 8 * i + c2 + e % 2, lane / 4 + e / 2 * 8);
     }
 };
 
-// By the warps that help: values of rows of a tile through the convolution, and answers to where they belong.
-// A warp has rows of its own.
+// By the warps that help: values of rows of a tile through the convolution, and answers to where
+// they belong. A warp has rows of its own.
 struct Help {
     int tid, col, channel, stride;  // col: first column in y
-    __device__ __forceinline__ void values(Held& h, const Rows& r, const float* taps) const {
+    __device__ __forceinline__ void values(
+            Held& h, const Rows& r, const float* taps) const {
         const int c = tid % COLUMNS;
-        r.conv(channel + c, channel + c, tid / COLUMNS * 16, taps, nullptr, [&](int j, float v) { h.v[j][c] = v; });
-        if (tid < COLUMNS) r.keep_tail(channel + c, channel + c);
+        r.conv(channel + c, channel + c, tid / COLUMNS * 16, taps, nullptr,
+                [&](int j, float v) { h.v[j][c] = v; });
+        if (tid < COLUMNS)
+            r.keep_tail(channel + c, channel + c);
     }
-    __device__ __forceinline__ void store(const Held& h, float* y, int tile, int lo, int hi) const {
+    __device__ __forceinline__ void store(
+            const Held& h, float* y, int tile, int lo, int hi) const {
         constexpr int PER = TILE / WARPS, FOURS = COLUMNS / 4;
         #pragma unroll
         for (int i = tid % 32; i < PER * FOURS; i += 32) {
-            const int row = tid / 32 * PER + i / FOURS, c = i % FOURS * 4;
-            if (row < lo || row >= hi) continue;
-            *(float4*)(y + ((size_t)tile * TILE + row) * stride + col + c) = *(const float4*)&h.v[row][c];
+            const int row = tid / 32 * PER + i / FOURS;
+            const int c = i % FOURS * 4;
+            if (row < lo || row >= hi)
+                continue;
+            *(float4*)(y + ((size_t)tile * TILE + row) * stride + col + c) = *(
+                    const float4*)&h.v[row][c];
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(const unsigned* __restrict__ q,
-        const unsigned* __restrict__ k, const unsigned* __restrict__ t, const unsigned* __restrict__ p,
-        const float* __restrict__ scal, const float* __restrict__ x, const float* __restrict__ conv_w, float* conv,
-        float* rec, const int* __restrict__ first, const int* __restrict__ starts, const int* __restrict__ state_in,
-        const int* __restrict__ state_out, const int* __restrict__ tile_seq, const int* __restrict__ tile_lo,
-        const int* __restrict__ tile_hi, float* y, int tiles, int kh, int vh, int c, int width) {
+extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
+        const unsigned* __restrict__ q, const unsigned* __restrict__ k,
+        const unsigned* __restrict__ t, const unsigned* __restrict__ p,
+        const float* __restrict__ scal, const float* __restrict__ x,
+        const float* __restrict__ conv_w, float* conv, float* rec,
+        const int* __restrict__ first, const int* __restrict__ starts,
+        const int* __restrict__ state_in, const int* __restrict__ state_out,
+        const int* __restrict__ tile_seq, const int* __restrict__ tile_lo,
+        const int* __restrict__ tile_hi, float* y, int tiles, int kh, int vh, int c,
+        int width) {
     DYNAMIC_SHARED(Room, room);
     constexpr int PARTS = DV / COLUMNS;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, seq = blockIdx.y, head = blockIdx.x / PARTS;
-    const int col = blockIdx.x % PARTS * COLUMNS, begin = first[seq] / TILE;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int seq = blockIdx.y;
+    const int head = blockIdx.x / PARTS;
+    const int col = blockIdx.x % PARTS * COLUMNS;
+    const int begin = first[seq] / TILE;
     int end = begin;
-    while (end < tiles && tile_seq[end] == seq) end++;
+    while (end < tiles && tile_seq[end] == seq)
+        end++;
     if (threadIdx.x == 0) {
         for (int i = 0; i < BUFFERS; i++) {
             meet_init(room->full + i, 1 + WARPS);
@@ -256,7 +311,8 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(const unsign
     }
     __syncthreads();
     if (warp >= WARPS) {
-        const From f = {(const uint4*)q, (const uint4*)k, (const uint4*)t, (const uint4*)p, scal, kh, vh, head};
+        const From f = {(const uint4*)q, (const uint4*)k, (const uint4*)t, (const uint4*)p,
+                scal, kh, vh, head};
         const int tid = threadIdx.x - 32 * WARPS;
         const Help help = {tid, head * DV + col, 2 * kh * DK + head * DV + col, vh * DV};
         #pragma unroll 1
@@ -268,17 +324,24 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(const unsign
                 help.store(h, y, before, tile_lo[before], tile_hi[before]);
                 __syncwarp();
             }
-            if (tile >= end) continue;
-            if (tid == 0) f.fetch(h, room->full + at, tile);
-            const Rows r = ::rows_of(tile, x, width, c, conv, first, starts, state_in, state_out, tile_seq, tile_lo, tile_hi);
+            if (tile >= end)
+                continue;
+            if (tid == 0)
+                f.fetch(h, room->full + at, tile);
+            const Rows r = ::rows_of(
+                    tile, x, width, c, conv, first, starts, state_in, state_out, tile_seq,
+                    tile_lo, tile_hi);
             help.values(h, r, conv_w);
             __syncwarp();
-            if (lane == 0) meet_arrive(room->full + at);
+            if (lane == 0)
+                meet_arrive(room->full + at);
         }
         return;
     }
     Pass w;
-    w.lane = lane; w.half = warp % 2; w.c2 = lane % 4 * 2;
+    w.lane = lane;
+    w.half = warp % 2;
+    w.c2 = lane % 4 * 2;
     const int own = warp / 2 * 16;
     const auto state = [&](int n) { return (Head*)rec + (size_t)(n / TAILS) * vh + head; };
     if (starts[seq]) {
@@ -289,13 +352,18 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(const unsign
         for (int i = 0; i < pending; i++) {
             const Head::Row& late = from->rows[i];
             const float eg = from->eg[i];
-            w.each([&](float& v, int r, int c) { v = fmaf(late.k[r], late.d[col + own + c], __fmul_rn(v, eg)); });
+            w.each([&](float& v, int r, int c) {
+                v = fmaf(late.k[r], late.d[col + own + c], __fmul_rn(v, eg));
+            });
         }
-    } else w.each([&](float& v, int, int) { v = 0.f; });
-    float4 (*told)[32] = room->told[warp], (*its)[32] = room->told[warp ^ 1];
+    } else
+        w.each([&](float& v, int, int) { v = 0.f; });
+    float4(*told)[32] = room->told[warp], (*its)[32] = room->told[warp ^ 1];
     #pragma unroll 1
     for (int tile = begin; tile < end; tile++) {
-        const int i = tile - begin, at = i % BUFFERS, keep = state_out[tile * TILE + tile_hi[tile] - 1];
+        const int i = tile - begin;
+        const int at = i % BUFFERS;
+        const int keep = state_out[tile * TILE + tile_hi[tile] - 1];
         Held& h = room->held[at];
         meet_wait(room->full + at, i / BUFFERS % 2);
         w.read(h);
@@ -308,22 +376,28 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(const unsign
         uint4 r[4];
         w.news(r, h, own + lane / 4, its);
         #pragma unroll
-        for (int j = 0; j < 4; j++) ((uint4*)its[j])[lane] = r[j];
+        for (int j = 0; j < 4; j++)
+            ((uint4*)its[j])[lane] = r[j];
         sync_warps<2>(warp / 2);
         w.solve(h, r, told);
         #pragma unroll
-        for (int j = 0; j < 4; j++) its[4 + j][lane] = four(w.N[j]);
+        for (int j = 0; j < 4; j++)
+            its[4 + j][lane] = four(w.N[j]);
         sync_warps<2>(warp / 2);
         w.go_on(h, told);
         #pragma unroll
         for (int j = 0; j < 4; j++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) h.v[w.row(j) + e % 2][own + lane / 4 + e / 2 * 8] = w.qS[2 * j][e];
+            for (int e = 0; e < 4; e++)
+                h.v[w.row(j) + e % 2][own + lane / 4 + e / 2 * 8] = w.qS[2 * j][e];
         __syncwarp();
-        if (lane == 0) meet_arrive(room->done + at);
-        if (keep < 0) continue;
+        if (lane == 0)
+            meet_arrive(room->done + at);
+        if (keep < 0)
+            continue;
         Head* const to = state(keep);
         w.each([&](float& v, int r, int c) { to->S[r * DV + col + own + c] = v; });
-        if (!w.half && !lane) to->count[(col + own) / 16] = 0;
+        if (!w.half && !lane)
+            to->count[(col + own) / 16] = 0;
     }
 }

@@ -1,27 +1,37 @@
-// delta_step.cu for many sequences, and its bits. A block has a whole head, and sequences one after the other:
-// their states are on the way to shared memory, DEPTH at a time, long before it is their turn (lib/bulk.cuh).
-// In delta_step.cu every block waits for its own loads, and memory waits meanwhile for blocks to ask and to write.
-// Warps of four have 32 columns, as there; a warp besides for each 32 has v, the gate, and in the end y.
+// delta_step.cu for many sequences, and its bits. A block has a whole head, and sequences one after
+// the other: their states are on the way to shared memory, DEPTH at a time, long before it is their
+// turn (lib/bulk.cuh). In delta_step.cu every block waits for its own loads, and memory waits
+// meanwhile for blocks to ask and to write. Warps of four have 32 columns, as there; a warp besides
+// for each 32 has v, the gate, and in the end y.
 //   x      : [r, width]            f32   q | k | v | z | b | a, width = 2*kh*dk + 2*vh*dv + 2*vh
 //   conv_w : [c, 4]                f32   c = 2*kh*dk + vh*dv
 //   decay  : [vh]                  f32   A = -exp(A_log)
 //   dt_bias: [vh]                  f32
 //   norm_w : [dv]                  f32
 //   conv   : [states, 3, c]        f32   inputs of the three positions before, oldest first
-//   rec    : [slots, vh, record]   f32   state n has tail n, and the rest in n/TAILS: a record of lib/late.cuh
-//   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1; rows after the last
-//                                        sequence's get zeros
+//   rec    : [slots, vh, record]   f32   state n has tail n, and the rest in n/TAILS: a record of
+//                                        lib/late.cuh
+//   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1; rows after
+//                                        the last sequence's get zeros
 //   starts : [seqs]                i32   position of its first row
 //   state_in : [seqs]              i32   state to begin from (unread at position 0)
-//   state_out : [r]                i32   state after a row, or -1; never one that is read in this step, but its rest
-//                                        may be where the sequence's own begins: nobody else reads it
+//   state_out : [r]                i32   state after a row, or -1; never one that is read in this
+//                                        step, but its rest may be where the sequence's own begins:
+//                                        nobody else reads it
 //   y      : [r, vh, dv]           f32   or null
-//   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns; or null
-//   halves : [units, line]         u8    instead of both: y, normed, in tiles of rows (lib/tiles.cuh), line = tiles * bytes; or null
-//   launch: <<<(vh, any), 5*DV>>> and DEPTH*sizeof(Head) + sizeof(Room) bytes; a block has at most MOST of `count`
-//   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
-//   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot   -D RECORD= numbers of a head's record
-//   -D COLUMNS= 0, or, to leave `halves`, vh*dv: of FORMAT= CORES= as for gemv_halves.cu; DV is 128, and vh a multiple of a unit's blocks
+//   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32
+//                                        columns; or null
+//   halves : [units, line]         u8    instead of both: y, normed, in tiles of rows
+//                                        (lib/tiles.cuh), line = tiles * bytes; or null
+//   launch: <<<(vh, any), 5*DV>>> and DEPTH*sizeof(Head) + sizeof(Room) bytes; a block has at most
+//        MOST of `count`
+//   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the
+//        gate, else silu
+//   -D DEPTH= states on their way, at least 2
+//   -D TAILS= tails for each slot
+//   -D RECORD= numbers of a head's record
+//   -D COLUMNS= 0, or, to leave `halves`, vh*dv: of FORMAT= CORES= as for gemv_halves.cu; DV is
+//               128, and vh a multiple of a unit's blocks
 #include "lib/reduce.cuh"
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
@@ -54,16 +64,27 @@
 #ifndef CORES
 #define CORES 0
 #endif
-constexpr int N = DK / 16, PARTS = DV / 32, WARPS = 4 * PARTS, THREADS = 32 * (WARPS + PARTS);
-constexpr int LEAVES = WARPS + PARTS - 1;  // the warp that leaves halves: another than the one that asks for states
+constexpr int N = DK / 16;
+constexpr int PARTS = DV / 32;
+constexpr int WARPS = 4 * PARTS;
+constexpr int THREADS = 32 * (WARPS + PARTS);
+// the warp that leaves halves: another than the one that asks for states
+constexpr int LEAVES = WARPS + PARTS - 1;
 constexpr int MOST = 256;  // sequences of a block
 constexpr int OWN = 2 * DK + DV;  // channels of a head's q, k and v
-constexpr int Q = 0, K = DK, V = 2 * DK, GATE = V + DV, BETA = GATE + DV;  // where things are in Room::now
-static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1, "a head's sizes");
+// where things are in Room::now
+constexpr int Q = 0;
+constexpr int K = DK;
+constexpr int V = 2 * DK;
+constexpr int GATE = V + DV;
+constexpr int BETA = GATE + DV;
+static_assert(
+        (DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1, "a head's sizes");
 
 typedef FORMAT<COLUMNS / 32> Main;
 constexpr bool HALVES = COLUMNS > 0;
-static_assert(!HALVES || (DV == 128 && COLUMNS % (DV * Main::UNITS) == 0), "see the contract");
+static_assert(
+        !HALVES || (DV == 128 && COLUMNS % (DV * Main::UNITS) == 0), "see the contract");
 
 typedef Record<DK, DV> Head;
 #ifdef RECORD
@@ -78,26 +99,31 @@ struct Sequence {
     }
 };
 struct Room {
-    float now[2][BETA + 4];              // a row, and the next one: q | k | v | gate | beta, exp(g)
+    // a row, and the next one: q | k | v | gate | beta, exp(g)
+    float now[2][BETA + 4];
     float red[PARTS][4][64], cross[4][4], gain[DV], own[4];  // A, dt_bias
-    float tails[DEPTH][3][OWN];          // of convolutions, oldest input first
-    float done[DV], squares[4];          // y and `parts` of the row, if `halves` get it
-    Meeting full[DEPTH], ready[DEPTH];   // are states there? And tails, which are smaller
-    int asked, unused;                   // states that have been asked for
+    float tails[DEPTH][3][OWN];  // of convolutions, oldest input first
+    float done[DV], squares[4];  // y and `parts` of the row, if `halves` get it
+    Meeting full[DEPTH], ready[DEPTH];  // are states there? And tails, which are smaller
+    int asked, unused;  // states that have been asked for
     Sequence all[MOST];
 };
 #ifdef ROOM
-static_assert(ROOM == DEPTH * sizeof(Head) + sizeof(Room), "the launch gives other shared memory than the kernel wants");
+static_assert(
+        ROOM == DEPTH * sizeof(Head) + sizeof(Room),
+        "the launch gives other shared memory than the kernel wants");
 #endif
 
 // A head's part of a row of y, normed as gemv_halves.cu does it, to its tile: by one warp.
 __device__ __forceinline__ void leave(
-        unsigned char* halves, int tiles, int row, int head, float* a, float squares, float eps) {
+        unsigned char* halves, int tiles, int row, int head, float* a, float squares,
+        float eps) {
     typedef Tile<Main, CORES> T;
     const int lane = threadIdx.x % 32;
     const float z = rsqrtf(fmaf(squares, 1.f / DV, eps));
     #pragma unroll
-    for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], z);
+    for (int j = 0; j < 8; j++)
+        a[j] = __fmul_rn(a[j], z);
     const size_t tile = (size_t)(head / Main::UNITS) * tiles + row / 8;
     T::put(halves + tile * T::BYTES, row % 8, head % Main::UNITS, lane % 16, a, lane < 16);
 }
@@ -108,7 +134,8 @@ __device__ __forceinline__ void leave_done(
     float a[8], sum = m.squares[0];
     load8(m.done + threadIdx.x % 16 * 8, a);
     #pragma unroll
-    for (int j = 1; j < PARTS; j++) sum += m.squares[j];
+    for (int j = 1; j < PARTS; j++)
+        sum += m.squares[j];
     leave(halves, tiles, row, head, a, sum, eps);
 }
 
@@ -120,10 +147,14 @@ struct Channels {
     float seen[2][3], in[2];
     __device__ __forceinline__ void weights(const float* __restrict__ w) {
         #pragma unroll
-        for (int k = 0; k < 2; k++) taps[k] = has[k] ? *(const float4*)(w + col[k] * 4) : make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int k = 0; k < 2; k++)
+            taps[k] = has[k] ? *(const float4*)(w + col[k] * 4)
+                             : make_float4(0.f, 0.f, 0.f, 0.f);
     }
-    // `at`: where the first one is in the head's part of a tail; `apart`: where the other is, from there
-    __device__ __forceinline__ void tail(const float (*tails)[OWN], int at, int apart, bool known) {
+    // `at`: where the first one is in the head's part of a tail; `apart`: where the other is, from
+    // there
+    __device__ __forceinline__ void tail(
+            const float (*tails)[OWN], int at, int apart, bool known) {
         #pragma unroll
         for (int k = 0; k < 2; k++)
             #pragma unroll
@@ -132,13 +163,17 @@ struct Channels {
     }
     __device__ __forceinline__ void ask(const float* row, bool on) {
         #pragma unroll
-        for (int k = 0; k < 2; k++) in[k] = on ? row[col[k]] : 0.f;
+        for (int k = 0; k < 2; k++)
+            in[k] = on ? row[col[k]] : 0.f;
     }
     // Convolved, and the row's inputs have been seen.
     __device__ __forceinline__ float step(int k) {
         const float4 w = taps[k];
-        const float older = fmaf(seen[k][2], w.z, fmaf(seen[k][1], w.y, __fmul_rn(seen[k][0], w.x)));
-        seen[k][0] = seen[k][1]; seen[k][1] = seen[k][2]; seen[k][2] = in[k];
+        const float older = fmaf(
+                seen[k][2], w.z, fmaf(seen[k][1], w.y, __fmul_rn(seen[k][0], w.x)));
+        seen[k][0] = seen[k][1];
+        seen[k][1] = seen[k][2];
+        seen[k][2] = in[k];
         return silu(fmaf(in[k], w.w, older));
     }
     __device__ __forceinline__ void keep(float* conv, int out, int c) const {
@@ -146,26 +181,47 @@ struct Channels {
         for (int k = 0; k < 2; k++)
             if (has[k])
                 #pragma unroll
-                for (int t = 0; t < 3; t++) conv[((size_t)out * 3 + t) * c + col[k]] = seen[k][t];
+                for (int t = 0; t < 3; t++)
+                    conv[((size_t)out * 3 + t) * c + col[k]] = seen[k][t];
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float* x,
-        const float* __restrict__ conv_w, const float* __restrict__ decay, const float* __restrict__ dt_bias,
-        const float* __restrict__ norm_w, float* conv, float* rec, const int* __restrict__ first,
-        const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out,
-        float* y, float* parts, unsigned char* halves, float eps, int kh, int seqs, int rows,
+extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
+        const float* x, const float* __restrict__ conv_w, const float* __restrict__ decay,
+        const float* __restrict__ dt_bias, const float* __restrict__ norm_w, float* conv,
+        float* rec, const int* __restrict__ first, const int* __restrict__ starts,
+        const int* __restrict__ state_in, const int* __restrict__ state_out, float* y,
+        float* parts, unsigned char* halves, float eps, int kh, int seqs, int rows,
         int tiles) {
-    constexpr float SCALE = DK == 128 ? 0.08838834764831845f : DK == 64 ? 0.125f : 0.17677669529663687f;  // 1/sqrt(DK)
+    // 1/sqrt(DK)
+    constexpr float SCALE = DK == 128 ? 0.08838834764831845f
+            : DK == 64                ? 0.125f
+                                      : 0.17677669529663687f;
     DYNAMIC_SHARED(Head, states);
     Room& m = *(Room*)(states + DEPTH);
-    const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(~0u, tid / 32, 0);
-    const int head = blockIdx.x, vh = gridDim.x, key = head / (vh / kh), z = blockIdx.y, step = gridDim.y;
-    const int c = 2 * kh * DK + vh * DV, width = c + vh * DV + 2 * vh, mine = seqs > z ? (seqs - z + step - 1) / step : 0;
-    const bool side = warp >= WARPS, keyed = tid < DK, asks = tid == 32 * WARPS;
-    const auto place = [&](int n) { return (Head*)rec + (size_t)((unsigned)n / TAILS) * vh + head; };
+    const int tid = threadIdx.x;
+    const int lane = tid % 32;
+    const int warp = __shfl_sync(~0u, tid / 32, 0);
+    const int head = blockIdx.x;
+    const int vh = gridDim.x;
+    const int key = head / (vh / kh);
+    const int z = blockIdx.y;
+    const int step = gridDim.y;
+    const int c = 2 * kh * DK + vh * DV;
+    const int width = c + vh * DV + 2 * vh;
+    const int mine = seqs > z ? (seqs - z + step - 1) / step : 0;
+    const bool side = warp >= WARPS;
+    const bool keyed = tid < DK;
+    const bool asks = tid == 32 * WARPS;
+    const auto place = [&](int n) {
+        return (Head*)rec + (size_t)((unsigned)n / TAILS) * vh + head;
+    };
     const auto begin = [&](int i) -> Sequence {
-        const int s = z + i * step, r0 = first[s], r1 = first[s + 1], start = starts[s], from = state_in[s];
+        const int s = z + i * step;
+        const int r0 = first[s];
+        const int r1 = first[s + 1];
+        const int start = starts[s];
+        const int from = state_in[s];
         return {r0, r1, r1 > r0 && start ? from : -1};
     };
     // One thread asks for states. The first are asked for before anything else is known.
@@ -173,7 +229,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         Meeting *const b = m.full + i % DEPTH, *const near = m.ready + i % DEPTH;
         bulk_expect(near, from < 0 ? 0 : 4 * 3 * OWN);
         bulk_expect(b, from < 0 ? 0 : sizeof(Head));
-        if (from < 0) return;
+        if (from < 0)
+            return;
         #pragma unroll
         for (int t = 0; t < 3; t++) {
             const float* const tail = conv + ((size_t)from * 3 + t) * c;
@@ -187,48 +244,69 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     if (asks) {
         int from[DEPTH];
         #pragma unroll
-        for (int i = 0; i < DEPTH; i++) from[i] = i < mine ? begin(i).from : -1;
-        for (int i = 0; i < DEPTH; i++) { meet_init(m.full + i, 1); meet_init(m.ready + i, 1); }
+        for (int i = 0; i < DEPTH; i++)
+            from[i] = i < mine ? begin(i).from : -1;
+        for (int i = 0; i < DEPTH; i++) {
+            meet_init(m.full + i, 1);
+            meet_init(m.ready + i, 1);
+        }
         meet_ready();
         #pragma unroll
-        for (int i = 0; i < DEPTH; i++) fetch(i, from[i]);
+        for (int i = 0; i < DEPTH; i++)
+            fetch(i, from[i]);
         m.asked = DEPTH;
     }
-    if (mine > MOST) __trap();
-    for (int i = tid; i < mine; i += THREADS) m.all[i] = begin(i);
-    // q and k are a thread's of the first warps, v and the gate of those besides; the last of the others has the scalars.
-    const int part = side ? warp - WARPS : warp / 4, column = side ? part * 32 + lane : tid;
-    const bool scalars = warp == WARPS - 1 && lane < 2, keeps = side || (keyed && head % (vh / kh) == 0);
+    if (mine > MOST)
+        __trap();
+    for (int i = tid; i < mine; i += THREADS)
+        m.all[i] = begin(i);
+    // q and k are a thread's of the first warps, v and the gate of those besides; the last of the
+    // others has the scalars.
+    const int part = side ? warp - WARPS : warp / 4;
+    const int column = side ? part * 32 + lane : tid;
+    const bool scalars = warp == WARPS - 1 && lane < 2;
+    const bool keeps = side || (keyed && head % (vh / kh) == 0);
     Channels ch;
     ch.has[0] = side || keyed;
     ch.has[1] = keyed;
     ch.col[0] = side ? 2 * kh * DK + head * DV + column : key * DK + tid;
     ch.col[1] = side ? c + head * DV + column : (kh + key) * DK + tid;
     ch.weights(conv_w);
-    if (tid < DV) m.gain[tid] = norm_w[tid];
-    if (scalars) m.own[lane] = (lane ? dt_bias : decay)[head];
+    if (tid < DV)
+        m.gain[tid] = norm_w[tid];
+    if (scalars)
+        m.own[lane] = (lane ? dt_bias : decay)[head];
     // Four columns of rows row0 .. row0+N-1 of the state.
-    const unsigned row0 = tid % 128 / 8 * N, c4 = lane % 8 * 4, at = row0 * DV + part * 32 + c4;
+    const unsigned row0 = tid % 128 / 8 * N;
+    const unsigned c4 = lane % 8 * 4;
+    const unsigned at = row0 * DV + part * 32 + c4;
     Columns<N> mem;
     __syncthreads();
     int i = 0;  // which of this block's sequences
-    while (i < mine && m.all[i].r0 == m.all[i].r1) i++;
-    int r = i < mine ? m.all[i].r0 : 0, out = -1, turn = 0;
+    while (i < mine && m.all[i].r0 == m.all[i].r1)
+        i++;
+    int r = i < mine ? m.all[i].r0 : 0;
+    int out = -1;
+    int turn = 0;
     float ba = 0.f;
     const auto ask = [&]() {
         const float* const row = x + (size_t)r * width;
         ch.ask(row, ch.has[0]);
-        if (scalars) ba = row[width - 2 * vh + head + lane * vh];
+        if (scalars)
+            ba = row[width - 2 * vh + head + lane * vh];
         out = state_out[r];
     };
     pdl_wait();
-    if (i < mine) ask();
-    int read = 0, late = -1;  // states that have been read; where the row is left, instead of the state
+    if (i < mine)
+        ask();
+    int read = 0;  // states that have been read
+    int late = -1;  // where the row is left, instead of the state
     #pragma unroll 1
     while (i < mine) {
         float* const now = m.now[turn++ % 2];
         const int row = r, to = out, own = i;
-        const bool begins = row == m.all[own].r0, known = m.all[own].from >= 0;
+        const bool begins = row == m.all[own].r0;
+        const bool known = m.all[own].from >= 0;
         if (begins) {
             meet_wait(m.ready + own % DEPTH, own / DEPTH % 2);
             ch.tail(m.tails[own % DEPTH], side ? 2 * DK + column : tid, DK, known);
@@ -236,41 +314,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         // All but the state
         if (ch.has[0]) {
             now[side ? V + column : Q + tid] = ch.step(0);
-            if (keyed) now[K + tid] = ch.step(1);
-            else now[GATE + column] = SIGMOID ? sigmoid(ch.in[1]) : silu(ch.in[1]);
-            if (to >= 0 && keeps) ch.keep(conv, to, c);
+            if (keyed)
+                now[K + tid] = ch.step(1);
+            else
+                now[GATE + column] = SIGMOID ? sigmoid(ch.in[1]) : silu(ch.in[1]);
+            if (to >= 0 && keeps)
+                ch.keep(conv, to, c);
         }
-        if (scalars) now[BETA + lane] = lane ? expf(__fmul_rn(m.own[0], softplus(ba + m.own[1]))) : sigmoid(ba);
+        if (scalars)
+            now[BETA + lane] = lane ? expf(__fmul_rn(m.own[0], softplus(ba + m.own[1])))
+                                    : sigmoid(ba);
         // The next row's inputs are asked for while this one is worked on
         if (++r == m.all[own].r1) {
-            do i++; while (i < mine && m.all[i].r0 == m.all[i].r1);
-            if (i < mine) r = m.all[i].r0;
-            else pdl_trigger();
+            do
+                i++;
+            while (i < mine && m.all[i].r0 == m.all[i].r1);
+            if (i < mine)
+                r = m.all[i].r0;
+            else
+                pdl_trigger();
         }
-        if (i < mine) ask();
+        if (i < mine)
+            ask();
         if (begins) {
+            // some may have no rows
             #pragma unroll 1
-            for (; read <= own; read++) meet_wait(m.full + read % DEPTH, read / DEPTH % 2);  // some may have no rows
+            for (; read <= own; read++)
+                meet_wait(m.full + read % DEPTH, read / DEPTH % 2);
             const Head& h = states[own % DEPTH];
             const int pending = known ? h.pending(part * 32) : 0;
             late = m.all[own].late(pending, to);
             if (!side) {
                 const float4* const s = (const float4*)(h.S + at);
                 #pragma unroll
-                for (int n = 0; n < N; n++) mem.S[n] = known ? s[n * DV / 4] : make_float4(0.f, 0.f, 0.f, 0.f);
+                for (int n = 0; n < N; n++)
+                    mem.S[n] = known ? s[n * DV / 4] : make_float4(0.f, 0.f, 0.f, 0.f);
                 mem.take_pending(h, pending, row0, part * 32 + c4);
             }
         }
         __syncthreads();
         if (asks)
             #pragma unroll 1
-            for (; m.asked < min(mine, read + DEPTH); m.asked++) fetch(m.asked, m.all[m.asked].from);
+            for (; m.asked < min(mine, read + DEPTH); m.asked++)
+                fetch(m.asked, m.all[m.asked].from);
         // The row's products with the state; then, behind the barrier, the state takes it up.
         if (!side) {
             if (warp < 4) {
-                const float a = keyed ? now[Q + tid] : 0.f, b = keyed ? now[K + tid] : 0.f;
-                const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k
-                if (lane % 8 == 0) m.cross[warp][lane / 8] = dot;
+                const float a = keyed ? now[Q + tid] : 0.f;
+                const float b = keyed ? now[K + tid] : 0.f;
+                // q.k, q.q, k.k
+                const float dot = warp_sum4(
+                        __fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);
+                if (lane % 8 == 0)
+                    m.cross[warp][lane / 8] = dot;
             }
             mem.products(now + Q + row0, now + K + row0, lane, m.red[part][warp % 4]);
         }
@@ -280,27 +376,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         float d[4];
         rule.change(sum_of_warps(m.red[part], c4), *(const float4*)(now + V + four), d);
         if (side) {
-            if (late >= 0) place(to)->add(late, now + K, d, rule.eg, part * 32, lane);
-            if (to >= 0 && !lane) place(to)->say(part * 32, late + 1);
-            const float4 qS = sum_of_warps(m.red[part], 32 + c4), gate = *(const float4*)(now + GATE + four);
+            if (late >= 0)
+                place(to)->add(late, now + K, d, rule.eg, part * 32, lane);
+            if (to >= 0 && !lane)
+                place(to)->say(part * 32, late + 1);
+            const float4 qS = sum_of_warps(m.red[part], 32 + c4);
+            const float4 gate = *(const float4*)(now + GATE + four);
             float ss;
-            const float4 o = rule.read(qS, d, *(const float4*)(m.gain + four), gate, SCALE, ss);
+            const float4 o = rule.read(
+                    qS, d, *(const float4*)(m.gain + four), gate, SCALE, ss);
             const size_t cell = (size_t)row * vh + head;
             if (HALVES) {
-                if (lane < 8) *(float4*)(m.done + four) = o;
-                if (!lane) m.squares[part] = ss;
-                sync_warps<PARTS>(0);  // before the next barrier of all, behind which they are written anew
-                if (warp == LEAVES) leave_done(m, halves, tiles, row, head, eps);
+                if (lane < 8)
+                    *(float4*)(m.done + four) = o;
+                if (!lane)
+                    m.squares[part] = ss;
+                // before the next barrier of all, behind which they are written anew
+                sync_warps<PARTS>(0);
+                if (warp == LEAVES)
+                    leave_done(m, halves, tiles, row, head, eps);
             } else {
-                if (lane < 8) __stcg((float4*)(y + cell * DV + four), o);
-                if (!lane) parts[cell * PARTS + part] = ss;
+                if (lane < 8)
+                    __stcg((float4*)(y + cell * DV + four), o);
+                if (!lane)
+                    parts[cell * PARTS + part] = ss;
             }
         } else if (late < 0) {
             mem.take(now + K + row0, d, rule.eg);
             if (to >= 0) {
                 float* const p = place(to)->S + at;
                 #pragma unroll
-                for (int n = 0; n < N; n++) __stcs((float4*)(p + n * DV), mem.S[n]);
+                for (int n = 0; n < N; n++)
+                    __stcs((float4*)(p + n * DV), mem.S[n]);
             }
         }
     }
@@ -309,11 +416,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         for (int r = first[seqs]; r < rows; r++) {
             if (HALVES) {
                 float zeros[8] = {};
-                if (warp == LEAVES) leave(halves, tiles, r, head, zeros, 0.f, eps);
+                if (warp == LEAVES)
+                    leave(halves, tiles, r, head, zeros, 0.f, eps);
                 continue;
             }
             const size_t cell = (size_t)r * vh + head;
-            if (tid < DV) y[cell * DV + tid] = 0.f;
-            if (tid < PARTS) parts[cell * PARTS + tid] = 0.f;
+            if (tid < DV)
+                y[cell * DV + tid] = 0.f;
+            if (tid < PARTS)
+                parts[cell * PARTS + tid] = 0.f;
         }
 }

@@ -54,15 +54,19 @@
 #endif
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
 // chunks of 32 columns; blocks of 128; pieces of 256
-constexpr int C = (K + 31) / 32, HELD = (K + 255) / 256 * 2, PARTS = HELD / 2;
+constexpr int C = (K + 31) / 32;
+constexpr int HELD = (K + 255) / 256 * 2;
+constexpr int PARTS = HELD / 2;
 constexpr int THREADS = 32 * WARPS, RECORD = ENTRIES + 1;
 constexpr int TILES = (ENTRIES + 7) / 8, COLUMNS = 8 * TILES;  // of a product
 constexpr unsigned STRIPS = (STORED + 15) / 16;
 typedef FORMAT<C> F;
 typedef Staged<F, 4 * HELD> S;
-constexpr unsigned UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES * S::LDR;
+constexpr unsigned UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS;
+constexpr unsigned PLANE = ENTRIES * S::LDR;
 constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
-constexpr int TAILS = 1 + DEEP / UNITS;  // strips whose last units are on their way, or just read
+// strips whose last units are on their way, or just read
+constexpr int TAILS = 1 + DEEP / UNITS;
 static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
 
 struct Rows {  // of a slot
@@ -78,65 +82,81 @@ struct Shared {  // and then the experts of the block's slots, and their entries
 static_assert(sizeof(Shared) == ROOM, "see the contract");
 
 // Columns 8v to 8v + 7 of row r of a slot, normed but for its length, into shared memory.
-__device__ __forceinline__ void put_row(Rows* rows, int r, int v, float* a,
-        const float* __restrict__ gain) {
+__device__ __forceinline__ void put_row(
+        Rows* rows, int r, int v, float* a, const float* __restrict__ gain) {
     const int lane = threadIdx.x % 32;
     float g[8], sum = 0.f;
-    if (NORM && v * 8 < K) load8(gain + v * 8, g);
+    if (NORM && v * 8 < K)
+        load8(gain + v * 8, g);
     #pragma unroll
     for (int j = 0; j < 8; j++) {
-        if (K % 4) a[j] = v * 8 + j < K ? a[j] : 0.f;
+        if (K % 4)
+            a[j] = v * 8 + j < K ? a[j] : 0.f;
         if (NORM) {
             sum = fmaf(a[j], a[j], sum);
             a[j] = v * 8 < K ? __fmul_rn(a[j], g[j]) : 0.f;
         }
     }
-    if (NORM) sum = warp_sum(sum);
-    if (NORM && !lane) rows->squares[r][v / 32] = sum;
+    if (NORM)
+        sum = warp_sum(sum);
+    if (NORM && !lane)
+        rows->squares[r][v / 32] = sum;
     uint4* const to = rows->x + r * S::LDR + v % 4 * S::LD + v / 4;
-    if (F::TWO) split8(a, to[0], to[F::TWO ? PLANE : 0]);
+    if (F::TWO)
+        split8(a, to[0], to[F::TWO ? PLANE : 0]);
     else {
         float top = top8(a);
         #pragma unroll
-        for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+        for (int m = 1; m < 16; m *= 2)
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
         const float2 f = chunk_scale(top);
         *to = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
-        if (lane % 16 == 0) rows->e[v / 16][r] = f.y;
+        if (lane % 16 == 0)
+            rows->e[v / 16][r] = f.y;
     }
 }
 
 // All rows of a slot: pieces of 256 columns are dealt out to warps, MANY of each on their way.
-__device__ __forceinline__ void stage(Rows* rows, const int* record, const float* x,
-        const float* __restrict__ gain, int width) {
-    constexpr int ROUNDS = (ENTRIES * PARTS + WARPS - 1) / WARPS, MANY = ROUNDS < 4 ? ROUNDS : 4;
+__device__ __forceinline__ void stage(
+        Rows* rows, const int* record, const float* x, const float* __restrict__ gain,
+        int width) {
+    constexpr int ROUNDS = (ENTRIES * PARTS + WARPS - 1) / WARPS;
+    constexpr int MANY = ROUNDS < 4 ? ROUNDS : 4;
     const int pieces = record[0] * PARTS;
     #pragma unroll 1
     for (int from = threadIdx.x / 32; from < pieces; from += MANY * WARPS) {
         float a[MANY][8] = {};
         #pragma unroll
         for (int k = 0; k < MANY; k++) {
-            const int i = from + k * WARPS, v = i % PARTS * 32 + threadIdx.x % 32;
-            if (i >= pieces) break;
-            const int entry = record[1 + i / PARTS], row = UP ? entry / PICKS : entry;
+            const int i = from + k * WARPS;
+            const int v = i % PARTS * 32 + threadIdx.x % 32;
+            if (i >= pieces)
+                break;
+            const int entry = record[1 + i / PARTS];
+            const int row = UP ? entry / PICKS : entry;
             const float* const at = x + (size_t)row * width + v * 8;
             #pragma unroll
             for (int j = 0; j < 8; j += 4)
-                if (v * 8 + j < K) *(float4*)(a[k] + j) = __ldcg((const float4*)(at + j));
+                if (v * 8 + j < K)
+                    *(float4*)(a[k] + j) = __ldcg((const float4*)(at + j));
         }
         #pragma unroll
         for (int k = 0; k < MANY; k++) {
             const int i = from + k * WARPS;
-            if (i < pieces) put_row(rows, i / PARTS, i % PARTS * 32 + threadIdx.x % 32, a[k], gain);
+            if (i < pieces)
+                put_row(rows, i / PARTS, i % PARTS * 32 + threadIdx.x % 32, a[k], gain);
         }
     }
 }
 
 // What the results of row r of a slot are to be multiplied by.
 __device__ __forceinline__ float length(const Rows* rows, int r, float eps) {
-    if (!NORM) return 1.f;
+    if (!NORM)
+        return 1.f;
     float sum = 0.f;
     #pragma unroll
-    for (int i = 0; i < PARTS; i++) sum += rows->squares[r][i];
+    for (int i = 0; i < PARTS; i++)
+        sum += rows->squares[r][i];
     return rsqrtf(fmaf(sum, 1.f / K, eps));
 }
 
@@ -150,13 +170,16 @@ struct To {
         const int g = threadIdx.x % 32 / 4;
         #pragma unroll
         for (int j = 0; j < MANY; j++) {
-            const int c = column + (PAIR ? g % 2 : j), o = PAIR ? g / 2 * 2 : 2 * g;
+            const int c = column + (PAIR ? g % 2 : j);
+            const int o = PAIR ? g / 2 * 2 : 2 * g;
             at[j] = c < record[0] ? record[1 + c] * outs + o : NOWHERE;
         }
     }
     // z: rows 2g and 2g+1 of strip `strip` times the two columns.
-    __device__ __forceinline__ void put(const float* z, int strip, float* y, float limit) const {
-        const int g = threadIdx.x % 32 / 4, first = strip * (PAIR ? 8 : 16);
+    __device__ __forceinline__ void put(
+            const float* z, int strip, float* y, float limit) const {
+        const int g = threadIdx.x % 32 / 4;
+        const int first = strip * (PAIR ? 8 : 16);
         const bool in = OUTPUTS % 8 == 0 || first + (PAIR ? g / 2 * 2 : 2 * g) < OUTPUTS;
         float2 v[2] = {{z[0], z[2]}, {z[1], z[3]}};
         if (PAIR) {
@@ -173,7 +196,8 @@ struct To {
             }
         #pragma unroll
         for (int j = 0; j < MANY; j++)
-            if (in && at[j] != NOWHERE) *(float2*)(y + first + at[j]) = v[j];
+            if (in && at[j] != NOWHERE)
+                *(float2*)(y + first + at[j]) = v[j];
     }
 };
 
@@ -188,7 +212,7 @@ struct Next {
     Bytes w, s;
     unsigned strip, unit, tail;
     unsigned row;  // of the bank: the strip's first
-    int rest;      // rows of the matrix from there on
+    int rest;  // rows of the matrix from there on
     __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert, int lane) {
         const unsigned from = strip % STRIPS * 16;
         w = bank;
@@ -210,18 +234,21 @@ struct Next {
         const int rows = STORED % 16 ? rest : 16;
         F::fetch(to, w + unit * F::LB, s + unit * F::SB, rows, unit, lane);
         unit += SPLIT;
-        if (unit < UNITS) return false;
+        if (unit < UNITS)
+            return false;
         unit = unit % SPLIT + 1;
         return unit == SPLIT;
     }
-    __device__ __forceinline__ void fetch_tail(float (*tails)[32], const float* scale,
-            const float* bias, int lane) {
+    __device__ __forceinline__ void fetch_tail(
+            float (*tails)[32], const float* scale, const float* bias, int lane) {
         if (lane < 4) {
             float* const to = tails[TAILS > 1 ? tail : 0] + lane * 4;
             const bool on = STORED % 16 == 0 || lane * 4 < rest;
             const unsigned at = row + lane * 4;
-            if (scale) cp_async_or_zero<16>(to, scale + at, on);
-            if (bias) cp_async_or_zero<16>(to + 16, bias + at, on);
+            if (scale)
+                cp_async_or_zero<16>(to, scale + at, on);
+            if (bias)
+                cp_async_or_zero<16>(to + 16, bias + at, on);
         }
         tail = tail == TAILS - 1 ? 0 : tail + 1;
     }
@@ -233,25 +260,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const int* slots, const int* number, const float* x, const float* __restrict__ gain,
         float* y, float eps, float limit, int shared, int width, int outs) {
     DYNAMIC_SHARED(Shared, sm);
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
-    if (!UP) pdl_trigger();
+    const int lane = threadIdx.x % 32;
+    const int g = lane / 4;
+    const int t = lane % 4;
+    // the compiler learns: one for all
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (!UP)
+        pdl_trigger();
     if (UP && shared >= 0) {  // memory idles
-        const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+        const int thread = blockIdx.x * THREADS + threadIdx.x;
+        const int threads = gridDim.x * THREADS;
         const size_t row = (size_t)shared * STORED;
         ahead(w + row * F::LINE, STORED * (F::LINE / 16), thread, threads);
-        if (s) ahead(s + row / 4 * F::SLINE, STORED / 4 * F::SLINE / 16, thread, threads);
+        if (s)
+            ahead(s + row / 4 * F::SLINE, STORED / 4 * F::SLINE / 16, thread, threads);
     }
-    if (UP) pdl_wait();
-    if (UP) pdl_trigger();  // the next kernel reads slots before it waits
+    if (UP)
+        pdl_wait();
+    if (UP)
+        pdl_trigger();  // the next kernel reads slots before it waits
     const unsigned all = __ldcg(number) * STRIPS;
     const unsigned begin = piece_of(all, blockIdx.x, gridDim.x);
     const unsigned end = piece_of(all, blockIdx.x + 1, gridDim.x);
-    const unsigned slot0 = begin / STRIPS, own = begin < end ? (end - 1) / STRIPS - slot0 + 1 : 0;
-    int* const experts = (int*)(sm + 1), *const records = experts + own;  // of the block's slots
+    const unsigned slot0 = begin / STRIPS;
+    const unsigned own = begin < end ? (end - 1) / STRIPS - slot0 + 1 : 0;
+    // of the block's slots
+    int *const experts = (int*)(sm + 1), *const records = experts + own;
     #pragma unroll 1
     for (unsigned i = threadIdx.x; i < own * RECORD; i += THREADS) {
-        if (i < own) experts[i] = __ldcg(which + slot0 + i);
+        if (i < own)
+            experts[i] = __ldcg(which + slot0 + i);
         records[i] = __ldcg(slots + slot0 * RECORD + i);
     }
     if (!threadIdx.x) {
@@ -267,22 +305,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     Next next = {};
     next.strip = begin + warp;
     auto open = [&]() {
-        if (next.strip < end) next.begin(w, s, experts[next.strip / STRIPS - slot0], lane);
+        if (next.strip < end)
+            next.begin(w, s, experts[next.strip / STRIPS - slot0], lane);
     };
     auto fetch = [&](unsigned char* to) {
         if (next.strip < end && next.fetch(to, lane)) {
             next.fetch_tail(tails, RowScales<F>::IN_S ? (const float*)s : gs, bias, lane);
             const unsigned slot = next.strip / STRIPS;
             next.further();
-            if (next.strip / STRIPS != slot) open();
+            if (next.strip / STRIPS != slot)
+                open();
         }
         cp_async_commit();
     };
     open();
     #pragma unroll 1
-    for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
-    if (!UP) pdl_wait();
-    unsigned strip = begin + warp, put = 0;  // slots of whose rows this warp has put its part
+    for (int i = 0; i < DEEP; i++)
+        fetch(ring + i * F::BYTES);
+    if (!UP)
+        pdl_wait();
+    // slots of whose rows this warp has put its part
+    unsigned strip = begin + warp, put = 0;
     unsigned place = 0;  // of the unit that is multiplied next, in the ring
     int tail = 0;
     auto left = [&](unsigned n) { return sm->left + n % BUFFERS; };
@@ -298,16 +341,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         #pragma unroll 1
         for (bool fresh = true;; fresh = false, strip += WARPS) {
             #pragma unroll 1
-            for (; put < min(n + BUFFERS, own); put++) {  // what is due, and what finds room
+            for (; put < min(n + BUFFERS, own); put++) {
+                // what is due, and what finds room
                 const unsigned parity = (put / BUFFERS + 1) % 2;
                 const bool room = put < BUFFERS || meet_over(left(put), parity);
                 if (!__all_sync(~0u, room)) {
-                    if (put > n) break;
+                    if (put > n)
+                        break;
                     meet_wait(left(put), parity);
                 }
                 stage(sm->rows + put % BUFFERS, records + put * RECORD, x, gain, width);
                 __syncwarp();
-                if (!lane) meet_arrive(sm->staged + put % BUFFERS);
+                if (!lane)
+                    meet_arrive(sm->staged + put % BUFFERS);
             }
             if (fresh) {
                 meet_wait(sm->staged + n % BUFFERS, n / BUFFERS % 2);
@@ -318,21 +364,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     inverse[i][0] = length(rows, min(c, count - 1), eps);
                     inverse[i][1] = length(rows, min(c + 1, count - 1), eps);
                     x_of[i] = rows->x + min(8 * i + g, count - 1) * S::LDR
-                        + F::template own<S::LD>(t);
+                            + F::template own<S::LD>(t);
                 }
             }
-            if (strip >= to) break;
+            if (strip >= to)
+                break;
             float v[TILES][4] = {};
             #pragma unroll UNROLLED
             for (unsigned share = 0; share < SPLIT; share++) {
                 float acc[TILES][4] = {};
                 #pragma unroll 1
-                for (unsigned u = share; u < (UNITS == SPLIT ? share + 1 : UNITS); u += SPLIT) {
+                for (unsigned u = share; u < (UNITS == SPLIT ? share + 1 : UNITS);
+                        u += SPLIT) {
                     F q[F::UNITS];
                     cp_async_wait<DEEP - 1>();
                     __syncwarp();
                     #pragma unroll
-                    for (int b = 0; b < F::UNITS; b++) q[b].read(ring + place, b, g, t);
+                    for (int b = 0; b < F::UNITS; b++)
+                        q[b].read(ring + place, b, g, t);
                     __syncwarp();
                     fetch(ring + place);
                     place = place == (DEEP - 1) * F::BYTES ? 0 : place + F::BYTES;
@@ -340,16 +389,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     for (int b = 0; b < F::UNITS; b++)
                         #pragma unroll
                         for (int i = 0; i < TILES; i++) {
-                            if (i && count <= 8 * i) break;
+                            if (i && count <= 8 * i)
+                                break;
                             const int block = u * F::UNITS + b;
-                            add<F, 8, S::LD, PLANE>(q[b], acc[i], x_of[i] + 4 * block,
-                                rows->e[block] + 8 * i, t);
+                            add<F, 8, S::LD, PLANE>(
+                                    q[b], acc[i], x_of[i] + 4 * block,
+                                    rows->e[block] + 8 * i, t);
                         }
                 }
                 #pragma unroll
                 for (int i = 0; i < TILES; i++)
                     #pragma unroll
-                    for (int j = 0; j < 4; j++) v[i][j] += acc[i][j];
+                    for (int j = 0; j < 4; j++)
+                        v[i][j] += acc[i][j];
             }
             const float* const with = tails[TAILS > 1 ? tail : 0];
             float unit[2], more[2];
@@ -361,15 +413,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
             tail = tail == TAILS - 1 ? 0 : tail + 1;
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
-                if (i && count <= 8 * i) break;
+                if (i && count <= 8 * i)
+                    break;
                 float z[4];
                 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    z[j] = fmaf(__fmul_rn(v[i][j], inverse[i][j % 2]), unit[j / 2], more[j / 2]);
+                    z[j] = fmaf(
+                            __fmul_rn(v[i][j], inverse[i][j % 2]), unit[j / 2],
+                            more[j / 2]);
                 where[i].put(z, strip % STRIPS, y, limit);
             }
         }
         __syncwarp();
-        if (!lane) meet_arrive(left(n));
+        if (!lane)
+            meet_arrive(left(n));
     }
 }

@@ -13,16 +13,20 @@
 #endif
 
 // With no number of blocks asked for, ptxas keeps to 32 registers, and loads wait for each other.
-extern "C" __global__ void __launch_bounds__(128, 4) expert_sum(const float* share,
-        const float* part, const float* add, float* y) {
-    const int o = (blockIdx.x * 128 + threadIdx.x) * 4, r = blockIdx.y;
+extern "C" __global__ void __launch_bounds__(128, 4)
+        expert_sum(const float* share, const float* part, const float* add, float* y) {
+    const int o = (blockIdx.x * 128 + threadIdx.x) * 4;
+    const int r = blockIdx.y;
     pdl_trigger();
     pdl_wait();
     if (o < HIDDEN) {
         const size_t at = (size_t)r * HIDDEN + o;
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f), b = v, a[PICKS];
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+        float4 b = v;
+        float4 a[PICKS];
         float w[PICKS];
-        if (add) b = *(const float4*)(add + at);
+        if (add)
+            b = *(const float4*)(add + at);
         #pragma unroll
         for (int p = 0; p < PICKS; p++) {
             w[p] = __ldcg(share + r * PICKS + p);

@@ -78,23 +78,34 @@
 #endif
 typedef UP<(HIDDEN + 31) / 32> U;
 typedef DOWN<(INNER + 31) / 32> D;
-constexpr int K = HIDDEN, I = INNER, E = EXPERTS, PICKS = TOP_K + SHARED, THREADS = 32 * WARPS;
-// When is the next launch let in, which finds no room before anyway? When all weights have been asked
-// for, or, of one row, at the end; else at once.
+constexpr int K = HIDDEN;
+constexpr int I = INNER;
+constexpr int E = EXPERTS;
+constexpr int PICKS = TOP_K + SHARED;
+constexpr int THREADS = 32 * WARPS;
+// When is the next launch let in, which finds no room before anyway? When all weights have been
+// asked for, or, of one row, at the end; else at once.
 constexpr bool LATE = ROWS > 2, LAST = ROWS == 1 && !ROUNDS;
-constexpr int N = (E + 31) / 32, WIDTH = (I + 3) / 4 * 4;
+constexpr int N = (E + 31) / 32;
+constexpr int WIDTH = (I + 3) / 4 * 4;
 constexpr bool PAIR = ACT != ACT_RELU2;
-constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
-constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a strip; strips of a block
+// of an expert
+constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4;
+constexpr int STRIPS = (UROWS + 15) / 16;
+// outputs of a strip; strips of a block
+constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;
 // Where a block's outputs would leave half of a strip empty, strips of the second half are two
 // parts of eight rows, of one expert or of two.
 constexpr bool MIXED = ROWS <= 4 && SPAN % 16 == 8 && K % 8 == 0 && D::CHUNKS;
 constexpr int COLUMNS = MIXED ? 2 * ROWS : ROWS;  // of a product that somebody needs
-#if __CUDA_ARCH__ == 900  // 80 or 96 registers, so that a block of the router finds some beside this one
-constexpr bool SCALED = U::SCALED || D::SCALED, INT4 = U::FOUR == 16 || D::FOUR == 16;
-constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2) && !(ROUNDS && ROOM > 150000);
+// 80 or 96 registers, so that a block of the router finds some beside this one
+#if __CUDA_ARCH__ == 900
+constexpr bool SCALED = U::SCALED || D::SCALED;
+constexpr bool INT4 = U::FOUR == 16 || D::FOUR == 16;
+constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2)
+        && !(ROUNDS && ROOM > 150000);
 constexpr bool FEWER = ROUNDS && WARPS == 16 && ROWS == 1 && U::CHUNKS && D::CHUNKS
-    && !INT4;
+        && !INT4;
 constexpr int LIMIT = ROOMY ? 768 : FEWER ? 640 : THREADS;
 #else
 constexpr int LIMIT = THREADS;
@@ -107,7 +118,7 @@ constexpr int AFTER = USPLIT == DSPLIT || USPLIT == 1 ? 0 : WARPS / USPLIT;
 constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
 // Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
 constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && !MIXED && D::UNITS == 2
-    && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
+        && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
 // Quarters of that unit's blocks that a warp decodes before hidden values are there: registers have
 // room for no more.
 constexpr int MADE = ALONE && D::FOUR == 8 && !DShares::SHORT ? 4 : 0;
@@ -118,8 +129,16 @@ typedef StagedRows<D, I, ROWS * PICKS> H;
 constexpr int PARTS = X::PARTS, HPARTS = H::PARTS;  // pieces of 256 of a row
 typedef Slots<E, TOP_K, SHARED, ROWS> Table;
 // What strips of a half are multiplied by. Apart, warps go on to the second half alone.
-template <bool> struct Inputs { union { X x; H h; }; };
-template <> struct Inputs<true> { X x; H h; };
+template <bool> struct Inputs {
+    union {
+        X x;
+        H h;
+    };
+};
+template <> struct Inputs<true> {
+    X x;
+    H h;
+};
 // Which experts are needed and for whom, found by one warp: a lane has entries lane, lane + 32,
 // and so on; `seen`: of each expert the first entry that picked it.
 __device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int lane) {
@@ -129,7 +148,8 @@ __device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int la
     #pragma unroll
     for (int i = 0; i < M; i++) {
         id[i] = lane + i * 32 < many ? s.ids[lane + i * 32] : -1;
-        if (id[i] >= 0) atomicMin(seen + id[i], lane + i * 32);
+        if (id[i] >= 0)
+            atomicMin(seen + id[i], lane + i * 32);
     }
     __syncwarp();
     #pragma unroll
@@ -139,90 +159,118 @@ __device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int la
     }
     #pragma unroll
     for (int i = 0; i < M; i++) {
-        if (id[i] < 0) continue;
+        if (id[i] < 0)
+            continue;
         int slot = s.FIRST;  // those that were opened before
         #pragma unroll
         for (int j = 0; j < M; j++) {
             const int before = opener[i] - 32 * j;
-            const unsigned below = before >= 32 ? ~0u : before > 0 ? (1u << before) - 1 : 0u;
+            const unsigned below = before >= 32 ? ~0u
+                    : before > 0                ? (1u << before) - 1
+                                                : 0u;
             slot += __popc(opens[j] & below);
         }
         const int entry = lane + i * 32;
-        if (opener[i] == entry) s.expert[slot] = id[i];
+        if (opener[i] == entry)
+            s.expert[slot] = id[i];
         s.who[slot][entry / TOP_K] = entry / TOP_K * PICKS + entry % TOP_K;
     }
     int all = s.FIRST;
     #pragma unroll
-    for (int j = 0; j < M; j++) all += __popc(opens[j]);
-    if (!lane) s.number = all;
+    for (int j = 0; j < M; j++)
+        all += __popc(opens[j]);
+    if (!lane)
+        s.number = all;
 }
 
 // Pieces of 256 values, MOST at most, dealt out to the first BY warps: a lane has eight, and up to
 // so many pieces of a warp are on their way at once.
-template <int MOST, int BY, int AT_ONCE, class Load, class Put> __device__ __forceinline__
-        void stage(int pieces, Load load, Put put) {
-    constexpr int TURNS = (MOST + BY - 1) / BY, MANY = TURNS < AT_ONCE ? TURNS : AT_ONCE;
+template <int MOST, int BY, int AT_ONCE, class Load, class Put>
+__device__ __forceinline__ void stage(int pieces, Load load, Put put) {
+    constexpr int TURNS = (MOST + BY - 1) / BY;
+    constexpr int MANY = TURNS < AT_ONCE ? TURNS : AT_ONCE;
     const int warp = threadIdx.x / 32;
     #pragma unroll 1
-    for (int from = BY == WARPS || warp < BY ? warp : pieces; from < pieces; from += MANY * BY) {
+    for (int from = BY == WARPS || warp < BY ? warp : pieces; from < pieces;
+            from += MANY * BY) {
         float a[MANY][8];
         #pragma unroll
-        for (int k = 0; k < MANY; k++) load(min(from + k * BY, pieces - 1), a[k]);
+        for (int k = 0; k < MANY; k++)
+            load(min(from + k * BY, pieces - 1), a[k]);
         #pragma unroll
         for (int k = 0; k < MANY; k++)
-            if (from + k * BY < pieces) put(from + k * BY, a[k]);
+            if (from + k * BY < pieces)
+                put(from + k * BY, a[k]);
     }
 }
 
 // One row's picks, by a warp; and what their results are to be multiplied by.
-__device__ __forceinline__ void pick_row(Table& slots, int row, const float* logits,
-        const float* __restrict__ correction, int lane) {
+__device__ __forceinline__ void pick_row(
+        Table& slots, int row, const float* logits, const float* __restrict__ correction,
+        int lane) {
     float near[N];
     near_logits<E, N>(logits, lane, near);
     int* const to = slots.of(row);
     constexpr int AT_ONCE = ROWS == 1 && TOP_K == 8 ? 8 : 1;
-    const int id = ranked<E, TOP_K, SCORE, CORRECTED, N, AT_ONCE>(near, correction, lane, to);
-    if (lane < TOP_K) to[lane] = id;
+    const int id = ranked<E, TOP_K, SCORE, CORRECTED, N, AT_ONCE>(
+            near, correction, lane, to);
+    if (lane < TOP_K)
+        to[lane] = id;
 }
-__device__ __forceinline__ void weigh_row(Table& slots, int row, const float* logits,
-        const float* __restrict__ per_expert, float scaling, int lane, float* share) {
+__device__ __forceinline__ void weigh_row(
+        Table& slots, int row, const float* logits, const float* __restrict__ per_expert,
+        float scaling, int lane, float* share) {
     float near[N];  // once more: registers are few meanwhile
     near_logits<E, N>(logits, lane, near);
     const int id = slots.of(row)[lane < TOP_K ? lane : 0];
     const float own = __ldcg(logits + id);
     float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, own, scaling, lane);
-    if (per_expert) v = __fmul_rn(v, per_expert[id]);
-    if (lane < TOP_K) share[lane] = v;
-    if (SHARED && lane == TOP_K) share[TOP_K] = GATE ? logistic(__ldcg(logits + E)) : 1.f;
+    if (per_expert)
+        v = __fmul_rn(v, per_expert[id]);
+    if (lane < TOP_K)
+        share[lane] = v;
+    if (SHARED && lane == TOP_K)
+        share[TOP_K] = GATE ? logistic(__ldcg(logits + E)) : 1.f;
 }
 
 // Rows of x, times the norm's gain, and sums of squares of their pieces.
-__device__ __forceinline__ void stage_x(X& in, float (*squares)[PARTS], const float* x,
-        const float* __restrict__ gain, int rows) {
+__device__ __forceinline__ void stage_x(
+        X& in, float (*squares)[PARTS], const float* x, const float* __restrict__ gain,
+        int rows) {
     const int lane = threadIdx.x % 32;
-    stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
-        const int v = i % PARTS * 32 + lane;
-        if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
-        else for (int j = 0; j < 8; j++) a[j] = 0.f;
-    }, [&](int i, float* a) {
-        const int r = i / PARTS, v = i % PARTS * 32 + lane;
-        float w[8] = {}, sum = 0.f;
-        if (NORM && (K % 256 == 0 || v * 8 < K)) load8(gain + v * 8, w);
-        #pragma unroll
-        for (int j = 0; NORM && j < 8; j++) {
-            sum = fmaf(a[j], a[j], sum);
-            a[j] = __fmul_rn(a[j], w[j]);
-        }
-        in.put(r, v, a);
-        if (NORM) sum = warp_sum(sum);
-        if (NORM && !lane) squares[r][i % PARTS] = sum;
-    });
+    stage<ROWS * PARTS, STAGE, 4>(
+            rows * PARTS,
+            [&](int i, float* a) {
+                const int v = i % PARTS * 32 + lane;
+                if (K % 256 == 0 || v * 8 < K)
+                    load8(x + (size_t)(i / PARTS) * K + v * 8, a);
+                else
+                    for (int j = 0; j < 8; j++)
+                        a[j] = 0.f;
+            },
+            [&](int i, float* a) {
+                const int r = i / PARTS, v = i % PARTS * 32 + lane;
+                float w[8] = {}, sum = 0.f;
+                if (NORM && (K % 256 == 0 || v * 8 < K))
+                    load8(gain + v * 8, w);
+                #pragma unroll
+                for (int j = 0; NORM && j < 8; j++) {
+                    sum = fmaf(a[j], a[j], sum);
+                    a[j] = __fmul_rn(a[j], w[j]);
+                }
+                in.put(r, v, a);
+                if (NORM)
+                    sum = warp_sum(sum);
+                if (NORM && !lane)
+                    squares[r][i % PARTS] = sum;
+            });
 }
 
 // Hidden values, when they are there: a warp's pieces. Each warp that has one of its own does
 // what comes `first` before it asks.
-template <class First> __device__ __forceinline__ void stage_h(H& in, const Table& slots,
-        const float* h, int rows, First first) {
+template <class First>
+__device__ __forceinline__ void stage_h(
+        H& in, const Table& slots, const float* h, int rows, First first) {
     const int lane = threadIdx.x % 32;
     auto entry = [&](int i) { return ALONE ? slots.who[i / HPARTS][0] : i / HPARTS; };
     auto ask = [&](int i, float* a) {  // true: they are there
@@ -231,54 +279,67 @@ template <class First> __device__ __forceinline__ void stage_h(H& in, const Tabl
         bool all = true;
         #pragma unroll
         for (int j = 0; j < 8; j += 4)
-            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? peek4(from + j)
-                                              : make_float4(0.f, 0.f, 0.f, 0.f);
+            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I
+                    ? peek4(from + j)
+                    : make_float4(0.f, 0.f, 0.f, 0.f);
         #pragma unroll
         for (int j = 0; j < 8; j++) {
-            if (I % 4) a[j] = v * 8 + j < I ? a[j] : 0.f;
+            if (I % 4)
+                a[j] = v * 8 + j < I ? a[j] : 0.f;
             all = all && there(a[j]);
         }
         return all;
     };
     if constexpr (MADE > 0) {  // a warp has one piece, and is alone with it
         const int i = threadIdx.x / 32;
-        if (i >= PICKS * HPARTS) return;
+        if (i >= PICKS * HPARTS)
+            return;
         first();
         float a[8];
-        while (!ask(i, a)) ;
+        while (!ask(i, a))
+            ;
         __syncwarp();
         in.put(entry(i), i % HPARTS * 32 + lane, a);
         return;
     }
     stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
             rows * PICKS * HPARTS, ask, [&](int i, float* a) {
-        bool all = true;
-        #pragma unroll
-        for (int j = 0; j < 8; j++) all = all && there(a[j]);
-        while (!all) all = ask(i, a);
-        __syncwarp();
-        in.put(entry(i), i % HPARTS * 32 + lane, a);
-    });
+                bool all = true;
+                #pragma unroll
+                for (int j = 0; j < 8; j++)
+                    all = all && there(a[j]);
+                while (!all)
+                    all = ask(i, a);
+                __syncwarp();
+                in.put(entry(i), i % HPARTS * 32 + lane, a);
+            });
 }
 
 // What the block's outputs are when its strips are done, and who was picked.
-template <class Shared> __device__ __forceinline__ void put_sums(Shared* sm, int base,
-        int span, int rows, float before, const float* add, float* y, int* ids, float* weights) {
+template <class Shared>
+__device__ __forceinline__ void put_sums(
+        Shared* sm, int base, int span, int rows, float before, const float* add, float* y,
+        int* ids, float* weights) {
     #pragma unroll 1
     for (int i = threadIdx.x; i < rows * SPAN; i += THREADS) {
         const int r = i / SPAN, c = i % SPAN;
-        if (c >= span) continue;
+        if (c >= span)
+            continue;
         float v = 0.f;
         #pragma unroll
         for (int p = 0; p < PICKS; p++)
             v = fmaf(sm->share[r * PICKS + p], sm->done[r * PICKS + p][c], v);
-        const float prior = i < THREADS ? before : add ? add[(size_t)r * K + base + c] : 0.f;
+        const float prior = i < THREADS ? before
+                : add                   ? add[(size_t)r * K + base + c]
+                                        : 0.f;
         y[(size_t)r * K + base + c] = prior + v;
     }
     if (!blockIdx.x && threadIdx.x < rows * TOP_K) {
         const int r = threadIdx.x / TOP_K, j = threadIdx.x % TOP_K;
-        if (ids) ids[threadIdx.x] = sm->slots.of(r)[j];
-        if (weights) weights[threadIdx.x] = sm->share[r * PICKS + j];
+        if (ids)
+            ids[threadIdx.x] = sm->slots.of(r)[j];
+        if (weights)
+            weights[threadIdx.x] = sm->share[r * PICKS + j];
     }
 }
 
@@ -293,20 +354,23 @@ struct Shared {
     Place ring[WARPS][DEEP];
     Inputs<APART> in;
     float part[2][WARPS][16][COLUMNS];  // of one strip while those of the next are made
-    float tail[WARPS][32];  // scales and biases of its rows, when its last place has been left
+    // scales and biases of its rows, when its last place has been left
+    float tail[WARPS][32];
     float inverse[WARPS][ROWS];  // of the root of a row's mean square
     float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
     Table slots;
     int seen[ROWS > 1 ? E : 1];
 };
-static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+static_assert(
+        sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
 
 // What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
 template <class F> struct Bank {
     Bytes w, s;  // where the lane's part of its warp's first unit is
     const float *scale, *bias;
-    __device__ __forceinline__ Bank(Bytes w_, Bytes s_, const float* gs, const float* bias_,
-            int share, int lane) : w(w_), s(s_), bias(bias_) {
+    __device__ __forceinline__ Bank(
+            Bytes w_, Bytes s_, const float* gs, const float* bias_, int share, int lane)
+        : w(w_), s(s_), bias(bias_) {
         scale = RowScales<F>::IN_S ? (const float*)s_ : gs;
         F::first(w, s, 0, share, lane);
     }
@@ -316,32 +380,38 @@ struct Next {
     unsigned row;
     int rest, step;
     int skip;  // rows between the strip's two parts, if it has any
-    template <class F> __device__ __forceinline__ void first(const Bank<F>& of, unsigned row_) {
+    template <class F>
+    __device__ __forceinline__ void first(const Bank<F>& of, unsigned row_) {
         row = row_;
         w = of.w + (size_t)row * F::LINE;
         s = of.s + (size_t)(row / 4) * F::SLINE;
     }
-    template <class F> __device__ __forceinline__ void two(const Bank<F>& of, unsigned row_,
-            unsigned other, int lane) {
+    template <class F>
+    __device__ __forceinline__ void two(
+            const Bank<F>& of, unsigned row_, unsigned other, int lane) {
         first(of, row_);
         skip = (int)(other - row_) - 8;
         s += lane < 16 ? 0 : (long long)(skip / 4) * (int)F::SLINE;
     }
     // True: that was the strip's last unit.
-    template <class F, class S, int REST, bool PARTED> __device__ __forceinline__ bool fetch(
+    template <class F, class S, int REST, bool PARTED>
+    __device__ __forceinline__ bool fetch(
             const Bank<F>& of, Place& p, int share, int lane) {
         const int rows = REST ? REST : rest;
         const long long jump = PARTED ? (long long)skip * (int)F::LINE : 0;
         F::fetch(p.weights, w, s, rows, step * S::SPLIT + share, lane, jump);
         w += S::SPLIT * F::LB;
         s += S::SPLIT * F::SB;
-        if (++step < S::of(share)) return false;
+        if (++step < S::of(share))
+            return false;
         const unsigned at = lane * 4;
         const bool on = lane * 4 < rows;
         const unsigned from = row + at + (PARTED && lane > 1 ? skip : 0);
         if (lane < 4) {
-            if (of.scale) cp_async_or_zero<16>(p.tail + at, of.scale + from, on);
-            if (of.bias) cp_async_or_zero<16>(p.tail + 16 + at, of.bias + from, on);
+            if (of.scale)
+                cp_async_or_zero<16>(p.tail + at, of.scale + from, on);
+            if (of.bias)
+                cp_async_or_zero<16>(p.tail + 16 + at, of.bias + from, on);
         }
         step = 0;
         return true;
@@ -363,22 +433,29 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
         const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
         const float* __restrict__ ugs, const float* __restrict__ dgs,
-        const float* __restrict__ ubias, const float* __restrict__ dbias, const float* logits,
-        const float* __restrict__ correction, const float* __restrict__ per_expert,
-        const float* __restrict__ gain, const float* x, float* h, int* ids, float* weights,
-        const float* add, float* y, const unsigned char* later_w,
-        const unsigned char* later_s, float eps, float limit, float scaling, int ld, int rows,
-        int halves, int later_w16, int later_s16) {
+        const float* __restrict__ ubias, const float* __restrict__ dbias,
+        const float* logits, const float* __restrict__ correction,
+        const float* __restrict__ per_expert, const float* __restrict__ gain,
+        const float* x, float* h, int* ids, float* weights, const float* add, float* y,
+        const unsigned char* later_w, const unsigned char* later_s, float eps, float limit,
+        float scaling, int ld, int rows, int halves, int later_w16, int later_s16) {
 #if ROUNDS
-    long_rows(uw, dw, us, ds, ugs, dgs, ubias, dbias, logits, correction, per_expert, gain, x, h, ids, weights,
-        add, y, later_w, later_s, eps, limit, scaling, ld, rows, halves, later_w16, later_s16);
+    long_rows(
+            uw, dw, us, ds, ugs, dgs, ubias, dbias, logits, correction, per_expert, gain, x,
+            h, ids, weights, add, y, later_w, later_s, eps, limit, scaling, ld, rows,
+            halves, later_w16, later_s16);
 #else
     DYNAMIC_SHARED(Shared, sm);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int g = lane / 4;
+    const int t = lane % 4;
     const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
     const unsigned first = blockIdx.x + gridDim.x * (warp / USPLIT);
     const unsigned stride = gridDim.x * (WARPS / USPLIT);
-    const int base = blockIdx.x * SPAN, span = min(SPAN, K - base);  // the block's outputs
+    // the block's outputs
+    const int base = blockIdx.x * SPAN;
+    const int span = min(SPAN, K - base);
     constexpr unsigned NONE = ~0u;
     unsigned unit = halves & 1 ? first : NONE;  // the strips that are fetched next
     unsigned down = halves & 2 && span > 0 ? warp / DSPLIT : NONE;
@@ -390,7 +467,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     auto row_of = [&](unsigned part) {
         return sm->slots.expert[part / own] * K + base + part % own * 8;
     };
-    int place = 0, round = 0;  // of the unit that is multiplied next, which leaves it to another
+    // of the unit that is multiplied next, which leaves it to another
+    int place = 0, round = 0;
     const Bank<U> ubank(uw, us, ugs, ubias, ushare, lane);
     const Bank<D> dbank(dw, ds, dgs, dbias, dshare, lane);
     Next o;
@@ -398,7 +476,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     auto next_up = [&] {
         if (o.step == 0) {
             const unsigned slot = unit / STRIPS, from = unit % STRIPS * 16;
-            const unsigned e = SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot];
+            const unsigned e = SHARED && slot < sm->slots.FIRST ? E
+                                                                : sm->slots.expert[slot];
             o.first(ubank, e * UROWS + from);
             o.rest = UROWS - from;
         }
@@ -423,12 +502,17 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         place = place == DEEP - 1 ? 0 : place + 1;
     };
     sm->slots.clear(rows, THREADS);
-    for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS) sm->seen[i] = ROWS * TOP_K;
+    for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS)
+        sm->seen[i] = ROWS * TOP_K;
     int begun = 0;
     if (SHARED)  // needs no router
         #pragma unroll 1
-        for (; begun < DEEP && unit < STRIPS; begun++) { next_up(); forth(); }
-    if (!LATE && !LAST) pdl_trigger();
+        for (; begun < DEEP && unit < STRIPS; begun++) {
+            next_up();
+            forth();
+        }
+    if (!LATE && !LAST)
+        pdl_trigger();
     pdl_wait();
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
     if (picker < rows)
@@ -437,21 +521,26 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         stage_x(sm->in.x, sm->squares, x, gain, rows);
     __syncthreads();
     if (ROWS > 1) {
-        if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
+        if (!warp)
+            group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
         __syncthreads();
     }
     auto next = [&] {
-        if (unit < slots() * STRIPS) next_up();
+        if (unit < slots() * STRIPS)
+            next_up();
         forth();
     };
     #pragma unroll 1
-    for (; begun < DEEP; begun++) next();
+    for (; begun < DEEP; begun++)
+        next();
     if (halves & 1) {
-        constexpr int TEAM = 32 * USPLIT, ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
+        constexpr int TEAM = 32 * USPLIT;
+        constexpr int ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
         if (NORM) {
             float sum = 0.f;
             #pragma unroll
-            for (int i = 0; i < PARTS; i++) sum += sm->squares[lane % ROWS][i];
+            for (int i = 0; i < PARTS; i++)
+                sum += sm->squares[lane % ROWS][i];
             sm->inverse[warp][lane % ROWS] = rsqrtf(fmaf(sum, 1.f / K, eps));
             __syncwarp();
         }
@@ -459,7 +548,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         for (unsigned u = first; u < slots() * STRIPS; u += stride, round ^= 1) {
             const int l = anew(lane);
             const uint4* at = sm->in.x.of(min(l / 4, ROWS - 1), ushare, l % 4);
-            const float* e = sm->in.x.e[max(0, min(l % 4 * 2, ROWS - 2))] + ushare * U::UNITS;
+            const float* e = sm->in.x.e[max(0, min(l % 4 * 2, ROWS - 2))]
+                    + ushare * U::UNITS;
             float acc[4] = {};
             #pragma unroll 1
             for (int i = UShares::of(ushare); i; i--) {
@@ -467,10 +557,12 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
                 __syncwarp();
                 const Place& p = sm->ring[warp][place];
                 const bool half = UShares::SHORT && i == 1 && ushare == UShares::LAST;
-                multiply<U, X>(p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t, half);
+                multiply<U, X>(
+                        p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t, half);
                 at += 4 * U::UNITS * USPLIT;
                 e += U::UNITS * USPLIT;
-                if (i == 1) sm->tail[warp][lane] = p.tail[lane];
+                if (i == 1)
+                    sm->tail[warp][lane] = p.tail[lane];
                 __syncwarp();
                 next();
             }
@@ -490,58 +582,78 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             for (int i = 0; i < ITEMS; i++) {
                 const int c = (mine + i * TEAM) / OUT;
                 const int entry = c < ROWS ? sm->slots.who[slot][c] : -1;
-                if (entry < 0 || o >= I) continue;
+                if (entry < 0 || o >= I)
+                    continue;
                 const float inv = NORM ? sm->inverse[warp][c] : 1.f;
                 float v[2];
                 #pragma unroll
                 for (int j = 0; j < 1 + PAIR; j++) {
-                    v[j] = sum_parts<USPLIT>(sm->part[round] + warp - ushare, line + 2 * j, c);
+                    v[j] = sum_parts<USPLIT>(
+                            sm->part[round] + warp - ushare, line + 2 * j, c);
                     v[j] = fmaf(__fmul_rn(v[j], inv), scale[j], more[j]);
                 }
                 give(h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], limit));
             }
         }
     }
-    if (!(halves & 2)) return;
+    if (!(halves & 2))
+        return;
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) {  // not before: others still wait for the first half's
-        if (down < strips()) next_down();
+        if (down < strips())
+            next_down();
         forth();
     }
-    if (LATE) pdl_trigger();
+    if (LATE)
+        pdl_trigger();
     if (picker < rows) {
         const float* const its = logits + (size_t)picker * ld;
-        weigh_row(sm->slots, picker, its, per_expert, scaling, lane, sm->share + picker * PICKS);
+        weigh_row(
+                sm->slots, picker, its, per_expert, scaling, lane,
+                sm->share + picker * PICKS);
     }
-    if (!APART) __syncthreads();  // before what is staged takes the place of x
+    if (!APART)
+        __syncthreads();  // before what is staged takes the place of x
     float before = 0.f;
     auto prior = [&] {
         if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
             before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
     };
-    if (!MADE) prior();
+    if (!MADE)
+        prior();
     Made<D, MADE> only;  // unit of the warp
     auto decode = [&] {
         if constexpr (MADE > 0) {
             cp_async_wait<DEEP - 1>();
             __syncwarp();
             #pragma unroll
-            for (int b = 0; b < D::UNITS; b++) only.blocks[b].read(sm->ring[warp][place].weights, b, g, t);
+            for (int b = 0; b < D::UNITS; b++)
+                only.blocks[b].read(sm->ring[warp][place].weights, b, g, t);
             only.decode();
         }
     };
     stage_h(sm->in.h, sm->slots, h, rows, decode);
-    if (MADE) prior();
+    if (MADE)
+        prior();
     // memory idles when a warp's values are there
     const int asks = blockIdx.x * THREADS + threadIdx.x;
-    if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
-    if (later_s) ahead(later_s, later_s16, asks, gridDim.x * THREADS);
-    if (ALONE) __syncwarp(); else __syncthreads();
-    constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
+    if (later_w)
+        ahead(later_w, later_w16, asks, gridDim.x * THREADS);
+    if (later_s)
+        ahead(later_s, later_s16, asks, gridDim.x * THREADS);
+    if (ALONE)
+        __syncwarp();
+    else
+        __syncthreads();
+    constexpr int TEAM = 32 * DSPLIT;
+    constexpr int ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
-    if (USPLIT < DSPLIT) round = 0;  // warps of a team may have had different numbers of strips
+    // warps of a team may have had different numbers of strips
+    if (USPLIT < DSPLIT)
+        round = 0;
     #pragma unroll 1
-    for (unsigned u = begin; u < strips(); u = MADE ? NONE : u + WARPS / DSPLIT, round ^= 1) {
+    for (unsigned u = begin; u < strips();
+            u = MADE ? NONE : u + WARPS / DSPLIT, round ^= 1) {
         auto slot = [&](unsigned p) {  // of part p of the strip
             return MIXED ? min(2 * u + p, parts() - 1) / own : u / OWN;
         };
@@ -562,15 +674,20 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             }
             const Place& p = sm->ring[warp][place];
             const bool half = DShares::SHORT && i == 1 && dshare == DShares::LAST;
-            if constexpr (MADE > 0) multiply_made<D, H>(only, acc, at, e0, e1);
-            else multiply<D, H>(p.weights, acc, at, e0, e1, g, t, half);
+            if constexpr (MADE > 0)
+                multiply_made<D, H>(only, acc, at, e0, e1);
+            else
+                multiply<D, H>(p.weights, acc, at, e0, e1, g, t, half);
             at += 4 * D::UNITS * DSPLIT;
             e0 += D::UNITS * DSPLIT;
             e1 += D::UNITS * DSPLIT;
-            if (i == 1) sm->tail[warp][lane] = p.tail[lane];
+            if (i == 1)
+                sm->tail[warp][lane] = p.tail[lane];
             __syncwarp();
-            if (MADE) continue;
-            if (down < strips()) next_down();
+            if (MADE)
+                continue;
+            if (down < strips())
+                next_down();
             forth();
         }
         put_part(sm->part[round][warp], acc, g, t);
@@ -580,19 +697,23 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         const float more = dbias ? tail[16 + line] : 0.f;
         sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
         const unsigned part = 2 * u + line / 8;
-        if (MIXED && part >= parts()) continue;
+        if (MIXED && part >= parts())
+            continue;
         const int o = MIXED ? part % own * 8 + line % 8 : u % OWN * 16 + line;
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const int c = mine / 16 + i * (TEAM / 16);
             const int to = c < ROWS ? sm->slots.who[slot(line / 8)][c] : -1;
-            if (to < 0) continue;
+            if (to < 0)
+                continue;
             const int column = MIXED ? line / 8 * ROWS + c : c;
-            const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, column);
+            const float v = sum_parts<DSPLIT>(
+                    sm->part[round] + warp - dshare, line, column);
             sm->done[to][o] = fmaf(v, scale, more);
         }
     }
-    if (LAST) pdl_trigger();
+    if (LAST)
+        pdl_trigger();
     __syncthreads();
     put_sums(sm, base, span, rows, before, add, y, ids, weights);
 #endif

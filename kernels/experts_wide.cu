@@ -2,15 +2,15 @@
 // y of an entry (row * PICKS + pick) = D act(U f(x)). Each block picks for all rows, or of many for
 // some and hears of the others, and lists by itself who needs whom (lib/listing.cuh): a slot is one
 // expert and up to eight entries. Rows of x come as router.cu has left them (lib/ready.cuh).
-// Matrices are read in stages, 16 rows of U or 64 of D, whole, which lie together in memory. Stages of
-// all slots are one line for each half, of which a block has a piece; its teams of four warps take
-// these in turn. Of a stage of U each warp of a team has a share of the columns, and shares meet in
-// shared memory, four stages at a time; of a stage of D each has 16 rows. So a warp keeps its columns
-// of a slot's rows, as tensor cores want them, in registers. The last warp asks for stages, DEEP ahead
-// of those that are left, D's after U's; three others fetch the next slot's rows once all teams have
-// taken what they need of this one's. Hidden values say for themselves whether they are there
-// (lib/given.cuh). The order of sums is that of lib/strips.cuh. An entry's bits depend on nothing but
-// its row and its expert.
+// Matrices are read in stages, 16 rows of U or 64 of D, whole, which lie together in memory. Stages
+// of all slots are one line for each half, of which a block has a piece; its teams of four warps
+// take these in turn. Of a stage of U each warp of a team has a share of the columns, and shares
+// meet in shared memory, four stages at a time; of a stage of D each has 16 rows. So a warp keeps
+// its columns of a slot's rows, as tensor cores want them, in registers. The last warp asks for
+// stages, DEEP ahead of those that are left, D's after U's; three others fetch the next slot's rows
+// once all teams have taken what they need of this one's. Hidden values say for themselves whether
+// they are there (lib/given.cuh). The order of sums is that of lib/strips.cuh. An entry's bits
+// depend on nothing but its row and its expert.
 //   uw     : [ubytes]        u8    bank of matrices [UROWS, HIDDEN] in UP, the shared expert's last
 //   dw     : [dbytes]        u8    the same of [HIDDEN, INNER] in DOWN
 //   us     : [uscales]       u8    scales
@@ -72,7 +72,9 @@
 constexpr int TEAM = 4, WARPS = TEAM * TEAMS;  // that multiply
 constexpr int STAGERS = 3, ALL = WARPS + STAGERS + 1, THREADS = 32 * ALL;
 constexpr int ENTRIES = 8, RECORD = ENTRIES + 1;
-constexpr int E = EXPERTS, N = (E + 31) / 32, PICKS = TOP_K + SHARED;
+constexpr int E = EXPERTS;
+constexpr int N = (E + 31) / 32;
+constexpr int PICKS = TOP_K + SHARED;
 typedef Listing<E, TOP_K, SHARED, ENTRIES, ALL> List;
 constexpr bool PAIR = ACT != ACT_RELU2;
 
@@ -81,20 +83,31 @@ constexpr bool PAIR = ACT != ACT_RELU2;
 // other so that reads have no bank conflicts.
 template <class F_, int COLS_, int STORED_, int MANY_, int SPLIT_> struct Half {
     typedef F_ F;
-    static constexpr int COLS = COLS_, STORED = STORED_, MANY = MANY_, SPLIT = SPLIT_;
-    static constexpr int UNITS = COLS / 256, ROWS = 16 * MANY, PART = ROWS / 2;
+    static constexpr int COLS = COLS_;
+    static constexpr int STORED = STORED_;
+    static constexpr int MANY = MANY_;
+    static constexpr int SPLIT = SPLIT_;
+    static constexpr int UNITS = COLS / 256;
+    static constexpr int ROWS = 16 * MANY;
+    static constexpr int PART = ROWS / 2;
     static constexpr unsigned STAGES = STORED / ROWS;  // of a matrix
-    static constexpr int W = PART * F::LINE, S = PART / 4 * F::SLINE;
-    static constexpr int W1 = W + 64, S0 = W1 + W, S1 = S0 + S + 64, BYTES = S1 + S + 64;
+    static constexpr int W = PART * F::LINE;
+    static constexpr int S = PART / 4 * F::SLINE;
+    static constexpr int W1 = W + 64;
+    static constexpr int S0 = W1 + W;
+    static constexpr int S1 = S0 + S + 64;
+    static constexpr int BYTES = S1 + S + 64;
     static constexpr int MINE = MANY == 1 ? UNITS / TEAM : UNITS;  // units of a warp
-    static constexpr int HELD = 2 * UNITS, PARTS = UNITS;          // 128s and 256s of a row
+    static constexpr int HELD = 2 * UNITS, PARTS = UNITS;  // 128s and 256s of a row
     typedef Staged<F, 4 * HELD> X;
     static_assert(COLS % 256 == 0 && STORED % ROWS == 0 && !F::TWO, "see the contract");
 };
 typedef Half<UP<HIDDEN / 32>, HIDDEN, (PAIR ? 2 : 1) * INNER, 1, 4> U;
 typedef Half<DOWN<INNER / 32>, INNER, HIDDEN, 4, INNER / 256> D;
 constexpr int BOTH = U::BYTES > D::BYTES ? U::BYTES : D::BYTES;
-constexpr int TAIL = BOTH / 16 * 16, STAGE = TAIL + 256 * (1 + BIASED);  // scales, biases of rows
+// scales, biases of rows
+constexpr int TAIL = BOTH / 16 * 16;
+constexpr int STAGE = TAIL + 256 * (1 + BIASED);
 constexpr int HELD = U::HELD > D::HELD ? U::HELD : D::HELD;
 constexpr int LINE = U::X::LDR > D::X::LDR ? U::X::LDR : D::X::LDR;
 
@@ -106,17 +119,22 @@ struct Shared {  // and then the experts of the block's slots, and their entries
     Meeting full[RING], empty[RING], staged, left;
 };
 static_assert(sizeof(Shared) == ROOM, "see the contract");
-static_assert(sizeof(List) <= sizeof(Shared::x), "slots are listed where rows are staged later");
-static_assert(RING % TEAMS == 0, "nobody may wait for a phase after the next: it looks like the last");
+static_assert(
+        sizeof(List) <= sizeof(Shared::x), "slots are listed where rows are staged later");
+static_assert(
+        RING % TEAMS == 0,
+        "nobody may wait for a phase after the next: it looks like the last");
 
 // Where piece i of n equal ones of a line begins: all * i / n, without the 64 bits that it needs.
 __device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
     return all / n * i + all % n * i / n;
 }
-// The stage whose rows begin at `row` of a bank into its place. All but the shared expert's are read
-// once.
-template <class H> __device__ __forceinline__ void ask_for(Shared* sm, unsigned place, unsigned row,
-        bool again, Bytes w, Bytes s, const float* gs, const float* bias) {
+// The stage whose rows begin at `row` of a bank into its place. All but the shared expert's are
+// read once.
+template <class H>
+__device__ __forceinline__ void ask_for(
+        Shared* sm, unsigned place, unsigned row, bool again, Bytes w, Bytes s,
+        const float* gs, const float* bias) {
     typedef typename H::F F;
     unsigned char* const to = sm->ring[place];
     Meeting* const b = sm->full + place;
@@ -128,28 +146,35 @@ template <class H> __device__ __forceinline__ void ask_for(Shared* sm, unsigned 
     bulk_copy_kept(to + H::W1, w + H::W, H::W, b, again);
     bulk_copy_kept(to + H::S0, s, H::S, b, again);
     bulk_copy_kept(to + H::S1, s + H::S, H::S, b, again);
-    if (gs) bulk_copy(to + TAIL, gs + row, ROWS, b);
-    if (BIASED) bulk_copy(to + TAIL + 256, bias + row, ROWS, b);
+    if (gs)
+        bulk_copy(to + TAIL, gs + row, ROWS, b);
+    if (BIASED)
+        bulk_copy(to + TAIL + 256, bias + row, ROWS, b);
 }
 // Where a lane's rows of a warp's strip are, and their scales.
-template <class H> __device__ __forceinline__ const unsigned char* weights_of(const Shared* sm,
-        unsigned place, int strip) {
+template <class H>
+__device__ __forceinline__ const unsigned char* weights_of(
+        const Shared* sm, unsigned place, int strip) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     return sm->ring[place] + g % 2 * H::W1 + (8 * strip + g / 2 * 2) * H::F::LINE + t * 16;
 }
-template <class H> __device__ __forceinline__ const unsigned char* scales_of(const Shared* sm,
-        unsigned place, int strip) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, m = g / 2;
+template <class H>
+__device__ __forceinline__ const unsigned char* scales_of(
+        const Shared* sm, unsigned place, int strip) {
+    const int g = threadIdx.x % 32 / 4;
+    const int t = threadIdx.x % 4;
+    const int m = g / 2;
     return sm->ring[place] + (g % 2 ? H::S1 : H::S0) + (2 * strip + m / 2) * H::F::SLINE
-        + t * H::F::FOUR + m % 2 * (H::F::FOUR / 2);
+            + t * H::F::FOUR + m % 2 * (H::F::FOUR / 2);
 }
 
 // And scales and biases of these rows.
-template <class H> __device__ __forceinline__ void tail_of(const Shared* sm, unsigned place,
-        int strip, float* raw, float* more) {
+template <class H>
+__device__ __forceinline__ void tail_of(
+        const Shared* sm, unsigned place, int strip, float* raw, float* more) {
     const int g = threadIdx.x % 32 / 4;
-    const float* const at = (const float*)(sm->ring[place] + TAIL)
-        + g % 2 * H::PART + 8 * strip + g / 2 * 2;
+    const float* const at = (const float*)(sm->ring[place] + TAIL) + g % 2 * H::PART
+            + 8 * strip + g / 2 * 2;
     *(float2*)raw = *(const float2*)at;
     *(float2*)more = BIASED ? *(const float2*)(at + 64) : make_float2(0.f, 0.f);
 }
@@ -165,21 +190,28 @@ struct Piece {  // of a line of stages
 };
 
 // All rows of a slot of U, by BY warps of which this is one.
-template <int BY> __device__ __forceinline__ void take_rows(Shared* sm, int warp, int buffer,
-        const int* record, const unsigned char* ready) {
+template <int BY>
+__device__ __forceinline__ void take_rows(
+        Shared* sm, int warp, int buffer, const int* record, const unsigned char* ready) {
     typedef ReadyRow<HIDDEN> Row;
-    const int count = record[0], first = warp * 32 + threadIdx.x % 32;
+    const int count = record[0];
+    const int first = warp * 32 + threadIdx.x % 32;
     #pragma unroll 4
     for (int i = first; i < count * Row::SIXTEENS; i += 32 * BY) {
         const int r = i / Row::SIXTEENS, v = i % Row::SIXTEENS;
-        const unsigned char* const row = ready + (size_t)(record[1 + r] / PICKS) * Row::BYTES;
-        cp_async16(sm->x + r * U::X::LDR + v / Row::PART * U::X::LD + v % Row::PART, row + v * 16);
+        const unsigned char* const row = ready
+                + (size_t)(record[1 + r] / PICKS) * Row::BYTES;
+        cp_async16(
+                sm->x + r * U::X::LDR + v / Row::PART * U::X::LD + v % Row::PART,
+                row + v * 16);
     }
     constexpr int MORE = U::HELD + U::PARTS;
     for (int i = first; i < count * MORE; i += 32 * BY) {
         const int r = i / MORE, v = i % MORE;
-        const unsigned char* const row = ready + (size_t)(record[1 + r] / PICKS) * Row::BYTES;
-        float* const to = v < U::HELD ? &sm->e[buffer][v][r] : &sm->squares[buffer][r][v - U::HELD];
+        const unsigned char* const row = ready
+                + (size_t)(record[1 + r] / PICKS) * Row::BYTES;
+        float* const to = v < U::HELD ? &sm->e[buffer][v][r]
+                                      : &sm->squares[buffer][r][v - U::HELD];
         cp_async_or_zero<4>(to, row + Row::POWERS + v * 4, true);
     }
     cp_async_commit();
@@ -187,17 +219,21 @@ template <int BY> __device__ __forceinline__ void take_rows(Shared* sm, int warp
 }
 
 // Columns 8v to 8v + 7 of row r of a slot of D.
-__device__ __forceinline__ void put_row(Shared* sm, int buffer, int r, int v, const float* a) {
+__device__ __forceinline__ void put_row(
+        Shared* sm, int buffer, int r, int v, const float* a) {
     float top = top8(a);
     #pragma unroll
-    for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+    for (int m = 1; m < 16; m *= 2)
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
     const float2 f = chunk_scale(top);
     uint4* const to = sm->x + r * D::X::LDR + v % 4 * D::X::LD + v / 4;
     *to = D::F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
-    if (threadIdx.x % 16 == 0) sm->e[buffer][v / 16][r] = f.y;
+    if (threadIdx.x % 16 == 0)
+        sm->e[buffer][v / 16][r] = f.y;
 }
 
-__device__ __forceinline__ void ask_hidden(const float* h, int entry, int column, float* a) {
+__device__ __forceinline__ void ask_hidden(
+        const float* h, int entry, int column, float* a) {
     const float* const at = h + (size_t)entry * INNER + column;
     *(float4*)a = peek4(at);
     *(float4*)(a + 4) = peek4(at + 4);
@@ -205,28 +241,36 @@ __device__ __forceinline__ void ask_hidden(const float* h, int entry, int column
 __device__ __forceinline__ bool all_there(const float* a) {
     bool all = true;
     #pragma unroll
-    for (int j = 0; j < 8; j++) all = all && there(a[j]);
+    for (int j = 0; j < 8; j++)
+        all = all && there(a[j]);
     return all;
 }
 
 // All rows of a slot of D: pieces of 256 columns are dealt out to BY warps, of which this is one,
 // COUNT of each on their way.
-template <int BY, int COUNT> __device__ __forceinline__ void stage(Shared* sm, int warp, int buffer,
-        const int* record, const float* h) {
-    const int pieces = record[0] * D::PARTS, lane = threadIdx.x % 32;
+template <int BY, int COUNT>
+__device__ __forceinline__ void stage(
+        Shared* sm, int warp, int buffer, const int* record, const float* h) {
+    const int pieces = record[0] * D::PARTS;
+    const int lane = threadIdx.x % 32;
     #pragma unroll 1
     for (int from = warp; from < pieces; from += COUNT * BY) {
         float a[COUNT][8];
         #pragma unroll
         for (int k = 0; k < COUNT; k++) {
-            const int i = from + k * BY, v = i % D::PARTS * 32 + lane;
-            if (i < pieces) ask_hidden(h, record[1 + i / D::PARTS], v * 8, a[k]);
+            const int i = from + k * BY;
+            const int v = i % D::PARTS * 32 + lane;
+            if (i < pieces)
+                ask_hidden(h, record[1 + i / D::PARTS], v * 8, a[k]);
         }
         #pragma unroll
         for (int k = 0; k < COUNT; k++) {
-            const int i = from + k * BY, v = i % D::PARTS * 32 + lane;
-            if (i >= pieces) break;
-            while (!all_there(a[k])) ask_hidden(h, record[1 + i / D::PARTS], v * 8, a[k]);
+            const int i = from + k * BY;
+            const int v = i % D::PARTS * 32 + lane;
+            if (i >= pieces)
+                break;
+            while (!all_there(a[k]))
+                ask_hidden(h, record[1 + i / D::PARTS], v * 8, a[k]);
             __syncwarp();
             put_row(sm, buffer, i / D::PARTS, v, a[k]);
         }
@@ -237,22 +281,24 @@ template <int BY, int COUNT> __device__ __forceinline__ void stage(Shared* sm, i
 template <class H> struct Columns {
     uint4 x[2 * H::MINE][4];
     const float* e;
-    __device__ __forceinline__ void load(const Shared* sm, int buffer, int count, int unit0) {
+    __device__ __forceinline__ void load(
+            const Shared* sm, int buffer, int count, int unit0) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const uint4* const at = sm->x + min(g, count - 1) * H::X::LDR
-            + H::F::template own<H::X::LD>(t);
+                + H::F::template own<H::X::LD>(t);
         #pragma unroll
         for (int b = 0; b < 2 * H::MINE; b++)
             #pragma unroll
-            for (int j = 0; j < 4; j++) x[b][j] = at[j * H::X::LD + 4 * block(b, unit0)];
+            for (int j = 0; j < 4; j++)
+                x[b][j] = at[j * H::X::LD + 4 * block(b, unit0)];
         e = sm->e[buffer][2 * unit0] + 2 * t;
     }
     static __device__ __forceinline__ int block(int b, int unit0) {  // of the row
         return 2 * (unit0 + b / 2 * (H::MANY == 1 ? TEAM : 1)) + b % 2;
     }
     // acc += unit i of the warp's in a stage times the columns
-    __device__ __forceinline__ void multiply(const unsigned char* w, const unsigned char* s, int i,
-            float* acc) const {
+    __device__ __forceinline__ void multiply(
+            const unsigned char* w, const unsigned char* s, int i, float* acc) const {
         typedef typename H::F F;
         constexpr int STEP = 8 * (H::MANY == 1 ? TEAM : 1);  // chunks from unit to unit
         F q[2];
@@ -278,10 +324,12 @@ template <class H> struct Columns {
 
 // What the results of row r of a slot are to be multiplied by.
 __device__ __forceinline__ float length(const Shared* sm, int buffer, int r, float eps) {
-    if (!NORM) return 1.f;
+    if (!NORM)
+        return 1.f;
     float sum = 0.f;
     #pragma unroll
-    for (int i = 0; i < U::PARTS; i++) sum += sm->squares[buffer][r][i];
+    for (int i = 0; i < U::PARTS; i++)
+        sum += sm->squares[buffer][r][i];
     return rsqrtf(fmaf(sum, 1.f / HIDDEN, eps));
 }
 
@@ -295,8 +343,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         int* picked, const unsigned char* ready, float* h, float* y, float eps, float limit,
         float scaling, int ld, int rows, int halves) {
     DYNAMIC_SHARED(Shared, sm);
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = g / 2;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
+    const int lane = threadIdx.x % 32;
+    const int g = lane / 4;
+    const int t = lane % 4;
+    const int m = g / 2;
+    // the compiler learns: one for all
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int team = warp / TEAM, own = warp % TEAM;  // whose share is the own-th
     if (!threadIdx.x) {
         for (int i = 0; i < RING; i++) {
@@ -310,11 +362,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     List* const list = (List*)sm->x;
     list->clear(rows);
     if (SHARED && halves & 1) {  // memory idles
-        const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
-        ahead(uw + (size_t)E * U::STORED * U::F::LINE, U::STORED * (U::F::LINE / 16), thread,
-            threads);
+        const int thread = blockIdx.x * THREADS + threadIdx.x;
+        const int threads = gridDim.x * THREADS;
+        ahead(uw + (size_t)E * U::STORED * U::F::LINE, U::STORED * (U::F::LINE / 16),
+                thread, threads);
         ahead(us + (size_t)E * U::STORED / 4 * U::F::SLINE,
-            U::STORED / 4 * (U::F::SLINE / 16), thread, threads);
+                U::STORED / 4 * (U::F::SLINE / 16), thread, threads);
     }
     pdl_wait();
     pdl_trigger();
@@ -325,54 +378,72 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     const int first = hears ? blockIdx.x + warp * gridDim.x : warp;
     const int step = hears ? ALL * gridDim.x : ALL;
     float next[N];  // logits of the row after this one
-    if (first < rows) near_logits<E, N>(logits + (size_t)first * ld, lane, next);
+    if (first < rows)
+        near_logits<E, N>(logits + (size_t)first * ld, lane, next);
     #pragma unroll 1
     for (int r = first; r < rows; r += step) {
         const float* const p = logits + (size_t)r * ld;
         float near[N];
         #pragma unroll
-        for (int i = 0; i < N; i++) near[i] = next[i];
-        if (r + step < rows) near_logits<E, N>(p + (size_t)step * ld, lane, next);
+        for (int i = 0; i < N; i++)
+            near[i] = next[i];
+        if (r + step < rows)
+            near_logits<E, N>(p + (size_t)step * ld, lane, next);
         int* const room = (int*)sm->part + warp * TOP_K;
         const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, room);
-        if (lane < TOP_K && !hears) list->note(r * TOP_K + lane, id);
-        if (r % gridDim.x != blockIdx.x || !(halves & 1)) continue;
-        if (lane < TOP_K) give((float*)picked + r * TOP_K + lane, __int_as_float(id));
-        if (ids && lane < TOP_K) ids[r * TOP_K + lane] = id;
+        if (lane < TOP_K && !hears)
+            list->note(r * TOP_K + lane, id);
+        if (r % gridDim.x != blockIdx.x || !(halves & 1))
+            continue;
+        if (lane < TOP_K)
+            give((float*)picked + r * TOP_K + lane, __int_as_float(id));
+        if (ids && lane < TOP_K)
+            ids[r * TOP_K + lane] = id;
         const float gate = SHARED && GATE ? __ldcg(p + E) : 0.f;
-        give_weights<E, TOP_K, SCORE, RENORM, SHARED, N>(near, id, __ldcg(p + id),
-            GATE ? &gate : nullptr, per_expert, scaling, lane,
-            weights ? weights + r * TOP_K : nullptr, share + r * PICKS);
+        give_weights<E, TOP_K, SCORE, RENORM, SHARED, N>(
+                near, id, __ldcg(p + id), GATE ? &gate : nullptr, per_expert, scaling, lane,
+                weights ? weights + r * TOP_K : nullptr, share + r * PICKS);
     }
     #pragma unroll 1
     for (int i = threadIdx.x; hears && i < rows * TOP_K; i += THREADS) {
         float id;
-        do id = peek((const float*)picked + i);
+        do
+            id = peek((const float*)picked + i);
         while (!there(id));
         list->note(i, __float_as_int(id));
     }
     __syncthreads();
     const unsigned all = list->count(rows);
     Piece up(all, U::STAGES), down(all, D::STAGES);
-    if (!(halves & 1)) up.own = 0, up.end = up.begin;
-    if (!(halves & 2)) down.own = 0, down.end = down.begin;
+    if (!(halves & 1))
+        up.own = 0, up.end = up.begin;
+    if (!(halves & 2))
+        down.own = 0, down.end = down.begin;
     const unsigned visits = up.own + down.own;
-    int* const experts = (int*)(sm + 1), *const records = experts + visits;
+    int *const experts = (int*)(sm + 1), *const records = experts + visits;
     __syncthreads();
     const unsigned later = up.own - down.slot0;
-    auto slot = [&](unsigned i, int expert, int entries) {  // once for each half that needs it
-        if (i - up.slot0 < up.own) records[(i - up.slot0) * RECORD] = entries;
-        if (i - up.slot0 < up.own) experts[i - up.slot0] = expert;
-        if (i - down.slot0 < down.own) records[(i + later) * RECORD] = entries;
-        if (i - down.slot0 < down.own) experts[i + later] = expert;
+    auto slot = [&](unsigned i, int expert, int entries) {
+        // once for each half that needs it
+        if (i - up.slot0 < up.own)
+            records[(i - up.slot0) * RECORD] = entries;
+        if (i - up.slot0 < up.own)
+            experts[i - up.slot0] = expert;
+        if (i - down.slot0 < down.own)
+            records[(i + later) * RECORD] = entries;
+        if (i - down.slot0 < down.own)
+            experts[i + later] = expert;
     };
     auto entry = [&](unsigned i, int place, int value) {
-        if (i - up.slot0 < up.own) records[(i - up.slot0) * RECORD + 1 + place] = value;
-        if (i - down.slot0 < down.own) records[(i + later) * RECORD + 1 + place] = value;
+        if (i - up.slot0 < up.own)
+            records[(i - up.slot0) * RECORD + 1 + place] = value;
+        if (i - down.slot0 < down.own)
+            records[(i + later) * RECORD + 1 + place] = value;
     };
     list->each_slot(rows, slot);
     list->each_shared(rows, slot, entry);
-    const unsigned first_down = up.end - up.begin, many = first_down + down.end - down.begin;
+    const unsigned first_down = up.end - up.begin;
+    const unsigned many = first_down + down.end - down.begin;
     unsigned asked = 0;
     auto ask = [&] {  // for the next stage; its place is free
         const unsigned place = asked % RING;
@@ -395,14 +466,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         #pragma unroll 1
         while (!lane && asked < many) {
             const unsigned before = asked - DEEP;
-            if (asked >= DEEP) meet_wait(sm->empty + before % RING, before / RING % 2);
+            if (asked >= DEEP)
+                meet_wait(sm->empty + before % RING, before / RING % 2);
             ask();
         }
         return;
     }
     constexpr int FIRST = ALL - 1;  // warps that stage the first slot's rows
-    if (up.own) take_rows<FIRST>(sm, warp, 0, records, ready);
-    else if (visits) stage<FIRST, 1>(sm, warp, 0, records, h);
+    if (up.own)
+        take_rows<FIRST>(sm, warp, 0, records, ready);
+    else if (visits)
+        stage<FIRST, 1>(sm, warp, 0, records, h);
     sync_warps<FIRST, TEAMS>(0);
     if (warp >= WARPS) {
         #pragma unroll 1
@@ -410,22 +484,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             meet_wait(&sm->left, (n + 1) % 2);
             const int* const record = records + n * RECORD;
             const int i = warp - WARPS;
-            if (n < up.own) take_rows<STAGERS>(sm, i, n % 2, record, ready);
-            else stage<STAGERS, 4>(sm, i, n % 2, record, h);
+            if (n < up.own)
+                take_rows<STAGERS>(sm, i, n % 2, record, ready);
+            else
+                stage<STAGERS, 4>(sm, i, n % 2, record, h);
             __syncwarp();
-            if (!lane) meet_arrive(&sm->staged);
+            if (!lane)
+                meet_arrive(&sm->staged);
         }
         return;
     }
     auto leave = [&](unsigned place) {
         __syncwarp();
-        if (!lane) meet_arrive(sm->empty + place);
+        if (!lane)
+            meet_arrive(sm->empty + place);
     };
     unsigned q = team;  // the stage that the team has next
     const int part = g % 2, lines = 2 * m;
     #pragma unroll 1
     for (unsigned n = 0; n < up.own; n++) {
-        if (n) meet_wait(&sm->staged, (n + 1) % 2);
+        if (n)
+            meet_wait(&sm->staged, (n + 1) % 2);
         const int* const record = records + n * RECORD;
         const int count = record[0];
         Columns<U> columns;
@@ -444,7 +523,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             at[j] = c < count ? record[1 + c] * INNER + o : NOWHERE;
         }
         __syncwarp();
-        if (!lane) meet_arrive(&sm->left);
+        if (!lane)
+            meet_arrive(&sm->left);
         const unsigned before = (up.slot0 + n) * U::STAGES;
         const unsigned to = min(before + U::STAGES, up.end) - up.begin;
         #pragma unroll 1
@@ -459,17 +539,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 meet_wait(sm->full + place, q / RING % 2);
                 float acc[4] = {};
                 const unsigned char* const w = weights_of<U>(sm, place, 0) + own * 128;
-                const unsigned char* const s = scales_of<U>(sm, place, 0) + own * 8 * U::F::FOUR;
+                const unsigned char* const s = scales_of<U>(sm, place, 0)
+                        + own * 8 * U::F::FOUR;
                 #pragma unroll
                 for (int u = 0; u < U::MINE; u++)
                     columns.multiply(w, s, u, acc);
-                if (i == own) tail_of<U>(sm, place, 0, raw, more);
+                if (i == own)
+                    tail_of<U>(sm, place, 0, raw, more);
                 leave(place);
-                if (!i) sync_warps<TEAM>(team);  // what was there before is read
+                if (!i)
+                    sync_warps<TEAM>(team);  // what was there before is read
                 sm->part[team][i][own][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
             }
             sync_warps<TEAM>(team);
-            if (own >= i) continue;
+            if (own >= i)
+                continue;
             float z[4] = {};
             #pragma unroll
             for (int j = 0; j < TEAM; j++) {
@@ -500,12 +584,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 }
             #pragma unroll
             for (int j = 0; j < (PAIR ? 1 : 2); j++)
-                if (at[j] != NOWHERE) give2(to_h + at[j], v[j]);
+                if (at[j] != NOWHERE)
+                    give2(to_h + at[j], v[j]);
         }
     }
     #pragma unroll 1
     for (unsigned n = up.own; n < visits; n++) {
-        if (n) meet_wait(&sm->staged, (n + 1) % 2);
+        if (n)
+            meet_wait(&sm->staged, (n + 1) % 2);
         const int* const record = records + n * RECORD;
         const int count = record[0];
         Columns<D> columns;
@@ -515,11 +601,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         for (int j = 0; j < 2; j++) {
             const int c = 2 * t + j;
             at[j] = c < count
-                ? y + (size_t)record[1 + c] * HIDDEN + 8 * own + D::PART * part + lines
-                : nullptr;
+                    ? y + (size_t)record[1 + c] * HIDDEN + 8 * own + D::PART * part + lines
+                    : nullptr;
         }
         __syncwarp();
-        if (!lane) meet_arrive(&sm->left);
+        if (!lane)
+            meet_arrive(&sm->left);
         const unsigned before = (down.slot0 + n - up.own) * D::STAGES;
         const unsigned to = first_down + min(before + D::STAGES, down.end) - down.begin;
         #pragma unroll 1
@@ -535,7 +622,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 float acc[4] = {};
                 columns.multiply(w, s, u, acc);
                 #pragma unroll
-                for (int j = 0; j < 4; j++) z[j] += acc[j];
+                for (int j = 0; j < 4; j++)
+                    z[j] += acc[j];
             }
             float raw[2], more[2];
             tail_of<D>(sm, place, own, raw, more);
@@ -545,7 +633,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 z[j] = fmaf(z[j], D::F::row_scale((Bytes)raw, raw, j / 2), more[j / 2]);
             #pragma unroll
             for (int j = 0; j < 2; j++)
-                if (at[j]) *(float2*)(at[j] + from) = make_float2(z[j], z[2 + j]);
+                if (at[j])
+                    *(float2*)(at[j] + from) = make_float2(z[j], z[2 + j]);
         }
     }
 }

@@ -1,30 +1,48 @@
-// y = W x for many rows, by tensor cores: x in fp16 (halve.cu), W in any format, decoded in registers on its way from shared memory (lib/unpack.cuh),
-// float32 sums. The activation between gate and up, bias and residual are in it. One matrix for all rows, or a bank of experts, each with rows of its own.
-//   x     : [xrows, ld]           f16   ld = parts * kp, and BK divides kp; columns in the order of halve.cu
+// y = W x for many rows, by tensor cores: x in fp16 (halve.cu), W in any format, decoded in
+// registers on its way from shared memory (lib/unpack.cuh), float32 sums. The activation between
+// gate and up, bias and residual are in it. One matrix for all rows, or a bank of experts, each
+// with rows of its own.
+//   x     : [xrows, ld]           f16   ld = parts * kp, and BK divides kp; columns in the order of
+//                                       halve.cu
 //   scale : [xrows]               f32   of the rows of x
-//   w     : [wrows, bytes]        u8    wrows = experts * n4: rows of one expert after those of another
+//   w     : [wrows, bytes]        u8    wrows = experts * n4: rows of one expert after those of
+//                                       another
 //   s     : [scales]              u8    scales as packed; or null
 //   unit  : [wrows]               f32   of the rows of W; or null for ones
-//   bias  : [experts, nb]         f32   in the order of the rows of W; nb = n, of pairs with what pads them to n4; or null
-//   gate  : [yrows:gs, columns]   f32   the result of a row is multiplied by the sigmoid of one of its columns; or null
+//   bias  : [experts, nb]         f32   in the order of the rows of W; nb = n, of pairs with what
+//                                       pads them to n4; or null
+//   gate  : [yrows:gs, columns]   f32   the result of a row is multiplied by the sigmoid of one of
+//                                       its columns; or null
 //   add   : [yrows:as, out]       f32   then added, may be y; or null
 //   y     : [yrows:ys, out]       f32   out = n, or n/2 after an activation of pairs
-//   order : [picks]               i32   GROUPED: number of the pick at each place, sorted by expert; or null
-//   tiles : [slots, 3]            i32   GROUPED: expert, first place, end of the places of a tile; expert -1: nothing to do; or null
-//   -D FMT=     of lib/unpack.cuh       -D ACTIVATION=  of lib/act.cuh; all but ACT_NONE and ACT_RELU2 want rows of W in fours: two gates, two ups
-//   -D PARTS=   1; 2: x in two parts, K once with each; 3: W too (f32), K once: of products of first parts, and of those with one second part, each 64
-//               columns are summed by themselves, then added up. Tiles have no say in the order of sums
-//   -D GROUPED= 0; 1: row of x is order[place]/top, row of y the place; 2: row of x is the place, row of y order[place]
+//   order : [picks]               i32   GROUPED: number of the pick at each place, sorted by
+//                                       expert; or null
+//   tiles : [slots, 3]            i32   GROUPED: expert, first place, end of the places of a tile;
+//                                       expert -1: nothing to do; or null
+//   -D FMT=     of lib/unpack.cuh
+//   -D ACTIVATION=  of lib/act.cuh; all but ACT_NONE and ACT_RELU2 want rows of W in fours: two
+//                   gates, two ups
+//   -D PARTS=   1; 2: x in two parts, K once with each; 3: W too (f32), K once: of products of
+//               first parts, and of those with one second part, each 64 columns are summed by
+//               themselves, then added up. Tiles have no say in the order of sums
+//   -D GROUPED= 0; 1: row of x is order[place]/top, row of y the place; 2: row of x is the place,
+//               row of y order[place]
 //   x_map : of x, boxes of BM rows (lib/boxes.cuh), for RING
-//   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes by BK, 64 or 128; GROUPED: WM 1, MT 1 to 8
+//   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes
+//          by BK, 64 or 128; GROUPED: WM 1, MT 1 to 8
 //   -D BLOCKS=  that a multiprocessor is to hold at least
-//   -D WGMMA=   0; 1: by warpgroups of Hopper (lib/wgmma.cuh). WM 1, WN in fours, NT even, MT to 16, STAGES from 3; PARTS 1 or 2
-//   -D RING=    there, with PARTS 1, NT 2 and BK 64, not GROUPED: blocks stay and go from tile to tile, so many stages of rows of x before them. 0: no, a
-//               block a tile
-//   -D TURNS=   there, with PARTS 1 and NT 2: rows of x lie in shared memory whole, and each group goes through so many times 64 rows of W, stages of its own; 1: no
-//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN*TURNS
-//           WGMMA: each stage in whole 1,024 bytes, and 1,024 more; TURNS: WN/4 * STAGES * (64 rows of W and their scales) + 2*BM*kp + 1,024
-//           RING: <<<up to as many as there are tiles or multiprocessors, 32*WN + 128, RING*(128*BM + 16) + WN/2*(12*BM + 128*NT) + WN/4*STAGES*(32*NT rows of W and their scales) + 1,024>>>
+//   -D WGMMA=   0; 1: by warpgroups of Hopper (lib/wgmma.cuh). WM 1, WN in fours, NT even, MT to
+//               16, STAGES from 3; PARTS 1 or 2
+//   -D RING=    there, with PARTS 1, NT 2 and BK 64, not GROUPED: blocks stay and go from tile to
+//               tile, so many stages of rows of x before them. 0: no, a block a tile
+//   -D TURNS=   there, with PARTS 1 and NT 2: rows of x lie in shared memory whole, and each group
+//               goes through so many times 64 rows of W, stages of its own; 1: no
+//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A
+//           + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN*TURNS
+//           WGMMA: each stage in whole 1,024 bytes, and 1,024 more; TURNS: WN/4 * STAGES * (64 rows
+//           of W and their scales) + 2*BM*kp + 1,024 RING: <<<up to as many as there are tiles or
+//           multiprocessors, 32*WN + 128, RING*(128*BM + 16) + WN/2*(12*BM + 128*NT) +
+//           WN/4*STAGES*(32*NT rows of W and their scales) + 1,024>>>
 #include "lib/boxes.cuh"
 #include "lib/unpack.cuh"
 #include "lib/act.cuh"
@@ -72,19 +90,34 @@
 #endif
 #define THREADS (32 * WM * WN + (RING ? 128 : 0))
 using W = weights::FMT;
-constexpr int BM = 16 * MT * WM, BN = 8 * NT * WN * TURNS, CH = BK / 32;
-constexpr bool APIECE = TURNS > 1 || RING;                           // each group fetches what it has of W
-constexpr int BS = APIECE ? 32 * NT : BN;                              // rows of W in a stage
-constexpr int PER = W::BYTES / 4;                                   // 16-byte pieces of a row's chunk
-constexpr int SC = W::SCALE < 0 ? 4 : W::SCALE, SCH = W::SCALE < 0 ? 1 : CH;  // scales: bytes of a row's chunk, chunks a stage
-constexpr int BC = BS * PER * 16;                                   // bytes of a chunk of all rows of W
+constexpr int BM = 16 * MT * WM;
+constexpr int BN = 8 * NT * WN * TURNS;
+constexpr int CH = BK / 32;
+// each group fetches what it has of W
+constexpr bool APIECE = TURNS > 1 || RING;
+// rows of W in a stage
+constexpr int BS = APIECE ? 32 * NT : BN;
+// 16-byte pieces of a row's chunk
+constexpr int PER = W::BYTES / 4;
+// scales: bytes of a row's chunk, chunks a stage
+constexpr int SC = W::SCALE < 0 ? 4 : W::SCALE;
+constexpr int SCH = W::SCALE < 0 ? 1 : CH;
+// bytes of a chunk of all rows of W
+constexpr int BC = BS * PER * 16;
 constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
-constexpr int XPARTS = PARTS == 3 ? 2 : 1;                          // parts of x in a stage
-constexpr int XROW = BK * 2, AP = BM * XROW, XSC = 0;               // of one, bytes of a row, and of all; no scales
-constexpr int A = APIECE ? 0 : XPARTS * AP, B = CH * BC, BYTES = A + B + SCH * SC * BS;
+constexpr int XPARTS = PARTS == 3 ? 2 : 1;  // parts of x in a stage
+// of one, bytes of a row, and of all; no scales
+constexpr int XROW = BK * 2;
+constexpr int AP = BM * XROW;
+constexpr int XSC = 0;
+constexpr int A = APIECE ? 0 : XPARTS * AP;
+constexpr int B = CH * BC;
+constexpr int BYTES = A + B + SCH * SC * BS;
 constexpr int STAGE = WGMMA && !APIECE ? (BYTES + 1023) / 1024 * 1024 : BYTES;
 // What sums of a row of W are to be multiplied by
-__device__ __forceinline__ float factor(float aid) { return __fmul_rn(W::unit(aid), W::UNITY); }
+__device__ __forceinline__ float factor(float aid) {
+    return __fmul_rn(W::unit(aid), W::UNITY);
+}
 static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
 
 #if WGMMA
@@ -98,11 +131,22 @@ static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the con
 
 #define BOUNDS THREADS, BLOCKS
 // RING: registers of a thread that fetches, and of one that multiplies, of all there are
-constexpr int FEWER = 24, ALL = 65536 / THREADS / BLOCKS / 8 * 8 * (WN / 4 + 1);
-constexpr int MORE = (ALL - FEWER) / (WN / 4) / 8 * 8 < 240 ? (ALL - FEWER) / (WN / 4) / 8 * 8 : 240;
-constexpr int STEP = WGMMA ? 8 : 16, MOST = BM / STEP;  // rows by which a tile that is not full is cut
-__host__ __device__ constexpr int cut(int m) { return WGMMA && m <= MOST / 2 ? (m + 1) / 2 * 2 : m; }
-#define CUT(m) case m: if constexpr (m <= MOST) tile<cut(m)>(j, stages, meanwhile, put); break;
+constexpr int FEWER = 24;
+constexpr int ALL = 65536 / THREADS / BLOCKS / 8 * 8 * (WN / 4 + 1);
+constexpr int MORE = (ALL - FEWER) / (WN / 4) / 8 * 8 < 240
+        ? (ALL - FEWER) / (WN / 4) / 8 * 8
+        : 240;
+// rows by which a tile that is not full is cut
+constexpr int STEP = WGMMA ? 8 : 16;
+constexpr int MOST = BM / STEP;
+__host__ __device__ constexpr int cut(int m) {
+    return WGMMA && m <= MOST / 2 ? (m + 1) / 2 * 2 : m;
+}
+#define CUT(m) \
+    case m: \
+        if constexpr (m <= MOST) \
+            tile<cut(m)>(j, stages, meanwhile, put); \
+        break;
 __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
 #if WGMMA
     return wgmma_aligned(p);
@@ -110,16 +154,23 @@ __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
     return p;
 #endif
 }
-extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restrict__ x, const float* __restrict__ scale,
-        const unsigned char* __restrict__ w, const unsigned char* __restrict__ s, const float* __restrict__ unit, const float* __restrict__ bias,
-        const float* __restrict__ gate, const float* add, float* y, const int* __restrict__ order, const int* __restrict__ tiles,
-        const __grid_constant__ TensorMap x_map, int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
+extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
+        const __half* __restrict__ x, const float* __restrict__ scale,
+        const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
+        const float* __restrict__ unit, const float* __restrict__ bias,
+        const float* __restrict__ gate, const float* add, float* y,
+        const int* __restrict__ order, const int* __restrict__ tiles,
+        const __grid_constant__ TensorMap x_map, int rows, int ld, int kp, int chunks,
+        int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
     DYNAMIC_SHARED(unsigned char, memory);
     unsigned char* const stages = WGMMA ? aligned(memory) : memory;
 #if RING
-    const int n4 = (n + 3) / 4 * 4, out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n, group = threadIdx.x / 128;
-    const Job j = {(const unsigned char*)x, nullptr, w, s, nullptr, nullptr, ld / 8, chunks, blocks,
-                   kp / BK, (unsigned)(n4 - 1)};
+    const int n4 = (n + 3) / 4 * 4;
+    const int out = PAIR ? n / 2 : n;
+    const int nb = PAIR ? n4 : n;
+    const int group = threadIdx.x / 128;
+    const Job j = {(const unsigned char*)x, nullptr, w, s, nullptr, nullptr, ld / 8, chunks,
+            blocks, kp / BK, (unsigned)(n4 - 1)};
     unsigned char* const own = stages + RING * XSTAGE;
     const Shared all = {stages, (Meeting*)own, (Meeting*)own + RING};
     if (threadIdx.x < RING) {
@@ -131,7 +182,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     const Tiles t(n, rows);
     if (group == WN / 4) {
         wgmma_registers_down<FEWER>();
-        if (threadIdx.x % 128 == 0) fetch_rows(all, t, j.steps, x_map);
+        if (threadIdx.x % 128 == 0)
+            fetch_rows(all, t, j.steps, x_map);
         return;
     }
     wgmma_registers_up<MORE>();
@@ -148,12 +200,13 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
         about.aids[i] = W::aid(unit ? unit[min(t.n0() + i, n4 - 1)] : 1.f);
     };
     const auto put = [&](const About& about, const Tiles& t, int row, float (&d)[BM / 2]) {
-        const Put p = {about.aids, bias, add, y, about.by, about.gated, about.to, t.n0(), out, nb, as, ys,
-                       limit, gate != nullptr, whole};
+        const Put p = {about.aids, bias, add, y, about.by, about.gated, about.to, t.n0(),
+                out, nb, as, ys, limit, gate != nullptr, whole};
         p(row, d);
     };
     unsigned char* const abouts = own + 16 * RING + group * 2 * About::BYTES;
-    unsigned char* const mine = own + 16 * RING + WN / 2 * About::BYTES + group * STAGES * STAGE;
+    unsigned char* const mine = own + 16 * RING + WN / 2 * About::BYTES
+            + group * STAGES * STAGE;
     Group<decltype(learn), decltype(put)> g(all, t, j, mine, abouts, learn, put);
     while (!g.t.over()) {
         Tiles after = g.t;
@@ -161,18 +214,22 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
         g.tile(after);
     }
 #else
-    __shared__ int from[BM];                           // row of x of each row of the tile
-    __shared__ __align__(8) int to[BM];                // and of y; -1: nobody wants it
-    __shared__ __align__(8) float by[BM], gated[BM];   // its scale, and its gate
+    __shared__ int from[BM];  // row of x of each row of the tile
+    __shared__ __align__(8) int to[BM];  // and of y; -1: nobody wants it
+    __shared__ __align__(8) float by[BM], gated[BM];  // its scale, and its gate
     __shared__ __align__(16) float aids[BN];
     const int n4 = (n + 3) / 4 * 4;
-    const int slot = GROUPED ? gridDim.y - 1 - blockIdx.y : 0;  // an expert that all share is last, and long
+    // an expert that all share is last, and long
+    const int slot = GROUPED ? gridDim.y - 1 - blockIdx.y : 0;
     const int e = GROUPED ? tiles[slot * 3] : 0;
-    if (e < 0) return;
-    const int r0 = GROUPED ? tiles[slot * 3 + 1] : (int)blockIdx.x * BM, end = GROUPED ? tiles[slot * 3 + 2] : rows;
+    if (e < 0)
+        return;
+    const int r0 = GROUPED ? tiles[slot * 3 + 1] : (int)blockIdx.x * BM;
+    const int end = GROUPED ? tiles[slot * 3 + 2] : rows;
     const int n0 = (GROUPED ? blockIdx.x : blockIdx.y) * BN;
     for (int i = threadIdx.x; i < BM; i += THREADS) {
-        const int r = min(r0 + i, end - 1), named = GROUPED ? order[r] : r;
+        const int r = min(r0 + i, end - 1);
+        const int named = GROUPED ? order[r] : r;
         from[i] = GROUPED == 1 ? named / top : r;
         to[i] = r0 + i >= end ? -1 : GROUPED == 2 ? named : r;
     }
@@ -190,22 +247,29 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     const size_t srow = W::SCALE < 0 ? (size_t)blocks * 4 : (size_t)chunks * SC;
     const size_t w0 = (size_t)e * n4 + n0;
     const int steps = kp / BK * (PARTS == 2 ? 2 : 1);
-    const Job j = {(const unsigned char*)x, nullptr, w + w0 * row, s + w0 * srow, aids, from, ld / 8, chunks,
-                   blocks, steps, (unsigned)(n4 - 1 - n0)};
+    const Job j = {(const unsigned char*)x, nullptr, w + w0 * row, s + w0 * srow, aids,
+            from, ld / 8, chunks, blocks, steps, (unsigned)(n4 - 1 - n0)};
     const int out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n;
     const float* b = bias ? bias + (size_t)e * nb : nullptr;
 #if WGMMA
     const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
-    const Put put = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr, whole};
+    const Put put = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit,
+            gate != nullptr, whole};
 #else
-    const Finish f = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr};
-    const auto put = [&](int m, int c, float (*d)[4]) { finish<ACTIVATION, NT>(f, m, c, d); };
+    const Finish f = {
+            aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr};
+    const auto put = [&](int m, int c, float (*d)[4]) {
+        finish<ACTIVATION, NT>(f, m, c, d);
+    };
 #endif
 #if GROUPED
     switch ((end - r0 + STEP - 1) / STEP) {
-        CUT(1) CUT(2) CUT(3) CUT(4) CUT(5) CUT(6) CUT(7) CUT(8)
-        CUT(9) CUT(10) CUT(11) CUT(12) CUT(13) CUT(14) CUT(15) CUT(16)
-        CUT(17) CUT(18) CUT(19) CUT(20) CUT(21) CUT(22) CUT(23) CUT(24)
+        CUT(1)
+        CUT(2)
+        CUT(3)
+        CUT(4) CUT(5) CUT(6) CUT(7) CUT(8) CUT(9) CUT(10) CUT(11) CUT(12) CUT(13) CUT(14)
+                CUT(15) CUT(16) CUT(17) CUT(18) CUT(19) CUT(20) CUT(21) CUT(22) CUT(23)
+                        CUT(24)
     }
 #else
     tile<MOST / WM>(j, stages, meanwhile, put);

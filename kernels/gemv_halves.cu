@@ -7,14 +7,16 @@
 //   parts   : [rows, heads, p]      f32  NORM 2: sums of squares of each GROUP of x; or null
 //   halves  : [units, line]         u8   tiles of rows (lib/tiles.cuh), line = tiles * bytes
 //   more    : [parcels, ld]         u8   the same for EXTRA; or null
-//   inverse : [both, rows]          f32  NORM 1: 1/rms; then that for EXTRA, whose squares
-//                                        are added up in another order. Or null
-//   share   : [rows, picks]         f32   PICKS, this and what follows: as for expert_sum.cu. Or null
+//   inverse : [both, rows]          f32  NORM 1: 1/rms; then that for EXTRA, whose squares are
+//                                        added up in another order. Or null
+//   share   : [rows, picks]         f32   PICKS, this and what follows: as for expert_sum.cu. Or
+//                                         null
 //   part    : [rows, picks, k]      f32   or null
 //   add     : [rows, k]             f32   may be x; or null
 //   `early`: 1 if blocks are there long before their rows, with PICKS; else 0
 //   -D FORMAT= EXTRA= K= NORM= GROUP= PARTS= W= SPLIT=   as for gemv.cu
-//   -D CORES= as for gemv_wide.cu    -D PICKS= 0, or of a row, with NORM 1
+//   -D CORES= as for gemv_wide.cu
+//   -D PICKS= 0, or of a row, with NORM 1
 //   launch: <<<(rows, NORM 1: 1, else any), 32 * (NORM 1: W, else 8)>>>
 #include "lib/tiles.cuh"
 #include "lib/pdl.cuh"
@@ -46,8 +48,11 @@
 #ifndef PICKS
 #define PICKS 0
 #endif
-constexpr int C = (K + 31) / 32, B = (C + 3) / 4, SEGMENTS = (K + 255) / 256;
-constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;  // warps of gemv.cu that have squares of a row
+constexpr int C = (K + 31) / 32;
+constexpr int B = (C + 3) / 4;
+constexpr int SEGMENTS = (K + 255) / 256;
+// warps of gemv.cu that have squares of a row
+constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;
 constexpr int WARPS = NORM == 1 ? W : 8;
 typedef FORMAT<C> Main;
 // Does a warp of gemv.cu stage what it multiplies, by 128 columns? Then it adds up those squares.
@@ -55,22 +60,29 @@ constexpr bool OWN = SPLIT == W && Main::UNITS == 1;
 static_assert(!PICKS || (NORM == 1 && K % 32 == 0), "see the contract");
 
 __device__ __forceinline__ void load_x(const float* p, int v, float* a) {
-    if (K % 8 == 0 && v < K / 8) load8(p + v * 8, a);
-    else for (int i = 0; i < 8; i++) a[i] = v * 8 + i < K ? p[v * 8 + i] : 0.f;
+    if (K % 8 == 0 && v < K / 8)
+        load8(p + v * 8, a);
+    else
+        for (int i = 0; i < 8; i++)
+            a[i] = v * 8 + i < K ? p[v * 8 + i] : 0.f;
 }
 __device__ __forceinline__ float add_squares(const float* a, float sum) {
     #pragma unroll
-    for (int j = 0; j < 8; j++) sum = fmaf(a[j], a[j], sum);
+    for (int j = 0; j < 8; j++)
+        sum = fmaf(a[j], a[j], sum);
     return sum;
 }
 __device__ __forceinline__ float sum_of_parts(const float* q) {
     float z = q[0];
     #pragma unroll
-    for (int j = 1; j < PARTS; j++) z += q[j];
+    for (int j = 1; j < PARTS; j++)
+        z += q[j];
     return z;
 }
-template <class F, bool CORED = false> __device__ __forceinline__ void put(
-        unsigned char* to, int tiles, int row, int b, int e, const float* a, unsigned char* aside) {
+template <class F, bool CORED = false>
+__device__ __forceinline__ void put(
+        unsigned char* to, int tiles, int row, int b, int e, const float* a,
+        unsigned char* aside) {
     const size_t tile = (size_t)(b / F::UNITS) * tiles + row / 8;
     const bool in = b < (B + F::UNITS - 1) / F::UNITS * F::UNITS;
     typedef Tile<F, CORED> T;
@@ -81,27 +93,34 @@ template <class F, bool CORED = false> __device__ __forceinline__ void put(
 __device__ __forceinline__ void sum_of_picks(
         const float* share, const float* part, size_t hop, const float* add, float* a) {
     constexpr int MANY = PICKS ? PICKS : 1;
-    float w[MANY], b[8] = {}, sum[8] = {};
+    float w[MANY];
+    float b[8] = {};
+    float sum[8] = {};
     float4 found[MANY][2];
-    if (add) load8(add, b);
+    if (add)
+        load8(add, b);
     #pragma unroll
     for (int p = 0; p < PICKS; p++) {
         w[p] = __ldcg(share + p);
         #pragma unroll
-        for (int i = 0; i < 2; i++) found[p][i] = __ldcg((const float4*)(part + p * hop) + i);
+        for (int i = 0; i < 2; i++)
+            found[p][i] = __ldcg((const float4*)(part + p * hop) + i);
     }
     #pragma unroll
     for (int p = 0; p < PICKS; p++)
         #pragma unroll
-        for (int j = 0; j < 8; j++) sum[j] = fmaf(w[p], (&found[p][j / 4].x)[j % 4], sum[j]);
+        for (int j = 0; j < 8; j++)
+            sum[j] = fmaf(w[p], (&found[p][j / 4].x)[j % 4], sum[j]);
     #pragma unroll
-    for (int j = 0; j < 8; j++) a[j] = b[j] + sum[j];
+    for (int j = 0; j < 8; j++)
+        a[j] = b[j] + sum[j];
 }
 // Loaded here, and not where it is first used.
 __device__ __forceinline__ void now(float* v) {
 #if defined(__CUDA_ARCH__)
     #pragma unroll
-    for (int i = 0; i < 8; i++) asm volatile("" : "+f"(v[i]));
+    for (int i = 0; i < 8; i++)
+        asm volatile("" : "+f"(v[i]));
 #endif
 }
 // The squares of warp `slot` of gemv.cu, where each has every W-th 128 columns.
@@ -123,16 +142,20 @@ constexpr int MORE = Tile<EXTRA<C>>::BYTES;
 constexpr int MORE = 0;
 #endif
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
-constexpr int ROOM = most(K / 4, (most(Tile<Main, CORES>::BYTES, MORE) + 15) / 16);  // for a row, or a tile
+// for a row, or a tile
+constexpr int ROOM = most(K / 4, (most(Tile<Main, CORES>::BYTES, MORE) + 15) / 16);
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
         float* x, const float* __restrict__ gain, const float* parts, unsigned char* halves,
         unsigned char* more, float* inverse, const float* share, const float* part,
         const float* add, float eps, int rows, int tiles, int early) {
     __shared__ float squares[2][W];
     __shared__ float4 kept[PICKS ? ROOM : 1];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int row = blockIdx.x;
     const int warps = NORM == 1 ? SLOTS : WARPS, e = lane % 16;
-    const int from = warp < warps ? blockIdx.y * warps + warp : SEGMENTS, step = gridDim.y * warps;
+    const int from = warp < warps ? blockIdx.y * warps + warp : SEGMENTS;
+    const int step = gridDim.y * warps;
     float* const mine = x + (size_t)row * K;
     float g[8] = {};
     pdl_trigger();
@@ -140,15 +163,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
         load_x(gain, from * 32 + lane, g);
         now(g);
     }
-    // `early`: a block that is there long before its row goes through its work once without it, with
-    // gains in place of all it reads. A launch finds its instructions in no cache, and whoever waits
-    // has time to fetch them.
+    // `early`: a block that is there long before its row goes through its work once without it,
+    // with gains in place of all it reads. A launch finds its instructions in no cache, and whoever
+    // waits has time to fetch them.
     #pragma unroll 1
     for (int left = PICKS ? early : 0; left >= 0; left--) {
         const bool live = !left;
         unsigned char* const aside = live ? nullptr : (unsigned char*)kept;
         float4* const to = live ? (float4*)mine : kept;
-        if (live) pdl_wait();
+        if (live)
+            pdl_wait();
         float sum = 0.f;
         #pragma unroll 1
         for (int u = from; u < SEGMENTS; u += step) {
@@ -157,58 +181,73 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
             float a[8] = {};
             if (PICKS && in) {
                 const size_t first = (size_t)row * PICKS;
-                const float *w = gain, *p = gain, *more = add ? gain : add;
+                const float* w = gain;
+                const float* p = gain;
+                const float* more = add ? gain : add;
                 if (live) {
                     w = share + first;
                     p = part + first * K + v * 8;
-                    if (add) more = add + (size_t)row * K + v * 8;
+                    if (add)
+                        more = add + (size_t)row * K + v * 8;
                 }
                 sum_of_picks(w, p, live ? K : 0, more, a);
                 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const float4 four = make_float4(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+                    const float4 four = make_float4(
+                            a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
                     to[2 * v + i] = kept[2 * v + i] = four;
                 }
             } else if (in)
                 load_x(mine, v, a);
             if (NORM == 1) {
-                if (u != from) load_x(gain, v, g);
+                if (u != from)
+                    load_x(gain, v, g);
                 sum = add_squares(a, sum);
                 #pragma unroll
-                for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], g[j]);
+                for (int j = 0; j < 8; j++)
+                    a[j] = __fmul_rn(a[j], g[j]);
             }
             if (NORM == 2 && in) {
-                float z = sum_of_parts(parts + ((size_t)row * (K / GROUP) + v * 8 / GROUP) * PARTS);
+                float z = sum_of_parts(
+                        parts + ((size_t)row * (K / GROUP) + v * 8 / GROUP) * PARTS);
                 z = rsqrtf(fmaf(z, 1.f / GROUP, eps));
                 #pragma unroll
-                for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], z);
+                for (int j = 0; j < 8; j++)
+                    a[j] = __fmul_rn(a[j], z);
             }
             put<Main, CORES>(halves, tiles, row, b, e, a, aside);
 #ifdef EXTRA
             put<EXTRA<C>>(more, tiles, row, b, e, a, aside);
 #endif
         }
-        if (NORM != 1) return;
+        if (NORM != 1)
+            return;
         sum = warp_sum(sum);
-        if (!lane) squares[0][warp] = sum;  // beyond SLOTS nothing
+        if (!lane)
+            squares[0][warp] = sum;  // beyond SLOTS nothing
 #ifdef EXTRA
         constexpr bool BOTH = true;
 #else
         constexpr bool BOTH = false;
 #endif
         if (OWN || BOTH) {
-            if (PICKS) __syncthreads();
+            if (PICKS)
+                __syncthreads();
             const float z = own_squares(PICKS ? (const float*)kept : mine, warp, lane);
-            if (!lane) squares[1][warp] = z;
+            if (!lane)
+                squares[1][warp] = z;
         }
         __syncthreads();
         if (threadIdx.x <= BOTH) {
             float z = 0.f;
             #pragma unroll
-            for (int j = 0; j < W; j++) z += squares[OWN || threadIdx.x][j];
+            for (int j = 0; j < W; j++)
+                z += squares[OWN || threadIdx.x][j];
             z = rsqrtf(fmaf(z, 1.f / K, eps));
-            if (live) inverse[(size_t)threadIdx.x * rows + row] = z;
+            if (live)
+                inverse[(size_t)threadIdx.x * rows + row] = z;
         }
-        if (!live) __syncthreads();
+        if (!live)
+            __syncthreads();
     }
 }

@@ -1,11 +1,15 @@
-// Rows of float32 activations to fp16, each times the power of two that brings its largest magnitude into [2^14, 2^15): the input of a matrix product by
-// tensor cores (gemm.cu). With a gain, of rmsnorm(x, gain): what is rounded is x*gain, and 1/rms goes into the row's scale.
+// Rows of float32 activations to fp16, each times the power of two that brings its largest
+// magnitude into [2^14, 2^15): the input of a matrix product by tensor cores (gemm.cu). With a
+// gain, of rmsnorm(x, gain): what is rounded is x*gain, and 1/rms goes into the row's scale.
 //   x     : [rows, k]         f32
 //   gain  : [k]               f32   of the norm; or null
-//   y     : [rows, ld]        f16   ld = parts * kp; kp: k rounded up to what the product takes at a time, zeros there. Part 0: rounded; part 1: what that left, rounded
+//   y     : [rows, ld]        f16   ld = parts * kp; kp: k rounded up to what the product takes at
+//                                   a time, zeros there. Part 0: rounded; part 1: what that left,
+//                                   rounded
 //   scale : [rows]            f32   of a row: x = y * scale
 // Columns are in the order of lib/halves_out.cuh.
-//   -D PARTS=  1 or 2        -D WARPS=  1, 2, 4 or 8: that share a row        32 must divide kp
+//   -D PARTS=  1 or 2
+//   -D WARPS=  1, 2, 4 or 8: that share a row        32 must divide kp
 //   launch: <<<ceil(rows*WARPS/8), 256>>>
 #include "lib/halves_out.cuh"
 #include "lib/reduce.cuh"
@@ -16,51 +20,84 @@
 #define WARPS 8
 #endif
 constexpr int STEP = 128 * WARPS;  // numbers that a row's threads take at once
-constexpr int HELD = 4;            // times that they stay in registers; later ones are read again
+// times that they stay in registers; later ones are read again
+constexpr int HELD = 4;
 
-extern "C" __global__ void __launch_bounds__(256, 4) halve(const float* __restrict__ x, const float* __restrict__ gain, float eps, __half* y, float* scale, int rows, int n, int kp) {
-    const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 4;
+extern "C" __global__ void __launch_bounds__(256, 4)
+        halve(const float* __restrict__ x, const float* __restrict__ gain, float eps,
+                __half* y, float* scale, int rows, int n, int kp) {
+    const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS);
+    const int first = threadIdx.x % (32 * WARPS) * 4;
     const bool real = r < rows, wide = n % 4 == 0;
     const float* row = x + (size_t)(real ? r : 0) * n;
-    const float4 none = make_float4(0.f, 0.f, 0.f, 0.f), one = make_float4(1.f, 1.f, 1.f, 1.f);
-    const auto fetch = [&](int i, float4& q, float4& f) {  // numbers i to i+3, and their gains
-        q = none; f = one;
+    const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
+    const float4 one = make_float4(1.f, 1.f, 1.f, 1.f);
+    const auto fetch = [&](int i, float4& q, float4& f) {
+        // numbers i to i+3, and their gains
+        q = none;
+        f = one;
         if (wide) {
-            if (i < n) q = *(const float4*)(row + i);
-            if (gain && i < n) f = *(const float4*)(gain + i);
-        } else for (int j = 0; j < 4; j++) if (i + j < n) { (&q.x)[j] = row[i + j]; if (gain) (&f.x)[j] = gain[i + j]; }
+            if (i < n)
+                q = *(const float4*)(row + i);
+            if (gain && i < n)
+                f = *(const float4*)(gain + i);
+        } else
+            for (int j = 0; j < 4; j++)
+                if (i + j < n) {
+                    (&q.x)[j] = row[i + j];
+                    if (gain)
+                        (&f.x)[j] = gain[i + j];
+                }
     };
     float sum = 0.f, top = 0.f;
-    const auto seen = [&](float4& q, float4 f) {  // q with its gain; the sum of squares is without
+    const auto seen = [&](float4& q, float4 f) {
+        // q with its gain; the sum of squares is without
         sum += fmaf(q.x, q.x, fmaf(q.y, q.y, fmaf(q.z, q.z, q.w * q.w)));
         q = make_float4(q.x * f.x, q.y * f.y, q.z * f.z, q.w * f.w);
-        top = fmaxf(fmaxf(top, fmaxf(fabsf(q.x), fabsf(q.y))), fmaxf(fabsf(q.z), fabsf(q.w)));
+        top = fmaxf(
+                fmaxf(top, fmaxf(fabsf(q.x), fabsf(q.y))), fmaxf(fabsf(q.z), fabsf(q.w)));
     };
     float4 v[HELD], g[HELD], late, late_gain;
     #pragma unroll
-    for (int j = 0; j < HELD; j++) fetch(first + j * STEP, v[j], g[j]);
+    for (int j = 0; j < HELD; j++)
+        fetch(first + j * STEP, v[j], g[j]);
     #pragma unroll
-    for (int j = 0; j < HELD; j++) seen(v[j], g[j]);
-    for (int i = first + HELD * STEP; i < n; i += STEP) { fetch(i, late, late_gain); seen(late, late_gain); }
+    for (int j = 0; j < HELD; j++)
+        seen(v[j], g[j]);
+    for (int i = first + HELD * STEP; i < n; i += STEP) {
+        fetch(i, late, late_gain);
+        seen(late, late_gain);
+    }
     sum = warp_sum(sum);
-    for (int m = 16; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+    for (int m = 16; m; m >>= 1)
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
     if (WARPS > 1) {
         __shared__ float sums[8], tops[8];
         const int warp = threadIdx.x / 32, w0 = warp / WARPS * WARPS;
-        if (threadIdx.x % 32 == 0) { sums[warp] = sum; tops[warp] = top; }
+        if (threadIdx.x % 32 == 0) {
+            sums[warp] = sum;
+            tops[warp] = top;
+        }
         __syncthreads();
         sum = top = 0.f;
         #pragma unroll
-        for (int i = 0; i < WARPS; i++) { sum += sums[w0 + i]; top = fmaxf(top, tops[w0 + i]); }
+        for (int i = 0; i < WARPS; i++) {
+            sum += sums[w0 + i];
+            top = fmaxf(top, tops[w0 + i]);
+        }
     }
-    if (!real) return;
+    if (!real)
+        return;
     const float2 f = chunk_scale(top);
-    if (first == 0) scale[r] = gain ? f.y * rsqrtf(sum / n + eps) : f.y;
+    if (first == 0)
+        scale[r] = gain ? f.y * rsqrtf(sum / n + eps) : f.y;
     const auto put = [&](int i, float4 v) {
-        if (i < kp) put_halves<PARTS>(y + (size_t)r * PARTS * kp, kp, i, v, f.x);
+        if (i < kp)
+            put_halves<PARTS>(y + (size_t)r * PARTS * kp, kp, i, v, f.x);
     };
     #pragma unroll
-    for (int j = 0; j < HELD; j++) put(first + j * STEP, v[j]);
+    for (int j = 0; j < HELD; j++)
+        put(first + j * STEP, v[j]);
     for (int i = first + HELD * STEP; i < kp; i += STEP) {
         fetch(i, late, late_gain);
         seen(late, late_gain);

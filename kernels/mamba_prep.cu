@@ -1,17 +1,22 @@
-// A Mamba-2 layer's prefill, before the state: for each tile of 64 positions and each head, what mamba_many.cu needs of it (Dao & Gu 2024). The convolution
-// over time, steps dt and decays, and p = L (C B') dt, with float32 accuracy (lib/limbs.cuh). A block serves `per` heads of one group.
+// A Mamba-2 layer's prefill, before the state: for each tile of 64 positions and each head, what
+// mamba_many.cu needs of it (Dao & Gu 2024). The convolution over time, steps dt and decays, and p
+// = L (C B') dt, with float32 accuracy (lib/limbs.cuh). A block serves `per` heads of one group.
 //   x        : [r, width]             f32   z | x | B | C | dt, width = 2*nh*DV + 2*groups*DK + nh
 //   conv_w   : [c, 4]                 f32   c = nh*DV + 2*groups*DK
 //   conv_b   : [c]                    f32   or null
 //   decay    : [nh]                   f32   A = -exp(A_log)
 //   dt_bias  : [nh]                   f32
-//   conv     : [states, 3, c]         f32   inputs before a sequence's first row, oldest first; written at state_out
+//   conv     : [states, 3, c]         f32   inputs before a sequence's first row, oldest first;
+//                                           written at state_out
 //   first    : [seqs1]                i32   a row in the first tile of each sequence
 //   starts   : [seqs]                 i32   position of a sequence's first row
 //   state_in : [seqs]                 i32   tail to begin from (unread at position 0)
-//   state_out : [r]                   i32   tail after a row, or -1; looked at for the last row of each tile
-//   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows lo..hi-1
-//   q, k     : [tiles, groups, qf]    u32   written, as are all below: fragments of C and of B (lib/limbs.cuh), qf = 64*DK
+//   state_out : [r]                   i32   tail after a row, or -1; looked at for the last row of
+//                                           each tile
+//   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows
+//                                              lo..hi-1
+//   q, k     : [tiles, groups, qf]    u32   written, as are all below: fragments of C and of B
+//                                           (lib/limbs.cuh), qf = 64*DK
 //   u        : [tiles, nh, uf]        f32   x as sums, uf = 64*DV
 //   p        : [tiles, nh, 4096]      u32
 //   scal     : [tiles, nh, 128]       f32   decay from the tile's begin; to its end, times dt
@@ -27,19 +32,39 @@
 constexpr int STRIDE = 4 * DK + 4 * (DK > DV ? DK : DV) + 16;
 typedef Matrix<STRIDE> Mat;
 
-extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(const float* __restrict__ x, const float* __restrict__ conv_w, const float* __restrict__ conv_b,
-        const float* __restrict__ decay, const float* __restrict__ dt_bias, float* conv, const int* __restrict__ first, const int* __restrict__ starts,
-        const int* __restrict__ state_in, const int* __restrict__ state_out, const int* __restrict__ tile_seq, const int* __restrict__ tile_lo,
-        const int* __restrict__ tile_hi, unsigned* q, unsigned* k, float* u, unsigned* p, float* scal, int groups, int nh, int per, int c, int width) {
+extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(
+        const float* __restrict__ x, const float* __restrict__ conv_w,
+        const float* __restrict__ conv_b, const float* __restrict__ decay,
+        const float* __restrict__ dt_bias, float* conv, const int* __restrict__ first,
+        const int* __restrict__ starts, const int* __restrict__ state_in,
+        const int* __restrict__ state_out, const int* __restrict__ tile_seq,
+        const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, unsigned* q,
+        unsigned* k, float* u, unsigned* p, float* scal, int groups, int nh, int per, int c,
+        int width) {
     DYNAMIC_SHARED(unsigned char, rows);
-    float *hi = (float*)(rows + TILE * STRIDE), *lo = hi + TILE, *dt = lo + TILE;
-    const int t = blockIdx.x, group = blockIdx.y, tid = threadIdx.x, lane = tid % 32, warp = tid / 32, inner = nh * DV;
-    if (tile_seq[t] < 0) return;
-    const Rows r = rows_of(t, x, width, c, conv, first, starts, state_in, state_out, tile_seq, tile_lo, tile_hi);
+    float* hi = (float*)(rows + TILE * STRIDE);
+    float* lo = hi + TILE;
+    float* dt = lo + TILE;
+    const int t = blockIdx.x;
+    const int group = blockIdx.y;
+    const int tid = threadIdx.x;
+    const int lane = tid % 32;
+    const int warp = tid / 32;
+    const int inner = nh * DV;
+    if (tile_seq[t] < 0)
+        return;
+    const Rows r = rows_of(
+            t, x, width, c, conv, first, starts, state_in, state_out, tile_seq, tile_lo,
+            tile_hi);
     for (int i = tid; i < 2 * DK * 4; i += 256) {  // B, then C, of 16 rows
-        const int e = i % (2 * DK), m = e / DK, ch = inner + (m * groups + group) * DK + e % DK;
-        r.conv(ch, inner + ch, i / (2 * DK) * 16, conv_w, conv_b, [&](int j, float v) { put_limbs(rows + j * STRIDE + m * 4 * DK, e % DK, DK, v); });
-        if (i < 2 * DK && blockIdx.z == 0) r.keep_tail(ch, inner + ch);
+        const int e = i % (2 * DK);
+        const int m = e / DK;
+        const int ch = inner + (m * groups + group) * DK + e % DK;
+        r.conv(ch, inner + ch, i / (2 * DK) * 16, conv_w, conv_b, [&](int j, float v) {
+            put_limbs(rows + j * STRIDE + m * 4 * DK, e % DK, DK, v);
+        });
+        if (i < 2 * DK && blockIdx.z == 0)
+            r.keep_tail(ch, inner + ch);
     }
     __syncthreads();
     const Mat K = {{rows, 2 * DK}}, Q = {{rows + 4 * DK, 2 * DK}};
@@ -58,7 +83,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(const float* __r
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int j = 2 * lane + i;
-                d[i] = j >= r.lo && j < r.hi ? softplus(r.x[(size_t)j * width + width - nh + h] + dt_bias[h]) : 0.f;
+                d[i] = j >= r.lo && j < r.hi
+                        ? softplus(r.x[(size_t)j * width + width - nh + h] + dt_bias[h])
+                        : 0.f;
                 g[i] = decay[h] * d[i];
                 dt[j] = d[i];
             }
@@ -67,17 +94,25 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(const float* __r
         __syncthreads();  // also: nobody reads C or the last head's x any more
         for (int i = tid; i < DV * 4; i += 256) {
             const int e = i % DV, ch = h * DV + e;
-            r.conv(ch, inner + ch, i / DV * 16, conv_w, conv_b, [&](int j, float v) { ((float*)(rows + j * STRIDE + 4 * DK))[e] = v; });
-            if (i < DV) r.keep_tail(ch, inner + ch);
+            r.conv(ch, inner + ch, i / DV * 16, conv_w, conv_b,
+                    [&](int j, float v) { ((float*)(rows + j * STRIDE + 4 * DK))[e] = v; });
+            if (i < DV)
+                r.keep_tail(ch, inner + ch);
         }
         float d[4][4];
-        each_sum([&](int n, int e, int i, int j) { d[n][e] = i >= j ? segment(hi, lo, i, j) * dt[j] * qk[n][e] : 0.f; });
+        each_sum([&](int n, int e, int i, int j) {
+            d[n][e] = i >= j ? segment(hi, lo, i, j) * dt[j] * qk[n][e] : 0.f;
+        });
         write_p((uint4*)p + cell * 1024, d);
         __syncthreads();
         for (int i = warp; i < DV / 2; i += 8) {  // sums of 16 columns and 8 rows
-            const int m = i / 8, row = i % 8 * 8 + lane % 4 * 2, col = m * 16 + lane / 4;
-            const float *a = (const float*)(rows + row * STRIDE + 4 * DK), *b = (const float*)(rows + (row + 1) * STRIDE + 4 * DK);
-            ((float4*)u)[(cell * (DV / 2) + i) * 32 + lane] = make_float4(a[col], b[col], a[col + 8], b[col + 8]);
+            const int m = i / 8;
+            const int row = i % 8 * 8 + lane % 4 * 2;
+            const int col = m * 16 + lane / 4;
+            const float* a = (const float*)(rows + row * STRIDE + 4 * DK);
+            const float* b = (const float*)(rows + (row + 1) * STRIDE + 4 * DK);
+            ((float4*)u)[(cell * (DV / 2) + i) * 32 + lane] = make_float4(
+                    a[col], b[col], a[col + 8], b[col + 8]);
         }
         __syncthreads();
     }

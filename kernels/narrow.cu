@@ -26,7 +26,8 @@
 __device__ __forceinline__ unsigned four_e4m3(float4 v, float f) {
     unsigned h = 0;
     #pragma unroll
-    for (int j = 0; j < 4; j++) h |= to_e4m3((&v.x)[j] * f) << (8 * j);
+    for (int j = 0; j < 4; j++)
+        h |= to_e4m3((&v.x)[j] * f) << (8 * j);
     return h;
 }
 // The e4m3 scale of a block whose largest magnitude is `top`, a sixteenth of what codes are
@@ -36,13 +37,15 @@ __device__ __forceinline__ unsigned block_scale(float top) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) narrow(
-        const float* __restrict__ x, const float* __restrict__ gain,
-        unsigned char* y, unsigned char* s, float* scale, float eps, int rows, int n, int kp) {
-    const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS), lane = threadIdx.x % 32;
+        const float* __restrict__ x, const float* __restrict__ gain, unsigned char* y,
+        unsigned char* s, float* scale, float eps, int rows, int n, int kp) {
+    const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS);
+    const int lane = threadIdx.x % 32;
     const bool real = r < rows;
     HeldRow<WARPS> row;
     row.read(x + (size_t)(real ? r : 0) * n, gain, n);
-    if (!real) return;
+    if (!real)
+        return;
     const float2 f = chunk_scale(__uint_as_float(row.top));
     if (row.first == 0) {
         const float whole = FP8 ? f.y * 128.f : f.y * 16.f;
@@ -53,7 +56,8 @@ extern "C" __global__ void __launch_bounds__(256, 4) narrow(
         if (FP8) {
             const unsigned h = four_e4m3(v, f.x * .0078125f);
             const int at = i / 32 * 32 + i / 4 % 2 * 16 + i % 32 / 8 * 4;
-            if (i < kp) *(unsigned*)(y + (size_t)r * kp + at) = h;
+            if (i < kp)
+                *(unsigned*)(y + (size_t)r * kp + at) = h;
             return;
         }
         float top = 0.f;
@@ -63,16 +67,21 @@ extern "C" __global__ void __launch_bounds__(256, 4) narrow(
             q *= f.x;
             top = fmaxf(top, fabsf(q));
         }
-        for (int m = 2; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+        for (int m = 2; m; m >>= 1)
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
         const unsigned e = block_scale(top);
         const float by = __fdiv_rn(.0625f, of_e4m3(e));
         unsigned h = 0;
         #pragma unroll
-        for (int j = 0; j < 4; j++) h |= to_e2m1((&v.x)[j] * by) << (8 * j);
+        for (int j = 0; j < 4; j++)
+            h |= to_e2m1((&v.x)[j] * by) << (8 * j);
         h <<= lane % 2 * 4;
         h |= __shfl_xor_sync(~0u, h, 1);
-        if (i >= kp) return;
-        if (lane % 2 == 0) *(unsigned*)(y + (size_t)r * (kp / 2) + i / 2) = h;
-        if (lane % 4 == 0) s[(size_t)r * (kp / 16) + i / 16] = e;
+        if (i >= kp)
+            return;
+        if (lane % 2 == 0)
+            *(unsigned*)(y + (size_t)r * (kp / 2) + i / 2) = h;
+        if (lane % 4 == 0)
+            s[(size_t)r * (kp / 16) + i / 16] = e;
     });
 }

@@ -19,16 +19,18 @@
 //   starts    : [seqs]          i32  position of row 0
 //   live      : [seqs]          i32  rows that are not masked
 //   state_in  : [seqs]          i32  changes places with
-//   state_out : [rows]          i32  that of the last accepted row; -1 for none. That of row 0 is the other
-//                                    of the two that share a slot with what it reads: 2n and 2n+1
+//   state_out : [rows]          i32  that of the last accepted row; -1 for none. That of row 0 is
+//                                    the other of the two that share a slot with what it reads: 2n
+//                                    and 2n+1
 //   tick      : [1]             i32  counted up
 //   told_seq  : [2, seqs, ahead] i32 memory of the host: after the first word the drafts that the
-//                                    next step looks at, -1 for none, or -2
-//                                    where the drafter had no numbers for it
+//                                    next step looks at, -1 for none, or -2 where the drafter had
+//                                    no numbers for it
 //   launch: <<<1, 256>>>, at most 256 sequences
 #include "lib/pdl.cuh"
 
-struct Next {  // of a sequence: its newest token's position and id, rows accepted and real ones
+// of a sequence: its newest token's position and id, rows accepted and real ones
+struct Next {
     int p, n, live, newest, line;
     int top, shift[3];  // the last position it may have; rotary positions less positions
 };
@@ -36,19 +38,21 @@ struct Next {  // of a sequence: its newest token's position and id, rows accept
 // How many of a sequence's drafts are some.
 __device__ __forceinline__ int leading(const int* drafts, int k, int s, int seqs) {
     int j = 0;
-    while (j < k && drafts[j * seqs + s] >= 0) j++;
+    while (j < k && drafts[j * seqs + s] >= 0)
+        j++;
     return j;
 }
 
 extern "C" __global__ void __launch_bounds__(256) next_rows(
         const int* drafts, const int* accepted, const int* last, const int* newest,
-        const int* line, const int* kmax, const int* limit, const int* tables,
-        int* ids, int* pos, int* pos3, long long* slots, int* seq,
-        int* lanes, int* starts, int* live, int* state_in, int* state_out,
-        int* tick, int* told_seq, int seqs, int width, int k, int most,
-        int block_size, int ahead) {
+        const int* line, const int* kmax, const int* limit, const int* tables, int* ids,
+        int* pos, int* pos3, long long* slots, int* seq, int* lanes, int* starts, int* live,
+        int* state_in, int* state_out, int* tick, int* told_seq, int seqs, int width, int k,
+        int most, int block_size, int ahead) {
     __shared__ Next all[256];
-    const int i = threadIdx.x, rows = seqs * width, axes = pos3 ? 3 : 0;
+    const int i = threadIdx.x;
+    const int rows = seqs * width;
+    const int axes = pos3 ? 3 : 0;
     pdl_trigger();
     const int half = tick[0] & 1;
     if (i < seqs) {  // all that is moved is read before any of it is written
@@ -56,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(256) next_rows(
         a.line = line[i];
         a.n = a.line < 0 ? 0 : accepted[i];
         a.newest = newest[i];
-        const int was = pos[i * width], end = min(limit[i], most * block_size);
+        const int was = pos[i * width];
+        const int end = min(limit[i], most * block_size);
         const int own = min(max(kmax[i], 0), width - 1);
         a.p = was + a.n;
         a.top = max(end - 1, 0);
@@ -93,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(256) next_rows(
             id = drafts && j <= k ? drafts[(j - 1) * seqs + s] : -1;
             told_seq[(half * seqs + s) * ahead + j] = real ? id : a.n ? min(id, -1) : -1;
         }
-        if (!a.n) continue;
+        if (!a.n)
+            continue;
         const int* blocks = tables + (size_t)s * most;
         const long long block = real ? blocks[to / block_size] : 0;
         ids[r] = id;
@@ -104,5 +110,6 @@ extern "C" __global__ void __launch_bounds__(256) next_rows(
         for (int x = 0; x < axes; x++)
             pos3[x * rows + r] = to + a.shift[x];
     }
-    if (!i) tick[0]++;
+    if (!i)
+        tick[0]++;
 }

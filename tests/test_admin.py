@@ -17,12 +17,17 @@ from test_llamacpp_behaviour import ask,routed  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def no_keys(monkeypatch):
-    for n in ('ATLAS_API_KEY','ATLAS_ADMIN_KEY'): monkeypatch.delenv(n, raising=False)
+    for n in ('ATLAS_API_KEY','ATLAS_ADMIN_KEY'):
+        monkeypatch.delenv(n, raising=False)
 
 @pytest.fixture(scope='module')
 def gateway():
     "Two models of which one is loaded at the start; its address"
-    with routed(dict(model='one'), dict(model='two', at_load=None), first=['one'], autoload=False) as (h,models):
+    with routed(
+        dict(model='one'),
+        dict(model='two', at_load=None),
+        first=['one'], autoload=False
+    ) as (h,models):
         until(lambda: models.find('one').state=='loaded')
         yield str(h.base_url).rstrip('/'),h
 
@@ -36,15 +41,21 @@ def refused(*args):
     assert r.exit_code==1 and r.stdout=='' and 'Traceback' not in r.stderr
     return r.stderr
 
-def states(url): return {m['name']:m['state'] for m in json.loads(ok('ps', '--url', url, '--json'))['models']}
+def states(url):
+    return {
+        m['name']:m['state']
+        for m in json.loads(ok('ps', '--url', url, '--json'))['models']}
 
 # ---- What is there ----
 
 def test_ps(gateway):
     url,h = gateway
     head,*lines = ok('ps', '--url', url).splitlines()
-    assert head.split()==['NAME','STATE','SIZE','TOKENS/S','ROOF','RUNNING','WAITING','SINCE','UNTIL','NAMES']
-    assert [l.split()[:2] for l in lines]==[['one','loaded'],['two','unloaded']]
+    assert head.split()==[
+        'NAME','STATE','SIZE','TOKENS/S','ROOF','RUNNING','WAITING','SINCE',
+        'UNTIL','NAMES']
+    assert [l.split()[:2] for l in lines]==[
+        ['one','loaded'],['two','unloaded']]
     before = time.time()
     ask(h, 'one', max_tokens=4)
     until(lambda: not Server(url).one('one').running)
@@ -53,12 +64,17 @@ def test_ps(gateway):
     assert before-3600<one['since']<=time.time()+1 and two['state']=='unloaded'
 
 def test_ps_says_what_is_known_of_the_memory():
-    models = Shams([sham('big', 40*GIB), sham('gone', 10*GIB, 'failed', 'no room')])
+    models = Shams([
+        sham('big', 40*GIB),
+        sham('gone', 10*GIB, 'failed', 'no room')])
     with live(create_app(models)) as port:
         url = f'http://127.0.0.1:{port}'
         said = json.loads(ok('ps', '--url', url, '--json'))
         assert said['memory']['budget']==100*GIB
-        assert [(m['bytes'],m['state'],m['reason']) for m in said['models']]==[(40*GIB,'loaded',None),(10*GIB,'failed','no room')]
+        assert [
+            (m['bytes'],m['state'],m['reason'])
+            for m in said['models']
+        ]==[(40*GIB,'loaded',None),(10*GIB,'failed','no room')]
         assert '40 GiB' in ok('ps', '--url', url)
 
 # ---- Loading and unloading ----
@@ -69,20 +85,26 @@ def test_load_and_stop(gateway):
     since = Server(url).one('two').since
     assert ok('load', 'two', '--url', url)=='two is loaded\n'
     assert ok('load', 'two', '--url', url)=='two is loaded\n'
-    assert states(url)==dict(one='loaded', two='loaded') and Server(url).one('two').since>=since
+    assert states(url)==dict(one='loaded', two='loaded')
+    assert Server(url).one('two').since>=since
     assert json.loads(ok('stop', 'two', '--url', url, '--json'))['state']=='unloaded'
     assert ok('stop', 'two', '--url', url)=='two is unloaded\n'
     assert states(url)==dict(one='loaded', two='unloaded')
 
 def test_without_waiting(gateway):
     url,_ = gateway
-    assert json.loads(ok('load', 'two', '--no-wait', '--json', '--url', url))['state'] in ('loading','loaded')
+    assert json.loads(
+        ok('load', 'two', '--no-wait', '--json', '--url', url)
+    )['state'] in ('loading','loaded')
     until(lambda: states(url)['two']=='loaded')
     ok('stop', 'two', '--no-wait', '--url', url)
     until(lambda: states(url)['two']=='unloaded')
 
 def test_a_load_that_fails_says_why():
-    with routed(dict(model='good'), dict(model='bad', at_load='oom'), first=['good']) as (h,models):
+    with routed(
+        dict(model='good'),
+        dict(model='bad', at_load='oom'), first=['good']
+    ) as (h,models):
         url = str(h.base_url).rstrip('/')
         said = refused('load', 'bad', '--url', url)
         assert 'bad has failed' in said and models.find('bad').reason in said
@@ -90,7 +112,8 @@ def test_a_load_that_fails_says_why():
 
 def test_a_model_that_is_none(gateway):
     url,_ = gateway
-    for verb in ('load','stop'): assert "'three'" in refused(verb, 'three', '--url', url)
+    for verb in ('load','stop'):
+        assert "'three'" in refused(verb, 'three', '--url', url)
     assert "'a/b?c'" in refused('load', 'a/b?c', '--url', url)
 
 # ---- As it goes ----
@@ -102,8 +125,14 @@ def test_top_in_a_pipe(gateway):
 
 def test_top_as_json(gateway):
     url,_ = gateway
-    lines = [json.loads(l) for l in ok('top', '--url', url, '--count', '2', '--every', '0.1', '--json').splitlines()]
-    assert [[m['name'] for m in l['models']] for l in lines]==[['one','two']]*2
+    lines = [
+        json.loads(l)
+        for l in ok(
+            'top', '--url', url, '--count', '2', '--every', '0.1', '--json').splitlines()]
+    assert [
+        [m['name'] for m in l['models']]
+        for l in lines
+    ]==[['one','two']]*2
 
 @pytest.mark.parametrize('term', ['dumb','xterm-256color'])
 def test_top_in_a_terminal(gateway, term):
@@ -114,21 +143,27 @@ from atlas.use.cli import app
 try: app(['top','--url',{url!r},'--every','.1'])
 finally: print('left', flush=True)""")
     try:
-        for _ in range(3): t.expect('tokens/s,')
+        for _ in range(3):
+            t.expect('tokens/s,')
         t.expect('left', again='\x03')
         assert t.status()==0
-    finally: t.end()
+    finally:
+        t.end()
 
 def test_top_outlives_a_server_that_is_away(gateway, monkeypatch):
     url,_ = gateway
     looks,n = Server.rows,[0]
     def rows(self):
         n[0] += 1
-        if n[0]==2: raise ClientError('No server answers')
+        if n[0]==2:
+            raise ClientError('No server answers')
         return looks(self)
     monkeypatch.setattr(Server, 'rows', rows)
-    first,gone,back = ok('top', '--url', url, '--count', '3', '--every', '0.1', '--json').splitlines()
-    assert json.loads(gone)==dict(error='No server answers') and first.startswith('{"models"') and back.startswith('{"models"')
+    first,gone,back = ok(
+        'top', '--url', url, '--count', '3', '--every', '0.1', '--json').splitlines()
+    assert json.loads(gone)==dict(error='No server answers')
+    assert first.startswith('{"models"')
+    assert back.startswith('{"models"')
 
 # ---- Keys, and servers that are none ----
 
@@ -136,7 +171,8 @@ def test_top_outlives_a_server_that_is_away(gateway, monkeypatch):
 def guarded():
     rules = Rules(keys=Keys({'sesame':'user', 'onion':'admin'}))
     models = Shams([sham('m', GIB, 'unloaded')], first=())
-    with live(create_app(models, rules=rules)) as port: yield f'http://127.0.0.1:{port}',models
+    with live(create_app(models, rules=rules)) as port:
+        yield f'http://127.0.0.1:{port}',models
 
 def test_keys(guarded, monkeypatch):
     "From the flag, or the environment; what changes something is for admins"
@@ -154,8 +190,12 @@ def test_keys(guarded, monkeypatch):
     assert ok('stop', 'm', '--url', url)=='m is unloaded\n'
 
 def test_no_server():
-    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
-    for verb in (['ps'],['load','m'],['stop','m'],['top'],['top','--json']):
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = s.getsockname()[1]
+    for verb in (
+        ['ps'],['load','m'],['stop','m'],
+        ['top'],['top','--json']
+    ):
         assert 'atlas serve' in refused(*verb, '--url', f'http://127.0.0.1:{port}')
     assert 'no address' in refused('ps', '--url', 'spark:8888')
 
@@ -165,7 +205,10 @@ def test_something_else():
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse,PlainTextResponse
     from starlette.routing import Route
-    said = [PlainTextResponse('hello'), JSONResponse([1]), JSONResponse(dict(data=[3])), JSONResponse({}, 418)]
+    said = [
+        PlainTextResponse('hello'), JSONResponse([1]),
+        JSONResponse(dict(data=[3])),
+        JSONResponse({}, 418)]
     async def answer(request): return said[0]
     with running(Starlette(routes=[Route('/models', answer)])) as url:
         while said:
@@ -175,4 +218,6 @@ def test_something_else():
 def test_other_servers_of_this_kind():
     "llama.cpp's list of models says less"
     r = row(dict(id='x', status=dict(value='sleeping')))
-    assert cells(r, 0)==('x','sleeping','-','-','-','0','0','-','-','')
+    assert cells(r, 0)==(
+        'x','sleeping','-','-','-','0','0','-',
+        '-','')

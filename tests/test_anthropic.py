@@ -25,15 +25,23 @@ from helpers.waiting import WAIT  # noqa: E402
 HELLO = [dict(role='user', content='Hello')]
 COUNTS = Usage(prompt=120, completion=30, cached=64, reasoning=7)
 
-def parsed(f=parse, **kw): return f(json.dumps(dict(model='m', max_tokens=64, messages=HELLO)|kw).encode())
+def parsed(f=parse, **kw):
+    return f(
+        json.dumps(
+            dict(model='m', max_tokens=64, messages=HELLO)|kw).encode())
 def calls(*ds): return tuple(ds)
 
-# -- a server that says what a script tells it -------------------------------------------------------------------------------
+# -- a server that says what a script tells it
+# -------------------------------------------------------------------------------
 
-class KeyMissing(AtlasError): status,code = 401,'no_key'
-class NotYours(AtlasError): status,code = 403,'forbidden'
-class TooLarge(RequestError): status,code = 413,'body_too_large'
-class TooMany(AtlasError): status,code = 429,'rate_limited'
+class KeyMissing(AtlasError):
+    status,code = 401,'no_key'
+class NotYours(AtlasError):
+    status,code = 403,'forbidden'
+class TooLarge(RequestError):
+    status,code = 413,'body_too_large'
+class TooMany(AtlasError):
+    status,code = 429,'rate_limited'
 
 def always(*deltas):
     "An answer that is the same whatever is asked"
@@ -56,34 +64,53 @@ class Script:
         self.seen,self.error_at = [],None
 
     async def __call__(self, scope, receive, send):
-        if scope['type']!='http': return
+        if scope['type']!='http':
+            return
         raw = b''
         while True:
-            m = await receive(); raw += m.get('body', b'')
-            if not m.get('more_body'): break
-        try: status,kind,chunks = 200,*self.serve(scope['path'], raw)
-        except AtlasError as e: status,kind,chunks = e.status,b'application/json',[json.dumps(error_body(e)).encode()]
-        await send(dict(type='http.response.start', status=status, headers=[(b'content-type', kind)]))
-        for c in chunks: await send(dict(type='http.response.body', body=c, more_body=True))
+            m = await receive()
+            raw += m.get('body', b'')
+            if not m.get('more_body'):
+                break
+        try:
+            status,kind,chunks = 200,*self.serve(scope['path'], raw)
+        except AtlasError as e:
+            status = e.status
+            kind = b'application/json'
+            chunks = [json.dumps(error_body(e)).encode()]
+        await send(
+            dict(type='http.response.start', status=status, headers=[(b'content-type', kind)]))
+        for c in chunks:
+            await send(dict(type='http.response.body', body=c, more_body=True))
         await send(dict(type='http.response.body', body=b''))
 
     def serve(self, path, raw):
         if path=='/v1/messages/count_tokens':
-            ask = parse_count(raw); self.seen.append(ask)
-            return b'application/json',[json.dumps(dict(input_tokens=len(str(ask.messages)))).encode()]
-        ask = parse(raw); self.seen.append(ask)
+            ask = parse_count(raw)
+            self.seen.append(ask)
+            return (
+                b'application/json',
+                [json.dumps(dict(input_tokens=len(str(ask.messages)))).encode()])
+        ask = parse(raw)
+        self.seen.append(ask)
         pieces = self.answer(ask)
         w = reply(ask, ask.model)
-        if not ask.stream: return b'application/json',[json.dumps(w.whole([gather(pieces)], COUNTS)).encode()]
+        if not ask.stream:
+            return (
+                b'application/json',
+                [json.dumps(w.whole([gather(pieces)], COUNTS)).encode()])
         return b'text/event-stream',list(self.stream(w, pieces))
 
     def stream(self, w, pieces):
         yield w.start(Usage(prompt=120))
         yield w.ping()
         for n,p in enumerate(pieces):
-            if n==self.error_at: yield w.error(EngineError('The engine failed')); return
+            if n==self.error_at:
+                yield w.error(EngineError('The engine failed'))
+                return
             yield w.piece(0, p)
-            if n==0: yield w.ping()
+            if n==0:
+                yield w.ping()
         yield w.end(COUNTS)
 
 @pytest.fixture(scope='module')
@@ -94,10 +121,13 @@ def scripted_app():
     up = threading.Event()
     async def main():
         task = asyncio.ensure_future(server.serve())
-        while not server.started: await asyncio.sleep(.01)
+        while not server.started:
+            await asyncio.sleep(.01)
         script.url = f'http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}'
-        up.set(); await task
-    t = threading.Thread(target=lambda: asyncio.run(main()), daemon=True); t.start()
+        up.set()
+        await task
+    t = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    t.start()
     assert up.wait(WAIT)
     yield script
     server.should_exit = True
@@ -113,39 +143,67 @@ def client_of(url, **kw):
 
 @pytest.fixture
 def client(script):
-    with client_of(script.url, api_key='none') as c: yield c
+    with client_of(script.url, api_key='none') as c:
+        yield c
 
 def ask(client, **kw): return dict(model='m', max_tokens=64, messages=HELLO)|kw
 
-# -- the client ----------------------------------------------------------------------------------------------------------------
+# -- the client ----------------------------------------------------------------------------------
+# ------------------------------
 
 def test_a_message(client, script):
-    m = client.messages.create(**ask(client, system='Be kind', stop_sequences=['END'], metadata=dict(user_id='u'), service_tier='auto', extra_body=dict(temperature=.5, top_k=40)))
-    assert (m.content[0].text,m.stop_reason,m.stop_sequence,m.role,m.type,m.model) == ('Hi.','end_turn',None,'assistant','message','m')
+    m = client.messages.create(
+        **ask(
+            client, system='Be kind', stop_sequences=['END'],
+            metadata=dict(user_id='u'), service_tier='auto',
+            extra_body=dict(temperature=.5, top_k=40)))
+    assert (
+        m.content[0].text,m.stop_reason,
+        m.stop_sequence,m.role,m.type,m.model
+    ) == ('Hi.','end_turn',None,'assistant','message','m')
     assert m.id.startswith('msg_')
     u = m.usage
-    assert (u.input_tokens,u.cache_read_input_tokens,u.cache_creation_input_tokens,u.output_tokens,u.output_tokens_details.thinking_tokens) == (56,64,0,30,7)
+    assert (
+        u.input_tokens,u.cache_read_input_tokens,u.cache_creation_input_tokens,u.output_tokens,
+        u.output_tokens_details.thinking_tokens
+    ) == (56,64,0,30,7)
     a = script.seen[0]
-    assert a.messages==[dict(role='system', content='Be kind'), dict(role='user', content='Hello')]
-    assert (a.params.temperature,a.params.top_k,a.params.stop,a.params.max_tokens,a.stream) == (.5,40,('END',),64,False)
+    assert a.messages==[
+        dict(role='system', content='Be kind'),
+        dict(role='user', content='Hello')]
+    assert (
+        a.params.temperature,a.params.top_k,
+        a.params.stop,a.params.max_tokens,a.stream
+    ) == (.5,40,('END',),64,False)
 
-@pytest.mark.parametrize('finish,stop,want', [('stop',None,('end_turn',None)), ('stop','END',('stop_sequence','END')), ('stop','<|im_end|>',('end_turn',None)),
-    ('stop',7,('end_turn',None)), ('length',None,('max_tokens',None))])
+@pytest.mark.parametrize(
+    'finish,stop,want',
+    [('stop',None,('end_turn',None)),
+     ('stop','END',('stop_sequence','END')),
+     ('stop','<|im_end|>',('end_turn',None)),
+     ('stop',7,('end_turn',None)),
+     ('length',None,('max_tokens',None))])
 def test_stop_reasons(client, script, finish, stop, want):
     script.answer = always(said('a'), end(finish, stop=stop))
     m = client.messages.create(**ask(client, stop_sequences=['END']))
     assert (m.stop_reason,m.stop_sequence)==want
-    with client.messages.stream(**ask(client, stop_sequences=['END'])) as s: m = s.get_final_message()
+    with client.messages.stream(**ask(client, stop_sequences=['END'])) as s:
+        m = s.get_final_message()
     assert (m.stop_reason,m.stop_sequence)==want
 
 def test_a_stream(client, script):
-    odd = ['Hel', 'lo', '\n\ndata: no\n\nevent: error\n', ' \u2028\u2029\x85 ', 'größer "quoted" \\ 日本 \U0001f600', '\x00\x1f']
+    odd = [
+        'Hel', 'lo', '\n\ndata: no\n\nevent: error\n', ' \u2028\u2029\x85 ',
+        'größer "quoted" \\ 日本 \U0001f600', '\x00\x1f']
     script.answer = always(*map(said, odd), end())
     with client.messages.stream(**ask(client)) as s:
         got = list(s.text_stream)
         m = s.get_final_message()
     assert got==odd and m.content[0].text==''.join(odd)
-    assert (m.usage.input_tokens,m.usage.cache_read_input_tokens,m.usage.output_tokens) == (56,64,30)
+    assert (
+        m.usage.input_tokens,m.usage.cache_read_input_tokens,
+        m.usage.output_tokens
+    ) == (56,64,30)
 
 def test_events_in_order(client, script):
     script.answer = always(
@@ -157,17 +215,26 @@ def test_events_in_order(client, script):
         said('\nDone', calls=calls(CallDelta(0, arguments='1}'))),
         end('tool_calls'))
     events = list(client.messages.create(**ask(client, stream=True)))
-    assert [e.type for e in events][:2]==['message_start','content_block_start'] and [e.type for e in events][-2:]==['message_delta','message_stop']
+    assert [e.type for e in events][:2]==['message_start','content_block_start']
+    assert [e.type for e in events][-2:]==['message_delta','message_stop']
     assert [e.index for e in events if e.type=='content_block_start']==[0,1,2,3]
-    assert [e.content_block.type for e in events if e.type=='content_block_start']==['thinking','text','tool_use','text']
+    assert [e.content_block.type for e in events if e.type=='content_block_start']==[
+        'thinking','text','tool_use','text']
     open_ = None
     for e in events:
-        if e.type=='content_block_start': assert open_ is None; open_ = e.index
-        if e.type=='content_block_delta': assert e.index==open_
-        if e.type=='content_block_stop': assert e.index==open_; open_ = None
+        if e.type=='content_block_start':
+            assert open_ is None
+            open_ = e.index
+        if e.type=='content_block_delta':
+            assert e.index==open_
+        if e.type=='content_block_stop':
+            assert e.index==open_
+            open_ = None
     assert open_ is None
     deltas = [e.delta for e in events if e.type=='content_block_delta']
-    assert [d.type for d in deltas]==['thinking_delta','thinking_delta','signature_delta','text_delta','input_json_delta','input_json_delta','text_delta']
+    assert [d.type for d in deltas]==[
+        'thinking_delta','thinking_delta','signature_delta','text_delta','input_json_delta',
+        'input_json_delta','text_delta']
     assert deltas[2].signature and deltas[-1].text=='\nDone' and deltas[3].text=='\nSo'
 
 THINKING = [
@@ -177,11 +244,19 @@ THINKING = [
 
 def test_thinking_goes_round(client, script):
     script.answer = always(*THINKING)
-    m = client.messages.create(**ask(client, max_tokens=4096, thinking=dict(type='enabled', budget_tokens=2048)))
-    assert [b.type for b in m.content]==['thinking','text'] and m.content[0].thinking=='Let me think.' and m.content[0].signature
-    assert script.seen[0].thinking_budget==2048 and script.seen[0].template['enable_thinking'] is True
-    with client.messages.stream(**ask(client, messages=[*HELLO, m.to_param(), *HELLO])) as s: assert s.get_final_message().content[0].thinking=='Let me think.'
-    assert script.seen[1].messages[1]==dict(role='assistant', content='Yes.', reasoning='Let me think.')
+    m = client.messages.create(
+        **ask(client, max_tokens=4096, thinking=dict(type='enabled', budget_tokens=2048)))
+    assert [b.type for b in m.content]==['thinking','text']
+    assert m.content[0].thinking=='Let me think.'
+    assert m.content[0].signature
+    assert script.seen[0].thinking_budget==2048
+    assert script.seen[0].template['enable_thinking'] is True
+    with client.messages.stream(
+        **ask(client, messages=[*HELLO, m.to_param(), *HELLO])
+    ) as s:
+        assert s.get_final_message().content[0].thinking=='Let me think.'
+    assert script.seen[1].messages[1]==dict(
+        role='assistant', content='Yes.', reasoning='Let me think.')
 
 def test_a_thought_that_is_not_shown_goes_round_too(client, script):
     script.answer = always(*THINKING)
@@ -189,23 +264,31 @@ def test_a_thought_that_is_not_shown_goes_round_too(client, script):
     with client.messages.stream(**kw) as s:
         events = list(s)
         m = s.get_final_message()
-    assert [b.type for b in m.content]==['thinking','text'] and m.content[0].thinking=='' and m.content[0].signature
+    assert [b.type for b in m.content]==['thinking','text']
+    assert m.content[0].thinking==''
+    assert m.content[0].signature
     assert not any(e.type=='content_block_delta' and e.delta.type=='thinking_delta' for e in events)
     w = client.messages.create(**kw)
-    assert [b.type for b in w.content]==['thinking','text'] and w.content[0]==m.content[0]
-    client.messages.create(**ask(client, messages=[*HELLO, m.to_param(), *HELLO]))
-    assert script.seen[-1].messages[1]==dict(role='assistant', content='Yes.', reasoning='Let me think.')
+    assert [b.type for b in w.content]==['thinking','text']
+    assert w.content[0]==m.content[0]
+    client.messages.create(
+        **ask(client, messages=[*HELLO, m.to_param(), *HELLO]))
+    assert script.seen[-1].messages[1]==dict(
+        role='assistant', content='Yes.', reasoning='Let me think.')
 
 def test_zero_tokens_say_nothing(client, script):
     kw = ask(client, max_tokens=0)
-    with client.messages.stream(**kw) as s: streamed = s.get_final_message()
-    for m in client.messages.create(**kw),streamed: assert (m.content,m.stop_reason)==([],'max_tokens')
+    with client.messages.stream(**kw) as s:
+        streamed = s.get_final_message()
+    for m in client.messages.create(**kw),streamed:
+        assert (m.content,m.stop_reason)==([],'max_tokens')
 
 def test_the_tool_loop_of_the_sdk(client, script):
     "The SDK's own loop calls the tool and comes back with its result"
     def answer(a):
         last = a.messages[-1]
-        if last['role']=='tool': return [said(f'It is {last["content"]}.', finish='stop')]
+        if last['role']=='tool':
+            return [said(f'It is {last["content"]}.', finish='stop')]
         begun = called(0, 'call_0123', 'weather', '{"city"')
         return [said('Wait.'), begun, called(0, arguments=': "Oslo"}'), end('tool_calls')]
     script.answer = answer
@@ -216,18 +299,32 @@ def test_the_tool_loop_of_the_sdk(client, script):
     for stream in False,True:
         kw = dict(model='m', max_tokens=64, messages=list(HELLO), tools=[weather])
         script.seen.clear()
-        if stream: m = [x.get_final_message() for x in client.beta.messages.tool_runner(stream=True, **kw)][-1]
-        else: m = client.beta.messages.tool_runner(**kw).until_done()
+        if stream:
+            m = [
+                x.get_final_message()
+                for x in client.beta.messages.tool_runner(stream=True, **kw)][-1]
+        else:
+            m = client.beta.messages.tool_runner(**kw).until_done()
         assert m.content[0].text=='It is Oslo: rain.'
         a = script.seen[-1]
         assert [m['role'] for m in a.messages]==['user','assistant','tool']
-        assert a.messages[-2]['tool_calls']==[dict(id='toolu_0123', type='function', function=dict(name='weather', arguments='{"city":"Oslo"}'))]
-        assert a.messages[-1]==dict(role='tool', tool_call_id='toolu_0123', content='Oslo: rain', name='weather')
-        assert a.tools[0]['function']['parameters']['required']==['city'] and len(script.seen)==2  # the first try, with a thread, was refused
+        assert a.messages[-2]['tool_calls']==[
+            dict(
+                id='toolu_0123', type='function',
+                function=dict(name='weather', arguments='{"city":"Oslo"}'))]
+        assert a.messages[-1]==dict(
+            role='tool', tool_call_id='toolu_0123', content='Oslo: rain', name='weather')
+        # the first try, with a thread, was refused
+        assert a.tools[0]['function']['parameters']['required']==['city']
+        assert len(script.seen)==2
 
 def test_no_conversation_is_held(client):
     "A later request of a thread has only what is new"
-    with pytest.raises(anthropic.BadRequestError) as e: client.beta.messages.create(**ask(client), thread=dict(type='continue', previous_message_id='msg_1'), betas=['message-threads-2026-08-12'])
+    with pytest.raises(anthropic.BadRequestError) as e:
+        client.beta.messages.create(
+            **ask(client),
+            thread=dict(type='continue', previous_message_id='msg_1'),
+            betas=['message-threads-2026-08-12'])
     assert e.value.error_code=='thread_unsupported_request'
 
 def test_parallel_calls_and_a_cut(client, script):
@@ -236,46 +333,72 @@ def test_parallel_calls_and_a_cut(client, script):
     both = Delta(calls=calls(f, g))
     script.answer = always(both, end('length'))
     whole = client.messages.create(**ask(client))
-    with client.messages.stream(**ask(client)) as s: streamed = s.get_final_message()
+    with client.messages.stream(**ask(client)) as s:
+        streamed = s.get_final_message()
     for m in whole,streamed:
-        assert [(b.id,b.name,b.input) for b in m.content]==[('toolu_1','f',{}), ('toolu_2','g',dict(a=[1,{}]))]
+        assert [(b.id,b.name,b.input) for b in m.content]==[
+            ('toolu_1','f',{}),
+            ('toolu_2','g',dict(a=[1,{}]))]
         assert m.stop_reason=='max_tokens'
 
 def test_an_empty_answer_has_a_block(client, script):
     for text in '','\n':
         script.answer = always(said(text), end())
-        with client.messages.stream(**ask(client)) as s: streamed = s.get_final_message()
-        for m in client.messages.create(**ask(client)),streamed: assert [b.to_dict() for b in m.content]==[dict(type='text', text=text)]
+        with client.messages.stream(**ask(client)) as s:
+            streamed = s.get_final_message()
+        for m in client.messages.create(**ask(client)),streamed:
+            assert [b.to_dict() for b in m.content]==[
+                dict(type='text', text=text)]
 
-class Title(BaseModel): title:str
+class Title(BaseModel):
+    title:str
 
 def test_structured_output(client, script):
     script.answer = always(said('{"title": "A day"}', finish='stop'))
     m = client.messages.parse(**ask(client, output_format=Title))
     assert m.parsed_output==Title(title='A day')
-    assert script.seen[0].format['kind']=='json_schema' and script.seen[0].format['schema']['required']==['title']
+    assert script.seen[0].format['kind']=='json_schema'
+    assert script.seen[0].format['schema']['required']==['title']
 
 def test_count_tokens(client, script):
-    n = client.messages.count_tokens(model='m', messages=HELLO, system='Be kind', tools=[dict(name='f', input_schema=dict(type='object'))]).input_tokens
+    n = client.messages.count_tokens(
+        model='m', messages=HELLO, system='Be kind',
+        tools=[dict(name='f', input_schema=dict(type='object'))]).input_tokens
     assert n==len(str(script.seen[0].messages)) and script.seen[0].tools
-    client.messages.count_tokens(model='m', messages=[*HELLO, dict(role='assistant', content='and then')])
+    client.messages.count_tokens(
+        model='m',
+        messages=[*HELLO, dict(role='assistant', content='and then')])
 
-ERRORS = [(RequestError('a'),anthropic.BadRequestError,'invalid_request_error'), (KeyMissing('a'),anthropic.AuthenticationError,'authentication_error'),
-    (NotYours('a'),anthropic.PermissionDeniedError,'permission_error'), (SourceError('a'),anthropic.NotFoundError,'not_found_error'),
-    (TooLarge('a'),anthropic.APIStatusError,'request_too_large'), (TooMany('a'),anthropic.RateLimitError,'rate_limit_error'),
-    (EngineError('a'),anthropic.InternalServerError,'api_error'), (QueueFullError('a'),anthropic.APIStatusError,'overloaded_error'),
+ERRORS = [
+    (RequestError('a'),anthropic.BadRequestError,'invalid_request_error'),
+    (KeyMissing('a'),anthropic.AuthenticationError,'authentication_error'),
+    (NotYours('a'),anthropic.PermissionDeniedError,'permission_error'),
+    (SourceError('a'),anthropic.NotFoundError,'not_found_error'),
+    (TooLarge('a'),anthropic.APIStatusError,'request_too_large'),
+    (TooMany('a'),anthropic.RateLimitError,'rate_limit_error'),
+    (EngineError('a'),anthropic.InternalServerError,'api_error'),
+    (QueueFullError('a'),anthropic.APIStatusError,'overloaded_error'),
     (ContextLengthError('a'),anthropic.BadRequestError,'invalid_request_error')]
 
-@pytest.mark.parametrize('e,kind,name', ERRORS, ids=[type(e).__name__ for e,*_ in ERRORS])
+@pytest.mark.parametrize(
+    'e,kind,name', ERRORS,
+    ids=[type(e).__name__ for e,*_ in ERRORS])
 def test_errors(client, script, e, kind, name):
     def fail(a): raise e
     script.answer = fail
-    with pytest.raises(kind) as got: client.messages.create(**ask(client))
-    assert got.value.type==name and got.value.error_code==e.code and got.value.status_code==e.status
+    with pytest.raises(kind) as got:
+        client.messages.create(**ask(client))
+    assert got.value.type==name
+    assert got.value.error_code==e.code
+    assert got.value.status_code==e.status
     assert ('prompt is too long' in got.value.api_message)==isinstance(e, ContextLengthError)
 
 def test_a_body_that_is_wrong(client):
-    with pytest.raises(anthropic.BadRequestError, match=r'messages\[0\].content\[0\].type'): client.messages.create(**ask(client, messages=[dict(role='user', content=[dict(type='video')])]))
+    with pytest.raises(anthropic.BadRequestError, match=r'messages\[0\].content\[0\].type'):
+        client.messages.create(
+            **ask(
+                client,
+                messages=[dict(role='user', content=[dict(type='video')])]))
 
 def test_a_stream_that_breaks(client, script):
     script.answer = always(said('a'), said('b'), end())
@@ -283,21 +406,26 @@ def test_a_stream_that_breaks(client, script):
     got = []
     with pytest.raises(anthropic.APIStatusError, match='The engine failed') as e:
         with client.messages.stream(**ask(client)) as s:
-            for t in s.text_stream: got.append(t)
+            for t in s.text_stream:
+                got.append(t)
     assert got==['a'] and e.value.type=='api_error'
 
 async def test_async_client(script):
     async with anthropic.AsyncAnthropic(base_url=script.url, api_key='none', max_retries=0) as c:
-        async with c.messages.stream(model='m', max_tokens=9, messages=HELLO) as s: assert [t async for t in s.text_stream]==['Hi.']
-test_async_client = lambda script, f=test_async_client: asyncio.run(f(script))
+        async with c.messages.stream(model='m', max_tokens=9, messages=HELLO) as s:
+            assert [t async for t in s.text_stream]==['Hi.']
+def test_async_client(script, f=test_async_client): return asyncio.run(f(script))
 
-# -- any chunking --------------------------------------------------------------------------------------------------------------
+# -- any chunking --------------------------------------------------------------------------------
+# ------------------------------
 
 event = TypeAdapter(RawMessageStreamEvent)
 
 def accumulated(w, pieces):
     "The message that the SDK's accumulator makes of a stream"
-    raw = w.start(Usage(prompt=120))+b''.join(w.piece(0, p) for p in pieces)+w.end(COUNTS)
+    raw = w.start(Usage(prompt=120))+b''.join(
+        w.piece(0, p) for p in pieces
+    )+w.end(COUNTS)
     m,bufs = None,{}
     for e in raw.decode().split('\n\n')[:-1]:
         head,data = e.split('\n')
@@ -307,25 +435,45 @@ def accumulated(w, pieces):
     return m.to_dict()
 
 texts = st.text(st.sampled_from('ab \n"\\{}é\u2028😀'), max_size=12)
-values = st.recursive(st.none()|st.booleans()|st.integers(-9,9**20)|texts, lambda s: st.lists(s, max_size=3)|st.dictionaries(texts, s, max_size=3), max_leaves=6)
+values = st.recursive(
+    st.none()|st.booleans()
+    |st.integers(-9,9**20)|texts,
+    lambda s: st.lists(s, max_size=3)|st.dictionaries(
+        texts, s, max_size=3),
+    max_leaves=6)
 args = st.dictionaries(texts, values, max_size=3).map(json.dumps)
 
-def cut(text, at): return [text[i:j] for i,j in zip([0,*at], [*at,len(text)])]
+def cut(text, at):
+    return [
+        text[i:j]
+        for i,j in zip(
+            [0,*at], [*at,len(text)])]
 
 @st.composite
 def answers(draw):
     "Pieces of one answer, cut and packed in any way that keeps the order"
-    def atoms(text): return cut(text, sorted(draw(st.lists(st.integers(0,len(text)), max_size=4))))
-    todo = [('r',t) for t in atoms(draw(texts))]+[('c',t) for t in atoms(draw(texts))]
-    for i,a in enumerate(draw(st.lists(args, max_size=3))): todo += [('k',CallDelta(i, f'call_{i}', f'f{i}')), *(('k',CallDelta(i, arguments=t)) for t in atoms(a))]
+    def atoms(text):
+        return cut(
+            text,
+            sorted(
+                draw(st.lists(st.integers(0,len(text)), max_size=4))))
+    todo = [('r',t) for t in atoms(draw(texts))]+[
+        ('c',t) for t in atoms(draw(texts))]
+    for i,a in enumerate(draw(st.lists(args, max_size=3))):
+        todo += [
+            ('k',CallDelta(i, f'call_{i}', f'f{i}')),
+            *(('k',CallDelta(i, arguments=t)) for t in atoms(a))]
     pieces,now = [],Delta()
     for kind,x in todo:
         if draw(st.booleans()):
             pieces.append(now)
             now = Delta()
-        if kind=='r': now.reasoning += x
-        elif kind=='c': now.content += x
-        else: now.calls += (x,)
+        if kind=='r':
+            now.reasoning += x
+        elif kind=='c':
+            now.content += x
+        else:
+            now.calls += (x,)
     finish = st.sampled_from(['stop','length','tool_calls'])
     stop = st.sampled_from([None,'END','x',3])
     last = end(draw(finish), stop=draw(stop))
@@ -342,103 +490,253 @@ def test_any_chunking_is_the_same_message(pieces):
     assert accumulated(reply(a, 'm', id='msg_1'), pieces)==whole
     Message.model_validate(whole)
 
-# -- any body ------------------------------------------------------------------------------------------------------------------
+# -- any body ------------------------------------------------------------------------------------
+# ------------------------------
 
 BILLING = 'x-anthropic-billing-header: cc_version=2.1.165.0d9; cc_entrypoint=cli; cch={};'
 def text(t, **kw): return dict(type='text', text=t)|kw
 CACHED = dict(cache_control=dict(type='ephemeral', ttl='1h'))
 
-def tool(name, **props): return dict(name=name, description=f'{name} something', input_schema={'$schema':'https://json-schema.org/draft/2020-12/schema', 'type':'object',
-    'properties':{k:dict(type=v) for k,v in props.items()}, 'required':list(props), 'additionalProperties':False})
+def tool(name, **props):
+    return dict(
+    name=name, description=f'{name} something',
+    input_schema={
+        '$schema':'https://json-schema.org/draft/2020-12/schema', 'type':'object',
+        'properties':{k:dict(type=v) for k,v in props.items()},
+        'required':list(props), 'additionalProperties':False})
 
 def claude_code(turn=1, cch='fa690', **kw):
     "What Claude Code sends: turn 1, the calls of turn 1 done, or one more question"
-    messages = [dict(role='user', content=[text('<system-reminder>\nAs you answer, you can use the following context:\n# currentDate\nToday is 2026-11-21.\n</system-reminder>\n\n'),
-            text('why does test_a fail?', **CACHED)]),
+    messages = [
+        dict(
+            role='user',
+            content=[
+                text(
+                    '<system-reminder>\nAs you answer, you can use the following context:\n# '
+                    'currentDate\nToday is 2026-11-21.\n</system-reminder>\n\n'),
+                text('why does test_a fail?', **CACHED)]),
         dict(role='system', content='The following skills are available: none.')]
-    if turn>1: messages += [dict(role='assistant', content=[dict(type='thinking', thinking='Look at the test, and run it.', signature='EqQBCkYIBxgC'),
-            text("I'll look at the test."), dict(type='tool_use', id='toolu_01', name='Read', input=dict(file_path='/w/test_a.py')),
-            dict(type='tool_use', id='toolu_02', name='Bash', input=dict(command='pytest -x', timeout=60000), caller=dict(type='direct'))]),
-        dict(role='user', content=[dict(type='tool_result', tool_use_id='toolu_01', content='     1→def test_a(): assert f()==1\n'),
-            dict(type='tool_result', tool_use_id='toolu_02', content=[text('<tool_use_error>Exit code 1\nE assert 2 == 1</tool_use_error>')], is_error=True, **CACHED),
-            text('<system-reminder>\nThe task tools have not been used recently.\n</system-reminder>')])]
-    if turn>2: messages += [dict(role='assistant', content=[text('f() gives 2.')]), dict(role='user', content='fix it'), dict(role='user', content='and be quick')]
-    return dict(model='claude-opus-4-8', messages=messages, max_tokens=32000, stream=True, temperature=1,
-        system=[text(BILLING.format(cch)), text("You are Claude Code, Anthropic's official CLI for Claude.", **CACHED), text('\nYou are an interactive agent that helps users with software.', **CACHED)],
-        tools=[tool('Bash', command='string', timeout='number'), tool('Read', file_path='string')|dict(eager_input_streaming=True), tool('mcp__ide__getDiagnostics'),
+    if turn>1:
+        messages += [
+            dict(
+                role='assistant',
+                content=[
+                    dict(
+                        type='thinking', thinking='Look at the test, and run it.',
+                        signature='EqQBCkYIBxgC'),
+                    text("I'll look at the test."),
+                    dict(
+                        type='tool_use', id='toolu_01', name='Read',
+                        input=dict(file_path='/w/test_a.py')),
+                    dict(
+                        type='tool_use', id='toolu_02', name='Bash',
+                        input=dict(command='pytest -x', timeout=60000),
+                        caller=dict(type='direct'))]),
+            dict(
+                role='user',
+                content=[
+                    dict(
+                        type='tool_result', tool_use_id='toolu_01',
+                        content='     1→def test_a(): assert f()==1\n'),
+                    dict(
+                        type='tool_result', tool_use_id='toolu_02',
+                        content=[
+                            text('<tool_use_error>Exit code 1\nE assert 2 == 1</tool_use_error>')],
+                        is_error=True, **CACHED),
+                    text(
+                        '<system-reminder>\nThe task tools have not been used '
+                        'recently.\n</system-reminder>')])]
+    if turn>2:
+        messages += [
+            dict(role='assistant', content=[text('f() gives 2.')]),
+            dict(role='user', content='fix it'),
+            dict(role='user', content='and be quick')]
+    return dict(
+        model='claude-opus-4-8', messages=messages, max_tokens=32000, stream=True,
+        temperature=1,
+        system=[
+            text(BILLING.format(cch)),
+            text("You are Claude Code, Anthropic's official CLI for Claude.", **CACHED),
+            text('\nYou are an interactive agent that helps users with software.', **CACHED)],
+        tools=[
+            tool('Bash', command='string', timeout='number'),
+            tool('Read', file_path='string')|dict(eager_input_streaming=True),
+            tool('mcp__ide__getDiagnostics'),
             dict(type='web_search_20250305', name='web_search', max_uses=8)],
-        metadata=dict(user_id='user_0784b_account_261d_session_b4e5'), thinking=dict(type='adaptive', display='omitted'),
-        context_management=dict(edits=[dict(type='clear_thinking_20251015', keep='all')]), output_config=dict(effort='high'), diagnostics=None, speed=None)|kw
+        metadata=dict(user_id='user_0784b_account_261d_session_b4e5'),
+        thinking=dict(type='adaptive', display='omitted'),
+        context_management=dict(edits=[dict(type='clear_thinking_20251015', keep='all')]),
+        output_config=dict(effort='high'), diagnostics=None, speed=None)|kw
 
 def test_what_claude_code_sends():
     a = parse(json.dumps(claude_code(3)).encode())
-    assert [m['role'] for m in a.messages]==['system','user','assistant','tool','tool','user','assistant','user']
+    assert [m['role'] for m in a.messages]==[
+        'system','user','assistant','tool','tool','user','assistant','user']
     s,u,c,r1,r2,n,_,last = a.messages
     assert s['content']=="You are Claude Code, Anthropic's official CLI for Claude.\nYou are an interactive agent that helps users with software."
     assert 'cch=' not in json.dumps(a.messages)
-    assert u['content'].endswith('why does test_a fail?\n<system-reminder>\nThe following skills are available: none.\n</system-reminder>')
-    assert c['reasoning']=='Look at the test, and run it.' and c['content']=="I'll look at the test."
-    assert [t['function']['name'] for t in c['tool_calls']]==['Read','Bash'] and json.loads(c['tool_calls'][1]['function']['arguments'])==dict(command='pytest -x', timeout=60000)
-    assert (r1['tool_call_id'],r2['name'])==('toolu_01','Bash') and r2['content'].startswith('<tool_use_error>Exit code 1')
+    assert u['content'].endswith(
+        'why does test_a fail?\n<system-reminder>\nThe following skills are available: '
+        'none.\n</system-reminder>')
+    assert c['reasoning']=='Look at the test, and run it.'
+    assert c['content']=="I'll look at the test."
+    assert [t['function']['name'] for t in c['tool_calls']]==['Read','Bash']
+    assert json.loads(c['tool_calls'][1]['function']['arguments'])==dict(
+        command='pytest -x', timeout=60000)
+    assert (r1['tool_call_id'],r2['name'])==('toolu_01','Bash')
+    assert r2['content'].startswith('<tool_use_error>Exit code 1')
     assert 'task tools' in n['content'] and last['content']=='fix it\nand be quick'
     names = [t['function']['name'] for t in a.tools]
     assert names==['Bash','Read','mcp__ide__getDiagnostics']
     (warning,) = a.warnings
     assert 'web_search' in warning and a.ignored==[]
-    assert a.template['enable_thinking'] is True and a.template['reasoning_effort']=='high' and a.thinking_budget is None
+    assert a.template['enable_thinking'] is True
+    assert a.template['reasoning_effort']=='high'
+    assert a.thinking_budget is None
     assert a.params.max_tokens==32000 and a.stream and a.parallel and a.tool_choice=='auto'
 
 def test_the_cache_finds_the_turns_before():
     "Each turn's prompt begins with the one before, whatever the billing line says"
-    strict = ChatTemplate("{% for m in messages %}{% if m.role=='system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
-        "<{{ m.role }}>{{ m.content or '' }}{% for t in m.tool_calls or [] %}[{{ t.function.name }}{{ t.function.arguments | tojson }}]{% endfor %}{% endfor %}")
-    shown = [strict.render(parse(json.dumps(claude_code(n, cch=f'{n:05}')).encode()).messages, add_generation_prompt=False) for n in (1,2,3)]
-    assert shown[1].startswith(shown[0]) and shown[2].startswith(shown[1]) and len(set(map(len, shown)))==3
+    strict = ChatTemplate(
+        "{% for m in messages %}{% if m.role=='system' and not loop.first %}{{ "
+        "raise_exception('System message must be at the beginning.') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content or '' }}{% for t in m.tool_calls or [] %}[{{ "
+        "t.function.name }}{{ t.function.arguments | tojson }}]{% endfor %}{% endfor %}")
+    shown = [
+        strict.render(
+            parse(json.dumps(claude_code(n, cch=f'{n:05}')).encode()).messages,
+            add_generation_prompt=False)
+        for n in (1,2,3)]
+    assert shown[1].startswith(shown[0])
+    assert shown[2].startswith(shown[1])
+    assert len(set(map(len, shown)))==3
 
 def test_claude_codes_small_requests(script, client):
     "The probe, the title, and the count of a tool"
-    parsed(messages=[dict(role='user', content='quota')], max_tokens=1, metadata=dict(user_id='u'))
-    title = dict(type='object', properties=dict(title=dict(type='string')), required=['title'], additionalProperties=False)
-    a = parsed(system=[text(BILLING.format('0')), text('Write a title.')], tools=[], temperature=1, thinking=dict(type='disabled'), output_config=dict(format=dict(type='json_schema', schema=title)))
-    assert a.format['schema']==title and a.template['enable_thinking'] is False and a.tools is None and a.messages[0]['content']=='Write a title.'
-    assert parsed(parse_count, max_tokens=None, messages=[dict(role='user', content='foo')], tools=[tool('Bash', command='string')]).tools
+    parsed(
+        messages=[dict(role='user', content='quota')],
+        max_tokens=1, metadata=dict(user_id='u'))
+    title = dict(
+        type='object',
+        properties=dict(title=dict(type='string')),
+        required=['title'], additionalProperties=False)
+    a = parsed(
+        system=[text(BILLING.format('0')), text('Write a title.')],
+        tools=[], temperature=1,
+        thinking=dict(type='disabled'),
+        output_config=dict(format=dict(type='json_schema', schema=title)))
+    assert a.format['schema']==title
+    assert a.template['enable_thinking'] is False
+    assert a.tools is None
+    assert a.messages[0]['content']=='Write a title.'
+    assert parsed(
+        parse_count, max_tokens=None,
+        messages=[dict(role='user', content='foo')],
+        tools=[tool('Bash', command='string')]).tools
 
 def test_images_wherever_they_are():
-    png = dict(type='image', source=dict(type='base64', media_type='image/png', data='AAAA')); far = dict(type='image', source=dict(type='url', url='https://a/b.png'))
-    a = parsed(messages=[dict(role='assistant', content=[dict(type='tool_use', id='t', name='shot', input={})]),
-        dict(role='user', content=[text('What is this?'), dict(type='tool_result', tool_use_id='t', content=[text('A picture'), png]), far])])
+    png = dict(type='image', source=dict(type='base64', media_type='image/png', data='AAAA'))
+    far = dict(type='image', source=dict(type='url', url='https://a/b.png'))
+    a = parsed(
+        messages=[
+            dict(
+                role='assistant',
+                content=[dict(type='tool_use', id='t', name='shot', input={})]),
+            dict(
+                role='user',
+                content=[
+                    text('What is this?'),
+                    dict(type='tool_result', tool_use_id='t', content=[text('A picture'), png]),
+                    far])])
     assert a.messages[1]==dict(role='tool', tool_call_id='t', content='A picture', name='shot')
-    assert a.messages[2]['content']==[dict(type='image_url', image_url=dict(url='data:image/png;base64,AAAA'), where='messages[1].content[1].tool_result.content[1].image'), text('What is this?'),
-        dict(type='image_url', image_url=dict(url='https://a/b.png'), where='messages[1].content[2].image')]
+    assert a.messages[2]['content']==[
+        dict(
+            type='image_url', image_url=dict(url='data:image/png;base64,AAAA'),
+            where='messages[1].content[1].tool_result.content[1].image'),
+        text('What is this?'),
+        dict(
+            type='image_url', image_url=dict(url='https://a/b.png'),
+            where='messages[1].content[2].image')]
 
-SOUND = [claude_code(3), dict(model='m', max_tokens=9, system='s', messages=[dict(role='user', content=[dict(type='document', title='t', context='c', source=dict(type='content', content=[text('a')])),
-    dict(type='search_result', title='t', source='s', content=[text('b')]), dict(type='image', source=dict(type='base64', media_type='image/png', data='AA'))]),
-    dict(role='assistant', content=[dict(type='redacted_thinking', data='x'), dict(type='server_tool_use', id='s', name='web_search', input={}), dict(type='compaction', content='so far')]),
-    dict(role='user', content='go on')], tools=[tool('f')], tool_choice=dict(type='tool', name='f', disable_parallel_tool_use=True), thinking=dict(type='enabled', budget_tokens=7),
-    output_format=dict(type='json_schema', schema={}), mcp_servers=[])]
+SOUND = [
+    claude_code(3),
+    dict(
+        model='m', max_tokens=9, system='s',
+        messages=[
+            dict(
+                role='user',
+                content=[
+                    dict(
+                        type='document', title='t', context='c',
+                        source=dict(type='content', content=[text('a')])),
+                    dict(
+                        type='search_result', title='t', source='s',
+                        content=[text('b')]),
+                    dict(
+                        type='image',
+                        source=dict(type='base64', media_type='image/png', data='AA'))]),
+            dict(
+                role='assistant',
+                content=[
+                    dict(type='redacted_thinking', data='x'),
+                    dict(type='server_tool_use', id='s', name='web_search', input={}),
+                    dict(type='compaction', content='so far')]),
+            dict(role='user', content='go on')],
+        tools=[tool('f')],
+        tool_choice=dict(type='tool', name='f', disable_parallel_tool_use=True),
+        thinking=dict(type='enabled', budget_tokens=7),
+        output_format=dict(type='json_schema', schema={}),
+        mcp_servers=[])]
 
 def places(d, path=()):
     "Every path into a body"
     yield path
-    for k,v in (d.items() if isinstance(d, dict) else enumerate(d) if isinstance(d, list) else ()): yield from places(v, (*path,k))
+    for k,v in (
+        d.items() if isinstance(d, dict)
+        else enumerate(d) if isinstance(d, list) else ()
+    ):
+        yield from places(v, (*path,k))
 
-PLACES = [(i,p) for i,b in enumerate(SOUND) for p in places(b) if p]
-words = st.sampled_from(['text','image','tool_use','tool_result','thinking','document','user','assistant','system','auto','any','tool','url','base64','content','',BILLING])
-junk = st.recursive(st.none()|st.booleans()|st.integers()|st.floats(allow_nan=False, allow_infinity=False)|st.text(max_size=8)|words,
-    lambda s: st.lists(s, max_size=3)|st.dictionaries(words|st.sampled_from(['type','text','content','source','id','name','input','tool_use_id','data']), s, max_size=4), max_leaves=8)
+PLACES = [
+    (i,p) for i,b in enumerate(SOUND)
+    for p in places(b) if p]
+words = st.sampled_from([
+    'text','image','tool_use','tool_result','thinking','document','user','assistant',
+    'system','auto','any','tool','url','base64','content','',
+    BILLING])
+junk = st.recursive(
+    st.none()|st.booleans()
+    |st.integers()
+    |st.floats(allow_nan=False, allow_infinity=False)
+    |st.text(max_size=8)|words,
+    lambda s: st.lists(s, max_size=3)|st.dictionaries(
+        words
+        |st.sampled_from([
+            'type','text','content','source','id','name','input','tool_use_id',
+            'data']),
+        s, max_size=4),
+    max_leaves=8)
 
 def check(a):
     "What every `Ask` promises to those who take it"
     assert isinstance(a, Ask) and a.messages
     for m in a.messages:
-        assert m['role'] in ('system','user','assistant','tool') and isinstance(m['content'], str|list|None)
+        assert m['role'] in ('system','user','assistant','tool')
+        assert isinstance(m['content'], str|list|None)
         assert m['content'] is not None or m['role']=='assistant'
-        for p in m['content'] if isinstance(m['content'], list) else (): assert isinstance(p['text'] if p['type']=='text' else p['image_url']['url'], str)
-        for c in m.get('tool_calls', ()): assert isinstance(json.loads(c['function']['arguments']), dict) and c['id'] and c['function']['name']
+        for p in m['content'] if isinstance(m['content'], list) else ():
+            assert isinstance(p['text'] if p['type']=='text' else p['image_url']['url'], str)
+        for c in m.get('tool_calls', ()):
+            assert isinstance(json.loads(c['function']['arguments']), dict)
+            assert c['id']
+            assert c['function']['name']
         assert m['role']!='tool' or isinstance(m['tool_call_id'], str)
     assert 'system' not in [m['role'] for m in a.messages[1:]]
-    assert all(x['role']!=y['role'] or x['role']=='tool' for x,y in zip(a.messages, a.messages[1:]))
-    for w in a.warnings: assert w.isascii() and w.isprintable()
+    assert all(
+        x['role']!=y['role'] or x['role']=='tool'
+        for x,y in zip(a.messages, a.messages[1:]))
+    for w in a.warnings:
+        assert w.isascii() and w.isprintable()
     json.dumps([a.messages, a.tools, a.format])
 
 @settings(max_examples=250, deadline=None)
@@ -446,71 +744,134 @@ def check(a):
 def test_a_body_with_something_odd_in_it(place, value, drop):
     i,(*path,last) = place
     b = at = copy.deepcopy(SOUND[i])
-    for k in path: at = at[k]
-    if drop: del at[last]
-    else: at[last] = value
-    try: check(parse(json.dumps(b).encode()))
-    except AtlasError as e: assert 400<=e.status<=501 and error_body(e)['error']['message']
+    for k in path:
+        at = at[k]
+    if drop:
+        del at[last]
+    else:
+        at[last] = value
+    try:
+        check(parse(json.dumps(b).encode()))
+    except AtlasError as e:
+        assert 400<=e.status<=501 and error_body(e)['error']['message']
 
 @settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=60)|junk.map(lambda d: json.dumps(d).encode())|st.dictionaries(st.sampled_from(list(SOUND[0])), junk, max_size=6).map(lambda d: json.dumps(d|dict(max_tokens=1)).encode()))
+@given(
+    st.binary(max_size=60)
+    |junk.map(lambda d: json.dumps(d).encode())
+    |st.dictionaries(st.sampled_from(list(SOUND[0])), junk, max_size=6).map(
+        lambda d: json.dumps(d|dict(max_tokens=1)).encode()))
 def test_a_body_that_is_anything(raw):
     for f in parse,parse_count:
-        try: check(f(raw))
-        except AtlasError as e: assert 400<=e.status<=501
+        try:
+            check(f(raw))
+        except AtlasError as e:
+            assert 400<=e.status<=501
 
 def test_sound_bodies_are_sound():
-    for b in SOUND: check(parse(json.dumps(b).encode()))
+    for b in SOUND:
+        check(parse(json.dumps(b).encode()))
 
 def test_a_deep_or_large_body():
     deep = 50_000
-    with pytest.raises(AtlasError): parse(b'{"max_tokens":1,"messages":'+b'['*deep+b']'*deep+b'}')
+    with pytest.raises(AtlasError):
+        parse(b'{"max_tokens":1,"messages":'+b'['*deep+b']'*deep+b'}')
     nest = dict(type='document', source=dict(type='content', content=[text('x')]))
-    for _ in range(40): nest = dict(type='document', source=dict(type='content', content=[nest]))
-    try: check(parsed(messages=[dict(role='user', content=[nest])]))
-    except AtlasError: pass
+    for _ in range(40):
+        nest = dict(type='document', source=dict(type='content', content=[nest]))
+    try:
+        check(parsed(messages=[dict(role='user', content=[nest])]))
+    except AtlasError:
+        pass
     many = [dict(role='user', content=[text('a')]*50_000)]
     assert len(parsed(messages=many).messages[0]['content'])==99_999
 
 def test_notes_of_nothing_and_names_of_anything():
-    a = parsed(messages=[*HELLO, dict(role='system', content=BILLING.format('1'))], tools=[tool('f'), dict(type='evil\r\nx-admin: yes\u2028é')])
+    a = parsed(
+        messages=[*HELLO, dict(role='system', content=BILLING.format('1'))],
+        tools=[tool('f'), dict(type='evil\r\nx-admin: yes\u2028é')])
     assert a.messages==HELLO and len(a.warnings)==1
     check(a)
 
-def pdf(**source): return dict(type='document', title='t', source=dict(type='base64', media_type='application/pdf', data='JVBERi0=')|source)
-REFUSED = [pdf(), pdf(type='url', url='https://a/b.pdf'), pdf(type='file', file_id='file_1'), pdf(media_type='text/plain', data='/w=='), dict(type='image', source=dict(type='file', file_id='file_1')), dict(type='image', source=dict(type='base64', media_type='image/png'))]
+def pdf(**source):
+    return dict(
+        type='document', title='t',
+        source=dict(type='base64', media_type='application/pdf', data='JVBERi0=')|source)
+REFUSED = [
+    pdf(), pdf(type='url', url='https://a/b.pdf'),
+    pdf(type='file', file_id='file_1'),
+    pdf(media_type='text/plain', data='/w=='),
+    dict(type='image', source=dict(type='file', file_id='file_1')),
+    dict(type='image', source=dict(type='base64', media_type='image/png'))]
 
 @pytest.mark.parametrize('block', REFUSED, ids=lambda b: f'{b["type"]}-{b["source"]["type"]}')
 def test_a_block_that_cannot_be_read_is_named_as_anthropic_does(block):
     "Claude Code takes the place out of the message, leaves the block out, and goes on"
-    use = dict(role='assistant', content=[dict(type='tool_use', id='t', name='f', input={})])
-    for blocks,where in (([text('a'), block], f'messages[1].content[1].{block["type"]}.source'),
-            ([dict(type='tool_result', tool_use_id='t', content=[text('a'), block])], f'messages[1].content[0].tool_result.content[1].{block["type"]}.source')):
-        with pytest.raises(RequestError) as e: parsed(messages=[use, dict(role='user', content=blocks)])
+    use = dict(
+        role='assistant',
+        content=[dict(type='tool_use', id='t', name='f', input={})])
+    for blocks,where in (
+        ([text('a'), block], f'messages[1].content[1].{block["type"]}.source'),
+        ([dict(type='tool_result', tool_use_id='t', content=[text('a'), block])],
+         f'messages[1].content[0].tool_result.content[1].{block["type"]}.source')
+    ):
+        with pytest.raises(RequestError) as e:
+            parsed(messages=[use, dict(role='user', content=blocks)])
         assert str(e.value).startswith(where+' ') and e.value.param==where
 
 def test_documents_of_text():
-    blocks = [pdf(type='text', media_type='text/plain', data='One'), pdf(media_type='text/markdown', data='VHdv'), pdf(type='content', content='Three'), pdf(type='content', content=[text('Four')])]
-    a = parsed(messages=[dict(role='user', content=[b|CACHED|dict(citations=dict(enabled=True)) for b in blocks])])
+    blocks = [
+        pdf(type='text', media_type='text/plain', data='One'),
+        pdf(media_type='text/markdown', data='VHdv'),
+        pdf(type='content', content='Three'),
+        pdf(type='content', content=[text('Four')])]
+    a = parsed(
+        messages=[
+            dict(
+                role='user',
+                content=[b|CACHED|dict(citations=dict(enabled=True)) for b in blocks])])
     said = a.messages[0]['content']
-    assert [said.count(w) for w in ('<document>\nTitle: t','One','Two','Three','Four')]==[4,1,1,1,1]
+    assert [
+        said.count(w)
+        for w in ('<document>\nTitle: t','One','Two','Three','Four')
+    ]==[4,1,1,1,1]
     assert a.warnings==['citations is not offered here and was left out']
 
 def test_a_failed_call_says_so():
-    use = dict(role='assistant', content=[dict(type='tool_use', id='t', name='f', input={})])
-    def shown(**kw): return parsed(messages=[use, dict(role='user', content=[dict(type='tool_result', tool_use_id='t')|kw])]).messages[1]['content']
-    assert [shown(content='gone', is_error=True), shown(content='gone', is_error=False), shown(is_error=True), shown(content=[text('An error occurred')], is_error=True)]==['Error: gone','gone','Error','An error occurred']
+    use = dict(
+        role='assistant',
+        content=[dict(type='tool_use', id='t', name='f', input={})])
+    def shown(**kw):
+        return parsed(
+            messages=[
+                use,
+                dict(role='user', content=[dict(type='tool_result', tool_use_id='t')|kw])]
+        ).messages[1]['content']
+    assert [
+        shown(content='gone', is_error=True),
+        shown(content='gone', is_error=False),
+        shown(is_error=True),
+        shown(content=[text('An error occurred')], is_error=True)
+    ]==['Error: gone','gone','Error','An error occurred']
 
-def test_zero_tokens_fill_the_cache(): assert parsed(max_tokens=0).params.max_tokens==1
+def test_zero_tokens_fill_the_cache():
+    assert parsed(max_tokens=0).params.max_tokens==1
 
-# -- the service ---------------------------------------------------------------------------------------------------------------
+# -- the service ---------------------------------------------------------------------------------
+# ------------------------------
 
 CALL = '<think>Look outside.</think>\n\nWait.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-OLD_FRIENDS = dict(name='weather', input_schema=dict(type='object', properties=dict(city=dict(type='string')), required=['city']))
+OLD_FRIENDS = dict(
+    name='weather',
+    input_schema=dict(
+        type='object',
+        properties=dict(city=dict(type='string')),
+        required=['city']))
 
 def model(prompt):
     "What the model says, by how the prompt ends"
-    if 'tool: ' in prompt.rsplit('assistant:', 2)[-2]: return '<think>Rain.</think>It rains in Oslo.'
+    if 'tool: ' in prompt.rsplit('assistant:', 2)[-2]:
+        return '<think>Rain.</think>It rains in Oslo.'
     return CALL if 'tool {' in prompt else '<think></think>Hello END there'
 
 @pytest.fixture(scope='module')
@@ -521,60 +882,108 @@ def served():
 
 def test_the_service_answers(served):
     s,c = served
-    m = c.messages.create(**s.ask, system=[text(BILLING.format(1)), text('Be kind')])
-    assert [b.to_dict() for b in m.content]==[text('Hello END there')] and m.stop_reason=='end_turn' and m.model=='scripted'
+    m = c.messages.create(
+        **s.ask,
+        system=[text(BILLING.format(1)), text('Be kind')])
+    assert [b.to_dict() for b in m.content]==[text('Hello END there')]
+    assert m.stop_reason=='end_turn'
+    assert m.model=='scripted'
     assert s.prompts[-1]=='system: Be kinduser: Helloassistant: '
     assert m.usage.input_tokens==len(s.prompts[-1]) and m.usage.output_tokens>10
-    with c.messages.stream(**s.ask) as got: assert got.get_final_text()=='Hello END there'
+    with c.messages.stream(**s.ask) as got:
+        assert got.get_final_text()=='Hello END there'
     assert got.get_final_message().usage.output_tokens==m.usage.output_tokens
 
 def test_the_service_stops(served):
     s,c = served
-    for f in c.messages.create,(lambda **kw: c.messages.stream(**kw).__enter__().get_final_message()):
+    for f in (
+            c.messages.create,
+            (lambda **kw: c.messages.stream(**kw).__enter__().get_final_message())
+    ):
         m = f(**s.ask|dict(stop_sequences=['END']))
-        assert (m.content[0].text,m.stop_reason,m.stop_sequence)==('Hello ','stop_sequence','END')
+        assert (m.content[0].text,m.stop_reason,m.stop_sequence)==(
+            'Hello ','stop_sequence','END')
         assert f(**s.ask|dict(max_tokens=18)).stop_reason=='max_tokens'
 
 def test_the_service_calls_and_goes_on(served):
     s,c = served
     for stream in False,True:
         def turn(ms):
-            kw = s.ask|dict(messages=ms, tools=[OLD_FRIENDS], thinking=dict(type='adaptive'))
-            if not stream: return c.messages.create(**kw)
-            with c.messages.stream(**kw) as got: return got.get_final_message()
+            kw = s.ask|dict(
+                messages=ms, tools=[OLD_FRIENDS],
+                thinking=dict(type='adaptive'))
+            if not stream:
+                return c.messages.create(**kw)
+            with c.messages.stream(**kw) as got:
+                return got.get_final_message()
         m = turn(HELLO)
-        assert [b.type for b in m.content]==['thinking','text','tool_use'] and m.stop_reason=='tool_use'
+        assert [b.type for b in m.content]==['thinking','text','tool_use']
+        assert m.stop_reason=='tool_use'
         assert m.content[0].thinking=='Look outside.' and m.content[1].text.strip()=='Wait.'
-        assert (m.content[2].name,m.content[2].input)==('weather',dict(city='Oslo')) and m.content[2].id.startswith('toolu_')
+        assert (m.content[2].name,m.content[2].input)==(
+            'weather',dict(city='Oslo'))
+        assert m.content[2].id.startswith('toolu_')
         assert m.usage.output_tokens_details.thinking_tokens>5
-        done = turn([*HELLO, m.to_param(), dict(role='user', content=[dict(type='tool_result', tool_use_id=m.content[2].id, content='rain')])])
+        done = turn([
+            *HELLO, m.to_param(),
+            dict(
+                role='user',
+                content=[
+                    dict(type='tool_result', tool_use_id=m.content[2].id, content='rain')])])
         assert done.content[-1].text=='It rains in Oslo.' and done.stop_reason=='end_turn'
         assert 'call weathertool: rain' in s.prompts[-1]
 
 def test_the_service_counts(served):
     s,c = served
     n = len(s.prompts)
-    assert c.messages.count_tokens(model='scripted', messages=HELLO, system='Be kind').input_tokens==len('system: Be kinduser: Helloassistant: ') and len(s.prompts)==n
+    assert c.messages.count_tokens(
+        model='scripted', messages=HELLO, system='Be kind'
+    ).input_tokens==len('system: Be kinduser: Helloassistant: ')
+    assert len(s.prompts)==n
 
 def test_the_service_refuses(served):
     s,c = served
-    with pytest.raises(anthropic.NotFoundError) as e: c.messages.create(**s.ask|dict(model='claude-9'))
+    with pytest.raises(anthropic.NotFoundError) as e:
+        c.messages.create(**s.ask|dict(model='claude-9'))
     assert e.value.type=='not_found_error'
-    with pytest.raises(anthropic.BadRequestError, match='temperature') as e: c.messages.create(**s.ask, extra_body=dict(temperature=-1))
+    with pytest.raises(anthropic.BadRequestError, match='temperature') as e:
+        c.messages.create(**s.ask, extra_body=dict(temperature=-1))
     assert e.value.request_id
-    with pytest.raises(anthropic.BadRequestError, match='prompt is too long'): c.messages.create(**s.ask|dict(messages=[dict(role='user', content='long '*90_000)]))
-    r = c.messages.with_raw_response.create(**s.ask|dict(tools=[OLD_FRIENDS, dict(type='web_search_20250305', name='web_search')]))
+    with pytest.raises(anthropic.BadRequestError, match='prompt is too long'):
+        c.messages.create(
+            **s.ask
+            |dict(messages=[dict(role='user', content='long '*90_000)]))
+    r = c.messages.with_raw_response.create(
+        **s.ask
+        |dict(tools=[OLD_FRIENDS, dict(type='web_search_20250305', name='web_search')]))
     assert 'web_search_20250305' in r.headers['x-atlas-warning']
 
 def test_the_service_names_what_was_wrong(served):
     "In the body, where Claude Code looks"
     s,c = served
     png = dict(type='image', source=dict(type='base64', media_type='image/png', data='AAAA'))
-    use = dict(role='assistant', content=[dict(type='tool_use', id='t', name='f', input={})])
-    with pytest.raises(anthropic.BadRequestError, match=r'messages\[2\]\.content\[0\]\.tool_result\.content\[0\]\.image is an image, and this model reads only text'):
-        c.messages.create(**s.ask|dict(messages=[*HELLO, use, dict(role='user', content=[dict(type='tool_result', tool_use_id='t', content=[png])])]))
-    with pytest.raises(anthropic.BadRequestError) as e: c.messages.create(**s.ask|dict(messages=[dict(role='user', content='x'*400_000)]))
-    n = int(re.match(r'prompt is too long: (\d+) tokens > 399999 maximum\b', e.value.api_message)[1])
+    use = dict(
+        role='assistant',
+        content=[dict(type='tool_use', id='t', name='f', input={})])
+    with pytest.raises(
+        anthropic.BadRequestError,
+        match=r'messages\[2\]\.content\[0\]\.tool_result\.content\[0\]\.image is an image, and '
+        r'this model reads only text'
+    ):
+        c.messages.create(
+            **s.ask
+            |dict(
+                messages=[
+                    *HELLO, use,
+                    dict(
+                        role='user',
+                        content=[dict(type='tool_result', tool_use_id='t', content=[png])])]))
+    with pytest.raises(anthropic.BadRequestError) as e:
+        c.messages.create(
+            **s.ask
+            |dict(messages=[dict(role='user', content='x'*400_000)]))
+    n = int(
+        re.match(r'prompt is too long: (\d+) tokens > 399999 maximum\b', e.value.api_message)[1])
     assert n>400_000
 
 def test_the_service_knows_claude_code(served):
@@ -593,26 +1002,33 @@ def test_the_door_speaks_the_same_language():
     ask = dict(model='scripted', max_tokens=9, messages=HELLO)
     with running(Access(served(rules))) as url:
         wrong = client_of(url, api_key='wrong')
-        with pytest.raises(anthropic.AuthenticationError) as e: wrong.messages.create(**ask)
+        with pytest.raises(anthropic.AuthenticationError) as e:
+            wrong.messages.create(**ask)
         assert e.value.type=='authentication_error' and 'secret' not in str(e.value)
         assert e.value.request_id and e.value.body['request_id']==e.value.request_id
         for kw in dict(api_key='secret'),dict(auth_token='secret'):
             assert client_of(url, **kw).messages.create(**ask).type=='message'
         right = client_of(url, api_key='secret')
-        with pytest.raises(anthropic.RateLimitError) as e: right.messages.create(**ask)
+        with pytest.raises(anthropic.RateLimitError) as e:
+            right.messages.create(**ask)
         assert e.value.type=='rate_limit_error' and int(e.value.response.headers['retry-after'])>=1
     with running(served(Rules(body=1000))) as url:
         long = ask|dict(system='x'*2000)
         c = client_of(url, api_key='any')
-        with pytest.raises(anthropic.APIStatusError) as e: c.messages.create(**long)
+        with pytest.raises(anthropic.APIStatusError) as e:
+            c.messages.create(**long)
         assert (e.value.status_code,e.value.type)==(413,'request_too_large')
 
-# -- Claude Code itself, where there is one ------------------------------------------------------------------------------------
+# -- Claude Code itself, where there is one
+# ------------------------------------------------------------------------------------
 
 def claude(url, home, *args):
     "Run Claude Code against `url`, and nothing else; what it says in the end"
-    out = run([agent('claude'), '-p', *args, '--output-format', 'json'], home, ok=False, ANTHROPIC_BASE_URL=url, ANTHROPIC_AUTH_TOKEN='none', ANTHROPIC_MODEL='scripted',
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC='1', DISABLE_AUTOUPDATER='1')
+    out = run(
+        [agent('claude'), '-p', *args, '--output-format', 'json'],
+        home, ok=False, ANTHROPIC_BASE_URL=url, ANTHROPIC_AUTH_TOKEN='none',
+        ANTHROPIC_MODEL='scripted', CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC='1',
+        DISABLE_AUTOUPDATER='1')
     return json.loads(out)
 
 def test_claude_code_runs_a_tool(script, tmp_path):
@@ -620,10 +1036,12 @@ def test_claude_code_runs_a_tool(script, tmp_path):
     tries = []
     def answer(a):
         tries.append(a)
-        if len(tries)==1: raise QueueFullError('256 requests are waiting')
+        if len(tries)==1:
+            raise QueueFullError('256 requests are waiting')
         script.error_at = 0 if len(tries)==2 else None
         last = a.messages[-1]
-        if last['role']=='tool': return [said(f'It is {last["content"]}'), end()]
+        if last['role']=='tool':
+            return [said(f'It is {last["content"]}'), end()]
         run_it = thought('Run it.', content='I run it.')
         begun = called(0, 'call_01', 'Bash', '{"command": "echo $((40+')
         return [run_it, begun, called(0, arguments='2))"}'), end('tool_calls')]
@@ -631,11 +1049,14 @@ def test_claude_code_runs_a_tool(script, tmp_path):
     d = claude(script.url, tmp_path, 'what is 40+2?', '--allowedTools', 'Bash')
     assert (d['result'],d['is_error'])==('It is 42',False), d
     done = tries[-1]
-    assert [m['role'] for m in done.messages]==['system','user','assistant','tool'] and done.messages[2]['reasoning']=='Run it.'
-    assert 'x-anthropic-billing-header' not in str(done.messages) and done.template['enable_thinking'] is True
+    assert [m['role'] for m in done.messages]==['system','user','assistant','tool']
+    assert done.messages[2]['reasoning']=='Run it.'
+    assert 'x-anthropic-billing-header' not in str(done.messages)
+    assert done.template['enable_thinking'] is True
 
 def test_claude_code_knows_a_prompt_that_is_too_long(script, tmp_path):
-    def answer(a): raise ContextLengthError('The prompt has 250,000 tokens, and the context holds 200,000')
+    def answer(a):
+        raise ContextLengthError('The prompt has 250,000 tokens, and the context holds 200,000')
     script.answer = answer
     assert 'Prompt is too long' in claude(script.url, tmp_path, 'hi')['result']
 
@@ -644,9 +1065,16 @@ def test_claude_code_with_the_service(tmp_path):
     seen = []
     def model(prompt):
         seen.append(prompt)
-        if 'call Bashtool: ' in prompt: return '<think>Done.</think>It is '+prompt.rsplit('call Bashtool: ', 1)[1].removesuffix('assistant: ')
+        if 'call Bashtool: ' in prompt:
+            return '<think>Done.</think>It is '+prompt.rsplit(
+                'call Bashtool: ', 1
+            )[1].removesuffix('assistant: ')
         return '<think>Run it.</think>I run it.\n<tool_call>\n{"name": "Bash", "arguments": {"command": "echo $((40+2))", "description": "sum"}}\n</tool_call>'
-    with service(model) as s: d = claude(s.url, tmp_path, 'what is 40+2?', '--allowedTools', 'Bash')
-    assert (d['result'],d['is_error'],d['num_turns'])==('It is 42',False,2), d
-    assert d['usage']['output_tokens']>20 and d['usage']['input_tokens']+d['usage']['cache_read_input_tokens']==sum(map(len, (p.encode() for p in seen)))
+    with service(model) as s:
+        d = claude(s.url, tmp_path, 'what is 40+2?', '--allowedTools', 'Bash')
+    assert (d['result'],d['is_error'],d['num_turns'])==(
+        'It is 42',False,2), d
+    assert d['usage']['output_tokens']>20
+    assert d['usage']['input_tokens']+d['usage']['cache_read_input_tokens']==sum(
+        map(len, (p.encode() for p in seen)))
     assert seen[1].startswith(seen[0].removesuffix('assistant: ')) and 'call Bash' in seen[1]

@@ -21,19 +21,23 @@ class Whenever(HostStepper):
     "Computes prompts that stay in the air at once, or as late as possible"
     part,seen,late = .03,Counter(),True
     def launch(self, plan, samplers):
-        if not (plan.apart and plan.prefill): return super().launch(plan, samplers)
+        if not (plan.apart and plan.prefill):
+            return super().launch(plan, samplers)
         assert not plan.decode and not plan.replay
         flight = Flight(plan)
         flight.work = lambda: self._said(plan, samplers)
         self.seen['prompts'] += 1
-        if not self.late: self.wait(flight)
+        if not self.late:
+            self.wait(flight)
         return flight
     def wait(self, flight):
-        if flight.sampled is not None: return
+        if flight.sampled is not None:
+            return
         flight.sampled = flight.work()
         flight.early = not self.late
     def land(self, flight):
-        if hasattr(flight, 'work'): self.wait(flight)
+        if hasattr(flight, 'work'):
+            self.wait(flight)
         return super().land(flight)
     def _said(self, plan, samplers):
         logits = self._logits(self._passes(plan, []))
@@ -72,7 +76,8 @@ def test_random_schedules(late):
         compare(some, got, seen)
         tell(e, seen)
         emptied(e.scheduler.prefix)
-        if e.scheduler.prefix.tier: e.scheduler.prefix.tier.close()
+        if e.scheduler.prefix.tier:
+            e.scheduler.prefix.tier.close()
     drawn()
     missing = [what for what in HAPPEN if seen[what]<3]
     assert not missing, f'{missing} hardly happened: {seen}'
@@ -101,9 +106,11 @@ def flown(late, steps, **kw):
             return super().apart(*how)
     e = engine(late, stepper=stepper(Counter(), True), policy=Some(), **kw)
     e.add(ask(0, 5, 40))
-    for _ in range(4): e.step()
+    for _ in range(4):
+        e.step()
     e.add(ask(1, 60, 5))
-    while e.prompt is None: e.step()
+    while e.prompt is None:
+        e.step()
     return e
 
 def rest(e):
@@ -117,7 +124,8 @@ both = pytest.mark.parametrize('late', [False,True])
 def test_steps_go_on(late, steps):
     "So many tokens of the answer come before the first of the prompt's"
     e,told = flown(late, steps),[]
-    while not any(v.id=='r1' for v in told): told += e.step()
+    while not any(v.id=='r1' for v in told):
+        told += e.step()
     assert [v.id for v in told].count('r0')==steps-(not late) # one was told before
     assert e.prompt is None and not e.scheduler.aloft
     got = rest(e)
@@ -129,7 +137,8 @@ def test_nobody_finds_tiles_that_are_not_there(late):
     e = flown(late, 3)
     q = e.scheduler.seqs['r1']
     assert q.num_computed==0 and q.state=='prefill'
-    while e.prompt: e.step()
+    while e.prompt:
+        e.step()
     assert q.num_computed>=60
 
 @both
@@ -158,7 +167,8 @@ def test_an_id_comes_back(late):
 @both
 def test_all_leave(late):
     e = flown(late, 5)
-    for rid in ('r0','r1'): e.abort(rid)
+    for rid in ('r0','r1'):
+        e.abort(rid)
     assert not e.has_work
     e.add(ask(2, 30, 4))
     assert said(rest(e)['r2'])==said(alone(ask(2, 30, 4)))
@@ -179,14 +189,18 @@ def test_interrupted(late, at):
     def land(flight):
         nonlocal n
         n += 1
-        if n==at: raise KeyboardInterrupt
+        if n==at:
+            raise KeyboardInterrupt
         return real(flight)
     e.stepper.land = land
     got = {}
     while e.has_work:
-        try: events = e.step()
-        except KeyboardInterrupt: continue
-        for v in events: got.setdefault(v.id, []).append(v)
+        try:
+            events = e.step()
+        except KeyboardInterrupt:
+            continue
+        for v in events:
+            got.setdefault(v.id, []).append(v)
     e.land()
     assert said(got['r1'])==said(alone(ask(1, 60, 5)))
     mine = said(got['r0'])
@@ -200,14 +214,18 @@ def test_a_launch_is_cut_off(late):
     def launch(plan, samplers):
         nonlocal n
         n += 1
-        if n==2: raise KeyboardInterrupt
+        if n==2:
+            raise KeyboardInterrupt
         return real(plan, samplers)
     e.stepper.launch = launch
     got = {}
     while e.has_work:
-        try: events = e.step()
-        except KeyboardInterrupt: continue
-        for v in events: got.setdefault(v.id, []).append(v)
+        try:
+            events = e.step()
+        except KeyboardInterrupt:
+            continue
+        for v in events:
+            got.setdefault(v.id, []).append(v)
     e.land()
     assert said(got['r1'])==said(alone(ask(1, 60, 5)))
 
@@ -225,7 +243,8 @@ def learnt(part=4/132, deadline=.1):
     p = Policy(deadline=deadline)
     p.part = part
     for _ in range(3):
-        for n in (64,1024,8192): p.note(Load(1, n), .004+n*.136/8192)
+        for n in (64,1024,8192):
+            p.note(Load(1, n), .004+n*.136/8192)
         p.note(Load(seqs=4), .002)
     return p
 
@@ -245,7 +264,8 @@ def test_where_it_pays():
     assert not learnt(deadline=.03).apart(long, [1]*4, 8192, 1)
     deep = Who(200_000)
     deep.num_computed = 100_000
-    for _ in range(3): p.note(Load(1, 8192, 8192*100_000), .5)
+    for _ in range(3):
+        p.note(Load(1, 8192, 8192*100_000), .5)
     assert p.apart([deep], [1]*4, 8192, 1)==2048  # who comes meanwhile waits for 0.2 s at most
     new = Policy(deadline=.1)
     new.part = 4/132
@@ -255,14 +275,16 @@ def test_steps_are_learnt():
     "What they take beside a chunk is no plain step, and says how many find room"
     p = learnt()
     before = p.times.plain(4)
-    for _ in range(3): p.note(Load(seqs=4, apart=True), .02)
+    for _ in range(3):
+        p.note(Load(seqs=4, apart=True), .02)
     assert p.times.plain(4)==before and p.times.apart(4, 1, p.part)==.02
     load,spent,n = Load(1, 8192, apart=True),0.,0
     while p.fits(load, spent, 4, 1):
         spent += .02
         n += 1
     assert n==7  # of 140 ms
-    for _ in range(30): p.note(Load(seqs=4, apart=True), .08)
+    for _ in range(30):
+        p.note(Load(seqs=4, apart=True), .08)
     assert not p.apart([Who(20000)], [1]*4, 8192, 1)
 
 # A card that is divided: the emulator, with two of its four multiprocessors for steps
@@ -307,10 +329,12 @@ def test_lanes_come_back(divided):
     e = on_card(m, blocks=60, seqs=2, policy=Often(share=1.))
     free = len(e.stepper.free)
     e.add(asked(0, 5, 60, m.c.vocab_size))
-    for _ in range(2): e.step()
+    for _ in range(2):
+        e.step()
     for i in range(1, 7):
         e.add(asked(i, 30, 5, m.c.vocab_size))
-        for _ in range(2): e.step()
+        for _ in range(2):
+            e.step()
         assert e.prompt
         e.abort(f'r{i}')
         e.land()

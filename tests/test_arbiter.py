@@ -27,7 +27,8 @@ def step(arb, running, context, seconds, rnd, late=()):
     for i,limit in zip(sorted(running), limits):
         checked = rnd.randint(0, min(k, limit))
         accepted[i] = checked,rnd.randint(0, checked)
-    for i in late: accepted[i] = (k,0)
+    for i in late:
+        accepted[i] = (k,0)
     arb.note(k, accepted, seconds, context)
     return k,limits
 
@@ -36,7 +37,8 @@ def play(arb, stream, check=lambda *seen: None):
     seen,running = [],set()
     for (now,context,seconds,rnd),n in stream:
         gone = running-now
-        for i in gone: arb.leave(i)
+        for i in gone:
+            arb.leave(i)
         running = now
         state = rnd.getstate()
         for j in range(n):
@@ -125,7 +127,8 @@ def test_what_a_change_takes_is_measured():
 def test_contexts_of_all_lengths_are_few_buckets():
     arb = Arbiter(1)
     for seqs in (1,2,1000,10**9):
-        for context in range(0, 2_000_000, 5_000): arb.drafts(seqs, context)
+        for context in range(0, 2_000_000, 5_000):
+            arb.drafts(seqs, context)
     assert len(arb.buckets)<=4*8
 
 # -- where it ends -------------------------------------------------------------------------------
@@ -146,7 +149,8 @@ class Card:
         for _ in range(n):
             seen.append(self.arb.drafts(self.seqs))
             self.air.append(seen[-1])
-            if len(self.air)<=self.ahead: continue
+            if len(self.air)<=self.ahead:
+                continue
             k = self.air.pop(0)
             self.land(k, right, wrong)
         return seen
@@ -210,7 +214,8 @@ def test_peeks_cost_less_than_two_percent(most, seqs, price, toll, ahead):
     peeks = card.arb.totals['probes']
     seen = card.run(4000, 0)
     assert set(seen)<={0,1}, 'nothing deeper than a peek'
-    if price<.5: assert card.arb.totals['probes']>peeks+5, 'it goes on to look'
+    if price<.5:
+        assert card.arb.totals['probes']>peeks+5, 'it goes on to look'
     assert card.seconds-before<1.02*4000
 
 def noticed(toll, ahead, seqs, hard, price=.4):
@@ -219,7 +224,8 @@ def noticed(toll, ahead, seqs, hard, price=.4):
     card.run(hard, 0)
     assert card.arb.k==0
     for n in range(1000):
-        if card.run(1, 3)[0]>1: return n
+        if card.run(1, 3)[0]>1:
+            return n
 
 @pytest.mark.parametrize('ahead', [0,1])
 @pytest.mark.parametrize('seqs', [1,4])
@@ -242,9 +248,11 @@ def test_what_was_worth_it_for_a_moment_is_looked_at_later():
     "Falls that follow each other soon wait longer and longer: hysteresis"
     card,waits = Card(3, 1, .4),[]
     for _ in range(5):
-        while card.arb.k: card.run(1, 0)
+        while card.arb.k:
+            card.run(1, 0)
         waits.append(card.arb.peeks.wait)
-        while not card.arb.k: card.run(1, 3)
+        while not card.arb.k:
+            card.run(1, 3)
     assert waits==[16,32,64,128,256]
 
 def test_a_peek_that_is_lost_ends():
@@ -252,7 +260,8 @@ def test_a_peek_that_is_lost_ends():
     card = Card(3, 1, .4)
     card.run(500, 0)
     arb = card.arb
-    while not arb.probe: card.run(1, 0)
+    while not arb.probe:
+        card.run(1, 0)
     for _ in range(6):
         arb.drafts(1)
         arb.note(0, dict(r0=(0,0)), 1.)
@@ -290,7 +299,8 @@ def test_K_follows_the_load():
     "Drafts pay for one sequence, and not for 64: it remembers both"
     arb,ks = Arbiter(3),[]
     for load in LOADS*3:
-        for _ in range(300): loaded(arb, *load)
+        for _ in range(300):
+            loaded(arb, *load)
         ks.append(arb.k)
     assert ks==[2,0]*3
 
@@ -318,7 +328,8 @@ def test_one_step_that_hangs_moves_nothing():
     for i in range(1000):
         k = arb.drafts(1)
         seconds = 1+.3*k
-        if i%20==7: seconds *= 100
+        if i%20==7:
+            seconds *= 100
         arb.note(k, dict(r=(k,k)), seconds)
     assert arb.k==2
     base = arb.times((0,0))
@@ -331,7 +342,8 @@ def test_text_that_flickers_moves_no_sooner_than_it_may():
     for i in range(2000):
         before,probing = arb.k,arb.probe
         card.run(1, 3 if i//25%2 else 0)
-        if arb.k!=before: moves.append((i,probing is not None))
+        if arb.k!=before:
+            moves.append((i,probing is not None))
     pairs = zip(moves, moves[1:])
     free = [b-a for (a,_),(b,probed) in pairs if not probed]
     assert free, 'it moved'
@@ -344,5 +356,6 @@ def test_what_a_probe_found_is_not_masked():
     card.run(200, 0)
     assert card.arb.k==0
     assert card.arb.limits['r0'].limit==0
-    while not card.arb.k: card.run(1, 3)
+    while not card.arb.k:
+        card.run(1, 3)
     assert card.arb.limits['r0'].limit==3

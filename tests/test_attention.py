@@ -11,13 +11,16 @@ few = settings(max_examples=30, deadline=None)
 class Case:
     "A sequence of T tokens in shuffled blocks"
     def __init__(self, seed, T, B, kv, r, d, window, sinks):
-        rng = np.random.default_rng(seed); f = lambda *s: rng.standard_normal(s, dtype='f4')
+        rng = np.random.default_rng(seed)
+        f = lambda *s: rng.standard_normal(s, dtype='f4')
         self.T,self.window,self.rng = T,window,rng
         self.q,self.k,self.v = f(T,kv*r,d),f(T,kv,d),f(T,kv,d)
         self.sinks = f(kv*r)*5 if sinks else None
-        self.B,nb = B,-(-T//B); self.table = rng.permutation(nb+3)[:nb]
+        self.B,nb = B,-(-T//B)
+        self.table = rng.permutation(nb+3)[:nb]
         self.kp,self.vp = (np.full((nb+3,B,kv,d), np.nan, 'f4') for _ in 'kv')
-        p = np.arange(T); write_kv(self.k, self.v, self.kp, self.vp, self.table[p//B]*B+p%B)
+        p = np.arange(T)
+        write_kv(self.k, self.v, self.kp, self.vp, self.table[p//B]*B+p%B)
 
     def rows(self, attention, a, b, scale=.4):
         "Rows a..b-1 as a decode step"
@@ -25,16 +28,22 @@ class Case:
 
     def tiles(self, attention, a, b, scale=.4):
         "The same as a prefill piece"
-        at = np.arange(a, b)-a//TILE*TILE; x = np.full(((-(-b//TILE)-a//TILE)*TILE,*self.q.shape[1:]), 3., 'f4'); x[at] = self.q[a:b]
+        at = np.arange(a, b)-a//TILE*TILE
+        x = np.full(((-(-b//TILE)-a//TILE)*TILE,*self.q.shape[1:]), 3., 'f4')
+        x[at] = self.q[a:b]
         return attention(x, self.kp, self.vp, self.table[None], [a], [b-a], True, scale, self.window, sinks=self.sinks)[at]
 
     def formula(self, scale=.4, causal=True):
         "float64, by whole matrices"
-        r = self.q.shape[1]//self.k.shape[1]; k,v = (np.repeat(a.astype('f8'), r, 1) for a in (self.k,self.v))
-        s = np.einsum('qhd,khd->hqk', self.q, k)*scale; gap = np.arange(self.T)[:,None]-np.arange(self.T)
-        if causal: s[:,(gap<0)|(gap>=(self.window or self.T))] = -np.inf
+        r = self.q.shape[1]//self.k.shape[1]
+        k,v = (np.repeat(a.astype('f8'), r, 1) for a in (self.k,self.v))
+        s = np.einsum('qhd,khd->hqk', self.q, k)*scale
+        gap = np.arange(self.T)[:,None]-np.arange(self.T)
+        if causal:
+            s[:,(gap<0)|(gap>=(self.window or self.T))] = -np.inf
         sink = np.full(len(s), -np.inf) if self.sinks is None or not causal else self.sinks
-        m = np.maximum(s.max(-1), sink[:,None])[...,None]; e = np.exp(s-m)
+        m = np.maximum(s.max(-1), sink[:,None])[...,None]
+        e = np.exp(s-m)
         return np.einsum('hqk,khd->qhd', e/(e.sum(-1, keepdims=True)+np.exp(sink[:,None,None]-m)), v)
 
 cases = st.builds(Case, st.integers(0, 2**32), T=st.integers(1, 260), B=st.sampled_from([1,3,16,64,80]), kv=st.integers(1, 3), r=st.integers(1, 4), d=st.integers(1, 20),
@@ -42,7 +51,8 @@ cases = st.builds(Case, st.integers(0, 2**32), T=st.integers(1, 260), B=st.sampl
 
 def check_formula(attention, c):
     ref = c.formula()
-    for y in (c.rows(attention, 0, c.T),c.tiles(attention, 0, c.T)): np.testing.assert_allclose(y, ref, rtol=0, atol=3e-5)
+    for y in (c.rows(attention, 0, c.T),c.tiles(attention, 0, c.T)):
+        np.testing.assert_allclose(y, ref, rtol=0, atol=3e-5)
 
 def check_cuts(attention, c):
     "Bit for bit: prefill in any two pieces, decode row by row"
@@ -53,10 +63,13 @@ def check_cuts(attention, c):
 
 def check_window(attention, c):
     "Blocks wholly before every window of a step may belong to anybody: they are not read"
-    a = c.T//2; y,t = c.rows(attention, a, c.T),c.tiles(attention, a, c.T)
-    if c.window is None: return
+    a = c.T//2
+    y,t = c.rows(attention, a, c.T),c.tiles(attention, a, c.T)
+    if c.window is None:
+        return
     kv = c.kp[c.table],c.vp[c.table]
-    unread = max(0, a-c.window+1)//c.B; first = max(0, a//TILE*TILE-c.window+1)//TILE*TILE//c.B  # of rows and of tiles
+    unread = max(0, a-c.window+1)//c.B
+    first = max(0, a//TILE*TILE-c.window+1)//TILE*TILE//c.B  # of rows and of tiles
     c.kp[c.table[:unread]] = c.vp[c.table[:unread]] = np.nan
     assert np.array_equal(c.rows(attention, a, c.T), y)
     c.kp[c.table],c.vp[c.table] = kv
@@ -90,8 +103,12 @@ def test_scores_far_out():
 @pytest.mark.parametrize('tiled', [False,True])
 def test_broken_row(tiled):
     "A row of NaN is NaN, and is seen only by rows that look at its key"
-    c = Case(1, 100, 16, 2, 2, 8, 10, True); run = c.tiles if tiled else c.rows; y = run(attention, 0, 100); c.q[40] = np.nan
-    z = run(attention, 0, 100); assert np.isnan(z[40]).all() and np.array_equal(np.delete(z, 40, 0), np.delete(y, 40, 0))
+    c = Case(1, 100, 16, 2, 2, 8, 10, True)
+    run = c.tiles if tiled else c.rows
+    y = run(attention, 0, 100)
+    c.q[40] = np.nan
+    z = run(attention, 0, 100)
+    assert np.isnan(z[40]).all() and np.array_equal(np.delete(z, 40, 0), np.delete(y, 40, 0))
 
 # -- the checks above can fail -------------------------------------------------------------------------------------------
 
@@ -102,9 +119,15 @@ def test_broken_row(tiled):
     (check_formula, '_prefill_tile', 'np.repeat(sinks.reshape(kv,-1), TILE, 1)', 'np.tile(sinks.reshape(kv,-1), (1,TILE))'),
     (check_cuts, '_prefill_seq', '(q[s],', '(q[s]*np.float32(1+1e-6*len(q)),'), (check_window, '_first', '//unit*unit', '//unit*unit//2')])
 def test_faults_are_seen(monkeypatch, check, name, old, new):
-    f = getattr(page, name); src = inspect.getsource(f); assert src.count(old)==1
-    ns = dict(vars(page)); exec(src.replace(old, new), ns); bad = ns[name]; monkeypatch.setattr(page, name, bad)
+    f = getattr(page, name)
+    src = inspect.getsource(f)
+    assert src.count(old)==1
+    ns = dict(vars(page))
+    exec(src.replace(old, new), ns)
+    bad = ns[name]
+    monkeypatch.setattr(page, name, bad)
     @settings(max_examples=300, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False)
     @given(cases)
     def run(c): check(attention, c)
-    with pytest.raises((AssertionError,ValueError)): run()
+    with pytest.raises((AssertionError,ValueError)):
+        run()

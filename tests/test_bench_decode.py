@@ -40,7 +40,8 @@ def drawn(chances, seed, steps, skipped=7, at=1):
         right = np.array(numbers)<np.float32(checked)
         said = 1+int(np.cumprod(right).sum())
         at += said
-        if i>=skipped: n += said
+        if i>=skipped:
+            n += said
     return n/steps
 
 @pytest.fixture(scope='module')
@@ -61,14 +62,16 @@ def test_replays_stay_within_the_graph(llm):
     _blank(llm)
     pretend(llm, 1, 40, 200)
     with checking(e, 2):
-        for _ in range(3): e.step()
+        for _ in range(3):
+            e.step()
         assert e.stepper.last.longest==128
         make_room(e, 40)
     last,= e.scheduler.running
     beyond = last.num_computed+42*width
     assert min(beyond, e.scheduler.max_seq_len)<=e.stepper.last.longest
     e.abort(last.id)
-    while e.has_work: e.step()
+    while e.has_work:
+        e.step()
     e.land()
 
 def test_numbers_are_written(report):
@@ -97,10 +100,12 @@ def picked(llm, rows):
 def test_a_step_moves_more_for_its_drafts(llm):
     plain,two = (step_bytes(llm, 2, 64, k) for k in (0,2))
     assert 'drafting' not in plain
-    for k in ('projections','head','kv'): assert two[k]==plain[k]
+    for k in ('projections','head','kv'):
+        assert two[k]==plain[k]
     more = picked(llm, 6)/picked(llm, 2)
     assert two['experts']==pytest.approx(plain['experts']*more)
-    assert two['states']==plain['states']*4/(1+1/(PENDING+1)) # a delta net's single rows are written late
+    assert two['states']==plain['states']*4/(
+        1+1/(PENDING+1)) # a delta net's single rows are written late
 
 def test_drafting_moves_a_head_twice(llm):
     "Three rows of two sequences, and then one of each"
@@ -119,8 +124,10 @@ def test_other_drafters_are_counted(kind):
     llm = drafting(speculative=kind, **more)
     moved = [drafting_bytes(llm, 1, 64, k) for k in (1,2)]
     passes = [step_bytes(llm, 1, 64)[k] for k in ('projections','head')]
-    if kind=='ngram': assert moved==[0,0]
-    else: assert 2*sum(passes)<moved[0]<moved[1]
+    if kind=='ngram':
+        assert moved==[0,0]
+    else:
+        assert 2*sum(passes)<moved[0]<moved[1]
     llm.close()
 
 @pytest.mark.parametrize('chances,drafts,why', [([.9], True, '1 chances for 2'),
@@ -128,6 +135,7 @@ def test_other_drafters_are_counted(kind):
 def test_chances_that_do_not_fit_are_refused(chances, drafts, why):
     plain = dict(speculative=False, num_speculative_tokens=None)
     model = drafting(**({} if drafts else plain))
-    with pytest.raises(AtlasError, match=why) as e: bench_decode(model, simulate=chances)
+    with pytest.raises(AtlasError, match=why) as e:
+        bench_decode(model, simulate=chances)
     assert e.value.param=='simulate_acceptance'
     model.close()

@@ -12,14 +12,17 @@ from atlas.use import cli
 from atlas.use.bench_throughput import Answer,Plan,fitting,flags_of,load_of,ordinary,percentiles
 from atlas.use.bench_throughput import prompts_of,serving,through_engine,through_http
 
-def run(*args): return CliRunner().invoke(cli.app, list(args), prog_name='atlas')
+def run(*args):
+    return CliRunner().invoke(cli.app, list(args), prog_name='atlas')
 
 # What is asked, and what is counted
 
 def test_prompts_have_nothing_in_common():
     "Neither within a round nor with another; and they are the same again for the same seed"
     ids = np.arange(5, 500)
-    rounds = [prompts_of('distinct', 20, 64, ids, (7,i)) for i in range(3)]
+    rounds = [
+        prompts_of('distinct', 20, 64, ids, (7,i))
+        for i in range(3)]
     starts = {tuple(p[:8]) for r in rounds for p in r}
     assert len(starts)==60 and min(min(p) for r in rounds for p in r)>=5
     assert rounds[1]==prompts_of('distinct', 20, 64, ids, (7,1))
@@ -28,7 +31,9 @@ def test_prompts_have_nothing_in_common():
 def test_no_prompt_has_an_image():
     "Ids that stand for one are left out, where a model has any"
     seen = mock.Mock(vocab_size=10, vision=mock.Mock(image_token_id=3, video_token_id=None))
-    assert ordinary(seen).tolist()==[0,1,2,4,5,6,7,8,9]
+    assert ordinary(seen).tolist()==[
+        0,1,2,4,5,6,7,8,
+        9]
     assert len(ordinary(mock.Mock(vocab_size=10, vision=None)))==10
 
 def test_percentiles():
@@ -38,8 +43,12 @@ def test_percentiles():
 def test_a_failure_is_no_time():
     "What came of a request that failed counts as tokens, and not as a wait"
     bad = Answer(0., [9.,10.], 2, error='gone')
-    load = load_of('http', 'distinct', 2, [Answer(1., [1.5,1.6], 2), bad], 2.)
-    assert (load.tokens,load.rate,load.errors,load.error)==(4,2.,1,'gone')
+    load = load_of(
+        'http', 'distinct', 2,
+        [Answer(1., [1.5,1.6], 2), bad],
+        2.)
+    assert (load.tokens,load.rate,load.errors,load.error)==(
+        4,2.,1,'gone')
     assert load.first_ms[2]==500. and load.between_ms==[100.]*3
 
 @pytest.fixture(scope='module')
@@ -66,10 +75,14 @@ def test_drafts_arrive_together(drafting):
 
 def test_an_answer_needs_a_context():
     config = EngineConfig('tiny', max_seq_len=64)
-    with pytest.raises(RequestError, match='128 of an answer are more than the context of tiny, 64') as e:
+    with pytest.raises(
+        RequestError, match='128 of an answer are more than the context of tiny, 64'
+    ) as e:
         fitting(config, Plan(prompt=10))
     assert '--max-seq-len' in e.value.hint
-    fitted = fitting(config, Plan(prompt=40, tokens=24, requests=300, concurrency=(300,)))
+    fitted = fitting(
+        config,
+        Plan(prompt=40, tokens=24, requests=300, concurrency=(300,)))
     assert (fitted.max_seq_len,fitted.max_num_seqs,fitted.max_queue)==(64,300,300)
 
 REFUSED = [
@@ -120,12 +133,16 @@ def saying(*pieces):
     def talk(c):
         with c:
             asked = b''
-            while b'\r\n\r\n' not in asked: asked += c.recv(1<<16)
-            for p in pieces: c.sendall(p)
+            while b'\r\n\r\n' not in asked:
+                asked += c.recv(1<<16)
+            for p in pieces:
+                c.sendall(p)
     def listen():
         while True:
-            try: c,_ = s.accept()
-            except OSError: return
+            try:
+                c,_ = s.accept()
+            except OSError:
+                return
             threading.Thread(target=talk, args=(c,), daemon=True).start()
     with socket.create_server(('127.0.0.1', 0)) as s:
         threading.Thread(target=listen, daemon=True).start()
@@ -137,40 +154,55 @@ def chunk(text):
     return b'%x\r\n%s\r\n' % (len(raw), raw)
 
 def event(**d): return f'data: {json.dumps(d)}\n\n'
-def token(i): return event(choices=[dict(text='a', token_ids=[i])], usage=None)
+def token(i):
+    return event(choices=[dict(text='a', token_ids=[i])], usage=None)
 
 HEAD = b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n'
-USAGE = event(choices=[], usage=dict(completion_tokens=5, prompt_tokens_details=dict(cached_tokens=64)))
+USAGE = event(
+    choices=[],
+    usage=dict(completion_tokens=5, prompt_tokens_details=dict(cached_tokens=64)))
 END = 'data: [DONE]\n\n'
 
 def test_a_stream_in_any_pieces():
     "Events that are cut anywhere, and several at once; the count is the server's, not the events'"
-    whole = (token(1)+event(choices=[dict(text='', token_ids=[])])+token(2)+USAGE+END).encode()
+    whole = (
+        token(1)
+        +event(choices=[dict(text='', token_ids=[])])
+        +token(2)+USAGE+END).encode()
     for size in (1,7,1000):
-        cut = [chunk(whole[i:i+size]) for i in range(0, len(whole), size)]
+        cut = [
+            chunk(whole[i:i+size])
+            for i in range(0, len(whole), size)]
         with saying(HEAD, *cut, b'0\r\n\r\n') as port:
             a, = through_http(port, [[1]], 1, 5)
-        assert (a.tokens,a.cached,len(a.arrivals),a.error)==(5,64,2,None)
+        assert (
+            a.tokens,a.cached,len(a.arrivals),
+            a.error
+        )==(5,64,2,None)
 
 FAILING = [
-    ([b'HTTP/1.1 503 Busy\r\n\r\n', b'{"error":{"message":"The queue is \\"full\\""}}'], '503: The queue is "full"'),
+    ([b'HTTP/1.1 503 Busy\r\n\r\n', b'{"error":{"message":"The queue is \\"full\\""}}'],
+     '503: The queue is "full"'),
     ([b'HTTP/1.1 500 Oh\r\n\r\n', b'no JSON'], '500: no JSON'),
-    ([HEAD, chunk(token(1)), chunk(event(error=dict(message='It broke'))), b'0\r\n\r\n'], 'It broke'),
+    ([HEAD, chunk(token(1)),
+      chunk(event(error=dict(message='It broke'))), b'0\r\n\r\n'],
+     'It broke'),
     ([HEAD, chunk(token(1))], 'was cut off'),
     ([HEAD, b'ff\r\nhalf'], 'was cut off'),
     ([HEAD, chunk(token(1)+END), b'0\r\n\r\n'], '0 of 5 tokens came'),
     ([HEAD, chunk(USAGE+END), b'0\r\n\r\n'], '0 of 5 tokens came'),
     ([HEAD, b'?\r\n'], 'invalid literal'),
-    ([], 'closed the connection'),
-]
+    ([], 'closed the connection'),]
 
 @pytest.mark.parametrize('pieces,said', FAILING, ids=[s for _,s in FAILING])
 def test_what_fails_is_told(pieces, said):
-    with saying(*pieces) as port: answers = through_http(port, [[1]]*3, 2, 5)
+    with saying(*pieces) as port:
+        answers = through_http(port, [[1]]*3, 2, 5)
     assert len(answers)==3 and all(said in a.error for a in answers)
 
 def test_nobody_listens():
-    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = s.getsockname()[1]
     answers = through_http(port, [[1]]*2, 2, 5)
     assert all('onnect' in a.error for a in answers)
 
@@ -184,7 +216,8 @@ def test_who_cannot_be_served(monkeypatch):
     r = run('bench', 'throughput', str(DATA/'smollm2-tied'), *flags)
     assert r.exit_code==1 and 'no tokenizer' in r.stderr and '--no-http' in r.stderr
     with pytest.raises(EngineError, match='did not start') as e:
-        with serving(EngineConfig(str(DATA/'nothing'))): pass
+        with serving(EngineConfig(str(DATA/'nothing'))):
+            pass
     assert '--no-http' in e.value.hint
 
 def test_the_engine_alone(monkeypatch):
@@ -193,7 +226,10 @@ def test_the_engine_alone(monkeypatch):
     flags = '--requests', '2', '--concurrency', '1,2', '--prompt', '9', '--tokens', '3', '--no-http'
     r = run('bench', 'throughput', str(DATA/'smollm2-tied'), *flags, '--json', '--device', 'cpu')
     assert r.exit_code==0, r.stderr
-    assert [l['tokens'] for l in json.loads(r.stdout)['loads']]==[6]*4
+    assert [
+        l['tokens']
+        for l in json.loads(r.stdout)['loads']
+    ]==[6]*4
 
 # All of it
 
@@ -205,12 +241,19 @@ def test_the_command(tmp_path, monkeypatch):
     r = run('bench', 'throughput', 'tiny', *flags.split(), '--output', str(file))
     assert r.exit_code==0, r.stderr
     d = json.loads(file.read_text())
-    ways = [(l['way'],l['prompts'],l['concurrency']) for l in d['loads']]
-    assert ways==[(w,k,n) for w in ('engine','http') for k in ('distinct','same') for n in (1,3)]
+    ways = [
+        (l['way'],l['prompts'],l['concurrency'])
+        for l in d['loads']]
+    assert ways==[
+        (w,k,n) for w in ('engine','http')
+        for k in ('distinct','same') for n in (1,3)]
     for l in d['loads']:
         assert (l['requests'],l['tokens'],l['errors'])==(3,12,0)
-        assert 0<l['first_ms'][0]<=l['first_ms'][2] and 0<l['between_ms'][0]<=l['between_ms'][2]
-        assert l['cached']==(0 if l['prompts']=='distinct' else 128 if l['concurrency']==1 else l['cached'])
+        assert 0<l['first_ms'][0]<=l['first_ms'][2]
+        assert 0<l['between_ms'][0]<=l['between_ms'][2]
+        assert l['cached']==(
+            0 if l['prompts']=='distinct' else 128
+            if l['concurrency']==1 else l['cached'])
         assert l['rate']==pytest.approx(12/l['seconds'])
     assert d['model']=='tiny' and d['copy']>0 and d['formats'] and d['late']==0
     assert d['options']==dict(device='cpu', max_seq_len=70, max_num_seqs=3)

@@ -1,4 +1,5 @@
-"The kernels of whole models, on the emulator: every family and format against the host, rows that do not notice each other, and the engine's step."
+"""The kernels of whole models, on the emulator: every family and format against the host, rows
+that do not notice each other, and the engine's step."""
 import numpy as np,pytest
 from functools import partial
 from pathlib import Path
@@ -29,19 +30,34 @@ pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
 # Families at a size that a CPU can emulate; what makes each of them what it is, is kept
 
-_SMALL = dict(hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96, vocab_size=256,
+_SMALL = dict(
+    hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, intermediate_size=96, vocab_size=256,
     max_position_embeddings=512, bos_token_id=1, eos_token_id=2)
 _MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
-_GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32, shared_expert_intermediate_size=64, num_hidden_layers=4)
+_GDN = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+    linear_value_head_dim=32, shared_expert_intermediate_size=64, num_hidden_layers=4)
 _GRANITE = dict(layer_types=['mamba','attention','mamba'],
     mamba_n_heads=16, mamba_d_head=16, mamba_d_state=16)
 _LESS = dict(vision_config=None, mtp_num_hidden_layers=0, image_token_id=None, video_token_id=None)
 TOYS = {
-    'llama': ('llama-3.1-8b', {}), 'mistral': ('mistral-7b-v0.3', dict(sliding_window=40, head_dim=48)), 'qwen3': ('qwen3-8b', {}), 'qwen3-moe': ('qwen3-30b-a3b', _MOE),
-    'qwen3.5': ('qwen3.6-27b', _GDN|_LESS), 'qwen3.6-moe': ('qwen3.6-35b-a3b', _GDN|_MOE|_LESS), 'gpt-oss': ('gpt-oss-20b', dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=16)),
-    'gemma': ('gemma-4-26b-a4b', dict(num_hidden_layers=6, global_head_dim=64, num_global_key_value_heads=1, num_experts=8, top_k_experts=2, moe_intermediate_size=64, sliding_window=16)),
-    'nemotron': ('nemotron-3-nano-30b-a3b', dict(hybrid_override_pattern='MEM*E', num_hidden_layers=5, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=16,
-        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96)),
+    'llama': ('llama-3.1-8b', {}),
+    'mistral': ('mistral-7b-v0.3', dict(sliding_window=40, head_dim=48)),
+    'qwen3': ('qwen3-8b', {}), 'qwen3-moe': ('qwen3-30b-a3b', _MOE),
+    'qwen3.5': ('qwen3.6-27b', _GDN|_LESS),
+    'qwen3.6-moe': ('qwen3.6-35b-a3b', _GDN|_MOE|_LESS),
+    'gpt-oss': ('gpt-oss-20b', dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=16)),
+    'gemma': (
+        'gemma-4-26b-a4b',
+        dict(
+            num_hidden_layers=6, global_head_dim=64, num_global_key_value_heads=1, num_experts=8,
+            top_k_experts=2, moe_intermediate_size=64, sliding_window=16)),
+    'nemotron': ('nemotron-3-nano-30b-a3b', dict(
+        hybrid_override_pattern='MEM*E', num_hidden_layers=5, mamba_num_heads=8,
+        mamba_head_dim=16, n_groups=2, ssm_state_size=16, n_routed_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=96)),
     'granite': ('granite-4.0-h-tiny', _GRANITE|dict(
         num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=64)),
     'granite-tied': ('granite-4.0-h-micro', _GRANITE|dict(
@@ -50,7 +66,10 @@ TOYS = {
     'granite-moe': ('granite-4.0-h-tiny', dict(model_type='granitemoe', num_local_experts=8,
         num_experts_per_tok=2, shared_intermediate_size=0)),
     'minimax': ('minimax-m2', dict(rotary_dim=16, num_local_experts=8, num_experts_per_tok=2))}
-CASES = [('llama','bf16'), ('llama','fp8'), ('mistral','nvfp4'), ('qwen3','mxfp4'), ('qwen3-moe','nvfp4'), ('qwen3.5','nvfp4'), ('qwen3.6-moe','nvfp4'), ('qwen3.6-moe','fp8'),
+CASES = [
+    ('llama','bf16'), ('llama','fp8'), ('mistral','nvfp4'),
+    ('qwen3','mxfp4'), ('qwen3-moe','nvfp4'), ('qwen3.5','nvfp4'),
+    ('qwen3.6-moe','nvfp4'), ('qwen3.6-moe','fp8'),
     ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('granite','nvfp4'),
     ('granite-tied','nvfp4'), ('granite-moe','nvfp4'), ('minimax','fp8'), ('qwen3-moe','int4')]
 FEW = [('llama','bf16'), ('qwen3.6-moe','nvfp4'), ('nemotron','nvfp4')]
@@ -67,36 +86,62 @@ def models(toy, weights):
                     ck.kind = 'numbers'  # a card would make up its own
                     return load_model(ck, dev, 512)
             _models[toy,weights] = load(Host()),load(Emulator())
-        finally: del PRESETS[f'toy-{toy}']
+        finally:
+            del PRESETS[f'toy-{toy}']
     return _models[toy,weights]
 
-def cache_of(m, states=8, blocks=40, B=16): return KVCache(m.c, m.device, blocks, B, np.float32 if m.device.kind=='cpu' else 'bf16', states)
+def cache_of(m, states=8, blocks=40, B=16):
+    return KVCache(
+        m.c, m.device, blocks, B,
+        np.float32 if m.device.kind=='cpu' else 'bf16', states)
 
-def forward(m, cache, pieces, tiled): return m.device.download(m.forward(make_batch(pieces, tiled, cache.pool.block_size, m.device), cache))
-def ids_of(n, seed=0): return np.random.default_rng(seed).integers(3, 250, n).tolist()
-def off(a, b): return float(abs(a-b).max()/abs(b).max())
+def forward(m, cache, pieces, tiled):
+    return m.device.download(
+        m.forward(make_batch(pieces, tiled, cache.pool.block_size, m.device), cache))
+def ids_of(n, seed=0):
+    return np.random.default_rng(seed).integers(3, 250, n).tolist()
+def off(a, b):
+    return float(abs(a-b).max()/abs(b).max())
 
 # Layer by layer
 
 @pytest.mark.parametrize('toy,weights', CASES)
 def test_each_layer_alone(toy, weights):
-    "Given the host's input, each layer's output on the card is the host's; experts that a rounding flips are within a rounding of each other"
+    """Given the host's input, each layer's output on the card is the host's; experts that a
+    rounding flips are within a rounding of each other"""
     host,card = models(toy, weights)
     ids,stream = ids_of(100),[]
-    b = make_batch([Piece(ids, 0, list(range(8)), 1, keep=1)], True, 16, Host())
+    b = make_batch(
+        [Piece(ids, 0, list(range(8)), 1, keep=1)],
+        True, 16, Host())
     hc,cc = cache_of(host),cache_of(card)
-    host.trunk(b, hc, lambda i,x: stream.append(x.reshape(-1, x.shape[-1]).copy()))
-    x0,cb = host.embed(b),make_batch([Piece(ids, 0, list(range(8)), 1, keep=1)], True, 16, card.device)
+    host.trunk(
+        b, hc,
+        lambda i,x: stream.append(
+            x.reshape(-1, x.shape[-1]).copy()))
+    x0 = host.embed(b)
+    cb = make_batch(
+        [Piece(ids, 0, list(range(8)), 1, keep=1)],
+        True, 16, card.device)
     ins = [x0,*stream[:-1]]
     for i,(l,x,want) in enumerate(zip(card.layers, ins, stream)):
-        got = card.device.download(l(card.device.upload(x), card.step(cb, cc)))
-        bad = abs(got-want)[:100].max(1)>1e-2*abs(want[:100]).max()
-        assert bad.mean()<=(.06 if 'moe' in card.c.ffns[i] else 0), (i, bad.mean(), off(got[:100], want[:100]))
-        assert off(np.delete(got[:100], bad, 0), np.delete(want[:100], bad, 0))<1e-2
+        got = card.device.download(
+            l(card.device.upload(x), card.step(cb, cc)))
+        bad = (
+            abs(got-want)[:100].max(1)
+            >1e-2*abs(want[:100]).max())
+        assert (
+            bad.mean()
+            <=(.06 if 'moe' in card.c.ffns[i] else 0)), (i,
+            bad.mean(), off(got[:100], want[:100]))
+        assert off(
+            np.delete(got[:100], bad, 0),
+            np.delete(want[:100], bad, 0))<1e-2
 
 def loaded(path, device):
     "The model of a folder"
-    with open_checkpoint(path) as ck: return load_model(ck, device, 512)
+    with open_checkpoint(path) as ck:
+        return load_model(ck, device, 512)
 
 def matrices(layer):
     "The matrices of a layer with one attention and one MLP"
@@ -106,11 +151,15 @@ def matrices(layer):
 
 def prompt_then_steps(m, ids, more, outs):
     "Logits of the last `outs` tokens of the prompt `ids`, and of each of `more` after it"
-    c,table,T = cache_of(m),list(range(8)),len(ids)
+    c = cache_of(m)
+    table = list(range(8))
+    T = len(ids)
     prompt = Piece(ids, 0, table, outs, state=0, keep=1)
     logits = [forward(m, c, [prompt], True)]
     for i,t in enumerate(more):
-        step = Piece([t], T+i, table, 1, state=1+i%2, keep=2-i%2)
+        step = Piece(
+            [t], T+i, table, 1, state=1+i%2,
+            keep=2-i%2)
         logits.append(forward(m, c, [step], False))
     return np.concatenate(logits)
 
@@ -136,7 +185,9 @@ def test_integers_in_groups_as_published(tmp_path, name, monkeypatch):
     w,plain = (m.layers[0].mixer.qkv_proj.weight for m in (card,host))
     assert w.fmt=='int4' and (unpack(w)==plain).all()
     ids = [i%64 for i in ids_of(65)]
-    got,want = (prompt_then_steps(m, ids[:64], ids[64:], 1) for m in (card,host))
+    got,want = (
+        prompt_then_steps(m, ids[:64], ids[64:], 1)
+        for m in (card,host))
     wrong = abs(got-want).max(1)
     assert (wrong<2e-2*abs(want).max(1)).all(), off(got, want)
 
@@ -145,16 +196,33 @@ def test_each_layer_alone_in_steps(toy, weights):
     "The same for eight rows of a verify step after 64 tokens of a prompt: the kernels of decoding"
     host,card = models(toy, weights)
     ids,table,stream = ids_of(72),list(range(8)),[]
-    b = make_batch([Piece(ids, 0, table, 1, keep=1)], True, 16, Host())
-    host.trunk(b, cache_of(host), lambda i,x: stream.append(x.reshape(-1, x.shape[-1])[:72].copy()))
-    ins,cc,up = [host.embed(b)[:72], *stream[:-1]],cache_of(card),card.device.upload
-    tiles = make_batch([Piece(ids[:64], 0, table, 1, keep=1)], True, 16, card.device)
-    rows = make_batch([Piece(ids[64:], 64, table, 8, state=1, keep=2)], False, 16, card.device)
+    b = make_batch(
+        [Piece(ids, 0, table, 1, keep=1)], True, 16,
+        Host())
+    host.trunk(
+        b, cache_of(host),
+        lambda i,x: stream.append(
+            x.reshape(-1, x.shape[-1])[:72].copy()))
+    ins = [host.embed(b)[:72], *stream[:-1]]
+    cc = cache_of(card)
+    up = card.device.upload
+    tiles = make_batch(
+        [Piece(ids[:64], 0, table, 1, keep=1)],
+        True, 16, card.device)
+    rows = make_batch(
+        [Piece(ids[64:], 64, table, 8, state=1, keep=2)],
+        False, 16, card.device)
     for i,(l,x,want) in enumerate(zip(card.layers, ins, stream)):
         l(up(x[:64]), card.step(tiles, cc))
-        got = card.device.download(l(up(x[64:]), card.step(rows, cc)))
-        bad = abs(got-want[64:]).max(1)>1e-2*abs(want[64:]).max()
-        assert bad.sum()<=(1 if 'moe' in card.c.ffns[i] else 0), (i, abs(got-want[64:]).max(1)/abs(want[64:]).max())
+        got = card.device.download(
+            l(up(x[64:]), card.step(rows, cc)))
+        bad = (
+            abs(got-want[64:]).max(1)
+            >1e-2*abs(want[64:]).max())
+        assert (
+            bad.sum()
+            <=(1 if 'moe' in card.c.ffns[i] else 0)), (i,
+            abs(got-want[64:]).max(1)/abs(want[64:]).max())
 
 # Row invariance
 
@@ -165,16 +233,40 @@ def test_rows_do_not_notice_each_other(toy, weights):
     ids,table = ids_of(72),list(range(8))
     def start():
         c = cache_of(m, 12)
-        forward(m, c, [Piece(ids[:64], 0, table, 1, state=0, keep=1)], True)
+        forward(
+            m, c,
+            [Piece(ids[:64], 0, table, 1, state=0, keep=1)],
+            True)
         return c
     c = start()
-    ones = [forward(m, c, [Piece([t], 64+i, table, 1, state=1+i%2, keep=2-i%2)], False) for i,t in enumerate(ids[64:])]
+    ones = [
+        forward(
+            m, c,
+            [Piece(
+                [t], 64+i, table, 1, state=1+i%2,
+                keep=2-i%2)],
+            False)
+        for i,t in enumerate(ids[64:])]
     for n in (2,3,8):
-        c = start(); got = forward(m, c, [Piece(ids[64:64+n], 64, table, n, state=1, keep=2)], False)
+        c = start()
+        got = forward(
+            m, c,
+            [Piece(ids[64:64+n], 64, table, n, state=1, keep=2)],
+            False)
         assert (got==np.concatenate(ones[:n])).all(), n
-    c = start(); other = ids_of(30, 1)
-    forward(m, c, [Piece(other, 0, [20,21], 1, state=4, keep=5)], True)
-    got = forward(m, c, [Piece(ids[64:65], 64, table, 1, state=1, keep=2), Piece([7], 30, [20,21], 1, state=5, keep=6), Piece([9], 0, [30], 1, state=0, keep=8)], False)
+    c = start()
+    other = ids_of(30, 1)
+    forward(
+        m, c,
+        [Piece(other, 0, [20,21], 1, state=4, keep=5)],
+        True)
+    got = forward(
+        m, c,
+        [
+            Piece(ids[64:65], 64, table, 1, state=1, keep=2),
+            Piece([7], 30, [20,21], 1, state=5, keep=6),
+            Piece([9], 0, [30], 1, state=0, keep=8)],
+        False)
     assert (got[0]==ones[0]).all()
 
 # The engine
@@ -189,15 +281,27 @@ def serve(e, requests, at=lambda step: ()):
     "Tokens, reasons and log probabilities of all requests; `at(step)` lists those that come later"
     out,todo,step = {},list(requests),0
     while todo or e.has_work or step<20:
-        for r in [r for r in todo if r[1]<=step]: e.add(r[0]); todo.remove(r)
+        for r in [r for r in todo if r[1]<=step]:
+            e.add(r[0])
+            todo.remove(r)
         for ev in e.step():
             t = out.setdefault(ev.id, SimpleNamespace(tokens=[], logprobs=[], finish=None))
-            if ev.token is not None: t.tokens.append(ev.token); t.logprobs.append(ev.logprob)
-            if ev.finish: t.finish = ev.finish
+            if ev.token is not None:
+                t.tokens.append(ev.token)
+                t.logprobs.append(ev.logprob)
+            if ev.finish:
+                t.finish = ev.finish
         step += 1
     return out
 
-def asks(n=5, **kw): return [(Request(f'r{i}', tuple(ids_of(10+17*i, i)), SamplingParams(**dict(temperature=0, max_tokens=6+i, ignore_eos=True)|kw)), 2*i) for i in range(n)]
+def asks(n=5, **kw):
+    return [
+        (
+            Request(
+                f'r{i}', tuple(ids_of(10+17*i, i)),
+                SamplingParams(**dict(temperature=0, max_tokens=6+i, ignore_eos=True)|kw)),
+            2*i)
+        for i in range(n)]
 
 @pytest.mark.parametrize('toy,weights', FEW)
 def test_the_same_greedy_tokens_in_any_company(toy, weights):
@@ -205,27 +309,44 @@ def test_the_same_greedy_tokens_in_any_company(toy, weights):
     together = serve(engine(m), asks())
     for r,_ in asks():
         alone = serve(engine(m), [(r,0)])[r.id]
-        assert alone.tokens==together[r.id].tokens and alone.finish==together[r.id].finish=='length'
+        assert alone.tokens==together[r.id].tokens
+        assert alone.finish==together[r.id].finish=='length'
 
 def test_the_hosts_tokens():
     "Where logits are clear of each other the card says what the host says"
     host,card = models('llama', 'bf16')
-    a,b = (serve(engine(m), asks(4, logprobs=1)) for m in (host,card))
-    same = sum(x==y for i in a for x,y in zip(a[i].tokens, b[i].tokens)); total = sum(len(t.tokens) for t in a.values())
-    assert same>=.9*total and {i:len(t.tokens) for i,t in a.items()}=={i:len(t.tokens) for i,t in b.items()}
-    close = [abs(p-q) for i in a for x,y,p,q in zip(a[i].tokens, b[i].tokens, a[i].logprobs, b[i].logprobs) if x==y]
+    a,b = (
+        serve(engine(m), asks(4, logprobs=1))
+        for m in (host,card))
+    same = sum(
+        x==y for i in a
+        for x,y in zip(a[i].tokens, b[i].tokens))
+    total = sum(len(t.tokens) for t in a.values())
+    assert same>=.9*total
+    assert (
+        {i:len(t.tokens) for i,t in a.items()}
+        =={i:len(t.tokens) for i,t in b.items()})
+    close = [
+        abs(p-q) for i in a
+        for x,y,p,q in zip(
+                a[i].tokens, b[i].tokens, a[i].logprobs,
+                b[i].logprobs)
+        if x==y]
     assert max(close)<.05
 
 def course(m, stepper):
     "Who got a token in each step, or had to leave, and how many were preempted"
     c = cache_of(m, 6, 14)
     s = Scheduler(c.pool, 3, 200, 64, overcommit=3.)
-    e,steps,todo = Engine(s, stepper(m, c, s)),[],[]
+    e = Engine(s, stepper(m, c, s))
+    steps = []
+    todo = []
     for i,(r,at) in enumerate(asks(5, max_tokens=24)):
         todo.append((Request(r.id, r.prompt, r.params, i%2), at))
     while todo or e.has_work:
         for r,at in todo:
-            if at<=len(steps): e.add(r)
+            if at<=len(steps):
+                e.add(r)
         todo = [x for x in todo if x[1]>len(steps)]
         gone = e.abort('r3') if len(steps)==20 else []
         events = gone+e.step()
@@ -240,9 +361,14 @@ def test_the_host_one_step_behind_goes_step_by_step_with_the_card():
 
 def test_sampled_tokens_are_repeatable():
     _,m = models('llama', 'bf16')
-    how = dict(temperature=.8, top_p=.9, top_k=40, seed=5, presence_penalty=.3, repetition_penalty=1.1, logit_bias={7:3.}, min_tokens=3)
-    a,b = serve(engine(m), asks(3, **how)),serve(engine(m), asks(3, **how))
-    assert {i:t.tokens for i,t in a.items()}=={i:t.tokens for i,t in b.items()}
+    how = dict(
+        temperature=.8, top_p=.9, top_k=40, seed=5, presence_penalty=.3,
+        repetition_penalty=1.1, logit_bias={7:3.}, min_tokens=3)
+    a = serve(engine(m), asks(3, **how))
+    b = serve(engine(m), asks(3, **how))
+    assert (
+        {i:t.tokens for i,t in a.items()}
+        =={i:t.tokens for i,t in b.items()})
     alone = serve(engine(m), asks(3, **how)[2:])
     assert alone['r2'].tokens==a['r2'].tokens
 
@@ -251,47 +377,90 @@ def test_preemption_changes_nothing():
     plain = serve(engine(m, blocks=40), asks(4, max_tokens=30))
     e = engine(m, blocks=14, overcommit=3.)
     tight = serve(e, asks(4, max_tokens=30))
-    assert e.scheduler.totals['preemptions']>0 and {i:t.tokens for i,t in plain.items()}=={i:t.tokens for i,t in tight.items()}
+    assert e.scheduler.totals['preemptions']>0
+    assert (
+        {i:t.tokens for i,t in plain.items()}
+        =={i:t.tokens for i,t in tight.items()})
 
 def test_preempted_sequences_give_up_their_lanes():
-    "More sequences have begun than there are lanes in the sampler's table: who waits again has none, and goes on as if nothing had been"
+    """More sequences have begun than there are lanes in the sampler's table: who waits again has
+    none, and goes on as if nothing had been"""
     _,m = models('llama', 'bf16')
     how = dict(temperature=.9, presence_penalty=.5, repetition_penalty=1.2, logprobs=1)
-    ask = lambda i,p,n: Request(f'{p}{i}', tuple(ids_of(10+i, i)), SamplingParams(seed=i, max_tokens=n, ignore_eos=True, **how), priority=p)
-    e = engine(m, seqs=2); late = [ask(i, 0, 3) for i in range(2)]; early = [ask(i, 1, 8) for i in range(2)]
-    out = serve(e, [(r,0) for r in early]+[(r,4) for r in late])
+    def ask(i,p,n):
+        return Request(
+        f'{p}{i}', tuple(ids_of(10+i, i)),
+        SamplingParams(seed=i, max_tokens=n, ignore_eos=True, **how),
+            priority=p)
+    e = engine(m, seqs=2)
+    late = [ask(i, 0, 3) for i in range(2)]
+    early = [ask(i, 1, 8) for i in range(2)]
+    out = serve(
+        e,
+        [(r,0) for r in early]+[(r,4) for r in late])
     assert e.scheduler.totals['preemptions']==2 and not e.stepper.lanes
     for r in (early[0],late[0]):
         alone = serve(engine(m), [(r,0)])[r.id]
-        assert (alone.tokens,alone.logprobs)==(out[r.id].tokens,out[r.id].logprobs)
+        assert (
+            (alone.tokens,alone.logprobs)
+            ==(out[r.id].tokens,out[r.id].logprobs))
 
 def test_who_comes_back_is_placed_anew():
-    "A sequence that was alone before and after it was preempted has other blocks now, and the card must be told"
+    """A sequence that was alone before and after it was preempted has other blocks now, and the
+    card must be told"""
     _,m = models('llama', 'bf16')
-    a = Request('a', tuple(ids_of(20)), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), priority=1)
-    e = engine(m, seqs=1); e.add(a); got = []
-    def go(n): got.extend(v.token for _ in range(n) for v in e.step() if v.id=='a' and v.token is not None)
+    a = Request(
+        'a', tuple(ids_of(20)),
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), priority=1)
+    e = engine(m, seqs=1)
+    e.add(a)
+    got = []
+    def go(n):
+        got.extend(
+            v.token for _ in range(n) for v in e.step()
+            if v.id=='a' and v.token is not None)
     go(8)
-    e.add(Request('b', tuple(ids_of(150, 3)), SamplingParams(max_tokens=4))); go(2)
-    assert e.scheduler.totals['preemptions']==1 and e.scheduler.running[0].state=='prefill'
+    e.add(Request('b', tuple(ids_of(150, 3)), SamplingParams(max_tokens=4)))
+    go(2)
+    assert e.scheduler.totals['preemptions']==1
+    assert e.scheduler.running[0].state=='prefill'
     e.abort('b')
-    while e.has_work: go(1)
+    while e.has_work:
+        go(1)
     assert got==serve(engine(m), [(a,0)])['a'].tokens
 
 @pytest.mark.parametrize('toy,weights', CASES)
 def test_a_warm_engine_compiles_no_more(toy, weights, monkeypatch):
-    "What prompts of any length and number, replays and steps launch is among what was made ready; nothing is launched here"
+    """What prompts of any length and number, replays and steps launch is among what was made
+    ready; nothing is launched here"""
     _,m = models(toy, weights)
     e,known = engine(m),set()
     def make_ready(card, *steps, **_): known.update(variants(*steps))
     monkeypatch.setattr('atlas.engine.card_stepper.make_ready', make_ready)
-    def variants(*steps): return {(n,tuple(sorted(d.items()))) for n,d in wanted(*steps)}
+    def variants(*steps):
+        return {(n,tuple(sorted(d.items()))) for n,d in wanted(*steps)}
     def rows(ns, start, tiled):
-        b = make_batch([Piece([0]*n, start, list(range(e.cache.blocks_for(start+n))), int(tiled)) for n in ns], tiled, 16, m.device); x = m.trunk(b, e.cache)
-        if tiled: m.head(m.final(x[b.out]))
-    with recording(launch=False): e.warm()
-    for ns in ((1,),(65,),(1,1),(64,)*3,(3,1,2,1)): assert variants(lambda: rows(ns, 0, True))<=known, ns
-    for ns in ((2,),(3,),(8,),(8,8),(3,8,1)): assert variants(lambda: rows(ns, 70, False))<=known, ns
+        b = make_batch(
+            [
+                Piece(
+                    [0]*n, start,
+                    list(range(e.cache.blocks_for(start+n))),
+                    int(tiled))
+                for n in ns],
+            tiled, 16, m.device)
+        x = m.trunk(b, e.cache)
+        if tiled:
+            m.head(m.final(x[b.out]))
+    with recording(launch=False):
+        e.warm()
+    for ns in (
+            (1,),(65,),(1,1),
+            (64,)*3,(3,1,2,1)):
+        assert variants(lambda: rows(ns, 0, True))<=known, ns
+    for ns in (
+            (2,),(3,),(8,),(8,8),
+            (3,8,1)):
+        assert variants(lambda: rows(ns, 70, False))<=known, ns
     body = e.stepper.body
     for k in (1,2,4):
         shapes = StepShape(k, 200, True, True),StepShape(k, 128, True, False)
@@ -311,7 +480,8 @@ CROWDS = [('llama','bf16'), ('mistral','nvfp4')]
 
 @pytest.mark.parametrize('toy,weights', CROWDS)
 def test_replays_of_several_sequences_compile_no_more(toy, weights, larger):
-    "Three sequences give way to one, and are replayed side by side: more blocks at once than the card has room for"
+    """Three sequences give way to one, and are replayed side by side: more blocks at once than the
+    card has room for"""
     larger(24)
     _,m = models(toy, weights)
     e,side_by_side = engine(m, blocks=13, overcommit=4.),[]
@@ -324,20 +494,44 @@ def test_replays_of_several_sequences_compile_no_more(toy, weights, larger):
     def ask(i, prompt, most, first):
         params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
         return Request(f'r{i}', tuple(ids_of(prompt, i)), params, priority=first)
-    got = serve(e, [*((ask(i, 5+i, 14, 1), 0) for i in range(3)), (ask(3, 190, 2, 0), 11)])
+    got = serve(
+        e,
+        [
+            *((ask(i, 5+i, 14, 1), 0) for i in range(3)),
+            (ask(3, 190, 2, 0), 11)])
     assert e.scheduler.totals['preemptions']==3 and max(side_by_side)==24
-    assert [len(got[f'r{i}'].tokens) for i in range(4)]==[14,14,14,2]
+    assert [
+        len(got[f'r{i}'].tokens)
+        for i in range(4)]==[14,14,14,2]
     assert e.late==[] and e.stats()['jit_after_ready_total']==0
 
 def test_end_tokens_and_aborts():
     _,m = models('llama', 'bf16')
-    want = serve(engine(m), [(Request('a', tuple(ids_of(20)), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),0)])['a'].tokens
-    stop = want[5]; k = want.index(stop)
-    out = serve(engine(m), [(Request('a', tuple(ids_of(20)), SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(stop,))),0), *asks(2)])
-    assert out['a'].tokens==want[:k+1] and out['a'].finish=='stop'
+    want = serve(
+        engine(m),
+        [(
+            Request(
+                'a', tuple(ids_of(20)),
+                SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
+            0)])['a'].tokens
+    stop = want[5]
+    k = want.index(stop)
+    out = serve(
+        engine(m),
+        [
+            (
+                Request(
+                    'a', tuple(ids_of(20)),
+                    SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(stop,))),
+                0),
+            *asks(2)])
+    assert out['a'].tokens==want[:k+1]
+    assert out['a'].finish=='stop'
     e = engine(m)
-    for r,_ in asks(3): e.add(r)
-    for _ in range(4): e.step()
+    for r,_ in asks(3):
+        e.add(r)
+    for _ in range(4):
+        e.step()
     assert [x.finish for x in e.abort('r1')]==['abort']
     left = serve(e, [])
     assert 'r1' not in {i for i,t in left.items() if t.finish}
@@ -346,53 +540,85 @@ def test_end_tokens_and_aborts():
 
 def test_logits_that_are_no_numbers_fail_their_row():
     _,m = models('llama', 'bf16')
-    e = engine(m); reqs = asks(2)
-    for r,_ in reqs: e.add(r)
-    for _ in range(4): e.step()
+    e = engine(m)
+    reqs = asks(2)
+    for r,_ in reqs:
+        e.add(r)
+    for _ in range(4):
+        e.step()
     victim = next(s for s in e.scheduler.running if s.id=='r0')
-    b = e.cache.kv[0].arrays[0]; b[victim.table.blocks[0]] = 0x7FC0 if b.dtype==np.uint16 else 0xFF
+    b = e.cache.kv[0].arrays[0]
+    b[victim.table.blocks[0]] = 0x7FC0 if b.dtype==np.uint16 else 0xFF
     out = serve(e, [])
-    assert out['r0'].finish=='error' and out['r1'].finish=='length' and e.stats()['corrupted_requests_total']==1
+    assert out['r0'].finish=='error'
+    assert out['r1'].finish=='length'
+    assert e.stats()['corrupted_requests_total']==1
 
 def test_a_steady_step_is_one_replay():
-    "While the same sequences decode nothing is placed anew, and the step in the air is taken in by the next"
+    """While the same sequences decode nothing is placed anew, and the step in the air is taken in
+    by the next"""
     _,m = models('llama', 'bf16')
     e = engine(m)
     rows,placed = e.stepper.rows,[]
     place = rows.place
     rows.place = lambda *a: (placed.append(1), place(*a))
-    e.add(asks(1, max_tokens=20)[0][0]); n = 0
-    while e.has_work: n += len(e.step())
+    e.add(asks(1, max_tokens=20)[0][0])
+    n = 0
+    while e.has_work:
+        n += len(e.step())
     assert n==20 and len(placed)==1 and len(e.stepper.graphs)==1
 
 def test_a_warm_engine_says_the_same():
-    "Trying every kind of step first, without launching and then with, leaves no trace in what is said"
+    """Trying every kind of step first, without launching and then with, leaves no trace in what is
+    said"""
     want = serve(engine(models('qwen3.6-moe', 'nvfp4')[1]), asks(2))
     kept = _models.pop(('qwen3.6-moe','nvfp4'))
-    try: e = engine(models('qwen3.6-moe', 'nvfp4')[1])
-    finally: _models['qwen3.6-moe','nvfp4'] = kept
+    try:
+        e = engine(models('qwen3.6-moe', 'nvfp4')[1])
+    finally:
+        _models['qwen3.6-moe','nvfp4'] = kept
     e.warm()
-    assert all(np.isfinite(np.asarray(a)).all() for a in (*e.cache.rec.values(), *e.cache.conv.values()))
+    assert all(
+        np.isfinite(np.asarray(a)).all()
+        for a in (*e.cache.rec.values(), *e.cache.conv.values()))
     got = serve(e, asks(2))
-    assert {i:t.tokens for i,t in got.items()}=={i:t.tokens for i,t in want.items()}
+    assert (
+        {i:t.tokens for i,t in got.items()}
+        =={i:t.tokens for i,t in want.items()})
 
 # Options
 
 def test_options_of_a_card_are_refused_on_the_host():
     from atlas import LLM
-    for k,v in dict(quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2, prefill_activations='fp8').items():
-        with pytest.raises(RequestError, match=k): LLM(str(DATA/'smollm2-tied'), 'cpu', **{k:v})
+    for k,v in dict(
+            quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8',
+            kv_high_precision_layers=2, prefill_activations='fp8').items():
+        with pytest.raises(RequestError, match=k):
+            LLM(str(DATA/'smollm2-tied'), 'cpu', **{k:v})
 
-@pytest.mark.parametrize('how', [dict(quantization='nvfp4'), dict(quantization='fp8', lm_head_dtype='nvfp4'), dict(kv_cache_dtype='fp8'), dict(kv_cache_dtype='nvfp4', kv_high_precision_layers=1)], ids=str)
+@pytest.mark.parametrize(
+    'how',
+    [
+        dict(quantization='nvfp4'), dict(quantization='fp8', lm_head_dtype='nvfp4'),
+        dict(kv_cache_dtype='fp8'), dict(kv_cache_dtype='nvfp4', kv_high_precision_layers=1)],
+    ids=str)
 def test_fewer_bits(how):
     "Requantised weights and caches are near what they stand for, and smaller"
     from atlas import LLM
-    one = lambda **kw: LLM(str(DATA/'smollm2-tied'), Emulator(), max_seq_len=128, max_num_seqs=1, **kw)
+    def one(**kw):
+        return LLM(
+        str(DATA/'smollm2-tied'), Emulator(), max_seq_len=128, max_num_seqs=1,
+            **kw)
     plain,small = one(),one(**how)
-    ids = [i%150 for i in ids_of(40)]; a,b = plain.logits(ids),small.logits(ids)
-    assert np.isfinite(b).all() and np.linalg.norm(b-a)<.5*np.linalg.norm(a)
-    if 'quantization' in how: assert small.model.layers[0].mixer.qkv_proj.weight.fmt==how['quantization'] and small.model.embed_tokens.weight.fmt not in ('nvfp4','fp8')
-    else: assert small.cache.bytes_per_token<plain.cache.bytes_per_token
+    ids = [i%150 for i in ids_of(40)]
+    a,b = plain.logits(ids),small.logits(ids)
+    assert np.isfinite(b).all()
+    assert np.linalg.norm(b-a)<.5*np.linalg.norm(a)
+    if 'quantization' in how:
+        assert small.model.layers[0].mixer.qkv_proj.weight.fmt==how['quantization']
+        assert small.model.embed_tokens.weight.fmt not in ('nvfp4','fp8')
+    else:
+        assert small.cache.bytes_per_token<plain.cache.bytes_per_token
     p = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     assert len(small.generate(ids, p).token_ids)==4
 
@@ -420,14 +646,17 @@ def _by_its_twin(fmt):
     from atlas.cuda import gemm_scaled as g
     from atlas.ops.linear import fused_linear
     real = g.gemm_with
-    def with_(activations, x, w, exact=False, gain=None, eps=0., out=None, **kw):
+    def with_(
+            activations, x, w, exact=False, gain=None, eps=0.,
+            out=None, **kw):
         if activations not in w.format.scaled or w.pair:
             more = dict(exact=exact, gain=gain, eps=eps, out=out)
             return real(activations, x, w, **more, **kw)
         with_.many += 1
         h = g.narrow_on_host(x, fmt, gain, eps)
         y = fused_linear(g.narrow_values(h, w.k), g.rounded(w, fmt), **kw)
-        if out is None: return Emulator().upload(y)
+        if out is None:
+            return Emulator().upload(y)
         out[...] = y
         return out
     with_.many = 0
@@ -466,15 +695,22 @@ def test_unknown_formats_are_refused():
 def test_launches_of_a_layer():
     "Whatever the family, a layer of a decode step is at most ten launches"
     for toy,weights in CASES:
-        _,m = models(toy, weights); c = cache_of(m)
-        with recording(launch=False) as r: m.forward(make_batch([Piece([5], 3, [0], 1)], False, 16, m.device), c)
-        assert len(r.calls)<=10*len(m.layers)+2, (toy, len(r.calls), len(m.layers))
+        _,m = models(toy, weights)
+        c = cache_of(m)
+        with recording(launch=False) as r:
+            m.forward(
+                make_batch([Piece([5], 3, [0], 1)], False, 16, m.device),
+                c)
+        assert len(r.calls)<=10*len(m.layers)+2, (
+            toy, len(r.calls), len(m.layers))
 
 def patient(step):
     "`step`, which a Ctrl-C ends with nothing"
     def one():
-        try: return step()
-        except KeyboardInterrupt: return []
+        try:
+            return step()
+        except KeyboardInterrupt:
+            return []
     return one
 
 LAUNCHES = [
@@ -489,7 +725,9 @@ def test_interrupted(where, at):
     m = models('qwen3.6-moe', 'nvfp4')[1]
     drawn = SamplingParams(temperature=.9, seed=3, frequency_penalty=.5,
         max_tokens=7, ignore_eos=True, logprobs=1)
-    some = [*asks(3, logprobs=1),(Request('drawn', tuple(ids_of(12, 7)), drawn),1)]
+    some = [
+        *asks(3, logprobs=1),
+        (Request('drawn', tuple(ids_of(12, 7)), drawn),1)]
     want = serve(engine(m), some)
     e = engine(m)
     calls = interrupted(e.stepper, where, at)
@@ -501,7 +739,9 @@ def test_no_memory_while_rows_are_placed(monkeypatch):
     "The prompt of that step is shed, and the others go on as if nothing had been"
     m,n = models('llama', 'bf16')[1],0
     short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    some = [*asks(2, logprobs=1),(Request('late', tuple(ids_of(9, 5)), short),4)]
+    some = [
+        *asks(2, logprobs=1),
+        (Request('late', tuple(ids_of(9, 5)), short),4)]
     want = serve(engine(m), some)
     import atlas.engine.card_stepper as at
     real = at.place_rows
@@ -509,10 +749,12 @@ def test_no_memory_while_rows_are_placed(monkeypatch):
         nonlocal n
         n += 1
         came = 'late' in {s.id for s in e.scheduler.running}
-        if came and e.scheduler.seqs['late'].num_computed==0: raise MemoryError
+        if came and e.scheduler.seqs['late'].num_computed==0:
+            raise MemoryError
         return real(*args)
     monkeypatch.setattr(at, 'place_rows', full)
     e = engine(m)
     got = serve(e, some)
     assert got['late'].finish=='error'
-    for i in ('r0','r1'): assert got[i]==want[i]
+    for i in ('r0','r1'):
+        assert got[i]==want[i]

@@ -9,7 +9,7 @@ import atlas.use.cli as cli
 from atlas.card.device import Host,Memory
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.loading import LoadedModel
-from atlas.engine.planning import least_memory,plan_load
+from atlas.engine.planning import SPARK,PlannedCard,least_memory,plan_load
 from atlas.ground import hub
 from atlas.ground.catalog import CATALOG,find_entry,nearest,read_catalog,releases_of
 from atlas.ground.config import PRESETS
@@ -18,9 +18,11 @@ from atlas.ground.hub import NAMED,here,pull,pull_text
 from atlas.ground.opening import open_model
 from atlas.ground.options import EngineConfig
 from atlas.model.model import imagine
+from helpers.reference import data,having
 from test_cli import SPARK as COMMANDS
 from atlas.text.parsers import REASONING_PARSERS,TOOL_PARSERS
 
+SEEING = [n for n in having('pixels') if n.startswith('qwen35')] # With heads that a card takes
 GOOD = dict(hub='org/name', format='BF16')
 
 def run(*args):
@@ -267,6 +269,38 @@ def test_a_plan_is_what_a_card_loads(monkeypatch, more):
     assert plan.parts['cache']+plan.parts['states']==m.cache.nbytes
     assert m.arena.budget.parts['steps']==plan.parts['steps']
     m.close()
+
+@pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+@pytest.mark.parametrize('packed', [False,True])
+@pytest.mark.parametrize('name', SEEING)
+def test_a_vision_tower_is_planned_to_the_byte(monkeypatch, name, packed):
+    "It is the host's, and where that is the card's memory, the plan, the budget and the cache see it"
+    memory = Memory(1<<30, 1<<30)
+    monkeypatch.setattr(Emulator, 'memory', lambda self: memory)
+    few = dict(max_seq_len=128, max_num_seqs=1)
+    o = EngineConfig(str(data/name), Emulator(), packed=packed, **few)
+    plan,m = plan_load(o),LoadedModel(o, False)
+    tower = [w for n,w in m.model.weights().items() if n.startswith('visual.')]
+    held = sum(w.nbytes for w in tower)
+    assert held==plan.parts['vision']==m.arena.budget.parts['vision']==m.memory['vision']>0
+    assert dict(plan.lines())['vision']
+    m.close()
+
+@pytest.mark.parametrize('name', SEEING)
+def test_a_vision_tower_elsewhere_is_no_part(monkeypatch, name):
+    "On the host it is among the weights; beside a card with memory of its own it takes none of it"
+    assert 'vision' not in plan_load(EngineConfig(str(data/name), device='cpu')).parts
+    monkeypatch.setattr(PlannedCard, 'shares_host', False)
+    assert 'vision' not in plan_load(EngineConfig(str(data/name)), SPARK).parts
+
+def test_a_tower_leaves_less_for_the_cache():
+    "What it takes is not there for blocks, and a budget that it fills is refused"
+    o = EngineConfig('qwen3-vl-2b-instruct-bf16', max_num_seqs=1)
+    p = plan_load(o, SPARK)
+    assert p.parts['vision']>1<<30 and p.nbytes<=p.budget
+    without = p.parts['weights']+p.parts['steps']+(512<<20)
+    small = plan_load(replace(o, memory_budget=without), SPARK)
+    assert not small.fits and 'take' in small.error
 
 def test_a_host_that_is_too_small(monkeypatch):
     monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<30, 1<<30))

@@ -21,7 +21,8 @@ root = Path(__file__).parents[1]
 def run(*args, input=None):
     "Run a command; a fault of ours is raised, not hidden in the result"
     r = CliRunner().invoke(cli.app, list(args), input=input, prog_name='atlas')
-    if r.exception and not isinstance(r.exception, SystemExit): raise r.exception
+    if r.exception and not isinstance(r.exception, SystemExit):
+        raise r.exception
     return r
 
 def said(text, reasoning=''):
@@ -34,18 +35,30 @@ class Fake:
     sampling = {}
     def __init__(self, options):
         model,Fake.made = options.model,options
-        self.name,self.max_seq_len,self.load_seconds,self.device = model,512,1.5,SimpleNamespace(name='cpu')
-        self.config,self.engine,self.tokenizer,self.template = SimpleNamespace(vocab_size=99),'engine','tokenizer','template'
-    def close(self): Fake.closed = self
+        self.name = model
+        self.max_seq_len = 512
+        self.load_seconds = 1.5
+        self.device = SimpleNamespace(name='cpu')
+        self.config = SimpleNamespace(vocab_size=99)
+        self.engine = 'engine'
+        self.tokenizer = 'tokenizer'
+        self.template = 'template'
+    def close(self):
+        Fake.closed = self
     def params(self, **given): return SamplingParams(**self.sampling|given)
     def stream(self, prompt, params):
         Fake.asked = dict(prompt=prompt, params=params)
-        for w in self.answer: yield said(w)
-        if self.error: raise self.error
-        if self.cached: yield Delta(finish='stop', cached=self.cached)
+        for w in self.answer:
+            yield said(w)
+        if self.error:
+            raise self.error
+        if self.cached:
+            yield Delta(finish='stop', cached=self.cached)
     def generate(self, prompt, params):
         ds = list(self.stream(prompt, params))
-        text,thought = (''.join(getattr(d, of) for d in ds) for of in ('text','reasoning'))
+        text,thought = (
+            ''.join(getattr(d, of) for d in ds)
+            for of in ('text','reasoning'))
         return Output(text, [], 'stop', dict(total_tokens=5), reasoning=thought)
     def chat(self, messages, params, stream=False, **template):
         Fake.told = template
@@ -53,7 +66,8 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch):
-    class F(Fake): pass
+    class F(Fake):
+        pass
     monkeypatch.setitem(sys.modules, 'atlas.use.llm', SimpleNamespace(LLM=F))
     return F
 
@@ -62,12 +76,16 @@ def fake(monkeypatch):
 def commands():
     return {c.name or c.callback.__name__: c.callback for c in cli.app.registered_commands}
 
-def test_the_commands(): assert {'serve','run','chat','pull','list','rm','inspect','version'} <= set(commands())
+def test_the_commands():
+    assert {'serve','run','chat','pull','list','rm','inspect','version'} <= set(commands())
 
 def test_every_flag_is_read():
     for name,f in commands().items():
         body = ast.parse(inspect.getsource(f)).body[0]
-        read = {n.id for s in body.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        read = {
+            n.id for s in body.body
+            for n in ast.walk(s)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         handed = set(cli.FLAGS) if 'options' in read else set()
         unread = set(inspect.signature(f).parameters)-read-handed
         assert not unread, f'{name} has a parameter that nothing reads'
@@ -76,14 +94,24 @@ def test_every_flag_is_read():
 def test_help(name):
     r = run(name, '--help')
     assert r.exit_code==0 and 'Examples:' in r.output
-    for l in r.output.split('Examples:')[0].splitlines(): assert len(l)<=100
+    for l in r.output.split('Examples:')[0].splitlines():
+        assert len(l)<=100
     for p in inspect.signature(commands()[name]).parameters.values():
         o = p.annotation.__metadata__[0]
         assert o.help and o.help.endswith((']','.')), f'{name}: {p.name} has no help'
 
 def test_usage_errors():
-    for args in (['fly'], ['run'], ['run','m','p','--temperature','hot'], ['run','m','p','-t','-1'], ['run','m','p','-t','nan'], ['serve','m','--port','70000'],
-                 ['serve','m','--kv-cache-memory','lots'], ['run','m','--raw','--system','x','p'], ['run','m','-n','0','p'], ['list','extra']):
+    for args in (
+        ['fly'], ['run'],
+        ['run','m','p','--temperature','hot'],
+        ['run','m','p','-t','-1'],
+        ['run','m','p','-t','nan'],
+        ['serve','m','--port','70000'],
+        ['serve','m','--kv-cache-memory','lots'],
+        ['run','m','--raw','--system','x','p'],
+        ['run','m','-n','0','p'],
+        ['list','extra']
+    ):
         r = run(*args)
         assert (r.exit_code,r.stdout)==(2,''), args
         assert 'Usage' in r.stderr or 'Error' in r.stderr
@@ -98,11 +126,15 @@ app(['--help'], standalone_mode=False)
 sys.stdout = out
 '''
     for code in (f'import sys,atlas; print({heavy})', help_said_to_nobody+f'print({heavy})'):
-        assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout=='set()\n'
+        assert subprocess.run(
+            [sys.executable, '-c', code], capture_output=True,
+            text=True, check=True).stdout=='set()\n'
 
 def test_completion():
     def complete(words):
-        env = os.environ|dict(_ATLAS_COMPLETE='complete_bash', COMP_WORDS='atlas '+words, COMP_CWORD=str(len(words.split())))
+        env = os.environ|dict(
+            _ATLAS_COMPLETE='complete_bash', COMP_WORDS='atlas '+words,
+            COMP_CWORD=str(len(words.split())))
         command = [sys.executable, '-c', 'from atlas.use.cli import main; main()']
         done = subprocess.run(command, text=True, capture_output=True, env=env)
         return done.stdout.split()
@@ -120,7 +152,8 @@ def test_refusals_are_two_lines(monkeypatch):
 
 def test_faults_keep_their_traceback(monkeypatch):
     monkeypatch.setattr(hub, 'pull', lambda name: 1/0)
-    with pytest.raises(ZeroDivisionError): run('pull', 'x')
+    with pytest.raises(ZeroDivisionError):
+        run('pull', 'x')
 
 def test_ctrl_c(fake, monkeypatch):
     fake.error = KeyboardInterrupt()
@@ -131,15 +164,20 @@ def test_ctrl_c(fake, monkeypatch):
 
 @pytest.fixture
 def two(monkeypatch):
-    es,gone = [Entry('demo', Path('/c/demo.gguf'), 98_362_432, 'gguf'), Entry('org/m', Path('/h/m'), 5_000, 'safetensors')],[]
+    es = [
+        Entry('demo', Path('/c/demo.gguf'), 98_362_432, 'gguf'),
+        Entry('org/m', Path('/h/m'), 5_000, 'safetensors')]
+    gone = []
     monkeypatch.setattr(hub, 'cached', lambda: [e for e in es if e.name not in gone])
     monkeypatch.setattr(hub, 'remove', lambda n: gone.append(n) or 5_000)
     return gone
 
 def test_list(two):
     out = run('list').stdout.splitlines()
-    assert out[0].split()==['NAME','SIZE','KIND','PATH'] and out[1].split()==['demo','98.4','MB','gguf','/c/demo.gguf']
-    assert json.loads(run('list', '--json').stdout)[1]==dict(name='org/m', bytes=5000, kind='safetensors', path='/h/m')
+    assert out[0].split()==['NAME','SIZE','KIND','PATH']
+    assert out[1].split()==['demo','98.4','MB','gguf','/c/demo.gguf']
+    assert json.loads(run('list', '--json').stdout)[1]==dict(
+        name='org/m', bytes=5000, kind='safetensors', path='/h/m')
     two += ['demo','org/m']
     assert 'atlas pull demo' in run('list').stdout and json.loads(run('list', '--json').stdout)==[]
 
@@ -149,40 +187,70 @@ def test_rm_asks(two):
     r = run('rm', 'org/m', input='y\n')
     assert r.exit_code==0 and two==['org/m'] and '5 kB' in r.output
     r = run('rm', 'demo', '--yes', '--json')
-    assert json.loads(r.stdout)==dict(removed='demo', bytes=5000) and two==['org/m','demo']
+    assert json.loads(r.stdout)==dict(removed='demo', bytes=5000)
+    assert two==['org/m','demo']
 
 def test_pull(monkeypatch, tmp_path):
-    (tmp_path/'a').write_bytes(b'123'); (tmp_path/'b').write_bytes(b'4567')
+    (tmp_path/'a').write_bytes(b'123')
+    (tmp_path/'b').write_bytes(b'4567')
     assert run('pull', str(tmp_path)).stdout.strip()==str(tmp_path)
-    assert json.loads(run('pull', '--json', str(tmp_path)).stdout)==dict(name=str(tmp_path), path=str(tmp_path), bytes=7)
+    assert json.loads(run('pull', '--json', str(tmp_path)).stdout)==dict(
+        name=str(tmp_path), path=str(tmp_path),
+        bytes=7)
 
 def test_version():
     import atlas
     assert run('version').stdout.startswith(f'atlas {atlas.__version__}\n')
     assert json.loads(run('version', '--json').stdout)['packages']['numpy']
 
-@pytest.mark.parametrize('d', sorted(p for p in (root/'tests'/'data').glob('*/') if (p/'config.json').exists()), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    'd',
+    sorted(
+        p for p in (root/'tests'/'data').glob('*/')
+        if (p/'config.json').exists()),
+    ids=lambda p: p.name)
 def test_inspect_folder(d):
     x = json.loads(run('inspect', '--json', str(d)).stdout)
-    c = json.loads((d/'config.json').read_text()); c,files = c.get('text_config', c),sum(f.stat().st_size for f in d.glob('*.safetensors'))
-    assert (x['layers'],x['vocab_size'],x['kind'],x['name'])==(c['num_hidden_layers'], c['vocab_size'], 'safetensors', str(d))
+    c = json.loads((d/'config.json').read_text())
+    c = c.get('text_config', c)
+    files = sum(f.stat().st_size for f in d.glob('*.safetensors'))
+    assert (
+        x['layers'],x['vocab_size'],x['kind'],
+        x['name']
+    )==(c['num_hidden_layers'], c['vocab_size'], 'safetensors', str(d))
     assert x['bytes']<=files<x['bytes']+200_000          # the rest is the header
-    assert sum(p['bytes'] for p in x['parts'].values())==sum(f['bytes'] for f in x['formats'].values())==x['bytes']
-    used = sum(p['weights'] for k,p in x['parts'].items() if k!='unused')           # not used: scales of activations, other towers
-    assert used-x['total_parameters'] in (0, x['vocab_size'] if x['parts'].get('drafter') else 0)     # an ordered drafter's table is no weight
-    assert 0<x['bytes_per_token']<=x['bytes'] and x['kv_bytes_per_token']%4==0 and len(x['mixers'])==len(x['ffns'])==x['layers']
+    assert sum(p['bytes'] for p in x['parts'].values())==sum(
+        f['bytes'] for f in x['formats'].values()
+    )==x['bytes']
+    used = sum(
+        p['weights']
+        for k,p in x['parts'].items()
+        if k!='unused') # not used: scales of activations, other towers
+    # an ordered drafter's table is no weight
+    assert used-x['total_parameters'] in (
+        0,
+        x['vocab_size'] if x['parts'].get('drafter') else 0)
+    assert 0<x['bytes_per_token']<=x['bytes']
+    assert x['kv_bytes_per_token']%4==0
+    assert len(x['mixers'])==len(x['ffns'])==x['layers']
     assert (x['tokenizer'],x['chat_template'])==((d/'tokenizer.json').exists(), False)
     text = run('inspect', str(d)).stdout
     assert f'{x["parameters"]:,}' in text and 'tokenizer' in text and 'a token reads' in text
 
 def test_inspect_demo(demo):
     x = json.loads(run('inspect', '--json', 'demo').stdout)
-    assert (x['family'],x['parameters'],x['tokenizer'],x['chat_template'],x['kv_bytes_per_token'])==('llama', 134_515_008, True, True, 30*2*3*64*4)
-    assert set(x['formats'])=={'Q4_1','Q8_0','F32'} and x['bytes']<demo.stat().st_size
+    assert (
+        x['family'],x['parameters'],x['tokenizer'],
+        x['chat_template'],x['kv_bytes_per_token']
+    )==('llama', 134_515_008, True, True, 30*2*3*64*4)
+    assert set(x['formats'])=={'Q4_1','Q8_0','F32'}
+    assert x['bytes']<demo.stat().st_size
 
 def test_inspect_shape():
     x = json.loads(run('inspect', '--json', 'qwen3.6-27b', '--weights', 'nvfp4').stdout)
-    assert (x['kind'],x['path'],x['mixers'][:4])==('dummy', None, ['delta']*3+['attention']) and set(x['parts']['mlp']['formats'])=={'NVFP4'}
+    assert (x['kind'],x['path'],x['mixers'][:4])==(
+        'dummy', None, ['delta']*3+['attention'])
+    assert set(x['parts']['mlp']['formats'])=={'NVFP4'}
     assert 'D gated delta net' in run('inspect', 'qwen3.6-27b').stdout
     r = run('inspect', 'qwen3.6-27b', '--weights', 'int3')
     assert r.exit_code==1 and 'int3' in r.stderr
@@ -191,7 +259,10 @@ def test_inspect_shape():
 def test_inspect_damaged(tmp_path):
     (tmp_path/'x.gguf').write_bytes(b'GGUF'+b'\xff'*40)
     r = run('inspect', str(tmp_path/'x.gguf'))
-    assert r.exit_code==1 and r.stderr.startswith('atlas: ') and 'x.gguf' in r.stderr and r.stdout==''
+    assert r.exit_code==1
+    assert r.stderr.startswith('atlas: ')
+    assert 'x.gguf' in r.stderr
+    assert r.stdout==''
 
 def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
     "'.' is called as the folder is, in errors and in a chat"
@@ -201,7 +272,8 @@ def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
     monkeypatch.chdir(at)
     names = {'.':'sub', './':'sub', '..':'mine'}
     for path,name in names.items():
-        with pytest.raises(SourceError, match=f'^{name} has no model'): open_checkpoint(path)
+        with pytest.raises(SourceError, match=f'^{name} has no model'):
+            open_checkpoint(path)
     monkeypatch.setattr(cli, '_line', lambda mark: None)
     echo = mock.patch.object(cli.typer, 'echo')
     with mock.patch('sys.stdin') as stdin, echo as said:
@@ -212,11 +284,15 @@ def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
 # One prompt
 
 def test_run(fake):
-    r = run('run', 'm', 'hi', '-t', '0', '-n', '7', '--seed', '3', '--system', 'Be brief', '--device', 'cpu', '--max-seq-len', '99')
+    r = run(
+        'run', 'm', 'hi', '-t', '0', '-n', '7', '--seed',
+        '3', '--system', 'Be brief', '--device', 'cpu', '--max-seq-len', '99')
     assert (r.exit_code,r.stdout,r.stderr)==(0, 'Hello you\n', '')
     p = Fake.asked['params']
     assert (p.temperature,p.max_tokens,p.seed)==(0,7,3)
-    assert Fake.asked['prompt']==[dict(role='system', content='Be brief'), dict(role='user', content='hi')]
+    assert Fake.asked['prompt']==[
+        dict(role='system', content='Be brief'),
+        dict(role='user', content='hi')]
     assert Fake.made==EngineConfig('m', 'cpu', 99, max_num_seqs=1)
 
 def test_run_with_pictures(fake):
@@ -270,28 +346,37 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     nowhere = '/'+'a'*100+'/none.jpg'
     for path in ('/none.jpg', nowhere, str(tmp_path), str(no_image)):
         messages = cli._messages('what?', images=[path])
-        with pytest.raises(RequestError) as e: prepare_images(messages, paths=True)
+        with pytest.raises(RequestError) as e:
+            prepare_images(messages, paths=True)
         assert e.value.msg.startswith(f'--image {path} is no ')
         assert e.value.msg.count(path)==1
 
 def test_run_raw_and_stdin(fake):
-    run('run', 'm', '--raw', 'once'); assert Fake.asked['prompt']=='once'
-    run('run', 'm', '--raw', '-', input='from\na pipe\n'); assert Fake.asked['prompt']=='from\na pipe'
-    run('run', 'm', input='piped'); assert Fake.asked['prompt']==[dict(role='user', content='piped')]
+    run('run', 'm', '--raw', 'once')
+    assert Fake.asked['prompt']=='once'
+    run('run', 'm', '--raw', '-', input='from\na pipe\n')
+    assert Fake.asked['prompt']=='from\na pipe'
+    run('run', 'm', input='piped')
+    assert Fake.asked['prompt']==[dict(role='user', content='piped')]
     assert run('run', 'm', input='').exit_code==2
     assert run('run', 'm', '-', input='\n').exit_code==2
 
 def test_run_json(fake):
     for args in ['--raw'],[]:
-        assert json.loads(run('run', 'm', 'hi', '--json', *args).stdout)==dict(text='Hello you', finish_reason='stop', usage=dict(total_tokens=5))
+        assert json.loads(run('run', 'm', 'hi', '--json', *args).stdout)==dict(
+            text='Hello you', finish_reason='stop', usage=dict(total_tokens=5))
 
 def test_run_prints_as_it_comes(fake, monkeypatch):
     "Each piece is written before the next one is asked for"
     seen,out = [],[]
-    monkeypatch.setattr(cli.typer, 'echo', lambda s='', nl=True, **kw: out.append(s))
+    monkeypatch.setattr(
+        cli.typer, 'echo',
+        lambda s='', nl=True, **kw: out.append(s))
     class Watch(fake):
         def stream(self, *a):
-            for d in super().stream(*a): yield d; seen.append(''.join(out))
+            for d in super().stream(*a):
+                yield d
+                seen.append(''.join(out))
     monkeypatch.setattr(sys.modules['atlas.use.llm'], 'LLM', Watch)
     cli.run('m', 'hi')
     assert seen==['Hel', 'Hello ', 'Hello you']
@@ -307,7 +392,9 @@ def test_run_refused_midway(fake):
 def thinker(fake):
     "A model that thinks before it answers, as its template has it"
     thought,answer = ['Hm.',' So\n'],['\n\nHello ','you']
-    fake.pieces = [*(said('', t) for t in thought), *map(said, answer)]
+    fake.pieces = [
+        *(said('', t) for t in thought),
+        *map(said, answer)]
     def stream(self, prompt, params):
         Fake.asked = dict(prompt=prompt, params=params)
         yield from self.pieces
@@ -347,58 +434,82 @@ def test_thoughts_are_no_part_of_a_conversation(thinker):
     run('chat', 'm', input='one\ntwo\n')
     assert Fake.asked['prompt']==[dict(role='user', content='two')]
 
-@pytest.mark.parametrize('flags,told', [([],{}), (['--think'],dict(enable_thinking=True)),
-                                        (['--no-think'],dict(enable_thinking=False))])
+@pytest.mark.parametrize(
+    'flags,told',
+    [([],{}),
+     (['--think'],dict(enable_thinking=True)),
+     (['--no-think'],dict(enable_thinking=False))])
 def test_whether_to_think_is_told_to_the_template(fake, flags, told):
-    for args in (['run','m','hi'], ['run','m','hi','--json'], ['chat','m']):
+    for args in (
+        ['run','m','hi'],
+        ['run','m','hi','--json'], ['chat','m']
+    ):
         assert run(*args, *flags, input='hi\n').exit_code==0
         assert Fake.told==told
-    if flags: assert run('run', 'm', '--raw', 'hi', *flags).exit_code==2
+    if flags:
+        assert run('run', 'm', '--raw', 'hi', *flags).exit_code==2
 
 # Chat
 
 def test_chat(fake, monkeypatch):
-    r = run('chat', 'm', '--system', 'S', input='one\n\ntwo\n/reset\n/system\nthree\n/nope\n/quit\nfour\n')
-    assert (r.exit_code,r.stdout)==(0, 'Hello you\nHello you\nThe conversation starts anew.\nNo system message.\nHello you\n')
+    r = run(
+        'chat', 'm', '--system', 'S',
+        input='one\n\ntwo\n/reset\n/system\nthree\n/nope\n/quit\nfour\n')
+    assert (r.exit_code,r.stdout)==(
+        0, 'Hello you\nHello you\nThe conversation starts anew.\nNo system message.\nHello you\n')
     assert '/nope' in r.stderr and '/help' in r.stderr
     assert Fake.asked['prompt']==[dict(role='user', content='three')]
     run('chat', 'm', '--system', 'S', input='one\n/unix/path?\n')     # a path is no command
-    assert Fake.asked['prompt']==[dict(role=r, content=c) for r,c in (('system','S'),('user','one'),('assistant','Hello you'),('user','/unix/path?'))]
+    assert Fake.asked['prompt']==[
+        dict(role=r, content=c)
+        for r,c in (
+            ('system','S'),('user','one'),
+            ('assistant','Hello you'),('user','/unix/path?'))]
 
 def test_chat_goes_on_after_a_refusal(fake):
     fake.answer,fake.error = [],ContextLengthError('Too long', hint='Use /reset')
     r = run('chat', 'm', input='one\ntwo\n')
     assert r.exit_code==0 and r.stderr.count('atlas: Too long. Use /reset')==2
-    assert Fake.asked['prompt']==[dict(role='user', content='two')]    # the refused question is not in the history
+    # the refused question is not in the history
+    assert Fake.asked['prompt']==[dict(role='user', content='two')]
 
 def test_first_ctrl_c_is_a_flag(capfd):
     with cli._ctrl_c() as stop:
         assert not stop()
-        try: signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt: pytest.fail('the first Ctrl-C struck')
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pytest.fail('the first Ctrl-C struck')
         told = capfd.readouterr().err     # at once, however long the step takes
         assert stop() and 'Ctrl-C again leaves' in told
-        with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 class Terminal:
     "A process in a terminal of its own"
     def __init__(self, code):
         self.pid,self.fd = pty.fork()
-        if not self.pid: os.execve(sys.executable, [sys.executable, '-c', code], os.environ|dict(TERM='dumb', INPUTRC='/dev/null'))
+        if not self.pid:
+            os.execve(
+                sys.executable, [sys.executable, '-c', code],
+                os.environ|dict(TERM='dumb', INPUTRC='/dev/null'))
         self.seen = ''
     def type(self, s): os.write(self.fd, s.encode())
     def expect(self, what, again=''):
         """Read until `what` comes. `again` is typed now, and again after each second of silence:
         CPython's readline may sleep through a Ctrl-C that comes between two keys"""
         patience = 1 if again else WAIT
-        def more(): return select.select([self.fd], [], [], patience)[0]
+        def more():
+            return select.select([self.fd], [], [], patience)[0]
         for _ in range(int(WAIT)):
             self.type(again)
             while what not in self.seen and more():
                 self.seen += os.read(self.fd, 4096).decode()
-                assert len(self.seen)<20_000, f'{what!r} did not come; the last was {self.seen[-80:]!r}'
-            if what in self.seen or not again: break
+                assert len(
+                    self.seen)<20_000, f'{what!r} did not come; the last was {self.seen[-80:]!r}'
+            if what in self.seen or not again:
+                break
         assert what in self.seen, f'{what!r} did not come after {self.seen!r}'
         before,_,self.seen = self.seen.partition(what)
         return before
@@ -406,15 +517,20 @@ class Terminal:
         pid,self.pid = self.pid,0
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     def end(self):
-        if self.pid: os.kill(self.pid, signal.SIGKILL); os.waitpid(self.pid, 0)
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         os.close(self.fd)
 
 @pytest.fixture
 def terminal():
     made = []
-    def new(code): made.append(Terminal(code)); return made[-1]
+    def new(code):
+        made.append(Terminal(code))
+        return made[-1]
     yield new
-    for t in made: t.end()
+    for t in made:
+        t.end()
 
 def test_chat_in_a_terminal(terminal):
     "Ctrl-C ends an answer that would never end, then a half-typed line, and the program goes on; Ctrl-D leaves it"
@@ -431,12 +547,21 @@ sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Endless)
 sys.argv = ['atlas','chat','m']
 from atlas.use.cli import main
 main()''')
-    t.expect('/help lists the commands'); t.expect('> ')
-    t.type('endless\r'); t.expect('<<1>>'); t.expect('...')
+    t.expect('/help lists the commands')
+    t.expect('> ')
+    t.type('endless\r')
+    t.expect('<<1>>')
+    t.expect('...')
     t.type('\x03')
-    for what in ('Ctrl-C again leaves','tokens/s','> '): t.expect(what)
-    t.type('half a li'); t.expect('half a li'); t.expect('Ctrl-D', again='\x03'); t.expect('> ')
-    t.type('again\r'); t.expect('<<3>>'); t.expect('> ')      # the cut answer is in the history
+    for what in ('Ctrl-C again leaves','tokens/s','> '):
+        t.expect(what)
+    t.type('half a li')
+    t.expect('half a li')
+    t.expect('Ctrl-D', again='\x03')
+    t.expect('> ')
+    t.type('again\r')
+    t.expect('<<3>>')
+    t.expect('> ')      # the cut answer is in the history
     t.type('\x04')
     assert t.status()==0
 
@@ -449,18 +574,24 @@ sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Fake)
 from atlas.use.cli import main
 '''
     t = terminal(start+"sys.argv = ['atlas','run','m','hi']; main()")
-    t.expect('Hello you'); t.expect('(3 tokens, '); assert t.status()==0
+    t.expect('Hello you')
+    t.expect('(3 tokens, ')
+    assert t.status()==0
     t = terminal(start+"Fake.cached = 1920; sys.argv = ['atlas','run','m','hi']; main()")
     t.expect('Hello you')
     t.expect(' s, 1,920 of the prompt cached)')
     assert t.status()==0
     t = terminal(start+"sys.argv = ['atlas','run','m']; main()")
-    t.expect('give a prompt, or pipe one in'); assert t.status()==2
+    t.expect('give a prompt, or pipe one in')
+    assert t.status()==2
     endless = "Fake.stream = lambda *a: iter(lambda: time.sleep(.001) or said('.'), 0)\n"
     t = terminal(start+endless+"sys.argv = ['atlas','run','m','hi']; main()")
-    t.expect('...'); t.type('\x03')
-    try: assert 'Traceback' not in t.expect('\0')
-    except OSError: assert 'Traceback' not in t.seen      # the terminal is closed: the process has gone
+    t.expect('...')
+    t.type('\x03')
+    try:
+        assert 'Traceback' not in t.expect('\0')
+    except OSError:
+        assert 'Traceback' not in t.seen      # the terminal is closed: the process has gone
     assert t.status()==130
 
 def test_thoughts_in_a_terminal(terminal):
@@ -635,7 +766,8 @@ def test_commands_of_spark_owners_mean_the_same(serve, line):
 
 def test_the_command_by_its_module():
     r = subprocess.run([sys.executable,'-m','atlas','--version'], capture_output=True, text=True)
-    assert (r.returncode,r.stdout)==(0,run('--version').stdout) and r.stdout.startswith('atlas ')
+    assert (r.returncode,r.stdout)==(0,run('--version').stdout)
+    assert r.stdout.startswith('atlas ')
 
 def test_serve_without_flags(serve):
     run('serve', 'm')
@@ -653,7 +785,8 @@ def test_packed_files_are_listed_and_removed(monkeypatch, tmp_path):
     monkeypatch.setenv('ATLAS_HOME', str(tmp_path))
     folder = tmp_path/'packed'
     folder.mkdir()
-    for n in ('m-1.packed','.m-2.packed.part'): (folder/n).write_bytes(bytes(1000))
+    for n in ('m-1.packed','.m-2.packed.part'):
+        (folder/n).write_bytes(bytes(1000))
     found = json.loads(run('list', '--json').stdout)
     kept = [(e['name'],e['bytes']) for e in found if e['kind']=='packed']
     assert kept==[('.m-2.packed.part',1000),('m-1.packed',1000)]
@@ -677,7 +810,10 @@ SPECULATION = {
 def test_serve_reads_speculation(serve, said):
     "A bare --speculative takes no model for its word, wherever it stands"
     wanted = [EngineConfig('m', **SPECULATION[said])]
-    for args in (['m',*said.split()], [*said.split(),'m']):
+    for args in (
+        ['m',*said.split()],
+        [*said.split(),'m']
+    ):
         r = run('serve', *args)
         assert r.exit_code==0, r.stderr
         assert serve.call_args.args==(wanted,)
@@ -764,7 +900,8 @@ def test_commands_repeat_no_field():
     page = ast.parse(Path(cli.__file__).read_text())
     listed = set()
     for f in ast.walk(page):
-        if not isinstance(f, ast.FunctionDef): continue
+        if not isinstance(f, ast.FunctionDef):
+            continue
         names = f.args.args+f.args.kwonlyargs
         listed |= {a.arg for a in names}
     assert 'max_seq_len' in shown&wanted
@@ -782,24 +919,31 @@ def test_launch_hands_everything_over(monkeypatch):
     import atlas.use.clients
     launch = mock.create_autospec(atlas.use.clients.launch)
     monkeypatch.setattr(atlas.use.clients, 'launch', launch)
-    assert run('launch', 'codex', '--url', 'http://h:1', '--model', 'm', '--key', 'k', '--print', '--no-start', 'exec', '--json', 'do it').exit_code==0
-    assert launch.call_args.args==('codex',['exec','--json','do it']) and launch.call_args.kwargs==dict(url='http://h:1', model='m', key='k', show=True, start=False)
+    assert run(
+        'launch', 'codex', '--url', 'http://h:1', '--model', 'm', '--key', 'k',
+        '--print', '--no-start', 'exec', '--json', 'do it').exit_code==0
+    assert launch.call_args.args==('codex',['exec','--json','do it'])
+    assert launch.call_args.kwargs==dict(
+        url='http://h:1', model='m', key='k', show=True,
+        start=False)
 
 def test_launch_without_a_server():
-    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = s.getsockname()[1]
     r = run('launch', 'codex', '--url', f'http://127.0.0.1:{port}', '--print')
     assert r.exit_code==1 and 'atlas serve' in r.stderr and 'Traceback' not in r.stderr
 
 def test_port_in_use_is_told_before_loading(monkeypatch):
-    import atlas.service.gateway
-    monkeypatch.setattr(atlas.service.gateway, 'Child', None)
+    import atlas.service.process
+    monkeypatch.setattr(atlas.service.process, 'Child', None)
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = str(s.getsockname()[1])
         r = run('serve', 'm', '--port', port)
     assert r.exit_code==1 and port in r.stderr and '--port' in r.stderr
 
 def test_serve_wants_a_key_for_strangers(monkeypatch):
-    monkeypatch.delenv('ATLAS_API_KEY', raising=False); monkeypatch.delenv('ATLAS_ADMIN_KEY', raising=False)
+    monkeypatch.delenv('ATLAS_API_KEY', raising=False)
+    monkeypatch.delenv('ATLAS_ADMIN_KEY', raising=False)
     r = run('serve', 'demo', '--host', '0.0.0.0', '--port', '0')
     assert r.exit_code==1 and 'ATLAS_API_KEY' in r.stderr and '--insecure' in r.stderr
 
@@ -829,7 +973,8 @@ def test_serve_answers_and_stops(demo):
         answer = fetch(f'{url}/v1/completions', question)
         p.send_signal(signal.SIGINT)
         out,err = p.communicate(timeout=WAIT)
-    finally: p.kill()
+    finally:
+        p.kill()
     assert models['data'][0]['id']=='mine' and 'Paris' in answer['choices'][0]['text']
     assert p.returncode==0 and 'Traceback' not in err
 
@@ -837,7 +982,8 @@ def test_serve_answers_and_stops(demo):
 
 def test_check_runs_kernels_and_counts_what_is_wrong(monkeypatch):
     from atlas.card.emulator import find_cxx
-    if not find_cxx(): pytest.skip('no C++ compiler')
+    if not find_cxx():
+        pytest.skip('no C++ compiler')
     r = run('check', '--device', 'emulator', '--only', 'greedy')
     assert r.exit_code==0 and 'greedy' in r.stdout and '0 failed' in r.stdout
     r = run('check', '--device', 'emulator', '--only', 'gready')
@@ -869,8 +1015,10 @@ def test_every_bench_writes_the_same_way(fake, bench, module, as_json, to_file, 
     flags = ['--json']*as_json+['--output', str(file)]*to_file
     r = run('bench', bench, 'm', *flags)
     assert r.exit_code==0
-    if as_json: assert json.loads(r.stdout)==dict(rate=5)
-    else: assert r.stdout=='5 tokens/s\n'
+    if as_json:
+        assert json.loads(r.stdout)==dict(rate=5)
+    else:
+        assert r.stdout=='5 tokens/s\n'
     if to_file:
         assert json.loads(file.read_text())==dict(rate=5)
         file.unlink()
@@ -880,7 +1028,10 @@ def test_commands_for_cards_say_so_on_the_host():
     r = run('bench', 'decode', str(root/'tests'/'data'/'smollm2-tied'), '--device', 'cpu')
     assert r.exit_code==1 and 'card' in r.stderr and 'atlas bench MODEL' in r.stderr
     r = run('check', '--device', 'cpu')
-    assert r.exit_code==1 and 'no graphics card' in r.stderr and '--device emulator' in r.stderr and not r.stdout
+    assert r.exit_code==1
+    assert 'no graphics card' in r.stderr
+    assert '--device emulator' in r.stderr
+    assert not r.stdout
 
 @pytest.mark.parametrize('hint', ["pip install x, or use --device cpu", 'Use --device cpu'])
 def test_commands_for_cards_do_not_advise_the_processor(monkeypatch, hint):
@@ -890,4 +1041,8 @@ def test_commands_for_cards_do_not_advise_the_processor(monkeypatch, hint):
     for args in (('check',), ('bench','decode','demo'), ('bench','kernels','demo'),
             ('bench','prefill','demo')):
         r = run(*args)
-        assert r.exit_code==1 and 'There is no card' in r.stderr and '--device cpu' not in r.stderr and ('emulator' in r.stderr or 'atlas bench MODEL' in r.stderr) and ('pip install x;' in r.stderr)==('pip' in hint)
+        assert r.exit_code==1
+        assert 'There is no card' in r.stderr
+        assert '--device cpu' not in r.stderr
+        assert 'emulator' in r.stderr or 'atlas bench MODEL' in r.stderr
+        assert ('pip install x;' in r.stderr)==('pip' in hint)

@@ -10,11 +10,15 @@ TALK = [dict(role='user', content='A person, as JSON'), dict(role='assistant', c
 @pytest.fixture(scope='module')
 def said():
     with service(lambda prompt: '"Ada"}') as s: yield s
-def chat(s, messages=TALK, stream=False, **kw): return openai.OpenAI(base_url=s.url+'/v1', api_key='x').chat.completions.create(model='scripted', messages=messages, stream=stream, extra_body=kw)
+def chat(s, messages=TALK, stream=False, **kw):
+    return openai.OpenAI(base_url=s.url+'/v1', api_key='x').chat.completions.create(
+        model='scripted', messages=messages, stream=stream, extra_body=kw)
 
 def test_openai(said):
     r = chat(said, continue_final_message=True, add_generation_prompt=False)
-    assert said.prompts[-1].endswith('assistant: {"name": ') and r.choices[0].message.content=='"Ada"}' and not getattr(r.choices[0].message, 'reasoning', None)
+    assert said.prompts[-1].endswith('assistant: {"name": ')
+    assert r.choices[0].message.content=='"Ada"}'
+    assert not getattr(r.choices[0].message, 'reasoning', None)
 
 def test_without_it_a_new_turn_begins(said):
     chat(said)
@@ -23,26 +27,42 @@ def test_without_it_a_new_turn_begins(said):
 def test_anthropic(said):
     c = anthropic.Anthropic(base_url=said.url, api_key='x', max_retries=0)
     m = c.messages.create(model='scripted', max_tokens=50, messages=TALK)
-    assert said.prompts[-1].endswith('assistant: {"name": ') and [b.text for b in m.content]==['"Ada"}']
+    assert said.prompts[-1].endswith('assistant: {"name": ')
+    assert [b.text for b in m.content]==['"Ada"}']
     n = c.messages.count_tokens(model='scripted', messages=TALK).input_tokens
     assert n>=len(said.prompts[-1])
-    with c.messages.stream(model='scripted', max_tokens=50, messages=TALK) as st: assert st.get_final_text()=='"Ada"}'
+    with c.messages.stream(model='scripted', max_tokens=50, messages=TALK) as st:
+        assert st.get_final_text()=='"Ada"}'
 
 def test_responses(said):
     c = openai.OpenAI(base_url=said.url+'/v1', api_key='x', max_retries=0)
-    r = c.responses.create(model='scripted', input=[TALK[0], TALK[1]|dict(status='incomplete')])
-    assert said.prompts[-1].endswith('assistant: {"name": ') and r.output_text=='"Ada"}' and r.output[-1].status=='completed'
-    r = c.responses.create(model='scripted', input=[TALK[0], TALK[1]|dict(status='incomplete')], max_output_tokens=3)
+    r = c.responses.create(
+        model='scripted',
+        input=[TALK[0], TALK[1]|dict(status='incomplete')])
+    assert said.prompts[-1].endswith('assistant: {"name": ')
+    assert r.output_text=='"Ada"}'
+    assert r.output[-1].status=='completed'
+    r = c.responses.create(
+        model='scripted',
+        input=[TALK[0], TALK[1]|dict(status='incomplete')],
+        max_output_tokens=3)
     assert r.status==r.output[-1].status=='incomplete' and r.output_text=='"Ad'
     r = c.responses.create(model='scripted', previous_response_id=r.id, input=[])  # its rest
     assert said.prompts[-1].endswith('assistant: {"name": "Ad')
-    c.responses.create(model='scripted', previous_response_id=r.id, input='Thanks')  # that one was complete
+    # that one was complete
+    c.responses.create(model='scripted', previous_response_id=r.id, input='Thanks')
     assert said.prompts[-1].endswith('user: Thanksassistant: ')
 
-@pytest.mark.parametrize('kw,messages,says', [(dict(continue_final_message=True, add_generation_prompt=True), TALK, 'both true'), (dict(continue_final_message=True), TALK[:1], 'beginning of an answer'),
-    (dict(continue_final_message=True), [*TALK[:1], dict(role='assistant', content='')], 'beginning of an answer')])
+@pytest.mark.parametrize(
+    'kw,messages,says',
+    [(dict(continue_final_message=True, add_generation_prompt=True), TALK, 'both true'),
+     (dict(continue_final_message=True), TALK[:1], 'beginning of an answer'),
+     (dict(continue_final_message=True),
+      [*TALK[:1], dict(role='assistant', content='')],
+      'beginning of an answer')])
 def test_refused(said, kw, messages, says):
-    with pytest.raises(openai.BadRequestError, match=says): chat(said, messages, **kw)
+    with pytest.raises(openai.BadRequestError, match=says):
+        chat(said, messages, **kw)
 
 # -- stopped while it was still thinking: a message with a thought, and nothing said
 
@@ -52,9 +72,15 @@ TAGS = """{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<thin
 
 {% endif %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 HARMONY = """{% for m in messages %}<|start|>{{ m.role }}{% if m.role=='assistant' %}{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
-STOPPED = [dict(role='user', content='Hi'), dict(role='assistant', content='', reasoning_content='A greeting. I ')]
-KINDS = dict(tags=(TAGS, ('hermes','qwen3'), '<think>\nA greeting. I', ' greet back.\n</think>\n\nHello!'),
-    harmony=(HARMONY, ('openai','openai_gptoss'), '<|channel|>analysis<|message|>A greeting. I ', 'greet back.<|end|><|start|>assistant<|channel|>final<|message|>Hello!'))
+STOPPED = [
+    dict(role='user', content='Hi'),
+    dict(role='assistant', content='', reasoning_content='A greeting. I ')]
+KINDS = dict(
+    tags=(
+        TAGS, ('hermes','qwen3'), '<think>\nA greeting. I', ' greet back.\n</think>\n\nHello!'),
+    harmony=(
+        HARMONY, ('openai','openai_gptoss'), '<|channel|>analysis<|message|>A greeting. I ',
+        'greet back.<|end|><|start|>assistant<|channel|>final<|message|>Hello!'))
 
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('stream', [False,True])
@@ -62,20 +88,32 @@ def test_within_a_thought(kind, stream):
     "What comes first is the rest of the thought, in one piece or streamed; tools do not matter"
     template,parsers,end,text = KINDS[kind]
     with service(lambda prompt: text, parsers, template) as s:
-        r = chat(s, STOPPED, continue_final_message=True, add_generation_prompt=False, stream=stream, tools=[dict(type='function', function=dict(name='f'))])
-        ms = [c.choices[0].delta for c in r if c.choices] if stream else [r.choices[0].message]
+        r = chat(
+            s, STOPPED, continue_final_message=True, add_generation_prompt=False, stream=stream,
+            tools=[dict(type='function', function=dict(name='f'))])
+        if stream:
+            ms = [c.choices[0].delta for c in r if c.choices]
+        else:
+            ms = [r.choices[0].message]
         assert s.prompts[-1].endswith(end)
-        assert ''.join(m.model_extra.get('reasoning_content') or '' for m in ms).strip()=='greet back.' and ''.join(m.content or '' for m in ms).strip()=='Hello!'
+        assert ''.join(
+            m.model_extra.get('reasoning_content') or '' for m in ms
+        ).strip()=='greet back.'
+        assert ''.join(m.content or '' for m in ms).strip()=='Hello!'
 
 @pytest.mark.parametrize('content', ['Hello','A greeting. I'])
 def test_behind_a_thought(content):
     "With something said, it is the content that goes on, and at once, even if the thought ends alike"
     for template,parsers,_,_ in KINDS.values():
         with service(lambda prompt: ', Ada.', parsers, template) as s:
-            r = chat(s, [STOPPED[0],STOPPED[1]|dict(content=content)], continue_final_message=True, stream=True)
+            r = chat(
+                s,
+                [STOPPED[0],STOPPED[1]|dict(content=content)],
+                continue_final_message=True, stream=True)
             ds = [c.choices[0].delta for c in r if c.choices]
             assert s.prompts[-1].endswith(content) and 'A greeting' in s.prompts[-1]
-            assert [d.content for d in ds if d.content]==list(', Ada.') and not any(d.model_extra.get('reasoning_content') for d in ds)
+            assert [d.content for d in ds if d.content]==list(', Ada.')
+            assert not any(d.model_extra.get('reasoning_content') for d in ds)
 
 def test_a_template_without_thoughts_begins_anew(said):
     chat(said, STOPPED, continue_final_message=True)

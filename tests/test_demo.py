@@ -6,8 +6,10 @@ from pathlib import Path
 from atlas import LLM,SamplingParams
 from helpers.waiting import WAIT,until
 
-prompts = ['The capital of France is', 'Once upon a time, in a village by the sea, there lived', 'def fibonacci(n):\n', 'Water boils at', 'List: one, two,',
-           'In 1969, for the first time in history, a human being set foot on the Moon. '*6]
+prompts = [
+    'The capital of France is', 'Once upon a time, in a village by the sea, there lived',
+    'def fibonacci(n):\n', 'Water boils at', 'List: one, two,',
+    'In 1969, for the first time in history, a human being set foot on the Moon. '*6]
 chat = [dict(role='user', content='What is the capital of Norway?')]
 def greedy(n, **kw): return SamplingParams(temperature=0, max_tokens=n, **kw)
 
@@ -21,41 +23,60 @@ def test_it_knows_something(llm):
     assert 'Paris' in llm.generate(prompts[0], greedy(8)).text
     assert 'Oslo' in llm.chat(chat, greedy(16)).text
 
-def test_company_changes_nothing(llm, alone): assert [o.token_ids for o in llm.generate(prompts, greedy(24))] == alone
+def test_company_changes_nothing(llm, alone):
+    assert [o.token_ids for o in llm.generate(prompts, greedy(24))] == alone
 
 def test_chunks_and_preemption_change_nothing(demo, alone):
     "A cache so small and so overpromised that sequences keep pushing each other out, prompts cut into the smallest chunks"
-    small = LLM('demo', device='cpu', max_seq_len=256, chunk=64, overcommit=8., kv_cache_memory=16*46080*16)
+    small = LLM(
+        'demo', device='cpu', max_seq_len=256, chunk=64,
+        overcommit=8., kv_cache_memory=16*46080*16)
     assert [o.token_ids for o in small.generate(prompts, greedy(24))] == alone
     stats = small.engine.stats()
-    assert stats['num_preemptions_total']>0 and stats['replay_tokens_total']>0 and stats['blocks_used']==0
+    assert stats['num_preemptions_total']>0
+    assert stats['replay_tokens_total']>0
+    assert stats['blocks_used']==0
 
 def test_seed(llm):
     hot = SamplingParams(temperature=1., top_p=.95, seed=11, max_tokens=12)
     one = llm.generate(prompts[1], hot).token_ids
-    assert llm.generate([prompts[0], prompts[1], prompts[3]], [greedy(20), hot, greedy(3)])[1].token_ids==one
-    assert llm.generate(prompts[1], SamplingParams(temperature=1., top_p=.95, seed=12, max_tokens=12)).token_ids!=one
+    assert llm.generate(
+        [prompts[0], prompts[1], prompts[3]],
+        [greedy(20), hot, greedy(3)]
+    )[1].token_ids==one
+    assert llm.generate(
+        prompts[1],
+        SamplingParams(temperature=1., top_p=.95, seed=12, max_tokens=12)).token_ids!=one
 
 def test_leaving_a_stream_frees_its_blocks(llm):
     s = llm.stream(prompts[1], greedy(100))
-    for _ in range(3): next(s)
+    for _ in range(3):
+        next(s)
     s.close()
     assert not llm.engine.has_work and llm.engine.stats()['blocks_used']==0
 
 def test_context_is_a_bound_for_max_tokens_and_an_error_for_prompts(llm):
     o = llm.generate([5]*505, greedy(400, ignore_eos=True))
     assert (len(o.token_ids), o.finish_reason)==(7, 'length')
-    with pytest.raises(Exception, match='512 tokens and the context holds 512'): llm.generate([5]*512, greedy(1))
+    with pytest.raises(Exception, match='512 tokens and the context holds 512'):
+        llm.generate([5]*512, greedy(1))
 
 def healthy(url):
-    try: return httpx.get(url+'/health', timeout=WAIT).status_code==200
-    except httpx.TransportError: return False
+    try:
+        return httpx.get(url+'/health', timeout=WAIT).status_code==200
+    except httpx.TransportError:
+        return False
 
 @pytest.fixture(scope='module')
 def served(demo):
     "`atlas serve demo` as a user starts it; its address"
-    with socket.socket() as s: s.bind(('127.0.0.1', 0)); port = s.getsockname()[1]
-    p = subprocess.Popen([Path(sys.executable).with_name('atlas'), 'serve', 'demo', '--port', str(port), '--max-seq-len', '512'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    p = subprocess.Popen(
+        [Path(sys.executable).with_name('atlas'), 'serve', 'demo',
+         '--port', str(port), '--max-seq-len', '512'],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines,url = [],f'http://127.0.0.1:{port}'
     threading.Thread(target=lambda: lines.extend(p.stdout), daemon=True).start()
     def over(): return p.poll() is not None
@@ -63,8 +84,10 @@ def served(demo):
     assert p.poll() is None, ''.join(lines)
     yield url
     p.send_signal(signal.SIGINT)
-    try: assert p.wait(WAIT) in (0,130)
-    finally: p.kill()
+    try:
+        assert p.wait(WAIT) in (0,130)
+    finally:
+        p.kill()
 
 @pytest.fixture(scope='module')
 def client(served):
@@ -73,19 +96,34 @@ def client(served):
 def test_chat_over_http(client, llm):
     want = llm.chat(chat, greedy(16))
     r = client.chat.completions.create(model='demo', messages=chat, temperature=0, max_tokens=16)
-    assert (r.choices[0].message.content, r.choices[0].finish_reason, r.usage.completion_tokens)==(want.text, want.finish_reason, want.usage['completion_tokens'])
+    assert (
+        r.choices[0].message.content,
+        r.choices[0].finish_reason, r.usage.completion_tokens
+    )==(want.text, want.finish_reason, want.usage['completion_tokens'])
 
 def test_stream_over_http(client, llm):
-    s = list(client.chat.completions.create(model='demo', messages=chat, temperature=0, max_tokens=16, stream=True, stream_options=dict(include_usage=True)))
-    assert ''.join(c.choices[0].delta.content or '' for c in s if c.choices)==llm.chat(chat, greedy(16)).text
-    assert s[-1].usage.total_tokens==s[-1].usage.prompt_tokens+s[-1].usage.completion_tokens
+    s = list(
+        client.chat.completions.create(
+            model='demo', messages=chat, temperature=0, max_tokens=16,
+            stream=True, stream_options=dict(include_usage=True)))
+    assert ''.join(
+        c.choices[0].delta.content or '' for c in s
+        if c.choices
+    )==llm.chat(chat, greedy(16)).text
+    assert s[
+        -1
+    ].usage.total_tokens==s[-1].usage.prompt_tokens+s[-1].usage.completion_tokens
 
 def test_completion_over_http(client, llm):
-    r = client.completions.create(model='demo', prompt=prompts[0], temperature=0, max_tokens=8, logprobs=2)
-    assert r.choices[0].text==llm.generate(prompts[0], greedy(8)).text and len(r.choices[0].logprobs.tokens)==8
+    r = client.completions.create(
+        model='demo', prompt=prompts[0], temperature=0,
+        max_tokens=8, logprobs=2)
+    assert r.choices[0].text==llm.generate(prompts[0], greedy(8)).text
+    assert len(r.choices[0].logprobs.tokens)==8
 
 def test_prompt_too_long_over_http(client):
-    with pytest.raises(BadRequestError, match=r'context holds 512') as e: client.completions.create(model='demo', prompt='word '*900, max_tokens=4)
+    with pytest.raises(BadRequestError, match=r'context holds 512') as e:
+        client.completions.create(model='demo', prompt='word '*900, max_tokens=4)
     assert e.value.code=='context_length_exceeded' and '90' in str(e.value)
 
 def test_still_answers_after_bad_bodies(served, client):
@@ -95,7 +133,9 @@ def test_still_answers_after_bad_bodies(served, client):
     assert r.status_code in (400,422)
     r = httpx.post(at, json=dict(model='demo', prompt=3.5), timeout=WAIT)
     assert r.status_code in (400,422)
-    assert client.completions.create(model='demo', prompt='Hi', max_tokens=1, temperature=0).choices[0].finish_reason=='length'
+    assert client.completions.create(
+        model='demo', prompt='Hi', max_tokens=1, temperature=0
+    ).choices[0].finish_reason=='length'
 
 def metric(served, what):
     "The sum of the metrics whose lines begin so"
@@ -108,8 +148,11 @@ def test_a_client_that_leaves_stops_its_generation(served, client):
     def steps(): return metric(served, 'steps_total')
     def left(): return metric(served, 'aborted_requests_total.*client_gone')
     before,done = left(),steps()
-    s = client.completions.create(model='demo', prompt='Once', max_tokens=450, stream=True, extra_body=dict(ignore_eos=True))
-    for _,c in zip(range(3), s): pass
+    s = client.completions.create(
+        model='demo', prompt='Once', max_tokens=450, stream=True,
+        extra_body=dict(ignore_eos=True))
+    for _,c in zip(range(3), s):
+        pass
     s.close()
     # it was counted as one that left, and not as one that ended
     until(lambda: left()==before+1 and running()==0)

@@ -39,7 +39,8 @@ def opened(monkeypatch):
 # -- before a weight is read ---------------------------------------------------------------------
 
 def refused(name, **kw):
-    with pytest.raises(AtlasError) as e: load(name, **kw)
+    with pytest.raises(AtlasError) as e:
+        load(name, **kw)
     assert str(e.value).count('\n')<2 and e.value.hint
     return e.value
 
@@ -184,7 +185,8 @@ CONFIG = [
 
 @pytest.mark.parametrize('how,param,said', WRONG, ids=[str(how) for how,*_ in WRONG])
 def test_wrong_words_are_refused(how, param, said):
-    with pytest.raises(RequestError, match=re.escape(said)) as e: EngineConfig('m', **how)
+    with pytest.raises(RequestError, match=re.escape(said)) as e:
+        EngineConfig('m', **how)
     assert e.value.param==param
     assert e.value.hint or 'expected' in e.value.msg
 

@@ -32,7 +32,8 @@ def test_late_as_at_once(asks, blocks, seqs, over, aborts):
     for late in (False,True):
         e = engine(late, blocks, seqs, overcommit=over)
         got,_ = serve(e, some, gone)
-        for r,_ in some: as_alone(got.get(r.id, []), alone(r))
+        for r,_ in some:
+            as_alone(got.get(r.id, []), alone(r))
 
 def test_the_next_step_is_launched_before_the_last_one_lands():
     calls = []
@@ -55,7 +56,8 @@ def test_tokens_are_told_before_a_prompt_is_launched():
     "Who speaks does not wait while the host launches the next piece of another's prompt"
     e,seen = engine(overlap=True, blocks=80),[]
     e.add(ask(0, 5, 30))
-    for _ in range(4): e.step()
+    for _ in range(4):
+        e.step()
     e.add(ask(1, 180, 1))
     while 'r1' in e.scheduler.seqs:
         before = e.steps
@@ -79,7 +81,8 @@ def test_aborted_in_the_air():
     e = engine(True)
     e.add(ask(0, most=30))
     e.add(ask(1, most=30))
-    for _ in range(4): e.step()
+    for _ in range(4):
+        e.step()
     assert e.flying
     assert [v.finish for v in e.abort('r0')]==['abort']
     assert e.abort('r0')==[]
@@ -93,7 +96,8 @@ def new_at_its_seventh():
     "A number of a request whose seventh token is none of its first six, and that token"
     for i in range(99):
         x = tokens(alone(ask(i)))
-        if x[6] not in x[:6]: return i,x[6]
+        if x[6] not in x[:6]:
+            return i,x[6]
 
 @either_way
 def test_an_end_while_somebody_has_to_leave(late):
@@ -131,7 +135,8 @@ def test_a_prompt_without_memory(late):
     launch = e.stepper.launch
     def tight(plan, samplers):
         prompts = [s.id for s,*_ in plan.prefill]
-        if 'r1' in prompts: raise MemoryError
+        if 'r1' in prompts:
+            raise MemoryError
         return launch(plan, samplers)
     e.stepper.launch = tight
     first,second = ask(0, most=9),ask(1, 20)
@@ -148,15 +153,18 @@ def test_interrupted(late, at):
     def failing(self, *rows):
         nonlocal n
         n += 1
-        if n==at: raise KeyboardInterrupt
+        if n==at:
+            raise KeyboardInterrupt
         return head(self, *rows)
     e.add(r)
     got = []
     with pytest.MonkeyPatch.context() as mp:
         mp.setattr(type(MODEL), 'head', failing)
         while e.has_work:
-            try: got += e.step()
-            except KeyboardInterrupt: pass
+            try:
+                got += e.step()
+            except KeyboardInterrupt:
+                pass
     assert said(got)==said(alone(r))
 
 # Guides
@@ -169,7 +177,8 @@ class Guide:
     def accept(self, t): self.n += 1
     def mask(self):
         bits = np.zeros(-(-V//32)*32, bool)
-        if not self.ended: bits[self.may[self.n]] = True
+        if not self.ended:
+            bits[self.may[self.n]] = True
         return np.packbits(bits, bitorder='little').view(np.uint32)
 GUIDES = SimpleNamespace(start=Guide)
 
@@ -199,7 +208,8 @@ class ScriptedStepper(HostStepper):
     the first token is the model's, and is a 1"""
     says = None
     def launch(self, plan, samplers):
-        for s in samplers: s.row()
+        for s in samplers:
+            s.row()
         new = [[1] for _ in plan.first]
         new += [self.turn(s) for s in plan.decode]
         return Flight(plan, self.sampled(new, plan.width))
@@ -207,7 +217,8 @@ class ScriptedStepper(HostStepper):
     def sampled(self, new, width):
         "What a sampler gives that accepted `new` of each sequence: the log probability of 2 is -2"
         ids = np.full((len(new),width), -1, np.int32)
-        for row,mine in zip(ids, new): row[:len(mine)] = mine
+        for row,mine in zip(ids, new):
+            row[:len(mine)] = mine
         accepted = np.array(list(map(len, new)), np.int32)
         probs = -ids.astype(np.float32)
         return Sampled(ids, probs, ids[...,None], probs[...,None], accepted)
@@ -226,7 +237,8 @@ def scripted(late, says, requests, **kw):
     "What comes of `requests` when a step of three rows says what `says` has"
     e = engine(late, stepper=ScriptedStepper, drafts=2, **kw)
     e.scheduler.width,e.stepper.says = 3,says
-    for r in requests: e.add(r)
+    for r in requests:
+        e.add(r)
     out,bounds,turns = {},set(),0
     while e.has_work:
         turns += 1

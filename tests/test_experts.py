@@ -1,6 +1,8 @@
 """Experts at decode: both halves in one launch as on a card, shapes of every family, and whom a launch may meet.
 
-The emulator runs one block after the other, so blocks cannot wait for each other there. `together` launches both halves once the first has run: that launch finds the hidden values of all blocks."""
+The emulator runs one block after the other, so blocks cannot wait for each other there.
+`together` launches both halves once the first has run: that launch finds the hidden values
+of all blocks."""
 import functools,re,shutil,subprocess
 import numpy as np,pytest
 import atlas.card.card as card,atlas.card.launch
@@ -32,36 +34,77 @@ MIXTURES = [k for k in PRESETS if ModelConfig.preset(k).moe]
 
 # Random mixtures
 
+def floats(seed):
+    "Random float32 of any shape"
+    rng = np.random.default_rng(seed)
+    return lambda *s: rng.standard_normal(s, dtype='f4')
+
 class Net:
     "A mixture of experts of random shape, format and kind"
-    def __init__(self, seed, card, H, I, experts, top, fmt, act='silu', score='softmax', shared=0, limit=None, down=None, **maybe):
-        rng = np.random.default_rng(seed); f = lambda *s: rng.standard_normal(s, dtype='f4')
+    def __init__(self, seed, card, H, I, experts, top, fmt, act='silu', score='softmax',
+                 shared=0, limit=None, down=None, **maybe):
+        self.floats = floats(seed)
+        self.card,self.H,self.I,self.E = card,H,I,experts
+        self.act,self.limit,self.shared = act,limit,shared
+        self.m = MoEConfig(experts, top, I, score=score, scaling=1.5)
         n,rows = experts+(shared>0),I*(1+(act!='relu2'))
-        matrix = lambda fmt,*s: pack(QTensor.encode(f(*s)*np.exp(f(s[-1]))/s[-1]**.5, fmt), card, pair=s[-1]==H and act!='relu2')
-        self.card,self.m,self.E,self.H,self.act,self.limit,self.shared = card,MoEConfig(experts, top, I, score=score, scaling=1.5),experts,H,act,limit,shared
-        self.up,self.down,self.gain = matrix(fmt, n, rows, H),pack(QTensor.encode(f(n, H, I)/I**.5, down or fmt), card),f(H)
-        self.router = pack(f(experts+(shared>1), H)/H**.5, card, exact=True)
-        self.more = {k: f(experts) for k in ('bias','correction','per_expert') if maybe.get(k)}
-        self.biases = (f(n, rows),f(n, H)) if maybe.get('biases') else (None,None)
-        self.x,self.add = f(9, H)*np.exp(2*f(9, 1)),f(9, H)
+        self.pack(n, rows, fmt, down or fmt)
+        kinds = 'bias','correction','per_expert'
+        self.more = {k: self.floats(experts) for k in kinds if maybe.get(k)}
+        self.biases = None,None
+        if maybe.get('biases'):
+            self.biases = self.floats(n, rows),self.floats(n, H)
+        self.x = self.floats(9, H)*np.exp(2*self.floats(9, 1))
+        self.add = self.floats(9, H)
+
+    def pack(self, n, rows, up, down):
+        "The matrices of `n` experts, the norm's gain, and the router"
+        f,H,I = self.floats,self.H,self.I
+        w = f(n, rows, H)*np.exp(f(H))/H**.5
+        self.up = pack(QTensor.encode(w, up), self.card, pair=self.act!='relu2')
+        self.down = pack(QTensor.encode(f(n, H, I)/I**.5, down), self.card)
+        self.gain = f(H)
+        router = f(self.E+(self.shared>1), H)/H**.5
+        self.router = pack(router, self.card, exact=True)
+
     def __call__(self, x, add, **kw):
         "y, ids and weights of rows `x`"
-        up,k = self.card.upload,self.m.top_k; routes = self.card.empty((len(x),k), 'int32'),self.card.empty((len(x),k))
-        ub,db = (b if b is None else row_bias(b, p, self.card) for b,p in zip(self.biases, (self.up,self.down)))
-        y = moe(up(x), up(self.gain), 1e-6, self.router, self.up, self.down, self.m, self.act, self.limit, **{k:up(a) for k,a in self.more.items()}, up_bias=ub, down_bias=db,
-            shared=self.shared>0, shared_gate=self.shared>1, add=up(add), routes=routes, **kw)
+        up,shape = self.card.upload,(len(x),self.m.top_k)
+        routes = self.card.empty(shape, 'int32'),self.card.empty(shape)
+        if self.biases[0] is not None:
+            kw['up_bias'] = row_bias(self.biases[0], self.up, self.card)
+            kw['down_bias'] = row_bias(self.biases[1], self.down, self.card)
+        kw |= {k: up(a) for k,a in self.more.items()}
+        kw |= dict(shared=self.shared>0, shared_gate=self.shared>1)
+        matrices = self.router,self.up,self.down
+        y = moe(up(x), up(self.gain), 1e-6, *matrices, self.m, self.act, self.limit,
+            add=up(add), routes=routes, **kw)
         return [self.card.download(a) for a in (y,*routes)]
+
     def host(self, x):
         "The same by the host, without the residual"
         h,r = rmsnorm(x, self.gain, 1e-6),unpack(self.router)
-        mine = ids,w = route(h, r[:self.E], self.m.top_k, self.m.score, scaling=1.5, **self.more)
-        if self.shared: ids,w = np.c_[ids,np.full(len(x), self.E, 'i4')],np.c_[w,sigmoid(linear(h, r[self.E:])) if self.shared>1 else np.ones((len(x),1), 'f4')]
-        return experts(h, ids, w, unpack(self.up), unpack(self.down), self.act, self.limit, *self.biases),*mine
+        m = self.m
+        mine = ids,w = route(h, r[:self.E], m.top_k, m.score, scaling=1.5, **self.more)
+        if self.shared:
+            share = np.ones((len(x),1), 'f4')
+            if self.shared>1:
+                share = sigmoid(linear(h, r[self.E:]))
+            ids,w = np.c_[ids,np.full(len(x), self.E, 'i4')],np.c_[w,share]
+        banks = unpack(self.up),unpack(self.down)
+        return experts(h, ids, w, *banks, self.act, self.limit, *self.biases),*mine
 
 NETS = dict(
-    qwen=dict(H=320, I=64, experts=40, top=8, fmt='NVFP4', shared=2), # chunks of a row that no group of lanes divides
-    oss=dict(H=96, I=96, experts=9, top=4, fmt='MXFP4', act='swiglu_oai', limit=1.5, score='topk_softmax', bias=True, biases=True),
-    nemotron=dict(H=64, I=27, experts=20, top=3, fmt='BF16', act='relu2', score='sigmoid', correction=True, shared=1, per_expert=True), # outputs that do not fill four rows
+    # chunks of a row that no group of lanes divides
+    qwen=dict(H=320, I=64, experts=40, top=8,
+        fmt='NVFP4', shared=2),
+    oss=dict(H=96, I=96, experts=9, top=4,
+        fmt='MXFP4', act='swiglu_oai', limit=1.5,
+        score='topk_softmax', bias=True, biases=True),
+    # outputs that do not fill four rows
+    nemotron=dict(H=64, I=27, experts=20, top=3,
+        fmt='BF16', act='relu2', score='sigmoid',
+        correction=True, shared=1, per_expert=True),
     mixed=dict(H=288, I=160, experts=33, top=16,
         fmt='FP8_BLOCK', down='NVFP4', act='gelu_tanh', biases=True),
     integers=dict(H=160, I=96, experts=12, top=3,
@@ -81,12 +124,13 @@ MORE = dict(alone=ALONE, shared=ALONE|dict(H=1056, experts=5), odd=ALONE|dict(H=
 @pytest.fixture(scope='module')
 def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
 
-same = lambda a,b: all(map(np.array_equal, a, b))
+def same(a, b): return all(map(np.array_equal, a, b))
 
 def together(run):
     "`run` with both halves in the second launch, which finds the hidden values of all blocks"
     def _run(name, *a, **kw):
-        if name=='experts' and a[-3]==2: a = (*a[:-3],3,*a[-2:])
+        if name=='experts' and a[-3]==2:
+            a = (*a[:-3],3,*a[-2:])
         run(name, *a, **kw)
     return _run
 
@@ -105,7 +149,8 @@ def check(net, rows, monkeypatch):
     assert same(net(x, add, blocks=3, then=net.down), got)
     with monkeypatch.context() as m:
         m.setattr(E, 'run', together(E.run))
-        for b in (1,7): assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
+        for b in (1,7):
+            assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
 
 @needs_cxx
 @pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
@@ -115,10 +160,14 @@ def test_a_mixture(name, rows, nets, monkeypatch): check(nets[name], rows, monke
 
 @pytest.fixture
 def late(tmp_path, monkeypatch):
-    "Warps of experts.cu come late, each by a time of its own, wherever they wait for copies or for each other; and every other one is slow afterwards"
+    """Warps of experts.cu come late, each by a time of its own, wherever they wait
+
+    For copies, or for each other; and every other one is slow afterwards."""
     root,put = tmp_path/'kernels',monkeypatch.setattr
     shutil.copytree(kernel_dir(), root)
-    def pause(n): return f'for (int i = 0, me = threadIdx.x / 32; i < {n}; i++) {{ emu::progress++; emu::yield(); }}'
+    def pause(n):
+        loop = f'for (int i = 0, me = threadIdx.x / 32; i < {n}; i++)'
+        return f'{loop} {{ emu::progress++; emu::yield(); }}'
     early,after = pause('8 * (me * 7 % 5) + (me == 6 ? 300 : 0)'),pause('(me % 2 ? 0 : 90)')
     for p,many in ((root/'experts.cu',(7,2)), (root/'lib/experts_long.cuh',(6,2))):
         text,n = re.subn(r'^ +(?:stage|cp_async_wait|sync_warps)<', rf'{early}\n\g<0>', p.read_text(), flags=re.M)
@@ -150,11 +199,13 @@ def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
     alone = [n(n.x[i:i+1], n.add[i:i+1]) for i in range(9)]
     run = E.run
     def counted(name, *a, **kw):
-        if name=='experts': took.append(kw)
+        if name=='experts':
+            took.append(kw)
         run(name, *a, **kw)
     monkeypatch.setattr(E, 'run', counted)
     little = dict(block=room, third=0, alone=0)
-    if room: monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), **little))
+    if room:
+        monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), **little))
     assert same(n(n.x, n.add), [np.concatenate(a) for a in zip(*alone)])
     assert len(took)==2*-(-9//took[0]['ROWS'])>2 and (took[0]['ROWS']<8)==bool(room)
     assert took[0]['DEEP']==1 or not room
@@ -197,19 +248,25 @@ FORMATS = [
     ('nvfp4','fp8'),
     ('int4','int4')]
 
+def mixtures(name, formats):
+    "The layers of experts that a model may have: in each format, with a shared expert or without"
+    c = ModelConfig.preset(name)
+    m,H,I = c.moe,c.hidden_size,c.moe.intermediate_size
+    pair = c.act!='relu2'
+    for up,down in formats:
+        for shared in {False, m.shared_size==I}:
+            n = m.num_experts+shared
+            banks = bank(up, I*(1+pair), H, n, pair),bank(down, H, I, n)
+            yield E.Mixture(None, *banks, m, c.act, gain=True, shared=shared)
+
 def plans(name, formats=FORMATS, rows=range(1, 9)):
     "What `_plan` says of a model in each format, on each card, for 1 to 8 rows"
-    c = ModelConfig.preset(name)
-    m,H,I,pair = c.moe,c.hidden_size,c.moe.intermediate_size,c.act!='relu2'
-    for up,down in formats:
+    for mix in mixtures(name, formats):
         for arch,a in CARDS.items():
+            card,sms = NS(arch=arch, **a),a['multiprocessors']
             for r in rows:
-                for shared in {False, m.shared_size==I}:
-                    n = m.num_experts+shared
-                    banks = bank(up, I*(1+pair), H, n, pair),bank(down, H, I, n)
-                    card,sms = NS(arch=arch, **a),a['multiprocessors']
-                    how = c.act,True,shared,False,m.correction,r,sms
-                    yield arch,sms,*banks,*E._plan(card, H, *banks, m, *how)
+                d,blocks = E._plan(card, mix, r, sms)
+                yield arch,sms,mix.up,mix.down,d,blocks
 
 @pytest.mark.parametrize('name', MIXTURES)
 def test_every_block_has_a_place(name):
@@ -255,13 +312,22 @@ def test_spills_nothing(name, fmt, rows, arch, cache):
 
 def steps(name, rows, monkeypatch, arch='sm_90a', **kw):
     "The launches that `moe` asks a card for"
-    c,card,calls = ModelConfig.preset(name),Dry(arch, 1<<36),[]; card.kind = 'cuda'; m,H = c.moe,c.hidden_size
-    def made(E, n, k, pair=False): return Packed('bf16', n, k, card.empty((max(1, E)*-(-n//4)*4,k), 'uint16'), None, None, E, pair)
-    wide,I = 1 if c.act=='relu2' else 2,m.intermediate_size
-    monkeypatch.setattr(E, 'run', lambda name, grid, block, *a, **k: calls.append((name,grid,dict(zip(params[name], a)),k)))
+    c,card,calls = ModelConfig.preset(name),Dry(arch, 1<<36),[]
+    card.kind = 'cuda'
+    m,H,I = c.moe,c.hidden_size,c.moe.intermediate_size
     params = {n: _params(Source(n).text, n) for n in ('router','experts')}
-    banks = made(m.num_experts, wide*I, H, wide>1),made(m.num_experts, H, I)
-    moe(card.empty((rows,H)), card.empty(H), 1e-6, made(0, m.num_experts, H), *banks, m, c.act, **kw)
+    def seen(name, grid, block, *a, **k):
+        calls.append((name,grid,dict(zip(params[name], a)),k))
+    monkeypatch.setattr(E, 'run', seen)
+    def made(E, n, k, pair=False):
+        w = card.empty((max(1, E)*-(-n//4)*4,k), 'uint16')
+        return Packed('bf16', n, k, w, None, None, E, pair)
+    wide = 1 if c.act=='relu2' else 2
+    router = made(0, m.num_experts, H)
+    up = made(m.num_experts, wide*I, H, wide>1)
+    down = made(m.num_experts, H, I)
+    x,gain = card.empty((rows,H)),card.empty(H)
+    moe(x, gain, 1e-6, router, up, down, m, c.act, **kw)
     return card,calls
 
 @pytest.mark.parametrize('name', ['qwen3-30b-a3b','gpt-oss-20b','nemotron-3-nano-30b-a3b'])
@@ -279,7 +345,8 @@ def test_each_launch_follows_its_router(name, rows, monkeypatch):
 @pytest.mark.parametrize('arch', CARDS)
 @pytest.mark.parametrize('size,scales', [(0x300,True), (1<<20,True), (1<<33,True), (5<<30,False), (16<<20,False)])
 def test_asked_ahead_is_inside(size, scales, arch):
-    card = Dry(arch, 1<<36); p = Packed('nvfp4', 4, 32, card.empty((size//16,16), 'uint8'), card.empty((size//128,16), 'uint8') if scales else None)
+    card = Dry(arch, 1<<36)
+    p = Packed('nvfp4', 4, 32, card.empty((size//16,16), 'uint8'), card.empty((size//128,16), 'uint8') if scales else None)
     (w,s),(n,k) = E._asked(p, card)
     most = min(size, limits(card).ahead)
     assert w.nbytes==size and 0<n*16<=most and n<2**31
@@ -292,7 +359,8 @@ def test_hidden_values_are_empty_before(name, rows, nets, monkeypatch):
     n,emptied,run = nets[name],[],E.run
     def seen(name, grid, block, *a, **kw):
         empty = a[first.index('empty')] if name=='router' else None
-        if empty is not None: empty.fill(0)  # memory may happen to look so
+        if empty is not None:
+            empty.fill(0)  # memory may happen to look so
         if name=='experts' and a[-3]==1:
             h = n.card.download(a[kernel.index('h')])
             emptied.append((h.view('u4')==0xFFFFFFFF).all())
@@ -306,11 +374,15 @@ def test_hidden_values_are_empty_before(name, rows, nets, monkeypatch):
 
 def shell(name):
     "A model without bytes"
-    m = build(ModelConfig.preset(name)); m.mtp = m._mtp
+    m = build(ModelConfig.preset(name))
+    m.mtp = m._mtp
     for w in m.wants():
-        if len(w.shape)>1 and not w.array and not w.name.startswith('visual.'): bind(m, w.name, Packed('bf16', *w.shape[-2:], NS(nbytes=1, shape=w.shape), experts=w.shape[0] if len(w.shape)>2 else 0))
-        if w.name.endswith(('mixer_norm.weight','mlp_norm.weight')): bind(m, w.name, NS(of=w.name))
-    if not hasattr(m, 'lm_head'): m.lm_head = m.embed_tokens
+        if len(w.shape)>1 and not w.array and not w.name.startswith('visual.'):
+            bind(m, w.name, Packed('bf16', *w.shape[-2:], NS(nbytes=1, shape=w.shape), experts=w.shape[0] if len(w.shape)>2 else 0))
+        if w.name.endswith(('mixer_norm.weight','mlp_norm.weight')):
+            bind(m, w.name, NS(of=w.name))
+    if not hasattr(m, 'lm_head'):
+        m.lm_head = m.embed_tokens
     return m
 
 @pytest.mark.parametrize('name', MIXTURES)
@@ -324,9 +396,12 @@ def test_then_is_what_comes_next(name):
     first = dict(attention='qkv_proj', sliding='qkv_proj', delta='in_proj', mamba='in_proj')
     for i,b in enumerate(m.layers):
         l = next((l for l in vars(b).values() if isinstance(l, MoE)), None)
-        if l is None: continue
-        if i==len(m.layers)-1: want = m.lm_head.weight
-        else: want = getattr(m.layers[i+1].mixer, first[m.c.mixers[i+1]]).weight if m.c.mixers[i+1]!='none' else None
+        if l is None:
+            continue
+        if i==len(m.layers)-1:
+            want = m.lm_head.weight
+        else:
+            want = getattr(m.layers[i+1].mixer, first[m.c.mixers[i+1]]).weight if m.c.mixers[i+1]!='none' else None
         assert l.then is want, i
         if i==len(m.layers)-1 or want is None or not hasattr(b, 'norms'):
             assert l.reader is None, i
@@ -346,7 +421,8 @@ def pair_of_blocks(experts, gate, card):
     rng = np.random.default_rng(experts)
     for w in host.wants('', ''):
         numbers = rng.standard_normal(w.shape, 'f4')/w.shape[-1]**.5
-        if len(w.shape)==1: numbers += 1
+        if len(w.shape)==1:
+            numbers += 1
         q = QTensor.encode(numbers, 'BF16')
         bind(host, w.name, q.decode())
         vector = len(w.shape)<2

@@ -59,7 +59,8 @@ def check(net, R):
     for n in (1, 2, R//2+1, R):
         p = rng.permutation(R)[:n]
         assert same(net(x[p], add[p]), [a[p] for a in got]), f'{n} rows'
-    for b in (1, 3, 40): assert same(net(x, add, blocks=b), got), f'{b} blocks'
+    for b in (1, 3, 40):
+        assert same(net(x, add, blocks=b), got), f'{b} blocks'
 
 CASES = [
     ('qwen',11),
@@ -81,7 +82,8 @@ def apart(monkeypatch): monkeypatch.setattr(W, '_whole', lambda *a: None)
 def together(run):
     "`run` with both halves in the second launch, which finds the hidden values of all blocks"
     def _run(name, *a, **kw):
-        if name=='experts_wide' and a[-1]==2: a = (*a[:-1],3)
+        if name=='experts_wide' and a[-1]==2:
+            a = (*a[:-1],3)
         run(name, *a, **kw)
     return _run
 
@@ -106,7 +108,8 @@ def test_words_that_blocks_give_are_empty_before(rows, nets, monkeypatch):
     monkeypatch.setattr(W, '_likely', lambda *a: 8)
     first,kernel = [_params(Source(k).text, k) for k in ('router','experts_wide')]
     def seen(name, grid, block, *a, **kw):
-        if name=='router': a[first.index('empty')].fill(0) # memory may happen to look so
+        if name=='router':
+            a[first.index('empty')].fill(0) # memory may happen to look so
         if name=='experts_wide' and a[-1]==1:
             words = [net.card.download(a[kernel.index(k)]) for k in ('h','picked')]
             empty.extend((w.view('u4')==0xFFFFFFFF).all() for w in words)
@@ -190,7 +193,8 @@ def test_bits_of_logits(fmt, H, n, R):
         return c.download(y)[:,:n]
     want = np.concatenate([few(r, r+1) for r in range(R)])
     assert np.array_equal(c.download(got)[:,:n], want)
-    for rows in (2,3,5,8): assert np.array_equal(few(0, rows), want[:rows]), rows
+    for rows in (2,3,5,8):
+        assert np.array_equal(few(0, rows), want[:rows]), rows
 
 # Kernels that start early
 
@@ -227,7 +231,7 @@ def test_nothing_is_read_before_it_is_written_in_one_launch(overlap, kept):
     assert np.array_equal(got, twice(n))
 
 # Without the others somebody would look for slots anywhere
-FORGOTTEN = [('expert_strips','if (!UP) pdl_wait();'), ('expert_sum','pdl_wait();')]
+FORGOTTEN = [('expert_strips','if (!UP)\n        pdl_wait();'), ('expert_sum','pdl_wait();')]
 
 @pytest.mark.parametrize('kernel,wait', FORGOTTEN)
 def test_a_wait_that_is_forgotten_is_seen(kernel, wait, overlap, kept, tmp_path):
@@ -239,7 +243,8 @@ def test_a_wait_that_is_forgotten_is_seen(kernel, wait, overlap, kept, tmp_path)
     card._variants.clear()
     card._ready.cache_clear()
     overlap.on = True
-    with np.errstate(all='ignore'): got = twice(n)
+    with np.errstate(all='ignore'):
+        got = twice(n)
     assert not np.array_equal(got, want)
 
 # Slots
@@ -248,7 +253,8 @@ def listed(ids, E, shared, entries):
     "The list of slots, in plain Python"
     R,k = ids.shape
     who = {e: [r*(k+shared)+j for r in range(R) for j in range(k) if ids[r,j]==e] for e in range(E)}
-    if shared: who = {E: [r*(k+1)+k for r in range(R)]}|who
+    if shared:
+        who = {E: [r*(k+1)+k for r in range(R)]}|who
     return [(e,a[i:i+entries]) for e,a in who.items() for i in range(0, len(a), entries)]
 
 LISTS = [(1,5,2,1,8), (33,300,4,0,8), (256,40,16,1,16), (17,12,3,1,2), (16,256,8,1,8)]
@@ -310,7 +316,8 @@ def test_rows_of_a_bucket_have_the_same_variants(name, nets, monkeypatch):
         return used.copy()
     for most in (16,32,64,128,256):
         want = variants(most)
-        for R in (most//2+1, most*3//4): assert variants(R)==want
+        for R in (most//2+1, most*3//4):
+            assert variants(R)==want
         assert [kw['ASIDE'] for name,kw in want if name=='expert_strips']==2*[int(most>16)]
 
 @pytest.mark.parametrize('fmt', ['nvfp4','mxfp4','int4'])

@@ -10,10 +10,14 @@ from types import SimpleNamespace
 import httpx
 from hypothesis import given,settings,strategies as st
 from starlette.testclient import TestClient
+from atlas.card.pressure import Look
+from atlas.card.sensors import Reading
 from atlas.ground.core import RequestError,SourceError
 from atlas.ground.requests import Request,SamplingParams
 from atlas.service.fleet import FleetError,fleet_of,read_fleet,schema
-from atlas.service.gateway import Models,Served
+from atlas.service.explain import assumed_memory,explain
+from atlas.service.process import Model,Served
+from atlas.service.models import Models
 from atlas.service.names import Names,has_word
 from atlas.service.protocol.base import Ask
 from atlas.service.protocol.chunks import TextAsk
@@ -100,7 +104,9 @@ WRONG = {
     'a fallback to itself': ('[spark2/gemma-4-26b, small]', '[qwen]', 'a fallback to itself', 'Leave it out'),
     'an endpoint that is no url': ('http://127.0.0.1:8765/health', 'asr', 'is no address', ''),
     'a url with a password': ('http://127.0.0.1:8882/v1', 'http://me:secret@127.0.0.1/v1', 'has a password in it', 'key_env'),
-    'a fallback to a persona': ('[spark2/gemma-4-26b, small]', '[code]', 'which is a name for a model', 'name one'),
+    'a fallback to a persona of itself': ('[spark2/gemma-4-26b, small]', '[code]', 'leads in a circle: qwen > code > qwen', 'another model'),
+    'a fallback to a route': ('[spark2/gemma-4-26b, small]', '[auto]', 'leads to auto, which is a route', 'Name a model'),
+    'a fallback of a persona': ('fallbacks: {qwen: [', 'fallbacks: {code: [', 'which is a name for a model', 'name one'),
     'what an upstream cannot serve': ('audio/speech', 'audio/spech', 'is not known', 'audio/speech'),
     'a group that is none': ('ttl: 5m', 'group: tools', "'tools', which is no group", 'Add it to groups'),
     'pinned, and with an end': ('pin: true', 'pin: true, ttl: 5m', 'a pinned model stays', 'Leave one of them out'),
@@ -374,7 +380,11 @@ def alive(pid):
     except OSError: return False
 
 def text_side(config): return dict(tokenizer=tok)
-HOW = dict(policy=PATIENT, command=WORKER, text=text_side)
+def small(configs, budget):
+    "What `measure` tells of models that fit beside any others"
+    return [dict(least=1<<20, most=1<<20) for _ in configs]
+
+HOW = dict(policy=PATIENT, command=WORKER, text=text_side, measure=small)
 
 FIRST = '''
 models:
@@ -678,6 +688,91 @@ async def test_models_of_a_file_share_its_memory(tmp_path, monkeypatch):
         await ms.get('one')
         assert ms.find('two').state=='loaded' and ms.find('two').child.pid==pid and ms.residency.free==8*GIB
 
+def machine(free, total=128*GIB, cards=()):
+    "A `Machine` with made-up numbers"
+    host = Look(total, free, free)
+    return lambda: (list(cards), host)
+
+NOBODY = TWO.replace('memory: 10GiB', '')
+
+@running_test
+async def test_memory_that_a_file_does_not_say(tmp_path, monkeypatch):
+    "It is what is free at the start, less a reserve: admitted against, told, and the same after a reload"
+    monkeypatch.setitem(HOW, 'measure', measure)
+    monkeypatch.setitem(HOW, 'policy', replace(PATIENT, soon=.01))
+    seen = machine(11*GIB, 10*GIB) # a tenth of which is for the rest of the machine
+    async with following(tmp_path/'atlas.yaml', NOBODY, machine=seen) as (file,ms):
+        assert ms.memory['budget']==10*GIB
+        await ms.get('one')
+        assert ms.residency.free==4*GIB
+        ms.find('one').took = 0.
+        await ms.get('two')
+        assert ms.find('one').state!='loaded', 'both do not fit'
+        file.machine = machine(0)
+        file.path.write_text(NOBODY.replace('two:', '# as before\n  two:'))
+        assert (await file.reload())['kept']==['one','two'] and ms.residency.budget==10*GIB
+        file.path.write_text(TWO.replace('10GiB', '20GiB'))
+        await file.reload()
+        assert ms.residency.budget==20*GIB
+        app = httpx.ASGITransport(create_app(ms))
+        async with httpx.AsyncClient(transport=app, base_url='http://localhost') as http:
+            assert (await http.get('/models')).json()['memory']['budget']==20*GIB
+
+def test_too_little_is_free(tmp_path):
+    "It is refused at the start, with both numbers"
+    (tmp_path/'atlas.yaml').write_text(NOBODY)
+    file = FleetFile(tmp_path/'atlas.yaml', machine=machine(7*GIB, 20*GIB))
+    with pytest.raises(FleetError) as e: file(HOW|dict(measure=measure))
+    assert 'that is free, less a reserve, is too little' in e.value.msg
+    assert 'takes 6 GiB' in e.value.msg and '5 GiB' in e.value.msg
+
+def test_whose_memory_is_free(monkeypatch):
+    "A card's own, the host's where a card has none, and nobody's where models are on several devices"
+    card = Reading('1', memory=dict(used=10*GIB, total=100*GIB))
+    seen = machine(50*GIB, 100*GIB, [Reading('0'), card])
+    def of(*devices):
+        models = ''.join(f'\n  m{i}: {{model: tiny, device: {d!r}}}' for i,d in enumerate(devices))
+        return assumed_memory(fleet_of(f'models: {models}', env={}), seen)
+    assert of('cuda:1')==88*GIB
+    assert of('cpu')==of('auto')==of('cuda')==of('cuda:0')==40*GIB
+    assert of('cuda:1','cuda:1')==88*GIB
+    assert of('cuda:2') is None, 'there is none'
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '1')
+    assert of('auto')==of('cuda:0')==88*GIB and of('cuda:1') is None
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
+    assert of('cuda:1','cpu') is None
+    assert assumed_memory(fleet_of('upstreams: {a: {url: "http://a:1/v1"}}', env={}), seen) is None
+
+def test_check_says_what_is_free():
+    "Also that it is no more than assumed, and that two that are pinned do not fit"
+    f = fleet_of('models: {a: {model: tiny, device: cpu, pin: true}}', env={})
+    e = explain(f, machine(110*GIB, 100*GIB))
+    assert e.to_dict()['memory']==100*GIB and e.to_dict()['memory_assumed'] and e.fits
+    assert 'memory: 100 GiB for all, which is what is free, less a reserve; ' in str(e)
+    assert not explain(f, machine(11<<20, 10<<20)).fits
+    spark = fleet_of('models: {a: {model: qwen3.6-35b-a3b-nvfp4, device: cuda}}', env={})
+    e = explain(spark, machine(8*GIB, 8*GIB))
+    assert e.memory>100*GIB and e.fits, 'planned for a Spark, whose memory counts'
+
+@running_test
+async def test_models_of_unknown_size_all_load_at_the_start(tmp_path, monkeypatch):
+    "The first holds all there is until it has told what it takes; the next waits, and nobody leaves"
+    def unknown(configs, budget): return [None for _ in configs]
+    monkeypatch.setitem(HOW, 'measure', unknown)
+    monkeypatch.setattr(Model, '_upstream', telling(Model._upstream))
+    both = NOBODY.replace('false', 'true')
+    async with following(tmp_path/'atlas.yaml', both, machine=machine(20*GIB)) as (file,ms):
+        await happens(lambda: all(m.state!='loading' for m in ms.all))
+        assert {m.name: (m.state, m.need) for m in ms.all}==dict(one=('loaded',GIB), two=('loaded',GIB))
+        assert not ms.memory['evictions']
+
+def telling(upstream):
+    "As `upstream`, of a worker that tells what it takes"
+    async def of(self, info):
+        info['memory'] = dict(weights=GIB)
+        return await upstream(self, info)
+    return of
+
 @running_test
 async def test_what_is_replaced_holds_its_memory_until_it_is_gone(tmp_path, monkeypatch):
     monkeypatch.setitem(HOW, 'measure', measure)
@@ -765,6 +860,48 @@ def test_names_lead_to_other_servers():
         assert [h for h in r.headers.get_list('x-atlas-route')]==['fallback: near for away/big (upstream_error)','gpt-4o > away/big (gpt-4*)']
         listed = {d['id']:d for d in s.http.get('/v1/models').json()['data']}
         assert listed['wise']['persona_of']=='away/big' and listed['auto']['routes']==['wise','near']
+
+BACKUP = '''
+models: {near: {model: tiny}}
+names:
+  wise: {model: away/big, system: "You are wise.", sampling: {temperature: 0.5, top_p: 0.9}}
+  soft: {model: near, sampling: {temperature: 0.25}}
+upstreams: {away: {url: URL, models: ["b*"]}}
+fallbacks: {near: [wise], retries: 1, cooldown: 1s}
+'''
+
+def test_a_persona_stands_in():
+    "With its prompt and sampling; where a persona was asked for, that one's count first"
+    app = Elsewhere('big')
+    with beside(app, BACKUP) as s:
+        def ask(model, **kw):
+            messages = [dict(role='user', content='Why?')]
+            return s.http.post('/v1/chat/completions', json=dict(model=model, messages=messages)|kw)
+        assert ask('near').headers.get('x-atlas-route') is None and not app.asked
+        s.near.healthy = False
+        r = ask('near')
+        assert r.status_code==200 and r.json()['choices'][0]['message']['content']=='big says so'
+        assert r.headers['x-atlas-route']=='fallback: wise for near (unavailable)'
+        def told(b): return b['model'],b.get('temperature'),b.get('top_p'),b['messages'][0]['content']
+        assert told(app.asked[-1])==('big', .5, .9, 'You are wise.')
+        assert ask('soft').status_code==200
+        assert told(app.asked[-1])==('big', .25, .9, 'You are wise.')
+        assert ask('near', temperature=.75).status_code==200
+        assert told(app.asked[-1])==('big', .75, .9, 'You are wise.')
+        s.near.healthy = True
+        s.models.fallbacks.down.clear()
+        n = len(app.asked)
+        assert ask('near').status_code==200 and len(app.asked)==n, 'nothing of it is left'
+
+def test_a_persona_of_ours_stands_in():
+    "Where the model that fails is another server's"
+    app = Elsewhere('big')
+    text = BACKUP.replace('{near: [wise]', '{away/big: [soft]')
+    with beside(app, text) as s:
+        app.down = True
+        r = s.http.post('/v1/chat/completions', json=CHAT|dict(model='away/big'))
+        assert r.status_code==200 and r.headers['x-atlas-model']=='soft'
+        assert s.near.seen[-1].params.temperature==.25
 
 def test_a_file_of_other_servers_alone():
     from atlas.service.reload import build

@@ -22,14 +22,19 @@ def options(rng, w, rows, extra=0, gain=0, group=0, bias=0, add=0, gate=0, **kw)
     "Arguments for `gemv`, on the card"
     def up(*shape): return card.upload(rng.standard_normal(shape, dtype='f4'))
     n = w.n//2 if w.pair else w.n+extra
-    if gain: kw |= dict(gain=up(w.k), eps=1e-6)
+    if gain:
+        kw |= dict(gain=up(w.k), eps=1e-6)
     if group:
         squares = np.abs(rng.standard_normal((rows,w.k//group,3), dtype='f4'))*9+1
         kw |= dict(parts=card.upload(squares), group=group, eps=1e-5)
-    if bias: kw['bias'] = up(w.rows if w.pair else n)
-    if add: kw['add'] = up(rows, n)
-    if gate: kw['gate'] = up(rows, 5),3
-    if extra: kw['extra'] = packed(rng, 'F32' if w.fmt=='f32' else 'BF16', extra, w.k)
+    if bias:
+        kw['bias'] = up(w.rows if w.pair else n)
+    if add:
+        kw['add'] = up(rows, n)
+    if gate:
+        kw['gate'] = up(rows, 5),3
+    if extra:
+        kw['extra'] = packed(rng, 'F32' if w.fmt=='f32' else 'BF16', extra, w.k)
     return kw
 
 def bits(a): return card.download(a).view('u4')
@@ -69,7 +74,8 @@ def test_rows_have_the_bits_they_have_alone(name):
 def tile(tiles, strips, down, along, deep, held, blocks, n, f):
     "A way to share out that nothing would choose"
     span = 4*-(-n//(4*blocks))
-    while span>16*strips*down: span = -(-span//8)*4
+    while span>16*strips*down:
+        span = -(-span//8)*4
     shared = many._memory(f, tiles, strips, down*along, along, deep, held)
     return many.Tiling(tiles, strips, down, along, deep, held, blocks, span, shared)
 
@@ -116,7 +122,8 @@ def test_four_warps_together(name, monkeypatch):
     monkeypatch.setattr(many, 'plan', lambda f, n, k, sms: (12,2,1,n))
     monkeypatch.setattr(few, 'plan', lambda f, n, k, sms: (12,2,1,32))
     kw = options(rng, w, rows, **kw)
-    with recording(launch=True) as seen: got = bits(many.gemv_wide(x, w, **kw))
+    with recording(launch=True) as seen:
+        got = bits(many.gemv_wide(x, w, **kw))
     assert all(d['CORES'] for _,*_,d in seen.calls)
     np.testing.assert_array_equal(got, bits(few.gemv(x, w, **kw)))
 
@@ -191,7 +198,8 @@ def test_a_step_uses_it():
     "for more than eight rows, and for fewer that are long"
     def kernels(rows, k):
         w,x = Matrix(Packed('fp8', 40, k, card.empty((40,k), 'uint8'), card.empty((40,1)))),card.empty((rows,k))
-        with recording(launch=False) as seen: vocabulary.logits(x, w)
+        with recording(launch=False) as seen:
+            vocabulary.logits(x, w)
         return [k for k,*_ in seen.calls]
     one,two = ['gemv'],['gemv_halves','gemv_wide']
     for k,most in ((256,MAX_ROWS),(2880,MAX_ROWS//2),(4096,MAX_ROWS//2),(6144,2)):

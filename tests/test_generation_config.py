@@ -6,7 +6,7 @@ from atlas.ground.core import ConfigError,RequestError,SourceError
 from atlas.ground.hub import NAMED
 from atlas.ground.options import EngineConfig
 from atlas.ground.requests import SamplingParams,generation_defaults
-from atlas.service.gateway import open_text
+from atlas.service.process import open_text
 from atlas.service.protocol.base import Ask
 from atlas.text.processor import read_text
 from atlas.use.llm import LLM

@@ -1,4 +1,5 @@
-"The scripts for a card, without one: each has something tiny to do on the emulator, so that none of them arrives at a card and does not start."
+"""The scripts for a card, without one: each has something tiny to do on the emulator, so that none
+of them arrives at a card and does not start."""
 import os,subprocess,sys
 from pathlib import Path
 import pytest

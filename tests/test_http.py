@@ -27,8 +27,10 @@ class Clock:
         passed = time.monotonic()-self.began if self.began else 0
         return self.now+passed
 
-    def run(self): self.began = time.monotonic()
-    def stop(self): self.now,self.began = self(),None
+    def run(self):
+        self.began = time.monotonic()
+    def stop(self):
+        self.now,self.began = self(),None
     def step(self, seconds):
         "So many seconds later, and every connection has been looked at"
         self.now += seconds
@@ -37,8 +39,10 @@ class Clock:
     @contextmanager
     def passes(self):
         self.run()
-        try: yield
-        finally: self.stop()
+        try:
+            yield
+        finally:
+            self.stop()
 
 @pytest.fixture(scope='module', autouse=True)
 def clock():
@@ -53,23 +57,34 @@ def clock():
 
 class App:
     "Says hello, drips, or floods; keeps count of what it saw and of whether it was told that the client is gone"
-    def __init__(self): self.seen,self.gone,self.bodies = [],threading.Semaphore(0),[]
+    def __init__(self):
+        self.seen,self.gone,self.bodies = [],threading.Semaphore(0),[]
     async def __call__(self, scope, receive, send):
         self.seen.append(scope['path'])
         body,m = b'',dict(more_body=True)
         while m.get('more_body'):
             m = await receive()
-            if m['type']=='http.disconnect': self.gone.release(); return
+            if m['type']=='http.disconnect':
+                self.gone.release()
+                return
             body += m.get('body', b'')
         self.bodies.append(len(body))
-        await send(dict(type='http.response.start', status=200, headers=[] if scope['path']=='/flood' else [(b'content-length',b'5')]))
-        if scope['path']=='/flood': await self.flood(receive, send)
-        else: await send(dict(type='http.response.body', body=b'hello'))
+        await send(
+            dict(
+                type='http.response.start', status=200,
+                headers=[] if scope['path']=='/flood' else [(b'content-length',b'5')]))
+        if scope['path']=='/flood':
+            await self.flood(receive, send)
+        else:
+            await send(dict(type='http.response.body', body=b'hello'))
     async def flood(self, receive, send):
         async def pour():
-            while True: await send(dict(type='http.response.body', body=b'x'*65536, more_body=True)); await asyncio.sleep(0)
+            while True:
+                await send(dict(type='http.response.body', body=b'x'*65536, more_body=True))
+                await asyncio.sleep(0)
         t = asyncio.ensure_future(pour())
-        while (await receive())['type']!='http.disconnect': pass
+        while (await receive())['type']!='http.disconnect':
+            pass
         t.cancel()
         self.gone.release()
 
@@ -78,12 +93,17 @@ def live(app, bounds=QUICK, kind='httptools', small=False, servers=None, **kw):
     """A real server on a free port, maybe with small buffers, which is also put into `servers`;
     afterwards no connection may be left"""
     sock = socket.create_server(('127.0.0.1',0))
-    if small: sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    if small:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server = uvicorn.Server(server_config(app, bounds, kind, drain=1, lifespan='off', **kw))
-    t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
+    t = threading.Thread(
+        target=server.run,
+        kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
-    if servers is not None: servers.append(server)
-    try: yield sock.getsockname()[1]
+    if servers is not None:
+        servers.append(server)
+    try:
+        yield sock.getsockname()[1]
     finally:
         server.should_exit = True
         t.join(WAIT)
@@ -95,15 +115,19 @@ def read(s):
     "All until the server ends the connection"
     got = b''
     try:
-        while part := s.recv(1<<16): got += part
-    except ConnectionError: pass
+        while part := s.recv(1<<16):
+            got += part
+    except ConnectionError:
+        pass
     return got
 
 def talk(port, *parts):
     with connect(port) as s:
         try:
-            for p in parts: s.sendall(p)
-        except ConnectionError: pass
+            for p in parts:
+                s.sendall(p)
+        except ConnectionError:
+            pass
         return read(s)
 
 def arrived(servers):
@@ -120,19 +144,32 @@ LAST = HEAD+b'Connection: close\r\n\r\n'
 # ---- Waits ----
 
 @kinds
-@pytest.mark.parametrize('raw,want', [(b'', []), (b'G', [408]), (b'GET /', [408]), (HEAD, [408]), (HEAD+b'X: a', [408]), (POST+b'Content-Length: 9\r\n\r\n', [408]),
-    (POST+b'Content-Length: 9\r\n\r\nabc', [408]), (POST+b'Transfer-Encoding: chunked\r\n\r\n5\r\nabc', [408])], ids=['nothing','a letter','a line','no end','a header','no body','half a body','half a chunk'])
+@pytest.mark.parametrize(
+    'raw,want',
+    [(b'', []), (b'G', [408]),
+     (b'GET /', [408]), (HEAD, [408]),
+     (HEAD+b'X: a', [408]),
+     (POST+b'Content-Length: 9\r\n\r\n', [408]),
+     (POST+b'Content-Length: 9\r\n\r\nabc', [408]),
+     (POST+b'Transfer-Encoding: chunked\r\n\r\n5\r\nabc', [408])],
+    ids=[
+        'nothing','a letter','a line','no end','a header','no body','half a body','half a chunk'])
 def test_what_never_comes(kind, raw, want, clock):
     app,servers = App(),[]
     with live(app, kind=kind, servers=servers) as port:
         with connect(port) as s:
             s.sendall(raw)
-            if raw: arrived(servers)
-            with clock.passes(): got = read(s)
+            if raw:
+                arrived(servers)
+            with clock.passes():
+                got = read(s)
         assert statuses(got)==want
-        if want: assert json.loads(got.split(b'\r\n\r\n', 1)[1])['error']['code']=='bad_http' and b'connection: close' in got.lower()
+        if want:
+            assert json.loads(got.split(b'\r\n\r\n', 1)[1])['error']['code']=='bad_http'
+            assert b'connection: close' in got.lower()
         assert statuses(talk(port, LAST))==[200]
-    if raw.startswith(b'POST'): assert app.gone.acquire(timeout=WAIT)  # the application was told
+    if raw.startswith(b'POST'):
+        assert app.gone.acquire(timeout=WAIT)  # the application was told
 
 @kinds
 def test_one_header_at_a_time(kind, clock):
@@ -173,7 +210,8 @@ def test_a_steady_body_is_let_through(clock):
         c = arrived(servers)
         for k in range(20):
             s.sendall(b'x'*20000)
-            if k==19: break
+            if k==19:
+                break
             until(lambda: c.size==20000*(k+1))
             clock.step(.08)
         assert statuses(read(s))==[200] and app.bodies==[400000]
@@ -191,7 +229,8 @@ def test_stray_bytes_do_not_keep_a_connection(clock):
         s.sendall(HEAD+b'\r\n')
         assert s.recv(1<<16)
         s.sendall(b'\r\n')
-        with clock.passes(): read(s)
+        with clock.passes():
+            read(s)
 
 @kinds
 @pytest.mark.parametrize('path', ['/flood'])
@@ -205,26 +244,35 @@ def test_frozen_reader(kind, path, clock):
             s.connect(('127.0.0.1',port))
             s.sendall(b'GET '+path.encode()+b' HTTP/1.1\r\nHost: localhost\r\n\r\n')
             arrived(servers)
-            with clock.passes(): assert app.gone.acquire(timeout=WAIT)
+            with clock.passes():
+                assert app.gone.acquire(timeout=WAIT)
             forgotten(s)
 
 def forgotten(s):
     "Is the connection reset, with what the system still had for its reader? An end of it would come after that"
     s.settimeout(WAIT)
     with pytest.raises(ConnectionResetError):
-        while s.recv(1<<16): pass
+        while s.recv(1<<16):
+            pass
 
 def test_frozen_reader_of_a_finished_answer(clock):
     "The answer is complete, and smaller than what a buffer may hold: only the connection still waits for its reader"
     class Big(App):
         async def __call__(self, scope, receive, send):
-            await send(dict(type='http.response.start', status=200, headers=[(b'content-length',b'50000')]))
+            await send(
+                dict(
+                    type='http.response.start', status=200,
+                    headers=[(b'content-length',b'50000')]))
             await send(dict(type='http.response.body', body=b'x'*50_000))
     gone,paused = threading.Event(),threading.Event()
     class Seen(http.HttpTools):
         bounds = Bounds(write=.3, idle=WAIT, tick=.05)
-        def pause_writing(self): paused.set(); super().pause_writing()
-        def connection_lost(self, exc): super().connection_lost(exc); gone.set()
+        def pause_writing(self):
+            paused.set()
+            super().pause_writing()
+        def connection_lost(self, exc):
+            super().connection_lost(exc)
+            gone.set()
     servers = []
     with live(Big(), http=Seen, small=True, servers=servers) as port:
         s = socket.socket()
@@ -233,7 +281,8 @@ def test_frozen_reader_of_a_finished_answer(clock):
             s.connect(('127.0.0.1',port))
             s.sendall(HEAD+b'\r\n')
             arrived(servers)
-            with clock.passes(): assert gone.wait(WAIT)
+            with clock.passes():
+                assert gone.wait(WAIT)
             assert not paused.is_set()
             forgotten(s)
 
@@ -243,7 +292,8 @@ class Late(App):
         super().__init__()
         self.ready = threading.Event()
     async def __call__(self, scope, receive, send):
-        while not self.ready.is_set(): await asyncio.sleep(.01)
+        while not self.ready.is_set():
+            await asyncio.sleep(.01)
         await super().__call__(scope, receive, send)
 
 def test_a_body_that_we_do_not_read(clock):
@@ -256,7 +306,8 @@ def test_a_body_that_we_do_not_read(clock):
         t.start()
         c = arrived(servers)
         until(lambda: c.flow.read_paused)
-        for _ in range(6): clock.step(.1)
+        for _ in range(6):
+            clock.step(.1)
         app.ready.set()
         t.join(WAIT)
         assert statuses(got[0])==[200] and app.bodies==[3_000_000]
@@ -266,8 +317,13 @@ def test_a_slow_reader_is_served(clock):
     app,n = App(),1_500_000
     class Big(App):
         async def __call__(self, scope, receive, send):
-            await send(dict(type='http.response.start', status=200, headers=[(b'content-length', str(n).encode())]))
-            for i in range(n//50_000): await send(dict(type='http.response.body', body=b'x'*50_000, more_body=i<n//50_000-1))
+            await send(
+                dict(
+                    type='http.response.start', status=200,
+                    headers=[(b'content-length', str(n).encode())]))
+            for i in range(n//50_000):
+                await send(
+                    dict(type='http.response.body', body=b'x'*50_000, more_body=i<n//50_000-1))
     bounds = Bounds(write=.5, tick=.01)
     with live(Big(), bounds, small=True) as port:
         s = socket.socket()
@@ -287,15 +343,22 @@ def test_a_slow_reader_is_served(clock):
 # ---- Sizes ----
 
 @kinds
-@pytest.mark.parametrize('raw,want', [
-    (HEAD+b'X: '+b'a'*(16<<20)+b'\r\n\r\n', {431}), (HEAD+b'X: y\r\n'*100_000+b'\r\n', {431}), (HEAD+b'a'*(16<<20), {431}), (b'G'*(1<<20), {400,431}),
-    (b'GET /'+b'a'*(1<<20)+b' HTTP/1.1\r\nHost: a\r\n\r\n', {414,431}), (HEAD+b'X: '+b'a'*7000+b'\r\n\r\n', {200})], ids=['one large','many','half a name','a method','an address','what fits'])
+@pytest.mark.parametrize(
+    'raw,want',
+    [(HEAD+b'X: '+b'a'*(16<<20)+b'\r\n\r\n', {431}),
+     (HEAD+b'X: y\r\n'*100_000+b'\r\n', {431}),
+     (HEAD+b'a'*(16<<20), {431}),
+     (b'G'*(1<<20), {400,431}),
+     (b'GET /'+b'a'*(1<<20)+b' HTTP/1.1\r\nHost: a\r\n\r\n', {414,431}),
+     (HEAD+b'X: '+b'a'*7000+b'\r\n\r\n', {200})],
+    ids=['one large','many','half a name','a method','an address','what fits'])
 def test_large_heads(kind, raw, want):
     "16 MB of headers are refused with a reason that arrives, and hardly any of them are kept"
     app = App()
     with live(app, kind=kind) as port:
         got = statuses(talk(port, raw[:-2]+b'Connection: close\r\n\r\n' if want=={200} else raw))
-        assert len(got)==1 and (got[0] in want or (kind=='h11' and got[0]==400 and 200 not in want))
+        assert len(got)==1
+        assert got[0] in want or (kind=='h11' and got[0]==400 and 200 not in want)
         assert app.seen==(['/'] if want=={200} else [])
         assert statuses(talk(port, LAST))==[200]
 
@@ -307,16 +370,20 @@ def test_header_bound_is_exact(extra):
     line -= len(b'Connection'+b'close')+4
     raw += b'X: '+b'a'*line+b'\r\n\r\n'
     with live(App()) as port:
-        for cut in (1, 500, len(raw)-1): assert statuses(talk(port, raw[:cut], raw[cut:]))==([200] if not extra else [431])
+        for cut in (1, 500, len(raw)-1):
+            assert statuses(talk(port, raw[:cut], raw[cut:]))==(
+                [200] if not extra else [431])
 
 def test_a_gigabyte_is_refused_unread():
     app = App()
     with live(Guard(app, Rules(body=1000))) as port:
         for size in (b'1073741824', b'1001', b'99999999999999999'):
             got = talk(port, POST+b'Connection: close\r\nContent-Length: '+size+b'\r\n\r\n')
-            assert statuses(got)==[413] and json.loads(got.split(b'\r\n\r\n', 1)[1])['error']['code']=='body_too_large'
+            assert statuses(got)==[413]
+            assert json.loads(got.split(b'\r\n\r\n', 1)[1])['error']['code']=='body_too_large'
         assert not app.seen
-        assert statuses(talk(port, POST+b'Connection: close\r\nContent-Length: 1000\r\n\r\n'+b'x'*1000))==[200]
+        assert statuses(
+            talk(port, POST+b'Connection: close\r\nContent-Length: 1000\r\n\r\n'+b'x'*1000))==[200]
         chunked = b'Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n'
         assert statuses(talk(port, POST+chunked+b'3e9\r\n'+b'x'*1001+b'\r\n0\r\n\r\n'))==[413]
         assert statuses(talk(port, POST+chunked+b'3e8\r\n'+b'x'*1000+b'\r\n0\r\n\r\n'))==[200]
@@ -328,13 +395,15 @@ def test_too_many_connections(kind):
     bounds = Bounds(connections=3, head=60, tick=.05, linger=.2)
     with live(App(), bounds, kind) as port:
         held = [socket.create_connection(('127.0.0.1',port), WAIT) for _ in range(3)]
-        for s in held: s.sendall(b'GET / ')
+        for s in held:
+            s.sendall(b'GET / ')
         def told():
             "The answer to one more, when the three have been accepted"
             got = talk(port, LAST)
             return statuses(got)==[503] and got
         assert b'retry-after: 1' in until(told).lower()
-        for s in held: s.close()
+        for s in held:
+            s.close()
         until(lambda: statuses(talk(port, LAST))==[200], 'that places are given back')
 
 def test_so_many_connections_that_nobody_is_told():
@@ -342,31 +411,48 @@ def test_so_many_connections_that_nobody_is_told():
     most = []
     class Seen(http.HttpTools):
         bounds = Bounds(connections=3, refused=2, head=60, linger=60, tick=.05)
-        def connection_made(self, t): super().connection_made(t); most.append(sum(not c.transport.is_closing() for c in self.connections))
+        def connection_made(self, t):
+            super().connection_made(t)
+            most.append(
+            sum(not c.transport.is_closing() for c in self.connections))
     with live(App(), http=Seen) as port:
         held = [socket.create_connection(('127.0.0.1',port), WAIT) for _ in range(20)]
-        for s in held: s.settimeout(WAIT)
+        for s in held:
+            s.settimeout(WAIT)
         told = [read(s) for s in held[5:]]
-        assert not any(told) and max(most)==5 and statuses(held[3].recv(1<<16))==statuses(held[4].recv(1<<16))==[503]
-        for s in held: s.close()
+        assert not any(told)
+        assert max(most)==5
+        assert statuses(
+            held[3].recv(1<<16)
+        )==statuses(held[4].recv(1<<16))==[503]
+        for s in held:
+            s.close()
 
 @kinds
 def test_pipelining(kind):
     "Answers come in order; a queue without end is refused"
-    with live(App(), Bounds(pipeline=4)) as port: assert statuses(talk(port, (HEAD+b'\r\n')*3+LAST))==[200]*4
+    with live(App(), Bounds(pipeline=4)) as port:
+        assert statuses(talk(port, (HEAD+b'\r\n')*3+LAST))==[200]*4
     if kind=='httptools':
-        with live(App(), Bounds(pipeline=4)) as port: assert 200 not in statuses(talk(port, (b'GET /flood HTTP/1.1\r\nHost: a\r\n\r\n')*2+(HEAD+b'\r\n')*50))[1:]
+        with live(App(), Bounds(pipeline=4)) as port:
+            assert 200 not in statuses(
+                talk(port, (b'GET /flood HTTP/1.1\r\nHost: a\r\n\r\n')*2+(HEAD+b'\r\n')*50))[1:]
 
 def test_who_pipelines_and_leaves():
     "Each request of the connection hears it: the one that is answered, too, which is not the one that was read last"
     class Waits(App):
         async def __call__(self, scope, receive, send):
-            self.seen.append(scope['path']); started.release()
-            while (await receive())['type']!='http.disconnect': pass
+            self.seen.append(scope['path'])
+            started.release()
+            while (await receive())['type']!='http.disconnect':
+                pass
             self.gone.release()
     app,started = Waits(),threading.Semaphore(0)
     with live(app) as port:
-        for rest in (b'', HEAD+b'\r\n', (HEAD+b'\r\n')*3, b'GET / HT', POST+b'Content-Length: 9\r\n\r\nabc'):
+        for rest in (
+            b'', HEAD+b'\r\n', (HEAD+b'\r\n')*3, b'GET / HT',
+            POST+b'Content-Length: 9\r\n\r\nabc'
+        ):
             for now,later in ((rest, b''), (b'', rest)):
                 with connect(port) as s:
                     s.sendall(b'GET /long HTTP/1.1\r\nHost: a\r\n\r\n'+now)
@@ -377,19 +463,30 @@ def test_who_pipelines_and_leaves():
 
 def test_writing_to_who_is_gone():
     "A transport that is closing raises with uvloop, and takes nothing with asyncio"
-    out,t = [],SimpleNamespace(is_closing=lambda: shut, write=lambda d: out.append(d), get_write_buffer_size=lambda: 0)
+    out,t = (
+        [],
+        SimpleNamespace(
+            is_closing=lambda: shut,
+            write=lambda d: out.append(d),
+            get_write_buffer_size=lambda: 0))
     c,shut = http.Counted(t),False
-    c.write(b'ab'); shut = True; c.write(b'cd')
+    c.write(b'ab')
+    shut = True
+    c.write(b'cd')
     assert (out, c.written, c.taken)==([b'ab'], 2, 2)
 
 @kinds
 def test_a_refused_body_that_comes_all_the_same(kind):
     "It is thrown away so that the client may read why, but not without end"
-    with live(Guard(App(), Rules(body=1000)), Bounds(body=1000, tick=.02), kind) as port, connect(port) as s:
+    with live(
+        Guard(App(), Rules(body=1000)),
+        Bounds(body=1000, tick=.02), kind
+    ) as port, connect(port) as s:
         s.sendall(POST+b'Content-Length: 1000000000000\r\n\r\n')
         assert statuses(s.recv(1<<16))==[413]
         with pytest.raises(ConnectionError):
-            for _ in range(2000): s.sendall(b'x'*(1<<20))
+            for _ in range(2000):
+                s.sendall(b'x'*(1<<20))
 
 def test_lingering_begins_with_the_refusal(clock):
     "And not when the client was last heard, which may be longer ago than anybody lingers"
@@ -404,27 +501,46 @@ def test_lingering_begins_with_the_refusal(clock):
     with serving as port, connect(port) as s:
         s.sendall(POST+b'Content-Length: 9\r\n\r\nabc')
         arrived(servers)
-        with clock.passes(): assert statuses(read(s))==[408]
+        with clock.passes():
+            assert statuses(read(s))==[408]
     assert kept[0]>.2
 
 # ---- What is no HTTP ----
 
 @kinds
-@pytest.mark.parametrize('raw', [b'\x16\x03\x01\x02\x00\x01', b'hello\r\n\r\n', b'GET / HTTP/9.9\r\n\r\n', b'GET / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n', b'GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 1e3\r\n\r\n',
-    POST+b'Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd', POST+b'Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n', POST+b'Transfer-Encoding: chunked\r\n\r\nzz\r\n',
-    POST+b'Transfer-Encoding: chunked\r\n\r\n'+b'f'*40+b'\r\n', b'GET / HTTP/1.1\r\n Host: a\r\n\r\n', b'GET / HTTP/1.1\r\nHo st: a\r\n\r\n', b'GET / HTTP/1.1\r\nHost: a\x00b\r\n\r\n', b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n'])
+@pytest.mark.parametrize(
+    'raw',
+    [b'\x16\x03\x01\x02\x00\x01', b'hello\r\n\r\n', b'GET / HTTP/9.9\r\n\r\n',
+     b'GET / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n',
+     b'GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 1e3\r\n\r\n',
+     POST+b'Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd',
+     POST+b'Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n',
+     POST+b'Transfer-Encoding: chunked\r\n\r\nzz\r\n',
+     POST+b'Transfer-Encoding: chunked\r\n\r\n'+b'f'*40+b'\r\n',
+     b'GET / HTTP/1.1\r\n Host: a\r\n\r\n', b'GET / HTTP/1.1\r\nHo st: a\r\n\r\n',
+     b'GET / HTTP/1.1\r\nHost: a\x00b\r\n\r\n', b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n'])
 def test_no_http(kind, raw, clock):
     "One answer (h11 reads the preface of HTTP/2 as two requests), and it is not 200 or 5xx; the next client is served"
     with live(Guard(App()), kind=kind) as port:
         # h11 takes some of these for a beginning
-        with clock.passes(): got = statuses(talk(port, raw))
-        assert len(got)<=(2 if raw.startswith(b'PRI') else 1) and all(400<=s<500 for s in got), got
+        with clock.passes():
+            got = statuses(talk(port, raw))
+        assert len(got)<=(2 if raw.startswith(b'PRI') else 1) and all(
+            400<=s<500 for s in got), got
         assert statuses(talk(port, LAST))==[200]
 
-@given(st.lists(st.binary(max_size=60)|st.sampled_from([HEAD, POST, LAST, b'\r\n', b'Content-Length: 4\r\n\r\nabcd', b'Transfer-Encoding: chunked\r\n\r\n', b'GET http://a:99999999/ HTTP/1.1\r\n', b'GET * HTTP/1.1\r\n', b'\xff: \xff\r\n']), max_size=6))
+@given(
+    st.lists(
+        st.binary(max_size=60)
+        |st.sampled_from([
+            HEAD, POST, LAST, b'\r\n', b'Content-Length: 4\r\n\r\nabcd',
+            b'Transfer-Encoding: chunked\r\n\r\n', b'GET http://a:99999999/ HTTP/1.1\r\n',
+            b'GET * HTTP/1.1\r\n', b'\xff: \xff\r\n']),
+        max_size=6))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_noise(fuzzed, clock, parts):
-    with clock.passes(): raw = talk(fuzzed, b''.join(parts))
+    with clock.passes():
+        raw = talk(fuzzed, b''.join(parts))
     got = statuses(raw)
     assert all(s in (200,400,403,408,414,431) for s in got), got
 
@@ -438,33 +554,61 @@ def fuzzed():
 # ---- The guard, over the wire ----
 
 def ask(port, method='GET', path='/v1/models', **headers):
-    lines = ''.join(f'{k.replace("_","-")}: {v}\r\n' for k,v in (dict(Host='localhost', Connection='close')|headers).items())
+    lines = ''.join(
+        f'{k.replace("_","-")}: {v}\r\n'
+        for k,v in (dict(Host='localhost', Connection='close')|headers).items())
     raw = talk(port, f'{method} {path} HTTP/1.1\r\n{lines}\r\n'.encode())
     head,_,body = raw.partition(b'\r\n\r\n')
-    return statuses(raw)[0],dict(l.split(': ', 1) for l in head.decode().lower().split('\r\n')[1:]),body
+    return (
+        statuses(raw)[0],
+        dict(
+            l.split(': ', 1)
+            for l in head.decode().lower().split('\r\n')[1:]),
+        body)
 
 def test_guard_over_the_wire():
     rules = Rules(keys=Keys({'sesame':'user', 'onion':'admin'}), rate=Rate(1000))
     with live(Guard(App(), rules)) as port:
-        assert [ask(port, path=p)[0] for p in ('/', '/v1/models', '/metrics', '/openapi.json', '/docs', '//health', '/health', '/health?x=1', '/Health', '/health/', '/%68ealth')]==[401]*6+[200]*2+[401]*2+[200]
+        assert [
+            ask(port, path=p)[0]
+            for p in (
+                '/', '/v1/models', '/metrics', '/openapi.json', '/docs', '//health', '/health',
+                '/health?x=1', '/Health', '/health/', '/%68ealth')
+        ]==[401]*6+[200]*2+[401]*2+[200]
         assert ask(port, Authorization='Bearer sesame')[0]==ask(port, X_Api_Key='sesame')[0]==200
-        for bad in ('sesam', 'sesamee', 'SESAME', '', 'é', 'a'*5000): assert ask(port, Authorization=f'Bearer {bad}')[0]==401
+        for bad in ('sesam', 'sesamee', 'SESAME', '', 'é', 'a'*5000):
+            assert ask(port, Authorization=f'Bearer {bad}')[0]==401
         status,head,body = ask(port, 'POST', '/v1/messages', Authorization='Bearer nobody')
-        assert status==401 and json.loads(body)['type']=='error' and head['www-authenticate']=='bearer'
+        assert status==401
+        assert json.loads(body)['type']=='error'
+        assert head['www-authenticate']=='bearer'
         assert ask(port, Authorization='Bearer sesame', Host='rebound.example')[0]==403
         assert ask(port, path='/health', Host='rebound.example')[0]==403  # no key, but still a name
-        assert ask(port, 'POST', '/models/load', X_Api_Key='sesame')[0]==403 and ask(port, 'POST', '/models/load', X_Api_Key='onion')[0]==200
+        assert ask(port, 'POST', '/models/load', X_Api_Key='sesame')[0]==403
+        assert ask(port, 'POST', '/models/load', X_Api_Key='onion')[0]==200
 
 def test_an_address_with_a_name_in_it():
     "The name in the request's first line counts, and `Host` does not (RFC 9112, 3.2.2)"
     with live(Guard(App())) as port:
-        for path,host,want in (('http://localhost/x','localhost',200), ('http://evil.example/x','localhost',403), ('http://localhost/x','evil.example',200), ('http://localhost@evil.example/x','localhost',403),
-            ('HTTP://LOCALHOST:80/?x','evil.example',200), ('//evil.example/x','localhost',200)): assert ask(port, path=path, Host=host)[0]==want, path
+        for path,host,want in (
+            ('http://localhost/x','localhost',200), ('http://evil.example/x','localhost',403),
+            ('http://localhost/x','evil.example',200),
+            ('http://localhost@evil.example/x','localhost',403),
+            ('HTTP://LOCALHOST:80/?x','evil.example',200), ('//evil.example/x','localhost',200)
+        ):
+                assert ask(port, path=path, Host=host)[0]==want, path
 
 def test_two_headers_of_a_kind_are_one_too_many():
-    with live(Guard(App(), Rules(keys=Keys({'sesame':'user'})))) as port:
-        for twice in (b'Host: localhost\r\nHost: evil.example\r\n', b'Host: localhost\r\nAuthorization: Bearer a\r\nAuthorization: Bearer sesame\r\n', b'Host: localhost\r\nX-Api-Key: a\r\nx-api-key: sesame\r\n'):
-            assert statuses(talk(port, b'GET / HTTP/1.1\r\nConnection: close\r\n'+twice+b'\r\n'))==[400]
+    with live(
+        Guard(App(), Rules(keys=Keys({'sesame':'user'})))
+    ) as port:
+        for twice in (
+            b'Host: localhost\r\nHost: evil.example\r\n',
+            b'Host: localhost\r\nAuthorization: Bearer a\r\nAuthorization: Bearer sesame\r\n',
+            b'Host: localhost\r\nX-Api-Key: a\r\nx-api-key: sesame\r\n'
+        ):
+            assert statuses(
+                talk(port, b'GET / HTTP/1.1\r\nConnection: close\r\n'+twice+b'\r\n'))==[400]
         assert statuses(talk(port, b'GET /health HTTP/1.1\r\nConnection: close\r\n\r\n'))==[400]
         assert statuses(talk(port, b'GET /health HTTP/1.0\r\n\r\n'))==[200]
 
@@ -472,53 +616,93 @@ def test_every_key_is_compared(monkeypatch):
     "A guess takes the same steps whether it is right, nearly right or wrong"
     seen = []
     real = http.hmac.compare_digest
-    monkeypatch.setattr(http.hmac, 'compare_digest', lambda a,b: seen.append((len(a),len(b))) or real(a, b))
+    monkeypatch.setattr(
+        http.hmac, 'compare_digest',
+        lambda a,b: seen.append((
+            len(a),len(b)
+        )) or real(a, b))
     keys = Keys({f'key-{i}':'user' for i in range(5)})
     for guess in (b'key-0', b'key-4', b'key-', b'', b'x'*10_000):
-        seen.clear(); keys.find(guess)
+        seen.clear()
+        keys.find(guess)
         assert seen==[(32,32)]*5
 
 def test_keys_are_not_kept():
     keys = Keys({'sesame':'user Ali'})
-    assert 'sesame' not in repr(keys) and not any('sesame' in str(v) or b'sesame' in (v if isinstance(v, bytes) else b'') for k in keys.known for v in k)
+    assert 'sesame' not in repr(keys)
+    assert not any(
+        'sesame' in str(v) or b'sesame' in (v if isinstance(v, bytes) else b'')
+        for k in keys.known for v in k)
 
 def test_cors():
     page = dict(Origin='https://page.example')
-    asks = page|dict(Access_Control_Request_Method='POST', Access_Control_Request_Headers='authorization')
-    with live(Guard(App(), Rules(keys=Keys({'k':'user'})))) as port:
+    asks = page|dict(
+        Access_Control_Request_Method='POST', Access_Control_Request_Headers='authorization')
+    with live(
+        Guard(App(), Rules(keys=Keys({'k':'user'})))
+    ) as port:
         assert ask(port, 'OPTIONS', **asks)[0]==403
-        assert not any(k.startswith('access-control') for k in ask(port, X_Api_Key='k', **page)[1])
-    with live(Guard(App(), Rules(keys=Keys({'k':'user'}), origins=('https://page.example',)))) as port:
+        assert not any(
+            k.startswith('access-control')
+            for k in ask(port, X_Api_Key='k', **page)[1])
+    with live(
+        Guard(
+            App(),
+            Rules(keys=Keys({'k':'user'}), origins=('https://page.example',)))
+    ) as port:
         status,head,_ = ask(port, 'OPTIONS', **asks)
-        assert status==204 and head['access-control-allow-origin']=='https://page.example' and 'authorization' in head['access-control-allow-headers']
+        assert status==204
+        assert head['access-control-allow-origin']=='https://page.example'
+        assert 'authorization' in head['access-control-allow-headers']
         assert ask(port, 'GET', **page)[0]==401  # a preflight needs no key; what comes after does
-        assert ask(port, X_Api_Key='k', **page)[1]['access-control-allow-origin']=='https://page.example'
+        assert ask(
+            port, X_Api_Key='k', **page
+        )[1]['access-control-allow-origin']=='https://page.example'
         for other in ('https://page.example.evil', 'http://page.example', 'null', ''):
             assert ask(port, 'OPTIONS', **asks|dict(Origin=other))[0]==403
             assert 'access-control-allow-origin' not in ask(port, X_Api_Key='k', Origin=other)[1]
 
 def test_rate_is_by_key():
-    rules = Rules(keys=Keys({'a':'user', 'b':'user'}), rate=Rate(2, clock=lambda: 0.))
+    rules = Rules(
+        keys=Keys({'a':'user', 'b':'user'}),
+        rate=Rate(2, clock=lambda: 0.))
     with live(Guard(App(), rules)) as port:
-        assert [ask(port, X_Api_Key=k)[0] for k in 'aaabb']==[200,200,429,200,200]
+        assert [ask(port, X_Api_Key=k)[0] for k in 'aaabb']==[
+            200,200,429,200,200]
         status,head,body = ask(port, X_Api_Key='a')
-        assert status==429 and int(head['retry-after'])==30 and json.loads(body)['error']['code']=='rate_limit_exceeded'
-        assert json.loads(ask(port, 'POST', '/v1/messages', X_Api_Key='a')[2])['error']['type']=='rate_limit_error'
+        assert status==429
+        assert int(head['retry-after'])==30
+        assert json.loads(body)['error']['code']=='rate_limit_exceeded'
+        assert json.loads(
+            ask(port, 'POST', '/v1/messages', X_Api_Key='a')[2]
+        )['error']['type']=='rate_limit_error'
         assert ask(port, path='/health')[0]==200
 
 def test_every_answer_is_dressed():
-    with live(Guard(App(), Rules(keys=Keys({'a':'user'})))) as port:
-        for got in (ask(port), ask(port, X_Api_Key='a'), ask(port, Host='evil.example')):
-            assert got[1]['x-content-type-options']=='nosniff' and got[1]['x-frame-options']=='deny' and got[1]['referrer-policy']=='no-referrer'
+    with live(
+        Guard(App(), Rules(keys=Keys({'a':'user'})))
+    ) as port:
+        for got in (
+            ask(port), ask(port, X_Api_Key='a'),
+            ask(port, Host='evil.example')
+        ):
+            assert got[1]['x-content-type-options']=='nosniff'
+            assert got[1]['x-frame-options']=='deny'
+            assert got[1]['referrer-policy']=='no-referrer'
 
 # ---- TLS ----
 
 @pytest.fixture(scope='module')
 def pair(tmp_path_factory):
     d = tmp_path_factory.mktemp('tls')
-    cmd = ['openssl','req','-x509','-newkey','rsa:2048','-nodes','-keyout',d/'key.pem','-out',d/'cert.pem','-days','2','-subj','/CN=localhost','-addext','subjectAltName=DNS:localhost']
-    try: subprocess.run(cmd, check=True, capture_output=True)
-    except (OSError,subprocess.CalledProcessError): pytest.skip('no openssl')
+    cmd = [
+        'openssl','req','-x509','-newkey','rsa:2048','-nodes','-keyout',
+        d/'key.pem','-out',d/'cert.pem','-days','2','-subj',
+        '/CN=localhost','-addext','subjectAltName=DNS:localhost']
+    try:
+        subprocess.run(cmd, check=True, capture_output=True)
+    except (OSError,subprocess.CalledProcessError):
+        pytest.skip('no openssl')
     return str(d/'cert.pem'),str(d/'key.pem')
 
 def test_tls(pair, clock):
@@ -535,24 +719,35 @@ def test_tls(pair, clock):
             def waits(c): return c.heard and not c.answering and c.phase=='head'
             connections = servers[0].server_state.connections
             until(lambda: any(map(waits, list(connections))))
-            with clock.passes(): assert statuses(read(s))==[408]
+            with clock.passes():
+                assert statuses(read(s))==[408]
 
 def test_tls_asks_clients_for_a_certificate(pair):
     import ssl
     with live(App(), tls=http.tls_options(*pair, pair[0])) as port:
         c = ssl.create_default_context(cafile=pair[0])
         for known in (False,True):
-            if known: c.load_cert_chain(*pair)
+            if known:
+                c.load_cert_chain(*pair)
             with connect(port) as raw:
                 try:
-                    with c.wrap_socket(raw, server_hostname='localhost') as s: s.sendall(LAST); got = statuses(read(s))
-                except OSError: got = []
+                    with c.wrap_socket(raw, server_hostname='localhost') as s:
+                        s.sendall(LAST)
+                        got = statuses(read(s))
+                except OSError:
+                    got = []
             assert got==([200] if known else [])
 
 def test_tls_files_are_looked_at(pair, tmp_path):
     (tmp_path/'x.pem').write_text('no key')
-    for args in [('/nowhere',), (pair[0],), (pair[0],str(tmp_path/'x.pem')), (str(tmp_path/'x.pem'),pair[1]), (*pair,str(tmp_path/'x.pem'))]:
-        with pytest.raises(http.TLSError): http.tls_options(*args)
+    for args in [
+        ('/nowhere',), (pair[0],),
+        (pair[0],str(tmp_path/'x.pem')),
+        (str(tmp_path/'x.pem'),pair[1]),
+        (*pair,str(tmp_path/'x.pem'))
+    ]:
+        with pytest.raises(http.TLSError):
+            http.tls_options(*args)
 
 # ---- The log ----
 
@@ -562,13 +757,20 @@ def test_a_log_that_cannot_be_written(where):
     import structlog
     from atlas.service.log import LOGGERS,Access,configure
     r,w = os.pipe()
-    if where=='broken pipe': os.close(r)
-    if where=='stuck pipe': os.set_blocking(w, False); [None for _ in iter(lambda: _fill(w), None)]; os.set_blocking(w, True)
+    if where=='broken pipe':
+        os.close(r)
+    if where=='stuck pipe':
+        os.set_blocking(w, False)
+        [None for _ in iter(lambda: _fill(w), None)]
+        os.set_blocking(w, True)
     f = open('/dev/full', 'w') if where=='full disk' else os.fdopen(w, 'w')
-    old = {n:(logging.getLogger(n).handlers, logging.getLogger(n).propagate) for n in LOGGERS}
+    old = {
+        n:(logging.getLogger(n).handlers, logging.getLogger(n).propagate)
+        for n in LOGGERS}
     sink = configure('json', stream=f)
     try:
-        if where=='closed': f.close()
+        if where=='closed':
+            f.close()
         with live(Access(App())) as port:
             for _ in range(20):
                 status,head,body = ask(port, X_Request_Id='mine')
@@ -577,14 +779,18 @@ def test_a_log_that_cannot_be_written(where):
         assert sink.lost or where=='stuck pipe'
     finally:
         structlog.reset_defaults()
-        for n,(h,p) in old.items(): logging.getLogger(n).handlers,logging.getLogger(n).propagate = h,p
-        if where=='stuck pipe': os.read(r, 1<<20)
+        for n,(h,p) in old.items():
+            logging.getLogger(n).handlers,logging.getLogger(n).propagate = h,p
+        if where=='stuck pipe':
+            os.read(r, 1<<20)
         sink.close(.2)
 
 def _fill(fd):
     "One write into a pipe; None when it is full"
-    try: return os.write(fd, b'x'*4096)
-    except BlockingIOError: return None
+    try:
+        return os.write(fd, b'x'*4096)
+    except BlockingIOError:
+        return None
 
 # ---- The dashboard ----
 
@@ -595,33 +801,51 @@ class Everything:
     def __init__(self, stats):
         engine = SimpleNamespace(stats=lambda: stats)
         self.upstreams = [SimpleNamespace(name='m', runner=engine)]
-    def stats(self): return [dict(model='m', state='loaded', load_seconds=dict(weights=1.), restarts_total=0)]
+    def stats(self):
+        return [dict(model='m', state='loaded', load_seconds=dict(weights=1.), restarts_total=0)]
 
 def everything_seen():
     "A card that knows all there is to know, and the memory of a machine"
     clocks,memory = dict(sm=1., memory=1.),dict(used=1, total=2)
-    card = SimpleNamespace(card='0', celsius=1., watts=1., watts_limit=1., busy=1., clocks=clocks, clocks_most=clocks, memory=memory, reasons=())
-    return [card],SimpleNamespace(total=1, free=1, available=1, some=0., full=0.)
+    card = SimpleNamespace(
+        card='0', celsius=1., watts=1., watts_limit=1.,
+        busy=1., clocks=clocks, clocks_most=clocks, memory=memory,
+        reasons=())
+    return (
+        [card],
+        SimpleNamespace(total=1, free=1, available=1, some=0., full=0.))
 
 def test_dashboard_names_what_there_is():
     from atlas.service import metrics
     m = metrics.Metrics(Everything({k:1 for k in metrics._engine}))
     one = m.of('m')
-    for k in ('request_success','aborted_requests','admission_rejections','tool_parse_failures'): getattr(one, k)['x'] += 1
+    for k in ('request_success','aborted_requests','admission_rejections','tool_parse_failures'):
+        getattr(one, k)['x'] += 1
     m.http['GET','/','200'] += 1
     m.machine = everything_seen()
     text = m.text().decode()
     samples,labels = {},{}
     for l in text.splitlines():
-        if l and l[0]!='#' and (x := re.match(r'([\w:]+)(?:\{(.*)\})? ', l)): labels.setdefault(x[1], set()).update(re.findall(r'(\w+)=', x[2] or ''))
+        if l and l[0]!='#' and (x := re.match(r'([\w:]+)(?:\{(.*)\})? ', l)):
+            labels.setdefault(x[1], set()).update(
+                re.findall(r'(\w+)=', x[2] or ''))
     d = json.loads(DASHBOARD.read_text(encoding='utf-8'))
-    said = [t['expr'] for p in d['panels'] for t in p.get('targets', ())]
-    assert len(said)>25 and len({p['id'] for p in d['panels']})==len(d['panels'])
-    for e in [*said, *(v['definition'] for v in d['templating']['list'] if 'definition' in v)]:
+    said = [
+        t['expr'] for p in d['panels']
+        for t in p.get('targets', ())]
+    assert len(said)>25
+    assert len({p['id'] for p in d['panels']})==len(d['panels'])
+    for e in [
+        *said,
+        *(v['definition'] for v in d['templating']['list'] if 'definition' in v)
+    ]:
         names = re.findall(r'(?:atlas:|process_)\w+', e)
-        assert names and not set(names)-labels.keys(), (e, set(names)-labels.keys())
-        assert e.count('(')==e.count(')') and e.count('{')==e.count('}')
-        for by in re.findall(r'by \(([\w, ]+)\)', e): assert set(re.split(r',\s*', by))<=labels[names[0]], e
+        assert names and not set(names)-labels.keys(), (
+            e, set(names)-labels.keys())
+        assert e.count('(')==e.count(')')
+        assert e.count('{')==e.count('}')
+        for by in re.findall(r'by \(([\w, ]+)\)', e):
+            assert set(re.split(r',\s*', by))<=labels[names[0]], e
     assert not set(re.findall(r'https?://\S+', DASHBOARD.read_text(encoding='utf-8')))
 
 def test_dashboard_fits():
@@ -629,7 +853,10 @@ def test_dashboard_fits():
     taken = set()
     for p in json.loads(DASHBOARD.read_text(encoding='utf-8'))['panels']:
         g = p['gridPos']
-        cells = {(x,y) for x in range(g['x'], g['x']+g['w']) for y in range(g['y'], g['y']+g['h'])}
+        cells = {
+            (x,y)
+            for x in range(g['x'], g['x']+g['w'])
+            for y in range(g['y'], g['y']+g['h'])}
         assert g['x']+g['w']<=24 and not cells & taken, p['title']
         taken |= cells
 
@@ -642,61 +869,100 @@ def service():
     keys = Keys({'sesame':'user', 'onion':'admin'})
     app = app_of(FakeRunner(), tok, template, rules=Rules(keys=keys, body=3_000_000))
     app.add_middleware(Access)
-    with live(app, Bounds()) as port: yield port
+    with live(app, Bounds()) as port:
+        yield port
 
 def post(port, path, body, key='sesame', **headers):
     import http.client
     c = http.client.HTTPConnection('127.0.0.1', port, timeout=WAIT)
     with closing(c):
-        c.request('POST', path, body if isinstance(body, bytes) else json.dumps(body).encode(), {'Content-Type':'application/json', 'Host':'localhost'}|({'Authorization':f'Bearer {key}'} if key else {})|headers)
+        c.request(
+            'POST', path,
+            body if isinstance(body, bytes) else json.dumps(body).encode(),
+            {'Content-Type':'application/json', 'Host':'localhost'}
+            |({'Authorization':f'Bearer {key}'} if key else {})|headers)
         r = c.getresponse()
-        return r.status,{k.lower():v for k,v in r.getheaders()},r.read()
+        return (
+            r.status,
+            {k.lower():v for k,v in r.getheaders()},
+            r.read())
 
 SAY = dict(messages=[dict(role='user', content='Hi')])
 
 def test_service_with_a_key(service):
     assert post(service, '/v1/chat/completions', SAY)[0]==200
-    for key in (None,'wrong','sesam'): assert post(service, '/v1/chat/completions', SAY, key)[0]==401
-    status,head,body = post(service, '/v1/messages', SAY|dict(max_tokens=5), None, **{'x-request-id':'mine'})
-    assert status==401 and json.loads(body)['error']['type']=='authentication_error' and head['x-request-id']==head['request-id']=='mine'
-    assert post(service, '/v1/messages', SAY|dict(max_tokens=5), None, **{'x-api-key':'sesame'})[0]==200
+    for key in (None,'wrong','sesam'):
+        assert post(service, '/v1/chat/completions', SAY, key)[0]==401
+    status,head,body = post(
+        service, '/v1/messages', SAY|dict(max_tokens=5), None,
+        **{'x-request-id':'mine'})
+    assert status==401
+    assert json.loads(body)['error']['type']=='authentication_error'
+    assert head['x-request-id']==head['request-id']=='mine'
+    assert post(
+        service, '/v1/messages', SAY|dict(max_tokens=5), None,
+        **{'x-api-key':'sesame'}
+    )[0]==200
 
 def test_the_page_asks_for_the_key(service):
     "It comes with 401, whole and under its policy; what it asks for next does not come at all"
     status,head,body = ask(service, path='/')
-    assert status==401 and body.startswith(b'<!doctype html>') and 'script-src' in head['content-security-policy']
+    assert status==401
+    assert body.startswith(b'<!doctype html>')
+    assert 'script-src' in head['content-security-policy']
     assert ask(service, path='/', Authorization='Bearer sesame')[0]==200
-    for path in ('/v1/models','/metrics','/openapi.json','/models','/version','/docs','/nothing'): assert ask(service, path=path)[0]==401
+    for path in ('/v1/models','/metrics','/openapi.json','/models','/version','/docs','/nothing'):
+        assert ask(service, path=path)[0]==401
     assert ask(service, path='/health')[0]==200
 
-@pytest.mark.parametrize('deep', [b'['*10_000+b']'*10_000, b'{"messages":'+b'['*10_000, b'{"a":'*10_000+b'1'+b'}'*10_000, b'{"messages": [{"role": "user", "content": "x"}], "tools": '+b'['*10_000+b']'*10_000+b'}',
-    b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": '+b'{"items":'*10_000+b'{}'+b'}'*10_000+b'}}}'])
+@pytest.mark.parametrize(
+    'deep',
+    [b'['*10_000+b']'*10_000, b'{"messages":'+b'['*10_000,
+     b'{"a":'*10_000+b'1'+b'}'*10_000,
+     b'{"messages": [{"role": "user", "content": "x"}], "tools": '+b'['*10_000+b']'*10_000+b'}',
+     b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": '
+     b'"json_schema", "json_schema": {"name": "x", "schema": '
+     +b'{"items":'*10_000+b'{}'+b'}'*10_000+b'}}}'])
 @pytest.mark.parametrize('path', ['/v1/chat/completions','/v1/messages','/v1/responses'])
 def test_deep_json(service, path, deep):
     status,_,body = post(service, path, deep)
     assert status==400 and 'error' in json.loads(body)
 
 def test_large_body(service):
-    status,_,body = post(service, '/v1/chat/completions', dict(messages=[dict(role='user', content='x'*3_000_000)]))
+    status,_,body = post(
+        service, '/v1/chat/completions',
+        dict(messages=[dict(role='user', content='x'*3_000_000)]))
     assert status==413 and json.loads(body)['error']['code']=='body_too_large'
     assert post(service, '/v1/chat/completions', SAY)[0]==200
 
 def test_strangers_hear_how_it_is_and_not_why(service):
     "Names of models, and what went wrong with them, are for those who have a key"
-    assert json.loads(ask(service, path='/health')[2])==json.loads(ask(service, path='/health', X_Api_Key='wrong')[2])==dict(status='ok')
+    assert json.loads(ask(service, path='/health')[2])==json.loads(
+        ask(service, path='/health', X_Api_Key='wrong')[2]
+    )==dict(status='ok')
     assert 'fake' in json.loads(ask(service, path='/health', X_Api_Key='sesame')[2])['models']
 
 METHODS = ('GET','HEAD','POST','PUT','DELETE','PATCH','OPTIONS','TRACE')
-WAYS = ('{}','{}/','/{}','{}?x=1','{}/..','{};x','{}%00','/health/..{}','/health;{}','/health%2f..{}','/%2e{}','http://localhost{}','\\health{}')
+WAYS = (
+    '{}','{}/','/{}','{}?x=1','{}/..','{};x','{}%00','/health/..{}',
+    '/health;{}','/health%2f..{}','/%2e{}','http://localhost{}','\\health{}')
 
 def test_no_path_is_open(service):
     "All that the service has, and some that it has not, written in many ways and asked for in all ways: without a key nothing but `/health`, and the page that asks for one"
-    have = {p.replace('{id}','a').replace('{name}','fake') for p in json.loads(ask(service, path='/openapi.json', X_Api_Key='sesame')[2])['paths']} - {'/health'}
+    have = {
+        p.replace('{id}','a').replace('{name}','fake')
+        for p in json.loads(
+            ask(service, path='/openapi.json', X_Api_Key='sesame')[2])['paths']} - {'/health'}
     assert len(have)>25
-    for p in {*have, '/openapi.json', '/docs', '/redoc', '/static/chat.html', '/favicon.ico', '/nothing'}:
+    for p in {
+        *have, '/openapi.json', '/docs', '/redoc', '/static/chat.html', '/favicon.ico',
+        '/nothing'
+    }:
         for way in WAYS:
             for method in METHODS if way=='{}' else ('GET',):
-                assert ask(service, method, way.format(p))[0] in (401,400), (method, way, p)
+                assert ask(
+                    service, method, way.format(p)
+                )[0] in (401,400), (method, way, p)
 
 def test_admin_only(service):
     for path in ('/models/load','/models/unload'):
@@ -705,7 +971,9 @@ def test_admin_only(service):
 
 def test_images_are_not_fetched(service):
     image = dict(type='image_url', image_url=dict(url='http://169.254.169.254/latest/meta-data'))
-    status,_,body = post(service, '/v1/chat/completions', dict(messages=[dict(role='user', content=[image])]))
+    status,_,body = post(
+        service, '/v1/chat/completions',
+        dict(messages=[dict(role='user', content=[image])]))
     assert status==400 and b'169.254' not in body
 
 ENDLESS = dict(messages=[  # for a template that loops for ever on more than one message
@@ -718,7 +986,9 @@ def test_template_bomb(patient_sandbox):
     from atlas.text.chat import ChatTemplate
     from atlas.text.sandbox import Sandbox
     from test_server import FakeRunner,app_of,tok
-    bomb = ChatTemplate('{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% endif %}{% endfor %}')
+    bomb = ChatTemplate(
+        '{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% '
+        'endif %}{% endfor %}')
     short = Sandbox(seconds=.5, memory=256<<20, workers=1)
     app = app_of(FakeRunner(), tok, bomb, sandbox=short)
     with short as box, live(app, Bounds()) as port:
@@ -733,16 +1003,23 @@ def test_bombs_of_one_key_hold_up_no_other(patient_sandbox):
     from atlas.text.chat import ChatTemplate
     from atlas.text.sandbox import Sandbox
     from test_server import FakeRunner,app_of,tok
-    bomb = ChatTemplate('{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% endif %}{% endfor %}')
+    bomb = ChatTemplate(
+        '{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% '
+        'endif %}{% endfor %}')
     long,keys = json.dumps(ENDLESS),Keys({'bad':'user eve', 'good':'user ann'})
     patient = Sandbox(seconds=600.)
     app = app_of(FakeRunner(), tok, bomb, sandbox=patient, rules=Rules(keys=keys))
     with patient as box, live(app, Bounds()) as port:
         cs = [http.client.HTTPConnection('127.0.0.1', port, timeout=WAIT) for _ in range(10)]
-        for c in cs: c.request('POST', '/v1/chat/completions', long, {'Content-Type':'application/json', 'Host':'localhost', 'Authorization':'Bearer bad'})
+        for c in cs:
+            c.request(
+                'POST', '/v1/chat/completions', long,
+                {'Content-Type':'application/json', 'Host':'localhost',
+                 'Authorization':'Bearer bad'})
         until(lambda: box.waiting>=10)
         assert post(port, '/v1/chat/completions', SAY, 'good')[0]==200 and box.waiting==10
-        for c in cs: c.close()
+        for c in cs:
+            c.close()
         until(lambda: box.waiting<=2)  # those whose clients have left wait no longer
 
 @kinds
@@ -765,14 +1042,20 @@ def test_no_other_protocol(kind):
     "An upgrade that we do not offer is a plain request; `Expect` is met, and a body that is too large is refused before it is sent"
     up = b'GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: %s\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n'
     with live(Guard(App(), Rules(body=1000)), kind=kind) as port:
-        for what in (b'websocket', b'h2c'): assert statuses(talk(port, up % what))[0]==200
-        if kind=='httptools': assert statuses(talk(port, b'CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n'))==[400]
+        for what in (b'websocket', b'h2c'):
+            assert statuses(talk(port, up % what))[0]==200
+        if kind=='httptools':
+            assert statuses(
+                talk(port, b'CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n'))==[400]
         with connect(port) as s:
-            s.sendall(POST+b'Expect: 100-continue\r\nContent-Length: 3\r\nConnection: close\r\n\r\n')
+            s.sendall(
+                POST+b'Expect: 100-continue\r\nContent-Length: 3\r\nConnection: close\r\n\r\n')
             assert statuses(s.recv(1<<16))==[100]
             s.sendall(b'abc')
             assert statuses(read(s))==[200]
-        got = talk(port, POST+b'Expect: 100-continue\r\nContent-Length: 3000\r\nConnection: close\r\n\r\n')
+        got = talk(
+            port,
+            POST+b'Expect: 100-continue\r\nContent-Length: 3000\r\nConnection: close\r\n\r\n')
         assert statuses(got)==[413]
 
 @kinds
@@ -786,7 +1069,10 @@ def test_a_wish_for_another_protocol_loses_no_body(kind, apart, clock):
     app,heads,inner = Reads(),[],b'GET /secret HTTP/1.1\r\nHost: a\r\n\r\n'
     wish = b'Host: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\nX-Mine: 1\r\n'
     with live(Guard(app), replace(QUICK, idle=WAIT), kind=kind) as port:
-        for how,body in ((b'Content-Length: %d\r\n\r\n'%len(inner), inner), (b'Transfer-Encoding: chunked\r\n\r\n', b'%x\r\n'%len(inner)+inner+b'\r\n0\r\n\r\n')):
+        for how,body in (
+            (b'Content-Length: %d\r\n\r\n'%len(inner), inner),
+            (b'Transfer-Encoding: chunked\r\n\r\n', b'%x\r\n'%len(inner)+inner+b'\r\n0\r\n\r\n')
+        ):
             with connect(port) as s:
                 raw = b'POST /a HTTP/1.1\r\n'+wish+how
                 cut = len(raw)-apart
@@ -796,4 +1082,6 @@ def test_a_wish_for_another_protocol_loses_no_body(kind, apart, clock):
                 assert statuses(s.recv(1<<16))==[200]
                 s.sendall(LAST)
                 assert statuses(read(s))==[200]
-        assert app.seen==['/a','/']*2 and app.bodies==[len(inner),0]*2 and heads[0][b'x-mine']==b'1'
+        assert app.seen==['/a','/']*2
+        assert app.bodies==[len(inner),0]*2
+        assert heads[0][b'x-mine']==b'1'

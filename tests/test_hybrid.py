@@ -31,17 +31,20 @@ each = pytest.mark.parametrize('m', models.values(), ids=models.keys())
 
 def engine(m, blocks=64, seqs=4, **kw):
     cache = KVCache(m.c, Host(), blocks, num_states=2*seqs)
-    for a in (*cache.conv.values(),*cache.rec.values()): a[...] = np.nan  # nobody may rely on a clean slot
+    for a in (*cache.conv.values(),*cache.rec.values()):
+        a[...] = np.nan  # nobody may rely on a clean slot
     s = Scheduler(cache.pool, seqs, 256, **kw)
     return Engine(s, HostStepper(m, cache))
 
 def run(eng, prompts, n=12):
     out = {str(i):[] for i in range(len(prompts))}
-    for i,p in enumerate(prompts): eng.add(Request(str(i), tuple(p), SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)))
+    for i,p in enumerate(prompts):
+        eng.add(Request(str(i), tuple(p), SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)))
     while eng.has_work:
         for e in eng.step():
             assert not e.error, e.error
-            if e.token is not None: out[e.id].append(e.token)
+            if e.token is not None:
+                out[e.id].append(e.token)
     s = eng.scheduler
     assert s.pool.used==0 and s.states.used==0
     return list(out.values())
@@ -68,19 +71,23 @@ def test_preempted(m):
 @each
 def test_interrupted(m):
     "A step that fails half-way has spoilt states: its sequence begins anew, which takes a few steps"
-    p = prompt(8, 70); want = run(engine(m), [p])[0]
+    p = prompt(8, 70)
+    want = run(engine(m), [p])[0]
     eng,calls,head = engine(m),[0],type(m).head
     def failing(self, *args):
         calls[0] += 1
-        if calls[0]%7==0: raise KeyboardInterrupt  # the states are written by now, where they were read
+        if calls[0]%7==0:
+            raise KeyboardInterrupt  # the states are written by now, where they were read
         return head(self, *args)
     eng.add(Request('0', tuple(p), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
     got = []
     with pytest.MonkeyPatch.context() as mp:
         mp.setattr(type(m), 'head', failing)
         while eng.has_work:
-            try: got += [e.token for e in eng.step() if e.token is not None]
-            except KeyboardInterrupt: pass
+            try:
+                got += [e.token for e in eng.step() if e.token is not None]
+            except KeyboardInterrupt:
+                pass
     assert calls[0]>12 and got==want
 
 @each
@@ -88,17 +95,23 @@ def test_aborted_slots_come_back(m):
     eng = engine(m, seqs=1)
     for k in range(3):
         eng.add(Request(str(k), tuple(prompt(k, 20)), SamplingParams(temperature=0, max_tokens=30)))
-        eng.step(); eng.step(); eng.abort(str(k))
+        eng.step()
+        eng.step()
+        eng.abort(str(k))
     assert run(eng, [prompt(9, 40)])==run(engine(m), [prompt(9, 40)])
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(1,100), st.integers(0,6)), min_size=1, max_size=5), st.sampled_from([64,128]), st.sampled_from(list(models)))
 def test_any_arrival(arrivals, chunk, name):
     "Requests that come whenever they like"
-    m = models[name]; eng,out,todo,t = engine(m, chunk=chunk),{},sorted(enumerate(arrivals), key=lambda a: a[1][1]),0
+    m = models[name]
+    eng,out,todo,t = engine(m, chunk=chunk),{},sorted(enumerate(arrivals), key=lambda a: a[1][1]),0
     while todo or eng.has_work:
         while todo and todo[0][1][1]<=t:
-            i,(n,_) = todo.pop(0); eng.add(Request(str(i), tuple(prompt(n, n)), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)))
-        for e in eng.step(): out.setdefault(e.id, []).append(e.token)
+            i,(n,_) = todo.pop(0)
+            eng.add(Request(str(i), tuple(prompt(n, n)), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)))
+        for e in eng.step():
+            out.setdefault(e.id, []).append(e.token)
         t += 1
-    for i,(n,_) in enumerate(arrivals): assert out[str(i)]==run(engine(m), [prompt(n, n)], 5)[0]
+    for i,(n,_) in enumerate(arrivals):
+        assert out[str(i)]==run(engine(m), [prompt(n, n)], 5)[0]

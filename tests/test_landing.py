@@ -21,7 +21,8 @@ def waits(e, at):
     def land(flight):
         nonlocal n
         n += 1
-        if n==at: raise KeyboardInterrupt
+        if n==at:
+            raise KeyboardInterrupt
         return real(flight)
     e.stepper.land = land
     return lambda: n
@@ -30,12 +31,15 @@ def by_request(e):
     "Events of all that `e` has to do, and how often it was interrupted"
     out,cut = {},0
     for _ in range(200):
-        if not e.has_work: break
-        try: events = e.step()
+        if not e.has_work:
+            break
+        try:
+            events = e.step()
         except KeyboardInterrupt:
             cut += 1
             continue
-        for ev in events: out.setdefault(ev.id, []).append(ev)
+        for ev in events:
+            out.setdefault(ev.id, []).append(ev)
     assert not e.has_work, 'no end'
     left_clean(e)
     assert not getattr(e, '_landing', None)
@@ -45,7 +49,8 @@ def rest(e):
     "Events until `e` has nothing to do"
     out = []
     for _ in range(200):
-        if not e.has_work: return out
+        if not e.has_work:
+            return out
         out += e.step()
     pytest.fail('no end')
 
@@ -54,12 +59,17 @@ def rest(e):
 @late_or_not
 def test_an_interrupted_wait_loses_nothing(late, drafts, at):
     "Of two answers; one is shorter, so that a step lands for its end"
-    e,asks = drafted(late, drafts),[ask(0, 70, 12), ask(1, 9, 7, temperature=.8, seed=3)]
-    for r in asks: e.add(r)
+    e = drafted(late, drafts)
+    asks = [
+        ask(0, 70, 12),
+        ask(1, 9, 7, temperature=.8, seed=3)]
+    for r in asks:
+        e.add(r)
     calls = waits(e, at)
     got,cut = by_request(e)
     assert cut==(calls()>=at)
-    for r in asks: assert said(got[r.id])==said(alone(r))
+    for r in asks:
+        assert said(got[r.id])==said(alone(r))
 
 def test_an_interrupted_landing_by_hand():
     "`land` itself, which others call between steps"
@@ -68,7 +78,8 @@ def test_an_interrupted_landing_by_hand():
     got = e.step()+e.step()
     assert e.flying
     waits(e, 1)
-    with pytest.raises(KeyboardInterrupt): e.land()
+    with pytest.raises(KeyboardInterrupt):
+        e.land()
     e.land()
     assert e.flying is None
     got += rest(e)
@@ -76,11 +87,14 @@ def test_an_interrupted_landing_by_hand():
 
 def test_an_abort_after_an_interrupted_wait():
     "The step that stays in line says nothing more to who has left"
-    e,asks = drafted(True, 3),[ask(0, 10, 12), ask(1, 9, 12)]
-    for r in asks: e.add(r)
+    e = drafted(True, 3)
+    asks = [ask(0, 10, 12), ask(1, 9, 12)]
+    for r in asks:
+        e.add(r)
     got = e.step()+e.step()
     waits(e, 1)
-    with pytest.raises(KeyboardInterrupt): e.step()
+    with pytest.raises(KeyboardInterrupt):
+        e.step()
     got += e.abort('r0')
     got += rest(e)
     left_clean(e)
@@ -92,7 +106,8 @@ def test_an_abort_after_an_interrupted_wait():
 
 class Turns:
     "Two drafts for six steps, none for six, and so on"
-    def __init__(self): self.asked,self.told = 0,[]
+    def __init__(self):
+        self.asked,self.told = 0,[]
     def drafts(self, seqs, context):
         self.asked += 1
         return 2*(self.asked//6%2==0)
@@ -104,7 +119,9 @@ def clocked(e):
     "A clock by which a plan takes 1, and a wait for results until 10 after the launch"
     now = [0.]
     e.scheduler.clock = lambda: now[0]
-    plan,launch,land = e.scheduler.schedule,e.stepper.launch,e.stepper.land
+    plan = e.scheduler.schedule
+    launch = e.stepper.launch
+    land = e.stepper.land
     ready = {}
     free = [0.]
     def planned():
@@ -117,7 +134,9 @@ def clocked(e):
     def landed(flight):
         now[0] = max(now[0], ready[id(flight)])
         return land(flight)
-    e.scheduler.schedule,e.stepper.launch,e.stepper.land = planned,launched,landed
+    e.scheduler.schedule = planned
+    e.stepper.launch = launched
+    e.stepper.land = landed
 
 def test_a_change_is_told_with_its_wait():
     "Late steps take 10, as the plan hides behind them; the first of another width takes 11"
@@ -127,7 +146,13 @@ def test_a_change_is_told_with_its_wait():
     rest(e)
     e.land()
     told = e.arbiter.told
-    turned = {s for (a,_),(b,s) in zip(told, told[1:]) if a!=b}
-    same = {s for (a,_),(b,s) in zip(told, told[1:]) if a==b}
+    turned = {
+        s
+        for (a,_),(b,s) in zip(told, told[1:])
+        if a!=b}
+    same = {
+        s
+        for (a,_),(b,s) in zip(told, told[1:])
+        if a==b}
     assert turned=={11.}
     assert same=={10.}

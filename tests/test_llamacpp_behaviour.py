@@ -9,7 +9,8 @@ from starlette.testclient import TestClient
 import atlas.engine.score
 from atlas.text.chat import ChatTemplate
 from atlas.ground.config import PRESETS
-from atlas.service.gateway import Model,Models as Gateway
+from atlas.service.process import Model
+from atlas.service.models import Models as Gateway
 from atlas.service.http import Keys,Rules,server_config
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer
@@ -30,8 +31,10 @@ TINY = PRESETS['llama-3.1-8b']|dict(hidden_size=128, num_hidden_layers=2, num_at
 def real():
     "A model that is really there, with random weights; a context of 400 tokens"
     PRESETS['toy-judge'] = TINY
-    try: llm = LLM('toy-judge', 'cpu', load_format='dummy', max_seq_len=400, max_num_seqs=4, show=False)
-    finally: del PRESETS['toy-judge']
+    try:
+        llm = LLM('toy-judge', 'cpu', load_format='dummy', max_seq_len=400, max_num_seqs=4, show=False)
+    finally:
+        del PRESETS['toy-judge']
     ms = loaded(llm, ['tiny','tiny/alias'])
     with TestClient(create_app(ms), raise_server_exceptions=False) as c:
         # waits until it is loaded
@@ -63,7 +66,8 @@ def test_it_is_there(real):
 @pytest.mark.parametrize('path', ['/lora-adapters','/completion','/chat/completions','/v1/v1/models'])
 def test_llamacpp_own_paths(real, path):
     "Paths without /v1 are its own, but for those that test_neighbours.py has: 404 in OpenAI's shape, so that a client that probes them goes on"
-    for r in real.get(path),real.post(path, json={}): assert r.status_code==404 and set(r.json()['error'])=={'message','type','param','code'}
+    for r in real.get(path),real.post(path, json={}):
+        assert r.status_code==404 and set(r.json()['error'])=={'message','type','param','code'}
 
 # ---- Chat ----
 
@@ -97,8 +101,10 @@ def test_two_assistants_in_a_row(real):
     (dict(type='sound'),None), (dict(type='json_object', schema=123),None), (dict(type='json_object', schema=dict(type=123)),None), (dict(type='json_object', schema=dict(type='hiccup')),None), (dict(type='json_schema'),None)])
 def test_response_format(real, kind, want):
     r = chat(real, response_format=kind, max_tokens=24, seed=1)
-    if want is None: assert r.status_code==400 and r.json()['error']['param']=='response_format'
-    else: assert re.fullmatch(want, r.json()['choices'][0]['message']['content'], re.S)
+    if want is None:
+        assert r.status_code==400 and r.json()['error']['param']=='response_format'
+    else:
+        assert re.fullmatch(want, r.json()['choices'][0]['message']['content'], re.S)
 
 def test_grammar(real):
     "Its `json_schema` is ours too; its `grammar` has a syntax of its own, and a header says that we leave it out. Ours are vLLM's, and take Lark, regex and choice"
@@ -220,7 +226,8 @@ def test_tokenize(real):
     assert a['count']==len(a['tokens'])==len(content.encode()) and real.post('/detokenize', json=dict(tokens=a['tokens'])).json()['content']==content
     ps = real.post('/tokenize', json=dict(content=content, with_pieces=True)).json()['tokens']
     assert [x['id'] for x in ps]==a['tokens'] and ''.join(x['piece'] for x in ps[:5])=='What '
-    for bad in dict(tokens=['a']),dict(tokens=[256]),dict(tokens=[-1]),dict(tokens=[2**31]),{}: assert real.post('/detokenize', json=bad).json()['error']['param'].startswith('tokens'), bad
+    for bad in dict(tokens=['a']),dict(tokens=[256]),dict(tokens=[-1]),dict(tokens=[2**31]),{}:
+        assert real.post('/detokenize', json=bad).json()['error']['param'].startswith('tokens'), bad
     assert real.post('/tokenize', json={}).status_code==400
 
 def test_apply_template(real):
@@ -260,7 +267,8 @@ def test_embeddings(real):
     assert np.allclose(struct.unpack(f'<{len(v)}f', raw), v, atol=1e-6)
     mean = np.array(post(input='I believe the meaning of life is', pooling='mean').json()['data'][0]['embedding'])
     assert abs((mean**2).sum()-1)<1e-3 and not np.allclose(mean, v, atol=1e-3)
-    for bad in [],'',dict(content='x'),['a',[1]],['a',5],[[256]],'x'*500: assert post(input=bad).status_code==400, bad
+    for bad in [],'',dict(content='x'),['a',[1]],['a',5],[[256]],'x'*500:
+        assert post(input=bad).status_code==400, bad
     assert post(input='a', pooling='none').status_code==400
 
 # ---- Anthropic's messages, OpenAI's responses ----
@@ -271,7 +279,8 @@ def test_messages(real):
     a = say(real).json()
     assert (a['type'],a['role'],a['stop_reason'],a['content'][0]['type'])==('message','assistant','max_tokens','text') and 'timings' not in a
     assert {'input_tokens','output_tokens','cache_read_input_tokens'}<=set(a['usage']) and a['usage']['output_tokens']==8
-    for kw in dict(system='You are helpful.'),dict(temperature=.5),dict(top_p=.9),dict(top_k=40),dict(metadata=dict(user_id='u')),dict(stop_sequences=['\n','END']),dict(thinking=dict(type='enabled', budget_tokens=1024), max_tokens=2000, stop_sequences=[chr(i) for i in range(97, 107)]),dict(messages=[dict(role='user', content=[dict(type='text', text='What is'), dict(type='text', text=' the answer?')])]): assert say(real, **kw).json()['type']=='message', kw
+    for kw in dict(system='You are helpful.'),dict(temperature=.5),dict(top_p=.9),dict(top_k=40),dict(metadata=dict(user_id='u')),dict(stop_sequences=['\n','END']),dict(thinking=dict(type='enabled', budget_tokens=1024), max_tokens=2000, stop_sequences=[chr(i) for i in range(97, 107)]),dict(messages=[dict(role='user', content=[dict(type='text', text='What is'), dict(type='text', text=' the answer?')])]):
+        assert say(real, **kw).json()['type']=='message', kw
 
 def test_messages_stream(real):
     es = events(say(real, stream=True))
@@ -309,7 +318,9 @@ def test_apis_differ(real):
 @pytest.mark.parametrize('kind,want', [(dict(type='json_schema', name='test', schema=dict(const='foooooo')),'"foooooo"'), (dict(type='json_object'),r'\s*\{.*'), (dict(type='text'),None), (dict(type='json_schema', name='test'),400)])
 def test_responses_format(real, kind, want):
     r = real.post('/v1/responses', json=dict(input='Write an example', max_output_tokens=24, temperature=0, text=dict(format=kind)))
-    if want==400: assert r.status_code==400 and r.json()['error']['message']; return
+    if want==400:
+        assert r.status_code==400 and r.json()['error']['message']
+        return
     out = next(o for o in r.json()['output'] if o['type']=='message')
     assert want is None or re.fullmatch(want, out['content'][0]['text'], re.S)
 
@@ -351,8 +362,13 @@ def of_chat(c, **kw):
     got = {}
     for x in (x for e in events(c.post('/v1/chat/completions', json=b|dict(stream=True))) for x in e['choices']):
         g,d = got.setdefault(x['index'], ['','',{},None]),x['delta']
-        g[0] += d.get('reasoning') or ''; g[1] += d.get('content') or ''; g[3] = x['finish_reason'] or g[3]
-        for t in d.get('tool_calls') or []: k = g[2].setdefault(t['index'], ['','']); k[0] += t['function'].get('name') or ''; k[1] += t['function'].get('arguments') or ''
+        g[0] += d.get('reasoning') or ''
+        g[1] += d.get('content') or ''
+        g[3] = x['finish_reason'] or g[3]
+        for t in d.get('tool_calls') or []:
+            k = g[2].setdefault(t['index'], ['',''])
+            k[0] += t['function'].get('name') or ''
+            k[1] += t['function'].get('arguments') or ''
     return whole,[(g[0], g[1], [(n, json.loads(a)) for n,a in g[2].values()], g[3]) for _,g in sorted(got.items())]
 
 def of_messages(c, **kw):
@@ -360,10 +376,14 @@ def of_messages(c, **kw):
     b = dict(model='scripted', max_tokens=5000, messages=[dict(role='user', content='hi')], tools=[dict(name='weather', input_schema=PARAMS)])|kw
     a,blocks = c.post('/v1/messages', json=b).json(),{}
     for e in events(c.post('/v1/messages', json=b|dict(stream=True))):
-        if e['type']=='content_block_start': blocks[e['index']] = [e['content_block'], '', False]
-        if e['type']=='content_block_delta': blocks[e['index']][1] += next((e['delta'][k] for k in ('text','thinking','partial_json') if k in e['delta']), '')
-        if e['type']=='content_block_stop': blocks[e['index']][2] = True
-        if e['type']=='message_delta': why = e['delta']['stop_reason']
+        if e['type']=='content_block_start':
+            blocks[e['index']] = [e['content_block'], '', False]
+        if e['type']=='content_block_delta':
+            blocks[e['index']][1] += next((e['delta'][k] for k in ('text','thinking','partial_json') if k in e['delta']), '')
+        if e['type']=='content_block_stop':
+            blocks[e['index']][2] = True
+        if e['type']=='message_delta':
+            why = e['delta']['stop_reason']
     assert [*blocks]==[*range(len(blocks))] and all(over for *_,over in blocks.values())
     show = lambda k,d,t: (k, (d['name'], t) if k=='tool_use' else t)
     return ([show(x['type'], x, x.get('input', x.get('text', x.get('thinking')))) for x in a['content']], a['stop_reason']),([show(d['type'], d, json.loads(t) if d['type']=='tool_use' else t) for d,t,_ in blocks.values()], why)
@@ -433,8 +453,10 @@ def test_arguments_given_back(args, want):
     s = Speaker(lambda p: 'x')
     c = TestClient(app_of(s, s.tok, ITEMS), raise_server_exceptions=False)
     r = c.post('/v1/chat/completions', json=dict(messages=[*HELLO, dict(role='assistant', content=None, tool_calls=[dict(id='c', type='function', function=dict(name='f', arguments=args))]), dict(role='tool', tool_call_id='c', content='r')]))
-    if want==400: assert r.status_code==400 and r.json()['error']['type']=='invalid_request_error' and not s.prompts
-    else: assert r.status_code==200 and f'assistant {want}; ' in s.prompts[-1]
+    if want==400:
+        assert r.status_code==400 and r.json()['error']['type']=='invalid_request_error' and not s.prompts
+    else:
+        assert r.status_code==200 and f'assistant {want}; ' in s.prompts[-1]
 
 # ---- Keys, other web pages, other names, files ----
 
@@ -504,16 +526,22 @@ def routed(*models, **kw):
         g = Gateway(ms, **kw)
         app = create_app(g)
         with listen(port=0) as sock:
-            server = uvicorn.Server(server_config(app, drain=1.)); server.install_signal_handlers = lambda: None
+            server = uvicorn.Server(server_config(app, drain=1.))
+            server.install_signal_handlers = lambda: None
             got.update(server=server, url=f'http://127.0.0.1:{sock.getsockname()[1]}', models=g)
             await server.serve(sockets=[sock])
-    t = threading.Thread(target=asyncio.run, args=(main(),), daemon=True); t.start()
+    t = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    t.start()
     def started(): return 'server' in got and got['server'].started
     until(lambda: not t.is_alive() or started())
     assert t.is_alive()
     try:
-        with httpx.Client(base_url=got['url'], timeout=WAIT) as h: yield h,got['models']
-    finally: got['server'].should_exit = True; t.join(WAIT); assert not t.is_alive()
+        with httpx.Client(base_url=got['url'], timeout=WAIT) as h:
+            yield h,got['models']
+    finally:
+        got['server'].should_exit = True
+        t.join(WAIT)
+        assert not t.is_alive()
 
 def status(h, name): return next(m['status']['value'] for m in h.get('/models').json()['data'] if m['id']==name)
 def reaches(h, name, value):
@@ -524,19 +552,24 @@ def at_once(n, f):
     "Call `f` from `n` threads; what they got"
     out = []
     ts = [threading.Thread(target=lambda: out.append(f())) for _ in range(n)]
-    for t in ts: t.start()
-    for t in ts: t.join(WAIT); assert not t.is_alive()
+    for t in ts:
+        t.start()
+    for t in ts:
+        t.join(WAIT)
+        assert not t.is_alive()
     return out
 
 def test_load_unload_and_load_by_asking(tmp_path):
     "Requests for one model that is not there share one load; an unload lets what runs finish, and whoever asks meanwhile waits for the next life"
     lives = tmp_path/'lives'
     with routed(dict(model='org/a:Q8'), dict(model='b', say='I am b, and I take my time.'*8, lives=str(lives)), first=['org/a:Q8']) as (h,_):
-        reaches(h, 'org/a:Q8', 'loaded'); assert status(h, 'b')=='unloaded'
+        reaches(h, 'org/a:Q8', 'loaded')
+        assert status(h, 'b')=='unloaded'
         rs = at_once(6, lambda: ask(h, 'b'))
         assert [r.status_code for r in rs]==[200]*6 and len(lives.read_text().split())==1 and status(h, 'b')=='loaded'
         with h.stream('POST', '/v1/chat/completions', json=dict(model='b', messages=[dict(role='user', content='hi')], stream=True)) as s:
-            lines = s.iter_lines(); next(lines)
+            lines = s.iter_lines()
+            next(lines)
             assert h.post('/models/unload', json=dict(model='b')).json()==dict(success=True)
             assert status(h, 'b')!='loaded' and ask(h, 'org/a:Q8').status_code==200
             said = ''.join(c['choices'][0]['delta'].get('content') or '' for l in lines if l.startswith('data: {') and (c := json.loads(l[6:]))['choices'])
@@ -553,7 +586,8 @@ def test_unknown_models(stream):
         for path,kw in ('/v1/chat/completions',dict(messages=HELLO)),('/v1/completions',dict(prompt='a')),('/v1/messages',dict(messages=HELLO[1:], max_tokens=5)),('/v1/responses',dict(input='a')):
             r = h.post(path, json=kw|dict(model='non-existent/model', stream=stream))
             assert r.status_code==404 and r.headers['content-type']=='application/json' and 'non-existent/model' in r.json()['error']['message']
-        for path,kw in ('/tokenize',dict(content='a')),('/v1/embeddings',dict(input='a')),('/apply-template',dict(messages=HELLO)): assert h.post(path, json=kw|dict(model='x')).status_code==404
+        for path,kw in ('/tokenize',dict(content='a')),('/v1/embeddings',dict(input='a')),('/apply-template',dict(messages=HELLO)):
+            assert h.post(path, json=kw|dict(model='x')).status_code==404
 
 def test_no_loading_by_asking():
     "llama.cpp says 400; nothing is wrong with the request, so we say 503, when to come again, and who can help"
@@ -561,7 +595,8 @@ def test_no_loading_by_asking():
         r = ask(h, 'b')
         assert r.status_code==503 and int(r.headers['retry-after'])>=1 and '/models/load' in r.json()['error']['message'] and status(h, 'b')=='unloaded'
         assert h.post('/models/load', json=dict(model='b')).json()==dict(success=True)
-        reaches(h, 'b', 'loaded'); assert ask(h, 'b').status_code==200
+        reaches(h, 'b', 'loaded')
+        assert ask(h, 'b').status_code==200
 
 def test_clients_that_leave_while_it_loads(tmp_path):
     "The one who asked is gone, and the other models never noticed; a load that hangs can be called off"
@@ -570,11 +605,14 @@ def test_clients_that_leave_while_it_loads(tmp_path):
         for patience in (.3, 3., 30., WAIT):  # until it got as far as that
             hasty = httpx.Timeout(WAIT, read=patience)
             c = httpx.Client(base_url=h.base_url, timeout=hasty)
-            with pytest.raises(httpx.ReadTimeout): ask(c, 'b')
-            if status(h, 'b')!='unloaded': break
+            with pytest.raises(httpx.ReadTimeout):
+                ask(c, 'b')
+            if status(h, 'b')!='unloaded':
+                break
         assert status(h, 'b')=='loading' and ask(h, 'a').status_code==200 and h.get('/health').status_code==200
         out = []
-        t = threading.Thread(target=lambda: out.append(ask(h, 'b', stream=True))); t.start()
+        t = threading.Thread(target=lambda: out.append(ask(h, 'b', stream=True)))
+        t.start()
         assert h.post('/models/unload', json=dict(model='b')).json()==dict(success=True)
         b = ms.find('b')
         b.config = replace(b.config, at_load=None)  # the next life is a good one
@@ -589,12 +627,15 @@ def test_what_is_told_meanwhile():
             lines = s.iter_lines()
             assert h.post('/models/load', json=dict(model='a')).json()==dict(success=True)
             for l in lines:
-                if l.startswith('data: '): seen.append(json.loads(l[6:]))
-                if seen and seen[-1]['data']['status']=='loaded': break
+                if l.startswith('data: '):
+                    seen.append(json.loads(l[6:]))
+                if seen and seen[-1]['data']['status']=='loaded':
+                    break
         assert all(e['model']=='a' and e['event']=='model_status' for e in seen) and [e['data']['status'] for e in seen][-1]=='loaded' and any(e['data'].get('progress') for e in seen if e['data']['status']=='loading')
 
 def test_openai_client_of_many():
     with routed(dict(model='a'), dict(model='b', say='I am b.')) as (h,_):
         c = openai.OpenAI(base_url=f'{h.base_url}/v1', api_key='x', max_retries=0, timeout=WAIT)
         assert {m.id for m in c.models.list()}=={'a','b'} and c.chat.completions.create(model='b', messages=HELLO).choices[0].message.content=='I am b.'
-        with pytest.raises(openai.NotFoundError): c.chat.completions.create(model='c', messages=HELLO)
+        with pytest.raises(openai.NotFoundError):
+            c.chat.completions.create(model='c', messages=HELLO)

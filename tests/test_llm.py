@@ -16,19 +16,24 @@ from atlas.ground.requests import Event
 from atlas.text.deltas import gather
 
 data = Path(__file__).parent/'data'
-def load(name='smollm2-tied', **kw): return LLM(str(data/name), device='cpu', **dict(max_seq_len=256)|kw)
-def greedy(n, **kw): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **kw)
+def load(name='smollm2-tied', **kw):
+    return LLM(str(data/name), device='cpu', **dict(max_seq_len=256)|kw)
+def greedy(n, **kw):
+    return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **kw)
 def ids(deltas): return [t.id for d in deltas for t in d.tokens]
 def idle(llm):
     "Nothing is left of any request"
-    return not (llm.engine.has_work or llm.engine._samplers or llm._boxes or llm.cache.pool.used or llm.engine.scheduler.promised)
+    return not (
+        llm.engine.has_work or llm.engine._samplers or llm._boxes
+        or llm.cache.pool.used or llm.engine.scheduler.promised)
 
 @pytest.fixture(scope='module')
 def llm(): return load()
 @pytest.fixture(autouse=True)
 def leaves_nothing(request):
     yield
-    if 'llm' in request.fixturenames: assert idle(request.getfixturevalue('llm'))
+    if 'llm' in request.fixturenames:
+        assert idle(request.getfixturevalue('llm'))
 
 A,B = [1,2,3],[5,6]
 
@@ -38,27 +43,39 @@ def test_generate_within_a_stream(llm):
     want,got = llm.generate(A, greedy(12)).token_ids,[]
     for i,d in enumerate(llm.stream(A, greedy(12))):
         got += ids([d])
-        if i in (2,3): assert llm.generate(B, greedy(20)).token_ids==llm.generate(B, greedy(20)).token_ids  # longer than what is left of the stream
+        if i in (2,3):
+            assert llm.generate(B, greedy(20)).token_ids==llm.generate(
+                B, greedy(20)).token_ids # longer than what is left of the stream
     assert got==want
 
 def test_streams_side_by_side(llm):
-    a,b = zip(*zip(llm.stream(A, greedy(9)), llm.stream(B, greedy(9))))
-    assert (ids(a),ids(b))==(llm.generate(A, greedy(9)).token_ids, llm.generate(B, greedy(9)).token_ids)
+    a,b = zip(
+        *zip(
+            llm.stream(A, greedy(9)),
+            llm.stream(B, greedy(9))))
+    assert (ids(a),ids(b))==(
+        llm.generate(A, greedy(9)).token_ids,
+        llm.generate(B, greedy(9)).token_ids)
 
 def test_a_stream_that_waits(llm):
     "Left alone while others run, it finds all its tokens when somebody comes back to it"
-    s = llm.stream(A, greedy(6)); first = next(s)
+    s = llm.stream(A, greedy(6))
+    first = next(s)
     llm.generate([B]*9, greedy(5))
     assert ids([first,*s])==llm.generate(A, greedy(6)).token_ids
 
 def test_a_stream_that_is_left(llm):
-    s = llm.stream(A, greedy(50)); next(s)
-    llm.generate(B, greedy(3)); s.close()
+    s = llm.stream(A, greedy(50))
+    next(s)
+    llm.generate(B, greedy(3))
+    s.close()
     assert idle(llm)
 
 def test_threads(llm):
     prompts = [[i,i+1] for i in range(12)]
-    with ThreadPoolExecutor(4) as pool: got = list(pool.map(lambda p: llm.generate(p, greedy(8)).token_ids, prompts))
+    with ThreadPoolExecutor(4) as pool:
+        got = list(
+            pool.map(lambda p: llm.generate(p, greedy(8)).token_ids, prompts))
     assert got==[o.token_ids for o in llm.generate(prompts, greedy(8))]
 
 @pytest.mark.parametrize('at', (0,3))
@@ -66,17 +83,26 @@ def test_ended_behind_its_back(llm, at):
     got = []
     for i,d in enumerate(llm.stream(A, greedy(20))):
         got.append(d)
-        if i==at: [llm.engine.abort(r) for r in list(llm.engine.scheduler.seqs)]
+        if i==at:
+            [llm.engine.abort(r) for r in list(llm.engine.scheduler.seqs)]
     assert (len(ids(got)), got[-1].finish_reason)==(at+1, 'abort')
 
 def test_more_prompts_than_the_queue_holds():
-    llm = load(max_queue=3, max_num_seqs=2); prompts = [[i] for i in range(11)]
-    assert [o.token_ids for o in llm.generate(prompts, greedy(3))]==[llm.generate(p, greedy(3)).token_ids for p in prompts]
-    assert llm.generate(prompts, replace(greedy(2), n=2))[10].choices[1].token_ids==llm.generate(prompts[10], greedy(2)).token_ids and idle(llm)
+    llm = load(max_queue=3, max_num_seqs=2)
+    prompts = [[i] for i in range(11)]
+    assert [o.token_ids for o in llm.generate(prompts, greedy(3))]==[
+        llm.generate(p, greedy(3)).token_ids
+        for p in prompts]
+    assert llm.generate(
+        prompts, replace(greedy(2), n=2)
+    )[10].choices[1].token_ids==llm.generate(
+        prompts[10], greedy(2)).token_ids
+    assert idle(llm)
 
 def test_time_limits(llm):
     "Whoever has no time left ends with what was said, and the others do not notice"
-    for o in llm.generate([A,B], greedy(20), timeout=1e-9): assert o.finish_reason=='timeout'
+    for o in llm.generate([A,B], greedy(20), timeout=1e-9):
+        assert o.finish_reason=='timeout'
     s = llm.engine.scheduler
     now,real = [s.clock()],s.clock
     s.clock = lambda: now[0]
@@ -85,29 +111,40 @@ def test_time_limits(llm):
         for d in llm.stream(A, greedy(20), timeout=5.):
             got.append(d)
             now[0] += 1.
-    finally: s.clock = real
+    finally:
+        s.clock = real
     said = ids(got)
     assert got[-1].finish=='timeout' and 0<len(said)<20
-    assert llm.generate(A, greedy(20), timeout=1000).token_ids[:len(said)]==said and idle(llm)
-    with pytest.raises(RequestError) as e: llm.generate(A, timeout=0)
+    assert llm.generate(A, greedy(20), timeout=1000).token_ids[
+        :len(said)]==said
+    assert idle(llm)
+    with pytest.raises(RequestError) as e:
+        llm.generate(A, timeout=0)
     assert e.value.param=='timeout'
 
 @pytest.mark.parametrize('where', ('trunk','sample'))
 def test_an_exception_in_a_step(llm, monkeypatch, where):
     "The call that was under way fails, whoever else waits goes on, and nothing leaks"
     import atlas.engine.stepper as E
-    want,s = llm.generate(A, greedy(8)).token_ids,llm.stream(A, greedy(8)); got = [next(s)]
+    want = llm.generate(A, greedy(8)).token_ids
+    s = llm.stream(A, greedy(8))
+    got = [next(s)]
     def broken(*_): raise ArithmeticError
     with monkeypatch.context() as m:
-        m.setattr(*((llm.model,'trunk') if where=='trunk' else (E,'sample')), broken)
-        with pytest.raises(ArithmeticError): llm.generate(B, greedy(3))
+        m.setattr(
+            *((llm.model,'trunk') if where=='trunk' else (E,'sample')),
+            broken)
+        with pytest.raises(ArithmeticError):
+            llm.generate(B, greedy(3))
     assert ids(got+list(s))==want
 
 def test_aborted_while_the_model_runs(llm, monkeypatch):
     "As when a forgotten stream is collected in the middle of a step: its mates do not notice"
     want,trunk = llm.generate([A,B], greedy(6)),llm.model.trunk
     llm.engine.add(Request('left', tuple(A), greedy(50)))
-    def collected(*a): llm.engine.abort('left'); return trunk(*a)
+    def collected(*a):
+        llm.engine.abort('left')
+        return trunk(*a)
     with monkeypatch.context() as m:
         m.setattr(llm.model, 'trunk', collected)
         got = llm.generate([A,B], greedy(6))
@@ -115,37 +152,61 @@ def test_aborted_while_the_model_runs(llm, monkeypatch):
 
 # what must be refused, and what must not
 
-BAD = {'a float': [1.5], 'text among ids': ['a'], 'beyond the vocabulary': [1,10**6], 'below it': [-1], 'far below it': [-2**40], 'nothing': []}
+BAD = {
+    'a float': [1.5], 'text among ids': ['a'],
+    'beyond the vocabulary': [1,10**6],
+    'below it': [-1], 'far below it': [-2**40],
+    'nothing': []}
 @pytest.mark.parametrize('bad', BAD.values(), ids=BAD.keys())
 def test_bad_prompts(llm, bad):
-    with pytest.raises(RequestError) as e: llm.generate([A,bad], greedy(2))
+    with pytest.raises(RequestError) as e:
+        llm.generate([A,bad], greedy(2))
     assert e.value.param=='prompt'
     if bad and isinstance(bad[-1], int):
         r = Request('x', tuple(bad), SamplingParams(repetition_penalty=2.))
-        with pytest.raises(RequestError, match='and the vocabulary ends at'): llm.engine.add(r)
+        with pytest.raises(RequestError, match='and the vocabulary ends at'):
+            llm.engine.add(r)
 
 def test_context_is_exactly_full(llm):
     o = llm.generate([1]*255, SamplingParams(temperature=0, ignore_eos=True))
-    assert (len(o.token_ids), o.finish_reason, o.usage['total_tokens'])==(1, 'length', 256)
-    o = llm.generate([1]*192, SamplingParams(temperature=0, ignore_eos=True, max_tokens=10**6))
+    assert (
+        len(o.token_ids), o.finish_reason,
+        o.usage['total_tokens']
+    )==(1, 'length', 256)
+    o = llm.generate(
+        [1]*192,
+        SamplingParams(temperature=0, ignore_eos=True, max_tokens=10**6))
     assert (len(o.token_ids), o.finish_reason)==(64, 'length')
-    with pytest.raises(ContextLengthError): llm.generate([1]*256)
+    with pytest.raises(ContextLengthError):
+        llm.generate([1]*256)
     assert llm.logits([1]*256).shape==(256, llm.config.vocab_size)
 
 @pytest.mark.parametrize('folder', ('smollm2-tied','mistral-window'))
 def test_whole_tiles_and_odd_chunks(folder):
     "Prompts around multiples of 64, chunks beyond the context, one sequence at a time, and pushing each other out: the same tokens"
-    prompts = [np.random.default_rng(n).integers(0, 96, n).tolist() for n in (1,63,64,65,127,128,129,192)]
-    run = lambda **kw: [o.token_ids for o in load(folder, **kw).generate(prompts, greedy(20))]
+    prompts = [
+        np.random.default_rng(n).integers(0, 96, n).tolist()
+        for n in (1,63,64,65,127,128,129,192)]
+    def run(**kw):
+        return [o.token_ids for o in load(folder, **kw).generate(prompts, greedy(20))]
     want = run(chunk=64)
     assert run(chunk=1024)==want and run(max_num_seqs=1)==want
-    m = load(folder); tight = 18*16*m.cache.bytes_per_token
+    m = load(folder)
+    tight = 18*16*m.cache.bytes_per_token
     assert run(kv_cache_memory=tight, overcommit=4.)==want
 
-REFUSED = {'kv_cache_memory':(0,100,-5), 'max_num_seqs':(0,2.5,'3'), 'max_seq_len':(1,10**9,100.5), 'max_queue':(0,), 'chunk':(100,0), 'overcommit':(.5,float('nan'))}
-@pytest.mark.parametrize('name,value', [(k,v) for k,vs in REFUSED.items() for v in vs])
+REFUSED = {
+    'kv_cache_memory':(0,100,-5),
+    'max_num_seqs':(0,2.5,'3'),
+    'max_seq_len':(1,10**9,100.5),
+    'max_queue':(0,), 'chunk':(100,0),
+    'overcommit':(.5,float('nan'))}
+@pytest.mark.parametrize(
+    'name,value',
+    [(k,v) for k,vs in REFUSED.items() for v in vs])
 def test_bad_options(name, value):
-    with pytest.raises(AtlasError) as e: load(**{name:value})
+    with pytest.raises(AtlasError) as e:
+        load(**{name:value})
     assert isinstance(e.value, OutOfMemoryError) or e.value.param==name
 
 @pytest.fixture
@@ -172,8 +233,10 @@ def test_options_are_those_of_who_takes_them(told):
 
 def test_the_help_of_an_option_names_its_words(told):
     for name,field in told.items():
-        if name=='lm_head_dtype': continue
-        for word in field['words']: assert word in field['help'], name
+        if name=='lm_head_dtype':
+            continue
+        for word in field['words']:
+            assert word in field['help'], name
 
 def test_a_broken_preset_stops_nobody_else(monkeypatch):
     "Models that are here, real, made up or looked at, and names of the hub"
@@ -188,7 +251,8 @@ def test_a_broken_preset_stops_nobody_else(monkeypatch):
     assert load().config==made_up.config==look(here, on=[]).config
     assert not opening.is_shape('demo') and not opening.is_shape('Qwen/Qwen3-8B')
     other = EngineConfig('qwen3-8b')
-    with pytest.raises(RequestError, match='not valid TOML'): opening.open_model(other)
+    with pytest.raises(RequestError, match='not valid TOML'):
+        opening.open_model(other)
 
 class Read(Exception):
     "Weights were read"
@@ -201,12 +265,14 @@ def no_weights(monkeypatch):
     def within():
         with monkeypatch.context() as m:
             m.setitem(LLM._load.__globals__, 'load_model', refuse)
-            with pytest.raises(Read): load()
+            with pytest.raises(Read):
+                load()
             yield
     return within
 
 def test_a_cache_that_cannot_fit_is_refused_before_the_weights_are_read(no_weights):
-    with no_weights(), pytest.raises(OutOfMemoryError): load(kv_cache_memory=1000)
+    with no_weights(), pytest.raises(OutOfMemoryError):
+        load(kv_cache_memory=1000)
 
 def test_a_cache_beyond_the_host(monkeypatch, no_weights):
     "What is asked for and needed has to be free; what is asked for and not needed is not made"
@@ -214,60 +280,105 @@ def test_a_cache_beyond_the_host(monkeypatch, no_weights):
     assert whole.pool.num_blocks==8*16
     monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<30, whole.nbytes-1))
     with no_weights():
-        with pytest.raises(OutOfMemoryError, match='The cache was to have') as e: load(kv_cache_memory=1<<42)
+        with pytest.raises(OutOfMemoryError, match='The cache was to have') as e:
+            load(kv_cache_memory=1<<42)
     assert e.value.param=='kv_cache_memory' and e.value.hint
     assert 16<=load().cache.pool.num_blocks<8*16*.4+1
 
 def test_extreme_sampling(llm):
     V,first = llm.config.vocab_size,llm.generate(A, greedy(4)).token_ids
-    def same(**kw): return llm.generate(A, SamplingParams(max_tokens=4, ignore_eos=True, seed=3, **kw)).token_ids
-    assert same(temperature=1e-300)==same(top_k=1)==same(top_p=1e-300)==same(min_p=1)==first
+    def same(**kw):
+        return llm.generate(
+            A,
+            SamplingParams(max_tokens=4, ignore_eos=True, seed=3, **kw)).token_ids
+    assert same(
+        temperature=1e-300
+    )==same(top_k=1)==same(top_p=1e-300)==same(min_p=1)==first
     assert same(top_k=V)==same(top_k=10*V)==same()
-    assert len(same(repetition_penalty=1e-300))==len(same(repetition_penalty=100.))==4  # no numeric error of the caller's making
-    assert len(llm.generate(A, SamplingParams(seed=2**64-1, n=3, max_tokens=2)).choices)==3
+    # no numeric error of the caller's making
+    assert len(same(repetition_penalty=1e-300))==len(same(repetition_penalty=100.))==4
+    assert len(
+        llm.generate(
+            A,
+            SamplingParams(seed=2**64-1, n=3, max_tokens=2)).choices)==3
 
 def test_min_tokens_and_stop_ids(llm):
-    V,all_but = llm.config.vocab_size,lambda i: tuple(j for j in range(llm.config.vocab_size) if j!=i)
+    V = llm.config.vocab_size
+    def all_but(i): return tuple(j for j in range(llm.config.vocab_size) if j!=i)
     p = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=all_but(7))
-    o = llm.generate(A, p); assert (len(o.token_ids), o.finish_reason) in ((1,'stop'), (9,'length'))
-    o = llm.generate(A, replace(p, min_tokens=4)); assert (o.token_ids[:4], len(o.token_ids)<=9)==([7]*4, True)
-    with pytest.raises(RequestError, match='bars every token'): llm.generate(A, replace(p, min_tokens=1, stop_token_ids=tuple(range(V))))
+    o = llm.generate(A, p)
+    assert (len(o.token_ids), o.finish_reason) in (
+        (1,'stop'), (9,'length'))
+    o = llm.generate(A, replace(p, min_tokens=4))
+    assert (o.token_ids[:4], len(o.token_ids)<=9)==(
+        [7]*4, True)
+    with pytest.raises(RequestError, match='bars every token'):
+        llm.generate(A, replace(p, min_tokens=1, stop_token_ids=tuple(range(V))))
 
 def test_logprobs(llm):
-    o = llm.generate(A, greedy(3, logprobs=20)); L = llm.logits(A+o.token_ids[:2])[2:]
-    L -= np.log(np.exp(L-L.max(-1, keepdims=True)).sum(-1, keepdims=True))+L.max(-1, keepdims=True)
+    o = llm.generate(A, greedy(3, logprobs=20))
+    L = llm.logits(A+o.token_ids[:2])[2:]
+    L -= np.log(
+        np.exp(L-L.max(-1, keepdims=True)).sum(
+            -1, keepdims=True)
+    )+L.max(-1, keepdims=True)
     for t,row in zip(o.logprobs, L, strict=True):
-        assert (len(t.top), t.top[0][0], len(dict(t.top)))==(20, t.id, 20)
-        assert abs(t.logprob-row[t.id])<1e-3 and max(abs(lp-row[i]) for i,lp in t.top)<1e-3
-    plain = llm.generate(A, greedy(3, logprobs=0)); assert [t.top for t in plain.logprobs]==[()]*3 and llm.generate(A, greedy(3)).logprobs is None
+        assert (
+            len(t.top),
+            t.top[0][0],
+            len(dict(t.top))
+        )==(20, t.id, 20)
+        assert abs(t.logprob-row[t.id])<1e-3
+        assert max(abs(lp-row[i]) for i,lp in t.top)<1e-3
+    plain = llm.generate(A, greedy(3, logprobs=0))
+    assert [t.top for t in plain.logprobs]==[()]*3
+    assert llm.generate(A, greedy(3)).logprobs is None
 
 # checkpoints whose parts do not belong together
 
 def with_tokenizer(path, n, eos=None):
     "A copy of a checkpoint with a tokenizer of `n` words w0, w1…"
     shutil.copytree(data/'smollm2-tied', path)
-    t = HF(models.WordLevel({f'w{i}':i for i in range(n)}, unk_token='w0')); t.decoder = decoders.ByteLevel()
+    t = HF(models.WordLevel({f'w{i}':i for i in range(n)}, unk_token='w0'))
+    t.decoder = decoders.ByteLevel()
     t.save(str(path/'tokenizer.json'))
     (path/'tokenizer_config.json').write_text(json.dumps(dict(eos_token=eos and f'w{eos}')))
     return LLM(str(path), device='cpu', max_seq_len=64)
 
 def test_a_tokenizer_that_knows_more_than_the_model(tmp_path):
-    V = load().config.vocab_size; llm = with_tokenizer(tmp_path/'m', V+9, eos=V+3)
+    V = load().config.vocab_size
+    llm = with_tokenizer(tmp_path/'m', V+9, eos=V+3)
     assert len(llm.generate('w5', SamplingParams(min_tokens=2, max_tokens=3)).token_ids)>=2
-    with pytest.raises(RequestError, match=f'prompt has token {V+2}, and'): llm.generate(f'w{V+2}')
+    with pytest.raises(RequestError, match=f'prompt has token {V+2}, and'):
+        llm.generate(f'w{V+2}')
     assert idle(llm)
 
 def test_no_tokenizer(llm):
     assert len(llm.generate(A, greedy(3)).token_ids)==3
-    for f in (lambda: llm.generate('text'), lambda: llm.generate(A, SamplingParams(stop='x')), lambda: llm.tokenizer): pytest.raises(SourceError, f)
+    for f in (
+        lambda: llm.generate('text'),
+        lambda: llm.generate(A, SamplingParams(stop='x')),
+        lambda: llm.tokenizer
+    ): pytest.raises(SourceError, f)
 
 def test_memory_does_not_grow():
     "Two thousand steps; what is remembered is the answer"
     llm = load(max_seq_len=512)
-    def run(n): return sum(len(llm.generate(A, SamplingParams(max_tokens=100, ignore_eos=True, frequency_penalty=.1, seed=i)).token_ids) for i in range(n))
-    run(3); tracemalloc.start(); run(1); before = tracemalloc.get_traced_memory()[0]
+    def run(n):
+        return sum(
+            len(
+                llm.generate(
+                    A,
+                    SamplingParams(max_tokens=100, ignore_eos=True, frequency_penalty=.1, seed=i)
+                ).token_ids)
+            for i in range(n))
+    run(3)
+    tracemalloc.start()
+    run(1)
+    before = tracemalloc.get_traced_memory()[0]
     assert run(20)==2000
-    grown = tracemalloc.get_traced_memory()[0]-before; tracemalloc.stop()
+    grown = tracemalloc.get_traced_memory()[0]-before
+    tracemalloc.stop()
     assert grown<50_000 and idle(llm)
 
 # names
@@ -276,7 +387,8 @@ def test_a_config_and_fields_beside_it():
     "One of them would be dropped in silence"
     from atlas.ground.options import EngineConfig
     config = EngineConfig(str(data/'smollm2-tied'), device='cpu')
-    with pytest.raises(TypeError, match='beside'): LLM(config, max_seq_len=16)
+    with pytest.raises(TypeError, match='beside'):
+        LLM(config, max_seq_len=16)
 
 NAMES = {
     '.': 'mine',
@@ -301,7 +413,8 @@ def test_a_folder_is_called_by_its_own_name(mine, given, name):
     from atlas.service.worker import Meter,load_model
     m = LLM(given, device='cpu', max_seq_len=16)
     assert m.name==name and repr(m).startswith(f'LLM({name}: ')
-    with pytest.raises(RequestError, match=f'^{name} has no chat template'): m.render([])
+    with pytest.raises(RequestError, match=f'^{name} has no chat template'):
+        m.render([])
     (served,) = modelled(given)
     assert served.name==name and repr(served)==f'Model({name}: unloaded)'
     assert served.described()['names']==[name]
@@ -315,21 +428,27 @@ def test_a_folder_is_called_by_its_own_name(mine, given, name):
 def tiny(): return LLM('tiny', 'cpu', max_seq_len=512, show=False)
 
 HI = [dict(role='user', content='hi')]
-ADD = [dict(type='function', function=dict(name='add', parameters=dict(type='object')))]
+ADD = [
+    dict(
+        type='function',
+        function=dict(name='add', parameters=dict(type='object')))]
 
 def speak(monkeypatch, llm, text, size=1, finish='stop'):
     "Have `llm` say `text`, so many tokens at once"
     ids = llm.tokenizer.encode(text, add_special=False)
-    events = [Event('r', i) for i in ids]+[Event('r', llm.eos_ids[0], finish=finish)]
+    events = [Event('r', i) for i in ids]+[
+        Event('r', llm.eos_ids[0], finish=finish)]
     def run(reqs, readers):
         for k,reader in enumerate(readers):
             for i in range(0, len(events), size):
-                for d in reader.feed(events[i:i+size]): yield k,d
+                for d in reader.feed(events[i:i+size]):
+                    yield k,d
     monkeypatch.setattr(llm, '_run', run)
 
 def heard(llm, *args, **kw):
     "Thought, answer and calls of an answer, which must be what is streamed"
-    out,ds = llm.chat(*args, **kw),llm.chat(*args, stream=True, **kw)
+    out = llm.chat(*args, **kw)
+    ds = llm.chat(*args, stream=True, **kw)
     c = gather(ds)
     calls = [(x.name,x.arguments) for x in out.calls]
     assert (c.reasoning,c.content)==(out.reasoning,out.text)
@@ -388,7 +507,9 @@ def test_generate_takes_nothing_away(tiny, monkeypatch):
 def test_a_guide_waits_for_the_end_of_the_thought(tiny):
     yes = dict(kind='choice', choices=['hay','mice'])
     for stream in (False,True):
-        out = tiny.chat(HI, SamplingParams(temperature=0, max_tokens=60), stream=stream, guide=yes)
+        out = tiny.chat(
+            HI, SamplingParams(temperature=0, max_tokens=60),
+            stream=stream, guide=yes)
         c = gather(out) if stream else out
         assert c.reasoning and str(c.content if stream else c.text) in yes['choices']
     out = tiny.chat(HI, SamplingParams(temperature=0), guide=yes, enable_thinking=False)

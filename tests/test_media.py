@@ -71,7 +71,8 @@ def noting(m, monkeypatch, fault=lambda grid: None):
     seen,real = [],m.vision.forward
     def forward(pixels, grids):
         seen.extend(grids)
-        for g in grids: fault(g)
+        for g in grids:
+            fault(g)
         return real(pixels, grids)
     monkeypatch.setattr(m.vision, 'forward', forward)
     return seen
@@ -93,7 +94,8 @@ def depends(m, others):
         alone = m.vision.forward(mine[0], [mine[1]])
         for i in range(len(others)+1):
             seen = among(m, others, i, mine)
-            if not same(seen, alone): bad.append((mine[1],i))
+            if not same(seen, alone):
+                bad.append((mine[1],i))
     return bad
 
 @each
@@ -195,10 +197,12 @@ def test_an_image_is_as_it_was_after_a_failure(monkeypatch):
     want = m.vision.forward(pixels, [grid])
     lazy,faults = LazyImage(m.vision, pixels, grid),[MemoryError,KeyboardInterrupt]
     def fault(grid):
-        if faults: raise faults.pop(0)
+        if faults:
+            raise faults.pop(0)
     noting(m, monkeypatch, fault)
     for e in tuple(faults):
-        with pytest.raises(e): lazy.features()
+        with pytest.raises(e):
+            lazy.features()
         assert not lazy.seen
     assert same(lazy.features(), want)
 
@@ -210,7 +214,8 @@ FAULTS = {
     'no frames': lambda p,t,h,w: (p[:0],(0,h,w))}
 
 def refusing(m, ids, *images):
-    with pytest.raises(RequestError): m.media(ids, images)
+    with pytest.raises(RequestError):
+        m.media(ids, images)
 
 @each
 @pytest.mark.parametrize('fault', FAULTS)
@@ -244,14 +249,17 @@ def begun(e, r, steps):
     "Events of `r` in its first steps"
     e.add(r)
     out = {}
-    for _ in range(steps): note(e.step(), out)
+    for _ in range(steps):
+        note(e.step(), out)
     return out
 
 def serve(e, requests, out=None):
     "Events of each request, after those in `out`; all are added before the next step"
     out = {} if out is None else out
-    for r in requests: e.add(r)
-    while e.has_work: note(e.step(), out)
+    for r in requests:
+        e.add(r)
+    while e.has_work:
+        note(e.step(), out)
     assert e.scheduler.pool.used==0 and not e._samplers
     gc.collect()
     assert not e._images
@@ -321,7 +329,8 @@ def refused(e, ids, *images):
     "Why"
     params = SamplingParams(temperature=0)
     r = Request('bad', tuple(ids), params, images=images)
-    with pytest.raises(RequestError) as found: e.add(r)
+    with pytest.raises(RequestError) as found:
+        e.add(r)
     assert not e.has_work and not e._samplers and not e._images
     return str(found.value)
 
@@ -341,7 +350,8 @@ class failing:
     "No memory for one grid"
     def __init__(self, grid): self.grid = grid
     def __call__(self, grid):
-        if grid==self.grid: raise MemoryError
+        if grid==self.grid:
+            raise MemoryError
 
 @each
 @either_way
@@ -386,7 +396,8 @@ def test_choices_without_memory(late, monkeypatch):
     noting(m, monkeypatch, failing(images[0][1]))
     choices = [ask(m, i, images) for i in range(2)]
     out = serve(engine(m, late), [*choices, other])
-    for i in range(2): assert [v.code for v in out[f'r{i}']]==['out_of_memory']
+    for i in range(2):
+        assert [v.code for v in out[f'r{i}']]==['out_of_memory']
     assert said(out['r5'])==want
 
 @either_way
@@ -399,10 +410,13 @@ def test_interrupted_while_it_looks(late, monkeypatch):
     calls = interrupted(m.vision, 'frame', 2)
     try:
         e.add(r)
-        with pytest.raises(KeyboardInterrupt): e.step()
+        with pytest.raises(KeyboardInterrupt):
+            e.step()
         out = {}
-        while e.has_work: note(e.step(), out)
-    finally: del m.vision.frame
+        while e.has_work:
+            note(e.step(), out)
+    finally:
+        del m.vision.frame
     assert calls()==3
     assert said(out['r0'])==want
 
@@ -486,7 +500,8 @@ def test_digests_tell_images_apart(all_):
     assert {len(n) for n in names}=={16}
     named = [*zip(all_, names)]
     for a,x in named:
-        for b,y in named: assert (a==b)==(x==y)
+        for b,y in named:
+            assert (a==b)==(x==y)
 
 @few
 @given(st.data())
@@ -545,4 +560,5 @@ def test_rows_of_images(sizes, gaps):
     grids = [(t,2*h,2*w) for t,h,w in sizes]
     assert image_rows(ids, grids, 90, 2)==want
     for stray in ([90], [1,90]):
-        with pytest.raises(RequestError): image_rows(ids+stray, grids, 90, 2)
+        with pytest.raises(RequestError):
+            image_rows(ids+stray, grids, 90, 2)

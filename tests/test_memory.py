@@ -1,4 +1,5 @@
-"A model's memory on a card: what it takes is planned, counted and given back. The emulator counts as a card does."
+"""A model's memory on a card: what it takes is planned, counted and given back. The emulator
+counts as a card does."""
 import gc,json,threading,numpy as np,pytest
 import atlas.engine.loading
 from test_card import TOYS,_SMALL
@@ -25,60 +26,108 @@ def load(monkeypatch):
         base,small = TOYS[toy]
         monkeypatch.setitem(PRESETS, f'toy-{toy}', PRESETS[base]|_SMALL|small)
         card = Emulator()
-        if free: card.memory = lambda: Memory(free, free)  # 36 % of it may be used
-        return LLM(f'toy-{toy}', card, **dict(max_seq_len=200, max_num_seqs=2, chunk=64, load_format='dummy', weights=weights, show=False)|kw)
+        if free:
+            card.memory = lambda: Memory(free, free)  # 36 % of it may be used
+        return LLM(
+            f'toy-{toy}', card,
+            **dict(
+                max_seq_len=200, max_num_seqs=2, chunk=64, load_format='dummy', weights=weights,
+                show=False)|kw)
     return f
 
-def ids(llm, n=4): return llm.generate([5,6,7], SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)).token_ids
+def ids(llm, n=4):
+    return llm.generate(
+        [5,6,7],
+        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)).token_ids
 
-@pytest.mark.parametrize('toy,weights,kw', [('llama','bf16',{}), ('qwen3.6-moe','nvfp4',dict(lm_head_dtype='nvfp4')), ('qwen3.6-moe','bf16',dict(quantization='nvfp4')),
-    ('gpt-oss','mxfp4',{}), ('nemotron','nvfp4',{}), ('llama','bf16',dict(quantization='fp8', kv_cache_dtype='nvfp4'))])
+@pytest.mark.parametrize(
+    'toy,weights,kw',
+    [('llama','bf16',{}), (
+        'qwen3.6-moe','nvfp4',
+        dict(lm_head_dtype='nvfp4')), ('qwen3.6-moe','bf16',dict(quantization='nvfp4')),
+    ('gpt-oss','mxfp4',{}), ('nemotron','nvfp4',{}),
+    ('llama','bf16',dict(quantization='fp8', kv_cache_dtype='nvfp4'))])
 def test_two_loads_leave_nothing(load, toy, weights, kw):
-    "All that stays is counted, about as much as was planned; closing gives it back, to the last byte"
+    """All that stays is counted, about as much as was planned; closing gives it back, to the last
+    byte"""
     for _ in range(2):
         llm = load(toy, weights, **kw)
         b,rs = llm.arena.budget,llm.arena.regions
-        assert {'weights','cache','tables','steps'}==b.parts.keys() and b.used==sum(r.mapped for r in rs.values())+b.parts['steps']<=b.total
+        assert {'weights','cache','tables','steps'}==b.parts.keys()
+        assert (
+            b.used
+            ==sum(r.mapped for r in rs.values())+b.parts['steps']
+            <=b.total)
         assert llm.device.room is None and rs['cache'].used>=llm.cache.nbytes
         assert rs['tables'].used>=llm.engine.stepper.table.nbytes
         options = EngineConfig(llm.name, load_format='dummy', weights=weights)
         again,head = kw.get('quantization'),kw.get('lm_head_dtype')
         with open_model(options, model_wants) as ck:
             plan = card_words.weight_bytes(ck.tensors, ('','vision'), quantization=again, head=head)
-        assert abs(plan-rs['weights'].used)<.2*plan+M, (plan, rs['weights'].used)
-        used = {n:r.used for n,r in rs.items()}; ids(llm)
+        assert abs(plan-rs['weights'].used)<.2*plan+M, (
+            plan, rs['weights'].used)
+        used = {n:r.used for n,r in rs.items()}
+        ids(llm)
         assert {n:r.used for n,r in rs.items()}==used  # a step leaves nothing in them
-        assert llm.close()==0 and not b.parts and not rs and 'closed' in repr(llm)
-        with pytest.raises(EngineError, match='is closed'): ids(llm)
+        assert llm.close()==0
+        assert not b.parts
+        assert not rs
+        assert 'closed' in repr(llm)
+        with pytest.raises(EngineError, match='is closed'):
+            ids(llm)
         assert llm.close()==0
 
 def test_penalties_are_tables(load):
     "What the sampler needs later is counted, too, and used again"
-    llm = load(); t = llm.arena['tables']; used = t.used
-    ask = lambda: llm.generate([5,6,7], SamplingParams(temperature=.5, seed=1, max_tokens=3, frequency_penalty=.5, logit_bias={9:1.}, ignore_eos=True))
-    ask(); more = t.used; ask()
+    llm = load()
+    t = llm.arena['tables']
+    used = t.used
+    def ask():
+        return llm.generate(
+        [5,6,7],
+        SamplingParams(
+            temperature=.5, seed=1, max_tokens=3, frequency_penalty=.5,
+            logit_bias={9:1.}, ignore_eos=True))
+    ask()
+    more = t.used
+    ask()
     assert t.used==more>used and llm.close()==0
 
 def test_kept_arrays_stay(load):
     "An array that somebody keeps is valid after the end, and goes when he lets go of it"
-    llm = load(); b,w = llm.arena.budget,llm.model.embed_tokens.weight; before = np.array(w.w)
-    assert llm.close()==b.parts['weights']>0 and (np.array(w.w)==before).all()
-    del w; gc.collect(); assert not b.parts
+    llm = load()
+    b,w = llm.arena.budget,llm.model.embed_tokens.weight
+    before = np.array(w.w)
+    assert llm.close()==b.parts['weights']>0
+    assert (np.array(w.w)==before).all()
+    del w
+    gc.collect()
+    assert not b.parts
 
-@pytest.mark.parametrize('how', [dict(free=100*M), dict(free=1000*M, chunk=1<<15), dict(free=1000*M, kv_cache_memory=1<<40, max_seq_len=512, max_num_seqs=4000),
+@pytest.mark.parametrize(
+    'how',
+    [dict(free=100*M), dict(free=1000*M, chunk=1<<15), dict(
+        free=1000*M, kv_cache_memory=1<<40, max_seq_len=512, max_num_seqs=4000),
     dict(free=1000*M, max_seq_len=512, max_num_seqs=4000), dict(free=890*M)])
 def test_too_large_is_told_before_anything_is_made(load, monkeypatch, how):
     made = []
     monkeypatch.setattr(Emulator, 'empty', lambda *a, **kw: made.append(a))
-    with pytest.raises(OutOfMemoryError) as e: load('nemotron', **how)
+    with pytest.raises(OutOfMemoryError) as e:
+        load('nemotron', **how)
     assert not made and e.value.hint and e.value.code=='out_of_memory', e.value
-    if how['free']==100*M: assert 'The weights of toy-nemotron take' in str(e.value) and 'can be used' in str(e.value) and '--quantization' in e.value.hint
+    if how['free']==100*M:
+        assert 'The weights of toy-nemotron take' in str(e.value)
+        assert 'can be used' in str(e.value)
+        assert '--quantization' in e.value.hint
 
 def test_a_bound_beyond_the_card_is_no_error(load):
     "The cache is as large as whole contexts of all sequences need, whatever it might have"
     a,b = load(),load(free=1000*M, kv_cache_memory=1<<42)
-    assert a.cache.nbytes==b.cache.nbytes<M and b.cache.pool.num_blocks==2*4 and len(ids(b))==4
-    a.close(); b.close()
+    assert a.cache.nbytes==b.cache.nbytes<M
+    assert b.cache.pool.num_blocks==2*4
+    assert len(ids(b))==4
+    a.close()
+    b.close()
 
 def test_a_plan_that_was_wrong(load, monkeypatch):
     "Weights that need more than was thought: the region refuses, and nothing stays behind"
@@ -87,25 +136,44 @@ def test_a_plan_that_was_wrong(load, monkeypatch):
     monkeypatch.setattr(atlas.engine.loading, '_fit', lambda *a, **kw: 8)
     arena = Arena(Emulator(), Budget(300<<10), step=4096)
     monkeypatch.setattr(Emulator, 'arena', lambda self, most=None: arena)
-    with pytest.raises(OutOfMemoryError, match='weights: .* needed, .* left of a budget of 300 KiB'): load('qwen3.6-moe')
-    gc.collect(); arena.close()
+    with pytest.raises(
+            OutOfMemoryError, match='weights: .* needed, .* left of a budget of 300 KiB'):
+        load('qwen3.6-moe')
+    gc.collect()
+    arena.close()
     assert Emulator().room is None and not arena.budget.parts
 
 def test_only_what_a_step_waits_for_is_late(load):
-    "Each model has its own count: one that is loaded while another serves is not late, and a warm engine compiles nothing"
-    llm = load('qwen3.6-moe', max_seq_len=300); before = compilations.after_ready
+    """Each model has its own count: one that is loaded while another serves is not late, and a
+    warm engine compiles nothing"""
+    llm = load('qwen3.6-moe', max_seq_len=300)
+    before = compilations.after_ready
     llm.engine.warm()
     def other(): load('gpt-oss','mxfp4').close()
-    t = threading.Thread(target=other); t.start()
-    for n in (1,30,65,130,200): llm.generate(list(range(5, 5+n)), SamplingParams(temperature=n%2, seed=1, max_tokens=3, ignore_eos=True))
-    llm.generate([list(range(5, 5+n)) for n in (3,70)], SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
+    t = threading.Thread(target=other)
+    t.start()
+    for n in (1,30,65,130,200):
+        llm.generate(
+            list(range(5, 5+n)),
+            SamplingParams(temperature=n%2, seed=1, max_tokens=3, ignore_eos=True))
+    llm.generate(
+        [list(range(5, 5+n)) for n in (3,70)],
+        SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
     t.join()
     assert llm.engine.late==[] and compilations.after_ready==before
     new = load('mistral')
-    assert new.engine.late is None and ids(new) and new.engine.late is None  # not warm: nothing is late
-    new.engine.late = []; new.generate(list(range(5, 205-60)), SamplingParams(temperature=1, seed=3, top_p=.9, max_tokens=3, ignore_eos=True))
-    assert llm.engine.late==[] and compilations.after_ready-before==len(new.engine.late)
-    new.close(); llm.close()
+    # not warm: nothing is late
+    assert new.engine.late is None
+    assert ids(new)
+    assert new.engine.late is None
+    new.engine.late = []
+    new.generate(
+        list(range(5, 205-60)),
+        SamplingParams(temperature=1, seed=3, top_p=.9, max_tokens=3, ignore_eos=True))
+    assert llm.engine.late==[]
+    assert compilations.after_ready-before==len(new.engine.late)
+    new.close()
+    llm.close()
 
 FLAGSHIP = 'qwen3.6-35b-a3b'
 NVFP4 = dict(weights='nvfp4', lm_head_dtype='nvfp4')

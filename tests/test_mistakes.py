@@ -21,7 +21,8 @@ def of(path='', **kw):
     "A change of the config: fields `kw` of the part at `path`; a value may be a function of what was there"
     def f(c):
         head,_,rest = path.partition('.')
-        if head: return replace(c, **{head:of(rest, **kw)(getattr(c, head))})
+        if head:
+            return replace(c, **{head:of(rest, **kw)(getattr(c, head))})
         return replace(c, **{k:v(getattr(c, k)) if callable(v) else v for k,v in kw.items()})
     return f
 
@@ -94,7 +95,8 @@ def pairs(table): return pytest.mark.parametrize('name,wrong', [pytest.param(n, 
 def test_a_scale_that_a_family_ignores_is_refused(key):
     scaled = {key:.1}
     llama = replace(ModelConfig.preset('llama-3.1-8b'), **scaled)
-    with pytest.raises(UnsupportedError) as e: build(llama)
+    with pytest.raises(UnsupportedError) as e:
+        build(llama)
     assert e.value.param==key
     granite = next(n for n in PRESETS if n.startswith('granite'))
     assert build(replace(ModelConfig.preset(granite), **scaled))
@@ -110,8 +112,10 @@ def put(value, *path):
     "In every layer that has it, what `path` names becomes `value` of what it was"
     def f(m):
         for node in m.layers:
-            for a in path[:-1]: node = getattr(node, a, None)
-            if hasattr(node, path[-1]): setattr(node, path[-1], value(getattr(node, path[-1])))
+            for a in path[:-1]:
+                node = getattr(node, a, None)
+            if hasattr(node, path[-1]):
+                setattr(node, path[-1], value(getattr(node, path[-1])))
     return f
 
 zeros,ones = partial(put, np.zeros_like),partial(put, np.ones_like)
@@ -132,14 +136,16 @@ def ungrouped(dst, src):
     def f(m):
         with open_checkpoint(data/'qwen3-next') as ck:
             for i,l in enumerate(m.layers):
-                if hasattr(l.mixer, 'A'): getattr(l.mixer, dst).weight = ck.read(f'model.layers.{i}.linear_attn.{src}.weight').decode()
+                if hasattr(l.mixer, 'A'):
+                    getattr(l.mixer, dst).weight = ck.read(f'model.layers.{i}.linear_attn.{src}.weight').decode()
     return f
 
 def each_head_alone(m):
     "MiniMax's norms over one head at a time"
     for a in mixers(m, 'q_norm'):
         a._a = replace(a._a, qk_norm='head')
-        for n in (a.q_norm,a.k_norm): n.weight = n.weight.reshape(-1, a._a.head_dim)
+        for n in (a.q_norm,a.k_norm):
+            n.weight = n.weight.reshape(-1, a._a.head_dim)
 
 def halves(m):
     "Gate and up rows taken for halves where they alternate in the file"
@@ -161,7 +167,9 @@ FAULTS = {
 
 @pairs(FAULTS)
 def test_of_the_weights(name, wrong):
-    r = refs[name]; m = model(name); wrong(m)
+    r = refs[name]
+    m = model(name)
+    wrong(m)
     far(Run(m).prefill(r['ids']), r['logits'])
 
 # -- formats misread: the same as reading another file right ----------------------------------------------------------------------
@@ -213,12 +221,14 @@ def test_scales_of_activations_and_caches_change_nothing(tmp_path, name, pattern
 @pytest.mark.parametrize('name', having('mtp_draft'))
 def test_of_the_head_that_drafts(name):
     "It sees the model's rows after their last norm; several engines gave it those before"
-    r = refs[name]; one,*_ = mtp(name, see=Run.stream)
+    r = refs[name]
+    one,*_ = mtp(name, see=Run.stream)
     far(one[r['rows']], r['mtp_logits'])
 
 def narrower(assistant):
     "A window that counts the query, which is not among the keys"
-    for l in assistant.layers: l.mixer._window = l.mixer._window and l.mixer._window-1
+    for l in assistant.layers:
+        l.mixer._window = l.mixer._window and l.mixer._window-1
 
 @pytest.mark.parametrize('name', having('draft_tokens'))
 @pytest.mark.parametrize('wrong', (dict(beyond=-1), dict(spoil=narrower)), ids=('position','window'))
@@ -251,13 +261,20 @@ IMAGES = {f.__name__:f for f in MISTAKES}
 @pytest.mark.parametrize('wrong', IMAGES)
 @pytest.mark.parametrize('name', having('pixels'))
 def test_of_images(name, wrong):
-    r = refs[name]; m = model(name); media = seen(name, m)
+    r = refs[name]
+    m = model(name)
+    media = seen(name, m)
     deep = media.images[0].features()[1]
-    if 'deepstack' in wrong and not deep: pytest.skip('a tower without deepstack')
+    if 'deepstack' in wrong and not deep:
+        pytest.skip('a tower without deepstack')
     far(Run(m).prefill(r['image_ids'], IMAGES[wrong](media)), r['image_logits'])
 
 @pytest.mark.parametrize('name', having('pixels'))
 def test_of_the_position_after_an_image(name):
-    r = refs[name]; m = model(name); media = seen(name, m); run = Run(m); run.prefill(r['image_ids'], media)
+    r = refs[name]
+    m = model(name)
+    media = seen(name, m)
+    run = Run(m)
+    run.prefill(r['image_ids'], media)
     assert media.delta!=0
     far(run.steps(r['image_next_ids'], len(r['image_ids']), replace(media, delta=0)), r['image_next_logits'])

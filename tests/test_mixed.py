@@ -7,7 +7,8 @@ from pathlib import Path
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families as families
 from atlas.text.chat import ChatTemplate
-from atlas.service.gateway import Model,Models
+from atlas.service.process import Model
+from atlas.service.models import Models
 from atlas.service.http import server_config
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.service.log import Access,configure
@@ -34,26 +35,38 @@ def gateway():
         config = ScriptConfig('fake', say='x'*400, max_queue=200)
         def text(config): return dict(tokenizer=byte_tokenizer(), template=template)
         ms = Models([Model(config, policy=PATIENT, command=FAKE, text=text)])
-        app = create_app(ms); app.add_middleware(Access)
+        app = create_app(ms)
+        app.add_middleware(Access)
         with socket.create_server(('127.0.0.1', 0), backlog=1024) as sock:
-            server = uvicorn.Server(server_config(app)); server.install_signal_handlers = lambda: None
+            server = uvicorn.Server(server_config(app))
+            server.install_signal_handlers = lambda: None
             got.update(models=ms, port=sock.getsockname()[1], server=server, loop=asyncio.get_running_loop())
             await server.serve(sockets=[sock])
-    t = threading.Thread(target=asyncio.run, args=(main(),), daemon=True); t.start()
+    t = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    t.start()
     def there(): return got.get('models') and got['models'].upstreams
     until(lambda: not t.is_alive() or there(), 'a gateway with a model')
     assert t.is_alive(), lines.getvalue()[-2000:]
-    try: yield got['models'],got['port'],lines,got['loop']
-    finally: got['server'].should_exit = True; t.join(WAIT); assert not t.is_alive()
+    try:
+        yield got['models'],got['port'],lines,got['loop']
+    finally:
+        got['server'].should_exit = True
+        t.join(WAIT)
+        assert not t.is_alive()
 
 def body(rng, kind):
     "Path and body of a request"
     ask,n = [dict(role='user', content=rng.choice(('hi','<nan>','a longer question '*20,'<oom>')))],rng.randint(1, 60)
-    if kind=='chat': return '/v1/chat/completions',dict(model='fake', messages=ask, max_tokens=n, stream=rng.random()<.6, n=rng.choice((1,1,3)), logprobs=rng.random()<.1)
-    if kind=='text': return '/v1/completions',dict(prompt=rng.choice(('hi',[1,2,3],['a','b'])), max_tokens=n, stream=rng.random()<.6, stop='zz')
-    if kind=='messages': return '/v1/messages',dict(model='fake', messages=ask, max_tokens=n, stream=rng.random()<.6)
-    if kind=='responses': return '/v1/responses',dict(model='fake', input='hi', max_output_tokens=n, stream=rng.random()<.6)
-    if kind=='bad': return rng.choice(('/v1/chat/completions','/v1/messages','/v1/responses','/nowhere','/v1/audio/speech')),rng.choice(({}, dict(messages=3), dict(model='nobody', messages=ask, max_tokens=3, input='x'), dict(temperature=10**9)))
+    if kind=='chat':
+        return '/v1/chat/completions',dict(model='fake', messages=ask, max_tokens=n, stream=rng.random()<.6, n=rng.choice((1,1,3)), logprobs=rng.random()<.1)
+    if kind=='text':
+        return '/v1/completions',dict(prompt=rng.choice(('hi',[1,2,3],['a','b'])), max_tokens=n, stream=rng.random()<.6, stop='zz')
+    if kind=='messages':
+        return '/v1/messages',dict(model='fake', messages=ask, max_tokens=n, stream=rng.random()<.6)
+    if kind=='responses':
+        return '/v1/responses',dict(model='fake', input='hi', max_output_tokens=n, stream=rng.random()<.6)
+    if kind=='bad':
+        return rng.choice(('/v1/chat/completions','/v1/messages','/v1/responses','/nowhere','/v1/audio/speech')),rng.choice(({}, dict(messages=3), dict(model='nobody', messages=ask, max_tokens=3, input='x'), dict(temperature=10**9)))
     return '/tokenize',dict(prompt='hello')
 
 KINDS = ('chat','chat','chat','text','messages','responses','bad','tokenize')
@@ -61,28 +74,40 @@ KINDS = ('chat','chat','chat','text','messages','responses','bad','tokenize')
 async def client(port, i, rng, left):
     "One request, and where it is left; the status, or None"
     path,b = body(rng, rng.choice(KINDS))
-    raw = json.dumps(b).encode(); leave = rng.choice((None,None,'mid','body','sent'))
+    raw = json.dumps(b).encode()
+    leave = rng.choice((None,None,'mid','body','sent'))
     r,w = await asyncio.open_connection('127.0.0.1', port)
     try:
         head = f'POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Request-Id: req-{i}\r\nContent-Length: {len(raw)}\r\nConnection: close\r\n\r\n'.encode()
-        if leave=='body': w.write(head+raw[:len(raw)//2]); await w.drain(); left[leave] += 1; return None
-        w.write(head+raw); await w.drain()
-        if leave=='sent': left[leave] += 1; return None
+        if leave=='body':
+            w.write(head+raw[:len(raw)//2])
+            await w.drain()
+            left[leave] += 1
+            return None
+        w.write(head+raw)
+        await w.drain()
+        if leave=='sent':
+            left[leave] += 1
+            return None
         got = b''
         while chunk := await asyncio.wait_for(r.read(rng.choice((1<<16,300))), WAIT):
             got += chunk
-            if leave=='mid' and len(got)>rng.randint(1, 3000): left[leave] += 1; return None
+            if leave=='mid' and len(got)>rng.randint(1, 3000):
+                left[leave] += 1
+                return None
         assert got.startswith(b'HTTP/1.1 '), got[:200]
         return int(got[9:12])
     finally:
-        if leave and rng.random()<.5: w.get_extra_info('socket').setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # a reset
+        if leave and rng.random()<.5:
+            w.get_extra_info('socket').setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # a reset
         w.close()
 
 async def crowd(port, n, seed, at_once=64):
     "`n` requests, so many at a time"
     rng,statuses,left,gate = random.Random(seed),Counter(),Counter(),asyncio.Semaphore(at_once)
     async def one(i):
-        async with gate: statuses[await client(port, f'{seed}-{i}', random.Random(f'{seed} {i}'), left)] += 1
+        async with gate:
+            statuses[await client(port, f'{seed}-{i}', random.Random(f'{seed} {i}'), left)] += 1
     await asyncio.gather(*(one(i) for i in range(n)))
     return statuses,left
 
@@ -92,8 +117,10 @@ def fds(): return len(os.listdir('/proc/self/fd'))
 def numbers(port):
     "The metrics"
     with socket.create_connection(('127.0.0.1', port)) as s:
-        s.sendall(b'GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n'); raw = b''
-        while c := s.recv(1<<16): raw += c
+        s.sendall(b'GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n')
+        raw = b''
+        while c := s.recv(1<<16):
+            raw += c
     return {(m.name,*sorted(m.labels.items())):m.value for f in families(raw.partition(b'\r\n\r\n')[2].decode()) for m in f.samples}
 
 def total(ms, name): return sum(v for k,v in ms.items() if k[0]==name)
@@ -107,8 +134,10 @@ def settled(models, loop):
 
 def test_a_thousand_mixed_requests():
     with gateway() as (models,port,lines,loop):
-        asyncio.run(crowd(port, 300, 0)); settled(models, loop)  # what is made once is made
-        gc.collect(); before,files,tasks = rss(),fds(),settled(models, loop)
+        asyncio.run(crowd(port, 300, 0))
+        settled(models, loop)  # what is made once is made
+        gc.collect()
+        before,files,tasks = rss(),fds(),settled(models, loop)
         was,log = numbers(port),len(lines.getvalue().splitlines())
         statuses,left = asyncio.run(crowd(port, 1000, 1))
         assert settled(models, loop)<=tasks+2
@@ -139,5 +168,6 @@ def test_what_an_unloaded_model_leaves():
     g = Guides(byte_tokenizer(), 256, [0])
     g.check(dict(kind='regex', pattern='a+'))
     left = weakref.ref(g)
-    del g; gc.collect()
+    del g
+    gc.collect()
     assert left() is None

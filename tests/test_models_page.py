@@ -9,7 +9,8 @@ from browser import browser  # noqa: E402
 from scripted import Speaker,running  # noqa: E402
 from test_page import RATIO  # noqa: E402
 from atlas.ground.core import RequestError  # noqa: E402
-from atlas.service.gateway import Models,Served  # noqa: E402
+from atlas.service.process import Served  # noqa: E402
+from atlas.service.models import Models  # noqa: E402
 from atlas.service.http import Keys,Rules  # noqa: E402
 from atlas.service.server import create_app  # noqa: E402
 from atlas.service.service import Upstream  # noqa: E402

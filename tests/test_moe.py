@@ -17,12 +17,17 @@ def floats(rng, *shape): return rng.standard_normal(shape, dtype='f4')
 @st.composite
 def routers(draw):
     "x [R,1] of ones and twos, w [E,1] in eighths, so that logits are exact and ties are common; and the other arguments of `route`"
-    E = draw(st.integers(1, 40)); k = draw(st.integers(1, E)); R = draw(st.integers(1, 5))
+    E = draw(st.integers(1, 40))
+    k = draw(st.integers(1, E))
+    R = draw(st.integers(1, 5))
     eighths = lambda n, lo, hi: np.array(draw(st.lists(st.integers(lo, hi), min_size=n, max_size=n)), 'f4')/8
     kw = dict(score=draw(st.sampled_from(['softmax','sigmoid','topk_softmax'])), renormalise=draw(st.booleans()), scaling=draw(st.sampled_from([1.,2.5])))
-    if draw(st.booleans()): kw['bias'] = eighths(E, -40, 40)
-    if kw['score']=='sigmoid' and draw(st.booleans()): kw['correction'] = eighths(E, -8, 8)
-    if draw(st.booleans()): kw['per_expert'] = eighths(E, 1, 16)
+    if draw(st.booleans()):
+        kw['bias'] = eighths(E, -40, 40)
+    if kw['score']=='sigmoid' and draw(st.booleans()):
+        kw['correction'] = eighths(E, -8, 8)
+    if draw(st.booleans()):
+        kw['per_expert'] = eighths(E, 1, 16)
     return eighths(R, 8, 16)[:,None],eighths(E, -80, 80)[:,None],k,kw
 
 def define(x, w, k, score='softmax', bias=None, correction=None, renormalise=True, scaling=1., per_expert=None):
@@ -30,10 +35,12 @@ def define(x, w, k, score='softmax', bias=None, correction=None, renormalise=Tru
     l = [float(x[0]*r[0])+(0 if bias is None else float(bias[e])) for e,r in enumerate(w)]
     s = [1/(1+math.exp(-v)) for v in l] if score=='sigmoid' else [math.exp(v-max(l)) for v in l]
     total = sum(s)
-    if score=='softmax': s = [v/total for v in s]
+    if score=='softmax':
+        s = [v/total for v in s]
     by = l if score=='topk_softmax' else [v+(0 if correction is None else float(correction[e])) for e,v in enumerate(s)]
     ids = sorted(range(len(w)), key=lambda e: (-by[e],e))[:k]
-    g = [s[e] for e in ids]; norm = sum(g) if renormalise or score=='topk_softmax' else 1
+    g = [s[e] for e in ids]
+    norm = sum(g) if renormalise or score=='topk_softmax' else 1
     return by,ids,[v/norm*scaling*(1 if per_expert is None else float(per_expert[e])) for e,v in zip(ids,g)]
 
 def check_route(route, x, w, k, kw):
@@ -45,9 +52,12 @@ def check_route(route, x, w, k, kw):
         # float32 may see a tie where float64 sees a hair's breadth, never more
         assert np.allclose([by[e] for e in i], [by[e] for e in ref], rtol=0, atol=3e-6), 'not the best'
         assert all(a<b for a,b in zip(i, i[1:]) if by[a]==by[b]), 'of equals, the lower id comes first'
-        worst = by[i[-1]]; assert all(e in i for e in range(i[-1]) if by[e]==worst), 'of equals, the lower id is picked'
-        if i==ref: np.testing.assert_allclose(gi, rg, rtol=1e-5, atol=1e-30)
-        if 'per_expert' not in kw and (kw['renormalise'] or kw['score']=='topk_softmax'): np.testing.assert_allclose(gi.sum(), kw['scaling'], rtol=1e-5)
+        worst = by[i[-1]]
+        assert all(e in i for e in range(i[-1]) if by[e]==worst), 'of equals, the lower id is picked'
+        if i==ref:
+            np.testing.assert_allclose(gi, rg, rtol=1e-5, atol=1e-30)
+        if 'per_expert' not in kw and (kw['renormalise'] or kw['score']=='topk_softmax'):
+            np.testing.assert_allclose(gi.sum(), kw['scaling'], rtol=1e-5)
 
 @few
 @given(routers())
@@ -58,13 +68,17 @@ def test_route_is_its_definition(case): check_route(route, *case)
 def test_experts_can_be_renumbered(case, random):
     "Experts in another order are picked all the same, with the same weights, unless equals are told apart by number"
     x,w,k,kw = case
-    p = list(range(len(w))); random.shuffle(p)
+    p = list(range(len(w)))
+    random.shuffle(p)
     moved = kw|{n:kw[n][p] for n in ('bias','correction','per_expert') if n in kw}
     (ids,g),(ids2,g2) = route(x, w, k, **kw),route(x, w[p], k, **moved)
     for row,i,j,a,b in zip(x, ids, np.array(p)[ids2], g, g2):
-        by = np.float32(define(row, w, k, **kw)[0]); by = np.sort(by)
-        if len(by)>1 and np.diff(by).min()<1e-6: continue
-        assert i.tolist()==j.tolist(); np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-30)
+        by = np.float32(define(row, w, k, **kw)[0])
+        by = np.sort(by)
+        if len(by)>1 and np.diff(by).min()<1e-6:
+            continue
+        assert i.tolist()==j.tolist()
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-30)
 
 @pytest.mark.parametrize('score', moe.SCORES)
 def test_logits_far_out(score):
@@ -72,14 +86,16 @@ def test_logits_far_out(score):
     for s in (0,1e-30,1,10,100,1e30):
         ids,g = route(np.ones((1,1),'f4'), np.float32([[-s],[s],[0],[2*s],[-2*s]]), 3, score)
         assert abs(g.sum()-1)<1e-5 and (g>=0).all()
-        if 1<=s<=10: assert ids.tolist()==[[3,1,2]]
+        if 1<=s<=10:
+            assert ids.tolist()==[[3,1,2]]
 
 # -- experts -------------------------------------------------------------------------------------------------------------
 
 class Net:
     "A router, its experts, and rows for them"
     def __init__(self, seed, E=9, k=3, H=20, I=12, R=2*TILE, act='silu', bias=False):
-        rng = np.random.default_rng(seed); n = I*(1+(act!='relu2'))
+        rng = np.random.default_rng(seed)
+        n = I*(1+(act!='relu2'))
         self.k,self.act,self.w,self.x = k,act,floats(rng, E, H),floats(rng, R, H)
         self.up,self.down = floats(rng, E, n, H),floats(rng, E, H, I)
         self.bu,self.bd = (floats(rng, E, n),floats(rng, E, H)) if bias else (None,None)
@@ -91,9 +107,11 @@ nets = st.builds(Net, st.integers(0, 2**32), E=st.integers(3, 40), k=st.integers
 
 def tiled(x, start=0, fill=7.):
     "Rows of a prompt, the first at `start`, in tiles; which of the places are real"
-    n = start%TILE+len(x); T = -(-n//TILE)
+    n = start%TILE+len(x)
+    T = -(-n//TILE)
     out,real = np.full((T*TILE,x.shape[1]), fill, 'f4'),np.zeros(T*TILE, bool)
-    real[start%TILE:n] = True; out[real] = x
+    real[start%TILE:n] = True
+    out[real] = x
     return out.reshape(T,TILE,-1),real.reshape(T,TILE)
 
 def check_company(experts, net):
@@ -102,13 +120,17 @@ def check_company(experts, net):
     for n in (1,2,9):
         p = net.rng.permutation(len(x))[:n]
         assert np.array_equal(net(experts, x[p]), y[p])
-    p = net.rng.permutation(len(x))[:7]; bad = x.copy(); bad[p] = np.nan; z = net(experts, bad)
+    p = net.rng.permutation(len(x))[:7]
+    bad = x.copy()
+    bad[p] = np.nan
+    z = net(experts, bad)
     assert np.array_equal(np.delete(z, p, 0), np.delete(y, p, 0)), 'a broken row spread'
     assert np.isnan(z[p]).all()
 
 def check_chunks(experts, net):
     "A prompt in tiles, cut anywhere: the routing of a row is its tile's, its experts are its own"
-    x,real = tiled(net.x); ids,g = route(x, net.w, net.k)
+    x,real = tiled(net.x)
+    ids,g = route(x, net.w, net.k)
     run = lambda x, ids, g, **kw: experts(x, ids, g, net.up, net.down, net.act, 1.5, net.bu, net.bd, **kw)
     whole = run(x, ids, g)
     for cut in (1, 63, 64, 70, 127):
@@ -117,16 +139,21 @@ def check_chunks(experts, net):
             ci,cg = np.zeros((*real.shape,net.k), np.int32),np.ones((*real.shape,net.k), 'f4')  # padding picks something too
             ci[real],cg[real] = i[a:b],gi[a:b]
             y = run(c, ci, cg, real=real)
-            assert np.array_equal(y[real], whole.reshape(len(net.x),-1)[a:b]); assert not y[~real].any(), 'padding was computed'
+            assert np.array_equal(y[real], whole.reshape(len(net.x),-1)[a:b])
+            assert not y[~real].any(), 'padding was computed'
 
 def check_sum(experts, net):
     "The weighted sum, in float64"
-    x = net.x[:8]; ids,g = route(x, net.w, net.k, 'sigmoid'); y = net(experts, x); b = lambda a, e: 0 if a is None else a[e]
+    x = net.x[:8]
+    ids,g = route(x, net.w, net.k, 'sigmoid')
+    y = net(experts, x)
+    b = lambda a, e: 0 if a is None else a[e]
     sig = lambda v: 1/(1+np.exp(-v))
     for r in range(len(x)):
         ref = 0
         for e,w in zip(ids[r], g[r].astype('f8')):
-            u = net.up[e].astype('f8')@x[r]+b(net.bu, e); a,c = np.split(u, 2) if net.act!='relu2' else (u,u)
+            u = net.up[e].astype('f8')@x[r]+b(net.bu, e)
+            a,c = np.split(u, 2) if net.act!='relu2' else (u,u)
             h = dict(silu=lambda: a*sig(a)*c, gelu_tanh=lambda: a/2*(1+np.tanh((2/np.pi)**.5*(a+.044715*a**3)))*c, relu2=lambda: np.maximum(u, 0)**2,
                 swiglu_oai=lambda: np.minimum(a, 1.5)*sig(1.702*np.minimum(a, 1.5))*(np.clip(c, -1.5, 1.5)+1))[net.act]()
             ref = ref+w*(net.down[e]@h+b(net.bd, e))
@@ -148,7 +175,11 @@ def test_weighted_sum(net): check_sum(experts, net)
 @given(nets, st.randoms(use_true_random=False))
 def test_renumbered(net, random):
     "Experts in another order make the same sum, but for its order of addition"
-    x = net.x[:6]; ids,g = route(x, net.w, net.k); p = list(range(len(net.w))); random.shuffle(p); back = np.argsort(p).astype(np.int32)
+    x = net.x[:6]
+    ids,g = route(x, net.w, net.k)
+    p = list(range(len(net.w)))
+    random.shuffle(p)
+    back = np.argsort(p).astype(np.int32)
     b = lambda a: None if a is None else a[p]
     y = experts(x, ids, g, net.up, net.down, net.act, 1.5, net.bu, net.bd)
     z = experts(x, back[ids], g, net.up[p], net.down[p], net.act, 1.5, b(net.bu), b(net.bd))
@@ -157,11 +188,16 @@ def test_renumbered(net, random):
 @pytest.mark.parametrize('value', [np.nan,np.inf,-np.inf])
 def test_broken_input(value):
     "One number that is not finite makes a row that is not finite, raises nothing, and leaves the other rows alone"
-    net = Net(3); y = net(experts, net.x); bad = net.x.copy(); bad[11,4] = value
+    net = Net(3)
+    y = net(experts, net.x)
+    bad = net.x.copy()
+    bad[11,4] = value
     with np.errstate(all='ignore'):
         z = net(experts, bad)
-        t,real = tiled(bad); zt = net(experts, t)
-    assert not np.isfinite(z[11]).any(); assert np.array_equal(np.delete(z, 11, 0), np.delete(y, 11, 0))
+        t,real = tiled(bad)
+        zt = net(experts, t)
+    assert not np.isfinite(z[11]).any()
+    assert np.array_equal(np.delete(z, 11, 0), np.delete(y, 11, 0))
     assert not np.isfinite(zt[real][11]).any() and np.isfinite(np.delete(zt[real], 11, 0)).all()
 
 class Counted:
@@ -172,27 +208,34 @@ class Counted:
 @pytest.mark.parametrize('fmt', [None,'BF16','FP8_BLOCK','MXFP4','NVFP4'])
 def test_each_expert_is_read_once(fmt):
     "However many rows use it, in rows and in tiles; packed experts give the bits of decoded ones"
-    net = Net(5, H=64, I=32, k=2, R=80); pack = lambda a: a if fmt is None else [QTensor.encode(e, fmt) for e in a]
+    net = Net(5, H=64, I=32, k=2, R=80)
+    pack = lambda a: a if fmt is None else [QTensor.encode(e, fmt) for e in a]
     up,down = Counted(pack(net.up)),Counted(pack(net.down))
     plain = lambda c: [e if fmt is None else e.decode() for e in c.q]
     for x in (net.x, tiled(net.x)[0]):
-        ids,g = route(x, net.w, 2); up.taken,down.taken = [],[]
+        ids,g = route(x, net.w, 2)
+        up.taken,down.taken = [],[]
         y = experts(x, ids, g, up, down)
         assert up.taken==down.taken==np.unique(ids).tolist()
         assert np.array_equal(y, experts(x, ids, g, plain(up), plain(down)))
 
 def test_nothing_to_do():
     net = Net(1)
-    for x in (net.x[:0], tiled(net.x)[0][:0]): assert net(experts, x).shape==x.shape
-    x,real = tiled(net.x); assert not net(experts, x, real=np.zeros_like(real)).any()
+    for x in (net.x[:0], tiled(net.x)[0][:0]):
+        assert net(experts, x).shape==x.shape
+    x,real = tiled(net.x)
+    assert not net(experts, x, real=np.zeros_like(real)).any()
     assert np.array_equal(net(experts, x, real=np.zeros_like(real), add=x), x)
 
 # -- the checks above can fail -------------------------------------------------------------------------------------------
 
 def broken(f, old, new):
     "`f` with a piece of its source exchanged"
-    src = inspect.getsource(f); assert src.count(old)==1, (old,src.count(old))
-    ns = dict(vars(moe)); exec(src.replace(old, new), ns); return ns[f.__name__]
+    src = inspect.getsource(f)
+    assert src.count(old)==1, (old,src.count(old))
+    ns = dict(vars(moe))
+    exec(src.replace(old, new), ns)
+    return ns[f.__name__]
 
 def some(check, g):
     @settings(max_examples=200, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False)
@@ -207,7 +250,8 @@ def some(check, g):
     ("/= g.sum(-1, keepdims=True)+1e-20", "/= s.sum(-1, keepdims=True)"),
     ("elif renormalise:", "else:"), ("if scaling!=1", "if False"), ("if per_expert is not None", "if False"), ("linear(x, w, bias)", "linear(x, w)")])
 def test_faults_in_routing_are_seen(old, new):
-    with pytest.raises(AssertionError): some(check_route, broken(route, old, new))()
+    with pytest.raises(AssertionError):
+        some(check_route, broken(route, old, new))()
 
 FAULTS = [(check_company, "linear(h, down[e], of(down_bias, e))", "(h@down[e].T+(0 if down_bias is None else down_bias[e]))"), # shapes that depend on company
     (check_company, "y[r] +=", "y[r] += 1e-7*rows[r].sum()+"),   # a sum over company
@@ -218,4 +262,5 @@ FAULTS = [(check_company, "linear(h, down[e], of(down_bias, e))", "(h@down[e].T+
 @pytest.mark.parametrize('check,old,new', FAULTS)
 def test_faults_in_experts_are_seen(check, old, new):
     bad = broken(experts, old, new)
-    with pytest.raises(AssertionError): [check(bad, Net(i, act=a, bias=True, E=4, H=64, I=48, R=2*TILE if check!=check_sum else 8)) for i in range(3) for a in ('silu','swiglu_oai')]
+    with pytest.raises(AssertionError):
+        [check(bad, Net(i, act=a, bias=True, E=4, H=64, I=48, R=2*TILE if check!=check_sum else 8)) for i in range(3) for a in ('silu','swiglu_oai')]

@@ -2,7 +2,8 @@
 import pytest
 from starlette.testclient import TestClient
 from atlas.ground.options import EngineConfig
-from atlas.service.gateway import Model,Models,Served
+from atlas.service.process import Model,Served
+from atlas.service.models import Models
 from atlas.service.http import Keys,Rules
 from atlas.service.server import create_app
 from atlas.service.service import Upstream
@@ -28,7 +29,8 @@ def two(**kw):
 @pytest.fixture
 def pool():
     r,models = two()
-    with TestClient(create_app(models), base_url='http://localhost', **QUIET) as c: yield r,models,c
+    with TestClient(create_app(models), base_url='http://localhost', **QUIET) as c:
+        yield r,models,c
 
 def test_running(pool):
     _,_,c = pool
@@ -61,9 +63,11 @@ def test_a_page_unloads_nothing(pool):
     "A picture on anybody's page is a GET; and reading the headers alone unloads nothing either"
     _,models,c = pool
     for site in ('cross-site','same-site'):
-        for path in ('/unload','/unload/fake'): assert c.get(path, headers={'sec-fetch-site':site}).status_code==403
+        for path in ('/unload','/unload/fake'):
+            assert c.get(path, headers={'sec-fetch-site':site}).status_code==403
         assert c.post('/api/models/unload', headers={'sec-fetch-site':site}).status_code==403
-    for path in ('/unload','/unload/fake'): assert c.head(path).status_code==405
+    for path in ('/unload','/unload/fake'):
+        assert c.head(path).status_code==405
     assert not models.gone
     assert c.get('/unload', headers={'sec-fetch-site':'same-origin'}).status_code==200
 

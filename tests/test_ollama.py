@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 import httpx,pytest
+import numpy as np
 from hypothesis import HealthCheck,given,settings,strategies as st
 from PIL import Image
 from starlette.testclient import TestClient
@@ -12,6 +13,7 @@ from atlas.service.gateway import DOORS
 from atlas.service.http import Bounds,Keys,Rules
 from atlas.text.chat import ChatTemplate
 from atlas.text.images import ImageSpec
+from helpers.waiting import until
 from test_http import live
 from test_server import FakeRunner,places,template,tok,values
 
@@ -283,7 +285,8 @@ def test_show_of_a_model_that_is_not_loaded():
     "Its text side is read, and is there for whoever loads it; one that cannot be read is tried anew"
     from atlas.ground.core import SourceError
     from atlas.ground.options import EngineConfig
-    from atlas.service.gateway import Model,Models
+    from atlas.service.process import Model
+    from atlas.service.models import Models
     from atlas.service.server import create_app
     read = []
     def text(config):
@@ -360,7 +363,8 @@ def test_what_is_not_offered():
 
 def test_keep_alive():
     "It counts from the end of the answer, of whoever may say so"
-    from atlas.service.gateway import Models,Served
+    from atlas.service.process import Served
+    from atlas.service.models import Models
     from atlas.service.server import create_app
     from atlas.service.service import Upstream
     r = FakeRunner('ok')
@@ -384,6 +388,56 @@ def test_keep_alive():
         assert Kept.said==[(300.,n-1)] and c.post(path, json=dict(messages=HELLO, prompt='a', keep_alive='x')).status_code==400
     for bad in ('soon',True,[],{}):
         assert refused(c.post('/api/chat', json=dict(messages=HELLO, keep_alive=bad)))
+
+BODIES = { # A path, and a question there that needs no more
+    '/api/chat': dict(messages=HELLO, stream=False),
+    '/api/generate': dict(prompt='a', stream=False),
+    '/api/embed': dict(input='a'),
+    '/api/embeddings': dict(prompt='a'),
+    '/v1/chat/completions': dict(messages=HELLO),
+    '/v1/completions': dict(prompt='a'),
+    '/v1/responses': dict(input='a'),
+    '/v1/messages': dict(messages=HELLO, max_tokens=4),
+    '/v1/embeddings': dict(input='a')}
+
+@pytest.fixture
+def keeps():
+    "A client, and what the one model was told of how long it stays"
+    from atlas.service.process import Served
+    from atlas.service.models import Models
+    from atlas.service.server import create_app
+    from atlas.service.service import Upstream
+    class Embeds(FakeRunner):
+        async def call(self, op, **kw): return np.ones(4, np.float32)
+    r,said = Embeds('ok'),[]
+    class Kept(Served):
+        def keep(self, seconds): said.append(seconds)
+    m = Kept(['fake'], Upstream('fake', ['fake'], r.info, tok, template, runner=r))
+    return TestClient(create_app(Models([m]), doors=DOORS), **quiet),said
+
+@pytest.mark.parametrize('path', BODIES)
+def test_keep_alive_at_every_door(keeps, path):
+    "It means the same wherever it is said; what is no time is refused by its name, and nothing is kept"
+    c,said = keeps
+    for v,want in (('5m',300.), (300,300.), (0,0.), (-1,-1.)):
+        said.clear()
+        r = c.post(path, json=BODIES[path]|dict(keep_alive=v))
+        assert r.status_code==200, r.text
+        assert said==[want] and 'x-atlas-ignored' not in r.headers
+    said.clear()
+    for bad in ('soon', True, []):
+        r = c.post(path, json=BODIES[path]|dict(keep_alive=bad))
+        assert r.status_code==400 and 'keep_alive' in r.text
+    assert c.post(path, json=BODIES[path]).status_code==200
+    assert said==[]
+
+def test_keep_alive_of_a_response_in_the_background(keeps):
+    "It counts from the end of the answer, which nobody waits for"
+    c,said = keeps
+    with c:
+        id = c.post('/v1/responses', json=dict(input='a', background=True, keep_alive='1h')).json()['id']
+        while c.get(f'/v1/responses/{id}').json()['status'] in ('queued','in_progress'): pass
+        until(lambda: said==[3600.])
 
 def test_keep_alive_of_a_user(guarded):
     auth = dict(authorization='Bearer sesame')

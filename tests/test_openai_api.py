@@ -24,37 +24,67 @@ from helpers.waiting import until
 ONCE = httpx.Limits(max_keepalive_connections=0)
 web = httpx.Client(timeout=WAIT, limits=ONCE)
 
-THINKING = ChatTemplate('{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments|tojson }}{% endfor %}\n{% endfor %}'
-    '{% if tools %}tools: {{ tools|map(attribute="function")|map(attribute="name")|join(",") }}\n{% endif %}{{ reasoning_effort }}>{% if enable_thinking is false %}<think></think>{% endif %}')
-WEATHER = dict(type='function', function=dict(name='weather', description='Of a city', parameters=dict(type='object', properties=dict(city=dict(type='string')), required=['city'])))
-SUM = dict(type='function', function=dict(name='sum', parameters=dict(type='object', properties=dict(a=dict(type='integer'), b=dict(type='integer')))))
+THINKING = ChatTemplate(
+    '{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content '
+    '}}){% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ '
+    'c.function.arguments|tojson }}{% endfor %}\n{% endfor %}'
+    '{% if tools %}tools: {{ tools|map(attribute="function")|map(attribute="name")|join(",") '
+    '}}\n{% endif %}{{ reasoning_effort }}>{% if enable_thinking is false %}<think></think>{% '
+    'endif %}')
+WEATHER = dict(
+    type='function',
+    function=dict(
+        name='weather', description='Of a city',
+        parameters=dict(
+            type='object',
+            properties=dict(city=dict(type='string')),
+            required=['city'])))
+SUM = dict(
+    type='function',
+    function=dict(
+        name='sum',
+        parameters=dict(
+            type='object',
+            properties=dict(a=dict(type='integer'), b=dict(type='integer')))))
 CALL = '<think>Look it up.</think>I will look.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n<tool_call>\n{"name": "sum", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 class Guides:
     "Notes what it was asked; refuses one schema"
-    def __init__(self): self.seen = []
+    def __init__(self):
+        self.seen = []
     def check(self, spec):
         self.seen.append(spec)
-        if 'bomb' in json.dumps(spec): raise RequestError('The schema is too large', param='response_format')
+        if 'bomb' in json.dumps(spec):
+            raise RequestError('The schema is too large', param='response_format')
         return ['pattern was left out'] if 'odd' in json.dumps(spec) else []
 
 class Speaker(FakeRunner):
     "A fake runner that can score and embed"
     async def call(self, op, ids, **kw):
-        if op=='embed': return [3.,4.,0.] if kw['pooling']=='last' else [0.,0.,1.]
-        return [(-1.-k, [(i,-1.-k),(65,-5.)][:kw['k']]) for k,i in enumerate(ids[1:])]
+        if op=='embed':
+            return [3.,4.,0.] if kw['pooling']=='last' else [0.,0.,1.]
+        return [
+            (-1.-k,
+             [(i,-1.-k),(65,-5.)][:kw['k']])
+            for k,i in enumerate(ids[1:])]
 
 @contextmanager
 def speaking(text, **kw):
     "A server whose model says `text`; (client, runner, guides, port)"
     r,g = Speaker(text),Guides()
-    with live(r, **(dict(parsers=('hermes','qwen3'), guides=g, template=THINKING)|kw)) as port: yield client_of(port),r,g,port
+    with live(
+        r,
+        **(dict(parsers=('hermes','qwen3'), guides=g, template=THINKING)|kw)
+    ) as port:
+        yield client_of(port),r,g,port
 
 @pytest.fixture(scope='module')
 def calling():
-    with speaking(CALL) as s: yield s
+    with speaking(CALL) as s:
+        yield s
 
-def ask(c, **kw): return c.chat.completions.create(**(dict(model='fake', messages=HELLO)|kw))
+def ask(c, **kw):
+    return c.chat.completions.create(**(dict(model='fake', messages=HELLO)|kw))
 
 # ---- Tools and reasoning ----
 
@@ -62,64 +92,133 @@ def test_tool_calls(calling):
     c,r,g,_ = calling
     a = ask(c, tools=[WEATHER,SUM])
     m = a.choices[0].message
-    assert [(t.function.name, json.loads(t.function.arguments)) for t in m.tool_calls]==[('weather',dict(city='Paris')),('sum',dict(a=1, b=2))]
-    assert a.choices[0].finish_reason=='tool_calls' and m.content.strip()=='I will look.' and m.reasoning==m.reasoning_content=='Look it up.'
-    assert len({t.id for t in m.tool_calls})==2 and all(re.fullmatch('call_[0-9a-f]{24}', t.id) for t in m.tool_calls)
-    assert a.usage.completion_tokens_details.reasoning_tokens==len('<think>Look it up.</think>')-1 and a.usage.prompt_tokens_details.cached_tokens==0
-    assert g.seen==[] and 'tools: weather,sum' in tok.decode(r.seen[-1].prompt)  # auto: nothing is enforced
+    assert [
+        (t.function.name, json.loads(t.function.arguments))
+        for t in m.tool_calls
+    ]==[
+        ('weather',dict(city='Paris')),
+        ('sum',dict(a=1, b=2))]
+    assert a.choices[0].finish_reason=='tool_calls'
+    assert m.content.strip()=='I will look.'
+    assert m.reasoning==m.reasoning_content=='Look it up.'
+    assert len({t.id for t in m.tool_calls})==2
+    assert all(re.fullmatch('call_[0-9a-f]{24}', t.id) for t in m.tool_calls)
+    assert a.usage.completion_tokens_details.reasoning_tokens==len('<think>Look it up.</think>')-1
+    assert a.usage.prompt_tokens_details.cached_tokens==0
+    # auto: nothing is enforced
+    assert g.seen==[]
+    assert 'tools: weather,sum' in tok.decode(r.seen[-1].prompt)
 
 def test_tool_calls_streamed(calling):
     c,_,_,_ = calling
-    calls,reasoning,content,finish = {},'','',[]
+    calls = {}
+    reasoning = ''
+    content = ''
+    finish = []
     for x in ask(c, tools=[WEATHER,SUM], stream=True):
         d = x.choices[0].delta
-        reasoning += getattr(d, 'reasoning_content', None) or ''; content += d.content or ''
+        reasoning += getattr(d, 'reasoning_content', None) or ''
+        content += d.content or ''
         finish += [x.choices[0].finish_reason] if x.choices[0].finish_reason else []
         for t in d.tool_calls or []:
             k = calls.setdefault(t.index, ['', '', ''])
-            k[0] += t.id or ''; k[1] += t.function.name or ''; k[2] += t.function.arguments or ''
-    assert [(n, json.loads(a)) for _,n,a in calls.values()]==[('weather',dict(city='Paris')),('sum',dict(a=1, b=2))]
+            k[0] += t.id or ''
+            k[1] += t.function.name or ''
+            k[2] += t.function.arguments or ''
+    assert [(n, json.loads(a)) for _,n,a in calls.values()]==[
+        ('weather',dict(city='Paris')),
+        ('sum',dict(a=1, b=2))]
     assert (reasoning, content.strip(), finish)==('Look it up.', 'I will look.', ['tool_calls'])
-    with c.chat.completions.stream(model='fake', messages=HELLO, tools=[WEATHER,SUM]) as s: m = s.get_final_completion().choices[0].message
+    with c.chat.completions.stream(
+        model='fake', messages=HELLO, tools=[WEATHER,SUM]
+    ) as s:
+        m = s.get_final_completion().choices[0].message
     assert m.tool_calls[1].function.arguments=='{"a": 1, "b": 2}'
 
-@pytest.mark.parametrize('choice,spec', [('required',dict(choice='required', names=['weather','sum'], parallel=True)), (dict(type='function', function=dict(name='sum')),dict(choice='required', names=['sum'], parallel=False))])
+@pytest.mark.parametrize(
+    'choice,spec',
+    [('required',dict(choice='required', names=['weather','sum'], parallel=True)),
+     (dict(type='function', function=dict(name='sum')),
+      dict(choice='required', names=['sum'], parallel=False))])
 def test_tool_choice(calling, choice, spec):
     c,r,g,_ = calling
     ask(c, tools=[WEATHER,SUM], tool_choice=choice)
     s = r.seen[-1].guide
-    assert g.seen[-1]==s and (s['kind'],s['parser'],s['after'])==('tools','hermes','</think>')
-    assert s['strict'] is False and (s['choice'],[t['name'] for t in s['tools']],s['parallel'])==(spec['choice'],spec['names'],spec['parallel'])
+    assert g.seen[-1]==s
+    assert (s['kind'],s['parser'],s['after'])==('tools','hermes','</think>')
+    assert s['strict'] is False
+    assert (
+        s['choice'],
+        [t['name'] for t in s['tools']],
+        s['parallel']
+    )==(spec['choice'],spec['names'],spec['parallel'])
 
 def test_tool_choice_none_and_strict(calling):
     c,r,g,_ = calling
     a = ask(c, tools=[WEATHER], tool_choice='none')
-    assert a.choices[0].message.tool_calls is None and '<tool_call>' in a.choices[0].message.content and 'tools:' not in tok.decode(r.seen[-1].prompt) and r.seen[-1].guide is None
-    ask(c, tools=[dict(type='function', function=SUM['function']|dict(strict=True))], parallel_tool_calls=False)
-    assert (r.seen[-1].guide['choice'],r.seen[-1].guide['parallel'],r.seen[-1].guide['strict'])==('auto',False,True)
+    assert a.choices[0].message.tool_calls is None
+    assert '<tool_call>' in a.choices[0].message.content
+    assert 'tools:' not in tok.decode(r.seen[-1].prompt)
+    assert r.seen[-1].guide is None
+    ask(
+        c,
+        tools=[
+            dict(type='function', function=SUM['function']|dict(strict=True))],
+        parallel_tool_calls=False)
+    assert (
+        r.seen[-1].guide['choice'],
+        r.seen[-1].guide['parallel'],
+        r.seen[-1].guide['strict']
+    )==('auto',False,True)
     for bad in 'some',dict(type='function', function=dict(name='other')):
-        with pytest.raises(openai.BadRequestError) as e: ask(c, tools=[SUM], tool_choice=bad)
+        with pytest.raises(openai.BadRequestError) as e:
+            ask(c, tools=[SUM], tool_choice=bad)
         assert e.value.param=='tool_choice'
 
 def test_the_second_turn(calling):
     c,r,_,_ = calling
     call = dict(id='call_1', type='function', function=dict(name='sum', arguments='{"a": 1}'))
-    ask(c, messages=[dict(role='developer', content='Be brief'), *HELLO, dict(role='assistant', content=None, tool_calls=[call], reasoning_content='Add'), dict(role='tool', tool_call_id='call_1', content='1'), dict(role='system', content='Be kind')], tools=[SUM])
-    assert tok.decode(r.seen[-1].prompt).startswith('[system]Be brief\n\nBe kind[user]Say something[assistant](Add)sum{"a": 1}[tool]1tools: sum')
+    ask(
+        c,
+        messages=[
+            dict(role='developer', content='Be brief'), *HELLO,
+            dict(role='assistant', content=None, tool_calls=[call], reasoning_content='Add'),
+            dict(role='tool', tool_call_id='call_1', content='1'),
+            dict(role='system', content='Be kind')],
+        tools=[SUM])
+    assert tok.decode(r.seen[-1].prompt).startswith(
+        '[system]Be brief\n\nBe kind[user]Say something[assistant](Add)sum{"a": '
+        '1}[tool]1tools: sum')
 
 def test_hosted_tools_are_left_out_with_a_warning(calling):
     c,_,_,_ = calling
-    a = c.chat.completions.with_raw_response.create(model='fake', messages=HELLO, tools=[dict(type='web_search'),WEATHER], extra_body=dict(chat_template_kwargs=dict(zebra=1)))
-    assert 'web_search' in a.headers.get_list('x-atlas-warning')[0] and 'zebra' in a.headers.get_list('x-atlas-warning')[1] and a.parse().choices[0].message.tool_calls
+    a = c.chat.completions.with_raw_response.create(
+        model='fake', messages=HELLO,
+        tools=[dict(type='web_search'),WEATHER],
+        extra_body=dict(chat_template_kwargs=dict(zebra=1)))
+    assert 'web_search' in a.headers.get_list('x-atlas-warning')[0]
+    assert 'zebra' in a.headers.get_list('x-atlas-warning')[1]
+    assert a.parse().choices[0].message.tool_calls
 
 def test_thinking(calling):
     c,r,_,_ = calling
-    for kw in dict(enable_thinking=False),dict(chat_template_kwargs=dict(enable_thinking=False)),dict(thinking=dict(type='disabled')),dict(thinking_token_budget=0):
+    for kw in (
+            dict(enable_thinking=False),
+            dict(chat_template_kwargs=dict(enable_thinking=False)),
+            dict(thinking=dict(type='disabled')),
+            dict(thinking_token_budget=0)
+    ):
         a = ask(c, extra_body=kw)
-        assert tok.decode(r.seen[-1].prompt).endswith('<think></think>') and a.choices[0].message.content.startswith('<think>Look') and r.seen[-1].guide is None
+        assert tok.decode(r.seen[-1].prompt).endswith('<think></think>')
+        assert a.choices[0].message.content.startswith('<think>Look')
+        assert r.seen[-1].guide is None
     ask(c, reasoning_effort='high', extra_body=dict(thinking_budget=7))
-    assert tok.decode(r.seen[-1].prompt).endswith('high>') and r.seen[-1].guide|dict(kind='free', after='</think>', budget=7)==r.seen[-1].guide
-    with pytest.raises(openai.BadRequestError) as e: ask(c, extra_body=dict(chat_template_kwargs=dict(tokenize=True)))
+    assert tok.decode(r.seen[-1].prompt).endswith('high>')
+    assert r.seen[-1].guide|dict(
+        kind='free', after='</think>', budget=7
+    )==r.seen[-1].guide
+    with pytest.raises(openai.BadRequestError) as e:
+        ask(c, extra_body=dict(chat_template_kwargs=dict(tokenize=True)))
     assert e.value.param=='chat_template_kwargs'
 
 @pytest.mark.parametrize('stream', [False,True])
@@ -128,47 +227,99 @@ def test_one_call_at_most(calling, stream):
     kw = dict(tools=[WEATHER,SUM], parallel_tool_calls=False)
     if stream:
         xs = [x.choices[0] for x in ask(c, stream=True, **kw)]
-        names,finish = [t.function.name for x in xs for t in x.delta.tool_calls or [] if t.id],xs[-1].finish_reason
-        with c.responses.stream(model='fake', input='x', tools=[dict(type='function', **WEATHER['function']), dict(type='function', **SUM['function'])], parallel_tool_calls=False) as s: r = s.until_done().get_final_response()
+        names = [
+            t.function.name for x in xs
+            for t in x.delta.tool_calls or [] if t.id]
+        finish = xs[-1].finish_reason
+        with c.responses.stream(
+            model='fake', input='x',
+            tools=[
+                dict(type='function', **WEATHER['function']),
+                dict(type='function', **SUM['function'])],
+            parallel_tool_calls=False
+        ) as s:
+            r = s.until_done().get_final_response()
     else:
         x = ask(c, **kw).choices[0]
         names,finish = [t.function.name for t in x.message.tool_calls],x.finish_reason
-        r = c.responses.create(model='fake', input='x', tools=[dict(type='function', **WEATHER['function'])], parallel_tool_calls=False)
-    assert (names,finish)==(['weather'],'tool_calls') and [o.name for o in r.output if o.type=='function_call']==['weather']
+        r = c.responses.create(
+            model='fake', input='x',
+            tools=[dict(type='function', **WEATHER['function'])],
+            parallel_tool_calls=False)
+    assert (names,finish)==(['weather'],'tool_calls')
+    assert [o.name for o in r.output if o.type=='function_call']==['weather']
 
 @pytest.mark.parametrize('choice', ['required', dict(type='web_search')])
 def test_a_choice_of_what_was_left_out_is_text(calling, choice):
     c,r,_,_ = calling
-    a = c.chat.completions.with_raw_response.create(model='fake', messages=HELLO, tools=[dict(type='web_search')], tool_choice=choice)
-    assert 'web_search' in a.headers['x-atlas-warning'] and a.parse().choices[0].message.content.startswith('I will look.') and r.seen[-1].guide is None
+    a = c.chat.completions.with_raw_response.create(
+        model='fake', messages=HELLO,
+        tools=[dict(type='web_search')], tool_choice=choice)
+    assert 'web_search' in a.headers['x-atlas-warning']
+    assert a.parse().choices[0].message.content.startswith('I will look.')
+    assert r.seen[-1].guide is None
 
 def test_parts_of_messages(calling):
     c,r,_,_ = calling
-    talk = [dict(role='user', content=['a', dict(type='input_text', text='b')]), dict(role='assistant', content=[dict(type='refusal', refusal='c'), dict(type='output_text', text='d')]),
-        dict(role='assistant', function_call=dict(name='sum', arguments='{}')), dict(role='function', name='sum', content='3')]
+    talk = [
+        dict(
+            role='user',
+            content=['a', dict(type='input_text', text='b')]),
+        dict(
+            role='assistant',
+            content=[
+                dict(type='refusal', refusal='c'),
+                dict(type='output_text', text='d')]),
+        dict(role='assistant', function_call=dict(name='sum', arguments='{}')),
+        dict(role='function', name='sum', content='3')]
     ask(c, messages=talk)
-    assert tok.decode(r.seen[-1].prompt).startswith('[user]a\nb[assistant]c\nd[assistant]sum{}[tool]3')
+    assert tok.decode(r.seen[-1].prompt).startswith(
+        '[user]a\nb[assistant]c\nd[assistant]sum{}[tool]3')
 
 def test_reasoning_that_is_not_told(calling):
     c,_,_,_ = calling
     for kw in dict(include_reasoning=False),dict(reasoning=dict(exclude=True)):
-        a = ask(c, logprobs=True, extra_body=kw); m = a.choices[0].message
-        assert not hasattr(m, 'reasoning') and not hasattr(m, 'reasoning_content') and m.content.startswith('I will look.') and 'Look it up' not in a.to_json() and a.usage.completion_tokens_details.reasoning_tokens>9
+        a = ask(c, logprobs=True, extra_body=kw)
+        m = a.choices[0].message
+        assert not hasattr(m, 'reasoning')
+        assert not hasattr(m, 'reasoning_content')
+        assert m.content.startswith('I will look.')
+        assert 'Look it up' not in a.to_json()
+        assert a.usage.completion_tokens_details.reasoning_tokens>9
         xs = list(ask(c, logprobs=True, stream=True, extra_body=kw))
-        assert ''.join(x.choices[0].delta.content or '' for x in xs)==m.content and not any(getattr(x.choices[0].delta, 'reasoning', None) for x in xs)
-        assert 'Look' not in ''.join(t.token for x in xs if x.choices[0].logprobs for t in x.choices[0].logprobs.content)
+        assert ''.join(x.choices[0].delta.content or '' for x in xs)==m.content
+        assert not any(getattr(x.choices[0].delta, 'reasoning', None) for x in xs)
+        assert 'Look' not in ''.join(
+            t.token for x in xs if x.choices[0].logprobs
+            for t in x.choices[0].logprobs.content)
 
-@pytest.mark.parametrize('kw,param', [(dict(stream_options=dict(include_usage=True)),'stream_options'), (dict(top_logprobs=21, logprobs=True),'top_logprobs'), (dict(top_logprobs=-1, logprobs=True),'top_logprobs'), (dict(top_logprobs=1),'top_logprobs'),
-    (dict(stream=True, prompt_logprobs=1),'prompt_logprobs'), (dict(chat_template='{{ 1 }}'),'chat_template'), (dict(modalities=['audio']),'modalities'), (dict(max_completion_tokens=0),'max_completion_tokens')])
+@pytest.mark.parametrize(
+    'kw,param',
+    [(dict(stream_options=dict(include_usage=True)),'stream_options'),
+     (dict(top_logprobs=21, logprobs=True),'top_logprobs'),
+     (dict(top_logprobs=-1, logprobs=True),'top_logprobs'),
+     (dict(top_logprobs=1),'top_logprobs'),
+     (dict(stream=True, prompt_logprobs=1),'prompt_logprobs'),
+     (dict(chat_template='{{ 1 }}'),'chat_template'),
+     (dict(modalities=['audio']),'modalities'),
+     (dict(max_completion_tokens=0),'max_completion_tokens')])
 def test_promises_that_would_be_broken(calling, kw, param):
-    with pytest.raises(openai.APIStatusError) as e: ask(calling[0], extra_body=kw)
+    with pytest.raises(openai.APIStatusError) as e:
+        ask(calling[0], extra_body=kw)
     assert (e.value.status_code, e.value.param)==(501 if param=='modalities' else 400, param)
 
 def test_fields_without_effect_are_named(calling):
     c,_,_,_ = calling
-    a = c.chat.completions.with_raw_response.create(model='fake', messages=HELLO, functions=[dict(name='f', parameters={})], store=True, metadata=dict(a='b'), user='u', service_tier='auto',
-        prediction=dict(type='content', content='x'), verbosity='low', modalities=['text'], extra_body=dict(bad_words=['x'], unheard_of=1))
-    assert a.headers.get_list('x-atlas-warning')==['bad_words, functions left out: not offered here']
+    a = c.chat.completions.with_raw_response.create(
+        model='fake', messages=HELLO,
+        functions=[dict(name='f', parameters={})],
+        store=True, metadata=dict(a='b'),
+        user='u', service_tier='auto',
+        prediction=dict(type='content', content='x'),
+        verbosity='low', modalities=['text'],
+        extra_body=dict(bad_words=['x'], unheard_of=1))
+    assert a.headers.get_list('x-atlas-warning')==[
+        'bad_words, functions left out: not offered here']
     assert a.headers.get_list('x-atlas-ignored')==['bad_words, functions, unheard_of']
 
 def told(path, port, **kw):
@@ -208,7 +359,8 @@ def test_ignored_fields_are_told_once(calling, log):
     port = calling[3]
     strange = {'foo':1, 'bar\r\nx-evil: 1':2, 'quiet':None}
     for path,kw in EVERY_API:
-        for _ in range(2): assert told(path, port, **kw, **strange)=='bar??x-evil??1, foo'
+        for _ in range(2):
+            assert told(path, port, **kw, **strange)=='bar??x-evil??1, foo'
         usual = dict(metadata={}, user='u', service_tier='auto')
         assert told(path, port, **kw, **usual) is None
     line = 'Ignored fields of requests: %s','bar??x-evil??1, foo'
@@ -224,16 +376,24 @@ def test_a_stranger_cannot_fill_log_or_memory_with_inventions(calling, log):
 ALL_USAGE = dict(include_usage=True, every=3, include_obfuscation=True)
 ODD = dict(type='text', odd=1)
 OPTIONS = [
-    ('/v1/chat/completions', dict(messages=HELLO, stream=True, stream_options=ALL_USAGE),
-        'stream_options.every'),
-    ('/v1/chat/completions', dict(messages=HELLO, thinking=dict(type='disabled', depth=1), zeal=1),
-        'thinking.depth, zeal'),
-    ('/v1/messages', dict(messages=HELLO, max_tokens=4, output_config=dict(effort='low', tone='x')),
-        'output_config.tone'),
-    ('/v1/responses', SHORT|dict(input='a', text=dict(verbosity='low', format=ODD)),
-        'text.format.odd'),
-    ('/v1/responses', SHORT|dict(input='a', reasoning=dict(effort='low', tokens=9)),
-        'reasoning.tokens')]
+    ('/v1/chat/completions',
+     dict(messages=HELLO, stream=True, stream_options=ALL_USAGE), 'stream_options.every'),
+    ('/v1/chat/completions',
+     dict(
+         messages=HELLO,
+         thinking=dict(type='disabled', depth=1), zeal=1),
+     'thinking.depth, zeal'),
+    ('/v1/messages',
+     dict(
+         messages=HELLO, max_tokens=4,
+         output_config=dict(effort='low', tone='x')),
+     'output_config.tone'),
+    ('/v1/responses',
+     SHORT|dict(input='a', text=dict(verbosity='low', format=ODD)),
+     'text.format.odd'),
+    ('/v1/responses',
+     SHORT|dict(input='a', reasoning=dict(effort='low', tokens=9)),
+     'reasoning.tokens')]
 
 @pytest.mark.parametrize('path,kw,named', OPTIONS)
 def test_ignored_fields_of_options_are_named(calling, path, kw, named):
@@ -275,21 +435,46 @@ class City(BaseModel):
 def test_formats():
     with speaking('{"name": "Paris", "people": 2}', parsers=(None,None)) as (c,r,g,_):
         m = c.chat.completions.parse(model='fake', messages=HELLO, response_format=City)
-        assert m.choices[0].message.parsed==City(name='Paris', people=2) and r.seen[-1].guide['schema']['required']==['name','people']
-        for kw,want in (dict(response_format=dict(type='json_object')),dict(kind='json_object')), (dict(extra_body=dict(structured_outputs=dict(regex='a+'))),dict(kind='regex', pattern='a+')), \
-                (dict(extra_body=dict(guided_choice=['a','b'])),dict(kind='choice', choices=['a','b'])), (dict(extra_body=dict(structured_outputs=dict(grammar='start: "a"'))),dict(kind='lark', grammar='start: "a"')):
+        assert m.choices[0].message.parsed==City(name='Paris', people=2)
+        assert r.seen[-1].guide['schema']['required']==['name','people']
+        for kw,want in (
+                (dict(response_format=dict(type='json_object')),dict(kind='json_object')),
+                (dict(extra_body=dict(structured_outputs=dict(regex='a+'))),
+                 dict(kind='regex', pattern='a+')),
+                (dict(extra_body=dict(guided_choice=['a','b'])),
+                 dict(kind='choice', choices=['a','b'])),
+                (dict(extra_body=dict(structured_outputs=dict(grammar='start: "a"'))),
+                 dict(kind='lark', grammar='start: "a"'))
+        ):
             ask(c, **kw)
             assert r.seen[-1].guide==want
-        c.completions.create(model='fake', prompt='a', extra_body=dict(guided_regex='b'), n=2)
-        assert [x.guide for x in r.seen[-2:]]==[dict(kind='regex', pattern='b')]*2
-        a = c.chat.completions.with_raw_response.create(model='fake', messages=HELLO, response_format=dict(type='json_schema', json_schema=dict(name='x', schema=dict(odd=1))))
+        c.completions.create(
+            model='fake', prompt='a',
+            extra_body=dict(guided_regex='b'), n=2)
+        assert [x.guide for x in r.seen[-2:]]==[
+            dict(kind='regex', pattern='b')]*2
+        a = c.chat.completions.with_raw_response.create(
+            model='fake', messages=HELLO,
+            response_format=dict(
+                type='json_schema',
+                json_schema=dict(name='x', schema=dict(odd=1))))
         assert a.headers['x-atlas-warning']=='pattern was left out'
         n = len(r.seen)
-        for bad,param in (dict(type='json_schema', json_schema=dict(name='x', schema=dict(bomb=1))),'response_format'), (dict(type='xml'),'response_format'):
-            with pytest.raises(openai.BadRequestError) as e: ask(c, response_format=bad)
+        for bad,param in (
+                (dict(
+                     type='json_schema',
+                     json_schema=dict(name='x', schema=dict(bomb=1))),
+                 'response_format'),
+                (dict(type='xml'),'response_format')
+        ):
+            with pytest.raises(openai.BadRequestError) as e:
+                ask(c, response_format=bad)
             assert e.value.param==param
         assert len(r.seen)==n
-    with speaking('x', guides=None) as (c,_,_,_), pytest.raises(openai.InternalServerError) as e: ask(c, response_format=dict(type='json_object'))
+    with speaking('x', guides=None) as (
+        c,_,_,_
+    ), pytest.raises(openai.InternalServerError) as e:
+        ask(c, response_format=dict(type='json_object'))
     assert e.value.status_code==501
 
 def test_a_forced_call_that_is_cut():
@@ -297,21 +482,41 @@ def test_a_forced_call_that_is_cut():
     with speaking('<think>So.</think><tool_call>\n{"name": "wea') as (c,_,_,_):
         for n in 23,29,31:
             a = ask(c, tools=[WEATHER], tool_choice='required', max_tokens=n).choices[0]
-            assert (a.finish_reason,a.message.content or '',a.message.tool_calls,a.message.reasoning)==('length','',None,'So.')
-            xs = [x.choices[0] for x in ask(c, tools=[WEATHER], tool_choice='required', max_tokens=n, stream=True)]
-            assert ''.join(x.delta.content or '' for x in xs)=='' and xs[-1].finish_reason=='length'
+            assert (
+                a.finish_reason,a.message.content or '',
+                a.message.tool_calls,a.message.reasoning
+            )==('length','',None,'So.')
+            xs = [
+                x.choices[0]
+                for x in ask(
+                    c, tools=[WEATHER], tool_choice='required', max_tokens=n,
+                    stream=True)]
+            assert ''.join(x.delta.content or '' for x in xs)==''
+            assert xs[-1].finish_reason=='length'
         assert '<tool_call>' in ask(c, tools=[WEATHER], max_tokens=31).choices[0].message.content
 
 def test_refusals_name_the_field():
     "A shape may have come from many fields; ids beyond the vocabulary are refused wherever they may stand"
     bomb = dict(type='object', properties=dict(bomb=dict(type='string')))
-    cases = [('/v1/chat/completions', dict(messages=HELLO, structured_outputs=dict(regex='bomb')), 'structured_outputs.regex'), ('/v1/completions', dict(prompt='a', guided_choice=['bomb']), 'guided_choice'),
-        ('/v1/responses', dict(input='hi', text=dict(format=dict(type='json_schema', name='x', schema=bomb))), 'text.format'), ('/v1/responses', dict(input='hi', regex='bomb'), 'regex'),
-        ('/v1/chat/completions', dict(messages=HELLO, stop_token_ids=[10**6]), 'stop_token_ids'), ('/v1/completions', dict(prompt='a', logit_bias={'1000000':1}), 'logit_bias')]
+    cases = [
+        ('/v1/chat/completions',
+         dict(messages=HELLO, structured_outputs=dict(regex='bomb')),
+         'structured_outputs.regex'),
+        ('/v1/completions', dict(prompt='a', guided_choice=['bomb']), 'guided_choice'),
+        ('/v1/responses',
+         dict(
+             input='hi',
+             text=dict(format=dict(type='json_schema', name='x', schema=bomb))),
+         'text.format'),
+        ('/v1/responses', dict(input='hi', regex='bomb'), 'regex'),
+        ('/v1/chat/completions', dict(messages=HELLO, stop_token_ids=[10**6]), 'stop_token_ids'),
+        ('/v1/completions', dict(prompt='a', logit_bias={'1000000':1}), 'logit_bias')]
     with speaking('x') as (_,_,_,port):
         for path,body,param in cases:
             r = web.post(f'http://127.0.0.1:{port}{path}', json=body)
-            assert (r.status_code,r.json()['error']['param'])==(400,param), (path, body, r.text)
+            assert (
+                r.status_code,r.json()['error']['param']
+            )==(400,param), (path, body, r.text)
         schema = dict(format=dict(type='json_schema', schema=bomb))
         body = dict(model='fake', max_tokens=5, messages=HELLO, output_config=schema)
         r = web.post(f'http://127.0.0.1:{port}/v1/messages', json=body)
@@ -321,62 +526,139 @@ def test_refusals_name_the_field():
 
 def test_echo_and_prompt_logprobs():
     with speaking('xy') as (c,r,_,_):
-        a = c.completions.create(model='fake', prompt='ab', echo=True, logprobs=1, max_tokens=0).choices[0]
-        assert (a.text,a.logprobs.tokens,a.logprobs.token_logprobs,a.logprobs.text_offset,a.finish_reason)==('ab',['a','b'],[None,-1.],[0,1],'length') and r.seen==[]
-        a = c.completions.create(model='fake', prompt=['ab','c'], echo=True, logprobs=1, n=2)
-        assert [x.text for x in a.choices]==['abxy','abxy','cxy','cxy'] and a.choices[0].logprobs.tokens[:4]==['a','b','x','y'] and a.usage.prompt_tokens==3
-        assert c.completions.create(model='fake', prompt='ab', echo=True).choices[0].text=='abxy'
-        said = [x.choices[0] for x in c.completions.create(model='fake', prompt='ab', echo=True, logprobs=0, stream=True)]
-        assert ''.join(x.text for x in said)=='abxy' and [o for x in said if x.logprobs for o in x.logprobs.text_offset][:4]==[0,1,2,3]
+        a = c.completions.create(
+            model='fake', prompt='ab', echo=True, logprobs=1,
+            max_tokens=0
+        ).choices[0]
+        assert (
+            a.text,a.logprobs.tokens,a.logprobs.token_logprobs,
+            a.logprobs.text_offset,a.finish_reason
+        )==('ab',['a','b'],[None,-1.],[0,1],'length')
+        assert r.seen==[]
+        a = c.completions.create(
+            model='fake', prompt=['ab','c'], echo=True,
+            logprobs=1, n=2)
+        assert [x.text for x in a.choices]==['abxy','abxy','cxy','cxy']
+        assert a.choices[0].logprobs.tokens[:4]==['a','b','x','y']
+        assert a.usage.prompt_tokens==3
+        assert c.completions.create(
+            model='fake', prompt='ab', echo=True
+        ).choices[0].text=='abxy'
+        said = [
+            x.choices[0]
+            for x in c.completions.create(
+                model='fake', prompt='ab', echo=True, logprobs=0,
+                stream=True)]
+        assert ''.join(x.text for x in said)=='abxy'
+        assert [
+            o for x in said if x.logprobs
+            for o in x.logprobs.text_offset
+        ][:4]==[0,1,2,3]
         a = ask(c, extra_body=dict(prompt_logprobs=1, return_token_ids=True))
-        assert a.prompt_logprobs[0] is None and list(a.prompt_logprobs[1].values())[0]['logprob']==-1. and tok.decode(a.prompt_token_ids)==tok.decode(r.seen[-1].prompt) and a.choices[0].token_ids==[*tok.encode('xy'),END]
+        assert a.prompt_logprobs[0] is None
+        assert list(a.prompt_logprobs[1].values())[0]['logprob']==-1.
+        assert tok.decode(a.prompt_token_ids)==tok.decode(r.seen[-1].prompt)
+        assert a.choices[0].token_ids==[*tok.encode('xy'),END]
         xs = list(ask(c, stream=True, extra_body=dict(return_token_ids=True)))
-        assert tok.decode(xs[0].prompt_token_ids)==tok.decode(r.seen[-1].prompt) and [i for x in xs[1:] for i in getattr(x.choices[0], 'token_ids', None) or []]==[*tok.encode('xy'),END]
+        assert tok.decode(xs[0].prompt_token_ids)==tok.decode(
+            r.seen[-1].prompt)
+        assert [
+            i for x in xs[1:]
+            for i in getattr(x.choices[0], 'token_ids', None) or []
+        ]==[*tok.encode('xy'),END]
 
 def test_counts_are_null_until_the_last_chunk(calling):
-    for kw,n in (dict(stream_options=dict(include_usage=True)),1), ({},0):
-        with ask(calling[0], stream=True, **kw) as s: xs = [json.loads(x.to_json(exclude_unset=True)) for x in s]
-        assert ['usage' in x for x in xs]==[bool(n)]*len(xs) and [x['usage'] is not None for x in xs if n]==[False]*(len(xs)-1)*n+[True]*n
+    for kw,n in (
+            (dict(stream_options=dict(include_usage=True)),1),
+            ({},0)
+    ):
+        with ask(calling[0], stream=True, **kw) as s:
+            xs = [json.loads(x.to_json(exclude_unset=True)) for x in s]
+        assert ['usage' in x for x in xs]==[bool(n)]*len(xs)
+        assert [
+            x['usage'] is not None for x in xs if n
+        ]==[False]*(len(xs)-1)*n+[True]*n
 
 class Unequal(FakeRunner):
     "Gives every choice log-probabilities of its own"
     def submit(self, r):
         s,k = super().submit(r),len(self.seen)
         async def events():
-            async for e in s: yield replace(e, logprob=-((k*7)%5+1.))
-        return type('Line', (), dict(__aiter__=lambda _: events(), abort=s.abort))()
+            async for e in s:
+                yield replace(e, logprob=-((k*7)%5+1.))
+        return type(
+            'Line', (),
+            dict(__aiter__=lambda _: events(), abort=s.abort))()
 
 def test_best_of():
     r = Unequal('xy')
     with live(r) as port:
         c = client_of(port)
-        a = c.completions.create(model='fake', prompt=['a','b'], best_of=4, n=2, logprobs=0, echo=False)
-        want = [sorted(-((k*7)%5+1.) for k in ks)[::-1][:2] for ks in (range(1,5),range(5,9))]
-        assert [x.logprobs.token_logprobs[0] for x in a.choices]==sum(want, []) and [x.index for x in a.choices]==[0,1,2,3] and a.usage.completion_tokens==8*3
-        a = c.completions.create(model='fake', prompt='a', best_of=3); assert len(a.choices)==1 and a.choices[0].logprobs is None and len(r.seen)==11
-        assert len(c.completions.create(model='fake', prompt='a', best_of=2, n=2).choices)==2
-        for kw in dict(n=3, best_of=2),dict(best_of=2, stream=True),dict(best_of=0):
-            with pytest.raises(openai.BadRequestError) as e: c.completions.create(model='fake', prompt='a', **kw)
+        a = c.completions.create(
+            model='fake', prompt=['a','b'], best_of=4,
+            n=2, logprobs=0, echo=False)
+        want = [
+            sorted(
+                -((k*7)%5+1.) for k in ks
+            )[::-1][:2]
+            for ks in (range(1,5),range(5,9))]
+        assert [x.logprobs.token_logprobs[0] for x in a.choices]==sum(want, [])
+        assert [x.index for x in a.choices]==[0,1,2,3]
+        assert a.usage.completion_tokens==8*3
+        a = c.completions.create(model='fake', prompt='a', best_of=3)
+        assert len(a.choices)==1
+        assert a.choices[0].logprobs is None
+        assert len(r.seen)==11
+        assert len(
+            c.completions.create(
+                model='fake', prompt='a', best_of=2, n=2).choices)==2
+        for kw in (
+                dict(n=3, best_of=2),
+                dict(best_of=2, stream=True),
+                dict(best_of=0)
+        ):
+            with pytest.raises(openai.BadRequestError) as e:
+                c.completions.create(model='fake', prompt='a', **kw)
             assert e.value.param=='best_of'
 
 def test_tokens_by_their_ids():
     with speaking('xy', parsers=(None,None)) as (c,_,_,_):
         ids = [f'token_id:{i}' for i in (*tok.encode('xy'),END)]
-        assert [t.token for t in ask(c, logprobs=True, extra_body=dict(return_tokens_as_token_ids=True)).choices[0].logprobs.content]==ids
-        a = c.completions.create(model='fake', prompt='a', logprobs=1, extra_body=dict(return_tokens_as_token_ids=True)).choices[0].logprobs
-        assert a.tokens==ids and a.text_offset==[0,1,2] and set(a.top_logprobs[0])>={ids[0]}
+        assert [
+            t.token
+            for t in ask(
+                c, logprobs=True, extra_body=dict(return_tokens_as_token_ids=True)
+            ).choices[0].logprobs.content]==ids
+        a = c.completions.create(
+            model='fake', prompt='a', logprobs=1,
+            extra_body=dict(return_tokens_as_token_ids=True)
+        ).choices[0].logprobs
+        assert a.tokens==ids
+        assert a.text_offset==[0,1,2]
+        assert set(a.top_logprobs[0])>={ids[0]}
 
 def test_halves_of_characters():
     "A token may be part of a character: its bytes say which, in both APIs that have them"
     with speaking('é🦊', parsers=(None,None)) as (c,_,_,_):
         a = ask(c, logprobs=True).choices[0]
-        b = c.responses.create(model='fake', input='x', include=['message.output_text.logprobs']).output[0].content[0]
-        for text,lps in (a.message.content,a.logprobs.content),(b.text,b.logprobs):
-            assert text=='é🦊' and bytes(x for t in lps[:6] for x in t.bytes).decode()==text and lps[0].token=='\ufffd'
+        b = c.responses.create(
+            model='fake', input='x', include=['message.output_text.logprobs']
+        ).output[0].content[0]
+        for text,lps in (
+                (a.message.content,a.logprobs.content),
+                (b.text,b.logprobs)
+        ):
+            assert text=='é🦊'
+            assert bytes(x for t in lps[:6] for x in t.bytes).decode()==text
+            assert lps[0].token=='\ufffd'
 
 def pieces_tokenizer():
     "Words with SentencePiece's mark for the space before them"
-    t = HFTokenizer(models.WordLevel(dict(zip(['▁The','▁capital','▁is','▁Paris','.','<end>','<unk>'], range(7))), unk_token='<unk>'))
+    t = HFTokenizer(
+        models.WordLevel(
+            dict(
+                zip(['▁The','▁capital','▁is','▁Paris','.','<end>','<unk>'], range(7))),
+            unk_token='<unk>'))
     t.pre_tokenizer,t.decoder = pre_tokenizers.Metaspace(),decoders.Metaspace()
     t.add_special_tokens(['<end>'])
     return Tokenizer(t, eos_ids=(5,))
@@ -386,21 +668,35 @@ def test_the_space_between_prompt_and_completion():
     t,r = pieces_tokenizer(),FakeRunner()
     r.ids = [3,4,5]
     c = TestClient(app_of(r, t, THINKING))
-    def text(**kw): return c.post('/v1/completions', json=dict(prompt='The capital is')|kw).json()['choices'][0]
-    assert text()['text']==' Paris.' and text(prompt=[0,1,2], echo=True)['text']=='The capital is Paris.'
-    assert text(logprobs=0)['logprobs']['tokens'][:2]==[' Paris','.'] and text(logprobs=0)['logprobs']['text_offset'][:2]==[0,6]
-    assert c.post('/v1/chat/completions', json=dict(messages=HELLO)).json()['choices'][0]['message']['content']=='Paris.'
+    def text(**kw):
+        return c.post(
+            '/v1/completions', json=dict(prompt='The capital is')|kw
+        ).json()['choices'][0]
+    assert text()['text']==' Paris.'
+    assert text(prompt=[0,1,2], echo=True)['text']=='The capital is Paris.'
+    assert text(logprobs=0)['logprobs']['tokens'][:2]==[' Paris','.']
+    assert text(logprobs=0)['logprobs']['text_offset'][:2]==[0,6]
+    assert c.post(
+        '/v1/chat/completions', json=dict(messages=HELLO)
+    ).json()['choices'][0]['message']['content']=='Paris.'
 
 def test_suffix():
     with speaking('xy') as (c,_,_,_):
-        with pytest.raises(openai.InternalServerError) as e: c.completions.create(model='fake', prompt='a', suffix='b')
+        with pytest.raises(openai.InternalServerError) as e:
+            c.completions.create(model='fake', prompt='a', suffix='b')
         assert e.value.status_code==501 and e.value.param=='suffix'
 
 def test_continuous_usage():
     with speaking('abc', parsers=(None,None)) as (c,_,_,_):
-        xs = list(ask(c, stream=True, stream_options=dict(include_usage=True, continuous_usage_stats=True)))
+        xs = list(
+            ask(
+                c, stream=True,
+                stream_options=dict(include_usage=True, continuous_usage_stats=True)))
         n = [x.usage.completion_tokens for x in xs]
-        assert n==sorted(n) and n[-1]==4 and n[1]==1 and all(x.usage.prompt_tokens==xs[0].usage.prompt_tokens for x in xs)
+        assert n==sorted(n)
+        assert n[-1]==4
+        assert n[1]==1
+        assert all(x.usage.prompt_tokens==xs[0].usage.prompt_tokens for x in xs)
         assert ask(c, max_tokens=2**40).choices[0].message.content=='abc'
 
 # ---- Drafts ----
@@ -453,9 +749,11 @@ def test_the_log_says_how_a_model_drafts(caplog):
     for drafts in (3,0):
         runner = Scripted(str, drafts)
         model, = always(runner, runner.tok).all
-        with caplog.at_level('INFO', 'atlas'): model._set('loaded')
+        with caplog.at_level('INFO', 'atlas'):
+            model._set('loaded')
         model.reason = 'it is slow'
-        with caplog.at_level('INFO', 'atlas'): model._set('loaded')
+        with caplog.at_level('INFO', 'atlas'):
+            model._set('loaded')
     assert [r.getMessage() for r in caplog.records]==[
         'scripted is loaded, speculative: mtp, 3 drafts', 'scripted is loaded: it is slow',
         'scripted is loaded', 'scripted is loaded: it is slow']
@@ -464,11 +762,30 @@ def test_the_log_says_how_a_model_drafts(caplog):
 
 def test_embeddings():
     with speaking('') as (c,_,_,port):
-        a = c.embeddings.create(model='fake', input=['ab','c'])  # the client asks for base64 by itself
-        assert [d.index for d in a.data]==[0,1] and a.data[0].embedding==[3.,4.,0.] and a.usage.prompt_tokens==3
-        np.testing.assert_allclose(c.embeddings.create(model='fake', input=[1,2], dimensions=2, encoding_format='float').data[0].embedding, [.6,.8], rtol=1e-6)
-        assert c.embeddings.create(model='fake', input=[[1],[2,3]], extra_body=dict(pooling='mean')).data[1].embedding==[0.,0.,1.]
-        for bad in dict(input=''),dict(input=[]),dict(input=[[]]),dict(input=[300]),dict(input='x'*2000),dict(input='a', dimensions=4),dict(input='a', encoding_format='hex'):
+        # the client asks for base64 by itself
+        a = c.embeddings.create(model='fake', input=['ab','c'])
+        assert [d.index for d in a.data]==[0,1]
+        assert a.data[0].embedding==[3.,4.,0.]
+        assert a.usage.prompt_tokens==3
+        np.testing.assert_allclose(
+            c.embeddings.create(
+                model='fake', input=[1,2], dimensions=2,
+                encoding_format='float'
+            ).data[0].embedding,
+            [.6,.8], rtol=1e-6)
+        assert c.embeddings.create(
+            model='fake',
+            input=[[1],[2,3]],
+            extra_body=dict(pooling='mean')
+        ).data[1].embedding==[0.,0.,1.]
+        for bad in (
+                dict(input=''),dict(input=[]),
+                dict(input=[[]]),
+                dict(input=[300]),
+                dict(input='x'*2000),
+                dict(input='a', dimensions=4),
+                dict(input='a', encoding_format='hex')
+        ):
             r = web.post(f'http://127.0.0.1:{port}/v1/embeddings', json=bad)
             assert r.status_code==400, bad
 
@@ -477,11 +794,20 @@ def test_tokens_and_templates():
         def post(path, **kw):
             return web.post(f'http://127.0.0.1:{port}{path}', json=kw).json()
         for v in '','/v1':
-            assert post(v+'/tokenize', prompt='ab')==dict(count=2, max_model_len=1000, tokens=tok.encode('ab'), token_strs=None)
-            assert post(v+'/detokenize', tokens=tok.encode('ab'))['prompt']==post(v+'/detokenize', tokens=tok.encode('ab'))['content']=='ab'
-            assert post(v+'/apply-template', messages=HELLO, chat_template_kwargs=dict(enable_thinking=False))['prompt']=='[user]Say something><think></think>'
-        assert post('/tokenize', messages=HELLO)['count']==len('[user]Say something>') and post('/tokenize', prompt='a', return_token_strs=True)['token_strs']==['a']
-        assert post('/tokenize')['error']['param']=='prompt' and post('/detokenize', tokens=[-1])['error']['param']=='tokens[0]'
+            assert post(v+'/tokenize', prompt='ab')==dict(
+                count=2, max_model_len=1000,
+                tokens=tok.encode('ab'), token_strs=None)
+            assert post(
+                v+'/detokenize', tokens=tok.encode('ab')
+            )['prompt']==post(v+'/detokenize', tokens=tok.encode('ab'))['content']=='ab'
+            assert post(
+                v+'/apply-template', messages=HELLO,
+                chat_template_kwargs=dict(enable_thinking=False)
+            )['prompt']=='[user]Say something><think></think>'
+        assert post('/tokenize', messages=HELLO)['count']==len('[user]Say something>')
+        assert post('/tokenize', prompt='a', return_token_strs=True)['token_strs']==['a']
+        assert post('/tokenize')['error']['param']=='prompt'
+        assert post('/detokenize', tokens=[-1])['error']['param']=='tokens[0]'
         assert r.seen==[]
 
 def test_models_as_others_list_them():
@@ -491,14 +817,19 @@ def test_models_as_others_list_them():
         status = dict(value='loaded', args=['atlas','serve','fake'])
         shown = [(m['id'],m['status'],m['aliases']) for m in one]
         assert shown==[('fake',status,['alias'])]
-        assert g('/v1/models').json()['has_more'] is False and g('/version').json()['version'] and g('/v1/health').json()['status']=='ok'
+        assert g('/v1/models').json()['has_more'] is False
+        assert g('/version').json()['version']
+        assert g('/v1/health').json()['status']=='ok'
         # what comes of changes: test_processes
         with web.stream('GET', f'http://127.0.0.1:{port}/models/sse') as s:
             assert s.status_code==200
             assert s.headers['content-type'].startswith('text/event-stream')
         nobody = web.post(f'http://127.0.0.1:{port}/models/load', json=dict(model='nobody'))
         assert nobody.status_code==404
-        for path in '/v1/files','/v1/images/generations','/v1/batches','/v1/moderations','/v1/responses/compact':
+        for path in (
+                '/v1/files','/v1/images/generations','/v1/batches','/v1/moderations',
+                '/v1/responses/compact'
+        ):
             e = web.post(f'http://127.0.0.1:{port}{path}', json={})
             assert e.status_code==501 and e.json()['error']['code']=='not_supported', path
 
@@ -521,25 +852,84 @@ def test_a_background_response_can_be_cancelled():
     with live(r) as port:
         c = client_of(port)
         a = c.responses.create(model='fake', input='Go', background=True)
-        assert r.arrived.acquire(timeout=WAIT) and c.responses.cancel(a.id).status=='cancelled' and r.aborted.acquire(timeout=WAIT)
+        assert r.arrived.acquire(timeout=WAIT)
+        assert c.responses.cancel(a.id).status=='cancelled'
+        assert r.aborted.acquire(timeout=WAIT)
 
 SEEN = dict(type='image_url', image_url=dict(url='data:image/png;base64,AA'))
 WRONG = dict(
-    chat=[('seed',dict(seed=2**63)), ('seed',dict(seed=-2**63-1)), ('thinking_token_budget',dict(thinking_token_budget=-2)), ('thinking_budget',dict(thinking_budget=.6)), ('reasoning.effort',dict(reasoning=dict(effort='huge'))),
-        ('tools[1].type',dict(tools=[SUM,dict(name='f')])), ('tools[0].type',dict(tools=[{}])), ('tools[0].type',dict(tools=[dict(type=['function'])])), ('response_format',dict(response_format={})),
-        ('messages[0].content[1].text',dict(messages=[dict(role='user', content=[dict(type='text', text='a'), dict(type='text')])])), ('guided_json',dict(guided_json='{"type"')), ('structured_outputs.json',dict(structured_outputs=dict(json=''))), ('json_schema',dict(json_schema='[]')),
-        ('messages[1].content[0]',dict(messages=[HELLO[0], dict(role='user', content=[SEEN]), dict(role='developer', content='a')])), ('messages[2].content[0]',dict(messages=[HELLO[0], dict(role='system', content='a'), dict(role='user', content=[SEEN])])),
-        ('messages[0].content[0].type',dict(messages=[dict(role='user', content=[dict(type='input_audio', input_audio={})])]))],
-    completions=[('structured_outputs.json',dict(structured_outputs=dict(json='x'))), ('regex',dict(regex='a', json_schema={})), ('seed',dict(seed=2**63))],
-    responses=[('seed',dict(seed=2**63)), ('input[0].content',dict(input=[dict(role='user')])), ('input[1].content',dict(input=[dict(role='user', content='a'), dict(type='message', role='developer', content=None)])),
-        ('thinking_budget',dict(thinking_budget=-2)), ('text.format',dict(text=dict(format=dict(type='json_object')), structured_outputs=dict(regex='a'))), ('text.format',dict(text=dict(format=dict(type='json_schema', name='x')))), ('input[1].content[0]',dict(input=[dict(role='system', content='a'), dict(role='user', content=[SEEN|dict(type='input_image', image_url='data:,')])]))])
-PATHS = dict(chat=('/v1/chat/completions',dict(messages=HELLO)), completions=('/v1/completions',dict(prompt='a')), responses=('/v1/responses',dict(input='a')))
+    chat=[
+        ('seed',dict(seed=2**63)),
+        ('seed',dict(seed=-2**63-1)),
+        ('thinking_token_budget',dict(thinking_token_budget=-2)),
+        ('thinking_budget',dict(thinking_budget=.6)),
+        ('reasoning.effort',dict(reasoning=dict(effort='huge'))),
+        ('tools[1].type',dict(tools=[SUM,dict(name='f')])),
+        ('tools[0].type',dict(tools=[{}])),
+        ('tools[0].type',dict(tools=[dict(type=['function'])])),
+        ('response_format',dict(response_format={})),
+        ('messages[0].content[1].text',
+         dict(
+             messages=[
+                 dict(
+                     role='user',
+                     content=[dict(type='text', text='a'), dict(type='text')])])),
+        ('guided_json',dict(guided_json='{"type"')),
+        ('structured_outputs.json',dict(structured_outputs=dict(json=''))),
+        ('json_schema',dict(json_schema='[]')),
+        ('messages[1].content[0]',
+         dict(
+             messages=[
+                 HELLO[0],
+                 dict(role='user', content=[SEEN]),
+                 dict(role='developer', content='a')])),
+        ('messages[2].content[0]',
+         dict(
+             messages=[
+                 HELLO[0], dict(role='system', content='a'),
+                 dict(role='user', content=[SEEN])])),
+        ('messages[0].content[0].type',
+         dict(
+             messages=[
+                 dict(role='user', content=[dict(type='input_audio', input_audio={})])]))],
+    completions=[
+        ('structured_outputs.json',dict(structured_outputs=dict(json='x'))),
+        ('regex',dict(regex='a', json_schema={})),
+        ('seed',dict(seed=2**63))],
+    responses=[
+        ('seed',dict(seed=2**63)),
+        ('input[0].content',dict(input=[dict(role='user')])),
+        ('input[1].content',
+         dict(
+             input=[
+                 dict(role='user', content='a'),
+                 dict(type='message', role='developer', content=None)])),
+        ('thinking_budget',dict(thinking_budget=-2)),
+        ('text.format',
+         dict(
+             text=dict(format=dict(type='json_object')),
+             structured_outputs=dict(regex='a'))),
+        ('text.format',
+         dict(text=dict(format=dict(type='json_schema', name='x')))),
+        ('input[1].content[0]',
+         dict(
+             input=[
+                 dict(role='system', content='a'),
+                 dict(role='user', content=[SEEN|dict(type='input_image', image_url='data:,')])]))]
+)
+PATHS = dict(
+    chat=('/v1/chat/completions',dict(messages=HELLO)),
+    completions=('/v1/completions',dict(prompt='a')),
+    responses=('/v1/responses',dict(input='a')))
 
 @pytest.mark.parametrize('kind', WRONG)
 def test_what_is_wrong_is_named(kind):
     app,(path,base) = app_of(FakeRunner(), tok, THINKING),PATHS[kind]
     c = TestClient(app, raise_server_exceptions=False)
-    got = [(c.post(path, json=base|more).json().get('error') or {}).get('param') for _,more in WRONG[kind]]
+    got = [
+        (c.post(path, json=base|more).json().get('error')
+         or {}).get('param')
+        for _,more in WRONG[kind]]
     assert got==[p for p,_ in WRONG[kind]]
 
 @pytest.mark.parametrize('kind', PATHS)
@@ -547,55 +937,115 @@ def test_bounds_that_are_allowed(kind):
     r = FakeRunner()
     app,(path,base) = app_of(r, tok, THINKING),PATHS[kind]
     c = TestClient(app, raise_server_exceptions=False)
-    for more in dict(seed=2**63-1), dict(seed=-2**63), dict(thinking_budget=-1), {'max_output_tokens' if kind=='responses' else 'max_tokens':10**18}: assert c.post(path, json=base|more).status_code==200, more
+    for more in (
+            dict(seed=2**63-1),
+            dict(seed=-2**63),
+            dict(thinking_budget=-1),
+            {'max_output_tokens' if kind=='responses' else 'max_tokens':10**18}
+    ):
+        assert c.post(path, json=base|more).status_code==200, more
     assert r.seen[-1].params.max_tokens==2**31-1
 
 def test_errors_have_the_shape_of_their_api():
     c = TestClient(app_of(FakeRunner(), tok), raise_server_exceptions=False)
-    assert c.post('/v1/messages', json={}).json()['type']==c.get('/v1/messages').json()['type']=='error'
-    r = FakeRunner(); r.submit = None
+    assert c.post(
+        '/v1/messages', json={}
+    ).json()['type']==c.get('/v1/messages').json()['type']=='error'
+    r = FakeRunner()
+    r.submit = None
     c = TestClient(app_of(r, tok, THINKING), raise_server_exceptions=False)
     a = c.post('/v1/messages', json=dict(messages=HELLO, max_tokens=3, model='fake'))
-    assert a.status_code==500 and a.json()['type']=='error' and a.headers['request-id']==a.headers['x-request-id']
+    assert a.status_code==500
+    assert a.json()['type']=='error'
+    assert a.headers['request-id']==a.headers['x-request-id']
 
 # ---- A model that is really there ----
 
 @pytest.fixture(scope='module')
 def demo():
-    PRESETS['toy-api'] = PRESETS['llama-3.1-8b']|dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96, vocab_size=256, max_position_embeddings=512, bos_token_id=1, eos_token_id=255)
-    try: llm = LLM('toy-api', 'cpu', load_format='dummy', max_seq_len=400, show=False)  # random weights, a token for each byte
-    finally: del PRESETS['toy-api']
+    PRESETS['toy-api'] = PRESETS['llama-3.1-8b']|dict(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, intermediate_size=96, vocab_size=256, max_position_embeddings=512,
+        bos_token_id=1, eos_token_id=255)
+    try:
+        # random weights, a token for each byte
+        llm = LLM('toy-api', 'cpu', load_format='dummy', max_seq_len=400, show=False)
+    finally:
+        del PRESETS['toy-api']
     app = create_app(loaded(llm, ['demo']))
-    with TestClient(app) as c: yield c,llm
+    with TestClient(app) as c:
+        yield c,llm
 
 def test_a_real_model_keeps_to_a_format(demo):
     c,_ = demo
-    schema = dict(type='object', properties=dict(ok=dict(type='boolean'), n=dict(type='integer', minimum=0, maximum=9)), required=['ok','n'], additionalProperties=False)
-    a = c.post('/v1/chat/completions', json=dict(messages=HELLO, n=3, seed=1, max_tokens=64, response_format=dict(type='json_schema', json_schema=dict(name='x', schema=schema)))).json()
-    for x in a['choices']: d = json.loads(x['message']['content']); assert x['finish_reason']=='stop' and isinstance(d['ok'], bool) and 0<=d['n']<=9
-    a = c.post('/v1/completions', json=dict(prompt='a', max_tokens=30, structured_outputs=dict(choice=['left','right']))).json()
+    schema = dict(
+        type='object',
+        properties=dict(
+            ok=dict(type='boolean'),
+            n=dict(type='integer', minimum=0, maximum=9)),
+        required=['ok','n'], additionalProperties=False)
+    a = c.post(
+        '/v1/chat/completions',
+        json=dict(
+            messages=HELLO, n=3, seed=1, max_tokens=64,
+            response_format=dict(type='json_schema', json_schema=dict(name='x', schema=schema)))
+    ).json()
+    for x in a['choices']:
+        d = json.loads(x['message']['content'])
+        assert x['finish_reason']=='stop' and isinstance(d['ok'], bool) and 0<=d['n']<=9
+    a = c.post(
+        '/v1/completions',
+        json=dict(
+            prompt='a', max_tokens=30,
+            structured_outputs=dict(choice=['left','right']))).json()
     assert a['choices'][0]['text'] in ('left','right')
-    assert set(c.post('/v1/completions', json=dict(prompt='a', max_tokens=30, regex='x{3}')).json()['choices'][0]['text'])=={'x'}
-    a = c.post('/v1/responses', json=dict(input='a', max_output_tokens=30, structured_outputs=dict(choice=['left','right']))).json()
+    assert set(
+        c.post(
+            '/v1/completions',
+            json=dict(prompt='a', max_tokens=30, regex='x{3}')
+        ).json()['choices'][0]['text'])=={'x'}
+    a = c.post(
+        '/v1/responses',
+        json=dict(
+            input='a', max_output_tokens=30,
+            structured_outputs=dict(choice=['left','right']))).json()
     assert a['output'][-1]['content'][0]['text'] in ('left','right')
-    a = c.post('/v1/chat/completions', json=dict(messages=HELLO, max_tokens=200, tools=[SUM], tool_choice='required', parallel_tool_calls=False)).json()['choices'][0]
+    a = c.post(
+        '/v1/chat/completions',
+        json=dict(
+            messages=HELLO, max_tokens=200, tools=[SUM],
+            tool_choice='required', parallel_tool_calls=False)
+    ).json()['choices'][0]
     assert a['finish_reason']=='length' or a['message']['tool_calls'][0]['function']['name']=='sum', a
 
 def test_a_real_model_scores_its_prompt(demo):
     c,llm = demo
-    a = c.post('/v1/completions', json=dict(prompt='hello there', echo=True, logprobs=1, max_tokens=0)).json()['choices'][0]
+    a = c.post(
+        '/v1/completions',
+        json=dict(prompt='hello there', echo=True, logprobs=1, max_tokens=0)
+    ).json()['choices'][0]
     want = llm.score(llm.tokenizer.encode('hello there'), 1)
-    np.testing.assert_allclose(a['logprobs']['token_logprobs'][1:], [lp for lp,_ in want], rtol=1e-4)
-    v = c.post('/v1/embeddings', json=dict(input='hello there')).json()['data'][0]['embedding']
-    np.testing.assert_allclose(v, llm.embed(llm.tokenizer.encode('hello there'), 'last'), rtol=1e-4)
+    np.testing.assert_allclose(
+        a['logprobs']['token_logprobs'][1:],
+        [lp for lp,_ in want], rtol=1e-4)
+    v = c.post(
+        '/v1/embeddings', json=dict(input='hello there')
+    ).json()['data'][0]['embedding']
+    np.testing.assert_allclose(
+        v,
+        llm.embed(llm.tokenizer.encode('hello there'), 'last'),
+        rtol=1e-4)
 
 # ---- Many requests, some of which are left ----
 
 class Steps:
     "An engine of steps, for a real runner: a token for everybody, and no more than `room` at once"
-    def __init__(self): self.todo,self.moment = {},threading.Event()
-    def add(self, r): self.todo[r.id] = r.params.max_tokens or 50
-    def abort(self, rid): return [Event(rid, finish='abort')] if self.todo.pop(rid, None) else []
+    def __init__(self):
+        self.todo,self.moment = {},threading.Event()
+    def add(self, r):
+        self.todo[r.id] = r.params.max_tokens or 50
+    def abort(self, rid):
+        return [Event(rid, finish='abort')] if self.todo.pop(rid, None) else []
     @property
     def has_work(self): return bool(self.todo)
     def stats(self): return dict(num_requests_running=len(self.todo))
@@ -604,7 +1054,8 @@ class Steps:
         for rid in list(self.todo):
             self.todo[rid] -= 1
             out.append(Event(rid, 65, finish='length' if not self.todo[rid] else None))
-            if not self.todo[rid]: del self.todo[rid]
+            if not self.todo[rid]:
+                del self.todo[rid]
         return out
 
 def test_every_request_is_accounted_for():
@@ -614,17 +1065,30 @@ def test_every_request_is_accounted_for():
     ms = threaded(e, info, tok, template)
     async def one(port, k):
         dice = random.Random(k)  # its own, so that who is faster changes nothing
-        path,body = dice.choice([('/v1/chat/completions',dict(messages=HELLO, n=dice.choice([1,1,3]))), ('/v1/completions',dict(prompt='a')), ('/v1/messages',dict(messages=HELLO)), ('/v1/responses',dict(input='a')), ('/v1/completions',dict(prompt=''))])
-        raw = json.dumps(body|{'max_output_tokens' if 'input' in body else 'max_tokens':dice.randint(16, 200), 'stream':dice.random()<.6, 'model':'fake'}).encode()
+        path,body = dice.choice([
+            ('/v1/chat/completions',
+             dict(messages=HELLO, n=dice.choice([1,1,3]))),
+            ('/v1/completions',dict(prompt='a')),
+            ('/v1/messages',dict(messages=HELLO)),
+            ('/v1/responses',dict(input='a')),
+            ('/v1/completions',dict(prompt=''))])
+        raw = json.dumps(
+            body
+            |{
+                'max_output_tokens' if 'input' in body else 'max_tokens':dice.randint(16, 200),
+                'stream':dice.random()<.6, 'model':'fake'}).encode()
         rd,wr = await asyncio.open_connection('127.0.0.1', port)
         wr.write(head(len(raw), path).replace(b'\r\n\r\n', b'\r\nConnection: close\r\n\r\n')+raw)
-        if dice.random()<.33: await rd.read(dice.choice([1,100,3000]))
-        else: await rd.read()
+        if dice.random()<.33:
+            await rd.read(dice.choice([1,100,3000]))
+        else:
+            await rd.read()
         wr.close()
     async def many(port):
         gate = asyncio.Semaphore(40)
         async def held(k):
-            async with gate: await one(port, k)
+            async with gate:
+                await one(port, k)
         await asyncio.gather(*(held(k) for k in range(1000)))
     with live(ms) as port:
         asyncio.run(many(port))
@@ -640,7 +1104,17 @@ def test_every_request_is_accounted_for():
         assert n('requests_submitted_total')>900
         assert n('request_success_total')==n('requests_submitted_total')
         assert not e.todo and not ms.all[0].runner._streams
-        ended = +Counter({k:float(v) for k,v in re.findall(r'atlas:request_success_total{finished_reason="(\w+)",model_name="fake"} (\S+)', m)})
-        why = +Counter({k:float(v) for k,v in re.findall(r'atlas:aborted_requests_total{model_name="fake",why="(\w+)"} (\S+)', m)})
-        assert ended['abort']==sum(why.values())>20 and ended['length']>400 and set(ended)<={'length','abort'} and set(why)<={'client_gone'}
+        ended = +Counter({
+            k:float(v)
+            for k,v in re.findall(
+                r'atlas:request_success_total{finished_reason="(\w+)",model_name="fake"} (\S+)',
+                m)})
+        why = +Counter({
+            k:float(v)
+            for k,v in re.findall(
+                r'atlas:aborted_requests_total{model_name="fake",why="(\w+)"} (\S+)', m)})
+        assert ended['abort']==sum(why.values())>20
+        assert ended['length']>400
+        assert set(ended)<={'length','abort'}
+        assert set(why)<={'client_gone'}
         assert n('http_requests_total')>=1000

@@ -13,9 +13,16 @@ sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import loaded  # noqa: E402
 from scripted import running  # noqa: E402
 
-PRESETS['toy-openapi'] = PRESETS['llama-3.1-8b']|dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=64, vocab_size=256, max_position_embeddings=512, bos_token_id=1, eos_token_id=255)
-try: llm = LLM('toy-openapi', 'cpu', load_format='dummy', max_seq_len=128, max_num_seqs=4, show=False)  # a token for each byte, so that any text gets as far as the model
-finally: del PRESETS['toy-openapi']
+PRESETS['toy-openapi'] = PRESETS['llama-3.1-8b']|dict(
+    hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=32, intermediate_size=64, vocab_size=256, max_position_embeddings=512,
+    bos_token_id=1, eos_token_id=255)
+try:
+    llm = LLM(
+        'toy-openapi', 'cpu', load_format='dummy', max_seq_len=128, max_num_seqs=4,
+        show=False) # a token for each byte, so that any text gets as far as the model
+finally:
+    del PRESETS['toy-openapi']
 models = loaded(llm, ['tiny'])
 server = running(create_app(models, doors=DOORS))
 atexit.register(server.__exit__, None, None, None)
@@ -30,40 +37,73 @@ def over():
 def shaped(path, d):
     "Is this an error in the shape of the API that `path` belongs to?"
     e = d.get('error')
-    if path.startswith('/api/'): return set(d)=={'error'} and isinstance(e, str) and e
-    return isinstance(e, dict) and isinstance(e.get('message'), str) and e['message'] and isinstance(e.get('type'), str) and (d.get('type')=='error' if path.startswith('/v1/messages') else 'code' in e and 'param' in e)
+    if path.startswith('/api/'):
+        return set(d)=={'error'} and isinstance(e, str) and e
+    return (
+        isinstance(e, dict)
+        and isinstance(e.get('message'), str)
+        and e['message']
+        and isinstance(e.get('type'), str)
+        and (
+            d.get('type')=='error' if path.startswith('/v1/messages')
+            else 'code' in e and 'param' in e))
 
 def fits(case, r):
     "What every answer must be"
     path,kind = case.operation.path,r.headers.get('content-type', [''])[0]
     assert r.status_code!=500, (r.status_code, r.content[:300])
     assert r.headers.get('x-request-id')
-    if r.status_code>=400: assert shaped(path, json.loads(r.content)), r.content[:300]
-    elif kind.startswith('text/event-stream'): assert r.content.endswith(b'\n\n') and all(l[:1]==b':' or l[:6] in (b'data: ',b'event:') or not l for l in r.content.split(b'\n'))
-    elif kind.startswith('application/x-ndjson'): assert r.content.endswith(b'\n') and list(map(json.loads, r.content.splitlines()))
-    elif kind.startswith('application/json'): json.loads(r.content)
-    else: assert path in ('/','/ui','/metrics'), kind
+    if r.status_code>=400:
+        assert shaped(path, json.loads(r.content)), r.content[:300]
+    elif kind.startswith('text/event-stream'):
+        assert r.content.endswith(b'\n\n')
+        assert all(
+            l[:1]==b':' or l[:6] in (b'data: ',b'event:') or not l
+            for l in r.content.split(b'\n'))
+    elif kind.startswith('application/x-ndjson'):
+        assert r.content.endswith(b'\n')
+        assert list(map(json.loads, r.content.splitlines()))
+    elif kind.startswith('application/json'):
+        json.loads(r.content)
+    else:
+        assert path in ('/','/ui','/metrics'), kind
 
-LIMIT = {'/v1/chat/completions':'max_tokens', '/v1/completions':'max_tokens', '/v1/responses':'max_output_tokens'}
+LIMIT = {
+    '/v1/chat/completions':'max_tokens', '/v1/completions':'max_tokens',
+    '/v1/responses':'max_output_tokens'}
 
 def known(case):
     "Half of the bodies should get as far as the model: they name it, and ask for little"
     b = case.body
     if isinstance(b, dict):
-        if 'model' in b and (b['model'] is None or len(str(b['model']))%2): b['model'] = 'tiny'
+        if (
+                'model' in b
+                and (b['model'] is None or len(str(b['model']))%2)
+        ):
+            b['model'] = 'tiny'
         for k in ('max_tokens','max_completion_tokens','max_output_tokens'):
-            if isinstance(b.get(k), int) and not isinstance(b[k], bool) and b[k]>8: b[k] = 8
-        if (k := LIMIT.get(case.operation.path)) and b.get(k) is None: b[k] = 8
-        if isinstance(b.get('n'), int) and b['n']>2: b['n'] = 2
-        if 'background' in b: b['background'] = False
+            if (
+                    isinstance(b.get(k), int)
+                    and not isinstance(b[k], bool)
+                    and b[k]>8
+            ):
+                b[k] = 8
+        if (k := LIMIT.get(case.operation.path)) and b.get(k) is None:
+            b[k] = 8
+        if isinstance(b.get('n'), int) and b['n']>2:
+            b['n'] = 2
+        if 'background' in b:
+            b['background'] = False
         if case.operation.path in ('/api/chat','/api/generate'):
             o = b.get('options') if isinstance(b.get('options'), dict) else {}
             b['options'] = o|dict(num_predict=8)
-        if case.operation.path=='/api/pull': b |= dict(model='tiny', name=None) # which is here
+        if case.operation.path=='/api/pull':
+            b |= dict(model='tiny', name=None) # which is here
 
 @schema.parametrize()
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_answers_or_refuses(case):
-    if case.operation.path in endless: return
+    if case.operation.path in endless:
+        return
     known(case)
     fits(case, case.call())

@@ -34,7 +34,8 @@ def scheduler(policy=None, seqs=1, blocks=60, length=600, **kw):
 
 def step(sc):
     "A step in which everybody says 5; its plan"
-    if plan := sc.schedule(): sc.commit(plan, [[5]]*len(plan.sampled))
+    if plan := sc.schedule():
+        sc.commit(plan, [[5]]*len(plan.sampled))
     return plan
 
 def seconds(c, load):
@@ -76,8 +77,10 @@ class Machine(RuleBasedStateMachine):
         "What the policy says, which must be legal"
         n = self.room(line, decode, chunk, width, now)
         assert n%TILE==0 and 0<=n<=chunk
-        if not (decode and line and self.policy.deadline): assert n==chunk
-        if n==0: assert self.policy.name=='slai' and self.roomed!=0
+        if not (decode and line and self.policy.deadline):
+            assert n==chunk
+        if n==0:
+            assert self.policy.name=='slai' and self.roomed!=0
         self.seen['left out'] += n==0
         self.roomed = n
         return n
@@ -89,12 +92,14 @@ class Machine(RuleBasedStateMachine):
         timeout=st.sampled_from([None,None,.05,2.]))
     def add(self, sizes, priority, out, timeout):
         for n in sizes:
-            if len(self.sc.waiting)>=30: return
+            if len(self.sc.waiting)>=30:
+                return
             r = request(len(self.all), n, out, priority, n%5, seed=n, ignore_eos=True)
             s = self.sc.add(replace(r, timeout=timeout))
             self.all.append(s)
             self.resting[s] = self.now
-            if timeout: self.limits[s] = self.now+timeout
+            if timeout:
+                self.limits[s] = self.now+timeout
 
     @precondition(lambda self: self.sc.has_work)
     @rule(i=st.integers(0, 50))
@@ -118,7 +123,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(n=st.sampled_from([1,3,20]))
     def step(self, n):
-        for _ in range(n): self.one_step()
+        for _ in range(n):
+            self.one_step()
 
     def one_step(self):
         self.expire()
@@ -130,12 +136,15 @@ class Machine(RuleBasedStateMachine):
             self.judge(plans[0], before, self.sc.totals['preemptions']>left)
             return plans[0]
         self.sc.schedule = spy
-        try: self.d.step()
-        finally: del self.sc.schedule
+        try:
+            self.d.step()
+        finally:
+            del self.sc.schedule
         load = load_of(plans[0]) if plans[0] else Load()
         took = seconds(self.costs, load)
         self.now += took
-        if plans[0]: self.policy.note(load, took)
+        if plans[0]:
+            self.policy.note(load, took)
 
     def expire(self):
         due = {s for s,when in self.limits.items() if when<=self.now and s not in self.d.why}
@@ -153,25 +162,31 @@ class Machine(RuleBasedStateMachine):
         self.count(went := {s for s,*_ in rows})
         new = [s for s in self.sc.running if s not in before]
         for s in new if not preempted else (): # who was preempted just now was admitted before
-            for w in self.sc.waiting: self.check_order(s, w)
+            for w in self.sc.waiting:
+                self.check_order(s, w)
         self.check_line(went, rows)
 
     def count(self, went):
         "Whoever has idled until now goes, idles on, or has left; and is first if it was for too long"
         for s in self.all:
             since = self.resting.pop(s, None)
-            if since is not None: self.idle[s] += self.now-since
+            if since is not None:
+                self.idle[s] += self.now-since
             idles = not s.finish_reason and s not in went and s.state!='decode'
-            if idles: self.resting[s] = self.now
+            if idles:
+                self.resting[s] = self.now
             spent = self.idle[s]>self.wait+1e-9
-            if spent and (idles or s in went): assert s.order[0]==-inf, f'{s} has no patience left'
+            if spent and (idles or s in went):
+                assert s.order[0]==-inf, f'{s} has no patience left'
         self.seen['first'] += sum(s.order[0]==-inf for s in self.resting)
 
     def check_order(self, s, w):
         "`s` was admitted, and `w` was not"
         first,other = (x.order[0]==-inf for x in (s,w))
-        if other: assert first and s.arrival<w.arrival, f'{s} overtook {w}'
-        elif not first: assert self.rank(s)<self.rank(w), f'{s} overtook {w}'
+        if other:
+            assert first and s.arrival<w.arrival, f'{s} overtook {w}'
+        elif not first:
+            assert self.rank(s)<self.rank(w), f'{s} overtook {w}'
 
     def rank(self, s):
         p,n = s.request.priority,s.prompt_len-s.there
@@ -181,20 +196,24 @@ class Machine(RuleBasedStateMachine):
         "Whoever has no patience left, and runs, is not passed over for others"
         for s in self.sc.running:
             waits = s not in went and s.state in ('prefill','replay')
-            if s.order[0]!=-inf or not waits: continue
+            if s.order[0]!=-inf or not waits:
+                continue
             ahead = sum(n for o,_,n in rows if o.order[0]==-inf and o.arrival<s.arrival)
             assert self.roomed-ahead<TILE, f'{s} was passed over'
 
     def teardown(self):
-        if not hasattr(self, 'sc'): return
+        if not hasattr(self, 'sc'):
+            return
         for _ in range(20_000):
-            if not self.sc.has_work: break
+            if not self.sc.has_work:
+                break
             self.one_step()
         sc = self.sc
         assert not sc.has_work and sc.pool.free==60 and sc.waiting.tokens==0
         assert sc.states.used==0
         assert set(self.d.why)==set(self.all) and sum(sc.finished.values())==len(self.all)
-        for s in self.all: self.d.check(s)
+        for s in self.all:
+            self.d.check(s)
         sc.schedule()
         assert not sc.policy._due, 'the policy knows somebody who has left'
 
@@ -211,9 +230,12 @@ def test_crowd(seed):
         sizes = [rng.randint(1, 560) for _ in range(rng.randint(0, 4))]
         m.add(sizes, pick([0,0,-1,1]), pick([1,5,30]), pick([None,None,.05,2.]))
         luck,i = rng.random(),rng.randint(0, 50)
-        if m.sc.has_work and luck<.1: m.leave(i)
-        if m.sc.waiting and luck>.8: m.found(i, pick([0,.5,1]))
-        if .3<luck<.7: m.pass_time(pick([.001,.06,.3]))
+        if m.sc.has_work and luck<.1:
+            m.leave(i)
+        if m.sc.waiting and luck>.8:
+            m.found(i, pick([0,.5,1]))
+        if .3<luck<.7:
+            m.pass_time(pick([.001,.06,.3]))
         m.step(pick([1,1,3,20]))
     m.teardown()
 
@@ -226,7 +248,8 @@ def test_machine_sees_all(name):
     for i in range(30):
         sizes = [rng.randint(1, 560) for _ in range(3)]
         m.add(sizes, rng.choice([0,0,-1,1]), 5, rng.choice([None,2.]))
-        if m.sc.waiting: m.found(i, rng.choice([0,.5]))
+        if m.sc.waiting:
+            m.found(i, rng.choice([0,.5]))
         m.step(4)
         m.pass_time(rng.choice([.001,.06]))
     m.teardown()
@@ -249,7 +272,8 @@ def test_fifo_is_the_order_without_a_policy(asks, over):
         (sc,_),out = scheduler(policy, 3, chunk=128, overcommit=over),[]
         for t in range(400):
             for i,(n,priority,at) in enumerate(asks):
-                if at==t: sc.add(request(i, n, 20, priority, ignore_eos=True))
+                if at==t:
+                    sc.add(request(i, n, 20, priority, ignore_eos=True))
             out.append(repr(step(sc)))
         assert not sc.has_work
         return out
@@ -258,10 +282,12 @@ def test_fifo_is_the_order_without_a_policy(asks, over):
 @given(arrivals)
 def test_fifo_admits_by_priority_and_arrival(asks):
     sc,_ = scheduler(Policy())
-    for i,(n,priority,_) in enumerate(asks): sc.add(request(i, n, 1, priority))
+    for i,(n,priority,_) in enumerate(asks):
+        sc.add(request(i, n, 1, priority))
     want = sorted(sc.waiting, key=lambda s: (s.request.priority, s.arrival))
     got = []
-    while plan := step(sc): got += [s for s in plan.seqs if s not in got]
+    while plan := step(sc):
+        got += [s for s in plan.seqs if s not in got]
     assert got==want
 
 def test_cached_tokens_do_not_count():
@@ -282,7 +308,8 @@ def siege(policy, lower):
     sc,now = scheduler(policy, 2, 200, 2000, chunk=128, max_queue=10**6)
     longest = n = 0
     for i in range(4000):
-        if i==5: x = sc.add(request('x', 1900, 2, priority=int(lower)))
+        if i==5:
+            x = sc.add(request('x', 1900, 2, priority=int(lower)))
         while len(sc.waiting)<4:
             n += 1
             sc.add(request(n, 60+n%60, 8, ignore_eos=True))
@@ -290,7 +317,8 @@ def siege(policy, lower):
         took = .01+1e-4*plan.num_rows
         now[0],longest = now[0]+took,max(longest, took)
         sc.commit(plan, [[5]]*len(plan.sampled))
-        if i>5 and x.outputs: return now[0]-x.born,longest
+        if i>5 and x.outputs:
+            return now[0]-x.born,longest
     return inf,longest
 
 @pytest.mark.parametrize('lower', (False,True))
@@ -376,9 +404,11 @@ def test_a_step_reads_no_queue():
     "As many calls with 5,000 waiting as with 30, whatever the policy"
     def work(name, waiting):
         sc,_ = scheduler(Policy(name, .1, 1e6), 4, 64, 200, max_queue=20_000)
-        for i in range(waiting): sc.add(request(i, 20, 20, i%3, i, ignore_eos=True))
+        for i in range(waiting):
+            sc.add(request(i, 20, 20, i%3, i, ignore_eos=True))
         return [calls(lambda: step(sc)) for _ in range(12)]
-    for name in ('fifo','slai'): assert work(name, 30)==work(name, 5000)
+    for name in ('fifo','slai'):
+        assert work(name, 30)==work(name, 5000)
 
 # -- times ---------------------------------------------------------------------------------------
 
@@ -417,14 +447,16 @@ def test_one_slow_step_changes_nothing_for_long(at):
     good,bad = sizes(None),sizes(at)
     assert min(good[20:])>=512
     assert min(bad[max(at+12, 20):])>=448
-    if at>=20: assert min(bad[at+1:])>=448, 'one step too slow, and chunks are small'
+    if at>=20:
+        assert min(bad[at+1:])>=448, 'one step too slow, and chunks are small'
 
 def asked(c, deadline, speeds, chunk=2048, first=None):
     """Tokens that a policy gives a prompt beside four answers, step by step; a step takes as many
     times as long as `speeds` say. And what the steps took. A prompt alone may have taken a `first` step"""
     p,now,sizes,times = Policy('slai', deadline),0.,[],[]
     p.note(Load(seqs=4), c.plain)
-    if first: p.note(Load(1, chunk), first)
+    if first:
+        p.note(Load(1, chunk), first)
     for slow in speeds:
         who = SimpleNamespace(num_computed=0, said=now)
         sizes.append(p.room([who], [who]*4, chunk, 1, now))
@@ -465,7 +497,8 @@ def test_one_slow_step_is_no_median():
     t = StepTimes()
     t.note(Load(seqs=4), .02)
     def seen(n, slow=1): t.note(Load(1, n, 0, 4), .02+slow*(.01+1e-4*n))
-    for n in (64, 128, 512)*5: seen(n)
+    for n in (64, 128, 512)*5:
+        seen(n)
     before = t.step(512, 4)
     seen(512, 100)
     assert abs(t.step(512, 4)/before-1)<.05
@@ -476,7 +509,8 @@ class Wall:
         self.costs,self.random,self.said = costs,random.Random(0),{}
         self.sc,self.now = scheduler(policy, 8, 8000, 20_000, chunk=2048)
         self.ask('before', 3000, 1)
-        for i in range(4): self.ask(str(i), 50, 3000, 2)
+        for i in range(4):
+            self.ask(str(i), 50, 3000, 2)
         start = self.now[0]
         self.ask('long', N, 1)
         end = self.said['long'][0]
@@ -486,7 +520,8 @@ class Wall:
 
     def ask(self, id, n, most, until=1):
         self.sc.add(request(id, n, most, ignore_eos=True))
-        while len(self.said.setdefault(id, []))<until: self.step()
+        while len(self.said.setdefault(id, []))<until:
+            self.step()
 
     def step(self):
         plan = self.sc.schedule()
@@ -494,7 +529,8 @@ class Wall:
         took = seconds(self.costs, load)*self.random.uniform(.98, 1.02)
         self.now[0] += took
         self.sc.policy.note(load, took)
-        for s in plan.sampled: self.said.setdefault(s.id, []).append(self.now[0])
+        for s in plan.sampled:
+            self.said.setdefault(s.id, []).append(self.now[0])
         self.sc.commit(plan, [[5]]*len(plan.sampled))
 
 lines = st.floats(.003, .02),st.floats(.001, .01),st.floats(2e-5, 2e-4)
@@ -532,15 +568,20 @@ def served(e, now, reqs, abort):
     def hear(events):
         for v in events:
             assert v.id not in ends, 'an event after the end'
-            if v.token is not None: said[v.id].append(v.token)
-            if v.finish: ends[v.id] = v.finish,now[0]
+            if v.token is not None:
+                said[v.id].append(v.token)
+            if v.finish:
+                ends[v.id] = v.finish,now[0]
     for t in range(400):
         for r,at in reqs:
-            if at==t: e.add(r)
-        if t==abort: hear(e.abort('r0'))
+            if at==t:
+                e.add(r)
+        if t==abort:
+            hear(e.abort('r0'))
         hear(e.step())
         now[0] += 1
-        if t>12 and not e.has_work: return said,ends
+        if t>12 and not e.has_work:
+            return said,ends
 
 @given(st.lists(limited, min_size=1, max_size=7), st.booleans(), st.sampled_from([None,4]))
 @settings(deadline=None, max_examples=40)
@@ -548,7 +589,8 @@ def test_time_limits_in_an_engine(asks, late, abort):
     """Each request ends exactly once, in time, with the beginning of what it says alone;
     everything is given back"""
     now,reqs = [0.],[]
-    for i,(n,most,limit,at) in enumerate(asks): reqs.append((replace(ask(i, n, most), timeout=limit), at))
+    for i,(n,most,limit,at) in enumerate(asks):
+        reqs.append((replace(ask(i, n, most), timeout=limit), at))
     e = engine(late, seqs=2, policy=Policy('slai', .1, 5.), clock=lambda: now[0])
     said,ends = served(e, now, reqs, abort)
     left_clean(e)
@@ -557,8 +599,10 @@ def test_time_limits_in_an_engine(asks, late, abort):
     assert set(ends)==set(said)
     for r,at in reqs:
         (why,when),whole = ends[r.id],tokens_of(alone(replace(r, timeout=None)))
-        if r.timeout: assert when-at<r.timeout+1
-        if why=='timeout': assert r.timeout<=when-at
+        if r.timeout:
+            assert when-at<r.timeout+1
+        if why=='timeout':
+            assert r.timeout<=when-at
         assert said[r.id]==(whole if why=='length' else whole[:len(said[r.id])])
 
 def staged(stage, late):
@@ -567,20 +611,25 @@ def staged(stage, late):
     e = engine(late, seqs=1 if stage in ('waiting','preempted','replay') else 2,
         policy=Policy('slai', .1), clock=lambda: now[0])
     s = e.scheduler
-    if stage=='waiting': e.add(ask(1, 10, 9))
+    if stage=='waiting':
+        e.add(ask(1, 10, 9))
     e.add(replace(ask(0, 150, 20), timeout=5.))
     def at(): return s.seqs['r0'].state,len(s.seqs['r0'].outputs)
     def until(test):
         for _ in range(100):
-            if test(*at()): return
+            if test(*at()):
+                return
             events.extend(e.step())
         raise AssertionError(f'{stage} was never reached')
-    if stage=='prefill': until(lambda state,n: state=='prefill' and s.seqs['r0'].num_computed>0)
-    if stage in ('decode','preempted','replay'): until(lambda state,n: n==9)
+    if stage=='prefill':
+        until(lambda state,n: state=='prefill' and s.seqs['r0'].num_computed>0)
+    if stage in ('decode','preempted','replay'):
+        until(lambda state,n: n==9)
     if stage in ('preempted','replay'):
         e.add(ask(1, 10, 9, priority=-1))
         until(lambda state,n: state=='waiting')
-    if stage=='replay': until(lambda state,n: state=='replay')
+    if stage=='replay':
+        until(lambda state,n: state=='replay')
     assert at()[0]==dict(preempted='waiting').get(stage, stage)
     return e,now,events
 
@@ -591,7 +640,8 @@ def test_time_is_up_at(stage, late):
     e,now,events = staged(stage, late)
     e.add(ask(2, 10, 9))
     now[0] += 6
-    for _ in range(100): events += e.step()
+    for _ in range(100):
+        events += e.step()
     left_clean(e)
     def of(i): return [v for v in events if v.id==f'r{i}']
     assert [v.finish for v in of(0) if v.finish]==['timeout'] and of(0)[-1].finish
@@ -599,7 +649,8 @@ def test_time_is_up_at(stage, late):
     assert said==tokens_of(alone(ask(0, 150, 20)))[:len(said)]
     assert (len(said)>=9)==(stage in ('decode','preempted','replay'))
     for i in (1,2):
-        if of(i): assert tokens_of(of(i))==tokens_of(alone(ask(i, 10, 9)))
+        if of(i):
+            assert tokens_of(of(i))==tokens_of(alone(ask(i, 10, 9)))
     assert of(2)
 
 def tokens_of(events): return [v.token for v in events if v.token is not None]
@@ -613,19 +664,25 @@ def test_tokens_that_wait(sizes, most):
         assert sc.waiting.tokens==t
         full = t and t+n>most
         refused = pytest.raises(QueueFullError, match='tokens are waiting already')
-        with refused if full else nullcontext(): sc.add(request(i, n, 1))
-        if i%3==2: sc.schedule()
+        with refused if full else nullcontext():
+            sc.add(request(i, n, 1))
+        if i%3==2:
+            sc.schedule()
 
 def test_who_only_fills_the_cache_is_not_in_the_queue():
     "Prompts that nobody waits for count neither as requests nor as tokens"
     sc,_ = scheduler(max_queue=2, max_queue_tokens=100)
     sc.add(request('runs', 60, 9))
     step(sc)
-    for i in range(3): sc.add(replace(request(f'fill{i}', 300, 1), prefill_only=True))
-    for id,n in (('b',60),('c',40)): sc.add(request(id, n, 1))
+    for i in range(3):
+        sc.add(replace(request(f'fill{i}', 300, 1), prefill_only=True))
+    for id,n in (('b',60),('c',40)):
+        sc.add(request(id, n, 1))
     assert sc.waiting.tokens==sc.stats()['num_tokens_waiting']==100
-    with pytest.raises(QueueFullError, match='2 requests'): sc.add(request('d', 1, 1))
-    while step(sc): pass
+    with pytest.raises(QueueFullError, match='2 requests'):
+        sc.add(request('d', 1, 1))
+    while step(sc):
+        pass
     assert sc.waiting.tokens==0 and not sc.has_work
 
 def test_a_gateway_knows_that_the_queue_is_full():
@@ -637,7 +694,8 @@ def test_a_gateway_knows_that_the_queue_is_full():
         return r._check(replace(request('a', n, 1), **kw))
     asked(500, 0)
     asked(60, 40)
-    with pytest.raises(QueueFullError, match='40 tokens of prompts are waiting') as e: asked(61, 40)
+    with pytest.raises(QueueFullError, match='40 tokens of prompts are waiting') as e:
+        asked(61, 40)
     assert e.value.status==503
     asked(61, 40, prefill_only=True)
     r.info = dict(max_queue=9, max_queue_tokens=None)
@@ -656,16 +714,20 @@ def test_timeout_of_a_body(api):
     def asked(timeout):
         raw = json.dumps(body|dict(timeout=timeout))
         return parse(raw.encode()).timeout
-    for good in (None, 3, .5, MAX_TIMEOUT): assert asked(good)==good
+    for good in (None, 3, .5, MAX_TIMEOUT):
+        assert asked(good)==good
     for bad in (0, -1, MAX_TIMEOUT+1, '3', [], True):
-        with pytest.raises(RequestError) as e: asked(bad)
+        with pytest.raises(RequestError) as e:
+            asked(bad)
         assert e.value.param=='timeout'
 
 @pytest.mark.parametrize('bad', (0, -1, MAX_TIMEOUT+1, '3', True, float('nan'), inf))
 def test_timeout_of_a_request(bad):
-    with pytest.raises(RequestError) as e: Request('a', (1,), SamplingParams(), timeout=bad)
+    with pytest.raises(RequestError) as e:
+        Request('a', (1,), SamplingParams(), timeout=bad)
     assert e.value.param=='timeout'
 
 @pytest.mark.parametrize('bad', (('lifo',), ('fifo',-1), ('slai',.1,-.1), ('fifo',inf)))
 def test_bad_policies(bad):
-    with pytest.raises(AtlasError): Policy(*bad)
+    with pytest.raises(AtlasError):
+        Policy(*bad)

@@ -42,10 +42,12 @@ class Walker:
     def step(self, tiles, launched):
         "Compute some tiles; if not `launched`, it comes to nothing"
         end = min(self.at-self.at%TILE+tiles*TILE, len(self.tokens))
-        if self.table.missing(end)>self.tree.pool.available: return
+        if self.table.missing(end)>self.tree.pool.available:
+            return
         self.table.ensure(end)
         self.tree.mark(self.trail, self.at, end)
-        if not launched: return
+        if not launched:
+            return
         self.tree.commit(self.trail, self.table, end)
         self.at = end
 
@@ -58,8 +60,10 @@ class Walks(RuleBasedStateMachine):
     @initialize(states=st.none()|st.integers(1, 9), size=st.sampled_from([16,32,64]))
     def start(self, states, size):
         pool = BlockPool(24*TILE//size//2, size)
-        if states is None: self.tree = PrefixTree(pool)
-        else: self.tree = SnapshotTree(pool, BlockPool(states, 1), 128)
+        if states is None:
+            self.tree = PrefixTree(pool)
+        else:
+            self.tree = SnapshotTree(pool, BlockPool(states, 1), 128)
         self.going = []
 
     @rule(a=st.integers(0, 2), n=st.integers(1, 400), b=st.integers(0, 2), m=st.integers(0, 200),
@@ -72,8 +76,10 @@ class Walks(RuleBasedStateMachine):
     @rule(i=st.integers(0, 9), tiles=st.integers(1, 5), launched=st.booleans())
     def step(self, i, tiles, launched):
         w = self.going[i%len(self.going)]
-        if w.at%TILE==0: w.go_on()
-        if w.at<len(w.tokens): w.step(tiles, launched)
+        if w.at%TILE==0:
+            w.go_on()
+        if w.at<len(w.tokens):
+            w.step(tiles, launched)
 
     @precondition(lambda self: self.going)
     @rule(i=st.integers(0, 9))
@@ -98,11 +104,14 @@ class Walks(RuleBasedStateMachine):
 
     @invariant()
     def books(self):
-        if hasattr(self, 'tree'): check_tree(self.tree, [(w.trail, w.table) for w in self.going])
+        if hasattr(self, 'tree'):
+            check_tree(self.tree, [(w.trail, w.table) for w in self.going])
 
     def teardown(self):
-        if not hasattr(self, 'tree'): return
-        for w in self.going: w.leave()
+        if not hasattr(self, 'tree'):
+            return
+        for w in self.going:
+            w.leave()
         check_tree(self.tree)
         emptied(self.tree)
 
@@ -155,7 +164,8 @@ def run(e, some, aborts, seen):
     out,t,todo = {},0,list(some)
     while todo or e.has_work:
         for r,at in todo:
-            if at<=t: e.add(r)
+            if at<=t:
+                e.add(r)
         todo = [x for x in todo if x[1]>t]
         events = [v for rid,at in aborts if at==t for v in e.abort(rid)]
         note(events+e.step(), out)
@@ -178,12 +188,15 @@ def tell(e, seen):
     s,tree = e.scheduler,e.scheduler.prefix
     seen['hits'] += s.totals['hits']>0
     seen['preemptions'] += s.totals['preemptions']
-    for k in ('evictions','restores','snapshot_evictions'): seen[k] += getattr(tree, k)
-    if tree.tier: seen['fetched'] += tree.tier.store.read>0
+    for k in ('evictions','restores','snapshot_evictions'):
+        seen[k] += getattr(tree, k)
+    if tree.tier:
+        seen['fetched'] += tree.tier.store.read>0
 
 def knowing(some, kind):
     "What an oracle is told of requests that arrive"
-    if kind not in ('oracle','gaps'): return {}
+    if kind not in ('oracle','gaps'):
+        return {}
     return dict(answers=[beyond(r) for r,_ in some if not r.prefill_only])
 
 HAPPENED = ['hits','restores','evictions','snapshot_evictions','preemptions','shared',
@@ -197,7 +210,8 @@ def test_random_schedules():
     def drawn(asks, blocks, seqs, over, extra, chunk, gone, kind, k, dice, spill):
         some = [(talk(i, **how), at) for i,(how,at) in enumerate(asks)]
         k = k if kind!='none' else 0
-        class Counted(Watched): pass
+        class Counted(Watched):
+            pass
         Counted.seen = seen
         for late in (False,True):
             arbiter = None if dice is None or not k else Dice(k, dice)
@@ -219,11 +233,13 @@ def compare(some, got, seen):
     "Each answer is the one that its request gets alone, without a tree"
     for r,_ in some:
         mine = got.get(r.id, [])
-        if mine: seen['aborted'] += mine[-1].finish=='abort'
+        if mine:
+            seen['aborted'] += mine[-1].finish=='abort'
         if r.prefill_only:
             assert not said(mine)
             seen['filled'] += bool(mine) and mine[-1].finish=='stop'
-        else: as_alone(mine, alone(r))
+        else:
+            as_alone(mine, alone(r))
 
 # One thing at a time
 
@@ -282,8 +298,10 @@ def test_forty_turns_cost_what_is_new_in_them():
 def test_one_prompt_for_all_its_answers():
     "Who needs what another computes in this step waits for it"
     e = engine(prefix=6)
-    for i in range(4): e.add(talk(i, 0, 150, 0, 5, dict(temperature=1., seed=i)))
-    while e.has_work: e.step()
+    for i in range(4):
+        e.add(talk(i, 0, 150, 0, 5, dict(temperature=1., seed=i)))
+    while e.has_work:
+        e.step()
     t = e.scheduler.totals
     assert t['prefill_tokens']==150+3*22 and t['hits']==3*128
 
@@ -291,7 +309,8 @@ def test_a_preempted_answer_finds_its_prompt():
     "What it costs is the rest of a tile, and its answer once more"
     e,r = engine(prefix=6, seqs=1),talk(1, 0, 150, 0, 20, {})
     e.add(r)
-    for _ in range(8): e.step()
+    for _ in range(8):
+        e.step()
     before = Counter(e.scheduler.totals)
     got = run(e, [(talk(2, 1, 20, 0, 3, {}, priority=-1),0)], (), Counter())
     t = e.scheduler.totals
@@ -330,8 +349,10 @@ def test_a_launch_that_is_cut_off_leaves_nothing_wrong(late, error):
         interrupted(e.stepper, '_passes', at, error)
         e.add(r)
         while e.has_work:
-            try: e.step()
-            except KeyboardInterrupt: pass
+            try:
+                e.step()
+            except KeyboardInterrupt:
+                pass
             check_tree(e.scheduler.prefix, going(e))
         left_clean(e)
         assert answer(e, named(r, at))[0]==said(alone(r))
@@ -360,14 +381,16 @@ def test_a_bad_tile_harms_one_alone(late):
     spoil_first_tile(e)
     got = run(e, [(r, i) for i,r in enumerate(others)], (), Counter())
     assert got['r1'][-1].finish=='error'
-    for r in others: as_alone(got[r.id], alone(r))
+    for r in others:
+        as_alone(got[r.id], alone(r))
 
 def test_a_fill_that_went_wrong_harms_nobody():
     "What comes next has no first token from its tiles, and computes its own"
     e = engine(prefix=6)
     e.add(talk(1, 0, 190, 0, 1, {}, fill=True))
     spoil_first_tile(e)
-    while e.has_work: e.step()
+    while e.has_work:
+        e.step()
     for i in (2,3):
         r = talk(i, 0, 190, 3, 6, {})
         assert answer(e, r)[0]==said(alone(r))
@@ -388,14 +411,17 @@ def test_many_come_and_go(n):
     e = engine('draft', 2, True, 60, 16, prefix=8, overcommit=3., chunk=192)
     while came<n or e.has_work:
         for _ in range(int(rng.integers(0, 7))):
-            if came==n or len(e.scheduler.seqs)>24: break
+            if came==n or len(e.scheduler.seqs)>24:
+                break
             e.add(anybody(came, rng))
             came += 1
         events = e.step()
         if rng.random()<.5 and e.scheduler.seqs:
             events += e.abort(str(rng.choice(list(e.scheduler.seqs))))
-        for v in events: ended[v.id] += v.finish is not None
-        if came%50==0: check_tree(e.scheduler.prefix, going(e))
+        for v in events:
+            ended[v.id] += v.finish is not None
+        if came%50==0:
+            check_tree(e.scheduler.prefix, going(e))
     left_clean(e)
     emptied(e.scheduler.prefix)
     assert len(ended)==n and set(ended.values())=={1}

@@ -40,8 +40,10 @@ THOUGHT = 'They want a sum. I have a tool for that.</think>\n\n'
 
 def body(path, text='What does a cow eat?', **kw):
     "A question in the shape of an API"
-    if path==TEXT: return dict(prompt=text)|kw
-    if path==RESPONSES: return dict(input=text, store=False)|kw
+    if path==TEXT:
+        return dict(prompt=text)|kw
+    if path==RESPONSES:
+        return dict(input=text, store=False)|kw
     limit = dict(max_tokens=200) if path==MESSAGES else {}
     return limit|dict(messages=[dict(role='user', content=text)])|kw
 
@@ -55,8 +57,10 @@ class Line:
     def __aiter__(self): return self
     async def __anext__(self):
         await asyncio.sleep(0)
-        if self.over: raise StopAsyncIteration
-        if not self.ids: await asyncio.Event().wait()
+        if self.over:
+            raise StopAsyncIteration
+        if not self.ids:
+            await asyncio.Event().wait()
         n = len(self.ids)
         i,*self.ids = self.ids
         first = n==self.n
@@ -66,7 +70,8 @@ class Line:
         finish = 'stop' if self.over else 'length' if cut else None
         return Event(self.r.id, i, finish=finish, cached=self.engine.cached if first else None)
     def abort(self):
-        if self.over: return
+        if self.over:
+            return
         self.over = True
         self.engine.aborted.append(self.r)
 
@@ -86,7 +91,8 @@ class Engine:
             ids = [*TOK.encode(text, add_special=False), END]
         line = Line(self, r, ids)
         line.n,line.held = len(ids),self.hold(r)
-        if line.held: line.ids = ids[:-1]
+        if line.held:
+            line.ids = ids[:-1]
         return line
     def stats(self): return self.said
     def close(self, drain=0.): pass
@@ -97,7 +103,8 @@ class Engine:
 
 def script(prompt):
     "An answer, or a call where there are tools and no result yet"
-    if 'sum' in prompt and '<tool_response>' not in prompt: return THOUGHT+CALL
+    if 'sum' in prompt and '<tool_response>' not in prompt:
+        return THOUGHT+CALL
     return 'Let me think.</think>\n\nGrass, and now and then hay.'
 
 @contextmanager
@@ -127,7 +134,8 @@ def asked(client, path, **kw):
 
 @pytest.fixture(scope='module')
 def client():
-    with served() as c: yield c
+    with served() as c:
+        yield c
 
 @pytest.mark.parametrize('stream', [False, True])
 @pytest.mark.parametrize('path', APIS)
@@ -149,7 +157,8 @@ def test_a_salt_is_text(client, path, salt):
     e = r.json()['error']
     assert r.status_code==400 and 'cache_salt' in e['message']
     assert e['type']=='invalid_request_error'
-    if path!=MESSAGES: assert e['param']=='cache_salt'
+    if path!=MESSAGES:
+        assert e['param']=='cache_salt'
     assert len(client.engine.asked)==n
 
 @pytest.mark.parametrize('path', APIS)
@@ -171,7 +180,8 @@ NAMES = 'sesame','onion','garlic','leek'
 @pytest.fixture(scope='module')
 def apart():
     "A service that keeps API keys apart"
-    with served(rules=Rules(keys=KEYS), salt_keys=True) as c: yield c
+    with served(rules=Rules(keys=KEYS), salt_keys=True) as c:
+        yield c
 
 def test_each_key_has_its_salt(apart):
     "The same in every API, and another one for each key, also where keys share a name"
@@ -196,8 +206,10 @@ def test_keys_share_unless_told():
         assert salts_of(c, CHAT, 'sesame', cache_salt='a')=='a'
 
 def test_salts_of_keys_need_keys(monkeypatch):
-    for k in 'ATLAS_API_KEY','ATLAS_ADMIN_KEY': monkeypatch.delenv(k, raising=False)
-    with pytest.raises(ConfigError, match='no API key'): serve('tiny', cache_salt_per_key=True)
+    for k in 'ATLAS_API_KEY','ATLAS_ADMIN_KEY':
+        monkeypatch.delenv(k, raising=False)
+    with pytest.raises(ConfigError, match='no API key'):
+        serve('tiny', cache_salt_per_key=True)
 
 # -- where messages end ------------------------------------------------------------------------
 
@@ -224,7 +236,8 @@ def test_boundaries_are_bounded(client):
 
 def last_usage(r):
     "The `usage` of a body, or the last one of a stream"
-    if r.headers['content-type']=='application/json': return r.json()['usage']
+    if r.headers['content-type']=='application/json':
+        return r.json()['usage']
     lines = [l[6:] for l in r.text.splitlines() if l.startswith('data: {')]
     events = [json.loads(l) for l in lines]
     bodies = [e.get('response') or e for e in events]
@@ -248,7 +261,8 @@ def usage_of(path, r):
 def test_cached_tokens_are_told(path, stream):
     "None, some, and all but the last of a prompt"
     more = dict(stream=stream)
-    if stream and path in (CHAT,TEXT): more['stream_options'] = dict(include_usage=True)
+    if stream and path in (CHAT,TEXT):
+        more['stream_options'] = dict(include_usage=True)
     with served() as c:
         asked(c, path)
         n = len(c.engine.real[0].prompt)
@@ -278,8 +292,10 @@ def test_the_log_tells_of_the_cache(capfd):
     app.add_middleware(Access)
     sink = configure('json', 'info')
     try:
-        with running(app) as url: httpx.post(url+CHAT, json=body(CHAT), timeout=WAIT)
-    finally: sink.close()
+        with running(app) as url:
+            httpx.post(url+CHAT, json=body(CHAT), timeout=WAIT)
+    finally:
+        sink.close()
     text = capfd.readouterr().err
     lines = [json.loads(l) for l in text.splitlines() if l[:1]=='{']
     said = [l for l in lines if l.get('event')=='request']
@@ -335,8 +351,10 @@ TALK = 'What does a cow eat?',SUM,None,'And 3 and 4?','Thanks.' # None: the resu
 
 def turn(client, talk, text):
     "One turn of a client: it speaks, or says what its tool said; was it told to call?"
-    if text: talk.say(text)
-    else: talk.result('3')
+    if text:
+        talk.say(text)
+    else:
+        talk.result('3')
     r = client.post(talk.path, json=talk.body()|dict(tools=talk.tools))
     assert r.status_code==200, r.text
     return talk.heard(r.json())
@@ -360,7 +378,8 @@ def test_the_next_turn_begins_as_foreseen(kind):
 def test_it_is_nobodys_request():
     "It goes last, says nothing, and is not counted among the requests"
     with served() as c:
-        for text in TALK: asked(c, CHAT, text=text or 'Well?')
+        for text in TALK:
+            asked(c, CHAT, text=text or 'Well?')
         assert outcomes(c)==dict(begun=5, finished=5)
         for real,after in zip(c.engine.real, c.engine.ahead):
             assert after.priority==LAST>2**31-1 and after.params.max_tokens==1
@@ -449,12 +468,14 @@ def test_images_are_those_of_the_prompt():
     assert found[:len(p.ids)]==p.ids and found.count(pad)==9
     assert a.request(found).images is p.images
     p.images = p.images[:1]
-    with pytest.raises(RequestError): a.tokens(template)
+    with pytest.raises(RequestError):
+        a.tokens(template)
 
 def test_a_client_that_left_is_not_followed():
     with served(Engine(script, hold=lambda r: not r.prefill_only)) as c:
         question = body(CHAT, stream=True)
-        with c.stream('POST', CHAT, json=question) as r: next(r.iter_lines())
+        with c.stream('POST', CHAT, json=question) as r:
+            next(r.iter_lines())
         until(lambda: c.engine.aborted, 'the answer is stopped')
         assert not c.engine.ahead and outcomes(c)=={}
 
@@ -495,10 +516,12 @@ def fault(request): return request.param
 def test_what_cannot_be_submitted(fault):
     with served() as c:
         def submit(r):
-            if r.prefill_only: raise fault
+            if r.prefill_only:
+                raise fault
             return Engine.submit(c.engine, r)
         c.engine.submit = submit
-        for path in TALKS: asked(c, path)
+        for path in TALKS:
+            asked(c, path)
         assert outcomes(c)==dict(begun=3, given_up=3)
 
 def test_what_cannot_be_rendered(fault):
@@ -508,13 +531,15 @@ def test_what_cannot_be_rendered(fault):
             following = asyncio.current_task().get_coro().__name__=='_follow'
             return SimpleNamespace(render=fails(fault)) if following else whole(u)
         c.service.template = template
-        for path in TALKS: asked(c, path)
+        for path in TALKS:
+            asked(c, path)
         assert outcomes(c)==dict(begun=3, given_up=3)
 
 def test_what_cannot_be_begun(fault):
     with served() as c:
         c.service.follow.begin = fails(fault)
-        for path in TALKS: asked(c, path)
+        for path in TALKS:
+            asked(c, path)
         del c.service.follow.begin
         asked(c, CHAT)
         assert outcomes(c)==dict(begun=1, finished=1)
@@ -526,7 +551,8 @@ def test_an_engine_that_fails_is_given_up():
                 self.over = True
                 return Event(self.r.id, finish='error', error='no room', code='out_of_memory')
         def submit(r):
-            if r.prefill_only: return Failing(c.engine, r, [])
+            if r.prefill_only:
+                return Failing(c.engine, r, [])
             return Engine.submit(c.engine, r)
         c.engine.submit = submit
         asked(c, CHAT)
@@ -548,8 +574,10 @@ def test_a_drain_begins_none():
         begin = c.service.follow.begin
         def late(*args):
             c.service.models.draining = True
-            try: begin(*args)
-            finally: c.service.models.draining = False
+            try:
+                begin(*args)
+            finally:
+                c.service.models.draining = False
         c.service.follow.begin = late
         asked(c, CHAT)
         assert outcomes(c)=={} and not c.engine.ahead
@@ -564,12 +592,14 @@ def endless(runner, rid, **kw):
 async def quiet(runner, n):
     "`n` that only fill the cache; they have begun"
     held = [endless(runner, f'q{i}', prefill_only=True) for i in range(n)]
-    for s in held: await asyncio.wait_for(anext(s), WAIT)
+    for s in held:
+        await asyncio.wait_for(anext(s), WAIT)
     return held
 
 async def end_of(s):
     "How a stream ended"
-    async for e in s: last = e
+    async for e in s:
+        last = e
     return last.finish
 
 @running_test
@@ -580,9 +610,11 @@ async def test_they_take_no_place_of_the_queue():
         assert r.running==0 and r.idle.is_set() and len(r._streams)==5
         real = [endless(r, f'r{i}') for i in range(2)]
         assert r.running==2 and not r.idle.is_set()
-        with pytest.raises(QueueFullError): endless(r, 'r2')
+        with pytest.raises(QueueFullError):
+            endless(r, 'r2')
         endless(r, 'q5', prefill_only=True)
-        for s in real: s.abort()
+        for s in real:
+            s.abort()
         assert [await end_of(s) for s in real]==['abort']*2
         await happens(r.idle.is_set, 'nobody waits any more')
         assert len(r._streams)==6
@@ -643,7 +675,8 @@ def test_numbers_come_from_a_real_engine():
     m.compare(1e9)
     r = Request('a', (10,11,12), SamplingParams(max_tokens=4))
     m.engine.add(r)
-    while m.engine.has_work: m.engine.step()
+    while m.engine.has_work:
+        m.engine.step()
     told = m.engine.stats()
     m.close()
     assert set(_engine)<=told.keys()
@@ -657,7 +690,8 @@ def test_what_is_computed_ahead_is_no_hit(fill):
     for i,n in enumerate((130,200)):
         r = Request(str(i), ids[:n], SamplingParams(max_tokens=1), prefill_only=fill and i>0)
         m.engine.add(r)
-        while m.engine.has_work: m.engine.step()
+        while m.engine.has_work:
+            m.engine.step()
     s = m.engine.stats()
     m.close()
     found = s['prefix_cache_queries_total'],s['prefix_cache_hits_total']
@@ -702,7 +736,8 @@ ADD = dict(name='add', arguments='{"a": 1}')
 
 def message(role, text, thought='', calls=0):
     m = dict(role=role, content=text)
-    if thought: m['reasoning_content'] = thought
+    if thought:
+        m['reasoning_content'] = thought
     made = [dict(id=f'c{i}', type='function', function=ADD) for i in range(calls)]
     return m|dict(tool_calls=made) if made else m
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from atlas.service.turn import UnavailableError
 from atlas.ground.core import AtlasError,OutOfMemoryError,QueueFullError,RequestError
-from atlas.service.gateway import Model,Models
+from atlas.service.process import Model
+from atlas.service.models import Models
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.ground.options import EngineConfig

@@ -59,8 +59,10 @@ def test_a_graph_only_launches(monkeypatch):
     real = PromptGraphs._recorded
     def recorded(self, b, stream):
         inside.append(True)
-        try: return real(self, b, stream)
-        finally: inside.pop()
+        try:
+            return real(self, b, stream)
+        finally:
+            inside.pop()
     monkeypatch.setattr(PromptGraphs, '_recorded', recorded)
     for name in ('download','synchronize','write'):
         def refused(self, *args, name=name, f=getattr(Emulator, name)):
@@ -70,7 +72,8 @@ def test_a_graph_only_launches(monkeypatch):
     uploads = []
     real_upload = Emulator.upload
     def upload(self, a):
-        if inside: uploads.append(np.shape(a))
+        if inside:
+            uploads.append(np.shape(a))
         return real_upload(self, a)
     monkeypatch.setattr(Emulator, 'upload', upload)
     _,e = answers(hybrid())
@@ -84,7 +87,8 @@ def test_recorded_before_they_come(monkeypatch):
     want,_ = answers(m)
     e = engine(m, blocks=60)
     e.stepper._expect_prompts(128)
-    while e.idle(): pass
+    while e.idle():
+        pass
     before = dict(e.stepper.prompts.kept)
     assert set(before)=={PromptShape(64, 1),PromptShape(128, 1)} and all(before.values())
     got,_ = serve(e, requests(m.c.vocab_size))
@@ -96,12 +100,14 @@ def test_recorded_as_far_as_memory_goes(monkeypatch):
     m = models('llama', 'bf16')[1]
     real = PromptGraphs._recorded
     def none_for_short(self, b, stream):
-        if b.num_rows<100: raise OutOfMemoryError('no more')
+        if b.num_rows<100:
+            raise OutOfMemoryError('no more')
         return real(self, b, stream)
     monkeypatch.setattr(PromptGraphs, '_recorded', none_for_short)
     e = engine(m, blocks=60)
     e.stepper._expect_prompts(128)
-    while e.idle(): pass
+    while e.idle():
+        pass
     kept = e.stepper.prompts.kept
     assert kept and min(shape.rows for shape in kept)>=100
 
@@ -147,12 +153,14 @@ def test_memory_that_is_gone(monkeypatch):
     "A pool that was refused has given back what graphs write to"
     e = engine(models('llama', 'bf16')[1])
     e.add(asked(0, 140, 2, 256))
-    while e.has_work: e.step()
+    while e.has_work:
+        e.step()
     old = e.stepper.prompts.kept[PromptShape(64, 1)]
     assert old
     e.stepper.prompts.scratch.refused = 1
     e.add(asked(1, 70, 2, 256))
-    while e.has_work: e.step()
+    while e.has_work:
+        e.step()
     assert e.stepper.prompts.kept[PromptShape(64, 1)] not in (old,None)
 
 def test_the_one_used_longest_ago_goes(monkeypatch):
@@ -167,15 +175,20 @@ def test_cut_off_while_recording(monkeypatch):
     real,calls = PromptGraphs._recorded,[]
     def once(self, *how):
         calls.append(how)
-        if len(calls)==1: raise KeyboardInterrupt
+        if len(calls)==1:
+            raise KeyboardInterrupt
         return real(self, *how)
     monkeypatch.setattr(PromptGraphs, '_recorded', once)
     e = engine(m, blocks=60)
     every,out = requests(256),{}
-    for r,_ in every: e.add(r)
+    for r,_ in every:
+        e.add(r)
     while e.has_work:
-        try: events = e.step()
-        except KeyboardInterrupt: continue
-        for ev in events: out.setdefault(ev.id, []).append(ev)
+        try:
+            events = e.step()
+        except KeyboardInterrupt:
+            continue
+        for ev in events:
+            out.setdefault(ev.id, []).append(ev)
     assert {rid: said(v) for rid,v in out.items()}==want
     assert len(calls)>1

@@ -1,13 +1,17 @@
 """Other servers behind our door: a second Atlas, and one that breaks in every way.
 Whatever it does, a request ends in exactly one way, and a stream in an event that says so."""
-import asyncio,gzip,json,re,subprocess,sys
+import asyncio,gzip,json,re,subprocess,sys,threading
 from contextlib import ExitStack,contextmanager
 from pathlib import Path
 import anthropic,httpx,openai,pytest
 from atlas.ground.config import PRESETS
 from atlas.ground.core import ConfigError,QueueFullError
-from atlas.service.gateway import DOORS,Models,Served
-from atlas.service.proxy import Backend,Fallbacks,Limits
+from atlas.service.http import Keys,Rules
+from atlas.service.process import Served
+from atlas.service.models import Models
+from atlas.service.gateway import DOORS
+from atlas.service.fallbacks import Fallbacks
+from atlas.service.upstream import Backend,Limits,Wire
 from atlas.service.server import create_app
 from atlas.service.service import Upstream
 from atlas.text.chat import ChatTemplate
@@ -47,18 +51,21 @@ def door(*backends, local=(), fallbacks=None, **kw):
     ms.fallbacks = fallbacks
     with running(create_app(ms, **kw)) as url:
         d = Door(url, ms)
-        with d.web: yield d
+        with d.web:
+            yield d
 
 @contextmanager
 def behind(say, limits=QUICK, local=(), fallbacks=None, **kw):
     "A fake server and our own in front of it, as `(door, fake)`"
-    with upstream(say) as u, door(Backend('spark2', u.url, **dict(models=['gemma'])|kw, limits=limits), local=local, fallbacks=fallbacks) as d: yield d,u
+    with upstream(say) as u, door(Backend('spark2', u.url, **dict(models=['gemma'])|kw, limits=limits), local=local, fallbacks=fallbacks) as d:
+        yield d,u
 
 def data(r): return [json.loads(l[6:]) for l in r.text.splitlines() if l.startswith('data: {')]
 
 def spoken(r):
     "The content of an answer of chat, in one piece or streamed"
-    if r.headers['content-type'].startswith('application/json'): return r.json()['choices'][0]['message']['content']
+    if r.headers['content-type'].startswith('application/json'):
+        return r.json()['choices'][0]['message']['content']
     return ''.join(c['delta'].get('content') or '' for d in data(r) for c in d['choices'])
 
 def forget(text):
@@ -96,6 +103,93 @@ def test_events_that_come_in_pieces():
     whole = b''.join(HELLO).replace(b'\n\n', b'\r\n\r\n')
     with behind(lambda c: c.stream(*(whole[i:i+7] for i in range(0, len(whole), 7)))) as (d,u):
         assert d.post(stream=True).content==whole
+
+# -- a stream, however the network cuts it ---------------------------------------------------------
+
+HEAD = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n'
+LAST = b'0\r\n\r\n'
+def chunked(*events): return b''.join(b'%x\r\n%b\r\n'%(len(e), e) for e in events)
+
+class Pieces:
+    "Both ends of a connection that has these bytes, and then no more"
+    def __init__(self, *pieces): self.left = [*pieces]
+    async def read(self, most): return self.left.pop(0) if self.left else b''
+    def write(self, raw): pass
+    async def drain(self): pass
+
+async def taken(*pieces):
+    "The head of an answer, what its plain chunks hold, and what is left to read"
+    ends = Pieces(*pieces)
+    w = Wire(ends, ends)
+    await w.write(b'a question')
+    head = b''
+    while not w.at_body:
+        head += await w.read(1<<16)
+    held = b''.join([c async for c in w.chunks()])
+    rest = b''
+    while more := await w.read(1<<16):
+        rest += more
+    return head,held,rest
+
+def test_chunks_wherever_they_are_cut():
+    raw = HEAD+chunked(*HELLO)+LAST
+    cuts = [(raw[:i], raw[i:]) for i in range(1, len(raw))]
+    bytewise = [raw[i:i+1] for i in range(len(raw))]
+    for pieces in [(raw,), *cuts, bytewise]:
+        head,held,rest = asyncio.run(taken(*pieces))
+        assert (head, held) == (HEAD, b''.join(HELLO)), pieces
+        assert rest==LAST, pieces
+
+ODD = dict(
+    extension=b'5;a=b\r\ndata:\r\n'+chunked(b' 1\n\n', DONE)+LAST,
+    trailer=chunked(b'data: 1\n\n', DONE)+b'0\r\nx-a: b\r\n\r\n',
+    zeros=b'0000000009\r\ndata: 1\n\n\r\n'+chunked(DONE)+LAST,
+    small=chunked(*(bytes([b]) for b in b'data: 1\n\n'+DONE))+LAST,
+    large=chunked(b'data: 1\n\n', b':'+b' '*(1<<20)+b'\n\n', DONE)+LAST)
+
+@pytest.mark.parametrize('odd', ODD)
+def test_chunks_that_are_unusual(odd):
+    with behind(lambda c: c.send(HEAD, ODD[odd])) as (d,u):
+        r = d.post(stream=True)
+        assert 'data: 1\n\n' in r.text and 'error' not in r.text, r.text[-200:]
+
+BAD = dict(
+    size=chunked(text('Hi'))+b'zz\r\nab\r\n', end=chunked(text('Hi'))+b'3\r\nabcdef\r\n',
+    cut=chunked(text('Hi'))+b'ff\r\ndata')
+
+@pytest.mark.parametrize('path', ['chat/completions','messages'])
+@pytest.mark.parametrize('bad', BAD)
+def test_chunks_that_are_none(bad, path):
+    def say(c): c.send(HEAD, BAD[bad])
+    with behind(say, apis='chat') as (d,u):
+        r = d.post('/v1/'+path, stream=True)
+        assert 'Hi' in r.text and 'upstream_error' in r.text, r.text
+
+def test_a_head_that_comes_with_more():
+    "What was read with another head is not looked for in the wire"
+    seen = threading.Event()
+    early = b'HTTP/1.1 103 Early Hints\r\n\r\n'
+    def say(c):
+        c.send(early+HEAD+chunked(HELLO[0]))
+        assert seen.wait(WAIT)
+        c.send(chunked(*HELLO[1:])+LAST)
+    with behind(say) as (d,u), d.web.stream('POST', '/v1/chat/completions', json=ASK|dict(stream=True)) as r:
+        lines = r.iter_lines()
+        assert '"Hel"' in next(lines)
+        seen.set()
+        assert '"lo"' in ''.join(lines)
+
+def test_a_connection_is_used_again():
+    def say(c):
+        c.stream(*HELLO)
+        again = c.sock.recv(1<<16)
+        while b'"messages"' not in again:
+            again += c.sock.recv(1<<16)
+        c.stream(text('Again'), chunk(finish='stop'), DONE)
+    with behind(say) as (d,u):
+        assert spoken(d.post(stream=True))=='Hello'
+        assert spoken(d.post(stream=True))=='Again'
+        assert len(u.calls)==1 # connections
 
 def test_a_stream_that_is_packed():
     raw = gzip.compress(b''.join(HELLO))
@@ -157,14 +251,16 @@ def test_broken(say, stream):
         r = d.post(stream=stream)
         assert r.status_code==expected[stream], r.text
         assert wrong(r).startswith('spark2 ') and str(u.port) not in r.text
-        if fault: assert d.metric('upstream_requests_total', upstream='spark2', outcome=fault)==1
+        if fault:
+            assert d.metric('upstream_requests_total', upstream='spark2', outcome=fault)==1
         assert d.metric('upstream_up', upstream='spark2')==0
         d.models.backends[0].limits = QUICK
         assert d.post(stream=stream).status_code==200 and d.metric('upstream_up', upstream='spark2')==1
         assert d.models.find('gemma').runner.running==0
 
 def test_refused():
-    with upstream(good) as u: gone = u.url
+    with upstream(good) as u:
+        gone = u.url
     with door(Backend('spark2', gone, ['gemma'], limits=QUICK)) as d:
         r = d.post()
         assert (r.status_code,wrong(r))==(503,'spark2 cannot be reached') and int(r.headers['retry-after'])>=1
@@ -178,7 +274,8 @@ def test_their_errors(s, expected):
         assert r.status_code==expected
         said = wrong(r)
         assert said.startswith('spark2 ') and (s in (401,402,403) or 'No luck' in said)
-        if s in (429,503): assert r.headers['retry-after']=='7'
+        if s in (429,503):
+            assert r.headers['retry-after']=='7'
 
 @pytest.mark.parametrize('path', ['chat/completions','completions','messages','responses'])
 @pytest.mark.parametrize('cut', [True,False], ids=['cut','ended'])
@@ -205,7 +302,8 @@ def spoken_part(r): return ''.join(c['delta'].get('content') or '' for d in data
 def test_an_event_without_end():
     def say(c):
         c.stream(text('Hel'), cut=True)
-        for _ in range(64): c.chunk(b'a'*1024)
+        for _ in range(64):
+            c.chunk(b'a'*1024)
         c.wait()
     with behind(say, limits=Limits(connect=WAIT, first=WAIT, between=WAIT, event=1<<14)) as (d,u):
         r = d.post(stream=True)
@@ -215,7 +313,8 @@ def test_a_client_that_leaves_ends_the_question():
     left = []
     def say(c): c.stream(text('Hel'), cut=True); left.append(c.wait())
     with behind(say) as (d,u):
-        with d.web.stream('POST', '/v1/chat/completions', json=ASK|dict(stream=True)) as r: next(r.iter_lines())
+        with d.web.stream('POST', '/v1/chat/completions', json=ASK|dict(stream=True)) as r:
+            next(r.iter_lines())
         until(lambda: left)
         assert left==[True]
         until(lambda: d.metric('upstream_requests_total', upstream='spark2', outcome='client_gone')==1)
@@ -226,7 +325,8 @@ def test_a_client_that_leaves_before_the_answer(path):
     left = []
     def say(c): left.append(c.wait()) if 'chat' in c.path else good(c)
     with behind(say) as (d,u):
-        with pytest.raises(httpx.ReadTimeout): d.web.post(f'/v1/{path}', json=ASK, timeout=httpx.Timeout(WAIT, read=.2))
+        with pytest.raises(httpx.ReadTimeout):
+            d.web.post(f'/v1/{path}', json=ASK, timeout=httpx.Timeout(WAIT, read=.2))
         until(lambda: left)
         assert left==[True]
 
@@ -239,7 +339,8 @@ def test_messages_of_a_chat_server():
     with behind(good) as (d,u):
         m = messages(d).messages.create(**ASK)
         assert (m.content[0].text,m.stop_reason,m.usage.output_tokens,m.usage.cache_read_input_tokens)==('Hello','end_turn',7,3)
-        with messages(d).messages.stream(**ASK) as s: assert ''.join(s.text_stream)=='Hello'
+        with messages(d).messages.stream(**ASK) as s:
+            assert ''.join(s.text_stream)=='Hello'
         assert [c.path for c in u.calls]==['/v1/messages','/v1/chat/completions','/v1/chat/completions'], 'it was learnt'
         assert u.calls[1].json['messages']==ASK['messages'] and u.calls[1].json['model']=='gemma'
 
@@ -287,10 +388,12 @@ def test_tools_and_thoughts():
 
 def test_a_server_that_refuses_what_only_some_know():
     def say(c):
-        if 'top_k' in c.json and 'chat' in c.path: return c.whole(dict(error=dict(message='Unrecognized request argument: top_k')), 400)
+        if 'top_k' in c.json and 'chat' in c.path:
+            return c.whole(dict(error=dict(message='Unrecognized request argument: top_k')), 400)
         good(c)
     with behind(say) as (d,u):
-        for _ in range(2): assert d.post('/v1/messages', top_k=5).json()['content'][0]['text']=='Hello'
+        for _ in range(2):
+            assert d.post('/v1/messages', top_k=5).json()['content'][0]['text']=='Hello'
         assert ['top_k' in c.json for c in u.asked()]==[True,False,False]
 
 @both_ways
@@ -299,8 +402,10 @@ def test_broken_in_translation(say, stream):
     "The same faults, told in the shape of another API: as a status before anything was said, or as an event"
     with behind(lambda c: say(c) if 'chat' in c.path else good(c), limits=HASTY) as (d,u):
         r = d.post('/v1/messages', stream=stream)
-        if r.status_code==200: assert stream and data(r)[-1]['type']=='error' and 'spark2' in data(r)[-1]['error']['message']
-        else: assert r.status_code>=400 and 'spark2' in wrong(r, 'messages')
+        if r.status_code==200:
+            assert stream and data(r)[-1]['type']=='error' and 'spark2' in data(r)[-1]['error']['message']
+        else:
+            assert r.status_code>=400 and 'spark2' in wrong(r, 'messages')
         assert d.models.find('gemma').runner.running==0
 
 @pytest.mark.parametrize('bad', [b'data: {"choices": [7]}\n\n', b'data: {"choices": {"a": 1}}\n\n', b'data: {"choices": [{"delta": [1]}]}\n\n',
@@ -318,7 +423,8 @@ def say(prompt): return '<think>Hm.</think>Hello there.'
 @pytest.fixture
 def pair():
     "Our server, and a second Atlas behind it, with a script for its model, as `(door, speaker)`"
-    with service(say) as s, door(Backend('second', s.url, limits=QUICK, refresh=WAIT)) as d: yield d,s
+    with service(say) as s, door(Backend('second', s.url, limits=QUICK, refresh=WAIT)) as d:
+        yield d,s
 
 ASKS = {'chat/completions':{}, 'completions':dict(prompt='Hi'), 'messages':{}, 'responses':dict(input='Hi')}
 def body(path, **kw): return {k:v for k,v in (ASK|ASKS[path]|kw).items() if path!='responses' or k not in ('messages','max_tokens')}
@@ -346,7 +452,8 @@ def test_clients_through_the_door(pair):
     m = c.chat.completions.create(**ask).choices[0].message
     assert (m.content,m.reasoning)==('Hello there.','Hm.')
     assert ''.join(x.choices[0].delta.content or '' for x in c.chat.completions.create(**ask, stream=True))=='Hello there.'
-    with pytest.raises(openai.BadRequestError, match='second says: temperature'): c.chat.completions.create(**ask, temperature=-1)
+    with pytest.raises(openai.BadRequestError, match='second says: temperature'):
+        c.chat.completions.create(**ask, temperature=-1)
 
 def test_a_circle_ends():
     "Two servers that point at each other"
@@ -370,8 +477,10 @@ def test_a_real_model_behind_two_doors(path, stream, tiny):
         ask = body(path, model='tiny', stream=stream, temperature=0, max_tokens=9, **(dict(stream_options=dict(include_usage=True)) if stream and path!='messages' else {}))
         through,direct = d.web.post(f'/v1/{path}', json=ask),httpx.post(f'{url}/v1/{path}', json=ask, timeout=WAIT)
         assert through.status_code==200
-        if stream: assert words(through)==words(direct)!='', 'however many tokens came with each event'
-        else: assert forget(through.text)==forget(direct.text)
+        if stream:
+            assert words(through)==words(direct)!='', 'however many tokens came with each event'
+        else:
+            assert forget(through.text)==forget(direct.text)
         assert d.metric('upstream_tokens_total', upstream='second', kind='completion')==9
 
 def words(r):
@@ -383,8 +492,10 @@ def words(r):
 def tiny():
     "A model with random weights, in a worker's thread"
     PRESETS['toy-behind'] = TINY
-    try: llm = LLM('toy-behind', 'cpu', load_format='dummy', max_seq_len=400, max_num_seqs=4, show=False)
-    finally: del PRESETS['toy-behind']
+    try:
+        llm = LLM('toy-behind', 'cpu', load_format='dummy', max_seq_len=400, max_num_seqs=4, show=False)
+    finally:
+        del PRESETS['toy-behind']
     return loaded(llm, ['tiny'], ChatTemplate(TEMPLATE))
 
 def test_a_second_atlas_that_is_killed():
@@ -398,14 +509,18 @@ def test_a_second_atlas_that_is_killed():
             ask = dict(model='fake', messages=[dict(role='user', content='<endless>')], stream=True, max_tokens=10**5)
             with d.web.stream('POST', '/v1/chat/completions', json=ask) as r:
                 lines = r.iter_lines()
-                for _ in range(8): next(lines)
+                for _ in range(8):
+                    next(lines)
                 p.kill()
                 rest = [*lines]
             assert 'second hung up' in rest[-4] and rest[-2]=='data: [DONE]', rest[-6:]
             p.wait()
             r = d.post(model='fake')
             assert spoken(r)=='Hello there.' and r.headers['x-atlas-model']=='small'
-    finally: p.kill(); p.wait(); p.stdout.close()
+    finally:
+        p.kill()
+        p.wait()
+        p.stdout.close()
 
 def test_ollamas_door():
     "Its API, too, is told by its own writers"
@@ -422,8 +537,13 @@ AUDIO = b'HTTP/1.1 200 OK\r\ncontent-type: audio/mpeg\r\ntransfer-encoding: chun
 
 def speech(c):
     "Hears and speaks"
-    if c.path=='/v1/audio/speech': c.send(AUDIO); c.chunk(b'\xff\xfb'*9); c.chunk(b'\0\n\n'); c.send(b'0\r\n\r\n')
-    else: c.whole(dict(text='Hello')) if b'srt' not in c.body else c.whole(b'1\n00:00', kind='text/plain')
+    if c.path=='/v1/audio/speech':
+        c.send(AUDIO)
+        c.chunk(b'\xff\xfb'*9)
+        c.chunk(b'\0\n\n')
+        c.send(b'0\r\n\r\n')
+    else:
+        c.whole(dict(text='Hello')) if b'srt' not in c.body else c.whole(b'1\n00:00', kind='text/plain')
 
 def test_sounds():
     "A form with only its model changed; bytes of a sound; and nothing where nobody can"
@@ -452,7 +572,8 @@ def test_no_sounds_without_servers():
 
 def test_a_sound_that_breaks_off():
     with upstream(lambda c: (c.send(AUDIO), c.chunk(b'\xff'))) as u, door(Backend('voice', u.url, serves='audio/speech', limits=QUICK)) as d:
-        with pytest.raises(httpx.RemoteProtocolError): d.web.post('/v1/audio/speech', json=dict(input='Hi'))
+        with pytest.raises(httpx.RemoteProtocolError):
+            d.web.post('/v1/audio/speech', json=dict(input='Hi'))
         assert d.metric('upstream_requests_total', upstream='voice', outcome='cut')==1
 
 def test_vectors():
@@ -461,6 +582,81 @@ def test_vectors():
         r = d.web.post('/v1/embeddings', json=dict(model='gemma', input='Hi'))
         assert r.json()==said and u.calls[0].path=='/v1/embeddings'
         assert d.metric('upstream_tokens_total', upstream='spark2', kind='prompt')==2
+
+# -- what other servers keep, and count ------------------------------------------------------------
+
+KEPT = dict(id='resp_1', object='response', status='completed', output=[], usage=dict(input_tokens=2, output_tokens=1))
+def sse(kind, **d): return f'event: {kind}\ndata: {json.dumps(dict(type=kind, **d))}\n\n'.encode()
+
+def keeper(c):
+    "What answers as OpenAI's responses do, and keeps what it has made"
+    path = c.path.partition('?')[0]
+    if c.method=='POST' and path=='/v1/responses':
+        if c.json.get('stream'):
+            return c.stream(sse('response.created', response=KEPT), sse('response.completed', response=KEPT))
+        return c.whole(KEPT)
+    if path.startswith('/v1/responses/resp_1'):
+        return c.whole(dict(id='resp_1', asked=f'{c.method} {c.path}'))
+    if path=='/v1/messages/count_tokens' and c.json['model']=='gemma':
+        return c.whole(dict(input_tokens=17))
+    if path=='/v1/responses/input_tokens':
+        return c.whole(dict(object='response.input_tokens', input_tokens=18))
+    c.whole(dict(detail='Not Found'), 404)
+
+@both_ways
+def test_a_response_that_stays_there(stream):
+    with behind(keeper) as (d,u):
+        assert d.web.get('/v1/responses/resp_1').status_code==404, 'nobody has made it yet'
+        assert d.post('/v1/responses', input='Hi', messages=None, stream=stream).status_code==200
+        asked = [('GET', '', '?include=a'), ('GET', '/input_items', ''), ('POST', '/cancel', ''), ('DELETE', '', '')]
+        for how,more,query in asked:
+            r = d.web.request(how, f'/v1/responses/resp_1{more}{query}')
+            assert r.json()['asked']==f'{how} /v1/responses/resp_1{more}{query}', r.text
+            assert r.headers['x-atlas-model']=='spark2/gemma'
+        n = len(u.calls)
+        assert d.web.get('/v1/responses/resp_1').status_code==404, 'it was deleted'
+        assert len(u.calls)==n
+
+def test_a_response_that_nobody_keeps():
+    with behind(keeper) as (d,u):
+        d.post('/v1/responses', input='Hi', messages=None, store=False)
+        assert d.web.get('/v1/responses/resp_1').status_code==404
+
+def test_events_of_a_response_that_stays_there():
+    with behind(keeper) as (d,u):
+        d.post('/v1/responses', input='Hi', messages=None)
+        r = d.web.get('/v1/responses/resp_1?stream=true')
+        assert r.status_code==501 and 'spark2/gemma has this response' in r.json()['error']['message']
+
+def test_a_response_of_somebody_else():
+    keys = Keys({'sk-ann':'user ann', 'sk-bob':'user bob'})
+    def ask(d, key, how, path, **kw): return d.web.request(how, path, headers={'authorization':f'Bearer sk-{key}'}, **kw)
+    with upstream(keeper) as u, door(Backend('spark2', u.url, models=['gemma'], limits=QUICK), rules=Rules(keys=keys)) as d:
+        assert ask(d, 'ann', 'POST', '/v1/responses', json=dict(model='gemma', input='Hi')).status_code==200
+        assert ask(d, 'bob', 'GET', '/v1/responses/resp_1').status_code==404
+        assert ask(d, 'ann', 'GET', '/v1/responses/resp_1').status_code==200
+
+def test_a_response_of_a_chat_server_is_ours():
+    with behind(good) as (d,u):
+        made = d.post('/v1/responses', input='Hi', messages=None).json()
+        n = len(u.calls)
+        assert d.web.get(f'/v1/responses/{made["id"]}').json()['output']==made['output']
+        assert d.web.delete(f'/v1/responses/{made["id"]}').json()['deleted'] is True and len(u.calls)==n
+
+def test_tokens_that_they_count():
+    with behind(keeper) as (d,u):
+        r = d.post('/v1/messages/count_tokens')
+        assert r.json()==dict(input_tokens=17) and r.headers['x-atlas-model']=='spark2/gemma'
+        r = d.post('/v1/responses/input_tokens', input='Hi', messages=None)
+        assert r.json()['input_tokens']==18
+
+def test_tokens_that_nobody_counts():
+    "Asked once; what it lacks is said by name, and remembered"
+    with behind(good) as (d,u):
+        for _ in range(2):
+            r = d.post('/v1/messages/count_tokens')
+            assert r.status_code==501 and 'spark2/gemma has no messages/count_tokens' in r.json()['error']['message']
+        assert len(u.calls)==1
 
 # -- what it has ---------------------------------------------------------------------------------
 
@@ -495,12 +691,14 @@ def test_a_name_of_ours_stays_ours():
 @pytest.mark.parametrize('kw,said', [(dict(url='spark2'),'url of x'), (dict(url='http://u:p@h/v1'),'password'), (dict(key_env='NOBODY_SET_THIS'),'NOBODY_SET_THIS'),
     (dict(serves=['audio/sing']),'audio/sing'), (dict(name='a/b'),'no name'), (dict(apis=['chatt']),'chatt')])
 def test_bad_descriptions(kw, said):
-    with pytest.raises(ConfigError, match=said) as e: Backend(**dict(name='x', url='http://h/v1')|kw)
+    with pytest.raises(ConfigError, match=said) as e:
+        Backend(**dict(name='x', url='http://h/v1')|kw)
     assert e.value.hint and e.value.param
 
 def test_a_key_is_told_nobody(monkeypatch):
     monkeypatch.setenv('SPARK2_KEY', 'sk very secret')
-    with pytest.raises(ConfigError, match='is no key') as e: Backend('x', 'http://h/v1', key_env='SPARK2_KEY')
+    with pytest.raises(ConfigError, match='is no key') as e:
+        Backend('x', 'http://h/v1', key_env='SPARK2_KEY')
     assert 'secret' not in str(e.value)
 
 def test_ourselves():
@@ -599,7 +797,8 @@ def test_streams_that_were_held_lose_nothing(path):
 
 @pytest.mark.parametrize('kw', [dict(to=dict(a=['a'])), dict(to={}, retries=-1), dict(to={}, timeout=0), dict(to={}, cooldown='60s')])
 def test_bad_fallbacks(kw):
-    with pytest.raises(ConfigError): Fallbacks(**kw)
+    with pytest.raises(ConfigError):
+        Fallbacks(**kw)
 
 def test_a_server_that_is_ourselves():
     from atlas.service.gateway import _behind
@@ -607,4 +806,5 @@ def test_a_server_that_is_ourselves():
     with listen('127.0.0.1', 0) as sock:
         port = sock.getsockname()[1]
         ms = Models([], backends=[Backend('me', f'http://localhost:{port}', ['gemma'])])
-        with pytest.raises(ConfigError, match='me is this very server'): _behind(sock, create_app(ms), ms, 0., {}, 1<<20, 16)
+        with pytest.raises(ConfigError, match='me is this very server'):
+            _behind(sock, create_app(ms), ms, 0., {}, 1<<20, 16)

@@ -1,5 +1,7 @@
-"""Kernels of a step overlap on a card: one may start before the ones before it have written what they write. Here each does, as early as it may: what it could read too early
-is 0xFF until it has waited. Which kernels may still run follows from who lets the next one in before its own wait (lib/pdl.cuh)."""
+"""Kernels of a step overlap on a card: one may start before the ones before it have written what
+they write. Here each does, as early as it may: what it could read too early is 0xFF until it
+has waited. Which kernels may still run follows from who lets the next one in before its own
+wait (lib/pdl.cuh)."""
 import ctypes,functools,re,shutil
 import numpy as np,pytest
 from pathlib import Path
@@ -18,14 +20,24 @@ from test_card import SamplingParams,Request,engine,ids_of,models,serve
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
-class Region(ctypes.Structure): _fields_ = [('at',ctypes.c_void_p), ('mask',ctypes.c_void_p), ('n',ctypes.c_size_t)]
+class Region(ctypes.Structure):
+    _fields_ = [('at',ctypes.c_void_p), ('mask',ctypes.c_void_p), ('n',ctypes.c_size_t)]
 
-def span(a): return sum((n-1)*s for n,s in zip(a.shape, a.strides))+a.itemsize if a.size else 0
-def flat(a): return np.frombuffer((ctypes.c_char*span(a)).from_address(a.ctypes.data), np.uint8)
+def span(a):
+    return (
+        sum(
+            (n-1)*s
+            for n,s in zip(a.shape, a.strides))+a.itemsize
+        if a.size else 0)
+def flat(a):
+    return np.frombuffer(
+        (ctypes.c_char*span(a)).from_address(a.ctypes.data),
+        np.uint8)
 
 @pytest.fixture
 def overlap(tmp_path, monkeypatch):
-    "Kernels start early from here on; an object whose `on` says so, with the names of kernels that did and the bytes that were hidden from them"
+    """Kernels start early from here on; an object whose `on` says so, with the names of kernels
+    that did and the bytes that were hidden from them"""
     class Overlap:
         on,names,hidden = True,set(),0
         open = [] # What may not have been written: (address, bytes that change)
@@ -39,39 +51,79 @@ def overlap(tmp_path, monkeypatch):
     def early(self, grid, block, args, shared, pdl):
         emulator = card._emulator()
         plain,emulator.plain = getattr(emulator, 'plain', False),False
-        if plain or not pdl or not o.on: o.open,o.alive = [],[]
-        sig = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'+self.src.name+r'\s*\(([^)]*)\)', self.src.text)[1].split(',')
+        if plain or not pdl or not o.on:
+            o.open,o.alive = [],[]
+        sig = re.search(
+            r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'
+            +self.src.name+r'\s*\(([^)]*)\)',
+            self.src.text)[1].split(',')
         assert len(sig)==len(args)
-        outs = [a for a,p in zip(args, sig) if '*' in p and not p.strip().startswith('const') and a is not None]
+        outs = [
+            a for a,p in zip(args, sig) if '*' in p
+            and not p.strip().startswith('const') and a is not None]
         was = [flat(a).copy() for a in outs]
-        regions = (Region*max(1, len(o.open)))(*[Region(at, m.ctypes.data, len(m)) for at,m in o.open])
+        regions = (Region*max(1, len(o.open)))(*[
+            Region(at, m.ctypes.data, len(m))
+            for at,m in o.open])
         self.k.library.watch(regions, len(o.open))
-        if o.open: o.names.add(self.src.name); o.hidden += sum(len(m) for _,m in o.open)
+        if o.open:
+            o.names.add(self.src.name)
+            o.hidden += sum(len(m) for _,m in o.open)
         launch(self, grid, block, args, shared, pdl)
-        own = [(a.ctypes.data, np.where(flat(a)!=b, 255, 0).astype(np.uint8)) for a,b in zip(outs, was) if (flat(a)!=b).any()]
+        own = [
+            (
+                a.ctypes.data,
+                np.where(flat(a)!=b, 255, 0).astype(np.uint8))
+            for a,b in zip(outs, was)
+            if (flat(a)!=b).any()]
         said = self.k.library.said()
         triggered,before = said&1,said&2
         o.open = (own+(o.open if before else [])) if triggered else []
-        o.alive = (outs+(o.alive if before else [])) if triggered else [] # what `show` writes to must not be freed
+        # what `show` writes to must not be freed
+        o.alive = (outs+(o.alive if before else [])) if triggered else []
     put(card._Ready, '__call__', early)
     def whole(f):  # what the host puts into the queue waits for all before it
-        def g(*a, **kw): o.open = []; r = f(*a, **kw); o.open = []; return r
+        def g(*a, **kw):
+            o.open = []
+            r = f(*a, **kw)
+            o.open = []
+            return r
         return g
     for kind,name in [(Emulator,'write'), (Emulator,'upload'), (Graph,'__call__')]:
         put(kind, name, whole(getattr(kind, name)))
     return o
 
-@pytest.mark.parametrize('toy,weights,kernels', [('llama','bf16','gemv attn_decode attn_merge'), ('qwen3.6-moe','nvfp4','delta_step router experts'), ('qwen3.6-moe','nvfp4','delta_wide'), ('gemma','nvfp4','norm_add'), ('nemotron','nvfp4','mamba_step')])
+@pytest.mark.parametrize(
+    'toy,weights,kernels',
+    [
+        ('llama','bf16','gemv attn_decode attn_merge'),
+        ('qwen3.6-moe','nvfp4','delta_step router experts'), ('qwen3.6-moe','nvfp4','delta_wide'),
+        ('gemma','nvfp4','norm_add'), ('nemotron','nvfp4','mamba_step')])
 def test_nothing_is_read_before_it_is_written(toy, weights, kernels, overlap, monkeypatch):
-    if 'delta_wide' in kernels: monkeypatch.setattr(delta, '_WIDE', 1)
+    if 'delta_wide' in kernels:
+        monkeypatch.setattr(delta, '_WIDE', 1)
     _,m = models(toy, weights)
-    ask = lambda: [(Request('a', tuple(ids_of(70 if toy=='llama' else 6)), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),0),
-        (Request('b', tuple(ids_of(20, 1)), SamplingParams(temperature=.9, top_k=20, seed=3, max_tokens=3, ignore_eos=True, logprobs=2)),2)]
+    def ask():
+        return [
+        (
+            Request(
+                'a', tuple(ids_of(70 if toy=='llama' else 6)),
+                SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),
+            0),
+        (
+            Request(
+                'b', tuple(ids_of(20, 1)),
+                SamplingParams(
+                    temperature=.9, top_k=20, seed=3, max_tokens=3, ignore_eos=True,
+                    logprobs=2)),
+            2)]
     got = serve(engine(m, seqs=2), ask())
     assert {*kernels.split(), 'sample_scan'}<=overlap.names and overlap.hidden>10_000
     overlap.on = False
     want = serve(engine(m, seqs=2), ask())
-    assert [(got[i].tokens,got[i].logprobs) for i in 'ab']==[(want[i].tokens,want[i].logprobs) for i in 'ab']
+    assert (
+        [(got[i].tokens,got[i].logprobs) for i in 'ab']
+        ==[(want[i].tokens,want[i].logprobs) for i in 'ab'])
 
 def chain(rng):
     "A norm and two products of many rows, each of what the one before has made"
@@ -79,7 +131,10 @@ def chain(rng):
     def up(*shape): return card.upload(rng.standard_normal(shape, dtype='f4'))
     def matrix(n, k):
         return pack(QTensor.encode(rng.standard_normal((n,k), dtype='f4'), 'NVFP4'), card)
-    x,gain,first,back = up(17,256),up(256),matrix(64, 256),matrix(256, 64)
+    x = up(17,256)
+    gain = up(256)
+    first = matrix(64, 256)
+    back = matrix(256, 64)
     y = rmsnorm(x, gain, 1e-6)
     h = gemv_wide(y, first, gain=gain, eps=1e-6)
     return card.download(gemv_wide(h, back, add=y))
@@ -96,7 +151,9 @@ def said(rng):
     card = Emulator()
     def up(*shape): return card.upload(rng.standard_normal(shape, dtype='f4'))
     head = pack(QTensor.encode(rng.standard_normal((300,256), dtype='f4'), 'NVFP4'), card)
-    x,gain,ids = rmsnorm(up(17,256), up(256), 1e-6),up(256),card.zeros(17, 'int32')
+    x = rmsnorm(up(17,256), up(256), 1e-6)
+    gain = up(256)
+    ids = card.zeros(17, 'int32')
     best = best_logits(x, head, gain=gain, eps=1e-6)
     sample_rows(best, SampleTable(card, 17, 300), ids, greedy=True)
     return card.download(ids)
@@ -118,10 +175,14 @@ def left(rng, seqs=8, vh=2):
     states = rng.standard_normal((seqs,vh,128,128), dtype='f4')
     pools = up(2*seqs,3,C),card.upload(delta.as_records(states))
     n = np.arange(seqs)
-    b = SimpleNamespace(first=ids(range(seqs+1)), starts=ids([9]*seqs), state_in=ids(2*n),
+    b = SimpleNamespace(
+        first=ids(range(seqs+1)),
+        starts=ids([9]*seqs), state_in=ids(2*n),
         state_out=ids(2*n+1), num_seqs=seqs)
     width = C+130*vh
-    x,into,out = up(seqs,64),matrix(width, 64),matrix(64, 128*vh)
+    x = up(seqs,64)
+    into = matrix(width, 64)
+    out = matrix(64, 128*vh)
     net = up(C,4),-abs(up(vh)),up(vh),up(128)
     y = gemv_wide(x, into)
     made = delta.delta_step(y, *net, *pools, b, 1, then=out, eps=1e-6)
@@ -136,8 +197,14 @@ def test_rows_left_as_tiles_wait(overlap):
 
 def test_a_kernel_that_forgets_to_wait_is_seen(overlap, tmp_path):
     m,p = models('llama', 'bf16')[1],tmp_path/'kernels'/'gemv.cu'
-    ask = [(Request('a', tuple(ids_of(5)), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)),0)]
-    s = p.read_text(); assert s.count('pdl_wait();')==1; p.write_text(s.replace('pdl_wait();', ''))
+    ask = [(
+        Request(
+            'a', tuple(ids_of(5)),
+            SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)),
+        0)]
+    s = p.read_text()
+    assert s.count('pdl_wait();')==1
+    p.write_text(s.replace('pdl_wait();', ''))
     bad = serve(engine(m), ask)['a']
     overlap.on = False
     assert bad.logprobs!=serve(engine(m), ask)['a'].logprobs

@@ -310,3 +310,88 @@ def test_nothing_is_left_in_the_cache(small):
             assert libc.mincore(
                 ctypes.c_void_p(at), ctypes.c_size_t(small.size), seen)==0
             assert sum(b&1 for b in seen)==0
+
+# -- how many read at a time ---------------------------------------------------------------------
+
+def fed(readers, rate, seconds, size=8<<20):
+    "Seconds that each number of readers had, of a made-up disk that gives `rate(allowed)`"
+    now,spent = 0.,{}
+    while now<seconds:
+        allowed = readers.allowed
+        took = size/rate(allowed)
+        now += took
+        spent[allowed] = spent.get(allowed, 0)+took
+        readers.note(size, allowed, now)
+    return spent
+
+speeds = st.floats(1e8, 5.9e9)
+
+@given(speeds, speeds)
+@settings(deadline=None, max_examples=60)
+def test_the_faster_number_reads(alone, together):
+    "Nine tenths of a minute go to whichever is faster, where that matters"
+    spent = fed(reading.Readers(8), lambda n: alone if n==1 else together, 60)
+    best = 1 if alone>together else 8
+    if max(alone, together)>1.05*min(alone, together):
+        assert spent[best]>.9*60
+
+def test_memory_is_left_alone():
+    assert set(fed(reading.Readers(8), lambda n: 25e9 if n==8 else 40e9, 5))=={8}
+
+def test_reads_of_before_do_not_count():
+    r = reading.Readers(8)
+    r.note(1<<20, 8, 0.)
+    r.note(1<<20, 8, .3)
+    assert r.allowed==1
+    for i in range(9):
+        r.note(1<<30, 8, .31+i/100)  # these began when all might read
+    assert r.rates.keys()=={8} and r.began is None
+
+@pytest.mark.parametrize('allowed', [1,3,8])
+def test_the_gate(random_file, monkeypatch, allowed):
+    "No more than may read at once do"
+    inside,most,lock = [0],[0],threading.Lock()
+    plain = reading._Source.fill
+    def fill(source, memory, start, need):
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        try:
+            return plain(source, memory, start, need)
+        finally:
+            with lock:
+                inside[0] -= 1
+    monkeypatch.setattr(reading._Source, 'fill', fill)
+    begun = reading.Readers
+    monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, allowed=allowed))
+    whole = [Extent(random_file, 0, random_file.size, 'all')]
+    got,_ = collect(whole, Ring(16, BLOCK), threads=8)
+    assert np.array_equal(got['all'], RANDOM[:-5])
+    assert most[0]<=allowed
+
+def test_the_earliest_window_goes_first():
+    gate,order = reading._Gate(reading.Readers(3, allowed=1)),[]
+    allowed = gate.enter(0)
+    def work(i):
+        may = gate.enter(i)
+        order.append(i)
+        gate.leave(may, 1)
+    threads = [threading.Thread(target=work, args=(i,)) for i in (3,1,2)]
+    for t in threads:
+        t.start()
+    with gate.changed:
+        while gate.waiting!={1,2,3}:
+            gate.changed.wait(.01)
+    gate.leave(allowed, 1)
+    for t in threads:
+        t.join()
+    assert order==[1,2,3]
+
+def test_a_failed_read_leaves_the_gate(random_file, monkeypatch):
+    "Whoever waits for the one that may read is not left waiting"
+    def fill(source, memory, start, need): raise CheckpointError('no')
+    monkeypatch.setattr(reading._Source, 'fill', fill)
+    begun = reading.Readers
+    monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, allowed=1))
+    with pytest.raises(CheckpointError, match='no'):
+        collect([Extent(random_file, 0, random_file.size, 'all')], Ring(16, BLOCK), threads=8)

@@ -29,14 +29,16 @@ def decodes(s, sizes):
     for part in (0,APART):
         with s.card.using(part) if part else nullcontext():
             for k in s._buckets():
-                if part and k>MOST_APART: continue
+                if part and k>MOST_APART:
+                    continue
                 for longest in lengths:
                     for full in (False,True):
                         s.body(StepShape(k, longest, full, full, s.table.stamp))
 
 def prompts(s, sizes, rng):
     "Prompts of all lengths, and several that share a chunk by chance"
-    for n in range(64, sizes.chunk+1, 64): s._try_prompt(n)
+    for n in range(64, sizes.chunk+1, 64):
+        s._try_prompt(n)
     for n in range(2, SEQS+1):
         s._try_prompt(sizes.chunk//n, n)
         s._try_prompt(sizes.chunk//n-63, n)
@@ -50,7 +52,8 @@ def samples(s):
     n = s.model.c.vocab_size
     for rows in range(1, SEQS+1):
         logits,ids = s.card.zeros((rows,n)),s.card.empty(rows, 'int32')
-        for greedy in (False,True): sample_rows(logits, s.table, ids, greedy=greedy)
+        for greedy in (False,True):
+            sample_rows(logits, s.table, ids, greedy=greedy)
 
 def replays(s, sizes):
     "Answers that are computed again: one to eight rows of each of some sequences, from anywhere"

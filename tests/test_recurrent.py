@@ -21,13 +21,15 @@ def gates(rng, n, h, choice, even):
 
 def delta_inputs(rng, n, even, repeat, h=3, dk=8, dv=5):
     q,k,v = (rng.standard_normal((n,h,d), dtype='f4') for d in (dk,dk,dv))
-    if repeat: k[:] = k[:2][np.arange(n)%min(n,2)]  # keys that come again and again: the triangular system at its worst
+    if repeat:
+        k[:] = k[:2][np.arange(n)%min(n,2)]  # keys that come again and again: the triangular system at its worst
     q,k = (x/np.linalg.norm(x, axis=-1, keepdims=True) for x in (q,k))
     return (q,k,v,gates(rng, n, h, BETAS, even),gates(rng, n, h, DECAYS, even)),rng.standard_normal((h,dk,dv), dtype='f4')
 
 def ssd_inputs(rng, n, even, repeat, h=3, P=5, N=8):
     X,B,C = (rng.standard_normal((n,h,d), dtype='f4') for d in (P,N,N))
-    if repeat: B[:] = B[:1]
+    if repeat:
+        B[:] = B[:1]
     return (X,gates(rng, n, h, DECAYS, even),B,C),rng.standard_normal((h,P,N), dtype='f4')
 
 FORMS = [(delta_inputs,delta_recurrent,delta_chunk), (ssd_inputs,ssd_recurrent,ssd_chunk)]
@@ -46,7 +48,8 @@ def test_forms_agree(inputs, recurrent, chunk, n, cuts, ways, even, repeat, seed
         outs.append(o)
     got = np.concatenate(outs)
     assert got.dtype==S.dtype==np.float32
-    for x,y in ((got,want), (S,final)): np.testing.assert_allclose(x, y, rtol=0, atol=3e-6*max(1, np.abs(y).max()))
+    for x,y in ((got,want), (S,final)):
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-6*max(1, np.abs(y).max()))
 
 # -- whole layers --------------------------------------------------------------------------------------------------------
 
@@ -54,7 +57,10 @@ class Delta:
     "A small gated delta layer of random shape"
     def __init__(self, rng):
         self.rng,self.kh,self.K,dk,dv = rng,*rng.integers([1,2,3,2], [3,5,9,9])
-        vh = self.kh*int(rng.integers(1, 4)); self.C = 2*self.kh*dk+vh*dv; self.rec = vh,dk,dv; self.cols = self.C,vh*dv,2*vh
+        vh = self.kh*int(rng.integers(1, 4))
+        self.C = 2*self.kh*dk+vh*dv
+        self.rec = vh,dk,dv
+        self.cols = self.C,vh*dv,2*vh
         f = lambda *s: rng.standard_normal(s, dtype='f4')
         self.w = f(self.C,self.K)/2,-np.exp(f(vh)*2),f(vh),1+f(dv)/5,1e-6
         self.act = rng.choice(['silu','sigmoid'])
@@ -68,7 +74,11 @@ class Mamba:
     "A small Mamba-2 layer of random shape"
     def __init__(self, rng):
         self.rng,self.G,self.K,P,N = rng,*rng.integers([1,2,2,2], [3,5,7,9])
-        nh = self.G*int(rng.integers(1, 4)); I = self.I = nh*P; self.C = I+2*self.G*N; self.rec = nh,P,N; self.width = I+self.C+nh
+        nh = self.G*int(rng.integers(1, 4))
+        I = self.I = nh*P
+        self.C = I+2*self.G*N
+        self.rec = nh,P,N
+        self.width = I+self.C+nh
         f = lambda *s: rng.standard_normal(s, dtype='f4')
         self.w = f(self.C,self.K)/2,f(self.C)/5 if rng.random()<.7 else None,-np.exp(f(nh)*2),1+f(nh)/5,f(nh),1+f(I)/5,1e-5
     def __call__(self, p, conv, rec, *args): return mamba2(p, *self.w, conv, rec, *args, self.G)
@@ -79,14 +89,16 @@ layers = pytest.mark.parametrize('kind', (Delta,Mamba))
 def tokens(layer, n, wild=False):
     "[n, width] projected tokens; wild ones drive gates to their ends"
     p = layer.rng.standard_normal((n,layer.width), dtype='f4')
-    if wild: p[layer.rng.random(n)<.3,-max(1, layer.width//8):] *= 1e3
+    if wild:
+        p[layer.rng.random(n)<.3,-max(1, layer.width//8):] *= 1e3
     return p
 
 def pools(layer, n=8, full=()):
     "Pools of NaN, but for random states in the slots `full`"
     ps = np.full((n,layer.K-1,layer.C), np.nan, 'f4'),np.full((n,*layer.rec), np.nan, 'f4')
     for p in ps:
-        for s in full: p[s] = layer.rng.standard_normal(p.shape[1:], dtype='f4')
+        for s in full:
+            p[s] = layer.rng.standard_normal(p.shape[1:], dtype='f4')
     return ps
 
 def step(layer, seqs, tiled, conv, rec, keep_all=False):
@@ -97,12 +109,15 @@ def step(layer, seqs, tiled, conv, rec, keep_all=False):
     p,keep = 100*layer.rng.standard_normal((R,layer.width), dtype='f4'),np.full(R, -1, np.int32)
     for (x,_,_,out),(r,n) in zip(seqs, at):
         p[r:r+n] = x
-        if np.ndim(out): keep[r:r+n] = out
-        else: keep[r+n-1] = out
+        if np.ndim(out):
+            keep[r:r+n] = out
+        else:
+            keep[r+n-1] = out
     reads,starts,counts = (np.array(x, np.int32) for x in ([s[2] for s in seqs], starts, counts))
     o = layer(p, conv, rec, reads, keep, starts, counts, tiled)
     pad = np.ones(R, bool)
-    for r,n in at: pad[r:r+n] = False
+    for r,n in at:
+        pad[r:r+n] = False
     assert not o[pad].any() and np.isfinite(o).all() and o.dtype==np.float32
     return [o[r:r+n] for r,n in at]
 
@@ -121,10 +136,12 @@ def same(a, b): return all(x.tobytes()==y.tobytes() for x,y in zip(a, b, strict=
 @given(n=ints(1,200), cuts=st.lists(ints(0,200), max_size=5), ways=st.lists(st.booleans(), min_size=6, max_size=6), wild=st.booleans(), seed=ints(0,9999))
 def test_any_schedule(kind, n, cuts, ways, wild, seed):
     "Prefill in any pieces, decode and verification in any order: the numbers of one token at a time, and the inputs' last rows for a tail"
-    layer = kind(np.random.default_rng(seed)); x = tokens(layer, n, wild)
+    layer = kind(np.random.default_rng(seed))
+    x = tokens(layer, n, wild)
     plan = [(a,b,tiled) for (a,b),tiled in zip(cuts_of(n, cuts), ways)]
     got,want = feed(layer, x, plan),feed(layer, x, [(i,i+1,False) for i in range(n)])
-    for g,w in zip(got, want): np.testing.assert_allclose(g, w, rtol=0, atol=1e-4*max(1, np.abs(w).max()))
+    for g,w in zip(got, want):
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-4*max(1, np.abs(w).max()))
     seen = np.concatenate([np.zeros((layer.K-1,layer.C), 'f4'), layer.inputs(x)])
     assert same([got[1]], [np.ascontiguousarray(seen[n:])])
 
@@ -133,7 +150,8 @@ def test_any_schedule(kind, n, cuts, ways, wild, seed):
 @given(n=ints(1,330), cuts=st.lists(ints(0,5), max_size=4), more=ints(0,70), seed=ints(0,9999))
 def test_prefill_bits(kind, n, cuts, more, seed):
     "Cut at multiples of 64, or followed by other tokens, a prompt's rows are the same to the last bit"
-    layer = kind(np.random.default_rng(seed)); x = tokens(layer, n+more)
+    layer = kind(np.random.default_rng(seed))
+    x = tokens(layer, n+more)
     want = feed(layer, x[:n], [(0,n,True)])
     assert same(feed(layer, x[:n], [(a,b,True) for a,b in cuts_of(n, [min(c*TILE, n) for c in cuts])]), want)
     assert same([feed(layer, x, [(0,n+more,True)])[0][:n]], want[:1])
@@ -143,8 +161,11 @@ def test_prefill_bits(kind, n, cuts, more, seed):
 @given(counts=st.lists(ints(1,8), min_size=1, max_size=4), tiled=st.booleans(), seed=ints(0,9999))
 def test_company(kind, counts, tiled, seed):
     "A sequence's rows and states do not depend, to the last bit, on who shares the step, in which order, and how its rows are bundled"
-    rng = np.random.default_rng(seed); layer = kind(rng); S = len(counts)
-    if tiled: counts = [c*int(rng.integers(1, 20)) for c in counts]
+    rng = np.random.default_rng(seed)
+    layer = kind(rng)
+    S = len(counts)
+    if tiled:
+        counts = [c*int(rng.integers(1, 20)) for c in counts]
     starts = [int(s) for s in rng.integers(0, 200, S)*(rng.random(S)<.7)]
     begin = [pools(layer, full=[] if s==0 else [i]) for i,s in enumerate(starts)]
     seqs = [(tokens(layer, n),s,i,i) for i,(n,s) in enumerate(zip(counts, starts))]
@@ -152,10 +173,13 @@ def test_company(kind, counts, tiled, seed):
     for i,q in enumerate(seqs):
         c,r = (p.copy() for p in begin[i])
         alone.append((step(layer, [q], tiled, c, r)[0],c[i],r[i]))
-    order = rng.permutation(S); c,r = pools(layer)
-    for i in range(S): c[i],r[i] = begin[i][0][i],begin[i][1][i]
+    order = rng.permutation(S)
+    c,r = pools(layer)
+    for i in range(S):
+        c[i],r[i] = begin[i][0][i],begin[i][1][i]
     outs = step(layer, [seqs[i] for i in order], tiled, c, r)
-    for o,i in zip(outs, order): assert same((o,c[i],r[i]), alone[i])
+    for o,i in zip(outs, order):
+        assert same((o,c[i],r[i]), alone[i])
     assert np.isnan(c[S:]).all() and np.isnan(r[S:]).all()
     if not tiled:  # one row a step
         for i,(x,s,_,_) in enumerate(seqs):
@@ -168,7 +192,8 @@ def test_company(kind, counts, tiled, seed):
 @given(n=ints(1,8), start=st.sampled_from([0,1,2,70]), accepted=ints(1,8), seed=ints(0,9999))
 def test_rollback(kind, n, start, accepted, seed):
     "After a verify step that kept the state of each row, going on from an accepted row is as if the others had never been"
-    layer = kind(np.random.default_rng(seed)); accepted = min(n, accepted)
+    layer = kind(np.random.default_rng(seed))
+    accepted = min(n, accepted)
     x,y = tokens(layer, n),tokens(layer, 2)
     conv,rec = pools(layer, 12, full=[10] if start else [])
     c1,r1 = conv.copy(),rec.copy()

@@ -8,14 +8,18 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from hypothesis import HealthCheck,given,settings,strategies as st
-import atlas.service.gateway as gateway
+import atlas.service.admission as admission
+import atlas.service.process as process
 from atlas.ground.core import AtlasError,OutOfMemoryError
 from atlas.ground.options import EngineConfig
 from atlas.ground.requests import Event
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.loading import LoadedModel
 from atlas.engine.planning import MeasuredModel
-from atlas.service.gateway import Model,Models,Policy,Residency,modelled
+from atlas.service.process import Model,Policy
+from atlas.service.admission import Residency
+from atlas.service.models import Models
+from atlas.service.gateway import modelled
 from atlas.service.link import Frames,frame,pack_event,pack_error
 from atlas.service.residency import STAY
 from atlas.service.turn import UnavailableError
@@ -230,11 +234,13 @@ async def live(world, deeds):
 def play(kinds, deeds, budget=100, **kw):
     "A day in made-up time"
     loop = VirtualLoop()
-    was,gateway.time = gateway.time,SimpleNamespace(time=gateway.time.time, monotonic=loop.time)
+    real = process.time
+    made_up = SimpleNamespace(time=real.time, monotonic=loop.time)
+    process.time = admission.time = made_up
     async def all_of_it(): return await live(World(kinds, budget, **kw), deeds)
     try: return loop.run_until_complete(all_of_it())
     finally:
-        gateway.time = was
+        process.time = admission.time = real
         swept(loop)
 
 def swept(loop):
@@ -483,7 +489,8 @@ async def test_a_model_that_was_killed_keeps_its_place():
 
 SERVE = """
 import sys
-from atlas.service.gateway import Policy,serve
+from atlas.service.process import Policy
+from atlas.service.gateway import serve
 models = [dict(model='tiny', name=n, kv_spill_dir=sys.argv[1]+'/'+n, kv_spill_gb=.05, kv_spill_keep=True) for n in 'ab']
 serve(models, port=int(sys.argv[2]), memory=int(sys.argv[3]), policy=Policy(soon=.05), first=[], device='cpu', max_seq_len=512, max_num_seqs=2)
 """

@@ -27,11 +27,14 @@ def alone(request, seed, max_seq_len):
     most = min(p.max_tokens or max_seq_len, max_seq_len-P)
     ends = set(p.stop_token_ids)|set(() if p.ignore_eos else r.eos_ids)
     keys,out = [],[]
-    for i,t in enumerate(r.prompt): keys.append(key(keys[-1] if i else 0, t, tile(i, 0, P)))
+    for i,t in enumerate(r.prompt):
+        keys.append(key(keys[-1] if i else 0, t, tile(i, 0, P)))
     while True:
         out.append(pick(keys, seed))
-        if out[-1] in ends and len(out)>p.min_tokens: return out,'stop'
-        if len(out)==most: return out,'length'
+        if out[-1] in ends and len(out)>p.min_tokens:
+            return out,'stop'
+        if len(out)==most:
+            return out,'length'
         keys.append(key(keys[-1], out[-1], ROW))
 
 class Toy:
@@ -68,12 +71,17 @@ class Toy:
 
     def run(self, plan):
         "Tokens for each of `plan.sampled`"
-        for s,start,n in plan.prefill: assert n>0 and start%TILE==0 and ((start+n)%TILE==0 or start+n==s.prompt_len)
-        for s,start,n in plan.replay: assert 0<n<=MAX_ROWS and s.prompt_len<=start and start+n<len(s)
-        for s in plan.decode: assert s.prompt_len<=s.num_computed<s.depth
+        for s,start,n in plan.prefill:
+            assert n>0 and start%TILE==0 and ((start+n)%TILE==0 or start+n==s.prompt_len)
+        for s,start,n in plan.replay:
+            assert 0<n<=MAX_ROWS and s.prompt_len<=start and start+n<len(s)
+        for s in plan.decode:
+            assert s.prompt_len<=s.num_computed<s.depth
         keys = {s:self.rows(s, start, n, True) for s,start,n in plan.prefill}
-        for s,start,n in plan.replay: self.rows(s, start, n, False)
-        for s in plan.first: self.said[s] = [pick(keys[s], s.seed)]
+        for s,start,n in plan.replay:
+            self.rows(s, start, n, False)
+        for s in plan.first:
+            self.said[s] = [pick(keys[s], s.seed)]
         first = [list(self.said[s]) for s in plan.first]
         return first+[self.decode(s, plan.width) for s in plan.decode]
 
@@ -83,8 +91,10 @@ class Driver:
 
     def note(self, seq, tokens, reason):
         assert seq not in self.why, 'an event after the end'
-        if tokens is not None: self.got.setdefault(seq, []).extend(tokens)
-        if reason: self.why[seq] = reason
+        if tokens is not None:
+            self.got.setdefault(seq, []).extend(tokens)
+        if reason:
+            self.why[seq] = reason
 
     def step(self):
         "One step; its plan"
@@ -93,12 +103,14 @@ class Driver:
             self.sc.advance(plan)
             self.flight.append((plan,toks))
         while len(self.flight)>(self.behind if plan else 0):
-            for e in self.sc.accept(*self.flight.popleft()): self.note(*e)
+            for e in self.sc.accept(*self.flight.popleft()):
+                self.note(*e)
         return plan
 
     def drain(self, most=20_000):
         for _ in range(most):
-            if not self.sc.has_work: return
+            if not self.sc.has_work:
+                return
             self.step()
         raise AssertionError(f'no end: {self.sc}')
 
@@ -106,8 +118,10 @@ class Driver:
         "Everything that `seq` was sent is what it is sent alone"
         toks,why = alone(seq.request, seq.seed, self.sc.max_seq_len)
         got,reason = self.got.get(seq, []),self.why.get(seq)
-        if reason in ('stop','length'): assert (got,reason)==(toks,why)
-        else: assert got==toks[:len(got)]
+        if reason in ('stop','length'):
+            assert (got,reason)==(toks,why)
+        else:
+            assert got==toks[:len(got)]
 
 def request(id, n, max_tokens=None, priority=0, flavour=0, **kw):
     return Request(str(id), tuple((flavour*31+i*7)%VOCAB for i in range(n)), SamplingParams(max_tokens=max_tokens, **kw), priority, (EOS,))
@@ -142,10 +156,13 @@ class Machine(RuleBasedStateMachine):
     def add_one(self, r, size):
         full,long = len(self.sc.waiting)>=self.sc.max_queue,size>=self.sc.max_seq_len
         if long or full:
-            with pytest.raises(ContextLengthError if long else QueueFullError): self.sc.add(r)
+            with pytest.raises(ContextLengthError if long else QueueFullError):
+                self.sc.add(r)
             return
-        self.all.append(self.sc.add(r)); self.n += 1
-        with pytest.raises(RequestError, match='still being served'): self.sc.add(r)
+        self.all.append(self.sc.add(r))
+        self.n += 1
+        with pytest.raises(RequestError, match='still being served'):
+            self.sc.add(r)
 
     @precondition(lambda self: self.sc.has_work)
     @rule(i=st.integers(0, 20), failed=st.booleans())
@@ -153,7 +170,8 @@ class Machine(RuleBasedStateMachine):
         "A client goes away, or a row of a running sequence is not finite"
         live = self.sc.running if failed and self.sc.running else list(self.sc.seqs.values())
         s = live[i%len(live)]
-        if failed and s.running: self.d.note(*self.sc.fail(s))
+        if failed and s.running:
+            self.d.note(*self.sc.fail(s))
         else:
             assert self.sc.abort(s.id) is s
             self.d.note(s, None, s.finish_reason)
@@ -161,7 +179,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(n=st.sampled_from([1,2,5,30]))
     def step(self, n):
-        for _ in range(n): self.one_step()
+        for _ in range(n):
+            self.one_step()
 
     def one_step(self):
         before,preemptions,work = list(self.sc.running),self.sc.totals['preemptions'],self.sc.has_work
@@ -174,33 +193,40 @@ class Machine(RuleBasedStateMachine):
             self.check_queue(before, self.sc.totals['preemptions']>preemptions)
             return plan
         self.sc.schedule = spy
-        try: self.d.step()
-        finally: del self.sc.schedule
+        try:
+            self.d.step()
+        finally:
+            del self.sc.schedule
         assert plan or not work or self.d.behind
         self.books()
 
     def check_plan(self, plan, before):
-        if plan is None: return
+        if plan is None:
+            return
         assert len(set(plan.seqs))==len(plan.seqs)
         assert sum(n for _,_,n in plan.prefill+plan.replay)<=self.sc.chunk
         for s,state in before.items(): # who decodes is in every step, unless preempted, or its last row is under way
-            if state=='decode' and s.running: assert s in plan.decode or s.num_computed>=s.depth
+            if state=='decode' and s.running:
+                assert s in plan.decode or s.num_computed>=s.depth
 
     def check_queue(self, before, preempted):
         sc = self.sc
         for s in sc.running:
             for w in sc.waiting:
                 assert s.order<w.order or s.request.priority>w.request.priority, 'somebody was overtaken'
-                if s not in before: assert s.order<w.order, 'somebody was overtaken'
+                if s not in before:
+                    assert s.order<w.order, 'somebody was overtaken'
         if (w := sc.waiting.head()) and not preempted: # nobody waits who fits
             full = len(sc.running)==sc.max_num_seqs
             beyond = sc.promised+sc.pool.blocks_for(w.depth)>sc.limit
             assert full or beyond or w.table.missing(len(w))>sc.unpromised
-        if self.over==1 and all(s.request.priority==0 for s in self.all): assert not sc.totals['preemptions']
+        if self.over==1 and all(s.request.priority==0 for s in self.all):
+            assert not sc.totals['preemptions']
 
     @invariant()
     def books(self):
-        if not hasattr(self, 'sc'): return
+        if not hasattr(self, 'sc'):
+            return
         sc = self.sc
         owned = [b for s in sc.running for b in s.table.blocks]
         assert len(set(owned))==len(owned)==sc.pool.used and all(sc.pool.refs[b]==1 for b in owned)
@@ -214,12 +240,14 @@ class Machine(RuleBasedStateMachine):
         assert set(sc.running)|set(sc.waiting)==set(sc.seqs.values()) and len(sc.running)+len(sc.waiting)==len(sc.seqs)
 
     def teardown(self):
-        if not hasattr(self, 'sc'): return
+        if not hasattr(self, 'sc'):
+            return
         self.d.drain()
         self.books()
         assert self.sc.pool.free==self.sc.pool.num_blocks and sorted(self.sc.pool._free)==list(range(self.sc.pool.num_blocks))
         assert sum(self.sc.finished.values())==len(self.all) and set(self.d.why)==set(self.all)
-        for s in self.all: self.d.check(s)
+        for s in self.all:
+            self.d.check(s)
 
 Machine.TestCase.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
 TestMachine = Machine.TestCase
@@ -241,7 +269,8 @@ def test_crowd(seed):
     for _ in range(10):
         m.add([rng.choice([.02,.1,.3,.6]) for _ in range(4)], rng.choice([None,None,9]), rng.choice([0,0,-1,1]), 2, rng.random()<.7, rng.random()<.2, rng.randrange(99))
         m.step(rng.choice([1,5,20,60]))
-        if m.sc.has_work and rng.random()<.3: m.end(rng.randrange(20), rng.random()<.5)
+        if m.sc.has_work and rng.random()<.3:
+            m.end(rng.randrange(20), rng.random()<.5)
     m.teardown()
 
 @pytest.mark.parametrize('n', (1, 63, 64, 65, 200))
@@ -249,7 +278,8 @@ def test_crowd(seed):
 def test_alone(n, behind):
     d = Driver(Scheduler(BlockPool(20), 1, 300, chunk=64), behind)
     s = d.sc.add(request('a', n, 40, ignore_eos=True))
-    d.drain(); d.check(s)
+    d.drain()
+    d.check(s)
     assert d.why[s]=='length' and len(d.got[s])==40
 
 @pytest.mark.parametrize('at', range(2, 26, 3))
@@ -257,33 +287,43 @@ def test_alone(n, behind):
 def test_preempted_and_resumed(at, behind):
     d = Driver(Scheduler(BlockPool(20), 1, 300, chunk=64), behind)
     s = d.sc.add(request('a', 130, 30, ignore_eos=True))
-    for _ in range(at): d.step()
+    for _ in range(at):
+        d.step()
     u = d.sc.add(request('u', 70, 5, priority=-1, flavour=1, ignore_eos=True))
     seen = list(s.outputs)
-    d.drain(); d.check(s); d.check(u)
+    d.drain()
+    d.check(s)
+    d.check(u)
     assert d.sc.totals['preemptions']==1 and d.got[s][:len(seen)]==seen
     assert (d.sc.totals['replay_tokens']>0)==(len(seen)+behind>1)
 
 def test_no_victims_in_vain():
     "A better request that would not fit even then takes nobody's place"
     sc = Scheduler(BlockPool(16), 4, 256)
-    for r in (request('a', 100, 60), request('b', 50, 10, priority=1), request('c', 100, 100, priority=0)): sc.add(r)
+    for r in (request('a', 100, 60), request('b', 50, 10, priority=1), request('c', 100, 100, priority=0)):
+        sc.add(r)
     sc.schedule() # a and, behind c, nobody: c needs 13 of 16 blocks
     assert [s.id for s in sc.running]==['a'] and not sc.totals['preemptions']
-    sc.abort('c'); sc.schedule()
+    sc.abort('c')
+    sc.schedule()
     assert [s.id for s in sc.running]==['a','b']
-    sc.add(request('d', 100, 100)); sc.schedule()
+    sc.add(request('d', 100, 100))
+    sc.schedule()
     assert [s.id for s in sc.running]==['a','b'] and not sc.totals['preemptions']
-    sc.add(request('e', 60, 20)); sc.abort('d'); sc.schedule() # 5 blocks, and b's place makes room
+    sc.add(request('e', 60, 20))
+    sc.abort('d')
+    sc.schedule() # 5 blocks, and b's place makes room
     assert [s.id for s in sc.running]==['a','e'] and sc.totals['preemptions']==1
 
 def test_overcommit_ends():
     "Everybody asks for the whole cache, ten at a time"
     d = Driver(Scheduler(BlockPool(16, 4), 10, 64, overcommit=10))
-    for i in range(20): d.sc.add(request(i, 5+i%3, flavour=i%4, ignore_eos=True))
+    for i in range(20):
+        d.sc.add(request(i, 5+i%3, flavour=i%4, ignore_eos=True))
     seqs = list(d.sc.seqs.values())
     d.drain()
-    for s in seqs: d.check(s)
+    for s in seqs:
+        d.check(s)
     assert d.sc.finished==dict(length=20) and d.sc.totals['preemptions']>5
 
 def calls(f):
@@ -294,15 +334,19 @@ def calls(f):
         n += event in ('call','c_call')
     gc.disable() # a collection may call back
     sys.setprofile(count)
-    try: f()
-    finally: sys.setprofile(None); gc.enable()
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
     return n
 
 def test_a_step_does_not_read_the_queue():
     "As many calls with 10,000 waiting as with 10, for a step of either kind"
     def work(waiting):
         sc = Scheduler(BlockPool(64), 4, 200, max_queue=20_000)
-        for i in range(waiting): sc.add(request(i, 20, 20, priority=i%3, flavour=i, ignore_eos=True))
+        for i in range(waiting):
+            sc.add(request(i, 20, 20, priority=i%3, flavour=i, ignore_eos=True))
         def step():
             plan = sc.schedule()
             sc.commit(plan, [[5]]*len(plan.sampled))

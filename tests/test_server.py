@@ -8,9 +8,10 @@ from hypothesis import HealthCheck,example,given,settings,strategies as st
 from starlette.testclient import TestClient
 from atlas.text.chat import ChatTemplate
 from atlas.ground.core import ContextLengthError,QueueFullError
-from atlas.service.gateway import Models
+from atlas.service.models import Models
 from atlas.ground.requests import Event
-from atlas.service.server import PortError,create_app,listen,page
+from atlas.service.management import page
+from atlas.service.server import PortError,create_app,listen
 from atlas.text.tokenizer import byte_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
@@ -31,8 +32,10 @@ class FakeRunner:
         self.info,self.healthy,self.closed = dict(name='fake', max_seq_len=max_seq_len, vocab_size=257),True,False
         self.seen,self.arrived,self.aborted = [],threading.Semaphore(0),threading.Semaphore(0)
     def submit(self, r):
-        if len(r.prompt)>=self.info['max_seq_len']: raise ContextLengthError(f'The prompt has {len(r.prompt):,} tokens and the context holds {self.info["max_seq_len"]:,}')
-        if len(self.seen)>=self.room: raise QueueFullError('Too many')
+        if len(r.prompt)>=self.info['max_seq_len']:
+            raise ContextLengthError(f'The prompt has {len(r.prompt):,} tokens and the context holds {self.info["max_seq_len"]:,}')
+        if len(self.seen)>=self.room:
+            raise QueueFullError('Too many')
         self.seen.append(r)
         self.arrived.release()
         return FakeStream(self, r)
@@ -45,23 +48,31 @@ class FakeStream:
     async def __anext__(self):
         await asyncio.sleep(0)
         f,n = self.runner,self.n
-        if self.over: raise StopAsyncIteration
-        if n==f.hold: await asyncio.Event().wait()
-        if n==f.fail: self.over = True; return Event(self.r.id, finish='error', error='The engine failed')
+        if self.over:
+            raise StopAsyncIteration
+        if n==f.hold:
+            await asyncio.Event().wait()
+        if n==f.fail:
+            self.over = True
+            return Event(self.r.id, finish='error', error='The engine failed')
         self.n += 1
-        if f.endless: return Event(self.r.id, A)
+        if f.endless:
+            return Event(self.r.id, A)
         last = 'stop' if n+1==len(f.ids) else 'length' if n+1==self.r.params.max_tokens else None
         self.over = last is not None
         return Event(self.r.id, f.ids[n], -.25, [(f.ids[n],-.25),(A,-2.)][:self.r.params.logprobs or 0], finish=last)
     def abort(self):
-        if not self.over: self.over = True; self.runner.aborted.release()
+        if not self.over:
+            self.over = True
+            self.runner.aborted.release()
 
 @contextmanager
 def live(runner, **kw):
     "A real server on a free port"
     up,sock = threading.Event(),listen(port=0)
     models = runner if isinstance(runner, Models) else None
-    if models: app = create_app(models, on_ready=up.set, **kw)
+    if models:
+        app = create_app(models, on_ready=up.set, **kw)
     else:
         kw = dict(template=template)|kw
         app = app_of(runner, tok, **kw, on_ready=up.set)
@@ -69,7 +80,8 @@ def live(runner, **kw):
     t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
     assert up.wait(WAIT)
-    try: yield sock.getsockname()[1]
+    try:
+        yield sock.getsockname()[1]
     finally:
         server.should_exit = True
         t.join(WAIT)
@@ -87,7 +99,8 @@ def events(text): return [json.loads(l[6:]) for l in text.splitlines() if l.star
 @pytest.fixture(scope='module')
 def served():
     r = FakeRunner()
-    with live(r, names=['fake','org/alias']) as port: yield r,client_of(port),port
+    with live(r, names=['fake','org/alias']) as port:
+        yield r,client_of(port),port
 
 def test_openai_chat(served):
     r,c,_ = served
@@ -107,7 +120,8 @@ def test_openai_chat_stream(served):
         mine = [x.choices[0] for x in chunks if x.choices and x.choices[0].index==i]
         assert mine[0].delta.role=='assistant' and ''.join(x.delta.content or '' for x in mine)=='Hello'
         assert [x.finish_reason for x in mine if x.finish_reason]==['length']
-    with c.chat.completions.stream(model='fake', messages=HELLO) as s: assert s.get_final_completion().choices[0].message.content=='Hello there, reader.'
+    with c.chat.completions.stream(model='fake', messages=HELLO) as s:
+        assert s.get_final_completion().choices[0].message.content=='Hello there, reader.'
 
 def test_openai_completions(served):
     _,c,_ = served
@@ -121,11 +135,14 @@ def test_openai_completions(served):
 def test_openai_models_and_errors(served):
     _,c,_ = served
     assert [m.id for m in c.models.list()]==['fake','org/alias'] and c.models.retrieve('org/alias').owned_by=='atlas'
-    with pytest.raises(openai.NotFoundError) as e: c.models.retrieve('gpt-5')
+    with pytest.raises(openai.NotFoundError) as e:
+        c.models.retrieve('gpt-5')
     assert e.value.code=='model_not_found'
-    with pytest.raises(openai.BadRequestError) as e: c.completions.create(model='fake', prompt='x'*1234)
+    with pytest.raises(openai.BadRequestError) as e:
+        c.completions.create(model='fake', prompt='x'*1234)
     assert e.value.code=='context_length_exceeded' and '1,234' in e.value.message and '1,000' in e.value.message
-    with pytest.raises(openai.BadRequestError) as e: c.chat.completions.create(model='fake', messages=HELLO, temperature=-1)
+    with pytest.raises(openai.BadRequestError) as e:
+        c.chat.completions.create(model='fake', messages=HELLO, temperature=-1)
     assert e.value.param=='temperature'
     a = c.with_options(default_headers={'x-request-id':'mine'}).models.with_raw_response.list()
     assert a.headers['x-request-id']=='mine'
@@ -160,7 +177,8 @@ def test_stream_equals_whole(text, stop, n, limit):
             t[0] += x['delta'].get('content') or ''
             t[1] = x['finish_reason']
     assert out=={x['index']:[x['message']['content'],x['finish_reason']] for x in whole['choices']} and e['usage']==whole['usage']
-    if not stop and limit is None: assert out[0]==[text,'stop']
+    if not stop and limit is None:
+        assert out[0]==[text,'stop']
 
 # ---- Bodies that nobody should send ----
 
@@ -174,7 +192,8 @@ fields = st.sampled_from(['messages','prompt','model','temperature','top_p','top
 def test_any_body(path, wrong, inside):
     body = dict(messages=[HELLO[0]|wrong] if inside else HELLO, prompt='x') | ({} if inside else wrong)
     r = fuzzed.post(path, content=json.dumps(body).encode(), headers={'content-type':'application/json'})
-    if r.status_code!=200: assert r.status_code in (400,404,501) and set(r.json()['error'])=={'message','type','param','code'} and len(r.text)<2000, r.text
+    if r.status_code!=200:
+        assert r.status_code in (400,404,501) and set(r.json()['error'])=={'message','type','param','code'} and len(r.text)<2000, r.text
 fuzzed = local(FakeRunner('ok'))
 
 SCHEMA = dict(type='object', properties=dict(a=dict(type='integer', minimum=0, enum=[1,2])), required=['a'])
@@ -193,7 +212,9 @@ RICH = {
 
 def places(d, at=()):
     "The way to everything within a body"
-    for k,v in d.items() if isinstance(d, dict) else enumerate(d) if isinstance(d, list) else (): yield (*at,k); yield from places(v, (*at,k))
+    for k,v in d.items() if isinstance(d, dict) else enumerate(d) if isinstance(d, list) else ():
+        yield (*at,k)
+        yield from places(v, (*at,k))
 
 @pytest.fixture(scope='module')
 def guided():
@@ -207,11 +228,13 @@ def test_any_place_of_a_body(guided, path, data, raw):
     "A value that is not expected, anywhere in a body that has everything: an answer or a refusal, and never a crash"
     at = data.draw(st.sampled_from(list(places(RICH[path]))))
     body = part = json.loads(json.dumps(RICH[path]))
-    for k in at[:-1]: part = part[k]
+    for k in at[:-1]:
+        part = part[k]
     part[at[-1]] = '@'
     r = guided.post(path, content=json.dumps(body).replace('"@"', raw).encode(), headers={'content-type':'application/json'})
     assert r.status_code in (200,400,404,501), (at, raw, r.text)
-    if '1e999' in raw: assert r.status_code==400 and 'too large' in r.text, (at, raw, r.text)
+    if '1e999' in raw:
+        assert r.status_code==400 and 'too large' in r.text, (at, raw, r.text)
 
 @given(raw=st.binary(max_size=200))
 @settings(deadline=None, max_examples=100)
@@ -255,10 +278,12 @@ def test_engine_error():
     text = chat(c, stream=True).text
     assert events(text)[-1]['error']['type']=='server_error' and text.endswith('data: [DONE]\n\n')
     r = FakeRunner(fail=4)
-    with live(r) as port, pytest.raises(openai.APIError, match='engine failed'): list(client_of(port).completions.create(model='fake', prompt='a', stream=True))
+    with live(r) as port, pytest.raises(openai.APIError, match='engine failed'):
+        list(client_of(port).completions.create(model='fake', prompt='a', stream=True))
 
 def test_unhealthy():
-    r = FakeRunner(); r.healthy = False
+    r = FakeRunner()
+    r.healthy = False
     c = local(r)
     assert c.get('/health').status_code==503 and chat(c).status_code==503
     r.healthy = True
@@ -268,14 +293,16 @@ class Bomb(list):
     def __getitem__(self, i): raise KeyError('/etc/secret')
 
 def test_nothing_leaks_from_a_crash():
-    r = FakeRunner(); ids,r.ids = r.ids,Bomb(r.ids)
+    r = FakeRunner()
+    ids,r.ids = r.ids,Bomb(r.ids)
     c = local(r)
     assert chat(c).status_code==500 and 'secret' not in chat(c).text
     assert 'secret' not in chat(c, stream=True).text
     r.submit = None
     a = chat(c)
     assert a.status_code==500 and a.json()['error']['code']=='internal_error' and a.headers['x-request-id']
-    del r.submit; r.ids = ids
+    del r.submit
+    r.ids = ids
     assert chat(c).status_code==200
 
 def test_no_template():
@@ -284,7 +311,8 @@ def test_no_template():
 
 def test_metrics():
     c = local(FakeRunner())
-    for kw in {},dict(stream=True),dict(max_tokens=3),dict(temperature=-1): chat(c, **kw)
+    for kw in {},dict(stream=True),dict(max_tokens=3),dict(temperature=-1):
+        chat(c, **kw)
     m = dict(re.findall(r'^([^#\s]+(?:\{[^}]*\})?) (\S+)$', c.get('/metrics').text, re.M))
     def of(name, **labels): return float(m[f'atlas:{name}{{'+','.join(f'{k}="{v}"' for k,v in sorted((dict(model_name='fake')|labels).items()))+'}'])
     assert of('request_success_total', finished_reason='stop')==2 and of('request_success_total', finished_reason='length')==1
@@ -301,14 +329,16 @@ def test_every_request_is_in_the_sums():
     for path,body,a,b in (('/v1/chat/completions', dict(messages=HELLO), 'prompt_tokens', 'completion_tokens'), ('/v1/chat/completions', dict(messages=HELLO, n=3, max_tokens=4), 'prompt_tokens', 'completion_tokens'),
             ('/v1/completions', dict(prompt=['ab','cde'], n=2), 'prompt_tokens', 'completion_tokens'), ('/v1/messages', dict(messages=HELLO, max_tokens=6), 'input_tokens', 'output_tokens'), ('/v1/responses', dict(input='Hi'), 'input_tokens', 'output_tokens')):
         u = c.post(path, json=body).json()['usage']
-        prompt += 2*u[a]; answer += 2*u[b]
+        prompt += 2*u[a]
+        answer += 2*u[b]
         assert c.post(path, json=body|dict(stream=True)).status_code==200
     m,n = counted(c),len(r.seen)
     of = lambda k, more='': m[f'atlas:{k}{{{more}model_name="fake"}}']
     assert (of('prompt_tokens_total'),of('generation_tokens_total'))==(prompt,answer) and of('request_generation_tokens_sum')==answer
     assert of('requests_submitted_total')==sum(v for k,v in m.items() if k.startswith('atlas:request_success_total'))==n
     for k in ('time_to_first_token_seconds','request_queue_time_seconds','request_prefill_time_seconds','request_decode_time_seconds','request_inference_time_seconds','e2e_request_latency_seconds',
-        'request_time_per_output_token_seconds','request_prompt_tokens','request_generation_tokens'): assert of(k+'_count')==n, k
+        'request_time_per_output_token_seconds','request_prompt_tokens','request_generation_tokens'):
+            assert of(k+'_count')==n, k
     assert of('inter_token_latency_seconds_count')==answer-n and of('request_prompt_tokens_sum')==sum(len(x.prompt) for x in r.seen)
 
 def test_the_engine_says_how_long_a_request_waited():
@@ -316,7 +346,8 @@ def test_the_engine_says_how_long_a_request_waited():
         async def __anext__(self): e = await super().__anext__(); return replace(e, waited=1e9) if self.n==1 else e
     r = FakeRunner()
     submit,r.submit = r.submit,lambda q: Late(r, (submit(q), q)[1])
-    c = local(r); chat(c)
+    c = local(r)
+    chat(c)
     m = counted(c)
     of = lambda k: m[f'atlas:{k}_sum{{model_name="fake"}}']
     assert of('request_queue_time_seconds')==of('time_to_first_token_seconds')>0 and of('request_prefill_time_seconds')==0  # it cannot have waited longer than that
@@ -325,7 +356,8 @@ def test_the_engine_says_how_long_a_request_waited():
 
 def dial(port, rcvbuf=None):
     s = socket.socket()
-    if rcvbuf: s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
+    if rcvbuf:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
     s.settimeout(WAIT)
     s.connect(('127.0.0.1', port))
     return s
@@ -353,8 +385,10 @@ def test_gone_while_streaming(n, reset):
         with dial(port) as s:
             ask(s, stream=True, n=n)
             read_until(s, b'data: ')
-            if reset: s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
-        for _ in range(n): assert r.aborted.acquire(timeout=WAIT)
+            if reset:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+        for _ in range(n):
+            assert r.aborted.acquire(timeout=WAIT)
         alive(port)
 
 @pytest.mark.parametrize('body', [dict(), dict(n=3), dict(stream=True)], ids=['whole','whole-n3','stream'])
@@ -364,8 +398,10 @@ def test_gone_while_waiting(body):
     with live(r) as port:
         with dial(port) as s:
             ask(s, **body)
-            for _ in range(body.get('n', 1)): assert r.arrived.acquire(timeout=WAIT)
-        for _ in range(body.get('n', 1)): assert r.aborted.acquire(timeout=WAIT)
+            for _ in range(body.get('n', 1)):
+                assert r.arrived.acquire(timeout=WAIT)
+        for _ in range(body.get('n', 1)):
+            assert r.aborted.acquire(timeout=WAIT)
         alive(port)
         # a second registry in one process is no trouble
         m = TestClient(app_of(r, tok)).get('/metrics')
@@ -374,7 +410,8 @@ def test_gone_while_waiting(body):
 def test_gone_in_its_own_body():
     r = FakeRunner()
     with live(r) as port:
-        with dial(port) as s: s.sendall(head(1000)+b'{"prompt"')
+        with dial(port) as s:
+            s.sendall(head(1000)+b'{"prompt"')
         alive(port)
         assert not r.seen
 
@@ -383,8 +420,10 @@ def test_openai_timeout_stops_the_work():
     with live(r) as port:
         for patience in (.2, 2., 20., WAIT):  # until it got as far as the engine
             c = client_of(port).with_options(timeout=patience).completions
-            with pytest.raises(openai.APITimeoutError): c.create(model='fake', prompt='a')
-            if r.seen: break
+            with pytest.raises(openai.APITimeoutError):
+                c.create(model='fake', prompt='a')
+            if r.seen:
+                break
         assert r.aborted.acquire(timeout=WAIT)
 
 # ---- Clients that leave while their request is being prepared ----
@@ -394,11 +433,15 @@ class Slow:
     def __init__(self): self.begun,self.cancelled,self.go,self.held = threading.Semaphore(0),threading.Semaphore(0),threading.Event(),asyncio.Event()
     async def wait(self):
         self.begun.release()
-        try: await self.held.wait()
-        except asyncio.CancelledError: self.cancelled.release(); raise
+        try:
+            await self.held.wait()
+        except asyncio.CancelledError:
+            self.cancelled.release()
+            raise
     def block(self):
         "For threads"
-        self.begun.release(); assert self.go.wait(WAIT)
+        self.begun.release()
+        assert self.go.wait(WAIT)
 
 class SlowModels(Models):
     "Its model loads for as long as one waits"
@@ -462,17 +505,24 @@ def test_gone_while_it_is_prepared(what):
             prepare = 'atlas.service.service.prepare_images'
             m.setattr(prepare, lambda *a, **kw: slow.block())
         try:
-            with dial(port) as s: send(s, path, **body); assert slow.begun.acquire(timeout=WAIT)
+            with dial(port) as s:
+                send(s, path, **body)
+                assert slow.begun.acquire(timeout=WAIT)
             noticed(port, path)
-        finally: slow.go.set()
-        untouched(r, noticed(port, path)); alive(port)
+        finally:
+            slow.go.set()
+        untouched(r, noticed(port, path))
+        alive(port)
 
 def test_a_background_response_needs_no_client():
     slow,r = Slow(),FakeRunner()
     with live(slow_models(slow, r)) as port:
-        with dial(port) as s: send(s, '/v1/responses', background=True); assert slow.begun.acquire(timeout=WAIT)
+        with dial(port) as s:
+            send(s, '/v1/responses', background=True)
+            assert slow.begun.acquire(timeout=WAIT)
         # what came before these has been heard: that it has left, too
-        for _ in range(3): alive(port)
+        for _ in range(3):
+            alive(port)
         assert not slow.cancelled.acquire(timeout=0)
         slow.held._loop.call_soon_threadsafe(slow.held.set)
         assert r.arrived.acquire(timeout=WAIT)
@@ -486,8 +536,10 @@ def test_a_background_response_that_is_cut_before_it_begins():
     async def send(m): pass
     async def run():
         t = asyncio.create_task(app(dict(type='http', http_version='1.1', method='POST', path='/v1/responses', query_string=b'', headers=[(b'content-type',b'application/json')]), receive, send))
-        while not service.tasks: await asyncio.sleep(0)
-        for b in service.tasks: b.cancel()
+        while not service.tasks:
+            await asyncio.sleep(0)
+        for b in service.tasks:
+            b.cancel()
         await asyncio.wait([t], timeout=WAIT)
     asyncio.run(run())
     m = service.metrics.of('fake')
@@ -497,7 +549,8 @@ class Steps:
     "A template that takes some rounds of the loop"
     source = ''
     async def arender(self, *a, **kw):
-        for _ in range(5): await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
         return 'x'
 
 @pytest.mark.parametrize('n', [1,2])
@@ -505,30 +558,37 @@ class Steps:
 @pytest.mark.parametrize('path', list(ASKS)[:4])
 def test_an_end_at_any_moment(path, stream, n):
     "The client leaves, the server is cut off, or both, at each round of the loop there is: every request that reached the engine has ended there, is counted once, and no task is left"
-    if n>1 and path in ('/v1/messages','/v1/responses'): return
+    if n>1 and path in ('/v1/messages','/v1/responses'):
+        return
     made = []
     class Kept(FakeRunner):
         def submit(self, r): made.append(super().submit(r)); return made[-1]
     app = app_of(Kept('Hello'), tok, Steps())
     body = ASKS[path]|dict(stream=stream)
-    if n>1: body |= dict(n=n)
+    if n>1:
+        body |= dict(n=n)
     raw = json.dumps(body).encode()
     metrics = app.state.service.metrics.of('fake')
     async def once(at, how):
         sent,left,out = [dict(type='http.request', body=raw, more_body=False)],asyncio.Event(),[]
         async def receive():
-            if sent: return sent.pop()
+            if sent:
+                return sent.pop()
             await left.wait()
             return dict(type='http.disconnect')
         async def send(m): out.append(m); await asyncio.sleep(0)
         scope = dict(type='http', http_version='1.1', method='POST', path=path, query_string=b'', headers=[(b'content-type',b'application/json')])
         t = asyncio.create_task(app(scope, receive, send))
-        for _ in range(at): await asyncio.sleep(0)
-        if how!='cut': left.set()
-        if how!='left': t.cancel()
+        for _ in range(at):
+            await asyncio.sleep(0)
+        if how!='cut':
+            left.set()
+        if how!='left':
+            t.cancel()
         await asyncio.wait([t], timeout=WAIT)
         assert t.done() and (t.cancelled() or t.exception() is None), (at, how)
-        for _ in range(5): await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
         assert asyncio.all_tasks()=={asyncio.current_task()}, (at, how, asyncio.all_tasks())
         assert all(s.over for s in made) and len(made)==metrics.requests_submitted==sum(metrics.request_success.values()), (at, how)
         assert metrics.request_success['abort']==sum(metrics.aborted_requests.values()), (at, how)
@@ -536,8 +596,10 @@ def test_an_end_at_any_moment(path, stream, n):
     async def sweep():
         for how in ('left','cut','both'):
             for at in range(200):
-                if await once(at, how): break
-            else: pytest.fail('it never got to its end')
+                if await once(at, how):
+                    break
+            else:
+                pytest.fail('it never got to its end')
             assert at>4
     asyncio.run(sweep())
     assert metrics.request_success['length' if path=='/v1/messages' else 'stop']>=3 and metrics.aborted_requests.keys()=={'client_gone','shutdown'}
@@ -547,14 +609,18 @@ class Counting:
     def __init__(self): self.todo,self.after,self.gone = set(),{},threading.Event()
     def add(self, r): self.todo.add(r.id)
     def abort(self, rid):
-        if rid not in self.todo: return []
-        self.todo.remove(rid); self.after[rid] = 0; self.gone.set()
+        if rid not in self.todo:
+            return []
+        self.todo.remove(rid)
+        self.after[rid] = 0
+        self.gone.set()
         return [Event(rid, finish='abort')]
     @property
     def has_work(self): return bool(self.todo)
     def stats(self): return {}
     def step(self):
-        for rid in self.after.keys()&self.todo: self.after[rid] += 1
+        for rid in self.after.keys()&self.todo:
+            self.after[rid] += 1
         self.gone.wait(.0005)  # a step takes a moment
         return [Event(rid, A) for rid in self.todo]
 
@@ -565,7 +631,8 @@ def test_gone_with_a_real_worker(stream):
     with live(threaded(e, info, tok, template)) as port:
         with dial(port) as s:
             ask(s, stream=stream)
-            if stream: read_until(s, b'data: ')
+            if stream:
+                read_until(s, b'data: ')
             else:  # until the request has reached the engine
                 until(lambda: e.todo)
         assert e.gone.wait(WAIT) and not e.todo and set(e.after.values())=={0}
@@ -578,8 +645,11 @@ def test_a_choice_that_cannot_be_stopped():
     r = FakeRunner(endless=True)
     submit,r.submit = r.submit,lambda q: Stubborn(r, (submit(q), q)[1]) if len(r.seen)==0 else submit(q)
     with live(r) as port:
-        with dial(port) as s: ask(s, stream=True, n=3); read_until(s, b'data: ')
-        for _ in range(2): assert r.aborted.acquire(timeout=WAIT)
+        with dial(port) as s:
+            ask(s, stream=True, n=3)
+            read_until(s, b'data: ')
+        for _ in range(2):
+            assert r.aborted.acquire(timeout=WAIT)
         with httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT) as c:
             def counted():
                 text = c.get('/metrics').text
@@ -607,7 +677,8 @@ def test_frozen_reader_of_a_quiet_stream():
     async def receive(): await asyncio.Event().wait()
     async def send(m):
         sent.append(m)
-        if len(sent)>2: await asyncio.Event().wait()
+        if len(sent)>2:
+            await asyncio.Event().wait()
     async def run():
         await asyncio.wait_for(EventStream(quiet(), lambda why='client_gone': ends.append(why), every=.01, patience=.05)(dict(type='http'), receive, send), WAIT)
         await asyncio.sleep(0)
@@ -619,22 +690,30 @@ def test_a_stream_that_breaks(how, caplog):
     "A mistake of our own in what keeps a stream open, in what ends it, or in itself: the connection is closed, the log has it, and others are served"
     r = FakeRunner(hold=2)
     with pytest.MonkeyPatch.context() as m, live(r, ping=.05) as port:
-        if how=='ping': m.setattr('atlas.service.protocol.base.Writer.ping', lambda self: 1/0)
-        if how=='close': m.setattr('atlas.service.protocol.base.Writer.close', lambda self: 1/0)
-        if how=='events': m.setattr('atlas.service.turn.Turn.usage', lambda self: 1/0)
+        if how=='ping':
+            m.setattr('atlas.service.protocol.base.Writer.ping', lambda self: 1/0)
+        if how=='close':
+            m.setattr('atlas.service.protocol.base.Writer.close', lambda self: 1/0)
+        if how=='events':
+            m.setattr('atlas.service.turn.Turn.usage', lambda self: 1/0)
         with dial(port) as s:
             ask(s, stream=True)
-            if how=='close': read_until(s, b'data: ')
+            if how=='close':
+                read_until(s, b'data: ')
             else:
-                while s.recv(1<<16): pass
-        if how!='events': assert r.aborted.acquire(timeout=WAIT)
+                while s.recv(1<<16):
+                    pass
+        if how!='events':
+            assert r.aborted.acquire(timeout=WAIT)
         until(lambda: 'ZeroDivisionError' in caplog.text)
-    with live(r) as port: alive(port)
+    with live(r) as port:
+        alive(port)
 
 def test_pipelined_and_patient():
     "An answer in one piece, a stream, a refusal and another one, all asked for at once: each in its turn"
     with live(FakeRunner()) as port, dial(port) as s:
-        for body in (dict(), dict(stream=True), dict(prompt=3.5), dict(n=2)): send(s, '/v1/completions', **body)
+        for body in (dict(), dict(stream=True), dict(prompt=3.5), dict(n=2)):
+            send(s, '/v1/completions', **body)
         got = read_until(s, b'"completion_tokens":42')
         assert [int(x) for x in re.findall(rb'HTTP/1\.1 (\d+)', got)]==[200,200,400,200] and got.count(b'[DONE]')==1
 
@@ -659,13 +738,15 @@ def test_body_too_large_is_refused_before_it_is_sent():
 def test_endless_chunked_body():
     with live(FakeRunner(), max_body=100_000) as port, dial(port) as s:
         s.sendall(head(0).replace(b'Content-Length: 0', b'Transfer-Encoding: chunked'))
-        for _ in range(4): s.sendall(b'c350\r\n'+b' '*50_000+b'\r\n')  # 200 kB, and no end in sight
+        for _ in range(4):
+            s.sendall(b'c350\r\n'+b' '*50_000+b'\r\n')  # 200 kB, and no end in sight
         assert read_until(s, b'body_too_large').startswith(b'HTTP/1.1 413')
         alive(port)
 
 def test_fifty_megabytes_from_a_client():
     with live(FakeRunner()) as port:
-        with pytest.raises(openai.APIStatusError) as e: client_of(port).completions.create(model='fake', prompt='x'*50_000_000)
+        with pytest.raises(openai.APIStatusError) as e:
+            client_of(port).completions.create(model='fake', prompt='x'*50_000_000)
         assert e.value.status_code==413 and e.value.code=='body_too_large'
         alive(port)
 
@@ -689,7 +770,8 @@ def test_a_connection_serves_again_after_an_error():
 def test_port_in_use():
     with closing(listen(port=0)) as s:
         port = s.getsockname()[1]
-        with pytest.raises(PortError, match=rf'Port {port} on 127.0.0.1 is already in use.*--port'): listen(port=port)
+        with pytest.raises(PortError, match=rf'Port {port} on 127.0.0.1 is already in use.*--port'):
+            listen(port=port)
 
 _child = '''import sys; sys.path.insert(0, %r)
 from test_server import FakeRunner,app_of,listen,run,template,tok
@@ -700,8 +782,12 @@ run(app_of(r, tok, template, on_ready=ready), sock, %r)
 @contextmanager
 def child(drain, **kw):
     p = subprocess.Popen([sys.executable, '-c', _child % (str(Path(__file__).parent), kw, drain)], stdout=subprocess.PIPE, text=True)
-    try: yield p,int(p.stdout.readline().rsplit(':', 1)[1])
-    finally: p.kill(); p.wait(WAIT); p.stdout.close()
+    try:
+        yield p,int(p.stdout.readline().rsplit(':', 1)[1])
+    finally:
+        p.kill()
+        p.wait(WAIT)
+        p.stdout.close()
 
 @pytest.mark.parametrize('sig', [signal.SIGTERM,signal.SIGINT])
 def test_shutdown_does_not_wait_for_ever(sig):
@@ -709,7 +795,8 @@ def test_shutdown_does_not_wait_for_ever(sig):
         ask(s, stream=True)
         read_until(s, b'data: ')
         p.send_signal(sig)
-        while s.recv(1<<20): pass  # the stream is cut
+        while s.recv(1<<20):
+            pass  # the stream is cut
         assert p.wait(WAIT) in (0,-sig)
 
 def test_shutdown_lets_answers_finish():
@@ -718,7 +805,8 @@ def test_shutdown_lets_answers_finish():
         ask(s, stream=True)
         got = read_until(s, b'data: ')
         p.send_signal(signal.SIGTERM)
-        while part := s.recv(1<<20): got += part
+        while part := s.recv(1<<20):
+            got += part
         assert b'[DONE]' in got
 
 # ---- The page ----

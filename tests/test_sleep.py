@@ -36,7 +36,8 @@ def arena():
     rs = a.region('weights', 1<<20),a.region('cache', 1<<20)
     a.arrays = []
     for r in rs:
-        with r.allocating(): a.arrays.append(emu.upload(np.arange(40*K, dtype='f4')))
+        with r.allocating():
+            a.arrays.append(emu.upload(np.arange(40*K, dtype='f4')))
     return a
 
 def as_they_were(a):
@@ -69,23 +70,30 @@ class Failing:
 def spoil(copy, how):
     "A bit, or the places of two words; once more, and all is as it was"
     words = copy.buffers[0].view('u8')
-    if how=='damaged': words[9] ^= 1
-    if how=='swapped': words[[9,999]] = words[[999,9]]
+    if how=='damaged':
+        words[9] ^= 1
+    if how=='swapped':
+        words[[9,999]] = words[[999,9]]
 
 @pytest.mark.parametrize('how', ['budget','device','source','damaged','swapped'])
 def test_no_waking(arena, how, monkeypatch):
     "Whatever fails while waking: all regions sleep on, owe nothing, and wake when they can"
     kept = Failing() if how=='source' else copy_of(arena['weights'])
     arena.sleep(weights=kept)
-    if how=='budget': arena.budget.take('others', arena.budget.left-200*K) # enough for one of them
-    if how=='device': monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(1<<30, 100*K))
-    if how!='source': spoil(kept, how)
-    with pytest.raises(OSError if how=='source' else DeviceError): arena.wake()
+    if how=='budget':
+        arena.budget.take('others', arena.budget.left-200*K) # enough for one of them
+    if how=='device':
+        monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(1<<30, 100*K))
+    if how!='source':
+        spoil(kept, how)
+    with pytest.raises(OSError if how=='source' else DeviceError):
+        arena.wake()
     assert all(r.asleep for r in arena.regions.values()) and arena.mapped==0
     monkeypatch.undo()
     arena.budget.give('others')
     assert arena.budget.used==0 and arena['weights'].kept is kept
-    if how=='source': return
+    if how=='source':
+        return
     spoil(kept, how)
     arena.wake()
     assert as_they_were(arena)
@@ -97,7 +105,8 @@ def test_no_room_for_a_copy(monkeypatch):
     def no(self, sizes): raise OutOfMemoryError('there is no room for a copy')
     monkeypatch.setattr(type(m.arena.pages), 'buffers', no)
     mapped = m.arena.mapped
-    with pytest.raises(OutOfMemoryError): m.sleep()
+    with pytest.raises(OutOfMemoryError):
+        m.sleep()
     assert m.arena.mapped==mapped and not m.asleep and not any(r.asleep for r in m.arena.regions.values())
     assert asked(m)==want
     m.close()
@@ -145,7 +154,8 @@ def test_the_same_answers(kind):
         m.wake()
         same = m.engine is engine
         assert same==(level==1) and m.asleep==0 and m.arena.mapped
-        if same: assert graphs and m.engine.stepper.graphs==graphs
+        if same:
+            assert graphs and m.engine.stepper.graphs==graphs
         assert m.engine.scheduler.prefix.nodes==0
         assert asked(m)==want==asked(m)
         assert not m.engine.late
@@ -194,7 +204,8 @@ def test_who_asks_a_sleeping_model(llama):
     m = llama
     m.sleep()
     for f in (lambda: m.generate([1,2]), lambda: m.ids([1]), lambda: m.engine.add(greedy('x', (1,), 1)), lambda: next(m.stream([1])), lambda: m.logits([1,2])):
-        with pytest.raises(AsleepError, match='asleep') as e: f()
+        with pytest.raises(AsleepError, match='asleep') as e:
+            f()
         assert (e.value.status, e.value.code)==(503, 'asleep')
     assert m.engine.abort('x')==m.engine.step()==[] and not m.engine.has_work
     m.wake()
@@ -204,20 +215,23 @@ def test_not_while_it_answers(llama):
     m = llama
     s = m.stream([1,2,3], SamplingParams(max_tokens=50, ignore_eos=True))
     next(s)
-    with pytest.raises(EngineError, match='1 answer is under way'): m.sleep()
+    with pytest.raises(EngineError, match='1 answer is under way'):
+        m.sleep()
     assert not m.asleep and next(s)
     s.close()
     assert m.sleep()['level']==1
     m.wake()
     for level in (0,3,'1',None):
-        with pytest.raises(RequestError, match='expected 1 or 2'): m.sleep(level)
+        with pytest.raises(RequestError, match='expected 1 or 2'):
+            m.sleep(level)
 
 def test_no_room_to_wake_or_to_sleep(llama, monkeypatch):
     m = llama
     want = asked(m)
     m.arena['weights'].kept = None
     monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<40, K))
-    with pytest.raises(OutOfMemoryError): m.sleep()
+    with pytest.raises(OutOfMemoryError):
+        m.sleep()
     assert not m.asleep and m.arena.mapped
     monkeypatch.undo()
     assert asked(m)==want
@@ -225,8 +239,10 @@ def test_no_room_to_wake_or_to_sleep(llama, monkeypatch):
         m.sleep(level)
         monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(1<<40, 100*K))
         for _ in '12':
-            with pytest.raises(OutOfMemoryError): m.wake()
-            with pytest.raises(AsleepError): m.generate([1])
+            with pytest.raises(OutOfMemoryError):
+                m.wake()
+            with pytest.raises(AsleepError):
+                m.generate([1])
             assert m.asleep==level and m.arena.mapped==0
         monkeypatch.undo()
         m.wake()
@@ -236,7 +252,8 @@ def test_a_closed_model_does_neither():
     m = LLM('tiny', 'cpu', 256, 1)
     m.close()
     for f in (m.sleep, m.wake):
-        with pytest.raises(EngineError, match='closed'): f()
+        with pytest.raises(EngineError, match='closed'):
+            f()
 
 @pytest.mark.parametrize('level', [1,2])
 def test_on_the_host(level):
@@ -246,7 +263,8 @@ def test_on_the_host(level):
     want = said()
     for _ in '12':
         assert m.sleep(level)['level']==level
-        with pytest.raises(AsleepError): said()
+        with pytest.raises(AsleepError):
+            said()
         m.wake()
         assert said()==want==said()
 
@@ -254,7 +272,8 @@ def test_on_the_host(level):
 def test_a_second_tier_keeps_prefixes(where, tmp_path):
     "What the tree loses by sleeping is read back from there"
     kw = dict(kv_spill_gb=.01)
-    if where=='folder': kw['kv_spill_dir'] = str(tmp_path)
+    if where=='folder':
+        kw['kv_spill_dir'] = str(tmp_path)
     m = made('nemotron', **kw)
     ids = prompt(200, m.config.vocab_size, 3)
     def ask(rid): return serve(m.engine, [(greedy(rid, ids, 5, logprobs=1), 0)])
@@ -318,10 +337,14 @@ def test_a_file_that_will_not_do(how, shared):
     m._stores[0].wait()
     data = path.read_bytes()
     m.sleep()
-    if how=='gone': path.unlink()
-    if how=='cut': path.write_bytes(data[:len(data)//2])
-    if how=='damaged': path.write_bytes(data[:-99]+bytes([data[-99]^1])+data[-98:])
-    if how=='of another': m._stores[0].made_of = dict(model='another')
+    if how=='gone':
+        path.unlink()
+    if how=='cut':
+        path.write_bytes(data[:len(data)//2])
+    if how=='damaged':
+        path.write_bytes(data[:-99]+bytes([data[-99]^1])+data[-98:])
+    if how=='of another':
+        m._stores[0].made_of = dict(model='another')
     m.wake()
     assert not m.asleep and asked(m)==want
     m.close()
@@ -368,7 +391,8 @@ def test_killed_at_any_moment(tmp_path):
         p.kill()
         p.wait()
         for f in tmp_path.glob('*.packed'):
-            with PackedFile(f) as there: there.load()
+            with PackedFile(f) as there:
+                there.load()
     m = made('llama', cache_packed=tmp_path)
     woken_from_a_file(m, (2,))
     m = made('llama', cache_packed=tmp_path)
@@ -381,7 +405,8 @@ class Heard:
     def __init__(self): self.out,self.ended = {},{}
     def events(self, pairs, stats):
         for n,e in pairs:
-            if e.finish: self.ended[n] = e
+            if e.finish:
+                self.ended[n] = e
     def result(self, n, value): self.out[n] = value
     def failed(self, n, e): self.out[n] = e
 
@@ -415,7 +440,8 @@ async def test_a_sleep_that_fails():
     "It is awake as before, and the next one may do"
     async with running(model(asleep='no sleep')) as ms:
         await ms.get()
-        with pytest.raises(OutOfMemoryError, match='no room for a copy'): await ms.sleep()
+        with pytest.raises(OutOfMemoryError, match='no room for a copy'):
+            await ms.sleep()
         assert ms.all[0].condition=='loaded' and await ok(ms)
         assert (await ms.sleep())['bytes']==1<<30 and ms.all[0].status['value']=='sleeping'
         assert ms.health()['status']=='ok' and await ok(ms)
@@ -426,7 +452,8 @@ async def test_a_waking_that_fails():
     async with running(model(asleep='no waking')) as ms:
         await ms.get()
         await ms.sleep(level=2)
-        with pytest.raises(OutOfMemoryError, match='1 GiB are free'): await ask(ms) # who asks wakes it
+        with pytest.raises(OutOfMemoryError, match='1 GiB are free'):
+            await ask(ms) # who asks wakes it
         assert ms.all[0].condition=='sleeping' and ms.all[0].slept['level']==2
         assert (await ms.wake())['seconds']==.1 and ms.stats()[0]['slept']['wake']==.1
         assert await ok(ms)
@@ -437,8 +464,10 @@ async def test_a_process_that_ends_while_it_turns():
         async with running(model(asleep=when)) as ms:
             await ms.get()
             m = ms.all[0]
-            if when=='dies waking': await ms.sleep()
-            with pytest.raises(UnavailableError): await (ms.wake() if m.condition=='sleeping' else ms.sleep())
+            if when=='dies waking':
+                await ms.sleep()
+            with pytest.raises(UnavailableError):
+                await (ms.wake() if m.condition=='sleeping' else ms.sleep())
             await happens(lambda: m.condition=='loaded', 'another process')
             assert await ok(ms) and m.restarts==1
 
@@ -447,7 +476,8 @@ async def test_everybody_at_once():
     "Sleeps, wakings and questions in any order: each question is answered, and no request reaches a model that is asleep"
     async with running(model()) as ms:
         async def some(f, n):
-            for _ in range(n): await f()
+            for _ in range(n):
+                await f()
         said = await asyncio.wait_for(asyncio.gather(*(some(f, 10) for f in (ms.sleep, ms.wake, ms.sleep)), *(ask(ms) for _ in range(40)), return_exceptions=True), WAIT)
         wrong = [x for x in said if isinstance(x, BaseException) and not isinstance(x, UnavailableError)]
         assert not wrong and sum(isinstance(x, tuple) and x[0]=='Hello there, reader.' for x in said)>=20
@@ -473,7 +503,8 @@ async def test_unloaded_asleep():
         await ms.get()
         await ms.sleep()
         assert (await ms.unload(ms.all[0].name))['condition']=='unloading'
-        with pytest.raises(UnavailableError, match='does not sleep'): await ms.wake()
+        with pytest.raises(UnavailableError, match='does not sleep'):
+            await ms.wake()
         await happens(lambda: ms.all[0].condition=='unloaded')
         assert await ok(ms)
 
@@ -483,13 +514,15 @@ async def test_the_end_of_a_server_whose_model_sleeps():
         assert await ok(ms)
         await ms.sleep()
         assert await ms.drain(1)
-        with pytest.raises(UnavailableError, match='shutting down'): await ms.wake()
+        with pytest.raises(UnavailableError, match='shutting down'):
+            await ms.wake()
 
 # -- a server ------------------------------------------------------------------------------------
 
 SERVE = '''
 import sys
-from atlas.service.gateway import Policy,serve
+from atlas.service.process import Policy
+from atlas.service.gateway import serve
 serve({models!r}, port={port}, command=[sys.executable, {worker!r}], policy=Policy(beat=.1, drain={drain}),
     autoload={autoload}, max_seq_len=512, max_num_seqs=2, kv_cache_memory=1<<24)
 '''
@@ -508,15 +541,18 @@ def serving(models='tiny', drain=300., autoload=True, **env):
     c = httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT)
     c.lines,c.process = lines,p
     def healthy():
-        try: return c.get('/health').status_code==200
-        except httpx.TransportError: return False
+        try:
+            return c.get('/health').status_code==200
+        except httpx.TransportError:
+            return False
     try:
         until(lambda: p.poll() is not None or healthy(), again=.1)
         assert p.poll() is None, ''.join(lines)
         yield c
         p.send_signal(signal.SIGINT)
         assert p.wait(WAIT) in (0,130), ''.join(lines)
-    finally: p.kill()
+    finally:
+        p.kill()
 
 def answer(c, **kw):
     body = dict(model='tiny', prompt='One day, a cat', max_tokens=6, temperature=0, logprobs=2)|kw
@@ -563,7 +599,8 @@ def test_doors():
         assert c.post('/sleep').status_code==200
         assert choice(answer(c))==want # who asks wakes it
         assert sleeping(c)=={'is_sleeping': False}
-        for bad in ('0','3','x',''): assert c.post('/sleep', params=dict(level=bad)).status_code==400
+        for bad in ('0','3','x',''):
+            assert c.post('/sleep', params=dict(level=bad)).status_code==400
         assert c.post('/sleep', params=dict(model='other')).status_code==404
         assert c.get('/sleep').status_code==405
         assert c.post('/sleep').status_code==200
@@ -599,7 +636,8 @@ def streamed(c, n, ended, **kw):
     def read():
         body = dict(model='tiny', prompt='Once', max_tokens=n, temperature=0, ignore_eos=True, stream=True)|kw
         with c.stream('POST', '/v1/completions', json=body) as r:
-            for line in r.iter_lines(): lines.append(line)
+            for line in r.iter_lines():
+                lines.append(line)
         ended.set()
     threading.Thread(target=read, daemon=True).start()
     until(lambda: len(lines)>2)

@@ -58,13 +58,15 @@ def counted(some, got, seen):
     for r,_ in some:
         mine = got.get(r.id, [])
         as_alone(mine, alone(r))
-        if mine: count_ends(mine, seen)
+        if mine:
+            count_ends(mine, seen)
 
 def schedule(seen, asks, gone, kind, k, late,
         blocks, seqs, over, lies, dice):
     "Serve all of it; every answer is what it is alone"
     some = arrivals(asks)
-    class Counted(Watched): pass
+    class Counted(Watched):
+        pass
     Counted.seen = seen
     who = dict(knowing(some), lies=lies)
     arbiter = None if dice is None else Dice(k, dice)
@@ -86,7 +88,8 @@ def test_random_schedules():
     @settings(max_examples=50, deadline=None, derandomize=True, database=None)
     @given(**DRAWN)
     def run(**drawn):
-        for late in (False,True): schedule(seen, **drawn, late=late)
+        for late in (False,True):
+            schedule(seen, **drawn, late=late)
     run()
     missing = [what for what in HAPPENED if seen[what]<3]
     assert not missing, f'{missing} hardly happened: {seen}'
@@ -103,7 +106,8 @@ def test_much_at_once(kind, late):
     for k in (1,4):
         e = engine(kind, k, late, 16, who=knowing(some), overcommit=4.)
         got,_ = serve(e, some)
-        for r,_ in some: as_alone(got[r.id], alone(r))
+        for r,_ in some:
+            as_alone(got[r.id], alone(r))
         assert any(drafted(got))
 
 def drafted(got):
@@ -116,8 +120,10 @@ def patient(e, error):
     "Events of all that `e` has to do, whatever is raised"
     got,n = [],0
     while e.has_work:
-        try: got += e.step()
-        except error: n += 1
+        try:
+            got += e.step()
+        except error:
+            n += 1
     assert n==1
     left_clean(e)
     return got
@@ -158,7 +164,8 @@ def test_a_prompt_without_memory(late, kind):
     def tight(plan, samplers):
         out = launch(plan, samplers)
         prompts = [s.id for s,*_ in plan.prefill]
-        if 'r1' in prompts: raise MemoryError
+        if 'r1' in prompts:
+            raise MemoryError
         return out
     e.stepper.launch = tight
     got,_ = serve(e, [(first,0), (ask(1, 20),3)])
@@ -170,7 +177,8 @@ def test_logits_that_are_no_numbers(late):
     "What was said before them counts; then the row fails, and nobody else notices"
     both = [(ask(i, 20, 30), 0) for i in range(2)]
     e = engine('oracle', 3, late, who=knowing(both))
-    for r,_ in both: e.add(r)
+    for r,_ in both:
+        e.add(r)
     before = [v for _ in range(4) for v in e.step()]
     block = e.scheduler.seqs['r0'].table.blocks[0]
     e.cache.kv[1].k[block] = np.nan
@@ -213,12 +221,15 @@ def test_many_come_and_go(n):
     ended,came = Counter(),0
     while came<n or e.has_work:
         for _ in range(int(rng.integers(0, 7))):
-            if came==n or len(e.scheduler.seqs)>24: break
+            if came==n or len(e.scheduler.seqs)>24:
+                break
             e.add(short(came, rng))
             came += 1
         events = e.step()
-        if rng.random()<.5: events += leave_one(e, rng)
-        for v in events: ended[v.id] += v.finish is not None
+        if rng.random()<.5:
+            events += leave_one(e, rng)
+        for v in events:
+            ended[v.id] += v.finish is not None
     left_clean(e)
     assert len(ended)==n and set(ended.values())=={1}
     ways = e.scheduler.finished
@@ -237,7 +248,8 @@ def short(i, rng):
 def leave_one(e, rng):
     "Abort somebody"
     ids = list(e.scheduler.seqs)
-    if not ids: return []
+    if not ids:
+        return []
     i = rng.integers(len(ids))
     return e.abort(ids[i])
 
@@ -265,7 +277,8 @@ def after(ids):
 
 def chances(ids, n, params):
     "Every text of `n` tokens after `ids`, and its probability"
-    if not n: return {(): 1.}
+    if not n:
+        return {(): 1.}
     tokens,w = candidates(after(ids), params)
     out = {}
     share = (w/w.sum()).tolist()
@@ -320,7 +333,8 @@ def likely_drafts(out, least):
             for j,d in enumerate(t.ids[1:]):
                 p = np.exp(s.top_logprobs[i,j])
                 likely = p[s.top_ids[i,j]==d]>least
-                if s.counts[i]<=j or not likely.any(): continue
+                if s.counts[i]<=j or not likely.any():
+                    continue
                 s.ids[i,j] = d
                 s.counts[i] = j+2
         return s
@@ -382,8 +396,10 @@ def test_images_in_the_prompt(seer, kind, late):
     answers = [(*r.prompt, *tokens(plain[r.id])) for r,_ in some]
     for k in (1,4):
         got = serve_with(kind, k, late, who=dict(answers=answers))
-        for r,_ in some: assert said(got[r.id])==said(plain[r.id])
-        if kind!='mtp': assert any(v.drafted for v in got['r0'])
+        for r,_ in some:
+            assert said(got[r.id])==said(plain[r.id])
+        if kind!='mtp':
+            assert any(v.drafted for v in got['r0'])
     assert tokens(plain['r0'])!=tokens(plain['r2'])
 
 def seen_by(ids, images):
@@ -402,7 +418,8 @@ def seen_by(ids, images):
 
 DATA = Path(__file__).parent/'data'
 def load(name, **kw):
-    if 'draft_model' in kw: kw['draft_model'] = str(DATA/kw['draft_model'])
+    if 'draft_model' in kw:
+        kw['draft_model'] = str(DATA/kw['draft_model'])
     small = dict(max_seq_len=128, max_num_seqs=2, show=False)
     return LLM(str(DATA/name), 'cpu', **small, **kw)
 
@@ -419,7 +436,8 @@ BAD = [
 
 @pytest.mark.parametrize('name,how,error,said', BAD)
 def test_what_does_not_fit_is_refused(name, how, error, said):
-    with pytest.raises(error, match=said) as e: load(name, **how)
+    with pytest.raises(error, match=said) as e:
+        load(name, **how)
     assert e.value.hint or 'expected' in str(e.value)
 
 GOOD = [

@@ -31,7 +31,8 @@ def made_up(name, conf, parts=('',)):
         with imagine(f'toy-{name}', 'nvfp4') as ck:
             ck.kind = 'numbers'
             return load_model(ck, Emulator(), 512, parts=parts)
-    finally: del PRESETS[f'toy-{name}']
+    finally:
+        del PRESETS[f'toy-{name}']
 
 @functools.cache
 def hybrid():
@@ -54,9 +55,12 @@ def cache_of(m, states, blocks=40, **kw):
 
 def drafter(kind, m, cache, k, seqs):
     "Who guesses: by name"
-    if kind=='none': return None
-    if kind=='mtp': return MTPDrafter(m, cache, k)
-    if kind=='ngram': return NgramDrafter(m, k, 1, 3)
+    if kind=='none':
+        return None
+    if kind=='mtp':
+        return MTPDrafter(m, cache, k)
+    if kind=='ngram':
+        return NgramDrafter(m, k, 1, 3)
     if kind=='draft':
         own = cache_of(m, (k+4)*seqs, cache.pool.num_blocks)
         return ModelDrafter(m, own, m, k)
@@ -73,12 +77,15 @@ class Guide:
     def fork(self): return Guide(self.may, self.n)
     def mask(self):
         bits = np.zeros(256, bool)
-        if self.ended: may = []
-        else: may = list(self.may[self.n])
+        if self.ended:
+            may = []
+        else:
+            may = list(self.may[self.n])
         bits[may] = True
         return np.packbits(bits, bitorder='little').view(np.uint32)
 
-class Guides: start = staticmethod(Guide)
+class Guides:
+    start = staticmethod(Guide)
 
 def engine(m, kind='none', k=0, seqs=4,
         blocks=40, longest=200, **kw):
@@ -149,7 +156,8 @@ KINDS = [('mtp',2), ('draft',3), ('ngram',4)]
 def test_hybrid(kind, k):
     "Everybody's answer; some of what a model drafts for itself is right"
     accepted,e = as_alone(hybrid, kind, k)
-    if kind!='mtp': assert 3<accepted<2*e.steps
+    if kind!='mtp':
+        assert 3<accepted<2*e.steps
 
 def test_little_room():
     "Sequences push each other out, and are replayed to where they were"
@@ -216,7 +224,8 @@ def load(monkeypatch):
     gc.collect()
     Emulator().tidy()  # as who loads next does
     gc.collect()
-    for b in budgets: assert not b.parts.keys()-{'steps'}, 'what a step takes is only planned'
+    for b in budgets:
+        assert not b.parts.keys()-{'steps'}, 'what a step takes is only planned'
     assert Emulator().room is None
 
 BAD = [
@@ -227,7 +236,8 @@ BAD = [
 @pytest.mark.parametrize('name,draft,said', BAD)
 def test_what_does_not_fit_leaves_nothing(load, name, draft, said):
     model = str(DATA/draft)
-    with pytest.raises(UnsupportedError, match=said): load(name, draft_model=model)
+    with pytest.raises(UnsupportedError, match=said):
+        load(name, draft_model=model)
 
 def test_a_draft_model_leaves_nothing(load):
     "What was loaded with one is given back as a whole"

@@ -38,7 +38,8 @@ class Recorded:
     def _step(self):
         events = self.step()
         for v in events:
-            if v.token is not None: self.said[v.id].append(v.token)
+            if v.token is not None:
+                self.said[v.id].append(v.token)
         return events
 
 # What is asked
@@ -91,7 +92,8 @@ def asks():
     some += [(TEXT, a) for a in PROMPTS]
     some += [(RESPONSES, dict(input='Hello')|a) for a in INPUTS]
     some += [(MESSAGES, user()|a) for a in ASKED]
-    for i,(path,body) in enumerate(some): yield path,body|HOWS[i%2]
+    for i,(path,body) in enumerate(some):
+        yield path,body|HOWS[i%2]
 
 # What is answered
 
@@ -100,8 +102,10 @@ OWN = {'id','created','created_at','completed_at','call_id','item_id','sequence_
 
 def told(x):
     "What is not of this one answer alone, or of its drafts"
-    if isinstance(x, list): return [told(v) for v in x]
-    if not isinstance(x, dict): return x
+    if isinstance(x, list):
+        return [told(v) for v in x]
+    if not isinstance(x, dict):
+        return x
     return {k: told(v) for k,v in x.items() if k not in OWN}
 
 def events(r):
@@ -113,8 +117,10 @@ def leaves(x, path=()):
     "All that is within `x`, and where"
     inner = x.items() if isinstance(x, dict) else ()
     for k,v in inner:
-        if isinstance(v, dict): yield from leaves(v, (*path, k))
-        else: yield (*path, k),v
+        if isinstance(v, dict):
+            yield from leaves(v, (*path, k))
+        else:
+            yield (*path, k),v
 
 def joined(stream):
     "A stream with what was said in pieces put together, by place"
@@ -123,7 +129,8 @@ def joined(stream):
         place = e.get('type'),e.get('index'),e.get('output_index')
         for p in (e, *e.pop('choices', ())):
             where = *place,p.get('index')
-            for c in _calls(p): _put(out, (*where, 'call', c['index']), c)
+            for c in _calls(p):
+                _put(out, (*where, 'call', c['index']), c)
             _put(out, where, p)
     return out
 
@@ -138,7 +145,8 @@ def _put(out, at, piece):
         if before is not None and isinstance(v, str|list) and 'type' not in k[-1:]:
             same = k[-1] in ('object','model','name','role')
             out[at,k] = v if same else before+v
-        else: out[at,k] = v if v is not None else before
+        else:
+            out[at,k] = v if v is not None else before
 
 def answers(c):
     "What client `c` is answered to everything, whole and in a stream; and its accepted drafts"
@@ -158,7 +166,8 @@ def plain():
     "Answers without drafts, and texts for the drafter"
     e = engine(model=MODEL, guides=GUIDES, seqs=4)
     seen = Recorded(e)
-    with TestClient(create_app(models(e))) as c: got,accepted = answers(c)
+    with TestClient(create_app(models(e))) as c:
+        got,accepted = answers(c)
     assert not accepted
     left_clean(e)
     return got,{tuple(ids) for ids in seen.said.values()}
@@ -198,14 +207,16 @@ def leave(url, body, n):
     ask = dict(json=dict(body, stream=True), timeout=WAIT)
     with httpx.stream('POST', url, **ask) as r:
         lines = r.iter_lines()
-        for _ in range(n): next(lines, None)
+        for _ in range(n):
+            next(lines, None)
 
 def test_clients_that_leave(plain):
     "After any number of lines; nothing of them is left, and who stays is answered as ever"
     e = drafting(plain, 3, True, .2)
     path,body,want,*_ = plain[0][0]
     with running(create_app(models(e))) as url:
-        for n in range(14): leave(url+path, body, n)
+        for n in range(14):
+            leave(url+path, body, n)
         whole = httpx.post(url+path, json=body, timeout=WAIT)
         assert told(whole.json())==want
         def idle():

@@ -54,7 +54,8 @@ def get(store, kind, i):
 def is_right(store, kind, i):
     "Is it what was put? False where it is not to be had; anything else is no answer"
     found = get(store, kind, i)
-    if found is False: return False
+    if found is False:
+        return False
     assert np.array_equal(found, content(kind, i)), 'the bytes of something else'
     return True
 
@@ -65,7 +66,8 @@ def store_in(place, units=6, printed=FP, **kw):
 def left_clean(store):
     "All buffers are idle, all units are somebody's or free; then it is closed, and its threads end"
     store.settle()
-    for name in list(store._reads): store.release(*name)
+    for name in list(store._reads):
+        store.release(*name)
     until(lambda: all_idle(store), 'every buffer is back')
     u = store.units
     held = [i for r in store.records.values() for i in r.units]
@@ -91,22 +93,28 @@ class Faulty(HostMemory):
         self.calls,self.happened = 0,None
     def _now(self, *ways):
         "Is it this call's turn to go wrong in one of these ways?"
-        if self.way not in ways: return False
+        if self.way not in ways:
+            return False
         self.calls += 1
-        if self.calls!=self.nth: return False
+        if self.calls!=self.nth:
+            return False
         self.happened = self.way
         return True
     def write(self, data, at):
-        if self._now('full'): raise OSError(errno.ENOSPC, 'No space left on device')
-        if self._now('write fails'): raise OSError(errno.EIO, 'Input/output error')
+        if self._now('full'):
+            raise OSError(errno.ENOSPC, 'No space left on device')
+        if self._now('write fails'):
+            raise OSError(errno.EIO, 'Input/output error')
         if self._now('half written'):
             super().write(data[:len(data)//2], at)
             raise OSError(errno.ENOSPC, 'A write ended early')
         super().write(data, at)
         spot = at+self.at%(HEAD+5000)
-        if self._now('damaged'): self.a[spot] ^= 4
+        if self._now('damaged'):
+            self.a[spot] ^= 4
     def read(self, data, at):
-        if self._now('read fails'): raise OSError(errno.EIO, 'Input/output error')
+        if self._now('read fails'):
+            raise OSError(errno.EIO, 'Input/output error')
         n = super().read(data, at)
         return n//2 if self._now('cut short') else n
 
@@ -121,12 +129,15 @@ class Model:
     def size(self, kind): return dict(tile=1, state=2)[kind]
     def used(self): return sum(self.size(k) for k,_ in self.records)
     def touch(self, name):
-        if name in self.records: self.records.move_to_end(name)
+        if name in self.records:
+            self.records.move_to_end(name)
     def put(self, name):
         self.touch(name)
-        if name in self.records: return
+        if name in self.records:
+            return
         most = self.units-self.size(name[0])
-        while self.used()>most: self.records.popitem(last=False)
+        while self.used()>most:
+            self.records.popitem(last=False)
         self.records[name] = True
 
 names = st.tuples(st.sampled_from(['tile','tile','state']), st.integers(0, 9))
@@ -138,7 +149,8 @@ ops = some_of('put put get get touch forget')
 def same_records(store, model):
     "The same records in the same order, and their room"
     assert [(k, i[0]) for k,i in store.records]==list(model.records)
-    if not store.off: assert store.units.count-store.units.left==model.used()
+    if not store.off:
+        assert store.units.count-store.units.left==model.used()
 
 def do_put(store, model, name):
     "Put a record, and see that it is refused only by a store that is off"
@@ -151,7 +163,8 @@ def do_get(store, model, name, harmed):
     "Read a record that is in the model, unless a fault took it"
     there = name in model.records
     model.touch(name)
-    if is_right(store, *name)==there: return
+    if is_right(store, *name)==there:
+        return
     assert there and harmed(), 'a record is lost for no reason'
     model.records.pop(name)
 
@@ -160,15 +173,18 @@ def run_ops(store, ops, harmed=lambda: None):
     model = Model(store.units.count)
     for op,name in ops:
         kind,i = name
-        if op=='put': do_put(store, model, name)
-        if op=='get': do_get(store, model, name, harmed)
+        if op=='put':
+            do_put(store, model, name)
+        if op=='get':
+            do_get(store, model, name, harmed)
         if op=='touch':
             store.touch(kind, ident(i))
             model.touch(name)
         if op=='forget':
             store.forget(kind, ident(i))
             model.records.pop(name, None)
-        if store.off: model.records.clear()
+        if store.off:
+            model.records.clear()
         same_records(store, model)
 
 @some
@@ -198,8 +214,10 @@ def test_faults_are_misses(ops, way, nth, at):
     store = store_in(place)
     run_ops(store, ops, harmed=lambda: place.happened)
     assert bool(store.off)==(place.happened in SWITCH_OFF)
-    if place.happened is None: assert store.errors==0
-    if place.happened=='cut short': assert store.errors==1
+    if place.happened is None:
+        assert store.errors==0
+    if place.happened=='cut short':
+        assert store.errors==1
     if store.off:
         assert store.errors==1 and not store.records
         assert not put(store, 'tile', 99) and not store.want('tile', ident(1))
@@ -211,13 +229,18 @@ def test_in_any_order_and_at_any_speed(ops, way, nth):
     "Nobody waits for anything here: a read is right, a miss, or not there yet; nothing leaks"
     store = store_in(Faulty(way, nth, 4000), held=4*UNIT)
     for op,(kind,i) in ops:
-        if op=='put': put(store, kind, i)
-        if op=='want': store.want(kind, ident(i))
-        if op=='release': store.release(kind, ident(i))
-        if op=='forget': store.forget(kind, ident(i))
+        if op=='put':
+            put(store, kind, i)
+        if op=='want':
+            store.want(kind, ident(i))
+        if op=='release':
+            store.release(kind, ident(i))
+        if op=='forget':
+            store.forget(kind, ident(i))
         if op=='ready':
             data = store.ready(kind, ident(i))
-            if data is None or data is False: continue
+            if data is None or data is False:
+                continue
             assert np.array_equal(data, content(kind, i))
     left_clean(store)
 
@@ -227,7 +250,8 @@ def test_the_log_tells_it_once(caplog, fault):
     for i in range(4):
         put(store, 'tile', i)
         store.settle()
-    for i in range(4): get(store, 'tile', i)
+    for i in range(4):
+        get(store, 'tile', i)
     store.close()
     said = [r.message for r in caplog.records]
     assert len(said)==1 and 'second tier' in said[0]
@@ -244,18 +268,22 @@ class Slow(HostMemory):
     def waits(self):
         self.begun.release()
         assert self.go.wait(WAIT)
-        if self.fails: raise OSError(errno.EIO, 'Input/output error')
+        if self.fails:
+            raise OSError(errno.EIO, 'Input/output error')
     def write(self, data, at):
-        if not self.reads: self.waits()
+        if not self.reads:
+            self.waits()
         super().write(data, at)
     def read(self, data, at):
-        if self.reads: self.waits()
+        if self.reads:
+            self.waits()
         return super().read(data, at)
 
 def full_of_tiles(place, **kw):
     "A store of six units, each with a tile"
     store = store_in(place, **kw)
-    for i in range(6): put(store, 'tile', i, wait=True)
+    for i in range(6):
+        put(store, 'tile', i, wait=True)
     store.settle()
     return store
 
@@ -295,7 +323,8 @@ def test_what_is_being_written_is_not_dropped():
 def test_what_is_wanted_is_not_dropped():
     place = Slow(reads=True)
     store = full_of_tiles(place)
-    for i in range(6): assert store.want('tile', ident(i))
+    for i in range(6):
+        assert store.want('tile', ident(i))
     assert not put(store, 'tile', 6) and store.dropped==1
     place.go.set()
     assert all(is_right(store, 'tile', i) for i in range(6))
@@ -309,7 +338,8 @@ def test_nobody_wants_it_any_more(forgotten):
     store = full_of_tiles(place)
     store.want('tile', ident(2))
     assert place.begun.acquire(timeout=WAIT)
-    if forgotten: store.forget('tile', ident(2))
+    if forgotten:
+        store.forget('tile', ident(2))
     store.release('tile', ident(2))
     place.go.set()
     left_clean(store)
@@ -319,10 +349,13 @@ def test_who_goes_on_in_order_gets_a_buffer():
     store = store_in(HostMemory(PAGE+60*UNIT), 60, held=0)
     names = [('tile',ident(i)) for i in range(9)]
     def there(some): return all(store._reads[n].state=='there' for n in some)
-    for i in range(9): put(store, 'tile', i, wait=True)
-    for n in names: store.want(*n)
+    for i in range(9):
+        put(store, 'tile', i, wait=True)
+    for n in names:
+        store.want(*n)
     until(lambda: there(names[:4]))
-    for n in names[:4]: store.release(*n)
+    for n in names[:4]:
+        store.release(*n)
     until(lambda: there(names[4:8]))
     for i,n in enumerate(names):
         assert store.want(*n)
@@ -333,8 +366,10 @@ def test_who_goes_on_in_order_gets_a_buffer():
 def test_two_readers_meet_the_same_trouble(caplog):
     place = Slow(reads=True, fails=True)
     store = full_of_tiles(place, readers=2)
-    for i in range(4): store.want('tile', ident(i))
-    for _ in range(2): assert place.begun.acquire(timeout=WAIT)
+    for i in range(4):
+        store.want('tile', ident(i))
+    for _ in range(2):
+        assert place.begun.acquire(timeout=WAIT)
     place.go.set()
     assert not any(store.ready('tile', ident(i), wait=True) for i in range(4))
     until(lambda: store.errors==2)
@@ -360,7 +395,8 @@ def test_copies_out_are_waited_for():
 def test_copies_in_are_waited_for():
     "A buffer that is still being read is not used for another record"
     store = store_in(HostMemory(PAGE+64*UNIT), held=0, readers=1)
-    for i in range(6): put(store, 'tile', i, wait=True)
+    for i in range(6):
+        put(store, 'tile', i, wait=True)
     late = [Late(int) for _ in range(4)]
     for i in range(4):
         store.want('tile', ident(i))
@@ -486,14 +522,17 @@ def test_what_was_there_is_there(tmp_path_factory, n, order, forgotten):
     store = kept_store(folder)
     put_chain(store, n)
     store.settle()
-    for i in order: store.touch('tile', ident(i))
-    for i in forgotten: store.forget('tile', ident(i))
+    for i in order:
+        store.touch('tile', ident(i))
+    for i in forgotten:
+        store.forget('tile', ident(i))
     reach = min(forgotten|{n+1})
     want = [(k, i) for k,i in store.records if i[0]<reach]
     store.close()
     store = kept_store(folder)
     assert [r.name for r in store.kept]==list(store.records)==want
-    for r in store.kept: assert is_known(r) and is_right(store, r.kind, r.ident[0])
+    for r in store.kept:
+        assert is_known(r) and is_right(store, r.kind, r.ident[0])
     put_chain(store, n)
     left_clean(store)
 
@@ -514,8 +553,10 @@ def kept_by(path, folder, **kw):
     "What the second tier of a model writes on its records"
     kw |= dict(kv_spill_gb=.01, kv_spill_dir=folder, kv_spill_keep=True)
     llm = LLM(str(path), device='cpu', **kw)
-    try: return llm.tier.store.fingerprint
-    finally: llm.close()
+    try:
+        return llm.tier.store.fingerprint
+    finally:
+        llm.close()
 
 def test_a_folder_knows_weights_by_their_files(tmp_path):
     "Others at the same place are another model, and so are made-up ones"
@@ -550,7 +591,8 @@ def test_little_room_keeps_beginnings(tmp_path, room, slow):
     real = tier.store.put
     def put(*args):
         real(*args)
-        if not slow: tier.store.settle()
+        if not slow:
+            tier.store.settle()
     tier.store.put = put
     tier.close(keep=True)
     store = open_spill(records, size, tmp_path, True)
@@ -563,14 +605,16 @@ class Held(HostMemory):
         super().__init__(PAGE+2*UNIT)
         self.go = threading.Event()
     def write(self, data, at):
-        if at==PAGE: assert self.go.wait(WAIT)
+        if at==PAGE:
+            assert self.go.wait(WAIT)
         super().write(data, at)
 
 def test_who_waits_for_room_waits_for_the_oldest():
     "Though another is written before it"
     place = Held()
     store = store_in(place, 2)
-    for i in range(2): put(store, 'tile', i)
+    for i in range(2):
+        put(store, 'tile', i)
     until(lambda: store.records['tile',ident(1)].written)
     last = threading.Thread(target=put, args=(store,'tile',2), kwargs=dict(wait=True))
     last.start()
@@ -608,20 +652,24 @@ OTHERS = bytes(32) # The fingerprint of another model
 def called(place, printed):
     "Give the files of `place` the names that they would have with a fingerprint"
     for p in (place.index,place.path):
-        if p.exists(): p.rename(p.with_name(p.name.replace(FP.hex()[:24], printed.hex()[:24])))
+        if p.exists():
+            p.rename(p.with_name(p.name.replace(FP.hex()[:24], printed.hex()[:24])))
 
 def commit(crime, place):
     "Do something to an index"
     data = place.index.read_bytes()
     records = unpack_index(data, FP, UNIT)
-    if crime in ('none','a folder'): place.index.unlink()
-    if crime=='a folder': place.index.mkdir()
+    if crime in ('none','a folder'):
+        place.index.unlink()
+    if crime=='a folder':
+        place.index.mkdir()
     made = {
         'of another model': pack_index(records, OTHERS, UNIT),
         'other units': pack_index(records, FP, PAGE),
         'empty': b'',
         'cut': data[:-9]}
-    if crime in made: place.index.write_bytes(made[crime])
+    if crime in made:
+        place.index.write_bytes(made[crime])
 
 @pytest.mark.parametrize('crime', ['of another model','other units','none','empty','cut',
     'a folder','called as another'])
@@ -664,8 +712,10 @@ def signed(body): return body+_digest(body)
 @given(st.binary(max_size=400), st.booleans())
 def test_any_bytes_as_an_index(data, sealed):
     "A list or a `ValueError`, also where the digest fits"
-    try: unpack_index(signed(data) if sealed else data, FP, UNIT)
-    except ValueError: pass
+    try:
+        unpack_index(signed(data) if sealed else data, FP, UNIT)
+    except ValueError:
+        pass
 
 four = st.integers(0, 3)
 fields = st.tuples(
@@ -691,7 +741,8 @@ def test_any_records_in_an_index(tmp_path_factory, rows, more):
     store = kept_store(folder, units=6)
     units = [u for r in store.kept for u in r.units]
     assert len(set(units))==len(units) and all(u<6 for u in units)
-    for r in list(store.kept): assert not is_right(store, r.kind, r.ident[0])
+    for r in list(store.kept):
+        assert not is_right(store, r.kind, r.ident[0])
     put_chain(store, 3)
     store.settle()
     assert is_right(store, 'tile', 3) and store.off is None
@@ -719,14 +770,16 @@ def test_a_folder_that_is_none(tmp_path, folder):
     cache = KVCache(CONFIG, Host(), 4, 16)
     r = Records([cache], stream)
     for keep in (False,True):
-        with pytest.raises(RequestError) as e: open_spill(r, 1, where, keep)
+        with pytest.raises(RequestError) as e:
+            open_spill(r, 1, where, keep)
         assert e.value.param=='kv_spill_dir'
     assert (tmp_path/'file').read_text()=='mine'
 
 def test_too_little_or_too_much(caplog):
     r = Records([KVCache(CONFIG, Host(), 4, 16)], stream)
     for gb in (1e-6,1e9):
-        with pytest.raises(RequestError) as e: open_spill(r, gb)
+        with pytest.raises(RequestError) as e:
+            open_spill(r, gb)
         assert e.value.param=='kv_spill_gb'
     r.sizes['state'] = 2*unit_of(r.sizes)
     store = open_spill(r, r.sizes['state']/1e9)
@@ -753,7 +806,8 @@ def test_where_the_page_cache_cannot_be_passed(tmp_path, monkeypatch):
     "A file system that refuses direct reads is read as others are"
     real = fcntl.fcntl
     def refuses(fd, op, flags=0):
-        if op==fcntl.F_SETFL and flags&os.O_DIRECT: raise OSError(errno.EINVAL, 'Invalid argument')
+        if op==fcntl.F_SETFL and flags&os.O_DIRECT:
+            raise OSError(errno.EINVAL, 'Invalid argument')
         return real(fd, op, flags)
     monkeypatch.setattr(fcntl, 'fcntl', refuses)
     store = store_in(spill_file(tmp_path, FP))
@@ -773,16 +827,19 @@ def test_engines_share_a_folder(tmp_path):
     for i,s in enumerate(stores):
         found = [is_right(s, 'tile', j) for j in range(1, 5)]
         assert found==[True]*(i+1)+[False]*(3-i)
-    for s in reversed(stores): left_clean(s)
+    for s in reversed(stores):
+        left_clean(s)
     again = [kept_store(tmp_path) for _ in range(2)]
     assert [len(s.kept) for s in again]==[2,3]
-    for s in again: s.close()
+    for s in again:
+        s.close()
 
 def test_what_another_version_has_kept_is_deleted(tmp_path):
     "And what somebody has locked is not, nor what is no file of ours"
     old = 'f'*8+'-'+'0'*24
     names = [f'{old}-{i}.{kind}' for i in (0,1) for kind in ('spill','index')]
-    for name in (*names,'mine.spill',f'{old}-x.spill'): (tmp_path/name).write_text('kept')
+    for name in (*names,'mine.spill',f'{old}-x.spill'):
+        (tmp_path/name).write_text('kept')
     with (tmp_path/names[2]).open('r+') as locked:
         fcntl.flock(locked, fcntl.LOCK_EX)
         left_clean(store_in(spill_file(tmp_path, FP)))
@@ -824,7 +881,8 @@ def test_a_process_that_is_killed(tmp_path, keep):
     first,second = kept_store(tmp_path),kept_store(tmp_path)
     found = [len(s.kept) for s in (first,second)]
     assert found==([0,3] if keep else [3,0])
-    for s in (first,second): left_clean(s)
+    for s in (first,second):
+        left_clean(s)
     assert len(list(tmp_path.iterdir()))==4  # two files, two lists
 
 FULL = '''

@@ -1,4 +1,5 @@
-"Weights packed on a card while they are read are those that the host packs, to the bit; and what is wrong with them is told."
+"""Weights packed on a card while they are read are those that the host packs, to the bit; and what
+is wrong with them is told."""
 import os,struct,pytest
 from types import SimpleNamespace as NS
 import numpy as np
@@ -18,7 +19,9 @@ def realign(path, residue):
         b = p.read_bytes()
         n, = struct.unpack('<Q', b[:8])
         more = (residue-n)%8
-        p.write_bytes(struct.pack('<Q', n+more)+b[8:8+n]+b' '*more+b[8+n:])
+        p.write_bytes(struct.pack(
+            '<Q',
+            n+more)+b[8:8+n]+b' '*more+b[8+n:])
     return path
 
 class ByHost(packer):
@@ -33,7 +36,8 @@ class Counting(packer):
         add = self.stage.add
         def counted(w, *args):
             to = add(w, *args)
-            if to: self.mine.append(w.name)
+            if to:
+                self.mine.append(w.name)
             return to
         self.stage.add = counted
         return self.stage
@@ -41,7 +45,9 @@ class Counting(packer):
 def loaded(path, put, card, parts=('','mtp')):
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        return load(ck, wants, card, ignore=(*IGNORE,*m.ignore), parts=parts, put=put)
+        return load(
+            ck, wants, card, ignore=(*IGNORE,*m.ignore),
+            parts=parts, put=put)
 
 def same(a, b, card):
     "Are two loaded models the same to the bit?"
@@ -50,13 +56,17 @@ def same(a, b, card):
         x,y = a[k],b[k]
         assert type(x)==type(y), k
         if not isinstance(x, Packed):
-            if x is not None: assert np.array_equal(card.download(x), card.download(y)), k
+            if x is not None:
+                assert np.array_equal(card.download(x), card.download(y)), k
             continue
-        assert (x.fmt,x.n,x.k,x.experts,x.pair)==(y.fmt,y.n,y.k,y.experts,y.pair), k
+        assert (
+            (x.fmt,x.n,x.k,x.experts,x.pair)
+            ==(y.fmt,y.n,y.k,y.experts,y.pair)), k
         for part in ('w','s','gs'):
             p,q = getattr(x, part),getattr(y, part)
             assert (p is None)==(q is None), (k,part)
-            if p is None: continue
+            if p is None:
+                continue
             assert strips_whole(p)
             assert (p.shape,p.dtype)==(q.shape,q.dtype), (k,part)
             assert p.tobytes()==q.tobytes(), (k,part)
@@ -68,14 +78,17 @@ def card(): return Emulator()
 def test_every_layout(tmp_path, card, name, monkeypatch):
     conf = LAYOUTS[name][0]
     raw,_ = stored(*LAYOUTS[name])
-    path = realign(folder(tmp_path, CONFS[conf], raw, shards=1+len(name)%3), 0)
+    path = realign(
+        folder(tmp_path, CONFS[conf], raw, shards=1+len(name)%3),
+        0)
     want = loaded(path, ByHost(card), card)
     for window in (1<<23,BLOCK):
         monkeypatch.setattr(weights, '_WINDOW', window)
         put = Counting(card)
         same(loaded(path, put, card), want, card)
     matrices = [k for k,p in want.items() if isinstance(p, Packed)]
-    assert len(put.mine)>=len(matrices)*(.1 if 'int4' in name or 'gptq' in name or 'awq' in name else .6)
+    assert len(put.mine)>=len(matrices)*(
+        .1 if 'int4' in name or 'gptq' in name or 'awq' in name else .6)
 
 @pytest.mark.parametrize('quantization', ('nvfp4','fp8'))
 @pytest.mark.parametrize('name', [n for n in LAYOUTS if len(n)%4==0])
@@ -89,16 +102,20 @@ def test_stored_anew(tmp_path, card, name, quantization, monkeypatch):
     same(loaded(path, Counting(*how), card), want, card)
 
 _hows = [h for h in HOW if h not in ('f32','f16')]
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(conf=st.sampled_from(['llama','qwen3_moe','qwen3_5_moe','nemotron_h','gpt_oss','gemma4']),
-    experts=st.sampled_from(['each','stack']), shards=st.integers(1,3), seed=st.integers(0,2**32),
+    experts=st.sampled_from(['each','stack']),
+    shards=st.integers(1,3),
+    seed=st.integers(0,2**32),
     residue=st.integers(0,7), blocks=st.integers(1,5))
 def test_any_mixture(tmp_path_factory, card, conf, experts, shards, seed, residue, blocks):
     "Each tensor in a format of its own, at any place of a file, in windows of any size"
     rng = np.random.default_rng(seed)
     def pick(k, a):
         hows = [*STACK_HOW] if a.ndim==3 else _hows
-        if a.shape[-1]%32 or a.shape[-2]%8: hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
+        if a.shape[-1]%32 or a.shape[-2]%8:
+            hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
         return str(rng.choice(hows))
     raw,_ = stored(conf, 'plain', experts, pick)
     path = realign(folder(tmp_path_factory.mktemp('mix'), CONFS[conf], raw, shards), residue)
@@ -109,9 +126,13 @@ def test_any_mixture(tmp_path_factory, card, conf, experts, shards, seed, residu
 
 def flat(incoming):
     "Parts of sources, want by want: (number of the want, part, span)"
-    return [(k,p,s) for k,to in enumerate(incoming) for t in to.ts for p,s in t.spans.items()]
+    return [
+        (k,p,s) for k,to in enumerate(incoming)
+        for t in to.ts for p,s in t.spans.items()]
 
-@pytest.mark.parametrize('name,anew', [('qwen3-moe-nvfp4-ct',None), ('qwen3-fp8-half','nvfp4'), ('gpt-oss','nvfp4')])
+@pytest.mark.parametrize(
+    'name,anew',
+    [('qwen3-moe-nvfp4-ct',None), ('qwen3-fp8-half','nvfp4'), ('gpt-oss','nvfp4')])
 def test_parts_come_as_they_lie_in_files(tmp_path, card, name, anew):
     "Wants of a part, its move, and what waits for it, beside a plain loop over all of them"
     conf = LAYOUTS[name][0]
@@ -122,15 +143,21 @@ def test_parts_come_as_they_lie_in_files(tmp_path, card, name, anew):
         picks = weights.planned(ck, wants, (*IGNORE,*m.ignore))
         incoming = [weights._Incoming(ck, *p) for p in picks if p[1]]
         stage = packer(card, anew).staging(1<<20)
-        for to in incoming: to.landing = stage.add(to.want, to.way, to.ts, to.seen)
+        for to in incoming:
+            to.landing = stage.add(to.want, to.way, to.ts, to.seen)
         parts,every = weights._in_files(incoming),flat(incoming)
         places = [(s.file.name,s.offset) for *_,s in every]
         order = sorted(range(len(every)), key=places.__getitem__)
         assert order!=list(range(len(every)))
-        assert [(s.file.name,s.offset) for s in parts.spans]==[places[i] for i in order]
+        assert (
+            [(s.file.name,s.offset) for s in parts.spans]
+            ==[places[i] for i in order])
         assert parts.want.tolist()==[every[i][0] for i in order]
-        moves = [n for to in incoming for n in (to.landing.moves.tolist() if to.landing else [-1]*len(flat([to])))]
-        assert weights._moves(incoming, parts).tolist()==[moves[i] for i in order] and max(moves)>0
+        moves = [
+            n for to in incoming
+            for n in (to.landing.moves.tolist() if to.landing else [-1]*len(flat([to])))]
+        assert weights._moves(incoming, parts).tolist()==[moves[i] for i in order]
+        assert max(moves)>0
         held = [incoming[every[i][0]] for i in order if every[i][1]=='data']
         held = [to for to in held if to.landing and to.landing.anew]
         assert weights._waiting(incoming, parts)==held and bool(held)==bool(anew)
@@ -142,7 +169,8 @@ def spoil(path, name, byte, value):
     "Change bytes of the tensor `name` of a folder"
     with open_checkpoint(path) as ck:
         spans = {}
-        for t in ck.tensors.values(): spans |= {(t.stored,p): s for p,s in t.spans.items()}
+        for t in ck.tensors.values():
+            spans |= {(t.stored,p): s for p,s in t.spans.items()}
         s = spans[name]
         with open(s.file.path, 'r+b') as f:
             f.seek(s.offset+byte if byte>=0 else s.offset+s.nbytes+byte)
@@ -151,7 +179,10 @@ def spoil(path, name, byte, value):
 def stored_in(path, fmt, part):
     "The last tensor of a folder in this format, as `spoil` wants it"
     with open_checkpoint(path) as ck:
-        return max((t.stored,part) for t in ck.tensors.values() if t.fmt==fmt and len(t.shape)>1 and 'mtp' not in t.stored)
+        return max(
+            (t.stored,part) for t in ck.tensors.values()
+            if t.fmt==fmt and len(t.shape)>1
+            and 'mtp' not in t.stored)
 
 _f = np.float32
 _BROKEN = [ # layout, format, part, byte from the end, bytes, what is said
@@ -176,8 +207,10 @@ def test_numbers_that_are_none(tmp_path, card, make, name, fmt, part, byte, valu
     put = make(card)
     loaded(path, put, card)
     spoil(path, which, byte, value)
-    with pytest.raises(CheckpointError, match=said) as e: loaded(path, put, card)
-    assert e.value.param==which[0] and which[0] in str(e.value)
+    with pytest.raises(CheckpointError, match=said) as e:
+        loaded(path, put, card)
+    assert e.value.param==which[0]
+    assert which[0] in str(e.value)
 
 def test_zero_scales_are_numbers(tmp_path, card):
     raw,_ = stored(*LAYOUTS['qwen3-fp8-channel'])
@@ -219,7 +252,11 @@ def test_nothing_is_read_twice(tmp_path, card, monkeypatch):
         assert start>=ends.get(name, 0)
         ends[name] = start+n
 
-@pytest.mark.parametrize('harm,said', ((lambda p: os.truncate(p, p.stat().st_size//2), 'ends at byte'),(lambda p: os.utime(p, ns=(1,1)), 'was changed')))
+@pytest.mark.parametrize(
+    'harm,said',
+    (
+        (lambda p: os.truncate(p, p.stat().st_size//2), 'ends at byte'),
+        (lambda p: os.utime(p, ns=(1,1)), 'was changed')))
 def test_a_file_that_changes_while_it_is_read(tmp_path, card, monkeypatch, harm, said):
     "It is noticed, and nothing is left of what was loaded"
     from atlas.ground import reading
@@ -230,17 +267,24 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, card, monkeypatch, harm,
     def harmed(self, *args):
         n = fill(self, *args)
         seen.append(n)
-        if len(seen)==2: harm(file)
+        if len(seen)==2:
+            harm(file)
         return n
     monkeypatch.setattr(reading._Source, 'fill', harmed)
     monkeypatch.setattr(weights, '_WINDOW', 4*BLOCK)
-    with pytest.raises(CheckpointError, match=said): loaded(path, packer(card), card)
+    with pytest.raises(CheckpointError, match=said):
+        loaded(path, packer(card), card)
     assert len(seen)>=2
 
 def test_few_wants_wait_at_a_time():
     "What is stored anew and would be held beside others for too long is left to the host"
     def want(held): return NS(landing=NS(held=held))
-    a,b,c,d = want(5),want(5),want(5),want(50)
+    a = want(5)
+    b = want(5)
+    c = want(5)
+    d = want(50)
     order = [a,b,a,c,b,c,d,d]
     _leave_some(order, 9)
-    assert [to.landing is not None for to in (a,b,c,d)]==[True,False,True,True]
+    assert (
+        [to.landing is not None for to in (a,b,c,d)]
+        ==[True,False,True,True])

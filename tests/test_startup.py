@@ -44,10 +44,15 @@ def test_a_worker_tells_it(model):
     assert start==told(model.startup)
     assert start['bytes']==model.startup.nbytes and tuple(start['seconds'])==STAGES
 
-START = dict(seconds=dict(open=.4, read=1.2), bytes=24_000_000_000, bytes_per_second=20_000_000_000, text='read 1.2 s')
+START = dict(
+    seconds=dict(open=.4, read=1.2),
+    bytes=24_000_000_000, bytes_per_second=20_000_000_000, text='read 1.2 s')
 
 def test_metrics_have_it():
-    def stats(): return [dict(model='m', state='loaded', startup=START), dict(model='n', state='loading')]
+    def stats():
+        return [
+            dict(model='m', state='loaded', startup=START),
+            dict(model='n', state='loading')]
     text = Metrics(NS(upstreams=[], stats=stats)).text().decode()
     for line in ('atlas:model_startup_seconds{model_name="m",stage="read"} 1.2',
         'atlas:model_startup_bytes{model_name="m"} 2.4e+010',
@@ -57,7 +62,9 @@ def test_metrics_have_it():
 
 def test_the_line_that_says_ready(capsys):
     up = NS(name='m', info=dict(max_num_seqs=8, startup=START))
-    models = NS(upstreams=[up], find=lambda name: NS(seconds=dict(open=.4, weights=1.2)))
+    models = NS(
+        upstreams=[up],
+        find=lambda name: NS(seconds=dict(open=.4, weights=1.2)))
     gateway._ready(models, 'http://here')
     assert 'm is ready (1.6 s, weights at 20 GB/s, 8 sequences at once)' in capsys.readouterr().out
     del up.info['startup']
@@ -69,7 +76,10 @@ def test_the_line_that_says_ready(capsys):
 class Starts:
     "Starts of a model on the emulator, which remember what they loaded, as on a card"
     def __init__(self, folder, mp):
-        self.folder,self.mp,self.code,self.asked = folder,mp,b'code',[]
+        self.folder = folder
+        self.mp = mp
+        self.code = b'code'
+        self.asked = []
         def known(card, who, code=None):
             k = Known(card, who, folder/'known', code and (lambda: self.code))
             k.load()
@@ -93,14 +103,17 @@ class Starts:
             e,said = m.engine,[]
             p = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
             e.add(Request('r', tuple(range(5, 12)), p))
-            while e.has_work: said += [ev.token for ev in e.step()]
+            while e.has_work:
+                said += [ev.token for ev in e.step()]
             late = compilations.after_ready
-        finally: m.close()
+        finally:
+            m.close()
         return said,bool(self.asked),late
 
 @pytest.fixture
 def starts(tmp_path, monkeypatch):
-    if not find_cxx(): pytest.skip('no C++ compiler')
+    if not find_cxx():
+        pytest.skip('no C++ compiler')
     return Starts(tmp_path, monkeypatch)
 
 def test_a_start_like_the_last_one_does_not_ask(starts):
@@ -110,10 +123,15 @@ def test_a_start_like_the_last_one_does_not_ask(starts):
 
 CHANGES = {
     'code': lambda s: setattr(s, 'code', b'other'),
-    'a file': lambda s: os.utime(next(s.model.glob('*.safetensors')), (1,1)),
+    'a file': lambda s: os.utime(
+        next(s.model.glob('*.safetensors')),
+        (1,1)),
     'options': lambda s: dict(max_num_seqs=3),
-    'the last list': lambda s: [p.write_text('{') for p in (s.folder/'known').iterdir()],
-    'machine code gone': lambda s: s.mp.setattr(variants, 'is_compiled', lambda src, *a: src.name!='gemv'),
+    'the last list': lambda s: [
+        p.write_text('{')
+        for p in (s.folder/'known').iterdir()],
+    'machine code gone': lambda s: s.mp.setattr(
+        variants, 'is_compiled', lambda src, *a: src.name!='gemv'),
     'a kernel that fails': lambda s: s.mp.setattr(variants, '_load_one', lambda *a: False)}
 @pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
 def test_any_other_start_asks(starts, change):
@@ -132,11 +150,14 @@ def test_what_memory_leaves_is_asked_about(starts):
 
 def test_what_is_asked_for_does_not_depend_on_free_memory(monkeypatch):
     "Caches of other sizes ask for the same kernels, unless prompts become shorter by it"
-    if not find_cxx(): pytest.skip('no C++ compiler')
+    if not find_cxx():
+        pytest.skip('no C++ compiler')
     def found(size):
         got = set()
         def ready(card, *steps, **_):
-            got.update((n, tuple(sorted(d.items()))) for n,d in variants.wanted(*steps))
+            got.update(
+                (n, tuple(sorted(d.items())))
+                for n,d in variants.wanted(*steps))
         with monkeypatch.context() as mp, recording(launch=False):
             mp.setattr('atlas.engine.card_stepper.make_ready', ready)
             mp.setattr(Emulator, 'warm_up', lambda card, f: f())

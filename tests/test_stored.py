@@ -23,12 +23,21 @@ MODELS = sorted(p.name for p in DATA.iterdir() if (p/'config.json').exists())
 def arrays(m):
     "The bytes of all arrays of a model's weights, and what they are"
     found,objects = flatten(m.weights())
-    return {n: (str(a.dtype),a.shape,np.asarray(a).tobytes()) for n,a in found.items()},objects
+    return (
+        {n: (
+             str(a.dtype),a.shape,
+             np.asarray(a).tobytes())
+         for n,a in found.items()},
+        objects)
 
 def read(path, folder, parts=('','vision','mtp'), **kw):
     "The model of a checkpoint, and its store"
-    s = Store(folder, 'm', dict(model=str(path), kw=sorted(kw.items())), {})
-    with open_checkpoint(path) as ck: return load_model(ck, Emulator(), 64, False, parts, store=s, **kw),s
+    s = Store(
+        folder, 'm',
+        dict(model=str(path), kw=sorted(kw.items())),
+        {})
+    with open_checkpoint(path) as ck:
+        return load_model(ck, Emulator(), 64, False, parts, store=s, **kw),s
 
 def kept(path, folder, monkeypatch, **kw):
     "Two loads of a checkpoint, the second without it"
@@ -46,12 +55,18 @@ def kept(path, folder, monkeypatch, **kw):
 def test_the_second_load_is_the_first(name, tmp_path, monkeypatch):
     "Every family and format: the same arrays, joined banks and factors of rows among them"
     a,b = kept(DATA/name, tmp_path, monkeypatch)
-    def joined(m): return [getattr(l, 'joined', None) for x in m.layers for l in x.parts()]
+    def joined(m):
+        return [getattr(l, 'joined', None) for x in m.layers for l in x.parts()]
     assert joined(a)==joined(b)
 
-@pytest.mark.parametrize('how', [dict(quantization='nvfp4'), dict(quantization='fp8', head='fp8'), dict(packed=True)])
+@pytest.mark.parametrize(
+    'how',
+    [dict(quantization='nvfp4'),
+     dict(quantization='fp8', head='fp8'),
+     dict(packed=True)])
 @pytest.mark.parametrize('name', ['qwen35-moe-stacked','qwen3-vl','smollm2-tied'])
-def test_stored_anew(name, how, tmp_path, monkeypatch): kept(DATA/name, tmp_path, monkeypatch, **how)
+def test_stored_anew(name, how, tmp_path, monkeypatch):
+    kept(DATA/name, tmp_path, monkeypatch, **how)
 
 @pytest.mark.parametrize('quant', ['Q8_0','Q4_0','F32'])
 def test_gguf(quant, tmp_path, monkeypatch):
@@ -76,26 +91,36 @@ def test_banks_that_were_joined(weights, tmp_path, monkeypatch):
     s.save(a)
     b,t = load()
     assert t.fresh and arrays(a)==arrays(b)
-    layers = [l for m in (a,b) for x in (*m.layers,*m.mtp.layers) for l in x.parts() if hasattr(l, 'experts')]
-    assert len(layers)==10 and all(l.joined and l.experts.gate_up_proj.experts==5 for l in layers)
+    layers = [
+        l for m in (a,b)
+        for x in (*m.layers,*m.mtp.layers)
+        for l in x.parts() if hasattr(l, 'experts')]
+    assert len(layers)==10
+    assert all(l.joined and l.experts.gate_up_proj.experts==5 for l in layers)
     assert all(l.shared.gate_up_proj.weight is None for l in layers)
-    assert [l.then is None for l in layers[:5]]==[l.then is None for l in layers[5:]]
+    assert [l.then is None for l in layers[:5]]==[
+        l.then is None for l in layers[5:]]
 
 def test_filled_in_place(tmp_path):
     m,s = read(DATA/'qwen35-moe-stacked', tmp_path)
     s.save(m)
     was = arrays(m)
-    for a in flatten(m.weights())[0].values(): a.reshape(-1).view('uint8')[:] = 0xA5
+    for a in flatten(m.weights())[0].values():
+        a.reshape(-1).view('uint8')[:] = 0xA5
     assert s.usable() and arrays(m)!=was
-    assert s.reload(m)>=sum(len(b) for _,_,b in was[0].values())
+    assert s.reload(m)>=sum(
+        len(b)
+        for _,_,b in was[0].values())
     assert arrays(m)==was
     damage(s.path)
-    with pytest.raises(CheckpointError): s.reload(m)
+    with pytest.raises(CheckpointError):
+        s.reload(m)
 
 def damage(path):
     "A bit of an array, flipped"
     raw = bytearray(path.read_bytes())
-    with PackedFile(path) as f: raw[f.layout.start+11] ^= 1
+    with PackedFile(path) as f:
+        raw[f.layout.start+11] ^= 1
     path.write_bytes(raw)
 
 # -- by the engine -------------------------------------------------------------------------------
@@ -108,9 +133,12 @@ def model(tmp_path):
 def start(model, **kw):
     "An engine of it, when its packed file is written"
     path,folder = model
-    how = dict(max_seq_len=128, max_num_seqs=1, chunk=64, cache_packed=str(folder), show=False)
+    how = dict(
+        max_seq_len=128, max_num_seqs=1, chunk=64,
+        cache_packed=str(folder), show=False)
     llm = LLM(str(path), Emulator(), **how|kw)
-    for s in llm._stores: s.wait()
+    for s in llm._stores:
+        s.wait()
     return llm
 
 def ended(llm):
@@ -140,7 +168,10 @@ def touch(model):
     os.utime(p, ns=(1,p.stat().st_mtime_ns+1))
 def spoil(model): damage(next(model[1].iterdir()))
 def cut(model): os.truncate(next(model[1].iterdir()), 5000)
-def foreign(model): shutil.copy(next(model[0].glob('*.safetensors')), next(model[1].iterdir()))
+def foreign(model):
+    shutil.copy(
+        next(model[0].glob('*.safetensors')),
+        next(model[1].iterdir()))
 def unfinished(model):
     p = next(model[1].iterdir())
     p.write_bytes(packed.PART+p.read_bytes()[8:])
@@ -148,14 +179,21 @@ def unfinished(model):
 def older(model):
     p = next(model[1].iterdir())
     raw = p.read_bytes()
-    p.write_bytes(raw[:8]+(packed.VERSION-1).to_bytes(4, 'little')+raw[12:])
+    p.write_bytes(
+        raw[:8]
+        +(packed.VERSION-1).to_bytes(4, 'little')
+        +raw[12:])
 
-@pytest.mark.parametrize('what,why', [(touch,'of other files'),(older,f'is of version {packed.VERSION-1}'),(spoil,'is not what was written'),(cut,'the header speaks of'),
-    (foreign,'is no packed file'),(unfinished,'never finished')])
+@pytest.mark.parametrize(
+    'what,why',
+    [(touch,'of other files'),(older,f'is of version {packed.VERSION-1}'),
+     (spoil,'is not what was written'),(cut,'the header speaks of'),
+     (foreign,'is no packed file'),(unfinished,'never finished')])
 def test_what_will_not_do_is_made_anew(model, what, why, caplog):
     ended(start(model))
     what(model)
-    with caplog.at_level(logging.WARNING, 'atlas'): assert ended(start(model))==[False]
+    with caplog.at_level(logging.WARNING, 'atlas'):
+        assert ended(start(model))==[False]
     said = [r.message for r in caplog.records if 'packed file made anew' in r.message]
     assert len(said)==1 and why in said[0]
     assert ended(start(model))==[True]
@@ -164,7 +202,8 @@ def test_what_will_not_do_is_made_anew(model, what, why, caplog):
 def test_of_other_code(model, monkeypatch, caplog):
     ended(start(model))
     monkeypatch.setattr(loading, 'code_digest', lambda: b'other')
-    with caplog.at_level(logging.WARNING, 'atlas'): assert ended(start(model))==[False]
+    with caplog.at_level(logging.WARNING, 'atlas'):
+        assert ended(start(model))==[False]
     assert 'of other code' in caplog.text
 
 def test_each_card_and_way_of_loading_has_its_own(model, monkeypatch):
@@ -178,14 +217,16 @@ def test_a_start_without_room_serves(model, monkeypatch, caplog):
     "What keeps the file from being written is said, and is no error of the model's"
     def full(*_): raise OSError(28, 'No space left on device')
     monkeypatch.setattr(os, 'posix_fallocate', full)
-    with caplog.at_level(logging.WARNING, 'atlas'): llm = start(model)
+    with caplog.at_level(logging.WARNING, 'atlas'):
+        llm = start(model)
     assert 'No space left' in caplog.text
     assert len(llm.generate([5,6], SamplingParams(max_tokens=2)).token_ids)==2
     ended(llm)
     assert list(model[1].iterdir())==[]
 
 def test_a_folder_that_cannot_be(model, caplog):
-    with caplog.at_level(logging.WARNING, 'atlas'): ended(start(model, cache_packed='/dev/null/x'))
+    with caplog.at_level(logging.WARNING, 'atlas'):
+        ended(start(model, cache_packed='/dev/null/x'))
     assert 'cannot be made' in caplog.text
 
 def test_closed_while_it_is_written(model, monkeypatch):
@@ -227,11 +268,14 @@ print('ready')'''
 def test_a_program_that_ends_while_it_is_written(model):
     "It ends at once and without a word, and the next start goes on"
     path,folder = model
-    r = subprocess.run([sys.executable, '-c', ENDS, path, folder], capture_output=True, text=True, timeout=WAIT)
+    r = subprocess.run(
+        [sys.executable, '-c', ENDS, path, folder],
+        capture_output=True, text=True, timeout=WAIT)
     assert (r.returncode,r.stdout,r.stderr)==(0,'ready\n','')
     assert [p.name[-12:] for p in folder.iterdir()]==['.packed.part']
     assert ended(start(model))==[False]
     assert ended(start(model))==[True]
 
 def test_the_host_has_no_use_for_it():
-    with pytest.raises(RequestError, match='cache_packed is for models on a card'): LLM(str(DATA/'smollm2-tied'), 'cpu', cache_packed=True)
+    with pytest.raises(RequestError, match='cache_packed is for models on a card'):
+        LLM(str(DATA/'smollm2-tied'), 'cpu', cache_packed=True)

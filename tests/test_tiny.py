@@ -35,7 +35,8 @@ def llm(): return LLM('tiny', 'cpu', drafting=True, max_seq_len=512, show=False)
 def client():
     "The service with a model of its own"
     own = LLM('tiny', 'cpu', max_seq_len=512, show=False)
-    with TestClient(create_app(loaded(own, ['tiny']))) as c: yield c
+    with TestClient(create_app(loaded(own, ['tiny']))) as c:
+        yield c
 
 # Where it is
 
@@ -58,7 +59,8 @@ def test_a_folder_of_that_name_goes_first(alone):
     assert resolve('tiny')==Path('tiny')
 
 def test_it_is_not_removed(alone):
-    with pytest.raises(SourceError, match='a part of Atlas'): remove('tiny')
+    with pytest.raises(SourceError, match='a part of Atlas'):
+        remove('tiny')
     assert (FOLDER/'model.safetensors').is_file()
 
 def test_commands_know_it(alone):

@@ -39,7 +39,8 @@ def test_greedy_sequences(drafts, monkeypatch):
     "The head of their steps leaves keys; where one of them asks for more it leaves logits, and nobody says anything else"
     m,keyed,run = hybrid(),[],sample.run
     def seen(name, *args, **kw):
-        if name=='greedy': keyed.append('KEYS' in kw)
+        if name=='greedy':
+            keyed.append('KEYS' in kw)
         run(name, *args, **kw)
     monkeypatch.setattr(sample, 'run', seen)
     greedy = dict(temperature=0, ignore_eos=True)
@@ -54,5 +55,6 @@ def test_greedy_sequences(drafts, monkeypatch):
     together = answers(reqs, 10)
     assert True in keyed
     alone = {}
-    for r,_ in reqs: alone |= answers([(r,0)], 1)
+    for r,_ in reqs:
+        alone |= answers([(r,0)], 1)
     assert together==alone

@@ -25,7 +25,8 @@ class HostPages:
     "Addresses and memory of the host"
     kind,page = 'host',mmap.PAGESIZE
     _libc = C.CDLL(None, use_errno=True)
-    def __init__(self): self.maps = {}
+    def __init__(self):
+        self.maps = {}
     def reserve(self, nbytes:int)->int:
         "Where `nbytes` of addresses begin"
         m = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS|_NORESERVE)
@@ -38,18 +39,22 @@ class HostPages:
         self.maps.pop(at) # closed by the last array over it
     def _protect(self, at, nbytes, how):
         failed = self._libc.mprotect(C.c_void_p(at), C.c_size_t(nbytes), how)
-        if failed: raise DeviceError(f'mprotect: {os.strerror(C.get_errno())}')
+        if failed:
+            raise DeviceError(f'mprotect: {os.strerror(C.get_errno())}')
     def put(self, at, nbytes):
         "Put memory behind addresses; returns a handle"
         self._protect(at, nbytes, mmap.PROT_READ|mmap.PROT_WRITE)
     def take(self, at, nbytes, handle):
         "Take it away, with what was in it"
-        m = next(m for a,m in self.maps.items() if a<=at<a+len(m))
+        m = next(
+            m for a,m in self.maps.items()
+            if a<=at<a+len(m))
         m.madvise(mmap.MADV_DONTNEED, at-C.addressof(C.c_char.from_buffer(m)), nbytes)
         self._protect(at, nbytes, 0)
     def buffers(self, sizes):
         "Memory of the host for copies, an array of each of `sizes` bytes in turn, not initialised"
-        for n in sizes: yield np.empty(n, np.uint8)
+        for n in sizes:
+            yield np.empty(n, np.uint8)
     @contextmanager
     def copying(self):
         "A context with what copies: to, from, bytes, direction; all is there behind it"
@@ -58,12 +63,14 @@ class HostPages:
         "Write zeros, where memory that was just put there may hold anything"
 
 # %% ../../nbs/2_card/02_arena.ipynb #c7450b21
-class _Location(C.Structure): _fields_ = [('type',C.c_int), ('id',C.c_int)]
+class _Location(C.Structure):
+    _fields_ = [('type',C.c_int), ('id',C.c_int)]
 class _Prop(C.Structure):
     "The driver's CUmemAllocationProp"
     _fields_ = [('type',C.c_int), ('handles',C.c_int), ('location',_Location),
         ('win32',C.c_void_p), ('flags',C.c_ubyte*8)]
-class _Access(C.Structure): _fields_ = [('location',_Location), ('flags',C.c_int)]
+class _Access(C.Structure):
+    _fields_ = [('location',_Location), ('flags',C.c_int)]
 
 class CudaPages:
     "Addresses and memory of a card; a `DeviceError` where its driver cannot map memory"
@@ -73,8 +80,10 @@ class CudaPages:
         lib=None, # The driver's functions, those of `driver()` by default
     ):
         self.card,self.lib = card,lib or driver()
-        with card.use(): card.xp.cuda.runtime.free(0) # makes the context
-        can,n,here = C.c_int(),C.c_size_t(),_Location(1, card.index) # 1: a device
+        with card.use():
+            card.xp.cuda.runtime.free(0) # makes the context
+        can,n = C.c_int(),C.c_size_t()
+        here = _Location(1, card.index) # 1: a device
         self._call('cuDeviceGetAttribute', C.byref(can), 102, card.index)
         if not can.value:
             said = f'{card.card} cannot map memory to reserved addresses'
@@ -86,14 +95,19 @@ class CudaPages:
         self.page = n.value
     def _call(self, name, *args):
         self.card.faults.check()
-        if code := getattr(self.lib, name)(*args): raise self.card.faults.error(code, name)
+        if code := getattr(self.lib, name)(*args):
+            raise self.card.faults.error(code, name)
 
 # %% ../../nbs/2_card/02_arena.ipynb #4a7c3a20
 @patch
 def reserve(self:CudaPages, nbytes:int)->int:
     "Where `nbytes` of addresses begin"
-    at,n,aligned = C.c_uint64(),C.c_size_t(nbytes),C.c_size_t(self.page)
-    self._call('cuMemAddressReserve', C.byref(at), n, aligned, C.c_uint64(0), C.c_ulonglong(0))
+    at = C.c_uint64()
+    n = C.c_size_t(nbytes)
+    aligned = C.c_size_t(self.page)
+    self._call(
+        'cuMemAddressReserve', C.byref(at), n, aligned, C.c_uint64(0),
+        C.c_ulonglong(0))
     return at.value
 
 @patch
@@ -104,18 +118,26 @@ def unreserve(self:CudaPages, at, nbytes):
 @patch
 def put(self:CudaPages, at, nbytes):
     "Put memory behind addresses; returns a handle"
-    handle,where,n = C.c_uint64(),C.c_uint64(at),C.c_size_t(nbytes)
+    handle = C.c_uint64()
+    where = C.c_uint64(at)
+    n = C.c_size_t(nbytes)
     def create():
-        self._call('cuMemCreate', C.byref(handle), n, C.byref(self.prop), C.c_ulonglong(0))
-    try: create()
-    except OutOfMemoryError:
-        if not quiet.now(self.card.tidy): raise
+        self._call(
+            'cuMemCreate', C.byref(handle), n, C.byref(self.prop),
+            C.c_ulonglong(0))
+    try:
         create()
-    try: self._call('cuMemMap', where, n, C.c_size_t(0), handle, C.c_ulonglong(0))
+    except OutOfMemoryError:
+        if not quiet.now(self.card.tidy):
+            raise
+        create()
+    try:
+        self._call('cuMemMap', where, n, C.c_size_t(0), handle, C.c_ulonglong(0))
     except DeviceError:
         self.lib.cuMemRelease(handle)
         raise
-    try: self._call('cuMemSetAccess', where, n, C.byref(self.access), C.c_size_t(1))
+    try:
+        self._call('cuMemSetAccess', where, n, C.byref(self.access), C.c_size_t(1))
     except DeviceError:
         self.lib.cuMemUnmap(where, n)
         self.lib.cuMemRelease(handle)
@@ -132,7 +154,8 @@ def take(self:CudaPages, at, nbytes, handle):
 @patch
 def clear(self:CudaPages, at, nbytes):
     "Write zeros, where memory that was just put there may hold anything"
-    with self.card.use(): self.card.xp.cuda.runtime.memset(at, 0, nbytes)
+    with self.card.use():
+        self.card.xp.cuda.runtime.memset(at, 0, nbytes)
 
 # %% ../../nbs/2_card/02_arena.ipynb #81cada6b
 @patch
@@ -154,9 +177,12 @@ def _pin(self:CudaPages, a):
     "Fix `a` where it is, for the full rate; where that cannot be, it is copied all the same"
     at,rt = a.ctypes.data,self.card.xp.cuda.runtime
     try:
-        with self.card.use(): rt.hostRegister(at, a.nbytes, 0)
-    except CudaFault: raise
-    except DeviceError: return
+        with self.card.use():
+            rt.hostRegister(at, a.nbytes, 0)
+    except CudaFault:
+        raise
+    except DeviceError:
+        return
     weakref.finalize(a, rt.hostUnregister, at).atexit = False
 
 @patch
@@ -166,9 +192,12 @@ def copying(self:CudaPages):
     c = self.card.xp.cuda
     with self.card.use():
         stream = c.Stream(non_blocking=True)
-        def copy(to, at, n, how): c.runtime.memcpyAsync(to, at, n, how, stream.ptr)
-        try: yield copy
-        finally: stream.synchronize()
+        def copy(to, at, n, how):
+            c.runtime.memcpyAsync(to, at, n, how, stream.ptr)
+        try:
+            yield copy
+        finally:
+            stream.synchronize()
 
 # %% ../../nbs/2_card/02_arena.ipynb #92006fc5
 @patch
@@ -179,10 +208,14 @@ def pages(self:Device)->HostPages:
 def pages_of(dev:Device):
     """Pages of a device: `CudaPages`; or the host's, for cards that cannot map memory. By these
     a region only counts what its arrays take elsewhere"""
-    if dev.kind!='cuda': return dev.pages()
-    try: return CudaPages(dev)
-    except CudaFault: raise
-    except DeviceError as e: warnings.warn(f'{e.msg}: models on it cannot be put to sleep')
+    if dev.kind!='cuda':
+        return dev.pages()
+    try:
+        return CudaPages(dev)
+    except CudaFault:
+        raise
+    except DeviceError as e:
+        warnings.warn(f'{e.msg}: models on it cannot be put to sleep')
     return HostPages()
 
 # %% ../../nbs/2_card/02_arena.ipynb #a4db2fc5
@@ -203,7 +236,8 @@ def over(self:Device,
 @patch
 def over(self:Cuda, at:int, shape, dtype='float32', owner=None):
     "An array over memory that is somebody else's"
-    n,m = math.prod(shape)*np.dtype(dtype).itemsize,self.xp.cuda
+    n = math.prod(shape)*np.dtype(dtype).itemsize
+    m = self.xp.cuda
     memory = m.UnownedMemory(at, max(1, n), owner, self.index)
     return self.xp.ndarray(tuple(shape), dtype, memptr=m.MemoryPointer(memory, 0))
 
@@ -211,7 +245,8 @@ def over(self:Cuda, at:int, shape, dtype='float32', owner=None):
 class Piece:
     "Bytes of a region, free again when nobody holds this any more"
     __slots__ = 'region','at','nbytes'
-    def __init__(self, region, at, nbytes): self.region,self.at,self.nbytes = region,at,nbytes
+    def __init__(self, region, at, nbytes):
+        self.region,self.at,self.nbytes = region,at,nbytes
     def __del__(self): self.region._back.append((self.at, self.nbytes))
     address = property(lambda self: self.region.at+self.at)
     def __repr__(self):
@@ -232,14 +267,16 @@ def _drop(device, pages, at, handles, budget, name, size, chunk,
             pages.take(at+off, n, h)
             budget.give(name, n)
         pages.unreserve(at, size)
-    if not finalizing(): soon(free)
+    if not finalizing():
+        soon(free)
 
 # %% ../../nbs/2_card/02_arena.ipynb #1ad45385
 class Region:
     "Named addresses, see `Arena.region`"
     def __init__(self, arena, name:str, nbytes:int,
         flag:str='', budget:Budget|None=None, step:int|None=None):
-        self.arena,self.name,self.flag,self.pages = arena,name,flag,arena.pages
+        self.arena,self.pages = arena,arena.pages
+        self.name,self.flag = name,flag
         self.chunk = arena.chunk_of(step) if step else arena.step
         self.budget = budget or arena.budget
         self.size = -(-max(1, nbytes)//self.pages.page)*self.pages.page
@@ -264,7 +301,8 @@ class Region:
         return sum(_span(i, self.size, self.chunk)[1] for i in self._handles)
     def __repr__(self):
         state = f'{human(self.used)} used of {human(self.mapped)} mapped'
-        if self.asleep: state = 'asleep'
+        if self.asleep:
+            state = 'asleep'
         return f'Region({self.name}: {state}, {human(self.size)} reserved)'
 
 # %% ../../nbs/2_card/02_arena.ipynb #163cad23
@@ -289,7 +327,8 @@ class Arena:
         step:int|None=None, # Bytes of its chunks; None: the arena's
     )->Region:
         "A new region; its name must be new"
-        if name in self.regions: raise AtlasError(f'There is a region {name} already')
+        if name in self.regions:
+            raise AtlasError(f'There is a region {name} already')
         self.regions[name] = Region(self, name, nbytes, flag, budget, step)
         return self.regions[name]
     def __getitem__(self, name): return self.regions[name]
@@ -310,10 +349,12 @@ def _map(self:Region, i):
     "Put memory behind chunk `i`, paid from the budget; nothing is taken where there is too little"
     off,n = _span(i, self.size, self.chunk)
     self.budget.take(self.name, n, self.flag)
-    try: self._handles[i] = self.pages.put(self.at+off, n)
+    try:
+        self._handles[i] = self.pages.put(self.at+off, n)
     except DeviceError as e:
         self.budget.give(self.name, n)
-        if isinstance(e, OutOfMemoryError): raise self._no_room(n) from e
+        if isinstance(e, OutOfMemoryError):
+            raise self._no_room(n) from e
         raise
 
 @patch
@@ -335,11 +376,13 @@ def _cover(self:Region, chunks):
     new = []
     try:
         for i in chunks:
-            if i in self._handles: continue
+            if i in self._handles:
+                continue
             self._map(i)
             new.append(i)
     except DeviceError:
-        for i in new: self._unmap(i)
+        for i in new:
+            self._unmap(i)
         raise
 
 # %% ../../nbs/2_card/02_arena.ipynb #2a379430
@@ -352,7 +395,8 @@ def _settle(self:Region):
         end = at+n
         self.used -= n
         i = bisect_right(holes, (at,))
-        if i<len(holes) and holes[i][0]==end: end = holes.pop(i)[1]
+        if i<len(holes) and holes[i][0]==end:
+            end = holes.pop(i)[1]
         if i and holes[i-1][1]==at:
             i -= 1
             at = holes.pop(i)[0]
@@ -363,7 +407,8 @@ def _hole(self:Region, n, align)->tuple[int,int]:
     "The first hole with room for `n` bytes, and where in it they would begin"
     for i,(start,end) in enumerate(self._holes):
         at = -(-start//align)*align
-        if at+n<=end: return i,at
+        if at+n<=end:
+            return i,at
     said = f'{human(self.left)} of addresses left, and {human(n)} are needed at a stretch'
     hint = 'Reserve more: addresses cost nothing'
     raise OutOfMemoryError(f'Region {self.name} has {said}', hint=hint)
@@ -383,11 +428,14 @@ def hold(self:Region,
     n = -(-max(1, nbytes)//256)*256
     with self._lock:
         self._settle()
-        if self.asleep: raise self._asleep()
+        if self.asleep:
+            raise self._asleep()
         i,at = self._hole(n, align)
         self._cover(range(at//self.chunk, (at+n-1)//self.chunk+1))
         start,end = self._holes[i]
-        self._holes[i:i+1] = [h for h in ((start, at), (at+n, end)) if h[0]<h[1]]
+        self._holes[i:i+1] = [
+            h for h in ((start, at), (at+n, end))
+            if h[0]<h[1]]
         self.used += n
         return Piece(self, at, n)
 
@@ -400,7 +448,8 @@ def take(self:Region,
     "An array of the region, not initialised; errors as for `hold`"
     shape = tuple(np.atleast_1d(shape).tolist())
     if not self._maps:
-        with self.allocating(): return self.arena.device.empty(shape, dtype)
+        with self.allocating():
+            return self.arena.device.empty(shape, dtype)
     p = self.hold(math.prod(shape)*np.dtype(dtype).itemsize, align)
     return self.arena.device.over(p.address, shape, dtype, p)
 
@@ -419,7 +468,8 @@ def trim(self:Region)->int: # Bytes given back
     with quiet(), self._lock:
         self._settle()
         idle = self._idle()
-        if idle: self.arena.device.synchronize()
+        if idle:
+            self.arena.device.synchronize()
         return sum(map(self._unmap, idle))
 
 # %% ../../nbs/2_card/02_arena.ipynb #20d67c29
@@ -428,8 +478,13 @@ def _needed(self:Region)->list: # Chunks
     "Where arrays lie"
     self._settle()
     edges = [0,*(x for h in self._holes for x in h),self.size]
-    taken = [(s, e) for s,e in zip(edges[::2], edges[1::2]) if s<e]
-    return sorted({i for s,e in taken for i in range(s//self.chunk, (e-1)//self.chunk+1)})
+    taken = [
+        (s, e)
+        for s,e in zip(edges[::2], edges[1::2])
+        if s<e]
+    return sorted({
+        i for s,e in taken
+        for i in range(s//self.chunk, (e-1)//self.chunk+1)})
 
 # %% ../../nbs/2_card/02_arena.ipynb #5788247b
 @patch
@@ -438,10 +493,12 @@ def lend(self:Region,
     nbytes:int,
 )->int: # Bytes given back
     "Give back the memory of chunks that lie wholly within; nobody may touch them until `recall`"
-    first,end = -(-(at-self.at)//self.chunk),(at+nbytes-self.at)//self.chunk
+    first = -(-(at-self.at)//self.chunk)
+    end = (at+nbytes-self.at)//self.chunk
     with quiet(), self._lock:
         those = [i for i in range(first, end) if i in self._handles]
-        if those: self.arena.device.synchronize()
+        if those:
+            self.arena.device.synchronize()
         return sum(map(self._unmap, those))
 
 @patch
@@ -449,11 +506,13 @@ def recall(self:Region)->int: # Bytes taken
     """Have memory again wherever arrays lie, zeros where it was lent; an `OutOfMemoryError` leaves
     all as it was"""
     with self._lock:
-        if self.asleep: return 0
+        if self.asleep:
+            return 0
         new = [i for i in self._needed() if i not in self._handles]
         self._cover(new)
         spans = [_span(i, self.size, self.chunk) for i in new]
-        for off,n in spans: self.pages.clear(self.at+off, n)
+        for off,n in spans:
+            self.pages.clear(self.at+off, n)
         return sum(n for _,n in spans)
 
 # %% ../../nbs/2_card/02_arena.ipynb #b1b054c4
@@ -463,7 +522,8 @@ def release(self:Region,
 )->int: # Bytes given back
     "Give the memory back, and keep the addresses; nobody may use it until `restore`"
     with quiet(), self._lock:
-        if self.asleep: return 0
+        if self.asleep:
+            return 0
         self._can_sleep()
         self.arena.device.synchronize()
         self.kept = keep
@@ -475,9 +535,11 @@ def restore(self:Region)->bool: # Is its content back, too?
     """Map memory at the same addresses, as much as arrays lie in; an `OutOfMemoryError` leaves
     it asleep"""
     with self._lock:
-        if not self.asleep: return True
+        if not self.asleep:
+            return True
         self._cover(self._needed())
-        try: self._fill()
+        try:
+            self._fill()
         except BaseException:
             self._faint()
             raise
@@ -493,7 +555,8 @@ def spans(self:Region)->list[tuple[int,int]]: # (address, bytes)
 # %% ../../nbs/2_card/02_arena.ipynb #6b1a7cbb
 @patch
 def _can_sleep(self:Region):
-    if self._maps: return
+    if self._maps:
+        return
     name = self.arena.device.name
     said = f'{name} cannot map memory to reserved addresses, so {self.name} cannot sleep'
     raise DeviceError(said, hint='Update the driver')
@@ -502,13 +565,16 @@ def _can_sleep(self:Region):
 def _faint(self:Region):
     "Be asleep again, with what was kept"
     self.asleep = True
-    for i in list(self._handles): self._unmap(i)
+    for i in list(self._handles):
+        self._unmap(i)
 
 @patch
 def _fill(self:Region):
     "Bring back what it is to hold, or else zeros"
-    if self.kept: return self.kept.fill(self)
-    for at,n in self.spans(): self.pages.clear(at, n)
+    if self.kept:
+        return self.kept.fill(self)
+    for at,n in self.spans():
+        self.pages.clear(at, n)
 
 # %% ../../nbs/2_card/02_arena.ipynb #233447ef
 def _groups(spans, most):
@@ -520,7 +586,8 @@ def _groups(spans, most):
             some,size = [],0
         some.append(s)
         size += s[1]
-    if some: yield some
+    if some:
+        yield some
 
 # %% ../../nbs/2_card/02_arena.ipynb #1d6e5503
 class HostCopy:
@@ -560,16 +627,19 @@ class HostCopy:
 @patch
 def fill(self:HostCopy, region:Region):
     "Write back what arrays still lie in; a `DeviceError` if that is not what arrives"
-    here,groups = dict.fromkeys(region.spans()),_groups(self.spans, self.most)
+    here = dict.fromkeys(region.spans())
+    groups = _groups(self.spans, self.most)
     with quiet():
         with region.pages.copying() as copy:
             for buffer,some in zip(self.buffers, groups):
                 at = buffer.ctypes.data
                 for to,n in some:
-                    if (to,n) in here: copy(to, at, n, 1)  # 1: from the host
+                    if (to,n) in here:
+                        copy(to, at, n, 1)  # 1: from the host
                     at += n
         sums = dict(zip(self.spans, self.sums))
-        if self._summed(region, list(here))==[sums[s] for s in here]: return
+        if self._summed(region, list(here))==[sums[s] for s in here]:
+            return
     raise DeviceError(f'{region.name} did not come back as it was', hint='Load the model anew')
 
 # %% ../../nbs/2_card/02_arena.ipynb #fe9389d8
@@ -579,7 +649,8 @@ def sleep(self:Arena,
 )->int: # Bytes given back
     "Give the memory of all regions back; errors leave all of them as they were"
     with quiet():
-        for r in self.regions.values(): r._can_sleep()
+        for r in self.regions.values():
+            r._can_sleep()
         self.device.synchronize()
         return sum(r.release(keep.get(r.name)) for r in self.regions.values())
 
@@ -589,17 +660,21 @@ def wake(self:Arena):
     those = [r for r in self.regions.values() if r.asleep]
     self._enough(sum(n for r in those for _,n in r.spans()))
     try:
-        for r in those: r._cover(r._needed())
-        for r in those: r.restore()
+        for r in those:
+            r._cover(r._needed())
+        for r in those:
+            r.restore()
     except BaseException:
-        for r in those: r._faint()
+        for r in those:
+            r._faint()
         raise
 
 @patch
 def _enough(self:Arena, need):
     "An `OutOfMemoryError` if the device has less than `need` bytes"
     free = self.device.memory().available
-    if need<=free: return
+    if need<=free:
+        return
     said = f'Waking takes {human(need)} on {self.device.name}, where {human(free)} are free'
     raise OutOfMemoryError(said, hint='Free memory, and try again')
 
@@ -611,8 +686,10 @@ def copied(self:Arena,
 )->HostCopy|None: # None where a copy is of no use
     "The copy that there is, or a new one; an `OutOfMemoryError` where the host has no room for it"
     region = self.regions[name]
-    if self.device.integrated: return None
-    if isinstance(region.kept, HostCopy) and region.kept.of(region): return region.kept
+    if self.device.integrated:
+        return None
+    if isinstance(region.kept, HostCopy) and region.kept.of(region):
+        return region.kept
     region.kept = None
     Host().budget().take(name, region.mapped)
     return HostCopy(region, sums)
@@ -623,7 +700,8 @@ def unkeep(self:Arena, name:str):
     room = Host().memory().available//2
     for r in self.regions.values():
         fits = isinstance(r.kept, HostCopy) and r.kept.nbytes<=room
-        if r.name!=name or not fits: r.kept = None
+        if r.name!=name or not fits:
+            r.kept = None
 
 # %% ../../nbs/2_card/02_arena.ipynb #7fa1573e
 @patch
@@ -637,7 +715,8 @@ def close(self:Region):
 def close(self:Arena)->int: # Bytes of memory that arrays still lie in
     "Give everything back that no array lies in any more; what is held goes when it is let go of"
     self.trim()
-    for r in [r for r in self.regions.values() if not r.used]: r.close()
+    for r in [r for r in self.regions.values() if not r.used]:
+        r.close()
     self.regions.clear()
     return self.budget.used
 
@@ -645,7 +724,9 @@ def close(self:Arena)->int: # Bytes of memory that arrays still lie in
 @patch
 def malloc(self:Region, nbytes:int):
     "`hold` as CuPy's allocators have it"
-    p,xp,device = self.hold(nbytes),self.arena.device.xp,self.arena.device
+    p = self.hold(nbytes)
+    xp = self.arena.device.xp
+    device = self.arena.device
     at,owner = p.address,p
     if not self._maps:
         q = xp.get_default_memory_pool().malloc(p.nbytes)
@@ -728,7 +809,8 @@ def arena(self:Device,
 def budget_of(self:Device, nbytes:int)->Budget:
     "A budget of so many bytes, which have to be free"
     free = self.memory().available
-    if nbytes<=free: return Budget(nbytes)
+    if nbytes<=free:
+        return Budget(nbytes)
     said = f'{human(nbytes)} are to be used of {self.name}, where {human(free)} are free'
     hint = 'Lower --memory-budget or --gpu-memory-utilization, or free memory'
     raise OutOfMemoryError(said, hint=hint)
@@ -745,16 +827,20 @@ def forget(self:Device, arrays):
 
 def resident()->int:
     "Bytes of memory that this process has; 0 where nobody says"
-    try: return int(open('/proc/self/statm').read().split()[1])*mmap.PAGESIZE
-    except OSError: return 0
+    try:
+        return int(open('/proc/self/statm').read().split()[1])*mmap.PAGESIZE
+    except OSError:
+        return 0
 
 @patch
 def forget(self:Host, arrays):
     "Give the pages of `arrays` back, which are zero from now on"
     page = mmap.PAGESIZE
     for a in arrays:
-        at,end = -(-a.ctypes.data//page)*page,(a.ctypes.data+a.nbytes)//page*page
-        if at<end: HostPages._libc.madvise(C.c_void_p(at), C.c_size_t(end-at), mmap.MADV_DONTNEED)
+        at = -(-a.ctypes.data//page)*page
+        end = (a.ctypes.data+a.nbytes)//page*page
+        if at<end:
+            HostPages._libc.madvise(C.c_void_p(at), C.c_size_t(end-at), mmap.MADV_DONTNEED)
 
 # %% ../../nbs/2_card/02_arena.ipynb #545a0ffe
 @patch
@@ -778,4 +864,5 @@ def take_host(self:Arena|HostArena,
 ):
     "Take bytes of the host's memory, and off the budget where it is the device's too"
     Host().budget().take(name, nbytes, flag)
-    if self.device.shares_host: self.budget.take(name, nbytes, flag)
+    if self.device.shares_host:
+        self.budget.take(name, nbytes, flag)

@@ -16,7 +16,7 @@ from ..ground.core import AtlasError,DeviceError
 from ..ground.core import cp
 from .device import Cuda,Device,faults,quiet
 from .emulator import CardArray,Emulator,strips_whole
-from .launch import Source,_mismatch,loaded,noted,options_of,prepare
+from .launch import Source,_mismatch,broken_contract,loaded,noted,options_of,prepare
 
 # %% ../../nbs/2_card/05_card.ipynb #8af49fb2
 @functools.cache
@@ -31,40 +31,58 @@ def on_card(a)->bool:
 
 def card_of(a):
     "The `Cuda` or `Emulator` that array `a` belongs to; an `AtlasError` for an array of the host"
-    if isinstance(a, CardArray): return getattr(a, 'card', None) or _emulator()
-    if cp is not None and isinstance(a, cp.ndarray): return _cuda(a.device.id)
-    raise AtlasError(f'A {type(a).__name__} is no array of a card', hint='Upload it first: card.upload(a)')
+    if isinstance(a, CardArray):
+        return getattr(a, 'card', None) or _emulator()
+    if cp is not None and isinstance(a, cp.ndarray):
+        return _cuda(a.device.id)
+    raise AtlasError(
+        f'A {type(a).__name__} is no array of a card', hint='Upload it first: card.upload(a)')
 
 # %% ../../nbs/2_card/05_card.ipynb #27eaa0a5
 @functools.cache
 def _params(text, name):
     "Names of the function's parameters, in order"
-    m = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'+name+r'\s*\(([^)]*)\)', text)
-    if not m: raise AtlasError(f'{name}.cu has no function called {name}')
-    return [re.split(r'[\s*&]+', p.strip())[-1] for p in m[1].split(',')]
+    m = re.search(
+        r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'+name+r'\s*\(([^)]*)\)',
+        text)
+    if not m:
+        raise AtlasError(f'{name}.cu has no function called {name}')
+    return [
+        re.split(r'[\s*&]+', p.strip())[-1]
+        for p in m[1].split(',')]
 
 def _array(a): return isinstance(a, np.ndarray) or hasattr(type(a), '__cuda_array_interface__')
 
 def _checked(src, args, defines):
     "An `AtlasError` unless the arrays among `args` are what the contract says"
     names = _params(src.text, src.name)
-    if len(names)!=len(args): raise AtlasError(f'{src.name} takes {len(names)} arguments ({", ".join(names)}), and was given {len(args)}')
-    given,dims = dict(zip(names, args)),{k.lower():v for k,v in defines.items() if isinstance(v, int)}
+    if len(names)!=len(args):
+        takes = f'{len(names)} arguments ({", ".join(names)})'
+        raise AtlasError(f'{src.name} takes {takes}, and was given {len(args)}')
+    given = dict(zip(names, args))
+    dims = {k.lower():v for k,v in defines.items() if isinstance(v, int)}
     for n,(words,dtype) in src.contract.items():
-        if n not in given: raise AtlasError(f'{src.name}: the contract names {n}, which is no parameter')
-        if given[n] is None: continue
+        if n not in given:
+            raise AtlasError(f'{src.name}: the contract names {n}, which is no parameter')
+        if given[n] is None:
+            continue
         if why := _mismatch(given[n], words, dtype, dims):
-            sizes = ", ".join(f'{k}={v}' for k,v in dims.items())
-            raise AtlasError(f'{src.name}: {n} breaks its contract [{", ".join(words)}] {dtype}: {why}. It is {given[n].dtype} of shape {given[n].shape}'+(f', where {sizes}' if sizes else ''), param=n)
-    if bad := [n for n,a in given.items() if _array(a) and n not in src.contract]: raise AtlasError(f'{src.name}: the contract does not describe {bad[0]}')
+            raise broken_contract(src.name, n, given[n], why, dims, words, dtype)
+    unknown = [n for n,a in given.items() if _array(a) and n not in src.contract]
+    if unknown:
+        raise AtlasError(f'{src.name}: the contract does not describe {unknown[0]}')
 
 # %% ../../nbs/2_card/05_card.ipynb #14601728
 class TensorMap(bytes):
-    "An argument of 128 bytes: what a kernel knows of an array of which it copies boxes (lib/boxes.cuh); by default nothing"
+    """An argument of 128 bytes: what a kernel knows of an array of which it copies boxes
+    (lib/boxes.cuh); by default nothing"""
     def __new__(cls, b:bytes=bytes(128)): return super().__new__(cls, b)
     def __repr__(self): return 'TensorMap()'
 
-_LETTERS = {type(None):'P', bool:'i', int:'i', float:'f', np.float32:'f', np.float64:'d', np.int32:'i', np.uint32:'I', np.int64:'q', np.uint64:'Q'} # Of arguments that are no arrays
+# Of arguments that are no arrays
+_LETTERS = {
+    type(None):'P', bool:'i', int:'i', float:'f', np.float32:'f', np.float64:'d',
+    np.int32:'i', np.uint32:'I', np.int64:'q', np.uint64:'Q'}
 
 class Arguments:
     "Memory for a kernel's arguments, each with a `letter` of Python's `struct`"
@@ -73,23 +91,38 @@ class Arguments:
     ):
         self.format = struct.Struct('@'+''.join(letters))
         self.memory = ctypes.create_string_buffer(max(1, self.format.size))
-        ends = [struct.calcsize('@'+''.join(letters[:i+1])) for i in range(len(letters))]
+        ends = [
+            struct.calcsize('@'+''.join(letters[:i+1]))
+            for i in range(len(letters))]
         at = [end-struct.calcsize(f'@{c}') for end,c in zip(ends, letters)]
         self.values = [ctypes.c_char.from_buffer(self.memory, i) for i in at] # Where each begins
-        self.pointers = (ctypes.c_void_p*max(1, len(at)))(*[ctypes.addressof(v) for v in self.values])
-    def fill(self, values): "Put `values` there, addresses of arrays as numbers"; self.format.pack_into(self.memory, 0, *values)
+        self.pointers = (ctypes.c_void_p*max(1, len(at)))(
+            *[ctypes.addressof(v) for v in self.values])
+    def fill(self, values):
+        "Put `values` there, addresses of arrays as numbers"
+        self.format.pack_into(self.memory, 0, *values)
 
 def _letter(a, name):
     "Letter of argument `a`"
-    if _array(a) and not on_card(a): raise AtlasError(f'{name} was given an array of the host', hint='Upload it first: card.upload(a)')
-    if _array(a): return 'P'
-    if isinstance(a, bytes): return f'{len(a)}s'
-    if type(a) not in _LETTERS: raise AtlasError(f'An argument of {name} is {a!r}, which is no array, no number and not None')
+    if _array(a) and not on_card(a):
+        raise AtlasError(
+            f'{name} was given an array of the host', hint='Upload it first: card.upload(a)')
+    if _array(a):
+        return 'P'
+    if isinstance(a, bytes):
+        return f'{len(a)}s'
+    if type(a) not in _LETTERS:
+        what = f'{a!r}, which is no array, no number and not None'
+        raise AtlasError(f'An argument of {name} is {what}')
     return _LETTERS[type(a)]
 
 # %% ../../nbs/2_card/05_card.ipynb #e5219141
-class _Attribute(ctypes.Structure): _fields_ = [('id',ctypes.c_int), ('pad',ctypes.c_char*4), ('value',ctypes.c_int*16)]
-_CONFIG = struct.Struct('@7IPPI') # The driver's CUlaunchConfig: grid, block, shared memory, stream, attributes and their number
+class _Attribute(ctypes.Structure):
+    _fields_ = [
+        ('id',ctypes.c_int), ('pad',ctypes.c_char*4),
+        ('value',ctypes.c_int*16)]
+# The driver's CUlaunchConfig: grid, block, shared memory, stream, attributes and their number
+_CONFIG = struct.Struct('@7IPPI')
 
 _PDL = (_Attribute*1)()
 _PDL[0].id,_PDL[0].value[0] = 6,1 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -98,12 +131,15 @@ _PDL_AT = ctypes.addressof(_PDL)
 @functools.cache
 def _driver():
     "The driver, ready to launch"
-    d = ctypes.CDLL('libcuda.so.1'); d.cuLaunchKernelEx.argtypes = [ctypes.c_void_p]*4
+    d = ctypes.CDLL('libcuda.so.1')
+    d.cuLaunchKernelEx.argtypes = [ctypes.c_void_p]*4
     return d
 
 def _ok(code, what, card):
     "The typed error of a driver's answer, unless it is 0"
-    if code: raise faults.error(code, what, f'{card.card} ({card.arch}) may have less room than the kernel was written for: please report it, or use --device cpu')
+    if code:
+        hint = f'{card.card} ({card.arch}) may have less room than the kernel was written for: '
+        raise faults.error(code, what, hint+'please report it, or use --device cpu')
 
 # %% ../../nbs/2_card/05_card.ipynb #f50f2a25
 @patch
@@ -122,10 +158,14 @@ def tensor_map(self:Cuda, address:int, sizes, steps, box)->TensorMap:
     at = -(-ctypes.addressof(room)//64)*64
     def words(kind, values): return (kind*len(values))(*values)
     long,word = ctypes.c_uint64,ctypes.c_uint32
-    shape = words(long, sizes),words(long, steps),words(word, box),words(word, (1,)*4)
-    u16,plain,swizzled,near,zeros = 1,0,3,3,0 # as cuda.h has them: pieces of 128 bytes, L2 asks for 256
+    tensor = [words(long, sizes), words(long, steps)]
+    boxes = [words(word, box), words(word, (1,)*4)]
+    # as cuda.h has them: numbers of 16 bits, in order, pieces of 128 bytes, L2 asks for 256, zeros
+    u16,axes = 1,4
+    how = 0,3,3,0
     encode = _driver().cuTensorMapEncodeTiled
-    code = encode(ctypes.c_void_p(at), u16, 4, ctypes.c_void_p(address), *shape, plain, swizzled, near, zeros)
+    where = ctypes.c_void_p(address)
+    code = encode(ctypes.c_void_p(at), u16, axes, where, *tensor, *boxes, *how)
     _ok(code, f'A tensor of {sizes} in boxes of {box}', self)
     return TensorMap(ctypes.string_at(at, 128))
 
@@ -135,41 +175,70 @@ class Launch:
     def __init__(self, card:Cuda, src:Source, cubin:bytes):
         self.card,self.name,self.module = card,src.name,card.xp.cuda.Module()
         self.module.load(cubin)
-        self.function,self._room = self.module.get_function(src.name),0 # dynamic shared memory that it may have: what is left of 48 KiB beside its own, unless it is raised
-        self._ptr,self._launch,self._stream = self.function.ptr,_driver().cuLaunchKernelEx,card.xp.cuda.get_current_stream
-        self._wide = False # Does a multiprocessor that runs it have as much shared memory as it can?
-        self._config = ctypes.create_string_buffer(_CONFIG.size); self._at = ctypes.addressof(self._config)
+        self.function = self.module.get_function(src.name)
+        self._ptr,self._launch = self.function.ptr,_driver().cuLaunchKernelEx
+        self._stream = card.xp.cuda.get_current_stream
+        # Dynamic shared memory that it may have: what is left of 48 KiB beside its own, unless it
+        # is raised
+        self._room = 0
+        # Does a multiprocessor that runs it have as much shared memory as it can?
+        self._wide = False
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._at = ctypes.addressof(self._config)
         faults.hold(self)
     def __call__(self, grid, block, pointers, shared=0, pdl=True):
         "Put it in the queue of the current stream"
         card = self.card
-        if shared>self._room: _ok(_driver().cuFuncSetAttribute(ctypes.c_void_p(self._ptr), 8, shared), f'{self.name} with {shared} bytes of shared memory', card); self._room = shared
-        if pdl and not self._wide: self._widen()
-        pdl = pdl and not card.plain; card.plain = False
-        _CONFIG.pack_into(self._config, 0, *grid, *block, shared, self._stream().ptr, _PDL_AT if pdl else 0, pdl)
+        if shared>self._room:
+            self._make_room(shared)
+        if pdl and not self._wide:
+            self._widen()
+        pdl = pdl and not card.plain
+        card.plain = False
+        attributes = _PDL_AT if pdl else 0
+        stream = self._stream().ptr
+        _CONFIG.pack_into(self._config, 0, *grid, *block, shared, stream, attributes, pdl)
         faults.launching(self.name)
-        if code := self._launch(self._at, self._ptr, pointers, None): _ok(code, f'{self.name} cannot be launched with grid {grid}, block {block} and {shared} bytes of shared memory', card)
-        if faults.exact and not card.recorded: card.synchronize()
+        if code := self._launch(self._at, self._ptr, pointers, None):
+            what = f'grid {grid}, block {block} and {shared} bytes of shared memory'
+            _ok(code, f'{self.name} cannot be launched with {what}', card)
+        if faults.exact and not card.recorded:
+            card.synchronize()
+
+@patch
+def _make_room(self:Launch, shared):
+    "Let it have so much dynamic shared memory"
+    code = _driver().cuFuncSetAttribute(ctypes.c_void_p(self._ptr), 8, shared)
+    _ok(code, f'{self.name} with {shared} bytes of shared memory', self.card)
+    self._room = shared
 
 class _Thread(threading.local):
     "What is true of one thread's launches"
     recorded,plain = False,True
 _thread = _Thread()
 
-def _of_thread(name, doc): return property(lambda self: getattr(_thread, name), lambda self, v: setattr(_thread, name, v), doc=doc)
+def _of_thread(name, doc):
+    return property(
+        lambda self: getattr(_thread, name),
+        lambda self, v: setattr(_thread, name, v), doc=doc)
 Cuda.recorded = _of_thread('recorded', 'Does this thread record a graph?')
-Cuda.plain = _of_thread('plain', "Is this thread's next launch to be an ordinary one, after all before it?")
+Cuda.plain = _of_thread(
+    'plain', "Is this thread's next launch to be an ordinary one, after all before it?")
 
 @patch
 def load(self:Cuda, src:Source, options:tuple=())->Launch:
-    "The kernel of `src`, ready to launch; compiled if the wheel and the cache have none. `DeviceError` where it does not compile"
-    with self.use(): return loaded(src, self.arch, options, lambda b: Launch(self, src, b))
+    """The kernel of `src`, ready to launch; compiled if the wheel and the cache have none.
+    `DeviceError` where it does not compile"""
+    with self.use():
+        return loaded(src, self.arch, options, lambda b: Launch(self, src, b))
 
 # %% ../../nbs/2_card/05_card.ipynb #7d5a11c1
 @patch
 def _widen(self:Launch):
     "Have multiprocessors keep as much shared memory as they can where this runs"
-    f,most = ctypes.c_void_p(self._ptr),100 # percent; 9: CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    # percent; 9: CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    f = ctypes.c_void_p(self._ptr)
+    most = 100
     _ok(_driver().cuFuncSetAttribute(f, 9, most), f'{self.name} with much shared memory', self.card)
     self._wide = True
 
@@ -212,57 +281,82 @@ def load_all(self:Cuda, kernels, root)->dict:
 class _Ready:
     "A kernel on its device, its arguments checked once for each combination of types and shapes"
     def __init__(self, name, defines, card):
-        self.card,self.src,self.defines,self._seen,self._memory,self._lock = card,Source(name),dict(defines),{},{},threading.Lock()
-        self.k,self._emulated = card.load(self.src, options_of(self.defines)),card.kind=='emulator'
-        self._type,self._address = CardArray if self._emulated else card.xp.ndarray,card.address
+        self.card,self.src,self.defines = card,Source(name),dict(defines)
+        self._seen,self._memory,self._lock = {},{},threading.Lock()
+        self.k = card.load(self.src, options_of(self.defines))
+        self._emulated = card.kind=='emulator'
+        self._type = CardArray if self._emulated else card.xp.ndarray
+        self._address = card.address
     def _checked(self, args):
         "Memory for arguments like these, which are as the contract wants them"
         _checked(self.src, args, self.defines)
         letters = tuple(_letter(a, self.src.name) for a in args)
         return self._memory.setdefault(letters, Arguments(letters))
     def __call__(self, grid, block, args, shared, pdl):
-        T,address,key,values = self._type,self._address,[],[]
+        T,address = self._type,self._address
+        key,values = [],[]
         for a in args:
-            if isinstance(a, T): key += a.shape,a.strides,a.dtype; values.append(address(a))
-            else: key.append(type(a)); values.append(0 if a is None else a)
+            if isinstance(a, T):
+                key += a.shape,a.strides,a.dtype
+                values.append(address(a))
+            else:
+                key.append(type(a))
+                values.append(0 if a is None else a)
         if (memory := self._seen.get(key := tuple(key))) is None:
-            if len(self._seen)>999: self._seen.clear() # every length of a prompt is a new one
+            if len(self._seen)>999:
+                self._seen.clear() # every length of a prompt is a new one
             memory = self._seen[key] = self._checked(args)
         with self._lock:
-            try: memory.fill(values)
-            except (struct.error,OverflowError): _misfit(self.src.name, args)
+            try:
+                memory.fill(values)
+            except (struct.error,OverflowError):
+                _misfit(self.src.name, args)
             self.k(grid, block, memory.pointers, shared, pdl)
-        if self._emulated and (bad := [n for n,a in zip(_params(self.src.text, self.src.name), args) if isinstance(a, T) and not strips_whole(a)]):
-            raise DeviceError(f'{self.src.name} wrote beside {bad[0]}')
+        if self._emulated:
+            self._look_beside(args)
+    def _look_beside(self, args):
+        "A `DeviceError` if the kernel wrote beside an array"
+        for n,a in zip(_params(self.src.text, self.src.name), args):
+            if isinstance(a, self._type) and not strips_whole(a):
+                raise DeviceError(f'{self.src.name} wrote beside {n}')
 
 # %% ../../nbs/2_card/05_card.ipynb #d5ca816c
-def _misfit(name, args): raise AtlasError(f'An argument of {name} does not fit its 32 or 64 bits: {", ".join(str(a) for a in args if not _array(a))}')
+def _misfit(name, args):
+    numbers = ', '.join(str(a) for a in args if not _array(a))
+    raise AtlasError(f'An argument of {name} does not fit its 32 or 64 bits: {numbers}')
 
 _variants = {} # (name, card, defines in the order of a call) -> `_Ready`
 
 @functools.cache
 def _ready(name, defines, card): return _Ready(name, defines, card)
 
-def _three(n): return (*n, 1, 1)[:3] if isinstance(n, tuple) else (n, 1, 1)
+def _three(n):
+    return (*n, 1, 1)[:3] if isinstance(n, tuple) else (n, 1, 1)
 
 def run(
     name:str, # Stem of the `.cu` file
     grid, # Blocks: a number, or a tuple of up to three
     block, # Threads of a block: likewise
-    *args, # In the order of the function's parameters: arrays, None for no array, float, int, or NumPy scalars of any other type
+    *args, # As the function takes them: arrays, None for no array, int, float, NumPy scalars
     shared:int=0, # Bytes of dynamic shared memory
-    pdl:bool=True, # May it begin while the kernel before it still runs? Only for kernels that keep the rules of lib/pdl.cuh
+    pdl:bool=True, # May it begin before the last one ends? If it keeps the rules of lib/pdl.cuh
     **defines, # Compile-time values: K=2048 is -DK=2048
 ):
-    "Launch a kernel on the device of its arrays; an `AtlasError` where they break its contract, a `DeviceError` where it cannot be compiled or launched"
-    if noted(name, grid, block, args, shared, pdl, defines): return
+    """Launch a kernel on the device of its arrays; an `AtlasError` where they break its contract,
+    a `DeviceError` where it cannot be compiled or launched"""
+    if noted(name, grid, block, args, shared, pdl, defines):
+        return
     grid,block = _three(grid),_three(block)
-    if not all(grid): return
-    if grid[1]>65535 or grid[2]>65535: raise AtlasError(f'{name}: a grid of {grid} blocks, and only its first axis may have more than 65,535')
+    if not all(grid):
+        return
+    if grid[1]>65535 or grid[2]>65535:
+        most = 'only its first axis may have more than 65,535'
+        raise AtlasError(f'{name}: a grid of {grid} blocks, and {most}')
     a = next(filter(on_card, args), None)
     card = card_of(next(filter(_array, args), None) if a is None else a)
     key = name,card,*defines.items()
-    if (k := _variants.get(key)) is None: k = _variants[key] = _ready(name, tuple(sorted(defines.items())), card)
+    if (k := _variants.get(key)) is None:
+        k = _variants[key] = _ready(name, tuple(sorted(defines.items())), card)
     k(grid, block, args, shared, pdl)
 
 # %% ../../nbs/2_card/05_card.ipynb #2d687875
@@ -296,21 +390,29 @@ def limits(card)->Limits:
 # %% ../../nbs/2_card/05_card.ipynb #ce851068
 @contextlib.contextmanager
 def capturing(stream):
-    "Record what is launched on `stream` instead of doing it: `with capturing(s) as c: …; c.graph.launch(s)`"
-    class _C: graph = None
-    c,card,collecting = _C(),_cuda(cp.cuda.runtime.getDevice()),gc.isenabled()
+    """Record what is launched on `stream` instead of doing it: `with capturing(s) as c: …;
+    c.graph.launch(s)`"""
+    class _C:
+        graph = None
+    c = _C()
+    card = _cuda(cp.cuda.runtime.getDevice())
+    collecting = gc.isenabled()
     with quiet.recording(), stream:
         gc.disable() # what it finds may give memory back, which a recording does not survive
-        stream.begin_capture(); card.plain = card.recorded = True
+        stream.begin_capture()
+        card.plain = card.recorded = True
         try:
-            try: yield c
+            try:
+                yield c
             except BaseException:
-                with contextlib.suppress(RuntimeError): stream.end_capture()  # it only says that something went wrong before
+                with contextlib.suppress(RuntimeError):
+                    stream.end_capture()  # it only says that something went wrong before
                 raise
             c.graph = stream.end_capture()
         finally:
             card.plain,card.recorded = True,False
-            if collecting: gc.enable()
+            if collecting:
+                gc.enable()
 
 def microseconds(
     f, # Launches kernels
@@ -319,12 +421,17 @@ def microseconds(
     "Median time of a replay of the graph of `f()`, on the current card"
     cp.cuda.Device().synchronize()
     s,times = cp.cuda.Stream(non_blocking=True),[]
-    with s: f()
+    with s:
+        f()
     s.synchronize()
-    with capturing(s) as c: f()
+    with capturing(s) as c:
+        f()
     for _ in range(n+3):
         a,b = cp.cuda.Event(),cp.cuda.Event()
-        a.record(s); c.graph.launch(s); b.record(s); b.synchronize()
+        a.record(s)
+        c.graph.launch(s)
+        b.record(s)
+        b.synchronize()
         times.append(cp.cuda.get_elapsed_time(a, b)*1e3)
     return float(np.median(times[3:]))
 

@@ -23,14 +23,18 @@ def begin_context(
 )->Thread|None: # That makes it; None: there is nothing to be made
     "Have the driver make the context of a card meanwhile"
     index = card_number(device)
-    if index is None: return None
-    try: lib = lib or ctypes.CDLL('libcuda.so.1')
-    except OSError: return None
+    if index is None:
+        return None
+    try:
+        lib = lib or ctypes.CDLL('libcuda.so.1')
+    except OSError:
+        return None
     thread = Thread(target=_make, args=(lib, index), name='context', daemon=True)
     thread.start()
     return thread
 
 def _make(lib, index):
     card,context = ctypes.c_int(),ctypes.c_void_p()
-    if lib.cuInit(0) or lib.cuDeviceGet(ctypes.byref(card), index): return
+    if lib.cuInit(0) or lib.cuDeviceGet(ctypes.byref(card), index):
+        return
     lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), card) # it stays until the process ends

@@ -44,18 +44,24 @@ def cgroup_dirs(
 )->list[Path]: # Folders under `/sys/fs/cgroup`, innermost first
     "Folders whose memory limits bind this process; not all of them need exist"
     res = []
-    for _,ctl,path in (l.split(':',2) for l in text.splitlines() if l.count(':')>1):
-        if ctl and 'memory' not in ctl.split(','): continue
+    for _,ctl,path in (
+            l.split(':',2) for l in text.splitlines()
+            if l.count(':')>1):
+        if ctl and 'memory' not in ctl.split(','):
+            continue
         p = Path('memory' if ctl else '')/path.strip('/')
         res += [p, *p.parents]
     return res
 
 # %% ../../nbs/2_card/01_device.ipynb #3541f7ea
 def _read(p):
-    try: return p.read_text()
-    except OSError: return '' # absent or not ours to read: it sets no limit that we could know
+    try:
+        return p.read_text()
+    except OSError:
+        return '' # absent or not ours to read: it sets no limit that we could know
 
-_cgroup_files = (('memory.max','memory.current',''), ('memory.limit_in_bytes','memory.usage_in_bytes','total_'))
+_cgroup_files = (
+    ('memory.max','memory.current',''), ('memory.limit_in_bytes','memory.usage_in_bytes','total_'))
 
 def cgroup_memory(
     d:Path # Folder of a control group
@@ -63,15 +69,20 @@ def cgroup_memory(
     "Limit and headroom of one control group, version 2 or 1"
     for limit,usage,pre in _cgroup_files:
         n = _read(d/limit).strip()
-        if not n.isdigit(): continue
+        if not n.isdigit():
+            continue
         stat = dict(l.split() for l in _read(d/'memory.stat').splitlines())
         cache = sum(int(stat.get(f'{pre}{k}_file', 0)) for k in ('active','inactive'))
-        return Memory(int(n), max(0, int(n)-int(_read(d/usage) or 0)+cache))
+        return Memory(
+            int(n),
+            max(0, int(n)-int(_read(d/usage) or 0)+cache))
 
 # %% ../../nbs/2_card/01_device.ipynb #d0547861
 def _soon(info, available)->int:
-    "What is free, and pages of files that nobody has used for a while and that need not be written first"
-    if 'Inactive(file)' not in info: return available
+    """What is free, and pages of files that nobody has used for a while and that need not be
+    written first"""
+    if 'Inactive(file)' not in info:
+        return available
     clean = info['Inactive(file)']-info.get('Dirty', 0)-info.get('Writeback', 0)
     return info['MemFree']+max(clean, 0)
 
@@ -79,14 +90,18 @@ def host_memory(
     root:str|Path='/', # Where `proc` and `sys` are; a test builds its own
     soon:bool=False, # Only what can be had without long reclaim?
 )->Memory:
-    "The host's memory as this process may use it: `MemAvailable`, within every control group's limit"
+    """The host's memory as this process may use it: `MemAvailable`, within every control group's
+    limit"""
     root = Path(root)
     info = meminfo(_read(root/'proc/meminfo'))
-    if not info: return Memory(*[os.sysconf('SC_PAGE_SIZE')*os.sysconf('SC_PHYS_PAGES')]*2)
+    if not info:
+        return Memory(*[os.sysconf('SC_PAGE_SIZE')*os.sysconf('SC_PHYS_PAGES')]*2)
     available = info.get('MemAvailable', info['MemFree'])
-    if soon: available = min(available, _soon(info, available))
+    if soon:
+        available = min(available, _soon(info, available))
     found = [Memory(info['MemTotal'], available)]
-    found += [cgroup_memory(root/'sys/fs/cgroup'/d) for d in cgroup_dirs(_read(root/'proc/self/cgroup'))]
+    found += [
+        cgroup_memory(root/'sys/fs/cgroup'/d) for d in cgroup_dirs(_read(root/'proc/self/cgroup'))]
     return Memory(*map(min, zip(*filter(None, found))))
 
 # %% ../../nbs/2_card/01_device.ipynb #47da1246
@@ -94,21 +109,27 @@ class Device:
     "A place for arrays: `name`, `kind`, the array module `xp`, and the methods below"
     name = kind = xp = None
     share = .4 # Of what is free, for one model that is told nothing else
-    def use(self): "A context in which new arrays are this device's"; return nullcontext()
+    def use(self):
+        "A context in which new arrays are this device's"
+        return nullcontext()
     def __repr__(self): return self.describe()
 
 # %% ../../nbs/2_card/01_device.ipynb #d1677f83
 def _alloc(dev, f, shape, dtype):
     try:
-        with dev.use(): return f(shape, dtype=dtype)
+        with dev.use():
+            return f(shape, dtype=dtype)
     except MemoryError as e: # NumPy's and CuPy's are both of this kind
         need = math.prod(np.atleast_1d(shape).tolist())*np.dtype(dtype).itemsize
-        raise OutOfMemoryError(f'An array of shape {shape} {np.dtype(dtype)} needs {human(need)} on {dev.name}, where {dev.memory()}',
+        raise OutOfMemoryError(
+            f'An array of shape {shape} {np.dtype(dtype)} needs {human(need)} on {dev.name}, '
+            f'where {dev.memory()}',
             hint='Free some memory there, or choose a smaller model or context') from e
 
 @patch
 def empty(self:Device, shape, dtype='float32'):
-    "A new array, with whatever the memory held; an `OutOfMemoryError` says how large it would have been"
+    """A new array, with whatever the memory held; an `OutOfMemoryError` says how large it would
+    have been"""
     return _alloc(self, self.xp.empty, shape, dtype)
 
 @patch
@@ -119,7 +140,8 @@ def zeros(self:Device, shape, dtype='float32'):
 # %% ../../nbs/2_card/01_device.ipynb #9b9104c5
 class _Here(threading.local):
     "Rooms of one thread, and parts of cards that it launches for"
-    def __init__(self): self.rooms,self.usable = {},{}
+    def __init__(self):
+        self.rooms,self.usable = {},{}
 _rooms,_here = {},_Here() # Device's name -> room
 
 @patch(as_prop=True)
@@ -136,10 +158,13 @@ def making_in(self:Device,
     "A context in which new arrays of this device lie in `room`"
     d = _rooms if everywhere else _here.rooms
     was,d[self.name] = d.get(self.name, d),room
-    try: yield room
+    try:
+        yield room
     finally:
-        if was is d: d.pop(self.name)
-        else: d[self.name] = was
+        if was is d:
+            d.pop(self.name)
+        else:
+            d[self.name] = was
 
 @patch
 def tidy(self:Device): "Give back memory that is kept for arrays to come"
@@ -156,10 +181,13 @@ def using(self:Device, n:int):
     "A context in which launches are for a part of `n` multiprocessors"
     parts = _here.usable
     was,parts[self.name] = parts.get(self.name),n
-    try: yield
+    try:
+        yield
     finally:
-        if was is None: del parts[self.name]
-        else: parts[self.name] = was
+        if was is None:
+            del parts[self.name]
+        else:
+            parts[self.name] = was
 
 
 # %% ../../nbs/2_card/01_device.ipynb #d6f4da39
@@ -191,12 +219,21 @@ def cores()->int:
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 class Host(Device):
-    "The CPU and its memory, through NumPy: the definition of every op, and the device of machines without a card"
+    """The CPU and its memory, through NumPy: the definition of every op, and the device of
+    machines without a card"""
     name,kind,xp = 'cpu','cpu',np
-    def memory(self)->Memory: "As `host_memory` counts it"; return host_memory()
-    def describe(self)->str: "The host in one line"; return f'cpu: {cores()} cores, {self.memory()}'
-    def upload(self, a): "`a` itself, made contiguous where it is not"; return np.asarray(a, order='C')
-    def download(self, a): "`a` itself, as NumPy"; return np.asarray(a)
+    def memory(self)->Memory:
+        "As `host_memory` counts it"
+        return host_memory()
+    def describe(self)->str:
+        "The host in one line"
+        return f'cpu: {cores()} cores, {self.memory()}'
+    def upload(self, a):
+        "`a` itself, made contiguous where it is not"
+        return np.asarray(a, order='C')
+    def download(self, a):
+        "`a` itself, as NumPy"
+        return np.asarray(a)
     def synchronize(self): "Wait until all work is done: on the host it always is"
     def need_card(self, said, hint=''):
         raise DeviceError(said, hint=hint)
@@ -210,13 +247,19 @@ def carve(self:Device,
     "Arrays of `shapes`, side by side in one allocation; errors as for `empty`"
     per = line//4
     sizes = [-(-math.prod(s)//per)*per for s in shapes]
-    flat,at,out = self.empty((sum(sizes)+per,)),0,[]
+    flat = self.empty((sum(sizes)+per,))
+    at = 0
+    out = []
     at = -self.address(flat)%line//4
-    for s,n in zip(shapes, sizes): out.append(flat[at:at+math.prod(s)].reshape(s)); at += n
+    for s,n in zip(shapes, sizes):
+        out.append(flat[at:at+math.prod(s)].reshape(s))
+        at += n
     return out
 
 @patch
-def address(self:Host, a)->int: "Where `a` begins, in bytes"; return a.ctypes.data
+def address(self:Host, a)->int:
+    "Where `a` begins, in bytes"
+    return a.ctypes.data
 @patch
 def write(self:Host, dst, a):
     "Copy host array `a` into `dst`, an array of this device"
@@ -226,7 +269,8 @@ def write(self:Host, dst, a):
 @patch
 def _lap(self:Host, f, n):
     start = perf_counter()
-    for _ in range(n): f()
+    for _ in range(n):
+        f()
     return perf_counter()-start
 
 @patch
@@ -248,7 +292,8 @@ def copy_rate(self:Device,
     "Measured rate of a plain copy: what kernels are compared with"
     nbytes = min(nbytes, self.memory().available//4)
     src,dst = self.empty(nbytes, 'uint8'),self.empty(nbytes, 'uint8')
-    for o in (src,dst): o.fill(1) # pages that were never written cost nothing to read
+    for o in (src,dst):
+        o.fill(1) # pages that were never written cost nothing to read
     return 2*nbytes/self.time(lambda: self.xp.copyto(dst, src))
 
 # %% ../../nbs/2_card/01_device.ipynb #5bee0052
@@ -267,12 +312,16 @@ def memory_rate(self:Host)->None:
 def _ver(n): return f'{n//1000}.{n%1000//10}'
 
 def _no_cuda(rt, e):
-    if e.status==100: return ('The NVIDIA driver works, but it sees no GPU',
-        'Check that the container was given one (docker run --gpus all), and CUDA_VISIBLE_DEVICES')
-    if e.status!=35: return f'CUDA does not start: {e}','Check that nvidia-smi works'
-    if not rt.driverGetVersion(): return 'There is no NVIDIA driver on this machine','Install one, or use --device cpu'
-    return (f'The NVIDIA driver is too old: it supports CUDA {_ver(rt.driverGetVersion())}, and CuPy needs {_ver(rt.runtimeGetVersion())}',
-            'Update the driver, or use --device cpu')
+    if e.status==100:
+        how = 'Check that the container was given one (docker run --gpus all), '
+        return 'The NVIDIA driver works, but it sees no GPU',how+'and CUDA_VISIBLE_DEVICES'
+    if e.status!=35:
+        return f'CUDA does not start: {e}','Check that nvidia-smi works'
+    if not rt.driverGetVersion():
+        return 'There is no NVIDIA driver on this machine','Install one, or use --device cpu'
+    has,needs = _ver(rt.driverGetVersion()),_ver(rt.runtimeGetVersion())
+    said = f'The NVIDIA driver is too old: it supports CUDA {has}, and CuPy needs {needs}'
+    return said,'Update the driver, or use --device cpu'
 
 def cuda_count(
     xp=cp # The CuPy module, or `None`
@@ -283,56 +332,82 @@ def cuda_count(
         said = f'CUDA is reached through CuPy, which {how}'
         raise DeviceError(said, hint=f'{INSTALL_CUDA}, or use --device cpu')
     rt = xp.cuda.runtime
-    try: return rt.getDeviceCount()
-    except rt.CUDARuntimeError as e: raise DeviceError(*_no_cuda(rt, e)) from e
+    try:
+        return rt.getDeviceCount()
+    except rt.CUDARuntimeError as e:
+        raise DeviceError(*_no_cuda(rt, e)) from e
 
 # %% ../../nbs/2_card/01_device.ipynb #ed59b361
-STICKY = {214: 'uncorrectable ECC error', 220: 'uncorrectable NVLink error', 226: 'contained memory error', 700: 'illegal memory access', 702: 'launch timed out',
-          709: 'context destroyed', 710: 'device-side assert', 714: 'hardware stack error', 715: 'illegal instruction', 716: 'misaligned address',
-          717: 'invalid address space', 718: 'invalid program counter', 719: 'launch failed', 721: 'tensor memory leak', 810: 'MPS client terminated',
-          911: 'error of an external device', 999: 'unknown error'} # the same numbers in the driver and in the runtime
+STICKY = {
+    214: 'uncorrectable ECC error', 220: 'uncorrectable NVLink error',
+    226: 'contained memory error', 700: 'illegal memory access', 702: 'launch timed out',
+          709: 'context destroyed', 710: 'device-side assert', 714: 'hardware stack error',
+          715: 'illegal instruction', 716: 'misaligned address',
+          717: 'invalid address space', 718: 'invalid program counter', 719: 'launch failed',
+          721: 'tensor memory leak', 810: 'MPS client terminated',
+          # the same numbers in the driver and in the runtime
+          911: 'error of an external device', 999: 'unknown error'}
 
 # %% ../../nbs/2_card/01_device.ipynb #02f32888
 @functools.cache
 def driver():
     "The CUDA driver's C functions; a `DeviceError` where there is no driver"
-    try: return ctypes.CDLL('libcuda.so.1')
-    except OSError as e: raise DeviceError('There is no NVIDIA driver on this machine', hint='Install one, or use --device cpu') from e
+    try:
+        return ctypes.CDLL('libcuda.so.1')
+    except OSError as e:
+        raise DeviceError(
+            'There is no NVIDIA driver on this machine',
+            hint='Install one, or use --device cpu') from e
 
 def status_text(
     code:int, # Of a call to the driver
 )->str:
     "The driver's own words for a status"
     text = ctypes.c_char_p()
-    try: driver().cuGetErrorString(code, ctypes.byref(text))
-    except DeviceError: pass  # who has no driver gets words of ours
+    try:
+        driver().cuGetErrorString(code, ctypes.byref(text))
+    except DeviceError:
+        pass  # who has no driver gets words of ours
     return text.value.decode() if text.value else STICKY.get(code, f'CUDA error {code}')
 
 # %% ../../nbs/2_card/01_device.ipynb #95764ac9
 class Faults:
     "Knows what was launched last, and remembers the first fault that stays: after it, nothing runs"
-    def __init__(self, keep:int=64): self.fault,self.exact,self.count,self._names,self._held = None,False,0,deque(maxlen=keep),weakref.WeakValueDictionary()
-    names = property(lambda self: list(dict.fromkeys(n for _,n in self._names)), doc='What may still be at work, first launched first')
+    def __init__(self, keep:int=64):
+        self.fault,self.exact,self.count = None,False,0
+        self._names = deque(maxlen=keep)
+        self._held = weakref.WeakValueDictionary()
+    names = property(
+        lambda self: list(dict.fromkeys(n for _,n in self._names)),
+        doc='What may still be at work, first launched first')
     def launching(self, *names:str):
         "Call before each launch; raises the `CudaFault` that was, if there was one"
-        if self.fault: self.check()
+        if self.fault:
+            self.check()
         self.count += 1
-        for n in names: self._names.append((self.count, n))
+        for n in names:
+            self._names.append((self.count, n))
     def settled(self, count:int|None=None):
         "All launches, or the first `count`, are known to be done"
         with suppress(IndexError): # none is left; another thread may have been quicker
-            while count is None or self._names[0][0]<=count: self._names.popleft()
+            while count is None or self._names[0][0]<=count:
+                self._names.popleft()
     def hold(self, o):
         "Should the card fail, `o` is never given back to it"
         self._held[id(o)] = o
     def check(self):
         "Raise if the card has failed before"
-        if self.fault: raise _fault(f'The card has failed, and nothing runs on it any more. The first fault was: {self.fault.msg}', self.fault.kernels)
+        if self.fault:
+            said = 'The card has failed, and nothing runs on it any more'
+            raise _fault(f'{said}. The first fault was: {self.fault.msg}', self.fault.kernels)
 
-def _forever(o): "Nobody deletes `o` any more, not even the end of the process"; ctypes.pythonapi.Py_IncRef(ctypes.py_object(o))
+def _forever(o):
+    "Nobody deletes `o` any more, not even the end of the process"
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(o))
 
 def _fault(msg, kernels):
-    e = CudaFault(msg, hint='Start a new process; if it happens again, look for the kernel with device.faults.exact = True')
+    hint = 'Start a new process; if it happens again, look for the kernel with '
+    e = CudaFault(msg, hint=hint+'device.faults.exact = True')
     e.kernels = tuple(kernels)
     return e
 
@@ -344,15 +419,33 @@ def error(self:Faults,
     hint:str='', # What to do about it, where the status alone does not say
 )->DeviceError: # To be raised
     "What a status other than 0 means: a `CudaFault` if it stays, and then it is remembered"
-    if code==2: return OutOfMemoryError(f'{doing}: {status_text(code)}', hint='Free some memory on the card, or choose a smaller model or context')
-    if code not in STICKY: return DeviceError(f'{doing}: {status_text(code)}', hint='The machine code is for another card, or newer than the driver: update the driver, or use --device cpu' if code in (200,209,218,222,223) else hint)
+    if code==2:
+        return OutOfMemoryError(
+            f'{doing}: {status_text(code)}',
+            hint='Free some memory on the card, or choose a smaller model or context')
+    if code in _OTHER_CODE:
+        hint = 'The machine code is for another card, or newer than the driver: '
+        hint += 'update the driver, or use --device cpu'
+    if code not in STICKY:
+        return DeviceError(f'{doing}: {status_text(code)}', hint=hint)
     if not self.fault:
         names = self.names
-        where = f'in {names[0]}' if len(names)==1 else f'in one of: {", ".join(names)}' if names else 'where no kernel was at work'
-        self.fault = _fault(f'CUDA error {code}, {status_text(code)}, seen at {doing}; it happened {where}', names)
-        for o in filter(None, [r() for r in self._held.valuerefs()]): _forever(o)
+        said = f'CUDA error {code}, {status_text(code)}, seen at {doing}; it happened'
+        self.fault = _fault(f'{said} {_where(names)}', names)
+        for o in filter(None, [r() for r in self._held.valuerefs()]):
+            _forever(o)
         return self.fault
-    return _fault(f'{doing}: the card has failed before. The first fault was: {self.fault.msg}', self.fault.kernels)
+    return _fault(
+        f'{doing}: the card has failed before. The first fault was: {self.fault.msg}',
+        self.fault.kernels)
+
+_OTHER_CODE = 200,209,218,222,223 # Statuses of machine code that the card does not take
+
+def _where(names)->str:
+    "Which kernels may have failed"
+    if not names:
+        return 'where no kernel was at work'
+    return f'in {names[0]}' if len(names)==1 else f'in one of: {", ".join(names)}'
 
 @patch
 @contextmanager
@@ -360,10 +453,13 @@ def watch(self:Faults,
     doing:str='a call', # What is being done inside
 ):
     "CuPy's errors become typed ones, those that stay a `CudaFault`; nothing is begun after one"
-    if self.fault: self.check()
-    try: yield
+    if self.fault:
+        self.check()
+    try:
+        yield
     except RuntimeError as e:
-        if not isinstance(getattr(e, 'status', None), int) or isinstance(e, AtlasError): raise
+        if not isinstance(getattr(e, 'status', None), int) or isinstance(e, AtlasError):
+            raise
         raise self.error(e.status, doing) from e
 
 faults = Faults() # Of this process
@@ -371,32 +467,50 @@ faults = Faults() # Of this process
 # %% ../../nbs/2_card/01_device.ipynb #e1312c07
 class Quiet:
     "Keeps recordings and what would spoil them apart"
-    def __init__(self): self._lock,self._recording,self._later = threading.RLock(),False,deque()
+    def __init__(self):
+        self._lock,self._recording,self._later = threading.RLock(),False,deque()
     @contextmanager
     def recording(self):
         "A context in which a graph is recorded; one at a time"
         with self._lock:
-            if self._recording: raise DeviceError('A graph is recorded inside another', hint='This is a mistake in Atlas; please report it')
+            if self._recording:
+                raise DeviceError(
+                    'A graph is recorded inside another',
+                    hint='This is a mistake in Atlas; please report it')
             self._recording = True
-            try: yield
-            finally: self._recording = False; self._work_off()
+            try:
+                yield
+            finally:
+                self._recording = False
+                self._work_off()
     @contextmanager
     def __call__(self):
         "A context in which nothing is recorded"
         with self._lock:
-            if self._recording: raise DeviceError('The card is waited for while a graph is recorded', hint='This is a mistake in Atlas; please report it')
+            if self._recording:
+                raise DeviceError(
+                    'The card is waited for while a graph is recorded',
+                    hint='This is a mistake in Atlas; please report it')
             yield
             self._work_off()
     def now(self, f)->bool:
         "Call `f`, unless a graph is being recorded or somebody else is at it; was it called?"
-        if not self._lock.acquire(blocking=False): return False
-        try:
-            if not self._recording: f(); return True
+        if not self._lock.acquire(blocking=False):
             return False
-        finally: self._lock.release()
-    def soon(self, f): "Call `f` now, or when a recording is over"; self._later.append(f); self.now(self._work_off)
+        try:
+            if not self._recording:
+                f()
+                return True
+            return False
+        finally:
+            self._lock.release()
+    def soon(self, f):
+        "Call `f` now, or when a recording is over"
+        self._later.append(f)
+        self.now(self._work_off)
     def _work_off(self):
-        while self._later: self._later.popleft()()
+        while self._later:
+            self._later.popleft()()
 
 quiet = Quiet() # Of this process
 
@@ -420,27 +534,36 @@ class Cuda(Device):
         xp=cp, # The CuPy module
     ):
         n = cuda_count(xp)
-        if index>=n: raise DeviceError(f'There is no cuda:{index}: this machine has {n} CUDA device{"s"[:n>1]}',
-            hint=f'Use cuda:0{f" to cuda:{n-1}" if n>1 else ""}')
+        if index>=n:
+            raise DeviceError(
+                f'There is no cuda:{index}: this machine has {n} CUDA device{"s"[:n>1]}',
+                hint=f'Use cuda:0{f" to cuda:{n-1}" if n>1 else ""}')
         self.xp,self.index,self.name = xp,index,f'cuda:{index}'
         p = xp.cuda.runtime.getDeviceProperties(index)
-        self.card,self.integrated,self.multiprocessors = p['name'].decode(),bool(p['integrated']),p['multiProcessorCount']
+        self.card,self.integrated = p['name'].decode(),bool(p['integrated'])
+        self.multiprocessors = p['multiProcessorCount']
         self.capability = p['major'],p['minor']
         self.arch = arch_name(*self.capability)
-        if self.capability<MIN_CAPABILITY: raise DeviceError(
-            f'{self.card} has compute capability {p["major"]}.{p["minor"]}, and Atlas needs 8.0 or newer', hint='Use --device cpu')
+        if self.capability<MIN_CAPABILITY:
+            has = f'{self.card} has compute capability {p["major"]}.{p["minor"]}'
+            raise DeviceError(
+                f'{has}, and Atlas needs 8.0 or newer', hint='Use --device cpu')
     @contextmanager
     def use(self):
         "A context in which this card is the current one, and errors that stay are recognised"
-        room = self.room
-        with self.faults.watch(self.name), self.xp.cuda.Device(self.index), self.xp.cuda.using_allocator(room.malloc) if room else nullcontext(): yield
+        room,cuda = self.room,self.xp.cuda
+        with self.faults.watch(self.name), cuda.Device(self.index):
+            with cuda.using_allocator(room.malloc) if room else nullcontext():
+                yield
 
 # %% ../../nbs/2_card/01_device.ipynb #048b0b22
 @patch
 def memory(self:Cuda)->Memory:
     "The card's memory: `cudaMemGetInfo`, or the host's where the two are one"
-    with self.use(): free,total = self.xp.cuda.runtime.memGetInfo()
-    if not self.integrated: return Memory(total, free)
+    with self.use():
+        free,total = self.xp.cuda.runtime.memGetInfo()
+    if not self.integrated:
+        return Memory(total, free)
     h = host_memory(soon=True)
     return Memory(min(total, h.total), h.available)
 
@@ -448,32 +571,39 @@ def memory(self:Cuda)->Memory:
 def describe(self:Cuda)->str:
     "The card in one line"
     kind = 'shared memory' if self.integrated else 'memory'
-    return f'{self.name}: {self.card}, {self.arch}, {self.multiprocessors} multiprocessors, {kind}: {self.memory()}'
+    what = f'{self.card}, {self.arch}, {self.multiprocessors} multiprocessors'
+    return f'{self.name}: {what}, {kind}: {self.memory()}'
 
 # %% ../../nbs/2_card/01_device.ipynb #fc11beb4
 @patch
 def empty(self:Cuda, shape, dtype='float32'):
     "As `Device.empty`; a step makes hundreds of arrays, and has nothing to prepare for them"
     if self.room is None and not self.faults.fault and self.xp.cuda.runtime.getDevice()==self.index:
-        try: return self.xp.empty(shape, dtype)
-        except (MemoryError,RuntimeError): pass # tried again below, where failures are named
+        try:
+            return self.xp.empty(shape, dtype)
+        except (MemoryError,RuntimeError):
+            pass # tried again below, where failures are named
     return Device.empty(self, shape, dtype)
 
 @patch
 def tidy(self:Cuda):
     "Give back the memory that CuPy keeps for arrays to come"
     with quiet(), self.use():
-        for p in (self.xp.get_default_memory_pool(), *self.pools): p.free_all_blocks()
+        for p in (self.xp.get_default_memory_pool(), *self.pools):
+            p.free_all_blocks()
     self.pools[:] = [p for p in self.pools if p.total_bytes()]
 
 # %% ../../nbs/2_card/01_device.ipynb #8184d88f
 @patch
 def upload(self:Cuda, a):
     "Copy a host array to the card"
-    with self.use(): return self.xp.ascontiguousarray(self.xp.asarray(a))
+    with self.use():
+        return self.xp.ascontiguousarray(self.xp.asarray(a))
 
 @patch
-def address(self:Cuda, a)->int: "Where `a` begins on the card, in bytes"; return a.data.ptr
+def address(self:Cuda, a)->int:
+    "Where `a` begins on the card, in bytes"
+    return a.data.ptr
 
 @patch
 def write(self:Cuda, dst, a):
@@ -481,26 +611,32 @@ def write(self:Cuda, dst, a):
     a = np.ascontiguousarray(a, dst.dtype)
     with self.use():
         stream = self.xp.cuda.get_current_stream()
-        if dst.flags.c_contiguous: dst.set(a, stream=stream)
-        else: self._write_rows(dst, a, stream)
+        if dst.flags.c_contiguous:
+            dst.set(a, stream=stream)
+        else:
+            self._write_rows(dst, a, stream)
 
 @patch
 def _write_rows(self:Cuda, dst, a, stream):
     "The same for rows [n, m] of an array that has longer ones"
     rt,(row,_) = self.xp.cuda.runtime,a.strides
     to,apart = dst.data.ptr,dst.strides[0]
-    rt.memcpy2DAsync(to, apart, a.ctypes.data, row, row, len(a), rt.memcpyHostToDevice, stream.ptr)
+    rt.memcpy2DAsync(
+        to, apart, a.ctypes.data, row, row, len(a),
+        rt.memcpyHostToDevice, stream.ptr)
 
 # %% ../../nbs/2_card/01_device.ipynb #8184d890
 @patch
 def download(self:Cuda, a):
     "Copy an array of the card to the host, when all work before it is done"
-    with self.faults.watch('a download'): return self.xp.asnumpy(a)
+    with self.faults.watch('a download'):
+        return self.xp.asnumpy(a)
 
 @patch
 def synchronize(self:Cuda):
     "Wait until the card has done all work; a fault in it comes out here, if not before"
-    with quiet(), self.faults.watch('a wait for the card'): self.xp.cuda.Device(self.index).synchronize()
+    with quiet(), self.faults.watch('a wait for the card'):
+        self.xp.cuda.Device(self.index).synchronize()
     self.faults.settled()
 
 @patch
@@ -508,8 +644,10 @@ def _lap(self:Cuda, f, n):
     with self.use():
         start,end = (self.xp.cuda.Event() for _ in '12')
         start.record()
-        for _ in range(n): f()
-        end.record(); end.synchronize()
+        for _ in range(n):
+            f()
+        end.record()
+        end.synchronize()
         return self.xp.cuda.get_elapsed_time(start, end)/1e3
 
 # %% ../../nbs/2_card/01_device.ipynb #7b08b716
@@ -544,51 +682,72 @@ class _Pinned:
         a = np.frombuffer(pages, np.uint8)
         a[::mmap.PAGESIZE] = 0  # large pages, as far as there are any
         at = a.ctypes.data
-        self.__array_interface__ = dict(shape=(nbytes,), typestr='|u1', data=(at, False), version=3)
+        self.__array_interface__ = dict(
+            shape=(nbytes,), typestr='|u1', data=(at, False),
+            version=3)
         try:
-            with card.use(): rt.hostRegister(at, nbytes, 0)
-        except CudaFault: raise
-        except DeviceError: rt = None
+            with card.use():
+                rt.hostRegister(at, nbytes, 0)
+        except CudaFault:
+            raise
+        except DeviceError:
+            rt = None
         let_go = functools.partial(_let_go, rt, at, pages)
         weakref.finalize(self, quiet.soon, let_go).atexit = False
 
 def _let_go(rt, at, pages):
     "Have pages moved again, before they go"
     with suppress(RuntimeError):
-        if rt: rt.hostUnregister(at)
+        if rt:
+            rt.hostUnregister(at)
 
 @patch
 def pinned(self:Cuda, nbytes:int)->np.ndarray: return np.asarray(_Pinned(self, nbytes))
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(
-    name:str|Device='auto' # `'auto'`, `'cpu'`, `'cuda'` or `'cuda:1'`; a device is returned as it is
+    # `'auto'`, `'cpu'`, `'cuda'` or `'cuda:1'`; a device is returned as it is
+    name:str|Device='auto'
 )->Device:
     "The device called `name`; a `DeviceError` says why it cannot be had"
-    if isinstance(name, Device): return name
+    if isinstance(name, Device):
+        return name
     m = re.fullmatch(r'(auto|cpu)|cuda(?::(\d+))?', str(name))
-    if not m: raise DeviceError(f'There is no device called {name!r}', hint='Choose auto, cpu, cuda or cuda:N', param='device')
-    if name=='cpu': return Host()
-    if name!='auto': return Cuda(int(m[2] or 0))
-    try: return Cuda()
+    if not m:
+        raise DeviceError(
+            f'There is no device called {name!r}', hint='Choose auto, cpu, cuda or cuda:N',
+            param='device')
+    if name=='cpu':
+        return Host()
+    if name!='auto':
+        return Cuda(int(m[2] or 0))
+    try:
+        return Cuda()
     except DeviceError as e:
-        if Path('/dev/nvidiactl').exists(): warnings.warn(f'The processor is used and not the graphics card: {e}')
+        if Path('/dev/nvidiactl').exists():
+            warnings.warn(f'The processor is used and not the graphics card: {e}')
         return Host()
 
 # %% ../../nbs/2_card/01_device.ipynb #d42d9ac0
 class Budget:
-    "Bytes that one engine may use, and who took them; a `ConfigError` for an impossible `utilization`"
+    """Bytes that one engine may use, and who took them; a `ConfigError` for an impossible
+    `utilization`"""
     def __init__(self,
         available:int, # Bytes that there are
         reserve:int=0, # Bytes to leave to the rest of the machine
         utilization:float=1., # Part of the remainder to use, above 0 and up to 1
     ):
-        if not 0<utilization<=1: raise ConfigError(f'utilization is {utilization}, and must be above 0 and at most 1', param='utilization')
+        if not 0<utilization<=1:
+            raise ConfigError(
+                f'utilization is {utilization}, and must be above 0 and at most 1',
+                param='utilization')
         store_attr()
-        self.total,self.parts = int(max(0, available-reserve)*utilization),{}
+        self.total = int(max(0, available-reserve)*utilization)
+        self.parts = {}
     used = property(lambda self: sum(self.parts.values()))
     left = property(lambda self: self.total-self.used)
-    def __repr__(self): return f'Budget({human(self.used)} used, {human(self.left)} left of {human(self.total)})'
+    def __repr__(self):
+        return f'Budget({human(self.used)} used, {human(self.left)} left of {human(self.total)})'
 
 # %% ../../nbs/2_card/01_device.ipynb #ee983321
 @patch
@@ -600,8 +759,11 @@ def take(self:Budget,
     "Take `nbytes` for `name`, or raise `OutOfMemoryError` and take nothing"
     if nbytes>self.left:
         taken = ', '.join(f'{k} {human(v)}' for k,v in self.parts.items())
-        raise OutOfMemoryError(f'{name}: {human(nbytes)} needed, {human(self.left)} left of a budget of {human(self.total)}' + (f' ({taken})' if taken else ''),
-            hint=f'Lower {flag}, or free memory' if flag else 'Free memory, or choose a smaller model')
+        left = f'{human(self.left)} left of a budget of {human(self.total)}'
+        hint = 'Free memory, or choose a smaller model'
+        raise OutOfMemoryError(
+            f'{name}: {human(nbytes)} needed, {left}' + (f' ({taken})' if taken else ''),
+            hint=f'Lower {flag}, or free memory' if flag else hint)
     self.parts[name] = self.parts.get(name, 0)+nbytes
     return nbytes
 
@@ -611,15 +773,19 @@ def give(self:Budget,
     nbytes:int|None=None, # How much of it to return; all by default
 )->int: # Bytes returned
     "Return what `name` took"
-    had = self.parts.pop(name, 0); n = min(had, ifnone(nbytes, had))
-    if had>n: self.parts[name] = had-n
+    had = self.parts.pop(name, 0)
+    n = min(had, ifnone(nbytes, had))
+    if had>n:
+        self.parts[name] = had-n
     return n
 
 # %% ../../nbs/2_card/01_device.ipynb #bd04f46a
 @patch
 def table(self:Budget)->list[tuple[str,int,float]]: # Name, bytes, share of the total
     "Who took what, and what is left"
-    return [(k, v, v/max(1, self.total)) for k,v in [*self.parts.items(), ('left', self.left)]]
+    return [
+        (k, v, v/max(1, self.total))
+        for k,v in [*self.parts.items(), ('left', self.left)]]
 
 @patch
 def _repr_markdown_(self:Budget):
@@ -630,7 +796,7 @@ def _repr_markdown_(self:Budget):
 @patch
 def budget(self:Device,
     utilization:float=1., # Part of what may be used
-    reserve:int|None=None, # Bytes to leave alone; by default 10 % of a shared memory, 2 % of a card's own
+    reserve:int|None=None, # Bytes to leave alone; by default 10 %, or 2 % of a card's own memory
 )->Budget:
     "A budget of what is available here now"
     m = self.memory()

@@ -36,10 +36,12 @@ def _memory(n, room=None, line=64):
     "Memory for `n` bytes between strips, in a `Region` if there is a `room`"
     size = n+2*PAD+line
     raw = _held(room, size) if room else _Memory((size,), np.uint8)
-    raw.at,raw.n = PAD+-(raw.ctypes.data+PAD)%line,n
+    raw.at = PAD+-(raw.ctypes.data+PAD)%line
+    raw.n = n
     raw[raw.at:raw.at+n] = 0xFF
     raw.mark()
-    if room: room.pages.inside[raw.ctypes.data] = raw
+    if room:
+        room.pages.inside[raw.ctypes.data] = raw
     return raw
 
 def _held(room, size):
@@ -53,8 +55,13 @@ def strips_whole(
     a:np.ndarray # Of the emulator
 )->bool:
     "Are the strips beside the memory that `a` is a part of as they were?"
-    while isinstance(a.base, np.ndarray) and getattr(a, 'at', None) is None: a = a.base
-    return not isinstance(a, _Memory) or bool((a[:a.at]==MARK).all() and (a[a.at+a.n:]==MARK).all())
+    while isinstance(a.base, np.ndarray) and getattr(a, 'at', None) is None:
+        a = a.base
+    return (
+        not isinstance(a, _Memory)
+        or bool(
+            (a[:a.at]==MARK).all()
+            and (a[a.at+a.n:]==MARK).all()))
 
 # %% ../../nbs/2_card/04_emulator.ipynb #e2c50240
 class EmulatorPages(HostPages):
@@ -65,7 +72,8 @@ class EmulatorPages(HostPages):
     def clear(self, at, nbytes):
         "What begins there is zero, between its strips"
         for a,m in list(self.inside.items()):
-            if at<=a<at+nbytes: m.mark()
+            if at<=a<at+nbytes:
+                m.mark()
 
 # %% ../../nbs/2_card/04_emulator.ipynb #c05b2550
 def find_cxx()->str|None:
@@ -75,13 +83,24 @@ def find_cxx()->str|None:
 class Emulator(Device):
     "The CPU as a card; a `DeviceError` where there is no C++ compiler"
     name = kind = 'emulator'
-    xp,arch,multiprocessors,integrated = np,'emulated',4,False
+    xp = np
+    arch = 'emulated'
+    multiprocessors = 4
+    integrated = False
     def __init__(self):
-        if not find_cxx(): raise DeviceError('The emulator needs a C++ compiler', hint='Install g++ or clang++, or set CXX')
-    def memory(self)->Memory: "The host's"; return host_memory()
-    def describe(self)->str: "The emulator in one line"; return f'emulator: kernels compiled by {Path(find_cxx()).name}, {self.memory()}'
+        if not find_cxx():
+            raise DeviceError(
+                'The emulator needs a C++ compiler', hint='Install g++ or clang++, or set CXX')
+    def memory(self)->Memory:
+        "The host's"
+        return host_memory()
+    def describe(self)->str:
+        "The emulator in one line"
+        return f'emulator: kernels compiled by {Path(find_cxx()).name}, {self.memory()}'
     def synchronize(self): "Work is done when a launch returns"
-    def pages(self): "Those that keep strips"; return EmulatorPages()
+    def pages(self):
+        "Those that keep strips"
+        return EmulatorPages()
 
     def empty(self, shape, dtype='float32'):
         "A new array of 0xFF bytes"
@@ -92,29 +111,44 @@ class Emulator(Device):
 
     def zeros(self, shape, dtype='float32'):
         "A new array of zeros"
-        a = self.empty(shape, dtype); a[...] = 0
+        a = self.empty(shape, dtype)
+        a[...] = 0
         return a
     def upload(self, a):
         "A copy of the host's `a`"
-        a = np.asarray(a); r = self.empty(a.shape, a.dtype); r[...] = a
+        a = np.asarray(a)
+        r = self.empty(a.shape, a.dtype)
+        r[...] = a
         return r
-    def download(self, a): "A copy for the host"; return np.array(a).view(np.ndarray)
-    def write(self, dst, a): "Copy host array `a` into `dst`"; dst[...] = a
-    def address(self, a)->int: "Where `a` begins"; return a.ctypes.data
+    def download(self, a):
+        "A copy for the host"
+        return np.array(a).view(np.ndarray)
+    def write(self, dst, a):
+        "Copy host array `a` into `dst`"
+        dst[...] = a
+    def address(self, a)->int:
+        "Where `a` begins"
+        return a.ctypes.data
     def copy_rate(self, nbytes=0)->float:
         "Not known: this is no card"
         return float('nan')
 
 # %% ../../nbs/2_card/04_emulator.ipynb #cf6c76e8
 _MAIN = '''#include "{name}.cu"
-extern "C" __attribute__((visibility("default"))) const char* emulate(const unsigned* grid, const unsigned* block, unsigned shared, void** args) {{ return emu::launch({name}, grid, block, shared, args); }}
+extern "C" __attribute__((visibility("default")))
+const char* emulate(const unsigned* grid, const unsigned* block, unsigned shared, void** args) {{
+    return emu::launch({name}, grid, block, shared, args);
+}}
 '''
 _FLAGS = ('-std=c++17','-fPIC','-w','-fpermissive','-ffp-contract=off','-DATLAS_EMULATE',
     '-fsanitize=alignment,bounds','-fno-sanitize-recover=all',
     '-fvisibility=hidden','-fno-gnu-unique')
 
 @functools.cache
-def _cxx_version(): return subprocess.run([find_cxx(), '--version'], capture_output=True, text=True).stdout.splitlines()[0]
+def _cxx_version():
+    return subprocess.run(
+        [find_cxx(), '--version'], capture_output=True,
+        text=True).stdout.splitlines()[0]
 
 @contextmanager
 def _alone(path):
@@ -129,10 +163,12 @@ def _made(name, text, options, what, where):
     made_of = repr((text, options, what, _FLAGS, _cxx_version()))
     digest = hashlib.sha256(made_of.encode()).hexdigest()[:24]
     out = home()/'emulated'/f'{name}.{digest}.so'
-    if out.exists(): return out,''
+    if out.exists():
+        return out,''
     out.parent.mkdir(parents=True, exist_ok=True)
     with _alone(out):
-        if out.exists(): return out,''
+        if out.exists():
+            return out,''
         log = _compile(text, options, where, out)
     return out if out.exists() else None,log
 
@@ -143,7 +179,8 @@ def _compile(text, options, where, out):
         main.write_text(text)
         command = [find_cxx(), *_FLAGS, *options, main, *where, '-o', made]
         r = subprocess.run(command, capture_output=True, text=True)
-        if r.returncode: return r.stderr
+        if r.returncode:
+            return r.stderr
         os.replace(made, out)
     return ''
 
@@ -155,16 +192,20 @@ def _library(src:Source, options:tuple)->Path:
     headers = {p.name: p.read_text() for p in files}
     text = '#include "runtime.h"\n'
     runtime,log = _made('runtime', text, ('-O2','-c'), headers, [f'-I{own}'])
-    if log: raise _refused('runtime.h', log)
+    if log:
+        raise _refused('runtime.h', log)
     where = [f'-I{src.root}', f'-I{own}', '-include', 'emulate.h', runtime]
     text = _MAIN.format(name=src.name)
     what = sorted(src.files.items()),runtime.name
     out,log = _made(src.name, text, ('-Og','-shared',*options), what, where)
-    if log: raise _refused(f'{src.name}.cu', log)
+    if log:
+        raise _refused(f'{src.name}.cu', log)
     return out
 
 def _refused(name, log):
-    first = next((l.strip() for l in log.splitlines() if 'error' in l), log[:200])
+    first = next(
+        (l.strip() for l in log.splitlines() if 'error' in l),
+        log[:200])
     hint = 'Words of CUDA that it lacks belong into kernels/emulator'
     e = DeviceError(f'{name} does not compile for the emulator: {first}', hint=hint)
     e.add_note(log)
@@ -183,13 +224,15 @@ class Emulated:
         def three(n): return (ctypes.c_uint*3)(*n)
         grid,block = three(grid),three(block)
         why = self._f(grid, block, ctypes.c_uint(shared), pointers)
-        if why: raise DeviceError(f'{self.name}: {why.decode()}')
+        if why:
+            raise DeviceError(f'{self.name}: {why.decode()}')
     def footprint(self, threads:int, shared:int)->tuple[int,int,int]:
         "Registers of a thread (none), shared memory of a block, and blocks at once (one)"
         return 0,shared,1
 
 @patch
 def load(self:Emulator, src:Source, options:tuple=())->Emulated:
-    "The kernel of `src`, ready to launch; counts as a compilation, kept on disk or not, so that tests see what one would be on a card"
+    """The kernel of `src`, ready to launch; counts as a compilation, kept on disk or not, so that
+    tests see what one would be on a card"""
     compilations.add(src.name)
     return Emulated(src, options)

@@ -25,37 +25,46 @@ class Graph:
         card:Device, # A `Cuda` or an `Emulator`
         name:str='graph', # For messages
         scratch:Region|None=None, # Where arrays that `f` makes shall lie
-        stream=None, # CuPy's, on which it is recorded and by default replayed; a card's graphs share one
-        warm:bool=True, # Call `f` once before: it compiles, and takes its memory. It must do no harm to do the step twice
+        stream=None, # CuPy's, for recording and replay; a card's graphs share one by default
+        warm:bool=True, # Call `f` once before: it compiles, and takes memory. Twice does no harm
     ):
         self.card,self.name,self.scratch = card,name,scratch
         self.stream = stream or (_stream(card) if card.kind=='cuda' else None)
         with card.use(), self._here():
-            if warm: f(); card.synchronize()
+            if warm:
+                f()
+                card.synchronize()
             self._record(f)
         self.kernels = tuple(dict.fromkeys(c[0] for c in self.calls))
-    def __repr__(self): return f'Graph({self.name}: {len(self.calls)} launches of {", ".join(self.kernels)})'
+    def __repr__(self):
+        return f'Graph({self.name}: {len(self.calls)} launches of {", ".join(self.kernels)})'
 
 _streams = {}
 def _stream(card):
     "The stream that graphs of `card` are recorded and replayed on"
     if card.index not in _streams:
-        with card.use(): _streams[card.index] = card.xp.cuda.Stream(non_blocking=True)
+        with card.use():
+            _streams[card.index] = card.xp.cuda.Stream(non_blocking=True)
     return _streams[card.index]
 
 @patch
 @contextlib.contextmanager
 def _here(self:Graph):
-    with self.scratch.allocating() if self.scratch else contextlib.nullcontext(), self.stream or contextlib.nullcontext(): yield
+    nothing = contextlib.nullcontext()
+    with self.scratch.allocating() if self.scratch else nothing, self.stream or nothing:
+        yield
 
 # %% ../../nbs/2_card/06_graph.ipynb #a810091f
 @patch
 def _record(self:Graph, f):
     if self.card.kind!='cuda':
-        with recording(launch=False, args=True) as r: self.out = f()
+        with recording(launch=False, args=True) as r:
+            self.out = f()
     else:
-        with recording() as r, capturing(self.stream) as c: self.out = f()
-        self._graph = c.graph; self.card.faults.hold(self)
+        with recording() as r, capturing(self.stream) as c:
+            self.out = f()
+        self._graph = c.graph
+        self.card.faults.hold(self)
         self._graph.upload(self.stream)
     self.calls = r.calls
 
@@ -63,13 +72,16 @@ def _record(self:Graph, f):
 def __call__(self:Graph,
     stream=None, # Another stream than the one it was recorded on
 ):
-    "Start it, and return `out`, which is valid when the stream gets there; a fault of an earlier step comes out as `CudaFault`"
+    """Start it, and return `out`, which is valid when the stream gets there; a fault of an earlier
+    step comes out as `CudaFault`"""
     if self.card.kind!='cuda':
-        for name,grid,block,args,shared,pdl,defines in self.calls: run(name, grid, block, *args, shared=shared, pdl=pdl, **defines)
+        for name,grid,block,args,shared,pdl,defines in self.calls:
+            run(name, grid, block, *args, shared=shared, pdl=pdl, **defines)
         return self.out
     faults = self.card.faults
     faults.launching(*self.kernels)
-    with faults.watch(f'the start of {self.name}'): self._graph.launch(stream or self.stream)
+    with faults.watch(f'the start of {self.name}'):
+        self._graph.launch(stream or self.stream)
     return self.out
 
 # %% ../../nbs/2_card/06_graph.ipynb #e29b130a
@@ -81,7 +93,8 @@ class Mark:
 class Stream:
     "An order of launches, and memory for what lives within it; here launches are over at once"
     raw = None # CuPy's stream
-    def __init__(self, card:Device): self.card = card
+    def __init__(self, card:Device):
+        self.card = card
     def here(self):
         "A context in which kernels go to it"
         return self.card.use()
@@ -113,17 +126,22 @@ def own_stream(self:Device,
 # %% ../../nbs/2_card/06_graph.ipynb #4376068c
 class _Growth:
     "New memory for a pool, of a card or of a region, and how often there was none"
-    def __init__(self, cuda, room=None): self.cuda,self.room,self.refused = cuda,room,0
+    def __init__(self, cuda, room=None):
+        self.cuda,self.room,self.refused = cuda,room,0
     def __call__(self, nbytes):
-        try: return self._more(nbytes)
+        try:
+            return self._more(nbytes)
         except Exception:  # the pool gives back what nobody holds, and asks again
             self.refused += 1
             raise
     def _more(self, nbytes):
         cuda = self.cuda
-        if self.room is None: return cuda.MemoryPointer(cuda.Memory(nbytes), 0)
-        try: return self.room.malloc(nbytes)
-        except OutOfMemoryError as e: raise cuda.runtime.CUDARuntimeError(2) from e # as pools know it
+        if self.room is None:
+            return cuda.MemoryPointer(cuda.Memory(nbytes), 0)
+        try:
+            return self.room.malloc(nbytes)
+        except OutOfMemoryError as e:
+            raise cuda.runtime.CUDARuntimeError(2) from e # as pools know it
 
 # %% ../../nbs/2_card/06_graph.ipynb #d4793e7b
 class CudaMark(Mark):
@@ -133,7 +151,8 @@ class CudaMark(Mark):
         self.count = faults.count
     def wait(self, doing:str='a wait for results'):
         "Wait until the work before it is done; a fault in it is a `CudaFault`"
-        with self.faults.watch(doing): self.event.synchronize()
+        with self.faults.watch(doing):
+            self.event.synchronize()
         self.faults.settled(self.count)
     @property
     def passed(self)->bool: return self.event.done
@@ -142,13 +161,16 @@ class CudaStream(Stream):
     "A stream of a card, and a pool of memory"
     def __init__(self, card:Cuda, room:Region|None=None):
         c = card.xp.cuda
-        with card.use(): self.raw = c.Stream(non_blocking=True)
-        self.card,self.memory = card,c.MemoryPool(*[_Growth(c, room)]*bool(room))
+        with card.use():
+            self.raw = c.Stream(non_blocking=True)
+        self.card,self.memory = card,c.MemoryPool(
+            *[_Growth(c, room)]*bool(room))
         weakref.finalize(self, card.pools.append, self.memory).atexit = False
     @contextlib.contextmanager
     def here(self):
         "A context in which kernels go to it"
-        with self.card.use(), self.raw: yield
+        with self.card.use(), self.raw:
+            yield
     def temporaries(self):
         "A context in which arrays lie in its own memory"
         return self.card.xp.cuda.using_allocator(self.memory.malloc)
@@ -170,7 +192,8 @@ def own_stream(self:Cuda, room:Region|None=None)->CudaStream:
 @patch
 def captured(self:CudaStream, f):
     "A function that does again, and waits for, what `f()` launches"
-    with capturing(self.raw) as c: f()
+    with capturing(self.raw) as c:
+        f()
     def again():
         c.graph.launch(self.raw)
         self.raw.synchronize()
@@ -192,7 +215,8 @@ def microseconds(self:CudaStream, f, n:int=20)->float:
 # %% ../../nbs/2_card/06_graph.ipynb #e4615c3d
 class _Turn:
     "Whose decode steps a card had last, and what they end with"
-    def __init__(self): self.lock,self.stream,self.end = threading.Lock(),None,None
+    def __init__(self):
+        self.lock,self.stream,self.end = threading.Lock(),None,None
 _turns = {} # By the card's number
 
 @patch
@@ -202,8 +226,10 @@ def turn(self:CudaStream):
     t = _turns.setdefault(self.card.index, _Turn())
     with t.lock:
         others = t.stream not in (None,self.raw)
-        if others: self.raw.wait_event(t.end)
-        try: yield
+        if others:
+            self.raw.wait_event(t.end)
+        try:
+            yield
         finally:
             with contextlib.suppress(Exception):  # a card that has failed says so by itself
                 t.stream,t.end = self.raw,self.raw.record()
@@ -212,13 +238,16 @@ def turn(self:CudaStream):
 def _same_memory(card, pool, stream):
     "A context in which arrays lie in what `pool` has for `stream`, whichever is the current one"
     def malloc(n):
-        with stream: return pool.malloc(n)
+        with stream:
+            return pool.malloc(n)
     return card.xp.cuda.using_allocator(malloc)
 
 class Scratch:
-    "Memory for arrays that live within one piece of work, recorded or not; here they lie where they always do"
+    """Memory for arrays that live within one piece of work, recorded or not; here they lie where
+    they always do"""
     refused = 0 # How often there was no more: graphs recorded before are of no use then
-    def __init__(self, card:Device): self.card = card
+    def __init__(self, card:Device):
+        self.card = card
     def allocating(self):
         "A context in which arrays lie in it"
         return contextlib.nullcontext()
@@ -241,7 +270,8 @@ class CudaScratch(Scratch):
         weakref.finalize(self, card.pools.append, self.memory).atexit = False
     @property
     def refused(self): return self._growth.refused
-    def allocating(self): return _same_memory(self.card, self.memory, self.card.xp.cuda.Stream.null)
+    def allocating(self):
+        return _same_memory(self.card, self.memory, self.card.xp.cuda.Stream.null)
     def close(self): self.memory.free_all_blocks()
 
 @patch
@@ -299,22 +329,27 @@ def scatter(self:Stream,
 def _room(runs, data):
     "Where `data` begins; an `AtlasError` if it is less than `runs`"
     need = sum(n for _,n in runs)
-    if data.nbytes>=need and data.flags.c_contiguous: return data.ctypes.data
+    if data.nbytes>=need and data.flags.c_contiguous:
+        return data.ctypes.data
     raise AtlasError(f'{need:,} bytes are to be copied, and the buffer has {data.nbytes:,}')
 
 # %% ../../nbs/2_card/06_graph.ipynb #9a27ca02
 class _Multiprocessors(ctypes.Structure):
     "The driver's CUdevResource"
-    _fields_ = [('type',ctypes.c_int), ('pad',ctypes.c_ubyte*92), ('count',ctypes.c_uint),
+    _fields_ = [
+        ('type',ctypes.c_int), ('pad',ctypes.c_ubyte*92),
+        ('count',ctypes.c_uint),
         ('rest',ctypes.c_ubyte*44)]
 
 class Part(Stream):
     "A stream for some of a device's multiprocessors; here launches are over at once"
-    def __init__(self, of:Stream, count:int): self.card,self.of,self.count = of.card,of,count
+    def __init__(self, of:Stream, count:int):
+        self.card,self.of,self.count = of.card,of,count
     @contextlib.contextmanager
     def here(self):
         "A context in which kernels go to it, and are for so many multiprocessors"
-        with self.card.use(), self.card.using(self.count): yield
+        with self.card.use(), self.card.using(self.count):
+            yield
 
 class CudaPart(Part,CudaStream):
     "The same of a card, with the memory of the stream that it is a part of"
@@ -327,7 +362,8 @@ class CudaPart(Part,CudaStream):
     def __cuda_stream__(self): return 0,self._at
     @contextlib.contextmanager
     def here(self):
-        with Part.here(self), self.raw: yield
+        with Part.here(self), self.raw:
+            yield
     def temporaries(self): return _same_memory(self.card, self.memory, self.of.raw)
     def close(self):
         "Give the stream back"
@@ -337,9 +373,12 @@ class CudaPart(Part,CudaStream):
 # %% ../../nbs/2_card/06_graph.ipynb #9a27ca03
 def _said_yes(name, *args):
     "Call a function of the driver; a `DeviceError` where there is none, or it refuses"
-    if f := getattr(driver(), name, None): code = f(*args)
-    else: raise DeviceError(f'The driver has no {name}')
-    if code: raise faults.error(code, name)
+    if f := getattr(driver(), name, None):
+        code = f(*args)
+    else:
+        raise DeviceError(f'The driver has no {name}')
+    if code:
+        raise faults.error(code, name)
 
 _green = {} # Contexts by card and multiprocessors, which stay
 
@@ -377,7 +416,10 @@ def divided(self:CudaStream,
         _said_yes('cuDeviceGetDevResource', self.card.index, at(whole), 1) # 1: multiprocessors
         alone = 1 # They need not come in eights
         _said_yes('cuDevSmResourceSplitByCount', mine, at(n), at(whole), at(rest), alone, few)
-        if mine[0].count!=few: return None
+        if mine[0].count!=few:
+            return None
         return CudaPart(self, mine[0]),CudaPart(self, rest)
-    except CudaFault: raise
-    except DeviceError: return None
+    except CudaFault:
+        raise
+    except DeviceError:
+        return None

@@ -42,7 +42,8 @@ def look(
     "How much memory there is, and who waits for it"
     root = Path(root)
     info = meminfo(_read(root/'proc/meminfo'))
-    if not info: return None
+    if not info:
+        return None
     free = info['MemFree']
     available = info.get('MemAvailable', free)
     groups = [root/'sys/fs/cgroup'/d for d in cgroup_dirs(_read(root/'proc/self/cgroup'))]
@@ -103,16 +104,20 @@ def judge(self:Pressure,
 )->Advice:
     "What to do, seeing `l`"
     low,enough = self.bounds(l)
-    soon,waits = int(_AHEAD*self._speed(l, after)),max(l.some/2, l.full)
+    soon = int(_AHEAD*self._speed(l, after))
+    waits = max(l.some/2, l.full)
     self.margin = l.available-max(low, soon)
     begins = self.margin<0 or waits>=self.stall
     goes_on = self.state=='short' and (l.available<enough or waits>self.calm)
-    if begins or goes_on: return self._short(l, enough, soon)
+    if begins or goes_on:
+        return self._short(l, enough, soon)
     tight = self.shared and l.free<(enough if self.state=='tight' else low)
     was,self.state = self.state,'tight' if tight else 'easy'
     self.easy = 0 if tight else self.easy+after
-    if tight: return Advice('trim', why=repr(l)) if was!='tight' else Advice()
-    if lent and self.easy>=self.patience and l.free-lent>=enough: return Advice('take', lent)
+    if tight:
+        return Advice('trim', why=repr(l)) if was!='tight' else Advice()
+    if lent and self.easy>=self.patience and l.free-lent>=enough:
+        return Advice('take', lent)
     return Advice()
 
 @patch
@@ -125,11 +130,13 @@ def _short(self:Pressure, l, enough, soon)->Advice:
 @patch
 def _speed(self:Pressure, l, after)->float:
     "Bytes a second that were taken of late"
-    if l.total!=self.total: self.seen.clear() # a limit that moves is nobody's need
+    if l.total!=self.total:
+        self.seen.clear() # a limit that moves is nobody's need
     self.total = l.total
     self.seen = deque((ago+after, n) for ago,n in self.seen)
     self.seen.append((0., l.available))
-    while len(self.seen)>2 and self.seen[1][0]>=_SPAN: self.seen.popleft()
+    while len(self.seen)>2 and self.seen[1][0]>=_SPAN:
+        self.seen.popleft()
     ago,was = self.seen[0]
     return max(was-l.available, 0)/max(ago, _SPAN)
 
@@ -140,5 +147,6 @@ _LEAST = .05 # Seconds between two looks
 @patch
 def pause(self:Pressure, most:float=1.)->float:
     "Seconds until the next look"
-    if self.margin is None: return most
+    if self.margin is None:
+        return most
     return min(max(self.margin/_FASTEST, _LEAST), most)

@@ -12,8 +12,10 @@ import logging
 from dataclasses import dataclass,field
 from fastcore.basics import patch
 from .pressure import look
-try: import pynvml
-except ImportError: pynvml = None # of nvidia-ml-py, which the extra cuda has
+try:
+    import pynvml
+except ImportError:
+    pynvml = None # of nvidia-ml-py, which the extra cuda has
 
 # %% ../../nbs/2_card/10_sensors.ipynb #0cc2b0ac
 # Why clocks are held down: bit of NVML's reasons -> name
@@ -36,12 +38,16 @@ class Reading:
     @property
     def throttled(self)->bool:
         "Is it slower than it could be for heat or power?"
-        return bool({*self.reasons}&{'power_cap','hw_slowdown','sw_thermal','hw_thermal','power_brake'})
+        return bool(
+            {*self.reasons}&{'power_cap','hw_slowdown','sw_thermal','hw_thermal','power_brake'})
     def __repr__(self):
         said = [f'card {self.card}']
-        if self.celsius is not None: said.append(f'{self.celsius:.0f} °C')
-        if self.watts is not None: said.append(f'{self.watts:.0f} W')
-        if hz := self.clocks.get('sm'): said.append(f'{hz/1e6:.0f} MHz')
+        if self.celsius is not None:
+            said.append(f'{self.celsius:.0f} °C')
+        if self.watts is not None:
+            said.append(f'{self.watts:.0f} W')
+        if hz := self.clocks.get('sm'):
+            said.append(f'{hz/1e6:.0f} MHz')
         return ', '.join([*said, *self.reasons])
 
 # %% ../../nbs/2_card/10_sensors.ipynb #d08009df
@@ -53,18 +59,23 @@ class Sensors:
         lib=pynvml, # None: there is none
     ):
         self.lib,self.cards = lib,[]
-        if not lib: return
+        if not lib:
+            return
         try:
             lib.nvmlInit()
             n = lib.nvmlDeviceGetCount()
             self.cards = [lib.nvmlDeviceGetHandleByIndex(i) for i in range(n)]
-        except lib.NVMLError as e: _log.debug('No card is watched: %s', e)
-    def __call__(self)->list[Reading]: return [self.read(i) for i in range(len(self.cards))]
+        except lib.NVMLError as e:
+            _log.debug('No card is watched: %s', e)
+    def __call__(self)->list[Reading]:
+        return [self.read(i) for i in range(len(self.cards))]
     def _ask(self, name, *args):
         "What a function of the library says; None where the driver does not know"
         f = getattr(self.lib, name, None)
-        try: return f and f(*args)
-        except self.lib.NVMLError: return None
+        try:
+            return f and f(*args)
+        except self.lib.NVMLError:
+            return None
 
 # %% ../../nbs/2_card/10_sensors.ipynb #88a27a84
 @patch
@@ -75,12 +86,16 @@ def read(self:Sensors, i:int)->Reading:
     r.celsius = ask('nvmlDeviceGetTemperature', h, 0)
     r.watts = _scaled(ask('nvmlDeviceGetPowerUsage', h), 1e-3)
     r.watts_limit = _scaled(ask('nvmlDeviceGetEnforcedPowerLimit', h), 1e-3)
-    if use := ask('nvmlDeviceGetUtilizationRates', h): r.busy = use.gpu/100
+    if use := ask('nvmlDeviceGetUtilizationRates', h):
+        r.busy = use.gpu/100
     for kind,n in dict(sm=1, memory=2).items():
         now,most = (ask(f'nvmlDeviceGet{k}ClockInfo', h, n) for k in ('','Max'))
-        if now: r.clocks[kind] = now*1e6
-        if most: r.clocks_most[kind] = most*1e6
-    if m := ask('nvmlDeviceGetMemoryInfo', h): r.memory = dict(used=m.used, total=m.total)
+        if now:
+            r.clocks[kind] = now*1e6
+        if most:
+            r.clocks_most[kind] = most*1e6
+    if m := ask('nvmlDeviceGetMemoryInfo', h):
+        r.memory = dict(used=m.used, total=m.total)
     bits = ask('nvmlDeviceGetCurrentClocksThrottleReasons', h) or 0
     r.reasons = tuple(k for k,bit in REASONS.items() if bits&bit)
     return r

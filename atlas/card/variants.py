@@ -24,12 +24,17 @@ from .launch import CubinStore,Source,is_compiled,options_of,recording,save_vari
 
 # %% ../../nbs/2_card/07_variants.ipynb #fa53ae05
 def wanted(
-    *steps, # Functions that launch kernels through `run`; nothing is launched, so what they read back means nothing
+    *steps, # Functions that call `run`; nothing is launched, so what they read back is nothing
 )->list[tuple[str,dict]]:
     "Name and compile-time values of every variant that `steps` would launch"
     with recording(launch=False) as r:
-        for f in steps: f()
-    return [(n, dict(d)) for n,d in dict.fromkeys((c[0], tuple(sorted(c[-1].items()))) for c in r.calls)]
+        for f in steps:
+            f()
+    return [
+        (n, dict(d))
+        for n,d in dict.fromkeys(
+                (c[0], tuple(sorted(c[-1].items())))
+                for c in r.calls)]
 
 def _where(card): return _cuda(card.index) if card.kind=='cuda' else _emulator()
 
@@ -38,17 +43,26 @@ def make_ready(
     *steps, # As for `wanted`
     known=None, # `Known`: what is being loaded already; is told what this start asks for
 )->int: # Number of variants
-    "Compile and load all that `steps` will launch on `card`, at once; the first `DeviceError` ends it. A dry card loads nothing"
-    if known and known.complete(): return len(known.variants)
+    """Compile and load all that `steps` will launch on `card`, at once; the first `DeviceError`
+    ends it. A dry card loads nothing"""
+    if known and known.complete():
+        return len(known.variants)
     where,what = _where(card),wanted(*steps)
-    if card.kind=='dry': return len(what)
-    if known: known.wait()
+    if card.kind=='dry':
+        return len(what)
+    if known:
+        known.wait()
     with ThreadPoolExecutor(min(32, cores())) as ex:
-        jobs = [ex.submit(_ready, n, tuple(sorted(d.items())), where) for n,d in what]
-        try: made = len([j.result() for j in jobs])
+        jobs = [
+            ex.submit(_ready, n, tuple(sorted(d.items())), where)
+            for n,d in what]
+        try:
+            made = len([j.result() for j in jobs])
         finally:
-            for j in jobs: j.cancel()
-    if known: known.keep(what)
+            for j in jobs:
+                j.cancel()
+    if known:
+        known.keep(what)
     return made
 
 # %% ../../nbs/2_card/07_variants.ipynb #95d24523
@@ -63,16 +77,21 @@ class Known:
         name = _digest(f'{who} {card.identity()}')
         self.card,self.path = card,(folder or CubinStore().path)/f'{name}.variants.json'
         self.variants,self._was = self._read()
-        self._code,self._is,self._loaded,self._thread = code,None,0,None
+        self._code = code
+        self._is = None
+        self._loaded = 0
+        self._thread = None
     def _read(self)->tuple[list,str|None]: # Of what start it is
         "Variants as `wanted` gives them; none where nothing is known"
         try:
             said = json.loads(self.path.read_text())
             return [(n, dict(d)) for n,d in said['variants']],said['start']
-        except (OSError,ValueError,TypeError,KeyError): return [],None
+        except (OSError,ValueError,TypeError,KeyError):
+            return [],None
     def keep(self, what):
         "The next start is to know `what`"
-        if what==self.variants and self._is==self._was: return
+        if what==self.variants and self._is==self._was:
+            return
         part = self.path.with_suffix(f'.{os.getpid()}')
         with suppress(OSError,TypeError): # a start need not be known
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,22 +99,26 @@ class Known:
             part.replace(self.path)
     def wait(self):
         "Until what `load` began is loaded"
-        if self._thread: self._thread.join()
+        if self._thread:
+            self._thread.join()
 
-def _digest(said:str)->str: return hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
+def _digest(said:str)->str:
+    return hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
 
 # %% ../../nbs/2_card/07_variants.ipynb #13b50e10
 @patch
 def load(self:Known):
     "Begin to load it"
-    if not self.variants: return
+    if not self.variants:
+        return
     self._thread = threading.Thread(target=self._load, name='kernels', daemon=True)
     self._thread.start()
 
 @patch
 def _load(self:Known):
     where = _where(self.card)
-    if self._code: self._code() # will be asked for
+    if self._code:
+        self._code() # will be asked for
     with quick_turns(), ThreadPoolExecutor(4) as ex:
         self._loaded = sum(ex.map(partial(_load_one, where), self.variants))
 
@@ -103,7 +126,8 @@ def _load_one(where, variant)->bool: # Was it?
     "Load a variant whose machine code is there"
     name,defines = variant
     with suppress(AtlasError):
-        if not is_compiled(Source(name), where.arch, options_of(defines)): return False
+        if not is_compiled(Source(name), where.arch, options_of(defines)):
+            return False
         _ready(name, tuple(sorted(defines.items())), where)
         return True
     return False
@@ -113,12 +137,14 @@ def tell(self:Known,
     said:str, # All that decides what will be asked for, beside card and code
 ):
     "Say which start this is"
-    if self._code: self._is = _digest(f'{said} {self._code().hex()}')
+    if self._code:
+        self._is = _digest(f'{said} {self._code().hex()}')
 
 @patch
 def complete(self:Known)->bool:
     "Is this start like the last one, and all that it asked for loaded?"
-    if not self.variants or self._is is None or self._is!=self._was: return False
+    if not self.variants or self._is is None or self._is!=self._was:
+        return False
     self.wait()
     return self._loaded==len(self.variants)
 
@@ -131,8 +157,10 @@ def quick_turns(seconds:float=.0005):
     with _turns:
         before = sys.getswitchinterval()
         sys.setswitchinterval(seconds)
-        try: yield
-        finally: sys.setswitchinterval(before)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(before)
 
 # %% ../../nbs/2_card/07_variants.ipynb #5212c303
 @patch
@@ -146,12 +174,15 @@ def known(self:Cuda, who:str, code=None)->Known|None:
     return k
 
 # %% ../../nbs/2_card/07_variants.ipynb #159ea55f
-CARDS = {'sm_90a': dict(multiprocessors=132, capability=(9,0)), 'sm_121a': dict(multiprocessors=48, capability=(12,1))} # An H200 and a GB10
+CARDS = {
+    'sm_90a': dict(multiprocessors=132, capability=(9,0)),
+    'sm_121a': dict(multiprocessors=48, capability=(12,1))} # An H200 and a GB10
 
 class DryArray(CardArray):
     "An array that takes no writes, and is zero everywhere"
     card = None
-    def __array_finalize__(self, a): self.card = getattr(a, 'card', None)
+    def __array_finalize__(self, a):
+        self.card = getattr(a, 'card', None)
     def __setitem__(self, i, v): pass
     def fill(self, v): pass
 
@@ -162,17 +193,29 @@ class Dry(Emulator):
         arch:str='sm_90a', # Of `CARDS`
         nbytes:int=1<<43, # Addresses that there are for arrays
     ):
-        self.arch = arch; vars(self).update(CARDS[arch])
+        self.arch = arch
+        vars(self).update(CARDS[arch])
         self._all = Arena(Emulator(), Budget(nbytes), step=1<<30).region('all', nbytes)
-    def memory(self)->Memory: "All of it is free"; return Memory(self._all.size, self._all.left)
-    def describe(self)->str: "The card in one line"; return f'dry: as {self.arch}, {human(self._all.used)} of arrays'
+    def memory(self)->Memory:
+        "All of it is free"
+        return Memory(self._all.size, self._all.left)
+    def describe(self)->str:
+        "The card in one line"
+        return f'dry: as {self.arch}, {human(self._all.used)} of arrays'
     def empty(self, shape, dtype='float32'):
         "A new array"
-        a = self._all.take(shape, dtype, 64).view(DryArray); a.card = self
+        a = self._all.take(shape, dtype, 64).view(DryArray)
+        a.card = self
         return a
-    def zeros(self, shape, dtype='float32'): "A new array"; return self.empty(shape, dtype)
-    def upload(self, a): "An array like the host's `a`"; return self.empty(np.shape(a), np.asarray(a).dtype)
-    def download(self, a): "Zeros for the host"; return np.zeros(a.shape, a.dtype)
+    def zeros(self, shape, dtype='float32'):
+        "A new array"
+        return self.empty(shape, dtype)
+    def upload(self, a):
+        "An array like the host's `a`"
+        return self.empty(np.shape(a), np.asarray(a).dtype)
+    def download(self, a):
+        "Zeros for the host"
+        return np.zeros(a.shape, a.dtype)
     def write(self, dst, a): "Nothing"
 
 # %% ../../nbs/2_card/07_variants.ipynb #fd5b9b63
@@ -186,6 +229,8 @@ def list_variants(
     found = {}
     for arch in archs:
         card = Dry(arch)
-        with recording(launch=False) as r: warm(card)
-        save_variants(model, arch, r.variants, path); found[arch] = len(r.variants)
+        with recording(launch=False) as r:
+            warm(card)
+        save_variants(model, arch, r.variants, path)
+        found[arch] = len(r.variants)
     return found

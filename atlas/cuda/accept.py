@@ -26,7 +26,8 @@ _ARRAYS = { # Names by shape
     'K3S': 'c_pos3',
     '1': 'tick'}
 _SHAPES = {}
-for shape,names in _ARRAYS.items(): _SHAPES |= dict.fromkeys(names.split(), shape)
+for shape,names in _ARRAYS.items():
+    _SHAPES |= dict.fromkeys(names.split(), shape)
 _NONE = 'seq lanes slots state_out line c_seq c_in c_out c_slots'.split() # -1 at first
 _CHAIN = 'c_pos c_pos3 c_starts c_seq c_in c_out c_slots' # As the kernel takes them
 _LONG = 'slots','c_slots' # 64 bits, the others have 32
@@ -107,7 +108,8 @@ def on_host(self:VerifyRows)->SimpleNamespace:
     for k in self._flat:
         a = getattr(self, k)
         d[k] = self.card.download(a)
-    for k in names: d[k] = getattr(self, k)
+    for k in names:
+        d[k] = getattr(self, k)
     d['told_seq'] = self.heard_seq.copy()
     return SimpleNamespace(**d)
 
@@ -145,9 +147,11 @@ def _of(a, names):
 def _check(r, t, chances):
     "An `AtlasError` unless the table and the chances are for such rows"
     room,K = t._told.shape[1],r.width-1
-    if room<len(r.ids): raise AtlasError(f'{t} has room for {room} rows')
+    if room<len(r.ids):
+        raise AtlasError(f'{t} has room for {room} rows')
     n = K if chances is None else len(chances)
-    if n<K: raise AtlasError(f'{n} chances for {K} drafts')
+    if n<K:
+        raise AtlasError(f'{n} chances for {K} drafts')
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #f35fae71
 def accept_on_host(rows, table, full=False, chances=None, history=None):
@@ -159,8 +163,10 @@ def accept_on_host(rows, table, full=False, chances=None, history=None):
     for s in np.flatnonzero(n):
         ids = said[s,:n[s]]
         _count(r, t, s, ids)
-        if history is not None: _keep(r, s, ids, history)
-    for i in range(len(r.c_pos)): _chain(r, i)
+        if history is not None:
+            _keep(r, s, ids, history)
+    for i in range(len(r.c_pos)):
+        _chain(r, i)
     _tell(r, t, full)
 
 def _newest(r, n):
@@ -177,7 +183,8 @@ def _counts(r, t, said, chances):
     "Rows accepted of each sequence"
     drafts = r.ids.reshape(said.shape)[:,1:]
     live = np.where(r.line<0, 0, r.live)
-    if chances is None: return accept(said, drafts, live)
+    if chances is None:
+        return accept(said, drafts, live)
     own = np.maximum(r.line, 0)
     seeds,at = t.how['seed'][own],t.position[own]
     return simulate(said, drafts, live, chances, seeds, at)
@@ -186,9 +193,11 @@ def _count(r, t, s, ids):
     "Sequence `s` has `ids` more"
     line = r.line[s]
     t.position[line] += len(ids)
-    if t.counts is None: return
+    if t.counts is None:
+        return
     counted = t.how['flags'][line]&PENALTIES
-    if counted: np.add.at(t.counts[line], ids, 1)
+    if counted:
+        np.add.at(t.counts[line], ids, 1)
 
 def _keep(r, s, ids, history):
     "Write `ids` behind the newest token of sequence `s`"
@@ -235,11 +244,13 @@ def _states(r, i):
     "State slots that step `i` of the chain reads and writes"
     r.c_in[i] = _scratch(r, i-1)
     r.c_out[i] = _scratch(r, i)
-    if not i: r.c_in[i] = r.state_out[r.last]
+    if not i:
+        r.c_in[i] = r.state_out[r.last]
 
 def _scratch(r, i):
     "State slots that step `i` of the chain writes"
-    if r.scratch<0: return -1
+    if r.scratch<0:
+        return -1
     seqs = np.arange(len(r.live))
     return r.scratch+2*seqs+i%2
 
@@ -252,7 +263,8 @@ def _tell(r, t, full):
     j = np.arange(len(r.ids))%r.width
     yes = j<np.repeat(r.counts, r.width)
     told['id'] = np.where(yes, r.said, -1)
-    if not full: return
+    if not full:
+        return
     for k in ('logprob','top_ids','top_logprobs'):
         of = t.logprobs if k=='logprob' else getattr(t, k)
         rows = of[:len(yes)]
@@ -279,7 +291,8 @@ def next_rows(
 def next_on_host(rows, drafts=None):
     "The twin of `next_rows`, on arrays of the host"
     r = rows
-    if drafts is None: drafts = np.empty((0,*r.live.shape), int)
+    if drafts is None:
+        drafts = np.empty((0,*r.live.shape), int)
     told = r.told_seq[r.tick[0]%2]
     told[:,1:r.width] = -1
     going = (r.counts>0)&(r.line>=0)
@@ -308,7 +321,8 @@ def _place(r, s, drafts):
     p = r.pos[first]+r.counts[s]
     r.live[s] = _live(r, s, drafts, p)
     pos = np.minimum(p+j, _tops(r)[s])
-    if r.pos3 is not None: _turn(r, at, pos)
+    if r.pos3 is not None:
+        _turn(r, at, pos)
     r.pos[at] = pos
     r.starts[s] = pos[0]
     r.ids[at] = _fed(r, s, drafts)
@@ -336,6 +350,7 @@ def _swap(r, s):
     "The state after the last accepted row is the one to read, and row 0 writes the other of its slot"
     row = r.last[s]
     i,o = r.state_in[s],r.state_out[row]
-    if o<0: return
+    if o<0:
+        return
     r.state_in[s],r.state_out[row] = o,i
     r.state_out[s*r.width] = o^1

@@ -6,11 +6,12 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/attention/cuda.attend.html.m
 
 # %% auto #0
 __all__ = ['PIECE', 'pool_bytes', 'KVPool', 'pool_words', 'forget_words', 'make_pool', 'encode_row', 'decode_row', 'unpack_pool',
-           'Angles', 'num_pieces', 'most_rows', 'Shares', 'attend']
+           'Angles', 'num_pieces', 'most_rows', 'Shares', 'DecodeArgs', 'MergeArgs', 'attend']
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #dd608c3d
 import numpy as np
 from dataclasses import dataclass
+from typing import NamedTuple
 from ..ground.core import ConfigError,human
 from ..ground.formats import E4M3,bf16_to_f32,f32_to_bf16,f32_to_e2m1,f32_to_e4m3
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from ..card.card import card_of,limits,run
 from .pack import e2m1_words,words_e2m1
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #259f149b
-_BYTES = dict(bf16=2, fp8=1, nvfp4=.5, f16=2, f32=4)
-def _coded(fmt): return fmt in ('fp8','nvfp4')
+_BYTES = dict(bf16=2, fp8=1, nvfp4=.5, f16=2, f32=4) # Of a number, scales apart
+
+def _coded(fmt): return fmt in ('fp8','nvfp4') # Has a row codes and a scale?
 
 def pool_bytes(
     kv:int, # Key heads
@@ -27,9 +29,15 @@ def pool_bytes(
     fmt:str, # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
 )->int:
     "Bytes of one token, keys and values, in one layer; a `ConfigError` for what no pool can hold"
-    if fmt not in _BYTES: raise ConfigError(f'The cache format {fmt!r} is not known', hint=f'Known: {", ".join(_BYTES)}', param='kv_cache_dtype')
-    if d%16: raise ConfigError(f'Heads of {d} elements: the cache wants a multiple of 16', param='head_dim')
-    return 2*kv*int(d*_BYTES[fmt] + 4*_coded(fmt) + d//16*(fmt=='nvfp4'))
+    if fmt not in _BYTES:
+        known = ', '.join(_BYTES)
+        said = f'The cache format {fmt!r} is not known'
+        raise ConfigError(said, hint=f'Known: {known}', param='kv_cache_dtype')
+    if d%16:
+        said = f'Heads of {d} elements: the cache wants a multiple of 16'
+        raise ConfigError(said, param='head_dim')
+    scales = 4*_coded(fmt) + d//16*(fmt=='nvfp4')
+    return 2*kv*int(d*_BYTES[fmt] + scales)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #8e4fdf43
 @dataclass(eq=False)
@@ -45,22 +53,35 @@ class KVPool:
     v_sub:object=None
     words:object=None # f32: what blocks of `attend` give each other; empty between launches
     @property
-    def arrays(self)->tuple: "k, k_scale, k_sub, v, v_scale, v_sub, None where the format has none"; return self.k,self.k_scale,self.k_sub,self.v,self.v_scale,self.v_sub
+    def arrays(self)->tuple:
+        "k, k_scale, k_sub, v, v_scale, v_sub, None where the format has none"
+        keys = self.k,self.k_scale,self.k_sub
+        return *keys,self.v,self.v_scale,self.v_sub
     @property
-    def block_size(self)->int: "Positions of a block"; return self.k.shape[1]
+    def block_size(self)->int:
+        "Positions of a block"
+        return self.k.shape[1]
     @property
-    def kv(self)->int: "Key heads"; return self.k.shape[2]
+    def kv(self)->int:
+        "Key heads"
+        return self.k.shape[2]
     @property
-    def code(self)->int: "The format as the kernels number it"; return list(_BYTES).index(self.fmt)
+    def code(self)->int:
+        "The format as the kernels number it"
+        return list(_BYTES).index(self.fmt)
     @property
-    def nbytes(self)->int: "Bytes of all arrays"; return sum(a.nbytes for a in self.arrays if a is not None)
-    def __repr__(self): return f'KVPool {self.fmt}: {len(self.k)} blocks of {self.block_size}, {self.kv} heads of {self.d} · {human(self.nbytes)}'
+    def nbytes(self)->int:
+        "Bytes of all arrays"
+        return sum(a.nbytes for a in self.arrays if a is not None)
+    def __repr__(self):
+        size = f'{len(self.k)} blocks of {self.block_size}, {self.kv} heads of {self.d}'
+        return f'KVPool {self.fmt}: {size} · {human(self.nbytes)}'
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #adc60fa1
 def pool_words(
     card
 ): # f32
-    "Words for blocks of `attend` to give each other: for all pools that are used one after the other, but no others"
+    "Words for blocks of `attend` to give each other: for pools that are used one after the other"
     return card.upload(_unsaid())
 
 def _unsaid(): return np.full(1<<21, -1, np.int32).view(np.float32)
@@ -69,7 +90,7 @@ def forget_words(
     card,
     words, # Of `pool_words`
 ):
-    "Nobody has said anything, wherever their memory has been"
+    "Mark all `words` as not yet said, wherever their memory has been"
     card.write(words, _unsaid())
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #2176b1c6
@@ -85,55 +106,101 @@ def make_pool(
     "An empty pool; errors as for `pool_bytes`"
     pool_bytes(kv, d, fmt)
     at = (blocks, block_size, kv)
-    n,dtype = int(d*_BYTES[fmt])>>(not _coded(fmt)),'uint8' if _coded(fmt) else 'uint16'
-    a = [card.empty((*at, n), dtype) for _ in 'kv']
-    s = [card.empty(at, 'float32') if _coded(fmt) else None for _ in 'kv']
+    size,coded = int(d*_BYTES[fmt]),_coded(fmt)
+    codes = ((*at, size), 'uint8') if coded else ((*at, size//2), 'uint16')
+    a = [card.empty(*codes) for _ in 'kv']
+    s = [card.empty(at, 'float32') if coded else None for _ in 'kv']
     b = [card.empty((*at, d//16), 'uint8') if fmt=='nvfp4' else None for _ in 'kv']
     return KVPool(fmt, d, *a, *s, *b, pool_words(card) if words is None else words)
 
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #01ffdac5
+def _fill(a):
+    "Zeros at the end of rows of bytes, up to whole chunks of sixteen"
+    more = (0,-a.shape[-1]%16)
+    return np.pad(a, [(0,0)]*(a.ndim-1)+[more])
+
+def _halves(b):
+    "Bytes of two codes each, in the order of the weights"
+    return e2m1_words(_fill(b)).reshape(*b.shape[:-1], -1)[...,:b.shape[-1]]
+
+def _words(w):
+    "The codes of such bytes, as numbers"
+    chunks = _fill(w).reshape(*w.shape[:-1], -1, 16)
+    return words_e2m1(chunks)[...,:2*w.shape[-1]]
+
+def _f16(x):
+    "As float16, the largest number in place of what is beyond it"
+    return np.where(np.isfinite(x), x.clip(-65504, 65504), x).astype(np.float16)
+
+def _planes(x):
+    "Of sixteen numbers the nearest float16, then of what they leave"
+    near = _f16(x)
+    planes = [a.reshape(*x.shape[:-1], -1, 16) for a in (near,_f16(x-near))]
+    return np.stack(planes, -2).reshape(*x.shape[:-1], -1)
+
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #0d5f4720
-def _f16(x): return np.where(np.isfinite(x), x.clip(-65504, 65504), x).astype(np.float16)
-def _planes(x): y = _f16(x); return np.stack([a.reshape(*x.shape[:-1], -1, 16) for a in (y,_f16(x-y))], -2).reshape(*x.shape[:-1], -1)
+def _row_scale(x, largest):
+    "What each row is divided by, so that none of it is above `largest`; NaN where a row is broken"
+    top = np.abs(x).max(-1)
+    s = np.maximum(top/np.float32(largest), np.float32(1e-30))
+    return np.where(np.isfinite(top), s, np.float32(np.nan))
+
+def _encode_nvfp4(x):
+    "Codes, a scale for each row, and one for each sixteen numbers"
+    s = _row_scale(x, 448*6)
+    b = x.reshape(*x.shape[:-1], -1, 16)
+    top = np.abs(b).max(-1)/np.float32(6)
+    sub = f32_to_e4m3((top/s[...,None]).clip(2**-9, 448))
+    unit = E4M3[sub]*s[...,None]
+    c = f32_to_e2m1(b/unit[...,None]).reshape(*x.shape[:-1], -1, 2)
+    return _halves(c[...,0] | c[...,1]<<4),s,sub
 
 def encode_row(
     x:np.ndarray, # float32 [.., d]
     fmt:str, # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
 )->tuple: # codes, scale, sub
     "Rows as a pool stores them"
-    if fmt=='bf16': return f32_to_bf16(x),None,None
-    if fmt=='f16': return _f16(x).view(np.uint16),None,None
-    if fmt=='f32': return _planes(x).view(np.uint16),None,None
-    top = np.abs(x).max(-1)
-    s = np.where(np.isfinite(top), np.maximum(top/np.float32(448*(1 if fmt=='fp8' else 6)), np.float32(1e-30)), np.float32(np.nan))
-    if fmt=='fp8': return f32_to_e4m3(x/s[...,None]),s,None
-    b = x.reshape(*x.shape[:-1], -1, 16)
-    sub = f32_to_e4m3((np.abs(b).max(-1)/np.float32(6)/s[...,None]).clip(2**-9, 448))
-    c = f32_to_e2m1(b/(E4M3[sub]*s[...,None])[...,None]).reshape(*x.shape[:-1], -1, 2)
-    return _halves(c[...,0] | c[...,1]<<4),s,sub
+    if fmt=='nvfp4':
+        return _encode_nvfp4(x)
+    if fmt=='fp8':
+        s = _row_scale(x, 448)
+        return f32_to_e4m3(x/s[...,None]),s,None
+    if fmt=='bf16':
+        return f32_to_bf16(x),None,None
+    codes = _f16(x) if fmt=='f16' else _planes(x)
+    return codes.view(np.uint16),None,None
 
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #b57896ef
 def decode_row(
     codes, scale, sub, # As `encode_row` makes them
     fmt:str, # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
 )->np.ndarray: # float32 [.., d]
     "The numbers that are stored"
-    if fmt=='bf16': return bf16_to_f32(codes)
-    if fmt=='f16': return codes.view(np.float16).astype(np.float32)
-    if fmt=='f32': return codes.view(np.float16).astype(np.float32).reshape(*codes.shape[:-1], -1, 2, 16).sum(-2).reshape(*codes.shape[:-1], -1)
-    if fmt=='fp8': return E4M3[codes]*scale[...,None]
-    x = _words(codes).reshape(*sub.shape, 16)
-    return (x*(E4M3[sub]*scale[...,None])[...,None]).reshape(*codes.shape[:-1], -1)
-
-# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #b57896ef
-def _fill(a): return np.pad(a, [(0,0)]*(a.ndim-1)+[(0,-a.shape[-1]%16)])
-def _halves(b): return e2m1_words(_fill(b)).reshape(*b.shape[:-1], -1)[...,:b.shape[-1]]
-def _words(w): return words_e2m1(_fill(w).reshape(*w.shape[:-1], -1, 16))[...,:2*w.shape[-1]]
+    if fmt=='bf16':
+        return bf16_to_f32(codes)
+    if fmt=='fp8':
+        return E4M3[codes]*scale[...,None]
+    if fmt=='nvfp4':
+        x = _words(codes).reshape(*sub.shape, 16)
+        unit = E4M3[sub]*scale[...,None]
+        return (x*unit[...,None]).reshape(*codes.shape[:-1], -1)
+    x = codes.view(np.float16).astype(np.float32)
+    if fmt=='f16':
+        return x
+    planes = x.reshape(*codes.shape[:-1], -1, 2, 16)
+    return planes.sum(-2).reshape(*codes.shape[:-1], -1)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #00a00574
+def _on_host(a):
+    if a is None:
+        return None
+    return np.array(a.get() if hasattr(a, 'get') else a).view(np.ndarray)
+
 def unpack_pool(
     p:KVPool
 )->tuple[np.ndarray,np.ndarray]: # k and v, float32 [blocks, block_size, kv, d]
     "What a pool holds, on the host"
-    host = [None if a is None else np.array(a.get() if hasattr(a, 'get') else a).view(np.ndarray) for a in p.arrays]
+    host = [_on_host(a) for a in p.arrays]
     return tuple(decode_row(*host[i:i+3], p.fmt) for i in (0,3))
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #a419f2fc
@@ -157,54 +224,93 @@ def num_pieces(
 )->tuple[int,int]: # pieces, and how many of them are of the smallest size
     "Pieces that a row may see"
     n = -(-longest//PIECE)
-    if window: return min(n, (window+6)//PIECE+2),1<<20
+    if window:
+        return min(n, (window+6)//PIECE+2),1<<20
     many = max(8, (128 if d>128 else 256)//blocks)
-    return (n if n<=many else many+-(-(n-many)//2) if n<=3*many else 2*many+-(-(n-3*many)//4)),many
+    if n<=many:
+        return n,many
+    if n<=3*many:
+        return many+-(-(n-many)//2),many
+    return 2*many+-(-(n-3*many)//4),many
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #49da9ebb
-def _parts(d): return 4 if d>256 else 2 if d>128 else 1 # warps that share a slice
+def _parts(d): return 4 if d>256 else 2 if d>128 else 1 # Warps that share a slice
+def _groups(d): return 2 if d>256 else 4 # Of warps in a block
+def _row_bytes(d, fmt): return int(d*_BYTES[fmt])+(d//16)*(fmt=='nvfp4') # A row's scale apart
 
-def _slice(d, fmt, parts):
-    "Bytes of 16 positions of a head in shared memory, and fragments of a query"
-    row,sub = int(d*_BYTES[fmt]),fmt=='nvfp4'
-    cols = -(-row//16); loads = -(-cols//2//parts); apart = loads*parts*2==cols and not d%32
-    return 256*(cols|1) + parts*(0 if not _coded(fmt) else 128+16*sub*(loads*4 if apart else d//16)), 2*-(-d//32) if sub else d//16
+def _slice_bytes(d, fmt):
+    "Shared memory of 16 positions of a head (`Slice` of lib/slices.cuh)"
+    parts = _parts(d)
+    columns = -(-int(d*_BYTES[fmt])//16) # of 16 bytes
+    codes = 256*(columns|1)
+    if not _coded(fmt):
+        return codes
+    scales = 128
+    if fmt=='nvfp4':
+        loads = -(-columns//2//parts)
+        apart = loads*parts*2==columns and not d%32
+        scales += 16*(loads*4 if apart else d//16)
+    return codes+parts*scales
 
+def _fragments(d, fmt): return 2*-(-d//32) if fmt=='nvfp4' else d//16 # Of a query
+
+def _block_bytes(d, fmt, half, share, new, ahead):
+    "Shared memory of a block (`Room` of attn_decode.cu)"
+    split,groups = _parts(d),_groups(d)
+    warps = split*groups
+    slices,sums = 2*_slice_bytes(d, fmt),32*(d+4)
+    group = slices+sums if ahead else max(slices, sums)
+    queries = _fragments(d, fmt)+warps*(split>1)
+    rows = -(-2*new*_row_bytes(d, fmt)//16)*16
+    within = half>=16 and not half&(half-1) # Do pairs turn within a warp?
+    turning = 0 if within or not half else warps*d
+    floats = 2*new+turning+16*groups+8+4*ahead
+    return groups*group + 512*share*queries + rows + 4*floats
+
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #d574e304
 def _defines(a, pool, half, share, new, ahead=0):
-    "Compile-time sizes of the kernel for attention `a`, and bytes of shared memory of a block"
-    D = a.head_dim; split,groups = _parts(D),2 if D>256 else 4
-    W,swap,(part,steps) = split*groups,half>=16 and not half&(half-1),_slice(D, pool.fmt, split)
-    rows = -(-2*new*(int(D*_BYTES[pool.fmt])+(D//16)*(pool.fmt=='nvfp4'))//16)*16
-    sums = 32*(D+4)
-    parts = 2*part+sums if ahead else max(2*part, sums)
-    room = groups*parts + share*(steps+W*(split>1))*512 + rows + (2*new+(0 if swap or not half else W*D)+16*groups+8+4*ahead)*4
-    more = dict(AHEAD=1) if ahead else {}
-    return more|dict(D=D, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size, GATE=int(a.gate), VNORM=int(a.v_norm), KEQV=int(a.k_eq_v), QONLY=int(a.q_only),
-        NORM=('none','head','all').index(a.qk_norm), FMT=pool.code, SHARE=share, NEW=new, SPLIT=split, BYTES=room)
+    "Compile-time values of attn_decode.cu for attention `a`, and the shared memory of a block"
+    d,more = a.head_dim,dict(AHEAD=1) if ahead else {}
+    sizes = dict(D=d, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size)
+    heads = dict(GATE=int(a.gate), VNORM=int(a.v_norm))
+    heads |= dict(KEQV=int(a.k_eq_v), QONLY=int(a.q_only))
+    norm = ('none','head','all').index(a.qk_norm)
+    room = _block_bytes(d, pool.fmt, half, share, new, ahead)
+    block = dict(SHARE=share, NEW=new, SPLIT=_parts(d), BYTES=room)
+    return more|sizes|heads|dict(NORM=norm, FMT=pool.code)|block
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #49da9e5c
 def _rooms(card):
     "Bytes of shared memory for a block: half a multiprocessor's, or all that a block may have"
-    if card.kind=='dry': card = SimpleNamespace(arch='sm_90a')
+    if card.kind=='dry':
+        card = SimpleNamespace(arch='sm_90a')
     l = limits(card)
     half = l.half-1024  # a multiprocessor keeps some for other things
     return min(l.block, half),l.block
 
+def _several(card, a, pool, half, crowded):
+    "`_defines` for several rows of a sequence: as many to a block as it has room for"
+    shares = ((4,8),(2,8),(1,8),(1,6))[0 if crowded else 2:]
+    ways = [_defines(a, pool, half, s, n) for s,n in shares]
+    slim = [w for w in ways if w['SHARE']*a.head_dim<=512]
+    return next(w for most in _rooms(card) for w in slim if w['BYTES']<=most)
+
 def _variant(card, a, pool, half, b, crowded, least):
-    "`_defines` for step `b`: a block takes a row, or where it is `crowded` as many of a sequence as it has registers and room for"
+    "`_defines` for step `b`, where a multiprocessor needs room for `least` blocks"
     if b.num_rows==1 and crowded and pool.words is not None:
         ahead = _defines(a, pool, half, 1, 1, 1)
         room = least*(ahead['BYTES']+1024) # a multiprocessor keeps some for other things
-        if room<=limits(card).shared: return ahead|dict(ONE=1)
-    if b.num_rows==b.num_seqs: return _defines(a, pool, half, 1, 1)
-    shared = crowded and b.num_seqs==1 # blocks of many sequences are enough
-    shares = ((4,8),(2,8),(1,8),(1,6))[0 if shared else 2:]
-    ways = [_defines(a, pool, half, s, n) for s,n in shares]
-    return next(d for most in _rooms(card) for d in ways if d['BYTES']<=most and d['SHARE']*a.head_dim<=512)
+        if room<=limits(card).shared:
+            return ahead|dict(ONE=1)
+    if b.num_rows==b.num_seqs:
+        return _defines(a, pool, half, 1, 1)
+    # blocks of many sequences are enough
+    return _several(card, a, pool, half, crowded and b.num_seqs==1)
 
 def most_rows(card, a, pool:KVPool)->int:
-    "Rows that a step may have of one sequence: fewer than 8 where heads are large and multiprocessors small"
-    return next(n for most in _rooms(card) for n in (8,6) if _defines(a, pool, a.head_dim//2, 1, n)['BYTES']<=most)
+    "Rows that a step may have of one sequence: fewer than 8 where multiprocessors are small"
+    def room(n): return _defines(a, pool, a.head_dim//2, 1, n)['BYTES']
+    return next(n for most in _rooms(card) for n in (8,6) if room(n)<=most)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #34a3aad9
 _GIVEN = 8 # Pieces of a row that blocks add up among themselves
@@ -226,44 +332,163 @@ class Shares:
     mergers:int=0 # Blocks of a row that may add up its pieces; 0: attn_merge
     early:int=0 # Of one row that draws tickets: blocks that begin with the newest pieces
 
-# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #34a3aa5b
 def _crowded(card, blocks, pieces, rows, window):
-    "Are there more blocks than multiprocessors, or more pieces of one row than its blocks add up?"
+    "Are there more blocks than multiprocessors, or more pieces of a row than its blocks add up?"
     return blocks*pieces*rows>_sms(card) or (rows==1 and pieces>_GIVEN and not window)
-
-def _half(angles): return angles.cos.shape[1] if angles else 0 # Pairs of columns that turn
-
-def _least(d, crowded):
-    "Blocks that a multiprocessor must have room for"
-    return (1,2)[crowded] if d>128 else (2,3)[crowded] if d>64 else (2,5)[crowded]
 
 def _shares(card, blocks, pieces, many, rows, window):
     "`Shares` of rows that see up to so many pieces"
     if not _crowded(card, blocks, pieces, rows, window):
         apart = pieces>_GIVEN or blocks*pieces*rows>_usable(card) # Are not all there at once?
-        given = 0 if apart else 1 if card.kind=='emulator' else _GIVEN
-        return Shares(pieces, mergers=given)
-    few = (i for i in range(2) if window or blocks*_runs(pieces, many, i)*rows<=8*_sms(card))
+        given = 1 if card.kind=='emulator' else _GIVEN
+        return Shares(pieces, mergers=0 if apart else given)
+    most = 8*_sms(card)
+    few = (i for i in range(2) if window or blocks*_runs(pieces, many, i)*rows<=most)
     shift = next(few, 2)
     return Shares(_runs(pieces, many, shift), shift)
 
 def _drawing(card, blocks, pieces, room):
-    "`Shares` of one row: as many blocks as there is `room` for at once, which draw tickets for more pieces"
+    "`Shares` of one row: as many blocks as there is `room` for at once, which draw tickets"
     runs = min(pieces, max(1, room//blocks))
     return Shares(runs, early=max(1, _usable(card)//blocks)) # a block on each multiprocessor
 
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #34a3aa5b
+def _half(angles): return 0 if angles is None else angles.cos.shape[1] # Pairs that turn
+
+def _least(d, crowded):
+    "Blocks that a multiprocessor must have room for"
+    alone,many = (1,2) if d>128 else (2,3) if d>64 else (2,5)
+    return many if crowded else alone
+
 _ALONE = 107<<10 # Bytes, with which a block of attn_merge has more than half of a multiprocessor's
 
-def _room(card, d, rows, crowded):
-    "Of one long row, what attn_decode and attn_merge take: the next finds room beside a block, but no two of attn_merge"
-    if rows>1 or not crowded or getattr(card, 'arch', '')!='sm_90a': return {},{}
-    if not 128<d<=256: return {},dict(ALONE=72)
+def _beside(card, d, rows, crowded):
+    "Options of attn_decode and of attn_merge that leave room for a block of the next kernel"
+    if rows>1 or not crowded or getattr(card, 'arch', '')!='sm_90a':
+        return {},{}
+    if not 128<d<=256:
+        return {},dict(ALONE=72)
     return dict(LEAN=1),dict(ALONE=48, shared=_ALONE) # few registers each
 
 def _merging(card, d, heads, rows):
     "Blocks of attn_merge: as many as run at once, which share the rows if there are more"
     across = -(-d//32)
     return across,heads,min(rows, max(1, _MERGING*_sms(card)//(across*heads)))
+
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #ecac5ffb
+@dataclass(frozen=True)
+class _Plan:
+    "How the attention of a step is launched"
+    blocks:int # For one piece of a row: one for eight heads of a key head
+    pieces:int # That a row may see
+    many:int # Of them, how many there are of each size but the largest
+    words:object # f32: what blocks give each other; None: attn_merge adds, or there is one piece
+    draws:bool # Do blocks draw tickets for pieces?
+    share:Shares
+    decode:dict # Compile-time values and options of attn_decode
+    merge:dict # Of attn_merge
+
+def _plan(card, a, pool, b, rows, window, half):
+    "The `_Plan` for `rows` rows of step `b`, of which `half` pairs turn"
+    d,blocks = a.head_dim,_blocks(a.num_heads, a.num_kv_heads)
+    pieces,many = num_pieces(b.longest, window, blocks, d)
+    crowded = _crowded(card, blocks, pieces, rows, window)
+    least = _least(d, crowded)
+    defines = _variant(card, a, pool, half, b, crowded, least)
+    draws = 'ONE' in defines and not window
+    if draws:
+        share = _drawing(card, blocks, pieces, least*_usable(card))
+    else:
+        share = _shares(card, blocks, pieces, many, rows, window)
+    words = pool.words if share.mergers and pieces>1 else None
+    lean,alone = _beside(card, d, rows, crowded)
+    decode = dict(shared=defines['BYTES'], MINB=least)|defines|lean
+    merge = dict(D=d, GATE=int(a.gate))|alone
+    return _Plan(blocks, pieces, many, words, draws, share, decode, merge)
+
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #20c374f5
+class DecodeArgs(NamedTuple):
+    "What attn_decode.cu takes"
+    qkv:object # f32 [R, width]: gates | queries | keys | values
+    q_norm:object # f32 [d] or None: gains, where a head is normed by itself
+    k_norm:object
+    q_all:object # f32 [heads*d] or None: gains, where all heads are normed together
+    k_all:object # f32 [kv*d]
+    cos:object # f32 [positions, half] or None
+    sin:object
+    at:object # i32 [1 or 3, R]: rotary positions
+    axes:object # i32 [half] or None: which of three positions a pair turns by
+    k_pool:object # u8 [blocks, bs, kv, bytes of a row]
+    k_scales:object # f32 [blocks, bs, kv] or None
+    k_subs:object # u8 [blocks, bs, kv, d/16] or None
+    v_pool:object
+    v_scales:object
+    v_subs:object
+    tables:object # i32 [seqs, mb]
+    seq:object # i32 [R]; -1: padding
+    first:object # i32 [seqs+1]
+    starts:object # i32 [seqs]
+    slots:object # i64 [R]; -1: nowhere
+    sinks:object # f32 [heads] or None
+    o:object # f32 [R, pieces, heads, d]: weighted values of each piece, None for one
+    ml:object # f32 [R, pieces, heads, 2]: its largest score, and its sum
+    words:object # f32 or None: what blocks give each other
+    y:object # f32 [R, heads, d]
+    eps:float # Of the norms
+    scale:float # Of the scores
+    window:int # 0: none
+    many:int # Pieces of each size
+    mb:int # Blocks of a table
+    seqs:int
+    mergers:int # Blocks of a row that add up its pieces
+    cells:int # Pieces that a row may see
+    shift:int # A run has at least 64 << shift positions
+    tickets:object # i32 or None: of blocks with the same heads
+    early:int # Blocks that begin with the newest pieces
+
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #2a73ab2b
+class MergeArgs(NamedTuple):
+    "What attn_merge.cu takes"
+    o:object # f32 [R, pieces, heads, d]
+    ml:object # f32 [R, pieces, heads, 2]
+    qkv:object # f32 [R, width]: begins with the gates
+    seq:object # i32 [R]
+    first:object # i32 [seqs+1]
+    starts:object # i32 [seqs]
+    sinks:object # f32 [heads] or None
+    y:object # f32 [R, heads, d]
+    window:int # 0: none
+    many:int # Pieces of each size
+    max_pieces:int # That a row may see
+    width:int # Of qkv
+    rows:int
+
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #7507e653
+def _gains(a, q_norm, k_norm):
+    "Gains of queries and keys: of each head, or of all together"
+    if a.qk_norm=='head':
+        return dict(q_norm=q_norm, k_norm=k_norm, q_all=None, k_all=None)
+    return dict(q_norm=None, k_norm=None, q_all=q_norm, k_all=k_norm)
+
+def _turns(angles, rows):
+    "Where rows get their rotation"
+    if angles is None:
+        return dict(cos=None, sin=None, at=None, axes=None)
+    at = angles.pos.reshape(-1, rows)
+    return dict(cos=angles.cos, sin=angles.sin, at=at, axes=angles.axes)
+
+_POOLS = 'k_pool','k_scales','k_subs','v_pool','v_scales','v_subs' # As `KVPool.arrays`
+
+def _as_bytes(a): return a if a is None or a.dtype!=np.uint16 else a.view(np.uint8)
+
+def _pools(pool): return {name:_as_bytes(a) for name,a in zip(_POOLS, pool.arrays)}
+
+def _left(card, rows, pieces, heads, d):
+    "Memory for what each piece of a row leaves; None where there is only one"
+    if pieces==1:
+        return dict(o=None, ml=None)
+    of = rows,pieces,heads
+    return dict(o=card.empty((*of,d)), ml=card.empty((*of,2)))
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #19af3707
 def attend(
@@ -281,27 +506,40 @@ def attend(
     out=None, # f32 [R, heads*d]
 ): # As `out`
     "Attention of 1 to 8 rows of each sequence over the cache, from projection to projection"
-    card,R,d,h = card_of(qkv),len(qkv),a.head_dim,a.num_heads
-    y = card.empty((R, h*d)) if out is None else out
-    blocks = _blocks(h, a.num_kv_heads)
-    n,many = num_pieces(b.longest, window, blocks, d)
-    crowded = _crowded(card, blocks, n, R, window)
-    least = _least(d, crowded)
-    defines = _variant(card, a, pool, _half(angles), b, crowded, least)
-    draws = 'ONE' in defines and not window
-    share = (_drawing(card, blocks, n, least*_usable(card)) if draws
-        else _shares(card, blocks, n, many, R, window))
-    o,ml = (card.empty((R,n,h,d)),card.empty((R,n,h,2))) if n>1 else (None,None)
-    words = pool.words if share.mergers and n>1 else None
-    tickets = pool.words.view(np.int32) if draws else None
-    lean,alone = _room(card, d, R, crowded)
-    turn = (angles.cos,angles.sin,angles.pos.reshape(-1, R),angles.axes) if angles else (None,)*4
-    norms = (q_norm,k_norm,None,None) if a.qk_norm=='head' else (None,None,q_norm,k_norm)
-    pools = [x if x is None or x.dtype!=np.uint16 else x.view(np.uint8) for x in pool.arrays]
-    y3 = y.reshape(R, h, d)
-    run('attn_decode', (blocks,share.runs,R), 32*_parts(d)*(2 if d>256 else 4), qkv, *norms, *turn, *pools, b.tables, b.seq, b.first, b.starts, b.slots, sinks,
-        o, ml, words, y3, float(eps), float(scale), window or 0, many, b.tables.shape[1], len(b.tables), share.mergers, n, share.shift,
-        tickets, share.early, shared=defines['BYTES'], MINB=least, **defines, **lean)
-    if n>1 and words is None: run('attn_merge', _merging(card, d, h, R), 512, o, ml, qkv, b.seq, b.first, b.starts, sinks, y3,
-        window or 0, many, n, qkv.shape[1], R, D=d, GATE=int(a.gate), **alone)
+    card,rows = card_of(qkv),len(qkv)
+    heads,d = a.num_heads,a.head_dim
+    y = card.empty((rows, heads*d)) if out is None else out
+    p = _plan(card, a, pool, b, rows, window, _half(angles))
+    both = dict(qkv=qkv, seq=b.seq, first=b.first, starts=b.starts, sinks=sinks,
+        y=y.reshape(rows, heads, d), window=window or 0, many=p.many)
+    both |= _left(card, rows, p.pieces, heads, d)
+    own = _gains(a, q_norm, k_norm)|_turns(angles, rows)|_pools(pool)
+    own |= dict(tables=b.tables, slots=b.slots, eps=float(eps), scale=float(scale))
+    _decode(p, pool, rows, d, both|own)
+    if p.pieces>1 and p.words is None:
+        _merge(card, p, rows, both)
     return y
+
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #48f0c452
+def _decode(p, pool, rows, d, given):
+    "Launch attn_decode as `p` says, with those of its arguments that are `given`"
+    tables = given['tables']
+    args = DecodeArgs(
+        **given,
+        words=p.words,
+        mb=tables.shape[1],
+        seqs=len(tables),
+        mergers=p.share.mergers,
+        cells=p.pieces,
+        shift=p.share.shift,
+        tickets=pool.words.view(np.int32) if p.draws else None,
+        early=p.share.early)
+    threads = 32*_parts(d)*_groups(d)
+    run('attn_decode', (p.blocks,p.share.runs,rows), threads, *args, **p.decode)
+
+def _merge(card, p, rows, given):
+    "Launch attn_merge likewise"
+    _,heads,d = given['y'].shape
+    width = given['qkv'].shape[1]
+    args = MergeArgs(**given, max_pieces=p.pieces, width=width, rows=rows)
+    run('attn_merge', _merging(card, d, heads, rows), 512, *args, **p.merge)

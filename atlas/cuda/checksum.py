@@ -25,8 +25,10 @@ def checksums(
     sums = card.zeros((len(arrays),), 'int64')
     most = 8*card.multiprocessors
     for i,a in enumerate(arrays):
-        if not a.nbytes: continue
-        if card.address(a)%16: raise DeviceError('An array that begins between multiples of 16 bytes has no checksum on a card')
+        if not a.nbytes:
+            continue
+        if card.address(a)%16:
+            raise DeviceError('An array that begins between multiples of 16 bytes has no checksum on a card')
         runs = -(-a.nbytes//(8*SUMMED))
         run('checksum', min(runs, most), 256,
             a.reshape(-1).view('uint8'), sums[i:i+1], np.int64(a.nbytes),
@@ -42,24 +44,28 @@ class CardArrays(HostArrays):
         card.synchronize() # what lay in the arrays' memory before is done with
     def ring(self)->Ring:
         "Pinned buffers, the same each time"
-        if self._ring is None: self._ring = Ring(allocate=self.stream.buffer)
+        if self._ring is None:
+            self._ring = Ring(allocate=self.stream.buffer)
         return self._ring
     def buffer(self, nbytes): return self.stream.buffer(nbytes)
     def empty(self, shape, dtype): return self.card.empty(shape, dtype)
     def _run(self, a, at, n): return [(self.card.address(a)+at, n)]
 
     def put(self, a, at, data):
-        if not on_card(a): return HOST.put(a, at, data)
+        if not on_card(a):
+            return HOST.put(a, at, data)
         return self.stream.scatter(data, self._run(a, at, len(data))).wait
 
     def get(self, a, at, out):
-        if not on_card(a): return HOST.get(a, at, out)
+        if not on_card(a):
+            return HOST.get(a, at, out)
         self.stream.gather(self._run(a, at, len(out)), out).wait()
 
     def passing(self, a): return not on_card(a)
     def sums(self, arrays):
         there = [a for a in arrays if on_card(a)]
-        with self.stream.here(): found = iter(checksums(self.card, there))
+        with self.stream.here():
+            found = iter(checksums(self.card, there))
         return [next(found) if on_card(a) else HOST.sums([a])[0] for a in arrays]
 
 # %% ../../nbs/3_ops/82_cuda.checksum.ipynb #edf9c674
@@ -82,9 +88,11 @@ def _packed_whole(d, parts):
     rows = (p.experts or 1)*p.rows
     want = {k: v for k,v in p.format.arrays(rows, p.k).items() if v}
     got = {k: (tuple(a.shape),str(a.dtype)) for k,a in parts.items()}
-    if got!=want: raise ValueError(f'{got} are not the arrays of {p}')
+    if got!=want:
+        raise ValueError(f'{got} are not the arrays of {p}')
     if units is not None:
-        if (units.shape,str(units.dtype))!=((rows,),'float32'): raise ValueError(f'{units.shape} factors for {p}')
+        if (units.shape,str(units.dtype))!=((rows,),'float32'):
+            raise ValueError(f'{units.shape} factors for {p}')
         p._units = units
     return p
 

@@ -31,7 +31,8 @@ def route_many(
 ): # ids [R, top_k] int32, best first; weights [R, top_k] float32; one column more with `shared`
     "`atlas.ops.moe.route` on the card"
     R,out = len(x),top_k+(shared>0)
-    if isinstance(x, Rows): x = x.halves
+    if isinstance(x, Rows):
+        x = x.halves
     logits = gemm(x, router, gain, eps, exact=True)
     card = card_of(logits)
     ids,weights = card.empty((R, out), 'int32'),card.empty((R, out))
@@ -66,7 +67,8 @@ def sort_picks(
 
 def _tiles(card, experts, picks, places):
     "Room for the list of tiles of so many places"
-    if not places: return None
+    if not places:
+        return None
     return card.empty((min(experts, picks)+picks//places, 3), 'int32')
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #56ba6eaf
@@ -89,12 +91,15 @@ def experts_many(
 ): # [R, H] float32
     "`atlas.ops.moe.experts` on the card, for many rows; no row's bits depend on another row"
     (R,k),card = ids.shape,card_of(ids)
-    if out is None: out = card.empty((R, down.n))
+    if out is None:
+        out = card.empty((R, down.n))
     if R>MOST:
         cut = lambda a, i: None if a is None else a[i:i+MOST]
-        for i in range(0, R, MOST): experts_many(cut(x, i), cut(ids, i), cut(weights, i), up, down, act, limit, up_bias, down_bias, cut(add, i), cut(real, i), cut(out, i), activations)
+        for i in range(0, R, MOST):
+            experts_many(cut(x, i), cut(ids, i), cut(weights, i), up, down, act, limit, up_bias, down_bias, cut(add, i), cut(real, i), cut(out, i), activations)
         return out
-    if real is not None and real.dtype!='int32': real = real.view('int8').astype('int32')-1
+    if real is not None and real.dtype!='int32':
+        real = real.view('int8').astype('int32')-1
     places = [grouped_rows(activations, w, R*k, card) for w in (up,down)]
     other = places[1] if places[1]!=places[0] else 0
     order,*lists = sort_picks(ids, up.experts, places[0], real, other)

@@ -12,7 +12,7 @@ from types import SimpleNamespace as NS
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
-from .experts import _ACTS,_ceil,_checked,_most,_raw
+from .experts import Mixture,_ACTS,_ceil,_checked,_most,_raw
 from .gemv import _x_bytes
 from .gemv_wide import Found,Reader,prepared_rows
 from .pack import Packed
@@ -59,7 +59,8 @@ def _room(card, f, K, entries):
         for B in range(BUFFERS, 0, -1):
             least = 3 if W>4 or B>1 else 1
             fit = [d for d in range(least, 9) if bytes_of(W, d, B)<=room]
-            if not fit: continue
+            if not fit:
+                continue
             deep = min(DEEP, fit[-1])
             return W,deep,B,_ceil(bytes_of(W, deep, B), 16)*16
 
@@ -69,7 +70,8 @@ def _tails(units, deep):
 
 def _warps(f, entries):
     "Warps that a block may have: 16 leave each 128 registers, and few are worth no large slots"
-    if f.chunk>=64: return (8,) if entries>8 else (8,4)
+    if f.chunk>=64:
+        return (8,) if entries>8 else (8,4)
     return (12,8) if entries>8 else (16,12,8,4)
 
 def _rows_bytes(f, held, entries):
@@ -83,7 +85,8 @@ def _strips(card, p, up, entries, act, norm, picks):
     units = _ceil(p.k, 128*f.blocks)
     while (room := _room(card, f, p.k, entries)) is None:
         entries //= 2
-        if not entries: raise AtlasError(f'Rows of {p.k:,} values need more shared memory than a block has')
+        if not entries:
+            raise AtlasError(f'Rows of {p.k:,} values need more shared memory than a block has')
     return dict(
         FORMAT=f'fragment_{f.name}',
         K=p.k,
@@ -102,7 +105,8 @@ def _halves(card, up, down, act, norm, picks, entries):
     while True:
         u = _strips(card, up, True, entries, act, norm, picks)
         d = _strips(card, down, False, u['ENTRIES'], act, False, picks)
-        if u['ENTRIES']==d['ENTRIES']: return u,d
+        if u['ENTRIES']==d['ENTRIES']:
+            return u,d
         entries = d['ENTRIES']
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #77233d23
@@ -130,7 +134,8 @@ def _logits(x, router, bias, gain, eps, E, sms, empty=None, own=None, ready=None
         ROWS=rows, WARPS=W, EACH=each)
     fours = 0 if empty is None else empty.size//4
     mine,crossed = own or (None,False)
-    if own: options['READY'] = 1+crossed
+    if own:
+        options['READY'] = 1+crossed
     run('router', grid, 32*W, _raw(router.w), bias, gain, x, logits, met, empty, mine, ready,
         eps, n, logits.shape[1], R, fours, **options)
     return logits,met
@@ -165,7 +170,8 @@ def _products(x, p, bias, gain, slots, y, eps, limit, shared, blocks, d):
     span = (_ceil(most*strips, blocks)-1)//strips+2
     room = d['ROOM']+4*span*(1+slots[1].shape[1])
     l = limits(card_of(x))
-    if room>l.block: raise AtlasError(f'{blocks} blocks have {span} slots each, and no room for them')
+    if room>l.block:
+        raise AtlasError(f'{blocks} blocks have {span} slots each, and no room for them')
     run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, *slots,
         x, gain, y, eps, limit, shared, x.shape[1], y.shape[1],
         shared=max(room, l.alone), **d)
@@ -184,14 +190,18 @@ def _fixed(H, I, teams):
 def _whole(card, up, down, act, norm, biased=False):
     "Options of experts_wide.cu for these banks; None if it does not take their shapes"
     H,I,formats = up.k,down.k,(up.format,down.format)
-    if any(f.chunk!=16 for f in formats): return
-    if H not in (1024,2048) or I not in (256,512): return
+    if any(f.chunk!=16 for f in formats):
+        return
+    if H not in (1024,2048) or I not in (256,512):
+        return
     stage = max(_stage(up, 1), _stage(down, 4))+256*(1+biased)
     for teams in (3,2,1):
         ring = 2*teams # A place is always the same team's
         room = _ceil(ring*(stage+16)+_fixed(H, I, teams), 16)*16
-        if room<=limits(card).block-1024: break
-    else: return
+        if room<=limits(card).block-1024:
+            break
+    else:
+        return
     return dict(UP=f'fragment_{up.format.name}', DOWN=f'fragment_{down.format.name}',
         HIDDEN=H, INNER=I, ACT=_ACTS[act], NORM=int(norm), TEAMS=teams, RING=ring,
         DEEP=teams+1, ROOM=room, # Deeper, and all other reads are late
@@ -220,7 +230,8 @@ def _both(ready, up, down, logits, routes, words, y, o, d):
     for stages in (up.rows//16,down.rows//64):
         span += (_ceil(_most_slots(R, m, o.shared, 8)*stages, blocks)-1)//stages+2
     room,l = d['ROOM']+4*span*10,limits(card)
-    if room>l.block: raise AtlasError(f'{blocks} blocks have {span} slots each, and no room for them')
+    if room>l.block:
+        raise AtlasError(f'{blocks} blocks have {span} slots each, and no room for them')
     d = d|_scores(m, o.shared, o.gate, o.correction)
     chosen = logits,o.correction,o.per_expert
     banks = *map(_raw, (up.w,down.w,up.s,down.s)),up.gs,down.gs,*o.biases
@@ -265,9 +276,11 @@ def moe_wide(
 ): # [R, H]: residual and weighted sum of the experts' MLPs
     "What `moe` computes, for up to 256 rows at a time; no row's bits depend on another row"
     card,(R,H) = card_of(x),x.shape
-    _checked(H, router, up, down, m, act, shared, shared_gate)
-    if out is None: out = card.empty((R,H))
-    if routes is None: routes = card.empty((R,m.top_k), 'int32'),None
+    _checked(Mixture(router, up, down, m, act, shared=shared, gated=shared_gate), H)
+    if out is None:
+        out = card.empty((R,H))
+    if routes is None:
+        routes = card.empty((R,m.top_k), 'int32'),None
     o = NS(seen=gain if router_gain is None else router_gain, gain=gain, eps=float(eps), m=m, act=act,
         limit=3.4e38 if limit is None else float(limit), bias=bias, correction=correction,
         per_expert=per_expert, shared=shared, gate=shared_gate, biases=(up_bias,down_bias), blocks=blocks)
@@ -285,7 +298,8 @@ def _variants(card, up, down, o, picks, R):
     biased = {b is not None for b in o.biases}
     whole = entries==8 and len(biased)==1
     both = whole and _whole(card, up, down, o.act, norm, *biased)
-    if both: return [both]
+    if both:
+        return [both]
     halves = _halves(card, up, down, o.act, norm, picks, entries)
     return [d|dict(ASIDE=int(_bucket(R)>FEW_ROWS)) for d in halves]
 
@@ -300,7 +314,8 @@ def _rows(router, up, down, o, x, add, out, *routes):
     ready = card.empty(_ready(R, H), 'uint8') if whole else None
     own = (o.gain,up.format.name in CROSSED) if whole else None
     logits,met = _logits(*seen, words if whole else None, own, ready)
-    if whole: share = _both(ready, up, down, logits, routes, (h,picked), y, o, *d)
+    if whole:
+        share = _both(ready, up, down, logits, routes, (h,picked), y, o, *d)
     else:
         share,slots = _slots(logits, m, o.correction, o.per_expert, *routes, o.shared, o.gate,
             d[0]['ENTRIES'], met)

@@ -55,7 +55,8 @@ def as_halves(
     parts:int=1, # At least
 )->Halved:
     "Rows as fp16, unless they are that already"
-    if isinstance(x, Halved): return x
+    if isinstance(x, Halved):
+        return x
     return Halved(*halve(x, gain, eps, parts), parts)
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #e9b50270
@@ -67,7 +68,8 @@ def units(
 ): # [experts*rows] float32, or None for ones
     "What each row of a product with fp16 weights has to be multiplied by; found once"
     f = w.format
-    if not f.found: return w.s.reshape(-1) if f.rows=='s' else w.gs
+    if not f.found:
+        return w.s.reshape(-1) if f.rows=='s' else w.gs
     if getattr(w, '_units', None) is None:
         b = _rows(w)
         w._units = card_of(w.w).empty(len(b))
@@ -101,12 +103,14 @@ def launch_of(f:CardFormat, d:dict, k:int=0)->tuple:
     scales = d['BK']//32*f.scale or 4*bool(f.tile)
     own = 32*d['NT'] # rows of W of a group
     apiece = d['WN']//4*d['STAGES']*own*(d['BK']//32*f.chunk+scales)
-    if (turns := d.get('TURNS', 1))>1: return bm,bn*turns,threads,2*bm*-(-k//BK)*BK+apiece+1024
+    if (turns := d.get('TURNS', 1))>1:
+        return bm,bn*turns,threads,2*bm*-(-k//BK)*BK+apiece+1024
     if ring := d.get('RING'):
         about = d['WN']//2*4*(3*bm+own)
         return bm,bn,threads+128,ring*(128*bm+16)+about+apiece+1024
     stage = 2*bm*d['BK']*parts + bn*d['BK']//32*f.chunk + bn*scales
-    if not d.get('WGMMA'): return bm,bn,threads,d['STAGES']*stage
+    if not d.get('WGMMA'):
+        return bm,bn,threads,d['STAGES']*stage
     return bm,bn,threads,d['STAGES']*-(-stage//1024)*1024+1024
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #c1d2a702
@@ -132,8 +136,10 @@ def _experts_by_groups(f, rows, n, k):
     many = -(-n//256) # turns of four groups through all rows of an expert's matrix
     turns = many if rows>=128 else -(-many//2)
     whole = turns>1 and not f.tile and _groups_tile(f, 8, 16, 1, k, TURNS=turns)
-    if whole: return whole
-    if rows>=128: return _groups_tile(f, 8, 8, 2)
+    if whole:
+        return whole
+    if rows>=128:
+        return _groups_tile(f, 8, 8, 2)
     return _groups_tile(f, 5, 12, 2) if -(-n//192)*192<1.05*n else _groups_tile(f, 6, 8, 2)
 
 def _by_groups(f, rows, n, cores, parts):
@@ -146,7 +152,8 @@ def _by_groups(f, rows, n, cores, parts):
         return full*two + (two if rest>cores else alone if rest else 0)
     shapes = [s for s in _SHAPES if parts==1 or s[0]<=8]
     MT,WN = min(shapes, key=cost)
-    if MT==16: return _ring(f)
+    if MT==16:
+        return _ring(f)
     return _groups_tile(f, MT, WN, 2 if parts==1 else 1)
 
 
@@ -165,7 +172,8 @@ def tile_of(
         return _by_groups(f, rows, n, cores, parts)
     if groups and not grouped and parts==2 and f.chunk==64 and rows>=1024: # a router
         return dict(MT=8, NT=2, WM=1, WN=4, BK=BK, STAGES=4, WGMMA=1)
-    if groups and grouped and f.chunk<64 and rows>=48: return _experts_by_groups(f, rows, n, k)
+    if groups and grouped and f.chunk<64 and rows>=48:
+        return _experts_by_groups(f, rows, n, k)
     large = f.narrow and k>=2048 and rows>=96
     small = max(parts, f.parts)>1 or grouped and not large
     wide = f.chunk>=64 and not grouped
@@ -194,7 +202,8 @@ def gemm(
     "`act(W f(x) + bias) * sigmoid(gate) + add` by tensor cores; no row's bits depend on another row"
     R,parts = len(x),max(w.format.parts, 1+exact)
     h = as_halves(x, gain, eps, parts_of(w, exact))
-    if out is None: out = card_of(h.y).empty((R, w.n//2 if w.pair else w.n))
+    if out is None:
+        out = card_of(h.y).empty((R, w.n//2 if w.pair else w.n))
     return product(h.y, h.scale, w, out, R, bias, add, act, limit, gate, parts=parts, tile=tile)
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #7a1e0c02
@@ -204,7 +213,8 @@ def _tiles_before(f, rows, n, k, cores, parts, groups)->list[dict]:
     found = []
     for r in range(rows//2//TILE*TILE+TILE, rows, TILE):
         d = tile_of(f, r, n, k, cores, False, parts, groups)
-        if d not in found: found.append(d)
+        if d not in found:
+            found.append(d)
     return found
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #30136062
@@ -228,7 +238,8 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
         grid = min(card.usable, grid[0]*grid[1])
         x_map = _rows_map(card, card.address(h), rows, h.shape[1], bm)
     blocks = w.s.shape[-1] if f.tile else 0
-    if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)
+    if bias is not None:
+        bias = bias.reshape(-1, w.rows if w.pair else w.n)
     logits,column = gate or (None,0)
     scales = _bytes(w.s) if f.stage else None
     most = float('inf') if limit is None else float(limit)
@@ -240,5 +251,6 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
         shared=shared, pdl=False, **how, **d)
     if wanting() and not grouped and not tile:
         those = f,rows,w.n,w.k,card.multiprocessors,parts,by_groups(card)
-        for other in _tiles_before(*those): noted('gemm', grid, threads, (), 0, False, how|other)
+        for other in _tiles_before(*those):
+            noted('gemm', grid, threads, (), 0, False, how|other)
     return out

@@ -43,7 +43,8 @@ def narrow_on_host(
     v = np.pad(v, ((0,0),(0,-v.shape[1]%BK)))
     scale = np.ldexp(np.float32(1), e-141+(7 if fmt=='fp8' else 4))
     scale = np.where(np.isfinite(top), scale, np.float32(np.nan))
-    if gain is not None: scale = scale/np.sqrt((np.float32(x)**2).mean(1)+np.float32(eps))
+    if gain is not None:
+        scale = scale/np.sqrt((np.float32(x)**2).mean(1)+np.float32(eps))
     codes,scales = (_e4m3 if fmt=='fp8' else _nvfp4)(v)
     return Narrow(codes, scales, scale.astype(np.float32))
 
@@ -107,7 +108,8 @@ class Rows:
     def halves(self): "As `gemm` takes them"; return as_halves(self.x, *self.norm, self.parts)
     def narrow(self, fmt:str)->Narrow:
         "In a format of `SCALED`"
-        if fmt not in self._narrow: self._narrow[fmt] = narrow(self.x, fmt, *self.norm)
+        if fmt not in self._narrow:
+            self._narrow[fmt] = narrow(self.x, fmt, *self.norm)
         return self._narrow[fmt]
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #7b60cc19
@@ -118,7 +120,8 @@ def rounded(
     fmt:str, # Of `SCALED`: that of the activations
 )->np.ndarray: # float32 [n, k] or [E, n, k]
     "The weights that `gemm_scaled` multiplies"
-    if fmt!='fp8' or not w.format.narrow: return unpack(w)
+    if fmt!='fp8' or not w.format.narrow:
+        return unpack(w)
     unit = 1 if units(w) is None else card_of(w.w).download(units(w))[:,None]
     own = unit if w.format.rows=='gs' else 1 # else the unit is in the numbers
     lift = np.float32(_LIFT[w.fmt])/(unit/own)
@@ -129,13 +132,15 @@ def _by_warps(fmt, rows, n, card, grouped):
     "Tiles for products of single warps"
     sizes = (8,4,2) if fmt=='nvfp4' else (4,2)
     def enough(m):
-        if grouped: return rows>=12*m
+        if grouped:
+            return rows>=12*m
         return -(-rows//(16*m))*-(-n//128)>=card.multiprocessors
     return dict(MT=next(filter(enough, sizes), sizes[-1]), NT=4, WN=4)
 
 def _by_groups(rows, n, card, grouped):
     "Tiles for products of two warpgroups"
-    if grouped: return dict(MT=6 if rows>=24 else 2, NT=2, WN=8, WGMMA=1)
+    if grouped:
+        return dict(MT=6 if rows>=24 else 2, NT=2, WN=8, WGMMA=1)
     def enough(m): return -(-rows//(16*m))*-(-n//128)>=card.multiprocessors
     MT = next(filter(enough, (16,8,4)), 4)
     return dict(MT=MT, NT=2, WN=8, WGMMA=1)
@@ -161,7 +166,8 @@ def launch_scaled(f:CardFormat, fmt:str, d:dict)->tuple:
     x = BK if fmt=='fp8' else BK//2+BK//16
     stage = bm*x+bn*(BK//32*(f.chunk+f.scale)+4*bool(f.tile))
     more = 1024*('WGMMA' in d)
-    if more: stage = -(-stage//more)*more
+    if more:
+        stage = -(-stage//more)*more
     return bm,bn,32*d['WN'],d['STAGES']*stage+more
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #627f640a
@@ -181,7 +187,8 @@ def product_scaled(
     bm,bn,threads,shared = launch_scaled(f, fmt, d)
     across = -(-w.n//bn)
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
-    if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)
+    if bias is not None:
+        bias = bias.reshape(-1, w.rows if w.pair else w.n)
     logits,column = gate or (None,0)
     scales = _bytes(w.s) if f.scale or f.tile else None
     run('gemm_scaled', grid, threads,
@@ -203,7 +210,8 @@ def gemm_scaled(
 ): # [R, n] float32, or [R, n/2] after an activation of pairs
     "`gemm` with activations in fewer bits; no row's bits depend on another row"
     h = x.narrow(fmt) if isinstance(x, Rows) else narrow(x, fmt, gain, eps)
-    if out is None: out = card_of(h.codes).empty((len(x), w.n//2 if w.pair else w.n))
+    if out is None:
+        out = card_of(h.codes).empty((len(x), w.n//2 if w.pair else w.n))
     return product_scaled(h, fmt, w, out, len(x), **kw)
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #2d6ca8f8
@@ -213,7 +221,8 @@ def can_scale(
 ):
     "An `UnsupportedError` unless the tensor cores of `card` multiply such numbers"
     has = dict(nvfp4=('sm_120a','sm_121a','emulated'), fp8=('sm_90a','sm_120a','sm_121a','emulated'))
-    if card.arch in has[fmt]: return
+    if card.arch in has[fmt]:
+        return
     said = f'prefill_activations={fmt!r} needs one of {", ".join(has[fmt][:-1])}'
     raise UnsupportedError(f'{said}, and this card is {card.arch}', hint='Leave it out',
         param='prefill_activations')
@@ -237,8 +246,10 @@ def gemm_with(
     **kw, # For `gemm` or `gemm_scaled`
 ): # As `gemm`
     "Rows times a matrix, in `activations` where its format has a way for it"
-    if takes(w.format, activations, card_of(w.w)): return gemm_scaled(x, w, activations, gain, eps, **kw)
-    if isinstance(x, Rows): x = x.halves
+    if takes(w.format, activations, card_of(w.w)):
+        return gemm_scaled(x, w, activations, gain, eps, **kw)
+    if isinstance(x, Rows):
+        x = x.halves
     return gemm(x, w, gain, eps, exact=exact, **kw)
 
 def grouped_rows(activations:str, w:Packed, rows:int, card)->int:
@@ -251,7 +262,8 @@ def grouped_rows(activations:str, w:Packed, rows:int, card)->int:
 def grouped_product(activations:str, x, w:Packed, out, rows:int, **kw):
     "`product` with the experts of a bank, in `activations` where its format has a way for it"
     if takes(w.format, activations, card_of(w.w)):
-        if not isinstance(x, Rows): x = Rows(x)
+        if not isinstance(x, Rows):
+            x = Rows(x)
         return product_scaled(x.narrow(activations), activations, w, out, rows, **kw)
     h = x.halves if isinstance(x, Rows) else as_halves(x)
     return product(h.y, h.scale, w, out, rows, **kw)

@@ -72,7 +72,8 @@ def _rings(l, f, tiles, strips, warps, along, steps, rounds):
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #c63796ea
 def _work(f):
     "Instructions to decode 16 rows of 128 columns, and products of a tensor core with a tile"
-    if f.parts>1: return 300,40
+    if f.parts>1:
+        return 300,40
     return (110 if f.narrow else 70 if f.chunk==32 else 30),8*f.planes
 
 def _cycles(f, n, k, sms, split, groups, rounds, o):
@@ -120,14 +121,17 @@ def _tilings(room, f, n, k, sms, split, tiles, more=0):
         groups = _up(tiles, t)
         blocks = max(1, sms//groups-_up(more, groups))
         for strips in (1,2):
-            if t>_most_tiles(f) or t*strips>4 and f.parts>1: continue
+            if t>_most_tiles(f) or t*strips>4 and f.parts>1:
+                continue
             for along in (a for a in range(1, split+1) if split%a==0):
                 for down in range(1, _most_warps(room, f, t*strips)//along+1):
                     rounds = _up(n, blocks*16*strips*down)
                     span = _up(n, 4*blocks*rounds)*4
-                    if span<=16*strips*(down-1): continue
+                    if span<=16*strips*(down-1):
+                        continue
                     rings = _rings(room, f, t, strips, down*along, along, _up(units, along), rounds)
-                    if rings is None: continue
+                    if rings is None:
+                        continue
                     shared = _memory(f, t, strips, down*along, along, *rings)
                     o = Tiling(t, strips, down, along, *rings, min(blocks, _up(n, span)), span, shared)
                     yield _cycles(f, n, k, sms, split, groups, rounds, o),o
@@ -138,17 +142,20 @@ RINGS = (3,4),(2,4),(2,3),(3,2),(2,2),(1,2) # Places for weights, and pieces of 
 
 def _together(room, f, n, k, sms, split, tiles, blocks):
     "The same where four warps multiply together"
-    if not room.groups or f.planes>1 or tiles%2 or tiles>8: return
+    if not room.groups or f.planes>1 or tiles%2 or tiles>8:
+        return
     units = _up(k, 128*f.blocks)
     for along in (a for a in (1,2,4) if split%a==0):
         for down in range(4, (12 if tiles>4 else 16)//along+1, 4):
             warps,rounds = down*along,_up(n, blocks*16*down)
             span = _up(n, 4*blocks*rounds)*4
-            if span<=16*(down-4): continue
+            if span<=16*(down-4):
+                continue
             sizes = f,tiles,1,warps,along
             fitting = ((d,h) for d,h in RINGS if h<=_up(units, along)
                 and _memory(*sizes, d, h, True)<=room.block-1024)
-            if (rings := next(fitting, None)) is None: continue
+            if (rings := next(fitting, None)) is None:
+                continue
             shared = _memory(*sizes, *rings, True)
             o = Tiling(tiles, 1, down, along, *rings, min(blocks, _up(n, span)), span, shared, True)
             yield _cycles_together(f, n, k, sms, split, rounds, o),o
@@ -156,9 +163,11 @@ def _together(room, f, n, k, sms, split, tiles, blocks):
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #94ccce84
 def _most_warps(room, f, quads):
     "Warps that have registers for the sums of so many tiles"
-    if f.parts>1: return 8
+    if f.parts>1:
+        return 8
     # where shared memory is small, compilers want more registers for the same
-    if room.block<128<<10: return 12 if quads<=2 else 8 if quads<=6 else 0
+    if room.block<128<<10:
+        return 12 if quads<=2 else 8 if quads<=6 else 0
     return 16 if quads<=2 else 12 if quads<=4 else 8
 
 @functools.cache
@@ -221,11 +230,14 @@ class _Product:
         self.groups = _up(rows, 8*self.o.tiles)
         self.more = _up(more, self.groups) # Blocks for the extra rows, of those that have the same rows of x
         self.mine,self.mores = self.o,self.more # The same for a part of the card
-        if card.usable<sms: self._deal(card.usable)
+        if card.usable<sms:
+            self._deal(card.usable)
         self.tiles = self.groups*self.o.tiles
         self.opts = dict(FORMAT=f'fragment_{f.name}', K=w.k, SPLIT=self.split)
-        if self.o.cores: self.opts['CORES'] = 1
-        if extra: self.opts['EXTRA'] = f'fragment_{extra.format.name}'
+        if self.o.cores:
+            self.opts['CORES'] = 1
+        if extra:
+            self.opts['EXTRA'] = f'fragment_{extra.format.name}'
 
     def room(self, rows, normed):
         "Room for rows as tiles, for the extra rows too, and for 1/rms of each"
@@ -242,7 +254,8 @@ class _Product:
         normed,R,opts = norm['NORM']==1,len(x),self.opts|norm
         room,warps = self.room(R, normed),self.W if normed else 8
         early = found.part is not None and R<=EARLY_ROWS
-        if found.part is not None: opts['PICKS'] = found.part.shape[1]
+        if found.part is not None:
+            opts['PICKS'] = found.part.shape[1]
         run('gemv_halves', (R,1 if normed else _up(self.w.k, 256*warps)), 32*warps,
             x, gain, parts, *room, found.share, found.part, found.add,
             float(eps), R, self.tiles, int(early), W=self.W, **opts)
@@ -253,7 +266,8 @@ class _Product:
 def tiles_of(self:_Product, x, gain, eps, parts, norm):
     "What `halves` gives, of rows `x` that are there, or `Prepared` for this product"
     made,w = isinstance(x, Prepared),self.w
-    if made and x.of(w, gain, eps, self.extra): return x.tiles
+    if made and x.of(w, gain, eps, self.extra):
+        return x.tiles
     if made and x.x is None:
         raise ConfigError(f'Rows were made for {x.reader.w}, and not for {w}')
     return self.halves(x.x if made else x, gain, eps, parts, norm)
@@ -277,9 +291,11 @@ def extra_share(self:_Product):
     for room in (l.half if self.o.shared<=l.half else most,most):
         within = replace(l, half=room, block=room+1024)
         for along in range(min(split, warps//down), 0, -1):
-            if split%along: continue
+            if split%along:
+                continue
             rings = _rings(within, f, tiles, 1, along*down, along, _up(units, along), 1)
-            if not rings: continue
+            if not rings:
+                continue
             deep,held = rings
             opts = dict(ESPLIT=split, EDOWN=down, EALONG=along, EDEEP=deep, EHELD=held)
             return opts,_memory(f, tiles, 1, along*down, along, deep, held)
@@ -291,16 +307,19 @@ def __call__(self:_Product, x, bias, gate, add, out, numbers, opts, best=None):
     "Launch `gemv_wide`; `x` as `halves` gives it"
     o,w,shared = self.o,self.w,self.o.shared
     opts = self.opts|opts|dict(TILES=o.tiles, STRIPS=o.strips, DOWN=o.down, ALONG=o.along)
-    if best is not None: opts['BEST'],shared = 1,shared+_best_bytes(o)
+    if best is not None:
+        opts['BEST'],shared = 1,shared+_best_bytes(o)
     opts |= dict(DEEP=o.deep, HELD=o.held)
     if self.extra:
         more,least = self.extra_share()
         opts,shared = opts|more,max(shared, least)
     # as for gemv.cu, no multiprocessor should get two large blocks while another has none
-    if shared>=64<<10 and self.card.kind!='emulator': shared = max(shared, limits(self.card).alone)
+    if shared>=64<<10 and self.card.kind!='emulator':
+        shared = max(shared, limits(self.card).alone)
     rows,m = (self.extra.raw[0],self.extra.n) if self.extra else (None,0)
     logits,column = gate
-    if logits is None: opts['PLAIN'] = 1 if add is None else 2
+    if logits is None:
+        opts['PLAIN'] = 1 if add is None else 2
     columns = 0 if logits is None else logits.shape[1]
     mine = self.mine
     R,width = (best if out is None else out).shape
@@ -332,10 +351,13 @@ def gemv_wide(
 ): # [R, N], N = n (n/2 of a pair) + m
     "As `gemv`, to the bit, and faster for more than eight rows"
     card,pairs = card_of(w.w),act not in (None,'relu2')
-    if pairs!=w.pair or w.experts: raise ConfigError(f'{w} with the activation {act}')
+    if pairs!=w.pair or w.experts:
+        raise ConfigError(f'{w} with the activation {act}')
     width = (w.n//2 if pairs else w.n)+(extra.n if extra else 0)
-    if out is None: out = card.empty((len(x),width))
-    if not len(x): return out
+    if out is None:
+        out = card.empty((len(x),width))
+    if not len(x):
+        return out
     p = _Product(card, w, extra, len(x))
     norm = _norm_of(gain, parts, group)
     halves = p.tiles_of(x, gain, eps, parts, norm)
@@ -356,7 +378,8 @@ def best_logits(x, w:Packed, gain=None, eps:float=0., bias=None, cap:float|None=
     "What `gemv_wide` gives, for whoever wants the largest of each row alone; None if there is no room"
     card = card_of(w.w)
     p = _Product(card, w, None, len(x))
-    if p.o.shared+_best_bytes(p.o)>limits(card).block: return None
+    if p.o.shared+_best_bytes(p.o)>limits(card).block:
+        return None
     norm = _norm_of(gain, None, 0)
     halves = p.tiles_of(x, gain, eps, None, norm)
     best = card.empty((len(x),p.mine.blocks), 'int64')

@@ -229,14 +229,16 @@ def arrays(self:CardFormat,
     if self.rows=='s':
         tiles = -(-k//self.tile) if self.tile else 1
         res['s'] = (rows,tiles),'float32'
-    if self.rows=='gs': res['gs'] = (rows,),'float32'
+    if self.rows=='gs':
+        res['gs'] = (rows,),'float32'
     return res
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3d90154d
 @patch
 def __getitem__(self:Packed, e:int)->Packed:
     "Matrix `e` of a bank, a view of it"
-    if not 0<=e<self.experts: raise IndexError(e)
+    if not 0<=e<self.experts:
+        raise IndexError(e)
     def cut(a): per = len(a)//self.experts; return a[e*per:(e+1)*per]
     return Packed(self.fmt, self.n, self.k, *(None if a is None else cut(a) for a in (self.w,self.s,self.gs)), pair=self.pair)
 
@@ -251,10 +253,13 @@ def _kept(q, f):
 def _factors(q, f):
     "What each row of the matrix `q` is multiplied by: [n], or [n, tiles]; None if by nothing"
     n = len(q)
-    if f.rows=='gs': return np.full(n, q.parts['global'], np.float32)
-    if f.rows!='s': return
+    if f.rows=='gs':
+        return np.full(n, q.parts['global'], np.float32)
+    if f.rows!='s':
+        return
     s = q.parts.get('scale', np.float32(1))
-    if KEPT[q.fmt].tile: return s.repeat(FP8_TILE, 0)[:n]
+    if KEPT[q.fmt].tile:
+        return s.repeat(FP8_TILE, 0)[:n]
     tiles = -(-q.shape[1]//f.tile) if f.tile else 1
     return np.broadcast_to(s[:,None] if s.ndim else s, (n,tiles))
 
@@ -267,27 +272,32 @@ def _raw(q, f):
     p,s = q.parts,None
     wide = f.chunk*C//np.dtype(f.dtype).itemsize
     w = _pad(p['data'].view(f.dtype), wide)
-    if f.scale: s = _pad(p['scale'], C*f.scale).reshape(len(q), C, -1)
+    if f.scale:
+        s = _pad(p['scale'], C*f.scale).reshape(len(q), C, -1)
     return f.words(w) if f.words else w,s,_factors(q, f)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #d83ba206
 def _matrices(q):
     "The pieces of each matrix of `q`: [[piece [rows, k], …], …]"
-    if isinstance(q, np.ndarray) or isinstance(q, QTensor): return [[q[e]] for e in range(len(q))] if q.ndim>2 else [[q]]
-    if q.experts: return [q.parts[i:i+q.per] for i in range(0, len(q.parts), q.per)]
+    if isinstance(q, np.ndarray) or isinstance(q, QTensor):
+        return [[q[e]] for e in range(len(q))] if q.ndim>2 else [[q]]
+    if q.experts:
+        return [q.parts[i:i+q.per] for i in range(0, len(q.parts), q.per)]
     return [[p[e] for p in q.parts] for e in range(len(q))] if q.ndim>2 else [q.parts]
 
 def _taken(many, f):
     "Pieces of matrices, with their parts as the format `f` takes them"
     many = [[copy(p) for p in m] for m in many]
     for m in many:
-        for p in m: p.parts = f.taken(p.parts)
+        for p in m:
+            p.parts = f.taken(p.parts)
     return many
 
 def _format_of(pieces, exact):
     "The `CardFormat` of `pieces`"
     kinds = {KEPT.get(p.fmt) if isinstance(p, QTensor) else None for p in pieces}
-    if kinds=={None}: return CARD_FORMATS[_float_format(pieces, exact)]
+    if kinds=={None}:
+        return CARD_FORMATS[_float_format(pieces, exact)]
     alike = None not in kinds and len({f.fmt for f in kinds})==1
     return max(kinds, key=lambda f: f.tile) if alike else CARD_FORMATS['bf16']
 
@@ -295,7 +305,8 @@ def _float_format(pieces, exact):
     "Name of the format for numbers that no card format stores"
     def small(w): return np.abs(w).max(initial=0)<6e4
     def short(w): return (bf16_to_f32(f32_to_bf16(w))==w).all()
-    if exact: return 'bf16' if all(map(short, map(_values, pieces))) else 'f32'
+    if exact:
+        return 'bf16' if all(map(short, map(_values, pieces))) else 'f32'
     return 'f16' if all(map(small, map(_values, pieces))) else 'bf16'
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #00506306
@@ -305,11 +316,15 @@ def row_order(
     order=None, # Row i is row `order[i]` of what is stored
 )->np.ndarray: # int32 [n4]: row of what is stored, -1 for padding
     "Which row goes where"
-    if pair and n%2: raise ConfigError(f'Gate and up rows are as many, and together {n}')
+    if pair and n%2:
+        raise ConfigError(f'Gate and up rows are as many, and together {n}')
     i = np.arange(-(-n//4)*4)
-    if pair: i = np.where(i//4*2+i%2<n//2, i//4*2+i%2+(i%4>1)*(n//2), -1)
-    else: i[n:] = -1
-    if order is not None: i = np.where(i<0, -1, np.asarray(order)[i])
+    if pair:
+        i = np.where(i//4*2+i%2<n//2, i//4*2+i%2+(i%4>1)*(n//2), -1)
+    else:
+        i[n:] = -1
+    if order is not None:
+        i = np.where(i<0, -1, np.asarray(order)[i])
     return i.astype(np.int32)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #ee636574
@@ -334,8 +349,10 @@ def _packed_rows(pieces, f, idx):
     raw = [_raw(p, f) for p in pieces]
     w,s,r = map(_joined, zip(*raw))
     w = _take(w, idx)
-    if s is not None: s = _fours(_take(s, idx))
-    if r is not None: r = _take(r, idx)
+    if s is not None:
+        s = _fours(_take(s, idx))
+    if r is not None:
+        r = _take(r, idx)
     return w,r if f.rows=='s' else s,r if f.rows=='gs' else None
 
 def _host_arrays(many, f, idx):
@@ -373,7 +390,8 @@ def as_jobs(
 )->tuple[np.ndarray,np.ndarray]: # int64 [J, 16], int64 [L]: blocks of each launch
     "Jobs for launches of pack.cu"
     jobs = moves.copy()
-    for k,v in dict(from_=start, at=at, bytes=nbytes).items(): jobs[:,_AT[k]] = v
+    for k,v in dict(from_=start, at=at, bytes=nbytes).items():
+        jobs[:,_AT[k]] = v
     blocks = -(-jobs[:,_AT['bytes']]//jobs[:,_AT['chunk']])
     before = np.append(0, np.cumsum(blocks))
     jobs[:,0] = before[:-1]-np.repeat(before[first[:-1]], np.diff(first))
@@ -424,7 +442,8 @@ def _send(src, move, card):
     bad = card.upload(np.int32([_FINE]))
     for i in range(0, e, step):
         part = np.ascontiguousarray(src[i:i+step]).reshape(-1)
-        if not part.size: continue
+        if not part.size:
+            continue
         jobs,blocks = as_jobs(np.int64([move.row]), 0, i*rows*line, part.size, np.array([0,1]))
         _launch(card.upload(part), card.upload(jobs), blocks[0], bad)
 
@@ -438,7 +457,8 @@ def _pieces(q):
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #59720c3f
 def _blank(card, array, full:bool):
     "A new array, a (shape, dtype) or None; zeros unless all of it will be written"
-    if array is None: return None
+    if array is None:
+        return None
     return card.empty(*array) if full else card.zeros(*array)
 
 def _covers(idx, k)->bool:
@@ -455,7 +475,8 @@ def _on_card(q, f, idx, experts, card):
     def three(a): return a if a.ndim==3 else a[None]
     total = 1+idx.max(initial=0)
     pieces = _pieces(q)
-    for p,_,above in pieces: total = max(total, above+p.shape[-2])
+    for p,_,above in pieces:
+        total = max(total, above+p.shape[-2])
     for table in row_tables(idx, total):
         on = card.upload(table) # held until the last launch
         at = card.address(on)
@@ -466,13 +487,15 @@ def _on_card(q, f, idx, experts, card):
                 to = card.address(to)+e*n4*wide*size
                 _send(a, Move(kind, a.shape[-1], a.shape[1], to, wide, n4, above, at), card)
             put(data, kind, w, C*f.chunk, 1)
-            if s is not None: put(p.parts['scale'].view(np.uint8), f.kinds[2], s, C, f.scale)
+            if s is not None:
+                put(p.parts['scale'].view(np.uint8), f.kinds[2], s, C, f.scale)
     return w,s
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #edd891fe
 def _row_part(many, f, idx):
     "The factors of rows, if there are any: [E*n4, tiles], or [E*n4]"
-    if not f.rows: return None
+    if not f.rows:
+        return None
     rows = []
     for pieces in many:
         factors = np.concatenate([_factors(p, f) for p in pieces])
@@ -483,7 +506,8 @@ def _card_arrays(q, many, f, idx, experts, card):
     "What `_host_arrays` makes, on the card"
     w,s = _on_card(q, f, idx, experts, card)
     r = _row_part(many, f, idx)
-    if f.rows=='s': return w,card.upload(r),None
+    if f.rows=='s':
+        return w,card.upload(r),None
     return w,s,card.upload(r) if f.rows=='gs' else None
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #6a06dda6
@@ -501,8 +525,10 @@ def pack(
         many = _taken(many, f)
         q = QStack([p for m in many for p in m], order, experts)
     idx = row_order(n, pair, order)
-    if card.kind=='cpu': w,s,gs = _host_arrays(many, f, idx)
-    else: w,s,gs = _card_arrays(q, many, f, idx, experts, card)
+    if card.kind=='cpu':
+        w,s,gs = _host_arrays(many, f, idx)
+    else:
+        w,s,gs = _card_arrays(q, many, f, idx, experts, card)
     return Packed(f.fmt, n, k, w, s, gs, experts, pair)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #e92a9008
@@ -522,11 +548,14 @@ def stored_rows(
     w = f.floats(_host(p.w))
     if f.rows=='s':
         s = _host(p.s)
-        if f.tile: s = s.repeat(f.tile, 1)[:,:w.shape[1]]
+        if f.tile:
+            s = s.repeat(f.tile, 1)[:,:w.shape[1]]
         return w*s
-    if not f.scale: return w
+    if not f.scale:
+        return w
     codes = _host(p.s)
-    if f.zeros: w = w-_per_weight(f.zeros(codes), w.shape)
+    if f.zeros:
+        w = w-_per_weight(f.zeros(codes), w.shape)
     s = _per_weight(f.scales(codes), w.shape)
     return w*(s*_host(p.gs)[:,None] if f.rows=='gs' and whole else s)
 
@@ -543,7 +572,8 @@ def unpack(
 def can_join(bank:Packed, one:Packed)->bool:
     "Are the two what `join` takes?"
     a,b = ((o.fmt,o.k,o.pair,*((o.n,) if bank.experts else ())) for o in (bank,one))
-    if a!=b: return False
+    if a!=b:
+        return False
     return bool(bank.experts) or not (one.experts or bank.n%4 or bank.pair)
 
 def join(
@@ -551,11 +581,15 @@ def join(
     one:Packed, # A matrix, or a bank, of the same format and columns
 )->Packed:
     "The matrices of `one` after those of `bank`; for two matrices the rows of `one` below those of `bank`"
-    if not can_join(bank, one): raise ConfigError(f'Cannot join {bank} and {one}')
+    if not can_join(bank, one):
+        raise ConfigError(f'Cannot join {bank} and {one}')
     def both(a, b):
-        if a is None: return None
+        if a is None:
+            return None
         wide = max(a.shape[1:], b.shape[1:]) # fp8 may have a scale a row here and one for 128 columns there
-        c = card_of(a).empty((len(a)+len(b), *wide), a.dtype); c[:len(a)] = a; c[len(a):] = b
+        c = card_of(a).empty((len(a)+len(b), *wide), a.dtype)
+        c[:len(a)] = a
+        c[len(a):] = b
         return c
     parts = [both(getattr(bank, k), getattr(one, k)) for k in ('w','s','gs')]
     return Packed(bank.fmt, bank.n+(0 if bank.experts else one.n), bank.k, *parts, bank.experts and bank.experts+(one.experts or 1), bank.pair)
@@ -586,12 +620,14 @@ def taken_rows(
     index, # Rows of it, int32 [m] on the host
 )->Packed: # [m, k]
     "Some rows of a matrix, packed like it"
-    if w.experts or w.pair: raise ConfigError(f'Cannot take rows of {w}')
+    if w.experts or w.pair:
+        raise ConfigError(f'Cannot take rows of {w}')
     n = len(index)
     at = np.asarray(index, np.int32)
     at = card_of(w.w).upload(at)
     def gather(a, fours=False):
-        if a is None: return None
+        if a is None:
+            return None
         f = _fours_below if fours else _rows_below
         return f(a, at, -(-n//4)*4)
     codes,rows = gather(w.w),gather(w.gs)
@@ -647,28 +683,38 @@ class packer:
     ):
         asked = dict(quantization=quantization, lm_head_dtype=head, draft_quantization=drafting)
         for n,v in asked.items():
-            if v not in (None,*REQUANTIZED): raise ConfigError(f'{n} is {v!r}, expected one of {", ".join(REQUANTIZED)}', param=n)
+            if v not in (None,*REQUANTIZED):
+                raise ConfigError(f'{n} is {v!r}, expected one of {", ".join(REQUANTIZED)}', param=n)
         self.card,self.quantization,self.head = card,quantization,head
         self.drafting = drafting
         self.lock = threading.Lock() # of whoever takes memory that several streams write to
 
     def anew(self, w:Want)->str|None:
         "Format in which the matrix `w` is to be stored anew"
-        if w.shape[-1]%16: return None
-        if w.name=='lm_head.weight': return self.head
-        if w.part=='mtp': fmt,large = self.drafting,head_quantizable
-        else: fmt,large = self.quantization,quantizable
+        if w.shape[-1]%16:
+            return None
+        if w.name=='lm_head.weight':
+            return self.head
+        if w.part=='mtp':
+            fmt,large = self.drafting,head_quantizable
+        else:
+            fmt,large = self.quantization,quantizable
         return None if w.exact or not all(map(large, w.sources)) else fmt
 
     def __call__(self, w:Want, q):
         "What the layers keep of `q`"
-        if w.array or len(w.shape)<2: return self.card.upload(_paired(w, q.decode() if hasattr(q, 'decode') else q))
+        if w.array or len(w.shape)<2:
+            return self.card.upload(_paired(w, q.decode() if hasattr(q, 'decode') else q))
         fmt = self.anew(w)
-        if fmt and not _wider(q, fmt): fmt = None
-        if np.prod(w.shape)<=_AHEAD: q = _decoded(q)
+        if fmt and not _wider(q, fmt):
+            fmt = None
+        if np.prod(w.shape)<=_AHEAD:
+            q = _decoded(q)
         with self.lock:
-            if fmt: p = requantize(q, self.card, fmt, w.pair)
-            else: p = pack(q, self.card, w.pair, w.exact)
+            if fmt:
+                p = requantize(q, self.card, fmt, w.pair)
+            else:
+                p = pack(q, self.card, w.pair, w.exact)
             self.card.synchronize() # what it took beside is free again
             return p
 
@@ -676,14 +722,16 @@ class packer:
 def _paired(w, a):
     "The numbers `a` in the order of their matrix's rows"
     a = np.ascontiguousarray(a, np.float32)
-    if not w.pair: return a
+    if not w.pair:
+        return a
     i = row_order(a.shape[-1], True)
     return np.where(i<0, np.float32(0), a.take(i, -1))
 
 def _decoded(q):
     "`q`, with those pieces decoded that no card format stores"
     def one(p): return p if not isinstance(p, QTensor) or p.fmt in KEPT else p.decode()
-    if not isinstance(q, QStack): return one(q)
+    if not isinstance(q, QStack):
+        return one(q)
     return QStack([one(p) for p in q.parts], q.order, q.experts)
 
 def _wider(q, fmt):
@@ -700,25 +748,31 @@ _ALIGNED = dict(NVFP4=4, MXFP4=4, BF16=2, F16=2) # Codes are words, or numbers, 
 def _streamed(ts)->CardFormat|None:
     "The format in which a card keeps the tensors `ts`, if it makes that of the file's bytes alone"
     kinds = {KEPT.get(t.fmt) for t in ts}
-    if None in kinds or len({f.fmt for f in kinds})>1: return None
+    if None in kinds or len({f.fmt for f in kinds})>1:
+        return None
     f = max(kinds, key=lambda f: f.tile)
-    if f.taken or any(t.fmt=='F8_E4M3' for t in ts): return None
+    if f.taken or any(t.fmt=='F8_E4M3' for t in ts):
+        return None
     return f
 
 def _scale_of(t):
     "The part of `t` with factors of rows, and which rows share one: 'all', 'each' or 'tile'; Nones where there are none"
-    if t.fmt=='NVFP4': return 'global','all'
+    if t.fmt=='NVFP4':
+        return 'global','all'
     how = dict(FP8_TENSOR='all', FP8_CHANNEL='each', FP8_BLOCK='tile').get(t.fmt)
     return 'scale' if how else None,how
 
 def _in_place(ts)->bool:
     "Does each part of tensors that are alike lie where a card can read its numbers?"
-    if any(t.order is not None or t.cols is not None or t.unpack for t in ts): return False
+    if any(t.order is not None or t.cols is not None or t.unpack for t in ts):
+        return False
     factors,_ = _scale_of(ts[0])
     for p,s in ts[0].spans.items():
-        if p==factors and s.dtype not in _TYPES: return False
+        if p==factors and s.dtype not in _TYPES:
+            return False
         size = _TYPES[s.dtype][1] if p==factors else _ALIGNED.get(ts[0].fmt, 1)
-        if p in ('data',factors) and any(t.spans[p].offset%size for t in ts): return False
+        if p in ('data',factors) and any(t.spans[p].offset%size for t in ts):
+            return False
     return True
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #bcfc602d
@@ -766,9 +820,11 @@ class _Source:
         check = _CHECKS.get(t.fmt[:3] if t.fmt[:3]=='FP8' else t.fmt, 0)
         of_codes = 0 if f.scale else check
         yield 'data','w',*move(f.kinds[0], t.spans['data'].nbytes//total, C*f.chunk, 1, check=of_codes)
-        if f.scale: yield 'scale','s',*move(f.kinds[2], t.spans['scale'].nbytes//total, C, f.scale, check=check)
+        if f.scale:
+            yield 'scale','s',*move(f.kinds[2], t.spans['scale'].nbytes//total, C, f.scale, check=check)
         part,how = _scale_of(t)
-        if part: yield part,f.rows,*self._factors(t, part, how, move)
+        if part:
+            yield part,f.rows,*self._factors(t, part, how, move)
 
     def _factors(self, t, part, how, move):
         "The `Move` of factors; None where their number is another"
@@ -776,7 +832,8 @@ class _Source:
         number,size = _TYPES[s.dtype]
         per = dict(all=self.rows, each=1, tile=FP8_TILE)[how]
         across = -(-self.k//FP8_TILE) if how=='tile' else 1
-        if s.nbytes!=self.matrices*-(-self.rows//per)*across*size: return 0,None
+        if s.nbytes!=self.matrices*-(-self.rows//per)*across*size:
+            return 0,None
         tiles = -(-self.k//self.f.tile) if self.f.tile else 1
         check = _ABOVE_ZERO if part=='global' else _FACTOR
         check += 16*number+256*s.reciprocal
@@ -805,7 +862,8 @@ class Staging:
 
     def _table(self, n, pair, order)->int|None:
         "Address of the table of rows for a matrix of `n`; 0 where rows keep their order, None where one table is too few"
-        if not pair and order is None: return 0
+        if not pair and order is None:
+            return 0
         key = n,pair,None if order is None else order.tobytes()
         if key not in self._tables:
             idx = row_order(n, pair, order)
@@ -822,7 +880,8 @@ def _key(t):
 def _groups(ts, seen)->dict: # What they share -> their numbers
     "Sources that differ in their places alone"
     found = {}
-    for i,(t,shape) in enumerate(zip(ts, seen)): found.setdefault((_key(t),tuple(shape)), []).append(i)
+    for i,(t,shape) in enumerate(zip(ts, seen)):
+        found.setdefault((_key(t),tuple(shape)), []).append(i)
     return found
 
 @patch
@@ -846,21 +905,29 @@ def add(self:Staging,
     turned:bool=False, # Are some of them stored transposed?
 )->Landing|None:
     "Expect the sources of a want; None where the card cannot pack them by itself"
-    if turned or w.array or o.fn or o.integers or o.cols is not None: return None
-    if len(w.shape)<2 or len(w.shape)==2 and o.axis==1: return None
+    if turned or w.array or o.fn or o.integers or o.cols is not None:
+        return None
+    if len(w.shape)<2 or len(w.shape)==2 and o.axis==1:
+        return None
     groups = [(shape, idx, [ts[i] for i in idx]) for (_,shape),idx in _groups(ts, seen).items()]
     kinds = [(shape, some[0]) for shape,_,some in groups]
-    if 0 in w.shape or not all(_in_place(some) for *_,some in groups): return None
-    if not (f := _streamed([t for _,t in kinds])): return None
-    if any(t.fmt in ('FP8_CHANNEL','FP8_BLOCK') and t.shape!=shape for shape,t in kinds): return None
+    if 0 in w.shape or not all(_in_place(some) for *_,some in groups):
+        return None
+    if not (f := _streamed([t for _,t in kinds])):
+        return None
+    if any(t.fmt in ('FP8_CHANNEL','FP8_BLOCK') and t.shape!=shape for shape,t in kinds):
+        return None
     table = self._table(w.shape[-2], w.pair, o.order)
-    if table is None: return None
+    if table is None:
+        return None
     n4 = -(-w.shape[-2]//4)*4
     moves = [self._moves_of(f, n4, t, shape) for shape,t in kinds]
-    if None in moves: return None
+    if None in moves:
+        return None
     to = self._landing(w, f, [t for _,t in kinds])
     where = _Where(w, ts, seen, table)
-    for (_,idx,some),its in zip(groups, moves): self._expect(to, where, np.array(idx), some, its)
+    for (_,idx,some),its in zip(groups, moves):
+        self._expect(to, where, np.array(idx), some, its)
     return to
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #47a808b9
@@ -869,7 +936,8 @@ def _landing(self:Staging, w, f, kinds)->Landing:
     "The landing of a want with sources like `kinds`, and its arrays unless they will be stored anew"
     *E,n,k = w.shape
     fmt = self.put.anew(w)
-    if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in kinds): fmt = None
+    if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in kinds):
+        fmt = None
     to = Landing(f, Packed(f.fmt, n, k, None, experts=E[0] if E else 0, pair=w.pair), fmt)
     if fmt:
         to.ready,to.number = False,len(self._waiting)
@@ -885,7 +953,8 @@ def _room(self:Staging, to, names)->dict: # Their addresses
     for name in names:
         a = _blank(self.card, to.arrays[name], full)
         setattr(p, name, a)
-        if a is not None: at[name] = self.card.address(a)
+        if a is not None:
+            at[name] = self.card.address(a)
     return at
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #c1a0c001
@@ -908,7 +977,8 @@ def _expect(self:Staging,
     its, # As `_moves_of` gives them
 ):
     "Say how each part of some sources moves"
-    if to.moves is None: to.moves = np.full(where.part[-1], -1)
+    if to.moves is None:
+        to.moves = np.full(where.part[-1], -1)
     n,order = len(idx),list(ts[0].spans)
     for part,array,size,row in its:
         numbers = self._count+np.arange(n)
@@ -962,8 +1032,10 @@ def _prepare(self:Staging, moves, lo, at, n):
 def _arrive(self:Staging, to):
     "The first codes of what will be stored anew are here: they get a place"
     with self.put.lock:
-        if to.ready: return
-        with self.stream.here(): at = self._room(to, ['w'])
+        if to.ready:
+            return
+        with self.stream.here():
+            at = self._room(to, ['w'])
         self.stream.mark(asleep=True).wait()
         self._jobs[self._late==to.number,_AT['to']] += at['w']
         to.ready = True
@@ -975,7 +1047,8 @@ def send(self:Staging,
 ):
     "Have the card take a window apart; what waits until the buffer is free, or None"
     first,last = self._first[i:i+2].tolist()
-    if first==last: return None
+    if first==last:
+        return None
     late,line = self._expected(first, last),self._lines[b.place]
     jobs = self._jobs[first:last].reshape(-1).view(np.uint8)
     end = self.size+len(jobs)
@@ -984,25 +1057,30 @@ def send(self:Staging,
         line.stream.copy(line.address, b.address, end)
         _launch(line.src, line.jobs, self._blocks[i], self.bad, last-first)
         mark = line.stream.mark(asleep=True)
-    for to in late: to.marks.append(mark)
+    for to in late:
+        to.marks.append(mark)
     return mark.wait
 
 @patch
 def _expected(self:Staging, first, last)->list[Landing]:
     "What is stored anew and has codes among these jobs, all of it with a place"
-    if not self._waiting: return []
+    if not self._waiting:
+        return []
     numbers = np.unique(self._late[first:last])
     late = [self._waiting[i] for i in numbers.tolist() if i>=0]
     for to in late:
-        if not to.ready: self._arrive(to)
+        if not to.ready:
+            self._arrive(to)
     return late
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #2129f8ab
 @patch
 def finish(self:Staging, to:Landing)->Packed:
     "All bytes of a want were sent; what the layers keep of it"
-    if not to.anew: return to.packed
-    for mark in to.marks: mark.wait()
+    if not to.anew:
+        return to.packed
+    for mark in to.marks:
+        mark.wait()
     with self.put.lock, self.stream.here():
         p = _anew(to.packed, to.anew, self.card)
         mark = self.stream.mark(asleep=True)
@@ -1015,7 +1093,8 @@ def broken(self:Staging)->tuple|None:
     "The first tensor that holds what is not finite, and which part of it"
     self.card.synchronize()
     bad = int(self.card.download(self.bad)[0])
-    if bad==_FINE: return None
+    if bad==_FINE:
+        return None
     first,ts,part = next(some for some in reversed(self._names) if some[0]<=bad)
     return ts[bad-first],part
 
@@ -1034,26 +1113,31 @@ def staging(self:packer, size:int)->Staging|None:
 def _noise(card, f, seed, std, n=1<<19):
     "Random codes: numbers with a standard deviation of 1, of `std` in formats that have no scales"
     rng = np.random.default_rng(abs(seed))
-    if f.narrow: return card.upload(rng.integers(0, 256, n, np.uint8))
+    if f.narrow:
+        return card.upload(rng.integers(0, 256, n, np.uint8))
     numbers = rng.standard_normal(n, np.float32)
     return card.upload(f.of(numbers*np.float32(1 if f.rows else std)))
 
 def _filled(card, shape, noise):
     "An array of `shape` with `noise` over and over"
-    a = card.empty(shape, noise.dtype); flat,n = a.reshape(-1),len(noise)
-    for i in range(0, len(flat), n): flat[i:i+n] = noise[:len(flat)-i]
+    a = card.empty(shape, noise.dtype)
+    flat,n = a.reshape(-1),len(noise)
+    for i in range(0, len(flat), n):
+        flat[i:i+n] = noise[:len(flat)-i]
     return a
 
 def _full(card, array, value):
     "The array that `array`, a (shape, dtype) or None, asks for, with `value` over and over"
-    if array is None: return None
+    if array is None:
+        return None
     shape,dtype = array
     n = min(1<<19, int(np.prod(shape)))
     return _filled(card, shape, card.upload(np.resize(np.asarray(value, dtype), n)))
 
 def invented(card, shape, f:CardFormat, pair:bool=False, seed:int=0)->Packed:
     "Random weights of `shape`, [n,k] or [E,n,k], packed in the format `f`"
-    *E,n,k = shape; E = E[0] if E else 0
+    *E,n,k = shape
+    E = E[0] if E else 0
     std = k**-.5
     new = f.arrays(max(1, E)*-(-n//4)*4, k)
     w = _filled(card, new['w'][0], _noise(card, f, seed, std))
@@ -1066,4 +1150,5 @@ def invent(self:packer, w:Want, fmt:str)->Packed:
     "Random numbers in place of a tensor in `fmt`"
     f = card_format(fmt, self.anew(w))
     seed = crc32(w.name.encode())
-    with self.card.use(): return invented(self.card, w.shape, f, w.pair, seed)
+    with self.card.use():
+        return invented(self.card, w.shape, f, w.pair, seed)

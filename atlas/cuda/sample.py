@@ -29,9 +29,13 @@ def mapped(
     shape:tuple,
 ): # i32: as the card sees it, and as the host does
     "Zeros in memory of the host that kernels can write to"
-    if card.kind!='cuda': a = card.zeros(shape, 'int32'); return a,a.view(np.ndarray)
+    if card.kind!='cuda':
+        a = card.zeros(shape, 'int32')
+        return a,a.view(np.ndarray)
     c,n = card.xp.cuda,int(np.prod(shape))
-    m = c.alloc_pinned_memory(4*n); host = np.frombuffer(m, np.int32, n).reshape(shape); host[...] = 0
+    m = c.alloc_pinned_memory(4*n)
+    host = np.frombuffer(m, np.int32, n).reshape(shape)
+    host[...] = 0
     return card.xp.ndarray(shape, np.int32, c.MemoryPointer(c.UnownedMemory(m.ptr, 4*n, m, card.index), 0)),host
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #38b1179e
@@ -52,7 +56,8 @@ class SampleTable:
         self.stamp = 0
         self.chunks = chunks or -(-vocab//(SPANS*1024))
         self.blocks = -(-vocab//(self.chunks*1024))
-        if self.blocks>SPANS or self.chunks>8 or vocab>1<<19: raise AtlasError(f'A vocabulary of {vocab:,} is more than the sampler takes, {1<<19:,}')
+        if self.blocks>SPANS or self.chunks>8 or vocab>1<<19:
+            raise AtlasError(f'A vocabulary of {vocab:,} is more than the sampler takes, {1<<19:,}')
         self.lines,self._lists,self._masked = {},{},{}
         self._how = np.zeros(lines, HOW)
         zeros,empty = card.zeros,card.empty
@@ -64,7 +69,8 @@ class SampleTable:
         self.list,self.spans = empty((rows,room), 'uint32'),empty((rows,SPANS), 'int64')
         self.sums,self.bests = empty((rows,SPANS,2), 'float64'),empty((rows,SPANS,REPORT), 'int64')
         self.logprobs,self.top_ids,self.top_logprobs = empty(rows),empty((rows,REPORT), 'int32'),empty((rows,REPORT))
-        self._told,host = mapped(card, (2,rows,TOLD.itemsize//4)); self.heard = host.view(TOLD)[...,0]  # [2, rows], by the parity of positions
+        self._told,host = mapped(card, (2,rows,TOLD.itemsize//4))
+        self.heard = host.view(TOLD)[...,0]  # [2, rows], by the parity of positions
         self.counts = self.prompt = self.mask = self.bias_ids = self.bias = self.ends = self.adjusted = None
     @property
     def nbytes(self): "On the card"; return sum(a.nbytes for k,a in vars(self).items() if hasattr(a, 'nbytes') and k not in ('_how','_told','heard'))
@@ -88,7 +94,9 @@ def table_bytes(
 def _need(self:SampleTable, name, shape, dtype, zero=False):
     "The array `name`, made now if there is none of that shape"
     a = getattr(self, name)
-    if a is None or a.shape!=shape: setattr(self, name, (self.card.zeros if zero else self.card.empty)(shape, dtype)); self.stamp += 1
+    if a is None or a.shape!=shape:
+        setattr(self, name, (self.card.zeros if zero else self.card.empty)(shape, dtype))
+        self.stamp += 1
     return getattr(self, name)
 
 @patch
@@ -96,7 +104,8 @@ def _bits(self:SampleTable, name, i, on, of=1):
     "Line `i` of bit array `name`, which has `of` for each of the table: `on` is bool [V], or bits"
     words = -(-self.vocab//32)
     b = np.zeros(4*words, np.uint8) if on.dtype!=np.uint32 else on
-    if b is not on: b[:-(-self.vocab//8)] = np.packbits(on, bitorder='little')
+    if b is not on:
+        b[:-(-self.vocab//8)] = np.packbits(on, bitorder='little')
     a = self._need(name, (self.size*of,words), 'uint32')
     self.card.write(a[i], b.view(np.uint32))
 
@@ -106,13 +115,15 @@ def _put_lists(self:SampleTable, i, bias, ends):
     self._lists[i],was = (bias,ends),self.stamp
     for name,dtype,of in (('bias_ids','int32',lambda l: list(l[0])), ('bias','float32',lambda l: list(l[0].values())), ('ends','int32',lambda l: l[1])):
         most = max(len(of(l)) for l in self._lists.values())
-        if not most: continue
+        if not most:
+            continue
         a = getattr(self, name)
         if a is None or a.shape[1]<most:
             room = 1<<max(4, (most-1).bit_length())
             a = self._need(name, (self.size,room), dtype)
         for j,l in self._lists.items() if self.stamp!=was else ((i,self._lists[i]),):
-            if of(l): self.card.write(a[j,:len(of(l))], np.array(of(l), dtype))
+            if of(l):
+                self.card.write(a[j,:len(of(l))], np.array(of(l), dtype))
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #9391296d
 @patch
@@ -134,8 +145,10 @@ def set(self:SampleTable,
         shape = self.size,self.vocab
         counts = self._need('counts', shape, 'int32', zero=True)
         self.card.write(counts[i], state.counts)
-        if state.in_prompt is not None: self._bits('prompt', i, state.in_prompt)
-        elif self.prompt is not None: self._bits('prompt', i, np.zeros(self.vocab, bool))
+        if state.in_prompt is not None:
+            self._bits('prompt', i, state.in_prompt)
+        elif self.prompt is not None:
+            self._bits('prompt', i, np.zeros(self.vocab, bool))
     self.card.write(self.position[i:i+1], np.array([state.position], np.int64))
     self._write(i)
 
@@ -144,7 +157,8 @@ def _write(self:SampleTable, i):
     "The record of line `i`"
     h = self._how[i]
     changed = bool(h['biases'] or h['min_tokens'] or h['flags'])
-    if changed: self._need('adjusted', (self.rows,self.vocab), 'float32')
+    if changed:
+        self._need('adjusted', (self.rows,self.vocab), 'float32')
     hot = h['temperature']>0
     self.lines[i] = (bool(hot or changed or h['logprobs']>=0), bool(hot and (0<h['top_k']<self.vocab or h['top_p']<1)))
     self.card.write(self.how[i], self._how[i:i+1].view(np.int32))
@@ -155,7 +169,8 @@ def clear(self:SampleTable,
     i:int, # Line
 ):
     "Nobody uses line `i` any more"
-    for of in (self.lines,self._lists,self._masked): of.pop(i, None)
+    for of in (self.lines,self._lists,self._masked):
+        of.pop(i, None)
 
 @patch
 def allow(self:SampleTable,
@@ -164,16 +179,19 @@ def allow(self:SampleTable,
     row:int=0, # Of the line: 0 chooses the next token, `row` the one after so many drafts
 ):
     "Bar all but some tokens in a row, until it is called again for that row"
-    if row>=self.width: raise AtlasError(f'A line has {self.width} rows, and none is {row}')
+    if row>=self.width:
+        raise AtlasError(f'A line has {self.width} rows, and none is {row}')
     masked = self._masked.setdefault(i, set())
     others = [row] if masked else range(self.width)
-    if tokens is None: masked.discard(row)
+    if tokens is None:
+        masked.discard(row)
     else:
         masked.add(row)
         self._mask(i, row, tokens)
     # a line is masked or not: where one of its rows is, the others need a mask too
     free = {*others}-masked if masked else ()
-    for j in free: self._mask(i, j, np.ones(self.vocab, bool))
+    for j in free:
+        self._mask(i, j, np.ones(self.vocab, bool))
     self._flag(i, bool(masked))
 
 @patch
@@ -182,7 +200,8 @@ def _flag(self:SampleTable, i, masked):
     h = self._how[i]
     was = h['flags'].item()
     h['flags'] = was|MASK if masked else was&~MASK
-    if h['flags']!=was: self._write(i)
+    if h['flags']!=was:
+        self._write(i)
 
 @patch
 def _mask(self:SampleTable, i, row, tokens):
@@ -215,21 +234,30 @@ def sample_rows(
     "Choose a token for each row, and count it"
     t,(R,V),moved = table,logits.shape,_moved(then, table)
     _fits(t, R, rows, then, width, given)
-    if greedy: _greedy(logits, t.best[:R], ids_out, *moved)
-    else: _drawn(logits, t, ids_out, rows, cuts, width, given, *moved)
-    if width>1: return  # nothing has moved
+    if greedy:
+        _greedy(logits, t.best[:R], ids_out, *moved)
+    else:
+        _drawn(logits, t, ids_out, rows, cuts, width, given, *moved)
+    if width>1:
+        return  # nothing has moved
     card_of(ids_out).plain = True  # the next launch waits for its end: it, and those after it, read positions and tables early
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #5a0c91e1
 def _fits(t, R, rows, then, width, given):
     "An `AtlasError` unless a step of `R` rows, `width` of a sequence, can be sampled"
-    if R>t.rows: raise AtlasError(f'A step of {R} rows, and the table has room for {t.rows}')
-    if width==1: return
-    if width>t.width: raise AtlasError(f'{width} rows a sequence, and the table is for {t.width}')
-    if R%width: raise AtlasError(f'{R} rows are no sequences of {width}')
+    if R>t.rows:
+        raise AtlasError(f'A step of {R} rows, and the table has room for {t.rows}')
+    if width==1:
+        return
+    if width>t.width:
+        raise AtlasError(f'{width} rows a sequence, and the table is for {t.width}')
+    if R%width:
+        raise AtlasError(f'{R} rows are no sequences of {width}')
     missing = 'rows' if rows is None else 'given' if given is None else None
-    if missing: raise AtlasError(f'Several rows a sequence need `{missing}`')
-    if then is not None: raise AtlasError('Rows with drafts go on by `accept_rows` and `next_rows`')
+    if missing:
+        raise AtlasError(f'Several rows a sequence need `{missing}`')
+    if then is not None:
+        raise AtlasError('Rows with drafts go on by `accept_rows` and `next_rows`')
 
 def _drawn(logits, t, ids_out, rows, cuts, width, given, arrays, sizes):
     "The launches of rows that are not all greedy"
@@ -253,7 +281,8 @@ def _greedy(logits, scratch, ids_out, arrays, sizes):
     rest = scratch,ids_out,*arrays,V
     if isinstance(logits, Best):
         run('greedy', (1,R), 256, None, logits.keys, *rest, logits.keys.shape[1], *sizes, KEYS=1)
-    else: run('greedy', (_blocks(R, V),R), 256, logits, None, *rest, 0, *sizes)
+    else:
+        run('greedy', (_blocks(R, V),R), 256, logits, None, *rest, 0, *sizes)
 
 def _blocks(R, V):
     "Blocks of a greedy row: of all rows about four a multiprocessor, which run at once"
@@ -261,6 +290,7 @@ def _blocks(R, V):
 
 def _moved(then, t):
     "What kernels need to take a step's rows on and to tell the host: arrays, and numbers"
-    if then is None: return [None]*9,(0,0,0)
+    if then is None:
+        return [None]*9,(0,0,0)
     b,size = then
     return [b.seq,b.pos,getattr(b, 'pos3', None),b.slots,b.starts,b.state_in,b.state_out,b.tables,t._told],(b.tables.shape[1],size,t.rows)

@@ -61,7 +61,8 @@ def _finish_halved(y, x, at, norm_w, b, n, eps, gate, parts):
 
 def _finished(y, *how, parts):
     "What the layer made, normed and gated: float32, or a `Halved` of so many parts"
-    if parts and _halvable(y.shape[1], how[4]): return _finish_halved(y, *how, parts)
+    if parts and _halvable(y.shape[1], how[4]):
+        return _finish_halved(y, *how, parts)
     return _finish(y, *how)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #06eb1b3c
@@ -118,7 +119,8 @@ def mamba_many(
     q,k,p = (card.empty((T,h,n), 'uint32') for h,n in ((groups,TILE*dk),(groups,TILE*dk),(nh,TILE*TILE)))
     u,s = card.empty((T,nh,TILE*dv)),card.empty((T,nh,2*TILE))
     per = nh//groups  # heads of a group that one block prepares
-    while per>4 and per%2==0: per //= 2
+    while per>4 and per%2==0:
+        per //= 2
     run('mamba_prep', (T,groups,nh//groups//per), 256, x, conv_w, conv_b, A, dt_bias, conv, *_rows(b), q, k, u, p, s, groups, nh, per, len(conv_w), x.shape[1],
         shared=_room(dk, dv, TILE*5), pdl=False, DK=dk, DV=dv)
     warps = 2 if dv%32==0 else 1

@@ -45,7 +45,8 @@ def embed(ids, w, scale:float=1.):
 
 def angles(table:RotaryTable, b):
     "Where the rows of a step stand, and with three positions which of them a pair follows"
-    if b.pos3 is None: return Angles(table.cos, table.sin, b.pos)
+    if b.pos3 is None:
+        return Angles(table.cos, table.sin, b.pos)
     return Angles(table.cos, table.sin, b.pos3, table.axes)
 
 def rmsnorm(x, w, eps:float):
@@ -63,9 +64,11 @@ def norm_add(
     out=None, # f32 [R,n]: where to write; may be any of the others
 ): # [R,n]
     "`(norm(x)*w + add)*scale`; with a layer beside it, of `norm(norm(x)*own + norm(other)*its)`"
-    if out is None: out = card_of(x).empty(x.shape)
+    if out is None:
+        out = card_of(x).empty(x.shape)
     R,n = x.shape
-    if n%4: raise ConfigError(f'Rows of {n}: norm_add takes multiples of 4')
+    if n%4:
+        raise ConfigError(f'Rows of {n}: norm_add takes multiples of 4')
     other,its,own = beside or (None,None,None)
     per = -(-n//2048) # fours of a row that a thread holds
     threads = 32*-(-n//(128*per))
@@ -86,14 +89,17 @@ def norm_add(
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #7683ecb1
 def _staged_once(rows, k)->bool:
     "Are `rows` rows of `k` better staged once for all blocks than by each of them?"
-    if rows>MAX_ROWS: return True
-    if rows>MAX_ROWS//2: return k>=2048
+    if rows>MAX_ROWS:
+        return True
+    if rows>MAX_ROWS//2:
+        return k>=2048
     return k>=3072 and rows>2 and rows*k>1<<14
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
 def _rows(x, w, **kw):
     "Rows of a step times the matrix `w`, as `gemv`"
-    if isinstance(x, Prepared) or _staged_once(len(x), w.k): return gemv_wide(x, w, **kw)
+    if isinstance(x, Prepared) or _staged_once(len(x), w.k):
+        return gemv_wide(x, w, **kw)
     return gemv(x, w, **kw)
 
 def _exact(s):
@@ -104,12 +110,15 @@ def _exact(s):
 def _product(s, x, w, norm, extra=None, **kw):
     "Rows `x` times the node `w` and the matrix `extra`; more as for `gemv` and `gemm`"
     kw['bias'] = w.bias
-    if norm is not None: kw |= norm._asdict()
+    if norm is not None:
+        kw |= norm._asdict()
     if not s.b.tiled:
-        if s.made: x = s.made.pop().instead(x)
+        if s.made:
+            x = s.made.pop().instead(x)
         return _rows(x, w.weight, extra=extra, **kw)
     kw['exact'] = _exact(s)
-    if extra is None: return gemm_with(s.activations, x, w.weight, **kw)
+    if extra is None:
+        return gemm_with(s.activations, x, w.weight, **kw)
     return _two(s, x, w.weight, extra, kw)
 
 def _two(s, x, w, extra, kw):
@@ -127,7 +136,8 @@ def _shared(s, x, norm, *ws, parts=1):
     "Rows of prompts, normed, for products with all of `ws`, in fp16 of so many parts: made once"
     norm = norm or (None,0.)
     parts = max(parts, *(parts_of(w, _exact(s)) for w in ws))
-    if any(_scales(s, w) for w in ws): return Rows(x, *norm, parts)
+    if any(_scales(s, w) for w in ws):
+        return Rows(x, *norm, parts)
     return as_halves(x, *norm, parts)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f048de09
@@ -155,7 +165,8 @@ def logits(x, w, norm=None, cap:float|None=None):
 def greedy_logits(x, w, norm=None, cap:float|None=None):
     "The same of rows that are all greedy, as `sample_rows` takes them: `Best`, where that is less"
     how = dict(bias=w.bias, cap=cap)
-    if norm is not None: how |= norm._asdict()
+    if norm is not None:
+        how |= norm._asdict()
     if isinstance(x, Prepared) or _staged_once(len(x), w.weight.k):
         best = best_logits(x, w.weight, **how)
         return logits(x, w, norm, cap) if best is None else best
@@ -182,7 +193,8 @@ def attend(s:Step, qkv, w:AttentionWeights, kv, angles):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #8c38a79d
 def _next_parts(s, w)->int:
     "Parts of fp16 in which the projection after the recurrent layer `w` takes its rows; 0: not so"
-    if w.then is None or _scales(s, w.then): return 0
+    if w.then is None or _scales(s, w.then):
+        return 0
     return parts_of(w.then, _exact(s))
 
 def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
@@ -193,7 +205,8 @@ def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
         return delta_many(*args, w.eps, parts=_next_parts(s, w)),None
     once = w.then is not None and _staged_once(len(x), w.then.k)
     out = delta_step(*args, then=w.then if once else None, eps=w.eps)
-    if isinstance(out, Prepared): return out,None
+    if isinstance(out, Prepared):
+        return out,None
     y,parts = out
     return y,GroupNorm(parts, len(w.norm), w.eps)
 
@@ -219,15 +232,19 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
 def _moe_of(rows, w):
     "What multiplies the experts `w` of so many rows; both give a row the same bits"
     card = card_of(w.up.w)
-    if rows>MAX_ROWS or card.usable<card.multiprocessors: return moe_wide # whose kernel is one for any number of blocks
-    if rows<=MAX_ROWS//2: return moe_rows
-    if at_once(w.up, w.down, w.act, (w.up_bias,w.down_bias)): return moe_wide
+    if rows>MAX_ROWS or card.usable<card.multiprocessors:
+        return moe_wide # whose kernel is one for any number of blocks
+    if rows<=MAX_ROWS//2:
+        return moe_rows
+    if at_once(w.up, w.down, w.act, (w.up_bias,w.down_bias)):
+        return moe_wide
     return moe_rows if takes_rows(rows, w.up, w.down, w.config, w.act, w.joined) else moe_wide
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):
     "Arrays for what a step of rows picks, if somebody wants to see it"
-    if s.routes is None: return None
+    if s.routes is None:
+        return None
     card,shape = card_of(x),(len(x),top_k)
     ids,weights = card.empty(shape, 'int32'),card.empty(shape)
     s.routes.append((ids,weights))
@@ -266,7 +283,8 @@ def _picks_of_tiles(seen, w):
     "Experts of the rows that the router has `seen`, and their weights; a joined one is the last"
     m = w.config
     shared = 0 # None in the bank
-    if w.joined: shared = 1 if m.shared_gate else 2
+    if w.joined:
+        shared = 1 if m.shared_gate else 2
     return route_many(
         seen,
         w.router.weight,
@@ -308,7 +326,8 @@ def _experts_of_tiles(s, x, w, norm, add, router_gain):
 def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_gain=None):
     "Routed experts of rows `x` [R, H], weighted, and the shared one, plus `add`: [R, H]"
     beside = w.shared is not None and not w.joined
-    if beside: add = mlp(s, x, w.shared, norm, add)
+    if beside:
+        add = mlp(s, x, w.shared, norm, add)
     f = _experts_of_tiles if s.b.tiled else _experts_of_rows
     return f(s, x, w, norm, add, router_gain)
 
@@ -363,13 +382,15 @@ def placement(
     seeing = [p for p in parts if p=='vision']
     put = packer(device, quantization, head, drafting)
     found = [(rest,device,put)]
-    if seeing: found.append((seeing,Host(),None))
+    if seeing:
+        found.append((seeing,Host(),None))
     return found
 
 def _packed_bytes(t, anew):
     "Bytes of the tensor `t` on a card, stored anew in the format `anew` if that is smaller"
     n = math.prod(t.shape)
-    if len(t.shape)<2: return 4*n
+    if len(t.shape)<2:
+        return 4*n
     f = card_format(t.fmt, anew if anew in REQUANTIZED else None)
     held = int(n*f.bits/8)
     return max(t.nbytes, held) if t.fmt in f.stored else held # a file's groups may be larger
@@ -382,14 +403,18 @@ def weight_bytes(
     "Bytes that the weights of a model take, as well as can be told before they are there"
     left_out = ('visual.',) if 'mtp' in parts else ('visual.','mtp.')
     def anew(name):
-        if name=='lm_head.weight': return head
-        if name.startswith('mtp.'): return drafting if head_quantizable(name) else None
+        if name=='lm_head.weight':
+            return head
+        if name.startswith('mtp.'):
+            return drafting if head_quantizable(name) else None
         return quantization if quantization and quantizable(name) else None
     total,sizes = 0,{} # of tensors that are alike
     for name,t in tensors.items():
-        if name.startswith(left_out): continue
+        if name.startswith(left_out):
+            continue
         like = t.fmt,t.shape,t.nbytes,anew(name)
-        if like not in sizes: sizes[like] = _packed_bytes(t, like[-1])
+        if like not in sizes:
+            sizes[like] = _packed_bytes(t, like[-1])
         total += sizes[like]
     return total
 
@@ -398,14 +423,17 @@ def prefill_formats(
     device, tensors:dict, activations:str|None=None, quantization:str|None=None
 )->dict:
     "How large matrices will multiply prompts, if it is not as always; an `UnsupportedError` where none can so"
-    if activations in (None,'f16'): return {}
+    if activations in (None,'f16'):
+        return {}
     can_scale(device, activations)
     found = Counter()
     for name,t in tensors.items():
-        if not quantizable(name): continue
+        if not quantizable(name):
+            continue
         f = card_format(t.fmt, quantization)
         found[activations if takes(f, activations, device) else 'f16'] += math.prod(t.shape)
-    if found[activations]: return dict(found)
+    if found[activations]:
+        return dict(found)
     formats = sorted({t.fmt for name,t in tensors.items() if quantizable(name)})
     said = f'prefill_activations={activations!r} is for weights in {_scaled(activations, device)}'
     raise UnsupportedError(f'{said}, and these are {", ".join(formats) or "none"}',
@@ -420,7 +448,8 @@ def _scaled(activations, device)->str:
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #b0614e7c
 def take_rows(w, index):
     "Rows `index` of the matrix `w`, a matrix of weights; None of a bank, and of gate and up rows"
-    if w.experts or w.pair: return None
+    if w.experts or w.pair:
+        return None
     return taken_rows(w, index)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #46aa17fd
@@ -454,24 +483,28 @@ def kv_pools(device, shapes:dict, formats:dict, blocks:int, block_size:int)->dic
 def state_shapes(cfg, layer:int)->dict:
     "Shapes of what `layer` keeps of a sequence, as pools have it: of a delta net records"
     shapes = cfg.state_shapes(layer)
-    if not shapes or cfg.mixers[layer]!='delta': return shapes
+    if not shapes or cfg.mixers[layer]!='delta':
+        return shapes
     vh,*sizes = shapes['rec']
     return shapes|dict(rec=(vh,record_size(*sizes)))
 
 def states_of(rec, shape):
     "The states in rows of a pool, on the host"
     found = card_of(rec).download(rec)
-    if found.shape[1:]==tuple(shape): return found
+    if found.shape[1:]==tuple(shape):
+        return found
     return as_states(found, *shape[1:])
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f71e0576
 def _fits(l)->bool:
     "Can the shared expert of the layer `l` be one of its bank, and its gate a row of its router?"
     m,bank,shared = l.config,l.experts,l.shared
-    if shared is None or m.expert_bias or shared.gate_up_proj.bias is not None: return False
+    if shared is None or m.expert_bias or shared.gate_up_proj.bias is not None:
+        return False
     up,down = shared.gate_up_proj.weight,shared.down_proj.weight
     pairs = [(bank.gate_up_proj,up),(bank.down_proj,down)]
-    if m.shared_gate: pairs.append((l.router.weight,l.shared_gate))
+    if m.shared_gate:
+        pairs.append((l.router.weight,l.shared_gate))
     return all(can_join(a, b) for a,b in pairs)
 
 def _join(l):
@@ -491,25 +524,31 @@ _SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then','r
 
 def _below(o):
     "What lies below `o` in the tree of a model"
-    if isinstance(o, (list,tuple)): return o
+    if isinstance(o, (list,tuple)):
+        return o
     ours = type(o).__module__.startswith(('atlas.','types'))
-    if not ours or not hasattr(o, '__dict__'): return ()
+    if not ours or not hasattr(o, '__dict__'):
+        return ()
     return [x for k,x in vars(o).items() if k not in _SKIPPED]
 
 def packed_in(o, seen=None):
     "Every `Packed` below `o`, once each"
     seen = set() if seen is None else seen
-    if id(o) in seen: return
+    if id(o) in seen:
+        return
     seen.add(id(o))
-    if isinstance(o, Packed): yield o
+    if isinstance(o, Packed):
+        yield o
     else:
-        for x in _below(o): yield from packed_in(x, seen)
+        for x in _below(o):
+            yield from packed_in(x, seen)
 
 def _begins_with(o):
     "The matrix that a layer, or what follows the last one, begins with"
     names = ('qkv_proj','in_proj','gate_up_proj','lm_head')
     for n in names:
-        if hasattr(o, n): return getattr(o, n).weight
+        if hasattr(o, n):
+            return getattr(o, n).weight
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #18554587
 def _before(block):
@@ -518,7 +557,8 @@ def _before(block):
 
 def _reader(layer, norm):
     "The product that reads the stream first in `layer`"
-    if norm is None or (w := _begins_with(layer)) is None: return None
+    if norm is None or (w := _begins_with(layer)) is None:
+        return None
     extra = getattr(layer, 'ba_proj', None)
     return Reader(w, *norm, extra and extra.weight)
 
@@ -529,7 +569,8 @@ def _look_ahead(model):
     plain = model.layers and hasattr(model.layers[-1], 'norms') # the head's norm follows at once
     last = getattr(model, 'last_norm', None) if plain else None # none where no weights are loaded
     for a,b,n in zip(order, [*order[1:],model], [*norms[1:],last]):
-        if not hasattr(a, 'experts'): continue
+        if not hasattr(a, 'experts'):
+            continue
         a.then,a.reader = _begins_with(b),_reader(b, n)
 
 def _came_joined(l)->bool:
@@ -539,13 +580,18 @@ def _came_joined(l)->bool:
 def prepare(model):
     "Arrange the weights of `model` as the words want them; what was arranged before stays as it is"
     blocks = [*model.layers]
-    if model.mtp: blocks += model.mtp.layers
+    if model.mtp:
+        blocks += model.mtp.layers
     for b in blocks:
         for l in b.parts():
-            if not hasattr(l, 'experts'): continue
-            if _came_joined(l): l.joined = True
-            elif _fits(l): _join(l)
-    for p in packed_in([model, model.mtp]): units(p)
+            if not hasattr(l, 'experts'):
+                continue
+            if _came_joined(l):
+                l.joined = True
+            elif _fits(l):
+                _join(l)
+    for p in packed_in([model, model.mtp]):
+        units(p)
     _look_ahead(model)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #bde4edb4

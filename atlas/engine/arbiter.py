@@ -48,7 +48,8 @@ class Acceptance:
     def note(self, tried:list[int], right:list[int]):
         "A step's trials and successes at the first places"
         for j,(n,r) in enumerate(zip(tried, right)):
-            if not n: break
+            if not n:
+                break
             self.tried[j] = self.keep*self.tried[j]+n
             self.right[j] = self.keep*self.right[j]+r
 
@@ -59,9 +60,11 @@ def tally(
 )->tuple[list[int],list[int]]: # [k] each
     "Drafts that were tried and that were right, by place"
     ends = [0]*(k+1)
-    for n in accepted: ends[n] += 1
+    for n in accepted:
+        ends[n] += 1
     reached = [len(accepted)]
-    for n in ends[:k]: reached.append(reached[-1]-n)
+    for n in ends[:k]:
+        reached.append(reached[-1]-n)
     return reached[:-1],reached[1:]
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #d0968014
@@ -89,7 +92,8 @@ def survival(rates:list[float])->list[float]:
 def expected(rates:list[float])->list[float]:
     "Tokens of a step with 0, 1, … drafts"
     tokens = [1.]
-    for s in survival(rates): tokens.append(tokens[-1]+s)
+    for s in survival(rates):
+        tokens.append(tokens[-1]+s)
     return tokens
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #b40bab46
@@ -153,13 +157,16 @@ def lift(self:SeqLimit):
 def lower(self:SeqLimit, least:float):
     "Mask places that are reached less often than `least`"
     shut,a = self.limit<self.most,self.acceptance
-    if not shut and self.age<self.until: return
+    if not shut and self.age<self.until:
+        return
     depth,s = 0,1.
     for right,tried in zip(a.right, a.tried):
         s *= right/tried
-        if s<least: break
+        if s<least:
+            break
         depth += 1
-    if depth>=self.limit: return
+    if depth>=self.limit:
+        return
     if not shut:
         again = self.age<self.until+self.tuning.probe
         self.wait = min(2*self.wait, self.tuning.longest) if again else self.tuning.wait//2
@@ -178,8 +185,10 @@ def note(self:SeqLimit,
     for j in range(min(n+1, checked)):
         a.tried[j] = a.keep*a.tried[j]+1
         a.right[j] = a.keep*a.right[j]+(j<n)
-    if n<checked: self.lower(least)
-    if self.limit<self.most and self.age>=self.until: self.lift()
+    if n<checked:
+        self.lower(least)
+    if self.limit<self.most and self.age>=self.until:
+        self.lift()
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #50d7c3b3
 class Arbiter:
@@ -189,7 +198,8 @@ class Arbiter:
         adaptive:bool=True, # False: always that many
         **tuning, # What to change of `Tuning`
     ):
-        if most<0: raise AtlasError(f'most is {most}, expected 0 or more', param='most')
+        if most<0:
+            raise AtlasError(f'most is {most}, expected 0 or more', param='most')
         self.most,self.adaptive,self.tuning = most,adaptive,Tuning(**tuning)
         self.k = most # Drafts a step, probes aside
         self.handed = self.noted = most # K of the newest step asked for; of the newest landed
@@ -242,7 +252,8 @@ def price(self:Arbiter, b)->float:
     "What a draft costs in plain steps, in the bucket nearest to `b` where that was measured"
     def far(o): return abs(o[0]-b[0])+abs(o[1]-b[1])
     measured = [o for o in self.buckets if len(self.known(o))>1]
-    if not measured: return self.tuning.guess
+    if not measured:
+        return self.tuning.guess
     base,slope = line(self.known(min(measured, key=far)))
     return slope/base
 
@@ -251,7 +262,8 @@ def price(self:Arbiter, b)->float:
 def times(self:Arbiter, b)->list[float]: # [most+1]
     "Seconds of a step with each K in bucket `b`; in plain steps if none was timed"
     known = self.known(b)
-    if len(known)>1: base,slope = line(known)
+    if len(known)>1:
+        base,slope = line(known)
     else:
         price = self.price(b)
         k,seconds = next(iter(known.items()), (0,1.))
@@ -290,7 +302,8 @@ def better(self:Arbiter, times:list[float])->int:
 def move(self:Arbiter, b, k:int):
     "Have K be `k` from now on"
     t,after = self.tuning,self.steps+self.tuning.wait
-    for c in self.choices(b)[k+1:]: c.due = max(c.due, after)
+    for c in self.choices(b)[k+1:]:
+        c.due = max(c.due, after)
     if not k:
         again = self.changed and self.steps<self.changed+t.wait
         self.peeks.wait = min(2*self.peeks.wait, t.longest) if again else t.peek
@@ -305,7 +318,8 @@ def decide(self:Arbiter, b, times:list[float]):
     self.streak = self.streak+1 if again else int(best!=self.k)
     self.want = best
     rested = self.steps>=self.changed+t.dwell
-    if rested and self.streak>=t.streak: self.move(b, best)
+    if rested and self.streak>=t.streak:
+        self.move(b, best)
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #02c36556
 @patch
@@ -313,17 +327,20 @@ def hope(self:Arbiter, b, times:list[float], first:float|None=None)->list[float]
     "Tokens a second and sequence with each K, if all but `first` drafts, where given, are good"
     a,k = self.acceptance.rates,self.k
     a[k:] = [max(x, self.tuning.easy) for x in a[k:]]
-    if first is not None: return expected_speed([first,*a[1:]], times)
+    if first is not None:
+        return expected_speed([first,*a[1:]], times)
     hopes = []
     for speed,c in zip(expected_speed(a, times), self.choices(b)):
         hopes.append(speed/(1-.2*self.age(c)))
-    if self.choices(b)[0].time.mean is None: hopes[0] = inf
+    if self.choices(b)[0].time.mean is None:
+        hopes[0] = inf
     return hopes
 
 @patch
 def age(self:Arbiter, c:Choice)->float:
     "How old the time of a K is, from 0 to 1; 1 if it is estimated"
-    if c.time.mean is None: return 1.
+    if c.time.mean is None:
+        return 1.
     return min((self.steps-c.seen)/self.tuning.stale, 1)
 
 @patch
@@ -331,7 +348,8 @@ def promising(self:Arbiter, b, times, ks, first=None)->int|None:
     "The K of most hope among `ks`, if it is better than the one now; `first` drafts are that good"
     hope = self.hope(b, times, first)
     k = max(ks, key=hope.__getitem__, default=self.k)
-    if hope[k]>self.speed(times)[self.k]*(1+self.tuning.gain): return k
+    if hope[k]>self.speed(times)[self.k]*(1+self.tuning.gain):
+        return k
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #61b2825e
 @patch
@@ -339,7 +357,8 @@ def may_probe(self:Arbiter, now:Choice)->bool:
     "Are there not too many probes, and is enough known of K `now` to compare with?"
     t = self.tuning
     ahead = 0 if self.k else t.probe
-    if self.totals['probing']>t.share*self.steps+ahead: return False
+    if self.totals['probing']>t.share*self.steps+ahead:
+        return False
     patience = t.dwell if now.time.mean is None else 0
     return self.steps>=max(self.changed+t.probe, self.timed+patience)
 
@@ -347,16 +366,20 @@ def may_probe(self:Arbiter, now:Choice)->bool:
 def candidate(self:Arbiter, b, times:list[float])->int|None:
     "The K to probe now, if one is due and there is hope"
     choices = self.choices(b)
-    if not self.may_probe(choices[self.k]): return
-    if self.k: due = [k for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
-    else: due = range(1, self.most+1) if self.steps>=self.peeks.due else ()
+    if not self.may_probe(choices[self.k]):
+        return
+    if self.k:
+        due = [k for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
+    else:
+        due = range(1, self.most+1) if self.steps>=self.peeks.due else ()
     return self.promising(b, times, due)
 
 @patch
 def begin(self:Arbiter, b, k:int):
     "Probe `k`; from 0 with a peek"
     self.totals['probes'] += 1
-    if self.k: return self.run(b, k)
+    if self.k:
+        return self.run(b, k)
     self.probe = Probe(1, 5, b, 2, peek=True)
     self.acceptance.forget(0, 1)
 
@@ -366,15 +389,18 @@ def run(self:Arbiter, b, k:int):
     t = self.tuning
     self.probe = Probe(k, max(t.probe-b[0], t.probe//2), b, inf)
     self.acceptance.forget(self.k, k)
-    for s in self.limits.values(): s.lift()
+    for s in self.limits.values():
+        s.lift()
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #a7b30c11
 @patch
 def over(self:Arbiter, b, times:list[float])->bool:
     "Has the running probe shown what it can? One from 0 has when there is no more hope"
     p = self.probe
-    if p.left<=0: return True
-    if self.k or not p.tried: return False
+    if p.left<=0:
+        return True
+    if self.k or not p.tried:
+        return False
     return p.peek or self.promising(b, times, [p.k], p.right/p.tried) is None
 
 @patch
@@ -382,7 +408,8 @@ def looked(self:Arbiter, b, times:list[float], p:Probe):
     "The peek `p` is over: go on if there is hope, else come back later"
     first = p.right/p.tried if p.tried else 0.
     k = self.promising(b, times, range(1, self.most+1), first)
-    if k is None: return self.look_later(times)
+    if k is None:
+        return self.look_later(times)
     self.run(b, k)
     self.probe.tried,self.probe.right = p.tried,p.right
 
@@ -401,9 +428,11 @@ def look_later(self:Arbiter, times:list[float]):
 def finish(self:Arbiter, b, times:list[float]):
     "A probe is over: move at once if it found something better, else come back later"
     p,self.probe = self.probe,None
-    if p.peek: return self.looked(b, times, p)
+    if p.peek:
+        return self.looked(b, times, p)
     c,best = self.choices(p.bucket)[p.k],self.better(times)
-    if best==self.k: return self.failed(p, times)
+    if best==self.k:
+        return self.failed(p, times)
     self.move(b, best)
     c.wait = self.tuning.wait
     c.due = self.steps+c.wait
@@ -411,18 +440,21 @@ def finish(self:Arbiter, b, times:list[float]):
 @patch
 def failed(self:Arbiter, p:Probe, times:list[float]):
     "The probe `p` has found nothing better: come back later"
-    if not self.k: self.look_later(times)
+    if not self.k:
+        self.look_later(times)
     choices = self.choices(p.bucket)
     c = choices[p.k]
     put_off = choices[self.k+1:] if p.k>self.k else [c]
-    for o in put_off: o.due = max(o.due, self.steps+c.wait)
+    for o in put_off:
+        o.due = max(o.due, self.steps+c.wait)
     c.wait = min(2*c.wait, self.tuning.longest)
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #82bf5c87
 @patch
 def row_price(self:Arbiter, k:int, times:list[float])->float:
     "Half of the chance to be accepted at which a row of `k` drafts breaks even"
-    if not k: return 0.
+    if not k:
+        return 0.
     tokens = expected(self.acceptance.rates)[k]
     return min(max(1-times[0]/times[k], 0)*tokens/k, 1)/2
 
@@ -438,14 +470,17 @@ def drafts(self:Arbiter,
     context:int=0, # Longest of their contexts, tokens
 )->int: # 0 to `most`
     "K of the next step; ask once a step"
-    if not self.most or seqs<1 or not self.adaptive: return self.handed
+    if not self.most or seqs<1 or not self.adaptive:
+        return self.handed
     b = bucket(seqs, context)
     times = self.times(b)
     if not self.probe:
         self.decide(b, times)
         k = self.candidate(b, times)
-        if k is not None: self.begin(b, k)
-    elif self.over(b, times): self.finish(b, times)
+        if k is not None:
+            self.begin(b, k)
+    elif self.over(b, times):
+        self.finish(b, times)
     k = self.probe.give(self.k) if self.probe else self.k
     self.totals['changes'] += k!=self.chosen
     self.chosen = k
@@ -457,7 +492,8 @@ def drafts(self:Arbiter,
 @patch
 def limit(self:Arbiter, id:str)->int:
     "Drafts of a running request's sequence that are worth checking: rows beyond are masked"
-    if id not in self.limits: self.limits[id] = SeqLimit(self.most, self.tuning)
+    if id not in self.limits:
+        self.limits[id] = SeqLimit(self.most, self.tuning)
     all_of_them = self.probe or not self.adaptive
     return self.most if all_of_them else self.limits[id].limit
 
@@ -475,15 +511,18 @@ def note(self:Arbiter,
     context:int=0, # As `drafts` was told
 ):
     "A step landed; one without sequences that decode is none"
-    if not accepted: return
+    if not accepted:
+        return
     self.steps += 1
     if self.probe:
         self.probe.left -= 1
         self.totals['probing'] += 1
     c = self.choices(bucket(len(accepted), context))[k]
-    if seconds and 0<seconds<inf: self._time(c, seconds, k!=self.noted)
+    if seconds and 0<seconds<inf:
+        self._time(c, seconds, k!=self.noted)
     more,self.noted = k>self.noted,k
-    if k: self._count(k, accepted, more)
+    if k:
+        self._count(k, accepted, more)
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #6c1300eb
 @patch
@@ -492,22 +531,26 @@ def _time(self:Arbiter, c:Choice, seconds, changed):
     if not changed:
         c.time.note(seconds)
         c.seen = self.timed = self.steps
-    elif c.time.mean is not None: self.toll.note(max(seconds-c.time.mean, 0.))
+    elif c.time.mean is not None:
+        self.toll.note(max(seconds-c.time.mean, 0.))
 
 @patch
 def _count(self:Arbiter, k, accepted, more):
     "Learn from a step that had drafts, and as many as it has rows for unless K became `more`"
     tried,right = tally(k, [n for _,n in accepted.values()])
-    if not more: self.acceptance.note(tried, right)
+    if not more:
+        self.acceptance.note(tried, right)
     if self.probe and not more:
         self.probe.tried += tried[0]
         self.probe.right += right[0]
-    for j,n in enumerate(right): self.by_place[j] += n
+    for j,n in enumerate(right):
+        self.by_place[j] += n
     self.totals['accepted'] += sum(right)
     for id,(checked,n) in accepted.items():
         self.totals['drafts'] += checked>0
         self.totals['tokens'] += checked
-        if id in self.limits: self.limits[id].note(checked, n, self.least)
+        if id in self.limits:
+            self.limits[id].note(checked, n, self.least)
 
 # %% ../../nbs/5_engine/07_arbiter.ipynb #04f3547d
 @patch

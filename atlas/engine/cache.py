@@ -61,9 +61,11 @@ def take(self:BlockPool,
         there = f'{self.available} of {self.num_blocks} are free'
         said = f'{n} cache blocks were asked for, and {there}'
         raise OutOfMemoryError(said, hint='Let a sequence finish first')
-    if n>self.free: self.evict(n-self.free)
+    if n>self.free:
+        self.evict(n-self.free)
     ids = sorted(self._free.pop() for _ in range(n))  # neighbours are copied together
-    for i in ids: self.refs[i] = 1
+    for i in ids:
+        self.refs[i] = 1
     return ids
 
 # %% ../../nbs/5_engine/01_cache.ipynb #a32bebdf
@@ -83,7 +85,8 @@ def give(self:BlockPool, ids:list[int]):
         self._owned(i)
         self.refs[i] -= 1
         self.reclaimable += self.alone(i)
-        if not self.refs[i]: self._free.append(i)
+        if not self.refs[i]:
+            self._free.append(i)
 
 @patch
 def alone(self:BlockPool, i)->bool:
@@ -92,7 +95,8 @@ def alone(self:BlockPool, i)->bool:
 
 @patch
 def _owned(self:BlockPool, i):
-    if self.refs[i]<1: raise AtlasError(f'Block {i} is given back or shared, but nobody owns it', hint='This is a bug in Atlas: please report it')
+    if self.refs[i]<1:
+        raise AtlasError(f'Block {i} is given back or shared, but nobody owns it', hint='This is a bug in Atlas: please report it')
 
 # %% ../../nbs/5_engine/01_cache.ipynb #df0b0252
 @patch
@@ -100,7 +104,8 @@ def keep(self:BlockPool, ids:list[int]):
     "The tree becomes an owner of each of `ids`, which somebody owns"
     self.share(ids)
     self.num_kept += len(ids)
-    for i in ids: self.kept[i] = 1
+    for i in ids:
+        self.kept[i] = 1
 
 @patch
 def drop(self:BlockPool, ids:list[int]):
@@ -122,8 +127,10 @@ def runs(self:BlockPool, least:int=1)->list[tuple[int,int]]: # (first, end)
     "Free blocks that follow each other, at least so many, the last ones first"
     out,free = [],sorted(self._free)
     for i in free:
-        if out and out[-1][1]==i: out[-1][1] = i+1
-        else: out.append([i,i+1])
+        if out and out[-1][1]==i:
+            out[-1][1] = i+1
+        else:
+            out.append([i,i+1])
     return [(a, b) for a,b in reversed(out) if b-a>=least]
 
 @patch
@@ -156,7 +163,8 @@ class BlockTable:
 
     def ensure(self, tokens:int):
         "Grow until `tokens` tokens fit"
-        if n := self.missing(tokens): self.blocks += self.pool.take(n)
+        if n := self.missing(tokens):
+            self.blocks += self.pool.take(n)
 
     def release(self):
         "Give every block back"
@@ -289,7 +297,8 @@ def arrays(self:KVCache)->list:
 def renew(self:KVCache, device):
     "Be as new, with memory that has been replaced"
     words = {id(p.words):p.words for p in self.kv.values() if hasattr(p, 'words')}
-    for w in words.values(): forget_words(device, w)
+    for w in words.values():
+        forget_words(device, w)
 
 # %% ../../nbs/5_engine/01_cache.ipynb #2f76e436
 def fit_blocks(
@@ -311,7 +320,8 @@ def fit_blocks(
     per,one = token*size,-(-max_seq_len//size)
     states = max_num_seqs*((1+drafts)*slot_bytes(cfg, ops)+beside[1])
     many = f'states of {max_num_seqs} sequences'
-    if not per and states>budget: _no_room(f'The {many}', states, budget, 0)
+    if not per and states>budget:
+        _no_room(f'The {many}', states, budget, 0)
     n = max(0, budget-states)//per if per else one*max_num_seqs
     if n<one:
         beside = f' beside the {many}' if states else ''

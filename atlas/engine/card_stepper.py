@@ -69,7 +69,8 @@ class Rows:
     def of(self, n:int):
         "Those of the first `n` sequences"
         key = self.width,n
-        if key not in self._some: self._some[key] = self.at.of(n)
+        if key not in self._some:
+            self._some[key] = self.at.of(n)
         return self._some[key]
 
     def batch(self, n:int, longest:int)->Batch:
@@ -90,8 +91,10 @@ class _Arrays:
         self.tables = full((n,max_blocks), 0)
         self.pos3 = full(3*n, 0)
         zero,none = 'ids pos starts state_in','seq state_out lanes'
-        for k in zero.split(): setattr(self, k, full(n, 0))
-        for k in none.split(): setattr(self, k, full(n, -1))
+        for k in zero.split():
+            setattr(self, k, full(n, 0))
+        for k in none.split():
+            setattr(self, k, full(n, -1))
         self.live = full(n, 1)
         self.slots = full(n, -1, np.int64)
 
@@ -137,7 +140,8 @@ def place_rows(
 )->Placed:
     "The rows of the next step: the newest token of each sequence, and its drafts"
     p,S = _nobody(most, width),len(seqs)
-    if not S: return p
+    if not S:
+        return p
     fed = [_fed(s, width) for s in seqs]
     live = p.live[:S] = [len(ids) for ids in fed]
     begin = np.array([(s.num_computed, s.depth) for s in seqs])
@@ -168,7 +172,8 @@ def place(self:Rows,
     p = place_rows(seqs, self.most, width, self.size)
     line = self._padded(lanes, -1)
     names = 'ids','pos','seq','slots','state_out'
-    for k in names: self._write(k, getattr(p, k))
+    for k in names:
+        self._write(k, getattr(p, k))
     self._write('lanes', np.where(p.seq<0, -1, line[:,None]))
     self._stand(seqs)
     self._turned(seqs, p.pos)
@@ -205,10 +210,12 @@ def _turned(self:Rows, seqs, pos):
     "Rotary positions: behind images they differ from positions"
     media = [getattr(s, 'media', None) for s in seqs]
     self.media = any(media)
-    if not self.media: return
+    if not self.media:
+        return
     n = seats(len(seqs))
     at = pos[:n].copy()
-    for row,m in zip(at, media): row += m.delta if m else 0
+    for row,m in zip(at, media):
+        row += m.delta if m else 0
     three = np.tile(at.ravel(), 3)
     to = self.at.pos3.reshape(-1)
     self.card.write(to[:len(three)], three)
@@ -222,9 +229,11 @@ def _tell(self:Rows):
     "Tell the card of all blocks of its sequences, in one copy"
     known = [len(s.table.blocks) for s in self.seqs]
     n,most = len(known),max(known, default=0)
-    if not most: return
+    if not most:
+        return
     tables = np.zeros((n,most), np.int32)
-    for row,s,k in zip(tables, self.seqs, known): row[:k] = s.table.blocks
+    for row,s,k in zip(tables, self.seqs, known):
+        row[:k] = s.table.blocks
     self.card.write(self.at.tables[:n,:most], tables)
     self.known[:n] = known
 
@@ -233,7 +242,8 @@ def grow(self:Rows):
     "Tell the card of blocks that sequences have got since"
     for r,s in enumerate(self.seqs):
         b,k = s.table.blocks,self.known[r]
-        if len(b)==k: continue
+        if len(b)==k:
+            continue
         to = self.at.tables[r,k:len(b)]
         self.card.write(to, np.array(b[k:], np.int32))
         self.known[r] = len(b)
@@ -274,7 +284,8 @@ def watch(self:CheckedRows, seqs, line, live):
 def narrow(self:CheckedRows):
     "Say how many drafts each sequence may have, where that has changed"
     most = [s.most_drafts for s in self.seqs]
-    if most==self.most_drafts: return
+    if most==self.most_drafts:
+        return
     self._each('kmax', most)
     self.most_drafts = most
 
@@ -356,7 +367,8 @@ class PromptGraph:
 
     def __call__(self, b:Batch):
         "What the pass makes of `b`, a batch of the host of the same shape; until the next call"
-        for name,values in _arrays(b): self.card.write(getattr(self.b, name), values)
+        for name,values in _arrays(b):
+            self.card.write(getattr(self.b, name), values)
         return self.graph()
 
 def _arrays(b)->list[tuple]:
@@ -386,14 +398,17 @@ class PromptGraphs:
 
     def __call__(self, b:Batch, stream): # As `CardStepper.over`
         "Run the model over `b`, a batch of the host; launches go to `stream` already"
-        if self.refused!=self.scratch.refused: self.clear()
+        if self.refused!=self.scratch.refused:
+            self.clear()
         shape = _prompt_shape(b, stream)
         again,graph = shape in self.kept,self.kept.pop(shape, None)
         with self.scratch.allocating():
-            if again and not graph: graph = self._recorded(b, stream)
+            if again and not graph:
+                graph = self._recorded(b, stream)
             out = graph(b) if graph else self.stepper.over(uploaded(b, self.card))
         self.kept[shape] = graph
-        if len(self.kept)>self.most: self._drop()
+        if len(self.kept)>self.most:
+            self._drop()
         return out
 
     def _recorded(self, b, stream):
@@ -414,11 +429,15 @@ class PromptGraphs:
 def record(self:PromptGraphs, batch, stream)->bool: # Is there room for more?
     "Have a graph for the shape of `batch`, of the host, which goes first where there are too many"
     shape = _prompt_shape(batch, stream)
-    if len(self.kept)>=self.most or self.refused!=self.scratch.refused: return False
-    if self.kept.get(shape): return True
+    if len(self.kept)>=self.most or self.refused!=self.scratch.refused:
+        return False
+    if self.kept.get(shape):
+        return True
     with self.scratch.allocating():
-        try: self.kept[shape] = self._recorded(batch, stream)
-        except OutOfMemoryError: return False # it is recorded when it comes, or never
+        try:
+            self.kept[shape] = self._recorded(batch, stream)
+        except OutOfMemoryError:
+            return False # it is recorded when it comes, or never
     self.kept.move_to_end(shape, last=False)
     return True
 
@@ -449,8 +468,10 @@ class CardStepper(Stepper):
             drafts = scheduler.drafts
             most = cache.blocks_for(scheduler.max_seq_len)
             size = self.card,n,most,cache.pool.block_size
-            if not drafter: self.rows = Rows(*size)
-            else: self.rows = CheckedRows(*size, drafts, _scratch(cache, drafter))
+            if not drafter:
+                self.rows = Rows(*size)
+            else:
+                self.rows = CheckedRows(*size, drafts, _scratch(cache, drafter))
             rows,width = max(n+1, n*(drafts+1)),drafts+1
             V = model.c.vocab_size
             self.table = SampleTable(self.card, n+1, V, rows=rows, width=width)
@@ -490,7 +511,8 @@ def here(self:CardStepper,
     stream=None, # Another one, of a part
 ):
     "A context for kernels on the stepper's stream; arrays are none of a model being loaded"
-    with self.card.making_in(None), (stream or self.stream).here(): yield
+    with self.card.making_in(None), (stream or self.stream).here():
+        yield
 
 @patch
 def staying(self:CardStepper):
@@ -516,7 +538,8 @@ def _scratch(cache, drafter):
 
 def _enough(rows, drafts)->int:
     "The rows that a step checks; refuses as many drafts or more"
-    if drafts<rows: return rows
+    if drafts<rows:
+        return rows
     said = f'num_speculative_tokens is {drafts}, and this model checks at most {rows-1}'
     raise UnsupportedError(said, param='num_speculative_tokens')
 
@@ -524,13 +547,15 @@ def _enough(rows, drafts)->int:
 def _history(self:CardStepper, lines):
     "Tokens of each line by position, for a drafter that reads them"
     self.written = [0]*lines # Tokens of each line that the card was told of
-    if not (self.drafter and self.drafter.reads): return None
+    if not (self.drafter and self.drafter.reads):
+        return None
     return self.card.zeros((lines,self.scheduler.max_seq_len), 'int32')
 
 @patch
 def _write_history(self:CardStepper, seqs):
     "Tell the card what `seqs` have said that it does not know"
-    if self.history is None: return
+    if self.history is None:
+        return
     for s in seqs:
         i,n = self.lanes[s.id],len(s)
         first = self.written[i]
@@ -543,15 +568,19 @@ def _write_history(self:CardStepper, seqs):
 def body(self:CardStepper, shape:StepShape):
     "What a decode step launches"
     with self._stream_of(shape).temporaries():
-        if self.drafter: self._verify(shape)
-        else: self._plain(shape)
+        if self.drafter:
+            self._verify(shape)
+        else:
+            self._plain(shape)
 
 @patch
 def _step_logits(self:CardStepper, x, shape, made):
     "Logits of a step's rows, or as little as sampling needs of them; `made` as `trunk` left it"
     m = self.model
-    if made: x = made[-1].instead(x)
-    if shape.full: return m.head(x, m.last_norm)
+    if made:
+        x = made[-1].instead(x)
+    if shape.full:
+        return m.head(x, m.last_norm)
     return greedy_logits(x, m.lm_head, m.last_norm, m.c.logit_softcap)
 
 @patch
@@ -584,7 +613,8 @@ def _verify(self:CardStepper, shape):
 @patch
 def _propose(self:CardStepper, shape, h, last):
     "Drafts of what comes next, [K, S]; None where a step checks none"
-    if shape.width==1: return None
+    if shape.width==1:
+        return None
     ends = CardEnds(self.rows, shape.seqs, shape.longest, self.history)
     self.drafter.propose(h, last, ends, shape.width-1)
     return ends.drafts
@@ -623,7 +653,8 @@ def simulate(self:CardStepper,
 ):
     "Accept drafts by chance from the next step on, whatever they are"
     self.card.synchronize()
-    if chances is not None: chances = self.card.upload(np.array(chances, 'f4'))
+    if chances is not None:
+        chances = self.card.upload(np.array(chances, 'f4'))
     self.chances,self.graphs = chances,{}
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #c5a00002
@@ -636,7 +667,8 @@ def _divide(self:CardStepper):
     "Streams for steps and for prompts beside them; None where steps only follow prompts"
     self.few = self.rest = None
     n = self.card.multiprocessors
-    if n<LARGE or self.drafter or not self.prompts: return
+    if n<LARGE or self.drafter or not self.prompts:
+        return
     if parts := self.stream.divided(APART):
         self.few,self.rest = parts
         self.part = self.few.count/n
@@ -647,7 +679,8 @@ def _apart(self:CardStepper, plan, samplers)->Flight:
     on = self.few if plan.decode else self.rest
     on.after(self.stream)
     with self.here(on):
-        if plan.decode: return self._decode(plan, samplers, on)
+        if plan.decode:
+            return self._decode(plan, samplers, on)
         self.rows.seqs = []  # as in `_first`
         ran = self._prompt_pass(tiles(plan), on)
         done = on.mark(asleep=True)
@@ -664,14 +697,17 @@ def _down(self:CardStepper, flight)->Sampled:
     "What prompts say that stayed in the air: those who are still here"
     flight.early = flight.done.passed
     self.wait(flight)
-    for part in (self.few,self.rest): self.stream.after(part)
+    for part in (self.few,self.rest):
+        self.stream.after(part)
     self.rows.seqs = []
     seqs,ran = flight.plan.first,list(flight.samplers)
-    if not seqs: return _NOTHING.by_seq()
+    if not seqs:
+        return _NOTHING.by_seq()
     with self.here():
         rows = np.array([ran.index(s) for s in seqs], np.int32)
         logits = self._logits(flight.ran)[self.card.upload(rows)]
-        try: out = self._sample(logits, seqs, [flight.samplers[s] for s in seqs])
+        try:
+            out = self._sample(logits, seqs, [flight.samplers[s] for s in seqs])
         except BaseException:
             self.lost(flight.plan)
             raise
@@ -681,22 +717,27 @@ def _down(self:CardStepper, flight)->Sampled:
 @patch
 def launch(self:CardStepper, plan, samplers)->Flight:
     "Begin a decode step; or run prompts and replays, and wait for the tokens of complete ones"
-    if plan.apart: return self._apart(plan, samplers)
+    if plan.apart:
+        return self._apart(plan, samplers)
     begin = self._decode if plan.decode else self._first
-    with self.here(): return begin(plan, samplers, self.stream)
+    with self.here():
+        return begin(plan, samplers, self.stream)
 
 @patch
 def _decode(self:CardStepper, plan, samplers, stream)->CardFlight:
     "Begin a decode step; launches go to `stream` already"
     seqs,rows = plan.decode,self.rows
-    if rows.seqs==seqs and rows.width==plan.width: rows.grow()
+    if rows.seqs==seqs and rows.width==plan.width:
+        rows.grow()
     else:
         rows.place(seqs, self._lanes(seqs, samplers), plan.width)
         self._write_history(seqs)
-    if self.drafter: rows.narrow()
+    if self.drafter:
+        rows.narrow()
     self._allow(seqs, samplers)
     self.last = self._shape(seqs, stream)
-    with stream.turn(): self.replay(self.last)
+    with stream.turn():
+        self.replay(self.last)
     halves = self._halves(seqs)
     done = stream.mark(asleep=True)
     return CardFlight(plan, None, None, halves, self.last.full, done)
@@ -704,7 +745,8 @@ def _decode(self:CardStepper, plan, samplers, stream)->CardFlight:
 @patch
 def _halves(self:CardStepper, seqs)->tuple:
     "Where the step that was just launched leaves what each of `seqs` says"
-    if not self.drafter: return tuple(s.num_computed%2 for s in seqs)
+    if not self.drafter:
+        return tuple(s.num_computed%2 for s in seqs)
     self.rows.turn += 1
     return ((self.rows.turn-1)%2,)*len(seqs)
 
@@ -733,10 +775,12 @@ def _asked(self:CardStepper, seqs)->tuple[bool,bool]:
 def _lane(self:CardStepper, seq, state)->int:
     "Lane of `seq`, given and filled if it has none; where all are taken, one that was preempted gives up its own"
     if seq.id not in self.lanes:
-        if not self.free: self._free_one()
+        if not self.free:
+            self._free_one()
         self.lanes[seq.id] = i = self.free.pop()
         self.written[i] = 0
-        with self.staying(): self.table.set(i, state)
+        with self.staying():
+            self.table.set(i, state)
     return self.lanes[seq.id]
 
 @patch
@@ -760,28 +804,34 @@ def leave(self:CardStepper, rid:str):
 @patch
 def lost(self:CardStepper, plan):
     "Place the rows of `plan` anew, and write their lines again: how far the card came is unknown"
-    if plan.apart: self.card.synchronize()
+    if plan.apart:
+        self.card.synchronize()
     self.rows.seqs = []
-    for s in plan.sampled: self.leave(s.id)
+    for s in plan.sampled:
+        self.leave(s.id)
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #b2523e03
 @patch
 def _allow(self:CardStepper, seqs, samplers):
     "Tell the sampler what guides let come next, and after each draft"
     for s,state in zip(seqs, samplers):
-        if state.guide is None: continue
+        if state.guide is None:
+            continue
         lane,drafts = self.lanes[s.id],s.drafts[:self.rows.width-1]
         for row,mask in enumerate(_masks(state, drafts)):
-            with self.staying(): self.table.allow(lane, mask, row)
+            with self.staying():
+                self.table.allow(lane, mask, row)
 
 def _masks(state, drafts):
     "What may come next, and after each of `drafts`, as far as they are allowed"
     yield state.allowed()
     for t in drafts:
-        if not lets(state, t): return
+        if not lets(state, t):
+            return
         state = fork(state)
         state.add(t)
-        if state.guide.ended: return
+        if state.guide.ended:
+            return
         yield state.allowed()
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #9c7c4405
@@ -810,7 +860,8 @@ def _prompt_pass(self:CardStepper, pieces, stream)->Pass:
         return Pass(b, self.model.trunk(b, self.cache), pieces)
     b = make_batch(pieces, True, size, Host())
     x = self.prompts(self._fixed(b), stream)
-    if self.drafter: return Pass(uploaded(b, self.card), x, pieces)
+    if self.drafter:
+        return Pass(uploaded(b, self.card), x, pieces)
     rows = np.arange(len(b.out), dtype=np.int32)
     return Pass(replace(b, out=up(rows)), x, pieces)
 
@@ -821,9 +872,11 @@ def _passes(self:CardStepper, plan)->list[Pass]:
     out = []
     if pieces := replays(plan):
         b = make_batch(pieces, False, self.cache.pool.block_size, self.card)
-        with self.stream.turn(): x = self.model.trunk(b, self.cache)
+        with self.stream.turn():
+            x = self.model.trunk(b, self.cache)
         out.append(Pass(b, x, pieces))
-    if pieces := tiles(plan): out.append(self._prompt_pass(pieces, self.stream))
+    if pieces := tiles(plan):
+        out.append(self._prompt_pass(pieces, self.stream))
     return out
 
 @patch
@@ -842,8 +895,10 @@ def _after_fills(self:CardStepper, plan, passes, sampled)->list:
     ids,out = sampled.ids[:,0].tolist(),[]
     said = [[max(i, 0)] for i in ids]
     for p in passes:
-        if p.b.tiled: out += self._after_prompts(p, plan, said)
-        else: self._guess(p, following(plan.replay))
+        if p.b.tiled:
+            out += self._after_prompts(p, plan, said)
+        else:
+            self._guess(p, following(plan.replay))
     return out
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #b2f1f5bb
@@ -863,7 +918,8 @@ def _sample(self:CardStepper, logits, seqs, samplers)->Sampled:
     full,cuts = self._asked(seqs)
     sample_rows(logits, t, ids, rows, greedy=not full, cuts=cuts)
     arrays = [ids]
-    if full: arrays += [t.logprobs, t.top_ids, t.top_logprobs]
+    if full:
+        arrays += [t.logprobs, t.top_ids, t.top_logprobs]
     got = [self.card.download(a)[:len(seqs)] for a in arrays]
     return Sampled(*got)
 
@@ -871,10 +927,13 @@ def _sample(self:CardStepper, logits, seqs, samplers)->Sampled:
 @patch
 def land(self:CardStepper, flight)->Sampled:
     "What a step said; waits for it"
-    if flight.sampled is not None: return flight.sampled
-    if isinstance(flight, PromptFlight): return self._down(flight)
+    if flight.sampled is not None:
+        return flight.sampled
+    if isinstance(flight, PromptFlight):
+        return self._down(flight)
     flight.done.wait('a wait for the results of a step')
-    if self.drafter: return self._counted(flight)
+    if self.drafter:
+        return self._counted(flight)
     rows = range(len(flight.halves))
     heard = self.table.heard[flight.halves,rows]
     names = heard.dtype.names if flight.full else ('id',)
@@ -910,20 +969,24 @@ def _try_prompt(self:CardStepper, tokens=1, pieces=1, short=0):
     "Run so many prompts of zeros, and `short` ones of one token, and sample"
     b,model = self._zeros(tokens, pieces, short=short),self.model
     x = model.trunk(b, self.cache)
-    if self.prompts and not self.drafter: model.ops.pick(x, b.out)  # what a graph ends with
+    if self.prompts and not self.drafter:
+        model.ops.pick(x, b.out)  # what a graph ends with
     logits = model.head(model.final(x[b.out]))
     n = pieces+short
     ids = self.card.empty(n, 'int32')
     rows = self.card.upload(np.full(n, -1, np.int32))
-    for greedy in (False,True): sample_rows(logits, self.table, ids, rows, greedy)
-    if self.drafter: self._try_drafts(b, x)
+    for greedy in (False,True):
+        sample_rows(logits, self.table, ids, rows, greedy)
+    if self.drafter:
+        self._try_drafts(b, x)
 
 @patch
 def _try_replay(self:CardStepper, rows, pieces=1, start=1):
     "Run a replay of so many rows of each of some sequences, from position `start` on"
     b = self._zeros(rows, pieces, start, want=0)
     x = self.model.trunk(b, self.cache)
-    if self.drafter: self.drafter.see(b, x, b.ids)
+    if self.drafter:
+        self.drafter.see(b, x, b.ids)
 
 @patch
 def _try_drafts(self:CardStepper, b, x):
@@ -958,8 +1021,10 @@ def _try_apart(self:CardStepper, longest):
     shape = StepShape(1, longest, False, False, self.table.stamp, part=_part(self.few))
     with self.few.here():
         for k in self._buckets():
-            if k>MOST_APART: continue
-            for f in (True,False): self.body(replace(shape, seqs=k, full=f, cuts=f))
+            if k>MOST_APART:
+                continue
+            for f in (True,False):
+                self.body(replace(shape, seqs=k, full=f, cuts=f))
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #5b0c21de
 @patch
@@ -997,7 +1062,8 @@ def warm(self:CardStepper):
     prompts = [partial(self._try_prompt, *p) for p in self._prompts(long)]
     replays = [partial(self._try_replay, *r) for r in self._replays(most)]
     decodes = [partial(self._try_decode, n) for n in (min(128, end),end)]
-    if self.few: decodes.append(partial(self._try_apart, end))
+    if self.few:
+        decodes.append(partial(self._try_apart, end))
     def summed(): checksums(self.card, [self.card.zeros((2,))]) # for sleep, and for packed files
     with self.here():
         with self.model.one_of_each(self.cache):
@@ -1007,11 +1073,15 @@ def warm(self:CardStepper):
             buckets = self._buckets()
             # the most rows take the memory that others find there; kernels that a start like this one
             # has run before need not show again that they run
-            if self.known and self.known.complete(): buckets = sorted({buckets[0],buckets[-1]})
-            with self.prompt_memory(): self._try_prompt(long)
-            with self.stream.turn(): self._try_decode(128, buckets)
+            if self.known and self.known.complete():
+                buckets = sorted({buckets[0],buckets[-1]})
+            with self.prompt_memory():
+                self._try_prompt(long)
+            with self.stream.turn():
+                self._try_decode(128, buckets)
             self._make_room(end)
-        if self.prompts: self._expect_prompts(long)
+        if self.prompts:
+            self._expect_prompts(long)
         self.card.synchronize()
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #c1a0f001
@@ -1019,15 +1089,18 @@ def warm(self:CardStepper):
 def _tidy(self:CardStepper):
     "Give back what was taken for steps that were only noted: of the longest sequences, it may be all there is"
     self.card.tidy()
-    if self.graphs: return # they remember where arrays lay
+    if self.graphs:
+        return # they remember where arrays lay
     self.stream.close()
-    if self.steps: self.steps.trim()
+    if self.steps:
+        self.steps.trim()
 
 @patch
 def _make_room(self:CardStepper, longest):
     "Take the memory of the largest decode step before graphs of prompts do: one that finds none has no other way"
     def largest(): self._try_decode(longest, self._buckets()[-1:])
-    with suppress(OutOfMemoryError): wanted(largest) # what is not there now may be there then
+    with suppress(OutOfMemoryError):
+        wanted(largest) # what is not there now may be there then
 
 @patch
 def prompt_memory(self:CardStepper):
@@ -1039,9 +1112,11 @@ def close(self:CardStepper):
     "Give back the memory of its graphs"
     self.card.synchronize()
     self.graphs = {}
-    if self.prompts: self.prompts.close()
+    if self.prompts:
+        self.prompts.close()
     for s in (self.few,self.rest,self.stream):
-        if s: s.close()
+        if s:
+            s.close()
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #6fb0267e
 @patch
@@ -1049,7 +1124,8 @@ def _expect_prompts(self:CardStepper, long):
     "Say which lengths of prompts are to have graphs when nobody waits"
     first,others = self.prompts.usual(long)
     due = [(n, self.stream) for n in first+others]
-    if self.rest and first: due.insert(len(first), (first[0], self.rest))
+    if self.rest and first:
+        due.insert(len(first), (first[0], self.rest))
     self.prompts.due = due
 
 @patch
@@ -1061,9 +1137,11 @@ def _whole(self:CardStepper, n)->Batch:
 def idle(self:CardStepper)->bool:
     "Record one more graph of a prompt, where that is still due"
     p = self.prompts
-    if not (p and p.due): return False
+    if not (p and p.due):
+        return False
     n,stream = p.due.pop(0)
     spare = self.card.memory().available>SPARE
     with self.here(stream):
-        if not (spare and p.record(self._whole(n), stream)): p.due = []
+        if not (spare and p.record(self._whole(n), stream)):
+            p.due = []
     return True

@@ -98,7 +98,8 @@ def lists(self:Ends,
     drafts:list, # Of [S] int32: guesses, the nearest first; -1 for none
 )->list[list[int]]: # Of each sequence, as far as it may come to need them
     "Drafts sequence by sequence"
-    if not drafts: return [[] for _ in self.ends]
+    if not drafts:
+        return [[] for _ in self.ends]
     table = np.stack([self.device.download(d) for d in drafts], 1)
     pairs = zip(self.ends, table.tolist())
     rows = [row[:max(0, e.last-e.at)] for e,row in pairs]
@@ -152,7 +153,8 @@ def _likeliest(self:Drafter, h, norm=None, out=None, tap=None):
     "The likeliest tokens after rows h [S, H], [S]"
     ops = self.by.ops
     logits = ops.logits(h, self.head, norm, self.by.c.logit_softcap)
-    if tap: tap(logits)
+    if tap:
+        tap(logits)
     return ops.likeliest(logits, self.names, out)
 
 # %% ../../nbs/5_engine/05_draft.ipynb #d14a0003
@@ -191,11 +193,14 @@ def reads_cache(
     t:ModelConfig, # Of a target
 )->bool:
     "Can the assistant read the target's cache?"
-    if not a.drafter or a.drafter.backbone_size!=t.hidden_size: return False
+    if not a.drafter or a.drafter.backbone_size!=t.hidden_size:
+        return False
     for i,kind in enumerate(a.mixers):
-        if kind not in t.mixers: return False
+        if kind not in t.mixers:
+            return False
         own = a.attn(i).num_kv_heads,a.attn(i).head_dim
-        if own!=t.kv_shape(t.mixers.index(kind)): return False
+        if own!=t.kv_shape(t.mixers.index(kind)):
+            return False
     return a.vocab_size==t.vocab_size
 
 class AssistantDrafter(Drafter):
@@ -228,8 +233,10 @@ def propose(self:AssistantDrafter, h, last, ends, k, tap=None):
     for i in range(k):
         rows = ends.looking(ids)
         n,h = a.draft_rows(self.target, rows, h, self._cache)
-        if tap: ids = self._defined(n, tap)
-        else: ids = self._likeliest(n, None, ends.out(i))
+        if tap:
+            ids = self._defined(n, tap)
+        else:
+            ids = self._likeliest(n, None, ends.out(i))
         out.append(ids)
     return out
 

@@ -18,10 +18,13 @@ from ..ground.core import OutOfMemoryError,human
 def ease(self:LoadedModel, a:Advice)->int: # Bytes given back; less than 0: taken
     "Do what was advised, as far as it goes"
     with self._lock:
-        if self.engine is None or self.asleep or a.what=='nothing': return 0
-        if a.what=='take': return -self._take_back()
+        if self.engine is None or self.asleep or a.what=='nothing':
+            return 0
+        if a.what=='take':
+            return -self._take_back()
         given = self._trim()
-        if a.what=='give' and given<a.nbytes: given += self._give(a.nbytes-given)
+        if a.what=='give' and given<a.nbytes:
+            given += self._give(a.nbytes-given)
         return given
 
 @patch
@@ -34,12 +37,15 @@ def _trim(self:LoadedModel)->int:
 def _give(self:LoadedModel, nbytes)->int:
     "Give back so many bytes, or as many as there are"
     given,s,evicted = self._drop_copies(),self.engine.scheduler,False
-    if not self.device.shares_host: return given  # a cache there is none of the host's memory
+    if not self.device.shares_host:
+        return given  # a cache there is none of the host's memory
     while given<nbytes:
         missing = nbytes-given
         given += (got := self._lend(missing))
-        if got: continue
-        if evicted or not (s.prefix and s.pool.reclaimable): break
+        if got:
+            continue
+        if evicted or not (s.prefix and s.pool.reclaimable):
+            break
         s.prefix.evict(min(s.pool.reclaimable, self._blocks_of(missing)))
         evicted = True # what brings nothing is not done twice
     return given
@@ -68,7 +74,8 @@ def _lend(self:LoadedModel, nbytes)->int: # Bytes given back
     s,given = self.engine.scheduler,0
     for first,end in s.pool.runs():
         given += self._lend_of(first, end, nbytes-given)
-        if given>=nbytes or not s.spare: break
+        if given>=nbytes or not s.spare:
+            break
     return given
 
 @patch
@@ -79,7 +86,8 @@ def _lend_of(self:LoadedModel, first, end, nbytes)->int: # Bytes given back
     while most and not got:
         n = min(n, most)
         got = self._lend_run(end-n, end)
-        if n==most: break
+        if n==most:
+            break
         n *= 2
     return got
 
@@ -88,7 +96,8 @@ def _lend_run(self:LoadedModel, first, end)->int: # Bytes given back
     "Lend blocks `first` to `end`, if memory goes with them"
     arrays = [a for c in self._caches() for p in c.kv.values() for a in p.arrays if a is not None]
     got = self.device.lend([a[first:end] for a in arrays], self.room)
-    if got: self.engine.scheduler.lend(range(first, end))
+    if got:
+        self.engine.scheduler.lend(range(first, end))
     return got
 
 # %% ../../nbs/5_engine/16_ease.ipynb #061955c5
@@ -96,8 +105,10 @@ def _lend_run(self:LoadedModel, first, end)->int: # Bytes given back
 def _take_back(self:LoadedModel)->int: # Bytes
     "Have memory for all blocks again; on the host it comes when they are written"
     lent = self.lent
-    try: taken = self.room.recall()
-    except OutOfMemoryError: return 0
+    try:
+        taken = self.room.recall()
+    except OutOfMemoryError:
+        return 0
     self.recalled()
     return taken or lent
 
@@ -109,7 +120,8 @@ def recalled(self:LoadedModel):
 @patch(as_prop=True)
 def lent(self:LoadedModel)->int:
     "Bytes of blocks that are lent"
-    if self.engine is None or self.asleep: return 0
+    if self.engine is None or self.asleep:
+        return 0
     return len(self.engine.scheduler.pool.lent)*self._block_bytes()
 
 @patch

@@ -47,7 +47,8 @@ class Engine:
         self._turning = False # Does this step have another width than the one in the air?
         scheduler.rows = min(scheduler.rows, stepper.replay_rows)
         scheduler.policy.part = stepper.part
-        if stepper.drafter or stepper.overlap: scheduler.ahead = 1+scheduler.drafts
+        if stepper.drafter or stepper.overlap:
+            scheduler.ahead = 1+scheduler.drafts
 
     @property
     def has_work(self)->bool: return self.scheduler.has_work
@@ -56,9 +57,11 @@ class Engine:
         more = {} if self.guides is None else dict(guide_seconds_total=getattr(self.guides, 'mask_seconds', 0.))
         more |= dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
         more |= dict(jit_after_ready_total=len(self.late or ()))
-        for o in filter(None, (self.arbiter,self.roof)): more |= o.stats()
+        for o in filter(None, (self.arbiter,self.roof)):
+            more |= o.stats()
         drafter = self.stepper.drafter
-        if drafter: more |= dict(spec_decode_invalid_total=drafter.invalid)
+        if drafter:
+            more |= dict(spec_decode_invalid_total=drafter.invalid)
         return self.scheduler.stats()|more
     def __repr__(self): return f'Engine({self.model!r}, {self.scheduler!r})'
 
@@ -66,20 +69,25 @@ class Engine:
 @patch
 def add(self:Engine, request:Request):
     "Queue `request`; refuses what can never be served"
-    check_ids(request.prompt, self.model.c.vocab_size); self.scheduler.check(request)
+    check_ids(request.prompt, self.model.c.vocab_size)
+    self.scheduler.check(request)
     state = SampleState(request.params, request.prompt, self.model.c.vocab_size, eos_ids=request.eos_ids, guide=self._guide(request))  # may refuse, so it comes first
     media = self._media(request)
-    if not self.has_work: self._load = None  # who had left something undone is gone
+    if not self.has_work:
+        self._load = None  # who had left something undone is gone
     seq = self.scheduler.add(request, media and media.tokens(request.prompt))
     state.seed,seq.media = seq.seed,media
-    if media: seq.request = _without_pixels(request)
+    if media:
+        seq.request = _without_pixels(request)
     self._samplers[request.id] = state
 
 @patch
 def _guide(self:Engine, request):
     "What the answer must look like, if it must"
-    if request.guide is None: return None
-    if self.guides is None: raise RequestError('Guides need a tokenizer, and this model has none', param='response_format')
+    if request.guide is None:
+        return None
+    if self.guides is None:
+        raise RequestError('Guides need a tokenizer, and this model has none', param='response_format')
     return self.guides.start(request.guide)
 
 @patch
@@ -91,7 +99,8 @@ def _guided(self:Engine, seqs)->list:
 @patch
 def _media(self:Engine, request):
     "What the request's images will put into its prompt"
-    if not request.images: return None
+    if not request.images:
+        return None
     media = self.model.media(request.prompt, request.images, self._images)
     self._images.update(media.images)
     return media
@@ -106,7 +115,8 @@ def _leave(self:Engine, rid:str):
     "Forget request `rid`"
     self._samplers.pop(rid, None)
     self.stepper.leave(rid)
-    if self.arbiter: self.arbiter.leave(rid)
+    if self.arbiter:
+        self.arbiter.leave(rid)
 
 @patch
 def abort(self:Engine, rid:str)->list[Event]:
@@ -137,14 +147,16 @@ def close(self:Engine):
 def _expired(self:Engine)->list[Event]:
     "The ends of requests whose time is up"
     late = self.scheduler.expire()
-    for s in late: self._leave(s.id)
+    for s in late:
+        self._leave(s.id)
     return [Event(s.id, finish='timeout') for s in late]
 
 # %% ../../nbs/5_engine/11_engine.ipynb #36aba930
 @patch
 def step(self:Engine)->list[Event]:
     "Do one step's work and say what came of it, or of the step before it"
-    with compilations.serving(self.late): self._step()
+    with compilations.serving(self.late):
+        self._step()
     self._events += self._filled()
     events,self._events = self._events,[]
     return events
@@ -153,7 +165,8 @@ def step(self:Engine)->list[Event]:
 def _told_first(self:Engine)->bool:
     "Land what is in the air before a prompt is launched, which takes long: was something said?"
     fills = any(s.state!='decode' and not s.fetch for s in self.scheduler.running)
-    if self.flying is None or not fills: return False
+    if self.flying is None or not fills:
+        return False
     self._land_step()
     return bool(self._events)
 
@@ -162,24 +175,29 @@ def _step(self:Engine):
     self._settle()  # what an interruption left
     self._resume()
     self._events += self._expired()
-    if self._told_first(): return
+    if self._told_first():
+        return
     width = 1+self._drafts()
     self._turning = self.flying is not None and width!=self.flying.plan.width
-    if not self._steady(width): self._land_step()
+    if not self._steady(width):
+        self._land_step()
     self.scheduler.width = width
     plan = self._next()
     if self.flying and not self._goes_on(plan):
         self._land_step()
         plan = plan and plan.living()
-    if plan: self._go(plan)
-    elif self.prompt: self.land()
+    if plan:
+        self._go(plan)
+    elif self.prompt:
+        self.land()
 
 # %% ../../nbs/5_engine/11_engine.ipynb #36aba001
 @patch
 def _next(self:Engine):
     "The next plan; None if there is nothing to do, or nothing more beside the prompts in the air"
     s,p = self.scheduler,self.prompt
-    if p is None: return s.schedule()
+    if p is None:
+        return s.schedule()
     decode = sum(q.state=='decode' for q in s.running)
     spent = s.clock()-p.since
     return s.meanwhile() if s.policy.fits(p.load, spent, decode, s.width) else None
@@ -189,17 +207,24 @@ def _next(self:Engine):
 def _go(self:Engine, plan):
     "Launch `plan`, and take in all but what stays in the air"
     blind = self._look(plan)
-    if blind: return self._without_memory(blind, 'to look at the images', 'smaller ones')
+    if blind:
+        return self._without_memory(blind, 'to look at the images', 'smaller ones')
     self.steps += 1
-    if self.flying is None: self._begin()
+    if self.flying is None:
+        self._begin()
     since = self.scheduler.clock()
-    try: flights = self._launch(plan)
-    except (MemoryError,OutOfMemoryError) as e: return self._shed(plan, e)
-    if plan.apart and plan.prefill: plan = self._stays(flights.pop(0), since, flights[0])
-    else: flights[-1].load = load_of(plan)
+    try:
+        flights = self._launch(plan)
+    except (MemoryError,OutOfMemoryError) as e:
+        return self._shed(plan, e)
+    if plan.apart and plan.prefill:
+        plan = self._stays(flights.pop(0), since, flights[0])
+    else:
+        flights[-1].load = load_of(plan)
     self.scheduler.advance(plan)
     stays = flights.pop() if self.stepper.overlap and plan.decode else None
-    if self.flying: flights.append(self.flying)
+    if self.flying:
+        flights.append(self.flying)
     self.flying,self._landing = stays,flights
     self._settle()
 
@@ -209,9 +234,12 @@ def _look(self:Engine, plan)->list:
     "Look at images of which `plan` computes rows; the sequences that found no memory for it"
     blind = []
     for seq,start,n in plan.prefill:
-        if not seq.media: continue
-        try: seq.media.look(start, n)
-        except MemoryError: blind.append(seq)
+        if not seq.media:
+            continue
+        try:
+            seq.media.look(start, n)
+        except MemoryError:
+            blind.append(seq)
     return blind
 
 # %% ../../nbs/5_engine/11_engine.ipynb #e6000002
@@ -219,25 +247,31 @@ def _look(self:Engine, plan)->list:
 def _drafts(self:Engine)->int:
     "How many drafts the next step checks"
     s = self.scheduler
-    if self.stepper.drafter is None: return s.width-1
-    if self.arbiter is None: return s.drafts
+    if self.stepper.drafter is None:
+        return s.width-1
+    if self.arbiter is None:
+        return s.drafts
     context = max(map(len, s.running), default=0)
-    for seq in s.running: seq.most_drafts = self.arbiter.limit(seq.id)
+    for seq in s.running:
+        seq.most_drafts = self.arbiter.limit(seq.id)
     return self.arbiter.drafts(len(s.running), context)
 
 # %% ../../nbs/5_engine/11_engine.ipynb #18eada0d
 @patch
 def _steady(self:Engine, width)->bool:
     "May the step in the air wait until the next one, of `width` rows a sequence, is launched?"
-    if self.flying is None: return False
-    if width!=self.flying.plan.width: return False
+    if self.flying is None:
+        return False
+    if width!=self.flying.plan.width:
+        return False
     seqs = self.flying.plan.decode
     return self.scheduler.steady(seqs) and not self._guided(seqs)
 
 @patch
 def _goes_on(self:Engine, plan)->bool:
     "Does `plan` decode whom the step in the air does, and nothing else?"
-    if plan is None or plan.prefill or plan.replay: return False
+    if plan is None or plan.prefill or plan.replay:
+        return False
     return plan.decode==self.flying.plan.decode
 
 @patch
@@ -260,9 +294,11 @@ def _launch(self:Engine, plan)->list[Flight]:
 @patch
 def _resume(self:Engine):
     "Go on after a launch that was cut off; whose states it may have written over begin anew"
-    if not self._cut: return
+    if not self._cut:
+        return
     self.land()
-    if self.stepper.overwrites: self.scheduler.renew(self._cut)
+    if self.stepper.overwrites:
+        self.scheduler.renew(self._cut)
     self._cut = []
 
 # %% ../../nbs/5_engine/11_engine.ipynb #18eada0e
@@ -270,14 +306,16 @@ def _resume(self:Engine):
 def land(self:Engine):
     "Take in all that is in the air"
     self._land_step()
-    if self.prompt: self._landing.append(self.prompt)
+    if self.prompt:
+        self._landing.append(self.prompt)
     self.prompt = None
     self._settle()
 
 @patch
 def _land_step(self:Engine):
     "Take in the step in the air, if there is one"
-    if self.flying: self._landing.append(self.flying)
+    if self.flying:
+        self._landing.append(self.flying)
     self.flying = None
     self._settle()
 
@@ -287,10 +325,12 @@ def _settle(self:Engine):
     while self._landing:
         flight = self._landing[0]
         stayed = flight.since is not None # while others decoded: some may have left
-        if stayed: flight.plan = flight.plan.living()
+        if stayed:
+            flight.plan = flight.plan.living()
         out = self.stepper.land(flight)
         self._landing.pop(0)
-        if stayed: self._advance(flight.plan)
+        if stayed:
+            self._advance(flight.plan)
         self._take_in(flight, out)
 
 # %% ../../nbs/5_engine/11_engine.ipynb #apart012
@@ -321,9 +361,12 @@ def _take_in(self:Engine, flight, out):
     seqs,counts = flight.plan.sampled,out.counts.tolist()
     load,took = self._timed(flight)
     self.scheduler.policy.note(load, took)
-    if self.arbiter and flight.plan.decode: self._note(flight.plan, counts, load, took)
-    if self.roof and load and took: self.roof.note(load, [*map(len, flight.plan.decode)], took)
-    for s,drafts in zip(seqs, flight.drafts or ()): s.drafts = drafts
+    if self.arbiter and flight.plan.decode:
+        self._note(flight.plan, counts, load, took)
+    if self.roof and load and took:
+        self.roof.note(load, [*map(len, flight.plan.decode)], took)
+    for s,drafts in zip(seqs, flight.drafts or ()):
+        s.drafts = drafts
     self._events += self._lost(seqs, counts)
     tokens = []
     for s,ids,n in zip(seqs, out.ids.tolist(), counts):
@@ -336,12 +379,14 @@ def _take_in(self:Engine, flight, out):
 @patch
 def _heard(self:Engine, seq, tokens)->list[int]:
     "Tell the sampler of `seq` what was accepted, up to where its guide ends: those tokens"
-    if seq.finish_reason: return tokens
+    if seq.finish_reason:
+        return tokens
     state,last = self._samplers[seq.id],len(tokens)
     for n,t in enumerate(tokens, 1):
         state.add(t)
         guide = state.guide if n<last else None
-        if guide is not None and guide.ended: return tokens[:n]
+        if guide is not None and guide.ended:
+            return tokens[:n]
     return tokens
 
 # %% ../../nbs/5_engine/11_engine.ipynb #e6000013
@@ -349,12 +394,16 @@ def _heard(self:Engine, seq, tokens)->list[int]:
 def _timed(self:Engine, flight)->tuple:
     "What has been computed with the landing of `flight`, and its seconds; None where nobody knows"
     load = flight.load
-    if load is None: return None,None  # the first half of a step
-    if flight.since is not None: return load,self._alone(flight)
-    if self._load is not None: load = self._load+load
+    if load is None:
+        return None,None  # the first half of a step
+    if flight.since is not None:
+        return load,self._alone(flight)
+    if self._load is not None:
+        load = self._load+load
     waited = bool(flight.plan.sampled)
     self._load = None if waited else load
-    if not waited: return None,None
+    if not waited:
+        return None,None
     now,begun = self.scheduler.clock(),self._begun
     self._begun = now if self.flying or self._turning else None
     return load,None if begun is None else now-begun
@@ -362,7 +411,8 @@ def _timed(self:Engine, flight)->tuple:
 @patch
 def _begin(self:Engine):
     "A step begins with nothing in the air: now, or at the landing that it had to wait for"
-    if self._load is not None: return
+    if self._load is not None:
+        return
     since = self._begun if self._turning else None
     self._begun = self.scheduler.clock() if since is None else since
 
@@ -375,7 +425,8 @@ def _note(self:Engine, plan, counts, load, took):
     for s,n in zip(plan.decode, counts[k:]):
         drafts,right = min(plan.width-1, len(s.drafts), s.most_drafts),max(n-1, 0)
         checked[s.id] = max(drafts, right),right  # its limit may be another since the launch
-    if load is None or load.chunks or load.replays: took = None
+    if load is None or load.chunks or load.replays:
+        took = None
     context = max(map(len, plan.decode))
     self.arbiter.note(plan.width-1, checked, took, context)
 
@@ -383,7 +434,8 @@ def _note(self:Engine, plan, counts, load, took):
 @patch
 def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
     "An event for each of the new `tokens` of `seq`, line `i` of what was sampled"
-    if finish: self._leave(seq.id)
+    if finish:
+        self._leave(seq.id)
     k,events = seq.request.params.logprobs,[]
     drafted = int(out.counts[i])-1 # The last that counts is the model's own
     first,last = len(seq.outputs)==len(tokens),len(tokens)-1
@@ -391,14 +443,16 @@ def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
         chance,top = _likely(out, i, j, k)
         why = finish if j==last else None
         told = {}
-        if first and j==0: told = dict(waited=seq.waited, cached=seq.cached)
+        if first and j==0:
+            told = dict(waited=seq.waited, cached=seq.cached)
         e = Event(seq.id, t, chance, top, why, drafted=j<drafted, **told)
         events.append(e)
     return events
 
 def _likely(out, i, j, k):
     "Log probability of token `j` in line `i`, and the `k` likeliest with theirs, if asked for"
-    if k is None: return None,None
+    if k is None:
+        return None,None
     ids = out.top_ids[i,j,:k].tolist()
     chances = out.top_logprobs[i,j,:k].tolist()
     return float(out.logprobs[i,j]),list(zip(ids, chances))
@@ -410,7 +464,8 @@ def _fail(self:Engine, seq)->Event:
     guide = self._stuck(seq)
     self.scheduler.fail(seq, not guide)
     self._leave(seq.id)
-    if guide: return Event(seq.id, finish='error', error=guide.error, code=guide.code)
+    if guide:
+        return Event(seq.id, finish='error', error=guide.error, code=guide.code)
     self.corrupted += 1
     return Event(seq.id, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
 
@@ -424,7 +479,8 @@ def _lost(self:Engine, seqs, counts)->list[Event]:
 @patch
 def _doubted(self:Engine, seq)->bool:
     "Is `seq` computed anew, as tiles of others may be bad? Then the device knows nothing of it"
-    if not self.scheduler.doubt(seq): return False
+    if not self.scheduler.doubt(seq):
+        return False
     self.stepper.leave(seq.id)
     return True
 
@@ -447,7 +503,8 @@ def _whole(self:Engine, seqs)->list[Event]:
 @patch
 def _shed(self:Engine, plan, error):
     "End the requests whose prompts found no memory; everybody else is planned again"
-    if not plan.prefill: raise error
+    if not plan.prefill:
+        raise error
     seqs = [s for s,*_ in plan.prefill]
     self._without_memory(seqs, 'for the prompt', 'a shorter one')
 
@@ -467,5 +524,6 @@ def _without_memory(self:Engine, seqs, what, less):
 def _filled(self:Engine)->list[Event]:
     "The ends of requests that were only to fill the tree of prefixes"
     done,self.scheduler.filled = self.scheduler.filled,[]
-    for s in done: self._leave(s.id)
+    for s in done:
+        self._leave(s.id)
     return [Event(s.id, finish='stop', cached=s.cached) for s in done]

@@ -30,7 +30,7 @@ from ..card.device import Budget,get_device
 import atlas.card.variants # gives devices `known`
 from .engine import Engine
 from ..ground.hub import name_of
-from ..model.model import load_model,model_wants
+from ..model.model import load_model,model_wants,vision_bytes
 from ..model.stored import Store
 from ..ground.opening import open_model
 from ..ground.packed import packed_dir
@@ -59,8 +59,10 @@ def _suits(c:EngineConfig, device, defaults, chunk):
 
 def _context(c, asked):
     "The context to serve; more than the model was made for is refused"
-    if asked is None: return c.max_seq_len
-    if 2<=asked<=c.max_seq_len: return asked
+    if asked is None:
+        return c.max_seq_len
+    if 2<=asked<=c.max_seq_len:
+        return asked
     said = f'max_seq_len is {asked:,}; the model was made for up to {c.max_seq_len:,}'
     raise RequestError(said, param='max_seq_len')
 
@@ -78,7 +80,8 @@ class Startup:
     def begin(self, stage:str|None=None):
         "The next stage begins; None: all are over"
         now = perf_counter()
-        if self.at: self.seconds[self.at[0]] += now-self.at[1]
+        if self.at:
+            self.seconds[self.at[0]] += now-self.at[1]
         self.at = (stage,now) if stage else None
     def note(self, r:Reading):
         "Weights were read within this stage"
@@ -116,9 +119,12 @@ class LoadedModel:
     def __repr__(self):
         where = f'on {self.device.name}, context {self.max_seq_len:,}'
         about = f'{self.model!r} {where}' if self.engine else 'closed'
-        if self.engine and self.speculative: about += f', speculative: {self.speculative}'
-        if self.engine and self.prefill: about += f', prefill in {self.prefill}'
-        if self.engine and self.asleep: about = f'asleep at level {self.asleep}'
+        if self.engine and self.speculative:
+            about += f', speculative: {self.speculative}'
+        if self.engine and self.prefill:
+            about += f', prefill in {self.prefill}'
+        if self.engine and self.asleep:
+            about = f'asleep at level {self.asleep}'
         return f'{type(self).__name__}({self.name}: {about})'
 
 # %% ../../nbs/5_engine/13_loading.ipynb #1b858933
@@ -133,14 +139,17 @@ def _begin(self:LoadedModel, show=None, text=None):
     with ExitStack() as files:
         ck = files.enter_context(open_model(o, model_wants))
         self._describe(ck)
-        if text: self.text = text(ck)
+        if text:
+            self.text = text(ck)
         self._guess(ck, files)
         self._load(ck, show)
-    if text: self.guides = self.text.guides()
+    if text:
+        self.guides = self.text.guides()
     self.startup.begin('graphs')
     self.engine = self._engine()
     self.engine.stepper.known = known
-    if known: known.tell(self._asks())
+    if known:
+        known.tell(self._asks())
     self.device.warm_up(self.engine.warm)
     self.engine.stepper.known = None # whoever warms it again asks for something else
     self.startup.begin()
@@ -159,7 +168,8 @@ class Drafting:
     why:str='' # Why it is this one, where that needs a word
 
     def __str__(self):
-        if not self.who: return 'off'
+        if not self.who:
+            return 'off'
         drafts = f'{self.who}, {self.k} draft{"s"*(self.k>1)}'
         return f'{drafts} ({self.why})' if self.why else drafts
 
@@ -174,15 +184,18 @@ def _kind(o, ck)->tuple[str,str]:
         said = f'{_named(ck)} has no drafting head'
         hint = '--speculative takes what there is'
         raise UnsupportedError(said, hint=hint, param='speculative')
-    if o.speculative is not True: return o.speculative,''
+    if o.speculative is not True:
+        return o.speculative,''
     kind = 'mtp' if _has_head(ck) else 'draft' if o.draft_model else 'ngram'
     return kind,'; '.join(_reasons(o, kind))
 
 def _reasons(o, kind):
     "Why the best drafter is of this `kind`, and who would have a use for what it has none for"
     idle = unused(o, kind)
-    if kind=='ngram': yield 'the model has no head of its own'
-    if kind=='mtp' and 'draft_model' in idle: yield "the model's own head"
+    if kind=='ngram':
+        yield 'the model has no head of its own'
+    if kind=='mtp' and 'draft_model' in idle:
+        yield "the model's own head"
     for name,by in idle.items():
         yield f'{name}={getattr(o, name)!r} is for speculative={by!r}'
 
@@ -193,10 +206,12 @@ def drafting(
     files:ExitStack, # Closes that of a draft model
 )->Drafting:
     "Who drafts; an `UnsupportedError` where that cannot be. No weight is read for it"
-    if not o.speculative: return Drafting()
+    if not o.speculative:
+        return Drafting()
     kind,why = _kind(o, ck)
     k = ifnone(o.num_speculative_tokens, DRAFTS[kind])
-    if kind!='draft': return Drafting(kind, k, None, why)
+    if kind!='draft':
+        return Drafting(kind, k, None, why)
     by = _opened(o, files)
     _match(by, ck)
     return Drafting(kind, k, by, why)
@@ -205,7 +220,8 @@ def _opened(o, files):
     "The open checkpoint of a draft model"
     alone = {f.name: f.default for f in fields(Speculation)}
     how = replace(o, model=o.draft_model, **alone)
-    try: return files.enter_context(open_model(how, model_wants))
+    try:
+        return files.enter_context(open_model(how, model_wants))
     except AtlasError as e:
         said = f'The draft model cannot be opened: {e.msg}'
         raise type(e)(said, hint=e.hint, param='draft_model') from e
@@ -215,7 +231,8 @@ def _match(by, ck):
     "An `UnsupportedError` unless the model in `by` can draft for the one in `ck`"
     a,b = by.config,ck.config
     same = a.vocab_size==b.vocab_size
-    if reads_cache(a, b) if a.drafter else same: return
+    if reads_cache(a, b) if a.drafter else same:
+        return
     said = f'{_named(by)} has {a.vocab_size:,} tokens and {_named(ck)} has {b.vocab_size:,}'
     hint = 'A draft model needs the vocabulary of its target'
     if a.drafter:
@@ -226,8 +243,10 @@ def _match(by, ck):
 def _misfit(a, b)->str:
     "What is wrong with an assistant of config `a` for a model of config `b`"
     wide,V = a.drafter.backbone_size,a.vocab_size
-    if wide!=b.hidden_size: return f'made for a width of {wide:,}, which is {b.hidden_size:,} there'
-    if V!=b.vocab_size: return f'made for {V:,} tokens, and there are {b.vocab_size:,}'
+    if wide!=b.hidden_size:
+        return f'made for a width of {wide:,}, which is {b.hidden_size:,} there'
+    if V!=b.vocab_size:
+        return f'made for {V:,} tokens, and there are {b.vocab_size:,}'
     return 'their kinds of layers or heads differ'
 
 # %% ../../nbs/5_engine/13_loading.ipynb #ac1a5fea
@@ -242,7 +261,8 @@ def _engine(self:LoadedModel):
         states=self.cache.states, prefix=self._prefix(),
         policy=_policy(o), max_queue_tokens=o.max_queue_tokens)
     made_by,room = _STEPPERS[self.ops],self._region('tables')
-    with self._region('drafts').allocating(): drafter = self._drafter()
+    with self._region('drafts').allocating():
+        drafter = self._drafter()
     steps = self._region('steps')
     stepper = made_by.serving(self.model, self.cache, s, room, drafter, steps)
     self.tier = self._spill(s.prefix, stepper.copies())
@@ -261,16 +281,19 @@ def _policy(o)->Policy:
 def _prefix(self:LoadedModel)->PrefixTree|None:
     "The tree of prefixes over the cache, if there is to be one"
     o,c = self.options,self.cache
-    if not o.enable_prefix_caching: return None
+    if not o.enable_prefix_caching:
+        return None
     recurrent = c.rec or self.draft_cache and self.draft_cache.rec
-    if not recurrent: return PrefixTree(c.pool)
+    if not recurrent:
+        return PrefixTree(c.pool)
     return SnapshotTree(c.pool, c.states, o.state_checkpoint_interval)
 
 @patch
 def _spill(self:LoadedModel, tree, stream)->SpillTier|None:
     "A second tier of `tree`, if there is to be one; its copies keep the order of `stream`"
     o = self.options
-    if tree is None or not o.kv_spill_gb: return None
+    if tree is None or not o.kv_spill_gb:
+        return None
     caches = [c for c in (self.cache,self.draft_cache) if c]
     records = Records(caches, stream, self._identity())
     store = open_spill(records, o.kv_spill_gb, o.kv_spill_dir, o.kv_spill_keep)
@@ -302,17 +325,21 @@ def _made_of(ck)->list:
 @patch
 def _drafter(self:LoadedModel)->Drafter|None:
     "Who guesses what comes next"
-    if self.drafting.who is None: return None
+    if self.drafting.who is None:
+        return None
     drafter,size = self._made(),self._narrow()
-    if size: drafter.narrow(size)
+    if size:
+        drafter.narrow(size)
     return drafter
 
 @patch
 def _made(self:LoadedModel)->Drafter:
     "The drafter as it is made"
     o,d = self.options,self.drafting
-    if d.who=='ngram': return NgramDrafter(self.model, d.k, o.ngram_least, o.ngram_most)
-    if d.who=='mtp': return MTPDrafter(self.model, self.cache, d.k)
+    if d.who=='ngram':
+        return NgramDrafter(self.model, d.k, o.ngram_least, o.ngram_most)
+    if d.who=='mtp':
+        return MTPDrafter(self.model, self.cache, d.k)
     if self.draft_model.c.drafter:
         return AssistantDrafter(self.model, self.cache, self.draft_model, d.k)
     return ModelDrafter(self.model, self.draft_cache, self.draft_model, d.k)
@@ -330,7 +357,8 @@ def _step_bytes(ck, rows, seqs)->int:
     wide = max((n for n in heights if n!=c.vocab_size), default=0)
     stream,products = 6*c.hidden_size,3*wide
     experts = 0
-    if m: experts = m.top_k*(c.hidden_size+2*m.intermediate_size)
+    if m:
+        experts = m.top_k*(c.hidden_size+2*m.intermediate_size)
     row = stream+products+experts
     logits = 12*seqs*c.vocab_size
     return (256<<20)+4*(rows+64)*row+logits
@@ -338,15 +366,18 @@ def _step_bytes(ck, rows, seqs)->int:
 def _head_bytes(ck, ops, size, *how)->int:
     "Bytes of the rows of an output matrix that drafts are read off: `size` and the last"
     name,tied = 'lm_head.weight','model.embed_tokens.weight'
-    if name not in ck.tensors: name = tied
+    if name not in ck.tensors:
+        name = tied
     whole = ops.weight_bytes({name: ck.tensors[name]}, ('',), *how)
     return int(whole*min((size+LAST)/ck.config.vocab_size, 1))
 
 def _fits(names, budget, left, need, steps):
     "An `OutOfMemoryError` unless there is room for weights and steps in `left` bytes"
-    if need+steps<=left: return
+    if need+steps<=left:
+        return
     there = f'{human(left)} can be used of {human(budget.available)} that are free'
-    if left<budget.left: there = f'{human(left)} are free'
+    if left<budget.left:
+        there = f'{human(left)} are free'
     said = f'The weights of {names} take {human(need)} and a step {human(steps)}; {there}'
     hint = 'Choose a smaller model, store it in fewer bits (--quantization nvfp4), or free memory'
     raise OutOfMemoryError(said, hint=hint)
@@ -379,6 +410,12 @@ class Sizes(NamedTuple):
     anew:tuple # Formats that projections, output matrix and drafting head are stored in anew
     weights:int # Bytes, those of a draft model with them
     steps:int # Bytes of the largest step
+    vision:int # Bytes of a tower that the host computes, in a memory that is the card's too
+
+    @property
+    def resident(self)->int:
+        "Bytes of all that stays: weights and tower"
+        return self.weights+self.vision
 
 @patch
 def _size(self:LoadedModel, ck, arena=None)->Sizes:
@@ -397,42 +434,60 @@ def _size(self:LoadedModel, ck, arena=None)->Sizes:
     self.arena = arena or self.device.arena(self._most())
     self._set_aside()
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
-    if by.ck: need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
+    if by.ck:
+        need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
+    vision = self._vision_beside(ck, parts, packed)
     how = ck,packed,anew
-    self.max_num_seqs = o.max_num_seqs or self._as_many(need, *how)
-    if o.chunk is None: self._lengthen(need, *how)
-    return Sizes(parts, packed, anew, need, self._steps(self.max_num_seqs, *how))
+    self.max_num_seqs = o.max_num_seqs or self._as_many(need+vision, *how)
+    if o.chunk is None:
+        self._lengthen(need+vision, *how)
+    steps = self._steps(self.max_num_seqs, *how)
+    return Sizes(parts, packed, anew, need, steps, vision)
+
+@patch
+def _vision_beside(self:LoadedModel, ck, parts, packed)->int:
+    "Bytes of a vision tower on the host, where its memory is the card's too; else 0"
+    if not self.device.shares_host:
+        return 0
+    homes = self.ops.placement(self.device, parts)
+    apart = any('vision' in those for those,home,_ in homes if home is not self.device)
+    return vision_bytes(ck, packed) if apart else 0
 
 # %% ../../nbs/5_engine/13_loading.ipynb #322a6a56
 @patch
 def _load(self:LoadedModel, ck, show):
     "Weights and cache of the open checkpoint"
     o,by = self.options,self.drafting
-    parts,packed,anew,need,steps = self._size(ck)
-    self.weight_bytes = need
+    sizes = self._size(ck)
+    parts,packed,anew = sizes.parts,sizes.packed,sizes.anew
+    self.weight_bytes = sizes.weights
     self._made_of = [packed, *(_made_of(c) for c in (ck,by.ck) if c)]
     self._stores = []
-    self._plan(ck, need, steps)
+    self._plan(ck, sizes.resident, sizes.steps)
+    if sizes.vision:
+        self.arena.budget.take('vision', sizes.vision)
     self.startup.begin('pack')
     how = dict(note=self.startup.note)
-    chunk = _LARGE_CHUNK if need>1<<30 else None
+    chunk = _LARGE_CHUNK if sizes.weights>1<<30 else None
     with self._region('weights', chunk).allocating(True):
         self.draft_model = None  # the smaller one first: what is wrong with it is heard sooner
-        if by.ck: self.draft_model = load_model(by.ck, self.device, self.max_seq_len,
+        if by.ck:
+            self.draft_model = load_model(by.ck, self.device, self.max_seq_len,
             show, ('',), packed, *anew, **how, store=self._store(by.ck, ('',), packed, anew))
         self.model = load_model(ck, self.device, self.max_seq_len,
             show, parts, packed, *anew, activations=o.prefill_activations, **how,
             store=self._store(ck, parts, packed, anew))
     self.arena.trim()
     self.startup.begin('cache')
-    self._make_cache(steps)
+    self._make_cache(sizes.steps)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #7a11c0e2
 @patch
 def _store(self:LoadedModel, ck, parts, packed, anew)->Store|None:
     "Where the weights of the checkpoint `ck`, loaded so, are kept, if they are to be"
     o = self.options
-    if not o.cache_packed: return None
+    if not o.cache_packed:
+        return None
     how = dict(weights=o.weights, parts=parts, packed=packed, anew=anew)
     who = dict(model=str(ck.path), options=how, card=self.device.identity())
     config = hashlib.blake2b(str(ck.config).encode(), digest_size=16)
@@ -445,22 +500,26 @@ def _store(self:LoadedModel, ck, parts, packed, anew)->Store|None:
 def _keep(self:LoadedModel):
     "Have what was loaded written beside what is served"
     models = [m for m in (self.draft_model,self.model) if m]
-    for s,m in zip(self._stores, models): s.save_beside(m)
+    for s,m in zip(self._stores, models):
+        s.save_beside(m)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #fa170003
 @patch
 def _most(self:LoadedModel)->int|None:
     "Bytes of a card that the model was given; None: nobody said"
     o,told = self.options,[]
-    if o.memory_budget is not None: told.append(o.memory_budget)
-    if o.gpu_memory_utilization is not None: told.append(int(o.gpu_memory_utilization*self.device.memory().total))
+    if o.memory_budget is not None:
+        told.append(o.memory_budget)
+    if o.gpu_memory_utilization is not None:
+        told.append(int(o.gpu_memory_utilization*self.device.memory().total))
     return min(told, default=None)
 
 @patch
 def _plan(self:LoadedModel, ck, need:int, steps:int):
     "An `OutOfMemoryError` unless weights of `need` bytes, steps and caches fit"
     by,left = self.drafting.ck,self.arena.budget.left
-    if by: left = min(left, self.device.memory().available)
+    if by:
+        left = min(left, self.device.memory().available)
     names = _named(ck)+(f' and {_named(by)}, which drafts for it,' if by else '')
     _fits(names, self.arena.budget, left, need, steps)
     self._blocks(steps+need, need if by else 0)  # what does not fit now never will
@@ -471,16 +530,20 @@ def _steps(self:LoadedModel, seqs, ck, packed, anew)->int:
     by = self.drafting
     rows,models = seqs*(1+by.k),[ck]
     tiles = self.chunk+(TILE-1)*seqs # the last tile of each prompt may have one row
-    if by.ck: models.append(by.ck)
+    if by.ck:
+        models.append(by.ck)
     most,size = max(_step_bytes(c, tiles, rows) for c in models),self._narrow()
-    if size is None: return most
+    if size is None:
+        return most
     return most+_head_bytes(models[-1], self.ops, size, packed, *anew)
 
 @patch
 def _narrow(self:LoadedModel)->int|None:
     "How many tokens drafts are chosen from; None: all"
-    if self.drafting.who in (None,'ngram'): return None
-    if self.options.draft_vocab: return self.options.draft_vocab
+    if self.drafting.who in (None,'ngram'):
+        return None
+    if self.options.draft_vocab:
+        return self.options.draft_vocab
     return FREQUENT if self.config.vocab_size>2*FREQUENT else None
 
 # %% ../../nbs/5_engine/13_loading.ipynb #a51ec0df
@@ -492,7 +555,8 @@ SMALL = 10 # A part of memory that is little for a step
 def _as_many(self:LoadedModel, need:int, *how)->int:
     "Sequences to run at once beside weights of `need` bytes"
     most,n = min(self.ops.DEFAULTS.seqs, MOST_ROWS//(1+self.drafting.k)),FEW
-    while 2*n<=most and self._room_for(2*n, need, how): n *= 2
+    while 2*n<=most and self._room_for(2*n, need, how):
+        n *= 2
     return min(n, most)
 
 @patch
@@ -502,7 +566,8 @@ def _room_for(self:LoadedModel, seqs, need, how)->bool:
     left,unasked = self.arena.beside(need+steps+self._tables(seqs))
     cache = min(left, ifnone(self.options.kv_cache_memory, unasked))
     tokens = min(self.max_seq_len, USUAL)
-    if self._one_long(seqs)>cache: return False
+    if self._one_long(seqs)>cache:
+        return False
     return seqs*self._sequence_bytes(tokens)<=.9*cache # a tenth is for snapshots
 
 @patch
@@ -514,11 +579,13 @@ def _one_long(self:LoadedModel, seqs)->int:
 @patch
 def _lengthen(self:LoadedModel, need, *how):
     "Take longer chunks of prompts while what a step takes is little of what weights leave of a card"
-    if self.device.shares_host: return
+    if self.device.shares_host:
+        return
     left,_ = self.arena.beside(need)
     while 2*self.chunk<=self.ops.DEFAULTS.large_chunk:
         short,self.chunk = self.chunk,2*self.chunk
-        if self._steps(self.max_num_seqs, *how)<=left/SMALL: continue
+        if self._steps(self.max_num_seqs, *how)<=left/SMALL:
+            continue
         self.chunk = short
         return
 
@@ -544,7 +611,8 @@ def _fit(cfg, ops, left, asked, seqs, context, **kv)->int: # Blocks
     token += kv['beside'][0]
     states = (1+kv['drafts'])*slot_bytes(cfg, ops)+kv['beside'][1]
     takes = n*kv['block_size']*token+seqs*states
-    if takes<=left: return n
+    if takes<=left:
+        return n
     said = f'The cache was to have {human(takes)}, and {human(left)} are left for it'
     hint = 'Lower --kv-cache-memory, or free memory'
     raise OutOfMemoryError(said, hint=hint, param='kv_cache_memory')
@@ -573,13 +641,16 @@ def _blocks(self:LoadedModel, others:int, ahead:int=0)->tuple[int,int]:
     o = self.options
     others += max(0, self._cache_chunk-_LARGE_CHUNK) # the last one is not full
     left,unasked = self.arena.beside(others+self._tables(self.max_num_seqs))
-    if ahead: left = min(left, max(self.device.memory().available-ahead, 0))
+    if ahead:
+        left = min(left, max(self.device.memory().available-ahead, 0))
     unasked = min(unasked, left)
     asked = ifnone(o.kv_cache_memory, unasked)
     n,one = self._snapshots(asked)
-    try: return self._fitting(left-n*one, asked-n*one),n
+    try:
+        return self._fitting(left-n*one, asked-n*one),n
     except OutOfMemoryError:
-        if o.state_snapshots or not n: raise
+        if o.state_snapshots or not n:
+            raise
         return self._fitting(left, asked),0 # nobody asked for them
 
 @patch
@@ -594,7 +665,8 @@ def _fitting(self:LoadedModel, left, asked)->int:
 def _snapshots(self:LoadedModel, asked)->tuple[int,int]:
     "How many snapshots to make room for in a cache of `asked` bytes, and the bytes of one"
     o,one = self.options,self._one_state()
-    if not (one and o.enable_prefix_caching): return 0,0
+    if not (one and o.enable_prefix_caching):
+        return 0,0
     return ifnone(o.state_snapshots, min(64, asked//10//one)),one
 
 # %% ../../nbs/5_engine/13_loading.ipynb #9a75c08e
@@ -616,7 +688,8 @@ def _few_bits(ck, ops)->str|None:
 def _beside(self:LoadedModel)->tuple[int,int]:
     "Bytes of a token and of a sequence that a draft model keeps"
     by = self.drafting
-    if by.ck is None or by.ck.config.drafter: return 0,0
+    if by.ck is None or by.ck.config.drafter:
+        return 0,0
     kv,c = self._kv,by.ck.config
     token = token_bytes(c, self.ops, kv['dtype'], False, kv['high_precision'])
     return token,(by.k+2)*slot_bytes(c, self.ops)
@@ -650,7 +723,8 @@ def _region(self:LoadedModel, name:str, chunk:int|None=None):
 def _set_aside(self:LoadedModel):
     "Take what the second tier has of the host's memory out of the budget; refuse what will not do"
     o = self.options
-    if not (o.enable_prefix_caching and o.kv_spill_gb): return
+    if not (o.enable_prefix_caching and o.kv_spill_gb):
+        return
     need = spill_needs(self._record_sizes(), o.kv_spill_gb, o.kv_spill_dir)
     self.arena.take_host('spill', need, '--kv-spill-gb')
 
@@ -673,11 +747,13 @@ def memory(self:LoadedModel)->dict[str,int]:
 def ids(self:LoadedModel, prompt, answer:int=1)->list[int]:
     "A prompt as a list of ints that the model has, with room for `answer` tokens after it"
     self._open()
-    try: ids = [index(i) for i in prompt]
+    try:
+        ids = [index(i) for i in prompt]
     except TypeError as e:
         said = f'A prompt is text or a list of token ids, not {str(prompt)[:40]!r}'
         raise RequestError(said, param='prompt') from e
-    if not ids: raise RequestError('The prompt is empty', param='prompt')
+    if not ids:
+        raise RequestError('The prompt is empty', param='prompt')
     check_ids(ids, self.config.vocab_size)
     check_prompt(len(ids), self.max_seq_len, answer)
     return ids
@@ -688,8 +764,10 @@ def _caches(self:LoadedModel)->list: return [c for c in (self.cache,self.draft_c
 @patch
 def _open(self:LoadedModel)->Engine:
     "The engine, of a model that is neither closed nor asleep"
-    if self.engine is None: raise EngineError(f'{self.name} is closed', hint='Load it again')
-    if self.asleep: raise AsleepError(f'{self.name} is asleep', hint='Wake it: wake(), or POST /wake_up')
+    if self.engine is None:
+        raise EngineError(f'{self.name} is closed', hint='Load it again')
+    if self.asleep:
+        raise AsleepError(f'{self.name} is asleep', hint='Wake it: wake(), or POST /wake_up')
     return self.engine
 
 # %% ../../nbs/5_engine/13_loading.ipynb #40a02cad
@@ -697,18 +775,23 @@ def _open(self:LoadedModel)->Engine:
 def close(self:LoadedModel)->int: # Bytes of a card's memory in arrays that somebody still keeps
     "End every answer and give back all that the model took; nothing can be asked of it afterwards"
     with self._lock:
-        if self.engine is None: return 0
+        if self.engine is None:
+            return 0
         return self._give_back()
 
 @patch
 def _give_back(self:LoadedModel)->int: # As `close`
     "Give back all that a model has, however much of it is there"
-    for s in self._stores: s.stop()
-    if self.tier: self.tier.close(self.options.kv_spill_keep)
-    if self.engine: self.engine.close()
+    for s in self._stores:
+        s.stop()
+    if self.tier:
+        self.tier.close(self.options.kv_spill_keep)
+    if self.engine:
+        self.engine.close()
     self.tier = self.engine = self.model = self.cache = None
     self.draft_model = self.draft_cache = None
     gc.collect()
     self.device.tidy()
-    for part in ('steps','spill'): self.arena.budget.give(part)
+    for part in ('steps','spill','vision'):
+        self.arena.budget.give(part)
     return self.arena.close()

@@ -30,7 +30,8 @@ class PlannedArena:
     def __init__(self, device, budget): self.device,self.budget = device,budget
     def take_host(self, name:str, nbytes:int, flag:str=''):
         "As of an `Arena`, of a host whose own memory nobody knows"
-        if self.device.shares_host: self.budget.take(name, nbytes, flag)
+        if self.device.shares_host:
+            self.budget.take(name, nbytes, flag)
     def close(self)->int: return 0
     beside = Arena.beside
 
@@ -65,7 +66,9 @@ class LoadPlan:
     memory:int # Bytes that are there
     budget:int # Of them, for this model
     source:str # 'here', 'catalogue', 'shape' or 'dummy': what its sizes are known from
-    parts:dict=field(default_factory=dict) # Bytes: weights, steps, tables, cache, states
+    # Bytes: weights, vision (a tower in a memory that is the host's too), steps, tables,
+    # cache, states
+    parts:dict=field(default_factory=dict)
     formats:dict=field(default_factory=dict) # Bytes of stored weights by storage format
     max_seq_len:int=0
     max_num_seqs:int=0
@@ -107,8 +110,10 @@ def _cache(self:_Planned, p:LoadPlan, weights:int, steps:int):
     token += self._beside()[0]
     blocks = -(-self.max_seq_len//kv['block_size'])
     snapshots = 0
-    try: blocks,snapshots = self._blocks(steps+weights)
-    except OutOfMemoryError as e: p.error,p.hint = p.error or e.msg,p.hint or e.hint
+    try:
+        blocks,snapshots = self._blocks(steps+weights)
+    except OutOfMemoryError as e:
+        p.error,p.hint = p.error or e.msg,p.hint or e.hint
     p.cache_tokens = blocks*kv['block_size']
     each = (1+by.k)*slot_bytes(self.config, self.ops)+self._beside()[1]
     p.parts |= dict(
@@ -130,24 +135,33 @@ def plan_open(
         sizes = m.sized(ck, files)
         bounded = m.arena.budget.total<=memory.total
         p.budget = min(p.budget, m.arena.budget.total)
-        p.parts = dict(weights=sizes.weights, steps=sizes.steps)
+        p.parts = _fixed_parts(sizes)
         try:
-            if not bounded: _host_has(p)
-            m._plan(ck, sizes.weights, sizes.steps)
-        except OutOfMemoryError as e: p.error,p.hint = e.msg,e.hint
-        m._cache(p, sizes.weights, sizes.steps)
+            if not bounded:
+                _host_has(p)
+            m._plan(ck, sizes.resident, sizes.steps)
+        except OutOfMemoryError as e:
+            p.error,p.hint = e.msg,e.hint
+        m._cache(p, sizes.resident, sizes.steps)
         m.arena.close()
     return _told(p, m, ck)
 
+def _fixed_parts(sizes)->dict[str,int]:
+    "Bytes of what does not depend on the room for a cache"
+    vision = dict(vision=sizes.vision) if sizes.vision else {}
+    return dict(weights=sizes.weights)|vision|dict(steps=sizes.steps)
+
 def _host_has(p):
     "An `OutOfMemoryError` where a host, whose arena has no bounds, has less than is planned so far"
-    if p.nbytes<=p.budget: return
+    if p.nbytes<=p.budget:
+        return
     said = f'{" and ".join(p.parts)} of {p.name} take {human(p.nbytes)}; {human(p.budget)} are free'
     raise OutOfMemoryError(said, hint='Choose a smaller model, or free memory')
 
 def _told(p, m, ck)->LoadPlan:
     "A plan with what is no bytes on a device"
-    for t in ck.tensors.values(): p.formats[t.fmt] = p.formats.get(t.fmt, 0)+t.nbytes
+    for t in ck.tensors.values():
+        p.formats[t.fmt] = p.formats.get(t.fmt, 0)+t.nbytes
     p.max_seq_len,p.max_num_seqs,p.chunk = m.max_seq_len,m.max_num_seqs,m.chunk
     p.kv_format,p.drafter = m._kv['dtype'],m.speculative or 'off'
     p.prefill = m.prefill
@@ -157,12 +171,17 @@ def _told(p, m, ck)->LoadPlan:
 def _known(o:EngineConfig)->tuple[str,EngineConfig]:
     "What the sizes of a model are known from, and the options that open it without a download"
     entry = find_entry(o.model)
-    if o.load_format=='dummy': return 'dummy',o
-    if path := here(o.model): return 'here',replace(o, model=str(path))
+    if o.load_format=='dummy':
+        return 'dummy',o
+    if path := here(o.model):
+        return 'here',replace(o, model=str(path))
     how = dict(load_format='dummy')
-    if entry and entry[1].shape: return 'catalogue',replace(o, model=entry[0], **how)
-    if is_shape(o.model): return 'shape',replace(o, **how)
-    if '/' not in o.model: raise unknown(o.model, NAMED)
+    if entry and entry[1].shape:
+        return 'catalogue',replace(o, model=entry[0], **how)
+    if is_shape(o.model):
+        return 'shape',replace(o, **how)
+    if '/' not in o.model:
+        raise unknown(o.model, NAMED)
     said = f'{o.model!r} is not here, and nothing is known of its sizes'
     raise SourceError(said, hint=f'"atlas pull {o.model}" fetches it; "atlas list --all" shows what is known')
 
@@ -170,10 +189,13 @@ def _card_for(o:EngineConfig, source:str)->tuple[Device,str]:
     "The device that options name, or the Spark in place of a card that is not here, and a word on it"
     only_known = o.device=='auto' and source in ('catalogue','shape')
     name = 'cuda' if only_known else o.device
-    try: return get_device(name),None
+    try:
+        return get_device(name),None
     except DeviceError as e:
-        if not str(name).startswith('cuda'): raise
-        if not only_known: return SPARK,f'planned for a DGX Spark: {e.msg}'
+        if not str(name).startswith('cuda'):
+            raise
+        if not only_known:
+            return SPARK,f'planned for a DGX Spark: {e.msg}'
         said = 'planned for a DGX Spark: no card is here, and --device cpu asks for this machine'
         return SPARK,said
 
@@ -181,12 +203,15 @@ def _card_for(o:EngineConfig, source:str)->tuple[Device,str]:
 def _drafts(o:EngineConfig, known:EngineConfig)->tuple[EngineConfig,str]:
     "Options without a draft model of which nothing is known here, and a word on it"
     draft = o.draft_model
-    if draft is None: return known,''
-    if path := here(draft): return replace(known, draft_model=str(path)),''
+    if draft is None:
+        return known,''
+    if path := here(draft):
+        return replace(known, draft_model=str(path)),''
     entry = find_entry(draft)
     if entry and entry[1].shape and known.load_format=='dummy':
         return replace(known, draft_model=entry[0]),''
-    if is_shape(draft) and known.load_format=='dummy': return known,''
+    if is_shape(draft) and known.load_format=='dummy':
+        return known,''
     alone = {f.name: f.default for f in fields(Speculation)}
     return replace(known, **alone),f'the draft model {draft} is not here: its bytes are not counted'
 
@@ -198,11 +223,14 @@ def plan_load(
     shape; errors as for a `LoadedModel`, but for memory, which is in the plan"""
     source,known = _known(options)
     told = ''
-    if device is None: device,told = _card_for(options, source)
+    if device is None:
+        device,told = _card_for(options, source)
     known,more = _drafts(options, known)
-    with open_model(known, model_wants) as ck: p = plan_open(ck, known, device, source)
+    with open_model(known, model_wants) as ck:
+        p = plan_open(ck, known, device, source)
     p.name = name_of(options.model)
-    if more: p.drafter = f'draft, {options.draft_model}'
+    if more:
+        p.drafter = f'draft, {options.draft_model}'
     p.notes = [n for n in (told,more,*_assumed(options.model, source)) if n]
     return p
 
@@ -251,7 +279,8 @@ class MeasuredModel(_Planned):
     "What a model would take of `budget` bytes; errors as for `plan_load`"
     def __init__(self, options:EngineConfig, budget:int, device:Device|None=None):
         source,known = _known(options)
-        if device is None: device,_ = _card_for(options, source)
+        if device is None:
+            device,_ = _card_for(options, source)
         known,_ = _drafts(options, known)
         super().__init__(known, device)
         told = self._most()
@@ -272,12 +301,15 @@ def _measure(self:MeasuredModel, ck, free):
     "Reckon; is its size `free`, or was it given one?"
     s = self.sizes
     self.steps,self.cache_bytes,self.most = s.steps,0,0
-    try: blocks = self._blocks(s.steps+s.weights)
-    except OutOfMemoryError: return self._lessen(ck) # it needs more than there is
+    try:
+        blocks = self._blocks(s.steps+s.resident)
+    except OutOfMemoryError:
+        return self._lessen(ck) # it needs more than there is
     self.cache_bytes = self._cache_bytes(*blocks)
     takes = self._takes(self.max_num_seqs, s.steps, self.cache_bytes)
     self.least = self.most = min(takes, self.arena.budget.total)
-    if free: self._lessen(ck)
+    if free:
+        self._lessen(ck)
 
 @patch
 def _lessen(self:MeasuredModel, ck):
@@ -289,7 +321,8 @@ def _lessen(self:MeasuredModel, ck):
     cache = max(self._one_long(seqs), seqs*self._sequence_bytes(tokens))
     steps = self._steps(seqs, ck, s.packed, s.anew)
     least = self._takes(seqs, steps, cache)
-    if least>self.most>0: return
+    if least>self.most>0:
+        return
     self.least,self.most = least,max(least, self.most)
     self.steps,self.cache_bytes,self.max_num_seqs = steps,cache,seqs
 
@@ -297,7 +330,7 @@ def _lessen(self:MeasuredModel, ck):
 @patch
 def _takes(self:MeasuredModel, seqs, steps, cache)->int:
     "Bytes of all parts; of weights up to a sixteenth more than was planned"
-    weights = self.sizes.weights*17//16
+    weights = self.sizes.weights*17//16+self.sizes.vision
     more = self.arena.budget.used+max(0, self._cache_chunk-_CHUNK['cache'])
     return weights+steps+self._tables(seqs)+cache+more+_SLACK
 
@@ -312,9 +345,11 @@ def _cache_bytes(self:_Planned, blocks:int, snapshots:int)->int:
 def told(self:MeasuredModel)->dict:
     """What it takes, in bytes: `least` and `most`, and parts of the least; `settled`, options with
     which a worker takes no more than that; and which of them `grows` where it may take more"""
-    found = dict(least=self.least, most=self.most, weights=self.sizes.weights,
-        steps=self.steps, cache=self.cache_bytes)
+    found = dict(least=self.least, most=self.most, cache=self.cache_bytes)
+    found |= _fixed_parts(self.sizes)|dict(steps=self.steps)
     if 'memory_budget' not in self.ops.DEFAULTS.foreign:
-        return found|dict(settled=dict(memory_budget=self.least), grows='memory_budget')
-    fixed = dict(kv_cache_memory=self.cache_bytes, max_num_seqs=self.max_num_seqs)
-    return found|dict(settled=fixed|dict(packed=self.sizes.packed), grows='kv_cache_memory')
+        kept = dict(packed=self.sizes.packed) if self.sizes.vision else {}
+        settled = dict(memory_budget=self.least)|kept
+        return found|dict(settled=settled, grows='memory_budget')
+    asked = dict(kv_cache_memory=self.cache_bytes, max_num_seqs=self.max_num_seqs)
+    return found|dict(settled=asked|dict(packed=self.sizes.packed), grows='kv_cache_memory')

@@ -93,7 +93,8 @@ def _class(seqs, width): return width,(seqs-1).bit_length()
 @patch
 def plain(self:StepTimes, seqs:int, width:int=1)->float:
     "Seconds of a step that only decodes, or of one like it; 0 if there was none at all"
-    if not (seqs and self.plain_steps): return 0.
+    if not (seqs and self.plain_steps):
+        return 0.
     w,c = _class(seqs, width)
     def far(k): return abs(k[0]-w),abs(k[1]-c)
     return self.plain_steps[min(self.plain_steps, key=far)].mean
@@ -104,8 +105,10 @@ def note(self:StepTimes,
     seconds:float|None, # That it took; None if that is not known
 ):
     "Steps have ended"
-    if load.replays or not seconds or not 0<seconds<inf: return
-    if load.chunks: self._chunk(load, seconds)
+    if load.replays or not seconds or not 0<seconds<inf:
+        return
+    if load.chunks:
+        self._chunk(load, seconds)
     elif load.seqs:
         kind = _class(load.seqs, load.width)
         steps = self.apart_steps if load.apart else self.plain_steps
@@ -124,7 +127,8 @@ def _chunk(self:StepTimes, load, seconds):
         self.mixed.append((n, seconds))
         self.ratios.append(min(max(ratio, 1.), 2.))
     self._kind(n, reach).note(own)
-    if self._moved: self._forget()
+    if self._moved:
+        self._forget()
     self.largest,self._line = max(self.largest, int(n)),None
 
 @patch
@@ -134,7 +138,8 @@ def _kind(self:StepTimes, n, reach)->StepTime:
     kind = self.kinds.setdefault(at, Kind())
     kind.tokens,kind.reach = n,reach
     self.kinds.move_to_end(at)
-    if len(self.kinds)>self.most: self.kinds.popitem(last=False)
+    if len(self.kinds)>self.most:
+        self.kinds.popitem(last=False)
     return kind.time
 
 # %% ../../nbs/5_engine/08_policy.ipynb #5c0a1f01
@@ -149,7 +154,8 @@ def _forget(self:StepTimes):
     "The machine is another now: only the last three chunks count"
     self.kinds.clear()
     self.ratios.clear()
-    for n,reach,own,_ in self.newest: self._kind(n, reach).note(own)
+    for n,reach,own,_ in self.newest:
+        self._kind(n, reach).note(own)
     self.newest.clear()
 
 # %% ../../nbs/5_engine/08_policy.ipynb #a8f46d46
@@ -161,7 +167,8 @@ def _squares(A, y)->np.ndarray: # [3]
     while True:
         x = np.zeros(3)
         x[keep] = np.linalg.lstsq(A[:,keep], y, rcond=None)[0]
-        if (x>=0).all() or len(keep)==1: return np.maximum(x, 0)
+        if (x>=0).all() or len(keep)==1:
+            return np.maximum(x, 0)
         keep.remove(next(i for i in (2,0,1) if x[i]<0))
 
 @patch(as_prop=True)
@@ -195,7 +202,8 @@ def _expected(self:StepTimes, tokens, reach):
 @patch(as_prop=True)
 def bias(self:StepTimes)->float:
     "What chunks beside answers took lately, in what the line says: the second highest of five"
-    if not self.ratios: return 1.
+    if not self.ratios:
+        return 1.
     return sorted(self.ratios)[-2 if len(self.ratios)>2 else -1]
 
 @patch
@@ -207,16 +215,19 @@ def step(self:StepTimes,
 )->float:
     "Seconds that a step will take; a chunk is free while none was seen"
     plain = self.plain(seqs, width)
-    if not (tokens and self.kinds): return plain
+    if not (tokens and self.kinds):
+        return plain
     own = self._expected(tokens, tokens*context)
     return plain+own*self.bias
 
 @patch
 def rate(self:StepTimes, chunk:int)->float|None:
     "Seconds a token of a prompt by itself, in chunks of `chunk` tokens; None until there were two sizes"
-    if len(self.sizes)<2: return None
+    if len(self.sizes)<2:
+        return None
     seen,tokens = min((k.time.mean/k.tokens, k.tokens) for k in self.kinds.values())
-    if tokens<chunk/2: seen = min(seen, self._expected(chunk, 0)/chunk)
+    if tokens<chunk/2:
+        seen = min(seen, self._expected(chunk, 0)/chunk)
     return self.bias*seen
 
 # %% ../../nbs/5_engine/08_policy.ipynb #d3d96395
@@ -240,8 +251,10 @@ def tokens_in(self:StepTimes,
     sizes = self.rungs(most)
     fits = TILE*bisect_right(sizes, seconds, key=time)
     n,took = self.mixed[-1] if self.mixed else (0,inf)
-    if took<=seconds and self.naive: fits = max(fits, int(n)//TILE*TILE+TILE)
-    if took<=seconds/2: fits = max(fits, 2*int(n)//TILE*TILE)
+    if took<=seconds and self.naive:
+        fits = max(fits, int(n)//TILE*TILE+TILE)
+    if took<=seconds/2:
+        fits = max(fits, 2*int(n)//TILE*TILE)
     return min(fits, most)
 
 # %% ../../nbs/5_engine/08_policy.ipynb #9369448b
@@ -285,7 +298,8 @@ def remaining(self:Policy, seq)->int:
 def key(self:Policy, seq)->tuple:
     "How `seq` compares with others that wait: the lowest goes first"
     first,arrival = seq.order
-    if self.name=='fifo' or first==-inf: return first,0,arrival
+    if self.name=='fifo' or first==-inf:
+        return first,0,arrival
     return first,self.remaining(seq),arrival
 
 @patch
@@ -297,26 +311,31 @@ def line(self:Policy, seqs:list)->list:
 @patch
 def rest(self:Policy, seq, now:float):
     "From `now` on `seq` makes no progress"
-    if seq.due<inf or seq.patience==inf: return
+    if seq.due<inf or seq.patience==inf:
+        return
     seq.due = now+seq.patience
-    if seq.running: return
+    if seq.running:
+        return
     self._n += 1
     heappush(self._due, (seq.due, self._n, seq))
 
 @patch
 def goes(self:Policy, seq, now:float):
     "`seq` makes progress"
-    if seq.due<inf: seq.patience = min(max(seq.due-now, 0.), seq.patience)
+    if seq.due<inf:
+        seq.patience = min(max(seq.due-now, 0.), seq.patience)
     seq.due = inf
 
 @patch
 def ripe(self:Policy, waiting, running, now:float)->list:
     "Those whose patience is used up; they are first from now on"
-    if not waiting: self._due.clear()
+    if not waiting:
+        self._due.clear()
     found = [s for s in running if s.due<=now]
     while self._due and self._due[0][0]<=now:
         when,_,seq = heappop(self._due)
-        if seq.due==when and not (seq.running or seq.finish_reason): found.append(seq)
+        if seq.due==when and not (seq.running or seq.finish_reason):
+            found.append(seq)
     for s in found:
         s.order,s.patience,s.due = (-inf, s.arrival),inf,inf
     return found
@@ -326,7 +345,8 @@ def ripe(self:Policy, waiting, running, now:float)->list:
 def least(self:Policy, stretch:float, chunk:int, *beside)->int:
     "The smallest chunk that keeps a prompt within `stretch`; one tile while too little is known"
     t = self.times
-    if (rate := t.rate(chunk)) is None: return TILE
+    if (rate := t.rate(chunk)) is None:
+        return TILE
     def good(n): return t.step(n, *beside)<=stretch*rate*n
     rungs = t.rungs(chunk, 4)
     return rungs[min(bisect_left(rungs, True, key=good), len(rungs)-1)]
@@ -341,7 +361,8 @@ def room(self:Policy,
 )->int: # `chunk`, or a smaller multiple of TILE; 0: decoding goes first
     "How many tokens of prompts the next step may take"
     held,self.held = self.held,False
-    if not (self.deadline and line and decode): return chunk
+    if not (self.deadline and line and decode):
+        return chunk
     spent = now-min(s.said for s in decode)
     if self.name=='slai' and spent>self.deadline/4 and not held:
         self.held = True
@@ -351,7 +372,8 @@ def room(self:Policy,
     times = .98*self.deadline,.95*longer  # they scatter
     fits,most = [t.tokens_in(s, chunk, *beside) for s in times]
     swift,least = [self.least(s, chunk, *beside) for s in (SWIFT,self.stretch)]
-    if not fits and 1 in t.sizes and t.naive: least = max(least, 2*TILE)
+    if not fits and 1 in t.sizes and t.naive:
+        least = max(least, 2*TILE)
     return min(max(fits, min(most, swift), least), chunk)
 
 # %% ../../nbs/5_engine/08_policy.ipynb #apart002
@@ -373,12 +395,15 @@ def apart(self:Policy,
 )->int: # A multiple of TILE; 0: none
     "Tokens of a chunk that stays in the air while those who decode go on"
     t,seqs = self.times,len(decode)
-    if not (self.part and line and seqs and t.kinds and t.plain_steps): return 0
+    if not (self.part and line and seqs and t.kinds and t.plain_steps):
+        return 0
     step,limit = t.apart(seqs, width, self.part),self.deadline or inf
     pays = step*self.part<=t.plain(seqs, width)
-    if seqs>MOST_APART or step>limit or not pays: return 0
+    if seqs>MOST_APART or step>limit or not pays:
+        return 0
     def takes(n): return t._expected(n, n*line[0].num_computed)
-    while takes(chunk)>LONGEST*limit and chunk>=2*TILE: chunk = chunk//2//TILE*TILE
+    while takes(chunk)>LONGEST*limit and chunk>=2*TILE:
+        chunk = chunk//2//TILE*TILE
     there = min(chunk, sum(map(self.remaining, line)))
     return chunk if 2*step<=takes(there) else 0
 
@@ -397,4 +422,5 @@ def fits(self:Policy,
 @patch
 def note(self:Policy, load:Load|None, seconds:float|None):
     "Steps have ended that took so long"
-    if self.deadline and load: self.times.note(load, seconds)
+    if self.deadline and load:
+        self.times.note(load, seconds)

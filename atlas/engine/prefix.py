@@ -106,11 +106,13 @@ class Oldest:
         "The one that was used longest ago, of those whose entries are true"
         while self._heap:
             t,_,node = heappop(self._heap)
-            if not node.gone and when(node)==t: return node
+            if not node.gone and when(node)==t:
+                return node
 
     def shorten(self, most:int, when):
         "Drop what is out of date, if there is more than `most`"
-        if len(self._heap)<=most: return
+        if len(self._heap)<=most:
+            return
         true = [e for e in self._heap if not e[2].gone and when(e[2])==e[0]]
         self._heap = list({id(e[2]): e for e in true}.values())
         heapify(self._heap)
@@ -125,7 +127,8 @@ def find(self:PrefixTree,
     node,out = self._end(trail),[]
     for key in trail.keys[len(trail.path):most//TILE]:
         node = node.children.get(key) if node else None
-        if node is None: break
+        if node is None:
+            break
         out.append(node)
     return self.usable(out)
 
@@ -153,7 +156,8 @@ def enter(self:PrefixTree, trail:Trail, nodes:list[Node])->list[int]:
 def _use(self:PrefixTree, nodes):
     "All of `nodes` are used now"
     self.clock += 1
-    for n in nodes: n.used = self.clock
+    for n in nodes:
+        n.used = self.clock
 
 # %% ../../nbs/5_engine/02_prefix.ipynb #92861d10
 @patch
@@ -164,7 +168,8 @@ def commit(self:PrefixTree,
 ):
     "The tiles that were computed are for everybody"
     done,new = min(computed//TILE, len(trail.keys)),[]
-    while len(trail.path)<done: new.append(self.add(trail, table))
+    while len(trail.path)<done:
+        new.append(self.add(trail, table))
     self._use(new)
 
 @patch
@@ -179,7 +184,8 @@ def _put(self:PrefixTree, trail, table)->Node:
     k = len(trail.path)
     parent,mine = self._end(trail) or self._root(trail.salt),slice(k*self.per, (k+1)*self.per)
     node = parent.children.get(trail.keys[k])
-    if node is None: return self._grow(parent, trail.keys[k], table.blocks[mine])
+    if node is None:
+        return self._grow(parent, trail.keys[k], table.blocks[mine])
     own,table.blocks[mine] = table.blocks[mine],self.pool.share(node.blocks)
     self.pool.give(own)
     return node
@@ -204,7 +210,8 @@ def _root(self:PrefixTree, salt)->Node:
 @patch
 def leave(self:PrefixTree, trail:Trail):
     "`trail`'s sequence gives its blocks back: from now on others may have them"
-    if not trail.path: return
+    if not trail.path:
+        return
     self._use(trail.path)
     self._offer(trail.path[-1])
     trail.path = []
@@ -215,7 +222,8 @@ def _used(node): return node.used
 @patch
 def _offer(self:PrefixTree, node):
     "`node` may be evicted, if nothing stands on it and nobody uses it"
-    if node.children or node.parent is None: return
+    if node.children or node.parent is None:
+        return
     self._oldest.push(node.used, node)
     self._oldest.shorten(4*self.nodes+64, _used)
 
@@ -225,8 +233,10 @@ def evict(self:PrefixTree, n:int):
     want = self.pool.free+n
     while self.pool.free<want:
         node = self._oldest.pop(_used)
-        if node is None: return
-        if self._removable(node): self.remove(node)
+        if node is None:
+            return
+        if self._removable(node):
+            self.remove(node)
 
 @patch
 def _removable(self:PrefixTree, node)->bool:
@@ -235,22 +245,27 @@ def _removable(self:PrefixTree, node)->bool:
 @patch
 def remove(self:PrefixTree, node:Node):
     "Forget a leaf that nobody uses; a second tier may take it"
-    if self.tier: self.tier.put('tile', node, node.blocks)
+    if self.tier:
+        self.tier.put('tile', node, node.blocks)
     parent,node.gone = node.parent,True
     self.pool.drop(node.blocks)
     del parent.children[node.key]
     self.nodes -= 1
     self.evictions += 1
-    if parent.parent is not None: self._offer(parent)
-    elif not parent.children: del self.roots[parent.key]
+    if parent.parent is not None:
+        self._offer(parent)
+    elif not parent.children:
+        del self.roots[parent.key]
 
 # %% ../../nbs/5_engine/02_prefix.ipynb #6705296c
 @patch
 def prune(self:PrefixTree, nodes:list[Node]):
     "Remove `nodes` from the last on, up to the first that somebody uses or that others stand on"
     for node in reversed(nodes):
-        if self.tier: self.tier.forget(node)
-        if node.gone or not self._removable(node): return
+        if self.tier:
+            self.tier.forget(node)
+        if node.gone or not self._removable(node):
+            return
         tier,self.tier = self.tier,None
         self.remove(node)
         self.tier = tier
@@ -262,14 +277,16 @@ def leaves(self:PrefixTree,
 )->bool:
     "Will `a` leave what `b` needs next? Then `b` had better wait"
     k = len(b.path)
-    if a.salt!=b.salt or a.path[:k]!=b.path: return False
+    if a.salt!=b.salt or a.path[:k]!=b.path:
+        return False
     return a.keys[k:k+1]==b.keys[k:k+1]!=[]
 
 @patch
 def all(self:PrefixTree)->list[Node]:
     "Each node, parents before children"
     out = [n for root in self.roots.values() for n in root.children.values()]
-    for node in out: out += node.children.values()
+    for node in out:
+        out += node.children.values()
     return out
 
 # %% ../../nbs/5_engine/02_prefix.ipynb #e4dc3e0f
@@ -277,6 +294,7 @@ def all(self:PrefixTree)->list[Node]:
 def clear(self:PrefixTree):
     "Forget all that nobody uses; a second tier has it then"
     tier,self.tier = self.tier,None
-    if tier: tier.save()
+    if tier:
+        tier.save()
     self.evict(self.pool.num_blocks)
     self.tier = tier

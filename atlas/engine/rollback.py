@@ -18,7 +18,8 @@ def input_bytes(cfg:ModelConfig)->int:
     d,m,numbers = cfg.delta,cfg.mamba,0
     for i in range(cfg.num_layers):
         shapes = cfg.state_shapes(i)
-        if not shapes: continue
+        if not shapes:
+            continue
         scalars = 2*d.num_v_heads if cfg.mixers[i]=='delta' else m.num_heads
         numbers += shapes['conv'][1]+scalars
     return 4*numbers

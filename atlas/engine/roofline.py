@@ -31,7 +31,8 @@ def matrix_bytes(
             more = p.experts-c.moe.num_experts # the shared expert, if it is in the bank
             read = distinct(c.moe.num_experts, c.moe.top_k, rows)+more
             banks += p.nbytes/p.experts*read
-        else: dense += p.nbytes
+        else:
+            dense += p.nbytes
     return banks,dense
 
 def kv_bytes(
@@ -42,8 +43,10 @@ def kv_bytes(
 )->float:
     "Bytes of keys and values that a sequence of `context` tokens reads in a pass"
     def seen(i):
-        if i>=len(c.mixers): return context
-        if c.mixers[i] not in ('attention','sliding'): return 0
+        if i>=len(c.mixers):
+            return context
+        if c.mixers[i] not in ('attention','sliding'):
+            return 0
         return min(context, c.attn(i).window or context)
     each = cache.bytes_per_token/max(1, len(cache.kv))
     return each*sum(map(seen, layers))
@@ -65,8 +68,10 @@ def guessing(
 )->Guessing:
     "What the drafter of `llm` runs"
     d,cache = llm.engine.stepper.drafter,llm.cache
-    if d.name=='ngram': return Guessing()
-    if d.name=='draft': return _other_model(d, cache, drafts)
+    if d.name=='ngram':
+        return Guessing()
+    if d.name=='draft':
+        return _other_model(d, cache, drafts)
     c,passes = d.target.c,(drafts+1,*[1]*(drafts-1))
     own = tuple(i for i in cache.kv if i>=c.num_layers)
     return Guessing(d.target.mtp, c, cache, own, passes)
@@ -74,7 +79,8 @@ def guessing(
 def _other_model(d, cache, drafts):
     "As `guessing`, where another model drafts; without a cache of its own it reads `cache`"
     m,chain = d.by,(1,)*drafts
-    if d.cache is None: return Guessing(m.layers, m.c, cache, range(m.c.num_layers), chain)
+    if d.cache is None:
+        return Guessing(m.layers, m.c, cache, range(m.c.num_layers), chain)
     own,passes = tuple(d.cache.kv),(drafts+1,*chain)
     return Guessing(m.layers, m.c, d.cache, own, passes, 3*drafts+2)
 
@@ -82,7 +88,8 @@ def _other_model(d, cache, drafts):
 def drafting_bytes(llm, batch:int=1, context:int=0, drafts:int=1)->float:
     "Bytes that drafting moves in a step of `batch` sequences"
     g,d = guessing(llm, drafts),llm.engine.stepper.drafter
-    if not g.passes: return 0.
+    if not g.passes:
+        return 0.
     heads = drafts*d.head.weight.nbytes
     matrices = sum(sum(matrix_bytes(g.layers, g.c, batch*rows)) for rows in g.passes)
     kv = batch*len(g.passes)*kv_bytes(g.c, g.cache, g.reads, context)
@@ -102,7 +109,8 @@ def step_bytes(llm, batch:int=1, context:int=0, drafts:int=0)->dict:
     found = dict(projections=dense, experts=experts, head=m.lm_head.weight.nbytes)
     found |= dict(states=states_moved(c, rows)*batch*cache.bytes_per_state)
     found |= dict(kv=batch*kv_bytes(c, cache, own, context))
-    if drafts: found |= dict(drafting=drafting_bytes(llm, batch, context, drafts))
+    if drafts:
+        found |= dict(drafting=drafting_bytes(llm, batch, context, drafts))
     return found
 
 # %% ../../nbs/5_engine/19_roofline.ipynb #83477c86
@@ -121,11 +129,13 @@ class Roofline:
     @property
     def share(self)->float|None:
         "What was reached of late, of what the bytes allow; None before the first step"
-        if not self.seconds: return None
+        if not self.seconds:
+            return None
         return self.bytes/self.seconds/self.rate
     def note(self, load, contexts, seconds:float):
         "A step took so long that computed `load`, for sequences of such lengths"
-        if load.chunks or load.replays or load.apart or seconds<=0: return
+        if load.chunks or load.replays or load.apart or seconds<=0:
+            return
         moved = self.moved(load.width, contexts)
         fades = math.exp(-seconds/self.SPAN)
         self.bytes = self.bytes*fades+moved

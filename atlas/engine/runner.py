@@ -86,12 +86,14 @@ def run(self:Runner):
             self.began = monotonic()
             self._tell(self._read()+self.engine.step())
             self.began = None
-    finally: self.pool.shutdown(wait=False, cancel_futures=True)
+    finally:
+        self.pool.shutdown(wait=False, cancel_futures=True)
 
 @patch
 def _wait(self:Runner)->bool:
     "Sleep until there is work, or numbers to tell; False when it is time to go"
-    if self._idle(): return self.open
+    if self._idle():
+        return self.open
     due = max(0., self.told+self.pause-monotonic()) if self.news else None
     with self.wake:
         self.wake.wait_for(lambda: self.inbox or self.engine.has_work or not self.open, due)
@@ -100,7 +102,8 @@ def _wait(self:Runner)->bool:
 @patch
 def _idle(self:Runner)->bool:
     "While nobody waits, have the engine do what it has put off; was there something?"
-    if self.inbox or self.engine.has_work: return False
+    if self.inbox or self.engine.has_work:
+        return False
     idle = getattr(self.engine, 'idle', None)
     return bool(idle and idle())
 
@@ -120,22 +123,27 @@ def _tell(self:Runner, events):
     out,stats = [],None
     for e in events:
         n = self.numbers.get(e.id)
-        if n is not None: out.append((n, e))
+        if n is not None:
+            out.append((n, e))
     for e in events:
-        if e.finish: self.ids.pop(self.numbers.pop(e.id, None), None)
+        if e.finish:
+            self.ids.pop(self.numbers.pop(e.id, None), None)
     self.news = self.news or bool(events)
     if self.news and monotonic()-self.told>=self.pause:
         stats = self.engine.stats()
         self.news,self.told = bool(self.engine.has_work),monotonic()
-    if out or stats: self.sink.events(out, stats)
+    if out or stats:
+        self.sink.events(out, stats)
 
 # %% ../../nbs/5_engine/15_runner.ipynb #cd276976
 @patch
 def _add(self:Runner, n, request):
-    if request.id in self.numbers: return self._taken(n, request.id)
+    if request.id in self.numbers:
+        return self._taken(n, request.id)
     self._know(n, request.id)
     guides = getattr(self.engine, 'guides', None)
-    if request.guide is None or not guides: return self._begin(request)
+    if request.guide is None or not guides:
+        return self._begin(request)
     self.compiling.add(n)
     self.pool.submit(self._compile, n, request)
 
@@ -155,8 +163,10 @@ def _taken(self:Runner, n, rid):
 
 @patch
 def _begin(self:Runner, request):
-    try: self.engine.add(request)
-    except CudaFault: raise
+    try:
+        self.engine.add(request)
+    except CudaFault:
+        raise
     except (AtlasError,MemoryError) as e:
         return [_failed(request.id, own_error(e))]
 
@@ -177,7 +187,8 @@ def _failed(rid, e): return Event(rid, finish='error', error=str(e), code=e.code
 
 def own_error(e:AtlasError|MemoryError)->AtlasError:
     "A `MemoryError` as an error of ours"
-    if isinstance(e, AtlasError): return e
+    if isinstance(e, AtlasError):
+        return e
     said = 'There is not enough memory'+(f': {e}' if str(e) else '')
     return OutOfMemoryError(said, hint='Free memory, or choose a smaller model or context')
 
@@ -188,8 +199,10 @@ _log = logging.getLogger('atlas')
 def _compile(self:Runner, n, request):
     "In the pool's thread"
     e = None
-    try: self.engine.guides.check(request.guide)
-    except AtlasError as x: e = x
+    try:
+        self.engine.guides.check(request.guide)
+    except AtlasError as x:
+        e = x
     except Exception:
         _log.exception('A guide could not be compiled')
         e = EngineError('The guide could not be compiled')
@@ -197,7 +210,8 @@ def _compile(self:Runner, n, request):
 
 @patch
 def _compiled(self:Runner, n, request, e):
-    if n not in self.compiling: return []
+    if n not in self.compiling:
+        return []
     self.compiling.discard(n)
     return [_failed(request.id, e)] if e else self._begin(request)
 
@@ -210,9 +224,11 @@ def _do(self:Runner, f):
 @patch
 def _call(self:Runner, n, op, kw):
     try:
-        if op not in self.ops: raise UnsupportedError(f'This model does not offer {op!r}')
+        if op not in self.ops:
+            raise UnsupportedError(f'This model does not offer {op!r}')
         self.sink.result(n, self.ops[op](**kw))
         self.news = True
-    except CudaFault: raise
+    except CudaFault:
+        raise
     except (AtlasError,MemoryError) as e:
         self.sink.failed(n, own_error(e))

@@ -65,7 +65,8 @@ class Seq:
         r = self.request
         self.order = rank(r),self.arrival
         self.prompt_len = len(r.prompt)
-        if r.prefill_only: self.prompt_len -= self.prompt_len%TILE # the rest is of no use
+        if r.prefill_only:
+            self.prompt_len -= self.prompt_len%TILE # the rest is of no use
         self.stop_ids = frozenset(r.params.stop_token_ids)|frozenset(() if r.params.ignore_eos else r.eos_ids)
     @property
     def id(self)->str: return self.request.id
@@ -81,9 +82,12 @@ def depth(self:Seq)->int:
 @patch(as_prop=True)
 def state(self:Seq)->str:
     "'waiting', 'prefill', 'replay', 'decode' or 'finished'"
-    if self.finish_reason: return 'finished'
-    if not self.running: return 'waiting'
-    if self.num_computed<self.prompt_len: return 'prefill'
+    if self.finish_reason:
+        return 'finished'
+    if not self.running:
+        return 'waiting'
+    if self.num_computed<self.prompt_len:
+        return 'prefill'
     return 'replay' if self.num_computed<len(self)-1 else 'decode'
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #0504595d
@@ -129,14 +133,16 @@ class Queue:
 
     def push(self, seq):
         "Come in; or, for one that waits already, be compared anew"
-        if seq.id not in self._live: self.tokens += self._asked(seq)
+        if seq.id not in self._live:
+            self.tokens += self._asked(seq)
         self._pushed += 1
         entry = self._live[seq.id] = self._key(seq),self._pushed,seq
         heappush(self._heap, entry)
 
     def head(self)->Seq|None:
         "The next to leave, or None"
-        while self._heap and not self._waits(self._heap[0]): heappop(self._heap)
+        while self._heap and not self._waits(self._heap[0]):
+            heappop(self._heap)
         return self._heap[0][-1] if self._heap else None
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #32a08ae7
@@ -255,7 +261,8 @@ class Scheduler:
 @patch
 def _check(self:Scheduler, overcommit):
     def need(ok, name, value, expected):
-        if not ok: raise AtlasError(f'{name} is {value!r}, expected {expected}', param=name)
+        if not ok:
+            raise AtlasError(f'{name} is {value!r}, expected {expected}', param=name)
     need(self.max_num_seqs>0, 'max_num_seqs', self.max_num_seqs, 'at least 1')
     need(self.max_queue>0, 'max_queue', self.max_queue, 'at least 1')
     tokens = self.max_queue_tokens
@@ -264,7 +271,8 @@ def _check(self:Scheduler, overcommit):
     need(self.chunk>0 and self.chunk%TILE==0, 'chunk', self.chunk, f'a multiple of {TILE}')
     need(1<=overcommit<=1000, 'overcommit', overcommit, 'a number from 1 to 1000')
     n,have = self.pool.blocks_for(self.max_seq_len),self.pool.num_blocks
-    if have<n: raise OutOfMemoryError(f'A sequence of {self.max_seq_len:,} tokens takes {n} cache blocks, and there are {have}',
+    if have<n:
+        raise OutOfMemoryError(f'A sequence of {self.max_seq_len:,} tokens takes {n} cache blocks, and there are {have}',
         hint='Lower --max-seq-len, or give the cache more memory', param='max_seq_len')
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e04
@@ -273,20 +281,25 @@ def full(self:Scheduler, tokens:int)->str|None:
     "Why a prompt of so many tokens may not wait, or None"
     n,t,most = len(self.waiting),self.waiting.tokens,self.max_queue_tokens
     n -= self.fills-sum(s.request.prefill_only for s in self.running)
-    if n>=self.max_queue: return f'{n} requests are waiting already'
+    if n>=self.max_queue:
+        return f'{n} requests are waiting already'
     if n and most and t+tokens>most:
         return f'{t:,} tokens are waiting already, and {tokens:,} more would be above {most:,}'
 
 @patch
 def _has_room(self:Scheduler, request):
-    if request.prefill_only: why = f'{self.fills} prompts are waiting already' if self.fills>=64 else None
-    else: why = self.full(len(request.prompt))
-    if why: raise QueueFullError(why, hint='Try again later')
+    if request.prefill_only:
+        why = f'{self.fills} prompts are waiting already' if self.fills>=64 else None
+    else:
+        why = self.full(len(request.prompt))
+    if why:
+        raise QueueFullError(why, hint='Try again later')
 
 @patch
 def _found(self:Scheduler, seq)->list[Node]:
     "What the tree has of what `seq` needs next"
-    if not self.prefix or seq.num_computed%TILE: return []
+    if not self.prefix or seq.num_computed%TILE:
+        return []
     return self.prefix.find(seq.trail, seq.prompt_len)
 
 @patch
@@ -300,9 +313,11 @@ def _wait(self:Scheduler, seq, now):
 @patch
 def _limit(self:Scheduler, seq):
     "Remember when the time of `seq` is up, if it has a limit"
-    if seq.request.timeout is None: return
+    if seq.request.timeout is None:
+        return
     heappush(self._limits, (seq.born+seq.request.timeout, seq.arrival, seq))
-    if len(self._limits)<=2*len(self.seqs)+8: return
+    if len(self._limits)<=2*len(self.seqs)+8:
+        return
     self._limits = [e for e in self._limits if not e[-1].finish_reason]
     heapify(self._limits)
 
@@ -328,7 +343,8 @@ def add(self:Scheduler,
     patience = inf if request.prefill_only else self.policy.max_wait
     more = dict(born=self.clock(), patience=patience)
     seq = Seq(request, self._arrivals, most, BlockTable(self.pool), seed, **more)
-    if self.prefix: seq.trail = self.prefix.trail(request, _keys(seq, ifnone(tokens, request.prompt)))
+    if self.prefix:
+        seq.trail = self.prefix.trail(request, _keys(seq, ifnone(tokens, request.prompt)))
     self._arrivals += 1
     self.fills += request.prefill_only
     self.seqs[seq.id] = seq
@@ -382,11 +398,13 @@ def promised(self:Scheduler)->int:
 def _victims(self:Scheduler, seq)->list[Seq]|None:
     "Running sequences of worse priority that must leave so that `seq` fits; None if it does not fit even then"
     places = self.max_num_seqs-len(self.running)
-    if places<1 and self.running[-1].order<seq.order or self._idles(seq): return None
+    if places<1 and self.running[-1].order<seq.order or self._idles(seq):
+        return None
     room,out,worst = Room(self, seq),[],reversed(self.running)
     while places<1 or not room.fits:
         s = next(worst, None)
-        if s is None or not self._yields(s, seq): return None
+        if s is None or not self._yields(s, seq):
+            return None
         room.without(s)
         places += 1
         out.append(s)
@@ -418,15 +436,18 @@ def _at_once(self:Scheduler, seq)->int:
 def _admit(self:Scheduler):
     "Start waiting sequences, best first, until one does not fit"
     while seq := self.waiting.head():
-        if (victims := self._victims(seq)) is None: return
-        for v in victims: self._preempt(v)
+        if (victims := self._victims(seq)) is None:
+            return
+        for v in victims:
+            self._preempt(v)
         self.waiting.pop()
         self._look_up(seq)
         self._adopt(seq, self._within_reach(seq))
         seq.table.promised = self.pool.blocks_for(self._at_once(seq))
         seq.running,seq.slots = True,self.states.take(1+self.drafts)
         seq.states = states_in(seq.slots)
-        if not seq.outputs: seq.waited = self.now-seq.born
+        if not seq.outputs:
+            seq.waited = self.now-seq.born
         insort(self.running, seq, key=lambda s: s.order)
         self._fetch(seq)
         self._fill(seq)
@@ -435,7 +456,8 @@ def _admit(self:Scheduler):
 def _look_up(self:Scheduler, seq):
     "Count the tokens that are looked for, once, and only for who wants an answer"
     first = seq.waited is None and not seq.request.prefill_only
-    if self.prefix and first: self.totals['queries'] += seq.prompt_len
+    if self.prefix and first:
+        self.totals['queries'] += seq.prompt_len
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #b1a46195
 @patch
@@ -448,7 +470,8 @@ def _within_reach(self:Scheduler, seq)->list[Node]:
 @patch
 def _adopt(self:Scheduler, seq, nodes):
     "Go on behind `nodes`"
-    if not nodes: return
+    if not nodes:
+        return
     first = len(seq.trail.path)*self.prefix.per
     blocks = self.prefix.enter(seq.trail, nodes)
     own = seq.table.blocks[first:first+len(blocks)]
@@ -462,13 +485,15 @@ def _had(self:Scheduler, seq):
     seq.num_computed = seq.trail.tokens
     new = max(0, seq.num_computed-seq.reached)
     seq.cached += new
-    if not seq.request.prefill_only: self.totals['hits'] += new
+    if not seq.request.prefill_only:
+        self.totals['hits'] += new
     seq.reached = max(seq.reached, seq.num_computed)
 
 @patch
 def _fill(self:Scheduler, seq):
     "End a sequence that was only to fill the tree, if it has"
-    if not seq.request.prefill_only or seq.num_computed<seq.prompt_len: return
+    if not seq.request.prefill_only or seq.num_computed<seq.prompt_len:
+        return
     self._finish(seq, 'stop')
     self.filled.append(seq)
 
@@ -477,27 +502,34 @@ def _fill(self:Scheduler, seq):
 def _fetch(self:Scheduler, seq):
     "Have a second tier read what `seq` needs next, if it has that"
     tier = self.prefix and self.prefix.tier
-    if tier: seq.fetch = tier.begin(seq.trail, seq.prompt_len)
+    if tier:
+        seq.fetch = tier.begin(seq.trail, seq.prompt_len)
 
 @patch
 def _fetched(self:Scheduler, seq)->bool:
     "Is all there that was read for `seq`?"
     there = self.prefix.tier.go_on(seq.fetch, seq.trail, seq.table)
-    if there is None: return False
+    if there is None:
+        return False
     seq.fetch = None
-    if there: self._had(seq)
-    else: self._again(seq)
+    if there:
+        self._had(seq)
+    else:
+        self._again(seq)
     return there
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5f31e53e
 @patch
 def _stop(self:Scheduler, seq):
     "Take `seq` off the running list, and its blocks back"
-    if seq in self.aloft: self.wait()
+    if seq in self.aloft:
+        self.wait()
     self.running.remove(seq)
     seq.table.release()
-    if seq.fetch: self.prefix.tier.cancel(seq.fetch)
-    if self.prefix: self.prefix.leave(seq.trail)
+    if seq.fetch:
+        self.prefix.tier.cancel(seq.fetch)
+    if self.prefix:
+        self.prefix.leave(seq.trail)
     self.states.give(seq.slots)
     seq.fetch = None
     seq.running,seq.flying = False,0
@@ -520,7 +552,8 @@ def _preempt(self:Scheduler, seq):
 def renew(self:Scheduler, seqs:list[Seq]):
     "Have `seqs` computed again, as far as they still run: nobody knows what their states are"
     for s in seqs:
-        if s.running: self._preempt(s)
+        if s.running:
+            self._preempt(s)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #8c53e2a3
 @patch
@@ -530,7 +563,8 @@ def _grow(self:Scheduler, seq)->bool:
     while (n := seq.table.missing(end)) and n-seq.table.owed>self.unpromised:
         victim = self.running[-1]
         self._preempt(victim)
-        if victim is seq: return False
+        if victim is seq:
+            return False
     seq.table.ensure(end)
     return True
 
@@ -542,7 +576,8 @@ def _piece(self:Seq,
 )->int: # Rows
     "How many rows to prefill or to replay from `num_computed` on"
     c = self.num_computed
-    if self.state=='replay': return min(rows, left, len(self)-1-c)
+    if self.state=='replay':
+        return min(rows, left, len(self)-1-c)
     end = min(self.prompt_len, c+left)
     return max(0, end-c if end==self.prompt_len else end-end%TILE-c)
 
@@ -557,7 +592,8 @@ def schedule(self:Scheduler)->Plan|None:
     decode = self._decoding()
     prefill,replay,apart = self._fills(decode)
     plan = Plan(prefill, replay, decode, self.width, apart)
-    if not plan: self._sleep()
+    if not plan:
+        self._sleep()
     return plan or None
 
 @patch
@@ -574,7 +610,8 @@ def _decoding(self:Scheduler)->list[Seq]:
 @patch
 def _sleep(self:Scheduler):
     "Nobody goes on before the second tier has read something: sleep until it has, but not for long"
-    if fetches := [s.fetch for s in self.running if s.fetch]: self.prefix.tier.wait(fetches, .01)
+    if fetches := [s.fetch for s in self.running if s.fetch]:
+        self.prefix.tier.wait(fetches, .01)
 
 @patch
 def _goes_on(self:Scheduler, seq)->bool:
@@ -584,8 +621,10 @@ def _goes_on(self:Scheduler, seq)->bool:
 @patch
 def _give_way(self:Scheduler):
     "Send those back that only fill the tree, if anybody else is here"
-    if not self.fills or len(self.seqs)==self.fills: return
-    for s in [s for s in self.running if s.request.prefill_only]: self._preempt(s)
+    if not self.fills or len(self.seqs)==self.fills:
+        return
+    for s in [s for s in self.running if s.request.prefill_only]:
+        self._preempt(s)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e02
 @patch
@@ -597,10 +636,14 @@ def _fills(self:Scheduler, decode)->tuple[list,list,bool]:
     apart = self.policy.apart(*how) if all(map(_alone, line)) else 0
     left = apart or self.policy.room(*how, now)
     for seq in line:
-        if seq.state=='prefill': n = self._prefill(seq, left, prefill)
-        else: n = self._replay(seq, left, replay)
-        if n: self.policy.goes(seq, now)
-        else: self.policy.rest(seq, now)
+        if seq.state=='prefill':
+            n = self._prefill(seq, left, prefill)
+        else:
+            n = self._replay(seq, left, replay)
+        if n:
+            self.policy.goes(seq, now)
+        else:
+            self.policy.rest(seq, now)
         left -= n
     return prefill,replay,bool(apart and prefill)
 
@@ -618,7 +661,8 @@ def _chunk(self:Scheduler)->int:
 def _replay(self:Scheduler, seq, left, planned)->int:
     "Add the next rows of a replay to those that are `planned`: how many"
     n = seq._piece(left, self.rows)
-    if n: self._plan(seq, n, planned)
+    if n:
+        self._plan(seq, n, planned)
     return n
 
 @patch
@@ -632,13 +676,17 @@ def _plan(self:Scheduler, seq, n, planned):
 def _prefill(self:Scheduler, seq, left, planned)->int:
     "Add the next piece of a prompt to those that are `planned`, if there is one: its tokens"
     if self.prefix:
-        if seq.fetch and not self._fetched(seq): return 0
+        if seq.fetch and not self._fetched(seq):
+            return 0
         self._adopt(seq, self._found(seq))
         self._fill(seq)
-        if any(self.prefix.leaves(s.trail, seq.trail) for s,*_ in planned): return 0
+        if any(self.prefix.leaves(s.trail, seq.trail) for s,*_ in planned):
+            return 0
     n,at = seq._piece(left),seq.num_computed
-    if not n or seq.finish_reason: return 0
-    if self.prefix: self.prefix.mark(seq.trail, at, at+n)
+    if not n or seq.finish_reason:
+        return 0
+    if self.prefix:
+        self.prefix.mark(seq.trail, at, at+n)
     self._plan(seq, n, planned)
     return n
 
@@ -646,17 +694,21 @@ def _prefill(self:Scheduler, seq, left, planned)->int:
 def _ripen(self:Scheduler):
     "Whoever has idled for too long goes first from now on"
     for seq in self.policy.ripe(self.waiting, self.running, self.now):
-        if seq.running: self.running.sort(key=by_order)
-        else: self.waiting.push(seq)
+        if seq.running:
+            self.running.sort(key=by_order)
+        else:
+            self.waiting.push(seq)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #54434ee2
 @patch
 def advance(self:Scheduler, plan:Plan):
     "The rows of `plan` are in the cache, or will be before any later step"
-    for seq,start,n in plan.prefill: self._prefilled(seq, start+n)
+    for seq,start,n in plan.prefill:
+        self._prefilled(seq, start+n)
     for seq,start,n in plan.replay:
         seq.num_computed = start+n
-        if seq.running: seq.settle(1)
+        if seq.running:
+            seq.settle(1)
     for kind in ('prefill','replay'):
         self.totals[f'{kind}_tokens'] += sum(n for *_,n in getattr(plan, kind))
     for seq in plan.decode:
@@ -671,11 +723,13 @@ def accept(self:Scheduler,
     "Take in what was sampled, in order; sequences that have ended meanwhile are passed over"
     out,decode,now = [],set(plan.decode),self.clock()
     for seq,new in zip(plan.sampled, tokens, strict=True):
-        if seq.finish_reason: continue
+        if seq.finish_reason:
+            continue
         if seq in decode and seq.flying:
             seq.num_computed -= plan.width-len(new)
             seq.flying -= 1
-            if new: seq.settle(len(new))
+            if new:
+                seq.settle(len(new))
         seq.said = now
         out.append((seq, *self._take(seq, new)))
     said = sum(len(new) for _,new,_ in out)
@@ -699,9 +753,12 @@ def _prefilled(self:Scheduler, seq, end):
     "The prompt of `seq` is computed up to `end`"
     seq.num_computed = end
     seq.reached = max(seq.reached, end)
-    if not seq.running: return
-    if self.prefix: self.prefix.commit(seq.trail, seq.table, end)
-    if not (seq.trail and seq.trail.restored is not None): seq.settle(1)
+    if not seq.running:
+        return
+    if self.prefix:
+        self.prefix.commit(seq.trail, seq.table, end)
+    if not (seq.trail and seq.trail.restored is not None):
+        seq.settle(1)
     self._fill(seq)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5da82429
@@ -719,7 +776,8 @@ def commit(self:Scheduler,
 def _ended(self:Seq)->str|None:
     "Why the newest token is the last one, or None"
     m = len(self.outputs)
-    if self.outputs[-1] in self.stop_ids and m>self.request.params.min_tokens: return 'stop'
+    if self.outputs[-1] in self.stop_ids and m>self.request.params.min_tokens:
+        return 'stop'
     return 'length' if m>=self.max_out else None
 
 @patch
@@ -729,20 +787,24 @@ def _finish(self:Scheduler, seq, reason):
     seq.finish_reason = reason
     seq.media = None  # a queue or a stepper may hold the sequence for longer
     del self.seqs[seq.id]
-    if seq.request.prefill_only: self.fills -= 1
-    else: self.finished[reason] += 1
+    if seq.request.prefill_only:
+        self.fills -= 1
+    else:
+        self.finished[reason] += 1
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #69fcfd9f
 @patch
 def abort(self:Scheduler, id:str)->Seq|None:
     "End the request, waiting or running; None if it has ended already"
-    if seq := self.seqs.get(id): self._finish(seq, 'abort')
+    if seq := self.seqs.get(id):
+        self._finish(seq, 'abort')
     return seq
 
 @patch
 def end(self:Scheduler, seq:Seq):
     "End a sequence whose answer is whole, though no token says so"
-    if not seq.finish_reason: self._finish(seq, 'stop')
+    if not seq.finish_reason:
+        self._finish(seq, 'stop')
 
 @patch
 def fail(self:Scheduler,
@@ -751,14 +813,17 @@ def fail(self:Scheduler,
 )->tuple[Seq,None,str]:
     "End a sequence that cannot go on; the event that says so"
     path = list(seq.trail.path) if bad and seq.trail else ()
-    if not seq.finish_reason: self._finish(seq, 'error')
-    if path: self._distrust(path)
+    if not seq.finish_reason:
+        self._finish(seq, 'error')
+    if path:
+        self._distrust(path)
     return seq,None,seq.finish_reason
 
 @patch
 def doubt(self:Scheduler, seq:Seq)->bool: # Is it?
     "`seq` got no first token; if tiles of others may be the cause it is computed anew, once"
-    if seq.outputs or seq.doubted or not seq.cached: return False
+    if seq.outputs or seq.doubted or not seq.cached:
+        return False
     path,seq.doubted = list(seq.trail.path),True
     self._again(seq)
     self._distrust(path)
@@ -771,7 +836,8 @@ def _distrust(self:Scheduler, path):
     doubt = set(path).difference(good)
     for s in tuple(self.running):
         begins = s.state in ('prefill','replay')
-        if begins and not doubt.isdisjoint(s.trail.path): self._again(s)
+        if begins and not doubt.isdisjoint(s.trail.path):
+            self._again(s)
     self.prefix.prune(path)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e07
@@ -781,7 +847,8 @@ def expire(self:Scheduler)->list[Seq]:
     out,now = [],self.clock() if self._limits else 0.
     while self._limits and self._limits[0][0]<=now:
         *_,seq = heappop(self._limits)
-        if seq.finish_reason: continue
+        if seq.finish_reason:
+            continue
         self._finish(seq, 'timeout')
         out.append(seq)
     return out
@@ -791,11 +858,14 @@ def expire(self:Scheduler)->list[Seq]:
 def steady(self:Scheduler, seqs:list[Seq])->bool:
     "Will the next plan decode exactly `seqs`, unless somebody has to leave for want of blocks?"
     waits = self.waiting.head()
-    if waits and self._victims(waits) is not None: return False
-    if len(self.running)!=len(seqs): return False
+    if waits and self._victims(waits) is not None:
+        return False
+    if len(self.running)!=len(seqs):
+        return False
     for s,runs in zip(seqs, self.running):
         goes_on = s.state=='decode' and s.num_computed<s.depth
-        if s is not runs or not goes_on: return False
+        if s is not runs or not goes_on:
+            return False
     return True
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #11d1a7ed
@@ -819,12 +889,14 @@ def stats(self:Scheduler)->dict:
 @patch
 def _prefix_stats(self:Scheduler)->dict:
     "What the tree has done, and what it holds"
-    if not (tree := self.prefix): return {}
+    if not (tree := self.prefix):
+        return {}
     t = self.totals
     out = dict(prefix_cache_queries_total=t['queries'], prefix_cache_hits_total=t['hits'],
         prefix_cache_blocks=tree.nodes*tree.per, prefix_cache_evictions_total=tree.evictions,
         prefix_cache_reclaimable_blocks=self.pool.reclaimable, kv_blocks_live=self.pool.used)
-    if tree.tier: out |= tree.tier.store.stats()
+    if tree.tier:
+        out |= tree.tier.store.stats()
     return out|tree.stats()
 
 @patch

@@ -29,7 +29,8 @@ def borrow(self:LoadedModel, n:int):
             said = f'The cache has no room for {n:,} tokens now'
             raise QueueFullError(said, hint='Try again later')
         blocks,slots = s.pool.take(need),s.states.take(1)
-        try: yield blocks,states_in(slots)
+        try:
+            yield blocks,states_in(slots)
         finally:
             s.pool.give(blocks)
             s.states.give(slots)
@@ -56,18 +57,21 @@ def score(self:LoadedModel,
     k:int=0, # How many alternatives to report at each place
 )->list: # For each token but the first: (its log-probability, [(id, log-probability), …] best first)
     "How likely each token was after those before it"
-    if not 0<=k<=20: raise RequestError(f'logprobs is {k}, expected 0 to 20', param='logprobs')
+    if not 0<=k<=20:
+        raise RequestError(f'logprobs is {k}, expected 0 to 20', param='logprobs')
     out,most = [],1<<(self.engine.scheduler.max_num_seqs.bit_length()-1)
     for h in self.hidden(ids):
         while len(h):
             n = min(most, 1<<(len(h).bit_length()-1))
-            for x in self.device.download(self.model.head(h[:n])): out.append(_said(x, ids, len(out), k))
+            for x in self.device.download(self.model.head(h[:n])):
+                out.append(_said(x, ids, len(out), k))
             h = h[n:]
     return out[:-1]
 
 def _said(x, ids, i, k):
     "Log-probabilities of token `i+1` and of the `k` best, after logits `x`"
-    z = logsumexp(x); best = [(int(j), float(x[j]-z)) for j in (top(x, k) if k else ())]
+    z = logsumexp(x)
+    best = [(int(j), float(x[j]-z)) for j in (top(x, k) if k else ())]
     return (float(x[ids[i+1]]-z) if i+1<len(ids) else None),best
 
 # %% ../../nbs/5_engine/14_score.ipynb #f0a7a331
@@ -79,8 +83,11 @@ def embed(self:LoadedModel,
     pooling:str='last', # 'last': the last token's state; 'mean': the mean of all
 )->list[float]: # H numbers, of length 1
     "One vector for a text"
-    if pooling not in POOLINGS: raise RequestError(f'pooling is {pooling!r:.40}, expected {" or ".join(POOLINGS)}', param='pooling')
+    if pooling not in POOLINGS:
+        raise RequestError(f'pooling is {pooling!r:.40}, expected {" or ".join(POOLINGS)}', param='pooling')
     total,last = 0.,None
-    for h in self.hidden(ids): h = self.device.download(h); total,last = total+h.sum(0, dtype=np.float64),h[-1].astype(np.float64)
+    for h in self.hidden(ids):
+        h = self.device.download(h)
+        total,last = total+h.sum(0, dtype=np.float64),h[-1].astype(np.float64)
     v = last if pooling=='last' else total
     return (v/max(np.linalg.norm(v), 1e-12)).tolist()

@@ -36,7 +36,8 @@ class Asleep:
     def stats(self): return self._stats
     def close(self):
         "The engine is not needed any more"
-        if self.engine: self.engine.close()
+        if self.engine:
+            self.engine.close()
         self.engine = None
 
 @patch
@@ -49,7 +50,8 @@ def _rest(self:LoadedModel):
         said = f'{n} answer{"s are" if n>1 else " is"} under way'
         raise EngineError(said, hint='Let them end, or abort them, and try again')
     self.engine.land()
-    if s.prefix: s.prefix.clear()
+    if s.prefix:
+        s.prefix.clear()
 
 # %% ../../nbs/5_engine/17_sleep.ipynb #6cac2a0f
 class CurrentEngine:
@@ -66,21 +68,28 @@ class PackedWeights:
     nbytes = property(lambda self: sum(h.nbytes for _,h in self.others), doc='Bytes in the host')
     def fill(self, region):
         "Read all of it; a `CheckpointError` where a file is not what it was"
-        for at,n in region.spans(): region.pages.clear(at, n) # what lies between arrays
-        for store,model in self.pairs: store.reload(model)
-        for a,h in self.others: card_of(a).write(a, h)
+        for at,n in region.spans():
+            region.pages.clear(at, n) # what lies between arrays
+        for store,model in self.pairs:
+            store.reload(model)
+        for a,h in self.others:
+            card_of(a).write(a, h)
     def __repr__(self): return f'PackedWeights({", ".join(str(s.path) for s,_ in self.pairs)})'
 
 def packed_weights(m:LoadedModel)->PackedWeights|None:
     "The files of a model's weights; None where there are none, or not of all that is in the region"
     region = m.arena.regions.get('weights')
-    if not m._stores or not region: return None
-    for s in m._stores: s.wait()
-    if not all(s.usable() for s in m._stores): return None
+    if not m._stores or not region:
+        return None
+    for s in m._stores:
+        s.wait()
+    if not all(s.usable() for s in m._stores):
+        return None
     models = [x for x in (m.draft_model,m.model) if x]
     others = [a for x in models for t in x._rotary.values() if t for a in t if a is not None]
     known = [a for x in models for a in flatten(x.weights())[0].values()]+others
-    if not _all_of(region, known): return None
+    if not _all_of(region, known):
+        return None
     return PackedWeights(list(zip(m._stores, models)), others)
 
 def _all_of(region, arrays)->bool:
@@ -93,10 +102,13 @@ def _all_of(region, arrays)->bool:
 @patch
 def source(self:LoadedModel, level:int):
     "What will bring the weights back: an object with `fill(region)`; None: there is no such thing"
-    if level==2: return packed_weights(self)
-    try: copy = self.arena.copied('weights', arrays_of(self.device).sums)
+    if level==2:
+        return packed_weights(self)
+    try:
+        copy = self.arena.copied('weights', arrays_of(self.device).sums)
     except OutOfMemoryError:
-        if found := packed_weights(self): return found
+        if found := packed_weights(self):
+            return found
         raise
     return copy or packed_weights(self)
 
@@ -106,22 +118,27 @@ def sleep(self:LoadedModel,
 )->dict: # `level`, `bytes` given back, `seconds`
     """Give memory back until `wake`. An error leaves all as it is: an `EngineError` while answers
     are under way, an `OutOfMemoryError` without room for a copy"""
-    if level not in (1,2): raise RequestError(f'level is {level!r}, expected 1 or 2', param='level')
+    if level not in (1,2):
+        raise RequestError(f'level is {level!r}, expected 1 or 2', param='level')
     with self._lock:
-        if self.engine is None: self._open()
+        if self.engine is None:
+            self._open()
         start,given = perf_counter(),0
-        if self.asleep<level: given = self._sleep(level)
+        if self.asleep<level:
+            given = self._sleep(level)
         return dict(level=self.asleep, bytes=given, seconds=perf_counter()-start)
 
 # %% ../../nbs/5_engine/17_sleep.ipynb #5c684516
 @patch
 def _sleep(self:LoadedModel, level)->int: # Bytes given back
     "Go to sleep, or deeper"
-    if self.asleep: given = self._deeper()
+    if self.asleep:
+        given = self._deeper()
     else:
         self._rest()
         source = self.source(level)
-        for s in self._stores: s.stop() # who writes weights to a file has them no more
+        for s in self._stores:
+            s.stop() # who writes weights to a file has them no more
         given = self._discard() if source is None else self._lie_down(source)
     self.asleep = level
     self.device.tidy()
@@ -131,7 +148,8 @@ def _sleep(self:LoadedModel, level)->int: # Bytes given back
 def _deeper(self:LoadedModel)->int: # Bytes given back
     "Keep no weights in memory any more; what comes from a file does so at both levels"
     kept = [r.kept for r in self.arena.regions.values()]
-    if any(isinstance(k, PackedWeights) for k in kept): return 0
+    if any(isinstance(k, PackedWeights) for k in kept):
+        return 0
     return self._discard()
 
 @patch
@@ -141,7 +159,8 @@ def _lie_down(self:LoadedModel, source)->int: # Bytes given back
     there = [(k, r) for k,r in self.arena.regions.items() if k in ('tables','drafts')]
     small = {k: HostCopy(r, sums) for k,r in there}
     given = self.arena.sleep(weights=source, **small)
-    for c in self._caches(): self.device.forget(c.arrays())
+    for c in self._caches():
+        self.device.forget(c.arrays())
     self.engine = Asleep(self.name, self.engine.stats(), self.engine)
     return given or max(before-resident(), 0)
 
@@ -160,26 +179,32 @@ def wake(self:LoadedModel)->dict: # `bytes` taken and `seconds`
     """Be as before `sleep`, without prefixes. An error leaves it asleep: an `OutOfMemoryError`
     without room"""
     with self._lock:
-        if self.engine is None: self._open()
+        if self.engine is None:
+            self._open()
         start = perf_counter()
-        if self.asleep: self._wake()
+        if self.asleep:
+            self._wake()
         return dict(bytes=self.arena.mapped, seconds=perf_counter()-start)
 
 @patch
 def _wake(self:LoadedModel):
-    if self.engine.engine is None: self._anew()
+    if self.engine.engine is None:
+        self._anew()
     elif self._filled():
-        for c in self._caches(): c.renew(self.device)
+        for c in self._caches():
+            c.renew(self.device)
         self.engine = self.engine.engine
         self.recalled()
         self.arena.unkeep('weights')
-        if not all(s.usable() for s in self._stores): self._keep()
+        if not all(s.usable() for s in self._stores):
+            self._keep()
     self.asleep = 0
 
 @patch
 def _filled(self:LoadedModel)->bool:
     "Have all regions wake; where a packed file is not what it was, all is loaded anew: False"
-    try: self.arena.wake()
+    try:
+        self.arena.wake()
     except CheckpointError:
         self._discard()
         self._anew()
@@ -190,7 +215,8 @@ def _filled(self:LoadedModel)->bool:
 def _anew(self:LoadedModel):
     "Load it as at the start"
     said = self.engine.stats()
-    try: self._begin()
+    try:
+        self._begin()
     except BaseException:
         self._give_back()
         self.engine = Asleep(self.name, said)

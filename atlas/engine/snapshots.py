@@ -22,9 +22,11 @@ def snapshot_points(
 )->list[int]: # Multiples of TILE, ascending
     "Where a prompt's states are worth keeping"
     ends = [*(b for b in boundaries if 0<b<=length), last]
-    if not boundaries: ends.append(last-2*TILE)
+    if not boundaries:
+        ends.append(last-2*TILE)
     step = interval-interval%TILE
-    if step: ends += range(step, last, step)
+    if step:
+        ends += range(step, last, step)
     found = {e-e%TILE for e in ends if e<last+TILE}
     return sorted(p for p in found if 0<p<=last)
 
@@ -61,7 +63,8 @@ class SnapshotTree(PrefixTree):
 @patch
 def enter(self:SnapshotTree, trail:Trail, nodes:list[Node])->list[int]:
     blocks = super(SnapshotTree, self).enter(trail, nodes)
-    if not nodes: return blocks
+    if not nodes:
+        return blocks
     self.restore(trail, nodes[-1])
     return blocks
 
@@ -77,8 +80,10 @@ def restore(self:SnapshotTree, trail:Trail, node:Node):
 def _read(self:SnapshotTree, trail, slot):
     "The next rows of `trail` read `slot`; None: what its sequence has itself"
     old,trail.restored = trail.restored,slot
-    if slot is not None: self.states.share([slot])
-    if old is not None: self.states.give([old])
+    if slot is not None:
+        self.states.share([slot])
+    if old is not None:
+        self.states.give([old])
 
 # %% ../../nbs/5_engine/03_snapshots.ipynb #1f90783f
 @patch
@@ -87,7 +92,8 @@ def mark(self:SnapshotTree, trail:Trail, start:int, end:int):
     self.unmark(trail)
     at = [p for p in trail.points if start<p<=end]
     n = min(len(at), self.states.available)
-    if n: trail.marks = list(zip(at[-n:], self.states.take(n)))
+    if n:
+        trail.marks = list(zip(at[-n:], self.states.take(n)))
 
 @patch
 def unmark(self:SnapshotTree, trail:Trail):
@@ -101,7 +107,8 @@ def commit(self:SnapshotTree, trail:Trail, table, computed:int):
     marks,trail.marks = trail.marks,[]
     ends = [slot for at,slot in marks if at==computed]
     self._read(trail, ends[0] if ends else None)
-    for at,slot in marks: self._snap(trail.path[at//TILE-1], slot)
+    for at,slot in marks:
+        self._snap(trail.path[at//TILE-1], slot)
 
 @patch
 def _snap(self:SnapshotTree, node, slot):
@@ -133,15 +140,20 @@ def evict_snapshots(self:SnapshotTree, n:int):
     want,pinned = self.states.free+n,[]
     while self.states.free<want:
         node = self._oldest_read.pop(_read_at)
-        if node is None: break
-        if not self.states.alone(node.snapshot): pinned.append(node)
-        else: self.drop_snapshot(node)
-    for node in pinned: self._oldest_read.push(node.read, node)
+        if node is None:
+            break
+        if not self.states.alone(node.snapshot):
+            pinned.append(node)
+        else:
+            self.drop_snapshot(node)
+    for node in pinned:
+        self._oldest_read.push(node.read, node)
 
 @patch
 def drop_snapshot(self:SnapshotTree, node:Node):
     "Forget the states after `node`; a second tier may take them"
-    if self.tier: self.tier.put('state', node, [node.snapshot])
+    if self.tier:
+        self.tier.put('state', node, [node.snapshot])
     self.states.drop([node.snapshot])
     node.snapshot = None
     self.snapshots -= 1
@@ -149,15 +161,18 @@ def drop_snapshot(self:SnapshotTree, node:Node):
 
 @patch
 def remove(self:SnapshotTree, node:Node):
-    if node.snapshot is not None: self.drop_snapshot(node)
+    if node.snapshot is not None:
+        self.drop_snapshot(node)
     super(SnapshotTree, self).remove(node)
 
 # %% ../../nbs/5_engine/03_snapshots.ipynb #5877a330
 @patch
 def leaves(self:SnapshotTree, a:Trail, b:Trail)->bool:
-    if not super(SnapshotTree, self).leaves(a, b): return False
+    if not super(SnapshotTree, self).leaves(a, b):
+        return False
     same,pairs = 0,zip(a.keys, b.keys)
     for x,y in pairs:
-        if x!=y: break
+        if x!=y:
+            break
         same += TILE
     return any(a.tokens<p<=same for p in a.points)

@@ -36,8 +36,10 @@ def neighbours(
     runs = []
     for i in numbers:
         first,n = runs[-1] if runs else (i,0)
-        if i==first+n: runs[-1:] = [(first, n+1)]
-        else: runs.append((i, 1))
+        if i==first+n:
+            runs[-1:] = [(first, n+1)]
+        else:
+            runs.append((i, 1))
     return runs
 
 def _arrays(caches):
@@ -98,7 +100,8 @@ def code_digest()->bytes: # 16 bytes
     h = hashlib.blake2b(digest_size=16)
     for root,names in ((Path(atlas.__file__).parent,'*.py'),(kernel_dir(),'*')):
         for p in sorted(root.rglob(names)):
-            if not p.is_file(): continue
+            if not p.is_file():
+                continue
             h.update(f'{p.relative_to(root)} {p.stat().st_size} '.encode())
             h.update(p.read_bytes())
     return h.digest()
@@ -199,7 +202,8 @@ class SpillFile:
             self.read(page, 0)
             return bool(flag)
         except OSError as e:
-            if not flag or e.errno not in (errno.EINVAL,errno.EOPNOTSUPP): raise
+            if not flag or e.errno not in (errno.EINVAL,errno.EOPNOTSUPP):
+                raise
             fcntl.fcntl(fd, fcntl.F_SETFL, was)
             return False
 
@@ -210,7 +214,8 @@ def write(self:SpillFile, data, at:int):
     rest = memoryview(data)
     while len(rest):
         n = os.pwrite(self.file.fileno(), rest, at)
-        if not n or n%PAGE: raise OSError(errno.ENOSPC, 'A write ended early')
+        if not n or n%PAGE:
+            raise OSError(errno.ENOSPC, 'A write ended early')
         rest,at = rest[n:],at+n
 
 @patch
@@ -220,7 +225,8 @@ def read(self:SpillFile, data, at:int)->int:
     while len(rest):
         n = os.preadv(self.file.fileno(), [rest], at)
         rest,at = rest[n:],at+n
-        if not n or n%PAGE: break
+        if not n or n%PAGE:
+            break
     return len(data)-len(rest)
 
 # %% ../../nbs/5_engine/04_spill.ipynb #df5970dc
@@ -232,9 +238,12 @@ def _own(folder, name):
         path = folder/f'{name}-{i}.spill'
         fd = os.open(path, os.O_RDWR|os.O_CREAT|os.O_CLOEXEC, 0o600)
         file = os.fdopen(fd, 'r+b', buffering=0)
-        try: fcntl.flock(file, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        except BlockingIOError: file.close()
-        else: return file,path
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+        else:
+            return file,path
     raise OSError(errno.EBUSY, 'All its files are locked')
 
 # %% ../../nbs/5_engine/04_spill.ipynb #df5970dd
@@ -244,11 +253,15 @@ def _sweep(folder):
     "Delete what other versions of Atlas have kept and nobody has locked"
     for p in folder.glob('*.spill'):
         made_by = re.fullmatch(r'([0-9a-f]{8})-[0-9a-f]{24}-\d+', p.stem)
-        if not made_by or made_by[1]==_kept_name(NOBODY)[:8]: continue
+        if not made_by or made_by[1]==_kept_name(NOBODY)[:8]:
+            continue
         with p.open('r+b') as f:
-            try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
-            except BlockingIOError: continue
-            for old in (p.with_suffix('.index'),p): old.unlink(missing_ok=True)
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            for old in (p.with_suffix('.index'),p):
+                old.unlink(missing_ok=True)
         _log.info('%s, which another version of Atlas has kept, is deleted', p.name)
 
 # %% ../../nbs/5_engine/04_spill.ipynb #df5970de
@@ -348,7 +361,8 @@ def buffers_for(
 def _spilled_bytes(sizes, gb):
     "`gb` in bytes, with room for a record at least"
     nbytes,unit = int(gb*1e9),unit_of(sizes)
-    if nbytes>=unit: return nbytes
+    if nbytes>=unit:
+        return nbytes
     said = f'{gb:g} GB have no room for {human(unit, 1000)}'
     hint = f'That is one record: the keys and values of {TILE} tokens'
     raise RequestError(said, hint=hint, param='kv_spill_gb')
@@ -362,7 +376,8 @@ def spill_needs(
     nbytes = _spilled_bytes(sizes, gb)
     buffers = buffers_for(sizes, nbytes//unit_of(sizes)).values()
     both = 2*sum(n*size for n,size in buffers)
-    if folder is None: return both+PAGE+nbytes
+    if folder is None:
+        return both+PAGE+nbytes
     spill_file(folder, NOBODY).close()
     return both
 
@@ -382,7 +397,8 @@ def _begin(self:SpillStore, stream, held, readers, writers):
     self._stop,self._writes,self._writing = False,deque(),0
     self._reads = OrderedDict() # `_Reading`s by name, the first to read first
     self._threads = [self._thread(self._writer) for _ in range(writers)]
-    for _ in range(readers): self._threads.append(self._thread(self._reader))
+    for _ in range(readers):
+        self._threads.append(self._thread(self._reader))
 
 @patch
 def _thread(self:SpillStore, f):
@@ -408,11 +424,14 @@ def put(self:SpillStore,
 )->bool: # Is it kept?
     "Keep a record"
     with self._turn:
-        if self.touch(kind, ident): return True
+        if self.touch(kind, ident):
+            return True
         r = Record(kind, ident, self.sizes[kind], [], parent, depth, key)
         buffer = self._take(r, wait)
-    if buffer is None: return False
-    try: mark = fill(buffer[HEAD:HEAD+r.nbytes])
+    if buffer is None:
+        return False
+    try:
+        mark = fill(buffer[HEAD:HEAD+r.nbytes])
     except BaseException:
         self._wrote(r, buffer)
         self.forget(*r.name)
@@ -426,7 +445,8 @@ def put(self:SpillStore,
 def touch(self:SpillStore, kind:str, ident:bytes)->bool:
     "A record has been of use, if it is there: it will be dropped after the others"
     with self._turn:
-        if not self.has(kind, ident): return False
+        if not self.has(kind, ident):
+            return False
         self.records.move_to_end((kind,ident))
         return True
 
@@ -436,8 +456,10 @@ def _take(self:SpillStore, r, wait):
     "A buffer for record `r`, which has its units then; None if there is none, and it is counted"
     idle = self._idle.get((r.kind,'write'))
     def fits(): return not self.off and idle and self._make_room(r, wait)
-    while not (there := fits()) and wait and self._writing: self._turn.wait()
-    if self.off or self.closed: return None
+    while not (there := fits()) and wait and self._writing:
+        self._turn.wait()
+    if self.off or self.closed:
+        return None
     if not there:
         self.dropped += 1
         return None
@@ -451,13 +473,18 @@ def _make_room(self:SpillStore, r, wait)->bool:
     "Drop records until `r` has room; is there some? Who can `wait` does so for the oldest"
     need,oldest = self.units_of(r.kind)-self.units.left,[]
     for o in self.records.values():
-        if need<=0: break
-        if wait and o.busy: return False
-        if o.busy or o.name in self._reads: continue
+        if need<=0:
+            break
+        if wait and o.busy:
+            return False
+        if o.busy or o.name in self._reads:
+            continue
         oldest.append(o)
         need -= len(o.units)
-    if need>0: return False
-    for o in oldest: self._drop(o)
+    if need>0:
+        return False
+    for o in oldest:
+        self._drop(o)
     self.evicted += len(oldest)
     return True
 
@@ -467,8 +494,10 @@ def _drop(self:SpillStore, r):
     "Nobody finds record `r` any more; its units are free when no thread is at work on it"
     del self.records[r.name]
     r.gone = True
-    if (x := self._reads.get(r.name)) and x.state=='waits': x.state = 'failed'
-    if not r.busy: self.units.give(r.units)
+    if (x := self._reads.get(r.name)) and x.state=='waits':
+        x.state = 'failed'
+    if not r.busy:
+        self.units.give(r.units)
 
 # %% ../../nbs/5_engine/04_spill.ipynb #d91318f3
 @patch
@@ -482,16 +511,19 @@ def _writer(self:SpillStore):
 def _next_write(self:SpillStore):
     "A record, its buffer, and a mark for when the copy into it is done; None at the end"
     with self._turn:
-        while not self._writes and not self._stop: self._turn.wait()
+        while not self._writes and not self._stop:
+            self._turn.wait()
         return self._writes.popleft() if self._writes else None
 
 @patch
 def _write(self:SpillStore, r, buffer, mark):
     "Write record `r`; an error of the card or of the disk comes out"
     mark.wait('a copy out of the cache')
-    if r.gone: return
+    if r.gone:
+        return
     seal(buffer, r, self.fingerprint)
-    for part,at in self._parts(r, buffer): self.place.write(part, at)
+    for part,at in self._parts(r, buffer):
+        self.place.write(part, at)
     with self._turn:
         r.written = True
         self.written += len(r.units)*self.unit
@@ -512,31 +544,37 @@ def _wrote(self:SpillStore, r, buffer, error=None):
         self._leave(r)
         self._writing -= 1
         self._idle[r.kind,'write'].append((buffer, Mark()))
-        if error: self._fail(error)
+        if error:
+            self._fail(error)
         self._turn.notify_all()
 
 def _tried(f, *args):
     "What went wrong with `f(*args)`, or None"
-    try: f(*args)
-    except Exception as e: return e
+    try:
+        f(*args)
+    except Exception as e:
+        return e
 
 @patch
 def _leave(self:SpillStore, r):
     "A thread is done with record `r`"
     r.busy -= 1
-    if r.gone and not r.busy: self.units.give(r.units)
+    if r.gone and not r.busy:
+        self.units.give(r.units)
 
 # %% ../../nbs/5_engine/04_spill.ipynb #2f5cb930
 @patch
 def settle(self:SpillStore):
     "Sleep until all that was put is written"
-    with self._turn: self._turn.wait_for(lambda: not self._writing)
+    with self._turn:
+        self._turn.wait_for(lambda: not self._writing)
 
 @patch
 def forget(self:SpillStore, kind:str, ident:bytes):
     "A record is not to be found any more, if it is there"
     with self._turn:
-        if r := self.records.get((kind,ident)): self._drop(r)
+        if r := self.records.get((kind,ident)):
+            self._drop(r)
         self._turn.notify_all()
 
 # %% ../../nbs/5_engine/04_spill.ipynb #2c884092
@@ -551,8 +589,10 @@ class _Reading:
 def want(self:SpillStore, kind:str, ident:bytes)->bool: # Is there such a record?
     "Have a record read"
     with self._turn:
-        if (kind,ident) in self._reads: return True
-        if self.closed or not self.touch(kind, ident): return False
+        if (kind,ident) in self._reads:
+            return True
+        if self.closed or not self.touch(kind, ident):
+            return False
         self._reads[kind,ident] = _Reading(self.records[kind,ident])
         self._turn.notify_all()
         return True
@@ -564,11 +604,16 @@ def ready(self:SpillStore, kind:str, ident:bytes,
     "A record that was wanted; its bytes are good until it is released"
     with self._turn:
         x = self._reads.get((kind,ident))
-        if x: self._asked(x)
-        while wait and x and x.state in ('waits','reads'): self._turn.wait()
-        if x is None: return False
-        if x.state=='there': return x.buffer[HEAD:HEAD+x.record.nbytes]
-        if x.state!='failed': return None
+        if x:
+            self._asked(x)
+        while wait and x and x.state in ('waits','reads'):
+            self._turn.wait()
+        if x is None:
+            return False
+        if x.state=='there':
+            return x.buffer[HEAD:HEAD+x.record.nbytes]
+        if x.state!='failed':
+            return None
         del self._reads[kind,ident]
         return False
 
@@ -577,11 +622,14 @@ def ready(self:SpillStore, kind:str, ident:bytes,
 def _asked(self:SpillStore, x):
     "Who comes for `x` needs it now: it is next, if need be in a buffer that nobody came for"
     x.asked,idle = True,self._idle[x.record.kind,'read']
-    if x.state!='waits': return
+    if x.state!='waits':
+        return
     self._reads.move_to_end(x.record.name, last=False)
-    if idle or not x.record.written: return
+    if idle or not x.record.written:
+        return
     for y in reversed(self._reads.values()):
-        if y.asked or y.state!='there' or y.record.kind!=x.record.kind: continue
+        if y.asked or y.state!='there' or y.record.kind!=x.record.kind:
+            continue
         y.state = 'failed' if y.record.gone else 'waits'
         idle.append((y.buffer, Mark()))
         return self._turn.notify_all()
@@ -594,7 +642,8 @@ def release(self:SpillStore, kind:str, ident:bytes,
     "A record is not wanted any more"
     with self._turn:
         x = self._reads.pop((kind,ident), None)
-        if x and x.state=='there': self._idle[kind,'read'].append((x.buffer, mark))
+        if x and x.state=='there':
+            self._idle[kind,'read'].append((x.buffer, mark))
         self._turn.notify_all()
 
 @patch
@@ -607,7 +656,8 @@ def wait(self:SpillStore,
         x = self._reads.get((kind,ident))
         return x is None or x.state in ('there','failed') and not self.full(kind)
     def some(): return any(known(*name) for name in names)
-    with self._turn: return self._turn.wait_for(some, seconds)
+    with self._turn:
+        return self._turn.wait_for(some, seconds)
 
 @patch
 def full(self:SpillStore, kind:str)->bool:
@@ -629,21 +679,25 @@ def _next_read(self:SpillStore):
         while not self._stop:
             for x in self._reads.values():
                 idle = self._idle[x.record.kind,'read']
-                if x.state!='waits' or not x.record.written or not idle: continue
+                if x.state!='waits' or not x.record.written or not idle:
+                    continue
                 x.state,x.record.busy = 'reads',x.record.busy+1
                 x.buffer,x.mark = idle.popleft()
                 return x
             self._turn.wait()
 
-class _Damaged(Exception): "Bytes that are not the record that was written"
+class _Damaged(Exception):
+    "Bytes that are not the record that was written"
 
 @patch
 def _read(self:SpillStore, x):
     "Read a record and look at its header"
     x.mark.wait('a copy into the cache')
     for part,at in self._parts(x.record, x.buffer):
-        if self.place.read(part, at)<len(part): raise _Damaged('it is cut short')
-    if not is_sealed(x.buffer, x.record, self.fingerprint): raise _Damaged('its checksum is wrong')
+        if self.place.read(part, at)<len(part):
+            raise _Damaged('it is cut short')
+    if not is_sealed(x.buffer, x.record, self.fingerprint):
+        raise _Damaged('its checksum is wrong')
 
 # %% ../../nbs/5_engine/04_spill.ipynb #ee92d71b
 @patch
@@ -656,9 +710,12 @@ def _has_read(self:SpillStore, x, error):
         wanted = self._reads.get(r.name) is x
         if error or not wanted:
             self._idle[r.kind,'read'].append((x.buffer, Mark()))
-        if isinstance(error, _Damaged): self._damaged(r, error)
-        elif error: self._fail(error)
-        else: self.read += len(r.units)*self.unit
+        if isinstance(error, _Damaged):
+            self._damaged(r, error)
+        elif error:
+            self._fail(error)
+        else:
+            self.read += len(r.units)*self.unit
         self._turn.notify_all()
 
 # %% ../../nbs/5_engine/04_spill.ipynb #6c2e5818
@@ -667,21 +724,26 @@ def _damaged(self:SpillStore, r, error):
     "Drop a record that is not what was written"
     self.errors += 1
     said = 'A record of the second tier is damaged, and dropped: %s'
-    if self.errors==1: _log.warning(said, error)
-    if not r.gone: self._drop(r)
+    if self.errors==1:
+        _log.warning(said, error)
+    if not r.gone:
+        self._drop(r)
 
 @patch
 def switch_off(self:SpillStore, error:Exception):
     "Something beside it has failed: nothing is kept"
-    with self._turn: self._fail(error)
+    with self._turn:
+        self._fail(error)
 
 @patch
 def _fail(self:SpillStore, error):
     "Switch everything off"
     self.errors += 1
-    if self.off: return
+    if self.off:
+        return
     self.off = str(error) or type(error).__name__
-    for r in list(self.records.values()): self._drop(r)
+    for r in list(self.records.values()):
+        self._drop(r)
     self._clear()
     _log.warning('The second tier of the prefix cache is switched off: %s', self.off)
 
@@ -729,7 +791,8 @@ def _unpacked(body, at):
     key = at+_ROW.size
     units = key+k
     end = units+4*n
-    if end>len(body): raise ValueError('its index is cut short')
+    if end>len(body):
+        raise ValueError('its index is cut short')
     where = np.frombuffer(body, '<u4', n, units).tolist()
     kind,ident = who[0].rstrip(b'\0').decode('ascii'),who[1]
     return Record(kind, ident, who[4], where, *who[2:4], body[key:units], True),end
@@ -742,7 +805,8 @@ def unpack_index(
 )->list[Record]: # The least recently used first
     "Records of an index; a `ValueError` says why there are none"
     body = data[:-_DIGEST]
-    if _digest(body)!=data[-_DIGEST:]: raise ValueError('its index is damaged')
+    if _digest(body)!=data[-_DIGEST:]:
+        raise ValueError('its index is damaged')
     try:
         *top,count = _TOP.unpack_from(body)
         if top!=[b'AtlasKVi', VERSION, fingerprint, unit]:
@@ -751,8 +815,10 @@ def unpack_index(
         for _ in range(count):
             r,at = _unpacked(body, at)
             records.append(r)
-    except struct.error as e: raise ValueError(f'its index is damaged: {e}') from e
-    if at!=len(body): raise ValueError('its index has more than it says')
+    except struct.error as e:
+        raise ValueError(f'its index is damaged: {e}') from e
+    if at!=len(body):
+        raise ValueError('its index has more than it says')
     return records
 
 # %% ../../nbs/5_engine/04_spill.ipynb #119609d9
@@ -771,15 +837,19 @@ def save_index(self:SpillFile, data:bytes):
             f.flush()
             os.fsync(f.fileno())
             os.replace(f.name, self.index)
-        finally: Path(f.name).unlink(missing_ok=True)
+        finally:
+            Path(f.name).unlink(missing_ok=True)
     folder = os.open(self.path.parent, os.O_RDONLY)
-    try: os.fsync(folder)
-    finally: os.close(folder)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 @patch
 def take_index(self:SpillFile)->bytes:
     "What is in the index, which is gone then; nothing if there is none"
-    if not self.index.exists(): return b''
+    if not self.index.exists():
+        return b''
     data = self.index.read_bytes()
     self.index.unlink()
     return data
@@ -788,13 +858,15 @@ def take_index(self:SpillFile)->bytes:
 def cut(self:SpillFile, nbytes:int):
     "The file shall have no more than `nbytes`"
     fd = self.file.fileno()
-    if os.fstat(fd).st_size>nbytes: os.ftruncate(fd, nbytes)
+    if os.fstat(fd).st_size>nbytes:
+        os.ftruncate(fd, nbytes)
 
 # %% ../../nbs/5_engine/04_spill.ipynb #485f628b
 @patch
 def _adopt(self:SpillStore, records):
     "Take up the `records` of an index; a `ValueError` where they cannot be true"
-    if not self._possible(records): raise ValueError('its index contradicts itself')
+    if not self._possible(records):
+        raise ValueError('its index contradicts itself')
     inside = [r for r in records if max(r.units)<self.units.count]
     found = _reachable(inside)
     self.kept = [r for r in inside if r.name in found]
@@ -817,7 +889,8 @@ def _reachable(records):
     tiles = [r for r in records if r.kind=='tile']
     for r in sorted(tiles, key=lambda r: r.depth):
         before = -1 if r.depth==0 else depths.get(r.parent)
-        if before==r.depth-1: depths[r.ident] = r.depth
+        if before==r.depth-1:
+            depths[r.ident] = r.depth
     return {(k,i) for k in KINDS for i in depths}
 
 # %% ../../nbs/5_engine/04_spill.ipynb #b4beb5e5
@@ -831,16 +904,19 @@ def take_up(self:SpillStore):
     except (OSError,ValueError) as e:
         _log.warning('%s of the prefix cache is thrown away: %s', name, e)
     used = PAGE+self.units.end*self.unit if self.kept else 0
-    if error := _tried(self.place.cut, used): self._fail(error)
+    if error := _tried(self.place.cut, used):
+        self._fail(error)
 
 @patch
 def _keep(self:SpillStore):
     "List what there is, where the file stays"
-    if not self.place.path: return
+    if not self.place.path:
+        return
     records = [r for r in self.records.values() if r.written]
     index = pack_index(records, self.fingerprint, self.unit)
     error = _tried(self.place.cut, 0) if self.off else _tried(self.place.save_index, index)
-    if not error: return
+    if not error:
+        return
     self.errors += 1
     _log.warning('The second tier of the prefix cache cannot be kept: %s', error)
 
@@ -849,20 +925,26 @@ def _keep(self:SpillStore):
 def close(self:SpillStore):
     "End its threads and give back its place and its buffers; the file stays if it has a name"
     with self._turn:
-        if self.closed: return
+        if self.closed:
+            return
         self.closed = True
-        if self.place.path: self.settle()
+        if self.place.path:
+            self.settle()
         self._stop = True
         self._clear()
         for x in self._reads.values():
-            if x.state=='waits': x.state = 'failed'
+            if x.state=='waits':
+                x.state = 'failed'
         self._turn.notify_all()
-    for t in self._threads: t.join()
+    for t in self._threads:
+        t.join()
     self._keep()
     for buffers in self._idle.values():
-        for _,mark in buffers: _tried(mark.wait)  # a copy may be under way
+        for _,mark in buffers:
+            _tried(mark.wait)  # a copy may be under way
     self.place.close()
-    for known in (self.records,self._idle,self._reads): known.clear()
+    for known in (self.records,self._idle,self._reads):
+        known.clear()
 
 # %% ../../nbs/5_engine/04_spill.ipynb #bf277f00
 def open_spill(
@@ -875,14 +957,16 @@ def open_spill(
     printed,nbytes = records.fingerprint(),_spilled_bytes(records.sizes, gb)
     place = _memory(nbytes) if folder is None else spill_file(folder, printed, keep)
     store = SpillStore(place, records.stream, records.sizes, nbytes, printed)
-    if place.path: store.take_up()
+    if place.path:
+        store.take_up()
     if store.units_of('state')>store.units.count:
         _log.warning('%g GB have no room for a state of %s: states are not spilled',
             gb, human(records.sizes['state'], 1000))
     return store
 
 def _memory(nbytes):
-    try: return HostMemory(PAGE+nbytes)
+    try:
+        return HostMemory(PAGE+nbytes)
     except (OSError,ValueError,OverflowError) as e:
         raise RequestError(f'{human(nbytes, 1000)} of memory: {e}', param='kv_spill_gb') from e
 
@@ -896,7 +980,8 @@ class Fetch:
     @property
     def next(self)->tuple:
         "Kind and ident of the record without which it cannot go on"
-        if self.done<len(self.tiles): return 'tile',self.tiles[self.done]
+        if self.done<len(self.tiles):
+            return 'tile',self.tiles[self.done]
         return 'state',self.tiles[-1]
 
 class SpillTier:
@@ -917,7 +1002,8 @@ class SpillTier:
 
     def forget(self, node:Node):
         "What is kept of `node` is no good"
-        for kind in KINDS: self.store.forget(kind, node.ident)
+        for kind in KINDS:
+            self.store.forget(kind, node.ident)
     def __repr__(self): return f'SpillTier({self.store!r})'
 
 # %% ../../nbs/5_engine/04_spill.ipynb #ae2fb0f9
@@ -929,14 +1015,20 @@ def begin(self:SpillTier,
     "Have the store read what `trail` could go on along"
     tiles,at = [],0
     for node,ident in self._way(trail, most):
-        if node is None and not self.store.has('tile', ident): break
+        if node is None and not self.store.has('tile', ident):
+            break
         tiles.append(ident)
-        if self._goes_on(node, ident): at = len(tiles)
+        if self._goes_on(node, ident):
+            at = len(tiles)
     f = Fetch(tiles[:at])
-    if not at: return None
-    if self.states and self.store.has('state', f.tiles[-1]): f.state = f.tiles[-1]
-    if f.state and not self.states.available: return None
-    for name in self._names(f): self.store.want(*name)
+    if not at:
+        return None
+    if self.states and self.store.has('state', f.tiles[-1]):
+        f.state = f.tiles[-1]
+    if f.state and not self.states.available:
+        return None
+    for name in self._names(f):
+        self.store.want(*name)
     return f
 
 @patch
@@ -952,15 +1044,18 @@ def _way(self:SpillTier, trail, most):
 @patch
 def _goes_on(self:SpillTier, node, ident)->bool:
     "Can a prompt go on after this tile?"
-    if not self.states or node and node.snapshot is not None: return True
+    if not self.states or node and node.snapshot is not None:
+        return True
     return self.store.has('state', ident)
 
 @patch
 def _names(self:SpillTier, f):
     "Records that `f` wants, the states first: without them the others are of no use"
-    if f.state: yield 'state',f.state
+    if f.state:
+        yield 'state',f.state
     for ident in f.tiles[f.done:]:
-        if self.store.has('tile', ident): yield 'tile',ident
+        if self.store.has('tile', ident):
+            yield 'tile',ident
 
 # %% ../../nbs/5_engine/04_spill.ipynb #c2790f56
 @patch
@@ -971,11 +1066,14 @@ def go_on(self:SpillTier,
 )->bool|None: # Is all of it there? None: not yet; False: it will never be
     "Take in what has been read of `f`"
     while f.done<len(f.tiles):
-        if not (got := self._tile(f, trail, table)): return self._gave_up(f, got)
+        if not (got := self._tile(f, trail, table)):
+            return self._gave_up(f, got)
         f.done += 1
-    if not self.states: return True
+    if not self.states:
+        return True
     node = trail.path[-1]
-    if node.snapshot is None and not (got := self._state(f, node)): return self._gave_up(f, got)
+    if node.snapshot is None and not (got := self._state(f, node)):
+        return self._gave_up(f, got)
     self.cancel(f)
     self.tree.restore(trail, node)
     return True
@@ -985,11 +1083,14 @@ def _tile(self:SpillTier, f, trail, table)->bool|None:
     "Take in the next tile, out of the tree or of the store; as `go_on`"
     k,ident = len(trail.path),f.tiles[f.done]
     node = self.tree._end(trail)
-    if node and trail.keys[k] in node.children: self.store.release('tile', ident)
+    if node and trail.keys[k] in node.children:
+        self.store.release('tile', ident)
     else:
         data = self._wanted('tile', ident)
-        if data is None or data is False: return data
-        if table.missing((k+1)*TILE)>self.tree.pool.free and self.store.full('tile'): return None
+        if data is None or data is False:
+            return data
+        if table.missing((k+1)*TILE)>self.tree.pool.free and self.store.full('tile'):
+            return None
         table.ensure((k+1)*TILE)
         part = slice(k*self.tree.per, (k+1)*self.tree.per)
         mark = self.records.write('tile', table.blocks[part], data)
@@ -1002,9 +1103,12 @@ def _tile(self:SpillTier, f, trail, table)->bool|None:
 def _state(self:SpillTier, f, node)->bool|None:
     "Take in the states after `node`; as `go_on`"
     data = self._wanted('state', f.tiles[-1])
-    if data is None: return None
-    if data is False or not self.states.available: return False
-    if not self.states.free and self.store.full('state'): return None
+    if data is None:
+        return None
+    if data is False or not self.states.available:
+        return False
+    if not self.states.free and self.store.full('state'):
+        return None
     slot, = self.states.take(1)
     mark = self.records.write('state', [slot], data)
     self.store.release('state', f.tiles[-1], mark)
@@ -1025,27 +1129,31 @@ def _wanted(self:SpillTier, kind, ident):
 @patch
 def _gave_up(self:SpillTier, f, got):
     "`got`; if it says that something cannot be had, nothing else is wanted either"
-    if got is False: self.cancel(f)
+    if got is False:
+        self.cancel(f)
     return got
 
 @patch
 def cancel(self:SpillTier, f:Fetch):
     "Nothing more of `f` is wanted"
     self.store.release('state', f.tiles[-1])
-    for ident in f.tiles[f.done:]: self.store.release('tile', ident)
+    for ident in f.tiles[f.done:]:
+        self.store.release('tile', ident)
 
 # %% ../../nbs/5_engine/04_spill.ipynb #1f3b01f3
 @patch
 def close(self:SpillTier, keep:bool=False):
     "Give the store up; to `keep` what is in the tree, put it there first, what may go soonest first"
     self.tree.tier = None
-    if keep and (error := _tried(self._put_all)): self.store.switch_off(error)
+    if keep and (error := _tried(self._put_all)):
+        self.store.switch_off(error)
     self.store.close()
 
 @patch
 def save(self:SpillTier):
     "Put what is in the tree into the store, and sleep until all is there"
-    if error := _tried(self._put_all): self.store.switch_off(error)
+    if error := _tried(self._put_all):
+        self.store.switch_off(error)
     self.store.settle()
 
 @patch
@@ -1053,4 +1161,5 @@ def _put_all(self:SpillTier):
     nodes = self.tree.all()
     for n in sorted(nodes, key=lambda n: (n.used, -n.depth)):  # beginnings last
         self.put('tile', n, n.blocks, True)
-        if n.snapshot is not None: self.put('state', n, [n.snapshot], True)
+        if n.snapshot is not None:
+            self.put('state', n, [n.snapshot], True)

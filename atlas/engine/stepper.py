@@ -134,7 +134,8 @@ class Stand:
     def after(self, said:list[int], drafts:list[int])->'Stand':
         "The same when a step has `said` so many tokens, and guessed `drafts` after them"
         air,before = [*self.air,said],replace(self, before=None)
-        if not said: return Stand(self.start, self.newest, self.states, [], air, before)
+        if not said:
+            return Stand(self.start, self.newest, self.states, [], air, before)
         states,n = list(self.states),len(said)
         states[0],states[n] = states[n],states[0]
         states[1] = other_tail(states[0])
@@ -176,11 +177,14 @@ class HostStepper(Stepper):
         turns = self._turns(plan, samplers[n:])
         passes = self._passes(plan, turns)
         params = [state.row() for state in samplers[:n]]
-        for t in turns: params += t.params
+        for t in turns:
+            params += t.params
         said = sample(self._logits(passes), params)
         flight = Flight(plan, _by_seq(said, n, turns))
-        if self.drafter: flight.drafts = self._drafts(plan, turns, passes, flight.sampled)
-        if self.overlap: self._keep(turns, flight)
+        if self.drafter:
+            flight.drafts = self._drafts(plan, turns, passes, flight.sampled)
+        if self.overlap:
+            self._keep(turns, flight)
         return flight
 
     def _keep(self, turns, flight):
@@ -198,7 +202,8 @@ def land(self:HostStepper, flight:Flight)->Sampled:
     for s in flight.plan.decode if self.overlap else ():
         stand = self._air[s]
         stand.air.pop(0)
-        if not stand.air: del self._air[s]
+        if not stand.air:
+            del self._air[s]
     return flight.sampled
 
 @patch
@@ -206,16 +211,21 @@ def lost(self:HostStepper, plan):
     "What a launch that was cut off has put into the air is not there"
     for s in plan.decode:
         stand = self._air.get(s)
-        if stand is None or len(stand.air)<=s.flying: continue
-        if s.flying: self._air[s] = stand.before
-        else: del self._air[s]
+        if stand is None or len(stand.air)<=s.flying:
+            continue
+        if s.flying:
+            self._air[s] = stand.before
+        else:
+            del self._air[s]
 
 # %% ../../nbs/5_engine/10_stepper.ipynb #a24ac9c1
 def fork(state:SampleState)->SampleState:
     "A copy that can be told of tokens which may not come"
     new = copy(state)
-    if state.counts is not None: new.counts = state.counts.copy()
-    if state.guide is not None: new.guide = state.guide.fork()
+    if state.counts is not None:
+        new.counts = state.counts.copy()
+    if state.guide is not None:
+        new.guide = state.guide.fork()
     return new
 
 def lets(state, token)->bool:
@@ -226,7 +236,8 @@ def lets(state, token)->bool:
 def _told(state, tokens):
     "A copy of `state` that was told of `tokens`"
     state = fork(state)
-    for t in tokens: state.add(t)
+    for t in tokens:
+        state.add(t)
     return state
 
 @patch
@@ -239,13 +250,16 @@ def _turns(self:HostStepper, plan, samplers)->list[Turn]:
 def _turn(self:HostStepper, seq, state, width)->Turn:
     "The rows of `seq` in a step of at most `width` for each sequence"
     at = self._air.get(seq) or Stand.of(seq)
-    for tokens in at.air: state = _told(state, tokens)
+    for tokens in at.air:
+        state = _told(state, tokens)
     most = min(width-1, seq.most_drafts, seq.depth-1-at.start)
     turn = Turn(seq, at, [at.newest], [state.row()])
     for t in at.drafts[:max(most, 0)]:
-        if not lets(state, t): break
+        if not lets(state, t):
+            break
         state = _told(state, [t])
-        if state.guide is not None and state.guide.ended: break
+        if state.guide is not None and state.guide.ended:
+            break
         turn.ids.append(t)
         turn.params.append(state.row())
     return turn
@@ -265,7 +279,8 @@ def _passes(self:HostStepper, plan, turns)->list[Pass]:
     rows = replays(plan)+[t.piece() for t in turns]
     out = []
     for pieces,tiled in ((tiles(plan), True),(rows, False)):
-        if not pieces: continue
+        if not pieces:
+            continue
         b = make_batch(pieces, tiled, size, model.device)
         out.append(Pass(b, model.trunk(b, self.cache), pieces))
     return out
@@ -293,7 +308,8 @@ def _by_seq(out:Sampled, first:int, turns)->Sampled:
 def _fed(turns, first, k):
     "Drafts that rows were fed, [S, k]; -1 for none, and for prompts, which come `first`"
     drafts = np.full((first+len(turns), k), -1, np.int32)
-    for row,t in zip(drafts[first:], turns): row[:len(t.ids)-1] = t.ids[1:]
+    for row,t in zip(drafts[first:], turns):
+        row[:len(t.ids)-1] = t.ids[1:]
     return drafts
 
 # %% ../../nbs/5_engine/10_stepper.ipynb #291657ee
@@ -313,7 +329,8 @@ def _guess(self:Stepper,
     "Show a pass to the drafter, and ask it for drafts"
     ids = spread(p.pieces, p.b.tiled, then)
     h = self.drafter.see(p.b, p.x, self.model.device.upload(ids))
-    if not (ends and k): return [[] for _ in ends]
+    if not (ends and k):
+        return [[] for _ in ends]
     where = Ends(ends, self.cache, self.model.device)
     drafts = where.lists(self.drafter.propose(h, last, where, k))
     self.drafter.invalid += where.invalid
@@ -337,8 +354,10 @@ def _drafts(self:HostStepper, plan, turns, passes, sampled)->list[list[int]]:
     "Drafts for each of `plan.sampled`"
     said,k,out = _counted(sampled),len(plan.first),[]
     for p in passes:
-        if p.b.tiled: out += self._after_prompts(p, plan, said)
-        else: out += self._after_rows(p, plan, turns, sampled.ids[k:], said[k:])
+        if p.b.tiled:
+            out += self._after_prompts(p, plan, said)
+        else:
+            out += self._after_rows(p, plan, turns, sampled.ids[k:], said[k:])
     return out
 
 @patch

@@ -63,7 +63,9 @@ def f32_to_e2m1(x:np.ndarray)->np.ndarray: # uint8 codes 0..15
 
 def f32_to_e4m3(x:np.ndarray)->np.ndarray: # uint8 codes
     "Nearest E4M3 code, ties to even, saturating at ±448; NaN stays NaN"
-    c = np.searchsorted(_E4M3_EDGES, np.abs(x)) + 128*np.signbit(x)
+    c = (
+        np.searchsorted(_E4M3_EDGES, np.abs(x))
+        + 128*np.signbit(x))
     return np.where(np.isnan(x), 0x7F, c).astype(np.uint8)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #405490bc
@@ -74,7 +76,9 @@ def bf16_to_f32(u:np.ndarray)->np.ndarray:
 def f32_to_bf16(x:np.ndarray)->np.ndarray:
     "uint16 BF16 codes of float32 values, rounded to nearest even"
     u = np.asarray(x, np.float32).view(np.uint32)
-    r = (u + (np.uint32(0x7FFF) + (u>>16 & 1)))>>16
+    r = (
+        (u + (np.uint32(0x7FFF) + (u>>16 & 1)))
+        >>16)
     return np.where(
         np.isnan(x), u>>16 | 0x40, r).astype(np.uint16)
 
@@ -116,8 +120,9 @@ _plain('F8_E4M3', 'uint8', E4M3.take, f32_to_e4m3)
 def error(self:Format, w:np.ndarray)->float:
     "Relative root-mean-square error of storing `w`"
     return float(
-        np.linalg.norm(self.decode(self.encode(w), w.shape)-w)
-        /np.linalg.norm(w))
+        np.linalg.norm(
+            self.decode(self.encode(w), w.shape)-w)
+        / np.linalg.norm(w))
 
 # %% ../../nbs/1_ground/07_formats.ipynb #368978d9
 FP8_TILE = 128 # Side of the square of weights that share a scale in FP8_BLOCK
@@ -125,7 +130,8 @@ FP8_TILE = 128 # Side of the square of weights that share a scale in FP8_BLOCK
 def _tile_amax(a:np.ndarray)->np.ndarray:
     "Maximum of each 128×128 tile of the last two axes, the last ones possibly partial"
     edges = [(0,-n%FP8_TILE) for n in a.shape[-2:]]
-    a = np.pad(a, [(0,0)]*(a.ndim-2)+edges)
+    a = np.pad(
+        a, [(0,0)]*(a.ndim-2)+edges)
     *l,o,i = a.shape
     tiles = a.reshape(*l, o//FP8_TILE, FP8_TILE, i//FP8_TILE, FP8_TILE)
     return tiles.max((-3,-1))
@@ -148,7 +154,9 @@ def _fp8(name, bits, amax, scale_shape, spread):
         s = np.asarray(amax(np.abs(w))/np.float32(448))
         s = np.where(s>0, s, np.float32(1))
         return dict(data=f32_to_e4m3(w/spread(s,w.shape)), scale=s)
-    _add(name, bits, {'FP8_BLOCK':FP8_TILE}.get(name,1), layout, decode, encode)
+    _add(
+        name, bits, {'FP8_BLOCK':FP8_TILE}.get(name,1), layout, decode,
+        encode)
 
 def _tiled(s):
     "Shape of the scales of tiles"
@@ -195,7 +203,10 @@ def _nvfp4_layout(s):
     "Codes in pairs, a scale each 16, a factor"
     scales = _scales('NVFP4', 16)(s)
     codes = *s[:-1],s[-1]//2
-    return {'data':('uint8',codes), 'scale':('uint8',scales), 'global':('float32',())}
+    return {
+        'data':('uint8',codes),
+        'scale':('uint8',scales),
+        'global':('float32',())}
 
 def _nvfp4_decode(p, shape):
     "Code times scale times factor"
@@ -212,10 +223,16 @@ def _nvfp4_encode(w):
     if g==0:
         g = np.float32(1)
     s = amax/6/g
-    s = np.where(s==0, np.float32(1), s).clip(2**-9, 448)
+    s = np.where(
+        s==0,
+        np.float32(1),
+        s).clip(2**-9, 448)
     s = f32_to_e4m3(s)
     q = f32_to_e2m1(b/(E4M3[s]*g)[...,None])
-    return {'data':pack4(q.reshape(w.shape)), 'scale':s, 'global':np.asarray(g)}
+    return {
+        'data':pack4(q.reshape(w.shape)),
+        'scale':s,
+        'global':np.asarray(g)}
 
 _add('NVFP4', 4.5, 16, _nvfp4_layout, _nvfp4_decode, _nvfp4_encode)
 
@@ -223,7 +240,10 @@ _add('NVFP4', 4.5, 16, _nvfp4_layout, _nvfp4_decode, _nvfp4_encode)
 def _mxfp4_layout(s):
     "Codes in pairs, a scale each 32"
     scales = _scales('MXFP4', 32)(s)
-    return dict(data=('uint8',(*s[:-1],s[-1]//2)), scale=('uint8',scales))
+    return dict(
+        data=(
+            'uint8', (*s[:-1],s[-1]//2)),
+        scale=('uint8',scales))
 
 def _mxfp4_decode(p, shape):
     "Code times power of two"
@@ -235,9 +255,14 @@ def _mxfp4_encode(w):
     "With the smallest power of two that cuts no weight off"
     b = w.reshape(_scales('MXFP4', 32)(w.shape)+(32,))
     m,e = np.frexp(np.abs(b).max(-1))
-    e = np.where(m>0, e-3+(m>.75), -127).clip(-127, 127)
+    e = np.where(
+        m>0,
+        e-3+(m>.75),
+        -127).clip(-127, 127)
     q = f32_to_e2m1(np.ldexp(b, -e[...,None]))
-    return dict(data=pack4(q.reshape(w.shape)), scale=(e+127).astype(np.uint8))
+    return dict(
+        data=pack4(q.reshape(w.shape)),
+        scale=(e+127).astype(np.uint8))
 
 _add('MXFP4', 4.25, 32, _mxfp4_layout, _mxfp4_decode, _mxfp4_encode)
 
@@ -271,7 +296,10 @@ def _int4_encode(w):
     s,z = _int4_scales(b)
     q = np.rint(b/s[...,None])+z[...,None]
     codes = q.clip(0, 15).astype(np.uint8)
-    return dict(data=pack4(codes.reshape(w.shape)), scale=s, zero=z.astype(np.uint8))
+    return dict(
+        data=pack4(codes.reshape(w.shape)),
+        scale=s,
+        zero=z.astype(np.uint8))
 
 _add('INT4', 5.25, 32, _int4_layout, _int4_decode, _int4_encode)
 
@@ -315,7 +343,9 @@ def _gguf(name, n, nbytes):
         layout(w.shape)
         return dict(data=getattr(quants, name).quantize(np.ascontiguousarray(w)))
     writes = None if name.endswith('_K') else encode
-    _add(name, nbytes*8/n, n, layout, _gguf_decode(name, n, nbytes), writes)
+    _add(
+        name, nbytes*8/n, n, layout, _gguf_decode(name, n, nbytes),
+        writes)
 
 for k,(n,nbytes) in GGUF_BLOCKS.items():
     _gguf(k, n, nbytes)
@@ -335,12 +365,19 @@ class QTensor:
                 f'Storage format {self.fmt!r} is not supported',
                 hint=f'Supported: {", ".join(FORMATS)}')
         self.shape = tuple(self.shape)
-        got = {k:(str(p.dtype),tuple(p.shape)) for k,p in self.parts.items()}
+        got = {
+            k:(str(p.dtype),tuple(p.shape))
+            for k,p in self.parts.items()}
         want = FORMATS[self.fmt].layout(self.shape)
         def fits(k, w):
-            a_matrix = w[1]==() and (w[0],self.shape[:-2]) # one scale for each of a stack
+            # one scale for each of a stack
+            a_matrix = (
+                w[1]==()
+                and (w[0],self.shape[:-2]))
             return got[k]==w or got[k]==a_matrix
-        if got.keys()!=want.keys() or not all(fits(*kw) for kw in want.items()):
+        if (
+            got.keys()!=want.keys()
+            or not all(fits(*kw) for kw in want.items())):
             raise ConfigError(
                 f'The parts of this {self.fmt} tensor of shape {list(self.shape)} are {got}, '
                 f'expected {want}')
@@ -358,7 +395,10 @@ class QTensor:
         return FORMATS[self.fmt].decode(self.parts, self.shape)
     def like(self, shape, of)->'QTensor':
         "A tensor of this format, with parts `of(part)` in place of ours"
-        return QTensor(self.fmt, shape, {k: of(p) for k,p in self.parts.items()})
+        return QTensor(
+            self.fmt,
+            shape,
+            {k: of(p) for k,p in self.parts.items()})
 
 # %% ../../nbs/1_ground/07_formats.ipynb #03a83e75
 @patch(cls_method=True)
@@ -368,7 +408,9 @@ def encode(cls:QTensor, w:np.ndarray, fmt:str)->QTensor:
     if fmt not in FORMATS or not FORMATS[fmt].encode:
         raise UnsupportedError(f'Atlas cannot write the format {fmt!r}')
     w = np.asarray(w, np.float32)
-    if fmt not in ('F32','F16','BF16') and not np.isfinite(w).all():
+    if (
+        fmt not in ('F32','F16','BF16')
+        and not np.isfinite(w).all()):
         raise ConfigError(f'NaN or infinity cannot be stored in {fmt}')
     return cls(fmt, w.shape, FORMATS[fmt].encode(w))
 
@@ -391,7 +433,9 @@ _CODES = dict(
 def _sound_blocks(fmt:str, p:np.ndarray)->bool:
     "Are the float16 numbers of GGUF blocks finite?"
     b = p.reshape(-1, GGUF_BLOCKS[fmt][1])
-    halves = (np.ascontiguousarray(b[:,o:o+2]).view(np.float16) for o in _HALVES[fmt])
+    halves = (
+        np.ascontiguousarray(b[:,o:o+2]).view(np.float16)
+        for o in _HALVES[fmt])
     return all(np.isfinite(h).all() for h in halves)
 
 def _sound(fmt:str, part:str, p:np.ndarray)->bool:
@@ -429,7 +473,9 @@ def _whole_blocks(idx, n:int, size:int):
     None where it cuts one"""
     b,inside = np.divmod(idx[::n], n)
     full = (b[:,None]*n+np.arange(n)).ravel()
-    return None if inside.any() or not np.array_equal(full[full<size], idx) else b
+    return (
+        None if inside.any() or not np.array_equal(full[full<size], idx)
+        else b)
 
 def _rows_axis(p, nd:int):
     """Which axis of a part runs along the rows of a tensor of `nd` dimensions;
@@ -455,7 +501,12 @@ def rows(self:QTensor, idx:np.ndarray)->QTensor:
                 f'Rows of {self.fmt} share scales in tiles of {FP8_TILE}, and can be taken '
                 'only in whole tiles')
         return p.take(tiles, a)
-    return self.like((*self.shape[:at],len(idx),*self.shape[at+1:]), take)
+    return self.like(
+        (
+            *self.shape[:at],
+            len(idx),
+            *self.shape[at+1:]),
+        take)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #acbbdd85
 @patch
@@ -467,13 +518,19 @@ def cols(self:QTensor, idx:np.ndarray)->QTensor:
     shape = *self.shape[:-1],len(idx)
     blocks = _whole_blocks(idx, n, C)
     if blocks is None:
-        return QTensor('F32', shape, dict(data=self.decode().take(idx, -1)))
+        return QTensor(
+            'F32',
+            shape,
+            dict(data=self.decode().take(idx, -1)))
     def take(p):
         if p.ndim<self.ndim:
             return p
         if p.shape[-1]==C:
             return p.take(idx, -1)
-        p = p.reshape(*p.shape[:-1], -(-C//n), -1).take(blocks, -2)
+        p = p.reshape(
+            *p.shape[:-1],
+            -(-C//n),
+            -1).take(blocks, -2)
         return p.reshape(*p.shape[:-2], -1)
     return self.like(shape, take)
 
@@ -501,10 +558,16 @@ def T(self:QTensor)->QTensor:
     decoded to F32 where blocks or scales run along one of them"""
     *l,o,i = self.shape
     def turn(p):
-        return np.ascontiguousarray(p.swapaxes(-1,-2)) if p.ndim==self.ndim else p
+        return (
+            np.ascontiguousarray(p.swapaxes(-1,-2))
+            if p.ndim==self.ndim
+            else p)
     square = FORMATS[self.fmt].block==1 or self.fmt=='FP8_BLOCK'
     if not square or self.fmt=='FP8_CHANNEL':
-        return QTensor('F32', (*l,i,o), dict(data=turn(self.decode())))
+        return QTensor(
+            'F32',
+            (*l,i,o),
+            dict(data=turn(self.decode())))
     return self.like((*l,i,o), turn)
 
 @patch
@@ -514,20 +577,37 @@ def reshape(self:QTensor, shape)->QTensor:
     p,shape = self.parts,tuple(shape)
     if shape==self.shape:
         return self
-    want = {k: s for k,(_,s) in FORMATS[self.fmt].layout(shape).items()}
+    want = {
+        k: s
+        for k,(_,s) in FORMATS[
+            self.fmt].layout(shape).items()}
     by_row = self.fmt=='FP8_CHANNEL' and len(shape)!=self.ndim
-    if by_row or any(p[k].size!=np.prod(s, dtype=int) for k,s in want.items()):
+    if (
+        by_row
+        or any(
+            p[k].size!=np.prod(s, dtype=int)
+            for k,s in want.items())):
         raise ConfigError(f'{self} cannot be seen as {list(shape)}')
-    return QTensor(self.fmt, shape, {k: p[k].reshape(s) for k,s in want.items()})
+    return QTensor(
+        self.fmt,
+        shape,
+        {
+            k: p[k].reshape(s)
+            for k,s in want.items()})
 
 # %% ../../nbs/1_ground/07_formats.ipynb #798e6d81
 def _check_stack(qs:list, n:int, at:int):
     "A `ConfigError` unless `qs`, `n` for each matrix, can lie on top of each other along axis `at`"
-    kinds = {(o.fmt,o.shape[:at],o.shape[at+1:]) for o in qs}
+    kinds = {
+        (
+            o.fmt, o.shape[:at], o.shape[at+1:])
+        for o in qs}
     if len(kinds)>1:
         raise ConfigError(f'Cannot stack tensors of different kinds: {qs[:4]}')
     inner = [o for i,o in enumerate(qs) if (i+1)%n]
-    if qs[0].fmt=='FP8_BLOCK' and any(o.shape[at]%FP8_TILE for o in inner):
+    if (
+        qs[0].fmt=='FP8_BLOCK'
+        and any(o.shape[at]%FP8_TILE for o in inner)):
         raise ConfigError(
             f'Cannot stack FP8_BLOCK tensors that end within a tile of {FP8_TILE} rows: {qs[:4]}')
 
@@ -551,19 +631,27 @@ def stack(cls:QTensor,
     def join(k):
         ps = [o.parts[k] for o in qs]
         if (a := _rows_axis(ps[0], q.ndim)) is None:
-            own = [_shared(q.fmt, k, ps[i:i+n]) for i in range(0, len(ps), n)]
+            own = [
+                _shared(q.fmt, k, ps[i:i+n])
+                for i in range(0, len(ps), n)]
             return np.stack(own) if experts else own[0]
         p = np.concatenate(ps, a)
         return p.reshape(experts, -1, *p.shape[1:]) if experts else p
     rows = sum(o.shape[at] for o in qs[:n])
     one = *q.shape[:at],rows,*q.shape[at+1:]
-    return cls(q.fmt, (experts,*one) if experts else one, {k: join(k) for k in q.parts})
+    return cls(
+        q.fmt,
+        (experts,*one) if experts else one,
+        {k: join(k) for k in q.parts})
 
 # %% ../../nbs/1_ground/07_formats.ipynb #fa2625df
 def _tile_rows(q:QTensor, idx)->np.ndarray:
     "Rows `idx` of an FP8_BLOCK matrix in float32"
-    s = q.parts['scale'][np.arange(len(q))[idx]//FP8_TILE]
-    return E4M3[q.parts['data'][idx]]*s.repeat(FP8_TILE, -1)[:,:q.shape[1]]
+    s = q.parts['scale'][
+        np.arange(len(q))[idx]//FP8_TILE]
+    return (
+        E4M3[q.parts['data'][idx]]
+        *s.repeat(FP8_TILE, -1)[:,:q.shape[1]])
 
 def take_rows(w, idx)->np.ndarray:
     """Rows `idx` (a slice, or numbers) of the matrix `w`, an array, `QTensor` or `QStack`, in
@@ -574,7 +662,9 @@ def take_rows(w, idx)->np.ndarray:
         return w[idx]
     if w.fmt=='FP8_BLOCK':
         return _tile_rows(w, idx)
-    return (w[idx] if isinstance(idx, slice) else w.rows(idx)).decode()
+    return (
+        w[idx] if isinstance(idx, slice)
+        else w.rows(idx)).decode()
 
 def decode_rows(w, lo:int, hi:int)->np.ndarray:
     "Rows `lo` to `hi` of the matrix `w`, as `take_rows`"
@@ -598,7 +688,9 @@ class QStack:
         R = total if self.order is None else len(self.order)
         one = *p.shape[:-2],R,p.shape[-1]
         self.shape = (self.experts,*one) if self.experts else one
-        if any(sum(rows[i:i+n])!=total for i in range(0, len(rows), n)):
+        if any(
+            sum(rows[i:i+n])!=total
+            for i in range(0, len(rows), n)):
             raise ConfigError('The experts of a stack have different numbers of rows')
 
     @property
@@ -628,18 +720,25 @@ def __getitem__(self:QStack, e:int):
         ps = self.parts[e*self.per:(e+1)*self.per]
     else:
         ps = [p[e] for p in self.parts]
-    return ps[0] if len(ps)==1 and self.order is None else QStack(ps, self.order)
+    return (
+        ps[0] if len(ps)==1 and self.order is None
+        else QStack(ps, self.order))
 
 @patch
 def take(self:QStack, idx)->np.ndarray:
     "Rows `idx` of a matrix in float32"
     plain = isinstance(idx, slice) and self.order is None
-    idx = (np.arange(len(self)) if self.order is None else self.order)[idx]
-    out = np.empty((len(idx),self.shape[1]), np.float32)
+    idx = (
+        np.arange(len(self)) if self.order is None
+        else self.order)[idx]
+    out = np.empty(
+        (len(idx),self.shape[1]), np.float32)
     at = 0
     for p in self.parts:
         end = at+len(p)
-        here = slice(*np.searchsorted(idx, (at,end))) if plain else (idx>=at)&(idx<end)
+        here = (
+            slice(*np.searchsorted(idx, (at,end))) if plain
+            else (idx>=at)&(idx<end))
         mine = idx[here]-at
         at = end
         if len(mine):
@@ -652,7 +751,9 @@ def decode(self:QStack)->np.ndarray:
     "The float32 array of `shape`"
     if self.ndim<3:
         return self.take(slice(None))
-    return np.stack([self[e].decode() for e in range(len(self))])
+    return np.stack([
+        self[e].decode()
+        for e in range(len(self))])
 
 # %% ../../nbs/1_ground/07_formats.ipynb #ec91c846
 def pile(
@@ -664,7 +765,9 @@ def pile(
     if len(parts)==1 and order is None and not experts:
         return parts[0]
     try:
-        q = QTensor.stack(parts, experts) if len(parts)>1 or experts else parts[0]
+        q = (
+            QTensor.stack(parts, experts) if len(parts)>1 or experts
+            else parts[0])
     except ConfigError:
         return QStack(parts, order, experts)
     try:

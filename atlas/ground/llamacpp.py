@@ -60,8 +60,9 @@ class _Cursor:
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #2b91d727
 _GGUF_NUMS = {
-    0:'u1', 1:'i1', 2:'<u2', 3:'<i2', 4:'<u4', 5:'<i4',
-    6:'<f4', 7:'u1', 10:'<u8', 11:'<i8', 12:'<f8'}
+    0:'u1', 1:'i1', 2:'<u2', 3:'<i2', 4:'<u4',
+    5:'<i4', 6:'<f4', 7:'u1', 10:'<u8', 11:'<i8',
+    12:'<f8'}
 _BOOL,_STRING,_ARRAY = 7,8,9
 MAX_ARRAY = 2**24 # Elements; the largest vocabularies have a 60th of that
 
@@ -74,7 +75,8 @@ def _gguf_list(c:_Cursor, key:str):
         return [c.string(key) for _ in range(n)]
     return _gguf_numbers(c, t, key, n).tolist()
 
-def _gguf_numbers(c:_Cursor, t:int, key:str, n:int)->np.ndarray:
+def _gguf_numbers(
+    c:_Cursor, t:int, key:str, n:int)->np.ndarray:
     "`n` numbers, or truth values, of type `t`"
     if t not in _GGUF_NUMS:
         raise c.file.bad(f'{key} has the unknown type {t}', param=key)
@@ -96,15 +98,15 @@ def _gguf_value(c:_Cursor, t:int, key:str):
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #402e3d63
 GGML_TYPES = {
-    0:'F32', 1:'F16', 2:'Q4_0', 3:'Q4_1', 6:'Q5_0', 7:'Q5_1',
-    8:'Q8_0', 12:'Q4_K', 13:'Q5_K', 14:'Q6_K', 30:'BF16', 39:'MXFP4',
-    40:'NVFP4'}
+    0:'F32', 1:'F16', 2:'Q4_0', 3:'Q4_1', 6:'Q5_0',
+    7:'Q5_1', 8:'Q8_0', 12:'Q4_K', 13:'Q5_K', 14:'Q6_K',
+    30:'BF16', 39:'MXFP4', 40:'NVFP4'}
 # Types that we refuse by name
 GGML_OTHERS = {
-    9:'Q8_1', 10:'Q2_K', 11:'Q3_K', 15:'Q8_K', 16:'IQ2_XXS', 17:'IQ2_XS',
-    18:'IQ3_XXS', 19:'IQ1_S', 20:'IQ4_NL', 21:'IQ3_S', 22:'IQ2_S', 23:'IQ4_XS',
-    24:'I8', 25:'I16', 26:'I32', 27:'I64', 28:'F64', 29:'IQ1_M',
-    34:'TQ1_0', 35:'TQ2_0'}
+    9:'Q8_1', 10:'Q2_K', 11:'Q3_K', 15:'Q8_K', 16:'IQ2_XXS',
+    17:'IQ2_XS', 18:'IQ3_XXS', 19:'IQ1_S', 20:'IQ4_NL', 21:'IQ3_S',
+    22:'IQ2_S', 23:'IQ4_XS', 24:'I8', 25:'I16', 26:'I32',
+    27:'I64', 28:'F64', 29:'IQ1_M', 34:'TQ1_0', 35:'TQ2_0'}
 _NV = 64 # Weights in one of ggml's NVFP4 blocks, of four scales
 
 def _nbytes(fmt:str, shape)->int:
@@ -136,7 +138,9 @@ def _gguf_tensor(c:_Cursor):
     nd = c.num('I', what)
     if not 1<=nd<=4:
         raise c.file.bad(f'{what} has {nd} dimensions', param=name)
-    shape = tuple(c.num('Q', what) for _ in range(nd))[::-1]
+    shape = tuple(
+        c.num('Q', what)
+        for _ in range(nd))[::-1]
     t,offset = c.num('I', what),c.num('Q', what)
     if min(shape)<1 or math.prod(shape)>=2**60:
         raise c.file.bad(f'{what} has the shape {list(shape)}', param=name)
@@ -153,7 +157,8 @@ def _gguf_spans(c:_Cursor, tensors:list, align:int)->dict[str,Span]:
     def up(n): return -(-n//align)*align
     start = end = up(c.pos)
     spans = {}
-    for name,fmt,shape,offset in sorted(tensors, key=lambda t: t[3]):
+    for name,fmt,shape,offset in sorted(
+        tensors, key=lambda t: t[3]):
         nbytes = _nbytes(fmt, shape)
         if name in spans:
             raise c.file.bad(f'tensor {name!r} is there twice', param=name)
@@ -196,7 +201,10 @@ def gguf_header(file:File)->tuple[dict,dict[str,Span]]:
             raise file.bad(f'metadata key {k!r} is there twice', param=k)
         meta[k] = _gguf_value(c, c.num('I', k), k)
     a = meta.get('general.alignment', 32)
-    if type(a) is not int or not 0<a<=2**20 or a&(a-1):
+    if (
+        type(a) is not int
+        or not 0<a<=2**20
+        or a&(a-1)):
         said = f'general.alignment is {a!r}, expected a power of two'
         raise file.bad(said, param='general.alignment')
     return meta,_gguf_spans(c, [_gguf_tensor(c) for _ in range(nt)], a)
@@ -218,36 +226,51 @@ def unpack_nvfp4(shape, raw, scale=None):
     `scale` has the bytes of the global scale, or of one for each expert of a stack"""
     lead = shape[:-1]
     b = raw.reshape(*lead, -1, 36)
-    codes = _pairs(b[...,4:].reshape(*b.shape[:-1], 4, 8))
+    codes = _pairs(b[...,4:].reshape(
+        *b.shape[:-1], 4, 8))
     s = b[...,:4]&127
     s = np.where(s==127, np.uint8(0), s)
-    g = np.ones(1, np.float32) if scale is None else scale.view(np.float32)
+    g = (
+        np.ones(1, np.float32) if scale is None
+        else scale.view(np.float32))
     if len(shape)<3 or scale is None:
         g = g.reshape(())
-    return {'data':codes.reshape(*lead, -1), 'scale':s.reshape(*lead, -1), 'global':g}
+    return {
+        'data':codes.reshape(*lead, -1),
+        'scale':s.reshape(*lead, -1),
+        'global':g}
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #ecc10f43
 def _head_rows(rows:int, heads:int)->np.ndarray:
     """Where each row of a q or k matrix lies in a GGUF file that interleaves the halves of `heads`
     heads"""
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1,2).ravel()
+    return np.arange(rows).reshape(
+        heads, -1, 2).swapaxes(1,2).ravel()
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #51550574
 def _grouped(kh:int, vh:int, d:int)->np.ndarray:
     "Where each of `vh` value heads' `d` rows, grouped by `kh` key heads, lies in a GGUF file"
-    return np.arange(vh*d).reshape(vh//kh, kh, d).swapaxes(0,1).ravel()
+    return np.arange(vh*d).reshape(
+        vh//kh, kh, d).swapaxes(0,1).ravel()
 
 def _delta_order(delta, module:str)->tuple:
     """Rows and columns of tensor `module` of a delta net whose value heads are tiled: how many,
     and what makes their order; None where it is as it should be"""
     kh,vh,dv = delta.num_k_heads,delta.num_v_heads,delta.v_dim
     qk = 2*kh*delta.k_dim
-    each = dict(in_proj_z=dv, in_proj_b=1, in_proj_a=1, A=1, dt_bias=1).get(module)
+    each = dict(
+        in_proj_z=dv, in_proj_b=1, in_proj_a=1, A=1,
+        dt_bias=1).get(module)
     def values(): return _grouped(kh, vh, dv)
     if each:
         return (vh*each, lambda: _grouped(kh, vh, each)),None
     if module in ('in_proj_qkv','conv1d'):
-        return (qk+vh*dv, lambda: np.concatenate([np.arange(qk), qk+values()])),None
+        return (
+            (
+                qk+vh*dv,
+                lambda: np.concatenate([
+                    np.arange(qk), qk+values()])),
+            None)
     return None,(vh*dv, values) if module=='out_proj' else None
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #75f7184f
@@ -262,7 +285,10 @@ def _order(names:GGUFNames, cfg:ModelConfig, hf:str)->tuple:
     a = cfg.attention
     if heads := _interleaved(names, a, inner):
         rows = heads*a.head_dim
-        return (rows if a.head_dim%2==0 else 0, lambda: _head_rows(rows, heads)),None
+        return (
+            (
+                rows if a.head_dim%2==0 else 0, lambda: _head_rows(rows, heads)),
+            None)
     if names.tiled and cfg.delta and inner.startswith('linear_attn.'):
         return _delta_order(cfg.delta, inner[12:])
     return None,None
@@ -286,17 +312,21 @@ def _gguf_info(names:GGUFNames, cfg:ModelConfig, name:str, s:Span)->TensorInfo:
     no order is made before the shape is known to be right"""
     hf = names(name, cfg.num_layers)
     rows,cols = _order(names, cfg, hf)
-    made = _made_order(rows, s, 0, name),_made_order(cols, s, -1, name)
+    made = (
+        _made_order(rows, s, 0, name),
+        _made_order(cols, s, -1, name))
     shape = s.shape
     if hf.endswith(names.flat) and FORMATS[s.dtype].block==1:
         shape = (math.prod(shape),)
     if hf.endswith('shared_expert_gate.weight') and len(shape)==1:
         shape = (1,*shape) # llama-quantize drops dimensions of 1
     unpack = dict(MXFP4=unpack_mxfp4, NVFP4=unpack_nvfp4).get(s.dtype)
-    return TensorInfo(hf, s.dtype, shape, dict(data=s), *made, name, unpack)
+    return TensorInfo(
+        hf, s.dtype, shape, dict(data=s), *made, name, unpack)
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #11178370
-def _scale_beside(names:GGUFNames, t:TensorInfo, spans:dict[str,Span])->tuple[str,Span|None]:
+def _scale_beside(
+    names:GGUFNames, t:TensorInfo, spans:dict[str,Span])->tuple[str,Span|None]:
     "Name and place of the global scale of an NVFP4 tensor, if it has one"
     key = t.stored.removesuffix('.weight')+'.scale'
     g = spans.get(key)
@@ -308,7 +338,8 @@ def _scale_beside(names:GGUFNames, t:TensorInfo, spans:dict[str,Span])->tuple[st
         raise g.file.bad(f'{key} is {g.dtype} {list(g.shape)}, expected F32 [{n}]', param=key)
     return key,g
 
-def _with_scales(names:GGUFNames, infos:list, spans:dict[str,Span])->list[TensorInfo]:
+def _with_scales(
+    names:GGUFNames, infos:list, spans:dict[str,Span])->list[TensorInfo]:
     "`infos`, NVFP4 tensors with the global scales that stand beside them"
     out,taken = [],set()
     for t in infos:
@@ -324,9 +355,13 @@ def _rope_freqs(s:Span|None)->list[float]|None:
     "Divisors of the rotary frequencies, where a GGUF file has them"
     if s is None:
         return None
-    if s.dtype!='F32' or len(s.shape)!=1 or s.nbytes>1<<16:
+    if (
+        s.dtype!='F32'
+        or len(s.shape)!=1
+        or s.nbytes>1<<16):
         raise s.file.bad(f'rope_freqs.weight is {s.dtype} {list(s.shape)}')
-    a = s.file.read_into(np.empty(s.shape, np.float32), s.offset)
+    a = s.file.read_into(
+        np.empty(s.shape, np.float32), s.offset)
     if not (np.isfinite(a)&(a>0)).all():
         raise s.file.bad('rope_freqs.weight holds a number that is not above zero')
     return a.tolist()
@@ -337,7 +372,10 @@ _PART = re.compile(r'(.*)-([0-9]{5})-of-([0-9]{5})\.gguf')
 def gguf_parts(path:Path)->list[Path]:
     "All parts of the GGUF model of which `path` is one, in order"
     m = _PART.fullmatch(path.name)
-    if not m or not 0<int(m[2])<=int(m[3])<=999:
+    if (
+        not m
+        or not 0<int(m[2])<=int(m[3])
+        <=999):
         return [path]
     return [path.with_name(f'{m[1]}-{i+1:05}-of-{m[3]}.gguf') for i in range(int(m[3]))]
 
@@ -370,7 +408,9 @@ def _part(path:Path, i:int, n:int, es:ExitStack):
 def gguf_open(path:Path, es:ExitStack):
     "Metadata, config and tensors of a GGUF model, in one file or several"
     paths = gguf_parts(Path(path))
-    parts = [_part(p, i, len(paths), es) for i,p in enumerate(paths)]
+    parts = [
+        _part(p, i, len(paths), es)
+        for i,p in enumerate(paths)]
     (f,meta,_),spans = parts[0],{}
     for g,_,more in parts:
         if twice := first(k for k in more if k in spans):
@@ -383,7 +423,8 @@ def gguf_open(path:Path, es:ExitStack):
     return meta,*_describe(f, meta, spans)
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #0e302e94
-def _gguf_config(f:File, meta:dict, spans:dict[str,Span], freqs)->ModelConfig:
+def _gguf_config(
+    f:File, meta:dict, spans:dict[str,Span], freqs)->ModelConfig:
     "The config, with what the presence of tensors says"
     tied = 'output.weight' not in spans
     shapes = {k: s.shape for k,s in spans.items()}
@@ -400,7 +441,9 @@ def _describe(f:File, meta:dict, spans:dict[str,Span]):
     names = named_config(f.name, lambda: gguf_model(arch)).names
     freqs = _rope_freqs(spans.pop('rope_freqs.weight', None))
     cfg = _gguf_config(f, meta, spans, freqs)
-    infos = [_gguf_info(names, cfg, k, s) for k,s in spans.items()]
+    infos = [
+        _gguf_info(names, cfg, k, s)
+        for k,s in spans.items()]
     infos = _with_scales(names, infos, spans)
     counts = Counter(t.name for t in infos)
     if twice := first(n for n,c in counts.items() if c>1):

@@ -53,7 +53,9 @@ def made_up(
 
 # %% ../../nbs/1_ground/18_opening.ipynb #5f8cfa86
 # For shapes, which have no template of their own
-DUMMY_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+DUMMY_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"
+    "{% endfor %}assistant:")
 
 def open_model(
     config:EngineConfig, # Its model, load_format and weights count

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/reading.html.md"""
 
 # %% auto #0
 __all__ = ['BLOCK', 'THREADS', 'GAP', 'Extent', 'Windows', 'Places', 'places', 'windows', 'whole_pages', 'Ring', 'open_direct',
-           'Reading', 'read_windows', 'read_pieces']
+           'Readers', 'Reading', 'read_windows', 'read_pieces']
 
 # %% ../../nbs/1_ground/10_reading.ipynb #82f06421
 import errno,mmap,os,threading
@@ -114,7 +114,7 @@ def places(
     start = ints([e.offset for e in extents])
     return Places(list(files.values()), file, start, ints([e.nbytes for e in extents]))
 
-def _cuts(e:Places, some, size, apart)->tuple: # Of each part: its extent among `some`, window, begin
+def _cuts(e:Places, some, size, apart)->tuple:
     "`_cut` of the extents `some`, which have bytes, part by part as windows come"
     which,start = e.file[some],e.start[some]
     end = start+e.nbytes[some]
@@ -306,6 +306,83 @@ def fill(self:_Source, memory:memoryview, start:int, need:int)->int: # Bytes pas
         got += n
     return past
 
+# %% ../../nbs/1_ground/10_reading.ipynb #9b67e488
+@dataclass
+class Readers:
+    "How many of `most` threads read at a time: all of them or one, whichever is faster"
+    most:int
+    period:float=.2 # Seconds of a measurement
+    fast:float=6e9 # Bytes/s from which nothing else is tried
+    allowed:int=0 # So many may read now; at first all
+    rates:dict=field(default_factory=dict) # Number of readers -> bytes/s, as last measured
+    patience:int=8 # Measurements until the other number is tried again: twice as many each time
+    left:int=0 # Of these, still to come
+    trying:bool=False # Is this such a trial?
+    began:float|None=None # When this measurement did; None: its first read is awaited
+    nbytes:int=0 # That came since
+    def __post_init__(self):
+        self.allowed = self.allowed or self.most
+
+# %% ../../nbs/1_ground/10_reading.ipynb #2b15b096
+@patch
+def _next(self:Readers)->int:
+    "How many may read after a measurement"
+    if self.most==1 or self.rates[self.allowed]>=self.fast:
+        return self.allowed
+    if self.trying:
+        self.trying = False
+        return max(self.rates, key=self.rates.get)
+    if self.left:
+        self.left -= 1
+        return self.allowed
+    self.left,self.patience,self.trying = self.patience,2*self.patience,True
+    return 1 if self.allowed==self.most else self.most
+
+@patch
+def note(self:Readers,
+    nbytes:int, # That a read has brought
+    allowed:int, # How many might read when it began
+    now:float, # Seconds, by any clock
+):
+    "Count a read; after each `period` the number that may read is chosen anew"
+    if allowed!=self.allowed: # it began before the number changed
+        return
+    if self.began is None:
+        self.began = now
+        return
+    self.nbytes += nbytes
+    if now-self.began<self.period:
+        return
+    self.rates[allowed] = self.nbytes/(now-self.began)
+    self.allowed = self._next()
+    self.began = now if self.allowed==allowed else None
+    self.nbytes = 0
+
+# %% ../../nbs/1_ground/10_reading.ipynb #919c594a
+class _Gate:
+    "Lets as many threads read at a time as `Readers` say, the earliest window first"
+    def __init__(self, readers:Readers):
+        self.readers = readers
+        self.waiting = set() # Windows
+        self.inside = 0 # Threads that read
+        self.changed = threading.Condition()
+    def enter(self, i:int)->int: # How many may read
+        "Wait until window `i` may be read"
+        with self.changed:
+            self.waiting.add(i)
+            while self.inside>=self.readers.allowed or i!=min(self.waiting):
+                self.changed.wait()
+            self.waiting.remove(i)
+            self.inside += 1
+            self.changed.notify_all()
+            return self.readers.allowed
+    def leave(self, allowed:int, nbytes:int):
+        "A read that `enter` allowed has ended"
+        with self.changed:
+            self.inside -= 1
+            self.readers.note(nbytes, allowed, perf_counter())
+            self.changed.notify_all()
+
 # %% ../../nbs/1_ground/10_reading.ipynb #29857834
 @dataclass
 class Reading:
@@ -341,6 +418,7 @@ class _Work:
     ring:Ring
     sources:list # A `_Source` for each file
     into:Callable|None # As for `read_windows`
+    gate:_Gate
     turn:count=field(default_factory=count) # The next window
     total:Reading=field(default_factory=Reading)
     stop:bool=False
@@ -350,10 +428,14 @@ class _Work:
 @patch
 def one(self:_Work, i:int, b:_Buffer, r:Reading):
     "Read window `i` into a buffer, have it taken, and add to `r` what that was"
-    w,start = self.windows,perf_counter()
+    w = self.windows
     source = self.sources[w.file[i]]
     n = int(w.nbytes[i])
-    r.direct += source.fill(memoryview(b.data), int(w.start[i]), n)
+    allowed,start = self.gate.enter(i),perf_counter()
+    try:
+        r.direct += source.fill(memoryview(b.data), int(w.start[i]), n)
+    finally:
+        self.gate.leave(allowed, n)
     read = perf_counter()
     after = self.take(i, b)
     if after:
@@ -434,8 +516,8 @@ def read_windows(
     changes. `take` is done with memory of `into` when it returns"""
     start = perf_counter()
     sources = [_Source(f, direct) for f in windows.files]
-    w = _Work(windows, take, ring, sources, into)
     threads = max(1, min(threads, ring.count))
+    w = _Work(windows, take, ring, sources, into, _Gate(Readers(threads)))
     w.all(threads)
     w.total.seconds,w.total.threads = perf_counter()-start,threads
     return w.total
@@ -447,7 +529,7 @@ def read_pieces(
     ring:Ring|None=None, # None: one of its own
     threads:int=THREADS,
     direct:bool=True, # As for `read_windows`, as are the errors
-    homes:dict|None=None, # Key -> memory to read into, uint8, which begins at a block, as in the file
+    homes:dict|None=None, # Key -> memory to read into, uint8; it begins at a block, as in the file
 )->Reading:
     """Read `pieces` once. `take` may return what waits until its `data` may be overwritten, but
     for those with homes"""

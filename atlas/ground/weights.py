@@ -144,7 +144,9 @@ def open_checkpoint(
 def _only_gguf(folder:Path)->Path:
     """The one GGUF model of `folder`; a vision tower beside it, which llama.cpp keeps in a file of
     its own, is none"""
-    ps = sorted(p for p in folder.glob('*.gguf') if not p.name.startswith('mmproj'))
+    ps = sorted(
+        p for p in folder.glob('*.gguf')
+        if not p.name.startswith('mmproj'))
     if len(ps)==1 or ps and ps==gguf_parts(ps[0]):
         return ps[0]
     if ps:
@@ -214,14 +216,19 @@ def _ends(ckpt, w, t)->tuple:
     "Shape of tensor `t`, as `[…,out,in]`"
     if not _turned(ckpt, w, t):
         return t.shape
-    return (*t.shape[:-2], t.shape[-1], t.shape[-2])
+    return (
+        *t.shape[:-2],
+        t.shape[-1],
+        t.shape[-2])
 
 # %% ../../nbs/1_ground/11_weights.ipynb #4294738e
 def _by_expert(w:Want, got:list)->bool:
     "Are the sources, of shapes `got`, matrices of a stack that are listed expert by expert?"
     if w.axis!=0 or len(w.shape)!=3:
         return False
-    return len(got)>1 or w.shape[0]==1 and len(got[0])==2
+    return (
+        len(got)>1
+        or w.shape[0]==1 and len(got[0])==2)
 
 def _rows_asked(w:Want, got:list, frame:tuple, total:int)->list:
     "Rows that each source has to have; -1 where its shape cannot tell"
@@ -229,25 +236,34 @@ def _rows_asked(w:Want, got:list, frame:tuple, total:int)->list:
         return list(w.rows)
     if len(got)==1:
         return [total]
-    return [s[w.axis] if len(s)==len(frame) else -1 for s in got]
+    return [
+        s[w.axis] if len(s)==len(frame) else -1
+        for s in got]
 
 def _asked(w:Want, got:list)->list|None:
     """The shapes that sources must have to make up `w`, when they have the shapes `got`;
     None where no such shapes add up"""
     at,experts = w.axis,_by_expert(w, got)
     if experts:
-        frame,total = w.shape[1:],math.prod(w.shape[:2])
+        frame,total = (
+            w.shape[1:], math.prod(w.shape[:2]))
     else:
         frame,total = w.shape,w.shape[at] if w.shape else 1
     rows = _rows_asked(w, got, frame, total)
     if len(rows)!=len(got) or sum(rows)!=total:
         return None
     # every expert brings the same
-    if experts and rows!=rows[:len(got)//w.shape[0]]*w.shape[0]:
+    if (
+        experts
+        and rows
+        !=rows[:len(got)//w.shape[0]]
+        *w.shape[0]):
         return None
     if not frame:
         return [()]
-    return [(*frame[:at],r,*frame[at+1:]) for r in rows]
+    return [
+        (*frame[:at],r,*frame[at+1:])
+        for r in rows]
 
 # %% ../../nbs/1_ground/11_weights.ipynb #019800f0
 def _seen(ckpt, w:Want)->list|None:
@@ -255,16 +271,23 @@ def _seen(ckpt, w:Want)->list|None:
     ts = [ckpt.tensors.get(s) for s in w.sources]
     if None in ts:
         return None
-    got = [_ends(ckpt, w, t) for t in ts] if w.transposed else [t.shape for t in ts]
+    got = (
+        [_ends(ckpt, w, t) for t in ts] if w.transposed
+        else [t.shape for t in ts])
     want = _asked(w, got)
-    if want and all(_fits(*pair) for pair in set(zip(got, want))):
+    if (
+        want
+        and all(
+            _fits(*pair) for pair in set(zip(got, want)))):
         return want
     return None
 
 def _pick(ckpt, w:Want):
     """Which of the ways to make `w` the checkpoint uses, or the one to complain about, and the
     shapes of `_seen`; no way where it may be absent"""
-    here = [o for o in (w,*w.alts) if any(s in ckpt.tensors for s in o.sources)]
+    here = [
+        o for o in (w,*w.alts)
+        if any(s in ckpt.tensors for s in o.sources)]
     here.sort(key=lambda o: o.sources[0] not in ckpt.tensors)
     here = [(o,_seen(ckpt, o)) for o in here]
     nothing = None if w.optional else w, None
@@ -274,7 +297,9 @@ def _pick(ckpt, w:Want):
 def _some(names, n=4):
     "A few names, and how many more"
     names = sorted(names)
-    return ', '.join(names[:n]) + (f' and {len(names)-n:,} more' if len(names)>n else '')
+    return (
+        ', '.join(names[:n])
+        + (f' and {len(names)-n:,} more' if len(names)>n else ''))
 
 def _check_types(ckpt, w:Want, ts:list):
     "Refuse sources of a type that cannot be decoded"
@@ -282,7 +307,9 @@ def _check_types(ckpt, w:Want, ts:list):
         where = f'{t.stored or t.name} in {t.file} is'
         if t.fmt in ('U8','F8_E4M3') and ckpt.kind=='safetensors':
             raise CheckpointError(f'{where} {t.fmt} and has no scale', hint=AGAIN, param=t.stored)
-        if t.fmt not in FORMATS and not (w.integers and t.fmt in ('I32','I64')):
+        if (
+            t.fmt not in FORMATS
+            and not (w.integers and t.fmt in ('I32','I64'))):
             raise UnsupportedError(
                 f'{where} stored as {t.fmt}, which Atlas does not decode', param=t.stored)
 
@@ -295,7 +322,9 @@ def _check_fit(ckpt, w:Want, seen):
     got = [_ends(ckpt, w, t) for t in ts]
     want = _asked(w, got)
     if want:
-        i = first(i for i in range(len(ts)) if not _fits(got[i], want[i]))
+        i = first(
+            i for i in range(len(ts))
+            if not _fits(got[i], want[i]))
         t = ts[i]
         what,ask = f'{t.stored} in {t.file} is {list(got[i])}',list(want[i])
     else:
@@ -321,12 +350,16 @@ def _strangers(ckpt, used, ignore)->list[TensorInfo]:
 def _check_halves(strangers, ckpt):
     "Refuse a scale without its weight, and a packed weight without its scale"
     for t in strangers:
-        end = first(e for e in (*SCALES,*PAYLOADS) if t.stored.endswith(e))
+        end = first(
+            e for e in (*SCALES,*PAYLOADS)
+            if t.stored.endswith(e))
         if end is None:
             continue
         m = t.stored[:-len(end)]
         names = m,m+'.weight',m+'.weight_packed'
-        weight = first(u for u in ckpt.tensors.values() if u.stored in names and u is not t)
+        weight = first(
+            u for u in ckpt.tensors.values()
+            if u.stored in names and u is not t)
         what = 'is a scale, and its weight is '
         if end in PAYLOADS:
             what = 'is packed, and its scale is not there'
@@ -408,7 +441,10 @@ def check_plan(
 
 def _check_scales(ckpt, plan):
     "Look at the scales of all sources that a plan uses"
-    ckpt.check({s for _,o,_ in plan if o for s in o.sources})
+    ckpt.check({
+        s for _,o,_ in plan
+        if o
+        for s in o.sources})
 
 # %% ../../nbs/1_ground/11_weights.ipynb #e0d572fe
 _DECODED = 1<<20 # Numbers decoded at a time
@@ -430,16 +466,21 @@ def _integers(t, get)->QTensor:
 def _source(ckpt, w:Want, s:str, shape, get)->QTensor:
     "Source `s` of `w`, seen in `shape`, its columns in order"
     t = ckpt.tensors[s]
-    q = _integers(t, get) if t.fmt in ('I32','I64') else ckpt.read(s, get)
+    q = (
+        _integers(t, get) if t.fmt in ('I32','I64')
+        else ckpt.read(s, get))
     if not q.finite():
         raise _not_finite(ckpt, t)
     q = (q.T if _turned(ckpt, w, t) else q).reshape(shape)
     return q if w.cols is None else q.cols(w.cols)
 
-def _assemble(ckpt, w:Want, seen, keep:bool, get=span_bytes)->QTensor|QStack:
+def _assemble(
+    ckpt, w:Want, seen, keep:bool, get=span_bytes)->QTensor|QStack:
     """What `w` asks for, as it is stored, but for `fn`;
     in as few pieces as possible if it is to be kept so"""
-    qs = [_source(ckpt, w, s, shape, get) for s,shape in zip(w.sources, seen)]
+    qs = [
+        _source(ckpt, w, s, shape, get)
+        for s,shape in zip(w.sources, seen)]
     nd = len(w.shape)
     if nd==1 or nd==2 and w.axis==1: # vectors, and one vector for each expert
         a = np.concatenate([q.decode() for q in qs], w.axis)
@@ -462,13 +503,20 @@ def _fill(device, dst, q, fn=None):
     else:
         n = max(1, _DECODED//q.shape[1])
         for i in range(0, len(q), n):
-            device.write(dst[i:i+n], decode_rows(q, i, min(i+n, len(q))))
+            device.write(
+                dst[i:i+n],
+                decode_rows(q, i, min(i+n, len(q))))
 
 def _upload(device, q):
     "The packed tensor `q` on the device"
     if isinstance(q, QStack):
-        return QStack([_upload(device, p) for p in q.parts], q.order, q.experts)
-    parts = {k: device.upload(p) for k,p in q.parts.items()}
+        return QStack(
+            [_upload(device, p) for p in q.parts],
+            q.order,
+            q.experts)
+    parts = {
+        k: device.upload(p)
+        for k,p in q.parts.items()}
     return QTensor(q.fmt, q.shape, parts)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #d2db3fe6
@@ -514,13 +562,19 @@ def _file_order(found:Places)->np.ndarray:
 
 def _in_files(incoming)->_Parts:
     "All parts of sources, file by file"
-    spans = [s for to in incoming for t in to.ts for s in t.spans.values()]
+    spans = [
+        s for to in incoming
+        for t in to.ts
+        for s in t.spans.values()]
     many = [sum(len(t.spans) for t in to.ts) for to in incoming]
     found = places(spans)
     order = _file_order(found)
-    lie = Places(found.files, found.file[order], found.start[order], found.nbytes[order])
+    lie = Places(
+        found.files, found.file[order], found.start[order],
+        found.nbytes[order])
     want = np.repeat(np.arange(len(incoming)), many)[order]
-    return _Parts([spans[i] for i in order.tolist()], lie, want, order)
+    return _Parts(
+        [spans[i] for i in order.tolist()], lie, want, order)
 
 def _moves(incoming, parts)->np.ndarray: # int64 [parts]
     "Number of the `Move` by which a card takes each part; -1: it is the host's"
@@ -556,13 +610,17 @@ class _Arrivals:
         self.host_first = self.host.searchsorted(w.first) # of a window
         if self.staging:
             self.staging.begin(w, moves)
-        self.came = np.add.reduceat(w.n, w.first[:-1]) if len(w) else []
+        self.came = (
+            np.add.reduceat(w.n, w.first[:-1])
+            if len(w)
+            else [])
 
     def _expect(self):
         "Which wants have bytes in which window"
         w,many = self.windows,len(self.incoming)
         want = self.parts.want[w.extent]
-        window = np.repeat(np.arange(len(w)), np.diff(w.first))
+        window = np.repeat(
+            np.arange(len(w)), np.diff(w.first))
         window,self.wants = np.divmod(np.unique(window*many+want), many)
         self.first = window.searchsorted(np.arange(len(w)+1))
         self.left = np.bincount(self.wants, minlength=many)
@@ -575,8 +633,13 @@ def __call__(self:_Arrivals, i, b):
     lo,hi = self.host_first[i],self.host_first[i+1]
     for j in self.host[lo:hi].tolist():
         e,at = w.extent[j],w.lo[j]
-        to,span = self.incoming[self.parts.want[e]],self.parts.spans[e]
-        to.put(span, int(w.at[j]), b.data[at:at+w.n[j]])
+        to,span = (
+            self.incoming[self.parts.want[e]],
+            self.parts.spans[e])
+        to.put(
+            span,
+            int(w.at[j]),
+            b.data[at:at+w.n[j]])
     after = self.staging.send(i, b) if self.staging else None
     for k in self.count(i):
         self.finish(self.incoming[k])
@@ -644,7 +707,9 @@ def _read_bytes(t:TensorInfo)->int:
     if t.fmt not in FORMATS:
         return t.nbytes
     parts = FORMATS[t.fmt].layout(t.shape).values()
-    return sum(np.dtype(d).itemsize*math.prod(shape) for d,shape in parts)
+    return sum(
+        np.dtype(d).itemsize*math.prod(shape)
+        for d,shape in parts)
 
 @no_cycles()
 def load(
@@ -694,7 +759,9 @@ def _carve(ckpt, incoming, device, keep:set, packed:bool)->dict:
     "A float32 array for each want that is not to be kept; an `OutOfMemoryError` if all is too much"
     plain = [to.want for to in incoming if to.want.name not in keep]
     stored = [t for to in incoming if to.want.name in keep for t in to.ts]
-    need = 4*sum(math.prod(w.shape) for w in plain)+sum(map(_read_bytes, stored))
+    need = (
+        4*sum(math.prod(w.shape) for w in plain)
+        +sum(map(_read_bytes, stored)))
     hint = 'Free some memory, or choose a smaller model'
     _check_room(ckpt, device, need, hint+('' if packed else ', or keep the weights packed'))
     carved = device.carve([w.shape for w in plain])
@@ -722,7 +789,9 @@ def _waiting(incoming, parts)->list:
         spans = [p for t in to.ts for p in t.spans]
         return [bool(to.landing and to.landing.waits(p)) for p in spans]
     held = np.array([w for to in incoming for w in waits(to)])
-    return [incoming[k] for k in parts.want[held[parts.order]].tolist()]
+    return [
+        incoming[k]
+        for k in parts.want[held[parts.order]].tolist()]
 
 def _leave_some(order, budget:int):
     """Of the wants that bytes are for, in their `order`, leave those to the host that a card would
@@ -778,7 +847,8 @@ def _load_with(ckpt, out, incoming, device, show, put):
     try:
         for to in incoming:
             turned = any(_turned(ckpt, to.way, t) for t in to.ts)
-            to.landing = staging.add(to.want, to.way, to.ts, to.seen, turned)
+            to.landing = staging.add(
+                to.want, to.way, to.ts, to.seen, turned)
         r = _read(ckpt, out, incoming, make, show, staging)
         if bad := staging.broken():
             raise _said(ckpt, *bad)
@@ -819,15 +889,16 @@ def head_quantizable(name:str)->bool:
 _POOL = 1<<22 # Bytes of random codes, for each format
 # Standard deviation of random blocks with d=1
 _SIGNED = dict(
-    Q4_0=4.6, Q5_0=9.2, Q8_0=74., Q4_1=4.6, Q5_1=9.2, Q4_K=258.,
-    Q5_K=527., Q6_K=18*74.)
+    Q4_0=4.6, Q5_0=9.2, Q8_0=74., Q4_1=4.6, Q5_1=9.2,
+    Q4_K=258., Q5_K=527., Q6_K=18*74.)
 # What the offset must take away, in units of d
 _HALF = dict(Q4_1=7.5, Q5_1=15.5, Q4_K=7.5, Q5_K=15.5)
 
 def _blocks(fmt, std, rng):
     "Random GGUF blocks whose weights have the standard deviation `std`"
     size = GGUF_BLOCKS[fmt][1]
-    b = rng.integers(0, 256, (_POOL//size,size), dtype=np.uint8)
+    b = rng.integers(
+        0, 256, (_POOL//size,size), dtype=np.uint8)
     d = std/_SIGNED[fmt]
     def half(x): return np.frombuffer(np.float16(x).tobytes(), np.uint8)
     at = 208 if fmt=='Q6_K' else 0
@@ -848,9 +919,11 @@ def _pool(fmt:str, e:int, seed:int)->np.ndarray:
         return _blocks(fmt, 2.**e, rng)
     x = rng.standard_normal(_POOL//4, np.float32)
     if fmt in ('F32','F16','BF16','F8_E4M3'):
-        return FORMATS[fmt].encode(x*np.float32(2.**e))['data'].view(np.uint8)
+        return FORMATS[fmt].encode(
+            x*np.float32(2.**e))['data'].view(np.uint8)
     if fmt=='INT4':
-        return pack4(np.rint(2*x+8).clip(0, 15).astype(np.uint8))
+        return pack4(np.rint(
+            2*x+8).clip(0, 15).astype(np.uint8))
     if fmt in ('NVFP4','MXFP4'):
         return pack4(f32_to_e2m1(2*x))
     return f32_to_e4m3(64*x)
@@ -876,13 +949,16 @@ def _random_vector(name:str, fmt:str, shape, rng)->QTensor:
         x = 1+.1*x
     else:
         x = (-1 if name.endswith('.A') else .1)*np.abs(x)
-    return QTensor.encode(x.astype(np.float32), fmt if fmt in ('F16','BF16') else 'F32')
+    return QTensor.encode(
+        x.astype(np.float32), fmt if fmt in ('F16','BF16') else 'F32')
 
 def _random_rows(pool, rows:int, nbytes:int, unit:int, rng)->np.ndarray: # uint8 [rows,nbytes]
     "Windows of the pool that begin at random multiples of `unit`"
     if len(pool)<2*nbytes:
         pool = np.tile(pool, -(-2*nbytes//len(pool)))
-    at = rng.integers(0, (len(pool)-nbytes)//unit+1, rows)*unit
+    at = (
+        rng.integers(0, (len(pool)-nbytes)//unit+1, rows)
+        *unit)
     return np.lib.stride_tricks.sliding_window_view(pool, nbytes)[at]
 
 def _random(name:str, fmt:str, shape, seed:int)->QTensor:
@@ -896,9 +972,13 @@ def _random(name:str, fmt:str, shape, seed:int)->QTensor:
     size = np.dtype(dtype).itemsize
     unit = GGUF_BLOCKS[fmt][1] if fmt in GGUF_BLOCKS else size
     rows = math.prod(dims[:-1])
-    data = _random_rows(_pool(fmt, e, seed), rows, dims[-1]*size, unit, rng)
+    data = _random_rows(
+        _pool(fmt, e, seed), rows, dims[-1]*size, unit,
+        rng)
     parts = dict(data=data.view(dtype).reshape(dims))
-    parts |= {p: _scale(fmt, p, *l, e) for p,l in layout.items() if p!='data'}
+    parts |= {
+        p: _scale(fmt, p, *l, e)
+        for p,l in layout.items() if p!='data'}
     return QTensor(fmt, shape, parts)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #bb81258f
@@ -934,8 +1014,12 @@ class Dummy(Checkpoint):
         t = self.tensors[name]
         if name not in self._whole:
             return _random(name, t.fmt, t.shape, self._seed)
-        a = np.random.default_rng(self._seed).permutation(math.prod(t.shape))
-        return QTensor('F32', t.shape, dict(data=a.astype(np.float32).reshape(t.shape)))
+        a = np.random.default_rng(self._seed).permutation(math.prod(
+            t.shape))
+        return QTensor(
+            'F32',
+            t.shape,
+            dict(data=a.astype(np.float32).reshape(t.shape)))
 
 def _shipped(cfg:ModelConfig, name:str)->str:
     "The format in which `name` is published, as far as family and `quantization` tell"
@@ -953,20 +1037,35 @@ def _shipped(cfg:ModelConfig, name:str)->str:
 # %% ../../nbs/1_ground/11_weights.ipynb #73b244c6
 def _source_shapes(o:Want)->list[tuple]:
     "A shape for each source of the way `o`: its `rows`, else as equal as they come"
-    stack = o.axis==0 and len(o.shape)==3 and (len(o.sources)>1 or bool(o.rows))
+    stack = (
+        o.axis==0
+        and len(o.shape)==3
+        and (len(o.sources)>1 or bool(o.rows)))
     frame,at = o.shape[1:] if stack else o.shape,o.axis
     n = len(o.sources)//(o.shape[0] if stack else 1)
     few = frame[at]//n
-    rows = o.rows[:n] or (frame[at]-few*(n-1),)+(few,)*(n-1)
-    return [(*frame[:at],rows[i%n],*frame[at+1:]) for i in range(len(o.sources))]
+    rows = (
+        o.rows[:n]
+        or (frame[at]-few*(n-1),)
+        +(few,)*(n-1))
+    return [
+        (
+            *frame[:at],
+            rows[i%n],
+            *frame[at+1:])
+        for i in range(len(o.sources))]
 
 def _sources(w:Want, like)->list[tuple]:
     """(name, shape) of each tensor that `w` is made of: as `like` has it, else in the way with the
     fewest tensors"""
     if like:
         o = _pick(like, w)[0]
-        return [(s,like.tensors[s].shape) for s in o.sources] if o else []
-    o = min((w,*w.alts), key=lambda o: (len(o.sources), o.transposed))
+        return (
+            [(s,like.tensors[s].shape) for s in o.sources] if o
+            else [])
+    o = min(
+        (w,*w.alts),
+        key=lambda o: (len(o.sources), o.transposed))
     return list(zip(o.sources, _source_shapes(o)))
 
 # %% ../../nbs/1_ground/11_weights.ipynb #100038dd
@@ -985,7 +1084,10 @@ def _format_of(name:str, shape, cfg, weights, like)->str:
         fmt = fmt(name) if callable(fmt) else fmt
     if fmt not in FORMATS or len(shape)<2:
         fmt = 'F32'
-    return 'BF16' if FORMATS[fmt].block<128 and shape[-1]%FORMATS[fmt].block else fmt
+    return (
+        'BF16'
+        if FORMATS[fmt].block<128 and shape[-1]%FORMATS[fmt].block
+        else fmt)
 
 def _made_up(name:str, fmt:str, shape, file, at:int)->TensorInfo:
     "A tensor without bytes, its parts one after the other from byte `at`"

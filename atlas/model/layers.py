@@ -23,7 +23,8 @@ from ..ops.vocabulary import Norm,Step
 def bind(root, name:str, value):
     "Set `root.a[0].b = value` for the name 'a.0.b', making plain nodes where there are none"
     *path,leaf = name.split('.')
-    for p in path: root = root[int(p)] if p.isdigit() else root.__dict__.setdefault(p, SimpleNamespace(bias=None))
+    for p in path:
+        root = root[int(p)] if p.isdigit() else root.__dict__.setdefault(p, SimpleNamespace(bias=None))
     setattr(root, leaf, value)
 
 # %% ../../nbs/4_model/01_layers.ipynb #0eed04e7
@@ -65,7 +66,8 @@ class Attention:
         sizes = (q*(1+a.gate), *[kv]*(len(names)-1))
         order = dict(order=_gate_first(a.num_heads, a.head_dim, sum(sizes[1:]))) if a.gate else {}
         ws = stack(dst+'qkv_proj', src, names, sizes, c.hidden_size, a.bias, **order) + stack(dst+'o_proj', src, ('o_proj',), (c.hidden_size,), q, a.o_bias)
-        if a.sinks: ws.append(vector(dst+'sinks', src+'sinks', a.num_heads))
+        if a.sinks:
+            ws.append(vector(dst+'sinks', src+'sinks', a.num_heads))
         if a.qk_norm!='none':
             ns = dict(q_norm=a.num_heads)|({} if a.q_only else dict(k_norm=a.num_kv_heads))
             ws += [norm(dst+n, src+n, a.head_dim*(h if a.qk_norm=='all' else 1), c) for n,h in ns.items()]
@@ -102,7 +104,9 @@ class DeltaNet:
     "Gated delta net (Yang et al. 2025) with a short convolution before and a gated norm after"
     def __init__(self, c:ModelConfig, i:int):
         self._c,self._i,self._d = c,i,c.delta
-        d = c.delta; self._z = d.num_v_heads*d.v_dim; self._qkv = 2*d.num_k_heads*d.k_dim+self._z
+        d = c.delta
+        self._z = d.num_v_heads*d.v_dim
+        self._qkv = 2*d.num_k_heads*d.k_dim+self._z
 
     def wants(self, dst, src):
         "As `Attention.wants`"
@@ -139,8 +143,10 @@ def decay(dst, src, n):
 class Mamba:
     "Mamba-2 (Dao & Gu 2024)"
     def __init__(self, c:ModelConfig, i:int):
-        m = c.mamba; self._c,self._i,self._m = c,i,m
-        self._inner = m.num_heads*m.head_dim; self._conv = self._inner+2*m.n_groups*m.state_dim
+        m = c.mamba
+        self._c,self._i,self._m = c,i,m
+        self._inner = m.num_heads*m.head_dim
+        self._conv = self._inner+2*m.n_groups*m.state_dim
 
     def wants(self, dst, src):
         "As `Attention.wants`"
@@ -204,7 +210,8 @@ def _bank(dst, n, base, E, rows, width, joint, order=None, pair=False):
     each = Want(dst, tuple(f'{base}{e}.{m}.weight' for e in range(E) for m in rows), shape, tuple(rows.values())*E)
     whole = dict(sources=(f'{base}{joint}',), shape=shape, order=order)
     alts = [Want(dst, **whole, transposed=t) for t in n.transposed]
-    if len(rows)>1: alts.append(Want(dst, tuple(f'{base}{m}' for m in rows), shape, tuple(rows.values()), axis=1))
+    if len(rows)>1:
+        alts.append(Want(dst, tuple(f'{base}{m}' for m in rows), shape, tuple(rows.values()), axis=1))
     return Want(each.name, each.sources, each.shape, each.rows, alts=tuple(alts), pair=pair)
 
 def _halves(I): return np.concatenate([np.arange(0, 2*I, 2), np.arange(1, 2*I, 2)])
@@ -227,14 +234,17 @@ class MoE:
         base,joint = src+'experts.','gate_up_proj' if c.gated else n.up
         ws = [Want(dst+'router.weight', (f'{src}{n.router}.weight',), (E,H), exact=True),
               _bank(dst+'experts.gate_up_proj', n, base, E, ins, H, joint, **order, pair=c.gated), _bank(dst+'experts.down_proj', n, base, E, {n.down:H}, I, 'down_proj')]
-        if m.router_bias: ws.append(vector(dst+'router.bias', f'{src}{n.router}.bias', E))
-        if m.correction: ws.append(vector(dst+'router.correction', src+n.correction, E))
+        if m.router_bias:
+            ws.append(vector(dst+'router.bias', f'{src}{n.router}.bias', E))
+        if m.correction:
+            ws.append(vector(dst+'router.correction', src+n.correction, E))
         return ws + self._bias_wants(dst, base, ins, n) + self._shared_wants(dst, src)
 
 # %% ../../nbs/4_model/01_layers.ipynb #5f11a2ff
 @patch
 def _bias_wants(self:MoE, dst, base, ins, n):
-    if not self.config.expert_bias: return []
+    if not self.config.expert_bias:
+        return []
     E,H = self.config.num_experts,self._c.hidden_size
     I = sum(ins.values())
     parts = Want(dst+'experts.gate_up_proj_bias', tuple(f'{base}{k}_bias' for k in ins), (E,I), tuple(ins.values()), axis=1, exact=True)
@@ -244,7 +254,8 @@ def _bias_wants(self:MoE, dst, base, ins, n):
 @patch
 def _shared_wants(self:MoE, dst, src):
     m,n = self.config,self._n
-    if not m.shared_size: return []
+    if not m.shared_size:
+        return []
     gate = [Want(dst+'shared_gate', (f'{src}{n.shared}_gate.weight',), (1,self._c.hidden_size), exact=True)] if m.shared_gate else []
     return self.shared.wants(dst+'shared.', f'{src}{n.shared}.') + gate
 
@@ -280,7 +291,8 @@ class Block:
     "Halves, one after the other"
     def __init__(self, c:ModelConfig, *halves:Half):
         self._c,self._halves = c,halves
-        for h in halves: setattr(self, h.attr, h.layer)
+        for h in halves:
+            setattr(self, h.attr, h.layer)
 
     def wants(self, dst, src):
         "The wants of its norms and layers"

@@ -88,13 +88,15 @@ def within(self:Media, start:int, n:int)->list: # Of each: the image, its rows, 
     out = []
     for image,rows in zip(self.images, self.rows):
         here = range(max(start, rows.start), min(start+n, rows.stop))
-        if here: out.append((image, rows, here))
+        if here:
+            out.append((image, rows, here))
     return out
 
 @patch
 def look(self:Media, start:int, n:int):
     "Look at images with rows among tokens `start..start+n-1`, if nobody has; or a `MemoryError`"
-    for image,*_ in self.within(start, n): image.features()
+    for image,*_ in self.within(start, n):
+        image.features()
 
 @patch
 def patches(self:Media,

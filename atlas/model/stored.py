@@ -43,28 +43,33 @@ class Store:
     def _differs(self, meta)->str|None:
         "What a file with `meta` is of, if it is of something else"
         was = meta.get('made_of')
-        if not isinstance(was, dict): return 'something else'
+        if not isinstance(was, dict):
+            return 'something else'
         keys = [k for k in {*was,*self.made_of} if was.get(k)!=self.made_of.get(k)]
         return f'other {" and ".join(sorted(keys))}' if keys else None
 
 # %% ../../nbs/4_model/13_stored.ipynb #95be936f
 def _modest():
     "Let others go first: this thread's processor time"
-    with suppress(OSError): os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 @patch
 def save(self:Store, model):
     """Write the weights of a `Decoder`, which is left alone meanwhile; what goes wrong is an
     `AtlasError`"""
-    try: self.path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e: raise AtlasError(f'{self.path.parent} cannot be made: {e.strerror}') from e
+    try:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise AtlasError(f'{self.path.parent} cannot be made: {e.strerror}') from e
     save_dict(self.path, model.weights(), dict(made_of=self.made_of), arrays_of(model.device),
         stop=self._stop.is_set, threads=2, start=_modest)
 
 @patch
 def save_beside(self:Store, model):
     "Write them in a thread, unless they come from the file; the log tells how that ended"
-    if self.fresh: return
+    if self.fresh:
+        return
     self._thread = threading.Thread(target=self._work, args=(model,), name='packed', daemon=True)
     self._thread.start()
 
@@ -72,21 +77,28 @@ def save_beside(self:Store, model):
 def _work(self:Store, model):
     _modest()
     start = perf_counter()
-    try: self.save(model)
-    except StoppedError: pass # the next start goes on
-    except AtlasError as e: _log.warning('The packed file is not kept: %s', e)
+    try:
+        self.save(model)
+    except StoppedError:
+        pass # the next start goes on
+    except AtlasError as e:
+        _log.warning('The packed file is not kept: %s', e)
     except RuntimeError:
         main = threading.main_thread()
         main.join(1) # pools take no more work a little before it ends
-        if main.is_alive(): raise # else this process ends
-    except Exception: _log.exception('The packed file is not kept')
-    else: _log.info('Packed weights are in %s, after %.1f s', self.path, perf_counter()-start)
+        if main.is_alive():
+            raise # else this process ends
+    except Exception:
+        _log.exception('The packed file is not kept')
+    else:
+        _log.info('Packed weights are in %s, after %.1f s', self.path, perf_counter()-start)
 
 # %% ../../nbs/4_model/13_stored.ipynb #24a7703c
 @patch
 def wait(self:Store):
     "Until the file is written"
-    if self._thread: self._thread.join()
+    if self._thread:
+        self._thread.join()
 
 @patch
 def stop(self:Store):
@@ -104,9 +116,12 @@ def load(self:Store,
     note=None, # Is told of each `Reading`
 )->dict|None: # None where there is no file, or one that will not do: the log says why
     "What `Decoder.bind` takes, from the file"
-    if not self.path.exists(): return None
-    try: return self._read(places, show, note)
-    except CheckpointError as e: self._refuse(e.msg)
+    if not self.path.exists():
+        return None
+    try:
+        return self._read(places, show, note)
+    except CheckpointError as e:
+        self._refuse(e.msg)
 
 @patch
 def _refuse(self:Store, why):
@@ -115,19 +130,23 @@ def _refuse(self:Store, why):
 @patch
 def _read(self:Store, places, show, note):
     with PackedFile(self.path) as f:
-        if why := self._differs(f.meta): return self._refuse(f'{self.path.name} is of {why}')
+        if why := self._differs(f.meta):
+            return self._refuse(f'{self.path.name} is of {why}')
         homes = {}
-        for parts,device,*_ in places: homes |= dict.fromkeys(parts, arrays_of(device))
+        for parts,device,*_ in places:
+            homes |= dict.fromkeys(parts, arrays_of(device))
         def part(name): return Want(name, (), ()).part
         def allocate(e): return homes[part(e.name)].empty(e.shape, TYPES[e.dtype])
         mine,lock = [n for n in f.names if part(n) in homes],threading.Lock()
         with progress(f.file.size, 'loading', show) as bar:
             def seen(n):
-                with lock: bar.update(n)
+                with lock:
+                    bar.update(n)
             ws = f.load(mine, homes[''], allocate=allocate, seen=seen)
         self.fresh = True
         self.readings.append(f.reading)
-        if note: note(f.reading)
+        if note:
+            note(f.reading)
         _log.info('Packed weights: %s', f.reading)
         return ws
 
@@ -136,8 +155,10 @@ def _read(self:Store, places, show, note):
 def usable(self:Store)->bool:
     "Is there a file of these weights?"
     try:
-        with PackedFile(self.path) as f: return self._differs(f.meta) is None
-    except CheckpointError: return False
+        with PackedFile(self.path) as f:
+            return self._differs(f.meta) is None
+    except CheckpointError:
+        return False
 
 @patch
 def reload(self:Store,
@@ -147,7 +168,8 @@ def reload(self:Store,
     """Fill the arrays of `model` from the file; a `CheckpointError` where it is not what they
     were, and then they are nothing"""
     with PackedFile(self.path) as f:
-        if why := self._differs(f.meta): raise f.bad(f'it is of {why}')
+        if why := self._differs(f.meta):
+            raise f.bad(f'it is of {why}')
         f.load(place=arrays_of(model.device), into=model.weights(), seen=seen)
         self.readings.append(f.reading)
         return f.reading.nbytes

@@ -21,13 +21,16 @@ def write_kv(
 ):
     "Store the keys and values of a step's rows in the cache"
     real = slots>=0
-    if not real.all(): k,v,slots = k[real],v[real],slots[real]
-    for x,pool in ((k,k_pool), (v,v_pool)): pool.reshape(-1, *pool.shape[2:])[slots] = x
+    if not real.all():
+        k,v,slots = k[real],v[real],slots[real]
+    for x,pool in ((k,k_pool), (v,v_pool)):
+        pool.reshape(-1, *pool.shape[2:])[slots] = x
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #90e27d47
 def _gather(pool, table, lo, n, length):
     "Positions lo..n-1 of a sequence as [n-lo, kv_heads, head_dim]; zeros from `length` on"
-    B = pool.shape[1]; b = lo//B
+    B = pool.shape[1]
+    b = lo//B
     x = pool[table[b:-(-n//B)]].reshape(-1, *pool.shape[2:])[lo-b*B:n-b*B]  # [n-lo,kv,d], of a copy
     x[length-lo:] = 0
     return x
@@ -37,13 +40,16 @@ def _attend(q, k, v, scale, mask=None, sink=None):
     "Softmax(q kᵀ · scale + mask) v, for each key head: q [kv,m,d], k and v [n,kv,d], mask [m,n], sink [kv,m] -> [kv,m,d]"
     s = q @ k.transpose(1,2,0)  # [kv,m,n]
     s *= scale
-    if mask is not None: s += mask
+    if mask is not None:
+        s += mask
     top = s.max(-1, keepdims=True)
-    if sink is not None: top = np.maximum(top, sink[...,None])
+    if sink is not None:
+        top = np.maximum(top, sink[...,None])
     s -= top
     np.exp(s, out=s)
     total = s.sum(-1, keepdims=True)
-    if sink is not None: total += np.exp(sink[...,None]-top)
+    if sink is not None:
+        total += np.exp(sink[...,None]-top)
     o = s @ v.transpose(1,0,2)  # [kv,m,d]
     o /= total
     return o
@@ -53,7 +59,8 @@ def _mask(pos, lo, n, window=None):
     "0 where key j of lo..n-1 is visible from `pos` [m], else -inf: [m,n-lo] float32"
     gap = np.asarray(pos)[:,None]-np.arange(lo, n)  # (m,n-lo)
     hidden = gap<0
-    if window is not None: hidden |= gap>=window
+    if window is not None:
+        hidden |= gap>=window
     return np.where(hidden, np.float32(-np.inf), np.float32(0))
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #dea541fd
@@ -95,16 +102,19 @@ def attention(
     sinks=None, # [heads]: one more logit for each head, without a value (gpt-oss)
 ): # As q
     "Softmax attention (Vaswani et al. 2017) of a step's rows over the paged cache, with grouped heads; float32"
-    if out is None: out = np.empty_like(q)
+    if out is None:
+        out = np.empty_like(q)
     one = _prefill_seq if tiled else _decode_seq
     r = 0
-    for table,start,n in zip(tables, starts, counts): r += one(out, q, r, k_pool, v_pool, table, int(start), int(n), scale, window, sinks)
+    for table,start,n in zip(tables, starts, counts):
+        r += one(out, q, r, k_pool, v_pool, table, int(start), int(n), scale, window, sinks)
     return out
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #c6d42700
 def _decode_seq(out, q, r, k_pool, v_pool, table, start, n, scale, window, sinks):
     "Rows r..r+n-1, one by one"
-    for i in range(n): out[r+i] = _decode_row(q[r+i], k_pool, v_pool, table, start+i, scale, window, sinks)
+    for i in range(n):
+        out[r+i] = _decode_row(q[r+i], k_pool, v_pool, table, start+i, scale, window, sinks)
     return n
 
 def _prefill_seq(out, q, r, k_pool, v_pool, table, start, n, scale, window, sinks):
@@ -125,18 +135,21 @@ def _cover(table, pool, n):
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #a2f3a1ff
 def _normed(x, w, a, eps):
     "Heads x [R,heads,d], each by itself or all of a row together, as `a.qk_norm` says"
-    if w is None: return x
+    if w is None:
+        return x
     by_head = a.qk_norm=='head'
     rows = x if by_head else x.reshape(len(x), -1)
     return rmsnorm(rows, w, eps).reshape(x.shape)
 
 def _normed_heads(qk, a, q_norm, k_norm, eps):
     "Queries and keys [R,heads,d], each with its norm"
-    if q_norm is None: return qk
+    if q_norm is None:
+        return qk
     n = a.num_heads
     q,k = qk[:,:n],qk[:,n:]
     q = _normed(q, q_norm, a, eps)
-    if not a.q_only: k = _normed(k, k_norm, a, eps)
+    if not a.q_only:
+        k = _normed(k, k_norm, a, eps)
     return np.concatenate([q,k], 1)
 
 def _heads(qkv, a, angles, q_norm, k_norm, eps):
@@ -145,9 +158,11 @@ def _heads(qkv, a, angles, q_norm, k_norm, eps):
     nq = a.num_heads
     n = nq+a.num_kv_heads*(not a.q_only)
     v = h[:,nq:n] if a.k_eq_v else h[:,n:]
-    if a.v_norm: v = rmsnorm(v, np.float32(1), eps)
+    if a.v_norm:
+        v = rmsnorm(v, np.float32(1), eps)
     qk = _normed_heads(h[:,:n], a, q_norm, k_norm, eps)
-    if angles is not None: qk = rope(qk, *angles)
+    if angles is not None:
+        qk = rope(qk, *angles)
     return qk[:,:nq],qk[:,nq:],v
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #dee99c07
@@ -167,11 +182,13 @@ def attend(
     "Attention of a step's rows over the cache, from projection to projection"
     n = a.num_heads*a.head_dim*a.gate
     q,k,v = _heads(qkv[:,n:], a, angles, q_norm, k_norm, eps)
-    if not a.q_only: write_kv(k, v, kv.k, kv.v, b.slots)
+    if not a.q_only:
+        write_kv(k, v, kv.k, kv.v, b.slots)
     where = b.tables,b.starts,b.counts,b.tiled
     o = attention(q, kv.k, kv.v, *where, scale, window, sinks=sinks)
     o = o.reshape(len(o), -1)
-    if a.gate: o *= sigmoid(qkv[:,:n])
+    if a.gate:
+        o *= sigmoid(qkv[:,:n])
     return o
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #76db3984
@@ -182,7 +199,8 @@ def full_attention(
     out=None, # As q
 ): # As q
     "Softmax attention in which every row sees every row; float32"
-    if out is None: out = np.empty_like(q)
+    if out is None:
+        out = np.empty_like(q)
     for i in range(0, len(q), TILE):
         s = slice(i, min(i+TILE, len(q)))
         out[s] = _by_row(_attend(_by_head(q[s], k.shape[1]), k, v, scale), s.stop-i)

@@ -47,7 +47,8 @@ def unit_inverse(
 ): # [h, n, n]
     "Inverse of I + A by forward substitution"
     T = np.broadcast_to(np.eye(A.shape[-1], dtype=A.dtype), A.shape).copy()
-    for i in range(1, A.shape[-1]): T[:,i,:i] = -(A[:,i,None,:i]@T[:,:i,:i])[:,0]
+    for i in range(1, A.shape[-1]):
+        T[:,i,:i] = -(A[:,i,None,:i]@T[:,:i,:i])[:,0]
     return T
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #0e5f46bb
@@ -77,8 +78,10 @@ def causal_conv(
     n,K = len(x),w.shape[1]
     seen = np.concatenate([tail, x])
     y = seen[:n]*w[:,0]
-    for i in range(1, K): y += seen[i:i+n]*w[:,i]
-    if bias is not None: y += bias
+    for i in range(1, K):
+        y += seen[i:i+n]*w[:,i]
+    if bias is not None:
+        y += bias
     return silu(y),seen
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #de2b2da2
@@ -103,11 +106,13 @@ def scan(
     out[:],per = 0,len(conv)//len(rec)
     for (r,n),start,i in zip(spans(starts, counts, tiled), starts, state_in):
         tail,S = conv[i],rec[i//per]
-        if not start: tail,S = np.zeros_like(tail),np.zeros_like(S)
+        if not start:
+            tail,S = np.zeros_like(tail),np.zeros_like(S)
         for a,b in _cuts(start, n, tiled):
             assert np.max(state_out[r+a:r+b-1], initial=-1)<0, 'a state to keep in the middle of a tile'
             out[r+a:r+b],tail,S = step(slice(r+a, r+b), (start+a)%TILE, tail, S)
-            if (keep := state_out[r+b-1])>=0: conv[keep],rec[keep//per] = tail,S
+            if (keep := state_out[r+b-1])>=0:
+                conv[keep],rec[keep//per] = tail,S
     return out
 
 def _cuts(start, n, tiled):
@@ -145,11 +150,14 @@ def gated_delta(
         y,seen = causal_conv(qkv[rows], conv_w, tail)
         q,k,v = _heads(y, kh, dk, vh)
         beta,g = sigmoid(ba[rows,:vh]),A*softplus(ba[rows,vh:]+dt_bias)
-        if tiled: o,S = in_tile(delta_chunk, at, S, q, k, v, beta, g)
-        else: o,S = delta_recurrent(q, k, v, beta, g, S)
+        if tiled:
+            o,S = in_tile(delta_chunk, at, S, q, k, v, beta, g)
+        else:
+            o,S = delta_recurrent(q, k, v, beta, g, S)
         o = rmsnorm(o, norm_w, eps)*act(z[rows]).reshape(o.shape)
         return o.reshape(-1, vh*dv),seen[len(y):],S
-    if out is None: out = np.empty((len(qkv), vh*dv), np.float32)
+    if out is None:
+        out = np.empty((len(qkv), vh*dv), np.float32)
     return scan(step, out, conv, rec, state_in, state_out, starts, counts, tiled)
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #45d97bf5

@@ -35,17 +35,20 @@ def spans(
 def _slabs(w, nbytes):
     "First row and float32 rows of each slab of the matrix `w`, in whatever format"
     n = max(1, nbytes//(4*w.shape[1]))
-    for i in range(0, len(w), n): yield i,decode_rows(w, i, min(i+n, len(w)))
+    for i in range(0, len(w), n):
+        yield i,decode_rows(w, i, min(i+n, len(w)))
 
 def _rows(x, w, out):
     "`out[r] = w @ x[r]`, a slab of `w` at a time, each row by itself"
     for i,slab in _slabs(w, _SLAB):
-        for xr,o in zip(x,out): np.dot(slab, xr, out=o[i:i+len(slab)])
+        for xr,o in zip(x,out):
+            np.dot(slab, xr, out=o[i:i+len(slab)])
 
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #659e76bf
 def _tiles(x, w, out):
     "`out[t] = x[t] @ w.T`, a slab of `w` at a time, each tile by itself"
-    for i,slab in _slabs(w, 4*_SLAB): np.matmul(x, slab.T, out=out[...,i:i+len(slab)])
+    for i,slab in _slabs(w, 4*_SLAB):
+        np.matmul(x, slab.T, out=out[...,i:i+len(slab)])
 
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #6a4d5fc9
 def linear(
@@ -56,16 +59,20 @@ def linear(
     out=None, # As the result: where to write; must not be `x`
 ): # [rows, out], or [tiles, TILE, out]
     "`x @ w.T (+ bias) (+ add)`; no row's bits depend on another row"
-    if out is None: out = np.empty((*x.shape[:-1], len(w)), np.float32)
+    if out is None:
+        out = np.empty((*x.shape[:-1], len(w)), np.float32)
     (_rows if x.ndim==2 else _tiles)(x, w, out)
-    if bias is not None: out += bias
-    if add is not None: out += add
+    if bias is not None:
+        out += bias
+    if add is not None:
+        out += add
     return out
 
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #a8f64d92
 def _times_sigmoid(x, y):
     "`x/(1+exp(-y))`: where exp overflows to inf the quotient is 0, as it should be"
-    with np.errstate(over='ignore'): d = np.exp(-y)
+    with np.errstate(over='ignore'):
+        d = np.exp(-y)
     d += 1
     return np.divide(x, d, out=d)
 
@@ -75,7 +82,8 @@ def silu(x): "`x` times its sigmoid"; return _times_sigmoid(x, x)
 def gelu_tanh(x):
     "GELU's approximation by tanh (Hendrycks & Gimpel 2016)"
     c = 2*(2/np.pi)**.5
-    with np.errstate(over='ignore'): y = x*(c+c*.044715*x*x)
+    with np.errstate(over='ignore'):
+        y = x*(c+c*.044715*x*x)
     return _times_sigmoid(x, y)
 
 def _swiglu_oai(g, u, limit):
@@ -121,19 +129,27 @@ def fused_linear(
         mean = parts.sum(-1)/group
         h = h/np.sqrt(mean+np.float32(eps)).repeat(group, -1)
     y = linear(h, w)
-    if extra is not None: y = np.concatenate([y, linear(h, extra)], -1)
-    if bias is not None: y += bias
-    if cap: y = np.float32(cap)*np.tanh(y/np.float32(cap))
-    if act: y = act_mul(y, act, limit)
-    if gate: y *= sigmoid(gate[0][...,gate[1],None])
-    if add is not None: y += add
+    if extra is not None:
+        y = np.concatenate([y, linear(h, extra)], -1)
+    if bias is not None:
+        y += bias
+    if cap:
+        y = np.float32(cap)*np.tanh(y/np.float32(cap))
+    if act:
+        y = act_mul(y, act, limit)
+    if gate:
+        y *= sigmoid(gate[0][...,gate[1],None])
+    if add is not None:
+        y += add
     return y
 
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #1c383bc5
 def embed(ids, w, out=None):
     "Rows `ids` [R] of the embedding `w` [vocab, hidden]: [R, hidden]"
-    if isinstance(w, np.ndarray): return np.take(w, ids, axis=0, out=out)
+    if isinstance(w, np.ndarray):
+        return np.take(w, ids, axis=0, out=out)
     r = take_rows(w, ids)
-    if out is None: return r
+    if out is None:
+        return r
     out[...] = r
     return out

@@ -60,7 +60,8 @@ def mamba2(
     out=None, # [R, I]
 ): # [R, I]; zeros in padding rows
     "A Mamba-2 layer between its projections (Dao & Gu 2024)"
-    nh,P,N = rec.shape[1:]; I = nh*P
+    nh,P,N = rec.shape[1:]
+    I = nh*P
     z,xbc,dt = np.split(zxbcdt, [I, 2*I+2*groups*N], axis=1)
     def step(rows, at, tail, S):
         y,seen = causal_conv(xbc[rows], conv_w, tail, conv_b)
@@ -71,5 +72,6 @@ def mamba2(
         Y = (Y+D[:,None]*X).reshape(-1, I)*silu(z[rows])
         Y = rmsnorm(Y.reshape(-1, groups, I//groups), norm_w.reshape(groups, -1), eps)
         return Y.reshape(-1, I),seen[len(y):],S
-    if out is None: out = np.empty((len(zxbcdt), I), np.float32)
+    if out is None:
+        out = np.empty((len(zxbcdt), I), np.float32)
     return scan(step, out, conv, rec, state_in, state_out, starts, counts, tiled)

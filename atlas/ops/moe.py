@@ -36,10 +36,14 @@ def route(
     order = np.argsort(-s if correction is None else -(s+correction), -1, kind='stable')  # stable: the lower id first; NaN last
     ids = np.ascontiguousarray(order[...,:top_k], np.int32)
     g = np.take_along_axis(s, ids, -1)
-    if score=='topk_softmax': g = _softmax(g)
-    elif renormalise: g /= g.sum(-1, keepdims=True)+1e-20  # sigmoids can all underflow to 0
-    if scaling!=1: g *= np.float32(scaling)
-    if per_expert is not None: g *= per_expert[ids]
+    if score=='topk_softmax':
+        g = _softmax(g)
+    elif renormalise:
+        g /= g.sum(-1, keepdims=True)+1e-20  # sigmoids can all underflow to 0
+    if scaling!=1:
+        g *= np.float32(scaling)
+    if per_expert is not None:
+        g *= per_expert[ids]
     return ids,g
 
 # %% ../../nbs/3_ops/moe/50_ops.moe.ipynb #9c601a3e
@@ -61,7 +65,8 @@ def experts(
     rows,k = x.reshape(-1, x.shape[-1]),ids.shape[-1]
     y,ids,weights = np.zeros(rows.shape, np.float32),ids.reshape(-1),weights.reshape(-1,1)
     order = np.argsort(ids, kind='stable')  # picks, by expert and then by row
-    if real is not None: order = order[np.reshape(real, -1)[order//k]]
+    if real is not None:
+        order = order[np.reshape(real, -1)[order//k]]
     used,first = np.unique(ids[order], return_index=True)
     of = lambda a, e: None if a is None else a[e]
     for e,picks in zip(map(int, used), np.split(order, first[1:])):

@@ -25,7 +25,8 @@ def _match(
         alike[i:] &= said[:n-i]==said[n-i]
         length += alike
     longest = length.max(initial=0)
-    if longest<least: return None
+    if longest<least:
+        return None
     best = np.flatnonzero(length==longest)
     return int(best[-1])
 
@@ -42,10 +43,12 @@ def ngram(
     shape = k,len(line)
     drafts = np.full(shape, -1, np.int32)
     for s,(i,e) in enumerate(zip(line, end)):
-        if i<0: continue
+        if i<0:
+            continue
         said = history[i,:e+1]
         p = _match(said, least, most)
-        if p is None: continue
+        if p is None:
+            continue
         found = said[p+1:p+1+k]
         drafts[:len(found),s] = found
     return drafts

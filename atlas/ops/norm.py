@@ -18,7 +18,8 @@ def rmsnorm(
     out:np.ndarray|None=None, # Where to write; may be `x`
 )->np.ndarray: # `[..., n]`
     "Root mean square normalisation over the last axis (Zhang & Sennrich 2019)"
-    if x.strides[-1]!=x.itemsize: x = np.ascontiguousarray(x)
+    if x.strides[-1]!=x.itemsize:
+        x = np.ascontiguousarray(x)
     r = np.sqrt(np.vecdot(x, x)/x.shape[-1] + eps)
     y = np.divide(x, r[...,None], out=out)
     return np.multiply(y, w, out=y)

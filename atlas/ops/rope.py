@@ -38,7 +38,8 @@ def _llama3(f, c):
 def _yarn(f, c):
     pair = lambda turns: c.dim*math.log(c.original_max/(2*math.pi*turns))/(2*math.log(c.theta))
     lo,hi = pair(c.beta_fast),pair(c.beta_slow)
-    if c.truncate: lo,hi = math.floor(lo),math.ceil(hi)
+    if c.truncate:
+        lo,hi = math.floor(lo),math.ceil(hi)
     lo,hi = max(lo, 0),min(hi, c.dim-1)
     return _mix(f, 1-np.clip((np.arange(c.dim//2)-lo)/max(hi-lo, .001), 0, 1), c.factor)
 
@@ -47,8 +48,10 @@ def attention_factor(
     c:RopeConfig
 )->float: # What cos and sin are multiplied by
     "Lengthening of rotated queries and keys: 1 but for yarn (Peng et al. 2023, §3.4)"
-    if c.kind!='yarn': return 1.
-    if c.attention_factor is not None: return c.attention_factor
+    if c.kind!='yarn':
+        return 1.
+    if c.attention_factor is not None:
+        return c.attention_factor
     return .1*math.log(c.factor)+1 if c.factor>1 else 1.
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #e77ec5be
@@ -83,7 +86,8 @@ def rope_table(
         angle = np.arange(i, min(i+_ROWS, n))[:,None]*f
         cos[i:i+_ROWS] = np.cos(angle)*a
         sin[i:i+_ROWS] = np.sin(angle)*a
-    with ThreadPoolExecutor(os.cpu_count()) as pool: list(pool.map(rows, range(0, n, _ROWS)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(rows, range(0, n, _ROWS)))
     return cos,sin
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #4713e014
@@ -92,7 +96,8 @@ def mrope_axes(
     n:int, # Pairs
 )->np.ndarray: # 0, 1 or 2 for each pair
     "Which of three positions each pair follows, dealt out in turn (Qwen3-VL)"
-    i = np.arange(n); a = i%3
+    i = np.arange(n)
+    a = i%3
     return np.where(i<3*np.array(sections)[a], a, 0)
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #c6a92374
@@ -103,7 +108,8 @@ def rope_angles(
     axes=None, # With three: which of them each pair follows, `[dim/2]`, as `mrope_axes` gives it
 ): # cos and sin for `rope`, `[R, 1, dim/2]` each
     "The table's rows for the positions of a step"
-    if pos.ndim==1: return cos[pos][:,None],sin[pos][:,None]
+    if pos.ndim==1:
+        return cos[pos][:,None],sin[pos][:,None]
     i = np.arange(cos.shape[-1])
     at = pos[axes].T  # (R, dim/2)
     return cos[at,i][:,None],sin[at,i][:,None]
@@ -117,8 +123,10 @@ def rope(
 )->np.ndarray: # `[..., heads, head_dim]`
     "Turn each pair `(x[i], x[i+dim/2])` by its angle (Su et al. 2021, pairs as in GPT-NeoX); elements from `dim` on pass unchanged"
     h = cos.shape[-1]
-    if out is None: out = np.empty_like(x)
-    if out is not x: out[...,2*h:] = x[...,2*h:]
+    if out is None:
+        out = np.empty_like(x)
+    if out is not x:
+        out[...,2*h:] = x[...,2*h:]
     a,b = x[...,:h],x[...,h:2*h]
     out[...,:h],out[...,h:2*h] = a*cos-b*sin,b*cos+a*sin
     return out

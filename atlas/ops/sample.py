@@ -70,19 +70,23 @@ class SampleState:
         self.seed = (int.from_bytes(os.urandom(8),'little') if seed is None else seed) & (2**64-1)
         self.params,self.position,self.in_prompt,self.counts,self.guide = params,0,None,None,guide
         self.ends = tuple(sorted({*(i for i in eos_ids if i<vocab_size and not params.ignore_eos), *params.stop_token_ids}))
-        if params.min_tokens and len(self.ends)>=vocab_size: raise RequestError('min_tokens bars every token of the vocabulary', param='min_tokens')
+        if params.min_tokens and len(self.ends)>=vocab_size:
+            raise RequestError('min_tokens bars every token of the vocabulary', param='min_tokens')
         if params.repetition_penalty!=1:
             self.in_prompt = np.zeros(vocab_size, bool)
             self.in_prompt[list(prompt)] = True
-        if params.repetition_penalty!=1 or params.presence_penalty or params.frequency_penalty: self.counts = np.zeros(vocab_size, np.int32)
+        if params.repetition_penalty!=1 or params.presence_penalty or params.frequency_penalty:
+            self.counts = np.zeros(vocab_size, np.int32)
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #c5f0e86c
 @patch
 def add(self:SampleState, id:int):
     "Note that `id` was committed to the output"
     self.position += 1
-    if self.counts is not None: self.counts[id] += 1
-    if self.guide is not None: self.guide.accept(id)
+    if self.counts is not None:
+        self.counts[id] += 1
+    if self.guide is not None:
+        self.guide.accept(id)
 
 @patch
 def row(self:SampleState)->RowParams:
@@ -94,8 +98,10 @@ def row(self:SampleState)->RowParams:
 def allowed(self:SampleState)->np.ndarray|None: # uint32 [ceil(V/32)]
     "Bits of the tokens that the guide lets come next; None: all"
     m = None if self.guide is None else self.guide.mask()
-    if m is None or self.position>=self.params.min_tokens or not self.ends: return m
-    bits = np.ones(32*len(m), bool); bits[list(self.ends)] = False
+    if m is None or self.position>=self.params.min_tokens or not self.ends:
+        return m
+    bits = np.ones(32*len(m), bool)
+    bits[list(self.ends)] = False
     left = m&np.packbits(bits, bitorder='little').view(np.uint32)
     return left if left.any() or not m.any() else self.guide.fail('min_tokens bars all that it allows')
 
@@ -107,12 +113,17 @@ def adjust(
     "Apply bias, barred tokens and penalties"
     p = r.params
     penal = r.counts is not None
-    if not (p.logit_bias or r.forbid or penal or r.allowed is not None): return x
+    if not (p.logit_bias or r.forbid or penal or r.allowed is not None):
+        return x
     x = x.copy()
-    if p.logit_bias: x[list(p.logit_bias)] += np.fromiter(p.logit_bias.values(), np.float32)
-    if r.forbid: x[list(r.forbid)] = -np.inf
-    if penal: _penalise(x, r)
-    if r.allowed is not None: x[~np.unpackbits(r.allowed.view(np.uint8), count=len(x), bitorder='little').view(bool)] = -np.inf
+    if p.logit_bias:
+        x[list(p.logit_bias)] += np.fromiter(p.logit_bias.values(), np.float32)
+    if r.forbid:
+        x[list(r.forbid)] = -np.inf
+    if penal:
+        _penalise(x, r)
+    if r.allowed is not None:
+        x[~np.unpackbits(r.allowed.view(np.uint8), count=len(x), bitorder='little').view(bool)] = -np.inf
     return x
 
 def _penalise(x, r):
@@ -133,7 +144,8 @@ def weights(
     "Probabilities up to a constant factor"
     d = x-x.max()
     with np.errstate(over='ignore', under='ignore'):
-        if temperature!=1: d /= np.float32(max(temperature,1e-30))
+        if temperature!=1:
+            d /= np.float32(max(temperature,1e-30))
         return np.exp(d,out=d)
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #dc80326a
@@ -170,9 +182,12 @@ def candidates(
         nonlocal w,ids
         keep = np.flatnonzero(w>=t)
         w,ids = w[keep], keep if ids is None else ids[keep]
-    if 0<params.top_k<len(w): cut(kth(w,params.top_k))
-    if params.top_p<1: cut(nucleus(w,params.top_p))
-    if params.min_p>0: cut(np.float32(params.min_p))
+    if 0<params.top_k<len(w):
+        cut(kth(w,params.top_k))
+    if params.top_p<1:
+        cut(nucleus(w,params.top_p))
+    if params.min_p>0:
+        cut(np.float32(params.min_p))
     return (np.arange(len(w)) if ids is None else ids), w
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #978669d7
@@ -217,8 +232,10 @@ def _pick(x, r):
     "One token for logits `x`, or -1"
     x = adjust(x, r)
     best = int(x.argmax())
-    if not np.isfinite(x[best]): return -1
-    if r.params.temperature==0: return best
+    if not np.isfinite(x[best]):
+        return -1
+    if r.params.temperature==0:
+        return best
     ids,w = candidates(x, r.params)
     return int(ids[draw(w, uniform(r.seed, r.position))])
 
@@ -226,7 +243,9 @@ def _report(x, id, k, out, i):
     "Log probabilities of `id` and of the `k` best, into line `i` of `out`"
     z = logsumexp(x)
     out.logprobs[i] = x[id]-z
-    if k: ids = top(x,k); out.top_ids[i,:len(ids)],out.top_logprobs[i,:len(ids)] = ids,x[ids]-z
+    if k:
+        ids = top(x,k)
+        out.top_ids[i,:len(ids)],out.top_logprobs[i,:len(ids)] = ids,x[ids]-z
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #b0ede8e9
 def sample(
@@ -237,7 +256,9 @@ def sample(
     R,K = len(rows),max((r.params.logprobs or 0 for r in rows), default=0)
     out = Sampled(np.full(R,-1,np.int32), np.full(R,np.nan,np.float32), np.full((R,K),-1,np.int32), np.full((R,K),np.nan,np.float32))
     for i,(x,r) in enumerate(zip(logits,rows,strict=True)):
-        if not (np.isfinite(x.min()) and np.isfinite(x.max())): continue
+        if not (np.isfinite(x.min()) and np.isfinite(x.max())):
+            continue
         out.ids[i] = id = _pick(x,r)
-        if id>=0 and r.params.logprobs is not None: _report(x, id, r.params.logprobs, out, i)
+        if id>=0 and r.params.logprobs is not None:
+            _report(x, id, r.params.logprobs, out, i)
     return out

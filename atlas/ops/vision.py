@@ -59,7 +59,8 @@ def erfc(
     x:np.ndarray, # Any shape
 )->np.ndarray: # float64, likewise
     "Complement of the error function; relative error below 1.2e-7 (Press et al., Numerical Recipes, §6.2)"
-    x = np.asarray(x, np.float64); z = abs(x)
+    x = np.asarray(x, np.float64)
+    z = abs(x)
     t = 1/(1+z/2)
     y = t*np.exp(np.polyval(_ERFC, t)-z*z)
     return np.where(x<0, 2-y, y)

@@ -48,7 +48,8 @@ class Step:
 
 def _tiles(s, x):
     "Rows [R,n] as products take them: the tiles of a prefill step apart"
-    if not s.b.tiled: return x
+    if not s.b.tiled:
+        return x
     return x.reshape(-1, TILE, x.shape[-1])
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #c1e5af70
@@ -114,8 +115,10 @@ def norm_add(
         other,its,own = beside
         x = normed(x, own, eps)+normed(other, its, eps)
     y = add+normed(x, w, eps)
-    if scale is None: scale = 1
-    if out is None: out = y
+    if scale is None:
+        scale = 1
+    if out is None:
+        out = y
     return np.multiply(y, scale, out=out)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #d0bdbac1
@@ -147,7 +150,8 @@ def project(
     y = fused_linear(rows, w.weight, extra=extra,
         bias=w.bias, **_options(norm))
     y = y.reshape(len(x), -1)
-    if add is not None: y += add
+    if add is not None:
+        y += add
     return y
 
 def mlp(
@@ -161,13 +165,15 @@ def mlp(
     x = _tiles(s, x)
     h = x if norm is None else normed(x, *norm)
     gate = None
-    if w.gate is not None: gate = fused_linear(h, w.gate),0
+    if w.gate is not None:
+        gate = fused_linear(h, w.gate),0
     up,down = w.up,w.down
     u = fused_linear(h, up.weight, bias=up.bias,
         act=w.act, limit=w.limit)
     y = fused_linear(u, down.weight, bias=down.bias, gate=gate)
     y = y.reshape(-1, h.shape[-1])
-    if add is not None: y += add
+    if add is not None:
+        y += add
     return y
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #0bf24da5
@@ -328,10 +334,12 @@ def likeliest(
 ): # [S] int32, -2 where a logit is not finite
     "The token with the largest logit of each row, that of the lowest column among equals"
     ids = logits.argmax(-1)
-    if names is not None: ids = names[ids]
+    if names is not None:
+        ids = names[ids]
     finite = np.isfinite(logits).all(-1)
     found = np.where(finite, ids, -2).astype(np.int32)
-    if out is None: return found
+    if out is None:
+        return found
     out[:] = found
     return out
 
@@ -347,7 +355,8 @@ def ngram(
 ): # [k, S] int32, -1 for none
     "What followed the last time that a sequence ended as it ends now"
     found = look_up(history, line, end, k, least, most)
-    if out is None: return found
+    if out is None:
+        return found
     out[:] = found
     return out
 
@@ -400,7 +409,8 @@ def moe(
     h = normed(x, *norm)
     seen = h if router_gain is None else normed(x, router_gain, norm.eps)
     picks = _picks(s, seen, w)
-    if s.routes is not None: s.routes.append(tuple(picks))
+    if s.routes is not None:
+        s.routes.append(tuple(picks))
     # padding picks experts too, and nobody wants their answer
     real = s.b.slots>=0 if s.b.tiled else None
     y = experts(
@@ -459,7 +469,8 @@ def weight_bytes(
     left_out = tuple(p for part,p in prefixes.items() if part not in parts)
     total = 0
     for name,t in tensors.items():
-        if name.startswith(left_out): continue
+        if name.startswith(left_out):
+            continue
         total += t.nbytes if packed else 4*math.prod(t.shape)
     return total
 

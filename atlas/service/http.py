@@ -28,7 +28,8 @@ from .protocol.chunks import error_body,plain_error_body
 try:
     import httptools
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-except ImportError: HttpToolsProtocol = None
+except ImportError:
+    HttpToolsProtocol = None
 
 # %% ../../nbs/7_service/08_http.ipynb #57e618d7
 @dataclass(frozen=True)
@@ -53,18 +54,23 @@ class Bounds:
 class Counted:
     "A transport that counts what is written to it"
     __slots__ = ('inner','written')
-    def __init__(self, inner): self.inner,self.written = inner,0
+    def __init__(self, inner):
+        self.inner,self.written = inner,0
     def __getattr__(self, name): return getattr(self.inner, name)
     def write(self, data):
-        if self.inner.is_closing(): return  # nobody reads it, and uvloop would raise
-        self.written += len(data); self.inner.write(data)
+        if self.inner.is_closing():
+            return  # nobody reads it, and uvloop would raise
+        self.written += len(data)
+        self.inner.write(data)
     @property
     def taken(self):
         "Bytes that the system has taken over from us"
         return self.written-self.inner.get_write_buffer_size()
     def reset(self):
         "Close it, and have the system forget what nobody takes"
-        with suppress(OSError,AttributeError), socket.socket(fileno=os.dup(self.inner.get_extra_info('socket').fileno())) as s:
+        with suppress(OSError,AttributeError), socket.socket(
+            fileno=os.dup(self.inner.get_extra_info('socket').fileno())
+        ) as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
         self.inner.abort()
 
@@ -79,12 +85,25 @@ class Careful:
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
         self.phase,self.since,self.heard = 'head',monotonic(),0.
-        self.raw = self.size = self.count = 0 # Bytes read and bytes recognised of a head or body; headers
-        self.taken,self.moved,self.full = 0,self.since,None # `full`: since when uvicorn has stopped to write
+        # Bytes read and bytes recognised of a head or body; headers
+        self.raw = self.size = self.count = 0
+        # `full`: since when uvicorn has stopped to write
+        self.taken = 0
+        self.moved = self.since
+        self.full = None
         self.reason = None # For `send_400_response`
-    def enter(self, phase): self.phase,self.since,self.raw,self.size,self.count = phase,self.heard or monotonic(),0,0,0
-    def pause_writing(self): self.full = monotonic(); super().pause_writing()
-    def resume_writing(self): self.full = None; super().resume_writing()
+    def enter(self, phase):
+        self.phase = phase
+        self.since = self.heard or monotonic()
+        self.raw = 0
+        self.size = 0
+        self.count = 0
+    def pause_writing(self):
+        self.full = monotonic()
+        super().pause_writing()
+    def resume_writing(self):
+        self.full = None
+        super().resume_writing()
     @property
     def answering(self): return self.cycle is not None and not self.cycle.response_complete
     def cycles(self): return [self.cycle] if self.answering else []
@@ -97,52 +116,81 @@ def connection_made(self:Careful, transport):
     if getattr(self.server_state, 'sweeping', None) is None:
         self.server_state.sweeping = self.loop.call_later(self.bounds.tick, self.sweep)
     over = len(self.connections)-self.bounds.connections
-    if over>self.bounds.refused: self.transport.abort()
-    elif over>0: self.refuse(503, 'There are too many connections', 'Try again in a moment', {'retry-after':'1'})
+    if over>self.bounds.refused:
+        self.transport.abort()
+    elif over>0:
+        self.refuse(
+            503, 'There are too many connections', 'Try again in a moment', {'retry-after':'1'})
 
 # %% ../../nbs/7_service/08_http.ipynb #1e9d3de6
 @patch
 def sweep(self:Careful):
     "Look at every connection of the server; again in a second, if there are any"
     now,state = monotonic(),self.server_state
-    state.sweeping = self.loop.call_later(self.bounds.tick, self.sweep) if self.connections else None
-    for c in list(self.connections): c.look(now)
+    state.sweeping = (
+        self.loop.call_later(self.bounds.tick, self.sweep)
+        if self.connections else None)
+    for c in list(self.connections):
+        c.look(now)
 
 # %% ../../nbs/7_service/08_http.ipynb #090f205a
 @patch
 def look(self:Careful, now):
     "Cut this connection if something took too long"
     b,t = self.bounds,self.transport
-    if (taken := t.taken)!=self.taken or taken==t.written: self.taken,self.moved = taken,now
-    if now-self.moved>b.write or (self.full and now-self.full>b.write): return t.reset()
-    if t.is_closing(): return
-    if self.phase=='linger': return t.abort() if now-self.since>b.linger else None
-    if self.phase=='head': self.late_head(now)
-    elif self.phase=='body': self.late_body(now)
+    if (taken := t.taken)!=self.taken or taken==t.written:
+        self.taken,self.moved = taken,now
+    if (
+            now-self.moved>b.write
+            or (self.full and now-self.full>b.write)
+    ):
+        return t.reset()
+    if t.is_closing():
+        return
+    if self.phase=='linger':
+        return t.abort() if now-self.since>b.linger else None
+    if self.phase=='head':
+        self.late_head(now)
+    elif self.phase=='body':
+        self.late_body(now)
 
 # %% ../../nbs/7_service/08_http.ipynb #807b54b2
 @patch
 def late_head(self:Careful, now):
     "Cut a connection whose next head does not come to its end"
-    if self.answering: self.since = now
-    elif now-self.since<=self.bounds.head: return
-    elif self.raw: self.refuse(408, f'The head of the request took longer than {self.bounds.head:g} s')
-    else: self.transport.close()
+    if self.answering:
+        self.since = now
+    elif now-self.since<=self.bounds.head:
+        return
+    elif self.raw:
+        self.refuse(408, f'The head of the request took longer than {self.bounds.head:g} s')
+    else:
+        self.transport.close()
 
 # %% ../../nbs/7_service/08_http.ipynb #0ac2f67d
 @patch
 def late_body(self:Careful, now):
     "Cut a connection whose body stays away, or drips"
     b = self.bounds
-    if not self.answering and self.size>max(b.body, 32<<20): return self.transport.abort()
-    if self.flow.read_paused: self.since += now-max(self.heard, self.since); self.heard = now; return
-    if now-self.heard>b.chunk or now-self.since>b.chunk+self.size/b.rate: self.refuse(408, 'The body of the request came too slowly')
+    if not self.answering and self.size>max(b.body, 32<<20):
+        return self.transport.abort()
+    if self.flow.read_paused:
+        self.since += now-max(self.heard, self.since)
+        self.heard = now
+        return
+    if (
+            now-self.heard>b.chunk
+            or now-self.since>b.chunk+self.size/b.rate
+    ):
+        self.refuse(408, 'The body of the request came too slowly')
 
 # %% ../../nbs/7_service/08_http.ipynb #d5f1fce1
 @patch
 def hang_up(self:Careful):
     "Tell every request of this connection that its client is gone"
-    for c in self.cycles(): c.disconnected = True; c.message_event.set()
+    for c in self.cycles():
+        c.disconnected = True
+        c.message_event.set()
 
 # %% ../../nbs/7_service/08_http.ipynb #6b5c94f0
 @patch
@@ -152,33 +200,46 @@ def connection_lost(self:Careful, exc):
     super(Careful, self).connection_lost(exc)
 
 # %% ../../nbs/7_service/08_http.ipynb #e5792d32
-_PHRASES = {400:'Bad Request', 408:'Request Timeout', 413:'Content Too Large', 414:'URI Too Long', 431:'Request Header Fields Too Large',
-    503:'Service Unavailable'}
+_PHRASES = {
+    400:'Bad Request', 408:'Request Timeout', 413:'Content Too Large', 414:'URI Too Long',
+    431:'Request Header Fields Too Large', 503:'Service Unavailable'}
 
 def _plain(status, message, hint='', headers=()):
     "A whole response, for a client that has not got as far as an application"
     e = AtlasError(message, hint)
     e.status,e.code = status,{503:'too_many_connections'}.get(status, 'bad_http')
     raw = json.dumps(error_body(e)).encode()
-    head = {'content-type':'application/json', 'content-length':len(raw), 'connection':'close', **dict(headers)}
-    lines = [f'HTTP/1.1 {status} {_PHRASES[status]}', *(f'{k}: {v}' for k,v in head.items()), '', '']
+    head = {
+        'content-type':'application/json', 'content-length':len(raw), 'connection':'close',
+        **dict(headers)}
+    lines = [
+        f'HTTP/1.1 {status} {_PHRASES[status]}',
+        *(f'{k}: {v}' for k,v in head.items()),
+        '', '']
     return '\r\n'.join(lines).encode()+raw
 
 # %% ../../nbs/7_service/08_http.ipynb #63c93d8d
 @patch
-def refuse(self:Careful, status:int, message:str, hint:str='', headers=()):
+def refuse(
+    self:Careful, status:int, message:str,
+    hint:str='', headers=()
+):
     "Tell the client why, and be done with it"
-    if self.phase=='linger': return
+    if self.phase=='linger':
+        return
     late = self.answering and (self.cycle.response_started or len(getattr(self, 'pipeline', ())))
     self.hang_up()
-    if late: return self.transport.abort()
+    if late:
+        return self.transport.abort()
     self.enter('linger')
     self.since = monotonic()  # and not since it was last heard: that may be long ago
     self._unset_keepalive_if_required()
     self.transport.write(_plain(status, message, hint, headers))
     self.flow.resume_reading()
-    if self.transport.can_write_eof(): self.transport.write_eof()
-    else: self.transport.close()
+    if self.transport.can_write_eof():
+        self.transport.write_eof()
+    else:
+        self.transport.close()
 
 # %% ../../nbs/7_service/08_http.ipynb #c3de8cff
 @patch
@@ -193,39 +254,68 @@ def data_received(self:Careful, data):
     self.heard = monotonic()
     if self.phase=='linger':
         self.size += len(data)
-        if self.size>max(self.bounds.body, 32<<20): self.transport.abort()
+        if self.size>max(self.bounds.body, 32<<20):
+            self.transport.abort()
         return
-    if self.phase=='rest': self.enter('head')
-    if self.phase=='head': self.raw += len(data)
+    if self.phase=='rest':
+        self.enter('head')
+    if self.phase=='head':
+        self.raw += len(data)
     super(Careful, self).data_received(data)
-    if self.phase=='head' and self.raw>self.bounds.header_bytes+self.bounds.line: self.refuse(431, 'The headers are too large')
+    if self.phase=='head' and self.raw>self.bounds.header_bytes+self.bounds.line:
+        self.refuse(431, 'The headers are too large')
 
 # %% ../../nbs/7_service/08_http.ipynb #7d496d8b
 class HttpTools(Careful, *([HttpToolsProtocol] if HttpToolsProtocol else [])):
     "uvicorn's fast protocol, with bounds"
     asked = () # Cycles of requests that have been read, some of them answered
-    def __init__(self, *args, **kw): super().__init__(*args, **kw); self.parser = Parser(self)
+    def __init__(
+        self, *args, **kw
+    ):
+        super().__init__(*args, **kw)
+        self.parser = Parser(self)
     def cycles(self): return [c for c in self.asked if not c.response_complete]
-    def no(self, *reason): self.reason = reason; raise Refusal(reason)
-    def on_message_begin(self): self.enter('head'); self.raw = 1; super().on_message_begin()
+    def no(self, *reason):
+        self.reason = reason
+        raise Refusal(reason)
+    def on_message_begin(self):
+        self.enter('head')
+        self.raw = 1
+        super().on_message_begin()
     def on_url(self, url):
         super().on_url(url)
-        if len(self.url)>self.bounds.line: self.no(414, f'The address is longer than {self.bounds.line:,} bytes')
+        if len(self.url)>self.bounds.line:
+            self.no(414, f'The address is longer than {self.bounds.line:,} bytes')
     def on_header(self, name, value):
-        self.count += 1; self.size += len(name)+len(value)+4
+        self.count += 1
+        self.size += len(name)+len(value)+4
         if self.size>self.bounds.header_bytes or self.count>self.bounds.headers:
-            self.no(431, f'The headers are more than {self.bounds.headers}, or larger than {self.bounds.header_bytes:,} bytes')
+            self.no(
+                431,
+                f'The headers are more than {self.bounds.headers}, or larger than '
+                f'{self.bounds.header_bytes:,} bytes')
         super().on_header(name, value)
     def on_headers_complete(self):
-        if len(self.pipeline)>=self.bounds.pipeline: self.no(400, 'Too many requests wait on one connection')
-        if self.parser.should_upgrade(): return self.parser.plain(self)
-        if m := _ABSOLUTE.match(self.url): self.headers[:] = [(b'host',m[1]), *(h for h in self.headers if h[0]!=b'host')]
-        self.enter('body'); super().on_headers_complete()
+        if len(self.pipeline)>=self.bounds.pipeline:
+            self.no(400, 'Too many requests wait on one connection')
+        if self.parser.should_upgrade():
+            return self.parser.plain(self)
+        if m := _ABSOLUTE.match(self.url):
+            self.headers[:] = [
+                (b'host',m[1]),
+                *(h for h in self.headers if h[0]!=b'host')]
+        self.enter('body')
+        super().on_headers_complete()
         self.asked = [*self.cycles(), self.cycle]
-        if self.pipeline: self.flow.resume_reading()  # or nobody would hear that the client left
-    def on_body(self, body): self.size += len(body); super().on_body(body)
+        if self.pipeline:
+            self.flow.resume_reading()  # or nobody would hear that the client left
+    def on_body(self, body):
+        self.size += len(body)
+        super().on_body(body)
     def on_message_complete(self):
-        if not self.parser.should_upgrade(): self.enter('rest'); super().on_message_complete()
+        if not self.parser.should_upgrade():
+            self.enter('rest')
+            super().on_message_complete()
 
 # An address with the server's name in it, which counts then and not `Host` (RFC 9112, 3.2.2)
 _ABSOLUTE = re.compile(rb'[a-z][a-z0-9+.-]*://([^/?#]*)', re.I)
@@ -233,23 +323,34 @@ _ABSOLUTE = re.compile(rb'[a-z][a-z0-9+.-]*://([^/?#]*)', re.I)
 # %% ../../nbs/7_service/08_http.ipynb #e548ad05
 def _without(name, value, what=b'upgrade'):
     "A line of a head; if it is about the connection, without that word"
-    if name==b'connection': value = b','.join(w for w in value.split(b',') if w.strip().lower()!=what)
+    if name==b'connection':
+        value = b','.join(
+            w for w in value.split(b',')
+            if w.strip().lower()!=what)
     return b'%s: %s'%(name, value)
 
 class Parser:
     "`httptools`' parser of requests, for which one that asks for another protocol is as any other"
-    def __init__(self, protocol): self.protocol,self.head = protocol,b''; self.begin()
+    def __init__(self, protocol):
+        self.protocol,self.head = protocol,b''
+        self.begin()
     def begin(self):
         self.inner = httptools.HttpRequestParser(self.protocol)
-        self.inner.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it: the first of two is answered
+        # as uvicorn has it: the first of two is answered
+        self.inner.set_dangerous_leniencies(lenient_data_after_close=True)
     def __getattr__(self, name): return getattr(self.inner, name)
     def plain(self, p):
         "Keep the head that was just read, without the wish"
-        if self.get_method()==b'CONNECT': p.no(400, 'This server is no proxy')
+        if self.get_method()==b'CONNECT':
+            p.no(400, 'This server is no proxy')
         first = b'%s %s HTTP/%s'%(self.get_method(), p.url, self.get_http_version().encode())
-        self.head = b'\r\n'.join([first, *(_without(*h) for h in p.headers if h[0]!=b'upgrade'), b'', b''])
+        self.head = b'\r\n'.join([
+            first,
+            *(_without(*h) for h in p.headers if h[0]!=b'upgrade'),
+            b'', b''])
     def feed_data(self, data):
-        try: self.inner.feed_data(data)
+        try:
+            self.inner.feed_data(data)
         except httptools.HttpParserUpgrade as e:
             self.begin()
             self.feed_data(self.head+data[e.args[0]:])
@@ -258,12 +359,15 @@ class Parser:
 class H11(Careful, H11Protocol):
     "uvicorn's portable protocol, with bounds"
     def data_received(self, data):
-        if self.phase=='body': self.size += len(data)
+        if self.phase=='body':
+            self.size += len(data)
         super().data_received(data)
-        if self.phase=='linger': return
+        if self.phase=='linger':
+            return
         state,waits = str(self.conn.their_state),self.conn.trailing_data[0]
         phase = 'body' if state=='SEND_BODY' else 'head' if state=='IDLE' and waits else 'rest'
-        if phase!=self.phase: self.enter(phase)
+        if phase!=self.phase:
+            self.enter(phase)
 
 # %% ../../nbs/7_service/08_http.ipynb #12dd5ca4
 def http_protocol(
@@ -285,7 +389,9 @@ def descriptors(
     if soft not in (resource.RLIM_INFINITY, hard) and soft<connections+spare:
         soft = int(min(connections+spare, most))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return connections if soft==resource.RLIM_INFINITY else max(1, min(connections, soft-min(spare, soft//2)))
+    if soft==resource.RLIM_INFINITY:
+        return connections
+    return max(1, min(connections, soft-min(spare, soft//2)))
 
 # %% ../../nbs/7_service/08_http.ipynb #5d9bd9ee
 class TLSError(ConfigError):
@@ -300,18 +406,29 @@ def tls_options(
 )->dict:
     "What uvicorn needs for TLS, after a look at the files"
     if not cert:
-        if key or ca: raise TLSError('A TLS key or authority was given without a certificate', hint='Give the certificate too')
+        if key or ca:
+            raise TLSError(
+                'A TLS key or authority was given without a certificate',
+                hint='Give the certificate too')
         return {}
     import ssl
     for f in filter(None, (cert,key,ca)):
-        if not Path(f).is_file(): raise TLSError(f'There is no file {f}')
+        if not Path(f).is_file():
+            raise TLSError(f'There is no file {f}')
     c = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try: c.load_cert_chain(cert, key, password=lambda: '')
+    try:
+        c.load_cert_chain(cert, key, password=lambda: '')
     except (ssl.SSLError,OSError,ValueError) as e:
-        raise TLSError(f'{cert} and {key or "its key"} are no pair that TLS can use: {getattr(e, "reason", None) or "unreadable"}') from None
-    try: c.load_verify_locations(ca) if ca else None
-    except (ssl.SSLError,OSError,ValueError): raise TLSError(f'{ca} has no certificates that TLS can use') from None
-    return dict(ssl_certfile=cert, ssl_keyfile=key) | (dict(ssl_ca_certs=ca, ssl_cert_reqs=ssl.CERT_REQUIRED) if ca else {})
+        raise TLSError(
+            f'{cert} and {key or "its key"} are no pair that TLS can use: '
+            f'{getattr(e, "reason", None) or "unreadable"}') from None
+    try:
+        c.load_verify_locations(ca) if ca else None
+    except (ssl.SSLError,OSError,ValueError):
+        raise TLSError(f'{ca} has no certificates that TLS can use') from None
+    return dict(ssl_certfile=cert, ssl_keyfile=key) | (
+        dict(ssl_ca_certs=ca, ssl_cert_reqs=ssl.CERT_REQUIRED) if ca
+        else {})
 
 # %% ../../nbs/7_service/08_http.ipynb #8bb19544
 def server_config(
@@ -324,9 +441,14 @@ def server_config(
 )->uvicorn.Config:
     "uvicorn's settings"
     quiet = dict(log_config=None, log_level='error', access_log=False, server_header=False)
-    ends = dict(timeout_keep_alive=max(1, math.ceil(bounds.idle)), timeout_graceful_shutdown=max(1, round(drain)))
+    ends = dict(
+        timeout_keep_alive=max(1, math.ceil(bounds.idle)),
+        timeout_graceful_shutdown=max(1, round(drain)))
     most = dict(h11_max_incomplete_event_size=bounds.header_bytes+bounds.line)
-    return uvicorn.Config(app, **dict(http=http_protocol(bounds, kind), ws='none', proxy_headers=False) | quiet | ends | most | (tls or {}) | kw)
+    return uvicorn.Config(
+        app,
+        **dict(http=http_protocol(bounds, kind), ws='none', proxy_headers=False)
+        | quiet | ends | most | (tls or {}) | kw)
 
 # %% ../../nbs/7_service/08_http.ipynb #7eb785dd
 class InsecureError(ConfigError):
@@ -336,19 +458,28 @@ class InsecureError(ConfigError):
 # %% ../../nbs/7_service/08_http.ipynb #e1e342e6
 def loopback(host:str)->bool:
     "Does this address only lead to this machine?"
-    try: found = socket.getaddrinfo(host or '0.0.0.0', None, type=socket.SOCK_STREAM)
-    except OSError: return False
-    return bool(found) and all(ipaddress.ip_address(a[4][0].partition('%')[0]).is_loopback for a in found)
+    try:
+        found = socket.getaddrinfo(host or '0.0.0.0', None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return (
+        bool(found)
+        and all(
+            ipaddress.ip_address(a[4][0].partition('%')[0]).is_loopback
+            for a in found))
 
 # %% ../../nbs/7_service/08_http.ipynb #d3d7232f
 def check_bind(host:str, keys, insecure:bool=False):
     "Refuse to listen for strangers without a key"
     if not (keys or insecure or loopback(host)):
-        raise InsecureError(f'{host} can be reached from other machines, and no API key is set',
-            hint='Set ATLAS_API_KEY, or give --api-key-file or --api-key; --insecure serves everyone')
+        raise InsecureError(
+            f'{host} can be reached from other machines, and no API key is set',
+            hint='Set ATLAS_API_KEY, or give --api-key-file or --api-key; --insecure serves '
+            'everyone')
 
 # %% ../../nbs/7_service/08_http.ipynb #0e9d52e8
-def _digest(key): return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()
+def _digest(key):
+    return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()
 
 def key_salt(key:bytes)->str:
     "What stands for an API key where prompts of different keys are kept apart"
@@ -360,16 +491,22 @@ class Keys:
         self.known = []
         for i,(key,what) in enumerate(roles.items(), 1):
             role,_,name = what.partition(' ')
-            if role not in ('user','admin'): raise ConfigError(f'{role[:20]!r} is no role of an API key', hint='Use user or admin')
-            if len(key)<1 or re.search(r'\s|[^\x21-\x7e]', key): raise ConfigError('An API key is empty, or has characters that a header cannot hold')
+            if role not in ('user','admin'):
+                raise ConfigError(
+                    f'{role[:20]!r} is no role of an API key', hint='Use user or admin')
+            if len(key)<1 or re.search(r'\s|[^\x21-\x7e]', key):
+                raise ConfigError(
+                    'An API key is empty, or has characters that a header cannot hold')
             self.known.append((_digest(key), role, name.strip() or f'{role}-{i}'))
     def __bool__(self): return bool(self.known)
-    def __repr__(self): return 'Keys('+', '.join(f'{name}: {role}' for _,role,name in self.known)+')'
+    def __repr__(self):
+        return 'Keys('+', '.join(f'{name}: {role}' for _,role,name in self.known)+')'
     def find(self, given:bytes)->tuple[str,str]|None:
         "Name and role of a key, in the same time for every key"
         d,found = _digest(given),None
         for known,role,name in self.known:
-            if hmac.compare_digest(known, d): found = name,role
+            if hmac.compare_digest(known, d):
+                found = name,role
         return found
 
 # %% ../../nbs/7_service/08_http.ipynb #4602e246
@@ -381,29 +518,55 @@ def read_keys(
     "All keys that were given; empty if there are none"
     roles = {}
     for name,role in (('ATLAS_API_KEY','user'), ('ATLAS_ADMIN_KEY','admin')):
-        roles |= {k.strip():role for k in env.get(name, '').split(',') if k.strip()}
+        roles |= {
+            k.strip():role
+            for k in env.get(name, '').split(',')
+            if k.strip()}
     roles = {k:'user' for k in given}|roles
-    try: lines = Path(path).read_text(encoding='utf-8').splitlines() if path else []
-    except (OSError,UnicodeDecodeError) as e: raise ConfigError(f'The key file {path} cannot be read: {getattr(e, "strerror", None) or "it is not text"}') from None
+    try:
+        lines = Path(path).read_text(encoding='utf-8').splitlines() if path else []
+    except (OSError,UnicodeDecodeError) as e:
+        raise ConfigError(
+            f'The key file {path} cannot be read: '
+            f'{getattr(e, "strerror", None) or "it is not text"}') from None
     for l in (l.strip() for l in lines):
-        if not l or l[0]=='#': continue
-        role,key,name = [*(l.split(None, 2) if l.split()[0] in ('user','admin') else ['user',*l.split(None, 1)]), '', ''][:3]
+        if not l or l[0]=='#':
+            continue
+        role,key,name = [
+            *(
+                l.split(None, 2)
+                if l.split()[0] in ('user','admin')
+                else ['user',*l.split(None, 1)]),
+            '', ''][:3]
         roles[key] = f'{role} {name}'
-    if path and not any(l.strip() and l.strip()[0]!='#' for l in lines): raise ConfigError(f'The key file {path} has no keys', hint='Write one on each line')
-    if path and os.name=='posix' and Path(path).stat().st_mode&0o077: logging.getLogger('atlas').warning('Other users of this machine may read %s: chmod 600 it', path)
+    if (
+            path
+            and not any(
+                l.strip() and l.strip()[0]!='#'
+                for l in lines)
+    ):
+        raise ConfigError(f'The key file {path} has no keys', hint='Write one on each line')
+    if path and os.name=='posix' and Path(path).stat().st_mode&0o077:
+        logging.getLogger('atlas').warning(
+            'Other users of this machine may read %s: chmod 600 it', path)
     return Keys(roles)
 
 # %% ../../nbs/7_service/08_http.ipynb #1fd475a0
 class Rate:
     "At most so many requests a minute from each"
-    def __init__(self, per_minute:int, clock=monotonic, most:int=10_000): self.n,self.clock,self.most,self.buckets = per_minute,clock,most,OrderedDict()
+    def __init__(self, per_minute:int, clock=monotonic, most:int=10_000):
+        self.n = per_minute
+        self.clock = clock
+        self.most = most
+        self.buckets = OrderedDict()
     def wait(self, who)->float:
         "Count a request of `who`; seconds until it may come, 0 for now"
         now = self.clock()
         left,at = self.buckets.pop(who, (self.n, now))
         left = min(self.n, left+(now-at)*self.n/60)
         self.buckets[who] = (left-1 if left>=1 else left, now)
-        if len(self.buckets)>self.most: self.buckets.popitem(last=False)
+        if len(self.buckets)>self.most:
+            self.buckets.popitem(last=False)
         return 0. if left>=1 else (1-left)*60/self.n
 
 # %% ../../nbs/7_service/08_http.ipynb #7975a412
@@ -424,7 +587,9 @@ class Rules:
     def __post_init__(self):
         for o in self.origins:
             if o!='*' and not re.fullmatch(r'[a-z][a-z0-9+.-]*://[^/\sA-Z?#@]+', o):
-                raise ConfigError(f'{o[:100]!r} is no origin of a web page', hint='Write it as browsers do, such as https://chat.example.com')
+                raise ConfigError(
+                    f'{o[:100]!r} is no origin of a web page',
+                    hint='Write it as browsers do, such as https://chat.example.com')
     def needs_admin(self, path:str, method:str='')->bool:
         "Is this path, or this method of it, for admins?"
         below = tuple(a for a in self.admin if a.endswith('/'))
@@ -438,23 +603,37 @@ def host_names(
 )->tuple[str,...]:
     "Names that requests may use for a server on this address"
     for n in more:
-        if n!='*' and not _host(n.encode()): raise ConfigError(f'{n[:100]!r} is no name of a host', hint='Write it without https:// and path, such as chat.example.com')
-    names = ['localhost','127.0.0.1','::1', *('*' if n=='*' else _host(n.encode()) for n in more)]
-    if not loopback(host): names += [host, socket.gethostname(), socket.gethostname()+'.local', socket.getfqdn()]
-    if host in ('','0.0.0.0','::'): names.append('ip')
+        if n!='*' and not _host(n.encode()):
+            raise ConfigError(
+                f'{n[:100]!r} is no name of a host',
+                hint='Write it without https:// and path, such as chat.example.com')
+    names = [
+        'localhost','127.0.0.1','::1',
+        *('*' if n=='*' else _host(n.encode()) for n in more)]
+    if not loopback(host):
+        names += [host, socket.gethostname(), socket.gethostname()+'.local', socket.getfqdn()]
+    if host in ('','0.0.0.0','::'):
+        names.append('ip')
     return tuple(dict.fromkeys(n.lower().strip('[]') for n in names if n))
 
 def _host(raw:bytes)->str:
     "The name in a Host header, without its port and in its usual spelling; '' if it is none"
     text = raw.decode('latin-1').strip()
-    if _is_ip(text): return str(ipaddress.ip_address(text))
+    if _is_ip(text):
+        return str(ipaddress.ip_address(text))
     m = re.fullmatch(r'(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+))(?::\d{0,5})?', text)
-    if not m or m[1] and not _is_ip(m[1]): return ''
-    return str(ipaddress.ip_address(m[1])) if m[1] else m[2].lower().rstrip('.')
+    if not m or m[1] and not _is_ip(m[1]):
+        return ''
+    if m[1]:
+        return str(ipaddress.ip_address(m[1]))
+    return m[2].lower().rstrip('.')
 
 def _is_ip(name):
-    try: ipaddress.ip_address(name); return True
-    except ValueError: return False
+    try:
+        ipaddress.ip_address(name)
+        return True
+    except ValueError:
+        return False
 
 # %% ../../nbs/7_service/08_http.ipynb #e7b38022
 class UnknownKeyError(RequestError):
@@ -472,12 +651,14 @@ class RateError(RequestError):
 class TooLargeError(RequestError):
     "A body above the cap"
     status,code = 413,'body_too_large'
-    def __init__(self, cap): super().__init__(f'The body is larger than {cap:,} bytes', hint='Send less')
+    def __init__(self, cap):
+        super().__init__(f'The body is larger than {cap:,} bytes', hint='Send less')
 
 # %% ../../nbs/7_service/08_http.ipynb #0b9ee2a5
 def refusal(path:str, e:AtlasError)->dict:
     "An error in the shape of the API that `path` belongs to"
-    if re.match(r'/api/', path): return plain_error_body(e)
+    if re.match(r'/api/', path):
+        return plain_error_body(e)
     return anthropic.error_body(e) if re.match(r'/v1/messages(/|$)', path) else error_body(e)
 
 # %% ../../nbs/7_service/08_http.ipynb #a0ae7a65
@@ -488,52 +669,69 @@ class BadHeaderError(RequestError):
 # %% ../../nbs/7_service/08_http.ipynb #4e87afe3
 class Headers:
     "Headers, by name"
-    def __init__(self, raw): self.raw = raw
+    def __init__(self, raw):
+        self.raw = raw
     def all(self, name): return [v for k,v in self.raw if k==name]
     def one(self, name):
         "The only value of a header; None if it is not there"
         got = self.all(name)
-        if len(got)>1: raise BadHeaderError(f'The header {name.decode()} is there more than once')
+        if len(got)>1:
+            raise BadHeaderError(f'The header {name.decode()} is there more than once')
         return got[0] if got else None
 
 # %% ../../nbs/7_service/08_http.ipynb #411194c5
 class Guard:
     "An ASGI layer that lets through what the rules allow"
-    def __init__(self, app, rules:Rules=Rules()): self.app,self.rules = app,rules
+    def __init__(self, app, rules:Rules=Rules()):
+        self.app,self.rules = app,rules
     async def __call__(self, scope, receive, send):
-        if scope['type']!='http': return await self.app(scope, receive, send)
+        if scope['type']!='http':
+            return await self.app(scope, receive, send)
         h = Headers(scope['headers'])
         send,started = self.dress(h, send)
         try:
             self.check_host(scope, h)
-            if scope['method']=='OPTIONS' and h.one(b'access-control-request-method') is not None: return await self.preflight(h, send)
+            if scope['method']=='OPTIONS' and h.one(b'access-control-request-method') is not None:
+                return await self.preflight(h, send)
             who = self.check_key(scope, h)
             self.check_rate(scope, who)
             if isinstance(who, UnknownKeyError):
                 page = scope['path'] in self.rules.pages
-                if not page or scope['method'] not in ('GET','HEAD'): raise who
+                if not page or scope['method'] not in ('GET','HEAD'):
+                    raise who
                 send = _with_status(send, 401)
             await self.app(scope, self.capped(h, receive), send)
         except (UnknownKeyError,RightsError,HostError,RateError,TooLargeError,BadHeaderError) as e:
-            if started: raise
+            if started:
+                raise
             await reply(send, e.status, refusal(scope['path'], e), _why_headers(e))
 
 # %% ../../nbs/7_service/08_http.ipynb #b5309746
 def _with_status(send, status):
     "Another status for whatever is sent"
-    async def other(m): await send(m|dict(status=status) if m['type']=='http.response.start' else m)
+    async def other(m): await send(
+        m|dict(status=status) if m['type']=='http.response.start'
+        else m)
     return other
 
 def _why_headers(e):
     "Headers that belong to a refusal"
-    if isinstance(e, UnknownKeyError): return {'www-authenticate':'Bearer'}
-    return {'retry-after':str(max(1, math.ceil(e.wait)))} if isinstance(e, RateError) else {}
+    if isinstance(e, UnknownKeyError):
+        return {'www-authenticate':'Bearer'}
+    if isinstance(e, RateError):
+        return {'retry-after':str(max(1, math.ceil(e.wait)))}
+    return {}
 
 async def reply(send, status, body, headers):
     "A whole answer"
     raw = json.dumps(body).encode()
     head = {'content-type':'application/json', 'content-length':str(len(raw))} | headers
-    await send(dict(type='http.response.start', status=status, headers=[(k.encode(), v.encode()) for k,v in head.items()]))
+    await send(
+        dict(
+            type='http.response.start', status=status,
+            headers=[
+                (k.encode(), v.encode())
+                for k,v in head.items()]))
     await send(dict(type='http.response.body', body=raw))
 
 # %% ../../nbs/7_service/08_http.ipynb #2c2d27c8
@@ -541,27 +739,43 @@ async def reply(send, status, body, headers):
 def check_host(self:Guard, scope, h):
     "Refuse a name that is not ours"
     raw,names = h.one(b'host'),self.rules.hosts
-    if raw is None and scope['http_version']!='1.0': raise BadHeaderError('The request has no Host header')
-    if '*' in names or raw is None or (name := _host(raw)) in names or ('ip' in names and _is_ip(name)): return
-    raise HostError(f'This server does not go by the name {name[:100] or "it was called"!r}', hint='Start it with --allowed-host to add one')
+    if raw is None and scope['http_version']!='1.0':
+        raise BadHeaderError('The request has no Host header')
+    if (
+            '*' in names or raw is None
+            or (name := _host(raw)) in names
+            or ('ip' in names and _is_ip(name))
+    ):
+        return
+    raise HostError(
+        f'This server does not go by the name {name[:100] or "it was called"!r}',
+        hint='Start it with --allowed-host to add one')
 
 # %% ../../nbs/7_service/08_http.ipynb #0faf9166
 @patch
 def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
     "(name, role) of whoever asks; None if nobody needs to say, an error to raise if they are unknown"
     path,keys = scope['path'],self.rules.keys
-    if not keys: return None
+    if not keys:
+        return None
     auth,given = h.one(b'authorization'),h.one(b'x-api-key')
-    if auth and auth[:7].lower()==b'bearer ': given = auth[7:].strip()
+    if auth and auth[:7].lower()==b'bearer ':
+        given = auth[7:].strip()
     if path in self.rules.public:
         who = keys.find(given) if given else None
         scope['atlas.stranger'] = who is None
         return who
-    if not given: return UnknownKeyError('This server needs an API key', hint='Send it as Authorization: Bearer KEY')
+    if not given:
+        return UnknownKeyError(
+            'This server needs an API key', hint='Send it as Authorization: Bearer KEY')
     who = keys.find(given)
-    if who is None: return UnknownKeyError('This API key is not known')
+    if who is None:
+        return UnknownKeyError('This API key is not known')
     scope['atlas.role'] = who[1]
-    if self.rules.needs_admin(path, scope['method']) and who[1]!='admin': raise RightsError('This needs the key of an admin', hint='ATLAS_ADMIN_KEY sets one where the server starts')
+    if self.rules.needs_admin(path, scope['method']) and who[1]!='admin':
+        raise RightsError(
+            'This needs the key of an admin',
+            hint='ATLAS_ADMIN_KEY sets one where the server starts')
     scope['atlas.salt'] = key_salt(given)
     return who
 
@@ -569,11 +783,18 @@ def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
 @patch
 def check_rate(self:Guard, scope, who):
     "Count a request, or say when it may come"
-    if isinstance(who, UnknownKeyError): who = None
+    if isinstance(who, UnknownKeyError):
+        who = None
     scope['atlas.user'] = who[0] if who else None
-    if not self.rules.rate or scope['path'] in self.rules.public: return
-    if wait := self.rules.rate.wait(who[0] if who else (scope.get('client') or ('',))[0]):
-        e = RateError(f'There were more than {self.rules.rate.n} requests within a minute', hint=f'Try again in {math.ceil(wait)} s')
+    if not self.rules.rate or scope['path'] in self.rules.public:
+        return
+    if wait := self.rules.rate.wait(
+        who[0] if who
+        else (scope.get('client') or ('',))[0]
+    ):
+        e = RateError(
+            f'There were more than {self.rules.rate.n} requests within a minute',
+            hint=f'Try again in {math.ceil(wait)} s')
         e.wait = wait
         raise e
 
@@ -582,29 +803,40 @@ def check_rate(self:Guard, scope, who):
 def capped(self:Guard, h, receive):
     "`receive`, which ends with an error where the body passes the cap"
     cap,got,declared = self.rules.body,0,h.one(b'content-length')
-    if declared is not None and (not declared.isdigit() or len(declared)>18): raise BadHeaderError('The length of the body is not a number')
-    if declared is not None and h.one(b'transfer-encoding') is not None: raise BadHeaderError('The body has two lengths')
-    if int(declared or 0)>cap: raise TooLargeError(cap)
+    if declared is not None and (not declared.isdigit() or len(declared)>18):
+        raise BadHeaderError('The length of the body is not a number')
+    if declared is not None and h.one(b'transfer-encoding') is not None:
+        raise BadHeaderError('The body has two lengths')
+    if int(declared or 0)>cap:
+        raise TooLargeError(cap)
     async def counted():
         nonlocal got
         m = await receive()
         got += len(m.get('body', b''))
-        if got>cap: raise TooLargeError(cap)
+        if got>cap:
+            raise TooLargeError(cap)
         return m
     return counted
 
 # %% ../../nbs/7_service/08_http.ipynb #0adbb73c
-_safe = ((b'x-content-type-options',b'nosniff'), (b'referrer-policy',b'no-referrer'), (b'x-frame-options',b'DENY'), (b'cache-control',b'no-store'))
+_safe = (
+    (b'x-content-type-options',b'nosniff'), (b'referrer-policy',b'no-referrer'),
+    (b'x-frame-options',b'DENY'), (b'cache-control',b'no-store'))
 _shown = b'x-request-id, retry-after, x-atlas-warning' # Headers that a page may read
 
 @patch
 def cors(self:Guard, h)->list:
     "Headers that let a web page read the answer; none for most"
     origin,ok = (h.all(b'origin') or [b''])[0],self.rules.origins
-    if not ok: return [(b'cross-origin-resource-policy',b'same-origin')]
-    if '*' in ok: return [(b'access-control-allow-origin',b'*'), (b'access-control-expose-headers',_shown)]
-    if origin.decode('latin-1') not in ok: return [(b'vary',b'Origin')]
-    return [(b'access-control-allow-origin',origin), (b'access-control-expose-headers',_shown), (b'vary',b'Origin')]
+    if not ok:
+        return [(b'cross-origin-resource-policy',b'same-origin')]
+    if '*' in ok:
+        return [(b'access-control-allow-origin',b'*'), (b'access-control-expose-headers',_shown)]
+    if origin.decode('latin-1') not in ok:
+        return [(b'vary',b'Origin')]
+    return [
+        (b'access-control-allow-origin',origin), (b'access-control-expose-headers',_shown),
+        (b'vary',b'Origin')]
 
 # %% ../../nbs/7_service/08_http.ipynb #a6954962
 @patch
@@ -615,7 +847,10 @@ def dress(self:Guard, h, send):
         if m['type']=='http.response.start':
             started.append(True)
             have = {k.lower() for k,_ in m.get('headers', ())}
-            m = m|dict(headers=[*m.get('headers', ()), *((k,v) for k,v in more if k not in have)])
+            m = m|dict(
+                headers=[
+                    *m.get('headers', ()),
+                    *((k,v) for k,v in more if k not in have)])
         await send(m)
     return dressed,started
 
@@ -624,9 +859,14 @@ def dress(self:Guard, h, send):
 async def preflight(self:Guard, h, send):
     "A browser asks whether a page may ask"
     if not any(k==b'access-control-allow-origin' for k,_ in self.cors(h)):
-        raise RightsError('This server answers no other web pages', hint='--cors-origin names those that it should')
+        raise RightsError(
+            'This server answers no other web pages',
+            hint='--cors-origin names those that it should')
     asked = h.one(b'access-control-request-headers') or b'authorization, content-type'
-    if not re.fullmatch(rb"[\w!#$%&'*+.^`|~, -]{0,2000}", asked): raise BadHeaderError('The headers that a page wants to send have impossible names')
-    yes = [(b'access-control-allow-methods',b'GET, POST, DELETE'), (b'access-control-max-age',b'600'), (b'access-control-allow-headers',asked)]
+    if not re.fullmatch(rb"[\w!#$%&'*+.^`|~, -]{0,2000}", asked):
+        raise BadHeaderError('The headers that a page wants to send have impossible names')
+    yes = [
+        (b'access-control-allow-methods',b'GET, POST, DELETE'),
+        (b'access-control-max-age',b'600'), (b'access-control-allow-headers',asked)]
     await send(dict(type='http.response.start', status=204, headers=yes))
     await send(dict(type='http.response.body', body=b''))

@@ -21,67 +21,100 @@ class Sink:
         most:int=10_000, # Lines that may wait
     ):
         self.stream,self.lost,self.q = stream or sys.stderr,0,queue.Queue(most)
-        try: self.fd = self.stream.fileno()
-        except (OSError,ValueError,AttributeError): self.fd = None
+        try:
+            self.fd = self.stream.fileno()
+        except (OSError,ValueError,AttributeError):
+            self.fd = None
         self.thread = threading.Thread(target=self._work, name='atlas-log', daemon=True)
         self.thread.start()
     def put(self, line:str):
         "Take a line; never waits"
-        try: self.q.put_nowait(line)
-        except queue.Full: self.lost += 1
+        try:
+            self.q.put_nowait(line)
+        except queue.Full:
+            self.lost += 1
     def _write(self, text):
-        if self.fd is None: self.stream.write(text); self.stream.flush(); return
+        if self.fd is None:
+            self.stream.write(text)
+            self.stream.flush()
+            return
         raw = memoryview(text.encode('utf-8', 'backslashreplace'))
-        while raw: raw = raw[os.write(self.fd, raw):]
+        while raw:
+            raw = raw[os.write(self.fd, raw):]
     def _work(self):
         while (line := self.q.get()) is not None:
-            try: self._write(line+'\n')
-            except (OSError,ValueError): self.lost += 1
-            finally: self.q.task_done()
+            try:
+                self._write(line+'\n')
+            except (OSError,ValueError):
+                self.lost += 1
+            finally:
+                self.q.task_done()
         self.q.task_done()
     def close(self, seconds:float=1.):
         "Write what waits, but not for longer than `seconds`"
-        try: self.q.put(None, timeout=seconds)
-        except queue.Full: return
+        try:
+            self.q.put(None, timeout=seconds)
+        except queue.Full:
+            return
         self.thread.join(seconds)
 
 # %% ../../nbs/7_service/10_log.ipynb #0b701e9f
-TEXTS = frozenset('messages prompt content text input output body reasoning arguments system tools completion headers authorization key api_key'.split()) # Never logged
+TEXTS = frozenset(
+    'messages prompt content text input output body reasoning arguments system tools '
+    'completion headers authorization key api_key'.split()) # Never logged
 
-_UNSEEN = re.compile('[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]') # Control characters, ends of lines, and changes of direction
+# Control characters, ends of lines, and changes of direction
+_UNSEEN = re.compile('[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
 
 def _seen(text, keep=''):
     "`text` with escapes for what cannot be seen, but for the characters in `keep`"
-    return _UNSEEN.sub(lambda m: m[0] if m[0] in keep else m[0].encode('unicode_escape').decode(), text)
+    return _UNSEEN.sub(
+        lambda m: m[0] if m[0] in keep else m[0].encode('unicode_escape').decode(),
+        text)
 
 def _quiet(logger, name, d):
     "Drop what may be somebody's words, cut what is long, and show what cannot be seen"
-    for k in TEXTS & d.keys(): d[k] = '…'
+    for k in TEXTS & d.keys():
+        d[k] = '…'
     for k,v in d.items():
-        if not isinstance(v, str): continue
-        if len(v)>2000 and k not in ('exception','event'): v = v[:2000]+'…'
+        if not isinstance(v, str):
+            continue
+        if len(v)>2000 and k not in ('exception','event'):
+            v = v[:2000]+'…'
         d[k] = _seen(v, '\n\t' if k=='exception' else '')
     return d
 
 # %% ../../nbs/7_service/10_log.ipynb #b9985088
 class _Line:
     "What structlog writes to"
-    def __init__(self, sink): self.sink = sink
+    def __init__(self, sink):
+        self.sink = sink
     def msg(self, line): self.sink.put(line)
     debug = info = warning = error = critical = exception = log = fatal = msg
 
 def _for_people(logger, name, d):
     "What is always the same goes to the end, and what says nothing goes"
     for k in ('client','request_id'):
-        if k in d: d[k] = d.pop(k)
-    return {k:v for k,v in d.items() if v not in (None, '') and not (k.endswith('_tokens') and not v)}
+        if k in d:
+            d[k] = d.pop(k)
+    return {
+        k:v for k,v in d.items()
+        if v not in (None, '') and not (k.endswith('_tokens') and not v)}
 
 def _processors(json, colors):
     p = structlog.processors
-    def shared(*time, **kw): return [structlog.contextvars.merge_contextvars, p.add_log_level, p.TimeStamper(*time, key='time', **kw), p.format_exc_info, _quiet]
-    if json: return [*shared('iso'), p.JSONRenderer(default=str, ensure_ascii=False)]
-    return [*shared('%H:%M:%S', utc=False), _for_people,
-        structlog.dev.ConsoleRenderer(pad_event_to=8, colors=colors, sort_keys=False, timestamp_key='time', exception_formatter=structlog.dev.plain_traceback)]
+    def shared(*time, **kw):
+        return [
+            structlog.contextvars.merge_contextvars, p.add_log_level,
+            p.TimeStamper(*time, key='time', **kw),
+            p.format_exc_info, _quiet]
+    if json:
+        return [*shared('iso'), p.JSONRenderer(default=str, ensure_ascii=False)]
+    return [
+        *shared('%H:%M:%S', utc=False), _for_people,
+        structlog.dev.ConsoleRenderer(
+            pad_event_to=8, colors=colors, sort_keys=False, timestamp_key='time',
+            exception_formatter=structlog.dev.plain_traceback)]
 
 # %% ../../nbs/7_service/10_log.ipynb #dd3c99bc
 class _Bridge(logging.Handler):
@@ -89,8 +122,12 @@ class _Bridge(logging.Handler):
     def emit(self, record):
         try:
             kw = dict(exc_info=record.exc_info) if record.exc_info else {}
-            getattr(structlog.get_logger(), record.levelname.lower(), structlog.get_logger().info)(record.getMessage(), logger=record.name, **kw)
-        except Exception: self.sink.lost += 1
+            getattr(
+                structlog.get_logger(), record.levelname.lower(),
+                structlog.get_logger().info
+            )(record.getMessage(), logger=record.name, **kw)
+        except Exception:
+            self.sink.lost += 1
 
 # %% ../../nbs/7_service/10_log.ipynb #90488644
 def configure(
@@ -102,8 +139,10 @@ def configure(
     stream = stream or sys.stderr
     person = getattr(stream, 'isatty', lambda: False)()
     sink,n = Sink(stream),logging.getLevelNamesMapping()[level.upper()]
-    structlog.configure(processors=_processors(format=='json' or (format=='auto' and not person), person),
-        wrapper_class=structlog.make_filtering_bound_logger(n), logger_factory=lambda *a: _Line(sink), cache_logger_on_first_use=False)
+    structlog.configure(
+        processors=_processors(format=='json' or (format=='auto' and not person), person),
+        wrapper_class=structlog.make_filtering_bound_logger(n),
+        logger_factory=lambda *a: _Line(sink), cache_logger_on_first_use=False)
     h = _Bridge(n)
     h.sink = sink
     for name in LOGGERS:
@@ -127,11 +166,15 @@ def note(scope, **kw):
 # %% ../../nbs/7_service/10_log.ipynb #42d06f78
 class Access:
     "An ASGI layer, the outermost: an id for every request, and a line when it has ended"
-    def __init__(self, app, clock=perf_counter): self.app,self.clock = app,clock
+    def __init__(self, app, clock=perf_counter):
+        self.app,self.clock = app,clock
     async def __call__(self, scope, receive, send):
-        if scope['type']!='http': return await self.app(scope, receive, send)
+        if scope['type']!='http':
+            return await self.app(scope, receive, send)
         rid,start,status = request_id(scope),self.clock(),None
-        scope['headers'] = [*((k,v) for k,v in scope['headers'] if k!=b'x-request-id'), (b'x-request-id',rid)]
+        scope['headers'] = [
+            *((k,v) for k,v in scope['headers'] if k!=b'x-request-id'),
+            (b'x-request-id',rid)]
         notes = scope.setdefault('atlas.note', {})
         structlog.contextvars.bind_contextvars(request_id=rid.decode())
         async def reply(m):
@@ -139,17 +182,31 @@ class Access:
             if m['type']=='http.response.start':
                 status,hs = m['status'],m.get('headers', ())
                 have = {k.lower() for k,_ in hs}
-                m = m|dict(headers=[*hs, *((k,rid) for k in (b'x-request-id',b'request-id') if k not in have)])
+                m = m|dict(
+                    headers=[
+                        *hs,
+                        *((k,rid) for k in (b'x-request-id',b'request-id') if k not in have)])
             await send(m)
-        try: await self.app(scope, receive, reply)
-        finally: self.line(scope, status, notes, self.clock()-start)
+        try:
+            await self.app(scope, receive, reply)
+        finally:
+            self.line(scope, status, notes, self.clock()-start)
 
 # %% ../../nbs/7_service/10_log.ipynb #2f9d7975
 @patch
 def line(self:Access, scope, status, notes, seconds):
     "Log an ended request"
     log,path = structlog.get_logger(),scope['path'][:200]
-    say = log.debug if path in ('/health','/metrics') else log.error if (status or 499)>=500 and status not in (501,503) else log.info
+    if path in ('/health','/metrics'):
+        say = log.debug
+    elif (status or 499)>=500 and status not in (501,503):
+        say = log.error
+    else:
+        say = log.info
     client = (scope.get('client') or ('',))[0]
     user = dict(user=scope['atlas.user']) if scope.get('atlas.user') else {}
-    say('request', method=scope['method'][:16], path=path, status=status or 499, seconds=round(seconds, 4), client=client, **user, **notes)
+    say(
+        'request', method=scope['method'][:16],
+        path=path, status=status or 499,
+        seconds=round(seconds, 4), client=client, **user,
+        **notes)

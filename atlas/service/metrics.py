@@ -18,12 +18,19 @@ from prometheus_client import CollectorRegistry,ProcessCollector,generate_latest
 from prometheus_client.core import CounterMetricFamily,GaugeMetricFamily,HistogramMetricFamily
 
 # %% ../../nbs/7_service/09_metrics.ipynb #49cae999
-def _ladder(low, high): return [round(b*10.**e, 3) for e in range(low, high) for b in (1,2,5)]
+def _ladder(low, high):
+    return [
+        round(b*10.**e, 3)
+        for e in range(low, high)
+        for b in (1,2,5)]
 BUCKETS,SIZES = _ladder(-3, 3),_ladder(0, 6) # Seconds; tokens
 
 class Times:
     "A histogram of seconds, or of what `bounds` are bounds of"
-    def __init__(self, bounds:list=BUCKETS): self.bounds,self.counts,self.sum = bounds,[0]*(len(bounds)+1),0.
+    def __init__(self, bounds:list=BUCKETS):
+        self.bounds = bounds
+        self.counts = [0]*(len(bounds)+1)
+        self.sum = 0.
     def observe(self,
         seconds:float,
         n:int=1, # So many times
@@ -36,7 +43,8 @@ class Times:
         "Pairs of a bound and how many were not above it"
         total,out = 0,[]
         for b,n in zip([*self.bounds,float('inf')], self.counts):
-            total += n; out.append((str(float(b)).replace('inf', '+Inf'), total))
+            total += n
+            out.append((str(float(b)).replace('inf', '+Inf'), total))
         return out
 
 # %% ../../nbs/7_service/09_metrics.ipynb #5bee0002
@@ -44,14 +52,16 @@ class Speed:
     "Things a second, of late"
     def __init__(self,
         span:float=3., # Seconds after which a thing counts a third
-    ): self.span,self.sum,self.at = span,0.,0.
+    ):
+        self.span,self.sum,self.at = span,0.,0.
     def add(self, n:int, now:float):
         "`n` things came at the time `now`, of `perf_counter`"
         self.sum = n+self.sum*exp((self.at-now)/self.span)
         self.at = now
     def rate(self, now:float|None=None)->float:
         "Things a second; None: as of now"
-        if now is None: now = perf_counter()
+        if now is None:
+            now = perf_counter()
         return self.sum*exp(min(0, self.at-now)/self.span)/self.span
 
 
@@ -66,9 +76,12 @@ _times = dict(
     request_inference_time_seconds='From the admission of a request to its last token',
     e2e_request_latency_seconds='From the arrival of a request to its end',
     grammar_compile_seconds='To check the grammar of a request')
-_sizes = dict(request_prompt_tokens='Tokens of the prompt of a request', request_generation_tokens='Tokens of the answer to a request')
+_sizes = dict(
+    request_prompt_tokens='Tokens of the prompt of a request',
+    request_generation_tokens='Tokens of the answer to a request')
 _counts = dict(
-    prompt_tokens='Tokens of prompts', prompt_tokens_cached='Tokens of prompts that a cache supplied',
+    prompt_tokens='Tokens of prompts',
+    prompt_tokens_cached='Tokens of prompts that a cache supplied',
     generation_tokens='Tokens of answers', reasoning_tokens='Tokens of answers spent thinking',
     requests_submitted='Requests given to the engine; each ends once in request_success')
 _by = dict( # Label, what it is, and the label's values that are known
@@ -83,10 +96,14 @@ _by = dict( # Label, what it is, and the label's values that are known
 class ModelMetrics:
     "What is counted for one model"
     def __init__(self):
-        for k in _times: setattr(self, k, Times())
-        for k in _sizes: setattr(self, k, Times(SIZES))
-        for k in _counts: setattr(self, k, 0)
-        for k in _by: setattr(self, k, Counter())
+        for k in _times:
+            setattr(self, k, Times())
+        for k in _sizes:
+            setattr(self, k, Times(SIZES))
+        for k in _counts:
+            setattr(self, k, 0)
+        for k in _by:
+            setattr(self, k, Counter())
         self.speed = Speed() # Of its answers, in tokens a second
 
 # %% ../../nbs/7_service/09_metrics.ipynb #93df1978
@@ -116,10 +133,15 @@ def tokens(self:Stopwatch,
 ):
     "`k` more tokens are here"
     now,m = perf_counter(),self.m
-    self.n += k; m.generation_tokens += k
+    self.n += k
+    m.generation_tokens += k
     m.speed.add(k, now)
-    if self.first is None: self.begin(now, waited); self.last = now; k -= 1
-    if k: m.inter_token_latency_seconds.observe((now-self.last)/k, k)
+    if self.first is None:
+        self.begin(now, waited)
+        self.last = now
+        k -= 1
+    if k:
+        m.inter_token_latency_seconds.observe((now-self.last)/k, k)
     self.last = now
 
 # %% ../../nbs/7_service/09_metrics.ipynb #cf312e62
@@ -131,19 +153,23 @@ def end(self:Stopwatch, reason:str):
     m.e2e_request_latency_seconds.observe(perf_counter()-self.start)
     m.request_prompt_tokens.observe(self.prompt)
     m.request_generation_tokens.observe(self.n)
-    if not self.n: return
+    if not self.n:
+        return
     m.request_decode_time_seconds.observe(self.last-self.first)
     m.request_inference_time_seconds.observe(self.last-self.start-self.queue)
-    if self.n>1: m.request_time_per_output_token_seconds.observe((self.last-self.first)/(self.n-1))
+    if self.n>1:
+        m.request_time_per_output_token_seconds.observe((self.last-self.first)/(self.n-1))
 
 # %% ../../nbs/7_service/09_metrics.ipynb #e6a13a7c
 _engine = dict(
-    num_requests_running='Requests that the engine is working on', num_requests_waiting='Requests that wait for the engine',
+    num_requests_running='Requests that the engine is working on',
+    num_requests_waiting='Requests that wait for the engine',
     max_num_seqs='Requests that it works on at the same time, at most',
     kv_cache_usage_perc='Share of the KV cache in use, from 0 to 1',
     num_preemptions_total='Requests that had to give their place to another',
     corrupted_requests_total='Requests failed because logits were not finite',
-    prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache', prefix_cache_hits_total='Prompt tokens that it had',
+    prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache',
+    prefix_cache_hits_total='Prompt tokens that it had',
     kv_blocks_live='Blocks of the KV cache that requests use',
     kv_blocks_lent='Blocks whose memory was given back, for it was short',
     prefix_cache_blocks='Blocks of the KV cache that the prefix cache keeps',
@@ -158,13 +184,16 @@ _engine = dict(
     kv_spill_errors_total='Times that it could not be written or read',
     kv_spill_dropped_total='Blocks and states that it did not take: it was busy, or has no room',
     kv_spill_evictions_total='Those that left it for newer ones',
-    spec_decode_num_drafts_total='Times that tokens were drafted', spec_decode_num_draft_tokens_total='Tokens drafted',
-    spec_decode_num_accepted_tokens_total='Drafted tokens that were accepted, those behind an answer\'s end too',
+    spec_decode_num_drafts_total='Times that tokens were drafted',
+    spec_decode_num_draft_tokens_total='Tokens drafted',
+    spec_decode_num_accepted_tokens_total='Drafted tokens that were accepted, those behind an '
+    'answer\'s end too',
     spec_decode_invalid_total='Drafts left out because their logits were not finite',
     spec_decode_drafts='Tokens to draft in a step, as it is now',
     spec_decode_changes_total='Times that this number was changed',
     spec_decode_probes_total='Times that another number was tried',
-    guide_seconds_total='Seconds spent on masks of grammars', prefill_tokens_total='Prompt tokens computed', steps_total='Steps of the engine',
+    guide_seconds_total='Seconds spent on masks of grammars',
+    prefill_tokens_total='Prompt tokens computed', steps_total='Steps of the engine',
     jit_after_ready_total='Kernels compiled after the engine was ready',
     roofline='What decode steps reach of what the bytes that they move allow, from 0 to 1',
     decode_bytes_total='Bytes that steps which only decoded had to move',
@@ -188,7 +217,8 @@ class Metrics:
         self.process.register(self)
     def of(self, name:str)->ModelMetrics:
         "The counts of one model"
-        if name not in self.by_model: self.by_model[name] = ModelMetrics()
+        if name not in self.by_model:
+            self.by_model[name] = ModelMetrics()
         return self.by_model[name]
     def text(self)->bytes:
         "Prometheus's text format"
@@ -199,29 +229,42 @@ class Metrics:
 @patch
 def collect(self:Metrics):
     "Every number, for Prometheus"
-    for u in self.models.upstreams: self.of(u.name)
+    for u in self.models.upstreams:
+        self.of(u.name)
     ms = self.by_model.items()
     for k,doc in (_times|_sizes).items():
         f = HistogramMetricFamily(f'atlas:{k}', doc, labels=['model_name'])
-        for name,m in ms: f.add_metric([name], getattr(m, k).buckets, getattr(m, k).sum)
+        for name,m in ms:
+            f.add_metric([name], getattr(m, k).buckets, getattr(m, k).sum)
         yield f
     for k,doc in _counts.items():
         f = CounterMetricFamily(f'atlas:{k}', doc, labels=['model_name'])
-        for name,m in ms: f.add_metric([name], getattr(m, k))
+        for name,m in ms:
+            f.add_metric([name], getattr(m, k))
         yield f
     for k,(label,doc,known) in _by.items():
         f = CounterMetricFamily(f'atlas:{k}', doc, labels=['model_name',label])
         for name,m in ms:
-            for v,n in (dict.fromkeys(known, 0)|getattr(m, k)).items(): f.add_metric([name,v], n)
+            for v,n in (
+                dict.fromkeys(known, 0)|getattr(m, k)
+            ).items():
+                f.add_metric([name,v], n)
         yield f
-    f = GaugeMetricFamily('atlas:generation_tokens_per_second', 'Tokens of answers a second, of late', labels=['model_name'])
-    for name,m in ms: f.add_metric([name], m.speed.rate())
+    f = GaugeMetricFamily(
+        'atlas:generation_tokens_per_second', 'Tokens of answers a second, of late',
+        labels=['model_name'])
+    for name,m in ms:
+        f.add_metric([name], m.speed.rate())
     yield f
-    yield from self._engines(); yield from self._states(); yield from self._cards()
+    yield from self._engines()
+    yield from self._states()
+    yield from self._cards()
     yield from upstream_families(getattr(self.models, 'backends', ()))
     yield from fallback_family(getattr(self.models, 'fallbacks', None))
-    f = CounterMetricFamily('atlas:http_requests', 'HTTP requests', labels=['method','handler','status'])
-    for k,n in self.http.items(): f.add_metric(list(k), n)
+    f = CounterMetricFamily(
+        'atlas:http_requests', 'HTTP requests', labels=['method','handler','status'])
+    for k,n in self.http.items():
+        f.add_metric(list(k), n)
     yield f
 
 # %% ../../nbs/7_service/09_metrics.ipynb #93bbbf86
@@ -237,39 +280,66 @@ def _engines(self:Metrics):
     for k,doc in _engine.items():
         f = _family(k, doc)
         for name,s in said:
-            if isinstance(s.get(k), int|float): f.add_metric([name], s[k])
-        if f.samples: yield f
+            if isinstance(s.get(k), int|float):
+                f.add_metric([name], s[k])
+        if f.samples:
+            yield f
     for k,doc in _by_position.items():
         f = _family(k, doc, 'position')
         for name,s in said:
             at = s.get(k) or {}
-            for i,v in at.items(): f.add_metric([name,str(i)], v)
-        if f.samples: yield f
-    f = GaugeMetricFamily('atlas:num_requests_waiting_by_reason', 'Requests that wait for the engine, by what they wait for', labels=['model_name','reason'])
-    for name,s in said: f.add_metric([name,'capacity'], s.get('num_requests_waiting', 0))  # there is no other
+            for i,v in at.items():
+                f.add_metric([name,str(i)], v)
+        if f.samples:
+            yield f
+    f = GaugeMetricFamily(
+        'atlas:num_requests_waiting_by_reason',
+        'Requests that wait for the engine, by what they wait for',
+        labels=['model_name','reason'])
+    for name,s in said:
+        f.add_metric([name,'capacity'], s.get('num_requests_waiting', 0))  # there is no other
     yield f
 
 # %% ../../nbs/7_service/09_metrics.ipynb #753e04ca
 @patch
 def _states(self:Metrics):
     "The state of each model, its load and its restarts"
-    state = GaugeMetricFamily('atlas:model_state', 'Is the model in this state?', labels=['model_name','state'])
-    load = GaugeMetricFamily('atlas:model_load_seconds', 'Seconds that a stage of the last load took', labels=['model_name','stage'])
-    parts = GaugeMetricFamily('atlas:model_startup_seconds', 'Seconds of the last start, as the worker divides them', labels=['model_name','stage'])
-    read = GaugeMetricFamily('atlas:model_startup_bytes', 'Bytes of weights that the last start read', labels=['model_name'])
-    rate = GaugeMetricFamily('atlas:model_startup_bytes_per_second', 'At which rate', labels=['model_name'])
-    again = CounterMetricFamily('atlas:model_restarts', 'Times that a worker had to be started anew', labels=['model_name'])
-    given = GaugeMetricFamily('atlas:model_sleep_bytes', 'Bytes that a model gave back when it last went to sleep', labels=['model_name'])
-    took = GaugeMetricFamily('atlas:model_sleep_seconds', 'Seconds that it took to go to sleep, or to wake', labels=['model_name','what'])
+    state = GaugeMetricFamily(
+        'atlas:model_state', 'Is the model in this state?', labels=['model_name','state'])
+    load = GaugeMetricFamily(
+        'atlas:model_load_seconds', 'Seconds that a stage of the last load took',
+        labels=['model_name','stage'])
+    parts = GaugeMetricFamily(
+        'atlas:model_startup_seconds', 'Seconds of the last start, as the worker divides them',
+        labels=['model_name','stage'])
+    read = GaugeMetricFamily(
+        'atlas:model_startup_bytes', 'Bytes of weights that the last start read',
+        labels=['model_name'])
+    rate = GaugeMetricFamily(
+        'atlas:model_startup_bytes_per_second', 'At which rate', labels=['model_name'])
+    again = CounterMetricFamily(
+        'atlas:model_restarts', 'Times that a worker had to be started anew',
+        labels=['model_name'])
+    given = GaugeMetricFamily(
+        'atlas:model_sleep_bytes', 'Bytes that a model gave back when it last went to sleep',
+        labels=['model_name'])
+    took = GaugeMetricFamily(
+        'atlas:model_sleep_seconds', 'Seconds that it took to go to sleep, or to wake',
+        labels=['model_name','what'])
     for s in self.models.stats():
         slept = s.get('slept') or {}
-        if 'bytes' in slept: given.add_metric([s['model']], slept['bytes'])
+        if 'bytes' in slept:
+            given.add_metric([s['model']], slept['bytes'])
         for k in ('sleep','wake'):
-            if k in slept: took.add_metric([s['model'],k], slept[k])
-        for k in STATES: state.add_metric([s['model'],k], float(s.get('state')==k))
-        for k,v in (s.get('load_seconds') or {}).items(): load.add_metric([s['model'],k], v)
+            if k in slept:
+                took.add_metric([s['model'],k], slept[k])
+        for k in STATES:
+            state.add_metric([s['model'],k], float(s.get('state')==k))
+        for k,v in (s.get('load_seconds') or {}).items():
+            load.add_metric([s['model'],k], v)
         start = s.get('startup') or {}
-        for k,v in start.get('seconds', {}).items(): parts.add_metric([s['model'],k], v)
+        for k,v in start.get('seconds', {}).items():
+            parts.add_metric([s['model'],k], v)
         if start:
             read.add_metric([s['model']], start['bytes'])
             rate.add_metric([s['model']], start['bytes_per_second'])
@@ -287,18 +357,26 @@ _stay = dict(
 @patch
 def _residents(self:Metrics):
     "Who has how much of the memory, and what of the budget is free"
-    told = [(s['model'], s.get('residency') or {}) for s in self.models.stats()]
+    told = [
+        (s['model'], s.get('residency') or {})
+        for s in self.models.stats()]
     for k,(name,doc) in _stay.items():
         f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['model_name'])
         for model,d in told:
-            if d.get(k) is not None: f.add_metric([model], d[k])
+            if d.get(k) is not None:
+                f.add_metric([model], d[k])
         yield f
     memory = getattr(self.models, 'memory', None)
-    if not memory: return
+    if not memory:
+        return
     for k in ('budget','free'):
-        yield GaugeMetricFamily(f'atlas:memory_{k}_bytes', f'Bytes of device memory for all models: {k}', memory[k])
-    f = CounterMetricFamily('atlas:model_evictions', 'Times that a model had to leave memory', labels=['model_name','how'])
-    for d in memory['evictions']: f.add_metric([d['model'],d['how']], d['times'])
+        yield GaugeMetricFamily(
+            f'atlas:memory_{k}_bytes', f'Bytes of device memory for all models: {k}', memory[k])
+    f = CounterMetricFamily(
+        'atlas:model_evictions', 'Times that a model had to leave memory',
+        labels=['model_name','how'])
+    for d in memory['evictions']:
+        f.add_metric([d['model'],d['how']], d['times'])
     yield f
 
 # %% ../../nbs/7_service/09_metrics.ipynb #581baa42
@@ -322,17 +400,29 @@ def upstream_families(
     backends, # Whatever has `counts` and `error`
 ):
     "The numbers of other servers, for Prometheus; nothing where there are none"
-    if not backends: return
+    if not backends:
+        return
     for k,times in zip(_upstream, ('first','latency')):
         f = HistogramMetricFamily(f'atlas:{k}', _upstream[k], labels=['upstream'])
-        for b in backends: f.add_metric([b.name], getattr(b.counts, times).buckets, getattr(b.counts, times).sum)
+        for b in backends:
+            f.add_metric(
+                [b.name],
+                getattr(b.counts, times).buckets,
+                getattr(b.counts, times).sum)
         yield f
-    asked = CounterMetricFamily('atlas:upstream_requests', 'Questions to another server, by how they ended', labels=['upstream','outcome'])
-    tokens = CounterMetricFamily('atlas:upstream_tokens', 'Tokens of prompts and answers, as it says', labels=['upstream','kind'])
-    up = GaugeMetricFamily('atlas:upstream_up', 'Did it answer as it should the last time?', labels=['upstream'])
+    asked = CounterMetricFamily(
+        'atlas:upstream_requests', 'Questions to another server, by how they ended',
+        labels=['upstream','outcome'])
+    tokens = CounterMetricFamily(
+        'atlas:upstream_tokens', 'Tokens of prompts and answers, as it says',
+        labels=['upstream','kind'])
+    up = GaugeMetricFamily(
+        'atlas:upstream_up', 'Did it answer as it should the last time?', labels=['upstream'])
     for b in backends:
-        for how,n in (dict(ok=0)|b.counts.asked).items(): asked.add_metric([b.name,how], n)
-        for kind in ('prompt','completion'): tokens.add_metric([b.name,kind], b.counts.usage[kind])
+        for how,n in (dict(ok=0)|b.counts.asked).items():
+            asked.add_metric([b.name,how], n)
+        for kind in ('prompt','completion'):
+            tokens.add_metric([b.name,kind], b.counts.usage[kind])
         up.add_metric([b.name], float(b.error is None))
     yield from (asked,tokens,up)
 
@@ -341,9 +431,13 @@ def fallback_family(
     fallbacks, # Whatever has `counts`: (model that was asked for, model that answered) -> times; or None
 ):
     "How often one model answered for another; nothing where none may"
-    if not fallbacks: return
-    f = CounterMetricFamily('atlas:fallbacks', 'Answers of one model for another', labels=['model_name','answered_by'])
-    for names,n in fallbacks.counts.items(): f.add_metric(list(names), n)
+    if not fallbacks:
+        return
+    f = CounterMetricFamily(
+        'atlas:fallbacks', 'Answers of one model for another',
+        labels=['model_name','answered_by'])
+    for names,n in fallbacks.counts.items():
+        f.add_metric(list(names), n)
     yield f
 
 # %% ../../nbs/7_service/09_metrics.ipynb #5bee0022
@@ -364,12 +458,14 @@ def _cards(self:Metrics):
     for k,(name,doc) in _gpu.items():
         f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['gpu'])
         for c in cards:
-            if (v := getattr(c, k)) is not None: f.add_metric([c.card], v)
+            if (v := getattr(c, k)) is not None:
+                f.add_metric([c.card], v)
         yield f
     for k,(name,label,doc) in _gpu_by.items():
         f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['gpu',label])
         for c in cards:
-            for kind,v in getattr(c, k).items(): f.add_metric([c.card,kind], v)
+            for kind,v in getattr(c, k).items():
+                f.add_metric([c.card,kind], v)
         yield f
     yield from _held(cards)
     yield from _host_memory(memory)
@@ -380,16 +476,22 @@ _why_slow = ('idle','applications_clocks','power_cap','hw_slowdown','sync_boost'
 
 def _held(cards):
     "Why clocks are held down"
-    f = GaugeMetricFamily('atlas:gpu_throttle', 'Are clocks held down for this reason?', labels=['gpu','reason'])
+    f = GaugeMetricFamily(
+        'atlas:gpu_throttle', 'Are clocks held down for this reason?', labels=['gpu','reason'])
     for c in cards:
-        for k in _why_slow: f.add_metric([c.card,k], float(k in c.reasons))
+        for k in _why_slow:
+            f.add_metric([c.card,k], float(k in c.reasons))
     yield f
 
 def _host_memory(look):
     "The memory of the machine, and who waits for it"
     f = GaugeMetricFamily('atlas:host_memory_bytes', 'Memory of the machine', labels=['kind'])
-    g = GaugeMetricFamily('atlas:host_memory_stall_ratio', 'Part of the last 10 s in which tasks waited for memory', labels=['kind'])
+    g = GaugeMetricFamily(
+        'atlas:host_memory_stall_ratio',
+        'Part of the last 10 s in which tasks waited for memory', labels=['kind'])
     if look:
-        for k in ('total','free','available'): f.add_metric([k], getattr(look, k))
-        for k in ('some','full'): g.add_metric([k], getattr(look, k))
+        for k in ('total','free','available'):
+            f.add_metric([k], getattr(look, k))
+        for k in ('some','full'):
+            g.add_metric([k], getattr(look, k))
     yield from (f,g)

@@ -33,8 +33,10 @@ def answered(
     "An answer as a client sends it back: a message as an `Ask` has them"
     said = c.content or ''
     m = dict(role='assistant', content=None if c.calls and not said.strip() else said)
-    if c.reasoning and w.thoughts_return: m['reasoning'] = c.reasoning
-    if c.calls: m['tool_calls'] = [_call(w, k) for k in c.calls]
+    if c.reasoning and w.thoughts_return:
+        m['reasoning'] = c.reasoning
+    if c.calls:
+        m['tool_calls'] = [_call(w, k) for k in c.calls]
     return m
 
 def _call(w, k):
@@ -64,7 +66,8 @@ class Ahead:
 def ahead(u:Upstream, ask:Ask, p:Prompt, w:Writer, c:Choice)->Ahead:
     "What follows the answer `c`"
     m = answered(w, c)
-    if ask.continuing: p,m = _continued(p, m)
+    if ask.continuing:
+        p,m = _continued(p, m)
     tools = None if ask.tool_choice=='none' else ask.tools
     return Ahead(u, w.id, p, m, tools, ask.template, ask.salt, w.names_results)
 
@@ -72,7 +75,8 @@ def _continued(p, m):
     "The prompt without its last message, and that message with its end"
     *before,last = p.messages
     begun,more = last.get('content') or '',m.get('content') or ''
-    if not isinstance(begun, str): raise RequestError('An answer went on with parts')
+    if not isinstance(begun, str):
+        raise RequestError('An answer went on with parts')
     shorter = Prompt(p.ids, images=p.images, messages=before)
     return shorter,last|m|dict(content=begun+more)
 
@@ -122,17 +126,20 @@ class NextTurns:
 
     def __call__(self, turn:Turn, u:Upstream, ask:Ask, p:Prompt, w:Writer):
         "`turn` begins: have its end followed, if that can be of use"
-        if foreseeable(u, ask): turn.then = partial(self.begin, u, ask, p, w)
+        if foreseeable(u, ask):
+            turn.then = partial(self.begin, u, ask, p, w)
     def begin(self, u:Upstream, ask:Ask, p:Prompt, w:Writer, c:Choice):
         "An answer has ended, and it was this"
         said = c.calls or (c.content or '').strip()
-        if self.service.models.draining or not said: return
+        if self.service.models.draining or not said:
+            return
         self.service.metrics.of(u.name).next_turn_prefills['begun'] += 1
         task = asyncio.create_task(self._follow(ahead(u, ask, p, w, c)))
         self.tasks[task] = None
         self.service.tasks.add(task)
         task.add_done_callback(self._over)
-        if len(self.tasks)>self.most: next(iter(self.tasks)).cancel()
+        if len(self.tasks)>self.most:
+            next(iter(self.tasks)).cancel()
     def _over(self, task):
         self.tasks.pop(task, None)
         self.service.tasks.discard(task)
@@ -148,10 +155,14 @@ async def _follow(self:NextTurns, a:Ahead):
     "One of them from its beginning to its end, which is counted"
     how = 'given_up'
     asker.set('next turns')
-    try: how = await self._done(a)
-    except AtlasError as e: _log.debug('%r is given up: %s', a, e)
-    except Exception: _log.exception('A next turn could not be foreseen')
-    finally: self.service.metrics.of(a.upstream.name).next_turn_prefills[how] += 1
+    try:
+        how = await self._done(a)
+    except AtlasError as e:
+        _log.debug('%r is given up: %s', a, e)
+    except Exception:
+        _log.exception('A next turn could not be foreseen')
+    finally:
+        self.service.metrics.of(a.upstream.name).next_turn_prefills[how] += 1
 
 @patch
 async def _done(self:NextTurns, a:Ahead)->str:
@@ -159,8 +170,10 @@ async def _done(self:NextTurns, a:Ahead)->str:
     runner,template = a.upstream.runner,self.service.template(a.upstream)
     work = partial(copy_context().run, self._tokens, a, template)
     ids = await asyncio.get_running_loop().run_in_executor(self.pool, work)
-    if ids is None or self.busy(runner): return 'given_up'
-    if not ids: return 'needless'
+    if ids is None or self.busy(runner):
+        return 'given_up'
+    if not ids:
+        return 'needless'
     return await self._prefill(runner.submit(a.request(ids)))
 
 @patch
@@ -173,12 +186,15 @@ async def _prefill(self:NextTurns, stream)->str:
     "Wait until it is computed; whoever stops waiting stops it"
     try:
         async for e in stream:
-            if e.finish: return 'given_up' if e.finish in ('abort','error') else 'finished'
+            if e.finish:
+                return 'given_up' if e.finish in ('abort','error') else 'finished'
         return 'given_up'
-    finally: stream.abort()
+    finally:
+        stream.abort()
 
 @patch
 def busy(self:NextTurns, runner)->bool:
     "Do requests wait for this engine? Is it not well, or the server about to stop?"
-    if self.service.models.draining or not runner.healthy: return True
+    if self.service.models.draining or not runner.healthy:
+        return True
     return (runner.stats() or {}).get('num_requests_waiting', 0)>0

@@ -72,7 +72,8 @@ class Service:
 @patch
 async def upstream(self:Service, name:str|None)->Upstream:
     "The model that was asked for, ready"
-    if self.models.draining: raise UnavailableError('The server is shutting down', hint='Try again in a moment')
+    if self.models.draining:
+        raise UnavailableError('The server is shutting down', hint='Try again in a moment')
     return await self.models.get(name)
 
 @patch
@@ -85,9 +86,12 @@ async def asked(self:Service, ask:Ask)->Upstream:
 def read_by(self:Upstream, tools:str|None=None, reasoning:str|None=None)->Upstream:
     "The same model, whose calls and thoughts these parsers read; None: its own do"
     own,wanted = self.parsers,(tools or self.parsers[0],reasoning or self.parsers[1])
-    if wanted==own: return self
-    if not hasattr(self, '_variants'): self._variants = {}
-    if wanted not in self._variants: self._variants[wanted] = replace(self, parsers=wanted)
+    if wanted==own:
+        return self
+    if not hasattr(self, '_variants'):
+        self._variants = {}
+    if wanted not in self._variants:
+        self._variants[wanted] = replace(self, parsers=wanted)
     return self._variants[wanted]
 
 @patch
@@ -102,7 +106,8 @@ SHORT = 4096 # Characters that are worked on without a thread
 @patch
 def longest(self:Service, tok)->int:
     "Characters of the longest token"
-    if tok not in self._longest: self._longest[tok] = max((len(tok.token(i) or '') for i in range(tok.vocab_size)), default=1)
+    if tok not in self._longest:
+        self._longest[tok] = max((len(tok.token(i) or '') for i in range(tok.vocab_size)), default=1)
     return self._longest[tok]
 
 # %% ../../nbs/7_service/12_service.ipynb #89035cf7
@@ -110,7 +115,8 @@ def longest(self:Service, tok)->int:
 async def encode(self:Service, u:Upstream, text:str, **kw)->list[int]:
     "Token ids of a prompt"
     limit = u.info['max_seq_len']
-    if len(text)>8*limit: check_text(len(text), self.longest(u.tokenizer), limit)
+    if len(text)>8*limit:
+        check_text(len(text), self.longest(u.tokenizer), limit)
     return u.tokenizer.encode(text, **kw) if len(text)<=SHORT else await asyncio.to_thread(u.tokenizer.encode, text, **kw)
 
 # %% ../../nbs/7_service/12_service.ipynb #b98ccce3
@@ -129,16 +135,19 @@ class Prompt:
 @patch
 async def render(self:Service, u:Upstream, messages:list, tools:list|None=None, **kw)->str:
     "The prompt of a conversation, as text"
-    if u.template is None: raise RequestError(f'{u.names[0]} has no chat template', hint='Use /v1/completions', param='messages')
+    if u.template is None:
+        raise RequestError(f'{u.names[0]} has no chat template', hint='Use /v1/completions', param='messages')
     t,said = self.template(u),thoughts_named(messages)
-    if hasattr(t, 'arender'): return await t.arender(said, tools=tools, **kw)
+    if hasattr(t, 'arender'):
+        return await t.arender(said, tools=tools, **kw)
     return await asyncio.to_thread(t.render, said, tools=tools, **kw)
 
 @patch
 def template(self:Service, u:Upstream):
     "What renders for a model: its template, in the sandbox if there is one"
     t = u.template
-    if not self.sandbox or hasattr(t, 'arender'): return t
+    if not self.sandbox or hasattr(t, 'arender'):
+        return t
     if getattr(u, '_safe', None) is None or u._safe.template is not t:
         u._safe = SafeTemplate(t, self.sandbox)  # goes with the model
     return u._safe
@@ -154,7 +163,8 @@ def thoughts_named(messages:list)->list:
 @patch
 async def look(self:Service, messages:list, sees:bool)->tuple[list,list]:
     "Messages with marks for their images, and the images"
-    if self.fetch and sees: await asyncio.get_running_loop().run_in_executor(self.fetchers, inline_images, messages, self.fetch)
+    if self.fetch and sees:
+        await asyncio.get_running_loop().run_in_executor(self.fetchers, inline_images, messages, self.fetch)
     return await asyncio.to_thread(prepare_images, messages, sees=sees)
 
 # %% ../../nbs/7_service/12_service.ipynb #214dc67a
@@ -167,7 +177,8 @@ async def chat_prompt(self:Service, u:Upstream, ask:Ask)->Prompt:
     text = await self.render(u, messages, None if ask.tool_choice=='none' else ask.tools, **how|ask.template)
     ids = await self.encode(u, text, add_special=False)
     ids,images = await asyncio.to_thread(place_images, ids, images, u.spec) if images else place_images(ids, images, u.spec)
-    if ask.before: ids = [*earlier(u, ask), *ids]
+    if ask.before:
+        ids = [*earlier(u, ask), *ids]
     check_prompt(len(ids), u.info['max_seq_len'])
     last = ask.messages[-1] if ask.continuing else None
     wanted = ask.template.get('enable_thinking')
@@ -189,7 +200,8 @@ def fill(tok, before, after)->list[int]:
     "Ids that ask for the text between `before` and `after`, which are ids"
     for marks in FIM:
         a,b,c = (tok.inner.token_to_id(m) for m in marks)
-        if None not in (a,b,c): return [*tok.encode('')[:1], a, *before, b, *after, c]
+        if None not in (a,b,c):
+            return [*tok.encode('')[:1], a, *before, b, *after, c]
     raise NotOfferedError('suffix is given, and this model was not made to fill a middle', hint='Leave it out', param='suffix')
 
 # %% ../../nbs/7_service/12_service.ipynb #b965e3e9
@@ -197,10 +209,13 @@ def fill(tok, before, after)->list[int]:
 async def text_prompt(self:Service, u:Upstream, ask:TextAsk, p)->Prompt:
     "One prompt of a completion"
     plain = dict(add_special=False) if ask.suffix else {}
-    if not isinstance(p, str): check_ids(p, u.info['vocab_size'], 'prompt')
+    if not isinstance(p, str):
+        check_ids(p, u.info['vocab_size'], 'prompt')
     ids = await self.encode(u, p, **plain) if isinstance(p, str) else p
-    if not len(ids): raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
-    if ask.suffix: ids = fill(u.tokenizer, ids, await self.encode(u, ask.suffix, **plain))
+    if not len(ids):
+        raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
+    if ask.suffix:
+        ids = fill(u.tokenizer, ids, await self.encode(u, ask.suffix, **plain))
     check_prompt(len(ids), u.info['max_seq_len'], not ask.silent)
     place_images(ids, (), u.spec)
     return Prompt(ids, p if isinstance(p, str) else u.tokenizer.decode(ids, skip_special=False))
@@ -209,7 +224,8 @@ async def text_prompt(self:Service, u:Upstream, ask:TextAsk, p)->Prompt:
 @patch
 async def ask_of(self:Service, u:Upstream, op:str, **kw):
     "Have the model do something that is not an answer: 'score' or 'embed'"
-    if not hasattr(u.runner, 'call'): raise NotOfferedError(f'{u.names[0]} has no {op}')
+    if not hasattr(u.runner, 'call'):
+        raise NotOfferedError(f'{u.names[0]} has no {op}')
     return await u.runner.call(op, **kw)
 
 # %% ../../nbs/7_service/12_service.ipynb #8025bfa8
@@ -217,9 +233,11 @@ async def ask_of(self:Service, u:Upstream, op:str, **kw):
 async def fitting(self:Service, u:Upstream, ask:Ask)->Prompt:
     "The prompt of a conversation; where the client said so, less its oldest turns if it is too long"
     while True:
-        try: return await self.chat_prompt(u, ask)
+        try:
+            return await self.chat_prompt(u, ask)
         except ContextLengthError:
-            if getattr(ask, 'truncation', None)!='auto' or not ask.shorten(): raise
+            if getattr(ask, 'truncation', None)!='auto' or not ask.shorten():
+                raise
 
 # %% ../../nbs/7_service/12_service.ipynb #9ca8a5b3
 def scored(ask:Ask)->int|None:
@@ -231,9 +249,12 @@ def scored(ask:Ask)->int|None:
 @patch
 async def prompts(self:Service, u:Upstream, ask:Ask)->list[Prompt]:
     "All prompts of a question"
-    if isinstance(ask, TextAsk): ps = [await self.text_prompt(u, ask, p) for p in ask.prompts]
-    else: ps = [await self.fitting(u, ask)]
-    if (k := scored(ask)) is None: return ps
+    if isinstance(ask, TextAsk):
+        ps = [await self.text_prompt(u, ask, p) for p in ask.prompts]
+    else:
+        ps = [await self.fitting(u, ask)]
+    if (k := scored(ask)) is None:
+        return ps
     for p in ps:
         scores = await self.ask_of(u, 'score', ids=list(p.ids), k=k) if len(p.ids)>1 else []
         p.tokens = prompt_tokens_of(p.ids, scores, Token)
@@ -252,8 +273,10 @@ def tool_guide(ask:Ask, parser:str|None)->dict|None:
     fs = [t['function'] for t in ask.tools or [] if ask.tool_name in (None, t['function']['name'])]
     strict,auto = any(f.get('strict') for f in fs),ask.tool_choice=='auto'
     form = ask.format if auto and parser!='llama3_json' else None  # whose calls begin as an answer in JSON does
-    if auto and ask.format and not form: return None
-    if not fs or not (ask.tool_choice=='required' or auto and parser and (strict or form)): return None
+    if auto and ask.format and not form:
+        return None
+    if not fs or not (ask.tool_choice=='required' or auto and parser and (strict or form)):
+        return None
     tools = [dict(name=f['name'], parameters=f.get('parameters') or dict(type='object'), strict=bool(f.get('strict'))) for f in fs]
     parallel = ask.parallel and ask.tool_name is None
     return dict(kind='tools', parser=parser or 'hermes', tools=tools, choice=ask.tool_choice, parallel=parallel, strict=strict) | (dict(format=form) if form else {})
@@ -264,10 +287,13 @@ def guide_of(u:Upstream, ask:Ask, p:Prompt, tools:dict|None)->dict|None:
     spec,budget = tools or ask.format,ask.thinking_budget
     end = _closing(u.parsers[1], ask, p)
     if tools and not tools.get('format') and u.parsers[0]=='openai':  # its grammar begins with the thought
-        if budget is not None: ask.warnings.append('The thinking budget is not enforced beside these tools')
+        if budget is not None:
+            ask.warnings.append('The thinking budget is not enforced beside these tools')
         return spec
-    if tools and u.parsers[0]=='openai' and not budget: budget = None  # what is forced is the channel of answers, and a call would find no place
-    if not end or budget is None and not spec: return spec
+    if tools and u.parsers[0]=='openai' and not budget:
+        budget = None  # what is forced is the channel of answers, and a call would find no place
+    if not end or budget is None and not spec:
+        return spec
     return (spec or dict(kind='free')) | end | ({} if budget is None else dict(budget=budget))
 
 # %% ../../nbs/7_service/12_service.ipynb #2c63fd77
@@ -280,27 +306,36 @@ async def checked(self:Service, u:Upstream, spec:dict)->list[str]:
 async def guide(self:Service, u:Upstream, ask:Ask, p:Prompt)->dict|None:
     "What the engine is to enforce, checked"
     tools = tool_guide(ask, u.parsers[0])
-    if (spec := guide_of(u, ask, p, tools)) is None: return None
+    if (spec := guide_of(u, ask, p, tools)) is None:
+        return None
     if u.guides is None:
-        if spec['kind']=='free': ask.warnings.append('The thinking budget cannot be enforced here'); return None
-        if tools and ask.tool_choice=='auto' and not ask.format: return None
+        if spec['kind']=='free':
+            ask.warnings.append('The thinking budget cannot be enforced here')
+            return None
+        if tools and ask.tool_choice=='auto' and not ask.format:
+            return None
         param = 'tool_choice' if spec['kind']=='tools' else ask.format_at
         raise NotOfferedError(f'{u.names[0]} cannot be held to a format', hint=f'Leave {ask.format_at} and tool_choice out', param=param)
     t = perf_counter()
-    try: ask.warnings += await self.checked(u, spec)
+    try:
+        ask.warnings += await self.checked(u, spec)
     except RequestError as e:
-        if e.param=='response_format': e.param = ask.format_at
-        if not (tools and ask.format) or tools['strict'] or e.param!='tools': raise
+        if e.param=='response_format':
+            e.param = ask.format_at
+        if not (tools and ask.format) or tools['strict'] or e.param!='tools':
+            raise
         ask.warnings.append(f'Tools cannot be called beside this format: {e.msg}')
         spec = guide_of(u, ask, p, None)
         ask.warnings += await self.checked(u, spec)
-    finally: self.metrics.of(u.name).grammar_compile_seconds.observe(perf_counter()-t)
+    finally:
+        self.metrics.of(u.name).grammar_compile_seconds.observe(perf_counter()-t)
     return spec
 
 # %% ../../nbs/7_service/12_service.ipynb #f903d66d
 def keep(u:Upstream, tools:bool)->frozenset[int]:
     "Ids of the marks that parsers look for"
-    if not hasattr(u, '_keep'): u._keep = {}
+    if not hasattr(u, '_keep'):
+        u._keep = {}
     if tools not in u._keep:
         marks = kept(u.parsers[1], (u.parsers[0] or 'hermes') if tools else None)
         u._keep[tools] = u.tokenizer.marks(marks)
@@ -322,12 +357,14 @@ def reader(u:Upstream, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
 
 def _tool_parser(u, ask):
     "The name of the parser of calls; None where there are to be no calls"
-    if not ask.tools or ask.tool_choice=='none': return None
+    if not ask.tools or ask.tool_choice=='none':
+        return None
     return u.parsers[0] or ('hermes' if ask.tool_choice=='required' else None)
 
 def _splitter(u, ask, p, parser):
     "What parts thoughts and calls from content; None where all is content"
-    if not (parser or u.parsers[1]): return None
+    if not (parser or u.parsers[1]):
+        return None
     tools = ask.tools if parser else None
     before = p.text if ask.continuing else ''
     return Splitter(u.parsers[1], parser, tools, p.thinking, p.opened, before)
@@ -337,7 +374,8 @@ def _splitter(u, ask, p, parser):
 def requests(self:Service, u:Upstream, ask:Ask, rid:str, prompts:list[Prompt], spec:dict|None)->list[Request]:
     "An engine request for each choice of each prompt"
     common = dict(priority=ask.priority, timeout=ask.timeout, eos_ids=eos_ids(u), salt=ask.salt)
-    if spec is not None: common['guide'] = spec
+    if spec is not None:
+        common['guide'] = spec
     out = []
     for p in prompts:
         own = dict(images=p.images, boundaries=turn_marks(u).boundaries(p.ids))
@@ -351,7 +389,8 @@ def eos_ids(u:Upstream)->tuple[int,...]:
 
 def turn_marks(u:Upstream)->TurnMarks:
     "The tokens between messages of this model"
-    if not hasattr(u, '_marks'): u._marks = TurnMarks(u.tokenizer, eos_ids(u))
+    if not hasattr(u, '_marks'):
+        u._marks = TurnMarks(u.tokenizer, eos_ids(u))
     return u._marks
 
 # %% ../../nbs/7_service/12_service.ipynb #51266bd4
@@ -360,13 +399,15 @@ MAX_CHOICES = 128
 @patch
 async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Writer]:
     "From a question to a turn that runs and the writer of its answer; `make` is the API's `reply`"
-    if away := self.elsewhere(ask.served or ask.model): return await away.begin(ask, make)
+    if away := self.elsewhere(ask.served or ask.model):
+        return await away.begin(ask, make)
     began = perf_counter()
     u = await self.asked(ask)
     waited = perf_counter()-began
     ask.lean_on(u.sampling)
     n,many = ask.params.n,len(ask.prompts) if isinstance(ask, TextAsk) else 1
-    if n*many>MAX_CHOICES: raise RequestError(f'n is {n} for {many} prompts, which is more than {MAX_CHOICES} choices', param='n')
+    if n*many>MAX_CHOICES:
+        raise RequestError(f'n is {n} for {many} prompts, which is more than {MAX_CHOICES} choices', param='n')
     check_ids(ask.params.logit_bias or (), u.info['vocab_size'], 'logit_bias')
     check_ids(ask.params.stop_token_ids, u.info['vocab_size'], 'stop_token_ids')
     prompts = await self.prompts(u, ask)
@@ -375,14 +416,16 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     raw = u.tokenizer.token_bytes
     w.raw,w.show,w.prompts = raw,lambda id: raw(id).decode(errors='replace'),prompts
     m,total = self.metrics.of(u.name),sum(len(p.ids) for p in prompts)
-    if getattr(ask, 'silent', False): t = Turn(u.runner, [], [], m, total)
+    if getattr(ask, 'silent', False):
+        t = Turn(u.runner, [], [], m, total)
     else:
         reqs = self.requests(u, ask, w.id, prompts, spec)
         readers = []
         for k,r in enumerate(reqs):
             readers.append(reader(u, ask, r, prompts[k//n]))
         t = Turn(u.runner, reqs, readers, m, total, n)
-        if self.follow: self.follow(t, u, ask, prompts[0], w)
+        if self.follow:
+            self.follow(t, u, ask, prompts[0], w)
     w.waited,w.times = waited,t.times
     w.now,w.abort,t.silent = t.usage,t.close,len(prompts)*n if getattr(ask, 'silent', False) else 0
     return t,w
@@ -391,8 +434,10 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
 def shorten(v, n:int|None)->np.ndarray:
     "The first `n` numbers of a vector, as a vector of length one"
     v = np.asarray(v, np.float32)
-    if n is None: return v
-    if not 1<=n<=len(v): raise RequestError(f'dimensions is {n}, and this model has {len(v)}', param='dimensions')
+    if n is None:
+        return v
+    if not 1<=n<=len(v):
+        raise RequestError(f'dimensions is {n}, and this model has {len(v)}', param='dimensions')
     v = v[:n]
     return v/max(float(np.linalg.norm(v)), 1e-12)
 
@@ -406,10 +451,12 @@ def packed(v:np.ndarray)->str:
 async def embed(self:Service, u:Upstream, inputs:list, pooling:str='last', dimensions:int|None=None)->tuple[list[np.ndarray],int]:
     "A vector for each input, and how many tokens these have"
     for p in inputs:
-        if not isinstance(p, str): check_ids(p, u.info['vocab_size'], 'input')
+        if not isinstance(p, str):
+            check_ids(p, u.info['vocab_size'], 'input')
     ids = [await self.encode(u, p) if isinstance(p, str) else p for p in inputs]
     for p in ids:
-        if not p: raise RequestError('input has an empty text', param='input')
+        if not p:
+            raise RequestError('input has an empty text', param='input')
         check_prompt(len(p), u.info['max_seq_len'], 0)
     self.metrics.of(u.name).prompt_tokens += sum(map(len, ids))
     return [shorten(await self.ask_of(u, 'embed', ids=p, pooling=pooling), dimensions) for p in ids],sum(map(len, ids))
@@ -452,5 +499,6 @@ async def relevance(self:Service, u:Upstream, ids:list[int], yes:int, no:int)->f
     "The probability of yes behind a prompt, of yes and no"
     *_,(y,top) = await self.ask_of(u, 'score', ids=[*ids, yes], k=20)
     n = dict(map(tuple, top)).get(no)
-    if n is None: *_,(n,_) = await self.ask_of(u, 'score', ids=[*ids, no], k=0)
+    if n is None:
+        *_,(n,_) = await self.ask_of(u, 'score', ids=[*ids, no], k=0)
     return 1/(1+math.exp(min(n-y, 700)))

@@ -50,8 +50,10 @@ class Turn:
                 self.streams.append(runner.submit(r))
                 self.watches.append(Stopwatch(metrics, len(r.prompt)))
         except Exception as e:
-            if isinstance(e, AtlasError): metrics.admission_rejections[e.code] += 1
-            self.close(None if isinstance(e, QueueFullError) else 'error'); raise
+            if isinstance(e, AtlasError):
+                metrics.admission_rejections[e.code] += 1
+            self.close(None if isinstance(e, QueueFullError) else 'error')
+            raise
         metrics.prompt_tokens += prompt
 
 # %% ../../nbs/7_service/11_turn.ipynb #7938c8dc
@@ -61,12 +63,16 @@ def close(self:Turn,
 ):
     "Stop every choice that has not ended; one that cannot be stopped keeps none of the others"
     for s,v,w in zip(self.streams, self.readers, self.watches):
-        if w.m is None: continue
+        if w.m is None:
+            continue
         if v.finish is None or v.finish=='error':
-            if v.finish is None and why: self.metrics.aborted_requests[why] += 1
+            if v.finish is None and why:
+                self.metrics.aborted_requests[why] += 1
             v.finish = v.finish or 'abort'
-            try: s.abort()
-            except Exception: _log.exception('A choice could not be stopped')
+            try:
+                s.abort()
+            except Exception:
+                _log.exception('A choice could not be stopped')
         self._ended(v, w)
     self._over()
 
@@ -74,18 +80,25 @@ def close(self:Turn,
 def _over(self:Turn):
     "Tell `then` of an answer that ended by itself"
     then,self.then = self.then,None
-    if not then or self.readers[0].finish not in ('stop','tool_calls'): return
-    try: then(self.readers[0].choice(self.said))
-    except Exception: _log.exception('What was to follow an answer failed')
+    if not then or self.readers[0].finish not in ('stop','tool_calls'):
+        return
+    try:
+        then(self.readers[0].choice(self.said))
+    except Exception:
+        _log.exception('What was to follow an answer failed')
 
 @patch
 def _ended(self:Turn, v, w):
     "Count a choice that is over, once"
-    if w.m is None: return
-    w.end(v.finish); w.m = None
+    if w.m is None:
+        return
+    w.end(v.finish)
+    w.m = None
     self.metrics.reasoning_tokens += v.reasoning
-    if v in self.readers[::self.each]: self.metrics.prompt_tokens_cached += v.cached
-    if v.finish in ('stop','tool_calls') and v.failed: self.metrics.tool_parse_failures[v.splitter.tools] += 1
+    if v in self.readers[::self.each]:
+        self.metrics.prompt_tokens_cached += v.cached
+    if v.finish in ('stop','tool_calls') and v.failed:
+        self.metrics.tool_parse_failures[v.splitter.tools] += 1
 
 # %% ../../nbs/7_service/11_turn.ipynb #87395bcf
 @patch
@@ -94,14 +107,20 @@ def feed(self:Turn, i:int, events:list)->list[Delta]:
     v,w = self.readers[i],self.watches[i]
     before = v.n
     ps = v.feed(events)
-    if self.then and i==0: self.said += ps
-    if ps and ps[-1].error: raise ps[-1].error
-    if v.n>before: w.tokens(v.n-before, v.waited)
+    if self.then and i==0:
+        self.said += ps
+    if ps and ps[-1].error:
+        raise ps[-1].error
+    if v.n>before:
+        w.tokens(v.n-before, v.waited)
     if v.finish:
-        if v.cut: self.streams[i].abort()
+        if v.cut:
+            self.streams[i].abort()
         self._ended(v, w)
-        if v.finish=='abort': raise UnavailableError('The answer was stopped', hint='The server is shutting down')
-        if v.finish=='timeout': ps[-1].finish,ps[-1].stop = 'length','timeout'
+        if v.finish=='abort':
+            raise UnavailableError('The answer was stopped', hint='The server is shutting down')
+        if v.finish=='timeout':
+            ps[-1].finish,ps[-1].stop = 'length','timeout'
     return ps
 
 @patch
@@ -116,7 +135,8 @@ def usage(self:Turn)->Usage:
 @patch
 def times(self:Turn)->tuple[float,float|None,float|None]:
     "When the first choice was asked for, and when its first and its last token came, as `perf_counter` has it"
-    if not self.watches: return perf_counter(),None,None
+    if not self.watches:
+        return perf_counter(),None,None
     w = self.watches[0]
     return w.start,w.first,w.last
 
@@ -128,43 +148,54 @@ async def choice(self:Turn, i:int):
     ready = getattr(s, 'ready', list)
     async for e in s:
         yield i,self.feed(i, [e,*ready()])
-        if v.finish: return
+        if v.finish:
+            return
 
 # %% ../../nbs/7_service/11_turn.ipynb #9071302c
 async def nothing(n:int):
     "The ends of `n` choices for which nothing is generated"
-    for i in range(n): yield i,[Delta(finish='length')]
+    for i in range(n):
+        yield i,[Delta(finish='length')]
 
 async def merge(its:list):
     "Items of several async iterators, as they come"
     q,left = asyncio.Queue(),len(its)
     async def pump(it):
         try:
-            async for x in it: q.put_nowait((x, None))
+            async for x in it:
+                q.put_nowait((x, None))
             q.put_nowait((None, None))
-        except Exception as e: q.put_nowait((None, e))
+        except Exception as e:
+            q.put_nowait((None, e))
     tasks = [asyncio.create_task(pump(it)) for it in its]
     try:
         while left:
             x,e = await q.get()
-            if e: raise e
-            if x is None: left -= 1
-            else: yield x
+            if e:
+                raise e
+            if x is None:
+                left -= 1
+            else:
+                yield x
     finally:
-        for t in tasks: t.cancel()
+        for t in tasks:
+            t.cancel()
 
 @patch
 def pieces(self:Turn):
     "The pieces of all choices in the order they come, as `(i, pieces)`"
-    if self.silent: return nothing(self.silent)
+    if self.silent:
+        return nothing(self.silent)
     return self.choice(0) if len(self.streams)==1 else merge([self.choice(i) for i in range(len(self.streams))])
 
 # %% ../../nbs/7_service/11_turn.ipynb #18e92365
 async def resumed(first, rest):
     "`first`, if it is something, and what `rest` goes on with"
     async with aclosing(rest):
-        if first is not None: yield first
-        async for x in rest: yield x
+        if first is not None:
+            yield first
+        async for x in rest:
+            yield x
 
 @patch
 async def begun(self:Turn):
@@ -180,13 +211,16 @@ async def events(
 ):
     "The answer as server-sent events"
     try:
-        if first := w.start(turn.before or turn.usage()): yield first
+        if first := w.start(turn.before or turn.usage()):
+            yield first
         async with aclosing(turn.pieces()) as pieces:
             async for i,ps in pieces:
-                if out := w.piece(i, ps[0]) if len(ps)==1 else b''.join([w.piece(i, p) for p in ps]): yield out
+                if out := w.piece(i, ps[0]) if len(ps)==1 else b''.join([w.piece(i, p) for p in ps]):
+                    yield out
         last = w.end(turn.usage())
     except Exception as e:
-        if not isinstance(e, AtlasError): _log.exception('A stream failed')
+        if not isinstance(e, AtlasError):
+            _log.exception('A stream failed')
         turn.close('error')
         last = w.error(e)
     yield last
@@ -195,17 +229,20 @@ async def whole(turn:Turn, w:Writer)->dict:
     "The answer in one piece"
     n = len(turn.readers) or turn.silent
     said = [[] for _ in range(n)]
-    async for i,ps in turn.pieces(): said[i] += ps
+    async for i,ps in turn.pieces():
+        said[i] += ps
     if turn.readers:
         read = zip(turn.readers, said)
         choices = [v.choice(ps) for v,ps in read]
-    else: choices = [gather(ps) for ps in said]
+    else:
+        choices = [gather(ps) for ps in said]
     return w.whole(choices, turn.usage())
 
 # %% ../../nbs/7_service/11_turn.ipynb #6aa544e7
 async def gone(receive):
     "Return when the client has left"
-    while (await receive())['type']!='http.disconnect': pass
+    while (await receive())['type']!='http.disconnect':
+        pass
 
 class Unless:
     "`async with Unless(…):` runs what is within, unless one of these coroutines ends first"
@@ -213,19 +250,24 @@ class Unless:
     async def __aenter__(self):
         self.me,self.tasks = asyncio.current_task(),[asyncio.create_task(w) for w in self.watches]
         self.before = self.me.cancelling()
-        for t in self.tasks: t.add_done_callback(self._ended)
+        for t in self.tasks:
+            t.add_done_callback(self._ended)
         return self
     def _ended(self, t):
-        if t.cancelled(): return
+        if t.cancelled():
+            return
         fault = t.exception()
-        if self.left or self.over: return
+        if self.left or self.over:
+            return
         self.over,self.fault = True,fault
         self.me.cancel()
     async def __aexit__(self, kind, e, trace):
         self.left = True
-        for t in self.tasks: t.cancel()
+        for t in self.tasks:
+            t.cancel()
         mine = self.over and self.me.uncancel()<=self.before and kind is asyncio.CancelledError  # and nobody else's wish
-        if mine and self.fault: raise self.fault
+        if mine and self.fault:
+            raise self.fault
         return mine
 
 # %% ../../nbs/7_service/11_turn.ipynb #d4132bd5
@@ -248,9 +290,13 @@ class EventStream(Response):
     async def __call__(self, scope, receive, send):
         inner = scope.get('atlas.send', send)
         try:
-            async with Unless(gone(receive), self.watch(inner)): await self.run(inner, send)
-        except asyncio.CancelledError: self.close('shutdown'); raise
-        finally: self.close()
+            async with Unless(gone(receive), self.watch(inner)):
+                await self.run(inner, send)
+        except asyncio.CancelledError:
+            self.close('shutdown')
+            raise
+        finally:
+            self.close()
 
 # %% ../../nbs/7_service/11_turn.ipynb #055653f5
 @patch
@@ -266,7 +312,8 @@ async def run(self:EventStream, send, start):
     await start({'type':'http.response.start', 'status':self.status_code, 'headers':self.raw_headers})
     async with aclosing(self.events) as events:
         async for body in events:
-            if body: await self.write(send, body)
+            if body:
+                await self.write(send, body)
     await self.write(send, b'', False)
 
 @patch
@@ -277,5 +324,7 @@ async def watch(self:EventStream, send):
             await asyncio.sleep(min(self.every, self.patience, 1.))
             if not self.busy and monotonic()-self.since>=self.every:
                 self.since = monotonic()
-                async with asyncio.timeout(self.patience): await send({'type':'http.response.body', 'body':self.ping(), 'more_body':True})
-    except TimeoutError: return
+                async with asyncio.timeout(self.patience):
+                    await send({'type':'http.response.body', 'body':self.ping(), 'more_body':True})
+    except TimeoutError:
+        return

@@ -30,7 +30,9 @@ class Server:
     seconds:float=10. # That an answer may take
 
     def __post_init__(self):
-        env = [os.environ.get(n, '').partition(',')[0] for n in ('ATLAS_ADMIN_KEY','ATLAS_API_KEY')]
+        env = [
+            os.environ.get(n, '').partition(',')[0]
+            for n in ('ATLAS_ADMIN_KEY','ATLAS_API_KEY')]
         key = self.key or next(filter(None, env), None)
         object.__setattr__(self, 'url', address(self.url))
         object.__setattr__(self, 'key', key)
@@ -62,13 +64,19 @@ def row(d:dict)->Row:
     "A model, as `GET /models` says it; other servers of this kind say less"
     live,status = d.get('live') or {},d.get('status') or {}
     return Row(
-        name=d['id'], state=live.get('state') or status.get('value', ''),
-        bytes=d.get('need') or 0, names=[d['id'], *d.get('aliases', ())],
+        name=d['id'],
+        state=live.get('state') or status.get('value', ''),
+        bytes=d.get('need') or 0,
+        names=[d['id'], *d.get('aliases', ())],
         tokens_per_second=live.get('tokens_per_second') or 0.,
-        running=live.get('running') or 0, waiting=live.get('waiting') or 0,
-        since=live.get('since'), context=d.get('max_model_len'),
-        pinned=bool(d.get('pinned')), elsewhere=bool(d.get('elsewhere')),
-        reason=status.get('reason'), roofline=live.get('roofline'),
+        running=live.get('running') or 0,
+        waiting=live.get('waiting') or 0,
+        since=live.get('since'),
+        context=d.get('max_model_len'),
+        pinned=bool(d.get('pinned')),
+        elsewhere=bool(d.get('elsewhere')),
+        reason=status.get('reason'),
+        roofline=live.get('roofline'),
         ttl_left=(d.get('residency') or {}).get('ttl_left'))
 
 @patch
@@ -85,10 +93,13 @@ def ago(seconds:float)->str:
     "A length of time in one or two units"
     s = max(int(seconds), 0)
     units = ('d',86400),('h',3600),('min',60),('s',1)
-    at = next((i for i,(_,n) in enumerate(units) if s>=n), 3)
+    at = next(
+        (i for i,(_,n) in enumerate(units) if s>=n),
+        3)
     parts = []
     for u,n in units[at:at+2]:
-        if s//n or not parts: parts.append(f'{s//n} {u}')
+        if s//n or not parts:
+            parts.append(f'{s//n} {u}')
         s %= n
     return ' '.join(parts)
 
@@ -98,14 +109,20 @@ def cells(r:Row, now:float|None=None)->tuple[str,...]:
     "What a table says of a model, below `HEAD`"
     now = time.time() if now is None else now
     size = human(r.bytes) if r.bytes else '-'
-    marks = [m for m,on in (('pinned',r.pinned), ('elsewhere',r.elsewhere)) if on]
+    marks = [
+        m
+        for m,on in (('pinned',r.pinned), ('elsewhere',r.elsewhere))
+        if on]
     state = r.state+(f' ({", ".join(marks)})' if marks else '')
     since = ago(now-r.since) if r.since else '-'
     speed = f'{r.tokens_per_second:.1f}' if r.tokens_per_second>=.05 else '-'
     until = ago(r.ttl_left) if r.ttl_left is not None else '-'
     roof = f'{100*r.roofline:.0f} %' if r.roofline is not None else '-'
     names = ', '.join(n for n in r.names if n!=r.name)
-    return r.name,state,size,speed,roof,str(r.running),str(r.waiting),since,until,names
+    return (
+        r.name,state,size,speed,roof,
+        str(r.running),str(r.waiting),since,
+        until,names)
 
 # %% ../../nbs/8_use/12_admin.ipynb #06154d07
 @patch
@@ -118,7 +135,8 @@ def own_name(self:Server, name:str)->str:
 def one(self:Server, name:str)->Row:
     "A model by its own name"
     found = [r for r in self.rows()[0] if r.name==name]
-    if found: return found[0]
+    if found:
+        return found[0]
     raise ClientError(f'There is no model called {name[:80]!r} at {self.url} any more')
 
 @patch
@@ -131,9 +149,12 @@ def until(self:Server,
     "Wait until a model is in this state; a `ClientError` if it fails instead"
     while True:
         r = self.one(name)
-        if tell: tell(r)
-        if r.state==state: return r
-        if r.state=='failed': raise ClientError(f'{r.name} has failed', hint=r.reason or '')
+        if tell:
+            tell(r)
+        if r.state==state:
+            return r
+        if r.state=='failed':
+            raise ClientError(f'{r.name} has failed', hint=r.reason or '')
         time.sleep(every)
 
 # %% ../../nbs/8_use/12_admin.ipynb #bbb27660
@@ -142,7 +163,8 @@ def load(self:Server, name:str, wait:bool=True, tell=None)->Row:
     "Have a model loaded; with `wait`, when it is"
     own = self.own_name(name)
     r = self.one(own)
-    if r.state in ('unloaded','failed','sleeping'): self.ask('/models/load', dict(model=own))
+    if r.state in ('unloaded','failed','sleeping'):
+        self.ask('/models/load', dict(model=own))
     return self.until(own, 'loaded', tell=tell) if wait else self.one(own)
 
 @patch
@@ -150,8 +172,10 @@ def stop(self:Server, name:str, wait:bool=True, tell=None)->Row:
     "Have a model unloaded, when what runs has ended; with `wait`, when it is"
     own = self.own_name(name)
     r = self.one(own)
-    if r.state not in ('unloaded','failed','unloading'): self.ask('/models/unload', dict(model=own))
-    if r.state=='failed': return r
+    if r.state not in ('unloaded','failed','unloading'):
+        self.ask('/models/unload', dict(model=own))
+    if r.state=='failed':
+        return r
     return self.until(own, 'unloaded', tell=tell) if wait else self.one(own)
 
 # %% ../../nbs/8_use/12_admin.ipynb #a3a4c610
@@ -160,12 +184,18 @@ _COLOURS = dict(loaded='green', loading='yellow', restarting='yellow', sleeping=
 
 def held(rows:list[Row])->int:
     "Bytes that the models take which are there"
-    return sum(r.bytes for r in rows if r.state in ('loaded','loading','stalled') and not r.elsewhere)
+    return sum(
+        r.bytes for r in rows
+        if r.state in ('loaded','loading','stalled') and not r.elsewhere)
 
-def frame(rows:list[Row], memory:dict, where:str='', now:float|None=None)->Group:
+def frame(
+    rows:list[Row], memory:dict,
+    where:str='', now:float|None=None
+)->Group:
     "One picture of a server, for rich"
     table = Table(box=None, pad_edge=False, header_style='dim')
-    for h in HEAD: table.add_column(h, justify='right' if h in HEAD[2:7] else 'left')
+    for h in HEAD:
+        table.add_column(h, justify='right' if h in HEAD[2:7] else 'left')
     for r in rows:
         name,state,*rest = (Text(c) for c in cells(r, now))
         state.stylize(_COLOURS.get(r.state, 'dim'))
@@ -177,10 +207,14 @@ def frame(rows:list[Row], memory:dict, where:str='', now:float|None=None)->Group
 
 def _above(rows, memory, where):
     "The line above: where, and how much memory"
-    n,budget = memory.get('held') or held(rows),memory.get('budget') or memory.get('total')
+    n = memory.get('held') or held(rows)
+    budget = memory.get('budget') or memory.get('total')
     said = f'{human(n)} of {human(budget)}' if budget else f'{human(n)} held'
     line = Table.grid(padding=(0,2))
-    bar = ProgressBar(total=budget, completed=min(n, budget), width=30) if budget else Text('')
+    if budget:
+        bar = ProgressBar(total=budget, completed=min(n, budget), width=30)
+    else:
+        bar = Text('')
     line.add_row(Text(where), bar, Text(said))
     return line
 
@@ -193,25 +227,37 @@ def looks(self:Server,
     "Rows and memory, look after look; an error after the first is the look"
     n = 0
     while count is None or n<count:
-        if n: time.sleep(every)
-        try: yield self.rows()
+        if n:
+            time.sleep(every)
+        try:
+            yield self.rows()
         except ClientError as e:
-            if not n: raise
+            if not n:
+                raise
             yield e
         n += 1
 
 @patch
-def top(self:Server, every:float=1., count:int|None=None, console:Console|None=None):
+def top(
+    self:Server, every:float=1.,
+    count:int|None=None, console:Console|None=None
+):
     "Draw what is there until somebody presses Ctrl-C, or `count` times"
     console = console or Console()
     draws,last = console.is_terminal and not console.is_dumb_terminal,Text('')
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         for seen in self.looks(every, count):
-            if isinstance(seen, ClientError): shown = Group(Text(str(seen), style='red'), last)
-            else: shown = last = frame(*seen, self.url)
-            if draws: live.update(shown, refresh=True)
-            else: console.print(shown)
+            if isinstance(seen, ClientError):
+                shown = Group(Text(str(seen), style='red'), last)
+            else:
+                shown = last = frame(*seen, self.url)
+            if draws:
+                live.update(shown, refresh=True)
+            else:
+                console.print(shown)
 
 # %% ../../nbs/8_use/12_admin.ipynb #5ed34167
 @patch
-def to_dict(self:Row)->dict: "For `--json`"; return asdict(self)
+def to_dict(self:Row)->dict:
+    "For `--json`"
+    return asdict(self)

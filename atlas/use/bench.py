@@ -20,14 +20,18 @@ from ..ground.requests import Request,SamplingParams
 def median(f, n:int=7)->float:
     "Median seconds of `n` runs of `f`, after one that does not count"
     ts = []
-    for _ in range(n+1): t = perf_counter(); f(); ts.append(perf_counter()-t)
+    for _ in range(n+1):
+        t = perf_counter()
+        f()
+        ts.append(perf_counter()-t)
     return sorted(ts[1:])[n//2]
 
 def dot_rate(
     nbytes:int, # Bytes of the matrix
 )->float: # Bytes a second
     "How fast `np.dot` streams a float32 matrix of about `nbytes`"
-    w,x = np.ones((nbytes//(4*2048), 2048), np.float32),np.ones(2048, np.float32)
+    w = np.ones((nbytes//(4*2048), 2048), np.float32)
+    x = np.ones(2048, np.float32)
     return w.nbytes/median(lambda: np.dot(w, x))
 
 # %% ../../nbs/8_use/04_bench.ipynb #fd03e6f3
@@ -48,15 +52,18 @@ class Report:
     @property
     def ceiling(self)->float: return self.dot/self.weights
     @property
-    def fraction(self)->float|None: return self.decode[1]/self.ceiling if 1 in self.decode else None
+    def fraction(self)->float|None:
+        return self.decode[1]/self.ceiling if 1 in self.decode else None
     def to_dict(self): return asdict(self)|dict(ceiling=self.ceiling, fraction=self.fraction)
 
 # %% ../../nbs/8_use/04_bench.ipynb #66aa353d
 @patch
 def __str__(self:Report):
     "The rates, a line each"
-    rows = [f'{self.model} on {self.machine}; weights {human(self.weights, 1000)} a token',
-        f'np.dot over as many bytes   {human(self.dot, 1000)}/s, {self.ceiling:6.1f} tokens/s at most',
+    rows = [
+        f'{self.model} on {self.machine}; weights {human(self.weights, 1000)} a token',
+        f'np.dot over as many bytes   {human(self.dot, 1000)}/s, {self.ceiling:6.1f} tokens/s '
+        'at most',
         f'prefill of {self.prompt} tokens   {self.prefill:8.0f} tokens/s']
     for n,r in self.decode.items():
         of = f', {self.fraction:.0%} of the ceiling' if n==1 else ''
@@ -68,13 +75,16 @@ def __str__(self:Report):
 # %% ../../nbs/8_use/04_bench.ipynb #d0910c89
 def _timed(llm, n, prompt, params)->tuple[float,float]:
     "Tokens a second while `n` sequences decode together, and tokens of a step for each"
-    for i in range(n): llm.engine.add(Request(f'bench-{i}', tuple(prompt), params))
+    for i in range(n):
+        llm.engine.add(Request(f'bench-{i}', tuple(prompt), params))
     start,steps,said = None,0,0
     while llm.engine.has_work:
         events = llm.engine.step()
-        if len({e.id for e in events})<n: continue
+        if len({e.id for e in events})<n:
+            continue
         end = perf_counter()
-        if start is None: start = end
+        if start is None:
+            start = end
         else:
             steps += 1
             said += len(events)
@@ -85,11 +95,16 @@ START = 'Once upon a time there was a little girl who lived with her mother near
 def _beginning(llm, ids):
     "What answers are to go on from: where it is drafted, words, if the model has any"
     drafts = llm.engine.scheduler.drafts
-    if not (drafts and llm.text.has_text): return ids[:32]
+    if not (drafts and llm.text.has_text):
+        return ids[:32]
     return llm.tokenizer.encode(START)[:32]
 
 # %% ../../nbs/8_use/04_bench.ipynb #4b98deb4
-def bench(llm, batches=(1,2,4,8), prompt:int=512, tokens:int=48, seed:int=0)->Report:
+def bench(
+    llm, batches=(1,2,4,8),
+    prompt:int=512, tokens:int=48,
+    seed:int=0
+)->Report:
     "Measure `llm` on this machine. It must hold `max(batches)` sequences at once"
     rng,c = np.random.default_rng(seed),llm.config
     prompt = min(prompt, llm.max_seq_len-tokens-1)

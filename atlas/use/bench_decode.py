@@ -42,20 +42,29 @@ class Point:
         "A second, all sequences together"
         return 1e6*self.batch*self.tokens_per_step/self.us
     @property
-    def idle(self)->float|None: "Part of a step in which the card has nothing to do"; return None if self.graph_us is None else max(0., 1-self.graph_us/self.us)
+    def idle(self)->float|None:
+        "Part of a step in which the card has nothing to do"
+        return None if self.graph_us is None else max(
+        0., 1-self.graph_us/self.us)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #7f05baf7
-def pretend(llm, batch:int, context:int, tokens:int, params=None, seed:int=0):
+def pretend(
+    llm, batch:int, context:int, tokens:int,
+    params=None, seed:int=0
+):
     "Put `batch` sequences into the engine that have `context` tokens behind them"
     e,rng = llm.engine,np.random.default_rng(seed)
     for i in range(batch):
-        ids = tuple(rng.integers(0, llm.config.vocab_size, max(1, context)).tolist())
+        ids = tuple(
+            rng.integers(0, llm.config.vocab_size, max(1, context)).tolist())
         greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, seed=seed+i)
         e.add(Request(f'bench-{i}', ids, params or greedy))
     e.scheduler._admit()
     for s in e.scheduler.running:
-        s.num_computed,s.outputs = s.prompt_len,[int(rng.integers(0, llm.config.vocab_size))]
-        e._samplers[s.id].add(s.outputs[0]); s.table.ensure(s.num_computed+1)
+        s.num_computed = s.prompt_len
+        s.outputs = [int(rng.integers(0, llm.config.vocab_size))]
+        e._samplers[s.id].add(s.outputs[0])
+        s.table.ensure(s.num_computed+1)
 
 _ENDED,_FINITE = 'A sequence ended while it was timed','Are the logits finite?'
 
@@ -63,18 +72,21 @@ def make_room(e,
     replays:int=20, # Of the graph of the last step
 ):
     "Step the engine `e` until that graph has room for them: it has no blocks for longer sequences"
-    while e.stepper.last.longest<e.scheduler.max_seq_len and _room(e)<replays: e.step()
+    while e.stepper.last.longest<e.scheduler.max_seq_len and _room(e)<replays:
+        e.step()
 
 def _room(e)->int:
     "How often the graph of the last step may be replayed"
     last,running = e.stepper.last,e.scheduler.running
-    if not running: raise EngineError(_ENDED, hint=_FINITE)
+    if not running:
+        raise EngineError(_ENDED, hint=_FINITE)
     return (last.longest-max(s.num_computed for s in running))//last.width-2
 
 def graph_time(s, n:int=20)->float:
     "Microseconds of the last graph of stepper `s`, replayed alone; NaN where they say nothing"
     def again(): s.replay(s.last)
-    with s.here(): return s.stream.microseconds(again, n)
+    with s.here():
+        return s.stream.microseconds(again, n)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #b8e1c0c2
 def tokens_ahead(
@@ -93,13 +105,17 @@ def checking(e, drafts:int):
         return
     before = a.adaptive,a.handed
     a.adaptive,a.handed = False,drafts
-    try: yield
-    finally: a.adaptive,a.handed = before
+    try:
+        yield
+    finally:
+        a.adaptive,a.handed = before
 
 def _clear(e):
     "End all requests of the engine `e`"
-    for s in list(e.scheduler.seqs): e.abort(s)
-    while e.has_work: e.step()
+    for s in list(e.scheduler.seqs):
+        e.abort(s)
+    while e.has_work:
+        e.step()
     e.land()
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #b8e1c0c3
@@ -107,11 +123,13 @@ def _timed(llm, batch, context, steps, params, drafts)->tuple[float,float]:
     "Microseconds of a step, and tokens that it has for each sequence"
     e,s = llm.engine,llm.engine.scheduler
     pretend(llm, batch, context, tokens_ahead(steps, drafts), params)
-    for _ in range(8): e.step()
+    for _ in range(8):
+        e.step()
     said = s.totals['generation_tokens']
     llm.device.synchronize()
     start = perf_counter()
-    for _ in range(steps): e.step()
+    for _ in range(steps):
+        e.step()
     if len(s.running)!=batch:
         raise EngineError(_ENDED, hint=_FINITE)
     llm.device.synchronize()
@@ -140,7 +158,8 @@ def measure(llm, batch:int=1, context:int=0, steps:int=64, params=None,
 def _last_step(s)->tuple[float|None,int]:
     "Microseconds of the last graph of stepper `s`, if they are known, and its launches"
     us = graph_time(s)
-    with s.here(), recording(launch=False) as r: s.body(s.last)
+    with s.here(), recording(launch=False) as r:
+        s.body(s.last)
     return None if math.isnan(us) else us,len(r.calls)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #cf8eee0b
@@ -157,50 +176,73 @@ class Stage:
 def _traffic(name, names, args, llm, batch, context, drafts=0):
     "Bytes that one call moves"
     a,c = dict(zip(names, args)),llm.config
-    size = lambda ks: sum(a[k].nbytes for k in ks if hasattr(a.get(k), 'nbytes'))
+    def size(ks):
+        return sum(a[k].nbytes for k in ks if hasattr(a.get(k), 'nbytes'))
     if name=='experts':
         rows = len(a['x'])*batch//seats(batch) # all that are checked, or one of each sequence
-        E = c.moe.num_experts; more = max(p.experts for p in packed_in(llm.model.layers))-E # the shared expert, if it is in the bank
+        E = c.moe.num_experts
+        # the shared expert, if it is in the bank
+        more = max(p.experts for p in packed_in(llm.model.layers))-E
         bank = size(('uw','us','ugs','ubias','dw','ds','dgs','dbias'))
         read = distinct(E, c.moe.top_k, rows)+more
         return bank*read/(E+more)+size(('x','h','h','y'))
     if name in ('delta_step','delta_wide','mamba_step'):
         state = llm.cache.bytes_per_state/max(1, len(llm.cache.rec))
         return states_moved(c, 1+drafts)*batch*state+size(('x','y'))
-    if name.startswith('attn'): return batch*llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*context
-    if name in ('embed','greedy'): return size(('x','y','logits'))
+    if name.startswith('attn'):
+        return batch*llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*context
+    if name in ('embed','greedy'):
+        return size(('x','y','logits'))
     small = 'accept','next_rows','ngram' # of tables they read a few words
-    if name in small: return size(('ids','said','drafts'))
+    if name in small:
+        return size(('ids','said','drafts'))
     return size(a)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #9eb712d0
-def stages(llm, batch:int=1, context:int=0, drafts:int=0)->list[Stage]:
+def stages(
+    llm, batch:int=1, context:int=0,
+    drafts:int=0
+)->list[Stage]:
     "The launches of a decode step by kind, each timed alone"
     e = llm.engine
     pretend(llm, batch, context, tokens_ahead(32, drafts))
     stepper = e.stepper
     with checking(e, drafts):
-        for _ in range(2): e.step()
+        for _ in range(2):
+            e.step()
         make_room(e, 24) # launches that move rows on are replayed, too
     with stepper.here(), recording(launch=True, args=True) as r:
         stepper.body(stepper.last)
     groups = {}
-    for n,g,b,args,sh,pdl,d in r.calls: groups.setdefault((n, str(g), tuple(sorted(d.items()))), []).append((g, b, args, sh, pdl, d))
+    for n,g,b,args,sh,pdl,d in r.calls:
+        groups.setdefault(
+            (n, str(g), tuple(sorted(d.items()))),
+            []
+        ).append((g, b, args, sh, pdl, d))
     out = []
     for (n,_,_),calls in groups.items():
         names = _params(Source(n).text, n)
         def again(calls=calls, n=n):
-            for g,b,args,sh,pdl,d in calls: run(n, g, b, *args, shared=sh, pdl=pdl, **d)
-        w = next((a for k,a in zip(names, calls[0][2]) if k in ('w','uw')), None)
+            for g,b,args,sh,pdl,d in calls:
+                run(n, g, b, *args, shared=sh, pdl=pdl, **d)
+        w = next(
+            (a
+             for k,a in zip(names, calls[0][2])
+             if k in ('w','uw')),
+            None)
         us = llm.device.microseconds(again)/len(calls)
         what = '' if w is None else 'x'.join(map(str, w.shape))
-        moved = [_traffic(n, names, c[2], llm, batch, context, drafts) for c in calls]
-        out.append(Stage(n, what, len(calls), us, float(np.mean(moved))))
+        moved = [
+            _traffic(n, names, c[2], llm, batch, context, drafts)
+            for c in calls]
+        out.append(
+            Stage(n, what, len(calls), us, float(np.mean(moved))))
     _clear(e)
     return sorted(out, key=lambda s: -s.us*s.launches)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #896d0e1c
-GB10 = dict(rate=230e9, launch=1.3e-6) # Measured copy rate of a DGX Spark, bytes/s, and seconds a dependent launch takes in a graph
+# Measured copy rate of a DGX Spark, bytes/s, and seconds a dependent launch takes in a graph
+GB10 = dict(rate=230e9, launch=1.3e-6)
 
 @dataclass
 class DecodeReport:
@@ -216,45 +258,74 @@ class DecodeReport:
     drafter:str='' # Who drafts, if anybody does
     simulate:list|None=None # Chances of the drafts to be accepted; None: those that are right are
 
-    def floor(self, p:Point)->float: "Microseconds that the bytes of a step take"; return p.bytes/self.copy*1e6
+    def floor(
+        self, p:Point
+    )->float:
+        "Microseconds that the bytes of a step take"
+        return p.bytes/self.copy*1e6
     def projected(self, p:Point)->float:
         "Tokens/s on GB10, by arithmetic"
         seconds = p.bytes/GB10['rate']+p.launches*GB10['launch']
         return p.batch*p.expected/seconds
     def to_dict(self):
-        pts = [asdict(p)|dict(tokens_per_second=p.tokens, idle=p.idle, floor_us=self.floor(p), fraction=self.floor(p)/p.us, projected_gb10=self.projected(p)) for p in self.points]
+        pts = [
+            asdict(p)
+            |dict(
+                tokens_per_second=p.tokens, idle=p.idle,
+                floor_us=self.floor(p),
+                fraction=self.floor(p)/p.us,
+                projected_gb10=self.projected(p))
+            for p in self.points]
         return asdict(self)|dict(points=pts)
 
 @patch
 def __str__(self:DecodeReport):
     "A table of steps, and one of kernels"
-    f = lambda x,n: 'n/a'.rjust(n) if x is None else f'{x:{n}.1f}'
+    def f(x,n): return 'n/a'.rjust(n) if x is None else f'{x:{n}.1f}'
     drafts = any(p.drafts for p in self.points)
     more = f' {"drafts":>6} {"tok/step":>8}' if drafts else ''
-    rows = [f'{self.model} on {self.machine}', f'{self.weights}; copy {human(self.copy, 1000)}/s; {self.compilations} compilations after ready; loaded in {self.load_seconds:.1f} s',
-        f'{"batch":>5} {"context":>8}{more} {"tok/s":>9} {"us/step":>9} {"graph":>9} {"idle":>6} {"launches":>8} {"MB/step":>8} {"of copy":>8} {"GB10, projected":>16}']
+    rows = [
+        f'{self.model} on {self.machine}',
+        f'{self.weights}; copy {human(self.copy, 1000)}/s; {self.compilations} compilations '
+        f'after ready; loaded in {self.load_seconds:.1f} s',
+        f'{"batch":>5} {"context":>8}{more} {"tok/s":>9} {"us/step":>9} {"graph":>9} '
+        f'{"idle":>6} {"launches":>8} {"MB/step":>8} {"of copy":>8} {"GB10, projected":>16}']
     for p in self.points:
         idle = 'n/a' if p.idle is None else f'{p.idle:.1%}'
         more = f' {p.drafts:6} {p.tokens_per_step:8.2f}' if drafts else ''
-        rows.append(f'{p.batch:5} {p.context:8,}{more} {p.tokens:9.1f} {p.us:9.1f} {f(p.graph_us,9)} {idle:>6} {p.launches:8} {p.bytes/1e6:8.0f} {self.floor(p)/p.us:8.0%} {self.projected(p):16.0f}')
-    if self.stages: rows += ['', f'{"kernel":14} {"weights":>22} {"launches":>8} {"us each":>8} {"us/step":>8} {"MB each":>8} {"of copy":>8}']
-    for s in self.stages: rows.append(f'{s.kernel:14} {s.what:>22} {s.launches:8} {s.us:8.2f} {s.us*s.launches:8.1f} {s.bytes/1e6:8.2f} {s.bytes/self.copy*1e6/s.us:8.0%}')
+        rows.append(
+            f'{p.batch:5} {p.context:8,}{more} {p.tokens:9.1f} {p.us:9.1f} {f(p.graph_us,9)} '
+            f'{idle:>6} {p.launches:8} {p.bytes/1e6:8.0f} {self.floor(p)/p.us:8.0%} '
+            f'{self.projected(p):16.0f}')
+    if self.stages:
+        rows += [
+            '',
+            f'{"kernel":14} {"weights":>22} {"launches":>8} {"us each":>8} {"us/step":>8} '
+            f'{"MB each":>8} {"of copy":>8}']
+    for s in self.stages:
+        rows.append(
+            f'{s.kernel:14} {s.what:>22} {s.launches:8} {s.us:8.2f} {s.us*s.launches:8.1f} '
+            f'{s.bytes/1e6:8.2f} {s.bytes/self.copy*1e6/s.us:8.0%}')
     return '\n'.join(rows)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #b8e1c0f1
 @contextmanager
 def simulating(stepper, chances):
     "Accept drafts by `chances` meanwhile, if there are any"
-    if chances: stepper.simulate(chances)
-    try: yield
+    if chances:
+        stepper.simulate(chances)
+    try:
+        yield
     finally:
-        if chances: stepper.simulate()
+        if chances:
+            stepper.simulate()
 
 def _blank(llm):
     "Fill with zeros what sequences are told to have behind them, and nobody has written"
     for cache in (llm.cache,llm.draft_cache):
         pools = cache.kv.values() if cache else ()
-        for a in (a for p in pools for a in p.arrays if a is not None): a.fill(0)
+        for a in (a for p in pools for a in p.arrays if a is not None):
+            a.fill(0)
     llm.device.synchronize()
 
 def _weights(llm)->str:
@@ -266,7 +337,8 @@ def _weights(llm)->str:
 
 def _check_chances(simulate, drafts):
     "An `AtlasError` unless there is a chance for each draft"
-    if not simulate: return
+    if not simulate:
+        return
     flag = 'simulate_acceptance'
     if not drafts:
         said = 'Nothing is drafted whose acceptance could be simulated'
@@ -291,8 +363,11 @@ def bench_decode(llm,
     _blank(llm)
     with simulating(llm.engine.stepper, simulate):
         points = _points(llm, batches, contexts, steps, simulate)
-        if kernels: kinds = stages(llm, batches[0], contexts[0], most)
-    about = llm.name,llm.device.describe(),_weights(llm),llm.device.copy_rate(1<<30)
+        if kernels:
+            kinds = stages(llm, batches[0], contexts[0], most)
+    about = (
+        llm.name,llm.device.describe(),
+        _weights(llm),llm.device.copy_rate(1<<30))
     drafter = str(llm.drafting) if most else ''
     return DecodeReport(*about, points, kinds,
         compilations.after_ready, llm.load_seconds, drafter, simulate)
@@ -318,8 +393,19 @@ def roofline(
     "Bandwidth against bytes of a launch, for each kind of kernel, numbered by what they take of a step"
     rows = [s for s in report['stages'] if s['bytes']>1e5]
     x = np.geomspace(3e5, 1e9, 200)
-    ax.plot(x/1e6, x/(launch+x/report['copy'])/1e12, 'k', lw=.8); ax.axhline(report['copy']/1e12, color='k', lw=.8, ls=':')
+    ax.plot(
+        x/1e6,
+        x/(launch+x/report['copy'])/1e12,
+        'k', lw=.8)
+    ax.axhline(report['copy']/1e12, color='k', lw=.8, ls=':')
     for i,s in enumerate(rows, 1):
         at = s['bytes']/1e6,s['bytes']/s['us']/1e6
-        ax.scatter(*at, s=10+s['us']*s['launches'], alpha=.6, label=f'{i}  {_label(s)}'); ax.annotate(str(i), at, fontsize=7, ha='center', va='center')
-    ax.set(xscale='log', xlabel='MB of a launch', ylabel='TB/s', ylim=0); ax.legend(fontsize=7, frameon=False, loc='center left', bbox_to_anchor=(1,.5), markerscale=.4)
+        ax.scatter(
+            *at,
+            s=10+s['us']*s['launches'],
+            alpha=.6, label=f'{i}  {_label(s)}')
+        ax.annotate(str(i), at, fontsize=7, ha='center', va='center')
+    ax.set(xscale='log', xlabel='MB of a launch', ylabel='TB/s', ylim=0)
+    ax.legend(
+        fontsize=7, frameon=False, loc='center left',
+        bbox_to_anchor=(1,.5), markerscale=.4)

@@ -29,12 +29,15 @@ def first_token(
 )->float: # Microseconds
     "Time from a request of a prompt to its first token"
     e,ids = llm.engine,ordinary(llm.config)
-    prompt = ids[np.random.default_rng((n,seed)).integers(0, len(ids), n)]
+    prompt = ids[
+        np.random.default_rng((n,seed)).integers(
+            0, len(ids), n)]
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     llm.device.synchronize()
     start = perf_counter()
     e.add(Request(f'bench-{n}-{seed}', tuple(prompt.tolist()), one))
-    while e.has_work: e.step()
+    while e.has_work:
+        e.step()
     return 1e6*(perf_counter()-start)
 
 @dataclass
@@ -45,7 +48,9 @@ class PromptTime:
     first_us:float # Of the first of them
     chunk:int # Most rows of a pass
     @property
-    def rate(self)->float: "Tokens a second"; return 1e6*self.tokens/self.us
+    def rate(self)->float:
+        "Tokens a second"
+        return 1e6*self.tokens/self.us
 
 _UNTIMED = 2 # Prompts of a length before those that count: launched, and recorded
 
@@ -58,14 +63,16 @@ def prompt_time(llm, n:int, repeats:int=5)->PromptTime:
 # %% ../../nbs/8_use/10_bench_prefill.ipynb #54104154
 class Kinds:
     "Calls of `run` by kind, the first few of each with their arguments; a list for `recording`"
-    def __init__(self, most:int=4): self.most,self.calls,self.counts = most,{},Counter()
+    def __init__(self, most:int=4):
+        self.most,self.calls,self.counts = most,{},Counter()
     def append(self, call):
         "Count a call, and keep it if its kind has few"
         name,grid,_,_,_,_,defines = call
         kind = name,str(grid),tuple(sorted(defines.items()))
         self.counts[kind] += 1
         kept = self.calls.setdefault(kind, [])
-        if len(kept)<self.most: kept.append(call)
+        if len(kept)<self.most:
+            kept.append(call)
 
 def launches_of(llm, n:int, seed:int=1<<20)->Kinds:
     "What is launched for a prompt of `n` tokens"
@@ -76,21 +83,30 @@ def launches_of(llm, n:int, seed:int=1<<20)->Kinds:
         with recording(launch=True, args=True) as r:
             r.calls = kinds
             first_token(llm, n, seed+1)
-    finally: s.prompts = graphs
+    finally:
+        s.prompts = graphs
     return kinds
 
 # %% ../../nbs/8_use/10_bench_prefill.ipynb #7d03c454
 _POOLS = 'slots','states','tails','blocks' # First axes of arrays that a launch touches a part of
 
 # Arrays that a kernel reads some columns of, or some rows
-_PARTLY = dict(embed='w', gated_halves='gate', gated_norm='gate', delta_prep='x', delta_many='x', mamba_prep='x')
+_PARTLY = dict(
+    embed='w', gated_halves='gate', gated_norm='gate', delta_prep='x',
+    delta_many='x', mamba_prep='x')
 
 def _arrays(name, args)->dict:
     "Arguments of a call by their names, and the bytes of arrays that are read or written whole"
     src = Source(name)
     a = dict(zip(_params(src.text, name), args))
-    pools = {k for k,(dims,_) in src.contract.items() if dims[0] in _POOLS}|{_PARTLY.get(name)}
-    sizes = {k: v.nbytes for k,v in a.items() if hasattr(v, 'nbytes') and k not in pools}
+    pools = {
+        k
+        for k,(dims,_) in src.contract.items()
+        if dims[0] in _POOLS
+    }|{_PARTLY.get(name)}
+    sizes = {
+        k: v.nbytes for k,v in a.items()
+        if hasattr(v, 'nbytes') and k not in pools}
     return a,sum(sizes.values())
 
 def _pairs(c, tokens)->float:
@@ -99,13 +115,21 @@ def _pairs(c, tokens)->float:
         w = a.window or tokens
         full = min(w, tokens)
         return full*(full+1)/2+max(tokens-w, 0)*w
-    kinds = [c.attn(i) for i,m in enumerate(c.mixers) if m in ('attention','sliding')]
-    return float(np.mean([seen(a)*a.num_heads*a.head_dim for a in kinds])) if kinds else 0.
+    kinds = [
+        c.attn(i)
+        for i,m in enumerate(c.mixers)
+        if m in ('attention','sliding')]
+    if kinds:
+        return float(
+            np.mean([seen(a)*a.num_heads*a.head_dim for a in kinds]))
+    return 0.
 
 def _operations(name, a, c, tokens)->float:
     "Multiplications and additions of a call, where they are what it is for"
-    if name=='flash': return 4*_pairs(c, tokens)
-    if not name.startswith('gemm') or 'kp' not in a: return 0.
+    if name=='flash':
+        return 4*_pairs(c, tokens)
+    if not name.startswith('gemm') or 'kp' not in a:
+        return 0.
     return 2.*a['rows']*a['n']*a['kp']
 
 @dataclass
@@ -163,17 +187,22 @@ def _stage_line(s, copy):
 @patch
 def __str__(self:PrefillReport):
     "A table of prompts, and one of launches for each length that has them"
-    rows = [f'{self.model} on {self.machine}',
-        f'{self.weights}; copy {human(self.copy, 1000)}/s; {self.compilations} compilations after ready',
-        f'{"prompt":>7} {"chunk":>6} {"first token, ms":>15} {"the first, ms":>13} {"tok/s":>9} {"TFLOP/s":>8}']
+    rows = [
+        f'{self.model} on {self.machine}',
+        f'{self.weights}; copy {human(self.copy, 1000)}/s; {self.compilations} compilations '
+        'after ready',
+        f'{"prompt":>7} {"chunk":>6} {"first token, ms":>15} {"the first, ms":>13} '
+        f'{"tok/s":>9} {"TFLOP/s":>8}']
     for p in self.points:
         times = f'{p.us/1e3:15.2f} {p.first_us/1e3:13.2f} {p.rate:9.0f}'
         rows.append(f'{p.tokens:7,} {p.chunk:6,} {times} {2*self.params*p.rate/1e12:8.0f}')
     for n in dict.fromkeys(s.tokens for s in self.stages):
         mine = [s for s in self.stages if s.tokens==n]
         total = sum(s.us*s.launches for s in mine)/1e3
-        rows += ['', f'{n:,} tokens: {sum(s.launches for s in mine)} launches, {total:.2f} ms',
-            f'{"kernel":14} {"weights":>20} {"launches":>8} {"us each":>9} {"ms":>8} {"MB each":>8} {"of copy":>8} {"TFLOP/s":>8}']
+        rows += [
+            '', f'{n:,} tokens: {sum(s.launches for s in mine)} launches, {total:.2f} ms',
+            f'{"kernel":14} {"weights":>20} {"launches":>8} {"us each":>9} {"ms":>8} '
+            f'{"MB each":>8} {"of copy":>8} {"TFLOP/s":>8}']
         rows += [_stage_line(s, self.copy) for s in mine]
     return '\n'.join(rows)
 
@@ -190,7 +219,9 @@ def bench_prefill(llm,
     if kernels:
         whole = [n for n in lengths if n<=llm.engine.scheduler.chunk]
         kinds = [s for n in whole for s in prompt_stages(llm, n)]
-    about = llm.name,llm.device.describe(),_weights(llm),llm.device.copy_rate(1<<30)
+    about = (
+        llm.name,llm.device.describe(),
+        _weights(llm),llm.device.copy_rate(1<<30))
     c = llm.config
     met = c.active_params-c.vocab_size*c.hidden_size
     return PrefillReport(*about, met, points, kinds,

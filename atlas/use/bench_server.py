@@ -21,9 +21,15 @@ from ..text.tokenizer import byte_tokenizer
 # %% ../../nbs/8_use/08_bench_server.ipynb #870c23be
 class Pace:
     "An engine without a model: a token for each of its sequences in a step, and `rate` tokens a second"
-    def __init__(self, rate:float, ids): self.rate,self.ids,self.left,self.next = rate,ids,{},0.
-    def add(self, r): self.left[r.id] = r.params.max_tokens or 100
-    def abort(self, rid): return [Event(rid, finish='abort')] if self.left.pop(rid, None) else []
+    def __init__(self, rate:float, ids):
+        self.rate = rate
+        self.ids = ids
+        self.left = {}
+        self.next = 0.
+    def add(self, r):
+        self.left[r.id] = r.params.max_tokens or 100
+    def abort(self, rid):
+        return [Event(rid, finish='abort')] if self.left.pop(rid, None) else []
     @property
     def has_work(self)->bool: return bool(self.left)
     def stats(self): return dict(num_requests_running=len(self.left))
@@ -32,9 +38,15 @@ class Pace:
         now,n = time.perf_counter(),len(self.left)
         if n>1 and self.rate:
             self.next = max(self.next, now-.02)+n/self.rate
-            if self.next>now: time.sleep(self.next-now)
-        for rid in self.left: self.left[rid] -= 1
-        out = [Event(rid, self.ids[k%len(self.ids)], finish=None if k else 'length') for rid,k in self.left.items()]
+            if self.next>now:
+                time.sleep(self.next-now)
+        for rid in self.left:
+            self.left[rid] -= 1
+        out = [
+            Event(
+                rid, self.ids[k%len(self.ids)],
+                finish=None if k else 'length')
+            for rid,k in self.left.items()]
         self.left = {rid:k for rid,k in self.left.items() if k}
         return out
 
@@ -47,7 +59,9 @@ def serve_nothing(
     "Serve a `Pace`; the line with its address is printed. It ends with its process"
     from atlas.service.gateway import serve
     from atlas.service.worker import ThreadWorker
-    text = dict(tokenizer=byte_tokenizer(), template=ChatTemplate(DUMMY_TEMPLATE), spec=None, parsers=parsers)
+    text = dict(
+        tokenizer=byte_tokenizer(), template=ChatTemplate(DUMMY_TEMPLATE),
+        spec=None, parsers=parsers)
     command = (sys.executable, '-m', 'atlas.use.bench_server', '--worker', str(rate))
     def thread(name): return ThreadWorker(paced(rate))
     serve('nothing', port=0, text=lambda config: text,
@@ -67,29 +81,43 @@ def work_for_nothing():
     main(paced(float(sys.argv[2])))
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #4fec924e
-_paths = {'chat':('/v1/chat/completions','messages','max_tokens',b'"content":"'), 'messages':('/v1/messages','messages','max_tokens',b'"text_delta"'),
+_paths = {
+    'chat':('/v1/chat/completions','messages','max_tokens',b'"content":"'),
+    'messages':('/v1/messages','messages','max_tokens',b'"text_delta"'),
     'responses':('/v1/responses','input','max_output_tokens',b'"response.output_text.delta",')}
 
 def post(port:int, api:str, tokens:int)->socket.socket:
     "A connection on which a stream of so many tokens was asked for"
     path,field,limit,_ = _paths[api]
-    raw = json.dumps({field:'Hi' if field=='input' else [dict(role='user', content='Hi')], limit:tokens, 'stream':True, 'model':'nothing'}).encode()
+    raw = json.dumps({
+        field:'Hi' if field=='input' else [dict(role='user', content='Hi')],
+        limit:tokens, 'stream':True, 'model':'nothing'
+    }).encode()
     s = socket.create_connection(('127.0.0.1', port), 30)
-    s.sendall(f'POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n'.encode()+raw)
+    s.sendall(
+        f'POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: '
+        f'application/json\r\nContent-Length: {len(raw)}\r\n\r\n'.encode()
+        +raw)
     return s
 
 def read_all(socks:list, mark:bytes)->int:
     "Read every stream to its end; how often `mark` was in them"
     sel,n,tails = selectors.DefaultSelector(),0,dict.fromkeys(socks, b'')
-    for s in socks: s.setblocking(False); sel.register(s, selectors.EVENT_READ)
+    for s in socks:
+        s.setblocking(False)
+        sel.register(s, selectors.EVENT_READ)
     while tails:
         ready = sel.select(30)
-        if not ready: raise EngineError('A stream was quiet for 30 seconds')
+        if not ready:
+            raise EngineError('A stream was quiet for 30 seconds')
         for s in (k.fileobj for k,_ in ready):
             new = s.recv(1<<18)
             n += (tails[s][1-len(mark):]+new).count(mark)
             tails[s] = (tails[s]+new)[-64:]
-            if not new or tails[s].endswith(b'\r\n0\r\n\r\n'): sel.unregister(s); s.close(); del tails[s]
+            if not new or tails[s].endswith(b'\r\n0\r\n\r\n'):
+                sel.unregister(s)
+                s.close()
+                del tails[s]
     return n
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #bda7b8ec
@@ -108,7 +136,8 @@ class Cost:
     def rate(self)->float: return self.streams*self.tokens/self.seconds
     @property
     def us(self)->float: return 1e6*self.cpu/(self.streams*self.tokens)
-    def __repr__(self): return f'{self.api}, {self.streams} streams: {self.rate:,.0f} tokens/s, {self.us:.0f} µs of processor time a token, first byte after {statistics.median(self.first_ms):.1f} ms, first token after {statistics.median(self.token_ms):.1f} ms'
+    def __repr__(self):
+        return f'{self.api}, {self.streams} streams: {self.rate:,.0f} tokens/s, {self.us:.0f} µs of processor time a token, first byte after {statistics.median(self.first_ms):.1f} ms, first token after {statistics.median(self.token_ms):.1f} ms'
 
 def cpu_of(pid:int)->float:
     "Seconds of processor time that a process has used"
@@ -116,7 +145,9 @@ def cpu_of(pid:int)->float:
     return (int(f[11])+int(f[12]))/os.sysconf('SC_CLK_TCK')
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #37fc089a
-def first_byte(port:int, api:str, n:int=50)->list[tuple[float,float]]:
+def first_byte(port:int, api:str, n:int=50)->list[
+    tuple[float,float]
+]:
     "Milliseconds to the first byte and to the first token of single requests"
     out,mark = [],_paths[api][3]
     for _ in range(n):
@@ -124,7 +155,8 @@ def first_byte(port:int, api:str, n:int=50)->list[tuple[float,float]]:
         with post(port, api, 1) as s:
             got = s.recv(1<<16)
             byte = time.perf_counter()
-            while mark not in got: got += s.recv(1<<16)
+            while mark not in got:
+                got += s.recv(1<<16)
             out.append((1e3*(byte-t), 1e3*(time.perf_counter()-t)))
     return out
 
@@ -138,16 +170,24 @@ def measure(
 )->Cost:
     "Start a server, stream from it, and see what that cost"
     flags = ['--serve', str(rate), '--parsers', parsers]
-    if apart: flags.append('--apart')
+    if apart:
+        flags.append('--apart')
     command = [sys.executable, '-m', 'atlas.use.bench_server', *flags]
     p = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         port = int(re.search(r'(?:127.0.0.1:)?(\d+)(?:,|$)', p.stdout.readline().strip())[1])
         bytes_,tokens_ = zip(*first_byte(port, api)[5:])
         c,t = cpu_of(p.pid),time.perf_counter()
-        seen = read_all([post(port, api, tokens) for _ in range(streams)], _paths[api][3])
-        return Cost(api, streams, tokens, seen, time.perf_counter()-t, cpu_of(p.pid)-c, bytes_, tokens_)
-    finally: p.kill(); p.wait(); p.stdout.close()
+        seen = read_all(
+            [post(port, api, tokens) for _ in range(streams)],
+            _paths[api][3])
+        return Cost(
+            api, streams, tokens, seen, time.perf_counter()-t,
+            cpu_of(p.pid)-c, bytes_, tokens_)
+    finally:
+        p.kill()
+        p.wait()
+        p.stdout.close()
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #921de34a
 def _arguments():
@@ -180,8 +220,10 @@ def main():
     c = measure(**o)
     figures = asdict(c)|dict(rate=c.rate, us=c.us)
     numbers = json.dumps(figures, indent=1)
-    if output: Path(output).write_text(numbers)
+    if output:
+        Path(output).write_text(numbers)
     print(numbers if as_json else c)
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #1c06f25f
-if __name__=='__main__': work_for_nothing() if sys.argv[1:2]==['--worker'] else main()
+if __name__=='__main__':
+    work_for_nothing() if sys.argv[1:2]==['--worker'] else main()

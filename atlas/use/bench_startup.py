@@ -35,21 +35,33 @@ _ST_TYPES = dict(F32='F32', F16='F16', BF16='BF16')
 
 def _named(t)->dict:
     "What a safetensors file calls the parts of the tensor `t`, and their types there: part -> (name, type)"
-    if t.fmt in _ST_TYPES: return dict(data=(t.name, _ST_TYPES[t.fmt]))
+    if t.fmt in _ST_TYPES:
+        return dict(data=(t.name, _ST_TYPES[t.fmt]))
     stack = not t.name.endswith('.weight')
-    l = next(l for l in LAYOUTS if l.fmt==t.fmt and (l.name=='gpt-oss')==(stack and t.fmt=='MXFP4'))
+    l = next(
+        l for l in LAYOUTS
+        if l.fmt==t.fmt
+        and (l.name=='gpt-oss')==(stack and t.fmt=='MXFP4'))
     base = t.name.removesuffix('.weight')
-    return {p: (base+end,dtype) for p,(end,dtype) in l.ends.items()}
+    return {
+        p: (base+end,dtype)
+        for p,(end,dtype) in l.ends.items()}
 
 def _entries(t)->list[tuple]:
     "(name, type, shape in the file, pattern of bytes) of each part of `t`"
-    out,e = [],round(-math.log2(max(t.shape[-1], 1))/2)
+    out = []
+    e = round(-math.log2(max(t.shape[-1], 1))/2)
     for p,(name,dtype) in _named(t).items():
         own,shape = FORMATS[t.fmt].layout(t.shape)[p]
-        if p=='data': pattern = _pool(t.fmt, e, 0)
-        else: pattern = np.atleast_1d(_scale(t.fmt, p, own, (1<<12,), e))
-        if name.endswith('_blocks'): shape = *shape[:-1],shape[-1]//16,16
-        out.append((name, dtype, shape, pattern.reshape(-1).view(np.uint8)))
+        if p=='data':
+            pattern = _pool(t.fmt, e, 0)
+        else:
+            pattern = np.atleast_1d(_scale(t.fmt, p, own, (1<<12,), e))
+        if name.endswith('_blocks'):
+            shape = *shape[:-1],shape[-1]//16,16
+        out.append((
+            name, dtype, shape,
+            pattern.reshape(-1).view(np.uint8)))
     return out
 
 # %% ../../nbs/8_use/11_bench_startup.ipynb #adcf30c3
@@ -57,11 +69,15 @@ _WIDEST = sorted(ST_SIZES, key=lambda k: (-ST_SIZES[k], k[0]!='F'))
 
 def _write_shard(path, entries):
     "One safetensors file of parts, the widest types first"
-    entries = sorted(entries, key=lambda e: (_WIDEST.index(e[1]), e[0]))
+    entries = sorted(
+        entries,
+        key=lambda e: (_WIDEST.index(e[1]), e[0]))
     header,at = {},0
     for name,dtype,shape,_ in entries:
         n = math.prod(shape)*ST_SIZES[dtype]
-        header[name] = dict(dtype=dtype, shape=list(shape), data_offsets=[at,at+n])
+        header[name] = dict(
+            dtype=dtype, shape=list(shape),
+            data_offsets=[at,at+n])
         at += n
     text = json.dumps(header, separators=(',',':')).encode()
     text += b' '*(-len(text)%8)
@@ -82,17 +98,22 @@ def write_checkpoint(
     layers:int|None=None, # Of its layers, the first so many; None: all
 )->Path: # The folder
     "A checkpoint of a known shape, made up; its numbers mean nothing"
-    if shape not in PRESETS: raise ConfigError(f'{shape!r} is no shape that Atlas knows', param='shape')
+    if shape not in PRESETS:
+        raise ConfigError(f'{shape!r} is no shape that Atlas knows', param='shape')
     meta = dict(PRESETS[shape])
-    if layers: meta['num_hidden_layers'] = layers
+    if layers:
+        meta['num_hidden_layers'] = layers
     c = ModelConfig.from_hf(meta)
     wants = model_wants(c)
-    if c.family!='gptoss': wants = [replace(w, alts=()) for w in wants] # experts one by one
+    if c.family!='gptoss':
+        wants = [replace(w, alts=()) for w in wants] # experts one by one
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards,size = [[]],0
     for t in dummy_checkpoint(c, wants, weights).tensors.values():
-        if size>shard: shards.append([]); size = 0
+        if size>shard:
+            shards.append([])
+            size = 0
         shards[-1] += _entries(t)
         size += t.nbytes
     names = [f'model-{i+1:05}-of-{len(shards):05}.safetensors' for i in range(len(shards))]
@@ -100,11 +121,14 @@ def write_checkpoint(
         list(pool.map(_write_shard, [folder/n for n in names], shards))
     index = {e[0]: n for n,es in zip(names, shards) for e in es}
     (folder/'config.json').write_text(json.dumps(meta))
-    (folder/'model.safetensors.index.json').write_text(json.dumps(dict(metadata={}, weight_map=index)))
+    (folder/'model.safetensors.index.json').write_text(
+        json.dumps(dict(metadata={}, weight_map=index)))
     return folder
 
 # %% ../../nbs/8_use/11_bench_startup.ipynb #88dfb542
-SETTINGS = (1,16<<20),(4,8<<20),(8,8<<20),(4,16<<20) # Threads, and bytes of a read
+SETTINGS = (
+    (1,16<<20),(4,8<<20),
+    (8,8<<20),(4,16<<20)) # Threads, and bytes of a read
 
 def raw_read(
     paths, # Files
@@ -114,9 +138,15 @@ def raw_read(
 )->float: # Bytes a second
     "Read files as fast as their disk gives them, past the page cache where that is possible"
     files = [File(p) for p in paths]
-    fds = [d if (d := open_direct(f)) is not None else os.dup(f.f.fileno()) for f in files]
-    places = [(fd,at) for fd,f in zip(fds, files) for at in range(0, f.size, block)]
-    places = places[:max(1, int(min(most, len(places)*block)//block))]
+    fds = [
+        d if (d := open_direct(f)) is not None
+        else os.dup(f.f.fileno())
+        for f in files]
+    places = [
+        (fd,at) for fd,f in zip(fds, files)
+        for at in range(0, f.size, block)]
+    places = places[
+        :max(1, int(min(most, len(places)*block)//block))]
     turn,start = count(),perf_counter()
     def work(_):
         memory,n = memoryview(whole_pages(block)),0
@@ -125,17 +155,21 @@ def raw_read(
             n += os.preadv(fd, [memory], at)
         return n
     try:
-        with ThreadPoolExecutor(threads) as pool: total = sum(pool.map(work, range(threads)))
+        with ThreadPoolExecutor(threads) as pool:
+            total = sum(pool.map(work, range(threads)))
         return total/(perf_counter()-start)
     finally:
-        for fd in fds: os.close(fd)
-        for f in files: f.close()
+        for fd in fds:
+            os.close(fd)
+        for f in files:
+            f.close()
 
 def forget(paths):
     "Have the page cache give up what it has of files; `sync` first writes what is new in them"
     os.sync()
     for p in paths:
-        with open(p, 'rb') as f: os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with open(p, 'rb') as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 # %% ../../nbs/8_use/11_bench_startup.ipynb #c4b2f6f1
 @dataclass
@@ -151,20 +185,31 @@ class StartupReport:
     cold:bool # Was the page cache told to forget the files?
     packed:bool=False # Did the weights come from a packed file?
     @property
-    def rate(self)->float: "Bytes a second of reading, packing included"; return self.nbytes/max(self.seconds['read'], 1e-9)
+    def rate(self)->float:
+        "Bytes a second of reading, packing included"
+        return self.nbytes/max(
+        self.seconds['read'], 1e-9)
     @property
-    def disk(self)->float: "The most that plain reads reached"; return max(self.raw.values(), default=math.nan)
+    def disk(self)->float:
+        "The most that plain reads reached"
+        return max(
+        self.raw.values(), default=math.nan)
     @property
-    def total(self)->float: "Seconds to the first token"; return sum(self.seconds.values())
+    def total(self)->float:
+        "Seconds to the first token"
+        return sum(self.seconds.values())
     def __str__(self): return self.table()
     def to_dict(self):
-        return asdict(self)|dict(bytes_per_second=self.rate, of_disk=self.rate/self.disk, total_seconds=self.total)
+        return asdict(self)|dict(
+            bytes_per_second=self.rate, of_disk=self.rate/self.disk,
+            total_seconds=self.total)
 
 # %% ../../nbs/8_use/11_bench_startup.ipynb #8d667681
 @patch
 def _about(self:StartupReport, stage)->str:
     "What there is to say of a stage beside its seconds"
-    if stage!='read': return ''
+    if stage!='read':
+        return ''
     rate = f'{human(self.nbytes, 1000)} at {human(self.rate, 1000)}/s'
     return f'{rate}, {self.rate/self.disk:.0%} of plain reads'
 
@@ -174,7 +219,8 @@ def table(self:StartupReport)->str:
     stored = ', '.join(f'{human(n, 1000)} {k}' for k,n in self.formats.items())
     stored += '; from a packed file'*self.packed+'; cold'*self.cold
     rows = [f'{self.model} on {self.machine}', stored]
-    for k,v in self.seconds.items(): rows.append(f'{k:12} {v:8.2f} s  {self._about(k)}'.rstrip())
+    for k,v in self.seconds.items():
+        rows.append(f'{k:12} {v:8.2f} s  {self._about(k)}'.rstrip())
     rows.append(f'{"in all":12} {self.total:8.2f} s')
     return '\n'.join(rows+[f'plain reads, {k}: {human(v, 1000)}/s' for k,v in self.raw.items()])
 
@@ -187,10 +233,18 @@ def process_age()->float:
 def _read_files(config)->tuple[list,dict]: # Their paths; format -> bytes
     "The files of a model, opened for a moment"
     with open_model(config) as ck:
-        if not ck.in_files: raise ConfigError('bench startup measures files', hint='--write FOLDER makes some', param='load_format')
+        if not ck.in_files:
+            raise ConfigError(
+                'bench startup measures files', hint='--write FOLDER makes some',
+                param='load_format')
         formats = {}
-        for t in ck.tensors.values(): formats[t.fmt] = formats.get(t.fmt, 0)+t.nbytes
-        return sorted({s.file.path for t in ck.tensors.values() for s in t.spans.values()}),formats
+        for t in ck.tensors.values():
+            formats[t.fmt] = formats.get(t.fmt, 0)+t.nbytes
+        return (
+            sorted({
+                s.file.path for t in ck.tensors.values()
+                for s in t.spans.values()}),
+            formats)
 
 def _setting(threads, block): return f'{threads} x {human(block)}'
 
@@ -214,17 +268,22 @@ def bench_startup(
     """Start a model, and read its files plainly for comparison; text is left out, which a server
     reads meanwhile. With `cache_packed` the packed file is waited for, and the next start reads it"""
     paths,formats = _read_files(config)
-    if cold: forget(paths)
+    if cold:
+        forget(paths)
     seconds = dict(imports=imports)
     m = _timed(config, seconds)
     try:
         seconds['first_token'] = first_token(m, 64, 0)/1e6
         packed = bool(m._stores) and all(s.fresh for s in m._stores)
-        for s in m._stores: s.wait()
+        for s in m._stores:
+            s.wait()
         kept = [s.path for s in m._stores if s.path.exists()]
-        if packed: paths = kept
-        elif cold: forget(kept)
+        if packed:
+            paths = kept
+        elif cold:
+            forget(kept)
         about = m.name,m.device.describe(),formats
-    finally: m.close()
+    finally:
+        m.close()
     raw = {_setting(*how): raw_read(paths, *how, most) for how in SETTINGS}
     return StartupReport(*about, raw, seconds, m.startup.nbytes, m.startup.direct, cold, packed)

@@ -67,7 +67,8 @@ SHARES = 50,95,99 # Percentiles that are told
 
 def percentiles(seconds:list)->list: # Milliseconds, or None where there is nothing
     "What so many of `SHARES` percent were no slower than"
-    if not seconds: return [None]*len(SHARES)
+    if not seconds:
+        return [None]*len(SHARES)
     return [round(1e3*float(t), 3) for t in np.percentile(seconds, SHARES)]
 
 @dataclass
@@ -85,16 +86,23 @@ class Load:
     errors:int
     error:str|None=None # The first of them
     @property
-    def rate(self)->float: "Tokens a second, all together"; return self.tokens/self.seconds
+    def rate(self)->float:
+        "Tokens a second, all together"
+        return self.tokens/self.seconds
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #670134e1
-def load_of(way:str, prompts:str, concurrency:int, answers:list[Answer], seconds:float)->Load:
+def load_of(
+    way:str, prompts:str, concurrency:int,
+    answers:list[Answer], seconds:float
+)->Load:
     "A round of which these `answers` came"
     good = [a for a in answers if a.error is None]
     said = [a.error for a in answers if a.error is not None]
     first = [a.first for a in good]
     between = [t for a in good for t in a.between]
-    tokens,cached = (sum(getattr(a, k) for a in answers) for k in ('tokens','cached'))
+    tokens,cached = (
+        sum(getattr(a, k) for a in answers)
+        for k in ('tokens','cached'))
     times = percentiles(first),percentiles(between)
     failed = len(said),next(iter(said), None)
     return Load(way, prompts, concurrency, len(answers), seconds, tokens, cached, *times, *failed)
@@ -103,11 +111,14 @@ def load_of(way:str, prompts:str, concurrency:int, answers:list[Answer], seconds
 def _take(e, answers, now):
     "Note what the event `e` tells of its request"
     a = answers[e.id]
-    if e.cached: a.cached = e.cached
+    if e.cached:
+        a.cached = e.cached
     if e.token is not None:
         a.tokens += 1
-        if a.arrivals[-1:]!=[now]: a.arrivals.append(now)
-    if e.finish not in (None,'length'): a.error = e.error or e.finish
+        if a.arrivals[-1:]!=[now]:
+            a.arrivals.append(now)
+    if e.finish not in (None,'length'):
+        a.error = e.error or e.finish
 
 def through_engine(llm, prompts:list, concurrency:int, tokens:int)->list[Answer]:
     "Answers of so many `tokens` to each of `prompts`, `concurrency` of them under way at a time"
@@ -118,14 +129,18 @@ def through_engine(llm, prompts:list, concurrency:int, tokens:int)->list[Answer]
             i,ids = todo.popleft()
             rid = f'load-{i}'
             answers[rid] = Answer(perf_counter())
-            try: llm.engine.add(llm.request(ids, params, rid))
-            except AtlasError as e: answers[rid].error = e.msg
-            else: live.add(rid)
+            try:
+                llm.engine.add(llm.request(ids, params, rid))
+            except AtlasError as e:
+                answers[rid].error = e.msg
+            else:
+                live.add(rid)
         events = llm.engine.step()
         now = perf_counter()
         for e in events:
             _take(e, answers, now)
-            if e.finish: live.discard(e.id)
+            if e.finish:
+                live.discard(e.id)
     return list(answers.values())
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #ebd8070f
@@ -136,8 +151,10 @@ async def _pieces(reader):
     "Pieces of a chunked body"
     while True:
         line = await asyncio.wait_for(reader.readline(), _QUIET)
-        if not line: raise EngineError(_CUT)
-        if not (size := int(line, 16)): return
+        if not line:
+            raise EngineError(_CUT)
+        if not (size := int(line, 16)):
+            return
         piece = await reader.readexactly(size+2)
         yield piece[:-2]
 
@@ -147,13 +164,16 @@ async def _events(reader):
     async for piece in _pieces(reader):
         *whole,left = (left+piece).split(b'\n\n')
         for e in whole:
-            if e.startswith(b'data: {'): yield json.loads(e[6:])
+            if e.startswith(b'data: {'):
+                yield json.loads(e[6:])
 
 async def _status(reader)->int:
     "Status of an answer, whose headers are read over"
     line = await asyncio.wait_for(reader.readline(), _QUIET)
-    if not line: raise EngineError('The server has closed the connection')
-    while (await reader.readline()).strip(): pass
+    if not line:
+        raise EngineError('The server has closed the connection')
+    while (await reader.readline()).strip():
+        pass
     return int(line.split()[1])
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #7c5d2267
@@ -166,8 +186,10 @@ def _message(port, body)->bytes:
 
 def _hear(d, a):
     "Note what the event `d` of a stream tells"
-    if 'error' in d: raise EngineError(d['error']['message'])
-    if any(c.get('token_ids') for c in d['choices']): a.arrivals.append(perf_counter())
+    if 'error' in d:
+        raise EngineError(d['error']['message'])
+    if any(c.get('token_ids') for c in d['choices']):
+        a.arrivals.append(perf_counter())
     if usage := d.get('usage'):
         a.tokens = usage['completion_tokens']
         a.cached = usage['prompt_tokens_details']['cached_tokens']
@@ -180,21 +202,29 @@ async def _ask(port, body)->Answer:
         with closing(writer):
             writer.write(message)
             status = await _status(reader)
-            if status!=200: raise EngineError(await _refusal(reader, status))
-            async for d in _events(reader): _hear(d, a)
+            if status!=200:
+                raise EngineError(await _refusal(reader, status))
+            async for d in _events(reader):
+                _hear(d, a)
         n = body['max_tokens']
         came = a.tokens if a.arrivals else 0
-        if came!=n: raise EngineError(f'{came} of {n} tokens came')
-    except EOFError: a.error = _CUT
-    except TimeoutError: a.error = f'Nothing came for {_QUIET:.0f} seconds'
-    except (AtlasError,OSError,ValueError) as e: a.error = str(e) or type(e).__name__
+        if came!=n:
+            raise EngineError(f'{came} of {n} tokens came')
+    except EOFError:
+        a.error = _CUT
+    except TimeoutError:
+        a.error = f'Nothing came for {_QUIET:.0f} seconds'
+    except (AtlasError,OSError,ValueError) as e:
+        a.error = str(e) or type(e).__name__
     return a
 
 async def _refusal(reader, status)->str:
     "Why there is no stream"
     raw = await asyncio.wait_for(reader.read(), _QUIET)
     found = re.search(rb'"message":\s*("(?:[^"\\]|\\.)*")', raw)
-    return f'{status}: '+(json.loads(found[1]) if found else raw.decode(errors='replace')[:200])
+    return f'{status}: '+(
+        json.loads(found[1]) if found
+        else raw.decode(errors='replace')[:200])
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #46182989
 def _body(ids, tokens):
@@ -209,7 +239,8 @@ async def _streams(port, prompts, concurrency, tokens)->list[Answer]:
         while todo:
             i,ids = todo.popleft()
             answers[i] = await _ask(port, _body(ids, tokens))
-    await asyncio.gather(*(client() for _ in range(min(concurrency, len(prompts)))))
+    await asyncio.gather(
+        *(client() for _ in range(min(concurrency, len(prompts)))))
     return [answers[i] for i in range(len(prompts))]
 
 def through_http(port:int, prompts:list, concurrency:int, tokens:int)->list[Answer]:
@@ -225,11 +256,16 @@ def flags_of(config:EngineConfig)->list[str]:
     out = []
     for name,v in differs(config).items():
         flag = name.replace('_', '-')
-        if name=='model': continue
-        if v is None: _no(f'{name} is None, which no flag of "atlas serve" means', name)
-        if name=='speculative' and v is not False: out.append(f'--{flag}={"auto" if v is True else v}')
-        elif isinstance(v, bool): out.append(f'--{flag}' if v else f'--no-{flag}')
-        else: out.append(f'--{flag}={v}')
+        if name=='model':
+            continue
+        if v is None:
+            _no(f'{name} is None, which no flag of "atlas serve" means', name)
+        if name=='speculative' and v is not False:
+            out.append(f'--{flag}={"auto" if v is True else v}')
+        elif isinstance(v, bool):
+            out.append(f'--{flag}' if v else f'--no-{flag}')
+        else:
+            out.append(f'--{flag}={v}')
     return out
 
 _ALONE = '--no-http measures the engine alone'
@@ -239,21 +275,27 @@ def serving(config:EngineConfig):
     "A context with a server of the model of `config`: its port"
     code = 'from atlas.use.cli import main; main()'
     quiet = ['--port=0', '--served-model-name=bench', '--log-level=error', '--no-prefill-next-turn']
-    env = {k:v for k,v in os.environ.items() if k not in ('ATLAS_API_KEY','ATLAS_ADMIN_KEY')}
+    env = {
+        k:v for k,v in os.environ.items()
+        if k not in ('ATLAS_API_KEY','ATLAS_ADMIN_KEY')}
     command = [sys.executable, '-c', code, 'serve', config.model, *quiet, *flags_of(config)]
     p = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         said = p.stdout.readline()
         address = re.search(r'http://127\.0\.0\.1:(\d+)', said)
-        if not address: raise EngineError(f'"atlas serve {config.model}" did not start', hint=_ALONE)
+        if not address:
+            raise EngineError(f'"atlas serve {config.model}" did not start', hint=_ALONE)
         yield int(address[1])
-    finally: _end(p)
+    finally:
+        _end(p)
 
 def _end(p):
     "End a server, kindly at first"
     p.terminate()
-    try: p.wait(30)
-    except subprocess.TimeoutExpired: p.kill()
+    try:
+        p.wait(30)
+    except subprocess.TimeoutExpired:
+        p.kill()
     p.wait()
     p.stdout.close()
 
@@ -269,26 +311,33 @@ class Plan:
     seed:int=0
 
     def __post_init__(self):
-        for name in ('requests','prompt','tokens'): _at_least(name, getattr(self, name), 1)
-        if not self.concurrency: _no('There is no concurrency to measure', 'concurrency')
-        for n in self.concurrency: _at_least('concurrency', n, 1)
+        for name in ('requests','prompt','tokens'):
+            _at_least(name, getattr(self, name), 1)
+        if not self.concurrency:
+            _no('There is no concurrency to measure', 'concurrency')
+        for n in self.concurrency:
+            _at_least('concurrency', n, 1)
         _at_least('seed', self.seed, 0)
         most = max(self.concurrency)
         hint = 'Ask more, or fewer at a time'
-        if self.requests<most: _no(f'{self.requests} requests are never {most} at a time',
+        if self.requests<most:
+            _no(f'{self.requests} requests are never {most} at a time',
             'requests', hint)
         for k in self.kinds:
-            if k not in KINDS: _no(f'prompts are {k!r}, expected {" or ".join(KINDS)}', 'kinds')
+            if k not in KINDS:
+                _no(f'prompts are {k!r}, expected {" or ".join(KINDS)}', 'kinds')
 
 def _at_least(name, v, least):
     whole = isinstance(v, int) and not isinstance(v, bool)
-    if not whole or v<least: _no(f'{name} is {v!r}, expected a whole number from {least} up', name)
+    if not whole or v<least:
+        _no(f'{name} is {v!r}, expected a whole number from {least} up', name)
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #9a1a77d9
 def fitting(config:EngineConfig, p:Plan, seqs:int|None=None)->EngineConfig:
     "`config` with a context and sequences for `p`, where it says nothing of them"
     need = p.prompt+p.tokens
-    with open_model(config) as ck: most = ck.config.max_seq_len
+    with open_model(config) as ck:
+        most = ck.config.max_seq_len
     length = config.max_seq_len or min(need, most)
     if length<need:
         said = f'{p.prompt:,} tokens of a prompt and {p.tokens:,} of an answer'
@@ -307,7 +356,9 @@ def rounds(
 )->list[Load]:
     "All rounds of `p`, after one that does not count"
     most,out = max(p.concurrency),[]
-    ask(prompts_of('distinct', most, p.prompt, ids, (p.seed,0)), most, p.tokens)
+    ask(
+        prompts_of('distinct', most, p.prompt, ids, (p.seed,0)),
+        most, p.tokens)
     todo = [(kind,n) for kind in p.kinds for n in p.concurrency]
     for i,(kind,n) in enumerate(todo, 1):
         prompts = prompts_of(kind, p.requests, p.prompt, ids, (p.seed,i))
@@ -332,15 +383,18 @@ class Throughput:
     loads:list # `Load`s
     def to_dict(self)->dict:
         d = asdict(self)
-        for l,told in zip(self.loads, d['loads']): told['rate'] = l.rate
+        for l,told in zip(self.loads, d['loads']):
+            told['rate'] = l.rate
         return d
 
 def versions()->dict:
     "Of what decides how fast Atlas is here; None for what is not installed"
     from atlas import __version__
     def get(n):
-        try: return version(n)
-        except PackageNotFoundError: return None
+        try:
+            return version(n)
+        except PackageNotFoundError:
+            return None
     return dict(atlas=__version__, python=platform.python_version(),
         numpy=get('numpy'), cupy=get('cupy-cuda13x'))
 
@@ -360,22 +414,26 @@ def __str__(self:Throughput):
         times = f'{_ms(l.first_ms):24}{_ms(l.between_ms):24}'
         failed = f'{l.errors} failed: {l.error}' if l.errors else ''
         rows.append(f'{which:20}{l.concurrency:10}{l.rate:10.1f}  {times}{failed}'.rstrip())
-    if self.late: rows.append(f'{self.late} kernels were compiled while requests waited')
+    if self.late:
+        rows.append(f'{self.late} kernels were compiled while requests waited')
     return '\n'.join(rows)
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #863f92c7
 def _sums(pairs)->dict:
     "Bytes by format"
     out = {}
-    for fmt,n in pairs: out[fmt] = out.get(fmt, 0)+n
+    for fmt,n in pairs:
+        out[fmt] = out.get(fmt, 0)+n
     return out
 
 def formats_of(llm, config:EngineConfig)->dict[str,int]: # Format -> bytes
     "How the weights of `llm`, loaded by `config`, are stored"
     all_of_them = [llm.model,llm.model.mtp,llm.draft_model]
     packed = _sums((p.fmt, p.nbytes) for p in packed_in(all_of_them))
-    if packed: return packed
-    with open_model(config) as ck: return _sums((t.fmt, t.nbytes) for t in ck.tensors.values())
+    if packed:
+        return packed
+    with open_model(config) as ck:
+        return _sums((t.fmt, t.nbytes) for t in ck.tensors.values())
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #f5dca3a9
 def bench_throughput(
@@ -387,7 +445,8 @@ def bench_throughput(
     from atlas.use.llm import LLM
     with closing(LLM(config)) as llm:
         device = llm.device
-        if http: _servable(llm)
+        if http:
+            _servable(llm)
         llm.engine.warm()
         ids = ordinary(llm.config)
         def ask(*args): return through_engine(llm, *args)
@@ -402,7 +461,8 @@ def bench_throughput(
 
 def _servable(llm):
     "Refuse now what a server would refuse after all the rounds of an engine"
-    if llm.text.has_text: return
+    if llm.text.has_text:
+        return
     raise RequestError(f'{llm.name} has no tokenizer, so nobody can serve it', hint=_ALONE)
 
 def _about(llm, config, p, loads)->Throughput:

@@ -9,7 +9,7 @@ __all__ = ['Row', 'Elsewhere', 'Report', 'off', 'names', 'check']
 
 # %% ../../nbs/8_use/06_check.ipynb #aaf875c4
 import numpy as np
-from dataclasses import replace
+from dataclasses import dataclass,replace
 from time import perf_counter
 from types import SimpleNamespace as NS
 from typing import NamedTuple
@@ -53,24 +53,36 @@ class Row(NamedTuple):
     kernel:str # One, or several that work together
     variant:str # What it was compiled for
     case:str # The input
-    error:float # Largest difference to the twin, in units of what is tolerated; NaN where nothing came out
+    error:float # Largest difference to the twin over what is tolerated; NaN: nothing came out
     verdict:str # 'ok', 'wrong', 'not of this card', or the error that was raised
-    ms:float # Time of the work, launches included; compilation too on the emulator, which runs it once
+    ms:float # Of the work and its launches; on the emulator, which runs it once, of compiling too
 
 _ELSEWHERE = 'not of this card'
-class Elsewhere(Exception): "What a case raises where the card lacks an instruction"
+class Elsewhere(Exception):
+    "What a case raises where the card lacks an instruction"
 
 class Report(list):
     "Rows, and how many of them went wrong"
     @property
-    def failures(self)->int: "Rows that went wrong: the exit status of `atlas check`"; return sum(r.verdict not in ('ok',_ELSEWHERE) for r in self)
+    def failures(self)->int:
+        "Rows that went wrong: the exit status of `atlas check`"
+        return sum(r.verdict not in ('ok',_ELSEWHERE) for r in self)
     def table(self)->list[list[str]]:
         "All fields as text; of errors only the kind"
-        return [[r.kernel, r.variant, r.case, f'{r.error:.2f}', r.verdict.partition(':')[0], f'{r.ms:.2f}'] for r in self]
+        return [
+            [r.kernel, r.variant, r.case, f'{r.error:.2f}',
+             r.verdict.partition(':')[0], f'{r.ms:.2f}']
+            for r in self]
     def __repr__(self):
         rows = [['kernel','variant','case','error','verdict','ms'], *self.table()]
         wide = [max(map(len, c)) for c in zip(*rows)]
-        lines = ['  '.join(t.rjust(w) if i in (3,5) else t.ljust(w) for i,(t,w) in enumerate(zip(r, wide))).rstrip() for r in rows]
+        numbers = 3,5 # columns that end together
+        def line(r):
+            cells = enumerate(zip(r, wide))
+            return '  '.join(
+                t.rjust(w) if i in numbers else t.ljust(w)
+                for i,(t,w) in cells)
+        lines = [line(r).rstrip() for r in rows]
         why = [f'{r.kernel} {r.variant}: {r.verdict}' for r in self if ':' in r.verdict]
         return '\n'.join([*lines, *why, f'{len(self)} cases, {self.failures} failed'])
 
@@ -82,11 +94,18 @@ def off(
 )->float: # In units of the tolerance
     "How far `got` is from `want`"
     got,want = np.asarray(got),np.asarray(want)
-    if got.shape!=want.shape: return np.inf
-    if not tolerance: return 0. if np.array_equal(got, want, equal_nan=got.dtype.kind=='f') else np.inf
-    a,b = (t.astype(np.float64).reshape(len(t), -1) for t in (got,want))
-    if not np.isfinite(a).all(): return np.inf
-    return float((np.abs(a-b).max(1)/np.maximum(np.abs(b).max(1), 1e-30)).max(initial=0)/tolerance)
+    if got.shape!=want.shape:
+        return np.inf
+    if not tolerance:
+        return 0. if np.array_equal(got, want, equal_nan=got.dtype.kind=='f') else np.inf
+    a,b = (
+        t.astype(np.float64).reshape(len(t), -1)
+        for t in (got,want))
+    if not np.isfinite(a).all():
+        return np.inf
+    largest = np.maximum(np.abs(b).max(1), 1e-30)
+    return float(
+        (np.abs(a-b).max(1)/largest).max(initial=0)/tolerance)
 
 # %% ../../nbs/8_use/06_check.ipynb #279d9cb4
 _cases = [] # (kernels, case, variant, function, its arguments)
@@ -94,27 +113,113 @@ _cases = [] # (kernels, case, variant, function, its arguments)
 def _case(kernels, case, **variants):
     "Add a function to the cases, once for each of `variants`"
     def _inner(f):
-        _cases.extend((kernels, case, v.replace('_', ' '), f, kw) for v,kw in variants.items())
+        for v,kw in variants.items():
+            _cases.append((kernels, case, v.replace('_', ' '), f, kw))
         return f
     return _inner
 
 class _Run:
     "Call it with the work to do"
-    def __init__(self, card): self.card,self.ms = card,np.nan
+    def __init__(self, card):
+        self.card,self.ms = card,np.nan
     def __call__(self, f):
         self.card.synchronize()
         self.card.warm_up(f)
-        start = perf_counter(); res = f(); self.card.synchronize()
+        start = perf_counter()
+        res = f()
+        self.card.synchronize()
         self.ms = (perf_counter()-start)*1e3
         return res
 
-def _formats(*names, **kw): return {n: dict(fmt=n)|kw for n in names}
+# %% ../../nbs/8_use/06_check.ipynb #24a868aa
+# Words of layers, helpers and examples of pages, and the kernels that do their work
+_WORK = dict(
+    rmsnorm='norm_rows',
+    project='gemv gemv_halves gemv_wide gemm gemm_scaled',
+    mlp='gemv gemv_halves gemv_wide gemm gemm_scaled',
+    logits='gemv gemv_halves gemv_wide gemm',
+    angles='attn_decode flash_prep',
+    attend='attn_decode attn_merge flash_prep flash',
+    gated_delta='delta_step delta_wide delta_prep delta_many gated_norm gated_halves',
+    mamba='mamba_step mamba_prep mamba_many gated_norm',
+    moe='router experts route_many moe_count moe_sort moe_gather '
+        'expert_slots expert_strips experts_wide expert_sum',
+    prepare='pack',
+    halve='gemm',
+    prefill='gemm_scaled',
+    units='gemm',
+    silu_mul='gemv',
+    rope='attn_decode flash_prep',
+    argmax='greedy')
+
+def _kernels(case:str)->list[str]:
+    "Names of the kernels of a case"
+    return case.replace('+ _', '+ sample_').split(' + ')
+
+def _meant(asked:str, case:str)->bool:
+    "Does somebody who asks for a name, or a part of one, mean this case?"
+    own = _kernels(case)
+    if any(asked in k for k in [case,*own]):
+        return True
+    works = _WORK.get(asked, '').split()
+    return any(k in works for k in own)
+
+def names()->list[str]:
+    "What `check` can be asked for: kernels, then words"
+    kernels = [k for case,*_ in _cases for k in _kernels(case)]
+    return list(dict.fromkeys([*kernels, *_WORK]))
+
+# %% ../../nbs/8_use/06_check.ipynb #48f3f359
+def _ran(card, kernels, case, variant, f, kw):
+    "One case: its row, and whether it has taken the card with it"
+    run,error,lost = _Run(card),np.nan,False
+    rng = np.random.default_rng(crc32(f'{kernels} {variant}'.encode()))
+    try:
+        with np.errstate(all='ignore'):
+            error = max(off(*o) for o in f(card, rng, run, **kw))
+        verdict = 'ok' if error<=1 else 'wrong'
+    except Elsewhere:
+        verdict = _ELSEWHERE
+    except Exception as e: # whatever a kernel does wrong is a line of the table
+        why = str(e).splitlines()[0] if str(e) else ''
+        verdict,lost = f'{type(e).__name__}: {why}',isinstance(e, CudaFault)
+    return Row(kernels, variant, case, error, verdict, run.ms),lost
+
+def check(
+    card, # `Cuda` or `Emulator`
+    only=None, # Part of a kernel's name, a word of layers, or several: the others are left out
+    tell=None, # Called with every `Row` as it comes
+)->Report:
+    "Run every kernel on `card` and compare it with its twin"
+    res,lost = Report(),None
+    asked = listify(only)
+    for kernels,case,variant,f,kw in _cases:
+        if asked and not any(_meant(o, kernels) for o in asked):
+            continue
+        if lost:
+            verdict = f'not run: the card is lost since {lost}'
+            row = Row(kernels, variant, case, np.nan, verdict, np.nan)
+        else:
+            row,gone = _ran(card, kernels, case, variant, f, kw)
+            lost = f'{kernels} {variant}' if gone else None
+        res.append(row)
+        if tell:
+            tell(row)
+    return res
+
+# %% ../../nbs/8_use/06_check.ipynb #2e681cab
+def _formats(*names, **kw):
+    return {n: dict(fmt=n)|kw for n in names}
 def _normal(rng, *shape): return rng.standard_normal(shape, dtype=np.float32)
+def _up(card, a): return None if a is None else card.upload(a)
+
 def _sized(rng, fmt, *shape):
     "A matrix or a bank of them in a format, with rows of different sizes"
-    w = _normal(rng, *shape)*np.exp(_normal(rng, *shape[:-1], 1))*np.float32(shape[-1]**-.5)
+    w = _normal(rng, *shape)
+    w = w*np.exp(
+        _normal(rng, *shape[:-1], 1)
+    )*np.float32(shape[-1]**-.5)
     return w if fmt=='F32' else QTensor.encode(w, fmt)
-def _up(card, a): return None if a is None else card.upload(a)
 
 # %% ../../nbs/8_use/06_check.ipynb #2758d0f5
 _PACKED = _formats('NVFP4','MXFP4','INT4','FP8_BLOCK','BF16','F32')
@@ -122,14 +227,26 @@ _PACKED = _formats('NVFP4','MXFP4','INT4','FP8_BLOCK','BF16','F32')
 @_case('pack', 'gate and up rows', **_PACKED)
 def _pack(card, rng, run, fmt):
     q = _sized(rng, fmt, 12, 160)
-    p,h = run(lambda: pack(q, card, True, True)),pack(q, Host(), True, True)
-    return [(card.download(a), b, 0) for a,b in zip((p.w,p.s,p.gs), (h.w,h.s,h.gs)) if b is not None]
+    p = run(lambda: pack(q, card, True, True))
+    h = pack(q, Host(), True, True)
+    parts = (
+        (p.w,h.w),
+        (p.s,h.s),
+        (p.gs,h.gs))
+    return [(card.download(a), b, 0) for a,b in parts if b is not None]
 
-@_case('quantize', 'BF16 rows', nvfp4=dict(fmt='nvfp4', full='NVFP4'), fp8=dict(fmt='fp8', full='FP8_TENSOR'))
+_FULL = dict(
+    nvfp4=dict(fmt='nvfp4', full='NVFP4'),
+    fp8=dict(fmt='fp8', full='FP8_TENSOR'))
+
+@_case('quantize', 'BF16 rows', **_FULL)
 def _quantize(card, rng, run, fmt, full):
     q = _sized(rng, 'BF16', 6, 96)
     p = run(lambda: requantize(q, card, fmt))
-    return [(unpack(p), np.concatenate([QTensor.encode(r[None], full).decode() for r in q.decode()]), 0)]
+    each = [
+        QTensor.encode(r[None], full).decode()
+        for r in q.decode()]
+    return [(unpack(p), np.concatenate(each), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #2758d0f6
 @_case('checksum', '2 arrays', bytes={})
@@ -138,55 +255,79 @@ def _checksum(card, rng, run):
     put = [card.upload(a) for a in arrays]
     got = run(lambda: checksums(card, put))
     want = [checksum(a) for a in arrays]
-    return [(np.array(got, np.uint64), np.array(want, np.uint64), 0)]
+    return [(np.uint64(got), np.uint64(want), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #cab6eb21
 _FORMATS = _formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32')
 _SWIGLU = dict(fmt='NVFP4', act='silu', more=True)
 _BIAS = dict(fmt='NVFP4', more=True)
 
+def _rows(rng, rows, n):
+    "Rows, of which the second is large"
+    x = _normal(rng, rows, n)
+    x[1] *= 1e9
+    return x
+
 @_case('gemv', '3 rows', **_FORMATS, norm_and_swiglu=_SWIGLU, norm_and_bias=_BIAS)
 def _gemv(card, rng, run, fmt, act=None, more=False):
-    w = pack(_sized(rng, fmt, 52, 192), card, act is not None, True); x = _normal(rng, 3, 192); x[1] *= 1e9
-    gain,bias = (1+_normal(rng, 192)/4,_normal(rng, 52)) if more else (None,None)
-    whole = unpack(w)
-    want = fused_linear(x, whole, gain, 1e-6, bias=bias, act=act)
+    w = pack(_sized(rng, fmt, 52, 192), card, act is not None, True)
+    x = _rows(rng, 3, 192)
+    gain = 1+_normal(rng, 192)/4 if more else None
+    bias = _normal(rng, 52) if more else None
+    want = fused_linear(x, unpack(w), gain, 1e-6, bias=bias, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
-    b = None if bias is None else pair_bias(bias, w, card) if act else card.upload(bias)
-    return [(card.download(run(lambda: gemv(*args, bias=b, act=act))), want, 2e-5 if fmt in ('BF16','F32') else 2e-3)]
+    b = pair_bias(bias, w, card) if more and act else _up(card, bias)
+    y = card.download(run(lambda: gemv(*args, bias=b, act=act)))
+    return [(y, want, 2e-5 if fmt in ('BF16','F32') else 2e-3)]
 
-@_case('gemv', '3 long rows', in_pieces=dict(k=3200, act='silu'), by_teams=dict(k=17408))
+# %% ../../nbs/8_use/06_check.ipynb #42b6325f
+_LONG = dict(in_pieces=dict(k=3200, act='silu'), by_teams=dict(k=17408))
+
+@_case('gemv', '3 long rows', **_LONG)
 def _gemv_long(card, rng, run, k, act=None):
-    w = invented(card, (40*card.multiprocessors,k), CARD_FORMATS['nvfp4'], act is not None)
-    x,gain = _normal(rng, 3, k),None if act is None else _up(card, 1+_normal(rng, k)/4)
-    def go(rows): return card.download(gemv(card.upload(rows), w, gain, 1e-6, act=act))
+    n = 40*card.multiprocessors
+    w = invented(card, (n,k), CARD_FORMATS['nvfp4'], act is not None)
+    x = _normal(rng, 3, k)
+    gain = None if act is None else _up(card, 1+_normal(rng, k)/4)
+    def go(rows):
+        return card.download(gemv(card.upload(rows), w, gain, 1e-6, act=act))
     alone = [go(x[i:i+1]) for i in range(3)]
     return [(run(lambda: go(x)), np.concatenate(alone), 0)]
 
+# %% ../../nbs/8_use/06_check.ipynb #77c77c5e
 @_case('gemm', '64 rows', **_FORMATS, norm_and_swiglu=_SWIGLU)
 def _gemm(card, rng, run, fmt, act=None, more=False):
-    w = pack(_sized(rng, fmt, 132, 192), card, act is not None, True); x = _normal(rng, 64, 192); x[1] *= 1e9
+    w = pack(_sized(rng, fmt, 132, 192), card, act is not None, True)
+    x = _rows(rng, 64, 192)
     gain = 1+_normal(rng, 192)/4 if more else None
     want = fused_linear(x, unpack(w), gain, 1e-6, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
-    return [(card.download(run(lambda: gemm(*args, act=act))), want, 1e-5 if fmt=='F32' else 2e-3)]
+    y = card.download(run(lambda: gemm(*args, act=act)))
+    return [(y, want, 1e-5 if fmt=='F32' else 2e-3)]
 
-@_case('gemm', '300 rows', blocks_that_stay=dict(rows=4096), rows_that_stay=dict(rows=128, grouped=True))
+_STAYS = dict(
+    blocks_that_stay=dict(rows=4096),
+    rows_that_stay=dict(rows=128, grouped=True))
+
+@_case('gemm', '300 rows', **_STAYS)
 def _gemm_stays(card, rng, run, rows, grouped=False):
-    if not by_groups(card): raise Elsewhere
+    if not by_groups(card):
+        raise Elsewhere
     n,k = 128*(card.multiprocessors//2+2),192
-    w,x = invented(card, (n,k), CARD_FORMATS['nvfp4']),card.upload(_normal(rng, 300, k))
-    def go(*many): return card.download(gemm(x, w, tile=tile_of(w.format, *many)))
+    w = invented(card, (n,k), CARD_FORMATS['nvfp4'])
+    x = card.upload(_normal(rng, 300, k))
+    def go(*many):
+        return card.download(gemm(x, w, tile=tile_of(w.format, *many)))
     got = run(lambda: go(rows, n, k, card.multiprocessors, grouped, 1, True))
     return [(got, go(300, n, k, card.multiprocessors), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #850c3d6c
 def _elsewhere(card, fmt):
     "Leave a case to cards that multiply activations of this format"
-    try: can_scale(card, fmt)
-    except UnsupportedError as e: raise Elsewhere(fmt) from e
-
-_BY = {f'{s}_{fmt}': dict(stored=s, fmt=fmt) for f in CARD_FORMATS.values() for s in f.stored[:1] for fmt in f.scaled}
+    try:
+        can_scale(card, fmt)
+    except UnsupportedError as e:
+        raise Elsewhere(fmt) from e
 
 @_case('narrow', '9 rows', **{fmt: dict(fmt=fmt) for fmt in SCALED})
 def _narrow(card, rng, run, fmt):
@@ -194,13 +335,24 @@ def _narrow(card, rng, run, fmt):
     x[1] *= 1e-30
     x[2] *= 1e30
     h = run(lambda: narrow(card.upload(x), fmt))
-    return [(card.download(a), b, 0) for a,b in zip(h, narrow_on_host(x, fmt)) if b is not None]
+    both = zip(h, narrow_on_host(x, fmt))
+    return [(card.download(a), b, 0) for a,b in both if b is not None]
 
-@_case('gemm_scaled', '160 rows', **_BY, 
-    **{f'{fmt}_norm_and_swiglu': dict(stored='NVFP4', fmt=fmt, act='silu') for fmt in SCALED})
+# Weights of each stored format that can be multiplied so, and activations
+_BY = {
+    f'{stored}_{fmt}': dict(stored=stored, fmt=fmt)
+    for f in CARD_FORMATS.values()
+    for stored in f.stored[:1]
+    for fmt in f.scaled}
+_BY |= {
+    f'{fmt}_norm_and_swiglu': dict(stored='NVFP4', fmt=fmt, act='silu')
+    for fmt in SCALED}
+
+@_case('gemm_scaled', '160 rows', **_BY)
 def _scaled(card, rng, run, stored, fmt, act=None):
     _elsewhere(card, fmt)
-    w = pack(_sized(rng, stored, 268, 448), card, act is not None); x = _normal(rng, 160, 448); x[1] *= 1e9
+    w = pack(_sized(rng, stored, 268, 448), card, act is not None)
+    x = _rows(rng, 160, 448)
     gain = None if act is None else 1+_normal(rng, 448)/4
     h = narrow_values(narrow_on_host(x, fmt, gain, 1e-6), 448)
     want = fused_linear(h, rounded(w, fmt), act=act)
@@ -209,17 +361,27 @@ def _scaled(card, rng, run, stored, fmt, act=None):
     # Hopper's sums of FP8 products keep fewer bits than float32 has
     return [(y, want, 2e-3 if fmt=='fp8' else 1e-3)]
 
+# %% ../../nbs/8_use/06_check.ipynb #b773d2cc
+def _banks(card, rng, fmt, E, H, I):
+    "Both products of `E` experts on the card, rows of size `H` and within an expert `I`"
+    up = pack(_sized(rng, fmt, E, 2*I, H), card, True)
+    return up,pack(_sized(rng, fmt, E, H, I), card)
+
 @_case('moe_sort + gemm_scaled + moe_gather', '70 rows', **{fmt: dict(fmt=fmt) for fmt in SCALED})
-def _scaled_experts(card, rng, run, fmt, E=3, H=192, I=64, R=70):
+def _scaled_experts(card, rng, run, fmt, E=3, R=70):
+    "Experts of rows that picked one each, against the products of all experts"
     _elsewhere(card, fmt)
-    shapes = (E,2*I,H),(E,H,I)
-    up,down = (pack(_sized(rng, 'NVFP4', *s), card, p) for s,p in zip(shapes, (True,False)))
+    up,down = _banks(card, rng, 'NVFP4', E, 192, 64)
     ids = rng.integers(0, E, (R,1)).astype(np.int32)
-    x,put = card.upload(_normal(rng, R, H)),card.upload(ids)
+    x = card.upload(_normal(rng, R, 192))
+    put = card.upload(ids)
     one = card.upload(np.ones((R,1), np.float32))
-    y = card.download(run(lambda: experts_many(x, put, one, up, down, activations=fmt)))
-    def alone(e): return gemm_scaled(gemm_scaled(x, up[e], fmt, act='silu'), down[e], fmt)
-    each = np.stack([card.download(alone(e)) for e in range(E)])
+    y = card.download(
+        run(lambda: experts_many(x, put, one, up, down, activations=fmt)))
+    def alone(e):
+        h = gemm_scaled(x, up[e], fmt, act='silu')
+        return card.download(gemm_scaled(h, down[e], fmt))
+    each = np.stack([alone(e) for e in range(E)])
     return [(y, each[ids[:,0],np.arange(R)], 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #7ed833d7
@@ -231,285 +393,569 @@ _WIDE = 'NVFP4','FP8_CHANNEL','BF16'
 def _gemv_wide(card, rng, run, fmt, act=None, m=0):
     R = {0:16, 5:33, 20:128}[m]
     w = pack(_sized(rng, fmt, 84, 416), card, act is not None, True)
-    extra = pack(_sized(rng, 'BF16', m, 416), card, exact=True) if m else None
-    x,gain = card.upload(_normal(rng, R, 416)),card.upload(1+_normal(rng, 416)/4)
+    extra = None
+    if m:
+        extra = pack(_sized(rng, 'BF16', m, 416), card, exact=True)
+    x = card.upload(_normal(rng, R, 416))
+    gain = card.upload(1+_normal(rng, 416)/4)
     kw = dict(gain=gain, eps=1e-6, extra=extra, act=act)
     y = run(lambda: gemv_wide(x, w, **kw))
-    return [(card.download(y), card.download(gemv(x, w, **kw)), 0)]
+    few = gemv(x, w, **kw)
+    return [(card.download(y), card.download(few), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #5c20d0ad
+_SIZES = np.float32([[1],[1e9],[1e-3]]) # Of three rows
+
 @_case('embed', '5 ids', **_formats('NVFP4','BF16'))
 def _embed(card, rng, run, fmt):
-    w,ids = pack(_sized(rng, fmt, 20, 96), card, exact=True),np.int32([7,-1,19,20,0])
+    w = pack(_sized(rng, fmt, 20, 96), card, exact=True)
+    ids = np.int32([7,-1,19,20,0])
     y = run(lambda: embed(card.upload(ids), w, 2.))
-    return [(card.download(y), np.stack([unpack(w)[i]*2 if 0<=i<20 else np.zeros(96, np.float32) for i in ids]), 0)]
+    known = (0<=ids)&(ids<20)
+    want = unpack(w)[ids*known]*2*known[:,None]
+    return [(card.download(y), want, 0)]
 
 @_case('norm_rows', '3 rows', plain=dict(groups=1), groups=dict(groups=4))
 def _norm(card, rng, run, groups):
-    x,w,add = _normal(rng, 3, 320)*np.float32([[1],[1e9],[1e-3]]),_normal(rng, 320),_normal(rng, 3, 320)
-    args = [card.upload(a) for a in (x,w)],card.upload(add)
-    y = run(lambda: norm_rows(*args[0], 1e-6, args[1], groups=groups))
+    x = _normal(rng, 3, 320)*_SIZES
+    w = _normal(rng, 320)
+    add = _normal(rng, 3, 320)
+    put = [card.upload(a) for a in (x,w,add)]
+    y = run(
+        lambda: norm_rows(
+            put[0], put[1], 1e-6,
+            put[2], groups=groups))
     g = x.reshape(3, groups, -1).astype(np.float64)
-    return [(card.download(y), (g/np.sqrt((g*g).mean(-1, keepdims=True)+1e-6)).reshape(3, -1)*w+add, 1e-5)]
+    size = np.sqrt((g*g).mean(-1, keepdims=True)+1e-6)
+    want = (g/size).reshape(3, -1)*w+add
+    return [(card.download(y), want, 1e-5)]
 
+# %% ../../nbs/8_use/06_check.ipynb #eaa3051f
 @_case('norm_add', '3 rows', plain=dict(both=False), two_layers=dict(both=True))
 def _norm_add(card, rng, run, both):
-    x,y,add = (_normal(rng, 3, 320)*np.float32([[1],[1e9],[1e-3]]) for _ in range(3)); w,its,own = (_normal(rng, 320) for _ in range(3))
-    put = [card.upload(a) for a in (x,w,add,np.float32([.5]))]; beside = tuple(map(card.upload, (y,its,own))) if both else None
-    got = run(lambda: norm_add(put[0], put[1], 1e-6, put[2], put[3], beside))
+    x,y,add = (_normal(rng, 3, 320)*_SIZES for _ in range(3))
+    w,its,own = (_normal(rng, 320) for _ in range(3))
+    half = np.float32([.5])
+    X,W,A,S = map(card.upload, (x,w,add,half))
     other = (y,its,own) if both else None
-    want = host_words.norm_add(x, w, 1e-6, add, np.float32([.5]), other)
+    put = tuple(map(card.upload, other)) if both else None
+    got = run(lambda: norm_add(X, W, 1e-6, A, S, put))
+    want = host_words.norm_add(x, w, 1e-6, add, half, other)
     return [(card.download(got), want, 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #2d1487db
-_MIXTURES = dict(Qwen=dict(fmt='NVFP4', shared=True), gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
-    Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
+@dataclass(frozen=True)
+class _Mixture:
+    "The shapes and the rules of one mixture of experts, and how many rows go through it"
+    fmt:str # Of the experts' weights
+    act:str = 'silu'
+    score:str = 'softmax'
+    scaling:float = 1. # Of the weights of experts
+    bias:bool = False # On the logits, and behind both products
+    shared:bool = False # One more expert for all, with a gate
+    E:int = 20 # Experts
+    H:int = 160 # Size of a row
+    I:int = 64 # Size of a row within an expert
+    R:int = 2 # Rows
 
-@_case('router + experts', '9 rows', Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512, R=9))
-@_case('router + experts', '5 rows', **{k: v|dict(R=5) for k,v in _MIXTURES.items()})
-@_case('router + experts', '2 rows',
-    **_MIXTURES, Qwen_INT4=dict(fmt='INT4', shared=True))
-def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64, R=2, word=moe):
-    m,wide,n = MoEConfig(E, 4, I, score=score, scaling=scaling),1+(act!='relu2'),E+shared
-    up,down = pack(_sized(rng, fmt, n, wide*I, H), card, wide>1),pack(_sized(rng, fmt, n, H, I), card)
-    router,gain,x = pack(_sized(rng, 'BF16', n, H), card, exact=True),1+_normal(rng, H)/4,_normal(rng, R, H)
-    rb,ub,db = (_normal(rng, *s) if bias else None for s in ((E,),(n,wide*I),(n,H)))
-    limit = 2. if act=='swiglu_oai' else None
-    args = [card.upload(a) for a in (x,gain)]; rows = [None if b is None else row_bias(b, p, card) for b,p in ((ub,up),(db,down))]; put = _up(card, rb)
-    y = run(lambda: word(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared))
-    r,u,d = map(unpack, (router,up,down))
-    beside = None
-    if shared:
-        one,back = Matrix(u[E]),Matrix(d[E])
-        beside = MLPWeights(one, back, act, limit, r[E:])
-    scores = Matrix(r[:E], rb)
-    w = MoEWeights(m, scores, u[:E], d[:E],
-        act, limit, up_bias=ub, down_bias=db, shared=beside)
+    @property
+    def config(self):
+        return MoEConfig(self.E, 4, self.I, score=self.score, scaling=self.scaling)
+    @property
+    def limit(self): return 2. if self.act=='swiglu_oai' else None
+
+    def weights(self, card, rng):
+        "Router and banks of both products, on the card"
+        n,wide = self.E+self.shared,1+(self.act!='relu2')
+        up = pack(
+            _sized(rng, self.fmt, n, wide*self.I, self.H),
+            card, wide>1)
+        down = pack(_sized(rng, self.fmt, n, self.H, self.I), card)
+        router = pack(_sized(rng, 'BF16', n, self.H), card, exact=True)
+        return router,up,down
+
+    def biases(self, rng):
+        "Of the router and both products, or None three times"
+        if not self.bias:
+            return None,None,None
+        wide = 1+(self.act!='relu2')
+        n = self.E+self.shared
+        shapes = (self.E,),(n,wide*self.I),(n,self.H)
+        return [_normal(rng, *s) for s in shapes]
+
+# %% ../../nbs/8_use/06_check.ipynb #604e6495
+def _moe_on_host(c:_Mixture, packed, biases, x, norm):
+    "What the twin makes of the rows `x`, with the numbers that the packed weights stand for"
+    r,u,d = map(unpack, packed)
+    rb,ub,db = biases
+    E,beside = c.E,None
+    if c.shared:
+        beside = MLPWeights(
+            Matrix(u[E]), Matrix(d[E]),
+            c.act, c.limit, r[E:])
+    w = MoEWeights(
+        c.config, Matrix(r[:E], rb),
+        u[:E], d[:E], c.act,
+        c.limit, up_bias=ub, down_bias=db, shared=beside)
     s = Step(NS(tiled=False), None, {}, host_words)
-    want = host_words.moe(s, x, w, Norm(gain, 1e-6))
+    return host_words.moe(s, x, w, norm)
+
+def _moe_as(word, card, rng, run, **kw):
+    "Rows through a mixture by `moe` or `moe_wide`"
+    c = _Mixture(**kw)
+    packed = _,up,down = c.weights(card, rng)
+    gain = 1+_normal(rng, c.H)/4
+    x = _normal(rng, c.R, c.H)
+    biases = c.biases(rng)
+    args = card.upload(x),card.upload(gain),1e-6,*packed
+    rb,ub,db = biases
+    options = dict(shared=c.shared, shared_gate=c.shared)
+    if c.bias:
+        options |= dict(up_bias=row_bias(ub, up, card), down_bias=row_bias(db, down, card))
+    rb = _up(card, rb)
+    y = run(
+        lambda: word(
+            *args, c.config, c.act, c.limit,
+            rb, **options))
+    want = _moe_on_host(c, packed, biases, x, Norm(gain, 1e-6))
     return [(card.download(y), want, 3e-3)]
 
+# %% ../../nbs/8_use/06_check.ipynb #3efc3b72
+_MIXTURES = dict(
+    Qwen=dict(fmt='NVFP4', shared=True),
+    gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
+    Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
+_OF_5_ROWS = {k: v|dict(R=5) for k,v in _MIXTURES.items()}
+_LARGE = dict(fmt='NVFP4', shared=True, H=256, I=512, R=9)
+_OF_40 = dict(fmt='NVFP4', shared=True, H=1024, I=256, E=40)
+_INT4 = dict(fmt='INT4', shared=True)
+_BF16 = dict(fmt='BF16', shared=True)
+
+@_case('router + experts', '9 rows', Qwen_wide=_LARGE)
+@_case('router + experts', '5 rows', **_OF_5_ROWS)
+@_case('router + experts', '2 rows', **_MIXTURES, Qwen_INT4=_INT4)
+def _moe(card, rng, run, **kw):
+    return _moe_as(moe, card, rng, run, **kw)
+
 # %% ../../nbs/8_use/06_check.ipynb #7717fa99
-@_case('router + experts_wide + expert_sum', '20 rows',
-    Qwen=dict(fmt='NVFP4', shared=True, H=1024, I=256, E=40))
-@_case('router + expert_slots + expert_strips + expert_sum', '20 rows',
-    **_MIXTURES, Qwen_BF16=dict(fmt='BF16', shared=True))
+_BY_SLOTS = 'router + expert_slots + expert_strips + expert_sum'
+
+@_case('router + experts_wide + expert_sum', '20 rows', Qwen=_OF_40)
+@_case(_BY_SLOTS, '20 rows', **_MIXTURES, Qwen_BF16=_BF16)
 def _moe_wide(card, rng, run, **kw):
-    return _moe(card, rng, run, R=20, word=moe_wide, **kw)
+    return _moe_as(moe_wide, card, rng, run, R=20, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #3fa90b64
-@_case('gemm + route_many', '64 rows', **{k: dict(score=v.get('score', 'softmax'), scaling=v.get('scaling', 1.)) for k,v in _MIXTURES.items()})
+_SCORES = {
+    k: dict(score=v.get('score', 'softmax'), scaling=v.get('scaling', 1.))
+    for k,v in _MIXTURES.items()}
+
+def _picks(rng, rows, experts, top):
+    "`top` different experts for each row"
+    return rng.random((
+        rows,experts
+    )).argsort(-1)[:,:top].astype(np.int32)
+
+@_case('gemm + route_many', '64 rows', **_SCORES)
 def _route(card, rng, run, score, scaling):
-    x,q = _normal(rng, 64, 160),_sized(rng, 'BF16', 20, 160)
+    x = _normal(rng, 64, 160)
+    q = _sized(rng, 'BF16', 20, 160)
     w,put = pack(q, card),card.upload(x)
-    ids,weights = run(lambda: route_many(put, w, top_k=4, score=score, scaling=scaling))
+    how = dict(top_k=4, score=score, scaling=scaling)
+    ids,weights = run(lambda: route_many(put, w, **how))
     want = route(x, q.decode(), 4, score, scaling=scaling)
-    return [(card.download(ids), want[0], 0),(card.download(weights), want[1], 2e-5)]
+    first = card.download(ids),want[0],0
+    return [first, (card.download(weights), want[1], 2e-5)]
 
 @_case('moe_sort + gemm + moe_gather', '64 rows',
     **_formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','BF16'))
-def _many(card, rng, run, fmt, E=6, H=96, I=64):
-    up,down = pack(_sized(rng, fmt, E, 2*I, H), card, True),pack(_sized(rng, fmt, E, H, I), card)
-    x,weights,ids = _normal(rng, 64, H),_normal(rng, 64, 2)**2,rng.random((64,E)).argsort(-1)[:,:2].astype(np.int32)
+def _many(card, rng, run, fmt):
+    up,down = _banks(card, rng, fmt, 6, 96, 64)
+    x = _normal(rng, 64, 96)
+    weights = _normal(rng, 64, 2)**2
+    ids = _picks(rng, 64, 6, 2)
     args = [card.upload(a) for a in (x,ids,weights)]
-    return [(card.download(run(lambda: experts_many(*args, up, down))), experts(x, ids, weights, unpack(up), unpack(down)), 6e-3)]
+    y = card.download(run(lambda: experts_many(*args, up, down)))
+    want = experts(x, ids, weights, unpack(up), unpack(down))
+    return [(y, want, 6e-3)]
 
 # %% ../../nbs/8_use/06_check.ipynb #40e05fbb
 @_case('moe_count + moe_sort', '10,000 picks', eight_of_40=dict(experts=40, top=8))
 def _sorted(card, rng, run, experts, top):
-    ids = rng.random((1250,experts)).argsort(-1)[:,:top].astype(np.int32)
+    ids = _picks(rng, 1250, experts, top)
     put = card.upload(ids)
     order,*_ = run(lambda: sort_picks(put, experts, 64))
     want = np.argsort(ids.reshape(-1), kind='stable').astype(np.int32)
     return [(card.download(order), want, 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #b851f8d9
-def _step(card, rng, seqs, tiled, block=16):
-    "The tables of a step of sequences (position of the first row, rows): on the card, and on the host"
-    rows,tiles,first = [],[],[0]
+def _span(a, n, tiled):
+    "First position and the end of what a sequence has in a step: its rows, or its tiles"
+    if not tiled:
+        return a,a+n
+    return a//TILE*TILE,-(-(a+n)//TILE)*TILE
+
+def _rows_of(seqs, tiled):
+    "Each row's sequence, position, whether it is one, and whether it leaves a state"
+    rows,first = [],[0]
     for i,(a,n) in enumerate(seqs):
-        lo,hi = (a//TILE*TILE,-(-(a+n)//TILE)*TILE) if tiled else (a,a+n)
-        rows += [(i,p,a<=p<a+n,not tiled or p==a+n-1) for p in range(lo, hi)]; first.append(len(rows))
-        tiles += [(i,t,max(a-t, 0),min(a+n-t, TILE)) for t in range(lo, hi, TILE)]
+        for p in range(*_span(a, n, tiled)):
+            leaves = not tiled or p==a+n-1
+            rows.append((i, p, a<=p<a+n, leaves))
+        first.append(len(rows))
     seq,pos,real,kept = map(np.array, zip(*rows))
-    need = np.array([-(-(a+n)//block) for a,n in seqs]); at = np.cumsum([0,*need]); ids = rng.permutation(at[-1])
-    tables = np.array([[*ids[i:j],*[0]*(need.max()-j+i)] for i,j in zip(at, at[1:])])
-    slots = np.where(real, tables[seq,np.minimum(pos//block, need[seq]-1)]*block+pos%block, -1)
-    h = dict(seq=np.where(real, seq, -1), pos=np.where(real, pos, 0), tables=tables, starts=[a for a,_ in seqs], counts=[n for _,n in seqs], first=first,
-        state_in=np.arange(len(seqs)), state_out=np.where(kept, len(seqs)+np.cumsum(kept)-1, -1))
-    if tiled: h |= dict(zip(('tile_seq','tile_start','tile_lo','tile_hi'), zip(*tiles)))
-    h = {k: np.array(v, np.int32) for k,v in h.items()}|dict(slots=slots.astype(np.int64))
-    longest = max(a+n for a,n in seqs)
-    states = len(seqs)+int(kept.sum())
-    more = dict(pos3=None, num_rows=len(rows), num_seqs=len(seqs),
-        longest=longest, tiled=tiled, real=real,
-        blocks=int(at[-1]), states=states)
-    return NS(**{k: card.upload(v) for k,v in h.items()}, **more),NS(**h, **more)
+    return NS(seq=seq, pos=pos, real=real, kept=kept, first=first)
+
+def _tiles_of(seqs)->dict:
+    "Each tile's sequence, first position, and which of its rows are real: from `lo` up to `hi`"
+    tiles = []
+    for i,(a,n) in enumerate(seqs):
+        for t in range(*_span(a, n, True), TILE):
+            tiles.append((
+                i, t, max(a-t, 0),
+                min(a+n-t, TILE)))
+    names = 'tile_seq','tile_start','tile_lo','tile_hi'
+    return dict(zip(names, zip(*tiles)))
+
+# %% ../../nbs/8_use/06_check.ipynb #ce4f725d
+def _tables(rng, seqs, block):
+    "Which blocks of the cache each sequence has: [sequences, most blocks], and how many"
+    need = [-(-(a+n)//block) for a,n in seqs]
+    ids = rng.permutation(sum(need))
+    tables = np.zeros((len(seqs),max(need)), int)
+    at = 0
+    for row,n in zip(tables, need):
+        row[:n] = ids[at:at+n]
+        at += n
+    return tables,np.array(need)
+
+def _arrays(r, seqs, tables, need, block)->dict:
+    "What a kernel reads of the rows `r`, as int32; slots of the cache as int64"
+    n = len(seqs)
+    starts,counts = zip(*seqs)
+    h = dict(
+        seq=np.where(r.real, r.seq, -1),
+        pos=np.where(r.real, r.pos, 0))
+    h |= dict(tables=tables, starts=starts, counts=counts, first=r.first)
+    h['state_in'] = np.arange(n)
+    h['state_out'] = np.where(
+        r.kept,
+        n+np.cumsum(r.kept)-1, -1)
+    nth = np.minimum(r.pos//block, need[r.seq]-1)
+    slots = np.where(
+        r.real,
+        tables[r.seq,nth]*block+r.pos%block,
+        -1)
+    h = {k: np.array(v, np.int32) for k,v in h.items()}
+    return h|dict(slots=slots.astype(np.int64))
+
+# %% ../../nbs/8_use/06_check.ipynb #549391dc
+def _step(card, rng, seqs, tiled, block=16):
+    "A step of `seqs` as the kernels see it, and as the host does"
+    r = _rows_of(seqs, tiled)
+    tables,need = _tables(rng, seqs, block)
+    h = _arrays(r, seqs, tables, need, block)
+    if tiled:
+        h |= {
+            k: np.array(v, np.int32)
+            for k,v in _tiles_of(seqs).items()}
+    sizes = dict(
+        num_rows=len(r.pos), num_seqs=len(seqs),
+        blocks=int(need.sum()))
+    sizes['longest'] = max(a+n for a,n in seqs)
+    sizes['states'] = len(seqs)+int(r.kept.sum())
+    more = dict(pos3=None, real=r.real, tiled=tiled)|sizes
+    put = {k: card.upload(v) for k,v in h.items()}
+    return NS(**put, **more),NS(**h, **more)
 
 # %% ../../nbs/8_use/06_check.ipynb #24fa82c7
-_STORED = dict(bf16=8e-3, f16=1e-3, f32=1e-6, fp8=.07, nvfp4=.3) # A number's largest error in the cache, over the largest of its row
-_HEADS = dict(Qwen=AttentionConfig(8, 2, 64, RopeConfig(dim=32), gate=True, qk_norm='head'), gpt_oss=AttentionConfig(4, 2, 64, RopeConfig(dim=64), sinks=True))
-_KINDS = dict(Qwen=dict(kind='Qwen'), Qwen_f16=dict(kind='Qwen', fmt='f16'), Qwen_f32=dict(kind='Qwen', fmt='f32'), Qwen_fp8=dict(kind='Qwen', fmt='fp8'), Qwen_nvfp4=dict(kind='Qwen', fmt='nvfp4'), gpt_oss=dict(kind='gpt_oss', window=50))
+# A number's largest error in the cache, over the largest of its row
+_STORED = dict(bf16=8e-3, f16=1e-3, f32=1e-6, fp8=.07, nvfp4=.3)
+_HEADS = dict(
+    Qwen=AttentionConfig(8, 2, 64, RopeConfig(dim=32), gate=True, qk_norm='head'),
+    gpt_oss=AttentionConfig(4, 2, 64, RopeConfig(dim=64), sinks=True))
+_KINDS = dict(
+    Qwen=dict(kind='Qwen'),
+    Qwen_f16=dict(kind='Qwen', fmt='f16'),
+    Qwen_f32=dict(kind='Qwen', fmt='f32'),
+    Qwen_fp8=dict(kind='Qwen', fmt='fp8'),
+    Qwen_nvfp4=dict(kind='Qwen', fmt='nvfp4'),
+    gpt_oss=dict(kind='gpt_oss', window=50))
 
-def _rows_of(pool, slots):
+def _filled(card, rng, blocks, a, fmt):
+    "A cache with something in every slot"
+    size = blocks,16,a.num_kv_heads,a.head_dim
+    pool = make_pool(card, *size, fmt)
+    past = [encode_row(_normal(rng, *size), fmt) for _ in 'kv']
+    for p,codes in zip(pool.arrays, sum(past, ())):
+        if p is not None:
+            card.write(p, codes)
+    return pool
+
+def _at(pool, slots):
     "What lies at `slots` of the keys or values of a pool"
     return pool.reshape(-1, *pool.shape[2:])[slots]
 
+# %% ../../nbs/8_use/06_check.ipynb #2668c968
 def _written(s, x, w, angles, blocks, block=16):
     "Keys and values [rows, kv_heads, d] that the host writes for the rows `x` of the step `s`"
     shape = blocks,block,w.config.num_kv_heads,w.config.head_dim
     k,v = (np.zeros(shape, np.float32) for _ in 'kv')
-    pool = NS(k=k, v=v)
-    host_words.attend(s, x, w, pool, angles)
+    host_words.attend(s, x, w, NS(k=k, v=v), angles)
     slots = s.b.slots[s.b.real]
-    return [_rows_of(p, slots) for p in (k,v)]
+    return [_at(p, slots) for p in (k,v)]
+
+def _attended(s, x, w, angles, kept):
+    "What the host makes of the queries of `x` and the cache as the kernel left it, writing nothing"
+    a = w.config
+    queries = x[:,:(1+a.gate)*a.num_heads*a.head_dim]
+    k,v = kept
+    reads = replace(w, config=replace(a, q_only=True))
+    return host_words.attend(s, queries, reads, NS(k=k, v=v), angles)
 
 # %% ../../nbs/8_use/06_check.ipynb #7c1e52a9
-def _attend(card, rng, run, kind, seqs, tiled=False, fmt='bf16', window=None):
-    a = _HEADS[kind]
-    (b,host),d,W = _step(card, rng, seqs, tiled),a.head_dim,a.num_heads*a.head_dim
-    x,pool = _normal(rng, len(host.pos), (1+a.gate)*W+2*a.num_kv_heads*d),make_pool(card, host.blocks, 16, a.num_kv_heads, d, fmt)
-    past = [encode_row(_normal(rng, host.blocks, 16, a.num_kv_heads, d), fmt) for _ in 'kv']
-    for p,codes in zip(pool.arrays, sum(past, ())):
-        if p is not None: card.write(p, codes)
-    gains,sinks = [1+_normal(rng, d)/4 for _ in 'qk'] if a.qk_norm=='head' else None,_normal(rng, a.num_heads) if a.sinks else None
-    table = rope_table(a.rope, 2048)
-    args = card.upload(x),b,pool,a,d**-.5,window,Angles(*map(card.upload, table), b.pos),*([card.upload(g) for g in gains] if gains else (None,None)),1e-6,_up(card, sinks)
-    y = card.download(run(lambda: (flash if tiled else attend)(*args)))
+def _gains(rng, a):
+    "Of the norms of queries and keys, and the sinks of heads; None where a kind has none"
+    of_q,of_k = None,None
+    if a.qk_norm=='head':
+        of_q,of_k = (1+_normal(rng, a.head_dim)/4 for _ in 'qk')
+    sinks = _normal(rng, a.num_heads) if a.sinks else None
+    return of_q,of_k,sinks
+
+def _beside_host(host, x, w, table, pool, y):
+    "Rows `y` that a kernel made, and what it left in the cache, beside what the host makes of `x`"
     s = Step(host, None, {}, host_words)
-    of_q,of_k = gains or (None,None)
-    w = AttentionWeights(a, d**-.5, window, 1e-6, of_q, of_k, sinks)
     turned = host_words.angles(RotaryTable(*table), host)
     new = _written(s, x, w, turned, host.blocks)
-    # the cache as the kernel left it is read, and nothing written
-    kept = k,v = unpack_pool(pool)
-    queries = x[:,:(1+a.gate)*W]
-    reads = replace(w, config=replace(a, q_only=True))
-    left = NS(k=k, v=v)
-    want = host_words.attend(s, queries, reads, left, turned)
-    r = host.real
-    res = [(y[r], want[r], 2e-3 if tiled else 1e-4)]
-    res.append((y[~r], 0*y[~r], 0))
-    for p,n in zip(kept, new):
-        res.append((_rows_of(p, host.slots[r]), n, _STORED[fmt]))
-    return res
+    kept = unpack_pool(pool)
+    want = _attended(s, x, w, turned, kept)
+    r,near = host.real,_STORED[pool.fmt]
+    stored = [
+        (_at(p, host.slots[r]), n, near)
+        for p,n in zip(kept, new)]
+    return [
+        (y[r], want[r], 2e-3 if host.tiled else 1e-4),
+        (y[~r], 0*y[~r], 0),
+        *stored]
 
+# %% ../../nbs/8_use/06_check.ipynb #8856a6f2
+def _attend(card, rng, run, kind, seqs, tiled=False, fmt='bf16', window=None):
+    a = _HEADS[kind]
+    b,host = _step(card, rng, seqs, tiled)
+    d,kv = a.head_dim,a.num_kv_heads
+    x = _normal(
+        rng, len(host.pos),
+        ((1+a.gate)*a.num_heads+2*kv)*d)
+    pool = _filled(card, rng, host.blocks, a, fmt)
+    of_q,of_k,sinks = gains = _gains(rng, a)
+    table = rope_table(a.rope, 2048)
+    turn = Angles(*map(card.upload, table), b.pos)
+    q,k,sink = (_up(card, g) for g in gains)
+    args = (
+        card.upload(x),b,pool,a,
+        d**-.5,window,turn,q,k,1e-6,sink)
+    word = flash if tiled else attend
+    y = card.download(run(lambda: word(*args)))
+    w = AttentionWeights(a, d**-.5, window, 1e-6, of_q, of_k, sinks)
+    return _beside_host(host, x, w, table, pool, y)
+
+# %% ../../nbs/8_use/06_check.ipynb #f0f66b2b
 @_case('attn_decode', '5 rows', **_KINDS)
-def _attend_rows(card, rng, run, **kw): return _attend(card, rng, run, seqs=[(70,3),(130,1),(0,1)], **kw)
+def _attend_rows(card, rng, run, **kw):
+    return _attend(
+        card, rng, run,
+        seqs=[(70,3),(130,1),(0,1)],
+        **kw)
 
 # More pieces than blocks that run at once: sums are left for the second kernel
 @_case('attn_decode + attn_merge', '34 rows', Qwen_f16=_KINDS['Qwen_f16'])
-def _attend_many(card, rng, run, **kw): return _attend(card, rng, run, seqs=[(1100,1),*[(9,1)]*33], **kw)
+def _attend_many(card, rng, run, **kw):
+    return _attend(
+        card, rng, run,
+        seqs=[(1100,1),*[(9,1)]*33],
+        **kw)
 
 @_case('flash_prep + flash', '4 tiles', **_KINDS)
-def _attend_tiles(card, rng, run, **kw): return _attend(card, rng, run, seqs=[(70,100),(0,30)], tiled=True, **kw)
+def _attend_tiles(card, rng, run, **kw):
+    return _attend(
+        card, rng, run,
+        seqs=[(70,100),(0,30)],
+        tiled=True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #9a45cfd3
-_NETS = dict(Qwen=dict(kh=2, vh=4, d=128), heads_of_32=dict(kh=2, vh=4, d=32))
+_NETS = dict(
+    Qwen=dict(kh=2, vh=4, d=128),
+    heads_of_32=dict(kh=2, vh=4, d=32))
 
 # Several sequences for each block of `delta_wide`
-_MANY_NETS = dict(Qwen=dict(kh=16, vh=32, d=128), heads_of_32=dict(kh=16, vh=32, d=32))
+_MANY_NETS = dict(
+    Qwen=dict(kh=16, vh=32, d=128),
+    heads_of_32=dict(kh=16, vh=32, d=32))
 _CROWD = [(70,3),(0,2),*[(9,1)]*11]
 
+_ROWS = [(70,5),(0,2)]
 _TILES = [(70,100),(0,30)]
 
 def _net(rng, host, kh, vh, d):
     "Rows, weights and states of a delta net"
     C = 2*kh*d+vh*d
-    w = _normal(rng, C, 4)/2,-np.exp(_normal(rng, vh)),_normal(rng, vh),1+_normal(rng, d)/4
+    conv = _normal(rng, C, 4)/2
+    decay = -np.exp(_normal(rng, vh))
+    dt = _normal(rng, vh)
+    gain = 1+_normal(rng, d)/4
     x = _normal(rng, len(host.pos), C+vh*d+2*vh)
-    return x,w,(_normal(rng, host.states, 3, C),_normal(rng, host.states, vh, d, d))
+    tails = _normal(rng, host.states, 3, C)
+    states = _normal(rng, host.states, vh, d, d)
+    return x,(conv,decay,dt,gain),(tails,states)
 
-def _delta(card, rng, run, tiled, kh, vh, d, seqs=((70,5),(0,2))):
-    b,host = _step(card, rng, _TILES if tiled else list(seqs), tiled); R = len(host.pos)
+# %% ../../nbs/8_use/06_check.ipynb #bf432324
+def _delta_rows_of(card, run, args, b, kh, tiled):
+    "What the kernels make of a step; in rows with the norm, which is left to the next product"
+    if tiled:
+        return card.download(run(lambda: delta_many(*args, b, kh)))
+    y,parts = map(card.download, run(lambda: delta_step(*args, b, kh)))
+    R,vh,_ = parts.shape
+    y = y.reshape(R, vh, -1)
+    size = np.sqrt(
+        parts.sum(-1, keepdims=True)/y.shape[-1]
+        +1e-6)
+    return (y/size).reshape(R, -1)
+
+def _delta(card, rng, run, tiled, kh, vh, d, seqs=None):
+    b,host = _step(card, rng, seqs or (_TILES if tiled else _ROWS), tiled)
     x,w,pools = _net(rng, host, kh, vh, d)
-    given = x,*w,pools[0],as_records(pools[1])
-    args = list(map(card.upload, given))
-    if tiled: y = card.download(run(lambda: delta_many(*args, b, kh)))
-    else:
-        y,parts = map(card.download, run(lambda: delta_step(*args, b, kh)))
-        y = (y.reshape(R, vh, d)/np.sqrt(parts.sum(-1, keepdims=True)/d+1e-6)).reshape(R, -1)
+    args = [
+        card.upload(a)
+        for a in (x,*w,pools[0],as_records(pools[1]))]
+    y = _delta_rows_of(card, run, args, b, kh, tiled)
     s = Step(host, None, {}, host_words)
     net = DeltaWeights(*w, 1e-6, kh)
     want,_ = host_words.gated_delta(s, x, net, *pools) # writes into the pools
     conv,rec = map(card.download, args[5:])
-    near,state = (1e-3,3e-5) if tiled else (1e-5,1e-5)
-    left = as_states(rec, d, d)
-    return [(y[host.real], want[host.real], near),(conv, pools[0], 0),(left, pools[1], state)]
+    left = conv,as_states(rec, d, d)
+    return _states_too(y, want, host, left, pools)
 
+def _states_too(y, want, host, left, pools):
+    "Real rows, the tails of the convolution and the recurrent sums, with what each may differ by"
+    near,state = (1e-3,3e-5) if host.tiled else (1e-5,1e-5)
+    conv,rec = left
+    return [
+        (y[host.real], want[host.real], near),
+        (conv, pools[0], 0),
+        (rec, pools[1], state)]
+
+# %% ../../nbs/8_use/06_check.ipynb #6a7c29a0
 @_case('delta_step', '7 rows', **_NETS)
-def _delta_rows(card, rng, run, **kw): return _delta(card, rng, run, False, **kw)
+def _delta_rows(card, rng, run, **kw):
+    return _delta(card, rng, run, False, **kw)
 
 @_case('delta_wide', '16 rows', **_MANY_NETS)
-def _delta_wide(card, rng, run, **kw): return _delta(card, rng, run, False, seqs=_CROWD, **kw)
+def _delta_wide(card, rng, run, **kw):
+    return _delta(card, rng, run, False, seqs=_CROWD, **kw)
 
 @_case('delta_prep + delta_many + gated_norm', '4 tiles', **_NETS)
-def _delta_tiles(card, rng, run, **kw): return _delta(card, rng, run, True, **kw)
+def _delta_tiles(card, rng, run, **kw):
+    return _delta(card, rng, run, True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #336bbe9d
 @_case('delta_wide + gemv_wide', '16 rows', Qwen=dict(kh=16, vh=32, d=128))
 def _delta_product(card, rng, run, kh, vh, d):
     "Rows that are left as tiles give the product the bits that it makes of float32 by itself"
-    b,host = _step(card, rng, list(_CROWD), False)
+    b,host = _step(card, rng, _CROWD, False)
     x,w,pools = _net(rng, host, kh, vh, d)
     given = x,*w,pools[0],as_records(pools[1])
     out = invented(card, (64,vh*d), CARD_FORMATS['nvfp4'])
-    def made(**kw): return delta_step(*map(card.upload, given), b, kh, **kw)
+    def made(**kw):
+        return delta_step(*map(card.upload, given), b, kh, **kw)
     got = run(lambda: gemv_wide(made(then=out, eps=1e-6), out))
     y,parts = made()
     want = gemv_wide(y, out, parts=parts, group=d, eps=1e-6)
     return [(card.download(got), card.download(want), 0)]
 
-# %% ../../nbs/8_use/06_check.ipynb #9a45cfd4
 @_case('delta_prep + delta_many + gated_halves', '4 tiles', Qwen=dict(kh=2, vh=8, d=128))
 def _delta_halves(card, rng, run, kh, vh, d):
     "A result that is left as fp16 has the bits of float32 that is made so"
     b,host = _step(card, rng, _TILES, True)
     x,w,pools = _net(rng, host, kh, vh, d)
     given = x,*w,pools[0],as_records(pools[1])
-    def made(**kw): return delta_many(*map(card.upload, given), b, kh, **kw)
-    h,want = run(lambda: made(parts=1)),as_halves(made())
-    pairs = (h.y,want.y),(h.scale,want.scale)
-    return [tuple(card.download(a)[host.real].astype('f4') for a in p)+(0,) for p in pairs]
+    def made(**kw):
+        return delta_many(*map(card.upload, given), b, kh, **kw)
+    def real(a):
+        return card.download(a)[host.real].astype('f4')
+    h = run(lambda: made(parts=1))
+    want = as_halves(made())
+    return [
+        (real(h.y), real(want.y), 0),
+        (real(h.scale), real(want.scale), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #29e4ae95
-_MIXERS = dict(Nemotron=dict(nh=4, hd=64, N=128, G=2), heads_of_16=dict(nh=4, hd=16, N=16, G=2))
+_MIXERS = dict(
+    Nemotron=dict(nh=4, hd=64, N=128, G=2),
+    heads_of_16=dict(nh=4, hd=16, N=16, G=2))
+
+def _mixer(rng, host, nh, hd, N, G):
+    "Rows, weights and states of a mixer of Mamba"
+    I = nh*hd
+    C = I+2*G*N
+    conv = _normal(rng, C, 4)/2,_normal(rng, C)
+    decay = -np.exp(_normal(rng, nh))
+    heads = _normal(rng, nh),_normal(rng, nh)
+    gain = 1+_normal(rng, I)/4
+    x = _normal(rng, len(host.pos), I+C+nh)
+    tails = _normal(rng, host.states, 3, C)
+    states = _normal(rng, host.states, nh, hd, N)
+    return x,(*conv,decay,*heads,gain),(tails,states)
+
+# %% ../../nbs/8_use/06_check.ipynb #814de7a7
+def _mamba_rows_of(card, run, args, b, G, tiled):
+    "What the kernels make of a step; in rows with the norm, which is left to the next product"
+    if tiled:
+        return card.download(run(lambda: mamba_many(*args, b, G, 1e-5)))
+    y,parts = map(card.download, run(lambda: mamba_step(*args, b, G)))
+    R,I = y.shape
+    size = np.sqrt(parts.sum(-1, keepdims=True)*G/I+1e-5)
+    return (y.reshape(R, G, -1)/size).reshape(R, -1)
 
 def _mamba(card, rng, run, tiled, nh, hd, N, G):
-    b,host = _step(card, rng, [(70,100),(0,30)] if tiled else [(70,5),(0,2)], tiled); R,I = len(host.pos),nh*hd
-    C = I+2*G*N
-    w = _normal(rng, C, 4)/2,_normal(rng, C),-np.exp(_normal(rng, nh)),_normal(rng, nh),_normal(rng, nh),1+_normal(rng, I)/4
-    x,pools = _normal(rng, R, I+C+nh),(_normal(rng, host.states, 3, C),_normal(rng, host.states, nh, hd, N))
+    b,host = _step(card, rng, _TILES if tiled else _ROWS, tiled)
+    x,w,pools = _mixer(rng, host, nh, hd, N, G)
     args = [card.upload(a) for a in (x,*w,*pools)]
-    if tiled: y = card.download(run(lambda: mamba_many(*args, b, G, 1e-5)))
-    else:
-        y,parts = map(card.download, run(lambda: mamba_step(*args, b, G)))
-        y = (y.reshape(R, G, -1)/np.sqrt(parts.sum(-1, keepdims=True)*G/I+1e-5)).reshape(R, -1)
+    y = _mamba_rows_of(card, run, args, b, G, tiled)
     s = Step(host, None, {}, host_words)
-    net = MambaWeights(*w, 1e-5, G)
-    want,_ = host_words.mamba(s, x, net, *pools)
-    return [(y[host.real], want[host.real], 1e-3 if tiled else 1e-5),*((card.download(a), p, t) for a,p,t in zip(args[7:], pools, (0,3e-5 if tiled else 1e-5)))]
+    mixer = MambaWeights(*w, 1e-5, G)
+    want,_ = host_words.mamba(s, x, mixer, *pools) # writes into the pools
+    left = map(card.download, args[7:])
+    return _states_too(y, want, host, left, pools)
 
 @_case('mamba_step', '7 rows', **_MIXERS)
-def _mamba_rows(card, rng, run, **kw): return _mamba(card, rng, run, False, **kw)
+def _mamba_rows(card, rng, run, **kw):
+    return _mamba(card, rng, run, False, **kw)
 
 @_case('mamba_prep + mamba_many + gated_norm', '4 tiles', **_MIXERS)
-def _mamba_tiles(card, rng, run, **kw): return _mamba(card, rng, run, True, **kw)
+def _mamba_tiles(card, rng, run, **kw):
+    return _mamba(card, rng, run, True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #437ce2e5
 @_case('greedy', '4 rows', plain={})
 def _greedy(card, rng, run):
-    x = _normal(rng, 4, 3000).round(1); x[1,2999] = np.nan; x[2,5] = np.inf
-    put,ids,table = card.upload(x),card.empty(4, 'int32'),SampleTable(card, 4, 3000)
+    x = _normal(rng, 4, 3000).round(1)
+    x[1,2999] = np.nan
+    x[2,5] = np.inf
+    put = card.upload(x)
+    ids = card.empty(4, 'int32')
+    table = SampleTable(card, 4, 3000)
     run(lambda: sample_rows(put, table, ids, greedy=True))
-    return [(card.download(ids), [x[0].argmax(),-1,-1,x[3].argmax()], 0)]
+    want = x[0].argmax(),-1,-1,x[3].argmax()
+    return [(card.download(ids), want, 0)]
 
 @_case('gemv_halves + gemv_wide + greedy', '16 and 64 rows', **_formats('NVFP4','BF16'))
 def _greedy_head(card, rng, run, fmt):
     "A head that leaves the best of each of its blocks, and its logits"
-    w,said = pack(_sized(rng, fmt, 3000, 416), card, exact=True),[]
+    w = pack(_sized(rng, fmt, 3000, 416), card, exact=True)
+    said = []
     for R in (16,64):
-        x,gain = _normal(rng, R, 416),card.upload(1+_normal(rng, 416)/4)
+        x = _normal(rng, R, 416)
+        gain = card.upload(1+_normal(rng, 416)/4)
         x[1,7] = np.nan
         args = card.upload(x),w,gain,1e-6
         table,ids = SampleTable(card, R, 3000),card.empty(R, 'int32')
@@ -519,41 +965,64 @@ def _greedy_head(card, rng, run, fmt):
         said.append((card.download(ids), want, 0))
     return said
 
+# %% ../../nbs/8_use/06_check.ipynb #f94874ea
+_OPTIONS = [
+    SamplingParams(temperature=0, logprobs=3),
+    SamplingParams(top_k=5, top_p=.9),
+    SamplingParams(min_p=.05, temperature=.7),
+    SamplingParams(frequency_penalty=.5, logit_bias={7:3.}),
+    SamplingParams(top_p=.8, repetition_penalty=1.2)]
+
 @_case('sample_scan + _bins + _cut + _draw', '5 rows', all_options={})
 def _sample(card, rng, run):
-    asked = [dict(temperature=0, logprobs=3), dict(top_k=5, top_p=.9), dict(min_p=.05, temperature=.7), dict(frequency_penalty=.5, logit_bias={7:3.}), dict(top_p=.8, repetition_penalty=1.2)]
-    states = [SampleState(SamplingParams(**kw), [1,2], 3000, seed=i) for i,kw in enumerate(asked)]
-    x = _normal(rng, 5, 3000)*3; put = card.upload(x)
+    states = [
+        SampleState(p, [1,2], 3000, seed=i)
+        for i,p in enumerate(_OPTIONS)]
+    x = _normal(rng, 5, 3000)*3
+    put = card.upload(x)
     def draw():
-        table,ids = SampleTable(card, 5, 3000),card.empty(5, 'int32')
-        for i,s in enumerate(states): table.set(i, s)
+        table = SampleTable(card, 5, 3000)
+        ids = card.empty(5, 'int32')
+        for i,s in enumerate(states):
+            table.set(i, s)
         sample_rows(put, table, ids)
         return ids,table.top_ids,table.top_logprobs
-    ids,top,lp = map(card.download, run(draw)); want = sample(x, [s.row() for s in states])
-    return [(ids, want.ids, 0),(top[0,:3], want.top_ids[0,:3], 0),(lp[:1,:3], want.top_logprobs[:1,:3], 1e-5)]
+    ids,top,lp = map(card.download, run(draw))
+    want = sample(x, [s.row() for s in states])
+    return [
+        (ids, want.ids, 0),
+        (top[0,:3], want.top_ids[0,:3], 0),
+        (lp[:1,:3], want.top_logprobs[:1,:3], 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #5d90c1e6
 def _moves(card, rng, run, greedy):
     "The end of a step: its rows go on to the next one"
-    b,host = _step(card, rng, [(p, 1) for p in (14,3,40,0,7)], False)
+    seqs = [(p, 1) for p in (14,3,40,0,7)]
+    b,host = _step(card, rng, seqs, False)
     x,ids = card.upload(_normal(rng, 5, 300)),card.empty(5, 'int32')
     table = SampleTable(card, 5, 300)
     likely = SampleState(SamplingParams(temperature=0), [1], 300)
-    for i in range(5): table.set(i, likely)
+    for i in range(5):
+        table.set(i, likely)
     how = dict(greedy=greedy, cuts=False, then=(b,16))
     run(lambda: sample_rows(x, table, ids, **how))
     n = card.download(b.pos)[0]-host.pos[0]  # done once or twice
-    return [(n in (1,2), True, 0), *_moved(card, b, host, n)]
+    return [
+        (n in (1,2), True, 0),
+        *_moved(card, b, host, n)]
 
 def _moved(card, b, host, n):
     "Where rows stand after `n` steps, and where they should"
     pos,states = host.pos+n,[host.state_in,host.state_out]
     block,place = np.divmod(pos, 16)
     blocks = host.tables[range(5),block]
-    if n%2: states = states[::-1]
+    if n%2:
+        states = states[::-1]
     want = dict(pos=pos, starts=pos, slots=np.int64(blocks)*16+place)
     want |= zip(('state_in','state_out'), states)
-    return [(card.download(getattr(b, k)), v, 0) for k,v in want.items()]
+    return [
+        (card.download(getattr(b, k)), v, 0)
+        for k,v in want.items()]
 
 @_case('greedy', '5 rows', on_to_the_next_step={})
 def _greedy_moves(card, rng, run): return _moves(card, rng, run, True)
@@ -564,17 +1033,21 @@ def _draw_moves(card, rng, run): return _moves(card, rng, run, False)
 # %% ../../nbs/8_use/06_check.ipynb #7be1a402
 @_case('sample_scan + _bins + _cut + _draw', '2 sequences of 3 rows', drafts={})
 def _sample_drafts(card, rng, run, W=3, V=3000):
-    fed = np.int32([5,7,7, 4,8,9]).reshape(2, W)
+    fed = np.int32([[5,7,7],[4,8,9]])
     x = _normal(rng, 2*W, V)*3
     put,ids = card.upload(x),card.empty(2*W, 'int32')
     lines = card.upload(np.repeat(np.int32([1,0]), W))
     given = card.upload(fed.ravel())
     def draw():
         t = SampleTable(card, 2, V, rows=2*W, width=W)
-        for s in range(2): t.set(1-s, _behind(s, [], V))
+        for s in range(2):
+            t.set(1-s, _behind(s, [], V))
         sample_rows(put, t, ids, lines, width=W, given=given)
     run(draw)
-    rows = [_behind(s, fed[s,1:j], V) for s in range(2) for j in range(1, W+1)]
+    rows = [
+        _behind(s, fed[s,1:j], V)
+        for s in range(2)
+        for j in range(1, W+1)]
     return [(card.download(ids), sample(x, rows).ids, 0)]
 
 _ASKED = ( # Of both sequences
@@ -602,9 +1075,15 @@ def _verified(card, rng, S, W):
 
 def _any_step(rng, r, S, W)->dict:
     "Values for arrays of the step `r`"
-    bounds,given = dict(ids=(-1,3), said=(-1,3), pos3=(0,99)),{}
-    bounds |= dict(live=(0,W+1), limit=(1,64), kmax=(0,W))
-    for k,b in bounds.items(): given[k] = rng.integers(*b, getattr(r, k).shape)
+    bounds = dict(
+        ids=(-1,3),
+        said=(-1,3), pos3=(0,99))
+    given = {}
+    bounds |= dict(
+        live=(0,W+1),
+        limit=(1,64), kmax=(0,W))
+    for k,b in bounds.items():
+        given[k] = rng.integers(*b, getattr(r, k).shape)
     first = rng.integers(0, 60, S)
     given['pos'] = first[:,None]+np.arange(W)
     given['tables'] = rng.permutation(4*S).reshape(S, 4)
@@ -641,13 +1120,14 @@ def _table(card, t):
 
 def _pairs(a, b):
     "Numbers of the same name, which are to have the same bits"
-    arrays = {k:v for k,v in vars(b).items() if isinstance(v, np.ndarray)}
+    arrays = {
+        k:v for k,v in vars(b).items()
+        if isinstance(v, np.ndarray)}
     names = [k for k,v in arrays.items() if not v.dtype.names]
     return [(getattr(a, k), getattr(b, k), 0) for k in names]
 
 # %% ../../nbs/8_use/06_check.ipynb #d15f6efb
 _WIDTHS = dict(plain=dict(n=1500), odd=dict(n=37))
-_SIZES = np.float32([[1],[1e9],[1e-3]])
 
 @_case('beside', '3 rows', **_WIDTHS)
 def _beside(card, rng, run, n):
@@ -689,64 +1169,3 @@ def _ngram(card, rng, run):
     drafts = run(lambda: ngram(*put, *sizes))
     want = host_words.ngram(*args, *sizes)
     return [(card.download(drafts), want, 0)]
-
-# %% ../../nbs/8_use/06_check.ipynb #24a868aa
-# Words of layers, helpers and examples of pages, and the kernels that do their work
-_WORK = dict(
-    rmsnorm='norm_rows',
-    project='gemv gemv_halves gemv_wide gemm gemm_scaled',
-    mlp='gemv gemv_halves gemv_wide gemm gemm_scaled',
-    logits='gemv gemv_halves gemv_wide gemm',
-    angles='attn_decode flash_prep',
-    attend='attn_decode attn_merge flash_prep flash',
-    gated_delta='delta_step delta_wide delta_prep delta_many gated_norm gated_halves',
-    mamba='mamba_step mamba_prep mamba_many gated_norm',
-    moe='router experts route_many moe_count moe_sort moe_gather '
-        'expert_slots expert_strips experts_wide expert_sum',
-    prepare='pack',
-    halve='gemm',
-    prefill='gemm_scaled',
-    units='gemm',
-    silu_mul='gemv',
-    rope='attn_decode flash_prep',
-    argmax='greedy')
-
-def _kernels(case:str)->list[str]:
-    "Names of the kernels of a case"
-    return case.replace('+ _', '+ sample_').split(' + ')
-
-def _meant(asked:str, case:str)->bool:
-    "Does somebody who asks for a name, or a part of one, mean this case?"
-    own = _kernels(case)
-    if any(asked in k for k in [case,*own]): return True
-    works = _WORK.get(asked, '').split()
-    return any(k in works for k in own)
-
-def names()->list[str]:
-    "What `check` can be asked for: kernels, then words"
-    kernels = [k for case,*_ in _cases for k in _kernels(case)]
-    return list(dict.fromkeys([*kernels, *_WORK]))
-
-# %% ../../nbs/8_use/06_check.ipynb #48f3f359
-def check(
-    card, # `Cuda` or `Emulator`
-    only=None, # Part of a kernel's name, a word of layers, or several: the others are left out
-    tell=None, # Called with every `Row` as it comes
-)->Report:
-    "Run every kernel on `card` and compare it with its twin"
-    res,lost = Report(),None
-    asked = listify(only)
-    for kernels,case,variant,f,kw in _cases:
-        if asked and not any(_meant(o, kernels) for o in asked): continue
-        run,error = _Run(card),np.nan
-        if lost: verdict = f'not run: the card is lost since {lost}'
-        else:
-            try:
-                with np.errstate(all='ignore'): error = max(off(*o) for o in f(card, np.random.default_rng(crc32(f'{kernels} {variant}'.encode())), run, **kw))
-                verdict = 'ok' if error<=1 else 'wrong'
-            except Elsewhere: verdict = _ELSEWHERE
-            except Exception as e: # whatever a kernel does wrong is a line of the table
-                verdict,lost = f'{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}',f'{kernels} {variant}' if isinstance(e, CudaFault) else None
-        res.append(Row(kernels, variant, case, error, verdict, run.ms))
-        if tell: tell(res[-1])
-    return res

@@ -6,14 +6,14 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', 'Shape', 'Weights', 'Temperature', 'MaxTokens',
-           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Config', 'Host', 'Port', 'Name',
-           'Alias', 'Key', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'Memory', 'Apart', 'NextTurn', 'LogFormat',
-           'Reasons', 'Foreign', 'AutoTools', 'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch',
-           'LogLevel', 'DryRun', 'PlanJson', 'configs', 'Url', 'ItsKey', 'ItsModel', 'Wait', 'HERE', 'benches',
-           'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm',
-           'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve', 'config_check', 'config_schema',
-           'launch', 'watch', 'ps', 'load', 'stop', 'top', 'quantize', 'version', 'bench', 'bench_decode',
-           'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
+           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Models', 'Config', 'Host', 'Port', 'Name', 'Alias',
+           'Key', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'Memory', 'Apart', 'NextTurn', 'LogFormat', 'Reasons',
+           'Foreign', 'AutoTools', 'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch', 'LogLevel',
+           'DryRun', 'PlanJson', 'configs', 'Url', 'ItsKey', 'ItsModel', 'Wait', 'HERE', 'benches', 'Batches', 'Output',
+           'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter',
+           'Printer', 'run', 'Conversation', 'chat', 'Many', 'serve', 'config_check', 'config_schema', 'launch',
+           'watch', 'ps', 'load', 'stop', 'top', 'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels',
+           'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
 
 # %% ../../nbs/8_use/13_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -35,27 +35,38 @@ def _spelt(args):
     out = []
     for i,a in enumerate(args[:end]):
         alone = args[i+1:i+2]==[] or args[i+1] not in _WORDS
-        if a=='--no-speculative': out.append('--speculative=off')
-        elif a=='--speculative' and alone: out.append('--speculative=auto')
-        elif a=='--cache-packed': out.append('--cache-packed=auto')
-        else: out.append(a)
+        if a=='--no-speculative':
+            out.append('--speculative=off')
+        elif a=='--speculative' and alone:
+            out.append('--speculative=auto')
+        elif a=='--cache-packed':
+            out.append('--cache-packed=auto')
+        else:
+            out.append(a)
     return out+args[end:]
 
 class _Group(typer.core.TyperGroup):
     "Commands in the order of their use, whose refusals are messages and exit codes"
-    def list_commands(self, ctx): return sorted(super().list_commands(ctx), key=lambda c: ORDER.index(c) if c in ORDER else len(ORDER))
+    def list_commands(self, ctx):
+        return sorted(
+            super().list_commands(ctx),
+            key=lambda c: ORDER.index(c) if c in ORDER else len(ORDER))
     def resolve_command(self, ctx, args):
         name,command,rest = super().resolve_command(ctx, args)
         named = {n for p in command.params for n in p.opts} if command else ()
         return name,command,_spelt(rest) if '--speculative' in named else rest
     def invoke(self, ctx):
-        try: return super().invoke(ctx)
-        except KeyboardInterrupt: raise typer.Exit(130)
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(130)
         except Exception as e:
             from atlas.ground.core import AtlasError
-            if not isinstance(e, AtlasError): raise
+            if not isinstance(e, AtlasError):
+                raise
             hint = f'\n       {e.hint}' if e.hint else ''
-            if not e.logged: typer.echo(f'atlas: {e.msg}{hint}', err=True)
+            if not e.logged:
+                typer.echo(f'atlas: {e.msg}{hint}', err=True)
             raise typer.Exit(1)
 
 # %% ../../nbs/8_use/13_cli.ipynb #44c3cc71
@@ -63,16 +74,17 @@ def _examples(*lines):
     "Examples for the end of a help page, kept line by line"
     return '\b\nExamples:\n' + '\n'.join(f'  {l}' for l in lines)
 
-app = typer.Typer(name='atlas', cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+app = typer.Typer(
+    name='atlas', cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings=dict(help_option_names=['-h','--help'], max_content_width=100),
     help='Run language models on this machine. "tiny" comes with Atlas and runs anywhere; '
-        '"demo" is a larger one to begin with: 98 MB, fetched once.',
+    '"demo" is a larger one to begin with: 98 MB, fetched once.',
     epilog=_examples(
         'atlas serve tiny                    a chat page and an OpenAI-compatible server',
         'atlas run tiny "What does a cow eat?"',
         'atlas serve tiny --speculative      the same answers, drafted and verified',
-        'atlas chat demo',
-        'atlas COMMAND --help                what else a command can do'))
+        'atlas chat demo', 'atlas COMMAND --help                what else a command can do'))
 
 # %% ../../nbs/8_use/13_cli.ipynb #a27b0e16
 def _complete(incomplete:str):
@@ -81,14 +93,17 @@ def _complete(incomplete:str):
     from atlas.ground.catalog import CATALOG
     from atlas.ground.hub import NAMED,cached
     names = [*NAMED, *CATALOG, *(e.name for e in cached())]
-    return sorted({n for n in names if n.startswith(incomplete)} | set(glob(incomplete+'*')))
+    return sorted(
+        {n for n in names if n.startswith(incomplete)}
+        | set(glob(incomplete+'*')))
 
 def _clients(incomplete:str):
     "Programs that `launch` knows"
     from atlas.use.clients import CLIENTS
     return [c for c in CLIENTS if c.startswith(incomplete)]
 
-def _opt(help, *names, **kw): return typer.Option(*names, help=help, **kw)
+def _opt(help, *names, **kw):
+    return typer.Option(*names, help=help, **kw)
 
 Model = Annotated[str, typer.Argument(
     metavar='MODEL',
@@ -101,8 +116,10 @@ Json = Annotated[bool, _opt('Print JSON.', '--json')]
 def _bytes(text:str)->int:
     "Number of bytes in '4GiB', '500 MB' or '1000000'"
     from atlas.ground.core import RequestError,bytes_in
-    try: return bytes_in(text)
-    except RequestError as e: raise typer.BadParameter(e.msg) from None
+    try:
+        return bytes_in(text)
+    except RequestError as e:
+        raise typer.BadParameter(e.msg) from None
 
 # %% ../../nbs/8_use/13_cli.ipynb #bbf6334d
 from ..ground.options import Caching,EngineConfig,Speculation
@@ -117,9 +134,13 @@ def flag(f):
     size,text = how.pop('size', False),how.pop('text', None)
     own = f'--{f.name.replace("_", "-")}'
     names = [own,how.pop('alias')] if 'alias' in how else []
-    if size: how |= dict(parser=_bytes, metavar='SIZE')
-    if text: how |= dict(parser=_as_it_is, metavar=text, show_default=False)
-    kind = Annotated[str|None if text else f.type, _opt(m['help'], *names, **how)]
+    if size:
+        how |= dict(parser=_bytes, metavar='SIZE')
+    if text:
+        how |= dict(parser=_as_it_is, metavar=text, show_default=False)
+    kind = Annotated[
+        str|None if text else f.type,
+        _opt(m['help'], *names, **how)]
     return Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=kind)
 
 _flagged = [f for f in fields(EngineConfig) if f.metadata.get('flag')]
@@ -152,32 +173,47 @@ def engine_flags(
 # %% ../../nbs/8_use/13_cli.ipynb #8541bd31
 def _print(data, as_json, text):
     "Print `data` as JSON, or `text` for people"
-    typer.echo(json.dumps(data, indent=1, ensure_ascii=False, default=str) if as_json else text)
+    typer.echo(
+        json.dumps(data, indent=1, ensure_ascii=False, default=str)
+        if as_json else text)
 
 def _table(rows, head):
     "Columns of equal width; numbers to the right"
     rows = [head, *([str(c) for c in r] for r in rows)]
     w = [max(map(len, c)) for c in zip(*rows)]
-    return '\n'.join('  '.join(c.ljust(n) for c,n in zip(r, w)).rstrip() for r in rows)
+    return '\n'.join(
+        '  '.join(
+            c.ljust(n)
+            for c,n in zip(r, w)).rstrip()
+        for r in rows)
 
 # %% ../../nbs/8_use/13_cli.ipynb #8ae3350d
 def _weigh(p):
     "Bytes of a file, or of all the files in a folder"
-    return sum(f.stat().st_size for f in ([p] if p.is_file() else p.rglob('*')) if f.is_file())
+    return sum(
+        f.stat().st_size
+        for f in ([p] if p.is_file() else p.rglob('*'))
+        if f.is_file())
 
-@app.command(epilog=_examples('atlas pull demo', 'atlas pull qwen3.6-35b-a3b-nvfp4', 'atlas pull HuggingFaceTB/SmolLM2-135M-Instruct', 'atlas pull unsloth/SmolLM2-135M-Instruct-GGUF:SmolLM2-135M-Instruct-Q8_0.gguf'))
+@app.command(
+    epilog=_examples(
+        'atlas pull demo', 'atlas pull qwen3.6-35b-a3b-nvfp4',
+        'atlas pull HuggingFaceTB/SmolLM2-135M-Instruct',
+        'atlas pull unsloth/SmolLM2-135M-Instruct-GGUF:SmolLM2-135M-Instruct-Q8_0.gguf'))
 def pull(model:Model, as_json:Json=False):
     "Fetch a model, check it, and print where it is."
     from atlas.ground.hub import pull
     p = pull(model)
     _print(dict(name=model, path=p, bytes=_weigh(p)), as_json, p)
-    if sys.stderr.isatty(): _recommend(model)
+    if sys.stderr.isatty():
+        _recommend(model)
 
 def _recommend(model):
     "Tell who pulled a model of the catalogue how it is served"
     from atlas.ground.catalog import find_entry
     found = find_entry(model)
-    if not found: return
+    if not found:
+        return
     words = ' '.join(('atlas serve', found[0], *found[1].flags))
     typer.secho(f'(serve it with: {words})', err=True, dim=True)
 
@@ -196,7 +232,9 @@ def _known_models():
         size = there.get(name) or m.model.nbytes
         yield dict(name=name, bytes=size, format=m.about, here=name in there)
     for name,e in CATALOG.items():
-        about = {k:v for k,v in asdict(e).items() if k not in ('tensors','nbytes','shape')}
+        about = {
+            k:v for k,v in asdict(e).items()
+            if k not in ('tensors','nbytes','shape')}
         yield dict(name=name, bytes=e.nbytes)|about|dict(here=e.hub in there)
 
 def _list_all(as_json):
@@ -208,22 +246,44 @@ def _list_all(as_json):
         context = f'{m["context"]:,}' if m.get('context') else ''
         numbers = size(m['bytes']),context,size(m.get('least_memory'))
         return m['name'],*numbers,'yes' if m['here'] else '',m['format']
-    _print(ms, as_json, _table(map(row, ms), ('NAME','SIZE','CONTEXT','LEAST MEMORY','HERE','FORMAT')))
+    _print(
+        ms, as_json,
+        _table(map(row, ms), ('NAME','SIZE','CONTEXT','LEAST MEMORY','HERE','FORMAT')))
 
-@app.command('list', epilog=_examples('atlas list', 'atlas list --all', "atlas list --json | jq '.[].name'"))
-def list_(all_:Annotated[bool, _opt('Show what could be pulled, with size, context, and the memory that it takes at least on a DGX Spark.', '--all', '-a')]=False,
-    as_json:Json=False):
+@app.command(
+    'list',
+    epilog=_examples('atlas list', 'atlas list --all', "atlas list --json | jq '.[].name'"))
+def list_(
+    all_:Annotated[
+        bool,
+        _opt(
+            'Show what could be pulled, with size, context, and the memory that it takes at '
+            'least on a DGX Spark.',
+            '--all', '-a')]=False,
+    as_json:Json=False
+):
     "Show the models on this machine and the room they take, and what --cache-packed keeps of them."
-    if all_: return _list_all(as_json)
+    if all_:
+        return _list_all(as_json)
     from atlas.ground.core import human
     from atlas.ground.hub import Entry,cached
-    es = cached()+[Entry(p.name, p, p.stat().st_size, 'packed') for p in _packed()]
-    text = _table([(e.name, human(e.nbytes, 1000), e.kind, e.path) for e in es], ('NAME','SIZE','KIND','PATH'))
-    _print([dict(name=e.name, bytes=e.nbytes, kind=e.kind, path=e.path) for e in es], as_json,
-           text if es else 'No models yet. "atlas pull demo" fetches a small one.')
+    es = cached()+[
+        Entry(p.name, p, p.stat().st_size, 'packed')
+        for p in _packed()]
+    text = _table(
+        [(e.name, human(e.nbytes, 1000), e.kind, e.path)
+         for e in es],
+        ('NAME','SIZE','KIND','PATH'))
+    _print(
+        [dict(
+             name=e.name, bytes=e.nbytes,
+             kind=e.kind, path=e.path)
+         for e in es],
+        as_json, text if es else 'No models yet. "atlas pull demo" fetches a small one.')
 
 # %% ../../nbs/8_use/13_cli.ipynb #15ac4c5d
-@app.command(epilog=_examples('atlas rm demo', 'atlas rm --yes HuggingFaceTB/SmolLM2-135M-Instruct'))
+@app.command(
+    epilog=_examples('atlas rm demo', 'atlas rm --yes HuggingFaceTB/SmolLM2-135M-Instruct'))
 def rm(
     name:Annotated[str, typer.Argument(metavar='NAME', help='A name that "atlas list" shows.')],
     yes:Annotated[bool, _opt('Do not ask.', '--yes', '-y')]=False,
@@ -232,11 +292,15 @@ def rm(
     "Remove a model from this machine, after asking."
     from atlas.ground.core import human
     from atlas.ground.hub import cached,remove
-    sizes = {e.name: e.nbytes for e in cached()}|{p.name: p.stat().st_size for p in _packed()}
+    sizes = {e.name: e.nbytes for e in cached()}|{
+        p.name: p.stat().st_size
+        for p in _packed()}
     size = f' ({human(sizes[name], 1000)})' if name in sizes else ''
-    if not yes and size: typer.confirm(f'Remove {name}{size}?', abort=True, err=True)
+    if not yes and size:
+        typer.confirm(f'Remove {name}{size}?', abort=True, err=True)
     kept = [p for p in _packed() if p.name==name]
-    for p in kept: p.unlink()
+    for p in kept:
+        p.unlink()
     n = sizes[name] if kept else remove(name)
     _print(dict(removed=name, bytes=n), as_json, f'Removed {name}: {human(n, 1000)} free')
 
@@ -244,14 +308,23 @@ def rm(
 def _shapes(incomplete:str):
     "As `_complete`, and the shapes that are known by name"
     from atlas.ground.config import PRESETS
-    return sorted({*_complete(incomplete), *(n for n in PRESETS if n.startswith(incomplete))})
+    return sorted({
+        *_complete(incomplete),
+        *(n for n in PRESETS if n.startswith(incomplete))})
 
-Shape = Annotated[str, typer.Argument(metavar='MODEL', help='A model, or a known shape such as qwen3.6-35b-a3b.', autocompletion=_shapes)]
+Shape = Annotated[
+    str,
+    typer.Argument(
+        metavar='MODEL', help='A model, or a known shape such as qwen3.6-35b-a3b.',
+        autocompletion=_shapes)]
 Weights = Annotated[str|None, _opt(
     'Imagine the weights as bf16, fp8, nvfp4, mxfp4, int4, mixed or nvfp4-experts. '
     '[default: as they are, or are published]', show_default=False)]
 
-@app.command(epilog=_examples('atlas inspect tiny', 'atlas inspect ./my-model --json', 'atlas inspect qwen3.6-35b-a3b --weights nvfp4'))
+@app.command(
+    epilog=_examples(
+        'atlas inspect tiny', 'atlas inspect ./my-model --json',
+        'atlas inspect qwen3.6-35b-a3b --weights nvfp4'))
 def inspect(model:Shape, weights:Weights=None, as_json:Json=False):
     "Say what a model is made of, what each token of it reads, and how much fits here. Its weights are not loaded."
     from atlas.use.inspect import look
@@ -266,13 +339,15 @@ class Meter:
         self.n = self.drafted = self.cached = 0
     def add(self, n, drafted=0):
         "`n` more tokens, so many of them accepted drafts"
-        if not n: return
+        if not n:
+            return
         self.last = perf_counter()
         self.first = self.first or self.last
         self.n += n
         self.drafted += drafted
     def __str__(self):
-        if not self.n: return 'no tokens'
+        if not self.n:
+            return 'no tokens'
         rate = f', {(self.n-1)/(self.last-self.first):.1f} tokens/s' if self.last>self.first else ''
         share = f', {self.drafts}' if self.drafted else ''
         wait = f'the first after {self.first-self.start:.2f} s'
@@ -286,7 +361,8 @@ class Meter:
 
 def _tell(meter):
     "The rate, on stderr, when somebody watches"
-    if sys.stderr.isatty(): typer.secho(f'({meter})', err=True, dim=True)
+    if sys.stderr.isatty():
+        typer.secho(f'({meter})', err=True, dim=True)
 
 # %% ../../nbs/8_use/13_cli.ipynb #32367b33
 _NO_ANSWER = 'atlas: there are only thoughts, and no answer'
@@ -297,7 +373,8 @@ class Printer:
     def __init__(self, show=None):
         self.meter = Meter()
         self.watched = sys.stderr.isatty()
-        if show is None: show = self.watched and sys.stdout.isatty()
+        if show is None:
+            show = self.watched and sys.stdout.isatty()
         self.show = show # Are thoughts shown?
         self.thought = self.said = False # Was there one, was there an answer?
         self.last,self.finish = '',None # Piece of a thought; why it ended
@@ -305,26 +382,32 @@ class Printer:
         "One more `Delta`"
         self.meter.add(len(d.tokens), d.drafted)
         self.finish,self.meter.cached = d.finish,d.cached
-        if d.reasoning: self.think(d.reasoning)
+        if d.reasoning:
+            self.think(d.reasoning)
         text = d.text if self.said or not self.thought else d.text.lstrip()
         if text and not self.said:
             self.said = True
             self._closed()
-        if text: typer.echo(text, nl=False)
+        if text:
+            typer.echo(text, nl=False)
     def think(self, text):
         "More of a thought"
-        if not self.thought and (self.show or self.watched): _aside('thinking…\n')
+        if not self.thought and (self.show or self.watched):
+            _aside('thinking…\n')
         self.thought,self.last = True,text
-        if self.show: _aside(text)
+        if self.show:
+            _aside(text)
     def _closed(self):
         "A thought that was shown has ended: a blank line parts it from what follows"
-        if self.thought and self.show: _aside('\n' if self.last.endswith('\n') else '\n\n')
+        if self.thought and self.show:
+            _aside('\n' if self.last.endswith('\n') else '\n\n')
     def end(self):
         "There is no more of the answer"
         if self.thought and not self.said:
             self._closed()
             typer.echo(_NO_ANSWER+_LENGTH*(self.finish=='length'), err=True)
-        else: typer.echo()
+        else:
+            typer.echo()
         _tell(self.meter)
 
 def _aside(text): typer.secho(text, err=True, dim=True, nl=False)
@@ -332,9 +415,12 @@ def _aside(text): typer.secho(text, err=True, dim=True, nl=False)
 # %% ../../nbs/8_use/13_cli.ipynb #949251b6
 def _prompt(arg):
     "The prompt: the argument, or stdin when that is '-' or there is none"
-    if arg not in (None, '-'): return arg
-    if arg is None and sys.stdin.isatty(): raise typer.BadParameter('give a prompt, or pipe one in', param_hint="'PROMPT'")
-    if not (text := sys.stdin.read().rstrip('\n')): raise typer.BadParameter('the prompt on stdin is empty', param_hint="'PROMPT'")
+    if arg not in (None, '-'):
+        return arg
+    if arg is None and sys.stdin.isatty():
+        raise typer.BadParameter('give a prompt, or pipe one in', param_hint="'PROMPT'")
+    if not (text := sys.stdin.read().rstrip('\n')):
+        raise typer.BadParameter('the prompt on stdin is empty', param_hint="'PROMPT'")
     return text
 
 def _messages(prompt, system=None, images=None):
@@ -343,7 +429,8 @@ def _messages(prompt, system=None, images=None):
     if images:
         content = [_picture(i) for i in images]
         content.append(dict(type='text', text=prompt))
-    return ([dict(role='system', content=system)] if system else []) + [dict(role='user', content=content)]
+    return ([dict(role='system', content=system)] if system else []) + [
+        dict(role='user', content=content)]
 
 def _picture(path):
     "A part of a message; `where` is what errors call it"
@@ -356,15 +443,22 @@ def _llm(model, **options):
 
 def _params(llm, **kw):
     "What was said of these; the rest is as the model's makers have it"
-    return llm.params(**{k:v for k,v in kw.items() if v is not None})
+    return llm.params(
+        **{k:v for k,v in kw.items() if v is not None})
 
 # %% ../../nbs/8_use/13_cli.ipynb #9c37a274
 Temperature = Annotated[float|None, _opt(
     '0 always takes the likeliest token; higher is more varied. What the generation_config.json '
     'of a model says goes before the default. [default: 1, as in the API]',
     '--temperature', '-t', min=0, max=100, show_default=False)]
-MaxTokens = Annotated[int|None, _opt('Longest answer, in tokens. [default: what is left of the context]', '--max-tokens', '-n', min=1, show_default=False)]
-Seed = Annotated[int|None, _opt('Make the same choices again. [default: other ones each time]', show_default=False)]
+MaxTokens = Annotated[
+    int|None,
+    _opt(
+        'Longest answer, in tokens. [default: what is left of the context]', '--max-tokens',
+        '-n', min=1, show_default=False)]
+Seed = Annotated[
+    int|None,
+    _opt('Make the same choices again. [default: other ones each time]', show_default=False)]
 System = Annotated[str|None, _opt('A system message: how to answer.')]
 Think = Annotated[bool|None, _opt(
     'Have the model think before it answers, or not, where its template lets one choose. '
@@ -388,35 +482,53 @@ def _template(think):
     'git diff | atlas run demo --system "Describe this change in one line." -',
     'atlas run ./qwen3-vl-2b --image photo.jpg "What is this?"'))
 @engine_flags(*_TALK, *CACHING, *SPECULATION)
-def run(model:Model,
-    prompt:Annotated[str|None, typer.Argument(metavar='PROMPT', help='What to ask; "-" or nothing reads it from stdin.', show_default=False)]=None,
+def run(
+    model:Model,
+    prompt:Annotated[
+        str|None,
+        typer.Argument(
+            metavar='PROMPT', help='What to ask; "-" or nothing reads it from stdin.',
+            show_default=False)]=None,
     temperature:Temperature=None, max_tokens:MaxTokens=None,
     seed:Seed=None, system:System=None,
-    raw:Annotated[bool, _opt('Continue the text as it stands, without the chat template.', '--raw')]=False,
-    images:Annotated[list[str]|None, _opt('A picture to ask about; may be given several times.', '--image', metavar='FILE', show_default=False)]=None,
+    raw:Annotated[
+        bool, _opt('Continue the text as it stands, without the chat template.', '--raw')]=False,
+    images:Annotated[
+        list[str]|None,
+        _opt(
+            'A picture to ask about; may be given several times.', '--image', metavar='FILE',
+            show_default=False)]=None,
     think:Think=None, show_thinking:ShowThinking=None,
     as_json:Json=False, **options,
 ):
     "Answer one prompt, printing the answer as it is made."
-    for v,name in ((system,'--system'), (images,'--image'), (think is not None,'--think')):
-        if raw and v: raise typer.BadParameter('has no place in a --raw prompt', param_hint=f"'{name}'")
+    for v,name in (
+        (system,'--system'), (images,'--image'),
+        (think is not None,'--think')
+    ):
+        if raw and v:
+            raise typer.BadParameter('has no place in a --raw prompt', param_hint=f"'{name}'")
     prompt = _prompt(prompt)
     with closing(_llm(model, **options)) as llm:
         params = _params(llm, temperature=temperature, max_tokens=max_tokens, seed=seed)
         def ask(stream):
-            if raw: return (llm.stream if stream else llm.generate)(prompt, params)
+            if raw:
+                return (llm.stream if stream else llm.generate)(prompt, params)
             messages = _messages(prompt, system, images)
             return llm.chat(messages, params, stream=stream, **_template(think))
-        if as_json: return _print_answer(ask(False))
+        if as_json:
+            return _print_answer(ask(False))
         p = Printer(show_thinking)
-        for d in ask(True): p.add(d)
+        for d in ask(True):
+            p.add(d)
         p.end()
 
 # %% ../../nbs/8_use/13_cli.ipynb #ec1e3733
 def _print_answer(out):
     "An answer as JSON"
     d = dict(text=out.text, finish_reason=out.finish_reason, usage=out.usage)
-    if out.reasoning: d = dict(reasoning=out.reasoning)|d
+    if out.reasoning:
+        d = dict(reasoning=out.reasoning)|d
     _print(d, True, '')
 
 # %% ../../nbs/8_use/13_cli.ipynb #a0434e8e
@@ -426,7 +538,10 @@ class Conversation:
         self.llm,self.params,self.system = llm,params,system
         self.think,self.turns = think,[]
     @property
-    def messages(self): return ([dict(role='system', content=self.system)] if self.system else []) + self.turns
+    def messages(self):
+        return (
+            [dict(role='system', content=self.system)]
+            if self.system else []) + self.turns
     def say(self, text, stop=lambda: False):
         "Yield the answer's pieces to `text`, until it ends or `stop()`"
         self.turns.append(dict(role='user', content=text))
@@ -437,69 +552,99 @@ class Conversation:
                 after = after or bool(d.reasoning)
                 answer += d.text
                 yield d
-                if stop(): pieces.close(); break
+                if stop():
+                    pieces.close()
+                    break
         finally:
-            if after: answer = answer.lstrip()
-            if answer: self.turns.append(dict(role='assistant', content=answer))
-            else: self.turns.pop()
+            if after:
+                answer = answer.lstrip()
+            if answer:
+                self.turns.append(dict(role='assistant', content=answer))
+            else:
+                self.turns.pop()
 
 # %% ../../nbs/8_use/13_cli.ipynb #c82481a4
 @contextmanager
 def _ctrl_c():
     "Within this, the first Ctrl-C makes the yielded function return True; the second is a KeyboardInterrupt"
-    if threading.current_thread() is not threading.main_thread(): yield lambda: False; return  # signals reach the main thread only
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return  # signals reach the main thread only
     hit = []
     def handler(sig, frame):
-        if hit: raise KeyboardInterrupt
+        if hit:
+            raise KeyboardInterrupt
         hit.append(sig)
-        with suppress(OSError): os.write(2, b'\n(stops after this step; Ctrl-C again leaves)\n')
+        with suppress(OSError):
+            os.write(2, b'\n(stops after this step; Ctrl-C again leaves)\n')
     old = signal.signal(signal.SIGINT, handler)
-    try: yield lambda: bool(hit)
-    finally: signal.signal(signal.SIGINT, old)
+    try:
+        yield lambda: bool(hit)
+    finally:
+        signal.signal(signal.SIGINT, old)
 
 # %% ../../nbs/8_use/13_cli.ipynb #02638469
-def _reset(c, _): c.turns.clear(); typer.echo('The conversation starts anew.')
+def _reset(c, _):
+    c.turns.clear()
+    typer.echo('The conversation starts anew.')
 def _system(c, text):
     c.system = text or None
     typer.echo(f'System message: {text}' if text else 'No system message.')
 def _quit(c, _): return True
-def _help(c, _): typer.echo('\n'.join(f'{k:<16}{v}' for k,(_,v) in COMMANDS.items()) + '\nCtrl-C stops an answer; Ctrl-D leaves.')
+def _help(c, _):
+    typer.echo(
+        '\n'.join(f'{k:<16}{v}' for k,(_,v) in COMMANDS.items())
+        + '\nCtrl-C stops an answer; Ctrl-D leaves.')
 
-COMMANDS = {'/reset': (_reset, 'forget the conversation'), '/system': (_system, 'set how to answer, or nothing to clear it'),
-            '/help': (_help, 'this list'), '/quit': (_quit, 'leave')}
+COMMANDS = {
+    '/reset': (_reset, 'forget the conversation'),
+    '/system': (_system, 'set how to answer, or nothing to clear it'),
+    '/help': (_help, 'this list'), '/quit': (_quit, 'leave')}
 
 # %% ../../nbs/8_use/13_cli.ipynb #09d8de8a
 def _turn(c, line, show=None):
     "Carry out one line of a chat; true when it is time to leave"
     from atlas.ground.core import AtlasError
     name,_,rest = line.partition(' ')
-    if name in COMMANDS: return COMMANDS[name][0](c, rest.strip())
-    if name.startswith('/') and name.count('/')==1: return typer.echo(f'No command is called {name}; /help lists them.', err=True)
+    if name in COMMANDS:
+        return COMMANDS[name][0](c, rest.strip())
+    if name.startswith('/') and name.count('/')==1:
+        return typer.echo(f'No command is called {name}; /help lists them.', err=True)
     p = Printer(show)
     try:
         with _ctrl_c() as stop:
-            for d in c.say(line, stop): p.add(d)
+            for d in c.say(line, stop):
+                p.add(d)
         p.end()
-    except AtlasError as e: typer.echo(f'atlas: {e}', err=True)
+    except AtlasError as e:
+        typer.echo(f'atlas: {e}', err=True)
 
 # %% ../../nbs/8_use/13_cli.ipynb #b163b717
 def _line(mark):
     "The next line; None when there are no more. Ctrl-C drops a line that is half typed"
     try:
-        if mark: return input(mark).strip()
+        if mark:
+            return input(mark).strip()
         return l.strip() if (l := sys.stdin.readline()) else None
-    except EOFError: return None
-    except KeyboardInterrupt: typer.echo('\n(Ctrl-D or /quit leaves)', err=True); return ''
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        typer.echo('\n(Ctrl-D or /quit leaves)', err=True)
+        return ''
 
-@app.command(epilog=_examples('atlas chat tiny', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
+@app.command(
+    epilog=_examples(
+        'atlas chat tiny', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
 @engine_flags(*_TALK, *CACHING, *SPECULATION)
 def chat(model:Model, system:System=None, temperature:Temperature=None,
     max_tokens:MaxTokens=None, seed:Seed=None,
     think:Think=None, show_thinking:ShowThinking=None, **options):
     "Talk with a model in the terminal. /help lists what can be done there."
     from atlas.ground.hub import name_of
-    try: import readline  # noqa: F401
-    except ImportError: readline = None  # an input line without editing keys still works
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        readline = None  # an input line without editing keys still works
     with closing(_llm(model, **options)) as llm:
         params = _params(llm, temperature=temperature, max_tokens=max_tokens, seed=seed)
         _talk(Conversation(llm, params, system, think), name_of(model), show_thinking)
@@ -511,29 +656,52 @@ def _talk(c, name, show):
         about = f'{name}, context {c.llm.max_seq_len:,} tokens'
         typer.echo(f'{about}. /help lists the commands.', err=True)
     while (line := _line('> ' if person else '')) is not None:
-        if line and _turn(c, line, show): break
-    if person and line is None: typer.echo()
+        if line and _turn(c, line, show):
+            break
+    if person and line is None:
+        typer.echo()
 
 # %% ../../nbs/8_use/13_cli.ipynb #17c4dd79
-Many = lambda help, name, metavar: Annotated[list[str]|None, _opt(help, name, metavar=metavar, show_default=False)]
-Models = Annotated[list[str]|None, typer.Argument(
-    metavar='MODEL…',
-    help='"tiny", "demo", a name that "atlas list --all" shows, a folder, a file, '
-        'or a Hugging Face id such as org/name. The first is the one that answers when no name is given.',
-    show_default=False, autocompletion=_complete)]
+def Many(help, name, metavar):
+    return Annotated[list[str]|None, _opt(help, name, metavar=metavar, show_default=False)]
+Models = Annotated[
+    list[str]|None,
+    typer.Argument(
+        metavar='MODEL…',
+        help='"tiny", "demo", a name that "atlas list --all" shows, a folder, a file, '
+        'or a Hugging Face id such as org/name. The first is the one that answers when no name '
+        'is given.',
+        show_default=False, autocompletion=_complete)]
 Config = Annotated[Path|None, _opt(
     'A file with the models, their names and all that is about them, in place of MODEL and its '
     'flags; read again with SIGHUP. "atlas config check FILE" explains one.',
     '--config', metavar='FILE', show_default=False)]
-Host = Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]
+Host = Annotated[
+    str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]
 Port = Annotated[int, _opt('Port to listen on; 0 takes a free one.', min=0, max=65535)]
-Name = Annotated[str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
-Alias = Many('One more name of the first model; "*" stands for every name that no model has.', '--alias', 'NAME')
-Key = Annotated[list[str]|None, _opt('An API key that requests must have; may be given several times. Others see it in the list of processes: ATLAS_API_KEY is better.', '--api-key', metavar='KEY', show_default=False)]
-KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for one that may load and unload models. ATLAS_API_KEY and ATLAS_ADMIN_KEY work too.', metavar='FILE', show_default=False)]
+Name = Annotated[
+    str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
+Alias = Many(
+    'One more name of the first model; "*" stands for every name that no model has.', '--alias',
+    'NAME')
+Key = Annotated[
+    list[str]|None,
+    _opt(
+        'An API key that requests must have; may be given several times. Others see it in the '
+        'list of processes: ATLAS_API_KEY is better.',
+        '--api-key', metavar='KEY', show_default=False)]
+KeyFile = Annotated[
+    str|None,
+    _opt(
+        'API keys, one on each line; "admin KEY" for one that may load and unload models. '
+        'ATLAS_API_KEY and ATLAS_ADMIN_KEY work too.',
+        metavar='FILE', show_default=False)]
 Hosts = Many('A name that this server goes by, beside localhost.', '--allowed-host', 'NAME')
-Origins = Many('A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin', 'URL')
-Drain = Annotated[float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
+Origins = Many(
+    'A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin',
+    'URL')
+Drain = Annotated[
+    float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
 Memory = Annotated[int|None, _opt(
     'Memory for all models together, such as 110GiB: who needs more than is free has the least '
     'recently used sleep, or unloaded. [default: each model takes what is free]',
@@ -544,13 +712,22 @@ Apart = Annotated[bool, _opt(
 NextTurn = Annotated[bool, _opt(
     'While a model is idle, prefill what the next turns of its conversations will begin with.',
     '--prefill-next-turn/--no-prefill-next-turn')]
-LogFormat = Annotated[Literal['auto','console','json'], _opt('Lines for people or for programs; auto: for people where one is watching.')]
-Reasons = Annotated[str|None, _opt("How the model marks its thoughts. [default: as its family does]", show_default=False)]
+LogFormat = Annotated[
+    Literal['auto','console','json'],
+    _opt('Lines for people or for programs; auto: for people where one is watching.')]
+Reasons = Annotated[
+    str|None,
+    _opt("How the model marks its thoughts. [default: as its family does]", show_default=False)]
 Foreign = Annotated[bool, _opt(
     'Does nothing: Atlas runs no code of a model.', '--trust-remote-code')]
 AutoTools = Annotated[bool, _opt(
     'Does nothing: a model with a parser may always call tools.', '--enable-auto-tool-choice')]
-Tools = Annotated[str|None, _opt("How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as its family does]", show_default=False)]
+Tools = Annotated[
+    str|None,
+    _opt(
+        "How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as "
+        "its family does]",
+        show_default=False)]
 
 # %% ../../nbs/8_use/13_cli.ipynb #ca7a2000
 Rate = Annotated[int|None, _opt(
@@ -574,7 +751,8 @@ PlanJson = Annotated[bool, _opt('Print what --dry-run says as JSON.', '--json')]
 # %% ../../nbs/8_use/13_cli.ipynb #c11a0003
 def _not_needed(flags):
     "Tell who said `flags` of another engine that they do nothing"
-    for f in flags: typer.echo(f'atlas: {f} is not needed here, and does nothing', err=True)
+    for f in flags:
+        typer.echo(f'atlas: {f} is not needed here, and does nothing', err=True)
 
 # %% ../../nbs/8_use/13_cli.ipynb #ca7a2002
 _FOREIGN = { # Flags of other engines that do nothing here, and why
@@ -597,8 +775,10 @@ def _parsers(config, given)->dict:
     from atlas.text.processor import read_text
     found,entry,(calls,thoughts) = here(config.model),find_entry(config.model),given
     if found:
-        try: calls,thoughts = read_text(replace(config, model=str(found)), given).parsers
-        except SourceError: pass # it has no tokenizer, and needs no parsers
+        try:
+            calls,thoughts = read_text(replace(config, model=str(found)), given).parsers
+        except SourceError:
+            pass # it has no tokenizer, and needs no parsers
     elif entry and entry[1].parsers:
         known = entry[1].parsers
         calls,thoughts = calls or known.tool_call,thoughts or known.reasoning
@@ -611,15 +791,20 @@ def _dry_run(configs, given, ignored, as_json):
     plans = [plan_load(c) for c in configs]
     parsers = [_parsers(c, given) for c in configs]
     fits = all(p.fits for p in plans)
-    ms = [p.to_dict()|dict(parsers=how) for p,how in zip(plans, parsers)]
+    ms = [
+        p.to_dict()|dict(parsers=how)
+        for p,how in zip(plans, parsers)]
     texts = [_plan_text(p, how) for p,how in zip(plans, parsers)]
     texts += [f'ignored   {said}' for said in ignored]
-    if len(plans)>1: texts.append('note      each is planned as if it were alone')
+    if len(plans)>1:
+        texts.append('note      each is planned as if it were alone')
     _print(dict(models=ms, ignored=ignored, fits=fits), as_json, '\n'.join(texts))
     for p in plans:
         hint = f'\n       {p.hint}' if p.hint else ''
-        if not p.fits: typer.echo(f'atlas: {p.error}{hint}', err=True)
-    if not fits: raise typer.Exit(1)
+        if not p.fits:
+            typer.echo(f'atlas: {p.error}{hint}', err=True)
+    if not fits:
+        raise typer.Exit(1)
 
 def _plan_text(p, how):
     "A plan with its parsers, for people"
@@ -639,24 +824,36 @@ def _plan_text(p, how):
     'curl localhost:8888/v1/chat/completions -H "Content-Type: application/json" \\',
     '''  -d '{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}\''''))
 @engine_flags()
-def serve(models:Models=None, config:Config=None,
-    host:Host='127.0.0.1', port:Port=8888, served_model_name:Name=None, alias:Alias=None,
-    lazy:Lazy=False, autoload:Autoload=True, memory:Memory=None, dry_run:DryRun=False,
-    api_key:Key=None, api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
-    rate_limit:Rate=None, tls_cert:Cert=None, tls_key:CertKey=None, tls_ca:Roots=None,
-    fetch_images:Fetch=False, cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
-    tool_call_parser:Tools=None, reasoning_parser:Reasons=None, as_json:PlanJson=False,
+def serve(
+    models:Models=None, config:Config=None,
+    host:Host='127.0.0.1', port:Port=8888,
+    served_model_name:Name=None, alias:Alias=None,
+    lazy:Lazy=False, autoload:Autoload=True,
+    memory:Memory=None, dry_run:DryRun=False,
+    api_key:Key=None, api_key_file:KeyFile=None,
+    insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False,
+    allowed_host:Hosts=None, cors_origin:Origins=None,
+    rate_limit:Rate=None, tls_cert:Cert=None,
+    tls_key:CertKey=None, tls_ca:Roots=None,
+    fetch_images:Fetch=False, cache_salt_per_key:Apart=False,
+    prefill_next_turn:NextTurn=True, tool_call_parser:Tools=None,
+    reasoning_parser:Reasons=None, as_json:PlanJson=False,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
-    drain:Drain=10., log_format:LogFormat='auto', log_level:LogLevel='info', **options):
+    drain:Drain=10., log_format:LogFormat='auto',
+    log_level:LogLevel='info', **options
+):
     "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1, Ollama's at /api."
-    if as_json and not dry_run: raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
+    if as_json and not dry_run:
+        raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
     own = dict(served_model_name=served_model_name, alias=alias, memory=memory)
     configs = _to_serve(models, config, lazy, options, own)
     given = trust_remote_code,enable_auto_tool_choice
     foreign = [flag for flag,said in zip(_FOREIGN, given) if said]
     parsers = tool_call_parser,reasoning_parser
-    if dry_run and config: return config_check(config, as_json)
-    if dry_run: return _dry_run(configs, parsers, _ignored(foreign, options, configs[0]), as_json)
+    if dry_run and config:
+        return config_check(config, as_json)
+    if dry_run:
+        return _dry_run(configs, parsers, _ignored(foreign, options, configs[0]), as_json)
     _not_needed(foreign)
     from atlas.service.gateway import serve
     serve(configs, host=host, port=port,
@@ -673,12 +870,17 @@ def serve(models:Models=None, config:Config=None,
 def _to_serve(models, config, lazy, options, own):
     "What `serve` of the gateway takes: configs, or a file that makes models, beside which no flag is about them"
     if config is None:
-        if not models: raise typer.BadParameter('name a model, or a file with --config', param_hint="'MODEL'")
+        if not models:
+            raise typer.BadParameter('name a model, or a file with --config', param_hint="'MODEL'")
         return [EngineConfig(m, **options) for m in models]
-    if models: raise typer.BadParameter(f'{models[0]!r} stands beside --config: add it to the file', param_hint="'MODEL'")
+    if models:
+        raise typer.BadParameter(
+            f'{models[0]!r} stands beside --config: add it to the file', param_hint="'MODEL'")
     for k,v in (own|options).items():
-        if v in (None,(),[]) or k in FLAGS and v==FLAGS[k].default: continue
-        raise typer.BadParameter('has its place in the file', param_hint=f"'--{k.replace('_', '-')}'")
+        if v in (None,(),[]) or k in FLAGS and v==FLAGS[k].default:
+            continue
+        raise typer.BadParameter(
+            'has its place in the file', param_hint=f"'--{k.replace('_', '-')}'")
     from atlas.service.reload import FleetFile
     return FleetFile(config, lazy)
 
@@ -694,12 +896,15 @@ def config_check(file:Annotated[Path, typer.Argument(metavar='FILE', help='A YAM
     from atlas.ground.core import AtlasError
     from atlas.service.explain import explain
     from atlas.service.reload import servable
-    try: report = explain(servable(file))
+    try:
+        report = explain(servable(file))
     except AtlasError as e:
-        for other in getattr(e, 'others', ()): typer.echo(f'atlas: {other}', err=True)
+        for other in getattr(e, 'others', ()):
+            typer.echo(f'atlas: {other}', err=True)
         raise
     _print(report.to_dict(), as_json, str(report))
-    if not report.fits: raise typer.Exit(1)
+    if not report.fits:
+        raise typer.Exit(1)
 
 @configs.command('schema', epilog=_examples('atlas config schema > atlas.schema.json'))
 def config_schema():
@@ -708,60 +913,106 @@ def config_schema():
     typer.echo(json.dumps(schema(), indent=1, ensure_ascii=False))
 
 # %% ../../nbs/8_use/13_cli.ipynb #0ebd65a1
-@app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True), epilog=_examples('atlas launch codex', 'atlas launch claude --model mine', 'atlas launch opencode --print', 'atlas launch codex -- exec "Explain this folder"'))
-def launch(ctx:Annotated[typer.Context, _opt('Holds what is for the program.')],
-    client:Annotated[str, typer.Argument(metavar='PROGRAM', help='codex, claude, opencode, continue, pi, qwen, aider or open-webui.', autocompletion=_clients)],
+@app.command(
+    context_settings=dict(allow_extra_args=True, ignore_unknown_options=True),
+    epilog=_examples(
+        'atlas launch codex', 'atlas launch claude --model mine',
+        'atlas launch opencode --print', 'atlas launch codex -- exec "Explain this folder"'))
+def launch(
+    ctx:Annotated[typer.Context, _opt('Holds what is for the program.')],
+    client:Annotated[
+        str,
+        typer.Argument(
+            metavar='PROGRAM',
+            help='codex, claude, opencode, continue, pi, qwen, aider or open-webui.',
+            autocompletion=_clients)],
     url:Annotated[str, _opt('Where the server is.')]='http://127.0.0.1:8888',
-    model:Annotated[str|None, _opt("Which of its models. [default: the first]", show_default=False)]=None,
+    model:Annotated[
+        str|None, _opt("Which of its models. [default: the first]", show_default=False)]=None,
     key:Annotated[str|None, _opt('API key. [default: $ATLAS_API_KEY]', show_default=False)]=None,
-    show:Annotated[bool, _opt('Only print what would be set, written and started.', '--print')]=False,
-    start:Annotated[bool, _opt('Start the program; without, its files are written and nothing else.')]=True,
+    show:Annotated[
+        bool, _opt('Only print what would be set, written and started.', '--print')]=False,
+    start:Annotated[
+        bool, _opt('Start the program; without, its files are written and nothing else.')]=True,
 ):
     """Start a coding agent, or another client, with this server behind it.
 
     What stands after "--" goes to the program."""
     from atlas.use.clients import launch
-    launch(client, ctx.args, url=url, model=model, key=key, show=show, start=start)
+    launch(
+        client, ctx.args, url=url, model=model,
+        key=key, show=show, start=start)
 
 # %% ../../nbs/8_use/13_cli.ipynb #5bee0042
 def _watched(where, server, told):
     "A `Watcher` for a file of models, or for a server's address"
     from atlas.service.watch import HERE,watcher
-    if '://' in where: return watcher(server=where, notify=told)
+    if '://' in where:
+        return watcher(server=where, notify=told)
     from atlas.service.fleet import read_fleet
     fleet = read_fleet(where)
     return watcher(fleet.watch, server or HERE*bool(fleet.models), told)
 
 def _looked(seen, news, as_json):
     "Print what a look has found"
-    things = [dict(name=s.name, well=s.well, why=s.why) for s in seen]
-    if as_json: return typer.echo(json.dumps(dict(seen=things, news=news), ensure_ascii=False))
-    for line in map(str, seen) if sys.stdout.isatty() else news: typer.echo(line)
+    things = [
+        dict(name=s.name, well=s.well, why=s.why)
+        for s in seen]
+    if as_json:
+        return typer.echo(json.dumps(dict(seen=things, news=news), ensure_ascii=False))
+    for line in map(str, seen) if sys.stdout.isatty() else news:
+        typer.echo(line)
 
-@app.command(epilog=_examples('atlas watch atlas.yaml', 'atlas watch --once http://127.0.0.1:8888 --notify ntfy://my-topic'))
+@app.command(
+    epilog=_examples(
+        'atlas watch atlas.yaml',
+        'atlas watch --once http://127.0.0.1:8888 --notify ntfy://my-topic'))
 def watch(
-    where:Annotated[str, typer.Argument(metavar='FILE|URL', help='A file as "atlas serve --config" takes it, or where a server is.')],
-    only_once:Annotated[bool, _opt('Look once, for cron. Ends with 0 if all is well and with 3 if something is not; prints what has changed since the last time.', '--once')]=False,
-    server:Annotated[str|None, _opt('Where the models of FILE are served. [default: http://127.0.0.1:8888]', show_default=False)]=None,
-    notify:Annotated[list[str]|None, _opt('Whom to tell, as apprise writes it, beside those in FILE; may be repeated.', show_default=False)]=None,
+    where:Annotated[
+        str,
+        typer.Argument(
+            metavar='FILE|URL',
+            help='A file as "atlas serve --config" takes it, or where a server is.')],
+    only_once:Annotated[
+        bool,
+        _opt(
+            'Look once, for cron. Ends with 0 if all is well and with 3 if something is not; '
+            'prints what has changed since the last time.',
+            '--once')]=False,
+    server:Annotated[
+        str|None,
+        _opt(
+            'Where the models of FILE are served. [default: http://127.0.0.1:8888]',
+            show_default=False)]=None,
+    notify:Annotated[
+        list[str]|None,
+        _opt(
+            'Whom to tell, as apprise writes it, beside those in FILE; may be repeated.',
+            show_default=False)]=None,
     as_json:Json=False,
 ):
     "Ask servers and models how they are, and tell people once that changes."
     import asyncio
     from atlas.service.watch import kept_at,once
     w = _watched(where, server, notify or ())
-    if not only_once: return asyncio.run(w.run())
+    if not only_once:
+        return asyncio.run(w.run())
     what = where if '://' in where else str(Path(where).resolve())
     seen,news = asyncio.run(once(w, kept_at(what)))
     _looked(seen, news, as_json)
-    if not all(s.well for s in seen): raise typer.Exit(3)
+    if not all(s.well for s in seen):
+        raise typer.Exit(3)
 
 # %% ../../nbs/8_use/13_cli.ipynb #0dbd8ee5
 Url = Annotated[str, _opt('Where the server is.')]
-ItsKey = Annotated[str|None, _opt(
-    'API key; an admin\'s where something is to change. [default: $ATLAS_ADMIN_KEY, else $ATLAS_API_KEY]',
-    show_default=False)]
-ItsModel = Annotated[str, typer.Argument(metavar='NAME', help='A model of the server, by any of its names.')]
+ItsKey = Annotated[
+    str|None,
+    _opt(
+        'API key; an admin\'s where something is to change. [default: $ATLAS_ADMIN_KEY, else '
+        '$ATLAS_API_KEY]',
+        show_default=False)]
+ItsModel = Annotated[
+    str, typer.Argument(metavar='NAME', help='A model of the server, by any of its names.')]
 Wait = Annotated[bool, _opt('Wait until it is done.')]
 HERE = 'http://127.0.0.1:8888'
 
@@ -774,56 +1025,107 @@ def _row(r, as_json):
     _print(r.to_dict(), as_json, f'{r.name} is {r.state}')
 
 # %% ../../nbs/8_use/13_cli.ipynb #9f92bee2
-@app.command(epilog=_examples('atlas ps', "atlas ps --url http://spark:8888 --json | jq '.models[].state'"))
+@app.command(
+    epilog=_examples(
+        'atlas ps', "atlas ps --url http://spark:8888 --json | jq '.models[].state'"))
 def ps(url:Url=HERE, key:ItsKey=None, as_json:Json=False):
     "Show the models of a running server: state, size, speed, and since when."
     from atlas.use.admin import HEAD,cells
     rows,memory = _server(url, key).rows()
     text = _table([cells(r) for r in rows], HEAD)
-    _print(dict(models=[r.to_dict() for r in rows], memory=memory), as_json, text)
+    _print(
+        dict(models=[r.to_dict() for r in rows], memory=memory),
+        as_json, text)
 
 @app.command(epilog=_examples('atlas load coder', 'atlas load coder --no-wait'))
-def load(name:ItsModel, url:Url=HERE, key:ItsKey=None, wait:Wait=True, as_json:Json=False):
+def load(
+    name:ItsModel, url:Url=HERE, key:ItsKey=None,
+    wait:Wait=True, as_json:Json=False
+):
     "Have a running server load a model."
     _row(_server(url, key).load(name, wait), as_json)
 
-@app.command(epilog=_examples('atlas stop coder', 'ATLAS_ADMIN_KEY=secret atlas stop coder --url http://spark:8888'))
-def stop(name:ItsModel, url:Url=HERE, key:ItsKey=None, wait:Wait=True, as_json:Json=False):
+@app.command(
+    epilog=_examples(
+        'atlas stop coder', 'ATLAS_ADMIN_KEY=secret atlas stop coder --url http://spark:8888'))
+def stop(
+    name:ItsModel, url:Url=HERE, key:ItsKey=None,
+    wait:Wait=True, as_json:Json=False
+):
     "Have a running server unload a model, when its answers have ended."
     _row(_server(url, key).stop(name, wait), as_json)
 
-@app.command(epilog=_examples('atlas top', 'atlas top --every 5 --url http://spark:8888', 'atlas top --json --count 1'))
-def top(url:Url=HERE, key:ItsKey=None,
+@app.command(
+    epilog=_examples(
+        'atlas top', 'atlas top --every 5 --url http://spark:8888', 'atlas top --json --count 1'))
+def top(
+    url:Url=HERE, key:ItsKey=None,
     every:Annotated[float, _opt('Seconds between two looks.', min=.1, max=86400)]=1.,
-    count:Annotated[int|None, _opt('Look so many times. [default: until Ctrl-C]', min=1, show_default=False)]=None,
-    as_json:Json=False):
+    count:Annotated[
+        int|None, _opt('Look so many times. [default: until Ctrl-C]', min=1, show_default=False)
+    ]=None,
+    as_json:Json=False
+):
     "Watch the models of a running server: memory, speed, and who waits."
     s = _server(url, key)
-    if not as_json: return s.top(every, count)
+    if not as_json:
+        return s.top(every, count)
     for seen in s.looks(every, count):
-        if isinstance(seen, Exception): said = dict(error=str(seen))
-        else: said = dict(models=[r.to_dict() for r in seen[0]], memory=seen[1])
+        if isinstance(seen, Exception):
+            said = dict(error=str(seen))
+        else:
+            said = dict(
+                models=[r.to_dict() for r in seen[0]],
+                memory=seen[1])
         typer.echo(json.dumps(said, ensure_ascii=False))
 
 # %% ../../nbs/8_use/13_cli.ipynb #60a61e9b
-@app.command(context_settings=dict(allow_extra_args=True), epilog=_examples('atlas quantize ./my-model ./my-model-nvfp4 --format nvfp4', "atlas quantize org/name ./small --format fp8 --keep '*.o_proj' '*.layers.0.*'"))
-def quantize(ctx:Annotated[typer.Context, _opt('Holds what follows --keep.')],
-    src:Annotated[str, typer.Argument(metavar='SRC', help='A folder with safetensors, or a Hugging Face id such as org/name.', autocompletion=_complete)],
+@app.command(
+    context_settings=dict(allow_extra_args=True),
+    epilog=_examples(
+        'atlas quantize ./my-model ./my-model-nvfp4 --format nvfp4',
+        "atlas quantize org/name ./small --format fp8 --keep '*.o_proj' '*.layers.0.*'"))
+def quantize(
+    ctx:Annotated[typer.Context, _opt('Holds what follows --keep.')],
+    src:Annotated[
+        str,
+        typer.Argument(
+            metavar='SRC',
+            help='A folder with safetensors, or a Hugging Face id such as org/name.',
+            autocompletion=_complete)],
     dst:Annotated[str, typer.Argument(metavar='DST', help='The folder to make.')],
-    format:Annotated[Literal['nvfp4','fp8','mxfp4'], _opt('How to store the matrices.', '--format', '-f')],
-    keep:Annotated[list[str]|None, _opt('Tensors or modules to leave as they are.', metavar='GLOB…', show_default=False)]=None,
-    layout:Annotated[str|None, _opt("nvfp4: modelopt, compressed-tensors. fp8: block, channel, tensor. [default: the first that suits the model]", show_default=False)]=None,
+    format:Annotated[
+        Literal['nvfp4','fp8','mxfp4'],
+        _opt('How to store the matrices.', '--format', '-f')],
+    keep:Annotated[
+        list[str]|None,
+        _opt('Tensors or modules to leave as they are.', metavar='GLOB…', show_default=False)
+    ]=None,
+    layout:Annotated[
+        str|None,
+        _opt(
+            "nvfp4: modelopt, compressed-tensors. fp8: block, channel, tensor. [default: the "
+            "first that suits the model]",
+            show_default=False)]=None,
     head:Annotated[bool, _opt('Quantise the output matrix (lm_head) too.', '--head')]=False,
-    requantize:Annotated[bool, _opt('Decode what is quantised already, and encode it again.', '--requantize')]=False,
+    requantize:Annotated[
+        bool, _opt('Decode what is quantised already, and encode it again.', '--requantize')
+    ]=False,
     force:Annotated[bool, _opt('Replace the model in DST.', '--force')]=False,
-    shard_size:Annotated[int, _opt('Size of a file at most.', parser=_bytes, metavar='SIZE')]='5GB',
+    shard_size:Annotated[
+        int, _opt('Size of a file at most.', parser=_bytes, metavar='SIZE')]='5GB',
     as_json:Json=False,
 ):
     "Write a copy of a model with fewer bits a weight, and report what was lost."
     from atlas.ground.hub import resolve
     from atlas.ground.quantize import quantize
-    if ctx.args and not keep: raise typer.BadParameter(f'{ctx.args[0]!r} is one too many: SRC and DST are named already', param_hint="'DST'")
-    report = quantize(resolve(src), dst, format, layout, [*(keep or ()),*ctx.args], head, requantize, force, shard_size)
+    if ctx.args and not keep:
+        raise typer.BadParameter(
+            f'{ctx.args[0]!r} is one too many: SRC and DST are named already', param_hint="'DST'")
+    report = quantize(
+        resolve(src), dst, format, layout,
+        [*(keep or ()),*ctx.args],
+        head, requantize, force, shard_size)
     _print(dict(path=dst)|report.to_dict(), as_json, str(report))
 
 # %% ../../nbs/8_use/13_cli.ipynb #373eb45e
@@ -831,57 +1133,84 @@ def _versions():
     "Versions of what matters in a report; None for what is not installed"
     from importlib.metadata import PackageNotFoundError,version
     def get(n):
-        try: return version(n)
-        except PackageNotFoundError: return None
-    return {n:get(n) for n in ('numpy', 'cupy-cuda13x', 'safetensors', 'tokenizers', 'huggingface_hub', 'gguf', 'fastapi')}
+        try:
+            return version(n)
+        except PackageNotFoundError:
+            return None
+    return {
+        n:get(n)
+        for n in (
+            'numpy', 'cupy-cuda13x', 'safetensors', 'tokenizers', 'huggingface_hub', 'gguf',
+            'fastapi')}
 
 @app.command(epilog=_examples('atlas version --json'))
 def version(as_json:Json=False):
     "Say which Atlas this is, and what it runs on. Put it into reports."
     import platform
     from atlas import __version__
-    d = dict(atlas=__version__, python=platform.python_version(), platform=f'{platform.system()} {platform.machine()}', packages=_versions())
+    d = dict(
+        atlas=__version__, python=platform.python_version(),
+        platform=f'{platform.system()} {platform.machine()}', packages=_versions())
     parts = ', '.join(f'{k} {v}' for k,v in d['packages'].items() if v)
     _print(d, as_json, f'atlas {d["atlas"]}\nPython {d["python"]} on {d["platform"]}\n{parts}')
 
 # %% ../../nbs/8_use/13_cli.ipynb #f16d4c28
 def _counts(text:str, least:int=1, flag:str='--batch')->list[int]:
     "Whole numbers from `least` up, written with commas between them"
-    try: out = [int(t) for t in text.split(',')]
-    except ValueError: out = [-1]
-    if min(out)>=least: return out
+    try:
+        out = [int(t) for t in text.split(',')]
+    except ValueError:
+        out = [-1]
+    if min(out)>=least:
+        return out
     said = f'{text!r} is not a list of whole numbers from {least} up such as 1,2,4'
     raise typer.BadParameter(said, param_hint=f"'{flag}'")
 
 def _shares(text:str)->list[float]:
     "Numbers from 0 to 1, written with commas between them"
-    try: out = [float(t) for t in text.split(',')]
-    except ValueError: out = [-1]
-    if all(0<=x<=1 for x in out): return out
+    try:
+        out = [float(t) for t in text.split(',')]
+    except ValueError:
+        out = [-1]
+    if all(0<=x<=1 for x in out):
+        return out
     raise typer.BadParameter(f'{text!r} is not a list of shares from 0 to 1 such as 0.9,0.8')
 
 # %% ../../nbs/8_use/13_cli.ipynb #496c7d0d
 class _Bench(_Group):
     "`atlas bench MODEL` is `atlas bench all MODEL`"
-    def resolve_command(self, ctx, args): return super().resolve_command(ctx, args if args[0] in self.commands else ['all',*args])
+    def resolve_command(self, ctx, args):
+        return super().resolve_command(
+            ctx,
+            args if args[0] in self.commands else ['all',*args])
     def list_commands(self, ctx): return ['all','decode','kernels','prefill','startup','throughput']
 
-benches = typer.Typer(cls=_Bench, no_args_is_help=True, rich_markup_mode=None, help='Measure how fast a model is here. "atlas bench MODEL" is short for "atlas bench all MODEL".',
-    epilog=_examples('atlas bench tiny', 'atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4'), invoke_without_command=False)
+benches = typer.Typer(
+    cls=_Bench, no_args_is_help=True, rich_markup_mode=None,
+    help='Measure how fast a model is here. "atlas bench MODEL" is short for "atlas bench all '
+    'MODEL".',
+    epilog=_examples(
+        'atlas bench tiny',
+        'atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4'),
+    invoke_without_command=False)
 app.add_typer(benches, name='bench')
 
-Batches = Annotated[str, _opt('How many sequences to decode side by side; several with commas between them.')]
+Batches = Annotated[
+    str, _opt('How many sequences to decode side by side; several with commas between them.')]
 Output = Annotated[Path|None, _opt('Write all numbers to this file too, as JSON.',
     '--output', '-o', metavar='FILE', show_default=False)]
 Simulated = Annotated[str|None, _opt(
     'Accept so many of the first, second, … drafts, whatever they are, as 0.9,0.8: '
     'random weights draft nothing that is right.',
     '--simulate-acceptance', parser=_shares, metavar='SHARES', show_default=False)]
-Contexts = Annotated[str, _opt('Tokens that the sequences are to have behind them; several with commas between them.')]
+Contexts = Annotated[
+    str,
+    _opt('Tokens that the sequences are to have behind them; several with commas between them.')]
 
 # %% ../../nbs/8_use/13_cli.ipynb #f2c4a37f
 @benches.command('all', epilog=_examples('atlas bench demo', 'atlas bench demo --batch 1 --json'))
-@engine_flags('device', 'max_seq_len', 'load_format', 'weights', 'prefill_activations', *SPECULATION)
+@engine_flags(
+    'device', 'max_seq_len', 'load_format', 'weights', 'prefill_activations', *SPECULATION)
 def bench(model:Model,
     batch:Batches='1,2,4,8',
     prompt:Annotated[int, _opt('Tokens of the prompt to prefill.', min=1)]=512,
@@ -898,7 +1227,8 @@ def bench(model:Model,
 def _print_report(report, as_json, output):
     "Print a measurement, and write it to the file `output`"
     numbers = report.to_dict()
-    if output: output.write_text(json.dumps(numbers, indent=1))
+    if output:
+        output.write_text(json.dumps(numbers, indent=1))
     _print(numbers, as_json, str(report))
 
 # %% ../../nbs/8_use/13_cli.ipynb #42e16c0b
@@ -906,8 +1236,14 @@ def _card(name, without):
     "The card called `name`; where it cannot be had, a `DeviceError` says what can be done `without` one"
     from atlas.ground.core import DeviceError
     from atlas.card.device import get_device
-    try: d = get_device(name)
-    except DeviceError as e: raise DeviceError(e.msg, hint='; '.join(filter(None, [re.sub(r'(, or u|^U)se --device cpu$', '', e.hint), without]))) from e
+    try:
+        d = get_device(name)
+    except DeviceError as e:
+        raise DeviceError(
+            e.msg,
+            hint='; '.join(
+                filter(None, [re.sub(r'(, or u|^U)se --device cpu$', '', e.hint), without]))
+        ) from e
     return d.need_card(f'--device {name} is no graphics card here', without)
 
 # %% ../../nbs/8_use/13_cli.ipynb #8e58a3b9
@@ -943,10 +1279,13 @@ def bench_decode(model:Model, batch:Batches='1',
 def _longest(config, n):
     "A context of `n` tokens, or the model's own if that is shorter"
     from atlas.ground.opening import open_model
-    with open_model(config) as ck: return min(n, ck.config.max_seq_len)
+    with open_model(config) as ck:
+        return min(n, ck.config.max_seq_len)
 
 # %% ../../nbs/8_use/13_cli.ipynb #e2242dbb
-@benches.command('kernels', epilog=_examples('atlas bench kernels qwen3.6-35b-a3b --load-format dummy --weights nvfp4'))
+@benches.command(
+    'kernels',
+    epilog=_examples('atlas bench kernels qwen3.6-35b-a3b --load-format dummy --weights nvfp4'))
 @engine_flags(*CARD_FLAGS, device='cuda')
 def bench_kernels(model:Model, batch:Batches='1',
     context:Contexts='0',
@@ -983,15 +1322,23 @@ def bench_prefill(model:Model,
     'atlas bench startup /tmp/35b --cold --output numbers.json'))
 @engine_flags('device', 'max_seq_len', 'max_num_seqs', 'weights', 'quantization', 'lm_head_dtype',
     'cache_packed')
-def bench_startup(model:Model,
+def bench_startup(
+    model:Model,
     cold:Annotated[bool, _opt('Have the page cache forget the files first.')]=False,
-    plain:Annotated[float, _opt('Gigabytes to read plainly for comparison, in each of four ways.')]=8,
-    write:Annotated[Path|None, _opt('Only write true-sized files of this known shape, '
-        'with made-up numbers, to a folder.', '--write', metavar='FOLDER', show_default=False)]=None,
-    as_json:Json=False, output:Output=None, **options):
+    plain:Annotated[
+        float, _opt('Gigabytes to read plainly for comparison, in each of four ways.')]=8,
+    write:Annotated[
+        Path|None,
+        _opt(
+            'Only write true-sized files of this known shape, '
+            'with made-up numbers, to a folder.',
+            '--write', metavar='FOLDER', show_default=False)]=None,
+    as_json:Json=False, output:Output=None, **options
+):
     "Measure what a start waits for, stage by stage, beside what the disk gives raw."
     from atlas.card.context import begin_context
-    if not write: begin_context(options['device'])
+    if not write:
+        begin_context(options['device'])
     from atlas.ground.core import human
     from atlas.use.bench_startup import bench_startup,process_age,write_checkpoint
     weights = options.pop('weights', None)
@@ -1031,15 +1378,26 @@ def bench_throughput(model:Model,
 
 # %% ../../nbs/8_use/13_cli.ipynb #008bc335
 @app.command(epilog=_examples('atlas check', 'atlas check --device emulator --only gemv'))
-def check(device:Annotated[str, _opt('A card: cuda or cuda:N; or emulator, which needs a C++ compiler instead.')]='cuda',
-    only:Annotated[str|None, _opt(
-        'Only kernels whose names contain this, or that do the work of this word of a layer, '
-        'such as rmsnorm or attend.', show_default=False)]=None):
+def check(
+    device:Annotated[
+        str, _opt('A card: cuda or cuda:N; or emulator, which needs a C++ compiler instead.')
+    ]='cuda',
+    only:Annotated[
+        str|None,
+        _opt(
+            'Only kernels whose names contain this, or that do the work of this word of a '
+            'layer, '
+            'such as rmsnorm or attend.',
+            show_default=False)]=None
+):
     "Try every kernel on this machine's card."
     from atlas.use.check import check,names
     from atlas.ground.core import AtlasError
     from atlas.card.emulator import Emulator
-    report = check(Emulator() if device=='emulator' else _card(device, '"atlas check --device emulator" needs none, only a C++ compiler'), only)
+    report = check(
+        Emulator() if device=='emulator'
+        else _card(device, '"atlas check --device emulator" needs none, only a C++ compiler'),
+        only)
     if not report:
         there = ', '.join(names())
         said = f'No kernel has {only!r} in its name'
@@ -1052,11 +1410,13 @@ def main(): app(prog_name='atlas')
 
 def _version(said):
     "What `atlas --version` does"
-    if not said: return
+    if not said:
+        return
     from atlas import __version__
     typer.echo(f'atlas {__version__}')
     raise typer.Exit()
 
 @app.callback()
 def _before(version:Annotated[bool, _opt('Print the version, and leave.', '--version',
-    callback=_version, is_eager=True)]=False): pass
+    callback=_version, is_eager=True)]=False):
+    pass

@@ -36,16 +36,22 @@ def here(url:str)->bool:
 
 def direct(url:str)->dict[str,str]:
     "Variables that keep a proxy out of the way to this address"
-    if not (here(url) and getproxies()): return {}
-    past = (os.environ.get('no_proxy') or os.environ.get('NO_PROXY') or '').split(',')
-    names = ','.join(dict.fromkeys([*filter(None, past), urlsplit(url).hostname]))
+    if not (here(url) and getproxies()):
+        return {}
+    past = (
+        os.environ.get('no_proxy')
+        or os.environ.get('NO_PROXY') or ''
+    ).split(',')
+    names = ','.join(
+        dict.fromkeys([*filter(None, past), urlsplit(url).hostname]))
     return dict(NO_PROXY=names, no_proxy=names)
 
 # %% ../../nbs/8_use/03_clients.ipynb #c4530584
 def address(url:str)->str:
     "A server's address without a slash or /v1 at its end; a `ClientError` for what is none"
     url = url.rstrip('/').removesuffix('/v1')
-    if url.startswith(('http://','https://')): return url
+    if url.startswith(('http://','https://')):
+        return url
     raise ClientError(f'{url[:200]!r} is no address of a server', hint='Use http://HOST:PORT')
 
 def ask(
@@ -62,11 +68,13 @@ def ask(
     try:
         with opener.open(Request(url+path, data, head), timeout=seconds) as r:
             return json.loads(r.read(1<<24))
-    except HTTPError as e: raise _refused(url, key, e) from None
+    except HTTPError as e:
+        raise _refused(url, key, e) from None
     except (URLError,OSError):
         hint = 'Start one with "atlas serve MODEL", or give its address with --url'
         raise ClientError(f'No server answers at {url}', hint=hint) from None
-    except ValueError: raise _stranger(url) from None
+    except ValueError:
+        raise _stranger(url) from None
 
 # %% ../../nbs/8_use/03_clients.ipynb #06b198e0
 def _stranger(url): return ClientError(f'What answers at {url} is no server of models')
@@ -75,11 +83,13 @@ def _refused(url, key, e):
     "The error for an answer that is none: in the server's own words, if it has some"
     if e.code==401:
         said = 'does not know this API key' if key else 'wants an API key'
-        return ClientError(f'The server at {url} {said}', hint='Set ATLAS_API_KEY to one that it knows')
+        return ClientError(
+            f'The server at {url} {said}', hint='Set ATLAS_API_KEY to one that it knows')
     try:
         said = json.loads(e.read(1<<20))['error']
         said = said if isinstance(said, str) else said['message']
-    except (OSError,ValueError,KeyError,TypeError): said = None
+    except (OSError,ValueError,KeyError,TypeError):
+        said = None
     return ClientError(said or f'The server at {url} answers {e.code}')
 
 # %% ../../nbs/8_use/03_clients.ipynb #6f56dbdd
@@ -91,11 +101,19 @@ def find_server(
 )->Served:
     "Ask a server for its models; says what is wrong if it does not answer"
     url = address(url)
-    try: data = ask(url, '/v1/models', key, seconds=seconds)['data']
-    except (KeyError,TypeError): raise _stranger(url) from None
-    names = {m['id']:m for m in data if isinstance(m, dict) and isinstance(m.get('id'), str)}
-    if not names: raise ClientError(f'The server at {url} has no model')
-    if model is not None and model not in names: raise SourceError(f'There is no model called {model[:80]!r} at {url}', hint=f'It has {", ".join(names)}')
+    try:
+        data = ask(url, '/v1/models', key, seconds=seconds)['data']
+    except (KeyError,TypeError):
+        raise _stranger(url) from None
+    names = {
+        m['id']:m for m in data
+        if isinstance(m, dict) and isinstance(m.get('id'), str)}
+    if not names:
+        raise ClientError(f'The server at {url} has no model')
+    if model is not None and model not in names:
+        raise SourceError(
+            f'There is no model called {model[:80]!r} at {url}',
+            hint=f'It has {", ".join(names)}')
     name = model or next(iter(names))
     return Served(url, name, names[name].get('max_model_len'), key)
 
@@ -112,73 +130,142 @@ class Setup:
     unset:tuple=() # Variables that would lead it elsewhere
 
 def _json(d): return json.dumps(d, indent=2, ensure_ascii=False)+'\n'
-def _answer(context): return max(1, min(32000, context//4)) # Tokens of an answer. Programs keep so many free, opencode twice as many, and shorten a conversation that leaves less
+def _answer(context):
+    # Tokens of an answer. Programs keep so many free, opencode twice as many, and shorten a
+    # conversation that leaves less
+    return max(1, min(32000, context//4))
 
 def _codex(s, d):
     q = json.dumps  # a JSON string is a TOML string
-    text = f'model = {q(s.model)}\nmodel_provider = "atlas"\n' + (f'model_context_window = {s.context}\n' if s.context else '')
+    text = f'model = {q(s.model)}\nmodel_provider = "atlas"\n' + (
+        f'model_context_window = {s.context}\n' if s.context else '')
     text += f'\n[model_providers.atlas]\nname = "Atlas"\nbase_url = {q(s.url+"/v1")}\nwire_api = "responses"\nenv_key = "{KEY}"\n'
-    return Setup(['codex'], dict(CODEX_HOME=str(d)), {d/'config.toml':text}, 'npm install -g @openai/codex')
+    return Setup(
+        ['codex'], dict(CODEX_HOME=str(d)),
+        {d/'config.toml':text}, 'npm install -g @openai/codex')
 
-_CLAUDE_MODELS = 'ANTHROPIC_MODEL ANTHROPIC_SMALL_FAST_MODEL CLAUDE_CODE_SUBAGENT_MODEL'.split()+[f'ANTHROPIC_DEFAULT_{k}_MODEL' for k in ('OPUS','SONNET','HAIKU','FABLE')]
+_CLAUDE_MODELS = 'ANTHROPIC_MODEL ANTHROPIC_SMALL_FAST_MODEL CLAUDE_CODE_SUBAGENT_MODEL'.split()+[
+    f'ANTHROPIC_DEFAULT_{k}_MODEL' for k in ('OPUS','SONNET','HAIKU','FABLE')]
 _CLAUDE_CLOUDS = [f'CLAUDE_CODE_USE_{k}' for k in ('BEDROCK','VERTEX','FOUNDRY','MANTLE')]
 
 def _claude(s, d):
-    lead = dict(ANTHROPIC_BASE_URL=s.url, CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC='1', DISABLE_AUTOUPDATER='1', API_TIMEOUT_MS='600000') | dict.fromkeys(_CLAUDE_MODELS, s.model)
-    room = dict(CLAUDE_CODE_MAX_CONTEXT_TOKENS=str(s.context), CLAUDE_CODE_MAX_OUTPUT_TOKENS=str(_answer(s.context))) if s.context else {}
+    lead = dict(
+        ANTHROPIC_BASE_URL=s.url, CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC='1',
+        DISABLE_AUTOUPDATER='1', API_TIMEOUT_MS='600000'
+    ) | dict.fromkeys(_CLAUDE_MODELS, s.model)
+    if s.context:
+        room = dict(
+            CLAUDE_CODE_MAX_CONTEXT_TOKENS=str(s.context),
+            CLAUDE_CODE_MAX_OUTPUT_TOKENS=str(_answer(s.context)))
+    else:
+        room = {}
     f,lead = d/'settings.json',lead | room
-    return Setup(['claude','--settings',str(f)], lead | dict(ANTHROPIC_AUTH_TOKEN=s.key or 'none'), {f:_json(dict(env=lead | dict.fromkeys(_CLAUDE_CLOUDS, '0')))},
-        'npm install -g @anthropic-ai/claude-code', ('ANTHROPIC_API_KEY','CLAUDE_CODE_OAUTH_TOKEN',*_CLAUDE_CLOUDS))
+    return Setup(
+        ['claude','--settings',str(f)],
+        lead | dict(ANTHROPIC_AUTH_TOKEN=s.key or 'none'),
+        {f:_json(dict(env=lead | dict.fromkeys(_CLAUDE_CLOUDS, '0')))},
+        'npm install -g @anthropic-ai/claude-code',
+        ('ANTHROPIC_API_KEY','CLAUDE_CODE_OAUTH_TOKEN',*_CLAUDE_CLOUDS))
 
 def _opencode(s, d):
-    model = dict(name=s.model) | (dict(limit=dict(context=s.context, output=_answer(s.context))) if s.context else {})
-    provider = dict(npm='@ai-sdk/openai-compatible', name='Atlas', options=dict(baseURL=s.url+'/v1', apiKey='{env:%s}' % KEY), models={s.model:model})
+    model = dict(name=s.model) | (
+        dict(limit=dict(context=s.context, output=_answer(s.context)))
+        if s.context else {})
+    provider = dict(
+        npm='@ai-sdk/openai-compatible', name='Atlas',
+        options=dict(baseURL=s.url+'/v1', apiKey='{env:%s}' % KEY),
+        models={s.model:model})
     f = d/'opencode.json'
     models = dict(model=f'atlas/{s.model}', small_model=f'atlas/{s.model}')
-    text = _json({'$schema':'https://opencode.ai/config.json', 'provider':dict(atlas=provider)} | models)
-    return Setup(['opencode'], dict(OPENCODE_CONFIG=str(f), OPENCODE_CONFIG_CONTENT=json.dumps(models)), {f:text}, 'npm install -g opencode-ai')
+    text = _json(
+        {'$schema':'https://opencode.ai/config.json', 'provider':dict(atlas=provider)} | models)
+    return Setup(
+        ['opencode'],
+        dict(OPENCODE_CONFIG=str(f), OPENCODE_CONFIG_CONTENT=json.dumps(models)),
+        {f:text}, 'npm install -g opencode-ai')
 
 # %% ../../nbs/8_use/03_clients.ipynb #e0fb0c16
 def _pi(s, d):
-    model = dict(id=s.model, name=s.model, reasoning=False, input=['text'], cost=dict(input=0, output=0, cacheRead=0, cacheWrite=0), contextWindow=s.context or 32768, maxTokens=_answer(s.context or 32768))
+    model = dict(
+        id=s.model, name=s.model, reasoning=False,
+        input=['text'],
+        cost=dict(input=0, output=0, cacheRead=0, cacheWrite=0),
+        contextWindow=s.context or 32768,
+        maxTokens=_answer(s.context or 32768))
     provider = dict(baseUrl=s.url+'/v1', apiKey=KEY, api='openai-completions', models=[model])
-    return Setup(['pi','--provider','atlas','--model',s.model], dict(PI_CODING_AGENT_DIR=str(d)), {d/'models.json':_json(dict(providers=dict(atlas=provider)))}, 'npm install -g @mariozechner/pi-coding-agent')
+    return Setup(
+        ['pi','--provider','atlas','--model',s.model],
+        dict(PI_CODING_AGENT_DIR=str(d)),
+        {d/'models.json':_json(dict(providers=dict(atlas=provider)))},
+        'npm install -g @mariozechner/pi-coding-agent')
 
 def _continue(s, d):
-    model = dict(name=s.model, provider='openai', model=s.model, apiBase=s.url+'/v1', apiKey='${{ secrets.%s }}' % KEY, roles=['chat','edit','apply'])
+    model = dict(
+        name=s.model, provider='openai', model=s.model,
+        apiBase=s.url+'/v1', apiKey='${{ secrets.%s }}' % KEY,
+        roles=['chat','edit','apply'])
     f = d/'config.yaml'  # JSON is YAML
-    return Setup(['cn','--config',str(f)], {}, {f:_json(dict(name='Atlas', version='1.0.0', schema='v1', models=[model]))}, 'npm install -g @continuedev/cli')
+    return Setup(
+        ['cn','--config',str(f)], {},
+        {f:_json(
+             dict(name='Atlas', version='1.0.0', schema='v1', models=[model]))},
+        'npm install -g @continuedev/cli')
 
 def _webui(s, d):
-    at = dict(OPENAI_API_BASE_URLS=s.url+'/v1', OPENAI_API_KEYS=s.key or 'none', OPENAI_API_CONFIGS=json.dumps({'0':dict(provider='llama.cpp')}), DEFAULT_MODELS=s.model)
+    at = dict(
+        OPENAI_API_BASE_URLS=s.url+'/v1', OPENAI_API_KEYS=s.key or 'none',
+        OPENAI_API_CONFIGS=json.dumps({'0':dict(provider='llama.cpp')}),
+        DEFAULT_MODELS=s.model)
     return Setup(['open-webui','serve'], at, get='pip install open-webui')
 
 def _openai(*command, get, model='OPENAI_MODEL'):
     "A program that reads the usual variables"
     def make(s, d):
-        return Setup([c.format(model=s.model) for c in command], dict(OPENAI_BASE_URL=s.url+'/v1', OPENAI_API_BASE=s.url+'/v1', OPENAI_API_BASE_URL=s.url+'/v1', OPENAI_API_KEY=s.key or 'none', **{model:s.model}), get=get)
+        return Setup(
+            [c.format(model=s.model) for c in command],
+            dict(
+                OPENAI_BASE_URL=s.url+'/v1', OPENAI_API_BASE=s.url+'/v1',
+                OPENAI_API_BASE_URL=s.url+'/v1', OPENAI_API_KEY=s.key or 'none',
+                **{model:s.model}),
+            get=get)
     return make
 
-CLIENTS = {'codex':_codex, 'claude':_claude, 'opencode':_opencode, 'continue':_continue, 'pi':_pi,
-    'qwen':_openai('qwen', get='npm install -g @qwen-code/qwen-code'), 'aider':_openai('aider','--model','openai/{model}', get='pip install aider-chat'),
+CLIENTS = {
+    'codex':_codex, 'claude':_claude, 'opencode':_opencode, 'continue':_continue,
+    'pi':_pi, 'qwen':_openai('qwen', get='npm install -g @qwen-code/qwen-code'),
+    'aider':_openai('aider','--model','openai/{model}', get='pip install aider-chat'),
     'open-webui':_webui} # Name → (server, folder) → `Setup`
 
-AGENTS,ROOM = ('codex','claude','opencode','qwen'),16384 # These send instructions and tools of 30 kB and more, which are some ten thousand tokens
+# These send instructions and tools of 30 kB and more, which are some ten thousand tokens
+AGENTS = ('codex','claude','opencode','qwen')
+ROOM = 16384
 
 def setup(client:str, served:Served, folder:Path|None=None)->Setup:
     "How to start `client` with this server"
-    if client not in CLIENTS: raise ClientError(f'{client[:40]!r} is no program that Atlas knows how to start', hint=f'It knows {", ".join(CLIENTS)}')
+    if client not in CLIENTS:
+        raise ClientError(
+            f'{client[:40]!r} is no program that Atlas knows how to start',
+            hint=f'It knows {", ".join(CLIENTS)}')
     s = CLIENTS[client](served, Path(folder or home()/'clients'/client))
-    return Setup(s.command, s.env | {KEY:served.key or 'none'} | direct(served.url), s.files, s.get, s.unset)
+    return Setup(
+        s.command,
+        s.env | {KEY:served.key or 'none'} | direct(served.url),
+        s.files, s.get, s.unset)
 
 # %% ../../nbs/8_use/03_clients.ipynb #a0669746
-def _mark(f): return home()/'clients'/'written'/hashlib.sha256(str(Path(f).absolute()).encode()).hexdigest()[:24]
+def _mark(f):
+    return home()/'clients'/'written'/hashlib.sha256(
+        str(Path(f).absolute()).encode()
+    ).hexdigest()[:24]
 def _sum(text): return hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()
 
 def _confirm(f)->bool:
     "Ask whether a file may be replaced"
-    if not (sys.stdin.isatty() and sys.stderr.isatty()): return False
-    print(f'{f} is there already, and is not as Atlas left it. Replace it? [y/N] ', end='', file=sys.stderr, flush=True)
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    print(
+        f'{f} is there already, and is not as Atlas left it. Replace it? [y/N] ', end='',
+        file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ('y','yes')
 
 def write(
@@ -187,13 +274,24 @@ def write(
 ):
     "Write files, for the eyes of their owner; what is somebody else's is replaced only if `confirm` says so"
     for f,text in files.items():
-        mark,old = _mark(f),Path(f).read_text(encoding='utf-8', errors='surrogateescape') if Path(f).exists() else None
-        if old==text: continue
+        mark = _mark(f)
+        if Path(f).exists():
+            old = Path(f).read_text(encoding='utf-8', errors='surrogateescape')
+        else:
+            old = None
+        if old==text:
+            continue
         ours = old is None or (mark.is_file() and mark.read_text()==_sum(old))
-        if not ours and not confirm(f): raise ClientError(f'{f} is there already, and is not as Atlas left it', hint='Move it away, or use --print and do it by hand')
-        for p in (f,mark): Path(p).parent.mkdir(parents=True, exist_ok=True)
+        if not ours and not confirm(f):
+            raise ClientError(
+                f'{f} is there already, and is not as Atlas left it',
+                hint='Move it away, or use --print and do it by hand')
+        for p in (f,mark):
+            Path(p).parent.mkdir(parents=True, exist_ok=True)
         part = Path(f).with_name(Path(f).name+'.part')
-        part.touch(mode=0o600); part.write_text(text, encoding='utf-8'); os.replace(part, f)
+        part.touch(mode=0o600)
+        part.write_text(text, encoding='utf-8')
+        os.replace(part, f)
         mark.write_text(_sum(text))
 
 # %% ../../nbs/8_use/03_clients.ipynb #b1c7c495
@@ -201,8 +299,12 @@ def shown(s:Setup, args=())->str:
     "A setup as lines for a shell"
     key = s.env.get(KEY)
     def value(v): return f'"${KEY}"' if v==key and v!='none' else shlex.quote(v)
-    lines = [f'# {f}\n'+''.join(f'#   {l}\n' for l in text.splitlines()) for f,text in s.files.items()]
-    lines += [f'unset {k}' for k in s.unset] + [f'export {k}={value(v)}' for k,v in s.env.items() if not (k==KEY and v!='none')]
+    lines = [
+        f'# {f}\n'+''.join(f'#   {l}\n' for l in text.splitlines())
+        for f,text in s.files.items()]
+    lines += [f'unset {k}' for k in s.unset] + [
+        f'export {k}={value(v)}' for k,v in s.env.items()
+        if not (k==KEY and v!='none')]
     return '\n'.join([*lines, shlex.join([*s.command,*args])])
 
 def launch(
@@ -217,14 +319,32 @@ def launch(
     become=os.execvpe, # (program, arguments, environment)
 ):
     "Write what a program needs to know of this server, and start it"
-    if client not in CLIENTS: setup(client, None)
+    if client not in CLIENTS:
+        setup(client, None)
     served = find_server(url, model, key or os.environ.get(KEY) or None)
     if client in AGENTS and served.context and served.context<ROOM:
-        print(f'{served.model} has a context of {served.context:,} tokens. What {client} sends before the first question may take all of it.', file=sys.stderr)
+        print(
+            f'{served.model} has a context of {served.context:,} tokens. What {client} sends '
+            'before the first question may take all of it.',
+            file=sys.stderr)
     s = setup(client, served)
-    if show: print(shown(s, args)); return
-    if start and not shutil.which(s.command[0]): raise ClientError(f'{s.command[0]} is not installed', hint=s.get)
+    if show:
+        print(shown(s, args))
+        return
+    if start and not shutil.which(s.command[0]):
+        raise ClientError(f'{s.command[0]} is not installed', hint=s.get)
     write(s.files, confirm)
-    if not start: print('\n'.join([*(f'# {f} is written' for f in s.files), shown(replace(s, files={}), args)])); return
-    sys.stdout.flush(); sys.stderr.flush()
-    become(s.command[0], [*s.command,*args], {k:v for k,v in os.environ.items() if k not in s.unset} | s.env)
+    if not start:
+        print(
+            '\n'.join([
+                *(f'# {f} is written' for f in s.files),
+                shown(replace(s, files={}), args)]))
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    become(
+        s.command[0],
+        [*s.command,*args],
+        {k:v for k,v in os.environ.items()
+         if k not in s.unset}
+        | s.env)

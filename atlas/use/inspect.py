@@ -26,22 +26,30 @@ from ..ground.weights import open_checkpoint
 
 # %% ../../nbs/8_use/02_inspect.ipynb #dd04edbd
 PARTS = 'embedding head attention delta mamba mlp router experts shared norms drafter mtp vision unused'.split()
-_WORDS = {'lm_head':'head', '.experts.':'experts', 'router':'router', 'shared_gate':'router', '.shared.':'shared', 'norm':'norms', 'layer_scalar':'norms', '.mlp.':'mlp'}
+_WORDS = {
+    'lm_head':'head', '.experts.':'experts', 'router':'router', 'shared_gate':'router',
+    '.shared.':'shared', 'norm':'norms', 'layer_scalar':'norms', '.mlp.':'mlp'}
 
 def part_of(c:ModelConfig,
     name:str, # Of an array in the model's tree
 )->str: # One of `PARTS`
     "The part of the model that an array belongs to"
-    top = dict(mtp='mtp', visual='vision', embed_tokens='head' if c.tie_embeddings else 'embedding').get(name.split('.')[0])
-    if top: return top
-    if part := first(p for w,p in _WORDS.items() if w in name): return part
+    top = dict(
+        mtp='mtp', visual='vision',
+        embed_tokens='head' if c.tie_embeddings else 'embedding'
+    ).get(name.split('.')[0])
+    if top:
+        return top
+    if part := first(p for w,p in _WORDS.items() if w in name):
+        return part
     m = re.match(r'layers\.(\d+)\.mixer\.', name)
     return c.mixers[int(m[1])].replace('sliding','attention') if m else 'drafter'
 
 # %% ../../nbs/8_use/02_inspect.ipynb #e2d017d4
 def share_of(c:ModelConfig, name:str)->float:
     "How much of an array one decoded token reads (of a drafting layer's, one drafted token)"
-    if part_of(c, name) in ('embedding','vision','unused'): return 0.
+    if part_of(c, name) in ('embedding','vision','unused'):
+        return 0.
     return c.moe.top_k/c.moe.num_experts if '.experts.' in name else 1.
 
 @dataclass(frozen=True)
@@ -57,7 +65,11 @@ class Row:
 # %% ../../nbs/8_use/02_inspect.ipynb #8cd8052a
 def _sources(ck, wants):
     "Name of each tensor that is used -> name of the array it becomes"
-    use = (first((v for v in (w,*w.alts) if v.sources[0] in ck.tensors)) for w in wants)
+    use = (
+        first((
+            v for v in (w,*w.alts)
+            if v.sources[0] in ck.tensors))
+        for w in wants)
     return {s:w.name for w in use if w for s in w.sources}
 
 def tally(
@@ -67,32 +79,64 @@ def tally(
     "What is in a checkpoint, by part and format"
     c,used,sums = ck.config,_sources(ck, wants),{}
     for n,t in ck.tensors.items():
-        name = used.get(n); part = part_of(c, name) if name else 'unused'
+        name = used.get(n)
+        part = part_of(c, name) if name else 'unused'
         s = sums.setdefault((part,t.fmt), [0,0,0,0.])
-        for i,x in enumerate((1, math.prod(t.shape), t.nbytes, t.nbytes*share_of(c, name) if name else 0.)): s[i] += x
+        for i,x in enumerate((
+            1, math.prod(t.shape), t.nbytes,
+            t.nbytes*share_of(c, name) if name else 0.
+        )):
+            s[i] += x
     rows = [Row(*k,*s) for k,s in sums.items()]
     return sorted(rows, key=lambda r: (PARTS.index(r.part),-r.nbytes))
 
 # %% ../../nbs/8_use/02_inspect.ipynb #154a04a8
-_LETTERS = dict(attention='A', sliding='s', delta='D', mamba='M', none='·', mlp='m', moe='E')|{'moe+mlp':'B'}
-_NAMES = dict(attention='attention', sliding='sliding attention', delta='gated delta net', mamba='Mamba-2', mlp='MLP', moe='experts')|{'moe+mlp':'MLP beside experts'}
-_COLOURS = dict(attention='#c33', sliding='#e8a33d', delta='#36c', mamba='#83b', none='#fff', mlp='#bbb', moe='#393')|{'moe+mlp':'#575'}
+_LETTERS = dict(
+    attention='A', sliding='s', delta='D', mamba='M',
+    none='·', mlp='m', moe='E'
+)|{'moe+mlp':'B'}
+_NAMES = dict(
+    attention='attention', sliding='sliding attention', delta='gated delta net', mamba='Mamba-2',
+    mlp='MLP', moe='experts'
+)|{'moe+mlp':'MLP beside experts'}
+_COLOURS = dict(
+    attention='#c33', sliding='#e8a33d', delta='#36c', mamba='#83b',
+    none='#fff', mlp='#bbb', moe='#393'
+)|{'moe+mlp':'#575'}
 
 class Strip:
     "The layers of a model, to print or to look at"
-    def __init__(self, c:ModelConfig): self.rows = (c.mixers,c.ffns)
-    def legend(self)->dict: "What occurs: kind -> name"; return {k:v for k,v in _NAMES.items() if any(k in r for r in self.rows)}
+    def __init__(self, c:ModelConfig):
+        self.rows = (c.mixers,c.ffns)
+    def legend(self)->dict:
+        "What occurs: kind -> name"
+        return {
+        k:v for k,v in _NAMES.items()
+        if any(k in r for r in self.rows)}
     def __repr__(self): return self.text()
 
     def text(self, width:int=64)->str:
         "Letters in lines of at most `width` layers, and what they mean"
-        n = len(self.rows[0]); lines = [''.join(_LETTERS[k] for k in r[i:i+width]) for i in range(0, n, width) for r in self.rows]
-        return '\n'.join([*lines, ', '.join(f'{_LETTERS[k]} {v}' for k,v in self.legend().items())])
+        n = len(self.rows[0])
+        lines = [
+            ''.join(_LETTERS[k] for k in r[i:i+width])
+            for i in range(0, n, width)
+            for r in self.rows]
+        return '\n'.join([
+            *lines,
+            ', '.join(f'{_LETTERS[k]} {v}' for k,v in self.legend().items())])
 
     def _repr_svg_(self):
-        cell = lambda i,y,k: f'<rect x="{11*i}" y="{y}" width="10" height="12" fill="{_COLOURS[k]}"/>'
-        cells = ''.join(cell(i, 14*y, k) for y,r in enumerate(self.rows) for i,k in enumerate(r))
-        words = ''.join(f'<rect x="{130*j}" y="36" width="10" height="10" fill="{_COLOURS[k]}"/><text x="{130*j+14}" y="45">{v}</text>' for j,(k,v) in enumerate(self.legend().items()))
+        def cell(i,y,k):
+            return f'<rect x="{11*i}" y="{y}" width="10" height="12" fill="{_COLOURS[k]}"/>'
+        cells = ''.join(
+            cell(i, 14*y, k)
+            for y,r in enumerate(self.rows)
+            for i,k in enumerate(r))
+        words = ''.join(
+            f'<rect x="{130*j}" y="36" width="10" height="10" fill="{_COLOURS[k]}"/><text '
+            f'x="{130*j+14}" y="45">{v}</text>'
+            for j,(k,v) in enumerate(self.legend().items()))
         return f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(11*len(self.rows[0]), 130*len(self.legend()))}" height="52" font-family="sans-serif" font-size="11" fill="gray">{cells}{words}</svg>'
 
 # %% ../../nbs/8_use/02_inspect.ipynb #e54e6111
@@ -110,14 +154,22 @@ class Sheet:
     tensors:dict=field(default_factory=dict, repr=False) # In use, by name: `shape`, `fmt`, `nbytes`
 
     @property
-    def nbytes(self)->int: "Bytes of all tensors"; return sum(r.nbytes for r in self.rows)
+    def nbytes(self)->int:
+        "Bytes of all tensors"
+        return sum(r.nbytes for r in self.rows)
     @property
-    def token_bytes(self)->float: "Bytes of weights that one decoded token reads"; return sum(r.read for r in self.rows if r.part!='mtp')
+    def token_bytes(self)->float:
+        "Bytes of weights that one decoded token reads"
+        return sum(
+        r.read for r in self.rows if r.part!='mtp')
     @property
     def draft_bytes(self)->float:
         "Bytes that one drafted token reads: the drafting layers, and the head once more; 0 where there are none"
-        return sum(r.read for r in self.rows if r.part in ('mtp','head')) if self.has('mtp') else 0.
-    def has(self, part:str)->bool: return any(r.part==part for r in self.rows)
+        if self.has('mtp'):
+            return sum(r.read for r in self.rows if r.part in ('mtp','head'))
+        return 0.
+    def has(self, part:str)->bool:
+        return any(r.part==part for r in self.rows)
 
 @patch
 def by(self:Sheet, key:str)->dict: # `key` -> Row of sums, the largest first
@@ -125,8 +177,14 @@ def by(self:Sheet, key:str)->dict: # `key` -> Row of sums, the largest first
     out = {}
     for r in self.rows:
         k,s = getattr(r, key),out.setdefault(getattr(r, key), Counter())
-        s.update({f:getattr(r, f) for f in ('tensors','weights','nbytes','read')})
-    return {k:Row(k if key=='part' else '', k if key=='fmt' else '', **s) for k,s in sorted(out.items(), key=lambda x: -x[1]['nbytes'])}
+        s.update({
+            f:getattr(r, f)
+            for f in ('tensors','weights','nbytes','read')})
+    return {
+        k:Row(k if key=='part' else '', k if key=='fmt' else '', **s)
+        for k,s in sorted(
+            out.items(),
+            key=lambda x: -x[1]['nbytes'])}
 
 # %% ../../nbs/8_use/02_inspect.ipynb #429a8f2c
 def _weights_on(s, device):
@@ -136,7 +194,8 @@ def _weights_on(s, device):
     wide = 4*sum(r.weights for r in rows)
     unpacked = d.unpacks and wide<=device.memory().available/2
     form = 'as stored' if d.unpacks else 'packed'
-    if unpacked: form = 'as float32'
+    if unpacked:
+        form = 'as float32'
     parts = '','vision','mtp'
     held = words_of(device).weight_bytes(s.tensors, parts, not unpacked)
     return held,not unpacked,form
@@ -153,8 +212,16 @@ def fit(
     held,packed,form = _weights_on(s, device)
     size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # of a number: a head of 16 has 2*16
     kv,state,rest = size*c.kv_elements_per_token,slot_bytes(c, ops),left-held
-    most = c.max_seq_len if not kv else max(0, min(c.max_seq_len, (rest-state)//kv))
-    many = {n:max(0, rest//(kv*n+state)) if kv*n+state else 0 for n in sorted({*(n for n in contexts if n<c.max_seq_len), c.max_seq_len})}
+    if not kv:
+        most = c.max_seq_len
+    else:
+        most = max(0, min(c.max_seq_len, (rest-state)//kv))
+    many = {
+        n:max(0, rest//(kv*n+state))
+        if kv*n+state else 0
+        for n in sorted({
+            *(n for n in contexts if n<c.max_seq_len),
+            c.max_seq_len})}
     return dict(
         device=device.name,
         memory=device.memory().total,
@@ -171,8 +238,10 @@ def fit(
 def devices()->list:
     "The host, and a card where there is one"
     out = [get_device('cpu')]
-    try: out.append(get_device('cuda'))
-    except DeviceError: pass  # there is none, or none that Atlas can use
+    try:
+        out.append(get_device('cuda'))
+    except DeviceError:
+        pass  # there is none, or none that Atlas can use
     return out
 
 # %% ../../nbs/8_use/02_inspect.ipynb #e8e4955e
@@ -183,8 +252,10 @@ def open_shape(
     weights:str|None=None,
 ):
     "An open checkpoint: the one called `name`, or one without files in the shape of a preset, or of that checkpoint in other `weights`"
-    if weights or is_shape(name): return imagine(name, weights)
-    if shaped(name) and not here(name): return imagine(name)
+    if weights or is_shape(name):
+        return imagine(name, weights)
+    if shaped(name) and not here(name):
+        return imagine(name)
     return open_checkpoint(resolve(name))
 
 def look(
@@ -193,7 +264,8 @@ def look(
     on=None, # Devices where it might run; None for all that are here
 )->Sheet:
     "What a model is made of, without loading it; errors as for `open_checkpoint`, `from_hf` and `build`"
-    with open_shape(name, weights) as ck: return sheet(ck, name, on)
+    with open_shape(name, weights) as ck:
+        return sheet(ck, name, on)
 
 # %% ../../nbs/8_use/02_inspect.ipynb #ab4912bc
 def sheet(ck, name:str='', on=None)->Sheet:
@@ -204,63 +276,139 @@ def sheet(ck, name:str='', on=None)->Sheet:
     path = None if made else ck.path
     s = Sheet(name or ck.config.name, ck.config, ck.kind,
         tally(ck, wants), path, tensors=used)
-    if not made: s = replace(s, tokenizer='tokenizer.ggml.model' in ck.meta or (ck.folder/'tokenizer.json').is_file(), chat_template=load_template(ck) is not None)
-    return replace(s, fits=[fit(s, d) for d in (devices() if on is None else on)])
+    if not made:
+        s = replace(
+            s,
+            tokenizer='tokenizer.ggml.model' in ck.meta
+            or (ck.folder/'tokenizer.json').is_file(),
+            chat_template=load_template(ck) is not None)
+    return replace(
+        s,
+        fits=[
+            fit(s, d)
+            for d in (devices() if on is None else on)])
 
 # %% ../../nbs/8_use/02_inspect.ipynb #c61260cb
 @patch
 def to_dict(self:Sheet)->dict:
     "All of it, as JSON takes it"
     c,a = self.config,self.config.attention or self.config.sliding
-    sums = lambda r: dict(tensors=r.tensors, weights=r.weights, bytes=r.nbytes)
-    fmts = lambda p: {r.fmt:r.nbytes for r in self.rows if r.part==p}
-    return dict(name=self.name, path=self.path and str(self.path), kind=self.kind, family=c.family, parameters=c.num_params, active_parameters=c.active_params,
-        total_parameters=c.total_params, bytes=self.nbytes, formats={k:sums(r) for k,r in self.by('fmt').items()},
-        parts={k:sums(r)|dict(bytes_per_token=round(r.read), formats=fmts(k)) for k,r in self.by('part').items()},
-        bytes_per_token=round(self.token_bytes), bytes_per_draft=round(self.draft_bytes), layers=c.num_layers, mixers=list(c.mixers), ffns=list(c.ffns), hidden_size=c.hidden_size,
-        heads=a and a.num_heads, kv_heads=a and a.num_kv_heads, head_dim=a and a.head_dim, window=(c.sliding or a) and (c.sliding or a).window,
-        experts=c.moe and c.moe.num_experts, experts_per_token=c.moe and c.moe.top_k, vocab_size=c.vocab_size, context=c.max_seq_len,
-        kv_bytes_per_token=4*c.kv_elements_per_token, state_bytes=4*c.state_elements, fits=self.fits, tokenizer=self.tokenizer, chat_template=self.chat_template)
+    def sums(r):
+        return dict(tensors=r.tensors, weights=r.weights, bytes=r.nbytes)
+    def fmts(p):
+        return {r.fmt:r.nbytes for r in self.rows if r.part==p}
+    return dict(
+        name=self.name,
+        path=self.path and str(self.path),
+        kind=self.kind, family=c.family,
+        parameters=c.num_params, active_parameters=c.active_params,
+        total_parameters=c.total_params, bytes=self.nbytes,
+        formats={
+            k:sums(r)
+            for k,r in self.by('fmt').items()},
+        parts={
+            k:sums(r)
+            |dict(bytes_per_token=round(r.read), formats=fmts(k))
+            for k,r in self.by('part').items()},
+        bytes_per_token=round(self.token_bytes),
+        bytes_per_draft=round(self.draft_bytes), layers=c.num_layers,
+        mixers=list(c.mixers),
+        ffns=list(c.ffns), hidden_size=c.hidden_size,
+        heads=a and a.num_heads, kv_heads=a and a.num_kv_heads,
+        head_dim=a and a.head_dim,
+        window=(c.sliding or a) and (c.sliding or a).window,
+        experts=c.moe and c.moe.num_experts,
+        experts_per_token=c.moe and c.moe.top_k,
+        vocab_size=c.vocab_size, context=c.max_seq_len,
+        kv_bytes_per_token=4*c.kv_elements_per_token, state_bytes=4*c.state_elements,
+        fits=self.fits, tokenizer=self.tokenizer,
+        chat_template=self.chat_template)
 
 # %% ../../nbs/8_use/02_inspect.ipynb #9fd2e32a
 def _columns(rows, gap='  '):
     "Rows of text in columns, the first to the left and the others to the right"
     w = [max(map(len, c)) for c in zip(*rows)]
-    return [gap.join(x.ljust(n) if i in (0,len(r)-1) else x.rjust(n) for i,(x,n) in enumerate(zip(r, w))).rstrip() for r in rows]
+    return [
+        gap.join(
+            x.ljust(n)
+            if i in (0,len(r)-1)
+            else x.rjust(n)
+            for i,(x,n) in enumerate(zip(r, w))).rstrip()
+        for r in rows]
 
-def _count(n): return next((f'{n/10**e:.2f}{s}' for e,s in ((9,'B'), (6,'M'), (3,'k')) if n>=10**e), str(n))
+def _count(n):
+    return next(
+        (f'{n/10**e:.2f}{s}'
+         for e,s in (
+             (9,'B'), (6,'M'),
+             (3,'k'))
+         if n>=10**e),
+        str(n))
 
 def _parts(s):
     "The table of parts, with a bar for the bytes that a token reads"
     most = max(r.read for r in s.by('part').values()) or 1
-    bar = lambda r: '' if r.part=='mtp' else '█'*math.ceil(16*r.read/most) if r.read>most/160 else ''
-    fmts = lambda p: ' '.join(r.fmt for r in s.rows if r.part==p)
-    rows = [(p, _count(r.weights), human(r.nbytes, 1000), human(round(r.read), 1000) if r.read and p!='mtp' else '-', f'{fmts(p)}  {bar(r)}'.rstrip()) for p,r in s.by('part').items()]
+    def bar(r):
+        if r.part=='mtp':
+            return ''
+        if r.read>most/160:
+            return '█'*math.ceil(16*r.read/most)
+        return ''
+    def fmts(p):
+        return ' '.join(r.fmt for r in s.rows if r.part==p)
+    rows = [
+        (p, _count(r.weights),
+         human(r.nbytes, 1000),
+         human(round(r.read), 1000) if r.read and p!='mtp' else '-',
+         f'{fmts(p)}  {bar(r)}'.rstrip())
+        for p,r in s.by('part').items()]
     return _columns([('part','weights','stored','a token reads','as'), *rows])
 
 def _fit_line(f, c):
     "What one device can hold, in words"
     head = f'weights {human(f["weights"])} {f["form"]} of {human(f["budget"])}'
-    if not f['fits']: return head+': they do not fit'
-    if not c.kv_elements_per_token: return head
+    if not f['fits']:
+        return head+': they do not fit'
+    if not c.kv_elements_per_token:
+        return head
     room = ' or '.join(f'{k:,} of {n:,}' for n,k in f['sequences'].items() if k)
-    return f'{head}, context up to {f["max_context"]:,}'+(f'; sequences: {room} tokens' if room else '')
+    return f'{head}, context up to {f["max_context"]:,}'+(
+        f'; sequences: {room} tokens' if room else '')
 
 # %% ../../nbs/8_use/02_inspect.ipynb #cb50b180
 @patch
 def __str__(self:Sheet):
     "The sheet, to print"
     c,a = self.config,self.config.attention or self.config.sliding
-    heads = f', {a.num_heads} query and {a.num_kv_heads} key-value heads of {a.head_dim}' if a else ''
-    extra = ''.join(f', {w} {_count(c.param_parts[p])}' for p,w in (('vision','vision'), ('mtp','drafting')) if p in c.param_parts)
-    rows = {'family':c.family, 'parameters':f'{c.num_params:,}, of them {_count(c.active_params)} a token{extra}', 'layers':f'{c.num_layers} of width {c.hidden_size:,}{heads}',
-        '':Strip(c).text(), 'vocabulary':f'{c.vocab_size:,}', 'context':f'{c.max_seq_len:,} tokens', 'weights':f'{human(self.nbytes, 1000)} in {self.kind}', ' ':'\n'.join(_parts(self)),
-        'a token reads':human(round(self.token_bytes), 1000)+(f'; a drafted one {human(round(self.draft_bytes), 1000)}' if self.draft_bytes else ''),
-        'KV cache':f'{human(2*n)} a token in 16 bits, {human(4*n)} as float32' if (n := c.kv_elements_per_token) else 'none'}
-    if c.state_elements: rows['states'] = f'{human(4*c.state_elements)} a sequence, however long'
+    heads = (
+        f', {a.num_heads} query and {a.num_kv_heads} key-value heads of {a.head_dim}' if a
+        else '')
+    extra = ''.join(
+        f', {w} {_count(c.param_parts[p])}'
+        for p,w in (('vision','vision'), ('mtp','drafting'))
+        if p in c.param_parts)
+    rows = {
+        'family':c.family,
+        'parameters':f'{c.num_params:,}, of them {_count(c.active_params)} a token{extra}',
+        'layers':f'{c.num_layers} of width {c.hidden_size:,}{heads}', '':Strip(c).text(),
+        'vocabulary':f'{c.vocab_size:,}', 'context':f'{c.max_seq_len:,} tokens',
+        'weights':f'{human(self.nbytes, 1000)} in {self.kind}', ' ':'\n'.join(_parts(self)),
+        'a token reads':human(round(self.token_bytes), 1000)
+        +(f'; a drafted one {human(round(self.draft_bytes), 1000)}' if self.draft_bytes else ''),
+        'KV cache':f'{human(2*n)} a token in 16 bits, {human(4*n)} as float32'
+        if (n := c.kv_elements_per_token) else 'none'}
+    if c.state_elements:
+        rows['states'] = f'{human(4*c.state_elements)} a sequence, however long'
     rows |= {f['device']:_fit_line(f, c) for f in self.fits}
-    if self.kind!='dummy': rows |= {'tokenizer':'yes' if self.tokenizer else 'missing', 'chat template':'yes' if self.chat_template else 'none: use "atlas run --raw"'}
-    return '\n'.join(f'{k if not i else "":<16}{l}' for k,v in rows.items() for i,l in enumerate(v.split('\n')))
+    if self.kind!='dummy':
+        rows |= {
+            'tokenizer':'yes' if self.tokenizer else 'missing',
+            'chat template':'yes' if self.chat_template else 'none: use "atlas run --raw"'}
+    return '\n'.join(
+        f'{k if not i else "":<16}{l}' for k,v in rows.items()
+        for i,l in enumerate(v.split('\n')))
 
 @patch
-def __repr__(self:Sheet): "As `str`"; return str(self)
+def __repr__(self:Sheet):
+    "As `str`"
+    return str(self)

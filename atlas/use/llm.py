@@ -45,7 +45,8 @@ class LLM(LoadedModel):
     ):
         if not isinstance(options, EngineConfig):
             options = EngineConfig(options, *fields, **more)
-        elif fields or more: raise TypeError('Fields have no place beside an EngineConfig')
+        elif fields or more:
+            raise TypeError('Fields have no place beside an EngineConfig')
         super().__init__(options, show, processor_of(options))
         self.template,self.eos_ids = self.text.template,self.text.eos_ids
         self.image_spec = self.text.image_spec if self.model.vision else None
@@ -66,7 +67,9 @@ class LLM(LoadedModel):
 
 # %% ../../nbs/8_use/01_llm.ipynb #f21f1ca6
 @patch
-def _encode(self:LLM, prompt, answer:int=1, images=())->tuple[list[int],str|None,tuple]:
+def _encode(self:LLM, prompt, answer:int=1, images=())->tuple[
+    list[int],str|None,tuple
+]:
     "Ids of a prompt that leaves room for `answer` tokens, its text where there is one, and the pixels of its images"
     self._open()
     ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -90,7 +93,10 @@ def reader(self:LLM,
     return ChoiceReader(detok, params, s, tokens=True)
 
 @patch
-def request(self:LLM, ids, params:SamplingParams, rid:str|None=None, **kw)->Request:
+def request(
+    self:LLM, ids, params:SamplingParams,
+    rid:str|None=None, **kw
+)->Request:
     "An engine request for `ids`"
     kw |= dict(eos_ids=self.eos_ids, boundaries=self._marks.boundaries(ids))
     return Request(rid or f'llm-{next(self._ids)}', tuple(ids), params, **kw)
@@ -104,17 +110,24 @@ def _step(self:LLM, todo:deque, box:deque):
         while todo and not s.full(len(todo[0].prompt)):
             self.engine.add(todo[0])
             self._boxes[todo.popleft().id] = box
-        if box: return
+        if box:
+            return
         for e in self.engine.step():
-            if e.id in self._boxes: self._boxes[e.id].append(e)
-        if not box: box += [Event(rid, finish='abort') for rid,b in self._boxes.items() if b is box and rid not in s.seqs]
+            if e.id in self._boxes:
+                self._boxes[e.id].append(e)
+        if not box:
+            box += [
+                Event(rid, finish='abort')
+                for rid,b in self._boxes.items()
+                if b is box and rid not in s.seqs]
 
 @patch
 def _drop(self:LLM, rid:str):
     "Request `rid` has ended, or is to end now"
     with self._lock:
         self._boxes.pop(rid, None)
-        if self.engine: self.engine.abort(rid)
+        if self.engine:
+            self.engine.abort(rid)
 
 # %% ../../nbs/8_use/01_llm.ipynb #def8ec8a
 @patch
@@ -129,7 +142,8 @@ def _run(self:LLM, reqs:list[Request], readers:list[ChoiceReader]):
             self._step(todo, box)
             while box:
                 e = box.popleft()
-                if e.id not in live: continue  # a stop string came before the end
+                if e.id not in live:
+                    continue  # a stop string came before the end
                 i,reader = live[e.id]
                 for d in reader.feed([e]):
                     if d.finish:
@@ -137,7 +151,8 @@ def _run(self:LLM, reqs:list[Request], readers:list[ChoiceReader]):
                         self._drop(e.id)
                     yield i,d
     finally:
-        for rid in live: self._drop(rid)
+        for rid in live:
+            self._drop(rid)
 
 # %% ../../nbs/8_use/01_llm.ipynb #1b0de12d
 @patch
@@ -149,11 +164,23 @@ def generate(self:LLM,
     timeout:float|None=None, # Seconds that the engine has for each, which then ends as it is; None: no limit
 ): # `Output`, or a list of them for a list of prompts
     "Answers to one prompt or many, computed together"
-    one = isinstance(prompts, str) or (len(prompts)>0 and isinstance(prompts[0], (int,np.integer)))
+    one = (
+        isinstance(prompts, str)
+        or (
+            len(prompts)>0
+            and isinstance(prompts[0], (int,np.integer))))
     prompts = [prompts] if one else list(prompts)
-    params = [p or self.params() for p in (params if isinstance(params, (list,tuple)) else [params]*len(prompts))]
-    if len(params)!=len(prompts): raise RequestError(f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
-    if images and not one: raise RequestError('images belong to one prompt', hint='Call generate once for each', param='images')
+    params = [
+        p or self.params()
+        for p in (
+            params if isinstance(params, (list,tuple))
+            else [params]*len(prompts))]
+    if len(params)!=len(prompts):
+        raise RequestError(
+            f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
+    if images and not one:
+        raise RequestError(
+            'images belong to one prompt', hint='Call generate once for each', param='images')
     encoded = [self._encode(p, images=images) for p in prompts]
     asked = list(zip(encoded, params))
     outs = self._answers(asked, guide, timeout=timeout)
@@ -163,12 +190,19 @@ def generate(self:LLM,
 @patch
 def _guide(self:LLM, guide):
     "Refuse a guide that cannot be followed, and compile one that can while others run"
-    if guide is None: return
-    if self.guides is None: raise RequestError(f'{self.name} has no tokenizer, so its answers cannot be guided', param='response_format')
+    if guide is None:
+        return
+    if self.guides is None:
+        raise RequestError(
+            f'{self.name} has no tokenizer, so its answers cannot be guided',
+            param='response_format')
     self.guides.check(guide)
 
 @patch
-def _answers(self:LLM, asked, guide=None, split=None, timeout=None)->list[Output]:
+def _answers(
+    self:LLM, asked, guide=None, split=None,
+    timeout=None
+)->list[Output]:
     "The first answer to each of the prompts `asked`, which are encoded and have parameters"
     self._guide(guide)
     reqs = []
@@ -177,20 +211,26 @@ def _answers(self:LLM, asked, guide=None, split=None, timeout=None)->list[Output
         reqs += [self.request(ids, q, **how) for q in fan_out(p)]
     readers = [self.reader(r.params, guide, split) for r in reqs]
     said = [[] for _ in reqs]
-    for k,d in self._run(reqs, readers): said[k].append(d)
-    choices = ((r.choice(ds), r.cached) for r,ds in zip(readers, said))
+    for k,d in self._run(reqs, readers):
+        said[k].append(d)
+    choices = (
+        (r.choice(ds), r.cached)
+        for r,ds in zip(readers, said))
     return [_outputs(choices, *a) for a in asked]
 
 def _outputs(choices, encoded, p):
     "The next `p.n` of `choices`, all answers to one prompt: the first, which holds the others"
     ids,text,_ = encoded
-    outs = [_output(*next(choices), p, ids, text) for _ in range(p.n)]
+    outs = [
+        _output(*next(choices), p, ids, text)
+        for _ in range(p.n)]
     outs[0].choices = outs if len(outs)>1 else []
     return outs[0]
 
 def _output(c:Choice, cached:int, p:SamplingParams, ids, text)->Output:
     "An answer with what it took; its error, if that is how it ended"
-    if c.error: raise c.error
+    if c.error:
+        raise c.error
     n = len(c.tokens)
     likely = None if p.logprobs is None else c.tokens
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
@@ -215,16 +255,20 @@ def stream(self:LLM,
 def _stream(self:LLM, prompt, params, images, guide, split=None, timeout=None):
     "The same, with thoughts and calls told apart if there is a `split`"
     p = params or self.params()
-    if p.n!=1: raise RequestError('Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
+    if p.n!=1:
+        raise RequestError(
+            'Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
     ids,_,pics = self._encode(prompt, images=images)
     self._guide(guide)
     r = self.request(ids, p, images=pics, guide=guide, timeout=timeout)
     events = self._run([r], [self.reader(p, guide, split)])
     try:
         for _,d in events:
-            if d.error: raise d.error
+            if d.error:
+                raise d.error
             yield d
-    finally: events.close()
+    finally:
+        events.close()
 
 # %% ../../nbs/8_use/01_llm.ipynb #1b26222f
 @patch
@@ -242,14 +286,17 @@ def chat(self:LLM,
     prompt = self.render(messages, tools, **kwargs)
     ids = self.tokenizer.encode(prompt, add_special=False)
     split,guide = self._parted(messages, prompt, tools, guide, kwargs)
-    if stream: return self._stream(ids, params, images, guide, split, timeout)
+    if stream:
+        return self._stream(ids, params, images, guide, split, timeout)
     asked = self._encode(ids, images=images),params or self.params()
     return self._answers([asked], guide, split, timeout)[0]
 
 @patch
 def render(self:LLM, messages, tools=None, **kwargs)->str:
     "The prompt that the model's template makes of `messages`"
-    if self.template is None: raise RequestError(f'{self.name} has no chat template', hint='Use generate, or a model made for chat')
+    if self.template is None:
+        raise RequestError(
+            f'{self.name} has no chat template', hint='Use generate, or a model made for chat')
     return self.template.render(messages, tools=tools, **kwargs)
 
 # %% ../../nbs/8_use/01_llm.ipynb #d5be3cd8
@@ -260,9 +307,11 @@ def _parted(self:LLM, messages, prompt, tools, guide, how):
     thinking = how.get('enable_thinking')
     calls,thoughts = self.text.parsers
     begin = beginning(thoughts, prompt, thinking, last)
-    if guide: guide = self._behind(guide, begin, thinking, last)
+    if guide:
+        guide = self._behind(guide, begin, thinking, last)
     calls = calls if tools else None
-    if not (calls or thoughts): return None,guide
+    if not (calls or thoughts):
+        return None,guide
     before = '' if last is None else prompt
     return partial(Splitter, thoughts, calls, tools, *begin, before),guide
 
@@ -271,7 +320,8 @@ def _behind(self:LLM, guide, begin, asked, last):
     "`guide`, for an answer that may begin with a thought"
     calls,thoughts = self.text.parsers
     whole = guide.get('kind')=='tools' and not guide.get('format')
-    if calls=='openai' and whole: return guide # its grammar begins with the thought
+    if calls=='openai' and whole:
+        return guide # its grammar begins with the thought
     return closing(thoughts, *begin, asked is True, last is None)|guide
 
 # %% ../../nbs/8_use/01_llm.ipynb #ce9f621f
@@ -283,18 +333,24 @@ class Trace:
     layers:np.ndarray # [L, T, H]: the stream after each layer
     routes:dict # Layer -> (ids [T,k], weights [T,k]) of the experts picked
     states:dict # Layer -> dict(conv=…, rec=…) after the prompt
-    def __repr__(self): return f'Trace({self.layers.shape[1]} tokens, {len(self.layers)} layers, {len(self.routes)} with experts, {len(self.states)} with states)'
+    def __repr__(self):
+        return f'Trace({self.layers.shape[1]} tokens, {len(self.layers)} layers, {len(self.routes)} with experts, {len(self.states)} with states)'
 
 # %% ../../nbs/8_use/01_llm.ipynb #94b3c6e1
 @patch
 def trace(self:LLM, ids, images=())->Trace:
     "Follow `ids` through the model"
     b,cache = self._alone(ids, images)
-    out,layers,routes,host = b.out,[],[],self.device.download
-    def rows(a): return host(a.reshape(-1, a.shape[-1])[out])
+    out = b.out
+    layers = []
+    routes = []
+    host = self.device.download
+    def rows(a):
+        return host(a.reshape(-1, a.shape[-1])[out])
     def tap(i, x): layers.append(rows(x))
     x = self.model.trunk(b, cache, tap, routes)
-    h = self.model.final(x[out]); moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
+    h = self.model.final(x[out])
+    moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
     stream = np.stack(layers)*np.float32(self.model.unit)
     logits = host(self.model.head(h))
     picked = {i:tuple(map(rows, r)) for i,r in zip(moe, routes)}
@@ -307,15 +363,24 @@ def _states(self:LLM, cache):
     for i in cache.rec:
         shape = self.config.state_shapes(i)['rec']
         rec = self.ops.states_of(cache.rec[i][:1], shape)[0]
-        out[i] = dict(conv=self.device.download(cache.conv[i][1]), rec=rec)
+        out[i] = dict(
+            conv=self.device.download(cache.conv[i][1]),
+            rec=rec)
     return out
 
 @patch
 def _alone(self:LLM, ids, images=(), more=0, **kw):
     "A batch of `ids` that wants all logits, and a cache for it and `more` tokens"
     ids,_,pics = self._encode(ids, 0, images)
-    cache = KVCache(self.config, self.device, self.cache.blocks_for(len(ids)+more), **dict(block_size=self.cache.pool.block_size)|self._kv|kw)
-    piece = Piece(ids, 0, cache.pool.take(cache.pool.num_blocks), want=len(ids), keep=1, media=self.model.media(ids, pics))
+    cache = KVCache(
+        self.config, self.device,
+        self.cache.blocks_for(len(ids)+more),
+        **dict(block_size=self.cache.pool.block_size)|self._kv|kw)
+    piece = Piece(
+        ids, 0,
+        cache.pool.take(cache.pool.num_blocks),
+        want=len(ids), keep=1,
+        media=self.model.media(ids, pics))
     return make_batch([piece], True, cache.pool.block_size, self.device),cache
 
 @patch
@@ -333,23 +398,34 @@ def drafts(self:LLM,
 )->tuple[int,list[int],np.ndarray]: # The model's own next token, the drafts after it, and their logits [k, vocab]
     "Greedy drafts after `ids`; an `UnsupportedError` where there is nothing to draft with"
     b,cache = self._alone(ids, more=k+1, drafting=assistant is None)
-    m,table,n = self.model,b.tables[0].tolist(),len(b.out)
+    m = self.model
+    table = b.tables[0].tolist()
+    n = len(b.out)
     x = m.trunk(b, cache)
-    first = int(m.head(m.final(x[b.out[-1:]])).argmax())
-    if assistant: drafter = AssistantDrafter(m, cache, assistant, k)
-    else: drafter = MTPDrafter(m, cache, k)
+    first = int(
+        m.head(
+            m.final(x[b.out[-1:]])).argmax())
+    if assistant:
+        drafter = AssistantDrafter(m, cache, assistant, k)
+    else:
+        drafter = MTPDrafter(m, cache, k)
     then = np.zeros(b.num_rows, np.int32)
-    then[self.device.download(b.out)] = [*self.device.download(b.ids[b.out])[1:],first]
+    then[self.device.download(b.out)] = [
+        *self.device.download(b.ids[b.out])[1:],
+        first]
     h = drafter.see(b, x, self.device.upload(then))
     ends = Ends([End(first, n, n+k, table)], cache, self.device)
     rows = []
-    found = drafter.propose(h, b.out[-1:], ends, k, lambda y: rows.append(self.device.download(y)[0]))
+    found = drafter.propose(
+        h, b.out[-1:], ends, k,
+        lambda y: rows.append(self.device.download(y)[0]))
     drafts = [int(self.device.download(d)[0]) for d in found]
     return first,drafts,np.stack(rows)
 
 def load_assistant(path:str, llm:LLM)->Decoder:
     "The drafter in `path`, to draft for `llm`"
-    with open_checkpoint(resolve(str(path))) as ck: return load_model(ck, llm.device, llm.max_seq_len, False)
+    with open_checkpoint(resolve(str(path))) as ck:
+        return load_model(ck, llm.device, llm.max_seq_len, False)
 
 # %% ../../nbs/8_use/01_llm.ipynb #f9cde2f6
 def list_model(

@@ -26,9 +26,13 @@ def stamped(
 )->str:
     "The same with stamps"
     text = re.sub(r'\bpdl_(trigger|wait)\(\)', r'stamp_\1()', text)
-    if not name: return text
-    text,n = re.subn(r'(__global__[^;{]*?\b'+name+r'\s*\([^)]*)\)(\s*\{)', r'\1, unsigned* stamps)\2 const Stamp stamped_(stamps);', text)
-    if not n: raise AtlasError(f'{name}.cu does not define {name}')
+    if not name:
+        return text
+    text,n = re.subn(
+        r'(__global__[^;{]*?\b'+name+r'\s*\([^)]*)\)(\s*\{)',
+        r'\1, unsigned* stamps)\2 const Stamp stamped_(stamps);', text)
+    if not n:
+        raise AtlasError(f'{name}.cu does not define {name}')
     head = re.match(r'(?://.*\n)*', text).end()
     return text[:head]+'#include "lib/stamp.cuh"\n'+text[head:]
 
@@ -41,14 +45,28 @@ def stamp_files(
     own = {'lib/pdl.cuh','lib/stamp.cuh'}
     for n in names:
         for f,t in Source(n).files.items():
-            p = Path(to)/f; p.parent.mkdir(parents=True, exist_ok=True)
+            p = Path(to)/f
+            p.parent.mkdir(parents=True, exist_ok=True)
             p.write_text(t if f in own else stamped(t, n if f==f'{n}.cu' else ''))
-    for f in own: shutil.copy(kernel_dir()/f, Path(to)/f)
-    if (e := kernel_dir()/'emulator').exists() and not (Path(to)/'emulator').exists(): shutil.copytree(e, Path(to)/'emulator')
+    for f in own:
+        shutil.copy(kernel_dir()/f, Path(to)/f)
+    if (
+            (e := kernel_dir()/'emulator').exists()
+            and not (Path(to)/'emulator').exists()
+    ):
+        shutil.copytree(e, Path(to)/'emulator')
 
 # %% ../../nbs/8_use/07_timeline.ipynb #cec88291
-def _read(w): return w[:,0].astype(np.int64)|w[:,1].astype(np.int64)<<32
-def clock_step(w)->int: "ns that the card's clock moves at a time, from what warps read"; g = np.unique(_read(w)); return int(np.gcd.reduce(np.diff(g))) if len(g)>1 else 1
+def _read(w):
+    return w[:,0].astype(
+        np.int64
+    )|w[:,1].astype(np.int64)<<32
+def clock_step(w)->int:
+    "ns that the card's clock moves at a time, from what warps read"
+    g = np.unique(_read(w))
+    return int(
+    np.gcd.reduce(np.diff(g))
+) if len(g)>1 else 1
 
 def clocks(
     w:np.ndarray, # [warps, 8] u32 as `lib/stamp.cuh` writes them
@@ -59,18 +77,36 @@ def clocks(
     step,g = clock_step(w),_read(w)
     g = (g-g.min()).astype(float)
     _,first,sm = np.unique(w[:,2], return_index=True, return_inverse=True)
-    u = (w[:,3]-w[first[sm],3]).view(np.int32).astype(float) # ticks of a multiprocessor, from its first warp's on
-    mean = lambda v: (np.bincount(sm, v)/np.bincount(sm))[sm]
+    u = (
+        w[:,3]-w[first[sm],3]
+    ).view(np.int32).astype(float) # ticks of a multiprocessor, from its first warp's on
+    def mean(v):
+        return (np.bincount(sm, v)/np.bincount(sm))[sm]
     du,dg = u-mean(u),g-mean(g)
     slope = (du@dg)/(du@du) if (du@du)>0 else 1.
     came = g.copy()
     if step>fine:
         for k in range(len(first)):
-            i = np.flatnonzero(sm==k); i = i[np.argsort(u[i])]; rest = g[i]-slope*u[i]; t = slope*u[i]
-            total,lo,hi = np.append(0, np.cumsum(rest)),np.searchsorted(t, t-near),np.searchsorted(t, t+near, 'right')
-            came[i] = slope*u[i]+(total[hi]-total[lo])/(hi-lo)
-    since = lambda k: (w[:,k]-w[:,3]).view(np.int32)*slope
-    return np.stack([came, *(np.where(w[:,k]==0, np.nan, came+since(k)) for k in range(4, 8))], 1)
+            i = np.flatnonzero(sm==k)
+            i = i[np.argsort(u[i])]
+            rest = g[i]-slope*u[i]
+            t = slope*u[i]
+            total = np.append(0, np.cumsum(rest))
+            lo = np.searchsorted(t, t-near)
+            hi = np.searchsorted(t, t+near, 'right')
+            came[i] = slope*u[i]+(
+                total[hi]-total[lo]
+            )/(hi-lo)
+    def since(k):
+        return (w[:,k]-w[:,3]).view(np.int32)*slope
+    return np.stack(
+        [came,
+         *(
+             np.where(
+                 w[:,k]==0, np.nan,
+                 came+since(k))
+             for k in range(4, 8))],
+        1)
 
 # %% ../../nbs/8_use/07_timeline.ipynb #681fb58d
 @dataclass
@@ -101,13 +137,32 @@ def spans(
     "What the launches of a step say about it"
     out,zero = [],min(np.nanmin(t[:,0]) for t in times)
     end = zero
-    for (n,g,b,args,*_),t,f in zip(calls, times, facts):
+    for (n,g,b,args,*_),t,f in zip(
+        calls, times, facts
+    ):
         came,let,asked,went,left = (t-end).T/1e3
         let = np.where(np.isnan(let), left, let)
-        waits = ~np.isnan(went); went,asked = (went[waits],asked[waits]) if waits.any() else (came,came)
-        w = next((a for k,a in zip(_params(Source(n).text, n), args) if k in ('w','uw')), None)
-        out.append(Span(n, '' if w is None else 'x'.join(map(str, w.shape)), int(np.prod(g)), int(np.prod(b)), *f, (end-zero)/1e3, float(np.median(came)),
-            float((came<0).mean()), float((asked<0).mean()), went.min(), went.max(), let.max(), left.max()))
+        waits = ~np.isnan(went)
+        went,asked = (
+            (went[waits],asked[waits])
+            if waits.any() else (came,came))
+        w = next(
+            (a
+             for k,a in zip(_params(Source(n).text, n), args)
+             if k in ('w','uw')),
+            None)
+        out.append(
+            Span(
+                n,
+                '' if w is None else 'x'.join(map(str, w.shape)),
+                int(np.prod(g)),
+                int(np.prod(b)), *f,
+                (end-zero)/1e3,
+                float(np.median(came)),
+                float((came<0).mean()),
+                float((asked<0).mean()),
+                went.min(), went.max(),
+                let.max(), left.max()))
         end = max(end, t[:,4].max())
     return out
 
@@ -118,8 +173,14 @@ def beside(
     multiprocessors:int=132,
 )->bool:
     "Can a block of `b` come in while a multiprocessor has its share of `a`? Hopper's numbers"
-    here,warps,each = min(a.fit, round(a.blocks/multiprocessors)),lambda s: -(-s.threads//128),lambda s: -(-s.registers//8)*256 # warps in a quarter, registers of one
-    return (here*warps(a)*each(a)+warps(b)*each(b)<=16384 and here*warps(a)+warps(b)<=16 and here*(a.shared+1024)+b.shared+1024<=228<<10)
+    # warps in a quarter, registers of one
+    here = min(a.fit, round(a.blocks/multiprocessors))
+    def warps(s): return -(-s.threads//128)
+    def each(s): return -(-s.registers//8)*256
+    return (
+        here*warps(a)*each(a)+warps(b)*each(b)<=16384
+        and here*warps(a)+warps(b)<=16
+        and here*(a.shared+1024)+b.shared+1024<=228<<10)
 
 # %% ../../nbs/8_use/07_timeline.ipynb #2090aa00
 def _facts(name, defines, grid, block, shared, card):
@@ -139,7 +200,11 @@ def _load(calls, card):
 def _memory(name, args, card, notes):
     "Memory for a stamped kernel's arguments, the last of which is where it writes"
     m = Arguments(''.join(_letter(a, name) for a in args)+'P')
-    m.fill([*(card.address(a) if _array(a) else 0 if a is None else a for a in args), notes])
+    m.fill([
+        *(
+            card.address(a) if _array(a) else 0 if a is None else a
+            for a in args),
+        notes])
     return m
 
 # %% ../../nbs/8_use/07_timeline.ipynb #27554cd1
@@ -166,27 +231,49 @@ def timeline(
     hint = '"atlas bench MODEL" measures the host'
     llm.device.need_card('A timeline is of a graphics card', hint)
     e,stepper = llm.engine,llm.engine.stepper
-    pretend(llm, batch, context, 64+2*replays); e.step(); e.step()
+    pretend(llm, batch, context, 64+2*replays)
+    e.step()
+    e.step()
     make_room(e, 20+replays)
     with stepper.here(), recording(launch=False, args=True) as r:
         stepper.body(stepper.last)
     us = graph_time(stepper)
     runs = _replays(stepper, r.calls, stepper.card, replays)
-    for s in list(e.scheduler.seqs): e.abort(s)
-    while e.has_work: e.step()
+    for s in list(e.scheduler.seqs):
+        e.abort(s)
+    while e.has_work:
+        e.step()
     e.land()
-    took,step,best = sorted(runs, key=lambda x: x[0])[len(runs)//2]
-    return Timeline(llm.name, llm.device.describe().split(', memory')[0], batch, context, us, took, step, llm.device.multiprocessors, best)
+    took,step,best = sorted(runs, key=lambda x: x[0])[
+        len(runs)//2]
+    return Timeline(
+        llm.name,
+        llm.device.describe().split(', memory')[0],
+        batch, context, us, took, step, llm.device.multiprocessors,
+        best)
 
 # %% ../../nbs/8_use/07_timeline.ipynb #0cc3a181
 def _replays(stepper, calls, card, n):
     "Length, step of the clock and spans of each of `n` runs of `calls` with stamps"
-    warps = [int(np.prod(_three(g)))*-(-int(np.prod(_three(b)))//32) for _,g,b,*_ in calls]
+    warps = [
+        int(np.prod(_three(g)))*-(
+            -int(np.prod(_three(b)))//32)
+        for _,g,b,*_ in calls]
     ends = np.cumsum(warps)
     with stepper.here():
-        ks,facts = _load(calls, card),[_facts(c[0], c[6], c[1], c[2], c[4], card) for c in calls]
-        notes = card.zeros((int(ends[-1]),8), 'uint32'); card.synchronize()
-        memory = [_memory(c[0], c[3], card, card.address(notes)+32*int(end-w)) for c,end,w in zip(calls, ends, warps)]
+        ks = _load(calls, card)
+        facts = [
+            _facts(
+                c[0], c[6], c[1],
+                c[2], c[4], card)
+            for c in calls]
+        notes = card.zeros((int(ends[-1]),8), 'uint32')
+        card.synchronize()
+        memory = [
+            _memory(
+                c[0], c[3], card,
+                card.address(notes)+32*int(end-w))
+            for c,end,w in zip(calls, ends, warps)]
         def go():
             for k,c,m in zip(ks, calls, memory):
                 grid,block = _three(c[1]),_three(c[2])
@@ -194,9 +281,12 @@ def _replays(stepper, calls, card, n):
         again,out = stepper.stream.captured(go),[]
         for _ in range(n):
             again()
-            w = card.download(notes); times = np.split(clocks(w), ends[:-1])
+            w = card.download(notes)
+            times = np.split(clocks(w), ends[:-1])
             s = spans(calls, times, facts)
-            out.append((s[-1].begun+s[-1].us, clock_step(w), s))
+            out.append((
+                s[-1].begun+s[-1].us,
+                clock_step(w), s))
     return out
 
 # %% ../../nbs/8_use/07_timeline.ipynb #cb8e6922
@@ -204,25 +294,53 @@ def _replays(stepper, calls, card, n):
 def kinds(self:Timeline)->list[tuple[Span,int]]:
     "Mean of the launches of each kind and how many there are, longest together first"
     groups = {}
-    for s in self.spans: groups.setdefault((s.kernel, s.what, s.blocks), []).append(s)
-    means = [(Span(*k[:2], k[2], *(getattr(g[0], n) for n in ('threads','registers','shared','fit')), *(float(np.mean([getattr(s, n) for s in g]))
-        for n in ('begun','came','early','ready','first','last','let','us'))), len(g)) for k,g in groups.items()]
+    for s in self.spans:
+        groups.setdefault((s.kernel, s.what, s.blocks), []).append(s)
+    means = [
+        (Span(
+             *k[:2], k[2],
+             *(
+                 getattr(g[0], n)
+                 for n in ('threads','registers','shared','fit')),
+             *(
+                 float(np.mean([getattr(s, n) for s in g]))
+                 for n in ('begun','came','early','ready','first','last','let','us'))),
+         len(g))
+        for k,g in groups.items()]
     return sorted(means, key=lambda m: -m[0].us*m[1])
 
 @patch
 def __str__(self:Timeline):
     "A line a kind: where it stands when the launch before it ends (0), and when it goes on"
-    rows = [f'{self.model} on {self.machine}: batch {self.batch}, context {self.context:,}; {self.us:.1f} us a step, {self.stamped_us:.1f} with stamps',
-        f'{"kernel":13} {"weights":>16} {"n":>3} {"us each":>8} {"us/step":>8} | {"came":>7} {"early":>6} {"ready":>6} {"first":>6} {"last":>6} {"ends":>6} {"let":>7} | {"grid":>5} {"thr":>4} {"regs":>4} {"KB":>5} {"fit":>3} {"next":>4}']
+    rows = [
+        f'{self.model} on {self.machine}: batch {self.batch}, context {self.context:,}; '
+        f'{self.us:.1f} us a step, {self.stamped_us:.1f} with stamps',
+        f'{"kernel":13} {"weights":>16} {"n":>3} {"us each":>8} {"us/step":>8} | {"came":>7} '
+        f'{"early":>6} {"ready":>6} {"first":>6} {"last":>6} {"ends":>6} {"let":>7} | '
+        f'{"grid":>5} {"thr":>4} {"regs":>4} {"KB":>5} {"fit":>3} {"next":>4}']
     room = {}
-    for a,b in zip(self.spans, self.spans[1:]): room.setdefault((a.kernel, a.what, a.blocks), set()).add(beside(a, b, self.multiprocessors))
+    for a,b in zip(self.spans, self.spans[1:]):
+        room.setdefault(
+            (a.kernel, a.what, a.blocks),
+            set()
+        ).add(beside(a, b, self.multiprocessors))
     for s,n in self.kinds():
-        rows.append(f'{s.kernel:13} {s.what:>16} {n:3} {s.us:8.2f} {s.us*n:8.1f} | {s.came:7.2f} {s.early:6.0%} {s.ready:6.0%} {s.first:6.2f} {s.last:6.2f} {s.us:6.2f} {s.let:7.2f} |'
-            f' {s.blocks:5} {s.threads:4} {s.registers:4} {s.shared/1024:5.1f} {s.fit:3} {"/".join("no yes".split()[i] for i in sorted(room.get((s.kernel, s.what, s.blocks), ()))):>4}')
-    total = lambda f: sum(map(f, self.spans))
+        rows.append(
+            f'{s.kernel:13} {s.what:>16} {n:3} {s.us:8.2f} {s.us*n:8.1f} | {s.came:7.2f} '
+            f'{s.early:6.0%} {s.ready:6.0%} {s.first:6.2f} {s.last:6.2f} {s.us:6.2f} '
+            f'{s.let:7.2f} |'
+            f' {s.blocks:5} {s.threads:4} {s.registers:4} {s.shared/1024:5.1f} {s.fit:3} '
+            f'{"/".join("no yes".split()[i] for i in sorted(room.get((s.kernel, s.what, s.blocks), ()))):>4}'
+        )
+    def total(f): return sum(map(f, self.spans))
     wrong = max(0., -min(s.first for s in self.spans[1:]))
-    rows.append(f'until a first warp goes on {total(lambda s: s.first):.1f} us, until the last {total(lambda s: s.last-s.first):.1f} more, from there to the end {total(lambda s: s.us-s.last):.1f}; '
-        f'{sum(s.early>.99 for s in self.spans)} of {len(self.spans)} launches were there before the one ahead had ended; the clock moves by {self.clock} ns and is wrong by up to {wrong:.2f} us')
+    rows.append(
+        f'until a first warp goes on {total(lambda s: s.first):.1f} us, until the last '
+        f'{total(lambda s: s.last-s.first):.1f} more, from there to the end '
+        f'{total(lambda s: s.us-s.last):.1f}; '
+        f'{sum(s.early>.99 for s in self.spans)} of {len(self.spans)} launches were there '
+        f'before the one ahead had ended; the clock moves by {self.clock} ns and is wrong by up '
+        f'to {wrong:.2f} us')
     return '\n'.join(rows)
 
 # %% ../../nbs/8_use/07_timeline.ipynb #1b424eb6
@@ -237,10 +355,15 @@ def plot(self:Timeline,
     zero = part[0].begun
     for i,s in enumerate(part):
         at = s.begun-zero
-        ax.barh(i, max(0., s.last-s.came), left=at+s.came, color='tab:blue', alpha=.3)
+        ax.barh(
+            i, max(0., s.last-s.came),
+            left=at+s.came, color='tab:blue', alpha=.3)
         ax.barh(i, s.us-s.first, left=at+s.first, color='tab:blue')
         ax.axvline(at+s.us, color='grey', lw=.4)
-    ax.set(yticks=range(len(part)), yticklabels=[f'{s.kernel} {s.what}'.strip() for s in part], xlabel='µs')
+    ax.set(
+        yticks=range(len(part)),
+        yticklabels=[f'{s.kernel} {s.what}'.strip() for s in part],
+        xlabel='µs')
     ax.invert_yaxis()
 
 # %% ../../nbs/8_use/07_timeline.ipynb #eb4b9671
@@ -250,9 +373,19 @@ def to_dict(self:Timeline,
     n:int|None=None, # so many; None: all
 )->dict:
     "For a file: some of the launches, and the table of all"
-    tidy = lambda s: {k: round(v, 3) if isinstance(v, float) else v for k,v in asdict(s).items()}
-    return asdict(replace(self, spans=[]))|dict(spans=[tidy(s) for s in self.spans[first:][:n]], table=str(self))
+    def tidy(s):
+        return {
+            k: round(v, 3) if isinstance(v, float) else v
+            for k,v in asdict(s).items()}
+    return asdict(replace(self, spans=[]))|dict(
+        spans=[tidy(s) for s in self.spans[first:][:n]],
+        table=str(self))
 
 def read_timeline(d:dict)->Timeline:
     "The launches that `to_dict` kept"
-    return Timeline(**{k:d[k] for k in ('model','machine','batch','context','us','stamped_us','clock')}, multiprocessors=d.get('multiprocessors', 132), spans=[Span(**s) for s in d['spans']])
+    return Timeline(
+        **{
+            k:d[k]
+            for k in ('model','machine','batch','context','us','stamped_us','clock')},
+        multiprocessors=d.get('multiprocessors', 132),
+        spans=[Span(**s) for s in d['spans']])

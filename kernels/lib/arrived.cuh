@@ -5,17 +5,21 @@
 __device__ __forceinline__ bool arrived_last(unsigned* count, unsigned blocks) {
     __shared__ bool last;
     __syncthreads();
-    if (blocks == 1) return true;
+    if (blocks == 1)
+        return true;
     if (!threadIdx.x) {
         unsigned came;
 #if defined(__CUDA_ARCH__)
         asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
-            : "=r"(came) : "l"(count) : "memory");
+                : "=r"(came)
+                : "l"(count)
+                : "memory");
 #else
         came = (*count)++;
 #endif
         last = came == blocks - 1;
-        if (last) *count = 0;
+        if (last)
+            *count = 0;
     }
     __syncthreads();
     return last;

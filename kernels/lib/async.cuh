@@ -1,11 +1,16 @@
 #pragma once
-// Copies from global to shared memory that run beside the thread (PTX cp.async): 16 bytes each, committed in groups, waited for by group.
+// Copies from global to shared memory that run beside the thread (PTX cp.async): 16 bytes each,
+// committed in groups, waited for by group.
 #ifndef ASKS_L2
-#define ASKS_L2 ""  // or ".L2::256B": what stands beside the 16 bytes comes to the L2 cache, too
+// or ".L2::256B": what stands beside the 16 bytes comes to the L2 cache, too
+#define ASKS_L2 ""
 #endif
 __device__ __forceinline__ void cp_async16(void* to, const void* from) {
 #if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                         (unsigned)__cvta_generic_to_shared(to)),
+            "l"(from)
+            : "memory");
 #else
     emu::copy(to, from, 16, true);
 #endif
@@ -14,8 +19,9 @@ __device__ __forceinline__ void cp_async16(void* to, const void* from) {
 __device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, bool on) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global" ASKS_L2 " [%0], [%1], 16, %2;"
-        :: "r"(at), "l"(from), "r"(on ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global" ASKS_L2 " [%0], [%1], 16, %2;" ::"r"(at),
+            "l"(from), "r"(on ? 16 : 0)
+            : "memory");
 #else
     emu::copy(to, from, 16, on);
 #endif
@@ -25,8 +31,14 @@ template <int N>
 __device__ __forceinline__ void cp_async_or_zero(void* to, const void* from, bool on) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
-    if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(on ? 16 : 0) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(at), "l"(from), "n"(N), "r"(on ? N : 0) : "memory");
+    if (N == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
+                "r"(on ? 16 : 0)
+                : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from),
+                "n"(N), "r"(on ? N : 0)
+                : "memory");
 #else
     emu::copy(to, from, N, on);
 #endif
@@ -41,7 +53,7 @@ __device__ __forceinline__ void cp_async_commit() {
 // Wait until at most the N newest groups are still under way.
 template <int N> __device__ __forceinline__ void cp_async_wait() {
 #if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #else
     emu::wait(N);
 #endif

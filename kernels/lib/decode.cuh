@@ -1,6 +1,6 @@
 #pragma once
-// Eight weights of one row as float32: columns 8v to 8v+7 of row `row` of a Packed matrix with C chunks a row. For tables and conversions; what multiplies
-// has its own ways (lib/fragment.cuh).
+// Eight weights of one row as float32: columns 8v to 8v+7 of row `row` of a Packed matrix with C
+// chunks a row. For tables and conversions; what multiplies has its own ways (lib/fragment.cuh).
 #include "lib/formats.cuh"
 
 template <class F> struct Decode {

@@ -1,7 +1,8 @@
 #pragma once
-// The gated delta rule (delta_step.cu, delta_wide.cu): o = exp(g) q.S + (q.k) d and S' = exp(g) S + k d with
-// d = beta (v - exp(g) k.S). Four warps have 32 columns of a head's state, a thread four columns of N rows.
-// Lengths of q and k are not in them yet. Orders of sums are written out here, once for all kernels.
+// The gated delta rule (delta_step.cu, delta_wide.cu): o = exp(g) q.S + (q.k) d and S' = exp(g) S +
+// k d with d = beta (v - exp(g) k.S). Four warps have 32 columns of a head's state, a thread four
+// columns of N rows. Lengths of q and k are not in them yet. Orders of sums are written out here,
+// once for all kernels.
 __device__ __forceinline__ float4 add4(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
@@ -9,18 +10,22 @@ __device__ __forceinline__ float4 add4(float4 a, float4 b) {
 template <int M> __device__ __forceinline__ void load(const float* p, float* v) {
     if (M % 4)
         #pragma unroll
-        for (int i = 0; i < M / 2; i++) *(float2*)(v + 2 * i) = *(const float2*)(p + 2 * i);
+        for (int i = 0; i < M / 2; i++)
+            *(float2*)(v + 2 * i) = *(const float2*)(p + 2 * i);
     else
         #pragma unroll
-        for (int i = 0; i < M / 4; i++) *(float4*)(v + 4 * i) = *(const float4*)(p + 4 * i);
+        for (int i = 0; i < M / 4; i++)
+            *(float4*)(v + 4 * i) = *(const float4*)(p + 4 * i);
 }
 
 template <int N> struct Columns {
     static constexpr int H = N < 4 ? N : 4;
     float4 S[N];
-    // Products with q and k from this thread's first row on. Lanes 8 apart have other rows of the same columns:
-    // each keeps half of what it has and sends the rest. In the end a warp's sums are in `sums`: k.S of 32 columns, q.S.
-    __device__ __forceinline__ void products(const float* q, const float* k, int lane, float* sums) const {
+    // Products with q and k from this thread's first row on. Lanes 8 apart have other rows of the
+    // same columns: each keeps half of what it has and sends the rest. In the end a warp's sums are
+    // in `sums`: k.S of 32 columns, q.S.
+    __device__ __forceinline__ void products(
+            const float* q, const float* k, int lane, float* sums) const {
         float4 kS = make_float4(0, 0, 0, 0), qS = kS;
         #pragma unroll
         for (int h = 0; h < N; h += H) {
@@ -40,7 +45,8 @@ template <int N> struct Columns {
         float t[4], s[2];
         #pragma unroll
         for (int m = 0; m < 4; m++)
-            t[m] = (hi ? (&qS.x)[m] : (&kS.x)[m]) + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
+            t[m] = (hi ? (&qS.x)[m] : (&kS.x)[m])
+                    + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
         #pragma unroll
         for (int m = 0; m < 2; m++)
             s[m] = (odd ? t[2 + m] : t[m]) + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
@@ -60,8 +66,11 @@ template <int N> struct Columns {
                 }
         }
     }
-    // Rows that are pending in the record (lib/late.cuh); this thread has four columns from `col` on
-    template <class R> __device__ __forceinline__ void take_pending(const R& record, int n, int row0, int col) {
+    // Rows that are pending in the record (lib/late.cuh); this thread has four columns from `col`
+    // on
+    template <class R>
+    __device__ __forceinline__ void take_pending(
+            const R& record, int n, int row0, int col) {
         #pragma unroll 1
         for (int i = 0; i < n; i++) {
             float d[4];
@@ -86,7 +95,8 @@ __device__ __forceinline__ float4 sum_of_cross(const float (*a)[4]) {
 struct Rule {
     float4 dot;  // q.k, q.q, k.k
     float eg, old, rate;
-    __device__ __forceinline__ Rule(float4 dot_, float beta, float eg_) : dot(dot_), eg(eg_) {
+    __device__ __forceinline__ Rule(float4 dot_, float beta, float eg_)
+        : dot(dot_), eg(eg_) {
         const float nk = rsqrtf(dot.z + 1e-6f);
         old = __fmul_rn(eg, nk);
         rate = __fmul_rn(beta, nk);
@@ -94,10 +104,12 @@ struct Rule {
     // What joins four columns, of their k.S
     __device__ __forceinline__ void change(float4 kS, float4 v, float (&d)[4]) const {
         #pragma unroll
-        for (int m = 0; m < 4; m++) d[m] = __fmul_rn(fmaf(-old, (&kS.x)[m], (&v.x)[m]), rate);
+        for (int m = 0; m < 4; m++)
+            d[m] = __fmul_rn(fmaf(-old, (&kS.x)[m], (&v.x)[m]), rate);
     }
     // What is read from them, times gain and gate; `ss`: its squares before that, over eight lanes
-    __device__ __forceinline__ float4 read(float4 qS, const float (&d)[4], float4 gain, float4 gate, float scale,
+    __device__ __forceinline__ float4 read(
+            float4 qS, const float (&d)[4], float4 gain, float4 gate, float scale,
             float& ss) const {
         const float nq = rsqrtf(dot.y + 1e-6f) * scale;
         float o[4];
@@ -109,7 +121,8 @@ struct Rule {
             o[m] = __fmul_rn(__fmul_rn(e, (&gain.x)[m]), (&gate.x)[m]);
         }
         #pragma unroll
-        for (int m = 4; m; m /= 2) ss += __shfl_xor_sync(~0u, ss, m);
+        for (int m = 4; m; m /= 2)
+            ss += __shfl_xor_sync(~0u, ss, m);
         return make_float4(o[0], o[1], o[2], o[3]);
     }
 };

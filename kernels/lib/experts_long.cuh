@@ -1,25 +1,33 @@
 #pragma once
 // experts.cu for rows so long that a warp has more than two units of each strip, and counts what
 // every unit costs. Addresses that depend on a lane alone are found once (Copies, Spots); sums of
-// some strips meet at once; scales and biases of a strip's rows go to a place of their team. For one
-// row, units of the second half are dealt out to all warps: teams would leave some without work.
-// The order of sums is that of lib/strips.cuh. What it needs is defined in experts.cu.
+// some strips meet at once; scales and biases of a strip's rows go to a place of their team. For
+// one row, units of the second half are dealt out to all warps: teams would leave some without
+// work. The order of sums is that of lib/strips.cuh. What it needs is defined in experts.cu.
 constexpr int KEEP = ROWS == 1 && WARPS <= 16 ? 2 : 1;  // for Copies and Spots
 // Of several rows, where rows are whole lines, registers do not suffice for it.
 constexpr bool RUNS = ROWS == 1 || (U::LINE % 128 && D::LINE % 128);
 // Are units of all strips of the second half dealt out to all warps, each a piece of the line? What
 // they find is added up when all have done. Teams would leave warps without work.
 constexpr bool SPREAD = MIXED && ROWS == 1 && SPAN <= 24;
-constexpr int DSTRIPS = (PICKS * (SPAN / 8) + 1) / 2, BLOCKS = (I + 127) / 128;
-template <bool> struct Fetched { typedef DShares S; };
-template <> struct Fetched<true> { typedef Whole<DShares> S; };
+constexpr int DSTRIPS = (PICKS * (SPAN / 8) + 1) / 2;
+constexpr int BLOCKS = (I + 127) / 128;
+template <bool> struct Fetched {
+    typedef DShares S;
+};
+template <> struct Fetched<true> {
+    typedef Whole<DShares> S;
+};
 typedef Fetched<SPREAD>::S DFetched;
 // Strips of the first half whose sums a team adds up at once: as many as need no more room; ONCE:
 // all. Sums of a batch are kept while those of the next are made.
-constexpr int FIT = ROWS == 1 ? 4 : MIXED ? 2 : 1, MEET = ROUNDS < FIT ? ROUNDS : FIT;
+constexpr int FIT = ROWS == 1 ? 4 : MIXED ? 2 : 1;
+constexpr int MEET = ROUNDS < FIT ? ROUNDS : FIT;
 constexpr bool ONCE = ROUNDS <= MEET;
-constexpr int USUMS = WARPS * 16 * MEET * ROWS, DSUMS = SPREAD ? 0 : WARPS * 16 * COLUMNS;
-constexpr int UALL = USUMS * (ONCE ? 1 : 2) + (ROWS == 1 ? DSUMS : 0);  // warps that are ALONE
+constexpr int USUMS = WARPS * 16 * MEET * ROWS;
+constexpr int DSUMS = SPREAD ? 0 : WARPS * 16 * COLUMNS;
+// warps that are ALONE
+constexpr int UALL = USUMS * (ONCE ? 1 : 2) + (ROWS == 1 ? DSUMS : 0);
 constexpr int SUMS = UALL > 2 * DSUMS ? UALL : 2 * DSUMS;
 // Scales and biases of so many strips' rows: of those that are added up, those that are made
 // meanwhile, and those on their way.
@@ -45,14 +53,15 @@ struct Shared : Found<SPREAD> {
     Table slots;
     int seen[ROWS > 1 ? E : 1];
 };
-static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+static_assert(
+        sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
 
 // What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
 template <class F> struct Bank {
     Bytes w, s;
     const float *scale, *bias;
     __device__ __forceinline__ Bank(Bytes w_, Bytes s_, const float* gs, const float* bias_)
-            : w(w_), s(s_), bias(bias_) {
+        : w(w_), s(s_), bias(bias_) {
         scale = RowScales<F>::IN_S ? (const float*)s_ : gs;
     }
 };
@@ -62,41 +71,53 @@ struct Next {
     int rest, step;
     int skip;  // rows between the strip's two parts, if it has any
     int tail;  // place of the next strip's scales and biases
-    template <class F, class S> __device__ __forceinline__ void first(const Bank<F>& of,
-            const Copies<F, S, KEEP, RUNS>& copies, unsigned row_, int share, int lane) {
+    template <class F, class S>
+    __device__ __forceinline__ void first(
+            const Bank<F>& of, const Copies<F, S, KEEP, RUNS>& copies, unsigned row_,
+            int share, int lane) {
         row = row_;
         w = of.w;
         s = of.s;
         copies.first(w, s, row, share, lane);
     }
-    template <class F, class S> __device__ __forceinline__ void two(const Bank<F>& of,
-            const Copies<F, S, KEEP, RUNS>& copies, unsigned row_, unsigned other, int share, int lane) {
+    template <class F, class S>
+    __device__ __forceinline__ void two(
+            const Bank<F>& of, const Copies<F, S, KEEP, RUNS>& copies, unsigned row_,
+            unsigned other, int share, int lane) {
         first(of, copies, row_, share, lane);
         skip = (int)(other - row_) - 8;
-        if (lane < 16) return;  // whose rows are the first eight
-        if (RUNS) w += (long long)skip * (int)F::LINE;
+        if (lane < 16)
+            return;  // whose rows are the first eight
+        if (RUNS)
+            w += (long long)skip * (int)F::LINE;
         s += (long long)(skip / 4) * (int)F::SLINE;
     }
     // True: that was the strip's last unit.
-    template <class F, class S, int REST, bool PARTED> __device__ __forceinline__ bool fetch(
-            const Copies<F, S, KEEP, RUNS>& copies, unsigned char* place, int share, int lane) {
+    template <class F, class S, int REST, bool PARTED>
+    __device__ __forceinline__ bool fetch(
+            const Copies<F, S, KEEP, RUNS>& copies, unsigned char* place, int share,
+            int lane) {
         const long long jump = PARTED && !RUNS ? (long long)skip * (int)F::LINE : 0;
         copies.fetch(place, w, s, REST ? REST : rest, step, share, lane, jump);
         w += S::SPLIT * F::LB;
         s += S::SPLIT * F::SB;
-        if (++step < S::of(share)) return false;
+        if (++step < S::of(share))
+            return false;
         step = 0;
         return true;
     }
     // Scales and biases of the strip's rows, for one of KEEP places
-    template <class F, int REST, bool PARTED, int KEEP> __device__ __forceinline__ void fetch_tail(
+    template <class F, int REST, bool PARTED, int KEEP>
+    __device__ __forceinline__ void fetch_tail(
             const Bank<F>& of, float (*tails)[32], int lane) {
         if (lane < 4) {
             float* const to = tails[tail] + lane * 4;
             const bool on = lane * 4 < (REST ? REST : rest);
             const unsigned from = row + lane * 4 + (PARTED && lane > 1 ? skip : 0);
-            if (of.scale) cp_async_or_zero<16>(to, of.scale + from, on);
-            if (of.bias) cp_async_or_zero<16>(to + 16, of.bias + from, on);
+            if (of.scale)
+                cp_async_or_zero<16>(to, of.scale + from, on);
+            if (of.bias)
+                cp_async_or_zero<16>(to + 16, of.bias + from, on);
         }
         tail = tail == KEEP - 1 ? 0 : tail + 1;
     }
@@ -112,23 +133,29 @@ __device__ __forceinline__ void long_rows(
         const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
         const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
         const float* __restrict__ ugs, const float* __restrict__ dgs,
-        const float* __restrict__ ubias, const float* __restrict__ dbias, const float* logits,
-        const float* __restrict__ correction, const float* __restrict__ per_expert,
-        const float* __restrict__ gain, const float* x, float* h, int* ids, float* weights,
-        const float* add, float* y, const unsigned char* later_w,
-        const unsigned char* later_s, float eps, float limit, float scaling, int ld, int rows,
-        int halves, int later_w16, int later_s16) {
+        const float* __restrict__ ubias, const float* __restrict__ dbias,
+        const float* logits, const float* __restrict__ correction,
+        const float* __restrict__ per_expert, const float* __restrict__ gain,
+        const float* x, float* h, int* ids, float* weights, const float* add, float* y,
+        const unsigned char* later_w, const unsigned char* later_s, float eps, float limit,
+        float scaling, int ld, int rows, int halves, int later_w16, int later_s16) {
     DYNAMIC_SHARED(Shared, sm);
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
+    const int lane = threadIdx.x % 32;
+    const int g = lane / 4;
+    const int t = lane % 4;
+    // the compiler learns: one for all
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
     const unsigned first = blockIdx.x + gridDim.x * (warp / USPLIT);
     const unsigned stride = gridDim.x * (WARPS / USPLIT);
-    const int base = blockIdx.x * SPAN, span = min(SPAN, K - base);  // the block's outputs
+    // the block's outputs
+    const int base = blockIdx.x * SPAN;
+    const int span = min(SPAN, K - base);
     constexpr unsigned NONE = ~0u;
     unsigned unit = halves & 1 ? first : NONE;  // the strip that is fetched next
     auto slots = [&]() -> unsigned { return ROWS == 1 ? PICKS : sm->slots.number; };
-    int place = 0, round = 0;  // of the unit that is multiplied next, which leaves it to another
+    // of the unit that is multiplied next, which leaves it to another
+    int place = 0, round = 0;
     const Bank<U> ubank(uw, us, ugs, ubias);
     const Copies<U, UShares, KEEP, RUNS> ucopies(ushare, lane);
     const Spots<U, KEEP> uspots(g, t);
@@ -137,14 +164,17 @@ __device__ __forceinline__ void long_rows(
     auto next_up = [&] {
         if (o.step == 0) {
             const unsigned slot = unit / STRIPS, from = unit % STRIPS * 16;
-            const unsigned e = SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot];
+            const unsigned e = SHARED && slot < sm->slots.FIRST ? E
+                                                                : sm->slots.expert[slot];
             o.first(ubank, ucopies, e * UROWS + from, ushare, lane);
             o.rest = UROWS - from;
         }
         constexpr int REST = UROWS % 16 ? 0 : 16;
-        if (o.fetch<U, UShares, REST, false>(ucopies, sm->ring[warp][place], ushare, lane)) {
+        if (o.fetch<U, UShares, REST, false>(
+                    ucopies, sm->ring[warp][place], ushare, lane)) {
             float (*const tails)[32] = sm->utail[warp / USPLIT];
-            if (!ushare) o.fetch_tail<U, REST, false, UKEEP>(ubank, tails, lane);
+            if (!ushare)
+                o.fetch_tail<U, REST, false, UKEEP>(ubank, tails, lane);
             unit += stride;
         }
     };
@@ -153,12 +183,17 @@ __device__ __forceinline__ void long_rows(
         place = DEEP == 2 ? 1 - place : place == DEEP - 1 ? 0 : place + 1;
     };
     sm->slots.clear(rows, THREADS);
-    for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS) sm->seen[i] = ROWS * TOP_K;
+    for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS)
+        sm->seen[i] = ROWS * TOP_K;
     int begun = 0;
     if (SHARED)  // needs no router
         #pragma unroll 1
-        for (; begun < DEEP && unit < STRIPS; begun++) { next_up(); forth(); }
-    if (!LATE) pdl_trigger();
+        for (; begun < DEEP && unit < STRIPS; begun++) {
+            next_up();
+            forth();
+        }
+    if (!LATE)
+        pdl_trigger();
     pdl_wait();
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
     if (picker < rows)
@@ -167,22 +202,26 @@ __device__ __forceinline__ void long_rows(
         stage_x(sm->in.x, sm->squares, x, gain, rows);
     __syncthreads();
     if (ROWS > 1) {
-        if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
+        if (!warp)
+            group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
         __syncthreads();
     }
     auto next = [&] {
-        if (unit < slots() * STRIPS) next_up();
+        if (unit < slots() * STRIPS)
+            next_up();
         forth();
     };
     #pragma unroll 1
-    for (; begun < DEEP; begun++) next();
+    for (; begun < DEEP; begun++)
+        next();
     if (halves & 1) {
         constexpr int TEAM = 32 * USPLIT, EACH = OUT * ROWS;
         constexpr int ITEMS = (MEET * EACH + TEAM - 1) / TEAM;
         if (NORM) {
             float sum = 0.f;
             #pragma unroll
-            for (int i = 0; i < PARTS; i++) sum += sm->squares[lane % ROWS][i];
+            for (int i = 0; i < PARTS; i++)
+                sum += sm->squares[lane % ROWS][i];
             sm->inverse[warp][lane % ROWS] = rsqrtf(fmaf(sum, 1.f / K, eps));
             __syncwarp();
         }
@@ -198,7 +237,8 @@ __device__ __forceinline__ void long_rows(
             for (; many < MEET && u < slots() * STRIPS; many++, u += stride) {
                 const int l = opaque(lane);
                 const uint4* at = sm->in.x.of(min(l / 4, ROWS - 1), ushare, l % 4);
-                const float* e = sm->in.x.e[max(0, min(l % 4 * 2, ROWS - 2))] + ushare * U::UNITS;
+                const float* e = sm->in.x.e[max(0, min(l % 4 * 2, ROWS - 2))]
+                        + ushare * U::UNITS;
                 float acc[4] = {};
                 #pragma unroll 1
                 for (int i = UShares::of(ushare); i; i--) {
@@ -220,11 +260,13 @@ __device__ __forceinline__ void long_rows(
             for (int i = 0; i < ITEMS; i++) {
                 const int item = mine + i * TEAM, m = item / EACH;
                 const int c = item / OUT % ROWS, r = item % OUT;
-                if (m >= many) break;
+                if (m >= many)
+                    break;
                 const unsigned strip = from + m * stride;
                 const unsigned slot = strip / STRIPS, o = strip % STRIPS * OUT + r;
                 const int entry = sm->slots.who[slot][c];
-                if (entry < 0 || o >= I) continue;
+                if (entry < 0 || o >= I)
+                    continue;
                 const int line = PAIR ? r / 2 * 4 + r % 2 : r;
                 const int kept = tail + m < UKEEP ? tail + m : tail + m - UKEEP;
                 const float* with = sm->utail[warp / USPLIT][kept];
@@ -234,7 +276,8 @@ __device__ __forceinline__ void long_rows(
                 for (int j = 0; j < 1 + PAIR; j++) {
                     const float scale = U::row_scale((Bytes)with, with, line + 2 * j);
                     const float more = ubias ? with[16 + line + 2 * j] : 0.f;
-                    v[j] = sum_parts<USPLIT>(part + m * WARPS + warp - ushare, line + 2 * j, c);
+                    v[j] = sum_parts<USPLIT>(
+                            part + m * WARPS + warp - ushare, line + 2 * j, c);
                     v[j] = fmaf(__fmul_rn(v[j], inv), scale, more);
                 }
                 give(h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], limit));
@@ -242,7 +285,8 @@ __device__ __forceinline__ void long_rows(
             tail = tail + many < UKEEP ? tail + many : tail + many - UKEEP;
         }
     }
-    if (!(halves & 2)) return;
+    if (!(halves & 2))
+        return;
     // of the second half, eights of its outputs for each expert, and strips
     const unsigned own = K % SPAN ? max(span, 0) / 8 : SPAN / 8;
     auto parts = [&] { return slots() * own; };
@@ -253,11 +297,15 @@ __device__ __forceinline__ void long_rows(
     const Bank<D> dbank(dw, ds, dgs, dbias);
     const Copies<D, DFetched, KEEP, RUNS> dcopies(SPREAD ? 0 : dshare, lane);
     const Spots<D, KEEP> dspots(g, t);
-    const unsigned piece = warp / 4 + warp % 4 * (WARPS / 4);  // quarters of a multiprocessor alike
-    const unsigned line_end = span > 0 ? piece_of(strips() * DShares::N, piece + 1, WARPS) : 0;
-    const unsigned line_begin = span > 0 ? piece_of(strips() * DShares::N, piece, WARPS) : 0;
+    // quarters of a multiprocessor alike
+    const unsigned piece = warp / 4 + warp % 4 * (WARPS / 4);
+    const unsigned line_end = span > 0 ? piece_of(strips() * DShares::N, piece + 1, WARPS)
+                                       : 0;
+    const unsigned line_begin = span > 0 ? piece_of(strips() * DShares::N, piece, WARPS)
+                                         : 0;
     const unsigned own_first = span > 0 ? warp / DSPLIT : NONE;
-    unsigned down = SPREAD ? line_begin : own_first;  // the strip, or unit, that is fetched next
+    // the strip, or unit, that is fetched next
+    unsigned down = SPREAD ? line_begin : own_first;
     o.step = SPREAD ? line_begin % DShares::N : 0;
     o.tail = 0;
     auto open_two = [&](Next& n, unsigned strip) {
@@ -279,18 +327,22 @@ __device__ __forceinline__ void long_rows(
         }
         constexpr int REST = !MIXED && (SPAN % 16 || K % SPAN) ? 0 : 16;
         unsigned char* const to = sm->ring[warp][place];
-        const bool last = o.fetch<D, DFetched, REST, MIXED>(dcopies, to, SPREAD ? 0 : dshare, lane);
-        if (SPREAD) down++;
+        const bool last = o.fetch<D, DFetched, REST, MIXED>(
+                dcopies, to, SPREAD ? 0 : dshare, lane);
+        if (SPREAD)
+            down++;
         else if (last) {
             float (*const tails)[32] = sm->dtail[warp / DSPLIT];
-            if (!dshare) o.fetch_tail<D, REST, MIXED, DKEEP>(dbank, tails, lane);
+            if (!dshare)
+                o.fetch_tail<D, REST, MIXED, DKEEP>(dbank, tails, lane);
             down += WARPS / DSPLIT;
         }
     };
     auto more_down = [&] { return down < (SPREAD ? line_end : strips()); };
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) {  // not before: others still wait for the first half's
-        if (more_down()) next_down();
+        if (more_down())
+            next_down();
         forth();
     }
     #pragma unroll 1
@@ -300,24 +352,34 @@ __device__ __forceinline__ void long_rows(
         open_two(n, i);
         n.fetch_tail<D, 16, true, 1>(dbank, sm->dtail[i], lane);
     }
-    if (LATE) pdl_trigger();
+    if (LATE)
+        pdl_trigger();
     if (picker < rows) {
         const float* const its = logits + (size_t)picker * ld;
-        weigh_row(sm->slots, picker, its, per_expert, scaling, lane, sm->share + picker * PICKS);
+        weigh_row(
+                sm->slots, picker, its, per_expert, scaling, lane,
+                sm->share + picker * PICKS);
     }
-    if (!APART) __syncthreads();  // before what is staged takes the place of x
+    if (!APART)
+        __syncthreads();  // before what is staged takes the place of x
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
     stage_h(sm->in.h, sm->slots, h, rows, [] {});
     // memory idles when a warp's values are there
     const int asks = blockIdx.x * THREADS + threadIdx.x;
-    if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
-    if (later_s) ahead(later_s, later_s16, asks, gridDim.x * THREADS);
-    if (ALONE) __syncwarp(); else __syncthreads();
+    if (later_w)
+        ahead(later_w, later_w16, asks, gridDim.x * THREADS);
+    if (later_s)
+        ahead(later_s, later_s16, asks, gridDim.x * THREADS);
+    if (ALONE)
+        __syncwarp();
+    else
+        __syncthreads();
     #pragma unroll 1
     for (unsigned i = line_begin; SPREAD && i < line_end;) {
-        const unsigned strip = i / DShares::N, to = min(line_end, (strip + 1) * DShares::N);
+        const unsigned strip = i / DShares::N;
+        const unsigned to = min(line_end, (strip + 1) * DShares::N);
         unsigned u = i % DShares::N;
         auto entry = [&](unsigned part) {
             return max(0, (int)sm->slots.who[min(part, parts() - 1) / own][0]);
@@ -330,11 +392,13 @@ __device__ __forceinline__ void long_rows(
             cp_async_wait<DEEP - 1>();
             __syncwarp();
             const unsigned char* const p = sm->ring[warp][place];
-            multiply_apart<D, H>(p, sm->found(strip) + u * D::UNITS, at, e, dspots, second, g, t);
+            multiply_apart<D, H>(
+                    p, sm->found(strip) + u * D::UNITS, at, e, dspots, second, g, t);
             at += 4 * D::UNITS;
             e += D::UNITS;
             __syncwarp();
-            if (more_down()) next_down();
+            if (more_down())
+                next_down();
             forth();
         }
     }
@@ -344,32 +408,41 @@ __device__ __forceinline__ void long_rows(
         __syncthreads();
     }
     #pragma unroll 1
-    for (unsigned i = threadIdx.x; SPREAD && span > 0 && i < strips() * 16 * DSPLIT; i += THREADS) {
-        const unsigned strip = i / (16 * DSPLIT), line = i / DSPLIT % 16, share = i % DSPLIT;
+    for (unsigned i = threadIdx.x; SPREAD && span > 0 && i < strips() * 16 * DSPLIT;
+            i += THREADS) {
+        const unsigned strip = i / (16 * DSPLIT);
+        const unsigned line = i / DSPLIT % 16;
+        const unsigned share = i % DSPLIT;
         float acc = 0.f;
         #pragma unroll
         for (int k = 0; k < DShares::MOST_OF * D::UNITS; k++) {
-            const unsigned block = (k / D::UNITS * DSPLIT + share) * D::UNITS + k % D::UNITS;
-            if (block >= BLOCKS) break;
+            const unsigned block = (k / D::UNITS * DSPLIT + share) * D::UNITS
+                    + k % D::UNITS;
+            if (block >= BLOCKS)
+                break;
             const float2 v = ((const float2*)sm->found(strip)[block])[line];
             acc = fmaf(v.x, v.y, acc);
         }
         float v = 0.f + acc;
-        if (DSPLIT > 1) v += __shfl_xor_sync(~0u, acc, 1);
+        if (DSPLIT > 1)
+            v += __shfl_xor_sync(~0u, acc, 1);
         const unsigned part = 2 * strip + line / 8;
-        if (share || part >= parts()) continue;
+        if (share || part >= parts())
+            continue;
         const float* with = sm->dtail[strip][0];
         const float more = dbias ? with[16 + line] : 0.f;
         const int to = sm->slots.who[part / own][0];
-        sm->done[to][part % own * 8 + line % 8] =
-            fmaf(v, D::row_scale((Bytes)with, with, line), more);
+        sm->done[to][part % own * 8 + line % 8] = fmaf(
+                v, D::row_scale((Bytes)with, with, line), more);
     }
-    constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
+    constexpr int TEAM = 32 * DSPLIT;
+    constexpr int ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     int tail = 0;
     const int short_at = KEEP < 2 && DShares::SHORT && dshare == DShares::LAST ? 1 : 0;
     round = 0;  // warps of a team may have had different numbers of strips
     #pragma unroll 1
-    for (unsigned u = SPREAD ? NONE : own_first; u < strips(); u += WARPS / DSPLIT, round ^= 1) {
+    for (unsigned u = SPREAD ? NONE : own_first; u < strips();
+            u += WARPS / DSPLIT, round ^= 1) {
         typedef float Sums[16][COLUMNS];
         Sums* const part = (Sums*)(sm->part + (ALONE ? SUMS - DSUMS : round * DSUMS));
         auto slot = [&](unsigned p) {  // of part p of the strip
@@ -394,7 +467,8 @@ __device__ __forceinline__ void long_rows(
             e0 += D::UNITS * DSPLIT;
             e1 += D::UNITS * DSPLIT;
             __syncwarp();
-            if (more_down()) next_down();
+            if (more_down())
+                next_down();
             forth();
         }
         put_part(part[warp], acc, g, t);
@@ -405,13 +479,15 @@ __device__ __forceinline__ void long_rows(
         const float more = dbias ? with[16 + line] : 0.f;
         tail = tail == DKEEP - 1 ? 0 : tail + 1;
         const unsigned eight = 2 * u + line / 8;
-        if (MIXED && eight >= parts()) continue;
+        if (MIXED && eight >= parts())
+            continue;
         const int o = MIXED ? eight % own * 8 + line % 8 : u % OWN * 16 + line;
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const int c = mine / 16 + i * (TEAM / 16);
             const int to = c < ROWS ? sm->slots.who[slot(line / 8)][c] : -1;
-            if (to < 0) continue;
+            if (to < 0)
+                continue;
             const int column = MIXED ? line / 8 * ROWS + c : c;
             const float v = sum_parts<DSPLIT>(part + warp - dshare, line, column);
             sm->done[to][o] = fmaf(v, scale, more);

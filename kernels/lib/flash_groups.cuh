@@ -2,10 +2,10 @@
 // Attention of a tile by warpgroups (Hopper): a group of four warps fetches pieces of keys and
 // values into a ring of stages, and a group for each head of the block multiplies them. The product
 // with the next keys is under way before the weights of these are made, and the one with values
-// while they are. Order of pieces in the ring: K0 K1 V0 K2 V1 ... Vn.
-// A piece lies as wgmma wants it: eight rows of 64 columns (128 bytes each, swizzled), then the same
-// rows' next 64; after all columns the next eight rows.
-// From a cache in fp16 a lane asks for eight rows at once, for all blocks of a team (lib/boxes.cuh).
+// while they are. Order of pieces in the ring: K0 K1 V0 K2 V1 ... Vn. A piece lies as wgmma wants
+// it: eight rows of 64 columns (128 bytes each, swizzled), then the same rows' next 64; after all
+// columns the next eight rows. From a cache in fp16 a lane asks for eight rows at once, for all
+// blocks of a team (lib/boxes.cuh).
 #include "lib/async.cuh"
 #include "lib/boxes.cuh"
 #include "lib/bulk.cuh"
@@ -24,20 +24,27 @@ constexpr bool BOXED = FORMAT == 3;
 // who multiply. A block of two groups that has its multiprocessor alone need not share them out.
 constexpr bool SHARED_OUT = GROUPS > 1 || SIDE > 1;
 constexpr int FIRST = 65536 / (THREADS * SIDE) / 8 * 8;
-static_assert(!SHARED_OUT || FEWER + GROUPS * MORE <= FIRST * (GROUPS + 1), "too many registers");
+static_assert(
+        !SHARED_OUT || FEWER + GROUPS * MORE <= FIRST * (GROUPS + 1), "too many registers");
 __device__ __forceinline__ void share_out(bool fetches) {
-    if (!SHARED_OUT) return;
-    if (fetches) wgmma_registers_down<FEWER>();
-    else wgmma_registers_up<MORE>();
+    if (!SHARED_OUT)
+        return;
+    if (fetches)
+        wgmma_registers_down<FEWER>();
+    else
+        wgmma_registers_up<MORE>();
 }
-constexpr int PIECE = KEYS * DIM * 2, ASKED = TILE * DIM * 2;  // bytes of a piece, of a head's rows
+// bytes of a piece, of a head's rows
+constexpr int PIECE = KEYS * DIM * 2, ASKED = TILE * DIM * 2;
 constexpr int CHUNKS = DIM / 8;  // of 16 bytes in a row
-constexpr int EIGHT = 8 * DIM * 2, BOXES = KEYS / 8;  // bytes of eight rows; such eights of a piece
+// bytes of eight rows; such eights of a piece
+constexpr int EIGHT = 8 * DIM * 2, BOXES = KEYS / 8;
 static_assert(KEYS <= 128, "a lane looks up a row of a quarter");
-static_assert(DIM % 64 == 0 && (CHUNKS % 32 == 0 || 32 % CHUNKS == 0), "columns come in 64, a row "
-    "is a warp's, or warps'");
+static_assert(
+        DIM % 64 == 0 && (CHUNKS % 32 == 0 || 32 % CHUNKS == 0),
+        "columns come in 64, a row "
+        "is a warp's, or warps'");
 static_assert(DB <= 256, "columns of one product");
-
 
 // Where chunk c of row r lies.
 __device__ __forceinline__ int chunk_at(int r, int c) {
@@ -49,8 +56,9 @@ struct Job {
     unsigned char *asked, *ring;
     Meeting *full, *empty;
     int start, hi, seen, begin, pieces, head;
-    __device__ __forceinline__ Job(unsigned char* room, int start, int hi, int window, int head)
-            : start(start), hi(hi), head(head) {
+    __device__ __forceinline__ Job(
+            unsigned char* room, int start, int hi, int window, int head)
+        : start(start), hi(hi), head(head) {
         seen = window ? max(0, start - window + 1) : 0;
         begin = seen / TILE * TILE;
         pieces = hi ? (start + hi - begin + KEYS - 1) / KEYS : 0;
@@ -64,7 +72,8 @@ struct Job {
             meet_ready();
         }
         __syncthreads();
-        if (TEAM > 1) team_sync();
+        if (TEAM > 1)
+            team_sync();
     }
 };
 
@@ -86,14 +95,17 @@ struct Boxes {
     }
     __device__ __forceinline__ void fetch(int row, const TensorMap& from) {
         meet_wait(job.empty + at.stage, at.parity ^ 1);
-        if (!lane) bulk_expect(job.full + at.stage, PIECE);
+        if (!lane)
+            bulk_expect(job.full + at.stage, PIECE);
         __syncwarp();
         unsigned char* const to = job.ring + at.stage * PIECE + box() * EIGHT;
-        if (box() < BOXES) box_copy<TEAM>(to, from, row, 0, job.head, job.full + at.stage);
+        if (box() < BOXES)
+            box_copy<TEAM>(to, from, row, 0, job.head, job.full + at.stage);
         at.next();
     }
     __device__ __forceinline__ void all(const TensorMap& k, const TensorMap& v) {
-        if (!job.pieces) return;
+        if (!job.pieces)
+            return;
         int now = locate(0);
         fetch(now, k);
         #pragma unroll 1
@@ -127,19 +139,27 @@ struct Origin {
 // he who asked for it turns it into them, while the next piece is on its way.
 struct Fetcher {
     static constexpr int ROWS = KEYS / 4;
-    static constexpr int UNITS = DIM / 16, STEP = 32 / UNITS;  // of sixteen elements; rows a turn
+    // of sixteen elements; rows a turn
+    static constexpr int UNITS = DIM / 16, STEP = 32 / UNITS;
     const Job& job;
-    const int *table, bs, kv, fresh, row0;  // fresh: position of the step's first row, its row0
+    // fresh: position of the step's first row, its row0
+    const int *table, bs, kv, fresh, row0;
     const int warp, lane;
     const float *k_scale, *v_scale;
     Place at;
-    struct { unsigned rows; float scale; int stage = -1; } asked;  // of the cache, not halves yet
+    // of the cache, not halves yet
+    struct {
+        unsigned rows;
+        float scale;
+        int stage = -1;
+    } asked;
     __device__ __forceinline__ Row locate(int i) const {
         const int p = job.begin + i * KEYS + warp * ROWS + lane;
         const bool on = lane < ROWS && p >= job.seen && p < job.start + job.hi;
         Row row = {0, p >= fresh, 0, __ballot_sync(~0u, on), 1.f, 1.f};
         row.own = __ballot_sync(~0u, row.mine);
-        if (!on) return row;
+        if (!on)
+            return row;
         row.at = row.mine ? row0 + p - job.start : table[p / bs] * bs + p % bs;
         row.at = row.at * kv + job.head;
         if (KV_CODED<FORMAT> && !row.mine) {
@@ -153,23 +173,32 @@ struct Fetcher {
         return job.ring + stage * PIECE + chunk_at(warp * ROWS + r, c);
     }
     // Unit u of the row `n` of the cache, as it is there
-    __device__ __forceinline__ void ask_unit(const Origin& from, int r, size_t n, int u) const {
+    __device__ __forceinline__ void ask_unit(
+            const Origin& from, int r, size_t n, int u) const {
         unsigned char* const to = place(at.stage, r, 2 * u + 1);
-        const unsigned char* p = from.pool + n * KV_BYTES<FORMAT, DIM> + u * KV_BYTES<FORMAT, 16>;
-        if (FORMAT == 0) cp_async16(place(at.stage, r, 2 * u), p);
-        if (FORMAT == 0) cp_async16(to, p + 16);
-        if (FORMAT == 1) cp_async16(to, p);
-        if (FORMAT == 2) cp_async_or_zero<8>(to, p, true);
-        if (FORMAT == 2) cp_async_or_zero<4>(to + 8, from.sub + n * UNITS + u / 4 * 4, true);
+        const unsigned char* p = from.pool + n * KV_BYTES<FORMAT, DIM>
+                + u * KV_BYTES<FORMAT, 16>;
+        if (FORMAT == 0)
+            cp_async16(place(at.stage, r, 2 * u), p);
+        if (FORMAT == 0)
+            cp_async16(to, p + 16);
+        if (FORMAT == 1)
+            cp_async16(to, p);
+        if (FORMAT == 2)
+            cp_async_or_zero<8>(to, p, true);
+        if (FORMAT == 2)
+            cp_async_or_zero<4>(to + 8, from.sub + n * UNITS + u / 4 * 4, true);
     }
     __device__ __forceinline__ void ask(const Row& row, const Origin& from) const {
         const int u = lane % UNITS;
         meet_wait(job.empty + at.stage, at.parity ^ 1);
         #pragma unroll 2
         for (int j = 0; j < ROWS; j += STEP) {
-            const int r = j + lane / UNITS, n = __shfl_sync(~0u, row.at, r);
+            const int r = j + lane / UNITS;
+            const int n = __shfl_sync(~0u, row.at, r);
             const bool on = row.on >> r & 1;
-            if (on && !(row.own >> r & 1)) ask_unit(from, r, n, u);
+            if (on && !(row.own >> r & 1))
+                ask_unit(from, r, n, u);
             else
                 for (int c = 2 * u; c < 2 * u + 2; c++) {
                     const __half* p = from.own + (size_t)n * DIM + c * 8;
@@ -179,10 +208,12 @@ struct Fetcher {
         cp_async_commit();
     }
     // The same unit, arrived
-    __device__ __forceinline__ void take_unit(KvUnit<FORMAT>& unit, int stage, int r, int u) const {
+    __device__ __forceinline__ void take_unit(
+            KvUnit<FORMAT>& unit, int stage, int r, int u) const {
         const uint4 last = *(const uint4*)place(stage, r, 2 * u + 1);
         unit.raw[0] = FORMAT == 0 ? *(const uint4*)place(stage, r, 2 * u) : last;
-        if (FORMAT == 0) unit.raw[FORMAT == 0] = last;
+        if (FORMAT == 0)
+            unit.raw[FORMAT == 0] = last;
         unit.sub = last.z >> u % 4 * 8;
     }
     __device__ __forceinline__ void widen() const {
@@ -191,7 +222,8 @@ struct Fetcher {
         for (int j = 0; j < ROWS; j += STEP) {
             const int r = j + lane / UNITS;
             const float f = __shfl_sync(~0u, asked.scale, r);
-            if (!(asked.rows >> r & 1)) continue;
+            if (!(asked.rows >> r & 1))
+                continue;
             KvUnit<FORMAT> unit;
             uint4 a, b;
             take_unit(unit, stage, r, u);
@@ -205,12 +237,14 @@ struct Fetcher {
     __device__ __forceinline__ void fetch(const Row& row, float scale, const Origin& from) {
         ask(row, from);
         cp_async_wait<1>();
-        if (asked.stage >= 0) widen();
+        if (asked.stage >= 0)
+            widen();
         asked = {row.on & ~row.own, scale, at.stage};
         at.next();
     }
     __device__ __forceinline__ void all(const Origin& k, const Origin& v) {
-        if (!job.pieces) return;
+        if (!job.pieces)
+            return;
         Row now = locate(0);
         fetch(now, now.key, k);
         #pragma unroll 1
@@ -228,7 +262,9 @@ struct Fetcher {
 
 // Weights of a piece from its scores, for the two rows of a thread.
 struct Softmax {
-    float top[2] = {NONE, NONE}, sum[2] = {}, shrink[2];
+    float top[2] = {NONE, NONE};
+    float sum[2] = {};
+    float shrink[2];
     float unit;
     __device__ __forceinline__ float row(float* s, int r) {
         float best = NONE;
@@ -259,7 +295,8 @@ struct Softmax {
     }
 };
 
-// What multiplies: the rows of one head, and all their columns of values, or the part'th DB of them.
+// What multiplies: the rows of one head, and all their columns of values, or the part'th DB of
+// them.
 struct Multiplier {
     const Job& job;
     const int rank, part;  // rank: of the head in the block
@@ -280,24 +317,27 @@ struct Multiplier {
     }
     __device__ __forceinline__ void head_sync() {
 #if defined(__CUDA_ARCH__)
-        asm volatile("bar.sync %0, %1;" :: "r"(1 + rank), "n"(128 * PARTS) : "memory");
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + rank), "n"(128 * PARTS) : "memory");
 #else
         emu::barrier(1 + rank, 128 * PARTS);
 #endif
     }
     __device__ __forceinline__ const unsigned char* arrived() {
         meet_wait(job.full + at.stage, at.parity);
-        if (!BOXED) wgmma_seen();
+        if (!BOXED)
+            wgmma_seen();
         return job.ring + at.stage * PIECE;
     }
     __device__ __forceinline__ void release(int stage) {
-        if (threadIdx.x % 32 < TEAM) meet_arrive_of<TEAM>(job.empty + stage, threadIdx.x % 32);
+        if (threadIdx.x % 32 < TEAM)
+            meet_arrive_of<TEAM>(job.empty + stage, threadIdx.x % 32);
     }
     // s = rows times keys; begun only
     __device__ __forceinline__ void scores() {
         const unsigned char* const keys = arrived();
         WgmmaMatrix a = wgmma_rows(job.asked + rank * ASKED, EIGHT);
-        if (PARTS > 1) a = wgmma_kept(a);  // or the 32 words after it take registers
+        if (PARTS > 1)
+            a = wgmma_kept(a);  // or the 32 words after it take registers
         const WgmmaMatrix b = wgmma_rows(keys, EIGHT);
         wgmma_own(s);
         wgmma_fence();
@@ -311,22 +351,27 @@ struct Multiplier {
     // o += weights times values; begun only
     __device__ __forceinline__ void values(int i) {
         const unsigned char* const mine = arrived() + part * (DB / 64) * 1024;
-        if (BOXED) blank(i);
+        if (BOXED)
+            blank(i);
         const WgmmaMatrix b = wgmma_columns(mine, 1024, EIGHT);
         wgmma_own(o);
         wgmma_fence();
         #pragma unroll
-        for (int e = 0; e < KEYS / 16; e++) wgmma<DB, true>(o, p[e], b + e * 2 * (EIGHT / 16), 1);
+        for (int e = 0; e < KEYS / 16; e++)
+            wgmma<DB, true>(o, p[e], b + e * 2 * (EIGHT / 16), 1);
         wgmma_commit();
     }
     // Values of rows that nobody sees may be anything, and no weight makes a NaN nothing: zeros.
     __device__ __forceinline__ void blank(int i) {
-        const int first = job.begin + i * KEYS, end = job.start + job.hi;
-        if (first >= job.seen && first + KEYS <= end) return;
+        const int first = job.begin + i * KEYS;
+        const int end = job.start + job.hi;
+        if (first >= job.seen && first + KEYS <= end)
+            return;
         unsigned char* const to = job.ring + at.stage * PIECE;
         for (int n = threadIdx.x % 128; n < KEYS * CHUNKS; n += 128) {
             const int p = first + n / CHUNKS;
-            if (p >= job.seen && p < end) continue;
+            if (p >= job.seen && p < end)
+                continue;
             *(uint4*)(to + chunk_at(n / CHUNKS, n % CHUNKS)) = make_uint4(0, 0, 0, 0);
         }
         wgmma_seen();
@@ -334,19 +379,23 @@ struct Multiplier {
     }
     __device__ __forceinline__ void mask(int i, int window) {
         const int first = job.begin + i * KEYS;
-        if (first + KEYS <= job.start + 1 && !(window && job.start + TILE > first + window)) return;
+        if (first + KEYS <= job.start + 1 && !(window && job.start + TILE > first + window))
+            return;
         const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
         #pragma unroll
         for (int n = 0; n < KEYS / 2; n++) {
             const int column = n / 4 * 8 + threadIdx.x % 4 * 2 + n % 2;
             const int gap = job.start + row + n % 4 / 2 * 8 - first - column;
-            if (gap < 0 || (window && gap >= window)) s[n] = NONE;
+            if (gap < 0 || (window && gap >= window))
+                s[n] = NONE;
         }
     }
     __device__ __forceinline__ void shrink(const float* f) {
-        if (__all_sync(~0u, f[0] == 1.f && f[1] == 1.f)) return;
+        if (__all_sync(~0u, f[0] == 1.f && f[1] == 1.f))
+            return;
         #pragma unroll
-        for (int n = 0; n < DB / 2; n++) o[n] *= f[n / 2 % 2];
+        for (int n = 0; n < DB / 2; n++)
+            o[n] *= f[n / 2 % 2];
     }
     __device__ __forceinline__ void pack() {
         #pragma unroll

@@ -7,42 +7,41 @@
 //   BY_ROW  has each row a float32 scale in `s`?
 //   TILE    have 128 columns?
 // As float32, eight codes that follow each other:
-//   floats(w, s, gs, row, C, v, a)
-//                        the v-th eight of a row of C chunks, with its scales
+//   floats(w, s, gs, row, C, v, a) the v-th eight of a row of C chunks, with its scales
 // As fp16 for a product of many rows. What a row has to be multiplied by afterwards is its `unit`
 // times UNITY, so that its largest fp16 numbers are large, whatever the format's range: nothing
 // overflows, and what underflows is below 2^-28 of the row's largest.
 //   aid(unit)            what `halves` wants to know of a row's unit
 //   unit(aid)            and back
-//   halves(w, s, t, aid, low, h)
-//                        the eight at `w` as four pairs. s: scales of row and chunk. t: which eight
-//                        of the chunk. low: what fp16 left of float32 weights
-//   piece(w, s, r, bytes, i)
-//                        of all of row r that its unit depends on, the i-th; -1 beyond the end.
+//   halves(w, s, t, aid, low, h) the eight at `w` as four pairs. s: scales of row and chunk. t:
+//                        which eight of the chunk. low: what fp16 left of float32 weights
+//   piece(w, s, r, bytes, i) of all of row r that its unit depends on, the i-th; -1 beyond the end.
 //                        Only where units are to be found (units.cu)
 //   unit_of(top)         the unit of a row whose largest piece is `top`
 // For products of few rows by tensor cores, 128 columns at a time (lib/fragment.cuh):
 //   TWO                  x as two planes of bf16, not one of fp16
 //   Pair                 where chunks have scales: those of two rows. read(p); factors(f): a Factor
-//                        for each row and each half of a chunk; scale(i): of the sums of row i,
-//                        if SCALED
+//                        for each row and each half of a chunk; scale(i): of the sums of row i, if
+//                        SCALED
 //   times(w, f, h)       there too: word `w` times its Factor as four pairs of fp16, in the order
 //                        of to_half8_crossed if CROSSED, else as they come
-//   row_scale(s, gs, row)
-//                        what the sums of a whole row are to be multiplied by
+//   row_scale(s, gs, row) what the sums of a whole row are to be multiplied by
 //   row_raw(s, gs, row)  what that reads: row_scale of one row makes of it the same
 //
 // Four bits: a chunk is 32 weights of one row: 16 bytes, and in NVFP4 two e4m3 scales (one for 16
 // weights).
-//   weights: uint4 [rows, K/32]. Word j of a chunk holds weights 8j..8j+7, byte i of it weights 8j+i (sign in bit 7, magnitude in bits 1-3)
-//            and 8j+4+i (sign in bit 0, magnitude in bits 4-6), so that a mask or a shift, and a byte permutation, make fp16 pairs of them:
-//            the three bits of an e2m1 magnitude, put in bits 9-11 of an fp16, are the same number times 2^-14, its subnormal included.
-//   scales:  uint2 [rows/4, K/32]. The two scales of rows 4q, 4q+1, 4q+2, 4q+3 side by side: a lane fetches those of four rows at once.
+//   weights: uint4 [rows, K/32]. Word j of a chunk holds weights 8j..8j+7, byte i of it weights
+//            8j+i (sign in bit 7, magnitude in bits 1-3) and 8j+4+i (sign in bit 0, magnitude in
+//            bits 4-6), so that a mask or a shift, and a byte permutation, make fp16 pairs of them:
+//            the three bits of an e2m1 magnitude, put in bits 9-11 of an fp16, are the same number
+//            times 2^-14, its subnormal included.
+//   scales:  uint2 [rows/4, K/32]. The two scales of rows 4q, 4q+1, 4q+2, 4q+3 side by side: a lane
+//            fetches those of four rows at once.
 // INT4 has codes q from 0 to 15 and a zero point z, and is (q - z) times a scale, which 32 weights
 //   share. Words in another order: the lower half has 8j, 8j+2, 8j+4, 8j+6 from its lowest bits on,
-//   the upper half the weights after these, so that a mask leaves a pair. A code in the lowest bits
-//   of the fp16 1024 makes it 1024 + q, four bits higher 1024 + 16q, and q - z is a subtraction or
-//   a multiply-add, exact.
+//        the upper half the weights after these, so that a mask leaves a pair. A code in the lowest
+//        bits of the fp16 1024 makes it 1024 + q, four bits higher 1024 + 16q, and q - z is a
+//        subtraction or a multiply-add, exact.
 //   scales:  uint4 [rows/4, K/32]. Of each of four rows the fp16 scale, in the lower half, and z,
 //            so that zeros stand for zeros. A row's power of two (`gs`) brings its largest scale
 //            into [2^11, 2^12).
@@ -50,9 +49,7 @@
 #include "lib/stage.cuh"
 
 typedef const unsigned char* Bytes;
-#define EACH_FORMAT(X) \
-    X(nvfp4) X(mxfp4) X(int4) X(fp8) \
-    X(fp8_tiled) X(bf16) X(f16) X(f32)
+#define EACH_FORMAT(X) X(nvfp4) X(mxfp4) X(int4) X(fp8) X(fp8_tiled) X(bf16) X(f16) X(f32)
 
 __device__ __forceinline__ void halves_to_floats(const unsigned* h, float f, float* a) {
     #pragma unroll
@@ -69,7 +66,9 @@ __device__ __forceinline__ const T& eight(Bytes w, size_t row, int C, int v) {
 }
 __device__ __forceinline__ const unsigned& word(const uint4& v, int i) { return (&v.x)[i]; }
 __device__ __forceinline__ float bf16_low(unsigned v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float bf16_high(unsigned v) { return __uint_as_float(v & 0xFFFF0000u); }
+__device__ __forceinline__ float bf16_high(unsigned v) {
+    return __uint_as_float(v & 0xFFFF0000u);
+}
 
 __device__ __forceinline__ void multiply_pairs(unsigned* h, __half2 f) {
     #pragma unroll
@@ -83,13 +82,18 @@ struct itself {
     static __device__ __forceinline__ float unit(float aid) { return aid; }
 };
 struct inverse {  // of a power of two
-    static __device__ __forceinline__ float aid(float unit) { return __uint_as_float((254u - (__float_as_uint(unit) >> 23)) << 23); }
+    static __device__ __forceinline__ float aid(float unit) {
+        return __uint_as_float((254u - (__float_as_uint(unit) >> 23)) << 23);
+    }
     static __device__ __forceinline__ float unit(float aid) { return inverse::aid(aid); }
 };
 
 struct e2m1 {  // what nvfp4 and mxfp4 share
     static constexpr int CHUNK = 16;
-    static constexpr bool BY_ROW = false, TILE = false, TWO = false, CROSSED = true;
+    static constexpr bool BY_ROW = false;
+    static constexpr bool TILE = false;
+    static constexpr bool TWO = false;
+    static constexpr bool CROSSED = true;
     typedef __half2 Factor;
     static __device__ __forceinline__ void times(unsigned w, float f, float* a) {
         unsigned h[4];
@@ -106,13 +110,15 @@ struct nvfp4 : e2m1, itself {
     static constexpr float UNITY = 16384.f;
     static __device__ __forceinline__ void floats(
             Bytes w, Bytes s, const float* gs, size_t row, int C, int v, float* a) {
-        const unsigned char scale = s[((row / 4 * C + v / 4) * 4 + row % 4) * 2 + v % 4 / 2];
+        const unsigned char scale =
+                s[((row / 4 * C + v / 4) * 4 + row % 4) * 2 + v % 4 / 2];
         const float2 f = __half22float2(half2_from(e4m3_halves(scale)));
         const unsigned codes = eight<unsigned>(w, row, C, v);
         times(codes, __fmul_rn(f.x, gs[row]), a);
     }
     // times 2^-14 of the block's e4m3 scale: at most .17, exact, a multiple of 2^-24
-    static __device__ __forceinline__ void halves(unsigned codes, unsigned scale, unsigned* h) {
+    static __device__ __forceinline__ void halves(
+            unsigned codes, unsigned scale, unsigned* h) {
         e2m1_pairs(codes, half2_from(e4m3_halves(scale * 0x101u)), h);
     }
     static __device__ __forceinline__ void halves(
@@ -149,7 +155,8 @@ __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
     return max(a & 0xFFFFu, b & 0xFFFFu) | max(a >> 16, b >> 16) << 16;
 #endif
 }
-// The greater number, as one instruction: of a shifted one compilers make a comparison and a choice.
+// The greater number, as one instruction: of a shifted one compilers make a comparison and a
+// choice.
 __device__ __forceinline__ unsigned greater(unsigned a, unsigned b) {
 #if defined(__CUDA_ARCH__)
     unsigned v;
@@ -186,7 +193,8 @@ struct mxfp4 : e2m1 {
     }
     static __device__ float piece(Bytes, Bytes s, int r, int bytes, int i) {
         const int chunks = bytes / 16;
-        if (i >= chunks) return -1.f;
+        if (i >= chunks)
+            return -1.f;
         return s[((size_t)(r / 4) * chunks + i) * 4 + r % 4];
     }
     static __device__ __forceinline__ float unit_of(float top) {
@@ -196,7 +204,8 @@ struct mxfp4 : e2m1 {
     struct Pair {
         static constexpr bool SCALED = true;
         unsigned s, top;  // of both rows, 16 bits each
-        __device__ __forceinline__ void read(Bytes p) {  // and the largest of the four chunks'
+        __device__ __forceinline__ void read(Bytes p) {
+            // and the largest of the four chunks'
             s = __byte_perm(*(const unsigned short*)p, 0, 0x4140);
             top = larger(s, __shfl_xor_sync(~0u, s, 1));
             top = larger(top, __shfl_xor_sync(~0u, top, 2));
@@ -210,14 +219,21 @@ struct mxfp4 : e2m1 {
             return __uint_as_float(greater(top >> (16 * i) << 23, 0x00400000u));
         }
     };
-    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
-    static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) { return 1.f; }
+    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) {
+        return 1.f;
+    }
+    static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) {
+        return 1.f;
+    }
 };
 
 struct int4 : itself {
     static constexpr int CHUNK = 16, SCALE = 4;
     static constexpr float UNITY = 1.f;
-    static constexpr bool BY_ROW = false, TILE = false, TWO = false, CROSSED = false;
+    static constexpr bool BY_ROW = false;
+    static constexpr bool TILE = false;
+    static constexpr bool TWO = false;
+    static constexpr bool CROSSED = false;
     typedef unsigned Factor;  // scale and z
     static __device__ __forceinline__ float scale(Factor f) {
         return __half22float2(half2_from(f)).x;
@@ -327,8 +343,12 @@ template <bool BF16> struct sixteen {
     static constexpr int CHUNK = 64, SCALE = 0;
     static constexpr float UNITY = 1.f;
     static constexpr bool BY_ROW = false, TILE = false, TWO = BF16;
-    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
-    static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) { return 1.f; }
+    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) {
+        return 1.f;
+    }
+    static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) {
+        return 1.f;
+    }
 };
 struct bf16 : sixteen<true>, inverse {
     static __device__ __forceinline__ void floats(
@@ -351,10 +371,13 @@ struct bf16 : sixteen<true>, inverse {
         }
     }
     static __device__ float piece(Bytes w, Bytes, int, int bytes, int i) {
-        if (i >= bytes / 2) return -1.f;
+        if (i >= bytes / 2)
+            return -1.f;
         return fabsf(bf16_low(((const unsigned short*)w)[i]));
     }
-    static __device__ __forceinline__ float unit_of(float top) { return chunk_scale(top).y; }
+    static __device__ __forceinline__ float unit_of(float top) {
+        return chunk_scale(top).y;
+    }
 };
 struct f16 : sixteen<false>, itself {
     static __device__ __forceinline__ void floats(
@@ -391,8 +414,14 @@ struct f32 : inverse {
     static __device__ float piece(Bytes w, Bytes, int, int bytes, int i) {
         return i < bytes / 4 ? fabsf(((const float*)w)[i]) : -1.f;
     }
-    static __device__ __forceinline__ float unit_of(float top) { return chunk_scale(top).y; }
-    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
-    static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) { return 1.f; }
+    static __device__ __forceinline__ float unit_of(float top) {
+        return chunk_scale(top).y;
+    }
+    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) {
+        return 1.f;
+    }
+    static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) {
+        return 1.f;
+    }
 };
 }  // namespace formats

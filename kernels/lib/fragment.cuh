@@ -1,36 +1,64 @@
 #pragma once
-// Sixteen rows of weights, 128 columns of them at a time, times up to eight rows of x by tensor cores: a row's result is the same whatever the other rows are.
-// Lane l, with g = l/4 and t = l%4, holds rows 2g and 2g+1 of the sixteen: rows g and g+8 of the tensor core's A. Which of the 128 columns stand where in A is
-// free as long as B agrees, so each lane reads sixteen bytes that lie together, and never exchanges any. A warp copies a unit of weights at a time to shared
-// memory, whole lines of 128 bytes or more of each row; a unit is UNITS times 128 columns.
-//   first(w, s, row, u, l)        where what lane l copies of unit u of rows `row`.. begins, weights and scales; a unit on is LB and SB bytes on, four rows on 4*LINE and SLINE
-//   fetch(at, w, s, rows, u, l)   copy the unit to `at`, of which `rows` rows are there; zeros for columns beyond the end. `jump`: bytes between its upper and lower eight rows
+// Sixteen rows of weights, 128 columns of them at a time, times up to eight rows of x by tensor
+// cores: a row's result is the same whatever the other rows are. Lane l, with g = l/4 and t = l%4,
+// holds rows 2g and 2g+1 of the sixteen: rows g and g+8 of the tensor core's A. Which of the 128
+// columns stand where in A is free as long as B agrees, so each lane reads sixteen bytes that lie
+// together, and never exchanges any. A warp copies a unit of weights at a time to shared memory,
+// whole lines of 128 bytes or more of each row; a unit is UNITS times 128 columns.
+//   first(w, s, row, u, l)        where what lane l copies of unit u of rows `row`.. begins,
+//                                 weights and scales; a unit on is LB and SB bytes on, four rows on
+//                                 4*LINE and SLINE
+//   fetch(at, w, s, rows, u, l)   copy the unit to `at`, of which `rows` rows are there; zeros for
+//                                 columns beyond the end. `jump`: bytes between its upper and lower
+//                                 eight rows
 //   read(at, b, g, t)             128 columns, the b-th of the unit, in registers
 //   aids(f)                       what `piece` wants to know of the block
 //   piece(f, i, a)                the i-th quarter of the block's columns, as registers of A
-//   times(d, a, x, low)           d[0] + d[1] += rows 2g (two of four), 2g+1 times columns 2t, 2t+1 of B; of these the lane's sixteen bytes, and of TWO planes those of the lower
-//   dot(d, x)                     all four; `x`: own(t) further than this block of row g of x (Staged)
-//   put(x, r, e, v)               v, which are columns 8e.. of row r of eight, where lanes find them side by side: lane l the i-th sixteen bytes in x[32*i + l]
+//   times(d, a, x, low)           d[0] + d[1] += rows 2g (two of four), 2g+1 times columns 2t, 2t+1
+//                                 of B; of these the lane's sixteen bytes, and of TWO planes those
+//                                 of the lower
+//   dot(d, x)                     all four; `x`: own(t) further than this block of row g of x
+//                                 (Staged)
+//   put(x, r, e, v)               v, which are columns 8e.. of row r of eight, where lanes find
+//                                 them side by side: lane l the i-th sixteen bytes in x[32*i + l]
 //   place(r, e)                   where: i of x[i]; of formats with one plane
-//   scale(i)                      what the sums of row 2g+i of this block are to be multiplied by, if SCALED
-//   row_scale(s, gs, row)         and those of a whole row; row_raw what that reads (lib/formats.cuh)
+//   scale(i)                      what the sums of row 2g+i of this block are to be multiplied by,
+//                                 if SCALED
+//   row_scale(s, gs, row)         and those of a whole row; row_raw what that reads
+//                                 (lib/formats.cuh)
 // CROSSED: x in the order of to_half8_crossed.
 // A NaN among x stays in its own row.
 #include "lib/async.cuh"
 #include "lib/formats.cuh"
 #include "lib/mma.cuh"
 
-// LB bytes of each of 16 rows in shared memory, copied by a warp 512 bytes at a time. Sixteens of bytes are exchanged by fours so that reads have no bank conflicts.
+// LB bytes of each of 16 rows in shared memory, copied by a warp 512 bytes at a time. Sixteens of
+// bytes are exchanged by fours so that reads have no bank conflicts.
 template <int LB, unsigned LINE> struct Lines {
-    static constexpr int BYTES = 16 * LB, PER = LB / 16, AT_ONCE = 512 / LB;
-    static __device__ __forceinline__ int place(int row, int c) { return row * LB + (c ^ row / 2 % 2 * 4) * 16; }
-    static __device__ __forceinline__ const unsigned char* first(const unsigned char* w, size_t row, int u, int l) { return w + (row + l / PER) * LINE + u * LB + l % PER * 16; }
-    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, int rows, int u, int l, long long jump) {
+    static constexpr int BYTES = 16 * LB;
+    static constexpr int PER = LB / 16;
+    static constexpr int AT_ONCE = 512 / LB;
+    static __device__ __forceinline__ int place(int row, int c) {
+        return row * LB + (c ^ row / 2 % 2 * 4) * 16;
+    }
+    static __device__ __forceinline__ const unsigned char* first(
+            const unsigned char* w, size_t row, int u, int l) {
+        return w + (row + l / PER) * LINE + u * LB + l % PER * 16;
+    }
+    static __device__ __forceinline__ void fetch(
+            unsigned char* at, const unsigned char* p, int rows, int u, int l,
+            long long jump) {
         const bool in = LINE % LB == 0 || u * PER + l % PER < LINE / 16;
         #pragma unroll
-        for (int i = 0; i < 16 / AT_ONCE; i++) cp_async16_or_zero(at + place(i * AT_ONCE + l / PER, l % PER), p + i * AT_ONCE * LINE + (i * AT_ONCE < 8 ? 0 : jump), in && i * AT_ONCE < rows);
+        for (int i = 0; i < 16 / AT_ONCE; i++)
+            cp_async16_or_zero(
+                    at + place(i * AT_ONCE + l / PER, l % PER),
+                    p + i * AT_ONCE * LINE + (i * AT_ONCE < 8 ? 0 : jump),
+                    in && i * AT_ONCE < rows);
     }
-    static __device__ __forceinline__ uint4 get(const unsigned char* at, int row, int c) { return *(const uint4*)(at + place(row, c)); }
+    static __device__ __forceinline__ uint4 get(const unsigned char* at, int row, int c) {
+        return *(const uint4*)(at + place(row, c));
+    }
 };
 
 // Eight numbers as bf16, and as bf16 what that left of them.
@@ -47,45 +75,64 @@ __device__ __forceinline__ void split8(const float* v, uint4& high, uint4& low) 
     }
 }
 
-// Rows of x in shared memory, for F and CP chunks: eights of 16 bits each, eight i of chunk c of row r in at[r*LDR + i*LD + c]; no bank conflicts, neither when
-// written nor when read. F::TWO: two planes of bf16; else fp16 times a power of two for each 128 that brings the largest magnitude into [2^14, 2^15).
+// Rows of x in shared memory, for F and CP chunks: eights of 16 bits each, eight i of chunk c of
+// row r in at[r*LDR + i*LD + c]; no bank conflicts, neither when written nor when read. F::TWO: two
+// planes of bf16; else fp16 times a power of two for each 128 that brings the largest magnitude
+// into [2^14, 2^15).
 template <class F, int CP> struct Staged {
     static_assert(CP % 8 == 0, "a warp stages eight chunks");
-    static constexpr int LD = CP + 2, LDR = 4 * LD + (8 + F::SKEW - 4 * LD % 8) % 8, PLANES = F::TWO ? 2 : 1;
+    static constexpr int LD = CP + 2;
+    static constexpr int LDR = 4 * LD + (8 + F::SKEW - 4 * LD % 8) % 8;
+    static constexpr int PLANES = F::TWO ? 2 : 1;
 };
 
-// acc += the two sums of a block, times f.x and f.y: what columns 2t, 2t+1 of B are to be multiplied by.
-template <class F> __device__ __forceinline__ void fold(const F& q, float* acc, const float (*d)[4], float2 f) {
+// acc += the two sums of a block, times f.x and f.y: what columns 2t, 2t+1 of B are to be
+// multiplied by.
+template <class F>
+__device__ __forceinline__ void fold(
+        const F& q, float* acc, const float (*d)[4], float2 f) {
     #pragma unroll
     for (int j = 0; j < 2; j++) {
         const float by = j ? f.y : f.x;
-        acc[j] = fmaf(d[0][j] + d[1][j], F::SCALED ? __fmul_rn(by, q.scale(0)) : by, acc[j]);
-        acc[2 + j] = fmaf(d[0][2 + j] + d[1][2 + j],
-            F::SCALED ? __fmul_rn(by, q.scale(1)) : by, acc[2 + j]);
+        acc[j] = fmaf(
+                d[0][j] + d[1][j], F::SCALED ? __fmul_rn(by, q.scale(0)) : by, acc[j]);
+        acc[2 + j] = fmaf(
+                d[0][2 + j] + d[1][2 + j], F::SCALED ? __fmul_rn(by, q.scale(1)) : by,
+                acc[2 + j]);
     }
 }
-// acc += a block of W times its columns of up to R rows of x, in two sums that do not wait for each other.
-template <class F, int R, int LD, int PLANE> __device__ __forceinline__ void add(const F& q, float* acc, const uint4* x, const float* e, int t) {
+// acc += a block of W times its columns of up to R rows of x, in two sums that do not wait for each
+// other.
+template <class F, int R, int LD, int PLANE>
+__device__ __forceinline__ void add(
+        const F& q, float* acc, const uint4* x, const float* e, int t) {
     float d[2][4] = {};
     q.template dot<LD, PLANE>(d, x);
     #pragma unroll
     for (int j = 0; j < 2; j++) {
         const float f = F::TWO ? 1.f : e[min(2 * t + j, R - 1)];
         acc[j] = fmaf(d[0][j] + d[1][j], F::SCALED ? __fmul_rn(f, q.scale(0)) : f, acc[j]);
-        acc[2 + j] = fmaf(d[0][2 + j] + d[1][2 + j], F::SCALED ? __fmul_rn(f, q.scale(1)) : f, acc[2 + j]);
+        acc[2 + j] = fmaf(
+                d[0][2 + j] + d[1][2 + j], F::SCALED ? __fmul_rn(f, q.scale(1)) : f,
+                acc[2 + j]);
     }
 }
 
-// The same, where the first `have` quarters of the block's columns are registers of A already; of formats of four bits.
-template <class F, int R, int LD> __device__ __forceinline__ void add_made(
-        const F& q, int have, const unsigned (*made)[8], float* acc, const uint4* x, const float* e, int t) {
+// The same, where the first `have` quarters of the block's columns are registers of A already; of
+// formats of four bits.
+template <class F, int R, int LD>
+__device__ __forceinline__ void add_made(
+        const F& q, int have, const unsigned (*made)[8], float* acc, const uint4* x,
+        const float* e, int t) {
     float d[2][4] = {};
     typename F::Aids f;
-    if (have < 4) q.aids(f);
+    if (have < 4)
+        q.aids(f);
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         unsigned a[F::LENGTH];
-        if (i >= have) q.piece(f, i, a);
+        if (i >= have)
+            q.piece(f, i, a);
         F::times(d, i < have ? made[i] : a, x[i * LD], x[i * LD]);
     }
     fold(q, acc, d, make_float2(e[min(2 * t, R - 1)], e[min(2 * t + 1, R - 1)]));
@@ -97,7 +144,8 @@ template <class F, int C> struct Unit {
     static constexpr int SKEW = F::CHUNK < 64 ? 64 / F::CHUNK : 1;
     static constexpr int UNITS = F::CHUNK < 32 ? 32 / F::CHUNK : 1;
     static constexpr int KB = (C + 3) / 4;
-    static constexpr int FOUR = 4 * F::SCALE;  // bytes of the scales of four rows and a chunk
+    // bytes of the scales of four rows and a chunk
+    static constexpr int FOUR = 4 * F::SCALE;
     static constexpr int LB = 4 * UNITS * F::CHUNK;
     static constexpr int SB = F::TILE ? 4 : 4 * UNITS * FOUR;
     static constexpr int BYTES = 16 * LB + 16 * UNITS * FOUR + 64 * F::TILE;
@@ -116,24 +164,31 @@ template <class F, int C> struct Unit {
     static __device__ __forceinline__ int copied(int l) {
         return F::SCALE == 1 ? L::BYTES + l * 4 : place(l / 8, l % 8);
     }
-    static __device__ __forceinline__ void first(Bytes& p, Bytes& q, size_t row, int u, int l) {
+    static __device__ __forceinline__ void first(
+            Bytes& p, Bytes& q, size_t row, int u, int l) {
         p = L::first(p, row, u, l);
-        if (F::SCALE) q += (row / 4 + l / 8) * SLINE + u * SB + l % 8 * FOUR;
-        if (F::TILE) q += ((row + l % 16) * KB + u) * 4;
+        if (F::SCALE)
+            q += (row / 4 + l / 8) * SLINE + u * SB + l % 8 * FOUR;
+        if (F::TILE)
+            q += ((row + l % 16) * KB + u) * 4;
     }
     static __device__ __forceinline__ void fetch(
-            unsigned char* at, Bytes p, Bytes q, int rows, int u, int l, long long jump = 0) {
+            unsigned char* at, Bytes p, Bytes q, int rows, int u, int l,
+            long long jump = 0) {
         L::fetch(at, p, rows, u, l, jump);
         fetch_scales(at, q, rows, u, l);
     }
     static __device__ __forceinline__ void fetch_scales(
             unsigned char* at, Bytes q, int rows, int u, int l) {
         if constexpr (F::SCALE > 0)
-            cp_async_or_zero<FOUR>(at + copied(l), q,
-                l / 8 * 4 < rows && (C % 8 == 0 || 8 * u + l % 8 < C));
-        if (F::TILE && l < 16) cp_async_or_zero<4>(at + L::BYTES + l * 4, q, l < rows);
+            cp_async_or_zero<FOUR>(
+                    at + copied(l), q,
+                    l / 8 * 4 < rows && (C % 8 == 0 || 8 * u + l % 8 < C));
+        if (F::TILE && l < 16)
+            cp_async_or_zero<4>(at + L::BYTES + l * 4, q, l < rows);
     }
-    static __device__ __forceinline__ float row_scale(Bytes s, const float* gs, size_t row) {
+    static __device__ __forceinline__ float row_scale(
+            Bytes s, const float* gs, size_t row) {
         return F::row_scale(s, gs, row);
     }
     static __device__ __forceinline__ float row_raw(Bytes s, const float* gs, size_t row) {
@@ -154,10 +209,9 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
         return U::L::place(2 * g, 4 * b + t);
     }
     static __device__ __forceinline__ int scales_at(int b, int g, int t) {
-        return (F::SCALE == 1
-            ? U::L::BYTES + (g / 2 * 8 + 4 * b + t) * 4
-            : U::place(g / 2, 4 * b + t))
-            + g % 2 * (2 * F::SCALE);
+        return (F::SCALE == 1 ? U::L::BYTES + (g / 2 * 8 + 4 * b + t) * 4
+                              : U::place(g / 2, 4 * b + t))
+                + g % 2 * (2 * F::SCALE);
     }
     __device__ __forceinline__ void read(const unsigned char* at, int b, int g, int t) {
         w[0] = U::L::get(at, 2 * g, 4 * b + t);
@@ -165,13 +219,15 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
         s.read(at + scales_at(b, g, t));
     }
     // likewise, found before
-    __device__ __forceinline__ void read_there(const unsigned char* at, const unsigned char* scales) {
+    __device__ __forceinline__ void read_there(
+            const unsigned char* at, const unsigned char* scales) {
         w[0] = *(const uint4*)at;
         w[1] = *(const uint4*)(at + U::LB);
         s.read(scales);
     }
     // likewise out of whole lines of a matrix: the lane's first row and its scale there
-    __device__ __forceinline__ void read_lines(const unsigned char* at, const unsigned char* scale) {
+    __device__ __forceinline__ void read_lines(
+            const unsigned char* at, const unsigned char* scale) {
         w[0] = *(const uint4*)at;
         w[1] = *(const uint4*)(at + U::LINE);
         s.read(scale);
@@ -184,7 +240,8 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
         F::times(word(w[0], j), f[0][j / 2], h[0]);
         F::times(word(w[1], j), f[1][j / 2], h[1]);
         #pragma unroll
-        for (int i = 0; i < 8; i++) a[i] = h[i % 2][i / 2];
+        for (int i = 0; i < 8; i++)
+            a[i] = h[i % 2][i / 2];
     }
     static __device__ __forceinline__ void times(
             float (*d)[4], const unsigned* a, const uint4& v, const uint4&) {
@@ -193,7 +250,8 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
         mma_f16(d[1], a + 4, b + 2);
     }
     // as `piece` and `times`, written out: this is what was measured, to the instruction
-    template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
+    template <int LD, int PLANE>
+    __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         typename F::Factor f[2][2];
         s.factors(f);
         #pragma unroll
@@ -202,7 +260,9 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
             F::times(word(w[0], j), f[0][j / 2], h[0]);
             F::times(word(w[1], j), f[1][j / 2], h[1]);
             const uint4 v = x[j * LD];
-            const unsigned a[8] = {h[0][0], h[1][0], h[0][1], h[1][1], h[0][2], h[1][2], h[0][3], h[1][3]}, b[4] = {v.x, v.y, v.z, v.w};
+            const unsigned a[8] = {
+                    h[0][0], h[1][0], h[0][1], h[1][1], h[0][2], h[1][2], h[0][3], h[1][3]};
+            const unsigned b[4] = {v.x, v.y, v.z, v.w};
             mma_f16(d[0], a, b);
             mma_f16(d[1], a + 4, b + 2);
         }
@@ -230,7 +290,9 @@ template <class F, int C> struct Fragment<F, C, 32> : Unit<F, C> {  // e4m3
             s[r] = F::TILE ? *(const float*)(at + U::L::BYTES + row * 4) : 1.f;
         }
     }
-    template <int LD> static __device__ __forceinline__ int own(int t) { return t % 2 * 2 * LD + t / 2; }
+    template <int LD> static __device__ __forceinline__ int own(int t) {
+        return t % 2 * 2 * LD + t / 2;
+    }
     struct Aids {};
     static constexpr int LENGTH = 8;
     __device__ __forceinline__ void aids(Aids&) const {}
@@ -254,7 +316,8 @@ template <class F, int C> struct Fragment<F, C, 32> : Unit<F, C> {  // e4m3
         }
     }
     // written out, too
-    template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
+    template <int LD, int PLANE>
+    __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         #pragma unroll
         for (int i = 0; i < 2; i++)
             #pragma unroll
@@ -262,8 +325,11 @@ template <class F, int C> struct Fragment<F, C, 32> : Unit<F, C> {  // e4m3
                 const uint4 v = x[j * LD + 2 * i];
                 #pragma unroll
                 for (int m = 0; m < 2; m++) {
-                    const unsigned p = word(w[0][i], 2 * j + m), q = word(w[1][i], 2 * j + m);
-                    const unsigned a[4] = {e4m3_halves(p & 0xFFFFu), e4m3_halves(q & 0xFFFFu), e4m3_halves(p >> 16), e4m3_halves(q >> 16)};
+                    const unsigned p = word(w[0][i], 2 * j + m);
+                    const unsigned q = word(w[1][i], 2 * j + m);
+                    const unsigned a[4] = {e4m3_halves(p & 0xFFFFu),
+                            e4m3_halves(q & 0xFFFFu), e4m3_halves(p >> 16),
+                            e4m3_halves(q >> 16)};
                     const unsigned b[2] = {word(v, 2 * m), word(v, 2 * m + 1)};
                     mma_f16(d[m], a, b);
                 }
@@ -285,8 +351,7 @@ template <class F, int C> struct Fragment<F, C, 64> : Unit<F, C> {  // bf16, f16
     __device__ __forceinline__ void read(const unsigned char* at, int, int g, int t) {
         #pragma unroll
         for (int i = 0; i < 8; i++)
-            w[i / 4][i % 4] = U::L::get(
-                at, 2 * g + i / 4, i % 4 * 4 + t);
+            w[i / 4][i % 4] = U::L::get(at, 2 * g + i / 4, i % 4 * 4 + t);
     }
     template <int LD> static __device__ __forceinline__ int own(int t) { return t * LD; }
     struct Aids {};
@@ -294,7 +359,8 @@ template <class F, int C> struct Fragment<F, C, 64> : Unit<F, C> {  // bf16, f16
     __device__ __forceinline__ void aids(Aids&) const {}
     __device__ __forceinline__ void piece(const Aids&, int i, unsigned* a) const {
         #pragma unroll
-        for (int m = 0; m < 8; m++) a[m] = word(w[m % 2][i], m / 4 * 2 + m / 2 % 2);
+        for (int m = 0; m < 8; m++)
+            a[m] = word(w[m % 2][i], m / 4 * 2 + m / 2 % 2);
     }
     static __device__ __forceinline__ void times(
             float (*d)[4], const unsigned* a, const uint4& v, const uint4& u) {
@@ -309,14 +375,18 @@ template <class F, int C> struct Fragment<F, C, 64> : Unit<F, C> {  // bf16, f16
                 mma_f16(d[m], a + 4 * m, b);
         }
     }
-    template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
+    template <int LD, int PLANE>
+    __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const uint4 v = x[i], u = F::TWO ? x[PLANE + i] : v;
+            const uint4 v = x[i];
+            const uint4 u = F::TWO ? x[PLANE + i] : v;
             #pragma unroll
             for (int m = 0; m < 2; m++) {
-                const unsigned a[4] = {word(w[0][i], 2 * m), word(w[1][i], 2 * m), word(w[0][i], 2 * m + 1), word(w[1][i], 2 * m + 1)};
-                const unsigned b[2] = {word(v, 2 * m), word(v, 2 * m + 1)}, c[2] = {word(u, 2 * m), word(u, 2 * m + 1)};
+                const unsigned a[4] = {word(w[0][i], 2 * m), word(w[1][i], 2 * m),
+                        word(w[0][i], 2 * m + 1), word(w[1][i], 2 * m + 1)};
+                const unsigned b[2] = {word(v, 2 * m), word(v, 2 * m + 1)};
+                const unsigned c[2] = {word(u, 2 * m), word(u, 2 * m + 1)};
                 if (F::TWO) {
                     mma_bf16(d[0], a, c);
                     mma_bf16(d[1], a, b);
@@ -342,10 +412,11 @@ template <class F, int C> struct Fragment<F, C, 128> : Unit<F, C> {
     __device__ __forceinline__ void read(const unsigned char* at, int, int g, int t) {
         #pragma unroll
         for (int i = 0; i < 16; i++)
-            w[i / 8][i % 8] = U::L::get(
-                at, 2 * g + i / 8, i % 8 * 4 + t);
+            w[i / 8][i % 8] = U::L::get(at, 2 * g + i / 8, i % 8 * 4 + t);
     }
-    template <int LD> static __device__ __forceinline__ int own(int t) { return t / 2 * LD; }
+    template <int LD> static __device__ __forceinline__ int own(int t) {
+        return t / 2 * LD;
+    }
     struct Aids {};
     static constexpr int LENGTH = 24;
     __device__ __forceinline__ void aids(Aids&) const {}
@@ -355,12 +426,14 @@ template <class F, int C> struct Fragment<F, C, 128> : Unit<F, C> {
             #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const uint4& q = w[j % 2][2 * i + h];
-                float p = __uint_as_float(word(q, j / 2 * 2)), r = __uint_as_float(word(q, j / 2 * 2 + 1));
+                float p = __uint_as_float(word(q, j / 2 * 2));
+                float r = __uint_as_float(word(q, j / 2 * 2 + 1));
                 #pragma unroll
                 for (int m = 0; m < 3; m++) {
                     const unsigned v = bf16_pair(p, r);
                     a[12 * h + 4 * m + j] = v;
-                    p -= bf16_low(v); r -= bf16_high(v);
+                    p -= bf16_low(v);
+                    r -= bf16_high(v);
                 }
             }
     }
@@ -371,15 +444,22 @@ template <class F, int C> struct Fragment<F, C, 128> : Unit<F, C> {
             const unsigned b[2] = {word(v, 2 * h), word(v, 2 * h + 1)};
             const unsigned c[2] = {word(u, 2 * h), word(u, 2 * h + 1)};
             const unsigned* p = a + 12 * h;
-            mma_bf16(d[0], p + 8, b); mma_bf16(d[0], p + 4, c); mma_bf16(d[0], p + 4, b);
-            mma_bf16(d[1], p, c); mma_bf16(d[1], p, b);
+            mma_bf16(d[0], p + 8, b);
+            mma_bf16(d[0], p + 4, c);
+            mma_bf16(d[0], p + 4, b);
+            mma_bf16(d[1], p, c);
+            mma_bf16(d[1], p, b);
         }
     }
-    template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
+    template <int LD, int PLANE>
+    __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint2* at = (const uint2*)(x + i) + threadIdx.x % 2;
-            const uint2 v = at[0], u = at[2 * PLANE], w = at[4 * LD], z = at[4 * LD + 2 * PLANE];
+            const uint2 v = at[0];
+            const uint2 u = at[2 * PLANE];
+            const uint2 w = at[4 * LD];
+            const uint2 z = at[4 * LD + 2 * PLANE];
             unsigned a[LENGTH];
             piece({}, i, a);
             times(d, a, {v.x, v.y, w.x, w.y}, {u.x, u.y, z.x, z.y});

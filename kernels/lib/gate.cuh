@@ -4,7 +4,8 @@
 template <int KIND> __device__ __forceinline__ float4 gates(float4 g) {
     #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const float x = (&g.x)[j], s = 1.f / (1.f + expf(-x));
+        const float x = (&g.x)[j];
+        const float s = 1.f / (1.f + expf(-x));
         (&g.x)[j] = KIND == 2 ? s : x * s;
     }
     return g;
@@ -12,7 +13,9 @@ template <int KIND> __device__ __forceinline__ float4 gates(float4 g) {
 __device__ __forceinline__ float4 times(float4 a, float4 b) {
     return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
 }
-__device__ __forceinline__ float square(float4 a) { return a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w; }
+__device__ __forceinline__ float square(float4 a) {
+    return a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
+}
 // Four gates of a row, which need not lie at multiples of 16 bytes
 __device__ __forceinline__ float4 four_of(const float* z, bool wide) {
     return wide ? *(const float4*)z : make_float4(z[0], z[1], z[2], z[3]);

@@ -9,16 +9,19 @@ template <int SHARE, int MOST = 4> struct HeldRow {
     int n, first;
     float4 v[MOST];
     float sum;     // of squares, without the gain
-    unsigned top;  // bits of the largest magnitude; those of a NaN or an infinity are larger than any
+    // bits of the largest magnitude; those of a NaN or an infinity are larger than any
+    unsigned top;
 
     // Numbers i to i+3, zeros beyond the end.
     __device__ __forceinline__ float4 at(const float* p, int i) const {
         float4 q = make_float4(0.f, 0.f, 0.f, 0.f);
         if (n % 4 == 0) {
-            if (i < n) q = *(const float4*)(p + i);
+            if (i < n)
+                q = *(const float4*)(p + i);
         } else
             for (int j = 0; j < 4; j++)
-                if (i + j < n) (&q.x)[j] = p[i + j];
+                if (i + j < n)
+                    (&q.x)[j] = p[i + j];
         return q;
     }
     __device__ __forceinline__ void times(float4& q, const float4& f) const {
@@ -26,26 +29,35 @@ template <int SHARE, int MOST = 4> struct HeldRow {
     }
     __device__ __forceinline__ void see(float4& q, const float4& f) {
         sum += fmaf(q.x, q.x, fmaf(q.y, q.y, fmaf(q.z, q.z, q.w * q.w)));
-        if (gain) times(q, f);
+        if (gain)
+            times(q, f);
         #pragma unroll
-        for (int j = 0; j < 4; j++) top = max(top, __float_as_uint((&q.x)[j]) & 0x7FFFFFFFu);
+        for (int j = 0; j < 4; j++)
+            top = max(top, __float_as_uint((&q.x)[j]) & 0x7FFFFFFFu);
     }
-    // All of it; every thread of the block comes here. Its warps stand side by side in a block of eight.
+    // All of it; every thread of the block comes here. Its warps stand side by side in a block of
+    // eight.
     __device__ __forceinline__ void read(const float* x, const float* g, int size) {
-        row = x; gain = g; n = size;
+        row = x;
+        gain = g;
+        n = size;
         first = threadIdx.x % (32 * SHARE) * 4;
-        sum = 0.f; top = 0;
+        sum = 0.f;
+        top = 0;
         float4 f[MOST];
         #pragma unroll
         for (int j = 0; j < MOST; j++) {
             v[j] = at(row, first + j * STEP);
-            if (gain) f[j] = at(gain, first + j * STEP);
+            if (gain)
+                f[j] = at(gain, first + j * STEP);
         }
         #pragma unroll
-        for (int j = 0; j < MOST; j++) see(v[j], f[j]);
+        for (int j = 0; j < MOST; j++)
+            see(v[j], f[j]);
         for (int i = first + MOST * STEP; i < n; i += STEP) {
             float4 q = at(row, i), late;
-            if (gain) late = at(gain, i);
+            if (gain)
+                late = at(gain, i);
             see(q, late);
         }
         sum = warp_sum(sum);
@@ -54,7 +66,10 @@ template <int SHARE, int MOST = 4> struct HeldRow {
             __shared__ float sums[8];
             __shared__ unsigned tops[8];
             const int warp = threadIdx.x / 32, w0 = warp / SHARE * SHARE;
-            if (threadIdx.x % 32 == 0) { sums[warp] = sum; tops[warp] = top; }
+            if (threadIdx.x % 32 == 0) {
+                sums[warp] = sum;
+                tops[warp] = top;
+            }
             __syncthreads();
             sum = 0.f;
             #pragma unroll
@@ -69,10 +84,12 @@ template <int SHARE, int MOST = 4> struct HeldRow {
         const int whole = (end + 127) / 128 * 128;
         #pragma unroll
         for (int j = 0; j < MOST; j++)
-            if (first / 128 * 128 + j * STEP < whole) put(first + j * STEP, v[j]);
+            if (first / 128 * 128 + j * STEP < whole)
+                put(first + j * STEP, v[j]);
         for (int i = first + MOST * STEP; i / 128 * 128 < whole; i += STEP) {
             float4 q = at(row, i);
-            if (gain) times(q, at(gain, i));
+            if (gain)
+                times(q, at(gain, i));
             put(i, q);
         }
     }

@@ -14,7 +14,11 @@ __device__ __forceinline__ bool not_finite(float x) {
     return (__float_as_uint(x) & 0x7F800000u) == 0x7F800000u;
 }
 // What a row is known by whose logits are not all finite: larger than the key of any that is.
-__device__ __forceinline__ unsigned logit_key(float x) { return not_finite(x) ? ~0u : float_key(x); }
+__device__ __forceinline__ unsigned logit_key(float x) {
+    return not_finite(x) ? ~0u : float_key(x);
+}
 // Among equal floats the lower id has the larger key.
-__device__ __forceinline__ u64 keyed(unsigned key, unsigned id) { return (u64)key << 32 | (unsigned)~id; }
+__device__ __forceinline__ u64 keyed(unsigned key, unsigned id) {
+    return (u64)key << 32 | (unsigned)~id;
+}
 __device__ __forceinline__ u64 best_key(float x, int id) { return keyed(float_key(x), id); }

@@ -11,7 +11,9 @@
 //   each_slot(rows, put)     put(slot, expert, entries) likewise
 //   each_shared(rows, put_slot, put)   both of the shared expert
 template <int OF, int BEST, int ALSO, int MOST, int BY> struct Listing {
-    static constexpr int ROWS = 256, EACH_ROW = BEST + ALSO, GROUPS = (OF + 31) / 32;
+    static constexpr int ROWS = 256;
+    static constexpr int EACH_ROW = BEST + ALSO;
+    static constexpr int GROUPS = (OF + 31) / 32;
     static constexpr int LANES = 32 * BY;
     static constexpr int PER = (GROUPS + BY - 1) / BY;  // times 32 experts of a warp
     unsigned rows[ROWS / 32][OF];  // a bit for each row that picked the expert
@@ -20,7 +22,8 @@ template <int OF, int BEST, int ALSO, int MOST, int BY> struct Listing {
 
     __device__ __forceinline__ void clear(int many) {
         #pragma unroll 1
-        for (int i = threadIdx.x; i < (many + 31) / 32 * OF; i += LANES) (&rows[0][0])[i] = 0;
+        for (int i = threadIdx.x; i < (many + 31) / 32 * OF; i += LANES)
+            (&rows[0][0])[i] = 0;
     }
     __device__ __forceinline__ void note(int p, int e) {
         const unsigned r = (unsigned)p / BEST;
@@ -38,7 +41,8 @@ template <int OF, int BEST, int ALSO, int MOST, int BY> struct Listing {
         }
         #pragma unroll
         for (int i = 0; i < PART; i++)
-            if (e[i] >= 0) note(i * LANES + threadIdx.x, e[i]);
+            if (e[i] >= 0)
+                note(i * LANES + threadIdx.x, e[i]);
     }
     // Sum of `v` <= `most` over the lanes before this one. A vote for each binary digit: none waits
     // for another, as additions from lane to lane would.
@@ -56,7 +60,8 @@ template <int OF, int BEST, int ALSO, int MOST, int BY> struct Listing {
     __device__ __forceinline__ int total(int many, int e) const {
         int n = 0;
         #pragma unroll 1
-        for (int w = 0; w < (many + 31) / 32; w++) n += __popc(rows[w][e]);
+        for (int w = 0; w < (many + 31) / 32; w++)
+            n += __popc(rows[w][e]);
         return n;
     }
     __device__ __forceinline__ int count(int many) {
@@ -65,10 +70,12 @@ template <int OF, int BEST, int ALSO, int MOST, int BY> struct Listing {
         #pragma unroll
         for (int i = 0; i < PER; i++) {
             const int group = i * BY + warp, e = group * 32 + lane;
-            if (group >= GROUPS) continue;
+            if (group >= GROUPS)
+                continue;
             const int mine = e < OF ? (total(many, e) + MOST - 1) / MOST : 0;
             at[i] = lanes_before(mine, (many + MOST - 1) / MOST);
-            if (lane == 31) slots[group] = at[i] + mine;
+            if (lane == 31)
+                slots[group] = at[i] + mine;
         }
         __syncthreads();
         int end = shared_slots(many);
@@ -76,22 +83,26 @@ template <int OF, int BEST, int ALSO, int MOST, int BY> struct Listing {
         for (int g = 0; g < GROUPS; g++) {
             #pragma unroll
             for (int i = 0; i < PER; i++)
-                if (g == i * BY + warp && g * 32 + lane < OF) first[g * 32 + lane] = end + at[i];
+                if (g == i * BY + warp && g * 32 + lane < OF)
+                    first[g * 32 + lane] = end + at[i];
             end += slots[g];
         }
         return end;
     }
-    template <class Put> __device__ __forceinline__ void each_pick(int many, Put put) const {
+    template <class Put>
+    __device__ __forceinline__ void each_pick(int many, Put put) const {
         #pragma unroll 1
         for (int p = threadIdx.x; p < many * BEST; p += LANES) {
             const unsigned e = picked[p], r = (unsigned)p / BEST;
             unsigned place = __popc(rows[r / 32][e] & ((1u << r % 32) - 1));
             #pragma unroll 1
-            for (int w = 0; w < r / 32; w++) place += __popc(rows[w][e]);
+            for (int w = 0; w < r / 32; w++)
+                place += __popc(rows[w][e]);
             put(first[e] + place / MOST, place % MOST, r * EACH_ROW + p % BEST);
         }
     }
-    template <class Put> __device__ __forceinline__ void each_slot(int many, Put put) const {
+    template <class Put>
+    __device__ __forceinline__ void each_slot(int many, Put put) const {
         #pragma unroll 1
         for (int e = threadIdx.x; e < OF; e += LANES) {
             int slot = first[e];
@@ -100,12 +111,13 @@ template <int OF, int BEST, int ALSO, int MOST, int BY> struct Listing {
                 put(slot, e, min(left, MOST));
         }
     }
-    template <class Slot, class Put> static __device__ __forceinline__ void each_shared(int many,
-            Slot put_slot, Put put) {
+    template <class Slot, class Put>
+    static __device__ __forceinline__ void each_shared(int many, Slot put_slot, Put put) {
         #pragma unroll 1
         for (int r = threadIdx.x; ALSO && r < many; r += LANES) {
             const int slot = r / MOST, place = r % MOST;
-            if (!place) put_slot(slot, OF, min(many - r, MOST));
+            if (!place)
+                put_slot(slot, OF, min(many - r, MOST));
             put(slot, place, r * EACH_ROW + BEST);
         }
     }

@@ -1,7 +1,8 @@
 #pragma once
 // Weights on their way to products of numbers of eight or four bits: eight of a row that follow
 // each other, from shared memory (as lib/unpack.cuh finds them) to what lib/mma_narrow.cuh takes.
-//   eight(w, s, t, aid, b)   FP8: as e4m3, two registers. Where their scale is in it they are rounded
+//   eight(w, s, t, aid, b)   FP8: as e4m3, two registers. Where their scale is in it they are
+//                            rounded
 //   BACK                     and what the row's unit is to be multiplied by then
 //   scale(s, aid)            FP4: the e4m3 scales of two sixteens, in 16 bits; a word is plain_e2m1
 //   BACK4                    likewise
@@ -22,7 +23,8 @@ __device__ __forceinline__ unsigned halves_to_e4m3(unsigned p, unsigned q) {
     asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(b) : "r"(q));
     return a | (unsigned)b << 16;
 #else
-    const float2 u = __half22float2(half2_from(p)), v = __half22float2(half2_from(q));
+    const float2 u = __half22float2(half2_from(p));
+    const float2 v = __half22float2(half2_from(q));
     return to_e4m3(u.x) | to_e4m3(u.y) << 8 | to_e4m3(v.x) << 16 | to_e4m3(v.y) << 24;
 #endif
 }

@@ -1,7 +1,8 @@
 #pragma once
 // The products of a block of gemm.cu by warpgroups (lib/wgmma.cuh): W is what registers bring, 64
 // rows a group and fragment, and the rows of x are the columns of the product, all of them at once,
-// so that a weight is decoded once for a whole tile. Over the constants of gemm.cu, or gemm_scaled.cu.
+// so that a weight is decoded once for a whole tile. Over the constants of gemm.cu, or
+// gemm_scaled.cu.
 #include "lib/feed.cuh"
 #include "lib/wgmma.cuh"
 #ifndef FP8
@@ -15,7 +16,8 @@
 #endif
 constexpr int FRAGMENTS = NT / 2;  // of 64 rows, of each group
 #if FP8  // of gemm_scaled.cu: x is e4m3, and so become the weights (lib/narrow.cuh)
-constexpr int PRODUCTS = 1, SUMMED = 4;  // products of a chunk; chunks that are summed by themselves, where APART
+constexpr int PRODUCTS = 1;  // products of a chunk
+constexpr int SUMMED = 4;  // chunks that are summed by themselves, where APART
 constexpr bool APART = W::SCALE < 0;
 #else
 constexpr int PRODUCTS = 2, SUMMED = 2;
@@ -48,7 +50,8 @@ struct Put {
     bool gate, whole;
     // Two results of row r of y, from column o on; of a pair one.
     __device__ __forceinline__ void one(int r, int o, float v, float w, float f) const {
-        if (PAIR) v = act_mul<ACTIVATION, PARTS == 1>(v, w, limit);
+        if (PAIR)
+            v = act_mul<ACTIVATION, PARTS == 1>(v, w, limit);
         else if (ACTIVATION != ACT_NONE) {
             v = act_mul<ACTIVATION, PARTS == 1>(v, 0.f, limit);
             w = act_mul<ACTIVATION, PARTS == 1>(w, 0.f, limit);
@@ -57,23 +60,28 @@ struct Put {
             v *= f;
             w *= f;
         }
-        if (r < 0) return;
+        if (r < 0)
+            return;
         float* const yr = y + (size_t)r * ys + o;
         const float* const ar = add + (size_t)r * as + o;
-        if (PAIR) *yr = v + (add ? *ar : 0.f);
+        if (PAIR)
+            *yr = v + (add ? *ar : 0.f);
         else if (whole) {
             const float2 z = add ? *(const float2*)ar : make_float2(0.f, 0.f);
             *(float2*)yr = make_float2(v + z.x, w + z.y);
         } else {
             yr[0] = v + (add ? ar[0] : 0.f);
-            if (o + 1 < out) yr[1] = w + (add ? ar[1] : 0.f);
+            if (o + 1 < out)
+                yr[1] = w + (add ? ar[1] : 0.f);
         }
     }
     // Results of 64 rows of W; this warp's begin at row c of the block.
-    template <int V> __device__ __forceinline__ void operator()(int c, float (&d)[V]) const {
+    template <int V>
+    __device__ __forceinline__ void operator()(int c, float (&d)[V]) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const int o = PAIR ? (n0 + c) / 2 + g : n0 + c + 2 * g;
-        if (o >= out) return;
+        if (o >= out)
+            return;
         float u[2], b[2];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -85,7 +93,8 @@ struct Put {
         for (int k = 0; k < V; k += 4) {
             const int row = k * 2 + 2 * t;
             const int2 r = *(const int2*)(to + row);
-            const float2 m = *(const float2*)(by + row), f = *(const float2*)(gated + row);
+            const float2 m = *(const float2*)(by + row);
+            const float2 f = *(const float2*)(gated + row);
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float mine = i ? m.y : m.x;
@@ -97,7 +106,8 @@ struct Put {
     }
 };
 
-// A number that the compiler neither finds again wherever it is wanted, nor takes for a shorter one.
+// A number that the compiler neither finds again wherever it is wanted, nor takes for a shorter
+// one.
 __device__ __forceinline__ void keep(unsigned& v) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+r"(v));
@@ -105,9 +115,15 @@ __device__ __forceinline__ void keep(unsigned& v) {
 }
 
 // Eight weights of a row and the bytes of their scale, on their way from shared memory.
-template <int N> struct Words { typedef uint4 T; };
-template <> struct Words<8> { typedef uint2 T; };
-template <> struct Words<4> { typedef unsigned T; };
+template <int N> struct Words {
+    typedef uint4 T;
+};
+template <> struct Words<8> {
+    typedef uint2 T;
+};
+template <> struct Words<4> {
+    typedef unsigned T;
+};
 struct Codes {
     typedef Words<W::BYTES>::T Part;
     static constexpr int PARTS_OF = W::BYTES / (int)sizeof(Part);
@@ -115,9 +131,12 @@ struct Codes {
     unsigned scale;
     __device__ __forceinline__ void fetch(const unsigned char* w, const unsigned char* s) {
         #pragma unroll
-        for (int i = 0; i < PARTS_OF; i++) ((Part*)codes)[i] = ((const Part*)w)[i];
-        if (W::SCALE == 2 || W::SCALE == 1) scale = *s;
-        else if (W::SCALE) scale = *(const unsigned*)s;
+        for (int i = 0; i < PARTS_OF; i++)
+            ((Part*)codes)[i] = ((const Part*)w)[i];
+        if (W::SCALE == 2 || W::SCALE == 1)
+            scale = *s;
+        else if (W::SCALE)
+            scale = *(const unsigned*)s;
         keep(scale);
     }
     // as what a lane brings of them to the products of their chunk, in its row i of two
@@ -129,11 +148,14 @@ struct Codes {
 #if FP8
         Narrow::eight((Bytes)codes, own, t, aid, h);
 #else
-        if constexpr (F::SCALE == 2) F::halves(codes[0], scale, h);
-        else F::halves((Bytes)codes, own, t, aid, false, h);
+        if constexpr (F::SCALE == 2)
+            F::halves(codes[0], scale, h);
+        else
+            F::halves((Bytes)codes, own, t, aid, false, h);
 #endif
         #pragma unroll
-        for (int p = 0; p < 2 * PRODUCTS; p++) a[p / 2][i + p % 2 * 2] = h[p];
+        for (int p = 0; p < 2 * PRODUCTS; p++)
+            a[p / 2][i + p % 2 * 2] = h[p];
     }
 };
 // What registers bring to the products of a chunk.
@@ -153,13 +175,16 @@ struct Weights {
         #pragma unroll
         for (int v = 0; v < MANY; v++) {
             const int f = v / 2, i = v % 2;
-            const int row = f * 64 + (PAIR ? i * 2 : i), chunk = W::SCALE < 0 ? 0 : c;
+            const int row = f * 64 + (PAIR ? i * 2 : i);
+            const int chunk = W::SCALE < 0 ? 0 : c;
             codes[f][i].fetch(
-                w + c * BC + (f * 64 + i * 8) * 4 * W::BYTES, s + (chunk * BS + row) * SC);
+                    w + c * BC + (f * 64 + i * 8) * 4 * W::BYTES,
+                    s + (chunk * BS + row) * SC);
         }
     }
     // `aids`: from the warp's first row on
-    __device__ __forceinline__ void decode(const float* aids, unsigned (*a)[PRODUCTS][4]) const {
+    __device__ __forceinline__ void decode(
+            const float* aids, unsigned (*a)[PRODUCTS][4]) const {
         #pragma unroll
         for (int v = 0; v < MANY; v++) {
             const int f = v / 2, i = v % 2;
@@ -168,7 +193,8 @@ struct Weights {
     }
 };
 // Products of chunk c of the stage whose rows of x are `x`.
-template <int N, int V> __device__ __forceinline__ void multiply(
+template <int N, int V>
+__device__ __forceinline__ void multiply(
         float (&d)[FRAGMENTS][V], unsigned (*a)[PRODUCTS][4], WgmmaMatrix x, int c) {
     wgmma_fence();
     #pragma unroll
@@ -191,11 +217,13 @@ template <int N, int V> __device__ __forceinline__ void multiply(
 // 64 x 8 * M results)` for each fragment; `meanwhile` before anything has come. While products of
 // a chunk run, weights of the next one are decoded, and codes of the one after that fetched.
 template <int M, class F, class G>
-__device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F meanwhile, G put) {
+__device__ __forceinline__ void tile(
+        const Job& j, unsigned char* stages, F meanwhile, G put) {
     constexpr int N = 8 * M, V = N / 2;
     Feed<N> feed(j);
     #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) feed(stages + i * STAGE);
+    for (int i = 0; i < STAGES - 1; i++)
+        feed(stages + i * STAGE);
     meanwhile();
     cp_async_wait<STAGES - 2>();
     wgmma_seen();
@@ -209,9 +237,11 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
     const WgmmaMatrix first = wgmma_kept(wgmma_rows(stages, 1024));
     float d[FRAGMENTS][V], own[FRAGMENTS][APART ? V : 1];
     #pragma unroll
-    for (int v = 0; v < FRAGMENTS * V; v++) d[v / V][v % V] = 0.f;
+    for (int v = 0; v < FRAGMENTS * V; v++)
+        d[v / V][v % V] = 0.f;
     constexpr int LAST = (STAGES - 1) * STAGE;
-    int stage = 0, done = LAST;  // where stages begin: that of this step, and of the one before
+    // where stages begin: that of this step, and of the one before
+    int stage = 0, done = LAST;
     for (int i = 0; i < j.steps; i++) {
         const int ahead = stage == LAST ? 0 : stage + STAGE;
         const WgmmaMatrix x = first + (unsigned)stage / 16;
@@ -223,8 +253,10 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
         }
         #pragma unroll
         for (int c = 0; c < CH; c++) {
-            if constexpr (APART) multiply<N>(own, a[c % 2], x, c);
-            else multiply<N>(d, a[c % 2], x, c);
+            if constexpr (APART)
+                multiply<N>(own, a[c % 2], x, c);
+            else
+                multiply<N>(d, a[c % 2], x, c);
             wgmma_wait<1>();
             if (c == 0) {  // nobody reads the stage before this one any more
                 cp_async_wait<STAGES - 3>();
@@ -237,16 +269,19 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
             // Tensor cores cut off what a sum has no room for, which would add up along a row:
             // of products in parts each 64 columns are summed by themselves. So are those of FP8 in
             // blocks that share a scale.
-            if constexpr (APART) if ((c + 1) % SUMMED == 0) {
-                wgmma_wait<0>();
-                #pragma unroll
-                for (int v = 0; v < FRAGMENTS * V; v++) {
-                    wgmma_own(own[v / V][v % V]);
-                    float& sum = d[v / V][v % V];
-                    if constexpr (FP8) sum = fmaf(own[v / V][v % V], by[v / V][v / 2 % 2], sum);
-                    else sum += own[v / V][v % V];
+            if constexpr (APART)
+                if ((c + 1) % SUMMED == 0) {
+                    wgmma_wait<0>();
+                    #pragma unroll
+                    for (int v = 0; v < FRAGMENTS * V; v++) {
+                        wgmma_own(own[v / V][v % V]);
+                        float& sum = d[v / V][v % V];
+                        if constexpr (FP8)
+                            sum = fmaf(own[v / V][v % V], by[v / V][v / 2 % 2], sum);
+                        else
+                            sum += own[v / V][v % V];
+                    }
                 }
-            }
         }
         done = stage;
         stage = ahead;

@@ -11,7 +11,7 @@ constexpr int XSTAGE = BM * 128;  // bytes of 64 columns of rows of x
 
 __device__ __forceinline__ void group_sync() {
 #if defined(__CUDA_ARCH__)
-    asm volatile("bar.sync %0, 128;" :: "r"(1 + threadIdx.x / 128) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
 #else
     emu::barrier(1 + threadIdx.x / 128, 128);
 #endif
@@ -45,7 +45,8 @@ __device__ __forceinline__ void fetch_rows(
         for (int i = 0; i < steps; i++) {
             meet_wait(all.empty + at.stage, at.parity ^ 1);
             bulk_expect(all.full + at.stage, XSTAGE);
-            box_copy<1>(all.ring + at.stage * XSTAGE, map, t.row(), i, 0, all.full + at.stage);
+            box_copy<1>(
+                    all.ring + at.stage * XSTAGE, map, t.row(), i, 0, all.full + at.stage);
             at.next();
         }
 }
@@ -56,13 +57,14 @@ struct RingFeed {
     WeightFeed<128, BS> weights;
     int step = 0;
     __device__ __forceinline__ RingFeed(const Job& job, const Tiles& tiles)
-            : j(job), t(tiles), weights(job, threadIdx.x % 128) {
+        : j(job), t(tiles), weights(job, threadIdx.x % 128) {
         weights.begin(t.n0());
     }
     __device__ __forceinline__ void operator()(unsigned char* stage) {
         weights(stage, !t.over());
         cp_async_commit();
-        if (++step < j.steps) return;
+        if (++step < j.steps)
+            return;
         step = 0;
         t.next();
         weights.begin(t.n0());
@@ -82,8 +84,8 @@ struct About {
     }
 };
 
-// A group's part of a block. `learn(about, tile)` finds what results need, `put(about, tile, a warp's first
-// row, results)` writes them.
+// A group's part of a block. `learn(about, tile)` finds what results need, `put(about, tile, a
+// warp's first row, results)` writes them.
 template <class F, class G> struct Group {
     const Shared& all;
     const F& learn;
@@ -96,17 +98,28 @@ template <class F, class G> struct Group {
     Weights w;
     WgmmaMatrix first;
     static constexpr int LAST = (STAGES - 1) * STAGE;
-    int stage = 0, done = LAST;            // where stages begin: that of this step, and of the one before
+    // where stages begin: that of this step, and of the one before
+    int stage = 0, done = LAST;
     int mine = 0;                          // what is known of this tile
     Place at;
 
-    __device__ __forceinline__ Group(const Shared& all, const Tiles& tiles, const Job& j,
-            unsigned char* stages, unsigned char* abouts, const F& learn, const G& put)
-            : all(all), learn(learn), put(put), t(tiles), feed(j, tiles), stages(stages), abouts(abouts),
-              own(threadIdx.x / 32 % 4 * 16), w(own) {
+    __device__ __forceinline__ Group(
+            const Shared& all, const Tiles& tiles, const Job& j, unsigned char* stages,
+            unsigned char* abouts, const F& learn, const G& put)
+        : all(all),
+          learn(learn),
+          put(put),
+          t(tiles),
+          feed(j, tiles),
+          stages(stages),
+          abouts(abouts),
+          own(threadIdx.x / 32 % 4 * 16),
+          w(own) {
         #pragma unroll
-        for (int i = 0; i < STAGES - 1; i++) feed(stages + i * STAGE);
-        if (!t.over()) learn(About(abouts), t);
+        for (int i = 0; i < STAGES - 1; i++)
+            feed(stages + i * STAGE);
+        if (!t.over())
+            learn(About(abouts), t);
         cp_async_wait<STAGES - 2>();
         group_sync();
         w.fetch(stages, 0);
@@ -115,13 +128,15 @@ template <class F, class G> struct Group {
         first = wgmma_kept(wgmma_rows(all.ring, 1024));
     }
     __device__ __forceinline__ void release(int x) {
-        if (threadIdx.x % 32 == 0) meet_arrive(all.empty + x);
+        if (threadIdx.x % 32 == 0)
+            meet_arrive(all.empty + x);
     }
     __device__ __forceinline__ void tile(const Tiles& after) {
         constexpr int V = BM / 2;
         float d[1][V];
         #pragma unroll
-        for (int v = 0; v < V; v++) d[0][v] = 0.f;
+        for (int v = 0; v < V; v++)
+            d[0][v] = 0.f;
         int held = -1;  // stage of x that the step before has read
         #pragma unroll 1
         for (int i = 0; i < feed.j.steps; i++) {
@@ -134,14 +149,18 @@ template <class F, class G> struct Group {
                 multiply<BM>(d, a[c % 2], x, c);
                 wgmma_wait<1>();
                 if (c == 0) {
-                    if (held >= 0) release(held);
+                    if (held >= 0)
+                        release(held);
                     cp_async_wait<STAGES - 3>();
                     group_sync();
                     feed(stages + done);
-                    // the results of the tile before are written, and soon all of the group meet again
-                    if (i == 1 && !after.over()) learn(About(abouts + (mine ^ About::BYTES)), after);
+                    // the results of the tile before are written, and soon all of the group meet
+                    // again
+                    if (i == 1 && !after.over())
+                        learn(About(abouts + (mine ^ About::BYTES)), after);
                 }
-                const About about(abouts + (last && c == CH - 1 ? mine ^ About::BYTES : mine));
+                const About about(
+                        abouts + (last && c == CH - 1 ? mine ^ About::BYTES : mine));
                 w.decode(about.aids + own, a[(c + 1) % 2]);
                 w.fetch(stages + (c >= CH - 2 ? ahead : stage), (c + 2) % CH);
             }

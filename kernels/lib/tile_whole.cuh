@@ -1,8 +1,8 @@
 #pragma once
-// The products of a block of gemm.cu whose rows of x lie in shared memory whole, all columns of them: so
-// they are read once for all rows of W that the block has. A group of four warps has 64 of those at a
-// time, TURNS times, and stages of its own, so groups wait for nobody: results of one are written
-// while others multiply.
+// The products of a block of gemm.cu whose rows of x lie in shared memory whole, all columns of
+// them: so they are read once for all rows of W that the block has. A group of four warps has 64 of
+// those at a time, TURNS times, and stages of its own, so groups wait for nobody: results of one
+// are written while others multiply.
 #include "lib/tile_groups.cuh"
 #if TURNS > 1
 static_assert(PARTS == 1 && FRAGMENTS == 1 && W::SCALE >= 0, "see the contract");
@@ -10,7 +10,7 @@ static_assert(PARTS == 1 && FRAGMENTS == 1 && W::SCALE >= 0, "see the contract")
 __device__ __forceinline__ void group_sync() {
     const int group = threadIdx.x / 128;
 #if defined(__CUDA_ARCH__)
-    asm volatile("bar.sync %0, 128;" :: "r"(1 + group) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
 #else
     emu::barrier(1 + group, 128);
 #endif
@@ -20,7 +20,8 @@ __device__ __forceinline__ int rows_in(int turn) {
     return (turn * (WN / 4) + threadIdx.x / 128) * 64;
 }
 // All columns of ROWS rows of x, in blocks of 64.
-template <int ROWS> __device__ __forceinline__ void bring_rows(const Job& j, unsigned char* to) {
+template <int ROWS>
+__device__ __forceinline__ void bring_rows(const Job& j, unsigned char* to) {
     const int pieces = j.steps * (XROW / 16);
     for (int i = threadIdx.x; i < ROWS * pieces; i += THREADS) {
         const int row = i / pieces, piece = i % pieces;
@@ -34,13 +35,15 @@ struct TurnFeed {
     const Job& j;
     WeightFeed<128, BS> weights;
     int step = 0, turn = 0;
-    __device__ __forceinline__ TurnFeed(const Job& job) : j(job), weights(job, threadIdx.x % 128) {
+    __device__ __forceinline__ TurnFeed(const Job& job)
+        : j(job), weights(job, threadIdx.x % 128) {
         weights.begin(rows_in(0));
     }
     __device__ __forceinline__ void operator()(unsigned char* stage) {
         weights(stage, turn < TURNS);
         cp_async_commit();
-        if (++step < j.steps) return;
+        if (++step < j.steps)
+            return;
         step = 0;
         weights.begin(rows_in(++turn));
     }
@@ -48,14 +51,20 @@ struct TurnFeed {
 
 // As in lib/tile_groups.cuh, turn after turn.
 template <int M, class F, class G>
-__device__ __forceinline__ void tile(const Job& j, unsigned char* memory, F meanwhile, G put) {
-    constexpr int N = 8 * M, V = N / 2, LAST = (STAGES - 1) * STAGE;
-    const int group = threadIdx.x / 128, own = threadIdx.x / 32 % 4 * 16;  // own: a warp's first row
+__device__ __forceinline__ void tile(
+        const Job& j, unsigned char* memory, F meanwhile, G put) {
+    constexpr int N = 8 * M;
+    constexpr int V = N / 2;
+    constexpr int LAST = (STAGES - 1) * STAGE;
+    // own: a warp's first row
+    const int group = threadIdx.x / 128;
+    const int own = threadIdx.x / 32 % 4 * 16;
     unsigned char* const stages = memory + j.steps * AP + group * (STAGES * STAGE);
     bring_rows<N>(j, memory);
     TurnFeed feed(j);
     #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) feed(stages + i * STAGE);
+    for (int i = 0; i < STAGES - 1; i++)
+        feed(stages + i * STAGE);
     meanwhile();
     cp_async_wait<STAGES - 2>();
     wgmma_seen();
@@ -67,12 +76,14 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* memory, F mean
     w.decode(aids, a[0]);
     w.fetch(stages, 1);
     const WgmmaMatrix first = wgmma_kept(wgmma_rows(memory, 1024));
-    int stage = 0, done = LAST;  // where stages begin: that of this step, and of the one before
+    // where stages begin: that of this step, and of the one before
+    int stage = 0, done = LAST;
     #pragma unroll 1
     for (int turn = 0; turn < TURNS; turn++) {
         float d[1][V];
         #pragma unroll
-        for (int v = 0; v < V; v++) d[0][v] = 0.f;
+        for (int v = 0; v < V; v++)
+            d[0][v] = 0.f;
         #pragma unroll 1
         for (int i = 0; i < j.steps; i++) {
             const int ahead = stage == LAST ? 0 : stage + STAGE;
@@ -81,12 +92,14 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* memory, F mean
             for (int c = 0; c < CH; c++) {
                 multiply<N>(d, a[c % 2], x, c);
                 wgmma_wait<1>();
-                if (c == 0) {  // nobody of the group reads the stage before this one any more
+                if (c == 0) {
+                    // nobody of the group reads the stage before this one any more
                     cp_async_wait<STAGES - 3>();
                     group_sync();
                     feed(stages + done);
                 }
-                if (c == CH - 1 && i == j.steps - 1) aids = j.aids + rows_in(turn + 1) % BN + own;
+                if (c == CH - 1 && i == j.steps - 1)
+                    aids = j.aids + rows_in(turn + 1) % BN + own;
                 w.decode(aids, a[(c + 1) % 2]);
                 w.fetch(stages + (c >= CH - 2 ? ahead : stage), (c + 2) % CH);
             }

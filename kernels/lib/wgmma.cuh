@@ -1,27 +1,29 @@
 #pragma once
-// Matrix products of a warpgroup (four warps, the first a multiple of four) by Hopper's tensor cores:
-// D[64,N] += A[64,16] B[16,N], fp16, float32 sums (PTX wgmma.mma_async), which run beside the threads.
-// Warp w of the group has rows 16w to 16w+15 of A and D, each lane what it has of lib/mma.cuh's:
+// Matrix products of a warpgroup (four warps, the first a multiple of four) by Hopper's tensor
+// cores: D[64,N] += A[64,16] B[16,N], fp16, float32 sums (PTX wgmma.mma_async), which run beside
+// the threads. Warp w of the group has rows 16w to 16w+15 of A and D, each lane what it has of
+// lib/mma.cuh's:
 //   a[0]: A[g][2t..]  a[1]: A[g+8][2t..]  a[2]: A[g][2t+8..]  a[3]: A[g+8][2t+8..]
-//   d[4j], d[4j+1]: D[g][8j+2t], D[g][8j+2t+1]      d[4j+2], d[4j+3]: D[g+8][8j+2t], D[g+8][8j+2t+1]
+//   d[4j], d[4j+1]: D[g][8j+2t], D[g][8j+2t+1]      d[4j+2], d[4j+3]: D[g+8][8j+2t],
+//        D[g+8][8j+2t+1]
 // B, or A, in shared memory is named by a word of 64 bits:
-//   wgmma_rows(p, far)          K lies together: row n of 64 fp16, 128 bytes; far: bytes from 8 rows
-//                               to the next 8. 16 further along K: + WGMMA_K
+//   wgmma_rows(p, far)          K lies together: row n of 64 fp16, 128 bytes; far: bytes from 8
+//                               rows to the next 8. 16 further along K: + WGMMA_K
 //   wgmma_columns(p, wide, far) the other way round, TRANS: row k has 64 fp16 of N that lie
 //                               together; wide: bytes from those 64 of N to the next 64; far: from
 //                               8 rows to the next 8. 16 further along K: + 2 * far / 16
 //   wgmma_cores(p, far)         K lies together by eights: row n of 8 has 16 bytes, right after row
 //                               n-1; the next 8 of K come 128 bytes on, the next 8 rows `far` bytes
-// The first two with 16-byte piece i of row r at i ^ r % 8 (wgmma_piece), 8 rows at a multiple of 1,024 bytes.
-// All threads of the group do the same in the same order:
-//   wgmma_seen()                what this thread wrote to shared memory, tensor cores may see: before
-//                               a barrier. After cp_async_wait, too
+// The first two with 16-byte piece i of row r at i ^ r % 8 (wgmma_piece), 8 rows at a multiple of
+// 1,024 bytes. All threads of the group do the same in the same order:
+//   wgmma_seen()                what this thread wrote to shared memory, tensor cores may see:
+//                               before a barrier. After cp_async_wait, too
 //   wgmma_fence()               registers written before are: before the first product of a group
 //   wgmma<N, TRANS>(d, a, b, add)       A from registers; add: 0 sets d, 1 adds to it
 //   wgmma_shared<N, TRANS, TRANS_A>(d, a, b, add)      A from shared memory
 //   wgmma_commit()              products since the last one are a group
-//   wgmma_wait<NEWEST>()        until at most so many of the newest groups run. Until then nobody may touch
-//                               d, registers of a, or memory that they read
+//   wgmma_wait<NEWEST>()        until at most so many of the newest groups run. Until then nobody
+//                               may touch d, registers of a, or memory that they read
 //   wgmma_registers_up<N>()     registers that each thread of the group may have from now on, taken
 //   wgmma_registers_down<N>()   from those that others give away
 //   wgmma_own(d)                after that: no compiler takes d to be older
@@ -38,7 +40,8 @@ __device__ __forceinline__ unsigned wgmma_address(const void* p) {
     return (unsigned)__cvta_generic_to_shared(p);
 #endif
 }
-__device__ __forceinline__ WgmmaMatrix wgmma_columns(const void* p, unsigned wide, unsigned far) {
+__device__ __forceinline__ WgmmaMatrix wgmma_columns(
+        const void* p, unsigned wide, unsigned far) {
     const unsigned low = (wgmma_address(p) & 0x3FFFF) >> 4 | (wide >> 4) << 16;
     const unsigned high = far >> 4 | 1u << 30;  // 128 bytes that change places
     return (WgmmaMatrix)high << 32 | low;
@@ -90,27 +93,35 @@ __device__ inline float wgmma_e4m3_element(WgmmaMatrix m, int k, int n) {
     return of_e4m3((unsigned char)wgmma_memory()[at]);
 }
 __device__ inline float wgmma_element(WgmmaMatrix m, bool trans, int k, int n) {
-    const unsigned wide = (m >> 16 & 0x3FFF) << 4, far = (m >> 32 & 0x3FFF) << 4;
+    const unsigned wide = (m >> 16 & 0x3FFF) << 4;
+    const unsigned far = (m >> 32 & 0x3FFF) << 4;
     unsigned at = (m & 0x3FFF) << 4;
     const bool cores = !(m >> 62);
-    if (cores) at += n / 8 * far + n % 8 * 16 + k / 8 * wide + k % 8 * 2;
-    else if (trans) at += n / 64 * wide + n % 64 * 2 + k % 8 * 128 + k / 8 * far;
-    else at += n / 8 * far + n % 8 * 128 + k * 2;
-    if (!cores) at ^= (at >> 7 & 7) << 4;
+    if (cores)
+        at += n / 8 * far + n % 8 * 16 + k / 8 * wide + k % 8 * 2;
+    else if (trans)
+        at += n / 64 * wide + n % 64 * 2 + k % 8 * 128 + k / 8 * far;
+    else
+        at += n / 8 * far + n % 8 * 128 + k * 2;
+    if (!cores)
+        at ^= (at >> 7 & 7) << 4;
     unsigned short v;
     memcpy(&v, wgmma_memory() + at, 2);
     return __half2float(__ushort_as_half(v));
 }
 __device__ inline void wgmma_do(LateProduct& p) {
-    const int g = emu::lane() / 4, t = emu::lane() % 4, warp = emu::current / 32 % 4;
+    const int g = emu::lane() / 4;
+    const int t = emu::lane() % 4;
+    const int warp = emu::current / 32 % 4;
     for (int i = 0; p.a && i < 32; i++)
-        p.rows[i / 16][i % 16] = wgmma_element(p.a, p.trans_a, i % 16, warp * 16 + g + i / 16 * 8);
+        p.rows[i / 16][i % 16] = wgmma_element(
+                p.a, p.trans_a, i % 16, warp * 16 + g + i / 16 * 8);
     for (int v = 0; v < p.n / 2; v++) {
         const int column = v / 4 * 8 + 2 * t + v % 2;
         double s = 0;
         for (int k = 0; k < (p.e4m3 ? 32 : 16); k++) {
             const float b = p.e4m3 ? wgmma_e4m3_element(p.b, k, column)
-                : wgmma_element(p.b, p.trans, k, column);
+                                   : wgmma_element(p.b, p.trans, k, column);
             s += (double)p.rows[v / 2 % 2][k] * b;
         }
         p.d[v] = (p.add ? p.d[v] : 0.f) + (float)s;
@@ -121,20 +132,26 @@ __device__ inline void wgmma_finish(int newest) {
     int done = 0;
     while (done < many && late_products[me][done].group <= late_group[me] - newest)
         wgmma_do(late_products[me][done++]);
-    for (int i = done; i < many; i++) late_products[me][i - done] = late_products[me][i];
+    for (int i = done; i < many; i++)
+        late_products[me][i - done] = late_products[me][i];
     late_count[me] -= done;
 }
-__device__ inline LateProduct& wgmma_later(int n, float* d, WgmmaMatrix b, bool trans, int add) {
+__device__ inline LateProduct& wgmma_later(
+        int n, float* d, WgmmaMatrix b, bool trans, int add) {
     int& many = late_count[emu::current];
-    if (many == 64) emu::trap();
+    if (many == 64)
+        emu::trap();
     LateProduct& p = late_products[emu::current][many++];
     p = {d, {}, 0, b, n, late_group[emu::current] + 1, trans, false, add != 0, false};
     return p;
 }
-struct WgmmaLane { unsigned a[4]; };
+struct WgmmaLane {
+    unsigned a[4];
+};
 __device__ inline void wgmma_registers(LateProduct& p, const unsigned* a) {
     WgmmaLane mine;
-    for (int i = 0; i < 4; i++) mine.a[i] = a[i];
+    for (int i = 0; i < 4; i++)
+        mine.a[i] = a[i];
     const WgmmaLane* all = emu::gather(~0u, mine);
     for (int i = 0; i < 32; i++) {
         const int k = i % 16;
@@ -147,7 +164,8 @@ __device__ inline void wgmma_registers(LateProduct& p, const unsigned* a) {
 // Four e4m3 a register: a[0]: A[g][4t..], a[1]: A[g+8][4t..], a[2] and a[3]: 16 further
 __device__ inline void wgmma_e4m3_registers(LateProduct& p, const unsigned* a) {
     WgmmaLane mine;
-    for (int i = 0; i < 4; i++) mine.a[i] = a[i];
+    for (int i = 0; i < 4; i++)
+        mine.a[i] = a[i];
     const WgmmaLane* all = emu::gather(~0u, mine);
     for (int i = 0; i < 64; i++) {
         const int k = i % 32;
@@ -177,29 +195,30 @@ __device__ __forceinline__ void wgmma_commit() {
 }
 template <int NEWEST> __device__ __forceinline__ void wgmma_wait() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(NEWEST) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NEWEST) : "memory");
 #elif defined(ATLAS_EMULATE)
     wgmma_finish(NEWEST);
 #endif
 }
 template <int N> __device__ __forceinline__ void wgmma_registers_up() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 #endif
 }
 template <int N> __device__ __forceinline__ void wgmma_registers_down() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 #endif
 }
 __device__ __forceinline__ void wgmma_own(float& d) {
 #if defined(__CUDA_ARCH__)
-    asm volatile("" : "+f"(d) :: "memory");
+    asm volatile("" : "+f"(d)::"memory");
 #endif
 }
 template <int N> __device__ __forceinline__ void wgmma_own(float (&d)[N]) {
     #pragma unroll
-    for (int i = 0; i < N; i++) wgmma_own(d[i]);
+    for (int i = 0; i < N; i++)
+        wgmma_own(d[i]);
 }
 
 // What one instruction takes: eight columns are four registers of D.
@@ -272,22 +291,34 @@ template <int N> __device__ __forceinline__ void wgmma_own(float (&d)[N]) {
 #define WGMMA_ADD(p) "{.reg .pred p; setp.ne.s32 p, %" #p ", 0; "
 // n columns; numbers of the operands after D
 #define WGMMA_REGISTERS(n, p, q, r, s, t, u, v) \
-    if constexpr (N == n) asm volatile(WGMMA_ADD(u) WGMMA_NAME(n) WGMMA_TO##n "}, " \
-        "{%" #p ", %" #q ", %" #r ", %" #s "}, %" #t ", p, 1, 1, %" #v ";}" \
-        : WGMMA_OUT##n : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), \
-            "n"((int)TRANS) : "memory")
+    if constexpr (N == n) \
+    asm volatile(WGMMA_ADD(u) WGMMA_NAME(n) WGMMA_TO##n \
+            "}, " \
+            "{%" #p ", %" #q ", %" #r ", %" #s "}, %" #t ", p, 1, 1, %" #v ";}" \
+            : WGMMA_OUT##n \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), \
+            "n"((int)TRANS) \
+            : "memory")
 #define WGMMA_E4M3(n, p, q, r, s, t, u) \
-    if constexpr (N == n) asm volatile(WGMMA_ADD(u) \
-        "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" WGMMA_TO##n "}, " \
-        "{%" #p ", %" #q ", %" #r ", %" #s "}, %" #t ", p, 1, 1;}" \
-        : WGMMA_OUT##n : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add) : "memory")
+    if constexpr (N == n) \
+    asm volatile(WGMMA_ADD(u) "wgmma.mma_async.sync.aligned.m64n" #n \
+                              "k32.f32.e4m3.e4m3 {" WGMMA_TO##n \
+            "}, " \
+            "{%" #p ", %" #q ", %" #r ", %" #s "}, %" #t ", p, 1, 1;}" \
+            : WGMMA_OUT##n \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add) \
+            : "memory")
 #define WGMMA_SHARED(n, p, q, r, s, t) \
-    if constexpr (N == n) asm volatile(WGMMA_ADD(r) WGMMA_NAME(n) WGMMA_TO##n "}, " \
-        "%" #p ", %" #q ", p, 1, 1, %" #s ", %" #t ";}" \
-        : WGMMA_OUT##n : "l"(a), "l"(b), "r"(add), "n"((int)TRANS_A), "n"((int)TRANS) : "memory")
+    if constexpr (N == n) \
+    asm volatile(WGMMA_ADD(r) WGMMA_NAME(n) WGMMA_TO##n \
+            "}, " \
+            "%" #p ", %" #q ", p, 1, 1, %" #s ", %" #t ";}" \
+            : WGMMA_OUT##n \
+            : "l"(a), "l"(b), "r"(add), "n"((int)TRANS_A), "n"((int)TRANS) \
+            : "memory")
 
-template <int N, bool TRANS> __device__ __forceinline__ void wgmma(
-        float* d, const unsigned* a, WgmmaMatrix b, int add) {
+template <int N, bool TRANS>
+__device__ __forceinline__ void wgmma(float* d, const unsigned* a, WgmmaMatrix b, int add) {
     static_assert(N % 8 == 0 && N <= 256, "columns come in eights");
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     WGMMA_REGISTERS(8, 4, 5, 6, 7, 8, 9, 10);
@@ -327,7 +358,8 @@ template <int N, bool TRANS> __device__ __forceinline__ void wgmma(
 #endif
 }
 // D[64,N] += A[64,32] B[32,N] of e4m3: A as lib/mma_narrow.cuh has it, rows of B are 128 numbers
-template <int N> __device__ __forceinline__ void wgmma_e4m3(
+template <int N>
+__device__ __forceinline__ void wgmma_e4m3(
         float* d, const unsigned* a, WgmmaMatrix b, int add) {
     static_assert(N % 8 == 0 && N <= 256, "columns come in eights");
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -367,7 +399,8 @@ template <int N> __device__ __forceinline__ void wgmma_e4m3(
     wgmma_e4m3_registers(wgmma_later(N, d, b, false, add), a);
 #endif
 }
-template <int N, bool TRANS, bool TRANS_A> __device__ __forceinline__ void wgmma_shared(
+template <int N, bool TRANS, bool TRANS_A>
+__device__ __forceinline__ void wgmma_shared(
         float* d, WgmmaMatrix a, WgmmaMatrix b, int add) {
     static_assert(N % 8 == 0 && N <= 256, "columns come in eights");
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -1,9 +1,11 @@
-"""Prompts in the air beside answers, with a tree of prefixes, on a card that is divided whenever it may be.
+"""Prompts in the air beside answers, with a tree of prefixes, on a card that is divided whenever
+it may be.
 
-    python tests/gpu/aloft.py [--emulator] [--models llama,qwen3.6-moe] [--rounds 30]
+python tests/gpu/aloft.py [--emulator] [--models llama,qwen3.6-moe] [--rounds 30]
 
-Requests come, find prefixes, are given up and let others go on, all by chance; steps fail and the
-model is told to sleep while a prompt is in the air. Whatever was said is what is said alone."""
+Requests come, find prefixes, are given up and let others go on, all by chance; steps fail and
+the model is told to sleep while a prompt is in the air. Whatever was said is what is said
+alone."""
 from types import SimpleNamespace as NS
 import numpy as np
 from atlas.engine import card_stepper
@@ -24,9 +26,13 @@ class Always(Policy):
 
 def drawn(rng, s, vocab, i):
     "A request: every other one begins as others do"
-    shared = prompt(s.shared, vocab, int(rng.integers(2))) if rng.random()<.5 else ()
+    shared = (
+        prompt(s.shared, vocab, int(rng.integers(2)))
+        if rng.random()<.5 else ())
     own = prompt(int(rng.integers(1, s.longest)), vocab, 100+i)
-    return greedy(f'r{i}', shared+own, int(rng.integers(1, s.most)), logprobs=i%3-1 if i%3 else None)
+    return greedy(
+        f'r{i}', shared+own, int(rng.integers(1, s.most)),
+        logprobs=i%3-1 if i%3 else None)
 
 def alone(llm, r):
     "What `r` is told with nobody beside it and nothing remembered"
@@ -45,7 +51,8 @@ class Traffic:
 
     def step(self):
         for v in self.e.step():
-            if v.token is not None: self.told[v.id].append((v.token, v.logprob))
+            if v.token is not None:
+                self.told[v.id].append((v.token, v.logprob))
 
     def happen(self):
         "Something, by chance"
@@ -54,19 +61,24 @@ class Traffic:
             r = drawn(rng, self.s, self.llm.config.vocab_size, len(self.asked))
             self.asked[r.id],self.told[r.id] = r,[]
             self.e.add(r)
-        if not self.e.prompt: return
+        if not self.e.prompt:
+            return
         self.seen['aloft'] += 1
         what = rng.random()
         if what<.05 and running:
             self.e.abort(running[int(rng.integers(len(running)))])
             self.seen['gone'] += 1
-        elif what<.1: self.sleepless()
-        elif what<.15: self.stumble()
+        elif what<.1:
+            self.sleepless()
+        elif what<.15:
+            self.stumble()
 
     def sleepless(self):
         "Nobody sleeps while answers are under way"
-        try: self.llm.sleep()
-        except EngineError: self.seen['slept'] += 1
+        try:
+            self.llm.sleep()
+        except EngineError:
+            self.seen['slept'] += 1
 
     def stumble(self):
         "The next launch finds no memory for prompts, or is cut off"
@@ -77,21 +89,27 @@ class Traffic:
             raise MemoryError('none left') if plan.prefill else KeyboardInterrupt
         stepper.launch = launch
         while self.e.has_work and 'launch' in vars(stepper):
-            try: self.step()
-            except KeyboardInterrupt: pass
+            try:
+                self.step()
+            except KeyboardInterrupt:
+                pass
         vars(stepper).pop('launch', None)
 
     def run(self, rounds):
         while len(self.asked)<rounds or self.e.has_work:
-            if len(self.asked)<rounds: self.happen()
+            if len(self.asked)<rounds:
+                self.happen()
             self.step()
         self.e.land()
 
 def one(name, emulator, rounds):
     "All that may happen to one model; faults"
     s,rng = TINY if emulator else CARD,np.random.default_rng(5)
-    if emulator: card_stepper.APART,card_stepper.LARGE = 2,4
-    llm = toy(name, emulator, s.seqs, s.context, enable_prefix_caching=True, chunk=64 if emulator else 1024)
+    if emulator:
+        card_stepper.APART,card_stepper.LARGE = 2,4
+    llm = toy(
+        name, emulator, s.seqs, s.context, enable_prefix_caching=True,
+        chunk=64 if emulator else 1024)
     e,bad = llm.engine,[]
     policy = e.scheduler.policy
     e.scheduler.policy = Always(rng)
@@ -103,15 +121,22 @@ def one(name, emulator, rounds):
     t.seen['hits'] = e.stats()['prefix_cache_hits_total']
     for rid,r in t.asked.items():
         want,got = alone(llm, r),t.told[rid]
-        if got!=want[:len(got)]: bad.append(f'{name}: {rid} was told something else')
-    missing = [what for what in ('aloft','gone','slept','failed','hits') if not t.seen[what] and not emulator]
-    if missing: bad.append(f'{name}: {missing} never happened')
-    if e.late: bad.append(f'{name}: compiled late: {e.late}')
-    if e.stepper.lanes or e.scheduler.seqs: bad.append(f'{name}: lanes or sequences are left')
+        if got!=want[:len(got)]:
+            bad.append(f'{name}: {rid} was told something else')
+    missing = [
+        what for what in ('aloft','gone','slept','failed','hits')
+        if not t.seen[what] and not emulator]
+    if missing:
+        bad.append(f'{name}: {missing} never happened')
+    if e.late:
+        bad.append(f'{name}: compiled late: {e.late}')
+    if e.stepper.lanes or e.scheduler.seqs:
+        bad.append(f'{name}: lanes or sequences are left')
     want = alone(llm, r)
     llm.sleep()
     llm.wake()
-    if alone(llm, r)!=want: bad.append(f'{name}: another answer after sleep')
+    if alone(llm, r)!=want:
+        bad.append(f'{name}: another answer after sleep')
     print(f'{name}: {len(t.asked)} requests, {t.seen}, part {e.stepper.part:.2f}', flush=True)
     llm.close()
     return bad
@@ -121,4 +146,6 @@ if __name__=='__main__':
         rounds=dict(type=int, default=40))
     names = ['qwen3.6-moe'] if o.emulator else o.models.split(',')
     rounds = 12 if o.emulator else o.rounds
-    verdict([b for n in names for b in one(n, o.emulator, rounds)], f'{len(names)} models, as alone')
+    verdict(
+        [b for n in names for b in one(n, o.emulator, rounds)],
+        f'{len(names)} models, as alone')

@@ -11,24 +11,35 @@ import numpy as np
 from atlas.engine import card_stepper
 from toys import arguments,greedy,prompt,toy,verdict
 
-CARD = NS(model='qwen3.6-35b-a3b', vocab=200_000, long=32768, seqs=(1,4,8), prompts=3, plain=60)
-TINY = NS(model='qwen3.6-moe', vocab=256, long=200, seqs=(1,3), prompts=2, plain=6)
+CARD = NS(
+    model='qwen3.6-35b-a3b', vocab=200_000, long=32768,
+    seqs=(1,4,8), prompts=3, plain=60)
+TINY = NS(
+    model='qwen3.6-moe', vocab=256, long=200, seqs=(1,3),
+    prompts=2, plain=6)
 
 class Answers:
     "Some answers that are being written, what they say, and the milliseconds between tokens"
     def __init__(self, llm, s, n):
-        self.e,self.s,self.last,self.gaps = llm.engine,s,{},[]
+        self.e = llm.engine
+        self.s = s
+        self.last = {}
+        self.gaps = []
         self.said = {f'a{n}-{i}': [] for i in range(n)}
-        for i,rid in enumerate(self.said): self.e.add(greedy(rid, prompt(64, s.vocab, 60+i), s.most))
-        while not all(self.said.values()): self.step()
-        for _ in range(s.plain): self.step()
+        for i,rid in enumerate(self.said):
+            self.e.add(greedy(rid, prompt(64, s.vocab, 60+i), s.most))
+        while not all(self.said.values()):
+            self.step()
+        for _ in range(s.plain):
+            self.step()
 
     def step(self):
         "One step: who said something"
         events = [v for v in self.e.step() if v.token is not None]
         now = perf_counter()
         mine = [v for v in events if v.id in self.said]
-        for v in mine: self.said[v.id].append(v.token)
+        for v in mine:
+            self.said[v.id].append(v.token)
         ids = {v.id for v in mine}
         self.gaps += [(now-self.last[i])*1e3 for i in ids if i in self.last]
         self.last |= dict.fromkeys(ids, now)
@@ -39,25 +50,32 @@ class Answers:
         took,firsts,gaps = [],[],[]
         for i in range(self.s.prompts):
             self.gaps,began,first = [],perf_counter(),None
-            self.e.add(greedy('p', prompt(self.s.long, self.s.vocab, 70+i), 1))
+            self.e.add(greedy(
+                'p', prompt(self.s.long, self.s.vocab, 70+i),
+                1))
             while first is None:
                 first = next((v.token for v in self.step() if v.id=='p'), None)
             took.append((perf_counter()-began)*1e3)
             firsts.append(first)
             gaps += self.gaps
-            for _ in range(self.s.plain): self.step()
+            for _ in range(self.s.plain):
+                self.step()
         return took,firsts,gaps
 
     def leave(self):
-        for rid in self.said: self.e.abort(rid)
-        while self.e.has_work: self.e.step()
+        for rid in self.said:
+            self.e.abort(rid)
+        while self.e.has_work:
+            self.e.step()
         self.e.land()
 
 def alone(llm, s, i):
     "Milliseconds to the first token of a prompt, and the token"
     began,e = perf_counter(),llm.engine
     e.add(greedy('p', prompt(s.long, s.vocab, 70+i), 1))
-    token = [v.token for _ in iter(lambda: e.has_work, False) for v in e.step()][0]
+    token = [
+        v.token for _ in iter(lambda: e.has_work, False)
+        for v in e.step()][0]
     return (perf_counter()-began)*1e3,token
 
 def shown(n, what, policy, took, gaps, beside):
@@ -73,7 +91,8 @@ def run(llm, s, n, want)->list:
     part,deadline = policy.part,policy.deadline
     planned,launch = [],llm.engine.stepper.launch
     def launched(plan, samplers):
-        if plan.apart and plan.decode: planned.append(plan)
+        if plan.apart and plan.decode:
+            planned.append(plan)
         return launch(plan, samplers)
     llm.engine.stepper.launch = launched
     print(f'{n} answers', flush=True)
@@ -85,16 +104,21 @@ def run(llm, s, n, want)->list:
         took,firsts,gaps = a.prompts()
         a.leave()
         shown(n, what, policy, took, gaps, len(planned)-before)
-        if firsts!=want: bad.append(f'{n} answers, {what}: other first tokens')
+        if firsts!=want:
+            bad.append(f'{n} answers, {what}: other first tokens')
         told[what,limit] = a.said
         return np.percentile(gaps, 95)/1e3
     one('undivided', 0., deadline)
     limit = one('divided', part, deadline)
     one('undivided', 0., limit)
     t = policy.times
-    steps = [(s.mean if s else 0)*1e3 for s in (t.plain_steps.get(k) for k in t.apart_steps)]
+    steps = [
+        (s.mean if s else 0)*1e3
+        for s in (t.plain_steps.get(k) for k in t.apart_steps)]
     beside = [s.mean*1e3 for s in t.apart_steps.values()]
-    print('  learnt, ms: steps', *map('{:.2f}'.format, steps), 'beside', *map('{:.2f}'.format, beside),
+    print(
+        '  learnt, ms: steps', *map('{:.2f}'.format, steps), 'beside',
+        *map('{:.2f}'.format, beside),
         'chunk', f'{t._expected(llm.engine.scheduler.chunk, 0)*1e3:.1f}', flush=True)
     policy.part,policy.deadline = part,deadline
     llm.engine.stepper.launch = launch
@@ -102,24 +126,32 @@ def run(llm, s, n, want)->list:
     for said in others:
         for rid,tokens in said.items():
             k = min(len(tokens), len(first[rid]))
-            if tokens[:k]!=first[rid][:k]: bad.append(f'{rid} says something else')
+            if tokens[:k]!=first[rid][:k]:
+                bad.append(f'{rid} says something else')
     return bad
 
 if __name__=='__main__':
     o = arguments(__doc__, seqs=dict(default=''), long=dict(type=int, default=0))
     s = TINY if o.emulator else CARD
-    if o.seqs: s.seqs = tuple(map(int, o.seqs.split(',')))
+    if o.seqs:
+        s.seqs = tuple(map(int, o.seqs.split(',')))
     s.long = o.long or s.long
     s.most = 100*s.plain
-    if o.emulator: card_stepper.APART,card_stepper.LARGE = 2,4
-    llm = toy(s.model, o.emulator, max(s.seqs)+1, s.long+s.most+128, show=False,
+    if o.emulator:
+        card_stepper.APART,card_stepper.LARGE = 2,4
+    llm = toy(
+        s.model, o.emulator, max(s.seqs)+1,
+        s.long+s.most+128, show=False,
         enable_prefix_caching=False)
     print(llm.engine.stepper.part, 'of the card; chunks of', llm.engine.scheduler.chunk, flush=True)
-    for i in range(2): alone(llm, s, i)
+    for i in range(2):
+        alone(llm, s, i)
     both = [alone(llm, s, i) for i in range(s.prompts)]
     print(f'alone {np.median([ms for ms,_ in both]):.0f} ms', flush=True)
     want,bad = [token for _,token in both],[]
-    for n in s.seqs: bad += run(llm, s, n, want)
-    if llm.engine.late: bad.append(f'compiled late: {llm.engine.late}')
+    for n in s.seqs:
+        bad += run(llm, s, n, want)
+    if llm.engine.late:
+        bad.append(f'compiled late: {llm.engine.late}')
     llm.close()
     verdict(bad, 'the same tokens, divided or not')

@@ -1,7 +1,7 @@
-"""A step replayed as a graph gives the bits that its kernels give when they are launched one by one: logits and tokens, for batches of 1, 3 and 8.
+"""A step replayed as a graph gives the bits that its kernels give when they are launched one by
+one: logits and tokens, for batches of 1, 3 and 8.
 
-    python tests/gpu/eager.py [--emulator] [--models llama,gemma]
-"""
+python tests/gpu/eager.py [--emulator] [--models llama,gemma]"""
 import subprocess,sys
 import numpy as np
 from toys import TOYS,arguments,greedy,prompt,toy,verdict
@@ -14,7 +14,8 @@ def watch(e, eager):
         y = logits(x, shape, made)
         kept[shape] = getattr(y, 'keys', y)  # of each block of the head, where that is enough
         return y
-    if eager: s.replay = s.body
+    if eager:
+        s.replay = s.body
     s.graphs.clear()
     s._step_logits = keeping
     return kept
@@ -24,16 +25,20 @@ def run(llm, n, steps, eager):
     e,V = llm.engine,llm.config.vocab_size
     s = e.stepper
     kept = watch(e, eager)
-    for i in range(n): e.add(greedy(f'r{i}', prompt(9+31*i, V, i), steps+i))
+    for i in range(n):
+        e.add(greedy(f'r{i}', prompt(9+31*i, V, i), steps+i))
     logits,tokens = [],{}
     while e.has_work:
         s.last = None
-        for ev in e.step(): tokens.setdefault(ev.id, []).append(ev.token)
+        for ev in e.step():
+            tokens.setdefault(ev.id, []).append(ev.token)
         s.card.synchronize()
-        if not s.last: continue
+        if not s.last:
+            continue
         now = s.card.download(kept[s.last])
         logits.append(np.array(now))
-    for name in ('_step_logits','replay'): vars(s).pop(name, None)
+    for name in ('_step_logits','replay'):
+        vars(s).pop(name, None)
     s.graphs.clear()
     return logits,tokens
 
@@ -42,17 +47,34 @@ def one(name, emulator):
     llm,bad = toy(name, emulator),[]
     for n in (1,3,8)[:2 if emulator else 3]:
         steps = 5 if emulator else 40
-        (a,ta),(b,tb) = (run(llm, n, steps, how) for how in (True,False))
+        (a,ta),(b,tb) = (
+            run(llm, n, steps, how) for how in (True,False))
         live = sum(x.size for x in a)
-        if ta!=tb or len(a)!=len(b) or not all(x.tobytes()==y.tobytes() for x,y in zip(a, b)): bad.append(f'{name}, {n} rows: tokens {"equal" if ta==tb else "differ"}, '
-            f'steps that differ: {[i for i,(x,y) in enumerate(zip(a, b)) if x.tobytes()!=y.tobytes()][:5]}')
-        if not all(np.isfinite(x[:n if len(x)>n else len(x)]).all() for x in a[:1]) or live==0: bad.append(f'{name}: logits that are no numbers')
+        if (
+                ta!=tb or len(a)!=len(b)
+                or not all(
+                    x.tobytes()==y.tobytes()
+                    for x,y in zip(a, b))):
+            off = [i for i,(x,y) in enumerate(zip(a, b)) if x.tobytes()!=y.tobytes()]
+            tokens = 'equal' if ta==tb else 'differ'
+            bad.append(f'{name}, {n} rows: tokens {tokens}, steps that differ: {off[:5]}')
+        if (
+                not all(
+                    np.isfinite(x[:n if len(x)>n else len(x)]).all()
+                    for x in a[:1])
+                or live==0):
+            bad.append(f'{name}: logits that are no numbers')
     print(f'{name}: {"equal" if not bad else bad}', flush=True)
     return bad
 
 if __name__=='__main__':
     a = arguments(__doc__, models=dict(default=''), inner=dict(action='store_true'))
-    names = (a.models or ('llama,qwen3.6-moe' if a.emulator else 'smollm,qwen3.6-moe,gpt-oss,gemma,nemotron')).split(',')
-    if len(names)==1 or a.inner or a.emulator: verdict([b for n in names for b in one(n, a.emulator)], 'a replayed step is the launched step')
+    usual = 'llama,qwen3.6-moe' if a.emulator else 'smollm,qwen3.6-moe,gpt-oss,gemma,nemotron'
+    names = (a.models or usual).split(',')
+    if len(names)==1 or a.inner or a.emulator:
+        verdict(
+            [b for n in names for b in one(n, a.emulator)], 'a replayed step is the launched step')
     ps = [subprocess.Popen([sys.executable, __file__, '--inner', '--models', n]) for n in names]
-    verdict([n for n,p in zip(names, ps) if p.wait()], f'{len(names)} models: a replayed step is the launched step')
+    verdict(
+        [n for n,p in zip(names, ps) if p.wait()],
+        f'{len(names)} models: a replayed step is the launched step')

@@ -1,8 +1,9 @@
 """What many sequences and long prompts cost an engine: its start by the number of sequences, steps
 with a chunk of a prompt beside answers, prompts by the size of chunks, and memory for each.
 
-    python tests/gpu/many.py [--emulator] [--part start|beside|waits|between|chunks|all] [--long 131072]
-        [--seqs 8,128] [--chunks 2048,8192]
+python tests/gpu/many.py [--emulator] [--part start|beside|waits|between|chunks|all] [--long
+131072]
+[--seqs 8,128] [--chunks 2048,8192]
 
 Numbers are shown, not judged."""
 from time import perf_counter
@@ -11,7 +12,9 @@ import numpy as np
 from atlas.use.bench_decode import _blank,measure,pretend
 from toys import arguments,greedy,prompt,ready_for,toy,verdict
 
-CARD = NS(model='qwen3.6-35b-a3b', seqs=(8,32,128), context=512, chunk=2048, vocab=200_000,
+CARD = NS(
+    model='qwen3.6-35b-a3b', seqs=(8,32,128), context=512,
+    chunk=2048, vocab=200_000,
     chunks=(2048,4096,8192), prompts=(512,2048,8192,32768), behind=400)
 TINY = NS(model='qwen3.6-moe', seqs=(2,4), context=256, chunk=64, vocab=256,
     chunks=(64,128), prompts=(100,200), behind=16)
@@ -53,8 +56,10 @@ def timed(llm, steps=1):
     return np.median(out)
 
 def clear(llm):
-    for rid in list(llm.engine.scheduler.seqs): llm.engine.abort(rid)
-    while llm.engine.has_work: llm.engine.step()
+    for rid in list(llm.engine.scheduler.seqs):
+        llm.engine.abort(rid)
+    while llm.engine.has_work:
+        llm.engine.step()
     llm.engine.land()
 
 def chunk(llm, s, n, runs=4):
@@ -64,7 +69,8 @@ def chunk(llm, s, n, runs=4):
         rid = f'p{n}-{i}'
         e.add(greedy(rid, prompt(n, s.vocab, i), 2))
         took = 0.
-        while rid in e.scheduler.seqs and not e.scheduler.seqs[rid].outputs: took += timed(llm)
+        while rid in e.scheduler.seqs and not e.scheduler.seqs[rid].outputs:
+            took += timed(llm)
         e.abort(rid)
         timed(llm)
         out.append(took)
@@ -73,7 +79,9 @@ def chunk(llm, s, n, runs=4):
 def beside(s, emulator):
     "A chunk alone, a plain step, and both in one"
     for n in s.seqs[-2:]:
-        llm = toy(s.model, emulator, n+1, s.behind+s.chunk+512, show=False, tbt_deadline_ms=0,
+        llm = toy(
+            s.model, emulator, n+1, s.behind+s.chunk+512,
+            show=False, tbt_deadline_ms=0,
             enable_prefix_caching=False)
         alone = {k: chunk(llm, s, k) for k in (s.chunk//4,s.chunk)}
         pretend(llm, n, s.behind, 300)
@@ -101,9 +109,11 @@ def waits(s):
         for turn in range(3):
             for name,mark in dict(spinning=plain, asleep=lambda: plain(asleep=True)).items():
                 stream.mark = mark
-                for _ in range(8): e.step()
+                for _ in range(8):
+                    e.step()
                 began,busy = perf_counter(),process_time()
-                for _ in range(200): e.step()
+                for _ in range(200):
+                    e.step()
                 took,busy = [(t-b)/200*1e6 for t,b in
                     ((perf_counter(),began),(process_time(),busy))]
                 say(f'{n} sequences, {name}: {took:.1f} us a step, {busy:.1f} of a core')
@@ -129,16 +139,20 @@ def alone(llm, s, n, seed):
     llm.device.synchronize()
     began = perf_counter()
     e.add(greedy(rid, prompt(n, s.vocab, seed), 1))
-    while e.has_work: e.step()
+    while e.has_work:
+        e.step()
     return perf_counter()-began
 
 def chunks(s, emulator, long):
     "Tokens a second by the size of chunks, and the memory that their passes keep"
     most = max(s.prompts[-1], long or 0)
     def passes(stepper):
-        for n in {*s.prompts,*s.chunks}: stepper._try_prompt(min(n, max(s.chunks)))
+        for n in {*s.prompts,*s.chunks}:
+            stepper._try_prompt(min(n, max(s.chunks)))
     with ready_for(passes):
-        llm = toy(s.model, emulator, 2, most+8, show=False, chunk=max(s.chunks),
+        llm = toy(
+            s.model, emulator, 2, most+8, show=False,
+            chunk=max(s.chunks),
             enable_prefix_caching=False)
     before = free(llm)
     for k in s.chunks:
@@ -148,7 +162,8 @@ def chunks(s, emulator, long):
             rows.append(f'{n}: {n/took:,.0f}')
         kept = before-free(llm)
         say(f'chunk {k}: tokens/s {"; ".join(rows)}; memory kept {gb(kept)}')
-        if not long: continue
+        if not long:
+            continue
         took = alone(llm, s, long, 9)
         say(f'  {long} tokens in {took:.2f} s: {long/took:,.0f} tokens/s; '
             f'memory {gb(kept)} -> {gb(before-free(llm))}')
@@ -160,10 +175,16 @@ if __name__=='__main__':
         seqs=dict(default=''), chunks=dict(default=''))
     s = TINY if o.emulator else CARD
     for k in ('seqs','chunks'):
-        if given := getattr(o, k): setattr(s, k, tuple(map(int, given.split(','))))
-    if o.part in ('all','start'): start(s, o.emulator)
-    if o.part in ('all','beside'): beside(s, o.emulator)
-    if o.part=='waits': waits(s)
-    if o.part=='between': between(s)
-    if o.part in ('all','chunks'): chunks(s, o.emulator, o.long)
+        if given := getattr(o, k):
+            setattr(s, k, tuple(map(int, given.split(','))))
+    if o.part in ('all','start'):
+        start(s, o.emulator)
+    if o.part in ('all','beside'):
+        beside(s, o.emulator)
+    if o.part=='waits':
+        waits(s)
+    if o.part=='between':
+        between(s)
+    if o.part in ('all','chunks'):
+        chunks(s, o.emulator, o.long)
     verdict([], 'shown')

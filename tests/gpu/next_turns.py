@@ -14,7 +14,9 @@ SAYS = 'Tell me a long story about a fox, a hen and a winter.','And then?','Why?
 ADDRESS = dict(type='object', required=['name'], additionalProperties=False,
     properties=dict(name=dict(type='string', maxLength=20)))
 SCHEMA = dict(type='json_schema', json_schema=dict(name='address', schema=ADDRESS))
-HOW = [dict(temperature=0), dict(temperature=.8, seed=5), dict(temperature=0, response_format=SCHEMA)]
+HOW = [
+    dict(temperature=0), dict(temperature=.8, seed=5),
+    dict(temperature=0, response_format=SCHEMA)]
 COUNT = re.compile(r'next_turn_prefills_total\{[^}]*outcome="(\w+)"[^}]*\} ([\d.]+)')
 
 def free():
@@ -37,10 +39,14 @@ def served(device, *options):
     p = subprocess.Popen([*command, '--device', device, '--log-level', 'warning'], env=os.environ)
     try:
         while p.poll() is None:
-            try: get(url+'/health')
-            except OSError: time.sleep(.1)
-            else: break
-        else: raise SystemExit(f'failed: the server ended with {p.returncode}')
+            try:
+                get(url+'/health')
+            except OSError:
+                time.sleep(.1)
+            else:
+                break
+        else:
+            raise SystemExit(f'failed: the server ended with {p.returncode}')
         yield url
     finally:
         p.send_signal(signal.SIGINT)
@@ -49,12 +55,16 @@ def served(device, *options):
 def settled(url):
     "How next turns ended, when none is under way"
     while True:
-        counts = {k:int(float(n)) for k,n in COUNT.findall(get(url+'/metrics'))}
-        if counts.get('begun', 0)==sum(counts.values())-counts.get('begun', 0): return counts
+        counts = {
+            k:int(float(n))
+            for k,n in COUNT.findall(get(url+'/metrics'))}
+        if counts.get('begun', 0)==sum(counts.values())-counts.get('begun', 0):
+            return counts
         time.sleep(.05)
 
 def conversation(url, how, turns):
-    "Of each turn: what is said and its log probabilities, tokens of its prompt, those that were there"
+    """Of each turn: what is said and its log probabilities, tokens of its prompt, those that were
+    there"""
     messages,out = [],[]
     for i in range(turns):
         messages.append(dict(role='user', content=SAYS[min(i, len(SAYS)-1)]))
@@ -63,7 +73,9 @@ def conversation(url, how, turns):
         choice,usage = d['choices'][0],d['usage']
         cached = usage['prompt_tokens_details']['cached_tokens']
         out.append((choice, usage['prompt_tokens'], cached))
-        messages.append({k:v for k,v in choice['message'].items() if k in ('role','content')})
+        messages.append({
+            k:v for k,v in choice['message'].items()
+            if k in ('role','content')})
         settled(url)
     return out
 
@@ -77,12 +89,16 @@ if __name__=='__main__':
     device,bad = 'cpu' if a.emulator else 'cuda',[]
     plain,none = talks(device, a.turns, '--no-prefill-next-turn')
     ahead,ends = talks(device, a.turns)
-    if any(none.values()) or not ends.get('finished'): bad.append(f'next turns: {none} without, {ends} with')
+    if any(none.values()) or not ends.get('finished'):
+        bad.append(f'next turns: {none} without, {ends} with')
     for i,(one,other) in enumerate(zip(plain, ahead)):
         same = [(x[:2],y[:2]) for x,y in zip(one, other)]
-        bad += [f'conversation {i}, turn {t}: another answer' for t,(x,y) in enumerate(same) if x!=y]
+        bad += [
+            f'conversation {i}, turn {t}: another answer' for t,(x,y) in enumerate(same) if x!=y]
     there = [sum(cached for talk in talks for _,_,cached in talk) for talks in (plain,ahead)]
     tokens = sum(n for talk in ahead for _,n,_ in talk)
-    if there[1]<=there[0]: bad.append('nothing more is there')
-    what = f'{len(HOW)*a.turns} turns of {tokens} tokens, of which {there[0]} and {there[1]} were there'
+    if there[1]<=there[0]:
+        bad.append('nothing more is there')
+    turns = len(HOW)*a.turns
+    what = f'{turns} turns of {tokens} tokens, of which {there[0]} and {there[1]} were there'
     verdict(bad, f'{what}; {ends}')

@@ -1,7 +1,7 @@
-"""A plain step beside a chunk of a prompt: one after the other, and on parts of the multiprocessors,
-which the driver deals out (green contexts).
+"""A plain step beside a chunk of a prompt: one after the other, and on parts of the
+multiprocessors, which the driver deals out (green contexts).
 
-    python tests/gpu/parts.py [--emulator] [--seqs 1,2,4,8] [--chunks 8192] [--parts 2,4,6]
+python tests/gpu/parts.py [--emulator] [--seqs 1,2,4,8] [--chunks 8192] [--parts 2,4,6]
 
 Times are shown, not judged. That a step, and a chunk, have the same bits on any number of
 multiprocessors is."""
@@ -17,9 +17,13 @@ from atlas.use.bench_decode import _blank,pretend
 from many import clear,say,timed
 from toys import arguments,greedy,prompt,ready_for,toy,verdict
 
-CARD = NS(model='qwen3.6-35b-a3b', seqs=(1,2,4,8), chunks=(8192,), parts=(2,4,6),
+CARD = NS(
+    model='qwen3.6-35b-a3b', seqs=(1,2,4,8),
+    chunks=(8192,), parts=(2,4,6),
     vocab=200_000, behind=400, bound=512, room=dict(kv_cache_memory=20<<30))
-TINY = NS(model='qwen3.6-moe', seqs=(1,3,12), chunks=(64,128), parts=(2,4,16),
+TINY = NS(
+    model='qwen3.6-moe', seqs=(1,3,12),
+    chunks=(64,128), parts=(2,4,16),
     vocab=256, behind=16, bound=128, room={})
 
 class Beside:
@@ -41,7 +45,8 @@ class Beside:
         for i in range(2):  # what comes again is recorded
             rid = f'p{n}-{i}'
             e.add(greedy(rid, prompt(n, self.s.vocab, i), 2))
-            while not e.scheduler.seqs[rid].outputs: timed(self.llm)
+            while not e.scheduler.seqs[rid].outputs:
+                timed(self.llm)
             e.abort(rid)
         return self.stepper.prompts.kept[PromptShape(-(-n//TILE)*TILE, 1)].b
 
@@ -52,7 +57,8 @@ class Beside:
     def chunk(self, n:int, stream=None, many=None):
         "The graph of a chunk for so many multiprocessors, and its stream"
         def body():
-            with self.scratch.allocating(): return self.stepper.over(self.batches[n])
+            with self.scratch.allocating():
+                return self.stepper.over(self.batches[n])
         return self._graph(body, stream, many or self.whole)
 
     def step(self, stream=None, many=None):
@@ -60,7 +66,8 @@ class Beside:
         t,shape = self.stepper,self.shape
         def body():
             with self.memory.temporaries():
-                b,r = t.rows.batch(shape.seqs, shape.longest),t.rows.of(shape.seqs)
+                b = t.rows.batch(shape.seqs, shape.longest)
+                r = t.rows.of(shape.seqs)
                 logits = t.model.forward(b, t.cache)
                 then = b,t.cache.pool.block_size
                 sample_rows(logits, t.table, r.ids, r.lanes, greedy=True, cuts=False, then=then)
@@ -69,13 +76,15 @@ class Beside:
 
     def again(self):
         "Those who decode stand where they stood"
-        with self.stepper.here(): self.stepper.rows.place(self.seqs, self.lanes, 1)
+        with self.stepper.here():
+            self.stepper.rows.place(self.seqs, self.lanes, 1)
         self.device.synchronize()
 
     def finish(self, *pairs):
         "Wait for the streams of some graphs: a wait for the card may leave out those of parts"
         for _,stream in pairs:
-            if stream is not None: stream.synchronize()
+            if stream is not None:
+                stream.synchronize()
         self.device.synchronize()
 
     def took(self, *queues)->list:
@@ -105,9 +114,11 @@ class Beside:
         pools = [a for p in (cache.conv,cache.rec) for a in p.values()]
         kept = [a.copy() for a in pools]
         for step,*beside in those:
-            for a,was in zip(pools, kept): a[...] = was
+            for a,was in zip(pools, kept):
+                a[...] = was
             self.again()
-            for g,stream in (*beside,step): g(stream)
+            for g,stream in (*beside,step):
+                g(stream)
             self.finish(*beside, step)
             out.append(self.device.download(step[0].out)[:len(self.seqs)].copy())
         return out
@@ -121,7 +132,8 @@ class Beside:
             out.append(self.device.download(c[0].out).copy())
         return out
 
-def same(a, b)->bool: return np.array_equal(a.view('u4'), b.view('u4'))
+def same(a, b)->bool:
+    return np.array_equal(a.view('u4'), b.view('u4'))
 
 @dataclass
 class Times:
@@ -135,14 +147,19 @@ class Times:
     @classmethod
     def of(cls, b, alone, step, own, mine, each, rounds=5):
         "Of graphs and their streams"
-        (c,stream),n,out = alone,0,([],[],[])
+        (c,stream) = alone
+        n = 0
+        out = ([],[],[])
         for _ in range(rounds):
             one, = b.took((stream,[c]))
             many = [mine[0]]*(int(1.4*one[0]/each)+2)
-            (end,),ends = b.took((own[1],[own[0]]), (mine[1],many))
+            (end,),ends = b.took(
+                (own[1],[own[0]]),
+                (mine[1],many))
             n = sum(e<=end for e in ends)
             after, = b.took((stream,[c,*[step[0]]*n]))
-            for l,x in zip(out, (one[0],after[-1],end)): l.append(x)
+            for l,x in zip(out, (one[0],after[-1],end)):
+                l.append(x)
         return cls(*out, n, ends[n-1]/max(n, 1))
 
     def __repr__(self):
@@ -153,21 +170,26 @@ class Times:
 
     def more(self, plain)->float:
         "Plain steps that each of those beside costs"
-        return (np.median(self.beside)-np.median(self.alone))/max(self.count, 1)/plain
+        return (
+            (np.median(self.beside)-np.median(self.alone))
+            /max(self.count, 1)/plain)
 
 def on_parts(b:Beside)->list:
     "Times of steps and chunks; faults"
     bad,s,stream = [],b.s,b.device.xp.cuda.Stream
     alone,first = stream(non_blocking=True),stream(non_blocking=True, priority=-5)
-    chunks,step = {n: b.chunk(n, alone) for n in s.chunks},b.step(first)
+    chunks = {n: b.chunk(n, alone) for n in s.chunks}
+    step = b.step(first)
     d,R = b.each(step),len(b.seqs)
     say(f'{R} sequences: a plain step {d:.2f} ms')
     for k in s.parts:
         few,rest = b.memory.divided(k)
         mine = b.step(few.raw, few.count)
         own = {n: b.chunk(n, rest.raw, rest.count) for n in chunks}
-        y,*others = b.logits([step], [mine], [mine,own[min(own)]])
-        if not all(same(y, z) for z in others): bad.append(f'{R} rows on {k} have other bits')
+        y,*others = b.logits(
+            [step], [mine], [mine,own[min(own)]])
+        if not all(same(y, z) for z in others):
+            bad.append(f'{R} rows on {k} have other bits')
         e = b.each(mine)
         say(f'  a step on {few.count}: {e:.2f} ms, {e*k/b.whole/d:.2f} of its share')
         for n,c in chunks.items():
@@ -181,7 +203,9 @@ def on_parts(b:Beside)->list:
 def on_emulator(b:Beside)->list:
     "Steps shared out over several numbers of multiprocessors; faults"
     b.card.multiprocessors = b.whole = 132  # as many as a real one
-    want,*got = b.logits([b.step()], *([b.step(many=k)] for k in b.s.parts))
+    want,*got = b.logits(
+        [b.step()],
+        *([b.step(many=k)] for k in b.s.parts))
     bad = [k for k,y in zip(b.s.parts, got) if not same(want, y)]
     return [f'{len(want)} rows on {k} have other bits' for k in bad]
 
@@ -197,9 +221,12 @@ def engine(s, emulator):
                     shape = StepShape(n, s.bound, False, False, stepper.table.stamp)
                     stepper.body(shape)
             with card.using(whole-k or whole):
-                for n in s.chunks: stepper._try_prompt(n)
+                for n in s.chunks:
+                    stepper._try_prompt(n)
     with ready_for(passes):
-        return toy(s.model, emulator, max(s.seqs)+1, max(s.chunks)+s.bound, show=False,
+        return toy(
+            s.model, emulator, max(s.seqs)+1,
+            max(s.chunks)+s.bound, show=False,
             tbt_deadline_ms=0, chunk=max(s.chunks), enable_prefix_caching=False, **s.room)
 
 if __name__=='__main__':
@@ -207,7 +234,8 @@ if __name__=='__main__':
     o = arguments(__doc__, **asked)
     s,bad = TINY if o.emulator else CARD,[]
     for k in asked:
-        if given := getattr(o, k): setattr(s, k, tuple(map(int, given.split(','))))
+        if given := getattr(o, k):
+            setattr(s, k, tuple(map(int, given.split(','))))
     llm = engine(s, o.emulator)
     for n in s.seqs:
         pretend(llm, n, s.behind, s.bound-s.behind-1)

@@ -1,9 +1,11 @@
-"""The same tokens, and log probabilities to the bit, with a tree of prefixes as without one: prompts that
-begin alike, a cache too small for all of them, preemption, snapshots in the middle of chunks, drafts.
+"""The same tokens, and log probabilities to the bit, with a tree of prefixes as without one:
+prompts that begin alike, a cache too small for all of them, preemption, snapshots in the middle
+of chunks, drafts.
 
-    python tests/gpu/prefixes.py [--emulator] [--models llama,qwen3.6-drafts] [--tokens 24]
+python tests/gpu/prefixes.py [--emulator] [--models llama,qwen3.6-drafts] [--tokens 24]
 
-Each answer is compared with what its request gets alone in an engine that computes every prompt whole."""
+Each answer is compared with what its request gets alone in an engine that computes every prompt
+whole."""
 import sys
 from dataclasses import replace
 from toys import arguments,greedy,prompt,serve,toy,verdict
@@ -13,13 +15,15 @@ MODELS = ['llama','mistral','qwen3.6-drafts','gpt-oss','gemma','nemotron','grani
 HOW = [{}, dict(temperature=.7, seed=3), dict(logprobs=1),
     dict(temperature=.8, seed=5, presence_penalty=.5, repetition_penalty=1.2, logprobs=2)]
 COUNTED = 'prefix_cache_hits','prefix_cache_queries','jit_after_ready'
-STEMS,OWN = (64,150,200,330,330,128,200,64),(1,40,3,7,70,0,3,100)
+STEMS = (64,150,200,330,330,128,200,64)
+OWN = (1,40,3,7,70,0,3,100)
 
 def asks(V, tokens, emulator):
     "Requests whose prompts begin alike, in two families, with places where messages end"
     out = []
     for i,(n,own) in enumerate(zip(STEMS, OWN)):
-        if emulator: n,own = min(n, 200),min(own, 20)
+        if emulator:
+            n,own = min(n, 200),min(own, 20)
         ids = prompt(400, V, 900+i//6)[:n]+prompt(own, V, i)
         r = greedy(f'r{i}', ids, tokens-i%4, **HOW[i%4])
         out.append(replace(r, boundaries=(70,n)))
@@ -36,8 +40,10 @@ def ways(name, llm):
     # steps of one size, however long they take, so that the same ones always give way
     found = [dict(), small|dict(overcommit=8., max_num_seqs=4, chunk=64, tbt_deadline_ms=0)]
     found.append(dict(state_snapshots=2, chunk=128))
-    if 'drafts' in name: found.append(dict(speculative='mtp', num_speculative_tokens=2))
-    if 'drafts' not in name: found.append(dict(speculative='ngram', num_speculative_tokens=3))
+    if 'drafts' in name:
+        found.append(dict(speculative='mtp', num_speculative_tokens=2))
+    if 'drafts' not in name:
+        found.append(dict(speculative='ngram', num_speculative_tokens=3))
     return found
 
 def rounds(llm, wanted):
@@ -56,10 +62,13 @@ def told(name, how, s):
     print(f'{name} {how}: {hits} of {asked} prompt tokens were there, '
         f'{s.get("prefix_cache_restores_total", 0)} states restored, {evicted} evicted, '
         f'{preempted} preempted, {late} compiled late', flush=True)
-    if late: yield f'{late} compiled late'
+    if late:
+        yield f'{late} compiled late'
     if 'kv_cache_memory' not in how:
-        if hits<asked/3: yield f'{hits} hits'
-    elif not (hits and evicted and preempted): yield 'nothing was scarce'
+        if hits<asked/3:
+            yield f'{hits} hits'
+    elif not (hits and evicted and preempted):
+        yield 'nothing was scarce'
 
 def one(name, emulator, tokens):
     "All engines of one model"
@@ -80,7 +89,10 @@ def one(name, emulator, tokens):
     return bad
 
 if __name__=='__main__':
-    a = arguments(__doc__, models=dict(default=','.join(MODELS)), tokens=dict(type=int, default=24))
+    a = arguments(
+        __doc__, models=dict(default=','.join(MODELS)),
+        tokens=dict(type=int, default=24))
     names = a.models.split(',')
-    if a.emulator and a.models==','.join(MODELS): names,a.tokens = ['qwen3.6-drafts','granite'],6
+    if a.emulator and a.models==','.join(MODELS):
+        names,a.tokens = ['qwen3.6-drafts','granite'],6
     verdict([b for n in names for b in one(n, a.emulator, a.tokens)], f'{len(names)} models')

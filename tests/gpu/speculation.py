@@ -17,7 +17,8 @@ def ways(name):
     itself = dict(speculative='draft', draft_model=f'toy-{name}')
     found = [itself|dict(num_speculative_tokens=k) for k in (1,3,5)]
     found.append(dict(speculative='ngram', num_speculative_tokens=2))
-    if 'drafts' in name: found += [dict(speculative='mtp', num_speculative_tokens=k) for k in (1,2,3)]
+    if 'drafts' in name:
+        found += [dict(speculative='mtp', num_speculative_tokens=k) for k in (1,2,3)]
     return found
 
 def asks(V, tokens, emulator):
@@ -25,14 +26,18 @@ def asks(V, tokens, emulator):
     out = []
     for i in range(4 if emulator else 8):
         n = 5+7*i if emulator else 5+23*i%190
-        out.append(greedy(f'r{i}', prompt(n, V, i), tokens-i%4, **HOW[i%4]))
+        out.append(greedy(
+            f'r{i}', prompt(n, V, i), tokens-i%4,
+            **HOW[i%4]))
     return out
 
 def one(name, emulator, tokens):
     "All drafters of one model"
     plain = toy(name, emulator)
     wanted = asks(plain.config.vocab_size, tokens, emulator)
-    alone = {r.id: serve(plain.engine, [(r,0)])[r.id] for r in wanted}
+    alone = {
+        r.id: serve(plain.engine, [(r,0)])[r.id]
+        for r in wanted}
     plain.close()
     bad = []
     for how in ways(name):
@@ -42,21 +47,28 @@ def one(name, emulator, tokens):
         s = llm.engine.stats()
         right,tried = (s[f'spec_decode_num_{k}_tokens_total'] for k in ('accepted','draft'))
         kind,k,late = llm.drafting.who,llm.drafting.k,s['jit_after_ready_total']
-        print(f'{name}, {kind} {k}: {len(wrong)} differ {wrong}; {right} of {tried} drafts accepted; '
+        print(
+            f'{name}, {kind} {k}: {len(wrong)} differ {wrong}; {right} of {tried} drafts accepted; '
             f'{late} compiled late', flush=True)
         bad += [f'{name}, {kind} {k}: {rid}' for rid in wrong]
-        if late: bad.append(f'{name}, {kind} {k}: {late} kernels compiled late')
-        if kind=='draft' and not 0<right<tried: bad.append(f'{name}: {right} of {tried} accepted')
+        if late:
+            bad.append(f'{name}, {kind} {k}: {late} kernels compiled late')
+        if kind=='draft' and not 0<right<tried:
+            bad.append(f'{name}: {right} of {tried} accepted')
         llm.close()
     return bad
 
 if __name__=='__main__':
-    a = arguments(__doc__, models=dict(default=','.join(MODELS)), tokens=dict(type=int, default=40),
+    a = arguments(
+        __doc__, models=dict(default=','.join(MODELS)),
+        tokens=dict(type=int, default=40),
         inner=dict(action='store_true'))
     names = a.models.split(',')
-    if a.emulator and a.models==','.join(MODELS): names,a.tokens = ['qwen3.6-drafts'],10
+    if a.emulator and a.models==','.join(MODELS):
+        names,a.tokens = ['qwen3.6-drafts'],10
     alone = len(names)==1 or a.inner or a.emulator
-    if alone: verdict([b for n in names for b in one(n, a.emulator, a.tokens)], f'{len(names)} models')
+    if alone:
+        verdict([b for n in names for b in one(n, a.emulator, a.tokens)], f'{len(names)} models')
     def begin(n):
         own = ['--inner','--models',n,'--tokens',str(a.tokens)]
         return subprocess.Popen([sys.executable,__file__,*own])

@@ -1,13 +1,14 @@
-"""Weights packed by the card while they are read, and by the host: the same bits, and how fast both are.
+"""Weights packed by the card while they are read, and by the host: the same bits, and how fast
+both are.
 
-    python tests/gpu/starts.py [--emulator] [--folder FOLDER] [--shapes qwen3.6-35b-a3b:nvfp4,…]
-    python tests/gpu/starts.py --beside-dd 3 [--folder FOLDER] [--shapes …] [--output FILE]
+python tests/gpu/starts.py [--emulator] [--folder FOLDER] [--shapes qwen3.6-35b-a3b:nvfp4,…]
+python tests/gpu/starts.py --beside-dd 3 [--folder FOLDER] [--shapes …] [--output FILE]
 
-Files are made up, of true size, and removed again; a shape may be a folder with files, which stay.
-`FOLDER` may be on a disk or a RAM disk. With `--beside-dd` nothing is compared: files are loaded
-so many times, by the card, and what `dd` and other plain reads get from the same disk is measured
-before and after each time, for disks are slower in one minute than in another. A load had a quiet
-disk if the best plain reads before and after it differ by 5 % at most."""
+Files are made up, of true size, and removed again; a shape may be a folder with files, which
+stay. `FOLDER` may be on a disk or a RAM disk. With `--beside-dd` nothing is compared: files are
+loaded so many times, by the card, and what `dd` and other plain reads get from the same disk is
+measured before and after each time, for disks are slower in one minute than in another. A load
+had a quiet disk if the best plain reads before and after it differ by 5 % at most."""
 import json,shutil,tempfile
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,9 @@ def loaded(path, card, put, note=None):
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
         parts = '','mtp'
-        ws = load(ck, wants, card, False, (*IGNORE,*m.ignore), parts, put=put, note=note)
+        ws = load(
+            ck, wants, card, False, (*IGNORE,*m.ignore), parts,
+            put=put, note=note)
     card.synchronize()
     return ws
 
@@ -47,11 +50,15 @@ def timed(path, card, put, said):
 def unlike(card, a, b):
     "Names under which two loaded models differ"
     def same(x, y):
-        if x is None or y is None: return x is y
+        if x is None or y is None:
+            return x is y
         return bool((x.reshape(-1).view('uint8')==y.reshape(-1).view('uint8')).all())
     def equal(p, q):
-        if not isinstance(p, Packed): return same(p, q)
-        return all(same(getattr(p, k), getattr(q, k)) for k in ('w','s','gs'))
+        if not isinstance(p, Packed):
+            return same(p, q)
+        return all(
+            same(getattr(p, k), getattr(q, k))
+            for k in ('w','s','gs'))
     return [k for k in a if not equal(a[k], b[k])]
 
 def compared(path, card):
@@ -78,24 +85,38 @@ def beside(path, card, times)->dict:
         whole,r = perf_counter()-start,notes[0]
         between.append(plain(files, i+1))
         loads.append(dict(seconds=whole, whole=r.nbytes/whole, reading=r.rate))
-        dd,best = ([b[k] for b in between[-2:]] for k in ('dd','best'))
-        loads[-1] |= dict(dd=sum(dd)/2, best=sum(best)/2, quiet=min(best)>=.95*max(best))
-        rates = {k: v for k,v in loads[-1].items() if k not in ('seconds','quiet')}
+        dd,best = (
+            [b[k] for b in between[-2:]]
+            for k in ('dd','best'))
+        loads[-1] |= dict(
+            dd=sum(dd)/2, best=sum(best)/2,
+            quiet=min(best)>=.95*max(best))
+        rates = {
+            k: v for k,v in loads[-1].items()
+            if k not in ('seconds','quiet')}
         said = ', '.join(f'{k} {human(v, 1000)}/s' for k,v in rates.items())
-        parts = ', '.join(f'{k} {rates[k]/rates["best"]:.0%} of the best' for k in ('whole','reading'))
+        parts = ', '.join(
+            f'{k} {rates[k]/rates["best"]:.0%} of the best' for k in ('whole','reading'))
         print(f'  {whole:.2f} s: {said}; {parts}{"; quiet"*loads[-1]["quiet"]}', flush=True)
     middle = {k: median(l[k] for l in loads) for k in loads[0]}
     found = dict(nbytes=r.nbytes, loads=loads, median=middle, of=_parts(loads))
-    if quiet := [l for l in loads if l['quiet']]: found['of_quiet'] = _parts(quiet)
+    if quiet := [l for l in loads if l['quiet']]:
+        found['of_quiet'] = _parts(quiet)
     for k,p in found.items():
-        if not k.startswith('of'): continue
+        if not k.startswith('of'):
+            continue
         n = len(quiet) if 'quiet' in k else times
-        print(f'  {n} whole loads{" on a quiet disk"*("quiet" in k)}: {p["dd"]:.0%} of dd, {p["best"]:.0%} of the best plain reads')
+        quiet = ' on a quiet disk'*('quiet' in k)
+        print(
+            f'  {n} whole loads{quiet}: {p["dd"]:.0%} of dd, '
+            f'{p["best"]:.0%} of the best plain reads')
     return found
 
 def _parts(loads)->dict:
     "What part of plain reads whole loads reach, in the middle"
-    return {k: median(l['whole']/l[k] for l in loads) for k in ('dd','best')}
+    return {
+        k: median(l['whole']/l[k] for l in loads)
+        for k in ('dd','best')}
 
 def made(shape, weights, folder, layers):
     "The folder of a model's files"
@@ -117,11 +138,16 @@ def main():
             shape,_,weights = s.partition(':')
             there = Path(shape).is_dir()
             path = Path(shape) if there else made(shape, weights, Path(d), layers)
-            if a.beside_dd: found[s] = beside(path, card, a.beside_dd)
-            else: bad += [f'{s}: {k}' for k in compared(path, card)]
-            if not there: shutil.rmtree(path)
+            if a.beside_dd:
+                found[s] = beside(path, card, a.beside_dd)
+            else:
+                bad += [f'{s}: {k}' for k in compared(path, card)]
+            if not there:
+                shutil.rmtree(path)
     said = dict(machine=card.describe(), models=found)
-    if a.output: a.output.write_text(json.dumps(said, indent=1)+'\n')
+    if a.output:
+        a.output.write_text(json.dumps(said, indent=1)+'\n')
     verdict(bad, 'loaded beside plain reads' if a.beside_dd else 'the same bits, whoever packs')
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

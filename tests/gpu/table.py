@@ -36,8 +36,11 @@ def loaded(m, device, count):
     "The model, with room for what is measured"
     length = max(m.contexts)+(2*count+64)*8
     with ready_for(steps(m.batches, len(m.chances or ()))):
-        if device=='emulator': return toy(m.name, True, max(m.batches), 512, show=False, **m.how)
-        return LLM(m.name, device, length, max(m.batches), load_format='dummy', show=False, **m.how)
+        if device=='emulator':
+            return toy(m.name, True, max(m.batches), 512, show=False, **m.how)
+        return LLM(
+            m.name, device, length, max(m.batches), load_format='dummy',
+            show=False, **m.how)
 
 @dataclass
 class Measured:
@@ -63,7 +66,8 @@ def measure(m, device, count, folder):
     p = report.points[0]
     print(f'{m}: {said}; {report.floor(p)/p.us:.0%} of a copy; '
         f'loaded in {report.load_seconds:.1f} s, in all {took:.0f} s', flush=True)
-    if folder: (Path(folder)/f'{m}.json').write_text(json.dumps(report.to_dict(), indent=1))
+    if folder:
+        (Path(folder)/f'{m}.json').write_text(json.dumps(report.to_dict(), indent=1))
     return report
 
 def row(m, report, drafted):
@@ -71,14 +75,18 @@ def row(m, report, drafted):
     at = {(p.batch,p.context): f'{p.tokens:,.0f}' for p in report.points}
     p = report.points[0]
     three = f'{drafted.points[-1].tokens:,.0f}' if drafted else ''
-    cells = m.name,m.how.get('weights', 'as shipped'),at[1,0],three,at[1,4096],at[8,0],at[32,0]
+    cells = (
+        m.name,m.how.get('weights', 'as shipped'),
+        at[1,0],three,at[1,4096],
+        at[8,0],at[32,0])
     return ' | '.join(['',*cells,f'{report.floor(p)/p.us:.0%}','']).strip()
 
 def compile_ahead(m, arch):
     "Compile what a model will launch, without a card"
     with recording(launch=False) as r:
         llm = loaded(m, Dry(arch), 32)
-        with ready_for(steps(m.batches, len(m.chances or ()))): llm.engine.warm()
+        with ready_for(steps(m.batches, len(m.chances or ()))):
+            llm.engine.warm()
     prepare(r.variants, arch)
     print(f'{m}: {len(r.variants)} kernels', flush=True)
 
@@ -95,17 +103,25 @@ def main():
     o = arguments(__doc__, only=dict(default=''), ahead=dict(default=None),
         folder=dict(default=None), steps=dict(type=int, default=32))
     if o.emulator:
-        measure(Measured('llama', {}, (1,2), (0,)), 'emulator', 8, o.folder)
+        measure(
+            Measured('llama', {}, (1,2), (0,)), 'emulator',
+            8, o.folder)
         verdict([], 'measured')
     done = {}
     for m in TABLE:
-        if o.only not in str(m): continue
+        if o.only not in str(m):
+            continue
         try:
-            if o.ahead: compile_ahead(m, o.ahead)
-            else: done[str(m)] = m,measure(m, 'cuda', o.steps, o.folder)
-        except Exception as e: print(f'FAILED {m}: {type(e).__name__}: {e}', flush=True)
+            if o.ahead:
+                compile_ahead(m, o.ahead)
+            else:
+                done[str(m)] = m,measure(m, 'cuda', o.steps, o.folder)
+        except Exception as e:
+            print(f'FAILED {m}: {type(e).__name__}: {e}', flush=True)
     for m,report in done.values():
         drafted = done.get(f'{m.name}-drafts', (None,None))[1] if m.how==NVFP4 else None
-        if not m.chances: print(row(m, report, drafted), flush=True)
+        if not m.chances:
+            print(row(m, report, drafted), flush=True)
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

@@ -25,7 +25,10 @@ TINY = SimpleNamespace(model='qwen3.6-drafts', vocab=256, context=512, long=260,
 class Bench:
     "Engines of one model, requests with names of their own, and what should not have been"
     def __init__(self, emulator):
-        self.sizes,self.emulator,self.asked,self.bad = TINY if emulator else CARD,emulator,0,[]
+        self.sizes = TINY if emulator else CARD
+        self.emulator = emulator
+        self.asked = 0
+        self.bad = []
 
     def load(self, **kw):
         return toy(self.sizes.model, self.emulator, 8, self.sizes.context, show=False, **kw)
@@ -35,7 +38,8 @@ class Bench:
         llm.close()
 
     def must(self, holds, what):
-        if not holds: self.bad.append(what)
+        if not holds:
+            self.bad.append(what)
     def ids(self, n, seed): return prompt(n, self.sizes.vocab, seed)
 
     def request(self, ids, answer, ends=()):
@@ -51,7 +55,8 @@ class Bench:
         e.add(r)
         while e.has_work:
             events = [ev for ev in e.step() if ev.token is not None]
-            if events and not said: ms,cached = (perf_counter()-began)*1e3,events[0].cached
+            if events and not said:
+                ms,cached = (perf_counter()-began)*1e3,events[0].cached
             said += [ev.token for ev in events]
         return SimpleNamespace(ms=ms, tokens=said, cached=cached)
 
@@ -66,21 +71,28 @@ def again(b, llm):
     tail = b.ask(llm, ids[:-100]+b.ids(100, 4), 4)
     equal = sum(b.ask(llm, ids, 16).tokens==cold.tokens for _ in range(runs))
     b.must(warm.tokens==cold.tokens and equal==runs, f'{runs-equal} replays have another answer')
-    found,want = (cold.cached, warm.cached, tail.cached),(0, kept(n), kept(n)-2*TILE)
+    found = (cold.cached, warm.cached, tail.cached)
+    want = (0, kept(n), kept(n)-2*TILE)
     b.must(found==want, f'of {n} tokens {found} were there, not {want}')
     return dict(tokens=n, cold_ms=cold.ms, warm_ms=warm.ms, tail_ms=tail.ms,
         cached=warm.cached, tail_cached=tail.cached, replays=runs, equal=equal)
 
 def turns(b, tree, whole):
     "A conversation that is sent again with each turn, to an engine with a tree and to one without"
-    out,ends,ids,known = [],[],b.ids(b.sizes.stem, 5),0
+    out = []
+    ends = []
+    ids = b.ids(b.sizes.stem, 5)
+    known = 0
     for i in range(1, b.sizes.turns+1):
         ids += b.ids(b.sizes.turn, 100+i)
         ends.append(n := len(ids))
-        warm,cold = b.ask(tree, ids, 1, ends),b.ask(whole, ids, 1)
+        warm = b.ask(tree, ids, 1, ends)
+        cold = b.ask(whole, ids, 1)
         b.must(warm.tokens==cold.tokens, f'turn {i} has another answer')
         b.must(warm.cached==known, f'turn {i}: {warm.cached} were there, not {known}')
-        out.append(dict(tokens=n, computed=n-warm.cached, tree_ms=warm.ms, whole_ms=cold.ms))
+        out.append(dict(
+            tokens=n, computed=n-warm.cached, tree_ms=warm.ms,
+            whole_ms=cold.ms))
         known = kept(n)
     return out
 
@@ -88,7 +100,9 @@ class Company:
     "Four answers that are written, and the milliseconds between their tokens"
     def __init__(self, b, llm):
         self.engine,self.last,self.gaps = llm.engine,{},[]
-        for i in range(4): self.engine.add(b.request(b.ids(64, 60+i), b.sizes.context//8))
+        for i in range(4):
+            self.engine.add(
+                b.request(b.ids(64, 60+i), b.sizes.context//8))
 
     def step(self):
         "One step; who said something"
@@ -102,20 +116,24 @@ class Company:
         "Milliseconds to the first token of `r`, and the gaps meanwhile"
         self.gaps,began = [],perf_counter()
         self.engine.add(r)
-        while r.id not in self.step(): pass
+        while r.id not in self.step():
+            pass
         return (perf_counter()-began)*1e3,self.gaps
 
     def plain(self, n):
         "The gap of `n` steps, in the middle"
         self.gaps = []
-        for _ in range(n): self.step()
+        for _ in range(n):
+            self.step()
         return np.median(self.gaps)
 
 def mixed(b, policy, deadline=100):
     "Prompts that come, one after the other, while answers are written"
     llm = b.load(scheduling_policy=policy, tbt_deadline_ms=deadline)
     s,rows = b.sizes,[]
-    alone = [b.ask(llm, b.ids(s.beside, 40+i), 2).ms for i in range(2*s.prompts)]
+    alone = [
+        b.ask(llm, b.ids(s.beside, 40+i), 2).ms
+        for i in range(2*s.prompts)]
     company = Company(b, llm)
     company.plain(12)  # until all of them write
     plain = company.plain(s.between)
@@ -126,8 +144,10 @@ def mixed(b, policy, deadline=100):
             alone_ms=min(alone[s.prompts:]), beside_ms=ms, **quantiles, most_ms=max(gaps)))
         company.plain(s.between)
     line = list(llm.engine.scheduler.policy.times.line)
-    for i in company.last: llm.engine.abort(i)
-    while llm.engine.has_work: llm.engine.step()
+    for i in company.last:
+        llm.engine.abort(i)
+    while llm.engine.has_work:
+        llm.engine.step()
     b.close(llm)
     return [row|dict(line=line) for row in rows]
 
@@ -146,14 +166,19 @@ def spill(b, folder):
     b.must([a.tokens for a in back]==[a.tokens for a in cold], f'other answers from {place}')
     b.must(read and (dropped or not gone), f'{gone} not back from {place}, {read} B read')
     b.close(llm)
-    return dict(place=place, tokens=n, cold_ms=[a.ms for a in cold], back_ms=[a.ms for a in back],
+    return dict(
+        place=place, tokens=n, cold_ms=[a.ms for a in cold],
+        back_ms=[a.ms for a in back],
         cached=[a.cached for a in back], dropped=dropped, read=read)
 
 def measured(b, folder):
     tree,whole = b.load(),b.load(enable_prefix_caching=False)
-    out = dict(model=b.sizes.model, machine=tree.device.describe().split(', memory')[0])
+    out = dict(
+        model=b.sizes.model,
+        machine=tree.device.describe().split(', memory')[0])
     out |= dict(long=again(b, tree), turns=turns(b, tree, whole))
-    for llm in (tree,whole): b.close(llm)
+    for llm in (tree,whole):
+        b.close(llm)
     out['mixed'] = [row for policy in ('fifo','slai') for row in mixed(b, policy)]
     return out|dict(spill=[spill(b, where) for where in (None,folder)])
 
@@ -161,9 +186,13 @@ if __name__=='__main__':
     a = arguments(__doc__, folder=dict(help='where the file lies; else a temporary folder'),
         output=dict(help='a file for the numbers'))
     b = Bench(a.emulator)
-    with tempfile.TemporaryDirectory(dir=a.folder) as folder: out = measured(b, folder)
+    with tempfile.TemporaryDirectory(dir=a.folder) as folder:
+        out = measured(b, folder)
     out = json.loads(json.dumps(out), parse_float=lambda x: float(f'{float(x):.5g}'))
-    for row in (out['long'], out['turns'][-1], *out['mixed'], *out['spill']):
+    for row in (
+            out['long'], out['turns'][-1], *out['mixed'],
+            *out['spill']):
         print(*(f'{k} {v}' for k,v in row.items()), sep=', ')
-    if a.output: Path(a.output).write_text(json.dumps(out, indent=1)+'\n')
+    if a.output:
+        Path(a.output).write_text(json.dumps(out, indent=1)+'\n')
     verdict(b.bad, f'{len(out["turns"])} turns, {len(out["mixed"])} prompts beside answers')

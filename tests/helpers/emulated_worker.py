@@ -8,9 +8,12 @@ from atlas.service.worker import load_model,main
 ROOT = os.environ.get('MADE_UP_ROOT')
 
 def load(options, meter):
-    if ROOT: loading._CHUNK = dict(cache=64<<10)
+    if ROOT:
+        loading._CHUNK = dict(cache=64<<10)
     w = load_model(options|dict(device=Emulator()), meter)
-    if ROOT: w.ease.pressure.root,w.ease.pressure.patience = ROOT,3
+    if ROOT:
+        w.ease.pressure.root,w.ease.pressure.patience = ROOT,3
     return w
 
-if __name__=='__main__': main(load)
+if __name__=='__main__':
+    main(load)

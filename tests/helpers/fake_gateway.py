@@ -4,7 +4,8 @@ import json,sys
 from pathlib import Path
 from atlas.ground.core import SourceError
 from atlas.text.chat import ChatTemplate
-from atlas.service.gateway import Policy,serve
+from atlas.service.process import Policy
+from atlas.service.gateway import serve
 from atlas.service.reload import FleetFile
 from atlas.text.tokenizer import byte_tokenizer
 from script_config import ScriptConfig
@@ -19,7 +20,8 @@ COMMAND = (sys.executable, Path(__file__).parent/'fake_worker.py')
 
 def main(policy=None, no_text=False, port=0, file=None, **kw):
     "Serve; with `no_text` the tokenizers of all models are missing; with `file` the models of a fleet"
-    if file: kw['models'] = FleetFile(file)
+    if file:
+        kw['models'] = FleetFile(file)
     serve(**kw,
         policy=Policy(**policy or {}),
         port=port,
@@ -27,4 +29,5 @@ def main(policy=None, no_text=False, port=0, file=None, **kw):
         text=missing if no_text else text,
         command=COMMAND)
 
-if __name__=='__main__': main(**json.loads(sys.argv[1]))
+if __name__=='__main__':
+    main(**json.loads(sys.argv[1]))

@@ -19,7 +19,8 @@ class Call:
     @property
     def json(self): return json.loads(self.body)
     def send(self, *parts):
-        for p in parts: self.sock.sendall(p)
+        for p in parts:
+            self.sock.sendall(p)
     def head(self, status=200, kind='application/json', **heads):
         "A head without a length: the answer ends when the connection does"
         lines = [f'HTTP/1.1 {status} Said', f'content-type: {kind}', 'connection: close', *(f'{k.replace("_", "-")}: {v}' for k,v in heads.items())]
@@ -32,17 +33,22 @@ class Call:
     def stream(self, *events, cut=False):
         "A chunked stream; where it is `cut`, without an end"
         self.send(b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n')
-        for e in events: self.chunk(e)
-        if not cut: self.send(b'0\r\n\r\n')
+        for e in events:
+            self.chunk(e)
+        if not cut:
+            self.send(b'0\r\n\r\n')
     def chunk(self, raw): self.send(b'%x\r\n%b\r\n'%(len(raw), raw))
     def wait(self):
         "Until the client hangs up, or the test is over: did it hang up?"
         self.sock.settimeout(.05)
         while not self.over.is_set():
             try:
-                if not self.sock.recv(1): return True
-            except TimeoutError: continue
-            except OSError: return True
+                if not self.sock.recv(1):
+                    return True
+            except TimeoutError:
+                continue
+            except OSError:
+                return True
         return False
 
 class FakeUpstream:
@@ -55,8 +61,10 @@ class FakeUpstream:
         threading.Thread(target=self._accept, daemon=True).start()
     def _accept(self):
         while not self.over.is_set():
-            try: c,_ = self.sock.accept()
-            except OSError: return
+            try:
+                c,_ = self.sock.accept()
+            except OSError:
+                return
             threading.Thread(target=self._serve, args=(c,), daemon=True).start()
     def _serve(self, c):
         with c,suppress(OSError):
@@ -64,9 +72,12 @@ class FakeUpstream:
             c.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             f = c.makefile('rb')
             first = f.readline().decode().split()
-            if len(first)<3: return
+            if len(first)<3:
+                return
             heads = {}
-            while (l := f.readline().decode('latin-1').strip()): k,_,v = l.partition(':'); heads[k.lower()] = v.strip()
+            while (l := f.readline().decode('latin-1').strip()):
+                k,_,v = l.partition(':')
+                heads[k.lower()] = v.strip()
             body = f.read(int(heads.get('content-length', 0)))
             q = Call(c, self.over, first[0], first[1], heads, body)
             self.calls.append(q)
@@ -77,7 +88,8 @@ class FakeUpstream:
 def upstream(say):
     "Run a `FakeUpstream`"
     u = FakeUpstream(say)
-    try: yield u
+    try:
+        yield u
     finally:
         u.over.set()
         u.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts
@@ -101,6 +113,9 @@ def completion(content='Hello', **message):
     return dict(id='chatcmpl-1', object='chat.completion', created=1, model='theirs', usage=USAGE, choices=[dict(index=0, message=m, finish_reason='stop')])
 def good(c):
     "What says hello to whoever asks for chat, and has nothing else"
-    if c.path!='/v1/chat/completions': return c.whole(dict(detail='Not Found'), 404)
-    if c.json.get('stream'): c.stream(*HELLO)
-    else: c.whole(completion())
+    if c.path!='/v1/chat/completions':
+        return c.whole(dict(detail='Not Found'), 404)
+    if c.json.get('stream'):
+        c.stream(*HELLO)
+    else:
+        c.whole(completion())

@@ -30,41 +30,62 @@ class ScriptedEngine:
         self.steps += 1
         out = [e for rid in list(self.live) if (e := self.one(rid))]
         for e in out:
-            if e.finish: del self.live[e.id]
+            if e.finish:
+                del self.live[e.id]
         return out
     def one(self, rid):
         r,said,n = self.live[rid]
-        if '<oom>' in said: return Event(rid, finish='error', error='There was no memory for the prompt: 3 GiB were asked for, 1 GiB are free', code=OutOfMemoryError.code)
+        if '<oom>' in said:
+            return Event(rid, finish='error', error='There was no memory for the prompt: 3 GiB were asked for, 1 GiB are free', code=OutOfMemoryError.code)
         if n==3:
-            if '<nan>' in said: self.corrupted += 1; return Event(rid, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
-            if '<sticky>' in said: raise CudaFault('CUDA error 700, illegal memory access, seen at a step; it happened in gemv')
-            if '<bug>' in said: raise KeyError('a secret of the engine')
-            if '<die>' in said: os.kill(os.getpid(), signal.SIGKILL)
-            if '<freeze>' in said: self.live[rid][1] = ''; os.kill(os.getpid(), signal.SIGSTOP)
-            if '<garbage>' in said: os.write(int(sys.argv[-4]), b'Segmentation fault (core dumped)\n')
-            if '<hold>' in said: return
-            if '<stuck>' in said: time.sleep(10**6)
+            if '<nan>' in said:
+                self.corrupted += 1
+                return Event(rid, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
+            if '<sticky>' in said:
+                raise CudaFault('CUDA error 700, illegal memory access, seen at a step; it happened in gemv')
+            if '<bug>' in said:
+                raise KeyError('a secret of the engine')
+            if '<die>' in said:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if '<freeze>' in said:
+                self.live[rid][1] = ''
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if '<garbage>' in said:
+                os.write(int(sys.argv[-4]), b'Segmentation fault (core dumped)\n')
+            if '<hold>' in said:
+                return
+            if '<stuck>' in said:
+                time.sleep(10**6)
         self.live[rid][2] = n = n+1
-        if n>len(self.say) and '<endless>' not in said: return Event(rid, 0, finish='stop')
+        if n>len(self.say) and '<endless>' not in said:
+            return Event(rid, 0, finish='stop')
         return Event(rid, self.say[(n-1)%len(self.say)], finish='length' if n==(r.params.max_tokens or 10**9) else None)
 
 def load(options, meter):
     wrong = options.get('at_load')
     if path := options.get('lives'):
-        with open(path, 'a') as f: f.write(f'{os.getpid()}\n')
+        with open(path, 'a') as f:
+            f.write(f'{os.getpid()}\n')
     if options.get('clock'):
         days = itertools.cycle((86400*400, -86400*400))
         true,time.time = time.time,lambda: true()+next(days)
     meter.stage('open')
-    if wrong=='die': os._exit(3)
-    if wrong=='bug': raise KeyError('a secret of the loader')
-    if wrong=='die twice' and len(Path(path).read_text().split())<3: os._exit(3)
-    if wrong=='oom': raise OutOfMemoryError('The weights take 70 GiB and a step 1 GiB; 12 GiB can be used of 13 GiB that are free', hint='Choose a smaller model')
-    if wrong=='host oom': raise MemoryError('Unable to allocate 70. GiB for an array')
-    if wrong=='hang': time.sleep(10**6)
+    if wrong=='die':
+        os._exit(3)
+    if wrong=='bug':
+        raise KeyError('a secret of the loader')
+    if wrong=='die twice' and len(Path(path).read_text().split())<3:
+        os._exit(3)
+    if wrong=='oom':
+        raise OutOfMemoryError('The weights take 70 GiB and a step 1 GiB; 12 GiB can be used of 13 GiB that are free', hint='Choose a smaller model')
+    if wrong=='host oom':
+        raise MemoryError('Unable to allocate 70. GiB for an array')
+    if wrong=='hang':
+        time.sleep(10**6)
     meter.stage('weights')
     with meter(100, 'loading') as bar:
-        for _ in range(100): bar.update(1)
+        for _ in range(100):
+            bar.update(1)
     info = dict(
         name=options['name'],
         max_seq_len=options.get('max_seq_len', 4096),
@@ -81,16 +102,20 @@ class Bed:
     def sleep(self, level):
         assert not self.engine.has_work, 'it is at work'
         self.tries += 1
-        if self.wrong=='no sleep' and self.tries==1: raise OutOfMemoryError('There is no room for a copy')
-        if self.wrong=='dies asleep' and self.tries==1: os.kill(os.getpid(), signal.SIGKILL)
+        if self.wrong=='no sleep' and self.tries==1:
+            raise OutOfMemoryError('There is no room for a copy')
+        if self.wrong=='dies asleep' and self.tries==1:
+            os.kill(os.getpid(), signal.SIGKILL)
         self.level = max(level, self.level)
         self.engine.add,self.add = self.refuse,self.engine.add
         return dict(level=self.level, bytes=1<<30, seconds=.1)
     def refuse(self, r): raise AssertionError('a request to a model that is asleep')
     def wake(self):
         self.tries += 1
-        if self.wrong=='no waking' and self.tries==2: raise OutOfMemoryError('Waking takes 2 GiB, and 1 GiB are free')
-        if self.wrong=='dies waking' and self.tries==2: os.kill(os.getpid(), signal.SIGKILL)
+        if self.wrong=='no waking' and self.tries==2:
+            raise OutOfMemoryError('Waking takes 2 GiB, and 1 GiB are free')
+        if self.wrong=='dies waking' and self.tries==2:
+            os.kill(os.getpid(), signal.SIGKILL)
         self.level,self.engine.add = 0,self.add
         return dict(bytes=1<<30, seconds=.1)
 
@@ -100,4 +125,5 @@ def nap(seconds):
     time.sleep(seconds)
     return 'rested'
 
-if __name__=='__main__': main(load)
+if __name__=='__main__':
+    main(load)

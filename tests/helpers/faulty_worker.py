@@ -9,11 +9,14 @@ def load(options, meter):
     trunk = model.trunk
     def faulty(batch, cache, *a, **kw):
         first = [int(np.asarray(batch.ids).reshape(-1)[0])] if batch.tiled else []
-        if 8 in first: raise OutOfMemoryError('There was to be an array of 3 GiB')
+        if 8 in first:
+            raise OutOfMemoryError('There was to be an array of 3 GiB')
         out = trunk(batch, cache, *a, **kw)
-        if 7 in first: out[:] = np.nan
+        if 7 in first:
+            out[:] = np.nan
         return out
     model.trunk = faulty
     return work
 
-if __name__=='__main__': main(load)
+if __name__=='__main__':
+    main(load)

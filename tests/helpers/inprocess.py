@@ -6,7 +6,8 @@ Everything but the process is what `atlas serve` has:
 from contextlib import suppress
 import atlas.engine.score
 import uvicorn
-from atlas.service.gateway import Model,Models,Policy,Served
+from atlas.service.process import Model,Policy,Served
+from atlas.service.models import Models
 from atlas.service.http import server_config
 from atlas.ground.options import EngineConfig
 from atlas.service.server import create_app
@@ -29,7 +30,8 @@ def app_of(runner, tokenizer, template=None, **kw):
 def run(app, sock, drain):
     "Serve until SIGINT or SIGTERM"
     server = uvicorn.Server(server_config(app, drain=drain))
-    with suppress(KeyboardInterrupt): server.run(sockets=[sock])
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[sock])
 
 def threaded(engine, info, tokenizer, template=None, ops=None, **side):
     "`Models` with one, whose engine steps in a worker's thread"

@@ -142,7 +142,7 @@ def named_in(folder, word):
 # Files that no import names, by pattern -> modules whose pages read them, and test files that do
 READ = {
     'atlas/model/families/*.toml': ('ground.presets','ground.config'),
-    'atlas/service/static/*': ('service.server',
+    'atlas/service/static/*': ('service.management',
         'tests/test_cli.py','tests/test_http.py','tests/test_page.py',
         'tests/test_models_page.py'),
     'atlas/*.py': ('tests/test_repo.py',),

@@ -3,7 +3,7 @@
 A test about such a limit shortens it when all that could be late is there,
 and nothing but the fault is left to come."""
 from dataclasses import replace
-from atlas.service.gateway import Policy
+from atlas.service.process import Policy
 from helpers.waiting import WAIT
 
 NEVER = 10*WAIT

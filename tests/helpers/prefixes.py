@@ -47,12 +47,14 @@ def check_tree(tree, going=()):
         assert table.blocks[:len(path)]==path and not any(n.gone for n in trail.path)
         assert [n.key for n in trail.path]==trail.keys[:len(trail.path)]
     check_pool(tree.pool)
-    if hasattr(tree, 'states'): check_snapshots(tree, found, [t for t,_ in going])
+    if hasattr(tree, 'states'):
+        check_snapshots(tree, found, [t for t,_ in going])
 
 def emptied(tree):
     "Nobody is on the way: all of it can be evicted, and nothing is left"
     tree.evict(tree.pool.num_blocks)
     assert not tree.roots and tree.nodes==0
     assert tree.pool.free==tree.pool.num_blocks and not tree.pool.num_kept
-    if not hasattr(tree, 'states'): return
+    if not hasattr(tree, 'states'):
+        return
     assert tree.snapshots==0 and tree.states.free==tree.states.num_blocks

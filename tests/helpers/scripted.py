@@ -25,24 +25,31 @@ class ResponsesApp:
         w.abort = lambda: (self.aborted.append(w.id), stop.set())
         it = self.script(ask)
         if not hasattr(it, '__anext__'):
-            for p in it: yield p
+            for p in it:
+                yield p
             return
         while True:
             nxt,out = asyncio.ensure_future(anext(it, None)),asyncio.ensure_future(stop.wait())
             await asyncio.wait([nxt, out], return_when=asyncio.FIRST_COMPLETED)
             out.cancel()
-            if stop.is_set(): nxt.cancel(); raise AtlasError('The answer was stopped')
-            if (p := nxt.result()) is None: return
+            if stop.is_set():
+                nxt.cancel()
+                raise AtlasError('The answer was stopped')
+            if (p := nxt.result()) is None:
+                return
             yield p
 
     async def events(self, ask, w):
         usage = Usage(11, 7, 3, 2)
         try:
             yield w.start(Usage(11))
-            async for p in self.pieces(ask, w): yield w.piece(0, p)
+            async for p in self.pieces(ask, w):
+                yield w.piece(0, p)
             yield w.end(usage)
-        except Exception as e: yield w.error(e)
-        finally: w.close()
+        except Exception as e:
+            yield w.error(e)
+        finally:
+            w.close()
 
     async def create(self, request):
         raw = await request.body()
@@ -54,16 +61,21 @@ class ResponsesApp:
         if ask.background:
             await anext(stream)
             async def drain():
-                async for _ in stream: pass
+                async for _ in stream:
+                    pass
             self.tasks.add(asyncio.create_task(drain()))
             return StreamingResponse(w.follow(), media_type='text/event-stream') if ask.stream else JSONResponse(w.resource())
-        if ask.stream: return StreamingResponse(stream, media_type='text/event-stream', headers=heads)
-        try: return JSONResponse(w.whole([gather([p async for p in self.pieces(ask, w)])], Usage(11, 7, 3, 2)), headers=heads)
-        finally: w.close()
+        if ask.stream:
+            return StreamingResponse(stream, media_type='text/event-stream', headers=heads)
+        try:
+            return JSONResponse(w.whole([gather([p async for p in self.pieces(ask, w)])], Usage(11, 7, 3, 2)), headers=heads)
+        finally:
+            w.close()
 
     async def get(self, request):
         id,owner,q = request.path_params['id'],request.headers.get('x-owner'),request.query_params
-        if q.get('stream')!='true': return JSONResponse(self.store.get(id, owner))
+        if q.get('stream')!='true':
+            return JSONResponse(self.store.get(id, owner))
         return StreamingResponse(self.store.follow(id, owner, q.get('starting_after')), media_type='text/event-stream')
     async def delete(self, request): return JSONResponse(self.store.delete(request.path_params['id'], request.headers.get('x-owner')))
     async def cancel(self, request): return JSONResponse(self.store.cancel(request.path_params['id'], request.headers.get('x-owner')))
@@ -86,7 +98,8 @@ def running(app):
     server = uvicorn.Server(uvicorn.Config(app, log_level='warning', timeout_graceful_shutdown=1))
     t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
-    try: yield f'http://127.0.0.1:{sock.getsockname()[1]}'
+    try:
+        yield f'http://127.0.0.1:{sock.getsockname()[1]}'
     finally:
         server.should_exit = True
         t.join(WAIT)
@@ -96,7 +109,8 @@ def running(app):
 def serve(script):
     "Run a `ResponsesApp` on a free port; gives it, with its `url`"
     s = ResponsesApp(script)
-    with running(s.app()) as s.url: yield s
+    with running(s.app()) as s.url:
+        yield s
 
 # -- the whole service, with a script in the place of its runner ---------------------------------
 
@@ -114,7 +128,8 @@ class Speaker:
         self.cached = 0 # Tokens of each prompt that come from a cache, as its first event says
         self.tok,self.script,self.healthy,self.prompts,self.aborted = byte_tokenizer(),script,True,[],0
         self.info = dict(name='scripted', max_seq_len=400_000, vocab_size=257, eos_ids=[END])
-        if drafts: self.info['speculative'] = f'mtp, {drafts} drafts'
+        if drafts:
+            self.info['speculative'] = f'mtp, {drafts} drafts'
     def submit(self, r):
         self.prompts.append(self.tok.decode(list(r.prompt)))
         return Line(self, r, [*self.tok.encode(self.script(self.prompts[-1])), END])
@@ -127,12 +142,14 @@ class Line:
     def __aiter__(self): return self
     async def __anext__(self):
         await asyncio.sleep(0)
-        if self.over: raise StopAsyncIteration
+        if self.over:
+            raise StopAsyncIteration
         return self.event()
     def ready(self):
         "The rest of a step"
         out,rows = [],self.speaker.drafts+1
-        while not self.over and self.n%rows: out.append(self.event())
+        while not self.over and self.n%rows:
+            out.append(self.event())
         return out
     def event(self):
         n,self.n = self.n,self.n+1
@@ -142,7 +159,9 @@ class Line:
         cached = None if n else self.speaker.cached
         return Event(self.r.id, self.ids[n], finish=finish, drafted=drafted, cached=cached)
     def abort(self):
-        if not self.over: self.over = True; self.speaker.aborted += 1
+        if not self.over:
+            self.over = True
+            self.speaker.aborted += 1
 
 @contextmanager
 def service(script, parsers=('hermes','qwen3'), template=TEMPLATE, drafts=0, **kw):
@@ -151,4 +170,5 @@ def service(script, parsers=('hermes','qwen3'), template=TEMPLATE, drafts=0, **k
     from inprocess import app_of
     s = Speaker(script, drafts)
     app = app_of(s, s.tok, ChatTemplate(template), parsers=parsers, **kw)
-    with running(app) as s.url: yield s
+    with running(app) as s.url:
+        yield s

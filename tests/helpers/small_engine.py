@@ -28,7 +28,8 @@ def made_up(config=CONFIG):
         scale = 2.5 if 'lm_head' in w.name else 1.
         x = scale*rng.standard_normal(w.shape)/np.sqrt(w.shape[-1])
         x = x.astype('f4')
-        if w.name.endswith('.A'): return -abs(x)
+        if w.name.endswith('.A'):
+            return -abs(x)
         is_norm = 'norm' in w.name and len(w.shape)==1
         return x+is_norm
     weights = {w.name: rand(w) for w in m.wants()}
@@ -39,7 +40,8 @@ def small_cache(config, blocks, states, drafting=False):
     "A cache in whose states whatever is not written is no number"
     cache = KVCache(config, MODEL.device, blocks, num_states=states, drafting=drafting)
     for states in (cache.conv, cache.rec):
-        for a in states.values(): a[...] = np.nan
+        for a in states.values():
+            a[...] = np.nan
     return cache
 
 def engine(overlap=False, blocks=40, seqs=4,
@@ -117,11 +119,13 @@ def serve(e, arrivals, aborts=(), most=2000):
     todo = list(arrivals)
     while todo or e.has_work:
         for r,at in todo:
-            if at<=t: e.add(r)
+            if at<=t:
+                e.add(r)
         todo = [x for x in todo if x[1]>t]
         events = []
         for rid,at in aborts:
-            if at==t: events += e.abort(rid)
+            if at==t:
+                events += e.abort(rid)
         events += e.step()
         t += 1
         note(events, out)
@@ -137,7 +141,8 @@ def interrupted(holder, name, at, error=KeyboardInterrupt):
         nonlocal calls
         out = real(*args, **kw)
         calls += 1
-        if calls==at: raise error
+        if calls==at:
+            raise error
         return out
     setattr(holder, name, cut_off)
     return lambda: calls

@@ -30,8 +30,10 @@ class Guide:
     def fork(self): return Guide(self.sets, self.n)
     def mask(self):
         bits = np.zeros(-(-V//32)*32, bool)
-        if self.ended: may = []
-        else: may = list(self.sets[self.n])
+        if self.ended:
+            may = []
+        else:
+            may = list(self.sets[self.n])
         bits[may] = True
         return np.packbits(bits, bitorder='little').view(np.uint32)
 GUIDES = SimpleNamespace(start=Guide)
@@ -57,13 +59,15 @@ class Oracle(Drafter):
     def _after(self, history, k):
         n,known = len(history),()
         for answer in self.answers:
-            if answer[:n]==history: known = answer[n:n+k]
+            if answer[:n]==history:
+                known = answer[n:n+k]
         out = [self._say(t) for t in known]
         return out+[-1]*(k-len(out))
 
     def _say(self, token):
         luck = self.rng.random(2)
-        if luck[0]<self.gaps: return -1
+        if luck[0]<self.gaps:
+            return -1
         return (token+1)%V if luck[1]<self.lies else token
 
 class Broken(MTPDrafter):
@@ -83,10 +87,14 @@ def own_cache(model, seqs, cache):
 
 def drafter(kind, model, cache, k, seqs, **how):
     "Who guesses: by name"
-    if kind=='none': return None
-    if kind=='mtp': return MTPDrafter(model, cache, k)
-    if kind=='broken': return Broken(model, cache, k)
-    if kind=='ngram': return NgramDrafter(model, k, 1, 3)
+    if kind=='none':
+        return None
+    if kind=='mtp':
+        return MTPDrafter(model, cache, k)
+    if kind=='broken':
+        return Broken(model, cache, k)
+    if kind=='ngram':
+        return NgramDrafter(model, k, 1, 3)
     if kind=='draft':
         own = own_cache(model, seqs, cache)
         return ModelDrafter(model, own, model, k)
@@ -106,7 +114,8 @@ def engine(kind='none', k=0, late=False, blocks=40, seqs=4,
     if prefix is not None:
         tree = SnapshotTree(cache.pool, cache.states, 128)
         kw |= dict(prefix=tree, states=cache.states)
-        if spill: second_tier(tree, [cache,d.cache] if d and d.cache else [cache], spill)
+        if spill:
+            second_tier(tree, [cache,d.cache] if d and d.cache else [cache], spill)
     s = Scheduler(cache.pool, *sizes, drafts=k, **kw)
     return Engine(s, stepper(model, cache, late, d), guides, arbiter)
 
@@ -145,7 +154,8 @@ class Watched(HostStepper):
         n = len(plan.first)
         counts = flight.sampled.counts[n:].tolist()
         for rows,count in zip(self.turns, counts):
-            if rows>1: self.seen[_became(rows, count)] += 1
+            if rows>1:
+                self.seen[_became(rows, count)] += 1
         if plan.decode:
             last,self.width = getattr(self, 'width', plan.width),plan.width
             self.seen['widths changed'] += last!=plan.width
@@ -155,7 +165,8 @@ class Watched(HostStepper):
         return flight
 
 def _became(rows, count):
-    if count==rows: return 'all accepted'
+    if count==rows:
+        return 'all accepted'
     return 'some accepted' if count>1 else 'none accepted'
 
 def watch_aborts(e, seen):
@@ -173,11 +184,14 @@ def count_ends(events, seen):
     last = events[-1]
     n = len(events)-1
     before = bool(n and events[n-1].drafted)
-    if last.finish=='length': seen['full inside'] += before
-    if last.finish!='stop': return
+    if last.finish=='length':
+        seen['full inside'] += before
+    if last.finish!='stop':
+        return
     if last.token is None:
         seen['guide ended inside'] += bool(n>1 and events[n-2].drafted)
-    else: seen['stopped inside'] += bool(last.drafted)
+    else:
+        seen['stopped inside'] += bool(last.drafted)
 
 class Dice:
     "An arbiter who throws dice"
@@ -189,7 +203,8 @@ class Dice:
         return int(self.rng.integers(0, self.most+1))
     def _stays(self): return self.rng.random()<=self.calm
     def drafts(self, seqs, context=0):
-        if not self._stays(): self.k = self._thrown()
+        if not self._stays():
+            self.k = self._thrown()
         return self.k
     def limit(self, id):
         if not (id in self.limits and self._stays()):

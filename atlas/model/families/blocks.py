@@ -21,12 +21,14 @@ def draft_head(
     "The output matrix that drafts are read off; all of it where its rows cannot be taken"
     head,V = model.lm_head,model.c.vocab_size
     whole = head,None
-    if size is None or size>=V: return whole
+    if size is None or size>=V:
+        return whole
     kept = [i for i in keep if i<V]
     index = sorted({*range(size), *kept})
     index = np.array(index, np.int32)
     weight = model.ops.take_rows(head.weight, index)
-    if weight is None: return whole
+    if weight is None:
+        return whole
     device,bias = model.device,head.bias
     if bias is not None:
         bias = device.upload(device.download(bias)[index])
@@ -71,7 +73,8 @@ class MTPHead:
         before = Norm(self.pre_fc_norm_hidden.weight, eps)
         both = ops.beside(m.embed(b), h, token, before)  # (R,2H)
         x = ops.project(s, both, self.fc)  # (R,H)
-        for l in self.layers: x = l(x, s)
+        for l in self.layers:
+            x = l(x, s)
         return ops.rmsnorm(x, self.norm.weight, eps)
 
 # %% ../../../nbs/4_model/09_families.gemma.ipynb #0164c570
@@ -95,14 +98,16 @@ class GemmaBlock:
     def __init__(self, c:ModelConfig, i:int):
         self._c,self._moe = c,'moe' in c.ffns[i]
         self.mixer,self.mlp = Attention(c, i),MLP(c)
-        if self._moe: self.moe = MoE(c, NAMES)
+        if self._moe:
+            self.moe = MoE(c, NAMES)
 
     def wants(self, dst, src):
         "As `Block.wants`"
         c,H = self._c,self._c.hidden_size
         ws = [norm(dst+n, src+n, H, c) for n in _NORMS+(_MOE_NORMS if self._moe else ())]
         ws += [vector(dst+'layer_scalar', src+'layer_scalar', 1), *self.mixer.wants(dst+'mixer.', src+'self_attn.'), *self.mlp.wants(dst+'mlp.', src+'mlp.')]
-        if not self._moe: return ws
+        if not self._moe:
+            return ws
         router = [vector(dst+'moe.router.norm', src+'router.scale', H, fn=lambda s: s*np.float32(H**-.5)),
                   vector(dst+'moe.router.per_expert_scale', src+'router.per_expert_scale', c.moe.num_experts)]
         return ws+self.moe.wants(dst+'moe.', src)+router
@@ -138,7 +143,8 @@ def __call__(self:GemmaBlock, x, s):
 # %% ../../../nbs/4_model/09_families.gemma.ipynb #97ae22a1
 def _permutation(w):
     "Every number below len(w), once; a `CheckpointError` otherwise"
-    if not (np.sort(w)==np.arange(len(w))).all(): raise CheckpointError('masked_embedding.token_ordering does not list every token once', param='masked_embedding.token_ordering')
+    if not (np.sort(w)==np.arange(len(w))).all():
+        raise CheckpointError('masked_embedding.token_ordering does not list every token once', param='masked_embedding.token_ordering')
     return w
 
 class Assistant(Decoder):
@@ -147,7 +153,8 @@ class Assistant(Decoder):
         "As `Decoder.wants`"
         c,d,H = self.c,self.c.drafter,self.c.hidden_size
         ws = super().wants()+stack('pre_projection', '', ('pre_projection',), (H,), 2*d.backbone_size)+stack('post_projection', '', ('post_projection',), (d.backbone_size,), H)
-        if not d.ordered: return ws
+        if not d.ordered:
+            return ws
         m = 'masked_embedding.'
         return ws+[Want(m+'centroids.weight', (m+'centroids.weight',), (d.num_centroids,H), exact=True), vector(m+'token_ordering', m+'token_ordering', c.vocab_size, integers=True, fn=_permutation)]
 
@@ -171,7 +178,8 @@ def draft_rows(self:Assistant,
     s = self.step(b, SimpleNamespace(kv=kv))
     both = s.ops.beside(target.embed(b), h)
     x = s.ops.project(s, both, self.pre_projection)
-    for l in self.layers: x = l(x, s)
+    for l in self.layers:
+        x = l(x, s)
     n = self.final(x)
     return n,s.ops.project(s, n, self.post_projection)
 
@@ -187,13 +195,16 @@ def _scores(self:Assistant, n):
     "Logits of rows n [R,H], those outside the best clusters set below all others"
     host,d = self.device.download,self.c.drafter
     y = host(self.head(n))
-    if not d.ordered: return y
+    if not d.ordered:
+        return y
     e = self.masked_embedding
     clusters = host(e.token_ordering).astype(np.int64).reshape(d.num_centroids, -1)
     scores = host(self.ops.logits(n, e.centroids))
     for row,score in zip(y, scores):
         ids = clusters[np.argsort(-score, kind='stable')[:d.centroid_top_k]].ravel()
-        kept = row[ids]; row[:] = kept.min()-1; row[ids] = kept
+        kept = row[ids]
+        row[:] = kept.min()-1
+        row[ids] = kept
     return y
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #06671ad1
@@ -220,7 +231,8 @@ class SharedMoE(MoE):
     "Experts of `block_sparse_moe`, beside an MLP of the layer"
     def __init__(self, c:ModelConfig):
         super().__init__(c, MoENames(router='router.layer'))
-        if self.shared: self.shared = SharedMLP(c, c.moe.shared_size)
+        if self.shared:
+            self.shared = SharedMLP(c, c.moe.shared_size)
 
     def wants(self, dst, src):
         "As `MoE.wants`"
@@ -234,7 +246,8 @@ class SharedMoE(MoE):
         return [named(w) for w in super().wants(dst, src)]
 
     def _shared_wants(self, dst, src):
-        if not self.shared: return []
+        if not self.shared:
+            return []
         return self.shared.wants(dst+'shared.', f'{src.removesuffix("block_sparse_moe.")}mlp.')
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #07a0ca6e

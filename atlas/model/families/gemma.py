@@ -27,13 +27,16 @@ def _full(d, kinds):
     "What differs in full layers: told by keys of their own, or by exceptions for single layers"
     own = dict(head_dim=d.whole('global_head_dim', 512))
     heads = d.whole('num_global_key_value_heads', None)
-    if heads and d.flag('attention_k_eq_v'): own['num_key_value_heads'] = heads
-    if not (per := d.table('per_layer_config', {})): return own
+    if heads and d.flag('attention_k_eq_v'):
+        own['num_key_value_heads'] = heads
+    if not (per := d.table('per_layer_config', {})):
+        return own
     full = {str(i) for i,k in enumerate(kinds) if k=='attention'}
     own = per.get(min(full), {})
     words = {'head_dim','num_key_value_heads'}
     known = isinstance(own, dict) and not own.keys()-words
-    if known and per==dict.fromkeys(full, own): return own
+    if known and per==dict.fromkeys(full, own):
+        return own
     raise unsupported('per_layer_config', per, ['one for all full layers'])
 
 def _both(d, kinds, drafter):
@@ -52,14 +55,16 @@ def _both(d, kinds, drafter):
 def _drafter(d):
     "What makes an assistant of it"
     size = d.whole('backbone_hidden_size')
-    if not d.flag('use_ordered_embeddings'): return DrafterConfig(size)
+    if not d.flag('use_ordered_embeddings'):
+        return DrafterConfig(size)
     return DrafterConfig(size, True, d.whole('num_centroids', 2048),
         d.whole('centroid_intermediate_top_k', 32))
 
 # %% ../../../nbs/4_model/09_families.gemma.ipynb #3be95a77
 def _mixture(d):
     "Experts beside the MLP, if there are any"
-    if not d.flag('enable_moe_block'): return None
+    if not d.flag('enable_moe_block'):
+        return None
     moe = read_experts(d, router_norm=True, per_expert_scale=True)
     require(moe, 'num_experts', 'there are layers of experts, and nothing describes them')
     return moe
@@ -72,7 +77,8 @@ def hf_fields(d:Keys, drafter:bool=False)->dict:
     "Gemma 4, and its drafter"
     L = d.whole('num_hidden_layers', hi=1024)
     shared = 0
-    if drafter: shared = d.whole('num_kv_shared_layers', L, lo=0) and L
+    if drafter:
+        shared = d.whole('num_kv_shared_layers', L, lo=0) and L
     d.only(hidden_size_per_layer_input=0, num_kv_shared_layers=shared, use_double_wide_mlp=False,
         use_bidirectional_attention='vision')
     kinds = _mixers(d)
@@ -110,7 +116,8 @@ def _gguf_sliding(m, a, full, heads):
 
 def _own_values(names, kinds, kv):
     "Are values of full layers not their keys? Tensors tell, or else one size for all layers"
-    if not names: return len({*kv})==1
+    if not names:
+        return len({*kv})==1
     full = [i for i,kind in enumerate(kinds) if kind=='attention']
     return any(f'blk.{i}.attn_v.weight' in names for i in full)
 

@@ -33,12 +33,14 @@ def _mixers(d):
 def _mamba(d):
     d.only(hidden_act='silu')
     limit = d.value('time_step_limit', _UNCLAMPED[0])
-    if limit not in _UNCLAMPED: raise unsupported('time_step_limit', limit, _UNCLAMPED[:1])
+    if limit not in _UNCLAMPED:
+        raise unsupported('time_step_limit', limit, _UNCLAMPED[:1])
     heads = d.whole('mamba_n_heads')
     width = d.whole('mamba_expand')*d.whole('hidden_size')
     require(width%heads==0, 'mamba_n_heads', f'{heads} heads in a width of {width}')
     size = width//heads
-    if d.value('mamba_d_head')!='auto': size = d.whole('mamba_d_head')
+    if d.value('mamba_d_head')!='auto':
+        size = d.whole('mamba_d_head')
     require(size*heads==width, 'mamba_d_head', f'{heads} heads of {size} in a width of {width}')
     groups,state = d.whole('mamba_n_groups'),d.whole('mamba_d_state')
     return MambaConfig(heads, size, groups, state,
@@ -69,8 +71,10 @@ def hf_fields(d:Keys)->dict:
     f['embed_scale'] = d.number('embedding_multiplier', 1.)
     f['residual_scale'] = d.number('residual_multiplier', 1.)
     f['logit_scale'] = 1/d.number('logits_scaling', 1.)
-    if 'mamba' in mixers: f['mamba'] = _mamba(d)
-    if 'attention' in mixers: f['attention'] = _attention(d)
+    if 'mamba' in mixers:
+        f['mamba'] = _mamba(d)
+    if 'attention' in mixers:
+        f['attention'] = _attention(d)
     return f
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #7be4c913
@@ -126,8 +130,10 @@ def gguf_fields(m, a, L, names, ff)->dict:
     f = dict(mixers=mixers, ffns=('moe' if moe else 'mlp',)*L, moe=moe)
     f |= dict(intermediate_size=width, embed_scale=embed, residual_scale=residual)
     f['logit_scale'] = 1/divisor
-    if 'mamba' in mixers: f['mamba'] = _gguf_mamba(m, a, names)
-    if 'attention' in mixers: f['attention'] = gguf_attention(m, a, L, names, ff, turns)
+    if 'mamba' in mixers:
+        f['mamba'] = _gguf_mamba(m, a, names)
+    if 'attention' in mixers:
+        f['attention'] = gguf_attention(m, a, L, names, ff, turns)
     return f
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #e465e150
@@ -156,7 +162,8 @@ def build(c:ModelConfig):
     from atlas.model.layers import Attention,Block,Half,Mamba
     divided = _divided(c)
     def mixer(i):
-        if c.mixers[i]=='mamba': return Half(Mamba(c, i), 'mixer', 'mamba', 'input_layernorm')
+        if c.mixers[i]=='mamba':
+            return Half(Mamba(c, i), 'mixer', 'mamba', 'input_layernorm')
         return Half(Attention(c, i), 'mixer', 'self_attn', 'input_layernorm')
     def ffn():
         layer,name = (SharedMoE(c),'block_sparse_moe') if c.moe else (SharedMLP(c),'mlp')

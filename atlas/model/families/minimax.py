@@ -20,7 +20,8 @@ _SCORES = dict(sigmoid='sigmoid', softmax='softmax')
 
 def _turned(d):
     "`d` with the part of a head that turns told as its share"
-    if 'rotary_dim' not in d: return d
+    if 'rotary_dim' not in d:
+        return d
     size = d.whole('head_dim', d.whole('hidden_size')//d.whole('num_attention_heads'))
     return d|dict(partial_rotary_factor=d.whole('rotary_dim')/size)
 
@@ -34,7 +35,8 @@ def hf_fields(d:Keys)->dict:
     score = d.word('scoring_func', _SCORES, 'sigmoid')
     correction = d.flag('use_routing_bias', True)
     moe = read_experts(d, score=score, correction=correction)
-    if not d.flag('use_qk_norm', True): qk = 'none'
+    if not d.flag('use_qk_norm', True):
+        qk = 'none'
     att = read_attention(d, qk_norm=qk)
     layers = mixed(read_mixers(d, lambda i: 'attention'), att)
     return dict(layers, ffns=('moe',)*L, moe=moe, act=read_act(d))

@@ -48,13 +48,17 @@ def hf_fields(d:Keys)->dict:
     "Nemotron-H: one part a layer, told by a letter or a word; attention has no positions"
     mixers,ffns = _blocks(d)
     window = d.value('sliding_window', None)
-    if window is not None: raise unsupported('sliding_window', window, ['none'])
+    if window is not None:
+        raise unsupported('sliding_window', window, ['none'])
     f = dict(mixers=mixers, ffns=ffns, intermediate_size=read_width(d, ffns))
     f['act'] = d.word('mlp_hidden_act', dict(relu2='relu2'))
     f['mlp_bias'] = d.flag('mlp_bias')
-    if 'moe' in ffns: f['moe'] = _experts(d)
-    if 'mamba' in mixers: f['mamba'] = _mamba(d)
-    if 'attention' not in mixers: return f
+    if 'moe' in ffns:
+        f['moe'] = _experts(d)
+    if 'mamba' in mixers:
+        f['mamba'] = _mamba(d)
+    if 'attention' not in mixers:
+        return f
     f['attention'] = read_attention(d, rope=False, bias=False, o_bias=False)
     return f
 
@@ -85,15 +89,19 @@ def _gguf_experts(m, a):
 
 # %% ../../../nbs/4_model/10_families.nemotron.ipynb #d93c15be
 def _gguf_mixer(kv_heads, width):
-    if width: return 'none'
+    if width:
+        return 'none'
     return 'attention' if kv_heads else 'mamba'
 
 def _gguf_ffn(i, width, names, moe):
     "Of layer `i`: a router tells of experts or, without names, the width does"
-    if not width: return 'none'
-    if not moe: return 'mlp'
+    if not width:
+        return 'none'
+    if not moe:
+        return 'mlp'
     routed = width==moe.intermediate_size
-    if names: routed = f'blk.{i}.ffn_gate_inp.weight' in names
+    if names:
+        routed = f'blk.{i}.ffn_gate_inp.weight' in names
     return 'moe' if routed else 'mlp'
 
 def gguf_fields(m, a, L, names, ff)->dict:
@@ -108,9 +116,12 @@ def gguf_fields(m, a, L, names, ff)->dict:
     f = dict(mixers=mixers, ffns=ffns, act='relu2')
     f['intermediate_size'] = gguf_one(mlps, k) if mlps else 0
     f['mlp_bias'] = gguf_has(names, '.ffn_up.bias')
-    if 'moe' in ffns: f['moe'] = moe
-    if 'attention' in mixers: f['attention'] = gguf_attention(m, a, L, names, turns=False)
-    if 'mamba' in mixers: f['mamba'] = _gguf_mamba(m, a, names, heads)
+    if 'moe' in ffns:
+        f['moe'] = moe
+    if 'attention' in mixers:
+        f['attention'] = gguf_attention(m, a, L, names, turns=False)
+    if 'mamba' in mixers:
+        f['mamba'] = _gguf_mamba(m, a, names, heads)
     return f
 
 # %% ../../../nbs/4_model/10_families.nemotron.ipynb #653a76b5
@@ -135,8 +146,10 @@ def build(c:ModelConfig):
     names = MoENames(shared='shared_experts')
     def part(i):
         "The one layer of block `i`"
-        if c.ffns[i]=='moe': return MoE(c, names)
-        if c.ffns[i]=='mlp': return MLP(c)
+        if c.ffns[i]=='moe':
+            return MoE(c, names)
+        if c.ffns[i]=='mlp':
+            return MLP(c)
         return Mamba(c, i) if c.mixers[i]=='mamba' else Attention(c, i)
     def block(i):
         where = 'mlp' if c.mixers[i]=='none' else 'mixer'

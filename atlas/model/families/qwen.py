@@ -61,7 +61,8 @@ def _video_tokens(d):
 def _vision(d, g):
     "The tower; None where there is none, or where the file says not to use it"
     v = d.table('vision_config')
-    if v is None or not g.mrope or d.flag('language_model_only'): return None
+    if v is None or not g.mrope or d.flag('language_model_only'):
+        return None
     keys = ('depth','hidden_size','num_heads','intermediate_size','out_hidden_size')
     sizes = [v.whole(k) for k in keys]
     return VisionConfig(*sizes, d.whole('image_token_id', lo=0),
@@ -83,12 +84,14 @@ def _attention(d, g):
 def _mixture(d, g):
     "Experts, if this generation may have them"
     shared = d.whole('shared_expert_intermediate_size', 0, lo=0)
-    if g.moe: return read_experts(d, shared_size=shared, shared_gate=shared>0)
+    if g.moe:
+        return read_experts(d, shared_size=shared, shared_gate=shared>0)
 
 def _drafting(d):
     "How many layers draft"
     layers = d.whole('mtp_num_hidden_layers', 0, lo=0, hi=64)
-    if layers: d.only(mtp_use_dedicated_embeddings=False)
+    if layers:
+        d.only(mtp_use_dedicated_embeddings=False)
     return layers
 
 def hf_fields(d:Keys, g:Generation=Generation())->dict:

@@ -35,7 +35,8 @@ class VisionTower:
 
     def wants(self)->list:
         "Its part of the load plan"
-        v,P = self._v,'visual.'; D,I,J = v.hidden_size,v.intermediate_size,v.hidden_size*v.merge_size**2
+        v,P = self._v,'visual.'
+        D,I,J = v.hidden_size,v.intermediate_size,v.hidden_size*v.merge_size**2
         conv,table = P+'patch_embed.proj',P+'pos_embed.weight'
         ws = [vector(conv+'.weight', conv+'.weight', D, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size),
             vector(conv+'.bias', conv+'.bias', D), vector(table, table, v.num_positions, D)]
@@ -49,7 +50,8 @@ class VisionTower:
 
     def bind(self, weights:dict, device):
         "Take the weights of `wants`, by name"
-        for n,w in weights.items(): bind(self, n.removeprefix('visual.'), w)
+        for n,w in weights.items():
+            bind(self, n.removeprefix('visual.'), w)
         self.patch_embed.proj.weight = self.patch_embed.proj.weight.reshape(self._v.hidden_size, -1)
         return self
 
@@ -89,7 +91,8 @@ def frame(self:VisionTower,
     angles,deep = rope_2d(h, w, v.hidden_size//v.num_heads, v.merge_size),{}
     for i,b in enumerate(self.blocks):
         x = self._feed(b, self._attend(b, x, angles))
-        if i in v.deepstack: deep[i] = self._merge(self.deepstack_merger_list[v.deepstack.index(i)], x, late=True)
+        if i in v.deepstack:
+            deep[i] = self._merge(self.deepstack_merger_list[v.deepstack.index(i)], x, late=True)
     return [self._merge(self.merger, x), *deep.values()]
 
 # %% ../../../nbs/4_model/02_families.vision.ipynb #eea0f796
@@ -103,13 +106,15 @@ def check(self:VisionTower,
     sizes = [[int(n) for n in g] for g in grids]
     want = [sum(map(math.prod, sizes)), math.prod(weight.shape[1:])]
     whole = all(_fits(g, merge) for g in sizes)
-    if list(pixels.shape)==want and whole and pixels.dtype==np.float32: return
+    if list(pixels.shape)==want and whole and pixels.dtype==np.float32:
+        return
     said = f'Patches of shape {list(pixels.shape)} and type {pixels.dtype} for grids {sizes}'
     raise RequestError(f'{said}, expected {want} and float32', param='images')
 
 def _fits(grid, merge):
     "Can `grid` be that of an image?"
-    if len(grid)!=3 or min(grid)<1: return False
+    if len(grid)!=3 or min(grid)<1:
+        return False
     return not any(n%merge for n in grid[1:])
 
 # %% ../../../nbs/4_model/02_families.vision.ipynb #e4aae8f6
@@ -131,7 +136,8 @@ def forward(self:VisionTower,
 def _frames(grids):
     "Height and width of each frame"
     out = []
-    for t,h,w in grids: out += [(int(h),int(w))]*int(t)
+    for t,h,w in grids:
+        out += [(int(h),int(w))]*int(t)
     return out
 
 # %% ../../../nbs/4_model/02_families.vision.ipynb #52f076de

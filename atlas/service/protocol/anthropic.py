@@ -18,10 +18,10 @@ from fastcore.basics import patch
 from pydantic import BaseModel,ConfigDict,Field
 from pydantic_core import from_json,to_json
 from structlog.contextvars import get_contextvars
-from ...ground.core import AtlasError,ContextLengthError,RequestError
+from ...ground.core import AtlasError,ContextLengthError,RequestError,seconds_in
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
-from .base import OPEN,Ask,Int,Salt,Seconds,Usage,Writer
+from .base import OPEN,Ask,Int,KeepAlive,Salt,Seconds,Usage,Writer
 from .base import found,given,ignored,quote,sse,think,validate
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #bdb4134d
@@ -107,7 +107,9 @@ class MessagesBody(BaseModel):
     messages: Annotated[list[Turn], Field(min_length=1, max_length=100_000)]
     system: str|list[Block]|None = None
     max_tokens: Annotated[Int, Field(ge=0)]|None = None
-    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]|None = None
+    stop_sequences: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        Field(max_length=16)]|None = None
     temperature: float|None = None
     top_p: float|None = None
     top_k: Int|None = None
@@ -124,6 +126,7 @@ class MessagesBody(BaseModel):
     priority: Annotated[int, Field(ge=-2**31, lt=2**31)]|None = None
     cache_salt: Salt|None = None
     timeout: Seconds|None = None
+    keep_alive: KeepAlive|None = None
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #c65535eb
 def joined(
@@ -132,7 +135,11 @@ def joined(
     "One text, with white space at every seam"
     out = []
     for t in filter(None, texts):
-        if out and not out[-1][-1].isspace() and not t[0].isspace(): out.append('\n')
+        if (
+                out and not out[-1][-1].isspace()
+                and not t[0].isspace()
+        ):
+            out.append('\n')
         out.append(t)
     return ''.join(out)
 
@@ -141,35 +148,64 @@ _BILLING = 'x-anthropic-billing-header:'
 
 def without_billing(t:str)->str:
     "A system text without Claude Code's billing line, if it begins with one"
-    return t.lstrip().partition('\n')[2] if t[:64].lstrip().lower().startswith(_BILLING) else t
+    if t[:64].lstrip().lower().startswith(_BILLING):
+        return t.lstrip().partition('\n')[2]
+    return t
 
 def _need(b, where, *keys):
     "Refuse a block that lacks what its type needs"
     for k in keys:
-        if getattr(b, k) in (None, ''): raise RequestError(f'{where}.{k} is missing', hint=f'A block of type {b.type!r} has it', param=f'{where}.{k}')
+        if getattr(b, k) in (None, ''):
+            raise RequestError(
+                f'{where}.{k} is missing', hint=f'A block of type {b.type!r} has it',
+                param=f'{where}.{k}')
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #4cbd9a3e
 def _image(b, where):
     "An image block as a content part"
-    _need(b, where, 'source'); s,url = b.source,None
-    if isinstance(s, Source): url = s.url if s.type=='url' else f'data:{s.media_type or ""};base64,{s.data}' if s.type=='base64' and s.data else None
-    if url: return dict(type='image_url', image_url=dict(url=url), where=where)
-    raise RequestError(f'{where}.source is neither an image in base64 nor an address', hint='Send {"type": "base64", "media_type": "image/png", "data": …}', param=f'{where}.source')
+    _need(b, where, 'source')
+    s,url = b.source,None
+    if isinstance(s, Source):
+        if s.type=='url':
+            url = s.url
+        elif s.type=='base64' and s.data:
+            url = f'data:{s.media_type or ""};base64,{s.data}'
+        else:
+            url = None
+    if url:
+        return dict(type='image_url', image_url=dict(url=url), where=where)
+    raise RequestError(
+        f'{where}.source is neither an image in base64 nor an address',
+        hint='Send {"type": "base64", "media_type": "image/png", "data": …}',
+        param=f'{where}.source')
 
 def _held(s):
     "What the source of a document holds, where that is text"
-    if not isinstance(s, Source): return None
-    if s.type!='base64' or not (s.media_type or '').startswith('text/'): return dict(text=s.data, content=s.content).get(s.type)
-    try: return base64.b64decode(s.data or '', validate=True).decode()
-    except ValueError: return None
+    if not isinstance(s, Source):
+        return None
+    if s.type!='base64' or not (s.media_type or '').startswith('text/'):
+        return dict(text=s.data, content=s.content).get(s.type)
+    try:
+        return base64.b64decode(s.data or '', validate=True).decode()
+    except ValueError:
+        return None
 
 def _document(b, where, see):
     "A document or a search result as content parts"
     _need(b, where, 'source')
     hit = b.type=='search_result'
-    c,head = (b.content,dict(Title=b.title, Source=b.source)) if hit else (_held(b.source),dict(Title=b.title, Context=b.context))
+    c,head = (
+        (b.content,dict(Title=b.title, Source=b.source))
+        if hit
+        else (
+            _held(b.source),
+            dict(Title=b.title, Context=b.context)))
     if not isinstance(c, str|list) or hit!=isinstance(b.source, str):
-        raise RequestError(f'{where}.source is no text', hint='Atlas reads documents of type text or content, not PDF, addresses or uploaded files', param=f'{where}.source')
+        raise RequestError(
+            f'{where}.source is no text',
+            hint='Atlas reads documents of type text or content, not PDF, addresses or '
+            'uploaded files',
+            param=f'{where}.source')
     top = ''.join(f'{k}: {v}\n' for k,v in head.items() if v)
     body = [_text(c)] if isinstance(c, str) else see(c, f'{where}.source.content')
     return [_text(f'<{b.type}>\n{top}'), *body, _text(f'\n</{b.type}>')]
@@ -183,25 +219,42 @@ _FOREIGN = frozenset('''server_tool_use web_search_tool_result web_fetch_tool_re
 
 class Reader:
     "Turns blocks into messages, and remembers what it left out"
-    def __init__(self): self.left_out,self.names = {},{}
-    def skip(self, what): self.left_out[f'{ascii(what)[1:-1][:60]} is not offered here and was left out'] = True
+    def __init__(self):
+        self.left_out,self.names = {},{}
+    def skip(self, what):
+        self.left_out[f'{ascii(what)[1:-1][:60]} is not offered here and was left out'] = True
     def part(self, b, where)->list[dict]:
         "Content parts of one block of a user's turn or a tool's result"
-        if b.type=='text' and b.text is not None: return [_text(b.text)]
-        if isinstance(b.citations, dict) and b.citations.get('enabled'): self.skip('citations')
-        if b.type=='image': return [_image(b, f'{where}.image')]
-        if b.type in ('document','search_result'): return _document(b, f'{where}.{b.type}', self.parts)
-        if b.type=='tool_reference': return [_text(f'Tool: {b.tool_name}')]
-        if b.type in _FOREIGN: self.skip(b.type); return []
-        if b.type=='text': _need(b, where, 'text')
-        raise RequestError(f'{where}.type is {found(b.type)}', hint='Blocks may be text, image, document, search_result, tool_use, tool_result and thinking', param=f'{where}.type')
+        if b.type=='text' and b.text is not None:
+            return [_text(b.text)]
+        if isinstance(b.citations, dict) and b.citations.get('enabled'):
+            self.skip('citations')
+        if b.type=='image':
+            return [_image(b, f'{where}.image')]
+        if b.type in ('document','search_result'):
+            return _document(b, f'{where}.{b.type}', self.parts)
+        if b.type=='tool_reference':
+            return [_text(f'Tool: {b.tool_name}')]
+        if b.type in _FOREIGN:
+            self.skip(b.type)
+            return []
+        if b.type=='text':
+            _need(b, where, 'text')
+        raise RequestError(
+            f'{where}.type is {found(b.type)}',
+            hint='Blocks may be text, image, document, search_result, tool_use, tool_result '
+            'and thinking',
+            param=f'{where}.type')
     def parts(self, blocks, where)->list[dict]:
         "Content parts of a list of blocks"
         return [p for i,b in enumerate(blocks) for p in self.part(b, f'{where}[{i}]')]
     def text(self, b, where)->str:
         "The text of one block, where images have no place"
         ps = self.part(b, where)
-        if any(p['type']!='text' for p in ps): raise RequestError(f'{where} is an image', hint='Images may be in the turns of the user', param=where)
+        if any(p['type']!='text' for p in ps):
+            raise RequestError(
+                f'{where} is an image', hint='Images may be in the turns of the user',
+                param=where)
         return joined(p['text'] for p in ps)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #367116d9
@@ -210,9 +263,15 @@ def content_of(parts:list[dict])->str|list[dict]:
     out = []
     for texts,run in groupby(parts, lambda p: p['type']=='text'):
         run = list(run)
-        if texts: run = [_text(t)] if (t := joined(p['text'] for p in run)) else []
+        if texts:
+            if t := joined(p['text'] for p in run):
+                run = [_text(t)]
+            else:
+                run = []
         out += run
-    return out if any(p['type']!='text' for p in out) else ''.join(p['text'] for p in out)
+    if any(p['type']!='text' for p in out):
+        return out
+    return ''.join(p['text'] for p in out)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #1c4173a9
 _SEAL = 'atlas-thought-1:'
@@ -225,9 +284,12 @@ def unsealed(
     signature:str|None, # Anybody's
 )->str:
     "The thought that a signature holds; nothing if it is not ours"
-    if not (signature or '').startswith(_SEAL): return ''
-    try: return base64.b64decode(signature[len(_SEAL):], validate=True).decode()
-    except ValueError: return ''
+    if not (signature or '').startswith(_SEAL):
+        return ''
+    try:
+        return base64.b64decode(signature[len(_SEAL):], validate=True).decode()
+    except ValueError:
+        return ''
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #1844c100
 @patch
@@ -235,12 +297,20 @@ def result(self:Reader, b:Block, where:str)->tuple[dict,list[dict]]:
     "The message of a tool's result, and the images in it"
     where += '.tool_result'
     _need(b, where, 'tool_use_id')
-    if isinstance(b.content, dict): raise RequestError(f'{where}.content is {found(b.content)}', hint='Send text or a list of blocks', param=f'{where}.content')
-    parts = [_text(b.content)] if isinstance(b.content, str) else self.parts(b.content or [], f'{where}.content')
+    if isinstance(b.content, dict):
+        raise RequestError(
+            f'{where}.content is {found(b.content)}', hint='Send text or a list of blocks',
+            param=f'{where}.content')
+    if isinstance(b.content, str):
+        parts = [_text(b.content)]
+    else:
+        parts = self.parts(b.content or [], f'{where}.content')
     said = joined(p['text'] for p in parts if p['type']=='text')
-    if b.is_error and 'error' not in said[:64].lower(): said = f'Error: {said}'.rstrip(': ')
+    if b.is_error and 'error' not in said[:64].lower():
+        said = f'Error: {said}'.rstrip(': ')
     m = dict(role='tool', tool_call_id=b.tool_use_id, content=said)
-    if n := self.names.get(b.tool_use_id): m['name'] = n
+    if n := self.names.get(b.tool_use_id):
+        m['name'] = n
     return m,[p for p in parts if p['type']!='text']
 
 @patch
@@ -248,9 +318,12 @@ def user(self:Reader, blocks)->list[dict]:
     "The messages of a user's turn; `blocks` are (where, block)"
     results,images,parts = [],[],[]
     for where,b in blocks:
-        if b.type!='tool_result': parts += self.part(b, where); continue
+        if b.type!='tool_result':
+            parts += self.part(b, where)
+            continue
         m,seen = self.result(b, where)
-        results.append(m); images += seen
+        results.append(m)
+        images += seen
     c = content_of(images+parts)
     return results + ([dict(role='user', content=c)] if c or not results else [])
 
@@ -260,7 +333,9 @@ def call(self:Reader, b:Block, where:str)->dict:
     "A `tool_use` block as a tool call"
     _need(b, where, 'id', 'name', 'input')
     self.names[b.id] = b.name
-    return dict(id=b.id, type='function', function=dict(name=b.name, arguments=to_json(b.input).decode()))
+    return dict(
+        id=b.id, type='function',
+        function=dict(name=b.name, arguments=to_json(b.input).decode()))
 
 @patch
 def assistant(self:Reader, blocks)->list[dict]:
@@ -268,23 +343,33 @@ def assistant(self:Reader, blocks)->list[dict]:
     thoughts,said,calls = [],[],[]
     for where,b in blocks:
         if b.type=='thinking':
-            if b.thinking is None: _need(b, where, 'thinking')
+            if b.thinking is None:
+                _need(b, where, 'thinking')
             thoughts.append(b.thinking or unsealed(b.signature))
-        elif b.type=='redacted_thinking': _need(b, where, 'data')
-        elif b.type=='tool_use': calls.append(self.call(b, where))
-        elif b.type=='compaction': said.append(b.content if isinstance(b.content, str) else '')
-        else: said.append(self.text(b, where))
+        elif b.type=='redacted_thinking':
+            _need(b, where, 'data')
+        elif b.type=='tool_use':
+            calls.append(self.call(b, where))
+        elif b.type=='compaction':
+            said.append(b.content if isinstance(b.content, str) else '')
+        else:
+            said.append(self.text(b, where))
     text,thought = ''.join(said),''.join(thoughts)
     m = dict(role='assistant', content=text or (None if calls or thought else ''))
-    if thought: m['reasoning'] = thought
-    if calls: m['tool_calls'] = calls
+    if thought:
+        m['reasoning'] = thought
+    if calls:
+        m['tool_calls'] = calls
     return [m]
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #f7449112
 @patch
 def system(self:Reader, c:str|list[Block]|None, where:str)->str:
     "The text of a system prompt"
-    texts = [c] if isinstance(c, str) else [self.text(b, f'{where}[{i}]') for i,b in enumerate(c or [])]
+    if isinstance(c, str):
+        texts = [c]
+    else:
+        texts = [self.text(b, f'{where}[{i}]') for i,b in enumerate(c or [])]
     return joined(map(without_billing, texts))
 
 @patch
@@ -295,40 +380,70 @@ def turns(self:Reader, body:MessagesBody)->list[dict]:
         role,where,c = m.role,f'messages[{i}].content',m.content
         if role=='system':
             note = self.system(c, where)
-            if not groups: front.append(note); continue
-            if not note: continue
+            if not groups:
+                front.append(note)
+                continue
+            if not note:
+                continue
             role,c = 'user',f'<system-reminder>\n{note}\n</system-reminder>'
-        blocks = [(where, Block(type='text', text=c))] if isinstance(c, str) else [(f'{where}[{j}]', b) for j,b in enumerate(c)]
-        if groups and groups[-1][0]==role: groups[-1][1].extend(blocks)
-        else: groups.append((role, blocks))
-    if not groups: raise RequestError('messages has nobody but the system', hint="Add a message of the role 'user'", param='messages')
+        if isinstance(c, str):
+            blocks = [(where, Block(type='text', text=c))]
+        else:
+            blocks = [(f'{where}[{j}]', b) for j,b in enumerate(c)]
+        if groups and groups[-1][0]==role:
+            groups[-1][1].extend(blocks)
+        else:
+            groups.append((role, blocks))
+    if not groups:
+        raise RequestError(
+            'messages has nobody but the system', hint="Add a message of the role 'user'",
+            param='messages')
     head = [dict(role='system', content=s)] if (s := joined(front)) else []
-    return head + [m for role,blocks in groups for m in (self.user if role=='user' else self.assistant)(blocks)]
+    return head + [
+        m for role,blocks in groups
+        for m in (self.user if role=='user' else self.assistant)(blocks)]
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #6f85e8cb
 @patch
 def function(self:Reader, t:Tool, where:str)->dict|None:
     "A tool in OpenAI's form; None if it is not offered"
-    if t.input_schema is None and t.type not in (None, 'custom'): self.skip(f'The tool {t.type}'); return None
+    if t.input_schema is None and t.type not in (None, 'custom'):
+        self.skip(f'The tool {t.type}')
+        return None
     _need_tool(t, where)
     f = dict(name=t.name, parameters=t.input_schema)
-    if t.description: f['description'] = t.description
-    if t.strict: f['strict'] = True
+    if t.description:
+        f['description'] = t.description
+    if t.strict:
+        f['strict'] = True
     return dict(type='function', function=f)
 
 def _need_tool(t, where):
     for k in ('name','input_schema'):
-        if getattr(t, k) is None: raise RequestError(f'{where}.{k} is missing', hint='Add the field', param=f'{where}.{k}')
+        if getattr(t, k) is None:
+            raise RequestError(
+                f'{where}.{k} is missing', hint='Add the field', param=f'{where}.{k}')
 
 @patch
 def tools(self:Reader, body:MessagesBody)->dict:
     "The fields of an `Ask` that are about tools"
-    fs = [f for i,t in enumerate(body.tools or []) if (f := self.function(t, f'tools[{i}]'))]
+    fs = [
+        f for i,t in enumerate(body.tools or [])
+        if (f := self.function(t, f'tools[{i}]'))]
     c = body.tool_choice or ToolChoice(type='auto')
     names = [f['function']['name'] for f in fs]
-    if c.type=='tool' and c.name not in names: raise RequestError(f'tool_choice.name is {found(c.name)}, and no tool is called so', hint='Name one of tools', param='tool_choice.name')
-    if c.type=='any' and not fs: raise RequestError("tool_choice is 'any', and there is no tool", hint='Add tools', param='tool_choice')
-    return dict(tools=fs or None, tool_choice=dict(any='required', tool='required').get(c.type, c.type), tool_name=c.name if c.type=='tool' else None,
+    if c.type=='tool' and c.name not in names:
+        raise RequestError(
+            f'tool_choice.name is {found(c.name)}, and no tool is called so',
+            hint='Name one of tools', param='tool_choice.name')
+    if c.type=='any' and not fs:
+        raise RequestError(
+            "tool_choice is 'any', and there is no tool", hint='Add tools', param='tool_choice')
+    return dict(
+        tools=fs or None,
+        tool_choice=dict(any='required', tool='required').get(
+            c.type, c.type),
+        tool_name=c.name if c.type=='tool' else None,
         parallel=not c.disable_parallel_tool_use)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #20ca5de3
@@ -343,15 +458,24 @@ class MessagesAsk(Ask):
 def thoughts(self:MessagesBody)->dict:
     "The fields of an `Ask` that are about thinking"
     t,c = self.thinking or Thinking.model_construct(type=None),self.output_config or OutputConfig()
-    if t.type=='enabled' and t.budget_tokens is None: raise RequestError('thinking.budget_tokens is missing', hint='Add the field', param='thinking.budget_tokens')
-    template,budget = think(None if t.type is None else t.type!='disabled', c.effort, t.budget_tokens)
+    if t.type=='enabled' and t.budget_tokens is None:
+        raise RequestError(
+            'thinking.budget_tokens is missing', hint='Add the field',
+            param='thinking.budget_tokens')
+    template,budget = think(
+        None if t.type is None else t.type!='disabled',
+        c.effort, t.budget_tokens)
     return dict(template=template, thinking_budget=budget)
 
 @patch
 def params(self:MessagesBody)->SamplingParams:
     "The sampling parameters of a body"
-    kw = {k:v for k in ('temperature','top_p','top_k','min_p','seed') if (v := getattr(self, k)) is not None}
-    if self.max_tokens is not None: kw['max_tokens'] = min(max(self.max_tokens, 1), 2**31-1)
+    kw = {
+        k:v
+        for k in ('temperature','top_p','top_k','min_p','seed')
+        if (v := getattr(self, k)) is not None}
+    if self.max_tokens is not None:
+        kw['max_tokens'] = min(max(self.max_tokens, 1), 2**31-1)
     return SamplingParams(stop=tuple(self.stop_sequences or ()), **kw)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #6d62fe95
@@ -361,8 +485,12 @@ class ThreadError(RequestError):
 
 def _ask(body:MessagesBody)->MessagesAsk:
     "What a body asks for"
-    if body.thread: raise ThreadError('thread is given, and this server holds no conversations', hint='Send the whole conversation', param='thread')
+    if body.thread:
+        raise ThreadError(
+            'thread is given, and this server holds no conversations',
+            hint='Send the whole conversation', param='thread')
     r = Reader()
+    stays = body.keep_alive
     form = (body.output_config and body.output_config.format) or body.output_format
     hidden = bool(body.thinking and body.thinking.display=='omitted')
     ask = MessagesAsk(r.turns(body), body.params(),
@@ -371,9 +499,11 @@ def _ask(body:MessagesBody)->MessagesAsk:
         format_at='output_config.format',
         stream=bool(body.stream), priority=body.priority or 0,
         salt=body.cache_salt or '', timeout=body.timeout,
+        keep=None if stays is None else seconds_in(stays, 'keep_alive'),
         ignored=ignored(body), given=given(body),
         **r.tools(body), **body.thoughts())
-    if body.mcp_servers: r.skip('mcp_servers')
+    if body.mcp_servers:
+        r.skip('mcp_servers')
     ask.warnings += r.left_out
     return ask
 
@@ -389,11 +519,16 @@ def parse(
 )->Ask:
     "What a body asks for; `RequestError` names the field that is wrong"
     body = validate(MessagesBody, raw)
-    if body.max_tokens is None: raise RequestError('max_tokens is missing', hint='Add the field', param='max_tokens')
+    if body.max_tokens is None:
+        raise RequestError('max_tokens is missing', hint='Add the field', param='max_tokens')
     ask = _ask(body)
     last = ask.messages[-1]
     if last['role']=='assistant':
-        if last.get('tool_calls') or not (last.get('content') or '').strip(): raise RequestError('The last message is the assistant\'s, and has no text to go on with', hint='End with a message of the user, or with the result of the call', param='messages')
+        if last.get('tool_calls') or not (last.get('content') or '').strip():
+            raise RequestError(
+                'The last message is the assistant\'s, and has no text to go on with',
+                hint='End with a message of the user, or with the result of the call',
+                param='messages')
         ask.continuing = True
     return ask
 
@@ -402,7 +537,8 @@ _REASONS = dict(length='max_tokens', abort='pause_turn')
 
 def stop_reason(finish, stop, called:bool, stops)->tuple[str,str|None]:
     "`stop_reason` and `stop_sequence`"
-    if finish=='stop' and not called and isinstance(stop, str) and stop in stops: return 'stop_sequence',stop
+    if finish=='stop' and not called and isinstance(stop, str) and stop in stops:
+        return 'stop_sequence',stop
     return _REASONS.get(finish) or ('tool_use' if called else 'end_turn'),None
 
 def tool_id(id:str|None)->str:
@@ -411,15 +547,19 @@ def tool_id(id:str|None)->str:
 
 def tool_input(arguments:str)->dict:
     "The arguments of a call as an object, as far as they go"
-    try: d = from_json(arguments, allow_partial=True)
-    except ValueError: return {}
+    try:
+        d = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
     return d if isinstance(d, dict) else {}
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #ad44c576
 def usage(u:Usage)->dict:
     "The `usage` object"
-    return dict(input_tokens=max(u.prompt-u.cached, 0), cache_creation_input_tokens=0, cache_read_input_tokens=u.cached, output_tokens=u.completion,
-        output_tokens_details=dict(thinking_tokens=u.reasoning))
+    return dict(
+        input_tokens=max(u.prompt-u.cached, 0),
+        cache_creation_input_tokens=0, cache_read_input_tokens=u.cached,
+        output_tokens=u.completion, output_tokens_details=dict(thinking_tokens=u.reasoning))
 
 class Reply(Writer):
     "The answer to one request"
@@ -427,13 +567,19 @@ class Reply(Writer):
     names_results = thoughts_return = True
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
-        self.open,self.at,self.called,self.last = None,-1,False,(None,None)
+        self.open = None
+        self.at = -1
+        self.called = False
+        self.last = (None,None)
         self.held,self.holds = '','text' # White space that waits, and for what
         self.thought = [] # The open thought, where it is not shown
     def call_id(self, id): return tool_id(id)
     def message(self, content, reason, sequence, u:Usage)->dict:
         "The `message` object"
-        return dict(id=self.id, type='message', role='assistant', model=self.model, content=content, stop_reason=reason, stop_sequence=sequence, stop_details=None, usage=usage(u))
+        return dict(
+            id=self.id, type='message', role='assistant',
+            model=self.model, content=content, stop_reason=reason,
+            stop_sequence=sequence, stop_details=None, usage=usage(u))
 
 def reply(ask:Ask, model:str, **kw)->Reply:
     "Writes the answer to `ask`"
@@ -443,17 +589,32 @@ def reply(ask:Ask, model:str, **kw)->Reply:
 @patch
 def whole(self:Reply, choices:list[Choice], u:Usage)->dict:
     "The body of an answer in one piece"
-    c = choices[0]; said,shown = c.content or '','' if self.ask.hidden else c.reasoning
-    if self.ask.mute: return self.message([], *self.reason(None, None, False), u)
-    blocks = [dict(type='thinking', thinking=shown, signature=self.signature(c.reasoning))] if c.reasoning.strip() else []
-    if said.strip() or not (blocks or c.calls): blocks.append(_text(said))
-    blocks += [dict(type='tool_use', id=tool_id(k.id), name=k.name, input=tool_input(k.arguments)) for k in c.calls]
-    return self.message(blocks, *self.reason(c.finish, c.stop, bool(c.calls)), u)
+    c = choices[0]
+    said,shown = c.content or '','' if self.ask.hidden else c.reasoning
+    if self.ask.mute:
+        return self.message([], *self.reason(None, None, False), u)
+    if c.reasoning.strip():
+        blocks = [dict(type='thinking', thinking=shown, signature=self.signature(c.reasoning))]
+    else:
+        blocks = []
+    if said.strip() or not (blocks or c.calls):
+        blocks.append(_text(said))
+    blocks += [
+        dict(
+            type='tool_use', id=tool_id(k.id),
+            name=k.name, input=tool_input(k.arguments))
+        for k in c.calls]
+    return self.message(
+        blocks,
+        *self.reason(c.finish, c.stop, bool(c.calls)),
+        u)
 
 @patch
 def reason(self:Reply, finish, stop, called)->tuple[str,str|None]:
     "`stop_reason` and `stop_sequence` of this answer"
-    return ('max_tokens',None) if self.ask.mute else stop_reason(finish, stop, called, self.ask.params.stop)
+    if self.ask.mute:
+        return ('max_tokens',None)
+    return stop_reason(finish, stop, called, self.ask.params.stop)
 
 @patch
 def signature(self:Reply, thought:str)->str:
@@ -473,8 +634,12 @@ def shut(self:Reply)->bytes:
     "End the open block, if there is one"
     kind,thought = self.open,''.join(self.thought)
     self.open,self.held,self.thought = None,'',[]
-    if kind is None: return b''
-    sign = self.delta+b'"signature_delta","signature":'+quote(self.signature(thought))+b'}}\n\n' if kind=='thinking' else b''
+    if kind is None:
+        return b''
+    if kind=='thinking':
+        sign = self.delta+b'"signature_delta","signature":'+quote(self.signature(thought))+b'}}\n\n'
+    else:
+        sign = b''
     return sign+_event('content_block_stop', index=self.at)
 
 @patch
@@ -483,27 +648,37 @@ def begin(self:Reply, kind, **block)->bytes:
     out = self.shut()
     self.open,self.at = kind,self.at+1
     self.delta = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":' % self.at
-    self.more = self.delta+dict(text=b'"text_delta","text":', thinking=b'"thinking_delta","thinking":').get(kind, b'"input_json_delta","partial_json":')
+    self.more = self.delta+dict(
+        text=b'"text_delta","text":', thinking=b'"thinking_delta","thinking":'
+    ).get(kind, b'"input_json_delta","partial_json":')
     return out+_event('content_block_start', index=self.at, content_block=block)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #a3718548
 @patch
 def say(self:Reply, kind:str, text:str)->bytes:
     "More of a thought or a text"
-    if kind=='thinking' and self.ask.hidden: return self.keep(text)
-    if self.open==kind: return self.more+quote(text)+b'}}\n\n'
-    if self.holds!=kind: self.held = ''
+    if kind=='thinking' and self.ask.hidden:
+        return self.keep(text)
+    if self.open==kind:
+        return self.more+quote(text)+b'}}\n\n'
+    if self.holds!=kind:
+        self.held = ''
     self.held,self.holds = self.held+text,kind
-    if self.held.isspace(): return b''
+    if self.held.isspace():
+        return b''
     held = self.held
-    head = self.begin(kind, type='text', text='') if kind=='text' else self.begin(kind, type='thinking', thinking='', signature='')
+    if kind=='text':
+        head = self.begin(kind, type='text', text='')
+    else:
+        head = self.begin(kind, type='thinking', thinking='', signature='')
     return head+self.more+quote(held)+b'}}\n\n'
 
 @patch
 def keep(self:Reply, text:str)->bytes:
     "More of a thought that is not shown"
     self.thought.append(text)
-    if self.open=='thinking' or text.isspace(): return b''
+    if self.open=='thinking' or text.isspace():
+        return b''
     kept = self.thought
     head = self.begin('thinking', type='thinking', thinking='', signature='')
     self.thought = kept
@@ -514,31 +689,48 @@ def tell(self:Reply, d:CallDelta)->bytes:
     "More of a call"
     head = b''
     if self.open!=d.index:
-        if d.name is None: raise AtlasError('A tool call went on after its block had ended')
+        if d.name is None:
+            raise AtlasError('A tool call went on after its block had ended')
         self.called = True
-        head = self.begin(d.index, type='tool_use', id=tool_id(d.id), name=d.name, input={})
+        head = self.begin(
+            d.index, type='tool_use',
+            id=tool_id(d.id), name=d.name,
+            input={})
     return head+self.more+quote(d.arguments)+b'}}\n\n' if d.arguments else head
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #ad888edf
 @patch
 def piece(self:Reply, i:int, p:Delta)->bytes:
     "Events for a piece of the answer"
-    if self.ask.mute: return b''
-    if self.open=='text' and not (p.reasoning or p.calls or p.finish): return self.say('text', p.content) if p.content else b''
+    if self.ask.mute:
+        return b''
+    if self.open=='text' and not (p.reasoning or p.calls or p.finish):
+        return self.say('text', p.content) if p.content else b''
     out,calls = [],list(p.calls)
-    while calls and calls[0].index==self.open: out.append(self.tell(calls.pop(0)))
-    if p.reasoning: out.append(self.say('thinking', p.reasoning))
-    if p.content: out.append(self.say('text', p.content))
+    while calls and calls[0].index==self.open:
+        out.append(self.tell(calls.pop(0)))
+    if p.reasoning:
+        out.append(self.say('thinking', p.reasoning))
+    if p.content:
+        out.append(self.say('text', p.content))
     out += map(self.tell, calls)
-    if p.finish: self.last = p.finish,p.stop
+    if p.finish:
+        self.last = p.finish,p.stop
     return b''.join(out)
 
 @patch
 def end(self:Reply, u:Usage)->bytes:
     "The end of the last block, `message_delta` and `message_stop`"
-    out = self.begin('text', type='text', text=self.held if self.holds=='text' else '') if self.at<0 and not self.ask.mute else b''
+    if self.at<0 and not self.ask.mute:
+        out = self.begin('text', type='text', text=self.held if self.holds=='text' else '')
+    else:
+        out = b''
     reason,sequence = self.reason(*self.last, self.called)
-    return out+self.shut()+_event('message_delta', delta=dict(stop_reason=reason, stop_sequence=sequence, stop_details=None), usage=usage(u))+_event('message_stop')
+    return out+self.shut()+_event(
+        'message_delta',
+        delta=dict(stop_reason=reason, stop_sequence=sequence, stop_details=None),
+        usage=usage(u)
+    )+_event('message_stop')
 
 @patch
 def ping(self:Reply)->bytes:
@@ -546,20 +738,36 @@ def ping(self:Reply)->bytes:
     return b'event: ping\ndata: {"type":"ping"}\n\n'
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #fb9acb51
-_KINDS = {401:'authentication_error', 403:'permission_error', 404:'not_found_error', 413:'request_too_large', 429:'rate_limit_error', 503:'overloaded_error', 504:'timeout_error', 529:'overloaded_error'}
+_KINDS = {
+    401:'authentication_error', 403:'permission_error', 404:'not_found_error',
+    413:'request_too_large', 429:'rate_limit_error', 503:'overloaded_error', 504:'timeout_error',
+    529:'overloaded_error'}
 
 def error_body(e:BaseException)->dict:
     "An exception in Anthropic's shape; the text of an unexpected one stays with us"
-    if not isinstance(e, AtlasError): e = AtlasError('The server met an unexpected error', hint='Its log has the details')
-    kind = _KINDS.get(e.status) or ('invalid_request_error' if e.status<500 or isinstance(e, RequestError) else 'api_error')
+    if not isinstance(e, AtlasError):
+        e = AtlasError('The server met an unexpected error', hint='Its log has the details')
+    kind = (
+        _KINDS.get(e.status)
+        or (
+            'invalid_request_error' if e.status<500 or isinstance(e, RequestError)
+            else 'api_error'))
     rid = get_contextvars().get('request_id')
-    return dict(type='error', error=dict(type=kind, message=_said(e), details=dict(error_code=e.code))) | (dict(request_id=rid) if rid else {})
+    return dict(
+        type='error',
+        error=dict(
+            type=kind, message=_said(e),
+            details=dict(error_code=e.code))
+    ) | (dict(request_id=rid) if rid else {})
 
 def _said(e):
     "The message of an error, in the words that clients look for"
-    if not isinstance(e, ContextLengthError): return str(e)
-    if e.tokens is None: return f'prompt is too long: {e}'
-    return f'prompt is too long: {e.tokens} tokens > {e.limit} maximum'+(f'. {e.hint}' if e.hint else '')
+    if not isinstance(e, ContextLengthError):
+        return str(e)
+    if e.tokens is None:
+        return f'prompt is too long: {e}'
+    return f'prompt is too long: {e.tokens} tokens > {e.limit} maximum'+(
+        f'. {e.hint}' if e.hint else '')
 
 @patch
 def error(self:Reply, e:BaseException)->bytes:

@@ -40,9 +40,13 @@ class TextAsk(ChatAsk):
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #6d004931
 def error_body(e:BaseException)->dict:
     "An exception in OpenAI's shape; the text of an unexpected one stays with us"
-    if not isinstance(e, AtlasError): e = AtlasError('The server met an unexpected error', hint='Its log has the details')
+    if not isinstance(e, AtlasError):
+        e = AtlasError('The server met an unexpected error', hint='Its log has the details')
     kind = 'invalid_request_error' if e.status<500 else 'server_error'
-    return dict(error=dict(message=str(e), type=kind, param=e.param, code=e.code))
+    return dict(
+        error=dict(
+            message=str(e), type=kind,
+            param=e.param, code=e.code))
 
 def plain_error_body(e:BaseException)->dict:
     "The same in Ollama's shape, which is the message alone"
@@ -52,7 +56,8 @@ def plain_error_body(e:BaseException)->dict:
 def usage(u:Usage)->dict:
     "The `usage` object"
     details = dict(reasoning_tokens=u.reasoning)
-    if u.drafted: details['accepted_prediction_tokens'] = u.drafted
+    if u.drafted:
+        details['accepted_prediction_tokens'] = u.drafted
     return dict(
         prompt_tokens=u.prompt, completion_tokens=u.completion,
         total_tokens=u.prompt+u.completion,
@@ -60,7 +65,12 @@ def usage(u:Usage)->dict:
         completion_tokens_details=details)
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #826d2460
-def _lp(x): return None if x is None else max(float(x), -9999.) if x==x else -9999.
+def _lp(x):
+    if x is None:
+        return None
+    if x==x:
+        return max(float(x), -9999.)
+    return -9999.
 
 def token_logprobs(
     tokens:list, # `Token`s, with `id`, `logprob` and `top`
@@ -68,8 +78,15 @@ def token_logprobs(
     raw=None, # From a token id to its bytes; None: those of its text
 )->list[dict]:
     "Tokens with their log-probabilities, as chat and responses have them"
-    def entry(id, lp): s = show(id); return dict(token=s, logprob=_lp(lp), bytes=list(raw(id) if raw else s.encode()))
-    return [entry(t.id, t.logprob) | dict(top_logprobs=[entry(j, l) for j,l in t.top]) for t in tokens]
+    def entry(id, lp):
+        s = show(id)
+        return dict(
+        token=s, logprob=_lp(lp),
+        bytes=list(raw(id) if raw else s.encode()))
+    return [
+        entry(t.id, t.logprob)
+        | dict(top_logprobs=[entry(j, l) for j,l in t.top])
+        for t in tokens]
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #e8c0eaa0
 def chat_logprobs(tokens:list, show, raw=None)->dict:
@@ -84,18 +101,27 @@ def text_logprobs(
     name=None, # From a token id to what it is called; None: `show`
 )->dict:
     "The `logprobs` of a completion choice"
-    out,name = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[]),name or show
+    out = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    name = name or show
     for t in tokens:
         s,lp = name(t.id),_lp(t.logprob)
-        top = None if lp is None else {s:lp} | {name(j):_lp(l) for j,l in t.top}
-        for k,v in zip(out, (s, lp, top, offset)): out[k].append(v)
+        if lp is None:
+            top = None
+        else:
+            top = {s:lp} | {
+                name(j):_lp(l)
+                for j,l in t.top}
+        for k,v in zip(out, (s, lp, top, offset)):
+            out[k].append(v)
         offset += len(show(t.id))
     return out
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #a53cd2ff
 def prompt_tokens_of(ids, scores, make)->list:
     "A prompt as `make(id, logprob, top)` would make its tokens; `scores` has one entry for each but the first"
-    return [make(ids[0], None, ())] + [make(i, lp, tuple(map(tuple, top))) for i,(lp,top) in zip(ids[1:], scores)]
+    return [make(ids[0], None, ())] + [
+        make(i, lp, tuple(map(tuple, top)))
+        for i,(lp,top) in zip(ids[1:], scores)]
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #530e8497
 def prompt_logprobs(
@@ -104,30 +130,59 @@ def prompt_logprobs(
 )->list:
     "The `prompt_logprobs` of an answer"
     def entry(t):
-        ranks = {j:(r, l) for r,(j,l) in enumerate(t.top, 1)}
-        ranks.setdefault(t.id, (len(t.top)+1 if t.top else None, t.logprob))
-        return {str(j):dict(logprob=_lp(l), rank=r, decoded_token=show(j)) for j,(r,l) in ranks.items()}
+        ranks = {
+            j:(r, l)
+            for r,(j,l) in enumerate(t.top, 1)}
+        ranks.setdefault(
+            t.id,
+            (len(t.top)+1 if t.top else None, t.logprob))
+        return {
+            str(j):dict(
+                logprob=_lp(l), rank=r,
+                decoded_token=show(j))
+            for j,(r,l) in ranks.items()}
     return [None if t.logprob is None else entry(t) for t in tokens]
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #0ec9ab80
 class ChatWriter(Writer):
     "The answers of `/v1/chat/completions`"
     prefix,kind,chunk_kind = 'chatcmpl-','chat.completion','chat.completion.chunk'
-    prompts,now = (),None # The prompts as the server made them, and a function that counts; the server sets both
+    # The prompts as the server made them, and a function that counts; the server sets both
+    prompts = ()
+    now = None
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
         a = self.ask
-        self.around,self.first,self.ids = {},{},getattr(a, 'token_ids', False) # `around`: what is before and after the text of a chunk, by choice; `first`: what goes with its first
+        # `around`: what is before and after the text of a chunk, by choice; `first`: what goes
+        # with its first
+        self.around = {}
+        self.first = {}
+        self.ids = getattr(a, 'token_ids', False)
         self.logprobs = a.params.logprobs is not None and not getattr(a, 'unscored', False)
-        self.continuous,self.quiet,self.as_ids = (getattr(a, k, False) for k in ('continuous','quiet','as_ids'))
+        self.continuous,self.quiet,self.as_ids = (
+            getattr(a, k, False)
+            for k in ('continuous','quiet','as_ids'))
         self.drafts = getattr(a, 'drafts', False)
         asked = self.ids,self.logprobs,self.continuous,self.drafts
         self.plain = not any(asked) # Are chunks of text alike but for the text?
-    def _envelope(self, kind, choices, **kw): return dict(id=self.id, object=kind, created=self.created, model=self.model, choices=choices, **kw)
+    def _envelope(self, kind, choices, **kw):
+        return dict(
+            id=self.id, object=kind, created=self.created,
+            model=self.model, choices=choices, **kw)
     def _said(self, i, said, finish=None, top=None, **kw):
         "One chunk, which says something of choice `i`; its counts are null until the last, where they were asked for"
-        more = dict(usage=usage(self.now())) if self.continuous and self.now else dict(usage=None) if self.ask.include_usage else {}
-        return sse(self._envelope(self.chunk_kind, [dict(index=i) | said | dict(logprobs=None, finish_reason=finish) | kw], **top or {}, **more))
+        if self.continuous and self.now:
+            more = dict(usage=usage(self.now()))
+        elif self.ask.include_usage:
+            more = dict(usage=None)
+        else:
+            more = {}
+        return sse(
+            self._envelope(
+                self.chunk_kind,
+                [dict(index=i) | said
+                 | dict(logprobs=None, finish_reason=finish) | kw],
+                **top or {}, **more))
     def _event(self, i, delta, finish=None, **kw):
         "One chunk of choice `i`"
         return self._said(i, dict(delta=delta), finish, **kw)
@@ -142,50 +197,70 @@ _MARK = '\0'
 def piece(self:ChatWriter, i:int, p:Delta)->bytes:
     "Chunks for a piece of choice `i`"
     around = self.around.get(i)
-    if self.quiet and p.reasoning: p = replace(p, reasoning='', tokens=())
-    if around and self.plain and p.content and not (p.reasoning or p.calls or p.finish): return around[0]+quote(p.content)+around[1]
+    if self.quiet and p.reasoning:
+        p = replace(p, reasoning='', tokens=())
+    if around and self.plain and p.content and not (p.reasoning or p.calls or p.finish):
+        return around[0]+quote(p.content)+around[1]
     head = b'' if around else self._open(i)
     return head+self._more(i, p)
 
 @patch
 def _open(self:ChatWriter, i):
     "The first chunk of choice `i`"
-    self.around[i] = self._event(i, dict(content=_MARK)).split(quote(_MARK))
-    return self._event(i, dict(role='assistant', content=''), top=self._of_prompt(i))
+    self.around[i] = self._event(i, dict(content=_MARK)).split(
+        quote(_MARK))
+    return self._event(
+        i, dict(role='assistant', content=''),
+        top=self._of_prompt(i))
 
 @patch
 def _of_prompt(self:ChatWriter, i):
     "What was asked about the prompt of choice `i`, and goes with its first chunk"
-    return dict(prompt_token_ids=list(self.prompts[0].ids)) if self.ids and self.prompts else {}
+    if self.ids and self.prompts:
+        return dict(prompt_token_ids=list(self.prompts[0].ids))
+    return {}
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #6519eaa8
 def _call(d):
     "A piece of a tool call"
-    if d.name is None: return dict(index=d.index, function=dict(arguments=d.arguments))
-    return dict(index=d.index, id=d.id, type='function', function=dict(name=d.name, arguments=d.arguments))
+    if d.name is None:
+        return dict(index=d.index, function=dict(arguments=d.arguments))
+    return dict(
+        index=d.index, id=d.id, type='function',
+        function=dict(name=d.name, arguments=d.arguments))
 
 @patch
 def _more(self:ChatWriter, i, p):
     "Chunks for a piece that is not text alone"
     delta = dict(reasoning=p.reasoning, reasoning_content=p.reasoning) if p.reasoning else {}
-    if p.content or (p.tokens and not (p.reasoning or p.calls)): delta['content'] = p.content
-    if p.calls: delta['tool_calls'] = [_call(d) for d in p.calls]
+    if p.content or (p.tokens and not (p.reasoning or p.calls)):
+        delta['content'] = p.content
+    if p.calls:
+        delta['tool_calls'] = [_call(d) for d in p.calls]
     about = self._about(p.tokens)
-    if self.drafts and p.drafted: about['drafted'] = p.drafted
+    if self.drafts and p.drafted:
+        about['drafted'] = p.drafted
     out = self._event(i, delta, **about) if delta else b''
-    return out+self._event(i, {}, p.finish, stop_reason=p.stop) if p.finish else out
+    if p.finish:
+        return out+self._event(i, {}, p.finish, stop_reason=p.stop)
+    return out
 
 @patch
 def _about(self:ChatWriter, tokens):
     "What was asked about the tokens of an answer"
-    lps = dict(logprobs=chat_logprobs(tokens, self.name, None if self.as_ids else self.raw)) if self.logprobs and tokens else {}
+    if self.logprobs and tokens:
+        lps = dict(logprobs=chat_logprobs(tokens, self.name, None if self.as_ids else self.raw))
+    else:
+        lps = {}
     return lps | (dict(token_ids=[t.id for t in tokens]) if self.ids else {})
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #64fc12c4
 @patch
 def end(self:ChatWriter, u:Usage)->bytes:
     "The counts, if they were asked for, and `[DONE]`"
-    return (sse(self._envelope(self.chunk_kind, [], usage=usage(u))) if self.ask.include_usage else b'')+DONE
+    return (
+        sse(self._envelope(self.chunk_kind, [], usage=usage(u)))
+        if self.ask.include_usage else b'')+DONE
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #4fbfd032
 @patch
@@ -197,41 +272,66 @@ def error(self:ChatWriter, e:BaseException)->bytes:
 @patch
 def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
     "The answer in one piece"
-    return self._envelope(self.kind, self._told(choices), usage=usage(u), **self._asked())
+    return self._envelope(
+        self.kind, self._told(choices),
+        usage=usage(u), **self._asked())
 
 @patch
 def _told(self:ChatWriter, choices):
     "The choices, as they are shown"
-    return [self._choice(i, replace(c, reasoning='', tokens=[]) if self.quiet and c.reasoning else c) for i,c in enumerate(choices)]
+    return [
+        self._choice(
+            i,
+            replace(c, reasoning='', tokens=[]) if self.quiet and c.reasoning else c)
+        for i,c in enumerate(choices)]
 
 @patch
 def _asked(self:ChatWriter):
     "What was asked about the prompt, for the envelope"
-    out,q = dict(prompt_token_ids=None, prompt_logprobs=None),self.prompts[0] if self.prompts else None
-    if self.ids and q: out['prompt_token_ids'] = list(q.ids)
-    if q and getattr(self.ask, 'prompt_logprobs', None) is not None: out['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
+    out = dict(prompt_token_ids=None, prompt_logprobs=None)
+    q = self.prompts[0] if self.prompts else None
+    if self.ids and q:
+        out['prompt_token_ids'] = list(q.ids)
+    if q and getattr(self.ask, 'prompt_logprobs', None) is not None:
+        out['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
     return out
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #5e935a00
 @patch
 def _choice(self:ChatWriter, i, c):
     "One finished choice"
-    m = dict(role='assistant', content=None if c.calls and not (c.content or '').strip() else c.content, refusal=None)
-    if c.reasoning: m |= dict(reasoning=c.reasoning, reasoning_content=c.reasoning)
-    if c.calls: m['tool_calls'] = [dict(id=k.id, type='function', function=dict(name=k.name, arguments=k.arguments)) for k in c.calls]
-    return dict(index=i, message=m, logprobs=None, finish_reason=c.finish, stop_reason=c.stop, token_ids=None) | self._about(c.tokens)
+    m = dict(
+        role='assistant',
+        content=None
+        if c.calls and not (c.content or '').strip()
+        else c.content,
+        refusal=None)
+    if c.reasoning:
+        m |= dict(reasoning=c.reasoning, reasoning_content=c.reasoning)
+    if c.calls:
+        m['tool_calls'] = [
+            dict(
+                id=k.id, type='function',
+                function=dict(name=k.name, arguments=k.arguments))
+            for k in c.calls]
+    return dict(
+        index=i, message=m, logprobs=None,
+        finish_reason=c.finish, stop_reason=c.stop, token_ids=None
+    ) | self._about(c.tokens)
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #a4db774f
 class TextWriter(ChatWriter):
     "The answers of `/v1/completions`"
     prefix,kind,chunk_kind = 'cmpl-','text_completion','text_completion'
-    def _prompt(self, i): return self.prompts[i//self.ask.params.n] if self.prompts else None
+    def _prompt(self, i):
+        return self.prompts[i//self.ask.params.n] if self.prompts else None
     def _event(self, i, text, finish=None, **kw):
         return self._said(i, dict(text=text), finish, **kw)
     def _lps(self, i, tokens):
         "Log-probabilities of more tokens of choice `i`"
         lps = text_logprobs(tokens, self.show, self.offsets.get(i, 0), self.name)
-        self.offsets[i] = self.offsets.get(i, 0)+sum(len(self.show(t.id)) for t in tokens)
+        self.offsets[i] = self.offsets.get(i, 0)+sum(
+            len(self.show(t.id)) for t in tokens)
         return lps
 
 @patch(as_prop=True)
@@ -243,28 +343,53 @@ def offsets(self:TextWriter)->dict:
 @patch
 def _open(self:TextWriter, i):
     "Before the first text of choice `i`: its prompt, if it was asked for"
-    self.around[i],q = self._event(i, _MARK).split(quote(_MARK)),self._prompt(i)
+    self.around[i],q = (
+        self._event(i, _MARK).split(quote(_MARK)),
+        self._prompt(i))
     kw = dict(prompt_token_ids=list(q.ids)) if self.ids and q else {}
-    if not (q and getattr(self.ask, 'echo', False)): self.first[i] = kw; return b''
-    return self._event(i, q.text, **kw, **(dict(logprobs=self._lps(i, q.tokens)) if self.logprobs else {}))
+    if not (q and getattr(self.ask, 'echo', False)):
+        self.first[i] = kw
+        return b''
+    return self._event(
+        i, q.text, **kw,
+        **(
+            dict(logprobs=self._lps(i, q.tokens))
+            if self.logprobs else {}))
 
 @patch
 def _more(self:TextWriter, i, p):
     "The chunk of any piece; one without text, tokens or an end is none"
-    if not (p.content or p.finish or (p.tokens and not self.plain)): return b''
-    kw = dict(logprobs=self._lps(i, p.tokens)) if self.logprobs and p.tokens else {}
-    if self.ids: kw |= dict(token_ids=[t.id for t in p.tokens]) | self.first.pop(i, {})
-    return self._event(i, p.content, p.finish, **kw, **(dict(stop_reason=p.stop) if p.finish else {}))
+    if not (p.content or p.finish or (p.tokens and not self.plain)):
+        return b''
+    if self.logprobs and p.tokens:
+        kw = dict(logprobs=self._lps(i, p.tokens))
+    else:
+        kw = {}
+    if self.ids:
+        kw |= dict(
+            token_ids=[t.id for t in p.tokens]
+        ) | self.first.pop(i, {})
+    return self._event(
+        i, p.content, p.finish, **kw,
+        **(dict(stop_reason=p.stop) if p.finish else {}))
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #df5ffd80
 @patch
 def _choice(self:TextWriter, i, c):
     "One finished choice"
-    q,echo,kw = self._prompt(i),getattr(self.ask, 'echo', False),dict(token_ids=None, prompt_token_ids=None, prompt_logprobs=None)
+    q = self._prompt(i)
+    echo = getattr(self.ask, 'echo', False)
+    kw = dict(token_ids=None, prompt_token_ids=None, prompt_logprobs=None)
     tokens = [*(q.tokens if q and echo and self.logprobs else ()), *c.tokens]
-    if self.ids: kw |= dict(token_ids=[t.id for t in c.tokens]) | (dict(prompt_token_ids=list(q.ids)) if q else {})
-    if q and getattr(self.ask, 'prompt_logprobs', None) is not None: kw['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
-    return dict(index=i, text=(q.text if q and echo else '')+(c.content or ''), logprobs=text_logprobs(tokens, self.show, 0, self.name) if self.logprobs else None,
+    if self.ids:
+        kw |= dict(token_ids=[t.id for t in c.tokens]) | (
+            dict(prompt_token_ids=list(q.ids)) if q else {})
+    if q and getattr(self.ask, 'prompt_logprobs', None) is not None:
+        kw['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
+    return dict(
+        index=i,
+        text=(q.text if q and echo else '')+(c.content or ''),
+        logprobs=text_logprobs(tokens, self.show, 0, self.name) if self.logprobs else None,
         finish_reason=c.finish, stop_reason=c.stop) | kw
 
 @patch
@@ -275,7 +400,17 @@ def _asked(self:TextWriter): return {}
 def _told(self:TextWriter, choices):
     "The choices, or the best of each prompt's"
     n,k = self.ask.params.n,getattr(self.ask, 'best', None)
-    def fit(i): return sum(_lp(t.logprob) or 0. for t in choices[i].tokens)/max(len(choices[i].tokens), 1)
-    def best(a): return sorted(range(a, a+n), key=fit, reverse=True)[:k]
-    kept = range(len(choices)) if k is None else [i for a in range(0, len(choices), n) for i in best(a)]
-    return [self._choice(i, choices[i]) | dict(index=j) for j,i in enumerate(kept)]
+    def fit(i):
+        return sum(
+            _lp(t.logprob) or 0.
+            for t in choices[i].tokens
+        )/max(len(choices[i].tokens), 1)
+    def best(a):
+        return sorted(range(a, a+n), key=fit, reverse=True)[:k]
+    if k is None:
+        kept = range(len(choices))
+    else:
+        kept = [i for a in range(0, len(choices), n) for i in best(a)]
+    return [
+        self._choice(i, choices[i]) | dict(index=j)
+        for j,i in enumerate(kept)]

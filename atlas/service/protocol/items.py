@@ -65,8 +65,11 @@ def item_id(kind:str, rid:str, k:int)->str:
 
 def _parts(c, role):
     "Content as a list of parts"
-    if isinstance(c, str): c = [dict(type='output_text' if role=='assistant' else 'input_text', text=c)]
-    return [dict(annotations=[], logprobs=[]) | p if p['type']=='output_text' else p for p in c or ()]
+    if isinstance(c, str):
+        c = [dict(type='output_text' if role=='assistant' else 'input_text', text=c)]
+    return [
+        dict(annotations=[], logprobs=[]) | p if p['type']=='output_text' else p
+        for p in c or ()]
 
 def keep_item(
     i:Item,
@@ -77,12 +80,18 @@ def keep_item(
     "An item as it is kept and shown"
     d = i.model_dump(exclude_none=True)
     kind = d.setdefault('type', 'message' if i.role else 'item_reference' if i.id else None)
-    if kind is None: raise RequestError(f'{where} has neither type nor role', hint='Say what it is', param=where)
-    if kind=='message' and not i.role: raise RequestError(f'{where}.role is missing', param=f'{where}.role')
+    if kind is None:
+        raise RequestError(f'{where} has neither type nor role', hint='Say what it is', param=where)
+    if kind=='message' and not i.role:
+        raise RequestError(f'{where}.role is missing', param=f'{where}.role')
     if kind=='message' and i.content is None and i.role!='assistant':
-        raise RequestError(f'{where}.content is missing', hint='Send text or a list of parts', param=f'{where}.content')
-    if kind=='message': d['content'] = _parts(d.get('content'), i.role)
-    if kind=='reasoning': d.setdefault('summary', [])
+        raise RequestError(
+            f'{where}.content is missing', hint='Send text or a list of parts',
+            param=f'{where}.content')
+    if kind=='message':
+        d['content'] = _parts(d.get('content'), i.role)
+    if kind=='reasoning':
+        d.setdefault('summary', [])
     d.setdefault('id', item_id(kind, rid, k))
     return d if kind=='reasoning' else d | dict(status=d.get('status') or 'completed')
 
@@ -95,76 +104,118 @@ def seal(text:str)->str:
 
 def unseal(s:str)->str|None:
     "The reasoning in it; None if it is not ours"
-    if not s.startswith(_mark): return None
-    try: return base64.b64decode(s[len(_mark):], validate=True).decode()
-    except ValueError: return None
+    if not s.startswith(_mark):
+        return None
+    try:
+        return base64.b64decode(s[len(_mark):], validate=True).decode()
+    except ValueError:
+        return None
 
-def _joined(parts, sep=''): return sep.join(p.get('text') or '' for p in parts or ())
+def _joined(parts, sep=''):
+    return sep.join(p.get('text') or '' for p in parts or ())
 
 def thought(item:dict)->str:
     "The text of a reasoning item: its content, else what is sealed in it, else its summary"
     c = item.get('content')
-    return (c if isinstance(c, str) else _joined(c)) or unseal(item.get('encrypted_content') or '') or _joined(item.get('summary'), '\n\n')
+    return (
+        (c if isinstance(c, str) else _joined(c))
+        or unseal(item.get('encrypted_content') or '')
+        or _joined(item.get('summary'), '\n\n'))
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #dd185c98
 class Thread:
     "Items, as they become the messages of a chat"
     def __init__(self, instructions:str|None=None):
-        self.system,self.messages,self.calls,self.warnings,self.cut = [instructions] if instructions else [],[],{},{},None
+        self.system = [instructions] if instructions else []
+        self.messages = []
+        self.calls = {}
+        self.warnings = {}
+        self.cut = None
     def all(self)->list[dict]:
         "The messages"
-        return ([dict(role='system', content='\n\n'.join(self.system))] if self.system else [])+self.messages
+        return (
+            [dict(role='system', content='\n\n'.join(self.system))]
+            if self.system else [])+self.messages
     def answer(self, *taken)->dict:
         "The assistant's turn that goes on here; a fresh one if the last has something in one of the fields `taken`"
         last = self.messages[-1] if self.messages else {}
-        if last.get('role')!='assistant' or any(last.get(k) for k in taken): self.messages.append(last := dict(role='assistant', content=None))
+        if last.get('role')!='assistant' or any(last.get(k) for k in taken):
+            self.messages.append(last := dict(role='assistant', content=None))
         return last
-    def warn(self, what): self.warnings[f'{what} is ignored: this server does not offer it'] = None
+    def warn(self, what):
+        self.warnings[f'{what} is ignored: this server does not offer it'] = None
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #1cce35cb
 _texts = {'input_text','output_text','text','summary_text','reasoning_text'}
 
 def _text(parts, where):
     "The text of parts that can only be text"
-    if isinstance(parts, str): return parts
+    if isinstance(parts, str):
+        return parts
     for j,p in enumerate(parts):
-        if p['type'] not in _texts|{'refusal'}: raise NotOfferedError(f'{where}[{j}] is of type {p["type"][:40]!r}', hint='Send text', param=f'{where}[{j}]')
+        if p['type'] not in _texts|{'refusal'}:
+            raise NotOfferedError(
+                f'{where}[{j}] is of type {p["type"][:40]!r}', hint='Send text',
+                param=f'{where}[{j}]')
     return '\n'.join(p.get('text') or p.get('refusal') or '' for p in parts)
 
 def _seen(p, where):
     "A part of a user's message, as chat has it"
-    if p['type'] in _texts and p.get('text') is not None: return dict(type='text', text=p['text'])
-    if p['type']=='input_image' and p.get('image_url'): return dict(type='image_url', image_url=dict(url=p['image_url'], detail=p.get('detail') or 'auto'), where=where)
+    if p['type'] in _texts and p.get('text') is not None:
+        return dict(type='text', text=p['text'])
+    if p['type']=='input_image' and p.get('image_url'):
+        return dict(
+            type='image_url',
+            image_url=dict(url=p['image_url'], detail=p.get('detail') or 'auto'),
+            where=where)
     if p['type'] in ('input_image','input_file','input_audio'):
-        raise NotOfferedError(f'{where} is of type {p["type"]!r} without an image_url', hint='Send text, or an image as a data URL', param=where)
-    raise RequestError(f'{where} is of type {p["type"][:40]!r} or has no text', hint='Send input_text or input_image', param=where)
+        raise NotOfferedError(
+            f'{where} is of type {p["type"]!r} without an image_url',
+            hint='Send text, or an image as a data URL', param=where)
+    raise RequestError(
+        f'{where} is of type {p["type"][:40]!r} or has no text',
+        hint='Send input_text or input_image', param=where)
 
 def _content(parts, where):
     "Content of a user or a tool: a string if it is all text"
-    if isinstance(parts, str): return parts
+    if isinstance(parts, str):
+        return parts
     ps = [_seen(p, f'{where}[{j}]') for j,p in enumerate(parts)]
-    return '\n'.join(p['text'] for p in ps) if all(p['type']=='text' for p in ps) else ps
+    if all(p['type']=='text' for p in ps):
+        return '\n'.join(p['text'] for p in ps)
+    return ps
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #5531cced
 @patch
 def message(self:Thread, d, where):
     "A message of any role"
     where += '.content'
-    if d['role'] in ('system','developer'): self.system.append(_text(d['content'], where))
-    elif d['role']=='assistant': self.said(_text(d['content'], where), d.get('status') in ('incomplete','in_progress'))
-    else: self.messages.append(dict(role='user', content=_content(d['content'], where)))
+    if d['role'] in ('system','developer'):
+        self.system.append(_text(d['content'], where))
+    elif d['role']=='assistant':
+        self.said(
+            _text(d['content'], where),
+            d.get('status') in ('incomplete','in_progress'))
+    else:
+        self.messages.append(dict(role='user', content=_content(d['content'], where)))
 
 @patch
 def said(self:Thread, text, cut):
     "What the assistant said; the rest of what it was cut in, if that is the last message"
-    if self.cut and self.messages[-1] is self.cut and not self.cut.get('tool_calls'): self.cut['content'] += text
-    else: self.answer('content')['content'] = text
+    if (
+            self.cut and self.messages[-1] is self.cut
+            and not self.cut.get('tool_calls')
+    ):
+        self.cut['content'] += text
+    else:
+        self.answer('content')['content'] = text
     self.cut = self.messages[-1] if cut else None
 
 @patch
 def reasoning(self:Thread, d, where):
     "What the assistant thought"
-    if not (t := thought(d)): return
+    if not (t := thought(d)):
+        return
     m = self.answer('content', 'tool_calls')
     m['reasoning'] = '\n\n'.join(filter(None, (m.get('reasoning'), t)))
 
@@ -175,40 +226,84 @@ def _dumped(v): return v if isinstance(v, str) else quote(v).decode()
 def call(self:Thread, d, where):
     "A call of a function or of something like one"
     kind = d['type']
-    if kind=='function_call' and not isinstance(d.get('arguments'), str): raise RequestError(f'{where}.arguments is {found(d.get("arguments"))}', hint='Send JSON text', param=f'{where}.arguments')
+    if kind=='function_call' and not isinstance(d.get('arguments'), str):
+        raise RequestError(
+            f'{where}.arguments is {found(d.get("arguments"))}', hint='Send JSON text',
+            param=f'{where}.arguments')
     if kind in ('function_call','custom_tool_call'):
         for k in 'call_id','name':
-            if not d.get(k): raise RequestError(f'{where}.{k} is missing', param=f'{where}.{k}')
-    known = {k:d[k] for k in ('action','operation','input','arguments') if d.get(k) is not None}
-    name,args = d.get('name') or kind.removesuffix('_call'),d['arguments'] if kind=='function_call' else quote(known).decode()
+            if not d.get(k):
+                raise RequestError(f'{where}.{k} is missing', param=f'{where}.{k}')
+    known = {
+        k:d[k]
+        for k in ('action','operation','input','arguments')
+        if d.get(k) is not None}
+    name = d.get('name') or kind.removesuffix('_call')
+    args = d['arguments'] if kind=='function_call' else quote(known).decode()
     self.calls[d['call_id']] = name
     m = self.answer()
-    m['tool_calls'] = [*m.get('tool_calls', ()), dict(id=d['call_id'], type='function', function=dict(name=name, arguments=args))]
+    m['tool_calls'] = [
+        *m.get('tool_calls', ()),
+        dict(
+            id=d['call_id'], type='function',
+            function=dict(name=name, arguments=args))]
 
 @patch
 def result(self:Thread, d, where):
     "What a call gave"
     out,c = d.get('output'),d.get('call_id')
-    if not c: raise RequestError(f'{where}.call_id is missing', param=f'{where}.call_id')
-    if c not in self.calls: raise RequestError(f'{where} answers {found(c)}, and no call before it has that call_id', hint='Send the call too, or previous_response_id', param=f'{where}.call_id')
-    if out is None: raise RequestError(f'{where}.output is missing', param=f'{where}.output')
-    parts = isinstance(out, list) and all(isinstance(p, dict) and isinstance(p.get('type'), str) for p in out) and out and d['type'] in ('function_call_output','custom_tool_call_output')
-    self.messages.append(dict(role='tool', tool_call_id=c, name=self.calls[c], content=_content(out, f'{where}.output') if parts else _dumped(out)))
+    if not c:
+        raise RequestError(f'{where}.call_id is missing', param=f'{where}.call_id')
+    if c not in self.calls:
+        raise RequestError(
+            f'{where} answers {found(c)}, and no call before it has that call_id',
+            hint='Send the call too, or previous_response_id', param=f'{where}.call_id')
+    if out is None:
+        raise RequestError(f'{where}.output is missing', param=f'{where}.output')
+    parts = (
+        isinstance(out, list)
+        and all(
+            isinstance(p, dict) and isinstance(p.get('type'), str)
+            for p in out)
+        and out and d['type'] in ('function_call_output','custom_tool_call_output'))
+    self.messages.append(
+        dict(
+            role='tool', tool_call_id=c,
+            name=self.calls[c],
+            content=_content(out, f'{where}.output') if parts else _dumped(out)))
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #99afb304
-_skipped = {'mcp_list_tools','mcp_approval_request','mcp_approval_response','compaction_trigger','additional_tools','configuration_update','ghost_snapshot','program','program_output'}
+_skipped = {
+    'mcp_list_tools','mcp_approval_request','mcp_approval_response','compaction_trigger',
+    'additional_tools','configuration_update','ghost_snapshot','program','program_output'}
 
 @patch
 def add(self:Thread, d:dict, where:str):
     "One item, as `keep_item` gives it"
     kind = d['type']
-    if kind in ('message','reasoning'): getattr(self, kind)(d, where)
-    elif kind in _skipped: self.warn(f'An input item of type {kind!a}')
-    elif kind in ('function_call','custom_tool_call') or kind.endswith('_call') and d.get('call_id'): self.call(d, where)
-    elif kind.endswith('_output') and (kind in ('function_call_output','custom_tool_call_output') or d.get('call_id')): self.result(d, where)
-    elif kind.startswith('compaction') and (t := unseal(d.get('encrypted_content') or '')): self.messages.append(dict(role='user', content=t))
-    elif kind.endswith(('_call','_output')) or kind.startswith('compaction'): self.warn(f'An input item of type {kind[:40]!a}')
-    else: raise RequestError(f'{where}.type is {found(kind)}', hint='Send message, reasoning, function_call or function_call_output', param=f'{where}.type')
+    if kind in ('message','reasoning'):
+        getattr(self, kind)(d, where)
+    elif kind in _skipped:
+        self.warn(f'An input item of type {kind!a}')
+    elif (
+            kind in ('function_call','custom_tool_call')
+            or kind.endswith('_call') and d.get('call_id')
+    ):
+        self.call(d, where)
+    elif (
+            kind.endswith('_output')
+            and (kind in ('function_call_output','custom_tool_call_output') or d.get('call_id'))
+    ):
+        self.result(d, where)
+    elif kind.startswith('compaction') and (t := unseal(d.get('encrypted_content') or '')):
+        self.messages.append(dict(role='user', content=t))
+    elif kind.endswith(('_call','_output')) or kind.startswith('compaction'):
+        self.warn(f'An input item of type {kind[:40]!a}')
+    else:
+        raise RequestError(
+            f'{where}.type is {found(kind)}',
+            hint='Send message, reasoning, function_call or function_call_output',
+            param=f'{where}.type')
 
 def messages(
     items:list[dict], # As `keep_item` gives them
@@ -217,7 +312,8 @@ def messages(
 )->Thread:
     "The conversation that items are"
     t = Thread(instructions)
-    for k,d in enumerate(items): t.add(d, names[k] if names else f'input[{k}]')
+    for k,d in enumerate(items):
+        t.add(d, names[k] if names else f'input[{k}]')
     return t
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #b5918a3b
@@ -225,17 +321,32 @@ def _function(t, where):
     "One function as chat has it"
     f = t.function or {}
     name = t.name or f.get('name')
-    if not isinstance(name, str) or not 0<len(name)<=512: raise RequestError(f'{where}.name is {found(name)}', hint='Give the function a name', param=f'{where}.name')
-    pars,about = t.parameters or f.get('parameters') or dict(type='object', properties={}),t.description or f.get('description') or ''
-    if not isinstance(pars, dict) or not isinstance(about, str): raise RequestError(f'{where}.function is not a function', param=f'{where}.function')
+    if not isinstance(name, str) or not 0<len(name)<=512:
+        raise RequestError(
+            f'{where}.name is {found(name)}', hint='Give the function a name',
+            param=f'{where}.name')
+    pars = t.parameters or f.get('parameters') or dict(type='object', properties={})
+    about = t.description or f.get('description') or ''
+    if not isinstance(pars, dict) or not isinstance(about, str):
+        raise RequestError(f'{where}.function is not a function', param=f'{where}.function')
     strict = t.strict if t.strict is not None else f.get('strict')
-    return dict(name=name, description=about, parameters=pars) | (dict(strict=True) if strict is True else {})
+    return dict(name=name, description=about, parameters=pars) | (
+        dict(strict=True) if strict is True else {})
 
 def _custom(t, where):
     "A tool of free text, as a function with one string"
     f,about = t.format or {},t.description or ''
-    if f.get('type')=='grammar': about += f'\n\nThe input follows this grammar ({f.get("syntax")}):\n{f.get("definition")}'
-    return _function(t.model_copy(update=dict(description=about.strip(), parameters=dict(type='object', properties=dict(input=dict(type='string')), required=['input'], additionalProperties=False))), where)
+    if f.get('type')=='grammar':
+        about += f'\n\nThe input follows this grammar ({f.get("syntax")}):\n{f.get("definition")}'
+    return _function(
+        t.model_copy(
+            update=dict(
+                description=about.strip(),
+                parameters=dict(
+                    type='object',
+                    properties=dict(input=dict(type='string')),
+                    required=['input'], additionalProperties=False))),
+        where)
 
 def offered(
     tools:list[Tool],
@@ -244,24 +355,45 @@ def offered(
     "The tools that the model is shown"
     fs,custom = [],set()
     for k,t in enumerate(tools):
-        if t.type=='function': fs.append(_function(t, f'tools[{k}]'))
-        elif t.type=='custom': fs.append(_custom(t, f'tools[{k}]')); custom.add(fs[-1]['name'])
-        else: warn(f'The tool type {t.type[:40]!a}')
-    if len({f['name'] for f in fs})<len(fs): raise RequestError('Two tools have the same name', param='tools')
+        if t.type=='function':
+            fs.append(_function(t, f'tools[{k}]'))
+        elif t.type=='custom':
+            fs.append(_custom(t, f'tools[{k}]'))
+            custom.add(fs[-1]['name'])
+        else:
+            warn(f'The tool type {t.type[:40]!a}')
+    if len({f['name'] for f in fs})<len(fs):
+        raise RequestError('Two tools have the same name', param='tools')
     return [dict(type='function', function=f) for f in fs],custom
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #deddd9a0
 def _pick(c, warn):
     "(mode, one name, allowed names) of a `tool_choice`"
     if c is None or isinstance(c, str):
-        if c not in (None,'auto','none','required'): raise RequestError(f'tool_choice is {found(c)}', hint='Send auto, none or required', param='tool_choice')
+        if c not in (None,'auto','none','required'):
+            raise RequestError(
+                f'tool_choice is {found(c)}', hint='Send auto, none or required',
+                param='tool_choice')
         return c or 'auto',None,None
     kind = c.get('type')
-    name = c.get('name') or (c['function'].get('name') if isinstance(c.get('function'), dict) else None)
-    if kind in ('function','custom') and isinstance(name, str): return 'required',name,None
-    if kind=='allowed_tools' and isinstance(c.get('tools'), list) and c.get('mode') in ('auto','required'):
-        return c['mode'],None,{t.get('name') for t in c['tools'] if isinstance(t, dict) and isinstance(t.get('name'), str)}
-    if not isinstance(kind, str) or kind in ('function','custom','allowed_tools'): raise RequestError('tool_choice names no tool', hint='Send a type and a name', param='tool_choice')
+    name = (
+        c.get('name')
+        or (
+            c['function'].get('name')
+            if isinstance(c.get('function'), dict) else None))
+    if kind in ('function','custom') and isinstance(name, str):
+        return 'required',name,None
+    if (
+            kind=='allowed_tools' and isinstance(c.get('tools'), list)
+            and c.get('mode') in ('auto','required')
+    ):
+        return (
+            c['mode'],None,
+            {t.get('name') for t in c['tools']
+             if isinstance(t, dict) and isinstance(t.get('name'), str)})
+    if not isinstance(kind, str) or kind in ('function','custom','allowed_tools'):
+        raise RequestError(
+            'tool_choice names no tool', hint='Send a type and a name', param='tool_choice')
     warn(f'The tool choice {kind[:40]!a}')
     return 'auto',None,None
 
@@ -273,9 +405,14 @@ def choose(
 )->tuple[list[dict]|None,str,str|None]: # The tools to show, 'auto', 'none' or 'required', and the one that must be called
     "Which tools may, must or must not be called"
     mode,name,allowed = _pick(choice, warn)
-    if name is not None and not any(t['function']['name']==name for t in tools): raise RequestError(f'tool_choice names {name[:40]!r}, which is not among the tools', param='tool_choice')
-    if allowed is not None: tools = [t for t in tools if t['function']['name'] in allowed]
+    if name is not None and not any(t['function']['name']==name for t in tools):
+        raise RequestError(
+            f'tool_choice names {name[:40]!r}, which is not among the tools', param='tool_choice')
+    if allowed is not None:
+        tools = [t for t in tools if t['function']['name'] in allowed]
     if mode=='required' and not tools:
-        if not hosted: raise RequestError('tool_choice asks for a tool, and there is none', param='tool_choice')
+        if not hosted:
+            raise RequestError(
+                'tool_choice asks for a tool, and there is none', param='tool_choice')
         mode = 'auto'
     return tools or None,mode,name

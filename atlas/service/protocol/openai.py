@@ -56,7 +56,9 @@ class Body(BaseModel):
     min_p: float|None = None
     presence_penalty: float|None = None
     frequency_penalty: float|None = None
-    repetition_penalty: Annotated[float|None, Field(validation_alias=AliasChoices('repetition_penalty','repeat_penalty'))] = None  # the second is llama.cpp's word
+    repetition_penalty: Annotated[
+        float|None, Field(validation_alias=AliasChoices('repetition_penalty','repeat_penalty'))
+    ] = None # the second is llama.cpp's word
     logit_bias: Annotated[dict[str,float], Field(max_length=1024)]|None = None
     seed: Int|None = None
     max_tokens: Int|None = None
@@ -99,7 +101,8 @@ def unoffered(b:Body)->list[str]:
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #674ca674
 class CompletionBody(Shaped):
     "`POST /v1/completions`"
-    prompt: str | Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Ids], Field(fail_fast=True)]
+    prompt: str | Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[
+        list[Ids], Field(fail_fast=True)]
     logprobs: Int|None = None
     echo: bool|None = None
     suffix: str|None = None
@@ -148,7 +151,9 @@ class Thinking(BaseModel):
 
 class ChatBody(Shaped):
     "`POST /v1/chat/completions`"
-    messages: Annotated[list[Message], Field(fail_fast=True), Field(min_length=1, max_length=16384)]
+    messages: Annotated[
+        list[Message], Field(fail_fast=True),
+        Field(min_length=1, max_length=16384)]
     max_completion_tokens: Int|None = None
     logprobs: bool|None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
@@ -170,15 +175,21 @@ class ChatBody(Shaped):
     continue_final_message: bool|None = None
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #87e32160
-_same = ('temperature','logit_bias','top_p','top_k','min_p','presence_penalty','frequency_penalty','repetition_penalty','seed','max_tokens','min_tokens',
-    'ignore_eos','n','logprobs')
+_same = (
+    'temperature','logit_bias','top_p','top_k','min_p','presence_penalty','frequency_penalty',
+    'repetition_penalty','seed','max_tokens','min_tokens', 'ignore_eos','n','logprobs')
 
 def _given(b, **renamed):
     "The sampling parameters that a body gives"
     kw = {k:getattr(b, k) for k in _same} | renamed
-    if b.stop: kw['stop'] = (b.stop,) if isinstance(b.stop, str) else tuple(b.stop)
-    if b.stop_token_ids: kw['stop_token_ids'] = tuple(b.stop_token_ids)
-    if kw['max_tokens'] is not None: kw['max_tokens'] = min(kw['max_tokens'], 2**31-1)
+    if b.stop:
+        kw['stop'] = (
+            (b.stop,) if isinstance(b.stop, str)
+            else tuple(b.stop))
+    if b.stop_token_ids:
+        kw['stop_token_ids'] = tuple(b.stop_token_ids)
+    if kw['max_tokens'] is not None:
+        kw['max_tokens'] = min(kw['max_tokens'], 2**31-1)
     return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
 
 @patch
@@ -186,51 +197,88 @@ def params(self:CompletionBody)->SamplingParams:
     "The sampling parameters of this body"
     n,best = self.n or 1,self.best_of
     more = dict(max_tokens=1) if self.echo and self.max_tokens==0 else {}
-    if best is None or best==n: return _given(self, **more)
-    if best<n: raise RequestError(f'best_of is {best}, which is less than n, {n}', param='best_of')
-    if self.stream: raise RequestError('best_of is given, and stream is true', hint='Leave one of them out', param='best_of')
+    if best is None or best==n:
+        return _given(self, **more)
+    if best<n:
+        raise RequestError(f'best_of is {best}, which is less than n, {n}', param='best_of')
+    if self.stream:
+        raise RequestError(
+            'best_of is given, and stream is true', hint='Leave one of them out', param='best_of')
     return _given(self, **more, n=best, logprobs=self.logprobs or 0)
 
 @patch
 def params(self:ChatBody)->SamplingParams:
     "The sampling parameters of this body"
     if self.top_logprobs and not self.logprobs:
-        raise RequestError('top_logprobs is given, and logprobs is not true', hint='Set logprobs to true', param='top_logprobs')
-    if (n := self.max_completion_tokens) is not None and n<1: raise RequestError(f'max_completion_tokens is {found(n)}, expected a whole number above 0', param='max_completion_tokens')
-    return _given(self, logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-        max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
+        raise RequestError(
+            'top_logprobs is given, and logprobs is not true', hint='Set logprobs to true',
+            param='top_logprobs')
+    if (n := self.max_completion_tokens) is not None and n<1:
+        raise RequestError(
+            f'max_completion_tokens is {found(n)}, expected a whole number above 0',
+            param='max_completion_tokens')
+    return _given(
+        self,
+        logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        max_tokens=self.max_tokens if self.max_completion_tokens is None
+        else self.max_completion_tokens)
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #64b1778d
 def _called(t, where):
     "A tool call of an assistant's turn, with arguments that are text"
     f = t.get('function')
-    if t.get('type')=='custom' and isinstance(c := t.get('custom'), dict): f = dict(name=c.get('name'), arguments=dict(input=c.get('input')))
-    if not isinstance(f, dict) or not isinstance(f.get('name'), str): raise RequestError(f'{where}.function has no name', param=where)
+    if t.get('type')=='custom' and isinstance(c := t.get('custom'), dict):
+        f = dict(
+            name=c.get('name'),
+            arguments=dict(input=c.get('input')))
+    if not isinstance(f, dict) or not isinstance(f.get('name'), str):
+        raise RequestError(f'{where}.function has no name', param=where)
     args = f.get('arguments')
-    if not isinstance(args, str|dict|None): raise RequestError(f'{where}.function.arguments is {found(args)}, expected JSON in a string', param=where)
-    if isinstance(args, dict): args = json.dumps(args, ensure_ascii=False)
-    if (args or '').strip() in ('','null'): args = '{}'  # what some clients send for a call without arguments
-    return {k:v for k,v in t.items() if k!='custom'} | dict(type='function', function=f | dict(arguments=args))
+    if not isinstance(args, str|dict|None):
+        raise RequestError(
+            f'{where}.function.arguments is {found(args)}, expected JSON in a string',
+            param=where)
+    if isinstance(args, dict):
+        args = json.dumps(args, ensure_ascii=False)
+    if (args or '').strip() in ('','null'):
+        args = '{}'  # what some clients send for a call without arguments
+    return {k:v for k,v in t.items() if k!='custom'} | dict(
+        type='function', function=f | dict(arguments=args))
 
 def _part(p, where):
     "A part of a message; text has one name"
-    d = dict(type='text', text=p) if isinstance(p, str) else p.model_dump(exclude_none=True)
-    said = d.get(dict(text='text', input_text='text', output_text='text', refusal='refusal').get(d['type'], ''))
-    if isinstance(said, str): return dict(type='text', text=said)
-    if d['type'] in ('text','input_text','output_text'): raise RequestError(f'{where}.text is missing', hint='Add the field', param=f'{where}.text')
+    if isinstance(p, str):
+        d = dict(type='text', text=p)
+    else:
+        d = p.model_dump(exclude_none=True)
+    said = d.get(
+        dict(
+            text='text', input_text='text', output_text='text', refusal='refusal'
+        ).get(d['type'], ''))
+    if isinstance(said, str):
+        return dict(type='text', text=said)
+    if d['type'] in ('text','input_text','output_text'):
+        raise RequestError(f'{where}.text is missing', hint='Add the field', param=f'{where}.text')
     if d['type'] not in IMAGE_PARTS:
-        raise RequestError(f'{where}.type is {found(d["type"])}, expected text or an image', hint='Atlas reads text and images', param=f'{where}.type')
+        raise RequestError(
+            f'{where}.type is {found(d["type"])}, expected text or an image',
+            hint='Atlas reads text and images', param=f'{where}.type')
     return d | dict(where=where)  # of the client's own list, in which the system may stand anywhere
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #b29a34d9
 def _turn(m, where):
     "One message as a plain dict"
-    if m.content is None and m.role!='assistant': raise RequestError(f'{where}.content is missing', param=f'{where}.content')
-    d = m.model_dump(exclude_none=True, exclude={'reasoning','reasoning_content','function_call','tool_calls'}) | dict(role={'developer':'system', 'function':'tool'}.get(m.role, m.role))
-    if isinstance(m.content, list): d['content'] = [_part(p, f'{where}.content[{j}]') for j,p in enumerate(m.content)]
-    if r := m.reasoning or m.reasoning_content: d['reasoning'] = r
+    if m.content is None and m.role!='assistant':
+        raise RequestError(f'{where}.content is missing', param=f'{where}.content')
+    d = m.model_dump(exclude_none=True, exclude={'reasoning','reasoning_content','function_call','tool_calls'}) | dict(
+        role={'developer':'system', 'function':'tool'}.get(m.role, m.role))
+    if isinstance(m.content, list):
+        d['content'] = [_part(p, f'{where}.content[{j}]') for j,p in enumerate(m.content)]
+    if r := m.reasoning or m.reasoning_content:
+        d['reasoning'] = r
     calls = m.tool_calls or ([dict(function=m.function_call)] if m.function_call else ())
-    if calls: d['tool_calls'] = [_called(t, f'{where}.tool_calls[{j}]') for j,t in enumerate(calls)]
+    if calls:
+        d['tool_calls'] = [_called(t, f'{where}.tool_calls[{j}]') for j,t in enumerate(calls)]
     return d
 
 @patch
@@ -242,23 +290,41 @@ def turns(self:ChatBody)->list[dict]:
 def _function(t, i):
     "A tool as the template and the guide take it"
     f,where = t.get('function'),f'tools[{i}].function'
-    if not isinstance(f, dict): raise RequestError(f'{where} is {found(f)}, expected an object', param=where)
+    if not isinstance(f, dict):
+        raise RequestError(f'{where} is {found(f)}, expected an object', param=where)
     name = f.get('name')
-    if not isinstance(name, str) or not 0<len(name)<=256: raise RequestError(f'{where}.name is {found(name)}, expected a string of 1 to 256 characters', param=f'{where}.name')
+    if not isinstance(name, str) or not 0<len(name)<=256:
+        raise RequestError(
+            f'{where}.name is {found(name)}, expected a string of 1 to 256 characters',
+            param=f'{where}.name')
     for k,kind in ('description',str), ('parameters',dict), ('strict',bool):
-        if not isinstance(f.get(k), kind|None): raise RequestError(f'{where}.{k} is {found(f[k])}, expected {"an object" if kind is dict else "a string" if kind is str else "true or false"}', param=f'{where}.{k}')
-    return dict(type='function', function={k:v for k,v in f.items() if v is not None})
+        if not isinstance(f.get(k), kind|None):
+            raise RequestError(
+                f'{where}.{k} is {found(f[k])}, expected '
+                f'{"an object" if kind is dict else "a string" if kind is str else "true or false"}',
+                param=f'{where}.{k}')
+    return dict(
+        type='function',
+        function={k:v for k,v in f.items() if v is not None})
 
 def functions(
     tools:list[dict]|None, # Of a body
     warnings:list[str], # What was left out is added
 )->list[dict]|None:
     "The tools that a model can call here"
-    kinds = [t.get('type') or ('function' if 'function' in t else None) for t in tools or []]
+    kinds = [
+        t.get('type') or ('function' if 'function' in t else None)
+        for t in tools or []]
     for i,k in enumerate(kinds):
-        if not isinstance(k, str): raise RequestError(f'tools[{i}].type is {found(k)}, expected function', param=f'tools[{i}].type')
-    own = [_function(t, i) for i,t in enumerate(tools or []) if kinds[i]=='function']
-    if other := sorted({k[:40] for k in kinds if k!='function'}): warnings.append(f'Tools of type {", ".join(other)} are not offered here and were left out')
+        if not isinstance(k, str):
+            raise RequestError(
+                f'tools[{i}].type is {found(k)}, expected function', param=f'tools[{i}].type')
+    own = [
+        _function(t, i)
+        for i,t in enumerate(tools or [])
+        if kinds[i]=='function']
+    if other := sorted({k[:40] for k in kinds if k!='function'}):
+        warnings.append(f'Tools of type {", ".join(other)} are not offered here and were left out')
     return own or None
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #1e8f62c5
@@ -268,49 +334,90 @@ def choice_of(
     hosted:bool=False, # Were others left out?
 )->tuple[str,str|None,list[dict]|None]: # 'auto', 'none' or 'required'; a name; the tools that are left
     "What a `tool_choice` means"
-    def no(what): raise RequestError(f'tool_choice is {what}', hint="Use 'auto', 'none', 'required' or a function of tools", param='tool_choice')
+    def no(what):
+        raise RequestError(
+            f'tool_choice is {what}',
+            hint="Use 'auto', 'none', 'required' or a function of tools", param='tool_choice')
     names = [t['function']['name'] for t in tools or []]
-    if c is None or c in ('auto','none'): return c or 'auto',None,tools
-    if hosted and (c=='required' and not tools or isinstance(c, dict) and c.get('type') not in (None,'function','allowed_tools')): return 'auto',None,tools
-    if c=='required': return ('required',None,tools) if tools else no('required, and there are no tools')
-    if not isinstance(c, dict): no(found(c))
-    if c.get('type')=='allowed_tools' and isinstance(a := c.get('allowed_tools', c), dict): return _allowed(a, tools, no)
+    if c is None or c in ('auto','none'):
+        return c or 'auto',None,tools
+    if (
+            hosted
+            and (
+                c=='required' and not tools
+                or isinstance(c, dict) and c.get('type') not in (None,'function','allowed_tools'))
+    ):
+        return 'auto',None,tools
+    if c=='required':
+        return ('required',None,tools) if tools else no('required, and there are no tools')
+    if not isinstance(c, dict):
+        no(found(c))
+    if c.get('type')=='allowed_tools' and isinstance(a := c.get('allowed_tools', c), dict):
+        return _allowed(a, tools, no)
     f = c.get('function', c)
     name = f.get('name') if isinstance(f, dict) else None
-    return ('required',name,tools) if name in names else no(f'{found(name)}, which is no function of tools')
+    if name in names:
+        return ('required',name,tools)
+    return no(f'{found(name)}, which is no function of tools')
 
 def _allowed(a, tools, no):
     "Some of the tools only"
-    names = {(t.get('function') or t).get('name') for t in a.get('tools') or [] if isinstance(t, dict) and isinstance(t.get('function'), dict|None)}
+    names = {
+        (t.get('function') or t).get('name')
+        for t in a.get('tools') or []
+        if isinstance(t, dict) and isinstance(t.get('function'), dict|None)}
     left = [t for t in tools or [] if t['function']['name'] in names]
-    return ('required' if a.get('mode')=='required' else 'auto',None,left) if left else no('allowed_tools, and none of them is there')
+    if left:
+        return ('required' if a.get('mode')=='required' else 'auto',None,left)
+    return no('allowed_tools, and none of them is there')
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #b0088e2f
 def _schema(v, field):
     "A schema, which may be the text of one"
-    if not isinstance(v, str): return v
-    try: return read_json(v.encode())
-    except RequestError as e: raise RequestError(e.msg.replace('The body', field), hint='Send a JSON schema', param=field) from None
+    if not isinstance(v, str):
+        return v
+    try:
+        return read_json(v.encode())
+    except RequestError as e:
+        raise RequestError(
+            e.msg.replace('The body', field), hint='Send a JSON schema',
+            param=field) from None
 
 def _shapes(b):
     "Every shape that a body asks for: (field, spec)"
-    if (f := format_of(b.response_format)): yield 'response_format',f
+    if (f := format_of(b.response_format)):
+        yield 'response_format',f
     s,g = b.structured_outputs or StructuredOutputs(),'structured_outputs.'
-    if s.structural_tag is not None: raise NotOfferedError('structured_outputs.structural_tag is not offered', hint='Use json, regex, choice or grammar', param='structured_outputs')
-    if s.json_object: yield g+'json_object',dict(kind='json_object')
-    if b.json_schema is not None: yield 'json_schema',dict(kind='json_schema', schema=_schema(b.json_schema, 'json_schema'))
-    if b.regex is not None: yield 'regex',dict(kind='regex', pattern=b.regex)
-    for schema,regex,choice,grammar,p in (s.json_,s.regex,s.choice,s.grammar,g), (b.guided_json,b.guided_regex,b.guided_choice,b.guided_grammar,'guided_'):
-        if schema is not None: yield p+'json',dict(kind='json_schema', schema=_schema(schema, p+'json'))
-        if regex is not None: yield p+'regex',dict(kind='regex', pattern=regex)
-        if choice is not None: yield p+'choice',dict(kind='choice', choices=choice)
-        if grammar is not None: yield p+'grammar',dict(kind='lark', grammar=grammar)
+    if s.structural_tag is not None:
+        raise NotOfferedError(
+            'structured_outputs.structural_tag is not offered',
+            hint='Use json, regex, choice or grammar', param='structured_outputs')
+    if s.json_object:
+        yield g+'json_object',dict(kind='json_object')
+    if b.json_schema is not None:
+        yield 'json_schema',dict(kind='json_schema', schema=_schema(b.json_schema, 'json_schema'))
+    if b.regex is not None:
+        yield 'regex',dict(kind='regex', pattern=b.regex)
+    for schema,regex,choice,grammar,p in (
+            (s.json_,s.regex,s.choice,s.grammar,g),
+            (b.guided_json,b.guided_regex,b.guided_choice,b.guided_grammar,'guided_')
+    ):
+        if schema is not None:
+            yield p+'json',dict(kind='json_schema', schema=_schema(schema, p+'json'))
+        if regex is not None:
+            yield p+'regex',dict(kind='regex', pattern=regex)
+        if choice is not None:
+            yield p+'choice',dict(kind='choice', choices=choice)
+        if grammar is not None:
+            yield p+'grammar',dict(kind='lark', grammar=grammar)
 
 @patch
 def shape(self:Shaped)->dict:
     "What the answer must be like, and the field that says so: `format` and `format_at` of an `Ask`"
     got = list(_shapes(self))
-    if len(got)>1: raise RequestError(f'{got[0][0]} and {got[1][0]} are both given', hint='Choose one', param=got[1][0])
+    if len(got)>1:
+        raise RequestError(
+            f'{got[0][0]} and {got[1][0]} are both given', hint='Choose one', param=got[1][0])
     return dict(zip(('format_at','format'), got[0])) if got else {}
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #30166b00
@@ -324,18 +431,30 @@ def variables(
 )->dict:
     "Variables for the chat template, those that are allowed"
     check_variables(kwargs or {})
-    if other := sorted(set(kwargs or ())-TEMPLATE_VARIABLES): warnings.append(f'chat_template_kwargs: {", ".join(k[:40] for k in other[:8])} left out')
+    if other := sorted(set(kwargs or ())-TEMPLATE_VARIABLES):
+        warnings.append(f'chat_template_kwargs: {", ".join(k[:40] for k in other[:8])} left out')
     return {k:v for k,v in (kwargs or {}).items() if k in TEMPLATE_VARIABLES}
 
 @patch
 def thought(self:ChatBody, warnings:list[str])->tuple[dict,int|None]:
     "Variables of the template, and the thinking budget"
-    given,t,r = variables(self.chat_template_kwargs, warnings),self.thinking or Thinking(),self.reasoning or Thinking()
+    given = variables(self.chat_template_kwargs, warnings)
+    t = self.thinking or Thinking()
+    r = self.reasoning or Thinking()
     def first(*vs): return next((v for v in vs if v is not None), None)
     kinds = dict(enabled=True, disabled=False)
-    on = first(self.enable_thinking, kinds.get(t.type), t.enabled, r.enabled, *(v for k in ('enable_thinking','thinking') if isinstance(v := given.get(k), bool)))
-    budget = first(self.thinking_token_budget, self.thinking_budget, self.reasoning_budget, t.budget_tokens, r.max_tokens)
-    efforts = {'reasoning_effort':self.reasoning_effort, 'reasoning.effort':r.effort, 'thinking.effort':t.effort}
+    on = first(
+        self.enable_thinking, kinds.get(t.type),
+        t.enabled, r.enabled,
+        *(
+            v for k in ('enable_thinking','thinking')
+            if isinstance(v := given.get(k), bool)))
+    budget = first(
+        self.thinking_token_budget, self.thinking_budget, self.reasoning_budget, t.budget_tokens,
+        r.max_tokens)
+    efforts = {
+        'reasoning_effort':self.reasoning_effort, 'reasoning.effort':r.effort,
+        'thinking.effort':t.effort}
     field = next((k for k,v in efforts.items() if v is not None), 'reasoning_effort')
     v,budget = think(on, efforts[field], budget, field)
     return given|v,budget
@@ -344,24 +463,41 @@ def thought(self:ChatBody, warnings:list[str])->tuple[dict,int|None]:
 @patch
 def promised(self:ChatBody):
     "Refuse what would be a broken promise"
-    if self.continue_final_message and self.add_generation_prompt: raise RequestError('continue_final_message and add_generation_prompt are both true', hint='Choose one', param='continue_final_message')
-    if self.chat_template is not None: raise RequestError('chat_template is given, and only that of the model is used', hint='Use /v1/completions for a prompt of your own', param='chat_template')
-    if other := [m for m in self.modalities or () if m!='text']: raise NotOfferedError(f'modalities has {found(other[0])}', hint='Answers are text', param='modalities')
+    if self.continue_final_message and self.add_generation_prompt:
+        raise RequestError(
+            'continue_final_message and add_generation_prompt are both true', hint='Choose one',
+            param='continue_final_message')
+    if self.chat_template is not None:
+        raise RequestError(
+            'chat_template is given, and only that of the model is used',
+            hint='Use /v1/completions for a prompt of your own', param='chat_template')
+    if other := [m for m in self.modalities or () if m!='text']:
+        raise NotOfferedError(
+            f'modalities has {found(other[0])}', hint='Answers are text', param='modalities')
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #eb678d05
 def _common(b):
     "What an `Ask` takes from either body"
     o = b.stream_options or StreamOptions()
-    if b.stream_options and not b.stream: raise RequestError('stream_options is given, and stream is not true', hint='Set stream to true', param='stream_options')
-    if b.stream and b.prompt_logprobs is not None: raise RequestError('prompt_logprobs is given, and stream is true', hint='Leave one of them out', param='prompt_logprobs')
+    if b.stream_options and not b.stream:
+        raise RequestError(
+            'stream_options is given, and stream is not true', hint='Set stream to true',
+            param='stream_options')
+    if b.stream and b.prompt_logprobs is not None:
+        raise RequestError(
+            'prompt_logprobs is given, and stream is true', hint='Leave one of them out',
+            param='prompt_logprobs')
     counts = bool(o.include_usage)
     keep = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
     return dict(
-        params=b.params(), given=given(b), model=b.model, **b.shape(),
-        stream=bool(b.stream), priority=b.priority or 0,
-        salt=b.cache_salt or '', timeout=b.timeout, keep=keep,
-        include_usage=counts, continuous=counts and bool(o.continuous_usage_stats),
-        drafts=bool(b.stream and o.atlas_drafts), token_ids=bool(b.return_token_ids),
+        params=b.params(), given=given(b),
+        model=b.model, **b.shape(),
+        stream=bool(b.stream),
+        priority=b.priority or 0, salt=b.cache_salt or '',
+        timeout=b.timeout, keep=keep, include_usage=counts,
+        continuous=counts and bool(o.continuous_usage_stats),
+        drafts=bool(b.stream and o.atlas_drafts),
+        token_ids=bool(b.return_token_ids),
         as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs)
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #91d4a6fe
@@ -372,9 +508,12 @@ def parse(
     b = validate(ChatBody, raw)
     b.promised()
     tools = functions(b.tools, warnings := unoffered(b))
-    choice,name,tools = choice_of(b.tool_choice, tools, len(tools or ())<len(b.tools or ()))
+    choice,name,tools = choice_of(
+        b.tool_choice, tools,
+        len(tools or ())<len(b.tools or ()))
     template,budget = b.thought(warnings)
-    if b.add_generation_prompt is not None: template['add_generation_prompt'] = b.add_generation_prompt
+    if b.add_generation_prompt is not None:
+        template['add_generation_prompt'] = b.add_generation_prompt
     excluded = bool(b.reasoning and b.reasoning.exclude)
     return ChatAsk(b.turns(),
         tools=tools, tool_choice=choice, tool_name=name,
@@ -389,7 +528,8 @@ def parse_text(
 )->TextAsk:
     "What is asked; `RequestError` names the first field that is wrong"
     b = validate(CompletionBody, raw)
-    if b.suffix and b.echo: raise RequestError('suffix and echo are both given', hint='Choose one', param='suffix')
+    if b.suffix and b.echo:
+        raise RequestError('suffix and echo are both given', hint='Choose one', param='suffix')
     kw = _common(b)
     best = (b.n or 1) if kw['params'].n>(b.n or 1) else None
     return TextAsk([],
@@ -399,6 +539,9 @@ def parse_text(
         best=best, unscored=b.logprobs is None,
         warnings=unoffered(b), ignored=ignored(b), **kw)
 
-def reply(ask:Ask, model:str, id:str|None=None, created:int|None=None)->Writer:
+def reply(
+    ask:Ask, model:str, id:str|None=None,
+    created:int|None=None
+)->Writer:
     "The writer of an answer"
     return (TextWriter if isinstance(ask, TextAsk) else ChatWriter)(ask, model, id, created)

@@ -14,7 +14,7 @@ from dataclasses import dataclass,field
 from typing import Annotated,Any,Literal
 from fastcore.basics import patch
 from pydantic import BaseModel,Field
-from ...ground.core import RequestError
+from ...ground.core import RequestError,seconds_in
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
 from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage
@@ -65,11 +65,17 @@ class ResponsesBody(Shaped):
     reasoning: Reasoning|None = None
     max_output_tokens: Int|None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
-    include: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=64)]|None = None
+    include: Annotated[
+        list[Annotated[str, Field(max_length=128)]],
+        Field(max_length=64)]|None = None
     store: bool|None = None
     background: bool|None = None
     truncation: Literal['auto','disabled']|None = None
-    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]|None = None
+    metadata: Annotated[
+        dict[
+            Annotated[str, Field(max_length=64)],
+            Annotated[str, Field(max_length=512)]],
+        Field(max_length=16)]|None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)]|None = None
     safety_identifier: Annotated[str, Field(max_length=1024)]|None = None
     user: Annotated[str, Field(max_length=1024)]|None = None
@@ -99,78 +105,135 @@ class ResponsesAsk(Ask):
 def shorten(self:ResponsesAsk)->bool:
     "Leave out the oldest turn; False if only the last one is left"
     lead = bool(self.messages) and self.messages[0]['role']=='system'
-    users = [k for k,m in enumerate(self.messages) if m['role']=='user' and k>lead]
-    if not users: return False
+    users = [
+        k for k,m in enumerate(self.messages)
+        if m['role']=='user' and k>lead]
+    if not users:
+        return False
     del self.messages[lead:users[0]]
     note = 'The oldest turns were left out: the conversation is longer than the context (truncation is auto)'
-    if note not in self.warnings: self.warnings.append(note)
+    if note not in self.warnings:
+        self.warnings.append(note)
     return True
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #1e4de7ed
 def _params(b):
     "The sampling parameters of a body"
-    same = ('temperature','top_p','top_k','min_p','presence_penalty','frequency_penalty','repetition_penalty','logit_bias','seed','min_tokens','ignore_eos')
+    same = (
+        'temperature','top_p','top_k','min_p','presence_penalty','frequency_penalty',
+        'repetition_penalty','logit_bias','seed','min_tokens','ignore_eos')
     told = 'message.output_text.logprobs' in (b.include or ())
-    kw = {k:getattr(b, k) for k in same} | dict(max_tokens=b.max_output_tokens and min(b.max_output_tokens, 2**31-1), logprobs=b.top_logprobs or (0 if told else None))
-    if b.stop: kw['stop'] = (b.stop,) if isinstance(b.stop, str) else tuple(b.stop)
-    if b.stop_token_ids: kw['stop_token_ids'] = tuple(b.stop_token_ids)
-    try: return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
-    except RequestError as e: raise e if e.param!='max_tokens' else RequestError(e.msg.replace('max_tokens', 'max_output_tokens'), param='max_output_tokens') from None
+    kw = {k:getattr(b, k) for k in same} | dict(
+        max_tokens=b.max_output_tokens and min(b.max_output_tokens, 2**31-1),
+        logprobs=b.top_logprobs or (0 if told else None))
+    if b.stop:
+        kw['stop'] = (
+            (b.stop,) if isinstance(b.stop, str)
+            else tuple(b.stop))
+    if b.stop_token_ids:
+        kw['stop_token_ids'] = tuple(b.stop_token_ids)
+    try:
+        return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
+    except RequestError as e:
+        raise e if e.param!='max_tokens' else RequestError(
+            e.msg.replace('max_tokens', 'max_output_tokens'), param='max_output_tokens') from None
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #e4fa08b3
 def _format(f):
     "`text.format` as the answer repeats it"
-    if f is None or f.type!='json_schema': return dict(type=f.type if f else 'text')
-    return dict(type='json_schema', name=f.name or 'answer', description=f.description, schema=f.shape, strict=f.strict is not False)
+    if f is None or f.type!='json_schema':
+        return dict(type=f.type if f else 'text')
+    return dict(
+        type='json_schema', name=f.name or 'answer',
+        description=f.description, schema=f.shape,
+        strict=f.strict is not False)
 
 def _shown(t, custom):
     "A tool as the answer repeats it"
     f = t['function']
-    if f['name'] in custom: return dict(type='custom', name=f['name'], description=f['description'])
-    return dict(type='function', name=f['name'], description=f['description'], parameters=f['parameters'], strict=f.get('strict', False))
+    if f['name'] in custom:
+        return dict(type='custom', name=f['name'], description=f['description'])
+    return dict(
+        type='function', name=f['name'],
+        description=f['description'], parameters=f['parameters'],
+        strict=f.get('strict', False))
 
 def _echo(b, p, tools, custom, keep):
     "The fields of a response that repeat the request"
     r,t = b.reasoning or Reasoning(),b.text or Text()
-    return dict(instructions=b.instructions, previous_response_id=b.previous_response_id, tools=[_shown(x, custom) for x in tools],
-        tool_choice='auto' if b.tool_choice is None else b.tool_choice, parallel_tool_calls=b.parallel_tool_calls is not False, max_tool_calls=b.max_tool_calls,
-        text=dict(format=_format(t.format)) | (dict(verbosity=t.verbosity) if t.verbosity else {}),
+    return dict(
+        instructions=b.instructions, previous_response_id=b.previous_response_id,
+        tools=[_shown(x, custom) for x in tools],
+        tool_choice='auto' if b.tool_choice is None else b.tool_choice,
+        parallel_tool_calls=b.parallel_tool_calls is not False, max_tool_calls=b.max_tool_calls,
+        text=dict(format=_format(t.format))
+        | (dict(verbosity=t.verbosity) if t.verbosity else {}),
         reasoning=dict(effort=r.effort, summary=r.summary or r.generate_summary),
-        temperature=p.temperature, top_p=p.top_p, presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty, top_logprobs=b.top_logprobs or 0,
-        max_output_tokens=p.max_tokens, truncation=b.truncation or 'disabled', store=keep, background=bool(b.background), service_tier='default',
-        metadata=b.metadata or {}, prompt_cache_key=b.prompt_cache_key, safety_identifier=b.safety_identifier, user=b.user)
+        temperature=p.temperature, top_p=p.top_p,
+        presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty,
+        top_logprobs=b.top_logprobs or 0, max_output_tokens=p.max_tokens,
+        truncation=b.truncation or 'disabled', store=keep,
+        background=bool(b.background), service_tier='default',
+        metadata=b.metadata or {}, prompt_cache_key=b.prompt_cache_key,
+        safety_identifier=b.safety_identifier, user=b.user)
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #b1c677b4
 def _input(b, rid, store, owner):
     "(items before, new items) of a body"
-    if b.input is None and b.previous_response_id is None: raise RequestError('input is missing', hint='Send a text or a list of items', param='input')
-    new = [Item(role='user', content=b.input)] if isinstance(b.input, str) else b.input or []
+    if b.input is None and b.previous_response_id is None:
+        raise RequestError('input is missing', hint='Send a text or a list of items', param='input')
+    if isinstance(b.input, str):
+        new = [Item(role='user', content=b.input)]
+    else:
+        new = b.input or []
     new = [keep_item(i, f'input[{k}]', rid, k) for k,i in enumerate(new)]
-    if b.previous_response_id and store is None: raise PreviousResponseError('This server stores no responses', hint='Send the whole conversation', param='previous_response_id')
+    if b.previous_response_id and store is None:
+        raise PreviousResponseError(
+            'This server stores no responses', hint='Send the whole conversation',
+            param='previous_response_id')
     for k,d in enumerate(new):
-        if d['type']!='item_reference': continue
-        if store is None: raise NotStoredError('This server stores no responses', hint='Send the item itself', param=f'input[{k}]')
+        if d['type']!='item_reference':
+            continue
+        if store is None:
+            raise NotStoredError(
+                'This server stores no responses', hint='Send the item itself',
+                param=f'input[{k}]')
         new[k] = store.find(d['id'], owner, f'input[{k}]')
     return store.chain(b.previous_response_id, owner) if b.previous_response_id else [],new
 
 def _form(b):
     "What the answer must be like: `text.format`, or the field of another endpoint"
     f = b.text and b.text.format
-    form,other = format_of(f and f.model_dump(by_alias=True, exclude_none=True), 'text.format'),b.shape()
-    if form and other: raise RequestError(f'text.format and {other["format_at"]} are both given', hint='Choose one', param='text.format')
+    form = format_of(f and f.model_dump(by_alias=True, exclude_none=True), 'text.format')
+    other = b.shape()
+    if form and other:
+        raise RequestError(
+            f'text.format and {other["format_at"]} are both given', hint='Choose one',
+            param='text.format')
     return other or dict(format=form, format_at='text.format')
 
 def _going(items, messages):
     "Does the input end with the beginning of an answer?"
     d = items[-1] if items else {}
-    if d.get('type')!='message' or d['role']!='assistant' or d['status'] not in ('incomplete','in_progress'): return False
-    return not messages[-1].get('tool_calls') and bool((messages[-1]['content'] or '').strip())
+    if (
+            d.get('type')!='message' or d['role']!='assistant'
+            or d['status'] not in ('incomplete','in_progress')
+    ):
+        return False
+    return (
+        not messages[-1].get('tool_calls')
+        and bool((messages[-1]['content'] or '').strip()))
 
 def _refuse(b, keep):
     "What would be a broken promise"
     for k in 'conversation','prompt':
-        if getattr(b, k) is not None: raise NotOfferedError(f'{k} is given, which this server does not offer', hint='Leave it out', param=k)
-    if b.background and not keep: raise RequestError('background is true, and the answer is not stored', hint='Set store to true', param='background')
+        if getattr(b, k) is not None:
+            raise NotOfferedError(
+                f'{k} is given, which this server does not offer', hint='Leave it out', param=k)
+    if b.background and not keep:
+        raise RequestError(
+            'background is true, and the answer is not stored', hint='Set store to true',
+            param='background')
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #cd02799f
 def parse(
@@ -184,63 +247,108 @@ def parse(
     _refuse(b, keep)
     rid = f'resp_{uuid.uuid4().hex}'
     before,new = _input(b, rid, store, owner)
-    t = messages(before+new, b.instructions, [f'previous_response_id[{k}]' for k in range(len(before))]+[f'input[{k}]' for k in range(len(new))])
-    if not t.messages and not t.system: raise RequestError('input is empty', hint='Send a text or a list of items', param='input')
+    t = messages(
+        before+new, b.instructions,
+        [f'previous_response_id[{k}]' for k in range(len(before))]
+        +[f'input[{k}]' for k in range(len(new))])
+    if not t.messages and not t.system:
+        raise RequestError('input is empty', hint='Send a text or a list of items', param='input')
     fs,custom = offered(b.tools or [], t.warn)
-    tools,mode,name = choose(b.tool_choice, fs, len(fs)<len(b.tools or ()), t.warn)
+    tools,mode,name = choose(
+        b.tool_choice, fs,
+        len(fs)<len(b.tools or ()),
+        t.warn)
     p,r = _params(b),b.reasoning or Reasoning()
-    own,(vars,budget) = variables(b.chat_template_kwargs, left := []),think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
-    return ResponsesAsk(t.all(), p, b.model,
-        tools=tools, tool_choice=mode, tool_name=name,
-        parallel=b.parallel_tool_calls is not False,
-        template=own|vars, thinking_budget=budget,
+    stays = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
+    own = variables(b.chat_template_kwargs, left := [])
+    (vars,budget) = think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
+    return ResponsesAsk(
+        t.all(), p, b.model, tools=tools,
+        tool_choice=mode, tool_name=name,
+        parallel=b.parallel_tool_calls is not False, template=own|vars,
+        thinking_budget=budget,
         continuing=_going(before+new, t.messages),
         stream=bool(b.stream), **_form(b),
-        priority=b.priority or 0, salt=b.cache_salt or '', timeout=b.timeout,
+        priority=b.priority or 0, salt=b.cache_salt or '',
+        timeout=b.timeout, keep=stays,
         warnings=[*t.warnings, *left, *unoffered(b)],
         ignored=ignored(b), given=given(b),
-        id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
-        size=len(raw), background=bool(b.background), truncation=b.truncation or 'disabled',
-        summary=bool(r.summary or r.generate_summary), sealed='reasoning.encrypted_content' in (b.include or ()), custom=frozenset(custom))
+        id=rid,
+        echo=_echo(b, p, fs, custom, keep),
+        items=new, store=store if keep else None, owner=owner,
+        size=len(raw), background=bool(b.background),
+        truncation=b.truncation or 'disabled',
+        summary=bool(r.summary or r.generate_summary),
+        sealed='reasoning.encrypted_content' in (b.include or ()),
+        custom=frozenset(custom))
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #83428c79
 class _Open:
     "An output item that is growing"
     def __init__(self, item:dict, index:int, delta:str, *where):
-        self.item,self.index,self.text,self.tokens = item,index,[],[]
+        self.item = item
+        self.index = index
+        self.text = []
+        self.tokens = []
         self.where = dict(item_id=item['id'], output_index=index) | dict(where)
-        self.head = f'event: response.{delta}\ndata: '.encode()+quote(dict(type=f'response.{delta}') | self.where)[:-1]
+        self.head = f'event: response.{delta}\ndata: '.encode()+quote(
+            dict(type=f'response.{delta}') | self.where
+        )[:-1]
     def say(self, text, n, extra=b''):
         "The event that adds `text`; `n` is its number"
         self.text.append(text)
         return b'%b%b,"delta":%b,"sequence_number":%d}\n\n' % (self.head, extra, quote(text), n)
 
 def _summary(text): return [dict(type='summary_text', text=text)]
-def _said(text, logprobs=()): return dict(type='output_text', text=text, annotations=[], logprobs=list(logprobs))
+def _said(text, logprobs=()):
+    return dict(type='output_text', text=text, annotations=[], logprobs=list(logprobs))
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #cb685899
 def count(u:Usage)->dict:
     "The `usage` of a response"
-    return dict(input_tokens=u.prompt, input_tokens_details=dict(cached_tokens=u.cached, cache_write_tokens=0),
-        output_tokens=u.completion, output_tokens_details=dict(reasoning_tokens=u.reasoning), total_tokens=u.prompt+u.completion)
+    return dict(
+        input_tokens=u.prompt,
+        input_tokens_details=dict(cached_tokens=u.cached, cache_write_tokens=0),
+        output_tokens=u.completion,
+        output_tokens_details=dict(reasoning_tokens=u.reasoning),
+        total_tokens=u.prompt+u.completion)
 
 class ResponsesWriter(Writer):
     "The answer to a `ResponsesAsk`, and its record in the store"
     prefix = 'resp_'
     names_results = thoughts_return = True
-    def __init__(self, ask:ResponsesAsk, model:str, id:str|None=None, created:int|None=None):
+    def __init__(
+        self, ask:ResponsesAsk, model:str,
+        id:str|None=None, created:int|None=None
+    ):
         super().__init__(ask, model, id or ask.id or None, created)
-        self.n,self.output,self.open,self.finish = 0,[],None,None
-        self.status,self.ended,self.usage,self.failure,self.told = 'queued',None,None,None,False
-        self.record,self.events,self.held,self.fresh,self.rest = None,[] if ask.background else None,[],[],b''
+        self.n = 0
+        self.output = []
+        self.open = None
+        self.finish = None
+        self.status = 'queued'
+        self.ended = None
+        self.usage = None
+        self.failure = None
+        self.told = False
+        self.record = None
+        self.events = [] if ask.background else None
+        self.held = []
+        self.fresh = []
+        self.rest = b''
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #f0989239
 @patch
 def resource(self:ResponsesWriter)->dict:
     "The response at this moment"
     why = dict(reason='max_output_tokens') if self.status=='incomplete' else None
-    return dict(id=self.id, object='response', created_at=self.created, completed_at=self.ended if self.status=='completed' else None, status=self.status,
-        error=self.failure, incomplete_details=why, model=self.model, output=list(self.output), usage=self.usage and count(self.usage)) | self.ask.echo
+    return dict(
+        id=self.id, object='response', created_at=self.created,
+        completed_at=self.ended if self.status=='completed' else None,
+        status=self.status, error=self.failure, incomplete_details=why,
+        model=self.model, output=list(self.output),
+        usage=self.usage and count(self.usage)
+    ) | self.ask.echo
 
 @patch
 def _event(self:ResponsesWriter, kind, **kw):
@@ -252,9 +360,11 @@ def _event(self:ResponsesWriter, kind, **kw):
 @patch
 def _keep(self:ResponsesWriter, out):
     "A background response keeps its events for those who ask later"
-    if self.events is None or not out: return out
+    if self.events is None or not out:
+        return out
     self.events += [e+b'\n\n' for e in out.split(b'\n\n')[:-1]]
-    if self.record: self.record.wake()
+    if self.record:
+        self.record.wake()
     return out
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #541fb819
@@ -262,22 +372,31 @@ def _keep(self:ResponsesWriter, out):
 def _register(self:ResponsesWriter):
     "Put the response on record"
     a = self.ask
-    if a.store is None or self.record is not None: return
-    self.record = Record(self.id, a.owner, a.items, a.echo['previous_response_id'], a.size, self, events=self.events)
+    if a.store is None or self.record is not None:
+        return
+    self.record = Record(
+        self.id, a.owner, a.items,
+        a.echo['previous_response_id'], a.size, self,
+        events=self.events)
     a.store.put(self.record)
 
 @patch
 def start(self:ResponsesWriter, usage:Usage)->bytes:
     "The events that open a stream"
     self._register()
-    if self.ask.background: return self._keep(self._event('created', response=self.resource())+self._event('queued', response=self.resource()))
+    if self.ask.background:
+        return self._keep(
+            self._event('created', response=self.resource())
+            +self._event('queued', response=self.resource()))
     self.status = 'in_progress'
-    return self._event('created', response=self.resource())+self._event('in_progress', response=self.resource())
+    return self._event('created', response=self.resource())+self._event(
+        'in_progress', response=self.resource())
 
 @patch
 def _go(self:ResponsesWriter):
     "The model has begun"
-    if self.status!='queued': return b''
+    if self.status!='queued':
+        return b''
     self.status = 'in_progress'
     return self._event('in_progress', response=self.resource())
 
@@ -287,33 +406,47 @@ def _begin(self:ResponsesWriter, kind):
     "Open a message or a reasoning item"
     i = len(self.output)
     id = item_id(kind, self.id, 0x8000+i)
-    if kind=='message': item,o = dict(id=id, type=kind, status='in_progress', role='assistant', content=[]),('output_text.delta', ('content_index',0))
-    else: item,o = dict(id=id, type=kind, status='in_progress', summary=[], content=[]),('reasoning_text.delta', ('content_index',0))
+    if kind=='message':
+        item = dict(id=id, type=kind, status='in_progress', role='assistant', content=[])
+        o = ('output_text.delta', ('content_index',0))
+    else:
+        item = dict(id=id, type=kind, status='in_progress', summary=[], content=[])
+        o = ('reasoning_text.delta', ('content_index',0))
     self.open = o = _Open(item, i, *o)
     out = self._event('output_item.added', output_index=i, item=item)
     if kind=='reasoning' and self.ask.summary:
         o.second = _Open(item, i, 'reasoning_summary_text.delta', ('summary_index',0))
         out += self._event('reasoning_summary_part.added', **o.second.where, part=_summary('')[0])
-    return out+self._event('content_part.added', **o.where, part=_said('') if kind=='message' else dict(type='reasoning_text', text=''))
+    return out+self._event(
+        'content_part.added', **o.where,
+        part=_said('') if kind=='message' else dict(type='reasoning_text', text=''))
 
 @patch
 def _end_message(self:ResponsesWriter, o):
     "The events that close the text of a message"
     text = ''.join(o.text)
-    if self.held: self._logprobs(); o.tokens += self.fresh
+    if self.held:
+        self._logprobs()
+        o.tokens += self.fresh
     o.item['content'] = [p := _said(text, o.tokens)]
-    return self._event('output_text.done', **o.where, text=text, logprobs=o.tokens)+self._event('content_part.done', **o.where, part=p)
+    return self._event(
+        'output_text.done', **o.where, text=text, logprobs=o.tokens
+    )+self._event('content_part.done', **o.where, part=p)
 
 @patch
 def _end_reasoning(self:ResponsesWriter, o):
     "The events that close a reasoning item"
     text = ''.join(o.text)
     o.item['content'] = [p := dict(type='reasoning_text', text=text)]
-    if self.ask.sealed: o.item['encrypted_content'] = seal(text)
-    out = self._event('reasoning_text.done', **o.where, text=text)+self._event('content_part.done', **o.where, part=p)
-    if not self.ask.summary: return out
+    if self.ask.sealed:
+        o.item['encrypted_content'] = seal(text)
+    out = self._event('reasoning_text.done', **o.where, text=text)+self._event(
+        'content_part.done', **o.where, part=p)
+    if not self.ask.summary:
+        return out
     o.item['summary'],w = _summary(text),o.second.where
-    return out+self._event('reasoning_summary_text.done', **w, text=text)+self._event('reasoning_summary_part.done', **w, part=_summary(text)[0])
+    return out+self._event('reasoning_summary_text.done', **w, text=text)+self._event(
+        'reasoning_summary_part.done', **w, part=_summary(text)[0])
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #aeb57b3e
 @patch
@@ -322,8 +455,13 @@ def _begin_call(self:ResponsesWriter, d):
     custom,i = d.name in self.ask.custom,len(self.output)
     kind,short = ('custom_tool_call','ctc') if custom else ('function_call','fc')
     tail = d.id[5:] if (d.id or '').startswith('call_') else ''
-    item = dict(id=f'{short}_{tail}' if tail else item_id(kind, self.id, 0x8000+i), type=kind, status='in_progress', call_id=d.id, name=d.name) | ({'input' if custom else 'arguments':''})
-    self.open = o = _Open(item, i, 'custom_tool_call_input.delta' if custom else 'function_call_arguments.delta')
+    item = dict(
+        id=f'{short}_{tail}' if tail else item_id(kind, self.id, 0x8000+i),
+        type=kind, status='in_progress', call_id=d.id,
+        name=d.name
+    ) | ({'input' if custom else 'arguments':''})
+    self.open = o = _Open(
+        item, i, 'custom_tool_call_input.delta' if custom else 'function_call_arguments.delta')
     o.call = d.index
     return self._event('output_item.added', output_index=i, item=item)
 
@@ -333,21 +471,29 @@ def _end_call(self:ResponsesWriter, o):
     args = ''.join(o.text)
     if o.item['type']=='function_call':
         o.item['arguments'] = args
-        return self._event('function_call_arguments.done', **o.where, name=o.item['name'], arguments=args)
-    try: v = json.loads(args)['input']
-    except (ValueError,TypeError,KeyError,RecursionError): v = args
+        return self._event(
+            'function_call_arguments.done', **o.where, name=o.item['name'],
+            arguments=args)
+    try:
+        v = json.loads(args)['input']
+    except (ValueError,TypeError,KeyError,RecursionError):
+        v = args
     o.item['input'] = v = v if isinstance(v, str) else args
-    out = o.say(v, self.n); self.n += 1
+    out = o.say(v, self.n)
+    self.n += 1
     return out+self._event('custom_tool_call_input.done', **o.where, input=v)
 
 @patch
 def _close(self:ResponsesWriter, status='completed'):
     "End the item that is open"
-    if (o := self.open) is None: return b''
+    if (o := self.open) is None:
+        return b''
     kind,self.open = o.item['type'],None
     out = getattr(self, '_end_call' if kind.endswith('call') else f'_end_{kind}')(o)
-    if kind=='custom_tool_call': del o.item['status']
-    else: o.item['status'] = status
+    if kind=='custom_tool_call':
+        del o.item['status']
+    else:
+        o.item['status'] = status
     self.output.append(o.item)
     return out+self._event('output_item.done', output_index=o.index, item=o.item)
 
@@ -358,34 +504,57 @@ _none = b',"logprobs":[]'
 def _say(self:ResponsesWriter, kind, text, extra=b''):
     "Text of a message or of reasoning"
     out,o = b'',self.open
-    if o is None or o.item['type']!=kind: out = self._close()+self._begin(kind); o = self.open
-    out += o.say(text, self.n, extra); self.n += 1
-    if kind=='reasoning' and self.ask.summary: out += o.second.say(text, self.n); self.n += 1
+    if o is None or o.item['type']!=kind:
+        out = self._close()+self._begin(kind)
+        o = self.open
+    out += o.say(text, self.n, extra)
+    self.n += 1
+    if kind=='reasoning' and self.ask.summary:
+        out += o.second.say(text, self.n)
+        self.n += 1
     return out
 
 @patch
 def _call(self:ResponsesWriter, d):
     "More of a tool call"
     out,o = b'',self.open
-    if o is None or getattr(o, 'call', None)!=d.index: out = self._close()+self._begin_call(d); o = self.open
-    if o.item['type']=='custom_tool_call': o.text.append(d.arguments); return out
-    if d.arguments: out += o.say(d.arguments, self.n); self.n += 1
+    if o is None or getattr(o, 'call', None)!=d.index:
+        out = self._close()+self._begin_call(d)
+        o = self.open
+    if o.item['type']=='custom_tool_call':
+        o.text.append(d.arguments)
+        return out
+    if d.arguments:
+        out += o.say(d.arguments, self.n)
+        self.n += 1
     return out
 
 @patch
 def piece(self:ResponsesWriter, i:int, p:Delta)->bytes:
     "The events of one piece"
-    if i or self.told: return b''
+    if i or self.told:
+        return b''
     out,extra,calls = self._go(),_none,p.calls
-    while calls and getattr(self.open, 'call', None)==calls[0].index: out += self._call(calls[0]); calls = calls[1:]  # its end comes before the rest
-    if p.reasoning: out += self._say('reasoning', p.reasoning)
-    if p.tokens and self.ask.params.logprobs is not None and (p.content or not p.reasoning): self.held += p.tokens
+    while calls and getattr(self.open, 'call', None)==calls[0].index:
+        out += self._call(calls[0])
+        calls = calls[1:]  # its end comes before the rest
+    if p.reasoning:
+        out += self._say('reasoning', p.reasoning)
+    if (
+            p.tokens and self.ask.params.logprobs is not None
+            and (p.content or not p.reasoning)
+    ):
+        self.held += p.tokens
     if p.content:
-        if self.held: extra = self._logprobs()
+        if self.held:
+            extra = self._logprobs()
         out += self._say('message', p.content, extra)
-        if extra is not _none: self.open.tokens += self.fresh
-    for d in calls: out += self._call(d)
-    if p.finish: self.finish = p.finish
+        if extra is not _none:
+            self.open.tokens += self.fresh
+    for d in calls:
+        out += self._call(d)
+    if p.finish:
+        self.finish = p.finish
     return out if self.events is None else self._keep(out)
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #14c9fd88
@@ -402,18 +571,35 @@ _outcome = dict(length='incomplete', abort='cancelled', error='failed')
 def _failure(e):
     "The code of a failed response"
     code = getattr(e, 'code', None)
-    if code in ('context_length_exceeded','server_error'): return code
-    return 'rate_limit_exceeded' if code=='queue_full' else 'invalid_prompt' if getattr(e, 'status', 500)<500 else 'server_error'
+    if code in ('context_length_exceeded','server_error'):
+        return code
+    if code=='queue_full':
+        return 'rate_limit_exceeded'
+    if getattr(e, 'status', 500)<500:
+        return 'invalid_prompt'
+    return 'server_error'
 
 @patch
 def _settle(self:ResponsesWriter, status):
     "Fix how the answer ended; the events that close what was open, and the last one"
-    if self.told: return b''
-    out = (self._go() if status in ('completed','incomplete') else b'')+self._close('completed' if status=='completed' else 'incomplete')
-    if status=='completed' and all(d['type']=='reasoning' for d in self.output): out += self._begin('message')+self._close()
-    self.status,self.ended,self.told = status,max(int(time.time()), self.created),True
-    out = self._keep(out+self._event(_last.get(status, 'incomplete'), response=(done := self.resource())))
-    if self.record: self.ask.store.settle(self.record, done); self.record.wake()
+    if self.told:
+        return b''
+    out = (
+        self._go() if status in ('completed','incomplete') else b''
+    )+self._close('completed' if status=='completed' else 'incomplete')
+    if status=='completed' and all(d['type']=='reasoning' for d in self.output):
+        out += self._begin('message')+self._close()
+    self.status = status
+    self.ended = max(int(time.time()), self.created)
+    self.told = True
+    out = self._keep(
+        out
+        +self._event(
+            _last.get(status, 'incomplete'),
+            response=(done := self.resource())))
+    if self.record:
+        self.ask.store.settle(self.record, done)
+        self.record.wake()
     return out
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #46a7131d
@@ -421,8 +607,10 @@ def _settle(self:ResponsesWriter, status):
 def end(self:ResponsesWriter, usage:Usage)->bytes:
     "The events that close a stream"
     out,self.rest = self.rest,b''
-    if not self.told: self.usage = usage
-    if self.finish=='error' and not self.failure: self.failure = dict(code='server_error', message='The model met an error')
+    if not self.told:
+        self.usage = usage
+    if self.finish=='error' and not self.failure:
+        self.failure = dict(code='server_error', message='The model met an error')
     return out+self._settle(_outcome.get(self.finish, 'completed'))+DONE
 
 @patch
@@ -430,7 +618,8 @@ def error(self:ResponsesWriter, e:BaseException)->bytes:
     "The events that end a stream that broke"
     out,self.rest = self.rest,b''
     if not self.told:
-        if not self.n: out += self.start(Usage())
+        if not self.n:
+            out += self.start(Usage())
         self.failure = dict(code=_failure(e), message=error_body(e)['error']['message'])
     return out+self._settle('failed')+DONE
 
@@ -459,12 +648,14 @@ def _at_once(c):
 def cancel(self:ResponsesWriter):
     "Stop: somebody asked for it by id"
     self.rest += self._settle('cancelled')
-    if self.abort: self.abort()
+    if self.abort:
+        self.abort()
 
 @patch
 def close(self:ResponsesWriter):
     "The turn is over, whether `end` was called or not"
-    if self.record: self._settle('cancelled')
+    if self.record:
+        self._settle('cancelled')
 
 def reply(
     ask:ResponsesAsk, # What `parse` made

@@ -51,8 +51,14 @@ class Store:
         ttl:float=86_400., # Seconds
         clock=time.monotonic,
     ):
-        self.most,self.size,self.ttl,self.clock = most,size,ttl,clock
-        self.records,self.where,self.bytes,self.lock = OrderedDict(),{},0,RLock()
+        self.most = most
+        self.size = size
+        self.ttl = ttl
+        self.clock = clock
+        self.records = OrderedDict()
+        self.where = {}
+        self.bytes = 0
+        self.lock = RLock()
     def __len__(self): return len(self.records)
     def __repr__(self): return f'Store({len(self)} responses, {self.bytes:,} bytes)'
 
@@ -62,7 +68,8 @@ def _drop(self:Store, r):
     self.records.pop(r.id, None)
     self.bytes -= r.size
     for d in r.items+(r.response['output'] if r.response else []):
-        if self.where.get((r.owner, d['id'])) is r: del self.where[r.owner, d['id']]
+        if self.where.get((r.owner, d['id'])) is r:
+            del self.where[r.owner, d['id']]
 
 @patch
 def _touch(self:Store, r):
@@ -71,7 +78,12 @@ def _touch(self:Store, r):
     self.records.move_to_end(r.id)
     while self.records:
         old = next(iter(self.records.values()))
-        if len(self.records)<=self.most and self.bytes<=self.size and old.until>self.clock(): break
+        if (
+                len(self.records)<=self.most
+                and self.bytes<=self.size
+                and old.until>self.clock()
+        ):
+            break
         self._drop(old)
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #5cc3d0ba
@@ -81,7 +93,8 @@ def put(self:Store, r:Record):
     with self.lock:
         self.records[r.id] = r
         self.bytes += r.size
-        for d in r.items: self.where[r.owner, d['id']] = r
+        for d in r.items:
+            self.where[r.owner, d['id']] = r
         self._touch(r)
 
 @patch
@@ -89,19 +102,28 @@ def settle(self:Store, r:Record, response:dict):
     "Remember how it ended"
     with self.lock:
         r.response,r.writer = response,None
-        if self.records.get(r.id) is not r: return
+        if self.records.get(r.id) is not r:
+            return
         more = len(quote(response))+sum(map(len, r.events or ()))
-        r.size += more; self.bytes += more
-        for d in response['output']: self.where[r.owner, d['id']] = r
+        r.size += more
+        self.bytes += more
+        for d in response['output']:
+            self.where[r.owner, d['id']] = r
         self._touch(r)
 
 @patch
-def record(self:Store, id:str, owner:str|None=None, error:type=NotStoredError)->Record:
+def record(
+    self:Store, id:str, owner:str|None=None,
+    error:type=NotStoredError
+)->Record:
     "The record with this id; `NotStoredError` if there is none for this owner"
     with self.lock:
         r = self.records.get(id)
         if r is None or r.owner!=owner or r.until<=self.clock():
-            raise error(f'There is no response {id[:80]!r} here', hint='It may have expired or been made with store=false; send the whole conversation',
+            raise error(
+                f'There is no response {id[:80]!r} here',
+                hint='It may have expired or been made with store=false; send the whole '
+                'conversation',
                 param='response_id' if error is NotStoredError else 'previous_response_id')
         self._touch(r)
         return r
@@ -116,38 +138,63 @@ def get(self:Store, id:str, owner:str|None=None)->dict:
 def delete(self:Store, id:str, owner:str|None=None)->dict:
     "`DELETE /v1/responses/{id}`"
     r = self.record(id, owner)
-    if r.writer: r.writer.cancel()
-    with self.lock: self._drop(r)
+    if r.writer:
+        r.writer.cancel()
+    with self.lock:
+        self._drop(r)
     return dict(id=id, object='response', deleted=True)
 
 @patch
 def cancel(self:Store, id:str, owner:str|None=None)->dict:
     "`POST /v1/responses/{id}/cancel`: stop a response that is being made; one that ran in the background may have ended already"
     r = self.record(id, owner)
-    if r.writer: r.writer.cancel()
-    elif not r.response['background']: raise RequestError(f'Response {id[:80]!r} has ended', hint='Only a response that is being made can be cancelled', param='response_id')
+    if r.writer:
+        r.writer.cancel()
+    elif not r.response['background']:
+        raise RequestError(
+            f'Response {id[:80]!r} has ended',
+            hint='Only a response that is being made can be cancelled', param='response_id')
     return r.now()
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #1bda0280
 @patch
-def chain(self:Store, id:str|None, owner:str|None=None)->list[dict]:
+def chain(
+    self:Store, id:str|None,
+    owner:str|None=None
+)->list[dict]:
     "The items of a response and of all before it"
     links = []
     while id is not None:
         r = self.record(id, owner, PreviousResponseError)
-        if r.response is None: raise RequestError(f'Response {id[:80]!r} is still being made', hint='Wait for its end', param='previous_response_id')
+        if r.response is None:
+            raise RequestError(
+                f'Response {id[:80]!r} is still being made', hint='Wait for its end',
+                param='previous_response_id')
         links.append(r.items+r.response['output'])
         id = r.previous
-        if len(links)>16384: raise RequestError('The conversation has too many links', param='previous_response_id')
+        if len(links)>16384:
+            raise RequestError('The conversation has too many links', param='previous_response_id')
     return [d for l in reversed(links) for d in l]
 
 @patch
-def find(self:Store, id:str, owner:str|None=None, where:str='input')->dict:
+def find(
+    self:Store, id:str, owner:str|None=None,
+    where:str='input'
+)->dict:
     "An item by its id, for an `item_reference`"
     with self.lock:
         r = self.where.get((owner, id))
-        got = r and r.until>self.clock() and next((d for d in r.items+(r.response or dict(output=[]))['output'] if d['id']==id), None)
-    if not got: raise NotStoredError(f'{where} refers to {found(id)[:80]}, which is not here', hint='Send the item itself', param=where)
+        got = (
+            r and r.until>self.clock()
+            and next(
+                (d
+                 for d in r.items+(r.response or dict(output=[]))['output']
+                 if d['id']==id),
+                None))
+    if not got:
+        raise NotStoredError(
+            f'{where} refers to {found(id)[:80]}, which is not here',
+            hint='Send the item itself', param=where)
     return got
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #03538571
@@ -158,19 +205,31 @@ def items(self:Store, id:str, owner:str|None=None,
     order:str='desc', # Or 'asc'
 )->dict:
     "`GET /v1/responses/{id}/input_items`"
-    try: n = 20 if limit is None else int(limit)
-    except ValueError: n = 0
-    if not 1<=n<=100: raise RequestError(f'limit is {found(limit)}', hint='Send a number from 1 to 100', param='limit')
-    if order not in (None,'asc','desc'): raise RequestError(f'order is {found(order)}', hint='Send asc or desc', param='order')
+    try:
+        n = 20 if limit is None else int(limit)
+    except ValueError:
+        n = 0
+    if not 1<=n<=100:
+        raise RequestError(
+            f'limit is {found(limit)}', hint='Send a number from 1 to 100', param='limit')
+    if order not in (None,'asc','desc'):
+        raise RequestError(f'order is {found(order)}', hint='Send asc or desc', param='order')
     r = self.record(id, owner)
     ds = self.chain(r.previous, owner)+r.items
-    if order!='asc': ds.reverse()
+    if order!='asc':
+        ds.reverse()
     if after:
         at = next((k for k,d in enumerate(ds) if d['id']==after), None)
-        if at is None: raise RequestError(f'after is {found(after)}, which is not an item of this response', param='after')
+        if at is None:
+            raise RequestError(
+                f'after is {found(after)}, which is not an item of this response', param='after')
         ds = ds[at+1:]
     page = ds[:n]
-    return dict(object='list', data=page, first_id=page[0]['id'] if page else None, last_id=page[-1]['id'] if page else None, has_more=len(ds)>n)
+    return dict(
+        object='list', data=page,
+        first_id=page[0]['id'] if page else None,
+        last_id=page[-1]['id'] if page else None,
+        has_more=len(ds)>n)
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #9a0a2719
 @patch
@@ -180,16 +239,22 @@ async def follow(self:Record,
     "The events of a background response, as they come"
     k = after+1
     while True:
-        if k<len(self.events): new,k = b''.join(self.events[k:]),len(self.events); yield new
-        elif self.response is not None: break
-        else: self.waiting.append(f := asyncio.get_running_loop().create_future()); await f
+        if k<len(self.events):
+            new,k = b''.join(self.events[k:]),len(self.events)
+            yield new
+        elif self.response is not None:
+            break
+        else:
+            self.waiting.append(f := asyncio.get_running_loop().create_future())
+            await f
     yield DONE
 
 @patch
 def wake(self:Record):
     "Tell followers that there is something new"
     for f in self.waiting:
-        if not f.done(): f.set_result(None)
+        if not f.done():
+            f.set_result(None)
     self.waiting.clear()
 
 @patch
@@ -198,8 +263,16 @@ def follow(self:Store, id:str, owner:str|None=None,
 ):
     "`GET /v1/responses/{id}?stream=true`: an async iterator of bytes"
     r = self.record(id, owner)
-    if r.events is None: raise RequestError(f'Response {id[:80]!r} was not made in the background', hint='Leave stream out', param='stream')
-    try: n = -1 if after is None else int(after)
-    except ValueError: n = -2
-    if n<-1: raise RequestError(f'starting_after is {found(after)}', hint='Send the number of an event', param='starting_after')
+    if r.events is None:
+        raise RequestError(
+            f'Response {id[:80]!r} was not made in the background', hint='Leave stream out',
+            param='stream')
+    try:
+        n = -1 if after is None else int(after)
+    except ValueError:
+        n = -2
+    if n<-1:
+        raise RequestError(
+            f'starting_after is {found(after)}', hint='Send the number of an event',
+            param='starting_after')
     return r.follow(n)
