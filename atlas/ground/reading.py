@@ -114,7 +114,6 @@ def places(
     start = ints([e.offset for e in extents])
     return Places(list(files.values()), file, start, ints([e.nbytes for e in extents]))
 
-# %% ../../nbs/1_ground/10_reading.ipynb #fcc7e8a7
 def _cuts(e:Places, some, size, apart)->tuple:
     "`_cut` of the extents `some`, which have bytes, part by part as windows come"
     which,start = e.file[some],e.start[some]
