@@ -125,6 +125,58 @@ __device__ __forceinline__ void finish(
 }
 #endif
 
+#if !WGMMA
+// A piece that not all rows see whole: what this thread's rows, `row0` and eight further, do not
+// see gets no weight. c2: the first column of this thread.
+__device__ __forceinline__ void mask(
+        float (&s)[KEYS / 8][4], int start, int row0, int first, int c2, int window) {
+    #pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int gap = start + row0 + j / 2 * 8 - (first + n * 8 + c2 + j % 2);
+            if (gap < 0 || (window && gap >= window))
+                s[n][j] = NONE;
+        }
+}
+
+// Scores become weights, pairs of fp16; what was gathered so far shrinks where a larger score came.
+__device__ __forceinline__ void weigh(
+        const float (&s)[KEYS / 8][4], unsigned (&p)[P][KEYS / 16][4], float (&top)[2],
+        float (&sum)[2], float* o, float unit) {
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float best = NONE;
+        #pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+            best = fmaxf(best, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+        best = fmaxf(fmaxf(best, __shfl_xor_sync(~0u, best, 2)), top[r]);
+        // NONE: nothing seen so far
+        const float zero = best == NONE ? 0.f : best;
+        const float shrink = power2((top[r] - zero) * unit);
+        top[r] = best;
+        sum[r] *= shrink;
+        #pragma unroll
+        for (int n = 0; n < KEYS / 8; n++) {
+            const float x = power2((s[n][2 * r] - zero) * unit);
+            const float y = power2((s[n][2 * r + 1] - zero) * unit);
+            const __half2 h = __floats2half2_rn(x, y);
+            sum[r] += x + y;
+            p[0][n / 2][n % 2 * 2 + r] = *reinterpret_cast<const unsigned*>(&h);
+            if (P == 2)
+                p[P - 1][n / 2][n % 2 * 2 + r] = half2_rest(x, y);
+        }
+        #pragma unroll
+        for (int n = 0; n < DB / 8; n++) {
+            o[4 * n + 2 * r] *= shrink;
+            o[4 * n + 2 * r + 1] *= shrink;
+        }
+    }
+}
+
+#endif
+
 extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
         const __half* __restrict__ q, const __half* __restrict__ kf,
         const __half* __restrict__ vf, const float* __restrict__ qkv,
@@ -253,6 +305,7 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
         if (i + 1 < pieces)
             locate(i + 1);
         __syncthreads();
+        // scores of this warp's sixteen rows of queries and the piece's keys
         float s[KEYS / 8][4] = {};
         #pragma unroll
         for (int e = 0; e < DIM / 16; e++) {
@@ -280,50 +333,15 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
         if (i + 1 < pieces)
             fetch(K, k, kf, slots[(i + 1) % 2], kv, head);
         cp_async_commit();
-        // not all of it is seen by all rows
         if (first + KEYS > start + 1 || (window && start + TILE > first + window))
-            #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++)
-                #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const int gap = start + row0 + j / 2 * 8 - (first + n * 8 + c2 + j % 2);
-                    if (gap < 0 || (window && gap >= window))
-                        s[n][j] = NONE;
-                }
+            mask(s, start, row0, first, c2, window);
         unsigned p[P][KEYS / 16][4];
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float best = NONE;
-            #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++)
-                best = fmaxf(best, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
-            best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
-            best = fmaxf(fmaxf(best, __shfl_xor_sync(~0u, best, 2)), top[r]);
-            // NONE: nothing seen so far
-            const float zero = best == NONE ? 0.f : best;
-            const float shrink = power2((top[r] - zero) * unit);
-            top[r] = best;
-            sum[r] *= shrink;
-            #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++) {
-                const float x = power2((s[n][2 * r] - zero) * unit);
-                const float y = power2((s[n][2 * r + 1] - zero) * unit);
-                const __half2 h = __floats2half2_rn(x, y);
-                sum[r] += x + y;
-                p[0][n / 2][n % 2 * 2 + r] = *reinterpret_cast<const unsigned*>(&h);
-                if (P == 2)
-                    p[P - 1][n / 2][n % 2 * 2 + r] = half2_rest(x, y);
-            }
-            #pragma unroll
-            for (int n = 0; n < DB / 8; n++) {
-                o[4 * n + 2 * r] *= shrink;
-                o[4 * n + 2 * r + 1] *= shrink;
-            }
-        }
+        weigh(s, p, top, sum, o, unit);
         cp_async_wait<1>();
         if (first < fresh)
             finish(V, v, v_sub, slots[i % 2], scales[i % 2][1], kv, head);
         __syncthreads();
+        // weighted values join the sums
         #pragma unroll
         for (int e = 0; e < KEYS / 16; e++)
             #pragma unroll

@@ -129,6 +129,34 @@ __device__ __forceinline__ void Head::turn(const Turn& t, int half, float* room)
         }
 }
 
+// A query, in fp16.
+__device__ __forceinline__ void put_query(unsigned* to, const Head& x) {
+    #pragma unroll
+    for (int i = 0; i < I; i++)
+        if (Head::on(i)) {
+            to[word(i)] = half_pair(x.v[i].x, x.v[i].y);
+            to[word(i) + 4] = half_pair(x.v[i].z, x.v[i].w);
+            if (P == 2) {
+                to[word(i) + 8] = half2_rest(x.v[i].x, x.v[i].y);
+                to[word(i) + 12] = half2_rest(x.v[i].z, x.v[i].w);
+            }
+        }
+}
+
+// A key or value in fp16, as the cache would give it.
+__device__ __forceinline__ void put_kept(unsigned* to, const KvRow<FORMAT, DIM>& e) {
+    #pragma unroll
+    for (int i = 0; i < I; i++)
+        if (Head::on(i)) {
+            to[word(i)] = kv_halves<FORMAT>(e.a[i], e.scale * KV_UNIT<FORMAT>);
+            to[word(i) + 4] = kv_halves<FORMAT>(e.b[i], e.scale * KV_UNIT<FORMAT>);
+            if (P == 2) {
+                to[word(i) + 8] = e.ra[i % (P == 2 ? I : 1)];
+                to[word(i) + 12] = e.rb[i % (P == 2 ? I : 1)];
+            }
+        }
+}
+
 extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(
         const float* __restrict__ qkv, const float* __restrict__ q_norm,
         const float* __restrict__ k_norm, const float* __restrict__ cos,
@@ -191,16 +219,7 @@ extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(
         }
         if (query) {
             unsigned* to = (unsigned*)(q + ((size_t)row * heads + h) * (DIM * P));
-            #pragma unroll
-            for (int i = 0; i < I; i++)
-                if (Head::on(i)) {
-                    to[word(i)] = half_pair(x.v[i].x, x.v[i].y);
-                    to[word(i) + 4] = half_pair(x.v[i].z, x.v[i].w);
-                    if (P == 2) {
-                        to[word(i) + 8] = half2_rest(x.v[i].x, x.v[i].y);
-                        to[word(i) + 12] = half2_rest(x.v[i].z, x.v[i].w);
-                    }
-                }
+            put_query(to, x);
         } else {
             KvRow<FORMAT, DIM> e;
             e.encode(x.v, lane);
@@ -215,16 +234,7 @@ extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(
             unsigned* to = (unsigned*)((value ? vf : kf)
                     + ((size_t)row * kv + (value ? h - heads - keys : h - heads))
                             * (DIM * P));
-            #pragma unroll
-            for (int i = 0; i < I; i++)
-                if (Head::on(i)) {
-                    to[word(i)] = kv_halves<FORMAT>(e.a[i], e.scale * KV_UNIT<FORMAT>);
-                    to[word(i) + 4] = kv_halves<FORMAT>(e.b[i], e.scale * KV_UNIT<FORMAT>);
-                    if (P == 2) {
-                        to[word(i) + 8] = e.ra[i % (P == 2 ? I : 1)];
-                        to[word(i) + 12] = e.rb[i % (P == 2 ? I : 1)];
-                    }
-                }
+            put_kept(to, e);
         }
     }
 }

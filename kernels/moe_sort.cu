@@ -104,6 +104,26 @@ __device__ __forceinline__ void count_all(
     __syncthreads();
 }
 
+// A warp puts its picks where they go, in order.
+__device__ __forceinline__ void put_picks(
+        const int* ids, const int* seq, int* order, int* next, int lo, int lane, int picks,
+        int top) {
+    #pragma unroll 1
+    for (int i = 0; i < OWN; i += 32) {
+        const int p = lo + i + lane;
+        const int e = expert_of(ids, seq, p, picks, top);
+        const unsigned same = __match_any_sync(~0u, e);
+        const unsigned below = same & ((1u << lane) - 1);
+        const int at = e < 0 ? 0 : next[e];
+        if (e >= 0)
+            order[at + __popc(below)] = p;
+        __syncwarp();
+        if (e >= 0 && !below)
+            next[e] = at + __popc(same);
+        __syncwarp();
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(256) moe_sort(
         const int* __restrict__ ids, const int* __restrict__ seq,
         const int* __restrict__ counts, int* order, int* tiles, int* others, int picks,
@@ -158,20 +178,7 @@ extern "C" __global__ void __launch_bounds__(256) moe_sort(
         place += total[i];
     }
     __syncthreads();
-    #pragma unroll 1
-    for (int i = 0; i < OWN; i += 32) {
-        const int p = lo + i + lane;
-        const int e = expert_of(ids, seq, p, picks, top);
-        const unsigned same = __match_any_sync(~0u, e);
-        const unsigned below = same & ((1u << lane) - 1);
-        const int at = e < 0 ? 0 : next[warp][e];
-        if (e >= 0)
-            order[at + __popc(below)] = p;
-        __syncwarp();
-        if (e >= 0 && !below)
-            next[warp][e] = at + __popc(same);
-        __syncwarp();
-    }
+    put_picks(ids, seq, order, next[warp], lo, lane, picks, top);
     if (blockIdx.x)
         return;
     list<BM>(total, tiles, slots, parts);

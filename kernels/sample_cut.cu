@@ -173,6 +173,24 @@ __device__ __forceinline__ void choose(
     }
 }
 
+// Which of this thread's weights are wanted, a bit each: those that can be at a threshold; of a row
+// with few weights down to the last bin in doubt all of these.
+__device__ __forceinline__ unsigned wanted(
+        const float4 (&a)[CHUNKS], float top, float temperature, bool few, int k_bin, int p_from,
+        int p_to) {
+    const int to = max(k_bin, p_to);
+    unsigned b[CHUNKS * 4], mine = 0;
+    weights(a, top, temperature, b);
+    #pragma unroll
+    for (int i = 0; i < CHUNKS * 4; i++) {
+        const int bin = bin_of(b[i]);
+        const bool in = few ? bin >= 0 && bin <= to
+                            : bin > 0 && (bin == k_bin || (bin >= p_from && bin <= p_to));
+        mine |= (unsigned)in << i;
+    }
+    return mine;
+}
+
 extern "C" __global__ void __launch_bounds__(256) sample_cut(
         const float* logits, const float* adjusted, const int* who, const int* how,
         const long long* position, long long* work, long long* bins, unsigned* list, int v,
@@ -196,19 +214,9 @@ extern "C" __global__ void __launch_bounds__(256) sample_cut(
     const int k_bin = w->k_bin;
     const int p_from = w->p_from;
     const int p_to = w->p_to;
-    const int to = max(k_bin, p_to);
     const bool few = w->few <= FEW && 2 * w->few <= room;
     list += (size_t)row * room;
-    // a bit for each of this thread's weights: is it wanted?
-    unsigned b[CHUNKS * 4], mine = 0;
-    weights(a, top, temperature, b);
-    #pragma unroll
-    for (int i = 0; i < CHUNKS * 4; i++) {
-        const int bin = bin_of(b[i]);
-        const bool in = few ? bin >= 0 && bin <= to
-                            : bin > 0 && (bin == k_bin || (bin >= p_from && bin <= p_to));
-        mine |= (unsigned)in << i;
-    }
+    unsigned mine = wanted(a, top, temperature, few, k_bin, p_from, p_to);
     u64 all = 0;
     unsigned at = 0;
     if (!few) {

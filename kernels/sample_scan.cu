@@ -210,6 +210,23 @@ __device__ __forceinline__ void report(
                         : __uint_as_float(0x7FC00000u);
 }
 
+// This thread's logits of a row; is one of them not finite?
+__device__ __forceinline__ bool read_logits(
+        const float* logits, int lo, int v, float (&x)[CHUNKS][4]) {
+    bool bad = false;
+    for (int c = 0; c < CHUNKS; c++) {
+        const int i = lo + c * 1024 + threadIdx.x * 4;
+        const float4 a = load4(logits, i, v);
+        x[c][0] = a.x;
+        x[c][1] = a.y;
+        x[c][2] = a.z;
+        x[c][3] = a.w;
+        for (int j = 0; j < 4; j++)
+            bad |= i + j < v && not_finite(x[c][j]);
+    }
+    return bad;
+}
+
 extern "C" __global__ void __launch_bounds__(256) sample_scan(
         const float* logits, const int* who, const int* how, const long long* position,
         const int* counts, const unsigned* prompt, const unsigned* mask,
@@ -231,17 +248,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(
     const size_t line = slot;
     const int j = width > 1 ? row % width : 0;
     float x[CHUNKS][4];
-    bool bad = false;
-    for (int c = 0; c < CHUNKS; c++) {
-        const int i = lo + c * 1024 + threadIdx.x * 4;
-        const float4 a = load4(logits + (size_t)row * v, i, v);
-        x[c][0] = a.x;
-        x[c][1] = a.y;
-        x[c][2] = a.z;
-        x[c][3] = a.w;
-        for (int j = 0; j < 4; j++)
-            bad |= i + j < v && not_finite(x[c][j]);
-    }
+    const bool bad = read_logits(logits + (size_t)row * v, lo, v, x);
     if (h.logprobs >= 0)
         sum_exp(x, sums + ((size_t)row * MOST + blockIdx.x) * 2);
     if (h.logprobs > 0) {
