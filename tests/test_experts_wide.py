@@ -11,6 +11,7 @@ from atlas.card.card import _params,limits
 from atlas.card.launch import Source,kernel_dir,options_of
 from atlas.card.variants import CARDS
 from atlas.cuda import experts_wide as W,gemv as G
+from atlas.cuda.experts import Mixture
 from atlas.cuda.experts_wide import moe_wide
 from atlas.cuda.pack import pack
 from atlas.ground.config import MoEConfig,ModelConfig
@@ -185,11 +186,12 @@ def test_bits_of_logits(fmt, H, n, R):
     router = pack(QTensor.encode(w, fmt), c, exact=True)
     x = rng.standard_normal((R,H), dtype='f4')*np.exp(rng.standard_normal((R,1), dtype='f4'))
     gain,bias = (c.upload(rng.standard_normal(k, dtype='f4')) for k in (H,n-1))
-    got,_ = W._logits(c.upload(x), router, bias, gain, 1e-6, n-1, 132)
+    mix = Mixture(router, None, None, MoEConfig(n-1, 1, 8), 'silu', gain=gain, eps=1e-6, bias=bias)
+    got,_ = W._logits(c.upload(x), mix, 132)
     size = got.shape[1]
     def few(first, end):
         y,empty = c.empty((end-first,size)),c.empty((end-first,1,4))
-        test_experts.E._route(c.upload(x[first:end]), gain, 1e-6, router, bias, y, n-1, 0, empty)
+        test_experts.E._route(c.upload(x[first:end]), mix, y, 0, empty)
         return c.download(y)[:,:n]
     want = np.concatenate([few(r, r+1) for r in range(R)])
     assert np.array_equal(c.download(got)[:,:n], want)
@@ -268,8 +270,8 @@ def test_slots(R, E, k, shared, entries):
     logits[R//2:,3] += 9 # a favourite
     logits[1::3] = logits[1::3].round() # equal ones, of which the first come first
     ids,met = c.empty((R,k), 'int32'),c.upload(np.zeros(1, 'i4'))
-    how = m,None,None,ids,None,shared,False,entries,met
-    _,slots = W._slots(c.upload(logits), *how)
+    mix = Mixture(None, None, None, m, 'silu', shared=shared)
+    _,slots = W._slots(c.upload(logits), mix, ids, None, entries, met)
     ids,(which,who,number) = c.download(ids),map(c.download, slots)
     want = np.argsort(-logits[:,:E], 1, kind='stable')[:,:k]
     assert np.array_equal(ids, want) and not c.download(met).any()
@@ -331,7 +333,7 @@ def test_both_halves_have_room(fmt, biased):
         o,slots = W._whole(on, *banks, 'silu', True, biased),W._most_slots(128, m, True, 8)
         span = sum(-(-slots*s//a['multiprocessors'])//s+2 for s in (2*I//16,H//64))
         assert o['ROOM']+40*span<=limits(on).block and o['RING']%o['TEAMS']==0
-        o |= W._scores(m, True, True, None)
+        o |= Mixture(None, *banks, m, 'silu', shared=True, gated=True).picking
         said = syntax(o, 'experts_wide')
         assert not said, said
         assert 'see the contract' in syntax(o|dict(ROOM=o['ROOM']+16), 'experts_wide')

@@ -334,7 +334,7 @@ def log(monkeypatch):
     "The service's log; it has told of no field yet"
     from atlas.service.service import Service
     # its names, in the package or in its page where that has run in this process
-    module = Service.chat_completions.__globals__
+    module = Service.in_place.__globals__
     spy = Mock(told=set())
     monkeypatch.setitem(module, '_told', spy.told)
     monkeypatch.setitem(module, '_log', spy)

@@ -9,7 +9,8 @@ __all__ = ['STRETCH', 'MOST', 'route_many', 'sort_picks', 'experts_many']
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #b4ad0d06
 from ..card.card import card_of,run
-from .gemm import gemm
+from .gemv import Fused,_ceil
+from .gemm import Grouped,gemm
 from .gemm_scaled import Rows,grouped_product,grouped_rows
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #da1c0f4d
@@ -25,24 +26,37 @@ def route_many(
     score:str='softmax', # Of `SCORES`
     renormalise:bool=True, # Do a row's weights sum to one?
     scaling:float=1., # What they are multiplied by, after that
-    shared:int=0, # 1: a last column for expert E, which all rows share, weighted by the sigmoid of the router's row E; 2: weighted by 1
+    shared:int=0, # A last column for expert E: 1, by the sigmoid of the router's row E; 2, by 1
     gain=None, # [H]: the router sees `rmsnorm(x, gain, eps)`
     eps:float=0.,
 ): # ids [R, top_k] int32, best first; weights [R, top_k] float32; one column more with `shared`
     "`atlas.ops.moe.route` on the card"
-    R,out = len(x),top_k+(shared>0)
+    shape = len(x),top_k+(shared>0)
     if isinstance(x, Rows):
         x = x.halves
     logits = gemm(x, router, gain, eps, exact=True)
     card = card_of(logits)
-    ids,weights = card.empty((R, out), 'int32'),card.empty((R, out))
-    run('route_many', -(-R//4), 128, logits, bias, correction, per_expert, ids, weights, float(scaling), R, pdl=False,
-        E=router.n-(shared==1), TOP=top_k, SCORE=_SCORE[score], RENORM=int(renormalise), SHARED=shared)
+    ids,weights = card.empty(shape, 'int32'),card.empty(shape)
+    run('route_many', _ceil(len(x), 4), 128,
+        logits, bias, correction, per_expert, ids, weights, float(scaling), len(x),
+        pdl=False,
+        E=router.n-(shared==1),
+        TOP=top_k,
+        SCORE=_SCORE[score],
+        RENORM=int(renormalise),
+        SHARED=shared)
     return ids,weights
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #04a8fc04
 STRETCH = 1024 # Picks of a block, as lib/stretch.cuh has it
 _FEW = 8 # Stretches that each block counts by itself
+
+def _tiles(card, experts, picks, places):
+    "Room for the list of tiles of so many places"
+    if not places:
+        return None
+    most = min(experts, picks)+picks//places
+    return card.empty((most, 3), 'int32')
 
 def sort_picks(
     ids, # [R, k] int32
@@ -50,29 +64,29 @@ def sort_picks(
     places:int, # Of a tile
     real=None, # [R] int32: rows where it is not negative matter; None for all
     other:int=0, # Places of other tiles that are wanted, too
-): # order [R*k] int32: pick of each place; tiles [slots, 3] int32: expert (-1: none), first place, end; others, or None
-    "Picks sorted by expert, and the tiles to compute"
+): # order [R*k] int32, tiles [slots, 3] int32, others
+    """Picks sorted by expert, and the tiles to compute
+
+    `order`: pick of each place; a tile: expert (-1: none), first place, end;
+    `others`: tiles of `other` places, or None."""
     picks,top,card = ids.size,ids.shape[1],card_of(ids)
-    stretches = -(-picks//STRETCH)
+    stretches = _ceil(picks, STRETCH)
     order,counts = card.empty(picks, 'int32'),None
     tiles,others = (_tiles(card, experts, picks, n) for n in (places, other))
     if stretches>_FEW:
         counts = card.empty((stretches, experts), 'int32')
         run('moe_count', stretches, 256, ids, real, counts, picks, top, pdl=False, E=experts)
+    more = 0 if others is None else len(others)
     run('moe_sort', stretches, 256,
         ids, real, counts, order, tiles, others,
-        picks, top, len(tiles), 0 if others is None else len(others),
+        picks, top, len(tiles), more,
         pdl=False, E=experts, BM=places, OTHER=other or places)
     return order,tiles,others
 
-def _tiles(card, experts, picks, places):
-    "Room for the list of tiles of so many places"
-    if not places:
-        return None
-    return card.empty((min(experts, picks)+picks//places, 3), 'int32')
-
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #56ba6eaf
 MOST = 8192 # Rows at a time: what their picks give takes `4*top_k*H` bytes a row until it is gathered
+
+def _cut(a, at): return None if a is None else a[at]
 
 def experts_many(
     x, # [R, H] float32; or a `Halved`, or `Rows`
@@ -85,28 +99,38 @@ def experts_many(
     up_bias=None, # [E, 2*I] in the order of the bank's rows
     down_bias=None, # [E, H]
     add=None, # [R, H]: added to the result; may be `out`
-    real=None, # [R] int32, the sequence of each row: negative for padding, which gets nothing from experts; or [R] uint8 or bool
+    real=None, # [R] int32, the sequence of each row: negative is padding; or [R] uint8 or bool
     out=None, # [R, H]
     activations:str='f16', # Of products with formats that have a way for it; or of `SCALED`
 ): # [R, H] float32
-    "`atlas.ops.moe.experts` on the card, for many rows; no row's bits depend on another row"
-    (R,k),card = ids.shape,card_of(ids)
+    """`atlas.ops.moe.experts` on the card, for many rows; no row's bits depend on another row
+
+    Padding gets nothing from experts."""
     if out is None:
-        out = card.empty((R, down.n))
-    if R>MOST:
-        cut = lambda a, i: None if a is None else a[i:i+MOST]
-        for i in range(0, R, MOST):
-            experts_many(cut(x, i), cut(ids, i), cut(weights, i), up, down, act, limit, up_bias, down_bias, cut(add, i), cut(real, i), cut(out, i), activations)
-        return out
-    if real is not None and real.dtype!='int32':
-        real = real.view('int8').astype('int32')-1
+        out = card_of(ids).empty((len(ids), down.n))
+    first = Fused(bias=up_bias, act=act, limit=limit)
+    second = Fused(bias=down_bias, limit=limit)
+    for i in range(0, len(ids), MOST):
+        at = slice(i, i+MOST) if len(ids)>MOST else slice(None)
+        part = _cut(real, at)
+        if part is not None and part.dtype!='int32':
+            part = part.view('int8').astype('int32')-1
+        rows = x if len(ids)<=MOST else x[at]
+        d = _both(activations, rows, ids[at], up, down, first, second, part)
+        run('moe_gather', (_ceil(down.n, 512), len(ids[at])), 128,
+            d, weights[at], part, _cut(add, at), out[at],
+            down.n, ids.shape[1], pdl=False)
+    return out
+
+def _both(activations, x, ids, up, down, first:Fused, second:Fused, real):
+    "What each pick's expert makes of its row: sorted, multiplied by both matrices"
+    card,(R,k) = card_of(ids),ids.shape
     places = [grouped_rows(activations, w, R*k, card) for w in (up,down)]
     other = places[1] if places[1]!=places[0] else 0
-    order,*lists = sort_picks(ids, up.experts, places[0], real, other)
-    def grouped(x, w, out, bias, g, act=None):
-        tiles = lists[g-1 if other else 0]
-        return grouped_product(activations, x, w, out, R*k, bias=bias, act=act, limit=limit, order=order, tiles=tiles, grouped=g, top=k)
-    y = grouped(x, up, card.empty((R*k, down.k)), up_bias, 1, act)
-    d = grouped(y, down, card.empty((R*k, down.n)), down_bias, 2)
-    run('moe_gather', (-(-down.n//512), R), 128, d, weights, real, add, out, down.n, k, pdl=False)
-    return out
+    order,tiles,others = sort_picks(ids, up.experts, places[0], real, other)
+    rows = Grouped(order, tiles, 1, k, R*k)
+    y = card.empty((R*k, down.k))
+    grouped_product(activations, x, up, y, first, rows)
+    hidden = Grouped(order, others if other else tiles, 2, k, R*k)
+    d = card.empty((R*k, down.n))
+    return grouped_product(activations, y, down, d, second, hidden)

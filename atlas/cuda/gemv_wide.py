@@ -15,13 +15,11 @@ from math import inf
 from typing import NamedTuple
 from ..card.card import Limits,card_of,limits,run
 from ..ground.core import ConfigError
-from .gemv import _ACT,_dealt,_extra_blocks,_norm_of,gemv,plan
+from .gemv import Fused,_ACT,_ceil,_dealt,_extra_blocks,_norm_of,gemv,plan
 from .pack import CardFormat,Packed
 from ..ops.linear import MAX_ROWS
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #5acf0e7d
-def _up(a, b): return -(-a//b)
-
 @dataclass(frozen=True)
 class Tiling:
     "How a product of many rows is shared out"
@@ -35,8 +33,11 @@ class Tiling:
     span:int # Rows of W of a block at a time
     shared:int # Bytes of shared memory
     cores:bool=False # Do four warps beside each other multiply together?
+
     @property
-    def warps(self)->int: "Warps of a block"; return self.down*self.along
+    def warps(self)->int:
+        "Warps of a block"
+        return self.down*self.along
 
     def among(self, blocks:int, n:int)->'Tiling':
         "The same for at most so many blocks, and `n` rows of W"
@@ -51,55 +52,86 @@ def _tile_bytes(f, cores=False):
 
 def _memory(f, tiles, strips, warps, along, deep, held, cores=False):
     "Shared memory of a block: x, weights, sums, and barriers for each piece of x"
-    x = along*held*(tiles*_tile_bytes(f, cores)+16)
+    piece = tiles*_tile_bytes(f, cores)+16
+    x,weights = along*held*piece,warps*deep*strips*f.unit
     sums = warps*strips*tiles*512 if along>1 or tiles>4 else 0
     ends = (128+32*tiles)*warps if cores else 0 # scales, biases and norms
-    return x+warps*deep*strips*f.unit+sums+ends
+    return x+weights+sums+ends
 
 def _rings(l, f, tiles, strips, warps, along, steps, rounds):
     "Places for weights, and pieces of x, that there is room for; or None"
     most = l.block-1024
-    deep = max(2, _up(40<<10, warps*strips*f.unit))
+    deep = max(2, _ceil(40<<10, warps*strips*f.unit))
     deep = min(deep, rounds*steps)
-    def fits(deep, held, room): return _memory(f, tiles, strips, warps, along, deep, held)<=room
     # all of x, or a few pieces; better beside another block than with more on the way
-    few = min(steps, 4)
     wants = [(deep, steps, l.half), (deep, steps, most)]
-    wants += [(d, h, r) for r in (l.half,most) for h in (few,3,2) for d in (deep,2) if h<=steps]
-    wants += [(1, steps, most)]
-    return next(((d,h) for d,h,room in wants if d<=deep and fits(d, h, room)), None)
+    for room in (l.half,most):
+        few = [held for held in (min(steps, 4),3,2) if held<=steps]
+        for held in few:
+            wants += [(deep, held, room), (2, held, room)]
+    wants.append((1, steps, most))
+    for d,held,room in wants:
+        need = _memory(f, tiles, strips, warps, along, d, held)
+        if d<=deep and need<=room:
+            return d,held
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #c63796ea
+@dataclass(frozen=True)
+class Work:
+    "A matrix to be multiplied with, and the card that does"
+    f:CardFormat
+    n:int # Rows of the matrix, padded
+    k:int # Columns
+    sms:int # Multiprocessors
+    split:int # Shares of a row, of `plan`
+
+    @property
+    def units(self)->int:
+        "Of a row"
+        return _ceil(self.k, 128*self.f.blocks)
+
+    @property
+    def reading(self)->float:
+        "Cycles for reading the matrix once, out of memory"
+        return self.n*(self.f.bits*self.k/8)/(18*self.sms)
+
+    def turns(self, rounds, along)->float:
+        "Cycles in which warps wait for each other, after each of `rounds` groups of rows"
+        return rounds*self.split//along*(640 if along>1 else 130)
+
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #99795f3c
 def _work(f):
     "Instructions to decode 16 rows of 128 columns, and products of a tensor core with a tile"
     if f.parts>1:
         return 300,40
-    return (110 if f.narrow else 70 if f.chunk==32 else 30),8*f.planes
+    decode = 110 if f.narrow else 70 if f.chunk==32 else 30
+    return decode,8*f.planes
 
-def _cycles(f, n, k, sms, split, groups, rounds, o):
+def _cycles(j:Work, groups, rounds, o):
     "Cycles that a multiprocessor is likely to need"
+    f,steps = j.f,_ceil(j.units, o.along)
     decode,products = _work(f)
-    steps = _up(_up(k, 128*f.blocks), o.along)
     mine = rounds*steps*f.blocks*o.strips # 16 rows and 128 columns each, of a warp
     one = decode+o.tiles*(products+14)
-    row,x = f.bits*k/8,8*o.tiles*k*2*f.planes
+    row,x = f.bits*j.k/8,8*o.tiles*j.k*2*f.planes
     reads = 1 if o.held>=steps else rounds
-    turns = rounds*split//o.along*(640 if o.along>1 else 130)
-    work = _up(o.warps, 4)*mine*(one+8*o.tiles*products) # instructions of a quarter, its tensor core
+    turns = j.turns(rounds, o.along)
+    # instructions of a quarter, its tensor core
+    work = _ceil(o.warps, 4)*mine*(one+8*o.tiles*products)
     shared = o.warps*mine*(16*o.tiles*f.planes/o.strips+f.chunk)
-    through = groups*(n*row+o.blocks*reads*x)/sms # bytes out of the L2 cache
+    through = groups*(j.n*row+o.blocks*reads*x)/j.sms # bytes out of the L2 cache
     alone = mine*(200+1.5*one)+turns # a warp by itself
-    return max(5100+.8*work+.32*shared+through/49+turns, 2*alone, n*row/(18*sms))
+    together = 5100+.8*work+.32*shared+through/49+turns
+    return max(together, 2*alone, j.reading)
 
-def _cycles_together(f, n, k, sms, split, rounds, o):
+def _cycles_together(j:Work, rounds, o):
     "The same where four warps multiply together"
-    decode,_ = _work(f)
-    mine = rounds*_up(_up(k, 128*f.blocks), o.along)*f.blocks
-    turns = rounds*split//o.along*(640 if o.along>1 else 130)
-    work = _up(o.warps, 4)*mine*(40+decode+75*o.tiles)
+    decode,_ = _work(j.f)
+    mine = rounds*_ceil(j.units, o.along)*j.f.blocks
+    work = _ceil(o.warps, 4)*mine*(40+decode+75*o.tiles)
     alone = mine*(800+50*o.tiles)
-    first = 10500 if f.narrow else 12000 # cycles before the first product and after the last
-    return max(first+max(work, alone)+turns, n*f.bits*k/8/(18*sms))
+    first = 10500 if j.f.narrow else 12000 # cycles before the first product and after the last
+    return max(first+max(work, alone)+j.turns(rounds, o.along), j.reading)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #f2f48f16
 MOST_TILES = 8 # Of a block; 4: what is decoded is never kept
@@ -108,59 +140,7 @@ def _most_tiles(f):
     "Eights of rows of x that a block may have: more than four pay where decoding is dear"
     return MOST_TILES if f.parts==1 and f.chunk<64 else 4
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b9d63d29
-def alike(rows:int)->int:
-    "So many rows are shared out as `rows` are: few kinds of kernels serve all numbers"
-    return min(256, max(8, 1<<(rows-1).bit_length()))
-
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4484f0d1
-def _tilings(room, f, n, k, sms, split, tiles, more=0):
-    "Ways to share out `tiles` eights of rows, beside `more` blocks: (cycles, Tiling)"
-    units = _up(k, 128*f.blocks)
-    for t in dict.fromkeys(_up(tiles, g) for g in range(1, tiles+1)):
-        groups = _up(tiles, t)
-        blocks = max(1, sms//groups-_up(more, groups))
-        for strips in (1,2):
-            if t>_most_tiles(f) or t*strips>4 and f.parts>1:
-                continue
-            for along in (a for a in range(1, split+1) if split%a==0):
-                for down in range(1, _most_warps(room, f, t*strips)//along+1):
-                    rounds = _up(n, blocks*16*strips*down)
-                    span = _up(n, 4*blocks*rounds)*4
-                    if span<=16*strips*(down-1):
-                        continue
-                    rings = _rings(room, f, t, strips, down*along, along, _up(units, along), rounds)
-                    if rings is None:
-                        continue
-                    shared = _memory(f, t, strips, down*along, along, *rings)
-                    o = Tiling(t, strips, down, along, *rings, min(blocks, _up(n, span)), span, shared)
-                    yield _cycles(f, n, k, sms, split, groups, rounds, o),o
-            yield from _together(room, f, n, k, sms, split, t, blocks)
-
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #56b42d25
-RINGS = (3,4),(2,4),(2,3),(3,2),(2,2),(1,2) # Places for weights, and pieces of x: the best that fit
-
-def _together(room, f, n, k, sms, split, tiles, blocks):
-    "The same where four warps multiply together"
-    if not room.groups or f.planes>1 or tiles%2 or tiles>8:
-        return
-    units = _up(k, 128*f.blocks)
-    for along in (a for a in (1,2,4) if split%a==0):
-        for down in range(4, (12 if tiles>4 else 16)//along+1, 4):
-            warps,rounds = down*along,_up(n, blocks*16*down)
-            span = _up(n, 4*blocks*rounds)*4
-            if span<=16*(down-4):
-                continue
-            sizes = f,tiles,1,warps,along
-            fitting = ((d,h) for d,h in RINGS if h<=_up(units, along)
-                and _memory(*sizes, d, h, True)<=room.block-1024)
-            if (rings := next(fitting, None)) is None:
-                continue
-            shared = _memory(*sizes, *rings, True)
-            o = Tiling(tiles, 1, down, along, *rings, min(blocks, _up(n, span)), span, shared, True)
-            yield _cycles_together(f, n, k, sms, split, rounds, o),o
-
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #94ccce84
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #7a925e41
 def _most_warps(room, f, quads):
     "Warps that have registers for the sums of so many tiles"
     if f.parts>1:
@@ -170,6 +150,85 @@ def _most_warps(room, f, quads):
         return 12 if quads<=2 else 8 if quads<=6 else 0
     return 16 if quads<=2 else 12 if quads<=4 else 8
 
+def _ways(room, f, tiles, strips, split):
+    "(warps along the columns, warps beside each other) for so many tiles, and strips of a warp"
+    if tiles*strips>4 and f.parts>1:
+        return
+    most = _most_warps(room, f, tiles*strips)
+    for along in range(1, split+1):
+        if split%along==0:
+            for down in range(1, most//along+1):
+                yield along,down
+
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b9d63d29
+def alike(rows:int)->int:
+    "So many rows are shared out as `rows` are: few kinds of kernels serve all numbers"
+    return min(256, max(8, 1<<(rows-1).bit_length()))
+
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4484f0d1
+def _tiling_of(room, j:Work, tiles, blocks, strips, along, down):
+    "(groups of rows after each other, `Tiling`) of one way; None where there is no room for it"
+    f,warps = j.f,down*along
+    rounds = _ceil(j.n, blocks*16*strips*down)
+    span = _ceil(j.n, 4*blocks*rounds)*4
+    if span<=16*strips*(down-1):
+        return None # some warps would have no rows
+    sizes = f,tiles,strips,warps,along
+    rings = _rings(room, *sizes, _ceil(j.units, along), rounds)
+    if rings is None:
+        return None
+    grid = min(blocks, _ceil(j.n, span)),span
+    o = Tiling(tiles, strips, down, along, *rings, *grid, _memory(*sizes, *rings))
+    return rounds,o
+
+def _by_warps(room, j:Work, tiles, strips, groups, blocks):
+    "(cycles, Tiling) of ways in which each warp multiplies by itself"
+    for way in _ways(room, j.f, tiles, strips, j.split):
+        if found := _tiling_of(room, j, tiles, blocks, strips, *way):
+            rounds,o = found
+            yield _cycles(j, groups, rounds, o),o
+
+def _tilings(room, f, n, k, sms, split, tiles, more=0):
+    "Ways to share out `tiles` eights of rows, beside `more` blocks: (cycles, Tiling)"
+    j = Work(f, n, k, sms, split)
+    for t in dict.fromkeys(_ceil(tiles, g) for g in range(1, tiles+1)):
+        if t>_most_tiles(f):
+            continue
+        groups = _ceil(tiles, t)
+        blocks = max(1, sms//groups-_ceil(more, groups))
+        yield from _by_warps(room, j, t, 1, groups, blocks)
+        yield from _together(room, j, t, blocks) # before two strips: of equals the first is taken
+        yield from _by_warps(room, j, t, 2, groups, blocks)
+
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #56b42d25
+# Places for weights, and pieces of x: the best that fit
+RINGS = (3,4),(2,4),(2,3),(3,2),(2,2),(1,2)
+
+def _rings_together(room, j:Work, tiles, warps, along):
+    "The first of `RINGS` that there is room for, or None"
+    for deep,held in RINGS:
+        need = _memory(j.f, tiles, 1, warps, along, deep, held, True)
+        if held<=_ceil(j.units, along) and need<=room.block-1024:
+            return deep,held
+
+def _together(room, j:Work, tiles, blocks):
+    "The same where four warps multiply together"
+    if not room.groups or j.f.planes>1 or tiles%2 or tiles>8:
+        return
+    most = 12 if tiles>4 else 16
+    for along in (a for a in (1,2,4) if j.split%a==0):
+        for down in range(4, most//along+1, 4):
+            warps,rounds = down*along,_ceil(j.n, blocks*16*down)
+            span = _ceil(j.n, 4*blocks*rounds)*4
+            rings = _rings_together(room, j, tiles, warps, along)
+            if span<=16*(down-4) or rings is None:
+                continue
+            shared = _memory(j.f, tiles, 1, warps, along, *rings, True)
+            grid = min(blocks, _ceil(j.n, span)),span
+            o = Tiling(tiles, 1, down, along, *rings, *grid, shared, True)
+            yield _cycles_together(j, rounds, o),o
+
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #94ccce84
 @functools.cache
 def tiling(
     room:Limits, # Of the card
@@ -182,7 +241,7 @@ def tiling(
     more:int=0, # Blocks for other rows
 )->Tiling:
     "The way to share out a product that takes the least time"
-    found = _tilings(room, f, n, k, sms, split, _up(rows, 8), more)
+    found = _tilings(room, f, n, k, sms, split, _ceil(rows, 8), more)
     return min(found, key=lambda o: o[0], default=(inf,None))[1]
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2fc04933
@@ -216,121 +275,146 @@ class Prepared:
         return self if x is self.x else x
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #94b517ea
-EARLY_ROWS = 64 # Made of what experts found: for more, blocks come when these have ended
-
 class _Product:
     "Rows times one matrix, and the extra rows after it"
     def __init__(self, card, w, extra, rows):
         f,sms = w.format,card.multiprocessors
         self.card,self.w,self.extra = card,w,extra
         more = _extra_blocks(w, extra, sms)
-        self.W,self.split,_,_ = plan(f, w.rows, w.k, sms-more)
-        shape = f,w.rows,w.k
-        self.o = tiling(limits(card), *shape, sms, self.split, alike(rows), more)
-        self.groups = _up(rows, 8*self.o.tiles)
-        self.more = _up(more, self.groups) # Blocks for the extra rows, of those that have the same rows of x
+        self.W,self.split,*_ = plan(f, w.rows, w.k, sms-more)
+        shape = f,w.rows,w.k,sms,self.split
+        self.o = tiling(limits(card), *shape, alike(rows), more)
+        self.groups = _ceil(rows, 8*self.o.tiles)
+        # Blocks for the extra rows, of those that have the same rows of x
+        self.more = _ceil(more, self.groups)
         self.mine,self.mores = self.o,self.more # The same for a part of the card
         if card.usable<sms:
             self._deal(card.usable)
         self.tiles = self.groups*self.o.tiles
-        self.opts = dict(FORMAT=f'fragment_{f.name}', K=w.k, SPLIT=self.split)
+        self.opts = self._options()
+
+    def _options(self)->dict:
+        "Options of both launches"
+        opts = dict(FORMAT=f'fragment_{self.w.format.name}', K=self.w.k, SPLIT=self.split)
         if self.o.cores:
-            self.opts['CORES'] = 1
-        if extra:
-            self.opts['EXTRA'] = f'fragment_{extra.format.name}'
+            opts['CORES'] = 1
+        if self.extra:
+            opts['EXTRA'] = f'fragment_{self.extra.format.name}'
+        return opts
 
-    def room(self, rows, normed):
-        "Room for rows as tiles, for the extra rows too, and for 1/rms of each"
-        def tiles(p, cores=False):
-            f = p.format
-            line = self.tiles*_tile_bytes(f, cores)
-            return self.card.empty((_up(p.k, 128*f.blocks),line), 'uint8')
-        halves,more = tiles(self.w, self.o.cores),tiles(self.extra) if self.extra else None
-        inverse = self.card.empty((1+bool(self.extra),rows)) if normed else None
-        return halves,more,inverse
+    def _deal(self, part):
+        "Have as many blocks as `part` of the multiprocessors run at once"
+        self.mores = _ceil(_extra_blocks(self.w, self.extra, part), self.groups)
+        blocks = max(1, part//self.groups-self.mores)
+        self.mine = self.o.among(blocks, self.w.rows)
 
-    def halves(self, x, gain, eps, parts, norm, found=Found()):
-        "Rows `x` as tiles, for the extra rows too, and 1/rms of each; first made, if they are `found`"
-        normed,R,opts = norm['NORM']==1,len(x),self.opts|norm
-        room,warps = self.room(R, normed),self.W if normed else 8
-        early = found.part is not None and R<=EARLY_ROWS
-        if found.part is not None:
-            opts['PICKS'] = found.part.shape[1]
-        run('gemv_halves', (R,1 if normed else _up(self.w.k, 256*warps)), 32*warps,
-            x, gain, parts, *room, found.share, found.part, found.add,
-            float(eps), R, self.tiles, int(early), W=self.W, **opts)
-        return room
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #6a8eafae
+EARLY_ROWS = 64 # Made of what experts found: for more, blocks come when these have ended
+
+@patch
+def room(self:_Product, rows, normed):
+    "Room for rows as tiles, for the extra rows too, and for 1/rms of each"
+    def tiles(p, cores=False):
+        f = p.format
+        units,line = _ceil(p.k, 128*f.blocks),self.tiles*_tile_bytes(f, cores)
+        return self.card.empty((units,line), 'uint8')
+    halves = tiles(self.w, self.o.cores)
+    more = tiles(self.extra) if self.extra else None
+    inverse = self.card.empty((1+bool(self.extra),rows)) if normed else None
+    return halves,more,inverse
+
+@patch
+def halves(self:_Product, x, gain, eps, parts, norm, found=Found()):
+    "Rows `x` as tiles, for the extra rows too, and 1/rms of each; first made, if they are `found`"
+    normed,R,opts = norm['NORM']==1,len(x),self.opts|norm
+    room,warps = self.room(R, normed),self.W if normed else 8
+    early = found.part is not None and R<=EARLY_ROWS
+    if found.part is not None:
+        opts['PICKS'] = found.part.shape[1]
+    across = 1 if normed else _ceil(self.w.k, 256*warps)
+    run('gemv_halves', (R,across), 32*warps,
+        x, gain, parts, *room, *found,
+        float(eps), R, self.tiles, int(early), W=self.W, **opts)
+    return room
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2310107c
 @patch
 def tiles_of(self:_Product, x, gain, eps, parts, norm):
     "What `halves` gives, of rows `x` that are there, or `Prepared` for this product"
-    made,w = isinstance(x, Prepared),self.w
-    if made and x.of(w, gain, eps, self.extra):
+    if not isinstance(x, Prepared):
+        return self.halves(x, gain, eps, parts, norm)
+    if x.of(self.w, gain, eps, self.extra):
         return x.tiles
-    if made and x.x is None:
-        raise ConfigError(f'Rows were made for {x.reader.w}, and not for {w}')
-    return self.halves(x.x if made else x, gain, eps, parts, norm)
-
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #23101016
-@patch
-def _deal(self:_Product, part):
-    "Have as many blocks as `part` of the multiprocessors run at once"
-    self.mores = _up(_extra_blocks(self.w, self.extra, part), self.groups)
-    blocks = max(1, part//self.groups-self.mores)
-    self.mine = self.o.among(blocks, self.w.rows)
+    if x.x is None:
+        raise ConfigError(f'Rows were made for {x.reader.w}, and not for {self.w}')
+    return self.halves(x.x, gain, eps, parts, norm)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #23101001
 @patch
 def extra_share(self:_Product):
     "Options for the extra rows, and their shared memory: no more than the others have, if they can"
-    f,split,warps = self.extra.format,self.W,self.o.warps
-    units,tiles,l = _up(self.w.k, 128*f.blocks),self.o.tiles,limits(self.card)
-    down = min(warps, _up(_up(self.extra.n, 16), self.more)) # Strips beside each other: x is read once for all
+    f,k,o = self.extra.format,self.w.k,self.o
+    l = limits(self.card)
+    strips = _ceil(_ceil(self.extra.n, 16), self.more)
+    down = min(o.warps, strips) # Strips beside each other: x is read once for all
     most = l.block-1024
-    for room in (l.half if self.o.shared<=l.half else most,most):
+    for room in (l.half if o.shared<=l.half else most,most):
         within = replace(l, half=room, block=room+1024)
-        for along in range(min(split, warps//down), 0, -1):
-            if split%along:
+        for along in range(min(self.W, o.warps//down), 0, -1):
+            if self.W%along:
                 continue
-            rings = _rings(within, f, tiles, 1, along*down, along, _up(units, along), 1)
-            if not rings:
-                continue
-            deep,held = rings
-            opts = dict(ESPLIT=split, EDOWN=down, EALONG=along, EDEEP=deep, EHELD=held)
-            return opts,_memory(f, tiles, 1, along*down, along, deep, held)
-    raise ConfigError(f'{8*tiles} rows of {self.w.k} columns have no room')
+            sizes = f,o.tiles,1,along*down,along
+            steps = _ceil(_ceil(k, 128*f.blocks), along)
+            if rings := _rings(within, *sizes, steps, 1):
+                deep,held = rings
+                opts = dict(ESPLIT=self.W, EDOWN=down, EALONG=along, EDEEP=deep, EHELD=held)
+                return opts,_memory(*sizes, *rings)
+    raise ConfigError(f'{8*o.tiles} rows of {k} columns have no room')
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2310105b
-@patch
-def __call__(self:_Product, x, bias, gate, add, out, numbers, opts, best=None):
-    "Launch `gemv_wide`; `x` as `halves` gives it"
-    o,w,shared = self.o,self.w,self.o.shared
-    opts = self.opts|opts|dict(TILES=o.tiles, STRIPS=o.strips, DOWN=o.down, ALONG=o.along)
-    if best is not None:
-        opts['BEST'],shared = 1,shared+_best_bytes(o)
-    opts |= dict(DEEP=o.deep, HELD=o.held)
-    if self.extra:
-        more,least = self.extra_share()
-        opts,shared = opts|more,max(shared, least)
-    # as for gemv.cu, no multiprocessor should get two large blocks while another has none
-    if shared>=64<<10 and self.card.kind!='emulator':
-        shared = max(shared, limits(self.card).alone)
-    rows,m = (self.extra.raw[0],self.extra.n) if self.extra else (None,0)
-    logits,column = gate
-    if logits is None:
-        opts['PLAIN'] = 1 if add is None else 2
-    columns = 0 if logits is None else logits.shape[1]
-    mine = self.mine
-    R,width = (best if out is None else out).shape
-    run('gemv_wide', (mine.blocks+self.mores,self.groups), 32*o.warps,
-        *w.raw, w.gs, rows, *x, bias, logits, add, out, best, *numbers,
-        R, w.n, m, columns, column, width, mine.blocks, mine.span, self.tiles,
-        shared=shared, **opts)
-
 def _best_bytes(o):
     "Shared memory for the largest of each row of x, of what each warp has made"
     return 8*8*o.tiles*o.warps
+
+@patch
+def variant(self:_Product, g:Fused, norm, best:bool)->tuple[dict,int]:
+    "Options of gemv_wide.cu for what is fused, and shared memory; `best`: it leaves the largest alone"
+    o,shared = self.o,self.o.shared
+    opts = self.opts|dict(
+        NORM=int(norm['NORM']==1),
+        ACT=_ACT.get(g.act, 0),
+        CAP=int(bool(g.cap)),
+        TILES=o.tiles,
+        STRIPS=o.strips,
+        DOWN=o.down,
+        ALONG=o.along,
+        DEEP=o.deep,
+        HELD=o.held)
+    if best:
+        opts['BEST'],shared = 1,shared+_best_bytes(o)
+    if self.extra:
+        more,least = self.extra_share()
+        opts,shared = opts|more,max(shared, least)
+    if g.logits is None:
+        opts['PLAIN'] = 1 if g.add is None else 2
+    # as for gemv.cu, no multiprocessor should get two large blocks while another has none
+    if shared>=64<<10 and self.card.kind!='emulator':
+        shared = max(shared, limits(self.card).alone)
+    return opts,shared
+
+@patch
+def __call__(self:_Product, x, g:Fused, norm, out, best=None):
+    "Launch `gemv_wide`; `x` as `halves` gives it, results to `out` or their keys to `best`"
+    w,mine = self.w,self.mine
+    opts,shared = self.variant(g, norm, best is not None)
+    R,width = (best if out is None else out).shape
+    grid = mine.blocks+self.mores,self.groups
+    run('gemv_wide', grid, 32*self.o.warps,
+        *w.raw, w.gs, g.extra_rows, *x,
+        g.bias, g.logits, g.add, out, best, *g.scalars,
+        R, w.n, g.more, *g.gate_at, width,
+        mine.blocks, mine.span, self.tiles,
+        shared=shared, **opts)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b3c68083
 def gemv_wide(
@@ -338,7 +422,7 @@ def gemv_wide(
     w:Packed, # [n, k]
     gain=None, # f32 [k]: y = W rmsnorm(x, gain)
     eps:float=0., # Of the norm
-    parts=None, # f32 [R, k/group, P]: sums of squares of each group of x, which is still to be normed
+    parts=None, # f32 [R, k/group, P]: sums of squares of each group of x, still to be normed
     group:int=0, # Columns of a group
     extra:Packed|None=None, # [m, k], bf16 or f32: outputs after the others
     bias=None, # f32 [n+m], or in the order of a pair's rows (`pair_bias`)
@@ -346,24 +430,19 @@ def gemv_wide(
     act:str|None=None, # Of `atlas.ops.linear.ACTS`: y = act(gate)*up
     limit:float|None=None, # Of swiglu_oai
     cap:float|None=None, # y = cap*tanh(y/cap)
-    gate=None, # (f32 [R, any], a column of it): the result is multiplied by its sigmoid, before `add`
+    gate=None, # (f32 [R, any], a column of it): its sigmoid is a factor, before `add`
     out=None, # f32 [R, N]: where to write; may be `add`
 ): # [R, N], N = n (n/2 of a pair) + m
     "As `gemv`, to the bit, and faster for more than eight rows"
-    card,pairs = card_of(w.w),act not in (None,'relu2')
-    if pairs!=w.pair or w.experts:
-        raise ConfigError(f'{w} with the activation {act}')
-    width = (w.n//2 if pairs else w.n)+(extra.n if extra else 0)
+    guests = gain,eps,parts,group,extra,bias,add,act,limit,cap
+    g = Fused(*guests, *(gate or (None,0)))
+    width,card = g.width(w),card_of(w.w)
     if out is None:
         out = card.empty((len(x),width))
     if not len(x):
         return out
-    p = _Product(card, w, extra, len(x))
-    norm = _norm_of(gain, parts, group)
-    halves = p.tiles_of(x, gain, eps, parts, norm)
-    opts = dict(NORM=int(norm['NORM']==1), ACT=_ACT.get(act, 0), CAP=int(bool(cap)))
-    numbers = float(inf if limit is None else limit),float(cap or 0)
-    p(halves, bias, gate or (None,0), add, out, numbers, opts)
+    p,norm = _Product(card, w, extra, len(x)),_norm_of(gain, parts, group)
+    p(p.tiles_of(x, gain, eps, parts, norm), g, norm, out)
     return out
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #929ef0cf
@@ -371,20 +450,29 @@ class Best(NamedTuple):
     "Rows of logits of which only the largest of each part is known"
     keys:object # i64 [R, parts], as lib/keys.cuh makes them
     vocab:int # Logits of a row
-    @property
-    def shape(self): "Of the logits"; return len(self.keys),self.vocab
 
-def best_logits(x, w:Packed, gain=None, eps:float=0., bias=None, cap:float|None=None)->Best|None:
-    "What `gemv_wide` gives, for whoever wants the largest of each row alone; None if there is no room"
+    @property
+    def shape(self):
+        "Of the logits"
+        return len(self.keys),self.vocab
+
+def best_logits(
+    x, # Rows, f32 [R, k]; or `Prepared`
+    w:Packed, # [vocab, k]
+    gain=None, # This and the rest: as for `gemv_wide`
+    eps:float=0.,
+    bias=None,
+    cap:float|None=None,
+)->Best|None:
+    "Of what `gemv_wide` gives, the largest of each row alone; None if there is no room"
     card = card_of(w.w)
     p = _Product(card, w, None, len(x))
     if p.o.shared+_best_bytes(p.o)>limits(card).block:
         return None
-    norm = _norm_of(gain, None, 0)
-    halves = p.tiles_of(x, gain, eps, None, norm)
+    g,norm = Fused(gain, eps, bias=bias, cap=cap),_norm_of(gain, None, 0)
+    tiles = p.tiles_of(x, gain, eps, None, norm)
     best = card.empty((len(x),p.mine.blocks), 'int64')
-    opts = dict(NORM=norm['NORM'], ACT=_ACT.get(None, 0), CAP=int(bool(cap)))
-    p(halves, bias, (None,0), None, None, (inf,float(cap or 0)), opts, best)
+    p(tiles, g, norm, None, best)
     return Best(best, w.n)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #437df9a2
