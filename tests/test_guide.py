@@ -33,7 +33,8 @@ TEXT = ['{"name": "Ann", "age": 42, "tags": ["red", "blue"], "ok": true, "none":
 
 def byte_level(special=('<|im_start|>','</think>','<end>'), size=420):
     "Byte-level BPE with merges"
-    t = hf.Tokenizer(hf.models.BPE()); t.pre_tokenizer,t.decoder = hf.pre_tokenizers.ByteLevel(add_prefix_space=False),hf.decoders.ByteLevel()
+    t = hf.Tokenizer(hf.models.BPE())
+    t.pre_tokenizer,t.decoder = hf.pre_tokenizers.ByteLevel(add_prefix_space=False),hf.decoders.ByteLevel()
     t.train_from_iterator(TEXT, hf.trainers.BpeTrainer(vocab_size=size, initial_alphabet=ALPHABET, show_progress=False))
     t.add_special_tokens([hf.AddedToken(s, special=True) for s in special])
     return Tokenizer(t)
@@ -48,20 +49,26 @@ def sentence_piece():
     return Tokenizer(t, eos_ids=(2,))
 
 def made(kind):
-    if kind=='bytes': return Guides(byte_tokenizer(), 300, [299])  # the model has more logits than the tokenizer has tokens
-    if kind=='no end': return Guides(byte_tokenizer(), 256)
-    if kind=='bpe': t = byte_level(); return Guides(t, t.vocab_size+5, t.encode('<end>'))
+    if kind=='bytes':
+        return Guides(byte_tokenizer(), 300, [299])  # the model has more logits than the tokenizer has tokens
+    if kind=='no end':
+        return Guides(byte_tokenizer(), 256)
+    if kind=='bpe':
+        t = byte_level()
+        return Guides(t, t.vocab_size+5, t.encode('<end>'))
     return Guides(sentence_piece(), len(sentence_piece().inner.get_vocab()), [2])
 _made = {}
 def guides(kind='bytes'):
-    if kind not in _made: _made[kind] = made(kind)
+    if kind not in _made:
+        _made[kind] = made(kind)
     return _made[kind]
 KINDS = ('bytes','no end','bpe','pieces')
 
 def spelt(g, text):
     "Tokens that write exactly `text`, bytes where need be"
     by = {}
-    for i in range(g.vocab_size): by.setdefault(g.tokenizer.token_bytes(i), i)
+    for i in range(g.vocab_size):
+        by.setdefault(g.tokenizer.token_bytes(i), i)
     return [by[bytes([b])] for b in text.encode()]
 
 def accepts(g, spec, text, tokens=None):
@@ -70,10 +77,13 @@ def accepts(g, spec, text, tokens=None):
     fit = guide.validate(tokens)
     for k,t in enumerate(tokens):
         m = guide.mask()
-        if m is not None and not m[t//32]>>t%32&1: assert k==fit; return False
+        if m is not None and not m[t//32]>>t%32&1:
+            assert k==fit
+            return False
         guide.accept(t)
     assert fit==len(tokens) and not guide.error
-    if guide.ended: return True
+    if guide.ended:
+        return True
     m = guide.fork().mask()
     return m is None or any(m[e//32]>>e%32&1 for e in g.eos_ids) or not g.eos_ids and guide._m.is_accepting()
 
@@ -81,7 +91,8 @@ def J(schema, **kw): return dict(kind='json_schema', schema=schema, **kw)
 
 def deep(n, how=lambda x: {'type':'object','properties':{'a':x}}):
     x = {}
-    for _ in range(n): x = how(x)
+    for _ in range(n):
+        x = how(x)
     return x
 
 # In the manner of the JSON-Schema-Test-Suite: a schema, what is valid, what is not
@@ -143,7 +154,8 @@ def test_schemas(case):
     schema,valid,invalid = SUITE[case]
     assert [t for t in valid if not accepts(guides(), J(schema), t)]==[]
     assert [t for t in invalid if accepts(guides(), J(schema), t)]==[]
-    for t in valid: Draft202012Validator(schema).validate(json.loads(t))  # the table is right
+    for t in valid:
+        Draft202012Validator(schema).validate(json.loads(t))  # the table is right
 
 @pytest.mark.parametrize('kind', KINDS[1:])
 @pytest.mark.parametrize('case', ['type string', 'properties', 'recursion', 'several types'])
@@ -157,18 +169,24 @@ def test_tokens_of_several_bytes(kind):
     g = guides(kind)
     for text in ('{"name": "Ann", "age": 42}', '{"tags": ["red", "blue"]}'):
         ids = g.tokenizer.encode(text, False)
-        if kind=='pieces': assert g.tokenizer.token_bytes(ids[0]).startswith(b' '); ids = spelt(g, '{"')+ids[1+(g.tokenizer.token_bytes(ids[0])!=b' {'):][1:]; continue
+        if kind=='pieces':
+            assert g.tokenizer.token_bytes(ids[0]).startswith(b' ')
+            ids = spelt(g, '{"')+ids[1+(g.tokenizer.token_bytes(ids[0])!=b' {'):][1:]
+            continue
         assert len(ids)<len(text) and accepts(g, dict(kind='json_object'), text, ids)
 
 UNSUPPORTED = {'not': {'not':{'type':'string'}}, 'oneOf that overlap': {'oneOf':[{'type':'object'},{'type':'object','minProperties':0}]}, 'if': {'if':{'type':'string'},'then':{'minLength':1}}, 'uniqueItems': {'type':'array','uniqueItems':True},
     'an unknown format': {'type':'string','format':'polish'}, 'a remote reference': {'$ref':'https://example.com/s.json'}}
 @pytest.mark.parametrize('case', UNSUPPORTED)
 def test_what_is_not_supported_is_refused_or_dropped(case):
-    with pytest.raises(RequestError) as e: guides().check(J(UNSUPPORTED[case]))
+    with pytest.raises(RequestError) as e:
+        guides().check(J(UNSUPPORTED[case]))
     assert e.value.status==400 and e.value.param=='response_format' and len(str(e.value))<400
-    if case=='a remote reference': return
+    if case=='a remote reference':
+        return
     assert accepts(guides(), J(UNSUPPORTED[case], strict=False), '{"a":1}' if case!='uniqueItems' and 'format' not in case else '[1,1]' if case=='uniqueItems' else '"x"')
-    if case!='oneOf that overlap': assert guides().check(J(UNSUPPORTED[case], strict=False))
+    if case!='oneOf that overlap':
+        assert guides().check(J(UNSUPPORTED[case], strict=False))
 
 def test_a_loop_of_references_with_a_way_out():
     loop = J({'$defs':{'a':{'anyOf':[{'$ref':'#/$defs/a'},{'type':'integer'}]}},'$ref':'#/$defs/a'})
@@ -179,7 +197,8 @@ WRONG = {'type': {'type':'strin'}, 'a number for a type': {'type':17}, 'no such 
     'required and not allowed': {'type':'object','properties':{},'required':['b'],'additionalProperties':False}, 'a pattern that looks ahead': {'type':'string','pattern':'^(?!foo).*$'}, 'a pattern of JavaScript': {'type':'string','pattern':'\\cA'}, 'patterns that overlap': {'type':'object','patternProperties':{'a':{'type':'string'},'aa':{'type':'integer'}}}}
 @pytest.mark.parametrize('case', WRONG)
 def test_schemas_that_are_wrong(case):
-    with pytest.raises(RequestError) as e: guides().check(J(WRONG[case]))
+    with pytest.raises(RequestError) as e:
+        guides().check(J(WRONG[case]))
     assert e.value.status==400 and len(str(e.value))<400
 
 BAD_SYNTAX = {'look ahead': ('regex','(?=.*[0-9])[a-z0-9]{3}'), 'look behind': ('regex','(?<!a)b'), 'a back reference': ('regex','(a)\\1'), 'a boundary': ('regex','\\bab\\b'), 'an anchor inside': ('regex','a$b'), 'unclosed': ('regex','(a'), 'backwards': ('regex','a{3,1}'), 'nothing matches': ('regex','[^\\s\\S]'),
@@ -188,7 +207,8 @@ BAD_SYNTAX = {'look ahead': ('regex','(?=.*[0-9])[a-z0-9]{3}'), 'look behind': (
 @pytest.mark.parametrize('case', BAD_SYNTAX)
 def test_wrong_syntax_is_refused_with_the_reason(case):
     kind,text = BAD_SYNTAX[case]
-    with pytest.raises(RequestError, match=f'The {kind} cannot be followed: .') as e: guides().check({'kind':kind, dict(regex='pattern', lark='grammar')[kind]:text})
+    with pytest.raises(RequestError, match=f'The {kind} cannot be followed: .') as e:
+        guides().check({'kind':kind, dict(regex='pattern', lark='grammar')[kind]:text})
     assert e.value.status==400 and e.value.param=='response_format' and len(str(e.value))<500 and 'backtrace' not in str(e.value)
 
 OTHERS = [(dict(kind='regex', pattern=r'\d{3}-[a-z]+'), ['123-ab'], ['12-ab', '123-', '123-A', '1234-a']), (dict(kind='regex', pattern='^(yes|no)$'), ['yes','no'], ['maybe', 'yes ', 'Yes']), (dict(kind='regex', pattern='a/b"\\n?'), ['a/b"', 'a/b"\n'], ['a/b']),
@@ -203,11 +223,14 @@ def test_other_kinds(n, kind):
 
 def test_special_tokens():
     "No text is one, no pattern matches one; a grammar may name one; one that is not there is refused"
-    g = guides('bpe'); start, = g.tokenizer.encode('<|im_start|>'); text = spelt(g, '<|im_start|>')
+    g = guides('bpe')
+    start, = g.tokenizer.encode('<|im_start|>')
+    text = spelt(g, '<|im_start|>')
     assert accepts(g, dict(kind='regex', pattern='.*'), '', text) and not accepts(g, dict(kind='regex', pattern='.*'), '', [start])
     assert accepts(g, dict(kind='lark', grammar='start: <|im_start|> "x"'), '', [start,*spelt(g, 'x')]) and accepts(g, dict(kind='lark', grammar=f'start: <[{start}]> "x"'), '', [start,*spelt(g, 'x')])
     assert not accepts(g, dict(kind='lark', grammar='start: <|im_start|> "x"'), '', text+spelt(g, 'x'))
-    with pytest.raises(RequestError): g.check(dict(kind='lark', grammar='start: <|no_such|> "x"'))
+    with pytest.raises(RequestError):
+        g.check(dict(kind='lark', grammar='start: <|no_such|> "x"'))
 
 # Drawn at random
 
@@ -218,10 +241,13 @@ def draw(g, spec, seed, most=300):
     while len(out)<most and not guide.ended:
         m = guide.mask()
         may = np.flatnonzero(unpack(m, g.vocab_size)).tolist() if m is not None else list(range(g.vocab_size))
-        if set(may)&set(g.eos_ids) and rng.random()<.6: return out
-        soon = [t for t in may if t in calm]; may = [t for t in may if t not in g.eos_ids]
+        if set(may)&set(g.eos_ids) and rng.random()<.6:
+            return out
+        soon = [t for t in may if t in calm]
+        may = [t for t in may if t not in g.eos_ids]
         t = rng.choice(soon if soon and rng.random()<.4 else may)
-        out.append(t); guide.accept(t)
+        out.append(t)
+        guide.accept(t)
         assert not guide.error
     return out if guide.ended else None
 
@@ -236,41 +262,53 @@ def nested(inner):
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.recursive(leaf, nested, max_leaves=6), st.integers(0, 2**31), st.sampled_from(KINDS))
 def test_whatever_is_drawn_under_a_schema_validates(schema, seed, kind):
-    g = guides(kind); ids = draw(g, J(schema), seed)
-    if ids is not None: Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text_of(g, ids)))
+    g = guides(kind)
+    ids = draw(g, J(schema), seed)
+    if ids is not None:
+        Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text_of(g, ids)))
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.recursive(st.none()|st.booleans()|st.integers(-99,99)|st.text(max_size=5)|st.floats(-1e6,1e6), lambda x: st.lists(x, max_size=3)|st.dictionaries(st.text(max_size=3), x, max_size=3), max_leaves=6), st.sampled_from([None,1]))
 def test_whatever_is_json_is_accepted(value, indent):
     "As Python writes it, with and without line breaks; and what is cut short is not"
     text = json.dumps(value, ensure_ascii=False, indent=indent)
-    if '\x7f' in text or any(ord(c)<32 for c in text.replace('\n','')): return
+    if '\x7f' in text or any(ord(c)<32 for c in text.replace('\n','')):
+        return
     assert accepts(guides(), J(True), text)
-    if isinstance(value, (dict,list,str)): assert not accepts(guides(), J(True), text[:-1])
+    if isinstance(value, (dict,list,str)):
+        assert not accepts(guides(), J(True), text[:-1])
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.text(min_size=1, max_size=8).filter(lambda s: s.isprintable()), min_size=1, max_size=5), st.integers(0, 99), st.sampled_from(KINDS))
 def test_choices(choices, seed, kind):
-    g = guides(kind); spec = dict(kind='choice', choices=choices)
+    g = guides(kind)
+    spec = dict(kind='choice', choices=choices)
     assert text_of(g, draw(g, spec, seed) or spelt(g, choices[0])) in choices and all(accepts(g, spec, c) for c in choices)
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.integers(0, 299), max_size=12), st.lists(st.integers(0, 299), max_size=6))
 def test_validate_says_what_masks_say(say, draft):
     "Whatever was said before, free text or not, and it changes nothing"
-    g = guides(); tok = g.tokenizer
+    g = guides()
+    tok = g.tokenizer
     for spec in (J({'type':'object'}, after='=', budget=9), dict(kind='free', after='!', budget=3), J(True), dict(kind='regex', pattern='.*')):
         guide = g.start(spec)
         for t in say:
             m = guide.mask()
-            if t not in g.eos_ids and (m is None or m[t//32]>>t%32&1): guide.accept(t)  # whoever has ended says no more
+            if t not in g.eos_ids and (m is None or m[t//32]>>t%32&1):
+                guide.accept(t)  # whoever has ended says no more
         n,twin = guide.validate(draft),guide.fork()
         for k,t in enumerate(draft):
             m = twin.mask()
-            if m is not None and not m[t//32]>>t%32&1: assert n==k; break
+            if m is not None and not m[t//32]>>t%32&1:
+                assert n==k
+                break
             twin.accept(t)
-            if t in g.eos_ids and not twin._marks and spec['kind']!='free': assert n==k+1; break  # nothing follows an end
-        else: assert n==len(draft)
+            if t in g.eos_ids and not twin._marks and spec['kind']!='free':
+                assert n==k+1
+                break  # nothing follows an end
+        else:
+            assert n==len(draft)
         assert guide.validate(draft)==n
 
 # Hostile grammars
@@ -286,18 +324,26 @@ BOMBS = {'10,000 levels': lambda: J(deep(10_000)), '10,000 lists': lambda: J({'e
     'two megabytes': lambda: dict(kind='choice', choices=['x'*2_000_000])}
 class Asked:
     "The sandbox of guides, and how often it was asked"
-    def __init__(self): self.box,self.n = _sandbox(),0
-    def call(self, *args): self.n += 1; return self.box.call(*args)
+    def __init__(self):
+        self.box,self.n = _sandbox(),0
+    def call(self, *args):
+        self.n += 1
+        return self.box.call(*args)
 
 AT_THE_DOOR = ('10,000 levels', '10,000 lists', 'a large enum', 'a long pattern', '30,000 choices', 'two megabytes') # Refused for their size
 FATAL = ('3,000 references', '9,000 references', '10,000 properties') # These overflow any stack, or take many seconds
 @pytest.mark.parametrize('bomb', BOMBS)
 def test_bombs_go_off_elsewhere(bomb, monkeypatch):
     "What they cost is bounded by work: at the door it is counted, and the child has a second of its processor, and half a gigabyte. In this process nothing is compiled"
-    here = []; inner = Guides._matcher; monkeypatch.setattr(Guides, '_matcher', lambda self, spec: here.append(spec) or inner(self, spec))
-    g = Guides(byte_tokenizer(), 300, [299], sandbox=Asked()); box = g.sandbox.box; killed = box.killed
+    here = []
+    inner = Guides._matcher
+    monkeypatch.setattr(Guides, '_matcher', lambda self, spec: here.append(spec) or inner(self, spec))
+    g = Guides(byte_tokenizer(), 300, [299], sandbox=Asked())
+    box = g.sandbox.box
+    killed = box.killed
     assert (box.seconds, box.memory)==(1., 512<<20)
-    with pytest.raises(RequestError) as e: g.check(BOMBS[bomb]())
+    with pytest.raises(RequestError) as e:
+        g.check(BOMBS[bomb]())
     assert e.value.status==400 and len(str(e.value))<500 and 'backtrace' not in str(e.value)
     assert not here and g.sandbox.n==(bomb not in AT_THE_DOOR)
     assert box.killed-killed in ((1,) if bomb in FATAL else (0,1) if g.sandbox.n else (0,))
@@ -310,7 +356,8 @@ def walk(guide, n=60):
     rng = random.Random(0)
     for k in range(n):
         may = [i for i in np.flatnonzero(unpack(guide.mask(), 300)).tolist() if i!=299]
-        if not may: return k
+        if not may:
+            return k
         guide.accept(rng.choice(may))
     return n
 
@@ -319,9 +366,12 @@ def test_grammars_that_only_look_dangerous(name, monkeypatch):
     "They compile, and no mask on the way costs even half of the work that the library lets one cost: a step of the engine waits for it"
     import llguidance
     from atlas.text import guide as module
-    tight = module._limits(); fuel = tight.step_lexer_fuel//2
+    tight = module._limits()
+    fuel = tight.step_lexer_fuel//2
     monkeypatch.setattr(module, '_limits', lambda: llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=tight.max_lexer_states, step_lexer_fuel=fuel, step_max_items=tight.step_max_items//2))
-    g = made('bytes'); g.check(TAME[name]); guide = g.start(TAME[name])
+    g = made('bytes')
+    g.check(TAME[name])
+    guide = g.start(TAME[name])
     assert walk(guide) and not guide.error
 
 def test_a_mask_that_is_too_much_work_fails_its_answer():
@@ -333,16 +383,21 @@ def test_threads_share_guides():
     g,bad = made('bytes'),[]
     def work(k):
         try:
-            for i in range(12): assert accepts(g, J({'type':'integer','minimum':i%5,'maximum':9}), '7')
-        except BaseException as e: bad.append(e)
+            for i in range(12):
+                assert accepts(g, J({'type':'integer','minimum':i%5,'maximum':9}), '7')
+        except BaseException as e:
+            bad.append(e)
     ts = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for t in ts: t.start()
-    for t in ts: t.join()
+    for t in ts:
+        t.start()
+    for t in ts:
+        t.join()
     assert not bad and len(g._known)==5
 
 def test_few_stay_compiled():
     g = Guides(byte_tokenizer(), 300, [299], keep=4)
-    for i in range(9): g.check(dict(kind='choice', choices=[f'c{i}']))
+    for i in range(9):
+        g.check(dict(kind='choice', choices=[f'c{i}']))
     assert len(g._known)==4 and accepts(g, dict(kind='choice', choices=['c0']), 'c0')
 
 # Calls of tools: what the grammar lets through, the parser reads
@@ -353,28 +408,36 @@ TOOLS = [dict(name='get_weather', parameters={'type':'object','properties':{'cit
 CALL_MARKS = ('<|channel|>','<|message|>','<|end|>','<|start|>','<|constrain|>','<|call|>','[TOOL_CALLS]','[ARGS]','<|"|>','<|tool_call>','<tool_call|>')
 
 def call_guides(kind):
-    if kind=='plain': return guides()
-    if 'calls' not in _made: t = byte_level((*CALL_MARKS,'</think>','<end>'), 300); _made['calls'] = Guides(t, t.vocab_size, t.encode('<end>'))
+    if kind=='plain':
+        return guides()
+    if 'calls' not in _made:
+        t = byte_level((*CALL_MARKS,'</think>','<end>'), 300)
+        _made['calls'] = Guides(t, t.vocab_size, t.encode('<end>'))
     return _made['calls']
 
 @pytest.mark.parametrize('kind', ('plain','special'))
 @pytest.mark.parametrize('parser', FORMATS)
 def test_calls_are_read_back(parser, kind):
-    g = call_guides(kind); spec = dict(kind='tools', parser=parser, tools=TOOLS, choice='required', parallel=True)
+    g = call_guides(kind)
+    spec = dict(kind='tools', parser=parser, tools=TOOLS, choice='required', parallel=True)
     seen,n = set(),0
     for seed in range(14):
         ids = draw(g, spec, seed, 500)
-        if ids is None: continue
-        got = parse_tools(parser, text := text_of(g, ids), [dict(type='function', function=t) for t in TOOLS]); n += 1
+        if ids is None:
+            continue
+        got = parse_tools(parser, text := text_of(g, ids), [dict(type='function', function=t) for t in TOOLS])
+        n += 1
         assert got.calls, text
         for c in got.calls:
-            tool = next(t for t in TOOLS if t['name']==c.name); seen.add(c.name)
+            tool = next(t for t in TOOLS if t['name']==c.name)
+            seen.add(c.name)
             Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
     assert n>2 and len(seen)>1
 
 @pytest.mark.parametrize('parser', FORMATS)
 def test_one_call_only(parser):
-    g = guides(); spec = dict(kind='tools', parser=parser, tools=TOOLS[1:2], choice='required', parallel=False)
+    g = guides()
+    spec = dict(kind='tools', parser=parser, tools=TOOLS[1:2], choice='required', parallel=False)
     drawn = [ids for seed in range(12) if (ids := draw(g, spec, seed, 400)) is not None]
     assert drawn
     called = [dict(type='function', function=TOOLS[1])]
@@ -385,10 +448,14 @@ def test_one_call_only(parser):
 @pytest.mark.parametrize('parser', [p for p in FORMATS if p not in ('openai',)])
 def test_calls_that_may_be(parser):
     "Any text until the mark; then a call, and nothing else"
-    g = guides(); spec = dict(kind='tools', parser=parser, tools=TOOLS, choice='auto', parallel=False)
-    guide = g.start(spec); assert guide.mask() is None
-    for t in spelt(g, 'Let me see: '): guide.accept(t)
-    e = guide.fork(); assert e.mask() is None and not e.ended
+    g = guides()
+    spec = dict(kind='tools', parser=parser, tools=TOOLS, choice='auto', parallel=False)
+    guide = g.start(spec)
+    assert guide.mask() is None
+    for t in spelt(g, 'Let me see: '):
+        guide.accept(t)
+    e = guide.fork()
+    assert e.mask() is None and not e.ended
     ids = next(i for seed in range(20) if (i := draw(g, spec|dict(choice='required'), seed, 500)) is not None)
     assert guide.validate(ids)==len(ids)
     assert guide.validate(spelt(g, guide._marks[0].words[0].decode()+"\x00"))==len(guide._marks[0].words[0])
@@ -403,7 +470,8 @@ def test_strings_of_calls_are_held_to_their_schema(parser, kind):
     called = [dict(type='function', function=TEXTS[0])]
     for seed in range(12):
         ids = draw(g, dict(kind='tools', parser=parser, tools=TEXTS, choice='required', parallel=False), seed, 400)
-        if ids is None: continue
+        if ids is None:
+            continue
         (c,) = parse_tools(parser, text_of(g, ids), called).calls
         n += 1
         Draft202012Validator(TEXTS[0]['parameters'], format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(c.arguments))
@@ -412,9 +480,12 @@ def test_strings_of_calls_are_held_to_their_schema(parser, kind):
 def test_what_a_call_cannot_be_held_to_is_refused():
     odd = dict(name='f', parameters={'type':'object','properties':{'a':{'type':'string'}},'patternProperties':{'^x':{'type':'integer'}}})
     for parser in ('glm45','pythonic'):
-        with pytest.raises(RequestError, match='patternProperties') as e: guides().check(dict(kind='tools', parser=parser, tools=[odd], choice='required'))
-        assert e.value.param=='tools'; guides().check(dict(kind='tools', parser=parser, tools=[odd], choice='required', strict=False))
-        with pytest.raises(RequestError, match='not'): guides().check(dict(kind='tools', parser=parser, tools=[dict(name='f', parameters={'properties':{'a':{'not':{}}}})], choice='required'))
+        with pytest.raises(RequestError, match='patternProperties') as e:
+            guides().check(dict(kind='tools', parser=parser, tools=[odd], choice='required'))
+        assert e.value.param=='tools'
+        guides().check(dict(kind='tools', parser=parser, tools=[odd], choice='required', strict=False))
+        with pytest.raises(RequestError, match='not'):
+            guides().check(dict(kind='tools', parser=parser, tools=[dict(name='f', parameters={'properties':{'a':{'not':{}}}})], choice='required'))
 
 ODD_CHARS = list(' -.:/\\"\'<>{}[](),=|$#@&;\n\t')+['é','｜','\x01','🙂']
 @pytest.mark.parametrize('parser', FORMATS)
@@ -425,8 +496,11 @@ def test_odd_names_are_read_back_or_refused(parser):
     for n in [f'a{c}b' for c in ODD_CHARS]+['1a',' a','a ']:
         for tool in (dict(name=n, parameters=obj({'k':number})), dict(name='f', parameters=obj({n:number})), dict(name='f', parameters=obj({'k':obj({n:number})}))):
             spec = dict(kind='tools', parser=parser, tools=[tool], choice='required', parallel=False)
-            try: g.check(spec)
-            except RequestError as e: assert e.param=='tools' and ' name ' in str(e); continue
+            try:
+                g.check(spec)
+            except RequestError as e:
+                assert e.param=='tools' and ' name ' in str(e)
+                continue
             text = text_of(g, next(ids for seed in range(20) if (ids := draw(g, spec, seed, 400)) is not None))
             (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).calls
             read += 1
@@ -445,11 +519,14 @@ def test_odd_schemas_of_tools_are_followed(case):
     "Whatever is drawn, the parser reads what the schema says, which it does by types alone"
     g,params,n = guides(),{'type':'object','properties':{'p':ODD[case],'never':False},'required':['p'],'additionalProperties':False,'$defs':DEFS},0
     for parser in ('hermes','qwen3_coder','glm45','deepseek_v32','pythonic','gemma4'):
-        tool = dict(name='f', parameters=params); spec = dict(kind='tools', parser=parser, tools=[tool], choice='required', parallel=False)
+        tool = dict(name='f', parameters=params)
+        spec = dict(kind='tools', parser=parser, tools=[tool], choice='required', parallel=False)
         for seed in range(12):
-            if (ids := draw(g, spec, seed, 400)) is None: continue
+            if (ids := draw(g, spec, seed, 400)) is None:
+                continue
             text = text_of(g, ids)
-            if re.search(r'\d[eE][+-]?\d{3}', text): continue  # a number that no float holds
+            if re.search(r'\d[eE][+-]?\d{3}', text):
+                continue  # a number that no float holds
             (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).calls
             n += 1
             Draft202012Validator(params, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(c.arguments))
@@ -459,13 +536,15 @@ NOT_OF_CALLS = {'references that differ': {'$ref':'#/$defs/word','type':'integer
 @pytest.mark.parametrize('case', NOT_OF_CALLS)
 def test_odd_schemas_of_tools_that_are_refused(case):
     tool = dict(name='f', parameters={'type':'object','properties':{'p':NOT_OF_CALLS[case]},'required':['p'],'$defs':DEFS})
-    with pytest.raises(RequestError) as e: guides().check(dict(kind='tools', parser='gemma4', tools=[tool], choice='required'))
+    with pytest.raises(RequestError) as e:
+        guides().check(dict(kind='tools', parser='gemma4', tools=[tool], choice='required'))
     assert e.value.status==400 and e.value.param=='tools'
 
 def test_arguments_are_an_object():
     guides().check(dict(kind='tools', parser='qwen3_coder', tools=[dict(name='f', parameters={'type':True})], choice='required', strict=False))
     for parser in ('qwen3_coder','pythonic'):
-        with pytest.raises(RequestError): guides().check(dict(kind='tools', parser=parser, tools=[dict(name='f', parameters={'$ref':'#/$defs/word','$defs':DEFS})], choice='required'))
+        with pytest.raises(RequestError):
+            guides().check(dict(kind='tools', parser=parser, tools=[dict(name='f', parameters={'$ref':'#/$defs/word','$defs':DEFS})], choice='required'))
 
 def test_leap_days_can_be_said_in_calls():
     tool = dict(name='f', parameters={'type':'object','properties':{'d':{'type':'string','format':'date'}},'required':['d']})
@@ -474,30 +553,36 @@ def test_leap_days_can_be_said_in_calls():
 
 def test_a_call_may_end_a_thought():
     "Where a parser takes a mark for the end of a thought, the guide of calls begins there; under any other guide it cannot be written"
-    g = guides(); tools = dict(kind='tools', parser='hermes', tools=TOOLS, after='</think>', early=['<tool_call>'])
+    g = guides()
+    tools = dict(kind='tools', parser='hermes', tools=TOOLS, after='</think>', early=['<tool_call>'])
     rest = '\n{"name": "ping", "arguments": {}}\n</tool_call>'
     for choice in ('required','auto'):
         assert accepts(g, tools|dict(choice=choice), 'hm<tool_call>'+rest) and accepts(g, tools|dict(choice=choice), 'hm</think><tool_call>'+rest) and not accepts(g, tools|dict(choice=choice), 'hm<tool_call>{}')
     plain = J({'type':'integer'}, after='</think>', early=['<tool_call>'])
     assert accepts(g, plain, 'hm</think>7') and g.start(plain).validate(spelt(g, 'hm<tool_call>'))==2+len('<tool_call')
     free = g.start(dict(kind='free', after='</think>', early=['<tool_call>'], budget=3))
-    for t in spelt(g, '<tool_call>'): free.accept(t) if free.mask() is None else free.accept(int(np.flatnonzero(unpack(free.mask(), 300))[0]))
+    for t in spelt(g, '<tool_call>'):
+        free.accept(t) if free.mask() is None else free.accept(int(np.flatnonzero(unpack(free.mask(), 300))[0]))
     other = g.start(dict(kind='free', after='</think>', early=['=='], budget=3))
-    for t in spelt(g, '=='): other.accept(t)
+    for t in spelt(g, '=='):
+        other.accept(t)
     assert other.mask() is None and not other._marks
 
 @pytest.mark.parametrize('parser', [p for p in FORMATS if p not in ('openai','llama3_json')])
 def test_a_format_or_a_call(parser):
     "Who asks for a format and offers tools gets the one or the other"
-    g = guides(); spec = dict(kind='tools', parser=parser, tools=TOOLS[1:2], choice='auto', format=J({'type':'object','properties':{'ok':{'type':'boolean'}},'required':['ok'],'additionalProperties':False}), parallel=False)
+    g = guides()
+    spec = dict(kind='tools', parser=parser, tools=TOOLS[1:2], choice='auto', format=J({'type':'object','properties':{'ok':{'type':'boolean'}},'required':['ok'],'additionalProperties':False}), parallel=False)
     assert accepts(g, spec, '{"ok": true}') and not accepts(g, spec, 'Let me see') and not accepts(g, spec, '{"ok": 1}')
     ids = next(i for seed in range(20) if (i := draw(g, dict(kind='tools', parser=parser, tools=TOOLS[1:2], choice='required', parallel=False), seed, 400)) is not None)
     assert accepts(g, spec, '', ids)
-    with pytest.raises(RequestError) as e: g.check(spec|dict(format=J({'not':{}})))
+    with pytest.raises(RequestError) as e:
+        g.check(spec|dict(format=J({'not':{}})))
     assert e.value.param=='response_format'
 
 def test_a_format_or_a_call_of_harmony():
-    g = call_guides('special'); spec = dict(kind='tools', parser='openai', tools=TOOLS[1:2], choice='auto', format=J({'type':'integer'}), after=['<|channel|>final','<|message|>'], early=[' to=functions.'])
+    g = call_guides('special')
+    spec = dict(kind='tools', parser='openai', tools=TOOLS[1:2], choice='auto', format=J({'type':'integer'}), after=['<|channel|>final','<|message|>'], early=[' to=functions.'])
     ids = lambda text: g._exactly(text)
     assert accepts(g, spec, '', ids('<|channel|>final<|message|>7')) and not accepts(g, spec, '', ids('<|channel|>final<|message|>x')) and not accepts(g, spec, '', ids('<|channel|>final<|message|> to=functions.'))
     assert accepts(g, spec, '', ids('<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{}')) and not accepts(g, spec, '', ids('<|channel|>commentary to=functions.pong'))
@@ -508,17 +593,21 @@ def test_definitions_that_refer_to_themselves():
     many = {'$defs':{'a':{'anyOf':[{'$ref':'#/$defs/a'}]*50+[{'type':'integer'}]}},'type':'object','properties':{'n':{'$ref':'#/$defs/a'}}}
     for parser in FORMATS:
         guides().check(dict(kind='tools', parser=parser, tools=[dict(name='f', parameters=tree)], choice='required'))
-        try: guides().check(dict(kind='tools', parser=parser, tools=[dict(name='f', parameters=many)], choice='required'))
-        except RequestError as e: assert len(str(e))<400
+        try:
+            guides().check(dict(kind='tools', parser=parser, tools=[dict(name='f', parameters=many)], choice='required'))
+        except RequestError as e:
+            assert len(str(e))<400
     assert accepts(guides(), dict(kind='tools', parser='pythonic', tools=[dict(name='f', parameters=tree)], choice='required', parallel=False), '[f(n={"b": {"a": {}}})]')
 
 def test_large_guides_do_not_stay_together():
     g = Guides(byte_tokenizer(), 300, [299])
-    for i in range(6): g.check(dict(kind='choice', choices=[f'{i}'+'x'*500_000]))
+    for i in range(6):
+        g.check(dict(kind='choice', choices=[f'{i}'+'x'*500_000]))
     assert 1<=len(g._known)<=4
 
 def test_unknown_formats_are_refused():
-    with pytest.raises(RequestError, match='cannot be guided') as e: guides().check(dict(kind='tools', parser='nobody', tools=TOOLS))
+    with pytest.raises(RequestError, match='cannot be guided') as e:
+        guides().check(dict(kind='tools', parser='nobody', tools=TOOLS))
     assert e.value.param=='tools'
 
 # Whole engines
@@ -533,12 +622,14 @@ def net(device):
             with imagine('toy-guides', 'bf16') as ck:
                 ck.kind = 'numbers'  # a card would make up its own
                 _nets[device] = load_model(ck, Host() if device=='host' else Emulator(), 512)
-        finally: del PRESETS['toy-guides']
+        finally:
+            del PRESETS['toy-guides']
     return _nets[device]
 DEVICES = ('host', pytest.param('emulator', marks=pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')))
 
 def engine(device='host', seqs=4, blocks=60, g=None, ctx=200, **kw):
-    m = net(device); host = device=='host'
+    m = net(device)
+    host = device=='host'
     c = KVCache(m.c, m.device, blocks, 16, np.float32 if host else 'bf16', 2*seqs)
     s = Scheduler(c.pool, seqs, ctx, 64, **kw)
     stepper = HostStepper(m, c) if host else CardStepper(m, c, s)
@@ -547,13 +638,17 @@ def engine(device='host', seqs=4, blocks=60, g=None, ctx=200, **kw):
 def serve(e, *requests, each=lambda events: None):
     "Token ids and the last event of each request"
     out = {r.id:SimpleNamespace(ids=[], end=None, events=[]) for r in requests}
-    for r in requests: e.add(r)
+    for r in requests:
+        e.add(r)
     while e.has_work:
         each(events := e.step())
         for v in events:
-            o = out[v.id]; o.events.append(v)
-            if v.token is not None: o.ids.append(v.token)
-            assert o.end is None; o.end = v if v.finish else None
+            o = out[v.id]
+            o.events.append(v)
+            if v.token is not None:
+                o.ids.append(v.token)
+            assert o.end is None
+            o.end = v if v.finish else None
     assert not e._samplers and not e.cache.pool.used
     assert not getattr(e.stepper, 'lanes', None)  # which only a card has
     return out
@@ -567,15 +662,20 @@ HOT,ALL = dict(temperature=1.2, seed=5, logprobs=2),dict(temperature=.7, top_k=2
 @pytest.mark.parametrize('device,how', [('host',dict(temperature=0)), ('host',HOT), ('host',ALL), *(pytest.param('emulator', how, marks=DEVICES[1].marks) for how in (dict(temperature=0),ALL))])
 def test_answers_follow_their_guides(device, how):
     "Alone and in company, and company changes nothing; who has no guide does not notice"
-    host = device=='host'; most = 60 if host else 14
+    host = device=='host'
+    most = 60 if host else 14
     reqs = [*(ask(i, s, most=most, **how) for i,s in enumerate(SPECS)), ask(9, None, most=14, **how)]
     got = serve(engine(device), *reqs)
     for r in reqs if host else reqs[1::4]:
-        o = got[r.id]; alone = serve(engine(device), r)[r.id]
+        o = got[r.id]
+        alone = serve(engine(device), r)[r.id]
         assert (o.ids, o.end.finish)==(alone.ids, alone.end.finish), r.id
-        if r.guide and 'after' not in r.guide and o.end.finish=='stop': assert accepts(guides(), r.guide, said(o))
-        if r.guide is None: assert o.ids==serve(engine(device), ask(9, None, most=14, **how))['r9'].ids and len(o.ids)==14
-        if how.get('logprobs'): assert all(np.isfinite(v.logprob) and len(v.top)==how['logprobs'] for v in o.events if v.token is not None)
+        if r.guide and 'after' not in r.guide and o.end.finish=='stop':
+            assert accepts(guides(), r.guide, said(o))
+        if r.guide is None:
+            assert o.ids==serve(engine(device), ask(9, None, most=14, **how))['r9'].ids and len(o.ids)==14
+        if how.get('logprobs'):
+            assert all(np.isfinite(v.logprob) and len(v.top)==how['logprobs'] for v in o.events if v.token is not None)
     assert got['r0'].end.finish=='length' or json.loads(said(got['r0']))['n'] in range(10, 100)
     assert said(got['r1']) in SPECS[1]['choices'] and said(got['r2'])[5:8].isdigit() and [got[f'r{i}'].end.finish for i in (1,2,3)]==['stop']*3
     assert said(got['r4']).endswith('=</a>')
@@ -585,36 +685,48 @@ def test_both_devices_choose_the_same():
     "The same logits and the same masks, greedy and drawn: the card's sampler and its twin agree on every token of an answer"
     from atlas.cuda.sample import SampleTable,sample_rows
     card,g,rng = Emulator(),guides(),np.random.default_rng(1)
-    t = SampleTable(card, 3, 300); ps = [SamplingParams(temperature=0), SamplingParams(temperature=1., seed=3), SamplingParams(temperature=1.5, seed=4, top_p=.8, frequency_penalty=.3, min_tokens=3)]
+    t = SampleTable(card, 3, 300)
+    ps = [SamplingParams(temperature=0), SamplingParams(temperature=1., seed=3), SamplingParams(temperature=1.5, seed=4, top_p=.8, frequency_penalty=.3, min_tokens=3)]
     ss = [SampleState(p, [1], 300, eos_ids=[299], guide=g.start(s)) for p,s in zip(ps, (SPECS[2], dict(kind='json_object'), SPECS[4]))]
-    for i,s in enumerate(ss): t.set(i, s)
+    for i,s in enumerate(ss):
+        t.set(i, s)
     for _ in range(9):
         x = rng.standard_normal((3,300)).astype('f4')
-        for i,s in enumerate(ss): t.allow(i, s.allowed())
-        ids = card.empty(3, 'int32'); sample_rows(card.upload(x), t, ids, greedy=False)
+        for i,s in enumerate(ss):
+            t.allow(i, s.allowed())
+        ids = card.empty(3, 'int32')
+        sample_rows(card.upload(x), t, ids, greedy=False)
         want = sample(x, [s.row() for s in ss]).ids
         assert card.download(ids).tolist()==want.tolist() and (want>=0).all()
-        for s,w in zip(ss, want): s.add(int(w))
+        for s,w in zip(ss, want):
+            s.add(int(w))
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_preempted_answers_go_on(device):
     seqs,reqs = 4 if device=='host' else 3,[ask(i, s, n=60, most=34, temperature=.9, seed=i) for i,s in enumerate([dict(kind='regex', pattern='([a-z]{5} ){5}[0-9]'), dict(kind='regex', pattern='[0-9]{33}'), None, SPECS[4]])]
-    plain = serve(engine(device, seqs), *reqs); e = engine(device, seqs, blocks=13, overcommit=4.)
+    plain = serve(engine(device, seqs), *reqs)
+    e = engine(device, seqs, blocks=13, overcommit=4.)
     tight = serve(e, *reqs)
     assert e.scheduler.totals['preemptions']>0 and all(accepts(guides(), r.guide, said(tight[r.id])) for r in reqs[:2])
     assert {k:(o.ids,o.end.finish) for k,o in plain.items()}=={k:(o.ids,o.end.finish) for k,o in tight.items()}
 
 class Fails:
     "A guide whose library gives up after two tokens"
-    def __init__(self, inner): self.inner,self.n,self.error,self.code = inner,0,None,'guide_failed'
+    def __init__(self, inner):
+        self.inner,self.n,self.error,self.code = inner,0,None,'guide_failed'
     ended = property(lambda self: False)
     def mask(self): return self.inner.mask() if self.n<2 else self.fail('it broke')
-    def accept(self, t): self.n += 1; self.inner.accept(t)
-    def fail(self, why): self.error = why; return np.zeros(10, np.uint32)
+    def accept(self, t):
+        self.n += 1
+        self.inner.accept(t)
+    def fail(self, why):
+        self.error = why
+        return np.zeros(10, np.uint32)
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_a_guide_that_fails_fails_its_request(device):
-    g = guides(); other = SimpleNamespace(start=lambda s: Fails(g.start(dict(kind='json_object'))) if s=='bad' else g.start(s))
+    g = guides()
+    other = SimpleNamespace(start=lambda s: Fails(g.start(dict(kind='json_object'))) if s=='bad' else g.start(s))
     got = serve(engine(device, g=other), ask(0, 'bad'), ask(1, SPECS[1]), ask(2, None, most=9))
     assert (got['r0'].end.finish, got['r0'].end.code, got['r0'].end.error, len(got['r0'].ids))==('error','guide_failed','it broke',2)
     assert typed_error('guide_failed', 'it broke').status==400, 'clients send a 500 again by themselves'
@@ -643,31 +755,46 @@ def test_a_card_loses_nothing_without_guides():
         airborne.clear()
         serve(e, *reqs, each=lambda _: airborne.append(e.flying is not None))
         return list(airborne)
-    plain = run(ask(0, None, most=20)); assert plain.count(True)==19
-    e.add(ask(1, None, most=40)); [e.step() for _ in range(5)]; assert e._steady(1)
+    plain = run(ask(0, None, most=20))
+    assert plain.count(True)==19
+    e.add(ask(1, None, most=40))
+    [e.step() for _ in range(5)]
+    assert e._steady(1)
     e.add(ask(2, SPECS[1]))
-    for _ in range(2): e.step()
+    for _ in range(2):
+        e.step()
     assert not e._steady(1) and e.flying
-    while 'r2' in e._samplers: e.step()
-    e.step(); e.step(); assert e._steady(1)
-    while e.has_work: e.step()
+    while 'r2' in e._samplers:
+        e.step()
+    e.step()
+    e.step()
+    assert e._steady(1)
+    while e.has_work:
+        e.step()
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_aborts(device):
-    e = engine(device); reqs = [ask(i, s) for i,s in enumerate([*SPECS[:3], None])]
-    for r in reqs: e.add(r)
-    for _ in range(3): e.step()
+    e = engine(device)
+    reqs = [ask(i, s) for i,s in enumerate([*SPECS[:3], None])]
+    for r in reqs:
+        e.add(r)
+    for _ in range(3):
+        e.step()
     assert [v.finish for v in e.abort('r0')+e.abort('r3')]==['abort']*2
     left = []
-    while e.has_work: left += e.step()
+    while e.has_work:
+        left += e.step()
     assert {v.id for v in left if v.finish}=={'r1','r2'} and not e._samplers and not e.cache.pool.used
 
 def test_guides_are_refused_at_the_door():
-    e = engine(); e.guides = None
-    with pytest.raises(RequestError, match='tokenizer'): e.add(ask(0, SPECS[0]))
+    e = engine()
+    e.guides = None
+    with pytest.raises(RequestError, match='tokenizer'):
+        e.add(ask(0, SPECS[0]))
     e = engine()
     for bad in (dict(kind='xml'), dict(kind='regex', pattern='('), J({'type':'strin'}), J(deep(10_000))):
-        with pytest.raises(RequestError): e.add(ask(0, bad))
+        with pytest.raises(RequestError):
+            e.add(ask(0, bad))
     assert not e.has_work and not e._samplers
 
 # The door
@@ -675,8 +802,10 @@ def test_guides_are_refused_at_the_door():
 @pytest.fixture(scope='module')
 def llm():
     PRESETS['toy-guides'] = SMALL
-    try: return LLM('toy-guides', 'cpu', load_format='dummy', max_seq_len=300)
-    finally: del PRESETS['toy-guides']
+    try:
+        return LLM('toy-guides', 'cpu', load_format='dummy', max_seq_len=300)
+    finally:
+        del PRESETS['toy-guides']
 
 def test_generate(llm):
     p = SamplingParams(temperature=1., seed=1, max_tokens=120, n=4)
@@ -686,7 +815,8 @@ def test_generate(llm):
     assert ''.join(d.text for d in llm.stream('x', replace(p, n=1), guide=SPECS[1])) in SPECS[1]['choices']
     assert llm.chat([dict(role='user', content='hi')], p, guide=SPECS[1]).text in SPECS[1]['choices']
     assert llm.generate('x', p).text!=llm.generate('x', p, guide=SPECS[1]).text
-    with pytest.raises(RequestError, match='look-around'): llm.generate('x', p, guide=dict(kind='regex', pattern='(?!a)b'))
+    with pytest.raises(RequestError, match='look-around'):
+        llm.generate('x', p, guide=dict(kind='regex', pattern='(?!a)b'))
     assert not llm.engine.has_work and not llm._boxes
 
 def test_a_stop_string_and_the_end_of_a_guide_in_one_step(llm):
@@ -712,14 +842,17 @@ def test_thinking_budget(llm):
 def test_no_tokenizer():
     from pathlib import Path
     m = LLM(str(Path(__file__).parent/'data'/'smollm2-tied'), device='cpu', max_seq_len=64)
-    with pytest.raises(RequestError, match='no tokenizer'): m.generate([1,2], guide=SPECS[1])
+    with pytest.raises(RequestError, match='no tokenizer'):
+        m.generate([1,2], guide=SPECS[1])
 
 def test_a_space_at_the_beginning_is_kept():
     "SentencePiece drops the space before a text; one that a guide asked for is no such space"
     from atlas.text.deltas import gather
     from atlas.text.generation import ChoiceReader
     from atlas.ground.requests import Event
-    g = guides('pieces'); ids = spelt(g, ' yes'); out = {}
+    g = guides('pieces')
+    ids = spelt(g, ' yes')
+    out = {}
     for exact in (False,True):
         reader = ChoiceReader(g.tokenizer.detokenizer(continuing=exact), SamplingParams())
         deltas = reader.feed([Event('r', t) for t in ids])

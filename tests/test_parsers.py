@@ -31,8 +31,11 @@ def run(s, pieces):
     calls = {}
     for p in out:
         for c in getattr(p, 'calls', ()):
-            if c.index not in calls: assert c.name and c.id and c.index==len(calls); calls[c.index] = [c.name,'',c.id]
-            else: assert c.name is None and c.id is None
+            if c.index not in calls:
+                assert c.name and c.id and c.index==len(calls)
+                calls[c.index] = [c.name,'',c.id]
+            else:
+                assert c.name is None and c.id is None
             calls[c.index][1] += c.arguments
     return ''.join(p.reasoning for p in out) or None,''.join(p.content for p in out) or None,[tuple(c) for c in calls.values()],s.result()
 
@@ -56,7 +59,8 @@ CASES = [ # parsers, text, reasoning, content
 def test_reasoning_and_content(parser, text, reasoning, content):
     assert parse_reasoning(parser, text)==(reasoning,content)
 
-def test_vllm_names(): assert set(REASONING_PARSERS)=={'qwen3','deepseek_r1','openai_gptoss','gemma4','minimax_m2','mistral','glm45'}
+def test_vllm_names():
+    assert set(REASONING_PARSERS)=={'qwen3','deepseek_r1','openai_gptoss','gemma4','minimax_m2','mistral','glm45'}
 
 @pytest.mark.parametrize('parser', STARTS)
 @given(text=texts)
@@ -80,7 +84,8 @@ def test_only_marks_labels_and_blanks_are_lost(parser, text):
     "All other characters are in the reasoning or the content, in the order of the text"
     style,r = REASONING_PARSERS[parser],ReasoningStream(parser)
     out = ''.join(d.reasoning+d.content for d in [*map(r.feed, text), r.finish()])
-    for m in (*style.marks, *(['thought'] if style.label else [])): text,out = text.replace(m, ''),out.replace(m, '')
+    for m in (*style.marks, *(['thought'] if style.label else [])):
+        text,out = text.replace(m, ''),out.replace(m, '')
     assert ''.join(out.split())==''.join(text.split()) or style.early
 
 # ---- both together
@@ -100,15 +105,19 @@ def test_cuts_do_not_show_in_a_split(reasoning, tools, text, at, thinking):
         s = make()
         r2,c2,calls2,a2 = run(s, pieces)
         assert (r2,a2)==(r,a)
-        if not (a.calls and tools=='llama3_json'): assert (c2 or '').strip()==(a.content or '').strip()
+        if not (a.calls and tools=='llama3_json'):
+            assert (c2 or '').strip()==(a.content or '').strip()
         assert [c[:2] for c in calls2]==[(t.name,t.arguments) for t in a.calls] and s.calling==bool(a.calls)
 
 @pytest.mark.parametrize('reasoning,tools', [p for p in PAIRS if p[1] in ('openai','hermes')])
 @given(text=texts)
 @many
 def test_arguments_are_words_of_the_model(reasoning, tools, text):
-    s = Splitter(reasoning, tools, TOOLS); s.feed(text); s.finish()
-    for t in s.result().calls: assert t.arguments in text and t.name in text or t.arguments=='{}'
+    s = Splitter(reasoning, tools, TOOLS)
+    s.feed(text)
+    s.finish()
+    for t in s.result().calls:
+        assert t.arguments in text and t.name in text or t.arguments=='{}'
 
 def test_a_thought_then_words_then_a_call():
     s = Splitter('openai_gptoss', 'openai')
@@ -134,20 +143,27 @@ def test_a_thought_that_is_closed_behind_its_call(reasoning, tools, call, args, 
     for pieces in ([text], list(text)):
         r,c,calls,a = run(Splitter(reasoning, tools, TOOLS), pieces)
         assert (r,[x[:2] for x in calls])==('Hm.',[('f',args)])==(a.reasoning,[(t.name,t.arguments) for t in a.calls])
-        if tools!='hermes': assert ((c or '').strip() or None,a.content)==(said,said)   # which drops what is said behind a call
-        else: assert c is a.content is None
+        if tools!='hermes':
+            assert ((c or '').strip() or None,a.content)==(said,said)   # which drops what is said behind a call
+        else:
+            assert c is a.content is None
 
 def test_thinking_tells_where_a_token_belongs():
     s,seen = Splitter('qwen3', None),[]
-    for p in ['<think>','One',' two','</think>','Three']: s.feed(p); seen.append(s.thinking)
+    for p in ['<think>','One',' two','</think>','Three']:
+        s.feed(p)
+        seen.append(s.thinking)
     assert seen==[True,True,True,False,False]
     s,seen = Splitter('openai_gptoss', 'openai'),[]
-    for p in ['<|channel|>','analysis','<|message|>','One','<|end|>',S,'assistant','<|channel|>','final','<|message|>','Two']: s.feed(p); seen.append(s.thinking)
+    for p in ['<|channel|>','analysis','<|message|>','One','<|end|>',S,'assistant','<|channel|>','final','<|message|>','Two']:
+        s.feed(p)
+        seen.append(s.thinking)
     assert [i for i,t in enumerate(seen) if t]==[2,3]
 
 @pytest.mark.parametrize('parser,prompt,state', [('qwen3','<|im_start|>assistant\n<think>\n',True), ('qwen3','<|im_start|>assistant\n<think>\n\n</think>\n\n',False), ('qwen3','<|im_start|>assistant\n',None),
     ('gemma4','<|channel>thought\n',True), ('gemma4','<|channel>thought\n<channel|>',False), ('minimax_m2',']~b]ai\n<think>\n',True), (None,'<think>',None)])
-def test_prompt_says_how_an_answer_begins(parser, prompt, state): assert begins(parser, prompt)==begins(parser, 'x'*500+prompt)==state
+def test_prompt_says_how_an_answer_begins(parser, prompt, state):
+    assert begins(parser, prompt)==begins(parser, 'x'*500+prompt)==state
 
 # ---- harmony
 
@@ -165,7 +181,8 @@ def test_a_channel_that_is_written_twice():
 
 @pytest.mark.parametrize('head,reasoning,content', [(' analysis','Hm',None), (' final',None,'Hm'), ('commentary to=assistant<|channel|>analysis','Hm',None),
     ('commentary to=assistant<|channel|>final',None,'Hm')])
-def test_channels_of_another_look(head, reasoning, content): assert parse_reasoning('openai_gptoss', f'<|channel|>{head}<|message|>Hm<|end|>')==(reasoning,content)
+def test_channels_of_another_look(head, reasoning, content):
+    assert parse_reasoning('openai_gptoss', f'<|channel|>{head}<|message|>Hm<|end|>')==(reasoning,content)
 
 @pytest.mark.parametrize('name,kept_name', [('functions.f','f'), ('f','f'), ('math.sum','math.sum'), ('functions.math.sum','math.sum')])
 def test_names(name, kept_name):
@@ -187,8 +204,10 @@ def test_analysis_is_never_content(text):
 # ---- names, defaults, cost
 
 def test_unknown_names_are_refused():
-    with pytest.raises(RequestError, match='qwen9'): parse_reasoning('qwen9', '')
-    with pytest.raises(RequestError): parse_tools('qwen9', '')
+    with pytest.raises(RequestError, match='qwen9'):
+        parse_reasoning('qwen9', '')
+    with pytest.raises(RequestError):
+        parse_tools('qwen9', '')
 
 # as Granite 4 writes calls, and the results that follow them
 GRANITE4 = """{%- for m in messages %}
@@ -234,8 +253,10 @@ def test_no_text_takes_long(reasoning, tools):
     bits = [*kept(reasoning, tools), '<', '<|', ' ', '\n', '</think><think>', S+'assistant<|channel|>commentary to=functions.f<|message|>', 'thought\n']
     def seconds(bit, n, size):
         s,text,t = Splitter(reasoning, tools),bit*(n//len(bit)),time.process_time()
-        for i in range(0, len(text), size): s.feed(text[i:i+size])
-        s.finish(); s.result()
+        for i in range(0, len(text), size):
+            s.feed(text[i:i+size])
+        s.finish()
+        s.result()
         return time.process_time()-t
     def at_once(n): return seconds(b, n, n)
     def by_letters(n): return seconds(b, n, 1)

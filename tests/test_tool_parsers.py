@@ -28,26 +28,35 @@ def cut(parser, text, sizes, tools=None):
     "Content and calls of the pieces, and the result"
     s,k,ds = ToolStream(parser, tools),0,[]
     while k<len(text):
-        n = next(sizes); ds.append(s.feed(text[k:k+n])); k += n
+        n = next(sizes)
+        ds.append(s.feed(text[k:k+n]))
+        k += n
     ds.append(s.finish())
     calls = {}
     for d in ds:
         for x in d.calls:
-            if x.index not in calls: assert x.id and x.name is not None; calls[x.index] = [x.id, x.name, '']
-            else: assert x.id is None and x.name is None
+            if x.index not in calls:
+                assert x.id and x.name is not None
+                calls[x.index] = [x.id, x.name, '']
+            else:
+                assert x.id is None and x.name is None
             calls[x.index][2] += x.arguments
     assert list(calls)==list(range(len(calls))) and s.calling==bool(calls)
     said,result = ''.join(d.content for d in ds),s.result()
     meant = [(t.id,t.name,t.arguments) for t in result.calls]
     assert [tuple(c) for c in calls.values()]==meant
-    if parser=='llama3_json' and calls: assert result.content is None                                     # it alone shows words that a call then hides
-    else: assert (said.lstrip() if calls and TOOL_PARSERS[parser].blank=='strip' else said)==(result.content or '')
+    if parser=='llama3_json' and calls:
+        assert result.content is None                                     # it alone shows words that a call then hides
+    else:
+        assert (said.lstrip() if calls and TOOL_PARSERS[parser].blank=='strip' else said)==(result.content or '')
     return said,list(calls.values()),result
 def forever(n):
-    while True: yield n
+    while True:
+        yield n
 def ragged(seed):
     rng = random.Random(seed)
-    while True: yield rng.choice((1, 1, 2, 3, 5, 8, 13, 40))
+    while True:
+        yield rng.choice((1, 1, 2, 3, 5, 8, 13, 40))
 
 # -- case by case --------------------------------------------------------------------------------------------------------
 
@@ -332,7 +341,8 @@ def test_case(case):
 
 def test_names():
     assert set(FORMATS)<=set(TOOL_PARSERS)
-    with pytest.raises(RequestError, match='hermes'): ToolStream('nobody')
+    with pytest.raises(RequestError, match='hermes'):
+        ToolStream('nobody')
 
 def test_tools_of_any_form():
     "Tools come from strangers: odd ones are passed over"
@@ -381,10 +391,14 @@ def test_any_cut_says_the_same(parser, data):
 
 def leaves(v):
     if isinstance(v, dict):
-        for k,x in v.items(): yield k; yield from leaves(x)
+        for k,x in v.items():
+            yield k
+            yield from leaves(x)
     elif isinstance(v, list):
-        for x in v: yield from leaves(x)
-    else: yield v
+        for x in v:
+            yield from leaves(x)
+    else:
+        yield v
 
 @pytest.mark.parametrize('parser', KINDS)
 @many
@@ -394,12 +408,19 @@ def test_nothing_is_invented(parser, data):
     text = data.draw(soups(parser))
     for t in parse_tools(parser, text).calls:
         assert t.name in text and (t.name or parser=='mistral') # which hands on arguments that came without a name
-        if parser in ('llama3_json','mistral','deepseek_v3','deepseek_v31'): assert t.arguments in text or t.arguments=='{}'; continue
-        if parser=='hermes' and t.arguments in text: json.loads(t.arguments); continue
+        if parser in ('llama3_json','mistral','deepseek_v3','deepseek_v31'):
+            assert t.arguments in text or t.arguments=='{}'
+            continue
+        if parser=='hermes' and t.arguments in text:
+            json.loads(t.arguments)
+            continue
         for v in leaves(json.loads(t.arguments)):
-            if isinstance(v, str): assert v in text or all(part in text for part in v) , (v, text)
-            elif v is None: assert 'null' in text or 'None' in text
-            else: assert str(v).lower() in text.lower() or str(abs(v))[:1] in text or 'e' in text
+            if isinstance(v, str):
+                assert v in text or all(part in text for part in v) , (v, text)
+            elif v is None:
+                assert 'null' in text or 'None' in text
+            else:
+                assert str(v).lower() in text.lower() or str(abs(v))[:1] in text or 'e' in text
 
 @pytest.mark.parametrize('case', [c for c in CASES if c[3]], ids=lambda c: f'{c[0]}-{c[1][:20]!r}')
 def test_cut_short(case):
@@ -411,10 +432,12 @@ def test_cut_short(case):
         assert len(r.calls)<=len(full)
         for t,(name,args) in zip(r.calls, full):
             assert t.name==name or parser=='mistral' and t.arguments=='{}' # a name alone is a call there
-            if parser=='mistral': assert args.startswith(t.arguments) or t.arguments=='{}'
+            if parser=='mistral':
+                assert args.startswith(t.arguments) or t.arguments=='{}'
             elif parser not in ('gemma4','deepseek_v32'):
                 got,want = json.loads(t.arguments),json.loads(args)
-                if isinstance(want, dict): assert all(k in want and want[k]==v for k,v in got.items()), (text[:k], got)
+                if isinstance(want, dict):
+                    assert all(k in want and want[k]==v for k,v in got.items()), (text[:k], got)
 
 # -- there and back ---------------------------------------------------------------------------------------------------------
 
@@ -490,7 +513,8 @@ def test_deep(n):
     a,b,g = '['*n,']'*n,'{a:'*n
     for p,text in [('hermes', H(a+b)), ('hermes', H('{"a":'*n+'1'+'}'*n)), ('pythonic', f'[f(a={a}{b})]'), ('pythonic', f'[f(a={"-"*n}1)]'), ('pythonic', f'[f(a={"("*n}1{")"*n})]'), ('gemma4', M4('f', f'a:{a}{b}')), ('gemma4', M4('f', g+'}'*n))]:
         r = parse_tools(p, text)
-        if p!='hermes' or n>201: assert plain(r)==(None if p=='gemma4' else text, []), p
+        if p!='hermes' or n>201:
+            assert plain(r)==(None if p=='gemma4' else text, []), p
     for p,text in [('qwen3_coder', X('f', [('o',a+b)])), ('deepseek_v32', VV(V('f', ('o',a+b,'false')))), ('glm45', G('f', [('a',a+b)]))]:
         (t,) = parse_tools(p, text, TOOLS).calls
         assert t.name=='f' and (n<202 or json.loads(t.arguments) in ({'o': a+b}, {'a': a+b}))
@@ -505,7 +529,8 @@ def test_long_in_small_pieces(parser):
             for _ in range(n):
                 s.feed(unit)
                 assert len(s.buf)<300, (head, unit)
-            s.finish(); s.result()
+            s.finish()
+            s.result()
             return time.process_time()-t
         ok = linear(seconds, 2**14, loose=4)
         assert ok, (parser, head, unit)
@@ -516,14 +541,18 @@ def test_half_a_character(parser, text):
     "Half a surrogate pair is legal in JSON and in Python, and has no bytes in UTF-8"
     (t,) = parse_tools(parser, text, TOOLS).calls
     assert r'\ud83d' in t.arguments and json.loads(t.arguments) and t.arguments.encode()
-    if parser=='pythonic': assert json.loads(t.arguments)['o']=='😀'
+    if parser=='pythonic':
+        assert json.loads(t.arguments)['o']=='😀'
 
 def test_a_name_that_cannot_be_said():
-    for p,text in (('hermes', H('{}', r'f\ud83d')), ('llama3_json', r'{"name": "a\nb", "parameters": {}}')): assert plain(parse_tools(p, text))==(text, [])
+    for p,text in (('hermes', H('{}', r'f\ud83d')), ('llama3_json', r'{"name": "a\nb", "parameters": {}}')):
+        assert plain(parse_tools(p, text))==(text, [])
 
 def test_nothing_runs():
     "No parser calls eval, exec, compile or pickle, or brings in the module that could"
     for p in sorted((Path(atlas.__file__).parent/'calls').glob('*.py')):
         for n in ast.walk(ast.parse(p.read_text(encoding='utf-8'))):
-            if isinstance(n, ast.Name): assert n.id not in ('eval','exec','compile','__import__'), p
-            if isinstance(n, (ast.Import,ast.ImportFrom)): assert not {a.name for a in n.names} & {'ast','pickle','marshal','importlib','builtins'}, p
+            if isinstance(n, ast.Name):
+                assert n.id not in ('eval','exec','compile','__import__'), p
+            if isinstance(n, (ast.Import,ast.ImportFrom)):
+                assert not {a.name for a in n.names} & {'ast','pickle','marshal','importlib','builtins'}, p

@@ -38,15 +38,21 @@ def measure(x)->tuple[int,int]: # How many values, and how deep they are nested
     "The size of plain data, found without recursion; one level more than `MOST['depth']` is not entered"
     n,deep,todo = 0,0,[(x,1)]
     while todo and n<=MOST['nodes']:
-        v,d = todo.pop(); n += 1; deep = max(deep, d)
-        if d<=MOST['depth'] and isinstance(v, (dict,list,tuple)): todo += [(w, d+1) for w in (v.values() if isinstance(v, dict) else v)]
+        v,d = todo.pop()
+        n += 1
+        deep = max(deep, d)
+        if d<=MOST['depth'] and isinstance(v, (dict,list,tuple)):
+            todo += [(w, d+1) for w in (v.values() if isinstance(v, dict) else v)]
     return n,deep
 
 # %% ../../nbs/6_text/15_guide.ipynb #a99e8cb1
 def _need(spec, ok, name, what):
-    if not ok: _refuse(spec, f'{name} is {what}')
+    if not ok:
+        _refuse(spec, f'{name} is {what}')
 
-def _strings(x)->bool: "A list of strings, and not an empty one?"; return isinstance(x, (list,tuple)) and bool(x) and all(isinstance(s, str) for s in x)
+def _strings(x)->bool:
+    "A list of strings, and not an empty one?"
+    return isinstance(x, (list,tuple)) and bool(x) and all(isinstance(s, str) for s in x)
 def _is_tool(t)->bool: return isinstance(t, dict) and isinstance(t.get('name'), str) and isinstance(t.get('parameters'), dict|None)
 def _is_mark(t)->bool: return isinstance(t, str) and 0<len(t)<=MOST['after']
 
@@ -63,14 +69,22 @@ def _check_answer(spec):
     need(n<=MOST['nodes'], kind, f'made of more than {MOST["nodes"]:,} values')
     v = spec.get(KINDS[kind]) if KINDS[kind] else None
     match kind:
-        case 'json_schema': need(isinstance(v, (dict,bool)), 'schema', 'no object')
-        case 'regex'|'lark': need(isinstance(v, str) and v, KINDS[kind], 'empty or no text')
-        case 'choice': need(_strings(v), 'choices', 'empty or not a list of strings'); need(len(v)<=MOST['choices'], 'choices', f'longer than {MOST["choices"]:,}')
-        case 'tools': need(isinstance(v, (list,tuple)) and v and all(map(_is_tool, v)), 'tools', 'empty, or a tool has no name or no schema')
-        case 'free': need(spec.get('after'), 'after', 'missing')
-    if kind=='regex': need(len(v)<=MOST['pattern'], 'pattern', f'longer than {MOST["pattern"]:,} characters')
+        case 'json_schema':
+            need(isinstance(v, (dict,bool)), 'schema', 'no object')
+        case 'regex'|'lark':
+            need(isinstance(v, str) and v, KINDS[kind], 'empty or no text')
+        case 'choice':
+            need(_strings(v), 'choices', 'empty or not a list of strings')
+            need(len(v)<=MOST['choices'], 'choices', f'longer than {MOST["choices"]:,}')
+        case 'tools':
+            need(isinstance(v, (list,tuple)) and v and all(map(_is_tool, v)), 'tools', 'empty, or a tool has no name or no schema')
+        case 'free':
+            need(spec.get('after'), 'after', 'missing')
+    if kind=='regex':
+        need(len(v)<=MOST['pattern'], 'pattern', f'longer than {MOST["pattern"]:,} characters')
     if kind=='tools' and (f := spec.get('format')) is not None:
-        need(isinstance(f, dict) and f.get('kind') not in ('tools','free',None) and not _after(f), 'format', 'no guide of an answer'); _check(f)
+        need(isinstance(f, dict) and f.get('kind') not in ('tools','free',None) and not _after(f), 'format', 'no guide of an answer')
+        _check(f)
 
 # %% ../../nbs/6_text/15_guide.ipynb #94556ac2
 def _check_wait(spec):
@@ -86,20 +100,28 @@ def _check_wait(spec):
 def _check(spec):
     "Is `spec` a guide, of reasonable size?"
     kind = spec.get('kind') if isinstance(spec, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS: _refuse(spec, f'A guide is a {str(kind)[:40]!r}, expected one of {", ".join(KINDS)}')
-    _check_answer(spec); _check_wait(spec)
+    if not isinstance(kind, str) or kind not in KINDS:
+        _refuse(spec, f'A guide is a {str(kind)[:40]!r}, expected one of {", ".join(KINDS)}')
+    _check_answer(spec)
+    _check_wait(spec)
 
 # %% ../../nbs/6_text/15_guide.ipynb #26b61097
 def _key(spec)->str:
     "What two equal guides have in common. The order of a schema's properties is part of it"
-    try: s = json.dumps(spec, ensure_ascii=False); n = len(s.encode())
-    except (TypeError,ValueError,RecursionError): _check(spec); _refuse(spec, 'The guide is no plain JSON, or has half of a surrogate pair')
-    if n>MOST['bytes']: _refuse(spec, f'The guide has {n:,} bytes, at most {MOST["bytes"]:,} are allowed')
+    try:
+        s = json.dumps(spec, ensure_ascii=False)
+        n = len(s.encode())
+    except (TypeError,ValueError,RecursionError):
+        _check(spec)
+        _refuse(spec, 'The guide is no plain JSON, or has half of a surrogate pair')
+    if n>MOST['bytes']:
+        _refuse(spec, f'The guide has {n:,} bytes, at most {MOST["bytes"]:,} are allowed')
     return s
 
 def _ready(spec)->dict:
     "`spec`, if it is a guide at all"
-    _key(spec); _check(spec)
+    _key(spec)
+    _check(spec)
     return spec
 
 # %% ../../nbs/6_text/15_guide.ipynb #cc610144
@@ -109,10 +131,14 @@ _DATA = {'const','enum','default','examples','example'} # Words with values
 
 def _dated(s):
     "A schema in which days and times exist"
-    if isinstance(s, list): return [_dated(x) for x in s]
-    if not isinstance(s, dict): return s
+    if isinstance(s, list):
+        return [_dated(x) for x in s]
+    if not isinstance(s, dict):
+        return s
     out = {k:{n:_dated(x) for n,x in v.items()} if k in _NAMED and isinstance(v, dict) else v if k in _DATA else _dated(v) for k,v in s.items()}
-    if isinstance(f := s.get('format'), str) and f in DATES and 'pattern' not in s: del out['format']; out['pattern'] = f'^{DATES[f]}$'
+    if isinstance(f := s.get('format'), str) and f in DATES and 'pattern' not in s:
+        del out['format']
+        out['pattern'] = f'^{DATES[f]}$'
     return out
 
 def _schema(s, strict)->dict:
@@ -124,16 +150,21 @@ def _parts(spec, special)->tuple[str,dict]:
     "A guide as Lark, and what that names: JSON schemas and more Lark"
     strict = spec.get('strict', True)
     match spec['kind']:
-        case 'json_schema': return 'start: @s',{'s':_schema(spec['schema'], strict)}
-        case 'json_object': return 'start: @s',{'s':_schema({'type':'object'}, strict)}
-        case 'choice': return 'start: C\nC: '+' | '.join(map(literal, dict.fromkeys(spec['choices']))),{}
-        case 'lark': return spec['grammar'],{}
+        case 'json_schema':
+            return 'start: @s',{'s':_schema(spec['schema'], strict)}
+        case 'json_object':
+            return 'start: @s',{'s':_schema({'type':'object'}, strict)}
+        case 'choice':
+            return 'start: C\nC: '+' | '.join(map(literal, dict.fromkeys(spec['choices']))),{}
+        case 'lark':
+            return spec['grammar'],{}
         case 'regex':
             import llguidance
             return f'start: /{llguidance.regex_to_lark(spec["pattern"])}/',{}
     lark,subs,loose = call_grammar(spec, special)
     subs = {k:_schema(v, k not in loose) for k,v in subs.items()}
-    if spec.get('format') is None: return lark,subs
+    if spec.get('format') is None:
+        return lark,subs
     other,more = _parts(spec['format'], special)
     return 'start: @format | calls\n'+lark.replace('start:', 'calls:', 1),{'format':other}|more|subs
 
@@ -142,7 +173,8 @@ def as_grammar(
     special=(), # (id, text) of tokens that steer the model
 )->str|None: # What llguidance reads; None where anything goes
     "The grammar of a guide"
-    if spec['kind']=='free': return None
+    if spec['kind']=='free':
+        return None
     lark,subs = _parts(spec, special)
     named = [dict(name=k, lark_grammar=v) if isinstance(v, str) else dict(name=k, json_schema=v) for k,v in subs.items()]
     return json.dumps(dict(grammars=[dict(lark_grammar=lark+_OPTIONS), *named]), ensure_ascii=False)
@@ -155,7 +187,8 @@ def _limits():
 def _reason(e:str)->str:
     "The library's message without traces and long quotations"
     lines = [l.strip() for l in str(e).split('<backtrace>')[0].splitlines() if l.strip()]
-    if not lines or 'panic' in lines[0]: return 'it is too large'
+    if not lines or 'panic' in lines[0]:
+        return 'it is too large'
     why = next((l for l in lines[1:] if l.startswith('error:')), '')
     lines[0] = lines[0].split('. Enable ')[0]  # options of the library, which a request does not have
     return (lines[0][:200]+(f' ({why[:120]})' if why else '')).rstrip('.:')
@@ -164,7 +197,8 @@ def _reason(e:str)->str:
 class _Vocabulary:
     "A vocabulary, as the library wants it"
     is_tokenizer_wrapper,bos_token_id = True,None
-    def __init__(self, tokens, ends, special, cut): self.tokens,self.eos_token_id,self.special_token_ids,self._cut = tokens,ends[0],special,cut
+    def __init__(self, tokens, ends, special, cut):
+        self.tokens,self.eos_token_id,self.special_token_ids,self._cut = tokens,ends[0],special,cut
     def __call__(self, s): return self._cut(s)
     def build(self, ends):
         import llguidance
@@ -174,7 +208,8 @@ def _compile(vocabulary, grammar:str, spec):
     "A matcher at its beginning; a `RequestError` if the library refuses, or if no text fits"
     import llguidance
     m = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
-    if not m.is_error(): m.compute_bitmask()
+    if not m.is_error():
+        m.compute_bitmask()
     if m.is_error():
         why = _reason(m.get_error())
         _refuse(spec, f'The {spec.get("kind")} cannot be followed: '+('no text fits it' if 'NoExtension' in why else why),
@@ -185,7 +220,8 @@ def _compile(vocabulary, grammar:str, spec):
 @lru_cache(4)
 def _bytes_only(size, special):
     "A vocabulary of bytes, beside the special tokens of a model that is not here"
-    at = dict(special); words = [at.get(i, '').encode() for i in range(size)]+[bytes([b]) for b in range(256)]+[b'<end>']
+    at = dict(special)
+    words = [at.get(i, '').encode() for i in range(size)]+[bytes([b]) for b in range(256)]+[b'<end>']
     w = _Vocabulary(words, [len(words)-1], [*at, len(words)-1], lambda s: [size+b for b in (s.encode() if isinstance(s, str) else s)])
     return w.build([len(words)-1])
 
@@ -197,9 +233,11 @@ def check_alone(
     "What can be said of a guide without its model. Meant for a process that may be killed"
     words,out = _bytes_only(size, tuple(map(tuple, _ready(spec) and special))),{}
     def look(what, whose):
-        if (g := as_grammar(what, special)) is not None: out.update(dict.fromkeys(_compile(words, g, whose).get_grammar_warnings()))
+        if (g := as_grammar(what, special)) is not None:
+            out.update(dict.fromkeys(_compile(words, g, whose).get_grammar_warnings()))
     if spec['kind']=='tools':  # format and schemas must be right, whatever becomes of them in a call
-        if (f := spec.get('format')) is not None: look(f, f)
+        if (f := spec.get('format')) is not None:
+            look(f, f)
         for t in spec['tools']:
             how = dict(strict=bool(t.get('strict', spec.get('strict', True))))
             look(dict(kind='json_schema', schema=dict(t.get('parameters') or {})|{'type':'object'})|how, spec|how)
@@ -213,7 +251,8 @@ def _sandbox():
     global _box
     from atlas.text.sandbox import JOBS,Sandbox
     with _boxes:
-        if _box is None: _box = Sandbox({'check_guide':JOBS['check_guide']}, seconds=1., memory=512<<20, workers=1)
+        if _box is None:
+            _box = Sandbox({'check_guide':JOBS['check_guide']}, seconds=1., memory=512<<20, workers=1)
     return _box
 _boxes = threading.Lock()
 
@@ -221,14 +260,21 @@ def _roomy(f, stack=64<<20):
     "What `f()` returns, or raises, in a thread with a large stack"
     box = []
     def run():
-        try: box.append((f(), None))
-        except BaseException as e: box.append((None, e))
+        try:
+            box.append((f(), None))
+        except BaseException as e:
+            box.append((None, e))
     with _stacks:
         was = threading.stack_size(stack)
-        try: t = threading.Thread(target=run, name='guide'); t.start()
-        finally: threading.stack_size(was)
-    t.join(); out,e = box[0]
-    if e: raise e
+        try:
+            t = threading.Thread(target=run, name='guide')
+            t.start()
+        finally:
+            threading.stack_size(was)
+    t.join()
+    out,e = box[0]
+    if e:
+        raise e
     return out
 _stacks = threading.Lock()
 
@@ -243,7 +289,9 @@ class Mark:
     leaps:tuple=() # Texts that end this free part and all that follow
     bars:tuple=() # Texts that must not come
     @property
-    def words(self)->tuple: "All that ends it"; return (*[self.bytes]*bool(self.bytes), *self.leaps)
+    def words(self)->tuple:
+        "All that ends it"
+        return (*[self.bytes]*bool(self.bytes), *self.leaps)
 
 @dataclass
 class _Compiled:
@@ -297,7 +345,8 @@ def _vocabulary(self:Guides):
         if self._vocab is None:
             tokens = [self.tokenizer.token_bytes(i) for i in range(self.vocab_size)]
             ends = self.eos_ids or (self.vocab_size,)
-            for i in ends: tokens[i:i+1] = [b'<end-%d>'%i if i==self.vocab_size or not tokens[i] else tokens[i]]
+            for i in ends:
+                tokens[i:i+1] = [b'<end-%d>'%i if i==self.vocab_size or not tokens[i] else tokens[i]]
             special = sorted({*(i for i,_ in self.special), *ends})
             w = _Vocabulary(tokens, ends, special, partial(_cut, self.tokenizer)).build(ends)
             self._vocab = w,sorted((b,i) for i,b in enumerate(tokens[:self.vocab_size]) if b)
@@ -308,23 +357,30 @@ def _compiled(self:Guides, spec)->_Compiled:
     "The guide, compiled now or before"
     key = _key(spec)
     with self._lock:
-        if got := self._known.get(key): self._known.move_to_end(key); return got
+        if got := self._known.get(key):
+            self._known.move_to_end(key)
+            return got
     t = perf_counter()
     got = self._try(spec)
     with self._lock:
-        self._known[key] = got; self.seconds += perf_counter()-t
-        while len(self._known)>self.keep or len(self._known)>1 and sum(map(len, self._known))>MOST['kept']: self._known.popitem(last=False)
+        self._known[key] = got
+        self.seconds += perf_counter()-t
+        while len(self._known)>self.keep or len(self._known)>1 and sum(map(len, self._known))>MOST['kept']:
+            self._known.popitem(last=False)
     return got
 
 # %% ../../nbs/6_text/15_guide.ipynb #9d502155
 @patch
 def _try(self:Guides, spec)->_Compiled:
     "Compile a guide that was not seen before: in the child, then here"
-    _check(spec); m,calls,warnings = None,[],[]
+    _check(spec)
+    m,calls,warnings = None,[],[]
     if spec['kind']!='free':
-        try: warnings = (self.sandbox or _sandbox()).call('check_guide', spec, self.special, self.vocab_size)
+        try:
+            warnings = (self.sandbox or _sandbox()).call('check_guide', spec, self.special, self.vocab_size)
         except RequestError as e:
-            if e.code!='work_limit': raise
+            if e.code!='work_limit':
+                raise
             _refuse(spec, f'The {spec["kind"]} is too complex: {e.msg[:1].lower()}{e.msg[1:]}')
         m,*calls = [self._matcher(s) for s in self._apart(spec)]
     after = ''.join(_after(spec))
@@ -332,13 +388,15 @@ def _try(self:Guides, spec)->_Compiled:
     if spec.get('budget') is not None and not all(after.encode() in b''.join(map(self.tokenizer.token_bytes, f)) for f in (forced,longer)):
         _refuse(spec, f'The tokenizer cannot write {after!r}')
     marks,leaps = self._marks(spec, (calls or [m])[0])
-    for k in marks: self.free(k, b'')  # found now, and not in a step
+    for k in marks:
+        self.free(k, b'')  # found now, and not in a step
     return _Compiled(m, marks, warnings, forced, longer, leaps, *calls)
 
 @patch
 def _apart(self:Guides, spec)->list[dict]:
     "Harmony has a channel for the answer and another for calls, so that these are two grammars; elsewhere an answer and a call begin at the same place"
-    if spec.get('parser')!='openai' or spec.get('format') is None: return [spec]
+    if spec.get('parser')!='openai' or spec.get('format') is None:
+        return [spec]
     return [spec['format'], {k:v for k,v in spec.items() if k!='format'}]
 
 @patch
@@ -360,7 +418,9 @@ def _marks(self:Guides, spec, m)->tuple[tuple,dict]:
     return (*marks, *[Mark(b'', False, leaps=tuple(t.encode() for t in calls))]*bool(calls)),leaps
 
 @patch
-def _spell(self:Guides, text:str)->tuple[int,...]: "Tokens that write `text`"; return tuple(self.tokenizer.encode(text, False))
+def _spell(self:Guides, text:str)->tuple[int,...]:
+    "Tokens that write `text`"
+    return tuple(self.tokenizer.encode(text, False))
 @patch
 def _exactly(self:Guides, text:str)->tuple[int,...]:
     "The same, without what a tokenizer puts before a text; special tokens where the text has theirs"
@@ -372,12 +432,16 @@ def _exactly(self:Guides, text:str)->tuple[int,...]:
 @patch
 def _too_far(self:Guides, mark:bytes, k:int, bar:bool=False)->list[int]:
     "Tokens that go too far: that, behind the first `k` bytes of `mark`, complete it and go on, or with `bar` complete it at all; remembered"
-    if (got := self._bars.get((mark,k,bar))) is not None: return got
+    if (got := self._bars.get((mark,k,bar))) is not None:
+        return got
     words,rest,out = self._vocabulary()[1],mark[k:],[]
     for b,i in words[bisect_left(words, (rest,-1)):]:
-        if not b.startswith(rest): break
-        if bar or len(b)>len(rest): out.append(i)
-    if not k: out += [i for b,i in words if mark in b and (bar or not b.endswith(mark))]
+        if not b.startswith(rest):
+            break
+        if bar or len(b)>len(rest):
+            out.append(i)
+    if not k:
+        out += [i for b,i in words if mark in b and (bar or not b.endswith(mark))]
     self._bars[mark,k,bar] = out
     return out
 
@@ -386,7 +450,8 @@ def free(self:Guides, mark:Mark, tail:bytes)->np.ndarray|None:
     "The mask before `mark`, where `tail` is the end of the text so far; None: anything goes"
     ks = tuple((w, k, w in mark.bars) for w in (*mark.words*mark.exact, *mark.bars) for k in range(len(w)) if tail.endswith(w[:k]))
     if (key := (mark,ks)) not in self._bars:
-        if len(self._bars)>1000: self._bars.clear()
+        if len(self._bars)>1000:
+            self._bars.clear()
         may = np.ones(self.vocab_size, bool)
         may[[i for k in ks for i in self._too_far(*k)]+[*self.eos_ids]*mark.must] = False
         self._bars[key] = None if may.all() else pack(may)
@@ -398,7 +463,8 @@ def pack(
 )->np.ndarray: # uint32 [ceil(V/32)]
     "Bits of tokens that may be chosen"
     out = np.zeros(-(-len(may)//32)*4, np.uint8)
-    b = np.packbits(np.asarray(may, bool), bitorder='little'); out[:len(b)] = b
+    b = np.packbits(np.asarray(may, bool), bitorder='little')
+    out[:len(b)] = b
     return out.view(np.uint32)
 
 def unpack(
@@ -431,16 +497,24 @@ class Guide:
 def mask(self:Guide)->np.ndarray|None: # uint32 [ceil(V/32)], a new one each time or one that must not be changed
     "The tokens that may come next, a bit each, the first in the lowest; None: anything goes"
     g = self.guides
-    if self.error: return g.nothing
-    if self._queue: return pack(np.arange(g.vocab_size)==self._queue[0])
-    if self._marks: return g.free(self._marks[0], self._tail)
-    if self._m is None: return None
-    V = g.vocab_size; n = V+(not g.eos_ids)
+    if self.error:
+        return g.nothing
+    if self._queue:
+        return pack(np.arange(g.vocab_size)==self._queue[0])
+    if self._marks:
+        return g.free(self._marks[0], self._tail)
+    if self._m is None:
+        return None
+    V = g.vocab_size
+    n = V+(not g.eos_ids)
     out,t = np.zeros(-(-n//32), np.uint32),perf_counter()
     self._m.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
     g.mask_seconds += perf_counter()-t
-    if self._m.is_error(): return self.fail(_reason(self._m.get_error()))
-    if n!=V: out = out[:g.words]; out[V//32:] &= (1<<V%32)-1
+    if self._m.is_error():
+        return self.fail(_reason(self._m.get_error()))
+    if n!=V:
+        out = out[:g.words]
+        out[V//32:] &= (1<<V%32)-1
     return out if out.any() else self.fail('it allows nothing more')
 
 @patch
@@ -453,39 +527,54 @@ def fail(self:Guide, why:str)->np.ndarray:
 @patch
 def accept(self:Guide, token:int):
     "`token` was added to the answer"
-    if self.error: return
+    if self.error:
+        return
     if self._queue:
-        if token!=self._queue[0]: self.fail('a forced token was passed over'); return
+        if token!=self._queue[0]:
+            self.fail('a forced token was passed over')
+            return
         self._queue = self._queue[1:]
-    if self._marks: self._look(token)
-    elif self._m and not self._m.consume_token(token): self.fail(_reason(self._m.get_error()))
+    if self._marks:
+        self._look(token)
+    elif self._m and not self._m.consume_token(token):
+        self.fail(_reason(self._m.get_error()))
 
 @patch
 def _look(self:Guide, token):
     "Has the mark come, or a leap?"
-    m = self._marks[0]; self._n += 1
+    m = self._marks[0]
+    self._n += 1
     s = self._tail+self.guides.tokenizer.token_bytes(token)
     at,w = min(((i, w) for w in m.words if (i := s.find(w))>=0), default=(-1,b''))
-    if at<0: self._tail = s[-n:] if (n := max(map(len, (*m.words, *m.bars)))-1) else b''
-    elif w in m.leaps: self._tail,self._marks,self._queue = b'',(),(); self._tell(w)
-    else: self._tail,self._n,self._marks = s[at+len(w):],0,self._marks[1:]; self._queue = self._queue if self._marks else ()
+    if at<0:
+        self._tail = s[-n:] if (n := max(map(len, (*m.words, *m.bars)))-1) else b''
+    elif w in m.leaps:
+        self._tail,self._marks,self._queue = b'',(),()
+        self._tell(w)
+    else:
+        self._tail,self._n,self._marks = s[at+len(w):],0,self._marks[1:]
+        self._queue = self._queue if self._marks else ()
     self._hurry()
 
 @patch
 def _tell(self:Guide, opening):
     "What opened a call is the beginning of the grammar's text"
-    if self._calls: self._m = self._calls.deep_copy()
-    if self._m and not self._m.consume_tokens([*self._leaps[opening]]): self.fail(_reason(self._m.get_error()))
+    if self._calls:
+        self._m = self._calls.deep_copy()
+    if self._m and not self._m.consume_tokens([*self._leaps[opening]]):
+        self.fail(_reason(self._m.get_error()))
 
 @patch
 def _hurry(self:Guide):
     "Where the budget is spent, force the mark"
     m = self._marks[0] if self._marks else None
-    if m is None or self._queue or m.budget is None or self._n<m.budget: return
+    if m is None or self._queue or m.budget is None or self._n<m.budget:
+        return
     self._queue,k = self._longer if self._n else self._forced,max((k for k in range(len(m.bytes)) if self._tail.endswith(m.bytes[:k])), default=0)
     if k and len(self._forced)>1 and self._longer==self._forced and len(self._marks)==1:
         rest = self.guides._spell(m.bytes[k:].decode('utf-8','ignore'))
-        if b''.join(map(self.guides.tokenizer.token_bytes, rest))==m.bytes[k:]: self._queue = rest
+        if b''.join(map(self.guides.tokenizer.token_bytes, rest))==m.bytes[k:]:
+            self._queue = rest
 
 # %% ../../nbs/6_text/15_guide.ipynb #f79f5173
 @patch
@@ -498,13 +587,17 @@ def fork(self:Guide)->'Guide':
 @patch
 def validate(self:Guide, tokens:list[int])->int:
     "How many of `tokens` fit, one after the other"
-    if self.error: return 0
+    if self.error:
+        return 0
     tokens = [int(t) for t in tokens]
-    if not self._marks: return len(tokens) if self._m is None else self._m.validate_tokens(tokens)
+    if not self._marks:
+        return len(tokens) if self._m is None else self._m.validate_tokens(tokens)
     g = self.fork()
     for k,t in enumerate(tokens):
-        if not g._marks: return k+g.validate(tokens[k:])
+        if not g._marks:
+            return k+g.validate(tokens[k:])
         may = g.mask()
-        if may is not None and not may[t//32]>>t%32&1: return k
+        if may is not None and not may[t//32]>>t%32&1:
+            return k
         g.accept(t)
     return len(tokens)

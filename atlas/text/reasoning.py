@@ -69,11 +69,14 @@ def feed(self:Reasoner,
 )->Delta:
     "More of the model's text"
     if self.machine is None:
-        if text: self.answers.append(text)
+        if text:
+            self.answers.append(text)
         return Delta(content=text)
     self.buf,self.i = self.buf[self.i:]+text,0
-    try: next(self.machine)
-    except StopIteration: self.machine = None
+    try:
+        next(self.machine)
+    except StopIteration:
+        self.machine = None
     thought,text = ''.join(self._think),''.join(self._answer)
     self._think,self._answer = [],[]
     return Delta(thought, text)
@@ -91,15 +94,20 @@ def result(self:Reasoner)->tuple[str|None,str|None]: # Reasoning and content, No
 @patch
 def answer(self:Reasoner, text:str):
     "More of the answer"
-    if text: self.answers.append(text); self._answer.append(text)
+    if text:
+        self.answers.append(text)
+        self._answer.append(text)
 @patch
 def think(self:Reasoner, text:str):
     "More of the thoughts, less the blanks at their end"
     if self.style.tidy:
         kept = text.rstrip()
-        if not kept: return self.blanks.append(text)
+        if not kept:
+            return self.blanks.append(text)
         text,self.blanks = ''.join([*self.blanks, kept]),[text[len(kept):]]
-    if text: self.thoughts.append(text); self._think.append(text)
+    if text:
+        self.thoughts.append(text)
+        self._think.append(text)
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #763bd2a8
 _marks = cache(Marks)
@@ -112,7 +120,8 @@ def _upto(self:Reasoner, marks:Marks, out):
         end = m.start() if m else len(self.buf)-(0 if self.done else marks.partial(self.buf, self.i))
         text,self.i = self.buf[self.i:end],m.end() if m else end
         out(text)
-        if m or self.done: return m[0] if m else ''
+        if m or self.done:
+            return m[0] if m else ''
         yield
 @patch
 def _match(self:Reasoner, words, at:int=0):
@@ -120,8 +129,10 @@ def _match(self:Reasoner, words, at:int=0):
     longest = max(map(len, words))
     while True:
         s = self.buf[self.i+at:self.i+at+longest]
-        if w := next((w for w in words if s.startswith(w)), ''): return w
-        if self.done or not any(w.startswith(s) for w in words): return ''
+        if w := next((w for w in words if s.startswith(w)), ''):
+            return w
+        if self.done or not any(w.startswith(s) for w in words):
+            return ''
         yield
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #98b61a7e
@@ -130,34 +141,45 @@ def _start(self:Reasoner):
     "Find out what the text begins with"
     s,n = self.style,0
     while n<=self.blank:
-        if n<len(self.buf) and self.buf[n].isspace(): n += 1
-        elif n<len(self.buf) or self.done: break
-        else: yield
-    else: return
+        if n<len(self.buf) and self.buf[n].isspace():
+            n += 1
+        elif n<len(self.buf) or self.done:
+            break
+        else:
+            yield
+    else:
+        return
     w = yield from self._match((s.open, *s.early[:1], *([s.label] if s.label and not n else [])), n)
-    if s.early and w==s.early[0]: self.open,self.close = s.early
-    if w and (w==s.label or w in s.early): self.thinking = True
-    if self.thinking and w==self.open: self.i += n+len(w)
+    if s.early and w==s.early[0]:
+        self.open,self.close = s.early
+    if w and (w==s.label or w in s.early):
+        self.thinking = True
+    if self.thinking and w==self.open:
+        self.i += n+len(w)
 
 @patch
 def _thought(self:Reasoner):
     "A thought, less its label"
     if l := self.style.label:
         w = yield from self._match((l, l.rstrip()+self.close))
-        if w or self.done and self.buf[self.i:]==l.rstrip(): self.i += len(l if w==l else l.rstrip())
+        if w or self.done and self.buf[self.i:]==l.rstrip():
+            self.i += len(l if w==l else l.rstrip())
     return (yield from self._upto(_marks(self.open, self.close, *self.style.tools), self.think))
 
 @patch
 def run(self:Reasoner):
     "Read the answer"
     s,mark = self.style,''
-    if self.read: yield from self._start()
+    if self.read:
+        yield from self._start()
     between = (*[self.open]*s.again, *[self.close]*s.swallow, *s.tools) if self.read else ()
     while self.thinking or between:
         mark = yield from (self._thought() if self.thinking else self._upto(_marks(*between), self.answer))
-        if mark not in (self.open, self.close): break
+        if mark not in (self.open, self.close):
+            break
         self.thinking = mark==self.open
-    if mark in s.tools: self.unclosed,self.thinking,self.i = self.thinking,False,self.i-len(mark)
+    if mark in s.tools:
+        self.unclosed,self.thinking,self.i = self.thinking,False,self.i-len(mark)
     self.answer(self.buf[self.i:])
     self.i = len(self.buf)
 
@@ -173,7 +195,8 @@ REASONING_PARSERS = STYLES|dict(openai_gptoss=Harmony)  # by name; each has `mar
 
 def _style(parser):
     "A row by its name"
-    if parser in REASONING_PARSERS: return REASONING_PARSERS[parser]
+    if parser in REASONING_PARSERS:
+        return REASONING_PARSERS[parser]
     raise RequestError(f'There is no reasoning parser {str(parser)[:40]!r}', hint=f'Known are {", ".join(sorted(REASONING_PARSERS))}')
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #77ae5de9
@@ -196,7 +219,8 @@ def parse_reasoning(
     s = _style(parser)
     first = _marks(s.open, s.close, *s.tools).find(text) if isinstance(s, Style) and s.label else None
     r = ReasoningStream(parser, thinking, bool(first and first[0]==s.close))
-    r.feed(text); r.finish()
+    r.feed(text)
+    r.finish()
     return r.result()
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #a7978db2
@@ -206,10 +230,13 @@ def begins(
 )->bool|None: # True: inside a thought. False: the template closed it. None: the prompt leaves it open
     "How does an answer to this prompt begin?"
     s,tail = parser and _style(parser),prompt[-200:].rstrip()
-    if not isinstance(s, Style): return None
+    if not isinstance(s, Style):
+        return None
     for o,c in ((s.open,s.close), s.early or (s.open,s.close)):
-        if tail.endswith(c): return False
-        if tail.endswith((o, o+(s.label.rstrip() or '\n'))): return True
+        if tail.endswith(c):
+            return False
+        if tail.endswith((o, o+(s.label.rstrip() or '\n'))):
+            return True
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #935bf141
 def within_thought(m:dict, prompt:str)->bool:
@@ -226,7 +253,8 @@ def beginning(
 )->tuple[bool,bool]: # `thinking` and `opened`, as a `ReasoningStream` wants them
     "Does the answer begin with a thought, and has the prompt opened it?"
     told = begins(parser, prompt)
-    if message is not None: told = bool(told) or within_thought(message, prompt)
+    if message is not None:
+        told = bool(told) or within_thought(message, prompt)
     return thinking is not False if told is None else told,bool(told)
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #ab08e959
@@ -243,7 +271,8 @@ def closing(
     harmony = parser=='openai_gptoss'
     always = harmony or getattr(REASONING_PARSERS.get(parser), 'inside', False)
     sure = opened or harmony and formed or thinking and (always or asked)
-    if not parser or not sure: return {}
+    if not parser or not sure:
+        return {}
     if harmony:
         force = '<|end|><|start|>assistant'+''.join(_FINAL)
         return dict(after=list(_FINAL), force=force, early=[' to=functions.'])

@@ -29,8 +29,10 @@ _HEX = re.compile('<0x([0-9A-F]{2})>')
 
 def _from_bytelevel(s):
     "Bytes of a token that is spelt in visible characters"
-    try: return bytes(_BYTE[c] for c in s)
-    except KeyError: return s.encode()
+    try:
+        return bytes(_BYTE[c] for c in s)
+    except KeyError:
+        return s.encode()
 
 def _from_fallback(s):
     "The byte that `<0xNN>` names, or the text itself"
@@ -46,7 +48,8 @@ class Spelling:
 
     def __call__(self, s:str)->bytes:
         "Bytes of the token that is spelt `s`"
-        for a,b in self.replace: s = s.replace(a,b)
+        for a,b in self.replace:
+            s = s.replace(a,b)
         return {'ByteLevel':_from_bytelevel, 'ByteFallback':_from_fallback}.get(self.base, str.encode)(s)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #4feb2872
@@ -58,14 +61,19 @@ def spelling(
     base,replace,lead = '',[],0
     for d in spec.get('decoders',[spec]):
         match d:
-            case {'type':'ByteLevel'|'ByteFallback' as base}: pass
-            case {'type':'Fuse'}: pass
-            case {'type':'Replace','pattern':{'String':a},'content':b}: replace.append((a,b))
-            case {'type':'Strip','content':' ','start':lead,'stop':0}: pass
+            case {'type':'ByteLevel'|'ByteFallback' as base}:
+                pass
+            case {'type':'Fuse'}:
+                pass
+            case {'type':'Replace','pattern':{'String':a},'content':b}:
+                replace.append((a,b))
+            case {'type':'Strip','content':' ','start':lead,'stop':0}:
+                pass
             case {'type':'Metaspace','replacement':a}:
                 replace.append((a,' '))
                 lead = 0 if d.get('prepend_scheme')=='never' else 1<<20
-            case _: raise UnsupportedError(f"The tokenizer's decoder has a step {d['type']!r}, which Atlas does not know", hint='Byte-level and SentencePiece tokenizers are supported')
+            case _:
+                raise UnsupportedError(f"The tokenizer's decoder has a step {d['type']!r}, which Atlas does not know", hint='Byte-level and SentencePiece tokenizers are supported')
     return Spelling(base, tuple(replace), lead)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #86bb577b
@@ -76,7 +84,8 @@ class Tokenizer:
         bos_id:int|None=None, # Begins a text
         eos_ids=(), # Ids that end an answer
     ):
-        inner.no_truncation(); inner.no_padding()
+        inner.no_truncation()
+        inner.no_padding()
         self.inner,self.bos_id,self.eos_ids = inner,bos_id,tuple(eos_ids)
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i,t in added.items() if t.special)
@@ -96,7 +105,8 @@ def encode(self:Tokenizer,
     add_special:bool=True, # Add the model's begin (and end) tokens
 )->list[int]:
     "Token ids of `text`"
-    try: return self.inner.encode(text, add_special_tokens=add_special).ids
+    try:
+        return self.inner.encode(text, add_special_tokens=add_special).ids
     except TypeError as e:
         what = 'half of a surrogate pair' if isinstance(text,str) else f'a {type(text).__name__}, expected a string'
         raise RequestError(f'The text to encode {"has" if isinstance(text,str) else "is"} {what}', param='prompt') from e
@@ -119,7 +129,8 @@ def decode(self:Tokenizer,
 )->str:
     "Text of `ids`; bytes that are not UTF-8 show as U+FFFD"
     bs = [b for i in ids if not (skip_special and i in self.special_ids) and (b := self.token_bytes(i))]
-    if bs and self.spelling.lead: bs[0] = _unlead(bs[0], self.spelling.lead)
+    if bs and self.spelling.lead:
+        bs[0] = _unlead(bs[0], self.spelling.lead)
     return b''.join(bs).decode('utf-8','replace')
 
 def _unlead(b, n): return b[min(len(b)-len(b.lstrip(b' ')), n):]
@@ -148,9 +159,11 @@ class Detokenizer:
         self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')
     def put(self, id:int)->str:
         "The text that `id` completes, possibly none"
-        if id in self.skip: return ''
+        if id in self.skip:
+            return ''
         b = self.tok.token_bytes(id)
-        if self.lead and b: b,self.lead = _unlead(b,self.lead),0
+        if self.lead and b:
+            b,self.lead = _unlead(b,self.lead),0
         return self.utf8.decode(b)
     def finish(self)->str:
         "What is left at the end: U+FFFD for a character that was never completed"
@@ -173,21 +186,26 @@ class StopStrings:
         self.next,self.fail,self.depth,self.ends = [{}],[0],[0],['']
         for s in stop:
             at = 0
-            for c in s: at = self.next[at].get(c) or self._grow(at,c)
+            for c in s:
+                at = self.next[at].get(c) or self._grow(at,c)
             self.ends[at] = s
         self.at,self.held,self.matched = 0,'',None
         self._link()
     def _grow(self, at, c):
         "A new state, one character deeper"
         self.next[at][c] = n = len(self.next)
-        self.next.append({}); self.fail.append(0); self.depth.append(self.depth[at]+1); self.ends.append('')
+        self.next.append({})
+        self.fail.append(0)
+        self.depth.append(self.depth[at]+1)
+        self.ends.append('')
         return n
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #b85161e0
 @patch
 def _step(self:StopStrings, at, c):
     "State after `c`"
-    while at and c not in self.next[at]: at = self.fail[at]
+    while at and c not in self.next[at]:
+        at = self.fail[at]
     return self.next[at].get(c,0)
 
 @patch
@@ -207,8 +225,10 @@ def feed(self:StopStrings,
     text:str, # The next piece
 )->tuple[str,bool]: # What may be shown, and whether a stop string appeared
     "Take a piece of text in, let out what is surely not part of a stop string"
-    if self.matched: return '',True
-    if len(self.next)==1: return text,False
+    if self.matched:
+        return '',True
+    if len(self.next)==1:
+        return text,False
     buf,off = self.held+text,len(self.held)
     for i,c in enumerate(text, off+1):
         self.at = self._step(self.at,c)
@@ -259,9 +279,12 @@ _T = 'tokenizer.ggml.'
 def _meta(meta, key, kind, default=...):
     "Value of a metadata key, checked to be a `kind`"
     v = meta.get(_T+key)
-    if v is None and default is ...: raise CheckpointError(f'The file has no {_T+key}', hint='Convert the model again with its tokenizer')
-    if v is None: return default
-    if not isinstance(v,kind) or isinstance(v,bool) and kind is not bool: raise CheckpointError(f'{_T+key} is a {type(v).__name__}, expected {kind.__name__}')
+    if v is None and default is ...:
+        raise CheckpointError(f'The file has no {_T+key}', hint='Convert the model again with its tokenizer')
+    if v is None:
+        return default
+    if not isinstance(v,kind) or isinstance(v,bool) and kind is not bool:
+        raise CheckpointError(f'{_T+key} is a {type(v).__name__}, expected {kind.__name__}')
     return v
 
 def _table(meta, key, n, kind, default=...):
@@ -285,29 +308,35 @@ def _vocab(meta):
 def _id(meta, key, n):
     "A metadata token id below `n`, or None"
     i = _meta(meta,key,int,None)
-    if i is not None and not 0<=i<n: raise CheckpointError(f'{_T+key} is {i}, and there are {n} tokens')
+    if i is not None and not 0<=i<n:
+        raise CheckpointError(f'{_T+key} is {i}, and there are {n} tokens')
     return i
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #fc328c09
 def _bpe(vocab, merges, **kw):
     "The library's BPE model, or a `CheckpointError`"
-    try: return models.BPE(vocab=vocab, merges=merges, **kw)
-    except Exception as e: raise CheckpointError(f'{_T}merges does not fit the tokens: {e}') from e
+    try:
+        return models.BPE(vocab=vocab, merges=merges, **kw)
+    except Exception as e:
+        raise CheckpointError(f'{_T}merges does not fit the tokens: {e}') from e
 
 def _merges(meta):
     "Pairs of tokens, in the order in which they are joined"
     merges = _meta(meta,'merges',list)
     bad = [m for m in merges if not isinstance(m,str) or m.find(' ',1)<0]
-    if bad: raise CheckpointError(f'{_T}merges has {bad[0]!r}, expected two tokens with a space between')
+    if bad:
+        raise CheckpointError(f'{_T}merges has {bad[0]!r}, expected two tokens with a space between')
     return [(m[:i],m[i+1:]) for m in merges for i in [m.find(' ',1)]]
 
 def _gpt2(meta, ids, types):
     "Byte-level BPE, words cut as `tokenizer.ggml.pre` says"
     name = _meta(meta,'pre',str,'default')
-    if name not in PRES: raise UnsupportedError(f'{_T}pre is {name!r}', hint=f'Known are {", ".join(sorted(PRES))}')
+    if name not in PRES:
+        raise UnsupportedError(f'{_T}pre is {name!r}', hint=f'Known are {", ".join(sorted(PRES))}')
     pre = PRES[name]
     t = hf.Tokenizer(_bpe(ids, _merges(meta), ignore_merges=pre.whole))
-    if pre.nfc: t.normalizer = normalizers.NFC()
+    if pre.nfc:
+        t.normalizer = normalizers.NFC()
     words = [pre_tokenizers.Split(hf.Regex(r),'isolated') for r in pre.split]
     t.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     t.decoder = decoders.ByteLevel()
@@ -349,7 +378,8 @@ def from_gguf(cls:Tokenizer,
     "Build a tokenizer from `tokenizer.ggml.*`"
     kind = _meta(meta,'model',str)
     make = {'gpt2':_gpt2, 'llama':_llama, 'gemma4':_gemma4}.get(kind)
-    if not make: raise UnsupportedError(f'{_T}model is {kind!r}', hint="Known are 'gpt2' (byte-level BPE), 'llama' (SentencePiece) and 'gemma4'")
+    if not make:
+        raise UnsupportedError(f'{_T}model is {kind!r}', hint="Known are 'gpt2' (byte-level BPE), 'llama' (SentencePiece) and 'gemma4'")
     tokens,ids,types = _vocab(meta)
     t,bos_too = make(meta, ids, types)
     t.add_special_tokens([hf.AddedToken(s,special=True,normalized=False) for s,k in zip(tokens,types) if k in (2,3)])
@@ -362,16 +392,20 @@ def from_gguf(cls:Tokenizer,
 
 def _surround(t, before, after):
     "Have `t` put these tokens around a text"
-    if not before+after: return
+    if not before+after:
+        return
     pairs = [(s,t.token_to_id(s)) for s in dict.fromkeys(before+after)]
     t.post_processor = processors.TemplateProcessing(single=[*before,'$A',*after], pair=[*before,'$A','$B',*after], special_tokens=pairs)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #33687854
 def _json(path):
     "A JSON object from a file, or a `CheckpointError` that names it"
-    try: d = json.loads(Path(path).read_bytes())
-    except (ValueError,RecursionError) as e: raise CheckpointError(f'{path} is not valid JSON: {e}') from e
-    if not isinstance(d,dict): raise CheckpointError(f'{path} holds a {type(d).__name__}, expected a JSON object')
+    try:
+        d = json.loads(Path(path).read_bytes())
+    except (ValueError,RecursionError) as e:
+        raise CheckpointError(f'{path} is not valid JSON: {e}') from e
+    if not isinstance(d,dict):
+        raise CheckpointError(f'{path} holds a {type(d).__name__}, expected a JSON object')
     return d
 
 def token_text(v):
@@ -387,9 +421,12 @@ def from_file(cls:Tokenizer,
 )->Tokenizer:
     "Read a tokenizer of the `tokenizers` library"
     path = Path(path)
-    if not path.is_file(): raise SourceError(f'There is no file {path}', hint='A tokenizer.json is needed')
-    try: t = hf.Tokenizer.from_file(str(path))
-    except Exception as e: raise CheckpointError(f'{path} is not a tokenizer: {e}') from e
+    if not path.is_file():
+        raise SourceError(f'There is no file {path}', hint='A tokenizer.json is needed')
+    try:
+        t = hf.Tokenizer.from_file(str(path))
+    except Exception as e:
+        raise CheckpointError(f'{path} is not a tokenizer: {e}') from e
     config = Path(config) if config else path.with_name('tokenizer_config.json')
     c = _json(config) if config.is_file() else {}
     bos,eos = (t.token_to_id(s) if (s := token_text(c.get(k))) else None for k in ('bos_token','eos_token'))
@@ -400,10 +437,12 @@ def load_tokenizer(
     ckpt, # An open checkpoint: its `path` and its `meta` are read
 )->Tokenizer:
     "The tokenizer of a checkpoint: GGUF metadata, else `tokenizer.json` beside the weights"
-    if _T+'model' in ckpt.meta: return Tokenizer.from_gguf(ckpt.meta)
+    if _T+'model' in ckpt.meta:
+        return Tokenizer.from_gguf(ckpt.meta)
     path = Path(ckpt.path)
     folder = path if path.is_dir() else path.parent
-    if (f := folder/'tokenizer.json').is_file(): return Tokenizer.from_file(f)
+    if (f := folder/'tokenizer.json').is_file():
+        return Tokenizer.from_file(f)
     old = [n for n in ('tokenizer.model','vocab.json','tekken.json') if (folder/n).exists()]
     raise SourceError(f'{path} has no tokenizer: looked for {_T}model in its metadata and for tokenizer.json in {folder}',
         hint=f'Convert {old[0]} to tokenizer.json' if old else 'Put the tokenizer.json of the model beside its weights')

@@ -54,7 +54,8 @@ class ToolParser:
     new_id = staticmethod(call_id)
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
-        for n in cls.__dict__.get('names', ()): TOOL_PARSERS[n] = cls
+        for n in cls.__dict__.get('names', ()):
+            TOOL_PARSERS[n] = cls
     def __init__(self,
         tools:list[dict]|None=None, # The request's tools, in OpenAI's form
     ):
@@ -73,18 +74,26 @@ class ToolParser:
 @patch
 def say(self:ToolParser, text:str):
     "More content"
-    if not text: return
-    if self.blank=='keep' or (self.wrote and self.blank=='drop'): self._out(text); return
+    if not text:
+        return
+    if self.blank=='keep' or (self.wrote and self.blank=='drop'):
+        self._out(text)
+        return
     t = text.rstrip()
-    if not t: self.held.append(text); return
+    if not t:
+        self.held.append(text)
+        return
     self.wrote = True
     held,self.held = ''.join(self.held),[]
     if self.blank=='strip':
         text,self.held = t,[text[len(t):]]
-        if self.calls and not self.said: held,text = '',text.lstrip()  # nor does `result` begin with it
+        if self.calls and not self.said:
+            held,text = '',text.lstrip()  # nor does `result` begin with it
     self._out(held+text)
 @patch
-def _out(self:ToolParser, text:str): self.said.append(text); self._say.append(text)
+def _out(self:ToolParser, text:str):
+    self.said.append(text)
+    self._say.append(text)
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #7b1cb96a
 @patch
@@ -96,15 +105,18 @@ def begin(self:ToolParser, name:str):
 @patch
 def more(self:ToolParser, text:str):
     "More of the last call's arguments"
-    if not text: return
+    if not text:
+        return
     self.calls[-1][2].append(text)
     k = len(self.calls)-1
-    if not self._calls or self._calls[-1][0]!=k: self._calls.append((k, None, None, []))
+    if not self._calls or self._calls[-1][0]!=k:
+        self._calls.append((k, None, None, []))
     self._calls[-1][3].append(text)
 @patch
 def call(self:ToolParser, name:str, args:str):
     "A whole call"
-    self.begin(name); self.more(args)
+    self.begin(name)
+    self.more(args)
 @patch
 def stray(self:ToolParser):
     "Markup that led to no call"
@@ -115,9 +127,12 @@ def stray(self:ToolParser):
 def _turn(self:ToolParser)->Delta:
     "Run until the tape is empty; collect what was said"
     if self.machine is not None:
-        try: next(self.machine)
-        except StopIteration: self.machine,self.buf,self.i = None,'',0
-    if not self._say and not self._calls: return Delta()
+        try:
+            next(self.machine)
+        except StopIteration:
+            self.machine,self.buf,self.i = None,'',0
+    if not self._say and not self._calls:
+        return Delta()
     calls = []
     for index,id,name,bits in self._calls:
         calls.append(CallDelta(index, id, name, ''.join(bits)))
@@ -130,8 +145,11 @@ def feed(self:ToolParser,
 )->Delta:
     "More text"
     self.raw.append(text)
-    if self.track is not None: self.track.append(self.buf[self.at:self.i]); self.at = 0
-    if self.machine: self.buf,self.i = self.buf[self.i:]+text,0
+    if self.track is not None:
+        self.track.append(self.buf[self.at:self.i])
+        self.at = 0
+    if self.machine:
+        self.buf,self.i = self.buf[self.i:]+text,0
     return self._turn()
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #76b22e3f
@@ -140,18 +158,23 @@ def finish(self:ToolParser)->Delta:
     "The model has ended"
     self.done = True
     d = self._turn()
-    if not self.calls and (t:=self.unsaid()): d.content += t; self.said.append(t); self.held = []
+    if not self.calls and (t:=self.unsaid()):
+        d.content += t
+        self.said.append(t)
+        self.held = []
     return d
 @patch
 def unsaid(self:ToolParser)->str:
     "What waited for a call that did not come"
-    if self.verbatim: return ''.join(self.raw)[len(''.join(self.said)):]
+    if self.verbatim:
+        return ''.join(self.raw)[len(''.join(self.said)):]
     return ''.join(self.held) if self.said or not self.lost else ''
 @patch
 def result(self:ToolParser)->Answer:
     "What all the text came to"
     text = ''.join(self.said)
-    if self.calls: text = '' if self.mute else text.strip() if self.blank=='strip' else text
+    if self.calls:
+        text = '' if self.mute else text.strip() if self.blank=='strip' else text
     calls = []
     for name,id,bits in self.calls:
         calls.append(Call(name, ''.join(bits), id))
@@ -163,7 +186,8 @@ _blanks = re.compile(r'\s*').match
 @patch
 def wait(self:ToolParser)->Generator:
     "More text? Says False at the end"
-    if self.done: return False
+    if self.done:
+        return False
     yield
     return True
 @patch
@@ -174,7 +198,8 @@ def look(self:ToolParser)->str:
 @patch
 def skip(self:ToolParser)->Generator:
     "Step over blanks; the next character, or '' at the end"
-    while not (c:=self.look()) and (yield from self.wait()): pass
+    while not (c:=self.look()) and (yield from self.wait()):
+        pass
     return c
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #81d17b40
@@ -187,11 +212,14 @@ def upto(self:ToolParser,
     while True:
         buf,i = self.buf,self.i
         if m:=marks.find(buf, i):
-            sink(buf[i:m.start()]); self.i = m.end()
+            sink(buf[i:m.start()])
+            self.i = m.end()
             return m[0]
         end = len(buf) - (0 if self.done else marks.partial(buf, i))
-        sink(buf[i:end]); self.i = end
-        if not (yield from self.wait()): return None
+        sink(buf[i:end])
+        self.i = end
+        if not (yield from self.wait()):
+            return None
 @patch
 def text(self:ToolParser, marks:Marks)->Generator:
     "Text before the next mark, and the mark"
@@ -213,8 +241,10 @@ def recorded(self:ToolParser)->str:
 def rest(self:ToolParser, sink:Callable[[str],None])->Generator:
     "All that is left"
     while True:
-        sink(self.buf[self.i:]); self.i = len(self.buf)
-        if not (yield from self.wait()): return
+        sink(self.buf[self.i:])
+        self.i = len(self.buf)
+        if not (yield from self.wait()):
+            return
 def ignore(text:str): "A sink that keeps nothing"
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #f6f7a262
@@ -234,5 +264,6 @@ def parse_tools(
 )->Answer:
     "Content and calls of a whole text"
     s = ToolStream(parser, tools)
-    s.feed(text); s.finish()
+    s.feed(text)
+    s.finish()
     return s.result()

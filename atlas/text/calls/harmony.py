@@ -31,9 +31,12 @@ class Header:
     @property
     def kind(self)->str|None: # None: for nobody here
         "What the message becomes: a 'call', 'reasoning' or 'content'"
-        if self.role!='assistant': return None
-        if self.recipient and _function(self.recipient): return 'call'
-        if self.channel=='analysis': return 'reasoning'
+        if self.role!='assistant':
+            return None
+        if self.recipient and _function(self.recipient):
+            return 'call'
+        if self.channel=='analysis':
+            return 'reasoning'
         return 'content' if self.recipient is None or self.channel=='final' else None
 
 def _function(r, hosted=('assistant','python','browser','container')):
@@ -55,7 +58,8 @@ def header(
     role = words.pop(0) if words and (words[0]=='assistant' or not first and not words[0].startswith('to=')) else 'assistant'
     to = next((w for w in words if w.startswith('to=')), None) or next((w for w in words if w.startswith('functions.') or w in tools), None)
     name = (to or '').removeprefix('to=')
-    if name in tools: name = 'functions.'+name
+    if name in tools:
+        name = 'functions.'+name
     spare = tuple(w for w in words if w!=to and w not in ('json','code','text'))
     return Header(role, channels[-1] if channels else None, name if name!='all' and to else None, spare)
 
@@ -80,19 +84,25 @@ class Harmony(ToolParser):
 @patch
 def put(self:Harmony, text:str):
     "More of the message that is being read"
-    if not text or not self.kind: return
-    if self.kind=='call': return self.more(text)
+    if not text or not self.kind:
+        return
+    if self.kind=='call':
+        return self.more(text)
     said = self.thoughts if self.kind=='reasoning' else self.said
-    if self.fresh and said: text = '\n'+text
+    if self.fresh and said:
+        text = '\n'+text
     self.fresh = False
-    if self.kind=='content': return self.say(text)
-    self.thoughts.append(text); self._think.append(text)
+    if self.kind=='content':
+        return self.say(text)
+    self.thoughts.append(text)
+    self._think.append(text)
 
 @patch
 def open(self:Harmony, h:Header):
     "A message begins"
     self.kind,self.fresh = h.kind,True
-    if self.kind=='call': self.begin(h.recipient.removeprefix('functions.'))
+    if self.kind=='call':
+        self.begin(h.recipient.removeprefix('functions.'))
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #c927a3f9
 @patch
@@ -104,7 +114,8 @@ def _header(self:Harmony):
             text,mark = (self.buf[self.i:m.start()],m[0]) if m else (self.buf[self.i:],'')
             self.i += len(text)+len(mark)
             return text,mark
-        if m or self.done or have>self.longest+_HEAD.longest: return None
+        if m or self.done or have>self.longest+_HEAD.longest:
+            return None
         yield
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #b37fcd1f
@@ -123,12 +134,17 @@ def run(self:Harmony):
         text,mark = got or (self.buf[self.i:self.i+self.longest],'')
         h = header(text, first, self.tools)
         if got and mark!=MESSAGE:
-            if h.spare: self._recover(raw+text+mark.replace(START, ''), h)
+            if h.spare:
+                self._recover(raw+text+mark.replace(START, ''), h)
         else:
-            if got: self.open(h)
-            else: self._recover(raw, h)
+            if got:
+                self.open(h)
+            else:
+                self._recover(raw, h)
             mark = yield from self.upto(_BODY, self.put)
-            if mark and self.kind=='call' and not self.calls[-1][2]: self.more('{}')
+            if mark and self.kind=='call' and not self.calls[-1][2]:
+                self.more('{}')
         self.kind = None
-        if not mark: return
+        if not mark:
+            return
         raw,first = ('<|start|>',False) if mark==START else ('',True)

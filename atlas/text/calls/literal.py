@@ -27,18 +27,22 @@ def unquote(token:str)->str:
     k = 3 if token[:3] in ('"""',"'''") and len(token)>=6 else 1
     def one(m):
         o,x,u,U,c = m.groups()
-        if c is not None: return _plain.get(c, m[0])
+        if c is not None:
+            return _plain.get(c, m[0])
         n = int(o, 8) if o else int(x or u or U, 16)
-        if n>0x10ffff: raise ValueError('no such character')
+        if n>0x10ffff:
+            raise ValueError('no such character')
         return chr(n)
     return token[k:-k] if raw else _escape.sub(one, token[k:-k])
 
 def number(token:str):
     "The number that a literal stands for; `ValueError` where JSON has none"
     t = token.replace('_', '')
-    if 'x' in t.lower(): return int(t, 16)
+    if 'x' in t.lower():
+        return int(t, 16)
     v = float(t) if set(t) & set('.eE') else int(t)
-    if isinstance(v, float) and not math.isfinite(v): raise ValueError(token)
+    if isinstance(v, float) and not math.isfinite(v):
+        raise ValueError(token)
     return v
 
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #0fd12196
@@ -50,19 +54,26 @@ def literal(
 )->tuple[object,int]: # Its value, and where it ends
     "Read a Python literal; `ValueError` for anything else"
     i = _gap(s, i).end()
-    if depth>DEPTH: raise ValueError('nested too deeply')
+    if depth>DEPTH:
+        raise ValueError('nested too deeply')
     if m:=_string(s, i):
         parts = [unquote(m[0])]
-        while joined and (n:=_string(s, _gap(s, m.end()).end())): m = n; parts.append(unquote(n[0]))
+        while joined and (n:=_string(s, _gap(s, m.end()).end())):
+            m = n
+            parts.append(unquote(n[0]))
         return ''.join(parts),m.end()
-    if m:=_number(s, i): return number(m[0]),m.end()
-    if (m:=_word(s, i)) and m[0] in _words: return _words[m[0]],m.end()
+    if m:=_number(s, i):
+        return number(m[0]),m.end()
+    if (m:=_word(s, i)) and m[0] in _words:
+        return _words[m[0]],m.end()
     c = s[i:i+1]
-    if c=='[': return items(s, i+1, ']', depth+1, joined)
+    if c=='[':
+        return items(s, i+1, ']', depth+1, joined)
     if c=='(':
         v,end = items(s, i+1, ')', depth+1, joined)
         return (v if len(v)!=1 or s[i:end-1].rstrip().endswith(',') else v[0]),end
-    if c=='{': return pairs(s, i+1, depth+1, joined)
+    if c=='{':
+        return pairs(s, i+1, depth+1, joined)
     raise ValueError(f'no literal at {i}')
 
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #30fa891e
@@ -71,9 +82,12 @@ def items(s:str, i:int, end:str, depth:int, joined:bool)->tuple[list,int]:
     out = []
     while s[(i:=_gap(s, i).end()):i+1]!=end:
         v,i = literal(s, i, depth, joined)
-        out.append(v); i = _gap(s, i).end()
-        if s[i:i+1]==',': i += 1
-        elif s[i:i+1]!=end: raise ValueError(f'no comma at {i}')
+        out.append(v)
+        i = _gap(s, i).end()
+        if s[i:i+1]==',':
+            i += 1
+        elif s[i:i+1]!=end:
+            raise ValueError(f'no comma at {i}')
     return out,i+1
 def pairs(s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
     "Keys and values up to the closing brace"
@@ -81,20 +95,26 @@ def pairs(s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
     while s[(i:=_gap(s, i).end()):i+1]!='}':
         k,i = literal(s, i, depth, joined)
         i = _gap(s, i).end()
-        if isinstance(k, (list,dict)) or s[i:i+1]!=':': raise ValueError(f'no key at {i}')
+        if isinstance(k, (list,dict)) or s[i:i+1]!=':':
+            raise ValueError(f'no key at {i}')
         out[k],i = literal(s, i+1, depth, joined)
         i = _gap(s, i).end()
-        if s[i:i+1]==',': i += 1
-        elif s[i:i+1]!='}': raise ValueError(f'no comma at {i}')
+        if s[i:i+1]==',':
+            i += 1
+        elif s[i:i+1]!='}':
+            raise ValueError(f'no comma at {i}')
     return out,i+1
 def keywords(s:str)->dict:
     "Arguments of a call, `name=literal, …`; `ValueError` for anything else"
     out,i = {},0
     while (i:=_gap(s, i).end())<len(s):
         m = _word(s, i)
-        if not m or s[(i:=_gap(s, m.end()).end()):i+1]!='=': raise ValueError(f'no keyword at {i}')
+        if not m or s[(i:=_gap(s, m.end()).end()):i+1]!='=':
+            raise ValueError(f'no keyword at {i}')
         out[m[0]],i = literal(s, i+1)
         i = _gap(s, i).end()
-        if s[i:i+1]==',': i += 1
-        elif i<len(s): raise ValueError(f'no comma at {i}')
+        if s[i:i+1]==',':
+            i += 1
+        elif i<len(s):
+            raise ValueError(f'no comma at {i}')
     return out

@@ -22,9 +22,11 @@ def follow(schema, root:dict|None):
     "The schema that a local `$ref` leads to"
     for _ in range(8):
         ref = schema.get('$ref') if isinstance(schema, dict) else None
-        if not isinstance(ref, str) or not ref.startswith('#/'): return schema
+        if not isinstance(ref, str) or not ref.startswith('#/'):
+            return schema
         schema = root
-        for k in ref[2:].split('/'): schema = schema.get(k.replace('~1', '/').replace('~0', '~')) if isinstance(schema, dict) else None
+        for k in ref[2:].split('/'):
+            schema = schema.get(k.replace('~1', '/').replace('~0', '~')) if isinstance(schema, dict) else None
     return None
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #1f4e8245
@@ -35,8 +37,11 @@ def alternatives(schema, root:dict|None=None):
     todo,seen = [schema],set()
     while todo:
         s = follow(todo.pop(), root)
-        if not isinstance(s, dict): yield None; continue
-        if id(s) in seen: continue
+        if not isinstance(s, dict):
+            yield None
+            continue
+        if id(s) in seen:
+            continue
         seen.add(id(s))
         yield s
         todo += _choices(s)[::-1]
@@ -46,7 +51,8 @@ def _says(s:dict)->set[str]:
     "The types that a schema names, by itself"
     t = s.get('type')
     out = {_alias.get(k:=n.strip().lower(), k) for n in ([t] if isinstance(t, str) else t if isinstance(t, list) else []) if isinstance(n, str)}
-    for v in [*(s['enum'] if isinstance(s.get('enum'), list) else []), *([s['const']] if 'const' in s else [])]: out.add(next(n for c,n in _of if isinstance(v, c)))
+    for v in [*(s['enum'] if isinstance(s.get('enum'), list) else []), *([s['const']] if 'const' in s else [])]:
+        out.add(next(n for c,n in _of if isinstance(v, c)))
     return out or {n for k,n in dict(properties='object', items='array').items() if isinstance(s.get(k), dict)}
 
 def types(
@@ -55,7 +61,8 @@ def types(
 )->set[str]:
     "The JSON types that a schema allows; `string` where it says nothing"
     out = set()
-    for s in alternatives(schema, root): out |= {'string'} if s is None else _says(s) or (set() if _choices(s) else {'string'})
+    for s in alternatives(schema, root):
+        out |= {'string'} if s is None else _says(s) or (set() if _choices(s) else {'string'})
     return out or {'string'}
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #250af1a5
@@ -71,12 +78,14 @@ def _finite(t:str):
     return v
 def _python(t:str, allowed:set[str]):
     v,end = literal(t, joined=False)
-    if end<len(t) or {'[':'array', '{':'object'}.get(t[0]) not in allowed: raise ValueError(t)
+    if end<len(t) or {'[':'array', '{':'object'}.get(t[0]) not in allowed:
+        raise ValueError(t)
     json.dumps(v, allow_nan=False)
     return v
 def _escaped(t:str, allowed:set[str]):
     v = _finite(loads(f'"{t}"'))
-    if {list:'array', dict:'object'}.get(type(v)) not in allowed: raise ValueError(t)
+    if {list:'array', dict:'object'}.get(type(v)) not in allowed:
+        raise ValueError(t)
     return v
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #afd59b24
@@ -86,14 +95,20 @@ def typed(
 )->object:
     "The value of the narrowest type that fits"
     t = text.strip()
-    if 'null' in allowed and (text if 'string' in allowed else t).lower()=='null': return None
-    if allowed & {'integer','number'} and _int(t): return int(t)
-    if 'number' in allowed and _num(t) and math.isfinite(float(t)): return _number(t)
-    if 'boolean' in allowed and t.lower() in ('true','1','false','0'): return t.lower() in ('true','1')
+    if 'null' in allowed and (text if 'string' in allowed else t).lower()=='null':
+        return None
+    if allowed & {'integer','number'} and _int(t):
+        return int(t)
+    if 'number' in allowed and _num(t) and math.isfinite(float(t)):
+        return _number(t)
+    if 'boolean' in allowed and t.lower() in ('true','1','false','0'):
+        return t.lower() in ('true','1')
     if allowed & {'object','array'} or 'string' not in allowed:
         for read in _finite,lambda t: _python(t, allowed),lambda t: _escaped(t, allowed):
-            try: return read(t)
-            except ValueError: pass  # of another notation, or of a type not allowed: try the next
+            try:
+                return read(t)
+            except ValueError:
+                pass  # of another notation, or of a type not allowed: try the next
     return text
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #18042a6b
@@ -108,9 +123,13 @@ def fit(
     depth:int=16, # How deep to look
 )->object:
     "A value in the shape that its schema gives it"
-    if not isinstance(schema, dict) or not depth: return value
+    if not isinstance(schema, dict) or not depth:
+        return value
     schema = follow(schema, root)
-    if isinstance(value, dict): return {k: fit(v, p.get(k), root, depth-1) for k,v in value.items()} if (p:=part(schema, 'properties', root)) else value
-    if isinstance(value, list): return [fit(v, s, root, depth-1) for v in value] if (s:=part(schema, 'items', root)) else value
-    if not isinstance(value, str) and not any(s and _says(s) for s in alternatives(schema, root)): return value
+    if isinstance(value, dict):
+        return {k: fit(v, p.get(k), root, depth-1) for k,v in value.items()} if (p:=part(schema, 'properties', root)) else value
+    if isinstance(value, list):
+        return [fit(v, s, root, depth-1) for v in value] if (s:=part(schema, 'items', root)) else value
+    if not isinstance(value, str) and not any(s and _says(s) for s in alternatives(schema, root)):
+        return value
     return typed(value if isinstance(value, str) else json.dumps(value), types(schema, root))

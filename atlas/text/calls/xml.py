@@ -22,11 +22,14 @@ class Tagged(ToolParser):
     def open(self, name:str):
         "A call begins"
         self.live,self.first,self.schema = bool(name) and not (self.checks and self.tools and name not in self.tools),True,self.tools.get(name) or {}
-        if self.live: self.begin(name)
-        else: self.stray()
+        if self.live:
+            self.begin(name)
+        else:
+            self.stray()
     def param(self, key:str, value):
         "A parameter is whole"
-        if not self.live: return
+        if not self.live:
+            return
         value = fit(value, self.wants(key), self.schema)
         self.more(('{' if self.first else ', ')+dumps(key)+': '+dumps(value))
         self.first = False
@@ -36,7 +39,8 @@ class Tagged(ToolParser):
         return ps.get(key) if isinstance(ps, dict) else None
     def close(self):
         "The call is over"
-        if self.live: self.more('{}' if self.first else '}')
+        if self.live:
+            self.more('{}' if self.first else '}')
 
 # %% ../../../nbs/6_text/10_calls.xml.ipynb #ffc27c4e
 class QwenCoder(Tagged):
@@ -49,15 +53,21 @@ class QwenCoder(Tagged):
         m = yield from self.upto(self.outside, self.say)
         while m:
             wrapped = m=='<tool_call>'
-            if wrapped: m = yield from self.opened()
-            if m=='<function=': m = yield from self.function()
-            if m=='</function>': m = yield from self.upto(self.inside, ignore if wrapped else self.say)
-            while m=='</tool_call>': m = yield from self.upto(self.inside, self.say)
+            if wrapped:
+                m = yield from self.opened()
+            if m=='<function=':
+                m = yield from self.function()
+            if m=='</function>':
+                m = yield from self.upto(self.inside, ignore if wrapped else self.say)
+            while m=='</tool_call>':
+                m = yield from self.upto(self.inside, self.say)
     def opened(self):
         "From behind `<tool_call>` to the next mark; what stands between was said, if no mark makes it markup"
         t,m = yield from self.text(self.inside)
-        if m in (None,'<tool_call>') and (words:=t.lstrip()) and words[0]!='<': self.say('<tool_call>'+t)
-        elif m!='<function=': self.stray()
+        if m in (None,'<tool_call>') and (words:=t.lstrip()) and words[0]!='<':
+            self.say('<tool_call>'+t)
+        elif m!='<function=':
+            self.stray()
         return m
 
 # %% ../../../nbs/6_text/10_calls.xml.ipynb #911ccde4
@@ -66,14 +76,17 @@ def function(self:QwenCoder)->Generator:
     "From behind `<function=` to the end of the call; the mark that ended it"
     name,m = yield from self.text(self.head)
     name = name.strip()
-    if m=='<': self.i -= 1
+    if m=='<':
+        self.i -= 1
     self.open(name if m=='>' or m and (name in self.tools or not self.tools) else '')
     m = yield from self.upto(self.body, ignore)
     while m=='<parameter=':
         key,m = yield from self.text(self.key)
         value,m = yield from self.text(self.value)
-        if m: self.param(key.strip(), value.removeprefix('\n').removesuffix('\n'))
-        if m=='</parameter>': m = yield from self.upto(self.body, ignore)
+        if m:
+            self.param(key.strip(), value.removeprefix('\n').removesuffix('\n'))
+        if m=='</parameter>':
+            m = yield from self.upto(self.body, ignore)
     self.close()
     return m
 
@@ -94,10 +107,14 @@ class Invoke(Tagged):
         sink = self.say
         while m:=(yield from self.upto(self.outside, sink)):
             called = m==self.tag
-            while m==self.tag: m = yield from self.invoke()
-            if m==self.block or called and not self.after: sink = ignore
-            elif m==self.end and self.after: sink = self.say
-            if m==self.end and not self.calls: self.stray()
+            while m==self.tag:
+                m = yield from self.invoke()
+            if m==self.block or called and not self.after:
+                sink = ignore
+            elif m==self.end and self.after:
+                sink = self.say
+            if m==self.end and not self.calls:
+                self.stray()
 
 # %% ../../../nbs/6_text/10_calls.xml.ipynb #1679cc06
 @patch
@@ -116,8 +133,10 @@ def invoke(self:Invoke)->Generator:
     while m==self.arg:
         key,more = yield from self.header()
         value,m = yield from self.text(self.value)
-        if m and key: self.param(key, self.read(value, more))
-        if m==self.value.marks[0]: m = yield from self.upto(self.body, ignore)
+        if m and key:
+            self.param(key, self.read(value, more))
+        if m==self.value.marks[0]:
+            m = yield from self.upto(self.body, ignore)
     self.close()
     return m
 @patch
@@ -133,27 +152,43 @@ class DeepSeekV32(Invoke):
     'DeepSeek V3.2: the same with `｜DSML｜` before every word and `string="true"` or `"false"` on parameters'
     names,pre,wrap,blank,after = ('deepseek_v32',),'｜DSML｜','｜DSML｜function_calls','drop',False
     def read(self, value, more):
-        try: return value if 'string="true"' in more else loads(value)
-        except ValueError: return value
-    def open(self, name): super().open(name); self.wrapper = None
+        try:
+            return value if 'string="true"' in more else loads(value)
+        except ValueError:
+            return value
+    def open(self, name):
+        super().open(name)
+        self.wrapper = None
     def loose(self, text):
-        try: args = loads(text) if text.lstrip().startswith('{') else None
-        except ValueError: return
-        for k,v in args.items() if args else (): super().param(k, v)
+        try:
+            args = loads(text) if text.lstrip().startswith('{') else None
+        except ValueError:
+            return
+        for k,v in args.items() if args else ():
+            super().param(k, v)
     def param(self, key, value):
         ps = self.schema.get('properties') if isinstance(self.schema, dict) else None
-        if self.first and key in ('arguments','input') and isinstance(ps, dict) and ps and key not in ps and self.wrapper is None: self.wrapper = key,value
-        else: self.plain(); super().param(key, value)
+        if self.first and key in ('arguments','input') and isinstance(ps, dict) and ps and key not in ps and self.wrapper is None:
+            self.wrapper = key,value
+        else:
+            self.plain()
+            super().param(key, value)
     def plain(self):
-        if self.wrapper: (k,v),self.wrapper = self.wrapper,(); super().param(k, v)
+        if self.wrapper:
+            (k,v),self.wrapper = self.wrapper,()
+            super().param(k, v)
     def close(self):
         if self.wrapper:
             v = self.wrapper[1]
-            try: v = loads(v) if isinstance(v, str) else v
-            except ValueError: v = None
+            try:
+                v = loads(v) if isinstance(v, str) else v
+            except ValueError:
+                v = None
             if isinstance(v, dict) and all(self.wants(k) is not None for k in v):
-                for k,x in v.items(): super().param(k, x)
-            else: self.plain()
+                for k,x in v.items():
+                    super().param(k, x)
+            else:
+                self.plain()
         super().close()
 
 # %% ../../../nbs/6_text/10_calls.xml.ipynb #9faff4dd
@@ -167,15 +202,22 @@ class Glm(Tagged):
         m = yield from self.upto(self.start, self.say)
         while m:
             name,m = yield from self.text(self.name)
-            if m=='<tool_call>': self.stray(); continue
+            if m=='<tool_call>':
+                self.stray()
+                continue
             self.open(name.strip() if m else '')
             while m=='<arg_key>':
                 key,m = yield from self.text(self.key)
-                if m=='</arg_key>': m = yield from self.upto(self.then, ignore)
-                if m!='<arg_value>': continue
+                if m=='</arg_key>':
+                    m = yield from self.upto(self.then, ignore)
+                if m!='<arg_value>':
+                    continue
                 value,m = yield from self.text(self.value)
-                if m: self.param(key.strip(), value)
-                if m=='</arg_value>': m = yield from self.upto(self.body, ignore)
+                if m:
+                    self.param(key.strip(), value)
+                if m=='</arg_value>':
+                    m = yield from self.upto(self.body, ignore)
             self.close()
             m = '</tool_call>'
-            while m=='</tool_call>': m = yield from self.upto(self.again, self.say)
+            while m=='</tool_call>':
+                m = yield from self.upto(self.again, self.say)
