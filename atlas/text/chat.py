@@ -34,30 +34,42 @@ class Budget:
         steps:int=1_000_000, # Turns of loops and calls of macros
         seconds:float=2., # Processor time, looked at every 256 steps
     ):
-        self.chars,self.steps,self.until = chars,steps,thread_time()+seconds
+        self.chars = chars
+        self.steps = steps
+        self.until = thread_time()+seconds
     def step(self):
         "Count one step"
         self.steps -= 1
         if self.steps<0 or (not self.steps&255 and thread_time()>self.until):
-            raise _Spent('The chat template takes too many steps', hint='It may loop; use another template')
+            raise _Spent(
+                'The chat template takes too many steps', hint='It may loop; use another template')
     def size(self, n):
         "Refuse a value of size `n` before it is made"
         if n>self.chars:
-            raise _Spent(f'The chat template makes a value of size {n:,}, the limit is {self.chars:,}', hint='Shorten the messages or use another template')
+            raise _Spent(
+                f'The chat template makes a value of size {n:,}, the limit is {self.chars:,}',
+                hint='Shorten the messages or use another template')
 
 _budget = ContextVar('budget')
 
 # %% ../../nbs/6_text/02_chat.ipynb #98c42d3b
-def _len(x): return len(x) if isinstance(x,(str,list,tuple)) else x.bit_length() if isinstance(x,int) else 0
+def _len(x):
+    return len(x) if isinstance(x,(str,list,tuple)) else x.bit_length() if isinstance(x,int) else 0
 
 def _result(op, a, b):
     "An upper bound for the size of `a op b`"
     if op=='*':
-        return _len(a)+_len(b) if isinstance(a,int) and isinstance(b,int) else max(_len(a)*b if isinstance(b,int) else 0, _len(b)*a if isinstance(a,int) else 0)
+        return (
+            _len(a)+_len(b) if isinstance(a,int) and isinstance(b,int)
+            else max(
+                _len(a)*b if isinstance(b,int) else 0,
+                _len(b)*a if isinstance(a,int) else 0))
     if op=='**':
         return _len(a)*b if isinstance(b,int) else 0
     if op=='%' and isinstance(a,str):
-        return len(a)+sum(map(int,re.findall(r'\d{1,12}',a))) + (1<<62)*('*' in a)
+        return (
+            len(a)+sum(map(int,re.findall(r'\d{1,12}',a)))
+            + (1<<62)*('*' in a))
     return _len(a)+_len(b)
 
 # %% ../../nbs/6_text/02_chat.ipynb #505517f9
@@ -67,7 +79,10 @@ def _grown(name, *args):
     if name not in ('replace','join') or not ss:
         return 0
     words = sum(_len(x) for a in ss if not isinstance(a,str) for x in a)
-    return words+(len(ss[0])+1)*max(map(len,ss[1:]), default=1)
+    return (
+        words
+        +(len(ss[0])+1)
+        *max(map(len,ss[1:]), default=1))
 
 # %% ../../nbs/6_text/02_chat.ipynb #696d7548
 class _Later(CodeGenerator):
@@ -103,13 +118,18 @@ class _Env(ImmutableSandboxedEnvironment):
 # %% ../../nbs/6_text/02_chat.ipynb #9be01582
 class _Meter(NodeTransformer):
     "Put a step at the head of loops and macros, and send `~` through `join`"
-    def _call(self, name, args, line): return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None).set_lineno(line)
+    def _call(self, name, args, line):
+        return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None).set_lineno(line)
     def _head(self, node):
         node = self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(self._call('step',[],node.lineno)).set_lineno(node.lineno))
+        node.body.insert(
+            0,
+            nodes.ExprStmt(self._call(
+                'step', [], node.lineno)).set_lineno(node.lineno))
         return node
     visit_For = visit_Macro = visit_CallBlock = _head
-    def visit_Concat(self, node): return self._call('join', self.generic_visit(node).nodes, node.lineno)
+    def visit_Concat(self, node):
+        return self._call('join', self.generic_visit(node).nodes, node.lineno)
 
 # %% ../../nbs/6_text/02_chat.ipynb #117054cd
 class _Generation(Extension):
@@ -123,24 +143,32 @@ class _Refusal(TemplateError):
     "Messages that the template itself does not take"
 def _refuse(message): raise _Refusal(str(message)[:1000], param='messages')
 def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 def _sized(f):
-    "Filter `f`, whose whole-number arguments say first how large they are, as in `center(n)`; so does what `replace` and `join` would make"
+    """Filter `f`, whose whole-number arguments say first how large they are, as in `center(n)`;
+    so does what `replace` and `join` would make"""
     @wraps(f)
     def g(*args, **kwargs):
         for a in (*args,*kwargs.values()):
             if isinstance(a,int):
                 _budget.get().size(a)
-        _budget.get().size(_grown(f.__name__.removeprefix('do_'), *args, *kwargs.values()))
+        _budget.get().size(_grown(
+            f.__name__.removeprefix('do_'), *args, *kwargs.values()))
         return f(*args, **kwargs)
     return g
 
 def _environment():
     "A sandbox with the names that templates expect"
-    env = _Env(trim_blocks=True, lstrip_blocks=True, optimized=False, cache_size=0, extensions=[_Generation,'jinja2.ext.loopcontrols'])
-    env.filters = {k:_sized(f) for k,f in (env.filters | {'tojson':_tojson}).items()}
-    env.globals.update(raise_exception=_refuse, strftime_now=lambda f: datetime.now().strftime(f))
+    env = _Env(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, cache_size=0,
+        extensions=[_Generation,'jinja2.ext.loopcontrols'])
+    env.filters = {
+        k:_sized(f)
+        for k,f in (env.filters | {'tojson':_tojson}).items()}
+    env.globals.update(
+        raise_exception=_refuse, strftime_now=lambda f: datetime.now().strftime(f))
     return env
 
 # %% ../../nbs/6_text/02_chat.ipynb #3d86130b
@@ -153,7 +181,11 @@ class ChatTemplate:
         tool_source:str|None=None, # Another template, for requests that have tools
         **limits, # Of the `Budget` of each rendering
     ):
-        self.source,self.tool_source,self.bos,self.eos,self.limits = source,tool_source,bos,eos,limits
+        self.source = source
+        self.tool_source = tool_source
+        self.bos = bos
+        self.eos = eos
+        self.limits = limits
         self.plain = self._compile(source)
         self.tooled = self._compile(tool_source) if tool_source else self.plain
         self.lists = self._shows([{'type':'text','text':_WORD}])
@@ -163,7 +195,9 @@ class ChatTemplate:
         try:
             return env.from_string(_Meter().visit(env.parse(source)).set_environment(env))
         except Exception as e:
-            raise TemplateError(f'The chat template does not compile: {e}'+(f' (line {e.lineno})' if hasattr(e,'lineno') else '')) from e
+            raise TemplateError(
+                f'The chat template does not compile: {e}'
+                +(f' (line {e.lineno})' if hasattr(e,'lineno') else '')) from e
 
 # %% ../../nbs/6_text/02_chat.ipynb #b2b7a1a0
 @patch
@@ -179,7 +213,9 @@ def _run(self:ChatTemplate, template, variables):
     except TemplateError:
         raise
     except Exception as e:
-        raise TemplateError(f'The chat template failed: {str(e)[:500] or type(e).__name__}', param='messages') from e
+        raise TemplateError(
+            f'The chat template failed: {str(e)[:500] or type(e).__name__}',
+            param='messages') from e
     finally:
         _budget.reset(token)
     return ''.join(out)
@@ -191,7 +227,9 @@ _WORD = 'zqxj'
 def _shows(self:ChatTemplate, content):
     "Does the word in this content get into the prompt without the wrapping of a printed list?"
     try:
-        out = self._run(self.plain, self._variables([{'role':'user','content':content}], None, True))
+        out = self._run(
+            self.plain,
+            self._variables([{'role':'user','content':content}], None, True))
     except TemplateError:
         return False
     return _WORD in out and not re.search(f'["\']{_WORD}', out)
@@ -199,10 +237,13 @@ def _shows(self:ChatTemplate, content):
 @patch
 def _variables(self:ChatTemplate, messages, tools, add_generation_prompt):
     "What every template finds"
-    return dict(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, bos_token=self.bos, eos_token=self.eos)
+    return dict(
+        messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt,
+        bos_token=self.bos, eos_token=self.eos)
 
 # %% ../../nbs/6_text/02_chat.ipynb #8c85ab01
-IMAGE_PARTS = ('image','image_url','input_image') # Types of content parts that are images: of transformers, and of OpenAI's two APIs
+# Types of content parts that are images: of transformers, and of OpenAI's two APIs
+IMAGE_PARTS = ('image','image_url','input_image')
 
 def _part(part, where):
     "One content part: text, or the mark of an image"
@@ -211,15 +252,25 @@ def _part(part, where):
         return {'type':'text','text':part['text']}
     if isinstance(part,dict) and kind in IMAGE_PARTS:
         return {'type':'image'}
-    raise RequestError(f'{where} has a part of type {str(kind)[:40]!r}, expected text or an image', hint='Atlas reads text and images', param=where)
+    raise RequestError(
+        f'{where} has a part of type {str(kind)[:40]!r}, expected text or an image',
+        hint='Atlas reads text and images',
+        param=where)
 
 def _content(c, where, parts, lists):
     "Content as a template expects it: a string, or parts"
-    ps = [_part(p,where) for p in c] if isinstance(c,list) else [{'type':'text','text':c or ''}]
+    ps = (
+        [_part(p,where) for p in c] if isinstance(c,list)
+        else [{'type':'text','text':c or ''}])
     sees = any(p['type']=='image' for p in ps)
     if sees and not lists:
-        raise RequestError(f'{where} has an image, and the chat template of this model reads only text', hint='Leave it out, or use a model that sees', param=where)
-    return ps if parts or (lists and isinstance(c,list)) else '\n'.join(p['text'] for p in ps)
+        raise RequestError(
+            f'{where} has an image, and the chat template of this model reads only text',
+            hint='Leave it out, or use a model that sees',
+            param=where)
+    return (
+        ps if parts or (lists and isinstance(c,list))
+        else '\n'.join(p['text'] for p in ps))
 
 def _arguments(call):
     "A tool call whose arguments are an object, where they are the JSON text of one"
@@ -240,7 +291,9 @@ def _message(m, i, parts, lists=False):
         raise RequestError(f'{where} is not an object with a role', param=where)
     c = m.get('content')
     if not isinstance(c,str|list|None):
-        raise RequestError(f'{where}.content is a {type(c).__name__}, expected a string or a list of parts', param=f'{where}.content')
+        raise RequestError(
+            f'{where}.content is a {type(c).__name__}, expected a string or a list of parts',
+            param=f'{where}.content')
     m = m | {'content':_content(c, f'{where}.content', parts, lists)}
     if isinstance(m.get('tool_calls'),list):
         m['tool_calls'] = [_arguments(t) for t in m['tool_calls']]
@@ -251,14 +304,19 @@ def _both(a, b):
     "Two contents as one"
     if isinstance(a,str) and isinstance(b,str):
         return f'{a}\n\n{b}'
-    return [p for c in (a,b) for p in ([{'type':'text','text':c}] if isinstance(c,str) else c)]
+    return [
+        p for c in (a,b)
+        for p in (
+            [{'type':'text','text':c}] if isinstance(c,str) else c)]
 
 def _join(messages):
     "Neighbouring questions as one"
     out = []
     for m in messages:
         if out and m['role']==out[-1]['role']=='user':
-            out[-1] = out[-1] | {'content':_both(out[-1]['content'],m['content'])}
+            out[-1] = (
+                out[-1]
+                | {'content':_both(out[-1]['content'],m['content'])})
         else:
             out.append(m)
     return out
@@ -274,15 +332,29 @@ _NINE = re.compile('[a-zA-Z0-9]{9}').fullmatch
 
 def _nine(messages):
     "Ids of calls in nine letters and digits"
-    def one(d, k): return d | {k:d[k] if _NINE(d[k]) else hashlib.sha256(d[k].encode(errors='surrogatepass')).hexdigest()[:9]} if isinstance(d,dict) and isinstance(d.get(k),str) else d
-    return [one(m, 'tool_call_id') | ({'tool_calls':[one(c, 'id') for c in m['tool_calls']]} if isinstance(m.get('tool_calls'),list) else {}) for m in messages]
+    def one(d, k):
+        return d | {k:d[k] if _NINE(d[k]) else hashlib.sha256(d[k].encode(errors='surrogatepass')).hexdigest()[:9]} if isinstance(d,dict) and isinstance(d.get(k),str) else d
+    return [
+        one(m, 'tool_call_id')
+        | (
+            {'tool_calls':[one(c, 'id') for c in m['tool_calls']]}
+            if isinstance(m.get('tool_calls'),list)
+            else {})
+        for m in messages]
 
 def _mend(messages):
     "Calls whose arguments are no object get none"
     def one(c):
         f = c.get('function') if isinstance(c,dict) else None
-        return c | {'function':f | {'arguments':{}}} if isinstance(f,dict) and not isinstance(f.get('arguments'),dict) else c
-    return [m | {'tool_calls':[one(c) for c in m['tool_calls']]} if isinstance(m.get('tool_calls'),list) else m for m in messages]
+        return (
+            c | {'function':f | {'arguments':{}}}
+            if isinstance(f,dict) and not isinstance(f.get('arguments'),dict)
+            else c)
+    return [
+        m | {'tool_calls':[one(c) for c in m['tool_calls']]}
+        if isinstance(m.get('tool_calls'),list)
+        else m
+        for m in messages]
 
 @patch
 def _forms(self:ChatTemplate, messages, tools, add_generation_prompt, kwargs):
@@ -292,20 +364,30 @@ def _forms(self:ChatTemplate, messages, tools, add_generation_prompt, kwargs):
         if no and form(messages)==messages:
             continue
         try:
-            return self._run(self.tooled if tools else self.plain, kwargs | self._variables(form(messages), tools, add_generation_prompt))
+            return self._run(
+                self.tooled if tools else self.plain,
+                kwargs | self._variables(form(messages), tools, add_generation_prompt))
         except _Refusal as e:
             no = no or e
     raise no
 
 # %% ../../nbs/6_text/02_chat.ipynb #2d1a6a9c
-RESERVED = frozenset('messages tools add_generation_prompt continue_final_message bos_token eos_token chat_template conversation tokenize raise_exception strftime_now namespace range dict lipsum cycler joiner self loop caller'.split())
+RESERVED = frozenset(
+    'messages tools add_generation_prompt continue_final_message bos_token eos_token '
+    'chat_template conversation tokenize raise_exception strftime_now namespace range dict '
+    'lipsum cycler joiner self loop caller'.split())
 
 def check_variables(
     d:dict, # A request's `chat_template_kwargs`
 )->dict: # The same
-    "Refuse variables that the engine sets itself; call this before passing a request's own to `render`"
-    if bad := sorted(str(k) for k in d if k in RESERVED or not str(k).isidentifier()):
-        raise RequestError(f'The template variable {bad[0][:40]!r} is reserved or no name', param='chat_template_kwargs')
+    """Refuse variables that the engine sets itself;
+    call this before passing a request's own to `render`"""
+    if bad := sorted(
+        str(k) for k in d
+        if k in RESERVED or not str(k).isidentifier()):
+        raise RequestError(
+            f'The template variable {bad[0][:40]!r} is reserved or no name',
+            param='chat_template_kwargs')
     return d
 
 @patch
@@ -322,7 +404,9 @@ def render(self:ChatTemplate,
         raise RequestError('messages is empty or not a list', param='messages')
     if continue_final_message:
         return self._within(messages, tools, kwargs)
-    messages = [_message(m,i,self.parts,self.lists) for i,m in enumerate(messages)]
+    messages = [
+        _message(m,i,self.parts,self.lists)
+        for i,m in enumerate(messages)]
     no,tried = None,[]
     for change in (lambda m: m, _nine, _mend, lambda m: _nine(_mend(m))):
         if (changed := change(messages)) in tried:
@@ -347,10 +431,16 @@ def _begun(m):
     text = _content(c, 'messages', False, False) if isinstance(c,str|list) else ''
     if text.strip():
         return m|dict(content=text+_HERE),False
-    thought = {k:m[k]+_HERE for k in _THOUGHT if isinstance(m.get(k),str) and m[k].strip()}
+    thought = {
+        k:m[k]+_HERE
+        for k in _THOUGHT
+        if isinstance(m.get(k),str) and m[k].strip()}
     if thought:
         return m|thought,True
-    raise RequestError('The last message is not the beginning of an answer', hint='Give it the role assistant and some text', param='messages')
+    raise RequestError(
+        'The last message is not the beginning of an answer',
+        hint='Give it the role assistant and some text',
+        param='messages')
 
 @patch
 def _within(self:ChatTemplate, messages, tools, kwargs):
@@ -362,13 +452,16 @@ def _within(self:ChatTemplate, messages, tools, kwargs):
         return out[:at] if out.startswith(_HERE, at) else out[:at].rstrip()
     if thinks:
         return self.render(messages[:-1], tools, **kwargs)
-    raise TemplateError('The chat template does not show the message that is to be continued', param='messages')
+    raise TemplateError(
+        'The chat template does not show the message that is to be continued', param='messages')
 
 # %% ../../nbs/6_text/02_chat.ipynb #125ec1d7
 def _named(v, where):
     "A template, or a list of named ones, as (default, for tools)"
     if isinstance(v,list):
-        by = {d.get('name'):d.get('template') for d in v if isinstance(d,dict)}
+        by = {
+            d.get('name'):d.get('template')
+            for d in v if isinstance(d,dict)}
         v,tool = by.get('default'),by.get('tool_use')
     else:
         tool = None
@@ -394,7 +487,9 @@ def _marks(folder, meta):
     tokens = meta.get(_T+'tokens') or []
     ids = (meta.get(f'{_T}{k}_token_id') for k in ('bos','eos'))
     if tokens:
-        return tuple(tokens[i] if isinstance(i,int) and 0<=i<len(tokens) else '' for i in ids)
+        return tuple(
+            tokens[i] if isinstance(i,int) and 0<=i<len(tokens) else ''
+            for i in ids)
     f = folder/'tokenizer_config.json'
     c = _json(f) if f.is_file() else {}
     return tuple(token_text(c.get(k)) or '' for k in ('bos_token','eos_token'))
@@ -404,8 +499,15 @@ def load_template(
 )->ChatTemplate|None:
     "The chat template of a checkpoint, or None"
     path = Path(ckpt.path)
-    folder,k = path if path.is_dir() else path.parent, _T.split('.')[0]+'.chat_template'
-    found = (path,*_named(ckpt.meta[k],path)[:1],ckpt.meta.get(k+'.tool_use')) if k in ckpt.meta else _find(folder)
+    folder = path if path.is_dir() else path.parent
+    k = _T.split('.')[0]+'.chat_template'
+    found = (
+        (
+            path,
+            *_named(ckpt.meta[k],path)[:1],
+            ckpt.meta.get(k+'.tool_use'))
+        if k in ckpt.meta
+        else _find(folder))
     if not found:
         return None
     where,source,tool = found

@@ -21,28 +21,42 @@ from .calls.grammar import DATES,call_grammar,literal,openings
 from ..ground.core import EngineError,RequestError
 
 # %% ../../nbs/6_text/15_guide.ipynb #443c08b8
-KINDS = dict(json_schema='schema', json_object=None, regex='pattern', choice='choices', lark='grammar', tools='tools', free=None) # And the field that each needs
-MOST = dict(bytes=1<<20, pattern=1<<16, depth=100, nodes=100_000, after=256, choices=20_000, kept=2<<20) # Of one guide; and characters of those that stay compiled
+# And the field that each needs
+KINDS = dict(
+    json_schema='schema', json_object=None, regex='pattern', choice='choices', lark='grammar',
+    tools='tools', free=None)
+# Of one guide; and characters of those that stay compiled
+MOST = dict(
+    bytes=1<<20, pattern=1<<16, depth=100, nodes=100_000, after=256,
+    choices=20_000, kept=2<<20)
 SPACE = r'[ \t]{1,64}|[ \t]{0,2}(\r?\n){1,2}[ \t]{0,64}' # What may stand between the tokens of JSON
 
 class GuideError(EngineError):
-    "A guide that could not be followed to its end. The request is to blame, and to send it again does not help"
+    """A guide that could not be followed to its end. The request is to blame, and to send it again
+    does not help"""
     status,code = 400,'guide_failed'
 
 def _refuse(spec, why, hint=''):
     "A `RequestError` that names the field of the request that guides come from"
-    raise RequestError(why, hint=hint, param='tools' if isinstance(spec, dict) and spec.get('kind')=='tools' else 'response_format')
+    raise RequestError(
+        why,
+        hint=hint,
+        param='tools' if isinstance(spec, dict) and spec.get('kind')=='tools'
+        else 'response_format')
 
 # %% ../../nbs/6_text/15_guide.ipynb #ddec7187
 def measure(x)->tuple[int,int]: # How many values, and how deep they are nested
-    "The size of plain data, found without recursion; one level more than `MOST['depth']` is not entered"
+    """The size of plain data, found without recursion;
+    one level more than `MOST['depth']` is not entered"""
     n,deep,todo = 0,0,[(x,1)]
     while todo and n<=MOST['nodes']:
         v,d = todo.pop()
         n += 1
         deep = max(deep, d)
         if d<=MOST['depth'] and isinstance(v, (dict,list,tuple)):
-            todo += [(w, d+1) for w in (v.values() if isinstance(v, dict) else v)]
+            todo += [
+                (w, d+1)
+                for w in (v.values() if isinstance(v, dict) else v)]
     return n,deep
 
 # %% ../../nbs/6_text/15_guide.ipynb #a99e8cb1
@@ -52,14 +66,20 @@ def _need(spec, ok, name, what):
 
 def _strings(x)->bool:
     "A list of strings, and not an empty one?"
-    return isinstance(x, (list,tuple)) and bool(x) and all(isinstance(s, str) for s in x)
-def _is_tool(t)->bool: return isinstance(t, dict) and isinstance(t.get('name'), str) and isinstance(t.get('parameters'), dict|None)
+    return (
+        isinstance(x, (list,tuple))
+        and bool(x)
+        and all(isinstance(s, str) for s in x))
+def _is_tool(t)->bool:
+    return isinstance(t, dict) and isinstance(t.get('name'), str) and isinstance(t.get('parameters'), dict|None)
 def _is_mark(t)->bool: return isinstance(t, str) and 0<len(t)<=MOST['after']
 
 def _after(spec)->list:
     "The texts that must come before a guide begins"
     a = spec.get('after')
-    return [] if a is None else list(a) if isinstance(a, (list,tuple)) else [a]
+    return (
+        [] if a is None
+        else list(a) if isinstance(a, (list,tuple)) else [a])
 
 def _check_answer(spec):
     "Is what the answer must be like of the right type, and not too much of it?"
@@ -77,24 +97,57 @@ def _check_answer(spec):
             need(_strings(v), 'choices', 'empty or not a list of strings')
             need(len(v)<=MOST['choices'], 'choices', f'longer than {MOST["choices"]:,}')
         case 'tools':
-            need(isinstance(v, (list,tuple)) and v and all(map(_is_tool, v)), 'tools', 'empty, or a tool has no name or no schema')
+            need(
+                isinstance(v, (list,tuple)) and v and all(map(_is_tool, v)),
+                'tools',
+                'empty, or a tool has no name or no schema')
         case 'free':
             need(spec.get('after'), 'after', 'missing')
     if kind=='regex':
         need(len(v)<=MOST['pattern'], 'pattern', f'longer than {MOST["pattern"]:,} characters')
     if kind=='tools' and (f := spec.get('format')) is not None:
-        need(isinstance(f, dict) and f.get('kind') not in ('tools','free',None) and not _after(f), 'format', 'no guide of an answer')
+        need(
+            isinstance(f, dict)
+            and f.get('kind') not in ('tools','free',None)
+            and not _after(f),
+            'format',
+            'no guide of an answer')
         _check(f)
 
 # %% ../../nbs/6_text/15_guide.ipynb #94556ac2
 def _check_wait(spec):
     "The same of what comes before"
-    need,after,early,budget,force = partial(_need, spec),spec.get('after'),spec.get('early') or (),spec.get('budget'),spec.get('force')
-    need(isinstance(early, (list,tuple)) and len(early)<9 and all(map(_is_mark, early)), 'early', 'not a list of a few texts')
-    need(after is None or 0<len(_after(spec))<5 and all(map(_is_mark, _after(spec))), 'after', f'not a text of 1 to {MOST["after"]} characters, nor a list of a few')
-    need(budget is None or isinstance(budget, int) and not isinstance(budget, bool) and 0<=budget<2**31, 'budget', 'not a whole number from 0 up')
+    need = partial(_need, spec)
+    after = spec.get('after')
+    early = spec.get('early') or ()
+    budget = spec.get('budget')
+    force = spec.get('force')
+    need(
+        isinstance(early, (list,tuple))
+        and len(early)<9
+        and all(map(_is_mark, early)),
+        'early',
+        'not a list of a few texts')
+    need(
+        after is None
+        or 0<len(_after(spec))<5
+        and all(map(_is_mark, _after(spec))),
+        'after',
+        f'not a text of 1 to {MOST["after"]} characters, nor a list of a few')
+    need(
+        budget is None
+        or isinstance(budget, int) and not isinstance(budget, bool) and 0<=budget<2**31,
+        'budget',
+        'not a whole number from 0 up')
     need(budget is None or after, 'budget', 'given, and "after" is not')
-    need(force is None or after and isinstance(force, str) and len(force)<=MOST['after'] and force.endswith(''.join(_after(spec))), 'force', 'no text that ends with "after"')
+    need(
+        force is None
+        or after
+        and isinstance(force, str)
+        and len(force)<=MOST['after']
+        and force.endswith(''.join(_after(spec))),
+        'force',
+        'no text that ends with "after"')
     need(isinstance(spec.get('strict', True), bool), 'strict', 'neither true nor false')
 
 def _check(spec):
@@ -126,7 +179,8 @@ def _ready(spec)->dict:
 
 # %% ../../nbs/6_text/15_guide.ipynb #cc610144
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-_NAMED = {'properties','patternProperties','$defs','definitions','dependentSchemas'} # Words with schemas by name
+# Words with schemas by name
+_NAMED = {'properties','patternProperties','$defs','definitions','dependentSchemas'}
 _DATA = {'const','enum','default','examples','example'} # Words with values
 
 def _dated(s):
@@ -135,7 +189,11 @@ def _dated(s):
         return [_dated(x) for x in s]
     if not isinstance(s, dict):
         return s
-    out = {k:{n:_dated(x) for n,x in v.items()} if k in _NAMED and isinstance(v, dict) else v if k in _DATA else _dated(v) for k,v in s.items()}
+    out = {
+        k:{n:_dated(x) for n,x in v.items()}
+        if k in _NAMED and isinstance(v, dict)
+        else v if k in _DATA else _dated(v)
+        for k,v in s.items()}
     if isinstance(f := s.get('format'), str) and f in DATES and 'pattern' not in s:
         del out['format']
         out['pattern'] = f'^{DATES[f]}$'
@@ -143,7 +201,12 @@ def _dated(s):
 
 def _schema(s, strict)->dict:
     "A schema with our options instead of those that came with it"
-    return ({} if s is True else {'enum':[]} if s is False else {k:v for k,v in _dated(s).items() if k!='x-guidance'})|{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)}
+    return (
+        (
+            {} if s is True
+            else {'enum':[]} if s is False
+            else {k:v for k,v in _dated(s).items() if k!='x-guidance'})
+        |{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)})
 
 # %% ../../nbs/6_text/15_guide.ipynb #edd7fc6f
 def _parts(spec, special)->tuple[str,dict]:
@@ -176,8 +239,12 @@ def as_grammar(
     if spec['kind']=='free':
         return None
     lark,subs = _parts(spec, special)
-    named = [dict(name=k, lark_grammar=v) if isinstance(v, str) else dict(name=k, json_schema=v) for k,v in subs.items()]
-    return json.dumps(dict(grammars=[dict(lark_grammar=lark+_OPTIONS), *named]), ensure_ascii=False)
+    named = [
+        dict(name=k, lark_grammar=v) if isinstance(v, str)
+        else dict(name=k, json_schema=v)
+        for k,v in subs.items()]
+    return json.dumps(
+        dict(grammars=[dict(lark_grammar=lark+_OPTIONS), *named]), ensure_ascii=False)
 
 # %% ../../nbs/6_text/15_guide.ipynb #b7356a03
 def _limits():
@@ -186,11 +253,15 @@ def _limits():
 
 def _reason(e:str)->str:
     "The library's message without traces and long quotations"
-    lines = [l.strip() for l in str(e).split('<backtrace>')[0].splitlines() if l.strip()]
+    lines = [
+        l.strip()
+        for l in str(e).split('<backtrace>')[0].splitlines()
+        if l.strip()]
     if not lines or 'panic' in lines[0]:
         return 'it is too large'
     why = next((l for l in lines[1:] if l.startswith('error:')), '')
-    lines[0] = lines[0].split('. Enable ')[0]  # options of the library, which a request does not have
+    # options of the library, which a request does not have
+    lines[0] = lines[0].split('. Enable ')[0]
     return (lines[0][:200]+(f' ({why[:120]})' if why else '')).rstrip('.:')
 
 # %% ../../nbs/6_text/15_guide.ipynb #36fc9509
@@ -198,7 +269,10 @@ class _Vocabulary:
     "A vocabulary, as the library wants it"
     is_tokenizer_wrapper,bos_token_id = True,None
     def __init__(self, tokens, ends, special, cut):
-        self.tokens,self.eos_token_id,self.special_token_ids,self._cut = tokens,ends[0],special,cut
+        self.tokens = tokens
+        self.eos_token_id = ends[0]
+        self.special_token_ids = special
+        self._cut = cut
     def __call__(self, s): return self._cut(s)
     def build(self, ends):
         import llguidance
@@ -212,8 +286,15 @@ def _compile(vocabulary, grammar:str, spec):
         m.compute_bitmask()
     if m.is_error():
         why = _reason(m.get_error())
-        _refuse(spec, f'The {spec.get("kind")} cannot be followed: '+('no text fits it' if 'NoExtension' in why else why),
-            hint='"strict": false drops what is not supported' if spec.get('strict', True) and any(w in why for w in ('nimplemented','Unknown format','oneOf')) and spec.get('kind') in ('json_schema','tools') else '')
+        _refuse(
+            spec,
+            f'The {spec.get("kind")} cannot be followed: '
+            +('no text fits it' if 'NoExtension' in why else why),
+            hint='"strict": false drops what is not supported'
+            if spec.get('strict', True)
+            and any(w in why for w in ('nimplemented','Unknown format','oneOf'))
+            and spec.get('kind') in ('json_schema','tools')
+            else '')
     return m
 
 # %% ../../nbs/6_text/15_guide.ipynb #ddcb8dd2
@@ -221,8 +302,15 @@ def _compile(vocabulary, grammar:str, spec):
 def _bytes_only(size, special):
     "A vocabulary of bytes, beside the special tokens of a model that is not here"
     at = dict(special)
-    words = [at.get(i, '').encode() for i in range(size)]+[bytes([b]) for b in range(256)]+[b'<end>']
-    w = _Vocabulary(words, [len(words)-1], [*at, len(words)-1], lambda s: [size+b for b in (s.encode() if isinstance(s, str) else s)])
+    words = (
+        [at.get(i, '').encode() for i in range(size)]
+        +[bytes([b]) for b in range(256)]+[b'<end>'])
+    w = _Vocabulary(
+        words,
+        [len(words)-1],
+        [*at, len(words)-1],
+        lambda s: [
+            size+b for b in (s.encode() if isinstance(s, str) else s)])
     return w.build([len(words)-1])
 
 def check_alone(
@@ -231,16 +319,22 @@ def check_alone(
     size:int=0, # The size of its vocabulary
 )->list[str]: # Warnings
     "What can be said of a guide without its model. Meant for a process that may be killed"
-    words,out = _bytes_only(size, tuple(map(tuple, _ready(spec) and special))),{}
+    words = _bytes_only(size, tuple(map(tuple, _ready(spec) and special)))
+    out = {}
     def look(what, whose):
         if (g := as_grammar(what, special)) is not None:
             out.update(dict.fromkeys(_compile(words, g, whose).get_grammar_warnings()))
-    if spec['kind']=='tools':  # format and schemas must be right, whatever becomes of them in a call
+    # format and schemas must be right, whatever becomes of them in a call
+    if spec['kind']=='tools':
         if (f := spec.get('format')) is not None:
             look(f, f)
         for t in spec['tools']:
             how = dict(strict=bool(t.get('strict', spec.get('strict', True))))
-            look(dict(kind='json_schema', schema=dict(t.get('parameters') or {})|{'type':'object'})|how, spec|how)
+            look(
+                dict(
+                    kind='json_schema',
+                    schema=dict(t.get('parameters') or {})|{'type':'object'})|how,
+                spec|how)
     look(spec, spec)
     return list(out)
 
@@ -252,7 +346,8 @@ def _sandbox():
     from atlas.text.sandbox import JOBS,Sandbox
     with _boxes:
         if _box is None:
-            _box = Sandbox({'check_guide':JOBS['check_guide']}, seconds=1., memory=512<<20, workers=1)
+            _box = Sandbox(
+                {'check_guide':JOBS['check_guide']}, seconds=1., memory=512<<20, workers=1)
     return _box
 _boxes = threading.Lock()
 
@@ -301,7 +396,8 @@ class _Compiled:
     warnings:list # What was dropped
     forced:tuple=() # Tokens of the first mark, for a budget
     longer:tuple=() # Those of the text that is forced where something was said before
-    leaps:dict=field(default_factory=dict) # Texts that open a call, and the tokens that tell the matcher so
+    # Texts that open a call, and the tokens that tell the matcher so
+    leaps:dict=field(default_factory=dict)
     calls:object=None # The matcher that a leap leads to; None: the same
 
 # %% ../../nbs/6_text/15_guide.ipynb #fabada86
@@ -311,21 +407,33 @@ class Guides:
         tokenizer, # `Tokenizer`
         vocab_size:int, # V, the length of a row of logits
         eos_ids=(), # Tokens that end an answer
-        sandbox=None, # Where guides are tried first; None: a child of this process, started at first use
+        # Where guides are tried first; None: a child of this process, started at first use
+        sandbox=None,
         keep:int=64, # Guides that stay compiled, as long as they are small together
     ):
-        self.tokenizer,self.vocab_size,self.words,self.keep = tokenizer,vocab_size,-(-vocab_size//32),keep
-        self.eos_ids,self.sandbox = tuple(i for i in dict.fromkeys(eos_ids) if 0<=i<vocab_size),sandbox
-        self.special = tuple((i, t) for i in sorted({*tokenizer.special_ids, *self.eos_ids}) if i<vocab_size and (t := tokenizer.token(i)))
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.words = -(-vocab_size//32)
+        self.keep = keep
+        self.eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if 0<=i<vocab_size)
+        self.sandbox = sandbox
+        self.special = tuple(
+            (i, t) for i in sorted({*tokenizer.special_ids, *self.eos_ids})
+            if i<vocab_size and (t := tokenizer.token(i)))
         self.nothing = np.zeros(self.words, np.uint32) # No token at all
-        self._lock,self._vocab,self._known,self._bars = threading.Lock(),None,OrderedDict(),{}  # what is known, by its text
+        self._lock = threading.Lock()
+        self._vocab = None
+        self._known = OrderedDict() # compiled guides, by their text
+        self._bars = {}
         self.seconds = self.mask_seconds = 0. # Spent on compiling, and on masks
-    def __repr__(self): return f'Guides({self.vocab_size:,} tokens, {len(self.eos_ids)} of them end an answer; {len(self._known)} compiled)'
+    def __repr__(self):
+        return f'Guides({self.vocab_size:,} tokens, {len(self.eos_ids)} of them end an answer; {len(self._known)} compiled)'
 
 # %% ../../nbs/6_text/15_guide.ipynb #44a9ee9a
 @patch
 def check(self:Guides, spec:dict)->list[str]: # Warnings
-    "Compile a guide, so that `start` finds it; a `RequestError` with the reason if that cannot be done, or not within limits"
+    """Compile a guide, so that `start` finds it;
+    a `RequestError` with the reason if that cannot be done, or not within limits"""
     return self._compiled(spec).warnings
 
 @patch
@@ -335,7 +443,8 @@ def start(self:Guides, spec:dict): # A `Guide`
 
 # %% ../../nbs/6_text/15_guide.ipynb #ec0f23df
 def _cut(tokenizer, s):
-    "Ids of a text. A function of its own: what the library holds may not lead back to the `Guides` that hold the library's things, or nothing of these is ever freed"
+    """Ids of a text. A function of its own: what the library holds may not lead back to the
+    `Guides` that hold the library's things, or nothing of these is ever freed"""
     return tokenizer.encode(s if isinstance(s, str) else s.decode('utf-8','ignore'), False)
 
 @patch
@@ -346,10 +455,15 @@ def _vocabulary(self:Guides):
             tokens = [self.tokenizer.token_bytes(i) for i in range(self.vocab_size)]
             ends = self.eos_ids or (self.vocab_size,)
             for i in ends:
-                tokens[i:i+1] = [b'<end-%d>'%i if i==self.vocab_size or not tokens[i] else tokens[i]]
+                tokens[i:i+1] = [
+                    b'<end-%d>'%i if i==self.vocab_size or not tokens[i] else tokens[i]]
             special = sorted({*(i for i,_ in self.special), *ends})
             w = _Vocabulary(tokens, ends, special, partial(_cut, self.tokenizer)).build(ends)
-            self._vocab = w,sorted((b,i) for i,b in enumerate(tokens[:self.vocab_size]) if b)
+            self._vocab = (
+                w,
+                sorted(
+                    (b,i) for i,b in enumerate(tokens[:self.vocab_size])
+                    if b))
         return self._vocab
 
 @patch
@@ -365,7 +479,10 @@ def _compiled(self:Guides, spec)->_Compiled:
     with self._lock:
         self._known[key] = got
         self.seconds += perf_counter()-t
-        while len(self._known)>self.keep or len(self._known)>1 and sum(map(len, self._known))>MOST['kept']:
+        while (
+            len(self._known)>self.keep
+            or len(self._known)>1
+            and sum(map(len, self._known))>MOST['kept']):
             self._known.popitem(last=False)
     return got
 
@@ -377,15 +494,22 @@ def _try(self:Guides, spec)->_Compiled:
     m,calls,warnings = None,[],[]
     if spec['kind']!='free':
         try:
-            warnings = (self.sandbox or _sandbox()).call('check_guide', spec, self.special, self.vocab_size)
+            warnings = (self.sandbox or _sandbox()).call(
+                'check_guide', spec, self.special, self.vocab_size)
         except RequestError as e:
             if e.code!='work_limit':
                 raise
             _refuse(spec, f'The {spec["kind"]} is too complex: {e.msg[:1].lower()}{e.msg[1:]}')
         m,*calls = [self._matcher(s) for s in self._apart(spec)]
     after = ''.join(_after(spec))
-    forced,longer = (self._spell(after),self._spell(spec.get('force') or after)) if after else ((),())
-    if spec.get('budget') is not None and not all(after.encode() in b''.join(map(self.tokenizer.token_bytes, f)) for f in (forced,longer)):
+    forced,longer = (
+        (self._spell(after),self._spell(spec.get('force') or after)) if after
+        else ((),()))
+    if (
+        spec.get('budget') is not None
+        and not all(
+            after.encode() in b''.join(map(self.tokenizer.token_bytes, f))
+            for f in (forced,longer))):
         _refuse(spec, f'The tokenizer cannot write {after!r}')
     marks,leaps = self._marks(spec, (calls or [m])[0])
     for k in marks:
@@ -394,28 +518,55 @@ def _try(self:Guides, spec)->_Compiled:
 
 @patch
 def _apart(self:Guides, spec)->list[dict]:
-    "Harmony has a channel for the answer and another for calls, so that these are two grammars; elsewhere an answer and a call begin at the same place"
+    """Harmony has a channel for the answer and another for calls, so that these are two grammars;
+    elsewhere an answer and a call begin at the same place"""
     if spec.get('parser')!='openai' or spec.get('format') is None:
         return [spec]
-    return [spec['format'], {k:v for k,v in spec.items() if k!='format'}]
+    return [
+        spec['format'],
+        {k:v for k,v in spec.items() if k!='format'}]
 
 @patch
 def _matcher(self:Guides, spec):
     "The library's matcher, over the real vocabulary"
-    vocabulary,text = self._vocabulary()[0],as_grammar(spec, self.special)
+    vocabulary = self._vocabulary()[0]
+    text = as_grammar(spec, self.special)
     return _roomy(lambda: _compile(vocabulary, text, spec))
 
 # %% ../../nbs/6_text/15_guide.ipynb #7d1e2896
 @patch
 def _marks(self:Guides, spec, m)->tuple[tuple,dict]:
     "What is waited for before `m` begins, and the texts that it may begin with"
-    calls = openings(spec, self.special) if spec['kind']=='tools' and spec.get('choice')!='required' and spec.get('format') is None else []
+    calls = (
+        openings(spec, self.special)
+        if spec['kind']=='tools'
+        and spec.get('choice')!='required'
+        and spec.get('format') is None
+        else [])
     early = list(spec.get('early') or ()) if _after(spec) else []
-    said = {t.encode():self._exactly(t) if m else () for t in [*early,*calls]}
-    leaps = {b:ids for b,ids in said.items() if m is None or spec['kind']=='tools' and m.validate_tokens(list(ids))==len(ids)}
-    ways = dict(exact=m is not None, leaps=tuple(b for t in early if (b := t.encode()) in leaps), bars=tuple(b for t in early if (b := t.encode()) not in leaps))
-    marks = [Mark(a.encode(), m is not None, None if k else spec.get('budget'), **ways) for k,a in enumerate(_after(spec))]
-    return (*marks, *[Mark(b'', False, leaps=tuple(t.encode() for t in calls))]*bool(calls)),leaps
+    said = {
+        t.encode():self._exactly(t) if m else ()
+        for t in [*early,*calls]}
+    leaps = {
+        b:ids
+        for b,ids in said.items()
+        if m is None
+        or spec['kind']=='tools' and m.validate_tokens(list(ids))==len(ids)}
+    ways = dict(
+        exact=m is not None,
+        leaps=tuple(b for t in early if (b := t.encode()) in leaps),
+        bars=tuple(b for t in early if (b := t.encode()) not in leaps))
+    marks = [
+        Mark(
+            a.encode(), m is not None, None if k else spec.get('budget'),
+            **ways)
+        for k,a in enumerate(_after(spec))]
+    return (
+        (
+            *marks,
+            *[Mark(b'', False, leaps=tuple(t.encode() for t in calls))]
+            *bool(calls)),
+        leaps)
 
 @patch
 def _spell(self:Guides, text:str)->tuple[int,...]:
@@ -423,32 +574,55 @@ def _spell(self:Guides, text:str)->tuple[int,...]:
     return tuple(self.tokenizer.encode(text, False))
 @patch
 def _exactly(self:Guides, text:str)->tuple[int,...]:
-    "The same, without what a tokenizer puts before a text; special tokens where the text has theirs"
+    """The same, without what a tokenizer puts before a text;
+    special tokens where the text has theirs"""
     ids = {t:i for i,t in self.special if t in text}
-    parts = re.split('('+'|'.join(re.escape(t) for t in sorted(ids, key=len, reverse=True))+')', text) if ids else [text]
-    return tuple(i for p in parts if p for i in ([ids[p]] if p in ids else self._vocabulary()[0].greedy_tokenize(p)))
+    parts = (
+        re.split(
+            '('
+            +'|'.join(
+                re.escape(t)
+                for t in sorted(ids, key=len, reverse=True))+')',
+            text)
+        if ids
+        else [text])
+    return tuple(
+        i for p in parts
+        if p
+        for i in (
+            [ids[p]] if p in ids
+            else self._vocabulary()[0].greedy_tokenize(p)))
 
 # %% ../../nbs/6_text/15_guide.ipynb #b567e8ca
 @patch
-def _too_far(self:Guides, mark:bytes, k:int, bar:bool=False)->list[int]:
-    "Tokens that go too far: that, behind the first `k` bytes of `mark`, complete it and go on, or with `bar` complete it at all; remembered"
+def _too_far(
+    self:Guides, mark:bytes, k:int, bar:bool=False)->list[int]:
+    """Tokens that go too far: that, behind the first `k` bytes of `mark`, complete it and go on,
+    or with `bar` complete it at all; remembered"""
     if (got := self._bars.get((mark,k,bar))) is not None:
         return got
-    words,rest,out = self._vocabulary()[1],mark[k:],[]
+    words = self._vocabulary()[1]
+    rest = mark[k:]
+    out = []
     for b,i in words[bisect_left(words, (rest,-1)):]:
         if not b.startswith(rest):
             break
         if bar or len(b)>len(rest):
             out.append(i)
     if not k:
-        out += [i for b,i in words if mark in b and (bar or not b.endswith(mark))]
+        out += [
+            i for b,i in words
+            if mark in b and (bar or not b.endswith(mark))]
     self._bars[mark,k,bar] = out
     return out
 
 @patch
 def free(self:Guides, mark:Mark, tail:bytes)->np.ndarray|None:
     "The mask before `mark`, where `tail` is the end of the text so far; None: anything goes"
-    ks = tuple((w, k, w in mark.bars) for w in (*mark.words*mark.exact, *mark.bars) for k in range(len(w)) if tail.endswith(w[:k]))
+    ks = tuple(
+        (w, k, w in mark.bars)
+        for w in (*mark.words*mark.exact, *mark.bars)
+        for k in range(len(w)) if tail.endswith(w[:k]))
     if (key := (mark,ks)) not in self._bars:
         if len(self._bars)>1000:
             self._bars.clear()
@@ -472,7 +646,8 @@ def unpack(
     n:int, # V
 )->np.ndarray: # bool [V]
     "The opposite"
-    return np.unpackbits(mask.view(np.uint8), count=n, bitorder='little').view(bool)
+    return np.unpackbits(
+        mask.view(np.uint8), count=n, bitorder='little').view(bool)
 
 # %% ../../nbs/6_text/15_guide.ipynb #bedab2db
 class Guide:
@@ -480,12 +655,23 @@ class Guide:
     code = GuideError.code
     def __init__(self, guides:Guides, compiled:_Compiled):
         self.guides,self.error = guides,None
-        self._m,self._calls,self._leaps = compiled.matcher and compiled.matcher.deep_copy(),compiled.calls,compiled.leaps # Matcher; the one that a leap leads to
-        self._marks,self._tail,self._n = compiled.marks,b'',0 # What is waited for, the end of the text so far, tokens since it began
-        self._forced,self._longer,self._queue = compiled.forced,compiled.longer,() # What a budget forces, and what is left of it
+        self._m = compiled.matcher and compiled.matcher.deep_copy()
+        self._calls = compiled.calls # The matcher that a leap leads to
+        self._leaps = compiled.leaps
+        self._marks = compiled.marks # What is waited for
+        self._tail = b'' # The end of the text so far
+        self._n = 0 # Tokens since the wait began
+        self._forced = compiled.forced # What a budget forces
+        self._longer = compiled.longer
+        self._queue = () # What is left of it
         self._hurry()
     def __repr__(self):
-        what = self.error or ('ended' if self.ended else f'waits for {self._marks[0].words[0].decode()!r}' if self._marks else 'free' if self._m is None else 'at work')
+        what = (
+            self.error
+            or (
+                'ended' if self.ended
+                else f'waits for {self._marks[0].words[0].decode()!r}' if self._marks
+                else 'free' if self._m is None else 'at work'))
         return f'Guide({what})'
     @property
     def ended(self)->bool:
@@ -494,7 +680,9 @@ class Guide:
 
 # %% ../../nbs/6_text/15_guide.ipynb #15d888a2
 @patch
-def mask(self:Guide)->np.ndarray|None: # uint32 [ceil(V/32)], a new one each time or one that must not be changed
+def mask(
+    self:Guide,
+)->np.ndarray|None: # uint32 [ceil(V/32)], a new one each time or one that must not be changed
     "The tokens that may come next, a bit each, the first in the lowest; None: anything goes"
     g = self.guides
     if self.error:
@@ -507,7 +695,8 @@ def mask(self:Guide)->np.ndarray|None: # uint32 [ceil(V/32)], a new one each tim
         return None
     V = g.vocab_size
     n = V+(not g.eos_ids)
-    out,t = np.zeros(-(-n//32), np.uint32),perf_counter()
+    out = np.zeros(-(-n//32), np.uint32)
+    t = perf_counter()
     self._m.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
     g.mask_seconds += perf_counter()-t
     if self._m.is_error():
@@ -545,14 +734,24 @@ def _look(self:Guide, token):
     m = self._marks[0]
     self._n += 1
     s = self._tail+self.guides.tokenizer.token_bytes(token)
-    at,w = min(((i, w) for w in m.words if (i := s.find(w))>=0), default=(-1,b''))
+    at,w = min(
+        (
+            (i, w) for w in m.words
+            if (i := s.find(w))>=0),
+        default=(-1,b''))
     if at<0:
-        self._tail = s[-n:] if (n := max(map(len, (*m.words, *m.bars)))-1) else b''
+        self._tail = (
+            s[-n:]
+            if (
+                n := max(map(len, (*m.words, *m.bars)))-1)
+            else b'')
     elif w in m.leaps:
         self._tail,self._marks,self._queue = b'',(),()
         self._tell(w)
     else:
-        self._tail,self._n,self._marks = s[at+len(w):],0,self._marks[1:]
+        self._tail = s[at+len(w):]
+        self._n = 0
+        self._marks = self._marks[1:]
         self._queue = self._queue if self._marks else ()
     self._hurry()
 
@@ -570,10 +769,21 @@ def _hurry(self:Guide):
     m = self._marks[0] if self._marks else None
     if m is None or self._queue or m.budget is None or self._n<m.budget:
         return
-    self._queue,k = self._longer if self._n else self._forced,max((k for k in range(len(m.bytes)) if self._tail.endswith(m.bytes[:k])), default=0)
-    if k and len(self._forced)>1 and self._longer==self._forced and len(self._marks)==1:
+    self._queue,k = (
+        self._longer if self._n else self._forced,
+        max(
+            (
+                k for k in range(len(m.bytes))
+                if self._tail.endswith(m.bytes[:k])),
+            default=0))
+    if (
+        k
+        and len(self._forced)>1
+        and self._longer==self._forced
+        and len(self._marks)==1):
         rest = self.guides._spell(m.bytes[k:].decode('utf-8','ignore'))
-        if b''.join(map(self.guides.tokenizer.token_bytes, rest))==m.bytes[k:]:
+        if b''.join(map(
+            self.guides.tokenizer.token_bytes, rest))==m.bytes[k:]:
             self._queue = rest
 
 # %% ../../nbs/6_text/15_guide.ipynb #f79f5173

@@ -41,9 +41,13 @@ class Splitter:
     ):
         self.reasoning,self.tools = reasoning,tools
         self.harmony = Harmony(tool_list) if reasoning=='openai_gptoss' or tools=='openai' else None
-        self.thoughts = ReasoningStream(reasoning, thinking, opened) if reasoning and not self.harmony else None
+        self.thoughts = (
+            ReasoningStream(reasoning, thinking, opened) if reasoning and not self.harmony
+            else None)
         self.parser = ToolStream(tools, tool_list) if tools and not self.harmony else None
-        self.plain,self.blanks,self.tail = [],[] if self.parser else None,''
+        self.plain = []
+        self.blanks = [] if self.parser else None
+        self.tail = ''
         self.continuing = bool(prompt)
         if self.harmony:
             self.harmony.feed(_header(prompt))
@@ -149,7 +153,9 @@ def result(self:Splitter)->Answer:
     "What all the text came to"
     if self.harmony:
         return self._told(self.harmony.result())
-    thought,text = self.thoughts.result() if self.thoughts else (None,''.join(self.plain) or None)
+    thought,text = (
+        self.thoughts.result() if self.thoughts
+        else (None,''.join(self.plain) or None))
     if not self.parser:
         return Answer(text, [], thought)
     r = self.parser.result()
@@ -175,7 +181,9 @@ def kept(
     tools:str|None, # One of `TOOL_PARSERS`
 )->tuple[str,...]:
     "Marks that these parsers need to see"
-    marks = (*(REASONING_PARSERS[reasoning].marks if reasoning else ()), *(TOOL_PARSERS[tools].marks if tools else ()))
+    marks = (
+        *(REASONING_PARSERS[reasoning].marks if reasoning else ()),
+        *(TOOL_PARSERS[tools].marks if tools else ()))
     return tuple(dict.fromkeys(marks))
 
 # %% ../../nbs/6_text/13_parsers.ipynb #165ad307
@@ -187,7 +195,9 @@ _SAYS = ( # what a template contains -> tool parser; the first that fits
     (('[func_name1(',),'pythonic'), (('<|start_header_id|>',),'llama3_json'), (('<|python_tag|>',),'llama3_json'))
 _HABIT = dict(gptoss='openai', gemma='gemma4', minimax='minimax_m2', nemotron='qwen3_coder',
     qwen='hermes', granite='hermes', llama='llama3_json')
-_THINKS = dict(openai='openai_gptoss', gemma4='gemma4', minimax_m2='minimax_m2', glm45='glm45', glm47='glm45', hermes='qwen3', qwen3_coder='qwen3', mistral='mistral')
+_THINKS = dict(
+    openai='openai_gptoss', gemma4='gemma4', minimax_m2='minimax_m2', glm45='glm45', glm47='glm45',
+    hermes='qwen3', qwen3_coder='qwen3', mistral='mistral')
 
 def default_parsers(
     config, # A `ModelConfig`, or None
@@ -195,7 +205,10 @@ def default_parsers(
 )->tuple[str|None,str|None]: # Tool parser and reasoning parser
     "The parsers that a model was made for"
     t,family = template or '',getattr(config, 'family', None)
-    tools = next((p for words,p in _SAYS if all(w in t for w in words)), None) or _HABIT.get(family)
+    tools = (
+        next(
+            (p for words,p in _SAYS if all(w in t for w in words)), None)
+        or _HABIT.get(family))
     if tools in ('openai','gemma4','minimax_m2'):
         return tools,_THINKS[tools]
     thinks = any(w in t for w in ('<think>','</think>','[THINK]'))

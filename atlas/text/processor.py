@@ -51,7 +51,8 @@ class Processor:
     def has_text(self)->bool: return not isinstance(self._tokenizer, SourceError)
     @property
     def tokenizer(self)->Tokenizer:
-        "Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids come out"
+        """Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids
+        come out"""
         if not self.has_text:
             raise self._tokenizer
         return self._tokenizer
@@ -94,14 +95,16 @@ def sampling_of(
     generation:str='auto', # 'auto': its own file; 'vllm': none; else a folder with one
     override:str|None=None, # JSON: what goes before it
 )->dict: # Sampling parameters by name
-    "How a model is sampled where a request says nothing; a `SourceError` where a folder has no such file"
+    """How a model is sampled where a request says nothing;
+    a `SourceError` where a folder has no such file"""
     own = ck.folder if generation=='auto' and ck.kind=='safetensors' else None
     folder = own if generation in ('auto','vllm') else Path(generation).expanduser()
     path = folder and folder/_GENERATION
     there = path is not None and path.is_file()
     if folder!=own and not there:
         said = f'{generation!r} has no {_GENERATION}'
-        raise SourceError(said, hint='generation_config is auto, vllm, or a folder', param='generation_config')
+        raise SourceError(
+            said, hint='generation_config is auto, vllm, or a folder', param='generation_config')
     return generation_defaults(json_file(path) if there else {}, json.loads(override or '{}'))
 
 # %% ../../nbs/6_text/19_processor.ipynb #25ab61f9

@@ -42,8 +42,12 @@ STYLES = dict(
     deepseek_r1=Style(swallow=False),
     minimax_m2=Style(tools=('<minimax:tool_call>',), tidy=True),
     glm45=Style(tools=('<tool_call>',), again=True, tidy=True),
-    mistral=Style('[THINK]', '[/THINK]', ('[TOOL_CALLS]',), inside=False, again=True, tidy=True, early=('<think>','</think>')),
-    gemma4=Style('<|channel>', '<channel|>', ('<|tool_call>',), inside=False, again=True, tidy=True, label='thought\n'))
+    mistral=Style(
+        '[THINK]', '[/THINK]', ('[TOOL_CALLS]',), inside=False, again=True, tidy=True,
+        early=('<think>','</think>')),
+    gemma4=Style(
+        '<|channel>', '<channel|>', ('<|tool_call>',), inside=False, again=True, tidy=True,
+        label='thought\n'))
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #b576d436
 class Reasoner:
@@ -51,10 +55,14 @@ class Reasoner:
     blank = 64 # Most blanks before an opening mark
     def __init__(self,
         style:Style,
-        thinking:bool=True, # Was thinking on? If not, the text of a family that has `inside` is not read at all
-        opened:bool=False, # Does the prompt end inside a thought, whatever the family does otherwise?
+        # Was thinking on? If not, the text of a family that has `inside` is not read at all
+        thinking:bool=True,
+        # Does the prompt end inside a thought, whatever the family does otherwise?
+        opened:bool=False,
     ):
-        self.style,self.open,self.close = style,style.open,style.close
+        self.style = style
+        self.open = style.open
+        self.close = style.close
         self.thinking = opened or thinking and style.inside # Is the text inside a thought by now?
         self.unclosed = False # Did a call end a thought?
         self.read = self.thinking or not style.inside
@@ -72,12 +80,14 @@ def feed(self:Reasoner,
         if text:
             self.answers.append(text)
         return Delta(content=text)
-    self.buf,self.i = self.buf[self.i:]+text,0
+    self.buf = self.buf[self.i:]+text
+    self.i = 0
     try:
         next(self.machine)
     except StopIteration:
         self.machine = None
-    thought,text = ''.join(self._think),''.join(self._answer)
+    thought = ''.join(self._think)
+    text = ''.join(self._answer)
     self._think,self._answer = [],[]
     return Delta(thought, text)
 @patch
@@ -86,7 +96,9 @@ def finish(self:Reasoner)->Delta:
     self.done = True
     return self.feed('')
 @patch
-def result(self:Reasoner)->tuple[str|None,str|None]: # Reasoning and content, None where there is none
+def result(
+    self:Reasoner,
+)->tuple[str|None,str|None]: # Reasoning and content, None where there is none
     "What all the text came to"
     return ''.join(self.thoughts) or None,''.join(self.answers) or None
 
@@ -104,7 +116,9 @@ def think(self:Reasoner, text:str):
         kept = text.rstrip()
         if not kept:
             return self.blanks.append(text)
-        text,self.blanks = ''.join([*self.blanks, kept]),[text[len(kept):]]
+        text,self.blanks = (
+            ''.join([*self.blanks, kept]),
+            [text[len(kept):]])
     if text:
         self.thoughts.append(text)
         self._think.append(text)
@@ -117,8 +131,12 @@ def _upto(self:Reasoner, marks:Marks, out):
     "Give `out` all text up to the next mark, and say which that is; '' at the end of the text"
     while True:
         m = marks.find(self.buf, self.i)
-        end = m.start() if m else len(self.buf)-(0 if self.done else marks.partial(self.buf, self.i))
-        text,self.i = self.buf[self.i:end],m.end() if m else end
+        end = (
+            m.start() if m
+            else len(self.buf)
+            -(0 if self.done else marks.partial(self.buf, self.i)))
+        text = self.buf[self.i:end]
+        self.i = m.end() if m else end
         out(text)
         if m or self.done:
             return m[0] if m else ''
@@ -149,7 +167,12 @@ def _start(self:Reasoner):
             yield
     else:
         return
-    w = yield from self._match((s.open, *s.early[:1], *([s.label] if s.label and not n else [])), n)
+    w = yield from self._match(
+        (
+            s.open,
+            *s.early[:1],
+            *([s.label] if s.label and not n else [])),
+        n)
     if s.early and w==s.early[0]:
         self.open,self.close = s.early
     if w and (w==s.label or w in s.early):
@@ -164,7 +187,9 @@ def _thought(self:Reasoner):
         w = yield from self._match((l, l.rstrip()+self.close))
         if w or self.done and self.buf[self.i:]==l.rstrip():
             self.i += len(l if w==l else l.rstrip())
-    return (yield from self._upto(_marks(self.open, self.close, *self.style.tools), self.think))
+    return (
+        yield from self._upto(
+            _marks(self.open, self.close, *self.style.tools), self.think))
 
 @patch
 def run(self:Reasoner):
@@ -172,14 +197,24 @@ def run(self:Reasoner):
     s,mark = self.style,''
     if self.read:
         yield from self._start()
-    between = (*[self.open]*s.again, *[self.close]*s.swallow, *s.tools) if self.read else ()
+    between = (
+        (
+            *[self.open]*s.again,
+            *[self.close]*s.swallow,
+            *s.tools)
+        if self.read
+        else ())
     while self.thinking or between:
-        mark = yield from (self._thought() if self.thinking else self._upto(_marks(*between), self.answer))
+        mark = yield from (
+            self._thought() if self.thinking
+            else self._upto(_marks(*between), self.answer))
         if mark not in (self.open, self.close):
             break
         self.thinking = mark==self.open
     if mark in s.tools:
-        self.unclosed,self.thinking,self.i = self.thinking,False,self.i-len(mark)
+        self.unclosed = self.thinking
+        self.thinking = False
+        self.i = self.i-len(mark)
     self.answer(self.buf[self.i:])
     self.i = len(self.buf)
 
@@ -189,7 +224,8 @@ class HarmonyReasoner(Harmony):
     def _turn(self)->Delta:
         d = super()._turn()
         return Delta(d.reasoning, d.content)
-    def result(self)->tuple[str|None,str|None]: return ''.join(self.thoughts) or None,''.join(self.said) or None
+    def result(self)->tuple[str|None,str|None]:
+        return ''.join(self.thoughts) or None,''.join(self.said) or None
 
 REASONING_PARSERS = STYLES|dict(openai_gptoss=Harmony)  # by name; each has `marks`
 
@@ -197,7 +233,9 @@ def _style(parser):
     "A row by its name"
     if parser in REASONING_PARSERS:
         return REASONING_PARSERS[parser]
-    raise RequestError(f'There is no reasoning parser {str(parser)[:40]!r}', hint=f'Known are {", ".join(sorted(REASONING_PARSERS))}')
+    raise RequestError(
+        f'There is no reasoning parser {str(parser)[:40]!r}',
+        hint=f'Known are {", ".join(sorted(REASONING_PARSERS))}')
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #77ae5de9
 def ReasoningStream(
@@ -217,7 +255,10 @@ def parse_reasoning(
 )->tuple[str|None,str|None]: # Reasoning and content; None for what is not there
     "Split a whole answer"
     s = _style(parser)
-    first = _marks(s.open, s.close, *s.tools).find(text) if isinstance(s, Style) and s.label else None
+    first = (
+        _marks(s.open, s.close, *s.tools).find(text)
+        if isinstance(s, Style) and s.label
+        else None)
     r = ReasoningStream(parser, thinking, bool(first and first[0]==s.close))
     r.feed(text)
     r.finish()
@@ -227,12 +268,16 @@ def parse_reasoning(
 def begins(
     parser:str|None, # One of `REASONING_PARSERS`
     prompt:str, # As the template rendered it; its end is enough
-)->bool|None: # True: inside a thought. False: the template closed it. None: the prompt leaves it open
+    # True: inside a thought. False: the template closed it. None: the prompt leaves it open
+)->bool|None:
     "How does an answer to this prompt begin?"
-    s,tail = parser and _style(parser),prompt[-200:].rstrip()
+    s = parser and _style(parser)
+    tail = prompt[-200:].rstrip()
     if not isinstance(s, Style):
         return None
-    for o,c in ((s.open,s.close), s.early or (s.open,s.close)):
+    for o,c in (
+        (s.open,s.close),
+        s.early or (s.open,s.close)):
         if tail.endswith(c):
             return False
         if tail.endswith((o, o+(s.label.rstrip() or '\n'))):
@@ -241,8 +286,11 @@ def begins(
 # %% ../../nbs/6_text/12_reasoning.ipynb #935bf141
 def within_thought(m:dict, prompt:str)->bool:
     "Does a prompt end within the thought of its last message?"
-    thought,c = (m.get('reasoning') or '').rstrip(),m.get('content') or ''
-    said = c if isinstance(c, str) else ''.join(p.get('text') or '' for p in c)
+    thought = (m.get('reasoning') or '').rstrip()
+    c = m.get('content') or ''
+    said = (
+        c if isinstance(c, str)
+        else ''.join(p.get('text') or '' for p in c))
     return bool(thought) and not said.strip() and prompt.rstrip().endswith(thought)
 
 def beginning(

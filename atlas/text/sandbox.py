@@ -33,10 +33,12 @@ class OverrunError(RequestError):
     code = 'work_limit'
 
 class BusyError(QueueFullError):
-    "No child could be started, as where a system has no memory or descriptors to spare: nothing that the client can help"
+    """No child could be started, as where a system has no memory or descriptors to spare: nothing
+    that the client can help"""
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #4fba16eb
-_START,_FOREVER = 30.,float('inf') # Seconds that a child may take to begin; a deadline for pipes that block
+_START = 30. # Seconds that a child may take to begin
+_FOREVER = float('inf') # A deadline for pipes that block
 
 def _frame(x)->bytes:
     "A message as bytes"
@@ -85,8 +87,14 @@ def _die_with_parent(parent):
 def _confine(memory):
     "Limits of this process from here on"
     page = resource.getpagesize()
-    now = int(Path('/proc/self/statm').read_text().split()[0])*page if sys.platform=='linux' else 0
-    for what,limit in ((resource.RLIMIT_CORE,0), (resource.RLIMIT_FSIZE,0), (resource.RLIMIT_AS,now+memory)):
+    now = (
+        int(Path('/proc/self/statm').read_text().split()[0])*page
+        if sys.platform=='linux'
+        else 0)
+    for what,limit in (
+        (resource.RLIMIT_CORE,0),
+        (resource.RLIMIT_FSIZE,0),
+        (resource.RLIMIT_AS,now+memory)):
         hard = resource.getrlimit(what)[1]
         limit = limit if hard==resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(what, (limit, limit))
@@ -94,7 +102,8 @@ def _confine(memory):
 def _failure(e)->dict:
     "An exception as data. The text of one that we did not raise ourselves stays here"
     if isinstance(e, AtlasError):
-        return dict(code=e.code, msg=e.msg, hint=e.hint, param=e.param)
+        return dict(
+            code=e.code, msg=e.msg, hint=e.hint, param=e.param)
     if isinstance(e, (MemoryError,RecursionError)):
         return dict(code='work_limit', msg='It needs more memory than one request may have')
     return dict(code='engine_error', msg=f'The work failed ({type(e).__name__})')
@@ -124,7 +133,8 @@ def child(
     _write(out, _frame('ready'), _FOREVER)
     while True:
         try:
-            name,args,kw = json.loads(_read(into, struct.unpack('>I', _read(into, 4, _FOREVER))[0], _FOREVER))
+            name,args,kw = json.loads(_read(
+                into, struct.unpack('>I', _read(into, 4, _FOREVER))[0], _FOREVER))
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -136,13 +146,24 @@ def child(
         _write(out, answer, _FOREVER)
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #1fa5edb2
-_KEEP = ('PATH','HOME','LANG','LC_ALL','LC_CTYPE','TZ','LD_LIBRARY_PATH','DYLD_LIBRARY_PATH','VIRTUAL_ENV','SYSTEMROOT')
+_KEEP = (
+    'PATH', 'HOME', 'LANG', 'LC_ALL', 'LC_CTYPE', 'TZ', 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH',
+    'VIRTUAL_ENV', 'SYSTEMROOT')
 
 def _environ()->dict:
     "What a child gets to know"
-    paths = [str(Path(atlas.__file__).parents[1]),*os.environ.get('PYTHONPATH','').split(os.pathsep)]
-    return {k:os.environ[k] for k in _KEEP if k in os.environ} | dict(PYTHONPATH=os.pathsep.join(filter(None, paths)),
-        OPENBLAS_NUM_THREADS='1', OMP_NUM_THREADS='1', RAYON_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', MALLOC_ARENA_MAX='2')
+    paths = [
+        str(Path(atlas.__file__).parents[1]),
+        *os.environ.get('PYTHONPATH','').split(os.pathsep)]
+    return (
+        {k:os.environ[k] for k in _KEEP if k in os.environ}
+        | dict(
+            PYTHONPATH=os.pathsep.join(filter(None, paths)),
+            OPENBLAS_NUM_THREADS='1',
+            OMP_NUM_THREADS='1',
+            RAYON_NUM_THREADS='1',
+            TOKENIZERS_PARALLELISM='false',
+            MALLOC_ARENA_MAX='2'))
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #18f32ca6
 _PATIENCE = 4 # Seconds that one second of work may take on a busy machine
@@ -151,11 +172,13 @@ class Child:
     "A process that does the jobs of a table, one after the other"
     def __init__(self, jobs, seconds, memory, output):
         self.output,self.fresh = output,True
-        spec = json.dumps(dict(jobs=jobs, memory=memory, seconds=seconds, parent=os.getpid()))
+        spec = json.dumps(dict(
+            jobs=jobs, memory=memory, seconds=seconds, parent=os.getpid()))
         command = [sys.executable,'-P','-m','atlas.text.sandbox',spec]
         self.p = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=_environ(), start_new_session=True)
-        self.into,self.out = self.p.stdin.fileno(),self.p.stdout.fileno()
+        self.into,self.out = (
+            self.p.stdin.fileno(), self.p.stdout.fileno())
         for fd in (self.into,self.out):
             os.set_blocking(fd, False)
     def answer(self, until):
@@ -169,10 +192,13 @@ class Child:
         try:
             self.answer(monotonic()+_START)
         except (EOFError,TimeoutError):
-            raise BusyError('The process that was to do the work did not begin', hint='Try again in a moment') from None
+            raise BusyError(
+                'The process that was to do the work did not begin',
+                hint='Try again in a moment') from None
         self.fresh = False
     def ask(self, job, args, kw, seconds):
-        "One job; whatever this raises but an `AtlasError` of the job means that the child is of no more use"
+        """One job; whatever this raises but an `AtlasError` of the job means that the child is of
+        no more use"""
         raw = _frame([job,args,kw])
         if self.fresh:
             self.begin()
@@ -203,15 +229,29 @@ class Sandbox:
         seconds:float=2., # Processor time of a job; four times as long in real time
         memory:int=1<<30, # Bytes that a job may use
         output:int=16<<20, # Bytes of an answer
-        workers:int=4, # Most children; of these all but two for one queue, and all but one for one asker
-        queue:int=256, # Most jobs of one asker that wait, and half of those of all; more are refused
+        # Most children; of these all but two for one queue, and all but one for one asker
+        workers:int=4,
+        # Most jobs of one asker that wait, and half of those of all; more are refused
+        queue:int=256,
     ):
-        self.jobs,self.seconds,self.memory,self.output,self.most,self.places = dict(jobs),seconds,memory,output,queue+workers,Counter()
-        self.queue_share,self.asker_share = max(1, workers-2),max(1, workers-1)
-        self.queues,self.busy = {},Counter() # (asker, kind) → its jobs by their futures; children at work, by queue and by asker
-        self.mine,self.lock,self.waiting,self.killed,self.closed = threading.local(),threading.Lock(),0,0,False
+        self.jobs = dict(jobs)
+        self.seconds = seconds
+        self.memory = memory
+        self.output = output
+        self.most = queue+workers
+        self.places = Counter()
+        self.queue_share = max(1, workers-2)
+        self.asker_share = max(1, workers-1)
+        self.queues = {} # (asker, kind) → its jobs by their futures
+        self.busy = Counter() # Children at work, by queue and by asker
+        self.mine = threading.local()
+        self.lock = threading.Lock()
+        self.waiting = 0
+        self.killed = 0
+        self.closed = False
         self.children,self.pool = set(),ThreadPoolExecutor(workers, 'atlas-sandbox')
-    def __repr__(self): return f'Sandbox({", ".join(self.jobs)}; {self.seconds:g} s, {self.memory>>20} MiB; {len(self.children)} children, {self.killed} killed)'
+    def __repr__(self):
+        return f'Sandbox({", ".join(self.jobs)}; {self.seconds:g} s, {self.memory>>20} MiB; {len(self.children)} children, {self.killed} killed)'
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #b853698d
 @patch
@@ -226,7 +266,9 @@ def _child(self:Sandbox)->Child:
             try:
                 self.mine.child = Child(self.jobs, self.seconds, self.memory, self.output)
             except OSError as e:
-                raise BusyError(f'No process could be started: {e.strerror}', hint='Try again in a moment') from None
+                raise BusyError(
+                    f'No process could be started: {e.strerror}',
+                    hint='Try again in a moment') from None
             self.children.add(self.mine.child)
     return self.mine.child
 
@@ -259,7 +301,9 @@ def _ask(self:Sandbox, job, args, kw)->dict:
     except TimeoutError:
         raise OverrunError(late) from None
     except (EOFError,ConnectionError):
-        raise OverrunError(late if child.late else 'It broke the process it ran in, perhaps for lack of memory') from None
+        raise OverrunError(
+            late if child.late
+            else 'It broke the process it ran in, perhaps for lack of memory') from None
     except (ValueError,RecursionError,TypeError):
         raise RequestError('It is nested too deeply, or is not plain data') from None
 
@@ -287,7 +331,9 @@ def _do(self:Sandbox, job, args, kw):
 def _error(code, msg, hint='', param=None)->AtlasError:
     "An error of the child, as it was there"
     e = OverrunError(msg) if code==OverrunError.code else typed_error(code, msg)
-    e.hint,e.param,e.args = hint,param,(f'{msg}. {hint}' if hint else msg,)
+    e.hint = hint
+    e.param = param
+    e.args = (f'{msg}. {hint}' if hint else msg,)
     return e
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #aa637974
@@ -301,7 +347,8 @@ def submit(self:Sandbox, job:str, *args, kind:str='', **kw):
         if self.closed:
             raise EngineError('The sandbox is closed')
         if self.places[queue[0]]>=self.most or self.waiting>=2*self.most:
-            raise QueueFullError('Too many requests wait to be checked', hint='Try again in a moment')
+            raise QueueFullError(
+                'Too many requests wait to be checked', hint='Try again in a moment')
         self.waiting += 1
         self.places[queue[0]] += 1
         self.queues.setdefault(queue, {})[f] = job,args,kw
@@ -310,7 +357,10 @@ def submit(self:Sandbox, job:str, *args, kind:str='', **kw):
         self.pool.submit(self._work)
     except RuntimeError:
         if f.cancel():
-            raise EngineError('The sandbox is closed') if self.closed else BusyError('No thread could be started', hint='Try again in a moment') from None
+            raise (
+                EngineError('The sandbox is closed') if self.closed
+                else BusyError(
+                    'No thread could be started', hint='Try again in a moment')) from None
     return f
 
 @patch
@@ -332,7 +382,12 @@ def _over(self:Sandbox, f, queue):
 def _take(self:Sandbox):
     "The job whose turn it is, with its future and queue; its share counts from now on"
     with self.lock:
-        queue = next((l for l in self.queues if self.busy[l]<self.queue_share and self.busy[l[0],]<self.asker_share), None)
+        queue = next(
+            (
+                l for l in self.queues
+                if self.busy[l]<self.queue_share
+                and self.busy[l[0],]<self.asker_share),
+            None)
         if queue is None:
             return None
         jobs = self.queues.pop(queue)
@@ -349,7 +404,9 @@ def _work(self:Sandbox):
     while got := self._take():
         f,work,queue = got
         try:
-            tell = partial(f.set_result, self._do(*work)) if f.set_running_or_notify_cancel() else None
+            tell = (
+                partial(f.set_result, self._do(*work)) if f.set_running_or_notify_cancel()
+                else None)
         except BaseException as e:
             tell = partial(f.set_exception, e)
         with self.lock:
@@ -382,7 +439,10 @@ def warm(self:Sandbox)->Sandbox:
 def close(self:Sandbox):
     "Kill the children; what waits is refused"
     with self.lock:
-        self.closed,gone,left = True,list(self.children),[f for jobs in self.queues.values() for f in jobs]
+        self.closed,gone,left = (
+            True,
+            list(self.children),
+            [f for jobs in self.queues.values() for f in jobs])
     for f in left:
         f.cancel()
     for c in gone:
@@ -406,7 +466,8 @@ if __name__=='__main__':
 # %% ../../nbs/6_text/03_sandbox.ipynb #7f4df2bf
 _templates = {} # In the child: what was compiled before, by key
 
-def render(key:str, source:dict, messages:list, how:dict, more:dict)->str:
+def render(
+    key:str, source:dict, messages:list, how:dict, more:dict)->str:
     "In the child: a prompt"
     if key not in _templates:
         if len(_templates)>=64:
@@ -418,20 +479,43 @@ class SafeTemplate:
     "A chat template whose work is done in a sandbox"
     def __init__(self, template:ChatTemplate, sandbox:Sandbox):
         self.template,self.sandbox = template,sandbox
-        self.about = dict(source=template.source, bos=template.bos, eos=template.eos, **template.limits,
+        self.about = dict(
+            source=template.source, bos=template.bos, eos=template.eos, **template.limits,
             tool_source=template.tool_source if template.tooled is not template.plain else None)
         self.key = hashlib.sha256(json.dumps(self.about).encode()).hexdigest()
     def __getattr__(self, name): return getattr(self.template, name)
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #4c01756a
 @patch
-def render(self:SafeTemplate, messages, tools=None, add_generation_prompt:bool=True, continue_final_message:bool=False, **kw)->str:
+def render(
+    self:SafeTemplate,
+    messages,
+    tools=None,
+    add_generation_prompt:bool=True,
+    continue_final_message:bool=False,
+    **kw)->str:
     "As `ChatTemplate.render`: for threads"
-    how = dict(tools=tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-    return self.sandbox.call('render', self.key, self.about, messages, how, check_variables(kw), kind=self.key)
+    how = dict(
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message)
+    return self.sandbox.call(
+        'render', self.key, self.about, messages, how, check_variables(kw),
+        kind=self.key)
 
 @patch
-async def arender(self:SafeTemplate, messages, tools=None, add_generation_prompt:bool=True, continue_final_message:bool=False, **kw)->str:
+async def arender(
+    self:SafeTemplate,
+    messages,
+    tools=None,
+    add_generation_prompt:bool=True,
+    continue_final_message:bool=False,
+    **kw)->str:
     "As `ChatTemplate.render`: for an event loop"
-    how = dict(tools=tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-    return await self.sandbox.run('render', self.key, self.about, messages, how, check_variables(kw), kind=self.key)
+    how = dict(
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message)
+    return await self.sandbox.run(
+        'render', self.key, self.about, messages, how, check_variables(kw),
+        kind=self.key)

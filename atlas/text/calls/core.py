@@ -27,11 +27,22 @@ class Answer:
 class Marks:
     "A set of literal strings to look for, none of which begins another"
     def __init__(self, *marks:str):
-        assert marks and not any(a!=b and b.startswith(a) for a in marks for b in marks), marks
+        assert (
+            marks
+            and not any(
+                a!=b and b.startswith(a)
+                for a in marks
+                for b in marks)), marks
         self.marks,self.longest = marks,max(map(len, marks))
-        self.heads = {m[:k] for m in marks for k in range(1, len(m))}
+        self.heads = {
+            m[:k] for m in marks
+            for k in range(1, len(m))}
         self.find = re.compile('|'.join(map(re.escape, marks))).search
-        self.first = re.compile('['+''.join(re.escape(c) for c in sorted({m[0] for m in marks}))+']').search
+        self.first = re.compile(
+            '['
+            +''.join(
+                re.escape(c)
+                for c in sorted({m[0] for m in marks}))+']').search
     def __repr__(self): return f'Marks{self.marks}'
     def partial(self,
         s:str, # Text that holds none of the marks
@@ -39,7 +50,14 @@ class Marks:
     )->int: # How many characters at its end may be the beginning of a mark
         "Length of the longest end of `s` that begins a mark"
         m = self.first(s, max(start, len(s)-self.longest+1))
-        return 0 if m is None else next((len(s)-k for k in range(m.start(), len(s)) if s[k:] in self.heads), 0)
+        return (
+            0 if m is None
+            else next(
+                (
+                    len(s)-k
+                    for k in range(m.start(), len(s))
+                    if s[k:] in self.heads),
+                0))
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #e57c90ec
 TOOL_PARSERS:dict[str,type] = {}  # name -> class
@@ -48,7 +66,8 @@ class ToolParser:
     "Reads one answer: `feed` it text, `finish`, ask for the `result`"
     names:tuple[str,...] = () # Registered by these
     marks:tuple[str,...] = () # Special tokens that must stay in the text
-    blank:str = 'keep' # Blank text at calls: 'keep'; 'drop' where it is all there is; 'strip' at both ends
+    # Blank text at calls: 'keep'; 'drop' where it is all there is; 'strip' at both ends
+    blank:str = 'keep'
     mute = False # No content in an answer with calls?
     verbatim = False # Is an answer without calls the text as it stands?
     new_id = staticmethod(call_id)
@@ -59,11 +78,21 @@ class ToolParser:
     def __init__(self,
         tools:list[dict]|None=None, # The request's tools, in OpenAI's form
     ):
-        fs = [t.get('function', t) for t in tools or [] if isinstance(t, dict) and ('function' in t or t.get('type') in (None,'function','custom'))]
-        self.tools = {f['name']: f.get('parameters') or {} for f in fs if isinstance(f, dict) and isinstance(f.get('name'), str)}
+        fs = [
+            t.get('function', t)
+            for t in tools or []
+            if isinstance(t, dict)
+            and ('function' in t or t.get('type') in (None,'function','custom'))]
+        self.tools = {
+            f['name']: f.get('parameters') or {}
+            for f in fs if isinstance(f, dict) and isinstance(f.get('name'), str)}
         self.buf,self.i,self.done = '',0,False
-        self.raw,self.said,self.held,self.calls = [],[],[],[]
-        self.lost = self.wrote = False # Did markup lead to no call? Anything readable since the last call?
+        self.raw = []
+        self.said = []
+        self.held = []
+        self.calls = []
+        # Did markup lead to no call? Anything readable since the last call?
+        self.lost = self.wrote = False
         self._say,self._calls = [],[]
         self.track,self.at = None,0
         self.machine = self.run()
@@ -99,7 +128,8 @@ def _out(self:ToolParser, text:str):
 @patch
 def begin(self:ToolParser, name:str):
     "A new call"
-    self._calls.append((len(self.calls), id:=self.new_id(), name, []))
+    self._calls.append(
+        (len(self.calls), id:=self.new_id(), name, []))
     self.calls.append((name, id, []))
     self.wrote = False
 @patch
@@ -149,7 +179,8 @@ def feed(self:ToolParser,
         self.track.append(self.buf[self.at:self.i])
         self.at = 0
     if self.machine:
-        self.buf,self.i = self.buf[self.i:]+text,0
+        self.buf = self.buf[self.i:]+text
+        self.i = 0
     return self._turn()
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #76b22e3f
@@ -235,7 +266,8 @@ def record(self:ToolParser):
 @patch
 def recorded(self:ToolParser)->str:
     "What was read since `record`; forgets it"
-    t,self.track = ''.join(self.track)+self.buf[self.at:self.i],None
+    t = ''.join(self.track)+self.buf[self.at:self.i]
+    self.track = None
     return t
 @patch
 def rest(self:ToolParser, sink:Callable[[str],None])->Generator:
@@ -254,7 +286,8 @@ def ToolStream(
 )->ToolParser:
     "A parser for one answer: `.feed(text)`, `.finish()`, `.result()`"
     if parser not in TOOL_PARSERS:
-        raise RequestError(f'There is no tool parser {parser!r}', hint='Known: '+', '.join(sorted(TOOL_PARSERS)))
+        raise RequestError(
+            f'There is no tool parser {parser!r}', hint='Known: '+', '.join(sorted(TOOL_PARSERS)))
     return TOOL_PARSERS[parser](tools)
 
 def parse_tools(

@@ -15,9 +15,14 @@ from .core import Marks,ToolParser
 from ..deltas import Delta
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #493e4110
-START,MESSAGE,CHANNEL,CONSTRAIN = '<|start|>','<|message|>','<|channel|>','<|constrain|>'
-ENDS = ('<|end|>','<|return|>','<|call|>')  # a message is over; so is the answer; so is the answer, and tools are to run
-_HEAD,_BODY = Marks(START, MESSAGE, *ENDS),Marks(START, *ENDS)
+START = '<|start|>'
+MESSAGE = '<|message|>'
+CHANNEL = '<|channel|>'
+CONSTRAIN = '<|constrain|>'
+# a message is over; so is the answer; so is the answer, and tools are to run
+ENDS = ('<|end|>','<|return|>','<|call|>')
+_HEAD = Marks(START, MESSAGE, *ENDS)
+_BODY = Marks(START, *ENDS)
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #3fce97c8
 @dataclass(frozen=True)
@@ -41,7 +46,9 @@ class Header:
 
 def _function(r, hosted=('assistant','python','browser','container')):
     "Is this recipient a function?"
-    return len(r)>len('functions.') if r.startswith('functions.') else r.split('.')[0] not in hosted
+    return (
+        len(r)>len('functions.') if r.startswith('functions.')
+        else r.split('.')[0] not in hosted)
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #77d27ca8
 _LATER = re.compile(re.escape(CONSTRAIN)+r'\s*\S*')
@@ -55,24 +62,36 @@ def header(
     "Read a header"
     channels = [c for c in _CHANNELS.findall(text) if c]
     words = _LATER.sub(' ', _CHANNELS.sub(' ', text)).split()
-    role = words.pop(0) if words and (words[0]=='assistant' or not first and not words[0].startswith('to=')) else 'assistant'
-    to = next((w for w in words if w.startswith('to=')), None) or next((w for w in words if w.startswith('functions.') or w in tools), None)
+    role = (
+        words.pop(0)
+        if words
+        and (words[0]=='assistant' or not first and not words[0].startswith('to='))
+        else 'assistant')
+    to = (
+        next((w for w in words if w.startswith('to=')), None)
+        or next(
+            (w for w in words if w.startswith('functions.') or w in tools), None))
     name = (to or '').removeprefix('to=')
     if name in tools:
         name = 'functions.'+name
     spare = tuple(w for w in words if w!=to and w not in ('json','code','text'))
-    return Header(role, channels[-1] if channels else None, name if name!='all' and to else None, spare)
+    return Header(
+        role, channels[-1] if channels else None, name if name!='all' and to else None, spare)
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #509c8cfc
 class Harmony(ToolParser):
     "Reads the messages of one turn"
-    names,marks = ('openai',),(START,MESSAGE,CHANNEL,CONSTRAIN,*ENDS)
+    names = ('openai',)
+    marks = (START,MESSAGE,CHANNEL,CONSTRAIN,*ENDS)
     longest = 512 # Characters of a header; what is longer is none
     def __init__(self,
         tools:list[dict]|None=None, # The request's tools, in OpenAI's form
     ):
         super().__init__(tools)
-        self.thoughts,self._think,self.kind,self.fresh = [],[],None,True
+        self.thoughts = []
+        self._think = []
+        self.kind = None
+        self.fresh = True
     @property
     def thinking(self)->bool: return self.kind=='reasoning'
     def _turn(self)->Delta:
@@ -107,11 +126,17 @@ def open(self:Harmony, h:Header):
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #c927a3f9
 @patch
 def _header(self:Harmony):
-    "The text of a header and the mark behind it, '' at the end of the text; None where there is no header"
+    """The text of a header and the mark behind it, '' at the end of the text;
+    None where there is no header"""
     while True:
-        m,have = _HEAD.find(self.buf, self.i),len(self.buf)-self.i
-        if m and m.start()-self.i<=self.longest or not m and self.done and have<=self.longest:
-            text,mark = (self.buf[self.i:m.start()],m[0]) if m else (self.buf[self.i:],'')
+        m = _HEAD.find(self.buf, self.i)
+        have = len(self.buf)-self.i
+        if (
+            m and m.start()-self.i<=self.longest
+            or not m and self.done and have<=self.longest):
+            text,mark = (
+                (self.buf[self.i:m.start()],m[0]) if m
+                else (self.buf[self.i:],''))
             self.i += len(text)+len(mark)
             return text,mark
         if m or self.done or have>self.longest+_HEAD.longest:
@@ -131,7 +156,9 @@ def run(self:Harmony):
     raw,first = '',True
     while True:
         got = yield from self._header()
-        text,mark = got or (self.buf[self.i:self.i+self.longest],'')
+        text,mark = (
+            got
+            or (self.buf[self.i:self.i+self.longest],''))
         h = header(text, first, self.tools)
         if got and mark!=MESSAGE:
             if h.spare:

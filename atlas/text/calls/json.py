@@ -69,7 +69,8 @@ def _no(name): raise ValueError(f'{name} is not JSON')
 _decode = json.JSONDecoder(parse_constant=_no).decode
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 _halves = re.compile('[\ud800-\udbff][\udc00-\udfff]|[\ud800-\udfff]').sub
-def _whole(m)->str: return m[0].encode('utf-16-le', 'surrogatepass').decode('utf-16-le') if len(m[0])==2 else f'\\u{ord(m[0]):04x}'
+def _whole(m)->str:
+    return m[0].encode('utf-16-le', 'surrogatepass').decode('utf-16-le') if len(m[0])==2 else f'\\u{ord(m[0]):04x}'
 def dumps(v)->str:
     "JSON text as Python prints it, with all characters as they are"
     return _halves(_whole, _encode(v))
@@ -119,7 +120,10 @@ def key(self:ToolParser)->Generator:
     if (yield from self.skip())!='"':
         return None
     t = []
-    if not (yield from self.span(t.append)) or (yield from self.skip())!=':' or not is_json(t:=''.join(t)):
+    if (
+        not (yield from self.span(t.append))
+        or (yield from self.skip())!=':'
+        or not is_json(t:=''.join(t))):
         return None
     self.i += 1
     return loads(t)
@@ -133,7 +137,10 @@ def members(self:ToolParser)->Generator: # None for what is broken or cut
         c = '}'
     while c==',':
         key,value = (yield from self.key()),[]
-        if key is None or not (yield from self.span(value.append)) or not is_json(value:=''.join(value)):
+        if (
+            key is None
+            or not (yield from self.span(value.append))
+            or not is_json(value:=''.join(value))):
             return None
         out[key],c = value,self.look() or (yield from self.skip())
         if c not in (',','}'):
@@ -149,8 +156,12 @@ def envelope(self:ToolParser,
     got = yield from self.members()
     if got is None:
         return None
-    name,args = loads(got.get('name', 'null')),next((got[k] for k in keys if k in got), default)
-    return (name,args) if isinstance(name, str) and name and name.isprintable() and args is not None else ()
+    name = loads(got.get('name', 'null'))
+    args = next((got[k] for k in keys if k in got), default)
+    return (
+        (name,args)
+        if isinstance(name, str) and name and name.isprintable() and args is not None
+        else ())
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #6eb79d83
 class Hermes(ToolParser):
@@ -176,10 +187,13 @@ class Braces(Marks):
     _tail = re.compile(r'\{\s{0,32}+(?:"[^"<]{0,64}+(?:"\s{0,32}+)?)?\Z').search
     def __init__(self, *marks):
         super().__init__('{', *marks)
-        self.find = re.compile('|'.join([r'\{(?=\s{0,32}+"[^"<]{0,64}+"\s{0,32}+:)', *map(re.escape, marks)])).search
+        self.find = re.compile('|'.join([
+            r'\{(?=\s{0,32}+"[^"<]{0,64}+"\s{0,32}+:)', *map(re.escape, marks)])).search
     def partial(self, s, start=0):
         m = self._tail(s, max(start, len(s)-140))
-        return max(len(s)-m.start() if m else 0, super().partial(s, start))
+        return max(
+            len(s)-m.start() if m else 0,
+            super().partial(s, start))
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #8d92c152
 class Llama(ToolParser):
@@ -192,7 +206,8 @@ class Llama(ToolParser):
                 continue
             self.i -= 1
             self.record()
-            call,t = (yield from self.envelope(('arguments','parameters'))),self.recorded()
+            call = (yield from self.envelope(('arguments','parameters')))
+            t = self.recorded()
             if call:
                 self.call(*call)
             else:
@@ -205,9 +220,12 @@ class Llama(ToolParser):
 class Mistral(ToolParser):
     'Mistral: `[TOOL_CALLS] [{…}]`, `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}`'
     names,marks,blank = ('mistral',),('[TOOL_CALLS]','[CALL_ID]','[ARGS]'),'strip'
-    start,head,form = Marks('[TOOL_CALLS]'),Marks('{','[ARGS]','[TOOL_CALLS]'),None
+    start = Marks('[TOOL_CALLS]')
+    head = Marks('{','[ARGS]','[TOOL_CALLS]')
+    form = None
     word = re.compile(r'[^\s\[\]{}"\']+').fullmatch
-    new_id = staticmethod(lambda: ''.join(random.choices(string.ascii_letters+string.digits, k=9)))
+    new_id = staticmethod(
+        lambda: ''.join(random.choices(string.ascii_letters+string.digits, k=9)))
     def run(self):
         m = yield from self.upto(self.start, self.say)
         while m:
@@ -223,7 +241,10 @@ class Mistral(ToolParser):
                 m = yield from self.nameless()
             elif t in self.tools or not self.tools and self.word(t) and not is_json(t):
                 self.call(t, '{}')
-            elif m=='{' and (not t or t.endswith('[')) and (yield from self.objects(bool(t))):
+            elif (
+                m=='{'
+                and (not t or t.endswith('['))
+                and (yield from self.objects(bool(t)))):
                 return (yield from self.rest(ignore))
             elif t:
                 self.stray()
@@ -238,23 +259,33 @@ class Mistral(ToolParser):
             self.more('{}')
     def late(self):
         "Is it clear that the later form is meant?"
-        return self.form is not None or not self.calls and bool(self.said) and not any(self.held)
+        return (
+            self.form is not None
+            or not self.calls and bool(self.said) and not any(self.held))
     def before(self):
         "The tool whose name the content ends with, or ''"
         words = ''.join(self.said[-99:]).split()
-        return words[-1] if words and not any(self.held) and words[-1] in self.tools else ''
+        return (
+            words[-1]
+            if words and not any(self.held) and words[-1] in self.tools
+            else '')
     def unsaid(self):
         _,mark,tail = ''.join(self.raw).partition('[TOOL_CALLS]')
-        return super().unsaid()+(tail.replace(mark, '').strip() if mark else '')
+        return (
+            super().unsaid()
+            +(tail.replace(mark, '').strip() if mark else ''))
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #8c10a2c1
 @patch
 def objects(self:Mistral, several:bool)->Generator:
     "An envelope, or several with commas between them; was there any call?"
     while (got:=(yield from self.members())) is not None:
-        name,args = loads(got.get('name', '""')),got.get('arguments', 'null')
+        name = loads(got.get('name', '""'))
+        args = got.get('arguments', 'null')
         if 'name' in got or 'arguments' in got:
-            self.call(name if isinstance(name, str) and name.isprintable() else '', '{}' if args=='null' else unwrapped(args))
+            self.call(
+                name if isinstance(name, str) and name.isprintable() else '',
+                '{}' if args=='null' else unwrapped(args))
         if not several or (yield from self.skip())!=',':
             break
         self.i += 1
@@ -263,14 +294,22 @@ def objects(self:Mistral, several:bool)->Generator:
     return self.calling
 @patch
 def nameless(self:Mistral)->Generator:
-    "An object where a name should stand: an envelope, or arguments of a call without a name; broken ones last to the next mark"
+    """An object where a name should stand: an envelope, or arguments of a call without a name;
+    broken ones last to the next mark"""
     self.record()
     got,text = (yield from self.envelope()),self.recorded()
     if got:
         self.call(got[0], unwrapped(got[1]))
         return (yield from self.rest(ignore))
-    more,m = ('',None) if got==() else (yield from self.text(self.start))
-    if got is None and any(w.startswith((text+more)[1:].lstrip()[:len(w)]) for w in ('"name"','"arguments"')):
+    more,m = (
+        ('',None) if got==()
+        else (yield from self.text(self.start)))
+    if (
+        got is None
+        and any(
+            w.startswith(
+                (text+more)[1:].lstrip()[:len(w)])
+            for w in ('"name"','"arguments"'))):
         self.stray()
     else:
         self.call('', text+more)
@@ -281,9 +320,13 @@ def nameless(self:Mistral)->Generator:
 class DeepSeekV31(ToolParser):
     'DeepSeek V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`'
     names = ('deepseek_v31',)
-    marks = ('<｜tool▁calls▁begin｜>','<｜tool▁calls▁end｜>','<｜tool▁call▁begin｜>','<｜tool▁call▁end｜>','<｜tool▁sep｜>')
-    block,inside = Marks(marks[0]),Marks(*marks[:3])
-    name,ends = Marks(marks[4], marks[3]),Marks(marks[3])
+    marks = (
+        '<｜tool▁calls▁begin｜>', '<｜tool▁calls▁end｜>', '<｜tool▁call▁begin｜>', '<｜tool▁call▁end｜>',
+        '<｜tool▁sep｜>')
+    block = Marks(marks[0])
+    inside = Marks(*marks[:3])
+    name = Marks(marks[4], marks[3])
+    ends = Marks(marks[3])
     def run(self):
         m = yield from self.upto(self.block, self.say)
         while m:
@@ -294,7 +337,8 @@ class DeepSeekV31(ToolParser):
                     self.call(name, self.bare(args))
                 else:
                     self.stray()
-            m = yield from self.upto(self.inside, self.after if m==self.marks[1] else ignore)
+            m = yield from self.upto(
+                self.inside, self.after if m==self.marks[1] else ignore)
             if m!=self.marks[2] and not self.calls:
                 self.stray()
     def called(self):
@@ -304,7 +348,10 @@ class DeepSeekV31(ToolParser):
     def after(self, text): "What is said behind a block"
 class DeepSeekV3(DeepSeekV31):
     "DeepSeek V3 and R1: the same with `function<｜tool▁sep｜>name` and a fenced block"
-    names,marks,blank,after = ('deepseek_v3',),DeepSeekV31.marks,'drop',ToolParser.say
+    names = ('deepseek_v3',)
+    marks = DeepSeekV31.marks
+    blank = 'drop'
+    after = ToolParser.say
     fence = Marks('\n```json\n', marks[3])
     def called(self):
         if not (yield from super().called()):

@@ -14,11 +14,17 @@ import math,re
 DEPTH = 64 # How deep literals may nest
 _gap = re.compile(r'\s*+').match
 _string = re.compile(r'[rRuU]?(?:"""(?:[^"\\]++|\\.|"(?!""))*+"""|\'\'\'(?:[^\'\\]++|\\.|\'(?!\'\'))*+\'\'\'|"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\')', re.S).match
-_number = re.compile(r'[+-]?(?:0[xX][0-9a-fA-F]{1,4000}|\d{1,4000}(?:_\d{1,4000})*(?!\.|[eE\d_])|(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?)(?![\w.])', re.A).match
+_number = re.compile(
+    r'[+-]?(?:0[xX][0-9a-fA-F]{1,4000}|\d{1,4000}(?:_\d{1,4000})*(?!\.|[eE\d_])|(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?)(?![\w.])',
+    re.A).match
 _word = re.compile(r'[^\W\d]\w*').match
-_words = {'True':True, 'False':False, 'None':None, 'true':True, 'false':False, 'null':None}
-_escape = re.compile(r'\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))', re.S)
-_plain = {'n':'\n', 't':'\t', 'r':'\r', 'a':'\a', 'b':'\b', 'f':'\f', 'v':'\v', '\\':'\\', "'":"'", '"':'"', '\n':''}
+_words = {
+    'True':True, 'False':False, 'None':None, 'true':True, 'false':False, 'null':None}
+_escape = re.compile(
+    r'\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))', re.S)
+_plain = {
+    'n':'\n', 't':'\t', 'r':'\r', 'a':'\a', 'b':'\b', 'f':'\f',
+    'v':'\v', '\\':'\\', "'":"'", '"':'"', '\n':''}
 
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #6bd99f15
 def unquote(token:str)->str:
@@ -58,7 +64,10 @@ def literal(
         raise ValueError('nested too deeply')
     if m:=_string(s, i):
         parts = [unquote(m[0])]
-        while joined and (n:=_string(s, _gap(s, m.end()).end())):
+        while (
+            joined
+            and (
+                n:=_string(s, _gap(s, m.end()).end()))):
             m = n
             parts.append(unquote(n[0]))
         return ''.join(parts),m.end()
@@ -71,13 +80,20 @@ def literal(
         return items(s, i+1, ']', depth+1, joined)
     if c=='(':
         v,end = items(s, i+1, ')', depth+1, joined)
-        return (v if len(v)!=1 or s[i:end-1].rstrip().endswith(',') else v[0]),end
+        return (
+            (
+                v
+                if len(v)!=1
+                or s[i:end-1].rstrip().endswith(',')
+                else v[0]),
+            end)
     if c=='{':
         return pairs(s, i+1, depth+1, joined)
     raise ValueError(f'no literal at {i}')
 
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #30fa891e
-def items(s:str, i:int, end:str, depth:int, joined:bool)->tuple[list,int]:
+def items(
+    s:str, i:int, end:str, depth:int, joined:bool)->tuple[list,int]:
     "Values up to `end`"
     out = []
     while s[(i:=_gap(s, i).end()):i+1]!=end:
@@ -89,7 +105,8 @@ def items(s:str, i:int, end:str, depth:int, joined:bool)->tuple[list,int]:
         elif s[i:i+1]!=end:
             raise ValueError(f'no comma at {i}')
     return out,i+1
-def pairs(s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
+def pairs(
+    s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
     "Keys and values up to the closing brace"
     out = {}
     while s[(i:=_gap(s, i).end()):i+1]!='}':
@@ -109,7 +126,11 @@ def keywords(s:str)->dict:
     out,i = {},0
     while (i:=_gap(s, i).end())<len(s):
         m = _word(s, i)
-        if not m or s[(i:=_gap(s, m.end()).end()):i+1]!='=':
+        if (
+            not m
+            or s[
+                (i:=_gap(s, m.end()).end()):i+1]
+            !='='):
             raise ValueError(f'no keyword at {i}')
         out[m[0]],i = literal(s, i+1)
         i = _gap(s, i).end()

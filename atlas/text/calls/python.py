@@ -29,7 +29,10 @@ def inner(self:ToolParser, sink)->Generator:
     "Python code up to the bracket that closes it; did it close?"
     stack,quote = ['('],''
     while True:
-        buf,start,i,over = self.buf,self.i,self.i,False
+        buf = self.buf
+        start = self.i
+        i = self.i
+        over = False
         while i<len(buf):
             if quote:
                 i = _body[quote](buf, i).end()
@@ -143,7 +146,9 @@ def gvalue(s:str, i:int, depth:int)->tuple[object,int]:
         raise ValueError('nested too deeply')
     if c=='<' and s.startswith(Q, i):
         end = s.find(Q, i+len(Q))
-        return (s[i+len(Q):end],end+len(Q)) if end>=0 else (s[i+len(Q):],len(s))
+        return (
+            (s[i+len(Q):end],end+len(Q)) if end>=0
+            else (s[i+len(Q):],len(s)))
     if c=='{':
         return gpairs(s, i+1, depth+1)
     if c=='[':
@@ -160,7 +165,9 @@ def gvalue(s:str, i:int, depth:int)->tuple[object,int]:
 def gpairs(s:str, i:int, depth:int=0)->tuple[dict,int]:
     "Keys and values up to the closing brace, or the end"
     out = {}
-    while (i:=_sep(s, i).end())<len(s) and s[i]!='}':
+    while (
+        (i:=_sep(s, i).end())<len(s)
+        and s[i]!='}'):
         if s.startswith(Q, i) or s[i]=='"':
             k,j = gvalue(s, i, depth)
         else:
@@ -174,7 +181,9 @@ def gpairs(s:str, i:int, depth:int=0)->tuple[dict,int]:
 def gitems(s:str, i:int, depth:int=0)->tuple[list,int]:
     "Values up to the closing bracket, or the end"
     out = []
-    while (i:=_sep(s, i).end())<len(s) and s[i]!=']':
+    while (
+        (i:=_sep(s, i).end())<len(s)
+        and s[i]!=']'):
         v,j = gvalue(s, i, depth)
         if j==i:
             break
@@ -185,10 +194,15 @@ def gitems(s:str, i:int, depth:int=0)->tuple[list,int]:
 # %% ../../../nbs/6_text/09_calls.python.ipynb #d49405ce
 class Gemma(ToolParser):
     'Gemma 4: `<|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>`'
-    names,marks,blank = ('gemma4',),('<|tool_call>','<tool_call|>',Q,'<turn|>'),'strip'
+    names = ('gemma4',)
+    marks = ('<|tool_call>','<tool_call|>',Q,'<turn|>')
+    blank = 'strip'
     over = '<tool_call|>','<|tool_call>','<turn|>'
-    outside,head,ends = Marks('<|tool_call>','<tool_call|>','call:','<call>'),Marks('{','(',*over),Marks(*over)
-    deep,quoted = Marks(Q,'{','}','[',']',*over),Marks(Q,*over)
+    outside = Marks('<|tool_call>','<tool_call|>','call:','<call>')
+    head = Marks('{','(',*over)
+    ends = Marks(*over)
+    deep = Marks(Q,'{','}','[',']',*over)
+    quoted = Marks(Q,*over)
     round = Marks('(',')',*deep.marks)
     word = re.compile(r'[\w.\-]+').fullmatch
     named = re.compile(r'[^:]*+:(?:\s*+call:)?').match
@@ -219,9 +233,15 @@ def wrapped(self:Gemma)->Generator:
     t,m = yield from self.text(self.head)
     named,self.last = self.named(t),'\n'
     name = t[named.end() if named else 0:].strip()
-    if not name or '\n' in name or m is None or not (named or m in '{(' and self.word(name)):
+    if (
+        not name
+        or '\n' in name
+        or m is None
+        or not (named or m in '{(' and self.word(name))):
         self.stray()
-        return m if m in self.over or not m else (yield from self.upto(self.ends, ignore))
+        return (
+            m if m in self.over or not m
+            else (yield from self.upto(self.ends, ignore)))
     if m in self.over:
         self.call(name, '{}')
         return m
@@ -239,7 +259,11 @@ def bare(self:Gemma, opener:str)->Generator:
         if end<len(buf) or not (yield from self.wait()):
             break
     name = ''.join(name)
-    ok = ok and self.buf[self.i:self.i+1]=='{' and name and (not self.tools or name in self.tools)
+    ok = (
+        ok
+        and self.buf[self.i:self.i+1]=='{'
+        and name
+        and (not self.tools or name in self.tools))
     if not ok:
         self.note(opener+name)
         return None
@@ -259,7 +283,10 @@ def unclosed(text:str, depth:int)->str:
 @patch
 def body(self:Gemma, name:str, deep:Marks)->Generator:
     "Arguments up to the brace that closes them; the mark that cut them short, or None"
-    out,depth,marks,mark = [],1,deep,None
+    out = []
+    depth = 1
+    marks = deep
+    mark = None
     while depth and not mark:
         buf,start = self.buf,self.i
         i = end = start
@@ -281,7 +308,9 @@ def body(self:Gemma, name:str, deep:Marks)->Generator:
             break
     text = ''.join(out)
     if marks is self.quoted:
-        text = unclosed(text, depth) if mark else text[:len(text)-_quote.partial(text)]
+        text = (
+            unclosed(text, depth) if mark
+            else text[:len(text)-_quote.partial(text)])
     try:
         args = gpairs(text, 0)[0]
     except ValueError:

@@ -13,9 +13,25 @@ from .json import loads
 from .literal import literal
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #6f63310e
-_alias = dict(str='string', text='string', varchar='string', char='string', enum='string', bool='boolean', dict='object', arr='array', list='array', sequence='array',
-    float='number', float32='number', float64='number', double='number', **{t:'integer' for t in 'int int32 int64 uint uint32 uint64 long short unsigned'.split()})
-_of = [(bool,'boolean'), (int,'integer'), (float,'number'), (str,'string'), (list,'array'), (dict,'object'), (type(None),'null')]
+_alias = dict(
+    str='string',
+    text='string',
+    varchar='string',
+    char='string',
+    enum='string',
+    bool='boolean',
+    dict='object',
+    arr='array',
+    list='array',
+    sequence='array',
+    float='number',
+    float32='number',
+    float64='number',
+    double='number',
+    **{t:'integer' for t in 'int int32 int64 uint uint32 uint64 long short unsigned'.split()})
+_of = [
+    (bool,'boolean'), (int,'integer'), (float,'number'), (str,'string'),
+    (list,'array'), (dict,'object'), (type(None),'null')]
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #37d482e5
 def follow(schema, root:dict|None):
@@ -26,11 +42,15 @@ def follow(schema, root:dict|None):
             return schema
         schema = root
         for k in ref[2:].split('/'):
-            schema = schema.get(k.replace('~1', '/').replace('~0', '~')) if isinstance(schema, dict) else None
+            schema = (
+                schema.get(k.replace('~1', '/').replace('~0', '~'))
+                if isinstance(schema, dict)
+                else None)
     return None
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #1f4e8245
-def _choices(s:dict)->list: return [a for k in ('anyOf','oneOf','allOf') if isinstance(s.get(k), list) for a in s[k]]
+def _choices(s:dict)->list:
+    return [a for k in ('anyOf','oneOf','allOf') if isinstance(s.get(k), list) for a in s[k]]
 
 def alternatives(schema, root:dict|None=None):
     "A schema, and all that it is a choice of; None for what is no schema"
@@ -50,10 +70,20 @@ def alternatives(schema, root:dict|None=None):
 def _says(s:dict)->set[str]:
     "The types that a schema names, by itself"
     t = s.get('type')
-    out = {_alias.get(k:=n.strip().lower(), k) for n in ([t] if isinstance(t, str) else t if isinstance(t, list) else []) if isinstance(n, str)}
-    for v in [*(s['enum'] if isinstance(s.get('enum'), list) else []), *([s['const']] if 'const' in s else [])]:
+    out = {
+        _alias.get(k:=n.strip().lower(), k)
+        for n in (
+            [t] if isinstance(t, str) else t if isinstance(t, list) else [])
+        if isinstance(n, str)}
+    for v in [
+        *(s['enum'] if isinstance(s.get('enum'), list) else []),
+        *([s['const']] if 'const' in s else [])]:
         out.add(next(n for c,n in _of if isinstance(v, c)))
-    return out or {n for k,n in dict(properties='object', items='array').items() if isinstance(s.get(k), dict)}
+    return (
+        out
+        or {
+            n for k,n in dict(properties='object', items='array').items()
+            if isinstance(s.get(k), dict)})
 
 def types(
     schema, # A JSON schema, or anything
@@ -62,12 +92,15 @@ def types(
     "The JSON types that a schema allows; `string` where it says nothing"
     out = set()
     for s in alternatives(schema, root):
-        out |= {'string'} if s is None else _says(s) or (set() if _choices(s) else {'string'})
+        out |= (
+            {'string'} if s is None
+            else _says(s) or (set() if _choices(s) else {'string'}))
     return out or {'string'}
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #250af1a5
 _int = re.compile(r'[+-]?\d{1,4000}', re.A).fullmatch
-_num = re.compile(r'[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?', re.A).fullmatch
+_num = re.compile(
+    r'[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?', re.A).fullmatch
 
 def _number(t:str):
     v = float(t)
@@ -78,7 +111,9 @@ def _finite(t:str):
     return v
 def _python(t:str, allowed:set[str]):
     v,end = literal(t, joined=False)
-    if end<len(t) or {'[':'array', '{':'object'}.get(t[0]) not in allowed:
+    if (
+        end<len(t)
+        or {'[':'array', '{':'object'}.get(t[0]) not in allowed):
         raise ValueError(t)
     json.dumps(v, allow_nan=False)
     return v
@@ -114,7 +149,11 @@ def typed(
 # %% ../../../nbs/6_text/08_calls.types.ipynb #18042a6b
 def part(schema, key:str, root:dict|None=None)->dict|None:
     "What a schema says under `key`, itself or in the first of its alternatives that does"
-    return next((s[key] for s in alternatives(schema, root) if s and isinstance(s.get(key), dict)), None)
+    return next(
+        (
+            s[key] for s in alternatives(schema, root)
+            if s and isinstance(s.get(key), dict)),
+        None)
 
 def fit(
     value, # What was read: text, or a JSON value
@@ -127,9 +166,20 @@ def fit(
         return value
     schema = follow(schema, root)
     if isinstance(value, dict):
-        return {k: fit(v, p.get(k), root, depth-1) for k,v in value.items()} if (p:=part(schema, 'properties', root)) else value
+        return (
+            {
+                k: fit(v, p.get(k), root, depth-1)
+                for k,v in value.items()}
+            if (p:=part(schema, 'properties', root))
+            else value)
     if isinstance(value, list):
-        return [fit(v, s, root, depth-1) for v in value] if (s:=part(schema, 'items', root)) else value
-    if not isinstance(value, str) and not any(s and _says(s) for s in alternatives(schema, root)):
+        return (
+            [fit(v, s, root, depth-1) for v in value]
+            if (s:=part(schema, 'items', root))
+            else value)
+    if (
+        not isinstance(value, str)
+        and not any(s and _says(s) for s in alternatives(schema, root))):
         return value
-    return typed(value if isinstance(value, str) else json.dumps(value), types(schema, root))
+    return typed(
+        value if isinstance(value, str) else json.dumps(value), types(schema, root))
