@@ -1,4 +1,5 @@
-"Images: as transformers reads and cuts them, to the last bit; and nothing that strangers send gets further than a RequestError"
+"""Images: as transformers reads and cuts them, to the last bit;
+and nothing that strangers send gets further than a RequestError"""
 import base64,io,json,math,shutil,sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +25,8 @@ from inprocess import loaded  # noqa: E402
 data = Path(__file__).parent/'data'
 ref = dict(np.load(data/'images'/'images.npz'))  # by make_images.py beside it
 few = settings(max_examples=80, deadline=None)
-def each(name): return pytest.mark.parametrize('i', [int(k[len(name):]) for k in ref if k.startswith(name)])
+def each(name):
+    return pytest.mark.parametrize('i', [int(k[len(name):]) for k in ref if k.startswith(name)])
 def url(b, media='image/png'): return f'data:{media};base64,{base64.b64encode(b).decode()}'
 
 # ---- the same numbers as the library that models are trained with
@@ -37,55 +39,100 @@ def test_resize_is_torchvisions(i):
 @each('image')
 def test_preprocess_is_transformers(i):
     patch,merge,frames,low,high = ref[f'spec{i}'].tolist()
-    norm = {} if i==0 else dict(mean=images._CLIP['image_mean'], std=images._CLIP['image_std'])
-    pixels,grid = preprocess(ref[f'image{i}'], ImageSpec(None, patch, merge, frames, low, high, **norm))
+    norm = (
+        {} if i==0
+        else dict(mean=images._CLIP['image_mean'], std=images._CLIP['image_std']))
+    pixels,grid = preprocess(
+        ref[f'image{i}'], ImageSpec(None, patch, merge, frames, low, high, **norm))
     assert list(grid)==ref[f'grid{i}'].tolist() and pixels.dtype==np.float32
     assert (pixels==ref[f'pixels{i}']).all()
 
 @each('file')
 def test_load_is_transformers(i):
-    got,want = load_image(ref[f'file{i}'].tobytes()).astype(int),ref[f'rgb{i}']
+    got = load_image(ref[f'file{i}'].tobytes()).astype(int)
+    want = ref[f'rgb{i}']
     assert got.shape==want.shape
-    assert abs(got-want).max()<=(2 if ref[f'file{i}'][0]==0xff else 0)  # decoders of JPEG may differ in the last bit
+    # decoders of JPEG may differ in the last bit
+    assert (
+        abs(got-want).max()
+        <=(2 if ref[f'file{i}'][0]==0xff else 0))
 
 @few
 @given(n=st.integers(1, 3000), m=st.integers(1, 3000))
 def test_taps_are_weights(n, m):
     at,w,bits = taps(n, m)
-    assert at.shape==w.shape==(m,w.shape[1]) and at.min()>=0 and at.max()<n and abs(w).max()<1<<15
-    assert abs(w.sum(1)-(1<<bits)).max()<=w.shape[1]//2+1
+    assert (
+        at.shape==w.shape==(m,w.shape[1])
+        and at.min()>=0
+        and at.max()<n
+        and abs(w).max()<1<<15)
+    assert abs(
+        w.sum(1)-(
+            1<<bits)).max()<=w.shape[1]//2+1
 
 @few
 @given(h=st.integers(1, 20000), w=st.integers(1, 20000), step=st.sampled_from([28,32]), low=st.integers(1, 10**6), more=st.integers(0, 10**7))
 def test_sizes_fit(h, w, step, low, more):
-    if max(h, w)>200*min(h, w): return
+    if max(h, w)>200*min(h, w):
+        return
     H,W = fit(h, w, step, low, low+more)
     assert H%step==W%step==0 and min(H, W)>=step
-    assert H*W<=max(low+more, step*max(H, W)) or H*W<=(math.sqrt(low)+step)**2*201
-    if low<=H*W<=low+more and low<=h*w<=low+more and min(h, w)>=8*step: assert .8<(H/W)/(h/w)<1.25
+    assert (
+        H*W<=max(low+more, step*max(H, W))
+        or H*W<=(math.sqrt(low)+step)**2*201)
+    if (
+        low<=H*W<=low+more
+        and low<=h*w<=low+more
+        and min(h, w)>=8*step):
+        assert .8<(H/W)/(h/w)<1.25
 
 # ---- what strangers send
 
 def files():
-    rng = np.random.default_rng(0); y,x = np.mgrid[:24,:40]
-    a = np.stack([x*6, y*10, rng.integers(0, 256, (24,40))], -1).astype(np.uint8)
-    def store(im, kind, **kw): b = io.BytesIO(); im.save(b, kind, **kw); return b.getvalue()
-    rgb = Image.fromarray(a); e = Image.Exif(); e[0x112] = 5
-    return {'png':store(rgb,'PNG',exif=e), 'palette':store(rgb.convert('P'),'PNG'), 'jpeg':store(rgb,'JPEG',exif=e), 'progressive':store(rgb,'JPEG',progressive=True), 'cmyk':store(rgb.convert('CMYK'),'JPEG'),
-        'webp':store(rgb,'WEBP'), 'gif':store(rgb,'GIF',save_all=True,append_images=[rgb.rotate(90)]), 'bmp':store(rgb,'BMP'), 'bmp8':store(rgb.convert('P'),'BMP')}
+    rng = np.random.default_rng(0)
+    y,x = np.mgrid[:24,:40]
+    a = np.stack(
+        [
+            x*6, y*10, rng.integers(0, 256, (24,40))],
+        -1).astype(np.uint8)
+    def store(im, kind, **kw):
+        b = io.BytesIO()
+        im.save(b, kind, **kw)
+        return b.getvalue()
+    rgb = Image.fromarray(a)
+    e = Image.Exif()
+    e[0x112] = 5
+    return {
+        'png':store(rgb,'PNG',exif=e),
+        'palette':store(rgb.convert('P'),'PNG'),
+        'jpeg':store(rgb,'JPEG',exif=e),
+        'progressive':store(rgb,'JPEG',progressive=True),
+        'cmyk':store(rgb.convert('CMYK'),'JPEG'),
+        'webp':store(rgb,'WEBP'),
+        'gif':store(rgb,'GIF',save_all=True,append_images=[rgb.rotate(90)]),
+        'bmp':store(rgb,'BMP'),
+        'bmp8':store(rgb.convert('P'),'BMP')}
 FILES = files()
 kinds = pytest.mark.parametrize('kind', FILES)
 SMALL = Limits(nbytes=1<<20, pixels=1<<18)
 
 def survives(b):
     "An image within bounds, or a RequestError that names it"
-    try: a = load_image(b, 'x', SMALL)
-    except RequestError as e: assert e.status==400 and e.param=='x' and len(str(e))<600; return False
-    assert a.dtype==np.uint8 and a.ndim==3 and a.shape[2]==3 and 0<a.shape[0]*a.shape[1]<=SMALL.pixels
+    try:
+        a = load_image(b, 'x', SMALL)
+    except RequestError as e:
+        assert e.status==400 and e.param=='x' and len(str(e))<600
+        return False
+    assert (
+        a.dtype==np.uint8
+        and a.ndim==3
+        and a.shape[2]==3
+        and 0<a.shape[0]*a.shape[1]<=SMALL.pixels)
     return True
 
 @kinds
-def test_sound_files_load(kind): assert survives(FILES[kind])
+def test_sound_files_load(kind):
+    assert survives(FILES[kind])
 
 @kinds
 @few
@@ -94,98 +141,195 @@ def test_damaged_files(kind, d):
     "Bytes changed, cut off, repeated or put in"
     b = bytearray(FILES[kind])
     for _ in range(d.draw(st.integers(1, 4))):
-        i,j = sorted((d.draw(st.integers(0, len(b))),d.draw(st.integers(0, len(b)))))
+        i,j = sorted(
+            (
+                d.draw(st.integers(0, len(b))),
+                d.draw(st.integers(0, len(b)))))
         how = d.draw(st.sampled_from(['set','cut','drop','repeat','insert']))
-        if how=='set' and i<len(b): b[i] = d.draw(st.sampled_from([0,1,127,128,255]))
-        elif how=='cut': del b[j:]
-        elif how=='drop': del b[i:min(j, i+9)]
-        elif how=='repeat': b[i:i] = b[i:min(j, i+200)]
-        else: b[i:i] = d.draw(st.binary(max_size=12))
+        if how=='set' and i<len(b):
+            b[i] = d.draw(st.sampled_from([
+                0, 1, 127, 128, 255]))
+        elif how=='cut':
+            del b[j:]
+        elif how=='drop':
+            del b[i:min(j, i+9)]
+        elif how=='repeat':
+            b[i:i] = b[i:min(j, i+200)]
+        else:
+            b[i:i] = d.draw(st.binary(max_size=12))
     survives(bytes(b))
 
 @kinds
 def test_cut_files_are_refused(kind):
     "A file that ends inside its pixels is no image"
-    for share in (0, .05, .3, .4): assert not survives(FILES[kind][:int(len(FILES[kind])*share)])
+    for share in (0, .05, .3, .4):
+        assert not survives(FILES[kind][:int(len(FILES[kind])*share)])
 
 @few
 @given(b=st.binary(max_size=300))
-def test_noise_is_refused(b): assert not survives(b)
+def test_noise_is_refused(b):
+    assert not survives(b)
 
 @few
 @given(s=st.one_of(st.text(max_size=60), st.text(max_size=40).map(lambda s: 'data:'+s), st.text(max_size=40).map(lambda s: 'data:image/png;base64,'+s), st.binary(max_size=60).map(url)))
 def test_urls_are_refused(s):
-    with pytest.raises(RequestError): load_image(s)
+    with pytest.raises(RequestError):
+        load_image(s)
 
 def test_bombs():
-    def png(w, h): b = io.BytesIO(); Image.new('1', (w,h)).save(b, 'PNG'); return b.getvalue()
-    for b,why in ((png(9000,9000),'9,000 × 9,000'), (png(201,1),'201 × 1'), (b'\0'*((32<<20)+1),'33,554,432 bytes'), (FILES['progressive'][:-2]+b'\xff\xda'*65,'scans')):
-        with pytest.raises(RequestError, match=why): load_image(b)
+    def png(w, h):
+        b = io.BytesIO()
+        Image.new('1', (w,h)).save(b, 'PNG')
+        return b.getvalue()
+    for b,why in (
+        (png(9000,9000),'9,000 × 9,000'),
+        (png(201,1),'201 × 1'),
+        (b'\0'*((32<<20)+1),'33,554,432 bytes'),
+        (FILES['progressive'][:-2]+b'\xff\xda'*65,'scans')):
+        with pytest.raises(RequestError, match=why):
+            load_image(b)
     assert load_image(png(200,1)).shape==(1,200,3)
-    with pytest.raises(RequestError, match='33,554,432 bytes'): load_image('data:image/png;base64,'+'A'*(50<<20))
+    with pytest.raises(RequestError, match='33,554,432 bytes'):
+        load_image('data:image/png;base64,'+'A'*(50<<20))
 
 def test_kinds_are_checked():
-    for b,media in ((FILES['jpeg'],'image/png'), (FILES['png'],'image/jpeg'), (FILES['png'],'text/html'), (b'%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n','image/png')):
-        with pytest.raises(RequestError): load_image(url(b, media))
+    for b,media in (
+        (FILES['jpeg'],'image/png'),
+        (FILES['png'],'image/jpeg'),
+        (FILES['png'],'text/html'),
+        (b'%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n','image/png')):
+        with pytest.raises(RequestError):
+            load_image(url(b, media))
     assert (load_image(url(FILES['png']))==load_image(FILES['png'])).all()
-    b = io.BytesIO(); Image.new('RGB', (9,9)).save(b, 'TIFF')
-    with pytest.raises(RequestError, match='no image that Atlas reads'): load_image(b.getvalue())
+    b = io.BytesIO()
+    Image.new('RGB', (9,9)).save(b, 'TIFF')
+    with pytest.raises(RequestError, match='no image that Atlas reads'):
+        load_image(b.getvalue())
 
 # ---- messages
 
-json_like = st.recursive(st.none()|st.booleans()|st.integers(0, 9)|st.text(max_size=6), lambda s: st.lists(s, max_size=3)|st.dictionaries(st.sampled_from(['type','image_url','url','image','path','text','role','content']), s, max_size=3), max_leaves=12)
-part = st.dictionaries(st.sampled_from(['image_url','url','image','path','base64','text']), json_like, max_size=3).flatmap(lambda d: st.sampled_from(['image','image_url','input_image','text','x']).map(lambda t: d|dict(type=t)))
+json_like = st.recursive(
+    st.none()|st.booleans()|st.integers(0, 9)
+    |st.text(max_size=6),
+    lambda s: st.lists(s, max_size=3)
+    |st.dictionaries(
+        st.sampled_from(['type','image_url','url','image','path','text','role','content']),
+        s,
+        max_size=3),
+    max_leaves=12)
+part = st.dictionaries(
+    st.sampled_from(['image_url','url','image','path','base64','text']),
+    json_like,
+    max_size=3).flatmap(
+    lambda d: st.sampled_from([
+        'image', 'image_url', 'input_image', 'text',
+        'x']).map(lambda t: d|dict(type=t)))
 
 @few
 @given(messages=st.one_of(json_like, st.lists(st.fixed_dictionaries(dict(role=st.just('user'), content=st.lists(part|json_like, max_size=3))), max_size=3)))
 def test_no_message_opens_a_file(messages):
     real,images._file = images._file,None  # opening a file would be a TypeError
-    try: got,found = prepare_images(messages)
-    except RequestError as e: assert e.param.startswith('messages')
-    else: assert found==[]
-    finally: images._file = real
+    try:
+        got,found = prepare_images(messages)
+    except RequestError as e:
+        assert e.param.startswith('messages')
+    else:
+        assert found==[]
+    finally:
+        images._file = real
 
 def test_a_template_may_show_fewer():
     "An image that gets lost on the way to the prompt is noticed"
     spec = ImageSpec(token=7, min_pixels=1024)
-    msgs,imgs = prepare_images([dict(role='user', content=[dict(type='text', text='a'), dict(type='image_url', image_url=url(FILES['png']))])])
-    blind = ChatTemplate("{% for m in messages %}{% for p in m.content %}{% if p.type=='text' %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}")
+    msgs,imgs = prepare_images([
+        dict(
+            role='user',
+            content=[
+                dict(type='text', text='a'),
+                dict(type='image_url', image_url=url(FILES['png']))])])
+    blind = ChatTemplate(
+        "{% for m in messages %}{% for p in m.content %}{% if p.type=='text' %}{{ p.text "
+        "}}{% endif %}{% endfor %}{% endfor %}")
     assert blind.render(msgs)=='a'
-    with pytest.raises(RequestError, match='0 image tokens for 1 images'): place_images([1], imgs, spec)
+    with pytest.raises(RequestError, match='0 image tokens for 1 images'):
+        place_images([1], imgs, spec)
     ids,pics = place_images([1,7,2], imgs, spec)
-    assert ids.count(7)==tokens_of(pics[0][1]) and len(pics[0][0])==math.prod(pics[0][1])
+    assert (
+        ids.count(7)==tokens_of(pics[0][1])
+        and len(pics[0][0])==math.prod(
+            pics[0][1]))
 
-grids = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda g: (1,2*g[0],2*g[1])), max_size=4)
+grids = st.lists(
+    st.tuples(
+        st.integers(1, 6),
+        st.integers(
+            1,
+            6)).map(lambda g: (1,2*g[0],2*g[1])),
+    max_size=4)
 
 @few
 @given(grids=grids, gaps=st.lists(st.integers(0, 5), min_size=5, max_size=5))
 def test_positions_of_prompts(grids, gaps):
-    "Every token of an image has its own place, nothing before it has passed it, and words go on behind it"
+    """Every token of an image has its own place, nothing before it has passed it, and words go on
+    behind it"""
     ids = [1]*gaps[-1]
-    for g,n in zip(grids, gaps): ids += [90]+[1]*n
+    for g,n in zip(grids, gaps):
+        ids += [90]+[1]*n
     full = expand_images(ids, 90, [tokens_of(g) for g in grids])
     pos,delta = mrope_positions(full, 90, grids)
-    assert pos.shape==(3,len(full)) and len({*map(tuple, pos.T)})==len(full)
+    assert (
+        pos.shape==(3,len(full))
+        and len({*map(tuple, pos.T)})==len(full))
     words = np.array(full)==1
-    assert (pos[:,words]==pos[0,words]).all() and (np.diff(pos[0])>=0).all() and all(pos[:,i].min()>pos[:,:i].max(initial=-1) for i in np.flatnonzero(words))
-    if full: assert pos.max()+1==len(full)+delta==words.sum()+sum(max(g)//2 for g in grids)
+    assert (
+        (pos[:,words]==pos[0,words]).all()
+        and (np.diff(pos[0])>=0).all()
+        and all(
+            pos[:,i].min()>pos[:,:i].max(
+                initial=-1)
+            for i in np.flatnonzero(words)))
+    if full:
+        assert (
+            pos.max()+1==len(full)+delta
+            ==words.sum()+sum(max(g)//2 for g in grids))
     for g in grids[:1]:
-        i = full.index(90); h,w = g[1]//2,g[2]//2; p = pos[:,i:i+tokens_of(g)]-pos[:,i:i+1]
-        assert [int(r.max()) for r in p]==[g[0]-1,h-1,w-1] and pos[0,i]==gaps[-1]
+        i = full.index(90)
+        h,w = g[1]//2,g[2]//2
+        p = (
+            pos[:,i:i+tokens_of(g)]
+            -pos[:,i:i+1])
+        assert (
+            [int(r.max()) for r in p]==[
+                g[0]-1, h-1, w-1]
+            and pos[0,i]==gaps[-1])
 
 # ---- in a model
 
-EYES = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ ' <|image_pad|> ' if p.type=='image' else p.text }}{% endfor %}{% endif %}{% endfor %} w9"
+EYES = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in "
+    "m.content %}{{ ' <|image_pad|> ' if p.type=='image' else p.text }}{% endfor %}{% endif %}{% "
+    "endfor %} w9")
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     "A model that sees, whose words are w0, w1, … and whose images become at most six tokens"
-    d = tmp_path_factory.mktemp('sees')/'vl'; shutil.copytree(data/'qwen3-vl', d)
-    cfg = json.loads((d/'config.json').read_text()); v,mark = cfg['vision_config'],cfg['image_token_id']
+    d = tmp_path_factory.mktemp('sees')/'vl'
+    shutil.copytree(data/'qwen3-vl', d)
+    cfg = json.loads((d/'config.json').read_text())
+    v,mark = cfg['vision_config'],cfg['image_token_id']
     size = (v['patch_size']*v.get('spatial_merge_size', 2))**2
-    (d/'preprocessor_config.json').write_text(json.dumps(dict(size=dict(shortest_edge=size, longest_edge=6*size), image_mean=[.5]*3, image_std=[.5]*3)))
-    t = Words(models.WordLevel({'<|image_pad|>' if i==mark else f'w{i}':i for i in range(cfg['text_config']['vocab_size'])}, unk_token='w0'))
-    t.pre_tokenizer,t.decoder = pre_tokenizers.WhitespaceSplit(),decoders.ByteLevel(); t.add_special_tokens(['<|image_pad|>']); t.save(str(d/'tokenizer.json'))
+    (d/'preprocessor_config.json').write_text(json.dumps(dict(
+        size=dict(shortest_edge=size, longest_edge=6*size),
+        image_mean=[.5]*3,
+        image_std=[.5]*3)))
+    t = Words(models.WordLevel(
+        {
+            '<|image_pad|>' if i==mark else f'w{i}':i
+            for i in range(cfg['text_config']['vocab_size'])},
+        unk_token='w0'))
+    t.pre_tokenizer,t.decoder = pre_tokenizers.WhitespaceSplit(),decoders.ByteLevel()
+    t.add_special_tokens(['<|image_pad|>'])
+    t.save(str(d/'tokenizer.json'))
     (d/'tokenizer_config.json').write_text(json.dumps(dict(chat_template=EYES)))
     return d
 
@@ -194,33 +338,69 @@ def llm(folder): return LLM(str(folder), device='cpu', max_seq_len=64)
 
 def test_llm_sees(llm, tmp_path):
     "The way an image comes does not matter, what it shows does"
-    tok = llm.config.vision.image_token_id; ids = [3,tok,4,5]
+    tok = llm.config.vision.image_token_id
+    ids = [3,tok,4,5]
     (tmp_path/'a.png').write_bytes(FILES['png'])
     a = llm.logits(ids, images=[FILES['png']])
-    for src in (tmp_path/'a.png', str(tmp_path/'a.png'), url(FILES['png']), Image.open(tmp_path/'a.png'), load_image(FILES['png'])): assert (llm.logits(ids, images=[src])==a).all()
+    for src in (
+        tmp_path/'a.png', str(tmp_path/'a.png'), url(FILES['png']),
+        Image.open(tmp_path/'a.png'), load_image(FILES['png'])):
+        assert (llm.logits(ids, images=[src])==a).all()
     n = len(a)-3
-    assert 1<=n<=6 and (llm.logits([3]+[tok]*n+[4,5], images=[FILES['png']])==a).all()
-    assert abs(llm.logits(ids, images=[255-load_image(FILES['png'])])-a)[-1].max()>1e-3
+    assert (
+        1<=n<=6
+        and (
+            llm.logits(
+                [3]+[tok]*n+[4,5],
+                images=[FILES['png']])==a).all())
+    assert abs(
+        llm.logits(ids, images=[255-load_image(FILES['png'])])
+        -a)[-1].max()>1e-3
     for bad in ([], [FILES['png']]*2, ['http://x/y.png'], [b'x']):
-        with pytest.raises(RequestError): llm.logits(ids, images=bad)
+        with pytest.raises(RequestError):
+            llm.logits(ids, images=bad)
     blind = LLM(str(data/'smollm2-tied'), device='cpu')
-    with pytest.raises(RequestError, match='only text'): blind.logits([3,4], images=[FILES['png']])
+    with pytest.raises(RequestError, match='only text'):
+        blind.logits([3,4], images=[FILES['png']])
 
 def test_served_images(folder, llm):
-    "Through HTTP as in the notebook; requests with other images, and with none, do not disturb each other"
-    negative = Image.fromarray(255-load_image(FILES['jpeg'])); b = io.BytesIO(); negative.save(b, 'PNG')
-    asks = [[dict(type='text', text='w3 w4'), dict(type='image_url', image_url=dict(url=url(f, m)))] for f,m in ((FILES['jpeg'],'image/jpeg'), (b.getvalue(),'image/png'))]+['w3 w4', asks_two()]
+    """Through HTTP as in the notebook; requests with other images, and with none, do not disturb
+    each other"""
+    negative = Image.fromarray(255-load_image(FILES['jpeg']))
+    b = io.BytesIO()
+    negative.save(b, 'PNG')
+    asks = (
+        [
+            [
+                dict(type='text', text='w3 w4'),
+                dict(type='image_url', image_url=dict(url=url(f, m)))]
+            for f,m in (
+                (FILES['jpeg'],'image/jpeg'), (b.getvalue(),'image/png'))]
+        +['w3 w4', asks_two()])
     turns = [[dict(role='user', content=c)] for c in asks]
-    want = [llm.chat(t, SamplingParams(temperature=0, max_tokens=6, logprobs=0)) for t in turns]
-    assert len({tuple(round(t.logprob, 4) for t in o.logprobs) for o in want})==len(want)
+    want = [
+        llm.chat(t, SamplingParams(temperature=0, max_tokens=6, logprobs=0))
+        for t in turns]
+    assert len({
+        tuple(round(t.logprob, 4) for t in o.logprobs)
+        for o in want})==len(want)
     other = LLM(str(folder), device='cpu', max_seq_len=64)
     with TestClient(create_app(loaded(other, ['vl']))) as c:
-        post = lambda t: c.post('/v1/chat/completions', json=dict(messages=t, temperature=0, max_tokens=6, logprobs=True))
-        with ThreadPoolExecutor(4) as pool: got = list(pool.map(post, turns*2))
+        def post(t):
+            return c.post(
+                '/v1/chat/completions',
+                json=dict(messages=t, temperature=0, max_tokens=6, logprobs=True))
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(post, turns*2))
         for r,o in zip(got, want*2):
-            assert r.status_code==200 and r.json()['usage']['prompt_tokens']==o.usage['prompt_tokens']
-            assert [round(t['logprob'], 6) for t in r.json()['choices'][0]['logprobs']['content']]==[round(t.logprob, 6) for t in o.logprobs]
+            assert (
+                r.status_code==200
+                and r.json()['usage']['prompt_tokens']==o.usage['prompt_tokens'])
+            assert [
+                round(t['logprob'], 6)
+                for t in r.json()['choices'][0]['logprobs']['content']]==[round(t.logprob, 6) for t in o.logprobs]
         long = post([dict(role='user', content=[*asks[0]]*30)])
         assert long.status_code==400 and long.json()['error']['code']=='context_length_exceeded'
 
-def asks_two(): return [dict(type='image_url', image_url=url(FILES['png'])), dict(type='text', text=' w5 '), dict(type='input_image', image_url=url(FILES['gif'], 'image/gif'))]
+def asks_two():
+    return [dict(type='image_url', image_url=url(FILES['png'])), dict(type='text', text=' w5 '), dict(type='input_image', image_url=url(FILES['gif'], 'image/gif'))]

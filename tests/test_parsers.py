@@ -12,18 +12,32 @@ from helpers.waiting import linear
 many = settings(max_examples=60, deadline=None)
 S,T = '<|start|>','<|start|>assistant'
 STARTS = ['qwen3','deepseek_r1','glm45','minimax_m2']  # a text begins in the middle of a thought
-MARKS = ['<think>','</think>','[THINK]','[/THINK]','<|channel>','<channel|>','<|start|>','<|message|>','<|channel|>','<|end|>','<|call|>','<|return|>','<|constrain|>',
-    '<tool_call>','</tool_call>','<|tool_call>','<minimax:tool_call>','[TOOL_CALLS]']
-WORDS = ['thought\n','thought','analysis','commentary','final','assistant',' to=functions.f',' json','{"a": 1}','{"name": "f", "arguments": {"x": "é"}}','<function=f>\n<parameter=a>\n1\n</parameter>\n</function>',
-    '<tool_call>\n{"name": "f", "arguments": {"x": "1"}}\n</tool_call>','<tool_call>\n<function=f>\n<parameter=x>\n2\n</parameter>\n</function>\n</tool_call>',
-    '<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>','<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">4</parameter>\n</invoke>\n</minimax:tool_call>','[TOOL_CALLS]f{"x": "5"}','<|tool_call>call:f{x:<|"|>6<|"|>}<tool_call|>',
-    ' ','\n','a','Yes.','<','</','[','<|','|>','時']
-texts = st.lists(st.one_of(st.sampled_from(MARKS), st.sampled_from(WORDS), st.text(max_size=3)), max_size=14).map(''.join)
+MARKS = [
+    '<think>', '</think>', '[THINK]', '[/THINK]', '<|channel>', '<channel|>', '<|start|>',
+    '<|message|>', '<|channel|>', '<|end|>', '<|call|>', '<|return|>', '<|constrain|>',
+    '<tool_call>', '</tool_call>', '<|tool_call>', '<minimax:tool_call>', '[TOOL_CALLS]']
+WORDS = [
+    'thought\n', 'thought', 'analysis', 'commentary', 'final', 'assistant', ' to=functions.f',
+    ' json', '{"a": 1}', '{"name": "f", "arguments": {"x": "é"}}',
+    '<function=f>\n<parameter=a>\n1\n</parameter>\n</function>',
+    '<tool_call>\n{"name": "f", "arguments": {"x": "1"}}\n</tool_call>',
+    '<tool_call>\n<function=f>\n<parameter=x>\n2\n</parameter>\n</function>\n</tool_call>',
+    '<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>',
+    '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">4</parameter>\n</invoke>\n</minimax:tool_call>',
+    '[TOOL_CALLS]f{"x": "5"}', '<|tool_call>call:f{x:<|"|>6<|"|>}<tool_call|>', ' ', '\n', 'a',
+    'Yes.', '<', '</', '[', '<|', '|>', '時']
+texts = st.lists(
+    st.one_of(
+        st.sampled_from(MARKS), st.sampled_from(WORDS), st.text(max_size=3)),
+    max_size=14).map(''.join)
 
 def cut(text, at):
     "The pieces of `text` between the places `at`"
     at = sorted({i%(len(text)+1) for i in at})
-    return [text[a:b] for a,b in zip([0,*at], [*at,len(text)])]
+    return [
+        text[a:b]
+        for a,b in zip(
+            [0,*at], [*at,len(text)])]
 
 def run(s, pieces):
     "What came out piece by piece, and the result"
@@ -31,10 +45,17 @@ def run(s, pieces):
     calls = {}
     for p in out:
         for c in getattr(p, 'calls', ()):
-            if c.index not in calls: assert c.name and c.id and c.index==len(calls); calls[c.index] = [c.name,'',c.id]
-            else: assert c.name is None and c.id is None
+            if c.index not in calls:
+                assert c.name and c.id and c.index==len(calls)
+                calls[c.index] = [c.name,'',c.id]
+            else:
+                assert c.name is None and c.id is None
             calls[c.index][1] += c.arguments
-    return ''.join(p.reasoning for p in out) or None,''.join(p.content for p in out) or None,[tuple(c) for c in calls.values()],s.result()
+    return (
+        ''.join(p.reasoning for p in out) or None,
+        ''.join(p.content for p in out) or None,
+        [tuple(c) for c in calls.values()],
+        s.result())
 
 # ---- reasoning
 
@@ -56,7 +77,10 @@ CASES = [ # parsers, text, reasoning, content
 def test_reasoning_and_content(parser, text, reasoning, content):
     assert parse_reasoning(parser, text)==(reasoning,content)
 
-def test_vllm_names(): assert set(REASONING_PARSERS)=={'qwen3','deepseek_r1','openai_gptoss','gemma4','minimax_m2','mistral','glm45'}
+def test_vllm_names():
+    assert (
+        set(REASONING_PARSERS)
+        =={'qwen3','deepseek_r1','openai_gptoss','gemma4','minimax_m2','mistral','glm45'})
 
 @pytest.mark.parametrize('parser', STARTS)
 @given(text=texts)
@@ -68,9 +92,11 @@ def test_without_thinking_all_is_content(parser, text):
 @given(text=texts, at=st.lists(st.integers(0,200), max_size=8), thinking=st.booleans(), opened=st.booleans())
 @many
 def test_cuts_do_not_show_in_reasoning(parser, text, at, thinking, opened):
-    make = lambda: ReasoningStream(parser, thinking, opened)
+    def make(): return ReasoningStream(parser, thinking, opened)
     want = run(make(), [text])
-    assert run(make(), cut(text, at))==want==run(make(), list(text))
+    assert (
+        run(make(), cut(text, at))==want
+        ==run(make(), list(text)))
     assert want[:2]==want[3]
 
 @pytest.mark.parametrize('parser', sorted(set(REASONING_PARSERS)-{'openai_gptoss'}))
@@ -79,48 +105,88 @@ def test_cuts_do_not_show_in_reasoning(parser, text, at, thinking, opened):
 def test_only_marks_labels_and_blanks_are_lost(parser, text):
     "All other characters are in the reasoning or the content, in the order of the text"
     style,r = REASONING_PARSERS[parser],ReasoningStream(parser)
-    out = ''.join(d.reasoning+d.content for d in [*map(r.feed, text), r.finish()])
-    for m in (*style.marks, *(['thought'] if style.label else [])): text,out = text.replace(m, ''),out.replace(m, '')
-    assert ''.join(out.split())==''.join(text.split()) or style.early
+    out = ''.join(
+        d.reasoning+d.content
+        for d in [*map(r.feed, text), r.finish()])
+    for m in (*style.marks, *(['thought'] if style.label else [])):
+        text = text.replace(m, '')
+        out = out.replace(m, '')
+    assert (
+        ''.join(out.split())==''.join(text.split())
+        or style.early)
 
 # ---- both together
 
-PAIRS = [('qwen3','hermes'), ('qwen3','qwen3_coder'), ('deepseek_r1','deepseek_v31'), ('glm45','glm45'), ('minimax_m2','minimax_m2'), ('mistral','mistral'), ('gemma4','gemma4'), (None,'llama3_json'), (None,'hermes'), (None,'pythonic'), ('deepseek_r1','deepseek_v32'),
-    ('qwen3',None), (None,None), ('openai_gptoss','openai'), ('openai_gptoss',None), (None,'openai')]
+PAIRS = [
+    ('qwen3','hermes'), ('qwen3','qwen3_coder'), ('deepseek_r1','deepseek_v31'), ('glm45','glm45'),
+    ('minimax_m2','minimax_m2'), ('mistral','mistral'), ('gemma4','gemma4'), (None,'llama3_json'),
+    (None,'hermes'), (None,'pythonic'), ('deepseek_r1','deepseek_v32'), ('qwen3',None),
+    (None,None), ('openai_gptoss','openai'), ('openai_gptoss',None), (None,'openai')]
 PAIRS = [p for p in PAIRS if p[1] is None or p[1] in TOOL_PARSERS]
-TOOLS = [dict(type='function', function=dict(name='f', parameters=dict(type='object', properties=dict(a=dict(type='integer'), x=dict(type='string')))))]
+TOOLS = [
+    dict(
+        type='function',
+        function=dict(
+            name='f',
+            parameters=dict(
+                type='object',
+                properties=dict(
+                    a=dict(type='integer'), x=dict(type='string')))))]
 
 @pytest.mark.parametrize('reasoning,tools', PAIRS)
 @given(text=texts, at=st.lists(st.integers(0,200), max_size=8), thinking=st.booleans())
 @many
 def test_cuts_do_not_show_in_a_split(reasoning, tools, text, at, thinking):
-    make = lambda: Splitter(reasoning, tools, TOOLS, thinking)
+    def make(): return Splitter(reasoning, tools, TOOLS, thinking)
     r,c,calls,a = run(make(), [text])
     for pieces in (cut(text, at), list(text)):
         s = make()
         r2,c2,calls2,a2 = run(s, pieces)
         assert (r2,a2)==(r,a)
-        if not (a.calls and tools=='llama3_json'): assert (c2 or '').strip()==(a.content or '').strip()
-        assert [c[:2] for c in calls2]==[(t.name,t.arguments) for t in a.calls] and s.calling==bool(a.calls)
+        if not (a.calls and tools=='llama3_json'):
+            assert (c2 or '').strip()==(a.content or '').strip()
+        assert (
+            [c[:2] for c in calls2]==[
+                (t.name,t.arguments)
+                for t in a.calls]
+            and s.calling==bool(a.calls))
 
 @pytest.mark.parametrize('reasoning,tools', [p for p in PAIRS if p[1] in ('openai','hermes')])
 @given(text=texts)
 @many
 def test_arguments_are_words_of_the_model(reasoning, tools, text):
-    s = Splitter(reasoning, tools, TOOLS); s.feed(text); s.finish()
-    for t in s.result().calls: assert t.arguments in text and t.name in text or t.arguments=='{}'
+    s = Splitter(reasoning, tools, TOOLS)
+    s.feed(text)
+    s.finish()
+    for t in s.result().calls:
+        assert t.arguments in text and t.name in text or t.arguments=='{}'
 
 def test_a_thought_then_words_then_a_call():
     s = Splitter('openai_gptoss', 'openai')
-    text = '<|channel|>analysis<|message|>Weather.<|end|>'+T+'<|channel|>commentary<|message|>A moment.<|end|>'+T+'<|channel|>commentary to=functions.sky <|constrain|>json<|message|>{"at": "Oslo"}<|call|>'
+    text = (
+        '<|channel|>analysis<|message|>Weather.<|end|>'+T
+        +'<|channel|>commentary<|message|>A moment.<|end|>'+T
+        +(
+            '<|channel|>commentary to=functions.sky <|constrain|>json<|message|>{"at": '
+            '"Oslo"}<|call|>'))
     r,c,calls,a = run(s, list(text))
-    assert (r,c,[x[:2] for x in calls])==('Weather.','A moment.',[('sky','{"at": "Oslo"}')])
-    assert s.calling and a.calls[0].id==calls[0][2] and calls[0][2].startswith('call_')
+    assert (
+        (r,c,[x[:2] for x in calls])
+        ==('Weather.','A moment.',[('sky','{"at": "Oslo"}')]))
+    assert (
+        s.calling
+        and a.calls[0].id==calls[0][2]
+        and calls[0][2].startswith('call_'))
 
 @pytest.mark.parametrize('gap', ['',' ','\n\n','\n\nSo:\n'])
 def test_blanks_before_a_call_are_dropped(gap):
-    r,c,calls,a = run(Splitter('qwen3', 'hermes'), list(f'Hm</think>{gap}<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>'))
-    assert (c,a.content)==((gap,gap) if gap.strip() else (None,None)) and [x[:2] for x in calls]==[('f','{}')]
+    r,c,calls,a = run(
+        Splitter('qwen3', 'hermes'),
+        list(f'Hm</think>{gap}<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>'))
+    assert (
+        (c,a.content)
+        ==((gap,gap) if gap.strip() else (None,None))
+        and [x[:2] for x in calls]==[('f','{}')])
     assert run(Splitter('qwen3', 'hermes'), list(f'Hm</think>{gap}Yes'))[1]==gap+'Yes'
 
 @pytest.mark.parametrize('reasoning,tools,call,args', [('qwen3','qwen3_coder','<tool_call><function=f><parameter=x></think></parameter></function></tool_call>','{"x": "</think>"}'),
@@ -133,21 +199,35 @@ def test_a_thought_that_is_closed_behind_its_call(reasoning, tools, call, args, 
     text = style.open+'Hm.'+call+tail.replace('{}', style.close)
     for pieces in ([text], list(text)):
         r,c,calls,a = run(Splitter(reasoning, tools, TOOLS), pieces)
-        assert (r,[x[:2] for x in calls])==('Hm.',[('f',args)])==(a.reasoning,[(t.name,t.arguments) for t in a.calls])
-        if tools!='hermes': assert ((c or '').strip() or None,a.content)==(said,said)   # which drops what is said behind a call
-        else: assert c is a.content is None
+        assert (
+            (r,[x[:2] for x in calls])
+            ==('Hm.',[('f',args)])
+            ==(
+                a.reasoning, [(t.name,t.arguments) for t in a.calls]))
+        if tools!='hermes':
+            # which drops what is said behind a call
+            assert ((c or '').strip() or None,a.content)==(said,said)
+        else:
+            assert c is a.content is None
 
 def test_thinking_tells_where_a_token_belongs():
     s,seen = Splitter('qwen3', None),[]
-    for p in ['<think>','One',' two','</think>','Three']: s.feed(p); seen.append(s.thinking)
+    for p in ['<think>','One',' two','</think>','Three']:
+        s.feed(p)
+        seen.append(s.thinking)
     assert seen==[True,True,True,False,False]
     s,seen = Splitter('openai_gptoss', 'openai'),[]
-    for p in ['<|channel|>','analysis','<|message|>','One','<|end|>',S,'assistant','<|channel|>','final','<|message|>','Two']: s.feed(p); seen.append(s.thinking)
+    for p in [
+        '<|channel|>', 'analysis', '<|message|>', 'One', '<|end|>', S, 'assistant', '<|channel|>',
+        'final', '<|message|>', 'Two']:
+        s.feed(p)
+        seen.append(s.thinking)
     assert [i for i,t in enumerate(seen) if t]==[2,3]
 
 @pytest.mark.parametrize('parser,prompt,state', [('qwen3','<|im_start|>assistant\n<think>\n',True), ('qwen3','<|im_start|>assistant\n<think>\n\n</think>\n\n',False), ('qwen3','<|im_start|>assistant\n',None),
     ('gemma4','<|channel>thought\n',True), ('gemma4','<|channel>thought\n<channel|>',False), ('minimax_m2',']~b]ai\n<think>\n',True), (None,'<think>',None)])
-def test_prompt_says_how_an_answer_begins(parser, prompt, state): assert begins(parser, prompt)==begins(parser, 'x'*500+prompt)==state
+def test_prompt_says_how_an_answer_begins(parser, prompt, state):
+    assert begins(parser, prompt)==begins(parser, 'x'*500+prompt)==state
 
 # ---- harmony
 
@@ -157,15 +237,23 @@ def test_prompt_says_how_an_answer_begins(parser, prompt, state): assert begins(
 def test_a_call_in_every_spelling(head, kind, end):
     r = parse_tools('openai', head+kind+'<|message|>{"a": 1}'+end)
     assert r.content is None
-    assert [(t.name,t.arguments) for t in r.calls]==[('f','{"a": 1}')]
+    assert [
+        (t.name,t.arguments)
+        for t in r.calls]==[('f','{"a": 1}')]
 
 def test_a_channel_that_is_written_twice():
-    r = parse_tools('openai', '<|channel|>commentary to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>')
-    assert [(t.name,t.arguments) for t in r.calls]==[('f','{"a": 1}')]
+    r = parse_tools(
+        'openai',
+        '<|channel|>commentary to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>')
+    assert [
+        (t.name,t.arguments)
+        for t in r.calls]==[('f','{"a": 1}')]
 
 @pytest.mark.parametrize('head,reasoning,content', [(' analysis','Hm',None), (' final',None,'Hm'), ('commentary to=assistant<|channel|>analysis','Hm',None),
     ('commentary to=assistant<|channel|>final',None,'Hm')])
-def test_channels_of_another_look(head, reasoning, content): assert parse_reasoning('openai_gptoss', f'<|channel|>{head}<|message|>Hm<|end|>')==(reasoning,content)
+def test_channels_of_another_look(head, reasoning, content):
+    assert parse_reasoning(
+        'openai_gptoss', f'<|channel|>{head}<|message|>Hm<|end|>')==(reasoning,content)
 
 @pytest.mark.parametrize('name,kept_name', [('functions.f','f'), ('f','f'), ('math.sum','math.sum'), ('functions.math.sum','math.sum')])
 def test_names(name, kept_name):
@@ -174,21 +262,26 @@ def test_names(name, kept_name):
 
 @pytest.mark.parametrize('name', ['assistant','browser','browser.open','python','container.exec'])
 def test_hosted_tools_are_no_calls(name):
-    r = parse_tools('openai', f'<|channel|>commentary to={name}<|message|>1<|call|>{T}<|channel|>final<|message|>Yes')
+    r = parse_tools(
+        'openai',
+        f'<|channel|>commentary to={name}<|message|>1<|call|>{T}<|channel|>final<|message|>Yes')
     assert (r.content,r.calls)==('Yes',[])
 
 @given(text=texts)
 @many
 def test_analysis_is_never_content(text):
     secret = 'S3CRET'
-    for t in (f'<|channel|>analysis<|message|>{secret}<|end|>{text}', f'<|channel|>analysis {secret}'):
+    for t in (
+        f'<|channel|>analysis<|message|>{secret}<|end|>{text}', f'<|channel|>analysis {secret}'):
         assert secret not in (parse_tools('openai', t).content or '')
 
 # ---- names, defaults, cost
 
 def test_unknown_names_are_refused():
-    with pytest.raises(RequestError, match='qwen9'): parse_reasoning('qwen9', '')
-    with pytest.raises(RequestError): parse_tools('qwen9', '')
+    with pytest.raises(RequestError, match='qwen9'):
+        parse_reasoning('qwen9', '')
+    with pytest.raises(RequestError):
+        parse_tools('qwen9', '')
 
 # as Granite 4 writes calls, and the results that follow them
 GRANITE4 = """{%- for m in messages %}
@@ -225,17 +318,25 @@ def test_defaults(family, template, want):
     assert default_parsers(SimpleNamespace(family=family), template)==want
 
 def test_marks_of_both_are_kept():
-    assert set(kept('qwen3', None))=={'<think>','</think>','<tool_call>'} and kept(None, None)==()
+    assert (
+        set(kept('qwen3', None))=={'<think>','</think>','<tool_call>'}
+        and kept(None, None)==())
     assert len(kept('openai_gptoss', 'openai'))==7 and '<|channel>' in kept('gemma4', None)
 
 @pytest.mark.parametrize('reasoning,tools', [p for p in PAIRS if p[1] in (None,'openai')]+[(r,None) for r in REASONING_PARSERS if r!='qwen3'])
 def test_no_text_takes_long(reasoning, tools):
     "The work grows with the text, at once and letter by letter"
-    bits = [*kept(reasoning, tools), '<', '<|', ' ', '\n', '</think><think>', S+'assistant<|channel|>commentary to=functions.f<|message|>', 'thought\n']
+    bits = [
+        *kept(reasoning, tools), '<', '<|', ' ', '\n', '</think><think>',
+        S+'assistant<|channel|>commentary to=functions.f<|message|>', 'thought\n']
     def seconds(bit, n, size):
-        s,text,t = Splitter(reasoning, tools),bit*(n//len(bit)),time.process_time()
-        for i in range(0, len(text), size): s.feed(text[i:i+size])
-        s.finish(); s.result()
+        s = Splitter(reasoning, tools)
+        text = bit*(n//len(bit))
+        t = time.process_time()
+        for i in range(0, len(text), size):
+            s.feed(text[i:i+size])
+        s.finish()
+        s.result()
         return time.process_time()-t
     def at_once(n): return seconds(b, n, n)
     def by_letters(n): return seconds(b, n, 1)

@@ -12,8 +12,11 @@ from atlas.text import sandbox
 from atlas.text.sandbox import BusyError,OverrunError,SafeTemplate,Sandbox,asker
 from helpers.waiting import WAIT,until
 
-JOBS = {'sleep':'time:sleep', 'power':'builtins:pow', 'room':'builtins:bytearray', 'exit':'os:_exit', 'pid':'os:getpid', 'sum':'builtins:sum', 'stop':'signal:raise_signal', 'list':'builtins:list',
-    'write':'pathlib:Path', 'env':'os:listdir', 'limits':'resource:getrlimit', 'parse':'json:loads', 'threads':'threading:active_count'}
+JOBS = {
+    'sleep':'time:sleep', 'power':'builtins:pow', 'room':'builtins:bytearray', 'exit':'os:_exit',
+    'pid':'os:getpid', 'sum':'builtins:sum', 'stop':'signal:raise_signal', 'list':'builtins:list',
+    'write':'pathlib:Path', 'env':'os:listdir', 'limits':'resource:getrlimit', 'parse':'json:loads',
+    'threads':'threading:active_count'}
 
 pytestmark = pytest.mark.usefixtures('patient_sandbox')
 
@@ -27,10 +30,14 @@ def hurry():
 def gone(pid):
     "Wait until a process is no more"
     def over():
-        try: os.kill(pid, 0)
-        except ProcessLookupError: return True
-        try: after_name = Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1]
-        except OSError: return True
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        try:
+            after_name = Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1]
+        except OSError:
+            return True
         return after_name.split()[0]=='Z'
     return until(over, f'the end of {pid}')
 
@@ -48,7 +55,9 @@ if {job!r}=='busy':
 print('ready', flush=True)
 import time; time.sleep(600)
 '''
-    p = subprocess.Popen([sys.executable,'-c',code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    p = subprocess.Popen(
+        [sys.executable,'-c',code], stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[1])
     pids = [int(x) for x in p.stdout.readline().split()]
     assert pids and p.stdout.readline()=='ready\n'
     p.send_signal(how)
@@ -60,19 +69,32 @@ def test_exit_of_the_parent_is_not_held_up():
     code = f'''from atlas.text.sandbox import Sandbox
 box = Sandbox({JOBS!r}, seconds=600.)
 print(box.call("pid"))'''
-    r = subprocess.run([sys.executable,'-c',code], capture_output=True, text=True, timeout=WAIT, cwd=Path(__file__).parents[1])
+    r = subprocess.run(
+        [sys.executable,'-c',code], capture_output=True, text=True, timeout=WAIT,
+        cwd=Path(__file__).parents[1])
     assert r.returncode==0 and gone(int(r.stdout)), r.stderr
 
 def test_overruns():
-    with Sandbox(JOBS, seconds=.3, memory=128<<20, output=10_000, workers=1) as box:
+    with Sandbox(
+        JOBS, seconds=.3, memory=128<<20, output=10_000, workers=1) as box:
         pid = box.call('pid')
-        for job,*args in [('sleep',60), ('power',9**99,9**9), ('exit',0), ('exit',1), ('stop',signal.SIGKILL), ('stop',signal.SIGSEGV), ('stop',signal.SIGSTOP), ('list','x'*9000)]:
+        for job,*args in [
+            ('sleep',60),
+            ('power',9**99,9**9),
+            ('exit',0),
+            ('exit',1),
+            ('stop',signal.SIGKILL),
+            ('stop',signal.SIGSEGV),
+            ('stop',signal.SIGSTOP),
+            ('list','x'*9000)]:
             sleeps = args in ([60],[signal.SIGSTOP])
             with hurry() if sleeps else nullcontext():
-                with pytest.raises(OverrunError): box.call(job, *args)
+                with pytest.raises(OverrunError):
+                    box.call(job, *args)
             assert gone(pid)
             pid = box.call('pid')
-        with pytest.raises(OverrunError, match='memory'): box.call('room', 1<<30)
+        with pytest.raises(OverrunError, match='memory'):
+            box.call('room', 1<<30)
         assert box.call('pid')==pid and box.killed==8
 
 def test_a_stopped_child_is_replaced():
@@ -80,14 +102,18 @@ def test_a_stopped_child_is_replaced():
         pid = box.call('pid')
         os.kill(pid, signal.SIGSTOP)
         with hurry():
-            with pytest.raises(OverrunError): box.call('sum', [1])
+            with pytest.raises(OverrunError):
+                box.call('sum', [1])
         assert box.call('sum', [1,2])==3 and gone(pid)
 
 def test_a_child_that_died_idle_is_nobodys_fault():
     with Sandbox(JOBS, workers=1) as box:
         pid = box.call('pid')
         os.kill(pid, signal.SIGKILL)
-        assert gone(pid) and box.call('sum', [1,2])==3 and box.call('pid')!=pid
+        assert (
+            gone(pid)
+            and box.call('sum', [1,2])==3
+            and box.call('pid')!=pid)
 
 @pytest.mark.parametrize('how', ['no process','no beginning'])
 def test_no_room_for_a_child(how, monkeypatch):
@@ -95,10 +121,13 @@ def test_no_room_for_a_child(how, monkeypatch):
     with Sandbox(JOBS, workers=1) as box:
         full = OSError(24, 'Too many open files')
         with monkeypatch.context() as m:
-            if how=='no beginning': m.setattr('atlas.text.sandbox.sys.executable', '/bin/false')
-            else: m.setattr('atlas.text.sandbox.subprocess.Popen', Mock(side_effect=full))
+            if how=='no beginning':
+                m.setattr('atlas.text.sandbox.sys.executable', '/bin/false')
+            else:
+                m.setattr('atlas.text.sandbox.subprocess.Popen', Mock(side_effect=full))
             for _ in range(2):
-                with pytest.raises(BusyError) as e: box.call('sum', [1])
+                with pytest.raises(BusyError) as e:
+                    box.call('sum', [1])
                 assert (e.value.status, e.value.code)==(503, 'queue_full')
         assert box.call('sum', [1,2])==3
 
@@ -110,13 +139,18 @@ def test_large_messages_both_ways():
 
 def test_errors_come_through():
     with Sandbox(JOBS, workers=1) as box:
-        with pytest.raises(EngineError, match='JSONDecodeError') as e: box.call('parse', '{"secret": ')
+        with pytest.raises(EngineError, match='JSONDecodeError') as e:
+            box.call('parse', '{"secret": ')
         assert 'secret' not in str(e.value)  # the text of an exception stays in the child
-        with pytest.raises(KeyError): box.call('eval', '1')
-        with pytest.raises(RequestError): box.call('sum', object())
-        with pytest.raises(EngineError): box.call('write', 'x')  # a result that is no data
+        with pytest.raises(KeyError):
+            box.call('eval', '1')
+        with pytest.raises(RequestError):
+            box.call('sum', object())
+        with pytest.raises(EngineError):
+            box.call('write', 'x')  # a result that is no data
     with Sandbox({'nothing':'atlas.nowhere:f'}, workers=1) as box:
-        with pytest.raises(EngineError): box.call('nothing')
+        with pytest.raises(EngineError):
+            box.call('nothing')
 
 def test_no_more_wait_than_may():
     with Sandbox(JOBS, seconds=5., workers=1, queue=2) as box:
@@ -124,9 +158,11 @@ def test_no_more_wait_than_may():
         go = threading.Event()
         box.pool.submit(go.wait)  # its only thread
         fs = [box.submit('sum', [1]) for _ in range(3)]
-        with pytest.raises(QueueFullError): box.submit('pid')
+        with pytest.raises(QueueFullError):
+            box.submit('pid')
         go.set()
-        for f in fs: f.result(WAIT)
+        for f in fs:
+            f.result(WAIT)
         until(lambda: not box.waiting)
         assert box.call('sum', [1])==1
 
@@ -136,13 +172,23 @@ def test_many_at_once():
         async def run():
             good = [box.run('sum', [i,i]) for i in range(100)]
             bad = [box.run('power', 9**99, 9**9) for _ in range(2)]
-            return await asyncio.gather(*good[:50], *bad, *good[50:], return_exceptions=True)
+            return await asyncio.gather(
+                *good[:50], *bad, *good[50:], return_exceptions=True)
         got = asyncio.run(run())
-        assert [g for g in got if not isinstance(g, Exception)]==[2*i for i in range(100)] and sum(isinstance(g, OverrunError) for g in got)==2
+        assert (
+            [
+                g for g in got
+                if not isinstance(g, Exception)]==[2*i for i in range(100)]
+            and sum(isinstance(g, OverrunError) for g in got)==2)
         out = []
-        ts = [threading.Thread(target=lambda i=i: out.append(box.call('sum', [i]))) for i in range(20)]
-        for t in ts: t.start()
-        for t in ts: t.join(WAIT)
+        ts = [
+            threading.Thread(
+                target=lambda i=i: out.append(box.call('sum', [i])))
+            for i in range(20)]
+        for t in ts:
+            t.start()
+        for t in ts:
+            t.join(WAIT)
         assert sorted(out)==list(range(20))
 
 def test_a_client_that_leaves():
@@ -152,9 +198,12 @@ def test_a_client_that_leaves():
             go = threading.Event()
             box.pool.submit(go.wait)
             first = asyncio.ensure_future(box.run('sum', [7]))
-            rest = [asyncio.ensure_future(box.run('sum', [i])) for i in range(5)]
+            rest = [
+                asyncio.ensure_future(box.run('sum', [i]))
+                for i in range(5)]
             await asyncio.sleep(0)
-            for t in rest[:4]: t.cancel()
+            for t in rest[:4]:
+                t.cancel()
             await asyncio.sleep(0)
             go.set()
             return await asyncio.gather(first, *rest, return_exceptions=True)
@@ -167,86 +216,143 @@ def test_a_client_that_leaves():
 def test_no_descriptors_are_left():
     def fds(): return len(os.listdir('/proc/self/fd'))
     with Sandbox(JOBS, seconds=.2, workers=1) as box:
-        box.call('pid'); before = fds()
+        box.call('pid')
+        before = fds()
         for _ in range(5):
-            with pytest.raises(OverrunError): box.call('exit', 1)
+            with pytest.raises(OverrunError):
+                box.call('exit', 1)
         box.call('pid')
         assert fds()==before
     assert fds()<before
 
 def test_templates_of_two_models():
     with Sandbox(workers=2) as box:
-        a,b = (SafeTemplate(ChatTemplate(w+' {{ messages[0].content }}{{ tools|length if tools }}', tool_source=t), box) for w,t in (('a',None),('b','t {{ tools|length }}')))
+        a,b = (
+            SafeTemplate(
+                ChatTemplate(
+                    w+' {{ messages[0].content }}{{ tools|length if tools }}', tool_source=t),
+                box)
+            for w,t in (('a',None),('b','t {{ tools|length }}')))
         say = [dict(role='user', content='x')]
-        for _ in range(4): assert a.render(say)=='a x' and b.render(say)=='b x' and a.render(say, [1])=='a x1' and b.render(say, [1,2])=='t 2'
+        for _ in range(4):
+            assert (
+                a.render(say)=='a x'
+                and b.render(say)=='b x'
+                and a.render(say, [1])=='a x1'
+                and b.render(say, [1,2])=='t 2')
 
 # ---- Whose turn it is ----
 
 def by(box, who, *args, **kw):
     "Submit a job for somebody"
-    c = copy_context(); c.run(asker.set, who)
+    c = copy_context()
+    c.run(asker.set, who)
     return c.run(box.submit, *args, **kw)
 
 def test_endless_work_of_one_holds_up_nobody_else():
-    "Jobs that never end, as many as may wait: whoever else asks is served, and so is another kind of work of whoever sent them; two who do that take no more"
+    """Jobs that never end, as many as may wait: whoever else asks is served, and so is another
+    kind of work of whoever sent them; two who do that take no more"""
     with Sandbox(JOBS, seconds=600., workers=4, queue=60) as box:
-        for _ in range(20): by(box, 'eve', 'power', 9**99, 9**9)
-        for who in ('ann','bob','eve'): assert by(box, who, 'sum', [1,2]).result(WAIT)==3
-        for _ in range(20): by(box, 'eve', 'power', 9**99, 9**9, kind='other')
-        assert by(box, 'ann', 'sum', [1,2]).result(WAIT)==3 and box.busy['eve',]<=3
+        for _ in range(20):
+            by(box, 'eve', 'power', 9**99, 9**9)
+        for who in ('ann','bob','eve'):
+            assert by(box, who, 'sum', [1,2]).result(WAIT)==3
+        for _ in range(20):
+            by(box, 'eve', 'power', 9**99, 9**9, kind='other')
+        assert (
+            by(box, 'ann', 'sum', [1,2]).result(WAIT)==3
+            and box.busy['eve',]<=3)
 
 def test_who_sends_too_much_is_refused_and_nobody_else():
     with Sandbox(JOBS, seconds=600., workers=4, queue=6) as box:
-        fs = [by(box, 'eve', 'power', 9**99, 9**9) for _ in range(10)]
-        with pytest.raises(QueueFullError): by(box, 'eve', 'sum', [1,2])
+        fs = [
+            by(box, 'eve', 'power', 9**99, 9**9)
+            for _ in range(10)]
+        with pytest.raises(QueueFullError):
+            by(box, 'eve', 'sum', [1,2])
         assert by(box, 'bob', 'sum', [1,2]).result(WAIT)==3
-        assert fs[-1].cancel() and by(box, 'eve', 'sum', [1,2]).result(WAIT)==3  # who leaves gives back a place
+        # who leaves gives back a place
+        assert (
+            fs[-1].cancel()
+            and by(box, 'eve', 'sum', [1,2]).result(WAIT)==3)
     assert not box.places and not box.waiting
 
 def test_queues_take_turns():
-    "One child, and much that waits for it: a job of each, in the order in which they came, whoever sent more"
+    """One child, and much that waits for it: a job of each, in the order in which they came,
+    whoever sent more"""
     done,go = [],threading.Event()
     with Sandbox(JOBS, workers=1) as box:
         box.pool.submit(go.wait)  # the only thread
         for who,n in (('a',3),('b',1),('c',2)):
-            for k in range(n): by(box, who, 'sum', [k]).add_done_callback(lambda f, who=who: done.append((who, f.result())))
+            for k in range(n):
+                by(box, who, 'sum', [k]).add_done_callback(
+                    lambda f, who=who: done.append((who, f.result())))
         last = by(box, 'a', 'sum', [9])
-        go.set(); last.result(WAIT)
-    assert done==[('a',0),('b',0),('c',0),('a',1),('c',1),('a',2)]
+        go.set()
+        last.result(WAIT)
+    assert done==[
+        ('a',0), ('b',0), ('c',0), ('a',1),
+        ('c',1), ('a',2)]
 
 def test_threads_and_tasks_ask_for_whoever_began_them():
     with Sandbox(JOBS, seconds=600., workers=4) as box:
         async def main():
             asker.set('eve')
-            for _ in range(5): asyncio.ensure_future(box.run('power', 9**99, 9**9))
-            for _ in range(5): asyncio.ensure_future(asyncio.to_thread(box.submit, 'power', 9**99, 9**9))
-            while sum(map(len, box.queues.values()))<8: await asyncio.sleep(.01)
+            for _ in range(5):
+                asyncio.ensure_future(box.run('power', 9**99, 9**9))
+            for _ in range(5):
+                asyncio.ensure_future(asyncio.to_thread(box.submit, 'power', 9**99, 9**9))
+            while sum(map(len, box.queues.values()))<8:
+                await asyncio.sleep(.01)
             queues = list(box.queues)
-            for t in asyncio.all_tasks()-{asyncio.current_task()}: t.cancel()
+            for t in asyncio.all_tasks()-{asyncio.current_task()}:
+                t.cancel()
             return queues
         assert asyncio.run(asyncio.wait_for(main(), WAIT))==[('eve','power ')]
 
 def test_nothing_is_stranded():
-    "Many askers, kinds, bombs and cancellations from many threads: every future is done, every share is given back"
+    """Many askers, kinds, bombs and cancellations from many threads: every future is done, every
+    share is given back"""
     fs = []
     with Sandbox(JOBS, seconds=.2, workers=4, queue=10**6) as box:
         def some(seed):
             r = random.Random(seed)
             for _ in range(100):
-                f = by(box, r.choice('abcd'), *(('exit',1) if r.random()<.02 else ('sum',[1,2])), kind=r.choice('xyz')); fs.append(f)
-                if r.random()<.2: f.cancel()
-        ts = [threading.Thread(target=some, args=(i,)) for i in range(8)]
-        for t in ts: t.start()
-        for t in ts: t.join()
+                f = by(
+                    box,
+                    r.choice('abcd'),
+                    *(
+                        ('exit',1) if r.random()<.02
+                        else ('sum',[1,2])),
+                    kind=r.choice('xyz'))
+                fs.append(f)
+                if r.random()<.2:
+                    f.cancel()
+        ts = [
+            threading.Thread(target=some, args=(i,))
+            for i in range(8)]
+        for t in ts:
+            t.start()
+        for t in ts:
+            t.join()
         wait(fs, WAIT)
         assert len(fs)==800 and all(f.done() for f in fs)
     assert box.waiting==0 and not box.queues and not box.busy and not box.places
-    assert {f.result() for f in fs if not f.cancelled() and not f.exception()}=={3}
+    assert (
+        {
+            f.result() for f in fs
+            if not f.cancelled() and not f.exception()}=={3})
 
 def test_no_thread_for_it(monkeypatch):
     "Where no thread can be started a job is refused, and waits for nobody"
     with Sandbox(JOBS, workers=1) as box:
         with monkeypatch.context() as m:
-            m.setattr('threading.Thread.start', lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
-            with pytest.raises(BusyError): box.submit('sum', [1])
-        assert box.waiting==0 and not box.queues and box.call('sum', [1,2])==3
+            m.setattr(
+                'threading.Thread.start',
+                lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+            with pytest.raises(BusyError):
+                box.submit('sum', [1])
+        assert (
+            box.waiting==0
+            and not box.queues
+            and box.call('sum', [1,2])==3)

@@ -7,18 +7,50 @@ from atlas.ground.core import RequestError
 from atlas.text.parsers import TOOL_PARSERS,ToolStream,parse_tools
 from helpers.waiting import linear
 
-many = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
+many = settings(
+    deadline=None, max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 
-FORMATS = 'hermes qwen3_coder qwen3_xml mistral llama3_json pythonic gemma4 minimax_m2 deepseek_v3 deepseek_v31 deepseek_v32 glm45 glm47'.split()
+FORMATS = (
+    'hermes qwen3_coder qwen3_xml mistral llama3_json pythonic gemma4 minimax_m2 deepseek_v3 '
+    'deepseek_v31 deepseek_v32 glm45 glm47').split()
 Q,D = '<|"|>','｜DSML｜'
-O,C,o,c,sep = '<｜tool▁calls▁begin｜>','<｜tool▁calls▁end｜>','<｜tool▁call▁begin｜>','<｜tool▁call▁end｜>','<｜tool▁sep｜>'
+O = '<｜tool▁calls▁begin｜>'
+C = '<｜tool▁calls▁end｜>'
+o = '<｜tool▁call▁begin｜>'
+c = '<｜tool▁call▁end｜>'
+sep = '<｜tool▁sep｜>'
 
-def tool(name, **ps): return {'type': 'function', 'function': {'name': name, 'parameters': {'type': 'object', 'properties': ps}}}
+def tool(name, **ps):
+    return {'type': 'function', 'function': {'name': name, 'parameters': {'type': 'object', 'properties': ps}}}
 def null(t): return {'anyOf': [{'type': t}, {'type': 'null'}]}
-TOOLS = [tool('f', s={'type': 'string'}, i={'type': 'integer'}, n={'type': 'number'}, b={'type': 'boolean'}, o={'type': 'object'}, a={'type': 'array'}, ni=null('integer'), ns=null('string'),
-              ti={'type': ['integer','null']}, si={'anyOf': [{'type': 'string'}, {'type': 'integer'}, {'type': 'null'}]}, e={'enum': ['x', 'y']}), tool('g'), tool('get_weather', city={'type': 'string'})]
+TOOLS = [
+    tool(
+        'f',
+        s={'type': 'string'},
+        i={'type': 'integer'},
+        n={'type': 'number'},
+        b={'type': 'boolean'},
+        o={'type': 'object'},
+        a={'type': 'array'},
+        ni=null('integer'),
+        ns=null('string'),
+        ti={'type': ['integer','null']},
+        si={
+            'anyOf': [{'type': 'string'}, {'type': 'integer'}, {'type': 'null'}]},
+        e={'enum': ['x', 'y']}),
+    tool('g'),
+    tool('get_weather', city={'type': 'string'})]
 
-NESTED = [tool('h', o={'anyOf': [{'type': 'object', 'properties': {'k': {'type': 'integer'}, 's': {'type': 'string'}}}, {'type': 'null'}]}, l={'type': ['array','null'], 'items': null('integer')})['function']]
+NESTED = [
+    tool(
+        'h',
+        o={
+            'anyOf': [
+                {
+                    'type': 'object',
+                    'properties': {'k': {'type': 'integer'}, 's': {'type': 'string'}}},
+                {'type': 'null'}]},
+        l={'type': ['array','null'], 'items': null('integer')})['function']]
 
 def plain(r): return r.content,[(t.name,t.arguments) for t in r.calls]
 def read(r):
@@ -28,39 +60,57 @@ def cut(parser, text, sizes, tools=None):
     "Content and calls of the pieces, and the result"
     s,k,ds = ToolStream(parser, tools),0,[]
     while k<len(text):
-        n = next(sizes); ds.append(s.feed(text[k:k+n])); k += n
+        n = next(sizes)
+        ds.append(s.feed(text[k:k+n]))
+        k += n
     ds.append(s.finish())
     calls = {}
     for d in ds:
         for x in d.calls:
-            if x.index not in calls: assert x.id and x.name is not None; calls[x.index] = [x.id, x.name, '']
-            else: assert x.id is None and x.name is None
+            if x.index not in calls:
+                assert x.id and x.name is not None
+                calls[x.index] = [x.id, x.name, '']
+            else:
+                assert x.id is None and x.name is None
             calls[x.index][2] += x.arguments
     assert list(calls)==list(range(len(calls))) and s.calling==bool(calls)
-    said,result = ''.join(d.content for d in ds),s.result()
+    said = ''.join(d.content for d in ds)
+    result = s.result()
     meant = [(t.id,t.name,t.arguments) for t in result.calls]
     assert [tuple(c) for c in calls.values()]==meant
-    if parser=='llama3_json' and calls: assert result.content is None                                     # it alone shows words that a call then hides
-    else: assert (said.lstrip() if calls and TOOL_PARSERS[parser].blank=='strip' else said)==(result.content or '')
+    if parser=='llama3_json' and calls:
+        assert result.content is None # it alone shows words that a call then hides
+    else:
+        assert (
+            (said.lstrip() if calls and TOOL_PARSERS[parser].blank=='strip' else said)==(
+                result.content or ''))
     return said,list(calls.values()),result
 def forever(n):
-    while True: yield n
+    while True:
+        yield n
 def ragged(seed):
     rng = random.Random(seed)
-    while True: yield rng.choice((1, 1, 2, 3, 5, 8, 13, 40))
+    while True:
+        yield rng.choice((1, 1, 2, 3, 5, 8, 13, 40))
 
-# -- case by case --------------------------------------------------------------------------------------------------------
+# -- case by case ----------------------------------------------------------------------------------
 
-def H(args, name='f'): return '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>' % (name, args)
+def H(args, name='f'):
+    return '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>' % (name, args)
 def X(name, ps='', wrap=True): # ps: [(key, value)] or the text itself
-    body = ps if isinstance(ps, str) else ''.join(f'<parameter={k}>\n{v}\n</parameter>\n' for k,v in ps)
+    body = (
+        ps if isinstance(ps, str)
+        else ''.join(f'<parameter={k}>\n{v}\n</parameter>\n' for k,v in ps))
     t = f'<function={name}>\n{body}</function>'
     return f'<tool_call>\n{t}\n</tool_call>' if wrap else t
-def I(name, *ps): return f'<invoke name="{name}">'+''.join(f'<parameter name="{k}">{v}</parameter>' for k,v in ps)+'</invoke>'
+def I(name, *ps):
+    return f'<invoke name="{name}">'+''.join(f'<parameter name="{k}">{v}</parameter>' for k,v in ps)+'</invoke>'
 def MM(*xs): return '<minimax:tool_call>'+''.join(xs)+'</minimax:tool_call>'
-def V(name, *ps): return f'<{D}invoke name="{name}">\n'+''.join(f'<{D}parameter name="{k}" string="{s}">{v}</{D}parameter>\n' for k,v,s in ps)+f'</{D}invoke>\n'
+def V(name, *ps):
+    return f'<{D}invoke name="{name}">\n'+''.join(f'<{D}parameter name="{k}" string="{s}">{v}</{D}parameter>\n' for k,v,s in ps)+f'</{D}invoke>\n'
 def VV(*xs): return f'<{D}function_calls>\n'+''.join(xs)+f'</{D}function_calls>'
-def G(name, ps=(), nl='\n'): return f'<tool_call>{name}{nl}'+''.join(f'<arg_key>{k}</arg_key>{nl}<arg_value>{v}</arg_value>{nl}' for k,v in ps)+'</tool_call>'
+def G(name, ps=(), nl='\n'):
+    return f'<tool_call>{name}{nl}'+''.join(f'<arg_key>{k}</arg_key>{nl}<arg_value>{v}</arg_value>{nl}' for k,v in ps)+'</tool_call>'
 def M4(name, args): return f'<|tool_call>call:{name}{{{args}}}<tool_call|>'
 def V3(name, args): return f'{o}function{sep}{name}\n```json\n{args}\n```{c}'
 def V31(name, args): return f'{o}{name}{sep}{args}{c}'
@@ -326,31 +376,58 @@ def test_case(case):
     tools = tools[0] if tools else None
     content = text if content is SAME else content
     assert plain(parse_tools(parser, text, tools))==(content, calls)
-    for sizes in (forever(1), forever(2), forever(3), forever(7), ragged(len(text))):
+    for sizes in (
+        forever(1), forever(2), forever(3), forever(7),
+        ragged(len(text))):
         said,sent,result = cut(parser, text, sizes, tools)
         assert plain(result)==(content, calls)
 
 def test_names():
     assert set(FORMATS)<=set(TOOL_PARSERS)
-    with pytest.raises(RequestError, match='hermes'): ToolStream('nobody')
+    with pytest.raises(RequestError, match='hermes'):
+        ToolStream('nobody')
 
 def test_tools_of_any_form():
     "Tools come from strangers: odd ones are passed over"
-    odd = [None, 3, {}, {'function': None}, {'function': {'name': 3}}, {'function': {'name': 'f', 'parameters': None}}, {'name': 'f', 'parameters': {'properties': [1]}}, tool('f', s=None), tool('f', i={'type': 3, 'enum': 'x', 'anyOf': {}}),
-           {'function': {'name': 'f', 'parameters': {'properties': {'s': {'$ref': '#/$defs/a'}}, '$defs': {'a': {'$ref': '#/$defs/a'}}}}}]
+    odd = [
+        None,
+        3,
+        {},
+        {'function': None},
+        {'function': {'name': 3}},
+        {'function': {'name': 'f', 'parameters': None}},
+        {'name': 'f', 'parameters': {'properties': [1]}},
+        tool('f', s=None),
+        tool('f', i={'type': 3, 'enum': 'x', 'anyOf': {}}),
+        {
+            'function': {
+                'name': 'f',
+                'parameters': {
+                    'properties': {'s': {'$ref': '#/$defs/a'}},
+                    '$defs': {'a': {'$ref': '#/$defs/a'}}}}}]
     for t in odd:
-        for p,text in (('qwen3_coder', X('f', [('s','1')])), ('glm45', G('f', [('s','1')])), ('gemma4', M4('f', f's:{Q}1{Q}')), ('deepseek_v32', VV(V('f', ('arguments','{"s": 1}','false'))))):
+        for p,text in (
+            ('qwen3_coder', X('f', [('s','1')])),
+            ('glm45', G('f', [('s','1')])),
+            ('gemma4', M4('f', f's:{Q}1{Q}')),
+            ('deepseek_v32', VV(V('f', ('arguments','{"s": 1}','false'))))):
             r = parse_tools(p, text, [t])
             (call,) = r.calls
             assert call.name=='f' and json.loads(call.arguments)
 
 def test_hosted_tools_are_no_functions():
     "A list of tools that holds no function says nothing about names"
-    for t in ({'type': 'namespace', 'name': 'mcp', 'tools': [{'type': 'function', 'name': 'read'}]}, {'type': 'web_search', 'name': 'web_search'}):
-        assert plain(parse_tools('glm47', G('mcp__read', [('p','/')], ''), [t]))==(None, [('mcp__read','{"p": "/"}')])
-        assert plain(parse_tools('glm47', G('mcp__read'), [t, tool('f')]))==(None, [])
+    for t in (
+        {'type': 'namespace', 'name': 'mcp', 'tools': [{'type': 'function', 'name': 'read'}]},
+        {'type': 'web_search', 'name': 'web_search'}):
+        assert plain(parse_tools(
+            'glm47',
+            G('mcp__read', [('p','/')], ''),
+            [t]))==(None, [('mcp__read','{"p": "/"}')])
+        assert plain(parse_tools(
+            'glm47', G('mcp__read'), [t, tool('f')]))==(None, [])
 
-# -- any text, any cut -----------------------------------------------------------------------------------------------------
+# -- any text, any cut -----------------------------------------------------------------------------
 
 WORDS = {
     'hermes': ['<tool_call>', '</tool_call>', '{"name": "f", "arguments": ', '{"a": 1}', '"arguments": ', '}', '{', '"', '\\', ',', ':', '[', ']'],
@@ -366,40 +443,69 @@ WORDS = {
 }
 WORDS['deepseek_v31'] = WORDS['deepseek_v3']
 KINDS = sorted(WORDS)
-def soups(parser): return st.lists(st.sampled_from(WORDS[parser]*3+[' ', '\n', 'text', '1', 'null', 'é', '😀', '<']), max_size=40).map(''.join)
+def soups(parser):
+    return st.lists(st.sampled_from(WORDS[parser]*3+[' ', '\n', 'text', '1', 'null', 'é', '😀', '<']), max_size=40).map(''.join)
 
 @pytest.mark.parametrize('parser', KINDS)
 @many
 @given(data=st.data())
 def test_any_cut_says_the_same(parser, data):
-    text,tools = data.draw(soups(parser)),data.draw(st.sampled_from((None, TOOLS)))
+    text = data.draw(soups(parser))
+    tools = data.draw(st.sampled_from((None, TOOLS)))
     whole = parse_tools(parser, text, tools)
-    said,sent,result = cut(parser, text, iter(data.draw(st.lists(st.integers(1, 9), min_size=len(text)+1, max_size=len(text)+1))), tools)
+    said,sent,result = cut(
+        parser,
+        text,
+        iter(data.draw(st.lists(
+            st.integers(1, 9),
+            min_size=len(text)+1,
+            max_size=len(text)+1))),
+        tools)
     said1,sent1,_ = cut(parser, text, forever(len(text)+1), tools)
     assert plain(result)==plain(whole)
-    assert said==said1 and [x[1:] for x in sent]==[x[1:] for x in sent1]   # and the pieces come to the same
+    # and the pieces come to the same
+    assert (
+        said==said1
+        and [
+            x[1:] for x in sent]==[x[1:] for x in sent1])
 
 def leaves(v):
     if isinstance(v, dict):
-        for k,x in v.items(): yield k; yield from leaves(x)
+        for k,x in v.items():
+            yield k
+            yield from leaves(x)
     elif isinstance(v, list):
-        for x in v: yield from leaves(x)
-    else: yield v
+        for x in v:
+            yield from leaves(x)
+    else:
+        yield v
 
 @pytest.mark.parametrize('parser', KINDS)
 @many
 @given(data=st.data())
 def test_nothing_is_invented(parser, data):
-    "Arguments are JSON but where the format hands on what the model wrote; names, keys and values stand in the text"
+    """Arguments are JSON but where the format hands on what the model wrote;
+    names, keys and values stand in the text"""
     text = data.draw(soups(parser))
     for t in parse_tools(parser, text).calls:
-        assert t.name in text and (t.name or parser=='mistral') # which hands on arguments that came without a name
-        if parser in ('llama3_json','mistral','deepseek_v3','deepseek_v31'): assert t.arguments in text or t.arguments=='{}'; continue
-        if parser=='hermes' and t.arguments in text: json.loads(t.arguments); continue
+        # which hands on arguments that came without a name
+        assert t.name in text and (t.name or parser=='mistral')
+        if parser in ('llama3_json','mistral','deepseek_v3','deepseek_v31'):
+            assert t.arguments in text or t.arguments=='{}'
+            continue
+        if parser=='hermes' and t.arguments in text:
+            json.loads(t.arguments)
+            continue
         for v in leaves(json.loads(t.arguments)):
-            if isinstance(v, str): assert v in text or all(part in text for part in v) , (v, text)
-            elif v is None: assert 'null' in text or 'None' in text
-            else: assert str(v).lower() in text.lower() or str(abs(v))[:1] in text or 'e' in text
+            if isinstance(v, str):
+                assert v in text or all(part in text for part in v) , (v, text)
+            elif v is None:
+                assert 'null' in text or 'None' in text
+            else:
+                assert (
+                    str(v).lower() in text.lower()
+                    or str(abs(v))[:1] in text
+                    or 'e' in text)
 
 @pytest.mark.parametrize('case', [c for c in CASES if c[3]], ids=lambda c: f'{c[0]}-{c[1][:20]!r}')
 def test_cut_short(case):
@@ -410,26 +516,53 @@ def test_cut_short(case):
         r = parse_tools(parser, text[:k], *tools)
         assert len(r.calls)<=len(full)
         for t,(name,args) in zip(r.calls, full):
-            assert t.name==name or parser=='mistral' and t.arguments=='{}' # a name alone is a call there
-            if parser=='mistral': assert args.startswith(t.arguments) or t.arguments=='{}'
+            # a name alone is a call there
+            assert t.name==name or parser=='mistral' and t.arguments=='{}'
+            if parser=='mistral':
+                assert args.startswith(t.arguments) or t.arguments=='{}'
             elif parser not in ('gemma4','deepseek_v32'):
                 got,want = json.loads(t.arguments),json.loads(args)
-                if isinstance(want, dict): assert all(k in want and want[k]==v for k,v in got.items()), (text[:k], got)
+                if isinstance(want, dict):
+                    assert all(
+                        k in want and want[k]==v
+                        for k,v in got.items()), (text[:k], got)
 
-# -- there and back ---------------------------------------------------------------------------------------------------------
+# -- there and back --------------------------------------------------------------------------------
 
 text_ = st.text(st.characters(blacklist_categories=('Cs',)), max_size=20)
-value = st.recursive(st.none() | st.booleans() | st.integers(-10**9, 10**9) | st.floats(allow_nan=False, allow_infinity=False) | text_, lambda s: st.lists(s, max_size=3) | st.dictionaries(text_, s, max_size=3), max_leaves=8)
-calls_ = st.lists(st.tuples(st.sampled_from(('f', 'get_weather', 'a_b2')), st.dictionaries(text_, value, max_size=4)), min_size=1, max_size=3)
-dump = lambda a, **kw: json.dumps(a, **kw)
+value = st.recursive(
+    st.none() | st.booleans()
+    | st.integers(-10**9, 10**9)
+    | st.floats(allow_nan=False, allow_infinity=False) | text_,
+    lambda s: st.lists(s, max_size=3)
+    | st.dictionaries(text_, s, max_size=3),
+    max_leaves=8)
+calls_ = st.lists(
+    st.tuples(
+        st.sampled_from(('f', 'get_weather', 'a_b2')),
+        st.dictionaries(text_, value, max_size=4)),
+    min_size=1,
+    max_size=3)
+def dump(a, **kw): return json.dumps(a, **kw)
 WRITE = {
-    'hermes': lambda cs, **kw: '\n'.join(H(dump(a, **kw), n) for n,a in cs),
-    'llama3_json': lambda cs, **kw: '; '.join('{"name": "%s", "parameters": %s}'%(n, dump(a, **kw)) for n,a in cs),
-    'mistral': lambda cs, **kw: '[TOOL_CALLS]['+', '.join('{"name": "%s", "arguments": %s}'%(n, dump(a, **kw)) for n,a in cs)+']',
-    'mistral[ARGS]': lambda cs, **kw: ''.join(f'[TOOL_CALLS]{n}[ARGS]{dump(a, **kw)}' for n,a in cs),
-    'deepseek_v31': lambda cs, **kw: O+''.join(V31(n, dump(a, **kw)) for n,a in cs)+C,
-    'deepseek_v3': lambda cs, **kw: O+''.join(V3(n, dump(a, **kw)) for n,a in cs)+C,
-}
+    'hermes': lambda cs, **kw: '\n'.join(
+        H(dump(a, **kw), n)
+        for n,a in cs),
+    'llama3_json': lambda cs, **kw: '; '.join(
+        '{"name": "%s", "parameters": %s}'%(n, dump(a, **kw))
+        for n,a in cs),
+    'mistral': lambda cs, **kw: '[TOOL_CALLS]['
+    +', '.join(
+        '{"name": "%s", "arguments": %s}'%(n, dump(a, **kw))
+        for n,a in cs)+']',
+    'mistral[ARGS]': lambda cs, **kw: ''.join(
+        f'[TOOL_CALLS]{n}[ARGS]{dump(a, **kw)}' for n,a in cs),
+    'deepseek_v31': lambda cs, **kw: O
+    +''.join(V31(n, dump(a, **kw)) for n,a in cs)
+    +C,
+    'deepseek_v3': lambda cs, **kw: O
+    +''.join(V3(n, dump(a, **kw)) for n,a in cs)
+    +C}
 @pytest.mark.parametrize('form', WRITE)
 @many
 @given(calls_, st.booleans(), st.integers(0, 99))
@@ -450,9 +583,14 @@ def test_python_there_and_back(cs, seed):
 
 free = st.text('ab \n<>/"\'\\{}[]=:,é', max_size=20)
 TAGS = {
-    'qwen3_coder': lambda n, a: X(n, list(a.items())), 'glm45': lambda n, a: G(n, list(a.items())), 'minimax_m2': lambda n, a: MM(I(n, *a.items())),
-    'deepseek_v32': lambda n, a: VV(V(n, *((k,v,'true') for k,v in a.items()))), 'gemma4': lambda n, a: M4(n, ','.join(f'{k}:{Q}{v}{Q}' for k,v in a.items())),
-}
+    'qwen3_coder': lambda n, a: X(n, list(a.items())),
+    'glm45': lambda n, a: G(n, list(a.items())),
+    'minimax_m2': lambda n, a: MM(I(n, *a.items())),
+    'deepseek_v32': lambda n, a: VV(V(
+        n,
+        *((k,v,'true') for k,v in a.items()))),
+    'gemma4': lambda n, a: M4(
+        n, ','.join(f'{k}:{Q}{v}{Q}' for k,v in a.items()))}
 @pytest.mark.parametrize('parser', TAGS)
 @many
 @given(st.lists(st.tuples(word, st.dictionaries(word, free, max_size=4)), min_size=1, max_size=3), st.integers(0, 99))
@@ -462,19 +600,38 @@ def test_tags_there_and_back(parser, cs, seed):
     assert read(r)==cs
     assert r.content.strip()==said.strip()=='So.'
 
-# -- long and hostile --------------------------------------------------------------------------------------------------------
+# -- long and hostile ------------------------------------------------------------------------------
 
-HEADS = {'hermes': ['<tool_call>{"name": "f", "arguments": '], 'llama3_json': ['{"name": "f", "arguments": '], 'mistral': ['[TOOL_CALLS]f', '[TOOL_CALLS]['], 'pythonic': ['[f(a=', '[f(a="'],
-    'gemma4': ['<|tool_call>call:f{a:', f'<|tool_call>call:f{{a:{Q}'], 'qwen3_coder': ['<tool_call><function=f><parameter=a>', '<tool_call><function='], 'glm45': ['<tool_call>f<arg_key>a</arg_key><arg_value>'],
-    'minimax_m2': ['<minimax:tool_call><invoke name="f"><parameter name="a">'], 'deepseek_v32': [f'<{D}invoke name="f"><{D}parameter name="arguments" string="false">'], 'deepseek_v3': [O, O+o+'function'+sep], 'deepseek_v31': [O+o+'f'+sep]}
-UNITS = ['<', '{', '[', '{"a":', '[[],', '"', '\\"', '\\', "'", ' ', '\n', '(', 'a', '1,', 'a:{', '😀', ' \n<']
+HEADS = {
+    'hermes': ['<tool_call>{"name": "f", "arguments": '],
+    'llama3_json': ['{"name": "f", "arguments": '],
+    'mistral': ['[TOOL_CALLS]f', '[TOOL_CALLS]['],
+    'pythonic': ['[f(a=', '[f(a="'],
+    'gemma4': ['<|tool_call>call:f{a:', f'<|tool_call>call:f{{a:{Q}'],
+    'qwen3_coder': ['<tool_call><function=f><parameter=a>', '<tool_call><function='],
+    'glm45': ['<tool_call>f<arg_key>a</arg_key><arg_value>'],
+    'minimax_m2': ['<minimax:tool_call><invoke name="f"><parameter name="a">'],
+    'deepseek_v32': [f'<{D}invoke name="f"><{D}parameter name="arguments" string="false">'],
+    'deepseek_v3': [O, O+o+'function'+sep],
+    'deepseek_v31': [O+o+'f'+sep]}
+UNITS = [
+    '<', '{', '[', '{"a":', '[[],', '"', '\\"', '\\', "'", ' ', '\n', '(',
+    'a', '1,', 'a:{', '😀', ' \n<']
 
 @pytest.mark.parametrize('parser', KINDS)
 def test_long_and_hostile(parser):
     "The worst takes no more than a moment. Quadratic parsers take minutes, so the bound is loose."
-    texts = [(head, unit, 2**17) for head in ['']+HEADS[parser] for unit in UNITS+WORDS[parser]]
+    texts = [
+        (head, unit, 2**17)
+        for head in ['']+HEADS[parser]
+        for unit in UNITS+WORDS[parser]]
     rng = random.Random(0)
-    texts += [(head, ''.join(rng.choices(WORDS[parser]+UNITS, k=5000)), 2**20) for head in ['']+HEADS[parser]]
+    texts += [
+        (
+            head,
+            ''.join(rng.choices(WORDS[parser]+UNITS, k=5000)),
+            2**20)
+        for head in ['']+HEADS[parser]]
     def seconds(n):
         text = (head+unit*(n//len(unit)+1))[:n]
         t = time.process_time()
@@ -488,24 +645,48 @@ def test_long_and_hostile(parser):
 def test_deep(n):
     "Nesting that no client could read is no call, and no stack overflows"
     a,b,g = '['*n,']'*n,'{a:'*n
-    for p,text in [('hermes', H(a+b)), ('hermes', H('{"a":'*n+'1'+'}'*n)), ('pythonic', f'[f(a={a}{b})]'), ('pythonic', f'[f(a={"-"*n}1)]'), ('pythonic', f'[f(a={"("*n}1{")"*n})]'), ('gemma4', M4('f', f'a:{a}{b}')), ('gemma4', M4('f', g+'}'*n))]:
+    for p,text in [
+        ('hermes', H(a+b)),
+        ('hermes', H('{"a":'*n+'1'+'}'*n)),
+        ('pythonic', f'[f(a={a}{b})]'),
+        ('pythonic', f'[f(a={"-"*n}1)]'),
+        ('pythonic', f'[f(a={"("*n}1{")"*n})]'),
+        ('gemma4', M4('f', f'a:{a}{b}')),
+        ('gemma4', M4('f', g+'}'*n))]:
         r = parse_tools(p, text)
-        if p!='hermes' or n>201: assert plain(r)==(None if p=='gemma4' else text, []), p
-    for p,text in [('qwen3_coder', X('f', [('o',a+b)])), ('deepseek_v32', VV(V('f', ('o',a+b,'false')))), ('glm45', G('f', [('a',a+b)]))]:
+        if p!='hermes' or n>201:
+            assert plain(r)==(None if p=='gemma4' else text, []), p
+    for p,text in [
+        ('qwen3_coder', X('f', [('o',a+b)])),
+        ('deepseek_v32', VV(V('f', ('o',a+b,'false')))),
+        ('glm45', G('f', [('a',a+b)]))]:
         (t,) = parse_tools(p, text, TOOLS).calls
-        assert t.name=='f' and (n<202 or json.loads(t.arguments) in ({'o': a+b}, {'a': a+b}))
+        assert (
+            t.name=='f'
+            and (
+                n<202
+                or json.loads(t.arguments)
+                in ({'o': a+b}, {'a': a+b})))
 
 @pytest.mark.parametrize('parser', KINDS)
 def test_long_in_small_pieces(parser):
     "What waits on the tape stays short, so that the price of a piece does not grow with the text"
-    for head,unit in [('', ' '), ('', '<'), (HEADS[parser][0], 'x'), (HEADS[parser][0], '{"'), (HEADS[parser][-1], '\\'), (HEADS[parser][-1], '<'), (HEADS[parser][-1], ' ')]:
+    for head,unit in [
+        ('', ' '),
+        ('', '<'),
+        (HEADS[parser][0], 'x'),
+        (HEADS[parser][0], '{"'),
+        (HEADS[parser][-1], '\\'),
+        (HEADS[parser][-1], '<'),
+        (HEADS[parser][-1], ' ')]:
         def seconds(n):
             s,t = ToolStream(parser),time.process_time()
             s.feed(head)
             for _ in range(n):
                 s.feed(unit)
                 assert len(s.buf)<300, (head, unit)
-            s.finish(); s.result()
+            s.finish()
+            s.result()
             return time.process_time()-t
         ok = linear(seconds, 2**14, loose=4)
         assert ok, (parser, head, unit)
@@ -516,14 +697,21 @@ def test_half_a_character(parser, text):
     "Half a surrogate pair is legal in JSON and in Python, and has no bytes in UTF-8"
     (t,) = parse_tools(parser, text, TOOLS).calls
     assert r'\ud83d' in t.arguments and json.loads(t.arguments) and t.arguments.encode()
-    if parser=='pythonic': assert json.loads(t.arguments)['o']=='😀'
+    if parser=='pythonic':
+        assert json.loads(t.arguments)['o']=='😀'
 
 def test_a_name_that_cannot_be_said():
-    for p,text in (('hermes', H('{}', r'f\ud83d')), ('llama3_json', r'{"name": "a\nb", "parameters": {}}')): assert plain(parse_tools(p, text))==(text, [])
+    for p,text in (
+        ('hermes', H('{}', r'f\ud83d')), ('llama3_json', r'{"name": "a\nb", "parameters": {}}')):
+        assert plain(parse_tools(p, text))==(text, [])
 
 def test_nothing_runs():
     "No parser calls eval, exec, compile or pickle, or brings in the module that could"
     for p in sorted((Path(atlas.__file__).parent/'calls').glob('*.py')):
         for n in ast.walk(ast.parse(p.read_text(encoding='utf-8'))):
-            if isinstance(n, ast.Name): assert n.id not in ('eval','exec','compile','__import__'), p
-            if isinstance(n, (ast.Import,ast.ImportFrom)): assert not {a.name for a in n.names} & {'ast','pickle','marshal','importlib','builtins'}, p
+            if isinstance(n, ast.Name):
+                assert n.id not in ('eval','exec','compile','__import__'), p
+            if isinstance(n, (ast.Import,ast.ImportFrom)):
+                assert not (
+                    {a.name for a in n.names}
+                    & {'ast','pickle','marshal','importlib','builtins'}), p

@@ -24,7 +24,8 @@ from ..ground.core import CheckpointError,RequestError,TemplateError
 from .tokenizer import _T,_json,token_text
 
 # %% ../../nbs/6_text/02_chat.ipynb #65f04e35
-class _Spent(TemplateError): "A rendering has used what it may"
+class _Spent(TemplateError):
+    "A rendering has used what it may"
 
 class Budget:
     "What one rendering may use"
@@ -32,40 +33,63 @@ class Budget:
         chars:int=8<<20, # Longest string that may come to be, the prompt included
         steps:int=1_000_000, # Turns of loops and calls of macros
         seconds:float=2., # Processor time, looked at every 256 steps
-    ): self.chars,self.steps,self.until = chars,steps,thread_time()+seconds
+    ):
+        self.chars = chars
+        self.steps = steps
+        self.until = thread_time()+seconds
     def step(self):
         "Count one step"
         self.steps -= 1
-        if self.steps<0 or (not self.steps&255 and thread_time()>self.until): raise _Spent('The chat template takes too many steps', hint='It may loop; use another template')
+        if self.steps<0 or (not self.steps&255 and thread_time()>self.until):
+            raise _Spent(
+                'The chat template takes too many steps', hint='It may loop; use another template')
     def size(self, n):
         "Refuse a value of size `n` before it is made"
-        if n>self.chars: raise _Spent(f'The chat template makes a value of size {n:,}, the limit is {self.chars:,}', hint='Shorten the messages or use another template')
+        if n>self.chars:
+            raise _Spent(
+                f'The chat template makes a value of size {n:,}, the limit is {self.chars:,}',
+                hint='Shorten the messages or use another template')
 
 _budget = ContextVar('budget')
 
 # %% ../../nbs/6_text/02_chat.ipynb #98c42d3b
-def _len(x): return len(x) if isinstance(x,(str,list,tuple)) else x.bit_length() if isinstance(x,int) else 0
+def _len(x):
+    return len(x) if isinstance(x,(str,list,tuple)) else x.bit_length() if isinstance(x,int) else 0
 
 def _result(op, a, b):
     "An upper bound for the size of `a op b`"
-    if op=='*': return _len(a)+_len(b) if isinstance(a,int) and isinstance(b,int) else max(_len(a)*b if isinstance(b,int) else 0, _len(b)*a if isinstance(a,int) else 0)
-    if op=='**': return _len(a)*b if isinstance(b,int) else 0
-    if op=='%' and isinstance(a,str): return len(a)+sum(map(int,re.findall(r'\d{1,12}',a))) + (1<<62)*('*' in a)
+    if op=='*':
+        return (
+            _len(a)+_len(b) if isinstance(a,int) and isinstance(b,int)
+            else max(
+                _len(a)*b if isinstance(b,int) else 0,
+                _len(b)*a if isinstance(a,int) else 0))
+    if op=='**':
+        return _len(a)*b if isinstance(b,int) else 0
+    if op=='%' and isinstance(a,str):
+        return (
+            len(a)+sum(map(int,re.findall(r'\d{1,12}',a)))
+            + (1<<62)*('*' in a))
     return _len(a)+_len(b)
 
 # %% ../../nbs/6_text/02_chat.ipynb #505517f9
 def _grown(name, *args):
     "An upper bound for what `replace` and `join` make of their arguments"
     ss = [a for a in args if isinstance(a,(str,list,tuple))]
-    if name not in ('replace','join') or not ss: return 0
+    if name not in ('replace','join') or not ss:
+        return 0
     words = sum(_len(x) for a in ss if not isinstance(a,str) for x in a)
-    return words+(len(ss[0])+1)*max(map(len,ss[1:]), default=1)
+    return (
+        words
+        +(len(ss[0])+1)
+        *max(map(len,ss[1:]), default=1))
 
 # %% ../../nbs/6_text/02_chat.ipynb #696d7548
 class _Later(CodeGenerator):
     "Writes expressions out as code, constant or not"
     def _output_child_to_const(self, node, frame, finalize):
-        if not isinstance(node, nodes.TemplateData): raise nodes.Impossible()
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible()
         return super()._output_child_to_const(node, frame, finalize)
 
 # %% ../../nbs/6_text/02_chat.ipynb #1bb6ab9e
@@ -78,8 +102,10 @@ class _Env(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
     def call(__self, __context, __obj, *args, **kwargs):
         for a in (*args,*kwargs.values()):
-            if isinstance(a,int): __self.size(a)
-        if isinstance(s := getattr(__obj,'__self__',None),str): __self.size(_grown(__obj.__name__, s, *args))
+            if isinstance(a,int):
+                __self.size(a)
+        if isinstance(s := getattr(__obj,'__self__',None),str):
+            __self.size(_grown(__obj.__name__, s, *args))
         return super().call(__context, __obj, *args, **kwargs)
     def concat(self, parts):
         parts = list(parts)
@@ -92,13 +118,18 @@ class _Env(ImmutableSandboxedEnvironment):
 # %% ../../nbs/6_text/02_chat.ipynb #9be01582
 class _Meter(NodeTransformer):
     "Put a step at the head of loops and macros, and send `~` through `join`"
-    def _call(self, name, args, line): return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None).set_lineno(line)
+    def _call(self, name, args, line):
+        return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None).set_lineno(line)
     def _head(self, node):
         node = self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(self._call('step',[],node.lineno)).set_lineno(node.lineno))
+        node.body.insert(
+            0,
+            nodes.ExprStmt(self._call(
+                'step', [], node.lineno)).set_lineno(node.lineno))
         return node
     visit_For = visit_Macro = visit_CallBlock = _head
-    def visit_Concat(self, node): return self._call('join', self.generic_visit(node).nodes, node.lineno)
+    def visit_Concat(self, node):
+        return self._call('join', self.generic_visit(node).nodes, node.lineno)
 
 # %% ../../nbs/6_text/02_chat.ipynb #117054cd
 class _Generation(Extension):
@@ -108,26 +139,36 @@ class _Generation(Extension):
         next(parser.stream)
         return parser.parse_statements(['name:endgeneration'], drop_needle=True)
 
-class _Refusal(TemplateError): "Messages that the template itself does not take"
+class _Refusal(TemplateError):
+    "Messages that the template itself does not take"
 def _refuse(message): raise _Refusal(str(message)[:1000], param='messages')
 def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 def _sized(f):
-    "Filter `f`, whose whole-number arguments say first how large they are, as in `center(n)`; so does what `replace` and `join` would make"
+    """Filter `f`, whose whole-number arguments say first how large they are, as in `center(n)`;
+    so does what `replace` and `join` would make"""
     @wraps(f)
     def g(*args, **kwargs):
         for a in (*args,*kwargs.values()):
-            if isinstance(a,int): _budget.get().size(a)
-        _budget.get().size(_grown(f.__name__.removeprefix('do_'), *args, *kwargs.values()))
+            if isinstance(a,int):
+                _budget.get().size(a)
+        _budget.get().size(_grown(
+            f.__name__.removeprefix('do_'), *args, *kwargs.values()))
         return f(*args, **kwargs)
     return g
 
 def _environment():
     "A sandbox with the names that templates expect"
-    env = _Env(trim_blocks=True, lstrip_blocks=True, optimized=False, cache_size=0, extensions=[_Generation,'jinja2.ext.loopcontrols'])
-    env.filters = {k:_sized(f) for k,f in (env.filters | {'tojson':_tojson}).items()}
-    env.globals.update(raise_exception=_refuse, strftime_now=lambda f: datetime.now().strftime(f))
+    env = _Env(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, cache_size=0,
+        extensions=[_Generation,'jinja2.ext.loopcontrols'])
+    env.filters = {
+        k:_sized(f)
+        for k,f in (env.filters | {'tojson':_tojson}).items()}
+    env.globals.update(
+        raise_exception=_refuse, strftime_now=lambda f: datetime.now().strftime(f))
     return env
 
 # %% ../../nbs/6_text/02_chat.ipynb #3d86130b
@@ -140,15 +181,23 @@ class ChatTemplate:
         tool_source:str|None=None, # Another template, for requests that have tools
         **limits, # Of the `Budget` of each rendering
     ):
-        self.source,self.tool_source,self.bos,self.eos,self.limits = source,tool_source,bos,eos,limits
+        self.source = source
+        self.tool_source = tool_source
+        self.bos = bos
+        self.eos = eos
+        self.limits = limits
         self.plain = self._compile(source)
         self.tooled = self._compile(tool_source) if tool_source else self.plain
         self.lists = self._shows([{'type':'text','text':_WORD}])
         self.parts = self.lists and not self._shows(_WORD)
     def _compile(self, source):
         env = _environment()
-        try: return env.from_string(_Meter().visit(env.parse(source)).set_environment(env))
-        except Exception as e: raise TemplateError(f'The chat template does not compile: {e}'+(f' (line {e.lineno})' if hasattr(e,'lineno') else '')) from e
+        try:
+            return env.from_string(_Meter().visit(env.parse(source)).set_environment(env))
+        except Exception as e:
+            raise TemplateError(
+                f'The chat template does not compile: {e}'
+                +(f' (line {e.lineno})' if hasattr(e,'lineno') else '')) from e
 
 # %% ../../nbs/6_text/02_chat.ipynb #b2b7a1a0
 @patch
@@ -159,10 +208,16 @@ def _run(self:ChatTemplate, template, variables):
     try:
         for piece in template.generate(variables):
             n += len(piece)
-            budget.size(n); out.append(piece)
-    except TemplateError: raise
-    except Exception as e: raise TemplateError(f'The chat template failed: {str(e)[:500] or type(e).__name__}', param='messages') from e
-    finally: _budget.reset(token)
+            budget.size(n)
+            out.append(piece)
+    except TemplateError:
+        raise
+    except Exception as e:
+        raise TemplateError(
+            f'The chat template failed: {str(e)[:500] or type(e).__name__}',
+            param='messages') from e
+    finally:
+        _budget.reset(token)
     return ''.join(out)
 
 # %% ../../nbs/6_text/02_chat.ipynb #1f4c575f
@@ -171,68 +226,105 @@ _WORD = 'zqxj'
 @patch
 def _shows(self:ChatTemplate, content):
     "Does the word in this content get into the prompt without the wrapping of a printed list?"
-    try: out = self._run(self.plain, self._variables([{'role':'user','content':content}], None, True))
-    except TemplateError: return False
+    try:
+        out = self._run(
+            self.plain,
+            self._variables([{'role':'user','content':content}], None, True))
+    except TemplateError:
+        return False
     return _WORD in out and not re.search(f'["\']{_WORD}', out)
 
 @patch
 def _variables(self:ChatTemplate, messages, tools, add_generation_prompt):
     "What every template finds"
-    return dict(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, bos_token=self.bos, eos_token=self.eos)
+    return dict(
+        messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt,
+        bos_token=self.bos, eos_token=self.eos)
 
 # %% ../../nbs/6_text/02_chat.ipynb #8c85ab01
-IMAGE_PARTS = ('image','image_url','input_image') # Types of content parts that are images: of transformers, and of OpenAI's two APIs
+# Types of content parts that are images: of transformers, and of OpenAI's two APIs
+IMAGE_PARTS = ('image','image_url','input_image')
 
 def _part(part, where):
     "One content part: text, or the mark of an image"
     kind = part.get('type') if isinstance(part,dict) else type(part).__name__
-    if kind=='text' and isinstance(part.get('text'),str): return {'type':'text','text':part['text']}
-    if isinstance(part,dict) and kind in IMAGE_PARTS: return {'type':'image'}
-    raise RequestError(f'{where} has a part of type {str(kind)[:40]!r}, expected text or an image', hint='Atlas reads text and images', param=where)
+    if kind=='text' and isinstance(part.get('text'),str):
+        return {'type':'text','text':part['text']}
+    if isinstance(part,dict) and kind in IMAGE_PARTS:
+        return {'type':'image'}
+    raise RequestError(
+        f'{where} has a part of type {str(kind)[:40]!r}, expected text or an image',
+        hint='Atlas reads text and images',
+        param=where)
 
 def _content(c, where, parts, lists):
     "Content as a template expects it: a string, or parts"
-    ps = [_part(p,where) for p in c] if isinstance(c,list) else [{'type':'text','text':c or ''}]
+    ps = (
+        [_part(p,where) for p in c] if isinstance(c,list)
+        else [{'type':'text','text':c or ''}])
     sees = any(p['type']=='image' for p in ps)
-    if sees and not lists: raise RequestError(f'{where} has an image, and the chat template of this model reads only text', hint='Leave it out, or use a model that sees', param=where)
-    return ps if parts or (lists and isinstance(c,list)) else '\n'.join(p['text'] for p in ps)
+    if sees and not lists:
+        raise RequestError(
+            f'{where} has an image, and the chat template of this model reads only text',
+            hint='Leave it out, or use a model that sees',
+            param=where)
+    return (
+        ps if parts or (lists and isinstance(c,list))
+        else '\n'.join(p['text'] for p in ps))
 
 def _arguments(call):
     "A tool call whose arguments are an object, where they are the JSON text of one"
     f = call.get('function') if isinstance(call,dict) else None
-    if not isinstance(f,dict) or not isinstance(f.get('arguments'),str): return call
-    try: args = json.loads(f['arguments'])
-    except (ValueError,RecursionError): return call
+    if not isinstance(f,dict) or not isinstance(f.get('arguments'),str):
+        return call
+    try:
+        args = json.loads(f['arguments'])
+    except (ValueError,RecursionError):
+        return call
     return call | {'function': f | {'arguments':args}} if isinstance(args,dict) else call
 
 # %% ../../nbs/6_text/02_chat.ipynb #3882ab46
 def _message(m, i, parts, lists=False):
     "Message `i` as a template expects it"
     where = f'messages[{i}]'
-    if not isinstance(m,dict) or not isinstance(m.get('role'),str): raise RequestError(f'{where} is not an object with a role', param=where)
+    if not isinstance(m,dict) or not isinstance(m.get('role'),str):
+        raise RequestError(f'{where} is not an object with a role', param=where)
     c = m.get('content')
-    if not isinstance(c,str|list|None): raise RequestError(f'{where}.content is a {type(c).__name__}, expected a string or a list of parts', param=f'{where}.content')
+    if not isinstance(c,str|list|None):
+        raise RequestError(
+            f'{where}.content is a {type(c).__name__}, expected a string or a list of parts',
+            param=f'{where}.content')
     m = m | {'content':_content(c, f'{where}.content', parts, lists)}
-    if isinstance(m.get('tool_calls'),list): m['tool_calls'] = [_arguments(t) for t in m['tool_calls']]
+    if isinstance(m.get('tool_calls'),list):
+        m['tool_calls'] = [_arguments(t) for t in m['tool_calls']]
     return m
 
 # %% ../../nbs/6_text/02_chat.ipynb #0fa7eb66
 def _both(a, b):
     "Two contents as one"
-    if isinstance(a,str) and isinstance(b,str): return f'{a}\n\n{b}'
-    return [p for c in (a,b) for p in ([{'type':'text','text':c}] if isinstance(c,str) else c)]
+    if isinstance(a,str) and isinstance(b,str):
+        return f'{a}\n\n{b}'
+    return [
+        p for c in (a,b)
+        for p in (
+            [{'type':'text','text':c}] if isinstance(c,str) else c)]
 
 def _join(messages):
     "Neighbouring questions as one"
     out = []
     for m in messages:
-        if out and m['role']==out[-1]['role']=='user': out[-1] = out[-1] | {'content':_both(out[-1]['content'],m['content'])}
-        else: out.append(m)
+        if out and m['role']==out[-1]['role']=='user':
+            out[-1] = (
+                out[-1]
+                | {'content':_both(out[-1]['content'],m['content'])})
+        else:
+            out.append(m)
     return out
 
 def _fold(messages):
     "The system message at the head of the first question"
-    if messages[0]['role']!='system': return messages
+    if messages[0]['role']!='system':
+        return messages
     return _join([messages[0] | {'role':'user'}, *messages[1:]])
 
 # %% ../../nbs/6_text/02_chat.ipynb #c45c3bed
@@ -240,34 +332,62 @@ _NINE = re.compile('[a-zA-Z0-9]{9}').fullmatch
 
 def _nine(messages):
     "Ids of calls in nine letters and digits"
-    def one(d, k): return d | {k:d[k] if _NINE(d[k]) else hashlib.sha256(d[k].encode(errors='surrogatepass')).hexdigest()[:9]} if isinstance(d,dict) and isinstance(d.get(k),str) else d
-    return [one(m, 'tool_call_id') | ({'tool_calls':[one(c, 'id') for c in m['tool_calls']]} if isinstance(m.get('tool_calls'),list) else {}) for m in messages]
+    def one(d, k):
+        return d | {k:d[k] if _NINE(d[k]) else hashlib.sha256(d[k].encode(errors='surrogatepass')).hexdigest()[:9]} if isinstance(d,dict) and isinstance(d.get(k),str) else d
+    return [
+        one(m, 'tool_call_id')
+        | (
+            {'tool_calls':[one(c, 'id') for c in m['tool_calls']]}
+            if isinstance(m.get('tool_calls'),list)
+            else {})
+        for m in messages]
 
 def _mend(messages):
     "Calls whose arguments are no object get none"
     def one(c):
         f = c.get('function') if isinstance(c,dict) else None
-        return c | {'function':f | {'arguments':{}}} if isinstance(f,dict) and not isinstance(f.get('arguments'),dict) else c
-    return [m | {'tool_calls':[one(c) for c in m['tool_calls']]} if isinstance(m.get('tool_calls'),list) else m for m in messages]
+        return (
+            c | {'function':f | {'arguments':{}}}
+            if isinstance(f,dict) and not isinstance(f.get('arguments'),dict)
+            else c)
+    return [
+        m | {'tool_calls':[one(c) for c in m['tool_calls']]}
+        if isinstance(m.get('tool_calls'),list)
+        else m
+        for m in messages]
 
 @patch
 def _forms(self:ChatTemplate, messages, tools, add_generation_prompt, kwargs):
     "The prompt, of the first form that the template does not refuse"
     no = None
     for form in (lambda m: m, _join, _fold):
-        if no and form(messages)==messages: continue
-        try: return self._run(self.tooled if tools else self.plain, kwargs | self._variables(form(messages), tools, add_generation_prompt))
-        except _Refusal as e: no = no or e
+        if no and form(messages)==messages:
+            continue
+        try:
+            return self._run(
+                self.tooled if tools else self.plain,
+                kwargs | self._variables(form(messages), tools, add_generation_prompt))
+        except _Refusal as e:
+            no = no or e
     raise no
 
 # %% ../../nbs/6_text/02_chat.ipynb #2d1a6a9c
-RESERVED = frozenset('messages tools add_generation_prompt continue_final_message bos_token eos_token chat_template conversation tokenize raise_exception strftime_now namespace range dict lipsum cycler joiner self loop caller'.split())
+RESERVED = frozenset(
+    'messages tools add_generation_prompt continue_final_message bos_token eos_token '
+    'chat_template conversation tokenize raise_exception strftime_now namespace range dict '
+    'lipsum cycler joiner self loop caller'.split())
 
 def check_variables(
     d:dict, # A request's `chat_template_kwargs`
 )->dict: # The same
-    "Refuse variables that the engine sets itself; call this before passing a request's own to `render`"
-    if bad := sorted(str(k) for k in d if k in RESERVED or not str(k).isidentifier()): raise RequestError(f'The template variable {bad[0][:40]!r} is reserved or no name', param='chat_template_kwargs')
+    """Refuse variables that the engine sets itself;
+    call this before passing a request's own to `render`"""
+    if bad := sorted(
+        str(k) for k in d
+        if k in RESERVED or not str(k).isidentifier()):
+        raise RequestError(
+            f'The template variable {bad[0][:40]!r} is reserved or no name',
+            param='chat_template_kwargs')
     return d
 
 @patch
@@ -280,15 +400,23 @@ def render(self:ChatTemplate,
 )->str: # The prompt; its special tokens are written out, so encode it without adding any
     "Write a conversation out as the model expects it"
     check_variables(kwargs)
-    if not isinstance(messages,list) or not messages: raise RequestError('messages is empty or not a list', param='messages')
-    if continue_final_message: return self._within(messages, tools, kwargs)
-    messages = [_message(m,i,self.parts,self.lists) for i,m in enumerate(messages)]
+    if not isinstance(messages,list) or not messages:
+        raise RequestError('messages is empty or not a list', param='messages')
+    if continue_final_message:
+        return self._within(messages, tools, kwargs)
+    messages = [
+        _message(m,i,self.parts,self.lists)
+        for i,m in enumerate(messages)]
     no,tried = None,[]
     for change in (lambda m: m, _nine, _mend, lambda m: _nine(_mend(m))):
-        if (changed := change(messages)) in tried: continue
-        try: return self._forms(changed, tools, add_generation_prompt, kwargs)
-        except _Spent: raise
-        except TemplateError as e: no = no or e
+        if (changed := change(messages)) in tried:
+            continue
+        try:
+            return self._forms(changed, tools, add_generation_prompt, kwargs)
+        except _Spent:
+            raise
+        except TemplateError as e:
+            no = no or e
         tried.append(changed)
     raise no
 
@@ -301,10 +429,18 @@ def _begun(m):
     m = m if isinstance(m,dict) and m.get('role')=='assistant' else {}
     c = m.get('content')
     text = _content(c, 'messages', False, False) if isinstance(c,str|list) else ''
-    if text.strip(): return m|dict(content=text+_HERE),False
-    thought = {k:m[k]+_HERE for k in _THOUGHT if isinstance(m.get(k),str) and m[k].strip()}
-    if thought: return m|thought,True
-    raise RequestError('The last message is not the beginning of an answer', hint='Give it the role assistant and some text', param='messages')
+    if text.strip():
+        return m|dict(content=text+_HERE),False
+    thought = {
+        k:m[k]+_HERE
+        for k in _THOUGHT
+        if isinstance(m.get(k),str) and m[k].strip()}
+    if thought:
+        return m|thought,True
+    raise RequestError(
+        'The last message is not the beginning of an answer',
+        hint='Give it the role assistant and some text',
+        param='messages')
 
 @patch
 def _within(self:ChatTemplate, messages, tools, kwargs):
@@ -312,27 +448,37 @@ def _within(self:ChatTemplate, messages, tools, kwargs):
     m,thinks = _begun(messages[-1])
     out = self.render([*messages[:-1],m], tools, False, **kwargs)
     at = out.rfind(_HERE.rstrip())
-    if at>=0: return out[:at] if out.startswith(_HERE, at) else out[:at].rstrip()
-    if thinks: return self.render(messages[:-1], tools, **kwargs)
-    raise TemplateError('The chat template does not show the message that is to be continued', param='messages')
+    if at>=0:
+        return out[:at] if out.startswith(_HERE, at) else out[:at].rstrip()
+    if thinks:
+        return self.render(messages[:-1], tools, **kwargs)
+    raise TemplateError(
+        'The chat template does not show the message that is to be continued', param='messages')
 
 # %% ../../nbs/6_text/02_chat.ipynb #125ec1d7
 def _named(v, where):
     "A template, or a list of named ones, as (default, for tools)"
     if isinstance(v,list):
-        by = {d.get('name'):d.get('template') for d in v if isinstance(d,dict)}
+        by = {
+            d.get('name'):d.get('template')
+            for d in v if isinstance(d,dict)}
         v,tool = by.get('default'),by.get('tool_use')
-    else: tool = None
-    if not isinstance(v,str) or not isinstance(tool,str|None): raise CheckpointError(f'{where} has a chat template that is not text')
+    else:
+        tool = None
+    if not isinstance(v,str) or not isinstance(tool,str|None):
+        raise CheckpointError(f'{where} has a chat template that is not text')
     return v,tool
 
 def _find(folder):
     "(where, default, for tools) of the first template found, or None"
     if (f := folder/'chat_template.jinja').is_file():
-        try: return f, f.read_text(encoding='utf-8'), None
-        except UnicodeDecodeError as e: raise CheckpointError(f'{f} is not UTF-8 text: {e}') from e
+        try:
+            return f, f.read_text(encoding='utf-8'), None
+        except UnicodeDecodeError as e:
+            raise CheckpointError(f'{f} is not UTF-8 text: {e}') from e
     for f in (folder/'chat_template.json', folder/'tokenizer_config.json'):
-        if f.is_file() and (v := _json(f).get('chat_template')) is not None: return f, *_named(v,f)
+        if f.is_file() and (v := _json(f).get('chat_template')) is not None:
+            return f, *_named(v,f)
     return None
 
 # %% ../../nbs/6_text/02_chat.ipynb #8624216a
@@ -340,7 +486,10 @@ def _marks(folder, meta):
     "Text of the begin and end tokens, empty where there is none"
     tokens = meta.get(_T+'tokens') or []
     ids = (meta.get(f'{_T}{k}_token_id') for k in ('bos','eos'))
-    if tokens: return tuple(tokens[i] if isinstance(i,int) and 0<=i<len(tokens) else '' for i in ids)
+    if tokens:
+        return tuple(
+            tokens[i] if isinstance(i,int) and 0<=i<len(tokens) else ''
+            for i in ids)
     f = folder/'tokenizer_config.json'
     c = _json(f) if f.is_file() else {}
     return tuple(token_text(c.get(k)) or '' for k in ('bos_token','eos_token'))
@@ -350,9 +499,19 @@ def load_template(
 )->ChatTemplate|None:
     "The chat template of a checkpoint, or None"
     path = Path(ckpt.path)
-    folder,k = path if path.is_dir() else path.parent, _T.split('.')[0]+'.chat_template'
-    found = (path,*_named(ckpt.meta[k],path)[:1],ckpt.meta.get(k+'.tool_use')) if k in ckpt.meta else _find(folder)
-    if not found: return None
+    folder = path if path.is_dir() else path.parent
+    k = _T.split('.')[0]+'.chat_template'
+    found = (
+        (
+            path,
+            *_named(ckpt.meta[k],path)[:1],
+            ckpt.meta.get(k+'.tool_use'))
+        if k in ckpt.meta
+        else _find(folder))
+    if not found:
+        return None
     where,source,tool = found
-    try: return ChatTemplate(source, *_marks(folder,ckpt.meta), tool_source=tool)
-    except TemplateError as e: raise CheckpointError(f'{where}: {e}') from e
+    try:
+        return ChatTemplate(source, *_marks(folder,ckpt.meta), tool_source=tool)
+    except TemplateError as e:
+        raise CheckpointError(f'{where}: {e}') from e

@@ -61,7 +61,8 @@ class Delta:
         said = []
         for f in fields(self):
             v = getattr(self, f.name)
-            if v!=f.default: said.append(f'{f.name}={v!r}')
+            if v!=f.default:
+                said.append(f'{f.name}={v!r}')
         return f'Delta({", ".join(said)})'
 
 # %% ../../nbs/6_text/04_deltas.ipynb #13a96d74

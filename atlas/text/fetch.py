@@ -23,7 +23,8 @@ class FetchRules:
     "What may be fetched"
     schemes:tuple=('https',)
     ports:tuple=(443,80)
-    hosts:tuple|None=None # The only names that may be asked, each with those below it; None: every public one
+    # The only names that may be asked, each with those below it; None: every public one
+    hosts:tuple|None=None
     nbytes:int=LIMITS.nbytes # Of an image
     total:int=2*LIMITS.nbytes # Bytes of all images of a request
     seconds:float=10. # For all images of a request, redirects included
@@ -36,7 +37,9 @@ class FetchError(RequestError):
     code = 'image_not_fetched'
 
 # %% ../../nbs/6_text/17_fetch.ipynb #ac4bee97
-_URL = re.compile(r'(https?)://([A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])(?::(\d{1,5}))?((?:[/?][!-~]*)?)', re.I)
+_URL = re.compile(
+    r'(https?)://([A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])(?::(\d{1,5}))?((?:[/?][!-~]*)?)',
+    re.I)
 
 def split_url(
     url:str,
@@ -44,14 +47,27 @@ def split_url(
 )->tuple[str,str,int,str]: # Scheme, host, port, and what to ask it for
     "Take an address apart, or refuse it"
     m = _URL.fullmatch(url) if len(url)<=4096 else None
-    if not m or '\\' in url or '#' in (m[4] or ''): raise FetchError('This is no address of an image', hint='Write https://host/path, with %-escapes')
-    scheme,host = m[1].lower(),m[2].lower().strip('[]').rstrip('.')
+    if not m or '\\' in url or '#' in (m[4] or ''):
+        raise FetchError(
+            'This is no address of an image', hint='Write https://host/path, with %-escapes')
+    scheme = m[1].lower()
+    host = m[2].lower().strip('[]').rstrip('.')
     port = int(m[3] or dict(http=80, https=443)[scheme])
-    if scheme not in rules.schemes: raise FetchError(f'Images are not fetched by {scheme}', hint=f'Use {" or ".join(rules.schemes)}')
-    if port not in rules.ports: raise FetchError(f'Images are not fetched from port {port}')
-    if rules.hosts is not None and not any(host==h or host.endswith('.'+h) for h in rules.hosts):
-        raise FetchError('Images are not fetched from this host', hint='The server has a list of hosts')
-    return scheme,host,port,(m[4] if m[4].startswith('/') else '/'+m[4])
+    if scheme not in rules.schemes:
+        raise FetchError(
+            f'Images are not fetched by {scheme}', hint=f'Use {" or ".join(rules.schemes)}')
+    if port not in rules.ports:
+        raise FetchError(f'Images are not fetched from port {port}')
+    if (
+        rules.hosts is not None
+        and not any(
+            host==h or host.endswith('.'+h)
+            for h in rules.hosts)):
+        raise FetchError(
+            'Images are not fetched from this host', hint='The server has a list of hosts')
+    return (
+        scheme, host, port,
+        (m[4] if m[4].startswith('/') else '/'+m[4]))
 
 # %% ../../nbs/6_text/17_fetch.ipynb #a3dc03df
 def public(
@@ -59,16 +75,26 @@ def public(
 )->bool:
     "May this be called?"
     ip = ipaddress.ip_address(address.partition('%')[0])
-    if ip.version==4: return ip.is_global and not ip.is_multicast
-    if ip.ipv4_mapped or ip in _NAT64: return public(str(ip.ipv4_mapped or ipaddress.IPv4Address(int(ip)&0xffffffff)))
-    return ip in _UNICAST and ip.is_global and ip not in _EXAMPLES and all(public(str(a)) for a in (ip.sixtofour,*(ip.teredo or ())) if a)
+    if ip.version==4:
+        return ip.is_global and not ip.is_multicast
+    if ip.ipv4_mapped or ip in _NAT64:
+        return public(str(ip.ipv4_mapped or ipaddress.IPv4Address(int(ip)&0xffffffff)))
+    return (
+        ip in _UNICAST
+        and ip.is_global
+        and ip not in _EXAMPLES
+        and all(
+            public(str(a))
+            for a in (ip.sixtofour,*(ip.teredo or ())) if a))
 _NAT64,_UNICAST,_EXAMPLES = map(ipaddress.ip_network, ('64:ff9b::/96','2000::/3','3fff::/20'))
 
 # %% ../../nbs/6_text/17_fetch.ipynb #aa6a47c5
 def look_up(host:str, port:int)->list[tuple]:
     "Where a name leads; `FetchError` if it leads inside"
-    try: found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError,UnicodeError): found = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError,UnicodeError):
+        found = []
     if not found or not all(public(f[4][0]) for f in found):
         raise FetchError('The address of an image does not lead to a public server')
     return [(f[0],f[4]) for f in found]
@@ -78,42 +104,63 @@ def _connect(host, port, scheme, left, where):
     "A connection to the first address that answers"
     for i,(family,at) in enumerate(where):
         s = socket.socket(family, socket.SOCK_STREAM)
-        try: s.settimeout(max(.05, left()/(len(where)-i))); s.connect(at); break
-        except OSError: s.close()
-    else: raise FetchError('The server of an image does not answer')
-    if scheme=='http': return s
-    return ssl.create_default_context().wrap_socket(s, server_hostname=host, do_handshake_on_connect=False)
+        try:
+            s.settimeout(max(.05, left()/(len(where)-i)))
+            s.connect(at)
+            break
+        except OSError:
+            s.close()
+    else:
+        raise FetchError('The server of an image does not answer')
+    if scheme=='http':
+        return s
+    return ssl.create_default_context().wrap_socket(
+        s, server_hostname=host, do_handshake_on_connect=False)
 
 # %% ../../nbs/6_text/17_fetch.ipynb #6f414d1d
 def _taken(r, rules)->tuple[bytes,str]:
     "The body of an answer, and its media type"
-    kind = (r.getheader('content-type') or '').partition(';')[0].strip().lower()
-    if r.status!=200: raise FetchError(f'The server of an image answers {r.status}')
-    if kind not in KINDS: raise FetchError('What was fetched is no image', hint=f'Images may be {", ".join(KINDS)}')
-    if r.getheader('content-encoding', 'identity').lower()!='identity': raise FetchError('The server of an image packs it')
+    kind = (
+        r.getheader('content-type')
+        or '').partition(';')[0].strip().lower()
+    if r.status!=200:
+        raise FetchError(f'The server of an image answers {r.status}')
+    if kind not in KINDS:
+        raise FetchError('What was fetched is no image', hint=f'Images may be {", ".join(KINDS)}')
+    if r.getheader('content-encoding', 'identity').lower()!='identity':
+        raise FetchError('The server of an image packs it')
     size = r.getheader('content-length') or '0'
     got = bytearray()
-    while len(got)<=rules.nbytes and (not size.isdigit() or int(size)<=rules.nbytes):
+    while (
+        len(got)<=rules.nbytes
+        and (not size.isdigit() or int(size)<=rules.nbytes)):
         part = r.read1(1<<16)
-        if not part: return bytes(got),kind
+        if not part:
+            return bytes(got),kind
         got += part
     raise FetchError(f'An image is larger than {rules.nbytes:,} bytes')
 
 # %% ../../nbs/6_text/17_fetch.ipynb #1bf20a48
 def _end(s):
     "End a connection that another thread waits for; of TLS only what is below it"
-    with suppress(OSError): socket.socket.shutdown(s, socket.SHUT_RDWR)
+    with suppress(OSError):
+        socket.socket.shutdown(s, socket.SHUT_RDWR)
 
 def _within(seconds, f, *args):
     "What `f` gives or raises, if it does within so many seconds"
     q = queue.SimpleQueue()
     def go():
-        try: q.put((f(*args), None))
-        except Exception as e: q.put((None, e))
+        try:
+            q.put((f(*args), None))
+        except Exception as e:
+            q.put((None, e))
     threading.Thread(target=go, name='atlas-lookup', daemon=True).start()
-    try: got,e = q.get(timeout=max(.01, seconds))
-    except queue.Empty: raise FetchError('An image could not be fetched in time') from None
-    if e: raise e
+    try:
+        got,e = q.get(timeout=max(.01, seconds))
+    except queue.Empty:
+        raise FetchError('An image could not be fetched in time') from None
+    if e:
+        raise e
     return got
 
 # %% ../../nbs/6_text/17_fetch.ipynb #392ae1f5
@@ -125,19 +172,33 @@ def _hop(url, rules, left, look_up, connect):
     clock.daemon = True
     clock.start()
     try:
-        if scheme=='https': s.do_handshake()
+        if scheme=='https':
+            s.do_handshake()
         c = HTTPConnection(host, port)
         c.sock = s
-        c.request('GET', target, headers={'Accept':', '.join(KINDS), 'Accept-Encoding':'identity', 'User-Agent':'atlas', 'Connection':'close'})
+        c.request(
+            'GET',
+            target,
+            headers={
+                'Accept':', '.join(KINDS), 'Accept-Encoding':'identity', 'User-Agent':'atlas',
+                'Connection':'close'})
         r = c.getresponse()
-        if r.status in (301,302,303,307,308) and r.getheader('location'): return None,urljoin(url, r.getheader('location'))
+        if r.status in (301,302,303,307,308) and r.getheader('location'):
+            return None,urljoin(url, r.getheader('location'))
         return _taken(r, rules),None
     except (FetchError,OSError,HTTPException,ValueError) as e:
-        if left()<=0: raise FetchError('An image could not be fetched in time') from None  # whatever it looks like after the timer
-        if isinstance(e, FetchError): raise
-        if isinstance(e, ssl.SSLCertVerificationError): raise FetchError('The server of an image has no certificate that can be trusted') from None
+        if left()<=0:
+            # whatever it looks like after the timer
+            raise FetchError('An image could not be fetched in time') from None
+        if isinstance(e, FetchError):
+            raise
+        if isinstance(e, ssl.SSLCertVerificationError):
+            raise FetchError(
+                'The server of an image has no certificate that can be trusted') from None
         raise FetchError('An image could not be fetched') from None
-    finally: clock.cancel(); s.close()
+    finally:
+        clock.cancel()
+        s.close()
 
 # %% ../../nbs/6_text/17_fetch.ipynb #88b571e3
 def fetch(
@@ -148,26 +209,39 @@ def fetch(
 )->tuple[bytes,str]: # An image as it came, and the media type it was said to have
     "Get an image from the network; `FetchError` says why not"
     until = monotonic()+rules.seconds
-    left = lambda: until-monotonic()
+    def left(): return until-monotonic()
     for _ in range(rules.redirects+1):
-        if left()<=0: break
+        if left()<=0:
+            break
         got,url = _hop(url, rules, left, look_up, connect)
-        if got: return got
-    raise FetchError('An image could not be fetched in time' if left()<=0 else 'The address of an image leads on and on')
+        if got:
+            return got
+    raise FetchError(
+        'An image could not be fetched in time' if left()<=0
+        else 'The address of an image leads on and on')
 
 # %% ../../nbs/6_text/17_fetch.ipynb #bf1b84ee
 def _slot(part):
     "Where a content part has its address: the object and the key, or None"
-    if not isinstance(part, dict) or part.get('type') not in ('image_url','input_image'): return None
+    if not isinstance(part, dict) or part.get('type') not in ('image_url','input_image'):
+        return None
     at = part.get('image_url')
-    if isinstance(at, dict): return at,'url'
+    if isinstance(at, dict):
+        return at,'url'
     return (part,'image_url') if isinstance(at, str) else None
 
 # %% ../../nbs/6_text/17_fetch.ipynb #2bdc3cd1
 def remote_images(messages:list[dict])->list[tuple[dict,str]]:
     "Every place in a conversation that names an image in the network"
-    parts = (p for m in messages if isinstance(m, dict) and isinstance(m.get('content'), list) for p in m['content'])
-    return [s for s in map(_slot, parts) if s and re.match(r'\s*https?:', str(s[0].get(s[1])), re.I)]
+    parts = (
+        p for m in messages
+        if isinstance(m, dict) and isinstance(m.get('content'), list)
+        for p in m['content'])
+    return [
+        s for s in map(_slot, parts)
+        if s
+        and re.match(
+            r'\s*https?:', str(s[0].get(s[1])), re.I)]
 
 # %% ../../nbs/6_text/17_fetch.ipynb #7eafcf39
 def inline_images(
@@ -177,13 +251,25 @@ def inline_images(
 ):
     "Replace the addresses of images by the images. It waits for the network: call it in a thread"
     places = remote_images(messages)
-    if not places: return
+    if not places:
+        return
     if rules is None:
-        raise FetchError('Images are not fetched from the network here', hint='Send the image itself, as data:image/png;base64,…', param='messages')
-    if len(places)>rules.images: raise FetchError(f'There are {len(places)} images to fetch, the limit is {rules.images}', param='messages')
+        raise FetchError(
+            'Images are not fetched from the network here',
+            hint='Send the image itself, as data:image/png;base64,…',
+            param='messages')
+    if len(places)>rules.images:
+        raise FetchError(
+            f'There are {len(places)} images to fetch, the limit is {rules.images}',
+            param='messages')
     until,room = monotonic()+rules.seconds,rules.total
     for at,key in places:
-        try: raw,kind = fetch(at[key].strip(), replace(rules, seconds=until-monotonic(), nbytes=min(rules.nbytes, room)))
-        except FetchError as e: e.param = 'messages'; raise
+        try:
+            raw,kind = fetch(
+                at[key].strip(),
+                replace(rules, seconds=until-monotonic(), nbytes=min(rules.nbytes, room)))
+        except FetchError as e:
+            e.param = 'messages'
+            raise
         room -= len(raw)
         at[key] = f'data:{kind};base64,{base64.b64encode(raw).decode()}'

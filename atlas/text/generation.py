@@ -46,7 +46,8 @@ class ChoiceReader:
 @patch
 def feed(self:ChoiceReader, events:list[Event])->list[Delta]:
     "The deltas that these events make; none once it has ended. An error is in the last"
-    if len(events)==1 or not self._singly(events): return self._feed(events)
+    if len(events)==1 or not self._singly(events):
+        return self._feed(events)
     return [d for e in events for d in self._feed([e])]
 
 @patch
@@ -59,15 +60,18 @@ def _singly(self:ChoiceReader, events)->bool:
 @patch
 def _feed(self:ChoiceReader, events):
     "Deltas of events that are read together"
-    if self.finish: return []
+    if self.finish:
+        return []
     n,drafted = self.n,self.drafted
     text,tokens,end = self._read(events)
     n,drafted = self.n-n,self.drafted-drafted
     if self.splitter or self.stops:
         return self._split(text, tokens, end, n, drafted)
-    if not (text or tokens or end): return []
+    if not (text or tokens or end):
+        return []
     d = Delta('', text, (), tokens, drafted=drafted)
-    if end: self._end(d, end)
+    if end:
+        self._end(d, end)
     return [d]
 
 # %% ../../nbs/6_text/18_generation.ipynb #ce83724d
@@ -79,12 +83,15 @@ def _read(self:ChoiceReader, events):
         if e.token is not None:
             self.n += 1
             self.drafted += e.drafted
-            if self.n==1: self._first(e)
+            if self.n==1:
+                self._first(e)
             if self.tokens:
                 top = tuple(e.top or ())
                 tokens += (Token(e.token, e.logprob, top),)
-            if e.finish!='stop': text += self.detok.put(e.token)
-        if e.finish: return text+self.detok.finish(),tokens,e
+            if e.finish!='stop':
+                text += self.detok.put(e.token)
+        if e.finish:
+            return text+self.detok.finish(),tokens,e
     return text,tokens,None
 
 @patch
@@ -97,14 +104,18 @@ def _first(self:ChoiceReader, e):
 @patch
 def _split(self:ChoiceReader, text, tokens, end, n, drafted):
     "Deltas of this text, of `n` tokens: what the splitter and the stop strings make of it"
-    if self.splitter: ds = self._part(text, end, n)
-    else: ds = [Delta(content=text)]
+    if self.splitter:
+        ds = self._part(text, end, n)
+    else:
+        ds = [Delta(content=text)]
     ds[0].tokens,ds[0].drafted = tokens,drafted
-    if self.stops: self._stop(ds, end)
+    if self.stops:
+        self._stop(ds, end)
     if not self.parallel:
         for d in ds:
             d.calls = tuple(c for c in d.calls if c.index==0)
-    if end or self.cut: self._end(ds[-1], end)
+    if end or self.cut:
+        self._end(ds[-1], end)
     return [d for d in ds if _holds(d)]
 
 CUT = 'length','timeout' # Ends of answers that would have gone on
@@ -114,10 +125,12 @@ def _part(self:ChoiceReader, text, end, n):
     "Deltas that the splitter makes; the `n` tokens count as a thought where it is still in one"
     s = self.splitter
     ds = [s.feed(text) if text else Delta()]
-    if s.thinking: self.reasoning += n
+    if s.thinking:
+        self.reasoning += n
     if end:
         ds.append(s.finish())
-        if self.forced and end.finish in CUT: ds[-1].content = ''
+        if self.forced and end.finish in CUT:
+            ds[-1].content = ''
     return ds
 
 def _holds(d):
@@ -136,7 +149,8 @@ def _stop(self:ChoiceReader, ds, end):
                 del ds[k+1:]
                 return
         last = end and k==len(ds)-1
-        if d.calls or last: d.content += self.stops.finish()
+        if d.calls or last:
+            d.content += self.stops.finish()
 
 @patch
 def _end(self:ChoiceReader, d, end):
@@ -145,12 +159,15 @@ def _end(self:ChoiceReader, d, end):
     if end and end.error:
         why = 'error'
         d.error = typed_error(end.code, end.error)
-    elif hit: why,d.stop = 'stop',hit
+    elif hit:
+        why,d.stop = 'stop',hit
     else:
         why = end.finish
         stop_token = end.token in self.params.stop_token_ids
-        if why=='stop' and stop_token: d.stop = end.token
-    if why=='stop' and s and s.calling and not self.cut: why = 'tool_calls'
+        if why=='stop' and stop_token:
+            d.stop = end.token
+    if why=='stop' and s and s.calling and not self.cut:
+        why = 'tool_calls'
     self.finish = d.finish = why
     d.cached = self.cached
 
@@ -159,20 +176,28 @@ def _end(self:ChoiceReader, d, end):
 def choice(self:ChoiceReader, deltas:list[Delta])->Choice:
     "The whole answer"
     c = gather(deltas)
-    if self.splitter is None or (self.stops and self.stops.matched): return c
+    if self.splitter is None or (self.stops and self.stops.matched):
+        return c
     r = self.splitter.result()
     c.reasoning,c.content = r.reasoning or '',r.content or ''
     c.calls = r.calls if self.parallel else r.calls[:1]
-    if self.forced and c.finish in CUT: c.content = ''
-    if c.finish=='tool_calls' and not c.calls: c.finish = 'stop'
+    if self.forced and c.finish in CUT:
+        c.content = ''
+    if c.finish=='tool_calls' and not c.calls:
+        c.finish = 'stop'
     return c
 
 @patch(as_prop=True)
 def failed(self:ChoiceReader)->bool:
     "Did the model begin a tool call that could not be read?"
     s = self.splitter
-    if not (s and getattr(s, 'tools', None)): return False
-    return s.lost or any(m in (s.result().content or '') for m in TOOL_PARSERS[s.tools].marks)
+    if not (s and getattr(s, 'tools', None)):
+        return False
+    return (
+        s.lost
+        or any(
+            m in (s.result().content or '')
+            for m in TOOL_PARSERS[s.tools].marks))
 
 # %% ../../nbs/6_text/18_generation.ipynb #833cbb3b
 def verbatim(guide:dict|None)->bool:
@@ -203,4 +228,9 @@ class Output:
 # %% ../../nbs/6_text/18_generation.ipynb #fcec9aa7
 def fan_out(p:SamplingParams)->list[SamplingParams]:
     "The parameters of each of the `p.n` answers"
-    return [replace(p, n=1, seed=None if p.seed is None else (p.seed+i)%2**64) for i in range(p.n)]
+    return [
+        replace(
+            p,
+            n=1,
+            seed=None if p.seed is None else (p.seed+i)%2**64)
+        for i in range(p.n)]

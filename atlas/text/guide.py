@@ -21,39 +21,65 @@ from .calls.grammar import DATES,call_grammar,literal,openings
 from ..ground.core import EngineError,RequestError
 
 # %% ../../nbs/6_text/15_guide.ipynb #443c08b8
-KINDS = dict(json_schema='schema', json_object=None, regex='pattern', choice='choices', lark='grammar', tools='tools', free=None) # And the field that each needs
-MOST = dict(bytes=1<<20, pattern=1<<16, depth=100, nodes=100_000, after=256, choices=20_000, kept=2<<20) # Of one guide; and characters of those that stay compiled
+# And the field that each needs
+KINDS = dict(
+    json_schema='schema', json_object=None, regex='pattern', choice='choices', lark='grammar',
+    tools='tools', free=None)
+# Of one guide; and characters of those that stay compiled
+MOST = dict(
+    bytes=1<<20, pattern=1<<16, depth=100, nodes=100_000, after=256,
+    choices=20_000, kept=2<<20)
 SPACE = r'[ \t]{1,64}|[ \t]{0,2}(\r?\n){1,2}[ \t]{0,64}' # What may stand between the tokens of JSON
 
 class GuideError(EngineError):
-    "A guide that could not be followed to its end. The request is to blame, and to send it again does not help"
+    """A guide that could not be followed to its end. The request is to blame, and to send it again
+    does not help"""
     status,code = 400,'guide_failed'
 
 def _refuse(spec, why, hint=''):
     "A `RequestError` that names the field of the request that guides come from"
-    raise RequestError(why, hint=hint, param='tools' if isinstance(spec, dict) and spec.get('kind')=='tools' else 'response_format')
+    raise RequestError(
+        why,
+        hint=hint,
+        param='tools' if isinstance(spec, dict) and spec.get('kind')=='tools'
+        else 'response_format')
 
 # %% ../../nbs/6_text/15_guide.ipynb #ddec7187
 def measure(x)->tuple[int,int]: # How many values, and how deep they are nested
-    "The size of plain data, found without recursion; one level more than `MOST['depth']` is not entered"
+    """The size of plain data, found without recursion;
+    one level more than `MOST['depth']` is not entered"""
     n,deep,todo = 0,0,[(x,1)]
     while todo and n<=MOST['nodes']:
-        v,d = todo.pop(); n += 1; deep = max(deep, d)
-        if d<=MOST['depth'] and isinstance(v, (dict,list,tuple)): todo += [(w, d+1) for w in (v.values() if isinstance(v, dict) else v)]
+        v,d = todo.pop()
+        n += 1
+        deep = max(deep, d)
+        if d<=MOST['depth'] and isinstance(v, (dict,list,tuple)):
+            todo += [
+                (w, d+1)
+                for w in (v.values() if isinstance(v, dict) else v)]
     return n,deep
 
 # %% ../../nbs/6_text/15_guide.ipynb #a99e8cb1
 def _need(spec, ok, name, what):
-    if not ok: _refuse(spec, f'{name} is {what}')
+    if not ok:
+        _refuse(spec, f'{name} is {what}')
 
-def _strings(x)->bool: "A list of strings, and not an empty one?"; return isinstance(x, (list,tuple)) and bool(x) and all(isinstance(s, str) for s in x)
-def _is_tool(t)->bool: return isinstance(t, dict) and isinstance(t.get('name'), str) and isinstance(t.get('parameters'), dict|None)
+def _strings(x)->bool:
+    "A list of strings, and not an empty one?"
+    return (
+        isinstance(x, (list,tuple))
+        and bool(x)
+        and all(isinstance(s, str) for s in x))
+def _is_tool(t)->bool:
+    return isinstance(t, dict) and isinstance(t.get('name'), str) and isinstance(t.get('parameters'), dict|None)
 def _is_mark(t)->bool: return isinstance(t, str) and 0<len(t)<=MOST['after']
 
 def _after(spec)->list:
     "The texts that must come before a guide begins"
     a = spec.get('after')
-    return [] if a is None else list(a) if isinstance(a, (list,tuple)) else [a]
+    return (
+        [] if a is None
+        else list(a) if isinstance(a, (list,tuple)) else [a])
 
 def _check_answer(spec):
     "Is what the answer must be like of the right type, and not too much of it?"
@@ -63,77 +89,145 @@ def _check_answer(spec):
     need(n<=MOST['nodes'], kind, f'made of more than {MOST["nodes"]:,} values')
     v = spec.get(KINDS[kind]) if KINDS[kind] else None
     match kind:
-        case 'json_schema': need(isinstance(v, (dict,bool)), 'schema', 'no object')
-        case 'regex'|'lark': need(isinstance(v, str) and v, KINDS[kind], 'empty or no text')
-        case 'choice': need(_strings(v), 'choices', 'empty or not a list of strings'); need(len(v)<=MOST['choices'], 'choices', f'longer than {MOST["choices"]:,}')
-        case 'tools': need(isinstance(v, (list,tuple)) and v and all(map(_is_tool, v)), 'tools', 'empty, or a tool has no name or no schema')
-        case 'free': need(spec.get('after'), 'after', 'missing')
-    if kind=='regex': need(len(v)<=MOST['pattern'], 'pattern', f'longer than {MOST["pattern"]:,} characters')
+        case 'json_schema':
+            need(isinstance(v, (dict,bool)), 'schema', 'no object')
+        case 'regex'|'lark':
+            need(isinstance(v, str) and v, KINDS[kind], 'empty or no text')
+        case 'choice':
+            need(_strings(v), 'choices', 'empty or not a list of strings')
+            need(len(v)<=MOST['choices'], 'choices', f'longer than {MOST["choices"]:,}')
+        case 'tools':
+            need(
+                isinstance(v, (list,tuple)) and v and all(map(_is_tool, v)),
+                'tools',
+                'empty, or a tool has no name or no schema')
+        case 'free':
+            need(spec.get('after'), 'after', 'missing')
+    if kind=='regex':
+        need(len(v)<=MOST['pattern'], 'pattern', f'longer than {MOST["pattern"]:,} characters')
     if kind=='tools' and (f := spec.get('format')) is not None:
-        need(isinstance(f, dict) and f.get('kind') not in ('tools','free',None) and not _after(f), 'format', 'no guide of an answer'); _check(f)
+        need(
+            isinstance(f, dict)
+            and f.get('kind') not in ('tools','free',None)
+            and not _after(f),
+            'format',
+            'no guide of an answer')
+        _check(f)
 
 # %% ../../nbs/6_text/15_guide.ipynb #94556ac2
 def _check_wait(spec):
     "The same of what comes before"
-    need,after,early,budget,force = partial(_need, spec),spec.get('after'),spec.get('early') or (),spec.get('budget'),spec.get('force')
-    need(isinstance(early, (list,tuple)) and len(early)<9 and all(map(_is_mark, early)), 'early', 'not a list of a few texts')
-    need(after is None or 0<len(_after(spec))<5 and all(map(_is_mark, _after(spec))), 'after', f'not a text of 1 to {MOST["after"]} characters, nor a list of a few')
-    need(budget is None or isinstance(budget, int) and not isinstance(budget, bool) and 0<=budget<2**31, 'budget', 'not a whole number from 0 up')
+    need = partial(_need, spec)
+    after = spec.get('after')
+    early = spec.get('early') or ()
+    budget = spec.get('budget')
+    force = spec.get('force')
+    need(
+        isinstance(early, (list,tuple))
+        and len(early)<9
+        and all(map(_is_mark, early)),
+        'early',
+        'not a list of a few texts')
+    need(
+        after is None
+        or 0<len(_after(spec))<5
+        and all(map(_is_mark, _after(spec))),
+        'after',
+        f'not a text of 1 to {MOST["after"]} characters, nor a list of a few')
+    need(
+        budget is None
+        or isinstance(budget, int) and not isinstance(budget, bool) and 0<=budget<2**31,
+        'budget',
+        'not a whole number from 0 up')
     need(budget is None or after, 'budget', 'given, and "after" is not')
-    need(force is None or after and isinstance(force, str) and len(force)<=MOST['after'] and force.endswith(''.join(_after(spec))), 'force', 'no text that ends with "after"')
+    need(
+        force is None
+        or after
+        and isinstance(force, str)
+        and len(force)<=MOST['after']
+        and force.endswith(''.join(_after(spec))),
+        'force',
+        'no text that ends with "after"')
     need(isinstance(spec.get('strict', True), bool), 'strict', 'neither true nor false')
 
 def _check(spec):
     "Is `spec` a guide, of reasonable size?"
     kind = spec.get('kind') if isinstance(spec, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS: _refuse(spec, f'A guide is a {str(kind)[:40]!r}, expected one of {", ".join(KINDS)}')
-    _check_answer(spec); _check_wait(spec)
+    if not isinstance(kind, str) or kind not in KINDS:
+        _refuse(spec, f'A guide is a {str(kind)[:40]!r}, expected one of {", ".join(KINDS)}')
+    _check_answer(spec)
+    _check_wait(spec)
 
 # %% ../../nbs/6_text/15_guide.ipynb #26b61097
 def _key(spec)->str:
     "What two equal guides have in common. The order of a schema's properties is part of it"
-    try: s = json.dumps(spec, ensure_ascii=False); n = len(s.encode())
-    except (TypeError,ValueError,RecursionError): _check(spec); _refuse(spec, 'The guide is no plain JSON, or has half of a surrogate pair')
-    if n>MOST['bytes']: _refuse(spec, f'The guide has {n:,} bytes, at most {MOST["bytes"]:,} are allowed')
+    try:
+        s = json.dumps(spec, ensure_ascii=False)
+        n = len(s.encode())
+    except (TypeError,ValueError,RecursionError):
+        _check(spec)
+        _refuse(spec, 'The guide is no plain JSON, or has half of a surrogate pair')
+    if n>MOST['bytes']:
+        _refuse(spec, f'The guide has {n:,} bytes, at most {MOST["bytes"]:,} are allowed')
     return s
 
 def _ready(spec)->dict:
     "`spec`, if it is a guide at all"
-    _key(spec); _check(spec)
+    _key(spec)
+    _check(spec)
     return spec
 
 # %% ../../nbs/6_text/15_guide.ipynb #cc610144
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-_NAMED = {'properties','patternProperties','$defs','definitions','dependentSchemas'} # Words with schemas by name
+# Words with schemas by name
+_NAMED = {'properties','patternProperties','$defs','definitions','dependentSchemas'}
 _DATA = {'const','enum','default','examples','example'} # Words with values
 
 def _dated(s):
     "A schema in which days and times exist"
-    if isinstance(s, list): return [_dated(x) for x in s]
-    if not isinstance(s, dict): return s
-    out = {k:{n:_dated(x) for n,x in v.items()} if k in _NAMED and isinstance(v, dict) else v if k in _DATA else _dated(v) for k,v in s.items()}
-    if isinstance(f := s.get('format'), str) and f in DATES and 'pattern' not in s: del out['format']; out['pattern'] = f'^{DATES[f]}$'
+    if isinstance(s, list):
+        return [_dated(x) for x in s]
+    if not isinstance(s, dict):
+        return s
+    out = {
+        k:{n:_dated(x) for n,x in v.items()}
+        if k in _NAMED and isinstance(v, dict)
+        else v if k in _DATA else _dated(v)
+        for k,v in s.items()}
+    if isinstance(f := s.get('format'), str) and f in DATES and 'pattern' not in s:
+        del out['format']
+        out['pattern'] = f'^{DATES[f]}$'
     return out
 
 def _schema(s, strict)->dict:
     "A schema with our options instead of those that came with it"
-    return ({} if s is True else {'enum':[]} if s is False else {k:v for k,v in _dated(s).items() if k!='x-guidance'})|{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)}
+    return (
+        (
+            {} if s is True
+            else {'enum':[]} if s is False
+            else {k:v for k,v in _dated(s).items() if k!='x-guidance'})
+        |{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)})
 
 # %% ../../nbs/6_text/15_guide.ipynb #edd7fc6f
 def _parts(spec, special)->tuple[str,dict]:
     "A guide as Lark, and what that names: JSON schemas and more Lark"
     strict = spec.get('strict', True)
     match spec['kind']:
-        case 'json_schema': return 'start: @s',{'s':_schema(spec['schema'], strict)}
-        case 'json_object': return 'start: @s',{'s':_schema({'type':'object'}, strict)}
-        case 'choice': return 'start: C\nC: '+' | '.join(map(literal, dict.fromkeys(spec['choices']))),{}
-        case 'lark': return spec['grammar'],{}
+        case 'json_schema':
+            return 'start: @s',{'s':_schema(spec['schema'], strict)}
+        case 'json_object':
+            return 'start: @s',{'s':_schema({'type':'object'}, strict)}
+        case 'choice':
+            return 'start: C\nC: '+' | '.join(map(literal, dict.fromkeys(spec['choices']))),{}
+        case 'lark':
+            return spec['grammar'],{}
         case 'regex':
             import llguidance
             return f'start: /{llguidance.regex_to_lark(spec["pattern"])}/',{}
     lark,subs,loose = call_grammar(spec, special)
     subs = {k:_schema(v, k not in loose) for k,v in subs.items()}
-    if spec.get('format') is None: return lark,subs
+    if spec.get('format') is None:
+        return lark,subs
     other,more = _parts(spec['format'], special)
     return 'start: @format | calls\n'+lark.replace('start:', 'calls:', 1),{'format':other}|more|subs
 
@@ -142,10 +236,15 @@ def as_grammar(
     special=(), # (id, text) of tokens that steer the model
 )->str|None: # What llguidance reads; None where anything goes
     "The grammar of a guide"
-    if spec['kind']=='free': return None
+    if spec['kind']=='free':
+        return None
     lark,subs = _parts(spec, special)
-    named = [dict(name=k, lark_grammar=v) if isinstance(v, str) else dict(name=k, json_schema=v) for k,v in subs.items()]
-    return json.dumps(dict(grammars=[dict(lark_grammar=lark+_OPTIONS), *named]), ensure_ascii=False)
+    named = [
+        dict(name=k, lark_grammar=v) if isinstance(v, str)
+        else dict(name=k, json_schema=v)
+        for k,v in subs.items()]
+    return json.dumps(
+        dict(grammars=[dict(lark_grammar=lark+_OPTIONS), *named]), ensure_ascii=False)
 
 # %% ../../nbs/6_text/15_guide.ipynb #b7356a03
 def _limits():
@@ -154,17 +253,26 @@ def _limits():
 
 def _reason(e:str)->str:
     "The library's message without traces and long quotations"
-    lines = [l.strip() for l in str(e).split('<backtrace>')[0].splitlines() if l.strip()]
-    if not lines or 'panic' in lines[0]: return 'it is too large'
+    lines = [
+        l.strip()
+        for l in str(e).split('<backtrace>')[0].splitlines()
+        if l.strip()]
+    if not lines or 'panic' in lines[0]:
+        return 'it is too large'
     why = next((l for l in lines[1:] if l.startswith('error:')), '')
-    lines[0] = lines[0].split('. Enable ')[0]  # options of the library, which a request does not have
+    # options of the library, which a request does not have
+    lines[0] = lines[0].split('. Enable ')[0]
     return (lines[0][:200]+(f' ({why[:120]})' if why else '')).rstrip('.:')
 
 # %% ../../nbs/6_text/15_guide.ipynb #36fc9509
 class _Vocabulary:
     "A vocabulary, as the library wants it"
     is_tokenizer_wrapper,bos_token_id = True,None
-    def __init__(self, tokens, ends, special, cut): self.tokens,self.eos_token_id,self.special_token_ids,self._cut = tokens,ends[0],special,cut
+    def __init__(self, tokens, ends, special, cut):
+        self.tokens = tokens
+        self.eos_token_id = ends[0]
+        self.special_token_ids = special
+        self._cut = cut
     def __call__(self, s): return self._cut(s)
     def build(self, ends):
         import llguidance
@@ -174,19 +282,35 @@ def _compile(vocabulary, grammar:str, spec):
     "A matcher at its beginning; a `RequestError` if the library refuses, or if no text fits"
     import llguidance
     m = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
-    if not m.is_error(): m.compute_bitmask()
+    if not m.is_error():
+        m.compute_bitmask()
     if m.is_error():
         why = _reason(m.get_error())
-        _refuse(spec, f'The {spec.get("kind")} cannot be followed: '+('no text fits it' if 'NoExtension' in why else why),
-            hint='"strict": false drops what is not supported' if spec.get('strict', True) and any(w in why for w in ('nimplemented','Unknown format','oneOf')) and spec.get('kind') in ('json_schema','tools') else '')
+        _refuse(
+            spec,
+            f'The {spec.get("kind")} cannot be followed: '
+            +('no text fits it' if 'NoExtension' in why else why),
+            hint='"strict": false drops what is not supported'
+            if spec.get('strict', True)
+            and any(w in why for w in ('nimplemented','Unknown format','oneOf'))
+            and spec.get('kind') in ('json_schema','tools')
+            else '')
     return m
 
 # %% ../../nbs/6_text/15_guide.ipynb #ddcb8dd2
 @lru_cache(4)
 def _bytes_only(size, special):
     "A vocabulary of bytes, beside the special tokens of a model that is not here"
-    at = dict(special); words = [at.get(i, '').encode() for i in range(size)]+[bytes([b]) for b in range(256)]+[b'<end>']
-    w = _Vocabulary(words, [len(words)-1], [*at, len(words)-1], lambda s: [size+b for b in (s.encode() if isinstance(s, str) else s)])
+    at = dict(special)
+    words = (
+        [at.get(i, '').encode() for i in range(size)]
+        +[bytes([b]) for b in range(256)]+[b'<end>'])
+    w = _Vocabulary(
+        words,
+        [len(words)-1],
+        [*at, len(words)-1],
+        lambda s: [
+            size+b for b in (s.encode() if isinstance(s, str) else s)])
     return w.build([len(words)-1])
 
 def check_alone(
@@ -195,14 +319,22 @@ def check_alone(
     size:int=0, # The size of its vocabulary
 )->list[str]: # Warnings
     "What can be said of a guide without its model. Meant for a process that may be killed"
-    words,out = _bytes_only(size, tuple(map(tuple, _ready(spec) and special))),{}
+    words = _bytes_only(size, tuple(map(tuple, _ready(spec) and special)))
+    out = {}
     def look(what, whose):
-        if (g := as_grammar(what, special)) is not None: out.update(dict.fromkeys(_compile(words, g, whose).get_grammar_warnings()))
-    if spec['kind']=='tools':  # format and schemas must be right, whatever becomes of them in a call
-        if (f := spec.get('format')) is not None: look(f, f)
+        if (g := as_grammar(what, special)) is not None:
+            out.update(dict.fromkeys(_compile(words, g, whose).get_grammar_warnings()))
+    # format and schemas must be right, whatever becomes of them in a call
+    if spec['kind']=='tools':
+        if (f := spec.get('format')) is not None:
+            look(f, f)
         for t in spec['tools']:
             how = dict(strict=bool(t.get('strict', spec.get('strict', True))))
-            look(dict(kind='json_schema', schema=dict(t.get('parameters') or {})|{'type':'object'})|how, spec|how)
+            look(
+                dict(
+                    kind='json_schema',
+                    schema=dict(t.get('parameters') or {})|{'type':'object'})|how,
+                spec|how)
     look(spec, spec)
     return list(out)
 
@@ -213,7 +345,9 @@ def _sandbox():
     global _box
     from atlas.text.sandbox import JOBS,Sandbox
     with _boxes:
-        if _box is None: _box = Sandbox({'check_guide':JOBS['check_guide']}, seconds=1., memory=512<<20, workers=1)
+        if _box is None:
+            _box = Sandbox(
+                {'check_guide':JOBS['check_guide']}, seconds=1., memory=512<<20, workers=1)
     return _box
 _boxes = threading.Lock()
 
@@ -221,14 +355,21 @@ def _roomy(f, stack=64<<20):
     "What `f()` returns, or raises, in a thread with a large stack"
     box = []
     def run():
-        try: box.append((f(), None))
-        except BaseException as e: box.append((None, e))
+        try:
+            box.append((f(), None))
+        except BaseException as e:
+            box.append((None, e))
     with _stacks:
         was = threading.stack_size(stack)
-        try: t = threading.Thread(target=run, name='guide'); t.start()
-        finally: threading.stack_size(was)
-    t.join(); out,e = box[0]
-    if e: raise e
+        try:
+            t = threading.Thread(target=run, name='guide')
+            t.start()
+        finally:
+            threading.stack_size(was)
+    t.join()
+    out,e = box[0]
+    if e:
+        raise e
     return out
 _stacks = threading.Lock()
 
@@ -243,7 +384,9 @@ class Mark:
     leaps:tuple=() # Texts that end this free part and all that follow
     bars:tuple=() # Texts that must not come
     @property
-    def words(self)->tuple: "All that ends it"; return (*[self.bytes]*bool(self.bytes), *self.leaps)
+    def words(self)->tuple:
+        "All that ends it"
+        return (*[self.bytes]*bool(self.bytes), *self.leaps)
 
 @dataclass
 class _Compiled:
@@ -253,7 +396,8 @@ class _Compiled:
     warnings:list # What was dropped
     forced:tuple=() # Tokens of the first mark, for a budget
     longer:tuple=() # Those of the text that is forced where something was said before
-    leaps:dict=field(default_factory=dict) # Texts that open a call, and the tokens that tell the matcher so
+    # Texts that open a call, and the tokens that tell the matcher so
+    leaps:dict=field(default_factory=dict)
     calls:object=None # The matcher that a leap leads to; None: the same
 
 # %% ../../nbs/6_text/15_guide.ipynb #fabada86
@@ -263,21 +407,33 @@ class Guides:
         tokenizer, # `Tokenizer`
         vocab_size:int, # V, the length of a row of logits
         eos_ids=(), # Tokens that end an answer
-        sandbox=None, # Where guides are tried first; None: a child of this process, started at first use
+        # Where guides are tried first; None: a child of this process, started at first use
+        sandbox=None,
         keep:int=64, # Guides that stay compiled, as long as they are small together
     ):
-        self.tokenizer,self.vocab_size,self.words,self.keep = tokenizer,vocab_size,-(-vocab_size//32),keep
-        self.eos_ids,self.sandbox = tuple(i for i in dict.fromkeys(eos_ids) if 0<=i<vocab_size),sandbox
-        self.special = tuple((i, t) for i in sorted({*tokenizer.special_ids, *self.eos_ids}) if i<vocab_size and (t := tokenizer.token(i)))
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.words = -(-vocab_size//32)
+        self.keep = keep
+        self.eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if 0<=i<vocab_size)
+        self.sandbox = sandbox
+        self.special = tuple(
+            (i, t) for i in sorted({*tokenizer.special_ids, *self.eos_ids})
+            if i<vocab_size and (t := tokenizer.token(i)))
         self.nothing = np.zeros(self.words, np.uint32) # No token at all
-        self._lock,self._vocab,self._known,self._bars = threading.Lock(),None,OrderedDict(),{}  # what is known, by its text
+        self._lock = threading.Lock()
+        self._vocab = None
+        self._known = OrderedDict() # compiled guides, by their text
+        self._bars = {}
         self.seconds = self.mask_seconds = 0. # Spent on compiling, and on masks
-    def __repr__(self): return f'Guides({self.vocab_size:,} tokens, {len(self.eos_ids)} of them end an answer; {len(self._known)} compiled)'
+    def __repr__(self):
+        return f'Guides({self.vocab_size:,} tokens, {len(self.eos_ids)} of them end an answer; {len(self._known)} compiled)'
 
 # %% ../../nbs/6_text/15_guide.ipynb #44a9ee9a
 @patch
 def check(self:Guides, spec:dict)->list[str]: # Warnings
-    "Compile a guide, so that `start` finds it; a `RequestError` with the reason if that cannot be done, or not within limits"
+    """Compile a guide, so that `start` finds it;
+    a `RequestError` with the reason if that cannot be done, or not within limits"""
     return self._compiled(spec).warnings
 
 @patch
@@ -287,7 +443,8 @@ def start(self:Guides, spec:dict): # A `Guide`
 
 # %% ../../nbs/6_text/15_guide.ipynb #ec0f23df
 def _cut(tokenizer, s):
-    "Ids of a text. A function of its own: what the library holds may not lead back to the `Guides` that hold the library's things, or nothing of these is ever freed"
+    """Ids of a text. A function of its own: what the library holds may not lead back to the
+    `Guides` that hold the library's things, or nothing of these is ever freed"""
     return tokenizer.encode(s if isinstance(s, str) else s.decode('utf-8','ignore'), False)
 
 @patch
@@ -297,10 +454,16 @@ def _vocabulary(self:Guides):
         if self._vocab is None:
             tokens = [self.tokenizer.token_bytes(i) for i in range(self.vocab_size)]
             ends = self.eos_ids or (self.vocab_size,)
-            for i in ends: tokens[i:i+1] = [b'<end-%d>'%i if i==self.vocab_size or not tokens[i] else tokens[i]]
+            for i in ends:
+                tokens[i:i+1] = [
+                    b'<end-%d>'%i if i==self.vocab_size or not tokens[i] else tokens[i]]
             special = sorted({*(i for i,_ in self.special), *ends})
             w = _Vocabulary(tokens, ends, special, partial(_cut, self.tokenizer)).build(ends)
-            self._vocab = w,sorted((b,i) for i,b in enumerate(tokens[:self.vocab_size]) if b)
+            self._vocab = (
+                w,
+                sorted(
+                    (b,i) for i,b in enumerate(tokens[:self.vocab_size])
+                    if b))
         return self._vocab
 
 @patch
@@ -308,85 +471,161 @@ def _compiled(self:Guides, spec)->_Compiled:
     "The guide, compiled now or before"
     key = _key(spec)
     with self._lock:
-        if got := self._known.get(key): self._known.move_to_end(key); return got
+        if got := self._known.get(key):
+            self._known.move_to_end(key)
+            return got
     t = perf_counter()
     got = self._try(spec)
     with self._lock:
-        self._known[key] = got; self.seconds += perf_counter()-t
-        while len(self._known)>self.keep or len(self._known)>1 and sum(map(len, self._known))>MOST['kept']: self._known.popitem(last=False)
+        self._known[key] = got
+        self.seconds += perf_counter()-t
+        while (
+            len(self._known)>self.keep
+            or len(self._known)>1
+            and sum(map(len, self._known))>MOST['kept']):
+            self._known.popitem(last=False)
     return got
 
 # %% ../../nbs/6_text/15_guide.ipynb #9d502155
 @patch
 def _try(self:Guides, spec)->_Compiled:
     "Compile a guide that was not seen before: in the child, then here"
-    _check(spec); m,calls,warnings = None,[],[]
+    _check(spec)
+    m,calls,warnings = None,[],[]
     if spec['kind']!='free':
-        try: warnings = (self.sandbox or _sandbox()).call('check_guide', spec, self.special, self.vocab_size)
+        try:
+            warnings = (self.sandbox or _sandbox()).call(
+                'check_guide', spec, self.special, self.vocab_size)
         except RequestError as e:
-            if e.code!='work_limit': raise
+            if e.code!='work_limit':
+                raise
             _refuse(spec, f'The {spec["kind"]} is too complex: {e.msg[:1].lower()}{e.msg[1:]}')
         m,*calls = [self._matcher(s) for s in self._apart(spec)]
     after = ''.join(_after(spec))
-    forced,longer = (self._spell(after),self._spell(spec.get('force') or after)) if after else ((),())
-    if spec.get('budget') is not None and not all(after.encode() in b''.join(map(self.tokenizer.token_bytes, f)) for f in (forced,longer)):
+    forced,longer = (
+        (self._spell(after),self._spell(spec.get('force') or after)) if after
+        else ((),()))
+    if (
+        spec.get('budget') is not None
+        and not all(
+            after.encode() in b''.join(map(self.tokenizer.token_bytes, f))
+            for f in (forced,longer))):
         _refuse(spec, f'The tokenizer cannot write {after!r}')
     marks,leaps = self._marks(spec, (calls or [m])[0])
-    for k in marks: self.free(k, b'')  # found now, and not in a step
+    for k in marks:
+        self.free(k, b'')  # found now, and not in a step
     return _Compiled(m, marks, warnings, forced, longer, leaps, *calls)
 
 @patch
 def _apart(self:Guides, spec)->list[dict]:
-    "Harmony has a channel for the answer and another for calls, so that these are two grammars; elsewhere an answer and a call begin at the same place"
-    if spec.get('parser')!='openai' or spec.get('format') is None: return [spec]
-    return [spec['format'], {k:v for k,v in spec.items() if k!='format'}]
+    """Harmony has a channel for the answer and another for calls, so that these are two grammars;
+    elsewhere an answer and a call begin at the same place"""
+    if spec.get('parser')!='openai' or spec.get('format') is None:
+        return [spec]
+    return [
+        spec['format'],
+        {k:v for k,v in spec.items() if k!='format'}]
 
 @patch
 def _matcher(self:Guides, spec):
     "The library's matcher, over the real vocabulary"
-    vocabulary,text = self._vocabulary()[0],as_grammar(spec, self.special)
+    vocabulary = self._vocabulary()[0]
+    text = as_grammar(spec, self.special)
     return _roomy(lambda: _compile(vocabulary, text, spec))
 
 # %% ../../nbs/6_text/15_guide.ipynb #7d1e2896
 @patch
 def _marks(self:Guides, spec, m)->tuple[tuple,dict]:
     "What is waited for before `m` begins, and the texts that it may begin with"
-    calls = openings(spec, self.special) if spec['kind']=='tools' and spec.get('choice')!='required' and spec.get('format') is None else []
+    calls = (
+        openings(spec, self.special)
+        if spec['kind']=='tools'
+        and spec.get('choice')!='required'
+        and spec.get('format') is None
+        else [])
     early = list(spec.get('early') or ()) if _after(spec) else []
-    said = {t.encode():self._exactly(t) if m else () for t in [*early,*calls]}
-    leaps = {b:ids for b,ids in said.items() if m is None or spec['kind']=='tools' and m.validate_tokens(list(ids))==len(ids)}
-    ways = dict(exact=m is not None, leaps=tuple(b for t in early if (b := t.encode()) in leaps), bars=tuple(b for t in early if (b := t.encode()) not in leaps))
-    marks = [Mark(a.encode(), m is not None, None if k else spec.get('budget'), **ways) for k,a in enumerate(_after(spec))]
-    return (*marks, *[Mark(b'', False, leaps=tuple(t.encode() for t in calls))]*bool(calls)),leaps
+    said = {
+        t.encode():self._exactly(t) if m else ()
+        for t in [*early,*calls]}
+    leaps = {
+        b:ids
+        for b,ids in said.items()
+        if m is None
+        or spec['kind']=='tools' and m.validate_tokens(list(ids))==len(ids)}
+    ways = dict(
+        exact=m is not None,
+        leaps=tuple(b for t in early if (b := t.encode()) in leaps),
+        bars=tuple(b for t in early if (b := t.encode()) not in leaps))
+    marks = [
+        Mark(
+            a.encode(), m is not None, None if k else spec.get('budget'),
+            **ways)
+        for k,a in enumerate(_after(spec))]
+    return (
+        (
+            *marks,
+            *[Mark(b'', False, leaps=tuple(t.encode() for t in calls))]
+            *bool(calls)),
+        leaps)
 
 @patch
-def _spell(self:Guides, text:str)->tuple[int,...]: "Tokens that write `text`"; return tuple(self.tokenizer.encode(text, False))
+def _spell(self:Guides, text:str)->tuple[int,...]:
+    "Tokens that write `text`"
+    return tuple(self.tokenizer.encode(text, False))
 @patch
 def _exactly(self:Guides, text:str)->tuple[int,...]:
-    "The same, without what a tokenizer puts before a text; special tokens where the text has theirs"
+    """The same, without what a tokenizer puts before a text;
+    special tokens where the text has theirs"""
     ids = {t:i for i,t in self.special if t in text}
-    parts = re.split('('+'|'.join(re.escape(t) for t in sorted(ids, key=len, reverse=True))+')', text) if ids else [text]
-    return tuple(i for p in parts if p for i in ([ids[p]] if p in ids else self._vocabulary()[0].greedy_tokenize(p)))
+    parts = (
+        re.split(
+            '('
+            +'|'.join(
+                re.escape(t)
+                for t in sorted(ids, key=len, reverse=True))+')',
+            text)
+        if ids
+        else [text])
+    return tuple(
+        i for p in parts
+        if p
+        for i in (
+            [ids[p]] if p in ids
+            else self._vocabulary()[0].greedy_tokenize(p)))
 
 # %% ../../nbs/6_text/15_guide.ipynb #b567e8ca
 @patch
-def _too_far(self:Guides, mark:bytes, k:int, bar:bool=False)->list[int]:
-    "Tokens that go too far: that, behind the first `k` bytes of `mark`, complete it and go on, or with `bar` complete it at all; remembered"
-    if (got := self._bars.get((mark,k,bar))) is not None: return got
-    words,rest,out = self._vocabulary()[1],mark[k:],[]
+def _too_far(
+    self:Guides, mark:bytes, k:int, bar:bool=False)->list[int]:
+    """Tokens that go too far: that, behind the first `k` bytes of `mark`, complete it and go on,
+    or with `bar` complete it at all; remembered"""
+    if (got := self._bars.get((mark,k,bar))) is not None:
+        return got
+    words = self._vocabulary()[1]
+    rest = mark[k:]
+    out = []
     for b,i in words[bisect_left(words, (rest,-1)):]:
-        if not b.startswith(rest): break
-        if bar or len(b)>len(rest): out.append(i)
-    if not k: out += [i for b,i in words if mark in b and (bar or not b.endswith(mark))]
+        if not b.startswith(rest):
+            break
+        if bar or len(b)>len(rest):
+            out.append(i)
+    if not k:
+        out += [
+            i for b,i in words
+            if mark in b and (bar or not b.endswith(mark))]
     self._bars[mark,k,bar] = out
     return out
 
 @patch
 def free(self:Guides, mark:Mark, tail:bytes)->np.ndarray|None:
     "The mask before `mark`, where `tail` is the end of the text so far; None: anything goes"
-    ks = tuple((w, k, w in mark.bars) for w in (*mark.words*mark.exact, *mark.bars) for k in range(len(w)) if tail.endswith(w[:k]))
+    ks = tuple(
+        (w, k, w in mark.bars)
+        for w in (*mark.words*mark.exact, *mark.bars)
+        for k in range(len(w)) if tail.endswith(w[:k]))
     if (key := (mark,ks)) not in self._bars:
-        if len(self._bars)>1000: self._bars.clear()
+        if len(self._bars)>1000:
+            self._bars.clear()
         may = np.ones(self.vocab_size, bool)
         may[[i for k in ks for i in self._too_far(*k)]+[*self.eos_ids]*mark.must] = False
         self._bars[key] = None if may.all() else pack(may)
@@ -398,7 +637,8 @@ def pack(
 )->np.ndarray: # uint32 [ceil(V/32)]
     "Bits of tokens that may be chosen"
     out = np.zeros(-(-len(may)//32)*4, np.uint8)
-    b = np.packbits(np.asarray(may, bool), bitorder='little'); out[:len(b)] = b
+    b = np.packbits(np.asarray(may, bool), bitorder='little')
+    out[:len(b)] = b
     return out.view(np.uint32)
 
 def unpack(
@@ -406,7 +646,8 @@ def unpack(
     n:int, # V
 )->np.ndarray: # bool [V]
     "The opposite"
-    return np.unpackbits(mask.view(np.uint8), count=n, bitorder='little').view(bool)
+    return np.unpackbits(
+        mask.view(np.uint8), count=n, bitorder='little').view(bool)
 
 # %% ../../nbs/6_text/15_guide.ipynb #bedab2db
 class Guide:
@@ -414,12 +655,23 @@ class Guide:
     code = GuideError.code
     def __init__(self, guides:Guides, compiled:_Compiled):
         self.guides,self.error = guides,None
-        self._m,self._calls,self._leaps = compiled.matcher and compiled.matcher.deep_copy(),compiled.calls,compiled.leaps # Matcher; the one that a leap leads to
-        self._marks,self._tail,self._n = compiled.marks,b'',0 # What is waited for, the end of the text so far, tokens since it began
-        self._forced,self._longer,self._queue = compiled.forced,compiled.longer,() # What a budget forces, and what is left of it
+        self._m = compiled.matcher and compiled.matcher.deep_copy()
+        self._calls = compiled.calls # The matcher that a leap leads to
+        self._leaps = compiled.leaps
+        self._marks = compiled.marks # What is waited for
+        self._tail = b'' # The end of the text so far
+        self._n = 0 # Tokens since the wait began
+        self._forced = compiled.forced # What a budget forces
+        self._longer = compiled.longer
+        self._queue = () # What is left of it
         self._hurry()
     def __repr__(self):
-        what = self.error or ('ended' if self.ended else f'waits for {self._marks[0].words[0].decode()!r}' if self._marks else 'free' if self._m is None else 'at work')
+        what = (
+            self.error
+            or (
+                'ended' if self.ended
+                else f'waits for {self._marks[0].words[0].decode()!r}' if self._marks
+                else 'free' if self._m is None else 'at work'))
         return f'Guide({what})'
     @property
     def ended(self)->bool:
@@ -428,19 +680,30 @@ class Guide:
 
 # %% ../../nbs/6_text/15_guide.ipynb #15d888a2
 @patch
-def mask(self:Guide)->np.ndarray|None: # uint32 [ceil(V/32)], a new one each time or one that must not be changed
+def mask(
+    self:Guide,
+)->np.ndarray|None: # uint32 [ceil(V/32)], a new one each time or one that must not be changed
     "The tokens that may come next, a bit each, the first in the lowest; None: anything goes"
     g = self.guides
-    if self.error: return g.nothing
-    if self._queue: return pack(np.arange(g.vocab_size)==self._queue[0])
-    if self._marks: return g.free(self._marks[0], self._tail)
-    if self._m is None: return None
-    V = g.vocab_size; n = V+(not g.eos_ids)
-    out,t = np.zeros(-(-n//32), np.uint32),perf_counter()
+    if self.error:
+        return g.nothing
+    if self._queue:
+        return pack(np.arange(g.vocab_size)==self._queue[0])
+    if self._marks:
+        return g.free(self._marks[0], self._tail)
+    if self._m is None:
+        return None
+    V = g.vocab_size
+    n = V+(not g.eos_ids)
+    out = np.zeros(-(-n//32), np.uint32)
+    t = perf_counter()
     self._m.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
     g.mask_seconds += perf_counter()-t
-    if self._m.is_error(): return self.fail(_reason(self._m.get_error()))
-    if n!=V: out = out[:g.words]; out[V//32:] &= (1<<V%32)-1
+    if self._m.is_error():
+        return self.fail(_reason(self._m.get_error()))
+    if n!=V:
+        out = out[:g.words]
+        out[V//32:] &= (1<<V%32)-1
     return out if out.any() else self.fail('it allows nothing more')
 
 @patch
@@ -453,39 +716,75 @@ def fail(self:Guide, why:str)->np.ndarray:
 @patch
 def accept(self:Guide, token:int):
     "`token` was added to the answer"
-    if self.error: return
+    if self.error:
+        return
     if self._queue:
-        if token!=self._queue[0]: self.fail('a forced token was passed over'); return
+        if token!=self._queue[0]:
+            self.fail('a forced token was passed over')
+            return
         self._queue = self._queue[1:]
-    if self._marks: self._look(token)
-    elif self._m and not self._m.consume_token(token): self.fail(_reason(self._m.get_error()))
+    if self._marks:
+        self._look(token)
+    elif self._m and not self._m.consume_token(token):
+        self.fail(_reason(self._m.get_error()))
 
 @patch
 def _look(self:Guide, token):
     "Has the mark come, or a leap?"
-    m = self._marks[0]; self._n += 1
+    m = self._marks[0]
+    self._n += 1
     s = self._tail+self.guides.tokenizer.token_bytes(token)
-    at,w = min(((i, w) for w in m.words if (i := s.find(w))>=0), default=(-1,b''))
-    if at<0: self._tail = s[-n:] if (n := max(map(len, (*m.words, *m.bars)))-1) else b''
-    elif w in m.leaps: self._tail,self._marks,self._queue = b'',(),(); self._tell(w)
-    else: self._tail,self._n,self._marks = s[at+len(w):],0,self._marks[1:]; self._queue = self._queue if self._marks else ()
+    at,w = min(
+        (
+            (i, w) for w in m.words
+            if (i := s.find(w))>=0),
+        default=(-1,b''))
+    if at<0:
+        self._tail = (
+            s[-n:]
+            if (
+                n := max(map(len, (*m.words, *m.bars)))-1)
+            else b'')
+    elif w in m.leaps:
+        self._tail,self._marks,self._queue = b'',(),()
+        self._tell(w)
+    else:
+        self._tail = s[at+len(w):]
+        self._n = 0
+        self._marks = self._marks[1:]
+        self._queue = self._queue if self._marks else ()
     self._hurry()
 
 @patch
 def _tell(self:Guide, opening):
     "What opened a call is the beginning of the grammar's text"
-    if self._calls: self._m = self._calls.deep_copy()
-    if self._m and not self._m.consume_tokens([*self._leaps[opening]]): self.fail(_reason(self._m.get_error()))
+    if self._calls:
+        self._m = self._calls.deep_copy()
+    if self._m and not self._m.consume_tokens([*self._leaps[opening]]):
+        self.fail(_reason(self._m.get_error()))
 
 @patch
 def _hurry(self:Guide):
     "Where the budget is spent, force the mark"
     m = self._marks[0] if self._marks else None
-    if m is None or self._queue or m.budget is None or self._n<m.budget: return
-    self._queue,k = self._longer if self._n else self._forced,max((k for k in range(len(m.bytes)) if self._tail.endswith(m.bytes[:k])), default=0)
-    if k and len(self._forced)>1 and self._longer==self._forced and len(self._marks)==1:
+    if m is None or self._queue or m.budget is None or self._n<m.budget:
+        return
+    self._queue,k = (
+        self._longer if self._n else self._forced,
+        max(
+            (
+                k for k in range(len(m.bytes))
+                if self._tail.endswith(m.bytes[:k])),
+            default=0))
+    if (
+        k
+        and len(self._forced)>1
+        and self._longer==self._forced
+        and len(self._marks)==1):
         rest = self.guides._spell(m.bytes[k:].decode('utf-8','ignore'))
-        if b''.join(map(self.guides.tokenizer.token_bytes, rest))==m.bytes[k:]: self._queue = rest
+        if b''.join(map(
+            self.guides.tokenizer.token_bytes, rest))==m.bytes[k:]:
+            self._queue = rest
 
 # %% ../../nbs/6_text/15_guide.ipynb #f79f5173
 @patch
@@ -498,13 +797,17 @@ def fork(self:Guide)->'Guide':
 @patch
 def validate(self:Guide, tokens:list[int])->int:
     "How many of `tokens` fit, one after the other"
-    if self.error: return 0
+    if self.error:
+        return 0
     tokens = [int(t) for t in tokens]
-    if not self._marks: return len(tokens) if self._m is None else self._m.validate_tokens(tokens)
+    if not self._marks:
+        return len(tokens) if self._m is None else self._m.validate_tokens(tokens)
     g = self.fork()
     for k,t in enumerate(tokens):
-        if not g._marks: return k+g.validate(tokens[k:])
+        if not g._marks:
+            return k+g.validate(tokens[k:])
         may = g.mask()
-        if may is not None and not may[t//32]>>t%32&1: return k
+        if may is not None and not may[t//32]>>t%32&1:
+            return k
         g.accept(t)
     return len(tokens)

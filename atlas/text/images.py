@@ -30,7 +30,10 @@ class Limits:
     scans:int=64 # Of a JPEG; ten are usual
 
 LIMITS = Limits()
-KINDS = {'image/png':'PNG', 'image/jpeg':'JPEG', 'image/jpg':'JPEG', 'image/webp':'WEBP', 'image/gif':'GIF', 'image/bmp':'BMP'} # By media type
+# By media type
+KINDS = {
+    'image/png':'PNG', 'image/jpeg':'JPEG', 'image/jpg':'JPEG', 'image/webp':'WEBP',
+    'image/gif':'GIF', 'image/bmp':'BMP'}
 
 def _no(where, what, hint='', **kw): raise RequestError(f'{where} {what}', hint=hint, param=where)
 
@@ -39,39 +42,64 @@ def _data_url(url, where, limits):
     "Bytes of a `data:` URL, and the kind it declares, if any"
     head,comma,body = url.partition(',')
     media,*words = head[5:100].lower().split(';')
-    if not comma or words[-1:]!=['base64']: _no(where, 'is not a data: URL in base64', 'Send data:image/png;base64,…')
-    if media and media not in KINDS: _no(where, f'is declared as {media[:40]!r}', f'Images may be {", ".join(KINDS)}')
-    if len(body)>limits.nbytes*3//2: _no(where, f'is larger than {limits.nbytes:,} bytes', 'Send a smaller image')
-    try: return base64.b64decode(re.sub(r'\s+', '', body), validate=True),KINDS.get(media)
-    except ValueError as e: _no(where, f'is not base64: {e}')
+    if not comma or words[-1:]!=['base64']:
+        _no(where, 'is not a data: URL in base64', 'Send data:image/png;base64,…')
+    if media and media not in KINDS:
+        _no(where, f'is declared as {media[:40]!r}', f'Images may be {", ".join(KINDS)}')
+    if len(body)>limits.nbytes*3//2:
+        _no(where, f'is larger than {limits.nbytes:,} bytes', 'Send a smaller image')
+    try:
+        return (
+            base64.b64decode(re.sub(r'\s+', '', body), validate=True),
+            KINDS.get(media))
+    except ValueError as e:
+        _no(where, f'is not base64: {e}')
 
 def _file(path, where, limits):
     "Bytes of a file"
     if m := re.match(r'([a-zA-Z][\w+.-]*)://', str(path)):
-        _no(where, f'is an address ({m[1][:20].lower()}://), and Atlas fetches nothing', 'Send the image itself, as data:image/png;base64,…')
+        _no(
+            where,
+            f'is an address ({m[1][:20].lower()}://), and Atlas fetches nothing',
+            'Send the image itself, as data:image/png;base64,…')
     try:
         p = Path(path)
         if not p.is_file():
             which = '' if str(path) in where else f': {str(path)[:80]!r}'
             _no(where, f'is no file{which}')
-        if p.stat().st_size>limits.nbytes: _no(where, f'is larger than {limits.nbytes:,} bytes', 'Use a smaller image')
+        if p.stat().st_size>limits.nbytes:
+            _no(where, f'is larger than {limits.nbytes:,} bytes', 'Use a smaller image')
         return p.read_bytes()
-    except RequestError: raise
-    except (OSError,ValueError) as e: _no(where, f'cannot be read: {str(e)[:200]}')
+    except RequestError:
+        raise
+    except (OSError,ValueError) as e:
+        _no(where, f'cannot be read: {str(e)[:200]}')
 
 # %% ../../nbs/6_text/16_images.ipynb #01d6c8b1
 def _check_size(w, h, where, limits):
     "Refuse what would be too much, or no picture"
-    if w*h>limits.pixels: _no(where, f'has {w:,} × {h:,} pixels; all images of a request together may have {limits.pixels:,}', 'Send a smaller image')
-    if not w or not h or max(w, h)>limits.ratio*min(w, h): _no(where, f'has {w:,} × {h:,} pixels, a side more than {limits.ratio} times the other')
+    if w*h>limits.pixels:
+        _no(
+            where,
+            f'has {w:,} × {h:,} pixels; all images of a request together may have '
+            f'{limits.pixels:,}',
+            'Send a smaller image')
+    if not w or not h or max(w, h)>limits.ratio*min(w, h):
+        _no(where, f'has {w:,} × {h:,} pixels, a side more than {limits.ratio} times the other')
 
 @contextmanager
 def _decoding(where):
     "Decoders raise anything; what leaves here is a `RequestError`"
-    try: yield
-    except RequestError: raise
+    try:
+        yield
+    except RequestError:
+        raise
     except Exception as e:
-        if type(e).__name__=='UnidentifiedImageError': _no(where, 'is no image that Atlas reads', f'It reads {", ".join(sorted(set(KINDS.values())))}')
+        if type(e).__name__=='UnidentifiedImageError':
+            _no(
+                where,
+                'is no image that Atlas reads',
+                f'It reads {", ".join(sorted(set(KINDS.values())))}')
         _no(where, f'is a damaged image: {str(e)[:200] or type(e).__name__}', 'Send the file again')
 
 # %% ../../nbs/6_text/16_images.ipynb #5586dbc2
@@ -79,16 +107,21 @@ def _rgb(im, where, limits):
     "Pillow's image as an array, when its size has been found good"
     from PIL import ImageOps
     _check_size(*im.size, where, limits)
-    with _decoding(where): return np.array(ImageOps.exif_transpose(im).convert('RGB'))
+    with _decoding(where):
+        return np.array(ImageOps.exif_transpose(im).convert('RGB'))
 
 def _decode(data, where, limits, kind=None):
     "Decode a file's bytes; `kind` is what it was declared as"
     from PIL import Image
-    if len(data)>limits.nbytes: _no(where, f'is larger than {limits.nbytes:,} bytes', 'Send a smaller image')
-    if data[:2]==b'\xff\xd8' and data.count(b'\xff\xda')>limits.scans: _no(where, f'is a JPEG of more than {limits.scans} scans')
+    if len(data)>limits.nbytes:
+        _no(where, f'is larger than {limits.nbytes:,} bytes', 'Send a smaller image')
+    if data[:2]==b'\xff\xd8' and data.count(b'\xff\xda')>limits.scans:
+        _no(where, f'is a JPEG of more than {limits.scans} scans')
     with _decoding(where), Image.open(io.BytesIO(data), formats=tuple(set(KINDS.values()))) as im:
-        found = 'JPEG' if im.format=='MPO' else im.format  # MPO: a JPEG with further pictures behind it
-        if kind not in (None,found): _no(where, f'is declared as {kind} and holds {found}')
+        # MPO: a JPEG with further pictures behind it
+        found = 'JPEG' if im.format=='MPO' else im.format
+        if kind not in (None,found):
+            _no(where, f'is declared as {kind} and holds {found}')
         return _rgb(im, where, limits)
 
 def load_image(
@@ -96,16 +129,25 @@ def load_image(
     where:str='image', # What errors call it
     limits:Limits=LIMITS,
 )->np.ndarray: # uint8 `[H,W,3]`
-    "An image as `transformers` loads it: upright, first frame, RGB; `RequestError` for what cannot or may not be read"
+    """An image as `transformers` loads it: upright, first frame, RGB;
+    `RequestError` for what cannot or may not be read"""
     if isinstance(src, np.ndarray):
-        if src.dtype!=np.uint8 or src.ndim!=3 or src.shape[2]!=3: _no(where, f'is an array of {src.dtype} {list(src.shape)}, expected uint8 [H,W,3]')
+        if src.dtype!=np.uint8 or src.ndim!=3 or src.shape[2]!=3:
+            _no(where, f'is an array of {src.dtype} {list(src.shape)}, expected uint8 [H,W,3]')
         _check_size(*src.shape[1::-1], where, limits)
         return src
-    if hasattr(src, 'getexif'): return _rgb(src, where, limits)
+    if hasattr(src, 'getexif'):
+        return _rgb(src, where, limits)
     kind = None
-    if isinstance(src, str) and src[:5].lower()=='data:': src,kind = _data_url(src, where, limits)
-    elif isinstance(src, (str,Path)): src = _file(src, where, limits)
-    elif not isinstance(src, (bytes,bytearray,memoryview)): _no(where, f'is of type {type(src).__name__}, expected a data: URL, a path, bytes or a Pillow image')
+    if isinstance(src, str) and src[:5].lower()=='data:':
+        src,kind = _data_url(src, where, limits)
+    elif isinstance(src, (str,Path)):
+        src = _file(src, where, limits)
+    elif not isinstance(src, (bytes,bytearray,memoryview)):
+        _no(
+            where,
+            f'is of type {type(src).__name__}, expected a data: URL, a path, bytes or a '
+            'Pillow image')
     return _decode(bytes(src), where, limits, kind)
 
 # %% ../../nbs/6_text/16_images.ipynb #61e714dc
@@ -115,43 +157,75 @@ def fit(
     low:int, high:int, # Pixels that the result may have
 )->tuple[int,int]: # Height and width
     "The size an image is brought to (`smart_resize` of Qwen2-VL)"
-    H,W = round(h/step)*step,round(w/step)*step
+    H = round(h/step)*step
+    W = round(w/step)*step
     if H*W>high:
         s = math.sqrt(h*w/high)
-        return max(step, math.floor(h/s/step)*step),max(step, math.floor(w/s/step)*step)
+        return (
+            max(step, math.floor(h/s/step)*step),
+            max(step, math.floor(w/s/step)*step))
     if H*W<low:
         s = math.sqrt(low/(h*w))
-        return math.ceil(h*s/step)*step,math.ceil(w*s/step)*step
+        return (
+            math.ceil(h*s/step)*step,
+            math.ceil(w*s/step)*step)
     return H,W
 
 # %% ../../nbs/6_text/16_images.ipynb #b7b30cf3
 def cubic(u, a=-.5):
     "Keys' cubic convolution kernel (1981)"
     u = abs(u)
-    return np.where(u<1, ((a+2)*u-(a+3))*u*u+1, np.where(u<2, ((u-5)*u+8)*u*a-4*a, 0))
+    return np.where(
+        u<1,
+        ((a+2)*u-(a+3))*u*u+1,
+        np.where(
+            u<2,
+            ((u-5)*u+8)*u*a-4*a,
+            0))
 
 def taps(
     n:int, m:int, # From `n` pixels to `m`
-)->tuple[np.ndarray,np.ndarray,int]: # Which pixels `[m,k]`; whole weights `[m,k]`; bits of their fraction
+    # Which pixels `[m,k]`; whole weights `[m,k]`; bits of their fraction
+)->tuple[np.ndarray,np.ndarray,int]:
     "Weights of an antialiased cubic resize, as torch rounds them for bytes"
-    scale = n/m; reach = 2*max(scale, 1.)
+    scale = n/m
+    reach = 2*max(scale, 1.)
     centre = scale*(np.arange(m)+.5)
     first = np.maximum((centre-reach+.5).astype(int), 0)
     size = np.minimum((centre+reach+.5).astype(int), n)-first
     j = np.arange(size.max())
-    w = cubic((j+first[:,None]-centre[:,None]+.5)*(1/max(scale, 1.)))
+    w = cubic(
+        (j+first[:,None]-centre[:,None]+.5)*(
+            1/max(scale, 1.)))
     w[j>=size[:,None]] = 0
     w /= w.sum(1, keepdims=True)
-    bits = next((p for p in range(22) if int(.5+w.max()*(1<<p+1))>=1<<15), 22)
+    bits = next(
+        (
+            p for p in range(22)
+            if int(
+                .5+w.max()*(1<<p+1))>=1<<15),
+        22)
     w *= 1<<bits
-    return np.minimum(first[:,None]+j, n-1),np.trunc(w+np.where(w<0, -.5, .5)).astype(np.int32),bits
+    return (
+        np.minimum(first[:,None]+j, n-1),
+        np.trunc(
+            w
+            +np.where(
+                w<0, -.5, .5)).astype(np.int32),
+        bits)
 
 def _along_rows(x, m):
     "Resize axis 0 of uint8 `x` [n,...] to `m`"
-    if len(x)==m: return x
+    if len(x)==m:
+        return x
     at,w,bits = taps(len(x), m)
-    out = np.full((m,*x.shape[1:]), 1<<bits-1, np.int32)
-    for a,b in zip(at.T, w.T): out += x[a]*b.reshape(-1, *[1]*(x.ndim-1))  # one tap for all pixels
+    out = np.full(
+        (m,*x.shape[1:]), 1<<bits-1, np.int32)
+    for a,b in zip(at.T, w.T):
+        # one tap for all pixels
+        out += (
+            x[a]
+            *b.reshape(-1, *[1]*(x.ndim-1)))
     return np.clip(out>>bits, 0, 255).astype(np.uint8)
 
 def resize(
@@ -176,14 +250,30 @@ class ImageSpec:
     std:tuple[float,...]=(.5,.5,.5) # And divided by
 
     def __post_init__(self):
-        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (self.min_pixels,self.max_pixels))
-        if not whole or not 0<self.min_pixels<=self.max_pixels: raise ConfigError(f'Images of {self.min_pixels!r} to {self.max_pixels!r} pixels make no sense', param='size')
+        whole = all(
+            isinstance(n, int) and not isinstance(n, bool)
+            for n in (self.min_pixels,self.max_pixels))
+        if not whole or not 0<self.min_pixels<=self.max_pixels:
+            raise ConfigError(
+                f'Images of {self.min_pixels!r} to {self.max_pixels!r} pixels make no sense',
+                param='size')
         for k,v in (('image_mean',self.mean), ('image_std',self.std)):
-            if len(v)!=3 or not all(isinstance(x, (int,float)) and math.isfinite(x) for x in v): raise ConfigError(f'{k} is {v}, expected three numbers', param=k)
-        if min(self.std)<=0: raise ConfigError(f'image_std is {self.std}, expected numbers above 0', param='image_std')
+            if (
+                len(v)!=3
+                or not all(
+                    isinstance(x, (int,float)) and math.isfinite(x)
+                    for x in v)):
+                raise ConfigError(f'{k} is {v}, expected three numbers', param=k)
+        if min(self.std)<=0:
+            raise ConfigError(
+                f'image_std is {self.std}, expected numbers above 0', param='image_std')
 
-_CLIP = dict(image_mean=(.48145466,.4578275,.40821073), image_std=(.26862954,.26130258,.27577711)) # Defaults of Qwen2VLImageProcessor
-_FIXED = dict(do_resize=True, do_rescale=True, do_normalize=True, resample=3, rescale_factor=1/255)
+# Defaults of Qwen2VLImageProcessor
+_CLIP = dict(
+    image_mean=(.48145466,.4578275,.40821073),
+    image_std=(.26862954,.26130258,.27577711))
+_FIXED = dict(
+    do_resize=True, do_rescale=True, do_normalize=True, resample=3, rescale_factor=1/255)
 
 # %% ../../nbs/6_text/16_images.ipynb #fbe93e94
 def image_spec(
@@ -191,29 +281,58 @@ def image_spec(
     v:VisionConfig, # Its tower, whose patches must be those of the file
     max_pixels:int|None=None, # A smaller limit than the model's: fewer tokens, less detail
 )->ImageSpec:
-    "How the model in `folder` wants its images; `ConfigError` or `UnsupportedError` where its file cannot be followed"
+    """How the model in `folder` wants its images;
+    `ConfigError` or `UnsupportedError` where its file cannot be followed"""
     d,f = _processor(Path(folder))
     size = d.get('size') or {}
-    low,high = (d.get(a) or size.get(b) or size.get(a) or e for a,b,e in (('min_pixels','shortest_edge',56*56), ('max_pixels','longest_edge',28*28*1280)))
+    low,high = (
+        d.get(a) or size.get(b) or size.get(a) or e
+        for a,b,e in (
+            ('min_pixels','shortest_edge',56*56), ('max_pixels','longest_edge',28*28*1280)))
     s = ImageSpec(v.image_token_id, v.patch_size, v.merge_size, v.temporal_patch_size)
-    if f: s = replace(s, min_pixels=low, max_pixels=high, **{k.removeprefix('image_'):tuple(d.get(k) or e) for k,e in _CLIP.items()})
+    if f:
+        s = replace(
+            s,
+            min_pixels=low,
+            max_pixels=high,
+            **{
+                k.removeprefix('image_'):tuple(d.get(k) or e)
+                for k,e in _CLIP.items()})
     for k,want in _FIXED.items():
         got = d.get(k)
-        if got is not None and (not isinstance(got, (int,float)) or abs(got-want)>1e-6): raise UnsupportedError(f'{f}: {k} is {got!r}, and Atlas has {want!r}', param=k)
+        if (
+            got is not None
+            and (
+                not isinstance(got, (int,float))
+                or abs(got-want)>1e-6)):
+            raise UnsupportedError(f'{f}: {k} is {got!r}, and Atlas has {want!r}', param=k)
     for k in ('patch_size','temporal_patch_size','merge_size'):
-        if d.get(k) not in (None,getattr(v, k)): raise ConfigError(f'{f}: {k} is {d[k]!r}, and the vision tower has {getattr(v, k)}', param=k)
-    if max_pixels is None: return s
-    if max_pixels<s.min_pixels: raise RequestError(f'max_pixels is {max_pixels:,}; the model asks for at least {s.min_pixels:,}', param='max_pixels')
+        if d.get(k) not in (None,getattr(v, k)):
+            raise ConfigError(
+                f'{f}: {k} is {d[k]!r}, and the vision tower has {getattr(v, k)}', param=k)
+    if max_pixels is None:
+        return s
+    if max_pixels<s.min_pixels:
+        raise RequestError(
+            f'max_pixels is {max_pixels:,}; the model asks for at least {s.min_pixels:,}',
+            param='max_pixels')
     return replace(s, max_pixels=min(max_pixels, s.max_pixels))
 
 def _processor(folder):
     "The image processor's settings and the file they are in; ({}, None) where there is none"
-    for name,inner in (('processor_config.json','image_processor'), ('preprocessor_config.json',None)):
-        if not (f := folder/name).is_file(): continue
+    for name,inner in (
+        ('processor_config.json','image_processor'), ('preprocessor_config.json',None)):
+        if not (f := folder/name).is_file():
+            continue
         d = _json(f)
         d = d.get(inner) if inner else d
         if isinstance(d, dict):
-            if not isinstance(d.get('size'), dict|None) or any(not isinstance(d.get(k), list|tuple|None) for k in _CLIP): raise ConfigError(f'{f}: size, image_mean or image_std is malformed', param='size')
+            if (
+                not isinstance(d.get('size'), dict|None)
+                or any(
+                    not isinstance(d.get(k), list|tuple|None)
+                    for k in _CLIP)):
+                raise ConfigError(f'{f}: size, image_mean or image_std is malformed', param='size')
             return d,f
     return {},None
 
@@ -221,13 +340,18 @@ def _processor(folder):
 def preprocess(
     image:np.ndarray, # uint8 `[H,W,3]`, as from `load_image`
     spec:ImageSpec=ImageSpec(),
-)->tuple[np.ndarray,tuple[int,int,int]]: # Patches, float32 `[N, 3*T*P*P]`; how many in time, down and across
+    # Patches, float32 `[N, 3*T*P*P]`; how many in time, down and across
+)->tuple[np.ndarray,tuple[int,int,int]]:
     "What `transformers` gives to the tower for this image, bit for bit"
-    h,w = fit(*image.shape[:2], spec.patch*spec.merge, spec.min_pixels, spec.max_pixels)
+    h,w = fit(
+        *image.shape[:2], spec.patch*spec.merge, spec.min_pixels,
+        spec.max_pixels)
     x = resize(image, h, w).astype(np.float32)
     x -= np.float32(spec.mean)*np.float32(255)
     x /= np.float32(spec.std)*np.float32(255)
-    return patchify(x, spec.patch, spec.merge, spec.frames),(1,h//spec.patch,w//spec.patch)
+    return (
+        patchify(x, spec.patch, spec.merge, spec.frames),
+        (1,h//spec.patch,w//spec.patch))
 
 # %% ../../nbs/6_text/16_images.ipynb #5dccca97
 def expand_images(
@@ -235,30 +359,52 @@ def expand_images(
     image_token_id:int,
     counts, # Rows of each image, in order
 )->list[int]:
-    "Make one image token as many as its image has rows; a `RequestError` where tokens and images do not match"
+    """Make one image token as many as its image has rows;
+    a `RequestError` where tokens and images do not match"""
     ids,counts = list(ids),list(counts)
     n = ids.count(image_token_id)
-    if n==sum(counts): return ids
-    if n!=len(counts): raise RequestError(f'The prompt has {n} image tokens for {len(counts)} images', hint='The chat template may not show images, or a text may contain the token', param='messages')
+    if n==sum(counts):
+        return ids
+    if n!=len(counts):
+        raise RequestError(
+            f'The prompt has {n} image tokens for {len(counts)} images',
+            hint='The chat template may not show images, or a text may contain the token',
+            param='messages')
     it = iter(counts)
-    return [t for i in ids for t in ([i]*next(it) if i==image_token_id else [i])]
+    return [
+        t for i in ids
+        for t in ([i]*next(it) if i==image_token_id else [i])]
 
 def place_images(
     ids, # Of the prompt, one image token for each image
     images, # What `load_image` takes, in order
     spec:ImageSpec|None, # How the model wants them; None: it reads only text
     limits:Limits=LIMITS,
-)->tuple[list[int],tuple]: # The prompt with a token for each row of each image; of each image its patches and grid
+    # The prompt with a token for each row of each image; of each image its patches and grid
+)->tuple[list[int],tuple]:
     "Images and their tokens, ready for the model; a `RequestError` where they cannot be"
     if spec is None:
-        if images: raise RequestError('This model reads only text', hint='Leave the images out, or use a model that sees', param='messages')
+        if images:
+            raise RequestError(
+                'This model reads only text',
+                hint='Leave the images out, or use a model that sees',
+                param='messages')
         return list(ids),()
-    done = tuple(preprocess(a, spec) for a in _load_all([(s, f'images[{i}]') for i,s in enumerate(images)], limits))
-    return expand_images(ids, spec.token, [tokens_of(g, spec.merge) for _,g in done]),done
+    done = tuple(
+        preprocess(a, spec)
+        for a in _load_all(
+            [(s, f'images[{i}]') for i,s in enumerate(images)], limits))
+    return (
+        expand_images(
+            ids, spec.token, [tokens_of(g, spec.merge) for _,g in done]),
+        done)
 
 def _load_all(sources, limits):
     "Arrays of (source, name) pairs, whose pixels are counted together"
-    if len(sources)>limits.images: raise RequestError(f'{len(sources)} images in a request, and at most {limits.images} are taken', param='messages')
+    if len(sources)>limits.images:
+        raise RequestError(
+            f'{len(sources)} images in a request, and at most {limits.images} are taken',
+            param='messages')
     out,left = [],limits.pixels
     for src,where in sources:
         out.append(load_image(src, where, replace(limits, pixels=left)))
@@ -272,14 +418,21 @@ def _source(p, where):
     if kind in ('image_url','input_image'):
         u = p.get('image_url')
         return True,u.get('url') if isinstance(u, dict) else u
-    if kind!='image': return False,None
+    if kind!='image':
+        return False,None
     for k in ('image','url','path','base64'):
-        if p.get(k) is not None: return True,f'data:;base64,{p[k]}' if k=='base64' and str(p[k])[:5]!='data:' else p[k]
+        if p.get(k) is not None:
+            return (
+                True,
+                f'data:;base64,{p[k]}' if k=='base64' and str(p[k])[:5]!='data:'
+                else p[k])
     return True,None
 
 def _place(p, where):
     "Where a part stood in the body of a request: what `where` says, if it was moved since"
-    return p['where'] if isinstance(p, dict) and isinstance(p.get('where'), str) else where
+    return (
+        p['where'] if isinstance(p, dict) and isinstance(p.get('where'), str)
+        else where)
 
 def prepare_images(
     messages:list, # As a client sends them
@@ -294,15 +447,32 @@ def prepare_images(
         parts = list(c) if isinstance(c, list) else []
         for j,p in enumerate(parts):
             is_image,src = _source(p, where := _place(p, f'messages[{i}].content[{j}]'))
-            if not is_image: continue
-            if not sees: _no(where, 'is an image, and this model reads only text', 'Leave it out, or use a model that sees')
-            if src is None: _no(where, 'has no image', "Give it as {'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,…'}}")
-            if not paths and not (isinstance(src, str) and src[:5].lower()=='data:'): _file_refused(src, where)
-            found.append((src, where)); parts[j] = {'type':'image'}
+            if not is_image:
+                continue
+            if not sees:
+                _no(
+                    where,
+                    'is an image, and this model reads only text',
+                    'Leave it out, or use a model that sees')
+            if src is None:
+                _no(
+                    where,
+                    'has no image',
+                    "Give it as {'type': 'image_url', 'image_url': {'url': "
+                    "'data:image/png;base64,…'}}")
+            if (
+                not paths
+                and not (isinstance(src, str) and src[:5].lower()=='data:')):
+                _file_refused(src, where)
+            found.append((src, where))
+            parts[j] = {'type':'image'}
         out.append(m | {'content':parts} if parts else m)
     return (out if found else messages),_load_all(found, limits)
 
 def _file_refused(src, where):
     "Say why this source is not read here"
     what = f'is {str(src)[:40]!r}' if isinstance(src, str) else f'holds a {type(src).__name__}'
-    _no(where, f'{what}, and this server reads no files and fetches no addresses', 'Send the image itself, as data:image/png;base64,…')
+    _no(
+        where,
+        f'{what}, and this server reads no files and fetches no addresses',
+        'Send the image itself, as data:image/png;base64,…')

@@ -63,7 +63,8 @@ def following(
 )->list[dict]:
     "The messages that come after an answer"
     calls = answer.get('tool_calls')
-    if not calls: return [dict(role='user', content=words)]
+    if not calls:
+        return [dict(role='user', content=words)]
     def result(c):
         name = dict(name=c['function']['name']) if named else {}
         return dict(role='tool', tool_call_id=c.get('id'), content=words)|name
@@ -76,8 +77,10 @@ def shared(a, b)->int:
     high = min(len(a), len(b))
     while low<high:
         mid = (low+high+1)//2
-        if a[low:mid]==b[low:mid]: low = mid
-        else: high = mid-1
+        if a[low:mid]==b[low:mid]:
+            low = mid
+        else:
+            high = mid-1
     return low
 
 @patch
@@ -89,7 +92,8 @@ def settled(self:TurnMarks,
     "So many of these ids stay as they are, however the text goes on"
     least = max(0, len(ids)-near)
     for i in range(len(ids), least, -1):
-        if ids[i-1] in self.added: return i
+        if ids[i-1] in self.added:
+            return i
     return max(0, len(ids)-spare)
 
 # %% ../../nbs/6_text/20_next_turn.ipynb #06e82a01

@@ -41,11 +41,16 @@ class Splitter:
     ):
         self.reasoning,self.tools = reasoning,tools
         self.harmony = Harmony(tool_list) if reasoning=='openai_gptoss' or tools=='openai' else None
-        self.thoughts = ReasoningStream(reasoning, thinking, opened) if reasoning and not self.harmony else None
+        self.thoughts = (
+            ReasoningStream(reasoning, thinking, opened) if reasoning and not self.harmony
+            else None)
         self.parser = ToolStream(tools, tool_list) if tools and not self.harmony else None
-        self.plain,self.blanks,self.tail = [],[] if self.parser else None,''
+        self.plain = []
+        self.blanks = [] if self.parser else None
+        self.tail = ''
         self.continuing = bool(prompt)
-        if self.harmony: self.harmony.feed(_header(prompt))
+        if self.harmony:
+            self.harmony.feed(_header(prompt))
     @property
     def thinking(self)->bool:
         "Is the text, so far, inside a thought?"
@@ -65,7 +70,8 @@ class Splitter:
 def may_think(self:Splitter)->bool:
     "Is the text inside a thought, or may another one begin?"
     t = self.thoughts
-    if t is None: return self.harmony is not None
+    if t is None:
+        return self.harmony is not None
     return t.thinking or t.style.again and t.machine is not None
 
 # %% ../../nbs/6_text/13_parsers.ipynb #9f643083
@@ -74,17 +80,24 @@ def feed(self:Splitter,
     text:str, # The next piece
 )->Delta:
     "More of the model's text"
-    if self.harmony: return self._heard(self.harmony.feed(text))
+    if self.harmony:
+        return self._heard(self.harmony.feed(text))
     thought = ''
-    if self.thoughts: t = self.thoughts.feed(text); thought,text = t.reasoning,t.content
+    if self.thoughts:
+        t = self.thoughts.feed(text)
+        thought,text = t.reasoning,t.content
     return self._more(thought, text)
 @patch
 def finish(self:Splitter)->Delta:
     "The model has ended"
-    if self.harmony: return self._heard(self.harmony.finish())
+    if self.harmony:
+        return self._heard(self.harmony.finish())
     thought,text,calls = '','',()
-    if self.thoughts: t = self.thoughts.finish(); thought,text = t.reasoning,t.content
-    if not self.parser: return self._more(thought, text)
+    if self.thoughts:
+        t = self.thoughts.finish()
+        thought,text = t.reasoning,t.content
+    if not self.parser:
+        return self._more(thought, text)
     a,b = self.parser.feed(text),self.parser.finish()
     calls = (*a.calls, *b.calls)
     said = self._closed(a.content+b.content, True)
@@ -98,21 +111,26 @@ def _heard(self:Splitter, d):
 @patch
 def _more(self:Splitter, thought, text):
     "Pass on what is not a thought"
-    if not text: return Delta(thought, '', ())
+    if not text:
+        return Delta(thought, '', ())
     if self.parser:
         d = self.parser.feed(text)
         said = self._closed(d.content)
         return Delta(thought, self._quiet(said, d.calls), d.calls)
-    if not self.thoughts: self.plain.append(text)
+    if not self.thoughts:
+        self.plain.append(text)
     return Delta(thought, text, ())
 
 # %% ../../nbs/6_text/13_parsers.ipynb #4adf3ec0
 @patch
 def _quiet(self:Splitter, text, calls, last=False):
     "`text`, unless all that was said so far is blank"
-    if self.blanks is None: return text
-    if text: self.blanks.append(text)
-    if not (calls or last) and (not text or text.isspace()): return ''
+    if self.blanks is None:
+        return text
+    if text:
+        self.blanks.append(text)
+    if not (calls or last) and (not text or text.isspace()):
+        return ''
     said,self.blanks = ''.join(self.blanks),None
     return '' if calls and said.isspace() else said
 
@@ -122,7 +140,8 @@ _marks = cache(Marks)
 @patch
 def _closed(self:Splitter, text, last=False):
     "`text` without closing marks, if a thought was left open"
-    if not self.thoughts or not self.thoughts.unclosed: return text
+    if not self.thoughts or not self.thoughts.unclosed:
+        return text
     *parts,rest = (self.tail+text).split(close:=self.thoughts.close)
     n = len(rest)-(0 if last else _marks(close).partial(rest))
     self.tail = rest[n:]
@@ -132,20 +151,27 @@ def _closed(self:Splitter, text, last=False):
 @patch
 def result(self:Splitter)->Answer:
     "What all the text came to"
-    if self.harmony: return self._told(self.harmony.result())
-    thought,text = self.thoughts.result() if self.thoughts else (None,''.join(self.plain) or None)
-    if not self.parser: return Answer(text, [], thought)
+    if self.harmony:
+        return self._told(self.harmony.result())
+    thought,text = (
+        self.thoughts.result() if self.thoughts
+        else (None,''.join(self.plain) or None))
+    if not self.parser:
+        return Answer(text, [], thought)
     r = self.parser.result()
     said = r.content or ''
-    if self.thoughts and self.thoughts.unclosed and (k:=self.thoughts.close) in said: said = said.replace(k, '').strip()
-    if r.calls and said.isspace(): said = None
+    if self.thoughts and self.thoughts.unclosed and (k:=self.thoughts.close) in said:
+        said = said.replace(k, '').strip()
+    if r.calls and said.isspace():
+        said = None
     return Answer(said or None, r.calls, thought)
 
 @patch
 def _told(self:Splitter, r):
     "The result of a harmony text, without what nobody reads here"
     thought = ''.join(self.harmony.thoughts) or None
-    if not self.reasoning: thought = None
+    if not self.reasoning:
+        thought = None
     calls = r.calls if self.tools else []
     return Answer(r.content, calls, thought)
 
@@ -155,7 +181,9 @@ def kept(
     tools:str|None, # One of `TOOL_PARSERS`
 )->tuple[str,...]:
     "Marks that these parsers need to see"
-    marks = (*(REASONING_PARSERS[reasoning].marks if reasoning else ()), *(TOOL_PARSERS[tools].marks if tools else ()))
+    marks = (
+        *(REASONING_PARSERS[reasoning].marks if reasoning else ()),
+        *(TOOL_PARSERS[tools].marks if tools else ()))
     return tuple(dict.fromkeys(marks))
 
 # %% ../../nbs/6_text/13_parsers.ipynb #165ad307
@@ -167,7 +195,9 @@ _SAYS = ( # what a template contains -> tool parser; the first that fits
     (('[func_name1(',),'pythonic'), (('<|start_header_id|>',),'llama3_json'), (('<|python_tag|>',),'llama3_json'))
 _HABIT = dict(gptoss='openai', gemma='gemma4', minimax='minimax_m2', nemotron='qwen3_coder',
     qwen='hermes', granite='hermes', llama='llama3_json')
-_THINKS = dict(openai='openai_gptoss', gemma4='gemma4', minimax_m2='minimax_m2', glm45='glm45', glm47='glm45', hermes='qwen3', qwen3_coder='qwen3', mistral='mistral')
+_THINKS = dict(
+    openai='openai_gptoss', gemma4='gemma4', minimax_m2='minimax_m2', glm45='glm45', glm47='glm45',
+    hermes='qwen3', qwen3_coder='qwen3', mistral='mistral')
 
 def default_parsers(
     config, # A `ModelConfig`, or None
@@ -175,7 +205,11 @@ def default_parsers(
 )->tuple[str|None,str|None]: # Tool parser and reasoning parser
     "The parsers that a model was made for"
     t,family = template or '',getattr(config, 'family', None)
-    tools = next((p for words,p in _SAYS if all(w in t for w in words)), None) or _HABIT.get(family)
-    if tools in ('openai','gemma4','minimax_m2'): return tools,_THINKS[tools]
+    tools = (
+        next(
+            (p for words,p in _SAYS if all(w in t for w in words)), None)
+        or _HABIT.get(family))
+    if tools in ('openai','gemma4','minimax_m2'):
+        return tools,_THINKS[tools]
     thinks = any(w in t for w in ('<think>','</think>','[THINK]'))
     return tools,_THINKS.get(tools, 'deepseek_r1') if thinks else None

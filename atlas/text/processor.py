@@ -40,7 +40,8 @@ class Processor:
         source = _text_of(tokenizer) if tokenizer else ck
         self._tokenizer = _try_tokenizer(source)
         self.template = load_template(source)
-        if tokenizer: _fits(self._tokenizer, c, tokenizer)
+        if tokenizer:
+            _fits(self._tokenizer, c, tokenizer)
         self.image_spec = image_spec(ck.folder, c.vision) if c.vision else None
         source = self.template.source if self.template else None
         calls,thoughts = default_parsers(c, source)
@@ -50,8 +51,10 @@ class Processor:
     def has_text(self)->bool: return not isinstance(self._tokenizer, SourceError)
     @property
     def tokenizer(self)->Tokenizer:
-        "Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids come out"
-        if not self.has_text: raise self._tokenizer
+        """Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids
+        come out"""
+        if not self.has_text:
+            raise self._tokenizer
         return self._tokenizer
     @property
     def eos_ids(self)->tuple[int,...]:
@@ -62,20 +65,25 @@ class Processor:
 # %% ../../nbs/6_text/19_processor.ipynb #19a10002
 def _try_tokenizer(ck):
     "The checkpoint's tokenizer, or the error that says it has none; a made-up model's are bytes"
-    try: return load_tokenizer(ck)
-    except SourceError as e: return byte_tokenizer() if ck.kind=='dummy' else e
+    try:
+        return load_tokenizer(ck)
+    except SourceError as e:
+        return byte_tokenizer() if ck.kind=='dummy' else e
 
 def _text_of(name):
     "What is read of the model `name` beside its weights"
     path = pull_text(name)
     if path.is_file():
-        with open_checkpoint(path) as ck: return SimpleNamespace(path=path, meta=ck.meta, kind='')
+        with open_checkpoint(path) as ck:
+            return SimpleNamespace(path=path, meta=ck.meta, kind='')
     return SimpleNamespace(path=path, meta={}, kind='')
 
 def _fits(tokenizer, c, name):
     "Refuse a tokenizer with tokens that a model does not have"
-    if isinstance(tokenizer, SourceError): raise tokenizer
-    if tokenizer.vocab_size<=c.vocab_size: return
+    if isinstance(tokenizer, SourceError):
+        raise tokenizer
+    if tokenizer.vocab_size<=c.vocab_size:
+        return
     said = f'The tokenizer of {name} has {tokenizer.vocab_size:,} tokens, the model {c.vocab_size:,}'
     raise RequestError(said, param='tokenizer', hint='Take that of the same family')
 
@@ -87,21 +95,24 @@ def sampling_of(
     generation:str='auto', # 'auto': its own file; 'vllm': none; else a folder with one
     override:str|None=None, # JSON: what goes before it
 )->dict: # Sampling parameters by name
-    "How a model is sampled where a request says nothing; a `SourceError` where a folder has no such file"
+    """How a model is sampled where a request says nothing;
+    a `SourceError` where a folder has no such file"""
     own = ck.folder if generation=='auto' and ck.kind=='safetensors' else None
     folder = own if generation in ('auto','vllm') else Path(generation).expanduser()
     path = folder and folder/_GENERATION
     there = path is not None and path.is_file()
     if folder!=own and not there:
         said = f'{generation!r} has no {_GENERATION}'
-        raise SourceError(said, hint='generation_config is auto, vllm, or a folder', param='generation_config')
+        raise SourceError(
+            said, hint='generation_config is auto, vllm, or a folder', param='generation_config')
     return generation_defaults(json_file(path) if there else {}, json.loads(override or '{}'))
 
 # %% ../../nbs/6_text/19_processor.ipynb #25ab61f9
 @patch
 def guides(self:Processor, sandbox=None)->Guides|None:
     "What holds its answers to a form, such as a schema; None without a tokenizer"
-    if not self.has_text: return None
+    if not self.has_text:
+        return None
     return Guides(self._tokenizer, self.config.vocab_size, self.eos_ids, sandbox)
 
 def processor_of(options:EngineConfig, parsers=(None,None)):
@@ -111,6 +122,7 @@ def processor_of(options:EngineConfig, parsers=(None,None)):
 
 def read_text(options:EngineConfig, parsers=(None,None))->Processor:
     "The processor of a model, without its weights; a `SourceError` where it has no tokenizer"
-    with open_model(options) as ck: p = processor_of(options, parsers)(ck)
+    with open_model(options) as ck:
+        p = processor_of(options, parsers)(ck)
     p.tokenizer  # raises
     return p

@@ -42,8 +42,12 @@ STYLES = dict(
     deepseek_r1=Style(swallow=False),
     minimax_m2=Style(tools=('<minimax:tool_call>',), tidy=True),
     glm45=Style(tools=('<tool_call>',), again=True, tidy=True),
-    mistral=Style('[THINK]', '[/THINK]', ('[TOOL_CALLS]',), inside=False, again=True, tidy=True, early=('<think>','</think>')),
-    gemma4=Style('<|channel>', '<channel|>', ('<|tool_call>',), inside=False, again=True, tidy=True, label='thought\n'))
+    mistral=Style(
+        '[THINK]', '[/THINK]', ('[TOOL_CALLS]',), inside=False, again=True, tidy=True,
+        early=('<think>','</think>')),
+    gemma4=Style(
+        '<|channel>', '<channel|>', ('<|tool_call>',), inside=False, again=True, tidy=True,
+        label='thought\n'))
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #b576d436
 class Reasoner:
@@ -51,10 +55,14 @@ class Reasoner:
     blank = 64 # Most blanks before an opening mark
     def __init__(self,
         style:Style,
-        thinking:bool=True, # Was thinking on? If not, the text of a family that has `inside` is not read at all
-        opened:bool=False, # Does the prompt end inside a thought, whatever the family does otherwise?
+        # Was thinking on? If not, the text of a family that has `inside` is not read at all
+        thinking:bool=True,
+        # Does the prompt end inside a thought, whatever the family does otherwise?
+        opened:bool=False,
     ):
-        self.style,self.open,self.close = style,style.open,style.close
+        self.style = style
+        self.open = style.open
+        self.close = style.close
         self.thinking = opened or thinking and style.inside # Is the text inside a thought by now?
         self.unclosed = False # Did a call end a thought?
         self.read = self.thinking or not style.inside
@@ -69,12 +77,17 @@ def feed(self:Reasoner,
 )->Delta:
     "More of the model's text"
     if self.machine is None:
-        if text: self.answers.append(text)
+        if text:
+            self.answers.append(text)
         return Delta(content=text)
-    self.buf,self.i = self.buf[self.i:]+text,0
-    try: next(self.machine)
-    except StopIteration: self.machine = None
-    thought,text = ''.join(self._think),''.join(self._answer)
+    self.buf = self.buf[self.i:]+text
+    self.i = 0
+    try:
+        next(self.machine)
+    except StopIteration:
+        self.machine = None
+    thought = ''.join(self._think)
+    text = ''.join(self._answer)
     self._think,self._answer = [],[]
     return Delta(thought, text)
 @patch
@@ -83,7 +96,9 @@ def finish(self:Reasoner)->Delta:
     self.done = True
     return self.feed('')
 @patch
-def result(self:Reasoner)->tuple[str|None,str|None]: # Reasoning and content, None where there is none
+def result(
+    self:Reasoner,
+)->tuple[str|None,str|None]: # Reasoning and content, None where there is none
     "What all the text came to"
     return ''.join(self.thoughts) or None,''.join(self.answers) or None
 
@@ -91,15 +106,22 @@ def result(self:Reasoner)->tuple[str|None,str|None]: # Reasoning and content, No
 @patch
 def answer(self:Reasoner, text:str):
     "More of the answer"
-    if text: self.answers.append(text); self._answer.append(text)
+    if text:
+        self.answers.append(text)
+        self._answer.append(text)
 @patch
 def think(self:Reasoner, text:str):
     "More of the thoughts, less the blanks at their end"
     if self.style.tidy:
         kept = text.rstrip()
-        if not kept: return self.blanks.append(text)
-        text,self.blanks = ''.join([*self.blanks, kept]),[text[len(kept):]]
-    if text: self.thoughts.append(text); self._think.append(text)
+        if not kept:
+            return self.blanks.append(text)
+        text,self.blanks = (
+            ''.join([*self.blanks, kept]),
+            [text[len(kept):]])
+    if text:
+        self.thoughts.append(text)
+        self._think.append(text)
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #763bd2a8
 _marks = cache(Marks)
@@ -109,10 +131,15 @@ def _upto(self:Reasoner, marks:Marks, out):
     "Give `out` all text up to the next mark, and say which that is; '' at the end of the text"
     while True:
         m = marks.find(self.buf, self.i)
-        end = m.start() if m else len(self.buf)-(0 if self.done else marks.partial(self.buf, self.i))
-        text,self.i = self.buf[self.i:end],m.end() if m else end
+        end = (
+            m.start() if m
+            else len(self.buf)
+            -(0 if self.done else marks.partial(self.buf, self.i)))
+        text = self.buf[self.i:end]
+        self.i = m.end() if m else end
         out(text)
-        if m or self.done: return m[0] if m else ''
+        if m or self.done:
+            return m[0] if m else ''
         yield
 @patch
 def _match(self:Reasoner, words, at:int=0):
@@ -120,8 +147,10 @@ def _match(self:Reasoner, words, at:int=0):
     longest = max(map(len, words))
     while True:
         s = self.buf[self.i+at:self.i+at+longest]
-        if w := next((w for w in words if s.startswith(w)), ''): return w
-        if self.done or not any(w.startswith(s) for w in words): return ''
+        if w := next((w for w in words if s.startswith(w)), ''):
+            return w
+        if self.done or not any(w.startswith(s) for w in words):
+            return ''
         yield
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #98b61a7e
@@ -130,34 +159,62 @@ def _start(self:Reasoner):
     "Find out what the text begins with"
     s,n = self.style,0
     while n<=self.blank:
-        if n<len(self.buf) and self.buf[n].isspace(): n += 1
-        elif n<len(self.buf) or self.done: break
-        else: yield
-    else: return
-    w = yield from self._match((s.open, *s.early[:1], *([s.label] if s.label and not n else [])), n)
-    if s.early and w==s.early[0]: self.open,self.close = s.early
-    if w and (w==s.label or w in s.early): self.thinking = True
-    if self.thinking and w==self.open: self.i += n+len(w)
+        if n<len(self.buf) and self.buf[n].isspace():
+            n += 1
+        elif n<len(self.buf) or self.done:
+            break
+        else:
+            yield
+    else:
+        return
+    w = yield from self._match(
+        (
+            s.open,
+            *s.early[:1],
+            *([s.label] if s.label and not n else [])),
+        n)
+    if s.early and w==s.early[0]:
+        self.open,self.close = s.early
+    if w and (w==s.label or w in s.early):
+        self.thinking = True
+    if self.thinking and w==self.open:
+        self.i += n+len(w)
 
 @patch
 def _thought(self:Reasoner):
     "A thought, less its label"
     if l := self.style.label:
         w = yield from self._match((l, l.rstrip()+self.close))
-        if w or self.done and self.buf[self.i:]==l.rstrip(): self.i += len(l if w==l else l.rstrip())
-    return (yield from self._upto(_marks(self.open, self.close, *self.style.tools), self.think))
+        if w or self.done and self.buf[self.i:]==l.rstrip():
+            self.i += len(l if w==l else l.rstrip())
+    return (
+        yield from self._upto(
+            _marks(self.open, self.close, *self.style.tools), self.think))
 
 @patch
 def run(self:Reasoner):
     "Read the answer"
     s,mark = self.style,''
-    if self.read: yield from self._start()
-    between = (*[self.open]*s.again, *[self.close]*s.swallow, *s.tools) if self.read else ()
+    if self.read:
+        yield from self._start()
+    between = (
+        (
+            *[self.open]*s.again,
+            *[self.close]*s.swallow,
+            *s.tools)
+        if self.read
+        else ())
     while self.thinking or between:
-        mark = yield from (self._thought() if self.thinking else self._upto(_marks(*between), self.answer))
-        if mark not in (self.open, self.close): break
+        mark = yield from (
+            self._thought() if self.thinking
+            else self._upto(_marks(*between), self.answer))
+        if mark not in (self.open, self.close):
+            break
         self.thinking = mark==self.open
-    if mark in s.tools: self.unclosed,self.thinking,self.i = self.thinking,False,self.i-len(mark)
+    if mark in s.tools:
+        self.unclosed = self.thinking
+        self.thinking = False
+        self.i = self.i-len(mark)
     self.answer(self.buf[self.i:])
     self.i = len(self.buf)
 
@@ -167,14 +224,18 @@ class HarmonyReasoner(Harmony):
     def _turn(self)->Delta:
         d = super()._turn()
         return Delta(d.reasoning, d.content)
-    def result(self)->tuple[str|None,str|None]: return ''.join(self.thoughts) or None,''.join(self.said) or None
+    def result(self)->tuple[str|None,str|None]:
+        return ''.join(self.thoughts) or None,''.join(self.said) or None
 
 REASONING_PARSERS = STYLES|dict(openai_gptoss=Harmony)  # by name; each has `marks`
 
 def _style(parser):
     "A row by its name"
-    if parser in REASONING_PARSERS: return REASONING_PARSERS[parser]
-    raise RequestError(f'There is no reasoning parser {str(parser)[:40]!r}', hint=f'Known are {", ".join(sorted(REASONING_PARSERS))}')
+    if parser in REASONING_PARSERS:
+        return REASONING_PARSERS[parser]
+    raise RequestError(
+        f'There is no reasoning parser {str(parser)[:40]!r}',
+        hint=f'Known are {", ".join(sorted(REASONING_PARSERS))}')
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #77ae5de9
 def ReasoningStream(
@@ -194,28 +255,42 @@ def parse_reasoning(
 )->tuple[str|None,str|None]: # Reasoning and content; None for what is not there
     "Split a whole answer"
     s = _style(parser)
-    first = _marks(s.open, s.close, *s.tools).find(text) if isinstance(s, Style) and s.label else None
+    first = (
+        _marks(s.open, s.close, *s.tools).find(text)
+        if isinstance(s, Style) and s.label
+        else None)
     r = ReasoningStream(parser, thinking, bool(first and first[0]==s.close))
-    r.feed(text); r.finish()
+    r.feed(text)
+    r.finish()
     return r.result()
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #a7978db2
 def begins(
     parser:str|None, # One of `REASONING_PARSERS`
     prompt:str, # As the template rendered it; its end is enough
-)->bool|None: # True: inside a thought. False: the template closed it. None: the prompt leaves it open
+    # True: inside a thought. False: the template closed it. None: the prompt leaves it open
+)->bool|None:
     "How does an answer to this prompt begin?"
-    s,tail = parser and _style(parser),prompt[-200:].rstrip()
-    if not isinstance(s, Style): return None
-    for o,c in ((s.open,s.close), s.early or (s.open,s.close)):
-        if tail.endswith(c): return False
-        if tail.endswith((o, o+(s.label.rstrip() or '\n'))): return True
+    s = parser and _style(parser)
+    tail = prompt[-200:].rstrip()
+    if not isinstance(s, Style):
+        return None
+    for o,c in (
+        (s.open,s.close),
+        s.early or (s.open,s.close)):
+        if tail.endswith(c):
+            return False
+        if tail.endswith((o, o+(s.label.rstrip() or '\n'))):
+            return True
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #935bf141
 def within_thought(m:dict, prompt:str)->bool:
     "Does a prompt end within the thought of its last message?"
-    thought,c = (m.get('reasoning') or '').rstrip(),m.get('content') or ''
-    said = c if isinstance(c, str) else ''.join(p.get('text') or '' for p in c)
+    thought = (m.get('reasoning') or '').rstrip()
+    c = m.get('content') or ''
+    said = (
+        c if isinstance(c, str)
+        else ''.join(p.get('text') or '' for p in c))
     return bool(thought) and not said.strip() and prompt.rstrip().endswith(thought)
 
 def beginning(
@@ -226,7 +301,8 @@ def beginning(
 )->tuple[bool,bool]: # `thinking` and `opened`, as a `ReasoningStream` wants them
     "Does the answer begin with a thought, and has the prompt opened it?"
     told = begins(parser, prompt)
-    if message is not None: told = bool(told) or within_thought(message, prompt)
+    if message is not None:
+        told = bool(told) or within_thought(message, prompt)
     return thinking is not False if told is None else told,bool(told)
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #ab08e959
@@ -243,7 +319,8 @@ def closing(
     harmony = parser=='openai_gptoss'
     always = harmony or getattr(REASONING_PARSERS.get(parser), 'inside', False)
     sure = opened or harmony and formed or thinking and (always or asked)
-    if not parser or not sure: return {}
+    if not parser or not sure:
+        return {}
     if harmony:
         force = '<|end|><|start|>assistant'+''.join(_FINAL)
         return dict(after=list(_FINAL), force=force, early=[' to=functions.'])

@@ -33,10 +33,12 @@ class OverrunError(RequestError):
     code = 'work_limit'
 
 class BusyError(QueueFullError):
-    "No child could be started, as where a system has no memory or descriptors to spare: nothing that the client can help"
+    """No child could be started, as where a system has no memory or descriptors to spare: nothing
+    that the client can help"""
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #4fba16eb
-_START,_FOREVER = 30.,float('inf') # Seconds that a child may take to begin; a deadline for pipes that block
+_START = 30. # Seconds that a child may take to begin
+_FOREVER = float('inf') # A deadline for pipes that block
 
 def _frame(x)->bytes:
     "A message as bytes"
@@ -47,15 +49,20 @@ def _wait(fd, event, until):
     "Until `fd` can be read or written; `TimeoutError` at the deadline"
     with selectors.PollSelector() as s:  # which needs no descriptor, where none may be left
         s.register(fd, event)
-        if not s.select(max(0., until-monotonic())): raise TimeoutError
+        if not s.select(max(0., until-monotonic())):
+            raise TimeoutError
 
 def _read(fd, n, until)->bytes:
     "`n` bytes of a pipe that does not block"
     got = bytearray()
     while len(got)<n:
-        try: part = os.read(fd, min(n-len(got), 1<<20))
-        except BlockingIOError: _wait(fd, selectors.EVENT_READ, until); continue
-        if not part: raise EOFError
+        try:
+            part = os.read(fd, min(n-len(got), 1<<20))
+        except BlockingIOError:
+            _wait(fd, selectors.EVENT_READ, until)
+            continue
+        if not part:
+            raise EOFError
         got += part
     return bytes(got)
 
@@ -63,8 +70,10 @@ def _write(fd, raw, until):
     "All of `raw` into a pipe that does not block"
     raw = memoryview(raw)
     while raw:
-        try: raw = raw[os.write(fd, raw):]
-        except BlockingIOError: _wait(fd, selectors.EVENT_WRITE, until)
+        try:
+            raw = raw[os.write(fd, raw):]
+        except BlockingIOError:
+            _wait(fd, selectors.EVENT_WRITE, until)
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #ef46d777
 def _die_with_parent(parent):
@@ -72,21 +81,31 @@ def _die_with_parent(parent):
     if sys.platform=='linux':
         import ctypes
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid()!=parent: os._exit(1)
+    if os.getppid()!=parent:
+        os._exit(1)
 
 def _confine(memory):
     "Limits of this process from here on"
     page = resource.getpagesize()
-    now = int(Path('/proc/self/statm').read_text().split()[0])*page if sys.platform=='linux' else 0
-    for what,limit in ((resource.RLIMIT_CORE,0), (resource.RLIMIT_FSIZE,0), (resource.RLIMIT_AS,now+memory)):
+    now = (
+        int(Path('/proc/self/statm').read_text().split()[0])*page
+        if sys.platform=='linux'
+        else 0)
+    for what,limit in (
+        (resource.RLIMIT_CORE,0),
+        (resource.RLIMIT_FSIZE,0),
+        (resource.RLIMIT_AS,now+memory)):
         hard = resource.getrlimit(what)[1]
         limit = limit if hard==resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(what, (limit, limit))
 
 def _failure(e)->dict:
     "An exception as data. The text of one that we did not raise ourselves stays here"
-    if isinstance(e, AtlasError): return dict(code=e.code, msg=e.msg, hint=e.hint, param=e.param)
-    if isinstance(e, (MemoryError,RecursionError)): return dict(code='work_limit', msg='It needs more memory than one request may have')
+    if isinstance(e, AtlasError):
+        return dict(
+            code=e.code, msg=e.msg, hint=e.hint, param=e.param)
+    if isinstance(e, (MemoryError,RecursionError)):
+        return dict(code='work_limit', msg='It needs more memory than one request may have')
     return dict(code='engine_error', msg=f'The work failed ({type(e).__name__})')
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #9a79bf87
@@ -95,8 +114,10 @@ def _load(jobs)->dict:
     out = {}
     for name,at in jobs.items():
         module,_,f = at.partition(':')
-        try: out[name] = getattr(importlib.import_module(module), f)
-        except (ImportError,AttributeError): continue  # asked for, it is refused as unknown
+        try:
+            out[name] = getattr(importlib.import_module(module), f)
+        except (ImportError,AttributeError):
+            continue  # asked for, it is refused as unknown
     return out
 
 def child(
@@ -111,22 +132,38 @@ def child(
     _confine(memory)
     _write(out, _frame('ready'), _FOREVER)
     while True:
-        try: name,args,kw = json.loads(_read(into, struct.unpack('>I', _read(into, 4, _FOREVER))[0], _FOREVER))
-        except EOFError: return
+        try:
+            name,args,kw = json.loads(_read(
+                into, struct.unpack('>I', _read(into, 4, _FOREVER))[0], _FOREVER))
+        except EOFError:
+            return
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        try: answer = _frame(dict(ok=fs[name](*args, **kw)))
-        except BaseException as e: answer = _frame(dict(error=_failure(e)))
+        try:
+            answer = _frame(dict(ok=fs[name](*args, **kw)))
+        except BaseException as e:
+            answer = _frame(dict(error=_failure(e)))
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(out, answer, _FOREVER)
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #1fa5edb2
-_KEEP = ('PATH','HOME','LANG','LC_ALL','LC_CTYPE','TZ','LD_LIBRARY_PATH','DYLD_LIBRARY_PATH','VIRTUAL_ENV','SYSTEMROOT')
+_KEEP = (
+    'PATH', 'HOME', 'LANG', 'LC_ALL', 'LC_CTYPE', 'TZ', 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH',
+    'VIRTUAL_ENV', 'SYSTEMROOT')
 
 def _environ()->dict:
     "What a child gets to know"
-    paths = [str(Path(atlas.__file__).parents[1]),*os.environ.get('PYTHONPATH','').split(os.pathsep)]
-    return {k:os.environ[k] for k in _KEEP if k in os.environ} | dict(PYTHONPATH=os.pathsep.join(filter(None, paths)),
-        OPENBLAS_NUM_THREADS='1', OMP_NUM_THREADS='1', RAYON_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', MALLOC_ARENA_MAX='2')
+    paths = [
+        str(Path(atlas.__file__).parents[1]),
+        *os.environ.get('PYTHONPATH','').split(os.pathsep)]
+    return (
+        {k:os.environ[k] for k in _KEEP if k in os.environ}
+        | dict(
+            PYTHONPATH=os.pathsep.join(filter(None, paths)),
+            OPENBLAS_NUM_THREADS='1',
+            OMP_NUM_THREADS='1',
+            RAYON_NUM_THREADS='1',
+            TOKENIZERS_PARALLELISM='false',
+            MALLOC_ARENA_MAX='2'))
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #18f32ca6
 _PATIENCE = 4 # Seconds that one second of work may take on a busy machine
@@ -135,26 +172,36 @@ class Child:
     "A process that does the jobs of a table, one after the other"
     def __init__(self, jobs, seconds, memory, output):
         self.output,self.fresh = output,True
-        spec = json.dumps(dict(jobs=jobs, memory=memory, seconds=seconds, parent=os.getpid()))
+        spec = json.dumps(dict(
+            jobs=jobs, memory=memory, seconds=seconds, parent=os.getpid()))
         command = [sys.executable,'-P','-m','atlas.text.sandbox',spec]
         self.p = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=_environ(), start_new_session=True)
-        self.into,self.out = self.p.stdin.fileno(),self.p.stdout.fileno()
-        for fd in (self.into,self.out): os.set_blocking(fd, False)
+        self.into,self.out = (
+            self.p.stdin.fileno(), self.p.stdout.fileno())
+        for fd in (self.into,self.out):
+            os.set_blocking(fd, False)
     def answer(self, until):
         "The next message"
         n, = struct.unpack('>I', _read(self.out, 4, until))
-        if n>self.output: raise OverrunError(f'It makes {n:,} bytes, the limit is {self.output:,}')
+        if n>self.output:
+            raise OverrunError(f'It makes {n:,} bytes, the limit is {self.output:,}')
         return json.loads(_read(self.out, n, until))
     def begin(self):
         "Wait until it is there"
-        try: self.answer(monotonic()+_START)
-        except (EOFError,TimeoutError): raise BusyError('The process that was to do the work did not begin', hint='Try again in a moment') from None
+        try:
+            self.answer(monotonic()+_START)
+        except (EOFError,TimeoutError):
+            raise BusyError(
+                'The process that was to do the work did not begin',
+                hint='Try again in a moment') from None
         self.fresh = False
     def ask(self, job, args, kw, seconds):
-        "One job; whatever this raises but an `AtlasError` of the job means that the child is of no more use"
+        """One job; whatever this raises but an `AtlasError` of the job means that the child is of
+        no more use"""
         raw = _frame([job,args,kw])
-        if self.fresh: self.begin()
+        if self.fresh:
+            self.begin()
         until = monotonic()+_PATIENCE*seconds
         _write(self.into, raw, until)
         return self.answer(until)
@@ -163,12 +210,14 @@ class Child:
     @property
     def late(self)->bool:
         "Did the system end it, because a job took too long?"
-        with suppress(subprocess.TimeoutExpired): return self.p.wait(1.)==-signal.SIGPROF
+        with suppress(subprocess.TimeoutExpired):
+            return self.p.wait(1.)==-signal.SIGPROF
         return False
     def kill(self):
         self.p.kill()
         self.p.wait()
-        for f in (self.p.stdin,self.p.stdout): f.close()
+        for f in (self.p.stdin,self.p.stdout):
+            f.close()
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #f6decaff
 asker = ContextVar('asker', default=None) # Who wants the jobs of this task or thread
@@ -180,26 +229,46 @@ class Sandbox:
         seconds:float=2., # Processor time of a job; four times as long in real time
         memory:int=1<<30, # Bytes that a job may use
         output:int=16<<20, # Bytes of an answer
-        workers:int=4, # Most children; of these all but two for one queue, and all but one for one asker
-        queue:int=256, # Most jobs of one asker that wait, and half of those of all; more are refused
+        # Most children; of these all but two for one queue, and all but one for one asker
+        workers:int=4,
+        # Most jobs of one asker that wait, and half of those of all; more are refused
+        queue:int=256,
     ):
-        self.jobs,self.seconds,self.memory,self.output,self.most,self.places = dict(jobs),seconds,memory,output,queue+workers,Counter()
-        self.queue_share,self.asker_share = max(1, workers-2),max(1, workers-1)
-        self.queues,self.busy = {},Counter() # (asker, kind) → its jobs by their futures; children at work, by queue and by asker
-        self.mine,self.lock,self.waiting,self.killed,self.closed = threading.local(),threading.Lock(),0,0,False
+        self.jobs = dict(jobs)
+        self.seconds = seconds
+        self.memory = memory
+        self.output = output
+        self.most = queue+workers
+        self.places = Counter()
+        self.queue_share = max(1, workers-2)
+        self.asker_share = max(1, workers-1)
+        self.queues = {} # (asker, kind) → its jobs by their futures
+        self.busy = Counter() # Children at work, by queue and by asker
+        self.mine = threading.local()
+        self.lock = threading.Lock()
+        self.waiting = 0
+        self.killed = 0
+        self.closed = False
         self.children,self.pool = set(),ThreadPoolExecutor(workers, 'atlas-sandbox')
-    def __repr__(self): return f'Sandbox({", ".join(self.jobs)}; {self.seconds:g} s, {self.memory>>20} MiB; {len(self.children)} children, {self.killed} killed)'
+    def __repr__(self):
+        return f'Sandbox({", ".join(self.jobs)}; {self.seconds:g} s, {self.memory>>20} MiB; {len(self.children)} children, {self.killed} killed)'
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #b853698d
 @patch
 def _child(self:Sandbox)->Child:
     "This thread's child, a new one if need be"
-    if (c := getattr(self.mine, 'child', None)) and c.dead: self._drop()
+    if (c := getattr(self.mine, 'child', None)) and c.dead:
+        self._drop()
     if not getattr(self.mine, 'child', None):
         with self.lock:
-            if self.closed: raise EngineError('The sandbox is closed')
-            try: self.mine.child = Child(self.jobs, self.seconds, self.memory, self.output)
-            except OSError as e: raise BusyError(f'No process could be started: {e.strerror}', hint='Try again in a moment') from None
+            if self.closed:
+                raise EngineError('The sandbox is closed')
+            try:
+                self.mine.child = Child(self.jobs, self.seconds, self.memory, self.output)
+            except OSError as e:
+                raise BusyError(
+                    f'No process could be started: {e.strerror}',
+                    hint='Try again in a moment') from None
             self.children.add(self.mine.child)
     return self.mine.child
 
@@ -207,81 +276,125 @@ def _child(self:Sandbox)->Child:
 def _drop(self:Sandbox):
     "Kill this thread's child"
     c,self.mine.child = getattr(self.mine, 'child', None),None
-    if not c: return
-    with self.lock: self.children.discard(c); self.killed += 1
+    if not c:
+        return
+    with self.lock:
+        self.children.discard(c)
+        self.killed += 1
     c.kill()
 
 @patch
 def _next(self:Sandbox):
     "Start this thread's next child, so that nobody waits for it"
-    with suppress(AtlasError): self._child()
+    with suppress(AtlasError):
+        self._child()
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #b92f5774
 @patch
 def _ask(self:Sandbox, job, args, kw)->dict:
     "What this thread's child says to a job"
     child,late = self._child(),f'It takes longer than {self.seconds:g} s'
-    try: return child.ask(job, args, kw, self.seconds)
-    except AtlasError: raise
-    except TimeoutError: raise OverrunError(late) from None
-    except (EOFError,ConnectionError): raise OverrunError(late if child.late else 'It broke the process it ran in, perhaps for lack of memory') from None
-    except (ValueError,RecursionError,TypeError): raise RequestError('It is nested too deeply, or is not plain data') from None
+    try:
+        return child.ask(job, args, kw, self.seconds)
+    except AtlasError:
+        raise
+    except TimeoutError:
+        raise OverrunError(late) from None
+    except (EOFError,ConnectionError):
+        raise OverrunError(
+            late if child.late
+            else 'It broke the process it ran in, perhaps for lack of memory') from None
+    except (ValueError,RecursionError,TypeError):
+        raise RequestError('It is nested too deeply, or is not plain data') from None
 
 @patch
 def _do(self:Sandbox, job, args, kw):
     "One job in this thread's child, which is kept if it is fit for another one"
-    try: said = self._ask(job, args, kw)
-    except OverrunError: self._drop(); self._next(); raise
-    except BusyError: self._drop(); raise
-    except AtlasError: raise
-    except BaseException: self._drop(); raise  # half an answer may be left in its pipe
-    if 'error' in said: raise _error(**said['error'])
+    try:
+        said = self._ask(job, args, kw)
+    except OverrunError:
+        self._drop()
+        self._next()
+        raise
+    except BusyError:
+        self._drop()
+        raise
+    except AtlasError:
+        raise
+    except BaseException:
+        self._drop()
+        raise  # half an answer may be left in its pipe
+    if 'error' in said:
+        raise _error(**said['error'])
     return said['ok']
 
 def _error(code, msg, hint='', param=None)->AtlasError:
     "An error of the child, as it was there"
     e = OverrunError(msg) if code==OverrunError.code else typed_error(code, msg)
-    e.hint,e.param,e.args = hint,param,(f'{msg}. {hint}' if hint else msg,)
+    e.hint = hint
+    e.param = param
+    e.args = (f'{msg}. {hint}' if hint else msg,)
     return e
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #aa637974
 @patch
 def submit(self:Sandbox, job:str, *args, kind:str='', **kw):
     "A future of `job`'s result; jobs of the same `kind` stand in one queue"
-    if job not in self.jobs: raise KeyError(job)
+    if job not in self.jobs:
+        raise KeyError(job)
     f,queue = Future(),(asker.get(), f'{job} {kind}')
     with self.lock:
-        if self.closed: raise EngineError('The sandbox is closed')
-        if self.places[queue[0]]>=self.most or self.waiting>=2*self.most: raise QueueFullError('Too many requests wait to be checked', hint='Try again in a moment')
-        self.waiting += 1; self.places[queue[0]] += 1
+        if self.closed:
+            raise EngineError('The sandbox is closed')
+        if self.places[queue[0]]>=self.most or self.waiting>=2*self.most:
+            raise QueueFullError(
+                'Too many requests wait to be checked', hint='Try again in a moment')
+        self.waiting += 1
+        self.places[queue[0]] += 1
         self.queues.setdefault(queue, {})[f] = job,args,kw
     f.add_done_callback(lambda f: self._over(f, queue))
-    try: self.pool.submit(self._work)
+    try:
+        self.pool.submit(self._work)
     except RuntimeError:
-        if f.cancel(): raise EngineError('The sandbox is closed') if self.closed else BusyError('No thread could be started', hint='Try again in a moment') from None
+        if f.cancel():
+            raise (
+                EngineError('The sandbox is closed') if self.closed
+                else BusyError(
+                    'No thread could be started', hint='Try again in a moment')) from None
     return f
 
 @patch
 def _over(self:Sandbox, f, queue):
     "A future is done, or was cancelled while its job was in `queue`"
     with self.lock:
-        self.waiting -= 1; self.places[queue[0]] -= 1
-        if not self.places[queue[0]]: del self.places[queue[0]]
+        self.waiting -= 1
+        self.places[queue[0]] -= 1
+        if not self.places[queue[0]]:
+            del self.places[queue[0]]
         waited = (jobs := self.queues.get(queue, {})).pop(f, None)
-        if waited and not jobs: del self.queues[queue]
-    if waited: f.set_running_or_notify_cancel()  # for `concurrent.futures.wait`
+        if waited and not jobs:
+            del self.queues[queue]
+    if waited:
+        f.set_running_or_notify_cancel()  # for `concurrent.futures.wait`
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #a510d388
 @patch
 def _take(self:Sandbox):
     "The job whose turn it is, with its future and queue; its share counts from now on"
     with self.lock:
-        queue = next((l for l in self.queues if self.busy[l]<self.queue_share and self.busy[l[0],]<self.asker_share), None)
-        if queue is None: return None
+        queue = next(
+            (
+                l for l in self.queues
+                if self.busy[l]<self.queue_share
+                and self.busy[l[0],]<self.asker_share),
+            None)
+        if queue is None:
+            return None
         jobs = self.queues.pop(queue)
         f = next(iter(jobs))
         work = jobs.pop(f)
-        if jobs: self.queues[queue] = jobs  # behind the others
+        if jobs:
+            self.queues[queue] = jobs  # behind the others
         self.busy.update((queue, queue[:1]))
         return f,work,queue
 
@@ -290,10 +403,17 @@ def _work(self:Sandbox):
     "What a thread of the pool does; a job's share is given back before anybody hears of its end"
     while got := self._take():
         f,work,queue = got
-        try: tell = partial(f.set_result, self._do(*work)) if f.set_running_or_notify_cancel() else None
-        except BaseException as e: tell = partial(f.set_exception, e)
-        with self.lock: self.busy.subtract((queue, queue[:1])); self.busy = +self.busy
-        if tell: tell()
+        try:
+            tell = (
+                partial(f.set_result, self._do(*work)) if f.set_running_or_notify_cancel()
+                else None)
+        except BaseException as e:
+            tell = partial(f.set_exception, e)
+        with self.lock:
+            self.busy.subtract((queue, queue[:1]))
+            self.busy = +self.busy
+        if tell:
+            tell()
         del f,tell  # or an error would hold itself
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #cdbcd1db
@@ -311,17 +431,25 @@ async def run(self:Sandbox, job:str, *args, **kw):
 @patch
 def warm(self:Sandbox)->Sandbox:
     "Start the children now, and do not wait for them"
-    for _ in range(self.pool._max_workers): self.pool.submit(self._child)
+    for _ in range(self.pool._max_workers):
+        self.pool.submit(self._child)
     return self
 
 @patch
 def close(self:Sandbox):
     "Kill the children; what waits is refused"
-    with self.lock: self.closed,gone,left = True,list(self.children),[f for jobs in self.queues.values() for f in jobs]
-    for f in left: f.cancel()
-    for c in gone: c.p.kill()
+    with self.lock:
+        self.closed,gone,left = (
+            True,
+            list(self.children),
+            [f for jobs in self.queues.values() for f in jobs])
+    for f in left:
+        f.cancel()
+    for c in gone:
+        c.p.kill()
     self.pool.shutdown(wait=True, cancel_futures=True)
-    for c in gone: c.kill()
+    for c in gone:
+        c.kill()
     self.children.clear()
 
 @patch
@@ -338,10 +466,12 @@ if __name__=='__main__':
 # %% ../../nbs/6_text/03_sandbox.ipynb #7f4df2bf
 _templates = {} # In the child: what was compiled before, by key
 
-def render(key:str, source:dict, messages:list, how:dict, more:dict)->str:
+def render(
+    key:str, source:dict, messages:list, how:dict, more:dict)->str:
     "In the child: a prompt"
     if key not in _templates:
-        if len(_templates)>=64: _templates.clear()
+        if len(_templates)>=64:
+            _templates.clear()
         _templates[key] = ChatTemplate(**source)
     return _templates[key].render(messages, **how, **more)
 
@@ -349,20 +479,43 @@ class SafeTemplate:
     "A chat template whose work is done in a sandbox"
     def __init__(self, template:ChatTemplate, sandbox:Sandbox):
         self.template,self.sandbox = template,sandbox
-        self.about = dict(source=template.source, bos=template.bos, eos=template.eos, **template.limits,
+        self.about = dict(
+            source=template.source, bos=template.bos, eos=template.eos, **template.limits,
             tool_source=template.tool_source if template.tooled is not template.plain else None)
         self.key = hashlib.sha256(json.dumps(self.about).encode()).hexdigest()
     def __getattr__(self, name): return getattr(self.template, name)
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #4c01756a
 @patch
-def render(self:SafeTemplate, messages, tools=None, add_generation_prompt:bool=True, continue_final_message:bool=False, **kw)->str:
+def render(
+    self:SafeTemplate,
+    messages,
+    tools=None,
+    add_generation_prompt:bool=True,
+    continue_final_message:bool=False,
+    **kw)->str:
     "As `ChatTemplate.render`: for threads"
-    how = dict(tools=tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-    return self.sandbox.call('render', self.key, self.about, messages, how, check_variables(kw), kind=self.key)
+    how = dict(
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message)
+    return self.sandbox.call(
+        'render', self.key, self.about, messages, how, check_variables(kw),
+        kind=self.key)
 
 @patch
-async def arender(self:SafeTemplate, messages, tools=None, add_generation_prompt:bool=True, continue_final_message:bool=False, **kw)->str:
+async def arender(
+    self:SafeTemplate,
+    messages,
+    tools=None,
+    add_generation_prompt:bool=True,
+    continue_final_message:bool=False,
+    **kw)->str:
     "As `ChatTemplate.render`: for an event loop"
-    how = dict(tools=tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-    return await self.sandbox.run('render', self.key, self.about, messages, how, check_variables(kw), kind=self.key)
+    how = dict(
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message)
+    return await self.sandbox.run(
+        'render', self.key, self.about, messages, how, check_variables(kw),
+        kind=self.key)

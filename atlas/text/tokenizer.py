@@ -21,20 +21,28 @@ from ..ground.core import CheckpointError,RequestError,SourceError,UnsupportedEr
 # %% ../../nbs/6_text/01_tokenizer.ipynb #479c4675
 def _visible():
     "Visible character of each byte in byte-level tokenizers, as GPT-2 chose them"
-    plain = [*range(0x21,0x7f), *range(0xa1,0xad), *range(0xae,0x100)]
+    plain = [
+        *range(0x21,0x7f), *range(0xa1,0xad), *range(0xae,0x100)]
     rest = [b for b in range(256) if b not in plain]
-    return {chr(b):b for b in plain} | {chr(256+i):b for i,b in enumerate(rest)}
+    return (
+        {chr(b):b for b in plain}
+        | {chr(256+i):b for i,b in enumerate(rest)})
 _BYTE = _visible()
 _HEX = re.compile('<0x([0-9A-F]{2})>')
 
 def _from_bytelevel(s):
     "Bytes of a token that is spelt in visible characters"
-    try: return bytes(_BYTE[c] for c in s)
-    except KeyError: return s.encode()
+    try:
+        return bytes(_BYTE[c] for c in s)
+    except KeyError:
+        return s.encode()
 
 def _from_fallback(s):
     "The byte that `<0xNN>` names, or the text itself"
-    return bytes([int(m[1],16)]) if (m := _HEX.fullmatch(s)) else s.encode()
+    return (
+        bytes([int(m[1],16)])
+        if (m := _HEX.fullmatch(s))
+        else s.encode())
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #0acac8ab
 @dataclass(frozen=True)
@@ -46,8 +54,11 @@ class Spelling:
 
     def __call__(self, s:str)->bytes:
         "Bytes of the token that is spelt `s`"
-        for a,b in self.replace: s = s.replace(a,b)
-        return {'ByteLevel':_from_bytelevel, 'ByteFallback':_from_fallback}.get(self.base, str.encode)(s)
+        for a,b in self.replace:
+            s = s.replace(a,b)
+        return {'ByteLevel':_from_bytelevel, 'ByteFallback':_from_fallback}.get(
+            self.base, str.encode)(
+            s)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #4feb2872
 def spelling(
@@ -58,14 +69,21 @@ def spelling(
     base,replace,lead = '',[],0
     for d in spec.get('decoders',[spec]):
         match d:
-            case {'type':'ByteLevel'|'ByteFallback' as base}: pass
-            case {'type':'Fuse'}: pass
-            case {'type':'Replace','pattern':{'String':a},'content':b}: replace.append((a,b))
-            case {'type':'Strip','content':' ','start':lead,'stop':0}: pass
+            case {'type':'ByteLevel'|'ByteFallback' as base}:
+                pass
+            case {'type':'Fuse'}:
+                pass
+            case {'type':'Replace','pattern':{'String':a},'content':b}:
+                replace.append((a,b))
+            case {'type':'Strip','content':' ','start':lead,'stop':0}:
+                pass
             case {'type':'Metaspace','replacement':a}:
                 replace.append((a,' '))
                 lead = 0 if d.get('prepend_scheme')=='never' else 1<<20
-            case _: raise UnsupportedError(f"The tokenizer's decoder has a step {d['type']!r}, which Atlas does not know", hint='Byte-level and SentencePiece tokenizers are supported')
+            case _:
+                raise UnsupportedError(
+                    f"The tokenizer's decoder has a step {d['type']!r}, which Atlas does not know",
+                    hint='Byte-level and SentencePiece tokenizers are supported')
     return Spelling(base, tuple(replace), lead)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #86bb577b
@@ -76,7 +94,8 @@ class Tokenizer:
         bos_id:int|None=None, # Begins a text
         eos_ids=(), # Ids that end an answer
     ):
-        inner.no_truncation(); inner.no_padding()
+        inner.no_truncation()
+        inner.no_padding()
         self.inner,self.bos_id,self.eos_ids = inner,bos_id,tuple(eos_ids)
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i,t in added.items() if t.special)
@@ -84,10 +103,14 @@ class Tokenizer:
         self._bytes = {i:t.content.encode() for i,t in added.items()}
     @property
     def vocab_size(self): return self.inner.get_vocab_size()
-    def token(self, id:int)->str|None: return self.inner.id_to_token(id) if 0<=id<2**32 else None
+    def token(self, id:int)->str|None:
+        return self.inner.id_to_token(id) if 0<=id<2**32 else None
     def __repr__(self):
         ends = ', '.join(f'{self.token(i)!r}' for i in self.eos_ids)
-        return f'Tokenizer: {self.vocab_size:,} tokens, {len(self.special_ids)} special; begins {self.token(self.bos_id) if self.bos_id is not None else None!r}, ends {ends or None}'
+        return (
+            f'Tokenizer: {self.vocab_size:,} tokens, {len(self.special_ids)} special; begins '
+            f'{self.token(self.bos_id) if self.bos_id is not None else None!r}, ends '
+            f'{ends or None}')
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #dbad1055
 @patch
@@ -96,10 +119,15 @@ def encode(self:Tokenizer,
     add_special:bool=True, # Add the model's begin (and end) tokens
 )->list[int]:
     "Token ids of `text`"
-    try: return self.inner.encode(text, add_special_tokens=add_special).ids
+    try:
+        return self.inner.encode(text, add_special_tokens=add_special).ids
     except TypeError as e:
-        what = 'half of a surrogate pair' if isinstance(text,str) else f'a {type(text).__name__}, expected a string'
-        raise RequestError(f'The text to encode {"has" if isinstance(text,str) else "is"} {what}', param='prompt') from e
+        what = (
+            'half of a surrogate pair' if isinstance(text,str)
+            else f'a {type(text).__name__}, expected a string')
+        raise RequestError(
+            f'The text to encode {"has" if isinstance(text,str) else "is"} {what}',
+            param='prompt') from e
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #e52d4648
 @patch
@@ -118,11 +146,15 @@ def decode(self:Tokenizer,
     skip_special:bool=True, # Leave out the tokens that steer the model
 )->str:
     "Text of `ids`; bytes that are not UTF-8 show as U+FFFD"
-    bs = [b for i in ids if not (skip_special and i in self.special_ids) and (b := self.token_bytes(i))]
-    if bs and self.spelling.lead: bs[0] = _unlead(bs[0], self.spelling.lead)
+    bs = [
+        b for i in ids
+        if not (skip_special and i in self.special_ids) and (b := self.token_bytes(i))]
+    if bs and self.spelling.lead:
+        bs[0] = _unlead(bs[0], self.spelling.lead)
     return b''.join(bs).decode('utf-8','replace')
 
-def _unlead(b, n): return b[min(len(b)-len(b.lstrip(b' ')), n):]
+def _unlead(b, n):
+    return b[min(len(b)-len(b.lstrip(b' ')), n):]
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #cd1dee36
 def byte_tokenizer(*specials:str)->Tokenizer:
@@ -142,52 +174,71 @@ class Detokenizer:
         tok:Tokenizer, # Whose ids come
         skip_special:bool=True, # Leave out the tokens that steer the model
         continuing:bool=False, # The text goes on from a prompt: a leading space is part of it
-        keep=(), # Ids of special tokens that are shown all the same: what parsers of tool calls and of reasoning look for
+        # Ids of special tokens that are shown all the same: what parsers of tool calls and of
+        # reasoning look for
+        keep=(),
     ):
-        self.tok,self.skip,self.lead = tok,(tok.special_ids.difference(keep) if keep else tok.special_ids) if skip_special else (),0 if continuing else tok.spelling.lead
+        self.tok = tok
+        self.skip = (
+            (tok.special_ids.difference(keep) if keep else tok.special_ids) if skip_special
+            else ())
+        self.lead = 0 if continuing else tok.spelling.lead
         self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')
     def put(self, id:int)->str:
         "The text that `id` completes, possibly none"
-        if id in self.skip: return ''
+        if id in self.skip:
+            return ''
         b = self.tok.token_bytes(id)
-        if self.lead and b: b,self.lead = _unlead(b,self.lead),0
+        if self.lead and b:
+            b,self.lead = _unlead(b,self.lead),0
         return self.utf8.decode(b)
     def finish(self)->str:
         "What is left at the end: U+FFFD for a character that was never completed"
         return self.utf8.decode(b'', final=True)
 
 @patch
-def detokenizer(self:Tokenizer, skip_special:bool=True, continuing:bool=False, keep=())->Detokenizer:
+def detokenizer(
+    self:Tokenizer, skip_special:bool=True, continuing:bool=False, keep=())->Detokenizer:
     "A fresh `Detokenizer` for one answer"
     return Detokenizer(self, skip_special, continuing, keep)
 
 @patch
 def marks(self:Tokenizer, texts)->frozenset[int]:
     "Ids of those of `texts` that are special tokens here"
-    return frozenset(i for t in texts if (i := self.inner.token_to_id(t)) in self.special_ids)
+    return frozenset(
+        i for t in texts
+        if (i := self.inner.token_to_id(t)) in self.special_ids)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #b697a907
 class StopStrings:
     "Pass text through until one of the stop strings appears"
     def __init__(self, stop:tuple[str,...]):
-        self.next,self.fail,self.depth,self.ends = [{}],[0],[0],['']
+        self.next = [{}]
+        self.fail = [0]
+        self.depth = [0]
+        self.ends = ['']
         for s in stop:
             at = 0
-            for c in s: at = self.next[at].get(c) or self._grow(at,c)
+            for c in s:
+                at = self.next[at].get(c) or self._grow(at,c)
             self.ends[at] = s
         self.at,self.held,self.matched = 0,'',None
         self._link()
     def _grow(self, at, c):
         "A new state, one character deeper"
         self.next[at][c] = n = len(self.next)
-        self.next.append({}); self.fail.append(0); self.depth.append(self.depth[at]+1); self.ends.append('')
+        self.next.append({})
+        self.fail.append(0)
+        self.depth.append(self.depth[at]+1)
+        self.ends.append('')
         return n
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #b85161e0
 @patch
 def _step(self:StopStrings, at, c):
     "State after `c`"
-    while at and c not in self.next[at]: at = self.fail[at]
+    while at and c not in self.next[at]:
+        at = self.fail[at]
     return self.next[at].get(c,0)
 
 @patch
@@ -207,8 +258,10 @@ def feed(self:StopStrings,
     text:str, # The next piece
 )->tuple[str,bool]: # What may be shown, and whether a stop string appeared
     "Take a piece of text in, let out what is surely not part of a stop string"
-    if self.matched: return '',True
-    if len(self.next)==1: return text,False
+    if self.matched:
+        return '',True
+    if len(self.next)==1:
+        return text,False
     buf,off = self.held+text,len(self.held)
     for i,c in enumerate(text, off+1):
         self.at = self._step(self.at,c)
@@ -244,14 +297,25 @@ class Pre:
     whole:bool=False # A word that is itself a token is not merged step by step
     bos:bool=False # Texts begin with the begin token unless the file says otherwise
 
-_llama3,_qwen2 = Pre((_LLAMA3,), whole=True, bos=True),Pre((_LLAMA3.replace('{1,3}',''),), nfc=True)
-PRES = {'gpt-2':Pre((_GPT2,)), 'smollm':Pre((r'\p{N}',_GPT2)), 'llama-bpe':_llama3, 'qwen2':_qwen2, 'qwen35':Pre((_QWEN35,),nfc=True),
+_llama3 = Pre((_LLAMA3,), whole=True, bos=True)
+_qwen2 = Pre((_LLAMA3.replace('{1,3}',''),), nfc=True)
+PRES = {
+    'gpt-2':Pre((_GPT2,)),
+    'smollm':Pre((r'\p{N}',_GPT2)),
+    'llama-bpe':_llama3,
+    'qwen2':_qwen2,
+    'qwen35':Pre((_QWEN35,),nfc=True),
     'default':Pre((r'[\p{P}\$\+<=>\^~\|]+',_GPT2,r'\p{N}+','[0-9][0-9][0-9]')),
     'tekken':Pre((_TEKKEN,),whole=True,bos=True),
     'gpt-4o':Pre((_GPT4O,)),
     'dbrx':Pre((_LLAMA3,))}
-PRES |= {a:PRES[b] for a,b in {'starcoder':'smollm', 'refact':'smollm', 'command-r':'smollm', 'codeshell':'smollm', 'phi-2':'gpt-2', 'olmo':'gpt-2',
-    'llama3':'llama-bpe', 'llama-v3':'llama-bpe', 'pixtral':'llama-bpe', 'deepseek-r1-qwen':'qwen2', 'stablelm2':'qwen2', 'minimax-m2':'gpt-4o'}.items()}
+PRES |= {
+    a:PRES[b]
+    for a,b in {
+        'starcoder':'smollm', 'refact':'smollm', 'command-r':'smollm', 'codeshell':'smollm',
+        'phi-2':'gpt-2', 'olmo':'gpt-2', 'llama3':'llama-bpe', 'llama-v3':'llama-bpe',
+        'pixtral':'llama-bpe', 'deepseek-r1-qwen':'qwen2', 'stablelm2':'qwen2',
+        'minimax-m2':'gpt-4o'}.items()}
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #d5e1856f
 _T = 'tokenizer.ggml.'
@@ -259,16 +323,24 @@ _T = 'tokenizer.ggml.'
 def _meta(meta, key, kind, default=...):
     "Value of a metadata key, checked to be a `kind`"
     v = meta.get(_T+key)
-    if v is None and default is ...: raise CheckpointError(f'The file has no {_T+key}', hint='Convert the model again with its tokenizer')
-    if v is None: return default
-    if not isinstance(v,kind) or isinstance(v,bool) and kind is not bool: raise CheckpointError(f'{_T+key} is a {type(v).__name__}, expected {kind.__name__}')
+    if v is None and default is ...:
+        raise CheckpointError(
+            f'The file has no {_T+key}', hint='Convert the model again with its tokenizer')
+    if v is None:
+        return default
+    if not isinstance(v,kind) or isinstance(v,bool) and kind is not bool:
+        raise CheckpointError(f'{_T+key} is a {type(v).__name__}, expected {kind.__name__}')
     return v
 
 def _table(meta, key, n, kind, default=...):
     "A metadata list with one `kind` for each of `n` tokens"
     v = _meta(meta, key, list, default)
-    if v is not None and (len(v)!=n or not all(isinstance(x,kind) for x in v)):
-        raise CheckpointError(f'{_T+key} has {len(v)} entries, expected {n}, each of type {kind.__name__}')
+    if (
+        v is not None
+        and (
+            len(v)!=n or not all(isinstance(x,kind) for x in v))):
+        raise CheckpointError(
+            f'{_T+key} has {len(v)} entries, expected {n}, each of type {kind.__name__}')
     return v
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #725b114c
@@ -280,36 +352,53 @@ def _vocab(meta):
     if len(ids)<len(tokens):
         twice = next(t for i,t in enumerate(tokens) if ids[t]!=i)
         raise CheckpointError(f'{_T}tokens has {twice!r} more than once')
-    return tokens,ids,_table(meta,'token_type',len(tokens),int,None) or [1]*len(tokens)
+    return (
+        tokens,
+        ids,
+        _table(meta,'token_type',len(tokens),int,None)
+        or [1]*len(tokens))
 
 def _id(meta, key, n):
     "A metadata token id below `n`, or None"
     i = _meta(meta,key,int,None)
-    if i is not None and not 0<=i<n: raise CheckpointError(f'{_T+key} is {i}, and there are {n} tokens')
+    if i is not None and not 0<=i<n:
+        raise CheckpointError(f'{_T+key} is {i}, and there are {n} tokens')
     return i
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #fc328c09
 def _bpe(vocab, merges, **kw):
     "The library's BPE model, or a `CheckpointError`"
-    try: return models.BPE(vocab=vocab, merges=merges, **kw)
-    except Exception as e: raise CheckpointError(f'{_T}merges does not fit the tokens: {e}') from e
+    try:
+        return models.BPE(vocab=vocab, merges=merges, **kw)
+    except Exception as e:
+        raise CheckpointError(f'{_T}merges does not fit the tokens: {e}') from e
 
 def _merges(meta):
     "Pairs of tokens, in the order in which they are joined"
     merges = _meta(meta,'merges',list)
-    bad = [m for m in merges if not isinstance(m,str) or m.find(' ',1)<0]
-    if bad: raise CheckpointError(f'{_T}merges has {bad[0]!r}, expected two tokens with a space between')
-    return [(m[:i],m[i+1:]) for m in merges for i in [m.find(' ',1)]]
+    bad = [
+        m for m in merges
+        if not isinstance(m,str) or m.find(' ',1)<0]
+    if bad:
+        raise CheckpointError(
+            f'{_T}merges has {bad[0]!r}, expected two tokens with a space between')
+    return [
+        (m[:i],m[i+1:])
+        for m in merges
+        for i in [m.find(' ',1)]]
 
 def _gpt2(meta, ids, types):
     "Byte-level BPE, words cut as `tokenizer.ggml.pre` says"
     name = _meta(meta,'pre',str,'default')
-    if name not in PRES: raise UnsupportedError(f'{_T}pre is {name!r}', hint=f'Known are {", ".join(sorted(PRES))}')
+    if name not in PRES:
+        raise UnsupportedError(f'{_T}pre is {name!r}', hint=f'Known are {", ".join(sorted(PRES))}')
     pre = PRES[name]
     t = hf.Tokenizer(_bpe(ids, _merges(meta), ignore_merges=pre.whole))
-    if pre.nfc: t.normalizer = normalizers.NFC()
+    if pre.nfc:
+        t.normalizer = normalizers.NFC()
     words = [pre_tokenizers.Split(hf.Regex(r),'isolated') for r in pre.split]
-    t.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    t.pre_tokenizer = pre_tokenizers.Sequence([
+        *words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     t.decoder = decoders.ByteLevel()
     return t,pre.bos
 
@@ -317,28 +406,43 @@ def _gpt2(meta, ids, types):
 def _score_merges(ids, types, scores):
     "Merges that follow from scores, best first"
     plain = {t for t,i in ids.items() if types[i]==1}
-    found = ((-scores[ids[t]], -k, t[:k], t[k:]) for t in plain for k in range(1,len(t)) if t[:k] in plain and t[k:] in plain)
+    found = (
+        (
+            -scores[ids[t]], -k, t[:k], t[k:])
+        for t in plain
+        for k in range(1,len(t))
+        if t[:k] in plain and t[k:] in plain)
     return [(a,b) for *_,a,b in sorted(found)]
 
 def _llama(meta, ids, types):
     "SentencePiece BPE with byte fallback"
     scores = _table(meta,'scores',len(ids),float)
     unk = _id(meta,'unknown_token_id',len(ids))
-    unk = next(t for t,i in ids.items() if i==unk) if unk is not None else None
-    t = hf.Tokenizer(_bpe(ids, _score_merges(ids,types,scores), byte_fallback=True, fuse_unk=True, unk_token=unk))
+    unk = (
+        next(t for t,i in ids.items() if i==unk) if unk is not None
+        else None)
+    t = hf.Tokenizer(_bpe(
+        ids, _score_merges(ids,types,scores), byte_fallback=True, fuse_unk=True, unk_token=unk))
     lead = _meta(meta,'add_space_prefix',bool,True)
-    t.normalizer = normalizers.Sequence([normalizers.Prepend('▁')]*lead + [normalizers.Replace(' ','▁')])
-    t.decoder = decoders.Sequence([decoders.Replace('▁',' '), decoders.ByteFallback(), decoders.Fuse()] + [decoders.Strip(content=' ',left=1)]*lead)
+    t.normalizer = normalizers.Sequence(
+        [normalizers.Prepend('▁')]*lead + [normalizers.Replace(' ','▁')])
+    t.decoder = decoders.Sequence(
+        [decoders.Replace('▁',' '), decoders.ByteFallback(), decoders.Fuse()]
+        + [decoders.Strip(content=' ',left=1)]*lead)
     return t,True
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #03acfd3a
 def _gemma4(meta, ids, types):
     "BPE over characters with byte fallback; spaces are `▁`"
     unk = _id(meta,'unknown_token_id',len(ids))
-    unk = next(t for t,i in ids.items() if i==unk) if unk is not None else None
-    t = hf.Tokenizer(_bpe(ids, _merges(meta), byte_fallback=True, fuse_unk=True, unk_token=unk))
+    unk = (
+        next(t for t,i in ids.items() if i==unk) if unk is not None
+        else None)
+    t = hf.Tokenizer(_bpe(
+        ids, _merges(meta), byte_fallback=True, fuse_unk=True, unk_token=unk))
     t.normalizer = normalizers.Replace(' ','▁')
-    t.decoder = decoders.Sequence([decoders.Replace('▁',' '), decoders.ByteFallback(), decoders.Fuse()])
+    t.decoder = decoders.Sequence([
+        decoders.Replace('▁',' '), decoders.ByteFallback(), decoders.Fuse()])
     return t,True
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #4965433f
@@ -349,29 +453,48 @@ def from_gguf(cls:Tokenizer,
     "Build a tokenizer from `tokenizer.ggml.*`"
     kind = _meta(meta,'model',str)
     make = {'gpt2':_gpt2, 'llama':_llama, 'gemma4':_gemma4}.get(kind)
-    if not make: raise UnsupportedError(f'{_T}model is {kind!r}', hint="Known are 'gpt2' (byte-level BPE), 'llama' (SentencePiece) and 'gemma4'")
+    if not make:
+        raise UnsupportedError(
+            f'{_T}model is {kind!r}',
+            hint="Known are 'gpt2' (byte-level BPE), 'llama' (SentencePiece) and 'gemma4'")
     tokens,ids,types = _vocab(meta)
     t,bos_too = make(meta, ids, types)
-    t.add_special_tokens([hf.AddedToken(s,special=True,normalized=False) for s,k in zip(tokens,types) if k in (2,3)])
-    t.add_tokens([hf.AddedToken(s,normalized=False) for s,k in zip(tokens,types) if k==4])
-    bos,*ends = (_id(meta,f'{k}_token_id',len(tokens)) for k in ('bos','eos','eot','eom'))
+    t.add_special_tokens([
+        hf.AddedToken(s,special=True,normalized=False)
+        for s,k in zip(tokens,types) if k in (2,3)])
+    t.add_tokens([
+        hf.AddedToken(s,normalized=False)
+        for s,k in zip(tokens,types) if k==4])
+    bos,*ends = (
+        _id(meta,f'{k}_token_id',len(tokens))
+        for k in ('bos','eos','eot','eom'))
     ends = tuple(dict.fromkeys(e for e in ends if e is not None))
-    around = [[i]*_meta(meta,f'add_{k}_token',bool,d) if i is not None else [] for k,i,d in (('bos',bos,bos_too), ('eos',ends[0] if ends else None,False))]
+    around = [
+        [i]*_meta(meta,f'add_{k}_token',bool,d) if i is not None else []
+        for k,i,d in (
+            ('bos',bos,bos_too), ('eos',ends[0] if ends else None,False))]
     _surround(t, *([tokens[i] for i in a] for a in around))
     return cls(t, bos, ends)
 
 def _surround(t, before, after):
     "Have `t` put these tokens around a text"
-    if not before+after: return
+    if not before+after:
+        return
     pairs = [(s,t.token_to_id(s)) for s in dict.fromkeys(before+after)]
-    t.post_processor = processors.TemplateProcessing(single=[*before,'$A',*after], pair=[*before,'$A','$B',*after], special_tokens=pairs)
+    t.post_processor = processors.TemplateProcessing(
+        single=[*before,'$A',*after],
+        pair=[*before,'$A','$B',*after],
+        special_tokens=pairs)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #33687854
 def _json(path):
     "A JSON object from a file, or a `CheckpointError` that names it"
-    try: d = json.loads(Path(path).read_bytes())
-    except (ValueError,RecursionError) as e: raise CheckpointError(f'{path} is not valid JSON: {e}') from e
-    if not isinstance(d,dict): raise CheckpointError(f'{path} holds a {type(d).__name__}, expected a JSON object')
+    try:
+        d = json.loads(Path(path).read_bytes())
+    except (ValueError,RecursionError) as e:
+        raise CheckpointError(f'{path} is not valid JSON: {e}') from e
+    if not isinstance(d,dict):
+        raise CheckpointError(f'{path} holds a {type(d).__name__}, expected a JSON object')
     return d
 
 def token_text(v):
@@ -387,12 +510,17 @@ def from_file(cls:Tokenizer,
 )->Tokenizer:
     "Read a tokenizer of the `tokenizers` library"
     path = Path(path)
-    if not path.is_file(): raise SourceError(f'There is no file {path}', hint='A tokenizer.json is needed')
-    try: t = hf.Tokenizer.from_file(str(path))
-    except Exception as e: raise CheckpointError(f'{path} is not a tokenizer: {e}') from e
+    if not path.is_file():
+        raise SourceError(f'There is no file {path}', hint='A tokenizer.json is needed')
+    try:
+        t = hf.Tokenizer.from_file(str(path))
+    except Exception as e:
+        raise CheckpointError(f'{path} is not a tokenizer: {e}') from e
     config = Path(config) if config else path.with_name('tokenizer_config.json')
     c = _json(config) if config.is_file() else {}
-    bos,eos = (t.token_to_id(s) if (s := token_text(c.get(k))) else None for k in ('bos_token','eos_token'))
+    bos,eos = (
+        t.token_to_id(s) if (s := token_text(c.get(k))) else None
+        for k in ('bos_token','eos_token'))
     return cls(t, bos, () if eos is None else (eos,))
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #a606bf52
@@ -400,10 +528,15 @@ def load_tokenizer(
     ckpt, # An open checkpoint: its `path` and its `meta` are read
 )->Tokenizer:
     "The tokenizer of a checkpoint: GGUF metadata, else `tokenizer.json` beside the weights"
-    if _T+'model' in ckpt.meta: return Tokenizer.from_gguf(ckpt.meta)
+    if _T+'model' in ckpt.meta:
+        return Tokenizer.from_gguf(ckpt.meta)
     path = Path(ckpt.path)
     folder = path if path.is_dir() else path.parent
-    if (f := folder/'tokenizer.json').is_file(): return Tokenizer.from_file(f)
+    if (f := folder/'tokenizer.json').is_file():
+        return Tokenizer.from_file(f)
     old = [n for n in ('tokenizer.model','vocab.json','tekken.json') if (folder/n).exists()]
-    raise SourceError(f'{path} has no tokenizer: looked for {_T}model in its metadata and for tokenizer.json in {folder}',
-        hint=f'Convert {old[0]} to tokenizer.json' if old else 'Put the tokenizer.json of the model beside its weights')
+    raise SourceError(
+        f'{path} has no tokenizer: looked for {_T}model in its metadata and for '
+        f'tokenizer.json in {folder}',
+        hint=f'Convert {old[0]} to tokenizer.json' if old
+        else 'Put the tokenizer.json of the model beside its weights')

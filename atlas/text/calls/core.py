@@ -27,11 +27,22 @@ class Answer:
 class Marks:
     "A set of literal strings to look for, none of which begins another"
     def __init__(self, *marks:str):
-        assert marks and not any(a!=b and b.startswith(a) for a in marks for b in marks), marks
+        assert (
+            marks
+            and not any(
+                a!=b and b.startswith(a)
+                for a in marks
+                for b in marks)), marks
         self.marks,self.longest = marks,max(map(len, marks))
-        self.heads = {m[:k] for m in marks for k in range(1, len(m))}
+        self.heads = {
+            m[:k] for m in marks
+            for k in range(1, len(m))}
         self.find = re.compile('|'.join(map(re.escape, marks))).search
-        self.first = re.compile('['+''.join(re.escape(c) for c in sorted({m[0] for m in marks}))+']').search
+        self.first = re.compile(
+            '['
+            +''.join(
+                re.escape(c)
+                for c in sorted({m[0] for m in marks}))+']').search
     def __repr__(self): return f'Marks{self.marks}'
     def partial(self,
         s:str, # Text that holds none of the marks
@@ -39,7 +50,14 @@ class Marks:
     )->int: # How many characters at its end may be the beginning of a mark
         "Length of the longest end of `s` that begins a mark"
         m = self.first(s, max(start, len(s)-self.longest+1))
-        return 0 if m is None else next((len(s)-k for k in range(m.start(), len(s)) if s[k:] in self.heads), 0)
+        return (
+            0 if m is None
+            else next(
+                (
+                    len(s)-k
+                    for k in range(m.start(), len(s))
+                    if s[k:] in self.heads),
+                0))
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #e57c90ec
 TOOL_PARSERS:dict[str,type] = {}  # name -> class
@@ -48,21 +66,33 @@ class ToolParser:
     "Reads one answer: `feed` it text, `finish`, ask for the `result`"
     names:tuple[str,...] = () # Registered by these
     marks:tuple[str,...] = () # Special tokens that must stay in the text
-    blank:str = 'keep' # Blank text at calls: 'keep'; 'drop' where it is all there is; 'strip' at both ends
+    # Blank text at calls: 'keep'; 'drop' where it is all there is; 'strip' at both ends
+    blank:str = 'keep'
     mute = False # No content in an answer with calls?
     verbatim = False # Is an answer without calls the text as it stands?
     new_id = staticmethod(call_id)
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
-        for n in cls.__dict__.get('names', ()): TOOL_PARSERS[n] = cls
+        for n in cls.__dict__.get('names', ()):
+            TOOL_PARSERS[n] = cls
     def __init__(self,
         tools:list[dict]|None=None, # The request's tools, in OpenAI's form
     ):
-        fs = [t.get('function', t) for t in tools or [] if isinstance(t, dict) and ('function' in t or t.get('type') in (None,'function','custom'))]
-        self.tools = {f['name']: f.get('parameters') or {} for f in fs if isinstance(f, dict) and isinstance(f.get('name'), str)}
+        fs = [
+            t.get('function', t)
+            for t in tools or []
+            if isinstance(t, dict)
+            and ('function' in t or t.get('type') in (None,'function','custom'))]
+        self.tools = {
+            f['name']: f.get('parameters') or {}
+            for f in fs if isinstance(f, dict) and isinstance(f.get('name'), str)}
         self.buf,self.i,self.done = '',0,False
-        self.raw,self.said,self.held,self.calls = [],[],[],[]
-        self.lost = self.wrote = False # Did markup lead to no call? Anything readable since the last call?
+        self.raw = []
+        self.said = []
+        self.held = []
+        self.calls = []
+        # Did markup lead to no call? Anything readable since the last call?
+        self.lost = self.wrote = False
         self._say,self._calls = [],[]
         self.track,self.at = None,0
         self.machine = self.run()
@@ -73,38 +103,50 @@ class ToolParser:
 @patch
 def say(self:ToolParser, text:str):
     "More content"
-    if not text: return
-    if self.blank=='keep' or (self.wrote and self.blank=='drop'): self._out(text); return
+    if not text:
+        return
+    if self.blank=='keep' or (self.wrote and self.blank=='drop'):
+        self._out(text)
+        return
     t = text.rstrip()
-    if not t: self.held.append(text); return
+    if not t:
+        self.held.append(text)
+        return
     self.wrote = True
     held,self.held = ''.join(self.held),[]
     if self.blank=='strip':
         text,self.held = t,[text[len(t):]]
-        if self.calls and not self.said: held,text = '',text.lstrip()  # nor does `result` begin with it
+        if self.calls and not self.said:
+            held,text = '',text.lstrip()  # nor does `result` begin with it
     self._out(held+text)
 @patch
-def _out(self:ToolParser, text:str): self.said.append(text); self._say.append(text)
+def _out(self:ToolParser, text:str):
+    self.said.append(text)
+    self._say.append(text)
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #7b1cb96a
 @patch
 def begin(self:ToolParser, name:str):
     "A new call"
-    self._calls.append((len(self.calls), id:=self.new_id(), name, []))
+    self._calls.append(
+        (len(self.calls), id:=self.new_id(), name, []))
     self.calls.append((name, id, []))
     self.wrote = False
 @patch
 def more(self:ToolParser, text:str):
     "More of the last call's arguments"
-    if not text: return
+    if not text:
+        return
     self.calls[-1][2].append(text)
     k = len(self.calls)-1
-    if not self._calls or self._calls[-1][0]!=k: self._calls.append((k, None, None, []))
+    if not self._calls or self._calls[-1][0]!=k:
+        self._calls.append((k, None, None, []))
     self._calls[-1][3].append(text)
 @patch
 def call(self:ToolParser, name:str, args:str):
     "A whole call"
-    self.begin(name); self.more(args)
+    self.begin(name)
+    self.more(args)
 @patch
 def stray(self:ToolParser):
     "Markup that led to no call"
@@ -115,9 +157,12 @@ def stray(self:ToolParser):
 def _turn(self:ToolParser)->Delta:
     "Run until the tape is empty; collect what was said"
     if self.machine is not None:
-        try: next(self.machine)
-        except StopIteration: self.machine,self.buf,self.i = None,'',0
-    if not self._say and not self._calls: return Delta()
+        try:
+            next(self.machine)
+        except StopIteration:
+            self.machine,self.buf,self.i = None,'',0
+    if not self._say and not self._calls:
+        return Delta()
     calls = []
     for index,id,name,bits in self._calls:
         calls.append(CallDelta(index, id, name, ''.join(bits)))
@@ -130,8 +175,12 @@ def feed(self:ToolParser,
 )->Delta:
     "More text"
     self.raw.append(text)
-    if self.track is not None: self.track.append(self.buf[self.at:self.i]); self.at = 0
-    if self.machine: self.buf,self.i = self.buf[self.i:]+text,0
+    if self.track is not None:
+        self.track.append(self.buf[self.at:self.i])
+        self.at = 0
+    if self.machine:
+        self.buf = self.buf[self.i:]+text
+        self.i = 0
     return self._turn()
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #76b22e3f
@@ -140,18 +189,23 @@ def finish(self:ToolParser)->Delta:
     "The model has ended"
     self.done = True
     d = self._turn()
-    if not self.calls and (t:=self.unsaid()): d.content += t; self.said.append(t); self.held = []
+    if not self.calls and (t:=self.unsaid()):
+        d.content += t
+        self.said.append(t)
+        self.held = []
     return d
 @patch
 def unsaid(self:ToolParser)->str:
     "What waited for a call that did not come"
-    if self.verbatim: return ''.join(self.raw)[len(''.join(self.said)):]
+    if self.verbatim:
+        return ''.join(self.raw)[len(''.join(self.said)):]
     return ''.join(self.held) if self.said or not self.lost else ''
 @patch
 def result(self:ToolParser)->Answer:
     "What all the text came to"
     text = ''.join(self.said)
-    if self.calls: text = '' if self.mute else text.strip() if self.blank=='strip' else text
+    if self.calls:
+        text = '' if self.mute else text.strip() if self.blank=='strip' else text
     calls = []
     for name,id,bits in self.calls:
         calls.append(Call(name, ''.join(bits), id))
@@ -163,7 +217,8 @@ _blanks = re.compile(r'\s*').match
 @patch
 def wait(self:ToolParser)->Generator:
     "More text? Says False at the end"
-    if self.done: return False
+    if self.done:
+        return False
     yield
     return True
 @patch
@@ -174,7 +229,8 @@ def look(self:ToolParser)->str:
 @patch
 def skip(self:ToolParser)->Generator:
     "Step over blanks; the next character, or '' at the end"
-    while not (c:=self.look()) and (yield from self.wait()): pass
+    while not (c:=self.look()) and (yield from self.wait()):
+        pass
     return c
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #81d17b40
@@ -187,11 +243,14 @@ def upto(self:ToolParser,
     while True:
         buf,i = self.buf,self.i
         if m:=marks.find(buf, i):
-            sink(buf[i:m.start()]); self.i = m.end()
+            sink(buf[i:m.start()])
+            self.i = m.end()
             return m[0]
         end = len(buf) - (0 if self.done else marks.partial(buf, i))
-        sink(buf[i:end]); self.i = end
-        if not (yield from self.wait()): return None
+        sink(buf[i:end])
+        self.i = end
+        if not (yield from self.wait()):
+            return None
 @patch
 def text(self:ToolParser, marks:Marks)->Generator:
     "Text before the next mark, and the mark"
@@ -207,14 +266,17 @@ def record(self:ToolParser):
 @patch
 def recorded(self:ToolParser)->str:
     "What was read since `record`; forgets it"
-    t,self.track = ''.join(self.track)+self.buf[self.at:self.i],None
+    t = ''.join(self.track)+self.buf[self.at:self.i]
+    self.track = None
     return t
 @patch
 def rest(self:ToolParser, sink:Callable[[str],None])->Generator:
     "All that is left"
     while True:
-        sink(self.buf[self.i:]); self.i = len(self.buf)
-        if not (yield from self.wait()): return
+        sink(self.buf[self.i:])
+        self.i = len(self.buf)
+        if not (yield from self.wait()):
+            return
 def ignore(text:str): "A sink that keeps nothing"
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #f6f7a262
@@ -224,7 +286,8 @@ def ToolStream(
 )->ToolParser:
     "A parser for one answer: `.feed(text)`, `.finish()`, `.result()`"
     if parser not in TOOL_PARSERS:
-        raise RequestError(f'There is no tool parser {parser!r}', hint='Known: '+', '.join(sorted(TOOL_PARSERS)))
+        raise RequestError(
+            f'There is no tool parser {parser!r}', hint='Known: '+', '.join(sorted(TOOL_PARSERS)))
     return TOOL_PARSERS[parser](tools)
 
 def parse_tools(
@@ -234,5 +297,6 @@ def parse_tools(
 )->Answer:
     "Content and calls of a whole text"
     s = ToolStream(parser, tools)
-    s.feed(text); s.finish()
+    s.feed(text)
+    s.finish()
     return s.result()

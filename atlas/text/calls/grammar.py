@@ -25,15 +25,23 @@ def lit(
 )->str:
     "`text` in a Lark rule, special tokens by their ids"
     ids = {s:i for i,s in special if s in text}
-    if not ids: return literal(text)
-    parts = re.split('('+'|'.join(re.escape(s) for s in sorted(ids, key=len, reverse=True))+')', text)
+    if not ids:
+        return literal(text)
+    parts = re.split(
+        '('
+        +'|'.join(
+            re.escape(s)
+            for s in sorted(ids, key=len, reverse=True))+')',
+        text)
     return ' '.join(f'<[{ids[p]}]>' if p in ids else literal(p) for p in parts if p)
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #e3c6384a
 @dataclass(frozen=True)
 class Format:
     "The texts around the names and arguments of calls"
-    arguments:str # 'json': one object; 'text': one by one, strings bare; 'python' and 'gemma': one by one, in a language of its own
+    # 'json': one object; 'text': one by one, strings bare;
+    # 'python' and 'gemma': one by one, in a language of its own
+    arguments:str
     begin:str # Before the first call
     call:str # Before a name
     open:str # Between a name and its arguments
@@ -46,27 +54,45 @@ class Format:
     over:str='' # Behind a value; between arguments, where they have a language of their own
     bars:tuple=('','') # Characters that no name, and no key, can have
     @property
-    def quoted(self)->bool: "Does a name stand in a JSON string?"; return self.arguments=='json' and self.call.endswith('"')
+    def quoted(self)->bool:
+        "Does a name stand in a JSON string?"
+        return self.arguments=='json' and self.call.endswith('"')
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #3f383d27
-_D = lambda s: f'<｜{s}｜>'
+def _D(s): return f'<｜{s}｜>'
 _FORMATS = {
     'hermes': Format('json', '', '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>', '\n', '', ('<tool_call>',)),
     'llama3_json': Format('json', '', '{"name": "', '", "parameters": ', '}', '; ', '', ('{"name": "NAME"',)),
     'mistral': Format('json', '[TOOL_CALLS] [', '{"name": "', '", "arguments": ', '}', ', ', ']', ('[TOOL_CALLS]',)),
-    'mistral+': Format('json', '', '[TOOL_CALLS]', '[ARGS]', '', '', '', ('[TOOL_CALLS]',)), # where [ARGS] is a token
+    # where [ARGS] is a token
+    'mistral+': Format('json', '', '[TOOL_CALLS]', '[ARGS]', '', '', '', ('[TOOL_CALLS]',)),
     'deepseek_v3': Format('json', _D('tool▁calls▁begin'), _D('tool▁call▁begin')+'function'+_D('tool▁sep'), '\n```json\n', '\n```'+_D('tool▁call▁end'), '\n', _D('tool▁calls▁end'), (_D('tool▁calls▁begin'),)),
     'deepseek_v31': Format('json', _D('tool▁calls▁begin'), _D('tool▁call▁begin'), _D('tool▁sep'), _D('tool▁call▁end'), '', _D('tool▁calls▁end'), (_D('tool▁calls▁begin'),)),
     'openai': Format('json', '<|channel|>', 'commentary to=functions.', ' <|constrain|>json<|message|>', '', '<|call|><|start|>assistant<|channel|>', '', (' to=functions.',), bars=(' \n\t',''))}
 _FORMATS |= {
-    'qwen3_coder': Format('text', '', '<tool_call>\n<function=', '>\n', '</function>\n</tool_call>', '\n', '', ('<tool_call>','<function='), '<parameter=', '>\n', '\n</parameter>\n', ('<>\n','>')),
-    'minimax_m2': Format('text', '<minimax:tool_call>\n', '<invoke name="', '">\n', '</invoke>\n', '', '</minimax:tool_call>', ('<minimax:tool_call>','<invoke name="'), '<parameter name="', '">', '</parameter>\n', ('">','">')),
-    'glm45': Format('text', '', '<tool_call>', '\n', '</tool_call>', '\n', '', ('<tool_call>',), '<arg_key>', '</arg_key>\n<arg_value>', '</arg_value>\n'),
-    'glm47': Format('text', '', '<tool_call>', '', '</tool_call>', '', '', ('<tool_call>',), '<arg_key>', '</arg_key><arg_value>', '</arg_value>'),
-    'deepseek_v32': Format('text', '<｜DSML｜function_calls>\n', '<｜DSML｜invoke name="', '">\n', '</｜DSML｜invoke>\n', '', '</｜DSML｜function_calls>',
-        ('<｜DSML｜function_calls>','<｜DSML｜invoke name="'), '<｜DSML｜parameter name="', '" string="TEXT">', '</｜DSML｜parameter>\n', ('">','">')),
-    'pythonic': Format('python', '[', '', '(', ')', ', ', ']', ('[NAME(',), '', '=', ', '),
-    'gemma4': Format('gemma', '', '<|tool_call>call:', '{', '}<tool_call|>', '', '', ('<|tool_call>',), '', ':', ',', ('{(\n',':}]'))}
+    'qwen3_coder': Format(
+        'text', '', '<tool_call>\n<function=', '>\n', '</function>\n</tool_call>', '\n', '',
+        ('<tool_call>','<function='), '<parameter=', '>\n', '\n</parameter>\n', ('<>\n','>')),
+    'minimax_m2': Format(
+        'text', '<minimax:tool_call>\n', '<invoke name="', '">\n', '</invoke>\n', '',
+        '</minimax:tool_call>', ('<minimax:tool_call>','<invoke name="'), '<parameter name="', '">',
+        '</parameter>\n', ('">','">')),
+    'glm45': Format(
+        'text', '', '<tool_call>', '\n', '</tool_call>', '\n', '', ('<tool_call>',), '<arg_key>',
+        '</arg_key>\n<arg_value>', '</arg_value>\n'),
+    'glm47': Format(
+        'text', '', '<tool_call>', '', '</tool_call>', '', '', ('<tool_call>',), '<arg_key>',
+        '</arg_key><arg_value>', '</arg_value>'),
+    'deepseek_v32': Format(
+        'text', '<｜DSML｜function_calls>\n', '<｜DSML｜invoke name="', '">\n', '</｜DSML｜invoke>\n', '',
+        '</｜DSML｜function_calls>', ('<｜DSML｜function_calls>','<｜DSML｜invoke name="'),
+        '<｜DSML｜parameter name="', '" string="TEXT">', '</｜DSML｜parameter>\n', ('">','">')),
+    'pythonic': Format(
+        'python', '[', '', '(', ')', ', ', ']', ('[NAME(',), '', '=',
+        ', '),
+    'gemma4': Format(
+        'gemma', '', '<|tool_call>call:', '{', '}<tool_call|>', '', '', ('<|tool_call>',), '', ':',
+        ',', ('{(\n',':}]'))}
 FORMATS = tuple(k for k in _FORMATS if '+' not in k)
 
 def format_of(
@@ -75,8 +101,12 @@ def format_of(
 )->Format:
     "What a parser reads; a `RequestError` if there is no grammar for it"
     name = {'qwen3_xml':'qwen3_coder'}.get(parser, parser)
-    if name=='mistral' and any(s=='[ARGS]' for _,s in special): name = 'mistral+'
-    if name not in FORMATS and name!='mistral+': _refuse(f'Calls in the format {str(parser)[:40]!r} cannot be guided', 'Known are '+', '.join(FORMATS))
+    if name=='mistral' and any(s=='[ARGS]' for _,s in special):
+        name = 'mistral+'
+    if name not in FORMATS and name!='mistral+':
+        _refuse(
+            f'Calls in the format {str(parser)[:40]!r} cannot be guided',
+            'Known are '+', '.join(FORMATS))
     return _FORMATS[name]
 
 def _refuse(why, hint=''): raise RequestError(why, hint=hint, param='tools')
@@ -85,146 +115,263 @@ def _refuse(why, hint=''): raise RequestError(why, hint=hint, param='tools')
 @patch
 def carries(self:Format, name:str, key:bool=False)->bool:
     "Would a parser read this name of a tool, or `key` of an argument, as it was written?"
-    if self.arguments=='python': return re.fullmatch(r'[A-Za-z_]\w*' if key else r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*', name) is not None
-    if self.arguments=='json' and key: return True
-    return not any(c<' ' for c in name) if self.quoted else name==name.strip() and not set(name)&set(self.bars[key])
+    if self.arguments=='python':
+        return re.fullmatch(
+            r'[A-Za-z_]\w*' if key else r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*', name) is not None
+    if self.arguments=='json' and key:
+        return True
+    return (
+        not any(c<' ' for c in name) if self.quoted
+        else name==name.strip()
+        and not set(name)&set(self.bars[key]))
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #20f4a37f
 MANY = 20_000 # Most rules of a grammar
 _TEXTS = ('minLength','maxLength','pattern','format') # What a string is held to
-_NUMBERS = ('minimum','maximum','exclusiveMinimum','exclusiveMaximum','multipleOf') # What a number is held to
-_ABOUT_OBJECTS = tuple('properties required additionalProperties patternProperties propertyNames minProperties maxProperties unevaluatedProperties dependentRequired dependentSchemas dependencies'.split())
-_ABOUT_LISTS = tuple('items prefixItems additionalItems contains minContains maxContains uniqueItems unevaluatedItems minItems maxItems'.split())
-_SAYS = frozenset(('$ref','$dynamicRef','anyOf','oneOf','allOf','not','if','then','else','enum','const',*_ABOUT_OBJECTS,*_ABOUT_LISTS)) # Words that a grammar of calls has to see to
+# What a number is held to
+_NUMBERS = ('minimum','maximum','exclusiveMinimum','exclusiveMaximum','multipleOf')
+_ABOUT_OBJECTS = tuple(
+    'properties required additionalProperties patternProperties propertyNames minProperties '
+    'maxProperties unevaluatedProperties dependentRequired dependentSchemas dependencies'.split())
+_ABOUT_LISTS = tuple(
+    'items prefixItems additionalItems contains minContains maxContains uniqueItems '
+    'unevaluatedItems minItems maxItems'.split())
+# Words that a grammar of calls has to see to
+_SAYS = frozenset(
+    (
+        '$ref', '$dynamicRef', 'anyOf', 'oneOf', 'allOf', 'not', 'if', 'then', 'else', 'enum',
+        'const', *_ABOUT_OBJECTS, *_ABOUT_LISTS))
 
 class _Rules:
     "Rules of a grammar in the making"
-    def __init__(self, special, strict=True): self.special,self.strict,self.lines,self.subs,self.refs,self.loose = special,strict,[],{},{},set()
+    def __init__(self, special, strict=True):
+        self.special = special
+        self.strict = strict
+        self.lines = []
+        self.subs = {}
+        self.refs = {}
+        self.loose = set()
     def lit(self, text): return lit(text, self.special)
     def choice(self, bodies)->str: return '('+' | '.join(bodies)+')'
     def rule(self, body, head='r'):
         "The name of a new rule"
-        if len(self.lines)>=MANY: _refuse('The tools make a grammar that is too large')
+        if len(self.lines)>=MANY:
+            _refuse('The tools make a grammar that is too large')
         name = f'{head}{len(self.lines)}'
         self.lines.append(f'{name}: {body}')
         return name
     def json(self, schema)->str:
         "A JSON value"
-        name = f's{len(self.subs)}'; self.subs[name] = schema
-        if not self.strict: self.loose.add(name)
+        name = f's{len(self.subs)}'
+        self.subs[name] = schema
+        if not self.strict:
+            self.loose.add(name)
         return '@'+name
     def only(self, s, known, where='A parameter', *others):
         "Refuse what a strict schema says beside `known`, rather than pass over it"
-        if more := sorted(k for k in s if (k in _SAYS or k in others) and k not in known): self.lose(f'{where} has {", ".join(more)}')
+        if more := sorted(
+            k for k in s
+            if (k in _SAYS or k in others) and k not in known):
+            self.lose(f'{where} has {", ".join(more)}')
     def lose(self, what):
         "Something of a schema goes lost; a strict one is refused"
-        if self.strict: _refuse(f'{what}, which calls in this model\'s format cannot be held to', '"strict": false drops it')
+        if self.strict:
+            _refuse(
+                f'{what}, which calls in this model\'s format cannot be held to',
+                '"strict": false drops it')
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #084152ed
 def _json_call(g, t, f)->str:
     "Arguments as one JSON object"
-    return g.json((t.get('parameters') if isinstance(t.get('parameters'), dict) else {})|{'type':'object'})
+    return g.json(
+        (t.get('parameters') if isinstance(t.get('parameters'), dict) else {})
+        |{'type':'object'})
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #f9665d57
-_SIMPLE = frozenset(('type','enum','const','minItems','maxItems',*_TEXTS,*_NUMBERS)) # Words that mean the same wherever they stand
+# Words that mean the same wherever they stand
+_SIMPLE = frozenset(('type','enum','const','minItems','maxItems',*_TEXTS,*_NUMBERS))
 _NEVER = {'not':{}} # What `false` says
 
-def _said(s)->dict: "A schema without its notes"; return {k:v for k,v in s.items() if k in _SAYS or k in _SIMPLE}
-def _same(s)->str: "What two schemas have in common that say the same"; return json.dumps(_said(s) if isinstance(s, dict) else s, sort_keys=True)
+def _said(s)->dict:
+    "A schema without its notes"
+    return {k:v for k,v in s.items() if k in _SAYS or k in _SIMPLE}
+def _same(s)->str:
+    "What two schemas have in common that say the same"
+    return json.dumps(_said(s) if isinstance(s, dict) else s, sort_keys=True)
 
 def _at(ref, root):
     "What a local reference points to"
     at = root
-    for k in ref[2:].split('/'): at = at.get(k.replace('~1','/').replace('~0','~')) if isinstance(at, dict) else None
+    for k in ref[2:].split('/'):
+        at = (
+            at.get(k.replace('~1','/').replace('~0','~'))
+            if isinstance(at, dict)
+            else None)
     return at if ref.startswith('#/') else None
 
 def _join(s, beside):
     "One schema that says both; None where that takes more than putting them together"
-    if isinstance(s, bool): s = {} if s else _NEVER
-    if not isinstance(s, dict): return None
-    if not (more := _said(beside)): return s
-    return s|more if _SIMPLE.issuperset(more) and all(s.get(k, v)==v for k,v in more.items()) else None if _said(s) else beside
+    if isinstance(s, bool):
+        s = {} if s else _NEVER
+    if not isinstance(s, dict):
+        return None
+    if not (more := _said(beside)):
+        return s
+    return (
+        s|more
+        if _SIMPLE.issuperset(more)
+        and all(s.get(k, v)==v for k,v in more.items())
+        else None if _said(s) else beside)
 
 def _resolve(s, root, hops=8)->dict:
     "A schema behind its local references"
     s = _join(s, {})
     while isinstance(s, dict) and hops:
-        hops -= 1; ref,one = s.get('$ref'),s.get('allOf')
-        if isinstance(ref, str): word,to = '$ref',_at(ref, root)
-        elif isinstance(one, list) and len(one)==1: word,to = 'allOf',one[0]
-        else: break
-        if (got := _join(to, {k:v for k,v in s.items() if k!=word})) is None: break
+        hops -= 1
+        ref,one = s.get('$ref'),s.get('allOf')
+        if isinstance(ref, str):
+            word,to = '$ref',_at(ref, root)
+        elif isinstance(one, list) and len(one)==1:
+            word,to = 'allOf',one[0]
+        else:
+            break
+        if (
+            (
+                got := _join(
+                    to, {k:v for k,v in s.items() if k!=word}))
+            is None):
+            break
         s = got
     return s or {}
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #0cb761cc
-_OWN = dict(string=_TEXTS, integer=_NUMBERS, number=_NUMBERS, object=_ABOUT_OBJECTS, array=_ABOUT_LISTS) # Words that say nothing about other types
-_IS = [(bool,'boolean'), (int,'integer'), (float,'number'), (str,'string'), (type(None),'null'), (list,'array'), (dict,'object')]
-def _type_of(v)->str: "The JSON type of a value"; return next(t for c,t in _IS if isinstance(v, c))
+# Words that say nothing about other types
+_OWN = dict(
+    string=_TEXTS, integer=_NUMBERS, number=_NUMBERS, object=_ABOUT_OBJECTS, array=_ABOUT_LISTS)
+_IS = [
+    (bool,'boolean'), (int,'integer'), (float,'number'), (str,'string'),
+    (type(None),'null'), (list,'array'), (dict,'object')]
+def _type_of(v)->str:
+    "The JSON type of a value"
+    return next(t for c,t in _IS if isinstance(v, c))
 
 @patch
 def variants(self:_Rules, s)->list:
     "The schemas of which one must hold, where there are several; `s` is behind its references"
     if isinstance(t := s.get('type'), list):
-        strange = lambda x: {k for u,ks in _OWN.items() if u!=x for k in ks}-{*_OWN.get(x, ())}
-        return [{k:v for k,v in s.items() if k not in strange(x)}|{'type':x} for x in dict.fromkeys(map(str, t))]
-    word = next((k for k in ('anyOf','oneOf') if isinstance(s.get(k), list) and s[k]), None)
-    if word is None: return []
-    ways = [_join(a, {k:v for k,v in s.items() if k!=word}) for a in s[word] if a is not False]
-    if ways and None not in ways: return ways
+        def strange(x):
+            return (
+                {k for u,ks in _OWN.items() if u!=x for k in ks}
+                -{*_OWN.get(x, ())})
+        return [
+            {k:v for k,v in s.items() if k not in strange(x)}
+            |{'type':x}
+            for x in dict.fromkeys(map(str, t))]
+    word = next(
+        (
+            k for k in ('anyOf','oneOf')
+            if isinstance(s.get(k), list) and s[k]),
+        None)
+    if word is None:
+        return []
+    ways = [
+        _join(a, {k:v for k,v in s.items() if k!=word})
+        for a in s[word] if a is not False]
+    if ways and None not in ways:
+        return ways
     self.only(s, (), 'A parameter', *_SIMPLE)
     return s[word]
 
 def _few(s)->list|None:
     "The plain values that are allowed, if they are listed"
     vs = [s['const']] if 'const' in s else s.get('enum')
-    if not isinstance(vs, list) or not vs or any(isinstance(v, (dict,list)) for v in vs): return None
+    if (
+        not isinstance(vs, list)
+        or not vs
+        or any(isinstance(v, (dict,list)) for v in vs)):
+        return None
     types = t if isinstance(t := s.get('type'), list) else [t]
-    fits = lambda v: t is None or _type_of(v) in types or _type_of(v) in ('integer','number') and 'number' in types
-    return [v for v in {json.dumps(v):v for v in vs}.values() if fits(v)]
+    def fits(v):
+        return (
+            t is None
+            or _type_of(v) in types
+            or _type_of(v) in ('integer','number') and 'number' in types)
+    return [
+        v for v in {json.dumps(v):v for v in vs}.values()
+        if fits(v)]
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #bd4c4557
 def _textual(s, root, seen=None)->bool:
     "May this be a string? Without a type it is one"
     seen = set() if seen is None else seen
-    if id(s) in seen: return False
-    seen.add(id(s)); s = _resolve(s, root); t = s.get('type')
-    if t is not None: return t=='string' or isinstance(t, list) and 'string' in t
-    if 'const' in s: return isinstance(s['const'], str)
-    if isinstance(s.get('enum'), list): return any(isinstance(v, str) for v in s['enum'])
-    alts = [a for k in ('anyOf','oneOf','allOf') if isinstance(s.get(k), list) for a in s[k]]
-    return any(_textual(a, root, seen) for a in alts) if alts else not any(k in s for k in ('properties','items'))
+    if id(s) in seen:
+        return False
+    seen.add(id(s))
+    s = _resolve(s, root)
+    t = s.get('type')
+    if t is not None:
+        return t=='string' or isinstance(t, list) and 'string' in t
+    if 'const' in s:
+        return isinstance(s['const'], str)
+    if isinstance(s.get('enum'), list):
+        return any(isinstance(v, str) for v in s['enum'])
+    alts = [
+        a for k in ('anyOf','oneOf','allOf')
+        if isinstance(s.get(k), list)
+        for a in s[k]]
+    return (
+        any(_textual(a, root, seen) for a in alts) if alts
+        else not any(k in s for k in ('properties','items')))
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #4007caf8
 def _shape(g, t)->tuple[dict,dict,set]:
     "A tool's schema, its parameters, and which of them are required"
     raw = t.get('parameters') if isinstance(t.get('parameters'), dict) else {}
-    root = _resolve(raw, raw)|{k:raw[k] for k in ('$defs','definitions') if k in raw}
+    root = (
+        _resolve(raw, raw)
+        |{k:raw[k] for k in ('$defs','definitions') if k in raw})
     kind = root.get('type', 'object')
-    if kind!='object' and not (isinstance(kind, list) and 'object' in kind): g.lose(f'The schema of {t["name"][:40]!r} is of another type than object')
+    if kind!='object' and not (isinstance(kind, list) and 'object' in kind):
+        g.lose(f'The schema of {t["name"][:40]!r} is of another type than object')
     return root,_props(root),_required(root)
 
 def _props(s)->dict:
     "Properties by name, those too that are only required"
-    props,req = s.get('properties') if isinstance(s.get('properties'), dict) else {},_required(s)
-    return {k:v for k,v in props.items() if v is not False or k in req}|{k:{} for k in sorted(req) if k not in props}
+    props = s.get('properties') if isinstance(s.get('properties'), dict) else {}
+    req = _required(s)
+    return (
+        {k:v for k,v in props.items() if v is not False or k in req}
+        |{k:{} for k in sorted(req) if k not in props})
 
 def _required(s)->set:
     "Names that a schema requires"
     r = s.get('required')
-    return {k for k in r if isinstance(k, str)} if isinstance(r, list) else set()
+    return (
+        {k for k in r if isinstance(k, str)} if isinstance(r, list)
+        else set())
 
 def _within(s, root):
     "A parameter's schema on its own, with the definitions that it may refer to"
-    return (s if isinstance(s, dict) else {})|{k:root[k] for k in ('$defs','definitions') if k in root}
+    return (
+        (s if isinstance(s, dict) else {})
+        |{k:root[k] for k in ('$defs','definitions') if k in root})
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #850b19a1
 _YEAR4 = r'(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)' # of 366 days
 _DAY = rf'(\d{{4}}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))|{_YEAR4}-02-29)'
 _TIME = r'([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)'
-_BYTE,_NAME = r'(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)',r'[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*'
-_FORMS = {'date':_DAY, 'time':_TIME, 'date-time':f'{_DAY}T{_TIME}', 'uuid':r'[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}', 'ipv4':rf'{_BYTE}(\.{_BYTE}){{3}}',
-    'hostname':_NAME, 'email':rf'[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_NAME}', 'uri':r"[A-Za-z][A-Za-z0-9+.-]*:[A-Za-z0-9._~:/?#@!$&'()*+,;=-]+", 'duration':r'P(\d+W|\d+D|\d+DT\d+H|T\d+H|T\d+M|T\d+S)'}
+_BYTE = r'(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)'
+_NAME = r'[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*'
+_FORMS = {
+    'date':_DAY,
+    'time':_TIME,
+    'date-time':f'{_DAY}T{_TIME}',
+    'uuid':r'[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}',
+    'ipv4':rf'{_BYTE}(\.{_BYTE}){{3}}',
+    'hostname':_NAME,
+    'email':rf'[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_NAME}',
+    'uri':r"[A-Za-z][A-Za-z0-9+.-]*:[A-Za-z0-9._~:/?#@!$&'()*+,;=-]+",
+    'duration':r'P(\d+W|\d+D|\d+DT\d+H|T\d+H|T\d+M|T\d+S)'}
 
 DATES = {k:_FORMS[k] for k in ('date','time','date-time')} # Which a schema of JSON needs too
 
@@ -233,69 +380,135 @@ def _anywhere(p:str)->str:
     ways,depth = [[]],0
     for t in re.findall(r'\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.', p, re.S):
         depth += (t=='(')-(t==')')
-        if t=='|' and not depth: ways.append([])
-        else: ways[-1].append(t)
+        if t=='|' and not depth:
+            ways.append([])
+        else:
+            ways[-1].append(t)
     def whole(w):
-        a,b = w[:1]==['^'],w[-1:]==['$']
+        a = w[:1]==['^']
+        b = w[-1:]==['$']
         return '(?s:.*)'*(not a)+f'({"".join(w[a:len(w)-b])})'+'(?s:.*)'*(not b)
     return '|'.join(map(whole, ways))
 
 def _held(s)->list[str]:
     "Regular expressions, in Lark, of the texts that a string's schema allows"
     from llguidance import regex_to_lark
-    lo,hi,f = s.get('minLength') or 0,s.get('maxLength'),s.get('format')
+    lo = s.get('minLength') or 0
+    hi = s.get('maxLength')
+    f = s.get('format')
     rx = [f'(?s:.{{{lo},{"" if hi is None else hi}}})']*bool(lo or hi is not None)
-    if 'pattern' in s: rx.append(regex_to_lark(_anywhere(s['pattern']), 'dw'))
-    if f is not None and f not in _FORMS: _refuse(f'A parameter has the format {str(f)[:40]!r}, which calls in this model\'s format cannot be held to')
-    if f is not None: rx.append(regex_to_lark(_FORMS[f], 'dw'))
+    if 'pattern' in s:
+        rx.append(regex_to_lark(_anywhere(s['pattern']), 'dw'))
+    if f is not None and f not in _FORMS:
+        _refuse(
+            f'A parameter has the format {str(f)[:40]!r}, which calls in this model\'s '
+            'format cannot be held to')
+    if f is not None:
+        rx.append(regex_to_lark(_FORMS[f], 'dw'))
     return [f'/{r}/' for r in rx]
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #6a50c949
 @patch
-def text(self:_Rules, close, s=None, stops=(), unlike=())->str:
+def text(
+    self:_Rules, close, s=None, stops=(), unlike=())->str:
     "A text that the schema `s` allows, and that matches none of `unlike`, up to `close`, and that"
-    cut = ' | '.join(literal(x) for x in dict.fromkeys((close.strip(), *stops)) if x)
-    body = ' & '.join([*(_held(s or {}) or ['/(?s:.*)/']), f'~(/(?s:.*)/ ({cut}) /(?s:.*)/)', *(f'~(/{r}/)' for r in unlike)])
-    i = min((close.find(x) for _,x in self.special if x in close), default=len(close))
+    cut = ' | '.join(
+        literal(x) for x in dict.fromkeys((close.strip(), *stops))
+        if x)
+    body = ' & '.join([
+        *(_held(s or {}) or ['/(?s:.*)/']),
+        f'~(/(?s:.*)/ ({cut}) /(?s:.*)/)',
+        *(f'~(/{r}/)' for r in unlike)])
+    i = min(
+        (close.find(x) for _,x in self.special if x in close),
+        default=len(close))
     t = self.rule(f'({body}) {literal(close[:i])}' if i else body, 'T')
     return f'{t} {self.lit(close[i:])}' if close[i:] else t
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #fb28567b
 _DIGITS = r'[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?'
-_LOOKS = {k:rf'\s*({v})\s*' for k,v in dict(number=_DIGITS, boolean='(?i:true|false|0|1)', json=rf'[\[{{"](?s:.*)|(?i:true|false|null|nan|-?infinity)|{_DIGITS}').items()} # Texts that a parser takes for these
-_READ = dict(integer='number', number='number', boolean='boolean', object='json', array='json') # Which of them a type is taken for
+# Texts that a parser takes for these
+_LOOKS = {
+    k:rf'\s*({v})\s*'
+    for k,v in dict(
+        number=_DIGITS,
+        boolean='(?i:true|false|0|1)',
+        json=rf'[\[{{"](?s:.*)|(?i:true|false|null|nan|-?infinity)|{_DIGITS}').items()}
+# Which of them a type is taken for
+_READ = dict(integer='number', number='number', boolean='boolean', object='json', array='json')
 
 def _ways(g, p, root)->tuple[list,list,list,set]:
-    "What a parameter can be: values that are listed, strings, and the rest, (as it stands, behind its references); and all its types"
-    todo,seen,few,texts,rest,kinds = [p],set(),[],[],[],set()
+    """What a parameter can be: values that are listed, strings, and the rest, (as it stands,
+    behind its references); and all its types"""
+    todo = [p]
+    seen = set()
+    few = []
+    texts = []
+    rest = []
+    kinds = set()
     while todo:
-        a = todo.pop(0); s = _resolve(a, root)
-        if (k := _same(s)) in seen: continue
+        a = todo.pop(0)
+        s = _resolve(a, root)
+        if (k := _same(s)) in seen:
+            continue
         seen.add(k)
         if (vs := _few(s)) is not None:
             g.only(s, ('enum','const'), 'A parameter', *_TEXTS, *_NUMBERS)
-            few += vs; kinds |= {*map(_type_of, [*vs, *(s['enum'] if isinstance(s.get('enum'), list) else ())])}
-        elif more := g.variants(s): todo += more
-        elif _textual(s, root): g.only(s, ()); texts.append(s); kinds.add('string')
-        else: rest.append((a, s)); kinds.add(s.get('type') or ('array' if 'items' in s else 'object'))
+            few += vs
+            kinds |= {
+                *map(
+                    _type_of,
+                    [
+                        *vs,
+                        *(
+                            s['enum'] if isinstance(s.get('enum'), list) else ())])}
+        elif more := g.variants(s):
+            todo += more
+        elif _textual(s, root):
+            g.only(s, ())
+            texts.append(s)
+            kinds.add('string')
+        else:
+            rest.append((a, s))
+            kinds.add(s.get('type') or ('array' if 'items' in s else 'object'))
     return few,texts,rest,kinds
 
 def _safe(few, texts, rest, kinds)->tuple[list,list]:
     "Listed values that are read back as they are, and what texts must be unlike"
-    exact = {*map(_type_of, few), *(s.get('type') for _,s in rest if len(_said(s))>1)}|kinds&{'object','array'}
-    read = lambda v: typed(v if isinstance(v, str) else json.dumps(v), kinds)
-    return [v for v in few if _same(read(v))==_same(v)],[_LOOKS[r] for r in sorted({_READ[k] for k in exact if k in _READ})]
+    exact = (
+        {
+            *map(_type_of, few),
+            *(
+                s.get('type')
+                for _,s in rest if len(_said(s))>1)}
+        |kinds&{'object','array'})
+    def read(v):
+        return typed(v if isinstance(v, str) else json.dumps(v), kinds)
+    return (
+        [v for v in few if _same(read(v))==_same(v)],
+        [
+            _LOOKS[r]
+            for r in sorted({_READ[k] for k in exact if k in _READ})])
 
 def _typed(g, p, root, close, stops)->str:
     "A value that may be a string, and what closes it"
     few,texts,rest,kinds = _ways(g, p, root)
     safe,unlike = _safe(few, texts, rest, kinds)
-    spelt = [v if isinstance(v, str) else json.dumps(v) for v in safe]+['null']*any(s.get('type')=='null' for _,s in rest)
-    ways = dict.fromkeys(g.lit(t+close) for t in spelt if not any(x in t for x in (close.strip(), *stops) if x))
-    for s in texts: ways[g.text(close, s, stops, unlike)] = 1
+    spelt = (
+        [v if isinstance(v, str) else json.dumps(v) for v in safe]
+        +['null']*any(s.get('type')=='null' for _,s in rest))
+    ways = dict.fromkeys(
+        g.lit(t+close)
+        for t in spelt
+        if not any(x in t for x in (close.strip(), *stops) if x))
+    for s in texts:
+        ways[g.text(close, s, stops, unlike)] = 1
     for a,s in rest:
-        if s.get('type') in ('object','array',None): ways[f'{g.json(_within(a, root))} {g.lit(close)}'] = 1
-    if not ways: _refuse('A parameter has no value that calls in this model\'s format could be read back with')
+        if s.get('type') in ('object','array',None):
+            ways[f'{g.json(_within(a, root))} {g.lit(close)}'] = 1
+    if not ways:
+        _refuse(
+            'A parameter has no value that calls in this model\'s format could be read back with')
     return g.choice(ways)
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #a6207337
@@ -303,45 +516,77 @@ def _text_call(g, t, f)->str:
     "Arguments one by one, values as text or JSON"
     root,props,required = _shape(g, t)
     more = root.get('additionalProperties', True)
-    g.only(root, ('properties','required',*['additionalProperties']*(bool(props) or _textual(more, root))), f'The schema of {t["name"][:40]!r}')
-    stops = (f.key, f.close.split('\n')[0])  # where a parser takes a value to end that is not closed
+    g.only(
+        root,
+        (
+            'properties',
+            'required',
+            *['additionalProperties']*(bool(props) or _textual(more, root))),
+        f'The schema of {t["name"][:40]!r}')
+    # where a parser takes a value to end that is not closed
+    stops = (f.key, f.close.split('\n')[0])
     def value(k, p):
-        text = _textual(p, root); m = f.value.replace('TEXT', 'true' if text else 'false')
-        return f'{g.lit(f"{f.key}{k}{m}")} '+(_typed(g, p, root, f.over, stops) if text else f'{g.json(_within(p, root))} {g.lit(f.over)}')
-    parts = [g.rule(value(k, p))+('' if k in required else '?') for k,p in _written_keys(g, props, f)]
-    if not props and more is not False and root: parts.append(g.rule(f'{g.lit(f.key)} /[\\w.-]+/ {g.lit(f.value.replace("TEXT","true"))} {g.text(f.over, None, stops)}')+'*')
+        text = _textual(p, root)
+        m = f.value.replace('TEXT', 'true' if text else 'false')
+        return (
+            f'{g.lit(f"{f.key}{k}{m}")} '
+            +(
+                _typed(g, p, root, f.over, stops) if text
+                else f'{g.json(_within(p, root))} {g.lit(f.over)}'))
+    parts = [
+        g.rule(value(k, p))+('' if k in required else '?')
+        for k,p in _written_keys(g, props, f)]
+    if not props and more is not False and root:
+        parts.append(
+            g.rule(
+                f'{g.lit(f.key)} /[\\w.-]+/ {g.lit(f.value.replace("TEXT","true"))} '
+                f'{g.text(f.over, None, stops)}')+'*')
     return ' '.join(parts)
 
 def _written_keys(g, props, f):
     "Parameters whose names can be written"
     for k,p in props.items():
-        if f.carries(k, key=True): yield k,p
-        else: g.lose(f'A parameter has the name {k[:40]!r}')
+        if f.carries(k, key=True):
+            yield k,p
+        else:
+            g.lose(f'A parameter has the name {k[:40]!r}')
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #b33bcbb0
 _Q = '<|"|>'
 
 def _string(g, s, gemma, unlike=())->str:
     "A string"
-    return f'{g.lit(_Q)} {g.text(_Q, s, ("<tool_call|>",), unlike)}' if gemma else g.json({k:s[k] for k in _TEXTS if k in s}|{'type':'string'})
+    return (
+        f'{g.lit(_Q)} {g.text(_Q, s, ("<tool_call|>",), unlike)}' if gemma
+        else g.json(
+            {k:s[k] for k in _TEXTS if k in s}|{'type':'string'}))
 
-def _number(g, s, t='number')->str: "A number, as in JSON"; return g.json({k:s[k] for k in _NUMBERS if k in s}|{'type':t})
+def _number(g, s, t='number')->str:
+    "A number, as in JSON"
+    return g.json(
+        {k:s[k] for k in _NUMBERS if k in s}|{'type':t})
 
 def _list(g, s, root, gemma)->str:
     "Values in brackets"
-    lo,hi,comma = s.get('minItems') or 0,s.get('maxItems'),literal(',' if gemma else ', ')
+    lo = s.get('minItems') or 0
+    hi = s.get('maxItems')
+    comma = literal(',' if gemma else ', ')
     if s.get('items') is False:
-        if lo: g.lose('A parameter is a list that must have items and may not')
+        if lo:
+            g.lose('A parameter is a list that must have items and may not')
         hi = 0
-    if hi==0: return '"[" "]"'
+    if hi==0:
+        return '"[" "]"'
     v = _value(g, s.get('items', {}), root, gemma)
     some = f'{v} ({comma} {v}){{{max(lo-1, 0)},{"" if hi is None else max(hi-1, lo-1)}}}'
     return g.rule(f'"[" {some if lo else f"({some})?"} "]"')
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #6c041efe
 def _value(g, s, root, gemma)->str:
-    "A value in Python's or Gemma's way to write it; a rule of its own where it stands behind a reference"
-    if not isinstance(s, dict) or not ('$ref' in s or 'allOf' in s): return _plain(g, _resolve(s, root), root, gemma)
+    """A value in Python's or Gemma's way to write it;
+    a rule of its own where it stands behind a reference"""
+    if not isinstance(s, dict) or not ('$ref' in s or 'allOf' in s):
+        return _plain(g, _resolve(s, root), root, gemma)
     if (key := (id(root),_same(s))) not in g.refs:
         g.refs[key] = f'd{len(g.refs)}'
         g.lines.append(f'{g.refs[key]}: {_plain(g, _resolve(s, root), root, gemma)}')
@@ -349,49 +594,88 @@ def _value(g, s, root, gemma)->str:
 
 def _plain(g, s, root, gemma)->str:
     "The same for a schema that is behind its references"
-    words = dict(zip((True,False,None), ('true','false','null') if gemma else ('True','False','None')))
-    plain = lambda v: literal(words[v] if v is None or isinstance(v, bool) else json.dumps(v, ensure_ascii=False))
-    if gemma and (_few(s) is not None or g.variants(s)) and _textual(s, root): return _gemma_typed(g, s, root, plain)
+    words = dict(zip(
+        (True,False,None),
+        ('true','false','null') if gemma else ('True','False','None')))
+    def plain(v):
+        return literal(
+            words[v] if v is None or isinstance(v, bool)
+            else json.dumps(v, ensure_ascii=False))
+    if (
+        gemma
+        and (_few(s) is not None or g.variants(s))
+        and _textual(s, root)):
+        return _gemma_typed(g, s, root, plain)
     if (few := _few(s)) is not None:
         g.only(s, ('enum','const'), 'A parameter', *_TEXTS, *_NUMBERS)
         return g.choice(map(plain, few)) if few else _refuse('A parameter has no value that fits')
-    if ways := g.variants(s): return g.rule(g.choice(_value(g, x, root, gemma) for x in ways))
+    if ways := g.variants(s):
+        return g.rule(g.choice(_value(g, x, root, gemma) for x in ways))
     t = s.get('type') or ('object' if 'properties' in s else 'array' if 'items' in s else None)
-    g.only(s, dict(object=('properties','required','additionalProperties'), array=('items','minItems','maxItems')).get(t, ()))
-    if t in ('integer','number'): return _number(g, s, t)
-    if t=='boolean': return f'({plain(True)} | {plain(False)})'
-    if t=='null': return plain(None)
-    if t=='array': return _list(g, s, root, gemma)
-    if t=='object': return g.rule('"{" '+_pairs(g, s, root, gemma)+' "}"')
-    return _string(g, s, gemma) if t=='string' or gemma else g.choice([_string(g, s, gemma), *map(plain, words), _number(g, s)])
+    g.only(
+        s,
+        dict(
+            object=('properties','required','additionalProperties'),
+            array=('items','minItems','maxItems')).get(t, ()))
+    if t in ('integer','number'):
+        return _number(g, s, t)
+    if t=='boolean':
+        return f'({plain(True)} | {plain(False)})'
+    if t=='null':
+        return plain(None)
+    if t=='array':
+        return _list(g, s, root, gemma)
+    if t=='object':
+        return g.rule('"{" '+_pairs(g, s, root, gemma)+' "}"')
+    return (
+        _string(g, s, gemma) if t=='string' or gemma
+        else g.choice([
+            _string(g, s, gemma),
+            *map(plain, words),
+            _number(g, s)]))
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #95245740
 def _gemma_typed(g, s, root, plain)->str:
     "A value of Gemma's that may be a string or something else"
     few,texts,rest,kinds = _ways(g, s, root)
     safe,unlike = _safe(few, texts, rest, kinds)
-    ways = [g.lit(_Q+v+_Q) if isinstance(v, str) else plain(v) for v in safe if not isinstance(v, str) or _Q not in v and '<tool_call|>' not in v]
-    ways += [_string(g, t, True, unlike) for t in texts]+[_value(g, a, root, True) for a,_ in rest]
-    return g.rule(g.choice(dict.fromkeys(ways))) if ways else _refuse('A parameter has no value that could be read back')
+    ways = [
+        g.lit(_Q+v+_Q) if isinstance(v, str) else plain(v)
+        for v in safe if not isinstance(v, str) or _Q not in v and '<tool_call|>' not in v]
+    ways += (
+        [_string(g, t, True, unlike) for t in texts]
+        +[_value(g, a, root, True) for a,_ in rest])
+    return (
+        g.rule(g.choice(dict.fromkeys(ways))) if ways
+        else _refuse('A parameter has no value that could be read back'))
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #2112fe3d
 def _pairs(g, s, root, gemma, f=None)->str:
-    "Keys and values, in the schema's order; with `f` those of a call, otherwise of an object inside"
-    required,name = _required(s),(lambda k: k) if gemma or f else json.dumps
-    mid,comma = (f.value,f.over) if f else (':',',') if gemma else (': ',', ')
-    props = dict(_written_keys(g, _props(s), _FORMATS['gemma4'] if gemma else f)) if gemma or f else _props(s)
+    """Keys and values, in the schema's order;
+    with `f` those of a call, otherwise of an object inside"""
+    required = _required(s)
+    name = (lambda k: k) if gemma or f else json.dumps
+    mid,comma = (
+        (f.value,f.over) if f
+        else (':',',') if gemma else (': ',', '))
+    props = (
+        dict(_written_keys(g, _props(s), _FORMATS['gemma4'] if gemma else f))
+        if gemma or f
+        else _props(s))
     pair = {k:g.rule(f'{g.lit(name(k)+mid)} {_value(g, p, root, gemma)}') for k,p in props.items()}
     start,tail,tails = '""','""',{}  # a tail is what may follow where something stands already
     for k in reversed(pair):
         tails[k],more = tail,f'{literal(comma)} {pair[k]} {tail}'
         tail = g.rule(more if k in required else f'{more} | {tail}')
-    for k in reversed(pair): start = g.rule(f'{pair[k]} {tails[k]}'+('' if k in required else f' | {start}'))
+    for k in reversed(pair):
+        start = g.rule(f'{pair[k]} {tails[k]}'+('' if k in required else f' | {start}'))
     return start
 
 def _language_call(g, t, f)->str:
     "Arguments one by one, values in the format's own language"
     root,_,_ = _shape(g, t)
-    g.only(root, ('properties','required','additionalProperties'), f'The schema of {t["name"][:40]!r}')
+    g.only(
+        root, ('properties','required','additionalProperties'), f'The schema of {t["name"][:40]!r}')
     return _pairs(g, root, root, f.arguments=='gemma', f)
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #59411774
@@ -401,20 +685,31 @@ def openings(
 )->list[str]:
     "The marks of a call: what is said before the first of them is no call"
     names = [t['name'] for t in spec['tools']]
-    return [m.replace('NAME', n) for m in format_of(spec.get('parser'), special).marks for n in (names if 'NAME' in m else [''])]
+    return [
+        m.replace('NAME', n)
+        for m in format_of(spec.get('parser'), special).marks
+        for n in (names if 'NAME' in m else [''])]
 
 def _head(g, f, required)->str:
     "What stands before the first name; one of several texts, where it depends on the mark"
     head = f.begin+f.call
-    if not required: return g.choice(g.lit(head[head.index(m.partition('NAME')[0]):]) for m in f.marks)
-    if f is not _FORMATS['openai']: return g.lit(head) if head else ''
+    if not required:
+        return g.choice(
+            g.lit(head[head.index(m.partition('NAME')[0]):])
+            for m in f.marks)
+    if f is not _FORMATS['openai']:
+        return g.lit(head) if head else ''
     g.lines.append(f'thought: "analysis" {g.lit("<|message|>")} /(?s:.*)/ {g.lit("<|end|>")}')
-    return f'{g.lit("<|channel|>")} (thought {g.lit("<|start|>assistant<|channel|>")})? {g.lit(f.call)}'
+    return (
+        f'{g.lit("<|channel|>")} (thought {g.lit("<|start|>assistant<|channel|>")})? '
+        f'{g.lit(f.call)}')
 
 _CALLS = dict(json=_json_call, text=_text_call, python=_language_call, gemma=_language_call)
 
 def call_grammar(
-    spec:dict, # A guide of kind 'tools': parser, choice, parallel, strict, and tools, each strict or not by itself
+    # A guide of kind 'tools': parser, choice, parallel, strict, and tools, each strict or not by
+    # itself
+    spec:dict,
     special=(), # (id, text) of tokens that steer the model
 )->tuple[str,dict,set]: # Lark, the JSON schemas that it names, and which of those are not strict
     "The grammar of calls. Where a call is not required it begins with one of its `openings`"
@@ -422,9 +717,19 @@ def call_grammar(
     g,calls = _Rules(special),[]
     for t in spec['tools']:
         g.strict = t.get('strict', spec.get('strict', True))
-        if not f.carries(t['name']): _refuse(f'The tool {t["name"][:40]!r} has a name that calls in this model\'s format cannot be read back with')
-        name = json.dumps(t['name'])[1:-1] if f.quoted else t['name']
-        calls.append(g.rule(f'{g.lit(name+f.open)} {_CALLS[f.arguments](g, t, f)} {g.lit(f.close) if f.close else ""}'))
-    one = g.rule(g.choice(calls)); more = f'({g.lit(f.between+f.call)} {one})*' if spec.get('parallel', True) else ''
-    start = f'start: {_head(g, f, spec.get("choice")=="required")} {one} {more} {g.lit(f.end) if f.end else ""}'
+        if not f.carries(t['name']):
+            _refuse(
+                f'The tool {t["name"][:40]!r} has a name that calls in this model\'s format '
+                'cannot be read back with')
+        name = (
+            json.dumps(t['name'])[1:-1] if f.quoted
+            else t['name'])
+        calls.append(g.rule(
+            f'{g.lit(name+f.open)} {_CALLS[f.arguments](g, t, f)} '
+            f'{g.lit(f.close) if f.close else ""}'))
+    one = g.rule(g.choice(calls))
+    more = f'({g.lit(f.between+f.call)} {one})*' if spec.get('parallel', True) else ''
+    start = (
+        f'start: {_head(g, f, spec.get("choice")=="required")} {one} {more} '
+        f'{g.lit(f.end) if f.end else ""}')
     return '\n'.join([start, *g.lines]),g.subs,g.loose

@@ -15,9 +15,14 @@ from .core import Marks,ToolParser
 from ..deltas import Delta
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #493e4110
-START,MESSAGE,CHANNEL,CONSTRAIN = '<|start|>','<|message|>','<|channel|>','<|constrain|>'
-ENDS = ('<|end|>','<|return|>','<|call|>')  # a message is over; so is the answer; so is the answer, and tools are to run
-_HEAD,_BODY = Marks(START, MESSAGE, *ENDS),Marks(START, *ENDS)
+START = '<|start|>'
+MESSAGE = '<|message|>'
+CHANNEL = '<|channel|>'
+CONSTRAIN = '<|constrain|>'
+# a message is over; so is the answer; so is the answer, and tools are to run
+ENDS = ('<|end|>','<|return|>','<|call|>')
+_HEAD = Marks(START, MESSAGE, *ENDS)
+_BODY = Marks(START, *ENDS)
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #3fce97c8
 @dataclass(frozen=True)
@@ -31,14 +36,19 @@ class Header:
     @property
     def kind(self)->str|None: # None: for nobody here
         "What the message becomes: a 'call', 'reasoning' or 'content'"
-        if self.role!='assistant': return None
-        if self.recipient and _function(self.recipient): return 'call'
-        if self.channel=='analysis': return 'reasoning'
+        if self.role!='assistant':
+            return None
+        if self.recipient and _function(self.recipient):
+            return 'call'
+        if self.channel=='analysis':
+            return 'reasoning'
         return 'content' if self.recipient is None or self.channel=='final' else None
 
 def _function(r, hosted=('assistant','python','browser','container')):
     "Is this recipient a function?"
-    return len(r)>len('functions.') if r.startswith('functions.') else r.split('.')[0] not in hosted
+    return (
+        len(r)>len('functions.') if r.startswith('functions.')
+        else r.split('.')[0] not in hosted)
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #77d27ca8
 _LATER = re.compile(re.escape(CONSTRAIN)+r'\s*\S*')
@@ -52,23 +62,36 @@ def header(
     "Read a header"
     channels = [c for c in _CHANNELS.findall(text) if c]
     words = _LATER.sub(' ', _CHANNELS.sub(' ', text)).split()
-    role = words.pop(0) if words and (words[0]=='assistant' or not first and not words[0].startswith('to=')) else 'assistant'
-    to = next((w for w in words if w.startswith('to=')), None) or next((w for w in words if w.startswith('functions.') or w in tools), None)
+    role = (
+        words.pop(0)
+        if words
+        and (words[0]=='assistant' or not first and not words[0].startswith('to='))
+        else 'assistant')
+    to = (
+        next((w for w in words if w.startswith('to=')), None)
+        or next(
+            (w for w in words if w.startswith('functions.') or w in tools), None))
     name = (to or '').removeprefix('to=')
-    if name in tools: name = 'functions.'+name
+    if name in tools:
+        name = 'functions.'+name
     spare = tuple(w for w in words if w!=to and w not in ('json','code','text'))
-    return Header(role, channels[-1] if channels else None, name if name!='all' and to else None, spare)
+    return Header(
+        role, channels[-1] if channels else None, name if name!='all' and to else None, spare)
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #509c8cfc
 class Harmony(ToolParser):
     "Reads the messages of one turn"
-    names,marks = ('openai',),(START,MESSAGE,CHANNEL,CONSTRAIN,*ENDS)
+    names = ('openai',)
+    marks = (START,MESSAGE,CHANNEL,CONSTRAIN,*ENDS)
     longest = 512 # Characters of a header; what is longer is none
     def __init__(self,
         tools:list[dict]|None=None, # The request's tools, in OpenAI's form
     ):
         super().__init__(tools)
-        self.thoughts,self._think,self.kind,self.fresh = [],[],None,True
+        self.thoughts = []
+        self._think = []
+        self.kind = None
+        self.fresh = True
     @property
     def thinking(self)->bool: return self.kind=='reasoning'
     def _turn(self)->Delta:
@@ -80,31 +103,44 @@ class Harmony(ToolParser):
 @patch
 def put(self:Harmony, text:str):
     "More of the message that is being read"
-    if not text or not self.kind: return
-    if self.kind=='call': return self.more(text)
+    if not text or not self.kind:
+        return
+    if self.kind=='call':
+        return self.more(text)
     said = self.thoughts if self.kind=='reasoning' else self.said
-    if self.fresh and said: text = '\n'+text
+    if self.fresh and said:
+        text = '\n'+text
     self.fresh = False
-    if self.kind=='content': return self.say(text)
-    self.thoughts.append(text); self._think.append(text)
+    if self.kind=='content':
+        return self.say(text)
+    self.thoughts.append(text)
+    self._think.append(text)
 
 @patch
 def open(self:Harmony, h:Header):
     "A message begins"
     self.kind,self.fresh = h.kind,True
-    if self.kind=='call': self.begin(h.recipient.removeprefix('functions.'))
+    if self.kind=='call':
+        self.begin(h.recipient.removeprefix('functions.'))
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #c927a3f9
 @patch
 def _header(self:Harmony):
-    "The text of a header and the mark behind it, '' at the end of the text; None where there is no header"
+    """The text of a header and the mark behind it, '' at the end of the text;
+    None where there is no header"""
     while True:
-        m,have = _HEAD.find(self.buf, self.i),len(self.buf)-self.i
-        if m and m.start()-self.i<=self.longest or not m and self.done and have<=self.longest:
-            text,mark = (self.buf[self.i:m.start()],m[0]) if m else (self.buf[self.i:],'')
+        m = _HEAD.find(self.buf, self.i)
+        have = len(self.buf)-self.i
+        if (
+            m and m.start()-self.i<=self.longest
+            or not m and self.done and have<=self.longest):
+            text,mark = (
+                (self.buf[self.i:m.start()],m[0]) if m
+                else (self.buf[self.i:],''))
             self.i += len(text)+len(mark)
             return text,mark
-        if m or self.done or have>self.longest+_HEAD.longest: return None
+        if m or self.done or have>self.longest+_HEAD.longest:
+            return None
         yield
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #b37fcd1f
@@ -120,15 +156,22 @@ def run(self:Harmony):
     raw,first = '',True
     while True:
         got = yield from self._header()
-        text,mark = got or (self.buf[self.i:self.i+self.longest],'')
+        text,mark = (
+            got
+            or (self.buf[self.i:self.i+self.longest],''))
         h = header(text, first, self.tools)
         if got and mark!=MESSAGE:
-            if h.spare: self._recover(raw+text+mark.replace(START, ''), h)
+            if h.spare:
+                self._recover(raw+text+mark.replace(START, ''), h)
         else:
-            if got: self.open(h)
-            else: self._recover(raw, h)
+            if got:
+                self.open(h)
+            else:
+                self._recover(raw, h)
             mark = yield from self.upto(_BODY, self.put)
-            if mark and self.kind=='call' and not self.calls[-1][2]: self.more('{}')
+            if mark and self.kind=='call' and not self.calls[-1][2]:
+                self.more('{}')
         self.kind = None
-        if not mark: return
+        if not mark:
+            return
         raw,first = ('<|start|>',False) if mark==START else ('',True)

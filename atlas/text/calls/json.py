@@ -23,17 +23,23 @@ def _scan(buf:str, i:int, depth:int, quoted:bool)->tuple:
     while True:
         if quoted:
             i = _quoted(buf, i).end()
-            if i>=len(buf) or buf[i]!='"': return i,depth,True,False
+            if i>=len(buf) or buf[i]!='"':
+                return i,depth,True,False
             i,quoted = i+1,False
-            if not depth: return i,0,False,True
+            if not depth:
+                return i,0,False,True
         m = _bracket(buf, i)
-        if m is None: return len(buf),depth,False,False
+        if m is None:
+            return len(buf),depth,False,False
         i = m.end()
-        if m[0]=='"': quoted = True
-        elif m[0] in '{[': depth += 1
+        if m[0]=='"':
+            quoted = True
+        elif m[0] in '{[':
+            depth += 1
         else:
             depth -= 1
-            if depth<=0: return i,0,False,True
+            if depth<=0:
+                return i,0,False,True
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #5cbe1c01
 @patch
@@ -45,11 +51,17 @@ def span(self:ToolParser,
     depth,quoted,plain = 0,False,c not in '"{['
     while c:
         buf,i = self.buf,self.i
-        if plain: end = _scalar(buf, i).end(); over = end<len(buf)
-        else: end,depth,quoted,over = _scan(buf, i, depth, quoted)
-        sink(buf[i:end]); self.i = end
-        if over: return True
-        if not (yield from self.wait()): break
+        if plain:
+            end = _scalar(buf, i).end()
+            over = end<len(buf)
+        else:
+            end,depth,quoted,over = _scan(buf, i, depth, quoted)
+        sink(buf[i:end])
+        self.i = end
+        if over:
+            return True
+        if not (yield from self.wait()):
+            break
     return False
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #58a40d1d
@@ -57,7 +69,8 @@ def _no(name): raise ValueError(f'{name} is not JSON')
 _decode = json.JSONDecoder(parse_constant=_no).decode
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 _halves = re.compile('[\ud800-\udbff][\udc00-\udfff]|[\ud800-\udfff]').sub
-def _whole(m)->str: return m[0].encode('utf-16-le', 'surrogatepass').decode('utf-16-le') if len(m[0])==2 else f'\\u{ord(m[0]):04x}'
+def _whole(m)->str:
+    return m[0].encode('utf-16-le', 'surrogatepass').decode('utf-16-le') if len(m[0])==2 else f'\\u{ord(m[0]):04x}'
 def dumps(v)->str:
     "JSON text as Python prints it, with all characters as they are"
     return _halves(_whole, _encode(v))
@@ -65,27 +78,34 @@ _nest = re.compile(r'"(?:[^"\\]++|\\.)*+"|([\[{])|[\]}]', re.S).finditer
 
 def deep(text:str, most:int=200)->bool:
     "Does JSON nest deeper than that?"
-    if text.count('[')+text.count('{')<=most: return False
+    if text.count('[')+text.count('{')<=most:
+        return False
     depth = 0
     for m in _nest(text):
         if m[0][0]!='"':
             depth += 1 if m[1] else -1
-            if depth>most: return True
+            if depth>most:
+                return True
     return False
 def loads(text:str)->object:
     "Parse strict JSON of at most 200 levels; `ValueError` for anything else"
-    if deep(text): raise ValueError('JSON that is nested too deeply')
+    if deep(text):
+        raise ValueError('JSON that is nested too deeply')
     return _decode(text)
 def is_json(text:str)->bool:
     "Is it strict JSON?"
-    try: loads(text); return True
-    except ValueError: return False
+    try:
+        loads(text)
+        return True
+    except ValueError:
+        return False
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #2f8dd3b4
 def unwrapped(value:str)->str:
     "The object that a JSON string holds; else the string"
     v = loads(value)
-    if not isinstance(v, str): return value
+    if not isinstance(v, str):
+        return value
     return v if is_json(v) and v.lstrip().startswith('{') else dumps(v)
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #02d4f874
@@ -94,10 +114,17 @@ _key = re.compile(r'\s*+"([^"\\\x00-\x1f]*+)"\s*+:').match
 @patch
 def key(self:ToolParser)->Generator:
     "Read a member's key and the colon behind it; None if there is none"
-    if m:=_key(self.buf, self.i): self.i = m.end(); return m[1] # all here and plain: nearly always
-    if (yield from self.skip())!='"': return None
+    if m:=_key(self.buf, self.i):
+        self.i = m.end()
+        return m[1] # all here and plain: nearly always
+    if (yield from self.skip())!='"':
+        return None
     t = []
-    if not (yield from self.span(t.append)) or (yield from self.skip())!=':' or not is_json(t:=''.join(t)): return None
+    if (
+        not (yield from self.span(t.append))
+        or (yield from self.skip())!=':'
+        or not is_json(t:=''.join(t))):
+        return None
     self.i += 1
     return loads(t)
 @patch
@@ -105,12 +132,19 @@ def members(self:ToolParser)->Generator: # None for what is broken or cut
     "Read an object: its keys, and the text of their values; the tape is at its `{`"
     out,c = {},','
     self.i += 1
-    if (self.look() or (yield from self.skip()))=='}': self.i += 1; c = '}'
+    if (self.look() or (yield from self.skip()))=='}':
+        self.i += 1
+        c = '}'
     while c==',':
         key,value = (yield from self.key()),[]
-        if key is None or not (yield from self.span(value.append)) or not is_json(value:=''.join(value)): return None
+        if (
+            key is None
+            or not (yield from self.span(value.append))
+            or not is_json(value:=''.join(value))):
+            return None
         out[key],c = value,self.look() or (yield from self.skip())
-        if c not in (',','}'): return None
+        if c not in (',','}'):
+            return None
         self.i += 1
     return out
 @patch
@@ -120,9 +154,14 @@ def envelope(self:ToolParser,
 )->Generator: # Name and arguments; () for an object that is no call, None for what is broken
     "Read an object that may be a call; the tape is at its `{`"
     got = yield from self.members()
-    if got is None: return None
-    name,args = loads(got.get('name', 'null')),next((got[k] for k in keys if k in got), default)
-    return (name,args) if isinstance(name, str) and name and name.isprintable() and args is not None else ()
+    if got is None:
+        return None
+    name = loads(got.get('name', 'null'))
+    args = next((got[k] for k in keys if k in got), default)
+    return (
+        (name,args)
+        if isinstance(name, str) and name and name.isprintable() and args is not None
+        else ())
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #6eb79d83
 class Hermes(ToolParser):
@@ -135,9 +174,12 @@ class Hermes(ToolParser):
             call = (yield from self.envelope()) if (yield from self.skip())=='{' else None
             t,m = (yield from self.text(self.ends)) if call else ('',None)
             whole = not (t:=t.strip()) or not m and '</tool_call>'.startswith(t)
-            if call and whole: self.call(call[0], unwrapped(call[1]))
-            else: self.stray()
-            if m!='<tool_call>': m = yield from self.upto(self.start, ignore)
+            if call and whole:
+                self.call(call[0], unwrapped(call[1]))
+            else:
+                self.stray()
+            if m!='<tool_call>':
+                m = yield from self.upto(self.start, ignore)
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #fa685495
 class Braces(Marks):
@@ -145,10 +187,13 @@ class Braces(Marks):
     _tail = re.compile(r'\{\s{0,32}+(?:"[^"<]{0,64}+(?:"\s{0,32}+)?)?\Z').search
     def __init__(self, *marks):
         super().__init__('{', *marks)
-        self.find = re.compile('|'.join([r'\{(?=\s{0,32}+"[^"<]{0,64}+"\s{0,32}+:)', *map(re.escape, marks)])).search
+        self.find = re.compile('|'.join([
+            r'\{(?=\s{0,32}+"[^"<]{0,64}+"\s{0,32}+:)', *map(re.escape, marks)])).search
     def partial(self, s, start=0):
         m = self._tail(s, max(start, len(s)-140))
-        return max(len(s)-m.start() if m else 0, super().partial(s, start))
+        return max(
+            len(s)-m.start() if m else 0,
+            super().partial(s, start))
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #8d92c152
 class Llama(ToolParser):
@@ -157,89 +202,145 @@ class Llama(ToolParser):
     start = Braces('<|python_tag|>')
     def run(self):
         while m:=(yield from self.upto(self.start, self.prose)):
-            if m!='{': continue
-            self.i -= 1; self.record()
-            call,t = (yield from self.envelope(('arguments','parameters'))),self.recorded()
-            if call: self.call(*call)
-            else: self.prose(t)
+            if m!='{':
+                continue
+            self.i -= 1
+            self.record()
+            call = (yield from self.envelope(('arguments','parameters')))
+            t = self.recorded()
+            if call:
+                self.call(*call)
+            else:
+                self.prose(t)
     def prose(self, text):
-        if not self.calls: self.say(text)
+        if not self.calls:
+            self.say(text)
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #6c8b598f
 class Mistral(ToolParser):
     'Mistral: `[TOOL_CALLS] [{…}]`, `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}`'
     names,marks,blank = ('mistral',),('[TOOL_CALLS]','[CALL_ID]','[ARGS]'),'strip'
-    start,head,form = Marks('[TOOL_CALLS]'),Marks('{','[ARGS]','[TOOL_CALLS]'),None
+    start = Marks('[TOOL_CALLS]')
+    head = Marks('{','[ARGS]','[TOOL_CALLS]')
+    form = None
     word = re.compile(r'[^\s\[\]{}"\']+').fullmatch
-    new_id = staticmethod(lambda: ''.join(random.choices(string.ascii_letters+string.digits, k=9)))
+    new_id = staticmethod(
+        lambda: ''.join(random.choices(string.ascii_letters+string.digits, k=9)))
     def run(self):
         m = yield from self.upto(self.start, self.say)
         while m:
             t,m = yield from self.text(self.head)
             t = t.partition('[CALL_ID]')[0].strip()
-            if m=='{': self.i -= 1
-            if not t and m in ('{','[ARGS]') and not self.calls: t = self.before()
-            if m=='[ARGS]' and not t or m in ('{','[ARGS]') and self.word(t): yield from self.named(t)
-            elif m=='{' and not t and self.late(): m = yield from self.nameless()
-            elif t in self.tools or not self.tools and self.word(t) and not is_json(t): self.call(t, '{}')
-            elif m=='{' and (not t or t.endswith('[')) and (yield from self.objects(bool(t))): return (yield from self.rest(ignore))
-            elif t: self.stray()
-            if m!='[TOOL_CALLS]': m = yield from self.upto(self.start, ignore)
+            if m=='{':
+                self.i -= 1
+            if not t and m in ('{','[ARGS]') and not self.calls:
+                t = self.before()
+            if m=='[ARGS]' and not t or m in ('{','[ARGS]') and self.word(t):
+                yield from self.named(t)
+            elif m=='{' and not t and self.late():
+                m = yield from self.nameless()
+            elif t in self.tools or not self.tools and self.word(t) and not is_json(t):
+                self.call(t, '{}')
+            elif (
+                m=='{'
+                and (not t or t.endswith('['))
+                and (yield from self.objects(bool(t)))):
+                return (yield from self.rest(ignore))
+            elif t:
+                self.stray()
+            if m!='[TOOL_CALLS]':
+                m = yield from self.upto(self.start, ignore)
     def named(self, name:str):
         "Arguments behind a name"
-        self.begin(name); self.form = name
+        self.begin(name)
+        self.form = name
         yield from self.span(self.more)
-        if not self.calls[-1][2]: self.more('{}')
+        if not self.calls[-1][2]:
+            self.more('{}')
     def late(self):
         "Is it clear that the later form is meant?"
-        return self.form is not None or not self.calls and bool(self.said) and not any(self.held)
+        return (
+            self.form is not None
+            or not self.calls and bool(self.said) and not any(self.held))
     def before(self):
         "The tool whose name the content ends with, or ''"
         words = ''.join(self.said[-99:]).split()
-        return words[-1] if words and not any(self.held) and words[-1] in self.tools else ''
+        return (
+            words[-1]
+            if words and not any(self.held) and words[-1] in self.tools
+            else '')
     def unsaid(self):
         _,mark,tail = ''.join(self.raw).partition('[TOOL_CALLS]')
-        return super().unsaid()+(tail.replace(mark, '').strip() if mark else '')
+        return (
+            super().unsaid()
+            +(tail.replace(mark, '').strip() if mark else ''))
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #8c10a2c1
 @patch
 def objects(self:Mistral, several:bool)->Generator:
     "An envelope, or several with commas between them; was there any call?"
     while (got:=(yield from self.members())) is not None:
-        name,args = loads(got.get('name', '""')),got.get('arguments', 'null')
-        if 'name' in got or 'arguments' in got: self.call(name if isinstance(name, str) and name.isprintable() else '', '{}' if args=='null' else unwrapped(args))
-        if not several or (yield from self.skip())!=',': break
+        name = loads(got.get('name', '""'))
+        args = got.get('arguments', 'null')
+        if 'name' in got or 'arguments' in got:
+            self.call(
+                name if isinstance(name, str) and name.isprintable() else '',
+                '{}' if args=='null' else unwrapped(args))
+        if not several or (yield from self.skip())!=',':
+            break
         self.i += 1
-        if (yield from self.skip())!='{': break
+        if (yield from self.skip())!='{':
+            break
     return self.calling
 @patch
 def nameless(self:Mistral)->Generator:
-    "An object where a name should stand: an envelope, or arguments of a call without a name; broken ones last to the next mark"
+    """An object where a name should stand: an envelope, or arguments of a call without a name;
+    broken ones last to the next mark"""
     self.record()
     got,text = (yield from self.envelope()),self.recorded()
-    if got: self.call(got[0], unwrapped(got[1])); return (yield from self.rest(ignore))
-    more,m = ('',None) if got==() else (yield from self.text(self.start))
-    if got is None and any(w.startswith((text+more)[1:].lstrip()[:len(w)]) for w in ('"name"','"arguments"')): self.stray()
-    else: self.call('', text+more); self.form = ''
+    if got:
+        self.call(got[0], unwrapped(got[1]))
+        return (yield from self.rest(ignore))
+    more,m = (
+        ('',None) if got==()
+        else (yield from self.text(self.start)))
+    if (
+        got is None
+        and any(
+            w.startswith(
+                (text+more)[1:].lstrip()[:len(w)])
+            for w in ('"name"','"arguments"'))):
+        self.stray()
+    else:
+        self.call('', text+more)
+        self.form = ''
     return m
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #dd92ba4d
 class DeepSeekV31(ToolParser):
     'DeepSeek V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`'
     names = ('deepseek_v31',)
-    marks = ('<｜tool▁calls▁begin｜>','<｜tool▁calls▁end｜>','<｜tool▁call▁begin｜>','<｜tool▁call▁end｜>','<｜tool▁sep｜>')
-    block,inside = Marks(marks[0]),Marks(*marks[:3])
-    name,ends = Marks(marks[4], marks[3]),Marks(marks[3])
+    marks = (
+        '<｜tool▁calls▁begin｜>', '<｜tool▁calls▁end｜>', '<｜tool▁call▁begin｜>', '<｜tool▁call▁end｜>',
+        '<｜tool▁sep｜>')
+    block = Marks(marks[0])
+    inside = Marks(*marks[:3])
+    name = Marks(marks[4], marks[3])
+    ends = Marks(marks[3])
     def run(self):
         m = yield from self.upto(self.block, self.say)
         while m:
             if m==self.marks[2]:
                 name = yield from self.called()
                 args,end = (yield from self.text(self.ends)) if name else ('',None)
-                if end: self.call(name, self.bare(args))
-                else: self.stray()
-            m = yield from self.upto(self.inside, self.after if m==self.marks[1] else ignore)
-            if m!=self.marks[2] and not self.calls: self.stray()
+                if end:
+                    self.call(name, self.bare(args))
+                else:
+                    self.stray()
+            m = yield from self.upto(
+                self.inside, self.after if m==self.marks[1] else ignore)
+            if m!=self.marks[2] and not self.calls:
+                self.stray()
     def called(self):
         t,m = yield from self.text(self.name)
         return m==self.marks[4] and t.strip()
@@ -247,10 +348,14 @@ class DeepSeekV31(ToolParser):
     def after(self, text): "What is said behind a block"
 class DeepSeekV3(DeepSeekV31):
     "DeepSeek V3 and R1: the same with `function<｜tool▁sep｜>name` and a fenced block"
-    names,marks,blank,after = ('deepseek_v3',),DeepSeekV31.marks,'drop',ToolParser.say
+    names = ('deepseek_v3',)
+    marks = DeepSeekV31.marks
+    blank = 'drop'
+    after = ToolParser.say
     fence = Marks('\n```json\n', marks[3])
     def called(self):
-        if not (yield from super().called()): return None
+        if not (yield from super().called()):
+            return None
         t,m = yield from self.text(self.fence)
         return m==self.fence.marks[0] and t.strip()
     def bare(self, args): return args.rstrip().removesuffix('```').rstrip()

@@ -14,11 +14,17 @@ import math,re
 DEPTH = 64 # How deep literals may nest
 _gap = re.compile(r'\s*+').match
 _string = re.compile(r'[rRuU]?(?:"""(?:[^"\\]++|\\.|"(?!""))*+"""|\'\'\'(?:[^\'\\]++|\\.|\'(?!\'\'))*+\'\'\'|"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\')', re.S).match
-_number = re.compile(r'[+-]?(?:0[xX][0-9a-fA-F]{1,4000}|\d{1,4000}(?:_\d{1,4000})*(?!\.|[eE\d_])|(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?)(?![\w.])', re.A).match
+_number = re.compile(
+    r'[+-]?(?:0[xX][0-9a-fA-F]{1,4000}|\d{1,4000}(?:_\d{1,4000})*(?!\.|[eE\d_])|(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?)(?![\w.])',
+    re.A).match
 _word = re.compile(r'[^\W\d]\w*').match
-_words = {'True':True, 'False':False, 'None':None, 'true':True, 'false':False, 'null':None}
-_escape = re.compile(r'\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))', re.S)
-_plain = {'n':'\n', 't':'\t', 'r':'\r', 'a':'\a', 'b':'\b', 'f':'\f', 'v':'\v', '\\':'\\', "'":"'", '"':'"', '\n':''}
+_words = {
+    'True':True, 'False':False, 'None':None, 'true':True, 'false':False, 'null':None}
+_escape = re.compile(
+    r'\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))', re.S)
+_plain = {
+    'n':'\n', 't':'\t', 'r':'\r', 'a':'\a', 'b':'\b', 'f':'\f',
+    'v':'\v', '\\':'\\', "'":"'", '"':'"', '\n':''}
 
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #6bd99f15
 def unquote(token:str)->str:
@@ -27,18 +33,22 @@ def unquote(token:str)->str:
     k = 3 if token[:3] in ('"""',"'''") and len(token)>=6 else 1
     def one(m):
         o,x,u,U,c = m.groups()
-        if c is not None: return _plain.get(c, m[0])
+        if c is not None:
+            return _plain.get(c, m[0])
         n = int(o, 8) if o else int(x or u or U, 16)
-        if n>0x10ffff: raise ValueError('no such character')
+        if n>0x10ffff:
+            raise ValueError('no such character')
         return chr(n)
     return token[k:-k] if raw else _escape.sub(one, token[k:-k])
 
 def number(token:str):
     "The number that a literal stands for; `ValueError` where JSON has none"
     t = token.replace('_', '')
-    if 'x' in t.lower(): return int(t, 16)
+    if 'x' in t.lower():
+        return int(t, 16)
     v = float(t) if set(t) & set('.eE') else int(t)
-    if isinstance(v, float) and not math.isfinite(v): raise ValueError(token)
+    if isinstance(v, float) and not math.isfinite(v):
+        raise ValueError(token)
     return v
 
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #0fd12196
@@ -50,51 +60,82 @@ def literal(
 )->tuple[object,int]: # Its value, and where it ends
     "Read a Python literal; `ValueError` for anything else"
     i = _gap(s, i).end()
-    if depth>DEPTH: raise ValueError('nested too deeply')
+    if depth>DEPTH:
+        raise ValueError('nested too deeply')
     if m:=_string(s, i):
         parts = [unquote(m[0])]
-        while joined and (n:=_string(s, _gap(s, m.end()).end())): m = n; parts.append(unquote(n[0]))
+        while (
+            joined
+            and (
+                n:=_string(s, _gap(s, m.end()).end()))):
+            m = n
+            parts.append(unquote(n[0]))
         return ''.join(parts),m.end()
-    if m:=_number(s, i): return number(m[0]),m.end()
-    if (m:=_word(s, i)) and m[0] in _words: return _words[m[0]],m.end()
+    if m:=_number(s, i):
+        return number(m[0]),m.end()
+    if (m:=_word(s, i)) and m[0] in _words:
+        return _words[m[0]],m.end()
     c = s[i:i+1]
-    if c=='[': return items(s, i+1, ']', depth+1, joined)
+    if c=='[':
+        return items(s, i+1, ']', depth+1, joined)
     if c=='(':
         v,end = items(s, i+1, ')', depth+1, joined)
-        return (v if len(v)!=1 or s[i:end-1].rstrip().endswith(',') else v[0]),end
-    if c=='{': return pairs(s, i+1, depth+1, joined)
+        return (
+            (
+                v
+                if len(v)!=1
+                or s[i:end-1].rstrip().endswith(',')
+                else v[0]),
+            end)
+    if c=='{':
+        return pairs(s, i+1, depth+1, joined)
     raise ValueError(f'no literal at {i}')
 
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #30fa891e
-def items(s:str, i:int, end:str, depth:int, joined:bool)->tuple[list,int]:
+def items(
+    s:str, i:int, end:str, depth:int, joined:bool)->tuple[list,int]:
     "Values up to `end`"
     out = []
     while s[(i:=_gap(s, i).end()):i+1]!=end:
         v,i = literal(s, i, depth, joined)
-        out.append(v); i = _gap(s, i).end()
-        if s[i:i+1]==',': i += 1
-        elif s[i:i+1]!=end: raise ValueError(f'no comma at {i}')
+        out.append(v)
+        i = _gap(s, i).end()
+        if s[i:i+1]==',':
+            i += 1
+        elif s[i:i+1]!=end:
+            raise ValueError(f'no comma at {i}')
     return out,i+1
-def pairs(s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
+def pairs(
+    s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
     "Keys and values up to the closing brace"
     out = {}
     while s[(i:=_gap(s, i).end()):i+1]!='}':
         k,i = literal(s, i, depth, joined)
         i = _gap(s, i).end()
-        if isinstance(k, (list,dict)) or s[i:i+1]!=':': raise ValueError(f'no key at {i}')
+        if isinstance(k, (list,dict)) or s[i:i+1]!=':':
+            raise ValueError(f'no key at {i}')
         out[k],i = literal(s, i+1, depth, joined)
         i = _gap(s, i).end()
-        if s[i:i+1]==',': i += 1
-        elif s[i:i+1]!='}': raise ValueError(f'no comma at {i}')
+        if s[i:i+1]==',':
+            i += 1
+        elif s[i:i+1]!='}':
+            raise ValueError(f'no comma at {i}')
     return out,i+1
 def keywords(s:str)->dict:
     "Arguments of a call, `name=literal, …`; `ValueError` for anything else"
     out,i = {},0
     while (i:=_gap(s, i).end())<len(s):
         m = _word(s, i)
-        if not m or s[(i:=_gap(s, m.end()).end()):i+1]!='=': raise ValueError(f'no keyword at {i}')
+        if (
+            not m
+            or s[
+                (i:=_gap(s, m.end()).end()):i+1]
+            !='='):
+            raise ValueError(f'no keyword at {i}')
         out[m[0]],i = literal(s, i+1)
         i = _gap(s, i).end()
-        if s[i:i+1]==',': i += 1
-        elif i<len(s): raise ValueError(f'no comma at {i}')
+        if s[i:i+1]==',':
+            i += 1
+        elif i<len(s):
+            raise ValueError(f'no comma at {i}')
     return out

@@ -29,23 +29,37 @@ def inner(self:ToolParser, sink)->Generator:
     "Python code up to the bracket that closes it; did it close?"
     stack,quote = ['('],''
     while True:
-        buf,start,i,over = self.buf,self.i,self.i,False
+        buf = self.buf
+        start = self.i
+        i = self.i
+        over = False
         while i<len(buf):
             if quote:
                 i = _body[quote](buf, i).end()
-                if i>=len(buf) or buf[i]!=quote: break
+                if i>=len(buf) or buf[i]!=quote:
+                    break
                 i,quote = i+1,''
                 continue
             m = _open(buf, i)
-            if m is None: i = len(buf); break
+            if m is None:
+                i = len(buf)
+                break
             i,c = m.end(),m[0]
-            if c in '"\'': quote = c
-            elif c in '([{': stack.append(c)
-            elif stack.pop()!=_pair[c]: return False
-            elif not stack: over = True; break
-        sink(buf[start:i]); self.i = i
-        if over: return True
-        if not (yield from self.wait()): return False
+            if c in '"\'':
+                quote = c
+            elif c in '([{':
+                stack.append(c)
+            elif stack.pop()!=_pair[c]:
+                return False
+            elif not stack:
+                over = True
+                break
+        sink(buf[start:i])
+        self.i = i
+        if over:
+            return True
+        if not (yield from self.wait()):
+            return False
 
 # %% ../../../nbs/6_text/09_calls.python.ipynb #8fe74a9a
 class Pythonic(ToolParser):
@@ -72,14 +86,19 @@ class Pythonic(ToolParser):
 @patch
 def name(self:Pythonic)->Generator:
     "A dotted name and the bracket behind it; None if there is none"
-    if m:=_head(self.buf, self.i): self.i = m.end(); return m[1] # all here: nearly always
+    if m:=_head(self.buf, self.i):
+        self.i = m.end()
+        return m[1] # all here: nearly always
     out,c = [],(yield from self.skip())
     while c:
         buf,i = self.buf,self.i
         end = _part(buf, i).end()
-        out.append(buf[i:end]); self.i = end
-        if end<len(buf) or not (yield from self.wait()): break
-    if (yield from self.skip())!='(' or not _path(''.join(out)): return None
+        out.append(buf[i:end])
+        self.i = end
+        if end<len(buf) or not (yield from self.wait()):
+            break
+    if (yield from self.skip())!='(' or not _path(''.join(out)):
+        return None
     self.i += 1
     return ''.join(out)
 @patch
@@ -88,16 +107,27 @@ def list(self:Pythonic, name:str)->Generator:
     last = None
     while name:
         args,c = [],''
-        if not (yield from self.inner(args.append)): self.stray(); break
-        if last: self.emit(*last)
-        try: last = name,keywords(''.join(args)[:-1])
-        except ValueError: last = None; self.stray()
-        if (self.look() or (yield from self.skip()))==',': self.i += 1; c = self.look() or (yield from self.skip())
+        if not (yield from self.inner(args.append)):
+            self.stray()
+            break
+        if last:
+            self.emit(*last)
+        try:
+            last = name,keywords(''.join(args)[:-1])
+        except ValueError:
+            last = None
+            self.stray()
+        if (self.look() or (yield from self.skip()))==',':
+            self.i += 1
+            c = self.look() or (yield from self.skip())
         name = (yield from self.name()) if c and c!=']' else None
     if (yield from self.skip())==']':
         self.i += 1
-        if (yield from self.skip()) in (')',']','}'): last = None; self.stray()
-    if last: self.emit(*last)
+        if (yield from self.skip()) in (')',']','}'):
+            last = None
+            self.stray()
+    if last:
+        self.emit(*last)
 
 # %% ../../../nbs/6_text/09_calls.python.ipynb #7fd1c7af
 Q = '<|"|>'
@@ -109,16 +139,25 @@ _jstr = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.S).match
 # %% ../../../nbs/6_text/09_calls.python.ipynb #2c20d069
 def gvalue(s:str, i:int, depth:int)->tuple[object,int]:
     "A value of Gemma's notation, and where it ends"
-    if (c:=s[i:i+1]).isspace(): i = _gap(s, i).end(); c = s[i:i+1]
-    if depth>DEPTH: raise ValueError('nested too deeply')
+    if (c:=s[i:i+1]).isspace():
+        i = _gap(s, i).end()
+        c = s[i:i+1]
+    if depth>DEPTH:
+        raise ValueError('nested too deeply')
     if c=='<' and s.startswith(Q, i):
         end = s.find(Q, i+len(Q))
-        return (s[i+len(Q):end],end+len(Q)) if end>=0 else (s[i+len(Q):],len(s))
-    if c=='{': return gpairs(s, i+1, depth+1)
-    if c=='[': return gitems(s, i+1, depth+1)
+        return (
+            (s[i+len(Q):end],end+len(Q)) if end>=0
+            else (s[i+len(Q):],len(s)))
+    if c=='{':
+        return gpairs(s, i+1, depth+1)
+    if c=='[':
+        return gitems(s, i+1, depth+1)
     if m:=_jstr(s, i):
-        try: return loads(m[0]),m.end()
-        except ValueError: pass  # no JSON, as with an escape that JSON has not: bare text, then
+        try:
+            return loads(m[0]),m.end()
+        except ValueError:
+            pass  # no JSON, as with an escape that JSON has not: bare text, then
     m = _bare(s, i)
     return m[0].strip(),m.end()
 
@@ -126,29 +165,44 @@ def gvalue(s:str, i:int, depth:int)->tuple[object,int]:
 def gpairs(s:str, i:int, depth:int=0)->tuple[dict,int]:
     "Keys and values up to the closing brace, or the end"
     out = {}
-    while (i:=_sep(s, i).end())<len(s) and s[i]!='}':
-        if s.startswith(Q, i) or s[i]=='"': k,j = gvalue(s, i, depth)
-        else: j = s.find(':', i); k = s[i:j].strip() if j>=0 else ''
+    while (
+        (i:=_sep(s, i).end())<len(s)
+        and s[i]!='}'):
+        if s.startswith(Q, i) or s[i]=='"':
+            k,j = gvalue(s, i, depth)
+        else:
+            j = s.find(':', i)
+            k = s[i:j].strip() if j>=0 else ''
         j = _gap(s, j).end() if j>=0 else len(s)
-        if s[j:j+1]!=':': break
+        if s[j:j+1]!=':':
+            break
         out[k],i = gvalue(s, j+1, depth)
     return out,i+1
 def gitems(s:str, i:int, depth:int=0)->tuple[list,int]:
     "Values up to the closing bracket, or the end"
     out = []
-    while (i:=_sep(s, i).end())<len(s) and s[i]!=']':
+    while (
+        (i:=_sep(s, i).end())<len(s)
+        and s[i]!=']'):
         v,j = gvalue(s, i, depth)
-        if j==i: break
-        out.append(v); i = j
+        if j==i:
+            break
+        out.append(v)
+        i = j
     return out,i+1
 
 # %% ../../../nbs/6_text/09_calls.python.ipynb #d49405ce
 class Gemma(ToolParser):
     'Gemma 4: `<|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>`'
-    names,marks,blank = ('gemma4',),('<|tool_call>','<tool_call|>',Q,'<turn|>'),'strip'
+    names = ('gemma4',)
+    marks = ('<|tool_call>','<tool_call|>',Q,'<turn|>')
+    blank = 'strip'
     over = '<tool_call|>','<|tool_call>','<turn|>'
-    outside,head,ends = Marks('<|tool_call>','<tool_call|>','call:','<call>'),Marks('{','(',*over),Marks(*over)
-    deep,quoted = Marks(Q,'{','}','[',']',*over),Marks(Q,*over)
+    outside = Marks('<|tool_call>','<tool_call|>','call:','<call>')
+    head = Marks('{','(',*over)
+    ends = Marks(*over)
+    deep = Marks(Q,'{','}','[',']',*over)
+    quoted = Marks(Q,*over)
     round = Marks('(',')',*deep.marks)
     word = re.compile(r'[\w.\-]+').fullmatch
     named = re.compile(r'[^:]*+:(?:\s*+call:)?').match
@@ -157,13 +211,19 @@ class Gemma(ToolParser):
         self.last = '\n'
         m = yield from self.upto(self.outside, self.note)
         while m:
-            if m in ('call:','<call>'): m = yield from self.bare(m)
-            elif m=='<|tool_call>': m = yield from self.wrapped()
-            else: self.last = '\n'; m = None
-            if m!='<|tool_call>': m = yield from self.upto(self.outside, self.note)
+            if m in ('call:','<call>'):
+                m = yield from self.bare(m)
+            elif m=='<|tool_call>':
+                m = yield from self.wrapped()
+            else:
+                self.last = '\n'
+                m = None
+            if m!='<|tool_call>':
+                m = yield from self.upto(self.outside, self.note)
     def note(self, text):
         "Content; remembers how it ended"
-        if text: self.last = text[-1]
+        if text:
+            self.last = text[-1]
         self.say(text)
 
 # %% ../../../nbs/6_text/09_calls.python.ipynb #1f9f58fe
@@ -173,8 +233,18 @@ def wrapped(self:Gemma)->Generator:
     t,m = yield from self.text(self.head)
     named,self.last = self.named(t),'\n'
     name = t[named.end() if named else 0:].strip()
-    if not name or '\n' in name or m is None or not (named or m in '{(' and self.word(name)): self.stray(); return m if m in self.over or not m else (yield from self.upto(self.ends, ignore))
-    if m in self.over: self.call(name, '{}'); return m
+    if (
+        not name
+        or '\n' in name
+        or m is None
+        or not (named or m in '{(' and self.word(name))):
+        self.stray()
+        return (
+            m if m in self.over or not m
+            else (yield from self.upto(self.ends, ignore)))
+    if m in self.over:
+        self.call(name, '{}')
+        return m
     m = yield from self.body(name, self.deep if m=='{' else self.round)
     return m or (yield from self.upto(self.ends, ignore))
 @patch
@@ -184,12 +254,21 @@ def bare(self:Gemma, opener:str)->Generator:
     while ok:
         buf,i = self.buf,self.i
         end = self.part(buf, i).end()
-        name.append(buf[i:end]); self.i = end
-        if end<len(buf) or not (yield from self.wait()): break
+        name.append(buf[i:end])
+        self.i = end
+        if end<len(buf) or not (yield from self.wait()):
+            break
     name = ''.join(name)
-    ok = ok and self.buf[self.i:self.i+1]=='{' and name and (not self.tools or name in self.tools)
-    if not ok: self.note(opener+name); return None
-    self.i += 1; self.last = '\n'
+    ok = (
+        ok
+        and self.buf[self.i:self.i+1]=='{'
+        and name
+        and (not self.tools or name in self.tools))
+    if not ok:
+        self.note(opener+name)
+        return None
+    self.i += 1
+    self.last = '\n'
     return (yield from self.body(name, self.deep))
 
 # %% ../../../nbs/6_text/09_calls.python.ipynb #71543021
@@ -197,28 +276,46 @@ _quote = Marks(Q)
 def unclosed(text:str, depth:int)->str:
     "A text less the brackets at its end, of which `depth` are open"
     n = len(text)
-    while n>len(text)-depth and text[n-1:n] in tuple('}])'): n -= 1
+    while n>len(text)-depth and text[n-1:n] in tuple('}])'):
+        n -= 1
     return text[:n]
 
 @patch
 def body(self:Gemma, name:str, deep:Marks)->Generator:
     "Arguments up to the brace that closes them; the mark that cut them short, or None"
-    out,depth,marks,mark = [],1,deep,None
+    out = []
+    depth = 1
+    marks = deep
+    mark = None
     while depth and not mark:
         buf,start = self.buf,self.i
         i = end = start
         while depth and (m:=marks.find(buf, i)):
             i = end = m.end()
-            if m[0]==Q: marks = self.quoted if marks is deep else deep
-            elif m[0] in self.over: mark,end = m[0],m.start(); break
-            else: depth += 1 if m[0] in '{[(' else -1; end -= not depth
-        if not mark and depth: i = end = len(buf) - (0 if self.done else marks.partial(buf, i))
-        out.append(buf[start:end]); self.i = i
-        if depth and not mark and not (yield from self.wait()): break
+            if m[0]==Q:
+                marks = self.quoted if marks is deep else deep
+            elif m[0] in self.over:
+                mark,end = m[0],m.start()
+                break
+            else:
+                depth += 1 if m[0] in '{[(' else -1
+                end -= not depth
+        if not mark and depth:
+            i = end = len(buf) - (0 if self.done else marks.partial(buf, i))
+        out.append(buf[start:end])
+        self.i = i
+        if depth and not mark and not (yield from self.wait()):
+            break
     text = ''.join(out)
-    if marks is self.quoted: text = unclosed(text, depth) if mark else text[:len(text)-_quote.partial(text)]
-    try: args = gpairs(text, 0)[0]
-    except ValueError: self.stray(); return mark
+    if marks is self.quoted:
+        text = (
+            unclosed(text, depth) if mark
+            else text[:len(text)-_quote.partial(text)])
+    try:
+        args = gpairs(text, 0)[0]
+    except ValueError:
+        self.stray()
+        return mark
     schema = self.tools.get(name) or {}
     self.call(name, dumps(fit(args, schema, schema)))
     return mark

@@ -13,30 +13,55 @@ from .json import loads
 from .literal import literal
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #6f63310e
-_alias = dict(str='string', text='string', varchar='string', char='string', enum='string', bool='boolean', dict='object', arr='array', list='array', sequence='array',
-    float='number', float32='number', float64='number', double='number', **{t:'integer' for t in 'int int32 int64 uint uint32 uint64 long short unsigned'.split()})
-_of = [(bool,'boolean'), (int,'integer'), (float,'number'), (str,'string'), (list,'array'), (dict,'object'), (type(None),'null')]
+_alias = dict(
+    str='string',
+    text='string',
+    varchar='string',
+    char='string',
+    enum='string',
+    bool='boolean',
+    dict='object',
+    arr='array',
+    list='array',
+    sequence='array',
+    float='number',
+    float32='number',
+    float64='number',
+    double='number',
+    **{t:'integer' for t in 'int int32 int64 uint uint32 uint64 long short unsigned'.split()})
+_of = [
+    (bool,'boolean'), (int,'integer'), (float,'number'), (str,'string'),
+    (list,'array'), (dict,'object'), (type(None),'null')]
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #37d482e5
 def follow(schema, root:dict|None):
     "The schema that a local `$ref` leads to"
     for _ in range(8):
         ref = schema.get('$ref') if isinstance(schema, dict) else None
-        if not isinstance(ref, str) or not ref.startswith('#/'): return schema
+        if not isinstance(ref, str) or not ref.startswith('#/'):
+            return schema
         schema = root
-        for k in ref[2:].split('/'): schema = schema.get(k.replace('~1', '/').replace('~0', '~')) if isinstance(schema, dict) else None
+        for k in ref[2:].split('/'):
+            schema = (
+                schema.get(k.replace('~1', '/').replace('~0', '~'))
+                if isinstance(schema, dict)
+                else None)
     return None
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #1f4e8245
-def _choices(s:dict)->list: return [a for k in ('anyOf','oneOf','allOf') if isinstance(s.get(k), list) for a in s[k]]
+def _choices(s:dict)->list:
+    return [a for k in ('anyOf','oneOf','allOf') if isinstance(s.get(k), list) for a in s[k]]
 
 def alternatives(schema, root:dict|None=None):
     "A schema, and all that it is a choice of; None for what is no schema"
     todo,seen = [schema],set()
     while todo:
         s = follow(todo.pop(), root)
-        if not isinstance(s, dict): yield None; continue
-        if id(s) in seen: continue
+        if not isinstance(s, dict):
+            yield None
+            continue
+        if id(s) in seen:
+            continue
         seen.add(id(s))
         yield s
         todo += _choices(s)[::-1]
@@ -45,9 +70,20 @@ def alternatives(schema, root:dict|None=None):
 def _says(s:dict)->set[str]:
     "The types that a schema names, by itself"
     t = s.get('type')
-    out = {_alias.get(k:=n.strip().lower(), k) for n in ([t] if isinstance(t, str) else t if isinstance(t, list) else []) if isinstance(n, str)}
-    for v in [*(s['enum'] if isinstance(s.get('enum'), list) else []), *([s['const']] if 'const' in s else [])]: out.add(next(n for c,n in _of if isinstance(v, c)))
-    return out or {n for k,n in dict(properties='object', items='array').items() if isinstance(s.get(k), dict)}
+    out = {
+        _alias.get(k:=n.strip().lower(), k)
+        for n in (
+            [t] if isinstance(t, str) else t if isinstance(t, list) else [])
+        if isinstance(n, str)}
+    for v in [
+        *(s['enum'] if isinstance(s.get('enum'), list) else []),
+        *([s['const']] if 'const' in s else [])]:
+        out.add(next(n for c,n in _of if isinstance(v, c)))
+    return (
+        out
+        or {
+            n for k,n in dict(properties='object', items='array').items()
+            if isinstance(s.get(k), dict)})
 
 def types(
     schema, # A JSON schema, or anything
@@ -55,12 +91,16 @@ def types(
 )->set[str]:
     "The JSON types that a schema allows; `string` where it says nothing"
     out = set()
-    for s in alternatives(schema, root): out |= {'string'} if s is None else _says(s) or (set() if _choices(s) else {'string'})
+    for s in alternatives(schema, root):
+        out |= (
+            {'string'} if s is None
+            else _says(s) or (set() if _choices(s) else {'string'}))
     return out or {'string'}
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #250af1a5
 _int = re.compile(r'[+-]?\d{1,4000}', re.A).fullmatch
-_num = re.compile(r'[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?', re.A).fullmatch
+_num = re.compile(
+    r'[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?', re.A).fullmatch
 
 def _number(t:str):
     v = float(t)
@@ -71,12 +111,16 @@ def _finite(t:str):
     return v
 def _python(t:str, allowed:set[str]):
     v,end = literal(t, joined=False)
-    if end<len(t) or {'[':'array', '{':'object'}.get(t[0]) not in allowed: raise ValueError(t)
+    if (
+        end<len(t)
+        or {'[':'array', '{':'object'}.get(t[0]) not in allowed):
+        raise ValueError(t)
     json.dumps(v, allow_nan=False)
     return v
 def _escaped(t:str, allowed:set[str]):
     v = _finite(loads(f'"{t}"'))
-    if {list:'array', dict:'object'}.get(type(v)) not in allowed: raise ValueError(t)
+    if {list:'array', dict:'object'}.get(type(v)) not in allowed:
+        raise ValueError(t)
     return v
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #afd59b24
@@ -86,20 +130,30 @@ def typed(
 )->object:
     "The value of the narrowest type that fits"
     t = text.strip()
-    if 'null' in allowed and (text if 'string' in allowed else t).lower()=='null': return None
-    if allowed & {'integer','number'} and _int(t): return int(t)
-    if 'number' in allowed and _num(t) and math.isfinite(float(t)): return _number(t)
-    if 'boolean' in allowed and t.lower() in ('true','1','false','0'): return t.lower() in ('true','1')
+    if 'null' in allowed and (text if 'string' in allowed else t).lower()=='null':
+        return None
+    if allowed & {'integer','number'} and _int(t):
+        return int(t)
+    if 'number' in allowed and _num(t) and math.isfinite(float(t)):
+        return _number(t)
+    if 'boolean' in allowed and t.lower() in ('true','1','false','0'):
+        return t.lower() in ('true','1')
     if allowed & {'object','array'} or 'string' not in allowed:
         for read in _finite,lambda t: _python(t, allowed),lambda t: _escaped(t, allowed):
-            try: return read(t)
-            except ValueError: pass  # of another notation, or of a type not allowed: try the next
+            try:
+                return read(t)
+            except ValueError:
+                pass  # of another notation, or of a type not allowed: try the next
     return text
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #18042a6b
 def part(schema, key:str, root:dict|None=None)->dict|None:
     "What a schema says under `key`, itself or in the first of its alternatives that does"
-    return next((s[key] for s in alternatives(schema, root) if s and isinstance(s.get(key), dict)), None)
+    return next(
+        (
+            s[key] for s in alternatives(schema, root)
+            if s and isinstance(s.get(key), dict)),
+        None)
 
 def fit(
     value, # What was read: text, or a JSON value
@@ -108,9 +162,24 @@ def fit(
     depth:int=16, # How deep to look
 )->object:
     "A value in the shape that its schema gives it"
-    if not isinstance(schema, dict) or not depth: return value
+    if not isinstance(schema, dict) or not depth:
+        return value
     schema = follow(schema, root)
-    if isinstance(value, dict): return {k: fit(v, p.get(k), root, depth-1) for k,v in value.items()} if (p:=part(schema, 'properties', root)) else value
-    if isinstance(value, list): return [fit(v, s, root, depth-1) for v in value] if (s:=part(schema, 'items', root)) else value
-    if not isinstance(value, str) and not any(s and _says(s) for s in alternatives(schema, root)): return value
-    return typed(value if isinstance(value, str) else json.dumps(value), types(schema, root))
+    if isinstance(value, dict):
+        return (
+            {
+                k: fit(v, p.get(k), root, depth-1)
+                for k,v in value.items()}
+            if (p:=part(schema, 'properties', root))
+            else value)
+    if isinstance(value, list):
+        return (
+            [fit(v, s, root, depth-1) for v in value]
+            if (s:=part(schema, 'items', root))
+            else value)
+    if (
+        not isinstance(value, str)
+        and not any(s and _says(s) for s in alternatives(schema, root))):
+        return value
+    return typed(
+        value if isinstance(value, str) else json.dumps(value), types(schema, root))

@@ -21,14 +21,21 @@ class Tagged(ToolParser):
     blank,checks = 'strip',False
     def open(self, name:str):
         "A call begins"
-        self.live,self.first,self.schema = bool(name) and not (self.checks and self.tools and name not in self.tools),True,self.tools.get(name) or {}
-        if self.live: self.begin(name)
-        else: self.stray()
+        self.live,self.first,self.schema = (
+            bool(name) and not (self.checks and self.tools and name not in self.tools),
+            True,
+            self.tools.get(name) or {})
+        if self.live:
+            self.begin(name)
+        else:
+            self.stray()
     def param(self, key:str, value):
         "A parameter is whole"
-        if not self.live: return
+        if not self.live:
+            return
         value = fit(value, self.wants(key), self.schema)
-        self.more(('{' if self.first else ', ')+dumps(key)+': '+dumps(value))
+        self.more(
+            ('{' if self.first else ', ')+dumps(key)+': '+dumps(value))
         self.first = False
     def wants(self, key:str):
         "The schema of a parameter, or None"
@@ -36,28 +43,43 @@ class Tagged(ToolParser):
         return ps.get(key) if isinstance(ps, dict) else None
     def close(self):
         "The call is over"
-        if self.live: self.more('{}' if self.first else '}')
+        if self.live:
+            self.more('{}' if self.first else '}')
 
 # %% ../../../nbs/6_text/10_calls.xml.ipynb #ffc27c4e
 class QwenCoder(Tagged):
-    "Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`"
+    """Qwen3-Coder:
+    `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`"""
     names,marks = ('qwen3_coder','qwen3_xml'),('<tool_call>','</tool_call>')
-    outside,inside = Marks('<tool_call>','<function='),Marks('<tool_call>','<function=','</tool_call>')
-    head,key,value = Marks('>','\n','<'),Marks('>'),Marks('</parameter>','<parameter=','</function>')
+    outside = Marks('<tool_call>','<function=')
+    inside = Marks('<tool_call>','<function=','</tool_call>')
+    head = Marks('>','\n','<')
+    key = Marks('>')
+    value = Marks('</parameter>','<parameter=','</function>')
     body = Marks('<parameter=','</function>','</tool_call>','<tool_call>','<function=')
     def run(self):
         m = yield from self.upto(self.outside, self.say)
         while m:
             wrapped = m=='<tool_call>'
-            if wrapped: m = yield from self.opened()
-            if m=='<function=': m = yield from self.function()
-            if m=='</function>': m = yield from self.upto(self.inside, ignore if wrapped else self.say)
-            while m=='</tool_call>': m = yield from self.upto(self.inside, self.say)
+            if wrapped:
+                m = yield from self.opened()
+            if m=='<function=':
+                m = yield from self.function()
+            if m=='</function>':
+                m = yield from self.upto(self.inside, ignore if wrapped else self.say)
+            while m=='</tool_call>':
+                m = yield from self.upto(self.inside, self.say)
     def opened(self):
-        "From behind `<tool_call>` to the next mark; what stands between was said, if no mark makes it markup"
+        """From behind `<tool_call>` to the next mark;
+        what stands between was said, if no mark makes it markup"""
         t,m = yield from self.text(self.inside)
-        if m in (None,'<tool_call>') and (words:=t.lstrip()) and words[0]!='<': self.say('<tool_call>'+t)
-        elif m!='<function=': self.stray()
+        if (
+            m in (None,'<tool_call>')
+            and (words:=t.lstrip())
+            and words[0]!='<'):
+            self.say('<tool_call>'+t)
+        elif m!='<function=':
+            self.stray()
         return m
 
 # %% ../../../nbs/6_text/10_calls.xml.ipynb #911ccde4
@@ -66,14 +88,18 @@ def function(self:QwenCoder)->Generator:
     "From behind `<function=` to the end of the call; the mark that ended it"
     name,m = yield from self.text(self.head)
     name = name.strip()
-    if m=='<': self.i -= 1
-    self.open(name if m=='>' or m and (name in self.tools or not self.tools) else '')
+    if m=='<':
+        self.i -= 1
+    self.open(
+        name if m=='>' or m and (name in self.tools or not self.tools) else '')
     m = yield from self.upto(self.body, ignore)
     while m=='<parameter=':
         key,m = yield from self.text(self.key)
         value,m = yield from self.text(self.value)
-        if m: self.param(key.strip(), value.removeprefix('\n').removesuffix('\n'))
-        if m=='</parameter>': m = yield from self.upto(self.body, ignore)
+        if m:
+            self.param(key.strip(), value.removeprefix('\n').removesuffix('\n'))
+        if m=='</parameter>':
+            m = yield from self.upto(self.body, ignore)
     self.close()
     return m
 
@@ -86,18 +112,29 @@ class Invoke(Tagged):
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
         b,p = cls.wrap,cls.pre
-        cls.block,cls.end,cls.tag,cls.over,cls.arg = f'<{b}>',f'</{b}>',f'<{p}invoke name=',f'</{p}invoke>',f'<{p}parameter name='
-        cls.outside,cls.body = Marks(cls.block, cls.end, cls.tag),Marks(cls.arg, cls.over, cls.block, cls.end, cls.tag)
-        cls.value,cls.angle = Marks(f'</{p}parameter>', cls.arg, cls.over),Marks('>')
+        cls.block = f'<{b}>'
+        cls.end = f'</{b}>'
+        cls.tag = f'<{p}invoke name='
+        cls.over = f'</{p}invoke>'
+        cls.arg = f'<{p}parameter name='
+        cls.outside,cls.body = (
+            Marks(cls.block, cls.end, cls.tag),
+            Marks(cls.arg, cls.over, cls.block, cls.end, cls.tag))
+        cls.value = Marks(f'</{p}parameter>', cls.arg, cls.over)
+        cls.angle = Marks('>')
         cls.marks = cls.block,cls.end
     def run(self):
         sink = self.say
         while m:=(yield from self.upto(self.outside, sink)):
             called = m==self.tag
-            while m==self.tag: m = yield from self.invoke()
-            if m==self.block or called and not self.after: sink = ignore
-            elif m==self.end and self.after: sink = self.say
-            if m==self.end and not self.calls: self.stray()
+            while m==self.tag:
+                m = yield from self.invoke()
+            if m==self.block or called and not self.after:
+                sink = ignore
+            elif m==self.end and self.after:
+                sink = self.say
+            if m==self.end and not self.calls:
+                self.stray()
 
 # %% ../../../nbs/6_text/10_calls.xml.ipynb #1679cc06
 @patch
@@ -105,7 +142,13 @@ def header(self:Invoke)->Generator:
     "Name and other attributes of a tag; no name where the tag is cut"
     t,end = yield from self.text(self.angle)
     m = end and _name(t)
-    return (next((g for g in m.groups() if g is not None), '').strip(),t[m.end():]) if m else ('',t)
+    return (
+        (
+            next(
+                (g for g in m.groups() if g is not None), '').strip(),
+            t[m.end():])
+        if m
+        else ('',t))
 @patch
 def invoke(self:Invoke)->Generator:
     "From behind `<invoke name=` to the end of the call; the mark that ended it"
@@ -116,8 +159,10 @@ def invoke(self:Invoke)->Generator:
     while m==self.arg:
         key,more = yield from self.header()
         value,m = yield from self.text(self.value)
-        if m and key: self.param(key, self.read(value, more))
-        if m==self.value.marks[0]: m = yield from self.upto(self.body, ignore)
+        if m and key:
+            self.param(key, self.read(value, more))
+        if m==self.value.marks[0]:
+            m = yield from self.upto(self.body, ignore)
     self.close()
     return m
 @patch
@@ -131,51 +176,90 @@ class MiniMax(Invoke):
     names,wrap,checks = ('minimax_m2',),'minimax:tool_call',True
 class DeepSeekV32(Invoke):
     'DeepSeek V3.2: the same with `｜DSML｜` before every word and `string="true"` or `"false"` on parameters'
-    names,pre,wrap,blank,after = ('deepseek_v32',),'｜DSML｜','｜DSML｜function_calls','drop',False
+    names = ('deepseek_v32',)
+    pre = '｜DSML｜'
+    wrap = '｜DSML｜function_calls'
+    blank = 'drop'
+    after = False
     def read(self, value, more):
-        try: return value if 'string="true"' in more else loads(value)
-        except ValueError: return value
-    def open(self, name): super().open(name); self.wrapper = None
+        try:
+            return value if 'string="true"' in more else loads(value)
+        except ValueError:
+            return value
+    def open(self, name):
+        super().open(name)
+        self.wrapper = None
     def loose(self, text):
-        try: args = loads(text) if text.lstrip().startswith('{') else None
-        except ValueError: return
-        for k,v in args.items() if args else (): super().param(k, v)
+        try:
+            args = loads(text) if text.lstrip().startswith('{') else None
+        except ValueError:
+            return
+        for k,v in args.items() if args else ():
+            super().param(k, v)
     def param(self, key, value):
         ps = self.schema.get('properties') if isinstance(self.schema, dict) else None
-        if self.first and key in ('arguments','input') and isinstance(ps, dict) and ps and key not in ps and self.wrapper is None: self.wrapper = key,value
-        else: self.plain(); super().param(key, value)
+        if (
+            self.first
+            and key in ('arguments','input')
+            and isinstance(ps, dict)
+            and ps
+            and key not in ps
+            and self.wrapper is None):
+            self.wrapper = key,value
+        else:
+            self.plain()
+            super().param(key, value)
     def plain(self):
-        if self.wrapper: (k,v),self.wrapper = self.wrapper,(); super().param(k, v)
+        if self.wrapper:
+            (k,v),self.wrapper = self.wrapper,()
+            super().param(k, v)
     def close(self):
         if self.wrapper:
             v = self.wrapper[1]
-            try: v = loads(v) if isinstance(v, str) else v
-            except ValueError: v = None
+            try:
+                v = loads(v) if isinstance(v, str) else v
+            except ValueError:
+                v = None
             if isinstance(v, dict) and all(self.wants(k) is not None for k in v):
-                for k,x in v.items(): super().param(k, x)
-            else: self.plain()
+                for k,x in v.items():
+                    super().param(k, x)
+            else:
+                self.plain()
         super().close()
 
 # %% ../../../nbs/6_text/10_calls.xml.ipynb #9faff4dd
 class Glm(Tagged):
     "GLM 4.5 to 4.7: `<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>`"
-    names,marks,checks = ('glm45','glm47'),('<tool_call>','</tool_call>','<arg_key>','</arg_key>','<arg_value>','</arg_value>'),True
-    start,again,body = Marks('<tool_call>'),Marks('<tool_call>','</tool_call>'),Marks('<arg_key>','</tool_call>')
-    key,value = Marks('</arg_key>','<arg_value>','</tool_call>'),Marks('</arg_value>','</tool_call>')
-    then,name = Marks('<arg_value>','<arg_key>','</tool_call>'),Marks('<arg_key>','</tool_call>','<tool_call>')
+    names = ('glm45','glm47')
+    marks = ('<tool_call>','</tool_call>','<arg_key>','</arg_key>','<arg_value>','</arg_value>')
+    checks = True
+    start = Marks('<tool_call>')
+    again = Marks('<tool_call>','</tool_call>')
+    body = Marks('<arg_key>','</tool_call>')
+    key = Marks('</arg_key>','<arg_value>','</tool_call>')
+    value = Marks('</arg_value>','</tool_call>')
+    then = Marks('<arg_value>','<arg_key>','</tool_call>')
+    name = Marks('<arg_key>','</tool_call>','<tool_call>')
     def run(self):
         m = yield from self.upto(self.start, self.say)
         while m:
             name,m = yield from self.text(self.name)
-            if m=='<tool_call>': self.stray(); continue
+            if m=='<tool_call>':
+                self.stray()
+                continue
             self.open(name.strip() if m else '')
             while m=='<arg_key>':
                 key,m = yield from self.text(self.key)
-                if m=='</arg_key>': m = yield from self.upto(self.then, ignore)
-                if m!='<arg_value>': continue
+                if m=='</arg_key>':
+                    m = yield from self.upto(self.then, ignore)
+                if m!='<arg_value>':
+                    continue
                 value,m = yield from self.text(self.value)
-                if m: self.param(key.strip(), value)
-                if m=='</arg_value>': m = yield from self.upto(self.body, ignore)
+                if m:
+                    self.param(key.strip(), value)
+                if m=='</arg_value>':
+                    m = yield from self.upto(self.body, ignore)
             self.close()
             m = '</tool_call>'
-            while m=='</tool_call>': m = yield from self.upto(self.again, self.say)
+            while m=='</tool_call>':
+                m = yield from self.upto(self.again, self.say)
