@@ -23,7 +23,8 @@ WORDS = [
     '<tool_call>\n{"name": "f", "arguments": {"x": "1"}}\n</tool_call>',
     '<tool_call>\n<function=f>\n<parameter=x>\n2\n</parameter>\n</function>\n</tool_call>',
     '<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>',
-    '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">4</parameter>\n</invoke>\n</minimax:tool_call>',
+    '<minimax:tool_call>\n<invoke name="f">\n<parameter '
+    'name="x">4</parameter>\n</invoke>\n</minimax:tool_call>',
     '[TOOL_CALLS]f{"x": "5"}', '<|tool_call>call:f{x:<|"|>6<|"|>}<tool_call|>', ' ', '\n', 'a',
     'Yes.', '<', '</', '[', '<|', '|>', '時']
 texts = st.lists(
@@ -68,10 +69,19 @@ CASES = [ # parsers, text, reasoning, content
     (['mistral'], 'So:\n[THINK]Hm[/THINK]\n7', 'Hm', 'So:\n\n7'), (['mistral'], '<think>Hm</think>7', 'Hm', '7'),
     (['gemma4'], '<|channel>thought\nHm\nhm<channel|>7', 'Hm\nhm', '7'), (['gemma4'], '<|channel>Hm<channel|>', 'Hm', None), (['gemma4'], '<|channel>thousands<channel|>7', 'thousands', '7'),
     (['gemma4'], '<|channel>thought\n<channel|>', None, None), (['gemma4'], 'Hm<channel|>7', 'Hm', '7'), (['gemma4'], '<|tool_call>', None, '<|tool_call>'),
-    (['qwen3'], 'I look.\n\n<tool_call>\n<function=ls>\n</function>\n</tool_call>', 'I look.\n\n', '<tool_call>\n<function=ls>\n</function>\n</tool_call>'),
+    (
+        ['qwen3'], 'I look.\n\n<tool_call>\n<function=ls>\n</function>\n</tool_call>',
+        'I look.\n\n', '<tool_call>\n<function=ls>\n</function>\n</tool_call>'),
     (['qwen3','minimax_m2','glm45'], 'a</think>b</think>c', 'a', 'bc'),
-    (['openai_gptoss'], '<|channel|>analysis<|message|>Hm<|end|>'+T+'<|channel|>final<|message|>7', 'Hm', '7'),
-    (['openai_gptoss'], '<|channel|>commentary<|message|>I look.<|end|>'+T+' to=functions.ls<|channel|>commentary<|message|>{}<|call|>', None, 'I look.')]
+    (
+        ['openai_gptoss'],
+        '<|channel|>analysis<|message|>Hm<|end|>'+T+'<|channel|>final<|message|>7', 'Hm', '7'),
+    (
+        ['openai_gptoss'],
+        '<|channel|>commentary<|message|>I look.<|end|>'+T
+        +' to=functions.ls<|channel|>commentary<|message|>{}<|call|>',
+        None,
+        'I look.')]
 
 @pytest.mark.parametrize('parser,text,reasoning,content', [(p,*c[1:]) for c in CASES for p in c[0]])
 def test_reasoning_and_content(parser, text, reasoning, content):
@@ -191,8 +201,14 @@ def test_blanks_before_a_call_are_dropped(gap):
 
 @pytest.mark.parametrize('reasoning,tools,call,args', [('qwen3','qwen3_coder','<tool_call><function=f><parameter=x></think></parameter></function></tool_call>','{"x": "</think>"}'),
     ('qwen3','hermes','<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>','{"x": "</think>"}'), ('glm45','glm47','<tool_call>f<arg_key>x</arg_key><arg_value></think></arg_value></tool_call>','{"x": "</think>"}'),
-    ('minimax_m2','minimax_m2','<minimax:tool_call><invoke name="f"><parameter name="x"></think></parameter></invoke></minimax:tool_call>','{"x": "</think>"}'),
-    ('gemma4','gemma4','<|tool_call>call:f{x:<|"|><channel|><|"|>}<tool_call|>','{"x": "<channel|>"}')])
+    (
+        'minimax_m2', 'minimax_m2',
+        '<minimax:tool_call><invoke name="f"><parameter '
+        'name="x"></think></parameter></invoke></minimax:tool_call>',
+        '{"x": "</think>"}'),
+    (
+        'gemma4', 'gemma4', '<|tool_call>call:f{x:<|"|><channel|><|"|>}<tool_call|>',
+        '{"x": "<channel|>"}')])
 @pytest.mark.parametrize('tail,said', [('',None), ('{}',None), ('\n{}\n\n',None), ('{}Done.','Done.'), ('\n{}\nDone.{} So.','Done. So.')])
 def test_a_thought_that_is_closed_behind_its_call(reasoning, tools, call, args, tail, said):
     style = REASONING_PARSERS[reasoning]
