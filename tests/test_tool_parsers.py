@@ -21,7 +21,8 @@ c = '<｜tool▁call▁end｜>'
 sep = '<｜tool▁sep｜>'
 
 def tool(name, **ps):
-    return {'type': 'function', 'function': {'name': name, 'parameters': {'type': 'object', 'properties': ps}}}
+    parameters = {'type': 'object', 'properties': ps}
+    return {'type': 'function', 'function': {'name': name, 'parameters': parameters}}
 def null(t): return {'anyOf': [{'type': t}, {'type': 'null'}]}
 TOOLS = [
     tool(
@@ -81,9 +82,8 @@ def cut(parser, text, sizes, tools=None):
     if parser=='llama3_json' and calls:
         assert result.content is None # it alone shows words that a call then hides
     else:
-        assert (
-            (said.lstrip() if calls and TOOL_PARSERS[parser].blank=='strip' else said)==(
-                result.content or ''))
+        strips = calls and TOOL_PARSERS[parser].blank=='strip'
+        assert (said.lstrip() if strips else said)==(result.content or '')
     return said,list(calls.values()),result
 def forever(n):
     while True:
@@ -104,13 +104,16 @@ def X(name, ps='', wrap=True): # ps: [(key, value)] or the text itself
     t = f'<function={name}>\n{body}</function>'
     return f'<tool_call>\n{t}\n</tool_call>' if wrap else t
 def I(name, *ps):
-    return f'<invoke name="{name}">'+''.join(f'<parameter name="{k}">{v}</parameter>' for k,v in ps)+'</invoke>'
+    params = ''.join(f'<parameter name="{k}">{v}</parameter>' for k,v in ps)
+    return f'<invoke name="{name}">{params}</invoke>'
 def MM(*xs): return '<minimax:tool_call>'+''.join(xs)+'</minimax:tool_call>'
 def V(name, *ps):
-    return f'<{D}invoke name="{name}">\n'+''.join(f'<{D}parameter name="{k}" string="{s}">{v}</{D}parameter>\n' for k,v,s in ps)+f'</{D}invoke>\n'
+    def param(k, v, s): return f'<{D}parameter name="{k}" string="{s}">{v}</{D}parameter>\n'
+    return f'<{D}invoke name="{name}">\n'+''.join(param(*p) for p in ps)+f'</{D}invoke>\n'
 def VV(*xs): return f'<{D}function_calls>\n'+''.join(xs)+f'</{D}function_calls>'
 def G(name, ps=(), nl='\n'):
-    return f'<tool_call>{name}{nl}'+''.join(f'<arg_key>{k}</arg_key>{nl}<arg_value>{v}</arg_value>{nl}' for k,v in ps)+'</tool_call>'
+    def arg(k, v): return f'<arg_key>{k}</arg_key>{nl}<arg_value>{v}</arg_value>{nl}'
+    return f'<tool_call>{name}{nl}'+''.join(arg(k, v) for k,v in ps)+'</tool_call>'
 def M4(name, args): return f'<|tool_call>call:{name}{{{args}}}<tool_call|>'
 def V3(name, args): return f'{o}function{sep}{name}\n```json\n{args}\n```{c}'
 def V31(name, args): return f'{o}{name}{sep}{args}{c}'
@@ -335,11 +338,14 @@ CASES = [ # parser, text, content, calls[, tools]
         [
             (
                 'f',
-                '{"name": "John Doe", "age": 37, "address": {"city": "SF", "state": "CA"}, "role": null, "passed_test": true, "aliases": ["John", "Johnny"]}')]),
+                '{"name": "John Doe", "age": 37, "address": {"city": "SF", "state": "CA"}, '
+                '"role": null, "passed_test": true, "aliases": ["John", "Johnny"]}')]),
     (
         'pythonic', '[f(), g(a={}), f(steps=[])]', None,
         [('f','{}'), ('g','{"a": {}}'), ('f','{"steps": []}')]),
-    ('pythonic', r"""[f(city='Martha\'s Vineyard', metric='\"cool units\"')]""", None, [('f','{"city": "Martha\'s Vineyard", "metric": "\\"cool units\\""}')]),
+    (
+        'pythonic', r"""[f(city='Martha\'s Vineyard', metric='\"cool units\"')]""", None,
+        [('f','{"city": "Martha\'s Vineyard", "metric": "\\"cool units\\""}')]),
     (
         'pythonic', "[f(a=null, b=true, c=false)]", None,
         [('f','{"a": null, "b": true, "c": false}')]),
@@ -486,7 +492,8 @@ CASES = [ # parser, text, content, calls[, tools]
         [('f','{"i": "42", "b": "true", "x": "null"}')]),
     (
         'qwen3_coder',
-        'Look:\n<tool_call>\n<function=f>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n</parameter>\n</function>\n</tool_call>',
+        'Look:\n<tool_call>\n<function=f>\n<parameter=city>\nDallas\n'
+        '<parameter=state>\nTX\n</parameter>\n</function>\n</tool_call>',
         'Look:',
         [('f','{"city": "Dallas", "state": "TX"}')]),
     (
@@ -501,8 +508,8 @@ CASES = [ # parser, text, content, calls[, tools]
         'qwen3_coder',
         X(
             'f',
-            '<parameter=q>He said '
-            '"hello"</parameter>\n<parameter=p>C:\\Users\\f</parameter>\n<parameter=n>a\nb</parameter>\n'),
+            '<parameter=q>He said "hello"</parameter>\n'
+            '<parameter=p>C:\\Users\\f</parameter>\n<parameter=n>a\nb</parameter>\n'),
         None,
         [('f','{"q": "He said \\"hello\\"", "p": "C:\\\\Users\\\\f", "n": "a\\nb"}')]),
     (
@@ -913,7 +920,8 @@ WORDS = {
 WORDS['deepseek_v31'] = WORDS['deepseek_v3']
 KINDS = sorted(WORDS)
 def soups(parser):
-    return st.lists(st.sampled_from(WORDS[parser]*3+[' ', '\n', 'text', '1', 'null', 'é', '😀', '<']), max_size=40).map(''.join)
+    words = WORDS[parser]*3+[' ', '\n', 'text', '1', 'null', 'é', '😀', '<']
+    return st.lists(st.sampled_from(words), max_size=40).map(''.join)
 
 @pytest.mark.parametrize('parser', KINDS)
 @many
@@ -922,21 +930,14 @@ def test_any_cut_says_the_same(parser, data):
     text = data.draw(soups(parser))
     tools = data.draw(st.sampled_from((None, TOOLS)))
     whole = parse_tools(parser, text, tools)
-    said,sent,result = cut(
-        parser,
-        text,
-        iter(data.draw(st.lists(
-            st.integers(1, 9),
-            min_size=len(text)+1,
-            max_size=len(text)+1))),
-        tools)
+    n = len(text)+1
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=n, max_size=n))
+    said,sent,result = cut(parser, text, iter(sizes), tools)
     said1,sent1,_ = cut(parser, text, forever(len(text)+1), tools)
     assert plain(result)==plain(whole)
     # and the pieces come to the same
-    assert (
-        said==said1
-        and [
-            x[1:] for x in sent]==[x[1:] for x in sent1])
+    assert said==said1
+    assert [x[1:] for x in sent]==[x[1:] for x in sent1]
 
 def leaves(v):
     if isinstance(v, dict):
@@ -1043,7 +1044,12 @@ def test_json_there_and_back(form, cs, ascii, seed):
 
 word = st.text('abcdefghij_', min_size=1, max_size=6)
 @many
-@given(st.lists(st.tuples(word, st.dictionaries(word, value, max_size=4)), min_size=1, max_size=3), st.integers(0, 99))
+@given(
+    st.lists(
+        st.tuples(word, st.dictionaries(word, value, max_size=4)),
+        min_size=1,
+        max_size=3),
+    st.integers(0, 99))
 def test_python_there_and_back(cs, seed):
     text = '['+', '.join(f'{n}({", ".join(f"{k}={v!r}" for k,v in a.items())})' for n,a in cs)+']'
     _,sent,r = cut('pythonic', text, ragged(seed))
@@ -1062,7 +1068,12 @@ TAGS = {
         n, ','.join(f'{k}:{Q}{v}{Q}' for k,v in a.items()))}
 @pytest.mark.parametrize('parser', TAGS)
 @many
-@given(st.lists(st.tuples(word, st.dictionaries(word, free, max_size=4)), min_size=1, max_size=3), st.integers(0, 99))
+@given(
+    st.lists(
+        st.tuples(word, st.dictionaries(word, free, max_size=4)),
+        min_size=1,
+        max_size=3),
+    st.integers(0, 99))
 def test_tags_there_and_back(parser, cs, seed):
     text = 'So.\n\n'+'\n'.join(TAGS[parser](n, a) for n,a in cs)
     said,sent,r = cut(parser, text, ragged(seed))
@@ -1160,8 +1171,16 @@ def test_long_in_small_pieces(parser):
         ok = linear(seconds, 2**14, loose=4)
         assert ok, (parser, head, unit)
 
-@pytest.mark.parametrize('parser,text', [('hermes', H(r'"\ud83d"')), ('hermes', H(r'{"s": "\ud83d"}')), ('qwen3_coder', X('f', [('o',r'{"k": "\ud83d"}')])), ('glm45', G('f', [('o',r'["\ud83d"]')])), ('pythonic', r"[f(s='\ud83d', o='\ud83d\ude00')]"),
-    ('deepseek_v32', VV(V('f', ('o',r'{"k": "\ud83d"}','false')))), ('gemma4', M4('f', r'"s":"\ud83d"'))])
+@pytest.mark.parametrize(
+    'parser,text',
+    [
+        ('hermes', H(r'"\ud83d"')),
+        ('hermes', H(r'{"s": "\ud83d"}')),
+        ('qwen3_coder', X('f', [('o',r'{"k": "\ud83d"}')])),
+        ('glm45', G('f', [('o',r'["\ud83d"]')])),
+        ('pythonic', r"[f(s='\ud83d', o='\ud83d\ude00')]"),
+        ('deepseek_v32', VV(V('f', ('o',r'{"k": "\ud83d"}','false')))),
+        ('gemma4', M4('f', r'"s":"\ud83d"'))])
 def test_half_a_character(parser, text):
     "Half a surrogate pair is legal in JSON and in Python, and has no bytes in UTF-8"
     (t,) = parse_tools(parser, text, TOOLS).calls

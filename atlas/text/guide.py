@@ -21,11 +21,11 @@ from .calls.grammar import DATES,call_grammar,literal,openings
 from ..ground.core import EngineError,RequestError
 
 # %% ../../nbs/6_text/15_guide.ipynb #443c08b8
-# And the field that each needs
+# Kinds of guides, and the field that each needs
 KINDS = dict(
     json_schema='schema', json_object=None, regex='pattern', choice='choices', lark='grammar',
     tools='tools', free=None)
-# Of one guide; and characters of those that stay compiled
+# Limits of one guide; `kept`: characters of those that stay compiled
 MOST = dict(
     bytes=1<<20, pattern=1<<16, depth=100, nodes=100_000, after=256,
     choices=20_000, kept=2<<20)
@@ -376,8 +376,7 @@ class Guides:
         tokenizer, # `Tokenizer`
         vocab_size:int, # V, the length of a row of logits
         eos_ids=(), # Tokens that end an answer
-        # Where guides are tried first; None: a child of this process, started at first use
-        sandbox=None,
+        sandbox=None, # Where guides are tried first; None: a child, started at first use
         keep:int=64, # Guides that stay compiled, as long as they are small together
     ):
         self.tokenizer = tokenizer

@@ -175,8 +175,7 @@ def cubic(u, a=-.5):
 
 def taps(
     n:int, m:int, # From `n` pixels to `m`
-    # Which pixels `[m,k]`; whole weights `[m,k]`; bits of their fraction
-)->tuple[np.ndarray,np.ndarray,int]:
+)->tuple[np.ndarray,np.ndarray,int]: # Pixels `[m,k]`, whole weights `[m,k]`, bits of a fraction
     "Weights of an antialiased cubic resize, as torch rounds them for bytes"
     scale = n/m
     reach = 2*max(scale, 1.)
@@ -299,8 +298,7 @@ def _processor(folder):
 def preprocess(
     image:np.ndarray, # uint8 `[H,W,3]`, as from `load_image`
     spec:ImageSpec=ImageSpec(),
-    # Patches, float32 `[N, 3*T*P*P]`; how many in time, down and across
-)->tuple[np.ndarray,tuple[int,int,int]]:
+)->tuple[np.ndarray,tuple[int,int,int]]: # Patches, float32 `[N, 3*T*P*P]`; T, rows, columns
     "What `transformers` gives to the tower for this image, bit for bit"
     h,w = fit(*image.shape[:2], spec.patch*spec.merge, spec.min_pixels, spec.max_pixels)
     x = resize(image, h, w).astype(np.float32)
@@ -334,8 +332,7 @@ def place_images(
     images, # What `load_image` takes, in order
     spec:ImageSpec|None, # How the model wants them; None: it reads only text
     limits:Limits=LIMITS,
-    # The prompt with a token for each row of each image; of each image its patches and grid
-)->tuple[list[int],tuple]:
+)->tuple[list[int],tuple]: # The prompt, a token a row of an image; of each its patches and grid
     "Images and their tokens, ready for the model; a `RequestError` where they cannot be"
     if spec is None:
         if images:

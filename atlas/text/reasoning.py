@@ -55,10 +55,8 @@ class Reasoner:
     blank = 64 # Most blanks before an opening mark
     def __init__(self,
         style:Style,
-        # Was thinking on? If not, the text of a family that has `inside` is not read at all
-        thinking:bool=True,
-        # Does the prompt end inside a thought, whatever the family does otherwise?
-        opened:bool=False,
+        thinking:bool=True, # Was it on? If not, a family that has `inside` is not read at all
+        opened:bool=False, # Does the prompt end inside a thought, whatever the family does?
     ):
         self.style = style
         self.open = style.open
@@ -258,8 +256,7 @@ def parse_reasoning(
 def begins(
     parser:str|None, # One of `REASONING_PARSERS`
     prompt:str, # As the template rendered it; its end is enough
-    # True: inside a thought. False: the template closed it. None: the prompt leaves it open
-)->bool|None:
+)->bool|None: # Inside a thought? False: the template closed it; None: the prompt leaves it open
     "How does an answer to this prompt begin?"
     s = parser and _style(parser)
     tail = prompt[-200:].rstrip()

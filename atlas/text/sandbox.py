@@ -226,10 +226,8 @@ class Sandbox:
         seconds:float=2., # Processor time of a job; four times as long in real time
         memory:int=1<<30, # Bytes that a job may use
         output:int=16<<20, # Bytes of an answer
-        # Most children; of these all but two for one queue, and all but one for one asker
-        workers:int=4,
-        # Most jobs of one asker that wait, and half of those of all; more are refused
-        queue:int=256,
+        workers:int=4, # Most children: all but two for one queue, all but one for one asker
+        queue:int=256, # Most jobs of one asker that wait, half of those of all; more are refused
     ):
         self.jobs = dict(jobs)
         self.seconds = seconds

@@ -167,9 +167,7 @@ class Detokenizer:
         tok:Tokenizer, # Whose ids come
         skip_special:bool=True, # Leave out the tokens that steer the model
         continuing:bool=False, # The text goes on from a prompt: a leading space is part of it
-        # Ids of special tokens that are shown all the same: what parsers of tool calls and of
-        # reasoning look for
-        keep=(),
+        keep=(), # Ids of special tokens that are shown all the same: what parsers look for
     ):
         self.tok = tok
         self.skip = ()

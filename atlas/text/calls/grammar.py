@@ -653,9 +653,7 @@ def _head(g, f, required)->str:
 _CALLS = dict(json=_json_call, text=_text_call, python=_language_call, gemma=_language_call)
 
 def call_grammar(
-    # A guide of kind 'tools': parser, choice, parallel, strict, and tools, each strict or not by
-    # itself
-    spec:dict,
+    spec:dict, # Of kind 'tools': parser, choice, parallel, strict; tools, each strict or not
     special=(), # (id, text) of tokens that steer the model
 )->tuple[str,dict,set]: # Lark, the JSON schemas that it names, and which of those are not strict
     "The grammar of calls. Where a call is not required it begins with one of its `openings`"
