@@ -66,12 +66,15 @@ def test_taps_are_weights(n, m):
         and at.min()>=0
         and at.max()<n
         and abs(w).max()<1<<15)
-    assert abs(
-        w.sum(1)-(
-            1<<bits)).max()<=w.shape[1]//2+1
+    assert abs(w.sum(1)-(1<<bits)).max()<=w.shape[1]//2+1
 
 @few
-@given(h=st.integers(1, 20000), w=st.integers(1, 20000), step=st.sampled_from([28,32]), low=st.integers(1, 10**6), more=st.integers(0, 10**7))
+@given(
+    h=st.integers(1, 20000),
+    w=st.integers(1, 20000),
+    step=st.sampled_from([28,32]),
+    low=st.integers(1, 10**6),
+    more=st.integers(0, 10**7))
 def test_sizes_fit(h, w, step, low, more):
     if max(h, w)>200*min(h, w):
         return
@@ -91,10 +94,7 @@ def test_sizes_fit(h, w, step, low, more):
 def files():
     rng = np.random.default_rng(0)
     y,x = np.mgrid[:24,:40]
-    a = np.stack(
-        [
-            x*6, y*10, rng.integers(0, 256, (24,40))],
-        -1).astype(np.uint8)
+    a = np.stack([x*6, y*10, rng.integers(0, 256, (24,40))], -1).astype(np.uint8)
     def store(im, kind, **kw):
         b = io.BytesIO()
         im.save(b, kind, **kw)
@@ -171,7 +171,11 @@ def test_noise_is_refused(b):
     assert not survives(b)
 
 @few
-@given(s=st.one_of(st.text(max_size=60), st.text(max_size=40).map(lambda s: 'data:'+s), st.text(max_size=40).map(lambda s: 'data:image/png;base64,'+s), st.binary(max_size=60).map(url)))
+@given(s=st.one_of(
+    st.text(max_size=60),
+    st.text(max_size=40).map(lambda s: 'data:'+s),
+    st.text(max_size=40).map(lambda s: 'data:image/png;base64,'+s),
+    st.binary(max_size=60).map(url)))
 def test_urls_are_refused(s):
     with pytest.raises(RequestError):
         load_image(s)
@@ -226,7 +230,13 @@ part = st.dictionaries(
         'x']).map(lambda t: d|dict(type=t)))
 
 @few
-@given(messages=st.one_of(json_like, st.lists(st.fixed_dictionaries(dict(role=st.just('user'), content=st.lists(part|json_like, max_size=3))), max_size=3)))
+@given(messages=st.one_of(
+    json_like,
+    st.lists(
+        st.fixed_dictionaries(dict(
+            role=st.just('user'),
+            content=st.lists(part|json_like, max_size=3))),
+        max_size=3)))
 def test_no_message_opens_a_file(messages):
     real,images._file = images._file,None  # opening a file would be a TypeError
     try:
@@ -254,21 +264,17 @@ def test_a_template_may_show_fewer():
     with pytest.raises(RequestError, match='0 image tokens for 1 images'):
         place_images([1], imgs, spec)
     ids,pics = place_images([1,7,2], imgs, spec)
-    assert (
-        ids.count(7)==tokens_of(pics[0][1])
-        and len(pics[0][0])==math.prod(
-            pics[0][1]))
+    assert ids.count(7)==tokens_of(pics[0][1])
+    assert len(pics[0][0])==math.prod(pics[0][1])
 
 grids = st.lists(
-    st.tuples(
-        st.integers(1, 6),
-        st.integers(
-            1,
-            6)).map(lambda g: (1,2*g[0],2*g[1])),
+    st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda g: (1,2*g[0],2*g[1])),
     max_size=4)
 
 @few
-@given(grids=grids, gaps=st.lists(st.integers(0, 5), min_size=5, max_size=5))
+@given(
+    grids=grids,
+    gaps=st.lists(st.integers(0, 5), min_size=5, max_size=5))
 def test_positions_of_prompts(grids, gaps):
     """Every token of an image has its own place, nothing before it has passed it, and words go on
     behind it"""
@@ -281,13 +287,8 @@ def test_positions_of_prompts(grids, gaps):
         pos.shape==(3,len(full))
         and len({*map(tuple, pos.T)})==len(full))
     words = np.array(full)==1
-    assert (
-        (pos[:,words]==pos[0,words]).all()
-        and (np.diff(pos[0])>=0).all()
-        and all(
-            pos[:,i].min()>pos[:,:i].max(
-                initial=-1)
-            for i in np.flatnonzero(words)))
+    assert (pos[:,words]==pos[0,words]).all() and (np.diff(pos[0])>=0).all()
+    assert all(pos[:,i].min()>pos[:,:i].max(initial=-1) for i in np.flatnonzero(words))
     if full:
         assert (
             pos.max()+1==len(full)+delta
@@ -295,13 +296,8 @@ def test_positions_of_prompts(grids, gaps):
     for g in grids[:1]:
         i = full.index(90)
         h,w = g[1]//2,g[2]//2
-        p = (
-            pos[:,i:i+tokens_of(g)]
-            -pos[:,i:i+1])
-        assert (
-            [int(r.max()) for r in p]==[
-                g[0]-1, h-1, w-1]
-            and pos[0,i]==gaps[-1])
+        p = pos[:,i:i+tokens_of(g)]-pos[:,i:i+1]
+        assert [int(r.max()) for r in p]==[g[0]-1, h-1, w-1] and pos[0,i]==gaps[-1]
 
 # ---- in a model
 
@@ -347,15 +343,10 @@ def test_llm_sees(llm, tmp_path):
         Image.open(tmp_path/'a.png'), load_image(FILES['png'])):
         assert (llm.logits(ids, images=[src])==a).all()
     n = len(a)-3
-    assert (
-        1<=n<=6
-        and (
-            llm.logits(
-                [3]+[tok]*n+[4,5],
-                images=[FILES['png']])==a).all())
-    assert abs(
-        llm.logits(ids, images=[255-load_image(FILES['png'])])
-        -a)[-1].max()>1e-3
+    assert 1<=n<=6
+    assert (llm.logits([3]+[tok]*n+[4,5], images=[FILES['png']])==a).all()
+    other = llm.logits(ids, images=[255-load_image(FILES['png'])])
+    assert abs(other-a)[-1].max()>1e-3
     for bad in ([], [FILES['png']]*2, ['http://x/y.png'], [b'x']):
         with pytest.raises(RequestError):
             llm.logits(ids, images=bad)
@@ -396,11 +387,13 @@ def test_served_images(folder, llm):
             assert (
                 r.status_code==200
                 and r.json()['usage']['prompt_tokens']==o.usage['prompt_tokens'])
-            assert [
-                round(t['logprob'], 6)
-                for t in r.json()['choices'][0]['logprobs']['content']]==[round(t.logprob, 6) for t in o.logprobs]
+            told = r.json()['choices'][0]['logprobs']['content']
+            assert [round(t['logprob'], 6) for t in told]==[round(t.logprob, 6) for t in o.logprobs]
         long = post([dict(role='user', content=[*asks[0]]*30)])
         assert long.status_code==400 and long.json()['error']['code']=='context_length_exceeded'
 
 def asks_two():
-    return [dict(type='image_url', image_url=url(FILES['png'])), dict(type='text', text=' w5 '), dict(type='input_image', image_url=url(FILES['gif'], 'image/gif'))]
+    return [
+        dict(type='image_url', image_url=url(FILES['png'])),
+        dict(type='text', text=' w5 '),
+        dict(type='input_image', image_url=url(FILES['gif'], 'image/gif'))]

@@ -23,7 +23,8 @@ WORDS = [
     '<tool_call>\n{"name": "f", "arguments": {"x": "1"}}\n</tool_call>',
     '<tool_call>\n<function=f>\n<parameter=x>\n2\n</parameter>\n</function>\n</tool_call>',
     '<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>',
-    '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">4</parameter>\n</invoke>\n</minimax:tool_call>',
+    '<minimax:tool_call>\n<invoke name="f">\n<parameter '
+    'name="x">4</parameter>\n</invoke>\n</minimax:tool_call>',
     '[TOOL_CALLS]f{"x": "5"}', '<|tool_call>call:f{x:<|"|>6<|"|>}<tool_call|>', ' ', '\n', 'a',
     'Yes.', '<', '</', '[', '<|', '|>', '時']
 texts = st.lists(
@@ -34,10 +35,7 @@ texts = st.lists(
 def cut(text, at):
     "The pieces of `text` between the places `at`"
     at = sorted({i%(len(text)+1) for i in at})
-    return [
-        text[a:b]
-        for a,b in zip(
-            [0,*at], [*at,len(text)])]
+    return [text[a:b] for a,b in zip([0,*at], [*at,len(text)])]
 
 def run(s, pieces):
     "What came out piece by piece, and the result"
@@ -60,20 +58,44 @@ def run(s, pieces):
 # ---- reasoning
 
 CASES = [ # parsers, text, reasoning, content
-    (STARTS, 'Just thinking aloud', 'Just thinking aloud', None), (STARTS, 'Hm, 7.</think>It is 7.', 'Hm, 7.', 'It is 7.'),
-    (STARTS, '<think>Hm, 7.</think>It is 7.', 'Hm, 7.', 'It is 7.'), (STARTS, '<think>Hm', 'Hm', None), (STARTS, 'Hm</think>', 'Hm', None),
-    (STARTS, '</think>It is 7.', None, 'It is 7.'), (STARTS, '', None, None), (STARTS, '\n<think>one\ntwo</think>\nthree\nfour', 'one\ntwo', '\nthree\nfour'),
-    (['mistral','gemma4'], 'It is 7.', None, 'It is 7.'), (['mistral','gemma4'], '', None, None),
-    (['mistral'], '[THINK]Hm[/THINK]It is 7.', 'Hm', 'It is 7.'), (['mistral'], '[THINK]Hm', 'Hm', None), (['mistral'], '[/THINK]It is 7.', None, 'It is 7.'),
-    (['mistral'], 'So:\n[THINK]Hm[/THINK]\n7', 'Hm', 'So:\n\n7'), (['mistral'], '<think>Hm</think>7', 'Hm', '7'),
-    (['gemma4'], '<|channel>thought\nHm\nhm<channel|>7', 'Hm\nhm', '7'), (['gemma4'], '<|channel>Hm<channel|>', 'Hm', None), (['gemma4'], '<|channel>thousands<channel|>7', 'thousands', '7'),
-    (['gemma4'], '<|channel>thought\n<channel|>', None, None), (['gemma4'], 'Hm<channel|>7', 'Hm', '7'), (['gemma4'], '<|tool_call>', None, '<|tool_call>'),
-    (['qwen3'], 'I look.\n\n<tool_call>\n<function=ls>\n</function>\n</tool_call>', 'I look.\n\n', '<tool_call>\n<function=ls>\n</function>\n</tool_call>'),
+    (STARTS, 'Just thinking aloud', 'Just thinking aloud', None),
+    (STARTS, 'Hm, 7.</think>It is 7.', 'Hm, 7.', 'It is 7.'),
+    (STARTS, '<think>Hm, 7.</think>It is 7.', 'Hm, 7.', 'It is 7.'),
+    (STARTS, '<think>Hm', 'Hm', None),
+    (STARTS, 'Hm</think>', 'Hm', None),
+    (STARTS, '</think>It is 7.', None, 'It is 7.'),
+    (STARTS, '', None, None),
+    (STARTS, '\n<think>one\ntwo</think>\nthree\nfour', 'one\ntwo', '\nthree\nfour'),
+    (['mistral','gemma4'], 'It is 7.', None, 'It is 7.'),
+    (['mistral','gemma4'], '', None, None),
+    (['mistral'], '[THINK]Hm[/THINK]It is 7.', 'Hm', 'It is 7.'),
+    (['mistral'], '[THINK]Hm', 'Hm', None),
+    (['mistral'], '[/THINK]It is 7.', None, 'It is 7.'),
+    (['mistral'], 'So:\n[THINK]Hm[/THINK]\n7', 'Hm', 'So:\n\n7'),
+    (['mistral'], '<think>Hm</think>7', 'Hm', '7'),
+    (['gemma4'], '<|channel>thought\nHm\nhm<channel|>7', 'Hm\nhm', '7'),
+    (['gemma4'], '<|channel>Hm<channel|>', 'Hm', None),
+    (['gemma4'], '<|channel>thousands<channel|>7', 'thousands', '7'),
+    (['gemma4'], '<|channel>thought\n<channel|>', None, None),
+    (['gemma4'], 'Hm<channel|>7', 'Hm', '7'),
+    (['gemma4'], '<|tool_call>', None, '<|tool_call>'),
+    (
+        ['qwen3'], 'I look.\n\n<tool_call>\n<function=ls>\n</function>\n</tool_call>',
+        'I look.\n\n', '<tool_call>\n<function=ls>\n</function>\n</tool_call>'),
     (['qwen3','minimax_m2','glm45'], 'a</think>b</think>c', 'a', 'bc'),
-    (['openai_gptoss'], '<|channel|>analysis<|message|>Hm<|end|>'+T+'<|channel|>final<|message|>7', 'Hm', '7'),
-    (['openai_gptoss'], '<|channel|>commentary<|message|>I look.<|end|>'+T+' to=functions.ls<|channel|>commentary<|message|>{}<|call|>', None, 'I look.')]
+    (
+        ['openai_gptoss'],
+        '<|channel|>analysis<|message|>Hm<|end|>'+T+'<|channel|>final<|message|>7', 'Hm', '7'),
+    (
+        ['openai_gptoss'],
+        '<|channel|>commentary<|message|>I look.<|end|>'+T
+        +' to=functions.ls<|channel|>commentary<|message|>{}<|call|>',
+        None,
+        'I look.')]
 
-@pytest.mark.parametrize('parser,text,reasoning,content', [(p,*c[1:]) for c in CASES for p in c[0]])
+@pytest.mark.parametrize(
+    'parser,text,reasoning,content',
+    [(p,*c[1:]) for c in CASES for p in c[0]])
 def test_reasoning_and_content(parser, text, reasoning, content):
     assert parse_reasoning(parser, text)==(reasoning,content)
 
@@ -89,14 +111,14 @@ def test_without_thinking_all_is_content(parser, text):
     assert parse_reasoning(parser, text, thinking=False)==(None,text or None)
 
 @pytest.mark.parametrize('parser', REASONING_PARSERS)
-@given(text=texts, at=st.lists(st.integers(0,200), max_size=8), thinking=st.booleans(), opened=st.booleans())
+@given(
+    text=texts, at=st.lists(st.integers(0,200), max_size=8),
+    thinking=st.booleans(), opened=st.booleans())
 @many
 def test_cuts_do_not_show_in_reasoning(parser, text, at, thinking, opened):
     def make(): return ReasoningStream(parser, thinking, opened)
     want = run(make(), [text])
-    assert (
-        run(make(), cut(text, at))==want
-        ==run(make(), list(text)))
+    assert run(make(), cut(text, at))==want==run(make(), list(text))
     assert want[:2]==want[3]
 
 @pytest.mark.parametrize('parser', sorted(set(REASONING_PARSERS)-{'openai_gptoss'}))
@@ -111,9 +133,7 @@ def test_only_marks_labels_and_blanks_are_lost(parser, text):
     for m in (*style.marks, *(['thought'] if style.label else [])):
         text = text.replace(m, '')
         out = out.replace(m, '')
-    assert (
-        ''.join(out.split())==''.join(text.split())
-        or style.early)
+    assert ''.join(out.split())==''.join(text.split()) or style.early
 
 # ---- both together
 
@@ -134,7 +154,10 @@ TOOLS = [
                     a=dict(type='integer'), x=dict(type='string')))))]
 
 @pytest.mark.parametrize('reasoning,tools', PAIRS)
-@given(text=texts, at=st.lists(st.integers(0,200), max_size=8), thinking=st.booleans())
+@given(
+    text=texts,
+    at=st.lists(st.integers(0,200), max_size=8),
+    thinking=st.booleans())
 @many
 def test_cuts_do_not_show_in_a_split(reasoning, tools, text, at, thinking):
     def make(): return Splitter(reasoning, tools, TOOLS, thinking)
@@ -145,11 +168,8 @@ def test_cuts_do_not_show_in_a_split(reasoning, tools, text, at, thinking):
         assert (r2,a2)==(r,a)
         if not (a.calls and tools=='llama3_json'):
             assert (c2 or '').strip()==(a.content or '').strip()
-        assert (
-            [c[:2] for c in calls2]==[
-                (t.name,t.arguments)
-                for t in a.calls]
-            and s.calling==bool(a.calls))
+        assert [c[:2] for c in calls2]==[(t.name,t.arguments) for t in a.calls]
+        assert s.calling==bool(a.calls)
 
 @pytest.mark.parametrize('reasoning,tools', [p for p in PAIRS if p[1] in ('openai','hermes')])
 @given(text=texts)
@@ -166,44 +186,57 @@ def test_a_thought_then_words_then_a_call():
     text = (
         '<|channel|>analysis<|message|>Weather.<|end|>'+T
         +'<|channel|>commentary<|message|>A moment.<|end|>'+T
-        +(
-            '<|channel|>commentary to=functions.sky <|constrain|>json<|message|>{"at": '
-            '"Oslo"}<|call|>'))
+        +'<|channel|>commentary to=functions.sky <|constrain|>json'
+        +'<|message|>{"at": "Oslo"}<|call|>')
     r,c,calls,a = run(s, list(text))
-    assert (
-        (r,c,[x[:2] for x in calls])
-        ==('Weather.','A moment.',[('sky','{"at": "Oslo"}')]))
-    assert (
-        s.calling
-        and a.calls[0].id==calls[0][2]
-        and calls[0][2].startswith('call_'))
+    assert (r,c)==('Weather.','A moment.')
+    assert [x[:2] for x in calls]==[('sky','{"at": "Oslo"}')]
+    assert s.calling and a.calls[0].id==calls[0][2] and calls[0][2].startswith('call_')
 
 @pytest.mark.parametrize('gap', ['',' ','\n\n','\n\nSo:\n'])
 def test_blanks_before_a_call_are_dropped(gap):
     r,c,calls,a = run(
         Splitter('qwen3', 'hermes'),
         list(f'Hm</think>{gap}<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>'))
-    assert (
-        (c,a.content)
-        ==((gap,gap) if gap.strip() else (None,None))
-        and [x[:2] for x in calls]==[('f','{}')])
+    assert (c,a.content)==((gap,gap) if gap.strip() else (None,None))
+    assert [x[:2] for x in calls]==[('f','{}')]
     assert run(Splitter('qwen3', 'hermes'), list(f'Hm</think>{gap}Yes'))[1]==gap+'Yes'
 
-@pytest.mark.parametrize('reasoning,tools,call,args', [('qwen3','qwen3_coder','<tool_call><function=f><parameter=x></think></parameter></function></tool_call>','{"x": "</think>"}'),
-    ('qwen3','hermes','<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>','{"x": "</think>"}'), ('glm45','glm47','<tool_call>f<arg_key>x</arg_key><arg_value></think></arg_value></tool_call>','{"x": "</think>"}'),
-    ('minimax_m2','minimax_m2','<minimax:tool_call><invoke name="f"><parameter name="x"></think></parameter></invoke></minimax:tool_call>','{"x": "</think>"}'),
-    ('gemma4','gemma4','<|tool_call>call:f{x:<|"|><channel|><|"|>}<tool_call|>','{"x": "<channel|>"}')])
-@pytest.mark.parametrize('tail,said', [('',None), ('{}',None), ('\n{}\n\n',None), ('{}Done.','Done.'), ('\n{}\nDone.{} So.','Done. So.')])
+@pytest.mark.parametrize(
+    'reasoning,tools,call,args',
+    [
+        (
+            'qwen3', 'qwen3_coder',
+            '<tool_call><function=f><parameter=x></think></parameter></function></tool_call>',
+            '{"x": "</think>"}'),
+        (
+            'qwen3', 'hermes',
+            '<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>',
+            '{"x": "</think>"}'),
+        (
+            'glm45', 'glm47',
+            '<tool_call>f<arg_key>x</arg_key><arg_value></think></arg_value></tool_call>',
+            '{"x": "</think>"}'),
+        (
+            'minimax_m2', 'minimax_m2',
+            '<minimax:tool_call><invoke name="f"><parameter '
+            'name="x"></think></parameter></invoke></minimax:tool_call>',
+            '{"x": "</think>"}'),
+        (
+            'gemma4', 'gemma4', '<|tool_call>call:f{x:<|"|><channel|><|"|>}<tool_call|>',
+            '{"x": "<channel|>"}')])
+@pytest.mark.parametrize(
+    'tail,said',
+    [
+        ('',None), ('{}',None), ('\n{}\n\n',None), ('{}Done.','Done.'),
+        ('\n{}\nDone.{} So.','Done. So.')])
 def test_a_thought_that_is_closed_behind_its_call(reasoning, tools, call, args, tail, said):
     style = REASONING_PARSERS[reasoning]
     text = style.open+'Hm.'+call+tail.replace('{}', style.close)
     for pieces in ([text], list(text)):
         r,c,calls,a = run(Splitter(reasoning, tools, TOOLS), pieces)
-        assert (
-            (r,[x[:2] for x in calls])
-            ==('Hm.',[('f',args)])
-            ==(
-                a.reasoning, [(t.name,t.arguments) for t in a.calls]))
+        assert r==a.reasoning=='Hm.'
+        assert [x[:2] for x in calls]==[(t.name,t.arguments) for t in a.calls]==[('f',args)]
         if tools!='hermes':
             # which drops what is said behind a call
             assert ((c or '').strip() or None,a.content)==(said,said)
@@ -224,38 +257,52 @@ def test_thinking_tells_where_a_token_belongs():
         seen.append(s.thinking)
     assert [i for i,t in enumerate(seen) if t]==[2,3]
 
-@pytest.mark.parametrize('parser,prompt,state', [('qwen3','<|im_start|>assistant\n<think>\n',True), ('qwen3','<|im_start|>assistant\n<think>\n\n</think>\n\n',False), ('qwen3','<|im_start|>assistant\n',None),
-    ('gemma4','<|channel>thought\n',True), ('gemma4','<|channel>thought\n<channel|>',False), ('minimax_m2',']~b]ai\n<think>\n',True), (None,'<think>',None)])
+@pytest.mark.parametrize(
+    'parser,prompt,state',
+    [
+        ('qwen3','<|im_start|>assistant\n<think>\n',True),
+        ('qwen3','<|im_start|>assistant\n<think>\n\n</think>\n\n',False),
+        ('qwen3','<|im_start|>assistant\n',None), ('gemma4','<|channel>thought\n',True),
+        ('gemma4','<|channel>thought\n<channel|>',False), ('minimax_m2',']~b]ai\n<think>\n',True),
+        (None,'<think>',None)])
 def test_prompt_says_how_an_answer_begins(parser, prompt, state):
     assert begins(parser, prompt)==begins(parser, 'x'*500+prompt)==state
 
 # ---- harmony
 
-@pytest.mark.parametrize('head', [' to=functions.f<|channel|>commentary','<|channel|>commentary to=functions.f','<|channel|>analysis to=functions.f',' to=f<|channel|>commentary'])
+@pytest.mark.parametrize(
+    'head',
+    [
+        ' to=functions.f<|channel|>commentary', '<|channel|>commentary to=functions.f',
+        '<|channel|>analysis to=functions.f', ' to=f<|channel|>commentary'])
 @pytest.mark.parametrize('kind', ['',' json',' <|constrain|>json','<|constrain|>json'])
 @pytest.mark.parametrize('end', ['','<|call|>','<|end|>'])
 def test_a_call_in_every_spelling(head, kind, end):
     r = parse_tools('openai', head+kind+'<|message|>{"a": 1}'+end)
     assert r.content is None
-    assert [
-        (t.name,t.arguments)
-        for t in r.calls]==[('f','{"a": 1}')]
+    assert [(t.name,t.arguments) for t in r.calls]==[('f','{"a": 1}')]
 
 def test_a_channel_that_is_written_twice():
     r = parse_tools(
         'openai',
         '<|channel|>commentary to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>')
-    assert [
-        (t.name,t.arguments)
-        for t in r.calls]==[('f','{"a": 1}')]
+    assert [(t.name,t.arguments) for t in r.calls]==[('f','{"a": 1}')]
 
-@pytest.mark.parametrize('head,reasoning,content', [(' analysis','Hm',None), (' final',None,'Hm'), ('commentary to=assistant<|channel|>analysis','Hm',None),
-    ('commentary to=assistant<|channel|>final',None,'Hm')])
+@pytest.mark.parametrize(
+    'head,reasoning,content',
+    [
+        (' analysis','Hm',None), (' final',None,'Hm'),
+        ('commentary to=assistant<|channel|>analysis','Hm',None),
+        ('commentary to=assistant<|channel|>final',None,'Hm')])
 def test_channels_of_another_look(head, reasoning, content):
     assert parse_reasoning(
         'openai_gptoss', f'<|channel|>{head}<|message|>Hm<|end|>')==(reasoning,content)
 
-@pytest.mark.parametrize('name,kept_name', [('functions.f','f'), ('f','f'), ('math.sum','math.sum'), ('functions.math.sum','math.sum')])
+@pytest.mark.parametrize(
+    'name,kept_name',
+    [
+        ('functions.f','f'), ('f','f'), ('math.sum','math.sum'),
+        ('functions.math.sum','math.sum')])
 def test_names(name, kept_name):
     r = parse_tools('openai', f' to={name}<|channel|>commentary<|message|>1')
     assert [t.name for t in r.calls]==[kept_name]
@@ -308,12 +355,20 @@ def test_what_granite_writes_is_read():
     (call,) = r.calls
     assert call.name=='add' and json.loads(call.arguments)==args
 
-@pytest.mark.parametrize('family,template,want', [('gptoss','',('openai','openai_gptoss')), ('gemma','',('gemma4','gemma4')), ('minimax','',('minimax_m2','minimax_m2')),
-    ('qwen','<tool_call>{"name"} <think>',('hermes','qwen3')), ('qwen','<tool_call>\n<function=x> </think>',('qwen3_coder','qwen3')), ('qwen','<tool_call>\n<function=x>',('qwen3_coder',None)),
-    ('granite',GRANITE4,('hermes',None)),
-    ('granite','',('hermes',None)),
-    ('nemotron','<tool_call><function=x><think>',('qwen3_coder','qwen3')), ('llama','<|start_header_id|>',('llama3_json',None)), ('llama','[INST] [TOOL_CALLS]',('mistral',None)),
-    ('llama','[TOOL_CALLS] [THINK]',('mistral','mistral')), (None,'',(None,None))])
+@pytest.mark.parametrize(
+    'family,template,want',
+    [
+        ('gptoss','',('openai','openai_gptoss')), ('gemma','',('gemma4','gemma4')),
+        ('minimax','',('minimax_m2','minimax_m2')),
+        ('qwen','<tool_call>{"name"} <think>',('hermes','qwen3')),
+        ('qwen','<tool_call>\n<function=x> </think>',('qwen3_coder','qwen3')),
+        ('qwen','<tool_call>\n<function=x>',('qwen3_coder',None)),
+        ('granite',GRANITE4,('hermes',None)), ('granite','',('hermes',None)),
+        ('nemotron','<tool_call><function=x><think>',('qwen3_coder','qwen3')),
+        ('llama','<|start_header_id|>',('llama3_json',None)),
+        ('llama','[INST] [TOOL_CALLS]',('mistral',None)),
+        ('llama','[TOOL_CALLS] [THINK]',('mistral','mistral')),
+        (None,'',(None,None))])
 def test_defaults(family, template, want):
     assert default_parsers(SimpleNamespace(family=family), template)==want
 
@@ -323,7 +378,10 @@ def test_marks_of_both_are_kept():
         and kept(None, None)==())
     assert len(kept('openai_gptoss', 'openai'))==7 and '<|channel>' in kept('gemma4', None)
 
-@pytest.mark.parametrize('reasoning,tools', [p for p in PAIRS if p[1] in (None,'openai')]+[(r,None) for r in REASONING_PARSERS if r!='qwen3'])
+@pytest.mark.parametrize(
+    'reasoning,tools',
+    [p for p in PAIRS if p[1] in (None,'openai')]
+    +[(r,None) for r in REASONING_PARSERS if r!='qwen3'])
 def test_no_text_takes_long(reasoning, tools):
     "The work grows with the text, at once and letter by letter"
     bits = [

@@ -36,8 +36,7 @@ def bpe_meta(**kw):
         pre='gpt-2',
         tokens=toks,
         merges=[' '.join(p) for p in m['merges']],
-        token_type=[3,3]+[1]*(len(toks)-3)
-        +[4],
+        token_type=[3,3]+[1]*(len(toks)-3)+[4],
         bos_token_id=0,
         eos_token_id=1)
     return {_T+k:v for k,v in (d|kw).items()}
@@ -51,10 +50,8 @@ def spm_meta(**kw):
     d = dict(
         model='llama',
         tokens=toks,
-        scores=[0.]*259
-        +[-float(i) for i in range(len(PIECES))],
-        token_type=[2,3,3]+[6]*256
-        +[1]*len(PIECES),
+        scores=[0.]*259+[-float(i) for i in range(len(PIECES))],
+        token_type=[2,3,3]+[6]*256+[1]*len(PIECES),
         bos_token_id=1,
         eos_token_id=2,
         unknown_token_id=0)
@@ -82,11 +79,9 @@ def pieces(tok, ids, **kw):
 def test_stream_is_decode(kind, data):
     "Any ids, also bytes that are no text, also ids that do not exist"
     tok = TOKS[kind]
-    ids = data.draw(st.lists(
-        st.integers(0,tok.vocab_size+5), max_size=60))
+    ids = data.draw(st.lists(st.integers(0,tok.vocab_size+5), max_size=60))
     skip = data.draw(st.booleans())
-    assert ''.join(pieces(
-        tok, ids, skip_special=skip)) == tok.decode(ids,skip_special=skip)
+    assert ''.join(pieces(tok,ids,skip_special=skip)) == tok.decode(ids,skip_special=skip)
 
 @kinds
 @few
@@ -101,9 +96,7 @@ def test_text_survives(kind, s):
         assert ''.join(out)==tok.decode(ids,skip_special=False)==s
     if special:
         return
-    assert (
-        tok.decode(ids)==tok.inner.decode(ids)==s
-        ==''.join(pieces(tok,ids)))
+    assert tok.decode(ids)==tok.inner.decode(ids)==s==''.join(pieces(tok,ids))
     assert ''.join(out).count('\ufffd')==s.count('\ufffd')
 
 @kinds
@@ -119,20 +112,14 @@ def test_continuing_keeps_the_space(kind, s):
         head = tok.decode(ids[:cut]) if cut else ''
         if '\ufffd' in head:
             continue
-        assert (
-            head+''.join(pieces(tok,ids[cut:],continuing=cut>0))
-            == 'the rain'+s)
+        assert head+''.join(pieces(tok,ids[cut:],continuing=cut>0)) == 'the rain'+s
 
 def naive_bpe(words, rank):
     "Merge the pair of lowest rank, the leftmost first, until none is left"
     w = list(words)
     while True:
-        best = min(
-            (
-                (rank[a,b],i)
-                for i,(a,b) in enumerate(zip(w,w[1:]))
-                if (a,b) in rank),
-            default=None)
+        pairs = enumerate(zip(w,w[1:]))
+        best = min(((rank[p],i) for i,p in pairs if p in rank), default=None)
         if best is None:
             return w
         i = best[1]
@@ -149,10 +136,8 @@ def test_gguf_bpe_is_the_definition(s):
         for i,m in enumerate(meta[_T+'merges'])}
     s = s.replace('<','')
     words = [w for w,_ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(s)]
-    assert [
-        tok.token(i)
-        for i in tok.encode(
-            s)] == [p for w in words for p in naive_bpe(w,rank)]
+    want = [p for w in words for p in naive_bpe(w,rank)]
+    assert [tok.token(i) for i in tok.encode(s)] == want
 
 @few
 @given(s=st.text(alphabet='the rain s', max_size=40))
@@ -230,11 +215,10 @@ def test_stop_strings(stop, s, data):
     ends = [
         i for i in range(len(s)+1)
         if any(s[:i].endswith(x) for x in stop)]
-    want = (
-        s[
-            :ends[0]-max(len(x) for x in stop if s[:ends[0]].endswith(x))]
-        if ends
-        else s)
+    want = s
+    if ends:
+        first = s[:ends[0]]
+        want = s[:ends[0]-max(len(x) for x in stop if first.endswith(x))]
     ss = StopStrings(tuple(stop))
     out = ''
     seen = ''
@@ -246,11 +230,8 @@ def test_stop_strings(stop, s, data):
         t,hit = ss.feed(piece)
         out += t
         if not hit:
-            hold = max(
-                (
-                    k for x in stop
-                    for k in range(len(x)) if seen.endswith(x[:k])),
-                default=0)
+            begun = (k for x in stop for k in range(len(x)) if seen.endswith(x[:k]))
+            hold = max(begun, default=0)
             assert out == seen[:len(seen)-hold]
     assert hit==bool(ends) and out+('' if hit else ss.finish())==want
 
@@ -261,19 +242,22 @@ def plain_candidates(x, p):
     w = np.exp((x.astype('f8')-x.max())/p.temperature)
     keep = np.ones(len(w),bool)
     if p.top_k:
-        keep &= (
-            w
-            >= np.sort(w)[::-1][
-                min(p.top_k,len(w))-1])
+        keep &= w >= np.sort(w)[::-1][min(p.top_k,len(w))-1]
     if p.top_p<1:
         share = np.where(keep,w,0)/w[keep].sum()
-        keep &= np.array([
-            share[share>v].sum() < p.top_p
-            for v in share])
+        keep &= np.array([share[share>v].sum() < p.top_p for v in share])
     return keep & (w>=p.min_p), w
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0,2**32), st.sampled_from([1,2,9,60,800]), st.sampled_from([.01,1,4,30]), st.booleans(), st.sampled_from([.1,.7,1,2.5]), st.sampled_from([0,0,1,5,50]), st.sampled_from([.01,.3,.7,.95,1]), st.sampled_from([0,0,.02,.4]))
+@given(
+    st.integers(0,2**32),
+    st.sampled_from([1,2,9,60,800]),
+    st.sampled_from([.01,1,4,30]),
+    st.booleans(),
+    st.sampled_from([.1,.7,1,2.5]),
+    st.sampled_from([0,0,1,5,50]),
+    st.sampled_from([.01,.3,.7,.95,1]),
+    st.sampled_from([0,0,.02,.4]))
 def test_filters_are_their_definitions(seed, n, scale, ties, t, k, p, m):
     "Ties included; tokens within rounding of a threshold may go either way"
     x = np.random.default_rng(seed).normal(0,scale,n).astype('f4')
@@ -289,24 +273,11 @@ def test_filters_are_their_definitions(seed, n, scale, ties, t, k, p, m):
     want = want&some # a weight that float32 rounds to nothing is never drawn, kept or not
     # decided by less than float32 resolves: the same under a hair's change of p and m
     if (got!=want).any():
-        lo,_ = plain_candidates(
-            x,
-            SamplingParams(
-                temperature=t,
-                top_k=k,
-                top_p=max(p*(1-1e-5),1e-9),
-                min_p=min(m*(1+1e-5),1)))
-        hi,_ = plain_candidates(
-            x,
-            SamplingParams(
-                temperature=t,
-                top_k=k,
-                top_p=min(p*(1+1e-5),1),
-                min_p=m*(1-1e-5)))
+        def close(**kw): return plain_candidates(x, SamplingParams(temperature=t, top_k=k, **kw))
+        lo,_ = close(top_p=max(p*(1-1e-5),1e-9), min_p=min(m*(1+1e-5),1))
+        hi,_ = close(top_p=min(p*(1+1e-5),1), min_p=m*(1-1e-5))
         assert ((lo&some)<=got).all() and (got<=hi).all()
-    assert (
-        np.allclose(w, ref[ids], rtol=1e-4, atol=1e-30)
-        and got[x.argmax()])
+    assert np.allclose(w, ref[ids], rtol=1e-4, atol=1e-30) and got[x.argmax()]
 
 params = st.builds(
     SamplingParams,
@@ -323,7 +294,10 @@ params = st.builds(
     seed=st.integers(0,2**64-1))
 
 @few
-@given(st.lists(params, min_size=1, max_size=8), st.integers(0,2**32), st.data())
+@given(
+    st.lists(params, min_size=1, max_size=8),
+    st.integers(0,2**32),
+    st.data())
 def test_rows_stand_alone(ps, seed, data):
     "Order, company and a sick neighbour change nothing, to the last bit"
     rng = np.random.default_rng(seed)
@@ -347,51 +321,45 @@ def test_rows_stand_alone(ps, seed, data):
     for j,i in enumerate(order):
         alone = sample(x[i:i+1],[rows[i]])
         K = rows[i].params.logprobs or 0
-        for o,l in (
-            (mixed,j),
-            (alone,0),
-            *([(ill,i)] if i!=sick else [])):
-            assert (
-                o.ids[l]==base.ids[i]
-                and np.array_equal(o.logprobs[l],base.logprobs[i],equal_nan=True))
-            assert (
-                (
-                    o.top_ids[l,:K]==base.top_ids[i,:K]).all()
-                and (
-                    o.top_logprobs[l,:K]
-                    ==base.top_logprobs[i,:K]).all())
+        for o,l in ((mixed,j), (alone,0), *([(ill,i)] if i!=sick else [])):
+            assert o.ids[l]==base.ids[i]
+            assert np.array_equal(o.logprobs[l],base.logprobs[i],equal_nan=True)
+            assert (o.top_ids[l,:K]==base.top_ids[i,:K]).all()
+            assert (o.top_logprobs[l,:K]==base.top_logprobs[i,:K]).all()
     assert ill.ids[sick]==-1
 
 @few
-@given(st.integers(0,2**32), st.integers(1,50), st.integers(1,20))
+@given(
+    st.integers(0,2**32),
+    st.integers(1,50),
+    st.integers(1,20))
 def test_top_and_draw(seed, n, k):
     "Top ids against a full sort; a draw never lands on a weight of zero"
     rng = np.random.default_rng(seed)
     x = np.round(rng.normal(0,2,n)).astype('f4')
-    assert (
-        top(x,k).tolist()
-        == sorted(
-            range(n),
-            key=lambda i:(-x[i],i))[:k])
+    assert top(x,k).tolist() == sorted(range(n), key=lambda i:(-x[i],i))[:k]
     w = weights(x)*(rng.random(n)<.5)
     w[rng.integers(n)] = 1
-    assert all(
-        w[draw(w,u)]>0
-        for u in (0,1-2**-53,*rng.random(5)))
+    assert all(w[draw(w,u)]>0 for u in (0,1-2**-53,*rng.random(5)))
 
 # ---- chat templates
 
-TEMPLATES = {'plain':"{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
+TEMPLATES = {
+    'plain':
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m['content'] | trim }}"
+        "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
     'busy':"""{%- macro show(m) %}{{ m.role ~ ': ' ~ m.content }}{% endmacro %}
 {% set ns = namespace(n=0, last='') %}
 {% for m in messages if m.role != 'tool' %}
     {% set ns.n = ns.n + m.content|length %}
     {% if loop.first %}<first>{% endif %}
-    {% for w in m.content.split(' ') %}{% if loop.index > 3 %}{% break %}{% endif %}{{ w|upper }}{{ '-' * 3 }}{% else %}empty{% endfor %}
+    {% for w in m.content.split(' ') %}{% if loop.index > 3 %}{% break %}{% endif %}\
+{{ w|upper }}{{ '-' * 3 }}{% else %}empty{% endfor %}
     {% generation %}{{ show(m) }}{% endgeneration %}
     {% set ns.last = m.content + '!' %}
 {% endfor %}
-{% set block %}{{ ns.n }} {{ ns.last | tojson }}{% endset %}{{ block }} {{ 7 // 2 }} {{ 2 ** 8 }} {{ '%s' % ns.n }} {{ messages | tojson(indent=2) }}"""}
+{% set block %}{{ ns.n }} {{ ns.last | tojson }}{% endset %}{{ block }} {{ 7 // 2 }} {{ 2 ** 8 }} \
+{{ '%s' % ns.n }} {{ messages | tojson(indent=2) }}"""}
 def reference(source):
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation,'jinja2.ext.loopcontrols'])
@@ -414,11 +382,8 @@ def test_metering_changes_nothing(name, ms, gen):
     before = copy.deepcopy(ms)
     assert t.render(ms,add_generation_prompt=gen) == ref.render(
         messages=ms, bos_token='<s>', eos_token='</s>', add_generation_prompt=gen)
-    assert (
-        t.render([
-            m|{'content':[{'type':'text','text':m['content']}]}
-            for m in ms])==t.render(ms)
-        and ms==before)
+    parts = [m|{'content':[{'type':'text','text':m['content']}]} for m in ms]
+    assert t.render(parts)==t.render(ms) and ms==before
 RENDER = {
     n:(ChatTemplate(s,bos='<s>',eos='</s>'),reference(s))
     for n,s in TEMPLATES.items()}
@@ -490,8 +455,4 @@ def test_any_params(d):
     except AtlasError as e:
         assert e.status==400 and e.param in SamplingParams.__dataclass_fields__
     else:
-        assert (
-            0
-            <=sample(
-                np.linspace(-3,3,50,dtype='f4')[None],
-                [s.row()]).ids[0]<50)
+        assert 0<=sample(np.linspace(-3,3,50,dtype='f4')[None], [s.row()]).ids[0]<50

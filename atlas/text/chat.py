@@ -54,22 +54,22 @@ _budget = ContextVar('budget')
 
 # %% ../../nbs/6_text/02_chat.ipynb #98c42d3b
 def _len(x):
-    return len(x) if isinstance(x,(str,list,tuple)) else x.bit_length() if isinstance(x,int) else 0
+    if isinstance(x,(str,list,tuple)):
+        return len(x)
+    return x.bit_length() if isinstance(x,int) else 0
 
 def _result(op, a, b):
     "An upper bound for the size of `a op b`"
     if op=='*':
-        return (
-            _len(a)+_len(b) if isinstance(a,int) and isinstance(b,int)
-            else max(
-                _len(a)*b if isinstance(b,int) else 0,
-                _len(b)*a if isinstance(a,int) else 0))
+        if isinstance(a,int) and isinstance(b,int):
+            return _len(a)+_len(b)
+        times_b = _len(a)*b if isinstance(b,int) else 0
+        return max(times_b, _len(b)*a if isinstance(a,int) else 0)
     if op=='**':
         return _len(a)*b if isinstance(b,int) else 0
     if op=='%' and isinstance(a,str):
-        return (
-            len(a)+sum(map(int,re.findall(r'\d{1,12}',a)))
-            + (1<<62)*('*' in a))
+        widths = sum(map(int,re.findall(r'\d{1,12}',a)))
+        return len(a)+widths + (1<<62)*('*' in a)
     return _len(a)+_len(b)
 
 # %% ../../nbs/6_text/02_chat.ipynb #505517f9
@@ -79,10 +79,8 @@ def _grown(name, *args):
     if name not in ('replace','join') or not ss:
         return 0
     words = sum(_len(x) for a in ss if not isinstance(a,str) for x in a)
-    return (
-        words
-        +(len(ss[0])+1)
-        *max(map(len,ss[1:]), default=1))
+    longest = max(map(len,ss[1:]), default=1)
+    return words+(len(ss[0])+1)*longest
 
 # %% ../../nbs/6_text/02_chat.ipynb #696d7548
 class _Later(CodeGenerator):
@@ -122,10 +120,8 @@ class _Meter(NodeTransformer):
         return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None).set_lineno(line)
     def _head(self, node):
         node = self.generic_visit(node)
-        node.body.insert(
-            0,
-            nodes.ExprStmt(self._call(
-                'step', [], node.lineno)).set_lineno(node.lineno))
+        step = nodes.ExprStmt(self._call('step', [], node.lineno))
+        node.body.insert(0, step.set_lineno(node.lineno))
         return node
     visit_For = visit_Macro = visit_CallBlock = _head
     def visit_Concat(self, node):
@@ -154,8 +150,8 @@ def _sized(f):
         for a in (*args,*kwargs.values()):
             if isinstance(a,int):
                 _budget.get().size(a)
-        _budget.get().size(_grown(
-            f.__name__.removeprefix('do_'), *args, *kwargs.values()))
+        name = f.__name__.removeprefix('do_')
+        _budget.get().size(_grown(name, *args, *kwargs.values()))
         return f(*args, **kwargs)
     return g
 
@@ -164,9 +160,8 @@ def _environment():
     env = _Env(
         trim_blocks=True, lstrip_blocks=True, optimized=False, cache_size=0,
         extensions=[_Generation,'jinja2.ext.loopcontrols'])
-    env.filters = {
-        k:_sized(f)
-        for k,f in (env.filters | {'tojson':_tojson}).items()}
+    filters = env.filters | {'tojson':_tojson}
+    env.filters = {k:_sized(f) for k,f in filters.items()}
     env.globals.update(
         raise_exception=_refuse, strftime_now=lambda f: datetime.now().strftime(f))
     return env
@@ -304,19 +299,16 @@ def _both(a, b):
     "Two contents as one"
     if isinstance(a,str) and isinstance(b,str):
         return f'{a}\n\n{b}'
-    return [
-        p for c in (a,b)
-        for p in (
-            [{'type':'text','text':c}] if isinstance(c,str) else c)]
+    def parts(c): return [{'type':'text','text':c}] if isinstance(c,str) else c
+    return [*parts(a), *parts(b)]
 
 def _join(messages):
     "Neighbouring questions as one"
     out = []
     for m in messages:
         if out and m['role']==out[-1]['role']=='user':
-            out[-1] = (
-                out[-1]
-                | {'content':_both(out[-1]['content'],m['content'])})
+            both = _both(out[-1]['content'],m['content'])
+            out[-1] = out[-1] | {'content':both}
         else:
             out.append(m)
     return out
@@ -332,29 +324,33 @@ _NINE = re.compile('[a-zA-Z0-9]{9}').fullmatch
 
 def _nine(messages):
     "Ids of calls in nine letters and digits"
+    def short(text):
+        if _NINE(text):
+            return text
+        return hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:9]
     def one(d, k):
-        return d | {k:d[k] if _NINE(d[k]) else hashlib.sha256(d[k].encode(errors='surrogatepass')).hexdigest()[:9]} if isinstance(d,dict) and isinstance(d.get(k),str) else d
-    return [
-        one(m, 'tool_call_id')
-        | (
-            {'tool_calls':[one(c, 'id') for c in m['tool_calls']]}
-            if isinstance(m.get('tool_calls'),list)
-            else {})
-        for m in messages]
+        if not isinstance(d,dict) or not isinstance(d.get(k),str):
+            return d
+        return d | {k:short(d[k])}
+    def message(m):
+        new = one(m, 'tool_call_id')
+        if not isinstance(m.get('tool_calls'),list):
+            return new | {}
+        return new | {'tool_calls':[one(c, 'id') for c in m['tool_calls']]}
+    return [message(m) for m in messages]
 
 def _mend(messages):
     "Calls whose arguments are no object get none"
     def one(c):
         f = c.get('function') if isinstance(c,dict) else None
-        return (
-            c | {'function':f | {'arguments':{}}}
-            if isinstance(f,dict) and not isinstance(f.get('arguments'),dict)
-            else c)
-    return [
-        m | {'tool_calls':[one(c) for c in m['tool_calls']]}
-        if isinstance(m.get('tool_calls'),list)
-        else m
-        for m in messages]
+        if not isinstance(f,dict) or isinstance(f.get('arguments'),dict):
+            return c
+        return c | {'function':f | {'arguments':{}}}
+    def message(m):
+        if not isinstance(m.get('tool_calls'),list):
+            return m
+        return m | {'tool_calls':[one(c) for c in m['tool_calls']]}
+    return [message(m) for m in messages]
 
 @patch
 def _forms(self:ChatTemplate, messages, tools, add_generation_prompt, kwargs):
@@ -364,9 +360,8 @@ def _forms(self:ChatTemplate, messages, tools, add_generation_prompt, kwargs):
         if no and form(messages)==messages:
             continue
         try:
-            return self._run(
-                self.tooled if tools else self.plain,
-                kwargs | self._variables(form(messages), tools, add_generation_prompt))
+            words = kwargs | self._variables(form(messages), tools, add_generation_prompt)
+            return self._run(self.tooled if tools else self.plain, words)
         except _Refusal as e:
             no = no or e
     raise no
@@ -501,13 +496,10 @@ def load_template(
     path = Path(ckpt.path)
     folder = path if path.is_dir() else path.parent
     k = _T.split('.')[0]+'.chat_template'
-    found = (
-        (
-            path,
-            *_named(ckpt.meta[k],path)[:1],
-            ckpt.meta.get(k+'.tool_use'))
-        if k in ckpt.meta
-        else _find(folder))
+    if k in ckpt.meta:
+        found = path,*_named(ckpt.meta[k],path)[:1],ckpt.meta.get(k+'.tool_use')
+    else:
+        found = _find(folder)
     if not found:
         return None
     where,source,tool = found

@@ -38,7 +38,8 @@ class FetchError(RequestError):
 
 # %% ../../nbs/6_text/17_fetch.ipynb #ac4bee97
 _URL = re.compile(
-    r'(https?)://([A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])(?::(\d{1,5}))?((?:[/?][!-~]*)?)',
+    r'(https?)://([A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])'
+    r'(?::(\d{1,5}))?((?:[/?][!-~]*)?)',
     re.I)
 
 def split_url(
@@ -58,16 +59,12 @@ def split_url(
             f'Images are not fetched by {scheme}', hint=f'Use {" or ".join(rules.schemes)}')
     if port not in rules.ports:
         raise FetchError(f'Images are not fetched from port {port}')
-    if (
-        rules.hosts is not None
-        and not any(
-            host==h or host.endswith('.'+h)
-            for h in rules.hosts)):
+    def below(h): return host==h or host.endswith('.'+h)
+    if rules.hosts is not None and not any(map(below, rules.hosts)):
         raise FetchError(
             'Images are not fetched from this host', hint='The server has a list of hosts')
-    return (
-        scheme, host, port,
-        (m[4] if m[4].startswith('/') else '/'+m[4]))
+    target = m[4] if m[4].startswith('/') else '/'+m[4]
+    return scheme,host,port,target
 
 # %% ../../nbs/6_text/17_fetch.ipynb #a3dc03df
 def public(
@@ -79,13 +76,9 @@ def public(
         return ip.is_global and not ip.is_multicast
     if ip.ipv4_mapped or ip in _NAT64:
         return public(str(ip.ipv4_mapped or ipaddress.IPv4Address(int(ip)&0xffffffff)))
-    return (
-        ip in _UNICAST
-        and ip.is_global
-        and ip not in _EXAMPLES
-        and all(
-            public(str(a))
-            for a in (ip.sixtofour,*(ip.teredo or ())) if a))
+    if ip not in _UNICAST or not ip.is_global or ip in _EXAMPLES:
+        return False
+    return all(public(str(a)) for a in (ip.sixtofour,*(ip.teredo or ())) if a)
 _NAT64,_UNICAST,_EXAMPLES = map(ipaddress.ip_network, ('64:ff9b::/96','2000::/3','3fff::/20'))
 
 # %% ../../nbs/6_text/17_fetch.ipynb #aa6a47c5
@@ -120,9 +113,7 @@ def _connect(host, port, scheme, left, where):
 # %% ../../nbs/6_text/17_fetch.ipynb #6f414d1d
 def _taken(r, rules)->tuple[bytes,str]:
     "The body of an answer, and its media type"
-    kind = (
-        r.getheader('content-type')
-        or '').partition(';')[0].strip().lower()
+    kind = (r.getheader('content-type') or '').partition(';')[0].strip().lower()
     if r.status!=200:
         raise FetchError(f'The server of an image answers {r.status}')
     if kind not in KINDS:
@@ -131,9 +122,7 @@ def _taken(r, rules)->tuple[bytes,str]:
         raise FetchError('The server of an image packs it')
     size = r.getheader('content-length') or '0'
     got = bytearray()
-    while (
-        len(got)<=rules.nbytes
-        and (not size.isdigit() or int(size)<=rules.nbytes)):
+    while len(got)<=rules.nbytes and (not size.isdigit() or int(size)<=rules.nbytes):
         part = r.read1(1<<16)
         if not part:
             return bytes(got),kind
@@ -237,11 +226,8 @@ def remote_images(messages:list[dict])->list[tuple[dict,str]]:
         p for m in messages
         if isinstance(m, dict) and isinstance(m.get('content'), list)
         for p in m['content'])
-    return [
-        s for s in map(_slot, parts)
-        if s
-        and re.match(
-            r'\s*https?:', str(s[0].get(s[1])), re.I)]
+    def remote(s): return re.match(r'\s*https?:', str(s[0].get(s[1])), re.I)
+    return [s for s in map(_slot, parts) if s and remote(s)]
 
 # %% ../../nbs/6_text/17_fetch.ipynb #7eafcf39
 def inline_images(
@@ -265,9 +251,8 @@ def inline_images(
     until,room = monotonic()+rules.seconds,rules.total
     for at,key in places:
         try:
-            raw,kind = fetch(
-                at[key].strip(),
-                replace(rules, seconds=until-monotonic(), nbytes=min(rules.nbytes, room)))
+            left = dict(seconds=until-monotonic(), nbytes=min(rules.nbytes, room))
+            raw,kind = fetch(at[key].strip(), replace(rules, **left))
         except FetchError as e:
             e.param = 'messages'
             raise

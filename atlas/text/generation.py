@@ -193,11 +193,7 @@ def failed(self:ChoiceReader)->bool:
     s = self.splitter
     if not (s and getattr(s, 'tools', None)):
         return False
-    return (
-        s.lost
-        or any(
-            m in (s.result().content or '')
-            for m in TOOL_PARSERS[s.tools].marks))
+    return s.lost or any(m in (s.result().content or '') for m in TOOL_PARSERS[s.tools].marks)
 
 # %% ../../nbs/6_text/18_generation.ipynb #833cbb3b
 def verbatim(guide:dict|None)->bool:
@@ -228,9 +224,5 @@ class Output:
 # %% ../../nbs/6_text/18_generation.ipynb #fcec9aa7
 def fan_out(p:SamplingParams)->list[SamplingParams]:
     "The parameters of each of the `p.n` answers"
-    return [
-        replace(
-            p,
-            n=1,
-            seed=None if p.seed is None else (p.seed+i)%2**64)
-        for i in range(p.n)]
+    def seed(i): return None if p.seed is None else (p.seed+i)%2**64
+    return [replace(p, n=1, seed=seed(i)) for i in range(p.n)]

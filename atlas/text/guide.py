@@ -21,11 +21,11 @@ from .calls.grammar import DATES,call_grammar,literal,openings
 from ..ground.core import EngineError,RequestError
 
 # %% ../../nbs/6_text/15_guide.ipynb #443c08b8
-# And the field that each needs
+# Kinds of guides, and the field that each needs
 KINDS = dict(
     json_schema='schema', json_object=None, regex='pattern', choice='choices', lark='grammar',
     tools='tools', free=None)
-# Of one guide; and characters of those that stay compiled
+# Limits of one guide; `kept`: characters of those that stay compiled
 MOST = dict(
     bytes=1<<20, pattern=1<<16, depth=100, nodes=100_000, after=256,
     choices=20_000, kept=2<<20)
@@ -38,11 +38,8 @@ class GuideError(EngineError):
 
 def _refuse(spec, why, hint=''):
     "A `RequestError` that names the field of the request that guides come from"
-    raise RequestError(
-        why,
-        hint=hint,
-        param='tools' if isinstance(spec, dict) and spec.get('kind')=='tools'
-        else 'response_format')
+    of_tools = isinstance(spec, dict) and spec.get('kind')=='tools'
+    raise RequestError(why, hint=hint, param='tools' if of_tools else 'response_format')
 
 # %% ../../nbs/6_text/15_guide.ipynb #ddec7187
 def measure(x)->tuple[int,int]: # How many values, and how deep they are nested
@@ -66,20 +63,19 @@ def _need(spec, ok, name, what):
 
 def _strings(x)->bool:
     "A list of strings, and not an empty one?"
-    return (
-        isinstance(x, (list,tuple))
-        and bool(x)
-        and all(isinstance(s, str) for s in x))
+    return isinstance(x, (list,tuple)) and bool(x) and all(isinstance(s, str) for s in x)
 def _is_tool(t)->bool:
-    return isinstance(t, dict) and isinstance(t.get('name'), str) and isinstance(t.get('parameters'), dict|None)
+    if not isinstance(t, dict) or not isinstance(t.get('name'), str):
+        return False
+    return isinstance(t.get('parameters'), dict|None)
 def _is_mark(t)->bool: return isinstance(t, str) and 0<len(t)<=MOST['after']
 
 def _after(spec)->list:
     "The texts that must come before a guide begins"
     a = spec.get('after')
-    return (
-        [] if a is None
-        else list(a) if isinstance(a, (list,tuple)) else [a])
+    if a is None:
+        return []
+    return list(a) if isinstance(a, (list,tuple)) else [a]
 
 def _check_answer(spec):
     "Is what the answer must be like of the right type, and not too much of it?"
@@ -97,21 +93,15 @@ def _check_answer(spec):
             need(_strings(v), 'choices', 'empty or not a list of strings')
             need(len(v)<=MOST['choices'], 'choices', f'longer than {MOST["choices"]:,}')
         case 'tools':
-            need(
-                isinstance(v, (list,tuple)) and v and all(map(_is_tool, v)),
-                'tools',
-                'empty, or a tool has no name or no schema')
+            good = isinstance(v, (list,tuple)) and v and all(map(_is_tool, v))
+            need(good, 'tools', 'empty, or a tool has no name or no schema')
         case 'free':
             need(spec.get('after'), 'after', 'missing')
     if kind=='regex':
         need(len(v)<=MOST['pattern'], 'pattern', f'longer than {MOST["pattern"]:,} characters')
     if kind=='tools' and (f := spec.get('format')) is not None:
-        need(
-            isinstance(f, dict)
-            and f.get('kind') not in ('tools','free',None)
-            and not _after(f),
-            'format',
-            'no guide of an answer')
+        good = isinstance(f, dict) and f.get('kind') not in ('tools','free',None)
+        need(good and not _after(f), 'format', 'no guide of an answer')
         _check(f)
 
 # %% ../../nbs/6_text/15_guide.ipynb #94556ac2
@@ -122,23 +112,13 @@ def _check_wait(spec):
     early = spec.get('early') or ()
     budget = spec.get('budget')
     force = spec.get('force')
+    few = isinstance(early, (list,tuple)) and len(early)<9 and all(map(_is_mark, early))
+    need(few, 'early', 'not a list of a few texts')
+    few = after is None or 0<len(_after(spec))<5 and all(map(_is_mark, _after(spec)))
+    need(few, 'after', f'not a text of 1 to {MOST["after"]} characters, nor a list of a few')
+    whole = isinstance(budget, int) and not isinstance(budget, bool)
     need(
-        isinstance(early, (list,tuple))
-        and len(early)<9
-        and all(map(_is_mark, early)),
-        'early',
-        'not a list of a few texts')
-    need(
-        after is None
-        or 0<len(_after(spec))<5
-        and all(map(_is_mark, _after(spec))),
-        'after',
-        f'not a text of 1 to {MOST["after"]} characters, nor a list of a few')
-    need(
-        budget is None
-        or isinstance(budget, int) and not isinstance(budget, bool) and 0<=budget<2**31,
-        'budget',
-        'not a whole number from 0 up')
+        budget is None or whole and 0<=budget<2**31, 'budget', 'not a whole number from 0 up')
     need(budget is None or after, 'budget', 'given, and "after" is not')
     need(
         force is None
@@ -239,12 +219,11 @@ def as_grammar(
     if spec['kind']=='free':
         return None
     lark,subs = _parts(spec, special)
-    named = [
-        dict(name=k, lark_grammar=v) if isinstance(v, str)
-        else dict(name=k, json_schema=v)
-        for k,v in subs.items()]
-    return json.dumps(
-        dict(grammars=[dict(lark_grammar=lark+_OPTIONS), *named]), ensure_ascii=False)
+    grammars = [dict(lark_grammar=lark+_OPTIONS)]
+    for k,v in subs.items():
+        kind = 'lark_grammar' if isinstance(v, str) else 'json_schema'
+        grammars.append({'name':k, kind:v})
+    return json.dumps(dict(grammars=grammars), ensure_ascii=False)
 
 # %% ../../nbs/6_text/15_guide.ipynb #b7356a03
 def _limits():
@@ -253,10 +232,8 @@ def _limits():
 
 def _reason(e:str)->str:
     "The library's message without traces and long quotations"
-    lines = [
-        l.strip()
-        for l in str(e).split('<backtrace>')[0].splitlines()
-        if l.strip()]
+    told = str(e).split('<backtrace>')[0]
+    lines = [l.strip() for l in told.splitlines() if l.strip()]
     if not lines or 'panic' in lines[0]:
         return 'it is too large'
     why = next((l for l in lines[1:] if l.startswith('error:')), '')
@@ -302,16 +279,11 @@ def _compile(vocabulary, grammar:str, spec):
 def _bytes_only(size, special):
     "A vocabulary of bytes, beside the special tokens of a model that is not here"
     at = dict(special)
-    words = (
-        [at.get(i, '').encode() for i in range(size)]
-        +[bytes([b]) for b in range(256)]+[b'<end>'])
-    w = _Vocabulary(
-        words,
-        [len(words)-1],
-        [*at, len(words)-1],
-        lambda s: [
-            size+b for b in (s.encode() if isinstance(s, str) else s)])
-    return w.build([len(words)-1])
+    words = [at.get(i, '').encode() for i in range(size)]
+    words += [bytes([b]) for b in range(256)]+[b'<end>']
+    end = len(words)-1
+    def spell(s): return [size+b for b in (s.encode() if isinstance(s, str) else s)]
+    return _Vocabulary(words, [end], [*at, end], spell).build([end])
 
 def check_alone(
     spec:dict, # A guide
@@ -330,11 +302,8 @@ def check_alone(
             look(f, f)
         for t in spec['tools']:
             how = dict(strict=bool(t.get('strict', spec.get('strict', True))))
-            look(
-                dict(
-                    kind='json_schema',
-                    schema=dict(t.get('parameters') or {})|{'type':'object'})|how,
-                spec|how)
+            schema = dict(t.get('parameters') or {})|{'type':'object'}
+            look(dict(kind='json_schema', schema=schema)|how, spec|how)
     look(spec, spec)
     return list(out)
 
@@ -407,8 +376,7 @@ class Guides:
         tokenizer, # `Tokenizer`
         vocab_size:int, # V, the length of a row of logits
         eos_ids=(), # Tokens that end an answer
-        # Where guides are tried first; None: a child of this process, started at first use
-        sandbox=None,
+        sandbox=None, # Where guides are tried first; None: a child, started at first use
         keep:int=64, # Guides that stay compiled, as long as they are small together
     ):
         self.tokenizer = tokenizer
@@ -427,7 +395,8 @@ class Guides:
         self._bars = {}
         self.seconds = self.mask_seconds = 0. # Spent on compiling, and on masks
     def __repr__(self):
-        return f'Guides({self.vocab_size:,} tokens, {len(self.eos_ids)} of them end an answer; {len(self._known)} compiled)'
+        tokens = f'{self.vocab_size:,} tokens, {len(self.eos_ids)} of them end an answer'
+        return f'Guides({tokens}; {len(self._known)} compiled)'
 
 # %% ../../nbs/6_text/15_guide.ipynb #44a9ee9a
 @patch
@@ -455,15 +424,12 @@ def _vocabulary(self:Guides):
             tokens = [self.tokenizer.token_bytes(i) for i in range(self.vocab_size)]
             ends = self.eos_ids or (self.vocab_size,)
             for i in ends:
-                tokens[i:i+1] = [
-                    b'<end-%d>'%i if i==self.vocab_size or not tokens[i] else tokens[i]]
+                unnamed = i==self.vocab_size or not tokens[i]
+                tokens[i:i+1] = [b'<end-%d>'%i if unnamed else tokens[i]]
             special = sorted({*(i for i,_ in self.special), *ends})
             w = _Vocabulary(tokens, ends, special, partial(_cut, self.tokenizer)).build(ends)
-            self._vocab = (
-                w,
-                sorted(
-                    (b,i) for i,b in enumerate(tokens[:self.vocab_size])
-                    if b))
+            in_order = sorted((b,i) for i,b in enumerate(tokens[:self.vocab_size]) if b)
+            self._vocab = w,in_order
         return self._vocab
 
 @patch
@@ -479,10 +445,10 @@ def _compiled(self:Guides, spec)->_Compiled:
     with self._lock:
         self._known[key] = got
         self.seconds += perf_counter()-t
-        while (
-            len(self._known)>self.keep
-            or len(self._known)>1
-            and sum(map(len, self._known))>MOST['kept']):
+        def full():
+            n = len(self._known)
+            return n>self.keep or n>1 and sum(map(len, self._known))>MOST['kept']
+        while full():
             self._known.popitem(last=False)
     return got
 
@@ -502,14 +468,12 @@ def _try(self:Guides, spec)->_Compiled:
             _refuse(spec, f'The {spec["kind"]} is too complex: {e.msg[:1].lower()}{e.msg[1:]}')
         m,*calls = [self._matcher(s) for s in self._apart(spec)]
     after = ''.join(_after(spec))
-    forced,longer = (
-        (self._spell(after),self._spell(spec.get('force') or after)) if after
-        else ((),()))
-    if (
-        spec.get('budget') is not None
-        and not all(
-            after.encode() in b''.join(map(self.tokenizer.token_bytes, f))
-            for f in (forced,longer))):
+    forced = longer = ()
+    if after:
+        forced = self._spell(after)
+        longer = self._spell(spec.get('force') or after)
+    def writes(ids): return after.encode() in b''.join(map(self.tokenizer.token_bytes, ids))
+    if spec.get('budget') is not None and not (writes(forced) and writes(longer)):
         _refuse(spec, f'The tokenizer cannot write {after!r}')
     marks,leaps = self._marks(spec, (calls or [m])[0])
     for k in marks:
@@ -522,9 +486,7 @@ def _apart(self:Guides, spec)->list[dict]:
     elsewhere an answer and a call begin at the same place"""
     if spec.get('parser')!='openai' or spec.get('format') is None:
         return [spec]
-    return [
-        spec['format'],
-        {k:v for k,v in spec.items() if k!='format'}]
+    return [spec['format'], {k:v for k,v in spec.items() if k!='format'}]
 
 @patch
 def _matcher(self:Guides, spec):
@@ -537,36 +499,26 @@ def _matcher(self:Guides, spec):
 @patch
 def _marks(self:Guides, spec, m)->tuple[tuple,dict]:
     "What is waited for before `m` begins, and the texts that it may begin with"
-    calls = (
-        openings(spec, self.special)
-        if spec['kind']=='tools'
-        and spec.get('choice')!='required'
-        and spec.get('format') is None
-        else [])
+    calls = []
+    if spec['kind']=='tools' and spec.get('choice')!='required' and spec.get('format') is None:
+        calls = openings(spec, self.special)
     early = list(spec.get('early') or ()) if _after(spec) else []
-    said = {
-        t.encode():self._exactly(t) if m else ()
-        for t in [*early,*calls]}
-    leaps = {
-        b:ids
-        for b,ids in said.items()
-        if m is None
-        or spec['kind']=='tools' and m.validate_tokens(list(ids))==len(ids)}
+    said = {t.encode():self._exactly(t) if m else () for t in [*early,*calls]}
+    def leads(ids):
+        if m is None:
+            return True
+        return spec['kind']=='tools' and m.validate_tokens(list(ids))==len(ids)
+    leaps = {b:ids for b,ids in said.items() if leads(ids)}
     ways = dict(
         exact=m is not None,
         leaps=tuple(b for t in early if (b := t.encode()) in leaps),
         bars=tuple(b for t in early if (b := t.encode()) not in leaps))
     marks = [
-        Mark(
-            a.encode(), m is not None, None if k else spec.get('budget'),
-            **ways)
+        Mark(a.encode(), m is not None, None if k else spec.get('budget'), **ways)
         for k,a in enumerate(_after(spec))]
-    return (
-        (
-            *marks,
-            *[Mark(b'', False, leaps=tuple(t.encode() for t in calls))]
-            *bool(calls)),
-        leaps)
+    if calls:
+        marks.append(Mark(b'', False, leaps=tuple(t.encode() for t in calls)))
+    return tuple(marks),leaps
 
 @patch
 def _spell(self:Guides, text:str)->tuple[int,...]:
@@ -577,26 +529,16 @@ def _exactly(self:Guides, text:str)->tuple[int,...]:
     """The same, without what a tokenizer puts before a text;
     special tokens where the text has theirs"""
     ids = {t:i for i,t in self.special if t in text}
-    parts = (
-        re.split(
-            '('
-            +'|'.join(
-                re.escape(t)
-                for t in sorted(ids, key=len, reverse=True))+')',
-            text)
-        if ids
-        else [text])
-    return tuple(
-        i for p in parts
-        if p
-        for i in (
-            [ids[p]] if p in ids
-            else self._vocabulary()[0].greedy_tokenize(p)))
+    longest_first = sorted(ids, key=len, reverse=True)
+    parts = re.split('('+'|'.join(map(re.escape, longest_first))+')', text) if ids else [text]
+    out = []
+    for p in filter(None, parts):
+        out += [ids[p]] if p in ids else self._vocabulary()[0].greedy_tokenize(p)
+    return tuple(out)
 
 # %% ../../nbs/6_text/15_guide.ipynb #b567e8ca
 @patch
-def _too_far(
-    self:Guides, mark:bytes, k:int, bar:bool=False)->list[int]:
+def _too_far(self:Guides, mark:bytes, k:int, bar:bool=False)->list[int]:
     """Tokens that go too far: that, behind the first `k` bytes of `mark`, complete it and go on,
     or with `bar` complete it at all; remembered"""
     if (got := self._bars.get((mark,k,bar))) is not None:
@@ -610,9 +552,7 @@ def _too_far(
         if bar or len(b)>len(rest):
             out.append(i)
     if not k:
-        out += [
-            i for b,i in words
-            if mark in b and (bar or not b.endswith(mark))]
+        out += [i for b,i in words if mark in b and (bar or not b.endswith(mark))]
     self._bars[mark,k,bar] = out
     return out
 
@@ -627,7 +567,8 @@ def free(self:Guides, mark:Mark, tail:bytes)->np.ndarray|None:
         if len(self._bars)>1000:
             self._bars.clear()
         may = np.ones(self.vocab_size, bool)
-        may[[i for k in ks for i in self._too_far(*k)]+[*self.eos_ids]*mark.must] = False
+        barred = [i for k in ks for i in self._too_far(*k)]
+        may[barred+[*self.eos_ids]*mark.must] = False
         self._bars[key] = None if may.all() else pack(may)
     return self._bars[key]
 
@@ -666,12 +607,13 @@ class Guide:
         self._queue = () # What is left of it
         self._hurry()
     def __repr__(self):
-        what = (
-            self.error
-            or (
-                'ended' if self.ended
-                else f'waits for {self._marks[0].words[0].decode()!r}' if self._marks
-                else 'free' if self._m is None else 'at work'))
+        what = self.error or 'at work'
+        if not self.error and self.ended:
+            what = 'ended'
+        elif not self.error and self._marks:
+            what = f'waits for {self._marks[0].words[0].decode()!r}'
+        elif not self.error and self._m is None:
+            what = 'free'
         return f'Guide({what})'
     @property
     def ended(self)->bool:
@@ -734,17 +676,10 @@ def _look(self:Guide, token):
     m = self._marks[0]
     self._n += 1
     s = self._tail+self.guides.tokenizer.token_bytes(token)
-    at,w = min(
-        (
-            (i, w) for w in m.words
-            if (i := s.find(w))>=0),
-        default=(-1,b''))
+    at,w = min(((i, w) for w in m.words if (i := s.find(w))>=0), default=(-1,b''))
     if at<0:
-        self._tail = (
-            s[-n:]
-            if (
-                n := max(map(len, (*m.words, *m.bars)))-1)
-            else b'')
+        n = max(map(len, (*m.words, *m.bars)))-1
+        self._tail = s[-n:] if n else b''
     elif w in m.leaps:
         self._tail,self._marks,self._queue = b'',(),()
         self._tell(w)
@@ -769,21 +704,13 @@ def _hurry(self:Guide):
     m = self._marks[0] if self._marks else None
     if m is None or self._queue or m.budget is None or self._n<m.budget:
         return
-    self._queue,k = (
-        self._longer if self._n else self._forced,
-        max(
-            (
-                k for k in range(len(m.bytes))
-                if self._tail.endswith(m.bytes[:k])),
-            default=0))
-    if (
-        k
-        and len(self._forced)>1
-        and self._longer==self._forced
-        and len(self._marks)==1):
+    self._queue = self._longer if self._n else self._forced
+    begun = (k for k in range(len(m.bytes)) if self._tail.endswith(m.bytes[:k]))
+    k = max(begun, default=0)
+    alone = self._longer==self._forced and len(self._marks)==1
+    if k and len(self._forced)>1 and alone:
         rest = self.guides._spell(m.bytes[k:].decode('utf-8','ignore'))
-        if b''.join(map(
-            self.guides.tokenizer.token_bytes, rest))==m.bytes[k:]:
+        if b''.join(map(self.guides.tokenizer.token_bytes, rest))==m.bytes[k:]:
             self._queue = rest
 
 # %% ../../nbs/6_text/15_guide.ipynb #f79f5173

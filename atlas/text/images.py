@@ -49,9 +49,7 @@ def _data_url(url, where, limits):
     if len(body)>limits.nbytes*3//2:
         _no(where, f'is larger than {limits.nbytes:,} bytes', 'Send a smaller image')
     try:
-        return (
-            base64.b64decode(re.sub(r'\s+', '', body), validate=True),
-            KINDS.get(media))
+        return base64.b64decode(re.sub(r'\s+', '', body), validate=True),KINDS.get(media)
     except ValueError as e:
         _no(where, f'is not base64: {e}')
 
@@ -146,8 +144,8 @@ def load_image(
     elif not isinstance(src, (bytes,bytearray,memoryview)):
         _no(
             where,
-            f'is of type {type(src).__name__}, expected a data: URL, a path, bytes or a '
-            'Pillow image')
+            f'is of type {type(src).__name__}, '
+            'expected a data: URL, a path, bytes or a Pillow image')
     return _decode(bytes(src), where, limits, kind)
 
 # %% ../../nbs/6_text/16_images.ipynb #61e714dc
@@ -161,32 +159,23 @@ def fit(
     W = round(w/step)*step
     if H*W>high:
         s = math.sqrt(h*w/high)
-        return (
-            max(step, math.floor(h/s/step)*step),
-            max(step, math.floor(w/s/step)*step))
+        return max(step, math.floor(h/s/step)*step),max(step, math.floor(w/s/step)*step)
     if H*W<low:
         s = math.sqrt(low/(h*w))
-        return (
-            math.ceil(h*s/step)*step,
-            math.ceil(w*s/step)*step)
+        return math.ceil(h*s/step)*step,math.ceil(w*s/step)*step
     return H,W
 
 # %% ../../nbs/6_text/16_images.ipynb #b7b30cf3
 def cubic(u, a=-.5):
     "Keys' cubic convolution kernel (1981)"
     u = abs(u)
-    return np.where(
-        u<1,
-        ((a+2)*u-(a+3))*u*u+1,
-        np.where(
-            u<2,
-            ((u-5)*u+8)*u*a-4*a,
-            0))
+    near = ((a+2)*u-(a+3))*u*u+1
+    far = ((u-5)*u+8)*u*a-4*a
+    return np.where(u<1, near, np.where(u<2, far, 0))
 
 def taps(
     n:int, m:int, # From `n` pixels to `m`
-    # Which pixels `[m,k]`; whole weights `[m,k]`; bits of their fraction
-)->tuple[np.ndarray,np.ndarray,int]:
+)->tuple[np.ndarray,np.ndarray,int]: # Pixels `[m,k]`, whole weights `[m,k]`, bits of a fraction
     "Weights of an antialiased cubic resize, as torch rounds them for bytes"
     scale = n/m
     reach = 2*max(scale, 1.)
@@ -194,38 +183,22 @@ def taps(
     first = np.maximum((centre-reach+.5).astype(int), 0)
     size = np.minimum((centre+reach+.5).astype(int), n)-first
     j = np.arange(size.max())
-    w = cubic(
-        (j+first[:,None]-centre[:,None]+.5)*(
-            1/max(scale, 1.)))
+    w = cubic((j+first[:,None]-centre[:,None]+.5)*(1/max(scale, 1.)))
     w[j>=size[:,None]] = 0
     w /= w.sum(1, keepdims=True)
-    bits = next(
-        (
-            p for p in range(22)
-            if int(
-                .5+w.max()*(1<<p+1))>=1<<15),
-        22)
+    bits = next((p for p in range(22) if int(.5+w.max()*(1<<p+1))>=1<<15), 22)
     w *= 1<<bits
-    return (
-        np.minimum(first[:,None]+j, n-1),
-        np.trunc(
-            w
-            +np.where(
-                w<0, -.5, .5)).astype(np.int32),
-        bits)
+    whole = np.trunc(w+np.where(w<0, -.5, .5)).astype(np.int32)
+    return np.minimum(first[:,None]+j, n-1),whole,bits
 
 def _along_rows(x, m):
     "Resize axis 0 of uint8 `x` [n,...] to `m`"
     if len(x)==m:
         return x
     at,w,bits = taps(len(x), m)
-    out = np.full(
-        (m,*x.shape[1:]), 1<<bits-1, np.int32)
+    out = np.full((m,*x.shape[1:]), 1<<bits-1, np.int32)
     for a,b in zip(at.T, w.T):
-        # one tap for all pixels
-        out += (
-            x[a]
-            *b.reshape(-1, *[1]*(x.ndim-1)))
+        out += x[a]*b.reshape(-1, *[1]*(x.ndim-1)) # one tap for all pixels
     return np.clip(out>>bits, 0, 255).astype(np.uint8)
 
 def resize(
@@ -258,11 +231,8 @@ class ImageSpec:
                 f'Images of {self.min_pixels!r} to {self.max_pixels!r} pixels make no sense',
                 param='size')
         for k,v in (('image_mean',self.mean), ('image_std',self.std)):
-            if (
-                len(v)!=3
-                or not all(
-                    isinstance(x, (int,float)) and math.isfinite(x)
-                    for x in v)):
+            def finite(x): return isinstance(x, (int,float)) and math.isfinite(x)
+            if len(v)!=3 or not all(map(finite, v)):
                 raise ConfigError(f'{k} is {v}, expected three numbers', param=k)
         if min(self.std)<=0:
             raise ConfigError(
@@ -291,20 +261,11 @@ def image_spec(
             ('min_pixels','shortest_edge',56*56), ('max_pixels','longest_edge',28*28*1280)))
     s = ImageSpec(v.image_token_id, v.patch_size, v.merge_size, v.temporal_patch_size)
     if f:
-        s = replace(
-            s,
-            min_pixels=low,
-            max_pixels=high,
-            **{
-                k.removeprefix('image_'):tuple(d.get(k) or e)
-                for k,e in _CLIP.items()})
+        norm = {k.removeprefix('image_'):tuple(d.get(k) or e) for k,e in _CLIP.items()}
+        s = replace(s, min_pixels=low, max_pixels=high, **norm)
     for k,want in _FIXED.items():
         got = d.get(k)
-        if (
-            got is not None
-            and (
-                not isinstance(got, (int,float))
-                or abs(got-want)>1e-6)):
+        if got is not None and (not isinstance(got, (int,float)) or abs(got-want)>1e-6):
             raise UnsupportedError(f'{f}: {k} is {got!r}, and Atlas has {want!r}', param=k)
     for k in ('patch_size','temporal_patch_size','merge_size'):
         if d.get(k) not in (None,getattr(v, k)):
@@ -327,11 +288,8 @@ def _processor(folder):
         d = _json(f)
         d = d.get(inner) if inner else d
         if isinstance(d, dict):
-            if (
-                not isinstance(d.get('size'), dict|None)
-                or any(
-                    not isinstance(d.get(k), list|tuple|None)
-                    for k in _CLIP)):
+            norms = all(isinstance(d.get(k), list|tuple|None) for k in _CLIP)
+            if not isinstance(d.get('size'), dict|None) or not norms:
                 raise ConfigError(f'{f}: size, image_mean or image_std is malformed', param='size')
             return d,f
     return {},None
@@ -340,18 +298,14 @@ def _processor(folder):
 def preprocess(
     image:np.ndarray, # uint8 `[H,W,3]`, as from `load_image`
     spec:ImageSpec=ImageSpec(),
-    # Patches, float32 `[N, 3*T*P*P]`; how many in time, down and across
-)->tuple[np.ndarray,tuple[int,int,int]]:
+)->tuple[np.ndarray,tuple[int,int,int]]: # Patches, float32 `[N, 3*T*P*P]`; T, rows, columns
     "What `transformers` gives to the tower for this image, bit for bit"
-    h,w = fit(
-        *image.shape[:2], spec.patch*spec.merge, spec.min_pixels,
-        spec.max_pixels)
+    h,w = fit(*image.shape[:2], spec.patch*spec.merge, spec.min_pixels, spec.max_pixels)
     x = resize(image, h, w).astype(np.float32)
     x -= np.float32(spec.mean)*np.float32(255)
     x /= np.float32(spec.std)*np.float32(255)
-    return (
-        patchify(x, spec.patch, spec.merge, spec.frames),
-        (1,h//spec.patch,w//spec.patch))
+    grid = 1,h//spec.patch,w//spec.patch
+    return patchify(x, spec.patch, spec.merge, spec.frames),grid
 
 # %% ../../nbs/6_text/16_images.ipynb #5dccca97
 def expand_images(
@@ -371,17 +325,14 @@ def expand_images(
             hint='The chat template may not show images, or a text may contain the token',
             param='messages')
     it = iter(counts)
-    return [
-        t for i in ids
-        for t in ([i]*next(it) if i==image_token_id else [i])]
+    return [t for i in ids for t in ([i]*next(it) if i==image_token_id else [i])]
 
 def place_images(
     ids, # Of the prompt, one image token for each image
     images, # What `load_image` takes, in order
     spec:ImageSpec|None, # How the model wants them; None: it reads only text
     limits:Limits=LIMITS,
-    # The prompt with a token for each row of each image; of each image its patches and grid
-)->tuple[list[int],tuple]:
+)->tuple[list[int],tuple]: # The prompt, a token a row of an image; of each its patches and grid
     "Images and their tokens, ready for the model; a `RequestError` where they cannot be"
     if spec is None:
         if images:
@@ -390,14 +341,10 @@ def place_images(
                 hint='Leave the images out, or use a model that sees',
                 param='messages')
         return list(ids),()
-    done = tuple(
-        preprocess(a, spec)
-        for a in _load_all(
-            [(s, f'images[{i}]') for i,s in enumerate(images)], limits))
-    return (
-        expand_images(
-            ids, spec.token, [tokens_of(g, spec.merge) for _,g in done]),
-        done)
+    named = [(s, f'images[{i}]') for i,s in enumerate(images)]
+    done = tuple(preprocess(a, spec) for a in _load_all(named, limits))
+    rows = [tokens_of(g, spec.merge) for _,g in done]
+    return expand_images(ids, spec.token, rows),done
 
 def _load_all(sources, limits):
     "Arrays of (source, name) pairs, whose pixels are counted together"
@@ -422,17 +369,14 @@ def _source(p, where):
         return False,None
     for k in ('image','url','path','base64'):
         if p.get(k) is not None:
-            return (
-                True,
-                f'data:;base64,{p[k]}' if k=='base64' and str(p[k])[:5]!='data:'
-                else p[k])
+            bare = k=='base64' and str(p[k])[:5]!='data:'
+            return True,f'data:;base64,{p[k]}' if bare else p[k]
     return True,None
 
 def _place(p, where):
     "Where a part stood in the body of a request: what `where` says, if it was moved since"
-    return (
-        p['where'] if isinstance(p, dict) and isinstance(p.get('where'), str)
-        else where)
+    moved = isinstance(p, dict) and isinstance(p.get('where'), str)
+    return p['where'] if moved else where
 
 def prepare_images(
     messages:list, # As a client sends them
@@ -458,11 +402,10 @@ def prepare_images(
                 _no(
                     where,
                     'has no image',
-                    "Give it as {'type': 'image_url', 'image_url': {'url': "
-                    "'data:image/png;base64,…'}}")
-            if (
-                not paths
-                and not (isinstance(src, str) and src[:5].lower()=='data:')):
+                    "Give it as {'type': 'image_url', "
+                    "'image_url': {'url': 'data:image/png;base64,…'}}")
+            data = isinstance(src, str) and src[:5].lower()=='data:'
+            if not paths and not data:
                 _file_refused(src, where)
             found.append((src, where))
             parts[j] = {'type':'image'}

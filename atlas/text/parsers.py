@@ -153,9 +153,10 @@ def result(self:Splitter)->Answer:
     "What all the text came to"
     if self.harmony:
         return self._told(self.harmony.result())
-    thought,text = (
-        self.thoughts.result() if self.thoughts
-        else (None,''.join(self.plain) or None))
+    if self.thoughts:
+        thought,text = self.thoughts.result()
+    else:
+        thought,text = None,''.join(self.plain) or None
     if not self.parser:
         return Answer(text, [], thought)
     r = self.parser.result()
@@ -188,12 +189,22 @@ def kept(
 
 # %% ../../nbs/6_text/13_parsers.ipynb #165ad307
 _SAYS = ( # what a template contains -> tool parser; the first that fits
-    (('<|channel|>','<|message|>'),'openai'), (('<|tool_call>',),'gemma4'), (('<minimax:tool_call>',),'minimax_m2'),
-    (('｜DSML｜',),'deepseek_v32'), (('<｜tool▁calls▁begin｜>','```json'),'deepseek_v3'), (('<｜tool▁calls▁begin｜>',),'deepseek_v31'),
-    (('<tool_call>','{function-name}<arg_key>'),'glm47'), (('<tool_call>','<arg_key>'),'glm45'),
-    (('<tool_call>','<function='),'qwen3_coder'), (('<tool_call>',),'hermes'), (('[TOOL_CALLS]',),'mistral'),
-    (('[func_name1(',),'pythonic'), (('<|start_header_id|>',),'llama3_json'), (('<|python_tag|>',),'llama3_json'))
-_HABIT = dict(gptoss='openai', gemma='gemma4', minimax='minimax_m2', nemotron='qwen3_coder',
+    (('<|channel|>','<|message|>'),'openai'),
+    (('<|tool_call>',),'gemma4'),
+    (('<minimax:tool_call>',),'minimax_m2'),
+    (('｜DSML｜',),'deepseek_v32'),
+    (('<｜tool▁calls▁begin｜>','```json'),'deepseek_v3'),
+    (('<｜tool▁calls▁begin｜>',),'deepseek_v31'),
+    (('<tool_call>','{function-name}<arg_key>'),'glm47'),
+    (('<tool_call>','<arg_key>'),'glm45'),
+    (('<tool_call>','<function='),'qwen3_coder'),
+    (('<tool_call>',),'hermes'),
+    (('[TOOL_CALLS]',),'mistral'),
+    (('[func_name1(',),'pythonic'),
+    (('<|start_header_id|>',),'llama3_json'),
+    (('<|python_tag|>',),'llama3_json'))
+_HABIT = dict(
+    gptoss='openai', gemma='gemma4', minimax='minimax_m2', nemotron='qwen3_coder',
     qwen='hermes', granite='hermes', llama='llama3_json')
 _THINKS = dict(
     openai='openai_gptoss', gemma4='gemma4', minimax_m2='minimax_m2', glm45='glm45', glm47='glm45',
@@ -205,10 +216,8 @@ def default_parsers(
 )->tuple[str|None,str|None]: # Tool parser and reasoning parser
     "The parsers that a model was made for"
     t,family = template or '',getattr(config, 'family', None)
-    tools = (
-        next(
-            (p for words,p in _SAYS if all(w in t for w in words)), None)
-        or _HABIT.get(family))
+    told = next((p for words,p in _SAYS if all(w in t for w in words)), None)
+    tools = told or _HABIT.get(family)
     if tools in ('openai','gemma4','minimax_m2'):
         return tools,_THINKS[tools]
     thinks = any(w in t for w in ('<think>','</think>','[THINK]'))

@@ -84,7 +84,8 @@ def _fits(tokenizer, c, name):
         raise tokenizer
     if tokenizer.vocab_size<=c.vocab_size:
         return
-    said = f'The tokenizer of {name} has {tokenizer.vocab_size:,} tokens, the model {c.vocab_size:,}'
+    have,most = tokenizer.vocab_size,c.vocab_size
+    said = f'The tokenizer of {name} has {have:,} tokens, the model {most:,}'
     raise RequestError(said, param='tokenizer', hint='Take that of the same family')
 
 # %% ../../nbs/6_text/19_processor.ipynb #ca7a3012

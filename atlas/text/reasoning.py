@@ -55,10 +55,8 @@ class Reasoner:
     blank = 64 # Most blanks before an opening mark
     def __init__(self,
         style:Style,
-        # Was thinking on? If not, the text of a family that has `inside` is not read at all
-        thinking:bool=True,
-        # Does the prompt end inside a thought, whatever the family does otherwise?
-        opened:bool=False,
+        thinking:bool=True, # Was it on? If not, a family that has `inside` is not read at all
+        opened:bool=False, # Does the prompt end inside a thought, whatever the family does?
     ):
         self.style = style
         self.open = style.open
@@ -116,9 +114,9 @@ def think(self:Reasoner, text:str):
         kept = text.rstrip()
         if not kept:
             return self.blanks.append(text)
-        text,self.blanks = (
-            ''.join([*self.blanks, kept]),
-            [text[len(kept):]])
+        rest = text[len(kept):]
+        text = ''.join([*self.blanks, kept])
+        self.blanks = [rest]
     if text:
         self.thoughts.append(text)
         self._think.append(text)
@@ -131,10 +129,10 @@ def _upto(self:Reasoner, marks:Marks, out):
     "Give `out` all text up to the next mark, and say which that is; '' at the end of the text"
     while True:
         m = marks.find(self.buf, self.i)
-        end = (
-            m.start() if m
-            else len(self.buf)
-            -(0 if self.done else marks.partial(self.buf, self.i)))
+        if m:
+            end = m.start()
+        else:
+            end = len(self.buf)-(0 if self.done else marks.partial(self.buf, self.i))
         text = self.buf[self.i:end]
         self.i = m.end() if m else end
         out(text)
@@ -167,12 +165,8 @@ def _start(self:Reasoner):
             yield
     else:
         return
-    w = yield from self._match(
-        (
-            s.open,
-            *s.early[:1],
-            *([s.label] if s.label and not n else [])),
-        n)
+    words = s.open,*s.early[:1],*([s.label] if s.label and not n else [])
+    w = yield from self._match(words, n)
     if s.early and w==s.early[0]:
         self.open,self.close = s.early
     if w and (w==s.label or w in s.early):
@@ -187,9 +181,8 @@ def _thought(self:Reasoner):
         w = yield from self._match((l, l.rstrip()+self.close))
         if w or self.done and self.buf[self.i:]==l.rstrip():
             self.i += len(l if w==l else l.rstrip())
-    return (
-        yield from self._upto(
-            _marks(self.open, self.close, *self.style.tools), self.think))
+    marks = _marks(self.open, self.close, *self.style.tools)
+    return (yield from self._upto(marks, self.think))
 
 @patch
 def run(self:Reasoner):
@@ -197,24 +190,21 @@ def run(self:Reasoner):
     s,mark = self.style,''
     if self.read:
         yield from self._start()
-    between = (
-        (
-            *[self.open]*s.again,
-            *[self.close]*s.swallow,
-            *s.tools)
-        if self.read
-        else ())
+    between = ()
+    if self.read:
+        between = (*[self.open]*s.again, *[self.close]*s.swallow, *s.tools)
     while self.thinking or between:
-        mark = yield from (
-            self._thought() if self.thinking
-            else self._upto(_marks(*between), self.answer))
+        if self.thinking:
+            mark = yield from self._thought()
+        else:
+            mark = yield from self._upto(_marks(*between), self.answer)
         if mark not in (self.open, self.close):
             break
         self.thinking = mark==self.open
     if mark in s.tools:
         self.unclosed = self.thinking
         self.thinking = False
-        self.i = self.i-len(mark)
+        self.i -= len(mark)
     self.answer(self.buf[self.i:])
     self.i = len(self.buf)
 
@@ -255,10 +245,8 @@ def parse_reasoning(
 )->tuple[str|None,str|None]: # Reasoning and content; None for what is not there
     "Split a whole answer"
     s = _style(parser)
-    first = (
-        _marks(s.open, s.close, *s.tools).find(text)
-        if isinstance(s, Style) and s.label
-        else None)
+    labelled = isinstance(s, Style) and s.label
+    first = _marks(s.open, s.close, *s.tools).find(text) if labelled else None
     r = ReasoningStream(parser, thinking, bool(first and first[0]==s.close))
     r.feed(text)
     r.finish()
@@ -268,16 +256,13 @@ def parse_reasoning(
 def begins(
     parser:str|None, # One of `REASONING_PARSERS`
     prompt:str, # As the template rendered it; its end is enough
-    # True: inside a thought. False: the template closed it. None: the prompt leaves it open
-)->bool|None:
+)->bool|None: # Inside a thought? False: the template closed it; None: the prompt leaves it open
     "How does an answer to this prompt begin?"
     s = parser and _style(parser)
     tail = prompt[-200:].rstrip()
     if not isinstance(s, Style):
         return None
-    for o,c in (
-        (s.open,s.close),
-        s.early or (s.open,s.close)):
+    for o,c in ((s.open,s.close), s.early or (s.open,s.close)):
         if tail.endswith(c):
             return False
         if tail.endswith((o, o+(s.label.rstrip() or '\n'))):
@@ -288,9 +273,7 @@ def within_thought(m:dict, prompt:str)->bool:
     "Does a prompt end within the thought of its last message?"
     thought = (m.get('reasoning') or '').rstrip()
     c = m.get('content') or ''
-    said = (
-        c if isinstance(c, str)
-        else ''.join(p.get('text') or '' for p in c))
+    said = c if isinstance(c, str) else ''.join(p.get('text') or '' for p in c)
     return bool(thought) and not said.strip() and prompt.rstrip().endswith(thought)
 
 def beginning(

@@ -87,10 +87,8 @@ def _die_with_parent(parent):
 def _confine(memory):
     "Limits of this process from here on"
     page = resource.getpagesize()
-    now = (
-        int(Path('/proc/self/statm').read_text().split()[0])*page
-        if sys.platform=='linux'
-        else 0)
+    linux = sys.platform=='linux'
+    now = int(Path('/proc/self/statm').read_text().split()[0])*page if linux else 0
     for what,limit in (
         (resource.RLIMIT_CORE,0),
         (resource.RLIMIT_FSIZE,0),
@@ -102,8 +100,7 @@ def _confine(memory):
 def _failure(e)->dict:
     "An exception as data. The text of one that we did not raise ourselves stays here"
     if isinstance(e, AtlasError):
-        return dict(
-            code=e.code, msg=e.msg, hint=e.hint, param=e.param)
+        return dict(code=e.code, msg=e.msg, hint=e.hint, param=e.param)
     if isinstance(e, (MemoryError,RecursionError)):
         return dict(code='work_limit', msg='It needs more memory than one request may have')
     return dict(code='engine_error', msg=f'The work failed ({type(e).__name__})')
@@ -133,8 +130,8 @@ def child(
     _write(out, _frame('ready'), _FOREVER)
     while True:
         try:
-            name,args,kw = json.loads(_read(
-                into, struct.unpack('>I', _read(into, 4, _FOREVER))[0], _FOREVER))
+            n, = struct.unpack('>I', _read(into, 4, _FOREVER))
+            name,args,kw = json.loads(_read(into, n, _FOREVER))
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -177,8 +174,8 @@ class Child:
         command = [sys.executable,'-P','-m','atlas.text.sandbox',spec]
         self.p = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=_environ(), start_new_session=True)
-        self.into,self.out = (
-            self.p.stdin.fileno(), self.p.stdout.fileno())
+        self.into = self.p.stdin.fileno()
+        self.out = self.p.stdout.fileno()
         for fd in (self.into,self.out):
             os.set_blocking(fd, False)
     def answer(self, until):
@@ -229,10 +226,8 @@ class Sandbox:
         seconds:float=2., # Processor time of a job; four times as long in real time
         memory:int=1<<30, # Bytes that a job may use
         output:int=16<<20, # Bytes of an answer
-        # Most children; of these all but two for one queue, and all but one for one asker
-        workers:int=4,
-        # Most jobs of one asker that wait, and half of those of all; more are refused
-        queue:int=256,
+        workers:int=4, # Most children: all but two for one queue, all but one for one asker
+        queue:int=256, # Most jobs of one asker that wait, half of those of all; more are refused
     ):
         self.jobs = dict(jobs)
         self.seconds = seconds
@@ -251,7 +246,9 @@ class Sandbox:
         self.closed = False
         self.children,self.pool = set(),ThreadPoolExecutor(workers, 'atlas-sandbox')
     def __repr__(self):
-        return f'Sandbox({", ".join(self.jobs)}; {self.seconds:g} s, {self.memory>>20} MiB; {len(self.children)} children, {self.killed} killed)'
+        limits = f'{self.seconds:g} s, {self.memory>>20} MiB'
+        now = f'{len(self.children)} children, {self.killed} killed'
+        return f'Sandbox({", ".join(self.jobs)}; {limits}; {now})'
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #b853698d
 @patch
@@ -357,10 +354,9 @@ def submit(self:Sandbox, job:str, *args, kind:str='', **kw):
         self.pool.submit(self._work)
     except RuntimeError:
         if f.cancel():
-            raise (
-                EngineError('The sandbox is closed') if self.closed
-                else BusyError(
-                    'No thread could be started', hint='Try again in a moment')) from None
+            if self.closed:
+                raise EngineError('The sandbox is closed') from None
+            raise BusyError('No thread could be started', hint='Try again in a moment') from None
     return f
 
 @patch
@@ -382,12 +378,8 @@ def _over(self:Sandbox, f, queue):
 def _take(self:Sandbox):
     "The job whose turn it is, with its future and queue; its share counts from now on"
     with self.lock:
-        queue = next(
-            (
-                l for l in self.queues
-                if self.busy[l]<self.queue_share
-                and self.busy[l[0],]<self.asker_share),
-            None)
+        def free(l): return self.busy[l]<self.queue_share and self.busy[l[0],]<self.asker_share
+        queue = next(filter(free, self.queues), None)
         if queue is None:
             return None
         jobs = self.queues.pop(queue)
@@ -439,10 +431,9 @@ def warm(self:Sandbox)->Sandbox:
 def close(self:Sandbox):
     "Kill the children; what waits is refused"
     with self.lock:
-        self.closed,gone,left = (
-            True,
-            list(self.children),
-            [f for jobs in self.queues.values() for f in jobs])
+        self.closed = True
+        gone = list(self.children)
+        left = [f for jobs in self.queues.values() for f in jobs]
     for f in left:
         f.cancel()
     for c in gone:

@@ -21,12 +21,9 @@ from ..ground.core import CheckpointError,RequestError,SourceError,UnsupportedEr
 # %% ../../nbs/6_text/01_tokenizer.ipynb #479c4675
 def _visible():
     "Visible character of each byte in byte-level tokenizers, as GPT-2 chose them"
-    plain = [
-        *range(0x21,0x7f), *range(0xa1,0xad), *range(0xae,0x100)]
+    plain = [*range(0x21,0x7f), *range(0xa1,0xad), *range(0xae,0x100)]
     rest = [b for b in range(256) if b not in plain]
-    return (
-        {chr(b):b for b in plain}
-        | {chr(256+i):b for i,b in enumerate(rest)})
+    return {chr(b):b for b in plain} | {chr(256+i):b for i,b in enumerate(rest)}
 _BYTE = _visible()
 _HEX = re.compile('<0x([0-9A-F]{2})>')
 
@@ -39,10 +36,8 @@ def _from_bytelevel(s):
 
 def _from_fallback(s):
     "The byte that `<0xNN>` names, or the text itself"
-    return (
-        bytes([int(m[1],16)])
-        if (m := _HEX.fullmatch(s))
-        else s.encode())
+    m = _HEX.fullmatch(s)
+    return bytes([int(m[1],16)]) if m else s.encode()
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #0acac8ab
 @dataclass(frozen=True)
@@ -56,9 +51,8 @@ class Spelling:
         "Bytes of the token that is spelt `s`"
         for a,b in self.replace:
             s = s.replace(a,b)
-        return {'ByteLevel':_from_bytelevel, 'ByteFallback':_from_fallback}.get(
-            self.base, str.encode)(
-            s)
+        spell = {'ByteLevel':_from_bytelevel, 'ByteFallback':_from_fallback}
+        return spell.get(self.base, str.encode)(s)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #4feb2872
 def spelling(
@@ -146,9 +140,8 @@ def decode(self:Tokenizer,
     skip_special:bool=True, # Leave out the tokens that steer the model
 )->str:
     "Text of `ids`; bytes that are not UTF-8 show as U+FFFD"
-    bs = [
-        b for i in ids
-        if not (skip_special and i in self.special_ids) and (b := self.token_bytes(i))]
+    kept = (i for i in ids if not (skip_special and i in self.special_ids))
+    bs = [b for i in kept if (b := self.token_bytes(i))]
     if bs and self.spelling.lead:
         bs[0] = _unlead(bs[0], self.spelling.lead)
     return b''.join(bs).decode('utf-8','replace')
@@ -174,14 +167,12 @@ class Detokenizer:
         tok:Tokenizer, # Whose ids come
         skip_special:bool=True, # Leave out the tokens that steer the model
         continuing:bool=False, # The text goes on from a prompt: a leading space is part of it
-        # Ids of special tokens that are shown all the same: what parsers of tool calls and of
-        # reasoning look for
-        keep=(),
+        keep=(), # Ids of special tokens that are shown all the same: what parsers look for
     ):
         self.tok = tok
-        self.skip = (
-            (tok.special_ids.difference(keep) if keep else tok.special_ids) if skip_special
-            else ())
+        self.skip = ()
+        if skip_special:
+            self.skip = tok.special_ids.difference(keep) if keep else tok.special_ids
         self.lead = 0 if continuing else tok.spelling.lead
         self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')
     def put(self, id:int)->str:
@@ -281,7 +272,10 @@ def finish(self:StopStrings)->str:
 # %% ../../nbs/6_text/01_tokenizer.ipynb #f9d70437
 _SPACES = r'|\s*[\r\n]+|\s+(?!\S)|\s+'
 _SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_CASED = r'[^\r\n\p{L}\p{N}]?(?:[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*)'
+_CASED = (
+    r'[^\r\n\p{L}\p{N}]?'
+    r'(?:[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+'
+    r'|[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*)')
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = _SHORT+r'|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*'+_SPACES
 _QWEN35 = _SHORT+r'|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*'+_SPACES
@@ -335,10 +329,7 @@ def _meta(meta, key, kind, default=...):
 def _table(meta, key, n, kind, default=...):
     "A metadata list with one `kind` for each of `n` tokens"
     v = _meta(meta, key, list, default)
-    if (
-        v is not None
-        and (
-            len(v)!=n or not all(isinstance(x,kind) for x in v))):
+    if v is not None and (len(v)!=n or not all(isinstance(x,kind) for x in v)):
         raise CheckpointError(
             f'{_T+key} has {len(v)} entries, expected {n}, each of type {kind.__name__}')
     return v
@@ -352,11 +343,8 @@ def _vocab(meta):
     if len(ids)<len(tokens):
         twice = next(t for i,t in enumerate(tokens) if ids[t]!=i)
         raise CheckpointError(f'{_T}tokens has {twice!r} more than once')
-    return (
-        tokens,
-        ids,
-        _table(meta,'token_type',len(tokens),int,None)
-        or [1]*len(tokens))
+    types = _table(meta,'token_type',len(tokens),int,None)
+    return tokens,ids,types or [1]*len(tokens)
 
 def _id(meta, key, n):
     "A metadata token id below `n`, or None"
@@ -407,8 +395,7 @@ def _score_merges(ids, types, scores):
     "Merges that follow from scores, best first"
     plain = {t for t,i in ids.items() if types[i]==1}
     found = (
-        (
-            -scores[ids[t]], -k, t[:k], t[k:])
+        (-scores[ids[t]], -k, t[:k], t[k:])
         for t in plain
         for k in range(1,len(t))
         if t[:k] in plain and t[k:] in plain)

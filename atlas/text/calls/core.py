@@ -27,22 +27,13 @@ class Answer:
 class Marks:
     "A set of literal strings to look for, none of which begins another"
     def __init__(self, *marks:str):
-        assert (
-            marks
-            and not any(
-                a!=b and b.startswith(a)
-                for a in marks
-                for b in marks)), marks
+        assert marks, marks
+        assert not any(a!=b and b.startswith(a) for a in marks for b in marks), marks
         self.marks,self.longest = marks,max(map(len, marks))
-        self.heads = {
-            m[:k] for m in marks
-            for k in range(1, len(m))}
+        self.heads = {m[:k] for m in marks for k in range(1, len(m))}
         self.find = re.compile('|'.join(map(re.escape, marks))).search
-        self.first = re.compile(
-            '['
-            +''.join(
-                re.escape(c)
-                for c in sorted({m[0] for m in marks}))+']').search
+        firsts = sorted({m[0] for m in marks})
+        self.first = re.compile('['+''.join(map(re.escape, firsts))+']').search
     def __repr__(self): return f'Marks{self.marks}'
     def partial(self,
         s:str, # Text that holds none of the marks
@@ -50,14 +41,9 @@ class Marks:
     )->int: # How many characters at its end may be the beginning of a mark
         "Length of the longest end of `s` that begins a mark"
         m = self.first(s, max(start, len(s)-self.longest+1))
-        return (
-            0 if m is None
-            else next(
-                (
-                    len(s)-k
-                    for k in range(m.start(), len(s))
-                    if s[k:] in self.heads),
-                0))
+        if m is None:
+            return 0
+        return next((len(s)-k for k in range(m.start(), len(s)) if s[k:] in self.heads), 0)
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #e57c90ec
 TOOL_PARSERS:dict[str,type] = {}  # name -> class
@@ -128,8 +114,7 @@ def _out(self:ToolParser, text:str):
 @patch
 def begin(self:ToolParser, name:str):
     "A new call"
-    self._calls.append(
-        (len(self.calls), id:=self.new_id(), name, []))
+    self._calls.append((len(self.calls), id:=self.new_id(), name, []))
     self.calls.append((name, id, []))
     self.wrote = False
 @patch

@@ -27,12 +27,8 @@ def lit(
     ids = {s:i for i,s in special if s in text}
     if not ids:
         return literal(text)
-    parts = re.split(
-        '('
-        +'|'.join(
-            re.escape(s)
-            for s in sorted(ids, key=len, reverse=True))+')',
-        text)
+    longest_first = sorted(ids, key=len, reverse=True)
+    parts = re.split('('+'|'.join(map(re.escape, longest_first))+')', text)
     return ' '.join(f'<[{ids[p]}]>' if p in ids else literal(p) for p in parts if p)
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #e3c6384a
@@ -61,14 +57,26 @@ class Format:
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #3f383d27
 def _D(s): return f'<｜{s}｜>'
 _FORMATS = {
-    'hermes': Format('json', '', '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>', '\n', '', ('<tool_call>',)),
-    'llama3_json': Format('json', '', '{"name": "', '", "parameters": ', '}', '; ', '', ('{"name": "NAME"',)),
-    'mistral': Format('json', '[TOOL_CALLS] [', '{"name": "', '", "arguments": ', '}', ', ', ']', ('[TOOL_CALLS]',)),
+    'hermes': Format(
+        'json', '', '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>', '\n', '',
+        ('<tool_call>',)),
+    'llama3_json': Format(
+        'json', '', '{"name": "', '", "parameters": ', '}', '; ', '', ('{"name": "NAME"',)),
+    'mistral': Format(
+        'json', '[TOOL_CALLS] [', '{"name": "', '", "arguments": ', '}', ', ', ']',
+        ('[TOOL_CALLS]',)),
     # where [ARGS] is a token
     'mistral+': Format('json', '', '[TOOL_CALLS]', '[ARGS]', '', '', '', ('[TOOL_CALLS]',)),
-    'deepseek_v3': Format('json', _D('tool▁calls▁begin'), _D('tool▁call▁begin')+'function'+_D('tool▁sep'), '\n```json\n', '\n```'+_D('tool▁call▁end'), '\n', _D('tool▁calls▁end'), (_D('tool▁calls▁begin'),)),
-    'deepseek_v31': Format('json', _D('tool▁calls▁begin'), _D('tool▁call▁begin'), _D('tool▁sep'), _D('tool▁call▁end'), '', _D('tool▁calls▁end'), (_D('tool▁calls▁begin'),)),
-    'openai': Format('json', '<|channel|>', 'commentary to=functions.', ' <|constrain|>json<|message|>', '', '<|call|><|start|>assistant<|channel|>', '', (' to=functions.',), bars=(' \n\t',''))}
+    'deepseek_v3': Format(
+        'json', _D('tool▁calls▁begin'), _D('tool▁call▁begin')+'function'+_D('tool▁sep'),
+        '\n```json\n', '\n```'+_D('tool▁call▁end'), '\n', _D('tool▁calls▁end'),
+        (_D('tool▁calls▁begin'),)),
+    'deepseek_v31': Format(
+        'json', _D('tool▁calls▁begin'), _D('tool▁call▁begin'), _D('tool▁sep'),
+        _D('tool▁call▁end'), '', _D('tool▁calls▁end'), (_D('tool▁calls▁begin'),)),
+    'openai': Format(
+        'json', '<|channel|>', 'commentary to=functions.', ' <|constrain|>json<|message|>', '',
+        '<|call|><|start|>assistant<|channel|>', '', (' to=functions.',), bars=(' \n\t',''))}
 _FORMATS |= {
     'qwen3_coder': Format(
         'text', '', '<tool_call>\n<function=', '>\n', '</function>\n</tool_call>', '\n', '',
@@ -87,9 +95,7 @@ _FORMATS |= {
         'text', '<｜DSML｜function_calls>\n', '<｜DSML｜invoke name="', '">\n', '</｜DSML｜invoke>\n', '',
         '</｜DSML｜function_calls>', ('<｜DSML｜function_calls>','<｜DSML｜invoke name="'),
         '<｜DSML｜parameter name="', '" string="TEXT">', '</｜DSML｜parameter>\n', ('">','">')),
-    'pythonic': Format(
-        'python', '[', '', '(', ')', ', ', ']', ('[NAME(',), '', '=',
-        ', '),
+    'pythonic': Format('python', '[', '', '(', ')', ', ', ']', ('[NAME(',), '', '=', ', '),
     'gemma4': Format(
         'gemma', '', '<|tool_call>call:', '{', '}<tool_call|>', '', '', ('<|tool_call>',), '', ':',
         ',', ('{(\n',':}]'))}
@@ -116,14 +122,13 @@ def _refuse(why, hint=''): raise RequestError(why, hint=hint, param='tools')
 def carries(self:Format, name:str, key:bool=False)->bool:
     "Would a parser read this name of a tool, or `key` of an argument, as it was written?"
     if self.arguments=='python':
-        return re.fullmatch(
-            r'[A-Za-z_]\w*' if key else r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*', name) is not None
+        identifier = r'[A-Za-z_]\w*' if key else r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*'
+        return re.fullmatch(identifier, name) is not None
     if self.arguments=='json' and key:
         return True
-    return (
-        not any(c<' ' for c in name) if self.quoted
-        else name==name.strip()
-        and not set(name)&set(self.bars[key]))
+    if self.quoted:
+        return not any(c<' ' for c in name)
+    return name==name.strip() and not set(name)&set(self.bars[key])
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #20f4a37f
 MANY = 20_000 # Most rules of a grammar
@@ -137,10 +142,9 @@ _ABOUT_LISTS = tuple(
     'items prefixItems additionalItems contains minContains maxContains uniqueItems '
     'unevaluatedItems minItems maxItems'.split())
 # Words that a grammar of calls has to see to
-_SAYS = frozenset(
-    (
-        '$ref', '$dynamicRef', 'anyOf', 'oneOf', 'allOf', 'not', 'if', 'then', 'else', 'enum',
-        'const', *_ABOUT_OBJECTS, *_ABOUT_LISTS))
+_SAYS = frozenset((
+    '$ref', '$dynamicRef', 'anyOf', 'oneOf', 'allOf', 'not', 'if', 'then', 'else', 'enum',
+    'const', *_ABOUT_OBJECTS, *_ABOUT_LISTS))
 
 class _Rules:
     "Rules of a grammar in the making"
@@ -169,9 +173,8 @@ class _Rules:
         return '@'+name
     def only(self, s, known, where='A parameter', *others):
         "Refuse what a strict schema says beside `known`, rather than pass over it"
-        if more := sorted(
-            k for k in s
-            if (k in _SAYS or k in others) and k not in known):
+        more = sorted(k for k in s if (k in _SAYS or k in others) and k not in known)
+        if more:
             self.lose(f'{where} has {", ".join(more)}')
     def lose(self, what):
         "Something of a schema goes lost; a strict one is refused"
@@ -203,10 +206,8 @@ def _at(ref, root):
     "What a local reference points to"
     at = root
     for k in ref[2:].split('/'):
-        at = (
-            at.get(k.replace('~1','/').replace('~0','~'))
-            if isinstance(at, dict)
-            else None)
+        k = k.replace('~1','/').replace('~0','~')
+        at = at.get(k) if isinstance(at, dict) else None
     return at if ref.startswith('#/') else None
 
 def _join(s, beside):
@@ -217,11 +218,9 @@ def _join(s, beside):
         return None
     if not (more := _said(beside)):
         return s
-    return (
-        s|more
-        if _SIMPLE.issuperset(more)
-        and all(s.get(k, v)==v for k,v in more.items())
-        else None if _said(s) else beside)
+    if _SIMPLE.issuperset(more) and all(s.get(k, v)==v for k,v in more.items()):
+        return s|more
+    return None if _said(s) else beside
 
 def _resolve(s, root, hops=8)->dict:
     "A schema behind its local references"
@@ -235,11 +234,8 @@ def _resolve(s, root, hops=8)->dict:
             word,to = 'allOf',one[0]
         else:
             break
-        if (
-            (
-                got := _join(
-                    to, {k:v for k,v in s.items() if k!=word}))
-            is None):
+        got = _join(to, {k:v for k,v in s.items() if k!=word})
+        if got is None:
             break
         s = got
     return s or {}
@@ -259,24 +255,15 @@ def _type_of(v)->str:
 def variants(self:_Rules, s)->list:
     "The schemas of which one must hold, where there are several; `s` is behind its references"
     if isinstance(t := s.get('type'), list):
-        def strange(x):
-            return (
-                {k for u,ks in _OWN.items() if u!=x for k in ks}
-                -{*_OWN.get(x, ())})
-        return [
-            {k:v for k,v in s.items() if k not in strange(x)}
-            |{'type':x}
-            for x in dict.fromkeys(map(str, t))]
-    word = next(
-        (
-            k for k in ('anyOf','oneOf')
-            if isinstance(s.get(k), list) and s[k]),
-        None)
+        def only(x):
+            strange = {k for u,ks in _OWN.items() if u!=x for k in ks}-{*_OWN.get(x, ())}
+            return {k:v for k,v in s.items() if k not in strange}|{'type':x}
+        return [only(x) for x in dict.fromkeys(map(str, t))]
+    word = next((k for k in ('anyOf','oneOf') if isinstance(s.get(k), list) and s[k]), None)
     if word is None:
         return []
-    ways = [
-        _join(a, {k:v for k,v in s.items() if k!=word})
-        for a in s[word] if a is not False]
+    beside = {k:v for k,v in s.items() if k!=word}
+    ways = [_join(a, beside) for a in s[word] if a is not False]
     if ways and None not in ways:
         return ways
     self.only(s, (), 'A parameter', *_SIMPLE)
@@ -285,20 +272,14 @@ def variants(self:_Rules, s)->list:
 def _few(s)->list|None:
     "The plain values that are allowed, if they are listed"
     vs = [s['const']] if 'const' in s else s.get('enum')
-    if (
-        not isinstance(vs, list)
-        or not vs
-        or any(isinstance(v, (dict,list)) for v in vs)):
+    if not isinstance(vs, list) or not vs or any(isinstance(v, (dict,list)) for v in vs):
         return None
     types = t if isinstance(t := s.get('type'), list) else [t]
     def fits(v):
-        return (
-            t is None
-            or _type_of(v) in types
-            or _type_of(v) in ('integer','number') and 'number' in types)
-    return [
-        v for v in {json.dumps(v):v for v in vs}.values()
-        if fits(v)]
+        if t is None or _type_of(v) in types:
+            return True
+        return _type_of(v) in ('integer','number') and 'number' in types
+    return [v for v in {json.dumps(v):v for v in vs}.values() if fits(v)]
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #bd4c4557
 def _textual(s, root, seen=None)->bool:
@@ -315,13 +296,11 @@ def _textual(s, root, seen=None)->bool:
         return isinstance(s['const'], str)
     if isinstance(s.get('enum'), list):
         return any(isinstance(v, str) for v in s['enum'])
-    alts = [
-        a for k in ('anyOf','oneOf','allOf')
-        if isinstance(s.get(k), list)
-        for a in s[k]]
-    return (
-        any(_textual(a, root, seen) for a in alts) if alts
-        else not any(k in s for k in ('properties','items')))
+    lists = (s[k] for k in ('anyOf','oneOf','allOf') if isinstance(s.get(k), list))
+    alts = [a for l in lists for a in l]
+    if alts:
+        return any(_textual(a, root, seen) for a in alts)
+    return not any(k in s for k in ('properties','items'))
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #4007caf8
 def _shape(g, t)->tuple[dict,dict,set]:
@@ -346,9 +325,7 @@ def _props(s)->dict:
 def _required(s)->set:
     "Names that a schema requires"
     r = s.get('required')
-    return (
-        {k for k in r if isinstance(k, str)} if isinstance(r, list)
-        else set())
+    return {k for k in r if isinstance(k, str)} if isinstance(r, list) else set()
 
 def _within(s, root):
     "A parameter's schema on its own, with the definitions that it may refer to"
@@ -358,10 +335,13 @@ def _within(s, root):
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #850b19a1
 _YEAR4 = r'(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)' # of 366 days
-_DAY = rf'(\d{{4}}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))|{_YEAR4}-02-29)'
+_DAY = (
+    r'(\d{4}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)'
+    rf'|02-(0[1-9]|1\d|2[0-8]))|{_YEAR4}-02-29)')
 _TIME = r'([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)'
 _BYTE = r'(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)'
-_NAME = r'[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*'
+_LABEL = r'[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?'
+_NAME = rf'{_LABEL}(\.{_LABEL})*'
 _FORMS = {
     'date':_DAY,
     'time':_TIME,
@@ -409,19 +389,15 @@ def _held(s)->list[str]:
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #6a50c949
 @patch
-def text(
-    self:_Rules, close, s=None, stops=(), unlike=())->str:
+def text(self:_Rules, close, s=None, stops=(), unlike=())->str:
     "A text that the schema `s` allows, and that matches none of `unlike`, up to `close`, and that"
-    cut = ' | '.join(
-        literal(x) for x in dict.fromkeys((close.strip(), *stops))
-        if x)
+    ends = dict.fromkeys((close.strip(), *stops))
+    cut = ' | '.join(literal(x) for x in ends if x)
     body = ' & '.join([
         *(_held(s or {}) or ['/(?s:.*)/']),
         f'~(/(?s:.*)/ ({cut}) /(?s:.*)/)',
         *(f'~(/{r}/)' for r in unlike)])
-    i = min(
-        (close.find(x) for _,x in self.special if x in close),
-        default=len(close))
+    i = min((close.find(x) for _,x in self.special if x in close), default=len(close))
     t = self.rule(f'({body}) {literal(close[:i])}' if i else body, 'T')
     return f'{t} {self.lit(close[i:])}' if close[i:] else t
 
@@ -455,13 +431,8 @@ def _ways(g, p, root)->tuple[list,list,list,set]:
         if (vs := _few(s)) is not None:
             g.only(s, ('enum','const'), 'A parameter', *_TEXTS, *_NUMBERS)
             few += vs
-            kinds |= {
-                *map(
-                    _type_of,
-                    [
-                        *vs,
-                        *(
-                            s['enum'] if isinstance(s.get('enum'), list) else ())])}
+            listed = s['enum'] if isinstance(s.get('enum'), list) else ()
+            kinds |= {*map(_type_of, [*vs, *listed])}
         elif more := g.variants(s):
             todo += more
         elif _textual(s, root):
@@ -475,32 +446,21 @@ def _ways(g, p, root)->tuple[list,list,list,set]:
 
 def _safe(few, texts, rest, kinds)->tuple[list,list]:
     "Listed values that are read back as they are, and what texts must be unlike"
-    exact = (
-        {
-            *map(_type_of, few),
-            *(
-                s.get('type')
-                for _,s in rest if len(_said(s))>1)}
-        |kinds&{'object','array'})
+    exact = {*map(_type_of, few)} | kinds&{'object','array'}
+    exact |= {s.get('type') for _,s in rest if len(_said(s))>1}
     def read(v):
         return typed(v if isinstance(v, str) else json.dumps(v), kinds)
-    return (
-        [v for v in few if _same(read(v))==_same(v)],
-        [
-            _LOOKS[r]
-            for r in sorted({_READ[k] for k in exact if k in _READ})])
+    unlike = [_LOOKS[r] for r in sorted({_READ[k] for k in exact if k in _READ})]
+    return [v for v in few if _same(read(v))==_same(v)],unlike
 
 def _typed(g, p, root, close, stops)->str:
     "A value that may be a string, and what closes it"
     few,texts,rest,kinds = _ways(g, p, root)
     safe,unlike = _safe(few, texts, rest, kinds)
-    spelt = (
-        [v if isinstance(v, str) else json.dumps(v) for v in safe]
-        +['null']*any(s.get('type')=='null' for _,s in rest))
-    ways = dict.fromkeys(
-        g.lit(t+close)
-        for t in spelt
-        if not any(x in t for x in (close.strip(), *stops) if x))
+    spelt = [v if isinstance(v, str) else json.dumps(v) for v in safe]
+    spelt += ['null']*any(s.get('type')=='null' for _,s in rest)
+    ends = [x for x in (close.strip(), *stops) if x]
+    ways = dict.fromkeys(g.lit(t+close) for t in spelt if not any(x in t for x in ends))
     for s in texts:
         ways[g.text(close, s, stops, unlike)] = 1
     for a,s in rest:
@@ -528,11 +488,10 @@ def _text_call(g, t, f)->str:
     def value(k, p):
         text = _textual(p, root)
         m = f.value.replace('TEXT', 'true' if text else 'false')
-        return (
-            f'{g.lit(f"{f.key}{k}{m}")} '
-            +(
-                _typed(g, p, root, f.over, stops) if text
-                else f'{g.json(_within(p, root))} {g.lit(f.over)}'))
+        head = g.lit(f'{f.key}{k}{m}')
+        if text:
+            return f'{head} {_typed(g, p, root, f.over, stops)}'
+        return f'{head} {g.json(_within(p, root))} {g.lit(f.over)}'
     parts = [
         g.rule(value(k, p))+('' if k in required else '?')
         for k,p in _written_keys(g, props, f)]
@@ -556,15 +515,13 @@ _Q = '<|"|>'
 
 def _string(g, s, gemma, unlike=())->str:
     "A string"
-    return (
-        f'{g.lit(_Q)} {g.text(_Q, s, ("<tool_call|>",), unlike)}' if gemma
-        else g.json(
-            {k:s[k] for k in _TEXTS if k in s}|{'type':'string'}))
+    if gemma:
+        return f'{g.lit(_Q)} {g.text(_Q, s, ("<tool_call|>",), unlike)}'
+    return g.json({k:s[k] for k in _TEXTS if k in s}|{'type':'string'})
 
 def _number(g, s, t='number')->str:
     "A number, as in JSON"
-    return g.json(
-        {k:s[k] for k in _NUMBERS if k in s}|{'type':t})
+    return g.json({k:s[k] for k in _NUMBERS if k in s}|{'type':t})
 
 def _list(g, s, root, gemma)->str:
     "Values in brackets"
@@ -601,10 +558,7 @@ def _plain(g, s, root, gemma)->str:
         return literal(
             words[v] if v is None or isinstance(v, bool)
             else json.dumps(v, ensure_ascii=False))
-    if (
-        gemma
-        and (_few(s) is not None or g.variants(s))
-        and _textual(s, root)):
+    if gemma and (_few(s) is not None or g.variants(s)) and _textual(s, root):
         return _gemma_typed(g, s, root, plain)
     if (few := _few(s)) is not None:
         g.only(s, ('enum','const'), 'A parameter', *_TEXTS, *_NUMBERS)
@@ -612,11 +566,10 @@ def _plain(g, s, root, gemma)->str:
     if ways := g.variants(s):
         return g.rule(g.choice(_value(g, x, root, gemma) for x in ways))
     t = s.get('type') or ('object' if 'properties' in s else 'array' if 'items' in s else None)
-    g.only(
-        s,
-        dict(
-            object=('properties','required','additionalProperties'),
-            array=('items','minItems','maxItems')).get(t, ()))
+    known = dict(
+        object=('properties','required','additionalProperties'),
+        array=('items','minItems','maxItems'))
+    g.only(s, known.get(t, ()))
     if t in ('integer','number'):
         return _number(g, s, t)
     if t=='boolean':
@@ -627,12 +580,9 @@ def _plain(g, s, root, gemma)->str:
         return _list(g, s, root, gemma)
     if t=='object':
         return g.rule('"{" '+_pairs(g, s, root, gemma)+' "}"')
-    return (
-        _string(g, s, gemma) if t=='string' or gemma
-        else g.choice([
-            _string(g, s, gemma),
-            *map(plain, words),
-            _number(g, s)]))
+    if t=='string' or gemma:
+        return _string(g, s, gemma)
+    return g.choice([_string(g, s, gemma), *map(plain, words), _number(g, s)])
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #95245740
 def _gemma_typed(g, s, root, plain)->str:
@@ -642,12 +592,11 @@ def _gemma_typed(g, s, root, plain)->str:
     ways = [
         g.lit(_Q+v+_Q) if isinstance(v, str) else plain(v)
         for v in safe if not isinstance(v, str) or _Q not in v and '<tool_call|>' not in v]
-    ways += (
-        [_string(g, t, True, unlike) for t in texts]
-        +[_value(g, a, root, True) for a,_ in rest])
-    return (
-        g.rule(g.choice(dict.fromkeys(ways))) if ways
-        else _refuse('A parameter has no value that could be read back'))
+    ways += [_string(g, t, True, unlike) for t in texts]
+    ways += [_value(g, a, root, True) for a,_ in rest]
+    if not ways:
+        _refuse('A parameter has no value that could be read back')
+    return g.rule(g.choice(dict.fromkeys(ways)))
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #2112fe3d
 def _pairs(g, s, root, gemma, f=None)->str:
@@ -655,13 +604,10 @@ def _pairs(g, s, root, gemma, f=None)->str:
     with `f` those of a call, otherwise of an object inside"""
     required = _required(s)
     name = (lambda k: k) if gemma or f else json.dumps
-    mid,comma = (
-        (f.value,f.over) if f
-        else (':',',') if gemma else (': ',', '))
-    props = (
-        dict(_written_keys(g, _props(s), _FORMATS['gemma4'] if gemma else f))
-        if gemma or f
-        else _props(s))
+    mid,comma = (f.value,f.over) if f else (':',',') if gemma else (': ',', ')
+    props = _props(s)
+    if gemma or f:
+        props = dict(_written_keys(g, props, _FORMATS['gemma4'] if gemma else f))
     pair = {k:g.rule(f'{g.lit(name(k)+mid)} {_value(g, p, root, gemma)}') for k,p in props.items()}
     start,tail,tails = '""','""',{}  # a tail is what may follow where something stands already
     for k in reversed(pair):
@@ -707,9 +653,7 @@ def _head(g, f, required)->str:
 _CALLS = dict(json=_json_call, text=_text_call, python=_language_call, gemma=_language_call)
 
 def call_grammar(
-    # A guide of kind 'tools': parser, choice, parallel, strict, and tools, each strict or not by
-    # itself
-    spec:dict,
+    spec:dict, # Of kind 'tools': parser, choice, parallel, strict; tools, each strict or not
     special=(), # (id, text) of tokens that steer the model
 )->tuple[str,dict,set]: # Lark, the JSON schemas that it names, and which of those are not strict
     "The grammar of calls. Where a call is not required it begins with one of its `openings`"
@@ -721,12 +665,9 @@ def call_grammar(
             _refuse(
                 f'The tool {t["name"][:40]!r} has a name that calls in this model\'s format '
                 'cannot be read back with')
-        name = (
-            json.dumps(t['name'])[1:-1] if f.quoted
-            else t['name'])
-        calls.append(g.rule(
-            f'{g.lit(name+f.open)} {_CALLS[f.arguments](g, t, f)} '
-            f'{g.lit(f.close) if f.close else ""}'))
+        name = json.dumps(t['name'])[1:-1] if f.quoted else t['name']
+        head,arguments = g.lit(name+f.open),_CALLS[f.arguments](g, t, f)
+        calls.append(g.rule(f'{head} {arguments} {g.lit(f.close) if f.close else ""}'))
     one = g.rule(g.choice(calls))
     more = f'({g.lit(f.between+f.call)} {one})*' if spec.get('parallel', True) else ''
     start = (

@@ -46,9 +46,9 @@ class Header:
 
 def _function(r, hosted=('assistant','python','browser','container')):
     "Is this recipient a function?"
-    return (
-        len(r)>len('functions.') if r.startswith('functions.')
-        else r.split('.')[0] not in hosted)
+    if r.startswith('functions.'):
+        return len(r)>len('functions.')
+    return r.split('.')[0] not in hosted
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #77d27ca8
 _LATER = re.compile(re.escape(CONSTRAIN)+r'\s*\S*')
@@ -62,21 +62,17 @@ def header(
     "Read a header"
     channels = [c for c in _CHANNELS.findall(text) if c]
     words = _LATER.sub(' ', _CHANNELS.sub(' ', text)).split()
-    role = (
-        words.pop(0)
-        if words
-        and (words[0]=='assistant' or not first and not words[0].startswith('to='))
-        else 'assistant')
-    to = (
-        next((w for w in words if w.startswith('to=')), None)
-        or next(
-            (w for w in words if w.startswith('functions.') or w in tools), None))
+    role = 'assistant'
+    if words and (words[0]=='assistant' or not first and not words[0].startswith('to=')):
+        role = words.pop(0)
+    to = next((w for w in words if w.startswith('to=')), None)
+    to = to or next((w for w in words if w.startswith('functions.') or w in tools), None)
     name = (to or '').removeprefix('to=')
     if name in tools:
         name = 'functions.'+name
     spare = tuple(w for w in words if w!=to and w not in ('json','code','text'))
-    return Header(
-        role, channels[-1] if channels else None, name if name!='all' and to else None, spare)
+    recipient = name if name!='all' and to else None
+    return Header(role, channels[-1] if channels else None, recipient, spare)
 
 # %% ../../../nbs/6_text/11_calls.harmony.ipynb #509c8cfc
 class Harmony(ToolParser):
@@ -131,12 +127,9 @@ def _header(self:Harmony):
     while True:
         m = _HEAD.find(self.buf, self.i)
         have = len(self.buf)-self.i
-        if (
-            m and m.start()-self.i<=self.longest
-            or not m and self.done and have<=self.longest):
-            text,mark = (
-                (self.buf[self.i:m.start()],m[0]) if m
-                else (self.buf[self.i:],''))
+        if m and m.start()-self.i<=self.longest or not m and self.done and have<=self.longest:
+            text = self.buf[self.i:m.start()] if m else self.buf[self.i:]
+            mark = m[0] if m else ''
             self.i += len(text)+len(mark)
             return text,mark
         if m or self.done or have>self.longest+_HEAD.longest:
@@ -156,9 +149,7 @@ def run(self:Harmony):
     raw,first = '',True
     while True:
         got = yield from self._header()
-        text,mark = (
-            got
-            or (self.buf[self.i:self.i+self.longest],''))
+        text,mark = got or (self.buf[self.i:self.i+self.longest],'')
         h = header(text, first, self.tools)
         if got and mark!=MESSAGE:
             if h.spare:

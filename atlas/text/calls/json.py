@@ -48,7 +48,8 @@ def span(self:ToolParser,
 )->Generator: # Did it end?
     "Read one JSON value by its brackets and quotes"
     c = self.look() or (yield from self.skip())
-    depth,quoted,plain = 0,False,c not in '"{['
+    depth,quoted = 0,False
+    plain = c not in '"{['
     while c:
         buf,i = self.buf,self.i
         if plain:
@@ -70,7 +71,9 @@ _decode = json.JSONDecoder(parse_constant=_no).decode
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 _halves = re.compile('[\ud800-\udbff][\udc00-\udfff]|[\ud800-\udfff]').sub
 def _whole(m)->str:
-    return m[0].encode('utf-16-le', 'surrogatepass').decode('utf-16-le') if len(m[0])==2 else f'\\u{ord(m[0]):04x}'
+    if len(m[0])==2:
+        return m[0].encode('utf-16-le', 'surrogatepass').decode('utf-16-le')
+    return f'\\u{ord(m[0]):04x}'
 def dumps(v)->str:
     "JSON text as Python prints it, with all characters as they are"
     return _halves(_whole, _encode(v))
@@ -158,10 +161,8 @@ def envelope(self:ToolParser,
         return None
     name = loads(got.get('name', 'null'))
     args = next((got[k] for k in keys if k in got), default)
-    return (
-        (name,args)
-        if isinstance(name, str) and name and name.isprintable() and args is not None
-        else ())
+    named = isinstance(name, str) and name and name.isprintable()
+    return (name,args) if named and args is not None else ()
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #6eb79d83
 class Hermes(ToolParser):
@@ -191,9 +192,7 @@ class Braces(Marks):
             r'\{(?=\s{0,32}+"[^"<]{0,64}+"\s{0,32}+:)', *map(re.escape, marks)])).search
     def partial(self, s, start=0):
         m = self._tail(s, max(start, len(s)-140))
-        return max(
-            len(s)-m.start() if m else 0,
-            super().partial(s, start))
+        return max(len(s)-m.start() if m else 0, super().partial(s, start))
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #8d92c152
 class Llama(ToolParser):
@@ -206,7 +205,7 @@ class Llama(ToolParser):
                 continue
             self.i -= 1
             self.record()
-            call = (yield from self.envelope(('arguments','parameters')))
+            call = yield from self.envelope(('arguments','parameters'))
             t = self.recorded()
             if call:
                 self.call(*call)
@@ -241,10 +240,7 @@ class Mistral(ToolParser):
                 m = yield from self.nameless()
             elif t in self.tools or not self.tools and self.word(t) and not is_json(t):
                 self.call(t, '{}')
-            elif (
-                m=='{'
-                and (not t or t.endswith('['))
-                and (yield from self.objects(bool(t)))):
+            elif m=='{' and (not t or t.endswith('[')) and (yield from self.objects(bool(t))):
                 return (yield from self.rest(ignore))
             elif t:
                 self.stray()
@@ -259,21 +255,17 @@ class Mistral(ToolParser):
             self.more('{}')
     def late(self):
         "Is it clear that the later form is meant?"
-        return (
-            self.form is not None
-            or not self.calls and bool(self.said) and not any(self.held))
+        if self.form is not None:
+            return True
+        return not self.calls and bool(self.said) and not any(self.held)
     def before(self):
         "The tool whose name the content ends with, or ''"
         words = ''.join(self.said[-99:]).split()
-        return (
-            words[-1]
-            if words and not any(self.held) and words[-1] in self.tools
-            else '')
+        known = words and not any(self.held) and words[-1] in self.tools
+        return words[-1] if known else ''
     def unsaid(self):
         _,mark,tail = ''.join(self.raw).partition('[TOOL_CALLS]')
-        return (
-            super().unsaid()
-            +(tail.replace(mark, '').strip() if mark else ''))
+        return super().unsaid()+(tail.replace(mark, '').strip() if mark else '')
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #8c10a2c1
 @patch
@@ -301,15 +293,9 @@ def nameless(self:Mistral)->Generator:
     if got:
         self.call(got[0], unwrapped(got[1]))
         return (yield from self.rest(ignore))
-    more,m = (
-        ('',None) if got==()
-        else (yield from self.text(self.start)))
-    if (
-        got is None
-        and any(
-            w.startswith(
-                (text+more)[1:].lstrip()[:len(w)])
-            for w in ('"name"','"arguments"'))):
+    more,m = ('',None) if got==() else (yield from self.text(self.start))
+    key = (text+more)[1:].lstrip()
+    if got is None and any(w.startswith(key[:len(w)]) for w in ('"name"','"arguments"')):
         self.stray()
     else:
         self.call('', text+more)
@@ -337,8 +323,8 @@ class DeepSeekV31(ToolParser):
                     self.call(name, self.bare(args))
                 else:
                     self.stray()
-            m = yield from self.upto(
-                self.inside, self.after if m==self.marks[1] else ignore)
+            sink = self.after if m==self.marks[1] else ignore
+            m = yield from self.upto(self.inside, sink)
             if m!=self.marks[2] and not self.calls:
                 self.stray()
     def called(self):

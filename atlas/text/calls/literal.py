@@ -13,9 +13,14 @@ import math,re
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #6a078cb0
 DEPTH = 64 # How deep literals may nest
 _gap = re.compile(r'\s*+').match
-_string = re.compile(r'[rRuU]?(?:"""(?:[^"\\]++|\\.|"(?!""))*+"""|\'\'\'(?:[^\'\\]++|\\.|\'(?!\'\'))*+\'\'\'|"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\')', re.S).match
+_string = re.compile(
+    r'[rRuU]?(?:"""(?:[^"\\]++|\\.|"(?!""))*+"""'
+    r'|\'\'\'(?:[^\'\\]++|\\.|\'(?!\'\'))*+\'\'\''
+    r'|"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\')',
+    re.S).match
 _number = re.compile(
-    r'[+-]?(?:0[xX][0-9a-fA-F]{1,4000}|\d{1,4000}(?:_\d{1,4000})*(?!\.|[eE\d_])|(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?)(?![\w.])',
+    r'[+-]?(?:0[xX][0-9a-fA-F]{1,4000}|\d{1,4000}(?:_\d{1,4000})*(?!\.|[eE\d_])'
+    r'|(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?)(?![\w.])',
     re.A).match
 _word = re.compile(r'[^\W\d]\w*').match
 _words = {
@@ -32,10 +37,10 @@ def unquote(token:str)->str:
     raw,token = token[0] in 'rR',token.lstrip('rRuU')
     k = 3 if token[:3] in ('"""',"'''") and len(token)>=6 else 1
     def one(m):
-        o,x,u,U,c = m.groups()
+        octal,*hexes,c = m.groups()
         if c is not None:
             return _plain.get(c, m[0])
-        n = int(o, 8) if o else int(x or u or U, 16)
+        n = int(octal, 8) if octal else int(next(filter(None, hexes)), 16)
         if n>0x10ffff:
             raise ValueError('no such character')
         return chr(n)
@@ -64,10 +69,7 @@ def literal(
         raise ValueError('nested too deeply')
     if m:=_string(s, i):
         parts = [unquote(m[0])]
-        while (
-            joined
-            and (
-                n:=_string(s, _gap(s, m.end()).end()))):
+        while joined and (n:=_string(s, _gap(s, m.end()).end())):
             m = n
             parts.append(unquote(n[0]))
         return ''.join(parts),m.end()
@@ -80,20 +82,14 @@ def literal(
         return items(s, i+1, ']', depth+1, joined)
     if c=='(':
         v,end = items(s, i+1, ')', depth+1, joined)
-        return (
-            (
-                v
-                if len(v)!=1
-                or s[i:end-1].rstrip().endswith(',')
-                else v[0]),
-            end)
+        several = len(v)!=1 or s[i:end-1].rstrip().endswith(',')
+        return v if several else v[0],end
     if c=='{':
         return pairs(s, i+1, depth+1, joined)
     raise ValueError(f'no literal at {i}')
 
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #30fa891e
-def items(
-    s:str, i:int, end:str, depth:int, joined:bool)->tuple[list,int]:
+def items(s:str, i:int, end:str, depth:int, joined:bool)->tuple[list,int]:
     "Values up to `end`"
     out = []
     while s[(i:=_gap(s, i).end()):i+1]!=end:
@@ -105,8 +101,7 @@ def items(
         elif s[i:i+1]!=end:
             raise ValueError(f'no comma at {i}')
     return out,i+1
-def pairs(
-    s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
+def pairs(s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
     "Keys and values up to the closing brace"
     out = {}
     while s[(i:=_gap(s, i).end()):i+1]!='}':
@@ -126,11 +121,9 @@ def keywords(s:str)->dict:
     out,i = {},0
     while (i:=_gap(s, i).end())<len(s):
         m = _word(s, i)
-        if (
-            not m
-            or s[
-                (i:=_gap(s, m.end()).end()):i+1]
-            !='='):
+        if m:
+            i = _gap(s, m.end()).end()
+        if not m or s[i:i+1]!='=':
             raise ValueError(f'no keyword at {i}')
         out[m[0]],i = literal(s, i+1)
         i = _gap(s, i).end()

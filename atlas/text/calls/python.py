@@ -146,9 +146,9 @@ def gvalue(s:str, i:int, depth:int)->tuple[object,int]:
         raise ValueError('nested too deeply')
     if c=='<' and s.startswith(Q, i):
         end = s.find(Q, i+len(Q))
-        return (
-            (s[i+len(Q):end],end+len(Q)) if end>=0
-            else (s[i+len(Q):],len(s)))
+        if end<0:
+            return s[i+len(Q):],len(s)
+        return s[i+len(Q):end],end+len(Q)
     if c=='{':
         return gpairs(s, i+1, depth+1)
     if c=='[':
@@ -165,9 +165,7 @@ def gvalue(s:str, i:int, depth:int)->tuple[object,int]:
 def gpairs(s:str, i:int, depth:int=0)->tuple[dict,int]:
     "Keys and values up to the closing brace, or the end"
     out = {}
-    while (
-        (i:=_sep(s, i).end())<len(s)
-        and s[i]!='}'):
+    while (i:=_sep(s, i).end())<len(s) and s[i]!='}':
         if s.startswith(Q, i) or s[i]=='"':
             k,j = gvalue(s, i, depth)
         else:
@@ -181,9 +179,7 @@ def gpairs(s:str, i:int, depth:int=0)->tuple[dict,int]:
 def gitems(s:str, i:int, depth:int=0)->tuple[list,int]:
     "Values up to the closing bracket, or the end"
     out = []
-    while (
-        (i:=_sep(s, i).end())<len(s)
-        and s[i]!=']'):
+    while (i:=_sep(s, i).end())<len(s) and s[i]!=']':
         v,j = gvalue(s, i, depth)
         if j==i:
             break
@@ -239,9 +235,9 @@ def wrapped(self:Gemma)->Generator:
         or m is None
         or not (named or m in '{(' and self.word(name))):
         self.stray()
-        return (
-            m if m in self.over or not m
-            else (yield from self.upto(self.ends, ignore)))
+        if m in self.over or not m:
+            return m
+        return (yield from self.upto(self.ends, ignore))
     if m in self.over:
         self.call(name, '{}')
         return m
@@ -259,12 +255,8 @@ def bare(self:Gemma, opener:str)->Generator:
         if end<len(buf) or not (yield from self.wait()):
             break
     name = ''.join(name)
-    ok = (
-        ok
-        and self.buf[self.i:self.i+1]=='{'
-        and name
-        and (not self.tools or name in self.tools))
-    if not ok:
+    ok = ok and self.buf[self.i:self.i+1]=='{' and name
+    if not ok or self.tools and name not in self.tools:
         self.note(opener+name)
         return None
     self.i += 1
@@ -308,9 +300,10 @@ def body(self:Gemma, name:str, deep:Marks)->Generator:
             break
     text = ''.join(out)
     if marks is self.quoted:
-        text = (
-            unclosed(text, depth) if mark
-            else text[:len(text)-_quote.partial(text)])
+        if mark:
+            text = unclosed(text, depth)
+        else:
+            text = text[:len(text)-_quote.partial(text)]
     try:
         args = gpairs(text, 0)[0]
     except ValueError:

@@ -50,7 +50,8 @@ def follow(schema, root:dict|None):
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #1f4e8245
 def _choices(s:dict)->list:
-    return [a for k in ('anyOf','oneOf','allOf') if isinstance(s.get(k), list) for a in s[k]]
+    lists = (s[k] for k in ('anyOf','oneOf','allOf') if isinstance(s.get(k), list))
+    return [a for l in lists for a in l]
 
 def alternatives(schema, root:dict|None=None):
     "A schema, and all that it is a choice of; None for what is no schema"
@@ -70,20 +71,15 @@ def alternatives(schema, root:dict|None=None):
 def _says(s:dict)->set[str]:
     "The types that a schema names, by itself"
     t = s.get('type')
-    out = {
-        _alias.get(k:=n.strip().lower(), k)
-        for n in (
-            [t] if isinstance(t, str) else t if isinstance(t, list) else [])
-        if isinstance(n, str)}
-    for v in [
-        *(s['enum'] if isinstance(s.get('enum'), list) else []),
-        *([s['const']] if 'const' in s else [])]:
+    names = [t] if isinstance(t, str) else t if isinstance(t, list) else []
+    out = {_alias.get(k:=n.strip().lower(), k) for n in names if isinstance(n, str)}
+    values = list(s['enum']) if isinstance(s.get('enum'), list) else []
+    if 'const' in s:
+        values.append(s['const'])
+    for v in values:
         out.add(next(n for c,n in _of if isinstance(v, c)))
-    return (
-        out
-        or {
-            n for k,n in dict(properties='object', items='array').items()
-            if isinstance(s.get(k), dict)})
+    inner = dict(properties='object', items='array')
+    return out or {n for k,n in inner.items() if isinstance(s.get(k), dict)}
 
 def types(
     schema, # A JSON schema, or anything
@@ -92,9 +88,10 @@ def types(
     "The JSON types that a schema allows; `string` where it says nothing"
     out = set()
     for s in alternatives(schema, root):
-        out |= (
-            {'string'} if s is None
-            else _says(s) or (set() if _choices(s) else {'string'}))
+        if s is None:
+            out.add('string')
+        else:
+            out |= _says(s) or (set() if _choices(s) else {'string'})
     return out or {'string'}
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #250af1a5
@@ -149,11 +146,8 @@ def typed(
 # %% ../../../nbs/6_text/08_calls.types.ipynb #18042a6b
 def part(schema, key:str, root:dict|None=None)->dict|None:
     "What a schema says under `key`, itself or in the first of its alternatives that does"
-    return next(
-        (
-            s[key] for s in alternatives(schema, root)
-            if s and isinstance(s.get(key), dict)),
-        None)
+    ways = alternatives(schema, root)
+    return next((s[key] for s in ways if s and isinstance(s.get(key), dict)), None)
 
 def fit(
     value, # What was read: text, or a JSON value
@@ -166,20 +160,15 @@ def fit(
         return value
     schema = follow(schema, root)
     if isinstance(value, dict):
-        return (
-            {
-                k: fit(v, p.get(k), root, depth-1)
-                for k,v in value.items()}
-            if (p:=part(schema, 'properties', root))
-            else value)
-    if isinstance(value, list):
-        return (
-            [fit(v, s, root, depth-1) for v in value]
-            if (s:=part(schema, 'items', root))
-            else value)
-    if (
-        not isinstance(value, str)
-        and not any(s and _says(s) for s in alternatives(schema, root))):
+        if p:=part(schema, 'properties', root):
+            return {k: fit(v, p.get(k), root, depth-1) for k,v in value.items()}
         return value
-    return typed(
-        value if isinstance(value, str) else json.dumps(value), types(schema, root))
+    if isinstance(value, list):
+        if s:=part(schema, 'items', root):
+            return [fit(v, s, root, depth-1) for v in value]
+        return value
+    if isinstance(value, str):
+        return typed(value, types(schema, root))
+    if not any(s and _says(s) for s in alternatives(schema, root)):
+        return value
+    return typed(json.dumps(value), types(schema, root))

@@ -21,10 +21,10 @@ class Tagged(ToolParser):
     blank,checks = 'strip',False
     def open(self, name:str):
         "A call begins"
-        self.live,self.first,self.schema = (
-            bool(name) and not (self.checks and self.tools and name not in self.tools),
-            True,
-            self.tools.get(name) or {})
+        unknown = self.checks and self.tools and name not in self.tools
+        self.live = bool(name) and not unknown
+        self.first = True
+        self.schema = self.tools.get(name) or {}
         if self.live:
             self.begin(name)
         else:
@@ -34,8 +34,7 @@ class Tagged(ToolParser):
         if not self.live:
             return
         value = fit(value, self.wants(key), self.schema)
-        self.more(
-            ('{' if self.first else ', ')+dumps(key)+': '+dumps(value))
+        self.more(('{' if self.first else ', ')+dumps(key)+': '+dumps(value))
         self.first = False
     def wants(self, key:str):
         "The schema of a parameter, or None"
@@ -73,10 +72,8 @@ class QwenCoder(Tagged):
         """From behind `<tool_call>` to the next mark;
         what stands between was said, if no mark makes it markup"""
         t,m = yield from self.text(self.inside)
-        if (
-            m in (None,'<tool_call>')
-            and (words:=t.lstrip())
-            and words[0]!='<'):
+        words = t.lstrip()
+        if m in (None,'<tool_call>') and words and words[0]!='<':
             self.say('<tool_call>'+t)
         elif m!='<function=':
             self.stray()
@@ -90,8 +87,8 @@ def function(self:QwenCoder)->Generator:
     name = name.strip()
     if m=='<':
         self.i -= 1
-    self.open(
-        name if m=='>' or m and (name in self.tools or not self.tools) else '')
+    known = name in self.tools or not self.tools
+    self.open(name if m=='>' or m and known else '')
     m = yield from self.upto(self.body, ignore)
     while m=='<parameter=':
         key,m = yield from self.text(self.key)
@@ -117,9 +114,8 @@ class Invoke(Tagged):
         cls.tag = f'<{p}invoke name='
         cls.over = f'</{p}invoke>'
         cls.arg = f'<{p}parameter name='
-        cls.outside,cls.body = (
-            Marks(cls.block, cls.end, cls.tag),
-            Marks(cls.arg, cls.over, cls.block, cls.end, cls.tag))
+        cls.outside = Marks(cls.block, cls.end, cls.tag)
+        cls.body = Marks(cls.arg, cls.over, cls.block, cls.end, cls.tag)
         cls.value = Marks(f'</{p}parameter>', cls.arg, cls.over)
         cls.angle = Marks('>')
         cls.marks = cls.block,cls.end
@@ -142,13 +138,9 @@ def header(self:Invoke)->Generator:
     "Name and other attributes of a tag; no name where the tag is cut"
     t,end = yield from self.text(self.angle)
     m = end and _name(t)
-    return (
-        (
-            next(
-                (g for g in m.groups() if g is not None), '').strip(),
-            t[m.end():])
-        if m
-        else ('',t))
+    if not m:
+        return '',t
+    return next((g for g in m.groups() if g is not None), '').strip(),t[m.end():]
 @patch
 def invoke(self:Invoke)->Generator:
     "From behind `<invoke name=` to the end of the call; the mark that ended it"
@@ -172,10 +164,12 @@ def loose(self:Invoke, text:str): "Text before the first parameter"
 
 # %% ../../../nbs/6_text/10_calls.xml.ipynb #ce6db2b2
 class MiniMax(Invoke):
-    'MiniMax M2: `<minimax:tool_call><invoke name="f"><parameter name="k">v</parameter></invoke></minimax:tool_call>`'
+    """MiniMax M2:
+    `<minimax:tool_call><invoke name="f"><parameter name="k">v</parameter></invoke></minimax:tool_call>`"""
     names,wrap,checks = ('minimax_m2',),'minimax:tool_call',True
 class DeepSeekV32(Invoke):
-    'DeepSeek V3.2: the same with `｜DSML｜` before every word and `string="true"` or `"false"` on parameters'
+    """DeepSeek V3.2: the same with `｜DSML｜` before every word,
+    and `string="true"` or `"false"` on parameters"""
     names = ('deepseek_v32',)
     pre = '｜DSML｜'
     wrap = '｜DSML｜function_calls'
