@@ -395,8 +395,8 @@ extern "C" __global__ void BOUNDS attn_decode(
     for (int r = 0; r < SHARE; r++)
         turn[r].find(at, min(t + r, rows - 1), rows, lane);
     pdl_trigger();
-    // Then the row is there, or nearly so. Small heads have more blocks than that to hide a wait, and
-    // ask for keys first.
+    // Then the row is there, or nearly so. Small heads have more blocks than that to hide a wait,
+    // and ask for keys first.
     const bool late = D > 128 && ONE && w.late();
     if (late) {
         pdl_wait();

@@ -145,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int warp = threadIdx.x / 32;
     const int r0 = blockIdx.x * EACH;
     const int own = lane / LANES, first = warp * 256 + lane * 8;
-    // Of one row, a launch that has a shared expert to ask for comes when the router has what it needs
+    // Of one row, a launch that has a shared expert to ask for comes when the router has what it
+    // needs
     const bool late = ROWS == 1 && !READY && n > EXPERTS;
     if (!late)
         pdl_trigger();

@@ -58,7 +58,9 @@ def stepper(seen, late):
 
 HAPPEN = ['hits','evictions','preemptions','aborted','fetched','restores','prompts','steps',
     'waited','left']
-GONE = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 25)), min_size=3, max_size=9)
+GONE = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(1, 25)),
+    min_size=3, max_size=9)
 
 @pytest.mark.parametrize('late', [False,True])
 def test_random_schedules(late):
@@ -129,7 +131,8 @@ def test_steps_go_on(late, steps):
     assert [v.id for v in told].count('r0')==steps-(not late) # one was told before
     assert e.prompt is None and not e.scheduler.aloft
     got = rest(e)
-    assert said([v for v in told if v.id=='r1']+got['r1'])==said(alone(ask(1, 60, 5)))
+    assert said(
+        [v for v in told if v.id=='r1']+got['r1'])==said(alone(ask(1, 60, 5)))
 
 @both
 def test_nobody_finds_tiles_that_are_not_there(late):
@@ -301,7 +304,8 @@ def answers(m, policy=None, **kw):
     return {rid: said(events) for rid,events in got.items()},e
 
 ASKED = [(30,40,0,dict(logprobs=2)), (5,30,0,dict(temperature=.9, seed=3)), (150,6,4,{}),
-    (90,5,4,dict(temperature=.8, seed=5, presence_penalty=.5)), (64,4,12,dict(logprobs=0))]
+    (90,5,4,dict(temperature=.8, seed=5, presence_penalty=.5)),
+    (64,4,12,dict(logprobs=0))]
 
 @pytest.fixture
 def divided(monkeypatch):

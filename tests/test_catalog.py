@@ -274,7 +274,8 @@ def test_a_plan_is_what_a_card_loads(monkeypatch, more):
 @pytest.mark.parametrize('packed', [False,True])
 @pytest.mark.parametrize('name', SEEING)
 def test_a_vision_tower_is_planned_to_the_byte(monkeypatch, name, packed):
-    "It is the host's, and where that is the card's memory, the plan, the budget and the cache see it"
+    """It is the host's, and where that is the card's memory, the plan, the budget and the cache
+    see it"""
     memory = Memory(1<<30, 1<<30)
     monkeypatch.setattr(Emulator, 'memory', lambda self: memory)
     few = dict(max_seq_len=128, max_num_seqs=1)

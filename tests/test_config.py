@@ -654,58 +654,56 @@ def test_odd_gguf_values(arch):
                 else:
                     assert c.num_params>0
 
-def test_gguf_facts_that_stand_in_the_tensors():
-    def g(*names):
-        return ModelConfig.from_gguf(
-            gguf_meta('gemma4'), freq_factors=FREQS['gemma4'], tensors=names)
-    assert (
-        g('output.weight','blk.0.attn_v.weight').attention.k_eq_v
-        and not g('blk.3.attn_v.weight').attention.k_eq_v)
-    assert not g('output.weight').tie_embeddings and g('x').tie_embeddings
-    assert (
-        g().attention.rope.kind=='proportional'
-        and g().attention.rope.pairs==4
-        and g().sliding.rope.kind=='default')
-    def n(*names):
-        return ModelConfig.from_gguf(gguf_meta('nemotron_h_moe'), tensors=names)
-    assert (
-        (n().mixers,n().ffns,n().intermediate_size)
-        == (
-            ('mamba','attention','none','none'), ('none','none','moe','mlp'), 96)
-        and n().attention.rope is None)
-    E = 'blk.2.ffn_gate_inp.weight'
-    assert (
-        n(E)==replace(
-            n(), mamba=replace(n().mamba, conv_bias=False), tie_embeddings=True)
-        and n(E, 'blk.0.ssm_conv1d.bias').mamba.conv_bias)
-    assert (
-        n('blk.3.ffn_gate_inp.weight').ffns==('none','none','mlp','moe')
-        and n(E, 'blk.0.ssm_in.bias').mamba.proj_bias
-        and not n().mamba.proj_bias)
-    def b(*names):
-        return ModelConfig.from_gguf(gguf_meta('llama'), tensors=[f'blk.0.{n}.bias' for n in names])
+def from_tensors(arch, *names, **keys):
+    "The config of a header of `arch` in a file with tensors of these names"
+    meta = gguf_meta(arch, **keys)
+    return ModelConfig.from_gguf(meta, freq_factors=FREQS.get(arch), tensors=names)
+
+def test_what_gemmas_tensors_say():
+    def g(*names): return from_tensors('gemma4', *names)
+    assert g('output.weight','blk.0.attn_v.weight').attention.k_eq_v
+    assert not g('blk.3.attn_v.weight').attention.k_eq_v
+    assert not g('output.weight').tie_embeddings
+    assert g('x').tie_embeddings
+    rope = g().attention.rope
+    assert (rope.kind, rope.pairs)==('proportional', 4)
+    assert g().sliding.rope.kind=='default'
+
+def test_what_nemotrons_tensors_say():
+    def n(*names): return from_tensors('nemotron_h_moe', *names)
+    assert n().mixers==('mamba','attention','none','none')
+    assert n().ffns==('none','none','moe','mlp')
+    assert n().intermediate_size==96
+    assert n().attention.rope is None
+    router = 'blk.2.ffn_gate_inp.weight'
+    plain = replace(n().mamba, conv_bias=False)
+    assert n(router)==replace(n(), mamba=plain, tie_embeddings=True)
+    assert n(router, 'blk.0.ssm_conv1d.bias').mamba.conv_bias
+    assert n('blk.3.ffn_gate_inp.weight').ffns==('none','none','mlp','moe')
+    assert n(router, 'blk.0.ssm_in.bias').mamba.proj_bias
+    assert not n().mamba.proj_bias
+
+def test_what_biases_and_patterns_say():
+    def b(*names): return from_tensors('llama', *(f'blk.0.{n}.bias' for n in names))
     c = b('attn_q','attn_k','attn_v','ffn_up')
-    assert (
-        c.attention.bias
-        and not c.attention.o_bias
-        and c.mlp_bias
-        and not b('attn_q','attn_k').attention.bias)
-    assert (
-        ModelConfig.from_gguf(gguf_meta(
-            'gpt-oss', **{'attention.sliding_window_pattern':[False,True,True,True]})).mixers
-        ==('attention','sliding','sliding','sliding'))
-    for arch,k,v in (
-        ('gemma4','attention.shared_kv_layers',2),
-        ('mistral3','attention.temperature_scale',.1),
-        ('gpt-oss','expert_count',0),
-        ('nemotron_h','expert_shared_count',2),
-        ('gemma4','embedding_length_per_layer_input',64),
-        ('llama','expert_count',8),
-        ('qwen3','attention.causal',False),
-        ('qwen3moe','expert_group_count',4),
-        ('qwen3moe','expert_gating_func',9),
-        ('llama','logit_scale',2.),
-        ('qwen35','rope.dimension_sections',[2,1,1,5])):
-        with pytest.raises(CheckpointError, match=k):
-            ModelConfig.from_gguf(
-                gguf_meta(arch, **{k:v}), freq_factors=FREQS.get(arch))
+    assert c.attention.bias and c.mlp_bias
+    assert not c.attention.o_bias
+    assert not b('attn_q','attn_k').attention.bias
+    slides = {'attention.sliding_window_pattern':[False,True,True,True]}
+    assert from_tensors('gpt-oss', **slides).mixers==('attention','sliding','sliding','sliding')
+
+@pytest.mark.parametrize('arch,key,v', (
+    ('gemma4','attention.shared_kv_layers',2),
+    ('mistral3','attention.temperature_scale',.1),
+    ('gpt-oss','expert_count',0),
+    ('nemotron_h','expert_shared_count',2),
+    ('gemma4','embedding_length_per_layer_input',64),
+    ('llama','expert_count',8),
+    ('qwen3','attention.causal',False),
+    ('qwen3moe','expert_group_count',4),
+    ('qwen3moe','expert_gating_func',9),
+    ('llama','logit_scale',2.),
+    ('qwen35','rope.dimension_sections',[2,1,1,5])))
+def test_what_a_header_must_not_say(arch, key, v):
+    with pytest.raises(CheckpointError, match=key):
+        from_tensors(arch, **{key:v})

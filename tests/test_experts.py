@@ -346,11 +346,16 @@ def test_each_launch_follows_its_router(name, rows, monkeypatch):
 @pytest.mark.parametrize('size,scales', [(0x300,True), (1<<20,True), (1<<33,True), (5<<30,False), (16<<20,False)])
 def test_asked_ahead_is_inside(size, scales, arch):
     card = Dry(arch, 1<<36)
-    p = Packed('nvfp4', 4, 32, card.empty((size//16,16), 'uint8'), card.empty((size//128,16), 'uint8') if scales else None)
+    codes = card.empty((size//16,16), 'uint8')
+    more = card.empty((size//128,16), 'uint8') if scales else None
+    p = Packed('nvfp4', 4, 32, codes, more)
     (w,s),(n,k) = E._asked(p, card)
     most = min(size, limits(card).ahead)
     assert w.nbytes==size and 0<n*16<=most and n<2**31
-    assert (s is None and k==0) if not scales else (k*16<=s.nbytes and abs(k*8-n)<=8), 'as much of the scales as of the weights'
+    if not scales:
+        assert s is None and k==0
+        return
+    assert k*16<=s.nbytes and abs(k*8-n)<=8, 'as much of the scales as of the weights'
 
 @needs_cxx
 @pytest.mark.parametrize('name,rows', [('qwen',8), ('mixed',1), ('nemotron',9)])
@@ -378,7 +383,9 @@ def shell(name):
     m.mtp = m._mtp
     for w in m.wants():
         if len(w.shape)>1 and not w.array and not w.name.startswith('visual.'):
-            bind(m, w.name, Packed('bf16', *w.shape[-2:], NS(nbytes=1, shape=w.shape), experts=w.shape[0] if len(w.shape)>2 else 0))
+            experts = w.shape[0] if len(w.shape)>2 else 0
+            codes = NS(nbytes=1, shape=w.shape)
+            bind(m, w.name, Packed('bf16', *w.shape[-2:], codes, experts=experts))
         if w.name.endswith(('mixer_norm.weight','mlp_norm.weight')):
             bind(m, w.name, NS(of=w.name))
     if not hasattr(m, 'lm_head'):
@@ -398,10 +405,12 @@ def test_then_is_what_comes_next(name):
         l = next((l for l in vars(b).values() if isinstance(l, MoE)), None)
         if l is None:
             continue
-        if i==len(m.layers)-1:
-            want = m.lm_head.weight
-        else:
-            want = getattr(m.layers[i+1].mixer, first[m.c.mixers[i+1]]).weight if m.c.mixers[i+1]!='none' else None
+        want = m.lm_head.weight
+        if i<len(m.layers)-1:
+            kind = m.c.mixers[i+1]
+            want = None
+            if kind!='none':
+                want = getattr(m.layers[i+1].mixer, first[kind]).weight
         assert l.then is want, i
         if i==len(m.layers)-1 or want is None or not hasattr(b, 'norms'):
             assert l.reader is None, i

@@ -35,7 +35,8 @@ def cupy(status=0, driver=13000, count=1, **props):
     (cupy(100), 'sees no GPU', 'CUDA_VISIBLE_DEVICES'),
     (cupy(999), 'does not start', 'nvidia-smi'),
     (cupy(803), 'does not start', 'nvidia-smi'),
-    (cupy(major=6, minor=1), 'compute capability 6.1', '--device cpu')], ids=['no CuPy','no driver','old driver','no GPU','unknown','mismatch','old card'])
+    (cupy(major=6, minor=1), 'compute capability 6.1', '--device cpu')], ids=['no CuPy',
+    'no driver', 'old driver', 'no GPU', 'unknown', 'mismatch', 'old card'])
 def test_no_card(xp, says, do):
     with pytest.raises(DeviceError, match=re.escape(says)) as e:
         Cuda(0, xp)
@@ -45,7 +46,9 @@ def test_no_such_card():
     with pytest.raises(DeviceError, match='There is no cuda:2: this machine has 2 CUDA devices'):
         Cuda(2, cupy(count=2))
 
-def test_host_works_without(): assert get_device('auto').kind in ('cpu','cuda') and Host().zeros((2,)).sum()==0 and cuda_count(cupy())==1
+def test_host_works_without():
+    assert get_device('auto').kind in (
+        'cpu', 'cuda') and Host().zeros((2,)).sum()==0 and cuda_count(cupy())==1
 
 @pytest.mark.parametrize('integrated,reserve', [(0, 2), (1, 10)])
 def test_budget_of_a_card(integrated, reserve, monkeypatch):
@@ -54,23 +57,37 @@ def test_budget_of_a_card(integrated, reserve, monkeypatch):
     c = Cuda(0, cupy(integrated=integrated))
     c.use = made_up.nullcontext
     m,b = c.memory(),c.budget(.5)
-    assert m==((120*G, 100*G) if integrated else (140*G, 9*G)) and b.total==int((m.available-m.total*reserve//100)*.5)
+    assert m==(
+        (120*G, 100*G) if integrated else (140*G, 9*G)
+    ) and b.total==int((m.available-m.total*reserve//100)*.5)
 
 # Errors that stay
 
 def test_every_sticky_error_of_the_header_is_known():
     "The header says of each that the process must be terminated"
-    header = next((p for p in [Path(find_nvcc()).resolve().parents[1]/'include'/'cuda.h', Path('/usr/local/cuda/include/cuda.h')] if p.exists()), None) if find_nvcc() else None
+    header = next(
+        (
+            p
+            for p in [Path(find_nvcc()).resolve().parents[1]/'include'/'cuda.h', Path('/usr/local/cuda/include/cuda.h')]
+            if p.exists()),
+        None) if find_nvcc() else None
     if not header:
         pytest.skip('no cuda.h')
     text = header.read_text()
     text = text[text.index('typedef enum cudaError_enum'):text.index('} CUresult;')]
-    said = {int(n): ' '.join(d.replace('*', ' ').split()) for d,n in re.findall(r'/\*\*(.*?)\*/\s*CUDA_\w+\s*=\s*(\d+)', text, re.S)}
+    said = {
+        int(n): ' '.join(d.replace('*', ' ').split())
+        for d,n in re.findall(r'/\*\*(.*?)\*/\s*CUDA_\w+\s*=\s*(\d+)', text, re.S)}
     stay = {n for n,d in said.items() if 'inconsistent state' in d or 'must be terminated' in d}
-    assert len(stay)>8 and stay<=STICKY.keys() and not {1,2,100,200,209,500,600,701,720,900,901}&STICKY.keys()
+    assert len(stay)>8 and stay<=STICKY.keys() and not {
+        1, 2, 100, 200, 209, 500, 600, 701, 720, 900,
+        901}&STICKY.keys()
 
 step = st.one_of(st.tuples(st.just('launch'), st.lists(st.sampled_from('abcdef'), min_size=1, max_size=3)), st.tuples(st.just('settle'), st.integers(0, 9)),
-                 st.tuples(st.just('wait'), st.none()), st.tuples(st.just('error'), st.sampled_from([0,1,2,201,701,700,716,719,999])))
+                 st.tuples(st.just('wait'), st.none()),
+                 st.tuples(
+                     st.just('error'),
+                     st.sampled_from([0,1,2,201,701,700,716,719,999])))
 @settings(max_examples=200, deadline=None)
 @given(steps=st.lists(step, max_size=30))
 def test_latch(steps):
@@ -98,17 +115,21 @@ def test_latch(steps):
                 assert what=='error' and v in STICKY and all(n in str(e) for n in first)
             assert list(e.kernels)==first and f.fault
         except DeviceError as e:
-            assert v not in STICKY and first is None and type(e) is (OutOfMemoryError if v==2 else DeviceError)
+            assert v not in STICKY and first is None and type(e) is (
+                OutOfMemoryError if v==2 else DeviceError)
         else:
-            assert first is None or what in ('settle','error')  # a fault is never passed over in silence
+            # a fault is never passed over in silence
+            assert first is None or what in ('settle','error')
         if first is None:
             assert f.names==list(dict.fromkeys(n for _,n in open_)) and f.count==count
     assert (f.fault is None)==(first is None)
 
 def test_error_types():
     f = Faults()
-    assert type(f.error(2, 'x')) is OutOfMemoryError and type(f.error(1, 'x')) is DeviceError and type(f.error(700, 'x')) is CudaFault
-    assert type(f.error(716, 'y')) is CudaFault and f.fault.msg.startswith('CUDA error 700')  # the first is what is told
+    assert type(f.error(2, 'x')) is OutOfMemoryError and type(f.error(1, 'x')) is DeviceError and type(
+        f.error(700, 'x')) is CudaFault
+    # the first is what is told
+    assert type(f.error(716, 'y')) is CudaFault and f.fault.msg.startswith('CUDA error 700')
     e = typed_error('device_fault', 'from a worker')
     assert type(e) is CudaFault and e.status==503 and e.kernels==()
 
@@ -200,7 +221,9 @@ def has_card():
 @pytest.mark.skipif(not has_card(), reason='no card')
 @pytest.mark.parametrize('how', ['eager','exact','graph','misaligned','trap'])
 def test_real_faults(how):
-    r = subprocess.run([sys.executable, Path(__file__).parent/'gpu'/'faults.py', how], capture_output=True, text=True)
+    r = subprocess.run(
+        [sys.executable, Path(__file__).parent/'gpu'/'faults.py', how],
+        capture_output=True, text=True)
     assert r.returncode==0, r.stdout+r.stderr
 
 # The arena
@@ -209,7 +232,8 @@ class HostArena:
     "Regions on the host against plain copies: arrays stay where they are, keep what they hold, and never overlap, in whatever order they come and go; the budget is the sum of what is mapped"
     def __init__(self, budget, step):
         self.page = HostPages.page
-        self.arena,self.names,self.held = Arena(Host(), Budget(budget*self.page), step=step*self.page),0,{}
+        self.arena,self.names,self.held = Arena(
+            Host(), Budget(budget*self.page), step=step*self.page),0,{}
         self.rs = [self.region(n) for n in (8,40,200)]
     def region(self, pages):
         self.names += 1
@@ -217,13 +241,17 @@ class HostArena:
         self.held[r.name] = []
         return r
     def take(self, r, n, k):
-        dtype,align = ('float32','uint8','int64','float16')[k%4],(1,64,256,4096)[k//4%4]
+        dtype,align = (
+            'float32', 'uint8', 'int64', 'float16')[k%4],(1,64,256,4096)[k//4%4]
         shape,fill = (n//100,k) if k%3 else (n,),1+k%100
-        size,used,budget = -(-max(1, math.prod(shape)*np.dtype(dtype).itemsize)//256)*256,r.used,self.arena.budget.used
+        size,used,budget = -(
+            -max(1, math.prod(shape)*np.dtype(dtype).itemsize)//256
+        )*256,r.used,self.arena.budget.used
         try:
             a = r.take(shape, dtype, align)
         except OutOfMemoryError as e:
-            assert (r.used, self.arena.budget.used)==(used, budget) and not r.asleep and e.hint
+            assert (
+                r.used, self.arena.budget.used)==(used, budget) and not r.asleep and e.hint
             return
         except DeviceError:
             assert r.asleep
@@ -241,7 +269,8 @@ class HostArena:
         r._settle()
     def trim(self, r, n, k):
         mapped = r.mapped
-        assert r.trim()==mapped-r.mapped and (r.asleep or r.mapped<=len(r._needed())*r.chunk)
+        assert r.trim()==mapped-r.mapped and (
+            r.asleep or r.mapped<=len(r._needed())*r.chunk)
     def sleep(self, r, n, keep):
         if r.asleep:
             assert r.release()==0
@@ -257,7 +286,8 @@ class HostArena:
             r.restore()
         except OutOfMemoryError:
             assert r.asleep and r.mapped==0
-    def close(self, r, n, k): self.held.pop(r.name); r.close(); self.rs[self.rs.index(r)] = self.region(1+n%60)
+    def close(self, r, n, k):
+        self.held.pop(r.name); r.close(); self.rs[self.rs.index(r)] = self.region(1+n%60)
     def others(self, r, n, k):
         "Somebody else takes from the budget, or gives back"
         b,n = self.arena.budget,k%20*self.page
@@ -267,22 +297,34 @@ class HostArena:
             b.take('others', n)
     def sound(self):
         a,b = self.arena,self.arena.budget
-        assert b.used-b.parts.get('others', 0)==sum(r.mapped for r in a.regions.values()) and b.left>=0
+        assert b.used-b.parts.get('others', 0)==sum(
+            r.mapped for r in a.regions.values()) and b.left>=0
         spans = sorted((at, at+x.nbytes) for os in self.held.values() for x,_,at in os if x.nbytes)
         assert all(e<=s for (_,e),(s,_) in zip(spans, spans[1:]))
         for name,os in self.held.items():
             r = a[name]
             h = r._holes
-            assert all(s<e for s,e in h) and all(e<s for (_,e),(s,_) in zip(h, h[1:])) and (r.asleep or set(r._needed())<=r._handles.keys())
-            assert r.used==sum(-(-max(1, x.nbytes)//256)*256 for x,_,_ in os) and r.used+sum(e-s for s,e in h)==r.size
+            assert all(s<e for s,e in h) and all(e<s for (_,e),(s,_) in zip(h, h[1:])) and (
+                r.asleep or set(r._needed())<=r._handles.keys())
+            assert r.used==sum(
+                -(-max(1, x.nbytes)//256)*256 for x,_,_ in os
+            ) and r.used+sum(e-s for s,e in h)==r.size
             if r.asleep:
                 continue
             for x,want,at in os:
                 assert x.ctypes.data==at and (x==want).all()
 
-_DO = ['take']*6+['drop']*4+['trim','trim','sleep','wake','wake','wake','others','close']
+_DO = ['take']*6+['drop']*4+[
+    'trim', 'trim', 'sleep', 'wake', 'wake', 'wake', 'others', 'close']
 @settings(max_examples=150, deadline=None)
-@given(budget=st.integers(0, 100), step=st.integers(1, 8), ops=st.lists(st.tuples(st.sampled_from(_DO), st.integers(0, 2), st.integers(0, 20000), st.integers(0, 1000)), min_size=10, max_size=60))
+@given(
+    budget=st.integers(0, 100),
+    step=st.integers(1, 8),
+    ops=st.lists(
+        st.tuples(
+            st.sampled_from(_DO), st.integers(0, 2),
+            st.integers(0, 20000), st.integers(0, 1000)),
+        min_size=10, max_size=60))
 def test_arena_of_the_host(budget, step, ops):
     h = HostArena(budget, step)
     for op,i,n,k in ops:
@@ -292,13 +334,19 @@ def test_arena_of_the_host(budget, step, ops):
 statuses = st.lists(st.sampled_from([0,2,1,201]), max_size=3)
 @settings(max_examples=300, deadline=None)
 @given(ops=st.lists(st.tuples(st.sampled_from(['take','take','drop','trim','sleep','wake','others']), st.integers(0, 1), st.integers(1, 20*M)), min_size=2, max_size=25),
-       fail=st.fixed_dictionaries(dict(cuMemCreate=statuses, cuMemMap=statuses, cuMemSetAccess=statuses)), at=st.integers(0, 4))
+       fail=st.fixed_dictionaries(
+           dict(cuMemCreate=statuses, cuMemMap=statuses, cuMemSetAccess=statuses)),
+       at=st.integers(0, 4))
 def test_arena_of_a_card_loses_nothing(ops, fail, at):
     "Whatever fails: memory handed out, mapped and paid for are the same, arrays have memory behind them, and in the end all is given back"
     d = made_up.Driver(64*M)
     c = made_up.card(d)
-    arena = Arena(c, Budget(48*M), step=4*M, pages=CudaPages(c, d))
-    rs,arrays = [arena.region('weights', 40*M), arena.region('cache', 80*M)],[]
+    arena = Arena(
+        c, Budget(48*M), step=4*M,
+        pages=CudaPages(c, d))
+    rs,arrays = [
+        arena.region('weights', 40*M),
+        arena.region('cache', 80*M)],[]
     for i,(op,which,n) in enumerate(ops):
         if i==at:
             d.failing(**fail)
@@ -315,11 +363,14 @@ def test_arena_of_a_card_loses_nothing(ops, fail, at):
             elif op=='wake':
                 r.restore()
             else:
-                d.free,d.total = d.free+(n if d.total<64*M else -min(n, d.free)),64*M if d.total<64*M else 64*M-min(n, d.free)
+                d.free,d.total = d.free+(
+                    n if d.total<64*M else -min(n, d.free)
+                ),64*M if d.total<64*M else 64*M-min(n, d.free)
         except DeviceError as e:
             assert type(e) in (OutOfMemoryError, DeviceError) and (op!='wake' or r.asleep)
         mapped = sum(o[0] for o in d.maps.values())
-        assert mapped==sum(d.handles.values())==sum(r.mapped for r in rs)==arena.budget.used and all(ok for *_,ok in d.maps.values())
+        assert mapped==sum(d.handles.values())==sum(r.mapped for r in rs)==arena.budget.used and all(
+            ok for *_,ok in d.maps.values())
         for r,a in arrays:
             assert r.asleep or d.usable(a.data.ptr, a.shape[0])
     d.failing()
@@ -332,7 +383,8 @@ def test_no_room_to_wake(call):
     "It sleeps on, owes nothing, and wakes at the same addresses when there is room"
     d = made_up.Driver(64*M)
     c = made_up.card(d)
-    r = Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M)
+    r = Arena(
+        c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M)
     x = r.take((3*M,), 'uint8')
     r.release()
     d.failing(**{call: [2,2]})
@@ -340,7 +392,8 @@ def test_no_room_to_wake(call):
         r.restore()
     d.failing()
     assert r.asleep and not d.maps and not d.handles and r.arena.budget.used==0
-    assert r.restore() is False and d.usable(x.data.ptr, 3*M) and r.arena.budget.used==r.mapped==32*M
+    assert r.restore() is False and d.usable(
+        x.data.ptr, 3*M) and r.arena.budget.used==r.mapped==32*M
 
 def test_arrays_keep_their_region():
     "A region that nobody names any more lives as long as an array over it, and then gives everything back"
@@ -355,7 +408,8 @@ def test_arrays_keep_their_region():
     assert not r()
     d = made_up.Driver(64*M)
     c = made_up.card(d)
-    x = Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M).take((3,))
+    x = Arena(
+        c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M).take((3,))
     gc.collect()
     assert d.maps and d.usable(x.data.ptr, 12)
     del x
@@ -367,9 +421,12 @@ def test_a_recording_is_not_disturbed():
     d = made_up.Driver(200*M)
     waits = []
     c = made_up.card(d, lambda: waits.append(quiet._recording))
-    def region(n): return Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M).take((3,))
+    def region(n):
+        return Arena(
+            c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M).take((3,))
     x,y = region(0),region(1)
-    r = Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('cache', 64*M)
+    r = Arena(
+        c, Budget(64*M), pages=CudaPages(c, d)).region('cache', 64*M)
     z = r.take((3,))
     with quiet.recording():
         del x
@@ -392,7 +449,9 @@ def test_a_recording_is_not_disturbed():
     assert not d.maps and not d.reserved and d.free==200*M
 
 def test_a_card_that_cannot_map():
-    old = type('Old', (made_up.Driver,), dict(_cuDeviceGetAttribute=lambda self, out, which, dev: 0))
+    old = type(
+        'Old', (made_up.Driver,),
+        dict(_cuDeviceGetAttribute=lambda self, out, which, dev: 0))
     with pytest.raises(DeviceError, match='cannot map memory'):
         CudaPages(made_up.card(old(64*M)), old(64*M))
 
@@ -403,7 +462,9 @@ def test_it_counts_all_the_same(monkeypatch):
     d = made_up.Driver(64*M)
     c = made_up.card(d)
     ptrs = iter(range(1, 99))
-    c.xp.get_default_memory_pool = lambda: NS(malloc=lambda n: NS(ptr=next(ptrs), size=n), free_all_blocks=lambda: None)
+    c.xp.get_default_memory_pool = lambda: NS(
+        malloc=lambda n: NS(ptr=next(ptrs), size=n),
+        free_all_blocks=lambda: None)
     with pytest.warns(UserWarning, match='cannot be put to sleep'):
         a = Arena(c, Budget(M), step=4096)
     r = a.region('weights', M)
@@ -419,17 +480,32 @@ def test_it_counts_all_the_same(monkeypatch):
 
 class Refuses:
     name,version = 'nvrtc','13.0'
-    def __call__(self, src, arch, options): raise _refused(src, arch, self, 'rope.cu(3): error: expected a ";"')
+    def __call__(self, src, arch, options):
+        raise _refused(src, arch, self, 'rope.cu(3): error: expected a ";"')
 class NoStore:
     def get(self, name, key): pass
 
 _BUILT = NS(card='A made-up card', arch='sm_90a')
 @pytest.mark.parametrize('what,says', [
-    (lambda: Nvrtc(None), 'CuPy'), (lambda: compiled(Source('rope'), 'sm_75', (), Refuses(), NoStore()), 'rope.cu does not compile for sm_75 with nvrtc 13.0: rope.cu(3): error: expected a ";"'),
-    (lambda: Nvrtc(NS(cuda=NS(nvrtc=NS(getVersion=lambda: (12,8), getSupportedArchs=lambda: [75,90]))))(Source('rope'), 'sm_121a'), 'no machine code of rope for sm_121a, and NVRTC 12.8 makes it for sm_75 to sm_90'),
-    (lambda: _ok(1, 'moe with 230000 bytes of shared memory', _BUILT), 'moe with 230000 bytes'), (lambda: _ok(701, 'moe cannot be launched', _BUILT), 'moe cannot be launched'),
-    (lambda: _ok(2, 'moe', _BUILT), 'moe'), (lambda: _ok(209, 'moe', _BUILT), 'moe'), (lambda: _ok(700, 'moe', _BUILT), 'CUDA error 700')],
-    ids=['no CuPy','does not compile','other architecture','shared memory','threads','memory','machine code','fault'])
+    (lambda: Nvrtc(None), 'CuPy'),
+    (
+        lambda: compiled(Source('rope'), 'sm_75', (), Refuses(), NoStore()),
+        'rope.cu does not compile for sm_75 with nvrtc 13.0: rope.cu(3): error: expected a ";"'),
+    (
+        lambda: Nvrtc(
+            NS(
+                cuda=NS(
+                    nvrtc=NS(getVersion=lambda: (12,8), getSupportedArchs=lambda: [75,90])))
+        )(Source('rope'), 'sm_121a'),
+        'no machine code of rope for sm_121a, and NVRTC 12.8 makes it for sm_75 to sm_90'),
+    (lambda: _ok(1, 'moe with 230000 bytes of shared memory', _BUILT), 'moe with 230000 bytes'),
+    (lambda: _ok(701, 'moe cannot be launched', _BUILT), 'moe cannot be launched'),
+    (lambda: _ok(2, 'moe', _BUILT), 'moe'),
+    (lambda: _ok(209, 'moe', _BUILT), 'moe'),
+    (lambda: _ok(700, 'moe', _BUILT), 'CUDA error 700')],
+    ids=[
+        'no CuPy', 'does not compile', 'other architecture', 'shared memory', 'threads', 'memory',
+        'machine code', 'fault'])
 def test_every_trouble_says_what_to_do(what, says, monkeypatch):
     monkeypatch.setattr('atlas.card.card.faults', Faults())
     with pytest.raises(DeviceError) as e:

@@ -407,8 +407,8 @@ def test_hub_gguf(tmp_path):
         two={'a.gguf': b'a'*100, 'b.gguf': b'b'*200},
         none={'README.md': b''})
     with serving(Hub, repos=repos, paths=[]) as s:
-        code = '''names = 'org/one','org/two:b.gguf','org/two','org/two:c.gguf','org/none','org/gone'
-for n in names:
+        code = '''names = 'one two:b.gguf two two:c.gguf none gone'.split()
+for n in (f'org/{n}' for n in names):
     try: p = resolve(n); print(n, p.name, p.stat().st_size)
     except SourceError as e: print(n, e)'''
         rc,out,err = hf(tmp_path, 'from atlas.ground.core import SourceError\n'+code, s.server_port)

@@ -514,60 +514,56 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
         'is a scale',
         'takes none')
 
-def test_stored_twice(tmp_path, made):
-    def twice(name, more, *words):
-        raw,conf = layout(made, name)
-        refused(folder(tmp_path/'m', conf, raw|more(raw)), *words)
-    def alias(a,b):
-        return lambda raw: {
-            k.replace(a, b, 1):v
-            for k,v in raw.items()
-            if 'layers.1.' in k and 'norm' in k and k.startswith(a)}
-    twice(
-        'llama', alias('model.', 'model.language_model.'), 'stored twice',
-        'model.language_model.layers.1.')
-    twice('qwen3.5', alias('model.language_model.', 'model.'), 'stored twice')
-    twice('qwen3-fp8-half', alias('base.net.', 'model.'), 'stored twice')
-    twice(
-        'nemotron-h',
-        lambda raw: {'model.embed_tokens.weight':raw['backbone.embeddings.weight']},
-        'stored twice')
-    twice(
-        'qwen3.5',
-        lambda raw: {'visual.pos_embed.weight':raw['model.visual.pos_embed.weight']},
-        'stored twice')
-    twice(
-        'mistral3', lambda raw: {'lm_head.weight':raw['language_model.lm_head.weight']},
-        'stored twice', 'language_model.lm_head.weight')
-    q = 'model.layers.0.self_attn.q_proj.'
-    twice(
-        'qwen3-moe-nvfp4-ct',
-        lambda raw: {
-            q+'weight':(
-                np.zeros((160,160), np.uint16), 'BF16')},
-        'stored twice',
-        q+'weight_packed')
-    twice(
-        'qwen3-fp8-tensor',
-        lambda raw: {
-            q+'weight_scale_inv':(
-                np.ones((2,2), np.float32), 'F32')},
-        q+'weight_scale',
-        'is a scale')
-    def both(name):
-        return lambda raw: {
-            k:v
-            for k,v in stored(*LAYOUTS[name])[0].items()
-            if 'experts' in k}
-    twice(
-        'qwen3.5-moe', both('qwen3.5-moe-nvfp4-experts'), 'twice', 'experts.gate_up_proj',
-        'experts.0.gate_proj.weight')
-    twice('gpt-oss', both('gpt-oss-mxfp4'), 'stored twice', 'gate_up_proj_blocks')
-    split = {
-        'model.layers.0.linear_attn.'+n+'.weight':(
-            np.zeros((r,160), np.uint16), 'BF16')
-        for n,r in (('in_proj_qkv',160),('in_proj_z',96))}
-    twice('qwen3-next', lambda raw: split, 'twice', 'in_proj_qkvz', 'in_proj_qkv.')
+def alias(a, b):
+    "Norms of layer 1 whose names begin with `a`, again under `b`"
+    def more(raw):
+        mine = {k:v for k,v in raw.items() if k.startswith(a) and 'layers.1.' in k}
+        return {k.replace(a, b, 1):v for k,v in mine.items() if 'norm' in k}
+    return more
+
+def again(name, stored):
+    "The tensor `stored` again as `name`"
+    return lambda raw: {name:raw[stored]}
+
+def put(name, shape, dtype='BF16'):
+    "A tensor that is not there, of zeros or ones"
+    a = np.ones(shape, np.float32) if dtype=='F32' else np.zeros(shape, np.uint16)
+    return lambda raw: {name:(a, dtype)}
+
+def both(name):
+    "The experts as the layout `name` has them"
+    def more(raw):
+        return {k:v for k,v in stored(*LAYOUTS[name])[0].items() if 'experts' in k}
+    return more
+
+def split(raw):
+    "A fused projection, apart"
+    at = 'model.layers.0.linear_attn.'
+    return put(at+'in_proj_qkv.weight', (160,160))(raw)|put(at+'in_proj_z.weight', (96,160))(raw)
+
+Q = 'model.layers.0.self_attn.q_proj.'
+
+@pytest.mark.parametrize('name,more,words', (
+    ('llama', alias('model.', 'model.language_model.'),
+        ('stored twice','model.language_model.layers.1.')),
+    ('qwen3.5', alias('model.language_model.', 'model.'), ('stored twice',)),
+    ('qwen3-fp8-half', alias('base.net.', 'model.'), ('stored twice',)),
+    ('nemotron-h', again('model.embed_tokens.weight', 'backbone.embeddings.weight'),
+        ('stored twice',)),
+    ('qwen3.5', again('visual.pos_embed.weight', 'model.visual.pos_embed.weight'),
+        ('stored twice',)),
+    ('mistral3', again('lm_head.weight', 'language_model.lm_head.weight'),
+        ('stored twice','language_model.lm_head.weight')),
+    ('qwen3-moe-nvfp4-ct', put(Q+'weight', (160,160)), ('stored twice',Q+'weight_packed')),
+    ('qwen3-fp8-tensor', put(Q+'weight_scale_inv', (2,2), 'F32'),
+        (Q+'weight_scale','is a scale')),
+    ('qwen3.5-moe', both('qwen3.5-moe-nvfp4-experts'),
+        ('twice','experts.gate_up_proj','experts.0.gate_proj.weight')),
+    ('gpt-oss', both('gpt-oss-mxfp4'), ('stored twice','gate_up_proj_blocks')),
+    ('qwen3-next', split, ('twice','in_proj_qkvz','in_proj_qkv.'))))
+def test_stored_twice(tmp_path, made, name, more, words):
+    raw,conf = layout(made, name)
+    refused(folder(tmp_path/'m', conf, raw|more(raw)), *words)
 
 def test_scales_of_no_use_are_left_alone(tmp_path, made):
     raw,conf = layout(made, 'qwen3-fp8-tensor')
@@ -669,50 +665,53 @@ def test_any_part_of_any_shape_and_type(tmp_path, made):
 
 # ---- many tensors
 
+def many_experts()->dict:
+    "A config.json with as many layers and experts as Qwen3.6-35B-A3B has, in tiny"
+    base = CONFS['qwen3_5_moe']
+    text = base['text_config']|dict(
+        num_hidden_layers=40,
+        layer_types=(['linear_attention']*3+['full_attention'])*10,
+        num_experts=256,
+        num_experts_per_tok=8,
+        hidden_size=32,
+        moe_intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        shared_expert_intermediate_size=32)
+    vision = base['vision_config']|dict(depth=27, out_hidden_size=32)
+    return base|dict(text_config=text, vision_config=vision)
+
+_IN_FP8 = re.compile(
+    r'layers\.\d+\.(self_attn|mlp\.(experts|shared_expert)\.'
+    r'|linear_attn\.(in_proj_(qkv|z)|out_proj)\.)')
+
+def source_shape(w, rows)->tuple:
+    "The shape of a source of `w` that brings so many rows"
+    if len(w.shape)==1:
+        return (rows,)
+    each = len(w.shape)==3 and len(w.sources)>1
+    return (rows,*w.shape[-1:]) if each or len(w.shape)==2 else w.shape
+
+def in_fp8(wants)->dict:
+    "Zeros for all sources of `wants`: matrices of layers in FP8, with a scale, the rest in BF16"
+    raw = {}
+    for w in wants:
+        for s,rows in zip(w.sources, w.rows or w.shape[:1]):
+            shape,name = source_shape(w, rows),named(s, 'wrapped')
+            if len(shape)==2 and _IN_FP8.search(s) and 'visual' not in s:
+                raw[name] = np.zeros(shape, np.uint8),'F8_E4M3'
+                raw[name+'_scale_inv'] = np.zeros((1,1), np.uint16),'BF16'
+            else:
+                raw[name] = np.zeros(shape, np.uint16),'BF16'
+    return raw
+
 def test_a_release_of_64_196_tensors_opens_in_seconds(tmp_path):
     "As many tensors as Qwen3.6-35B-A3B-FP8 has, in tiny: the calls that each costs are counted"
-    text = (
-        CONFS['qwen3_5_moe']['text_config']
-        |dict(
-            num_hidden_layers=40,
-            layer_types=(['linear_attention']*3+['full_attention'])*10,
-            num_experts=256,
-            num_experts_per_tok=8,
-            hidden_size=32,
-            moe_intermediate_size=32,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            shared_expert_intermediate_size=32))
-    conf = (
-        CONFS['qwen3_5_moe']
-        |dict(
-            text_config=text,
-            vision_config=CONFS['qwen3_5_moe']['vision_config']|dict(depth=27, out_hidden_size=32)))
-    c = ModelConfig.from_hf(conf)
-    raw = {}
-    for w in build(c).wants():
-        each = len(w.shape)==3 and len(w.sources)>1
-        for s,r in zip(
-            w.sources, w.rows or w.shape[:1]):
-            shape = (
-                (r,*w.shape[-1:])
-                if each or len(w.shape)==2
-                else (r,) if len(w.shape)==1 else w.shape)
-            q = (
-                len(shape)==2
-                and re.search(
-                    r'layers\.\d+\.(self_attn|mlp\.(experts|shared_expert)\.'
-                    r'|linear_attn\.(in_proj_(qkv|z)|out_proj)\.)',
-                    s)
-                and 'visual' not in s)
-            raw[named(s, 'wrapped')] = (
-                np.zeros(shape, np.uint8 if q else np.uint16), 'F8_E4M3' if q else 'BF16')
-            if q:
-                raw[named(s, 'wrapped')+'_scale_inv'] = (
-                    np.zeros((1,1), np.uint16), 'BF16')
+    conf = many_experts()
+    raw = in_fp8(build(ModelConfig.from_hf(conf)).wants())
     assert len(raw)==64_196
     d = folder(tmp_path, conf, raw, shards=14)
     pr = cProfile.Profile()

@@ -15,7 +15,9 @@ pytest.importorskip('xllamacpp', reason='llama.cpp has no wheel for this machine
 HELPER = Path(__file__).parent/'helpers/llamacpp_server.py'
 ALPHABET = ''.join(map(chr, range(ord('a'), ord('z')+1)))
 QUICK = Limits(connect=WAIT, first=WAIT, between=WAIT, whole=WAIT)
-HELLO = dict(model='alphabet', temperature=0, messages=[dict(role='user', content='Hi')])
+HELLO = dict(
+    model='alphabet', temperature=0,
+    messages=[dict(role='user', content='Hi')])
 
 class LlamaCpp:
     "A server in a process of its own"
@@ -50,7 +52,8 @@ def through(llama):
     with door(llama.url) as (web,_):
         yield web
 
-def events(r): return [json.loads(l[6:]) for l in r.text.splitlines() if l.startswith('data: {')]
+def events(r):
+    return [json.loads(l[6:]) for l in r.text.splitlines() if l.startswith('data: {')]
 
 def counted(web, kind):
     "Tokens that our server has counted for the one behind it"
@@ -72,7 +75,8 @@ def test_chat(through):
     prompt = d['usage']['prompt_tokens']
     assert prompt>len('user: Hi\nassistant:') and d['usage']['completion_tokens']==27
     after = counted(through, 'prompt'),counted(through, 'completion')
-    assert (after[0]-before[0], after[1]-before[1])==(prompt, 27)
+    assert (
+        after[0]-before[0], after[1]-before[1])==(prompt, 27)
 
 def test_chat_streamed(through):
     before = counted(through, 'completion')
@@ -141,13 +145,16 @@ def test_counts_that_it_does_not_have(llama):
     "A server of chat alone counts nothing, and is not asked for it"
     with door(llama.url, apis='chat') as (web,ms):
         r = web.post('/v1/messages/count_tokens', json=HELLO)
-        assert (r.status_code, r.json()['error']['details']['error_code'])==(501, 'not_supported')
+        assert (
+            r.status_code, r.json()['error']['details']['error_code'])==(501, 'not_supported')
         assert 'llama/alphabet has no messages/count_tokens' in r.json()['error']['message']
         assert not ms.backends[0].counts.asked
 
 WRONG = dict(
     messages=(dict(messages='Hi'), 400, "Expected 'messages' to be an array"),
-    context=(dict(messages=[dict(role='user', content='x'*600)]), 400, 'exceeds the available context size'))
+    context=(
+        dict(messages=[dict(role='user', content='x'*600)]),
+        400, 'exceeds the available context size'))
 
 @pytest.mark.parametrize('stream', [False,True], ids=['whole','stream'])
 @pytest.mark.parametrize('wrong', WRONG)
@@ -156,13 +163,15 @@ def test_its_errors(through, wrong, stream):
     fields,status,said = WRONG[wrong]
     r = through.post('/v1/chat/completions', json=HELLO|fields|dict(stream=stream))
     e = r.json()['error']
-    assert r.status_code==status and e['message'].startswith('llama says: ') and said in e['message']
+    assert r.status_code==status and e['message'].startswith(
+        'llama says: ') and said in e['message']
 
 def test_one_that_is_killed(llama, tmp_path):
     "Who asks it then reads that it is gone, and where another stands in, nothing of that"
     first = LlamaCpp(tmp_path)
     with door(first.url, llama.url) as (web,ms):
-        assert web.post('/v1/chat/completions', json=HELLO|dict(model='llama/alphabet')).status_code==200
+        assert web.post(
+            '/v1/chat/completions', json=HELLO|dict(model='llama/alphabet')).status_code==200
         first.end()
         gone = web.post('/v1/chat/completions', json=HELLO|dict(model='llama/alphabet'))
         assert (gone.status_code, gone.json()['error']['message'])==(503, 'llama cannot be reached')

@@ -28,7 +28,8 @@ class Sink(io.StringIO):
 
 @contextmanager
 def gateway():
-    "A gateway with one scripted worker, in a thread of this process; the models, the application's port and the log"
+    """A gateway with one scripted worker, in a thread of this process; the models, the
+    application's port and the log"""
     lines,got = Sink(),{}
     configure('json', stream=lines)
     async def main():

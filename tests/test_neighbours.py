@@ -14,8 +14,10 @@ QUIET = dict(raise_server_exceptions=False)
 
 class Pool(Models):
     "Remembers what is to be unloaded"
-    def __init__(self, *args, **kw): super().__init__(*args, **kw); self.gone = []
-    async def unload(self, name): self.gone.append(self.find(name).name); return {}
+    def __init__(self, *args, **kw):
+        super().__init__(*args, **kw); self.gone = []
+    async def unload(self, name):
+        self.gone.append(self.find(name).name); return {}
 
 def two(**kw):
     "One that is there, and one that is not"
@@ -24,7 +26,9 @@ def two(**kw):
     up = ReadyModel('fake', ['fake','alias'], r.info, tok, template, runner=r)
     here = Served(['fake','alias'], up)
     here.wanted = True
-    return r,Pool([here, Model(EngineConfig('other'))], first=('fake',), **kw)
+    return r,Pool(
+        [here, Model(EngineConfig('other'))], first=('fake',),
+        **kw)
 
 @pytest.fixture
 def pool():
@@ -42,7 +46,8 @@ def test_states_have_llama_swaps_words(pool):
     states = {}
     for state in ('loading','loaded','sleeping','unloading','failed','unloaded'):
         models.all[1].state = state
-        states[state] = [m['state'] for m in c.get('/running').json()['running'] if m['model']=='other']
+        states[state] = [
+            m['state'] for m in c.get('/running').json()['running'] if m['model']=='other']
     assert states==dict(loading=['starting'], loaded=['ready'], sleeping=['sleeping'],
         unloading=['stopping'], failed=[], unloaded=[])
 
@@ -75,8 +80,11 @@ def test_unloading_is_for_admins():
     _,models = two()
     rules = Rules(keys=Keys({'sesame':'user','onion':'admin'}))
     with TestClient(create_app(models, rules=rules), base_url='http://localhost', **QUIET) as c:
-        def ask(path, key, how): return c.request(how, path, headers={'x-api-key':key}).status_code
-        paths = [('/unload','GET'),('/unload/fake','GET'),('/unload/fake','POST'),('/api/models/unload','POST'),('/api/models/unload/fake','POST')]
+        def ask(path, key, how):
+            return c.request(how, path, headers={'x-api-key':key}).status_code
+        paths = [
+            ('/unload','GET'), ('/unload/fake','GET'), ('/unload/fake','POST'),
+            ('/api/models/unload','POST'), ('/api/models/unload/fake','POST')]
         assert [ask(p, 'sesame', how) for p,how in paths]==[403]*5 and not models.gone
         assert [ask(p, 'onion', how) for p,how in paths]==[200]*5
         assert c.get('/running', headers={'x-api-key':'sesame'}).status_code==200
@@ -85,17 +93,21 @@ def test_props(pool):
     _,models,c = pool
     assert c.get('/props').json()['role']=='router'
     d = c.get('/props?model=alias').json()
-    assert (d['model_alias'],d['total_slots'],d['default_generation_settings']['n_ctx'])==('fake',4,1000)
+    assert (
+        d['model_alias'], d['total_slots'], d['default_generation_settings']['n_ctx']
+    )==('fake',4,1000)
     assert 'm.role' in d['chat_template'] and d['modalities']==dict(vision=False, audio=False)
     d = c.get('/props', params=dict(model='other')).json()
-    assert (d['total_slots'],d['is_sleeping'],models.all[1].state)==(0,False,'unloaded')
+    assert (
+        d['total_slots'], d['is_sleeping'], models.all[1].state)==(0,False,'unloaded')
     assert c.get('/props?model=x').status_code==404
 
 def test_slots(pool):
     r,models,c = pool
     r.seen += [1]
     slots = c.get('/slots?model=fake').json()
-    assert [s['id'] for s in slots]==[0,1,2,3] and [s['is_processing'] for s in slots]==[True]+[False]*3
+    assert [s['id'] for s in slots]==[0,1,2,3] and [
+        s['is_processing'] for s in slots]==[True]+[False]*3
     assert c.get('/slots?model=fake&fail_on_no_slot=1').status_code==200
     r.seen += [1]*3
     full = c.get('/slots?model=fake&fail_on_no_slot=1')

@@ -174,7 +174,8 @@ class Machine(RuleBasedStateMachine):
         self.check_line(went, rows)
 
     def count(self, went):
-        "Whoever has idled until now goes, idles on, or has left; and is first if it was for too long"
+        """Whoever has idled until now goes, idles on, or has left; and is first if it was for too
+        long"""
         for s in self.all:
             since = self.resting.pop(s, None)
             if since is not None:
@@ -325,7 +326,8 @@ def test_cached_tokens_do_not_count():
     assert first()==[short]
 
 def siege(policy, lower):
-    "Seconds until a long prompt gets its first token among short ones that never end; the longest step"
+    """Seconds until a long prompt gets its first token among short ones that never end; the
+    longest step"""
     sc,now = scheduler(policy, 2, 200, 2000, chunk=128,
         max_queue=10**6)
     longest = n = 0
@@ -582,7 +584,8 @@ def test_both_lines(plain, fixed, each):
     assert w.took<=1.3*alone+D
 
 def test_a_plain_step_more(monkeypatch):
-    "Where the deadline alone would make a prompt far slower, steps are longer by a plain one at most"
+    """Where the deadline alone would make a prompt far slower, steps are longer by a plain one at
+    most"""
     w = Wall(Policy('slai', .1), SMALL)
     assert w.p99<=.1+SMALL.plain
     monkeypatch.setattr('atlas.engine.policy.SWIFT', 99.)

@@ -486,7 +486,8 @@ def anybody(i, rng):
 # The second tier
 
 def spilled(kind='none', k=0, **kw):
-    "An engine whose second tier has the prompt of a request, and whose tree is empty; and that request"
+    """An engine whose second tier has the prompt of a request, and whose tree is empty; and that
+    request"""
     e = engine(kind, k, prefix=4, spill=1<<24, **kw)
     r = talk(1, 0, 190, 0, 9, {})
     answer(e, r)
@@ -564,7 +565,8 @@ def test_who_finds_no_slot_for_states_computes_them():
 
 @pytest.mark.parametrize('kind,depth', [('tile',0),('tile',1),('state',1)])
 def test_what_is_damaged_is_computed(kind, depth):
-    "A bit that has turned over is noticed; the prompt is computed, and what is good is of use again"
+    """A bit that has turned over is noticed; the prompt is computed, and what is good is of use
+    again"""
     e,r,store = spilled()
     damage(store, kind, depth)
     assert answer(e, named(r, 1))==(said(alone(r)),190)

@@ -68,7 +68,9 @@ class Line:
         limit = self.r.params.max_tokens
         cut = limit is not None and self.n-n+1==limit
         finish = 'stop' if self.over else 'length' if cut else None
-        return Event(self.r.id, i, finish=finish, cached=self.engine.cached if first else None)
+        return Event(
+            self.r.id, i, finish=finish,
+            cached=self.engine.cached if first else None)
     def abort(self):
         if self.over:
             return
@@ -171,7 +173,8 @@ KEYS = Keys({'sesame':'user', 'onion':'admin', 'garlic':'user same', 'leek':'use
 
 def salts_of(client, path, key, **kw):
     "The salt that a question with this key has"
-    r = client.post(path, json=body(path, **kw), headers=dict(authorization=f'Bearer {key}'))
+    r = client.post(
+        path, json=body(path, **kw), headers=dict(authorization=f'Bearer {key}'))
     assert r.status_code==200, r.text
     return client.engine.real[-1].salt
 
@@ -305,7 +308,8 @@ def test_the_log_tells_of_the_cache(capfd):
 
 class Chat:
     "A client of chat completions, which sends thoughts back or does not"
-    path,tools = CHAT,[dict(type='function', function=dict(name='add', parameters=SCHEMA))]
+    path,tools = CHAT,[
+        dict(type='function', function=dict(name='add', parameters=SCHEMA))]
     returns = False
     def __init__(self): self.messages = []
     def say(self, text): self.messages.append(dict(role='user', content=text))
@@ -355,7 +359,8 @@ def turn(client, talk, text):
         talk.say(text)
     else:
         talk.result('3')
-    r = client.post(talk.path, json=talk.body()|dict(tools=talk.tools))
+    r = client.post(
+        talk.path, json=talk.body()|dict(tools=talk.tools))
     assert r.status_code==200, r.text
     return talk.heard(r.json())
 
@@ -372,7 +377,8 @@ def test_the_next_turn_begins_as_foreseen(kind):
             assert outcomes(c)==dict(begun=i+1, finished=i+1)
         for f,r in zip(engine.ahead, engine.real[1:]):
             n = len(f.prompt)
-            assert r.prompt[:n]==f.prompt, TOK.decode(list(r.prompt), skip_special=False)
+            assert r.prompt[:n]==f.prompt, TOK.decode(
+                list(r.prompt), skip_special=False)
             assert 0<len(r.prompt)-n<45
 
 def test_it_is_nobodys_request():
@@ -688,7 +694,9 @@ def test_what_is_computed_ahead_is_no_hit(fill):
     m = LLM('tiny', 'cpu', show=False)
     ids = tuple(range(10, 210))
     for i,n in enumerate((130,200)):
-        r = Request(str(i), ids[:n], SamplingParams(max_tokens=1), prefill_only=fill and i>0)
+        r = Request(
+            str(i), ids[:n], SamplingParams(max_tokens=1),
+            prefill_only=fill and i>0)
         m.engine.add(r)
         while m.engine.has_work:
             m.engine.step()
@@ -756,7 +764,9 @@ def conversations(draw):
     answer = message('assistant', draw(WORDS), draw(WORDS), draw(CALLS))
     return messages,answer,next_of(answer, draw(WORDS))
 
-@pytest.mark.parametrize('template,tok', [(TINY.template,TOK), (PLAIN,BYTES)], ids=['tiny','plain'])
+@pytest.mark.parametrize(
+    'template,tok', [(TINY.template,TOK), (PLAIN,BYTES)],
+    ids=['tiny','plain'])
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(conversations())
 def test_foreseen_is_what_comes(template, tok, talk):

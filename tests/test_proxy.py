@@ -11,7 +11,7 @@ from atlas.service.process import Served
 from atlas.service.models import Models
 from atlas.service.gateway import DOORS
 from atlas.service.fallbacks import Fallbacks
-from atlas.service.upstream import Backend,Limits,Wire
+from atlas.service.upstream import Backend,Limits,Connection
 from atlas.service.server import create_app
 from atlas.service.service import ReadyModel
 from atlas.text.chat import ChatTemplate
@@ -26,15 +26,20 @@ from helpers.waiting import WAIT,until  # noqa: E402
 
 QUICK = Limits(connect=WAIT, first=WAIT, between=WAIT, whole=WAIT)
 HASTY = Limits(connect=WAIT, first=.3, between=.3, whole=.3, body=1<<16)
-ASK = dict(model='gemma', messages=[dict(role='user', content='Hi')], max_tokens=99)
+ASK = dict(
+    model='gemma', messages=[dict(role='user', content='Hi')],
+    max_tokens=99)
 
 class Door:
     "Our server, in front of others"
-    def __init__(self, url, models): self.url,self.models,self.web = url,models,httpx.Client(base_url=url, timeout=WAIT)
-    def post(self, path='/v1/chat/completions', **body): return self.web.post(path, json=ASK|body)
+    def __init__(self, url, models):
+        self.url,self.models,self.web = url,models,httpx.Client(base_url=url, timeout=WAIT)
+    def post(self, path='/v1/chat/completions', **body):
+        return self.web.post(path, json=ASK|body)
     def metric(self, name, **labels):
         said = ','.join(f'{k}="{v}"' for k,v in sorted(labels.items()))
-        hits = re.findall(rf'^atlas:{name}{{{re.escape(said)}}} (\S+)$', self.web.get('/metrics').text, re.M)
+        hits = re.findall(
+            rf'^atlas:{name}{{{re.escape(said)}}} (\S+)$', self.web.get('/metrics').text, re.M)
         return float(hits[0]) if hits else None
 
 def speaker(name, say):
@@ -42,7 +47,10 @@ def speaker(name, say):
     s = Speaker(say)
     return Served([name], upstream_of(name, s))
 
-def upstream_of(name, s): return ReadyModel(name, [name], s.info, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), runner=s)
+def upstream_of(name, s):
+    return ReadyModel(
+        name, [name], s.info, s.tok, ChatTemplate(TEMPLATE),
+        parsers=('hermes','qwen3'), runner=s)
 
 @contextmanager
 def door(*backends, local=(), fallbacks=None, **kw):
@@ -57,10 +65,14 @@ def door(*backends, local=(), fallbacks=None, **kw):
 @contextmanager
 def behind(say, limits=QUICK, local=(), fallbacks=None, **kw):
     "A fake server and our own in front of it, as `(door, fake)`"
-    with upstream(say) as u, door(Backend('spark2', u.url, **dict(models=['gemma'])|kw, limits=limits), local=local, fallbacks=fallbacks) as d:
+    with upstream(say) as u, door(
+        Backend('spark2', u.url, **dict(models=['gemma'])|kw, limits=limits),
+        local=local, fallbacks=fallbacks
+    ) as d:
         yield d,u
 
-def data(r): return [json.loads(l[6:]) for l in r.text.splitlines() if l.startswith('data: {')]
+def data(r):
+    return [json.loads(l[6:]) for l in r.text.splitlines() if l.startswith('data: {')]
 
 def spoken(r):
     "The content of an answer of chat, in one piece or streamed"
@@ -70,12 +82,15 @@ def spoken(r):
 
 def forget(text):
     "Without what is new in every answer"
-    return re.sub(r'(chatcmpl-|cmpl-|msg_|resp_|rs_|call_|atlas-)[0-9a-f]+|"(created|created_at|completed_at)": ?\d+', '', text)
+    return re.sub(
+        r'(chatcmpl-|cmpl-|msg_|resp_|rs_|call_|atlas-)[0-9a-f]+|"(created|created_at|completed_at)": ?\d+',
+        '', text)
 
 def wrong(r, api='chat'):
     "What an error says, in the shape of an API"
     e = r.json()['error']
-    assert set(e)==({'type','message','details'} if api=='messages' else {'message','type','param','code'})
+    assert set(e)==(
+        {'type','message','details'} if api=='messages' else {'message','type','param','code'})
     return e['message']
 
 # -- byte for byte -------------------------------------------------------------------------------
@@ -85,30 +100,38 @@ def test_a_stream_is_passed_on_byte_for_byte():
     events = [odd, *HELLO]
     with behind(lambda c: c.stream(*events)) as (d,u):
         r = d.post(stream=True, odd=dict(model='inner'))
-        assert r.content==b''.join(events) and r.headers['content-type'].startswith('text/event-stream')
+        assert r.content==b''.join(events) and r.headers['content-type'].startswith(
+            'text/event-stream')
         assert r.headers['x-atlas-model']=='spark2/gemma'
         assert d.metric('upstream_requests_total', upstream='spark2', outcome='ok')==1
-        tokens = [d.metric('upstream_tokens_total', upstream='spark2', kind=k) for k in ('prompt','completion')]
+        tokens = [
+            d.metric('upstream_tokens_total', upstream='spark2', kind=k)
+            for k in ('prompt','completion')]
         assert tokens==[11,7]
 
 def test_only_the_model_is_replaced():
     raw = b'{ "messages":[{"role":"user","content":"\\u00e9"}],"t": 1.0, "model" : "gemma","x":{"model":"gemma"} }'
     with behind(lambda c: c.whole(completion())) as (d,u):
         d.models.find('gemma').id = 'theirs/gemma'
-        r = d.web.post('/v1/chat/completions', content=raw, headers={'content-type':'application/json'})
+        r = d.web.post(
+            '/v1/chat/completions', content=raw, headers={'content-type':'application/json'})
         assert r.json()==completion()
         assert u.calls[0].body==raw.replace(b'"model" : "gemma"', b'"model" : "theirs/gemma"')
 
 def test_events_that_come_in_pieces():
     whole = b''.join(HELLO).replace(b'\n\n', b'\r\n\r\n')
-    with behind(lambda c: c.stream(*(whole[i:i+7] for i in range(0, len(whole), 7)))) as (d,u):
+    with behind(
+        lambda c: c.stream(
+            *(whole[i:i+7] for i in range(0, len(whole), 7)))
+    ) as (d,u):
         assert d.post(stream=True).content==whole
 
 # -- a stream, however the network cuts it ---------------------------------------------------------
 
 HEAD = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n'
 LAST = b'0\r\n\r\n'
-def chunked(*events): return b''.join(b'%x\r\n%b\r\n'%(len(e), e) for e in events)
+def chunked(*events):
+    return b''.join(b'%x\r\n%b\r\n'%(len(e), e) for e in events)
 
 class Pieces:
     "Both ends of a connection that has these bytes, and then no more"
@@ -120,7 +143,7 @@ class Pieces:
 async def taken(*pieces):
     "The head of an answer, what its plain chunks hold, and what is left to read"
     ends = Pieces(*pieces)
-    w = Wire(ends, ends)
+    w = Connection(ends, ends)
     await w.write(b'a question')
     head = b''
     while not w.at_body:
@@ -165,6 +188,17 @@ def test_chunks_that_are_none(bad, path):
         r = d.post('/v1/'+path, stream=True)
         assert 'Hi' in r.text and 'upstream_error' in r.text, r.text
 
+def test_a_connection_that_was_hung_up_meanwhile():
+    "The next question is asked by another; one that is new and hung up on is not asked again"
+    def say(c):
+        if len(u.calls)<3:
+            c.stream(*HELLO)
+            c.sock.recv(1<<16) # the next question, which nobody answers
+    with behind(say) as (d,u):
+        assert [spoken(d.post(stream=True)) for _ in range(2)]==['Hello','Hello']
+        assert len(u.calls)==2
+        assert d.post().status_code==502 and len(u.calls)==3
+
 def test_a_head_that_comes_with_more():
     "What was read with another head is not looked for in the wire"
     seen = threading.Event()
@@ -173,7 +207,9 @@ def test_a_head_that_comes_with_more():
         c.send(early+HEAD+chunked(HELLO[0]))
         assert seen.wait(WAIT)
         c.send(chunked(*HELLO[1:])+LAST)
-    with behind(say) as (d,u), d.web.stream('POST', '/v1/chat/completions', json=ASK|dict(stream=True)) as r:
+    with behind(say) as (d,u), d.web.stream(
+        'POST', '/v1/chat/completions', json=ASK|dict(stream=True)
+    ) as r:
         lines = r.iter_lines()
         assert '"Hel"' in next(lines)
         seen.set()
@@ -193,7 +229,9 @@ def test_a_connection_is_used_again():
 
 def test_a_stream_that_is_packed():
     raw = gzip.compress(b''.join(HELLO))
-    def say(c): c.head(kind='text/event-stream', content_encoding='gzip', content_length=len(raw)); c.send(raw)
+    def say(c):
+        c.head(
+            kind='text/event-stream', content_encoding='gzip', content_length=len(raw)); c.send(raw)
     with behind(say) as (d,u):
         r = d.post(stream=True)
         assert r.content==b''.join(HELLO) and 'content-encoding' not in r.headers
@@ -202,15 +240,23 @@ def test_a_stream_that_is_packed():
 def test_keys_and_headers(monkeypatch, caplog):
     caplog.set_level('DEBUG')
     monkeypatch.setenv('SPARK2_KEY', 'sk-theirs')
-    def say(c): c.whole(completion(), set_cookie='a=b', access_control_allow_origin='*', x_ratelimit_remaining='5', server='theirs')
+    def say(c):
+        c.whole(
+            completion(), set_cookie='a=b', access_control_allow_origin='*',
+            x_ratelimit_remaining='5', server='theirs')
     with behind(say, key_env='SPARK2_KEY') as (d,u):
-        mine = {'authorization':'Bearer sk-ours', 'x-api-key':'sk-ours', 'cookie':'c=1', 'te':'trailers'}
+        mine = {
+            'authorization':'Bearer sk-ours', 'x-api-key':'sk-ours', 'cookie':'c=1', 'te':'trailers'
+        }
         r = d.web.post('/v1/chat/completions', json=ASK, headers=mine)
         heads = u.calls[0].heads
         assert heads['authorization']=='Bearer sk-theirs' and 'sk-ours' not in str(heads)
         assert not {'cookie','te','x-api-key'}&{*heads} and heads['host']==f'127.0.0.1:{u.port}'
-        assert not {'set-cookie','access-control-allow-origin'}&{*r.headers} and r.headers['x-ratelimit-remaining']=='5'
-        assert r.headers.get('server')!='theirs' and 'sk-theirs' not in caplog.text+repr(d.models.backends)
+        assert not {
+            'set-cookie', 'access-control-allow-origin'
+        }&{*r.headers} and r.headers['x-ratelimit-remaining']=='5'
+        assert r.headers.get('server')!='theirs' and 'sk-theirs' not in caplog.text+repr(
+            d.models.backends)
 
 # -- everything that breaks ----------------------------------------------------------------------
 
@@ -218,25 +264,36 @@ def hang(c): c.wait()
 def head_only(c): c.head(kind='text/event-stream'); c.wait()
 def close(c): pass
 def garbage(c): c.send(b'\x00\xff not HTTP at all\r\n\r\n')
-def huge_headers(c): c.send(b'HTTP/1.1 200 OK\r\n', b''.join(b'x-%d: %b\r\n'%(i, b'a'*1000) for i in range(1000)), b'\r\n')
+def huge_headers(c):
+    c.send(
+        b'HTTP/1.1 200 OK\r\n',
+        b''.join(b'x-%d: %b\r\n'%(i, b'a'*1000) for i in range(1000)),
+        b'\r\n')
 def html(c): c.whole(b'<html>Log in</html>', kind='text/html')
 def no_json(c): c.whole(b'{"choices": [', kind='application/json')
-def bomb(c): c.whole(gzip.compress(b' '*(1<<20)), content_encoding='gzip')
+def bomb(c):
+    c.whole(gzip.compress(b' '*(1<<20)), content_encoding='gzip')
 def bad_gzip(c): c.whole(b'this is no gzip', content_encoding='gzip')
 def no_events(c): c.stream(b'\x00\x01\x02\n\n', DONE)
 def nothing(c): c.stream()
 def redirect(c): c.whole(b'', 307, location='http://127.0.0.1:1/v1/chat/completions')
-def drip(c): c.stream(cut=True); [c.chunk(b'd') for _ in range(3)]; c.wait()
+def drip(c):
+    c.stream(cut=True); [c.chunk(b'd') for _ in range(3)]; c.wait()
 def status(n, **heads):
     "What answers with a status"
-    def say(c): c.whole(dict(error=dict(message='No luck', code='unlucky')), n, **heads)
+    def say(c):
+        c.whole(dict(error=dict(message='No luck', code='unlucky')), n, **heads)
     say.__name__ = f'status{n}'
     return say
 
 BROKEN = { # What it does: the status that becomes of it, for whole answers and for streams; the fault that is counted for both
-    hang:(504,504,'timeout'), head_only:(502,504,None), close:(502,502,'cut'), garbage:(502,502,'garbage'),
-    huge_headers:(502,502,'garbage'), html:(502,502,'garbage'), no_json:(502,502,'garbage'), bomb:(502,502,'garbage'), bad_gzip:(502,502,'garbage'),
-    no_events:(502,502,'garbage'), nothing:(502,502,None), redirect:(502,502,'status'), drip:(502,504,None)}
+    hang:(504,504,'timeout'), head_only:(502,504,None),
+    close:(502,502,'cut'), garbage:(502,502,'garbage'),
+    huge_headers:(502,502,'garbage'), html:(502,502,'garbage'),
+    no_json:(502,502,'garbage'), bomb:(502,502,'garbage'),
+    bad_gzip:(502,502,'garbage'),
+    no_events:(502,502,'garbage'), nothing:(502,502,None),
+    redirect:(502,502,'status'), drip:(502,504,None)}
 
 def named(f): return f.__name__
 both_ways = pytest.mark.parametrize('stream', [False,True], ids=['whole','stream'])
@@ -246,7 +303,9 @@ both_ways = pytest.mark.parametrize('stream', [False,True], ids=['whole','stream
 def test_broken(say, stream):
     "One error, with the server's name, and not with its address; and the next question is answered"
     answers = [say,good]
-    with behind(lambda c: answers.pop(0)(c), limits=HASTY) as (d,u):
+    with behind(
+        lambda c: answers.pop(0)(c), limits=HASTY
+    ) as (d,u):
         *expected,fault = BROKEN[say]
         r = d.post(stream=stream)
         assert r.status_code==expected[stream], r.text
@@ -255,7 +314,8 @@ def test_broken(say, stream):
             assert d.metric('upstream_requests_total', upstream='spark2', outcome=fault)==1
         assert d.metric('upstream_up', upstream='spark2')==0
         d.models.backends[0].limits = QUICK
-        assert d.post(stream=stream).status_code==200 and d.metric('upstream_up', upstream='spark2')==1
+        assert d.post(stream=stream).status_code==200 and d.metric(
+            'upstream_up', upstream='spark2')==1
         assert d.models.find('gemma').runner.running==0
 
 def test_refused():
@@ -263,11 +323,20 @@ def test_refused():
         gone = u.url
     with door(Backend('spark2', gone, ['gemma'], limits=QUICK)) as d:
         r = d.post()
-        assert (r.status_code,wrong(r))==(503,'spark2 cannot be reached') and int(r.headers['retry-after'])>=1
+        assert (r.status_code,wrong(r))==(
+            503, 'spark2 cannot be reached') and int(r.headers['retry-after'])>=1
         h = d.web.get('/health')
-        assert h.status_code==200 and h.json()['models']['spark2/gemma']==dict(state='failed', reason='spark2 cannot be reached')
+        assert h.status_code==200 and h.json()['models']['spark2/gemma']==dict(
+            state='failed', reason='spark2 cannot be reached')
 
-@pytest.mark.parametrize('s,expected', [(400,400),(404,404),(408,408),(413,413),(422,422),(429,429),(500,502),(501,501),(503,503),(529,529),(401,502),(403,502),(402,502)])
+@pytest.mark.parametrize(
+    's,expected',
+    [
+        (400,400), (404,404), (408,408),
+        (413,413), (422,422), (429,429),
+        (500,502), (501,501), (503,503),
+        (529,529), (401,502), (403,502),
+        (402,502)])
 def test_their_errors(s, expected):
     with behind(status(s, retry_after='7')) as (d,u):
         r = d.post()
@@ -282,7 +351,10 @@ def test_their_errors(s, expected):
 def test_cut_in_the_middle(path, cut):
     "Half an event is not passed on; the stream ends in an error of its API"
     whole = b'data: {"x": 1}\n\n'
-    with behind(lambda c: c.stream(whole, b'data: {"half', cut=cut), apis=[path]) as (d,u):
+    with behind(
+        lambda c: c.stream(whole, b'data: {"half', cut=cut),
+        apis=[path]
+    ) as (d,u):
         r = d.post(f'/v1/{path}', stream=True)
         assert r.status_code==200 and r.content.startswith(whole) and b'half' not in r.content
         e = data(r)[-1]
@@ -292,12 +364,16 @@ def test_cut_in_the_middle(path, cut):
 
 def test_silence_in_the_middle():
     "A stream that stands still ends, too"
-    with behind(lambda c: (c.stream(text('Hel'), cut=True), c.wait()), limits=Limits(connect=WAIT, first=WAIT, between=.2)) as (d,u):
+    with behind(
+        lambda c: (c.stream(text('Hel'), cut=True), c.wait()),
+        limits=Limits(connect=WAIT, first=WAIT, between=.2)
+    ) as (d,u):
         r = d.post(stream=True)
         assert spoken_part(r)=='Hel' and 'did not answer in time' in r.text
         assert d.metric('upstream_requests_total', upstream='spark2', outcome='timeout')==1
 
-def spoken_part(r): return ''.join(c['delta'].get('content') or '' for d in data(r) for c in d.get('choices', ()))
+def spoken_part(r):
+    return ''.join(c['delta'].get('content') or '' for d in data(r) for c in d.get('choices', ()))
 
 def test_an_event_without_end():
     def say(c):
@@ -305,25 +381,32 @@ def test_an_event_without_end():
         for _ in range(64):
             c.chunk(b'a'*1024)
         c.wait()
-    with behind(say, limits=Limits(connect=WAIT, first=WAIT, between=WAIT, event=1<<14)) as (d,u):
+    with behind(
+        say,
+        limits=Limits(connect=WAIT, first=WAIT, between=WAIT, event=1<<14)
+    ) as (d,u):
         r = d.post(stream=True)
         assert 'sent an event of more than 16,384 bytes' in r.text and 'aaaa' not in r.text
 
 def test_a_client_that_leaves_ends_the_question():
     left = []
-    def say(c): c.stream(text('Hel'), cut=True); left.append(c.wait())
+    def say(c):
+        c.stream(text('Hel'), cut=True); left.append(c.wait())
     with behind(say) as (d,u):
         with d.web.stream('POST', '/v1/chat/completions', json=ASK|dict(stream=True)) as r:
             next(r.iter_lines())
         until(lambda: left)
         assert left==[True]
-        until(lambda: d.metric('upstream_requests_total', upstream='spark2', outcome='client_gone')==1)
+        until(
+            lambda: d.metric('upstream_requests_total', upstream='spark2', outcome='client_gone')==1
+        )
         assert d.models.find('gemma').runner.running==0
 
 @pytest.mark.parametrize('path', ['chat/completions','messages'])
 def test_a_client_that_leaves_before_the_answer(path):
     left = []
-    def say(c): left.append(c.wait()) if 'chat' in c.path else good(c)
+    def say(c):
+        left.append(c.wait()) if 'chat' in c.path else good(c)
     with behind(say) as (d,u):
         with pytest.raises(httpx.ReadTimeout):
             d.web.post(f'/v1/{path}', json=ASK, timeout=httpx.Timeout(WAIT, read=.2))
@@ -332,16 +415,21 @@ def test_a_client_that_leaves_before_the_answer(path):
 
 # -- chat in the middle --------------------------------------------------------------------------
 
-def messages(d): return anthropic.Anthropic(base_url=d.url, api_key='x', max_retries=0, timeout=WAIT)
-def client(d): return openai.OpenAI(base_url=d.url+'/v1', api_key='x', max_retries=0, timeout=WAIT)
+def messages(d):
+    return anthropic.Anthropic(base_url=d.url, api_key='x', max_retries=0, timeout=WAIT)
+def client(d):
+    return openai.OpenAI(base_url=d.url+'/v1', api_key='x', max_retries=0, timeout=WAIT)
 
 def test_messages_of_a_chat_server():
     with behind(good) as (d,u):
         m = messages(d).messages.create(**ASK)
-        assert (m.content[0].text,m.stop_reason,m.usage.output_tokens,m.usage.cache_read_input_tokens)==('Hello','end_turn',7,3)
+        assert (
+            m.content[0].text, m.stop_reason, m.usage.output_tokens,
+            m.usage.cache_read_input_tokens)==('Hello','end_turn',7,3)
         with messages(d).messages.stream(**ASK) as s:
             assert ''.join(s.text_stream)=='Hello'
-        assert [c.path for c in u.calls]==['/v1/messages','/v1/chat/completions','/v1/chat/completions'], 'it was learnt'
+        assert [c.path for c in u.calls]==[
+            '/v1/messages', '/v1/chat/completions', '/v1/chat/completions'], 'it was learnt'
         assert u.calls[1].json['messages']==ASK['messages'] and u.calls[1].json['model']=='gemma'
 
 def test_responses_of_a_chat_server():
@@ -364,7 +452,8 @@ def test_a_response_in_the_background():
 
 def test_completions_of_a_chat_server():
     with behind(good) as (d,u):
-        r = client(d).completions.create(model='gemma', prompt=['Hi','Ho'], n=1, echo=True)
+        r = client(d).completions.create(
+            model='gemma', prompt=['Hi','Ho'], n=1, echo=True)
         assert [x.text for x in r.choices]==['HiHello','HoHello'] and r.usage.completion_tokens==14
         assert d.post('/v1/completions', prompt=[1,2]).status_code==501
         said = client(d).completions.create(model='gemma', prompt='Hi', stream=True)
@@ -372,16 +461,33 @@ def test_completions_of_a_chat_server():
 
 def test_tools_and_thoughts():
     tool = dict(name='weather', description='', input_schema=dict(type='object', properties={}))
-    call = [dict(index=0, id='call_1', type='function', function=dict(name='weather', arguments='{"ci'))],[dict(index=0, function=dict(arguments='ty": "Oslo"}'))]
-    events = [chunk(dict(reasoning_content='Hm.')), *(chunk(dict(tool_calls=c)) for c in call), chunk(finish='tool_calls'), DONE]
-    with behind(lambda c: c.stream(*events) if 'chat' in c.path else good(c)) as (d,u):
-        m = messages(d).messages.create(**ASK|dict(max_tokens=4096), tools=[tool], tool_choice=dict(type='any'), thinking=dict(type='enabled', budget_tokens=2048))
-        assert [b.type for b in m.content]==['thinking','tool_use'] and m.content[1].input==dict(city='Oslo') and m.stop_reason=='tool_use'
+    call = [
+        dict(
+            index=0, id='call_1', type='function',
+            function=dict(name='weather', arguments='{"ci'))
+    ],[dict(index=0, function=dict(arguments='ty": "Oslo"}'))]
+    events = [
+        chunk(dict(reasoning_content='Hm.')),
+        *(chunk(dict(tool_calls=c)) for c in call),
+        chunk(finish='tool_calls'), DONE]
+    with behind(
+        lambda c: c.stream(*events) if 'chat' in c.path else good(c)
+    ) as (d,u):
+        m = messages(d).messages.create(
+            **ASK|dict(max_tokens=4096), tools=[tool],
+            tool_choice=dict(type='any'),
+            thinking=dict(type='enabled', budget_tokens=2048))
+        assert [
+            b.type for b in m.content
+        ]==['thinking','tool_use'] and m.content[1].input==dict(city='Oslo') and m.stop_reason=='tool_use'
         body = u.calls[-1].json
         assert body['tool_choice']=='required' and body['tools'][0]['function']['name']=='weather'
         assert body['chat_template_kwargs']['enable_thinking'] is True
         result = dict(type='tool_result', tool_use_id=m.content[1].id, content='Rain')
-        back = [*ASK['messages'], dict(role='assistant', content=[b.model_dump() for b in m.content]), dict(role='user', content=[result])]
+        back = [
+            *ASK['messages'],
+            dict(role='assistant', content=[b.model_dump() for b in m.content]),
+            dict(role='user', content=[result])]
         messages(d).messages.create(**ASK|dict(messages=back), tools=[tool])
         _,said,heard = u.calls[-1].json['messages']
         assert said['reasoning_content']=='Hm.' and said['tool_calls'][0]['function']['arguments']=='{"city":"Oslo"}' and heard['role']=='tool'
@@ -397,10 +503,16 @@ def test_a_server_that_refuses_what_only_some_know():
         assert ['top_k' in c.json for c in u.asked()]==[True,False,False]
 
 @both_ways
-@pytest.mark.parametrize('say', [*BROKEN,*map(status, (400,429,500))], ids=named)
+@pytest.mark.parametrize(
+    'say',
+    [*BROKEN,*map(status, (400,429,500))],
+    ids=named)
 def test_broken_in_translation(say, stream):
     "The same faults, told in the shape of another API: as a status before anything was said, or as an event"
-    with behind(lambda c: say(c) if 'chat' in c.path else good(c), limits=HASTY) as (d,u):
+    with behind(
+        lambda c: say(c) if 'chat' in c.path else good(c),
+        limits=HASTY
+    ) as (d,u):
         r = d.post('/v1/messages', stream=stream)
         if r.status_code==200:
             assert stream and data(r)[-1]['type']=='error' and 'spark2' in data(r)[-1]['error']['message']
@@ -409,9 +521,12 @@ def test_broken_in_translation(say, stream):
         assert d.models.find('gemma').runner.running==0
 
 @pytest.mark.parametrize('bad', [b'data: {"choices": [7]}\n\n', b'data: {"choices": {"a": 1}}\n\n', b'data: {"choices": [{"delta": [1]}]}\n\n',
-    b'data: {"choices": [{"delta": {"tool_calls": "no"}}]}\n\n', b'data: {"error": {"message": "No luck"}}\n\n', b': hm\n\n'])
+    b'data: {"choices": [{"delta": {"tool_calls": "no"}}]}\n\n',
+    b'data: {"error": {"message": "No luck"}}\n\n', b': hm\n\n'])
 def test_chunks_that_make_no_sense(bad):
-    with behind(lambda c: c.stream(text('Hel'), bad) if 'chat' in c.path else good(c)) as (d,u):
+    with behind(
+        lambda c: c.stream(text('Hel'), bad) if 'chat' in c.path else good(c)
+    ) as (d,u):
         r = d.post('/v1/messages', stream=True)
         assert data(r)[-1]['type']=='error' and 'spark2' in data(r)[-1]['error']['message']
         assert d.post('/v1/messages').status_code==502
@@ -423,11 +538,18 @@ def say(prompt): return '<think>Hm.</think>Hello there.'
 @pytest.fixture
 def pair():
     "Our server, and a second Atlas behind it, with a script for its model, as `(door, speaker)`"
-    with service(say) as s, door(Backend('second', s.url, limits=QUICK, refresh=WAIT)) as d:
+    with service(say) as s, door(
+        Backend('second', s.url, limits=QUICK, refresh=WAIT)
+    ) as d:
         yield d,s
 
-ASKS = {'chat/completions':{}, 'completions':dict(prompt='Hi'), 'messages':{}, 'responses':dict(input='Hi')}
-def body(path, **kw): return {k:v for k,v in (ASK|ASKS[path]|kw).items() if path!='responses' or k not in ('messages','max_tokens')}
+ASKS = {
+    'chat/completions':{}, 'completions':dict(prompt='Hi'), 'messages':{},
+    'responses':dict(input='Hi')}
+def body(path, **kw):
+    return {
+        k:v for k,v in (ASK|ASKS[path]|kw).items()
+        if path!='responses' or k not in ('messages','max_tokens')}
 
 @both_ways
 @pytest.mark.parametrize('path', ASKS)
@@ -435,7 +557,8 @@ def test_a_second_atlas(pair, path, stream):
     "Every API of it, through our door, as it says it itself; its models are found"
     d,s = pair
     ask = body(path, model='scripted', stream=stream)
-    through,direct = d.web.post(f'/v1/{path}', json=ask),httpx.post(f'{s.url}/v1/{path}', json=ask, timeout=WAIT)
+    through,direct = d.web.post(f'/v1/{path}', json=ask),httpx.post(
+        f'{s.url}/v1/{path}', json=ask, timeout=WAIT)
     assert through.status_code==direct.status_code==200, through.text
     assert forget(through.text)==forget(direct.text)
 
@@ -451,7 +574,9 @@ def test_clients_through_the_door(pair):
     c,ask = client(d),dict(model='scripted', messages=ASK['messages'])
     m = c.chat.completions.create(**ask).choices[0].message
     assert (m.content,m.reasoning)==('Hello there.','Hm.')
-    assert ''.join(x.choices[0].delta.content or '' for x in c.chat.completions.create(**ask, stream=True))=='Hello there.'
+    assert ''.join(
+        x.choices[0].delta.content or '' for x in c.chat.completions.create(**ask, stream=True)
+    )=='Hello there.'
     with pytest.raises(openai.BadRequestError, match='second says: temperature'):
         c.chat.completions.create(**ask, temperature=-1)
 
@@ -459,7 +584,8 @@ def test_a_circle_ends():
     "Two servers that point at each other"
     with ExitStack() as stack:
         fake = stack.enter_context(upstream(good))
-        a,b = Backend('a', fake.url, ['gemma'], limits=QUICK),Backend('b', fake.url, ['gemma'], limits=QUICK)
+        a,b = Backend(
+            'a', fake.url, ['gemma'], limits=QUICK),Backend('b', fake.url, ['gemma'], limits=QUICK)
         da,db = stack.enter_context(door(a)),stack.enter_context(door(b))
         a.url,b.url = db.url+'/v1',da.url+'/v1'
         for path in 'chat/completions','messages':
@@ -473,9 +599,15 @@ TINY = PRESETS['llama-3.1-8b']|dict(hidden_size=64, num_hidden_layers=2, num_att
 @pytest.mark.parametrize('path', ['chat/completions','completions','messages'])
 def test_a_real_model_behind_two_doors(path, stream, tiny):
     "Its words are the same through one server and through two, and each is counted"
-    with running(create_app(tiny)) as url, door(Backend('second', url+'/v1', ['tiny'], limits=QUICK)) as d:
-        ask = body(path, model='tiny', stream=stream, temperature=0, max_tokens=9, **(dict(stream_options=dict(include_usage=True)) if stream and path!='messages' else {}))
-        through,direct = d.web.post(f'/v1/{path}', json=ask),httpx.post(f'{url}/v1/{path}', json=ask, timeout=WAIT)
+    with running(create_app(tiny)) as url, door(
+        Backend('second', url+'/v1', ['tiny'], limits=QUICK)
+    ) as d:
+        ask = body(
+            path, model='tiny', stream=stream, temperature=0, max_tokens=9,
+            **(dict(stream_options=dict(include_usage=True)) if stream and path!='messages' else {})
+        )
+        through,direct = d.web.post(f'/v1/{path}', json=ask),httpx.post(
+            f'{url}/v1/{path}', json=ask, timeout=WAIT)
         assert through.status_code==200
         if stream:
             assert words(through)==words(direct)!='', 'however many tokens came with each event'
@@ -493,20 +625,31 @@ def tiny():
     "A model with random weights, in a worker's thread"
     PRESETS['toy-behind'] = TINY
     try:
-        llm = LLM('toy-behind', 'cpu', load_format='dummy', max_seq_len=400, max_num_seqs=4, show=False)
+        llm = LLM(
+            'toy-behind', 'cpu', load_format='dummy', max_seq_len=400, max_num_seqs=4, show=False)
     finally:
         del PRESETS['toy-behind']
     return loaded(llm, ['tiny'], ChatTemplate(TEMPLATE))
 
 def test_a_second_atlas_that_is_killed():
     "In the middle of an answer: the stream ends in an error. After it: another stands in"
-    command = [sys.executable, str(Path(__file__).parent/'helpers'/'fake_gateway.py'), json.dumps(dict(models=[dict(model='fake')], policy=vars(PATIENT), drain=WAIT))]
-    p = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    command = [
+        sys.executable, str(Path(__file__).parent/'helpers'/'fake_gateway.py'),
+        json.dumps(
+            dict(models=[dict(model='fake')], policy=vars(PATIENT), drain=WAIT))]
+    p = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        start_new_session=True)
     try:
         at = re.search(r'http://127.0.0.1:\d+', p.stdout.readline())[0]
         b = Backend('second', at, ['fake'], limits=QUICK)
-        with door(b, local=[speaker('small', say)], fallbacks=Fallbacks(dict(fake=['small']), timeout=WAIT)) as d:
-            ask = dict(model='fake', messages=[dict(role='user', content='<endless>')], stream=True, max_tokens=10**5)
+        with door(
+            b, local=[speaker('small', say)],
+            fallbacks=Fallbacks(dict(fake=['small']), timeout=WAIT)
+        ) as d:
+            ask = dict(
+                model='fake', messages=[dict(role='user', content='<endless>')],
+                stream=True, max_tokens=10**5)
             with d.web.stream('POST', '/v1/chat/completions', json=ask) as r:
                 lines = r.iter_lines()
                 for _ in range(8):
@@ -524,10 +667,18 @@ def test_a_second_atlas_that_is_killed():
 
 def test_ollamas_door():
     "Its API, too, is told by its own writers"
-    with upstream(good) as u, door(Backend('spark2', u.url, ['gemma'], limits=QUICK), doors=DOORS) as d:
-        r = d.web.post('/api/chat', json=dict(model='gemma', messages=ASK['messages'], stream=False)).json()
-        assert (r['message']['content'],r['done_reason'],r['eval_count'])==('Hello','stop',7)
-        lines = [json.loads(l) for l in d.web.post('/api/chat', json=dict(model='gemma', messages=ASK['messages'])).text.splitlines()]
+    with upstream(good) as u, door(
+        Backend('spark2', u.url, ['gemma'], limits=QUICK), doors=DOORS
+    ) as d:
+        r = d.web.post(
+            '/api/chat',
+            json=dict(model='gemma', messages=ASK['messages'], stream=False)).json()
+        assert (
+            r['message']['content'], r['done_reason'], r['eval_count'])==('Hello','stop',7)
+        lines = [
+            json.loads(l)
+            for l in d.web.post('/api/chat', json=dict(model='gemma', messages=ASK['messages'])).text.splitlines()
+        ]
         assert ''.join(l['message']['content'] for l in lines)=='Hello' and lines[-1]['done']
         assert [c.path for c in u.calls]==['/v1/chat/completions']*2
 
@@ -543,15 +694,22 @@ def speech(c):
         c.chunk(b'\0\n\n')
         c.send(b'0\r\n\r\n')
     else:
-        c.whole(dict(text='Hello')) if b'srt' not in c.body else c.whole(b'1\n00:00', kind='text/plain')
+        c.whole(dict(text='Hello')) if b'srt' not in c.body else c.whole(
+            b'1\n00:00', kind='text/plain')
 
 def test_sounds():
     "A form with only its model changed; bytes of a sound; and nothing where nobody can"
-    with upstream(speech) as u, door(Backend('speech', u.url, ['whisper-1'], serves=['audio/transcriptions','audio/speech'], limits=QUICK)) as d:
+    with upstream(speech) as u, door(
+        Backend(
+            'speech', u.url, ['whisper-1'], serves=['audio/transcriptions','audio/speech'],
+            limits=QUICK)
+    ) as d:
         d.models.find('whisper-1').id = 'theirs'
         hear = '/v1/audio/transcriptions'
         file = dict(file=('a.wav', b'RIFF\r\n--x', 'audio/wav'))
-        assert d.web.post(hear, data=dict(model='whisper-1', language='en'), files=file).json()==dict(text='Hello')
+        assert d.web.post(
+            hear, data=dict(model='whisper-1', language='en'), files=file
+        ).json()==dict(text='Hello')
         sent = u.calls[0].body
         assert b'\r\n\r\ntheirs\r\n' in sent and b'whisper-1' not in sent and b'RIFF\r\n--x' in sent
         r = d.web.post(hear, data=dict(response_format='srt'), files=file)
@@ -560,8 +718,11 @@ def test_sounds():
         assert (r.content,r.headers['content-type'])==(b'\xff\xfb'*9+b'\0\n\n','audio/mpeg')
         assert u.calls[-1].json==dict(model='theirs', input='Hi')
         assert d.web.post('/v1/audio/translations', files=file).status_code==501
-        assert d.web.post(hear, files=file, headers=dict(origin='http://evil.example')).status_code==403
-        assert d.web.post(hear, content=b'x', headers={'content-type':'multipart/form-data; boundary=y'}).status_code==400
+        assert d.web.post(
+            hear, files=file, headers=dict(origin='http://evil.example')).status_code==403
+        assert d.web.post(
+            hear, content=b'x', headers={'content-type':'multipart/form-data; boundary=y'}
+        ).status_code==400
         assert d.post(model='whisper-1').status_code==501
 
 def test_no_sounds_without_servers():
@@ -571,13 +732,18 @@ def test_no_sounds_without_servers():
         assert r.headers['x-should-retry']=='false'
 
 def test_a_sound_that_breaks_off():
-    with upstream(lambda c: (c.send(AUDIO), c.chunk(b'\xff'))) as u, door(Backend('voice', u.url, serves='audio/speech', limits=QUICK)) as d:
+    with upstream(lambda c: (c.send(AUDIO), c.chunk(b'\xff'))) as u, door(
+        Backend('voice', u.url, serves='audio/speech', limits=QUICK)
+    ) as d:
         with pytest.raises(httpx.RemoteProtocolError):
             d.web.post('/v1/audio/speech', json=dict(input='Hi'))
         assert d.metric('upstream_requests_total', upstream='voice', outcome='cut')==1
 
 def test_vectors():
-    said = dict(object='list', data=[dict(object='embedding', index=0, embedding=[1.,0.])], usage=dict(prompt_tokens=2, total_tokens=2))
+    said = dict(
+        object='list',
+        data=[dict(object='embedding', index=0, embedding=[1.,0.])],
+        usage=dict(prompt_tokens=2, total_tokens=2))
     with behind(lambda c: c.whole(said)) as (d,u):
         r = d.web.post('/v1/embeddings', json=dict(model='gemma', input='Hi'))
         assert r.json()==said and u.calls[0].path=='/v1/embeddings'
@@ -585,7 +751,9 @@ def test_vectors():
 
 # -- what other servers keep, and count ------------------------------------------------------------
 
-KEPT = dict(id='resp_1', object='response', status='completed', output=[], usage=dict(input_tokens=2, output_tokens=1))
+KEPT = dict(
+    id='resp_1', object='response', status='completed', output=[],
+    usage=dict(input_tokens=2, output_tokens=1))
 def sse(kind, **d): return f'event: {kind}\ndata: {json.dumps(dict(type=kind, **d))}\n\n'.encode()
 
 def keeper(c):
@@ -593,7 +761,8 @@ def keeper(c):
     path = c.path.partition('?')[0]
     if c.method=='POST' and path=='/v1/responses':
         if c.json.get('stream'):
-            return c.stream(sse('response.created', response=KEPT), sse('response.completed', response=KEPT))
+            return c.stream(
+                sse('response.created', response=KEPT), sse('response.completed', response=KEPT))
         return c.whole(KEPT)
     if path.startswith('/v1/responses/resp_1'):
         return c.whole(dict(id='resp_1', asked=f'{c.method} {c.path}'))
@@ -608,7 +777,9 @@ def test_a_response_that_stays_there(stream):
     with behind(keeper) as (d,u):
         assert d.web.get('/v1/responses/resp_1').status_code==404, 'nobody has made it yet'
         assert d.post('/v1/responses', input='Hi', messages=None, stream=stream).status_code==200
-        asked = [('GET', '', '?include=a'), ('GET', '/input_items', ''), ('POST', '/cancel', ''), ('DELETE', '', '')]
+        asked = [
+            ('GET', '', '?include=a'), ('GET', '/input_items', ''),
+            ('POST', '/cancel', ''), ('DELETE', '', '')]
         for how,more,query in asked:
             r = d.web.request(how, f'/v1/responses/resp_1{more}{query}')
             assert r.json()['asked']==f'{how} /v1/responses/resp_1{more}{query}', r.text
@@ -630,9 +801,15 @@ def test_events_of_a_response_that_stays_there():
 
 def test_a_response_of_somebody_else():
     keys = Keys({'sk-ann':'user ann', 'sk-bob':'user bob'})
-    def ask(d, key, how, path, **kw): return d.web.request(how, path, headers={'authorization':f'Bearer sk-{key}'}, **kw)
-    with upstream(keeper) as u, door(Backend('spark2', u.url, models=['gemma'], limits=QUICK), rules=Rules(keys=keys)) as d:
-        assert ask(d, 'ann', 'POST', '/v1/responses', json=dict(model='gemma', input='Hi')).status_code==200
+    def ask(d, key, how, path, **kw):
+        return d.web.request(how, path, headers={'authorization':f'Bearer sk-{key}'}, **kw)
+    with upstream(keeper) as u, door(
+        Backend('spark2', u.url, models=['gemma'], limits=QUICK),
+        rules=Rules(keys=keys)
+    ) as d:
+        assert ask(
+            d, 'ann', 'POST', '/v1/responses', json=dict(model='gemma', input='Hi')
+        ).status_code==200
         assert ask(d, 'bob', 'GET', '/v1/responses/resp_1').status_code==404
         assert ask(d, 'ann', 'GET', '/v1/responses/resp_1').status_code==200
 
@@ -641,7 +818,8 @@ def test_a_response_of_a_chat_server_is_ours():
         made = d.post('/v1/responses', input='Hi', messages=None).json()
         n = len(u.calls)
         assert d.web.get(f'/v1/responses/{made["id"]}').json()['output']==made['output']
-        assert d.web.delete(f'/v1/responses/{made["id"]}').json()['deleted'] is True and len(u.calls)==n
+        assert d.web.delete(
+            f'/v1/responses/{made["id"]}').json()['deleted'] is True and len(u.calls)==n
 
 def test_tokens_that_they_count():
     with behind(keeper) as (d,u):
@@ -662,10 +840,16 @@ def test_tokens_that_nobody_counts():
 
 def test_models_come_and_go():
     there = ['gemma-4-26b','qwen3','gemma-3']
-    def say(c): c.whole(dict(data=[dict(id=n, max_model_len=4096) for n in there])) if c.path=='/v1/models' else good(c)
-    with upstream(say) as u, door(Backend('spark2', u.url, ['gemma*'], limits=QUICK, refresh=WAIT)) as d:
+    def say(c):
+        c.whole(
+            dict(data=[dict(id=n, max_model_len=4096) for n in there])
+        ) if c.path=='/v1/models' else good(c)
+    with upstream(say) as u, door(
+        Backend('spark2', u.url, ['gemma*'], limits=QUICK, refresh=WAIT)
+    ) as d:
         b, = d.models.backends
-        def ids(): return [m['id'] for m in d.web.get('/v1/models').json()['data']]
+        def ids():
+            return [m['id'] for m in d.web.get('/v1/models').json()['data']]
         until(lambda: ids()==['gemma-3','gemma-4-26b'])
         assert d.web.get('/v1/models/spark2/gemma-3').json()['max_model_len']==4096
         there[:] = ['gemma-5']
@@ -676,9 +860,12 @@ def test_models_come_and_go():
         there[:] = ['gemma-6']
         assert d.post(model='gemma-6').status_code==404, 'but not at every request'
 
-@pytest.mark.parametrize('said', [b'{', b'[]', b'{"data": {}}', b'{"data": [1, {"id": 5}, {"id": ""}]}'])
+@pytest.mark.parametrize(
+    'said', [b'{', b'[]', b'{"data": {}}', b'{"data": [1, {"id": 5}, {"id": ""}]}'])
 def test_a_list_that_is_none(said):
-    with upstream(lambda c: c.whole(said)) as u, door(Backend('spark2', u.url, limits=QUICK, refresh=WAIT)) as d:
+    with upstream(lambda c: c.whole(said)) as u, door(
+        Backend('spark2', u.url, limits=QUICK, refresh=WAIT)
+    ) as d:
         until(lambda: d.models.backends[0].looked>0)
         assert d.post().status_code==404 and d.web.get('/v1/models').json()['data']==[]
 
@@ -689,7 +876,9 @@ def test_a_name_of_ours_stays_ours():
         assert d.post(model='spark2/gemma').json()==completion()
 
 @pytest.mark.parametrize('kw,said', [(dict(url='spark2'),'url of x'), (dict(url='http://u:p@h/v1'),'password'), (dict(key_env='NOBODY_SET_THIS'),'NOBODY_SET_THIS'),
-    (dict(serves=['audio/sing']),'audio/sing'), (dict(name='a/b'),'no name'), (dict(apis=['chatt']),'chatt')])
+    (dict(serves=['audio/sing']),'audio/sing'),
+    (dict(name='a/b'),'no name'),
+    (dict(apis=['chatt']),'chatt')])
 def test_bad_descriptions(kw, said):
     with pytest.raises(ConfigError, match=said) as e:
         Backend(**dict(name='x', url='http://h/v1')|kw)
@@ -703,32 +892,51 @@ def test_a_key_is_told_nobody(monkeypatch):
 
 def test_ourselves():
     b = Backend('x', 'http://localhost:8888/v1')
-    assert b.points_at('127.0.0.1', 8888) and b.points_at('0.0.0.0', 8888) and not b.points_at('127.0.0.1', 8889)
+    assert b.points_at(
+        '127.0.0.1', 8888) and b.points_at('0.0.0.0', 8888) and not b.points_at('127.0.0.1', 8889)
 
 # -- fallbacks -----------------------------------------------------------------------------------
 
-def stand_in(*to, **kw): return Fallbacks(dict(gemma=[*to]), **dict(timeout=WAIT, pause=.001, longest=.01)|kw)
+def stand_in(*to, **kw):
+    return Fallbacks(
+        dict(gemma=[*to]),
+        **dict(timeout=WAIT, pause=.001, longest=.01)|kw)
 
 @both_ways
-@pytest.mark.parametrize('fault', [*BROKEN, *map(status, (408,429,500,503,401))], ids=named)
+@pytest.mark.parametrize(
+    'fault',
+    [*BROKEN, *map(status, (408,429,500,503,401))],
+    ids=named)
 def test_a_model_of_ours_stands_in(fault, stream):
-    with behind(fault, limits=HASTY, local=[speaker('small', say)], fallbacks=stand_in('small')) as (d,u):
+    with behind(
+        fault, limits=HASTY, local=[speaker('small', say)],
+        fallbacks=stand_in('small')
+    ) as (d,u):
         r = d.post(stream=stream)
         assert r.status_code==200 and spoken(r)=='Hello there.'
-        assert r.headers['x-atlas-model']=='small' and r.headers['x-atlas-route'].startswith('fallback: small for spark2/gemma (')
-        assert d.post(stream=stream).headers['x-atlas-route']=='fallback: small for spark2/gemma (was left alone after it failed)'
+        assert r.headers['x-atlas-model']=='small' and r.headers['x-atlas-route'].startswith(
+            'fallback: small for spark2/gemma (')
+        assert d.post(
+            stream=stream
+        ).headers['x-atlas-route']=='fallback: small for spark2/gemma (was left alone after it failed)'
         assert len(u.asked())==1, 'it is left alone'
         assert d.metric('fallbacks_total', model_name='spark2/gemma', answered_by='small')==2
 
 @pytest.mark.parametrize('s', [400,404,413,422,501])
 def test_a_mistake_stays_one(s):
-    with behind(status(s), local=[speaker('small', say)], fallbacks=stand_in('small')) as (d,u):
+    with behind(
+        status(s), local=[speaker('small', say)],
+        fallbacks=stand_in('small')
+    ) as (d,u):
         assert d.post().status_code==s and len(u.asked())==1
         assert d.post(temperature=-1, model='small').status_code==400
 
 def test_nobody_stands_in_after_the_first_byte():
     "And a stream that is cut ends in an error, once"
-    with behind(lambda c: c.stream(text('Hel'), cut=True), local=[speaker('small', say)], fallbacks=stand_in('small')) as (d,u):
+    with behind(
+        lambda c: c.stream(text('Hel'), cut=True),
+        local=[speaker('small', say)], fallbacks=stand_in('small')
+    ) as (d,u):
         r = d.post(stream=True)
         assert spoken_part(r)=='Hel' and 'error' in data(r)[-1] and r.text.count('"error"')==1
         assert r.headers['x-atlas-model']=='spark2/gemma'
@@ -736,21 +944,30 @@ def test_nobody_stands_in_after_the_first_byte():
 def test_retries():
     "Again after a pause, until it answers or there were enough"
     answers = [status(503, retry_after='0'),status(500),good]
-    with behind(lambda c: answers.pop(0)(c), fallbacks=stand_in(retries=2)) as (d,u):
+    with behind(
+        lambda c: answers.pop(0)(c),
+        fallbacks=stand_in(retries=2)
+    ) as (d,u):
         assert d.post().json()==completion() and len(u.asked())==3
     with behind(status(500), fallbacks=stand_in(retries=2)) as (d,u):
         assert d.post().status_code==502 and len(u.asked())==3
 
 def test_one_who_wants_to_be_left_alone():
     "Nobody waits for longer than anybody would"
-    with behind(status(429, retry_after='999'), fallbacks=stand_in(retries=5)) as (d,u):
+    with behind(
+        status(429, retry_after='999'), fallbacks=stand_in(retries=5)
+    ) as (d,u):
         r = d.post()
-        assert (r.status_code,r.headers['retry-after'])==(429,'999') and len(u.asked())==1
+        assert (
+            r.status_code, r.headers['retry-after'])==(429,'999') and len(u.asked())==1
 
 def test_cool_down():
     now,answers = [100.],[status(500),good]
     f = stand_in('small', cooldown=60., clock=lambda: now[0])
-    with behind(lambda c: answers.pop(0)(c), local=[speaker('small', say)], fallbacks=f) as (d,u):
+    with behind(
+        lambda c: answers.pop(0)(c),
+        local=[speaker('small', say)], fallbacks=f
+    ) as (d,u):
         assert [d.post().headers['x-atlas-model'] for _ in range(2)]==['small','small']
         now[0] += 61
         assert d.post().headers['x-atlas-model']=='spark2/gemma' and not answers
@@ -764,7 +981,10 @@ class Down(Served):
 
 @both_ways
 def test_another_server_stands_in_for_ours(stream):
-    with behind(good, local=[Down('mine', QueueFullError('full'))], fallbacks=Fallbacks(dict(mine=['gemma']), timeout=WAIT)) as (d,u):
+    with behind(
+        good, local=[Down('mine', QueueFullError('full'))],
+        fallbacks=Fallbacks(dict(mine=['gemma']), timeout=WAIT)
+    ) as (d,u):
         r = d.post(model='mine', stream=stream)
         assert r.status_code==200 and r.headers['x-atlas-model']=='gemma' and '(queue_full)' in r.headers['x-atlas-route']
         assert messages(d).messages.create(**ASK|dict(model='mine')).content[0].text=='Hello'
@@ -781,7 +1001,10 @@ class Stuck(Speaker):
 def test_one_that_does_not_begin(stream):
     "A model of ours that is stuck is given up in time, and its answer stopped"
     s = Stuck(say)
-    with door(local=[Served(['gemma'], upstream_of('gemma', s)),speaker('small', say)], fallbacks=stand_in('small', timeout=.2)) as d:
+    with door(
+        local=[Served(['gemma'], upstream_of('gemma', s)),speaker('small', say)],
+        fallbacks=stand_in('small', timeout=.2)
+    ) as d:
         r = d.post(stream=stream)
         assert r.headers['x-atlas-model']=='small' and '(stalled)' in r.headers['x-atlas-route']
     assert s.aborted==1
@@ -789,13 +1012,23 @@ def test_one_that_does_not_begin(stream):
 @pytest.mark.parametrize('path', ['chat/completions','messages','responses'])
 def test_streams_that_were_held_lose_nothing(path):
     "A model of ours with one who stands in says what it says without"
-    with service(say) as s, door(local=[speaker('gemma', say),speaker('small', say)], fallbacks=stand_in('small')) as d:
+    with service(say) as s, door(
+        local=[speaker('gemma', say),speaker('small', say)],
+        fallbacks=stand_in('small')
+    ) as d:
         a = d.web.post(f'/v1/{path}', json=body(path, stream=True))
-        b = httpx.post(f'{s.url}/v1/{path}', json=body(path, stream=True, model='scripted'), timeout=WAIT)
+        b = httpx.post(
+            f'{s.url}/v1/{path}', json=body(path, stream=True, model='scripted'), timeout=WAIT)
         assert forget(a.text)==forget(b.text).replace('scripted', 'gemma')
         assert a.headers['x-atlas-model']=='gemma' and 'x-atlas-route' not in a.headers
 
-@pytest.mark.parametrize('kw', [dict(to=dict(a=['a'])), dict(to={}, retries=-1), dict(to={}, timeout=0), dict(to={}, cooldown='60s')])
+@pytest.mark.parametrize(
+    'kw',
+    [
+        dict(to=dict(a=['a'])),
+        dict(to={}, retries=-1),
+        dict(to={}, timeout=0),
+        dict(to={}, cooldown='60s')])
 def test_bad_fallbacks(kw):
     with pytest.raises(ConfigError):
         Fallbacks(**kw)

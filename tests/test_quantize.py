@@ -194,35 +194,21 @@ def fused(k): # what engines multiply as one
 def test_nvfp4_bytes(tmp_path):
     "Every packed tensor against the rule written out anew; q, k, v and gate, up share their factor"
     ws = weights(3)
+    q = 'model.layers.1.self_attn.q_proj.weight'
     ws['model.layers.1.mlp.down_proj.weight'][:4] = 0
-    ws['model.layers.1.self_attn.q_proj.weight'][5:] = f32_to_bf16(
-        bf16_to_f32(ws['model.layers.1.self_attn.q_proj.weight'][5:])*np.float32(1e-6))
+    ws[q][5:] = f32_to_bf16(bf16_to_f32(ws[q][5:])*np.float32(1e-6))
     quantize(folder(tmp_path/'s', ws), tmp_path/'d', 'nvfp4')
     got = raw(tmp_path/'d')
+    ms = {k:bf16_to_f32(a) for k,a in ws.items() if '_proj' in k}
     big = {}
-    ms = {
-        k:bf16_to_f32(a)
-        for k,a in ws.items() if '_proj' in k}
     for k,a in ms.items():
-        big[fused(k)] = max(
-            big.get(fused(k), 0),
-            float(np.abs(a).max()))
+        big[fused(k)] = max(big.get(fused(k), 0), float(np.abs(a).max()))
     for k,a in ms.items():
-        m = k[:-7]
-        assert [
-            got[n][2]
-            for n in (
-                k,
-                m+'.weight_scale',
-                m+'.weight_scale_2')]==list(nvfp4(a, big[fused(k)])), k
-        assert (
-            [
-                got[n][:2]
-                for n in (k,m+'.weight_scale',m+'.weight_scale_2')]
-            == [
-                ('U8',(a.shape[0],a.shape[1]//2)),
-                ('F8_E4M3',(a.shape[0],a.shape[1]//16)),
-                ('F32',())])
+        names = k,k+'_scale',k+'_scale_2'
+        rows,cols = a.shape
+        kinds = ('U8',(rows,cols//2)),('F8_E4M3',(rows,cols//16)),('F32',())
+        assert [got[n][2] for n in names]==list(nvfp4(a, big[fused(k)])), k
+        assert tuple(got[n][:2] for n in names)==kinds
     assert len({got[f'model.layers.0.self_attn.{x}_proj.weight_scale_2'][2] for x in 'qkv'})==1
 
 def mxfp4(w):
@@ -246,37 +232,48 @@ def mxfp4(w):
             |c[:,::2]).tobytes(),
         (e+127).astype(np.uint8).tobytes())
 
-def test_mxfp4_and_fp8_bytes(tmp_path):
-    ws = weights(4)
-    k = 'model.layers.1.mlp.down_proj.weight'
-    ws[k][:3] = 0
-    w = bf16_to_f32(ws[k])
-    m = k[:-7]
-    src = folder(tmp_path/'s', ws)
-    def got(*ends):
-        t = raw(tmp_path/'d')
-        return [t[m+e][2] for e in ends]
-    quantize(src, tmp_path/'d', 'mxfp4')
-    assert got('.weight_packed','.weight_scale')==list(mxfp4(w))
-    def e4m3(x):
-        return (
-            even(x, E4M3)
-            +128*np.signbit(x)).astype(np.uint8).tobytes()
+def e4m3(x):
+    "The bytes of E4M3 codes"
+    return (even(x, E4M3)+128*np.signbit(x)).astype(np.uint8).tobytes()
+
+def by_tensor(w):
+    "Scales of FP8, in each of its layouts, and as they multiply"
     s = np.abs(w).max()/np.float32(448)
-    quantize(src, tmp_path/'d', 'fp8', 'tensor', force=True)
-    assert got('.weight','.weight_scale')==[e4m3(w/s),s.tobytes()]
-    s = (
-        np.abs(w.reshape(
-            128, 2, 128)).max((0,2))
-        / np.float32(448))
-    quantize(src, tmp_path/'d', 'fp8', 'block', force=True)
-    assert got('.weight','.weight_scale_inv')==[
-        e4m3(w/s.repeat(128)), s.tobytes()]
+    return s,s
+
+def by_block(w):
+    s = np.abs(w.reshape(128, 2, 128)).max((0,2))/np.float32(448)
+    return s,s.repeat(128)
+
+def by_channel(w):
     s = np.abs(w).max(1)/np.float32(448)
     s[s==0] = 1
-    quantize(src, tmp_path/'d', 'fp8', 'channel', force=True)
-    assert got('.weight','.weight_scale')==[
-        e4m3(w/s[:,None]), s.tobytes()]
+    return s,s[:,None]
+
+DOWN = 'model.layers.1.mlp.down_proj.weight'
+
+def one_with_zeros():
+    "Weights, one matrix of which begins with rows of zeros"
+    ws = weights(4)
+    ws[DOWN][:3] = 0
+    return ws,bf16_to_f32(ws[DOWN])
+
+def test_mxfp4_bytes(tmp_path):
+    ws,w = one_with_zeros()
+    quantize(folder(tmp_path/'s', ws), tmp_path/'d', 'mxfp4')
+    got = raw(tmp_path/'d')
+    assert [got[DOWN+e][2] for e in ('_packed','_scale')]==list(mxfp4(w))
+
+@pytest.mark.parametrize('layout,scales,end', (
+    ('tensor', by_tensor, '_scale'),
+    ('block', by_block, '_scale_inv'),
+    ('channel', by_channel, '_scale')))
+def test_fp8_bytes(tmp_path, layout, scales, end):
+    ws,w = one_with_zeros()
+    quantize(folder(tmp_path/'s', ws), tmp_path/'d', 'fp8', layout)
+    got = raw(tmp_path/'d')
+    s,spread = scales(w)
+    assert [got[DOWN+e][2] for e in ('',end)]==[e4m3(w/spread), s.tobytes()]
 
 @lay
 def test_what_is_not_taken_is_copied(tmp_path, format, layout):
@@ -336,6 +333,30 @@ def test_the_same_whatever_the_threads_slabs_and_shards(tmp_path, monkeypatch, f
     quantize(src, tmp_path/'b', format, layout, shard_size=10_000)
     assert raw(tmp_path/'a')==raw(tmp_path/'b')
 
+def drawn(r, o, i)->dict:
+    "Weights with heavy tails, of `o` rows and `i` blocks and multiples of them"
+    shapes = dict(q_proj=(o*3,i*32), k_proj=(o,i*32), v_proj=(o*40,i*32), o_proj=(7,i*32))
+    def some(s): return (r.standard_t(3, s)*10.**r.uniform(-3,1)).astype(np.float32)
+    a = {f'model.layers.0.self_attn.{k}.weight': some(s) for k,s in shapes.items()}
+    return a|{'model.embed_tokens.weight': np.ones((3,32), np.float32)}
+
+def check_errors(rep, was, now, most):
+    "The errors that a report speaks of are those of what can be read back"
+    for row in rep.rows:
+        x = was[row['name']+'.weight'].astype(np.float64)
+        e = np.linalg.norm(now[row['name']+'.weight']-x)/(np.linalg.norm(x) or 1)
+        assert abs(e-row['error'])<1e-6
+        assert row['error']<most
+        assert row['weights']==x.size
+
+def check_bytes(rep, src, dst):
+    "And its bytes are those of the files"
+    sizes = {k: len(b) for k,(_,_,b) in raw(dst).items()}
+    assert rep.after==sum(sizes.values())
+    assert rep.before==sum(len(b) for _,_,b in raw_any(src).values())
+    for r in rep.rows:
+        assert r['after']==sum(n for k,n in sizes.items() if k.startswith(r['name']+'.'))
+
 @settings(deadline=None, max_examples=25)
 @given(
     st.integers(0,10**6),
@@ -346,23 +367,12 @@ def test_the_same_whatever_the_threads_slabs_and_shards(tmp_path, monkeypatch, f
     st.integers(2000,10**6))
 def test_any_shape(tmp_path_factory, seed, key, o, i, dtype, shard):
     "Errors in the report are those of what can be read back; bytes are those of the files"
-    r = np.random.default_rng(seed)
     tmp = tmp_path_factory.mktemp('q')
-    s = {
-        'q_proj':(o*3,i*32), 'k_proj':(o,i*32),
-        'v_proj':(o*40,i*32), 'o_proj':(7,i*32)}
-    a = (
-        {
-            f'model.layers.0.self_attn.{k}.weight':(
-                r.standard_t(3, v)
-                *10.**r.uniform(-3,1)).astype(np.float32)
-            for k,v in s.items()}
-        |{'model.embed_tokens.weight':np.ones((3,32), np.float32)})
+    a = drawn(np.random.default_rng(seed), o, i)
     if seed%3==0:
         a['model.layers.0.self_attn.k_proj.weight'][:] = 0
     enc = dict(BF16=f32_to_bf16, F16=np.float16, F32=np.asarray)[dtype]
-    src = folder(
-        tmp/'s', {k:enc(v) for k,v in a.items()})
+    src = folder(tmp/'s', {k:enc(v) for k,v in a.items()})
     try:
         rep = quantize(src, tmp/'d', *key, shard_size=shard)
     except UnsupportedError as e:
@@ -370,29 +380,8 @@ def test_any_shape(tmp_path_factory, seed, key, o, i, dtype, shard):
         return
     was,now = decoded(src),decoded(tmp/'d')
     assert set(was)==set(now)
-    raw(tmp/'d')
-    for row in rep.rows:
-        x = was[row['name']+'.weight'].astype(np.float64)
-        y = now[row['name']+'.weight']
-        e = (
-            np.linalg.norm(y-x)/(
-                np.linalg.norm(x) or 1))
-        assert (
-            abs(e-row['error'])<1e-6
-            and row['error']
-            <dict(nvfp4=.3, mxfp4=.3, fp8=.08)[key[0]]
-            and row['weights']==x.size)
-    assert (
-        rep.after==sum(
-            len(b) for _,_,b in raw(tmp/'d').values())
-        and rep.before==sum(
-            len(b) for _,_,b in raw_any(src).values()))
-    assert all(
-        r['after']==sum(
-            len(b)
-            for k,(_,_,b) in raw(tmp/'d').items()
-            if k.startswith(r['name']+'.'))
-        for r in rep.rows)
+    check_errors(rep, was, now, dict(nvfp4=.3, mxfp4=.3, fp8=.08)[key[0]])
+    check_bytes(rep, src, tmp/'d')
 
 # ---- the engine computes with them
 
@@ -621,47 +610,36 @@ def test_a_glob_that_matches_nothing(tmp_path):
     assert e.value.param=='keep'
     quantize(src, tmp_path/'d', 'fp8', keep=['lm_head'])
 
+def narrow(path):
+    "A model of one layer whose widths blocks do not divide"
+    sizes = dict(hidden_size=72, head_dim=48, intermediate_size=192, num_hidden_layers=1)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    shapes = {
+        'self_attn.q_proj':(96,72), 'self_attn.k_proj':(48,72),
+        'self_attn.v_proj':(48,72), 'self_attn.o_proj':(72,96),
+        'mlp.gate_proj':(192,72), 'mlp.up_proj':(192,72), 'mlp.down_proj':(72,192)}
+    r = np.random.default_rng(0)
+    ws = {f'layers.0.{k}':r.standard_normal(v, np.float32) for k,v in shapes.items()}
+    ws['embed_tokens'] = np.ones((64,72), np.float32)
+    for k in ('norm','layers.0.input_layernorm','layers.0.post_attention_layernorm'):
+        ws[k] = np.ones(72, np.float32)
+    ws = {f'model.{k}.weight':f32_to_bf16(a) for k,a in ws.items()}
+    ws['lm_head.weight'] = ws['model.embed_tokens.weight']
+    return folder(path, ws, CONF|sizes|heads)
+
 def test_widths(tmp_path):
     "What blocks do not divide is kept, with what is fused to it, and said; FP8 takes rows instead"
-    conf = (
-        CONF
-        |dict(
-            hidden_size=72, num_attention_heads=2, num_key_value_heads=1, head_dim=48,
-            intermediate_size=192, num_hidden_layers=1))
-    s = {
-        'self_attn.q_proj':(96,72),
-        'self_attn.k_proj':(48,72),
-        'self_attn.v_proj':(48,72),
-        'self_attn.o_proj':(72,96),
-        'mlp.gate_proj':(192,72),
-        'mlp.up_proj':(192,72),
-        'mlp.down_proj':(72,192)}
-    r = np.random.default_rng(0)
-    ws = {
-        f'model.layers.0.{k}.weight':f32_to_bf16(r.standard_normal(v, np.float32))
-        for k,v in s.items()}
-    ws |= (
-        {
-            'model.embed_tokens.weight':f32_to_bf16(np.ones((64,72), np.float32)),
-            'lm_head.weight':f32_to_bf16(np.ones((64,72), np.float32))}
-        |{
-            f'model.{k}.weight':f32_to_bf16(np.ones(72, np.float32))
-            for k in ('norm','layers.0.input_layernorm','layers.0.post_attention_layernorm')})
-    src = folder(tmp_path/'s', ws, conf)
+    src = narrow(tmp_path/'s')
+    def taken(rep): return {x['name'][15:] for x in rep.rows}
     rep = quantize(src, tmp_path/'d', 'nvfp4')
-    assert (
-        {x['name'][15:] for x in rep.rows}=={'self_attn.o_proj','mlp.down_proj'}
-        and {x['why'] for x in rep.kept}=={'rows of 72 are not whole blocks of 16'})
+    assert taken(rep)=={'self_attn.o_proj','mlp.down_proj'}
+    assert {x['why'] for x in rep.kept}=={'rows of 72 are not whole blocks of 16'}
     assert quantize(src, tmp_path/'e', 'fp8').layout=='channel'
     rep = quantize(src, tmp_path/'f', 'fp8', 'block')
-    assert (
-        {x['name'][15:] for x in rep.rows}
-        =={f'self_attn.{k}_proj' for k in 'qkvo'}
-        and 'not whole blocks of 128' in rep.kept[0]['why'])
+    assert taken(rep)=={f'self_attn.{k}_proj' for k in 'qkvo'}
+    assert 'not whole blocks of 128' in rep.kept[0]['why']
     for d in 'def':
-        assert np.isfinite(LLM(
-            str(tmp_path/d),
-            device='cpu').logits([3,4])).all()
+        assert np.isfinite(LLM(str(tmp_path/d), device='cpu').logits([3,4])).all()
 
 # ---- what was quantised before
 
@@ -710,11 +688,29 @@ def test_requantize_every_stored_format(tmp_path, name):
                 LLM(
                     str(data/name), device='cpu').logits(range(3,20))))
 
-def test_the_rest_of_a_modelopt_checkpoint(tmp_path):
+@pytest.fixture(scope='module')
+def in_part():
+    "NVIDIA's own: its experts are quantised, its attention is not"
+    return next(p for p in sorted(data.iterdir()) if 'nemotron-nvfp4' in p.name)
+
+def test_a_modelopt_checkpoint_requantised(tmp_path, in_part):
+    "Scales of inputs go with the matrices that they were for; no other config can name the rest"
+    old = raw_any(in_part)
+    quantize(in_part, tmp_path/'r', 'nvfp4', requantize=True)
+    t = raw(tmp_path/'r')
+    for k in t:
+        w = k[:-12]+'.weight'
+        assert not k.endswith('.input_scale') or t[w][2]==old[w][2]
+    assert [k for k in old if k.endswith('.input_scale') and k not in t]
+    with pytest.raises(UnsupportedError, match='no config can name them'):
+        quantize(in_part, tmp_path/'e', 'fp8')
+    quantize(in_part, tmp_path/'e', 'fp8', 'tensor', requantize=True)
+    assert not any(t=='U8' for t,_,_ in raw(tmp_path/'e').values())
+
+def test_the_rest_of_a_modelopt_checkpoint(tmp_path, in_part):
     "NVIDIA's experts stay as they are; attention joins them, and the config names each"
-    src = next(p for p in sorted(data.iterdir()) if 'nemotron-nvfp4' in p.name)
-    old = raw_any(src)
-    rep = quantize(src, tmp_path/'d', 'nvfp4')
+    old = raw_any(in_part)
+    rep = quantize(in_part, tmp_path/'d', 'nvfp4')
     got,q = raw(tmp_path/'d'),config(tmp_path/'d')
     assert rep.rows and any(x['why']=='NVFP4 already' for x in rep.kept)
     for k,v in old.items():
@@ -723,29 +719,11 @@ def test_the_rest_of_a_modelopt_checkpoint(tmp_path):
     for m,taken in modules(tmp_path/'d').items():
         assert kept_by_reader(q, m) is not taken
     if q['quant_algo']=='MIXED_PRECISION':
-        assert (
-            {v['quant_algo'] for v in q['quantized_layers'].values()}
-            =={'NVFP4','W4A16_NVFP4'})
-    assert np.isfinite(LLM(
-        str(tmp_path/'d'),
-        device='cpu').logits([3,4,5])).all()
-    assert (
-        any(k.endswith('input_scale') for k in old)
-        and {k for k in got if k.endswith('input_scale')}
-        =={k for k in old if k.endswith('input_scale')})
-    quantize(src, tmp_path/'r', 'nvfp4', requantize=True)
-    t = raw(tmp_path/'r')
-    assert not [
-        k for k in t
-        if k.endswith('.input_scale')
-        and t[k[:-12]+'.weight'][2]
-        !=old[k[:-12]+'.weight'][2]]
-    assert [k for k in old if k.endswith('.input_scale') and k not in t]
-    with pytest.raises(UnsupportedError, match='no config can name them'):
-        quantize(src, tmp_path/'e', 'fp8')
-    quantize(src, tmp_path/'e', 'fp8', 'tensor', requantize=True)
-    assert not any(
-        t=='U8' for t,_,_ in raw(tmp_path/'e').values())
+        algos = {v['quant_algo'] for v in q['quantized_layers'].values()}
+        assert algos=={'NVFP4','W4A16_NVFP4'}
+    assert np.isfinite(LLM(str(tmp_path/'d'), device='cpu').logits([3,4,5])).all()
+    def inputs(ts): return {k for k in ts if k.endswith('input_scale')}
+    assert inputs(old) and inputs(got)==inputs(old)
 
 # ---- whole or not at all
 
@@ -790,7 +768,7 @@ def test_killed_at_any_moment(tmp_path):
     assert config(out)['quant_method']=='fp8' and hidden(tmp_path)==[]
 
 def test_ctrl_c(tmp_path):
-    code = KILL.split('; Q.quantize')[0].replace('SIGKILL', 'SIGINT')
+    code = KILL.split('\nQ.quantize')[0].replace('SIGKILL', 'SIGINT')
     code = code.replace('n,real = int(sys.argv[3])', 'n,real = 12')
     code += '; from atlas.use.cli import main; main()'
     src,out = folder(tmp_path/'s'),tmp_path/'out'

@@ -281,7 +281,8 @@ TestMachine = Machine.TestCase
 
 @pytest.mark.parametrize('seed', range(24))
 def test_crowd(seed):
-    "The same machine where it is always crowded: forty requests, each of which may fill half the cache or more"
+    """The same machine where it is always crowded: forty requests, each of which may fill half the
+    cache or more"""
     rng,m = random.Random(seed),Machine()
     m.start(
         block=rng.choice([1,4,16]),

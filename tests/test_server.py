@@ -22,28 +22,40 @@ END = 256  # the end-of-sequence token
 
 tok = byte_tokenizer('<end>')
 A = tok.encode('A')[0]
-template = ChatTemplate('{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ')
+template = ChatTemplate(
+    '{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ')
 HELLO = [dict(role='user', content='Say something')]
 
 class FakeRunner:
     "Says `text` to everyone; `hold` tokens only and then nothing, `endless` always, or `fail` after some tokens"
-    def __init__(self, text='Hello there, reader.', hold=None, endless=False, fail=None, room=10**9, max_seq_len=1000):
-        self.ids,self.hold,self.endless,self.fail,self.room = [*tok.encode(text), END],hold,endless,fail,room
-        self.info,self.healthy,self.closed = dict(name='fake', max_seq_len=max_seq_len, vocab_size=257),True,False
+    def __init__(
+        self, text='Hello there, reader.', hold=None, endless=False, fail=None,
+        room=10**9, max_seq_len=1000
+    ):
+        self.ids,self.hold,self.endless,self.fail,self.room = [
+            *tok.encode(text), END],hold,endless,fail,room
+        self.info,self.healthy,self.closed = dict(
+            name='fake', max_seq_len=max_seq_len, vocab_size=257),True,False
         self.seen,self.arrived,self.aborted = [],threading.Semaphore(0),threading.Semaphore(0)
     def submit(self, r):
         if len(r.prompt)>=self.info['max_seq_len']:
-            raise ContextLengthError(f'The prompt has {len(r.prompt):,} tokens and the context holds {self.info["max_seq_len"]:,}')
+            raise ContextLengthError(
+                f'The prompt has {len(r.prompt):,} tokens and the context holds '
+                f'{self.info["max_seq_len"]:,}')
         if len(self.seen)>=self.room:
             raise QueueFullError('Too many')
         self.seen.append(r)
         self.arrived.release()
         return FakeStream(self, r)
-    def stats(self): return dict(num_requests_running=len(self.seen), kv_cache_usage_perc=.5, num_preemptions_total=3, blocks_used=1)
+    def stats(self):
+        return dict(
+            num_requests_running=len(self.seen), kv_cache_usage_perc=.5, num_preemptions_total=3,
+            blocks_used=1)
     def close(self, drain=0.): self.closed = True
 
 class FakeStream:
-    def __init__(self, runner, r): self.runner,self.r,self.n,self.over = runner,r,0,False
+    def __init__(self, runner, r):
+        self.runner,self.r,self.n,self.over = runner,r,0,False
     def __aiter__(self): return self
     async def __anext__(self):
         await asyncio.sleep(0)
@@ -60,7 +72,10 @@ class FakeStream:
             return Event(self.r.id, A)
         last = 'stop' if n+1==len(f.ids) else 'length' if n+1==self.r.params.max_tokens else None
         self.over = last is not None
-        return Event(self.r.id, f.ids[n], -.25, [(f.ids[n],-.25),(A,-2.)][:self.r.params.logprobs or 0], finish=last)
+        return Event(
+            self.r.id, f.ids[n], -.25,
+            [(f.ids[n],-.25),(A,-2.)][:self.r.params.logprobs or 0],
+            finish=last)
     def abort(self):
         if not self.over:
             self.over = True
@@ -77,7 +92,8 @@ def live(runner, **kw):
         kw = dict(template=template)|kw
         app = app_of(runner, tok, **kw, on_ready=up.set)
     server = uvicorn.Server(uvicorn.Config(app, log_level='critical', timeout_graceful_shutdown=1))
-    t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
+    t = threading.Thread(
+        target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
     assert up.wait(WAIT)
     try:
@@ -87,12 +103,18 @@ def live(runner, **kw):
         t.join(WAIT)
         assert not t.is_alive()
 
-def client_of(port): return openai.OpenAI(base_url=f'http://127.0.0.1:{port}/v1', api_key='none', max_retries=0, timeout=WAIT)
+def client_of(port):
+    return openai.OpenAI(
+        base_url=f'http://127.0.0.1:{port}/v1', api_key='none', max_retries=0, timeout=WAIT)
 def local(runner, **kw):
     app = app_of(runner, tok, template, **kw)
     return TestClient(app, raise_server_exceptions=False)
-def chat(c, **kw): return c.post('/v1/chat/completions', json=dict(messages=HELLO)|kw)
-def events(text): return [json.loads(l[6:]) for l in text.splitlines() if l.startswith('data: ') and l!='data: [DONE]']
+def chat(c, **kw):
+    return c.post('/v1/chat/completions', json=dict(messages=HELLO)|kw)
+def events(text):
+    return [
+        json.loads(l[6:]) for l in text.splitlines() if l.startswith('data: ') and l!='data: [DONE]'
+    ]
 
 # ---- OpenAI's own client ----
 
@@ -104,37 +126,57 @@ def served():
 
 def test_openai_chat(served):
     r,c,_ = served
-    a = c.chat.completions.create(model='fake', messages=HELLO, n=2, seed=5, logprobs=True, top_logprobs=2)
-    assert [x.message.content for x in a.choices]==['Hello there, reader.']*2 and [x.index for x in a.choices]==[0,1]
+    a = c.chat.completions.create(
+        model='fake', messages=HELLO, n=2, seed=5, logprobs=True,
+        top_logprobs=2)
+    assert [
+        x.message.content for x in a.choices
+    ]==['Hello there, reader.']*2 and [x.index for x in a.choices]==[0,1]
     assert a.choices[0].finish_reason=='stop' and a.usage.completion_tokens==42 and a.usage.total_tokens==42+a.usage.prompt_tokens
     e = a.choices[0].logprobs.content[0]
-    assert (e.token,e.logprob,e.bytes,[t.token for t in e.top_logprobs])==('H',-.25,[72],['H','A'])
+    assert (
+        e.token, e.logprob, e.bytes,
+        [t.token for t in e.top_logprobs])==('H',-.25,[72],['H','A'])
     assert [x.params.seed for x in r.seen[-2:]]==[5,6] and len({x.id for x in r.seen})==len(r.seen)
-    assert tok.decode(r.seen[-1].prompt)=='user: Say something\nassistant: ' and r.seen[-1].params.n==1
+    assert tok.decode(
+        r.seen[-1].prompt)=='user: Say something\nassistant: ' and r.seen[-1].params.n==1
 
 def test_openai_chat_stream(served):
     _,c,_ = served
-    chunks = list(c.chat.completions.create(model='fake', messages=HELLO, n=2, stream=True, max_completion_tokens=5, stream_options=dict(include_usage=True)))
+    chunks = list(
+        c.chat.completions.create(
+            model='fake', messages=HELLO, n=2, stream=True, max_completion_tokens=5,
+            stream_options=dict(include_usage=True)))
     assert chunks[-1].usage.completion_tokens==10 and chunks[-1].choices==[]
     for i in 0,1:
         mine = [x.choices[0] for x in chunks if x.choices and x.choices[0].index==i]
-        assert mine[0].delta.role=='assistant' and ''.join(x.delta.content or '' for x in mine)=='Hello'
+        assert mine[0].delta.role=='assistant' and ''.join(
+            x.delta.content or '' for x in mine)=='Hello'
         assert [x.finish_reason for x in mine if x.finish_reason]==['length']
     with c.chat.completions.stream(model='fake', messages=HELLO) as s:
         assert s.get_final_completion().choices[0].message.content=='Hello there, reader.'
 
 def test_openai_completions(served):
     _,c,_ = served
-    a = c.completions.create(model='org/alias', prompt=['a','b'], n=2, logprobs=1, stop=', r')
+    a = c.completions.create(
+        model='org/alias', prompt=['a','b'], n=2, logprobs=1,
+        stop=', r')
     assert a.model=='org/alias' and [x.text for x in a.choices]==['Hello there']*4
     assert a.choices[0].logprobs.tokens[:2]==['H','e'] and a.choices[0].logprobs.text_offset[:3]==[0,1,2] and a.choices[0].logprobs.top_logprobs[1]=={'e':-.25}
-    s = list(c.completions.create(model='fake', prompt=[1,2,3], logprobs=0, stream=True))
-    assert ''.join(x.choices[0].text for x in s)=='Hello there, reader.' and s[-1].choices[0].finish_reason=='stop'
+    s = list(
+        c.completions.create(
+            model='fake', prompt=[1,2,3], logprobs=0,
+            stream=True))
+    assert ''.join(
+        x.choices[0].text for x in s
+    )=='Hello there, reader.' and s[-1].choices[0].finish_reason=='stop'
     assert [o for x in s for o in x.choices[0].logprobs.text_offset][:5]==[0,1,2,3,4]
 
 def test_openai_models_and_errors(served):
     _,c,_ = served
-    assert [m.id for m in c.models.list()]==['fake','org/alias'] and c.models.retrieve('org/alias').owned_by=='atlas'
+    assert [
+        m.id for m in c.models.list()
+    ]==['fake','org/alias'] and c.models.retrieve('org/alias').owned_by=='atlas'
     with pytest.raises(openai.NotFoundError) as e:
         c.models.retrieve('gpt-5')
     assert e.value.code=='model_not_found'
@@ -146,13 +188,20 @@ def test_openai_models_and_errors(served):
     assert e.value.param=='temperature'
     a = c.with_options(default_headers={'x-request-id':'mine'}).models.with_raw_response.list()
     assert a.headers['x-request-id']=='mine'
-    assert c.completions.create(model='fake', prompt='x', max_tokens=10**6).choices[0].text=='Hello there, reader.'  # a bound, not an error
+    # a bound, not an error
+    assert c.completions.create(
+        model='fake', prompt='x', max_tokens=10**6).choices[0].text=='Hello there, reader.'
 
 def test_many_streams(served):
     _,_,port = served
     async def go():
-        async with openai.AsyncOpenAI(base_url=f'http://127.0.0.1:{port}/v1', api_key='x', max_retries=0) as c:
-            async def one(k): return ''.join([x.choices[0].text async for x in await c.completions.create(model='fake', prompt='a', stream=True, max_tokens=k)])
+        async with openai.AsyncOpenAI(
+            base_url=f'http://127.0.0.1:{port}/v1', api_key='x', max_retries=0
+        ) as c:
+            async def one(k):
+                return ''.join(
+                    [x.choices[0].text async for x in await c.completions.create(model='fake', prompt='a', stream=True, max_tokens=k)]
+                )
             return await asyncio.gather(*(one(1+i%20) for i in range(48)))
     assert asyncio.run(go())==['Hello there, reader.'[:1+i%20] for i in range(48)]
 
@@ -160,14 +209,21 @@ def test_many_streams(served):
 def test_stop_string_stops_the_engine(stream):
     r = FakeRunner()
     a = chat(local(r), stop='there', stream=stream)
-    said = ''.join(c['choices'][0]['delta'].get('content', '') for c in events(a.text)) if stream else a.json()['choices'][0]['message']['content']
+    said = ''.join(
+        c['choices'][0]['delta'].get('content', '') for c in events(a.text)
+    ) if stream else a.json()['choices'][0]['message']['content']
     assert a.status_code==200 and said=='Hello ' and '"stop_reason":"there"' in a.text and r.aborted.acquire(timeout=0)
 
 # ---- A stream says what the whole answer says ----
 
-@given(text=st.text(max_size=60), stop=st.lists(st.text('ab ,', min_size=1, max_size=3), max_size=3), n=st.integers(1,3), limit=st.none()|st.integers(1,30))
+@given(
+    text=st.text(max_size=60),
+    stop=st.lists(st.text('ab ,', min_size=1, max_size=3), max_size=3),
+    n=st.integers(1,3),
+    limit=st.none()|st.integers(1,30))
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@example(text='a\x85b\u2028c\u2029d\x1ce', stop=[], n=1, limit=None)  # what str.splitlines, and so many a client, takes for line ends
+# what str.splitlines, and so many a client, takes for line ends
+@example(text='a\x85b\u2028c\u2029d\x1ce', stop=[], n=1, limit=None)
 def test_stream_equals_whole(text, stop, n, limit):
     c,kw = local(FakeRunner(text)),dict(stop=stop, n=n, max_tokens=limit)
     whole,out = chat(c, **kw).json(),{}
@@ -176,39 +232,84 @@ def test_stream_equals_whole(text, stop, n, limit):
             t = out.setdefault(x['index'], ['', None])
             t[0] += x['delta'].get('content') or ''
             t[1] = x['finish_reason']
-    assert out=={x['index']:[x['message']['content'],x['finish_reason']] for x in whole['choices']} and e['usage']==whole['usage']
+    assert out=={
+        x['index']:[x['message']['content'],x['finish_reason']] for x in whole['choices']
+    } and e['usage']==whole['usage']
     if not stop and limit is None:
         assert out[0]==[text,'stop']
 
 # ---- Bodies that nobody should send ----
 
-values = st.recursive(st.none()|st.booleans()|st.integers(-10**40,10**40)|st.floats()|st.text(max_size=8), lambda s: st.lists(s, max_size=4)|st.dictionaries(st.text(max_size=6), s, max_size=3), max_leaves=8)
+values = st.recursive(
+    st.none()|st.booleans()|st.integers(-10**40,10**40)|st.floats()|st.text(max_size=8),
+    lambda s: st.lists(s, max_size=4)|st.dictionaries(
+        st.text(max_size=6), s, max_size=3),
+    max_leaves=8)
 fields = st.sampled_from(['messages','prompt','model','temperature','top_p','top_k','min_p','n','stop','seed','max_tokens','min_tokens','logit_bias','logprobs','top_logprobs','stream',
-    'stream_options','tools','tool_choice','response_format','stop_token_ids','ignore_eos','presence_penalty','repetition_penalty','max_completion_tokens','priority','echo','made_up',
-    'structured_outputs','guided_json','guided_regex','guided_choice','guided_grammar','thinking','reasoning','reasoning_effort','thinking_budget','enable_thinking','chat_template_kwargs','prompt_logprobs','suffix','parallel_tool_calls','return_token_ids'])
+    'stream_options', 'tools', 'tool_choice', 'response_format', 'stop_token_ids', 'ignore_eos',
+    'presence_penalty', 'repetition_penalty', 'max_completion_tokens', 'priority', 'echo',
+    'made_up',
+    'structured_outputs', 'guided_json', 'guided_regex', 'guided_choice', 'guided_grammar',
+    'thinking', 'reasoning', 'reasoning_effort', 'thinking_budget', 'enable_thinking',
+    'chat_template_kwargs', 'prompt_logprobs', 'suffix', 'parallel_tool_calls', 'return_token_ids'])
 
-@given(path=st.sampled_from(['/v1/chat/completions','/v1/completions']), wrong=st.dictionaries(fields, values, min_size=1, max_size=3), inside=st.booleans())
+@given(
+    path=st.sampled_from(['/v1/chat/completions','/v1/completions']),
+    wrong=st.dictionaries(fields, values, min_size=1, max_size=3),
+    inside=st.booleans())
 @settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
 def test_any_body(path, wrong, inside):
-    body = dict(messages=[HELLO[0]|wrong] if inside else HELLO, prompt='x') | ({} if inside else wrong)
-    r = fuzzed.post(path, content=json.dumps(body).encode(), headers={'content-type':'application/json'})
+    body = dict(
+        messages=[HELLO[0]|wrong] if inside else HELLO, prompt='x') | ({} if inside else wrong)
+    r = fuzzed.post(
+        path, content=json.dumps(body).encode(),
+        headers={'content-type':'application/json'})
     if r.status_code!=200:
-        assert r.status_code in (400,404,501) and set(r.json()['error'])=={'message','type','param','code'} and len(r.text)<2000, r.text
+        assert r.status_code in (400,404,501) and set(r.json()['error'])=={
+            'message', 'type', 'param', 'code'} and len(r.text)<2000, r.text
 fuzzed = local(FakeRunner('ok'))
 
-SCHEMA = dict(type='object', properties=dict(a=dict(type='integer', minimum=0, enum=[1,2])), required=['a'])
+SCHEMA = dict(
+    type='object',
+    properties=dict(a=dict(type='integer', minimum=0, enum=[1,2])),
+    required=['a'])
 RICH = {
     '/v1/chat/completions': dict(messages=[dict(role='system', content='s'), dict(role='user', content=[dict(type='text', text='x')]), dict(role='assistant', content=None, reasoning='r',
-        tool_calls=[dict(id='1', type='function', function=dict(name='f', arguments='{"a": 1}'))]), dict(role='tool', tool_call_id='1', content='ok')], max_tokens=2,
-        tools=[dict(type='function', function=dict(name='f', description='d', strict=False, parameters=SCHEMA))], tool_choice=dict(type='function', function=dict(name='f')),
-        stop=['a'], logit_bias={'5':1.5}, chat_template_kwargs=dict(enable_thinking=True), metadata=dict(a='b'), logprobs=True, top_logprobs=2, seed=3),
+        tool_calls=[
+            dict(id='1', type='function', function=dict(name='f', arguments='{"a": 1}'))
+        ]), dict(role='tool',
+        tool_call_id='1', content='ok')], max_tokens=2,
+        tools=[
+            dict(
+                type='function',
+                function=dict(name='f', description='d', strict=False, parameters=SCHEMA))],
+        tool_choice=dict(type='function', function=dict(name='f')),
+        stop=['a'], logit_bias={'5':1.5},
+        chat_template_kwargs=dict(enable_thinking=True), metadata=dict(a='b'),
+        logprobs=True, top_logprobs=2, seed=3),
     '/v1/messages': dict(max_tokens=2, system=[dict(type='text', text='s')], messages=[dict(role='user', content='x'), dict(role='assistant', content=[dict(type='thinking', thinking='t', signature='s'),
-        dict(type='tool_use', id='1', name='f', input=dict(a=1))]), dict(role='user', content=[dict(type='tool_result', tool_use_id='1', content=[dict(type='text', text='k')])])],
-        tools=[dict(name='f', input_schema=SCHEMA)], tool_choice=dict(type='tool', name='f'), thinking=dict(type='enabled', budget_tokens=1024), stop_sequences=['a']),
+        dict(type='tool_use', id='1', name='f', input=dict(a=1))]), dict(
+            role='user',
+            content=[
+                dict(type='tool_result', tool_use_id='1', content=[dict(type='text', text='k')])])],
+        tools=[dict(name='f', input_schema=SCHEMA)],
+        tool_choice=dict(type='tool', name='f'),
+        thinking=dict(type='enabled', budget_tokens=1024), stop_sequences=['a']),
     '/v1/responses': dict(instructions='i', max_output_tokens=16, input=[dict(type='message', role='user', content=[dict(type='input_text', text='x')]), dict(type='function_call', call_id='1', name='f', arguments='{}'),
-        dict(type='function_call_output', call_id='1', output='o'), dict(type='reasoning', id='rs_1', summary=[dict(type='summary_text', text='s')])], tools=[dict(type='function', name='f', parameters=SCHEMA)],
-        tool_choice=dict(type='allowed_tools', mode='auto', tools=[dict(type='function', name='f')]), text=dict(format=dict(type='json_schema', name='x', schema=SCHEMA)), reasoning=dict(effort='low'), metadata=dict(a='b')),
-    '/v1/completions': dict(prompt=['ab',[1,2]], max_tokens=2, logit_bias={'5':1}, logprobs=1, stop=['q'], structured_outputs=dict(json=SCHEMA))}
+        dict(type='function_call_output', call_id='1', output='o'),
+        dict(
+            type='reasoning', id='rs_1',
+            summary=[dict(type='summary_text', text='s')]
+        )], tools=[dict(type='function', name='f', parameters=SCHEMA)],
+        tool_choice=dict(
+            type='allowed_tools', mode='auto',
+            tools=[dict(type='function', name='f')]),
+        text=dict(format=dict(type='json_schema', name='x', schema=SCHEMA)),
+        reasoning=dict(effort='low'), metadata=dict(a='b')),
+    '/v1/completions': dict(
+        prompt=['ab',[1,2]], max_tokens=2,
+        logit_bias={'5':1}, logprobs=1, stop=['q'],
+        structured_outputs=dict(json=SCHEMA))}
 
 def places(d, at=()):
     "The way to everything within a body"
@@ -219,10 +320,16 @@ def places(d, at=()):
 @pytest.fixture(scope='module')
 def guided():
     from atlas.text.guide import Guides
-    return local(FakeRunner('ok'), guides=Guides(tok, 257, (END,)), parsers=('hermes',None))
+    return local(
+        FakeRunner('ok'), guides=Guides(tok, 257, (END,)),
+        parsers=('hermes',None))
 
 @pytest.mark.parametrize('path', RICH)
-@given(data=st.data(), raw=st.sampled_from('null true 0 -1 1.5 1e999 -1e999 1e-400 1000000000000000000000000000000 9223372036854775808 "" "x" "\\u0000" [] [null] [1e999] {} {"a":1e999} {"":{}} [{}]'.split()))
+@given(
+    data=st.data(),
+    raw=st.sampled_from(
+        'null true 0 -1 1.5 1e999 -1e999 1e-400 1000000000000000000000000000000 9223372036854775808 "" "x" "\\u0000" [] [null] [1e999] {} {"a":1e999} {"":{}} [{}]'.split()
+    ))
 @settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 def test_any_place_of_a_body(guided, path, data, raw):
     "A value that is not expected, anywhere in a body that has everything: an answer or a refusal, and never a crash"
@@ -231,35 +338,54 @@ def test_any_place_of_a_body(guided, path, data, raw):
     for k in at[:-1]:
         part = part[k]
     part[at[-1]] = '@'
-    r = guided.post(path, content=json.dumps(body).replace('"@"', raw).encode(), headers={'content-type':'application/json'})
+    r = guided.post(
+        path,
+        content=json.dumps(body).replace('"@"', raw).encode(),
+        headers={'content-type':'application/json'})
     assert r.status_code in (200,400,404,501), (at, raw, r.text)
     if '1e999' in raw:
         assert r.status_code==400 and 'too large' in r.text, (at, raw, r.text)
 
 @given(raw=st.binary(max_size=200))
 @settings(deadline=None, max_examples=100)
-def test_any_bytes(raw): assert fuzzed.post('/v1/completions', content=raw, headers={'content-type':'application/json'}).status_code==400
+def test_any_bytes(raw):
+    assert fuzzed.post(
+        '/v1/completions', content=raw, headers={'content-type':'application/json'}
+    ).status_code==400
 
 @pytest.mark.parametrize('raw', [b'', b'[]', b'null', b'['*10**6, b'{"a":'*10**5, b'{"prompt": NaN}', b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "top_p": -Infinity}',
-    b'{"prompt": "a", "x": NaN}', b'{"prompt": "\xff"}', b'{"prompt": "a", "seed": 1'+b'0'*4000+b'}', b'{"prompt": "a", "logit_bias": {"-1": 1}}', b'{"prompt": "a", "logit_bias": {"257": 1}}',
-    b'{"prompt": [257]}', b'{"prompt": []}', b'{"prompt": ""}', b'{"prompt": [[]]}', b'{"prompt": ["a", 1]}', b'{"prompt": "a", "stop": ["", "b"]}', b'{"prompt": "a", "n": 129}'])
+    b'{"prompt": "a", "x": NaN}', b'{"prompt": "\xff"}',
+    b'{"prompt": "a", "seed": 1'+b'0'*4000+b'}', b'{"prompt": "a", "logit_bias": {"-1": 1}}',
+    b'{"prompt": "a", "logit_bias": {"257": 1}}',
+    b'{"prompt": [257]}', b'{"prompt": []}', b'{"prompt": ""}', b'{"prompt": [[]]}',
+    b'{"prompt": ["a", 1]}', b'{"prompt": "a", "stop": ["", "b"]}', b'{"prompt": "a", "n": 129}'])
 def test_refused(raw):
     r = fuzzed.post('/v1/completions', content=raw, headers={'content-type':'application/json'})
     assert r.status_code==400 and r.json()['error']['type']=='invalid_request_error', r.text
     assert fuzzed.post('/v1/completions', json=dict(prompt='a')).status_code==200
 
-@pytest.mark.parametrize('kind', [None, 'text/plain', 'application/x-www-form-urlencoded', 'application/jsonp'])
+@pytest.mark.parametrize(
+    'kind', [None, 'text/plain', 'application/x-www-form-urlencoded', 'application/jsonp'])
 def test_content_type(kind):
-    r = fuzzed.post('/v1/completions', content=b'{"prompt": "a"}', headers={'content-type':kind} if kind else {})
+    r = fuzzed.post(
+        '/v1/completions', content=b'{"prompt": "a"}', headers={'content-type':kind} if kind else {}
+    )
     assert r.status_code==400 and 'application/json' in r.json()['error']['message']
-    assert fuzzed.post('/v1/completions', content=b'{"prompt": "a"}', headers={'content-type':'application/json; charset=utf-8'}).status_code==200
+    assert fuzzed.post(
+        '/v1/completions', content=b'{"prompt": "a"}',
+        headers={'content-type':'application/json; charset=utf-8'}).status_code==200
 
 def test_routes():
     for r,code in (fuzzed.get('/nowhere'),404),(fuzzed.post('/v1/embeddings', json={}),400),(fuzzed.post('/v1/audio/speech', json={}),501),(fuzzed.get('/v1/completions'),405),(fuzzed.delete('/v1/models'),405),(fuzzed.get('/v1/models/'),404):
-        assert r.status_code==code and r.json()['error']['type']==('server_error' if code>=500 else 'invalid_request_error') and r.headers['x-request-id']
-    r = fuzzed.options('/v1/models', headers={'origin':'http://evil.example', 'access-control-request-method':'POST'})
+        assert r.status_code==code and r.json()['error']['type']==(
+            'server_error' if code>=500 else 'invalid_request_error') and r.headers['x-request-id']
+    r = fuzzed.options(
+        '/v1/models',
+        headers={'origin':'http://evil.example', 'access-control-request-method':'POST'})
     assert not [h for h in r.headers if h.startswith('access-control')]
-    schema = fuzzed.get('/openapi.json').json()['paths']['/v1/chat/completions']['post']['requestBody']['content']['application/json']['schema']
+    schema = fuzzed.get(
+        '/openapi.json'
+    ).json()['paths']['/v1/chat/completions']['post']['requestBody']['content']['application/json']['schema']
     assert 'messages' in schema['properties'] and '$ref' not in json.dumps(schema)
     assert fuzzed.head('/health').status_code==200
 
@@ -307,50 +433,73 @@ def test_nothing_leaks_from_a_crash():
 
 def test_no_template():
     c = TestClient(app_of(FakeRunner(), tok))
-    assert chat(c).status_code==400 and c.post('/v1/completions', json=dict(prompt='a')).status_code==200
+    assert chat(c).status_code==400 and c.post(
+        '/v1/completions', json=dict(prompt='a')).status_code==200
 
 def test_metrics():
     c = local(FakeRunner())
     for kw in {},dict(stream=True),dict(max_tokens=3),dict(temperature=-1):
         chat(c, **kw)
     m = dict(re.findall(r'^([^#\s]+(?:\{[^}]*\})?) (\S+)$', c.get('/metrics').text, re.M))
-    def of(name, **labels): return float(m[f'atlas:{name}{{'+','.join(f'{k}="{v}"' for k,v in sorted((dict(model_name='fake')|labels).items()))+'}'])
-    assert of('request_success_total', finished_reason='stop')==2 and of('request_success_total', finished_reason='length')==1
-    assert of('generation_tokens_total')==45 and of('time_to_first_token_seconds_count')==3 and of('inter_token_latency_seconds_count')==42
+    def of(name, **labels):
+        return float(
+            m[f'atlas:{name}{{'+','.join(f'{k}="{v}"' for k,v in sorted((dict(model_name='fake')|labels).items()))+'}']
+        )
+    assert of('request_success_total', finished_reason='stop')==2 and of(
+        'request_success_total', finished_reason='length')==1
+    assert of('generation_tokens_total')==45 and of(
+        'time_to_first_token_seconds_count')==3 and of('inter_token_latency_seconds_count')==42
     assert of('num_preemptions_total')==3 and of('kv_cache_usage_perc')==.5
     assert m['atlas:http_requests_total{handler="/v1/chat/completions",method="POST",status="400"}']=='1.0'
 
-def counted(c): return {k:float(v) for k,v in re.findall(r'^(atlas:[^\s]+(?:\{[^}]*\})?) (\S+)$', c.get('/metrics').text, re.M)}
+def counted(c):
+    return {
+        k:float(v)
+        for k,v in re.findall(r'^(atlas:[^\s]+(?:\{[^}]*\})?) (\S+)$', c.get('/metrics').text, re.M)
+    }
 
 def test_every_request_is_in_the_sums():
     "What usage says to clients, and what the counters say, is the same: for every API, whole and streamed, with several prompts and choices"
     r = FakeRunner()
     c,prompt,answer = local(r),0,0
     for path,body,a,b in (('/v1/chat/completions', dict(messages=HELLO), 'prompt_tokens', 'completion_tokens'), ('/v1/chat/completions', dict(messages=HELLO, n=3, max_tokens=4), 'prompt_tokens', 'completion_tokens'),
-            ('/v1/completions', dict(prompt=['ab','cde'], n=2), 'prompt_tokens', 'completion_tokens'), ('/v1/messages', dict(messages=HELLO, max_tokens=6), 'input_tokens', 'output_tokens'), ('/v1/responses', dict(input='Hi'), 'input_tokens', 'output_tokens')):
+            (
+                '/v1/completions', dict(prompt=['ab','cde'], n=2), 'prompt_tokens',
+                'completion_tokens'),
+            ('/v1/messages', dict(messages=HELLO, max_tokens=6), 'input_tokens', 'output_tokens'),
+            ('/v1/responses', dict(input='Hi'), 'input_tokens', 'output_tokens')):
         u = c.post(path, json=body).json()['usage']
         prompt += 2*u[a]
         answer += 2*u[b]
         assert c.post(path, json=body|dict(stream=True)).status_code==200
     m,n = counted(c),len(r.seen)
     of = lambda k, more='': m[f'atlas:{k}{{{more}model_name="fake"}}']
-    assert (of('prompt_tokens_total'),of('generation_tokens_total'))==(prompt,answer) and of('request_generation_tokens_sum')==answer
-    assert of('requests_submitted_total')==sum(v for k,v in m.items() if k.startswith('atlas:request_success_total'))==n
+    assert (
+        of('prompt_tokens_total'), of('generation_tokens_total')
+    )==(prompt,answer) and of('request_generation_tokens_sum')==answer
+    assert of('requests_submitted_total')==sum(
+        v for k,v in m.items() if k.startswith('atlas:request_success_total'))==n
     for k in ('time_to_first_token_seconds','request_queue_time_seconds','request_prefill_time_seconds','request_decode_time_seconds','request_inference_time_seconds','e2e_request_latency_seconds',
-        'request_time_per_output_token_seconds','request_prompt_tokens','request_generation_tokens'):
+        'request_time_per_output_token_seconds', 'request_prompt_tokens',
+        'request_generation_tokens'):
             assert of(k+'_count')==n, k
-    assert of('inter_token_latency_seconds_count')==answer-n and of('request_prompt_tokens_sum')==sum(len(x.prompt) for x in r.seen)
+    assert of(
+        'inter_token_latency_seconds_count'
+    )==answer-n and of('request_prompt_tokens_sum')==sum(len(x.prompt) for x in r.seen)
 
 def test_the_engine_says_how_long_a_request_waited():
     class Late(FakeStream):
-        async def __anext__(self): e = await super().__anext__(); return replace(e, waited=1e9) if self.n==1 else e
+        async def __anext__(self):
+            e = await super().__anext__(); return replace(e, waited=1e9) if self.n==1 else e
     r = FakeRunner()
     submit,r.submit = r.submit,lambda q: Late(r, (submit(q), q)[1])
     c = local(r)
     chat(c)
     m = counted(c)
     of = lambda k: m[f'atlas:{k}_sum{{model_name="fake"}}']
-    assert of('request_queue_time_seconds')==of('time_to_first_token_seconds')>0 and of('request_prefill_time_seconds')==0  # it cannot have waited longer than that
+    # it cannot have waited longer than that
+    assert of('request_queue_time_seconds')==of('time_to_first_token_seconds')>0 and of(
+        'request_prefill_time_seconds')==0
 
 # ---- Raw sockets: clients that leave, freeze, or never stop sending ----
 
@@ -362,7 +511,8 @@ def dial(port, rcvbuf=None):
     s.connect(('127.0.0.1', port))
     return s
 
-def head(n, path='/v1/completions'): return f'POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {n}\r\n\r\n'.encode()
+def head(n, path='/v1/completions'):
+    return f'POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {n}\r\n\r\n'.encode()
 def ask(s, **body):
     raw = json.dumps(dict(prompt='a')|body).encode()
     s.sendall(head(len(raw))+raw)
@@ -391,7 +541,10 @@ def test_gone_while_streaming(n, reset):
             assert r.aborted.acquire(timeout=WAIT)
         alive(port)
 
-@pytest.mark.parametrize('body', [dict(), dict(n=3), dict(stream=True)], ids=['whole','whole-n3','stream'])
+@pytest.mark.parametrize(
+    'body',
+    [dict(), dict(n=3), dict(stream=True)],
+    ids=['whole','whole-n3','stream'])
 def test_gone_while_waiting(body):
     "Nothing is ever written to this client, so only `receive` can tell that it left"
     r = FakeRunner(hold=0)
@@ -430,7 +583,8 @@ def test_openai_timeout_stops_the_work():
 
 class Slow:
     "Something that takes until `go`; it says when it has begun, and when it was cancelled"
-    def __init__(self): self.begun,self.cancelled,self.go,self.held = threading.Semaphore(0),threading.Semaphore(0),threading.Event(),asyncio.Event()
+    def __init__(self):
+        self.begun,self.cancelled,self.go,self.held = threading.Semaphore(0),threading.Semaphore(0),threading.Event(),asyncio.Event()
     async def wait(self):
         self.begun.release()
         try:
@@ -460,7 +614,9 @@ class SlowTemplate:
     async def arender(self, *a, **kw): await self.slow.wait()
 
 ASKS = {'/v1/chat/completions':dict(messages=HELLO), '/v1/completions':dict(prompt='a'), '/v1/messages':dict(messages=HELLO, max_tokens=5), '/v1/responses':dict(input='Hi'),
-    '/v1/messages/count_tokens':dict(messages=HELLO), '/v1/responses/input_tokens':dict(input='Hi'), '/v1/embeddings':dict(input='a'), '/tokenize':dict(prompt='a'), '/v1/apply-template':dict(messages=HELLO), '/detokenize':dict(tokens=[1])}
+    '/v1/messages/count_tokens':dict(messages=HELLO), '/v1/responses/input_tokens':dict(input='Hi'),
+    '/v1/embeddings':dict(input='a'), '/tokenize':dict(prompt='a'),
+    '/v1/apply-template':dict(messages=HELLO), '/detokenize':dict(tokens=[1])}
 
 def send(s, path, **body):
     raw = json.dumps(ASKS[path]|body).encode()
@@ -477,7 +633,9 @@ def noticed(port, path):
 
 def untouched(r, text):
     "No request reached the engine, and none was counted"
-    assert not r.seen and not re.search(r'^atlas:(requests_submitted|prompt_tokens|request_success|aborted_requests)_total.* [^0]', text, re.M)
+    assert not r.seen and not re.search(
+        r'^atlas:(requests_submitted|prompt_tokens|request_success|aborted_requests)_total.* [^0]',
+        text, re.M)
 
 @pytest.mark.parametrize('stream', [False,True], ids=['whole','stream'])
 @pytest.mark.parametrize('path', ASKS)
@@ -485,7 +643,9 @@ def test_gone_while_the_model_loads(path, stream):
     slow,r = Slow(),FakeRunner()
     with live(slow_models(slow, r)) as port:
         with dial(port) as s:
-            send(s, path, **(dict(stream=True) if stream and path in list(ASKS)[:4] else {}))
+            send(
+                s, path,
+                **(dict(stream=True) if stream and path in list(ASKS)[:4] else {}))
             assert slow.begun.acquire(timeout=WAIT)
         assert slow.cancelled.acquire(timeout=WAIT)
         untouched(r, noticed(port, path))
@@ -499,7 +659,13 @@ def test_gone_while_it_is_prepared(what):
     async def call(op, **kw): await slow.wait()
     r.call = call
     path,body,kw = {'template':('/v1/chat/completions', {}, dict(template=SlowTemplate(slow))), 'guide':('/v1/chat/completions', dict(response_format=dict(type='json_object')), dict(guides=Guide())),
-        'image':('/v1/chat/completions', dict(messages=[dict(role='user', content=[dict(type='text', text='x')])]), {}), 'score':('/v1/completions', dict(prompt='ab', echo=True, logprobs=1), {})}[what]
+        'image':(
+            '/v1/chat/completions',
+            dict(
+                messages=[dict(role='user', content=[dict(type='text', text='x')])]),
+            {}),
+        'score':(
+            '/v1/completions', dict(prompt='ab', echo=True, logprobs=1), {})}[what]
     with pytest.MonkeyPatch.context() as m, live(r, **kw) as port:
         if what=='image':
             prepare = 'atlas.service.service.prepare_images'
@@ -531,11 +697,20 @@ def test_a_background_response_that_is_cut_before_it_begins():
     "The server ends just then: what it submitted is stopped and counted"
     r = FakeRunner(endless=True)
     app = app_of(r, tok, template)
-    service,sent = app.state.service,[dict(type='http.request', body=json.dumps(dict(input='Hi', background=True)).encode(), more_body=False)]
+    service,sent = app.state.service,[
+        dict(
+            type='http.request',
+            body=json.dumps(dict(input='Hi', background=True)).encode(),
+            more_body=False)]
     async def receive(): return sent.pop() if sent else await asyncio.Event().wait()
     async def send(m): pass
     async def run():
-        t = asyncio.create_task(app(dict(type='http', http_version='1.1', method='POST', path='/v1/responses', query_string=b'', headers=[(b'content-type',b'application/json')]), receive, send))
+        t = asyncio.create_task(
+            app(
+                dict(
+                    type='http', http_version='1.1', method='POST', path='/v1/responses',
+                    query_string=b'', headers=[(b'content-type',b'application/json')]),
+                receive, send))
         while not service.tasks:
             await asyncio.sleep(0)
         for b in service.tasks:
@@ -562,7 +737,8 @@ def test_an_end_at_any_moment(path, stream, n):
         return
     made = []
     class Kept(FakeRunner):
-        def submit(self, r): made.append(super().submit(r)); return made[-1]
+        def submit(self, r):
+            made.append(super().submit(r)); return made[-1]
     app = app_of(Kept('Hello'), tok, Steps())
     body = ASKS[path]|dict(stream=stream)
     if n>1:
@@ -570,14 +746,17 @@ def test_an_end_at_any_moment(path, stream, n):
     raw = json.dumps(body).encode()
     metrics = app.state.service.metrics.of('fake')
     async def once(at, how):
-        sent,left,out = [dict(type='http.request', body=raw, more_body=False)],asyncio.Event(),[]
+        sent,left,out = [
+            dict(type='http.request', body=raw, more_body=False)],asyncio.Event(),[]
         async def receive():
             if sent:
                 return sent.pop()
             await left.wait()
             return dict(type='http.disconnect')
         async def send(m): out.append(m); await asyncio.sleep(0)
-        scope = dict(type='http', http_version='1.1', method='POST', path=path, query_string=b'', headers=[(b'content-type',b'application/json')])
+        scope = dict(
+            type='http', http_version='1.1', method='POST', path=path, query_string=b'',
+            headers=[(b'content-type',b'application/json')])
         t = asyncio.create_task(app(scope, receive, send))
         for _ in range(at):
             await asyncio.sleep(0)
@@ -586,11 +765,13 @@ def test_an_end_at_any_moment(path, stream, n):
         if how!='left':
             t.cancel()
         await asyncio.wait([t], timeout=WAIT)
-        assert t.done() and (t.cancelled() or t.exception() is None), (at, how)
+        assert t.done() and (
+            t.cancelled() or t.exception() is None), (at, how)
         for _ in range(5):
             await asyncio.sleep(0)
         assert asyncio.all_tasks()=={asyncio.current_task()}, (at, how, asyncio.all_tasks())
-        assert all(s.over for s in made) and len(made)==metrics.requests_submitted==sum(metrics.request_success.values()), (at, how)
+        assert all(s.over for s in made) and len(made)==metrics.requests_submitted==sum(
+            metrics.request_success.values()), (at, how)
         assert metrics.request_success['abort']==sum(metrics.aborted_requests.values()), (at, how)
         return not t.cancelled() and bool(out) and out[0]['status']==200 and out[-1]['type']=='http.response.body' and not out[-1].get('more_body')
     async def sweep():
@@ -602,11 +783,13 @@ def test_an_end_at_any_moment(path, stream, n):
                 pytest.fail('it never got to its end')
             assert at>4
     asyncio.run(sweep())
-    assert metrics.request_success['length' if path=='/v1/messages' else 'stop']>=3 and metrics.aborted_requests.keys()=={'client_gone','shutdown'}
+    assert metrics.request_success['length' if path=='/v1/messages' else 'stop']>=3 and metrics.aborted_requests.keys()=={
+        'client_gone', 'shutdown'}
 
 class Counting:
     "An engine that counts its steps, for a real worker"
-    def __init__(self): self.todo,self.after,self.gone = set(),{},threading.Event()
+    def __init__(self):
+        self.todo,self.after,self.gone = set(),{},threading.Event()
     def add(self, r): self.todo.add(r.id)
     def abort(self, rid):
         if rid not in self.todo:
@@ -643,7 +826,8 @@ def test_a_choice_that_cannot_be_stopped():
     class Stubborn(FakeStream):
         def abort(self): raise RuntimeError('the link is gone')
     r = FakeRunner(endless=True)
-    submit,r.submit = r.submit,lambda q: Stubborn(r, (submit(q), q)[1]) if len(r.seen)==0 else submit(q)
+    submit,r.submit = r.submit,lambda q: Stubborn(
+        r, (submit(q), q)[1]) if len(r.seen)==0 else submit(q)
     with live(r) as port:
         with dial(port) as s:
             ask(s, stream=True, n=3)
@@ -680,7 +864,11 @@ def test_frozen_reader_of_a_quiet_stream():
         if len(sent)>2:
             await asyncio.Event().wait()
     async def run():
-        await asyncio.wait_for(EventStream(quiet(), lambda why='client_gone': ends.append(why), every=.01, patience=.05)(dict(type='http'), receive, send), WAIT)
+        await asyncio.wait_for(
+            EventStream(
+                quiet(), lambda why='client_gone': ends.append(why), every=.01,
+                patience=.05)(dict(type='http'), receive, send),
+            WAIT)
         await asyncio.sleep(0)
         return asyncio.all_tasks()-{asyncio.current_task()}
     assert asyncio.run(run())==set() and ends==['client_gone'] and len(sent)==3
@@ -715,7 +903,9 @@ def test_pipelined_and_patient():
         for body in (dict(), dict(stream=True), dict(prompt=3.5), dict(n=2)):
             send(s, '/v1/completions', **body)
         got = read_until(s, b'"completion_tokens":42')
-        assert [int(x) for x in re.findall(rb'HTTP/1\.1 (\d+)', got)]==[200,200,400,200] and got.count(b'[DONE]')==1
+        assert [
+            int(x) for x in re.findall(rb'HTTP/1\.1 (\d+)', got)
+        ]==[200,200,400,200] and got.count(b'[DONE]')==1
 
 def test_frozen_reader():
     r = FakeRunner(endless=True)
@@ -750,7 +940,12 @@ def test_fifty_megabytes_from_a_client():
         assert e.value.status_code==413 and e.value.code=='body_too_large'
         alive(port)
 
-@pytest.mark.parametrize('raw', [b'\x16\x03\x01 not http\r\n\r\n', b'GET\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n'])
+@pytest.mark.parametrize(
+    'raw',
+    [
+        b'\x16\x03\x01 not http\r\n\r\n', b'GET\r\n\r\n',
+        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n',
+        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n'])
 def test_not_http(raw):
     with live(FakeRunner()) as port:
         with dial(port) as s:
@@ -781,7 +976,9 @@ run(app_of(r, tok, template, on_ready=ready), sock, %r)
 '''
 @contextmanager
 def child(drain, **kw):
-    p = subprocess.Popen([sys.executable, '-c', _child % (str(Path(__file__).parent), kw, drain)], stdout=subprocess.PIPE, text=True)
+    p = subprocess.Popen(
+        [sys.executable, '-c', _child % (str(Path(__file__).parent), kw, drain)],
+        stdout=subprocess.PIPE, text=True)
     try:
         yield p,int(p.stdout.readline().rsplit(':', 1)[1])
     finally:

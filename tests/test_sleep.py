@@ -151,7 +151,8 @@ def asked(m):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_the_same_answers(kind):
-    "After each level, again and again: graphs are the same ones, answers and chances too, to the bit"
+    """After each level, again and again: graphs are the same ones, answers and chances too, to the
+    bit"""
     m = made(TOYS.get(kind, kind), **KINDS[kind])
     want = asked(m)
     assert asked(m)==want and m.engine.scheduler.prefix.nodes
@@ -324,7 +325,8 @@ def woken_from_a_file(m, levels):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_woken_from_a_file(kind, shared):
-    "Where host and card are one memory: nothing is copied, and what comes back is the same, with its graphs"
+    """Where host and card are one memory: nothing is copied, and what comes back is the same, with
+    its graphs"""
     woken_from_a_file(shared(kind), (1,2))
 
 @pytest.mark.parametrize('kind', ['gpt_oss','drafts'])
@@ -402,7 +404,8 @@ while True:
 """
 
 def test_killed_at_any_moment(tmp_path):
-    "While it packs, sleeps or wakes: the file is whole or not there, and the next one has the same answers"
+    """While it packs, sleeps or wakes: the file is whole or not there, and the next one has the
+    same answers"""
     want = asked(made('llama'))
     rng = np.random.default_rng(0)
     for _ in range(4):
@@ -434,7 +437,8 @@ class Heard:
     def failed(self, n, e): self.out[n] = e
 
 def test_in_the_step_loop(llama):
-    "Requests before, while asleep, and after, in the order in which they came; the engine may be another one"
+    """Requests before, while asleep, and after, in the order in which they came; the engine may be
+    another one"""
     heard = Heard()
     r = Runner(CurrentEngine(llama), heard,
         dict(sleep=llama.sleep, wake=llama.wake))
@@ -500,7 +504,8 @@ async def test_a_process_that_ends_while_it_turns():
 
 @running_test
 async def test_everybody_at_once():
-    "Sleeps, wakings and questions in any order: each question is answered, and no request reaches a model that is asleep"
+    """Sleeps, wakings and questions in any order: each question is answered, and no request
+    reaches a model that is asleep"""
     async with running(model()) as ms:
         async def some(f, n):
             for _ in range(n):

@@ -19,7 +19,9 @@ from helpers.waiting import WAIT,until
 TOK = byte_tokenizer('<end>')
 MODEL = made_up(replace(CONFIG, vocab_size=END+1))
 GUIDES = Guides(TOK, END+1, (END,))
-INFO = dict(name='small', max_seq_len=200, vocab_size=END+1, eos_ids=[END], max_queue=64)
+INFO = dict(
+    name='small', max_seq_len=200, vocab_size=END+1, eos_ids=[END],
+    max_queue=64)
 TEXTS = ChatTemplate('{% for m in messages %}{{ m.content }}> {% endfor %}')
 
 def models(e, **info):

@@ -41,7 +41,8 @@ def test_sequences_that_check_drafts():
 
 @pytest.mark.parametrize('drafts', (0,2))
 def test_greedy_sequences(drafts, monkeypatch):
-    "The head of their steps leaves keys; where one of them asks for more it leaves logits, and nobody says anything else"
+    """The head of their steps leaves keys; where one of them asks for more it leaves logits, and
+    nobody says anything else"""
     m,keyed,run = hybrid(),[],sample.run
     def seen(name, *args, **kw):
         if name=='greedy':

@@ -116,21 +116,24 @@ def unreserve(self:CudaPages, at, nbytes):
     self._call('cuMemAddressFree', C.c_uint64(at), C.c_size_t(nbytes))
 
 @patch
-def put(self:CudaPages, at, nbytes):
-    "Put memory behind addresses; returns a handle"
-    handle = C.c_uint64()
-    where = C.c_uint64(at)
-    n = C.c_size_t(nbytes)
+def _create(self:CudaPages, handle, n):
+    "Memory for `handle`; where there is none, once more after others have tidied up"
     def create():
-        self._call(
-            'cuMemCreate', C.byref(handle), n, C.byref(self.prop),
-            C.c_ulonglong(0))
+        self._call('cuMemCreate', C.byref(handle), n, C.byref(self.prop), C.c_ulonglong(0))
     try:
         create()
     except OutOfMemoryError:
         if not quiet.now(self.card.tidy):
             raise
         create()
+
+@patch
+def put(self:CudaPages, at, nbytes):
+    "Put memory behind addresses; returns a handle"
+    handle = C.c_uint64()
+    where = C.c_uint64(at)
+    n = C.c_size_t(nbytes)
+    self._create(handle, n)
     try:
         self._call('cuMemMap', where, n, C.c_size_t(0), handle, C.c_ulonglong(0))
     except DeviceError:

@@ -53,13 +53,17 @@ def _params(text, name):
 
 def _array(a): return isinstance(a, np.ndarray) or hasattr(type(a), '__cuda_array_interface__')
 
-def _checked(src, args, defines):
-    "An `AtlasError` unless the arrays among `args` are what the contract says"
+def _named(src, args)->dict:
+    "Arguments by the names that the function gives them"
     names = _params(src.text, src.name)
     if len(names)!=len(args):
         takes = f'{len(names)} arguments ({", ".join(names)})'
         raise AtlasError(f'{src.name} takes {takes}, and was given {len(args)}')
-    given = dict(zip(names, args))
+    return dict(zip(names, args))
+
+def _checked(src, args, defines):
+    "An `AtlasError` unless the arrays among `args` are what the contract says"
+    given = _named(src, args)
     dims = {k.lower():v for k,v in defines.items() if isinstance(v, int)}
     for n,(words,dtype) in src.contract.items():
         if n not in given:
@@ -212,6 +216,7 @@ def _make_room(self:Launch, shared):
     _ok(code, f'{self.name} with {shared} bytes of shared memory', self.card)
     self._room = shared
 
+# %% ../../nbs/2_card/05_card.ipynb #e0d1a007
 class _Thread(threading.local):
     "What is true of one thread's launches"
     recorded,plain = False,True
@@ -325,6 +330,10 @@ def _misfit(name, args):
     numbers = ', '.join(str(a) for a in args if not _array(a))
     raise AtlasError(f'An argument of {name} does not fit its 32 or 64 bits: {numbers}')
 
+def _too_many(name, grid):
+    most = 'only its first axis may have more than 65,535'
+    raise AtlasError(f'{name}: a grid of {grid} blocks, and {most}')
+
 _variants = {} # (name, card, defines in the order of a call) -> `_Ready`
 
 @functools.cache
@@ -350,8 +359,7 @@ def run(
     if not all(grid):
         return
     if grid[1]>65535 or grid[2]>65535:
-        most = 'only its first axis may have more than 65,535'
-        raise AtlasError(f'{name}: a grid of {grid} blocks, and {most}')
+        _too_many(name, grid)
     a = next(filter(on_card, args), None)
     card = card_of(next(filter(_array, args), None) if a is None else a)
     key = name,card,*defines.items()

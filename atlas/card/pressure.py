@@ -52,7 +52,8 @@ def look(
     waits.append(stalls(_read(root/'proc/pressure/memory')))
     least = min([available, *(m.available for m in limits)])
     total = min([info['MemTotal'], *(m.total for m in limits)])
-    return Look(total, min(free, least), least, *map(max, zip(*waits)))
+    some,full = map(max, zip(*waits))
+    return Look(total, min(free, least), least, some, full)
 
 # %% ../../nbs/2_card/08_pressure.ipynb #b9e2262b
 class Advice(NamedTuple):
@@ -116,9 +117,8 @@ def judge(self:Pressure,
     self.easy = 0 if tight else self.easy+after
     if tight:
         return Advice('trim', why=repr(l)) if was!='tight' else Advice()
-    if lent and self.easy>=self.patience and l.free-lent>=enough:
-        return Advice('take', lent)
-    return Advice()
+    takes = lent and self.easy>=self.patience and l.free-lent>=enough
+    return Advice('take', lent) if takes else Advice()
 
 @patch
 def _short(self:Pressure, l, enough, soon)->Advice:

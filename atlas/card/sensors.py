@@ -88,17 +88,22 @@ def read(self:Sensors, i:int)->Reading:
     r.watts_limit = _scaled(ask('nvmlDeviceGetEnforcedPowerLimit', h), 1e-3)
     if use := ask('nvmlDeviceGetUtilizationRates', h):
         r.busy = use.gpu/100
-    for kind,n in dict(sm=1, memory=2).items():
-        now,most = (ask(f'nvmlDeviceGet{k}ClockInfo', h, n) for k in ('','Max'))
-        if now:
-            r.clocks[kind] = now*1e6
-        if most:
-            r.clocks_most[kind] = most*1e6
+    self._read_clocks(h, r)
     if m := ask('nvmlDeviceGetMemoryInfo', h):
         r.memory = dict(used=m.used, total=m.total)
     bits = ask('nvmlDeviceGetCurrentClocksThrottleReasons', h) or 0
     r.reasons = tuple(k for k,bit in REASONS.items() if bits&bit)
     return r
+
+@patch
+def _read_clocks(self:Sensors, h, r:Reading):
+    "Clocks in Hz, as they are and at most"
+    for kind,n in dict(sm=1, memory=2).items():
+        now,most = (self._ask(f'nvmlDeviceGet{k}ClockInfo', h, n) for k in ('','Max'))
+        if now:
+            r.clocks[kind] = now*1e6
+        if most:
+            r.clocks_most[kind] = most*1e6
 
 def _scaled(x, by): return None if x is None else x*by
 def _text(x): return x.decode() if isinstance(x, bytes) else x or ''

@@ -120,6 +120,7 @@ def experts_many(
         run('moe_gather', (_ceil(down.n, 512), len(ids[at])), 128,
             d, weights[at], part, _cut(add, at), out[at],
             down.n, ids.shape[1], pdl=False)
+        del d # its memory is for the next rows
     return out
 
 def _both(activations, x, ids, up, down, first:Fused, second:Fused, real):

@@ -202,17 +202,34 @@ class Packed:
         f = CARD_FORMATS[self.fmt]
         return CARD_FORMATS[f.tiled] if f.tiled and self.s.shape[-1]>1 else f
     @property
-    def rows(self)->int: "Rows of one expert, padding included"; return -(-self.n//4)*4
+    def rows(self)->int:
+        "Rows of one expert, padding included"
+        return -(-self.n//4)*4
     @property
-    def chunks(self)->int: "Chunks of 32 columns"; return -(-self.k//32)
+    def chunks(self)->int:
+        "Chunks of 32 columns"
+        return -(-self.k//32)
     @property
-    def shape(self)->tuple: "[n, k] or [experts, n, k]"; return (*(self.experts,)*bool(self.experts), self.n, self.k)
+    def shape(self)->tuple:
+        "[n, k] or [experts, n, k]"
+        one = self.n,self.k
+        return (self.experts,*one) if self.experts else one
     @property
-    def nbytes(self)->int: "Bytes on the card"; return sum(a.nbytes for a in (self.w,self.s,self.gs) if a is not None)
+    def nbytes(self)->int:
+        "Bytes on the card"
+        return sum(a.nbytes for a in (self.w,self.s,self.gs) if a is not None)
     @property
-    def raw(self)->tuple: "`w` and `s` as bytes, a line for each row (`s` of four bits a weight: for each four rows)"; return tuple(None if a is None else a.reshape(len(a), -1).view('uint8') for a in (self.w,self.s))
+    def raw(self)->tuple:
+        "`w` and `s` as bytes, a line for each row (`s` of four bits a weight: for each four rows)"
+        return _lines(self.w),_lines(self.s)
     def __len__(self): return self.shape[0]
-    def __repr__(self): return f'Packed {self.fmt} {list(self.shape)}{" gate/up" if self.pair else ""} · {human(self.nbytes)}'
+    def __repr__(self):
+        pair = ' gate/up' if self.pair else ''
+        return f'Packed {self.fmt} {list(self.shape)}{pair} · {human(self.nbytes)}'
+
+def _lines(a):
+    "An array as bytes, a line for each of its first axis; or None"
+    return None if a is None else a.reshape(len(a), -1).view('uint8')
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #d19f692e
 @patch
@@ -239,11 +256,20 @@ def __getitem__(self:Packed, e:int)->Packed:
     "Matrix `e` of a bank, a view of it"
     if not 0<=e<self.experts:
         raise IndexError(e)
-    def cut(a): per = len(a)//self.experts; return a[e*per:(e+1)*per]
-    return Packed(self.fmt, self.n, self.k, *(None if a is None else cut(a) for a in (self.w,self.s,self.gs)), pair=self.pair)
+    def cut(a):
+        if a is None:
+            return None
+        per = len(a)//self.experts
+        return a[e*per:(e+1)*per]
+    arrays = map(cut, (self.w,self.s,self.gs))
+    return Packed(self.fmt, self.n, self.k, *arrays, pair=self.pair)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8da5fed4
-def _pad(a, n): "`a` with its last axis filled with zeros up to `n`"; return a if a.shape[-1]==n else np.pad(a, [(0,0)]*(a.ndim-1)+[(0,n-a.shape[-1])])
+def _pad(a, n):
+    "`a` with its last axis filled with zeros up to `n`"
+    missing = n-a.shape[-1]
+    others = [(0,0)]*(a.ndim-1)
+    return np.pad(a, [*others,(0,missing)]) if missing else a
 def _values(p): return p.decode() if isinstance(p, QTensor) else p
 def _kept(q, f):
     "Are the codes of `q` those of `f`?"
@@ -428,7 +454,9 @@ def row_tables(
 _STAGING = 256<<20 # Bytes of a tensor on the card at a time
 
 def _codes(p, f):
-    "What a piece, a matrix or a bank of them, stores, as bytes [..., rows, bytes], and the pack.cu KIND that moves it"
+    """What a piece, a matrix or a bank of them, stores, as bytes [..., rows, bytes]
+
+    And the KIND of pack.cu that moves it."""
     if _kept(p, f):
         codes = p.parts['data']
         return codes.view(np.uint8),f.kinds[0]
@@ -580,19 +608,26 @@ def join(
     bank:Packed, # A bank, or a matrix of a whole number of fours of rows
     one:Packed, # A matrix, or a bank, of the same format and columns
 )->Packed:
-    "The matrices of `one` after those of `bank`; for two matrices the rows of `one` below those of `bank`"
+    """The matrices of `one` after those of `bank`
+
+    For two matrices the rows of `one` below those of `bank`."""
     if not can_join(bank, one):
         raise ConfigError(f'Cannot join {bank} and {one}')
     def both(a, b):
         if a is None:
             return None
-        wide = max(a.shape[1:], b.shape[1:]) # fp8 may have a scale a row here and one for 128 columns there
+        # fp8 may have a scale a row here and one for 128 columns there
+        wide = max(a.shape[1:], b.shape[1:])
         c = card_of(a).empty((len(a)+len(b), *wide), a.dtype)
         c[:len(a)] = a
         c[len(a):] = b
         return c
     parts = [both(getattr(bank, k), getattr(one, k)) for k in ('w','s','gs')]
-    return Packed(bank.fmt, bank.n+(0 if bank.experts else one.n), bank.k, *parts, bank.experts and bank.experts+(one.experts or 1), bank.pair)
+    if bank.experts:
+        n,experts = bank.n,bank.experts+(one.experts or 1)
+    else:
+        n,experts = bank.n+one.n,bank.experts
+    return Packed(bank.fmt, n, bank.k, *parts, experts, bank.pair)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #45f73efe
 def _rows_below(a, at, n4):
@@ -674,7 +709,9 @@ def _anew(p, fmt, card):
 _AHEAD = 1<<26 # Numbers of a tensor that is decoded beside others
 
 class packer:
-    "What `load` needs to put weights on a card: a function of a want and its tensor; a `ConfigError` for a format that is none of `REQUANTIZED`"
+    """What `load` needs to put weights on a card: a function of a want and its tensor
+
+    A `ConfigError` for a format that is none of `REQUANTIZED`."""
     def __init__(self,
         card, # Where to
         quantization:str|None=None, # Of `REQUANTIZED`, for projections; None: as shipped
@@ -684,7 +721,8 @@ class packer:
         asked = dict(quantization=quantization, lm_head_dtype=head, draft_quantization=drafting)
         for n,v in asked.items():
             if v not in (None,*REQUANTIZED):
-                raise ConfigError(f'{n} is {v!r}, expected one of {", ".join(REQUANTIZED)}', param=n)
+                known = ', '.join(REQUANTIZED)
+                raise ConfigError(f'{n} is {v!r}, expected one of {known}', param=n)
         self.card,self.quantization,self.head = card,quantization,head
         self.drafting = drafting
         self.lock = threading.Lock() # of whoever takes memory that several streams write to
@@ -740,10 +778,12 @@ def _wider(q, fmt):
     return all(card_format(p.fmt, fmt)!=card_format(p.fmt) for p in pieces)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #7a547959
-_TYPES = dict(F32=(0,4), BF16=(1,2), F16=(2,2), F8_E8M0=(3,1)) # Of factors: number for pack.cu, bytes
+# Of factors: number for pack.cu, bytes
+_TYPES = dict(F32=(0,4), BF16=(1,2), F16=(2,2), F8_E8M0=(3,1))
 _CHECKS = dict(BF16=1, F16=2, FP8=3, NVFP4=4, MXFP4=5) # CHECK of pack.cu
 _FACTOR,_ABOVE_ZERO = 6,7
-_ALIGNED = dict(NVFP4=4, MXFP4=4, BF16=2, F16=2) # Codes are words, or numbers, from the tensor's start
+# Codes are words, or numbers, from the tensor's start
+_ALIGNED = dict(NVFP4=4, MXFP4=4, BF16=2, F16=2)
 
 def _streamed(ts)->CardFormat|None:
     "The format in which a card keeps the tensors `ts`, if it makes that of the file's bytes alone"
@@ -756,7 +796,9 @@ def _streamed(ts)->CardFormat|None:
     return f
 
 def _scale_of(t):
-    "The part of `t` with factors of rows, and which rows share one: 'all', 'each' or 'tile'; Nones where there are none"
+    """The part of `t` with factors of rows, and which rows share one: 'all', 'each' or 'tile'
+
+    Nones where there are none."""
     if t.fmt=='NVFP4':
         return 'global','all'
     how = dict(FP8_TENSOR='all', FP8_CHANNEL='each', FP8_BLOCK='tile').get(t.fmt)
@@ -813,15 +855,16 @@ class _Source:
     matrices:int # Of it
 
     def moves(self, t):
-        "(part, array, bytes of a matrix there, `Move` to the first matrix) of each part of the tensor `t`"
+        "(part, array, bytes of a matrix there, `Move` to the first one) of each part of the tensor `t`"
         f,C,total = self.f,-(-self.k//32),self.rows*self.matrices
         def move(kind, line, wide, size, **kw):
             return self.n4*wide*size,Move(kind, line, self.rows, 0, wide, self.n4, **kw)
         check = _CHECKS.get(t.fmt[:3] if t.fmt[:3]=='FP8' else t.fmt, 0)
+        def line(part): return t.spans[part].nbytes//total
         of_codes = 0 if f.scale else check
-        yield 'data','w',*move(f.kinds[0], t.spans['data'].nbytes//total, C*f.chunk, 1, check=of_codes)
+        yield 'data','w',*move(f.kinds[0], line('data'), C*f.chunk, 1, check=of_codes)
         if f.scale:
-            yield 'scale','s',*move(f.kinds[2], t.spans['scale'].nbytes//total, C, f.scale, check=check)
+            yield 'scale','s',*move(f.kinds[2], line('scale'), C, f.scale, check=check)
         part,how = _scale_of(t)
         if part:
             yield part,f.rows,*self._factors(t, part, how, move)
@@ -852,16 +895,22 @@ class Staging:
         self.count,self.ring = count,None # It is made when all wants are known
         self.stream:Stream = self.card.own_stream() # For what is stored anew
         self.bad = self.card.upload(np.int32([_FINE]))
-        self._rows,self._more = [],[] # Of each kind of parts; `more` is what differs among those alike
+        # Of each kind of parts; `more` is what differs among those alike
+        self._rows,self._more = [],[]
         self._names,self._count = [],0 # (number of the first, tensors, part); and of all parts
         self._alike,self._tables = {},{}
         self._waiting = [] # Landings that are stored anew
         self._lines = []
-    budget = property(lambda self: max(1<<30, self.card.memory().available//8), doc='Bytes for what waits to be stored anew')
+    @property
+    def budget(self)->int:
+        "Bytes for what waits to be stored anew"
+        return max(1<<30, self.card.memory().available//8)
     def __repr__(self): return f'Staging({self._count} parts of tensors, {self.ring})'
 
     def _table(self, n, pair, order)->int|None:
-        "Address of the table of rows for a matrix of `n`; 0 where rows keep their order, None where one table is too few"
+        """Address of the table of rows for a matrix of `n`
+
+        0 where rows keep their order, None where one table is too few."""
         if not pair and order is None:
             return 0
         key = n,pair,None if order is None else order.tobytes()
@@ -886,7 +935,9 @@ def _groups(ts, seen)->dict: # What they share -> their numbers
 
 @patch
 def _moves_of(self:Staging, f, n4, t, shape)->list|None:
-    "(part, array, bytes of a matrix there, fields of a job) of each part of a source; None where there is one that the card cannot move"
+    """(part, array, bytes of a matrix there, fields of a job) of each part of a source
+
+    None where there is one that the card cannot move."""
     key = f.name,n4,shape,_key(t)
     if key not in self._alike:
         source = _Source(f, shape[-2], shape[-1], n4, shape[0] if len(shape)==3 else 1)
@@ -933,7 +984,7 @@ def add(self:Staging,
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #47a808b9
 @patch
 def _landing(self:Staging, w, f, kinds)->Landing:
-    "The landing of a want with sources like `kinds`, and its arrays unless they will be stored anew"
+    "The landing of a want with sources like `kinds`; its arrays unless they will be stored anew"
     *E,n,k = w.shape
     fmt = self.put.anew(w)
     if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in kinds):

@@ -200,7 +200,8 @@ def states_in(slots:list[int])->list[int]:
 
 # %% ../../nbs/5_engine/01_cache.ipynb #17382c43
 class KVCache:
-    "Keys and values of every attention layer, states of every recurrent one, and the pool that deals the blocks out"
+    """Keys and values of every attention layer, states of every recurrent one, and the pool that
+    deals the blocks out"""
     def __init__(self,
         cfg:ModelConfig, # Layers, heads and sizes
         device, # Whose memory it is
@@ -319,7 +320,8 @@ def fit_blocks(
     drafts:int=0, # Most that a step checks of a sequence: each has a slot of its own
     beside:tuple=(0,0), # Bytes that a draft model keeps, of a token and of a sequence
 )->int: # Blocks
-    "How many blocks to make beside the states; `OutOfMemoryError` if not even one sequence of `max_seq_len` fits"
+    """How many blocks to make beside the states; `OutOfMemoryError` if not even one sequence of
+    `max_seq_len` fits"""
     size = block_size or ops.DEFAULTS.block_size
     token = token_bytes(cfg, ops, dtype, drafting, high_precision)+beside[0]
     per,one = token*size,-(-max_seq_len//size)

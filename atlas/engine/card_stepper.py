@@ -77,10 +77,21 @@ class Rows:
         "The rows of the first `n` sequences, none beyond `longest` tokens"
         w,a = self.width,self.of(n)
         pos3 = a.pos3.reshape(3, n*w) if self.media else None
-        where = a.pos,a.slots,a.tables,a.starts,a.live
-        first = self.firsts[w][:n+1]
-        return Batch(a.ids, *where, a.state_in, a.state_out,
-            None, False, pos3, seq=a.seq, first=first, longest=longest)
+        return Batch(
+            ids=a.ids,
+            pos=a.pos,
+            slots=a.slots,
+            tables=a.tables,
+            starts=a.starts,
+            counts=a.live,
+            state_in=a.state_in,
+            state_out=a.state_out,
+            out=None,
+            tiled=False,
+            pos3=pos3,
+            seq=a.seq,
+            first=self.firsts[w][:n+1],
+            longest=longest)
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #5d90c1e4
 class _Arrays:
@@ -145,21 +156,23 @@ def place_rows(
         return p
     fed = [_fed(s, width) for s in seqs]
     live = p.live[:S] = [len(ids) for ids in fed]
-    begin = np.array([(s.num_computed, s.depth) for s in seqs])
-    pos = p.pos[:S] = np.minimum(
-        begin[:,:1]+np.arange(width),
-        begin[:,1:])
+    pos = p.pos[:S] = _positions(seqs, width)
     real = np.arange(width)<p.live[:S,None]
     p.ids[:S][real] = [t for ids in fed for t in ids]
     p.seq[:S] = np.where(real,
         np.arange(S)[:,None], -1)
-    those = zip(seqs, pos.tolist(), live)
-    p.slots[:S][real] = [slot
-        for s,at,n in those
-        for slot in _slots(s, at[:n], size)]
+    places = [_slots(s, at[:n], size)
+        for s,at,n in zip(seqs, pos.tolist(), live)]
+    p.slots[:S][real] = [slot for those in places for slot in those]
     p.state_out[:S] = [s.states[1:width+1]
         for s in seqs]
     return p
+
+def _positions(seqs, width)->np.ndarray: # [S, W]
+    "Of the next rows of each sequence; none is beyond its end"
+    begin = np.array([(s.num_computed, s.depth) for s in seqs])
+    return np.minimum(begin[:,:1]+np.arange(width),
+        begin[:,1:])
 
 def _slots(s, pos, size)->list[int]:
     "Places in the cache of positions of `s`"
@@ -312,12 +325,21 @@ class CardEnds(DraftInput):
     def rows(self, i:int, ids)->Batch:
         "One row of each sequence: token `i` from its newest on"
         a = self.a
-        places = a.c_pos[i],a.c_slots[i],a.tables
-        rows = (a.c_starts[i],a.live)
-        states = (a.c_in[i],a.c_out[i])
-        pos3 = a.c_pos3[i] if self.media else None
-        return Batch(ids, *places, *rows, *states, None, False, pos3,
-            seq=a.c_seq[i], first=self.first, longest=self.longest)
+        return Batch(
+            ids=ids,
+            pos=a.c_pos[i],
+            slots=a.c_slots[i],
+            tables=a.tables,
+            starts=a.c_starts[i],
+            counts=a.live,
+            state_in=a.c_in[i],
+            state_out=a.c_out[i],
+            out=None,
+            tiled=False,
+            pos3=a.c_pos3[i] if self.media else None,
+            seq=a.c_seq[i],
+            first=self.first,
+            longest=self.longest)
 
     def looking(self, ids)->Batch:
         "One row of each that sees what came before its newest token"
@@ -370,7 +392,8 @@ def _prompt_shape(b, stream):
     return PromptShape(b.num_rows, b.num_seqs, _part(stream))
 
 class PromptGraph:
-    "A pass over prompts, recorded: it reads arrays that stay, and are written before it is replayed"
+    """A pass over prompts, recorded: it reads arrays that stay, and are written before it is
+    replayed"""
     def __init__(self, forward, b:Batch, card, stream):
         self.card,self.b = card,uploaded(b, card)
         name = f'{b.num_rows} rows of {b.num_seqs} prompts'
@@ -463,9 +486,11 @@ def record(self:PromptGraphs, batch, stream)->bool: # Is there room for more?
 def usual(
     self:PromptGraphs, long:int
 )->tuple[list[int],list[int]]:
-    "Lengths of one prompt that are worth a graph, first of all and then; none is longer than `long`"
+    """Lengths of one prompt that are worth a graph, first of all and then; none is longer than
+    `long`"""
     every = list(range(TILE, long+1, TILE))
-    powers = sorted({1<<i for i in range(6, long.bit_length())}|set(every[-1:]))[-self.most:]
+    doubled = {1<<i for i in range(6, long.bit_length())}
+    powers = sorted(doubled|set(every[-1:]))[-self.most:]
     others = [n for n in every if n not in powers] # the shortest have the most to gain
     return powers[::-1],others[:self.most-len(powers)] # shorter ones fit in what longer ones took
 
@@ -480,24 +505,11 @@ class CardStepper(Stepper):
         steps=None, # A `Region` for what lives within a step; None: the card's memory
     ):
         super().__init__(model, cache, drafter)
-        self.scheduler,self.room,self.card = scheduler,room,model.device
-        self.steps = steps
+        self.scheduler,self.card = scheduler,model.device
+        self.room,self.steps = room,steps
         n = bucket(scheduler.max_num_seqs)
         with self.staying():
-            drafts = scheduler.drafts
-            most = cache.blocks_for(scheduler.max_seq_len)
-            size = self.card,n,most,cache.pool.block_size
-            if not drafter:
-                self.rows = Rows(*size)
-            else:
-                self.rows = CheckedRows(*size, drafts, _scratch(cache, drafter))
-            rows = max(n+1, n*(drafts+1))
-            width = drafts+1
-            V = model.c.vocab_size
-            self.table = SampleTable(self.card, n+1, V, rows=rows,
-                width=width)
-            self.history = self._history(n+1)
-            self.chances = None # Of each draft to be accepted, where that is not compared
+            self._make_arrays(n)
         # the stepper's stream waits for no other: weights and cache are to be there
         self.card.synchronize()
         self.stream = self.card.own_stream(steps)
@@ -508,12 +520,32 @@ class CardStepper(Stepper):
         self.prompts = PromptGraphs(self) if MOST_PROMPT_GRAPHS else None
         self._divide()
         self.last = None # `StepShape` of the newest decode step
-        self.replay_rows = _enough(self._most_rows(), drafts)
+        self.replay_rows = _enough(self._most_rows(), scheduler.drafts)
 
     @classmethod
     def serving(cls, model, cache, scheduler, room, drafter=None, steps=None):
-        "One for what `scheduler` plans, with its own lasting arrays in the region `room`, and those of a step in `steps`"
+        """One for what `scheduler` plans, with its own lasting arrays in the region `room`, and
+        those of a step in `steps`"""
         return cls(model, cache, scheduler, room, drafter, steps)
+
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #ac2edc3a
+@patch
+def _make_arrays(self:CardStepper, n):
+    "Make what stays on the card, for up to `n` sequences"
+    s,cache,drafter = self.scheduler,self.cache,self.drafter
+    width = s.drafts+1 # Most rows of a sequence
+    blocks = cache.blocks_for(s.max_seq_len)
+    size = self.card,n,blocks,cache.pool.block_size
+    if not drafter:
+        self.rows = Rows(*size)
+    else:
+        self.rows = CheckedRows(*size, s.drafts, _scratch(cache, drafter))
+    rows = max(n+1, n*width)
+    V = self.model.c.vocab_size
+    self.table = SampleTable(self.card, n+1, V, rows=rows,
+        width=width)
+    self.history = self._history(n+1)
+    self.chances = None # Of each draft to be accepted, where that is not compared
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa7
 @patch(cls_method=True)
@@ -801,7 +833,8 @@ def _asked(self:CardStepper, seqs)->tuple[bool,bool]:
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #05706bc2
 @patch
 def _lane(self:CardStepper, seq, state)->int:
-    "Lane of `seq`, given and filled if it has none; where all are taken, one that was preempted gives up its own"
+    """Lane of `seq`, given and filled if it has none; where all are taken, one that was preempted
+    gives up its own"""
     if seq.id not in self.lanes:
         if not self.free:
             self._free_one()
@@ -865,7 +898,9 @@ def _masks(state, drafts):
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #9c7c4405
 @patch
-def over(self:CardStepper, b:Batch): # [S, H]: the rows that sample, zeros for others; with a drafter [R, H]
+def over(
+    self:CardStepper, b:Batch
+): # [S, H]: the rows that sample, zeros for others; with a drafter [R, H]
     "The stream after the last layer of prompts"
     x = self.model.trunk(b, self.cache)
     return x if self.drafter else self.model.ops.pick(x, b.out)
@@ -1082,7 +1117,8 @@ _CROWD = 32
 
 @patch
 def _replays(self:CardStepper, longest)->list[tuple[int,...]]:
-    "Rows and numbers of sequences that replays differ in, and where they begin; none ends beyond `longest`"
+    """Rows and numbers of sequences that replays differ in, and where they begin; none ends beyond
+    `longest`"""
     s,rows = self.scheduler,self.replay_rows
     few = [(k,) for k in (1,2,4,rows)]
     most = max(1, min(_CROWD, s.max_num_seqs, s.chunk//rows))
@@ -1100,6 +1136,20 @@ def warm(self:CardStepper):
     end,pool = self.scheduler.max_seq_len,self.cache.pool
     most = min(end, pool.num_blocks*pool.block_size)
     long = min(self.scheduler.chunk, most)
+    with self.here():
+        with self.model.one_of_each(self.cache):
+            make_ready(self.card, *self._tries(long, most), known=self.known)
+            self._tidy()
+            self._run_largest(long, end)
+        if self.prompts:
+            self._expect_prompts(long)
+        self.card.synchronize()
+
+@patch
+def _tries(self:CardStepper, long, most)->list:
+    """All kinds of steps, to be compiled for: prompts of up to `long` tokens, sequences of up to
+    `most`. The largest arrays first: memory that they leave will do for the others"""
+    end = self.scheduler.max_seq_len
     prompts = [partial(self._try_prompt, *p) for p in self._prompts(long)]
     replays = [partial(self._try_replay, *r) for r in self._replays(most)]
     decodes = [partial(self._try_decode, n)
@@ -1108,30 +1158,26 @@ def warm(self:CardStepper):
         decodes.append(partial(self._try_apart, end))
     def summed(): # for sleep, and for packed files
         checksums(self.card, [self.card.zeros((2,))])
-    with self.here():
-        with self.model.one_of_each(self.cache):
-            # the largest arrays first: memory that they leave will do for the others
-            make_ready(self.card, *reversed(prompts), *reversed(replays),
-                *decodes, summed, known=self.known)
-            self._tidy()
-            buckets = self._buckets()
-            # the most rows take the memory that others find there; kernels that a start like this one
-            # has run before need not show again that they run
-            if self.known and self.known.complete():
-                buckets = sorted({buckets[0],buckets[-1]})
-            with self.prompt_memory():
-                self._try_prompt(long)
-            with self.stream.turn():
-                self._try_decode(128, buckets)
-            self._make_room(end)
-        if self.prompts:
-            self._expect_prompts(long)
-        self.card.synchronize()
+    return [*reversed(prompts), *reversed(replays), *decodes, summed]
+
+@patch
+def _run_largest(self:CardStepper, long, end):
+    """Run the largest steps, which take the memory that others find there. Kernels that a start
+    like this one has run before need not show again that they run"""
+    buckets = self._buckets()
+    if self.known and self.known.complete():
+        buckets = sorted({buckets[0],buckets[-1]})
+    with self.prompt_memory():
+        self._try_prompt(long)
+    with self.stream.turn():
+        self._try_decode(128, buckets)
+    self._make_room(end)
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #c1a0f001
 @patch
 def _tidy(self:CardStepper):
-    "Give back what was taken for steps that were only noted: of the longest sequences, it may be all there is"
+    """Give back what was taken for steps that were only noted: of the longest sequences, it may be
+    all there is"""
     self.card.tidy()
     if self.graphs:
         return # they remember where arrays lay
@@ -1141,7 +1187,8 @@ def _tidy(self:CardStepper):
 
 @patch
 def _make_room(self:CardStepper, longest):
-    "Take the memory of the largest decode step before graphs of prompts do: one that finds none has no other way"
+    """Take the memory of the largest decode step before graphs of prompts do: one that finds none
+    has no other way"""
     def largest(): self._try_decode(longest, self._buckets()[-1:])
     with suppress(OutOfMemoryError):
         wanted(largest) # what is not there now may be there then

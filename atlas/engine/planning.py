@@ -202,7 +202,8 @@ def _known(o:EngineConfig)->tuple[str,EngineConfig]:
         hint=f'"atlas pull {o.model}" fetches it; "atlas list --all" shows what is known')
 
 def _card_for(o:EngineConfig, source:str)->tuple[Device,str]:
-    "The device that options name, or the Spark in place of a card that is not here, and a word on it"
+    """The device that options name, or the Spark in place of a card that is not here, and a word
+    on it"""
     only_known = o.device=='auto' and source in ('catalogue','shape')
     name = 'cuda' if only_known else o.device
     try:

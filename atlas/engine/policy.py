@@ -137,7 +137,8 @@ def _chunk(self:StepTimes, load, seconds):
 
 @patch
 def _kind(self:StepTimes, n, reach)->StepTime:
-    "What is known of chunks like this one; the kind that was seen last the longest ago may go for it"
+    """What is known of chunks like this one; the kind that was seen last the longest ago may go
+    for it"""
     at = int(-(-n//TILE)),int(reach/n)>>12
     kind = self.kinds.setdefault(at, Kind())
     kind.tokens,kind.reach = n,reach
@@ -230,7 +231,8 @@ def step(self:StepTimes,
 
 @patch
 def rate(self:StepTimes, chunk:int)->float|None:
-    "Seconds a token of a prompt by itself, in chunks of `chunk` tokens; None until there were two sizes"
+    """Seconds a token of a prompt by itself, in chunks of `chunk` tokens; None until there were
+    two sizes"""
     if len(self.sizes)<2:
         return None
     seen,tokens = min((k.time.mean/k.tokens, k.tokens)

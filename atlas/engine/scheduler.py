@@ -343,7 +343,8 @@ def _limit(self:Scheduler, seq):
 # %% ../../nbs/5_engine/09_scheduler.ipynb #30120b9d
 @patch
 def check(self:Scheduler, request:Request):
-    "What `add` refuses: a prompt that fills the context, an id in use, and all when the queue is full"
+    """What `add` refuses: a prompt that fills the context, an id in use, and all when the queue is
+    full"""
     if request.id in self.seqs:
         raise RequestError(f'A request with id {request.id!r} is still being served',
             hint='Give each request its own id', param='id')
@@ -420,7 +421,8 @@ def promised(self:Scheduler)->int:
 # %% ../../nbs/5_engine/09_scheduler.ipynb #ee999ac9
 @patch
 def _victims(self:Scheduler, seq)->list[Seq]|None:
-    "Running sequences of worse priority that must leave so that `seq` fits; None if it does not fit even then"
+    """Running sequences of worse priority that must leave so that `seq` fits; None if it does not
+    fit even then"""
     places = self.max_num_seqs-len(self.running)
     if places<1 and self.running[-1].order<seq.order or self._idles(seq):
         return None
@@ -488,7 +490,8 @@ def _look_up(self:Scheduler, seq):
 # %% ../../nbs/5_engine/09_scheduler.ipynb #b1a46195
 @patch
 def _within_reach(self:Scheduler, seq)->list[Node]:
-    "The same for one that waits: nothing, if the states there would take a slot that it needs itself"
+    """The same for one that waits: nothing, if the states there would take a slot that it needs
+    itself"""
     nodes = self._found(seq)
     pins = bool(nodes) and nodes[-1].snapshot is not None
     return nodes if self.states.available-pins>=1+self.drafts else []

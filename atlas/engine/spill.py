@@ -384,7 +384,8 @@ def spill_needs(
     gb:float, # 10^9 bytes that records may take
     folder=None, # Of their file; None: in memory of the host
 )->int:
-    "Bytes of the host's memory that a store takes; a `RequestError` where size or folder will not do"
+    """Bytes of the host's memory that a store takes; a `RequestError` where size or folder will
+    not do"""
     nbytes = _spilled_bytes(sizes, gb)
     buffers = buffers_for(sizes, nbytes//unit_of(sizes)).values()
     both = 2*sum(n*size for n,size in buffers)
@@ -1169,7 +1170,8 @@ def cancel(self:SpillTier, f:Fetch):
 # %% ../../nbs/5_engine/04_spill.ipynb #1f3b01f3
 @patch
 def close(self:SpillTier, keep:bool=False):
-    "Give the store up; to `keep` what is in the tree, put it there first, what may go soonest first"
+    """Give the store up; to `keep` what is in the tree, put it there first, what may go soonest
+    first"""
     self.tree.tier = None
     if keep and (error := _tried(self._put_all)):
         self.store.switch_off(error)

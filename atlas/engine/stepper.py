@@ -81,7 +81,8 @@ class Stepper:
 
     @classmethod
     def serving(cls, model, cache, scheduler, room, drafter=None, steps=None):
-        "One for what `scheduler` plans, with its own lasting arrays in the region `room`, and those of a step in `steps`"
+        """One for what `scheduler` plans, with its own lasting arrays in the region `room`, and
+        those of a step in `steps`"""
         return cls(model, cache, drafter=drafter)
 
     def launch(self, plan:Plan, samplers:list[SampleState])->Flight:

@@ -89,9 +89,9 @@ class NumericError(EngineError):
 def typed_error(code:str|None, msg:str)->AtlasError:
     "The error of the catalogue that has `code`, or an `EngineError`"
     def find(c):
-        return (
-            c if c.code==code
-            else first(filter(None, map(find, c.__subclasses__()))))
+        if c.code==code:
+            return c
+        return first(filter(None, map(find, c.__subclasses__())))
     return (find(AtlasError) or EngineError)(msg)
 
 # %% ../../nbs/1_ground/01_core.ipynb #e50e501d

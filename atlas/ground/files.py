@@ -239,7 +239,7 @@ def _plain_spans(file, text, start)->dict[str,Span]|None:
     "Names and places of all tensors, where `text` is as the library writes it and keeps all rules"
     if not (columns := _columns(text)):
         return None
-    names,dtypes,shapes,*ends = columns
+    names,(dtypes,shapes),ends = columns[0],columns[1:3],columns[3:]
     pairs = list(zip(dtypes, shapes))
     known = {k: _dims(*k) for k in set(pairs)}
     if None in known.values():
@@ -538,11 +538,10 @@ class _Int4Kind:
     groups:int # Of a row
     awq:bool # Is it AutoAWQ's?
 
-def _int4_sides(d, s, turned, awq)->tuple[int,int,int,int]:
+def _int4_sides(d, s, turned, awq)->tuple[tuple,tuple]:
     "Inputs and rows that the codes `d` have, groups and rows that the scales `s` have"
     k,n = d if turned else d[::-1]
-    groups,rows = s if turned else s[::-1]
-    return (k,n*8,groups,rows) if awq else (k*8,n,groups,rows)
+    return (k,n*8) if awq else (k*8,n),s if turned else s[::-1]
 
 def _int4_kind(
     spans, # By part
@@ -553,7 +552,7 @@ def _int4_kind(
     if len(d)!=2 or len(s)!=2:
         return None
     awq = turned and d[1]*8==s[1]
-    k,n,groups,rows = _int4_sides(d, s, turned, awq)
+    (k,n),(groups,rows) = _int4_sides(d, s, turned, awq)
     if rows!=n or not n*groups or k%groups or turned and n%8:
         return None
     if awq and 'groups' in spans:

@@ -472,10 +472,10 @@ def _whole_blocks(idx, n:int, size:int):
     """Numbers of the blocks of `n` that `idx` lists whole, of an axis of `size`;
     None where it cuts one"""
     b,inside = np.divmod(idx[::n], n)
+    if inside.any():
+        return None
     full = (b[:,None]*n+np.arange(n)).ravel()
-    return (
-        None if inside.any() or not np.array_equal(full[full<size], idx)
-        else b)
+    return b if np.array_equal(full[full<size], idx) else None
 
 def _rows_axis(p, nd:int):
     """Which axis of a part runs along the rows of a tensor of `nd` dimensions;
@@ -558,16 +558,12 @@ def T(self:QTensor)->QTensor:
     decoded to F32 where blocks or scales run along one of them"""
     *l,o,i = self.shape
     def turn(p):
-        return (
-            np.ascontiguousarray(p.swapaxes(-1,-2))
-            if p.ndim==self.ndim
-            else p)
+        if p.ndim<self.ndim:
+            return p
+        return np.ascontiguousarray(p.swapaxes(-1,-2))
     square = FORMATS[self.fmt].block==1 or self.fmt=='FP8_BLOCK'
     if not square or self.fmt=='FP8_CHANNEL':
-        return QTensor(
-            'F32',
-            (*l,i,o),
-            dict(data=turn(self.decode())))
+        return QTensor('F32', (*l,i,o), dict(data=turn(self.decode())))
     return self.like((*l,i,o), turn)
 
 @patch
@@ -662,9 +658,8 @@ def take_rows(w, idx)->np.ndarray:
         return w[idx]
     if w.fmt=='FP8_BLOCK':
         return _tile_rows(w, idx)
-    return (
-        w[idx] if isinstance(idx, slice)
-        else w.rows(idx)).decode()
+    rows = w[idx] if isinstance(idx, slice) else w.rows(idx)
+    return rows.decode()
 
 def decode_rows(w, lo:int, hi:int)->np.ndarray:
     "Rows `lo` to `hi` of the matrix `w`, as `take_rows`"
@@ -720,9 +715,9 @@ def __getitem__(self:QStack, e:int):
         ps = self.parts[e*self.per:(e+1)*self.per]
     else:
         ps = [p[e] for p in self.parts]
-    return (
-        ps[0] if len(ps)==1 and self.order is None
-        else QStack(ps, self.order))
+    if len(ps)==1 and self.order is None:
+        return ps[0]
+    return QStack(ps, self.order)
 
 @patch
 def take(self:QStack, idx)->np.ndarray:

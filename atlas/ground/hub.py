@@ -85,9 +85,9 @@ def have(name:str # A key of `NAMED`
     if _is_shipped(name):
         return NAMED[name].path()
     p = _model_path(name)
-    return (
-        p if p.is_file() and p.stat().st_size==NAMED[name].model.nbytes
-        else None)
+    if p.is_file() and p.stat().st_size==NAMED[name].model.nbytes:
+        return p
+    return None
 
 # %% ../../nbs/1_ground/13_hub.ipynb #2c1c64e2
 def _expected(pin:Pin, n:int, sha256:str)->SourceError:

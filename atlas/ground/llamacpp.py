@@ -258,19 +258,13 @@ def _delta_order(delta, module:str)->tuple:
     and what makes their order; None where it is as it should be"""
     kh,vh,dv = delta.num_k_heads,delta.num_v_heads,delta.v_dim
     qk = 2*kh*delta.k_dim
-    each = dict(
-        in_proj_z=dv, in_proj_b=1, in_proj_a=1, A=1,
-        dt_bias=1).get(module)
+    each = dict(in_proj_z=dv, in_proj_b=1, in_proj_a=1, A=1, dt_bias=1).get(module)
     def values(): return _grouped(kh, vh, dv)
+    def after_keys(): return np.concatenate([np.arange(qk), qk+values()])
     if each:
         return (vh*each, lambda: _grouped(kh, vh, each)),None
     if module in ('in_proj_qkv','conv1d'):
-        return (
-            (
-                qk+vh*dv,
-                lambda: np.concatenate([
-                    np.arange(qk), qk+values()])),
-            None)
+        return (qk+vh*dv, after_keys),None
     return None,(vh*dv, values) if module=='out_proj' else None
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #75f7184f
@@ -285,10 +279,8 @@ def _order(names:GGUFNames, cfg:ModelConfig, hf:str)->tuple:
     a = cfg.attention
     if heads := _interleaved(names, a, inner):
         rows = heads*a.head_dim
-        return (
-            (
-                rows if a.head_dim%2==0 else 0, lambda: _head_rows(rows, heads)),
-            None)
+        even = rows if a.head_dim%2==0 else 0
+        return (even, lambda: _head_rows(rows, heads)),None
     if names.tiled and cfg.delta and inner.startswith('linear_attn.'):
         return _delta_order(cfg.delta, inner[12:])
     return None,None

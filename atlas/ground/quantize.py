@@ -585,12 +585,10 @@ def _kept_modules(p:QuantPlan, others:dict)->set[str]:
     "Modules that the config must name as not quantised"
     mine = {m.info.name for g in p.groups for m in g}
     def linear(k, t): return len(t.shape)>1 and not _TABLE.search(k)
-    kept = {
-        _module(k) for k,t in p.infos.items()
-        if k not in mine and linear(k, t)}
-    return (
-        kept-set(others)
-        |(set() if p.options.head else {'lm_head'}-set(others)))
+    kept = {_module(k) for k,t in p.infos.items() if k not in mine and linear(k, t)}
+    if not p.options.head:
+        kept.add('lm_head')
+    return kept-set(others)
 
 def _configs(
     p:QuantPlan, old:dict, spans:dict)->tuple[dict,dict|None]:

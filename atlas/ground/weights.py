@@ -216,19 +216,16 @@ def _ends(ckpt, w, t)->tuple:
     "Shape of tensor `t`, as `[…,out,in]`"
     if not _turned(ckpt, w, t):
         return t.shape
-    return (
-        *t.shape[:-2],
-        t.shape[-1],
-        t.shape[-2])
+    *lead,inn,out = t.shape
+    return (*lead, out, inn)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #4294738e
 def _by_expert(w:Want, got:list)->bool:
     "Are the sources, of shapes `got`, matrices of a stack that are listed expert by expert?"
     if w.axis!=0 or len(w.shape)!=3:
         return False
-    return (
-        len(got)>1
-        or w.shape[0]==1 and len(got[0])==2)
+    alone = w.shape[0]==1 and len(got[0])==2
+    return len(got)>1 or alone
 
 def _rows_asked(w:Want, got:list, frame:tuple, total:int)->list:
     "Rows that each source has to have; -1 where its shape cannot tell"
@@ -297,9 +294,8 @@ def _pick(ckpt, w:Want):
 def _some(names, n=4):
     "A few names, and how many more"
     names = sorted(names)
-    return (
-        ', '.join(names[:n])
-        + (f' and {len(names)-n:,} more' if len(names)>n else ''))
+    more = f' and {len(names)-n:,} more' if len(names)>n else ''
+    return ', '.join(names[:n])+more
 
 def _check_types(ckpt, w:Want, ts:list):
     "Refuse sources of a type that cannot be decoded"

@@ -76,8 +76,13 @@ def _times_sigmoid(x, y):
     d += 1
     return np.divide(x, d, out=d)
 
-def sigmoid(x): "`1/(1+exp(-x))`"; return _times_sigmoid(1, x)
-def silu(x): "`x` times its sigmoid"; return _times_sigmoid(x, x)
+def sigmoid(x):
+    "`1/(1+exp(-x))`"
+    return _times_sigmoid(1, x)
+
+def silu(x):
+    "`x` times its sigmoid"
+    return _times_sigmoid(x, x)
 
 def gelu_tanh(x):
     "GELU's approximation by tanh (Hendrycks & Gimpel 2016)"
@@ -86,14 +91,22 @@ def gelu_tanh(x):
         y = x*(c+c*.044715*x*x)
     return _times_sigmoid(x, y)
 
+# %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #675b094f
+def _silu_pair(g, u, limit): return silu(g),u
+
+def _gelu_pair(g, u, limit): return gelu_tanh(g),u
+
 def _swiglu_oai(g, u, limit):
     limit = np.inf if limit is None else limit
     g = np.minimum(g, limit)
     return _times_sigmoid(g, 1.702*g),np.clip(u, -limit, limit)+1
 
-def _relu2(g, u, limit): r = np.maximum(g, 0); return r,r
+def _relu2(g, u, limit):
+    r = np.maximum(g, 0)
+    return r,r
 
-ACTS = dict(silu=lambda g,u,limit: (silu(g),u), gelu_tanh=lambda g,u,limit: (gelu_tanh(g),u), swiglu_oai=_swiglu_oai, relu2=_relu2) # name: (gate, up, limit) -> two factors
+# name: (gate, up, limit) -> two factors
+ACTS = dict(silu=_silu_pair, gelu_tanh=_gelu_pair, swiglu_oai=_swiglu_oai, relu2=_relu2)
 
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #400f35da
 def act_mul(

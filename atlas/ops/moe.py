@@ -17,7 +17,10 @@ def _softmax(x):
     e = np.exp(x-x.max(-1, keepdims=True))
     return e/e.sum(-1, keepdims=True)
 
-SCORES = dict(softmax=_softmax, sigmoid=sigmoid, topk_softmax=lambda x: x) # What the picking looks at, by name
+def _as_they_are(x): return x
+
+# What the picking looks at, by name
+SCORES = dict(softmax=_softmax, sigmoid=sigmoid, topk_softmax=_as_they_are)
 
 # %% ../../nbs/3_ops/moe/50_ops.moe.ipynb #2a89e1ea
 def route(
@@ -31,9 +34,12 @@ def route(
     scaling:float=1., # What they are multiplied by, after that
     per_expert=None, # [E]: and a factor of each expert (Gemma 4)
 ): # ids [..., top_k] int32, best first; weights [..., top_k] float32
-    "The experts of each row and their weights (Shazeer et al. 2017); no row's bits depend on another row"
+    """The experts of each row and their weights (Shazeer et al. 2017)
+
+    No row's bits depend on another row."""
     s = SCORES[score](linear(x, w, bias))  # [...,E]
-    order = np.argsort(-s if correction is None else -(s+correction), -1, kind='stable')  # stable: the lower id first; NaN last
+    # stable: the lower id first; NaN last
+    order = np.argsort(-s if correction is None else -(s+correction), -1, kind='stable')
     ids = np.ascontiguousarray(order[...,:top_k], np.int32)
     g = np.take_along_axis(s, ids, -1)
     if score=='topk_softmax':
@@ -51,7 +57,7 @@ def experts(
     x, # [R, H] or [tiles, TILE, H] float32
     ids, # [..., k]: experts of each row, all different
     weights, # [..., k] float32
-    gate_up, # `gate_up[e]` is [2*I, H], gate rows then up rows, as `linear` takes it; [I, H] for relu2
+    gate_up, # `gate_up[e]` is [2*I, H], gate rows then up rows; [I, H] for relu2
     down, # `down[e]` is [H, I]
     act:str='silu', # Of `ACTS`
     limit:float|None=None, # As for `act_mul`
@@ -63,12 +69,13 @@ def experts(
 ): # As x
     "Each row's weighted sum of its experts' MLPs; no row's bits depend on another row"
     rows,k = x.reshape(-1, x.shape[-1]),ids.shape[-1]
-    y,ids,weights = np.zeros(rows.shape, np.float32),ids.reshape(-1),weights.reshape(-1,1)
+    ids,weights = ids.reshape(-1),weights.reshape(-1,1)
+    y = np.zeros(rows.shape, np.float32)
     order = np.argsort(ids, kind='stable')  # picks, by expert and then by row
     if real is not None:
         order = order[np.reshape(real, -1)[order//k]]
     used,first = np.unique(ids[order], return_index=True)
-    of = lambda a, e: None if a is None else a[e]
+    def of(a, e): return None if a is None else a[e]
     for e,picks in zip(map(int, used), np.split(order, first[1:])):
         r = picks//k
         h = act_mul(linear(rows[r], gate_up[e], of(gate_up_bias, e)), act, limit)

@@ -28,7 +28,8 @@ from .question import API,CHAT,MESSAGES,RESPONSES,TEXT,Question
 from .question import attended,read_body,unheeded,warned,wordless
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #6f99e337
-COUNT = API(anthropic.parse_count, anthropic.reply, anthropic.error_body, path='messages/count_tokens')
+COUNT = API(
+    anthropic.parse_count, anthropic.reply, anthropic.error_body, path='messages/count_tokens')
 
 @patch
 async def chat_completions(self:Service, request:Request)->Response:
@@ -116,7 +117,11 @@ async def background(self:Service, ask:Ask, reply, request:Request)->Response:
     await asyncio.sleep(0)  # it starts, and its writer is in the store
     if not ask.stream:
         return warned(JSONResponse(w.resource()), ask)
-    return warned(EventStream(w.follow(), lambda *_: None, None, w.ping, self.ping, self.patience), ask)
+    return warned(
+        EventStream(
+            w.follow(), lambda *_: None, None, w.ping,
+            self.ping, self.patience),
+        ask)
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #a9c31e11
 class Keepers:
@@ -144,7 +149,9 @@ def keepers(self:Service)->Keepers:
     return self._keepers
 
 @patch
-async def kept_elsewhere(self:Service, request:Request, id:str, more:str='')->Response|None:
+async def kept_elsewhere(
+    self:Service, request:Request, id:str, more:str=''
+)->Response|None:
     "What the server says that keeps a response; None if we do, or nobody"
     m = self.keepers.find(id, owner(request))
     return await m.resource(request, f'responses/{id}{more}') if m else None
@@ -161,7 +168,9 @@ async def get_response(self:Service, request:Request, id:str)->Response:
     after = q.get('starting_after', '')
     if after and not re.fullmatch(r'\d{1,9}', after):
         raise RequestError('starting_after is no whole number', param='starting_after')
-    return EventStream(self.store.follow(id, owner(request), int(after) if after else None), lambda *_: None, every=self.ping, patience=self.patience)
+    return EventStream(
+        self.store.follow(id, owner(request), int(after) if after else None),
+        lambda *_: None, every=self.ping, patience=self.patience)
 
 @patch
 async def delete_response(self:Service, request:Request, id:str)->Response:
@@ -184,13 +193,17 @@ async def response_items(self:Service, request:Request, id:str)->Response:
     if said := await self.kept_elsewhere(request, id, '/input_items'):
         return said
     q = request.query_params
-    return JSONResponse(self.store.items(id, owner(request), q.get('after'), q.get('limit'), q.get('order', 'desc')))
+    return JSONResponse(
+        self.store.items(
+            id, owner(request), q.get('after'),
+            q.get('limit'), q.get('order', 'desc')))
 
 @patch
 async def response_length(self:Service, request:Request)->Response:
     "How many tokens a question has"
     mine = self.store,owner(request)
-    q = Question(self, request, await self.body(request), RESPONSES, *mine, path='responses/input_tokens')
+    q = Question(
+        self, request, await self.body(request), RESPONSES, *mine, path='responses/input_tokens')
     if said := await self.counted_elsewhere(q):
         return said
     ask = await q.ask()
@@ -199,10 +212,12 @@ async def response_length(self:Service, request:Request)->Response:
     return warned(JSONResponse(dict(object='response.input_tokens', input_tokens=n)), ask)
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #8ca986bf
+_MANY = Field(fail_fast=True, max_length=2048)
+
 class EmbeddingsBody(BaseModel):
     "`POST /v1/embeddings`"
     model_config = OPEN
-    input: str | Ids | Annotated[list[str], Field(fail_fast=True, max_length=2048)] | Annotated[list[Ids], Field(fail_fast=True, max_length=2048)]
+    input: str|Ids|Annotated[list[str], _MANY]|Annotated[list[Ids], _MANY]
     model: Annotated[str, Field(max_length=512)]|None = None
     encoding_format: Literal['float','base64']|None = None
     dimensions: Annotated[int, Field(ge=1, le=2**20)]|None = None
@@ -221,21 +236,25 @@ class Texts(Question):
 @patch
 async def embeddings(self:Service, request:Request)->Response:
     "A vector for each text"
-    return await self.respond(Texts(self, request, await self.body(request), CHAT, path='embeddings'))
+    return await self.respond(
+        Texts(self, request, await self.body(request), CHAT, path='embeddings'))
 
 @patch
-async def vectors(self:Service, b:EmbeddingsBody, request:Request, served:str|None=None)->Response:
+async def vectors(
+    self:Service, b:EmbeddingsBody, request:Request, served:str|None=None
+)->Response:
     "A vector for each text of a body"
     ask = wordless(b, served or b.model)
-    inputs = b.input if isinstance(b.input, list) and b.input and not isinstance(b.input[0], int) else [b.input]
+    several = isinstance(b.input, list) and b.input and not isinstance(b.input[0], int)
+    inputs = b.input if several else [b.input]
     async def work():
         u = await self.upstream(ask.model)
         return u,await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
     u,(vectors,n) = await attended(request, work())
-    show = packed if b.encoding_format=='base64' else lambda v: v.tolist()
     data = []
     for i,v in enumerate(vectors):
-        data.append(dict(object='embedding', index=i, embedding=show(v)))
+        shown = packed(v) if b.encoding_format=='base64' else v.tolist()
+        data.append(dict(object='embedding', index=i, embedding=shown))
     usage = dict(prompt_tokens=n, total_tokens=n)
     model = b.model or u.names[0]
     said = dict(object='list', model=model, data=data, usage=usage)
@@ -249,7 +268,7 @@ def form_spans(
     kind:str, # Its content type, which names what stands between its parts
     most:int=64, # Parts
 )->dict[str,tuple[int,int]]:
-    "Where the value of each field begins and ends that is no file; `RequestError` where it is no form"
+    "Where the value of each field that is no file begins and ends; `RequestError` for no form"
     m = re.search(r'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', kind)
     mark = b'--'+(m[1] or m[2]).encode() if m else None
     at,out = raw.find(mark) if m else -1,{}
@@ -257,7 +276,8 @@ def form_spans(
         head = raw.find(b'\r\n\r\n', at)
         end = raw.find(b'\r\n'+mark, head+2) if at>=0 and 0<=head<at+(8<<10) else -1
         if end<0:
-            raise RequestError('The body is no form', hint='Send multipart/form-data, as browsers do')
+            raise RequestError(
+                'The body is no form', hint='Send multipart/form-data, as browsers do')
         field = _FIELD.search(raw, at, head)
         if field and b'filename' not in field[2]:
             out[field[1].decode(errors='replace')] = min(head+4, end),end
@@ -269,7 +289,8 @@ def form_spans(
 # %% ../../nbs/7_service/15_endpoints.ipynb #7cd168d1
 def no_route_for(request, hint='')->NotOfferedError:
     "What others offer, and we do not"
-    return NotOfferedError(f'{request.method} {request.url.path[:200]} is not offered by this server', hint)
+    return NotOfferedError(
+        f'{request.method} {request.url.path[:200]} is not offered by this server', hint)
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #7f3f7c73
 SOUNDS = ('audio/transcriptions','audio/translations','audio/speech')
@@ -281,7 +302,8 @@ class Sound(Question):
         if not self.form:
             return await super().look()
         at = form_spans(self.raw, self.request.headers['content-type']).get('model')
-        return dict(model=self.raw[slice(*at)].decode(errors='replace')) if at else {}
+        return dict(
+            model=self.raw[slice(*at)].decode(errors='replace')) if at else {}
     async def here(self, name, held):
         raise NotOfferedError(f'POST /v1/{self.path} is not offered by this server')
 
@@ -302,7 +324,9 @@ async def sound(self:Service, request:Request)->Response:
         raise no_route_for(request)
     form = path!='audio/speech'
     if form and self.from_a_stranger(request):
-        raise RightsError('This server answers no other web pages', hint='--cors-origin names those that it should')
+        raise RightsError(
+            'This server answers no other web pages',
+            hint='--cors-origin names those that it should')
     kind = 'multipart/form-data' if form else 'application/json'
     q = Sound(self, request, await read_body(request, self.max_body, kind), CHAT, path=path)
     q.form = form
@@ -338,7 +362,9 @@ async def rerank(self:Service, request:Request)->Response:
     if b.return_documents:
         results = [r|dict(document=dict(text=texts[r['index']])) for r in results]
     usage = dict(prompt_tokens=n, total_tokens=n)
-    said = dict(object='list', model=b.model or u.names[0], usage=usage, results=results[:b.top_n])
+    said = dict(
+        object='list', model=b.model or u.names[0],
+        usage=usage, results=results[:b.top_n])
     return unheeded(JSONResponse(said), ignored(b))
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #d22c94d5
@@ -389,13 +415,22 @@ async def tokens(self:Service, b:TokenizeBody, ask:Ask|None)->dict:
     elif text is None:
         raise RequestError('prompt is missing', hint='Send a prompt or messages', param='prompt')
     else:
-        ids = await self.encode(u, text, add_special=b.add_special_tokens is not False if b.add_special is None and b.content is None else bool(b.add_special))
-    return dict(count=len(ids), max_model_len=u.info['max_seq_len']) | await asyncio.to_thread(_listed, u.tokenizer, ids, b)
+        ids = await self.encode(
+            u, text,
+            add_special=b.add_special_tokens is not False if b.add_special is None
+            and b.content is None else bool(b.add_special))
+    return dict(
+        count=len(ids), max_model_len=u.info['max_seq_len']
+    ) | await asyncio.to_thread(_listed, u.tokenizer, ids, b)
 
 def _listed(tok, ids, b):
     "The tokens, as they were asked for"
-    shown = [dict(id=i, piece=tok.decode([i], skip_special=False)) for i in ids] if b.with_pieces else ids
-    return dict(tokens=shown, token_strs=[tok.token(i) or '' for i in ids] if b.return_token_strs else None)
+    shown = [
+        dict(id=i, piece=tok.decode([i], skip_special=False)) for i in ids
+    ] if b.with_pieces else ids
+    return dict(
+        tokens=shown,
+        token_strs=[tok.token(i) or '' for i in ids] if b.return_token_strs else None)
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #b4b5ddc7
 @patch
@@ -414,4 +449,6 @@ async def apply_template(self:Service, request:Request)->Response:
     "The prompt that a conversation becomes"
     ask = await self.read(request, openai.parse)
     self.meant(ask, request)
-    return warned(JSONResponse(dict(prompt=(await attended(request, self.prompt(ask))).text)), ask)
+    return warned(
+        JSONResponse(dict(prompt=(await attended(request, self.prompt(ask))).text)),
+        ask)

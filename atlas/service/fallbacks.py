@@ -59,7 +59,9 @@ class Fallbacks:
                 no(k, 'seconds above 0')
         for k,v in self.to.items():
             if k in v:
-                raise ConfigError(f'fallbacks: {k} stands in for itself', hint='Name another model', param='fallbacks')
+                raise ConfigError(
+                    f'fallbacks: {k} stands in for itself', hint='Name another model',
+                    param='fallbacks')
     def __repr__(self): return f'Fallbacks({", ".join(f"{k}: {v}" for k,v in self.to.items())})'
 
 # %% ../../nbs/7_service/27_fallbacks.ipynb #00195bd2
@@ -80,14 +82,16 @@ def next(self:Fallbacks, names:list, tried:set):
 def failed(self:Fallbacks, name, e:AtlasError):
     "Leave a model alone for a while"
     after = getattr(e, 'retry_after', None)
-    self.down[name] = self.clock()+(self.cooldown if after is None else after),str(e)
+    self.down[name] = self.clock()+(
+        self.cooldown if after is None else after),str(e)
 
 @patch
 def wait(self:Fallbacks, turn:int, errors:dict)->float|None:
     "Seconds before all are asked again; None: that would be too long"
     afters = [a for e in errors.values() if (a := getattr(e, 'retry_after', None)) is not None]
     least = min(afters) if len(afters)==len(errors) else 0.
-    own = min(self.pause*2**turn, self.longest)*(.5+self.chance()/2)
+    own = min(
+        self.pause*2**turn, self.longest)*(.5+self.chance()/2)
     return None if least>self.longest else max(least, own)
 
 # %% ../../nbs/7_service/27_fallbacks.ipynb #6d388f2e
@@ -95,7 +99,9 @@ def wait(self:Fallbacks, turn:int, errors:dict)->float|None:
 async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
     "Answer a question by the model it names, or by those that stand in for that"
     asked = service.models.find(name)
-    names = [asked.name, *self.to.get(name, self.to.get(asked.name, ()))]
+    names = [
+        asked.name,
+        *self.to.get(name, self.to.get(asked.name, ()))]
     if len(names)==1 and not asked.elsewhere:
         return await service.by(q, name)
     tried,errors,turn = set(),{},0

@@ -26,7 +26,9 @@ class LinkError(EngineError):
 def _put(o):
     "What msgpack has no word for: arrays, and NumPy's numbers"
     if isinstance(o, np.ndarray):
-        return msgpack.ExtType(1, msgpack.packb((o.dtype.str, o.shape))+np.ascontiguousarray(o).tobytes())
+        return msgpack.ExtType(
+            1,
+            msgpack.packb((o.dtype.str, o.shape))+np.ascontiguousarray(o).tobytes())
     if isinstance(o, np.generic):
         return o.item()
     raise TypeError(f'A {type(o).__name__} cannot be sent')
@@ -59,7 +61,8 @@ def frame(*message)->bytes:
 # %% ../../nbs/7_service/19_link.ipynb #573c9348
 def _message(body)->list:
     try:
-        m = msgpack.unpackb(body, strict_map_key=False, ext_hook=_take, unicode_errors='surrogatepass')
+        m = msgpack.unpackb(
+            body, strict_map_key=False, ext_hook=_take, unicode_errors='surrogatepass')
     except LinkError:
         raise
     except Exception as e:
@@ -147,14 +150,19 @@ def unpack_event(
     if not rest:
         return Event(rid, token, drafted=drafted)
     e = Event(rid, token, *rest, drafted=drafted)
-    return e if e.top is None else dataclasses.replace(e, top=[tuple(t) for t in e.top])
+    return e if e.top is None else dataclasses.replace(
+        e, top=[tuple(t) for t in e.top])
 
 # %% ../../nbs/7_service/19_link.ipynb #d30b027f
 def pack_error(e:BaseException)->dict:
     "An error as plain data"
     if isinstance(e, AtlasError):
-        return dict(code=e.code, msg=e.msg, hint=e.hint, param=e.param)
-    return dict(code=EngineError.code, msg=f'The engine failed with {type(e).__name__}', hint='See the log of the server for the cause', param=None)
+        return dict(
+            code=e.code, msg=e.msg, hint=e.hint,
+            param=e.param)
+    return dict(
+        code=EngineError.code, msg=f'The engine failed with {type(e).__name__}',
+        hint='See the log of the server for the cause', param=None)
 
 # %% ../../nbs/7_service/19_link.ipynb #3206359c
 def unpack_error(d:dict)->AtlasError:
@@ -163,13 +171,16 @@ def unpack_error(d:dict)->AtlasError:
         e = typed_error(d.get('code'), '')
     except Exception:
         e = EngineError('')
-    AtlasError.__init__(e, d.get('msg') or 'The engine failed', d.get('hint') or '', d.get('param'))
+    AtlasError.__init__(
+        e, d.get('msg') or 'The engine failed', d.get('hint') or '',
+        d.get('param'))
     return e
 
 # %% ../../nbs/7_service/19_link.ipynb #55b1753d
 class Link:
     "A socket to the other process, for threads"
-    def __init__(self, sock:socket.socket): self.sock,self._lock = sock,threading.Lock()
+    def __init__(self, sock:socket.socket):
+        self.sock,self._lock = sock,threading.Lock()
     def send(self, *message):
         "Send one message; an `OSError` if nobody is there"
         b = frame(*message)

@@ -52,7 +52,7 @@ def _model(m, name):
 
 @patch
 def entries(self:Service)->dict:
-    "Every name that a model goes by, and then those that stand for one -> its model, and what else is told"
+    "Every name of a model, and then those that stand for one -> the model, and what else is told"
     models = self.models.list()
     return {n:(m,{}) for m in models for n in m['names']}|self.models.further(models)
 
@@ -60,7 +60,11 @@ def entries(self:Service)->dict:
 async def list_models(self:Service)->Response:
     "All of these names"
     data = [_model(m, n)|more for n,(m,more) in self.entries().items()]
-    return JSONResponse(dict(object='list', data=data, has_more=False, first_id=data[0]['id'] if data else None, last_id=data[-1]['id'] if data else None))
+    return JSONResponse(
+        dict(
+            object='list', data=data, has_more=False,
+            first_id=data[0]['id'] if data else None,
+            last_id=data[-1]['id'] if data else None))
 
 @patch
 async def get_model(self:Service, name:str)->Response:
@@ -102,7 +106,9 @@ def live(self:Service, m)->dict:
         elsewhere=getattr(m, 'elsewhere', False), live=now)
 
 # %% ../../nbs/7_service/16_management.ipynb #38d96e9b
-BY_HAND = {('POST','/models'):'Where the server runs, atlas pull NAME fetches a model', ('DELETE','/models'):'Where the server runs, atlas rm NAME removes a model'}
+BY_HAND = {
+    ('POST','/models'):'Where the server runs, atlas pull NAME fetches a model',
+    ('DELETE','/models'):'Where the server runs, atlas rm NAME removes a model'}
 
 # %% ../../nbs/7_service/16_management.ipynb #7990c023
 class ModelBody(BaseModel):
@@ -129,10 +135,15 @@ async def reload_models(self:Service, request:Request)->Response:
     "With ?reload=1: read the file of models again, and say what changes"
     q = request.query_params
     if q.get('reload') not in ('1','true'):
-        raise NotOfferedError('POST /models is not offered by this server', BY_HAND['POST','/models'])
+        raise NotOfferedError(
+            'POST /models is not offered by this server', BY_HAND['POST','/models'])
     if not self.models.reload:
-        raise NotOfferedError('This server has no file to read again', 'atlas serve --config FILE starts one that has')
-    return unheeded(JSONResponse(dict(success=True)|await self.models.reload()), _unknown(q, 'reload'))
+        raise NotOfferedError(
+            'This server has no file to read again', 'atlas serve --config FILE starts one that has'
+        )
+    return unheeded(
+        JSONResponse(dict(success=True)|await self.models.reload()),
+        _unknown(q, 'reload'))
 
 @patch
 async def model_events(self:Service)->Response:
@@ -153,7 +164,9 @@ async def running(self:Service)->Response:
     def told(m):
         ttl = getattr(m, 'ttl', None) or 0
         command = ' '.join(m.status.get('args', ()))
-        return dict(model=m.name, state=_STATES[m.condition], ttl=ttl, cmd=command, name=m.name)
+        return dict(
+            model=m.name, state=_STATES[m.condition], ttl=ttl,
+            cmd=command, name=m.name)
     here = [told(m) for m in self.models.all if m.condition in _STATES]
     return JSONResponse(dict(running=here))
 
@@ -189,16 +202,27 @@ async def props(self:Service, request:Request)->Response:
         return JSONResponse(dict(role='router', max_instances=len(self.models.all))|build)
     m = self.models.one(name)
     info,up = getattr(m.runner, 'info', None) or {},m.upstream
-    t = up and up.template
-    params = asdict(SamplingParams())
-    settings = dict(id=0, n_ctx=info.get('max_seq_len', 0), params=params,
-        speculative=bool(info.get('speculative')), is_processing=False)
-    return JSONResponse(dict(
-        default_generation_settings=settings, total_slots=info.get('max_num_seqs') or 0,
-        model_alias=m.name, chat_template=getattr(t, 'source', ''),
-        bos_token=getattr(t, 'bos', '') or '', eos_token=getattr(t, 'eos', '') or '',
+    settings = dict(
+        id=0,
+        n_ctx=info.get('max_seq_len', 0),
+        params=asdict(SamplingParams()),
+        speculative=bool(info.get('speculative')),
+        is_processing=False)
+    said = dict(
+        default_generation_settings=settings,
+        total_slots=info.get('max_num_seqs') or 0,
+        model_alias=m.name,
+        **_template_props(up and up.template),
         modalities=dict(vision=bool(up and up.spec), audio=False),
-        is_sleeping=m.condition=='sleeping')|build)
+        is_sleeping=m.condition=='sleeping')
+    return JSONResponse(said|build)
+
+def _template_props(t):
+    "What is told of a chat template; nothing in it where there is none"
+    return dict(
+        chat_template=getattr(t, 'source', ''),
+        bos_token=getattr(t, 'bos', '') or '',
+        eos_token=getattr(t, 'eos', '') or '')
 
 @patch
 async def slots(self:Service, request:Request)->Response:
@@ -209,8 +233,11 @@ async def slots(self:Service, request:Request)->Response:
     n,busy = info.get('max_num_seqs') or 0,stats.get('num_requests_running', 0)
     if q.get('fail_on_no_slot') in ('1','true') and busy>=n:
         raise UnavailableError('No slot is free', hint='Try again in a moment')
-    about = dict(n_ctx=info.get('max_seq_len', 0), speculative=bool(info.get('speculative')))
-    return JSONResponse([dict(id=i, is_processing=i<busy)|about for i in range(n)])
+    about = dict(
+        n_ctx=info.get('max_seq_len', 0),
+        speculative=bool(info.get('speculative')))
+    return JSONResponse(
+        [dict(id=i, is_processing=i<busy)|about for i in range(n)])
 
 # %% ../../nbs/7_service/16_management.ipynb #7b47b1f4
 @patch
@@ -236,7 +263,8 @@ async def is_sleeping(self:Service, request:Request)->Response:
     m = self.models.one(request.query_params.get('model'))
     return JSONResponse(dict(is_sleeping=m.condition=='sleeping'))
 
-def _unknown(q, *known): return sorted({k[:40] for k in q}-{'model',*known})
+def _unknown(q, *known):
+    return sorted({k[:40] for k in q}-{'model',*known})
 
 # %% ../../nbs/7_service/16_management.ipynb #514e1e78
 @patch
@@ -261,7 +289,7 @@ async def scrape(self:Service)->Response:
 # %% ../../nbs/7_service/16_management.ipynb #5bee0032
 @patch
 async def machine(self:Service, fresh:float=1., patience:float=2.)->tuple:
-    "What cards and memory say now, or have said within `fresh` seconds; a driver that hangs is not waited for"
+    "What cards and memory say, at most `fresh` seconds old; nobody waits for a driver that hangs"
     if monotonic()-getattr(self, '_looked', -fresh)>=fresh:
         self._looked = monotonic()
         with suppress(TimeoutError):

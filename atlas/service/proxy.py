@@ -34,7 +34,8 @@ from .upstream import COUNTS,TRANSLATED,Backend,UpstreamError,kind_of
 class Flights:
     "The answers of a `Proxy` that are under way, as a runner is asked for them"
     healthy = True
-    def __init__(self, info:dict): self.info,self.running,self.idle = info,0,asyncio.Event()
+    def __init__(self, info:dict):
+        self.info,self.running,self.idle = info,0,asyncio.Event()
     def begin(self): self.running += 1; self.idle.clear()
     def end(self):
         self.running -= 1
@@ -207,25 +208,28 @@ class Tally:
 # %% ../../nbs/7_service/25_proxy.ipynb #d4b0f04c
 def data_of(raw:bytes):
     "The JSON objects of whole server-sent events"
-    if raw.startswith(b'data: {') and raw.find(b'\n')==len(raw)-2:
-        events = [raw[:-2]] # a single event of a single line, as most are
-    else:
-        events = re.split(rb'\r?\n\r?\n', raw)
-    for event in events:
-        data = [l[5:].strip() for l in event.splitlines() if l.startswith(b'data:')]
-        if not data or data==[b'[DONE]']:
-            continue
+    single = raw.startswith(b'data: {') and raw.find(b'\n')==len(raw)-2 # as most are
+    for data in [raw[6:]] if single else _data(raw):
         try:
-            d = from_json(b'\n'.join(data))
+            d = from_json(data)
         except ValueError:
             continue
         if isinstance(d, dict):
             yield d
 
+def _data(raw):
+    "The data of whole server-sent events"
+    for event in re.split(rb'\r?\n\r?\n', raw):
+        lines = [l[5:].strip() for l in event.splitlines() if l.startswith(b'data:')]
+        if lines and lines!=[b'[DONE]']:
+            yield b'\n'.join(lines)
+
 def costs(d:dict)->Usage|None:
     "The counts that a body, or an event, of any API holds"
     boxes = [b for b in (d, d.get('message'), d.get('response')) if isinstance(b, dict)]
-    u = next((u for b in boxes if isinstance(u := b.get('usage'), dict)), None)
+    u = next(
+        (u for b in boxes if isinstance(u := b.get('usage'), dict)),
+        None)
     if u is None:
         return None
     read = _first(u, 'cache_read_input_tokens')  # which Anthropic does not count as input
@@ -240,7 +244,9 @@ def costs(d:dict)->Usage|None:
 
 def _first(d, *keys, kind=int):
     "The first of these fields that is of a kind, or nothing of that kind"
-    return next((v for k in keys if isinstance(v := d.get(k), kind)), kind())
+    return next(
+        (v for k in keys if isinstance(v := d.get(k), kind)),
+        kind())
 
 # %% ../../nbs/7_service/25_proxy.ipynb #d141ed82
 _decoder = json.JSONDecoder()
@@ -292,7 +298,9 @@ def broken(q:Question, e:AtlasError)->bytes:
     if q.path=='messages':
         return sse(anthropic.error_body(e), 'error')
     if q.path=='responses':
-        d = dict(type='error', code=e.code, message=str(e), param=None, sequence_number=0)
+        d = dict(
+            type='error', code=e.code, message=str(e),
+            param=None, sequence_number=0)
         return sse(d, 'error')
     return sse(error_body(e))+DONE
 
@@ -364,7 +372,8 @@ def body(self:Proxy, q:Question)->tuple[bytes,str]:
     if not q.form:
         return renamed(q.raw, self.id),kind
     at = form_spans(q.raw, kind).get('model')
-    return (q.raw[:at[0]]+self.id.encode()+q.raw[at[1]:] if at else q.raw),kind
+    return (
+        q.raw[:at[0]]+self.id.encode()+q.raw[at[1]:] if at else q.raw),kind
 
 @patch
 async def forward(self:Proxy,
@@ -412,7 +421,8 @@ async def _forward(self:Proxy, q, tally, held):
     b,streams = self.backend,(q.fields or {}).get('stream') is True
     raw,kind = self.body(q)
     first = held if streams else None
-    r = await b.ask(q.path, raw, b.heads(q.request.headers, kind), first)
+    r = await b.ask(
+        q.path, raw, b.heads(q.request.headers, kind), first)
     try:
         return await self._answer(q, r, tally, first)
     except BaseException:
@@ -520,10 +530,13 @@ async def resource(self:Proxy, request:Request, path:str)->Response:
         why = f'{self.name} has this response, and its events are not passed on'
         raise NotOfferedError(why, hint='Ask for it without stream', param='stream')
     at = f'{b.url}/{path}'
-    q = b.http.build_request(request.method, at, params=asked, headers=b.heads(request.headers))
+    q = b.http.build_request(
+        request.method, at, params=asked, headers=b.heads(request.headers))
     r = await attended(request, b.sent(q))
     if kind_of(r)!='application/json':
         await r.aclose()
         raise self.no_answer(r)
     raw = await attended(request, b.whole(r))
-    return Response(raw, r.status_code, kept(r)|{'content-type':'application/json', 'x-atlas-model':self.name})
+    return Response(
+        raw, r.status_code,
+        kept(r)|{'content-type':'application/json', 'x-atlas-model':self.name})

@@ -55,7 +55,7 @@ async def read_body(
     return bytes(got)
 
 def from_page(request:Request)->bool:
-    "Does a web page in a browser send this? Browsers say so with every request that is no mere reading"
+    "Does a web page send this? Browsers say so with every request that is no mere reading"
     return 'origin' in request.headers or 'sec-fetch-site' in request.headers
 
 # %% ../../nbs/7_service/14_question.ipynb #1aaacc55
@@ -77,7 +77,8 @@ def api_of(path:str)->API:
     "The API that a path belongs to"
     if re.match(r'/api/', path):
         return API(None, None, plain_error_body)  # of `ollama`, a later page
-    return MESSAGES if re.match(r'/v1/messages(/|$)', path) else RESPONSES if re.match(r'/v1/responses(/|$)', path) else CHAT
+    return MESSAGES if re.match(r'/v1/messages(/|$)', path) else RESPONSES if re.match(
+        r'/v1/responses(/|$)', path) else CHAT
 
 # %% ../../nbs/7_service/14_question.ipynb #ed4eba18
 async def attended(request:Request, work):
@@ -123,7 +124,8 @@ class Question:
         *args, # For `api.parse`, after the body
         path:str|None=None, # Under /v1, where other servers are asked; None: that of `api`
     ):
-        self.service,self.request,self.raw,self.api,self.args = service,request,raw,api,args
+        self.service,self.request = service,request
+        self.raw,self.api,self.args = raw,api,args
         self.path = api.path if path is None else path
         self.fields = None # The body as a dict, once somebody looked
         self.asked = None # The `Ask`, once somebody read it
@@ -155,12 +157,13 @@ async def name(self:Question)->str|None:
 async def peek(self:Question)->Ask:
     "What is asked, to look at"
     if self.asked is None:
-        self.asked = await self.service.parsed(self.request, self.raw, self.api.parse, *self.args)
+        self.asked = await self.service.parsed(
+            self.request, self.raw, self.api.parse, *self.args)
     return self.asked
 
 @patch
 async def ask(self:Question, name:str|None=None)->Ask:
-    "What is asked, of the model called `name`; a new one each time, for whoever answers may change it"
+    "What is asked, of the model called `name`; new each time, for whoever answers may change it"
     ask = replace(await self.peek())
     ask.messages,ask.warnings = [*ask.messages],[*ask.warnings]
     if name is not None:
@@ -173,7 +176,9 @@ async def ask(self:Question, name:str|None=None)->Ask:
 async def here(self:Question, name:str|None, held:float|None)->Response:
     "Have a model answer that is ours, or that is asked as ours are"
     ask = await self.ask(name)
-    if self.api.first and (said := await self.api.first(self.service, ask, self.request)):
+    if self.api.first and (
+        said := await self.api.first(self.service, ask, self.request)
+    ):
         return said
     if self.manner:
         self.manner.apply(ask)
@@ -200,7 +205,10 @@ async def respond(self:Service, q:Question)->Response:
     return said
 
 @patch
-async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Response:
+async def by(
+    self:Service, q:Question, name:str|None,
+    held:float|None=None
+)->Response:
     "Have one model answer, or a persona of one"
     q,name = self.in_place(q, name)
     if (m := self.elsewhere(name)) is None:
@@ -212,7 +220,9 @@ async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Res
     return said
 
 @patch
-def in_place(self:Service, q:Question, name:str|None)->tuple[Question,str|None]:
+def in_place(
+    self:Service, q:Question, name:str|None
+)->tuple[Question,str|None]:
     "A question, in the manner of whoever answers it, and the name of the model that does"
     names = getattr(self.models, 'names', None)
     f = names and names.acting(name, q.manner)
@@ -236,7 +246,8 @@ async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
     except TimeoutError as e:
         if turn:
             turn.close('error')
-        raise StalledError(f'{ask.model or "The model"} did not begin to answer within {held:g} s') from e
+        raise StalledError(
+            f'{ask.model or "The model"} did not begin to answer within {held:g} s') from e
     except BaseException:
         if turn:
             turn.close('error')
@@ -317,14 +328,21 @@ def salted(self:Service, ask:Ask, request:Request)->Ask:
     return ask
 
 @patch
-async def answer(self:Service, ask:Ask, reply, request:Request, held:float|None=None)->Response:
+async def answer(
+    self:Service, ask:Ask, reply, request:Request,
+    held:float|None=None
+)->Response:
     "Answer a question, in one piece or as a stream"
     async with Unless(gone(request.receive)) as away:
         turn,w = await self.opened(ask, reply, held)
         ask.after = self.keeping(ask, request)
         close = partial(ended, request, turn, w)
         if ask.stream:
-            return warned(EventStream(events(turn, w), close, None, w.ping, self.ping, self.patience, w.media_type), ask)
+            return warned(
+                EventStream(
+                    events(turn, w), close, None, w.ping, self.ping,
+                    self.patience, w.media_type),
+                ask)
         try:
             done = await whole(turn, w)
         except asyncio.CancelledError:
@@ -366,7 +384,7 @@ def keeping(self:Service, ask:Ask, request:Request)->Callable|None:
     ask.warnings.append("keep_alive left out: only an admin's key says how long a model stays")
 
 def wordless(b:BaseModel, model:str|None)->Ask:
-    "A question without a conversation, as one for vectors: whom it asks, and how long that one is to stay"
+    "A question without words, as one for vectors: whom it asks, and how long that one is to stay"
     stays = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
     return Ask([], SamplingParams(), model, keep=stays, ignored=ignored(b))
 

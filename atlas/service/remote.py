@@ -69,15 +69,22 @@ class RemoteRunner:
         name:str, # Of the model
         on=lambda what,*args: None, # Told what concerns the process and no request
     ):
-        self.name,self.info,self.on,self.open,self.stalled = name,dict(name=name),on,True,False
-        self._wire,self._ready,self._stats,self._images = None,False,{},()
+        self.name,self.info,self.on = name,dict(name=name),on
+        self.open,self.stalled = True,False
         self.resting = False # Is the model asleep, or about to be?
         self.rested = None # Called without arguments when nothing runs any more
-        self._streams,self._numbers,self._calls,self._count = {},{},{},itertools.count(1)
+        self._nobody()
+        self._streams,self._numbers = {},{} # By number, and numbers by id
+        self._calls,self._count = {},itertools.count(1)
         self._aside = set() # Numbers of those that only fill the prefix cache
         self.gone,self.idle = asyncio.Event(),asyncio.Event() # No process; no streams, and no calls
         self.gone.set()
         self.idle.set()
+
+    def _nobody(self):
+        "There is no process at the other end"
+        self._wire,self._ready = None,False
+        self._stats,self._images = {},()
 
     @property
     def healthy(self)->bool:
@@ -99,7 +106,8 @@ class RemoteRunner:
         "A worker is at the other end of `sock`"
         self.gone.clear()
         self.resting = False
-        _,self._wire = await asyncio.get_running_loop().create_unix_connection(lambda: Wire(self._heard, self._lost), sock=sock)
+        _,self._wire = await asyncio.get_running_loop().create_unix_connection(
+            lambda: Wire(self._heard, self._lost), sock=sock)
 
 # %% ../../nbs/7_service/21_remote.ipynb #50ce4fc8
 def unavailable(
@@ -129,9 +137,12 @@ def _check_open(self:RemoteRunner, op=None):
     if not self.open:
         raise unavailable('The server is shutting down', after=5)
     if not self._ready:
-        raise unavailable(f'The process of {self.name} is not running', hint='GET /health tells when it is back')
+        raise unavailable(
+            f'The process of {self.name} is not running', hint='GET /health tells when it is back')
     if self.stalled:
-        raise unavailable(f'The process of {self.name} does not answer', hint='GET /health tells when it does', after=5)
+        raise unavailable(
+            f'The process of {self.name} does not answer', hint='GET /health tells when it does',
+            after=5)
 
 @patch
 def _full(self:RemoteRunner, tokens)->str|None:
@@ -150,9 +161,13 @@ def submit(self:RemoteRunner, request)->Stream:
     self._check(request)
     n,pics = next(self._count),request.images
     try:
-        message = frame('add', n, pack_request(request), None if pics and pics is self._images else pack_images(pics))
+        message = frame(
+            'add', n, pack_request(request),
+            None if pics and pics is self._images else pack_images(pics))
     except LinkError as e:
-        raise RequestError('The request holds something that cannot be passed on', hint='Make it smaller or less deep') from e
+        raise RequestError(
+            'The request holds something that cannot be passed on',
+            hint='Make it smaller or less deep') from e
     s = self._streams[n] = Stream(self, request.id)
     self._numbers[request.id],self._images = n,pics
     if request.prefill_only:
@@ -226,10 +241,13 @@ def _rest(self:RemoteRunner):
 def end(self:RemoteRunner, e:AtlasError|None=None):
     "Nothing more will come: every stream and call ends with an error"
     if e is None:
-        e = unavailable(f'The process of {self.name} ended', hint='It is started again; GET /health tells when it is back')
+        e = unavailable(
+            f'The process of {self.name} ended',
+            hint='It is started again; GET /health tells when it is back')
     for n,s in list(self._streams.items()):
         self._forget(n)
-        s._q.put_nowait(Event(s.id, finish='error', error=str(e), code=e.code))
+        s._q.put_nowait(
+            Event(s.id, finish='error', error=str(e), code=e.code))
     for f in self._calls.values():
         if not f.done():
             f.set_exception(e)
@@ -238,7 +256,7 @@ def end(self:RemoteRunner, e:AtlasError|None=None):
 
 @patch
 def _lost(self:RemoteRunner, fault):
-    self._ready,self._wire,self._stats,self._images = False,None,{},()
+    self._nobody()
     self.end()
     self.gone.set()
     self.on('lost', fault)
@@ -250,7 +268,8 @@ async def call(self:RemoteRunner, op:str, **kw):
     self._check_open(op)
     room = self.info.get('max_queue') or 256
     if len(self._calls)>=room:
-        raise QueueFullError(f'{room} computations are waiting already', hint='Try again in a moment')
+        raise QueueFullError(
+            f'{room} computations are waiting already', hint='Try again in a moment')
     n = next(self._count)
     f = self._calls[n] = asyncio.get_running_loop().create_future()
     self.idle.clear()
@@ -298,7 +317,8 @@ async def rest(self:RemoteRunner, seconds:float):
     for n,s in list(self._streams.items()):
         self.send('abort', n)
         self._forget(n)
-        s._q.put_nowait(Event(s.id, finish='error', error=str(e), code=e.code))
+        s._q.put_nowait(
+            Event(s.id, finish='error', error=str(e), code=e.code))
 
 # %% ../../nbs/7_service/21_remote.ipynb #c943e9ba
 COMMAND = (sys.executable, '-m', 'atlas.service.worker')
@@ -312,11 +332,12 @@ class Child:
         self.sock,theirs = socket.socketpair()
         r,self._pipe = os.pipe()
         try:
-            self.process = subprocess.Popen([*map(str, (*(command or COMMAND), theirs.fileno(), r, os.getpid())), name],
-                pass_fds=(theirs.fileno(), r), stdin=subprocess.DEVNULL, start_new_session=True)
+            given = theirs.fileno(),r
+            told = *(command or COMMAND),*given,os.getpid()
+            self.process = subprocess.Popen([*map(str, told), name],
+                pass_fds=given, stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError:
-            self.sock.close()
-            os.close(self._pipe)
+            self._let_go()
             raise
         finally:
             theirs.close()
@@ -328,9 +349,12 @@ class Child:
         except RuntimeError:
             self.kill()
             self.process.wait()
-            self.sock.close()
-            os.close(self._pipe)
+            self._let_go()
             raise OSError('There is no room for another thread') from None
+    def _let_go(self):
+        "Close what leads to it"
+        self.sock.close()
+        os.close(self._pipe)
     def kill(self):
         "End it and all that it started; does nothing when it has ended"
         if self.process.returncode is None:
@@ -344,7 +368,8 @@ class Child:
         code = self.process.wait()
         os.close(self._pipe)
         try:
-            self._loop.call_soon_threadsafe(lambda: self.ended.done() or self.ended.set_result(code))
+            self._loop.call_soon_threadsafe(
+                lambda: self.ended.done() or self.ended.set_result(code))
         except RuntimeError:
             pass  # the loop is closed: nobody asks any more
 

@@ -40,7 +40,9 @@ class Door:
         async def reply(m):
             nonlocal status
             if m['type']=='http.response.start':
-                m,status = m|dict(headers=[*m['headers'], (b'x-request-id', rid), (b'request-id', rid)]),m['status']
+                status = m['status']
+                heads = [*m['headers'], (b'x-request-id', rid), (b'request-id', rid)]
+                m = m|dict(headers=heads)
             await send(m)
         scope |= {'atlas.send':send, 'atlas.id':rid.decode()}
         try:
@@ -58,21 +60,31 @@ class Door:
 def count(self:Door, scope, status):
     "Count a finished request, by route and not by path, so that strangers cannot invent labels"
     known = scope['method'] in ('GET','POST','HEAD','OPTIONS','PUT','DELETE','PATCH')
-    self.metrics.http[scope['method'] if known else 'other', getattr(scope.get('route'), 'path', 'other'), str(status or 499)] += 1
+    method = scope['method'] if known else 'other'
+    route = getattr(scope.get('route'), 'path', 'other')
+    self.metrics.http[method, route, str(status or 499)] += 1
 
 # %% ../../nbs/7_service/17_server.ipynb #b9e252fd
 async def refused(request, e:AtlasError)->Response:
     "An error that we raised on purpose"
-    again = {'retry-after':str(max(1, round(getattr(e, 'retry_after', 1))))} if e.status in (429,503) else _never if e.status==501 else None
+    again = _never if e.status==501 else None
+    if e.status in (429,503):
+        seconds = max(1, round(getattr(e, 'retry_after', 1)))
+        again = {'retry-after':str(seconds)}
     return JSONResponse(api_of(request.url.path).error_body(e), e.status, headers=again)
 
-_never = {'x-should-retry':'false'} # OpenAI's and Anthropic's clients try again after every 5xx but where they are told not to
+# OpenAI's and Anthropic's clients try again after every 5xx but where they are told not to
+_never = {'x-should-retry':'false'}
 
 class NoRouteError(RequestError):
     "A path or method that the server does not have"
     status,code = 404,'not_found'
 
-_elsewhere = re.compile(r'/v1/(audio|images|files|uploads|batches|fine_tuning|moderations|assistants|threads|vector_stores|realtime|videos|evals|containers|conversations|responses/compact|messages/batches)(/|$)|/(score|classify|pooling|infill)$|/api/(create|copy|delete|push|blobs)(/|$)')
+_elsewhere = re.compile(
+    r'/v1/(audio|images|files|uploads|batches|fine_tuning|moderations|assistants|threads|'
+    r'vector_stores|realtime|videos|evals|containers|conversations|responses/compact|'
+    r'messages/batches)(/|$)|/(score|classify|pooling|infill)$|'
+    r'/api/(create|copy|delete|push|blobs)(/|$)')
 
 async def no_route(request, e:HTTPException)->Response:
     "404 and 405, in the shape that clients can read; 501 for what others offer"
@@ -82,8 +94,12 @@ async def no_route(request, e:HTTPException)->Response:
         what = no_route_for(request, by_hand or '')
         status = what.status
     else:
-        what = NoRouteError(f'There is no {request.method} {path[:200]} here', hint='GET /openapi.json lists what there is')
-    return JSONResponse(api_of(path).error_body(what), status, headers=_never|dict(e.headers or {}) if status==501 else e.headers)
+        what = NoRouteError(
+            f'There is no {request.method} {path[:200]} here',
+            hint='GET /openapi.json lists what there is')
+    return JSONResponse(
+        api_of(path).error_body(what), status,
+        headers=_never|dict(e.headers or {}) if status==501 else e.headers)
 
 async def left(request, e:ClientDisconnect)->Response:
     "The client hung up, maybe in the middle of its own body"
@@ -91,50 +107,92 @@ async def left(request, e:ClientDisconnect)->Response:
 
 # %% ../../nbs/7_service/17_server.ipynb #3f6889c2
 def _flat(s, defs, inside=()):
-    "A JSON schema with its references replaced by what they refer to; one that holds itself ends there"
+    "A JSON schema with its references replaced by what they refer to; one within itself is `{}`"
     if isinstance(s, list):
         return [_flat(x, defs, inside) for x in s]
     if not isinstance(s, dict):
         return s
     if '$ref' in s:
-        return {} if (k := s['$ref'].rsplit('/', 1)[1]) in inside else _flat(defs[k], defs, (*inside,k))
+        k = s['$ref'].rsplit('/', 1)[1]
+        return {} if k in inside else _flat(defs[k], defs, (*inside,k))
     return {k:_flat(v, defs, inside) for k,v in s.items() if k!='$defs'}
 
 def _schema(kind):
     "What `/openapi.json` says about a body that we read ourselves"
     s = kind.model_json_schema()
-    return dict(requestBody=dict(required=True, content={'application/json':dict(schema=_flat(s, s.get('$defs', {})))}))
+    return dict(
+        requestBody=dict(
+            required=True,
+            content={'application/json':dict(schema=_flat(s, s.get('$defs', {})))}))
 
-_errors = {c:dict(description=d) for c,d in ((400,'Something is wrong with the request'), (404,'There is no such model'), (413,'The body is too large'), (500,'The engine failed'),
-    (501,'This is not offered'), (503,'Busy, or not there; Retry-After says when to come back'))}
+_MEANING = {
+    400:'Something is wrong with the request',
+    404:'There is no such model',
+    413:'The body is too large',
+    500:'The engine failed',
+    501:'This is not offered',
+    503:'Busy, or not there; Retry-After says when to come back'}
+_errors = {status:dict(description=d) for status,d in _MEANING.items()}
 
 # %% ../../nbs/7_service/17_server.ipynb #cd648ee6
 def _neighbours(s:Service):
     "Endpoints that programs for other servers ask"
-    unloading = [(p, how, f, None) for how in ('GET','POST') for p,f in
-        (('/unload', s.unload_all), ('/unload/{name:path}', s.unload_named))]
-    return [('/running', 'GET', s.running, None), *unloading,
+    return [
+        ('/running', 'GET', s.running, None),
+        ('/unload', 'GET', s.unload_all, None),
+        ('/unload/{name:path}', 'GET', s.unload_named, None),
+        ('/unload', 'POST', s.unload_all, None),
+        ('/unload/{name:path}', 'POST', s.unload_named, None),
         ('/api/models/unload', 'POST', s.unload_all, None),
         ('/api/models/unload/{name:path}', 'POST', s.unload_named, None),
-        ('/props', 'GET', s.props, None), ('/slots', 'GET', s.slots, None)]
+        ('/props', 'GET', s.props, None),
+        ('/slots', 'GET', s.slots, None)]
 
 # %% ../../nbs/7_service/17_server.ipynb #706d4d41
 def _asking(s:Service):
     "Endpoints that ask a model: path, method, function, body"
-    return [('/v1/chat/completions', 'POST', s.chat_completions, openai.ChatBody), ('/v1/completions', 'POST', s.completions, openai.CompletionBody),
-        ('/v1/messages', 'POST', s.messages, anthropic.MessagesBody), ('/v1/messages/count_tokens', 'POST', s.count_messages, anthropic.MessagesBody),
-        ('/v1/responses', 'POST', s.create_response, responses.ResponsesBody), ('/v1/responses/input_tokens', 'POST', s.response_length, responses.ResponsesBody),
-        ('/v1/responses/{id}', 'GET', s.get_response, None), ('/v1/responses/{id}', 'DELETE', s.delete_response, None),
-        ('/v1/responses/{id}/cancel', 'POST', s.cancel_response, None), ('/v1/responses/{id}/input_items', 'GET', s.response_items, None),
-        ('/v1/embeddings', 'POST', s.embeddings, EmbeddingsBody), *((p+'/rerank', 'POST', s.rerank, RerankBody) for p in ('','/v1')), *(r for p in ('','/v1') for r in ((p+'/tokenize', 'POST', s.tokenize, TokenizeBody),
-            (p+'/detokenize', 'POST', s.detokenize, DetokenizeBody), (p+'/apply-template', 'POST', s.apply_template, openai.ChatBody)))]
+    return [
+        ('/v1/chat/completions', 'POST', s.chat_completions, openai.ChatBody),
+        ('/v1/completions', 'POST', s.completions, openai.CompletionBody),
+        ('/v1/messages', 'POST', s.messages, anthropic.MessagesBody),
+        ('/v1/messages/count_tokens', 'POST', s.count_messages, anthropic.MessagesBody),
+        ('/v1/responses', 'POST', s.create_response, responses.ResponsesBody),
+        ('/v1/responses/input_tokens', 'POST', s.response_length, responses.ResponsesBody),
+        ('/v1/responses/{id}', 'GET', s.get_response, None),
+        ('/v1/responses/{id}', 'DELETE', s.delete_response, None),
+        ('/v1/responses/{id}/cancel', 'POST', s.cancel_response, None),
+        ('/v1/responses/{id}/input_items', 'GET', s.response_items, None),
+        ('/v1/embeddings', 'POST', s.embeddings, EmbeddingsBody),
+        ('/rerank', 'POST', s.rerank, RerankBody),
+        ('/v1/rerank', 'POST', s.rerank, RerankBody),
+        *_tokens(s, ''),
+        *_tokens(s, '/v1')]
+
+def _tokens(s:Service, under:str):
+    "Endpoints about tokens and templates, which some clients look for under /v1"
+    return [
+        (f'{under}/tokenize', 'POST', s.tokenize, TokenizeBody),
+        (f'{under}/detokenize', 'POST', s.detokenize, DetokenizeBody),
+        (f'{under}/apply-template', 'POST', s.apply_template, openai.ChatBody)]
 
 def _managing(s:Service):
     "Endpoints about models and the server"
-    return [('/v1/models', 'GET', s.list_models, None), ('/v1/models/{name:path}', 'GET', s.get_model, None), ('/models', 'GET', s.states, None), ('/models', 'POST', s.reload_models, None),
-        ('/models/sse', 'GET', s.model_events, None), ('/models/load', 'POST', s.load_model, ModelBody), ('/models/unload', 'POST', s.unload_model, ModelBody),
-        ('/sleep', 'POST', s.sleep_model, None), ('/wake_up', 'POST', s.wake_model, None), ('/is_sleeping', 'GET', s.is_sleeping, None),
-        ('/health', 'GET', s.health, None), ('/v1/health', 'GET', s.health, None), ('/version', 'GET', s.version, None), ('/metrics', 'GET', s.scrape, None), ('/', 'GET', s.index, None),
+    return [
+        ('/v1/models', 'GET', s.list_models, None),
+        ('/v1/models/{name:path}', 'GET', s.get_model, None),
+        ('/models', 'GET', s.states, None),
+        ('/models', 'POST', s.reload_models, None),
+        ('/models/sse', 'GET', s.model_events, None),
+        ('/models/load', 'POST', s.load_model, ModelBody),
+        ('/models/unload', 'POST', s.unload_model, ModelBody),
+        ('/sleep', 'POST', s.sleep_model, None),
+        ('/wake_up', 'POST', s.wake_model, None),
+        ('/is_sleeping', 'GET', s.is_sleeping, None),
+        ('/health', 'GET', s.health, None),
+        ('/v1/health', 'GET', s.health, None),
+        ('/version', 'GET', s.version, None),
+        ('/metrics', 'GET', s.scrape, None),
+        ('/', 'GET', s.index, None),
         ('/ui', 'GET', s.models_page, None)]
 
 # %% ../../nbs/7_service/17_server.ipynb #afe2ccd9
@@ -144,7 +202,8 @@ def create_app(
     drain:float=0., # Seconds that running answers have when it ends
     rules:Rules|None=None, # Whom to answer; None: everybody
     prefill_next_turn:bool=True, # Compute what next turns will begin with?
-    doors=(), # More endpoints: functions of the `Service` that give (path, method, function, body) of each
+    # More endpoints: functions of the `Service` that give (path, method, function, body) of each
+    doors=(),
     **kw, # `max_body` and the like, for `Service`
 )->FastAPI:
     "The application: endpoints, errors, and the door around them"
@@ -160,13 +219,17 @@ def create_app(
         for t in list(service.tasks):
             t.cancel()
         await models.close(drain)
-    app = FastAPI(title='Atlas', version=atlas.__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=life)
+    app = FastAPI(
+        title='Atlas', version=atlas.__version__, docs_url=None, redoc_url=None,
+        redirect_slashes=False, lifespan=life)
     app.state.service = service
     more = [route for door in doors for route in door(service)]
     for path,method,f,body in _asking(service)+_managing(service)+_neighbours(service)+more:
         _add(app, path, method, f, body)
     for path in SOUNDS:
-        app.add_api_route(f'/v1/{path}', service.sound, methods=['POST'], include_in_schema=False, response_model=None)
+        app.add_api_route(
+            f'/v1/{path}', service.sound, methods=['POST'], include_in_schema=False,
+            response_model=None)
     if rules:
         service.origins = rules.origins
     for kind,f in ((AtlasError, refused), (HTTPException, no_route), (ClientDisconnect, left)):
@@ -181,7 +244,10 @@ _NO_HEAD = ('/models/sse','/unload','/unload/{name:path}') # Endless, or no mere
 
 def _add(app, path, method, f, body):
     "One endpoint"
-    app.add_api_route(path, f, methods=[method], openapi_extra=_schema(body) if body else None, response_model=None, responses=_errors if method!='GET' else None)
+    app.add_api_route(
+        path, f, methods=[method],
+        openapi_extra=_schema(body) if body else None, response_model=None,
+        responses=_errors if method!='GET' else None)
     if method=='GET' and path not in _NO_HEAD:
         app.add_api_route(path, f, methods=['HEAD'], include_in_schema=False, response_model=None)
 
@@ -192,7 +258,9 @@ class PortError(AtlasError):
 
 _why = {errno.EADDRINUSE:('is already in use', 'Stop the program that has it, or choose another with --port'),
     errno.EACCES:('needs more rights than you have', 'Choose a port above 1023 with --port'),
-    errno.EADDRNOTAVAIL:('is not on this machine', 'Choose an address of this machine with --host, such as 127.0.0.1')}
+    errno.EADDRNOTAVAIL:(
+        'is not on this machine', 'Choose an address of this machine with --host, such as 127.0.0.1'
+    )}
 
 def listen(
     host:str='127.0.0.1', # An address of this machine
@@ -200,10 +268,12 @@ def listen(
 )->socket.socket:
     "A socket that listens there; `PortError` says why not"
     if not 0<=port<65536:
-        raise PortError(f'Port {port} does not exist', hint='Choose one from 1 to 65535 with --port')
+        raise PortError(
+            f'Port {port} does not exist', hint='Choose one from 1 to 65535 with --port')
     try:
         kind = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=kind, backlog=2048)
     except OSError as e:
-        what,hint = _why.get(e.errno, (f'cannot be used: {e.strerror}', 'Choose another with --host and --port'))
+        what,hint = _why.get(
+            e.errno, (f'cannot be used: {e.strerror}', 'Choose another with --host and --port'))
         raise PortError(f'Port {port} on {host} {what}', hint=hint) from None

@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/7_service/service.html.md"""
 
 # %% auto #0
 __all__ = ['SHORT', 'FIM', 'MAX_CHOICES', 'JUDGE', 'VERDICTS', 'RETRIEVE', 'ReadyModel', 'Service', 'Prompt', 'thoughts_named',
-           'earlier', 'fill', 'scored', 'tool_guide', 'guide_of', 'keep', 'reader', 'eos_ids', 'turn_marks', 'shorten',
-           'packed', 'judged', 'verdicts']
+           'earlier', 'fill', 'scored', 'tool_guide', 'guide_of', 'keep', 'reader', 'eos_ids', 'turn_marks',
+           'check_choices', 'shorten', 'packed', 'judged', 'verdicts']
 
 # %% ../../nbs/7_service/12_service.ipynb #9ad52446
 import asyncio,base64,math
@@ -63,10 +63,13 @@ class Service:
         salt_keys:bool=False, # Does each API key have prompts of its own in the prefix cache?
     ):
         self.salt_keys = salt_keys
-        self.models,self.max_body,self.ping,self.patience,self.sandbox,self.fetch = models,max_body,ping,patience,sandbox,fetch
+        self.models,self.max_body = models,max_body
+        self.ping,self.patience = ping,patience
+        self.sandbox,self.fetch = sandbox,fetch
         self.metrics,self._longest,self.tasks = Metrics(models),WeakKeyDictionary(),set()
         self.fetchers = ThreadPoolExecutor(8, 'atlas-fetch') if fetch else None
-        self.checkers = ThreadPoolExecutor(32, 'atlas-guide') # Of guides; they wait for the sandbox, and hold up nobody else
+        # Of guides; they wait for the sandbox, and hold up nobody else
+        self.checkers = ThreadPoolExecutor(32, 'atlas-guide')
 
 # %% ../../nbs/7_service/12_service.ipynb #7e360976
 @patch
@@ -85,7 +88,8 @@ async def asked(self:Service, ask:Ask)->ReadyModel:
 @patch
 def read_by(self:ReadyModel, tools:str|None=None, reasoning:str|None=None)->ReadyModel:
     "The same model, whose calls and thoughts these parsers read; None: its own do"
-    own,wanted = self.parsers,(tools or self.parsers[0],reasoning or self.parsers[1])
+    own,wanted = self.parsers,(
+        tools or self.parsers[0], reasoning or self.parsers[1])
     if wanted==own:
         return self
     if not hasattr(self, '_variants'):
@@ -107,7 +111,9 @@ SHORT = 4096 # Characters that are worked on without a thread
 def longest(self:Service, tok)->int:
     "Characters of the longest token"
     if tok not in self._longest:
-        self._longest[tok] = max((len(tok.token(i) or '') for i in range(tok.vocab_size)), default=1)
+        self._longest[tok] = max(
+            (len(tok.token(i) or '') for i in range(tok.vocab_size)),
+            default=1)
     return self._longest[tok]
 
 # %% ../../nbs/7_service/12_service.ipynb #89035cf7
@@ -117,7 +123,8 @@ async def encode(self:Service, u:ReadyModel, text:str, **kw)->list[int]:
     limit = u.info['max_seq_len']
     if len(text)>8*limit:
         check_text(len(text), self.longest(u.tokenizer), limit)
-    return u.tokenizer.encode(text, **kw) if len(text)<=SHORT else await asyncio.to_thread(u.tokenizer.encode, text, **kw)
+    return u.tokenizer.encode(text, **kw) if len(text)<=SHORT else await asyncio.to_thread(
+        u.tokenizer.encode, text, **kw)
 
 # %% ../../nbs/7_service/12_service.ipynb #b98ccce3
 @dataclass
@@ -133,10 +140,14 @@ class Prompt:
 
 # %% ../../nbs/7_service/12_service.ipynb #d7a7daee
 @patch
-async def render(self:Service, u:ReadyModel, messages:list, tools:list|None=None, **kw)->str:
+async def render(
+    self:Service, u:ReadyModel, messages:list, tools:list|None=None,
+    **kw
+)->str:
     "The prompt of a conversation, as text"
     if u.template is None:
-        raise RequestError(f'{u.names[0]} has no chat template', hint='Use /v1/completions', param='messages')
+        raise RequestError(
+            f'{u.names[0]} has no chat template', hint='Use /v1/completions', param='messages')
     t,said = self.template(u),thoughts_named(messages)
     if hasattr(t, 'arender'):
         return await t.arender(said, tools=tools, **kw)
@@ -164,7 +175,8 @@ def thoughts_named(messages:list)->list:
 async def look(self:Service, messages:list, sees:bool)->tuple[list,list]:
     "Messages with marks for their images, and the images"
     if self.fetch and sees:
-        await asyncio.get_running_loop().run_in_executor(self.fetchers, inline_images, messages, self.fetch)
+        await asyncio.get_running_loop().run_in_executor(
+            self.fetchers, inline_images, messages, self.fetch)
     return await asyncio.to_thread(prepare_images, messages, sees=sees)
 
 # %% ../../nbs/7_service/12_service.ipynb #214dc67a
@@ -172,11 +184,18 @@ async def look(self:Service, messages:list, sees:bool)->tuple[list,list]:
 async def chat_prompt(self:Service, u:ReadyModel, ask:Ask)->Prompt:
     "The prompt of a conversation"
     plain = not any(isinstance(m.get('content'), list) for m in ask.messages)
-    messages,images = (ask.messages,[]) if plain else await self.look(ask.messages, u.spec is not None)
+    if plain:
+        messages,images = ask.messages,[]
+    else:
+        messages,images = await self.look(ask.messages, u.spec is not None)
     how = dict(add_generation_prompt=not ask.continuing, continue_final_message=ask.continuing)
-    text = await self.render(u, messages, None if ask.tool_choice=='none' else ask.tools, **how|ask.template)
+    tools = None if ask.tool_choice=='none' else ask.tools
+    text = await self.render(u, messages, tools, **how|ask.template)
     ids = await self.encode(u, text, add_special=False)
-    ids,images = await asyncio.to_thread(place_images, ids, images, u.spec) if images else place_images(ids, images, u.spec)
+    if images:
+        ids,images = await asyncio.to_thread(place_images, ids, images, u.spec)
+    else:
+        ids,images = place_images(ids, images, u.spec)
     if ask.before:
         ids = [*earlier(u, ask), *ids]
     check_prompt(len(ids), u.info['max_seq_len'])
@@ -186,15 +205,18 @@ async def chat_prompt(self:Service, u:ReadyModel, ask:Ask)->Prompt:
     return Prompt(ids, text, images, thinking, opened, messages=messages)
 
 def earlier(u:ReadyModel, ask:Ask)->tuple:
-    "Ids that a client gives for what was said before; a place for an image is refused, for nobody sent one"
+    "Ids that a client gives for what was said before; none may stand for an image"
     check_ids(ask.before, u.info['vocab_size'], 'context')
     place_images(list(ask.before), (), u.spec)
     return ask.before
 
 # %% ../../nbs/7_service/12_service.ipynb #f8e20043
 FIM = ( # Marks before the beginning, before the end, and before the middle, as families have them
-    ('<|fim_prefix|>','<|fim_suffix|>','<|fim_middle|>'), ('<fim_prefix>','<fim_suffix>','<fim_middle>'), ('<fim-prefix>','<fim-suffix>','<fim-middle>'),
-    ('<PRE>','<SUF>','<MID>'), ('▁<PRE>','▁<SUF>','▁<MID>'), ('<｜fim▁begin｜>','<｜fim▁hole｜>','<｜fim▁end｜>'), ('<|code_prefix|>','<|code_suffix|>','<|code_middle|>'))
+    ('<|fim_prefix|>','<|fim_suffix|>','<|fim_middle|>'),
+    ('<fim_prefix>','<fim_suffix>','<fim_middle>'), ('<fim-prefix>','<fim-suffix>','<fim-middle>'),
+    ('<PRE>','<SUF>','<MID>'), ('▁<PRE>','▁<SUF>','▁<MID>'),
+    ('<｜fim▁begin｜>','<｜fim▁hole｜>','<｜fim▁end｜>'),
+    ('<|code_prefix|>','<|code_suffix|>','<|code_middle|>'))
 
 def fill(tok, before, after)->list[int]:
     "Ids that ask for the text between `before` and `after`, which are ids"
@@ -202,7 +224,9 @@ def fill(tok, before, after)->list[int]:
         a,b,c = (tok.inner.token_to_id(m) for m in marks)
         if None not in (a,b,c):
             return [*tok.encode('')[:1], a, *before, b, *after, c]
-    raise NotOfferedError('suffix is given, and this model was not made to fill a middle', hint='Leave it out', param='suffix')
+    raise NotOfferedError(
+        'suffix is given, and this model was not made to fill a middle', hint='Leave it out',
+        param='suffix')
 
 # %% ../../nbs/7_service/12_service.ipynb #b965e3e9
 @patch
@@ -218,7 +242,9 @@ async def text_prompt(self:Service, u:ReadyModel, ask:TextAsk, p)->Prompt:
         ids = fill(u.tokenizer, ids, await self.encode(u, ask.suffix, **plain))
     check_prompt(len(ids), u.info['max_seq_len'], not ask.silent)
     place_images(ids, (), u.spec)
-    return Prompt(ids, p if isinstance(p, str) else u.tokenizer.decode(ids, skip_special=False))
+    return Prompt(
+        ids,
+        p if isinstance(p, str) else u.tokenizer.decode(ids, skip_special=False))
 
 # %% ../../nbs/7_service/12_service.ipynb #fb25d99a
 @patch
@@ -231,7 +257,7 @@ async def ask_of(self:Service, u:ReadyModel, op:str, **kw):
 # %% ../../nbs/7_service/12_service.ipynb #8025bfa8
 @patch
 async def fitting(self:Service, u:ReadyModel, ask:Ask)->Prompt:
-    "The prompt of a conversation; where the client said so, less its oldest turns if it is too long"
+    "The prompt of a conversation, less its oldest turns where that is wished and it is too long"
     while True:
         try:
             return await self.chat_prompt(u, ask)
@@ -241,9 +267,11 @@ async def fitting(self:Service, u:ReadyModel, ask:Ask)->Prompt:
 
 # %% ../../nbs/7_service/12_service.ipynb #9ca8a5b3
 def scored(ask:Ask)->int|None:
-    "How many alternatives of each token of the prompt were asked for; None: no log-probabilities of it"
+    "Alternatives of each token of the prompt that were asked for; None: it is not scored"
     echoed = ask.params.logprobs if isinstance(ask, TextAsk) and ask.echo else None
-    return max((k for k in (echoed, getattr(ask, 'prompt_logprobs', None)) if k is not None), default=None)
+    return max(
+        (k for k in (echoed, getattr(ask, 'prompt_logprobs', None)) if k is not None),
+        default=None)
 
 # %% ../../nbs/7_service/12_service.ipynb #cfaf510d
 @patch
@@ -256,7 +284,8 @@ async def prompts(self:Service, u:ReadyModel, ask:Ask)->list[Prompt]:
     if (k := scored(ask)) is None:
         return ps
     for p in ps:
-        scores = await self.ask_of(u, 'score', ids=list(p.ids), k=k) if len(p.ids)>1 else []
+        scores = await self.ask_of(
+            u, 'score', ids=list(p.ids), k=k) if len(p.ids)>1 else []
         p.tokens = prompt_tokens_of(p.ids, scores, Token)
     return ps
 
@@ -272,21 +301,28 @@ def tool_guide(ask:Ask, parser:str|None)->dict|None:
     "The guide that the tools of a question need, alone or beside its format"
     fs = [t['function'] for t in ask.tools or [] if ask.tool_name in (None, t['function']['name'])]
     strict,auto = any(f.get('strict') for f in fs),ask.tool_choice=='auto'
-    form = ask.format if auto and parser!='llama3_json' else None  # whose calls begin as an answer in JSON does
+    # whose calls begin as an answer in JSON does
+    form = ask.format if auto and parser!='llama3_json' else None
     if auto and ask.format and not form:
         return None
     if not fs or not (ask.tool_choice=='required' or auto and parser and (strict or form)):
         return None
-    tools = [dict(name=f['name'], parameters=f.get('parameters') or dict(type='object'), strict=bool(f.get('strict'))) for f in fs]
+    tools = []
+    for f in fs:
+        parameters = f.get('parameters') or dict(type='object')
+        tools.append(dict(name=f['name'], parameters=parameters, strict=bool(f.get('strict'))))
     parallel = ask.parallel and ask.tool_name is None
-    return dict(kind='tools', parser=parser or 'hermes', tools=tools, choice=ask.tool_choice, parallel=parallel, strict=strict) | (dict(format=form) if form else {})
+    return dict(
+        kind='tools', parser=parser or 'hermes', tools=tools, choice=ask.tool_choice,
+        parallel=parallel, strict=strict) | (dict(format=form) if form else {})
 
 # %% ../../nbs/7_service/12_service.ipynb #1cc37a0d
 def guide_of(u:ReadyModel, ask:Ask, p:Prompt, tools:dict|None)->dict|None:
     "What the engine is to enforce; `tools` are those that count"
     spec,budget = tools or ask.format,ask.thinking_budget
     end = _closing(u.parsers[1], ask, p)
-    if tools and not tools.get('format') and u.parsers[0]=='openai':  # its grammar begins with the thought
+    # its grammar begins with the thought
+    if tools and not tools.get('format') and u.parsers[0]=='openai':
         if budget is not None:
             ask.warnings.append('The thinking budget is not enforced beside these tools')
         return spec
@@ -294,13 +330,15 @@ def guide_of(u:ReadyModel, ask:Ask, p:Prompt, tools:dict|None)->dict|None:
         budget = None  # what is forced is the channel of answers, and a call would find no place
     if not end or budget is None and not spec:
         return spec
-    return (spec or dict(kind='free')) | end | ({} if budget is None else dict(budget=budget))
+    return (spec or dict(kind='free')) | end | (
+        {} if budget is None else dict(budget=budget))
 
 # %% ../../nbs/7_service/12_service.ipynb #2c63fd77
 @patch
 async def checked(self:Service, u:ReadyModel, spec:dict)->list[str]:
     "Compile a guide for the first time; its warnings"
-    return await asyncio.get_running_loop().run_in_executor(self.checkers, copy_context().run, u.guides.check, spec) or []
+    return await asyncio.get_running_loop().run_in_executor(
+        self.checkers, copy_context().run, u.guides.check, spec) or []
 
 @patch
 async def guide(self:Service, u:ReadyModel, ask:Ask, p:Prompt)->dict|None:
@@ -315,7 +353,9 @@ async def guide(self:Service, u:ReadyModel, ask:Ask, p:Prompt)->dict|None:
         if tools and ask.tool_choice=='auto' and not ask.format:
             return None
         param = 'tool_choice' if spec['kind']=='tools' else ask.format_at
-        raise NotOfferedError(f'{u.names[0]} cannot be held to a format', hint=f'Leave {ask.format_at} and tool_choice out', param=param)
+        raise NotOfferedError(
+            f'{u.names[0]} cannot be held to a format',
+            hint=f'Leave {ask.format_at} and tool_choice out', param=param)
     t = perf_counter()
     try:
         ask.warnings += await self.checked(u, spec)
@@ -371,9 +411,14 @@ def _splitter(u, ask, p, parser):
 
 # %% ../../nbs/7_service/12_service.ipynb #74419a18
 @patch
-def requests(self:Service, u:ReadyModel, ask:Ask, rid:str, prompts:list[Prompt], spec:dict|None)->list[Request]:
+def requests(
+    self:Service, u:ReadyModel, ask:Ask, rid:str,
+    prompts:list[Prompt], spec:dict|None
+)->list[Request]:
     "An engine request for each choice of each prompt"
-    common = dict(priority=ask.priority, timeout=ask.timeout, eos_ids=eos_ids(u), salt=ask.salt)
+    common = dict(
+        priority=ask.priority, timeout=ask.timeout, eos_ids=eos_ids(u),
+        salt=ask.salt)
     if spec is not None:
         common['guide'] = spec
     out = []
@@ -397,7 +442,9 @@ def turn_marks(u:ReadyModel)->TurnMarks:
 MAX_CHOICES = 128
 
 @patch
-async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Writer]:
+async def begin(
+    self:Service, ask:Ask, make, model:str|None=None
+)->tuple[Turn,Writer]:
     "From a question to a turn that runs and the writer of its answer; `make` is the API's `reply`"
     if away := self.elsewhere(ask.served or ask.model):
         return await away.begin(ask, make)
@@ -405,30 +452,46 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     u = await self.asked(ask)
     waited = perf_counter()-began
     ask.lean_on(u.sampling)
-    n,many = ask.params.n,len(ask.prompts) if isinstance(ask, TextAsk) else 1
-    if n*many>MAX_CHOICES:
-        raise RequestError(f'n is {n} for {many} prompts, which is more than {MAX_CHOICES} choices', param='n')
-    check_ids(ask.params.logit_bias or (), u.info['vocab_size'], 'logit_bias')
-    check_ids(ask.params.stop_token_ids, u.info['vocab_size'], 'stop_token_ids')
+    check_choices(u, ask)
     prompts = await self.prompts(u, ask)
     spec = await self.guide(u, ask, prompts[0])
     w = make(ask, ask.model or u.names[0])
     raw = u.tokenizer.token_bytes
-    w.raw,w.show,w.prompts = raw,lambda id: raw(id).decode(errors='replace'),prompts
+    def show(id):
+        return raw(id).decode(errors='replace')
+    w.raw,w.show,w.prompts = raw,show,prompts
+    t = self.turn(u, ask, w, spec)
+    w.waited,w.times = waited,t.times
+    w.now,w.abort = t.usage,t.close
+    return t,w
+
+def check_choices(u:ReadyModel, ask:Ask):
+    "Refuse more choices than are made for one question, and ids that the model does not have"
+    n,many = ask.params.n,len(ask.prompts) if isinstance(ask, TextAsk) else 1
+    if n*many>MAX_CHOICES:
+        said = f'n is {n} for {many} prompts, which is more than {MAX_CHOICES} choices'
+        raise RequestError(said, param='n')
+    check_ids(ask.params.logit_bias or (), u.info['vocab_size'], 'logit_bias')
+    check_ids(ask.params.stop_token_ids, u.info['vocab_size'], 'stop_token_ids')
+
+@patch
+def turn(self:Service, u:ReadyModel, ask:Ask, w:Writer, spec:dict|None)->Turn:
+    "The turn that runs: a request for each choice of each prompt, or none where only prompts are asked about"
+    n,prompts = ask.params.n,w.prompts
     m,total = self.metrics.of(u.name),sum(len(p.ids) for p in prompts)
     if getattr(ask, 'silent', False):
         t = Turn(u.runner, [], [], m, total)
-    else:
-        reqs = self.requests(u, ask, w.id, prompts, spec)
-        readers = []
-        for k,r in enumerate(reqs):
-            readers.append(reader(u, ask, r, prompts[k//n]))
-        t = Turn(u.runner, reqs, readers, m, total, n)
-        if self.follow:
-            self.follow(t, u, ask, prompts[0], w)
-    w.waited,w.times = waited,t.times
-    w.now,w.abort,t.silent = t.usage,t.close,len(prompts)*n if getattr(ask, 'silent', False) else 0
-    return t,w
+        t.silent = len(prompts)*n
+        return t
+    reqs = self.requests(u, ask, w.id, prompts, spec)
+    readers = []
+    for k,r in enumerate(reqs):
+        readers.append(reader(u, ask, r, prompts[k//n]))
+    t = Turn(u.runner, reqs, readers, m, total, n)
+    if self.follow:
+        self.follow(t, u, ask, prompts[0], w)
+    t.silent = 0
+    return t
 
 # %% ../../nbs/7_service/12_service.ipynb #123c28f3
 def shorten(v, n:int|None)->np.ndarray:
@@ -448,7 +511,10 @@ def packed(v:np.ndarray)->str:
 
 # %% ../../nbs/7_service/12_service.ipynb #b3ede701
 @patch
-async def embed(self:Service, u:ReadyModel, inputs:list, pooling:str='last', dimensions:int|None=None)->tuple[list[np.ndarray],int]:
+async def embed(
+    self:Service, u:ReadyModel, inputs:list, pooling:str='last',
+    dimensions:int|None=None
+)->tuple[list[np.ndarray],int]:
     "A vector for each input, and how many tokens these have"
     for p in inputs:
         if not isinstance(p, str):
@@ -459,7 +525,9 @@ async def embed(self:Service, u:ReadyModel, inputs:list, pooling:str='last', dim
             raise RequestError('input has an empty text', param='input')
         check_prompt(len(p), u.info['max_seq_len'], 0)
     self.metrics.of(u.name).prompt_tokens += sum(map(len, ids))
-    return [shorten(await self.ask_of(u, 'embed', ids=p, pooling=pooling), dimensions) for p in ids],sum(map(len, ids))
+    return [
+        shorten(await self.ask_of(u, 'embed', ids=p, pooling=pooling), dimensions) for p in ids
+    ],sum(map(len, ids))
 
 # %% ../../nbs/7_service/12_service.ipynb #c43e3711
 JUDGE = ('Judge whether the Document meets the requirements based on the Query and the Instruct '
@@ -477,11 +545,15 @@ def verdicts(u:ReadyModel)->tuple[int,int]:
     words = [u.tokenizer.encode(w, add_special=False) for w in VERDICTS]
     if u.info.get('reranks') and u.template and all(len(w)==1 for w in words):
         return words[0][0],words[1][0]
-    raise NotOfferedError(f'{u.names[0]} is no reranker', hint='Serve one such as Qwen3-Reranker', param='model')
+    raise NotOfferedError(
+        f'{u.names[0]} is no reranker', hint='Serve one such as Qwen3-Reranker', param='model')
 
 # %% ../../nbs/7_service/12_service.ipynb #2ca1c6c7
 @patch
-async def rank(self:Service, u:ReadyModel, query:str, documents:list[str], instruction:str|None=None)->tuple[list[float],int]:
+async def rank(
+    self:Service, u:ReadyModel, query:str, documents:list[str],
+    instruction:str|None=None
+)->tuple[list[float],int]:
     "How well each text answers the query, from 0 to 1, and how many tokens were read"
     yes,no = verdicts(u)
     prompts = []
@@ -495,10 +567,15 @@ async def rank(self:Service, u:ReadyModel, query:str, documents:list[str], instr
     return [await self.relevance(u, p, yes, no) for p in prompts],n
 
 @patch
-async def relevance(self:Service, u:ReadyModel, ids:list[int], yes:int, no:int)->float:
+async def relevance(
+    self:Service, u:ReadyModel, ids:list[int], yes:int,
+    no:int
+)->float:
     "The probability of yes behind a prompt, of yes and no"
-    *_,(y,top) = await self.ask_of(u, 'score', ids=[*ids, yes], k=20)
+    *_,(y,top) = await self.ask_of(
+        u, 'score', ids=[*ids, yes], k=20)
     n = dict(map(tuple, top)).get(no)
     if n is None:
-        *_,(n,_) = await self.ask_of(u, 'score', ids=[*ids, no], k=0)
+        *_,(n,_) = await self.ask_of(
+            u, 'score', ids=[*ids, no], k=0)
     return 1/(1+math.exp(min(n-y, 700)))

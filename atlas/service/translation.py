@@ -23,9 +23,11 @@ from .upstream import UpstreamError,kind_of,sentence_of
 from .proxy import Proxy,Tally,data_of
 
 # %% ../../nbs/7_service/26_translation.ipynb #1d42b3f9
-_SAME = 'temperature top_p presence_penalty frequency_penalty seed max_tokens n'.split() # In all servers
+# In all servers
+_SAME = 'temperature top_p presence_penalty frequency_penalty seed max_tokens n'.split()
 _OTHER = 'top_k min_p repetition_penalty min_tokens ignore_eos'.split() # In most
-_KINDS = dict(regex='pattern', choice='choices', lark='grammar') # Of formats that only some know: where a guide has them
+# Of formats that only some know: where a guide has them
+_KINDS = dict(regex='pattern', choice='choices', lark='grammar')
 
 def shape_of(
     f:dict, # `Ask.format`
@@ -34,7 +36,9 @@ def shape_of(
     if f['kind']=='json_object':
         return dict(response_format=dict(type='json_object'))
     if f['kind']=='json_schema':
-        schema = dict(name='answer', schema=f['schema'], strict=f.get('strict') is not False)
+        schema = dict(
+            name='answer', schema=f['schema'],
+            strict=f.get('strict') is not False)
         return dict(response_format=dict(type='json_schema', json_schema=schema))
     name = dict(lark='grammar').get(f['kind'], f['kind'])
     return dict(structured_outputs={name:f[_KINDS[f['kind']]]})
@@ -106,17 +110,24 @@ def tools_of(ask:Ask)->dict:
 # %% ../../nbs/7_service/26_translation.ipynb #e6632889
 class Heard:
     "One choice of another server: deltas of its chunks"
-    def __init__(self): self.finish,self.calls,self.said,self.index = None,{},False,{}
+    def __init__(self):
+        self.finish = None # Why it ended
+        self.calls = {} # Ids of tool calls, in our order
+        self.index = {} # Their places here, by those that the server gives them
     def choice(self, deltas): return gather(deltas)
 
     def call(self, c:dict)->CallDelta:
         "A piece of a tool call"
-        f,at,id = c.get('function') or {},c.get('index') or 0,c.get('id') or None
-        if at not in self.index or (id and f.get('name') and id!=self.calls[self.index[at]]):
-            self.index[at] = n = len(self.calls)
-            self.calls[n] = id or call_id()
-            return CallDelta(n, self.calls[n], str(f.get('name') or ''), _text(f.get('arguments')))
-        return CallDelta(self.index[at], arguments=_text(f.get('arguments')))
+        f,id = c.get('function') or {},c.get('id') or None
+        at = c.get('index') or 0
+        said = _text(f.get('arguments'))
+        known = at in self.index
+        another = known and id and f.get('name') and id!=self.calls[self.index[at]]
+        if known and not another:
+            return CallDelta(self.index[at], arguments=said)
+        self.index[at] = n = len(self.calls)
+        self.calls[n] = id or call_id()
+        return CallDelta(n, self.calls[n], str(f.get('name') or ''), said)
 
     def feed(self, c:dict)->Delta|None:
         "What a choice of a chunk, or a whole choice, adds; None if that is nothing"
@@ -129,7 +140,9 @@ class Heard:
         return out if out.reasoning or out.content or out.calls or out.finish else None
     def end(self, out, c):
         "Say in the last delta why it ended"
-        why = dict(length='length', tool_calls='tool_calls', function_call='tool_calls').get(c['finish_reason'], 'stop')
+        why = dict(
+            length='length', tool_calls='tool_calls', function_call='tool_calls'
+        ).get(c['finish_reason'], 'stop')
         self.finish = out.finish = 'tool_calls' if self.calls and why=='stop' else why
         if isinstance(c.get('stop_reason'), str|int):
             out.stop = c['stop_reason']
@@ -186,7 +199,7 @@ async def heard(self:Relay, k:int):
 # %% ../../nbs/7_service/26_translation.ipynb #f74f9be8
 @patch
 def fed(self:Relay, k:int, chunks:list, tally:Tally):
-    "What chunks that came together add to the answers to prompt `k`: choices, and the deltas of each"
+    "What chunks that came together add to the answers to prompt `k`: (choice, its deltas), …"
     at,ps,fault = None,[],None
     for d in chunks:
         try:
@@ -247,7 +260,7 @@ async def _chunks(b, r, first, tally):
 # %% ../../nbs/7_service/26_translation.ipynb #4a4472d9
 @patch
 async def begin(self:Proxy, ask:Ask, make)->tuple:
-    "A turn and its writer, as `Service.begin` gives them: the question is asked of chat completions"
+    "A turn and its writer, as `Service.begin` gives them; the question goes to chat completions"
     if not self.backend.may('chat/completions'):
         raise self.lacks('chat completions')
     w,asks,asked = make(ask, ask.model or self.name),[ask],[]
@@ -277,7 +290,10 @@ def chats(self:Proxy, ask:TextAsk, w)->list[Ask]:
     if ask.silent:
         raise self.lacks('completions, and chat tells nothing of a prompt')
     w.logprobs,w.prompts = False,[Prompt([], p) for p in ask.prompts]
-    def chat(p): return Ask([dict(role='user', content=p)], ask.params, ask.model, salt=ask.salt, format=ask.format)
+    def chat(p):
+        return Ask(
+            [dict(role='user', content=p)], ask.params,
+            ask.model, salt=ask.salt, format=ask.format)
     return [chat(p) for p in ask.prompts]
 
 # %% ../../nbs/7_service/26_translation.ipynb #29cf5410

@@ -134,7 +134,7 @@ def usage(self:Turn)->Usage:
 
 @patch
 def times(self:Turn)->tuple[float,float|None,float|None]:
-    "When the first choice was asked for, and when its first and its last token came, as `perf_counter` has it"
+    "When the first choice was asked for, its first token came, and its last, by `perf_counter`"
     if not self.watches:
         return perf_counter(),None,None
     w = self.watches[0]
@@ -186,7 +186,8 @@ def pieces(self:Turn):
     "The pieces of all choices in the order they come, as `(i, pieces)`"
     if self.silent:
         return nothing(self.silent)
-    return self.choice(0) if len(self.streams)==1 else merge([self.choice(i) for i in range(len(self.streams))])
+    return self.choice(0) if len(self.streams)==1 else merge(
+        [self.choice(i) for i in range(len(self.streams))])
 
 # %% ../../nbs/7_service/11_turn.ipynb #18e92365
 async def resumed(first, rest):
@@ -199,7 +200,7 @@ async def resumed(first, rest):
 
 @patch
 async def begun(self:Turn):
-    "Wait for the first pieces of the answer, which are not lost; an error that comes instead is raised"
+    "Wait for the first pieces of the answer, which are not lost; an error instead is raised"
     self.before,rest = self.usage(),self.pieces()
     first = await anext(rest, None)
     self.pieces = partial(resumed, first, rest)
@@ -215,7 +216,9 @@ async def events(
             yield first
         async with aclosing(turn.pieces()) as pieces:
             async for i,ps in pieces:
-                if out := w.piece(i, ps[0]) if len(ps)==1 else b''.join([w.piece(i, p) for p in ps]):
+                if out := w.piece(i, ps[0]) if len(ps)==1 else b''.join(
+                    [w.piece(i, p) for p in ps]
+                ):
                     yield out
         last = w.end(turn.usage())
     except Exception as e:
@@ -246,7 +249,10 @@ async def gone(receive):
 
 class Unless:
     "`async with Unless(…):` runs what is within, unless one of these coroutines ends first"
-    def __init__(self, *watches): self.watches,self.over,self.left,self.fault = watches,False,False,None
+    def __init__(self, *watches):
+        self.watches = watches
+        self.over = self.left = False # Has a watch ended; has what is within?
+        self.fault = None
     async def __aenter__(self):
         self.me,self.tasks = asyncio.current_task(),[asyncio.create_task(w) for w in self.watches]
         self.before = self.me.cancelling()
@@ -265,7 +271,8 @@ class Unless:
         self.left = True
         for t in self.tasks:
             t.cancel()
-        mine = self.over and self.me.uncancel()<=self.before and kind is asyncio.CancelledError  # and nobody else's wish
+        # and nobody else's wish
+        mine = self.over and self.me.uncancel()<=self.before and kind is asyncio.CancelledError
         if mine and self.fault:
             raise self.fault
         return mine
@@ -282,7 +289,9 @@ class EventStream(Response):
         patience:float=30., # Seconds that one write may take
         media_type:str='text/event-stream',
     ):
-        super().__init__(status_code=200, media_type=media_type, headers={'cache-control':'no-store', 'x-accel-buffering':'no'}|(headers or {}))
+        super().__init__(
+            status_code=200, media_type=media_type,
+            headers={'cache-control':'no-store', 'x-accel-buffering':'no'}|(headers or {}))
         del self.headers['content-length']
         self.events,self.close,self.ping = events,close,ping or (lambda: b': still here\n\n')
         self.every,self.patience,self.since,self.busy = every,patience,monotonic(),False
@@ -309,7 +318,8 @@ async def write(self:EventStream, send, body, more=True):
 @patch
 async def run(self:EventStream, send, start):
     "Send all of it"
-    await start({'type':'http.response.start', 'status':self.status_code, 'headers':self.raw_headers})
+    await start(
+        {'type':'http.response.start', 'status':self.status_code, 'headers':self.raw_headers})
     async with aclosing(self.events) as events:
         async for body in events:
             if body:

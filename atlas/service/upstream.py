@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/upstream.html.md"""
 
 # %% auto #0
 __all__ = ['TRANSLATED', 'PATHS', 'COUNTS', 'ME', 'UpstreamError', 'LoopError', 'Limits', 'server_url', 'server_key', 'paths_of',
-           'Backend', 'Wire', 'Sockets', 'plain_transport', 'whole_chunks', 'retry_after', 'sentence_of', 'Clock',
+           'Backend', 'Connection', 'Sockets', 'plain_transport', 'whole_chunks', 'retry_after', 'sentence_of', 'Clock',
            'whole_events', 'kind_of']
 
 # %% ../../nbs/7_service/24_upstream.ipynb #6181a395
@@ -50,7 +50,7 @@ def server_url(
     name:str, # Of the server, for messages
     url:str,
 )->str:
-    "The address under which a server has its APIs, without a slash at its end; `ConfigError` if it is none"
+    "The address under which a server has its APIs, with no slash at its end; else `ConfigError`"
     def no(why, hint='Write it like http://spark2.local:8888/v1'):
         return ConfigError(f'The url of {name} {why}', hint=hint, param='url')
     shown = repr(str(url)[:100])
@@ -194,11 +194,12 @@ def _addresses(host, port)->set:
 
 # %% ../../nbs/7_service/24_upstream.ipynb #f8822802
 ME = uuid.uuid4().hex[:12] # This process, in `x-atlas-via`
-_UP = 'accept user-agent anthropic-version anthropic-beta openai-beta traceparent'.split() # Headers that go there
+# Headers that go there
+_UP = 'accept user-agent anthropic-version anthropic-beta openai-beta traceparent'.split()
 _MOST_HOPS = 8
 
 # %% ../../nbs/7_service/24_upstream.ipynb #27d6d845
-class Wire(httpcore.AsyncNetworkStream):
+class Connection(httpcore.AsyncNetworkStream):
     "A connection of `asyncio`; how long a read may take is not its business"
     def __init__(self, reader, writer):
         self.reader,self.writer = reader,writer
@@ -243,7 +244,7 @@ class Sockets(httpcore.AsyncNetworkBackend):
         try:
             async with asyncio.timeout(timeout):
                 ends = await asyncio.open_connection(host, port)
-            return Wire(*ends)
+            return Connection(*ends)
         except TimeoutError as e:
             raise httpcore.ConnectTimeout from e
         except OSError as e:
@@ -264,7 +265,8 @@ _LENGTH = re.compile(rb'([0-9a-fA-F]{1,5})\r\n') # Of a chunk of less than a meg
 
 def whole_chunks(
     raw:bytes, # Of a chunked body, from the beginning of a chunk
-)->tuple[list[bytes],int,bool]: # What whole chunks hold, where they end, and whether more of the kind may follow
+# What whole chunks hold, where they end, and whether more of the kind may follow
+)->tuple[list[bytes],int,bool]:
     "Take plain chunks apart, up to one that is not all here, the last one, or an unusual one"
     out,at = [],0
     while m := _LENGTH.match(raw, at):
@@ -279,7 +281,7 @@ def whole_chunks(
     return out,at,len(raw)-at<7
 
 @patch
-async def chunks(self:Wire):
+async def chunks(self:Connection):
     "What plain chunks of a body hold, as they come; what is left is for `read`"
     while True:
         got,at,more = whole_chunks(self.rest)
@@ -306,7 +308,8 @@ def http(self:Backend)->httpx.AsyncClient:
         near = _near(u.host)
         own = plain_transport(most) if near and u.scheme=='http' else None
         self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=l.connect, pool=l.connect, write=l.between),
+            timeout=httpx.Timeout(
+                None, connect=l.connect, pool=l.connect, write=l.between),
             limits=most, transport=own, verify=u.scheme=='https',
             follow_redirects=False, trust_env=not near)
     return self._http
@@ -357,7 +360,9 @@ def faults(self:Backend):
         raise self.fault(*_fault_of(e)) from e
 
 _FAULTS = ( # Of these types: the fault, what is said of the server, and a status
-    ((httpx.ConnectError,httpx.ConnectTimeout,httpx.PoolTimeout), ('connect','cannot be reached',503)),
+    (
+        (httpx.ConnectError,httpx.ConnectTimeout,httpx.PoolTimeout),
+        ('connect','cannot be reached',503)),
     ((TimeoutError,httpx.TimeoutException), ('timeout','did not answer in time',504)),
     (httpx.DecodingError, ('garbage','sent what cannot be unpacked')),
     ((httpx.ReadError,httpx.WriteError,httpx.CloseError), ('cut','hung up')))
@@ -396,7 +401,9 @@ def sentence_of(raw)->tuple[str,dict]:
         return e,{}
     if not isinstance(e, dict):
         return '',{}
-    said = next((e[k] for k in ('message','detail','msg') if isinstance(e.get(k), str)), '')
+    said = next(
+        (e[k] for k in ('message','detail','msg') if isinstance(e.get(k), str)),
+        '')
     return said,e
 
 # %% ../../nbs/7_service/24_upstream.ipynb #e4a9de08
@@ -440,11 +447,29 @@ def _said(self:Backend, r, said, d):
 
 # %% ../../nbs/7_service/24_upstream.ipynb #71183bcf
 @patch
-async def sent(self:Backend, q:httpx.Request, first:float|None=None)->httpx.Response:
+async def _send(self:Backend, q):
+    "The answer; where a connection that was used before has been hung up on, by a new one"
+    new = False
+    async def trace(what, about):
+        nonlocal new
+        new = new or what=='connection.connect_tcp.started'
+    q.extensions = q.extensions|dict(trace=trace)
+    while True:
+        try:
+            return await self.http.send(q, stream=True)
+        except (httpx.ReadError,httpx.WriteError,httpx.RemoteProtocolError) as e:
+            other = isinstance(e, httpx.RemoteProtocolError) and not _CUT.search(str(e))
+            if new or other:
+                raise
+
+@patch
+async def sent(
+    self:Backend, q:httpx.Request, first:float|None=None
+)->httpx.Response:
     "The answer, whose body is still to be read. Without a status of success, an `UpstreamError`"
     with self.faults():
         async with asyncio.timeout(min(first or inf, self.limits.first)):
-            r = await self.http.send(q, stream=True)
+            r = await self._send(q)
     if r.is_success:
         return r
     try:
@@ -454,7 +479,10 @@ async def sent(self:Backend, q:httpx.Request, first:float|None=None)->httpx.Resp
     raise e
 
 @patch
-async def ask(self:Backend, path:str, raw:bytes, heads:dict, first:float|None=None)->httpx.Response:
+async def ask(
+    self:Backend, path:str, raw:bytes, heads:dict,
+    first:float|None=None
+)->httpx.Response:
     "Ask something of one of its APIs; that it lacks that is remembered"
     q = self.http.build_request('POST', f'{self.url}/{path}', content=raw, headers=heads)
     try:
@@ -482,9 +510,11 @@ async def whole(self:Backend, r:httpx.Response)->bytes:
 
 # %% ../../nbs/7_service/24_upstream.ipynb #8b4f2668
 class Clock:
-    """A context that ends with a `TimeoutError` where nothing came for too long. `asyncio.timeout` does the same,
-    and sets a timer anew for each event, which costs more than to look at the time"""
-    def __init__(self, seconds:float): self.limit,self.since,self.late = seconds,monotonic(),False
+    """A context that ends with a `TimeoutError` where nothing came for too long.
+    `asyncio.timeout` does the same, and sets a timer anew for each event, which costs more
+    than to look at the time"""
+    def __init__(self, seconds:float):
+        self.limit,self.since,self.late = seconds,monotonic(),False
     def stop(self): "Something came"; self.since = None
     def go(self, seconds:float):
         "The next is to come within so many seconds"
@@ -492,7 +522,8 @@ class Clock:
         if seconds<self.armed:
             self.timer.cancel()
             self._arm(seconds)
-    def _arm(self, seconds): self.armed,self.timer = seconds,self.loop.call_later(seconds, self._look)
+    def _arm(self, seconds):
+        self.armed,self.timer = seconds,self.loop.call_later(seconds, self._look)
     async def __aenter__(self):
         self.task,self.loop = asyncio.current_task(),asyncio.get_running_loop()
         self.before = self.task.cancelling()
@@ -531,7 +562,7 @@ def _ways(r):
     if r.headers.get('content-encoding', 'identity')!='identity':
         return [r.aiter_bytes()]
     wire,coding = r.extensions.get('network_stream'),r.headers.get('transfer-encoding', '')
-    plain = isinstance(wire, Wire) and wire.at_body and coding.lower()=='chunked'
+    plain = isinstance(wire, Connection) and wire.at_body and coding.lower()=='chunked'
     return [wire.chunks(), r.aiter_raw()] if plain else [r.aiter_raw()]
 
 @patch

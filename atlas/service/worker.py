@@ -23,7 +23,8 @@ def mortal(
         ctypes.CDLL(None).prctl(1, signal.SIGKILL) # PR_SET_PDEATHSIG
     if os.getppid()!=parent:
         _die()
-    threading.Thread(target=_watch, args=(pipe,), name='death pipe', daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(pipe,), name='death pipe', daemon=True).start()
     for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(s, lambda *_: None)
 
@@ -64,19 +65,24 @@ class Workload:
     "What a worker runs"
     engine:object # `Engine`, or whatever has `add`, `abort`, `step`, `has_work` and `stats`
     info:dict # What clients may know: name, max_seq_len, vocab_size, eos_ids, max_queue…
-    ops:dict=field(default_factory=dict) # Name -> function: computations beside requests, as 'score' and 'embed'
+    # Name -> function: computations beside requests, as 'score' and 'embed'
+    ops:dict=field(default_factory=dict)
     close:object=lambda: None # Called when no step follows: what is to be kept is written then
     ease:object=None # Called now and then with `Runner.do`: gives memory back where it is short
 
 # %% ../../nbs/7_service/20_worker.ipynb #156c0402
 class Meter:
     "Tells over `link` how far loading is; also what `progress` takes as a bar"
-    def __init__(self, link:Link): self.link,self.seconds,self.now,self.since,self.said = link,{},None,monotonic(),0.
+    def __init__(self, link:Link):
+        self.link,self.seconds = link,{} # Seconds of each stage that is over
+        self.now,self.since = None,monotonic() # The stage, and when it began
+        self.said = 0. # The share of it that was told last
     def stage(self, name:str|None):
         "The next stage begins; None: all are over"
         t = monotonic()
         if self.now:
-            self.seconds[self.now] = round(self.seconds.get(self.now, 0.)+t-self.since, 3)
+            self.seconds[self.now] = round(
+                self.seconds.get(self.now, 0.)+t-self.since, 3)
         self.now,self.since,self.said = name,t,0.
         if name:
             self.link.send('stage', name, 0., self.seconds)
@@ -90,7 +96,9 @@ class Meter:
 # %% ../../nbs/7_service/20_worker.ipynb #b2697203
 class _Bar:
     "The bar of a stage; the next stage begins where that of the weights ends"
-    def __init__(self, meter, total): self.meter,self.total,self.n,self.lock = meter,max(1, total),0,threading.Lock()
+    def __init__(self, meter, total):
+        self.meter,self.total = meter,max(1, total)
+        self.n,self.lock = 0,threading.Lock()
     def update(self, n):
         with self.lock:
             self.n += n
@@ -275,7 +283,8 @@ class Easing:
         finally:
             self.busy,self.idle = False,not n
         if n>0:
-            _log.warning('Memory is %s (%s): %s given back', self.pressure.state, advice.why, human(n))
+            _log.warning(
+                'Memory is %s (%s): %s given back', self.pressure.state, advice.why, human(n))
         if n<0:
             _log.info('%s of cache taken again', human(-n))
 
@@ -283,7 +292,9 @@ class Easing:
 def told(s)->dict:
     "A `Startup`, for clients"
     stages = {k: round(v, 3) for k,v in s.seconds.items()}
-    return dict(seconds=stages, bytes=s.nbytes, bytes_per_second=round(s.rate), text=str(s))
+    return dict(
+        seconds=stages, bytes=s.nbytes, bytes_per_second=round(s.rate),
+        text=str(s))
 
 def workload(
     m, # `LoadedModel`
@@ -316,7 +327,9 @@ def workload(
         info['startup'] = told(start)
     if taken := getattr(m, 'memory', None):
         info['memory'] = taken
-    ops = dict(score=m.score, embed=m.embed, sleep=m.sleep, wake=m.wake)
+    ops = dict(
+        score=m.score, embed=m.embed, sleep=m.sleep,
+        wake=m.wake)
     return Workload(CurrentEngine(m), info, ops, m.close, Easing(m))
 
 # %% ../../nbs/7_service/20_worker.ipynb #d61ccca0
@@ -382,6 +395,7 @@ class ThreadWorker:
         code = work(load, self._theirs)
         self._theirs.close()
         try:
-            self._loop.call_soon_threadsafe(lambda: self.ended.done() or self.ended.set_result(code))
+            self._loop.call_soon_threadsafe(
+                lambda: self.ended.done() or self.ended.set_result(code))
         except RuntimeError:
             pass  # the loop is closed: nobody asks any more

@@ -215,13 +215,14 @@ def bench_prefill(llm,
     "Measure how fast `llm`, which is on a card, reads prompts"
     hint = '"atlas bench MODEL" measures the host'
     llm.device.need_card('bench prefill measures a graphics card', hint)
+    copy = llm.device.copy_rate(1<<30) # while there is memory: prompts take what is left
     points,kinds = [prompt_time(llm, n, repeats) for n in lengths],[]
     if kernels:
         whole = [n for n in lengths if n<=llm.engine.scheduler.chunk]
         kinds = [s for n in whole for s in prompt_stages(llm, n)]
     about = (
         llm.name,llm.device.describe(),
-        _weights(llm),llm.device.copy_rate(1<<30))
+        _weights(llm),copy)
     c = llm.config
     met = c.active_params-c.vocab_size*c.hidden_size
     return PrefillReport(*about, met, points, kinds,

@@ -23,7 +23,9 @@ class Call:
             self.sock.sendall(p)
     def head(self, status=200, kind='application/json', **heads):
         "A head without a length: the answer ends when the connection does"
-        lines = [f'HTTP/1.1 {status} Said', f'content-type: {kind}', 'connection: close', *(f'{k.replace("_", "-")}: {v}' for k,v in heads.items())]
+        lines = [
+            f'HTTP/1.1 {status} Said', f'content-type: {kind}', 'connection: close',
+            *(f'{k.replace("_", "-")}: {v}' for k,v in heads.items())]
         self.send('\r\n'.join([*lines, '', '']).encode())
     def whole(self, d, status=200, **heads):
         "A whole answer"
@@ -32,7 +34,9 @@ class Call:
         self.send(raw)
     def stream(self, *events, cut=False):
         "A chunked stream; where it is `cut`, without an end"
-        self.send(b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n')
+        self.send(
+            b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n'
+        )
         for e in events:
             self.chunk(e)
         if not cut:
@@ -100,17 +104,23 @@ def upstream(say):
 def chunk(delta=None, finish=None, **kw):
     "One event of a chat stream"
     c = dict(index=0, delta=delta or {}, finish_reason=finish)
-    d = dict(id='chatcmpl-1', object='chat.completion.chunk', created=1, model='theirs', choices=[c])|kw
+    d = dict(
+        id='chatcmpl-1', object='chat.completion.chunk', created=1, model='theirs',
+        choices=[c])|kw
     return b'data: '+json.dumps(d).encode()+b'\n\n'
 def text(s): return chunk(dict(content=s))
-USAGE = dict(prompt_tokens=11, completion_tokens=7, total_tokens=18, prompt_tokens_details=dict(cached_tokens=3))
+USAGE = dict(
+    prompt_tokens=11, completion_tokens=7, total_tokens=18,
+    prompt_tokens_details=dict(cached_tokens=3))
 COUNTS = chunk(usage=USAGE, choices=[])
 DONE = b'data: [DONE]\n\n'
 HELLO = [text('Hel'), text('lo'), chunk(finish='stop'), COUNTS, DONE]
 def completion(content='Hello', **message):
     "A whole chat completion"
     m = dict(role='assistant', content=content)|message
-    return dict(id='chatcmpl-1', object='chat.completion', created=1, model='theirs', usage=USAGE, choices=[dict(index=0, message=m, finish_reason='stop')])
+    return dict(
+        id='chatcmpl-1', object='chat.completion', created=1, model='theirs', usage=USAGE,
+        choices=[dict(index=0, message=m, finish_reason='stop')])
 def good(c):
     "What says hello to whoever asks for chat, and has nothing else"
     if c.path!='/v1/chat/completions':

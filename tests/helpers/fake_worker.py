@@ -20,7 +20,8 @@ class ScriptedEngine:
     def add(self, r):
         said = TOK.decode(list(r.prompt))
         self.live[r.id] = [r, said, 0]
-    def abort(self, rid): return [Event(rid, finish='abort')] if self.live.pop(rid, None) else []
+    def abort(self, rid):
+        return [Event(rid, finish='abort')] if self.live.pop(rid, None) else []
     has_work = property(lambda self: bool(self.live))
     def stats(self):
         return dict(num_requests_running=len(self.live), num_requests_waiting=0, kv_cache_usage_perc=0., blocks_used=sum(-(-(len(r.prompt)+n)//16) for r,_,n in self.live.values()),
@@ -36,13 +37,20 @@ class ScriptedEngine:
     def one(self, rid):
         r,said,n = self.live[rid]
         if '<oom>' in said:
-            return Event(rid, finish='error', error='There was no memory for the prompt: 3 GiB were asked for, 1 GiB are free', code=OutOfMemoryError.code)
+            return Event(
+                rid, finish='error',
+                error='There was no memory for the prompt: 3 GiB were asked for, 1 GiB are free',
+                code=OutOfMemoryError.code)
         if n==3:
             if '<nan>' in said:
                 self.corrupted += 1
-                return Event(rid, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
+                return Event(
+                    rid, finish='error',
+                    error='The model produced logits that are not finite numbers',
+                    code=NumericError.code)
             if '<sticky>' in said:
-                raise CudaFault('CUDA error 700, illegal memory access, seen at a step; it happened in gemv')
+                raise CudaFault(
+                    'CUDA error 700, illegal memory access, seen at a step; it happened in gemv')
             if '<bug>' in said:
                 raise KeyError('a secret of the engine')
             if '<die>' in said:
@@ -59,7 +67,9 @@ class ScriptedEngine:
         self.live[rid][2] = n = n+1
         if n>len(self.say) and '<endless>' not in said:
             return Event(rid, 0, finish='stop')
-        return Event(rid, self.say[(n-1)%len(self.say)], finish='length' if n==(r.params.max_tokens or 10**9) else None)
+        return Event(
+            rid, self.say[(n-1)%len(self.say)],
+            finish='length' if n==(r.params.max_tokens or 10**9) else None)
 
 def load(options, meter):
     wrong = options.get('at_load')
@@ -77,7 +87,9 @@ def load(options, meter):
     if wrong=='die twice' and len(Path(path).read_text().split())<3:
         os._exit(3)
     if wrong=='oom':
-        raise OutOfMemoryError('The weights take 70 GiB and a step 1 GiB; 12 GiB can be used of 13 GiB that are free', hint='Choose a smaller model')
+        raise OutOfMemoryError(
+            'The weights take 70 GiB and a step 1 GiB; 12 GiB can be used of 13 GiB that are free',
+            hint='Choose a smaller model')
     if wrong=='host oom':
         raise MemoryError('Unable to allocate 70. GiB for an array')
     if wrong=='hang':
@@ -94,11 +106,14 @@ def load(options, meter):
         max_queue=options.get('max_queue', 64))
     engine = ScriptedEngine(options.get('say', 'Hello there, reader.'))
     bed = Bed(engine, options.get('asleep', ''))
-    return Workload(engine, info, dict(double=double, nap=nap, sleep=bed.sleep, wake=bed.wake))
+    return Workload(
+        engine, info,
+        dict(double=double, nap=nap, sleep=bed.sleep, wake=bed.wake))
 
 class Bed:
     "What sleeping is for a scripted engine: it has nobody to answer then"
-    def __init__(self, engine, wrong): self.engine,self.wrong,self.level,self.tries = engine,wrong,0,0
+    def __init__(self, engine, wrong):
+        self.engine,self.wrong,self.level,self.tries = engine,wrong,0,0
     def sleep(self, level):
         assert not self.engine.has_work, 'it is at work'
         self.tries += 1

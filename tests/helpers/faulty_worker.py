@@ -8,7 +8,8 @@ def load(options, meter):
     model = work.engine.model
     trunk = model.trunk
     def faulty(batch, cache, *a, **kw):
-        first = [int(np.asarray(batch.ids).reshape(-1)[0])] if batch.tiled else []
+        first = [
+            int(np.asarray(batch.ids).reshape(-1)[0])] if batch.tiled else []
         if 8 in first:
             raise OutOfMemoryError('There was to be an array of 3 GiB')
         out = trunk(batch, cache, *a, **kw)

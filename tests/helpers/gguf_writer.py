@@ -166,43 +166,47 @@ def _experts(c, name, a, without):
     else:
         yield name,a
 
-def _delta(c, name, a, without):
-    "Qwen3-Next's and Qwen3.5's delta nets and norms"
+_NORMS = 'norm.weight','norm_embedding.weight','norm_hidden.weight'
+
+def _tiled(c, name, a, without):
+    "Rows, channels or columns of value heads dealt out over key heads, as ggml tiles"
     kh,vh,dk,dv = (
         c[f'linear_{k}']
         for k in ('num_key_heads','num_value_heads','key_head_dim','value_head_dim'))
+    def do(step, part):
+        tiles = c['model_type']!='qwen3_next' and vh>kh
+        return part in name and tiles and f'tile_{step}' not in without
+    if do('qkv', 'in_proj_qkv.') or do('conv', 'conv1d'):
+        cut = 2*kh*dk
+        a = np.concatenate([a[:cut], tile(a[cut:], 0, kh, dv)])
+    if do('z', 'in_proj_z.'):
+        a = tile(a, 0, kh, dv)
+    for step,part in dict(b='in_proj_b.', a='in_proj_a.', A='A_log', dt='dt_bias').items():
+        if do(step, part):
+            a = tile(a, 0, kh, 1)
+    return tile(a, 1, kh, dv) if do('out', 'linear_attn.out_proj') else a
+
+def _qkvz(c, a, without):
+    "Qwen3-Next's fused projection, taken apart"
+    kh,vh,dk,dv = (
+        c[f'linear_{k}']
+        for k in ('num_key_heads','num_value_heads','key_head_dim','value_head_dim'))
+    if 'ungroup' in without:
+        return np.split(a, np.cumsum((kh*dk,kh*dk,vh*dv)))
     r = vh//kh
-    def do(step):
-        return c['model_type']!='qwen3_next' and r>1 and f'tile_{step}' not in without
-    cut = 2*kh*dk
+    return ungroup(a, kh, (dk,dk,r*dv,r*dv))
+
+def _delta(c, name, a, without):
+    "Qwen3-Next's and Qwen3.5's delta nets and norms"
     if 'conv1d' in name:
         a = a.reshape(len(a), -1)
-    if ('in_proj_qkv.' in name and do('qkv')) or ('conv1d' in name and do('conv')):
-        a = np.concatenate([
-            a[:cut], tile(a[cut:], 0, kh, dv)])
-    if 'in_proj_z.' in name and do('z'):
-        a = tile(a, 0, kh, dv)
-    for k,s in (
-        ('in_proj_b.','b'), ('in_proj_a.','a'), ('A_log','A'),
-        ('dt_bias','dt')):
-        if k in name and do(s):
-            a = tile(a, 0, kh, 1)
-    if 'linear_attn.out_proj' in name and do('out'):
-        a = tile(a, 1, kh, dv)
+    a = _tiled(c, name, a, without)
     if name.endswith('A_log') and 'neg_exp' not in without:
         a = -np.exp(a)
-    if (
-        name.endswith('norm.weight')
-        or name.endswith('norm_embedding.weight')
-        or name.endswith('norm_hidden.weight')):
-        if 'linear_attn.norm' not in name and 'plus_one' not in without:
-            a = 1+a
+    if name.endswith(_NORMS) and 'linear_attn.norm' not in name and 'plus_one' not in without:
+        a = 1+a
     if 'in_proj_qkvz' in name:
-        q,k,v,z = (
-            ungroup(a, kh, (dk,dk,r*dv,r*dv))
-            if 'ungroup' not in without
-            else np.split(
-                a, np.cumsum((kh*dk,kh*dk,vh*dv))))
+        q,k,v,z = _qkvz(c, a, without)
         yield name.replace('qkvz', 'qkv'),np.concatenate([q,k,v])
         yield name.replace('qkvz', 'z'),z
     else:
@@ -379,38 +383,35 @@ def renamed(c, table):
         k:v
         for k,names in table.items() if (v := pick(names)) is not None}
 
+def _rope_meta(kind, full)->dict:
+    "What the header says of a rope that is scaled"
+    if kind not in ('linear','yarn'):
+        return {}
+    d = {'rope.scaling.type':kind, 'rope.scaling.factor':float(full['factor'])}
+    if kind=='yarn':
+        d['rope.scaling.original_context_length'] = full['original_max_position_embeddings']
+        betas = [k for k in ('beta_fast','beta_slow') if full.get(k)]
+        d |= {f'rope.scaling.yarn_{k}':float(full[k]) for k in betas}
+    return d
+
 def meta(c, ts, arch, extra):
     "What the converter writes into the header, without the architecture"
     r = c.get('rope_parameters') or c.get('rope_scaling') or {}
     full = r.get('full_attention', r)
     theta = full.get('rope_theta', c.get('rope_theta'))
-    kind = full.get('rope_type') or full.get('type')
-    d = (
-        renamed(c, ALL)
-        |{
-            'block_count':c['num_hidden_layers']+extra,
-            'attention.layer_norm_rms_epsilon':float(c.get('rms_norm_eps') or c['norm_eps']),
-            'rope.freq_base':float(theta)})
+    d = renamed(c, ALL)
+    d['block_count'] = c['num_hidden_layers']+extra
+    d['attention.layer_norm_rms_epsilon'] = float(c.get('rms_norm_eps') or c['norm_eps'])
+    d['rope.freq_base'] = float(theta)
     if c.get('scoring_func'):
         d['expert_gating_func'] = dict(softmax=1, sigmoid=2)[c['scoring_func']]
-    if kind in ('linear','yarn'):
-        d |= {'rope.scaling.type':kind, 'rope.scaling.factor':float(full['factor'])}
-    if kind=='yarn':
-        d['rope.scaling.original_context_length'] = full['original_max_position_embeddings']
-        d |= {
-            f'rope.scaling.yarn_{k}':float(full[k])
-            for k in ('beta_fast','beta_slow') if full.get(k)}
+    d |= _rope_meta(full.get('rope_type') or full.get('type'), full)
     if 'mrope_section' in r:
         d['rope.dimension_sections'] = [*r['mrope_section'],0][:4]
     if extra:
         d['nextn_predict_layers'] = extra
-    return (
-        d
-        |{
-            k:v
-            for k,v in MORE.get(c['model_type'], lambda *_: {})(
-                c, d).items()
-            if v is not None})
+    more = MORE.get(c['model_type'], lambda *_: {})(c, d)
+    return d|{k:v for k,v in more.items() if v is not None}
 
 def _llama(c, d):
     return {'rope.dimension_count':c.get('head_dim') or c['hidden_size']//c['num_attention_heads']}
@@ -510,49 +511,52 @@ def _extra_tensors(c):
         'rope_freqs.weight':np.array(
             [1.]*turn+[1e30]*(n//2-turn), np.float32)}
 
+def _oss_packed(c, ts, name, without):
+    "gpt-oss's blocks and scales"
+    out = {}
+    for k in [k for k in ts if k.endswith('_blocks')]:
+        blocks,scales = ts.pop(k),ts.pop(k.replace('_blocks', '_scales'))
+        parts = zip(_gptoss(c, k, blocks, without), _gptoss(c, k, scales, without))
+        for (n,b),(_,s) in parts:
+            out[name(n)] = (mxfp4(b, s, 'nibbles' not in without), 'MXFP4')
+    return out
+
+def _nvfp4_of(ts, key):
+    "Blocks and global scale of the matrix whose `weight_scale_2` is `key`"
+    stem = key[:-len('_scale_2')]
+    if ts[stem+'_scale'].shape[-1]%4:
+        raise ValueError(f'{stem}: ggml has NVFP4 in blocks of 64')
+    blocks = nvfp4(ts.pop(stem), ts.pop(stem+'_scale'))
+    return stem,blocks,float(ts.pop(key).ravel()[0])
+
+def _bank(ts, stem, x):
+    "Blocks and global scales of the matrices `x` of all experts"
+    blocks,scales = zip(*(x[e] for e in range(len(x))))
+    scales = np.array(scales, np.float32)
+    # Gemma's weight of each expert goes where its scale does
+    each = stem.split('experts')[0]+'router.per_expert_scale'
+    if 'down' in stem and each in ts:
+        scales = scales*ts.pop(each)
+    return np.stack(blocks),scales
+
 def _packed(c, ts, name, without):
     """Tensors that are 4-bit in the folder, by name in the file: gpt-oss's blocks and modelopt's
     NVFP4; they are taken out of `ts`"""
-    out = {}
-    for k in [k for k in ts if k.endswith('_blocks')]:
-        blocks = ts.pop(k)
-        scales = ts.pop(k.replace('_blocks', '_scales'))
-        for (n,b),(_,s) in zip(
-            _gptoss(c, k, blocks, without), _gptoss(c, k, scales, without)):
-            out[name(n)] = (mxfp4(b, s, 'nibbles' not in without), 'MXFP4')
-    for k in [k for k in ts if k.endswith('.weight_scale_2')]:
+    out = _oss_packed(c, ts, name, without)
+    keys = [k for k in ts if k.endswith('.weight_scale_2')]
+    for k in keys:
         ts.pop(k.replace('weight_scale_2', 'input_scale'), None)
-    banks = {}
-    for k in [k for k in ts if k.endswith('.weight_scale_2')]:
-        stem = k[:-len('_scale_2')]
-        if ts[stem+'_scale'].shape[-1]%4:
-            raise ValueError(f'{stem}: ggml has NVFP4 in blocks of 64')
-        q = (
-            nvfp4(ts.pop(stem), ts.pop(stem+'_scale')),
-            float(ts.pop(k).ravel()[0]))
+    found,banks = {},{}
+    for k in keys:
+        stem,blocks,scale = _nvfp4_of(ts, k)
         if m := re.match(r'(.*experts)\.(\d+)\.(.*)', stem):
-            banks.setdefault(f'{m[1]}.{m[3]}', {})[int(m[2])] = q
+            banks.setdefault(f'{m[1]}.{m[3]}', {})[int(m[2])] = blocks,scale
         else:
-            out |= {
-                name(stem):(q[0], 'NVFP4'),
-                name(stem).replace('.weight', '.scale'):np.array(
-                    [q[1]], np.float32)}
-    for stem,x in banks.items():
+            found[stem] = blocks,np.array([scale], np.float32)
+    found |= {stem:_bank(ts, stem, x) for stem,x in banks.items()}
+    for stem,(blocks,scales) in found.items():
         n = name(stem)
-        scales = np.array(
-            [x[e][1] for e in range(len(x))],
-            np.float32)
-        # Gemma's weight of each expert goes where its scale does
-        each = stem.split('experts')[0]+'router.per_expert_scale'
-        if 'down' in stem and each in ts:
-            scales = scales*ts.pop(each)
-        out |= {
-            n:(
-                np.stack([
-                    x[e][0]
-                    for e in range(len(x))]),
-                'NVFP4'),
-            n.replace('.weight', '.scale'):scales}
+        out |= {n:(blocks, 'NVFP4'), n.replace('.weight', '.scale'):scales}
     return out
 
 def convert(folder, quant='F32', without=(), arch=None):

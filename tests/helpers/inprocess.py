@@ -14,7 +14,9 @@ from atlas.service.server import create_app
 from atlas.service.service import ReadyModel
 from atlas.service.worker import ThreadWorker,Workload,workload
 
-QUICK = Policy(beat=.1, stalled=30., start=60., grace=2., pause=.05, longest=.2)
+QUICK = Policy(
+    beat=.1, stalled=30., start=60., grace=2., pause=.05,
+    longest=.2)
 
 def always(runner, tokenizer, template=None, kind=Models, names=(), **side):
     "`Models` with one that is always there: nothing is started for it, and its runner is `runner`"
@@ -44,6 +46,8 @@ def threaded(engine, info, tokenizer, template=None, ops=None, **side):
 
 def loaded(llm, names, template=None):
     "`Models` with an `LLM` that is loaded already"
-    side = dict(names=names, spec=llm.image_spec, guides=llm.guides, parsers=llm.text.parsers)
+    side = dict(
+        names=names, spec=llm.image_spec, guides=llm.guides,
+        parsers=llm.text.parsers)
     w = workload(llm, names[0])
     return threaded(w.engine, w.info, llm.tokenizer, llm.template, w.ops, **side)

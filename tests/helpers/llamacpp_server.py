@@ -23,7 +23,9 @@ def tensors():
     The rows of the output are embeddings, too: each is that of the token before it"""
     n = BYTES+256
     rng = np.random.default_rng(0)
-    embed = rng.choice(np.array([-1,1], np.float32), (n, WIDTH))
+    embed = rng.choice(
+        np.array([-1,1], np.float32),
+        (n, WIDTH))
     out = np.zeros_like(embed)
     for byte,token in FOLLOWS.items():
         out[token] += embed[BYTES+byte]
@@ -49,7 +51,8 @@ def write(path):
     w.add_tokenizer_model('llama')
     w.add_token_list([*SPECIAL, *(f'<0x{b:02X}>' for b in range(256))])
     w.add_token_scores([0.]*(BYTES+256))
-    w.add_token_types([kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE]*256])
+    w.add_token_types(
+        [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE]*256])
     w.add_unk_token_id(0)
     w.add_bos_token_id(1)
     w.add_eos_token_id(2)

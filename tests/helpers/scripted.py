@@ -198,7 +198,8 @@ class Line:
 
 @contextmanager
 def service(script, parsers=('hermes','qwen3'), template=TEMPLATE, drafts=0, **kw):
-    "Run the service on a free port, with `script` for its model; gives the `Speaker`, with its `url`"
+    """Run the service on a free port, with `script` for its model; gives the `Speaker`, with its
+    `url`"""
     from atlas.text.chat import ChatTemplate
     from inprocess import app_of
     s = Speaker(script, drafts)
