@@ -509,10 +509,11 @@ def _marks(self:Guides, spec, m)->tuple[tuple,dict]:
             return True
         return spec['kind']=='tools' and m.validate_tokens(list(ids))==len(ids)
     leaps = {b:ids for b,ids in said.items() if leads(ids)}
+    early = [t.encode() for t in early]
     ways = dict(
         exact=m is not None,
-        leaps=tuple(b for t in early if (b := t.encode()) in leaps),
-        bars=tuple(b for t in early if (b := t.encode()) not in leaps))
+        leaps=tuple(b for b in early if b in leaps),
+        bars=tuple(b for b in early if b not in leaps))
     marks = [
         Mark(a.encode(), m is not None, None if k else spec.get('budget'), **ways)
         for k,a in enumerate(_after(spec))]
