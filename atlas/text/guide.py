@@ -181,12 +181,11 @@ def _dated(s):
 
 def _schema(s, strict)->dict:
     "A schema with our options instead of those that came with it"
-    return (
-        (
-            {} if s is True
-            else {'enum':[]} if s is False
-            else {k:v for k,v in _dated(s).items() if k!='x-guidance'})
-        |{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)})
+    if isinstance(s, bool):
+        said = {} if s else {'enum':[]}
+    else:
+        said = {k:v for k,v in _dated(s).items() if k!='x-guidance'}
+    return said|{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)}
 
 # %% ../../nbs/6_text/15_guide.ipynb #edd7fc6f
 def _parts(spec, special)->tuple[str,dict]:

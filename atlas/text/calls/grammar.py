@@ -476,13 +476,10 @@ def _text_call(g, t, f)->str:
     "Arguments one by one, values as text or JSON"
     root,props,required = _shape(g, t)
     more = root.get('additionalProperties', True)
-    g.only(
-        root,
-        (
-            'properties',
-            'required',
-            *['additionalProperties']*(bool(props) or _textual(more, root))),
-        f'The schema of {t["name"][:40]!r}')
+    known = ['properties','required']
+    if props or _textual(more, root):
+        known.append('additionalProperties')
+    g.only(root, known, f'The schema of {t["name"][:40]!r}')
     # where a parser takes a value to end that is not closed
     stops = (f.key, f.close.split('\n')[0])
     def value(k, p):
