@@ -181,12 +181,11 @@ def _dated(s):
 
 def _schema(s, strict)->dict:
     "A schema with our options instead of those that came with it"
-    return (
-        (
-            {} if s is True
-            else {'enum':[]} if s is False
-            else {k:v for k,v in _dated(s).items() if k!='x-guidance'})
-        |{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)})
+    if isinstance(s, bool):
+        said = {} if s else {'enum':[]}
+    else:
+        said = {k:v for k,v in _dated(s).items() if k!='x-guidance'}
+    return said|{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)}
 
 # %% ../../nbs/6_text/15_guide.ipynb #edd7fc6f
 def _parts(spec, special)->tuple[str,dict]:
@@ -509,10 +508,11 @@ def _marks(self:Guides, spec, m)->tuple[tuple,dict]:
             return True
         return spec['kind']=='tools' and m.validate_tokens(list(ids))==len(ids)
     leaps = {b:ids for b,ids in said.items() if leads(ids)}
+    early = [t.encode() for t in early]
     ways = dict(
         exact=m is not None,
-        leaps=tuple(b for t in early if (b := t.encode()) in leaps),
-        bars=tuple(b for t in early if (b := t.encode()) not in leaps))
+        leaps=tuple(b for b in early if b in leaps),
+        bars=tuple(b for b in early if b not in leaps))
     marks = [
         Mark(a.encode(), m is not None, None if k else spec.get('budget'), **ways)
         for k,a in enumerate(_after(spec))]

@@ -263,6 +263,17 @@ def image_spec(
     if f:
         norm = {k.removeprefix('image_'):tuple(d.get(k) or e) for k,e in _CLIP.items()}
         s = replace(s, min_pixels=low, max_pixels=high, **norm)
+    _check_processor(d, f, v)
+    if max_pixels is None:
+        return s
+    if max_pixels<s.min_pixels:
+        raise RequestError(
+            f'max_pixels is {max_pixels:,}; the model asks for at least {s.min_pixels:,}',
+            param='max_pixels')
+    return replace(s, max_pixels=min(max_pixels, s.max_pixels))
+
+def _check_processor(d, f, v):
+    "Refuse settings `d` of the file `f` that this page cannot follow, or the tower `v` contradicts"
     for k,want in _FIXED.items():
         got = d.get(k)
         if got is not None and (not isinstance(got, (int,float)) or abs(got-want)>1e-6):
@@ -271,13 +282,6 @@ def image_spec(
         if d.get(k) not in (None,getattr(v, k)):
             raise ConfigError(
                 f'{f}: {k} is {d[k]!r}, and the vision tower has {getattr(v, k)}', param=k)
-    if max_pixels is None:
-        return s
-    if max_pixels<s.min_pixels:
-        raise RequestError(
-            f'max_pixels is {max_pixels:,}; the model asks for at least {s.min_pixels:,}',
-            param='max_pixels')
-    return replace(s, max_pixels=min(max_pixels, s.max_pixels))
 
 def _processor(folder):
     "The image processor's settings and the file they are in; ({}, None) where there is none"

@@ -452,15 +452,13 @@ def from_gguf(cls:Tokenizer,
     t.add_tokens([
         hf.AddedToken(s,normalized=False)
         for s,k in zip(tokens,types) if k==4])
-    bos,*ends = (
-        _id(meta,f'{k}_token_id',len(tokens))
-        for k in ('bos','eos','eot','eom'))
+    names = ('bos','eos','eot','eom')
+    bos,*ends = (_id(meta,f'{k}_token_id',len(tokens)) for k in names)
     ends = tuple(dict.fromkeys(e for e in ends if e is not None))
-    around = [
-        [i]*_meta(meta,f'add_{k}_token',bool,d) if i is not None else []
-        for k,i,d in (
-            ('bos',bos,bos_too), ('eos',ends[0] if ends else None,False))]
-    _surround(t, *([tokens[i] for i in a] for a in around))
+    def wanted(k, i, default):
+        return [tokens[i]]*_meta(meta,f'add_{k}_token',bool,default) if i is not None else []
+    before = wanted('bos', bos, bos_too)
+    _surround(t, before, wanted('eos', ends[0] if ends else None, False))
     return cls(t, bos, ends)
 
 def _surround(t, before, after):

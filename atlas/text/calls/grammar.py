@@ -476,13 +476,10 @@ def _text_call(g, t, f)->str:
     "Arguments one by one, values as text or JSON"
     root,props,required = _shape(g, t)
     more = root.get('additionalProperties', True)
-    g.only(
-        root,
-        (
-            'properties',
-            'required',
-            *['additionalProperties']*(bool(props) or _textual(more, root))),
-        f'The schema of {t["name"][:40]!r}')
+    known = ['properties','required']
+    if props or _textual(more, root):
+        known.append('additionalProperties')
+    g.only(root, known, f'The schema of {t["name"][:40]!r}')
     # where a parser takes a value to end that is not closed
     stops = (f.key, f.close.split('\n')[0])
     def value(k, p):
@@ -570,19 +567,22 @@ def _plain(g, s, root, gemma)->str:
         object=('properties','required','additionalProperties'),
         array=('items','minItems','maxItems'))
     g.only(s, known.get(t, ()))
+    if t in ('boolean','null'):
+        return f'({plain(True)} | {plain(False)})' if t=='boolean' else plain(None)
+    other = _of_type(g, s, t, root, gemma)
+    if other is not None:
+        return other
+    return g.choice([_string(g, s, gemma), *map(plain, words), _number(g, s)])
+
+def _of_type(g, s, t, root, gemma)->str|None:
+    "A number, list, object or string, as the type `t` of the schema `s` says; None: no one type"
     if t in ('integer','number'):
         return _number(g, s, t)
-    if t=='boolean':
-        return f'({plain(True)} | {plain(False)})'
-    if t=='null':
-        return plain(None)
     if t=='array':
         return _list(g, s, root, gemma)
     if t=='object':
         return g.rule('"{" '+_pairs(g, s, root, gemma)+' "}"')
-    if t=='string' or gemma:
-        return _string(g, s, gemma)
-    return g.choice([_string(g, s, gemma), *map(plain, words), _number(g, s)])
+    return _string(g, s, gemma) if t=='string' or gemma else None
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #95245740
 def _gemma_typed(g, s, root, plain)->str:
