@@ -48,12 +48,14 @@ class Residency:
 
     @property
     def active(self)->bool:
-        "Is there anything to decide?"; return self.budget is not None or bool(self.groups)
+        "Is there anything to decide?"
+        return self.budget is not None or bool(self.groups)
     @property
     def most(self)->int: "Bytes for all"; return 1<<62 if self.budget is None else self.budget
     @property
     def free(self)->int:
-        "Bytes that nobody holds"; return self.most-sum(m.holds for m in self.models)
+        "Bytes that nobody holds"
+        return self.most-sum(m.holds for m in self.models)
     def __repr__(self):
         held = ', '.join(f'{m.name} {human(m.holds)}' for m in self.models if m.holds)
         of = '' if self.budget is None else f', {human(self.free)} left of {human(self.budget)}'

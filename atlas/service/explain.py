@@ -54,7 +54,8 @@ class Planned:
         return parts.get('weights', 0)+parts.get('steps', 0)
     @property
     def nbytes(self)->int:
-        "Bytes of all of it, alone; 0: nobody knows"; return self.plan.nbytes if self.plan else 0
+        "Bytes of all of it, alone; 0: nobody knows"
+        return self.plan.nbytes if self.plan else 0
 
 def planned(fleet:Fleet, name:str)->Planned:
     "A model of a file, with its plan or the reason why there is none"
@@ -128,7 +129,8 @@ class Explained:
     def __repr__(self): return str(self)
     @property
     def pinned(self)->int:
-        "Bytes that pinned models cannot do without"; return sum(
+        "Bytes that pinned models cannot do without"
+        return sum(
             p.least for p in self.models if p.pinned)
     @property
     def fits(self)->bool:
