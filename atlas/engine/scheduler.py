@@ -210,7 +210,8 @@ class Plan:
 @patch
 def __repr__(self:Plan):
     "Who has which rows"
-    runs = lambda l: ' '.join(f'{s.id}[{start}:{start+n}]' for s,start,n in l)
+    def runs(l):
+        return ' '.join(f'{s.id}[{start}:{start+n}]' for s,start,n in l)
     parts = dict(prefill=runs(self.prefill),
         replay=runs(self.replay),
         decode=' '.join(s.id for s in self.decode))

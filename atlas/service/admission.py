@@ -51,7 +51,9 @@ class Residency:
         "Is there anything to decide?"
         return self.budget is not None or bool(self.groups)
     @property
-    def most(self)->int: "Bytes for all"; return 1<<62 if self.budget is None else self.budget
+    def most(self)->int:
+        "Bytes for all"
+        return 1<<62 if self.budget is None else self.budget
     @property
     def free(self)->int:
         "Bytes that nobody holds"
@@ -157,7 +159,9 @@ def soon(self:Residency):
     ):
         return
     self._called = True
-    def call(): self._called = False; self.turn()
+    def call():
+        self._called = False
+        self.turn()
     asyncio.get_running_loop().call_soon(call)
 
 @patch

@@ -36,7 +36,9 @@ class Flights:
     healthy = True
     def __init__(self, info:dict):
         self.info,self.running,self.idle = info,0,asyncio.Event()
-    def begin(self): self.running += 1; self.idle.clear()
+    def begin(self):
+        self.running += 1
+        self.idle.clear()
     def end(self):
         self.running -= 1
         if not self.running:

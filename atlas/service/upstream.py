@@ -515,7 +515,9 @@ class Clock:
     than to look at the time"""
     def __init__(self, seconds:float):
         self.limit,self.since,self.late = seconds,monotonic(),False
-    def stop(self): "Something came"; self.since = None
+    def stop(self):
+        "Something came"
+        self.since = None
     def go(self, seconds:float):
         "The next is to come within so many seconds"
         self.limit,self.since = seconds,monotonic()

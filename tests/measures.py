@@ -1,0 +1,171 @@
+"""How the tree reads, in numbers: lines, tokens, functions, and what stands between shown things.
+
+    python tests/measures.py [-v] [PATH ...]
+
+A row for each chapter, the kernels and the tests, or for each path: notebooks, Python and CUDA
+files, or folders of these. `-v` says where a line is too long, a function too large, and so on."""
+import ast,io,json,re,sys,tokenize
+from collections import Counter
+from dataclasses import dataclass,field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LINE,MANY,FUNCTION,NAMES = 100,20,170,3 # Characters, tokens, tokens, names of one assignment
+WORDS,CELLS = 250,3 # With nothing shown
+KINDS = '.ipynb','.py','.cu','.cuh'
+LAYOUT = {
+    tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.COMMENT, tokenize.ENCODING, tokenize.ENDMARKER}
+C_TOKEN = re.compile(
+    r'"(?:\\.|[^"\\])*"|[A-Za-z_]\w*|\d[\w.]*|<<=|>>=|->|\+\+|--|<<|>>|[<>=!]=|&&|\|\||[-+*/]=|::|\S')
+
+@dataclass
+class Measures:
+    "Of some files"
+    lines:int=0
+    tokens:list=field(default_factory=list) # Of each line that has some
+    long:int=0 # Lines
+    joined:int=0 # Lines with two statements
+    wide:int=0 # Assignments of many names
+    lambdas:int=0 # With a name
+    functions:list=field(default_factory=list) # Tokens of those that are too large
+    walls:int=0 # Runs of words or exported cells with nothing shown
+
+    def quantile(self, q:float)->int:
+        "Tokens that a line has at most, but for the longest"
+        counts = sorted(self.tokens)
+        return counts[int(q*(len(counts)-1))] if counts else 0
+
+    def row(self, name:str)->str:
+        "A line of the table"
+        worst = max(self.functions, default=0)
+        return (
+            f'{name:14} {self.lines:7,} {self.quantile(.5):4} {self.quantile(.9):4} '
+            f'{self.quantile(.99):4} {self.long:6} {self.joined:6} {self.wide:6} '
+            f'{self.lambdas:7} {len(self.functions):9} {worst:6} {self.walls:6}')
+
+HEAD = (
+    f'{"":14} {"lines":>7} {"p50":>4} {"p90":>4} {"p99":>4} {"long":>6} {"joined":>6} '
+    f'{"wide":>6} {"lambdas":>7} {"functions":>9} {"worst":>6} {"walls":>6}')
+
+def files(paths):
+    "All files below `paths` that are measured"
+    for p in paths:
+        found = [p] if p.is_file() else sorted(p.rglob('*'))
+        yield from (f for f in found if f.suffix in KINDS and '.ipynb_checkpoints' not in f.parts)
+
+def cells(path)->list:
+    "Cells of a notebook, with their source as one text"
+    found = json.loads(path.read_text(encoding='utf-8'))['cells']
+    return [c|dict(source=''.join(c['source'])) for c in found]
+
+def sources(path):
+    "(where, text) of all code of a file"
+    if path.suffix!='.ipynb':
+        yield str(path),path.read_text(encoding='utf-8')
+        return
+    for i,c in enumerate(cells(path)):
+        if c['cell_type']=='code' and not c['source'].lstrip().startswith('%'):
+            yield f'{path}[{i}]',c['source']
+
+def tokens_of(src:str)->Counter:
+    "Tokens of each line of Python, layout and comments aside"
+    try:
+        found = list(tokenize.generate_tokens(io.StringIO(src).readline))
+    except (tokenize.TokenError,SyntaxError):
+        return Counter()
+    return Counter(t.start[0] for t in found if t.type not in LAYOUT)
+
+def joined(tree)->list:
+    "Lines with two statements, but for functions that return one plain value"
+    begun = Counter(n.lineno for n in ast.walk(tree) if isinstance(n, ast.stmt))
+    for n in ast.walk(tree):
+        if isinstance(n, ast.FunctionDef) and isinstance(n.body[0], ast.Return):
+            begun[n.lineno] -= n.body[0].lineno==n.lineno
+    return [line for line,n in begun.items() if n>1]
+
+def python(src:str, m:Measures, say):
+    "Measure a text of Python"
+    per = tokens_of(src)
+    m.tokens += per.values()
+    for line,n in per.items():
+        if n>2*MANY:
+            say(line, f'{n} tokens')
+    try:
+        tree = ast.parse(src)
+    except SyntaxError:
+        return
+    for line in joined(tree):
+        m.joined += 1
+        say(line, 'two statements')
+    for n in ast.walk(tree):
+        if isinstance(n, (ast.FunctionDef,ast.AsyncFunctionDef)):
+            total = sum(k for line,k in per.items() if n.lineno<=line<=n.end_lineno)
+            if total>FUNCTION:
+                m.functions.append(total)
+                say(n.lineno, f'{n.name} has {total} tokens')
+        if isinstance(n, ast.Assign):
+            m.lambdas += isinstance(n.value, ast.Lambda)
+            names = max(len(t.elts) if isinstance(t, ast.Tuple) else 1 for t in n.targets)
+            if names>NAMES:
+                m.wide += 1
+                say(n.lineno, f'{names} names')
+
+def cuda(src:str, m:Measures, say):
+    "Measure a text of CUDA C++"
+    plain = re.sub(r'/\*.*?\*/', lambda found: '\n'*found[0].count('\n'), src, flags=re.S)
+    for i,line in enumerate(plain.splitlines(), 1):
+        code = re.sub(r'//.*', '', line)
+        if n := len(C_TOKEN.findall(code)):
+            m.tokens.append(n)
+        if re.sub(r'for\s*\([^)]*\)|"(?:\\.|[^"\\])*"', '', code).count(';')>1:
+            m.joined += 1
+            say(i, 'two statements')
+
+def walls(path, m:Measures, say):
+    "Count runs of prose or code of a page with nothing shown"
+    words = exported = 0
+    for i,c in enumerate(cells(path)):
+        if c['cell_type']=='markdown':
+            words += len(c['source'].split())
+        elif c['source'].startswith('#| export'):
+            exported += 1
+        if c['cell_type']=='code' and c.get('outputs') or '|--' in c['source']:
+            words = exported = 0
+        if words>WORDS or exported>CELLS:
+            m.walls += 1
+            say(i, f'{words} words and {exported} exported cells with nothing shown')
+            words = exported = 0
+
+def measured(paths, verbose=False)->Measures:
+    "What files have"
+    m = Measures()
+    for path in files(paths):
+        for where,src in sources(path):
+            def say(line, what):
+                if verbose:
+                    print(f'{where}:{line}: {what}')
+            rows = src.splitlines()
+            m.lines += len(rows)
+            for i,row in enumerate(rows, 1):
+                if len(row)>LINE:
+                    m.long += 1
+                    say(i, f'{len(row)} characters')
+            (cuda if path.suffix in ('.cu','.cuh') else python)(src, m, say)
+        if path.suffix=='.ipynb':
+            walls(path, m, lambda i,what: verbose and print(f'{path}[{i}]: {what}'))
+    return m
+
+def main(args):
+    "Print the table"
+    verbose = '-v' in args
+    named = [Path(a) for a in args if a!='-v']
+    paths = named or [*sorted(p for p in (ROOT/'nbs').iterdir() if p.is_dir()),
+        ROOT/'kernels', ROOT/'tests']
+    rows = [(p.name, measured([p], verbose)) for p in paths]
+    print(HEAD)
+    for name,m in rows:
+        print(m.row(name))
+
+if __name__=='__main__':
+    main(sys.argv[1:])
