@@ -12,7 +12,7 @@ from script_config import ScriptConfig
 from scripted import running,service
 from test_images import FILES,folder,url
 from atlas.text.chat import ChatTemplate
-from atlas.use.clients import Served,setup
+from atlas.use.clients import ServerModel,setup
 from atlas.service.models import Models
 from atlas.service.gateway import modelled
 from atlas.service.http import Keys,Rules
@@ -466,7 +466,7 @@ def test_files(folder):
 
 def test_launch():
     "`atlas launch open-webui` makes one connection, with the buttons, and its model for new chats"
-    e = setup('open-webui', Served('http://127.0.0.1:8888', 'first', 512, 'sesame')).env
+    e = setup('open-webui', ServerModel('http://127.0.0.1:8888', 'first', 512, 'sesame')).env
     assert (
         e['OPENAI_API_BASE_URLS'],e['OPENAI_API_KEYS'],
         json.loads(e['OPENAI_API_CONFIGS']),e['DEFAULT_MODELS']

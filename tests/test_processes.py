@@ -389,8 +389,9 @@ def test_only_the_monotonic_clock():
     """The wall clock is asked for people alone: when a model was made known, and since when its
     state is what it is"""
     import inspect
-    from atlas.service import gateway,link,remote,worker
-    src = ''.join(map(inspect.getsource, (gateway, link, remote, worker)))
+    from atlas.service import admission,gateway,link,models,process,remote,worker
+    parts = admission,gateway,link,models,process,remote,worker
+    src = ''.join(map(inspect.getsource, parts))
     assert src.count('time.time(')==2 and 'datetime' not in src
 
 @running_test
