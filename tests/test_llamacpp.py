@@ -9,7 +9,7 @@ from atlas.service.models import Models
 from atlas.service.server import create_app
 from atlas.service.upstream import Backend,Limits
 from helpers.scripted import running
-from helpers.waiting import WAIT
+from helpers.waiting import WAIT,until
 
 pytest.importorskip('xllamacpp', reason='llama.cpp has no wheel for this machine')
 HELPER = Path(__file__).parent/'helpers/llamacpp_server.py'
@@ -62,8 +62,10 @@ def counted(web, kind):
     return float(found[1]) if found else 0
 
 def test_its_models(through):
-    names = [m['id'] for m in through.get('/v1/models').json()['data']]
-    assert names==['alphabet']
+    "They are listed as soon as the server has been asked"
+    def names():
+        return [m['id'] for m in through.get('/v1/models').json()['data']]
+    assert until(names, 'the list of models')==['alphabet']
 
 def test_chat(through):
     before = counted(through, 'prompt'),counted(through, 'completion')
