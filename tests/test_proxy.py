@@ -1009,6 +1009,28 @@ def test_one_that_does_not_begin(stream):
         assert r.headers['x-atlas-model']=='small' and '(stalled)' in r.headers['x-atlas-route']
     assert s.aborted==1
 
+class Loading(Served):
+    "A model that is being loaded, and never done"
+    def __init__(self):
+        super().__init__(['gemma'], None)
+        self.asked,self.runner = 0,Speaker(say)
+    async def up(self, autoload=True):
+        self.asked += 1
+        await asyncio.Event().wait()
+
+@both_ways
+def test_one_that_loads_too_long(stream):
+    "Nobody waits for it longer than for one that is stuck"
+    slow = Loading()
+    with door(
+        local=[slow,speaker('small', say)],
+        fallbacks=stand_in('small', timeout=.2)
+    ) as d:
+        r = d.post(stream=stream)
+        assert r.status_code==200 and r.headers['x-atlas-model']=='small'
+        assert '(stalled)' in r.headers['x-atlas-route']
+    assert slow.asked==1
+
 @pytest.mark.parametrize('path', ['chat/completions','messages','responses'])
 def test_streams_that_were_held_lose_nothing(path):
     "A model of ours with one who stands in says what it says without"

@@ -25,7 +25,7 @@ from .files import File
 # %% ../../nbs/1_ground/10_reading.ipynb #7a97686d
 # Bytes that places and lengths of direct reads, and addresses of buffers, are multiples of
 BLOCK = 4096
-THREADS = 8 # Reads that a disk has to do at a time
+THREADS = 8 # Reads that a disk has to do at a time, at most
 
 @dataclass(slots=True)
 class Extent:
