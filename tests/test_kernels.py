@@ -189,7 +189,7 @@ def build(tmp, listed=None, only=None, ignored=(), fails=False, **env):
 
 def files(d):
     return {str(p.relative_to(d)) for p in d.rglob('*') if p.is_file()}
-sources = files(root/'kernels')-{'.clang-format'}  # which is for who edits them
+sources = files(root/'kernels')
 
 def fake_nvcc(tmp, script):
     d = tmp/'bin'
