@@ -946,7 +946,7 @@ async def test_models_of_unknown_size_all_load_at_the_start(tmp_path, monkeypatc
     leaves"""
     def unknown(configs, budget): return [None for _ in configs]
     monkeypatch.setitem(HOW, 'measure', unknown)
-    monkeypatch.setattr(Model, '_upstream', telling(Model._upstream))
+    monkeypatch.setattr(Model, '_make_ready', telling(Model._make_ready))
     both = NOBODY.replace('false', 'true')
     async with following(tmp_path/'atlas.yaml', both, machine=machine(20*GIB)) as (file,ms):
         await happens(lambda: all(m.state!='loading' for m in ms.all))
@@ -955,11 +955,11 @@ async def test_models_of_unknown_size_all_load_at_the_start(tmp_path, monkeypatc
                 one=('loaded',GIB), two=('loaded',GIB))
         assert not ms.memory['evictions']
 
-def telling(upstream):
-    "As `upstream`, of a worker that tells what it takes"
+def telling(make_ready):
+    "As `make_ready`, of a worker that tells what it takes"
     async def of(self, info):
         info['memory'] = dict(weights=GIB)
-        return await upstream(self, info)
+        return await make_ready(self, info)
     return of
 
 @running_test
@@ -1032,14 +1032,14 @@ def beside(app, text=FAR):
     from scripted import running
     with running(app) as url:
         f = fleet_of(text.replace('URL', f'"{url}/v1"'), env={})
-        from atlas.service.reload import backends,stand_ins
+        from atlas.service.reload import stand_ins,upstreams_of
         r = Recorder('near')
         ms = Models(
             [
                 Served(
                     ['near'],
                     ReadyModel('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))],
-            backends=backends(f))
+            upstreams=upstreams_of(f))
         ms.names,ms.fallbacks = Names(f),stand_ins(f)
         ms.meet()
         with TestClient(create_app(ms), base_url='http://localhost') as http:

@@ -7,7 +7,7 @@ import anthropic,httpx,openai,pytest
 from atlas.service.fallbacks import Fallbacks
 from atlas.service.models import Models
 from atlas.service.server import create_app
-from atlas.service.upstream import Backend,Limits
+from atlas.service.upstream import Upstream,Limits
 from helpers.scripted import running
 from helpers.waiting import WAIT,until
 
@@ -41,8 +41,8 @@ def llama(tmp_path_factory):
 @contextmanager
 def door(*urls, fallbacks=None, **kw):
     "Our server, in front of these, as `(client, models)`"
-    servers = [Backend(f'llama{i or ""}', u, limits=QUICK, **kw) for i,u in enumerate(urls)]
-    ms = Models([], backends=servers)
+    servers = [Upstream(f'llama{i or ""}', u, limits=QUICK, **kw) for i,u in enumerate(urls)]
+    ms = Models([], upstreams=servers)
     ms.fallbacks = fallbacks
     with running(create_app(ms)) as url, httpx.Client(base_url=url, timeout=WAIT) as web:
         yield web,ms
