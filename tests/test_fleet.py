@@ -1141,23 +1141,23 @@ async def test_reload_changes_other_servers(tmp_path):
         text = f'models: {{one: {{load_on_startup: true}}}}\nupstreams: {{away: {{url: "{url}/v1"}}, same: {{url: "{url}/v1"}}}}\nnames: {{far: away/big}}'
         async with following(tmp_path/'atlas.yaml', text) as (file,ms):
             await ms.get('one')
-            same,away = ms.backends[1],ms.backends[0]
+            same,away = ms.upstreams[1],ms.upstreams[0]
             pid = ms.find('one').child.pid
-            assert ms.find('far').backend is away
+            assert ms.find('far').upstream is away
             file.path.write_text(
                 text.replace(
                     f'away: {{url: "{url}', f'away: {{url: "{url2}'
                 )+'\nfallbacks: {one: [away/big]}')
             await file.reload()
             assert [
-                b.name for b in ms.backends
-            ]==['away','same'] and ms.backends[1] is same and ms.backends[0] is not away
-            assert ms.find('far').backend is ms.backends[0] and ms.fallbacks.to==dict(
+                u.name for u in ms.upstreams
+            ]==['away','same'] and ms.upstreams[1] is same and ms.upstreams[0] is not away
+            assert ms.find('far').upstream is ms.upstreams[0] and ms.fallbacks.to==dict(
                 one=['away/big'])
             await happens(lambda: not ms.parting)
             file.path.write_text(text[:text.index('upstreams')]+'names: {far: one}')
             await file.reload()
-            assert not ms.backends and ms.fallbacks is None and [
+            assert not ms.upstreams and ms.fallbacks is None and [
                 m.name for m in ms.all]==['one'] and ms.find('far').child.pid==pid
 
 @running_test
