@@ -212,7 +212,7 @@ STATES = ('unloaded','loading','loaded','sleeping','stalled','restarting','unloa
 class Metrics:
     "What the service counts; Prometheus's collector of it"
     def __init__(self,
-        models, # Whatever has `upstreams` and `stats()`
+        models, # Whatever has `ready_models` and `stats()`
     ):
         self.models,self.by_model,self.http = models,{},Counter()
         self.machine = [],None # What its cards and its memory said last
@@ -256,7 +256,7 @@ def _counters(models):
 @patch
 def collect(self:Metrics):
     "Every number, for Prometheus"
-    for u in self.models.upstreams:
+    for u in self.models.ready_models:
         self.of(u.name)
     ms = self.by_model.items()
     yield from _histograms(ms)
@@ -270,7 +270,7 @@ def collect(self:Metrics):
     yield from self._engines()
     yield from self._states()
     yield from self._cards()
-    yield from upstream_families(getattr(self.models, 'backends', ()))
+    yield from upstream_families(getattr(self.models, 'upstreams', ()))
     yield from fallback_family(getattr(self.models, 'fallbacks', None))
     f = CounterMetricFamily(
         'atlas:http_requests', 'HTTP requests', labels=['method','handler','status'])
@@ -287,7 +287,7 @@ def _family(k, doc, *labels):
 @patch
 def _engines(self:Metrics):
     "What engines say of themselves"
-    said = [(u.name, u.runner.stats()) for u in self.models.upstreams]
+    said = [(u.name, u.runner.stats()) for u in self.models.ready_models]
     for k,doc in _engine.items():
         f = _family(k, doc)
         for name,s in said:
@@ -409,18 +409,18 @@ class UpstreamMetrics:
         self.usage['completion'] += usage.completion
 
 def upstream_families(
-    backends, # Whatever has `counts` and `error`
+    upstreams, # Whatever has `counts` and `error`
 ):
     "The numbers of other servers, for Prometheus; nothing where there are none"
-    if not backends:
+    if not upstreams:
         return
     for k,times in zip(_upstream, ('first','latency')):
         f = HistogramMetricFamily(f'atlas:{k}', _upstream[k], labels=['upstream'])
-        for b in backends:
+        for u in upstreams:
             f.add_metric(
-                [b.name],
-                getattr(b.counts, times).buckets,
-                getattr(b.counts, times).sum)
+                [u.name],
+                getattr(u.counts, times).buckets,
+                getattr(u.counts, times).sum)
         yield f
     asked = CounterMetricFamily(
         'atlas:upstream_requests', 'Questions to another server, by how they ended',
@@ -430,12 +430,12 @@ def upstream_families(
         labels=['upstream','kind'])
     up = GaugeMetricFamily(
         'atlas:upstream_up', 'Did it answer as it should the last time?', labels=['upstream'])
-    for b in backends:
-        for how,n in (dict(ok=0)|b.counts.asked).items():
-            asked.add_metric([b.name,how], n)
+    for u in upstreams:
+        for how,n in (dict(ok=0)|u.counts.asked).items():
+            asked.add_metric([u.name,how], n)
         for kind in ('prompt','completion'):
-            tokens.add_metric([b.name,kind], b.counts.usage[kind])
-        up.add_metric([b.name], float(b.error is None))
+            tokens.add_metric([u.name,kind], u.counts.usage[kind])
+        up.add_metric([u.name], float(u.error is None))
     yield from (asked,tokens,up)
 
 # %% ../../nbs/7_service/09_metrics.ipynb #ce3eac82
