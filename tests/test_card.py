@@ -54,10 +54,9 @@ TOYS = {
             num_hidden_layers=6, global_head_dim=64, num_global_key_value_heads=1, num_experts=8,
             top_k_experts=2, moe_intermediate_size=64, sliding_window=16)),
     'nemotron': ('nemotron-3-nano-30b-a3b', dict(
-        hybrid_override_pattern='MEM*E', num_hidden_layers=5, mamba_num_heads=8,
-        mamba_head_dim=16, n_groups=2, ssm_state_size=16, n_routed_experts=8,
-        num_experts_per_tok=2, moe_intermediate_size=64,
-        moe_shared_expert_intermediate_size=96)),
+        hybrid_override_pattern='MEM*E', num_hidden_layers=5, mamba_num_heads=8, mamba_head_dim=16,
+        n_groups=2, ssm_state_size=16, n_routed_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=64, moe_shared_expert_intermediate_size=96)),
     'granite': ('granite-4.0-h-tiny', _GRANITE|dict(
         num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=64)),
     'granite-tied': ('granite-4.0-h-micro', _GRANITE|dict(

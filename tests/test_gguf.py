@@ -148,8 +148,7 @@ def test_kept_packed(tmp_path, name, quant):
     path = to_gguf(data/name, tmp_path/'m.gguf', quant)
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        kw = dict(
-            ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
+        kw = dict(ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
         a = load(ck, wants, host, **kw)
         b = load(ck, wants, host, packed=True, **kw)
     packed = {
@@ -183,8 +182,7 @@ def test_in_parts(tmp_path, n):
 def test_size_of_the_vocabulary(tmp_path):
     "A key, or else the tokenizer, or else the embedding says it"
     tokens = {'tokenizer.ggml.tokens':[f't{i}' for i in range(120)]}
-    for kw in (
-        {}, dict(vocab_size=None), dict(vocab_size=None, **tokens)):
+    for kw in ({}, dict(vocab_size=None), dict(vocab_size=None, **tokens)):
         with open_checkpoint(to_gguf(data/'gpt-oss', tmp_path/'m.gguf', **kw)) as c:
             assert c.config.vocab_size==120
 
@@ -207,19 +205,9 @@ def random_folder(path, conf, seed=0):
     return hf_folder(path, ts, conf)
 
 BASE = dict(
-    vocab_size=64,
-    hidden_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=32,
-    max_position_embeddings=128,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    tie_word_embeddings=False,
-    eos_token_id=2,
-    hidden_act='silu')
+    vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, intermediate_size=32, max_position_embeddings=128,
+    rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False, eos_token_id=2, hidden_act='silu')
 EXPERTS = (
     BASE
     |dict(
@@ -295,8 +283,7 @@ def test_fused_gate_and_up(tmp_path):
     fused = {}
     for k,x in ts.items():
         if 'gate_exps' in k:
-            x = np.concatenate(
-                [x, ts[k.replace('gate','up')]], 1)
+            x = np.concatenate([x, ts[k.replace('gate','up')]], 1)
         if 'up_exps' not in k:
             fused[k.replace('gate_exps','gate_up_exps')] = x
     assert unlike(
@@ -382,8 +369,7 @@ def blocks(rng, t, shape):
                 *b.shape[:-1],
                 1)).astype(np.float16).view(np.uint8)
     if t.name=='MXFP4':
-        b[...,0] = rng.integers(
-            110, 130, b.shape[:-1])
+        b[...,0] = rng.integers(110, 130, b.shape[:-1])
     if t.name=='NVFP4':
         b[...,:4] &= 127
         b[0,0,:4] = 127,130,0,128  # there is no NaN, and no sign
@@ -439,8 +425,7 @@ def nvfp4_folder(
             continue
         q = QTensor.encode(a, 'NVFP4').parts
         ts |= {
-            k:q['data'],
-            k+'_scale':q['scale'],
+            k:q['data'], k+'_scale':q['scale'],
             k+'_scale_2':q['global']}
         types[k+'_scale'] = 'F8_E4M3'
     (folder/'model.safetensors').write_bytes(st_bytes(ts, dtypes=types))

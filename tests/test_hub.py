@@ -309,15 +309,10 @@ def test_remove_takes_leftovers(stepped, tmp_path):
 # since it reads its settings when imported
 
 REPO = {
-    'config.json': b'{"model_type":"llama"}',
-    'model.safetensors': noise,
-    'chat_template.jinja': b'{{ x }}',
-    'tokenizer.json': b'{}',
-    'README.md': b'# no',
-    'pytorch_model.bin': b'pickle',
-    'original/model.safetensors': b'twice',
-    'onnx/config.json': b'{}',
-    'consolidated.safetensors': b'thrice'}
+    'config.json': b'{"model_type":"llama"}', 'model.safetensors': noise,
+    'chat_template.jinja': b'{{ x }}', 'tokenizer.json': b'{}', 'README.md': b'# no',
+    'pytorch_model.bin': b'pickle', 'original/model.safetensors': b'twice',
+    'onnx/config.json': b'{}', 'consolidated.safetensors': b'thrice'}
 SHA = 'a'*40
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -351,8 +346,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
     def reply(self, status, b, headers):
         self.send_response(status)
-        for k,v in (
-            headers|{'Content-Length': str(len(b))}).items():
+        for k,v in (headers|{'Content-Length': str(len(b))}).items():
             self.send_header(k, v)
         self.end_headers()
         if self.command=='GET':
@@ -453,8 +447,7 @@ print([n for _,n,_ in said]==sorted(n for _,n,_ in said))'''
 def test_flipped_bit_is_mended(stepped):
     "A damaged model in the cache is not served: whoever asks for it gets it anew"
     p = resolve('tiny')
-    p.write_bytes(
-        noise[:-1]+bytes([noise[-1]^1]))
+    p.write_bytes(noise[:-1]+bytes([noise[-1]^1]))
     assert resolve('tiny').read_bytes()==noise
 
 def test_pins(demo):

@@ -25,25 +25,13 @@ lay = pytest.mark.parametrize(
 # ---- a checkpoint, and readers that know nothing of Atlas
 
 CONF = dict(
-    model_type='llama',
-    vocab_size=64,
-    hidden_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=256,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tie_word_embeddings=False,
-    eos_token_id=2)
+    model_type='llama', vocab_size=64, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=256, max_position_embeddings=256, rms_norm_eps=1e-5,
+    rope_theta=10000.0, tie_word_embeddings=False, eos_token_id=2)
 SHAPES = {
-    'self_attn.q_proj':(128,128),
-    'self_attn.k_proj':(64,128),
-    'self_attn.v_proj':(64,128),
-    'self_attn.o_proj':(128,128),
-    'mlp.gate_proj':(256,128),
-    'mlp.up_proj':(256,128),
+    'self_attn.q_proj':(128,128), 'self_attn.k_proj':(64,128),
+    'self_attn.v_proj':(64,128), 'self_attn.o_proj':(128,128),
+    'mlp.gate_proj':(256,128), 'mlp.up_proj':(256,128),
     'mlp.down_proj':(128,256)}
 
 def weights(seed=0, layers=3):
@@ -61,9 +49,7 @@ def weights(seed=0, layers=3):
         'model.embed_tokens':r.standard_normal((64,128)),
         'lm_head':r.standard_normal((64,128))*.1,
         'model.norm':np.ones(128)}
-    return {
-        k+'.weight':f32_to_bf16(np.float32(v))
-        for k,v in t.items()}
+    return {k+'.weight':f32_to_bf16(np.float32(v)) for k,v in t.items()}
 
 def st_bytes(tensors, types={}):
     d,pos = {},0
@@ -117,8 +103,7 @@ def raw(path):
             where[k] = p.name
             assert (
                 a
-                % {
-                    'F32':4, 'BF16':2, 'F16':2}.get(e['dtype'],1)
+                % {'F32':4, 'BF16':2, 'F16':2}.get(e['dtype'],1)
                 == 0)
     if (path/INDEX).exists():
         assert json.loads((path/INDEX).read_text())['weight_map']==where
@@ -137,13 +122,11 @@ def decoded(path):
     with ExitStack() as es:
         return {
             t.name:read_tensor(t).decode()
-            for t in Q._infos(
-                Q._source(path, es)[1]).values()}
+            for t in Q._infos(Q._source(path, es)[1]).values()}
 
 # ---- the bytes
 
-E2M1 = np.float32([
-    0, .5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = np.float32([0, .5, 1, 1.5, 2, 3, 4, 6])
 E4M3 = np.float32([
     (-1)**(c>>7)
     *(
@@ -153,8 +136,7 @@ E4M3 = np.float32([
     for c in range(127)])
 def even(x, mags): # nearest of the ascending magnitudes, ties to the even code
     x = np.abs(x)
-    c = np.clip(
-        np.searchsorted(mags, x), 1, len(mags)-1)
+    c = np.clip(np.searchsorted(mags, x), 1, len(mags)-1)
     lo = mags[c-1].astype(np.float64)
     hi = mags[c].astype(np.float64)
     x = x.astype(np.float64)
@@ -218,8 +200,7 @@ def mxfp4(w):
     e = np.full(top.shape, -127)
     for k in range(-126, 128):
         e = np.where(
-            (top>6*2.**(k-1))&(
-                top<=6*2.**k),
+            (top>6*2.**(k-1))&(top<=6*2.**k),
             k,
             e)
     x = b.astype(np.float64)/2.**e[...,None]
@@ -501,9 +482,7 @@ def test_head(tmp_path):
         device='cpu').logits([3,4,5])).all()
     with pytest.raises(ConfigError, match='no reader knows'):
         quantize(src, tmp_path/'x', 'fp8', 'block', head=True)
-    tied = {
-        k:v
-        for k,v in weights().items() if 'lm_head' not in k}
+    tied = {k:v for k,v in weights().items() if 'lm_head' not in k}
     with pytest.raises(ConfigError, match='no output matrix of its own'):
         quantize(
             folder(tmp_path/'t', tied, CONF|dict(tie_word_embeddings=True)), tmp_path/'x',
@@ -655,8 +634,7 @@ def test_requantize(tmp_path):
     k = 'model.layers.1.mlp.down_proj.weight'
     assert (
         got[k][2]
-        ==nvfp4(
-            f8[k], np.abs(f8[k]).max())[0]
+        ==nvfp4(f8[k], np.abs(f8[k]).max())[0]
         and rep.rows[0]['before']==sum(
             len(v[2])
             for n,v in raw(tmp_path/'f').items()
@@ -677,16 +655,14 @@ def test_requantize_every_stored_format(tmp_path, name):
     oss = 'gpt-oss' in name
     rep = quantize(data/name, tmp_path/'d', 'mxfp4' if oss else 'nvfp4', requantize=True)
     assert rep.rows and all(r['error']<.2 for r in rep.rows)
-    a = LLM(
-        str(tmp_path/'d'), device='cpu').logits(range(3,20))
+    a = LLM(str(tmp_path/'d'), device='cpu').logits(range(3,20))
     assert np.isfinite(a).all()
     if oss:
         assert (
             rep.error==0
             and np.array_equal(
                 a,
-                LLM(
-                    str(data/name), device='cpu').logits(range(3,20))))
+                LLM(str(data/name), device='cpu').logits(range(3,20))))
 
 @pytest.fixture(scope='module')
 def in_part():
@@ -752,8 +728,7 @@ def test_killed_at_any_moment(tmp_path):
     total = int(r.stdout)
     want = tree(tmp_path/'whole')
     out = tmp_path/'out'
-    for n in sorted({
-        1, 2, 3, total//2, total-1, total}):
+    for n in sorted({1, 2, 3, total//2, total-1, total}):
         r = run(src, out, n)
         assert (
             r.returncode==-signal.SIGKILL
@@ -806,9 +781,7 @@ def test_full_disk(tmp_path, monkeypatch, call, nth):
     real = getattr(os, call)
     count = [0]
     def fails(*a, **k):
-        counts = (
-            call!='open'
-            or len(a)>1 and bool(a[1]&os.O_CREAT))
+        counts = call!='open' or len(a)>1 and bool(a[1]&os.O_CREAT)
         count[0] += counts
         if counts and count[0]==nth:
             raise OSError(errno.ENOSPC, 'No space left on device')

@@ -388,8 +388,7 @@ _HOPPER = Limits(
     ahead=16<<20, groups=True)
 _OTHERS = Limits(
     shared=100<<10, block=99<<10, half=99<<10,
-    alone=51<<10, third=0,
-    ahead=2<<20, groups=False)
+    alone=51<<10, third=0, ahead=2<<20, groups=False)
 
 def limits(card)->Limits:
     "The limits of a `Cuda`, an `Emulator`, or what stands for one"

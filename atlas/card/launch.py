@@ -418,11 +418,7 @@ def cubin_name(
         *([_sha(' '.join(options).encode())[:12]] if options else []),
         arch, 'cubin'])
 
-def ahead(
-    src:Source,
-    arch:str,
-    options:tuple=(),
-)->bytes|None:
+def ahead(src:Source, arch:str, options:tuple=(),)->bytes|None:
     "The cubin that the wheel's build left beside the source"
     p = src.root/cubin_name(src.name, arch, options)
     return p.read_bytes() if p.exists() else None

@@ -50,8 +50,7 @@ class RopeConfig:
         if self.kind not in ROPE_KINDS:
             raise UnsupportedError(
                 f'Rope type {self.kind!r} is not supported',
-                hint=f'Supported: {", ".join(ROPE_KINDS)}',
-                param='rope_type')
+                hint=f'Supported: {", ".join(ROPE_KINDS)}', param='rope_type')
         if self.kind in ('llama3','yarn') and self.original_max<1:
             raise ConfigError(
                 f'Rope type {self.kind!r} needs original_max_position_embeddings',
@@ -224,8 +223,7 @@ class VisionConfig:
         require(once, key, 'a block is there twice')
         if self.act!='gelu_tanh':
             raise UnsupportedError(
-                f'Vision activation {self.act!r} is not supported',
-                hint='Supported: gelu_tanh',
+                f'Vision activation {self.act!r} is not supported', hint='Supported: gelu_tanh',
                 param='hidden_act')
 
 # %% ../../nbs/1_ground/04_config.ipynb #bba4eb29

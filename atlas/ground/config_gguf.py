@@ -192,11 +192,8 @@ def gguf_alike(
     att = gguf_attention(m, a, L, names, freq_factors, window=w, **kw)
     ffn = 'moe' if moe else 'mlp'
     return dict(
-        mixers=('attention',)*L,
-        ffns=(ffn,)*L,
-        moe=moe,
-        attention=att,
-        mlp_bias=gguf_has(names, '.ffn_up.bias'))
+        mixers=('attention',)*L, ffns=(ffn,)*L,
+        moe=moe, attention=att, mlp_bias=gguf_has(names, '.ffn_up.bias'))
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #9393cb20
 GGUF_TOP = dict(token_embd='model.embed_tokens', output_norm='model.norm', output='lm_head')

@@ -135,21 +135,9 @@ class TensorInfo:
 
 # %% ../../nbs/1_ground/08_files.ipynb #a6fa7ea8
 ST_SIZES = dict(
-    BOOL=1,
-    U8=1,
-    I8=1,
-    F8_E4M3=1,
-    F8_E5M2=1,
-    F8_E8M0=1,
-    U16=2,
-    I16=2,
-    F16=2,
-    BF16=2,
-    U32=4,
-    I32=4,
-    F32=4,
-    U64=8,
-    I64=8,
+    BOOL=1, U8=1, I8=1, F8_E4M3=1, F8_E5M2=1,
+    F8_E8M0=1, U16=2, I16=2, F16=2, BF16=2,
+    U32=4, I32=4, F32=4, U64=8, I64=8,
     F64=8)
 
 def _unique(pairs):
@@ -191,8 +179,7 @@ def _st_entry(file, name, e, start)->Span:
     if not isinstance(dtype, str) or dtype not in ST_SIZES:
         raise UnsupportedError(
             f'{file.name}: tensor {name!r} has the unknown type {dtype!r}',
-            hint=f'Known: {", ".join(ST_SIZES)}',
-            param=name)
+            hint=f'Known: {", ".join(ST_SIZES)}', param=name)
     if b-a!=math.prod(shape)*ST_SIZES[dtype]:
         raise bad(f'is {dtype} {list(shape)} and cannot take the {b-a:,} bytes from {a:,} to {b:,}')
     return Span(file, start+a, b-a, dtype, shape)

@@ -63,9 +63,7 @@ def f32_to_e2m1(x:np.ndarray)->np.ndarray: # uint8 codes 0..15
 
 def f32_to_e4m3(x:np.ndarray)->np.ndarray: # uint8 codes
     "Nearest E4M3 code, ties to even, saturating at ±448; NaN stays NaN"
-    c = (
-        np.searchsorted(_E4M3_EDGES, np.abs(x))
-        + 128*np.signbit(x))
+    c = np.searchsorted(_E4M3_EDGES, np.abs(x))+ 128*np.signbit(x)
     return np.where(np.isnan(x), 0x7F, c).astype(np.uint8)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #405490bc
@@ -76,9 +74,7 @@ def bf16_to_f32(u:np.ndarray)->np.ndarray:
 def f32_to_bf16(x:np.ndarray)->np.ndarray:
     "uint16 BF16 codes of float32 values, rounded to nearest even"
     u = np.asarray(x, np.float32).view(np.uint32)
-    r = (
-        (u + (np.uint32(0x7FFF) + (u>>16 & 1)))
-        >>16)
+    r = (u + (np.uint32(0x7FFF) + (u>>16 & 1))) >>16
     return np.where(
         np.isnan(x), u>>16 | 0x40, r).astype(np.uint16)
 
@@ -120,8 +116,7 @@ _plain('F8_E4M3', 'uint8', E4M3.take, f32_to_e4m3)
 def error(self:Format, w:np.ndarray)->float:
     "Relative root-mean-square error of storing `w`"
     return float(
-        np.linalg.norm(
-            self.decode(self.encode(w), w.shape)-w)
+        np.linalg.norm(self.decode(self.encode(w), w.shape)-w)
         / np.linalg.norm(w))
 
 # %% ../../nbs/1_ground/07_formats.ipynb #368978d9
@@ -204,8 +199,7 @@ def _nvfp4_layout(s):
     scales = _scales('NVFP4', 16)(s)
     codes = *s[:-1],s[-1]//2
     return {
-        'data':('uint8',codes),
-        'scale':('uint8',scales),
+        'data':('uint8',codes), 'scale':('uint8',scales),
         'global':('float32',())}
 
 def _nvfp4_decode(p, shape):
@@ -224,8 +218,7 @@ def _nvfp4_encode(w):
         g = np.float32(1)
     s = amax/6/g
     s = np.where(
-        s==0,
-        np.float32(1),
+        s==0, np.float32(1),
         s).clip(2**-9, 448)
     s = f32_to_e4m3(s)
     q = f32_to_e2m1(b/(E4M3[s]*g)[...,None])
@@ -241,8 +234,7 @@ def _mxfp4_layout(s):
     "Codes in pairs, a scale each 32"
     scales = _scales('MXFP4', 32)(s)
     return dict(
-        data=(
-            'uint8', (*s[:-1],s[-1]//2)),
+        data=('uint8', (*s[:-1],s[-1]//2)),
         scale=('uint8',scales))
 
 def _mxfp4_decode(p, shape):
@@ -271,8 +263,7 @@ def _int4_layout(s):
     groups = _scales('INT4', 32)(s)
     codes = *s[:-1],s[-1]//2
     return dict(
-        data=('uint8',codes),
-        scale=('float32',groups),
+        data=('uint8',codes), scale=('float32',groups),
         zero=('uint8',groups))
 
 def _int4_decode(p, shape):
@@ -408,23 +399,17 @@ def encode(cls:QTensor, w:np.ndarray, fmt:str)->QTensor:
     if fmt not in FORMATS or not FORMATS[fmt].encode:
         raise UnsupportedError(f'Atlas cannot write the format {fmt!r}')
     w = np.asarray(w, np.float32)
-    if (
-        fmt not in ('F32','F16','BF16')
-        and not np.isfinite(w).all()):
+    if fmt not in ('F32','F16','BF16') and not np.isfinite(w).all():
         raise ConfigError(f'NaN or infinity cannot be stored in {fmt}')
     return cls(fmt, w.shape, FORMATS[fmt].encode(w))
 
 # %% ../../nbs/1_ground/07_formats.ipynb #642c2921
 # Bytes of a GGUF block where a float16 begins
 _HALVES = dict(
-    Q4_0=(0,),
-    Q4_1=(0,2),
-    Q5_0=(0,),
-    Q5_1=(0,2),
-    Q8_0=(0,),
-    Q4_K=(0,2),
-    Q5_K=(0,2),
-    Q6_K=(208,))
+    Q4_0=(0,), Q4_1=(0,2),
+    Q5_0=(0,), Q5_1=(0,2),
+    Q8_0=(0,), Q4_K=(0,2),
+    Q5_K=(0,2), Q6_K=(208,))
 
 # Parts of which every pattern of bits is a number
 _CODES = dict(
@@ -587,16 +572,13 @@ def reshape(self:QTensor, shape)->QTensor:
     return QTensor(
         self.fmt,
         shape,
-        {
-            k: p[k].reshape(s)
-            for k,s in want.items()})
+        {k: p[k].reshape(s) for k,s in want.items()})
 
 # %% ../../nbs/1_ground/07_formats.ipynb #798e6d81
 def _check_stack(qs:list, n:int, at:int):
     "A `ConfigError` unless `qs`, `n` for each matrix, can lie on top of each other along axis `at`"
     kinds = {
-        (
-            o.fmt, o.shape[:at], o.shape[at+1:])
+        (o.fmt, o.shape[:at], o.shape[at+1:])
         for o in qs}
     if len(kinds)>1:
         raise ConfigError(f'Cannot stack tensors of different kinds: {qs[:4]}')
@@ -643,8 +625,7 @@ def stack(cls:QTensor,
 # %% ../../nbs/1_ground/07_formats.ipynb #fa2625df
 def _tile_rows(q:QTensor, idx)->np.ndarray:
     "Rows `idx` of an FP8_BLOCK matrix in float32"
-    s = q.parts['scale'][
-        np.arange(len(q))[idx]//FP8_TILE]
+    s = q.parts['scale'][np.arange(len(q))[idx]//FP8_TILE]
     return (
         E4M3[q.parts['data'][idx]]
         *s.repeat(FP8_TILE, -1)[:,:q.shape[1]])
@@ -726,8 +707,7 @@ def take(self:QStack, idx)->np.ndarray:
     idx = (
         np.arange(len(self)) if self.order is None
         else self.order)[idx]
-    out = np.empty(
-        (len(idx),self.shape[1]), np.float32)
+    out = np.empty((len(idx),self.shape[1]), np.float32)
     at = 0
     for p in self.parts:
         end = at+len(p)

@@ -49,8 +49,7 @@ class _Cursor:
         return self.buf[i:i+n]
 
     def num(self, fmt:str, what:str):
-        return struct.unpack(
-            '<'+fmt, self.take(struct.calcsize(fmt), what))[0]
+        return struct.unpack('<'+fmt, self.take(struct.calcsize(fmt), what))[0]
 
     def string(self, what:str)->str:
         try:
@@ -75,8 +74,7 @@ def _gguf_list(c:_Cursor, key:str):
         return [c.string(key) for _ in range(n)]
     return _gguf_numbers(c, t, key, n).tolist()
 
-def _gguf_numbers(
-    c:_Cursor, t:int, key:str, n:int)->np.ndarray:
+def _gguf_numbers(c:_Cursor, t:int, key:str, n:int)->np.ndarray:
     "`n` numbers, or truth values, of type `t`"
     if t not in _GGUF_NUMS:
         raise c.file.bad(f'{key} has the unknown type {t}', param=key)
@@ -138,9 +136,7 @@ def _gguf_tensor(c:_Cursor):
     nd = c.num('I', what)
     if not 1<=nd<=4:
         raise c.file.bad(f'{what} has {nd} dimensions', param=name)
-    shape = tuple(
-        c.num('Q', what)
-        for _ in range(nd))[::-1]
+    shape = tuple(c.num('Q', what) for _ in range(nd))[::-1]
     t,offset = c.num('I', what),c.num('Q', what)
     if min(shape)<1 or math.prod(shape)>=2**60:
         raise c.file.bad(f'{what} has the shape {list(shape)}', param=name)
@@ -157,8 +153,7 @@ def _gguf_spans(c:_Cursor, tensors:list, align:int)->dict[str,Span]:
     def up(n): return -(-n//align)*align
     start = end = up(c.pos)
     spans = {}
-    for name,fmt,shape,offset in sorted(
-        tensors, key=lambda t: t[3]):
+    for name,fmt,shape,offset in sorted(tensors, key=lambda t: t[3]):
         nbytes = _nbytes(fmt, shape)
         if name in spans:
             raise c.file.bad(f'tensor {name!r} is there twice', param=name)
@@ -201,10 +196,7 @@ def gguf_header(file:File)->tuple[dict,dict[str,Span]]:
             raise file.bad(f'metadata key {k!r} is there twice', param=k)
         meta[k] = _gguf_value(c, c.num('I', k), k)
     a = meta.get('general.alignment', 32)
-    if (
-        type(a) is not int
-        or not 0<a<=2**20
-        or a&(a-1)):
+    if type(a) is not int or not 0<a<=2**20 or a&(a-1):
         said = f'general.alignment is {a!r}, expected a power of two'
         raise file.bad(said, param='general.alignment')
     return meta,_gguf_spans(c, [_gguf_tensor(c) for _ in range(nt)], a)
@@ -230,9 +222,7 @@ def unpack_nvfp4(shape, raw, scale=None):
         *b.shape[:-1], 4, 8))
     s = b[...,:4]&127
     s = np.where(s==127, np.uint8(0), s)
-    g = (
-        np.ones(1, np.float32) if scale is None
-        else scale.view(np.float32))
+    g = np.ones(1, np.float32) if scale is None else scale.view(np.float32)
     if len(shape)<3 or scale is None:
         g = g.reshape(())
     return {
@@ -304,17 +294,14 @@ def _gguf_info(names:GGUFNames, cfg:ModelConfig, name:str, s:Span)->TensorInfo:
     no order is made before the shape is known to be right"""
     hf = names(name, cfg.num_layers)
     rows,cols = _order(names, cfg, hf)
-    made = (
-        _made_order(rows, s, 0, name),
-        _made_order(cols, s, -1, name))
+    made = _made_order(rows, s, 0, name), _made_order(cols, s, -1, name)
     shape = s.shape
     if hf.endswith(names.flat) and FORMATS[s.dtype].block==1:
         shape = (math.prod(shape),)
     if hf.endswith('shared_expert_gate.weight') and len(shape)==1:
         shape = (1,*shape) # llama-quantize drops dimensions of 1
     unpack = dict(MXFP4=unpack_mxfp4, NVFP4=unpack_nvfp4).get(s.dtype)
-    return TensorInfo(
-        hf, s.dtype, shape, dict(data=s), *made, name, unpack)
+    return TensorInfo(hf, s.dtype, shape, dict(data=s), *made, name, unpack)
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #11178370
 def _scale_beside(
@@ -347,13 +334,9 @@ def _rope_freqs(s:Span|None)->list[float]|None:
     "Divisors of the rotary frequencies, where a GGUF file has them"
     if s is None:
         return None
-    if (
-        s.dtype!='F32'
-        or len(s.shape)!=1
-        or s.nbytes>1<<16):
+    if s.dtype!='F32' or len(s.shape)!=1 or s.nbytes>1<<16:
         raise s.file.bad(f'rope_freqs.weight is {s.dtype} {list(s.shape)}')
-    a = s.file.read_into(
-        np.empty(s.shape, np.float32), s.offset)
+    a = s.file.read_into(np.empty(s.shape, np.float32), s.offset)
     if not (np.isfinite(a)&(a>0)).all():
         raise s.file.bad('rope_freqs.weight holds a number that is not above zero')
     return a.tolist()
@@ -364,10 +347,7 @@ _PART = re.compile(r'(.*)-([0-9]{5})-of-([0-9]{5})\.gguf')
 def gguf_parts(path:Path)->list[Path]:
     "All parts of the GGUF model of which `path` is one, in order"
     m = _PART.fullmatch(path.name)
-    if (
-        not m
-        or not 0<int(m[2])<=int(m[3])
-        <=999):
+    if not m or not 0<int(m[2])<=int(m[3]) <=999:
         return [path]
     return [path.with_name(f'{m[1]}-{i+1:05}-of-{m[3]}.gguf') for i in range(int(m[3]))]
 
@@ -376,8 +356,7 @@ def _part(path:Path, i:int, n:int, es:ExitStack):
     if n>1 and not path.is_file():
         raise CheckpointError(
             f'{path.name}, part {i+1} of {n} of this model, is missing',
-            hint='Download it into the same folder',
-            param=path.name)
+            hint='Download it into the same folder', param=path.name)
     f = File(path)
     es.callback(f.close)
     meta,spans = gguf_header(f)
@@ -400,9 +379,7 @@ def _part(path:Path, i:int, n:int, es:ExitStack):
 def gguf_open(path:Path, es:ExitStack):
     "Metadata, config and tensors of a GGUF model, in one file or several"
     paths = gguf_parts(Path(path))
-    parts = [
-        _part(p, i, len(paths), es)
-        for i,p in enumerate(paths)]
+    parts = [_part(p, i, len(paths), es) for i,p in enumerate(paths)]
     (f,meta,_),spans = parts[0],{}
     for g,_,more in parts:
         if twice := first(k for k in more if k in spans):
@@ -433,9 +410,7 @@ def _describe(f:File, meta:dict, spans:dict[str,Span]):
     names = named_config(f.name, lambda: gguf_model(arch)).names
     freqs = _rope_freqs(spans.pop('rope_freqs.weight', None))
     cfg = _gguf_config(f, meta, spans, freqs)
-    infos = [
-        _gguf_info(names, cfg, k, s)
-        for k,s in spans.items()]
+    infos = [_gguf_info(names, cfg, k, s) for k,s in spans.items()]
     infos = _with_scales(names, infos, spans)
     counts = Counter(t.name for t in infos)
     if twice := first(n for n,c in counts.items() if c>1):

@@ -183,17 +183,11 @@ def _ct_config(l, kept, taken, _):
     "For compressed-tensors: one group, and expressions for what is not in it"
     weights,acts,packing = _CT[l.fmt]
     group = dict(
-        targets=['Linear'],
-        weights=weights,
-        input_activations=acts,
-        output_activations=None,
+        targets=['Linear'], weights=weights, input_activations=acts, output_activations=None,
         format=packing)
     config = dict(
-        quant_method=l.method,
-        format=packing,
-        quantization_status='compressed',
-        config_groups=dict(group_0=group),
-        ignore=_regexes(kept, taken),
+        quant_method=l.method, format=packing, quantization_status='compressed',
+        config_groups=dict(group_0=group), ignore=_regexes(kept, taken),
         kv_cache_scheme=None)
     return config,None
 
@@ -230,8 +224,7 @@ def _modelopt_what(taken, others:dict)->tuple[dict,dict]:
 def _modelopt_config(l, kept, taken, others:dict):
     """For modelopt, both files; `others`: modules that were quantised before, and modelopt's names
     of their formats"""
-    ignore = [
-        p+e for p,e in _prefixes(kept, [*taken,*others])]
+    ignore = [p+e for p,e in _prefixes(kept, [*taken,*others])]
     what,groups = _modelopt_what(taken, others)
     who = dict(name='atlas', version=__version__)
     config = dict(quant_method='modelopt', **what, **groups, ignore=ignore, producer=who)
@@ -280,8 +273,7 @@ def _stack(
     experts = range(t.shape[0])
     if keep_stack:
         return [
-            Matrix(
-                t.name, t, (out,inn), e, turned=turned, slot=e)
+            Matrix(t.name, t, (out,inn), e, turned=turned, slot=e)
             for e in experts]
     parent,_,leaf = t.name.rpartition('.')
     names = ('gate_proj','up_proj') if leaf=='gate_up_proj' else (leaf,)
@@ -377,14 +369,12 @@ def _layouts(o:QuantOptions, family, method)->list[Layout]:
     if not ls:
         raise ConfigError(
             f'There is no format {o.format!r} to quantise to',
-            hint=f'Formats: {", ".join(FORMAT_NAMES)}',
-            param='format')
+            hint=f'Formats: {", ".join(FORMAT_NAMES)}', param='format')
     named = [l for l in ls if l.name==o.layout]
     if o.layout and not named:
         raise ConfigError(
             f'{o.format} has no layout {o.layout!r} for this model',
-            hint=f'Layouts: {", ".join(l.name for l in ls)}',
-            param='layout')
+            hint=f'Layouts: {", ".join(l.name for l in ls)}', param='layout')
     return named if o.layout else ls
 
 def _choose(infos, o:QuantOptions, family, hidden, method)->tuple:
@@ -417,9 +407,7 @@ class QuantPlan:
         copied = {
             k: (s.dtype,s.shape)
             for k,s in self.copies.items()}
-        decoded = {
-            k: ('BF16',self.infos[k].shape)
-            for k in self.decode}
+        decoded = {k: ('BF16',self.infos[k].shape) for k in self.decode}
         made = {}
         for g in self.groups:
             for m in g:
@@ -454,8 +442,7 @@ def _check_source(src:Path):
     if not (src/'config.json').is_file():
         raise CheckpointError(f'{src.name} has no config.json', hint=hint)
 
-def _source(
-    src:Path, es:ExitStack)->tuple[dict,dict[str,Span]]:
+def _source(src:Path, es:ExitStack)->tuple[dict,dict[str,Span]]:
     "Config and raw tensors of a folder of safetensors"
     _check_source(src)
     one,index = src/'model.safetensors',None
@@ -486,8 +473,7 @@ def _old_config(src:Path, conf:dict)->dict:
     if q.get('quant_method') not in _METHODS:
         raise UnsupportedError(
             f'{src.name} is quantised with {q["quant_method"]!r}',
-            hint='Quantise a BF16 release',
-            param='quant_method')
+            hint='Quantise a BF16 release', param='quant_method')
     return q
 
 def _infos(spans:dict)->dict[str,TensorInfo]:
@@ -571,8 +557,7 @@ def _check_options(o:QuantOptions, infos:dict):
     if o.head and not any(k.endswith('lm_head.weight') for k in infos):
         raise ConfigError(
             '--head: the model has no output matrix of its own, its embedding serves as one',
-            hint='Leave --head out',
-            param='head')
+            hint='Leave --head out', param='head')
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #20cf5f4b
 def _cache_scheme(old:dict, q:dict, hf:dict):
@@ -620,8 +605,7 @@ def _check_taken(src, o:QuantOptions, l:Layout, taken, kept, family):
     if o.head and l.name not in bare:
         raise ConfigError(
             f'--head: no reader knows an output matrix in {l.format}, layout {l.name}',
-            hint=f'Other layouts: {", ".join(bare)}',
-            param='head')
+            hint=f'Other layouts: {", ".join(bare)}', param='head')
     bad = first(k for k in taken if '.experts.' in k)
     if bad and l.name!='gpt-oss' and family=='gpt_oss':
         raise UnsupportedError(
@@ -645,9 +629,7 @@ def _groups(taken:dict, l:Layout)->list[list[Matrix]]:
     groups = defaultdict(list)
     for ms in taken.values():
         for m in ms:
-            key = (
-                _fused(m.name) if l.fmt=='NVFP4'
-                else (m.name,m.slot))
+            key = _fused(m.name) if l.fmt=='NVFP4' else (m.name,m.slot)
             groups[key].append(m)
     return list(groups.values())
 
@@ -718,10 +700,7 @@ class _Shards:
         self.place = {} # tensor -> file descriptor, first byte, bytes
         self.fds = []
         self.total = sum(sizes.values())
-        self.index = {
-            k: name
-            for name,ks in zip(names, files)
-            for k in ks}
+        self.index = {k: name for name,ks in zip(names, files) for k in ks}
         for name,ks in zip(names, files):
             ks.sort(key=lambda k: -ST_SIZES[tensors[k][0]])
             self._begin(folder/name, {k: tensors[k] for k in ks}, sizes)
@@ -891,8 +870,7 @@ def _plain_rows(m:Matrix, lo:int, n:int)->np.ndarray:
         dict(data=s.file.read_into(a, s.offset+at)),
         (n,C))
 
-def _rows(
-    m:Matrix, lo:int, hi:int, held:dict)->np.ndarray:
+def _rows(m:Matrix, lo:int, hi:int, held:dict)->np.ndarray:
     "Rows `lo` to `hi` of a matrix, as float32; `held` keeps what is cheaper to read whole"
     t,key = m.info,(m.info.name,m.expert)
     plain = t.fmt in ('F32','F16','BF16')
@@ -920,8 +898,7 @@ def _slabs(m:Matrix, held)->Iterable[tuple[int,np.ndarray]]:
         if not np.isfinite(w).all():
             raise CheckpointError(
                 f'{m.info.file}: tensor {m.info.stored} holds numbers that are not finite',
-                hint=AGAIN,
-                param=m.info.name)
+                hint=AGAIN, param=m.info.name)
         yield lo,w
 
 def _amax(ms:list[Matrix], held)->float:
@@ -932,8 +909,7 @@ def _amax(ms:list[Matrix], held)->float:
         for _,w in _slabs(m, held))
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #26837bf0
-def _put_part(
-    m:Matrix, l:Layout, part:str, a, lo:int, put):
+def _put_part(m:Matrix, l:Layout, part:str, a, lo:int, put):
     "Write a part of the slab from row `lo` on to its place"
     end,_ = l.ends[part]
     row = lo//128 if (l.fmt,part)==('FP8_BLOCK','scale') else lo
@@ -958,8 +934,7 @@ def _encode_matrix(
     for lo,w in _slabs(m, held):
         parts = encode(w, l.fmt, amax)
         d = FORMATS[l.fmt].decode(parts, w.shape)
-        lost += float(np.sum(
-            np.square(d-w), dtype=np.float64))
+        lost += float(np.sum(np.square(d-w), dtype=np.float64))
         there += float(np.sum(np.square(w), dtype=np.float64))
         for part in l.ends:
             _put_part(m, l, part, parts[part], lo, put)
@@ -1239,6 +1214,5 @@ def _write(p:QuantPlan, part:Path, sizes, shard_size, show)->QuantReport:
         meta = dict(total_size=out.total)
         _write_json(
             part/INDEX,
-            dict(
-                metadata=meta, weight_map=dict(sorted(out.index.items()))))
+            dict(metadata=meta, weight_map=dict(sorted(out.index.items()))))
     return report

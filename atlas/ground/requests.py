@@ -17,12 +17,9 @@ from .core import ConfigError,ContextLengthError,RequestError
 
 # %% ../../nbs/1_ground/15_requests.ipynb #fb12dbae
 _RANGE = dict(
-    temperature=(0,100),
-    top_p=(0,1),
-    min_p=(0,1),
-    presence_penalty=(-2,2),
-    frequency_penalty=(-2,2),
-    repetition_penalty=(0,100))
+    temperature=(0,100), top_p=(0,1),
+    min_p=(0,1), presence_penalty=(-2,2),
+    frequency_penalty=(-2,2), repetition_penalty=(0,100))
 _WHOLE = dict(
     top_k=(-1,2**31-1),
     seed=(-2**63,2**64-1),

@@ -233,17 +233,14 @@ def _rows_asked(w:Want, got:list, frame:tuple, total:int)->list:
         return list(w.rows)
     if len(got)==1:
         return [total]
-    return [
-        s[w.axis] if len(s)==len(frame) else -1
-        for s in got]
+    return [s[w.axis] if len(s)==len(frame) else -1 for s in got]
 
 def _asked(w:Want, got:list)->list|None:
     """The shapes that sources must have to make up `w`, when they have the shapes `got`;
     None where no such shapes add up"""
     at,experts = w.axis,_by_expert(w, got)
     if experts:
-        frame,total = (
-            w.shape[1:], math.prod(w.shape[:2]))
+        frame,total = w.shape[1:], math.prod(w.shape[:2])
     else:
         frame,total = w.shape,w.shape[at] if w.shape else 1
     rows = _rows_asked(w, got, frame, total)
@@ -258,9 +255,7 @@ def _asked(w:Want, got:list)->list|None:
         return None
     if not frame:
         return [()]
-    return [
-        (*frame[:at],r,*frame[at+1:])
-        for r in rows]
+    return [(*frame[:at],r,*frame[at+1:]) for r in rows]
 
 # %% ../../nbs/1_ground/11_weights.ipynb #019800f0
 def _seen(ckpt, w:Want)->list|None:
@@ -272,10 +267,7 @@ def _seen(ckpt, w:Want)->list|None:
         [_ends(ckpt, w, t) for t in ts] if w.transposed
         else [t.shape for t in ts])
     want = _asked(w, got)
-    if (
-        want
-        and all(
-            _fits(*pair) for pair in set(zip(got, want)))):
+    if want and all(_fits(*pair) for pair in set(zip(got, want))):
         return want
     return None
 
@@ -303,9 +295,7 @@ def _check_types(ckpt, w:Want, ts:list):
         where = f'{t.stored or t.name} in {t.file} is'
         if t.fmt in ('U8','F8_E4M3') and ckpt.kind=='safetensors':
             raise CheckpointError(f'{where} {t.fmt} and has no scale', hint=AGAIN, param=t.stored)
-        if (
-            t.fmt not in FORMATS
-            and not (w.integers and t.fmt in ('I32','I64'))):
+        if t.fmt not in FORMATS and not (w.integers and t.fmt in ('I32','I64')):
             raise UnsupportedError(
                 f'{where} stored as {t.fmt}, which Atlas does not decode', param=t.stored)
 
@@ -329,8 +319,7 @@ def _check_fit(ckpt, w:Want, seen):
         shapes = ', '.join(str(list(g)) for g in got[:4])
         what,ask = f'{names} in {t.file} are {shapes}',f'{list(w.shape)} together'
     raise CheckpointError(
-        f'{what}, and the config asks for {ask}',
-        hint='Weights and config are of different models',
+        f'{what}, and the config asks for {ask}', hint='Weights and config are of different models',
         param=t.stored)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7e503f8d
@@ -346,9 +335,7 @@ def _strangers(ckpt, used, ignore)->list[TensorInfo]:
 def _check_halves(strangers, ckpt):
     "Refuse a scale without its weight, and a packed weight without its scale"
     for t in strangers:
-        end = first(
-            e for e in (*SCALES,*PAYLOADS)
-            if t.stored.endswith(e))
+        end = first(e for e in (*SCALES,*PAYLOADS) if t.stored.endswith(e))
         if end is None:
             continue
         m = t.stored[:-len(end)]
@@ -375,8 +362,7 @@ def _check_twice(ckpt, w:Want, used):
         other = ckpt.stored(first(n for n in sources if n in used))
         raise CheckpointError(
             f'{ckpt.path.name} stores {w.name} twice, as {other} and as {name}',
-            hint='Remove one of them',
-            param=name)
+            hint='Remove one of them', param=name)
 
 def _check_extra(extra, ckpt, wants, used):
     "Refuse what is stored in two ways, and what nobody wants"
@@ -437,10 +423,7 @@ def check_plan(
 
 def _check_scales(ckpt, plan):
     "Look at the scales of all sources that a plan uses"
-    ckpt.check({
-        s for _,o,_ in plan
-        if o
-        for s in o.sources})
+    ckpt.check({s for _,o,_ in plan if o for s in o.sources})
 
 # %% ../../nbs/1_ground/11_weights.ipynb #e0d572fe
 _DECODED = 1<<20 # Numbers decoded at a time
@@ -506,13 +489,8 @@ def _fill(device, dst, q, fn=None):
 def _upload(device, q):
     "The packed tensor `q` on the device"
     if isinstance(q, QStack):
-        return QStack(
-            [_upload(device, p) for p in q.parts],
-            q.order,
-            q.experts)
-    parts = {
-        k: device.upload(p)
-        for k,p in q.parts.items()}
+        return QStack([_upload(device, p) for p in q.parts], q.order, q.experts)
+    parts = {k: device.upload(p) for k,p in q.parts.items()}
     return QTensor(q.fmt, q.shape, parts)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #d2db3fe6
@@ -558,10 +536,7 @@ def _file_order(found:Places)->np.ndarray:
 
 def _in_files(incoming)->_Parts:
     "All parts of sources, file by file"
-    spans = [
-        s for to in incoming
-        for t in to.ts
-        for s in t.spans.values()]
+    spans = [s for to in incoming for t in to.ts for s in t.spans.values()]
     many = [sum(len(t.spans) for t in to.ts) for to in incoming]
     found = places(spans)
     order = _file_order(found)
@@ -569,8 +544,7 @@ def _in_files(incoming)->_Parts:
         found.files, found.file[order], found.start[order],
         found.nbytes[order])
     want = np.repeat(np.arange(len(incoming)), many)[order]
-    return _Parts(
-        [spans[i] for i in order.tolist()], lie, want, order)
+    return _Parts([spans[i] for i in order.tolist()], lie, want, order)
 
 def _moves(incoming, parts)->np.ndarray: # int64 [parts]
     "Number of the `Move` by which a card takes each part; -1: it is the host's"
@@ -615,8 +589,7 @@ class _Arrivals:
         "Which wants have bytes in which window"
         w,many = self.windows,len(self.incoming)
         want = self.parts.want[w.extent]
-        window = np.repeat(
-            np.arange(len(w)), np.diff(w.first))
+        window = np.repeat(np.arange(len(w)), np.diff(w.first))
         window,self.wants = np.divmod(np.unique(window*many+want), many)
         self.first = window.searchsorted(np.arange(len(w)+1))
         self.left = np.bincount(self.wants, minlength=many)
@@ -629,9 +602,7 @@ def __call__(self:_Arrivals, i, b):
     lo,hi = self.host_first[i],self.host_first[i+1]
     for j in self.host[lo:hi].tolist():
         e,at = w.extent[j],w.lo[j]
-        to,span = (
-            self.incoming[self.parts.want[e]],
-            self.parts.spans[e])
+        to,span = self.incoming[self.parts.want[e]], self.parts.spans[e]
         to.put(
             span,
             int(w.at[j]),
@@ -703,9 +674,7 @@ def _read_bytes(t:TensorInfo)->int:
     if t.fmt not in FORMATS:
         return t.nbytes
     parts = FORMATS[t.fmt].layout(t.shape).values()
-    return sum(
-        np.dtype(d).itemsize*math.prod(shape)
-        for d,shape in parts)
+    return sum(np.dtype(d).itemsize*math.prod(shape) for d,shape in parts)
 
 @no_cycles()
 def load(
@@ -785,9 +754,7 @@ def _waiting(incoming, parts)->list:
         spans = [p for t in to.ts for p in t.spans]
         return [bool(to.landing and to.landing.waits(p)) for p in spans]
     held = np.array([w for to in incoming for w in waits(to)])
-    return [
-        incoming[k]
-        for k in parts.want[held[parts.order]].tolist()]
+    return [incoming[k] for k in parts.want[held[parts.order]].tolist()]
 
 def _leave_some(order, budget:int):
     """Of the wants that bytes are for, in their `order`, leave those to the host that a card would
@@ -843,8 +810,7 @@ def _load_with(ckpt, out, incoming, device, show, put):
     try:
         for to in incoming:
             turned = any(_turned(ckpt, to.way, t) for t in to.ts)
-            to.landing = staging.add(
-                to.want, to.way, to.ts, to.seen, turned)
+            to.landing = staging.add(to.want, to.way, to.ts, to.seen, turned)
         r = _read(ckpt, out, incoming, make, show, staging)
         if bad := staging.broken():
             raise _said(ckpt, *bad)
@@ -893,8 +859,7 @@ _HALF = dict(Q4_1=7.5, Q5_1=15.5, Q4_K=7.5, Q5_K=15.5)
 def _blocks(fmt, std, rng):
     "Random GGUF blocks whose weights have the standard deviation `std`"
     size = GGUF_BLOCKS[fmt][1]
-    b = rng.integers(
-        0, 256, (_POOL//size,size), dtype=np.uint8)
+    b = rng.integers(0, 256, (_POOL//size,size), dtype=np.uint8)
     d = std/_SIGNED[fmt]
     def half(x): return np.frombuffer(np.float16(x).tobytes(), np.uint8)
     at = 208 if fmt=='Q6_K' else 0
@@ -952,9 +917,7 @@ def _random_rows(pool, rows:int, nbytes:int, unit:int, rng)->np.ndarray: # uint8
     "Windows of the pool that begin at random multiples of `unit`"
     if len(pool)<2*nbytes:
         pool = np.tile(pool, -(-2*nbytes//len(pool)))
-    at = (
-        rng.integers(0, (len(pool)-nbytes)//unit+1, rows)
-        *unit)
+    at = rng.integers(0, (len(pool)-nbytes)//unit+1, rows)*unit
     return np.lib.stride_tricks.sliding_window_view(pool, nbytes)[at]
 
 def _random(name:str, fmt:str, shape, seed:int)->QTensor:
@@ -1010,8 +973,7 @@ class Dummy(Checkpoint):
         t = self.tensors[name]
         if name not in self._whole:
             return _random(name, t.fmt, t.shape, self._seed)
-        a = np.random.default_rng(self._seed).permutation(math.prod(
-            t.shape))
+        a = np.random.default_rng(self._seed).permutation(math.prod(t.shape))
         return QTensor(
             'F32',
             t.shape,
@@ -1045,10 +1007,7 @@ def _source_shapes(o:Want)->list[tuple]:
         or (frame[at]-few*(n-1),)
         +(few,)*(n-1))
     return [
-        (
-            *frame[:at],
-            rows[i%n],
-            *frame[at+1:])
+        (*frame[:at], rows[i%n], *frame[at+1:])
         for i in range(len(o.sources))]
 
 def _sources(w:Want, like)->list[tuple]:
@@ -1056,9 +1015,7 @@ def _sources(w:Want, like)->list[tuple]:
     fewest tensors"""
     if like:
         o = _pick(like, w)[0]
-        return (
-            [(s,like.tensors[s].shape) for s in o.sources] if o
-            else [])
+        return [(s,like.tensors[s].shape) for s in o.sources] if o else []
     o = min(
         (w,*w.alts),
         key=lambda o: (len(o.sources), o.transposed))

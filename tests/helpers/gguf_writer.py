@@ -88,20 +88,15 @@ def tile(a, axis, kh, d):
     every group, then the second"""
     s = a.shape
     return np.ascontiguousarray(a.reshape(
-        *s[:axis],
-        kh,
-        -1,
-        d,
-        *s[
-            axis+1:]).swapaxes(axis, axis+1)).reshape(s)
+        *s[:axis], kh, -1, d,
+        *s[axis+1:]).swapaxes(axis, axis+1)).reshape(s)
 
 def ungroup(a, kh, parts):
     "Rows [group of a key head: parts one after the other] as one array a part"
     g = a.reshape(kh, sum(parts), a.shape[1])
     cuts = np.cumsum((0,*parts))
     return [
-        np.ascontiguousarray(g[:,i:j]).reshape(
-            -1, a.shape[1])
+        np.ascontiguousarray(g[:,i:j]).reshape(-1, a.shape[1])
         for i,j in zip(cuts, cuts[1:])]
 
 def mxfp4(blocks, scales, nibbles=True):
@@ -235,8 +230,7 @@ def _gptoss(c, name, a, without):
 def _nemotron(c, name, a, without):
     "Mamba's small tensors, in the shapes that ggml broadcasts"
     if name.endswith('A_log'):
-        a = (
-            -np.exp(a) if 'neg_exp' not in without else a).reshape(-1, 1)
+        a = (-np.exp(a) if 'neg_exp' not in without else a).reshape(-1, 1)
     if name.endswith('mixer.D'):
         a = a.reshape(-1, 1)
     if name.endswith('mixer.norm.weight'):
@@ -331,14 +325,10 @@ def _names(c, arch, extra):
 # ---- keys
 
 ALL = {
-    'context_length':'max_position_embeddings',
-    'embedding_length':'hidden_size',
-    'attention.head_count':'num_attention_heads',
-    'attention.head_count_kv':'num_key_value_heads',
-    'vocab_size':'vocab_size',
-    'feed_forward_length':'intermediate_size',
-    'attention.key_length':'head_dim',
-    'attention.value_length':'head_dim',
+    'context_length':'max_position_embeddings', 'embedding_length':'hidden_size',
+    'attention.head_count':'num_attention_heads', 'attention.head_count_kv':'num_key_value_heads',
+    'vocab_size':'vocab_size', 'feed_forward_length':'intermediate_size',
+    'attention.key_length':'head_dim', 'attention.value_length':'head_dim',
     'expert_count':('num_local_experts','num_experts'),
     'expert_used_count':('num_experts_per_tok','top_k_experts'),
     'expert_feed_forward_length':'moe_intermediate_size',
@@ -602,14 +592,11 @@ def write(path, arch, keys, tensors, part=0):
     w.close()
     return Path(path)
 
-def to_gguf(
-    folder, path, quant='F32', without=(), arch=None, **keys):
+def to_gguf(folder, path, quant='F32', without=(), arch=None, **keys):
     "The GGUF file of a Hugging Face folder; `keys` override or add, None takes away"
     a,m,ts = convert(folder, quant, without, arch)
     return write(
         path,
         a,
-        {
-            k:v
-            for k,v in (m|keys).items() if v is not None},
+        {k:v for k,v in (m|keys).items() if v is not None},
         ts)

@@ -84,14 +84,8 @@ class Run:
         return self.model.final(self.stream(ids))
     def states(self):
         "The recurrent state, by the reference's names"
-        rec = {
-            f'rec{i}':a[1//TAILS]
-            for i,a in self.cache.rec.items()}
-        return (
-            rec
-            |{
-                f'conv{i}':a[1]
-                for i,a in self.cache.conv.items()})
+        rec = {f'rec{i}':a[1//TAILS] for i,a in self.cache.rec.items()}
+        return rec|{f'conv{i}':a[1] for i,a in self.cache.conv.items()}
 
 def mtp(name, sizes=None, see=Run.hidden):
     """Logits of the head's first pass, and the tokens and logits of two drafts;
@@ -113,10 +107,7 @@ def mtp(name, sizes=None, see=Run.hidden):
     last = np.array([len(one[-1])-1])
     drafter = MTPDrafter(m, run.cache, 2)
     logits = m.head(np.concatenate(one))
-    return (
-        logits,
-        *proposed(
-            drafter, run, one[-1], last, ids[-1], at))
+    return logits, *proposed(drafter, run, one[-1], last, ids[-1], at)
 
 def proposed(drafter, run, h, last, newest, at):
     "Tokens and logits that `drafter` proposes after `newest`, which is at position `at`"
