@@ -165,8 +165,7 @@ def published(case, name, tmp):
     model.save_pretrained(tmp)
     d = load_file(tmp/'model.safetensors')
     if case.mtp:
-        head = {
-            f'mtp.{k}':v
+        head = {f'mtp.{k}':v
             for k,v in fill(
                 MTP(decoder(model)), f'{name}/mtp',
                 kind_of(case)).state_dict().items()}
@@ -202,15 +201,13 @@ def build(name, case, tmp):
     if case.experts:
         dense = stacked(dense)
     save_torch_state_dict(
-        {
-            k:v.contiguous()
+        {k:v.contiguous()
             for k,v in dense.items() if not k.startswith('mtp.')},
         plain)
     (plain/'config.json').write_text(json.dumps(case.cfg))
     return (
         plain,
-        stacked({
-            k.removeprefix('mtp.'):v
+        stacked({k.removeprefix('mtp.'):v
             for k,v in dense.items() if k.startswith('mtp.')}))
 
 # -- what the library makes of it
@@ -241,8 +238,7 @@ class Watch:
             l.register_forward_hook(
                 lambda m,a,o: self.stream.append(array(first(o))))
             for l in self.dec.layers]
-        self.hooks += [
-            m.register_forward_hook(routed)
+        self.hooks += [m.register_forward_hook(routed)
             for m in self.dec.modules()
             if type(m).__name__.lower().endswith('router')]
         self.hooks.append(final_norm(self.dec).register_forward_hook(last))

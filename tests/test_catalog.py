@@ -169,8 +169,7 @@ def test_here_asks_nobody(monkeypatch):
 # -- the command ---------------------------------------------------------------------------------
 
 def test_list_all():
-    ms = {
-        m['name']: m
+    ms = {m['name']: m
         for m in json.loads(run('list', '--all', '--json').stdout)}
     assert ms.keys()=={*NAMED,*CATALOG}
     m,e = ms['gpt-oss-120b-mxfp4'],CATALOG['gpt-oss-120b-mxfp4']
@@ -189,8 +188,7 @@ def test_list_all_knows_what_is_here(monkeypatch):
         hub.cached()
         +[hub.Entry('openai/gpt-oss-20b', Path('/h/m'), 5, 'safetensors')])
     monkeypatch.setattr(hub, 'cached', lambda: found)
-    ms = {
-        m['name']: m['here']
+    ms = {m['name']: m['here']
         for m in json.loads(run('list', '--all', '--json').stdout)}
     assert [
         n for n,h in ms.items()

@@ -457,8 +457,7 @@ def test_widths_of_granite():
 def test_gemma_in_the_newer_words():
     "transformers 5.23 saves what differs in full layers as exceptions for single layers"
     d = CONFIGS['gemma4']['text_config']
-    new = {
-        k:v
+    new = {k:v
         for k,v in d.items() if k not in ('global_head_dim','num_global_key_value_heads')}
     per = dict(head_dim=32, num_key_value_heads=1)
     assert (
@@ -599,8 +598,7 @@ def test_odd_gguf_values(arch):
         'expert_weights_scale', 'nextn_predict_layers', 'logit_scale')
     for k in {*m, *(f'{arch}.{k}' for k in extra)}:
         for v in ODD:
-            d = {
-                x:y
+            d = {x:y
                 for x,y in (m|{k:v}).items()
                 if y is not None}
             for names in ((), ('output.weight','blk.3.attn_v.weight','blk.2.ffn_gate_inp.weight')):

@@ -63,8 +63,7 @@ def meaning(c):
         DeltaConfig=('fused',)).get(type(c).__name__, ())
     if getattr(c, 'kind', '') in ('llama3','factors'):
         skip = ('kind','factor','freq_factors','low_freq_factor','high_freq_factor','original_max')
-    return {
-        f.name:meaning(getattr(c, f.name))
+    return {f.name:meaning(getattr(c, f.name))
         for f in fields(c) if f.name not in skip}
 
 # ---- whole models
@@ -151,15 +150,13 @@ def test_kept_packed(tmp_path, name, quant):
         kw = dict(ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
         a = load(ck, wants, host, **kw)
         b = load(ck, wants, host, packed=True, **kw)
-    packed = {
-        k:w
+    packed = {k:w
         for k,w in b.items() if not isinstance(w, np.ndarray)}
     assert (
         packed
         and unlike(
             a,
-            {
-                k:packed[k].decode() if k in packed else w
+            {k:packed[k].decode() if k in packed else w
                 for k,w in b.items()})==[])
 
 @pytest.mark.parametrize('n', (7,30))
@@ -307,8 +304,7 @@ def test_older_qwen3_next(tmp_path):
 def test_dimensions_of_one_are_dropped(tmp_path):
     "llama-quantize writes [1, H] as [H]"
     a,m,ts = convert(data/'qwen35-moe-stacked')
-    ts = {
-        k:x.reshape(-1) if 'inp_shexp' in k else x
+    ts = {k:x.reshape(-1) if 'inp_shexp' in k else x
         for k,x in ts.items()}
     assert unlike(
         arrays(data/'qwen35-moe-stacked')[1],
@@ -320,12 +316,10 @@ def test_a_head_that_drafts_and_that_nobody_asked_for(tmp_path):
     L = m['block_count']
     m |= (
         {'block_count':L+1, 'nextn_predict_layers':1}
-        |{
-            k:m[k]+[m[k][0]]
+        |{k:m[k]+[m[k][0]]
             for k in ('attention.head_count_kv','feed_forward_length')})
     ts |= (
-        {
-            f'blk.{L}.{k}.weight':np.ones(48, np.float32)
+        {f'blk.{L}.{k}.weight':np.ones(48, np.float32)
             for k in ('attn_norm','ffn_norm','nextn.hnorm')}
         |{f'blk.{L}.nextn.eh_proj.weight':np.ones((48,96), np.float32)})
     assert unlike(
@@ -486,8 +480,7 @@ def test_gemmas_two_scales(tmp_path):
     a = arrays(folder)[1]
     b = arrays(to_gguf(folder, tmp_path/'m.gguf'))[1]
     each,down = 'moe.router.per_expert_scale','moe.experts.down_proj'
-    assert unlike(a, b)==sorted(
-        f'layers.{i}.{k}' for i in (0,1)
+    assert unlike(a, b)==sorted(f'layers.{i}.{k}' for i in (0,1)
         for k in (each,down))
     for i in (0,1):
         x,y = (
@@ -585,8 +578,7 @@ def test_odd_values(tmp_path, name):
             path = write(
                 tmp_path/'m.gguf',
                 a,
-                {
-                    x:y
+                {x:y
                     for x,y in (m|{k:v}).items()
                     if y is not None},
                 ts)

@@ -42,8 +42,7 @@ def tiny(tmp_path, monkeypatch):
     return w
 
 def files(tmp_path):
-    return sorted(
-        str(p.relative_to(tmp_path/'home'))
+    return sorted(str(p.relative_to(tmp_path/'home'))
         for p in (tmp_path/'home').rglob('*') if p.is_file())
 clean = ['models/tiny/tiny.gguf', 'pulls/tiny.lock']
 
@@ -104,8 +103,7 @@ def test_killed_anywhere(stepped, tmp_path, start):
             (d/'tiny.gguf').write_bytes(old)
         status = in_child(lambda: pull_until(n))
         assert status in (0, signal.SIGKILL)
-        seen = {
-            f: (tmp_path/'home'/f).read_bytes()
+        seen = {f: (tmp_path/'home'/f).read_bytes()
             for f in files(tmp_path) if f.startswith('models')}
         assert (
             not seen
@@ -355,8 +353,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 def hf(tmp_path, code, port=9, **env):
     "Run `code` in a process whose hub is at `port`"
-    names = {
-        k:v
+    names = {k:v
         for k,v in os.environ.items()
         if not k.startswith(('HF_','HUGGING','TRANSFORMERS_'))}
     env = (
@@ -380,8 +377,7 @@ def test_hub_download_then_offline(tmp_path):
     assert hf(tmp_path, show)[:2]==(0, want)   # no offline switch, but no server either
     fetched = "print([(e.name, e.kind) for e in cached() if e.name!='tiny'])"
     rc,out,err = hf(tmp_path, f"{fetched}; print(remove('org/m')); {fetched}", HF_HUB_OFFLINE='1')
-    n = sum(
-        len(REPO[f])
+    n = sum(len(REPO[f])
         for f in ('chat_template.jinja', 'config.json', 'model.safetensors', 'tokenizer.json'))
     assert out==f"[('org/m', 'safetensors')]\n{n}\n[]\n", err
     rc,_,err = hf(tmp_path, "resolve('org/m')", HF_HUB_OFFLINE='1')

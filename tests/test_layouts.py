@@ -36,8 +36,7 @@ def plain_folder(path, conf, plain):
     return folder(
         path,
         CONFS[conf],
-        {
-            k:(a,'I64' if a.dtype==np.int64 else 'F32')
+        {k:(a,'I64' if a.dtype==np.int64 else 'F32')
             for k,a in plain.items()})
 
 @pytest.fixture(scope='module')
@@ -368,8 +367,7 @@ def test_each_kind_of_part_missing(tmp_path, made, name):
 @quantised
 def test_scales_that_contradict_their_weights(tmp_path, made, name):
     raw,conf = layout(made, name)
-    for k in {
-        re.search(_SCALE, k)[1]:k
+    for k in {re.search(_SCALE, k)[1]:k
         for k in scales(raw)}.values():
         a,t = raw[k]
         others = (
@@ -399,8 +397,7 @@ def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
     raw,conf = layout(made, name)
     def read(*a): pytest.fail('a weight was read')
     monkeypatch.setattr('atlas.ground.weights._assemble', read)
-    for k in {
-        re.search(_SCALE, k)[1]:k
+    for k in {re.search(_SCALE, k)[1]:k
         for k in scales(raw)}.values():
         a,t = raw[k]
         a = np.array(a)
@@ -553,8 +550,7 @@ def test_stored_twice(tmp_path, made, name, more, words):
 
 def test_scales_of_no_use_are_left_alone(tmp_path, made):
     raw,conf = layout(made, 'qwen3-fp8-tensor')
-    more = {
-        f'model.layers.0.self_attn.{n}':(np.float32(v),'F32')
+    more = {f'model.layers.0.self_attn.{n}':(np.float32(v),'F32')
         for n,v in {
             'k_proj.k_scale':2, 'v_proj.v_scale':np.nan, 'q_scale':1, 'k_proj.output_scale':1,
             'q_proj.activation_scale':1, 'rotary_emb.inv_freq':1}.items()}
@@ -749,8 +745,7 @@ def test_dummies_like_a_checkpoint(tmp_path, made):
                     =={
                         k:(t.fmt if len(t.shape)>1 else '',t.shape)
                         for k,t in ck.tensors.items() if 'input_scale' not in k})
-                assert all(
-                    np.isfinite(x).all()
+                assert all(np.isfinite(x).all()
                     for x in load(d, wants, host).values())
 
 # ---- memory

@@ -65,15 +65,13 @@ def test_any_mapping_comes_back(tmp_path_factory, arrays):
     assert not part_of(p).exists()
     with PackedFile(p) as f:
         assert f.meta==meta and f.names==list(arrays)
-        assert all(
-            (f.layout.start+e.offset)%BLOCK==0
+        assert all((f.layout.start+e.offset)%BLOCK==0
             for e in f.entries.values())
         assert f.file.size%BLOCK==0
 
 def test_objects_come_back(tmp_path):
     rng = np.random.default_rng(0)
-    q = [
-        QTensor.encode(rng.standard_normal((8,64)), f)
+    q = [QTensor.encode(rng.standard_normal((8,64)), f)
         for f in ('NVFP4','FP8_BLOCK','BF16','MXFP4')]
     some = dict(
         a=q[0],
@@ -185,8 +183,7 @@ def test_a_bit_in_each_array(file):
     p,arrays = file
     raw = p.read_bytes()
     with PackedFile(p) as f:
-        places = {
-            n: (f.layout.start+e.offset,e.nbytes)
+        places = {n: (f.layout.start+e.offset,e.nbytes)
             for n,e in f.entries.items()}
     for n,(at,size) in places.items():
         for i in (0,size//2,size-1):

@@ -119,7 +119,6 @@ def test_the_head_finds_them(full):
         card)
     x = m.trunk(b, c, made=(made := []))
     assert isinstance(h := made[-1].instead(x), many.Prepared)
-    got,want = (
-        bits(m.head(r, m.last_norm))
+    got,want = (bits(m.head(r, m.last_norm))
         for r in (h,x))
     np.testing.assert_array_equal(got, want)

@@ -37,12 +37,10 @@ SHAPES = {
 def weights(seed=0, layers=3):
     "Stored name -> uint16 BF16 codes"
     r = np.random.default_rng(seed)
-    t = {
-        f'model.layers.{i}.{k}':r.standard_normal(s)*.1*(1+i)
+    t = {f'model.layers.{i}.{k}':r.standard_normal(s)*.1*(1+i)
         for i in range(layers)
         for k,s in SHAPES.items()}
-    t |= {
-        f'model.layers.{i}.{k}_layernorm':np.ones(128)
+    t |= {f'model.layers.{i}.{k}_layernorm':np.ones(128)
         for i in range(layers)
         for k in ('input','post_attention')}
     t |= {
@@ -112,16 +110,14 @@ def raw(path):
     return out
 
 def tree(path):
-    return {
-        str(p.relative_to(path)):p.read_bytes()
+    return {str(p.relative_to(path)):p.read_bytes()
         for p in sorted(path.rglob('*')) if p.is_file()}
 def hidden(path):
     return [p.name for p in path.iterdir() if p.name.startswith('.')]
 def config(path): return json.loads((path/'config.json').read_text())['quantization_config']
 def decoded(path):
     with ExitStack() as es:
-        return {
-            t.name:read_tensor(t).decode()
+        return {t.name:read_tensor(t).decode()
             for t in Q._infos(Q._source(path, es)[1]).values()}
 
 # ---- the bytes
@@ -272,9 +268,7 @@ def test_what_is_not_taken_is_copied(tmp_path, format, layout):
     files = list((tmp_path/'d').glob('*.safetensors'))
     assert (
         len(files)>3
-        and all(
-            sum(
-                e['data_offsets'][1]-e['data_offsets'][0]
+        and all(sum(e['data_offsets'][1]-e['data_offsets'][0]
                 for k,e in head(p).items())<=40_000
             for p in files))
     assert (
@@ -288,8 +282,7 @@ def test_what_is_not_taken_is_copied(tmp_path, format, layout):
 def head(p):
     b = p.read_bytes()
     n, = struct.unpack('<Q', b[:8])
-    return {
-        k:e
+    return {k:e
         for k,e in json.loads(b[8:8+n]).items()
         if k!='__metadata__'}
 def raw_any(path):
@@ -452,19 +445,16 @@ def test_gpt_oss_stays_a_stack(tmp_path):
     flat = {
         k:np.ascontiguousarray(a.swapaxes(1,2)) if a.ndim==3 else a
         for k,a in was.items()}
-    (tmp_path/'s'/'model.safetensors').write_bytes(st_bytes({
-        k:f32_to_bf16(a)
+    (tmp_path/'s'/'model.safetensors').write_bytes(st_bytes({k:f32_to_bf16(a)
         for k,a in flat.items()}))
     rep = quantize(tmp_path/'s', tmp_path/'d', 'mxfp4')
     assert (
         rep.layout=='gpt-oss'
         and rep.error==0
         and set(raw(tmp_path/'d'))==set(raw_any(src))
-        and {
-            k:v[:2]
+        and {k:v[:2]
             for k,v in raw(tmp_path/'d').items() if 'experts' in k}
-        =={
-            k:v[:2]
+        =={k:v[:2]
             for k,v in raw_any(src).items() if 'experts' in k})
     assert np.array_equal(
         *(
@@ -496,8 +486,7 @@ def kept_by_reader(q, m):
     if q['quant_method']=='modelopt':
         return any(fnmatch.fnmatch(m, p) or p in m for p in q['ignore'])
     if q['quant_method']=='fp8':
-        return any(
-            m==p or '.experts' in m and m.startswith(p)
+        return any(m==p or '.experts' in m and m.startswith(p)
             for p in q['modules_to_not_convert'])
     return any(
         re.match(p.removeprefix('re:'), m) if p.startswith('re:')
@@ -507,8 +496,7 @@ def kept_by_reader(q, m):
 def modules(path):
     "Module -> is it quantised? of all matrices in the files"
     t = raw(path)
-    m = {
-        re.sub(r'\.weight(_packed)?$', '', k):v
+    m = {re.sub(r'\.weight(_packed)?$', '', k):v
         for k,v in t.items()
         if k.endswith(('.weight','.weight_packed'))
         and len(v[1])>1
@@ -568,8 +556,7 @@ def test_lists_of_real_families(tmp_path, name, format, layout):
 @lay
 def test_layers_one_and_ten(tmp_path, format, layout):
     "A prefix of layer 1 must not be taken for one of layer 10; a tied head is told of, too"
-    ws = {
-        k:v
+    ws = {k:v
         for k,v in weights(layers=11).items() if 'lm_head' not in k}
     quantize(
         folder(tmp_path/'s', ws, CONF|dict(num_hidden_layers=11, tie_word_embeddings=True)),
@@ -635,8 +622,7 @@ def test_requantize(tmp_path):
     assert (
         got[k][2]
         ==nvfp4(f8[k], np.abs(f8[k]).max())[0]
-        and rep.rows[0]['before']==sum(
-            len(v[2])
+        and rep.rows[0]['before']==sum(len(v[2])
             for n,v in raw(tmp_path/'f').items()
             if n.startswith(rep.rows[0]['name']+'.')))
     assert (
@@ -1005,8 +991,7 @@ def test_command(tmp_path):
         and cli(src, tmp_path/'d', '--format', 'fp8', '--force', '--layout', 'tensor').exit_code==0
         and config(tmp_path/'d')['quant_method']=='fp8')
     assert (
-        [
-            cli(src, tmp_path/'x', *a).exit_code
+        [cli(src, tmp_path/'x', *a).exit_code
             for a in (
                 ('--format','int4'), (), ('more','--format','fp8'),
                 ('--format','fp8','--fast'),

@@ -269,16 +269,13 @@ def not_transposed(ts):
         else a
         for k,a in ts.items()}
 def plain_prefix(ts):
-    return {
-        k.replace('model.language_model.', 'model.').replace('language_model.', ''):a
+    return {k.replace('model.language_model.', 'model.').replace('language_model.', ''):a
         for k,a in ts.items()}
 def any_prefix(ts):
-    return {
-        re.sub(r'^(model|backbone)\.', 'some.thing.else.', k):a
+    return {re.sub(r'^(model|backbone)\.', 'some.thing.else.', k):a
         for k,a in ts.items()}
 def text_only(ts):
-    return {
-        k:a
+    return {k:a
         for k,a in ts.items() if not re.search('visual|vision_tower|projector|^mtp', k)}
 def wider(ts):
     return {

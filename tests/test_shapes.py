@@ -18,8 +18,7 @@ def opened(path, **kw):
         return load_model(ck, host, 256, parts=('','mtp','vision'), **kw)
 def logits(path, n=70):
     m = opened(path)
-    return Run(m).prefill([
-        (5*i+3)%40
+    return Run(m).prefill([(5*i+3)%40
         for i in range(n)])
 
 # -- any shape

@@ -578,8 +578,7 @@ def test_odd_gguf_values(tmp_path, key):
         [1,2], ['a']):
         p = gguf_file(
             tmp_path/'m.gguf',
-            meta={
-                k:w
+            meta={k:w
                 for k,w in (GGUF_META|{key:v}).items()
                 if w is not None})
         try:

@@ -47,8 +47,7 @@ def _params(text, name):
         text)
     if not m:
         raise AtlasError(f'{name}.cu has no function called {name}')
-    return [
-        re.split(r'[\s*&]+', p.strip())[-1]
+    return [re.split(r'[\s*&]+', p.strip())[-1]
         for p in m[1].split(',')]
 
 def _array(a): return isinstance(a, np.ndarray) or hasattr(type(a), '__cuda_array_interface__')

@@ -782,8 +782,7 @@ def give(self:Budget,
 @patch
 def table(self:Budget)->list[tuple[str,int,float]]: # Name, bytes, share of the total
     "Who took what, and what is left"
-    return [
-        (k, v, v/max(1, self.total))
+    return [(k, v, v/max(1, self.total))
         for k,v in [*self.parts.items(), ('left', self.left)]]
 
 @patch

@@ -496,8 +496,7 @@ def kv_elements_per_token(self:ModelConfig)->int:
 def state_elements(self:ModelConfig)->int:
     """Numbers that one sequence keeps, however long: recurrent states and convolution tails of all
     layers"""
-    return sum(
-        math.prod(s)
+    return sum(math.prod(s)
         for i in range(self.num_layers)
         for s in self.state_shapes(i).values())
 

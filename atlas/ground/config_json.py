@@ -266,8 +266,7 @@ class HFModel:
 @patch
 def _complete(self:HFModel, f):
     "The keys `f`, with what absent ones mean"
-    said = {
-        k:v
+    said = {k:v
         for k,v in f.items() if v is not None or k=='sliding_window'}
     f = f.like(self.absent|said)
     if 'per_layer_config' not in self.own:

@@ -97,8 +97,7 @@ class Kind:
     @cached_property
     def nbytes(self)->int:
         "Bytes of all parts in the file"
-        return sum(
-            math.prod(shape)*ST_SIZES[dtype]
+        return sum(math.prod(shape)*ST_SIZES[dtype]
             for _,dtype,shape,_ in self.parts)
 
 # %% ../../nbs/1_ground/08_files.ipynb #c1a0b004
@@ -760,8 +759,7 @@ _APART = re.compile(r'(?:[A-Za-z_]+\.)*?(visual|mtp|lm_head)\.(.+)')
 
 def trunk_prefix(names:Iterable[str])->str:
     "What stands before the names of a model's trunk"
-    found = [
-        m[1] or ''
+    found = [m[1] or ''
         for n in names
         if 'embed' in n and not _APART.fullmatch(n) and (m := _EMBED.fullmatch(n))]
     if len(found)<2:

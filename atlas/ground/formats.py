@@ -356,8 +356,7 @@ class QTensor:
                 f'Storage format {self.fmt!r} is not supported',
                 hint=f'Supported: {", ".join(FORMATS)}')
         self.shape = tuple(self.shape)
-        got = {
-            k:(str(p.dtype),tuple(p.shape))
+        got = {k:(str(p.dtype),tuple(p.shape))
             for k,p in self.parts.items()}
         want = FORMATS[self.fmt].layout(self.shape)
         def fits(k, w):
@@ -441,15 +440,13 @@ def _finite(fmt, part, p, n=18<<14):
     "`_sound` of all of `p`, as many numbers at a time as stay in the cache and are whole blocks"
     p = p.reshape(-1)
     n *= 1 if fmt not in GGUF_BLOCKS else GGUF_BLOCKS[fmt][1]//2
-    return all(
-        _sound(fmt, part, p[i:i+n])
+    return all(_sound(fmt, part, p[i:i+n])
         for i in range(0, p.size, n))
 
 @patch
 def finite(self:QTensor)->bool:
     "Are all codes and scales finite?"
-    return all(
-        _finite(self.fmt, k, p)
+    return all(_finite(self.fmt, k, p)
         for k,p in self.parts.items())
 
 # %% ../../nbs/1_ground/07_formats.ipynb #7ba72a5a
@@ -558,15 +555,13 @@ def reshape(self:QTensor, shape)->QTensor:
     p,shape = self.parts,tuple(shape)
     if shape==self.shape:
         return self
-    want = {
-        k: s
+    want = {k: s
         for k,(_,s) in FORMATS[
             self.fmt].layout(shape).items()}
     by_row = self.fmt=='FP8_CHANNEL' and len(shape)!=self.ndim
     if (
         by_row
-        or any(
-            p[k].size!=np.prod(s, dtype=int)
+        or any(p[k].size!=np.prod(s, dtype=int)
             for k,s in want.items())):
         raise ConfigError(f'{self} cannot be seen as {list(shape)}')
     return QTensor(
@@ -609,8 +604,7 @@ def stack(cls:QTensor,
     def join(k):
         ps = [o.parts[k] for o in qs]
         if (a := _rows_axis(ps[0], q.ndim)) is None:
-            own = [
-                _shared(q.fmt, k, ps[i:i+n])
+            own = [_shared(q.fmt, k, ps[i:i+n])
                 for i in range(0, len(ps), n)]
             return np.stack(own) if experts else own[0]
         p = np.concatenate(ps, a)
@@ -664,8 +658,7 @@ class QStack:
         R = total if self.order is None else len(self.order)
         one = *p.shape[:-2],R,p.shape[-1]
         self.shape = (self.experts,*one) if self.experts else one
-        if any(
-            sum(rows[i:i+n])!=total
+        if any(sum(rows[i:i+n])!=total
             for i in range(0, len(rows), n)):
             raise ConfigError('The experts of a stack have different numbers of rows')
 
@@ -726,8 +719,7 @@ def decode(self:QStack)->np.ndarray:
     "The float32 array of `shape`"
     if self.ndim<3:
         return self.take(slice(None))
-    return np.stack([
-        self[e].decode()
+    return np.stack([self[e].decode()
         for e in range(len(self))])
 
 # %% ../../nbs/1_ground/07_formats.ipynb #ec91c846

@@ -619,8 +619,7 @@ def _remove_named(name):
         gone = [
             p for p in (_model_path(name).parent, _work(name))
             if p.exists()]
-        nbytes = sum(
-            _size(Path(d)/f)
+        nbytes = sum(_size(Path(d)/f)
             for p in gone
             for d,_,fs in os.walk(p)
             for f in fs)

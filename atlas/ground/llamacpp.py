@@ -113,8 +113,7 @@ def _nbytes(fmt:str, shape)->int:
         raise ConfigError(
             f'NVFP4 in GGUF has blocks of {_NV} weights, which does not divide the shape '
             f'{list(shape)}')
-    return sum(
-        math.prod(s)*np.dtype(d).itemsize
+    return sum(math.prod(s)*np.dtype(d).itemsize
         for p,(d,s) in FORMATS[fmt].layout(shape).items()
         if p!='global')
 

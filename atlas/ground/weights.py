@@ -457,8 +457,7 @@ def _assemble(
     ckpt, w:Want, seen, keep:bool, get=span_bytes)->QTensor|QStack:
     """What `w` asks for, as it is stored, but for `fn`;
     in as few pieces as possible if it is to be kept so"""
-    qs = [
-        _source(ckpt, w, s, shape, get)
+    qs = [_source(ckpt, w, s, shape, get)
         for s,shape in zip(w.sources, seen)]
     nd = len(w.shape)
     if nd==1 or nd==2 and w.axis==1: # vectors, and one vector for each expert
@@ -935,8 +934,7 @@ def _random(name:str, fmt:str, shape, seed:int)->QTensor:
         _pool(fmt, e, seed), rows, dims[-1]*size, unit,
         rng)
     parts = dict(data=data.view(dtype).reshape(dims))
-    parts |= {
-        p: _scale(fmt, p, *l, e)
+    parts |= {p: _scale(fmt, p, *l, e)
         for p,l in layout.items() if p!='data'}
     return QTensor(fmt, shape, parts)
 

@@ -14,8 +14,7 @@ GGUF_META = {
     'llama.attention.layer_norm_rms_epsilon':1e-5, 'llama.rope.freq_base':10000.0}
 _LAYER = (
     dict(input_layernorm='attn_norm', post_attention_layernorm='ffn_norm')
-    | {
-        f'self_attn.{x}_proj':f'attn_{y}'
+    | {f'self_attn.{x}_proj':f'attn_{y}'
         for x,y in dict(
             q='q', k='k', v='v', o='output').items()}
     | {f'mlp.{x}_proj':f'ffn_{x}' for x in ('gate','up','down')})

@@ -55,8 +55,7 @@ def st_read(path):
         return (
             (a.astype(np.uint32)<<16).view(np.float32) if t=='BF16'
             else a.astype(np.float32) if t=='F16' else a)
-    return {
-        k:one(e)
+    return {k:one(e)
         for k,e in json.loads(b[8:8+n]).items()
         if k!='__metadata__'}
 
@@ -66,14 +65,12 @@ def hf_read(folder):
     d = json.loads((folder/'config.json').read_text())
     d |= d.get('text_config') or {}
     d['model_type'] = d['model_type'].removesuffix('_text')
-    ts = {
-        k:a
+    ts = {k:a
         for p in sorted(folder.glob('*.safetensors'))
         for k,a in st_read(p).items()}
     return (
         d,
-        {
-            k.replace('language_model.', ''):a
+        {k.replace('language_model.', ''):a
             for k,a in ts.items() if not re.search(r'visual\.|vision|audio|projector|inv_freq', k)})
 
 # ---- transforms
@@ -134,8 +131,7 @@ def llama3_divisors(r, dim):
             else r['factor'] if turns<low
             else 1/((1-smooth)/r['factor']+smooth))
     return np.array(
-        [
-            one(r['rope_theta']**-(i/dim))
+        [one(r['rope_theta']**-(i/dim))
             for i in range(0, dim, 2)],
         np.float32)
 
@@ -165,8 +161,7 @@ _NORMS = 'norm.weight','norm_embedding.weight','norm_hidden.weight'
 
 def _tiled(c, name, a, without):
     "Rows, channels or columns of value heads dealt out over key heads, as ggml tiles"
-    kh,vh,dk,dv = (
-        c[f'linear_{k}']
+    kh,vh,dk,dv = (c[f'linear_{k}']
         for k in ('num_key_heads','num_value_heads','key_head_dim','value_head_dim'))
     def do(step, part):
         tiles = c['model_type']!='qwen3_next' and vh>kh
@@ -183,8 +178,7 @@ def _tiled(c, name, a, without):
 
 def _qkvz(c, a, without):
     "Qwen3-Next's fused projection, taken apart"
-    kh,vh,dk,dv = (
-        c[f'linear_{k}']
+    kh,vh,dk,dv = (c[f'linear_{k}']
         for k in ('num_key_heads','num_value_heads','key_head_dim','value_head_dim'))
     if 'ungroup' in without:
         return np.split(a, np.cumsum((kh*dk,kh*dk,vh*dv)))
@@ -369,8 +363,7 @@ def renamed(c, table):
                 c[n] for n in ((names,) if isinstance(names, str) else names)
                 if c.get(n) is not None),
             None)
-    return {
-        k:v
+    return {k:v
         for k,names in table.items() if (v := pick(names)) is not None}
 
 def _rope_meta(kind, full)->dict:
@@ -554,8 +547,7 @@ def convert(folder, quant='F32', without=(), arch=None):
     c,ts = hf_read(folder)
     mt = c['model_type']
     arch = gguf.MODEL_ARCH[arch] if arch else architecture(c)
-    extra = len({
-        k.split('.')[2]
+    extra = len({k.split('.')[2]
         for k in ts if k.startswith('mtp.layers.')})
     name = _names(c, arch, extra)
     keys = meta(c, ts, arch, extra)

@@ -213,8 +213,7 @@ def _mxfp4(n, a, how, dtype='U8'):
 def _stacked(n, a, end, fmt):
     "A stack [E,out,in] in FP8, a scale for each of its matrices"
     ps = [QTensor.encode(x, fmt).parts for x in a]
-    d,s = (
-        np.stack([p[k] for p in ps])
+    d,s = (np.stack([p[k] for p in ps])
         for k in ('data','scale'))
     return (
         {n:(d,'F8_E4M3'), n+end:(s,'F32')},

@@ -14,8 +14,7 @@ from .checkpoints import st_bytes
 TOL = 1e-4  # of the largest value of the reference
 data = Path(__file__).parents[1]/'data'
 host = get_device('cpu')
-refs = {
-    p.parent.name: dict(np.load(p))
+refs = {p.parent.name: dict(np.load(p))
     for p in sorted(data.glob('*/ref.npz'))}
 def having(key):
     "Names of the folders whose reference has `key`"
@@ -72,8 +71,7 @@ class Run:
             self(ids[i:i+n], i, True, media)
             for i in range(0, len(ids), n)])
     def steps(self, ids, start=0, media=None):
-        return np.concatenate([
-            self([t], start+i, False, media)
+        return np.concatenate([self([t], start+i, False, media)
             for i,t in enumerate(ids)])
     def stream(self, ids):
         "The stream after the last layer"
@@ -169,8 +167,7 @@ def rewritten(name, to, change):
         shutil.copy(p, to)
     (to/'model.safetensors').write_bytes(st_bytes(
         ts,
-        dtypes={
-            k:types[k]
+        dtypes={k:types[k]
             for k,a in ts.items()
             if k in types and a.dtype==np.uint8}))
     return to

@@ -531,8 +531,7 @@ CASES['llama-fp8-tensor'] = Case(
     66,
     rules=[(LINEAR, fp8)],
     hf_quant=older('FP8', ['lm_head']),
-    scales={
-        f'model.layers.{i}.self_attn.{n}_proj.{n}_scale':.03+.01*i
+    scales={f'model.layers.{i}.self_attn.{n}_proj.{n}_scale':.03+.01*i
         for i in range(2)
         for n in 'kv'})
 # one scale a row, in a checkpoint of compressed-tensors
@@ -670,16 +669,13 @@ CASES['qwen35-mixed'] = Case(
         quant_algo='MIXED_PRECISION',
         producer=PRODUCER,
         ignore=['mtp*'],
-        quantized_layers={
-            f'model.layers.{i}.linear_attn.{n}':dict(quant_algo='FP8')
+        quantized_layers={f'model.layers.{i}.linear_attn.{n}':dict(quant_algo='FP8')
             for i in (0,1)
             for n in ('in_proj_qkv','in_proj_z','out_proj')}
         | {f'model.layers.2.self_attn.{n}_proj':dict(quant_algo='FP8') for n in 'qkvo'}
-        | {
-            n:dict(quant_algo='W4A16_NVFP4', group_size=16)
+        | {n:dict(quant_algo='W4A16_NVFP4', group_size=16)
             for n in ['lm_head']
-            + [
-                f'model.layers.{i}.mlp.{x}_proj' for i in range(3)
+            + [f'model.layers.{i}.mlp.{x}_proj' for i in range(3)
                 for x in ('gate','up','down')]}),
     scales={f'model.layers.2.self_attn.{n}_proj.{n}_scale':.05 for n in 'kv'})
 
