@@ -356,18 +356,17 @@ class QTensor:
                 f'Storage format {self.fmt!r} is not supported',
                 hint=f'Supported: {", ".join(FORMATS)}')
         self.shape = tuple(self.shape)
+        self._check()
+
+    def _check(self):
+        "A `ConfigError` unless the parts are those of the layout"
         got = {k:(str(p.dtype),tuple(p.shape))
             for k,p in self.parts.items()}
         want = FORMATS[self.fmt].layout(self.shape)
-        def fits(k, w):
-            # one scale for each of a stack
-            a_matrix = (
-                w[1]==()
-                and (w[0],self.shape[:-2]))
-            return got[k]==w or got[k]==a_matrix
-        if (
-            got.keys()!=want.keys()
-            or not all(fits(*kw) for kw in want.items())):
+        def fits(k, dtype, shape):
+            of_stack = dtype,self.shape[:-2] # a scale for each matrix where the layout says one
+            return got[k]==(dtype,shape) or shape==() and got[k]==of_stack
+        if got.keys()!=want.keys() or not all(fits(k, *w) for k,w in want.items()):
             raise ConfigError(
                 f'The parts of this {self.fmt} tensor of shape {list(self.shape)} are {got}, '
                 f'expected {want}')
@@ -483,14 +482,16 @@ def rows(self:QTensor, idx:np.ndarray)->QTensor:
                 f'Rows of {self.fmt} share scales in tiles of {FP8_TILE}, and can be taken '
                 'only in whole tiles')
         return p.take(tiles, a)
-    return self.like(
-        (
-            *self.shape[:at],
-            len(idx),
-            *self.shape[at+1:]),
-        take)
+    shape = *self.shape[:at],len(idx),*self.shape[at+1:]
+    return self.like(shape, take)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #acbbdd85
+def _take_blocks(p, blocks, of:int):
+    "Whole blocks along the last axis of a part, of which there are `of`"
+    cut = p.reshape(*p.shape[:-1], of, -1)
+    taken = cut.take(blocks, -2)
+    return taken.reshape(*taken.shape[:-2], -1)
+
 @patch
 def cols(self:QTensor, idx:np.ndarray)->QTensor:
     """The tensor whose last axis is `idx` of this one's: as stored where whole blocks move, else
@@ -500,20 +501,13 @@ def cols(self:QTensor, idx:np.ndarray)->QTensor:
     shape = *self.shape[:-1],len(idx)
     blocks = _whole_blocks(idx, n, C)
     if blocks is None:
-        return QTensor(
-            'F32',
-            shape,
-            dict(data=self.decode().take(idx, -1)))
+        return QTensor('F32', shape, dict(data=self.decode().take(idx, -1)))
     def take(p):
         if p.ndim<self.ndim:
             return p
         if p.shape[-1]==C:
             return p.take(idx, -1)
-        p = p.reshape(
-            *p.shape[:-1],
-            -(-C//n),
-            -1).take(blocks, -2)
-        return p.reshape(*p.shape[:-2], -1)
+        return _take_blocks(p, blocks, -(-C//n))
     return self.like(shape, take)
 
 @patch
@@ -555,19 +549,12 @@ def reshape(self:QTensor, shape)->QTensor:
     p,shape = self.parts,tuple(shape)
     if shape==self.shape:
         return self
-    want = {k: s
-        for k,(_,s) in FORMATS[
-            self.fmt].layout(shape).items()}
+    layout = FORMATS[self.fmt].layout(shape)
+    want = {k: s for k,(_,s) in layout.items()}
     by_row = self.fmt=='FP8_CHANNEL' and len(shape)!=self.ndim
-    if (
-        by_row
-        or any(p[k].size!=np.prod(s, dtype=int)
-            for k,s in want.items())):
+    if by_row or any(p[k].size!=np.prod(s, dtype=int) for k,s in want.items()):
         raise ConfigError(f'{self} cannot be seen as {list(shape)}')
-    return QTensor(
-        self.fmt,
-        shape,
-        {k: p[k].reshape(s) for k,s in want.items()})
+    return QTensor(self.fmt, shape, {k: p[k].reshape(s) for k,s in want.items()})
 
 # %% ../../nbs/1_ground/07_formats.ipynb #798e6d81
 def _check_stack(qs:list, n:int, at:int):
@@ -591,6 +578,17 @@ def _shared(fmt:str, k:str, ps:list):
         raise ConfigError(f'Cannot stack {fmt} tensors whose {k} scales differ: {scales}')
     return ps[0]
 
+# %% ../../nbs/1_ground/07_formats.ipynb #a51681ee
+def _joined(qs:list, k:str, n:int, experts:int):
+    "Part `k` of `qs` on top of each other, `n` for each of so many `experts`"
+    ps,q = [o.parts[k] for o in qs],qs[0]
+    if (a := _rows_axis(ps[0], q.ndim)) is None:
+        own = [_shared(q.fmt, k, ps[i:i+n])
+            for i in range(0, len(ps), n)]
+        return np.stack(own) if experts else own[0]
+    p = np.concatenate(ps, a)
+    return p.reshape(experts, -1, *p.shape[1:]) if experts else p
+
 @patch(cls_method=True)
 def stack(cls:QTensor,
     qs:list, # Tensors [rows,in] or [E,rows,in]
@@ -601,20 +599,10 @@ def stack(cls:QTensor,
     q,at = qs[0],max(qs[0].ndim-2, 0)
     n = len(qs)//experts if experts else len(qs)
     _check_stack(qs, n, at)
-    def join(k):
-        ps = [o.parts[k] for o in qs]
-        if (a := _rows_axis(ps[0], q.ndim)) is None:
-            own = [_shared(q.fmt, k, ps[i:i+n])
-                for i in range(0, len(ps), n)]
-            return np.stack(own) if experts else own[0]
-        p = np.concatenate(ps, a)
-        return p.reshape(experts, -1, *p.shape[1:]) if experts else p
     rows = sum(o.shape[at] for o in qs[:n])
     one = *q.shape[:at],rows,*q.shape[at+1:]
-    return cls(
-        q.fmt,
-        (experts,*one) if experts else one,
-        {k: join(k) for k in q.parts})
+    parts = {k: _joined(qs, k, n, experts) for k in q.parts}
+    return cls(q.fmt, (experts,*one) if experts else one, parts)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #fa2625df
 def _tile_rows(q:QTensor, idx)->np.ndarray:
@@ -697,16 +685,13 @@ def __getitem__(self:QStack, e:int):
 def take(self:QStack, idx)->np.ndarray:
     "Rows `idx` of a matrix in float32"
     plain = isinstance(idx, slice) and self.order is None
-    idx = (
-        np.arange(len(self)) if self.order is None
-        else self.order)[idx]
+    order = np.arange(len(self)) if self.order is None else self.order
+    idx = order[idx]
     out = np.empty((len(idx),self.shape[1]), np.float32)
     at = 0
     for p in self.parts:
         end = at+len(p)
-        here = (
-            slice(*np.searchsorted(idx, (at,end))) if plain
-            else (idx>=at)&(idx<end))
+        here = slice(*np.searchsorted(idx, (at,end))) if plain else (idx>=at)&(idx<end)
         mine = idx[here]-at
         at = end
         if len(mine):
