@@ -40,9 +40,8 @@ class _Cursor:
                 param=what)
         i = self.pos-self.start
         if i+n>len(self.buf):
-            self.buf = self.file.read(
-                min(max(n,1<<20), self.file.size-self.pos),
-                self.pos)
+            more = min(max(n, 1<<20), self.file.size-self.pos)
+            self.buf = self.file.read(more, self.pos)
             self.start = self.pos
             i = 0
         self.pos += n
@@ -140,13 +139,27 @@ def _gguf_tensor(c:_Cursor):
     if min(shape)<1 or math.prod(shape)>=2**60:
         raise c.file.bad(f'{what} has the shape {list(shape)}', param=name)
     fmt = _gguf_type(c, t, name)
+    _check_blocks(c, name, fmt, shape)
+    return name,fmt,shape,offset
+
+def _check_blocks(c:_Cursor, name:str, fmt:str, shape):
+    "A `CheckpointError` for rows that are no whole blocks"
     try:
         _nbytes(fmt, shape)
     except ConfigError as e:
-        raise c.file.bad(f'{what}: {e}', param=name) from e
-    return name,fmt,shape,offset
+        raise c.file.bad(f'tensor {name!r}: {e}', param=name) from e
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #45344bc9
+def _check_place(c:_Cursor, spans, name:str, at:int, expected:int):
+    "A `CheckpointError` for a tensor that is there twice, or not behind the one before it"
+    if name in spans:
+        raise c.file.bad(f'tensor {name!r} is there twice', param=name)
+    if at!=expected:
+        raise c.file.bad(
+            f'tensor {name!r} begins at byte {at:,}, expected {expected:,}: '
+            'tensors overlap or leave a hole',
+            param=name)
+
 def _gguf_spans(c:_Cursor, tensors:list, align:int)->dict[str,Span]:
     "Places of the described tensors, proven to fill what follows the header"
     def up(n): return -(-n//align)*align
@@ -154,13 +167,7 @@ def _gguf_spans(c:_Cursor, tensors:list, align:int)->dict[str,Span]:
     spans = {}
     for name,fmt,shape,offset in sorted(tensors, key=lambda t: t[3]):
         nbytes = _nbytes(fmt, shape)
-        if name in spans:
-            raise c.file.bad(f'tensor {name!r} is there twice', param=name)
-        if start+offset!=up(end):
-            raise c.file.bad(
-                f'tensor {name!r} begins at byte {start+offset:,}, expected {up(end):,}: '
-                'tensors overlap or leave a hole',
-                param=name)
+        _check_place(c, spans, name, start+offset, up(end))
         spans[name] = Span(c.file, start+offset, nbytes, fmt, shape)
         end = start+offset+nbytes
     if not (end if spans else c.pos)<=c.file.size<=up(end):
@@ -217,30 +224,24 @@ def unpack_nvfp4(shape, raw, scale=None):
     `scale` has the bytes of the global scale, or of one for each expert of a stack"""
     lead = shape[:-1]
     b = raw.reshape(*lead, -1, 36)
-    codes = _pairs(b[...,4:].reshape(
-        *b.shape[:-1], 4, 8))
+    codes = _pairs(b[...,4:].reshape(*b.shape[:-1], 4, 8))
     s = b[...,:4]&127
-    s = np.where(s==127, np.uint8(0), s)
+    s = np.where(s==127, np.uint8(0), s).reshape(*lead, -1)
     g = np.ones(1, np.float32) if scale is None else scale.view(np.float32)
     if len(shape)<3 or scale is None:
         g = g.reshape(())
-    return {
-        'data':codes.reshape(*lead, -1),
-        'scale':s.reshape(*lead, -1),
-        'global':g}
+    return {'data':codes.reshape(*lead, -1), 'scale':s, 'global':g}
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #ecc10f43
 def _head_rows(rows:int, heads:int)->np.ndarray:
     """Where each row of a q or k matrix lies in a GGUF file that interleaves the halves of `heads`
     heads"""
-    return np.arange(rows).reshape(
-        heads, -1, 2).swapaxes(1,2).ravel()
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #51550574
 def _grouped(kh:int, vh:int, d:int)->np.ndarray:
     "Where each of `vh` value heads' `d` rows, grouped by `kh` key heads, lies in a GGUF file"
-    return np.arange(vh*d).reshape(
-        vh//kh, kh, d).swapaxes(0,1).ravel()
+    return np.arange(vh*d).reshape(vh//kh, kh, d).swapaxes(0, 1).ravel()
 
 def _delta_order(delta, module:str)->tuple:
     """Rows and columns of tensor `module` of a delta net whose value heads are tiled: how many,
@@ -303,8 +304,7 @@ def _gguf_info(names:GGUFNames, cfg:ModelConfig, name:str, s:Span)->TensorInfo:
     return TensorInfo(hf, s.dtype, shape, dict(data=s), *made, name, unpack)
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #11178370
-def _scale_beside(
-    names:GGUFNames, t:TensorInfo, spans:dict[str,Span])->tuple[str,Span|None]:
+def _scale_beside(names:GGUFNames, t:TensorInfo, spans:dict)->tuple[str,Span|None]:
     "Name and place of the global scale of an NVFP4 tensor, if it has one"
     key = t.stored.removesuffix('.weight')+'.scale'
     g = spans.get(key)
@@ -316,8 +316,7 @@ def _scale_beside(
         raise g.file.bad(f'{key} is {g.dtype} {list(g.shape)}, expected F32 [{n}]', param=key)
     return key,g
 
-def _with_scales(
-    names:GGUFNames, infos:list, spans:dict[str,Span])->list[TensorInfo]:
+def _with_scales(names:GGUFNames, infos:list, spans:dict[str,Span])->list[TensorInfo]:
     "`infos`, NVFP4 tensors with the global scales that stand beside them"
     out,taken = [],set()
     for t in infos:
@@ -378,7 +377,8 @@ def _part(path:Path, i:int, n:int, es:ExitStack):
 def gguf_open(path:Path, es:ExitStack):
     "Metadata, config and tensors of a GGUF model, in one file or several"
     paths = gguf_parts(Path(path))
-    parts = [_part(p, i, len(paths), es) for i,p in enumerate(paths)]
+    parts = [_part(p, i, len(paths), es)
+        for i,p in enumerate(paths)]
     (f,meta,_),spans = parts[0],{}
     for g,_,more in parts:
         if twice := first(k for k in more if k in spans):
@@ -391,8 +391,7 @@ def gguf_open(path:Path, es:ExitStack):
     return meta,*_describe(f, meta, spans)
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #0e302e94
-def _gguf_config(
-    f:File, meta:dict, spans:dict[str,Span], freqs)->ModelConfig:
+def _gguf_config(f:File, meta:dict, spans:dict[str,Span], freqs)->ModelConfig:
     "The config, with what the presence of tensors says"
     tied = 'output.weight' not in spans
     shapes = {k: s.shape for k,s in spans.items()}
