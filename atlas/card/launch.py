@@ -102,8 +102,7 @@ def _contract(text):
     # a line that is indented so far goes on with the one before
     head = re.sub(r'\n//\s{8,}', ' ', head)
     lines = re.findall(r'^//\s+(\w+(?:,\s*\w+)*)\s*:\s*\[([^\]]*)\]\s*(\w+)(.*)', head, re.M)
-    return {
-        name: (re.split(r',\s*', dims), dtype, 'or null' in rest)
+    return {name: (re.split(r',\s*', dims), dtype, 'or null' in rest)
         for names,dims,dtype,rest in lines
         for name in re.split(r',\s*', names)}
 
@@ -418,11 +417,7 @@ def cubin_name(
         *([_sha(' '.join(options).encode())[:12]] if options else []),
         arch, 'cubin'])
 
-def ahead(
-    src:Source,
-    arch:str,
-    options:tuple=(),
-)->bytes|None:
+def ahead(src:Source, arch:str, options:tuple=(),)->bytes|None:
     "The cubin that the wheel's build left beside the source"
     p = src.root/cubin_name(src.name, arch, options)
     return p.read_bytes() if p.exists() else None
@@ -431,8 +426,7 @@ def ahead(
 @functools.cache
 def _headers():
     "Digest of the half-precision headers that NVRTC will find"
-    found = [
-        p for d in cuda_headers() for n in ('cuda_fp16','cuda_bf16')
+    found = [p for d in cuda_headers() for n in ('cuda_fp16','cuda_bf16')
         for p in sorted(Path(d).glob(f'{n}.h*'))]
     return _sha(b''.join(p.read_bytes() for p in found))[:12]
 
@@ -567,8 +561,7 @@ def saved_variants(
     path:Path|None=None, # `variants.json` beside the kernels by default
 )->list[tuple[str,tuple]]:
     "What wheels are built with: name and options of each variant"
-    return sorted({
-        (v[0], tuple(v[1:]))
+    return sorted({(v[0], tuple(v[1:]))
         for m,archs in _listed(path)[1].items()
         for a,vs in archs.items() if model in (None, m)
         and arch in (None, a) for v in vs})
