@@ -76,6 +76,11 @@ class Body(BaseModel):
     prompt_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #80b515c6
+@patch
+def stays(self:Body)->float|None:
+    "Seconds that the model is to stay after the answer; None: as it would"
+    return None if self.keep_alive is None else seconds_in(self.keep_alive, 'keep_alive')
+
 class Shaped(Body):
     "A body that may ask for the shape of the answer"
     response_format: dict[str,Any]|None = None
@@ -185,9 +190,7 @@ def _given(b, **renamed):
     "The sampling parameters that a body gives"
     kw = {k:getattr(b, k) for k in _same} | renamed
     if b.stop:
-        kw['stop'] = (
-            (b.stop,) if isinstance(b.stop, str)
-            else tuple(b.stop))
+        kw['stop'] = (b.stop,) if isinstance(b.stop, str) else tuple(b.stop)
     if b.stop_token_ids:
         kw['stop_token_ids'] = tuple(b.stop_token_ids)
     if kw['max_tokens'] is not None:
@@ -219,31 +222,29 @@ def params(self:ChatBody)->SamplingParams:
         raise RequestError(
             f'max_completion_tokens is {found(n)}, expected a whole number above 0',
             param='max_completion_tokens')
-    return _given(
-        self,
-        logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-        max_tokens=self.max_tokens if self.max_completion_tokens is None
-        else self.max_completion_tokens)
+    logprobs = (self.top_logprobs or 0) if self.logprobs else None
+    most = self.max_tokens if n is None else n
+    return _given(self, logprobs=logprobs, max_tokens=most)
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #64b1778d
+def _arguments(v, where):
+    "The arguments of a tool call, as JSON in a string"
+    if not isinstance(v, str|dict|None):
+        raise RequestError(
+            f'{where}.function.arguments is {found(v)}, expected JSON in a string', param=where)
+    if isinstance(v, dict):
+        v = json.dumps(v, ensure_ascii=False)
+    left_out = (v or '').strip() in ('','null') # As some clients do for a call without arguments
+    return '{}' if left_out else v
+
 def _called(t, where):
     "A tool call of an assistant's turn, with arguments that are text"
     f = t.get('function')
     if t.get('type')=='custom' and isinstance(c := t.get('custom'), dict):
-        f = dict(
-            name=c.get('name'),
-            arguments=dict(input=c.get('input')))
+        f = dict(name=c.get('name'), arguments=dict(input=c.get('input')))
     if not isinstance(f, dict) or not isinstance(f.get('name'), str):
         raise RequestError(f'{where}.function has no name', param=where)
-    args = f.get('arguments')
-    if not isinstance(args, str|dict|None):
-        raise RequestError(
-            f'{where}.function.arguments is {found(args)}, expected JSON in a string',
-            param=where)
-    if isinstance(args, dict):
-        args = json.dumps(args, ensure_ascii=False)
-    if (args or '').strip() in ('','null'):
-        args = '{}'  # what some clients send for a call without arguments
+    args = _arguments(f.get('arguments'), where)
     rest = {k:v for k,v in t.items() if k!='custom'}
     return rest | dict(type='function', function=f | dict(arguments=args))
 
@@ -268,13 +269,15 @@ def _part(p, where):
     return d | dict(where=where)  # of the client's own list, in which the system may stand anywhere
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #b29a34d9
+_ROLES = {'developer':'system', 'function':'tool'} # In newer and older words
+_READ = {'reasoning','reasoning_content','function_call','tool_calls'} # And not as they came
+
 def _turn(m, where):
     "One message as a plain dict"
     if m.content is None and m.role!='assistant':
         raise RequestError(f'{where}.content is missing', param=f'{where}.content')
-    own = {'reasoning','reasoning_content','function_call','tool_calls'} # which are read below
-    d = m.model_dump(exclude_none=True, exclude=own) | dict(
-        role={'developer':'system', 'function':'tool'}.get(m.role, m.role))
+    d = m.model_dump(exclude_none=True, exclude=_READ)
+    d['role'] = _ROLES.get(m.role, m.role)
     if isinstance(m.content, list):
         d['content'] = [_part(p, f'{where}.content[{j}]') for j,p in enumerate(m.content)]
     if r := m.reasoning or m.reasoning_content:
@@ -290,6 +293,8 @@ def turns(self:ChatBody)->list[dict]:
     return merge_system([_turn(m, f'messages[{i}]') for i,m in enumerate(self.messages)])
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #1b363bcc
+_KINDS = {str:'a string', dict:'an object', bool:'true or false'}
+
 def _function(t, i):
     "A tool as the template and the guide take it"
     f,where = t.get('function'),f'tools[{i}].function'
@@ -303,29 +308,20 @@ def _function(t, i):
     for k,kind in ('description',str), ('parameters',dict), ('strict',bool):
         if not isinstance(f.get(k), kind|None):
             raise RequestError(
-                f'{where}.{k} is {found(f[k])}, expected '
-                f'{"an object" if kind is dict else "a string" if kind is str else "true or false"}',
-                param=f'{where}.{k}')
-    return dict(
-        type='function',
-        function={k:v for k,v in f.items() if v is not None})
+                f'{where}.{k} is {found(f[k])}, expected {_KINDS[kind]}', param=f'{where}.{k}')
+    return dict(type='function', function={k:v for k,v in f.items() if v is not None})
 
 def functions(
     tools:list[dict]|None, # Of a body
     warnings:list[str], # What was left out is added
 )->list[dict]|None:
     "The tools that a model can call here"
-    kinds = [
-        t.get('type') or ('function' if 'function' in t else None)
-        for t in tools or []]
+    kinds = [t.get('type') or ('function' if 'function' in t else None) for t in tools or []]
     for i,k in enumerate(kinds):
         if not isinstance(k, str):
             raise RequestError(
                 f'tools[{i}].type is {found(k)}, expected function', param=f'tools[{i}].type')
-    own = [
-        _function(t, i)
-        for i,t in enumerate(tools or [])
-        if kinds[i]=='function']
+    own = [_function(t, i) for i,t in enumerate(tools or []) if kinds[i]=='function']
     if other := sorted({k[:40] for k in kinds if k!='function'}):
         warnings.append(f'Tools of type {", ".join(other)} are not offered here and were left out')
     return own or None
@@ -337,43 +333,50 @@ def _of_hosted(c, tools)->bool:
         return not tools
     return isinstance(c, dict) and c.get('type') not in (None,'function','allowed_tools')
 
+def _bad_choice(what):
+    "Refuse a `tool_choice`"
+    raise RequestError(
+        f'tool_choice is {what}',
+        hint="Use 'auto', 'none', 'required' or a function of tools", param='tool_choice')
+
 def choice_of(
     c, # `tool_choice` as it came
     tools:list[dict]|None, # What `functions` gave
     hosted:bool=False, # Were others left out?
 )->tuple[str,str|None,list[dict]|None]: # 'auto', 'none' or 'required'; a name; tools that are left
     "What a `tool_choice` means"
-    def no(what):
-        raise RequestError(
-            f'tool_choice is {what}',
-            hint="Use 'auto', 'none', 'required' or a function of tools", param='tool_choice')
-    names = [t['function']['name'] for t in tools or []]
     if c is None or c in ('auto','none'):
         return c or 'auto',None,tools
     if hosted and _of_hosted(c, tools):
         return 'auto',None,tools
     if c=='required':
-        return ('required',None,tools) if tools else no('required, and there are no tools')
+        if not tools:
+            _bad_choice('required, and there are no tools')
+        return 'required',None,tools
     if not isinstance(c, dict):
-        no(found(c))
+        _bad_choice(found(c))
     if c.get('type')=='allowed_tools' and isinstance(a := c.get('allowed_tools', c), dict):
-        return _allowed(a, tools, no)
+        return _allowed(a, tools)
+    return 'required',_named(c, tools),tools
+
+def _named(c, tools):
+    "The one function that must be called"
     f = c.get('function', c)
     name = f.get('name') if isinstance(f, dict) else None
-    if name in names:
-        return ('required',name,tools)
-    return no(f'{found(name)}, which is no function of tools')
+    if name not in [t['function']['name'] for t in tools or []]:
+        _bad_choice(f'{found(name)}, which is no function of tools')
+    return name
 
-def _allowed(a, tools, no):
+def _allowed(a, tools):
     "Some of the tools only"
     names = {
         (t.get('function') or t).get('name')
         for t in a.get('tools') or []
         if isinstance(t, dict) and isinstance(t.get('function'), dict|None)}
     left = [t for t in tools or [] if t['function']['name'] in names]
-    if left:
-        return ('required' if a.get('mode')=='required' else 'auto',None,left)
-    return no('allowed_tools, and none of them is there')
+    if not left:
+        _bad_choice('allowed_tools, and none of them is there')
+    return 'required' if a.get('mode')=='required' else 'auto',None,left
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #b0088e2f
 def _schema(v, field):
@@ -383,9 +386,8 @@ def _schema(v, field):
     try:
         return read_json(v.encode())
     except RequestError as e:
-        raise RequestError(
-            e.msg.replace('The body', field), hint='Send a JSON schema',
-            param=field) from None
+        said = e.msg.replace('The body', field)
+        raise RequestError(said, hint='Send a JSON schema', param=field) from None
 
 def _shapes(b):
     "Every shape that a body asks for: (field, spec)"
@@ -448,23 +450,26 @@ def _first_of(*values):
     "The first that is not None"
     return next((v for v in values if v is not None), None)
 
+def _switched(b, given):
+    "Is thinking on (True), off (False) or left to the model (None)?"
+    t,r = b.thinking or Thinking(),b.reasoning or Thinking()
+    of_type = dict(enabled=True, disabled=False).get(t.type)
+    asked = [given.get(k) for k in ('enable_thinking','thinking')]
+    asked = [v for v in asked if isinstance(v, bool)]
+    return _first_of(b.enable_thinking, of_type, t.enabled, r.enabled, *asked)
+
 @patch
 def thought(self:ChatBody, warnings:list[str])->tuple[dict,int|None]:
     "Variables of the template, and the thinking budget"
     given = variables(self.chat_template_kwargs, warnings)
-    t = self.thinking or Thinking()
-    r = self.reasoning or Thinking()
-    kinds = dict(enabled=True, disabled=False)
-    asked = [given.get(k) for k in ('enable_thinking','thinking')]
-    asked = [v for v in asked if isinstance(v, bool)]
-    on = _first_of(self.enable_thinking, kinds.get(t.type), t.enabled, r.enabled, *asked)
+    t,r = self.thinking or Thinking(),self.reasoning or Thinking()
     budgets = self.thinking_token_budget,self.thinking_budget,self.reasoning_budget
     budget = _first_of(*budgets, t.budget_tokens, r.max_tokens)
     efforts = {
         'reasoning_effort':self.reasoning_effort, 'reasoning.effort':r.effort,
         'thinking.effort':t.effort}
     field = next((k for k,v in efforts.items() if v is not None), 'reasoning_effort')
-    v,budget = think(on, efforts[field], budget, field)
+    v,budget = think(_switched(self, given), efforts[field], budget, field)
     return given|v,budget
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #138af536
@@ -484,9 +489,8 @@ def promised(self:ChatBody):
             f'modalities has {found(other[0])}', hint='Answers are text', param='modalities')
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #eb678d05
-def _common(b):
-    "What an `Ask` takes from either body"
-    o = b.stream_options or StreamOptions()
+def _streamable(b):
+    "Refuse what goes with a stream only, or not with one"
     if b.stream_options and not b.stream:
         raise RequestError(
             'stream_options is given, and stream is not true', hint='Set stream to true',
@@ -495,11 +499,15 @@ def _common(b):
         raise RequestError(
             'prompt_logprobs is given, and stream is true', hint='Leave one of them out',
             param='prompt_logprobs')
+
+def _common(b):
+    "What an `Ask` takes from either body"
+    _streamable(b)
+    o = b.stream_options or StreamOptions()
     counts = bool(o.include_usage)
-    keep = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
+    keep = b.stays()
     return dict(
-        params=b.params(), given=given(b),
-        model=b.model, **b.shape(),
+        params=b.params(), given=given(b), model=b.model, **b.shape(),
         stream=bool(b.stream),
         priority=b.priority or 0, salt=b.cache_salt or '',
         timeout=b.timeout, keep=keep, include_usage=counts,
@@ -509,24 +517,29 @@ def _common(b):
         as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs)
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #91d4a6fe
+def _template(b, warnings):
+    "Variables of the template, and the thinking budget"
+    template,budget = b.thought(warnings)
+    if b.add_generation_prompt is not None:
+        template['add_generation_prompt'] = b.add_generation_prompt
+    return dict(template=template, thinking_budget=budget)
+
 def parse(
     raw:bytes, # The body of a request to chat completions
 )->ChatAsk:
     "What is asked; `RequestError` names the first field that is wrong"
     b = validate(ChatBody, raw)
     b.promised()
-    tools = functions(b.tools, warnings := unoffered(b))
-    choice,name,tools = choice_of(
-        b.tool_choice, tools,
-        len(tools or ())<len(b.tools or ()))
-    template,budget = b.thought(warnings)
-    if b.add_generation_prompt is not None:
-        template['add_generation_prompt'] = b.add_generation_prompt
+    warnings = unoffered(b)
+    tools = functions(b.tools, warnings)
+    some_left_out = len(tools or ())<len(b.tools or ())
+    choice,name,tools = choice_of(b.tool_choice, tools, some_left_out)
+    thinking = _template(b, warnings)
     excluded = bool(b.reasoning and b.reasoning.exclude)
     return ChatAsk(b.turns(),
         tools=tools, tool_choice=choice, tool_name=name,
         parallel=b.parallel_tool_calls is not False,
-        template=template, thinking_budget=budget,
+        **thinking,
         continuing=bool(b.continue_final_message),
         quiet=b.include_reasoning is False or excluded,
         warnings=warnings, ignored=ignored(b), **_common(b))
@@ -547,9 +560,7 @@ def parse_text(
         best=best, unscored=b.logprobs is None,
         warnings=unoffered(b), ignored=ignored(b), **kw)
 
-def reply(
-    ask:Ask, model:str, id:str|None=None,
-    created:int|None=None
-)->Writer:
+def reply(ask:Ask, model:str, id:str|None=None, created:int|None=None)->Writer:
     "The writer of an answer"
-    return (TextWriter if isinstance(ask, TextAsk) else ChatWriter)(ask, model, id, created)
+    kind = TextWriter if isinstance(ask, TextAsk) else ChatWriter
+    return kind(ask, model, id, created)
