@@ -938,7 +938,7 @@ def test_launch_without_a_server():
 
 def test_port_in_use_is_told_before_loading(monkeypatch):
     import atlas.service.process
-    monkeypatch.setattr(atlas.service.process, 'Child', None)
+    monkeypatch.setattr(atlas.service.process, 'WorkerProcess', None)
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = str(s.getsockname()[1])
         r = run('serve', 'm', '--port', port)

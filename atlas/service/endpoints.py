@@ -248,7 +248,7 @@ async def vectors(
     several = isinstance(b.input, list) and b.input and not isinstance(b.input[0], int)
     inputs = b.input if several else [b.input]
     async def work():
-        u = await self.upstream(ask.model)
+        u = await self.ready_model(ask.model)
         return u,await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
     u,(vectors,n) = await attended(request, work())
     data = []
@@ -354,7 +354,7 @@ async def rerank(self:Service, request:Request)->Response:
     b = await self.read(request, partial(validate, RerankBody))
     texts = [d if isinstance(d, str) else d.text for d in b.documents]
     async def work():
-        u = await self.upstream(b.model)
+        u = await self.ready_model(b.model)
         return u,await self.rank(u, b.query, texts, b.instruction)
     u,(scores,n) = await attended(request, work())
     results = [dict(index=i, relevance_score=s) for i,s in enumerate(scores)]
@@ -408,7 +408,7 @@ def _tokenizing(raw):
 @patch
 async def tokens(self:Service, b:TokenizeBody, ask:Ask|None)->dict:
     "What `/tokenize` says"
-    u = await (self.asked(ask) if ask else self.upstream(b.model))
+    u = await (self.asked(ask) if ask else self.ready_model(b.model))
     text = b.content if b.prompt is None else b.prompt
     if ask:
         ids = (await self.chat_prompt(u, ask)).ids
@@ -438,7 +438,7 @@ async def detokenize(self:Service, request:Request)->Response:
     "The text of token ids"
     b = await self.read(request, partial(validate, DetokenizeBody))
     async def work():
-        u = await self.upstream(b.model)
+        u = await self.ready_model(b.model)
         check_ids(b.tokens, u.info['vocab_size'], 'tokens')
         return await asyncio.to_thread(partial(u.tokenizer.decode, skip_special=False), b.tokens)
     text = await attended(request, work())

@@ -65,7 +65,7 @@ class Gateway(uvicorn.Server):
         m = self.models
         if await super().on_tick(counter):
             return True
-        if self.ready and all(x.state!='loading' for x in m.first) and (m.upstreams or not m.first):
+        if self.ready and all(x.state!='loading' for x in m.first) and (m.ready_models or not m.first):
             self.ready()
             self.ready = None
         if (e := m.hopeless) and self.ready:
@@ -226,12 +226,12 @@ def _configured(m, options, config):
 
 # %% ../../nbs/7_service/35_gateway.ipynb #749efada
 def _ready(models, url):
-    names = [u.name for u in models.upstreams]
+    names = [m.name for m in models.ready_models]
     t = sum(sum(models.find(n).seconds.values()) for n in names)
-    many = [n for u in models.upstreams if (n := u.info.get('max_num_seqs'))]
+    many = [n for m in models.ready_models if (n := m.info.get('max_num_seqs'))]
     rates = [
-        r for u in models.upstreams if (
-            r := (u.info.get('startup') or {}).get('bytes_per_second'))]
+        r for m in models.ready_models if (
+            r := (m.info.get('startup') or {}).get('bytes_per_second'))]
     read = f', weights at {"/".join(f"{r/1e9:.3g}" for r in rates)} GB/s' if rates else ''
     at_once = f', {"/".join(map(str, many))} sequences at once' if many else ''
     said = f'{", ".join(names) or "Atlas"} is ready ({t:.1f} s{read}{at_once}): chat at {url}'
@@ -291,7 +291,7 @@ def _app(models, rules, sandbox, fetch_images, **kw):
 # %% ../../nbs/7_service/35_gateway.ipynb #5bee0082
 def _not_ourselves(models, at, on):
     "Refuse another server that is this one"
-    for b in models.backends:
+    for b in models.upstreams:
         if b.points_at(at, on):
             raise ConfigError(
                 f'{b.name} is this very server', hint='Give its url another host or port',

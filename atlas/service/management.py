@@ -201,7 +201,7 @@ async def props(self:Service, request:Request)->Response:
     if name is None and len(self.models.all)>1:
         return JSONResponse(dict(role='router', max_instances=len(self.models.all))|build)
     m = self.models.one(name)
-    info,up = getattr(m.runner, 'info', None) or {},m.upstream
+    info,up = getattr(m.runner, 'info', None) or {},m.ready_model
     settings = dict(
         id=0,
         n_ctx=info.get('max_seq_len', 0),

@@ -215,7 +215,7 @@ STATES = ('unloaded','loading','loaded','sleeping','stalled','restarting','unloa
 class Metrics:
     "What the service counts; Prometheus's collector of it"
     def __init__(self,
-        models, # Whatever has `upstreams` and `stats()`
+        models, # Whatever has `ready_models` and `stats()`
     ):
         self.models = models
         self.by_model = {}
@@ -278,7 +278,7 @@ def _asked(counts):
 @patch
 def collect(self:Metrics):
     "Every number, for Prometheus"
-    for u in self.models.upstreams:
+    for u in self.models.ready_models:
         self.of(u.name)
     ms = self.by_model.items()
     yield from _histograms(ms)
@@ -287,7 +287,7 @@ def collect(self:Metrics):
     yield from self._engines()
     yield from self._states()
     yield from self._cards()
-    yield from upstream_families(getattr(self.models, 'backends', ()))
+    yield from upstream_families(getattr(self.models, 'upstreams', ()))
     yield from fallback_family(getattr(self.models, 'fallbacks', None))
     yield from _asked(self.http)
 
@@ -330,7 +330,7 @@ def _waiting(said):
 @patch
 def _engines(self:Metrics):
     "What engines say of themselves"
-    said = [(u.name, u.runner.stats()) for u in self.models.upstreams]
+    said = [(u.name, u.runner.stats()) for u in self.models.ready_models]
     yield from _numbers(said)
     yield from _positions(said)
     yield from _waiting(said)
@@ -441,16 +441,16 @@ class UpstreamMetrics:
         self.usage['prompt'] += usage.prompt
         self.usage['completion'] += usage.completion
 
-def _upstream_times(backends):
+def _upstream_times(upstreams):
     "How long other servers took"
     for k,times in zip(_upstream, ('first','latency')):
         f = HistogramMetricFamily(f'atlas:{k}', _upstream[k], labels=['upstream'])
-        for b in backends:
-            t = getattr(b.counts, times)
-            f.add_metric([b.name], t.buckets, t.sum)
+        for u in upstreams:
+            t = getattr(u.counts, times)
+            f.add_metric([u.name], t.buckets, t.sum)
         yield f
 
-def _upstream_counts(backends):
+def _upstream_counts(upstreams):
     "How often they were asked, for how many tokens, and whether they are well"
     asked = CounterMetricFamily(
         'atlas:upstream_requests', 'Questions to another server, by how they ended',
@@ -460,21 +460,21 @@ def _upstream_counts(backends):
         labels=['upstream','kind'])
     up = GaugeMetricFamily(
         'atlas:upstream_up', 'Did it answer as it should the last time?', labels=['upstream'])
-    for b in backends:
-        for how,n in (dict(ok=0)|b.counts.asked).items():
-            asked.add_metric([b.name,how], n)
+    for u in upstreams:
+        for how,n in (dict(ok=0)|u.counts.asked).items():
+            asked.add_metric([u.name,how], n)
         for kind in ('prompt','completion'):
-            tokens.add_metric([b.name,kind], b.counts.usage[kind])
-        up.add_metric([b.name], float(b.error is None))
+            tokens.add_metric([u.name,kind], u.counts.usage[kind])
+        up.add_metric([u.name], float(u.error is None))
     yield from (asked,tokens,up)
 
 def upstream_families(
-    backends, # Whatever has `counts` and `error`
+    upstreams, # Whatever has `counts` and `error`
 ):
     "The numbers of other servers, for Prometheus; nothing where there are none"
-    if backends:
-        yield from _upstream_times(backends)
-        yield from _upstream_counts(backends)
+    if upstreams:
+        yield from _upstream_times(upstreams)
+        yield from _upstream_counts(upstreams)
 
 # %% ../../nbs/7_service/09_metrics.ipynb #ce3eac82
 def fallback_family(

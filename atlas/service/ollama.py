@@ -437,7 +437,7 @@ async def only_load(self:Service, ask:OllamaAsk, request:Request)->dict:
     if leave and m.wanted:
         await self.models.unload(m.name)
     elif not leave:
-        await attended(request, self.upstream(m.name))
+        await attended(request, self.ready_model(m.name))
         ask.served = m.name
         if keep := self.keeping(ask, request):
             keep()
@@ -566,7 +566,7 @@ def capabilities(side:dict)->list[str]:
 @patch
 async def text_side(self:Service, m)->dict:
     "Tokenizer, template and parsers of a model; empty where it has none here"
-    if u := m.upstream:
+    if u := m.ready_model:
         return {k:getattr(u, k) for k in ('tokenizer','template','spec','parsers')}
     if not hasattr(m, 'text'):
         return {}
@@ -623,7 +623,7 @@ async def embedded(
 )->dict:
     "The body of `/api/embed`"
     began = perf_counter()
-    u = await self.upstream(plain_name(name))
+    u = await self.ready_model(plain_name(name))
     loaded = perf_counter()
     vs,n = await self.embed(u, texts, 'last', dimensions)
     took = perf_counter()-began

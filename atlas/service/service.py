@@ -73,7 +73,7 @@ class Service:
 
 # %% ../../nbs/7_service/12_service.ipynb #7e360976
 @patch
-async def upstream(self:Service, name:str|None)->ReadyModel:
+async def ready_model(self:Service, name:str|None)->ReadyModel:
     "The model that was asked for, ready"
     if self.models.draining:
         raise UnavailableError('The server is shutting down', hint='Try again in a moment')
@@ -82,7 +82,7 @@ async def upstream(self:Service, name:str|None)->ReadyModel:
 @patch
 async def asked(self:Service, ask:Ask)->ReadyModel:
     "The model that a question is for, ready, and read by the parsers of the name it was asked by"
-    u = await self.upstream(ask.served or ask.model)
+    u = await self.ready_model(ask.served or ask.model)
     return u.read_by(*ask.parsers)
 
 @patch

@@ -181,7 +181,7 @@ class Relay(Turn):
 @patch
 async def heard(self:Relay, k:int):
     "The pieces of the answers to one prompt, as `(i, pieces)`"
-    (r,tally),b = self.asked[k],self.proxy.backend
+    (r,tally),b = self.asked[k],self.proxy.upstream
     try:
         async for ds in _chunks(b, r, self.first, tally):
             for i,ps in self.fed(k, ds, tally):
@@ -222,7 +222,7 @@ def fed(self:Relay, k:int, chunks:list, tally:Tally):
 def read(self:Relay, k:int, d:dict, tally:Tally)->list:
     "What a chunk adds to the answers to prompt `k`: pairs of a choice and a delta"
     if d.get('error'):
-        raise _told(self.proxy.backend, d)
+        raise _told(self.proxy.upstream, d)
     if 'usage' in d:
         tally.count(d)
     out = []
@@ -232,7 +232,7 @@ def read(self:Relay, k:int, d:dict, tally:Tally)->list:
             if i<(k+1)*self.n and (p := self.readers[i].feed(c)):
                 out.append((i, p))
     except (TypeError,AttributeError,ValueError,KeyError,IndexError) as e:
-        raise self.proxy.backend.fault('garbage', 'sent chunks that make no sense') from e
+        raise self.proxy.upstream.fault('garbage', 'sent chunks that make no sense') from e
     return out
 
 def _told(b, d):
@@ -261,7 +261,7 @@ async def _chunks(b, r, first, tally):
 @patch
 async def begin(self:Proxy, ask:Ask, make)->tuple:
     "A turn and its writer, as `Service.begin` gives them; the question goes to chat completions"
-    if not self.backend.may('chat/completions'):
+    if not self.upstream.may('chat/completions'):
         raise self.lacks('chat completions')
     w,asks,asked = make(ask, ask.model or self.name),[ask],[]
     if ask.params.logprobs is not None and not getattr(ask, 'unscored', False):
@@ -300,7 +300,7 @@ def chats(self:Proxy, ask:TextAsk, w)->list[Ask]:
 @patch
 async def asked(self:Proxy, ask:Ask)->tuple:
     "Ask for a chat completion: (its answer, its `Tally`)"
-    b,tally = self.backend,Tally(self)
+    b,tally = self.upstream,Tally(self)
     d,more = chat_body(ask, self.id)
     path,heads = 'chat/completions',b.heads()
     try:
