@@ -227,6 +227,12 @@ class EmbeddingsBody(BaseModel):
     pooling: Literal['last','mean']|None = None
     keep_alive: KeepAlive|None = None
 
+@patch(as_prop=True)
+def inputs(self:EmbeddingsBody)->list:
+    "What vectors are asked for: texts, or lists of ids"
+    i = self.input
+    return i if isinstance(i, list) and i and not isinstance(i[0], int) else [i]
+
 class Texts(Question):
     "A question for the vectors of texts"
     talks = False
@@ -257,11 +263,9 @@ async def vectors(
 )->Response:
     "A vector for each text of a body"
     ask = wordless(b, served or b.model)
-    several = isinstance(b.input, list) and b.input and not isinstance(b.input[0], int)
-    inputs = b.input if several else [b.input]
     async def work():
         u = await self.ready_model(ask.model)
-        return u,await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
+        return u,await self.embed(u, b.inputs, b.pooling or 'last', b.dimensions)
     u,(vectors,n) = await attended(request, work())
     data = _vectors(vectors, b.encoding_format)
     usage = dict(prompt_tokens=n, total_tokens=n)
@@ -364,6 +368,11 @@ class RerankBody(BaseModel):
     return_documents: bool|None = None
     instruction: str|None = None # What makes a text fit; the model's makers have one
 
+@patch(as_prop=True)
+def texts(self:RerankBody)->list[str]:
+    "The documents as texts"
+    return [d if isinstance(d, str) else d.text for d in self.documents]
+
 def _ranked(scores, texts)->list[dict]:
     "Results, best first; with their texts, if these are wanted"
     results = [dict(index=i, relevance_score=s) for i,s in enumerate(scores)]
@@ -376,12 +385,11 @@ def _ranked(scores, texts)->list[dict]:
 async def rerank(self:Service, request:Request)->Response:
     "Rank texts by how well they answer a query"
     b = await self.read(request, partial(validate, RerankBody))
-    texts = [d if isinstance(d, str) else d.text for d in b.documents]
     async def work():
         u = await self.ready_model(b.model)
-        return u,await self.rank(u, b.query, texts, b.instruction)
+        return u,await self.rank(u, b.query, b.texts, b.instruction)
     u,(scores,n) = await attended(request, work())
-    results = _ranked(scores, texts if b.return_documents else None)
+    results = _ranked(scores, b.texts if b.return_documents else None)
     usage = dict(prompt_tokens=n, total_tokens=n)
     said = dict(object='list', model=b.model or u.names[0], usage=usage, results=results[:b.top_n])
     return unheeded(JSONResponse(said), ignored(b))
