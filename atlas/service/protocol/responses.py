@@ -15,14 +15,13 @@ from typing import Annotated,Any,Literal,NamedTuple
 from fastcore.basics import patch
 from pydantic import BaseModel,Field
 from ...ground.core import RequestError
-from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
 from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage
 from .base import Writer,format_of,given,ignored,quote,sse,think,validate
 from .chunks import error_body,token_logprobs
 from .items import Item,Name,Tool,choose,item_id,keep_item
 from .items import messages,offered,seal,unseal
-from .openai import Shaped,unoffered,variables
+from .openai import Shaped,params_of,unoffered,variables
 from .stored import NotStoredError,PreviousResponseError,Record,Store
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #d8e72543
@@ -117,22 +116,12 @@ def shorten(self:ResponsesAsk)->bool:
     return True
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #1e4de7ed
-_SAMPLED = (
-    'temperature','top_p','top_k','min_p','presence_penalty','frequency_penalty',
-    'repetition_penalty','logit_bias','seed','min_tokens','ignore_eos')
-
 def _params(b):
     "The sampling parameters of a body"
     told = 'message.output_text.logprobs' in (b.include or ())
-    kw = {k:getattr(b, k) for k in _SAMPLED}
-    kw['max_tokens'] = b.max_output_tokens and min(b.max_output_tokens, 2**31-1)
-    kw['logprobs'] = b.top_logprobs or (0 if told else None)
-    if b.stop:
-        kw['stop'] = (b.stop,) if isinstance(b.stop, str) else tuple(b.stop)
-    if b.stop_token_ids:
-        kw['stop_token_ids'] = tuple(b.stop_token_ids)
+    logprobs = b.top_logprobs or (0 if told else None)
     try:
-        return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
+        return params_of(b, n=None, max_tokens=b.max_output_tokens, logprobs=logprobs)
     except RequestError as e:
         raise _in_our_words(e) from None
 
@@ -217,6 +206,7 @@ def _found(id, where, store, owner)->dict:
             'This server stores no responses', hint='Send the item itself', param=where)
     return store.find(id, owner, where)
 
+# %% ../../../nbs/7_service/07_protocol.responses.ipynb #624208fd
 def _form(b):
     "What the answer must be like: `text.format`, or the field of another endpoint"
     f = b.text and b.text.format
