@@ -16,7 +16,7 @@ from typing import Annotated
 from fastcore.basics import patch
 from pydantic import BaseModel,BeforeValidator,ConfigDict,Field,ValidationError
 from pydantic_core import from_json,to_json
-from ...ground.core import AtlasError,RequestError
+from ...ground.core import RequestError
 from ...text.deltas import Choice,Delta
 from ...ground.requests import MAX_TIMEOUT,SamplingParams
 

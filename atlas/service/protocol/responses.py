@@ -20,7 +20,7 @@ from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage
 from .base import Writer,format_of,given,ignored,quote,sse,think,validate
 from .chunks import error_body,token_logprobs
 from .items import Item,Name,Tool,choose,item_id,keep_item
-from .items import messages,offered,seal,unseal
+from .items import messages,offered,seal
 from .openai import Shaped,params_of,unoffered,variables
 from .stored import NotStoredError,PreviousResponseError,Record,Store
 
