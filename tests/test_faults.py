@@ -1,4 +1,5 @@
-"What goes wrong with a card: none, an old one, a full one, one that fails; and memory that is given back and taken again. A made-up driver plays the card."
+"""What goes wrong with a card: none, an old one, a full one, one that fails; and memory that is
+given back and taken again. A made-up driver plays the card."""
 import gc,math,re,subprocess,sys,threading,weakref
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
@@ -40,26 +41,29 @@ def cupy(status=0, driver=13000, count=1, **props):
 def test_no_card(xp, says, do):
     with pytest.raises(DeviceError, match=re.escape(says)) as e:
         Cuda(0, xp)
-    assert do in e.value.hint and e.value.code=='device_error' and e.value.status==503
+    assert do in e.value.hint
+    assert e.value.code=='device_error'
+    assert e.value.status==503
 
 def test_no_such_card():
     with pytest.raises(DeviceError, match='There is no cuda:2: this machine has 2 CUDA devices'):
         Cuda(2, cupy(count=2))
 
 def test_host_works_without():
-    assert get_device('auto').kind in (
-        'cpu', 'cuda') and Host().zeros((2,)).sum()==0 and cuda_count(cupy())==1
+    assert get_device('auto').kind in ('cpu', 'cuda')
+    assert Host().zeros((2,)).sum()==0
+    assert cuda_count(cupy())==1
 
 @pytest.mark.parametrize('integrated,reserve', [(0, 2), (1, 10)])
 def test_budget_of_a_card(integrated, reserve, monkeypatch):
-    "Its own memory is cudaMemGetInfo's; a shared one is the host's, of which a tenth stays the system's"
+    """Its own memory is cudaMemGetInfo's; a shared one is the host's, of which a tenth stays the
+    system's"""
     monkeypatch.setattr('atlas.card.device.host_memory', lambda soon=False: Memory(120*G, 100*G))
     c = Cuda(0, cupy(integrated=integrated))
     c.use = made_up.nullcontext
     m,b = c.memory(),c.budget(.5)
-    assert m==(
-        (120*G, 100*G) if integrated else (140*G, 9*G)
-    ) and b.total==int((m.available-m.total*reserve//100)*.5)
+    assert m==((120*G, 100*G) if integrated else (140*G, 9*G))
+    assert b.total==int((m.available-m.total*reserve//100)*.5)
 
 # Errors that stay
 
@@ -79,7 +83,9 @@ def test_every_sticky_error_of_the_header_is_known():
         int(n): ' '.join(d.replace('*', ' ').split())
         for d,n in re.findall(r'/\*\*(.*?)\*/\s*CUDA_\w+\s*=\s*(\d+)', text, re.S)}
     stay = {n for n,d in said.items() if 'inconsistent state' in d or 'must be terminated' in d}
-    assert len(stay)>8 and stay<=STICKY.keys() and not {
+    assert len(stay)>8
+    assert stay<=STICKY.keys()
+    assert not {
         1, 2, 100, 200, 209, 500, 600, 701, 720, 900,
         901}&STICKY.keys()
 
@@ -91,7 +97,8 @@ step = st.one_of(st.tuples(st.just('launch'), st.lists(st.sampled_from('abcdef')
 @settings(max_examples=200, deadline=None)
 @given(steps=st.lists(step, max_size=30))
 def test_latch(steps):
-    "Against a plain model: after the first error that stays everything refuses and names the same kernels; before it, other errors change nothing"
+    """Against a plain model: after the first error that stays everything refuses and names the
+    same kernels; before it, other errors change nothing"""
     f,open_,count,first = Faults(),[],0,None
     for what,v in steps:
         try:
@@ -112,26 +119,35 @@ def test_latch(steps):
         except CudaFault as e:
             if first is None:
                 first = list(dict.fromkeys(n for _,n in open_))
-                assert what=='error' and v in STICKY and all(n in str(e) for n in first)
-            assert list(e.kernels)==first and f.fault
+                assert what=='error'
+                assert v in STICKY
+                assert all(n in str(e) for n in first)
+            assert list(e.kernels)==first
+            assert f.fault
         except DeviceError as e:
-            assert v not in STICKY and first is None and type(e) is (
-                OutOfMemoryError if v==2 else DeviceError)
+            assert v not in STICKY
+            assert first is None
+            assert type(e) is (OutOfMemoryError if v==2 else DeviceError)
         else:
             # a fault is never passed over in silence
             assert first is None or what in ('settle','error')
         if first is None:
-            assert f.names==list(dict.fromkeys(n for _,n in open_)) and f.count==count
+            assert f.names==list(dict.fromkeys(n for _,n in open_))
+            assert f.count==count
     assert (f.fault is None)==(first is None)
 
 def test_error_types():
     f = Faults()
-    assert type(f.error(2, 'x')) is OutOfMemoryError and type(f.error(1, 'x')) is DeviceError and type(
-        f.error(700, 'x')) is CudaFault
+    assert type(f.error(2, 'x')) is OutOfMemoryError
+    assert type(f.error(1, 'x')) is DeviceError
+    assert type(f.error(700, 'x')) is CudaFault
     # the first is what is told
-    assert type(f.error(716, 'y')) is CudaFault and f.fault.msg.startswith('CUDA error 700')
+    assert type(f.error(716, 'y')) is CudaFault
+    assert f.fault.msg.startswith('CUDA error 700')
     e = typed_error('device_fault', 'from a worker')
-    assert type(e) is CudaFault and e.status==503 and e.kernels==()
+    assert type(e) is CudaFault
+    assert e.status==503
+    assert e.kernels==()
 
 def test_one_fault_for_many_threads():
     f,got = Faults(),[]
@@ -147,7 +163,8 @@ def test_one_fault_for_many_threads():
         t.start()
     for t in ts:
         t.join()
-    assert len(got)==16 and all('gemv' in o for o in got)
+    assert len(got)==16
+    assert all('gemv' in o for o in got)
 
 def made_up_launch(monkeypatch, faults, answer):
     "A kernel that is loaded, on a card whose driver answers a launch with `answer()`"
@@ -210,7 +227,8 @@ def test_card_closes_for_everybody():
               r.release, lambda: r.take((60*M,), 'uint8')):
         with pytest.raises(CudaFault, match='nothing runs on it any more'):
             f()
-    assert len(d.calls)==before and c.faults.names==['gemv']
+    assert len(d.calls)==before
+    assert c.faults.names==['gemv']
 
 def has_card():
     try:
@@ -229,7 +247,9 @@ def test_real_faults(how):
 # The arena
 
 class HostArena:
-    "Regions on the host against plain copies: arrays stay where they are, keep what they hold, and never overlap, in whatever order they come and go; the budget is the sum of what is mapped"
+    """Regions on the host against plain copies: arrays stay where they are, keep what they hold,
+    and never overlap, in whatever order they come and go; the budget is the sum of what is
+    mapped"""
     def __init__(self, budget, step):
         self.page = HostPages.page
         self.arena,self.names,self.held = Arena(
@@ -250,13 +270,19 @@ class HostArena:
         try:
             a = r.take(shape, dtype, align)
         except OutOfMemoryError as e:
-            assert (
-                r.used, self.arena.budget.used)==(used, budget) and not r.asleep and e.hint
+            assert (r.used, self.arena.budget.used)==(used, budget)
+            assert not r.asleep
+            assert e.hint
             return
         except DeviceError:
             assert r.asleep
             return
-        assert r.used==used+size and a.shape==shape and a.dtype==dtype and a.ctypes.data%max(align, 256)==0 and r.at<=a.ctypes.data and a.ctypes.data+a.nbytes<=r.at+r.size
+        assert r.used==used+size
+        assert a.shape==shape
+        assert a.dtype==dtype
+        assert a.ctypes.data%max(align, 256)==0
+        assert r.at<=a.ctypes.data
+        assert a.ctypes.data+a.nbytes<=r.at+r.size
         a[...] = fill
         self.held[r.name].append([a, a.copy(), a.ctypes.data])
     def drop(self, r, n, k):
@@ -269,15 +295,18 @@ class HostArena:
         r._settle()
     def trim(self, r, n, k):
         mapped = r.mapped
-        assert r.trim()==mapped-r.mapped and (
-            r.asleep or r.mapped<=len(r._needed())*r.chunk)
+        assert r.trim()==mapped-r.mapped
+        assert r.asleep or r.mapped<=len(r._needed())*r.chunk
     def sleep(self, r, n, keep):
         if r.asleep:
             assert r.release()==0
             return
         mapped = r.mapped
         copy = HostCopy(r, lambda arrays: [0 for _ in arrays]) if keep%2 else None
-        assert r.release(copy)==mapped and r.asleep and r.mapped==0 and r.name not in self.arena.budget.parts
+        assert r.release(copy)==mapped
+        assert r.asleep
+        assert r.mapped==0
+        assert r.name not in self.arena.budget.parts
         if not keep%2:
             for o in self.held[r.name]:
                 o[1] = np.zeros_like(o[1])
@@ -285,9 +314,12 @@ class HostArena:
         try:
             r.restore()
         except OutOfMemoryError:
-            assert r.asleep and r.mapped==0
+            assert r.asleep
+            assert r.mapped==0
     def close(self, r, n, k):
-        self.held.pop(r.name); r.close(); self.rs[self.rs.index(r)] = self.region(1+n%60)
+        self.held.pop(r.name)
+        r.close()
+        self.rs[self.rs.index(r)] = self.region(1+n%60)
     def others(self, r, n, k):
         "Somebody else takes from the budget, or gives back"
         b,n = self.arena.budget,k%20*self.page
@@ -298,21 +330,25 @@ class HostArena:
     def sound(self):
         a,b = self.arena,self.arena.budget
         assert b.used-b.parts.get('others', 0)==sum(
-            r.mapped for r in a.regions.values()) and b.left>=0
+            r.mapped for r in a.regions.values())
+        assert b.left>=0
         spans = sorted((at, at+x.nbytes) for os in self.held.values() for x,_,at in os if x.nbytes)
         assert all(e<=s for (_,e),(s,_) in zip(spans, spans[1:]))
         for name,os in self.held.items():
             r = a[name]
             h = r._holes
-            assert all(s<e for s,e in h) and all(e<s for (_,e),(s,_) in zip(h, h[1:])) and (
-                r.asleep or set(r._needed())<=r._handles.keys())
+            assert all(s<e for s,e in h)
+            assert all(e<s for (_,e),(s,_) in zip(h, h[1:]))
+            assert r.asleep or set(r._needed())<=r._handles.keys()
             assert r.used==sum(
                 -(-max(1, x.nbytes)//256)*256 for x,_,_ in os
-            ) and r.used+sum(e-s for s,e in h)==r.size
+            )
+            assert r.used+sum(e-s for s,e in h)==r.size
             if r.asleep:
                 continue
             for x,want,at in os:
-                assert x.ctypes.data==at and (x==want).all()
+                assert x.ctypes.data==at
+                assert (x==want).all()
 
 _DO = ['take']*6+['drop']*4+[
     'trim', 'trim', 'sleep', 'wake', 'wake', 'wake', 'others', 'close']
@@ -338,7 +374,8 @@ statuses = st.lists(st.sampled_from([0,2,1,201]), max_size=3)
            dict(cuMemCreate=statuses, cuMemMap=statuses, cuMemSetAccess=statuses)),
        at=st.integers(0, 4))
 def test_arena_of_a_card_loses_nothing(ops, fail, at):
-    "Whatever fails: memory handed out, mapped and paid for are the same, arrays have memory behind them, and in the end all is given back"
+    """Whatever fails: memory handed out, mapped and paid for are the same, arrays have memory
+    behind them, and in the end all is given back"""
     d = made_up.Driver(64*M)
     c = made_up.card(d)
     arena = Arena(
@@ -367,16 +404,21 @@ def test_arena_of_a_card_loses_nothing(ops, fail, at):
                     n if d.total<64*M else -min(n, d.free)
                 ),64*M if d.total<64*M else 64*M-min(n, d.free)
         except DeviceError as e:
-            assert type(e) in (OutOfMemoryError, DeviceError) and (op!='wake' or r.asleep)
+            assert type(e) in (OutOfMemoryError, DeviceError)
+            assert op!='wake' or r.asleep
         mapped = sum(o[0] for o in d.maps.values())
-        assert mapped==sum(d.handles.values())==sum(r.mapped for r in rs)==arena.budget.used and all(
-            ok for *_,ok in d.maps.values())
+        assert mapped==sum(d.handles.values())==sum(r.mapped for r in rs)==arena.budget.used
+        assert all(ok for *_,ok in d.maps.values())
         for r,a in arrays:
             assert r.asleep or d.usable(a.data.ptr, a.shape[0])
     d.failing()
     for r in rs:
         r.close()
-    assert not d.maps and not d.handles and not d.reserved and arena.budget.used==0 and c.faults.fault is None
+    assert not d.maps
+    assert not d.handles
+    assert not d.reserved
+    assert arena.budget.used==0
+    assert c.faults.fault is None
 
 @pytest.mark.parametrize('call', ['cuMemCreate','cuMemMap','cuMemSetAccess'])
 def test_no_room_to_wake(call):
@@ -391,12 +433,17 @@ def test_no_room_to_wake(call):
     with pytest.raises(OutOfMemoryError):
         r.restore()
     d.failing()
-    assert r.asleep and not d.maps and not d.handles and r.arena.budget.used==0
-    assert r.restore() is False and d.usable(
-        x.data.ptr, 3*M) and r.arena.budget.used==r.mapped==32*M
+    assert r.asleep
+    assert not d.maps
+    assert not d.handles
+    assert r.arena.budget.used==0
+    assert r.restore() is False
+    assert d.usable(x.data.ptr, 3*M)
+    assert r.arena.budget.used==r.mapped==32*M
 
 def test_arrays_keep_their_region():
-    "A region that nobody names any more lives as long as an array over it, and then gives everything back"
+    """A region that nobody names any more lives as long as an array over it, and then gives
+    everything back"""
     a = Arena(Host(), Budget(M))
     x = a.region('r', M).take((3,))
     r = weakref.ref(a['r'])
@@ -411,13 +458,17 @@ def test_arrays_keep_their_region():
     x = Arena(
         c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M).take((3,))
     gc.collect()
-    assert d.maps and d.usable(x.data.ptr, 12)
+    assert d.maps
+    assert d.usable(x.data.ptr, 12)
     del x
     gc.collect()
-    assert not d.maps and not d.reserved and d.free==64*M
+    assert not d.maps
+    assert not d.reserved
+    assert d.free==64*M
 
 def test_a_recording_is_not_disturbed():
-    "A model that the collector finds while a graph is recorded, in this thread or in another, is given back after it; waiting for the card or emptying pools is refused or put off"
+    """A model that the collector finds while a graph is recorded, in this thread or in another, is
+    given back after it; waiting for the card or emptying pools is refused or put off"""
     d = made_up.Driver(200*M)
     waits = []
     c = made_up.card(d, lambda: waits.append(quiet._recording))
@@ -435,7 +486,9 @@ def test_a_recording_is_not_disturbed():
         del y
         t.start()
         t.join()
-        assert len(d.reserved)==3 and len(d.maps)==3 and not waits
+        assert len(d.reserved)==3
+        assert len(d.maps)==3
+        assert not waits
         del z
         for f in (c.synchronize, c.tidy, r.trim, r.release):
             with pytest.raises(DeviceError, match='while a graph is recorded'):
@@ -444,9 +497,14 @@ def test_a_recording_is_not_disturbed():
         with pytest.raises(OutOfMemoryError):
             r.take((40*M,), 'uint8')
     d.failing()
-    assert len(d.reserved)==1 and waits and not any(waits) and r.trim()
+    assert len(d.reserved)==1
+    assert waits
+    assert not any(waits)
+    assert r.trim()
     r.close()
-    assert not d.maps and not d.reserved and d.free==200*M
+    assert not d.maps
+    assert not d.reserved
+    assert d.free==200*M
 
 def test_a_card_that_cannot_map():
     old = type(
@@ -469,14 +527,18 @@ def test_it_counts_all_the_same(monkeypatch):
         a = Arena(c, Budget(M), step=4096)
     r = a.region('weights', M)
     p = r.malloc(5000)
-    assert (p.ptr, r.used, a.budget.parts)==(1, 5120, dict(weights=8192)) and not d.calls
+    assert (p.ptr, r.used, a.budget.parts)==(1, 5120, dict(weights=8192))
+    assert not d.calls
     with pytest.raises(DeviceError, match='cannot sleep') as e:
         r.release()
     with pytest.raises(OutOfMemoryError):
         r.malloc(2*M)
     del p
     r._settle()
-    assert e.value.hint and r.used==0 and a.close()==0 and not a.budget.parts
+    assert e.value.hint
+    assert r.used==0
+    assert a.close()==0
+    assert not a.budget.parts
 
 class Refuses:
     name,version = 'nvrtc','13.0'
@@ -510,4 +572,6 @@ def test_every_trouble_says_what_to_do(what, says, monkeypatch):
     monkeypatch.setattr('atlas.card.card.faults', Faults())
     with pytest.raises(DeviceError) as e:
         what()
-    assert e.value.hint and e.value.hint in str(e.value) and says in e.value.msg
+    assert e.value.hint
+    assert e.value.hint in str(e.value)
+    assert says in e.value.msg

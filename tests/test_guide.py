@@ -113,7 +113,8 @@ def accepts(g, spec, text, tokens=None):
             assert k==fit
             return False
         guide.accept(t)
-    assert fit==len(tokens) and not guide.error
+    assert fit==len(tokens)
+    assert not guide.error
     if guide.ended:
         return True
     m = guide.fork().mask()
@@ -386,9 +387,8 @@ def test_tokens_of_several_bytes(kind):
                 +ids[
                     1+(g.tokenizer.token_bytes(ids[0])!=b' {'):][1:])
             continue
-        assert (
-            len(ids)<len(text)
-            and accepts(g, dict(kind='json_object'), text, ids))
+        assert len(ids)<len(text)
+        assert accepts(g, dict(kind='json_object'), text, ids)
 
 UNSUPPORTED = {
     'not': {'not':{'type':'string'}},
@@ -401,10 +401,9 @@ UNSUPPORTED = {
 def test_what_is_not_supported_is_refused_or_dropped(case):
     with pytest.raises(RequestError) as e:
         guides().check(J(UNSUPPORTED[case]))
-    assert (
-        e.value.status==400
-        and e.value.param=='response_format'
-        and len(str(e.value))<400)
+    assert e.value.status==400
+    assert e.value.param=='response_format'
+    assert len(str(e.value))<400
     if case=='a remote reference':
         return
     assert accepts(
@@ -419,7 +418,8 @@ def test_a_loop_of_references_with_a_way_out():
     loop = J({
         '$defs':{'a':{'anyOf':[{'$ref':'#/$defs/a'},{'type':'integer'}]}},
         '$ref':'#/$defs/a'})
-    assert accepts(guides(), loop, '1') and not accepts(guides(), loop, '"a"')
+    assert accepts(guides(), loop, '1')
+    assert not accepts(guides(), loop, '"a"')
 
 WRONG = {
     'type': {'type':'strin'},
@@ -446,7 +446,8 @@ WRONG = {
 def test_schemas_that_are_wrong(case):
     with pytest.raises(RequestError) as e:
         guides().check(J(WRONG[case]))
-    assert e.value.status==400 and len(str(e.value))<400
+    assert e.value.status==400
+    assert len(str(e.value))<400
 
 BAD_SYNTAX = {
     'look ahead': ('regex','(?=.*[0-9])[a-z0-9]{3}'),
@@ -476,11 +477,10 @@ def test_wrong_syntax_is_refused_with_the_reason(case):
     with pytest.raises(RequestError, match=f'The {kind} cannot be followed: .') as e:
         guides().check({
             'kind':kind, dict(regex='pattern', lark='grammar')[kind]:text})
-    assert (
-        e.value.status==400
-        and e.value.param=='response_format'
-        and len(str(e.value))<500
-        and 'backtrace' not in str(e.value))
+    assert e.value.status==400
+    assert e.value.param=='response_format'
+    assert len(str(e.value))<500
+    assert 'backtrace' not in str(e.value)
 
 OTHERS = [
     (
@@ -525,9 +525,8 @@ OTHERS = [
 @pytest.mark.parametrize('kind', KINDS)
 def test_other_kinds(n, kind):
     spec,valid,invalid = OTHERS[n]
-    assert (
-        [t for t in valid if not accepts(guides(kind), spec, t)]==[]
-        and [t for t in invalid if accepts(guides(kind), spec, t)]==[])
+    assert [t for t in valid if not accepts(guides(kind), spec, t)]==[]
+    assert [t for t in invalid if accepts(guides(kind), spec, t)]==[]
 
 def test_special_tokens():
     """No text is one, no pattern matches one; a grammar may name one;
@@ -535,16 +534,14 @@ def test_special_tokens():
     g = guides('bpe')
     start, = g.tokenizer.encode('<|im_start|>')
     text = spelt(g, '<|im_start|>')
-    assert (
-        accepts(g, dict(kind='regex', pattern='.*'), '', text)
-        and not accepts(g, dict(kind='regex', pattern='.*'), '', [start]))
-    assert (
-        accepts(
+    assert accepts(g, dict(kind='regex', pattern='.*'), '', text)
+    assert not accepts(g, dict(kind='regex', pattern='.*'), '', [start])
+    assert accepts(
             g, dict(kind='lark', grammar='start: <|im_start|> "x"'), '',
             [start,*spelt(g, 'x')])
-        and accepts(
+    assert accepts(
             g, dict(kind='lark', grammar=f'start: <[{start}]> "x"'), '',
-            [start,*spelt(g, 'x')]))
+            [start,*spelt(g, 'x')])
     assert not accepts(
         g, dict(kind='lark', grammar='start: <|im_start|> "x"'), '', text+spelt(g, 'x'))
     with pytest.raises(RequestError):
@@ -756,14 +753,15 @@ def test_bombs_go_off_elsewhere(bomb, monkeypatch):
     assert (box.seconds, box.memory)==(1., 512<<20)
     with pytest.raises(RequestError) as e:
         g.check(BOMBS[bomb]())
-    assert (
-        e.value.status==400
-        and len(str(e.value))<500
-        and 'backtrace' not in str(e.value))
-    assert not here and g.sandbox.n==(bomb not in AT_THE_DOOR)
+    assert e.value.status==400
+    assert len(str(e.value))<500
+    assert 'backtrace' not in str(e.value)
+    assert not here
+    assert g.sandbox.n==(bomb not in AT_THE_DOOR)
     may = (1,) if bomb in FATAL else (0,1) if g.sandbox.n else (0,)
     assert box.killed-killed in may
-    assert accepts(g, J({'type':'integer'}), '7') and len(here)==1
+    assert accepts(g, J({'type':'integer'}), '7')
+    assert len(here)==1
 
 TAME = {
     'a thousand million': R('[ab]a{1000000000}'),
@@ -810,43 +808,40 @@ def test_grammars_that_only_look_dangerous(name, monkeypatch):
     g = made('bytes')
     g.check(TAME[name])
     guide = g.start(TAME[name])
-    assert walk(guide) and not guide.error
+    assert walk(guide)
+    assert not guide.error
 
 def test_a_mask_that_is_too_much_work_fails_its_answer():
     """What only shows on the way: the library gives up, and the answer ends with a reason that is
     the request's"""
     guide = guides().start(R('((a{1,100}){1,100}){1,100}'))
-    assert (
-        walk(guide)<60
-        and 'no further' in guide.error
-        and not guide.mask().any()
-        and typed_error(guide.code, guide.error).status==400)
+    assert walk(guide)<60
+    assert 'no further' in guide.error
+    assert not guide.mask().any()
+    assert typed_error(guide.code, guide.error).status==400
 
 def test_threads_share_guides():
     g,bad = made('bytes'),[]
     def work(k):
         try:
             for i in range(12):
-                assert accepts(
-                    g, J({'type':'integer','minimum':i%5,'maximum':9}), '7')
+                assert accepts(g, J({'type':'integer','minimum':i%5,'maximum':9}), '7')
         except BaseException as e:
             bad.append(e)
-    ts = [
-        threading.Thread(target=work, args=(k,))
-        for k in range(4)]
+    ts = [threading.Thread(target=work, args=(k,)) for k in range(4)]
     for t in ts:
         t.start()
     for t in ts:
         t.join()
-    assert not bad and len(g._known)==5
+    assert not bad
+    assert len(g._known)==5
 
 def test_few_stay_compiled():
     g = Guides(byte_tokenizer(), 300, [299], keep=4)
     for i in range(9):
         g.check(dict(kind='choice', choices=[f'c{i}']))
-    assert (
-        len(g._known)==4
-        and accepts(g, dict(kind='choice', choices=['c0']), 'c0'))
+    assert len(g._known)==4
+    assert accepts(g, dict(kind='choice', choices=['c0']), 'c0')
 
 # Calls of tools: what the grammar lets through, the parser reads
 
@@ -902,7 +897,8 @@ def test_calls_are_read_back(parser, kind):
             tool = next(t for t in TOOLS if t['name']==c.name)
             seen.add(c.name)
             Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
-    assert n>2 and len(seen)>1
+    assert n>2
+    assert len(seen)>1
 
 @pytest.mark.parametrize('parser', FORMATS)
 def test_one_call_only(parser):
@@ -929,7 +925,8 @@ def test_calls_that_may_be(parser):
     for t in spelt(g, 'Let me see: '):
         guide.accept(t)
     e = guide.fork()
-    assert e.mask() is None and not e.ended
+    assert e.mask() is None
+    assert not e.ended
     ids = next(
         i for seed in range(20)
         if (i := draw(g, spec|dict(choice='required'), seed, 500))
@@ -1019,15 +1016,15 @@ def test_odd_names_are_read_back_or_refused(parser):
             try:
                 g.check(spec)
             except RequestError as e:
-                assert e.param=='tools' and ' name ' in str(e)
+                assert e.param=='tools'
+                assert ' name ' in str(e)
                 continue
             text = text_of(
                 g,
                 next(
                     ids for seed in range(20)
                     if (ids := draw(g, spec, seed, 400)) is not None))
-            (c,) = parse_tools(
-                parser, text, [dict(type='function', function=tool)]).calls
+            (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).calls
             read += 1
             assert c.name==tool['name'], text
             Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
@@ -1080,16 +1077,14 @@ def test_odd_schemas_of_tools_are_followed(case):
     n = 0
     for parser in ('hermes','qwen3_coder','glm45','deepseek_v32','pythonic','gemma4'):
         tool = dict(name='f', parameters=params)
-        spec = dict(
-            kind='tools', parser=parser, tools=[tool], choice='required', parallel=False)
+        spec = dict(kind='tools', parser=parser, tools=[tool], choice='required', parallel=False)
         for seed in range(12):
             if (ids := draw(g, spec, seed, 400)) is None:
                 continue
             text = text_of(g, ids)
             if re.search(r'\d[eE][+-]?\d{3}', text):
                 continue  # a number that no float holds
-            (c,) = parse_tools(
-                parser, text, [dict(type='function', function=tool)]).calls
+            (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).calls
             n += 1
             check = Draft202012Validator.FORMAT_CHECKER
             Draft202012Validator(params, format_checker=check).validate(json.loads(c.arguments))
@@ -1113,7 +1108,8 @@ def test_odd_schemas_of_tools_that_are_refused(case):
     with pytest.raises(RequestError) as e:
         guides().check(dict(
             kind='tools', parser='gemma4', tools=[tool], choice='required'))
-    assert e.value.status==400 and e.value.param=='tools'
+    assert e.value.status==400
+    assert e.value.param=='tools'
 
 def test_arguments_are_an_object():
     guides().check(dict(
@@ -1143,7 +1139,8 @@ def test_leap_days_can_be_said_in_calls():
             dict(
                 kind='tools', parser='glm47', tools=[tool], choice='required', parallel=False),
             f'<tool_call>f<arg_key>d</arg_key><arg_value>{day}</arg_value></tool_call>')
-    assert said('2024-02-29') and not said('2023-02-29')
+    assert said('2024-02-29')
+    assert not said('2023-02-29')
 
 def test_a_call_may_end_a_thought():
     """Where a parser takes a mark for the end of a thought, the guide of calls begins there;
@@ -1153,15 +1150,12 @@ def test_a_call_may_end_a_thought():
         kind='tools', parser='hermes', tools=TOOLS, after='</think>', early=['<tool_call>'])
     rest = '\n{"name": "ping", "arguments": {}}\n</tool_call>'
     for choice in ('required','auto'):
-        assert (
-            accepts(g, tools|dict(choice=choice), 'hm<tool_call>'+rest)
-            and accepts(g, tools|dict(choice=choice), 'hm</think><tool_call>'+rest)
-            and not accepts(g, tools|dict(choice=choice), 'hm<tool_call>{}'))
+        assert accepts(g, tools|dict(choice=choice), 'hm<tool_call>'+rest)
+        assert accepts(g, tools|dict(choice=choice), 'hm</think><tool_call>'+rest)
+        assert not accepts(g, tools|dict(choice=choice), 'hm<tool_call>{}')
     plain = J({'type':'integer'}, after='</think>', early=['<tool_call>'])
-    assert (
-        accepts(g, plain, 'hm</think>7')
-        and g.start(plain).validate(spelt(
-            g, 'hm<tool_call>'))==2+len('<tool_call'))
+    assert accepts(g, plain, 'hm</think>7')
+    assert g.start(plain).validate(spelt(g, 'hm<tool_call>'))==2+len('<tool_call')
     free = g.start(dict(
         kind='free', after='</think>', early=['<tool_call>'], budget=3))
     for t in spelt(g, '<tool_call>'):
@@ -1173,7 +1167,8 @@ def test_a_call_may_end_a_thought():
         kind='free', after='</think>', early=['=='], budget=3))
     for t in spelt(g, '=='):
         other.accept(t)
-    assert other.mask() is None and not other._marks
+    assert other.mask() is None
+    assert not other._marks
 
 @pytest.mark.parametrize('parser', [p for p in FORMATS if p not in ('openai','llama3_json')])
 def test_a_format_or_a_call(parser):
@@ -1188,10 +1183,9 @@ def test_a_format_or_a_call(parser):
             'type':'object', 'properties':{'ok':{'type':'boolean'}}, 'required':['ok'],
             'additionalProperties':False}),
         parallel=False)
-    assert (
-        accepts(g, spec, '{"ok": true}')
-        and not accepts(g, spec, 'Let me see')
-        and not accepts(g, spec, '{"ok": 1}'))
+    assert accepts(g, spec, '{"ok": true}')
+    assert not accepts(g, spec, 'Let me see')
+    assert not accepts(g, spec, '{"ok": 1}')
     ids = next(
         i for seed in range(20)
         if (
@@ -1218,15 +1212,13 @@ def test_a_format_or_a_call_of_harmony():
         after=['<|channel|>final','<|message|>'],
         early=[' to=functions.'])
     def ids(text): return g._exactly(text)
-    assert (
-        accepts(g, spec, '', ids('<|channel|>final<|message|>7'))
-        and not accepts(g, spec, '', ids('<|channel|>final<|message|>x'))
-        and not accepts(g, spec, '', ids('<|channel|>final<|message|> to=functions.')))
-    assert (
-        accepts(
+    assert accepts(g, spec, '', ids('<|channel|>final<|message|>7'))
+    assert not accepts(g, spec, '', ids('<|channel|>final<|message|>x'))
+    assert not accepts(g, spec, '', ids('<|channel|>final<|message|> to=functions.'))
+    assert accepts(
             g, spec, '',
             ids('<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{}'))
-        and not accepts(g, spec, '', ids('<|channel|>commentary to=functions.pong')))
+    assert not accepts(g, spec, '', ids('<|channel|>commentary to=functions.pong'))
 
 def test_definitions_that_refer_to_themselves():
     "No exponential work, in whatever language values are written"
@@ -1332,7 +1324,8 @@ def serve(e, *requests, each=lambda events: None):
                 o.ids.append(v.token)
             assert o.end is None
             o.end = v if v.finish else None
-    assert not e._samplers and not e.cache.pool.used
+    assert not e._samplers
+    assert not e.cache.pool.used
     assert not getattr(e.stepper, 'lanes', None)  # which only a card has
     return out
 def ask(i, spec=None, n=8, most=60, ignore=True, **kw):
@@ -1388,7 +1381,8 @@ def test_answers_follow_their_guides(device, how):
             assert accepts(guides(), r.guide, said(o))
         if r.guide is None:
             plain = serve(engine(device), ask(9, None, most=14, **how))
-            assert o.ids==plain['r9'].ids and len(o.ids)==14
+            assert o.ids==plain['r9'].ids
+            assert len(o.ids)==14
         if how.get('logprobs'):
             assert all(
                 np.isfinite(v.logprob) and len(v.top)==how['logprobs']
@@ -1396,7 +1390,8 @@ def test_answers_follow_their_guides(device, how):
     assert (
         got['r0'].end.finish=='length'
         or json.loads(said(got['r0']))['n'] in range(10, 100))
-    assert said(got['r1']) in SPECS[1]['choices'] and said(got['r2'])[5:8].isdigit()
+    assert said(got['r1']) in SPECS[1]['choices']
+    assert said(got['r2'])[5:8].isdigit()
     assert [got[f'r{i}'].end.finish for i in (1,2,3)]==['stop']*3
     assert said(got['r4']).endswith('=</a>')
 
@@ -1428,9 +1423,8 @@ def test_both_devices_choose_the_same():
         ids = card.empty(3, 'int32')
         sample_rows(card.upload(x), t, ids, greedy=False)
         want = sample(x, [s.row() for s in ss]).ids
-        assert (
-            card.download(ids).tolist()==want.tolist()
-            and (want>=0).all())
+        assert card.download(ids).tolist()==want.tolist()
+        assert (want>=0).all()
         for s,w in zip(ss, want):
             s.add(int(w))
 
@@ -1445,11 +1439,10 @@ def test_preempted_answers_go_on(device):
     plain = serve(engine(device, seqs), *reqs)
     e = engine(device, seqs, blocks=13, overcommit=4.)
     tight = serve(e, *reqs)
-    assert (
-        e.scheduler.totals['preemptions']>0
-        and all(
+    assert e.scheduler.totals['preemptions']>0
+    assert all(
             accepts(guides(), r.guide, said(tight[r.id]))
-            for r in reqs[:2]))
+            for r in reqs[:2])
     def told(outs): return {k:(o.ids,o.end.finish) for k,o in outs.items()}
     assert told(plain)==told(tight)
 
@@ -1483,9 +1476,8 @@ def test_a_guide_that_fails_fails_its_request(device):
     assert len(got['r0'].ids)==2
     # clients send a 500 again by themselves
     assert typed_error('guide_failed', 'it broke').status==400
-    assert (
-        said(got['r1']) in SPECS[1]['choices']
-        and len(got['r2'].ids)==9)
+    assert said(got['r1']) in SPECS[1]['choices']
+    assert len(got['r2'].ids)==9
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_ends(device):
@@ -1502,15 +1494,13 @@ def test_ends(device):
         ask(
             4, dict(kind='regex', pattern='a?'), min_tokens=9, stop_token_ids=(299,),
             temperature=0))
-    assert (
-        got['r0'].ids==[299]
-        and got['r0'].end.finish=='stop'
-        and got['r0'].end.token==299)
-    assert (
-        got['r1'].end.token is None
-        and got['r1'].end.finish=='stop'
-        and len(got['r2'].ids)==60
-        and got['r2'].end.finish=='length')
+    assert got['r0'].ids==[299]
+    assert got['r0'].end.finish=='stop'
+    assert got['r0'].end.token==299
+    assert got['r1'].end.token is None
+    assert got['r1'].end.finish=='stop'
+    assert len(got['r2'].ids)==60
+    assert got['r2'].end.finish=='length'
     assert (said(got['r3']), got['r3'].end.finish)==('ab','stop')
     assert (said(got['r4']), got['r4'].end.finish)==('a','stop')
 
@@ -1523,10 +1513,9 @@ def test_nothing_is_left_to_choose(device):
             0, dict(kind='lark', grammar='start: "ab" <[298]>'), min_tokens=9,
             stop_token_ids=(298,)),
         ask(1, None, most=5))
-    assert (
-        got['r0'].end.code=='guide_failed'
-        and 'min_tokens' in got['r0'].end.error
-        and len(got['r1'].ids)==5)
+    assert got['r0'].end.code=='guide_failed'
+    assert 'min_tokens' in got['r0'].end.error
+    assert len(got['r1'].ids)==5
 
 @pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 def test_a_card_loses_nothing_without_guides():
@@ -1545,7 +1534,8 @@ def test_a_card_loses_nothing_without_guides():
     e.add(ask(2, SPECS[1]))
     for _ in range(2):
         e.step()
-    assert not e._steady(1) and e.flying
+    assert not e._steady(1)
+    assert e.flying
     while 'r2' in e._samplers:
         e.step()
     e.step()
@@ -1568,10 +1558,9 @@ def test_aborts(device):
     left = []
     while e.has_work:
         left += e.step()
-    assert (
-        {v.id for v in left if v.finish}=={'r1','r2'}
-        and not e._samplers
-        and not e.cache.pool.used)
+    assert {v.id for v in left if v.finish}=={'r1','r2'}
+    assert not e._samplers
+    assert not e.cache.pool.used
 
 def test_guides_are_refused_at_the_door():
     e = engine()
@@ -1584,7 +1573,8 @@ def test_guides_are_refused_at_the_door():
         J({'type':'strin'}), J(deep(10_000))):
         with pytest.raises(RequestError):
             e.add(ask(0, bad))
-    assert not e.has_work and not e._samplers
+    assert not e.has_work
+    assert not e._samplers
 
 # The door
 
@@ -1616,7 +1606,8 @@ def test_generate(llm):
     assert llm.generate('x', p).text!=llm.generate('x', p, guide=SPECS[1]).text
     with pytest.raises(RequestError, match='look-around'):
         llm.generate('x', p, guide=dict(kind='regex', pattern='(?!a)b'))
-    assert not llm.engine.has_work and not llm._boxes
+    assert not llm.engine.has_work
+    assert not llm._boxes
 
 def test_a_stop_string_and_the_end_of_a_guide_in_one_step(llm):
     "The answer has ended when the engine says so a second time"
@@ -1625,10 +1616,12 @@ def test_a_stop_string_and_the_end_of_a_guide_in_one_step(llm):
     for o in llm.generate(['one','two'], p, guide=ab):
         assert len(o.choices)==2
         for x in o.choices:
-            assert (x.text,x.finish_reason)==('a','stop') and len(x.token_ids)==2
+            assert (x.text,x.finish_reason)==('a','stop')
+            assert len(x.token_ids)==2
     *_,last = llm.stream('x', replace(p, n=1), guide=ab)
     assert (last.finish,last.stop)==('stop','b')
-    assert not llm.engine.has_work and not llm._boxes
+    assert not llm.engine.has_work
+    assert not llm._boxes
 
 def test_thinking_budget(llm):
     p = SamplingParams(temperature=1., seed=2, max_tokens=60, ignore_eos=True)
@@ -1638,20 +1631,17 @@ def test_thinking_budget(llm):
             p,
             guide=dict(
                 kind='choice', choices=['yes','no'], after='</think>', budget=b))
-        assert (
-            o.token_ids[b:b+8]==llm.tokenizer.encode('</think>')
-            and o.text.rpartition('</think>')[2] in ('yes','no')
-            and len(o.token_ids)<=b+11)
+        assert o.token_ids[b:b+8]==llm.tokenizer.encode('</think>')
+        assert o.text.rpartition('</think>')[2] in ('yes','no')
+        assert len(o.token_ids)<=b+11
         free = llm.generate(
             'Q', p, guide=dict(kind='free', after='</think>', budget=b))
-        assert (
-            free.token_ids[b:b+8]==o.token_ids[b:b+8]
-            and len(free.token_ids)==60)
+        assert free.token_ids[b:b+8]==o.token_ids[b:b+8]
+        assert len(free.token_ids)==60
 
 def test_no_tokenizer():
     from pathlib import Path
-    m = LLM(
-        str(Path(__file__).parent/'data'/'smollm2-tied'), device='cpu', max_seq_len=64)
+    m = LLM(str(Path(__file__).parent/'data'/'smollm2-tied'), device='cpu', max_seq_len=64)
     with pytest.raises(RequestError, match='no tokenizer'):
         m.generate([1,2], guide=SPECS[1])
 
@@ -1667,6 +1657,5 @@ def test_a_space_at_the_beginning_is_kept():
         reader = ChoiceReader(g.tokenizer.detokenizer(continuing=exact), SamplingParams())
         deltas = reader.feed([Event('r', t) for t in ids])
         out[exact] = gather(deltas).content
-    assert (
-        out=={False:'yes', True:' yes'}
-        and accepts(g, dict(kind='choice', choices=[' yes']), ' yes'))
+    assert out=={False:'yes', True:' yes'}
+    assert accepts(g, dict(kind='choice', choices=[' yes']), ' yes')

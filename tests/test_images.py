@@ -44,7 +44,8 @@ def test_preprocess_is_transformers(i):
         else dict(mean=images._CLIP['image_mean'], std=images._CLIP['image_std']))
     pixels,grid = preprocess(
         ref[f'image{i}'], ImageSpec(None, patch, merge, frames, low, high, **norm))
-    assert list(grid)==ref[f'grid{i}'].tolist() and pixels.dtype==np.float32
+    assert list(grid)==ref[f'grid{i}'].tolist()
+    assert pixels.dtype==np.float32
     assert (pixels==ref[f'pixels{i}']).all()
 
 @each('file')
@@ -61,11 +62,10 @@ def test_load_is_transformers(i):
 @given(n=st.integers(1, 3000), m=st.integers(1, 3000))
 def test_taps_are_weights(n, m):
     at,w,bits = taps(n, m)
-    assert (
-        at.shape==w.shape==(m,w.shape[1])
-        and at.min()>=0
-        and at.max()<n
-        and abs(w).max()<1<<15)
+    assert at.shape==w.shape==(m,w.shape[1])
+    assert at.min()>=0
+    assert at.max()<n
+    assert abs(w).max()<1<<15
     assert abs(w.sum(1)-(1<<bits)).max()<=w.shape[1]//2+1
 
 @few
@@ -79,7 +79,8 @@ def test_sizes_fit(h, w, step, low, more):
     if max(h, w)>200*min(h, w):
         return
     H,W = fit(h, w, step, low, low+more)
-    assert H%step==W%step==0 and min(H, W)>=step
+    assert H%step==W%step==0
+    assert min(H, W)>=step
     assert (
         H*W<=max(low+more, step*max(H, W))
         or H*W<=(math.sqrt(low)+step)**2*201)
@@ -121,13 +122,14 @@ def survives(b):
     try:
         a = load_image(b, 'x', SMALL)
     except RequestError as e:
-        assert e.status==400 and e.param=='x' and len(str(e))<600
+        assert e.status==400
+        assert e.param=='x'
+        assert len(str(e))<600
         return False
-    assert (
-        a.dtype==np.uint8
-        and a.ndim==3
-        and a.shape[2]==3
-        and 0<a.shape[0]*a.shape[1]<=SMALL.pixels)
+    assert a.dtype==np.uint8
+    assert a.ndim==3
+    assert a.shape[2]==3
+    assert 0<a.shape[0]*a.shape[1]<=SMALL.pixels
     return True
 
 @kinds
@@ -147,8 +149,7 @@ def test_damaged_files(kind, d):
                 d.draw(st.integers(0, len(b)))))
         how = d.draw(st.sampled_from(['set','cut','drop','repeat','insert']))
         if how=='set' and i<len(b):
-            b[i] = d.draw(st.sampled_from([
-                0, 1, 127, 128, 255]))
+            b[i] = d.draw(st.sampled_from([0, 1, 127, 128, 255]))
         elif how=='cut':
             del b[j:]
         elif how=='drop':
@@ -283,11 +284,11 @@ def test_positions_of_prompts(grids, gaps):
         ids += [90]+[1]*n
     full = expand_images(ids, 90, [tokens_of(g) for g in grids])
     pos,delta = mrope_positions(full, 90, grids)
-    assert (
-        pos.shape==(3,len(full))
-        and len({*map(tuple, pos.T)})==len(full))
+    assert pos.shape==(3,len(full))
+    assert len({*map(tuple, pos.T)})==len(full)
     words = np.array(full)==1
-    assert (pos[:,words]==pos[0,words]).all() and (np.diff(pos[0])>=0).all()
+    assert (pos[:,words]==pos[0,words]).all()
+    assert (np.diff(pos[0])>=0).all()
     assert all(pos[:,i].min()>pos[:,:i].max(initial=-1) for i in np.flatnonzero(words))
     if full:
         assert (
@@ -297,7 +298,8 @@ def test_positions_of_prompts(grids, gaps):
         i = full.index(90)
         h,w = g[1]//2,g[2]//2
         p = pos[:,i:i+tokens_of(g)]-pos[:,i:i+1]
-        assert [int(r.max()) for r in p]==[g[0]-1, h-1, w-1] and pos[0,i]==gaps[-1]
+        assert [int(r.max()) for r in p]==[g[0]-1, h-1, w-1]
+        assert pos[0,i]==gaps[-1]
 
 # ---- in a model
 
@@ -384,13 +386,13 @@ def test_served_images(folder, llm):
         with ThreadPoolExecutor(4) as pool:
             got = list(pool.map(post, turns*2))
         for r,o in zip(got, want*2):
-            assert (
-                r.status_code==200
-                and r.json()['usage']['prompt_tokens']==o.usage['prompt_tokens'])
+            assert r.status_code==200
+            assert r.json()['usage']['prompt_tokens']==o.usage['prompt_tokens']
             told = r.json()['choices'][0]['logprobs']['content']
             assert [round(t['logprob'], 6) for t in told]==[round(t.logprob, 6) for t in o.logprobs]
         long = post([dict(role='user', content=[*asks[0]]*30)])
-        assert long.status_code==400 and long.json()['error']['code']=='context_length_exceeded'
+        assert long.status_code==400
+        assert long.json()['error']['code']=='context_length_exceeded'
 
 def asks_two():
     return [

@@ -1,4 +1,5 @@
-"""What llama.cpp's server is tested for, as far as it is about servers and not about its engine, asked of ours: a toy model with a token for each byte, and a gateway with scripted workers.
+"""What llama.cpp's server is tested for, as far as it is about servers and not about its engine,
+asked of ours: a toy model with a token for each byte, and a gateway with scripted workers.
 Where we differ, we do so on purpose, and the test says why."""
 import asyncio,base64,functools,json,re,struct,sys,threading,time
 from contextlib import contextmanager
@@ -44,7 +45,8 @@ def real():
         # waits until it is loaded
         assert c.post('/tokenize', json=dict(content='a')).status_code==200
         yield c
-        assert ms.healthy and not ms.all[0].restarts
+        assert ms.healthy
+        assert not ms.all[0].restarts
 
 # the same each time, and no end before its time
 LASTS = dict(temperature=0, logit_bias={'255':-100})
@@ -69,7 +71,8 @@ def plain(c):
 
 def test_it_is_there(real):
     assert real.get('/health').json()['status']==real.get('/v1/health').json()['status']=='ok'
-    assert '<!doctype html>' in real.get('/').text.lower() and real.head('/').status_code==200
+    assert '<!doctype html>' in real.get('/').text.lower()
+    assert real.head('/').status_code==200
     m = real.get('/models').json()
     assert m['object']=='list'
     loaded = dict(value='loaded', args=['atlas','serve','tiny'])
@@ -77,25 +80,32 @@ def test_it_is_there(real):
     assert shown==[('tiny',['tiny/alias'],loaded)]
     assert {
         x['id'] for x in real.get('/v1/models').json()['data']
-    }=={'tiny','tiny/alias'} and real.get('/v1/models/tiny/alias').json()['root']=='tiny'
+    }=={'tiny','tiny/alias'}
+    assert real.get('/v1/models/tiny/alias').json()['root']=='tiny'
 
 @pytest.mark.parametrize(
     'path', ['/lora-adapters','/completion','/chat/completions','/v1/v1/models'])
 def test_llamacpp_own_paths(real, path):
-    "Paths without /v1 are its own, but for those that test_neighbours.py has: 404 in OpenAI's shape, so that a client that probes them goes on"
+    """Paths without /v1 are its own, but for those that test_neighbours.py has: 404 in OpenAI's
+    shape, so that a client that probes them goes on"""
     for r in real.get(path),real.post(path, json={}):
-        assert r.status_code==404 and set(r.json()['error'])=={
-            'message', 'type', 'param', 'code'}
+        assert r.status_code==404
+        assert set(r.json()['error'])=={'message', 'type', 'param', 'code'}
 
 # ---- Chat ----
 
 def test_chat(real):
     a = chat(real).json()
     x,u = a['choices'][0],a['usage']
-    assert 'cmpl' in a['id'] and a['object']=='chat.completion' and x['message']['role']=='assistant' and x['finish_reason']=='length' and u['completion_tokens']==8
+    assert 'cmpl' in a['id']
+    assert a['object']=='chat.completion'
+    assert x['message']['role']=='assistant'
+    assert x['finish_reason']=='length'
+    assert u['completion_tokens']==8
     assert u['prompt_tokens']==real.post(
         '/tokenize', json=dict(messages=HELLO)
-    ).json()['count'] and u['total_tokens']==u['prompt_tokens']+8
+    ).json()['count']
+    assert u['total_tokens']==u['prompt_tokens']+8
     parts = [
         HELLO[0],
         dict(
@@ -106,12 +116,15 @@ def test_chat(real):
 def test_chat_stream(real):
     es = events(chat(real, stream=True, stream_options=dict(include_usage=True), temperature=0))
     first,last = es[0]['choices'][0],es[-2]['choices'][0]
-    assert first['delta']['role']=='assistant' and not any(
+    assert first['delta']['role']=='assistant'
+    assert not any(
         'role' in e['choices'][0]['delta'] for e in es[1:-1])
-    assert len({e['id'] for e in es})==1 and len(
-        {e['model'] for e in es}
-    )==1 and last['finish_reason']=='length' and not last['delta'].get('content')
-    assert es[-1]['choices']==[] and es[-1]['usage']==chat(real, temperature=0).json()['usage'] | dict(
+    assert len({e['id'] for e in es})==1
+    assert len({e['model'] for e in es})==1
+    assert last['finish_reason']=='length'
+    assert not last['delta'].get('content')
+    assert es[-1]['choices']==[]
+    assert es[-1]['usage']==chat(real, temperature=0).json()['usage'] | dict(
         prompt_tokens_details=es[-1]['usage']['prompt_tokens_details'])
     assert ''.join(
         e['choices'][0]['delta'].get('content') or '' for e in es[:-1]
@@ -129,10 +142,12 @@ def test_chat_stream(real):
         [dict(role='system', content='x'), {}], []])
 def test_chat_refused(real, messages):
     r = chat(real, messages=messages)
-    assert r.status_code==400 and r.json()['error']['param'].startswith('messages')
+    assert r.status_code==400
+    assert r.json()['error']['param'].startswith('messages')
 
 def test_two_assistants_in_a_row(real):
-    "llama.cpp refuses this; real conversations have it (a call's turn and its comment), so we leave it to the template"
+    """llama.cpp refuses this; real conversations have it (a call's turn and its comment), so we
+    leave it to the template"""
     assert chat(
         real,
         messages=[
@@ -148,14 +163,16 @@ def test_two_assistants_in_a_row(real):
 def test_response_format(real, kind, want):
     r = chat(real, response_format=kind, max_tokens=24, seed=1)
     if want is None:
-        assert r.status_code==400 and r.json()['error']['param']=='response_format'
+        assert r.status_code==400
+        assert r.json()['error']['param']=='response_format'
     else:
         assert re.fullmatch(
             want, r.json()['choices'][0]['message']['content'],
             re.S)
 
 def test_grammar(real):
-    "Its `json_schema` is ours too; its `grammar` has a syntax of its own, and a header says that we leave it out. Ours are vLLM's, and take Lark, regex and choice"
+    """Its `json_schema` is ours too; its `grammar` has a syntax of its own, and a header says that
+    we leave it out. Ours are vLLM's, and take Lark, regex and choice"""
     assert chat(
         real, json_schema=dict(const='foo'), max_tokens=24
     ).json()['choices'][0]['message']['content']=='"foo"'
@@ -176,7 +193,8 @@ def test_chat_logprobs(real, stream):
     said = ''.join(
         x['delta'].get('content') or '' for x in cs) if stream else cs[0]['message']['content']
     toks = [t for x in cs if x.get('logprobs') for t in x['logprobs']['content']]
-    assert ''.join(t['token'] for t in toks)==said and len(toks)==5
+    assert ''.join(t['token'] for t in toks)==said
+    assert len(toks)==5
     assert all(
         t['logprob']<=0 and t['bytes']==list(t['token'].encode()) and len(t['top_logprobs'])==10 and t['top_logprobs'][0]['logprob']>=t['logprob']-1e-6
         for t in toks)
@@ -185,7 +203,8 @@ def test_logit_bias(real):
     said = chat(
         real, temperature=0, max_tokens=64, logit_bias=plain(real)
     ).json()['choices'][0]['message']['content']
-    assert len(said)==64 and re.fullmatch('[a-z]+', said)
+    assert len(said)==64
+    assert re.fullmatch('[a-z]+', said)
     ban = {str(i):-100 for i in real.post('/tokenize', json=dict(content=said[0])).json()['tokens']}
     assert said[0] not in chat(
         real, temperature=0, max_tokens=64, logit_bias=plain(real)|ban
@@ -193,20 +212,24 @@ def test_logit_bias(real):
 
 def test_many_choices(real):
     a = chat(real, n=2, seed=3).json()
-    assert [x['index'] for x in a['choices']]==[0,1] and a['usage']['completion_tokens']==16 and all(
-        x['finish_reason']=='length' for x in a['choices'])
+    assert [x['index'] for x in a['choices']]==[0,1]
+    assert a['usage']['completion_tokens']==16
+    assert all(x['finish_reason']=='length' for x in a['choices'])
 
 # ---- Contexts that are too small: never a word is dropped silently ----
 
 @pytest.mark.parametrize('stream', [False,True])
 def test_context_exceeded(real, stream):
-    "llama.cpp names the error exceed_context_size_error; ours is OpenAI's context_length_exceeded, with both numbers in the message, and also for a stream a plain 400"
+    """llama.cpp names the error exceed_context_size_error; ours is OpenAI's
+    context_length_exceeded, with both numbers in the message, and also for a stream a plain 400"""
     r = chat(real, messages=HELLO*100, stream=stream)
     e = r.json()['error']
-    assert r.status_code==400 and e['code']=='context_length_exceeded' and '400' in e['message'] and len(
-        re.findall(r'\d[\d,]*', e['message']))>=2
-    assert text(
-        real, prompt='x'*500).status_code==400 and text(real, prompt=[5]*400).status_code==400
+    assert r.status_code==400
+    assert e['code']=='context_length_exceeded'
+    assert '400' in e['message']
+    assert len(re.findall(r'\d[\d,]*', e['message']))>=2
+    assert text(real, prompt='x'*500).status_code==400
+    assert text(real, prompt=[5]*400).status_code==400
 
 def test_context_that_just_fits(real):
     "The answer's bound is cut to what is left; no context shift begins"
@@ -216,7 +239,8 @@ def test_context_that_just_fits(real):
         a['choices'][0]['finish_reason'])==(399,1,'length')
     a = text(
         real, prompt=[5]*390, max_tokens=10**6, ignore_eos=True).json()
-    assert a['usage']['total_tokens']==400 and a['choices'][0]['finish_reason']=='length'
+    assert a['usage']['total_tokens']==400
+    assert a['choices'][0]['finish_reason']=='length'
 
 # ---- Completions ----
 
@@ -227,8 +251,8 @@ def test_completion_stream_equals_whole(real):
 
 def test_seeds(real):
     said = lambda **kw: text(real, temperature=1., **kw).json()['choices'][0]['text']
-    assert len(
-        {said(seed=42) for _ in range(4)})==1 and len({said(seed=i) for i in range(4)})==4
+    assert len({said(seed=42) for _ in range(4)})==1
+    assert len({said(seed=i) for i in range(4)})==4
     a = text(real, n=2, seed=7, temperature=1.).json()['choices']
     assert a[0]['text']!=a[1]['text']
     assert len(
@@ -241,7 +265,8 @@ def test_neighbours_change_nothing(real):
     assert [x['text'] for x in text(real, prompt=ps, temperature=0).json()['choices']]==alone
 
 def test_tokens_as_prompt(real):
-    "Mixed prompts, text and ids in one list, are llama.cpp's own: OpenAI's API has no such thing, and a refusal names the field"
+    """Mixed prompts, text and ids in one list, are llama.cpp's own: OpenAI's API has no such
+    thing, and a refusal names the field"""
     ids = real.post(
         '/tokenize', json=dict(content='I believe the meaning of life is', add_special=True)
     ).json()['tokens']
@@ -249,10 +274,12 @@ def test_tokens_as_prompt(real):
         real, prompt=[ids,ids], temperature=0).json()
     assert [
         x['text'] for x in two['choices']
-    ]==[one['choices'][0]['text']]*2 and one['usage']['prompt_tokens']==len(ids)
+    ]==[one['choices'][0]['text']]*2
+    assert one['usage']['prompt_tokens']==len(ids)
     for p in [ids,'text'],[1,2,'text']:
         r = text(real, prompt=p)
-        assert r.status_code==400 and r.json()['error']['param'].startswith('prompt[')
+        assert r.status_code==400
+        assert r.json()['error']['param'].startswith('prompt[')
     assert text(real, prompt=[256]).json()['error']['param']=='prompt'
 
 def test_stop_words(real):
@@ -264,24 +291,27 @@ def test_stop_words(real):
         assert (
             a['text'], a['finish_reason'], a['stop_reason'])==(said[:said.index(stop)],'stop',stop)
         es = events(text(real, stop=stop, stream=True, **kw))
-        assert ''.join(
-            e['choices'][0]['text'] for e in es
-        )==a['text'] and es[-1]['choices'][0]['finish_reason']=='stop'
+        assert ''.join(e['choices'][0]['text'] for e in es)==a['text']
+        assert es[-1]['choices'][0]['finish_reason']=='stop'
 
 def test_probabilities(real):
     a = text(
         real, logprobs=10, temperature=0, max_tokens=5, logit_bias=plain(real)
     ).json()['choices'][0]['logprobs']
-    assert len(a['tokens'])==5 and all(p<=0 for p in a['token_logprobs']) and all(
+    assert len(a['tokens'])==5
+    assert all(p<=0 for p in a['token_logprobs'])
+    assert all(
         s in t and len(t)<=11 for s,t in zip(a['tokens'], a['top_logprobs'])
-    ) and a['text_offset']==[*range(5)]
+    )
+    assert a['text_offset']==[*range(5)]
 
 def test_ignore_eos_and_min_tokens(real):
     eos = {'255':100}
     assert text(
         real, logit_bias=eos, temperature=0).json()['choices'][0]['finish_reason']=='stop'
     a = text(real, logit_bias=eos, temperature=0, ignore_eos=True).json()
-    assert a['choices'][0]['finish_reason']=='length' and a['usage']['completion_tokens']==8
+    assert a['choices'][0]['finish_reason']=='length'
+    assert a['usage']['completion_tokens']==8
     assert text(
         real, logit_bias=eos, temperature=0, min_tokens=5).json()['usage']['completion_tokens']>=5
 
@@ -298,14 +328,16 @@ def cached_so_far(real):
     return int(found[1]) if found else 0
 
 def test_prompt_cache(real):
-    "The same prompt again: the same answer, and what a cache supplied is counted in the answer and in the metrics"
+    """The same prompt again: the same answer, and what a cache supplied is counted in the answer
+    and in the metrics"""
     p = 'A long prompt that is there twice. '*8
     one = text(real, prompt=p, temperature=0).json()
     before = cached_so_far(real)
     two = text(real, prompt=p, temperature=0).json()
     cached = two['usage']['prompt_tokens_details']['cached_tokens']
     assert one['choices'][0]['text']==two['choices'][0]['text']
-    assert 0<cached<two['usage']['prompt_tokens'] and not cached%64
+    assert 0<cached<two['usage']['prompt_tokens']
+    assert not cached%64
     assert cached_so_far(real)-before==cached
 
 # ---- Tokens, templates ----
@@ -313,18 +345,22 @@ def test_prompt_cache(real):
 def test_tokenize(real):
     content = 'What is the capital of France ? 媽 🤗'
     a = real.post('/tokenize', json=dict(content=content)).json()
-    assert a['count']==len(a['tokens'])==len(content.encode()) and real.post(
+    assert a['count']==len(a['tokens'])==len(content.encode())
+    assert real.post(
         '/detokenize', json=dict(tokens=a['tokens'])).json()['content']==content
     ps = real.post(
         '/tokenize', json=dict(content=content, with_pieces=True)).json()['tokens']
-    assert [x['id'] for x in ps]==a['tokens'] and ''.join(x['piece'] for x in ps[:5])=='What '
+    assert [x['id'] for x in ps]==a['tokens']
+    assert ''.join(x['piece'] for x in ps[:5])=='What '
     for bad in dict(tokens=['a']),dict(tokens=[256]),dict(tokens=[-1]),dict(tokens=[2**31]),{}:
         assert real.post('/detokenize', json=bad).json()['error']['param'].startswith('tokens'), bad
     assert real.post('/tokenize', json={}).status_code==400
 
 def test_apply_template(real):
     p = real.post('/apply-template', json=dict(messages=HELLO)).json()['prompt']
-    assert 'Book' in p and p.index('Book')<p.index('What is the best book') and chat(real).json()['usage']['prompt_tokens']==len(
+    assert 'Book' in p
+    assert p.index('Book')<p.index('What is the best book')
+    assert chat(real).json()['usage']['prompt_tokens']==len(
         real.post('/tokenize', json=dict(content=p)).json()['tokens'])
 
 @pytest.mark.parametrize(
@@ -363,7 +399,8 @@ def test_thinking_in_the_template(tools, kw, end):
     app = app_of(s, s.tok, THINKS, parsers=('hermes','qwen3'))
     asked = dict(messages=HELLO, tools=tools)|kw
     p = TestClient(app).post('/apply-template', json=asked).json()['prompt']
-    assert p=='T'*len(tools or [])+'<system>Book<user>What is the best book<assistant>'+end and not s.prompts
+    assert p=='T'*len(tools or [])+'<system>Book<user>What is the best book<assistant>'+end
+    assert not s.prompts
 
 # ---- Vectors ----
 
@@ -371,12 +408,14 @@ def test_embeddings(real):
     def post(**kw): return real.post('/v1/embeddings', json=kw)
     one = post(input='I believe the meaning of life is').json()
     v = np.array(one['data'][0]['embedding'])
-    assert abs((v**2).sum()-1)<1e-3 and one['usage']==dict(
-        prompt_tokens=32, total_tokens=32)
+    assert abs((v**2).sum()-1)<1e-3
+    assert one['usage']==dict(prompt_tokens=32, total_tokens=32)
     many = post(input=['I believe the meaning of life is']*3+['This is a test']).json()
-    assert [d['index'] for d in many['data']]==[0,1,2,3] and all(
+    assert [d['index'] for d in many['data']]==[0,1,2,3]
+    assert all(
         np.allclose(d['embedding'], v, atol=1e-4) for d in many['data'][:3]
-    ) and not np.allclose(many['data'][3]['embedding'], v, atol=1e-2)
+    )
+    assert not np.allclose(many['data'][3]['embedding'], v, atol=1e-2)
     assert many['usage']['prompt_tokens']==3*32+14
     raw = base64.b64decode(
         post(
@@ -387,7 +426,8 @@ def test_embeddings(real):
         post(
             input='I believe the meaning of life is', pooling='mean').json()['data'][0]['embedding']
     )
-    assert abs((mean**2).sum()-1)<1e-3 and not np.allclose(mean, v, atol=1e-3)
+    assert abs((mean**2).sum()-1)<1e-3
+    assert not np.allclose(mean, v, atol=1e-3)
     for bad in [],'',dict(content='x'),['a',[1]],['a',5],[[256]],'x'*500:
         assert post(input=bad).status_code==400, bad
     assert post(input='a', pooling='none').status_code==400
@@ -405,37 +445,43 @@ def test_messages(real):
     a = say(real).json()
     assert (
         a['type'], a['role'], a['stop_reason'],
-        a['content'][0]['type'])==('message','assistant','max_tokens','text') and 'timings' not in a
-    assert {
-        'input_tokens', 'output_tokens', 'cache_read_input_tokens'
-    }<=set(a['usage']) and a['usage']['output_tokens']==8
+        a['content'][0]['type'])==('message','assistant','max_tokens','text')
+    assert 'timings' not in a
+    assert {'input_tokens', 'output_tokens', 'cache_read_input_tokens'}<=set(a['usage'])
+    assert a['usage']['output_tokens']==8
     for kw in dict(system='You are helpful.'),dict(temperature=.5),dict(top_p=.9),dict(top_k=40),dict(metadata=dict(user_id='u')),dict(stop_sequences=['\n','END']),dict(thinking=dict(type='enabled', budget_tokens=1024), max_tokens=2000, stop_sequences=[chr(i) for i in range(97, 107)]),dict(messages=[dict(role='user', content=[dict(type='text', text='What is'), dict(type='text', text=' the answer?')])]):
         assert say(real, **kw).json()['type']=='message', kw
 
 def test_messages_stream(real):
     es = events(say(real, stream=True))
     kinds = [e['type'] for e in es if e['type']!='ping']
-    assert kinds[:2]==['message_start','content_block_start'] and kinds[-3:]==[
-        'content_block_stop', 'message_delta', 'message_stop'
-    ] and set(kinds[2:-3])<={'content_block_delta'}
+    assert kinds[:2]==['message_start','content_block_start']
+    assert kinds[-3:]==['content_block_stop', 'message_delta', 'message_stop']
+    assert set(kinds[2:-3])<={'content_block_delta'}
     m = es[0]['message']
-    assert m['content']==[] and m['role']=='assistant' and m['usage']['input_tokens']>0
-    assert es[-2]['delta']['stop_reason']=='max_tokens' and es[-2]['usage']['output_tokens']==8 and 'timings' not in es[-1]
+    assert m['content']==[]
+    assert m['role']=='assistant'
+    assert m['usage']['input_tokens']>0
+    assert es[-2]['delta']['stop_reason']=='max_tokens'
+    assert es[-2]['usage']['output_tokens']==8
+    assert 'timings' not in es[-1]
 
 def test_count_tokens(real):
     def count(**kw):
         return real.post(
             '/v1/messages/count_tokens',
             json=dict(model='tiny', messages=[dict(role='user', content='Say hello')])|kw).json()
-    assert count()==dict(
-        input_tokens=say(real).json()['usage']['input_tokens']
-    ) and count(system='You are helpful.')['input_tokens']>count()['input_tokens']
+    assert count()==dict(input_tokens=say(real).json()['usage']['input_tokens'])
+    assert count(system='You are helpful.')['input_tokens']>count()['input_tokens']
 
 def test_messages_refused(real):
-    "llama.cpp answers an empty conversation; there is nothing to answer, and Anthropic refuses it too"
+    """llama.cpp answers an empty conversation; there is nothing to answer, and Anthropic refuses
+    it too"""
     for kw in dict(messages=[]),dict(messages=None),dict(max_tokens=None),dict(messages=[dict(role='user', content=[dict(type='image', source=dict(type='base64', media_type='image/png', data='iVBORw0KGgo='))])]):
         r = say(real, **kw)
-        assert r.status_code==400 and r.json()['type']=='error' and r.json()['error']['type']=='invalid_request_error', kw
+        assert r.status_code==400, kw
+        assert r.json()['type']=='error', kw
+        assert r.json()['error']['type']=='invalid_request_error', kw
     assert 'reads only text' in r.json()['error']['message']
 
 RESULTS = [
@@ -452,11 +498,16 @@ def test_tool_results(real, result, more):
             role='user',
             content=[*more, dict(type='tool_result', tool_use_id='test123')|result])]
     a = say(real, messages=ms)
-    assert a.status_code==200 and a.json()['content'][0]['type']=='text'
+    assert a.status_code==200
+    assert a.json()['content'][0]['type']=='text'
 
 def test_apis_differ(real):
     a,b = chat(real).json(),say(real).json()
-    assert a['object']=='chat.completion' and 'type' not in a and b['type']=='message' and 'object' not in b and 'choices' not in b
+    assert a['object']=='chat.completion'
+    assert 'type' not in a
+    assert b['type']=='message'
+    assert 'object' not in b
+    assert 'choices' not in b
 
 @pytest.mark.parametrize(
     'kind,want',
@@ -471,7 +522,8 @@ def test_responses_format(real, kind, want):
         json=dict(
             input='Write an example', max_output_tokens=24, temperature=0, text=dict(format=kind)))
     if want==400:
-        assert r.status_code==400 and r.json()['error']['message']
+        assert r.status_code==400
+        assert r.json()['error']['message']
         return
     out = next(o for o in r.json()['output'] if o['type']=='message')
     assert want is None or re.fullmatch(want, out['content'][0]['text'], re.S)
@@ -482,7 +534,8 @@ def test_responses_logprobs():
         a = c.post(
             '/v1/responses',
             json=dict(input='a', top_logprobs=2, include=['message.output_text.logprobs']))
-        assert a.status_code==200 and [
+        assert a.status_code==200
+        assert [
             t['token'] for t in a.json()['output'][0]['content'][0]['logprobs']][:2]==['H','i']
 
 def test_responses_stream(real):
@@ -491,15 +544,18 @@ def test_responses_stream(real):
             '/v1/responses',
             json=dict(input=HELLO, max_output_tokens=16, temperature=0, stream=True)))
     kinds = [e['type'] for e in es]
-    assert kinds[:2]==['response.created','response.in_progress'] and kinds[-1] in (
-        'response.completed', 'response.incomplete'
-    ) and [e['sequence_number'] for e in es]==[*range(len(es))]
+    assert kinds[:2]==['response.created','response.in_progress']
+    assert kinds[-1] in ('response.completed', 'response.incomplete')
+    assert [e['sequence_number'] for e in es]==[*range(len(es))]
     rid,mid = es[0]['response']['id'],next(
         e['item']['id'] for e in es if e['type']=='response.output_item.added')
-    assert rid.startswith('resp_') and mid.startswith('msg_') and {
-        e['item_id'] for e in es if 'item_id' in e}=={mid} and es[-1]['response']['id']==rid
+    assert rid.startswith('resp_')
+    assert mid.startswith('msg_')
+    assert {e['item_id'] for e in es if 'item_id' in e}=={mid}
+    assert es[-1]['response']['id']==rid
     said = ''.join(e['delta'] for e in es if e['type']=='response.output_text.delta')
-    assert said==es[-1]['response']['output'][0]['content'][0]['text'] and es[-1]['response']['output'][0]['id']==mid
+    assert said==es[-1]['response']['output'][0]['content'][0]['text']
+    assert es[-1]['response']['output'][0]['id']==mid
 
 # ---- Tool calls: every family says the same thing in its own way, through all three APIs, streamed and whole ----
 
@@ -580,7 +636,8 @@ def of_messages(c, **kw):
             blocks[e['index']][2] = True
         if e['type']=='message_delta':
             why = e['delta']['stop_reason']
-    assert [*blocks]==[*range(len(blocks))] and all(over for *_,over in blocks.values())
+    assert [*blocks]==[*range(len(blocks))]
+    assert all(over for *_,over in blocks.values())
     show = lambda k,d,t: (
         k, (d['name'], t) if k=='tool_use' else t)
     return (
@@ -626,23 +683,29 @@ def test_calls_of_every_family(parsers):
             *([('message', before)] if before else []),
             ('function_call', want[2][0])]
         whole,end,said,args = of_responses(c)
-        assert whole==end==items and said==before and json.loads(args)==want[2][0][1]
+        assert whole==end==items
+        assert said==before
+        assert json.loads(args)==want[2][0][1]
 
 @pytest.mark.parametrize(
     'parsers',
     [('hermes','qwen3'),('qwen3_coder','qwen3'),('openai','openai_gptoss'),('mistral','mistral')],
     ids=lambda p: p[0])
 def test_stop_strings_across_marks(parsers):
-    "A stop string is looked for in what the client is shown: not in thoughts, marks or calls; streamed or not, the same"
+    """A stop string is looked for in what the client is shown: not in thoughts, marks or calls;
+    streamed or not, the same"""
     with speaking(SAID[parsers], parsers) as (c,_):
         for stop,want in ('Look','') , ('k:','Loo'), ('Hm','Look:'), (':<','Look:'), ('Paris','Look:'), ('tool','Look:'):
             (a,),(b,) = of_chat(c, stop=stop)
-            assert a==b and a[:2]==('Hm.',want) and (a[3]=='stop')==(not a[2])==(
+            assert a==b, (stop, a)
+            assert a[:2]==('Hm.',want), (stop, a)
+            assert (a[3]=='stop')==(not a[2])==(
                 want!='Look:'), (stop, a)
 
 @pytest.mark.parametrize('parsers', SAID, ids=lambda p: p[0])
 def test_a_tool_loop(parsers):
-    "Call, result, answer: over each API the model sees its own call and thought again, and then says something"
+    """Call, result, answer: over each API the model sees its own call and thought again, and then
+    says something"""
     seen = []
     with speaking(
         lambda p: (seen.append(p), 'It rains.' if 'tool: rain' in p else SAID[parsers])[1],
@@ -660,7 +723,10 @@ def test_a_tool_loop(parsers):
             '/v1/chat/completions', json=dict(messages=ms, tools=tools)).json()['choices'][0]
         assert 'It rains.' in (a['message']['content'] or '')+(
             a['message'].get('reasoning') or ''
-        ) and a['finish_reason']=='stop' and 'call weather' in seen[-1] and 'system: Be brief' in seen[-1]
+        )
+        assert a['finish_reason']=='stop'
+        assert 'call weather' in seen[-1]
+        assert 'system: Be brief' in seen[-1]
         b = dict(
             model='scripted', max_tokens=999, system='Be brief',
             messages=[dict(role='user', content='Weather?')],
@@ -673,8 +739,9 @@ def test_a_tool_loop(parsers):
                 role='user',
                 content=[dict(type='tool_result', tool_use_id=use['id'], content='rain')])]
         y = c.post('/v1/messages', json=b).json()
-        assert y['stop_reason']=='end_turn' and 'It rains.' in json.dumps(
-            y['content']) and 'call weather' in seen[-1]
+        assert y['stop_reason']=='end_turn'
+        assert 'It rains.' in json.dumps(y['content'])
+        assert 'call weather' in seen[-1]
         r = c.post(
             '/v1/responses',
             json=dict(
@@ -684,7 +751,9 @@ def test_a_tool_loop(parsers):
         out = dict(type='function_call_output', call_id=call['call_id'], output='rain')
         for kw in dict(previous_response_id=r['id'], input=[out]),dict(input=[dict(role='user', content='Weather?'), *r['output'], out]):
             z = c.post('/v1/responses', json=kw).json()
-            assert z['status']=='completed' and 'It rains.' in json.dumps(z['output']) and 'call weather' in seen[-1], z
+            assert z['status']=='completed', z
+            assert 'It rains.' in json.dumps(z['output']), z
+            assert 'call weather' in seen[-1], z
 
 ITEMS = ChatTemplate(
     "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %} {{ c.function.name }}({% "
@@ -699,7 +768,8 @@ ITEMS = ChatTemplate(
         ('{"items": 3}','f(items=3)'), ('{"a"','f()'), ('[1]','f()'),
         (5,400)])
 def test_arguments_given_back(args, want):
-    "Templates go through the arguments of earlier calls; JSON that was cut off, or is no object, is shown to such a template as none, for it would end the conversation otherwise"
+    """Templates go through the arguments of earlier calls; JSON that was cut off, or is no object,
+    is shown to such a template as none, for it would end the conversation otherwise"""
     s = Speaker(lambda p: 'x')
     c = TestClient(app_of(s, s.tok, ITEMS), raise_server_exceptions=False)
     r = c.post(
@@ -713,9 +783,12 @@ def test_arguments_given_back(args, want):
                         dict(id='c', type='function', function=dict(name='f', arguments=args))]),
                 dict(role='tool', tool_call_id='c', content='r')]))
     if want==400:
-        assert r.status_code==400 and r.json()['error']['type']=='invalid_request_error' and not s.prompts
+        assert r.status_code==400
+        assert r.json()['error']['type']=='invalid_request_error'
+        assert not s.prompts
     else:
-        assert r.status_code==200 and f'assistant {want}; ' in s.prompts[-1]
+        assert r.status_code==200
+        assert f'assistant {want}; ' in s.prompts[-1]
 
 # ---- Keys, other web pages, other names, files ----
 
@@ -734,11 +807,14 @@ def guarded():
 @pytest.mark.parametrize(
     'path', ['/models','/v1/models','/metrics','/props','/nowhere','/openapi.json','/version'])
 def test_a_key_is_needed_everywhere(guarded, path):
-    "llama.cpp leaves the list of models open; a stranger has no business to know them. 401 comes before 404"
+    """llama.cpp leaves the list of models open; a stranger has no business to know them. 401 comes
+    before 404"""
     assert guarded().get('/health').status_code==200
     for h in {},dict(authorization='Bearer invalid-key'),{'x-api-key':'invalid-key'},dict(authorization=f'Basic {KEY}'),dict(authorization='Bearer'),dict(authorization=KEY):
         r = guarded().get(path, headers=h)
-        assert r.status_code==401 and r.headers['www-authenticate']=='Bearer' and r.json()['error']['code']=='invalid_api_key'
+        assert r.status_code==401
+        assert r.headers['www-authenticate']=='Bearer'
+        assert r.json()['error']['code']=='invalid_api_key'
 
 @pytest.mark.parametrize(
     'header',
@@ -758,9 +834,12 @@ def test_the_right_key(guarded, header):
     assert c.post('/models/unload', json=dict(model='scripted'), headers=header).status_code==403
 
 def test_errors_of_keys_in_anthropics_shape(guarded):
-    "llama.cpp says authentication_error to all; that is Anthropic's word, and OpenAI's clients look at the status"
+    """llama.cpp says authentication_error to all; that is Anthropic's word, and OpenAI's clients
+    look at the status"""
     r = guarded().post('/v1/messages', json={})
-    assert r.status_code==401 and r.json()['type']=='error' and r.json()['error']['type']=='authentication_error'
+    assert r.status_code==401
+    assert r.json()['type']=='error'
+    assert r.json()['error']['type']=='authentication_error'
 
 def test_other_pages(guarded):
     "llama.cpp answers every page that asks; ours is told which may"
@@ -768,9 +847,13 @@ def test_other_pages(guarded):
         'origin':'https://web.mydomain.fr', 'access-control-request-method':'POST',
         'access-control-request-headers':'Authorization'}
     r = guarded().options('/v1/completions', headers=ask)
-    assert r.status_code==403 and not [h for h in r.headers if h.startswith('access-control')]
+    assert r.status_code==403
+    assert not [h for h in r.headers if h.startswith('access-control')]
     r = guarded(origins=('https://web.mydomain.fr',)).options('/v1/completions', headers=ask)
-    assert r.status_code==204 and r.headers['access-control-allow-origin']=='https://web.mydomain.fr' and 'POST' in r.headers['access-control-allow-methods'] and 'authorization' in r.headers['access-control-allow-headers'].lower()
+    assert r.status_code==204
+    assert r.headers['access-control-allow-origin']=='https://web.mydomain.fr'
+    assert 'POST' in r.headers['access-control-allow-methods']
+    assert 'authorization' in r.headers['access-control-allow-headers'].lower()
     assert 'access-control-allow-credentials' not in r.headers
 
 @pytest.mark.parametrize(
@@ -795,7 +878,8 @@ def test_no_files_no_fetching(real, url):
         real,
         messages=[
             dict(role='user', content=[dict(type='image_url', image_url=dict(url=url))])])
-    assert r.status_code==400 and r.json()['error']['param'].startswith('messages[0].content')
+    assert r.status_code==400
+    assert r.json()['error']['param'].startswith('messages[0].content')
 
 # ---- Many models ----
 
@@ -855,7 +939,8 @@ def at_once(n, f):
     return out
 
 def test_load_unload_and_load_by_asking(tmp_path):
-    "Requests for one model that is not there share one load; an unload lets what runs finish, and whoever asks meanwhile waits for the next life"
+    """Requests for one model that is not there share one load; an unload lets what runs finish,
+    and whoever asks meanwhile waits for the next life"""
     lives = tmp_path/'lives'
     with routed(
         dict(model='org/a:Q8'),
@@ -865,9 +950,9 @@ def test_load_unload_and_load_by_asking(tmp_path):
         reaches(h, 'org/a:Q8', 'loaded')
         assert status(h, 'b')=='unloaded'
         rs = at_once(6, lambda: ask(h, 'b'))
-        assert [
-            r.status_code for r in rs
-        ]==[200]*6 and len(lives.read_text().split())==1 and status(h, 'b')=='loaded'
+        assert [r.status_code for r in rs]==[200]*6
+        assert len(lives.read_text().split())==1
+        assert status(h, 'b')=='loaded'
         with h.stream(
             'POST', '/v1/chat/completions',
             json=dict(
@@ -878,49 +963,55 @@ def test_load_unload_and_load_by_asking(tmp_path):
             next(lines)
             assert h.post(
                 '/models/unload', json=dict(model='b')).json()==dict(success=True)
-            assert status(h, 'b')!='loaded' and ask(h, 'org/a:Q8').status_code==200
+            assert status(h, 'b')!='loaded'
+            assert ask(h, 'org/a:Q8').status_code==200
             said = ''.join(
                 c['choices'][0]['delta'].get('content') or '' for l in lines
                 if l.startswith('data: {') and (c := json.loads(l[6:]))['choices'])
         assert said=='I am b, and I take my time.'*8
         # it was stopping, and came again
-        assert ask(h, 'b').status_code==200 and len(lives.read_text().split())==2
-        assert h.post(
-            '/models/load', json=dict(model='b')
-        ).status_code==400 and h.post('/models/load', json=dict(model='c')).status_code==404 and h.post('/models/load', json={}).status_code==400
+        assert ask(h, 'b').status_code==200
+        assert len(lives.read_text().split())==2
+        assert h.post('/models/load', json=dict(model='b')).status_code==400
+        assert h.post('/models/load', json=dict(model='c')).status_code==404
+        assert h.post('/models/load', json={}).status_code==400
         assert h.post(
             '/models/unload', json=dict(model='b')).json()==dict(success=True)
         reaches(h, 'b', 'unloaded')
-        assert h.post(
-            '/models/unload', json=dict(model='b')
-        ).status_code==400 and status(h, 'org/a:Q8')=='loaded'
+        assert h.post('/models/unload', json=dict(model='b')).status_code==400
+        assert status(h, 'org/a:Q8')=='loaded'
 
 @pytest.mark.parametrize('stream', [False,True])
 def test_unknown_models(stream):
     with routed(dict(model='a')) as (h,_):
         for path,kw in ('/v1/chat/completions',dict(messages=HELLO)),('/v1/completions',dict(prompt='a')),('/v1/messages',dict(messages=HELLO[1:], max_tokens=5)),('/v1/responses',dict(input='a')):
             r = h.post(path, json=kw|dict(model='non-existent/model', stream=stream))
-            assert r.status_code==404 and r.headers['content-type']=='application/json' and 'non-existent/model' in r.json()['error']['message']
+            assert r.status_code==404
+            assert r.headers['content-type']=='application/json'
+            assert 'non-existent/model' in r.json()['error']['message']
         for path,kw in ('/tokenize',dict(content='a')),('/v1/embeddings',dict(input='a')),('/apply-template',dict(messages=HELLO)):
             assert h.post(path, json=kw|dict(model='x')).status_code==404
 
 def test_no_loading_by_asking():
-    "llama.cpp says 400; nothing is wrong with the request, so we say 503, when to come again, and who can help"
+    """llama.cpp says 400; nothing is wrong with the request, so we say 503, when to come again,
+    and who can help"""
     with routed(
         dict(model='a'), dict(model='b'), autoload=False,
         first=['a']
     ) as (h,_):
         r = ask(h, 'b')
-        assert r.status_code==503 and int(
-            r.headers['retry-after']
-        )>=1 and '/models/load' in r.json()['error']['message'] and status(h, 'b')=='unloaded'
+        assert r.status_code==503
+        assert int(r.headers['retry-after'])>=1
+        assert '/models/load' in r.json()['error']['message']
+        assert status(h, 'b')=='unloaded'
         assert h.post(
             '/models/load', json=dict(model='b')).json()==dict(success=True)
         reaches(h, 'b', 'loaded')
         assert ask(h, 'b').status_code==200
 
 def test_clients_that_leave_while_it_loads(tmp_path):
-    "The one who asked is gone, and the other models never noticed; a load that hangs can be called off"
+    """The one who asked is gone, and the other models never noticed; a load that hangs can be
+    called off"""
     with routed(
         dict(model='a'), dict(model='b', at_load='hang'),
         first=['a']
@@ -933,7 +1024,9 @@ def test_clients_that_leave_while_it_loads(tmp_path):
                 ask(c, 'b')
             if status(h, 'b')!='unloaded':
                 break
-        assert status(h, 'b')=='loading' and ask(h, 'a').status_code==200 and h.get('/health').status_code==200
+        assert status(h, 'b')=='loading'
+        assert ask(h, 'a').status_code==200
+        assert h.get('/health').status_code==200
         out = []
         t = threading.Thread(target=lambda: out.append(ask(h, 'b', stream=True)))
         t.start()
@@ -942,7 +1035,9 @@ def test_clients_that_leave_while_it_loads(tmp_path):
         b = ms.find('b')
         b.config = replace(b.config, at_load=None)  # the next life is a good one
         t.join(WAIT)
-        assert not t.is_alive() and out[0].status_code in (200,503) and ask(h, 'b').status_code==200
+        assert not t.is_alive()
+        assert out[0].status_code in (200,503)
+        assert ask(h, 'b').status_code==200
 
 def test_what_is_told_meanwhile():
     "GET /models/sse: each change of a state, with the stages of a load"
@@ -959,7 +1054,9 @@ def test_what_is_told_meanwhile():
                     seen.append(json.loads(l[6:]))
                 if seen and seen[-1]['data']['status']=='loaded':
                     break
-        assert all(e['model']=='a' and e['event']=='model_status' for e in seen) and [e['data']['status'] for e in seen][-1]=='loaded' and any(
+        assert all(e['model']=='a' and e['event']=='model_status' for e in seen)
+        assert [e['data']['status'] for e in seen][-1]=='loaded'
+        assert any(
             e['data'].get('progress') for e in seen if e['data']['status']=='loading')
 
 def test_openai_client_of_many():
@@ -967,8 +1064,7 @@ def test_openai_client_of_many():
         dict(model='a'), dict(model='b', say='I am b.')
     ) as (h,_):
         c = openai.OpenAI(base_url=f'{h.base_url}/v1', api_key='x', max_retries=0, timeout=WAIT)
-        assert {
-            m.id for m in c.models.list()
-        }=={'a','b'} and c.chat.completions.create(model='b', messages=HELLO).choices[0].message.content=='I am b.'
+        assert {m.id for m in c.models.list()}=={'a','b'}
+        assert c.chat.completions.create(model='b', messages=HELLO).choices[0].message.content=='I am b.'
         with pytest.raises(openai.NotFoundError):
             c.chat.completions.create(model='c', messages=HELLO)

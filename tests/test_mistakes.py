@@ -1,4 +1,5 @@
-"What a reference does not notice it does not test. Each of these would be a plausible mistake, and each must be far outside the tolerance."
+"""What a reference does not notice it does not test. Each of these would be a plausible mistake,
+and each must be far outside the tolerance."""
 import re
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,8 @@ def far(got, want):
 # -- another config --------------------------------------------------------------------------------------------------------------
 
 def of(path='', **kw):
-    "A change of the config: fields `kw` of the part at `path`; a value may be a function of what was there"
+    """A change of the config: fields `kw` of the part at `path`; a value may be a function of what
+    was there"""
     def f(c):
         head,_,rest = path.partition('.')
         if head:

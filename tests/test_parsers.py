@@ -44,10 +44,13 @@ def run(s, pieces):
     for p in out:
         for c in getattr(p, 'calls', ()):
             if c.index not in calls:
-                assert c.name and c.id and c.index==len(calls)
+                assert c.name
+                assert c.id
+                assert c.index==len(calls)
                 calls[c.index] = [c.name,'',c.id]
             else:
-                assert c.name is None and c.id is None
+                assert c.name is None
+                assert c.id is None
             calls[c.index][1] += c.arguments
     return (
         ''.join(p.reasoning for p in out) or None,
@@ -191,7 +194,9 @@ def test_a_thought_then_words_then_a_call():
     r,c,calls,a = run(s, list(text))
     assert (r,c)==('Weather.','A moment.')
     assert [x[:2] for x in calls]==[('sky','{"at": "Oslo"}')]
-    assert s.calling and a.calls[0].id==calls[0][2] and calls[0][2].startswith('call_')
+    assert s.calling
+    assert a.calls[0].id==calls[0][2]
+    assert calls[0][2].startswith('call_')
 
 @pytest.mark.parametrize('gap', ['',' ','\n\n','\n\nSo:\n'])
 def test_blanks_before_a_call_are_dropped(gap):
@@ -353,7 +358,8 @@ def test_what_granite_writes_is_read():
     r = parse_tools(tools, text)
     assert (thinks,r.content)==(None,None)
     (call,) = r.calls
-    assert call.name=='add' and json.loads(call.arguments)==args
+    assert call.name=='add'
+    assert json.loads(call.arguments)==args
 
 @pytest.mark.parametrize(
     'family,template,want',
@@ -373,10 +379,10 @@ def test_defaults(family, template, want):
     assert default_parsers(SimpleNamespace(family=family), template)==want
 
 def test_marks_of_both_are_kept():
-    assert (
-        set(kept('qwen3', None))=={'<think>','</think>','<tool_call>'}
-        and kept(None, None)==())
-    assert len(kept('openai_gptoss', 'openai'))==7 and '<|channel>' in kept('gemma4', None)
+    assert set(kept('qwen3', None))=={'<think>','</think>','<tool_call>'}
+    assert kept(None, None)==()
+    assert len(kept('openai_gptoss', 'openai'))==7
+    assert '<|channel>' in kept('gemma4', None)
 
 @pytest.mark.parametrize(
     'reasoning,tools',

@@ -233,7 +233,8 @@ def test_stop_strings(stop, s, data):
             begun = (k for x in stop for k in range(len(x)) if seen.endswith(x[:k]))
             hold = max(begun, default=0)
             assert out == seen[:len(seen)-hold]
-    assert hit==bool(ends) and out+('' if hit else ss.finish())==want
+    assert hit==bool(ends)
+    assert out+('' if hit else ss.finish())==want
 
 # ---- sampling
 
@@ -276,8 +277,10 @@ def test_filters_are_their_definitions(seed, n, scale, ties, t, k, p, m):
         def close(**kw): return plain_candidates(x, SamplingParams(temperature=t, top_k=k, **kw))
         lo,_ = close(top_p=max(p*(1-1e-5),1e-9), min_p=min(m*(1+1e-5),1))
         hi,_ = close(top_p=min(p*(1+1e-5),1), min_p=m*(1-1e-5))
-        assert ((lo&some)<=got).all() and (got<=hi).all()
-    assert np.allclose(w, ref[ids], rtol=1e-4, atol=1e-30) and got[x.argmax()]
+        assert ((lo&some)<=got).all()
+        assert (got<=hi).all()
+    assert np.allclose(w, ref[ids], rtol=1e-4, atol=1e-30)
+    assert got[x.argmax()]
 
 params = st.builds(
     SamplingParams,
@@ -311,7 +314,8 @@ def test_rows_stand_alone(ps, seed, data):
         rows.append(s.row())
     keep = x.copy()
     base = sample(x,rows)
-    assert (x==keep).all() and (base.ids>=0).all()
+    assert (x==keep).all()
+    assert (base.ids>=0).all()
     order = data.draw(st.permutations(range(len(ps))))
     mixed = sample(x[order],[rows[i] for i in order])
     sick = data.draw(st.integers(0,len(ps)-1))
@@ -383,7 +387,8 @@ def test_metering_changes_nothing(name, ms, gen):
     assert t.render(ms,add_generation_prompt=gen) == ref.render(
         messages=ms, bos_token='<s>', eos_token='</s>', add_generation_prompt=gen)
     parts = [m|{'content':[{'type':'text','text':m['content']}]} for m in ms]
-    assert t.render(parts)==t.render(ms) and ms==before
+    assert t.render(parts)==t.render(ms)
+    assert ms==before
 RENDER = {
     n:(ChatTemplate(s,bos='<s>',eos='</s>'),reference(s))
     for n,s in TEMPLATES.items()}
@@ -431,7 +436,8 @@ def test_nothing_of_the_callers_changes():
             'content':None,
             'tool_calls':[{'function':{'name':'f','arguments':'{"a":1}'}}]}]
     before = copy.deepcopy(ms)
-    assert RENDER['plain'][0].render(ms)=='<s>[assistant] </s>\n[assistant]' and ms==before
+    assert RENDER['plain'][0].render(ms)=='<s>[assistant] </s>\n[assistant]'
+    assert ms==before
 
 params_like = st.dictionaries(
     st.sampled_from([*SamplingParams.__dataclass_fields__]),
@@ -453,6 +459,7 @@ def test_any_params(d):
         p = SamplingParams(**d)
         s = SampleState(p,[1],50,seed=1)
     except AtlasError as e:
-        assert e.status==400 and e.param in SamplingParams.__dataclass_fields__
+        assert e.status==400
+        assert e.param in SamplingParams.__dataclass_fields__
     else:
         assert 0<=sample(np.linspace(-3,3,50,dtype='f4')[None], [s.row()]).ids[0]<50

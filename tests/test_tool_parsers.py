@@ -69,12 +69,15 @@ def cut(parser, text, sizes, tools=None):
     for d in ds:
         for x in d.calls:
             if x.index not in calls:
-                assert x.id and x.name is not None
+                assert x.id
+                assert x.name is not None
                 calls[x.index] = [x.id, x.name, '']
             else:
-                assert x.id is None and x.name is None
+                assert x.id is None
+                assert x.name is None
             calls[x.index][2] += x.arguments
-    assert list(calls)==list(range(len(calls))) and s.calling==bool(calls)
+    assert list(calls)==list(range(len(calls)))
+    assert s.calling==bool(calls)
     said = ''.join(d.content for d in ds)
     result = s.result()
     meant = [(t.id,t.name,t.arguments) for t in result.calls]
@@ -861,7 +864,8 @@ def test_tools_of_any_form():
             ('deepseek_v32', VV(V('f', ('arguments','{"s": 1}','false'))))):
             r = parse_tools(p, text, [t])
             (call,) = r.calls
-            assert call.name=='f' and json.loads(call.arguments)
+            assert call.name=='f'
+            assert json.loads(call.arguments)
 
 def test_hosted_tools_are_no_functions():
     "A list of tools that holds no function says nothing about names"
@@ -959,7 +963,8 @@ def test_nothing_is_invented(parser, data):
     text = data.draw(soups(parser))
     for t in parse_tools(parser, text).calls:
         # which hands on arguments that came without a name
-        assert t.name in text and (t.name or parser=='mistral')
+        assert t.name in text
+        assert t.name or parser=='mistral'
         if parser in ('llama3_json','mistral','deepseek_v3','deepseek_v31'):
             assert t.arguments in text or t.arguments=='{}'
             continue
@@ -1039,7 +1044,8 @@ WRITE = {
 def test_json_there_and_back(form, cs, ascii, seed):
     text = WRITE[form](cs, ensure_ascii=ascii)
     _,sent,r = cut(form.partition('[')[0], text, ragged(seed))
-    assert read(r)==cs and r.content is None
+    assert read(r)==cs
+    assert r.content is None
     assert [(n, json.loads(a)) for _,n,a in sent]==cs
 
 word = st.text('abcdefghij_', min_size=1, max_size=6)
@@ -1141,12 +1147,10 @@ def test_deep(n):
         ('deepseek_v32', VV(V('f', ('o',a+b,'false')))),
         ('glm45', G('f', [('a',a+b)]))]:
         (t,) = parse_tools(p, text, TOOLS).calls
-        assert (
-            t.name=='f'
-            and (
-                n<202
+        assert t.name=='f'
+        assert (n<202
                 or json.loads(t.arguments)
-                in ({'o': a+b}, {'a': a+b})))
+                in ({'o': a+b}, {'a': a+b}))
 
 @pytest.mark.parametrize('parser', KINDS)
 def test_long_in_small_pieces(parser):
@@ -1184,7 +1188,9 @@ def test_long_in_small_pieces(parser):
 def test_half_a_character(parser, text):
     "Half a surrogate pair is legal in JSON and in Python, and has no bytes in UTF-8"
     (t,) = parse_tools(parser, text, TOOLS).calls
-    assert r'\ud83d' in t.arguments and json.loads(t.arguments) and t.arguments.encode()
+    assert r'\ud83d' in t.arguments
+    assert json.loads(t.arguments)
+    assert t.arguments.encode()
     if parser=='pythonic':
         assert json.loads(t.arguments)['o']=='😀'
 
