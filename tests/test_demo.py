@@ -76,14 +76,14 @@ def served(demo):
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
+    atlas = Path(sys.executable).with_name('atlas')
+    command = [atlas, 'serve', 'demo', '--port', str(port), '--max-seq-len', '512']
     p = subprocess.Popen(
-        [Path(sys.executable).with_name('atlas'), 'serve', 'demo',
-         '--port', str(port), '--max-seq-len', '512'],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines,url = [],f'http://127.0.0.1:{port}'
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    url = f'http://127.0.0.1:{port}'
     threading.Thread(target=lambda: lines.extend(p.stdout), daemon=True).start()
-    def over(): return p.poll() is not None
-    until(lambda: over() or healthy(url), again=.2)
+    until(lambda: p.poll() is not None or healthy(url), again=.2)
     assert p.poll() is None, ''.join(lines)
     yield url
     p.send_signal(signal.SIGINT)

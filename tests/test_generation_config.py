@@ -81,14 +81,16 @@ def test_another_models_values_are_forgotten():
     a.lean_on(dict(temperature=.6, top_p=.9))
     assert (a.params.temperature,a.params.top_p)==(.6,.5)
     a.lean_on(dict(top_k=9))
-    assert (
-        (a.params.temperature,a.params.top_k,a.given)
-        ==(1,9,{'top_p'}))
+    assert (a.params.temperature,a.params.top_k,a.given)==(1,9,{'top_p'})
+
+def test_a_personas_values_stay():
+    a = Ask(HELLO, SamplingParams(top_p=.5), given=frozenset({'top_p'}))
+    a.lean_on(dict(top_k=9))
     a.fill(dict(temperature=.2)) # a persona
     a.lean_on(dict(temperature=.6, max_tokens=4))
-    assert (
-        (a.params.temperature,a.params.top_k,a.params.max_tokens)
-        ==(.2,0,4))
+    assert (a.params.temperature,a.params.top_k,a.params.max_tokens)==(.2,0,4)
+
+def test_fewer_tokens_than_asked_for():
     b = Ask(HELLO, SamplingParams(min_tokens=9), given=frozenset({'min_tokens'}))
     b.lean_on(dict(max_tokens=4))
     assert b.params.max_tokens==9

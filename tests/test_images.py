@@ -313,6 +313,13 @@ def test_positions_of_the_first_image(grids, gaps):
     assert [int(r.max()) for r in p]==[grid[0]-1, h-1, w-1]
     assert pos[0,i]==gaps[-1]
 
+# ---- in a model
+
+EYES = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in "
+    "m.content %}{{ ' <|image_pad|> ' if p.type=='image' else p.text }}{% endfor %}{% endif %}{% "
+    "endfor %} w9")
+
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     "A model that sees, whose words are w0, w1, … and whose images become at most six tokens"

@@ -354,7 +354,8 @@ def test_wrong_images_are_refused_when_they_come(monkeypatch):
 
 class failing:
     "No memory for one grid"
-    def __init__(self, grid): self.grid = grid
+    def __init__(self, grid):
+        self.grid = grid
     def __call__(self, grid):
         if grid==self.grid:
             raise MemoryError

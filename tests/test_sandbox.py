@@ -76,29 +76,28 @@ print(box.call("pid"))'''
     assert r.returncode==0, r.stderr
     assert gone(int(r.stdout)), r.stderr
 
-def test_overruns():
-    with Sandbox(
-        JOBS, seconds=.3, memory=128<<20, output=10_000, workers=1) as box:
+@pytest.mark.parametrize('job,args', [
+    ('sleep',[60]), ('power',[9**99,9**9]), ('exit',[0]), ('exit',[1]), ('stop',[signal.SIGKILL]),
+    ('stop',[signal.SIGSEGV]), ('stop',[signal.SIGSTOP]), ('list',['x'*9000])],
+    ids=['sleep','power','exit','fail','kill','fault','stop','output'])
+def test_overruns(job, args):
+    sleeps = args in ([60],[signal.SIGSTOP])
+    with Sandbox(JOBS, seconds=.3, memory=128<<20, output=10_000, workers=1) as box:
         pid = box.call('pid')
-        for job,*args in [
-            ('sleep',60),
-            ('power',9**99,9**9),
-            ('exit',0),
-            ('exit',1),
-            ('stop',signal.SIGKILL),
-            ('stop',signal.SIGSEGV),
-            ('stop',signal.SIGSTOP),
-            ('list','x'*9000)]:
-            sleeps = args in ([60],[signal.SIGSTOP])
-            with hurry() if sleeps else nullcontext():
-                with pytest.raises(OverrunError):
-                    box.call(job, *args)
-            assert gone(pid)
-            pid = box.call('pid')
+        with hurry() if sleeps else nullcontext():
+            with pytest.raises(OverrunError):
+                box.call(job, *args)
+        assert gone(pid)
+        assert box.call('pid')!=pid
+        assert box.killed==1
+
+def test_a_job_without_room_costs_no_child():
+    with Sandbox(JOBS, seconds=.3, memory=128<<20, output=10_000, workers=1) as box:
+        pid = box.call('pid')
         with pytest.raises(OverrunError, match='memory'):
             box.call('room', 1<<30)
         assert box.call('pid')==pid
-        assert box.killed==8
+        assert box.killed==0
 
 def test_a_stopped_child_is_replaced():
     with Sandbox(JOBS, seconds=.3, workers=1) as box:
@@ -170,7 +169,7 @@ def test_no_more_wait_than_may():
         assert box.call('sum', [1])==1
 
 def test_many_at_once():
-    "From threads and from a loop, with a bomb among them"
+    "From a loop, with two bombs among them"
     with Sandbox(JOBS, seconds=.5, workers=2) as box:
         async def run():
             good = [box.run('sum', [i,i]) for i in range(100)]
@@ -178,38 +177,38 @@ def test_many_at_once():
             return await asyncio.gather(
                 *good[:50], *bad, *good[50:], return_exceptions=True)
         got = asyncio.run(run())
-        assert [
-                g for g in got
-                if not isinstance(g, Exception)]==[2*i for i in range(100)]
-        assert sum(isinstance(g, OverrunError) for g in got)==2
-        out = []
-        ts = [
-            threading.Thread(
-                target=lambda i=i: out.append(box.call('sum', [i])))
-            for i in range(20)]
+    assert [g for g in got if not isinstance(g, Exception)]==[2*i for i in range(100)]
+    assert sum(isinstance(g, OverrunError) for g in got)==2
+
+def test_many_threads():
+    out = []
+    with Sandbox(JOBS, seconds=.5, workers=2) as box:
+        def ask(i):
+            out.append(box.call('sum', [i]))
+        ts = [threading.Thread(target=ask, args=(i,)) for i in range(20)]
         for t in ts:
             t.start()
         for t in ts:
             t.join(WAIT)
-        assert sorted(out)==list(range(20))
+    assert sorted(out)==list(range(20))
+
+async def leave(box):
+    "Six jobs for a child that is busy, of which four are cancelled; what became of all"
+    go = threading.Event()
+    box.pool.submit(go.wait)
+    jobs = [asyncio.ensure_future(box.run('sum', [i])) for i in range(6)]
+    await asyncio.sleep(0)
+    for t in jobs[1:5]:
+        t.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    return await asyncio.gather(*jobs, return_exceptions=True)
 
 def test_a_client_that_leaves():
     "Cancelling a call takes it out of the queue, and hurts nobody"
     with Sandbox(JOBS, seconds=5., workers=1) as box:
-        async def run():
-            go = threading.Event()
-            box.pool.submit(go.wait)
-            first = asyncio.ensure_future(box.run('sum', [7]))
-            rest = [asyncio.ensure_future(box.run('sum', [i])) for i in range(5)]
-            await asyncio.sleep(0)
-            for t in rest[:4]:
-                t.cancel()
-            await asyncio.sleep(0)
-            go.set()
-            return await asyncio.gather(first, *rest, return_exceptions=True)
-        got = asyncio.run(run())
-        assert got[0]==7
-        assert got[5]==4
+        got = asyncio.run(leave(box))
+        assert (got[0],got[5])==(0,5)
         assert all(isinstance(g, asyncio.CancelledError) for g in got[1:5])
         assert box.call('sum', [1])==1
         until(lambda: box.waiting==0)
@@ -309,25 +308,24 @@ def test_threads_and_tasks_ask_for_whoever_began_them():
             return queues
         assert asyncio.run(asyncio.wait_for(main(), WAIT))==[('eve','power ')]
 
+def some_jobs(box, seed, n=100):
+    "Futures of random askers, kinds and bombs, some of them cancelled"
+    r = random.Random(seed)
+    out = []
+    for _ in range(n):
+        job = ('exit',1) if r.random()<.02 else ('sum',[1,2])
+        f = by(box, r.choice('abcd'), *job, kind=r.choice('xyz'))
+        out.append(f)
+        if r.random()<.2:
+            f.cancel()
+    return out
+
 def test_nothing_is_stranded():
-    """Many askers, kinds, bombs and cancellations from many threads: every future is done, every
-    share is given back"""
+    "From many threads: every future is done, every share is given back"
     fs = []
     with Sandbox(JOBS, seconds=.2, workers=4, queue=10**6) as box:
-        def some(seed):
-            r = random.Random(seed)
-            for _ in range(100):
-                f = by(
-                    box,
-                    r.choice('abcd'),
-                    *(
-                        ('exit',1) if r.random()<.02
-                        else ('sum',[1,2])),
-                    kind=r.choice('xyz'))
-                fs.append(f)
-                if r.random()<.2:
-                    f.cancel()
-        ts = [threading.Thread(target=some, args=(i,)) for i in range(8)]
+        ts = [
+            threading.Thread(target=lambda i=i: fs.extend(some_jobs(box, i))) for i in range(8)]
         for t in ts:
             t.start()
         for t in ts:
@@ -336,13 +334,8 @@ def test_nothing_is_stranded():
         assert len(fs)==800
         assert all(f.done() for f in fs)
     assert box.waiting==0
-    assert not box.queues
-    assert not box.busy
-    assert not box.places
-    assert (
-        {
-            f.result() for f in fs
-            if not f.cancelled() and not f.exception()}=={3})
+    assert not (box.queues or box.busy or box.places)
+    assert {f.result() for f in fs if not f.cancelled() and not f.exception()}=={3}
 
 def test_no_thread_for_it(monkeypatch):
     "Where no thread can be started a job is refused, and waits for nobody"
