@@ -17,7 +17,7 @@ from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.engine import Engine
 from atlas.engine.stepper import HostStepper
-from atlas.text.guide import Guides,_sandbox,pack,unpack
+from atlas.text.guide import Guides,_sandbox,unpack
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.model.model import imagine,load_model
 from atlas.ops.sample import SampleState,SamplingParams,sample

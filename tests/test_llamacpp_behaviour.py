@@ -1,7 +1,7 @@
 """What llama.cpp's server is tested for, as far as it is about servers and not about its engine,
 asked of ours: a toy model with a token for each byte, and a gateway with scripted workers.
 Where we differ, we do so on purpose, and the test says why."""
-import asyncio,base64,functools,json,re,struct,sys,threading,time
+import asyncio,base64,functools,json,re,struct,sys,threading
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path

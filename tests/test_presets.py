@@ -1,6 +1,6 @@
 """Presets are data that strangers may edit: whatever stands in a file comes out as descriptions,
 or as an error that names file, preset and key."""
-import copy,tomllib
+import copy
 from importlib.resources import files
 import pytest
 from hypothesis import given,settings,strategies as st

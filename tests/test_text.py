@@ -2,13 +2,12 @@
 import copy,json
 import numpy as np
 import pytest
-from datetime import datetime
 from hypothesis import given,settings,strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Inner,decoders,models,pre_tokenizers,trainers
 from atlas.text.chat import ChatTemplate,_Generation
 from atlas.ground.core import AtlasError,TemplateError
-from atlas.ops.sample import RowParams,SampleState,SamplingParams,candidates,draw,sample,top,weights
+from atlas.ops.sample import SampleState,SamplingParams,candidates,draw,sample,top,weights
 from atlas.text.tokenizer import PRES,StopStrings,Tokenizer,_T
 
 few = settings(max_examples=60, deadline=None)

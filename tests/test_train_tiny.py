@@ -1,6 +1,6 @@
 """The tools that made the tiny model, as far as they need no PyTorch:
 what they write by rule is what they wrote for the model that ships."""
-import json,random,subprocess,sys
+import json,subprocess,sys
 from pathlib import Path
 import pytest
 
