@@ -11,9 +11,11 @@ def answer_signals():
     and `nohup` with SIGHUP; programs inherit what is ignored, and no handlers.
     So what is ignored here gets a handler; SIGQUIT and SIGHUP still do nothing to this process."""
     def ignored(s): return signal.getsignal(s)==signal.SIG_IGN
-    if ignored(signal.SIGINT): signal.signal(signal.SIGINT, signal.default_int_handler)
+    if ignored(signal.SIGINT):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for s in (signal.SIGQUIT,signal.SIGHUP):
-        if ignored(s): signal.signal(s, lambda *_: None)
+        if ignored(s):
+            signal.signal(s, lambda *_: None)
 
 answer_signals()
 
@@ -39,10 +41,13 @@ def patient_sandbox(monkeypatch):
 
 @pytest.fixture(scope='session')
 def demo():
-    "The demo model's file, pulled once into the default cache. Where CI=true it must come; elsewhere a machine without network skips."
+    """The demo model's file, pulled once into the default cache. Where CI=true it must come;
+    elsewhere a machine without network skips."""
     from atlas.ground.core import SourceError
     from atlas.ground.hub import pull
-    try: return pull('demo')
+    try:
+        return pull('demo')
     except SourceError as e:
-        if os.environ.get('CI')=='true': raise
+        if os.environ.get('CI')=='true':
+            raise
         pytest.skip(f'no demo model: {e.msg}')

@@ -1,4 +1,5 @@
-"What goes wrong with a card: none, an old one, a full one, one that fails; and memory that is given back and taken again. A made-up driver plays the card."
+"""What goes wrong with a card: none, an old one, a full one, one that fails; and memory that is
+given back and taken again. A made-up driver plays the card."""
 import gc,math,re,subprocess,sys,threading,weakref
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
@@ -24,8 +25,10 @@ def cupy(status=0, driver=13000, count=1, **props):
             raise made_up.CudaError(status)
         return count
     props = dict(name=b'A card', major=9, minor=0, multiProcessorCount=132, integrated=0)|props
-    rt = NS(getDeviceCount=get, driverGetVersion=lambda: driver, runtimeGetVersion=lambda: 13020, CUDARuntimeError=made_up.CudaError,
-            getDeviceProperties=lambda i: props, memGetInfo=lambda: (9*G, 140*G))
+    rt = NS(
+        getDeviceCount=get, driverGetVersion=lambda: driver, runtimeGetVersion=lambda: 13020,
+        CUDARuntimeError=made_up.CudaError, getDeviceProperties=lambda i: props,
+        memGetInfo=lambda: (9*G, 140*G))
     return NS(cuda=NS(runtime=rt))
 
 @pytest.mark.parametrize('xp,says,do', [
@@ -40,98 +43,132 @@ def cupy(status=0, driver=13000, count=1, **props):
 def test_no_card(xp, says, do):
     with pytest.raises(DeviceError, match=re.escape(says)) as e:
         Cuda(0, xp)
-    assert do in e.value.hint and e.value.code=='device_error' and e.value.status==503
+    assert do in e.value.hint
+    assert e.value.code=='device_error'
+    assert e.value.status==503
 
 def test_no_such_card():
     with pytest.raises(DeviceError, match='There is no cuda:2: this machine has 2 CUDA devices'):
         Cuda(2, cupy(count=2))
 
 def test_host_works_without():
-    assert get_device('auto').kind in (
-        'cpu', 'cuda') and Host().zeros((2,)).sum()==0 and cuda_count(cupy())==1
+    assert get_device('auto').kind in ('cpu', 'cuda')
+    assert Host().zeros((2,)).sum()==0
+    assert cuda_count(cupy())==1
 
 @pytest.mark.parametrize('integrated,reserve', [(0, 2), (1, 10)])
 def test_budget_of_a_card(integrated, reserve, monkeypatch):
-    "Its own memory is cudaMemGetInfo's; a shared one is the host's, of which a tenth stays the system's"
+    """Its own memory is cudaMemGetInfo's; a shared one is the host's, of which a tenth stays the
+    system's"""
     monkeypatch.setattr('atlas.card.device.host_memory', lambda soon=False: Memory(120*G, 100*G))
     c = Cuda(0, cupy(integrated=integrated))
     c.use = made_up.nullcontext
     m,b = c.memory(),c.budget(.5)
-    assert m==(
-        (120*G, 100*G) if integrated else (140*G, 9*G)
-    ) and b.total==int((m.available-m.total*reserve//100)*.5)
+    assert m==((120*G, 100*G) if integrated else (140*G, 9*G))
+    assert b.total==int((m.available-m.total*reserve//100)*.5)
 
 # Errors that stay
 
+def header():
+    "The text of `cuda.h`, of CUDA's errors; None where there is none"
+    if not find_nvcc():
+        return None
+    include = Path(find_nvcc()).resolve().parents[1]/'include'
+    for p in include/'cuda.h',Path('/usr/local/cuda/include/cuda.h'):
+        if p.exists():
+            text = p.read_text()
+            return text[text.index('typedef enum cudaError_enum'):text.index('} CUresult;')]
+
+HARMLESS = {1, 2, 100, 200, 209, 500, 600, 701, 720, 900, 901}
+
 def test_every_sticky_error_of_the_header_is_known():
     "The header says of each that the process must be terminated"
-    header = next(
-        (
-            p
-            for p in [Path(find_nvcc()).resolve().parents[1]/'include'/'cuda.h', Path('/usr/local/cuda/include/cuda.h')]
-            if p.exists()),
-        None) if find_nvcc() else None
-    if not header:
+    text = header()
+    if not text:
         pytest.skip('no cuda.h')
-    text = header.read_text()
-    text = text[text.index('typedef enum cudaError_enum'):text.index('} CUresult;')]
-    said = {
-        int(n): ' '.join(d.replace('*', ' ').split())
-        for d,n in re.findall(r'/\*\*(.*?)\*/\s*CUDA_\w+\s*=\s*(\d+)', text, re.S)}
+    found = re.findall(r'/\*\*(.*?)\*/\s*CUDA_\w+\s*=\s*(\d+)', text, re.S)
+    said = {int(n):' '.join(d.replace('*', ' ').split()) for d,n in found}
     stay = {n for n,d in said.items() if 'inconsistent state' in d or 'must be terminated' in d}
-    assert len(stay)>8 and stay<=STICKY.keys() and not {
-        1, 2, 100, 200, 209, 500, 600, 701, 720, 900,
-        901}&STICKY.keys()
+    assert len(stay)>8
+    assert stay<=STICKY.keys()
+    assert not HARMLESS&STICKY.keys()
 
-step = st.one_of(st.tuples(st.just('launch'), st.lists(st.sampled_from('abcdef'), min_size=1, max_size=3)), st.tuples(st.just('settle'), st.integers(0, 9)),
-                 st.tuples(st.just('wait'), st.none()),
-                 st.tuples(
-                     st.just('error'),
-                     st.sampled_from([0,1,2,201,701,700,716,719,999])))
+step = st.one_of(
+    st.tuples(st.just('launch'), st.lists(st.sampled_from('abcdef'), min_size=1, max_size=3)),
+    st.tuples(st.just('settle'), st.integers(0, 9)),
+    st.tuples(st.just('wait'), st.none()),
+    st.tuples(st.just('error'), st.sampled_from([0,1,2,201,701,700,716,719,999])))
+
+class Latch:
+    """A plain model of `Faults`: after the first error that stays everything refuses and names the
+    same kernels; before it, other errors change nothing"""
+    def __init__(self):
+        self.f = Faults()
+        self.open = [] # (launch, kernel) that nobody has waited for
+        self.count = 0
+        self.first = None # Kernels of the first error that stays
+    def names(self):
+        return list(dict.fromkeys(n for _,n in self.open))
+    def do(self, what, v):
+        if what=='launch':
+            self.f.launching(*v)
+            self.count += 1
+            self.open += [(self.count, n) for n in v]
+        elif what=='settle':
+            self.f.settled(v)
+            self.open = [o for o in self.open if o[0]>v]
+        elif what=='wait':
+            with self.f.watch():
+                self.f.settled()
+                self.open = []
+        elif v:
+            with self.f.watch('a wait'):
+                raise made_up.CudaError(v)
+    def stays(self, what, v, e):
+        "An error that stays"
+        if self.first is None:
+            self.first = self.names()
+            assert what=='error'
+            assert v in STICKY
+            assert all(n in str(e) for n in self.first)
+        assert list(e.kernels)==self.first
+        assert self.f.fault
+    def passes(self, v, e):
+        "One that does not"
+        assert v not in STICKY
+        assert self.first is None
+        assert type(e) is (OutOfMemoryError if v==2 else DeviceError)
 @settings(max_examples=200, deadline=None)
 @given(steps=st.lists(step, max_size=30))
 def test_latch(steps):
-    "Against a plain model: after the first error that stays everything refuses and names the same kernels; before it, other errors change nothing"
-    f,open_,count,first = Faults(),[],0,None
+    m = Latch()
     for what,v in steps:
         try:
-            if what=='launch':
-                f.launching(*v)
-                count += 1
-                open_ += [(count, n) for n in v]
-            elif what=='settle':
-                f.settled(v)
-                open_ = [o for o in open_ if o[0]>v]
-            elif what=='wait':
-                with f.watch():
-                    f.settled()
-                    open_ = []
-            elif v:
-                with f.watch('a wait'):
-                    raise made_up.CudaError(v)
+            m.do(what, v)
         except CudaFault as e:
-            if first is None:
-                first = list(dict.fromkeys(n for _,n in open_))
-                assert what=='error' and v in STICKY and all(n in str(e) for n in first)
-            assert list(e.kernels)==first and f.fault
+            m.stays(what, v, e)
         except DeviceError as e:
-            assert v not in STICKY and first is None and type(e) is (
-                OutOfMemoryError if v==2 else DeviceError)
+            m.passes(v, e)
         else:
             # a fault is never passed over in silence
-            assert first is None or what in ('settle','error')
-        if first is None:
-            assert f.names==list(dict.fromkeys(n for _,n in open_)) and f.count==count
-    assert (f.fault is None)==(first is None)
+            assert m.first is None or what in ('settle','error')
+        if m.first is None:
+            assert m.f.names==m.names()
+            assert m.f.count==m.count
+    assert (m.f.fault is None)==(m.first is None)
 
 def test_error_types():
     f = Faults()
-    assert type(f.error(2, 'x')) is OutOfMemoryError and type(f.error(1, 'x')) is DeviceError and type(
-        f.error(700, 'x')) is CudaFault
+    assert type(f.error(2, 'x')) is OutOfMemoryError
+    assert type(f.error(1, 'x')) is DeviceError
+    assert type(f.error(700, 'x')) is CudaFault
     # the first is what is told
-    assert type(f.error(716, 'y')) is CudaFault and f.fault.msg.startswith('CUDA error 700')
+    assert type(f.error(716, 'y')) is CudaFault
+    assert f.fault.msg.startswith('CUDA error 700')
     e = typed_error('device_fault', 'from a worker')
-    assert type(e) is CudaFault and e.status==503 and e.kernels==()
+    assert type(e) is CudaFault
+    assert e.status==503
+    assert e.kernels==()
 
 def test_one_fault_for_many_threads():
     f,got = Faults(),[]
@@ -147,7 +184,8 @@ def test_one_fault_for_many_threads():
         t.start()
     for t in ts:
         t.join()
-    assert len(got)==16 and all('gemv' in o for o in got)
+    assert len(got)==16
+    assert all('gemv' in o for o in got)
 
 def made_up_launch(monkeypatch, faults, answer):
     "A kernel that is loaded, on a card whose driver answers a launch with `answer()`"
@@ -203,14 +241,21 @@ def test_card_closes_for_everybody():
     status.append(714)
     with pytest.raises(CudaFault, match='it happened in gemv'):
         c.synchronize()
-    g = Graph.__new__(Graph)
-    g.card,g.name,g.kernels = c,'g',('argmax',)
     before = len(d.calls)
-    for f in (c.synchronize, lambda: c.upload(np.ones(2)), lambda: c.download(x), lambda: c.write(x, np.ones(4)), lambda: c.zeros((2,)), c.memory, g,
-              r.release, lambda: r.take((60*M,), 'uint8')):
+    for f in uses_of(c, r, x):
         with pytest.raises(CudaFault, match='nothing runs on it any more'):
             f()
-    assert len(d.calls)==before and c.faults.names==['gemv']
+    assert len(d.calls)==before
+    assert c.faults.names==['gemv']
+
+def uses_of(c, r, x):
+    "All that one may want of a card `c`, its region `r` and an array `x` there"
+    g = Graph.__new__(Graph)
+    g.card,g.name,g.kernels = c,'g',('argmax',)
+    copies = [
+        lambda: c.upload(np.ones(2)), lambda: c.download(x), lambda: c.write(x, np.ones(4)),
+        lambda: c.zeros((2,))]
+    return [c.synchronize, *copies, c.memory, g, r.release, lambda: r.take((60*M,), 'uint8')]
 
 def has_card():
     try:
@@ -229,11 +274,14 @@ def test_real_faults(how):
 # The arena
 
 class HostArena:
-    "Regions on the host against plain copies: arrays stay where they are, keep what they hold, and never overlap, in whatever order they come and go; the budget is the sum of what is mapped"
+    """Regions on the host against plain copies: arrays stay where they are, keep what they hold,
+    and never overlap, in whatever order they come and go; the budget is the sum of what is
+    mapped"""
     def __init__(self, budget, step):
         self.page = HostPages.page
-        self.arena,self.names,self.held = Arena(
-            Host(), Budget(budget*self.page), step=step*self.page),0,{}
+        self.arena = Arena(Host(), Budget(budget*self.page), step=step*self.page)
+        self.names = 0
+        self.held = {}
         self.rs = [self.region(n) for n in (8,40,200)]
     def region(self, pages):
         self.names += 1
@@ -241,22 +289,29 @@ class HostArena:
         self.held[r.name] = []
         return r
     def take(self, r, n, k):
-        dtype,align = (
-            'float32', 'uint8', 'int64', 'float16')[k%4],(1,64,256,4096)[k//4%4]
-        shape,fill = (n//100,k) if k%3 else (n,),1+k%100
-        size,used,budget = -(
-            -max(1, math.prod(shape)*np.dtype(dtype).itemsize)//256
-        )*256,r.used,self.arena.budget.used
+        dtype = ('float32', 'uint8', 'int64', 'float16')[k%4]
+        align = (1,64,256,4096)[k//4%4]
+        shape = (n//100,k) if k%3 else (n,)
+        nbytes = max(1, math.prod(shape)*np.dtype(dtype).itemsize)
+        used,budget = r.used,self.arena.budget.used
         try:
             a = r.take(shape, dtype, align)
         except OutOfMemoryError as e:
-            assert (
-                r.used, self.arena.budget.used)==(used, budget) and not r.asleep and e.hint
+            assert (r.used, self.arena.budget.used)==(used, budget)
+            assert not r.asleep
+            assert e.hint
             return
         except DeviceError:
             assert r.asleep
             return
-        assert r.used==used+size and a.shape==shape and a.dtype==dtype and a.ctypes.data%max(align, 256)==0 and r.at<=a.ctypes.data and a.ctypes.data+a.nbytes<=r.at+r.size
+        assert r.used==used+-(-nbytes//256)*256
+        assert (a.shape,a.dtype)==(shape,dtype)
+        self.keep(r, a, max(align, 256), 1+k%100)
+    def keep(self, r, a, align, fill):
+        "An array that lies well in its region, filled"
+        assert a.ctypes.data%align==0
+        assert r.at<=a.ctypes.data
+        assert a.ctypes.data+a.nbytes<=r.at+r.size
         a[...] = fill
         self.held[r.name].append([a, a.copy(), a.ctypes.data])
     def drop(self, r, n, k):
@@ -269,15 +324,18 @@ class HostArena:
         r._settle()
     def trim(self, r, n, k):
         mapped = r.mapped
-        assert r.trim()==mapped-r.mapped and (
-            r.asleep or r.mapped<=len(r._needed())*r.chunk)
+        assert r.trim()==mapped-r.mapped
+        assert r.asleep or r.mapped<=len(r._needed())*r.chunk
     def sleep(self, r, n, keep):
         if r.asleep:
             assert r.release()==0
             return
         mapped = r.mapped
         copy = HostCopy(r, lambda arrays: [0 for _ in arrays]) if keep%2 else None
-        assert r.release(copy)==mapped and r.asleep and r.mapped==0 and r.name not in self.arena.budget.parts
+        assert r.release(copy)==mapped
+        assert r.asleep
+        assert r.mapped==0
+        assert r.name not in self.arena.budget.parts
         if not keep%2:
             for o in self.held[r.name]:
                 o[1] = np.zeros_like(o[1])
@@ -285,9 +343,12 @@ class HostArena:
         try:
             r.restore()
         except OutOfMemoryError:
-            assert r.asleep and r.mapped==0
+            assert r.asleep
+            assert r.mapped==0
     def close(self, r, n, k):
-        self.held.pop(r.name); r.close(); self.rs[self.rs.index(r)] = self.region(1+n%60)
+        self.held.pop(r.name)
+        r.close()
+        self.rs[self.rs.index(r)] = self.region(1+n%60)
     def others(self, r, n, k):
         "Somebody else takes from the budget, or gives back"
         b,n = self.arena.budget,k%20*self.page
@@ -296,23 +357,27 @@ class HostArena:
         elif n<=b.left:
             b.take('others', n)
     def sound(self):
+        "The budget is the sum of what is mapped, arrays do not overlap, and regions are in order"
         a,b = self.arena,self.arena.budget
-        assert b.used-b.parts.get('others', 0)==sum(
-            r.mapped for r in a.regions.values()) and b.left>=0
+        mapped = sum(r.mapped for r in a.regions.values())
+        assert b.used-b.parts.get('others', 0)==mapped
+        assert b.left>=0
         spans = sorted((at, at+x.nbytes) for os in self.held.values() for x,_,at in os if x.nbytes)
         assert all(e<=s for (_,e),(s,_) in zip(spans, spans[1:]))
         for name,os in self.held.items():
-            r = a[name]
-            h = r._holes
-            assert all(s<e for s,e in h) and all(e<s for (_,e),(s,_) in zip(h, h[1:])) and (
-                r.asleep or set(r._needed())<=r._handles.keys())
-            assert r.used==sum(
-                -(-max(1, x.nbytes)//256)*256 for x,_,_ in os
-            ) and r.used+sum(e-s for s,e in h)==r.size
-            if r.asleep:
-                continue
-            for x,want,at in os:
-                assert x.ctypes.data==at and (x==want).all()
+            self.sound_region(a[name], os)
+    def sound_region(self, r, arrays):
+        "Holes and arrays fill a region, and arrays are where they were, with what they held"
+        h = r._holes
+        assert all(s<e for s,e in h)
+        assert all(e<s for (_,e),(s,_) in zip(h, h[1:]))
+        assert r.asleep or set(r._needed())<=r._handles.keys()
+        assert r.used==sum(-(-max(1, x.nbytes)//256)*256 for x,_,_ in arrays)
+        assert r.used+sum(e-s for s,e in h)==r.size
+        if not r.asleep:
+            for x,want,at in arrays:
+                assert x.ctypes.data==at
+                assert (x==want).all()
 
 _DO = ['take']*6+['drop']*4+[
     'trim', 'trim', 'sleep', 'wake', 'wake', 'wake', 'others', 'close']
@@ -332,71 +397,102 @@ def test_arena_of_the_host(budget, step, ops):
         h.sound()
 
 statuses = st.lists(st.sampled_from([0,2,1,201]), max_size=3)
+KINDS = 'take','take','drop','trim','sleep','wake','others'
+doings = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.integers(0, 1), st.integers(1, 20*M)),
+    min_size=2, max_size=25)
+failures = st.fixed_dictionaries(
+    dict(cuMemCreate=statuses, cuMemMap=statuses, cuMemSetAccess=statuses))
+
+class CardArena:
+    "Regions on a made-up card whose driver may fail"
+    def __init__(self):
+        self.d = made_up.Driver(64*M)
+        self.c = made_up.card(self.d)
+        self.arena = Arena(self.c, Budget(48*M), step=4*M, pages=CudaPages(self.c, self.d))
+        self.rs = [self.arena.region('weights', 40*M), self.arena.region('cache', 80*M)]
+        self.arrays = []
+    def do(self, op, r, n):
+        try:
+            self._do(op, r, n)
+        except DeviceError as e:
+            assert type(e) in (OutOfMemoryError, DeviceError)
+            assert op!='wake' or r.asleep
+    def _do(self, op, r, n):
+        if op=='take':
+            self.arrays.append((r, r.take((n,), 'uint8')))
+        elif op=='drop' and self.arrays:
+            self.arrays.pop(n%len(self.arrays))
+        elif op=='trim':
+            r.trim()
+        elif op=='sleep':
+            r.release()
+        elif op=='wake':
+            r.restore()
+        else:
+            self.others(n)
+    def others(self, n):
+        "Other processes take memory of the card, or give it back"
+        d = self.d
+        whole = d.total<64*M
+        taken = min(n, d.free)
+        d.free += n if whole else -taken
+        d.total = 64*M if whole else 64*M-taken
+    def sound(self):
+        "What is handed out, mapped and paid for are the same, and arrays have memory behind them"
+        d = self.d
+        mapped = sum(o[0] for o in d.maps.values())
+        assert mapped==sum(d.handles.values())==sum(r.mapped for r in self.rs)
+        assert mapped==self.arena.budget.used
+        assert all(ok for *_,ok in d.maps.values())
+        for r,a in self.arrays:
+            assert r.asleep or d.usable(a.data.ptr, a.shape[0])
+    def empty(self):
+        "All was given back"
+        assert not (self.d.maps or self.d.handles or self.d.reserved)
+        assert self.arena.budget.used==0
+        assert self.c.faults.fault is None
 @settings(max_examples=300, deadline=None)
-@given(ops=st.lists(st.tuples(st.sampled_from(['take','take','drop','trim','sleep','wake','others']), st.integers(0, 1), st.integers(1, 20*M)), min_size=2, max_size=25),
-       fail=st.fixed_dictionaries(
-           dict(cuMemCreate=statuses, cuMemMap=statuses, cuMemSetAccess=statuses)),
-       at=st.integers(0, 4))
+@given(ops=doings, fail=failures, at=st.integers(0, 4))
 def test_arena_of_a_card_loses_nothing(ops, fail, at):
-    "Whatever fails: memory handed out, mapped and paid for are the same, arrays have memory behind them, and in the end all is given back"
-    d = made_up.Driver(64*M)
-    c = made_up.card(d)
-    arena = Arena(
-        c, Budget(48*M), step=4*M,
-        pages=CudaPages(c, d))
-    rs,arrays = [
-        arena.region('weights', 40*M),
-        arena.region('cache', 80*M)],[]
+    "Whatever fails, and in the end all is given back"
+    a = CardArena()
     for i,(op,which,n) in enumerate(ops):
         if i==at:
-            d.failing(**fail)
-        r = rs[which]
-        try:
-            if op=='take':
-                arrays.append((r, r.take((n,), 'uint8')))
-            elif op=='drop' and arrays:
-                arrays.pop(n%len(arrays))
-            elif op=='trim':
-                r.trim()
-            elif op=='sleep':
-                r.release()
-            elif op=='wake':
-                r.restore()
-            else:
-                d.free,d.total = d.free+(
-                    n if d.total<64*M else -min(n, d.free)
-                ),64*M if d.total<64*M else 64*M-min(n, d.free)
-        except DeviceError as e:
-            assert type(e) in (OutOfMemoryError, DeviceError) and (op!='wake' or r.asleep)
-        mapped = sum(o[0] for o in d.maps.values())
-        assert mapped==sum(d.handles.values())==sum(r.mapped for r in rs)==arena.budget.used and all(
-            ok for *_,ok in d.maps.values())
-        for r,a in arrays:
-            assert r.asleep or d.usable(a.data.ptr, a.shape[0])
-    d.failing()
-    for r in rs:
+            a.d.failing(**fail)
+        a.do(op, a.rs[which], n)
+        a.sound()
+    a.d.failing()
+    for r in a.rs:
         r.close()
-    assert not d.maps and not d.handles and not d.reserved and arena.budget.used==0 and c.faults.fault is None
+    a.empty()
 
 @pytest.mark.parametrize('call', ['cuMemCreate','cuMemMap','cuMemSetAccess'])
 def test_no_room_to_wake(call):
     "It sleeps on, owes nothing, and wakes at the same addresses when there is room"
     d = made_up.Driver(64*M)
-    c = made_up.card(d)
-    r = Arena(
-        c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M)
+    r = weights_of(d)
     x = r.take((3*M,), 'uint8')
     r.release()
     d.failing(**{call: [2,2]})
     with pytest.raises(OutOfMemoryError):
         r.restore()
     d.failing()
-    assert r.asleep and not d.maps and not d.handles and r.arena.budget.used==0
-    assert r.restore() is False and d.usable(
-        x.data.ptr, 3*M) and r.arena.budget.used==r.mapped==32*M
+    assert r.asleep
+    assert not (d.maps or d.handles)
+    assert r.arena.budget.used==0
+    assert r.restore() is False
+    assert d.usable(x.data.ptr, 3*M)
+    assert r.arena.budget.used==r.mapped==32*M
+
+def weights_of(d, c=None):
+    "A region of 32 MB on a card of the driver `d`"
+    c = c or made_up.card(d)
+    return Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M)
 
 def test_arrays_keep_their_region():
-    "A region that nobody names any more lives as long as an array over it, and then gives everything back"
+    """A region that nobody names any more lives as long as an array over it, and then gives
+    everything back"""
     a = Arena(Host(), Budget(M))
     x = a.region('r', M).take((3,))
     r = weakref.ref(a['r'])
@@ -406,28 +502,25 @@ def test_arrays_keep_their_region():
     del x
     gc.collect()
     assert not r()
+
+def test_arrays_of_a_card_keep_their_region():
     d = made_up.Driver(64*M)
-    c = made_up.card(d)
-    x = Arena(
-        c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M).take((3,))
+    x = weights_of(d).take((3,))
     gc.collect()
-    assert d.maps and d.usable(x.data.ptr, 12)
+    assert d.maps
+    assert d.usable(x.data.ptr, 12)
     del x
     gc.collect()
-    assert not d.maps and not d.reserved and d.free==64*M
+    assert not (d.maps or d.reserved)
+    assert d.free==64*M
 
 def test_a_recording_is_not_disturbed():
-    "A model that the collector finds while a graph is recorded, in this thread or in another, is given back after it; waiting for the card or emptying pools is refused or put off"
+    """A model that the collector finds while a graph is recorded, in this thread or in another, is
+    given back after it"""
     d = made_up.Driver(200*M)
     waits = []
     c = made_up.card(d, lambda: waits.append(quiet._recording))
-    def region(n):
-        return Arena(
-            c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M).take((3,))
-    x,y = region(0),region(1)
-    r = Arena(
-        c, Budget(64*M), pages=CudaPages(c, d)).region('cache', 64*M)
-    z = r.take((3,))
+    x,y = weights_of(d, c).take((3,)),weights_of(d, c).take((3,))
     with quiet.recording():
         del x
         gc.collect()
@@ -435,7 +528,20 @@ def test_a_recording_is_not_disturbed():
         del y
         t.start()
         t.join()
-        assert len(d.reserved)==3 and len(d.maps)==3 and not waits
+        assert (len(d.reserved),len(d.maps))==(2,2)
+        assert not waits
+    assert waits
+    assert not any(waits)
+    assert not (d.maps or d.reserved)
+    assert d.free==200*M
+
+def test_a_recording_refuses_to_wait():
+    "Waiting for the card or emptying pools is refused or put off"
+    d = made_up.Driver(200*M)
+    c = made_up.card(d)
+    r = Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('cache', 64*M)
+    z = r.take((3,))
+    with quiet.recording():
         del z
         for f in (c.synchronize, c.tidy, r.trim, r.release):
             with pytest.raises(DeviceError, match='while a graph is recorded'):
@@ -444,9 +550,10 @@ def test_a_recording_is_not_disturbed():
         with pytest.raises(OutOfMemoryError):
             r.take((40*M,), 'uint8')
     d.failing()
-    assert len(d.reserved)==1 and waits and not any(waits) and r.trim()
+    assert r.trim()
     r.close()
-    assert not d.maps and not d.reserved and d.free==200*M
+    assert not (d.maps or d.reserved)
+    assert d.free==200*M
 
 def test_a_card_that_cannot_map():
     old = type(
@@ -455,35 +562,45 @@ def test_a_card_that_cannot_map():
     with pytest.raises(DeviceError, match='cannot map memory'):
         CudaPages(made_up.card(old(64*M)), old(64*M))
 
-def test_it_counts_all_the_same(monkeypatch):
-    "On such a card arrays lie in CuPy's memory, and the region only counts them"
-    def no(card): raise DeviceError('A made-up card cannot map memory')
+def counting_arena(monkeypatch, d):
+    "An arena on a card that cannot map memory"
+    def no(card):
+        raise DeviceError('A made-up card cannot map memory')
     monkeypatch.setattr('atlas.card.arena.CudaPages', no)
-    d = made_up.Driver(64*M)
     c = made_up.card(d)
     ptrs = iter(range(1, 99))
-    c.xp.get_default_memory_pool = lambda: NS(
-        malloc=lambda n: NS(ptr=next(ptrs), size=n),
-        free_all_blocks=lambda: None)
+    def malloc(n): return NS(ptr=next(ptrs), size=n)
+    pool = NS(malloc=malloc, free_all_blocks=lambda: None)
+    c.xp.get_default_memory_pool = lambda: pool
     with pytest.warns(UserWarning, match='cannot be put to sleep'):
-        a = Arena(c, Budget(M), step=4096)
+        return Arena(c, Budget(M), step=4096)
+
+def test_it_counts_all_the_same(monkeypatch):
+    "On such a card arrays lie in CuPy's memory, and the region only counts them"
+    d = made_up.Driver(64*M)
+    a = counting_arena(monkeypatch, d)
     r = a.region('weights', M)
     p = r.malloc(5000)
-    assert (p.ptr, r.used, a.budget.parts)==(1, 5120, dict(weights=8192)) and not d.calls
+    assert (p.ptr, r.used, a.budget.parts)==(1, 5120, dict(weights=8192))
+    assert not d.calls
     with pytest.raises(DeviceError, match='cannot sleep') as e:
         r.release()
+    assert e.value.hint
     with pytest.raises(OutOfMemoryError):
         r.malloc(2*M)
     del p
     r._settle()
-    assert e.value.hint and r.used==0 and a.close()==0 and not a.budget.parts
+    assert r.used==0
+    assert a.close()==0
+    assert not a.budget.parts
 
 class Refuses:
     name,version = 'nvrtc','13.0'
     def __call__(self, src, arch, options):
         raise _refused(src, arch, self, 'rope.cu(3): error: expected a ";"')
 class NoStore:
-    def get(self, name, key): pass
+    def get(self, name, key):
+        "Nothing is kept"
 
 _BUILT = NS(card='A made-up card', arch='sm_90a')
 @pytest.mark.parametrize('what,says', [
@@ -510,4 +627,6 @@ def test_every_trouble_says_what_to_do(what, says, monkeypatch):
     monkeypatch.setattr('atlas.card.card.faults', Faults())
     with pytest.raises(DeviceError) as e:
         what()
-    assert e.value.hint and e.value.hint in str(e.value) and says in e.value.msg
+    assert e.value.hint
+    assert e.value.hint in str(e.value)
+    assert says in e.value.msg

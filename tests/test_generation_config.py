@@ -31,8 +31,7 @@ def server():
 def params(server, path, **more):
     "The sampling parameters that the engine gets for a question"
     url,runner = server
-    r = httpx.post(
-        url+path, json=ASKED[path][0]|more, timeout=WAIT)
+    r = httpx.post(url+path, json=ASKED[path][0]|more, timeout=WAIT)
     assert r.status_code==200, r.text
     return runner.seen[-1].params
 
@@ -52,7 +51,8 @@ def test_what_is_said_wins(server, path):
         **{
             k:v
             for k,v in dict(top_k=0).items() if path!='/v1/responses'})
-    assert said.temperature==1 and (path=='/v1/responses' or said.top_k==0)
+    assert said.temperature==1
+    assert path=='/v1/responses' or said.top_k==0
     assert params(server, path, temperature=0).temperature==0
 
 def test_it_is_told(server):
@@ -81,14 +81,16 @@ def test_another_models_values_are_forgotten():
     a.lean_on(dict(temperature=.6, top_p=.9))
     assert (a.params.temperature,a.params.top_p)==(.6,.5)
     a.lean_on(dict(top_k=9))
-    assert (
-        (a.params.temperature,a.params.top_k,a.given)
-        ==(1,9,{'top_p'}))
+    assert (a.params.temperature,a.params.top_k,a.given)==(1,9,{'top_p'})
+
+def test_a_personas_values_stay():
+    a = Ask(HELLO, SamplingParams(top_p=.5), given=frozenset({'top_p'}))
+    a.lean_on(dict(top_k=9))
     a.fill(dict(temperature=.2)) # a persona
     a.lean_on(dict(temperature=.6, max_tokens=4))
-    assert (
-        (a.params.temperature,a.params.top_k,a.params.max_tokens)
-        ==(.2,0,4))
+    assert (a.params.temperature,a.params.top_k,a.params.max_tokens)==(.2,0,4)
+
+def test_fewer_tokens_than_asked_for():
     b = Ask(HELLO, SamplingParams(min_tokens=9), given=frozenset({'min_tokens'}))
     b.lean_on(dict(max_tokens=4))
     assert b.params.max_tokens==9
@@ -122,8 +124,7 @@ def test_the_file_and_its_options(model, tmp_path):
     over = dict(override_generation_config='{"temperature":0.9,"top_k":3}')
     assert sampling(f, **over)==dict(temperature=.9, top_p=.8, top_k=3)
     assert sampling(f, generation_config='vllm', **over)==dict(temperature=.9, top_k=3)
-    assert sampling(model(dict(
-        do_sample=False, temperature=.3)))==dict(temperature=0)
+    assert sampling(model(dict(do_sample=False, temperature=.3)))==dict(temperature=0)
     assert sampling(model(None))=={}
 
 @pytest.mark.parametrize(
@@ -136,7 +137,8 @@ def test_the_file_and_its_options(model, tmp_path):
 def test_a_broken_file_is_refused(model, said, field):
     with pytest.raises(ConfigError) as e:
         sampling(model(said))
-    assert e.value.param==field and 'generation_config.json' in e.value.msg
+    assert e.value.param==field
+    assert 'generation_config.json' in e.value.msg
     assert '--generation-config vllm' in e.value.hint
     assert sampling(model(said), generation_config='vllm')=={}
 
@@ -154,23 +156,20 @@ def test_a_folder_without_the_file(tmp_path):
 def test_options_that_say_the_same_are_equal():
     same = [EngineConfig('m', override_generation_config=o) for o in
         ({'top_k':3,'top_p':.5}, '{"top_p": 0.5, "top_k": 3}')]
-    assert (
-        same[0]==same[1]
-        and hash(same[0])==hash(same[1]))
+    assert same[0]==same[1]
+    assert hash(same[0])==hash(same[1])
 
 def test_notebooks_use_it_too():
     """`LLM` without parameters draws as `SamplingParams` with the model's own do;
     those that are given are taken as they are"""
     llm = LLM('tiny', device='cpu', show=False, override_generation_config=dict(do_sample=False))
-    assert (
-        llm.sampling==dict(temperature=0., top_p=.9)
-        and llm.params(top_p=1.)==SamplingParams(temperature=0.))
+    assert llm.sampling==dict(temperature=0., top_p=.9)
+    assert llm.params(top_p=1.)==SamplingParams(temperature=0.)
     hello = [dict(role='user', content='What does a cow eat?')]
     said = {llm.chat(hello, enable_thinking=False).text for _ in range(2)}
     greedy = llm.chat(hello, SamplingParams(temperature=0), enable_thinking=False).text
-    assert (
-        said=={greedy}
-        and llm.generate('The cow').text
+    assert said=={greedy}
+    assert (llm.generate('The cow').text
         ==llm.generate('The cow', SamplingParams(temperature=0)).text)
     hot = [
         llm.generate('The cow', SamplingParams(temperature=5, seed=s, max_tokens=9)).text

@@ -17,7 +17,7 @@ from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.engine import Engine
 from atlas.engine.stepper import HostStepper
-from atlas.text.guide import Guides,_sandbox,pack,unpack
+from atlas.text.guide import Guides,_sandbox,unpack
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.model.model import imagine,load_model
 from atlas.ops.sample import SampleState,SamplingParams,sample
@@ -49,33 +49,21 @@ def byte_level(special=('<|im_start|>','</think>','<end>'), size=420):
 
 def sentence_piece():
     "Spaces as `▁`, one before a text, bytes as `<0xNN>`"
+    steer = ['<unk>', '<s>', '</s>']
     words = [
-        '<unk>',
-        '<s>',
-        '</s>',
-        *(f'<0x{b:02X}>' for b in range(256)),
-        *'▁abcdefghijklmnopqrstuvwxyzABCDEFP0123456789{}[]",:.-\n',
-        '▁{',
-        '▁"',
-        '":',
-        '▁yes',
-        '▁no',
-        'true',
-        'né']
+        *steer, *(f'<0x{b:02X}>' for b in range(256)),
+        *'▁abcdefghijklmnopqrstuvwxyzABCDEFP0123456789{}[]",:.-\n', '▁{', '▁"', '":', '▁yes',
+        '▁no', 'true', 'né']
+    ids = {w:i for i,w in enumerate(words)}
+    merges = [('▁','{'),('▁','"'),('"',':')]
     t = hf.Tokenizer(hf.models.BPE(
-        {w:i for i,w in enumerate(words)},
-        [('▁','{'),('▁','"'),('"',':')],
-        byte_fallback=True,
-        fuse_unk=True,
-        unk_token='<unk>'))
+        ids, merges, byte_fallback=True, fuse_unk=True, unk_token='<unk>'))
     t.normalizer = hf.normalizers.Sequence([
         hf.normalizers.Prepend('▁'), hf.normalizers.Replace(' ','▁')])
     t.decoder = hf.decoders.Sequence([
         hf.decoders.Replace('▁',' '), hf.decoders.ByteFallback(),
         hf.decoders.Fuse(), hf.decoders.Strip(content=' ', left=1)])
-    t.add_special_tokens([
-        hf.AddedToken(s, special=True)
-        for s in ('<unk>','<s>','</s>')])
+    t.add_special_tokens([hf.AddedToken(s, special=True) for s in steer])
     return Tokenizer(t, eos_ids=(2,))
 
 def made(kind):
@@ -113,7 +101,8 @@ def accepts(g, spec, text, tokens=None):
             assert k==fit
             return False
         guide.accept(t)
-    assert fit==len(tokens) and not guide.error
+    assert fit==len(tokens)
+    assert not guide.error
     if guide.ended:
         return True
     m = guide.fork().mask()
@@ -386,9 +375,8 @@ def test_tokens_of_several_bytes(kind):
                 +ids[
                     1+(g.tokenizer.token_bytes(ids[0])!=b' {'):][1:])
             continue
-        assert (
-            len(ids)<len(text)
-            and accepts(g, dict(kind='json_object'), text, ids))
+        assert len(ids)<len(text)
+        assert accepts(g, dict(kind='json_object'), text, ids)
 
 UNSUPPORTED = {
     'not': {'not':{'type':'string'}},
@@ -401,10 +389,9 @@ UNSUPPORTED = {
 def test_what_is_not_supported_is_refused_or_dropped(case):
     with pytest.raises(RequestError) as e:
         guides().check(J(UNSUPPORTED[case]))
-    assert (
-        e.value.status==400
-        and e.value.param=='response_format'
-        and len(str(e.value))<400)
+    assert e.value.status==400
+    assert e.value.param=='response_format'
+    assert len(str(e.value))<400
     if case=='a remote reference':
         return
     assert accepts(
@@ -419,7 +406,8 @@ def test_a_loop_of_references_with_a_way_out():
     loop = J({
         '$defs':{'a':{'anyOf':[{'$ref':'#/$defs/a'},{'type':'integer'}]}},
         '$ref':'#/$defs/a'})
-    assert accepts(guides(), loop, '1') and not accepts(guides(), loop, '"a"')
+    assert accepts(guides(), loop, '1')
+    assert not accepts(guides(), loop, '"a"')
 
 WRONG = {
     'type': {'type':'strin'},
@@ -446,7 +434,8 @@ WRONG = {
 def test_schemas_that_are_wrong(case):
     with pytest.raises(RequestError) as e:
         guides().check(J(WRONG[case]))
-    assert e.value.status==400 and len(str(e.value))<400
+    assert e.value.status==400
+    assert len(str(e.value))<400
 
 BAD_SYNTAX = {
     'look ahead': ('regex','(?=.*[0-9])[a-z0-9]{3}'),
@@ -476,11 +465,10 @@ def test_wrong_syntax_is_refused_with_the_reason(case):
     with pytest.raises(RequestError, match=f'The {kind} cannot be followed: .') as e:
         guides().check({
             'kind':kind, dict(regex='pattern', lark='grammar')[kind]:text})
-    assert (
-        e.value.status==400
-        and e.value.param=='response_format'
-        and len(str(e.value))<500
-        and 'backtrace' not in str(e.value))
+    assert e.value.status==400
+    assert e.value.param=='response_format'
+    assert len(str(e.value))<500
+    assert 'backtrace' not in str(e.value)
 
 OTHERS = [
     (
@@ -525,9 +513,8 @@ OTHERS = [
 @pytest.mark.parametrize('kind', KINDS)
 def test_other_kinds(n, kind):
     spec,valid,invalid = OTHERS[n]
-    assert (
-        [t for t in valid if not accepts(guides(kind), spec, t)]==[]
-        and [t for t in invalid if accepts(guides(kind), spec, t)]==[])
+    assert [t for t in valid if not accepts(guides(kind), spec, t)]==[]
+    assert [t for t in invalid if accepts(guides(kind), spec, t)]==[]
 
 def test_special_tokens():
     """No text is one, no pattern matches one; a grammar may name one;
@@ -535,22 +522,23 @@ def test_special_tokens():
     g = guides('bpe')
     start, = g.tokenizer.encode('<|im_start|>')
     text = spelt(g, '<|im_start|>')
-    assert (
-        accepts(g, dict(kind='regex', pattern='.*'), '', text)
-        and not accepts(g, dict(kind='regex', pattern='.*'), '', [start]))
-    assert (
-        accepts(
-            g, dict(kind='lark', grammar='start: <|im_start|> "x"'), '',
-            [start,*spelt(g, 'x')])
-        and accepts(
-            g, dict(kind='lark', grammar=f'start: <[{start}]> "x"'), '',
-            [start,*spelt(g, 'x')]))
-    assert not accepts(
-        g, dict(kind='lark', grammar='start: <|im_start|> "x"'), '', text+spelt(g, 'x'))
+    any_text = dict(kind='regex', pattern='.*')
+    assert accepts(g, any_text, '', text)
+    assert not accepts(g, any_text, '', [start])
+    for name in '<|im_start|>',f'<[{start}]>':
+        named = dict(kind='lark', grammar=f'start: {name} "x"')
+        assert accepts(g, named, '', [start,*spelt(g, 'x')])
+        assert not accepts(g, named, '', text+spelt(g, 'x'))
     with pytest.raises(RequestError):
         g.check(dict(kind='lark', grammar='start: <|no_such|> "x"'))
 
 # Drawn at random
+
+def allowed(g, mask):
+    "Ids that a mask lets through"
+    if mask is None:
+        return list(range(g.vocab_size))
+    return np.flatnonzero(unpack(mask, g.vocab_size)).tolist()
 
 def draw(g, spec, seed, most=300):
     "A random answer, in a hurry to end; None if it did not"
@@ -559,10 +547,7 @@ def draw(g, spec, seed, most=300):
     out = []
     calm = {b for c in '"}],' for b in spelt(g, c)}
     while len(out)<most and not guide.ended:
-        m = guide.mask()
-        may = (
-            np.flatnonzero(unpack(m, g.vocab_size)).tolist() if m is not None
-            else list(range(g.vocab_size)))
+        may = allowed(g, guide.mask())
         if set(may)&set(g.eos_ids) and rng.random()<.6:
             return out
         soon = [t for t in may if t in calm]
@@ -572,6 +557,15 @@ def draw(g, spec, seed, most=300):
         guide.accept(t)
         assert not guide.error
     return out if guide.ended else None
+
+def drawn(g, spec):
+    "The first random answer that ends"
+    return next(ids for seed in range(20) if (ids := draw(g, spec, seed, 400)) is not None)
+
+def calls(parser, *tools, **more):
+    "The guide of one call that must come"
+    spec = dict(kind='tools', parser=parser, tools=[*tools], choice='required', parallel=False)
+    return spec|more
 
 def text_of(g, ids):
     return b''.join(map(g.tokenizer.token_bytes, ids)).decode(errors='replace')
@@ -651,6 +645,20 @@ def test_choices(choices, seed, kind):
     assert text_of(g, draw(g, spec, seed) or spelt(g, choices[0])) in choices
     assert all(accepts(g, spec, c) for c in choices)
 
+def bars(mask, token):
+    "Does a mask bar a token?"
+    return mask is not None and not mask[token//32]>>token%32&1
+
+def follow(guide, tokens, ends, endless):
+    "How many of `tokens` masks let through one after the other; nothing follows an end"
+    for k,t in enumerate(tokens):
+        if bars(guide.mask(), t):
+            return k
+        guide.accept(t)
+        if t in ends and not guide._marks and not endless:
+            return k+1
+    return len(tokens)
+
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.integers(0, 299), max_size=12),
@@ -658,31 +666,15 @@ def test_choices(choices, seed, kind):
 def test_validate_says_what_masks_say(say, draft):
     "Whatever was said before, free text or not, and it changes nothing"
     g = guides()
-    tok = g.tokenizer
     for spec in (
-        J({'type':'object'}, after='=', budget=9),
-        dict(kind='free', after='!', budget=3),
-        J(True),
-        dict(kind='regex', pattern='.*')):
+        J({'type':'object'}, after='=', budget=9), dict(kind='free', after='!', budget=3),
+        J(True), dict(kind='regex', pattern='.*')):
         guide = g.start(spec)
         for t in say:
-            m = guide.mask()
-            if (
-                t not in g.eos_ids
-                and (m is None or m[t//32]>>t%32&1)):
+            if t not in g.eos_ids and not bars(guide.mask(), t):
                 guide.accept(t)  # whoever has ended says no more
         n,twin = guide.validate(draft),guide.fork()
-        for k,t in enumerate(draft):
-            m = twin.mask()
-            if m is not None and not m[t//32]>>t%32&1:
-                assert n==k
-                break
-            twin.accept(t)
-            if t in g.eos_ids and not twin._marks and spec['kind']!='free':
-                assert n==k+1
-                break  # nothing follows an end
-        else:
-            assert n==len(draft)
+        assert follow(twin, draft, g.eos_ids, spec['kind']=='free')==n
         assert guide.validate(draft)==n
 
 # Hostile grammars
@@ -742,28 +734,35 @@ AT_THE_DOOR = (
     'two megabytes')
 # These overflow any stack, or take many seconds
 FATAL = ('3,000 references', '9,000 references', '10,000 properties')
+def assert_short(e):
+    "A refusal that can be shown"
+    assert e.status==400
+    assert len(str(e))<500
+    assert 'backtrace' not in str(e)
+
 @pytest.mark.parametrize('bomb', BOMBS)
 def test_bombs_go_off_elsewhere(bomb, monkeypatch):
     """What they cost is bounded by work: at the door it is counted, and the child has a second of
     its processor, and half a gigabyte. In this process nothing is compiled"""
     here = []
     inner = Guides._matcher
-    monkeypatch.setattr(
-        Guides, '_matcher', lambda self, spec: here.append(spec) or inner(self, spec))
+    def counted(self, spec):
+        here.append(spec)
+        return inner(self, spec)
+    monkeypatch.setattr(Guides, '_matcher', counted)
     g = Guides(byte_tokenizer(), 300, [299], sandbox=Asked())
     box = g.sandbox.box
     killed = box.killed
     assert (box.seconds, box.memory)==(1., 512<<20)
     with pytest.raises(RequestError) as e:
         g.check(BOMBS[bomb]())
-    assert (
-        e.value.status==400
-        and len(str(e.value))<500
-        and 'backtrace' not in str(e.value))
-    assert not here and g.sandbox.n==(bomb not in AT_THE_DOOR)
+    assert_short(e.value)
+    assert not here
+    assert g.sandbox.n==(bomb not in AT_THE_DOOR)
     may = (1,) if bomb in FATAL else (0,1) if g.sandbox.n else (0,)
     assert box.killed-killed in may
-    assert accepts(g, J({'type':'integer'}), '7') and len(here)==1
+    assert accepts(g, J({'type':'integer'}), '7')
+    assert len(here)==1
 
 TAME = {
     'a thousand million': R('[ab]a{1000000000}'),
@@ -810,43 +809,40 @@ def test_grammars_that_only_look_dangerous(name, monkeypatch):
     g = made('bytes')
     g.check(TAME[name])
     guide = g.start(TAME[name])
-    assert walk(guide) and not guide.error
+    assert walk(guide)
+    assert not guide.error
 
 def test_a_mask_that_is_too_much_work_fails_its_answer():
     """What only shows on the way: the library gives up, and the answer ends with a reason that is
     the request's"""
     guide = guides().start(R('((a{1,100}){1,100}){1,100}'))
-    assert (
-        walk(guide)<60
-        and 'no further' in guide.error
-        and not guide.mask().any()
-        and typed_error(guide.code, guide.error).status==400)
+    assert walk(guide)<60
+    assert 'no further' in guide.error
+    assert not guide.mask().any()
+    assert typed_error(guide.code, guide.error).status==400
 
 def test_threads_share_guides():
     g,bad = made('bytes'),[]
     def work(k):
         try:
             for i in range(12):
-                assert accepts(
-                    g, J({'type':'integer','minimum':i%5,'maximum':9}), '7')
+                assert accepts(g, J({'type':'integer','minimum':i%5,'maximum':9}), '7')
         except BaseException as e:
             bad.append(e)
-    ts = [
-        threading.Thread(target=work, args=(k,))
-        for k in range(4)]
+    ts = [threading.Thread(target=work, args=(k,)) for k in range(4)]
     for t in ts:
         t.start()
     for t in ts:
         t.join()
-    assert not bad and len(g._known)==5
+    assert not bad
+    assert len(g._known)==5
 
 def test_few_stay_compiled():
     g = Guides(byte_tokenizer(), 300, [299], keep=4)
     for i in range(9):
         g.check(dict(kind='choice', choices=[f'c{i}']))
-    assert (
-        len(g._known)==4
-        and accepts(g, dict(kind='choice', choices=['c0']), 'c0'))
+    assert len(g._known)==4
+    assert accepts(g, dict(kind='choice', choices=['c0']), 'c0')
 
 # Calls of tools: what the grammar lets through, the parser reads
 
@@ -902,7 +898,8 @@ def test_calls_are_read_back(parser, kind):
             tool = next(t for t in TOOLS if t['name']==c.name)
             seen.add(c.name)
             Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
-    assert n>2 and len(seen)>1
+    assert n>2
+    assert len(seen)>1
 
 @pytest.mark.parametrize('parser', FORMATS)
 def test_one_call_only(parser):
@@ -929,7 +926,8 @@ def test_calls_that_may_be(parser):
     for t in spelt(g, 'Let me see: '):
         guide.accept(t)
     e = guide.fork()
-    assert e.mask() is None and not e.ended
+    assert e.mask() is None
+    assert not e.ended
     ids = next(
         i for seed in range(20)
         if (i := draw(g, spec|dict(choice='required'), seed, 500))
@@ -974,63 +972,57 @@ def test_strings_of_calls_are_held_to_their_schema(parser, kind):
             format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(c.arguments))
     assert n>2
 
-def test_what_a_call_cannot_be_held_to_is_refused():
-    odd = dict(
-        name='f',
-        parameters={
-            'type':'object',
-            'properties':{'a':{'type':'string'}},
-            'patternProperties':{'^x':{'type':'integer'}}})
-    for parser in ('glm45','pythonic'):
-        with pytest.raises(RequestError, match='patternProperties') as e:
-            guides().check(dict(
-                kind='tools', parser=parser, tools=[odd], choice='required'))
-        assert e.value.param=='tools'
-        guides().check(dict(
-            kind='tools', parser=parser, tools=[odd], choice='required', strict=False))
-        with pytest.raises(RequestError, match='not'):
-            guides().check(dict(
-                kind='tools',
-                parser=parser,
-                tools=[
-                    dict(
-                        name='f', parameters={'properties':{'a':{'not':{}}}})],
-                choice='required'))
+@pytest.mark.parametrize('parser', ['glm45','pythonic'])
+def test_what_a_call_cannot_be_held_to_is_refused(parser):
+    parameters = {
+        'type':'object', 'properties':{'a':{'type':'string'}},
+        'patternProperties':{'^x':{'type':'integer'}}}
+    odd = calls(parser, dict(name='f', parameters=parameters), parallel=True)
+    with pytest.raises(RequestError, match='patternProperties') as e:
+        guides().check(odd)
+    assert e.value.param=='tools'
+    guides().check(odd|dict(strict=False))
+    no = dict(name='f', parameters={'properties':{'a':{'not':{}}}})
+    with pytest.raises(RequestError, match='not'):
+        guides().check(calls(parser, no, parallel=True))
 
 ODD_CHARS = list(' -.:/\\"\'<>{}[](),=|$#@&;\n\t')+['é','｜','\x01','🙂']
+def only(props):
+    "An object with these members, all of them, and no others"
+    return {
+        'type':'object', 'properties':props, 'required':list(props),
+        'additionalProperties':False}
+
+def oddly_named(n):
+    "Tools where a name is odd: their own, that of a parameter, and that of something inside"
+    number = {'type':'integer','minimum':0,'maximum':9}
+    yield dict(name=n, parameters=only({'k':number}))
+    yield dict(name='f', parameters=only({n:number}))
+    yield dict(name='f', parameters=only({'k':only({n:number})}))
+
+def read_back(parser, tool, text):
+    "The one call in a text has the tool's name, and arguments that follow its schema"
+    (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).calls
+    assert c.name==tool['name'], text
+    check = Draft202012Validator.FORMAT_CHECKER
+    follows = Draft202012Validator(tool['parameters'], format_checker=check)
+    follows.validate(json.loads(c.arguments))
+
 @pytest.mark.parametrize('parser', FORMATS)
 def test_odd_names_are_read_back_or_refused(parser):
-    "Of tools, of their parameters, and of what is inside of these"
     g = guides()
-    number = {'type':'integer','minimum':0,'maximum':9}
     read = 0
-    def obj(props):
-        return {
-            'type':'object', 'properties':props, 'required':list(props),
-            'additionalProperties':False}
-    for n in [f'a{c}b' for c in ODD_CHARS]+['1a',' a','a ']:
-        for tool in (
-            dict(name=n, parameters=obj({'k':number})),
-            dict(name='f', parameters=obj({n:number})),
-            dict(
-                name='f', parameters=obj({'k':obj({n:number})}))):
-            spec = dict(
-                kind='tools', parser=parser, tools=[tool], choice='required', parallel=False)
-            try:
-                g.check(spec)
-            except RequestError as e:
-                assert e.param=='tools' and ' name ' in str(e)
-                continue
-            text = text_of(
-                g,
-                next(
-                    ids for seed in range(20)
-                    if (ids := draw(g, spec, seed, 400)) is not None))
-            (c,) = parse_tools(
-                parser, text, [dict(type='function', function=tool)]).calls
-            read += 1
-            assert c.name==tool['name'], text
-            Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
+    names = [f'a{c}b' for c in ODD_CHARS]+['1a',' a','a ']
+    for tool in (tool for n in names for tool in oddly_named(n)):
+        spec = calls(parser, tool)
+        try:
+            g.check(spec)
+        except RequestError as e:
+            assert e.param=='tools'
+            assert ' name ' in str(e)
+            continue
+        read_back(parser, tool, text_of(g, drawn(g, spec)))
+        read += 1
     assert read>30
 
 DEFS = {
@@ -1077,22 +1069,15 @@ def test_odd_schemas_of_tools_are_followed(case):
     params = {
         'type':'object', 'properties':{'p':ODD[case],'never':False},
         'required':['p'], 'additionalProperties':False, '$defs':DEFS}
+    tool = dict(name='f', parameters=params)
     n = 0
     for parser in ('hermes','qwen3_coder','glm45','deepseek_v32','pythonic','gemma4'):
-        tool = dict(name='f', parameters=params)
-        spec = dict(
-            kind='tools', parser=parser, tools=[tool], choice='required', parallel=False)
-        for seed in range(12):
-            if (ids := draw(g, spec, seed, 400)) is None:
-                continue
-            text = text_of(g, ids)
+        said = [draw(g, calls(parser, tool), seed, 400) for seed in range(12)]
+        for text in (text_of(g, ids) for ids in said if ids is not None):
             if re.search(r'\d[eE][+-]?\d{3}', text):
                 continue  # a number that no float holds
-            (c,) = parse_tools(
-                parser, text, [dict(type='function', function=tool)]).calls
+            read_back(parser, tool, text)
             n += 1
-            check = Draft202012Validator.FORMAT_CHECKER
-            Draft202012Validator(params, format_checker=check).validate(json.loads(c.arguments))
     assert n>20
 
 NOT_OF_CALLS = {
@@ -1113,7 +1098,8 @@ def test_odd_schemas_of_tools_that_are_refused(case):
     with pytest.raises(RequestError) as e:
         guides().check(dict(
             kind='tools', parser='gemma4', tools=[tool], choice='required'))
-    assert e.value.status==400 and e.value.param=='tools'
+    assert e.value.status==400
+    assert e.value.param=='tools'
 
 def test_arguments_are_an_object():
     guides().check(dict(
@@ -1143,66 +1129,49 @@ def test_leap_days_can_be_said_in_calls():
             dict(
                 kind='tools', parser='glm47', tools=[tool], choice='required', parallel=False),
             f'<tool_call>f<arg_key>d</arg_key><arg_value>{day}</arg_value></tool_call>')
-    assert said('2024-02-29') and not said('2023-02-29')
+    assert said('2024-02-29')
+    assert not said('2023-02-29')
 
-def test_a_call_may_end_a_thought():
-    """Where a parser takes a mark for the end of a thought, the guide of calls begins there;
-    under any other guide it cannot be written"""
+@pytest.mark.parametrize('choice', ['required','auto'])
+def test_a_call_may_end_a_thought(choice):
+    "Where a parser takes a mark for the end of a thought, the guide of calls begins there"
     g = guides()
     tools = dict(
-        kind='tools', parser='hermes', tools=TOOLS, after='</think>', early=['<tool_call>'])
+        kind='tools', parser='hermes', tools=TOOLS, after='</think>', early=['<tool_call>'],
+        choice=choice)
     rest = '\n{"name": "ping", "arguments": {}}\n</tool_call>'
-    for choice in ('required','auto'):
-        assert (
-            accepts(g, tools|dict(choice=choice), 'hm<tool_call>'+rest)
-            and accepts(g, tools|dict(choice=choice), 'hm</think><tool_call>'+rest)
-            and not accepts(g, tools|dict(choice=choice), 'hm<tool_call>{}'))
+    assert accepts(g, tools, 'hm<tool_call>'+rest)
+    assert accepts(g, tools, 'hm</think><tool_call>'+rest)
+    assert not accepts(g, tools, 'hm<tool_call>{}')
+
+def test_a_call_cannot_end_another_guides_wait():
+    g = guides()
     plain = J({'type':'integer'}, after='</think>', early=['<tool_call>'])
-    assert (
-        accepts(g, plain, 'hm</think>7')
-        and g.start(plain).validate(spelt(
-            g, 'hm<tool_call>'))==2+len('<tool_call'))
-    free = g.start(dict(
-        kind='free', after='</think>', early=['<tool_call>'], budget=3))
+    assert accepts(g, plain, 'hm</think>7')
+    assert g.start(plain).validate(spelt(g, 'hm<tool_call>'))==2+len('<tool_call')
+
+def test_a_free_answer_may_leap():
+    g = guides()
+    barred = g.start(dict(kind='free', after='</think>', early=['<tool_call>'], budget=3))
     for t in spelt(g, '<tool_call>'):
-        (
-            free.accept(t) if free.mask() is None
-            else free.accept(int(
-                np.flatnonzero(unpack(free.mask(), 300))[0])))
-    other = g.start(dict(
-        kind='free', after='</think>', early=['=='], budget=3))
+        mask = barred.mask()
+        barred.accept(t if mask is None else allowed(g, mask)[0])
+    free = g.start(dict(kind='free', after='</think>', early=['=='], budget=3))
     for t in spelt(g, '=='):
-        other.accept(t)
-    assert other.mask() is None and not other._marks
+        free.accept(t)
+    assert free.mask() is None
+    assert not free._marks
 
 @pytest.mark.parametrize('parser', [p for p in FORMATS if p not in ('openai','llama3_json')])
 def test_a_format_or_a_call(parser):
     "Who asks for a format and offers tools gets the one or the other"
     g = guides()
-    spec = dict(
-        kind='tools',
-        parser=parser,
-        tools=TOOLS[1:2],
-        choice='auto',
-        format=J({
-            'type':'object', 'properties':{'ok':{'type':'boolean'}}, 'required':['ok'],
-            'additionalProperties':False}),
-        parallel=False)
-    assert (
-        accepts(g, spec, '{"ok": true}')
-        and not accepts(g, spec, 'Let me see')
-        and not accepts(g, spec, '{"ok": 1}'))
-    ids = next(
-        i for seed in range(20)
-        if (
-            i := draw(
-                g,
-                dict(
-                    kind='tools', parser=parser, tools=TOOLS[1:2], choice='required',
-                    parallel=False),
-                seed,
-                400)) is not None)
-    assert accepts(g, spec, '', ids)
+    ping = TOOLS[1]
+    spec = calls(parser, ping, choice='auto', format=J(only({'ok':{'type':'boolean'}})))
+    assert accepts(g, spec, '{"ok": true}')
+    assert not accepts(g, spec, 'Let me see')
+    assert not accepts(g, spec, '{"ok": 1}')
+    assert accepts(g, spec, '', drawn(g, calls(parser, ping)))
     with pytest.raises(RequestError) as e:
         g.check(spec|dict(format=J({'not':{}})))
     assert e.value.param=='response_format'
@@ -1218,50 +1187,33 @@ def test_a_format_or_a_call_of_harmony():
         after=['<|channel|>final','<|message|>'],
         early=[' to=functions.'])
     def ids(text): return g._exactly(text)
-    assert (
-        accepts(g, spec, '', ids('<|channel|>final<|message|>7'))
-        and not accepts(g, spec, '', ids('<|channel|>final<|message|>x'))
-        and not accepts(g, spec, '', ids('<|channel|>final<|message|> to=functions.')))
-    assert (
-        accepts(
+    assert accepts(g, spec, '', ids('<|channel|>final<|message|>7'))
+    assert not accepts(g, spec, '', ids('<|channel|>final<|message|>x'))
+    assert not accepts(g, spec, '', ids('<|channel|>final<|message|> to=functions.'))
+    assert accepts(
             g, spec, '',
             ids('<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{}'))
-        and not accepts(g, spec, '', ids('<|channel|>commentary to=functions.pong')))
+    assert not accepts(g, spec, '', ids('<|channel|>commentary to=functions.pong'))
 
-def test_definitions_that_refer_to_themselves():
+NODE = {
+    'type':'object', 'properties':{c:{'$ref':'#/$defs/n'} for c in 'abcdefghij'},
+    'additionalProperties':False}
+TREE = dict(name='f', parameters=only({'n':{'$ref':'#/$defs/n'}})|{'$defs':{'n':NODE}})
+MANY = dict(name='f', parameters={
+    'type':'object', 'properties':{'n':{'$ref':'#/$defs/a'}},
+    '$defs':{'a':{'anyOf':[{'$ref':'#/$defs/a'}]*50+[{'type':'integer'}]}}})
+
+@pytest.mark.parametrize('parser', FORMATS)
+def test_definitions_that_refer_to_themselves(parser):
     "No exponential work, in whatever language values are written"
-    tree = {
-        '$defs':{
-            'n':{
-                'type':'object',
-                'properties':{c:{'$ref':'#/$defs/n'} for c in 'abcdefghij'},
-                'additionalProperties':False}},
-        'type':'object',
-        'properties':{'n':{'$ref':'#/$defs/n'}},
-        'required':['n'],
-        'additionalProperties':False}
-    many = {
-        '$defs':{
-            'a':{
-                'anyOf':[{'$ref':'#/$defs/a'}]*50+[{'type':'integer'}]}},
-        'type':'object',
-        'properties':{'n':{'$ref':'#/$defs/a'}}}
-    for parser in FORMATS:
-        guides().check(dict(
-            kind='tools', parser=parser, tools=[dict(name='f', parameters=tree)],
-            choice='required'))
-        try:
-            guides().check(dict(
-                kind='tools', parser=parser, tools=[dict(name='f', parameters=many)],
-                choice='required'))
-        except RequestError as e:
-            assert len(str(e))<400
-    assert accepts(
-        guides(),
-        dict(
-            kind='tools', parser='pythonic', tools=[dict(name='f', parameters=tree)],
-            choice='required', parallel=False),
-        '[f(n={"b": {"a": {}}})]')
+    guides().check(calls(parser, TREE, parallel=True))
+    try:
+        guides().check(calls(parser, MANY, parallel=True))
+    except RequestError as e:
+        assert len(str(e))<400
+
+def test_a_tree_of_calls():
+    assert accepts(guides(), calls('pythonic', TREE), '[f(n={"b": {"a": {}}})]')
 
 def test_large_guides_do_not_stay_together():
     g = Guides(byte_tokenizer(), 300, [299])
@@ -1332,7 +1284,8 @@ def serve(e, *requests, each=lambda events: None):
                 o.ids.append(v.token)
             assert o.end is None
             o.end = v if v.finish else None
-    assert not e._samplers and not e.cache.pool.used
+    assert not e._samplers
+    assert not e.cache.pool.used
     assert not getattr(e.stepper, 'lanes', None)  # which only a card has
     return out
 def ask(i, spec=None, n=8, most=60, ignore=True, **kw):
@@ -1373,12 +1326,8 @@ ALL = dict(
 def test_answers_follow_their_guides(device, how):
     "Alone and in company, and company changes nothing; who has no guide does not notice"
     host = device=='host'
-    most = 60 if host else 14
-    reqs = [
-        *(
-            ask(i, s, most=most, **how)
-            for i,s in enumerate(SPECS)),
-        ask(9, None, most=14, **how)]
+    guided = [ask(i, s, most=60 if host else 14, **how) for i,s in enumerate(SPECS)]
+    reqs = [*guided, ask(9, None, most=14, **how)]
     got = serve(engine(device), *reqs)
     for r in reqs if host else reqs[1::4]:
         o = got[r.id]
@@ -1387,16 +1336,24 @@ def test_answers_follow_their_guides(device, how):
         if r.guide and 'after' not in r.guide and o.end.finish=='stop':
             assert accepts(guides(), r.guide, said(o))
         if r.guide is None:
-            plain = serve(engine(device), ask(9, None, most=14, **how))
-            assert o.ids==plain['r9'].ids and len(o.ids)==14
+            assert len(o.ids)==14
         if how.get('logprobs'):
-            assert all(
-                np.isfinite(v.logprob) and len(v.top)==how['logprobs']
-                for v in o.events if v.token is not None)
-    assert (
-        got['r0'].end.finish=='length'
-        or json.loads(said(got['r0']))['n'] in range(10, 100))
-    assert said(got['r1']) in SPECS[1]['choices'] and said(got['r2'])[5:8].isdigit()
+            assert_told(o, how['logprobs'])
+    assert_as_asked(got)
+
+def assert_told(o, n):
+    "Every token has a log-probability, and the `n` likeliest"
+    for v in o.events:
+        if v.token is not None:
+            assert np.isfinite(v.logprob)
+            assert len(v.top)==n
+
+def assert_as_asked(got):
+    "Answers look as their guides say"
+    if got['r0'].end.finish!='length':
+        assert json.loads(said(got['r0']))['n'] in range(10, 100)
+    assert said(got['r1']) in SPECS[1]['choices']
+    assert said(got['r2'])[5:8].isdigit()
     assert [got[f'r{i}'].end.finish for i in (1,2,3)]==['stop']*3
     assert said(got['r4']).endswith('=</a>')
 
@@ -1406,50 +1363,46 @@ def test_both_devices_choose_the_same():
     on every token of an answer"""
     from atlas.cuda.sample import SampleTable,sample_rows
     card = Emulator()
-    g = guides()
     rng = np.random.default_rng(1)
-    t = SampleTable(card, 3, 300)
-    ps = [
-        SamplingParams(temperature=0),
-        SamplingParams(temperature=1., seed=3),
-        SamplingParams(
-            temperature=1.5, seed=4, top_p=.8, frequency_penalty=.3, min_tokens=3)]
-    ss = [
-        SampleState(
-            p, [1], 300, eos_ids=[299], guide=g.start(s))
-        for p,s in zip(
-            ps, (SPECS[2], dict(kind='json_object'), SPECS[4]))]
-    for i,s in enumerate(ss):
-        t.set(i, s)
+    table = SampleTable(card, 3, 300)
+    states = three_states()
+    for i,s in enumerate(states):
+        table.set(i, s)
     for _ in range(9):
         x = rng.standard_normal((3,300)).astype('f4')
-        for i,s in enumerate(ss):
-            t.allow(i, s.allowed())
+        for i,s in enumerate(states):
+            table.allow(i, s.allowed())
         ids = card.empty(3, 'int32')
-        sample_rows(card.upload(x), t, ids, greedy=False)
-        want = sample(x, [s.row() for s in ss]).ids
-        assert (
-            card.download(ids).tolist()==want.tolist()
-            and (want>=0).all())
-        for s,w in zip(ss, want):
+        sample_rows(card.upload(x), table, ids, greedy=False)
+        want = sample(x, [s.row() for s in states]).ids
+        assert card.download(ids).tolist()==want.tolist()
+        assert (want>=0).all()
+        for s,w in zip(states, want):
             s.add(int(w))
+
+def three_states():
+    "Three answers in the making: greedy, drawn, and drawn with penalties"
+    ps = [
+        SamplingParams(temperature=0), SamplingParams(temperature=1., seed=3),
+        SamplingParams(temperature=1.5, seed=4, top_p=.8, frequency_penalty=.3, min_tokens=3)]
+    specs = SPECS[2],dict(kind='json_object'),SPECS[4]
+    started = map(guides().start, specs)
+    return [SampleState(p, [1], 300, eos_ids=[299], guide=g) for p,g in zip(ps, started)]
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_preempted_answers_go_on(device):
     seqs = 4 if device=='host' else 3
+    specs = [
+        dict(kind='regex', pattern='([a-z]{5} ){5}[0-9]'),
+        dict(kind='regex', pattern='[0-9]{33}'), None, SPECS[4]]
     reqs = [
-        ask(i, s, n=60, most=34, temperature=.9, seed=i)
-        for i,s in enumerate([
-            dict(kind='regex', pattern='([a-z]{5} ){5}[0-9]'),
-            dict(kind='regex', pattern='[0-9]{33}'), None, SPECS[4]])]
+        ask(i, s, n=60, most=34, temperature=.9, seed=i) for i,s in enumerate(specs)]
     plain = serve(engine(device, seqs), *reqs)
     e = engine(device, seqs, blocks=13, overcommit=4.)
     tight = serve(e, *reqs)
-    assert (
-        e.scheduler.totals['preemptions']>0
-        and all(
-            accepts(guides(), r.guide, said(tight[r.id]))
-            for r in reqs[:2]))
+    assert e.scheduler.totals['preemptions']>0
+    for r in reqs[:2]:
+        assert accepts(guides(), r.guide, said(tight[r.id]))
     def told(outs): return {k:(o.ids,o.end.finish) for k,o in outs.items()}
     assert told(plain)==told(tight)
 
@@ -1483,36 +1436,29 @@ def test_a_guide_that_fails_fails_its_request(device):
     assert len(got['r0'].ids)==2
     # clients send a 500 again by themselves
     assert typed_error('guide_failed', 'it broke').status==400
-    assert (
-        said(got['r1']) in SPECS[1]['choices']
-        and len(got['r2'].ids)==9)
+    assert said(got['r1']) in SPECS[1]['choices']
+    assert len(got['r2'].ids)==9
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_ends(device):
     "An end token where one may come, the guide's own end where nothing else may, and the length"
+    def regex(p): return dict(kind='regex', pattern=p)
+    ab = dict(kind='choice', choices=['ab'])
     got = serve(
         engine(device),
-        ask(
-            0, dict(kind='regex', pattern='[ab]*'), ignore=False,
-            logit_bias={299:100.}),
+        ask(0, regex('[ab]*'), ignore=False, logit_bias={299:100.}),
         ask(1, SPECS[1], ignore=False),
-        ask(2, dict(kind='regex', pattern='[ab]{90}')),
-        ask(
-            3, dict(kind='choice', choices=['ab']), min_tokens=40, ignore=False),
-        ask(
-            4, dict(kind='regex', pattern='a?'), min_tokens=9, stop_token_ids=(299,),
-            temperature=0))
-    assert (
-        got['r0'].ids==[299]
-        and got['r0'].end.finish=='stop'
-        and got['r0'].end.token==299)
-    assert (
-        got['r1'].end.token is None
-        and got['r1'].end.finish=='stop'
-        and len(got['r2'].ids)==60
-        and got['r2'].end.finish=='length')
-    assert (said(got['r3']), got['r3'].end.finish)==('ab','stop')
-    assert (said(got['r4']), got['r4'].end.finish)==('a','stop')
+        ask(2, regex('[ab]{90}')),
+        ask(3, ab, min_tokens=40, ignore=False),
+        ask(4, regex('a?'), min_tokens=9, stop_token_ids=(299,), temperature=0))
+    finish = {i:o.end.finish for i,o in got.items()}
+    assert finish==dict(r0='stop', r1='stop', r2='length', r3='stop', r4='stop')
+    assert got['r0'].ids==[299]
+    assert got['r0'].end.token==299
+    assert got['r1'].end.token is None
+    assert len(got['r2'].ids)==60
+    assert said(got['r3'])=='ab'
+    assert said(got['r4'])=='a'
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_nothing_is_left_to_choose(device):
@@ -1523,29 +1469,27 @@ def test_nothing_is_left_to_choose(device):
             0, dict(kind='lark', grammar='start: "ab" <[298]>'), min_tokens=9,
             stop_token_ids=(298,)),
         ask(1, None, most=5))
-    assert (
-        got['r0'].end.code=='guide_failed'
-        and 'min_tokens' in got['r0'].end.error
-        and len(got['r1'].ids)==5)
+    assert got['r0'].end.code=='guide_failed'
+    assert 'min_tokens' in got['r0'].end.error
+    assert len(got['r1'].ids)==5
 
 @pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 def test_a_card_loses_nothing_without_guides():
     """With guides at hand but none in the plan, a step is always in the air;
     with one in it, none is; and after it, again"""
-    e,airborne = engine('emulator'),[]
-    def run(*reqs):
-        airborne.clear()
-        serve(e, *reqs, each=lambda _: airborne.append(e.flying is not None))
-        return list(airborne)
-    plain = run(ask(0, None, most=20))
-    assert plain.count(True)==19
+    e = engine('emulator')
+    airborne = []
+    serve(e, ask(0, None, most=20), each=lambda _: airborne.append(e.flying is not None))
+    assert airborne.count(True)==19
     e.add(ask(1, None, most=40))
-    [e.step() for _ in range(5)]
+    for _ in range(5):
+        e.step()
     assert e._steady(1)
     e.add(ask(2, SPECS[1]))
     for _ in range(2):
         e.step()
-    assert not e._steady(1) and e.flying
+    assert not e._steady(1)
+    assert e.flying
     while 'r2' in e._samplers:
         e.step()
     e.step()
@@ -1568,10 +1512,9 @@ def test_aborts(device):
     left = []
     while e.has_work:
         left += e.step()
-    assert (
-        {v.id for v in left if v.finish}=={'r1','r2'}
-        and not e._samplers
-        and not e.cache.pool.used)
+    assert {v.id for v in left if v.finish}=={'r1','r2'}
+    assert not e._samplers
+    assert not e.cache.pool.used
 
 def test_guides_are_refused_at_the_door():
     e = engine()
@@ -1584,7 +1527,8 @@ def test_guides_are_refused_at_the_door():
         J({'type':'strin'}), J(deep(10_000))):
         with pytest.raises(RequestError):
             e.add(ask(0, bad))
-    assert not e.has_work and not e._samplers
+    assert not e.has_work
+    assert not e._samplers
 
 # The door
 
@@ -1596,27 +1540,32 @@ def llm():
     finally:
         del PRESETS['toy-guides']
 
+HOTTER = SamplingParams(temperature=1., seed=1, max_tokens=120, n=4)
+
 def test_generate(llm):
-    p = SamplingParams(temperature=1., seed=1, max_tokens=120, n=4)
-    many = llm.generate('A:', replace(p, n=20), guide=SPECS[1]).choices
+    many = llm.generate('A:', replace(HOTTER, n=20), guide=SPECS[1]).choices
     assert {o.text for o in many}<=set(SPECS[1]['choices'])
-    outs = llm.generate(
-        ['one','two'], p, guide=dict(kind='regex', pattern='[0-9]{4}'))
-    assert all(
-        o.text.isdigit()
-        and len(o.text)==4
-        and o.finish_reason=='stop'
-        and o.usage['completion_tokens']==4
-        for x in outs
-        for o in x.choices)
-    stream = llm.stream('x', replace(p, n=1), guide=SPECS[1])
+    digits = dict(kind='regex', pattern='[0-9]{4}')
+    for x in llm.generate(['one','two'], HOTTER, guide=digits):
+        for o in x.choices:
+            assert re.fullmatch('[0-9]{4}', o.text)
+            assert o.finish_reason=='stop'
+            assert o.usage['completion_tokens']==4
+    assert not llm.engine.has_work
+    assert not llm._boxes
+
+def test_other_ways_to_generate(llm):
+    stream = llm.stream('x', replace(HOTTER, n=1), guide=SPECS[1])
     assert ''.join(d.text for d in stream) in SPECS[1]['choices']
-    talk = llm.chat([dict(role='user', content='hi')], p, guide=SPECS[1])
+    talk = llm.chat([dict(role='user', content='hi')], HOTTER, guide=SPECS[1])
     assert talk.text in SPECS[1]['choices']
-    assert llm.generate('x', p).text!=llm.generate('x', p, guide=SPECS[1]).text
+    assert llm.generate('x', HOTTER).text!=llm.generate('x', HOTTER, guide=SPECS[1]).text
+
+def test_a_guide_that_generate_refuses(llm):
     with pytest.raises(RequestError, match='look-around'):
-        llm.generate('x', p, guide=dict(kind='regex', pattern='(?!a)b'))
-    assert not llm.engine.has_work and not llm._boxes
+        llm.generate('x', HOTTER, guide=dict(kind='regex', pattern='(?!a)b'))
+    assert not llm.engine.has_work
+    assert not llm._boxes
 
 def test_a_stop_string_and_the_end_of_a_guide_in_one_step(llm):
     "The answer has ended when the engine says so a second time"
@@ -1625,10 +1574,12 @@ def test_a_stop_string_and_the_end_of_a_guide_in_one_step(llm):
     for o in llm.generate(['one','two'], p, guide=ab):
         assert len(o.choices)==2
         for x in o.choices:
-            assert (x.text,x.finish_reason)==('a','stop') and len(x.token_ids)==2
+            assert (x.text,x.finish_reason)==('a','stop')
+            assert len(x.token_ids)==2
     *_,last = llm.stream('x', replace(p, n=1), guide=ab)
     assert (last.finish,last.stop)==('stop','b')
-    assert not llm.engine.has_work and not llm._boxes
+    assert not llm.engine.has_work
+    assert not llm._boxes
 
 def test_thinking_budget(llm):
     p = SamplingParams(temperature=1., seed=2, max_tokens=60, ignore_eos=True)
@@ -1638,20 +1589,17 @@ def test_thinking_budget(llm):
             p,
             guide=dict(
                 kind='choice', choices=['yes','no'], after='</think>', budget=b))
-        assert (
-            o.token_ids[b:b+8]==llm.tokenizer.encode('</think>')
-            and o.text.rpartition('</think>')[2] in ('yes','no')
-            and len(o.token_ids)<=b+11)
+        assert o.token_ids[b:b+8]==llm.tokenizer.encode('</think>')
+        assert o.text.rpartition('</think>')[2] in ('yes','no')
+        assert len(o.token_ids)<=b+11
         free = llm.generate(
             'Q', p, guide=dict(kind='free', after='</think>', budget=b))
-        assert (
-            free.token_ids[b:b+8]==o.token_ids[b:b+8]
-            and len(free.token_ids)==60)
+        assert free.token_ids[b:b+8]==o.token_ids[b:b+8]
+        assert len(free.token_ids)==60
 
 def test_no_tokenizer():
     from pathlib import Path
-    m = LLM(
-        str(Path(__file__).parent/'data'/'smollm2-tied'), device='cpu', max_seq_len=64)
+    m = LLM(str(Path(__file__).parent/'data'/'smollm2-tied'), device='cpu', max_seq_len=64)
     with pytest.raises(RequestError, match='no tokenizer'):
         m.generate([1,2], guide=SPECS[1])
 
@@ -1667,6 +1615,5 @@ def test_a_space_at_the_beginning_is_kept():
         reader = ChoiceReader(g.tokenizer.detokenizer(continuing=exact), SamplingParams())
         deltas = reader.feed([Event('r', t) for t in ids])
         out[exact] = gather(deltas).content
-    assert (
-        out=={False:'yes', True:' yes'}
-        and accepts(g, dict(kind='choice', choices=[' yes']), ' yes'))
+    assert out=={False:'yes', True:' yes'}
+    assert accepts(g, dict(kind='choice', choices=[' yes']), ' yes')

@@ -38,13 +38,12 @@ def test_resize_is_torchvisions(i):
 
 @each('image')
 def test_preprocess_is_transformers(i):
-    patch,merge,frames,low,high = ref[f'spec{i}'].tolist()
-    norm = (
-        {} if i==0
-        else dict(mean=images._CLIP['image_mean'], std=images._CLIP['image_std']))
-    pixels,grid = preprocess(
-        ref[f'image{i}'], ImageSpec(None, patch, merge, frames, low, high, **norm))
-    assert list(grid)==ref[f'grid{i}'].tolist() and pixels.dtype==np.float32
+    clip = images._CLIP
+    norm = {} if i==0 else dict(mean=clip['image_mean'], std=clip['image_std'])
+    spec = ImageSpec(None, *ref[f'spec{i}'].tolist(), **norm) # patch, merge, frames, least, most
+    pixels,grid = preprocess(ref[f'image{i}'], spec)
+    assert list(grid)==ref[f'grid{i}'].tolist()
+    assert pixels.dtype==np.float32
     assert (pixels==ref[f'pixels{i}']).all()
 
 @each('file')
@@ -61,11 +60,10 @@ def test_load_is_transformers(i):
 @given(n=st.integers(1, 3000), m=st.integers(1, 3000))
 def test_taps_are_weights(n, m):
     at,w,bits = taps(n, m)
-    assert (
-        at.shape==w.shape==(m,w.shape[1])
-        and at.min()>=0
-        and at.max()<n
-        and abs(w).max()<1<<15)
+    assert at.shape==w.shape==(m,w.shape[1])
+    assert at.min()>=0
+    assert at.max()<n
+    assert abs(w).max()<1<<15
     assert abs(w.sum(1)-(1<<bits)).max()<=w.shape[1]//2+1
 
 @few
@@ -79,7 +77,8 @@ def test_sizes_fit(h, w, step, low, more):
     if max(h, w)>200*min(h, w):
         return
     H,W = fit(h, w, step, low, low+more)
-    assert H%step==W%step==0 and min(H, W)>=step
+    assert H%step==W%step==0
+    assert min(H, W)>=step
     assert (
         H*W<=max(low+more, step*max(H, W))
         or H*W<=(math.sqrt(low)+step)**2*201)
@@ -91,27 +90,29 @@ def test_sizes_fit(h, w, step, low, more):
 
 # ---- what strangers send
 
+def file_of(im, kind, **kw):
+    "A picture as the bytes of a file"
+    b = io.BytesIO()
+    im.save(b, kind, **kw)
+    return b.getvalue()
+
 def files():
     rng = np.random.default_rng(0)
     y,x = np.mgrid[:24,:40]
     a = np.stack([x*6, y*10, rng.integers(0, 256, (24,40))], -1).astype(np.uint8)
-    def store(im, kind, **kw):
-        b = io.BytesIO()
-        im.save(b, kind, **kw)
-        return b.getvalue()
     rgb = Image.fromarray(a)
     e = Image.Exif()
     e[0x112] = 5
     return {
-        'png':store(rgb,'PNG',exif=e),
-        'palette':store(rgb.convert('P'),'PNG'),
-        'jpeg':store(rgb,'JPEG',exif=e),
-        'progressive':store(rgb,'JPEG',progressive=True),
-        'cmyk':store(rgb.convert('CMYK'),'JPEG'),
-        'webp':store(rgb,'WEBP'),
-        'gif':store(rgb,'GIF',save_all=True,append_images=[rgb.rotate(90)]),
-        'bmp':store(rgb,'BMP'),
-        'bmp8':store(rgb.convert('P'),'BMP')}
+        'png':file_of(rgb, 'PNG', exif=e),
+        'palette':file_of(rgb.convert('P'), 'PNG'),
+        'jpeg':file_of(rgb, 'JPEG', exif=e),
+        'progressive':file_of(rgb, 'JPEG', progressive=True),
+        'cmyk':file_of(rgb.convert('CMYK'), 'JPEG'),
+        'webp':file_of(rgb, 'WEBP'),
+        'gif':file_of(rgb, 'GIF', save_all=True, append_images=[rgb.rotate(90)]),
+        'bmp':file_of(rgb, 'BMP'),
+        'bmp8':file_of(rgb.convert('P'), 'BMP')}
 FILES = files()
 kinds = pytest.mark.parametrize('kind', FILES)
 SMALL = Limits(nbytes=1<<20, pixels=1<<18)
@@ -121,13 +122,14 @@ def survives(b):
     try:
         a = load_image(b, 'x', SMALL)
     except RequestError as e:
-        assert e.status==400 and e.param=='x' and len(str(e))<600
+        assert e.status==400
+        assert e.param=='x'
+        assert len(str(e))<600
         return False
-    assert (
-        a.dtype==np.uint8
-        and a.ndim==3
-        and a.shape[2]==3
-        and 0<a.shape[0]*a.shape[1]<=SMALL.pixels)
+    assert a.dtype==np.uint8
+    assert a.ndim==3
+    assert a.shape[2]==3
+    assert 0<a.shape[0]*a.shape[1]<=SMALL.pixels
     return True
 
 @kinds
@@ -141,23 +143,23 @@ def test_damaged_files(kind, d):
     "Bytes changed, cut off, repeated or put in"
     b = bytearray(FILES[kind])
     for _ in range(d.draw(st.integers(1, 4))):
-        i,j = sorted(
-            (
-                d.draw(st.integers(0, len(b))),
-                d.draw(st.integers(0, len(b)))))
-        how = d.draw(st.sampled_from(['set','cut','drop','repeat','insert']))
-        if how=='set' and i<len(b):
-            b[i] = d.draw(st.sampled_from([
-                0, 1, 127, 128, 255]))
-        elif how=='cut':
-            del b[j:]
-        elif how=='drop':
-            del b[i:min(j, i+9)]
-        elif how=='repeat':
-            b[i:i] = b[i:min(j, i+200)]
-        else:
-            b[i:i] = d.draw(st.binary(max_size=12))
+        damage(b, d.draw)
     survives(bytes(b))
+
+def damage(b, draw):
+    places = st.integers(0, len(b))
+    i,j = sorted((draw(places), draw(places)))
+    how = draw(st.sampled_from(['set','cut','drop','repeat','insert']))
+    if how=='set' and i<len(b):
+        b[i] = draw(st.sampled_from([0, 1, 127, 128, 255]))
+    elif how=='cut':
+        del b[j:]
+    elif how=='drop':
+        del b[i:min(j, i+9)]
+    elif how=='repeat':
+        b[i:i] = b[i:min(j, i+200)]
+    else:
+        b[i:i] = draw(st.binary(max_size=12))
 
 @kinds
 def test_cut_files_are_refused(kind):
@@ -271,33 +273,45 @@ grids = st.lists(
     st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda g: (1,2*g[0],2*g[1])),
     max_size=4)
 
-@few
-@given(
-    grids=grids,
-    gaps=st.lists(st.integers(0, 5), min_size=5, max_size=5))
-def test_positions_of_prompts(grids, gaps):
-    """Every token of an image has its own place, nothing before it has passed it, and words go on
-    behind it"""
+def laid_out(grids, gaps):
+    "Ids of a prompt with images of these grids, so many words between them, and their positions"
     ids = [1]*gaps[-1]
     for g,n in zip(grids, gaps):
         ids += [90]+[1]*n
     full = expand_images(ids, 90, [tokens_of(g) for g in grids])
-    pos,delta = mrope_positions(full, 90, grids)
-    assert (
-        pos.shape==(3,len(full))
-        and len({*map(tuple, pos.T)})==len(full))
+    return full,*mrope_positions(full, 90, grids)
+
+prompts = given(grids=grids, gaps=st.lists(st.integers(0, 5), min_size=5, max_size=5))
+
+@few
+@prompts
+def test_positions_of_prompts(grids, gaps):
+    """Every token of an image has its own place, nothing before it has passed it, and words go on
+    behind it"""
+    full,pos,delta = laid_out(grids, gaps)
+    assert pos.shape==(3,len(full))
+    assert len({*map(tuple, pos.T)})==len(full)
     words = np.array(full)==1
-    assert (pos[:,words]==pos[0,words]).all() and (np.diff(pos[0])>=0).all()
+    assert (pos[:,words]==pos[0,words]).all()
+    assert (np.diff(pos[0])>=0).all()
     assert all(pos[:,i].min()>pos[:,:i].max(initial=-1) for i in np.flatnonzero(words))
     if full:
-        assert (
-            pos.max()+1==len(full)+delta
-            ==words.sum()+sum(max(g)//2 for g in grids))
-    for g in grids[:1]:
-        i = full.index(90)
-        h,w = g[1]//2,g[2]//2
-        p = pos[:,i:i+tokens_of(g)]-pos[:,i:i+1]
-        assert [int(r.max()) for r in p]==[g[0]-1, h-1, w-1] and pos[0,i]==gaps[-1]
+        end = pos.max()+1
+        assert end==len(full)+delta==words.sum()+sum(max(g)//2 for g in grids)
+
+@few
+@prompts
+def test_positions_of_the_first_image(grids, gaps):
+    "It begins behind the words before it, and has its rows and columns"
+    if not grids:
+        return
+    full,pos,_ = laid_out(grids, gaps)
+    grid = grids[0]
+    i = full.index(90)
+    h,w = grid[1]//2,grid[2]//2
+    p = pos[:,i:i+tokens_of(grid)]-pos[:,i:i+1]
+    assert [int(r.max()) for r in p]==[grid[0]-1, h-1, w-1]
+    assert pos[0,i]==gaps[-1]
 
 # ---- in a model
 
@@ -312,22 +326,24 @@ def folder(tmp_path_factory):
     d = tmp_path_factory.mktemp('sees')/'vl'
     shutil.copytree(data/'qwen3-vl', d)
     cfg = json.loads((d/'config.json').read_text())
-    v,mark = cfg['vision_config'],cfg['image_token_id']
-    size = (v['patch_size']*v.get('spatial_merge_size', 2))**2
-    (d/'preprocessor_config.json').write_text(json.dumps(dict(
-        size=dict(shortest_edge=size, longest_edge=6*size),
-        image_mean=[.5]*3,
-        image_std=[.5]*3)))
-    t = Words(models.WordLevel(
-        {
-            '<|image_pad|>' if i==mark else f'w{i}':i
-            for i in range(cfg['text_config']['vocab_size'])},
-        unk_token='w0'))
-    t.pre_tokenizer,t.decoder = pre_tokenizers.WhitespaceSplit(),decoders.ByteLevel()
-    t.add_special_tokens(['<|image_pad|>'])
-    t.save(str(d/'tokenizer.json'))
+    v = cfg['vision_config']
+    side = (v['patch_size']*v.get('spatial_merge_size', 2))**2
+    size = dict(shortest_edge=side, longest_edge=6*side)
+    half = dict(image_mean=[.5]*3, image_std=[.5]*3)
+    (d/'preprocessor_config.json').write_text(json.dumps(dict(size=size, **half)))
+    words = words_of(cfg['text_config']['vocab_size'], cfg['image_token_id'])
+    words.save(str(d/'tokenizer.json'))
     (d/'tokenizer_config.json').write_text(json.dumps(dict(chat_template=EYES)))
     return d
+
+def words_of(n, mark):
+    "A tokenizer of `n` words, one of which stands for an image"
+    ids = {'<|image_pad|>' if i==mark else f'w{i}':i for i in range(n)}
+    t = Words(models.WordLevel(ids, unk_token='w0'))
+    t.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    t.decoder = decoders.ByteLevel()
+    t.add_special_tokens(['<|image_pad|>'])
+    return t
 
 @pytest.fixture(scope='module')
 def llm(folder): return LLM(str(folder), device='cpu', max_seq_len=64)
@@ -336,61 +352,75 @@ def test_llm_sees(llm, tmp_path):
     "The way an image comes does not matter, what it shows does"
     tok = llm.config.vision.image_token_id
     ids = [3,tok,4,5]
-    (tmp_path/'a.png').write_bytes(FILES['png'])
-    a = llm.logits(ids, images=[FILES['png']])
+    png = FILES['png']
+    (tmp_path/'a.png').write_bytes(png)
+    a = llm.logits(ids, images=[png])
     for src in (
-        tmp_path/'a.png', str(tmp_path/'a.png'), url(FILES['png']),
-        Image.open(tmp_path/'a.png'), load_image(FILES['png'])):
+        tmp_path/'a.png', str(tmp_path/'a.png'), url(png), Image.open(tmp_path/'a.png'),
+        load_image(png)):
         assert (llm.logits(ids, images=[src])==a).all()
     n = len(a)-3
     assert 1<=n<=6
-    assert (llm.logits([3]+[tok]*n+[4,5], images=[FILES['png']])==a).all()
-    other = llm.logits(ids, images=[255-load_image(FILES['png'])])
+    assert (llm.logits([3]+[tok]*n+[4,5], images=[png])==a).all()
+    other = llm.logits(ids, images=[255-load_image(png)])
     assert abs(other-a)[-1].max()>1e-3
-    for bad in ([], [FILES['png']]*2, ['http://x/y.png'], [b'x']):
-        with pytest.raises(RequestError):
-            llm.logits(ids, images=bad)
+
+@pytest.mark.parametrize(
+    'images', [[], [FILES['png']]*2, ['http://x/y.png'], [b'x']], ids=['none','two','far','bad'])
+def test_llm_refuses(llm, images):
+    with pytest.raises(RequestError):
+        llm.logits([3,llm.config.vision.image_token_id,4,5], images=images)
+
+def test_a_blind_model():
     blind = LLM(str(data/'smollm2-tied'), device='cpu')
     with pytest.raises(RequestError, match='only text'):
         blind.logits([3,4], images=[FILES['png']])
 
-def test_served_images(folder, llm):
-    """Through HTTP as in the notebook; requests with other images, and with none, do not disturb
-    each other"""
-    negative = Image.fromarray(255-load_image(FILES['jpeg']))
-    b = io.BytesIO()
-    negative.save(b, 'PNG')
-    asks = (
-        [
-            [
-                dict(type='text', text='w3 w4'),
-                dict(type='image_url', image_url=dict(url=url(f, m)))]
-            for f,m in (
-                (FILES['jpeg'],'image/jpeg'), (b.getvalue(),'image/png'))]
-        +['w3 w4', asks_two()])
-    turns = [[dict(role='user', content=c)] for c in asks]
-    want = [
-        llm.chat(t, SamplingParams(temperature=0, max_tokens=6, logprobs=0))
-        for t in turns]
-    assert len({
-        tuple(round(t.logprob, 4) for t in o.logprobs)
-        for o in want})==len(want)
+def talks():
+    "Conversations with a picture, with its negative, with none and with two"
+    negative = file_of(Image.fromarray(255-load_image(FILES['jpeg'])), 'PNG')
+    def seen(f, kind):
+        return [
+            dict(type='text', text='w3 w4'),
+            dict(type='image_url', image_url=dict(url=url(f, kind)))]
+    asked = seen(FILES['jpeg'], 'image/jpeg'),seen(negative, 'image/png'),'w3 w4',asks_two()
+    return [[dict(role='user', content=c)] for c in asked]
+
+def rounded(logprobs, digits):
+    return tuple(round(x, digits) for x in logprobs)
+
+def ask(c, messages):
+    asked = dict(messages=messages, temperature=0, max_tokens=6, logprobs=True)
+    return c.post('/v1/chat/completions', json=asked)
+
+@pytest.fixture
+def served(folder):
+    "A client of the model, in a service of its own"
     other = LLM(str(folder), device='cpu', max_seq_len=64)
     with TestClient(create_app(loaded(other, ['vl']))) as c:
-        def post(t):
-            return c.post(
-                '/v1/chat/completions',
-                json=dict(messages=t, temperature=0, max_tokens=6, logprobs=True))
-        with ThreadPoolExecutor(4) as pool:
-            got = list(pool.map(post, turns*2))
-        for r,o in zip(got, want*2):
-            assert (
-                r.status_code==200
-                and r.json()['usage']['prompt_tokens']==o.usage['prompt_tokens'])
-            told = r.json()['choices'][0]['logprobs']['content']
-            assert [round(t['logprob'], 6) for t in told]==[round(t.logprob, 6) for t in o.logprobs]
-        long = post([dict(role='user', content=[*asks[0]]*30)])
-        assert long.status_code==400 and long.json()['error']['code']=='context_length_exceeded'
+        yield c
+
+def test_served_images(served, llm):
+    """Through HTTP as in the notebook; requests with other images, and with none, do not disturb
+    each other"""
+    turns = talks()
+    plain = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
+    want = [llm.chat(t, plain) for t in turns]
+    said = [[t.logprob for t in o.logprobs] for o in want]
+    assert len({rounded(x, 4) for x in said})==len(want)
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda t: ask(served, t), turns*2))
+    for r,o,x in zip(got, want*2, said*2):
+        assert r.status_code==200
+        assert r.json()['usage']['prompt_tokens']==o.usage['prompt_tokens']
+        told = r.json()['choices'][0]['logprobs']['content']
+        assert rounded([t['logprob'] for t in told], 6)==rounded(x, 6)
+
+def test_too_many_images(served):
+    content = talks()[0][0]['content']*30
+    long = ask(served, [dict(role='user', content=content)])
+    assert long.status_code==400
+    assert long.json()['error']['code']=='context_length_exceeded'
 
 def asks_two():
     return [

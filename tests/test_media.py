@@ -261,7 +261,8 @@ def serve(e, requests, out=None):
         e.add(r)
     while e.has_work:
         note(e.step(), out)
-    assert e.scheduler.pool.used==0 and not e._samplers
+    assert e.scheduler.pool.used==0
+    assert not e._samplers
     gc.collect()
     assert not e._images
     return out
@@ -276,8 +277,7 @@ def test_choices_look_once(name, late, monkeypatch):
     "Answers share what is seen of the same arrays, also one that comes later"
     m = model(name)
     images = pictures(m, '2x3 4x5')
-    asked = [ask(m, i, images, words=5+i)
-        for i in range(2)]
+    asked = [ask(m, i, images, words=5+i) for i in range(2)]
     want = [alone(m, r) for r in asked]
     seen = noting(m, monkeypatch)
     e = engine(m, late)
@@ -291,8 +291,7 @@ def test_images_of_one_size_are_not_one_image(late):
     "Requests with the same tokens and other pixels, at once"
     m = model('qwen3-vl')
     two = pictures(m, '4x5 4x5')
-    asked = [ask(m, i, two[i:i+1])
-        for i in range(2)]
+    asked = [ask(m, i, two[i:i+1]) for i in range(2)]
     assert asked[0].prompt==asked[1].prompt
     want = [alone(m, r) for r in asked]
     assert want[0]!=want[1]
@@ -315,7 +314,8 @@ def test_a_request_in_the_engine_has_no_pixels(late):
         e.step()
         gc.collect()
         left.append(sum(r() is not None for r in held))
-    assert left[0]==1 and not any(left[1:])
+    assert left[0]==1
+    assert not any(left[1:])
 
 def test_a_request_that_leaves_takes_its_pixels_along():
     m = model('qwen35-dense')
@@ -326,7 +326,8 @@ def test_a_request_that_leaves_takes_its_pixels_along():
     del images
     e.abort('r0')
     gc.collect()
-    assert held() is None and not e._images
+    assert held() is None
+    assert not e._images
 
 def refused(e, ids, *images):
     "Why"
@@ -334,7 +335,9 @@ def refused(e, ids, *images):
     r = Request('bad', tuple(ids), params, images=images)
     with pytest.raises(RequestError) as found:
         e.add(r)
-    assert not e.has_work and not e._samplers and not e._images
+    assert not e.has_work
+    assert not e._samplers
+    assert not e._images
     return str(found.value)
 
 def test_wrong_images_are_refused_when_they_come(monkeypatch):
@@ -351,7 +354,8 @@ def test_wrong_images_are_refused_when_they_come(monkeypatch):
 
 class failing:
     "No memory for one grid"
-    def __init__(self, grid): self.grid = grid
+    def __init__(self, grid):
+        self.grid = grid
     def __call__(self, grid):
         if grid==self.grid:
             raise MemoryError
@@ -370,7 +374,8 @@ def test_images_without_memory(name, late, monkeypatch):
     out = begun(e, first, 3)
     serve(e, [second, ask(m, 2, images[1:])], out)
     ended, = out['r2']
-    assert ended.code=='out_of_memory' and 'look at the images' in ended.error
+    assert ended.code=='out_of_memory'
+    assert 'look at the images' in ended.error
     assert (said(out['r0']),said(out['r1']))==want
     assert e.scheduler.finished=={'length':2, 'error':1}
 
@@ -379,8 +384,7 @@ def test_a_later_image_without_memory(late, monkeypatch):
     "The first chunk is computed by then; what it took comes back, and another try may find memory"
     m = model('qwen35-dense')
     images = pictures(m, '5x6 9x11')
-    first,again = (ask(m, i, images, words=30)
-        for i in range(2))
+    first,again = (ask(m, i, images, words=30) for i in range(2))
     want = alone(m, again)
     fault = failing(images[1][1])
     seen = noting(m, monkeypatch, fault)
@@ -545,8 +549,7 @@ def test_digests_survive_the_link(name):
     r = ask(m, 0, pictures(m, '2x3 4x4'))
     got = sent(r)
     assert image_digests(got.images)==image_digests(r.images)
-    mine,theirs = (m.media(x.prompt, x.images)
-        for x in (r,got))
+    mine,theirs = (m.media(x.prompt, x.images) for x in (r,got))
     assert mine.rows==theirs.rows
     for a,b in zip(mine.images, theirs.images):
         assert a.digest==b.digest

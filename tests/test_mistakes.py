@@ -1,4 +1,5 @@
-"What a reference does not notice it does not test. Each of these would be a plausible mistake, and each must be far outside the tolerance."
+"""What a reference does not notice it does not test. Each of these would be a plausible mistake,
+and each must be far outside the tolerance."""
 import re
 from dataclasses import replace
 from functools import partial
@@ -15,22 +16,26 @@ def far(got, want):
     e = error(got, want)
     assert e>20*TOL, f'moves the logits by only {e:.0e}'
 
-# -- another config --------------------------------------------------------------------------------------------------------------
+# -- another config -------------------------------------------------------------------------------
 
 def of(path='', **kw):
-    "A change of the config: fields `kw` of the part at `path`; a value may be a function of what was there"
+    """A change of the config: fields `kw` of the part at `path`; a value may be a function of what
+    was there"""
     def f(c):
         head,_,rest = path.partition('.')
         if head:
             return replace(c, **{head:of(rest, **kw)(getattr(c, head))})
-        return replace(
-            c,
-            **{k:v(getattr(c, k)) if callable(v) else v for k,v in kw.items()})
+        new = {k:v(getattr(c, k)) if callable(v) else v for k,v in kw.items()}
+        return replace(c, **new)
     return f
 
 def both(f, g): return lambda c: f(g(c))
-att,rope,sliding,sliding_rope,delta,moe = (
-    partial(of, p) for p in ('attention','attention.rope','sliding','sliding.rope','delta','moe'))
+att = partial(of, 'attention')
+rope = partial(of, 'attention.rope')
+sliding = partial(of, 'sliding')
+sliding_rope = partial(of, 'sliding.rope')
+delta = partial(of, 'delta')
+moe = partial(of, 'moe')
 
 CHANGES = {
     'llama3-rope-sharded': [
@@ -57,7 +62,9 @@ CHANGES = {
     'qwen35-moe-stacked': [
         of(norm_plus_one=False), rope(dim=16),
         moe(renormalise=False), moe(shared_gate=False), moe(shared_size=0)],
-    'gpt-oss': [att(sinks=False), sliding(sinks=False), sliding(window=500), sliding(window=12), sliding(window=14), att(window=13), rope(attention_factor=1.),
+    'gpt-oss': [
+        att(sinks=False), sliding(sinks=False), sliding(window=500), sliding(window=12),
+        sliding(window=14), att(window=13), rope(attention_factor=1.),
         both(rope(truncate=True), sliding_rope(truncate=True)),
         rope(kind='default'), rope(beta_fast=32.),
         rope(beta_slow=1.), of(act_limit=1e9),
@@ -65,7 +72,9 @@ CHANGES = {
         moe(router_bias=False), moe(expert_bias=False),
         att(bias=False), sliding(o_bias=False),
         of(mixers=lambda m: m[::-1])],
-    'gemma4-moe': [att(scale=None), sliding(scale=None), att(v_norm=False), sliding(v_norm=False), of(norm_plus_one=True), of(embed_scale=1.), of(act='silu'),
+    'gemma4-moe': [
+        att(scale=None), sliding(scale=None), att(v_norm=False), sliding(v_norm=False),
+        of(norm_plus_one=True), of(embed_scale=1.), of(act='silu'),
         of(logit_softcap=None), sliding(window=500),
         sliding(window=18), sliding(window=20),
         rope(kind='default'), rope(pairs=12),
@@ -138,7 +147,7 @@ def test_of_the_config(name, wrong):
     r = refs[name]
     far(Run(model(name, wrong)).prefill(r['ids']), r['logits'])
 
-# -- weights misread -------------------------------------------------------------------------------------------------------------
+# -- weights misread ------------------------------------------------------------------------------
 
 def put(value, *path):
     "In every layer that has it, what `path` names becomes `value` of what it was"
@@ -203,8 +212,9 @@ FAULTS = {
         newest_first('mixer', 'conv1d', 'weight'), zeros('mixer', 'dt_bias')],
     'gpt-oss': [halves],
     'gpt-oss-mxfp4': [halves],
-    'gemma4-moe': [ones('layer_scalar'), ones('moe', 'router', 'per_expert_scale'), ones('moe', 'router', 'norm'),
-        ones('pre_feedforward_layernorm_2', 'weight'),
+    'gemma4-moe': [
+        ones('layer_scalar'), ones('moe', 'router', 'per_expert_scale'),
+        ones('moe', 'router', 'norm'), ones('pre_feedforward_layernorm_2', 'weight'),
         ones('post_feedforward_layernorm_1', 'weight')],
     'nemotron-h': [
         zeros('mixer', 'D'), zeros('mixer', 'conv1d', 'bias'),
@@ -218,7 +228,7 @@ def test_of_the_weights(name, wrong):
     wrong(m)
     far(Run(m).prefill(r['ids']), r['logits'])
 
-# -- formats misread: the same as reading another file right ----------------------------------------------------------------------
+# -- formats misread: the same as reading another file right --------------------------------------
 
 def each_tensor(pattern, f):
     "The tensors whose name ends as `pattern` says become `f` of what they were"
@@ -230,10 +240,9 @@ def each_tensor(pattern, f):
 
 def one_global(ts):
     "The largest global scale for queries, keys and values"
-    top = lambda k: max(ts[re.sub('[qkv]_proj', f'{x}_proj', k)] for x in 'qkv')
-    return {
-        k:np.array(top(k)) if re.search(r'[qkv]_proj\.weight_scale_2$', k) else a
-        for k,a in ts.items()}
+    def top(k): return max(ts[re.sub('[qkv]_proj', f'{x}_proj', k)] for x in 'qkv')
+    of_them = [k for k in ts if re.search(r'[qkv]_proj\.weight_scale_2$', k)]
+    return ts|{k:np.array(top(k)) for k in of_them}
 
 def swap(b): return (b>>4)|(b<<4)  # the two elements of a byte
 def first_of_row(s): return np.broadcast_to(s[...,:1], s.shape)
@@ -273,17 +282,18 @@ def test_of_formats(tmp_path, name, wrong):
             str(rewritten(name, tmp_path, wrong)), device='cpu').logits(r['ids']),
         r['logits'])
 
-@pytest.mark.parametrize('name,pattern', [('llama-fp8-tensor','input_scale'), ('llama-fp8-tensor','[kv]_scale'), ('qwen3-nvfp4','input_scale'),
+@pytest.mark.parametrize('name,pattern', [
+    ('llama-fp8-tensor','input_scale'), ('llama-fp8-tensor','[kv]_scale'),
+    ('qwen3-nvfp4','input_scale'),
     ('qwen3-moe-ct-nvfp4','input_global_scale'), ('qwen35-mixed','[kv]_scale')])
 def test_scales_of_activations_and_caches_change_nothing(tmp_path, name, pattern):
     "Weights are multiplied as they are, with activations and caches in full"
-    ids,other = refs[name]['ids'],rewritten(
-        name, tmp_path, each_tensor(pattern, lambda s: s*3))
-    assert (
-        LLM(str(other), device='cpu').logits(ids)==LLM(str(data/name), device='cpu').logits(ids)
-    ).all()
+    ids = refs[name]['ids']
+    other = rewritten(name, tmp_path, each_tensor(pattern, lambda s: s*3))
+    want = LLM(str(data/name), device='cpu').logits(ids)
+    assert (LLM(str(other), device='cpu').logits(ids)==want).all()
 
-# -- drafts ----------------------------------------------------------------------------------------------------------------------
+# -- drafts ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name', having('mtp_draft'))
 def test_of_the_head_that_drafts(name):
@@ -304,7 +314,7 @@ def narrower(assistant):
 def test_of_the_assistant(name, wrong):
     far(drafts(name, **wrong)[1], refs[name]['draft_logits'])
 
-# -- images ----------------------------------------------------------------------------------------------------------------------
+# -- images ---------------------------------------------------------------------------------------
 
 def misseen(media, wrong):
     "`media` whose images are seen as (values, levels) -> `wrong(values, levels)`"
@@ -327,7 +337,8 @@ def deepstack_a_layer_late(media):
         return values,(np.zeros_like(deep[0]),*deep[:-1])
     return misseen(media, late)
 
-MISTAKES = plain_positions,height_for_width,features_out_of_order,no_deepstack,deepstack_a_layer_late
+MISTAKES = (
+    plain_positions,height_for_width,features_out_of_order,no_deepstack,deepstack_a_layer_late)
 IMAGES = {f.__name__:f for f in MISTAKES}
 
 @pytest.mark.parametrize('wrong', IMAGES)

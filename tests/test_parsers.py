@@ -1,12 +1,13 @@
 "Reasoning, calls and content: any way to cut a text gives the same answer, and no text takes long"
 import json,time
+from dataclasses import dataclass
 from types import SimpleNamespace
 import pytest
 from hypothesis import given,settings,strategies as st
 from atlas.ground.core import RequestError
 from atlas.text.chat import ChatTemplate
-from atlas.text.parsers import REASONING_PARSERS,TOOL_PARSERS,Answer,ReasoningStream,Splitter
-from atlas.text.parsers import ToolStream,begins,default_parsers,kept,parse_reasoning,parse_tools
+from atlas.text.parsers import REASONING_PARSERS,TOOL_PARSERS,ReasoningStream,Splitter
+from atlas.text.parsers import begins,default_parsers,kept,parse_reasoning,parse_tools
 from helpers.waiting import linear
 
 many = settings(max_examples=60, deadline=None)
@@ -37,23 +38,30 @@ def cut(text, at):
     at = sorted({i%(len(text)+1) for i in at})
     return [text[a:b] for a,b in zip([0,*at], [*at,len(text)])]
 
+@dataclass
+class Read:
+    "What came out of a text"
+    reasoning:str|None # Of all deltas, and so is the content
+    content:str|None
+    calls:list # (name, arguments, id)
+    result:object # As the splitter gives it
+
 def run(s, pieces):
     "What came out piece by piece, and the result"
     out = [s.feed(p) for p in pieces]+[s.finish()]
     calls = {}
-    for p in out:
-        for c in getattr(p, 'calls', ()):
-            if c.index not in calls:
-                assert c.name and c.id and c.index==len(calls)
-                calls[c.index] = [c.name,'',c.id]
-            else:
-                assert c.name is None and c.id is None
-            calls[c.index][1] += c.arguments
-    return (
-        ''.join(p.reasoning for p in out) or None,
-        ''.join(p.content for p in out) or None,
-        [tuple(c) for c in calls.values()],
-        s.result())
+    for c in (c for p in out for c in getattr(p, 'calls', ())):
+        if c.index not in calls:
+            assert c.name
+            assert c.id
+            assert c.index==len(calls)
+            calls[c.index] = [c.name,'',c.id]
+        else:
+            assert (c.name,c.id)==(None,None)
+        calls[c.index][1] += c.arguments
+    reasoning = ''.join(p.reasoning for p in out) or None
+    content = ''.join(p.content for p in out) or None
+    return Read(reasoning, content, [tuple(c) for c in calls.values()], s.result())
 
 # ---- reasoning
 
@@ -161,14 +169,15 @@ TOOLS = [
 @many
 def test_cuts_do_not_show_in_a_split(reasoning, tools, text, at, thinking):
     def make(): return Splitter(reasoning, tools, TOOLS, thinking)
-    r,c,calls,a = run(make(), [text])
+    whole = run(make(), [text])
+    a = whole.result
     for pieces in (cut(text, at), list(text)):
         s = make()
-        r2,c2,calls2,a2 = run(s, pieces)
-        assert (r2,a2)==(r,a)
+        read = run(s, pieces)
+        assert (read.reasoning,read.result)==(whole.reasoning,a)
         if not (a.calls and tools=='llama3_json'):
-            assert (c2 or '').strip()==(a.content or '').strip()
-        assert [c[:2] for c in calls2]==[(t.name,t.arguments) for t in a.calls]
+            assert (read.content or '').strip()==(a.content or '').strip()
+        assert [c[:2] for c in read.calls]==[(t.name,t.arguments) for t in a.calls]
         assert s.calling==bool(a.calls)
 
 @pytest.mark.parametrize('reasoning,tools', [p for p in PAIRS if p[1] in ('openai','hermes')])
@@ -188,19 +197,21 @@ def test_a_thought_then_words_then_a_call():
         +'<|channel|>commentary<|message|>A moment.<|end|>'+T
         +'<|channel|>commentary to=functions.sky <|constrain|>json'
         +'<|message|>{"at": "Oslo"}<|call|>')
-    r,c,calls,a = run(s, list(text))
-    assert (r,c)==('Weather.','A moment.')
-    assert [x[:2] for x in calls]==[('sky','{"at": "Oslo"}')]
-    assert s.calling and a.calls[0].id==calls[0][2] and calls[0][2].startswith('call_')
+    read = run(s, list(text))
+    assert (read.reasoning,read.content)==('Weather.','A moment.')
+    (name,arguments,id), = read.calls
+    assert (name,arguments)==('sky','{"at": "Oslo"}')
+    assert s.calling
+    assert read.result.calls[0].id==id
+    assert id.startswith('call_')
 
 @pytest.mark.parametrize('gap', ['',' ','\n\n','\n\nSo:\n'])
 def test_blanks_before_a_call_are_dropped(gap):
-    r,c,calls,a = run(
-        Splitter('qwen3', 'hermes'),
-        list(f'Hm</think>{gap}<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>'))
-    assert (c,a.content)==((gap,gap) if gap.strip() else (None,None))
-    assert [x[:2] for x in calls]==[('f','{}')]
-    assert run(Splitter('qwen3', 'hermes'), list(f'Hm</think>{gap}Yes'))[1]==gap+'Yes'
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    read = run(Splitter('qwen3', 'hermes'), list(f'Hm</think>{gap}{call}'))
+    assert (read.content,read.result.content)==((gap,gap) if gap.strip() else (None,None))
+    assert [x[:2] for x in read.calls]==[('f','{}')]
+    assert run(Splitter('qwen3', 'hermes'), list(f'Hm</think>{gap}Yes')).content==gap+'Yes'
 
 @pytest.mark.parametrize(
     'reasoning,tools,call,args',
@@ -234,14 +245,15 @@ def test_a_thought_that_is_closed_behind_its_call(reasoning, tools, call, args, 
     style = REASONING_PARSERS[reasoning]
     text = style.open+'Hm.'+call+tail.replace('{}', style.close)
     for pieces in ([text], list(text)):
-        r,c,calls,a = run(Splitter(reasoning, tools, TOOLS), pieces)
-        assert r==a.reasoning=='Hm.'
-        assert [x[:2] for x in calls]==[(t.name,t.arguments) for t in a.calls]==[('f',args)]
+        read = run(Splitter(reasoning, tools, TOOLS), pieces)
+        a = read.result
+        assert read.reasoning==a.reasoning=='Hm.'
+        assert [x[:2] for x in read.calls]==[(t.name,t.arguments) for t in a.calls]==[('f',args)]
         if tools!='hermes':
             # which drops what is said behind a call
-            assert ((c or '').strip() or None,a.content)==(said,said)
+            assert ((read.content or '').strip() or None,a.content)==(said,said)
         else:
-            assert c is a.content is None
+            assert read.content is a.content is None
 
 def test_thinking_tells_where_a_token_belongs():
     s,seen = Splitter('qwen3', None),[]
@@ -353,7 +365,8 @@ def test_what_granite_writes_is_read():
     r = parse_tools(tools, text)
     assert (thinks,r.content)==(None,None)
     (call,) = r.calls
-    assert call.name=='add' and json.loads(call.arguments)==args
+    assert call.name=='add'
+    assert json.loads(call.arguments)==args
 
 @pytest.mark.parametrize(
     'family,template,want',
@@ -373,10 +386,10 @@ def test_defaults(family, template, want):
     assert default_parsers(SimpleNamespace(family=family), template)==want
 
 def test_marks_of_both_are_kept():
-    assert (
-        set(kept('qwen3', None))=={'<think>','</think>','<tool_call>'}
-        and kept(None, None)==())
-    assert len(kept('openai_gptoss', 'openai'))==7 and '<|channel>' in kept('gemma4', None)
+    assert set(kept('qwen3', None))=={'<think>','</think>','<tool_call>'}
+    assert kept(None, None)==()
+    assert len(kept('openai_gptoss', 'openai'))==7
+    assert '<|channel>' in kept('gemma4', None)
 
 @pytest.mark.parametrize(
     'reasoning,tools',

@@ -1,6 +1,6 @@
 """Presets are data that strangers may edit: whatever stands in a file comes out as descriptions,
 or as an error that names file, preset and key."""
-import copy,tomllib
+import copy
 from importlib.resources import files
 import pytest
 from hypothesis import given,settings,strategies as st
@@ -8,9 +8,7 @@ from atlas.ground.config import PRESETS,ModelConfig,check_preset,families
 from atlas.ground.core import ConfigError,UnsupportedError
 from atlas.ground.presets import Presets,read_presets
 
-TOML = [
-    p for p in files('atlas.model.families').iterdir()
-    if p.name.endswith('.toml')]
+TOML = [p for p in files('atlas.model.families').iterdir() if p.name.endswith('.toml')]
 FILES = {p.name:p.read_text(encoding='utf-8') for p in TOML}
 OWN = {}  # preset: its file, and what stands there
 for file,text in FILES.items():
@@ -21,7 +19,8 @@ def test_every_family_has_a_file_and_every_preset_a_family():
     assert sorted(FILES)==[f'{f.name}.toml' for f in families()]
     for n,(file,d) in OWN.items():
         family, = [f for f in families() if f'{f.name}.toml'==file]
-        assert PRESETS[n]==d and d['model_type'] in family.hf
+        assert PRESETS[n]==d
+        assert d['model_type'] in family.hf
         assert ModelConfig.preset(n).name==n
 
 def refused(file, name, d):
@@ -29,7 +28,8 @@ def refused(file, name, d):
     try:
         check_preset(file, name, d)
     except (ConfigError,UnsupportedError) as e:
-        assert e.msg.startswith(f'{file}: {name}: ') and e.param, e.msg
+        assert e.msg.startswith(f'{file}: {name}: '), e.msg
+        assert e.param, e.msg
         return e
 
 def keys(d, path=()):
@@ -56,8 +56,7 @@ def test_a_misspelt_key_is_named(name):
         e = refused(file, name, changed(d, path, misspell))
         assert e, path
         unread = 'nobody reads' in e.msg
-        assert not unread or '.'.join(path)+'x' in e.msg, (
-            path, e.msg)
+        assert not unread or '.'.join(path)+'x' in e.msg, (path, e.msg)
 
 ODD = [
     True, -1, 0, 1.5, 10**30, float('nan'), 'x', [],
@@ -110,10 +109,13 @@ def test_two_files_cannot_have_one_preset(tmp_path, monkeypatch):
 def test_presets_are_a_mapping_that_can_be_added_to(monkeypatch):
     n = len(PRESETS)
     monkeypatch.setitem(PRESETS, 'toy', PRESETS['smollm2-135m']|dict(num_hidden_layers=2))
-    assert ModelConfig.preset('toy').num_layers==2 and len(PRESETS)==n+1
-    assert 'toy' in PRESETS and list(PRESETS)[-1]=='toy'
+    assert ModelConfig.preset('toy').num_layers==2
+    assert len(PRESETS)==n+1
+    assert 'toy' in PRESETS
+    assert list(PRESETS)[-1]=='toy'
     monkeypatch.undo()
-    assert 'toy' not in PRESETS and len(PRESETS)==n
+    assert 'toy' not in PRESETS
+    assert len(PRESETS)==n
     with pytest.raises(ConfigError, match='No preset is called') as e:
         ModelConfig.preset('toy')
     assert 'smollm2-135m' in e.value.hint

@@ -2,13 +2,12 @@
 import copy,json
 import numpy as np
 import pytest
-from datetime import datetime
 from hypothesis import given,settings,strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Inner,decoders,models,pre_tokenizers,trainers
 from atlas.text.chat import ChatTemplate,_Generation
 from atlas.ground.core import AtlasError,TemplateError
-from atlas.ops.sample import RowParams,SampleState,SamplingParams,candidates,draw,sample,top,weights
+from atlas.ops.sample import SampleState,SamplingParams,candidates,draw,sample,top,weights
 from atlas.text.tokenizer import PRES,StopStrings,Tokenizer,_T
 
 few = settings(max_examples=60, deadline=None)
@@ -182,26 +181,29 @@ def test_rotten_metadata(make, data):
     "Any twisted key is an AtlasError or a tokenizer that works"
     meta = copy.deepcopy(META[make])
     for _ in range(data.draw(st.integers(1,2))):
-        k = data.draw(st.sampled_from(sorted(meta)))
-        how = data.draw(st.sampled_from(['drop','replace','cut','poke']))
-        if how=='drop':
-            meta.pop(k)
-        elif how=='replace':
-            meta[k] = data.draw(st.sampled_from(ROT))
-        elif isinstance(meta[k],list) and meta[k]:
-            i = data.draw(st.integers(0,len(meta[k])-1))
-            if how=='cut':
-                del meta[k][i:]
-            else:
-                meta[k][i] = data.draw(st.sampled_from(ROT))
-        if not meta:
-            break
+        if meta:
+            twist(meta, data.draw)
     try:
         tok = Tokenizer.from_gguf(meta)
     except AtlasError as e:
         assert str(e)
     else:
         tok.decode(tok.encode('the rain ♜'))
+
+def twist(meta, draw):
+    "Drop or replace a key, or cut or change a list"
+    k = draw(st.sampled_from(sorted(meta)))
+    how = draw(st.sampled_from(['drop','replace','cut','poke']))
+    if how=='drop':
+        meta.pop(k)
+    elif how=='replace':
+        meta[k] = draw(st.sampled_from(ROT))
+    elif isinstance(meta[k],list) and meta[k]:
+        i = draw(st.integers(0,len(meta[k])-1))
+        if how=='cut':
+            del meta[k][i:]
+        else:
+            meta[k][i] = draw(st.sampled_from(ROT))
 META = {bpe_meta:bpe_meta(), spm_meta:spm_meta()}
 
 # ---- stop strings
@@ -212,13 +214,7 @@ stops = st.lists(
 @given(stops, st.text(alphabet='ab', max_size=12), st.data())
 def test_stop_strings(stop, s, data):
     "Any chunking gives the plain answer, and no character is held back without need"
-    ends = [
-        i for i in range(len(s)+1)
-        if any(s[:i].endswith(x) for x in stop)]
-    want = s
-    if ends:
-        first = s[:ends[0]]
-        want = s[:ends[0]-max(len(x) for x in stop if first.endswith(x))]
+    want,hits = plainly_stopped(s, stop)
     ss = StopStrings(tuple(stop))
     out = ''
     seen = ''
@@ -232,8 +228,17 @@ def test_stop_strings(stop, s, data):
         if not hit:
             begun = (k for x in stop for k in range(len(x)) if seen.endswith(x[:k]))
             hold = max(begun, default=0)
-            assert out == seen[:len(seen)-hold]
-    assert hit==bool(ends) and out+('' if hit else ss.finish())==want
+            assert out==seen[:len(seen)-hold]
+    assert hit==hits
+    assert out+('' if hit else ss.finish())==want
+
+def plainly_stopped(s, stop):
+    "What is shown of `s`, and whether it was stopped, by looking at each end of it"
+    ends = [i for i in range(len(s)+1) if any(s[:i].endswith(x) for x in stop)]
+    if not ends:
+        return s,False
+    first = s[:ends[0]]
+    return s[:ends[0]-max(len(x) for x in stop if first.endswith(x))],True
 
 # ---- sampling
 
@@ -261,23 +266,20 @@ def plain_candidates(x, p):
 def test_filters_are_their_definitions(seed, n, scale, ties, t, k, p, m):
     "Ties included; tokens within rounding of a threshold may go either way"
     x = np.random.default_rng(seed).normal(0,scale,n).astype('f4')
-    if ties:
-        x = np.round(x)
-    prm = SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
-    ids,w = candidates(x, prm)
-    got = np.zeros(n,bool)
-    got[ids] = True
-    want,ref = plain_candidates(x, prm)
-    some = ref>1e-30
-    got = got&some
-    want = want&some # a weight that float32 rounds to nothing is never drawn, kept or not
-    # decided by less than float32 resolves: the same under a hair's change of p and m
-    if (got!=want).any():
-        def close(**kw): return plain_candidates(x, SamplingParams(temperature=t, top_k=k, **kw))
-        lo,_ = close(top_p=max(p*(1-1e-5),1e-9), min_p=min(m*(1+1e-5),1))
-        hi,_ = close(top_p=min(p*(1+1e-5),1), min_p=m*(1-1e-5))
-        assert ((lo&some)<=got).all() and (got<=hi).all()
-    assert np.allclose(w, ref[ids], rtol=1e-4, atol=1e-30) and got[x.argmax()]
+    x = np.round(x) if ties else x
+    def params(p, m): return SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
+    ids,w = candidates(x, params(p, m))
+    want,ref = plain_candidates(x, params(p, m))
+    some = ref>1e-30 # a weight that float32 rounds to nothing is never drawn, kept or not
+    got = np.isin(np.arange(n), ids)&some
+    if (got!=want&some).any():
+        # decided by less than float32 resolves: the same under a hair's change of p and m
+        fewer = params(max(p*(1-1e-5),1e-9), min(m*(1+1e-5),1))
+        more = params(min(p*(1+1e-5),1), m*(1-1e-5))
+        assert ((plain_candidates(x, fewer)[0]&some)<=got).all()
+        assert (got<=plain_candidates(x, more)[0]).all()
+    assert np.allclose(w, ref[ids], rtol=1e-4, atol=1e-30)
+    assert got[x.argmax()]
 
 params = st.builds(
     SamplingParams,
@@ -299,9 +301,39 @@ params = st.builds(
     st.integers(0,2**32),
     st.data())
 def test_rows_stand_alone(ps, seed, data):
-    "Order, company and a sick neighbour change nothing, to the last bit"
+    "Order and company change nothing, to the last bit"
+    x,rows = logits_and_rows(ps, seed)
+    keep = x.copy()
+    base = sample(x,rows)
+    assert (x==keep).all()
+    assert (base.ids>=0).all()
+    order = data.draw(st.permutations(range(len(ps))))
+    mixed = sample(x[order],[rows[i] for i in order])
+    for j,i in enumerate(order):
+        assert_same_row(mixed, j, base, i, rows[i])
+        assert_same_row(sample(x[i:i+1],[rows[i]]), 0, base, i, rows[i])
+
+@few
+@given(
+    st.lists(params, min_size=1, max_size=8),
+    st.integers(0,2**32),
+    st.data())
+def test_a_sick_row_hurts_no_other(ps, seed, data):
+    x,rows = logits_and_rows(ps, seed)
+    base = sample(x,rows)
+    sick = data.draw(st.integers(0,len(ps)-1))
+    x[sick,data.draw(st.integers(0,V-1))] = data.draw(st.sampled_from([np.nan,np.inf,-np.inf]))
+    ill = sample(x,rows)
+    assert ill.ids[sick]==-1
+    for i in range(len(ps)):
+        if i!=sick:
+            assert_same_row(ill, i, base, i, rows[i])
+
+V = 97
+
+def logits_and_rows(ps, seed):
+    "Random logits, and states that have said a few tokens"
     rng = np.random.default_rng(seed)
-    V = 97
     x = rng.normal(0,3,(len(ps),V)).astype('f4')
     rows = []
     for p in ps:
@@ -309,24 +341,15 @@ def test_rows_stand_alone(ps, seed, data):
         for t in rng.integers(0,V,rng.integers(0,6)):
             s.add(int(t))
         rows.append(s.row())
-    keep = x.copy()
-    base = sample(x,rows)
-    assert (x==keep).all() and (base.ids>=0).all()
-    order = data.draw(st.permutations(range(len(ps))))
-    mixed = sample(x[order],[rows[i] for i in order])
-    sick = data.draw(st.integers(0,len(ps)-1))
-    y = x.copy()
-    y[sick,data.draw(st.integers(0,V-1))] = data.draw(st.sampled_from([np.nan,np.inf,-np.inf]))
-    ill = sample(y,rows)
-    for j,i in enumerate(order):
-        alone = sample(x[i:i+1],[rows[i]])
-        K = rows[i].params.logprobs or 0
-        for o,l in ((mixed,j), (alone,0), *([(ill,i)] if i!=sick else [])):
-            assert o.ids[l]==base.ids[i]
-            assert np.array_equal(o.logprobs[l],base.logprobs[i],equal_nan=True)
-            assert (o.top_ids[l,:K]==base.top_ids[i,:K]).all()
-            assert (o.top_logprobs[l,:K]==base.top_logprobs[i,:K]).all()
-    assert ill.ids[sick]==-1
+    return x,rows
+
+def assert_same_row(a, i, b, j, row):
+    "Row `i` of one sampling is row `j` of another"
+    K = row.params.logprobs or 0
+    assert a.ids[i]==b.ids[j]
+    assert np.array_equal(a.logprobs[i],b.logprobs[j],equal_nan=True)
+    assert (a.top_ids[i,:K]==b.top_ids[j,:K]).all()
+    assert (a.top_logprobs[i,:K]==b.top_logprobs[j,:K]).all()
 
 @few
 @given(
@@ -383,7 +406,8 @@ def test_metering_changes_nothing(name, ms, gen):
     assert t.render(ms,add_generation_prompt=gen) == ref.render(
         messages=ms, bos_token='<s>', eos_token='</s>', add_generation_prompt=gen)
     parts = [m|{'content':[{'type':'text','text':m['content']}]} for m in ms]
-    assert t.render(parts)==t.render(ms) and ms==before
+    assert t.render(parts)==t.render(ms)
+    assert ms==before
 RENDER = {
     n:(ChatTemplate(s,bos='<s>',eos='</s>'),reference(s))
     for n,s in TEMPLATES.items()}
@@ -431,7 +455,8 @@ def test_nothing_of_the_callers_changes():
             'content':None,
             'tool_calls':[{'function':{'name':'f','arguments':'{"a":1}'}}]}]
     before = copy.deepcopy(ms)
-    assert RENDER['plain'][0].render(ms)=='<s>[assistant] </s>\n[assistant]' and ms==before
+    assert RENDER['plain'][0].render(ms)=='<s>[assistant] </s>\n[assistant]'
+    assert ms==before
 
 params_like = st.dictionaries(
     st.sampled_from([*SamplingParams.__dataclass_fields__]),
@@ -453,6 +478,7 @@ def test_any_params(d):
         p = SamplingParams(**d)
         s = SampleState(p,[1],50,seed=1)
     except AtlasError as e:
-        assert e.status==400 and e.param in SamplingParams.__dataclass_fields__
+        assert e.status==400
+        assert e.param in SamplingParams.__dataclass_fields__
     else:
         assert 0<=sample(np.linspace(-3,3,50,dtype='f4')[None], [s.row()]).ids[0]<50

@@ -44,7 +44,8 @@ def texts():
     "Code of every page, by its place, and text of every test file and helper, by path"
     found = {}
     for p in (ROOT/'nbs').rglob('*.ipynb'):
-        if '.ipynb_checkpoints' not in p.parts: found[page_name(p)] = code_of(p)
+        if '.ipynb_checkpoints' not in p.parts:
+            found[page_name(p)] = code_of(p)
     for folder in (ROOT/'tests', ROOT/'tests'/'helpers'):
         for p in folder.glob('*.py'):
             found[p.relative_to(ROOT).as_posix()] = p.read_text(encoding='utf-8')
@@ -60,7 +61,8 @@ def makers():
     found = {}
     for page in filter(is_page, texts()):
         directive = re.search(r'#\|\s*default_exp\s+(\S+)', texts()[page])
-        if directive: found[directive[1]] = page
+        if directive:
+            found[directive[1]] = page
     return found
 
 def modules_in(text):
@@ -81,7 +83,8 @@ def test_files_in(text):
     by_path = re.findall(r'helpers[\'"]?/[\'"]?(\w+)', text)
     for m in imported+by_path:
         for file in (f'tests/helpers/{m}.py', f'tests/{m}.py'):
-            if file in texts(): yield file
+            if file in texts():
+                yield file
 
 def named(text):
     "Pages and files that a text imports"
@@ -89,7 +92,8 @@ def named(text):
         parts = m.removeprefix('atlas.').split('.')
         for n in range(len(parts)):
             module = '.'.join(parts[:n+1])
-            if module in makers(): yield makers()[module]
+            if module in makers():
+                yield makers()[module]
     yield from test_files_in(text)
 
 @functools.cache
@@ -112,7 +116,8 @@ def includes():
     "For every file below kernels/ that is compiled, what it includes"
     found = {}
     for p in (ROOT/'kernels').rglob('*.*'):
-        if p.suffix not in ('.cu','.cuh','.h'): continue
+        if p.suffix not in ('.cu','.cuh','.h'):
+            continue
         names = re.findall(r'#include\s+[<"]([^>"]+)', p.read_text())
         found[p.relative_to(ROOT/'kernels').as_posix()] = set(names)
     return found
@@ -120,15 +125,18 @@ def includes():
 def kernels(path):
     "Names of the kernels that a file below kernels/ goes into"
     found = {path.removeprefix('kernels/')}
-    if path.startswith('kernels/emulator/'): found = set(includes())  # all are compiled with those
-    while new := {p for p,names in includes().items() if names&found}-found: found |= new
+    if path.startswith('kernels/emulator/'):
+        found = set(includes())  # all are compiled with those
+    while new := {p for p,names in includes().items() if names&found}-found:
+        found |= new
     return {Path(p).stem for p in found if p.endswith('.cu')}
 
 def pages_of(name):
     "The page that `name` means; a usage error if there is none"
     def meant(p): return name in (p,short(p)) or makers().get(name)==p
     found = list(filter(meant, texts()))
-    if found: return found
+    if found:
+        return found
     there = ', '.join(sorted(filter(is_page, texts())))
     raise pytest.UsageError(f'there is no page {name!r}. There are: {there}')
 
@@ -169,10 +177,13 @@ def readers(path):
     p = Path(path)
     patterns = [pattern for pattern in READ if fnmatchcase(path, pattern)]
     names = set(READ[patterns[0]]) if patterns else set()
-    if path.startswith('atlas/model/families/'): names.add(f'model.families.{p.stem}')
+    if path.startswith('atlas/model/families/'):
+        names.add(f'model.families.{p.stem}')
     found = {makers().get(n, n) for n in names}&set(texts())
-    if path.startswith('tests/data/'): found |= named_in('tests', p.parts[2])
-    if path.startswith('nbs/'): found |= named_in('nbs', p.name)
+    if path.startswith('tests/data/'):
+        found |= named_in('tests', p.parts[2])
+    if path.startswith('nbs/'):
+        found |= named_in('nbs', p.name)
     return found
 
 def launchers(path):
@@ -183,13 +194,16 @@ def launchers(path):
 def own_page(path):
     "The page that a notebook is, or that a module is made by"
     p = Path(path)
-    if path.startswith('nbs/') and p.suffix=='.ipynb': return page_name(ROOT/p)
+    if path.startswith('nbs/') and p.suffix=='.ipynb':
+        return page_name(ROOT/p)
     module = '.'.join(p.with_suffix('').parts[1:])
-    if path.startswith('atlas/') and p.suffix=='.py': return makers().get(module)
+    if path.startswith('atlas/') and p.suffix=='.py':
+        return makers().get(module)
 
 def roots_of(path):
     "Pages and test files that a changed file is a part of, or that read it"
-    if page := own_page(path): return {page}&set(texts())
+    if page := own_page(path):
+        return {page}&set(texts())
     own = launchers(path) if path.startswith('kernels/') else {path}&set(texts())
     return own or readers(path)
 
@@ -202,29 +216,37 @@ def changed(commit):
 def pytest_report_header(config):
     "What has changed, and no test is known to read"
     commit = config.option.changed
-    if not commit: return
+    if not commit:
+        return
     unknown = [p for p in changed(commit) if not roots_of(p)]
-    if unknown: return f'changed, and read by no test that is known: {", ".join(unknown)}'
+    if unknown:
+        return f'changed, and read by no test that is known: {", ".join(unknown)}'
 
 def wanted(config):
     "Pages and files whose tests are asked for; None: all"
     o = config.option
-    if not o.page and not o.changed: return None
+    if not o.page and not o.changed:
+        return None
     roots = set(pages_of(o.page)) if o.page else set()
-    if o.changed: roots |= {r for path in changed(o.changed) for r in roots_of(path)}
+    if o.changed:
+        roots |= {r for path in changed(o.changed) for r in roots_of(path)}
     return users(roots, o.far)
 
 def belongs(item, those):
     "Is a test one of a page or file among `those`?"
     params = getattr(getattr(item, 'callspec', None), 'params', {})
-    if nb := params.get('nb'): return page_name(nb) in those
-    if page := params.get('page'): return page in those
-    if module := params.get('mod') or params.get('module'): return makers().get(module) in those
+    if nb := params.get('nb'):
+        return page_name(nb) in those
+    if page := params.get('page'):
+        return page in those
+    if module := params.get('mod') or params.get('module'):
+        return makers().get(module) in those
     return item.path.relative_to(ROOT).as_posix() in those
 
 def pytest_collection_modifyitems(config, items):
     those = wanted(config)
-    if those is None: return
+    if those is None:
+        return
     kept = [i for i in items if belongs(i, those)]
     config.hook.pytest_deselected(items=[i for i in items if i not in set(kept)])
     items[:] = kept

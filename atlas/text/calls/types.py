@@ -13,22 +13,11 @@ from .json import loads
 from .literal import literal
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #6f63310e
-_alias = dict(
-    str='string',
-    text='string',
-    varchar='string',
-    char='string',
-    enum='string',
-    bool='boolean',
-    dict='object',
-    arr='array',
-    list='array',
-    sequence='array',
-    float='number',
-    float32='number',
-    float64='number',
-    double='number',
-    **{t:'integer' for t in 'int int32 int64 uint uint32 uint64 long short unsigned'.split()})
+_NAMES = dict( # Other names of types
+    string='str text varchar char enum', boolean='bool', object='dict',
+    array='arr list sequence', number='float float32 float64 double',
+    integer='int int32 int64 uint uint32 uint64 long short unsigned')
+_alias = {name:kind for kind,names in _NAMES.items() for name in names.split()}
 _of = [
     (bool,'boolean'), (int,'integer'), (float,'number'), (str,'string'),
     (list,'array'), (dict,'object'), (type(None),'null')]
