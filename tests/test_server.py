@@ -490,7 +490,8 @@ def test_every_request_is_in_the_sums():
 def test_the_engine_says_how_long_a_request_waited():
     class Late(FakeStream):
         async def __anext__(self):
-            e = await super().__anext__(); return replace(e, waited=1e9) if self.n==1 else e
+            e = await super().__anext__()
+            return replace(e, waited=1e9) if self.n==1 else e
     r = FakeRunner()
     submit,r.submit = r.submit,lambda q: Late(r, (submit(q), q)[1])
     c = local(r)
@@ -738,7 +739,8 @@ def test_an_end_at_any_moment(path, stream, n):
     made = []
     class Kept(FakeRunner):
         def submit(self, r):
-            made.append(super().submit(r)); return made[-1]
+            made.append(super().submit(r))
+            return made[-1]
     app = app_of(Kept('Hello'), tok, Steps())
     body = ASKS[path]|dict(stream=stream)
     if n>1:
