@@ -459,6 +459,20 @@ def test_completions_of_a_chat_server():
         said = client(d).completions.create(model='gemma', prompt='Hi', stream=True)
         assert ''.join(x.choices[0].text for x in said)=='Hello'
 
+CONVERSATIONS = dict(
+    messages=ASK,
+    responses=dict(model='gemma', input='Hi'),
+    completions=dict(model='gemma', prompt='Hi'))
+
+@pytest.mark.parametrize('path', CONVERSATIONS)
+@pytest.mark.parametrize('given', [dict(temperature=1.0, top_p=1), {}])
+def test_a_server_has_defaults_of_its_own(path, given):
+    "What a client asks for reaches it, also where we would have done the same unasked"
+    with behind(good, apis='chat') as (d,u):
+        assert d.post(f'/v1/{path}', **CONVERSATIONS[path], **given).status_code==200
+        body = u.calls[-1].json
+        assert {k: body[k] for k in ('temperature','top_p') if k in body}==given
+
 def test_tools_and_thoughts():
     tool = dict(name='weather', description='', input_schema=dict(type='object', properties={}))
     call = [

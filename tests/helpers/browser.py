@@ -83,11 +83,12 @@ class Browser:
         return p
 
 @contextmanager
-def browser():
-    "Run one with a profile of its own; nothing of it stays"
+def browser(*flags):
+    "Run one with a profile of its own, and more flags; nothing of it stays"
     exe,home = chromium(),tempfile.mkdtemp()
+    command = [exe, *FLAGS, *flags, f'--user-data-dir={home}', 'about:blank']
     p = subprocess.Popen(
-        [exe, *FLAGS, f'--user-data-dir={home}', 'about:blank'], env=os.environ|dict(HOME=home),
+        command, env=os.environ|dict(HOME=home),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         port = Path(home)/'DevToolsActivePort'
