@@ -361,8 +361,8 @@ def test_what_is_drawn_is_not_drawn_again(page):
       window.was = [...document.querySelectorAll(".assistant .body > *"),
         document.querySelector(".assistant pre code")];
       window.lost = 0;
-      const count = ms => ms.forEach(m => { lost += m.removedNodes.length; });
-      new MutationObserver(count).observe(
+      const noteLost = ms => ms.forEach(m => { lost += m.removedNodes.length; });
+      new MutationObserver(noteLost).observe(
         document.querySelector(".assistant .body"), {childList: true, subtree: true}); 0""")
     for i in range(40):
         page.js(f'push({{content: "    x = {i}\\n"}}); await new Promise(requestAnimationFrame)')
