@@ -35,15 +35,22 @@ def completed(events, kind):
     items = [e['item'] for e in events if e['type']=='item.completed']
     return [i for i in items if i['type']==kind]
 
-def test_codex_says_what_the_model_said(tmp_path):
-    pong = [Delta(content='po'), Delta(content='ng'), Delta(finish='stop')]
-    with serve(lambda ask: pong) as s:
-        got = codex(tmp_path, s.url, 'Say pong')
-        ask = s.asks[0]
+@pytest.fixture
+def pong(tmp_path):
+    "What Codex prints of a model that says pong, and what it asked"
+    said = [Delta(content='po'), Delta(content='ng'), Delta(finish='stop')]
+    with serve(lambda ask: said) as s:
+        return codex(tmp_path, s.url, 'Say pong'),s.asks[0]
+
+def test_codex_says_what_the_model_said(pong):
+    got,_ = pong
     assert completed(got, 'agent_message')[0]['text']=='pong'
     used = next(e['usage'] for e in got if e['type']=='turn.completed')
     assert (used['input_tokens'],used['cached_input_tokens'])==(11,3)
     assert (used['output_tokens'],used['reasoning_output_tokens'])==(7,2)
+
+def test_what_codex_asks(pong):
+    _,ask = pong
     roles = [m['role'] for m in ask.messages]
     assert roles[0]=='system' and roles.count('system')==1, 'its two became one'
     assert roles[-1]=='user'
@@ -138,9 +145,8 @@ def opencode(home, url, prompt, npm):
         share='disabled', permission=dict(bash='allow'), provider=dict(atlas=provider))
     (project := home/'project').mkdir(exist_ok=True)
     (project/'opencode.json').write_text(json.dumps(config))
-    out = run(
-        [agent('opencode'), 'run', prompt, '--format', 'json'],
-        home, OPENCODE_DISABLE_MODELS_FETCH='1', OPENCODE_DISABLE_AUTOUPDATE='1')
+    quiet = dict(OPENCODE_DISABLE_MODELS_FETCH='1', OPENCODE_DISABLE_AUTOUPDATE='1')
+    out = run([agent('opencode'), 'run', prompt, '--format', 'json'], home, **quiet)
     return [json.loads(l) for l in out.splitlines() if l.startswith('{')]
 
 @pytest.mark.parametrize('npm', ['@ai-sdk/openai-compatible','@ai-sdk/openai'])

@@ -170,7 +170,9 @@ def test_create(client):
     assert (r.model, r.instructions, r.metadata)==('m','Be kind.',dict(a='b'))
     assert (r.temperature, r.max_output_tokens, r.previous_response_id)==(.5,99,None)
     assert r.completed_at>=r.created_at>1.7e9
-    u = r.usage
+
+def test_usage(client):
+    u = client.responses.create(model='m', input='hello').usage
     assert (u.input_tokens, u.input_tokens_details.cached_tokens)==(11,3)
     assert (u.output_tokens_details.reasoning_tokens, u.total_tokens)==(2,18)
 
@@ -234,11 +236,10 @@ def test_history_sent_by_the_client(client, at):
     kept = [o.to_dict() for o in r1.output]
     assert unseal(kept[0]['encrypted_content'])=='I must look.'
     del kept[0]['content']  # as Codex does
+    asked = dict(role='user', content='What is the weather?')
+    result = dict(type='function_call_output', call_id=kept[-1]['call_id'], output='fog')
     client.responses.create(
-        model='m', store=False, tools=[WEATHER],
-        input=[
-            dict(role='user', content='What is the weather?'), *kept,
-            dict(type='function_call_output', call_id=kept[-1]['call_id'], output='fog')])
+        model='m', store=False, tools=[WEATHER], input=[asked, *kept, result])
     assert at.asks[-1].messages[1]['reasoning']=='I must look.'
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(r1.id)
@@ -796,12 +797,13 @@ def test_service_stores_counts_and_forgets(sdk, whole):
     r = sdk.responses.create(model='scripted', input='Hi', metadata=dict(k='v'))
     assert sdk.responses.retrieve(r.id)==r
     assert [i.role for i in sdk.responses.input_items.list(r.id)]==['user']
-    assert sdk.responses.input_tokens.count(
-        model='scripted', input='Hi'
-    ).input_tokens==r.usage.input_tokens
+    counted = sdk.responses.input_tokens.count(model='scripted', input='Hi')
+    assert counted.input_tokens==r.usage.input_tokens
     sdk.responses.delete(r.id)
     with pytest.raises(openai.NotFoundError):
         sdk.responses.retrieve(r.id)
+
+def test_service_compacts_nothing(sdk):
     with pytest.raises(openai.APIStatusError) as e:
         sdk.responses.compact(model='scripted', input='Hi')
     assert e.value.status_code in (404, 501) and e.value.body['message']
