@@ -197,7 +197,8 @@ def test_formulas_are_there(tab, name):
     p.until('document.querySelectorAll(".math:not(:has(.katex))").length===0')
     assert p.js('document.querySelectorAll(".katex-error").length')==0
     if p.js('document.querySelectorAll(".katex").length'):
-        faces = p.js('await document.fonts.ready, [...document.fonts].map(f => [f.family, f.status])')
+        p.js('await document.fonts.ready')
+        faces = p.js('[...document.fonts].map(f => [f.family, f.status])')
         assert ['KaTeX_Main','loaded'] in faces
         assert not [name for name,status in faces if status=='error']
 
