@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import agent,run,steps  # noqa: E402
 from scripted import serve,service  # noqa: E402
 
-# -- Codex: POST /v1/responses, streamed
-# -------------------------------------------------------------------------------------
+# -- Codex: POST /v1/responses, streamed ----------------------------------------------------------
 
 CODEX = '''model = "scripted"
 model_provider = "atlas"
@@ -33,62 +32,65 @@ def codex(home, url, prompt, *flags):
     return [json.loads(l) for l in out.splitlines() if l.startswith('{')]
 
 def completed(events, kind):
-    return [
-        e['item'] for e in events
-        if e['type']=='item.completed' and e['item']['type']==kind]
+    items = [e['item'] for e in events if e['type']=='item.completed']
+    return [i for i in items if i['type']==kind]
 
-def test_codex_says_what_the_model_said(tmp_path):
-    pong = [Delta(content='po'), Delta(content='ng'), Delta(finish='stop')]
-    with serve(lambda ask: pong) as s:
-        got = codex(tmp_path, s.url, 'Say pong')
-        ask = s.asks[0]
+@pytest.fixture
+def pong(tmp_path):
+    "What Codex prints of a model that says pong, and what it asked"
+    said = [Delta(content='po'), Delta(content='ng'), Delta(finish='stop')]
+    with serve(lambda ask: said) as s:
+        return codex(tmp_path, s.url, 'Say pong'),s.asks[0]
+
+def test_codex_says_what_the_model_said(pong):
+    got,_ = pong
     assert completed(got, 'agent_message')[0]['text']=='pong'
-    assert [
-        e['usage'] for e in got if e['type']=='turn.completed'
-    ][0].items()>=dict(
-        input_tokens=11, cached_input_tokens=3, output_tokens=7, reasoning_output_tokens=2).items()
+    used = next(e['usage'] for e in got if e['type']=='turn.completed')
+    assert (used['input_tokens'],used['cached_input_tokens'])==(11,3)
+    assert (used['output_tokens'],used['reasoning_output_tokens'])==(7,2)
+
+def test_what_codex_asks(pong):
+    _,ask = pong
     roles = [m['role'] for m in ask.messages]
-    assert roles[0]=='system' and roles.count('system')==1 and roles[
-        -1]=='user', 'its developer messages are one system message'
+    assert roles[0]=='system' and roles.count('system')==1, 'its two became one'
+    assert roles[-1]=='user'
     assert {t['function']['name'] for t in ask.tools}>={'exec_command'}
     assert any('web_search' in w for w in ask.warnings)
 
+CALL_ID = 'call_'+'a'*24
+NO_SANDBOX = '--dangerously-bypass-approvals-and-sandbox'
+
+def counts(ask):
+    "A model that has a command count, and says what came of it"
+    if ask.messages[-1]['role']=='tool':
+        return [Delta(content='It printed 42.'), Delta(finish='stop')]
+    args = json.dumps(dict(cmd='echo $((6*7))'))
+    begun = CallDelta(0, CALL_ID, 'exec_command', args[:9])
+    rest = CallDelta(0, arguments=args[9:])
+    return [
+        Delta(reasoning='I must count.'), Delta(content='Let me see.'),
+        Delta(calls=(begun,)), Delta(calls=(rest,)), Delta(finish='tool_calls')]
+
 def test_codex_runs_a_command_and_brings_the_result_back(tmp_path):
-    def script(ask):
-        if ask.messages[-1]['role']=='tool':
-            return [Delta(content='It printed 42.'), Delta(finish='stop')]
-        args = json.dumps(dict(cmd='echo $((6*7))'))
-        begun = CallDelta(0, 'call_'+'a'*24, 'exec_command', args[:9])
-        rest = CallDelta(0, arguments=args[9:])
-        return [
-            Delta(reasoning='I must count.'),
-            Delta(content='Let me see.'),
-            Delta(calls=(begun,)),
-            Delta(calls=(rest,)),
-            Delta(finish='tool_calls')]
-    with serve(script) as s:
-        got = codex(
-            tmp_path, s.url, 'What is six times seven?',
-            '--dangerously-bypass-approvals-and-sandbox')
-        asks,last = s.asks,json.loads(s.bodies[-1])
+    with serve(counts) as s:
+        got = codex(tmp_path, s.url, 'What is six times seven?', NO_SANDBOX)
+        (*_,turn,result),last = s.asks[1].messages,json.loads(s.bodies[-1])
     assert [m['text'] for m in completed(got, 'agent_message')]==['Let me see.','It printed 42.']
     assert completed(got, 'command_execution')[0]['exit_code']==0
-    turn,result = asks[1].messages[-2:]
-    assert (result['role'], result['tool_call_id'], result['name']) == (
-        'tool', 'call_'+'a'*24, 'exec_command')
+    assert (result['role'],result['tool_call_id'],result['name'])==('tool',CALL_ID,'exec_command')
     assert '42' in result['content']
-    assert (turn['reasoning'], turn['content'], len(turn['tool_calls'])) == (
-        'I must count.', 'Let me see.', 1), 'one turn came back whole'
-    assert [
-        unseal(i['encrypted_content']) for i in last['input']
-        if i['type']=='reasoning']==['I must count.']
+    assert (turn['reasoning'],turn['content'])==('I must count.','Let me see.'), 'one turn is whole'
+    assert len(turn['tool_calls'])==1
+    thoughts = [i['encrypted_content'] for i in last['input'] if i['type']=='reasoning']
+    assert list(map(unseal, thoughts))==['I must count.']
 
 def test_codex_shows_reasoning(tmp_path):
     deltas = [
         Delta(reasoning='**Thinking**\n\nHm.'),
         Delta(content='Done.'),
         Delta(finish='stop')]
-    with serve(lambda ask: deltas) as s: got = codex(tmp_path, s.url, 'Think')
+    with serve(lambda ask: deltas) as s:
+        got = codex(tmp_path, s.url, 'Think')
     assert 'Thinking' in completed(got, 'reasoning')[0]['text']
 
 def test_codex_says_why_it_failed(tmp_path):
@@ -102,15 +104,14 @@ def test_codex_says_why_it_failed(tmp_path):
                 '-c', 'model_providers.atlas.request_max_retries=0')
     assert 'secret' not in str(e.value)
 
-# -- Codex and the whole service: template, parsers, stream
-# ------------------------------------------------------------------
+# -- Codex and the whole service: template, parsers, stream ---------------------------------------
 
 def times(tool, args, *more):
     "Calls a tool, and reads out what it gave"
-    return steps(
-        tool, [args,*more],
-        lambda prompt: 'It printed '+(
-            '42.' if '42' in prompt.partition(f'call {tool}')[2] else 'something else.'))
+    def done(prompt):
+        printed = prompt.partition(f'call {tool}')[2]
+        return 'It printed '+('42.' if '42' in printed else 'something else.')
+    return steps(tool, [args,*more], done)
 
 def goes_on(prompts):
     "Does each prompt begin with the whole of the one before, so that the cache finds it?"
@@ -119,48 +120,38 @@ def goes_on(prompts):
 
 # A loop of three turns: what the second does needs what the first did
 LOOP = ['echo $((6*7)) > out.txt', 'cat out.txt', 'rm out.txt && ls']
+COMMANDS = [dict(command=c, description='Works') for c in LOOP]
 
 def test_codex_through_the_whole_service(tmp_path):
     with service(times('exec_command', *(dict(cmd=c) for c in LOOP))) as s:
-        got = codex(
-            tmp_path, s.url, 'What is six times seven?',
-            '--dangerously-bypass-approvals-and-sandbox')
-    assert [
-        m['text'].strip()
-        for m in completed(got, 'agent_message')
-    ]==['Let me see.']*3+['It printed 42.']
+        got = codex(tmp_path, s.url, 'What is six times seven?', NO_SANDBOX)
+    said = [m['text'].strip() for m in completed(got, 'agent_message')]
+    assert said==['Let me see.']*3+['It printed 42.']
     assert [c['exit_code'] for c in completed(got, 'command_execution')]==[0,0,0]
     assert len(s.prompts)==4
     assert goes_on(s.prompts)
     assert '42' in completed(got, 'command_execution')[1]['aggregated_output']
     assert s.prompts[1].count('system: ')==1 and s.prompts[1].startswith('tool {')
 
-# -- opencode: POST /v1/chat/completions or /v1/responses, streamed, as its provider package has
-# it ---------------------------
+# -- opencode: POST /v1/chat/completions or /v1/responses, streamed, as its provider package has it
 
 def opencode(home, url, prompt, npm):
     "The events that `opencode run` prints"
-    provider = dict(
-        npm=npm, name='Atlas',
-        options=dict(baseURL=f'{url}/v1', apiKey='none'),
-        models=dict(scripted=dict(name='scripted', tool_call=True, reasoning=True)))
+    known = dict(scripted=dict(name='scripted', tool_call=True, reasoning=True))
+    options = dict(baseURL=f'{url}/v1', apiKey='none')
+    provider = dict(npm=npm, name='Atlas', options=options, models=known)
+    config = dict(
+        model='atlas/scripted', small_model='atlas/scripted', autoupdate=False,
+        share='disabled', permission=dict(bash='allow'), provider=dict(atlas=provider))
     (project := home/'project').mkdir(exist_ok=True)
-    (project/'opencode.json').write_text(
-        json.dumps(
-            dict(
-                model='atlas/scripted', small_model='atlas/scripted', autoupdate=False,
-                share='disabled', permission=dict(bash='allow'),
-                provider=dict(atlas=provider))))
-    out = run(
-        [agent('opencode'), 'run', prompt, '--format', 'json'],
-        home, OPENCODE_DISABLE_MODELS_FETCH='1', OPENCODE_DISABLE_AUTOUPDATE='1')
+    (project/'opencode.json').write_text(json.dumps(config))
+    quiet = dict(OPENCODE_DISABLE_MODELS_FETCH='1', OPENCODE_DISABLE_AUTOUPDATE='1')
+    out = run([agent('opencode'), 'run', prompt, '--format', 'json'], home, **quiet)
     return [json.loads(l) for l in out.splitlines() if l.startswith('{')]
 
 @pytest.mark.parametrize('npm', ['@ai-sdk/openai-compatible','@ai-sdk/openai'])
 def test_opencode_calls_a_tool(tmp_path, npm):
-    with service(
-        times('bash', *(dict(command=c, description='Works') for c in LOOP))
-    ) as s:
+    with service(times('bash', *COMMANDS)) as s:
         got = opencode(tmp_path, s.url, 'What is six times seven?', npm)
     texts = [e['part']['text'].strip() for e in got if e['type']=='text']
     assert texts[-1]=='It printed 42.' and 'Let me see.' in texts
@@ -169,8 +160,7 @@ def test_opencode_calls_a_tool(tmp_path, npm):
     assert '42' in uses[1]['output']
     assert goes_on(s.prompts)
 
-# -- Claude Code: POST /v1/messages, streamed
-# ----------------------------------------------------------------------------------
+# -- Claude Code: POST /v1/messages, streamed -----------------------------------------------------
 
 def claude(home, url, prompt, *flags, **env):
     "What Claude Code says in the end"
@@ -182,14 +172,10 @@ def claude(home, url, prompt, *flags, **env):
     return json.loads(out)
 
 def test_claude_code_calls_tools(tmp_path):
-    with service(
-        times('Bash', *(dict(command=c, description='Works') for c in LOOP))
-    ) as s:
+    with service(times('Bash', *COMMANDS)) as s:
         d = claude(tmp_path, s.url, 'What is six times seven?', '--allowedTools', 'Bash')
-    assert (
-        d['result'].strip(),d['is_error'],
-        d['num_turns']
-    )==('It printed 42.',False,4), d
+    assert (d['result'].strip(),d['is_error'])==('It printed 42.',False), d
+    assert d['num_turns']==4
     assert goes_on(s.prompts) and 'cch=' not in s.prompts[-1]
 
 def test_claude_code_reads_on_after_a_file_that_cannot_be_read(tmp_path):
@@ -200,10 +186,7 @@ def test_claude_code_reads_on_after_a_file_that_cannot_be_read(tmp_path):
     pdf,png = tmp_path/'project'/'a.pdf',tmp_path/'project'/'a.png'
     Image.new('RGB', (32,32), 'red').save(pdf)
     Image.new('RGB', (32,32), 'red').save(png)
-    with service(
-        steps(
-            'Read',
-            [dict(file_path=str(pdf)), dict(file_path=str(png))],
-            lambda p: f'{p.count("removed")} removed')
-    ) as s: d = claude(tmp_path, s.url, 'What is in them?', '--allowedTools', 'Read')
+    reads = [dict(file_path=str(f)) for f in (pdf,png)]
+    with service(steps('Read', reads, lambda p: f'{p.count("removed")} removed')) as s:
+        d = claude(tmp_path, s.url, 'What is in them?', '--allowedTools', 'Read')
     assert (d['result'].strip(),d['is_error'])==('2 removed',False), d

@@ -27,13 +27,11 @@ HELLO = [dict(role='user', content='Hello')]
 COUNTS = Usage(prompt=120, completion=30, cached=64, reasoning=7)
 
 def parsed(f=parse, **kw):
-    return f(
-        json.dumps(
-            dict(model='m', max_tokens=64, messages=HELLO)|kw).encode())
+    body = dict(model='m', max_tokens=64, messages=HELLO)|kw
+    return f(json.dumps(body).encode())
 def calls(*ds): return tuple(ds)
 
-# -- a server that says what a script tells it
-# -------------------------------------------------------------------------------
+# -- a server that says what a script tells it ----------------------------------------------------
 
 class KeyMissing(AtlasError):
     status,code = 401,'no_key'
@@ -149,33 +147,30 @@ def client(script):
 
 def ask(client, **kw): return dict(model='m', max_tokens=64, messages=HELLO)|kw
 
-# -- the client ----------------------------------------------------------------------------------
-# ------------------------------
+# -- the client -----------------------------------------------------------------------------------
 
-def test_a_message(client, script):
-    m = client.messages.create(
-        **ask(
-            client, system='Be kind', stop_sequences=['END'],
-            metadata=dict(user_id='u'), service_tier='auto',
-            extra_body=dict(temperature=.5, top_k=40)))
-    assert (
-        m.content[0].text,m.stop_reason,
-        m.stop_sequence,m.role,m.type,m.model
-    ) == ('Hi.','end_turn',None,'assistant','message','m')
+SAMPLED = dict(temperature=.5, top_k=40)
+
+def test_a_message(client):
+    m = client.messages.create(**ask(client, system='Be kind'))
+    assert (m.content[0].text,m.stop_reason,m.stop_sequence)==('Hi.','end_turn',None)
+    assert (m.role,m.type,m.model)==('assistant','message','m')
     assert m.id.startswith('msg_')
     u = m.usage
-    assert (
-        u.input_tokens,u.cache_read_input_tokens,u.cache_creation_input_tokens,u.output_tokens,
-        u.output_tokens_details.thinking_tokens
-    ) == (56,64,0,30,7)
+    assert (u.input_tokens,u.cache_read_input_tokens,u.cache_creation_input_tokens)==(56,64,0)
+    assert (u.output_tokens,u.output_tokens_details.thinking_tokens)==(30,7)
+
+def test_what_a_message_is_asked_for(client, script):
+    client.messages.create(
+        **ask(client, system='Be kind', stop_sequences=['END'], service_tier='auto'),
+        metadata=dict(user_id='u'), extra_body=SAMPLED)
     a = script.seen[0]
     assert a.messages==[
         dict(role='system', content='Be kind'),
         dict(role='user', content='Hello')]
-    assert (
-        a.params.temperature,a.params.top_k,
-        a.params.stop,a.params.max_tokens,a.stream
-    ) == (.5,40,('END',),64,False)
+    p = a.params
+    assert (p.temperature,p.top_k,p.stop,p.max_tokens)==(.5,40,('END',),64)
+    assert a.stream is False
 
 @pytest.mark.parametrize(
     'finish,stop,want',
@@ -206,33 +201,39 @@ def test_a_stream(client, script):
         m.usage.output_tokens
     ) == (56,64,30)
 
-def test_events_in_order(client, script):
-    script.answer = always(
-        thought('Hm'),
-        thought('.', content='\n'),
-        said('So'),
-        called(0, 'call_ab', 'f'),
-        called(0, arguments='{"a":'),
-        said('\nDone', calls=calls(CallDelta(0, arguments='1}'))),
-        end('tool_calls'))
-    events = list(client.messages.create(**ask(client, stream=True)))
-    assert [e.type for e in events][:2]==['message_start','content_block_start']
-    assert [e.type for e in events][-2:]==['message_delta','message_stop']
-    assert [e.index for e in events if e.type=='content_block_start']==[0,1,2,3]
-    assert [e.content_block.type for e in events if e.type=='content_block_start']==[
-        'thinking','text','tool_use','text']
+MIXED = [
+    thought('Hm'), thought('.', content='\n'), said('So'),
+    called(0, 'call_ab', 'f'), called(0, arguments='{"a":'),
+    said('\nDone', calls=calls(CallDelta(0, arguments='1}'))), end('tool_calls')]
+
+@pytest.fixture
+def mixed(client, script):
+    "The events of an answer that has everything"
+    script.answer = always(*MIXED)
+    return list(client.messages.create(**ask(client, stream=True)))
+
+def test_events_in_order(mixed):
+    kinds = [e.type for e in mixed]
+    assert kinds[:2]==['message_start','content_block_start']
+    assert kinds[-2:]==['message_delta','message_stop']
+    starts = [e for e in mixed if e.type=='content_block_start']
+    assert [e.index for e in starts]==[0,1,2,3]
+    assert [e.content_block.type for e in starts]==['thinking','text','tool_use','text']
+
+def test_one_block_is_open_at_a_time(mixed):
     open_ = None
-    for e in events:
+    for e in mixed:
         if e.type=='content_block_start':
             assert open_ is None
             open_ = e.index
-        if e.type=='content_block_delta':
+        if e.type in ('content_block_delta','content_block_stop'):
             assert e.index==open_
         if e.type=='content_block_stop':
-            assert e.index==open_
             open_ = None
     assert open_ is None
-    deltas = [e.delta for e in events if e.type=='content_block_delta']
+
+def test_deltas_in_order(mixed):
+    deltas = [e.delta for e in mixed if e.type=='content_block_delta']
     assert [d.type for d in deltas]==[
         'thinking_delta','thinking_delta','signature_delta','text_delta','input_json_delta',
         'input_json_delta','text_delta']
@@ -259,21 +260,24 @@ def test_thinking_goes_round(client, script):
     assert script.seen[1].messages[1]==dict(
         role='assistant', content='Yes.', reasoning='Let me think.')
 
-def test_a_thought_that_is_not_shown_goes_round_too(client, script):
+HIDDEN = dict(thinking=dict(type='adaptive', display='omitted'))
+
+def test_a_thought_that_is_not_shown(client, script):
     script.answer = always(*THINKING)
-    kw = ask(client, thinking=dict(type='adaptive', display='omitted'))
-    with client.messages.stream(**kw) as s:
-        events = list(s)
+    with client.messages.stream(**ask(client, **HIDDEN)) as s:
+        deltas = [e.delta.type for e in s if e.type=='content_block_delta']
         m = s.get_final_message()
     assert [b.type for b in m.content]==['thinking','text']
-    assert m.content[0].thinking==''
-    assert m.content[0].signature
-    assert not any(e.type=='content_block_delta' and e.delta.type=='thinking_delta' for e in events)
-    w = client.messages.create(**kw)
+    assert m.content[0].thinking=='' and m.content[0].signature
+    assert 'thinking_delta' not in deltas
+    w = client.messages.create(**ask(client, **HIDDEN))
     assert [b.type for b in w.content]==['thinking','text']
     assert w.content[0]==m.content[0]
-    client.messages.create(
-        **ask(client, messages=[*HELLO, m.to_param(), *HELLO]))
+
+def test_a_thought_that_is_not_shown_goes_round_too(client, script):
+    script.answer = always(*THINKING)
+    m = client.messages.create(**ask(client, **HIDDEN))
+    client.messages.create(**ask(client, messages=[*HELLO, m.to_param(), *HELLO]))
     assert script.seen[-1].messages[1]==dict(
         role='assistant', content='Yes.', reasoning='Let me think.')
 
@@ -284,40 +288,39 @@ def test_zero_tokens_say_nothing(client, script):
     for m in client.messages.create(**kw),streamed:
         assert (m.content,m.stop_reason)==([],'max_tokens')
 
-def test_the_tool_loop_of_the_sdk(client, script):
+def forecast(a):
+    "A model that calls `weather`, and then says what it gave"
+    last = a.messages[-1]
+    if last['role']=='tool':
+        return [said(f'It is {last["content"]}.', finish='stop')]
+    begun = called(0, 'call_0123', 'weather', '{"city"')
+    return [said('Wait.'), begun, called(0, arguments=': "Oslo"}'), end('tool_calls')]
+
+@anthropic.beta_tool
+def weather(city: str) -> str:
+    "The weather in a city"
+    return f'{city}: rain'
+
+@pytest.mark.parametrize('stream', [False,True])
+def test_the_tool_loop_of_the_sdk(client, script, stream):
     "The SDK's own loop calls the tool and comes back with its result"
-    def answer(a):
-        last = a.messages[-1]
-        if last['role']=='tool':
-            return [said(f'It is {last["content"]}.', finish='stop')]
-        begun = called(0, 'call_0123', 'weather', '{"city"')
-        return [said('Wait.'), begun, called(0, arguments=': "Oslo"}'), end('tool_calls')]
-    script.answer = answer
-    @anthropic.beta_tool
-    def weather(city: str) -> str:
-        "The weather in a city"
-        return f'{city}: rain'
-    for stream in False,True:
-        kw = dict(model='m', max_tokens=64, messages=list(HELLO), tools=[weather])
-        script.seen.clear()
-        if stream:
-            m = [
-                x.get_final_message()
-                for x in client.beta.messages.tool_runner(stream=True, **kw)][-1]
-        else:
-            m = client.beta.messages.tool_runner(**kw).until_done()
-        assert m.content[0].text=='It is Oslo: rain.'
-        a = script.seen[-1]
-        assert [m['role'] for m in a.messages]==['user','assistant','tool']
-        assert a.messages[-2]['tool_calls']==[
-            dict(
-                id='toolu_0123', type='function',
-                function=dict(name='weather', arguments='{"city":"Oslo"}'))]
-        assert a.messages[-1]==dict(
-            role='tool', tool_call_id='toolu_0123', content='Oslo: rain', name='weather')
-        # the first try, with a thread, was refused
-        assert a.tools[0]['function']['parameters']['required']==['city']
-        assert len(script.seen)==2
+    script.answer = forecast
+    kw = dict(model='m', max_tokens=64, messages=list(HELLO), tools=[weather])
+    if stream:
+        turns = client.beta.messages.tool_runner(stream=True, **kw)
+        *_,m = [turn.get_final_message() for turn in turns]
+    else:
+        m = client.beta.messages.tool_runner(**kw).until_done()
+    assert m.content[0].text=='It is Oslo: rain.'
+    a = script.seen[-1]
+    assert [m['role'] for m in a.messages]==['user','assistant','tool']
+    f = dict(name='weather', arguments='{"city":"Oslo"}')
+    assert a.messages[1]['tool_calls']==[dict(id='toolu_0123', type='function', function=f)]
+    assert a.messages[2]==dict(
+        role='tool', tool_call_id='toolu_0123', content='Oslo: rain', name='weather')
+    # the first try, with a thread, was refused
+    assert a.tools[0]['function']['parameters']['required']==['city']
+    assert len(script.seen)==2
 
 def test_no_conversation_is_held(client):
     "A later request of a thread has only what is new"
@@ -385,7 +388,8 @@ ERRORS = [
     'e,kind,name', ERRORS,
     ids=[type(e).__name__ for e,*_ in ERRORS])
 def test_errors(client, script, e, kind, name):
-    def fail(a): raise e
+    def fail(a):
+        raise e
     script.answer = fail
     with pytest.raises(kind) as got:
         client.messages.create(**ask(client))
@@ -445,36 +449,29 @@ values = st.recursive(
 args = st.dictionaries(texts, values, max_size=3).map(json.dumps)
 
 def cut(text, at):
-    return [
-        text[i:j]
-        for i,j in zip(
-            [0,*at], [*at,len(text)])]
+    return [text[i:j] for i,j in zip([0,*at], [*at,len(text)])]
+
+@st.composite
+def atoms(draw):
+    "What one answer says, in order, as small pieces: (kind, piece)"
+    def pieces(text):
+        return cut(text, sorted(draw(st.lists(st.integers(0,len(text)), max_size=4))))
+    todo = [('reasoning',t) for t in pieces(draw(texts))]
+    todo += [('content',t) for t in pieces(draw(texts))]
+    for i,a in enumerate(draw(st.lists(args, max_size=3))):
+        todo.append(('calls',(CallDelta(i, f'call_{i}', f'f{i}'),)))
+        todo += [('calls',(CallDelta(i, arguments=t),)) for t in pieces(a)]
+    return todo
 
 @st.composite
 def answers(draw):
     "Pieces of one answer, cut and packed in any way that keeps the order"
-    def atoms(text):
-        return cut(
-            text,
-            sorted(
-                draw(st.lists(st.integers(0,len(text)), max_size=4))))
-    todo = [('r',t) for t in atoms(draw(texts))]+[
-        ('c',t) for t in atoms(draw(texts))]
-    for i,a in enumerate(draw(st.lists(args, max_size=3))):
-        todo += [
-            ('k',CallDelta(i, f'call_{i}', f'f{i}')),
-            *(('k',CallDelta(i, arguments=t)) for t in atoms(a))]
     pieces,now = [],Delta()
-    for kind,x in todo:
+    for kind,x in draw(atoms()):
         if draw(st.booleans()):
             pieces.append(now)
             now = Delta()
-        if kind=='r':
-            now.reasoning += x
-        elif kind=='c':
-            now.content += x
-        else:
-            now.calls += (x,)
+        setattr(now, kind, getattr(now, kind)+x)
     finish = st.sampled_from(['stop','length','tool_calls'])
     stop = st.sampled_from([None,'END','x',3])
     last = end(draw(finish), stop=draw(stop))
@@ -491,112 +488,105 @@ def test_any_chunking_is_the_same_message(pieces):
     assert accumulated(reply(a, 'm', id='msg_1'), pieces)==whole
     Message.model_validate(whole)
 
-# -- any body ------------------------------------------------------------------------------------
-# ------------------------------
+# -- any body -------------------------------------------------------------------------------------
 
 BILLING = 'x-anthropic-billing-header: cc_version=2.1.165.0d9; cc_entrypoint=cli; cch={};'
 def text(t, **kw): return dict(type='text', text=t)|kw
 CACHED = dict(cache_control=dict(type='ephemeral', ttl='1h'))
 
 def tool(name, **props):
-    return dict(
-        name=name, description=f'{name} something',
-        input_schema={
-            '$schema':'https://json-schema.org/draft/2020-12/schema', 'type':'object',
-            'properties':{k:dict(type=v) for k,v in props.items()},
-            'required':list(props), 'additionalProperties':False})
+    shape = {
+        '$schema':'https://json-schema.org/draft/2020-12/schema', 'type':'object',
+        'properties':{k:dict(type=v) for k,v in props.items()},
+        'required':list(props), 'additionalProperties':False}
+    return dict(name=name, description=f'{name} something', input_schema=shape)
+
+def noted(note): return text(f'<system-reminder>\n{note}\n</system-reminder>')
+def result(id, content, **kw):
+    return dict(type='tool_result', tool_use_id=id, content=content)|kw
+
+TODAY = text(
+    '<system-reminder>\nAs you answer, you can use the following context:\n# currentDate\n'
+    'Today is 2026-11-21.\n</system-reminder>\n\n')
+ASKED = [
+    dict(role='user', content=[TODAY, text('why does test_a fail?', **CACHED)]),
+    dict(role='system', content='The following skills are available: none.')]
+READ = dict(
+    type='tool_use', id='toolu_01', name='Read', input=dict(file_path='/w/test_a.py'))
+BASH = dict(
+    type='tool_use', id='toolu_02', name='Bash', input=dict(command='pytest -x', timeout=60000),
+    caller=dict(type='direct'))
+PLAN = dict(
+    type='thinking', thinking='Look at the test, and run it.', signature='EqQBCkYIBxgC')
+FAILED = text('<tool_use_error>Exit code 1\nE assert 2 == 1</tool_use_error>')
+CALLED = [
+    dict(role='assistant', content=[PLAN, text("I'll look at the test."), READ, BASH]),
+    dict(role='user', content=[
+        result('toolu_01', '     1→def test_a(): assert f()==1\n'),
+        result('toolu_02', [FAILED], is_error=True, **CACHED),
+        noted('The task tools have not been used recently.')])]
+WENT_ON = [
+    dict(role='assistant', content=[text('f() gives 2.')]),
+    dict(role='user', content='fix it'),
+    dict(role='user', content='and be quick')]
+CLAUDE_TOOLS = [
+    tool('Bash', command='string', timeout='number'),
+    tool('Read', file_path='string')|dict(eager_input_streaming=True),
+    tool('mcp__ide__getDiagnostics'),
+    dict(type='web_search_20250305', name='web_search', max_uses=8)]
+CLAUDE = dict(
+    model='claude-opus-4-8', max_tokens=32000, stream=True, temperature=1, tools=CLAUDE_TOOLS,
+    metadata=dict(user_id='user_0784b_account_261d_session_b4e5'),
+    thinking=dict(type='adaptive', display='omitted'),
+    context_management=dict(edits=[dict(type='clear_thinking_20251015', keep='all')]),
+    output_config=dict(effort='high'), diagnostics=None, speed=None)
 
 def claude_code(turn=1, cch='fa690', **kw):
     "What Claude Code sends: turn 1, the calls of turn 1 done, or one more question"
-    messages = [
-        dict(
-            role='user',
-            content=[
-                text(
-                    '<system-reminder>\nAs you answer, you can use the following context:\n# '
-                    'currentDate\nToday is 2026-11-21.\n</system-reminder>\n\n'),
-                text('why does test_a fail?', **CACHED)]),
-        dict(role='system', content='The following skills are available: none.')]
-    if turn>1:
-        messages += [
-            dict(
-                role='assistant',
-                content=[
-                    dict(
-                        type='thinking', thinking='Look at the test, and run it.',
-                        signature='EqQBCkYIBxgC'),
-                    text("I'll look at the test."),
-                    dict(
-                        type='tool_use', id='toolu_01', name='Read',
-                        input=dict(file_path='/w/test_a.py')),
-                    dict(
-                        type='tool_use', id='toolu_02', name='Bash',
-                        input=dict(command='pytest -x', timeout=60000),
-                        caller=dict(type='direct'))]),
-            dict(
-                role='user',
-                content=[
-                    dict(
-                        type='tool_result', tool_use_id='toolu_01',
-                        content='     1→def test_a(): assert f()==1\n'),
-                    dict(
-                        type='tool_result', tool_use_id='toolu_02',
-                        content=[
-                            text('<tool_use_error>Exit code 1\nE assert 2 == 1</tool_use_error>')],
-                        is_error=True, **CACHED),
-                    text(
-                        '<system-reminder>\nThe task tools have not been used '
-                        'recently.\n</system-reminder>')])]
-    if turn>2:
-        messages += [
-            dict(role='assistant', content=[text('f() gives 2.')]),
-            dict(role='user', content='fix it'),
-            dict(role='user', content='and be quick')]
-    return dict(
-        model='claude-opus-4-8', messages=messages, max_tokens=32000, stream=True,
-        temperature=1,
-        system=[
-            text(BILLING.format(cch)),
-            text("You are Claude Code, Anthropic's official CLI for Claude.", **CACHED),
-            text('\nYou are an interactive agent that helps users with software.', **CACHED)],
-        tools=[
-            tool('Bash', command='string', timeout='number'),
-            tool('Read', file_path='string')|dict(eager_input_streaming=True),
-            tool('mcp__ide__getDiagnostics'),
-            dict(type='web_search_20250305', name='web_search', max_uses=8)],
-        metadata=dict(user_id='user_0784b_account_261d_session_b4e5'),
-        thinking=dict(type='adaptive', display='omitted'),
-        context_management=dict(edits=[dict(type='clear_thinking_20251015', keep='all')]),
-        output_config=dict(effort='high'), diagnostics=None, speed=None)|kw
+    messages = ASKED+(CALLED if turn>1 else [])+(WENT_ON if turn>2 else [])
+    system = [
+        text(BILLING.format(cch)),
+        text("You are Claude Code, Anthropic's official CLI for Claude.", **CACHED),
+        text('\nYou are an interactive agent that helps users with software.', **CACHED)]
+    return CLAUDE|dict(messages=copy.deepcopy(messages), system=system)|kw
 
-def test_what_claude_code_sends():
-    a = parse(json.dumps(claude_code(3)).encode())
-    assert [m['role'] for m in a.messages]==[
+@pytest.fixture
+def third_turn():
+    "What the third turn of Claude Code asks"
+    return parse(json.dumps(claude_code(3)).encode())
+
+def test_what_claude_code_asks_first(third_turn):
+    assert [m['role'] for m in third_turn.messages]==[
         'system','user','assistant','tool','tool','user','assistant','user']
-    s,u,c,r1,r2,n,_,last = a.messages
+    s,u,*_ = third_turn.messages
     assert s['content']==(
         "You are Claude Code, Anthropic's official CLI for Claude.\nYou are an interactive agent "
         "that helps users with software.")
-    assert 'cch=' not in json.dumps(a.messages)
+    assert 'cch=' not in json.dumps(third_turn.messages)
     assert u['content'].endswith(
         'why does test_a fail?\n<system-reminder>\nThe following skills are available: '
         'none.\n</system-reminder>')
+
+def test_what_claude_code_calls(third_turn):
+    c,read,ran = third_turn.messages[2:5]
+    note,last = third_turn.messages[5]['content'],third_turn.messages[7]['content']
     assert c['reasoning']=='Look at the test, and run it.'
     assert c['content']=="I'll look at the test."
-    assert [t['function']['name'] for t in c['tool_calls']]==['Read','Bash']
-    assert json.loads(c['tool_calls'][1]['function']['arguments'])==dict(
-        command='pytest -x', timeout=60000)
-    assert (r1['tool_call_id'],r2['name'])==('toolu_01','Bash')
-    assert r2['content'].startswith('<tool_use_error>Exit code 1')
-    assert 'task tools' in n['content'] and last['content']=='fix it\nand be quick'
-    names = [t['function']['name'] for t in a.tools]
-    assert names==['Bash','Read','mcp__ide__getDiagnostics']
-    (warning,) = a.warnings
+    functions = [t['function'] for t in c['tool_calls']]
+    assert [f['name'] for f in functions]==['Read','Bash']
+    assert json.loads(functions[1]['arguments'])==dict(command='pytest -x', timeout=60000)
+    assert (read['tool_call_id'],ran['name'])==('toolu_01','Bash')
+    assert ran['content'].startswith('<tool_use_error>Exit code 1')
+    assert 'task tools' in note and last=='fix it\nand be quick'
+
+def test_what_claude_code_wants(third_turn):
+    a = third_turn
+    assert [t['function']['name'] for t in a.tools]==['Bash','Read','mcp__ide__getDiagnostics']
+    warning, = a.warnings
     assert 'web_search' in warning and a.ignored==[]
-    assert a.template['enable_thinking'] is True
-    assert a.template['reasoning_effort']=='high'
-    assert a.thinking_budget is None
-    assert a.params.max_tokens==32000 and a.stream and a.parallel and a.tool_choice=='auto'
+    assert a.template['enable_thinking'] is True and a.template['reasoning_effort']=='high'
+    assert a.thinking_budget is None and a.params.max_tokens==32000
+    assert a.stream and a.parallel and a.tool_choice=='auto'
 
 def test_the_cache_finds_the_turns_before():
     "Each turn's prompt begins with the one before, whatever the billing line says"
@@ -614,52 +604,40 @@ def test_the_cache_finds_the_turns_before():
     assert shown[2].startswith(shown[1])
     assert len(set(map(len, shown)))==3
 
-def test_claude_codes_small_requests(script, client):
-    "The probe, the title, and the count of a tool"
+def test_claude_codes_small_requests():
+    "The probe, and the count of a tool"
     parsed(
         messages=[dict(role='user', content='quota')],
         max_tokens=1, metadata=dict(user_id='u'))
+    foo = dict(messages=[dict(role='user', content='foo')], tools=[tool('Bash', command='string')])
+    assert parsed(parse_count, max_tokens=None, **foo).tools
+
+def test_claude_codes_title():
     title = dict(
-        type='object',
-        properties=dict(title=dict(type='string')),
-        required=['title'], additionalProperties=False)
+        type='object', properties=dict(title=dict(type='string')), required=['title'],
+        additionalProperties=False)
     a = parsed(
         system=[text(BILLING.format('0')), text('Write a title.')],
-        tools=[], temperature=1,
-        thinking=dict(type='disabled'),
+        tools=[], temperature=1, thinking=dict(type='disabled'),
         output_config=dict(format=dict(type='json_schema', schema=title)))
     assert a.format['schema']==title
     assert a.template['enable_thinking'] is False
     assert a.tools is None
     assert a.messages[0]['content']=='Write a title.'
-    assert parsed(
-        parse_count, max_tokens=None,
-        messages=[dict(role='user', content='foo')],
-        tools=[tool('Bash', command='string')]).tools
 
 def test_images_wherever_they_are():
     png = dict(type='image', source=dict(type='base64', media_type='image/png', data='AAAA'))
     far = dict(type='image', source=dict(type='url', url='https://a/b.png'))
-    a = parsed(
-        messages=[
-            dict(
-                role='assistant',
-                content=[dict(type='tool_use', id='t', name='shot', input={})]),
-            dict(
-                role='user',
-                content=[
-                    text('What is this?'),
-                    dict(type='tool_result', tool_use_id='t', content=[text('A picture'), png]),
-                    far])])
+    shot = dict(type='tool_use', id='t', name='shot', input={})
+    seen = [text('What is this?'), result('t', [text('A picture'), png]), far]
+    a = parsed(messages=[
+        dict(role='assistant', content=[shot]), dict(role='user', content=seen)])
     assert a.messages[1]==dict(role='tool', tool_call_id='t', content='A picture', name='shot')
+    def image(url, where): return dict(type='image_url', image_url=dict(url=url), where=where)
+    within = 'messages[1].content[1].tool_result.content[1].image'
     assert a.messages[2]['content']==[
-        dict(
-            type='image_url', image_url=dict(url='data:image/png;base64,AAAA'),
-            where='messages[1].content[1].tool_result.content[1].image'),
-        text('What is this?'),
-        dict(
-            type='image_url', image_url=dict(url='https://a/b.png'),
-            where='messages[1].content[2].image')]
+        image('data:image/png;base64,AAAA', within), text('What is this?'),
+        image('https://a/b.png', 'messages[1].content[2].image')]
 
 SOUND = [
     claude_code(3),
@@ -720,24 +698,26 @@ junk = st.recursive(
         s, max_size=4),
     max_leaves=8)
 
+def check_message(m):
+    "What every message of an `Ask` promises to a template"
+    assert m['role'] in ('system','user','assistant','tool')
+    assert isinstance(m['content'], str|list|None)
+    assert m['content'] is not None or m['role']=='assistant'
+    for p in m['content'] if isinstance(m['content'], list) else ():
+        assert isinstance(p['text'] if p['type']=='text' else p['image_url']['url'], str)
+    for c in m.get('tool_calls', ()):
+        assert c['id'] and c['function']['name']
+        assert isinstance(json.loads(c['function']['arguments']), dict)
+    assert m['role']!='tool' or isinstance(m['tool_call_id'], str)
+
 def check(a):
     "What every `Ask` promises to those who take it"
     assert isinstance(a, Ask) and a.messages
     for m in a.messages:
-        assert m['role'] in ('system','user','assistant','tool')
-        assert isinstance(m['content'], str|list|None)
-        assert m['content'] is not None or m['role']=='assistant'
-        for p in m['content'] if isinstance(m['content'], list) else ():
-            assert isinstance(p['text'] if p['type']=='text' else p['image_url']['url'], str)
-        for c in m.get('tool_calls', ()):
-            assert isinstance(json.loads(c['function']['arguments']), dict)
-            assert c['id']
-            assert c['function']['name']
-        assert m['role']!='tool' or isinstance(m['tool_call_id'], str)
-    assert 'system' not in [m['role'] for m in a.messages[1:]]
-    assert all(
-        x['role']!=y['role'] or x['role']=='tool'
-        for x,y in zip(a.messages, a.messages[1:]))
+        check_message(m)
+    roles = [m['role'] for m in a.messages]
+    assert 'system' not in roles[1:]
+    assert all(x!=y or x=='tool' for x,y in zip(roles, roles[1:]))
     for w in a.warnings:
         assert w.isascii() and w.isprintable()
     json.dumps([a.messages, a.tools, a.format])
@@ -910,33 +890,35 @@ def test_the_service_stops(served):
             'Hello ','stop_sequence','END')
         assert f(**s.ask|dict(max_tokens=18)).stop_reason=='max_tokens'
 
-def test_the_service_calls_and_goes_on(served):
+@pytest.fixture(params=[False,True], ids=['whole','stream'])
+def turn(served, request):
+    "Asks the service, with a tool; whole or streamed"
     s,c = served
-    for stream in False,True:
-        def turn(ms):
-            kw = s.ask|dict(
-                messages=ms, tools=[OLD_FRIENDS],
-                thinking=dict(type='adaptive'))
-            if not stream:
-                return c.messages.create(**kw)
-            with c.messages.stream(**kw) as got:
-                return got.get_final_message()
-        m = turn(HELLO)
-        assert [b.type for b in m.content]==['thinking','text','tool_use']
-        assert m.stop_reason=='tool_use'
-        assert m.content[0].thinking=='Look outside.' and m.content[1].text.strip()=='Wait.'
-        assert (m.content[2].name,m.content[2].input)==(
-            'weather',dict(city='Oslo'))
-        assert m.content[2].id.startswith('toolu_')
-        assert m.usage.output_tokens_details.thinking_tokens>5
-        done = turn([
-            *HELLO, m.to_param(),
-            dict(
-                role='user',
-                content=[
-                    dict(type='tool_result', tool_use_id=m.content[2].id, content='rain')])])
-        assert done.content[-1].text=='It rains in Oslo.' and done.stop_reason=='end_turn'
-        assert 'call weathertool: rain' in s.prompts[-1]
+    def turn(messages):
+        adaptive = dict(type='adaptive')
+        kw = s.ask|dict(messages=messages, tools=[OLD_FRIENDS], thinking=adaptive)
+        if not request.param:
+            return c.messages.create(**kw)
+        with c.messages.stream(**kw) as got:
+            return got.get_final_message()
+    return turn
+
+def test_the_service_calls(turn):
+    m = turn(HELLO)
+    assert [b.type for b in m.content]==['thinking','text','tool_use']
+    assert m.stop_reason=='tool_use'
+    thought,said,use = m.content
+    assert thought.thinking=='Look outside.' and said.text.strip()=='Wait.'
+    assert (use.name,use.input)==('weather',dict(city='Oslo'))
+    assert use.id.startswith('toolu_')
+    assert m.usage.output_tokens_details.thinking_tokens>5
+
+def test_the_service_goes_on(served, turn):
+    m = turn(HELLO)
+    rain = dict(role='user', content=[result(m.content[2].id, 'rain')])
+    done = turn([*HELLO, m.to_param(), rain])
+    assert done.content[-1].text=='It rains in Oslo.' and done.stop_reason=='end_turn'
+    assert 'call weathertool: rain' in served[0].prompts[-1]
 
 def test_the_service_counts(served):
     s,c = served
@@ -954,42 +936,36 @@ def test_the_service_refuses(served):
     with pytest.raises(anthropic.BadRequestError, match='temperature') as e:
         c.messages.create(**s.ask, extra_body=dict(temperature=-1))
     assert e.value.request_id
+    long = [dict(role='user', content='long '*90_000)]
     with pytest.raises(anthropic.BadRequestError, match='prompt is too long'):
-        c.messages.create(
-            **s.ask
-            |dict(messages=[dict(role='user', content='long '*90_000)]))
-    r = c.messages.with_raw_response.create(
-        **s.ask
-        |dict(tools=[OLD_FRIENDS, dict(type='web_search_20250305', name='web_search')]))
+        c.messages.create(**s.ask|dict(messages=long))
+
+def test_the_service_leaves_out(served):
+    s,c = served
+    hosted = dict(type='web_search_20250305', name='web_search')
+    r = c.messages.with_raw_response.create(**s.ask|dict(tools=[OLD_FRIENDS, hosted]))
     assert 'web_search_20250305' in r.headers['x-atlas-warning']
 
-def test_the_service_names_what_was_wrong(served):
+def test_the_service_names_an_image(served):
     "In the body, where Claude Code looks"
     s,c = served
     png = dict(type='image', source=dict(type='base64', media_type='image/png', data='AAAA'))
-    use = dict(
-        role='assistant',
-        content=[dict(type='tool_use', id='t', name='f', input={})])
-    with pytest.raises(
-        anthropic.BadRequestError,
-        match=r'messages\[2\]\.content\[0\]\.tool_result\.content\[0\]\.image is an image, and '
-        r'this model reads only text'
-    ):
-        c.messages.create(
-            **s.ask
-            |dict(
-                messages=[
-                    *HELLO, use,
-                    dict(
-                        role='user',
-                        content=[dict(type='tool_result', tool_use_id='t', content=[png])])]))
+    use = dict(type='tool_use', id='t', name='f', input={})
+    talk = [
+        *HELLO, dict(role='assistant', content=[use]),
+        dict(role='user', content=[result('t', [png])])]
+    where = r'messages\[2\]\.content\[0\]\.tool_result\.content\[0\]\.image'
+    why = rf'{where} is an image, and this model reads only text'
+    with pytest.raises(anthropic.BadRequestError, match=why):
+        c.messages.create(**s.ask|dict(messages=talk))
+
+def test_the_service_counts_what_is_too_long(served):
+    s,c = served
     with pytest.raises(anthropic.BadRequestError) as e:
-        c.messages.create(
-            **s.ask
-            |dict(messages=[dict(role='user', content='x'*400_000)]))
-    n = int(
-        re.match(r'prompt is too long: (\d+) tokens > 399999 maximum\b', e.value.api_message)[1])
-    assert n>400_000
+        c.messages.create(**s.ask|dict(messages=[dict(role='user', content='x'*400_000)]))
+    said = re.match(
+        r'prompt is too long: (\d+) tokens > 399999 maximum\b', e.value.api_message)
+    assert int(said[1])>400_000
 
 def test_the_service_knows_claude_code(served):
     s,c = served
@@ -999,33 +975,40 @@ def test_the_service_knows_claude_code(served):
     assert s.prompts[-1].count('system: ')==1 and 'cch=' not in s.prompts[-1]
     assert [m.id for m in c.models.list()]==['scripted']
 
-def test_the_door_speaks_the_same_language():
-    "Keys and limits, before anything of this API is read"
+QUESTION = dict(model='scripted', max_tokens=9, messages=HELLO)
+
+def behind(rules):
+    "The service behind these rules"
     s = Speaker(model)
-    rules = Rules(keys=Keys({'secret':'user'}), rate=Rate(2))
-    def served(rules): return app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=rules)
-    ask = dict(model='scripted', max_tokens=9, messages=HELLO)
-    with running(Access(served(rules))) as url:
-        wrong = client_of(url, api_key='wrong')
+    return app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=rules)
+
+def test_the_door_knows_keys():
+    "Before anything of this API is read"
+    with running(Access(behind(Rules(keys=Keys({'secret':'user'}))))) as url:
         with pytest.raises(anthropic.AuthenticationError) as e:
-            wrong.messages.create(**ask)
+            client_of(url, api_key='wrong').messages.create(**QUESTION)
         assert e.value.type=='authentication_error' and 'secret' not in str(e.value)
         assert e.value.request_id and e.value.body['request_id']==e.value.request_id
         for kw in dict(api_key='secret'),dict(auth_token='secret'):
-            assert client_of(url, **kw).messages.create(**ask).type=='message'
-        right = client_of(url, api_key='secret')
+            assert client_of(url, **kw).messages.create(**QUESTION).type=='message'
+
+def test_the_door_knows_rates():
+    rules = Rules(keys=Keys({'secret':'user'}), rate=Rate(2))
+    with running(behind(rules)) as url:
+        c = client_of(url, api_key='secret').messages
+        for _ in range(2):
+            c.create(**QUESTION)
         with pytest.raises(anthropic.RateLimitError) as e:
-            right.messages.create(**ask)
+            c.create(**QUESTION)
         assert e.value.type=='rate_limit_error' and int(e.value.response.headers['retry-after'])>=1
-    with running(served(Rules(body=1000))) as url:
-        long = ask|dict(system='x'*2000)
-        c = client_of(url, api_key='any')
+
+def test_the_door_knows_sizes():
+    with running(behind(Rules(body=1000))) as url:
         with pytest.raises(anthropic.APIStatusError) as e:
-            c.messages.create(**long)
+            client_of(url, api_key='any').messages.create(**QUESTION, system='x'*2000)
         assert (e.value.status_code,e.value.type)==(413,'request_too_large')
 
-# -- Claude Code itself, where there is one
-# ------------------------------------------------------------------------------------
+# -- Claude Code itself, where there is one -------------------------------------------------------
 
 def claude(url, home, *args):
     "Run Claude Code against `url`, and nothing else; what it says in the end"

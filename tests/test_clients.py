@@ -23,24 +23,24 @@ def port():
     with live(app, Bounds()) as port:
         yield port
 
+def environment(home):
+    "Of a user with an empty home, and the key of the server"
+    return dict(
+        PATH=PATH, HOME=str(home), ATLAS_HOME=str(home/'atlas'), ATLAS_API_KEY='sesame',
+        LANG='C.UTF-8', OPENCODE_DISABLE_MODELS_FETCH='1', OPENCODE_DISABLE_AUTOUPDATE='1',
+        PYTHONPATH=str(Path(__file__).parents[1]))
+
 def said(client, port, home, **env):
     "What a client prints when Atlas has started it, in an empty home that may be prepared"
     agent({'continue':'cn'}.get(client, client))
     code = 'from atlas.use.cli import main; main()'
     args = ['launch', client, '--url', f'http://127.0.0.1:{port}', '--', *ASK[client]]
-    env = dict(
-        PATH=PATH, HOME=str(home),
-        ATLAS_HOME=str(home/'atlas'), ATLAS_API_KEY='sesame',
-        LANG='C.UTF-8', OPENCODE_DISABLE_MODELS_FETCH='1', OPENCODE_DISABLE_AUTOUPDATE='1',
-        PYTHONPATH=str(Path(__file__).parents[1])) | env
     (home/'work').mkdir(exist_ok=True)
     r = subprocess.run(
-        [sys.executable,'-c',code,*args],
-        env=env, cwd=home/'work', stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=WAIT)
-    assert not [
-        f for f in home.rglob('*')
-        if f.is_file() and b'sesame' in f.read_bytes()], 'the key was written'
+        [sys.executable,'-c',code,*args], env=environment(home)|env, cwd=home/'work',
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT)
+    written = [f for f in home.rglob('*') if f.is_file() and b'sesame' in f.read_bytes()]
+    assert not written, 'the key was written'
     assert r.returncode==0, r.stderr[-2000:]
     return r.stdout
 

@@ -1,7 +1,7 @@
 """What a stranger may do to the service with a socket: every wait, size and number has an end.
 
 Bounds are shrunk, and time stands still until a test lets it pass."""
-import asyncio,json,logging,os,re,socket,subprocess,sys,threading,time
+import asyncio,json,logging,os,re,socket,subprocess,threading,time
 from contextlib import closing,contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -258,17 +258,31 @@ def forgotten(s):
         while s.recv(1<<16):
             pass
 
+def answer(n, part=50_000):
+    "An application that answers with so many bytes, in parts"
+    class Big(App):
+        async def __call__(self, scope, receive, send):
+            length = (b'content-length', str(n).encode())
+            await send(dict(type='http.response.start', status=200, headers=[length]))
+            for at in range(part, n+1, part):
+                body = dict(type='http.response.body', body=b'x'*part, more_body=at<n)
+                await send(body)
+    return Big()
+
+@contextmanager
+def small_reader(port):
+    "A connection whose system takes little for who does not read"
+    s = socket.socket()
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with closing(s):
+        s.settimeout(WAIT)
+        s.connect(('127.0.0.1',port))
+        yield s
+
 def test_frozen_reader_of_a_finished_answer(clock):
     """The answer is complete, and smaller than what a buffer may hold: only the connection still
     waits for its reader"""
-    class Big(App):
-        async def __call__(self, scope, receive, send):
-            await send(
-                dict(
-                    type='http.response.start', status=200,
-                    headers=[(b'content-length',b'50000')]))
-            await send(dict(type='http.response.body', body=b'x'*50_000))
-    gone,paused = threading.Event(),threading.Event()
+    gone,paused,servers = threading.Event(),threading.Event(),[]
     class Seen(http.HttpTools):
         bounds = Bounds(write=.3, idle=WAIT, tick=.05)
         def pause_writing(self):
@@ -277,12 +291,8 @@ def test_frozen_reader_of_a_finished_answer(clock):
         def connection_lost(self, exc):
             super().connection_lost(exc)
             gone.set()
-    servers = []
-    with live(Big(), http=Seen, small=True, servers=servers) as port:
-        s = socket.socket()
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        with closing(s):
-            s.connect(('127.0.0.1',port))
+    with live(answer(50_000), http=Seen, small=True, servers=servers) as port:
+        with small_reader(port) as s:
             s.sendall(HEAD+b'\r\n')
             arrived(servers)
             with clock.passes():
@@ -318,33 +328,17 @@ def test_a_body_that_we_do_not_read(clock):
 
 def test_a_slow_reader_is_served(clock):
     "It takes its time, but it takes"
-    app,n = App(),1_500_000
-    class Big(App):
-        async def __call__(self, scope, receive, send):
-            await send(
-                dict(
-                    type='http.response.start', status=200,
-                    headers=[(b'content-length', str(n).encode())]))
-            for i in range(n//50_000):
-                await send(
-                    dict(type='http.response.body', body=b'x'*50_000, more_body=i<n//50_000-1))
+    n = 1_500_000
     bounds = Bounds(write=.5, tick=.01)
-    with live(Big(), bounds, small=True) as port:
-        s = socket.socket()
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        with closing(s):
-            s.settimeout(WAIT)
-            s.connect(('127.0.0.1',port))
-            s.sendall(LAST)
-            got = looks = 0
-            while part := s.recv(30_000):
-                got += len(part)
-                if looks<20 and got>40_000*looks:
-                    looks += 1
-                    clock.step(.1)
-            assert got>n and looks==20
-
-# ---- Sizes ----
+    with live(answer(n), bounds, small=True) as port, small_reader(port) as s:
+        s.sendall(LAST)
+        got = looks = 0
+        while part := s.recv(30_000):
+            got += len(part)
+            if looks<20 and got>40_000*looks:
+                looks += 1
+                clock.step(.1)
+        assert got>n and looks==20
 
 @kinds
 @pytest.mark.parametrize(
@@ -559,38 +553,46 @@ def fuzzed():
 # ---- The guard, over the wire ----
 
 def ask(port, method='GET', path='/v1/models', **headers):
-    lines = ''.join(
-        f'{k.replace("_","-")}: {v}\r\n'
-        for k,v in (dict(Host='localhost', Connection='close')|headers).items())
+    "Status, headers and body of an answer"
+    named = dict(Host='localhost', Connection='close')|headers
+    lines = ''.join(f'{k.replace("_", "-")}: {v}\r\n' for k,v in named.items())
     raw = talk(port, f'{method} {path} HTTP/1.1\r\n{lines}\r\n'.encode())
     head,_,body = raw.partition(b'\r\n\r\n')
-    return (
-        statuses(raw)[0],
-        dict(
-            l.split(': ', 1)
-            for l in head.decode().lower().split('\r\n')[1:]),
-        body)
+    told = head.decode().lower().split('\r\n')[1:]
+    return statuses(raw)[0],dict(l.split(': ', 1) for l in told),body
 
-def test_guard_over_the_wire():
+@pytest.fixture(scope='module')
+def guarded():
     rules = Rules(keys=Keys({'sesame':'user', 'onion':'admin'}), rate=Rate(1000))
     with live(Guard(App(), rules)) as port:
-        assert [
-            ask(port, path=p)[0]
-            for p in (
-                '/', '/v1/models', '/metrics', '/openapi.json', '/docs', '//health', '/health',
-                '/health?x=1', '/Health', '/health/', '/%68ealth')
-        ]==[401]*6+[200]*2+[401]*2+[200]
-        assert ask(port, Authorization='Bearer sesame')[0]==ask(port, X_Api_Key='sesame')[0]==200
-        for bad in ('sesam', 'sesamee', 'SESAME', '', 'é', 'a'*5000):
-            assert ask(port, Authorization=f'Bearer {bad}')[0]==401
-        status,head,body = ask(port, 'POST', '/v1/messages', Authorization='Bearer nobody')
-        assert status==401
-        assert json.loads(body)['type']=='error'
-        assert head['www-authenticate']=='bearer'
-        assert ask(port, Authorization='Bearer sesame', Host='rebound.example')[0]==403
-        assert ask(port, path='/health', Host='rebound.example')[0]==403  # no key, but still a name
-        assert ask(port, 'POST', '/models/load', X_Api_Key='sesame')[0]==403
-        assert ask(port, 'POST', '/models/load', X_Api_Key='onion')[0]==200
+        yield port
+
+@pytest.mark.parametrize('path,status', [
+    ('/',401), ('/v1/models',401), ('/metrics',401), ('/openapi.json',401), ('/docs',401),
+    ('//health',401), ('/health',200), ('/health?x=1',200), ('/Health',401), ('/health/',401),
+    ('/%68ealth',200)])
+def test_guarded_paths(guarded, path, status):
+    assert ask(guarded, path=path)[0]==status
+
+def test_keys_over_the_wire(guarded):
+    assert ask(guarded, Authorization='Bearer sesame')[0]==200
+    assert ask(guarded, X_Api_Key='sesame')[0]==200
+    for bad in 'sesam','sesamee','SESAME','','é','a'*5000:
+        assert ask(guarded, Authorization=f'Bearer {bad}')[0]==401
+    assert ask(guarded, 'POST', '/models/load', X_Api_Key='sesame')[0]==403
+    assert ask(guarded, 'POST', '/models/load', X_Api_Key='onion')[0]==200
+
+def test_a_refusal_over_the_wire(guarded):
+    "In the words of the API that was asked"
+    status,head,body = ask(guarded, 'POST', '/v1/messages', Authorization='Bearer nobody')
+    assert status==401
+    assert json.loads(body)['type']=='error'
+    assert head['www-authenticate']=='bearer'
+
+def test_names_over_the_wire(guarded):
+    assert ask(guarded, Authorization='Bearer sesame', Host='rebound.example')[0]==403
+    # no key, but still a name
+    assert ask(guarded, path='/health', Host='rebound.example')[0]==403
 
 def test_an_address_with_a_name_in_it():
     "The name in the request's first line counts, and `Host` does not (RFC 9112, 3.2.2)"
@@ -639,32 +641,35 @@ def test_keys_are_not_kept():
         'sesame' in str(v) or b'sesame' in (v if isinstance(v, bytes) else b'')
         for k in keys.known for v in k)
 
+PAGE = dict(Origin='https://page.example')
+MAY_I = PAGE|dict(
+    Access_Control_Request_Method='POST', Access_Control_Request_Headers='authorization')
+
+def keyed(**kw):
+    "An application behind a key"
+    return live(Guard(App(), Rules(keys=Keys({'k':'user'}), **kw)))
+
+def test_no_cors():
+    with keyed() as port:
+        assert ask(port, 'OPTIONS', **MAY_I)[0]==403
+        _,head,_ = ask(port, X_Api_Key='k', **PAGE)
+        assert not any(k.startswith('access-control') for k in head)
+
 def test_cors():
-    page = dict(Origin='https://page.example')
-    asks = page|dict(
-        Access_Control_Request_Method='POST', Access_Control_Request_Headers='authorization')
-    with live(
-        Guard(App(), Rules(keys=Keys({'k':'user'})))
-    ) as port:
-        assert ask(port, 'OPTIONS', **asks)[0]==403
-        assert not any(
-            k.startswith('access-control')
-            for k in ask(port, X_Api_Key='k', **page)[1])
-    with live(
-        Guard(
-            App(),
-            Rules(keys=Keys({'k':'user'}), origins=('https://page.example',)))
-    ) as port:
-        status,head,_ = ask(port, 'OPTIONS', **asks)
+    with keyed(origins=('https://page.example',)) as port:
+        status,head,_ = ask(port, 'OPTIONS', **MAY_I)
         assert status==204
         assert head['access-control-allow-origin']=='https://page.example'
         assert 'authorization' in head['access-control-allow-headers']
-        assert ask(port, 'GET', **page)[0]==401  # a preflight needs no key; what comes after does
-        assert ask(
-            port, X_Api_Key='k', **page
-        )[1]['access-control-allow-origin']=='https://page.example'
-        for other in ('https://page.example.evil', 'http://page.example', 'null', ''):
-            assert ask(port, 'OPTIONS', **asks|dict(Origin=other))[0]==403
+        # a preflight needs no key; what comes after does
+        assert ask(port, 'GET', **PAGE)[0]==401
+        _,head,_ = ask(port, X_Api_Key='k', **PAGE)
+        assert head['access-control-allow-origin']=='https://page.example'
+
+def test_cors_of_other_pages():
+    with keyed(origins=('https://page.example',)) as port:
+        for other in 'https://page.example.evil','http://page.example','null','':
+            assert ask(port, 'OPTIONS', **MAY_I|dict(Origin=other))[0]==403
             assert 'access-control-allow-origin' not in ask(port, X_Api_Key='k', Origin=other)[1]
 
 def test_rate_is_by_key():
@@ -756,39 +761,51 @@ def test_tls_files_are_looked_at(pair, tmp_path):
 
 # ---- The log ----
 
-@pytest.mark.parametrize('where', ['full disk','broken pipe','stuck pipe','closed'])
-def test_a_log_that_cannot_be_written(where):
-    "Serving goes on, and the ids still go back"
-    import structlog
-    from atlas.service.log import LOGGERS,Access,configure
+@contextmanager
+def bad_log(where):
+    "An open file to log to, of which nothing comes, or will come"
     r,w = os.pipe()
     if where=='broken pipe':
         os.close(r)
     if where=='stuck pipe':
         os.set_blocking(w, False)
-        [None for _ in iter(lambda: _fill(w), None)]
+        while _fill(w):
+            pass
         os.set_blocking(w, True)
-    f = open('/dev/full', 'w') if where=='full disk' else os.fdopen(w, 'w')
-    old = {
-        n:(logging.getLogger(n).handlers, logging.getLogger(n).propagate)
-        for n in LOGGERS}
-    sink = configure('json', stream=f)
+    yield open('/dev/full', 'w') if where=='full disk' else os.fdopen(w, 'w')
+    if where=='stuck pipe':
+        os.read(r, 1<<20)
+
+@contextmanager
+def logging_to(stream):
+    "Send log lines there for a while"
+    import structlog
+    from atlas.service.log import LOGGERS,configure
+    loggers = [logging.getLogger(n) for n in LOGGERS]
+    old = [(l, l.handlers, l.propagate) for l in loggers]
     try:
-        if where=='closed':
-            f.close()
-        with live(Access(App())) as port:
-            for _ in range(20):
-                status,head,body = ask(port, X_Request_Id='mine')
-                assert status==200 and head['x-request-id']=='mine' and body==b'hello'
-        sink.close(.2)
-        assert sink.lost or where=='stuck pipe'
+        yield configure('json', stream=stream)
     finally:
         structlog.reset_defaults()
-        for n,(h,p) in old.items():
-            logging.getLogger(n).handlers,logging.getLogger(n).propagate = h,p
-        if where=='stuck pipe':
-            os.read(r, 1<<20)
-        sink.close(.2)
+        for l,handlers,propagate in old:
+            l.handlers = handlers
+            l.propagate = propagate
+
+@pytest.mark.parametrize('where', ['full disk','broken pipe','stuck pipe','closed'])
+def test_a_log_that_cannot_be_written(where):
+    "Serving goes on, and the ids still go back"
+    from atlas.service.log import Access
+    with bad_log(where) as f:
+        with logging_to(f) as sink:
+            if where=='closed':
+                f.close()
+            with live(Access(App())) as port:
+                for _ in range(20):
+                    status,head,body = ask(port, X_Request_Id='mine')
+                    assert status==200 and head['x-request-id']=='mine' and body==b'hello'
+            sink.close(.2)
+            assert sink.lost or where=='stuck pipe'
+    sink.close(.2)
 
 def _fill(fd):
     "One write into a pipe; None when it is full"
@@ -820,50 +837,34 @@ def everything_seen():
         [card],
         SimpleNamespace(total=1, free=1, available=1, some=0., full=0.))
 
-def test_dashboard_names_what_there_is():
+@pytest.fixture(scope='module')
+def metric_names():
+    "Every name that the service can tell"
     from atlas.service import metrics
     m = metrics.Metrics(Everything({k:1 for k in metrics._engine}))
     one = m.of('m')
-    for k in ('request_success','aborted_requests','admission_rejections','tool_parse_failures'):
+    for k in 'request_success','aborted_requests','admission_rejections','tool_parse_failures':
         getattr(one, k)['x'] += 1
     m.http['GET','/','200'] += 1
     m.machine = everything_seen()
-    text = m.text().decode()
-    samples,labels = {},{}
-    for l in text.splitlines():
-        if l and l[0]!='#' and (x := re.match(r'([\w:]+)(?:\{(.*)\})? ', l)):
-            labels.setdefault(x[1], set()).update(
-                re.findall(r'(\w+)=', x[2] or ''))
-    d = json.loads(DASHBOARD.read_text(encoding='utf-8'))
-    said = [
-        t['expr'] for p in d['panels']
-        for t in p.get('targets', ())]
-    assert len(said)>25
-    assert len({p['id'] for p in d['panels']})==len(d['panels'])
-    for e in [
-        *said,
-        *(v['definition'] for v in d['templating']['list'] if 'definition' in v)
-    ]:
-        names = re.findall(r'(?:atlas:|process_)\w+', e)
-        assert names and not set(names)-labels.keys(), (
-            e, set(names)-labels.keys())
-        assert e.count('(')==e.count(')')
-        assert e.count('{')==e.count('}')
-        for by in re.findall(r'by \(([\w, ]+)\)', e):
-            assert set(re.split(r',\s*', by))<=labels[names[0]], e
-    assert not set(re.findall(r'https?://\S+', DASHBOARD.read_text(encoding='utf-8')))
+    return set(re.findall(r'^([\w:]+)(?:\{.*\})? ', m.text().decode(), re.M))
 
-def test_dashboard_fits():
-    "No panel lies on another"
-    taken = set()
-    for p in json.loads(DASHBOARD.read_text(encoding='utf-8'))['panels']:
-        g = p['gridPos']
-        cells = {
-            (x,y)
-            for x in range(g['x'], g['x']+g['w'])
-            for y in range(g['y'], g['y']+g['h'])}
-        assert g['x']+g['w']<=24 and not cells & taken, p['title']
-        taken |= cells
+@pytest.fixture(scope='module')
+def dashboard():
+    return json.loads(DASHBOARD.read_text(encoding='utf-8'))
+
+def test_dashboard_names_what_there_is(dashboard, metric_names):
+    said = [t['expr'] for p in dashboard['panels'] for t in p.get('targets', ())]
+    assert len(said)>25
+    said += [v['definition'] for v in dashboard['templating']['list'] if 'definition' in v]
+    for e in said:
+        names = set(re.findall(r'(?:atlas:|process_)\w+', e))
+        assert names and names<=metric_names, (e, names-metric_names)
+        assert e.count('(')==e.count(')')
+
+def test_dashboard_has_each_panel_once(dashboard):
+    ids = [p['id'] for p in dashboard['panels']]
+    assert len(set(ids))==len(ids)
 
 # ---- The service behind it ----
 
@@ -987,45 +988,50 @@ ENDLESS = dict(messages=[  # for a template that loops for ever on more than one
     dict(role='assistant', content='b'),
     dict(role='user', content='c')])
 
-def test_template_bomb(patient_sandbox):
-    "A template that loops for ever on two messages: a refusal, and the next request is served"
+BOMB = (
+    '{% for m in messages %}{{ m.content }}'
+    '{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% endif %}{% endfor %}')
+
+def bombed(box, **kw):
+    "The application of a model whose template loops for ever on two messages"
     from atlas.text.chat import ChatTemplate
-    from atlas.text.sandbox import Sandbox
     from test_server import FakeRunner,app_of,tok
-    bomb = ChatTemplate(
-        '{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% '
-        'endif %}{% endfor %}')
+    return app_of(FakeRunner(), tok, ChatTemplate(BOMB), sandbox=box, **kw)
+
+def test_template_bomb(patient_sandbox):
+    "A refusal, and the next request is served"
+    from atlas.text.sandbox import Sandbox
     short = Sandbox(seconds=.5, memory=256<<20, workers=1)
-    app = app_of(FakeRunner(), tok, bomb, sandbox=short)
+    app = bombed(short)
     with short as box, live(app, Bounds()) as port:
         assert post(port, '/v1/chat/completions', SAY)[0]==200
         status,_,body = post(port, '/v1/chat/completions', ENDLESS)
         assert status==400 and json.loads(body)['error']['code']=='work_limit' and box.killed==1
         assert post(port, '/v1/chat/completions', SAY)[0]==200
 
+@contextmanager
+def endless_requests(port, key, n=10):
+    "So many requests of a key that never end, until their clients leave"
+    from http.client import HTTPConnection
+    cs = [HTTPConnection('127.0.0.1', port, timeout=WAIT) for _ in range(n)]
+    heads = {
+        'Content-Type':'application/json', 'Host':'localhost', 'Authorization':f'Bearer {key}'}
+    for c in cs:
+        c.request('POST', '/v1/chat/completions', json.dumps(ENDLESS), heads)
+    yield
+    for c in cs:
+        c.close()
+
 def test_bombs_of_one_key_hold_up_no_other(patient_sandbox):
     "Ten requests whose template never ends, and then one of another key: it is answered at once"
-    import http.client
-    from atlas.text.chat import ChatTemplate
     from atlas.text.sandbox import Sandbox
-    from test_server import FakeRunner,app_of,tok
-    bomb = ChatTemplate(
-        '{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% '
-        'endif %}{% endfor %}')
-    long,keys = json.dumps(ENDLESS),Keys({'bad':'user eve', 'good':'user ann'})
+    keys = Keys({'bad':'user eve', 'good':'user ann'})
     patient = Sandbox(seconds=600.)
-    app = app_of(FakeRunner(), tok, bomb, sandbox=patient, rules=Rules(keys=keys))
+    app = bombed(patient, rules=Rules(keys=keys))
     with patient as box, live(app, Bounds()) as port:
-        cs = [http.client.HTTPConnection('127.0.0.1', port, timeout=WAIT) for _ in range(10)]
-        for c in cs:
-            c.request(
-                'POST', '/v1/chat/completions', long,
-                {'Content-Type':'application/json', 'Host':'localhost',
-                 'Authorization':'Bearer bad'})
-        until(lambda: box.waiting>=10)
-        assert post(port, '/v1/chat/completions', SAY, 'good')[0]==200 and box.waiting==10
-        for c in cs:
-            c.close()
+        with endless_requests(port, 'bad'):
+            until(lambda: box.waiting>=10)
+            assert post(port, '/v1/chat/completions', SAY, 'good')[0]==200 and box.waiting==10
         until(lambda: box.waiting<=2)  # those whose clients have left wait no longer
 
 @kinds
@@ -1068,33 +1074,40 @@ def test_no_other_protocol(kind):
             POST+b'Expect: 100-continue\r\nContent-Length: 3000\r\nConnection: close\r\n\r\n')
         assert statuses(got)==[413]
 
+INNER = b'GET /secret HTTP/1.1\r\nHost: a\r\n\r\n'
+WISH = (
+    b'Host: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: '
+    b'h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\nX-Mine: 1\r\n')
+FRAMED = dict(
+    length=(b'Content-Length: %d\r\n\r\n'%len(INNER), INNER),
+    chunks=(
+        b'Transfer-Encoding: chunked\r\n\r\n',
+        b'%x\r\n'%len(INNER)+INNER+b'\r\n0\r\n\r\n'))
+
+class KeepsHeads(App):
+    "Remembers the headers of what it was asked"
+    def __init__(self):
+        super().__init__()
+        self.heads = []
+    async def __call__(self, scope, receive, send):
+        self.heads.append(dict(scope['headers']))
+        await super().__call__(scope, receive, send)
+
 @kinds
+@pytest.mark.parametrize('framed', FRAMED)
 @pytest.mark.parametrize('apart', [0,1,30])
-def test_a_wish_for_another_protocol_loses_no_body(kind, apart, clock):
+def test_a_wish_for_another_protocol_loses_no_body(kind, apart, framed, clock):
     """Java's client asks for HTTP/2 with each first request. What is in the body is no request,
     however it is cut, and the connection goes on"""
-    class Reads(App):
-        async def __call__(self, scope, receive, send):
-            heads.append(dict(scope['headers']))
-            await super().__call__(scope, receive, send)
-    app,heads,inner = Reads(),[],b'GET /secret HTTP/1.1\r\nHost: a\r\n\r\n'
-    wish = (
-        b'Host: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: '
-        b'h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\nX-Mine: 1\r\n')
-    with live(Guard(app), replace(QUICK, idle=WAIT), kind=kind) as port:
-        for how,body in (
-            (b'Content-Length: %d\r\n\r\n'%len(inner), inner),
-            (b'Transfer-Encoding: chunked\r\n\r\n', b'%x\r\n'%len(inner)+inner+b'\r\n0\r\n\r\n')
-        ):
-            with connect(port) as s:
-                raw = b'POST /a HTTP/1.1\r\n'+wish+how
-                cut = len(raw)-apart
-                for part in (raw[:cut], raw[cut:], body):
-                    s.sendall(part)
-                    clock.step(0.)  # each is read by itself
-                assert statuses(s.recv(1<<16))==[200]
-                s.sendall(LAST)
-                assert statuses(read(s))==[200]
-        assert app.seen==['/a','/']*2
-        assert app.bodies==[len(inner),0]*2
-        assert heads[0][b'x-mine']==b'1'
+    app,(how,body) = KeepsHeads(),FRAMED[framed]
+    raw = b'POST /a HTTP/1.1\r\n'+WISH+how
+    cut = len(raw)-apart
+    with live(Guard(app), replace(QUICK, idle=WAIT), kind=kind) as port, connect(port) as s:
+        for part in raw[:cut],raw[cut:],body:
+            s.sendall(part)
+            clock.step(0.)  # each is read by itself
+        assert statuses(s.recv(1<<16))==[200]
+        s.sendall(LAST)
+        assert statuses(read(s))==[200]
+    assert app.seen==['/a','/'] and app.bodies==[len(INNER),0]
+    assert app.heads[0][b'x-mine']==b'1'

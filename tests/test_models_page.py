@@ -1,4 +1,5 @@
-"The models page, in a browser where there is one: memory, states and speeds, loading and unloading, keys, and what people see who use no mouse."
+"""The models page, in a browser where there is one: memory, states and speeds, loading and
+unloading, keys, and what people see who use no mouse."""
 import json,sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +24,11 @@ class Sham(Served):
     "A model that is loaded and unloaded at once"
     need = 0
     def stay(self):
-        return dict(
-            need=self.need, holds=self.need*(self.state=='loaded'),
-            pinned=False)
+        holds = self.need*(self.state=='loaded')
+        return dict(need=self.need, holds=holds, pinned=False)
     def _go(self, state, why=None):
-        self.wanted,self.reason = state=='loaded',why
+        self.wanted = state=='loaded'
+        self.reason = why
         self._set(state)
     @property
     def condition(self): return self.state
@@ -35,8 +36,10 @@ class Sham(Served):
     def status(self):
         said = dict(value=self.state if self.state!='failed' else 'unloaded', args=[])
         return said|(dict(reason=self.reason) if self.reason else {})
-    def begin(self, admin=False, evicts=True): self._go('loaded')
-    async def stop(self, drain=0.): self._go('unloaded')
+    def begin(self, admin=False, evicts=True):
+        self._go('loaded')
+    async def stop(self, drain=0.):
+        self._go('unloaded')
 
 class Shams(Models):
     "Such models, of one budget"
@@ -51,18 +54,19 @@ class Shams(Models):
 def sham(name, need, state='loaded', why=None):
     s = Speaker(str)
     s.info |= dict(name=name)
-    up = ReadyModel(
-        name, [name], s.info, s.tok, ChatTemplate('x'),
-        runner=s)
-    m = Sham([name], up)
-    m.need,m.state,m.reason,m.wanted = need,state,why,state=='loaded'
+    m = Sham([name], ReadyModel(name, [name], s.info, s.tok, ChatTemplate('x'), runner=s))
+    m.need = need
+    m.state = state
+    m.reason = why
+    m.wanted = state=='loaded'
     return m
 
 @contextmanager
 def serving(**kw):
-    ms = Shams([sham('large', 60*GIB), sham('small', 8*GIB),
-        sham('other', 70*GIB, 'unloaded'),
-        sham('broken', 5*GIB, 'failed', f'There is no file {NASTY}')], first=[])
+    here = [
+        sham('large', 60*GIB), sham('small', 8*GIB), sham('other', 70*GIB, 'unloaded'),
+        sham('broken', 5*GIB, 'failed', f'There is no file {NASTY}')]
+    ms = Shams(here, first=[])
     with running(create_app(ms, **kw)) as ms.url:
         yield ms
 
@@ -97,8 +101,9 @@ def opened(chromium, served):
 
 def state(p, name):
     "What the page says of a model's state"
+    found = f'e => e.querySelector("h2").textContent === {json.dumps(name)}'
     return p.js(f'''[...document.querySelectorAll("li.model")].find(
-        e => e.querySelector("h2").textContent === {json.dumps(name)}).querySelector(".state").textContent''')
+        {found}).querySelector(".state").textContent''')
 
 def press(p, label):
     p.js(f'document.querySelector(`[aria-label="{label}"]`).click()')
@@ -191,14 +196,16 @@ def test_keys(chromium, locked):
 def test_contrast(page, dark):
     "As WCAG 2.2 counts it: text 4.5, what is no text 3"
     page.dark(dark)
-    for a,b in (('text','bg'),('dim','bg'),('good','bg'),('bad','bg'),('bad','bad-bg'),('accent','bg')):
+    on_bg = [(a,'bg') for a in ('text','dim','good','bad','accent')]
+    for a,b in [*on_bg, ('bad','bad-bg')]:
         assert page.js(f'{RATIO}("--{a}", "--{b}")')>=4.5, (a, b)
     for a in ('edge',*(f'p{i}' for i in range(6))):
         assert page.js(f'{RATIO}("--{a}", "--bg")')>=3, a
 
 def test_everything_has_a_name_and_the_tab_key_finds_it(page):
     assert not page.js('''[...document.querySelectorAll("button, input, a")].filter(
-        e => !(e.labels && e.labels.length || e.textContent.trim() || e.ariaLabel)).map(e => e.outerHTML)''')
+        e => !(e.labels && e.labels.length || e.textContent.trim() || e.ariaLabel)
+    ).map(e => e.outerHTML)''')
     page.js('document.activeElement.blur()')
     seen = []
     for _ in range(6):

@@ -1,6 +1,6 @@
 """Ollama's API: its own Python client against the service, bodies that nobody should send,
 and who may do what."""
-import base64,io,json,sys
+import asyncio,base64,io,json,sys,threading
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,10 @@ from atlas.service.gateway import DOORS
 from atlas.service.http import Bounds,Keys,Rules
 from atlas.text.chat import ChatTemplate
 from atlas.text.images import ImageSpec
+from atlas.service.models import Models
+from atlas.service.process import Served
+from atlas.service.server import create_app
+from atlas.service.service import ReadyModel
 from helpers.waiting import WAIT,until
 from test_http import live
 from test_server import FakeRunner,places,template,tok,values
@@ -22,6 +26,7 @@ from inprocess import app_of  # noqa: E402
 from scripted import TEMPLATE,Speaker,running  # noqa: E402
 
 HELLO = [dict(role='user', content='Say something')]
+quiet = dict(raise_server_exceptions=False)
 
 # ---- Ollama's own client ----
 
@@ -41,7 +46,8 @@ def speaker():
     s = Speaker(model)
     guides = SimpleNamespace(check=lambda spec: s.specs.append(spec))
     s.specs = []
-    app = app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), guides=guides,
+    app = app_of(
+        s, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), guides=guides,
         names=['scripted','alias'], doors=DOORS)
     with running(app) as s.url:
         yield s
@@ -83,13 +89,16 @@ def test_tools(client, speaker):
     call, = r.message.tool_calls
     assert (call.function.name,call.function.arguments)==('weather',dict(city='Oslo'))
     assert r.message.content.strip()=='Wait.' and r.done_reason=='stop'
-    streamed = [c for p in client.chat('scripted', talk, tools=[weather], stream=True)
-        for c in p.message.tool_calls or []]
-    assert [c.function.arguments for c in streamed]==[dict(city='Oslo')]
     talk += [r.message, dict(role='tool', tool_name='weather', content='wet')]
     assert client.chat('scripted', talk, tools=[weather]).message.content=='It rains.'
     last = speaker.prompts[-1]
     assert 'call weathertool: wet' in last and '"name": "weather"' in last
+
+def test_tools_in_a_stream(client):
+    talk = [dict(role='user', content='weather?')]
+    parts = client.chat('scripted', talk, tools=[weather], stream=True)
+    streamed = [c for p in parts for c in p.message.tool_calls or []]
+    assert [c.function.arguments for c in streamed]==[dict(city='Oslo')]
 
 def test_format(client, speaker):
     speaker.specs.clear()
@@ -107,6 +116,9 @@ def test_generate(client, speaker):
     assert speaker.tok.decode(r.context).startswith('user: Onceassistant: <think>Hm.')
     *parts,last = client.generate('alias', 'Once', stream=True)
     assert ''.join(p.response for p in parts)==r.response and last.context==r.context
+
+def test_generate_goes_on(client, speaker):
+    r = client.generate('alias', 'Once')
     more = client.generate('alias', 'More', context=r.context, system='Briefly')
     behind = speaker.tok.decode(r.context)+'system: Brieflyuser: Moreassistant: '
     assert speaker.prompts[-1]==behind and len(more.context)>len(r.context)
@@ -145,7 +157,8 @@ def test_errors(client, speaker):
     assert e.value.status_code==404 and "'gpt'" in e.value.error
     for stream in (False,True):
         with pytest.raises(ollama.ResponseError) as e:
-            list(client.chat('scripted', HELLO, format=dict(type=3), stream=stream, options=dict(top_p=7)))
+            wrong = dict(format=dict(type=3), options=dict(top_p=7))
+            list(client.chat('scripted', HELLO, stream=stream, **wrong))
         assert e.value.status_code==400 and 'top_p' in e.value.error
 
 def test_an_error_in_the_middle():
@@ -160,25 +173,33 @@ def test_logprobs():
     app = app_of(FakeRunner(), tok, template, doors=DOORS)
     c = TestClient(app, raise_server_exceptions=False)
     body = dict(messages=HELLO, logprobs=True, top_logprobs=2, options=dict(num_predict=2))
+    def tokens(told): return [t['token'] for t in told]
     r = c.post('/api/chat', json=body|dict(stream=False)).json()
-    assert [t['token'] for t in r['logprobs']]==['H','e']
-    assert [t['token'] for t in r['logprobs'][0]['top_logprobs']]==['H','A']
+    assert tokens(r['logprobs'])==['H','e']
+    assert tokens(r['logprobs'][0]['top_logprobs'])==['H','A']
     lines = [json.loads(l) for l in c.post('/api/chat', json=body).text.splitlines()]
-    assert [t['token'] for l in lines for t in l.get('logprobs', [])]==['H','e']
+    assert tokens(t for l in lines for t in l.get('logprobs', []))==['H','e']
 
 # ---- Images ----
 
-EYES = '''{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content
-%}{{ "#" if p.type == "image" else p.text }}{% endfor %}{% endif %}{% endfor %}'''
+EYES = (
+    '{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}'
+    '{% for p in m.content %}{{ "#" if p.type == "image" else p.text }}{% endfor %}'
+    '{% endif %}{% endfor %}')
 
-def test_images():
-    "They come as base64, before the text; who sends none may name none"
+@pytest.fixture
+def eyes():
+    "A model that sees, a client of its server, and a picture in base64"
     red = io.BytesIO()
     Image.new('RGB', (96,64), 'red').save(red, 'PNG')
-    data = base64.b64encode(red.getvalue()).decode()
     runner = FakeRunner('Red.')
     spec = ImageSpec(tok.encode('#')[0], min_pixels=1024)
-    c = TestClient(app_of(runner, tok, ChatTemplate(EYES), spec=spec, doors=DOORS), raise_server_exceptions=False)
+    app = app_of(runner, tok, ChatTemplate(EYES), spec=spec, doors=DOORS)
+    return runner,TestClient(app, **quiet),base64.b64encode(red.getvalue()).decode()
+
+def test_images(eyes):
+    "They come as base64, before the text"
+    runner,c,data = eyes
     turn = dict(role='user', content='Colour?', images=[data])
     r = c.post('/api/chat', json=dict(messages=[turn], stream=False)).json()
     assert r['message']['content']=='Red.' and tok.decode(runner.seen[-1].prompt)=='######Colour?'
@@ -186,15 +207,19 @@ def test_images():
     assert r['response']=='Red.' and len(runner.seen[-1].images)==1
     blind = c.post('/api/generate', json=dict(prompt='x', context=r['context']))
     assert blind.status_code==400 and 'image' in blind.json()['error']
-    bad = c.post('/api/chat', json=dict(messages=[turn|dict(images=['no image'])]))
+
+def test_what_is_no_image(eyes):
+    _,c,_ = eyes
+    turn = dict(role='user', content='Colour?', images=['no image'])
+    bad = c.post('/api/chat', json=dict(messages=[turn]))
     assert bad.status_code==400 and 'messages[0].images[0]' in bad.json()['error']
 
 # ---- Bodies that nobody should send ----
 
 fields = st.sampled_from('''model messages prompt stream options format think keep_alive logprobs
     top_logprobs tools suffix system images context raw template truncate made_up'''.split())
-inside = st.sampled_from('num_predict temperature top_p top_k seed stop repeat_penalty num_ctx'.split())
-quiet = dict(raise_server_exceptions=False)
+inside = st.sampled_from(
+    'num_predict temperature top_p top_k seed stop repeat_penalty num_ctx'.split())
 fuzzed = TestClient(app_of(FakeRunner('ok'), tok, template, doors=DOORS), **quiet)
 
 def refused(r):
@@ -204,26 +229,37 @@ def refused(r):
 
 options = st.none()|st.dictionaries(inside, values, max_size=3)
 
-@given(path=st.sampled_from(['/api/chat','/api/generate']),
+@given(
+    path=st.sampled_from(['/api/chat','/api/generate']),
     wrong=st.dictionaries(fields, values, min_size=1, max_size=3), options=options)
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 def test_any_body(path, wrong, options):
-    body = dict(messages=HELLO, prompt='x')|wrong|(dict(options=options) if options is not None else {})
+    body = dict(messages=HELLO, prompt='x')|wrong
+    if options is not None:
+        body['options'] = options
     r = fuzzed.post(path, content=json.dumps(body).encode())
     if r.status_code!=200:
         assert refused(r) and len(r.text)<2000, r.text
 
 SCHEMA = dict(type='object', properties=dict(a=dict(type='integer')), required=['a'])
-RICH = {
-    '/api/chat': dict(model='fake', stream=False, think='low', keep_alive='5m', logprobs=True, top_logprobs=1,
-        messages=[dict(role='system', content='s'), dict(role='user', content='x'),
-            dict(role='assistant', content='', thinking='t', tool_calls=[dict(function=dict(name='f', arguments=dict(a=1)))]),
-            dict(role='tool', tool_name='f', content='ok')],
-        tools=[dict(type='function', function=dict(name='f', description='d', parameters=SCHEMA))],
-        options=dict(num_predict=2, temperature=.5, stop=['a'], seed=3, num_ctx=100)),
-    '/api/generate': dict(model='fake', stream=False, prompt='x', system='s', context=[1,2], think=False,
-        options=dict(num_predict=2, stop='q', top_k=3), keep_alive=-1)}
-ODD = '''null true 0 -1 1.5 1e999 1000000000000000000000000000000 "" "x" "\\u0000" [] [null] {} {"":{}} [{}]'''.split()
+CALL = dict(function=dict(name='f', arguments=dict(a=1)))
+TALK = [
+    dict(role='system', content='s'),
+    dict(role='user', content='x'),
+    dict(role='assistant', content='', thinking='t', tool_calls=[CALL]),
+    dict(role='tool', tool_name='f', content='ok')]
+CHAT = dict(
+    model='fake', stream=False, think='low', keep_alive='5m', logprobs=True, top_logprobs=1,
+    messages=TALK,
+    tools=[dict(type='function', function=dict(name='f', description='d', parameters=SCHEMA))],
+    options=dict(num_predict=2, temperature=.5, stop=['a'], seed=3, num_ctx=100))
+GENERATE = dict(
+    model='fake', stream=False, prompt='x', system='s', context=[1,2], think=False,
+    options=dict(num_predict=2, stop='q', top_k=3), keep_alive=-1)
+RICH = {'/api/chat':CHAT, '/api/generate':GENERATE}
+ODD = (
+    'null true 0 -1 1.5 1e999 1000000000000000000000000000000 "" "x" "\\u0000" [] [null] {} '
+    '{"":{}} [{}]').split()
 
 @pytest.mark.parametrize('path', RICH)
 @given(data=st.data(), raw=st.sampled_from(ODD))
@@ -239,14 +275,17 @@ def test_any_place_of_a_body(path, data, raw):
     assert r.status_code==200 or refused(r), (at, raw, r.text)
 
 @pytest.mark.parametrize('path', RICH)
-def test_a_rich_body_is_answered(path): assert fuzzed.post(path, json=RICH[path]).status_code==200
+def test_a_rich_body_is_answered(path):
+    assert fuzzed.post(path, json=RICH[path]).status_code==200
 
 @given(raw=st.binary(max_size=200))
 @settings(deadline=None, max_examples=50)
-def test_any_bytes(raw): assert refused(fuzzed.post('/api/chat', content=raw))
+def test_any_bytes(raw):
+    assert refused(fuzzed.post('/api/chat', content=raw))
 
 def test_deep_and_large():
-    for raw in (b'['*10**5, b'{"messages":'*10**4, b'{"format":'+b'{"items":'*10**4+b'{}'+b'}'*10**4+b'}'):
+    deep = b'{"format":'+b'{"items":'*10**4+b'{}'+b'}'*10**4+b'}'
+    for raw in b'['*10**5, b'{"messages":'*10**4, deep:
         assert refused(fuzzed.post('/api/chat', content=raw))
     assert fuzzed.post('/api/chat', content=b' '*(33<<20)).status_code==413
 
@@ -259,7 +298,8 @@ def test_a_form_is_read_unless_a_page_sends_it():
     without leave"""
     body = json.dumps(dict(messages=HELLO, stream=False))
     assert fuzzed.post('/api/chat', content=body, headers=FORM).status_code==200
-    for page in (dict(origin='https://evil.example'), dict(origin='null'), {'sec-fetch-site':'cross-site'}):
+    cross = {'sec-fetch-site':'cross-site'}
+    for page in dict(origin='https://evil.example'), dict(origin='null'), cross:
         for kind in (FORM, {'content-type':'text/plain'}, {}):
             assert refused(fuzzed.post('/api/chat', content=body, headers=kind|page))
         json_said = {'content-type':'application/json'}|page
@@ -276,7 +316,8 @@ def guarded():
 def test_keys(guarded):
     def ask(key, **kw):
         auth = {'Authorization':f'Bearer {key}'} if key else {}
-        return httpx.post(guarded+'/api/chat', json=dict(messages=[])|kw, headers=auth, trust_env=False)
+        body = dict(messages=[])|kw
+        return httpx.post(guarded+'/api/chat', json=body, headers=auth, trust_env=False)
     r = ask(None)
     assert r.status_code==401 and set(r.json())=={'error'}
     assert ask('sesame').json()['done_reason']=='load'
@@ -297,8 +338,6 @@ def test_show_of_a_model_that_is_not_loaded():
     from atlas.ground.core import SourceError
     from atlas.ground.options import EngineConfig
     from atlas.service.process import Model
-    from atlas.service.models import Models
-    from atlas.service.server import create_app
     read = []
     def text(config):
         read.append(config.model)
@@ -308,13 +347,15 @@ def test_show_of_a_model_that_is_not_loaded():
     m = Model(EngineConfig('asleep'), text=text)
     app = create_app(Models([m], first=()), doors=DOORS)
     with TestClient(app, **quiet) as c:
-        shown = [c.post('/api/show', json=dict(model='asleep')).json()['capabilities'] for _ in range(3)]
+        shown = [c.post('/api/show', json=dict(model='asleep')).json() for _ in range(3)]
+        shown = [d['capabilities'] for d in shown]
         assert c.get('/api/ps').json()['models']==[]
     assert shown==[['completion'],['completion','tools'],['completion','tools']]
     assert read==['asleep']*2 and m.state=='unloaded'
 
 class Embedder(FakeRunner):
-    async def call(self, op, ids, **kw): return [3.,0.,4.]
+    async def call(self, op, ids, **kw):
+        return [3.,0.,4.]
 
 def test_embed():
     app = app_of(Embedder(), tok, template, doors=DOORS)
@@ -341,7 +382,8 @@ def pulls(monkeypatch):
         if show:
             with show(100, 'downloading it') as bar:
                 bar.update(100)
-    used = Service.ollama_pull.__globals__['progress'].__globals__ # a page that ran here has its own
+    # a page that ran here has its own
+    used = Service.ollama_pull.__globals__['progress'].__globals__
     monkeypatch.setitem(used, 'pull', pull)
     return asked
 
@@ -362,13 +404,12 @@ def test_pull(client, pulls):
         assert e.value.status_code==400
     assert len(pulls)==4
 
-def test_bytes_of_a_repository(monkeypatch, tmp_path):
-    "Of an id of the hub, too, it is told how many bytes there are and how many have come"
-    import asyncio,threading
+@pytest.fixture
+def halting_hub(monkeypatch, tmp_path):
+    "A hub whose download stops at 400 of 1,000 bytes until this event is set"
     import huggingface_hub
-    from atlas.service.ollama import progress
     goes_on = threading.Event()
-    for name in ('config.json','model.safetensors'):
+    for name in 'config.json','model.safetensors':
         (tmp_path/name).write_bytes(b'')
     def download(repo, tqdm_class, **kw):
         files = tqdm_class(total=2, desc='Fetching 2 files')
@@ -379,24 +420,31 @@ def test_bytes_of_a_repository(monkeypatch, tmp_path):
         bar.update(600)
         return str(tmp_path)
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
+    return goes_on
+
+def test_bytes_of_a_repository(halting_hub):
+    "Of an id of the hub, too, it is told how many bytes there are and how many have come"
+    from atlas.service.ollama import progress
     async def states():
         seen = []
         async for s in progress('org/name', .005):
             seen.append(s)
             if s.get('completed')==400:
-                goes_on.set()
+                halting_hub.set()
         return seen
     seen = asyncio.run(asyncio.wait_for(states(), WAIT))
     assert [s['status'] for s in seen][::len(seen)-1]==['pulling manifest','success']
-    told = [s for s in seen if 'total' in s]
-    assert (told[0]['total'], told[0]['completed'])==(1000, 400), 'and the number of files is none of bytes'
-    assert told[0]['status']=='downloading org/name' and told[0]['digest'].startswith('sha256:')
+    first = next(s for s in seen if 'total' in s)
+    bytes_of = first['total'],first['completed']
+    assert bytes_of==(1000,400), 'and the number of files is none of bytes'
+    assert first['status']=='downloading org/name' and first['digest'].startswith('sha256:')
 
 def test_who_may_fetch(guarded, pulls):
     def ask(key):
         auth = {'Authorization':f'Bearer {key}'}
         body = dict(model='demo', stream=False)
-        return httpx.post(guarded+'/api/pull', json=body, headers=auth, trust_env=False).status_code
+        r = httpx.post(guarded+'/api/pull', json=body, headers=auth, trust_env=False)
+        return r.status_code
     assert [ask('sesame'),ask('onion')]==[403,200] and pulls==['demo']
     c = TestClient(fuzzed.app, client=('192.0.2.7', 1), **quiet)
     r = c.post('/api/pull', json=dict(model='demo'))
@@ -409,33 +457,49 @@ def test_what_is_not_offered():
 
 # ---- keep_alive ----
 
-def test_keep_alive():
-    "It counts from the end of the answer, of whoever may say so"
-    from atlas.service.process import Served
-    from atlas.service.models import Models
-    from atlas.service.server import create_app
-    from atlas.service.service import ReadyModel
-    r = FakeRunner('ok')
-    class Kept(Served):
-        said = []
-        def keep(self, s): self.said.append((s, len(r.seen)))
-    m = Kept(['fake'], ReadyModel('fake', ['fake'], r.info, tok, template, runner=r))
-    c = TestClient(create_app(Models([m]), doors=DOORS), **quiet)
+class Kept(Served):
+    "A model that is there, and notes how long it was told to stay, and after how many requests"
+    def __init__(self, runner):
+        ready = ReadyModel('fake', ['fake'], runner.info, tok, template, runner=runner)
+        super().__init__(['fake'], ready)
+        self.seen = runner.seen
+        self.said = []
+    def keep(self, seconds):
+        self.said.append((seconds, len(self.seen)))
+
+@pytest.fixture
+def kept():
+    "A client, and what the one model was told of how long it stays"
+    m = Kept(FakeRunner('ok'))
+    return TestClient(create_app(Models([m]), doors=DOORS), **quiet),m.said
+
+def test_keep_alive(kept):
+    "It counts from the end of the answer"
+    c,said = kept
     for n,(v,want) in enumerate([(300,300.),('5m',300.),(0,0.),('-1',-1.)], 1):
         assert c.post('/api/chat', json=dict(messages=HELLO, keep_alive=v)).status_code==200
-        assert Kept.said==[(want, n)]
-        Kept.said.clear()
+        assert said==[(want,n)]
+        said.clear()
     c.post('/api/generate', json=dict(prompt='a', keep_alive='1h', stream=False))
     c.post('/api/generate', json=dict(keep_alive='2h'))
-    assert Kept.said==[(3600.,5),(7200.,5)]
+    assert said==[(3600.,5),(7200.,5)]
     c.post('/api/chat', json=dict(messages=HELLO))
-    assert len(Kept.said)==2
-    for path,n in (('/v1/chat/completions',8),('/v1/completions',9)):
-        Kept.said.clear()
-        assert c.post(path, json=dict(messages=HELLO, prompt='a', keep_alive='5m')).status_code==200
-        assert Kept.said==[(300.,n-1)] and c.post(path, json=dict(messages=HELLO, prompt='a', keep_alive='x')).status_code==400
-    for bad in ('soon',True,[],{}):
+    assert len(said)==2
+
+def test_keep_alive_of_completions(kept):
+    c,said = kept
+    body = dict(messages=HELLO, prompt='a')
+    for n,path in enumerate(('/v1/chat/completions','/v1/completions'), 1):
+        said.clear()
+        assert c.post(path, json=body|dict(keep_alive='5m')).status_code==200
+        assert said==[(300.,n)]
+        assert c.post(path, json=body|dict(keep_alive='x')).status_code==400
+
+def test_what_is_no_time(kept):
+    c,said = kept
+    for bad in 'soon',True,[],{}:
         assert refused(c.post('/api/chat', json=dict(messages=HELLO, keep_alive=bad)))
+    assert said==[]
 
 BODIES = { # A path, and a question there that needs no more
     '/api/chat': dict(messages=HELLO, stream=False),
@@ -448,20 +512,15 @@ BODIES = { # A path, and a question there that needs no more
     '/v1/messages': dict(messages=HELLO, max_tokens=4),
     '/v1/embeddings': dict(input='a')}
 
+class Embeds(FakeRunner):
+    async def call(self, op, **kw):
+        return np.ones(4, np.float32)
+
 @pytest.fixture
 def keeps():
-    "A client, and what the one model was told of how long it stays"
-    from atlas.service.process import Served
-    from atlas.service.models import Models
-    from atlas.service.server import create_app
-    from atlas.service.service import ReadyModel
-    class Embeds(FakeRunner):
-        async def call(self, op, **kw): return np.ones(4, np.float32)
-    r,said = Embeds('ok'),[]
-    class Kept(Served):
-        def keep(self, seconds): said.append(seconds)
-    m = Kept(['fake'], ReadyModel('fake', ['fake'], r.info, tok, template, runner=r))
-    return TestClient(create_app(Models([m]), doors=DOORS), **quiet),said
+    "The same, of a model that also makes vectors"
+    m = Kept(Embeds('ok'))
+    return TestClient(create_app(Models([m]), doors=DOORS), **quiet),m.said
 
 @pytest.mark.parametrize('path', BODIES)
 def test_keep_alive_at_every_door(keeps, path):
@@ -472,7 +531,7 @@ def test_keep_alive_at_every_door(keeps, path):
         said.clear()
         r = c.post(path, json=BODIES[path]|dict(keep_alive=v))
         assert r.status_code==200, r.text
-        assert said==[want] and 'x-atlas-ignored' not in r.headers
+        assert [s for s,_ in said]==[want] and 'x-atlas-ignored' not in r.headers
     said.clear()
     for bad in ('soon', True, []):
         r = c.post(path, json=BODIES[path]|dict(keep_alive=bad))
@@ -484,10 +543,11 @@ def test_keep_alive_of_a_response_in_the_background(keeps):
     "It counts from the end of the answer, which nobody waits for"
     c,said = keeps
     with c:
-        id = c.post('/v1/responses', json=dict(input='a', background=True, keep_alive='1h')).json()['id']
+        body = dict(input='a', background=True, keep_alive='1h')
+        id = c.post('/v1/responses', json=body).json()['id']
         while c.get(f'/v1/responses/{id}').json()['status'] in ('queued','in_progress'):
             pass
-        until(lambda: said==[3600.])
+        until(lambda: [s for s,_ in said]==[3600.])
 
 def test_keep_alive_of_a_user(guarded):
     auth = dict(authorization='Bearer sesame')
@@ -495,27 +555,38 @@ def test_keep_alive_of_a_user(guarded):
     r = httpx.post(guarded+'/api/chat', json=body, headers=auth, trust_env=False)
     assert r.status_code==200 and 'admin' in r.headers['x-atlas-warning']
 
-def test_a_model_goes_when_its_time_has_come():
-    """With the true gateway: what is kept for 0 seconds is unloaded behind its answer; ps says
-    until when others stay"""
+@pytest.fixture
+def gateway(monkeypatch):
+    "A client of the true gateway, with one model that is loaded"
     from test_llamacpp_behaviour import reaches,routed
-    import atlas.service.server
-    with pytest.MonkeyPatch.context() as p:
-        make = atlas.service.server.create_app
-        p.setattr('test_llamacpp_behaviour.create_app', lambda m: make(m, doors=DOORS))
-        with routed(dict(model='one')) as (h,models):
-            reaches(h, 'one', 'loaded')
-            body = dict(model='one', messages=HELLO, stream=False)
-            assert h.post('/api/chat', json=body|dict(keep_alive='1h')).json()['message']['content']
-            there, = h.get('/api/ps').json()['models']
-            assert there['expires_at']<'2100'
-            for ever in (1e18,'1e300',-1):
-                assert h.post('/api/chat', json=body|dict(keep_alive=ever)).status_code==200
-                there, = h.get('/api/ps').json()['models']
-                assert there['expires_at'].startswith('9999')
-            assert h.post('/api/chat', json=body|dict(keep_alive=0)).json()['message']['content']
-            reaches(h, 'one', 'unloaded')
-            assert h.post('/api/generate', json=dict(model='one')).json()['done_reason']=='load'
-            reaches(h, 'one', 'loaded')
-            assert h.post('/api/generate', json=dict(model='one', keep_alive=0)).json()['done_reason']=='unload'
-            reaches(h, 'one', 'unloaded')
+    def with_doors(models): return create_app(models, doors=DOORS)
+    monkeypatch.setattr('test_llamacpp_behaviour.create_app', with_doors)
+    with routed(dict(model='one')) as (h,_):
+        reaches(h, 'one', 'loaded')
+        yield h
+
+def said_by_one(h, **kw):
+    "What a short answer says, if there is one"
+    r = h.post('/api/chat', json=dict(model='one', messages=HELLO, stream=False)|kw)
+    return r.status_code==200 and r.json()['message']['content']
+
+def test_until_when_a_model_stays(gateway):
+    def until_when():
+        there, = gateway.get('/api/ps').json()['models']
+        return there['expires_at']
+    assert said_by_one(gateway, keep_alive='1h') and until_when()<'2100'
+    for ever in 1e18,'1e300',-1:
+        assert said_by_one(gateway, keep_alive=ever) and until_when().startswith('9999')
+
+def test_a_model_goes_when_its_time_has_come(gateway):
+    """What is kept for 0 seconds is unloaded behind its answer, and loaded by a question without
+    words"""
+    from test_llamacpp_behaviour import reaches
+    def wordless(**kw):
+        return gateway.post('/api/generate', json=dict(model='one')|kw).json()['done_reason']
+    assert said_by_one(gateway, keep_alive=0)
+    reaches(gateway, 'one', 'unloaded')
+    assert wordless()=='load'
+    reaches(gateway, 'one', 'loaded')
+    assert wordless(keep_alive=0)=='unload'
+    reaches(gateway, 'one', 'unloaded')

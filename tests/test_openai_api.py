@@ -1,10 +1,10 @@
 """OpenAI's API through OpenAI's own client: tools, reasoning, formats, counts, vectors, and what
 is remembered of prompts."""
-import asyncio,base64,json,random,re,socket,threading
+import asyncio,json,random,re,threading
 import httpx,numpy as np,openai,pytest
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass,replace
 from unittest.mock import Mock
 from pydantic import BaseModel
 from starlette.testclient import TestClient
@@ -16,7 +16,7 @@ from atlas.ground.requests import Event
 from atlas.use.llm import LLM
 from atlas.service.server import create_app
 from atlas.text.tokenizer import Tokenizer
-from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,dial,head,live,read_until
+from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,head,live
 from test_server import template,threaded,tok
 from inprocess import always,loaded
 from scripted import Speaker as Scripted,service
@@ -32,21 +32,11 @@ THINKING = ChatTemplate(
     '{% if tools %}tools: {{ tools|map(attribute="function")|map(attribute="name")|join(",") '
     '}}\n{% endif %}{{ reasoning_effort }}>{% if enable_thinking is false %}<think></think>{% '
     'endif %}')
+CITY = dict(type='object', properties=dict(city=dict(type='string')), required=['city'])
 WEATHER = dict(
-    type='function',
-    function=dict(
-        name='weather', description='Of a city',
-        parameters=dict(
-            type='object',
-            properties=dict(city=dict(type='string')),
-            required=['city'])))
-SUM = dict(
-    type='function',
-    function=dict(
-        name='sum',
-        parameters=dict(
-            type='object',
-            properties=dict(a=dict(type='integer'), b=dict(type='integer')))))
+    type='function', function=dict(name='weather', description='Of a city', parameters=CITY))
+NUMBERS = dict(type='object', properties=dict(a=dict(type='integer'), b=dict(type='integer')))
+SUM = dict(type='function', function=dict(name='sum', parameters=NUMBERS))
 CALL = (
     '<think>Look it up.</think>I will look.<tool_call>\n{"name": "weather", "arguments": '
     '{"city": "Paris"}}\n</tool_call>\n<tool_call>\n{"name": "sum", "arguments": {"a": 1, "b": '
@@ -67,20 +57,20 @@ class Speaker(FakeRunner):
     async def call(self, op, ids, **kw):
         if op=='embed':
             return [3.,4.,0.] if kw['pooling']=='last' else [0.,0.,1.]
-        return [
-            (-1.-k,
-             [(i,-1.-k),(65,-5.)][:kw['k']])
-            for k,i in enumerate(ids[1:])]
+        def score(k, i): return -1.-k,[(i,-1.-k),(65,-5.)][:kw['k']]
+        return [score(k, i) for k,i in enumerate(ids[1:])]
 
 @contextmanager
 def speaking(text, **kw):
     "A server whose model says `text`; (client, runner, guides, port)"
     r,g = Speaker(text),Guides()
-    with live(
-        r,
-        **(dict(parsers=('hermes','qwen3'), guides=g, template=THINKING)|kw)
-    ) as port:
+    side = dict(parsers=('hermes','qwen3'), guides=g, template=THINKING)|kw
+    with live(r, **side) as port:
         yield client_of(port),r,g,port
+
+def plain(port):
+    "A client that knows no API"
+    return httpx.Client(timeout=WAIT, base_url=f'http://127.0.0.1:{port}')
 
 @pytest.fixture(scope='module')
 def calling():
@@ -92,16 +82,13 @@ def ask(c, **kw):
 
 # ---- Tools and reasoning ----
 
+BOTH = [('weather',dict(city='Paris')),('sum',dict(a=1, b=2))] # As `CALL` has them
+
 def test_tool_calls(calling):
-    c,r,g = calling[:3]
-    a = ask(c, tools=[WEATHER,SUM])
+    a = ask(calling[0], tools=[WEATHER,SUM])
     m = a.choices[0].message
-    assert [
-        (t.function.name, json.loads(t.function.arguments))
-        for t in m.tool_calls
-    ]==[
-        ('weather',dict(city='Paris')),
-        ('sum',dict(a=1, b=2))]
+    calls = [(t.function.name, json.loads(t.function.arguments)) for t in m.tool_calls]
+    assert calls==BOTH
     assert a.choices[0].finish_reason=='tool_calls'
     assert m.content.strip()=='I will look.'
     assert m.reasoning==m.reasoning_content=='Look it up.'
@@ -109,33 +96,42 @@ def test_tool_calls(calling):
     assert all(re.fullmatch('call_[0-9a-f]{24}', t.id) for t in m.tool_calls)
     assert a.usage.completion_tokens_details.reasoning_tokens==len('<think>Look it up.</think>')-1
     assert a.usage.prompt_tokens_details.cached_tokens==0
-    # auto: nothing is enforced
-    assert g.seen==[]
+
+def test_tools_that_nothing_enforces(calling):
+    "The choice is auto"
+    c,r,g = calling[:3]
+    seen = len(g.seen)
+    ask(c, tools=[WEATHER,SUM])
+    assert len(g.seen)==seen and r.seen[-1].guide is None
     assert 'tools: weather,sum' in tok.decode(r.seen[-1].prompt)
 
-def test_tool_calls_streamed(calling):
-    c = calling[0]
-    calls = {}
-    reasoning = ''
-    content = ''
-    finish = []
-    for x in ask(c, tools=[WEATHER,SUM], stream=True):
-        d = x.choices[0].delta
-        reasoning += getattr(d, 'reasoning_content', None) or ''
-        content += d.content or ''
-        finish += [x.choices[0].finish_reason] if x.choices[0].finish_reason else []
+class Heard:
+    "A stream, put together"
+    def __init__(self, chunks):
+        self.reasoning = self.content = ''
+        self.ends = []
+        self.calls = {} # Name and arguments, by index
+        for x in chunks:
+            self.add(x.choices[0])
+    def add(self, choice):
+        d = choice.delta
+        self.reasoning += getattr(d, 'reasoning_content', None) or ''
+        self.content += d.content or ''
+        self.ends += filter(None, [choice.finish_reason])
         for t in d.tool_calls or []:
-            k = calls.setdefault(t.index, ['', '', ''])
-            k[0] += t.id or ''
-            k[1] += t.function.name or ''
-            k[2] += t.function.arguments or ''
-    assert [(n, json.loads(a)) for _,n,a in calls.values()]==[
-        ('weather',dict(city='Paris')),
-        ('sum',dict(a=1, b=2))]
-    assert (reasoning, content.strip(), finish)==('Look it up.', 'I will look.', ['tool_calls'])
-    with c.chat.completions.stream(
-        model='fake', messages=HELLO, tools=[WEATHER,SUM]
-    ) as s:
+            name,args = self.calls.get(t.index, ('',''))
+            f = t.function
+            self.calls[t.index] = name+(f.name or ''),args+(f.arguments or '')
+
+def test_tool_calls_streamed(calling):
+    h = Heard(ask(calling[0], tools=[WEATHER,SUM], stream=True))
+    assert [(n, json.loads(a)) for n,a in h.calls.values()]==BOTH
+    assert (h.reasoning,h.content.strip())==('Look it up.','I will look.')
+    assert h.ends==['tool_calls']
+
+def test_tool_calls_that_the_client_gathers(calling):
+    kw = dict(model='fake', messages=HELLO, tools=[WEATHER,SUM])
+    with calling[0].chat.completions.stream(**kw) as s:
         m = s.get_final_completion().choices[0].message
     assert m.tool_calls[1].function.arguments=='{"a": 1, "b": 2}'
 
@@ -151,33 +147,30 @@ def test_tool_choice(calling, choice, spec):
     assert g.seen[-1]==s
     assert (s['kind'],s['parser'],s['after'])==('tools','hermes','</think>')
     assert s['strict'] is False
-    assert (
-        s['choice'],
-        [t['name'] for t in s['tools']],
-        s['parallel']
-    )==(spec['choice'],spec['names'],spec['parallel'])
+    told = dict(
+        choice=s['choice'], names=[t['name'] for t in s['tools']], parallel=s['parallel'])
+    assert told==spec
 
-def test_tool_choice_none_and_strict(calling):
-    c,r,g = calling[:3]
+def test_tool_choice_none(calling):
+    c,r = calling[:2]
     a = ask(c, tools=[WEATHER], tool_choice='none')
     assert a.choices[0].message.tool_calls is None
     assert '<tool_call>' in a.choices[0].message.content
     assert 'tools:' not in tok.decode(r.seen[-1].prompt)
     assert r.seen[-1].guide is None
-    ask(
-        c,
-        tools=[
-            dict(type='function', function=SUM['function']|dict(strict=True))],
-        parallel_tool_calls=False)
-    assert (
-        r.seen[-1].guide['choice'],
-        r.seen[-1].guide['parallel'],
-        r.seen[-1].guide['strict']
-    )==('auto',False,True)
-    for bad in 'some',dict(type='function', function=dict(name='other')):
-        with pytest.raises(openai.BadRequestError) as e:
-            ask(c, tools=[SUM], tool_choice=bad)
-        assert e.value.param=='tool_choice'
+
+def test_a_strict_tool(calling):
+    c,r = calling[:2]
+    strict = dict(type='function', function=SUM['function']|dict(strict=True))
+    ask(c, tools=[strict], parallel_tool_calls=False)
+    g = r.seen[-1].guide
+    assert (g['choice'],g['parallel'],g['strict'])==('auto',False,True)
+
+@pytest.mark.parametrize('bad', ['some', dict(type='function', function=dict(name='other'))])
+def test_tool_choice_of_what_is_not_there(calling, bad):
+    with pytest.raises(openai.BadRequestError) as e:
+        ask(calling[0], tools=[SUM], tool_choice=bad)
+    assert e.value.param=='tool_choice'
 
 def test_the_second_turn(calling):
     c,r = calling[:2]
@@ -204,53 +197,47 @@ def test_hosted_tools_are_left_out_with_a_warning(calling):
     assert 'zebra' in a.headers.get_list('x-atlas-warning')[1]
     assert a.parse().choices[0].message.tool_calls
 
+@pytest.mark.parametrize('kw', [
+    dict(enable_thinking=False), dict(chat_template_kwargs=dict(enable_thinking=False)),
+    dict(thinking=dict(type='disabled')), dict(thinking_token_budget=0)])
+def test_no_thinking(calling, kw):
+    c,r = calling[:2]
+    a = ask(c, extra_body=kw)
+    assert tok.decode(r.seen[-1].prompt).endswith('<think></think>')
+    assert a.choices[0].message.content.startswith('<think>Look')
+    assert r.seen[-1].guide is None
+
 def test_thinking(calling):
     c,r = calling[:2]
-    for kw in (
-            dict(enable_thinking=False),
-            dict(chat_template_kwargs=dict(enable_thinking=False)),
-            dict(thinking=dict(type='disabled')),
-            dict(thinking_token_budget=0)
-    ):
-        a = ask(c, extra_body=kw)
-        assert tok.decode(r.seen[-1].prompt).endswith('<think></think>')
-        assert a.choices[0].message.content.startswith('<think>Look')
-        assert r.seen[-1].guide is None
     ask(c, reasoning_effort='high', extra_body=dict(thinking_budget=7))
     assert tok.decode(r.seen[-1].prompt).endswith('high>')
-    assert r.seen[-1].guide|dict(
-        kind='free', after='</think>', budget=7
-    )==r.seen[-1].guide
+    g = r.seen[-1].guide
+    assert (g['kind'],g['after'],g['budget'])==('free','</think>',7)
     with pytest.raises(openai.BadRequestError) as e:
         ask(c, extra_body=dict(chat_template_kwargs=dict(tokenize=True)))
     assert e.value.param=='chat_template_kwargs'
 
+ONE_AT_MOST = dict(tools=[WEATHER,SUM], parallel_tool_calls=False)
+
+def test_one_call_at_most(calling):
+    x = ask(calling[0], **ONE_AT_MOST).choices[0]
+    assert [t.function.name for t in x.message.tool_calls]==['weather']
+    assert x.finish_reason=='tool_calls'
+
+def test_one_call_at_most_in_a_stream(calling):
+    h = Heard(ask(calling[0], stream=True, **ONE_AT_MOST))
+    assert [name for name,_ in h.calls.values()]==['weather']
+    assert h.ends==['tool_calls']
+
 @pytest.mark.parametrize('stream', [False,True])
-def test_one_call_at_most(calling, stream):
-    c = calling[0]
-    kw = dict(tools=[WEATHER,SUM], parallel_tool_calls=False)
+def test_one_call_at_most_of_a_response(calling, stream):
+    tools = [dict(type='function', **t['function']) for t in (WEATHER,SUM)]
+    kw = dict(model='fake', input='x', tools=tools, parallel_tool_calls=False)
     if stream:
-        xs = [x.choices[0] for x in ask(c, stream=True, **kw)]
-        names = [
-            t.function.name for x in xs
-            for t in x.delta.tool_calls or [] if t.id]
-        finish = xs[-1].finish_reason
-        with c.responses.stream(
-            model='fake', input='x',
-            tools=[
-                dict(type='function', **WEATHER['function']),
-                dict(type='function', **SUM['function'])],
-            parallel_tool_calls=False
-        ) as s:
+        with calling[0].responses.stream(**kw) as s:
             r = s.until_done().get_final_response()
     else:
-        x = ask(c, **kw).choices[0]
-        names,finish = [t.function.name for t in x.message.tool_calls],x.finish_reason
-        r = c.responses.create(
-            model='fake', input='x',
-            tools=[dict(type='function', **WEATHER['function'])],
-            parallel_tool_calls=False)
-    assert (names,finish)==(['weather'],'tool_calls')
+        r = calling[0].responses.create(**kw)
     assert [o.name for o in r.output if o.type=='function_call']==['weather']
 
 @pytest.mark.parametrize('choice', ['required', dict(type='web_search')])
@@ -280,22 +267,24 @@ def test_parts_of_messages(calling):
     assert tok.decode(r.seen[-1].prompt).startswith(
         '[user]a\nb[assistant]c\nd[assistant]sum{}[tool]3')
 
-def test_reasoning_that_is_not_told(calling):
-    c = calling[0]
-    for kw in dict(include_reasoning=False),dict(reasoning=dict(exclude=True)):
-        a = ask(c, logprobs=True, extra_body=kw)
-        m = a.choices[0].message
-        assert not hasattr(m, 'reasoning')
-        assert not hasattr(m, 'reasoning_content')
-        assert m.content.startswith('I will look.')
-        assert 'Look it up' not in a.to_json()
-        assert a.usage.completion_tokens_details.reasoning_tokens>9
-        xs = list(ask(c, logprobs=True, stream=True, extra_body=kw))
-        assert ''.join(x.choices[0].delta.content or '' for x in xs)==m.content
-        assert not any(getattr(x.choices[0].delta, 'reasoning', None) for x in xs)
-        assert 'Look' not in ''.join(
-            t.token for x in xs if x.choices[0].logprobs
-            for t in x.choices[0].logprobs.content)
+UNTOLD = [dict(include_reasoning=False),dict(reasoning=dict(exclude=True))]
+
+@pytest.mark.parametrize('kw', UNTOLD)
+def test_reasoning_that_is_not_told(calling, kw):
+    a = ask(calling[0], logprobs=True, extra_body=kw)
+    m = a.choices[0].message
+    assert not hasattr(m, 'reasoning') and not hasattr(m, 'reasoning_content')
+    assert m.content.startswith('I will look.')
+    assert 'Look it up' not in a.to_json()
+    assert a.usage.completion_tokens_details.reasoning_tokens>9
+
+@pytest.mark.parametrize('kw', UNTOLD)
+def test_reasoning_that_is_not_told_in_a_stream(calling, kw):
+    xs = [x.choices[0] for x in ask(calling[0], logprobs=True, stream=True, extra_body=kw)]
+    assert ''.join(x.delta.content or '' for x in xs).startswith('I will look.')
+    assert not any(getattr(x.delta, 'reasoning', None) for x in xs)
+    tokens = [t.token for x in xs if x.logprobs for t in x.logprobs.content]
+    assert 'Look' not in ''.join(tokens)
 
 @pytest.mark.parametrize(
     'kw,param',
@@ -503,33 +492,34 @@ def test_a_forced_call_that_is_cut():
             assert xs[-1].finish_reason=='length'
         assert '<tool_call>' in ask(c, tools=[WEATHER], max_tokens=31).choices[0].message.content
 
-def test_refusals_name_the_field():
+BOMB = dict(type='object', properties=dict(bomb=dict(type='string')))
+SHAPE = dict(type='json_schema', name='x', schema=BOMB)
+
+@pytest.fixture(scope='module')
+def x():
+    "A client of a server whose model says x"
+    with speaking('x') as (_,_,_,port), plain(port) as c:
+        yield c
+
+@pytest.mark.parametrize('param,path,body', [
+    ('structured_outputs.regex', '/v1/chat/completions',
+     dict(messages=HELLO, structured_outputs=dict(regex='bomb'))),
+    ('guided_choice', '/v1/completions', dict(prompt='a', guided_choice=['bomb'])),
+    ('text.format', '/v1/responses', dict(input='hi', text=dict(format=SHAPE))),
+    ('regex', '/v1/responses', dict(input='hi', regex='bomb')),
+    ('stop_token_ids', '/v1/chat/completions', dict(messages=HELLO, stop_token_ids=[10**6])),
+    ('logit_bias', '/v1/completions', dict(prompt='a', logit_bias={'1000000':1}))])
+def test_refusals_name_the_field(x, param, path, body):
     """A shape may have come from many fields; ids beyond the vocabulary are refused wherever
     they may stand"""
-    bomb = dict(type='object', properties=dict(bomb=dict(type='string')))
-    cases = [
-        ('/v1/chat/completions',
-         dict(messages=HELLO, structured_outputs=dict(regex='bomb')),
-         'structured_outputs.regex'),
-        ('/v1/completions', dict(prompt='a', guided_choice=['bomb']), 'guided_choice'),
-        ('/v1/responses',
-         dict(
-             input='hi',
-             text=dict(format=dict(type='json_schema', name='x', schema=bomb))),
-         'text.format'),
-        ('/v1/responses', dict(input='hi', regex='bomb'), 'regex'),
-        ('/v1/chat/completions', dict(messages=HELLO, stop_token_ids=[10**6]), 'stop_token_ids'),
-        ('/v1/completions', dict(prompt='a', logit_bias={'1000000':1}), 'logit_bias')]
-    with speaking('x') as (_,_,_,port):
-        for path,body,param in cases:
-            r = web.post(f'http://127.0.0.1:{port}{path}', json=body)
-            assert (
-                r.status_code,r.json()['error']['param']
-            )==(400,param), (path, body, r.text)
-        schema = dict(format=dict(type='json_schema', schema=bomb))
-        body = dict(model='fake', max_tokens=5, messages=HELLO, output_config=schema)
-        r = web.post(f'http://127.0.0.1:{port}/v1/messages', json=body)
-        assert r.status_code==400 and r.json()['error']['type']=='invalid_request_error', r.text
+    r = x.post(path, json=body)
+    assert (r.status_code,r.json()['error']['param'])==(400,param), r.text
+
+def test_a_message_with_a_shape_is_refused(x):
+    schema = dict(format=dict(type='json_schema', schema=BOMB))
+    body = dict(model='fake', max_tokens=5, messages=HELLO, output_config=schema)
+    r = x.post('/v1/messages', json=body)
+    assert r.status_code==400 and r.json()['error']['type']=='invalid_request_error', r.text
 
 # ---- Prompts: echo, log-probabilities, ids, the middle ----
 
@@ -562,15 +552,19 @@ def test_echo_before_answers(xy):
     offsets = [o for x in said if x.logprobs for o in x.logprobs.text_offset]
     assert offsets[:4]==[0,1,2,3]
 
-def test_prompt_logprobs_and_ids(xy):
-    c,r = xy[:2]
-    a = ask(c, extra_body=dict(prompt_logprobs=1, return_token_ids=True))
+def test_prompt_logprobs(xy):
+    a = ask(xy[0], extra_body=dict(prompt_logprobs=1))
     assert a.prompt_logprobs[0] is None
     assert list(a.prompt_logprobs[1].values())[0]['logprob']==-1.
+
+def test_ids_of_tokens(xy):
+    c,r = xy[:2]
+    wish = dict(return_token_ids=True)
+    a = ask(c, extra_body=wish)
     prompt = tok.decode(r.seen[-1].prompt)
     assert tok.decode(a.prompt_token_ids)==prompt
     assert a.choices[0].token_ids==[*tok.encode('xy'),END]
-    xs = list(ask(c, stream=True, extra_body=dict(return_token_ids=True)))
+    xs = list(ask(c, stream=True, extra_body=wish))
     assert tok.decode(xs[0].prompt_token_ids)==prompt
     told = [getattr(x.choices[0], 'token_ids', None) or [] for x in xs[1:]]
     assert sum(told, [])==[*tok.encode('xy'),END]
@@ -598,36 +592,36 @@ class Unequal(FakeRunner):
             'Line', (),
             dict(__aiter__=lambda _: events(), abort=s.abort))()
 
-def test_best_of():
+@pytest.fixture
+def unequal():
+    "A client of a server whose choices are of unequal likelihood, and its runner"
     r = Unequal('xy')
     with live(r) as port:
-        c = client_of(port)
-        a = c.completions.create(
-            model='fake', prompt=['a','b'], best_of=4,
-            n=2, logprobs=0, echo=False)
-        want = [
-            sorted(
-                -((k*7)%5+1.) for k in ks
-            )[::-1][:2]
-            for ks in (range(1,5),range(5,9))]
-        assert [x.logprobs.token_logprobs[0] for x in a.choices]==sum(want, [])
-        assert [x.index for x in a.choices]==[0,1,2,3]
-        assert a.usage.completion_tokens==8*3
-        a = c.completions.create(model='fake', prompt='a', best_of=3)
-        assert len(a.choices)==1
-        assert a.choices[0].logprobs is None
-        assert len(r.seen)==11
-        assert len(
-            c.completions.create(
-                model='fake', prompt='a', best_of=2, n=2).choices)==2
-        for kw in (
-                dict(n=3, best_of=2),
-                dict(best_of=2, stream=True),
-                dict(best_of=0)
-        ):
-            with pytest.raises(openai.BadRequestError) as e:
-                c.completions.create(model='fake', prompt='a', **kw)
-            assert e.value.param=='best_of'
+        yield client_of(port).completions,r
+
+def test_best_of(unequal):
+    c,_ = unequal
+    a = c.create(model='fake', prompt=['a','b'], best_of=4, n=2, logprobs=0, echo=False)
+    want = []
+    for ks in range(1,5),range(5,9):
+        want += sorted((-((k*7)%5+1.) for k in ks), reverse=True)[:2]
+    assert [x.logprobs.token_logprobs[0] for x in a.choices]==want
+    assert [x.index for x in a.choices]==[0,1,2,3]
+    assert a.usage.completion_tokens==8*3
+
+def test_best_of_makes_no_more_than_it_must(unequal):
+    c,r = unequal
+    a = c.create(model='fake', prompt='a', best_of=3)
+    assert len(a.choices)==1 and a.choices[0].logprobs is None
+    assert len(r.seen)==3
+    a = c.create(model='fake', prompt='a', best_of=2, n=2)
+    assert len(a.choices)==2 and len(r.seen)==5
+
+def test_best_of_that_is_refused(unequal):
+    for kw in dict(n=3, best_of=2),dict(best_of=2, stream=True),dict(best_of=0):
+        with pytest.raises(openai.BadRequestError) as e:
+            unequal[0].create(model='fake', prompt='a', **kw)
+        assert e.value.param=='best_of'
 
 def test_tokens_by_their_ids():
     with speaking('xy', parsers=(None,None)) as (c,_,_,_):
@@ -768,78 +762,71 @@ def test_the_log_says_how_a_model_drafts(caplog):
 
 # ---- Vectors, tokens, models ----
 
-def test_embeddings():
-    with speaking('') as (c,_,_,port):
-        # the client asks for base64 by itself
-        a = c.embeddings.create(model='fake', input=['ab','c'])
-        assert [d.index for d in a.data]==[0,1]
-        assert a.data[0].embedding==[3.,4.,0.]
-        assert a.usage.prompt_tokens==3
-        np.testing.assert_allclose(
-            c.embeddings.create(
-                model='fake', input=[1,2], dimensions=2,
-                encoding_format='float'
-            ).data[0].embedding,
-            [.6,.8], rtol=1e-6)
-        assert c.embeddings.create(
-            model='fake',
-            input=[[1],[2,3]],
-            extra_body=dict(pooling='mean')
-        ).data[1].embedding==[0.,0.,1.]
-        for bad in (
-                dict(input=''),dict(input=[]),
-                dict(input=[[]]),
-                dict(input=[300]),
-                dict(input='x'*2000),
-                dict(input='a', dimensions=4),
-                dict(input='a', encoding_format='hex')
-        ):
-            r = web.post(f'http://127.0.0.1:{port}/v1/embeddings', json=bad)
-            assert r.status_code==400, bad
+@pytest.fixture(scope='module')
+def silent():
+    "A server whose model says nothing: (OpenAI's client, runner, a plain client)"
+    with speaking('', names=['fake','alias']) as (c,r,_,port):
+        with plain(port) as p:
+            yield c,r,p
 
-def test_tokens_and_templates():
-    with speaking('') as (c,r,_,port):
-        def post(path, **kw):
-            return web.post(f'http://127.0.0.1:{port}{path}', json=kw).json()
-        for v in '','/v1':
-            assert post(v+'/tokenize', prompt='ab')==dict(
-                count=2, max_model_len=1000,
-                tokens=tok.encode('ab'), token_strs=None)
-            assert post(
-                v+'/detokenize', tokens=tok.encode('ab')
-            )['prompt']==post(v+'/detokenize', tokens=tok.encode('ab'))['content']=='ab'
-            assert post(
-                v+'/apply-template', messages=HELLO,
-                chat_template_kwargs=dict(enable_thinking=False)
-            )['prompt']=='[user]Say something><think></think>'
-        assert post('/tokenize', messages=HELLO)['count']==len('[user]Say something>')
-        assert post('/tokenize', prompt='a', return_token_strs=True)['token_strs']==['a']
-        assert post('/tokenize')['error']['param']=='prompt'
-        assert post('/detokenize', tokens=[-1])['error']['param']=='tokens[0]'
-        assert r.seen==[]
+def test_embeddings(silent):
+    c = silent[0].embeddings
+    # the client asks for base64 by itself
+    a = c.create(model='fake', input=['ab','c'])
+    assert [d.index for d in a.data]==[0,1]
+    assert a.data[0].embedding==[3.,4.,0.]
+    assert a.usage.prompt_tokens==3
+    short = c.create(model='fake', input=[1,2], dimensions=2, encoding_format='float')
+    np.testing.assert_allclose(short.data[0].embedding, [.6,.8], rtol=1e-6)
+    mean = c.create(model='fake', input=[[1],[2,3]], extra_body=dict(pooling='mean'))
+    assert mean.data[1].embedding==[0.,0.,1.]
 
-def test_models_as_others_list_them():
-    with speaking('', names=['fake','alias']) as (c,_,_,port):
-        def g(path): return web.get(f'http://127.0.0.1:{port}{path}')
-        one = g('/models').json()['data']
-        status = dict(value='loaded', args=['atlas','serve','fake'])
-        shown = [(m['id'],m['status'],m['aliases']) for m in one]
-        assert shown==[('fake',status,['alias'])]
-        assert g('/v1/models').json()['has_more'] is False
-        assert g('/version').json()['version']
-        assert g('/v1/health').json()['status']=='ok'
-        # what comes of changes: test_processes
-        with web.stream('GET', f'http://127.0.0.1:{port}/models/sse') as s:
-            assert s.status_code==200
-            assert s.headers['content-type'].startswith('text/event-stream')
-        nobody = web.post(f'http://127.0.0.1:{port}/models/load', json=dict(model='nobody'))
-        assert nobody.status_code==404
-        for path in (
-                '/v1/files','/v1/images/generations','/v1/batches','/v1/moderations',
-                '/v1/responses/compact'
-        ):
-            e = web.post(f'http://127.0.0.1:{port}{path}', json={})
-            assert e.status_code==501 and e.json()['error']['code']=='not_supported', path
+@pytest.mark.parametrize('bad', [
+    dict(input=''), dict(input=[]), dict(input=[[]]), dict(input=[300]),
+    dict(input='x'*2000), dict(input='a', dimensions=4), dict(input='a', encoding_format='hex')])
+def test_embeddings_that_are_refused(silent, bad):
+    assert silent[2].post('/v1/embeddings', json=bad).status_code==400
+
+@pytest.mark.parametrize('under', ['','/v1'])
+def test_tokens_and_templates(silent, under):
+    _,r,c = silent
+    def post(path, **kw): return c.post(under+path, json=kw).json()
+    ids = tok.encode('ab')
+    told = dict(count=2, max_model_len=1000, tokens=ids, token_strs=None)
+    assert post('/tokenize', prompt='ab')==told
+    assert post('/detokenize', tokens=ids)==dict(prompt='ab', content='ab')
+    unthinking = dict(enable_thinking=False)
+    prompt = post('/apply-template', messages=HELLO, chat_template_kwargs=unthinking)['prompt']
+    assert prompt=='[user]Say something><think></think>'
+    assert r.seen==[]
+
+def test_tokens_of_messages_and_strings(silent):
+    def post(path, **kw): return silent[2].post(path, json=kw).json()
+    assert post('/tokenize', messages=HELLO)['count']==len('[user]Say something>')
+    assert post('/tokenize', prompt='a', return_token_strs=True)['token_strs']==['a']
+    assert post('/tokenize')['error']['param']=='prompt'
+    assert post('/detokenize', tokens=[-1])['error']['param']=='tokens[0]'
+
+def test_models_as_others_list_them(silent):
+    c = silent[2]
+    one, = c.get('/models').json()['data']
+    assert (one['id'],one['aliases'])==('fake',['alias'])
+    assert one['status']==dict(value='loaded', args=['atlas','serve','fake'])
+    assert c.get('/v1/models').json()['has_more'] is False
+    assert c.get('/version').json()['version']
+    assert c.get('/v1/health').json()['status']=='ok'
+    # what comes of changes: test_processes
+    with c.stream('GET', '/models/sse') as s:
+        assert s.status_code==200
+        assert s.headers['content-type'].startswith('text/event-stream')
+    nobody = c.post('/models/load', json=dict(model='nobody'))
+    assert nobody.status_code==404
+
+@pytest.mark.parametrize('path', [
+    '/v1/files','/v1/images/generations','/v1/batches','/v1/moderations','/v1/responses/compact'])
+def test_what_others_offer(silent, path):
+    e = silent[2].post(path, json={})
+    assert e.status_code==501 and e.json()['error']['code']=='not_supported'
 
 # ---- The other two APIs have the same road ----
 
@@ -984,47 +971,37 @@ def demo():
     with TestClient(app) as c:
         yield c,llm
 
-def test_a_real_model_keeps_to_a_format(demo):
-    c,_ = demo
-    schema = dict(
-        type='object',
-        properties=dict(
-            ok=dict(type='boolean'),
-            n=dict(type='integer', minimum=0, maximum=9)),
-        required=['ok','n'], additionalProperties=False)
-    a = c.post(
-        '/v1/chat/completions',
-        json=dict(
-            messages=HELLO, n=3, seed=1, max_tokens=64,
-            response_format=dict(type='json_schema', json_schema=dict(name='x', schema=schema)))
-    ).json()
-    for x in a['choices']:
+STATE = dict(
+    type='object',
+    properties=dict(ok=dict(type='boolean'), n=dict(type='integer', minimum=0, maximum=9)),
+    required=['ok','n'], additionalProperties=False)
+
+def test_a_real_model_keeps_to_a_schema(demo):
+    form = dict(type='json_schema', json_schema=dict(name='x', schema=STATE))
+    body = dict(messages=HELLO, n=3, seed=1, max_tokens=64, response_format=form)
+    for x in demo[0].post('/v1/chat/completions', json=body).json()['choices']:
         d = json.loads(x['message']['content'])
         assert x['finish_reason']=='stop' and isinstance(d['ok'], bool) and 0<=d['n']<=9
-    a = c.post(
-        '/v1/completions',
-        json=dict(
-            prompt='a', max_tokens=30,
-            structured_outputs=dict(choice=['left','right']))).json()
+
+def test_a_real_model_keeps_to_a_choice(demo):
+    c,_ = demo
+    left_or_right = dict(structured_outputs=dict(choice=['left','right']))
+    a = c.post('/v1/completions', json=dict(prompt='a', max_tokens=30)|left_or_right).json()
     assert a['choices'][0]['text'] in ('left','right')
-    assert set(
-        c.post(
-            '/v1/completions',
-            json=dict(prompt='a', max_tokens=30, regex='x{3}')
-        ).json()['choices'][0]['text'])=={'x'}
-    a = c.post(
-        '/v1/responses',
-        json=dict(
-            input='a', max_output_tokens=30,
-            structured_outputs=dict(choice=['left','right']))).json()
+    a = c.post('/v1/responses', json=dict(input='a', max_output_tokens=30)|left_or_right).json()
     assert a['output'][-1]['content'][0]['text'] in ('left','right')
-    a = c.post(
-        '/v1/chat/completions',
-        json=dict(
-            messages=HELLO, max_tokens=200, tools=[SUM],
-            tool_choice='required', parallel_tool_calls=False)
-    ).json()['choices'][0]
-    assert a['finish_reason']=='length' or a['message']['tool_calls'][0]['function']['name']=='sum', a
+
+def test_a_real_model_keeps_to_an_expression(demo):
+    body = dict(prompt='a', max_tokens=30, regex='x{3}')
+    a = demo[0].post('/v1/completions', json=body).json()
+    assert set(a['choices'][0]['text'])=={'x'}
+
+def test_a_real_model_calls_what_it_must(demo):
+    must = dict(tools=[SUM], tool_choice='required', parallel_tool_calls=False)
+    body = dict(messages=HELLO, max_tokens=200)|must
+    a = demo[0].post('/v1/chat/completions', json=body).json()['choices'][0]
+    called = [t['function']['name'] for t in a['message'].get('tool_calls') or []]
+    assert a['finish_reason']=='length' or called[0]=='sum', a
 
 def test_a_real_model_scores_its_prompt(demo):
     c,llm = demo
@@ -1099,32 +1076,39 @@ async def a_thousand(port):
             await one_of_all(port, k)
     await asyncio.gather(*(held(k) for k in range(1000)))
 
+@dataclass
+class Scrape:
+    "The metrics of a server, as text"
+    text:str
+    def total(self, k):
+        "A counter's sum over its labels"
+        values = re.findall(rf'^atlas:{k}(?:{{[^}}]*}})? (\S+)$', self.text, re.M)
+        return sum(map(float, values))
+    def by(self, labels):
+        "Counts above 0 by the one label that is no name"
+        found = re.findall(f'^atlas:{labels} (\\S+)$', self.text, re.M)
+        return +Counter({k:float(v) for k,v in found})
+
+def check_ends(m):
+    "Every request ended, in one of two ways, and those that were stopped for one reason"
+    assert m.total('requests_submitted_total')>900
+    assert m.total('http_requests_total')>=1000
+    ended = m.by(r'request_success_total{finished_reason="(\w+)",model_name="fake"}')
+    why = m.by(r'aborted_requests_total{model_name="fake",why="(\w+)"}')
+    assert ended['abort']==sum(why.values())>20
+    assert ended['length']>400
+    assert set(ended)<={'length','abort'} and set(why)<={'client_gone'}
+
 def test_every_request_is_accounted_for():
     "1,000 requests of every kind, a third of which their clients leave at some point"
-    e,m = Steps(),''
+    e = Steps()
     info = dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END], max_queue=400)
     ms = threaded(e, info, tok, template)
     with live(ms) as port:
         asyncio.run(a_thousand(port))
-        def n(k):
-            "A counter's sum over its labels, as `m` has it"
-            values = re.findall(rf'^atlas:{k}(?:{{[^}}]*}})? (\S+)$', m, re.M)
-            return sum(map(float, values))
-        def noticed():
-            nonlocal m
-            m = web.get(f'http://127.0.0.1:{port}/metrics').text
-            return n('request_success_total')==n('requests_submitted_total') and not e.todo
-        until(noticed)  # those that were left
-        assert n('requests_submitted_total')>900
-        assert n('request_success_total')==n('requests_submitted_total')
+        def settled():
+            m = Scrape(web.get(f'http://127.0.0.1:{port}/metrics').text)
+            ended = m.total('request_success_total')==m.total('requests_submitted_total')
+            return ended and not e.todo and m
+        check_ends(until(settled))  # those that were left
         assert not e.todo and not ms.all[0].runner._streams
-        def by(labels):
-            "Counts above 0 by the one label that is no name"
-            return +Counter({k:float(v) for k,v in re.findall(f'^atlas:{labels} (\\S+)$', m, re.M)})
-        ended = by(r'request_success_total{finished_reason="(\w+)",model_name="fake"}')
-        why = by(r'aborted_requests_total{model_name="fake",why="(\w+)"}')
-        assert ended['abort']==sum(why.values())>20
-        assert ended['length']>400
-        assert set(ended)<={'length','abort'}
-        assert set(why)<={'client_gone'}
-        assert n('http_requests_total')>=1000

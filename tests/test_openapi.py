@@ -49,6 +49,12 @@ def shaped(path, d):
             d.get('type')=='error' if path.startswith('/v1/messages')
             else 'code' in e and 'param' in e))
 
+def sse(raw):
+    "Is this a stream of events?"
+    lines = raw.split(b'\n')
+    said = all(l[:1]==b':' or l[:6] in (b'data: ',b'event:') or not l for l in lines)
+    return raw.endswith(b'\n\n') and said
+
 def fits(case, r):
     "What every answer must be"
     path,kind = case.operation.path,r.headers.get('content-type', [''])[0]
@@ -57,10 +63,7 @@ def fits(case, r):
     if r.status_code>=400:
         assert shaped(path, json.loads(r.content)), r.content[:300]
     elif kind.startswith('text/event-stream'):
-        assert r.content.endswith(b'\n\n')
-        assert all(
-            l[:1]==b':' or l[:6] in (b'data: ',b'event:') or not l
-            for l in r.content.split(b'\n'))
+        assert sse(r.content)
     elif kind.startswith('application/x-ndjson'):
         assert r.content.endswith(b'\n')
         assert list(map(json.loads, r.content.splitlines()))
@@ -73,33 +76,34 @@ LIMIT = {
     '/v1/chat/completions':'max_tokens', '/v1/completions':'max_tokens',
     '/v1/responses':'max_output_tokens'}
 
+def is_number(v): return isinstance(v, int) and not isinstance(v, bool)
+
+def little(path, b):
+    "Have a body ask for few tokens, of few choices"
+    for k in 'max_tokens','max_completion_tokens','max_output_tokens':
+        if is_number(b.get(k)) and b[k]>8:
+            b[k] = 8
+    limit = LIMIT.get(path)
+    if limit and b.get(limit) is None:
+        b[limit] = 8
+    if is_number(b.get('n')) and b['n']>2:
+        b['n'] = 2
+    if path in ('/api/chat','/api/generate'):
+        o = b.get('options') if isinstance(b.get('options'), dict) else {}
+        b['options'] = o|dict(num_predict=8)
+
 def known(case):
     "Half of the bodies should get as far as the model: they name it, and ask for little"
-    b = case.body
-    if isinstance(b, dict):
-        if (
-                'model' in b
-                and (b['model'] is None or len(str(b['model']))%2)
-        ):
-            b['model'] = 'tiny'
-        for k in ('max_tokens','max_completion_tokens','max_output_tokens'):
-            if (
-                    isinstance(b.get(k), int)
-                    and not isinstance(b[k], bool)
-                    and b[k]>8
-            ):
-                b[k] = 8
-        if (k := LIMIT.get(case.operation.path)) and b.get(k) is None:
-            b[k] = 8
-        if isinstance(b.get('n'), int) and b['n']>2:
-            b['n'] = 2
-        if 'background' in b:
-            b['background'] = False
-        if case.operation.path in ('/api/chat','/api/generate'):
-            o = b.get('options') if isinstance(b.get('options'), dict) else {}
-            b['options'] = o|dict(num_predict=8)
-        if case.operation.path=='/api/pull':
-            b |= dict(model='tiny', name=None) # which is here
+    b,path = case.body,case.operation.path
+    if not isinstance(b, dict):
+        return
+    if 'model' in b and (b['model'] is None or len(str(b['model']))%2):
+        b['model'] = 'tiny'
+    little(path, b)
+    if 'background' in b:
+        b['background'] = False
+    if path=='/api/pull':
+        b |= dict(model='tiny', name=None) # which is here
 
 @schema.parametrize()
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -1,4 +1,5 @@
-"The chat page, in a browser where there is one: what it draws, where the reader's eye and the keyboard's focus stay, what it says when things fail."
+"""The chat page, in a browser where there is one: what it draws, where the reader's eye and the
+keyboard's focus stay, what it says when things fail."""
 import json,sys
 from pathlib import Path
 import pytest
@@ -19,7 +20,8 @@ def script(prompt):
     if 'tool:' in last:
         return '</think>It is 12 degrees.'
     if 'weather' in last:
-        return '<think>Look.</think><tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+        call = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+        return f'<think>Look.</think><tool_call>\n{call}\n</tool_call>'
     if 'nothing' in last:
         return '<think>Hm.</think>'
     return '<think>Let me see.</think>Forty-two.'
@@ -53,13 +55,17 @@ def say(p, text, wait=True):
     if wait:
         p.until('!running && state.messages.at(-1).role !== "user"')
 
-# A server within the page: `push` sends a delta, `drop` loses the connection, `shut` ends the answer. For what must happen in the midst of one.
+# A server within the page, for what must happen in the midst of an answer: `push` sends a delta,
+# `drop` loses the connection, `shut` ends the answer
 STUB = '''window.fetch = async (url, o) => {
   if (!url.includes('completions')) return new Response(JSON.stringify({data: models}));
   const enc = new TextEncoder(), to = c => s => c.enqueue(enc.encode(`data: ${s}\\n\\n`));
   return new Response(new ReadableStream({start(c) {
     window.push = d => to(c)(JSON.stringify({choices: [{delta: d}]}));
-    window.shut = () => { to(c)(JSON.stringify({choices: [{delta: {}, finish_reason: 'stop'}]})); c.close(); };
+    window.shut = () => {
+      to(c)(JSON.stringify({choices: [{delta: {}, finish_reason: 'stop'}]}));
+      c.close();
+    };
     window.drop = () => c.error(new TypeError('gone'));
     o.signal.addEventListener('abort', () => c.error(new DOMException('', 'AbortError')));
   }}));
@@ -70,7 +76,7 @@ def drawn(p, md):
         f'(() => {{ const d = make("div"); d.append(...blocks({json.dumps(md)})); for (const b of '
         f'd.querySelectorAll("button, figcaption")) b.remove(); return d.innerHTML; }})()')
 
-# -- a little Markdown -------------------------------------------------------------------------------------------------------
+# -- a little Markdown ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize('md,html', [
     (
@@ -104,36 +110,99 @@ def drawn(p, md):
         'end;">2</td></tr></table></div>'),
     ('# A\nb\n### C', '<h3>A</h3><p>b</p><h4>C</h4>'),
 ])
-def test_markdown(page, md, html): assert drawn(page, md)==html
+def test_markdown(page, md, html):
+    assert drawn(page, md)==html
 
 def test_links_lead_to_the_web_and_nowhere_else(page):
     p = drawn(
         page,
         '[a](https://x.org/b_c_d) https://y.org/z. ![p](https://x.org/i.png) '
         '[b](javascript:alert(1)) <script>alert(1)</script> <img src=x onerror=alert(1)>')
-    assert p.count('<a ')==3 and p.count(
-        'rel="noopener noreferrer nofollow"'
-    )==3 and 'href="https://y.org/z"' in p and 'href="https://x.org/b_c_d"' in p
-    assert '<img' not in p and '<script' not in p and 'href="javascript' not in p and 'alert(1)' in p
+    assert p.count('<a ')==p.count('rel="noopener noreferrer nofollow"')==3
+    assert 'href="https://y.org/z"' in p and 'href="https://x.org/b_c_d"' in p
+    assert '<img' not in p and '<script' not in p and 'href="javascript' not in p
+    assert 'alert(1)' in p
 
-ALL = '# H\nAs $a_1$ and \\(b\\):\n$$\nx = 1\n\\tag{2}\n$$\nso\n\\[ y \\]\n# I\nText with *a*, **b**, `c`:\n1. one\n   - two\n\n     more\n\n   ```py\n   x = 1\n\n   y\n   ```\n2. three\n\n\n10. ten\n\nAfter\n- x\n- y\n```sh\nls\n```\n> q\n> - r\n\n|a|b|\n|-|-|\n|1|2|\n\n---\n~~~\nz\n~~~\n- last\n\n**Bold** line\n\n2024 was a year\n'
+ALL = '''# H
+As $a_1$ and \\(b\\):
+$$
+x = 1
+\\tag{2}
+$$
+so
+\\[ y \\]
+# I
+Text with *a*, **b**, `c`:
+1. one
+   - two
+
+     more
+
+   ```py
+   x = 1
+
+   y
+   ```
+2. three
+
+
+10. ten
+
+After
+- x
+- y
+```sh
+ls
+```
+> q
+> - r
+
+|a|b|
+|-|-|
+|1|2|
+
+---
+~~~
+z
+~~~
+- last
+
+**Bold** line
+
+2024 was a year
+'''
 
 def test_an_answer_looks_the_same_however_it_came(page):
     "In pieces of any size, drawn after each"
-    got = page.js(f'''(() => {{ const t = {json.dumps(ALL)}, all = n => {{ const d = make('div'), a = new Answer(d); for (let i = 0; i < t.length; i += n) {{ a.text += t.slice(i, i + n); a.draw(); }} return d.innerHTML; }};
-      return [t.length, 1, 2, 3, 7, 31].map(all); }})()''')
-    assert got[0].count('<li')==8 and '<table' in got[0] and got[0].count('<math')==4 and 'hljs-' in got[0]
+    got = page.js(f'''(() => {{
+      const t = {json.dumps(ALL)};
+      const all = n => {{
+        const d = make('div'), a = new Answer(d);
+        for (let i = 0; i < t.length; i += n) {{ a.text += t.slice(i, i + n); a.draw(); }}
+        return d.innerHTML;
+      }};
+      return [t.length, 1, 2, 3, 7, 31].map(all);
+    }})()''')
+    assert got[0].count('<li')==8 and got[0].count('<math')==4
+    assert '<table' in got[0] and 'hljs-' in got[0]
     for g in got[1:]:
         assert g==got[0]
+
+ENDLESS = ( # As JavaScript spells them
+    '*a ', '[', '`', '_a ', '**', 'http://', '- ', '> ', '1. a\\n\\n', '| a ', '\\\\', '~~a',
+    ' ', '(', '***a', '$', '$$', '$a', '$$\\n', '\\\\(', '\\\\[', '\\\\[\\n', '$a $', '\\n ',
+    '\\n  a')
 
 def test_markdown_of_endless_answers(page):
     """What a model may repeat for ever is drawn, and neither its length nor its depth brings the
     page down"""
-    for s in ('*a ','[','`','_a ','**','http://','- ','> ','1. a\\n\\n','| a ','\\\\','~~a',' ','(','***a','$','$$','$a','$$\\n','\\\\(','\\\\[','\\\\[\\n','$a $','\\n ','\\n  a'):
+    for s in ENDLESS:
         assert page.js(
             f'(() => {{ const d = make("div"); d.append(...blocks("{s}".repeat(20000))); return '
             f'true; }})()')
-    for s in ('> '.rstrip()*5000+'a', '\n'.join(' '*2*i+'- a' for i in range(400)), '\n'.join('>'*i+' - a' for i in range(200))):
+    nested = '\n'.join(' '*2*i+'- a' for i in range(400))
+    quoted = '\n'.join('>'*i+' - a' for i in range(200))
+    for s in '>'*5000+'a',nested,quoted:
         assert drawn(page, s).count('<')<3000
 
 def test_right_to_left(page):
@@ -148,7 +217,7 @@ def test_right_to_left(page):
         'r.selectNodeContents(b); const t = getComputedStyle(b); return [t.unicodeBidi, '
         't.textAlign]; })()')==['plaintext','start']
 
-# -- a conversation ----------------------------------------------------------------------------------------------------------
+# -- a conversation -------------------------------------------------------------------------------
 
 def test_a_thought_and_an_answer(page):
     say(page, 'hello')
@@ -228,7 +297,7 @@ def test_a_file_that_is_no_image(page):
     say(page, 'hello')
     assert page.js('$("notice").textContent')==''
 
-# -- formulas and code -----------------------------------------------------------------------------
+# -- formulas and code ----------------------------------------------------------------------------
 
 MATHS = [
     ('$x^2$', 1), (r'\(x\) and \[y\]', 2), ('$$x$$', 1), ('**a** $b_1 * c_2 * d_3$', 1),
@@ -249,7 +318,8 @@ def test_formulas(page, md, n):
 def test_a_formula_has_its_source(page):
     "For those who copy it; and its parts are elements, which screen readers know"
     said = drawn(page, r'$\frac{a}{b}$')
-    assert '<mfrac>' in said and r'<annotation encoding="application/x-tex">\frac{a}{b}</annotation>' in said
+    source = r'<annotation encoding="application/x-tex">\frac{a}{b}</annotation>'
+    assert '<mfrac>' in said and source in said
 
 EVIL = ['$\\href{javascript:alert(1)}{x}$', '$\\url{javascript:alert(1)}$',
     '$\\includegraphics{https://x.org/a.png}$', '$\\text{<img src=x onerror=alert(1)>}$',
@@ -287,8 +357,13 @@ def test_what_is_drawn_is_not_drawn_again(page):
     page.until('running && window.push')
     page.js('push({content: "First $x$.\\n\\n```python\\ndef f():\\n"})')
     page.until('$("log").querySelector(".assistant pre code")')
-    page.js("""window.was = [...document.querySelectorAll(".assistant .body > *"), document.querySelector(".assistant pre code")]; window.lost = 0;
-      new MutationObserver(ms => ms.forEach(m => { lost += m.removedNodes.length; })).observe(document.querySelector(".assistant .body"), {childList: true, subtree: true}); 0""")
+    page.js("""
+      window.was = [...document.querySelectorAll(".assistant .body > *"),
+        document.querySelector(".assistant pre code")];
+      window.lost = 0;
+      const noteLost = ms => ms.forEach(m => { lost += m.removedNodes.length; });
+      new MutationObserver(noteLost).observe(
+        document.querySelector(".assistant .body"), {childList: true, subtree: true}); 0""")
     for i in range(40):
         page.js(f'push({{content: "    x = {i}\\n"}}); await new Promise(requestAnimationFrame)')
     page.until('was[2].textContent.includes("x = 39")')
@@ -307,9 +382,10 @@ def test_nothing_comes_from_elsewhere(page, served):
     import urllib.request
     with urllib.request.urlopen(served.url) as r:
         policy,html = r.headers['content-security-policy'],r.read().decode()
-    assert policy.count('sha256-')==html.count('<script>')==3 and 'src="' not in html.split('<style>')[0]
+    assert policy.count('sha256-')==html.count('<script>')==3
+    assert 'src="' not in html.split('<style>')[0]
 
-# -- conversations ---------------------------------------------------------------------------------
+# -- conversations --------------------------------------------------------------------------------
 
 def chat_titles(p):
     return p.js('[...$("found").querySelectorAll(".pick")].map(e => e.firstChild.textContent)')
@@ -383,8 +459,10 @@ def test_a_deleted_conversation_can_be_brought_back(three):
 
 def test_a_conversation_of_an_older_page_is_kept(page, served):
     "When there was one, it lay beside the settings"
-    page.js("""localStorage.clear(); localStorage.setItem(KEY, JSON.stringify({settings: {system: 'Be brief.'},
-      messages: [{role: 'user', content: 'old', images: [], calls: []}, {role: 'assistant', content: 'so old', images: [], calls: []}]}))""")
+    said = [('user','old'),('assistant','so old')]
+    messages = [dict(role=role, content=text, images=[], calls=[]) for role,text in said]
+    kept = json.dumps(dict(settings=dict(system='Be brief.'), messages=messages))
+    page.js(f'localStorage.clear(); localStorage.setItem(KEY, {json.dumps(kept)})')
     page.go(served.url+'/?2')
     page.until('models.length')
     assert page.js('[state.messages[0].content, state.settings.system]')==['old','Be brief.']
@@ -393,8 +471,12 @@ def test_a_conversation_of_an_older_page_is_kept(page, served):
     assert chat_titles(page)==['old']
 
 def test_stored_nonsense_is_not_believed(page, served):
-    page.js("""for (const [k, v] of [['x', '{'], ['abcdef', '[]'], ['abcdeg', '{"messages": [{"role": "root"}, 7, null]}'], ['../..', '{}'],
-      ['abcdeh', '{"title": 7, "at": "x", "messages": [{"role": "user", "content": "fine", "images": ["https://x.org/i.png"]}]}']]) localStorage.setItem(CHAT + k, v)""")
+    fine = dict(role='user', content='fine', images=['https://x.org/i.png'])
+    stored = {
+        'x':'{', 'abcdef':'[]', 'abcdeg':'{"messages": [{"role": "root"}, 7, null]}',
+        '../..':'{}', 'abcdeh':json.dumps(dict(title=7, at='x', messages=[fine]))}
+    for k,v in stored.items():
+        page.js(f'localStorage.setItem(CHAT + {json.dumps(k)}, {json.dumps(v)})')
     page.go(served.url+'/?2')
     open_list(page)
     assert chat_titles(page)==['fine']
@@ -419,7 +501,7 @@ def test_the_list_fits_the_screen(three, width):
     for e in ('document.documentElement','chats','document.body'):
         assert three.js(f'{e}.scrollWidth <= {e}.clientWidth'), e
 
-# -- drafts ----------------------------------------------------------------------------------------
+# -- drafts ---------------------------------------------------------------------------------------
 
 SPEECH = 'Some **bold** words, of which many were drafted.\n\n- one\n- two'
 
@@ -523,7 +605,7 @@ def test_drafts_fit_the_screen(drafting, width):
     for e in ('document.documentElement','scroll','document.body'):
         assert drafting.js(f'{e}.scrollWidth <= {e}.clientWidth'), e
 
-# -- in the midst of an answer -----------------------------------------------------------------------------------------------
+# -- in the midst of an answer --------------------------------------------------------------------
 
 LONG = json.dumps('Some words of an answer.\n\n'*200)
 
@@ -593,17 +675,31 @@ def test_a_question_that_was_not_answered_can_be_asked_again(page, served):
         '[...document.querySelectorAll("button")].find(b => b.textContent === "Try again").click()')
     page.until('!running && $("log").textContent.includes("Forty-two.")')
 
-# -- for every eye and hand --------------------------------------------------------------------------------------------------
+# -- for every eye and hand -----------------------------------------------------------------------
 
-RATIO = '''((a, b) => { const c = document.createElement('canvas').getContext('2d', {willReadFrequently: true}),
-  lum = s => { c.fillStyle = s; c.fillRect(0, 0, 1, 1); const l = [...c.getImageData(0, 0, 1, 1).data].slice(0, 3).map(v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4); return .2126 * l[0] + .7152 * l[1] + .0722 * l[2]; },
-  v = n => getComputedStyle(document.documentElement).getPropertyValue(n), [x, y] = [lum(v(a)), lum(v(b))].sort((p, q) => q - p); return (x + .05) / (y + .05); })'''
+RATIO = '''((a, b) => {
+  const c = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const linear = v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const lum = s => {
+    c.fillStyle = s;
+    c.fillRect(0, 0, 1, 1);
+    const l = [...c.getImageData(0, 0, 1, 1).data].slice(0, 3).map(linear);
+    return .2126 * l[0] + .7152 * l[1] + .0722 * l[2];
+  };
+  const v = n => getComputedStyle(document.documentElement).getPropertyValue(n);
+  const [x, y] = [lum(v(a)), lum(v(b))].sort((p, q) => q - p);
+  return (x + .05) / (y + .05);
+})'''
+
+TEXT_ON = [
+    ('text','bg'), ('text','you'), ('text','code'), ('text','soft'), ('dim','bg'), ('dim','soft'),
+    ('accent','bg'), ('on-accent','accent'), ('bad','bad-bg'), *((c,'code') for c in 'kscnfv')]
 
 @pytest.mark.parametrize('dark', [False,True])
 def test_contrast(page, dark):
     "As WCAG 2.2 counts it: text 4.5, the edges of fields and the ring of the focus 3"
     page.dark(dark)
-    for a,b in (('text','bg'),('text','you'),('text','code'),('text','soft'),('dim','bg'),('dim','soft'),('accent','bg'),('on-accent','accent'),('bad','bad-bg'),*((c,'code') for c in 'kscnfv')):
+    for a,b in TEXT_ON:
         assert page.js(f'{RATIO}("--{a}", "--{b}")')>=4.5, (a, b)
     assert page.js(f'{RATIO}("--edge", "--bg")')>=3
     assert page.js(
@@ -636,9 +732,9 @@ def test_everything_has_a_name_and_the_tab_key_finds_it(page):
 @pytest.mark.parametrize('width', [320,390,1280])
 def test_nothing_is_wider_than_the_screen(page, width):
     page.size(width, 800, touch=width<1000)
-    md = json.dumps(
-        'x'*500+'\n\n| a | b |\n|---|---|\n| '+'word '*40+' | '+'y'*300+' |\n\n```\n'+'z'*400+'\n```\n\n- '+'w'*300
-    )
+    table = f'| a | b |\n|---|---|\n| {"word "*40} | {"y"*300} |'
+    code = f'```\n{"z"*400}\n```'
+    md = json.dumps(f'{"x"*500}\n\n{table}\n\n{code}\n\n- {"w"*300}')
     page.js(
         f'state.messages = [{{role: "user", content: "u".repeat(400), calls: [], images: []}}, '
         f'{{role: "assistant", content: {md}, reasoning: "r".repeat(400), calls: [{{id: "1", name: '

@@ -115,6 +115,18 @@ TYPES = dict(
     temperature=float, store=bool, background=bool, service_tier=str,
     text=dict, tools=list, output=list)
 
+def check_item(o):
+    "An item of the output, against the fields that Open Responses requires"
+    assert o['id']
+    if o['type']=='message':
+        assert {'status','role','content'}<=set(o)
+        assert all({'text','annotations'}<=set(p) for p in o['content'])
+    if o['type']=='function_call':
+        assert {'call_id','name','arguments','status'}<=set(o)
+    if o['type']=='reasoning':
+        assert isinstance(o['summary'], list)
+        assert isinstance(o.get('encrypted_content', ''), str)
+
 def check_response(d:dict):
     "A response against the client's type and the fields that Open Responses requires"
     r = Response.model_validate(d)
@@ -124,34 +136,29 @@ def check_response(d:dict):
     for t in d['tools']:
         assert t['type']!='function' or {'name','description','parameters','strict'}<=set(t)
     for o in d['output']:
-        assert o['id']
-        if o['type']=='message':
-            assert {'status','role','content'}<=set(o)
-            assert all({'text','annotations'}<=set(p) for p in o['content'])
-        if o['type']=='function_call':
-            assert {'call_id','name','arguments','status'}<=set(o)
-        if o['type']=='reasoning':
-            assert isinstance(o['summary'], list)
-            assert isinstance(o.get('encrypted_content', ''), str)
-    if d['usage']:
-        assert d['usage']['total_tokens']==d['usage']['input_tokens']+d['usage']['output_tokens']
-        assert 'cached_tokens' in d['usage']['input_tokens_details']
+        check_item(o)
+    if u := d['usage']:
+        assert u['total_tokens']==u['input_tokens']+u['output_tokens']
+        assert 'cached_tokens' in u['input_tokens_details']
     return r
 
 def events(raw):
-    return [
-        json.loads(l[6:])
-        for l in raw.decode().split('\n')
-        if l.startswith('data: {')]
+    lines = raw.decode().split('\n')
+    return [json.loads(l[6:]) for l in lines if l.startswith('data: {')]
 def stream(w, pieces, usage=Usage(5, 9, 2, 3)):
-    return w.start(Usage(5))+b''.join(
-        w.piece(0, p) for p in pieces
-    )+w.end(usage)
+    return w.start(Usage(5))+b''.join(w.piece(0, p) for p in pieces)+w.end(usage)
 def asked(memory=None, owner=None, **kw):
     return parse(json.dumps(dict(input='hi') | kw).encode(), memory, owner)
 
-# -- the client ----------------------------------------------------------------------------------
-# ----------------------------
+# -- the client -----------------------------------------------------------------------------------
+
+def made(client, streamed, **kw):
+    "A response, in one piece or put together from a stream"
+    kw = dict(model='m', tools=[WEATHER])|kw
+    if not streamed:
+        return client.responses.create(**kw)
+    with client.responses.stream(**kw) as s:
+        return s.until_done().get_final_response()
 
 def test_create(client):
     raw = client.responses.with_raw_response.create(
@@ -160,15 +167,14 @@ def test_create(client):
     check_response(json.loads(raw.http_response.text))
     r = raw.parse()
     assert r.output_text=="You said 'hello' to 2 messages" and r.status=='completed'
-    assert (
-        r.model, r.instructions, r.metadata, r.temperature,
-        r.max_output_tokens, r.previous_response_id
-    ) == ('m', 'Be kind.', dict(a='b'), .5, 99, None)
+    assert (r.model, r.instructions, r.metadata)==('m','Be kind.',dict(a='b'))
+    assert (r.temperature, r.max_output_tokens, r.previous_response_id)==(.5,99,None)
     assert r.completed_at>=r.created_at>1.7e9
-    assert (
-        r.usage.input_tokens, r.usage.input_tokens_details.cached_tokens,
-        r.usage.output_tokens_details.reasoning_tokens, r.usage.total_tokens
-    ) == (11, 3, 2, 18)
+
+def test_usage(client):
+    u = client.responses.create(model='m', input='hello').usage
+    assert (u.input_tokens, u.input_tokens_details.cached_tokens)==(11,3)
+    assert (u.output_tokens_details.reasoning_tokens, u.total_tokens)==(2,18)
 
 def test_stream_helper(client):
     with client.responses.stream(
@@ -211,18 +217,12 @@ def test_parse_with_pydantic(client, at):
 
 @pytest.mark.parametrize('streamed', [False, True])
 def test_tool_loop_through_previous_response(client, at, streamed):
-    def ask(**kw):
-        if not streamed:
-            return client.responses.create(model='m', tools=[WEATHER], **kw)
-        with client.responses.stream(model='m', tools=[WEATHER], **kw) as s:
-            return s.until_done().get_final_response()
-    r1 = ask(input='What is the weather?', instructions='Only for the first.')
+    r1 = made(client, streamed, input='What is the weather?', instructions='Only for the first.')
     c = r1.output[-1]
-    assert (c.type, c.name, json.loads(c.arguments)) == (
-        'function_call', 'weather', dict(city='Oslo'))
-    r2 = ask(
-        previous_response_id=r1.id,
-        input=[dict(type='function_call_output', call_id=c.call_id, output='sunny')])
+    assert (c.type, c.name)==('function_call','weather')
+    assert json.loads(c.arguments)==dict(city='Oslo')
+    result = dict(type='function_call_output', call_id=c.call_id, output='sunny')
+    r2 = made(client, streamed, previous_response_id=r1.id, input=[result])
     assert r2.output_text=='It is sunny.' and r2.previous_response_id==r1.id
     ms = at.asks[-1].messages
     assert [m['role'] for m in ms]==['user','assistant','tool'], 'instructions are not inherited'
@@ -235,38 +235,39 @@ def test_history_sent_by_the_client(client, at):
         store=False, include=['reasoning.encrypted_content'])
     kept = [o.to_dict() for o in r1.output]
     assert unseal(kept[0]['encrypted_content'])=='I must look.'
-    del kept[0]['content']                                                     # as Codex does
+    del kept[0]['content']  # as Codex does
+    asked = dict(role='user', content='What is the weather?')
+    result = dict(type='function_call_output', call_id=kept[-1]['call_id'], output='fog')
     client.responses.create(
-        model='m', store=False, tools=[WEATHER],
-        input=[
-            dict(role='user', content='What is the weather?'), *kept,
-            dict(type='function_call_output', call_id=kept[-1]['call_id'], output='fog')])
+        model='m', store=False, tools=[WEATHER], input=[asked, *kept, result])
     assert at.asks[-1].messages[1]['reasoning']=='I must look.'
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(r1.id)
 
-def test_retrieve_list_and_delete(client):
+@pytest.fixture
+def two(client):
+    "Two responses, the second of which goes on from the first"
     r1 = client.responses.create(model='m', input='one')
-    r2 = client.responses.create(
-        model='m',
-        input=[
-            dict(role='user', content=[dict(type='input_text', text='two')])],
-        previous_response_id=r1.id)
+    asked = dict(role='user', content=[dict(type='input_text', text='two')])
+    return r1,client.responses.create(model='m', input=[asked], previous_response_id=r1.id)
+
+def test_retrieve_and_list(client, two):
+    r1,r2 = two
     assert client.responses.retrieve(r2.id)==r2
-    ids = [
-        ITEMS.validate_python(i.to_dict()).id
-        for i in client.responses.input_items.list(r2.id, limit=1)] # the client turns the pages
+    pages = client.responses.input_items.list(r2.id, limit=1) # the client turns them
+    ids = [ITEMS.validate_python(i.to_dict()).id for i in pages]
     assert len(ids)==3 and ids[1]==r1.output[0].id
-    assert [
-        i.id
-        for i in client.responses.input_items.list(r2.id, order='asc')
-    ]==ids[::-1]
+    oldest_first = client.responses.input_items.list(r2.id, order='asc')
+    assert [i.id for i in oldest_first]==ids[::-1]
+
+def test_delete(client, two):
+    r1,r2 = two
     client.responses.delete(r1.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(r1.id)
     with pytest.raises(openai.BadRequestError) as e:
         client.responses.create(model='m', input='three', previous_response_id=r1.id)
-    assert (e.value.param, e.value.code) == ('previous_response_id','previous_response_not_found')
+    assert (e.value.param, e.value.code)==('previous_response_id','previous_response_not_found')
     assert client.responses.retrieve(r2.id).output_text==r2.output_text
 
 def test_item_reference(client, at):
@@ -279,63 +280,27 @@ def test_item_reference(client, at):
             dict(role='user', content='two')])
     assert at.asks[-1].messages[1]==dict(role='assistant', content=r.output_text)
 
+def of_owner(client, name):
+    return client.with_options(default_headers={'x-owner':name}).responses
+
+def test_an_owner_sees_its_own(client):
+    ann = of_owner(client, 'ann')
+    r = ann.create(model='m', input='mine')
+    assert ann.retrieve(r.id).id==r.id
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(r.id)
+
 def test_owners_do_not_see_each_other(client):
-    ann,bob = (client.with_options(default_headers={'x-owner':k}) for k in ('ann','bob'))
-    r = ann.responses.create(model='m', input='mine')
-    assert ann.responses.retrieve(r.id).id==r.id
-    for f in (
-        lambda: bob.responses.retrieve(r.id),
-        lambda: bob.responses.cancel(r.id),
-        lambda: bob.responses.delete(r.id),
-        lambda: bob.responses.input_items.list(r.id),
-        lambda: bob.responses.create(
-            model='m',
-            input=[dict(type='item_reference', id=r.output[0].id)]),
-        lambda: client.responses.retrieve(r.id)
-    ):
+    r = of_owner(client, 'ann').create(model='m', input='mine')
+    bob = of_owner(client, 'bob')
+    for f in bob.retrieve,bob.cancel,bob.delete,bob.input_items.list:
         with pytest.raises(openai.NotFoundError):
-            f()
+            f(r.id)
+    meant = dict(type='item_reference', id=r.output[0].id)
+    with pytest.raises(openai.NotFoundError):
+        bob.create(model='m', input=[meant])
     with pytest.raises(openai.BadRequestError):
-        bob.responses.create(model='m', input='x', previous_response_id=r.id)
-
-def test_background_runs_without_its_client_and_is_cancelled(client, at):
-    r = client.responses.create(model='m', input='slow', background=True)
-    # its first piece comes at once
-    assert r.status=='queued'
-    assert 'in_progress' in (client.responses.retrieve(r.id).status for _ in range(1000))
-    got = client.responses.cancel(r.id)
-    assert got.status=='cancelled' and r.id in at.aborted
-    assert client.responses.cancel(r.id).status=='cancelled'
-    seen = [e for e in client.responses.retrieve(r.id, stream=True, starting_after=1)]
-    assert seen[0].sequence_number==2 and seen[-1].response.status=='cancelled'
-
-def test_background_stream(client):
-    got = list(
-        client.responses.create(model='m', input='hi', background=True, stream=True))
-    assert [e.type for e in got[:3]]==['response.created','response.queued','response.in_progress']
-    assert got[-1].response.output_text
-    assert [
-        e.type
-        for e in client.responses.retrieve(got[0].response.id, stream=True)
-    ]==[e.type for e in got]
-
-def test_cancel_of_a_stream(client):
-    s = client.responses.create(model='m', input='slow', stream=True)
-    first = next(s)
-    assert client.responses.cancel(first.response.id).status=='cancelled'
-    assert [e.type for e in s][-1]=='response.incomplete'
-    with pytest.raises(openai.BadRequestError):
-        client.responses.cancel(first.response.id)
-
-def test_incomplete_and_failed(client):
-    r = client.responses.create(model='m', input='long', max_output_tokens=5)
-    assert (r.status, r.incomplete_details.reason, r.output[0].status) == (
-        'incomplete','max_output_tokens','incomplete')
-    got = list(client.responses.create(model='m', input='break', stream=True))
-    assert got[-1].type=='response.failed'
-    assert got[-1].response.error.code=='server_error'
-    assert 'secret' not in str(got)
-    assert client.responses.retrieve(got[0].response.id).status=='failed'
+        bob.create(model='m', input='x', previous_response_id=r.id)
 
 @pytest.mark.parametrize(
     'kw,kind,param',
@@ -362,25 +327,26 @@ def test_errors_name_the_field(client, kw, kind, param):
         client.responses.create(model='m', **kw)
     assert e.value.param==param and e.value.type in ('invalid_request_error','server_error')
 
+HOSTED = [
+    dict(type='web_search'),
+    dict(type='namespace', name='n', description='', tools=[]),
+    dict(type='file_search', vector_store_ids=['v']),
+    dict(type='code_interpreter', container=dict(type='auto')),
+    dict(type='mcp', server_label='s'),
+    dict(type='local_shell'), dict(type='image_generation')]
+
 def test_hosted_tools_are_left_out_with_a_warning(client, at):
     got = client.responses.with_raw_response.create(
-        model='m', input='weather',
-        tools=[
-            WEATHER, dict(type='web_search'),
-            dict(type='namespace', name='n', description='', tools=[]),
-            dict(type='file_search', vector_store_ids=['v']),
-            dict(type='code_interpreter', container=dict(type='auto')),
-            dict(type='mcp', server_label='s'),
-            dict(type='local_shell'), dict(type='image_generation')])
+        model='m', input='weather', tools=[WEATHER, *HOSTED])
     assert 'web_search' in got.headers['x-atlas-warning']
-    assert got.parse().output[-1].type=='function_call'
-    assert [t['function']['name'] for t in at.asks[-1].tools]==['weather']
-    assert len(at.asks[-1].warnings)==7
-    assert at.asks[-1].tools[0]['function']['strict'] is True
-    assert [t.type for t in got.parse().tools]==['function']
+    r,a = got.parse(),at.asks[-1]
+    assert r.output[-1].type=='function_call'
+    assert [t['function']['name'] for t in a.tools]==['weather']
+    assert len(a.warnings)==7
+    assert a.tools[0]['function']['strict'] is True
+    assert [t.type for t in r.tools]==['function']
 
-# -- any pieces ----------------------------------------------------------------------------------
-# ----------------------------
+# -- any pieces -----------------------------------------------------------------------------------
 
 def cut(text, cuts):
     "The text in pieces"
@@ -435,29 +401,28 @@ OPTIONS = [
 @example('\u2028', '\x85"\\', [], [1], 'stop', OPTIONS[1], [])
 @settings(deadline=None, max_examples=150)
 def test_any_pieces_make_the_same_response(thought, text, calls, at, finish, kw, together):
-    made = []
-    for k,(name,args) in enumerate(calls):
-        made.append(Call(name, json.dumps(args), f'call_{k:024x}'))
+    made = [Call(n, json.dumps(args), f'call_{k:024x}') for k,(n,args) in enumerate(calls)]
     whole = Choice(thought, text, made, finish=finish)
-    ps = [Delta(reasoning=x) for x in cut(thought, at)]
-    ps += [Delta(content=x) for x in cut(text, at)]
-    for k,c in enumerate(whole.calls):
-        first,*rest = cut(c.arguments, at)
-        ps.append(part(k, c.id, c.name, first))
-        ps += [part(k, arguments=x) for x in rest]
-    ps.append(Delta(finish=finish))
     a,b = reply(asked(**kw), 'm'),reply(asked(**kw), 'm')
-    raw = stream(a, joined(ps, together))
+    raw = stream(a, joined(pieces_of(whole, at), together))
     assert len(raw.decode().splitlines())==raw.count(b'\n')
     es = events(raw)
     for e in es:
         check_event(e)
     assert [e['sequence_number'] for e in es]==list(range(len(es)))
-    assert bare(es[-1]['response'], a)==bare(
-        b.whole([whole], Usage(5, 9, 2, 3)),
-        b
-    )==bare(a.resource(), a)
+    last = bare(es[-1]['response'], a)
+    assert last==bare(b.whole([whole], Usage(5, 9, 2, 3)), b)==bare(a.resource(), a)
     follows(es)
+
+def pieces_of(whole, at):
+    "A whole answer, in pieces that are cut `at` these places"
+    ps = [Delta(reasoning=x) for x in cut(whole.reasoning, at)]
+    ps += [Delta(content=x) for x in cut(whole.content, at)]
+    for k,c in enumerate(whole.calls):
+        first,*rest = cut(c.arguments, at)
+        ps.append(part(k, c.id, c.name, first))
+        ps += [part(k, arguments=x) for x in rest]
+    return [*ps, Delta(finish=whole.finish)]
 
 BEHIND = dict(
     qwen3_coder=(
@@ -471,28 +436,36 @@ BEHIND = dict(
         '<|channel|>commentary to=functions.g<|message|>{"a"',
         ': 1}<|call|><|start|>assistant<|channel|>final<|message|>\nSo'))
 
+TAKES_A = dict(type='object', properties=dict(a=dict(type='integer')))
+G = dict(type='function', function=dict(name='g', parameters=TAKES_A))
+
 @pytest.mark.parametrize('parser', BEHIND)
 def test_the_end_of_a_call_and_what_follows_it_come_at_once(parser):
     "Several tokens come together when drafts are accepted"
-    tools = [
-        dict(
-            type='function',
-            function=dict(
-                name='g',
-                parameters=dict(type='object', properties=dict(a=dict(type='integer')))))]
     reasoning = 'openai_gptoss' if parser=='openai' else None
-    s = Splitter(reasoning, parser, tools, False, False, '')
+    s = Splitter(reasoning, parser, [G], False, False, '')
     ps = [s.feed(token) for token in BEHIND[parser]]
     ps += [s.finish(), Delta(finish='tool_calls')]
     es = events(stream(reply(asked(), 'm'), ps))
     for e in es:
         check_event(e)
     follows(es)
-    out = {d['type']:d for d in es[-1]['response']['output']}
-    assert len(es[-1]['response']['output'])==2
-    assert json.loads(out['function_call']['arguments'])==dict(a=1)
-    assert out['function_call']['name']=='g'
+    output = es[-1]['response']['output']
+    out = {d['type']:d for d in output}
+    call = out['function_call']
+    assert len(output)==2
+    assert (call['name'],json.loads(call['arguments']))==('g',dict(a=1))
     assert out['message']['content'][0]['text'].strip()=='So'
+
+TEXTS = (
+    'output_text.delta','reasoning_text.delta','function_call_arguments.delta',
+    'custom_tool_call_input.delta')
+
+def text_of(d):
+    "What an item says"
+    if 'call' in d['type']:
+        return d.get('arguments', d.get('input'))
+    return ''.join(p['text'] for p in d['content'])
 
 def follows(es):
     """What a client puts together from the deltas is what the items say in the end, and items
@@ -503,23 +476,15 @@ def follows(es):
         if t=='output_item.added':
             assert now is None and e['output_index']==len(out)
             now = dict(id=e['item']['id'], text='', summary='')
-        elif t in (
-            'output_text.delta','reasoning_text.delta','function_call_arguments.delta',
-            'custom_tool_call_input.delta'
-        ):
+        elif t in TEXTS:
             now['text'] += e['delta']
             assert e['item_id']==now['id']
         elif t=='reasoning_summary_text.delta':
             now['summary'] += e['delta']
         elif t=='output_item.done':
             d = e['item']
-            if 'call' in d['type']:
-                text = d.get('arguments', d.get('input'))
-            else:
-                text = ''.join(p['text'] for p in d['content'])
-            assert (d['id'], text) == (now['id'], now['text'])
-            assert now['summary']==''.join(
-                p['text'] for p in d.get('summary', ()))
+            assert (d['id'], text_of(d))==(now['id'], now['text'])
+            assert now['summary']==''.join(p['text'] for p in d.get('summary', ()))
             out.append(d)
             now = None
     assert now is None and out==es[-1]['response']['output']
@@ -714,27 +679,28 @@ def test_any_body_is_an_ask_or_a_refusal(d):
 
 @given(sound)
 @settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
-def test_a_sound_body_is_answered(d): answered(parse(json.dumps(d).encode(), MEMORY))
+def test_a_sound_body_is_answered(d):
+    answered(parse(json.dumps(d).encode(), MEMORY))
 
 def answered(a, listed=True):
     "What every `Ask` must be like, and that its answer can be written, listed and gone on from"
-    assert isinstance(a, ResponsesAsk)
-    assert a.messages
-    assert all(m['role'] in ('system','user','assistant','tool') for m in a.messages)
-    assert all(m['role']!='system' for m in a.messages[1:])
+    assert isinstance(a, ResponsesAsk) and a.messages
+    roles = [m['role'] for m in a.messages]
+    assert set(roles)<={'system','user','assistant','tool'} and 'system' not in roles[1:]
     assert all(isinstance(w, str) and w.isascii() for w in a.warnings)
     for e in events(stream(reply(a, 'm'), say('x'))):
         check_response(e['response']) if 'response' in e else check_event(e)
-    if not a.store:
-        return
+    if a.store:
+        gone_on_from(a, listed)
+
+def gone_on_from(a, listed):
+    "Its items are there, and another question follows it"
     for d in MEMORY.items(a.id)['data']:
-        ITEMS.validate_python(d) if listed and d['type'] in (
-            'message','reasoning','function_call'
-        ) else d['id']
-    again = parse(
-        json.dumps(dict(input='x', previous_response_id=a.id)).encode(),
-        MEMORY)
-    assert len(again.messages)>=len(a.messages)-1
+        assert d['id']
+        if listed and d['type'] in ('message','reasoning','function_call'):
+            ITEMS.validate_python(d)
+    more = json.dumps(dict(input='x', previous_response_id=a.id)).encode()
+    assert len(parse(more, MEMORY).messages)>=len(a.messages)-1
 
 @given(st.binary(max_size=60))
 @example(b'{"input": ' + b'['*100_000)
@@ -744,8 +710,7 @@ def test_any_bytes_are_refused(raw):
     with pytest.raises(AtlasError):
         parse(raw)
 
-# -- what the store promises ---------------------------------------------------------------------
-# ----------------------------
+# -- what the store promises ----------------------------------------------------------------------
 
 def test_the_store_is_bounded():
     s = Store(most=20, size=200_000)
@@ -803,45 +768,42 @@ def whole():
 @pytest.fixture
 def sdk(whole): return client_of(whole)
 
+def looked_up(sdk, streamed):
+    "A call of a tool, and what comes of its result"
+    kw = dict(model='scripted', tools=[dict(WEATHER, strict=False)])
+    r1 = made(sdk, streamed, input='The weather?', instructions='Be brief.', **kw)
+    result = dict(type='function_call_output', call_id=r1.output[-1].call_id, output='fog')
+    return r1,made(sdk, streamed, previous_response_id=r1.id, input=[result], **kw)
+
 @pytest.mark.parametrize('streamed', [False, True])
 def test_service_tool_loop(sdk, whole, streamed):
-    def ask(**kw):
-        if not streamed:
-            return sdk.responses.create(
-                model='scripted',
-                tools=[dict(WEATHER, strict=False)], **kw)
-        with sdk.responses.stream(
-            model='scripted',
-            tools=[dict(WEATHER, strict=False)], **kw
-        ) as s:
-            return s.until_done().get_final_response()
-    r1 = ask(input='The weather?', instructions='Be brief.')
-    assert [o.type for o in r1.output]==['reasoning','function_call']
-    assert r1.output[0].content[0].text.strip()=='I must look.'
-    assert json.loads(r1.output[1].arguments)==dict(city='Oslo')
-    assert whole.prompts[-1].startswith('tool {')
-    assert 'system: Be brief.' in whole.prompts[-1]
-    r2 = ask(
-        previous_response_id=r1.id,
-        input=[
-            dict(type='function_call_output', call_id=r1.output[1].call_id, output='fog')])
+    r1,r2 = looked_up(sdk, streamed)
+    thought,call = r1.output
+    assert (thought.type,call.type)==('reasoning','function_call')
+    assert thought.content[0].text.strip()=='I must look.'
+    assert json.loads(call.arguments)==dict(city='Oslo')
     assert r2.output_text.strip()=='It is foggy.'
-    assert 'call weather' in whole.prompts[-1]
-    assert 'Be brief' not in whole.prompts[-1]
     assert r2.usage.input_tokens==len(whole.prompts[-1].encode())
     assert r2.usage.output_tokens_details.reasoning_tokens>0
     check_response(r2.to_dict()|dict(created_at=int(r2.created_at)))
+
+def test_service_prompts_of_a_tool_loop(sdk, whole):
+    looked_up(sdk, False)
+    first,second = whole.prompts[-2:]
+    assert first.startswith('tool {') and 'system: Be brief.' in first
+    assert 'call weather' in second and 'Be brief' not in second
 
 def test_service_stores_counts_and_forgets(sdk, whole):
     r = sdk.responses.create(model='scripted', input='Hi', metadata=dict(k='v'))
     assert sdk.responses.retrieve(r.id)==r
     assert [i.role for i in sdk.responses.input_items.list(r.id)]==['user']
-    assert sdk.responses.input_tokens.count(
-        model='scripted', input='Hi'
-    ).input_tokens==r.usage.input_tokens
+    counted = sdk.responses.input_tokens.count(model='scripted', input='Hi')
+    assert counted.input_tokens==r.usage.input_tokens
     sdk.responses.delete(r.id)
     with pytest.raises(openai.NotFoundError):
         sdk.responses.retrieve(r.id)
+
+def test_service_compacts_nothing(sdk):
     with pytest.raises(openai.APIStatusError) as e:
         sdk.responses.compact(model='scripted', input='Hi')
     assert e.value.status_code in (404, 501) and e.value.body['message']

@@ -391,7 +391,8 @@ async def rerank(self:Service, request:Request)->Response:
     u,(scores,n) = await attended(request, work())
     results = _ranked(scores, b.texts if b.return_documents else None)
     usage = dict(prompt_tokens=n, total_tokens=n)
-    said = dict(object='list', model=b.model or u.names[0], usage=usage, results=results[:b.top_n])
+    named = dict(object='list', model=b.model or u.names[0])
+    said = named|dict(usage=usage, results=results[:b.top_n])
     return unheeded(JSONResponse(said), ignored(b))
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #d22c94d5

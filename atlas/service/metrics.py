@@ -417,7 +417,8 @@ def _budget(memory):
 @patch
 def _residents(self:Metrics):
     "Who has how much of the memory, and what of the budget is free"
-    yield from _shares([(s['model'], s.get('residency') or {}) for s in self.models.stats()])
+    said = [(s['model'], s.get('residency') or {}) for s in self.models.stats()]
+    yield from _shares(said)
     if memory := getattr(self.models, 'memory', None):
         yield from _budget(memory)
 

@@ -256,7 +256,8 @@ def parse_generate(
     if b.raw or b.suffix:
         return b.raw_ask(kw)
     turns = [dict(role='system', content=b.system)] if b.system else []
-    turns.append(dict(role='user', content=with_images(b.prompt or '', b.images, 'images')))
+    said = with_images(b.prompt or '', b.images, 'images')
+    turns.append(dict(role='user', content=said))
     return OllamaAsk(turns, before=tuple(b.context or ()), token_ids=True, **kw)
 
 # %% ../../nbs/7_service/18_ollama.ipynb #2ca6e265
@@ -412,11 +413,14 @@ def end(self:ChatReply, u:Usage)->bytes:
 def whole(self:ChatReply, choices:list[Choice], u:Usage)->dict:
     "The body of an answer in one piece"
     c = choices[0]
-    calls = [tool_call(k.id, i, k.name, k.arguments) for i,k in enumerate(c.calls)]
+    calls = []
+    for i,k in enumerate(c.calls):
+        calls.append(tool_call(k.id, i, k.name, k.arguments))
     self.finish = c.finish
     self.ids = [t.id for t in c.tokens]
     self.thought = bool(c.reasoning)
-    said = self.said(self.trimmed(c.content or ''), c.reasoning, calls)|self.about(c.tokens)
+    text = self.trimmed(c.content or '')
+    said = self.said(text, c.reasoning, calls)|self.about(c.tokens)
     named = dict(model=self.model, created_at=now())
     return named|said|self.counts(u)|self.context()
 
@@ -530,7 +534,8 @@ async def ollama_ps(self:Service)->Response:
     "The models that are loaded"
     said = {m.name:until(m) for m in self.models.all}
     here = [m for m in self.models.list() if m['condition']=='loaded']
-    return JSONResponse(dict(models=[running(m, m['id'], said[m['id']]) for m in here]))
+    here = [running(m, m['id'], said[m['id']]) for m in here]
+    return JSONResponse(dict(models=here))
 
 VERSION = '0.13.0' # Of Ollama, whose API this is like: clients refuse to talk to older ones
 

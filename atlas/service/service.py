@@ -511,7 +511,8 @@ def check_choices(u:ReadyModel, ask:Ask):
 @patch
 def silent_turn(self:Service, u:ReadyModel, ask:Ask, prompts:list[Prompt])->Turn:
     "A turn without requests: only the prompts are asked about"
-    t = Turn(u.runner, [], [], self.metrics.of(u.name), sum(len(p.ids) for p in prompts))
+    total = sum(len(p.ids) for p in prompts)
+    t = Turn(u.runner, [], [], self.metrics.of(u.name), total)
     t.silent = len(prompts)*ask.params.n
     return t
 
@@ -612,8 +613,10 @@ async def rank(
 @patch
 async def relevance(self:Service, u:ReadyModel, ids:list[int], yes:int, no:int)->float:
     "The probability of yes behind a prompt, of yes and no"
-    *_,(y,top) = await self.ask_of(u, 'score', ids=[*ids, yes], k=20)
+    *_,last = await self.ask_of(u, 'score', ids=[*ids, yes], k=20)
+    y,top = last
     n = dict(map(tuple, top)).get(no)
     if n is None:
-        *_,(n,_) = await self.ask_of(u, 'score', ids=[*ids, no], k=0)
+        *_,last = await self.ask_of(u, 'score', ids=[*ids, no], k=0)
+        n,_ = last
     return 1/(1+math.exp(min(n-y, 700)))

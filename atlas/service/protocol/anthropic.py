@@ -717,7 +717,8 @@ def tell(self:Reply, d:CallDelta)->bytes:
         if d.name is None:
             raise AtlasError('A tool call went on after its block had ended')
         self.called = True
-        head = self.begin(d.index, type='tool_use', id=tool_id(d.id), name=d.name, input={})
+        block = dict(type='tool_use', id=tool_id(d.id), name=d.name, input={})
+        head = self.begin(d.index, **block)
     return head+self.more+quote(d.arguments)+b'}}\n\n' if d.arguments else head
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #ad888edf

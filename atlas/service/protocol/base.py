@@ -108,7 +108,8 @@ def blame(
     faults = [
         (*_walk(d, x['loc'], x['type']=='missing'), x)
         for x in e.errors(include_url=False, include_context=False)[:64]]
-    path,v,x = max(faults, key=lambda f: f[0].count('.')+f[0].count('['))
+    def depth(fault): return fault[0].count('.')+fault[0].count('[')
+    path,v,x = max(faults, key=depth)
     if x['type']=='missing':
         return RequestError(f'{path} is missing', hint='Add the field', param=path)
     wants = dict.fromkeys(f['msg'] for p,_,f in faults if p==path)

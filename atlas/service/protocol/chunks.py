@@ -42,7 +42,8 @@ def error_body(e:BaseException)->dict:
     if not isinstance(e, AtlasError):
         e = AtlasError('The server met an unexpected error', hint='Its log has the details')
     kind = 'invalid_request_error' if e.status<500 else 'server_error'
-    return dict(error=dict(message=str(e), type=kind, param=e.param, code=e.code))
+    error = dict(message=str(e), type=kind, param=e.param, code=e.code)
+    return dict(error=error)
 
 def plain_error_body(e:BaseException)->dict:
     "The same in Ollama's shape, which is the message alone"
@@ -282,7 +283,8 @@ def _asked(self:ChatWriter):
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #5e935a00
 def _whole_call(k):
     "A finished tool call"
-    return dict(id=k.id, type='function', function=dict(name=k.name, arguments=k.arguments))
+    f = dict(name=k.name, arguments=k.arguments)
+    return dict(id=k.id, type='function', function=f)
 
 @patch
 def _choice(self:ChatWriter, i, c):
@@ -376,7 +378,8 @@ def _asked(self:TextWriter): return {}
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #a110e521
 def _likelihood(c):
     "The log-probability of a choice's tokens, on average"
-    return sum(_lp(t.logprob) or 0. for t in c.tokens)/max(len(c.tokens), 1)
+    total = sum(_lp(t.logprob) or 0. for t in c.tokens)
+    return total/max(len(c.tokens), 1)
 
 @patch
 def _told(self:TextWriter, choices):

@@ -257,7 +257,8 @@ def call(self:Thread, d, where):
     args = d['arguments'] if kind=='function_call' else quote(known).decode()
     self.calls[d['call_id']] = name
     m = self.answer()
-    call = dict(id=d['call_id'], type='function', function=dict(name=name, arguments=args))
+    f = dict(name=name, arguments=args)
+    call = dict(id=d['call_id'], type='function', function=f)
     m['tool_calls'] = [*m.get('tool_calls', ()), call]
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #17322498
@@ -275,7 +276,8 @@ def result(self:Thread, d, where):
         raise RequestError(f'{where}.output is missing', param=f'{where}.output')
     parts = d['type'] in _OUTPUTS and _are_parts(out)
     said = _content(out, f'{where}.output') if parts else _dumped(out)
-    self.messages.append(dict(role='tool', tool_call_id=c, name=self.calls[c], content=said))
+    m = dict(role='tool', tool_call_id=c, name=self.calls[c], content=said)
+    self.messages.append(m)
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #99afb304
 _skipped = {

@@ -321,7 +321,8 @@ def _function(t, i):
         if not isinstance(f.get(k), kind|None):
             raise RequestError(
                 f'{where}.{k} is {found(f[k])}, expected {_KINDS[kind]}', param=f'{where}.{k}')
-    return dict(type='function', function={k:v for k,v in f.items() if v is not None})
+    given = {k:v for k,v in f.items() if v is not None}
+    return dict(type='function', function=given)
 
 def functions(
     tools:list[dict]|None, # Of a body

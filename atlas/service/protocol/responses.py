@@ -395,7 +395,8 @@ def _register(self:ResponsesWriter):
     if a.store is None or self.record is not None:
         return
     before = a.echo['previous_response_id']
-    self.record = Record(self.id, a.owner, a.items, before, a.size, self, events=self.events)
+    own = dict(writer=self, events=self.events)
+    self.record = Record(self.id, a.owner, a.items, before, a.size, **own)
     a.store.put(self.record)
 
 @patch
