@@ -950,8 +950,7 @@ async def test_models_of_unknown_size_all_load_at_the_start(tmp_path, monkeypatc
     both = NOBODY.replace('false', 'true')
     async with following(tmp_path/'atlas.yaml', both, machine=machine(20*GIB)) as (file,ms):
         await happens(lambda: all(m.state!='loading' for m in ms.all))
-        assert {
-            m.name: (m.state, m.need) for m in ms.all}==dict(
+        assert {m.name: (m.state, m.need) for m in ms.all}==dict(
                 one=('loaded',GIB), two=('loaded',GIB))
         assert not ms.memory['evictions']
 

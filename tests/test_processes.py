@@ -637,7 +637,8 @@ async def test_no_thread_to_wait_with(monkeypatch):
             pids,popen = [],subprocess.Popen
             class Seen(popen):
                 def __init__(self, *a, **kw):
-                    super().__init__(*a, **kw); pids.append(self.pid)
+                    super().__init__(*a, **kw)
+                    pids.append(self.pid)
             mp.setattr('atlas.service.remote.threading.Thread.start', none)
             mp.setattr('atlas.service.remote.subprocess.Popen', Seen)
             with pytest.raises(OSError, match='thread'):
@@ -736,8 +737,7 @@ async def test_a_real_model_says_the_same():
             r = (await ms.get('toy')).runner
             assert list(
                 await asyncio.gather(
-                    *(
-                        ids_of(r.submit(req(f't{i}', p, max_tokens=12)))
+                    *(ids_of(r.submit(req(f't{i}', p, max_tokens=12)))
                         for i,p in enumerate(PROMPTS))))==want
             assert (
                 r.info['max_seq_len'], r.info['vocab_size']
@@ -772,8 +772,7 @@ async def test_a_real_model_with_faults():
             assert (e.finish, e.code)==('error', code) and ms.healthy
             assert list(
                 await asyncio.gather(
-                    *(
-                        ids_of(r.submit(req(f'{bad}{i}', p, max_tokens=12)))
+                    *(ids_of(r.submit(req(f'{bad}{i}', p, max_tokens=12)))
                         for i,p in enumerate(PROMPTS))))==want
         left = dict(corrupted_requests_total=1, blocks_used=0, num_requests_running=0)
         await happens(lambda: left.items()<=r.stats().items())
@@ -835,14 +834,12 @@ class Live:
             'hello', **kw).json()['choices'][0]['message']['content']=='Hello there, reader.'
     def health(self): return self.http.get('/health').status_code
     def metric(self, name):
-        return sum(
-            float(m[1])
+        return sum(float(m[1])
             for m in re.finditer(rf'^atlas:{name}(?:{{[^}}]*}})? (\S+)$', self.http.get('/metrics').text, re.M)
         )
     @property
     def workers(self):
-        return [
-            int(p)
+        return [int(p)
             for p in subprocess.run(['pgrep', '-P', str(self.p.pid), '-f', 'fake_worker'], capture_output=True, text=True).stdout.split()
         ]
     def __enter__(self): self.pids = self.workers; return self
@@ -1144,8 +1141,7 @@ def test_http_three_ends_at_once():
                     b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body
                 )
                 return s
-            ss = [
-                open_(*a)
+            ss = [open_(*a)
                 for a in (('fake','<endless>',True), ('fake','<endless>',False), ('slow','hi',True), ('slow','hi',False), ('fake','<hold>',True))
             ]
             def busy(): return l.metric('num_requests_running')
@@ -1210,8 +1206,7 @@ def test_http_only_that_request():
         assert (
             n.status_code, n.json()['error']['code']
         )==(500, 'corrupted_output') and (o.status_code,
-        o.json()['error']['code'])==(507,
-        'out_of_memory') and l.ok()
+        o.json()['error']['code'])==(507, 'out_of_memory') and l.ok()
         until(lambda: l.metric('corrupted_requests_total')==1)
 
 def test_http_models_by_name():

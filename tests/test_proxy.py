@@ -104,8 +104,7 @@ def test_a_stream_is_passed_on_byte_for_byte():
             'text/event-stream')
         assert r.headers['x-atlas-model']=='spark2/gemma'
         assert d.metric('upstream_requests_total', upstream='spark2', outcome='ok')==1
-        tokens = [
-            d.metric('upstream_tokens_total', upstream='spark2', kind=k)
+        tokens = [d.metric('upstream_tokens_total', upstream='spark2', kind=k)
             for k in ('prompt','completion')]
         assert tokens==[11,7]
 
@@ -230,8 +229,8 @@ def test_a_connection_is_used_again():
 def test_a_stream_that_is_packed():
     raw = gzip.compress(b''.join(HELLO))
     def say(c):
-        c.head(
-            kind='text/event-stream', content_encoding='gzip', content_length=len(raw)); c.send(raw)
+        c.head(kind='text/event-stream', content_encoding='gzip', content_length=len(raw))
+        c.send(raw)
     with behind(say) as (d,u):
         r = d.post(stream=True)
         assert r.content==b''.join(HELLO) and 'content-encoding' not in r.headers
@@ -278,7 +277,9 @@ def no_events(c): c.stream(b'\x00\x01\x02\n\n', DONE)
 def nothing(c): c.stream()
 def redirect(c): c.whole(b'', 307, location='http://127.0.0.1:1/v1/chat/completions')
 def drip(c):
-    c.stream(cut=True); [c.chunk(b'd') for _ in range(3)]; c.wait()
+    c.stream(cut=True)
+    [c.chunk(b'd') for _ in range(3)]
+    c.wait()
 def status(n, **heads):
     "What answers with a status"
     def say(c):
@@ -391,7 +392,8 @@ def test_an_event_without_end():
 def test_a_client_that_leaves_ends_the_question():
     left = []
     def say(c):
-        c.stream(text('Hel'), cut=True); left.append(c.wait())
+        c.stream(text('Hel'), cut=True)
+        left.append(c.wait())
     with behind(say) as (d,u):
         with d.web.stream('POST', '/v1/chat/completions', json=ASK|dict(stream=True)) as r:
             next(r.iter_lines())
@@ -689,8 +691,7 @@ def test_ollamas_door():
             json=dict(model='gemma', messages=ASK['messages'], stream=False)).json()
         assert (
             r['message']['content'], r['done_reason'], r['eval_count'])==('Hello','stop',7)
-        lines = [
-            json.loads(l)
+        lines = [json.loads(l)
             for l in d.web.post('/api/chat', json=dict(model='gemma', messages=ASK['messages'])).text.splitlines()
         ]
         assert ''.join(l['message']['content'] for l in lines)=='Hello' and lines[-1]['done']

@@ -546,7 +546,8 @@ def test_who_is_not_known_takes_what_is_free(monkeypatch):
             super().__init__(*a, **kw)
             self.models.find('b').need = 0
         def check(self):
-            seen.append(self.models.find('b').holds); super().check()
+            seen.append(self.models.find('b').holds)
+            super().check()
     monkeypatch.setitem(globals(), 'World', Unknown)
     two = dict(a=kind(60, 2.), b=kind(30, 2.))
     w = play(

@@ -116,8 +116,7 @@ def test_a_key_is_for_its_server_alone():
 def test_nonsense_is_no_model(body):
     c = httpx.AsyncClient(
         transport=httpx.MockTransport(lambda r: httpx.Response(503, content=body)))
-    assert asyncio.run(
-        Watcher(dict(x='http://x/'), client=c).look())==[
+    assert asyncio.run(Watcher(dict(x='http://x/'), client=c).look())==[
             Seen('x', False, 'answers 503')]
 
 # -- flapping --------------------------------------------------------------------------------------

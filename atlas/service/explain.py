@@ -130,8 +130,7 @@ class Explained:
     @property
     def pinned(self)->int:
         "Bytes that pinned models cannot do without"
-        return sum(
-            p.least for p in self.models if p.pinned)
+        return sum(p.least for p in self.models if p.pinned)
     @property
     def fits(self)->bool:
         "Can each model be loaded beside those that are pinned? Without a budget: each alone"

@@ -45,11 +45,8 @@ def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
     "What a `ReadyModel` has beside its runner"
     p = read_text(config, parsers)
     return dict(
-        tokenizer=p.tokenizer,
-        template=p.template,
-        spec=p.image_spec,
-        parsers=p.parsers,
-        sampling=p.sampling,
+        tokenizer=p.tokenizer, template=p.template, spec=p.image_spec,
+        parsers=p.parsers, sampling=p.sampling,
         guides=p.guides(sandbox))
 
 # %% ../../nbs/7_service/23_process.ipynb #e82c6393

@@ -256,8 +256,7 @@ def plain_transport(limits:httpx.Limits)->httpx.AsyncHTTPTransport:
     t._pool = httpcore.AsyncConnectionPool(
         max_connections=limits.max_connections,
         max_keepalive_connections=limits.max_keepalive_connections,
-        keepalive_expiry=limits.keepalive_expiry,
-        network_backend=Sockets())
+        keepalive_expiry=limits.keepalive_expiry, network_backend=Sockets())
     return t
 
 # %% ../../nbs/7_service/24_upstream.ipynb #a9c31e02
