@@ -128,13 +128,17 @@ def cuda(src:str, m:Measures, say):
             m.joined += 1
             say(i, 'two statements')
 
+def imports_only(src:str)->bool:
+    "A cell of imports, which a page's reader does not see"
+    return all(isinstance(n, (ast.Import,ast.ImportFrom)) for n in ast.parse(src).body)
+
 def walls(path, m:Measures, say):
     "Count runs of prose or code of a page with nothing shown"
     words = exported = 0
     for i,c in enumerate(cells(path)):
         if c['cell_type']=='markdown':
             words += len(c['source'].split())
-        elif c['source'].startswith('#| export'):
+        elif c['source'].startswith('#| export') and not imports_only(c['source']):
             exported += 1
         if c['cell_type']=='code' and c.get('outputs') or '|--' in c['source']:
             words = exported = 0

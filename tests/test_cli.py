@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typer.testing import CliRunner
 from unittest import mock
 import atlas.use.cli as cli
+from atlas.use.commands import base,talk
+from atlas.use.commands import bench as measuring
 from atlas.ground import hub
 from atlas.ground.core import AtlasError,ContextLengthError
 from atlas.ground.hub import Entry
@@ -79,16 +81,28 @@ def commands():
 def test_the_commands():
     assert {'serve','run','chat','pull','list','rm','inspect','version'} <= set(commands())
 
+def names_read(tree):
+    return {
+        n.id for n in ast.walk(tree)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+def of_tables(f, read):
+    """Flags that are fields of a dataclass which `f` takes out of its options:
+    those that its module reads of one, or all where it hands the whole on"""
+    module = ast.parse(inspect.getsource(inspect.getmodule(f)))
+    fields = {n.attr for n in ast.walk(module) if isinstance(n, ast.Attribute)}
+    tables = [t for n,t in vars(inspect.getmodule(f)).items()
+        if n in read and dataclasses.is_dataclass(t)]
+    names = {c.name for t in tables for c in dataclasses.fields(t)}
+    return names if 'asdict' in names_read(module) else names&fields
+
 def test_every_flag_is_read():
-    for name,f in commands().items():
-        body = ast.parse(inspect.getsource(f)).body[0]
-        read = {
-            n.id for s in body.body
-            for n in ast.walk(s)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        handed = set(cli.FLAGS) if 'options' in read else set()
+    everything = [*commands().values(), *(c.callback for c in measuring.benches.registered_commands)]
+    for f in everything:
+        read = names_read(ast.Module(ast.parse(inspect.getsource(f)).body[0].body, []))
+        handed = set(base.FLAGS)|of_tables(f, read) if 'options' in read else set()
         unread = set(inspect.signature(f).parameters)-read-handed
-        assert not unread, f'{name} has a parameter that nothing reads'
+        assert not unread, f'{f.__name__} has a parameter that nothing reads'
 
 @pytest.mark.parametrize('name', sorted(commands()))
 def test_help(name):
@@ -276,11 +290,11 @@ def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
     for path,name in names.items():
         with pytest.raises(SourceError, match=f'^{name} has no model'):
             open_checkpoint(path)
-    monkeypatch.setattr(cli, '_line', lambda mark: None)
-    echo = mock.patch.object(cli.typer, 'echo')
+    monkeypatch.setattr(talk, '_line', lambda mark: None)
+    echo = mock.patch.object(talk.typer, 'echo')
     with mock.patch('sys.stdin') as stdin, echo as said:
         stdin.isatty.return_value = True
-        cli.chat('.', None, 0., None, None)
+        talk.chat('.', None, 0., None, None)
     assert said.call_args_list[0].args[0].startswith('sub, context')
 
 # One prompt
@@ -347,7 +361,7 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     no_image.write_text('no image')
     nowhere = '/'+'a'*100+'/none.jpg'
     for path in ('/none.jpg', nowhere, str(tmp_path), str(no_image)):
-        messages = cli._messages('what?', images=[path])
+        messages = talk._messages('what?', images=[path])
         with pytest.raises(RequestError) as e:
             prepare_images(messages, paths=True)
         assert e.value.msg.startswith(f'--image {path} is no ')
@@ -372,7 +386,7 @@ def test_run_prints_as_it_comes(fake, monkeypatch):
     "Each piece is written before the next one is asked for"
     seen,out = [],[]
     monkeypatch.setattr(
-        cli.typer, 'echo',
+        talk.typer, 'echo',
         lambda s='', nl=True, **kw: out.append(s))
     class Watch(fake):
         def stream(self, *a):
@@ -380,7 +394,7 @@ def test_run_prints_as_it_comes(fake, monkeypatch):
                 yield d
                 seen.append(''.join(out))
     monkeypatch.setattr(sys.modules['atlas.use.llm'], 'LLM', Watch)
-    cli.run('m', 'hi')
+    talk.run('m', 'hi')
     assert seen==['Hel', 'Hello ', 'Hello you']
 
 def test_run_refused_midway(fake):
@@ -476,7 +490,7 @@ def test_chat_goes_on_after_a_refusal(fake):
     assert Fake.asked['prompt']==[dict(role='user', content='two')]
 
 def test_first_ctrl_c_is_a_flag(capfd):
-    with cli._ctrl_c() as stop:
+    with talk._ctrl_c() as stop:
         assert not stop()
         try:
             signal.raise_signal(signal.SIGINT)
@@ -714,7 +728,7 @@ def test_serve_hands_everything_over(serve, without):
 
 def test_every_flag_is_handed_over_by_the_test():
     told = merged(ENGINE)
-    untold = [n for n,f in cli.FLAGS.items() if told[n]==f.default]
+    untold = [n for n,f in base.FLAGS.items() if told[n]==f.default]
     assert not untold, 'these would arrive though nobody handed them over'
 
 def test_serve_knows_the_chunk_by_another_name(serve):
@@ -844,8 +858,8 @@ def test_a_model_is_closed_after_an_error(fake, name):
 
 @pytest.mark.parametrize('name', ['run','chat','all','decode','throughput'])
 def test_other_commands_that_load_read_speculation(fake, monkeypatch, name):
-    monkeypatch.setattr(cli, '_card', lambda *_: 'card')
-    monkeypatch.setattr(cli, '_longest', lambda *_: 99)
+    monkeypatch.setattr(measuring, '_card', lambda *_: 'card')
+    monkeypatch.setattr(measuring, '_longest', lambda *_: 99)
     for module in ('bench','bench_decode'):
         monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_, **how: Report())
     def measured(config, *_): return fake(config) and Report()
@@ -873,8 +887,8 @@ def test_acceptance_is_handed_over(fake, monkeypatch):
     asked = {}
     monkeypatch.setattr('atlas.use.bench_decode.bench_decode',
         lambda *_, **kw: asked.update(kw) or Report())
-    monkeypatch.setattr(cli, '_card', lambda *_: 'card')
-    monkeypatch.setattr(cli, '_longest', lambda *_: 99)
+    monkeypatch.setattr(measuring, '_card', lambda *_: 'card')
+    monkeypatch.setattr(measuring, '_longest', lambda *_: 99)
     r = run('bench', 'decode', 'm', '--speculative', '--simulate-acceptance', '0.9,0.8')
     assert r.exit_code==0, r.stderr
     assert asked==dict(simulate=[.9,.8]) and fake.made.speculative is True
@@ -888,7 +902,7 @@ def test_flags_are_fields():
     wanted = {n for n in here if here[n].metadata.get('flag')}
     unflagged = {n for n in here if n.startswith('ngram_')}
     assert wanted==set(here)-{'model','drafting'}-unflagged
-    assert wanted==set(cli.FLAGS)<=set(ps)
+    assert wanted==set(base.FLAGS)<=set(ps)
     for n in wanted:
         p,field = ps[n],here[n]
         assert p.default==field.default
@@ -900,9 +914,9 @@ def test_commands_repeat_no_field():
     "Commands take an engine's fields as `**options`: none of them lists those anew"
     wanted = {f.name for f in dataclasses.fields(EngineConfig) if f.metadata.get('flag')}
     shown = {n for f in commands().values() for n in inspect.signature(f).parameters}
-    page = ast.parse(Path(cli.__file__).read_text())
+    modules = Path(base.__file__).parent.glob('*.py')
     listed = set()
-    for f in ast.walk(page):
+    for f in (n for m in modules for n in ast.walk(ast.parse(m.read_text()))):
         if not isinstance(f, ast.FunctionDef):
             continue
         names = f.args.args+f.args.kwonlyargs
@@ -1011,8 +1025,8 @@ def test_every_bench_writes_the_same_way(fake, bench, module, as_json, to_file, 
                                          monkeypatch):
     "--json is for stdout, --output for a file, and both may be given"
     monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_, **how: Report())
-    monkeypatch.setattr(cli, '_card', lambda *_: 'card')
-    monkeypatch.setattr(cli, '_longest', lambda *_: 99)
+    monkeypatch.setattr(measuring, '_card', lambda *_: 'card')
+    monkeypatch.setattr(measuring, '_longest', lambda *_: 99)
     monkeypatch.setattr('atlas.use.bench_throughput.fitting', lambda *_: None)
     file = tmp_path/'numbers.json'
     flags = ['--json']*as_json+['--output', str(file)]*to_file

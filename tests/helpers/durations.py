@@ -85,8 +85,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         s = known.get(item.nodeid, 0)
         measured = s is not None
-        slow = measured and s>SLOW
-        fast = measured and s<=FAST and not waits(item.nodeid)
+        said = item.get_closest_marker('slow') # by the test itself
+        slow = bool(said) or measured and s>SLOW
+        fast = measured and s<=FAST and not slow and not waits(item.nodeid)
         if slow: item.add_marker('slow')
         if fast: item.add_marker('fast')
         (left if slow and not named(config) else kept).append(item)
