@@ -41,8 +41,8 @@ def think(self:Manner, ask:Ask, variables:dict):
     about = {k:variables.pop(k) for k in _THOUGHT if k in variables}
     if ask.thinking_budget is None and not ask.template.keys() & set(_THOUGHT):
         on = about.get('enable_thinking', about.get('thinking'))
-        more,ask.thinking_budget = think(
-            on, about.get('reasoning_effort'), about.get('thinking_budget'))
+        effort,budget = about.get('reasoning_effort'),about.get('thinking_budget')
+        more,ask.thinking_budget = think(on, effort, budget)
         variables |= more
     ask.template = variables|ask.template
 
@@ -90,9 +90,8 @@ def last_said(ask:Ask)->str:
     if isinstance(ask, TextAsk):
         said = next((p for p in ask.prompts if isinstance(p, str)), '')
     else:
-        said = next(
-            (m.get('content') for m in reversed(ask.messages) if m['role']=='user'),
-            '')
+        users = (m for m in reversed(ask.messages) if m['role']=='user')
+        said = next(users, {}).get('content')
     if isinstance(said, list):
         said = '\n'.join(p['text'] for p in said if isinstance(p.get('text'), str))
     said = said or ''
@@ -109,7 +108,8 @@ class Found:
     why:str='' # How the name led there; empty for a model's own
     upstream:tuple|None=None # Name of the upstream, and what the model is called there
 
-    def __str__(self): return self.why or self.model
+    def __str__(self):
+        return self.why or self.model
 
 @dataclass(frozen=True)
 class Route:
@@ -151,9 +151,7 @@ class Names:
         return f'Names({len(self.table)} written out, {len(self.globs)} patterns)'
     def _written(self):
         f = self.fleet
-        return [
-            *f.models, *f.routes,
-            *(n for n in f.names if not is_glob(n))]
+        return [*f.models, *f.routes, *(n for n in f.names if not is_glob(n))]
 
 def letters(pattern:str)->int:
     "Characters of a pattern that stand for themselves"
@@ -213,12 +211,10 @@ def find(self:Names,
     there=(), # Names that models have beside those of the file
 )->Found:
     "What a name stands for; a `SourceError` for one that is none"
-    end = self.table.get(name) or (
-        Found(name) if name in there else self._caught(name))
+    end = self.table.get(name) or (Found(name) if name in there else self._caught(name))
     if end is None:
-        raise SourceError(
-            f'There is no model called {name[:80]!r} here', hint=nearest(name[:80], self.table),
-            param='model')
+        said,hint = f'There is no model called {name[:80]!r} here',nearest(name[:80], self.table)
+        raise SourceError(said, hint=hint, param='model')
     if not isinstance(end, Route):
         return end
     return ask and end.fits(last_said(ask)) or end.default()
@@ -252,16 +248,9 @@ def listed(self:Names)->list[tuple[str,str,dict]]:
     "Name, model and what is to be told, of each name that is more than a model's own"
     f,out = self.fleet,[]
     for n in f.models:
-        also = [k for k,p in f.names.items() if p.plain and p.model==n]
-        if also:
+        if also := [k for k,p in f.names.items() if p.plain and p.model==n]:
             out.append((n, n, dict(aliases=also)))
-    for n,p in f.names.items():
-        if is_glob(n):
-            continue
-        kind = 'alias_of' if p.plain else 'persona_of'
-        out.append(
-            (n, self.exact(n), {'aliases':[], kind:p.model}))
-    for n,to in f.routes.items():
-        out.append(
-            (n, self.exact(n), dict(aliases=[], routes=to)))
-    return out
+    told = {n: {'alias_of' if p.plain else 'persona_of': p.model}
+        for n,p in f.names.items() if not is_glob(n)}
+    told |= {n: dict(routes=to) for n,to in f.routes.items()}
+    return out+[(n, self.exact(n), dict(aliases=[])|more) for n,more in told.items()]
