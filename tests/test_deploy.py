@@ -37,7 +37,7 @@ def flags(*command):
     found = set(re.findall(r'--[a-z][\w-]+', r.stdout))
     return found
 
-# -- systemd ---------------------------------------------------------------------------------------
+# -- systemd -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('path', UNITS, ids=lambda p: p.name)
 def test_units_are_valid(path, tmp_path):
@@ -140,7 +140,7 @@ def test_the_file_that_comes_with_it_is_a_fleet():
     from atlas.service.fleet import read_fleet
     assert list(read_fleet(deploy/'atlas.yaml').models)==['demo']
 
-# -- the image -------------------------------------------------------------------------------------
+# -- the image -----------------------------------------------------------------------------------
 
 def dockerfile():
     "Pairs of an instruction and its arguments"
@@ -175,7 +175,7 @@ def test_the_image_runs_a_command_that_there_is():
         assert f'{extra}_requirements' in ini['DEFAULT']
     assert extra in (root/'setup.py').read_text()
 
-# -- compose, Prometheus, Grafana ------------------------------------------------------------------
+# -- compose, Prometheus, Grafana ----------------------------------------------------------------
 
 def test_compose_is_valid():
     "By the specification's own model, where the package is installed"

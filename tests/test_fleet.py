@@ -63,7 +63,7 @@ def refusal(text, env=ENV):
         fleet_of(text, 'atlas.yaml', env)
     return e.value
 
-# -- the file --------------------------------------------------------------------------------------
+# -- the file ------------------------------------------------------------------------------------
 
 def test_the_whole_of_it():
     f = fleet_of(WHOLE, env=ENV)
@@ -211,7 +211,7 @@ def test_the_schema_holds():
     for old,new in ('pin: true','pinn: true'),('max_num_seqs: 16','max_num_seqs: 0'),('ttl: 5m','ttl: 5 weeks'):
         assert [*check.iter_errors(yaml.safe_load(WHOLE.replace(old, new)))], new
 
-# -- names -----------------------------------------------------------------------------------------
+# -- names ---------------------------------------------------------------------------------------
 
 def names_of(text): return Names(fleet_of(text, env=ENV))
 def said(text): return Ask([dict(role='user', content=text)])
@@ -324,7 +324,7 @@ def test_every_name_has_one_end(text, name, words):
     else:
         assert n.exact(name) is None and end.why.startswith(f'{name} > ')
 
-# -- the APIs ----------------------------------------------------------------------------------------
+# -- the APIs ------------------------------------------------------------------------------------
 
 PERSONAS = '''
 models:
@@ -496,7 +496,7 @@ def test_unload_of_no_name_where_any_name_will_do():
             r = http.post('/models/unload', json=dict(model=name))
             assert r.status_code==404 and r.json()['error']['code']=='model_not_found'
 
-# -- a changed file ----------------------------------------------------------------------------------
+# -- a changed file ------------------------------------------------------------------------------
 
 def alive(pid):
     "Is there such a process, other than a dead one that nobody has reaped?"
@@ -664,7 +664,7 @@ async def test_what_is_to_be_loaded_at_the_start(tmp_path):
         'models: {a: tiny, b: tiny}', env={}).first==['a']
     assert fleet_of('models: {a: {load_on_startup: false}, b: tiny}', env={}).first==[]
 
-# -- real servers ------------------------------------------------------------------------------------
+# -- real servers --------------------------------------------------------------------------------
 
 @contextmanager
 def serving(command, **kw):
@@ -828,7 +828,7 @@ def test_a_budget_smaller_than_weights_is_refused(tmp_path):
         asyncio.run(ms.reload())
     assert file.fleet.memory is None
 
-# -- one memory ----------------------------------------------------------------------------------------
+# -- one memory ----------------------------------------------------------------------------------
 
 GIB = 1<<30
 def measure(configs, budget):
@@ -986,7 +986,7 @@ def test_groups_pins_and_ttl_reach_the_models():
     g = ms.residency.groups['g']
     assert (g.together, g.alone)==(False, True)
 
-# -- other servers ---------------------------------------------------------------------------------------
+# -- other servers -------------------------------------------------------------------------------
 
 class Elsewhere:
     "Another server of chat: keeps what it was asked, and may be down"

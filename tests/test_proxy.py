@@ -125,7 +125,7 @@ def test_events_that_come_in_pieces():
     ) as (d,u):
         assert d.post(stream=True).content==whole
 
-# -- a stream, however the network cuts it ---------------------------------------------------------
+# -- a stream, however the network cuts it -------------------------------------------------------
 
 HEAD = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n'
 LAST = b'0\r\n\r\n'
@@ -764,7 +764,7 @@ def test_vectors():
         assert r.json()==said and u.calls[0].path=='/v1/embeddings'
         assert d.metric('upstream_tokens_total', upstream='spark2', kind='prompt')==2
 
-# -- what other servers keep, and count ------------------------------------------------------------
+# -- what other servers keep, and count ----------------------------------------------------------
 
 KEPT = dict(
     id='resp_1', object='response', status='completed', output=[],

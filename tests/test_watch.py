@@ -119,7 +119,7 @@ def test_nonsense_is_no_model(body):
     assert asyncio.run(Watcher(dict(x='http://x/'), client=c).look())==[
             Seen('x', False, 'answers 503')]
 
-# -- flapping --------------------------------------------------------------------------------------
+# -- flapping ------------------------------------------------------------------------------------
 
 def test_what_comes_and_goes_is_told_once():
     "Hours of it make a handful of messages, and the last one is true"
@@ -137,7 +137,7 @@ def test_things_do_not_disturb_each_other():
         said = d.hear(Seen('b', False, 'is gone'), i)
         assert (said is not None)==(i==1)
 
-# -- who is told -----------------------------------------------------------------------------------
+# -- who is told ---------------------------------------------------------------------------------
 
 def test_without_apprise_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'apprise', None)
