@@ -1,4 +1,5 @@
-"""No kernel is compiled for a request: whatever rows a step has, a start has made its kernels ready.
+"""No kernel is compiled for a request: whatever rows a step has, a start has made its kernels
+ready.
 
 On dry cards, which only note what is asked for."""
 import sys

@@ -1,4 +1,5 @@
-"Watching, over real sockets: servers that die and come back, what cron sees, and who cannot be told."
+"""Watching, over real sockets: servers that die and come back, what cron sees, and who cannot be
+told."""
 import asyncio,json,subprocess,sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +28,9 @@ def make_ill(ms):
 def cron(url, tmp_path, *more):
     "A run of `atlas watch --once`: exit code, and what it printed"
     code = 'from atlas.use.cli import main; main()'
-    r = subprocess.run([sys.executable, '-c', code, 'watch', '--once', url, *more], capture_output=True,
-        text=True, timeout=WAIT,
+    r = subprocess.run(
+        [sys.executable, '-c', code, 'watch', '--once', url, *more],
+        capture_output=True, text=True, timeout=WAIT,
         env=dict(
             ATLAS_HOME=str(tmp_path), PATH='/usr/bin:/bin',
             PYTHONPATH=str(Path(__file__).parents[1])))
