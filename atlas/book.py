@@ -31,7 +31,7 @@ def address(path):
 @dataclass(frozen=True)
 class Page:
     "A page that makes a module: where it stands below `nbs/`, and the modules that it imports"
-    path: str # `5_engine/09_scheduler.ipynb`
+    path: str # `5_engine/12_scheduler.ipynb`
     module: str # `engine.scheduler`, without `atlas.`
     about: str # The line below its title
     imports: frozenset # Modules of atlas that this one imports, anywhere in it

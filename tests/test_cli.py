@@ -97,8 +97,8 @@ def of_tables(f, read):
     return names if 'asdict' in names_read(module) else names&fields
 
 def test_every_flag_is_read():
-    everything = [*commands().values(), *(c.callback for c in measuring.benches.registered_commands)]
-    for f in everything:
+    benches = [c.callback for c in measuring.benches.registered_commands]
+    for f in [*commands().values(), *benches]:
         read = names_read(ast.Module(ast.parse(inspect.getsource(f)).body[0].body, []))
         handed = set(base.FLAGS)|of_tables(f, read) if 'options' in read else set()
         unread = set(inspect.signature(f).parameters)-read-handed
@@ -132,9 +132,8 @@ def test_usage_errors():
 
 def test_help_is_light():
     "`atlas --help` in a fresh process brings in nothing heavy, `import atlas` even less"
-    heavy = (
-        "{'numpy','fastapi','pydantic','tokenizers','huggingface_hub','jinja2','cupy','rich','asyncio'} "
-        "& set(sys.modules)")
+    names = 'numpy fastapi pydantic tokenizers huggingface_hub jinja2 cupy rich asyncio'
+    heavy = f'set({names!r}.split()) & set(sys.modules)'
     help_said_to_nobody = '''import sys,io
 from atlas.use.cli import app
 out,sys.stdout = sys.stdout,io.StringIO()
@@ -161,7 +160,8 @@ def test_completion():
 # Errors and exit codes
 
 def test_refusals_are_two_lines(monkeypatch):
-    def no(name, show=None): raise AtlasError('It is gone', hint='Look elsewhere')
+    def no(name, show=None):
+        raise AtlasError('It is gone', hint='Look elsewhere')
     monkeypatch.setattr(hub, 'pull', no)
     r = run('pull', 'x')
     assert (r.exit_code,r.stdout,r.stderr)==(1, '', 'atlas: It is gone\n       Look elsewhere\n')
@@ -219,6 +219,19 @@ def test_version():
     assert run('version').stdout.startswith(f'atlas {atlas.__version__}\n')
     assert json.loads(run('version', '--json').stdout)['packages']['numpy']
 
+def bytes_add_up(x, files):
+    "What is told of bytes and weights agrees with itself, and with the bytes of the files"
+    assert x['bytes']<=files<x['bytes']+200_000 # the rest is the header
+    parts,formats = x['parts'],x['formats']
+    assert sum(p['bytes'] for p in parts.values())==x['bytes']
+    assert sum(f['bytes'] for f in formats.values())==x['bytes']
+    # not used: scales of activations, other towers
+    used = sum(p['weights'] for k,p in parts.items() if k!='unused')
+    # an ordered drafter's table is no weight
+    table = x['vocab_size'] if parts.get('drafter') else 0
+    assert used-x['total_parameters'] in (0,table)
+    assert 0<x['bytes_per_token']<=x['bytes']
+
 @pytest.mark.parametrize(
     'd',
     sorted(
@@ -226,27 +239,13 @@ def test_version():
         if (p/'config.json').exists()),
     ids=lambda p: p.name)
 def test_inspect_folder(d):
+    "What is said of a folder agrees with its config and its files"
     x = json.loads(run('inspect', '--json', str(d)).stdout)
     c = json.loads((d/'config.json').read_text())
     c = c.get('text_config', c)
-    files = sum(f.stat().st_size for f in d.glob('*.safetensors'))
-    assert (
-        x['layers'],x['vocab_size'],x['kind'],
-        x['name']
-    )==(c['num_hidden_layers'], c['vocab_size'], 'safetensors', str(d))
-    assert x['bytes']<=files<x['bytes']+200_000          # the rest is the header
-    assert sum(p['bytes'] for p in x['parts'].values())==sum(
-        f['bytes'] for f in x['formats'].values()
-    )==x['bytes']
-    used = sum(
-        p['weights']
-        for k,p in x['parts'].items()
-        if k!='unused') # not used: scales of activations, other towers
-    # an ordered drafter's table is no weight
-    assert used-x['total_parameters'] in (
-        0,
-        x['vocab_size'] if x['parts'].get('drafter') else 0)
-    assert 0<x['bytes_per_token']<=x['bytes']
+    assert x['name']==str(d) and x['kind']=='safetensors'
+    assert x['layers']==c['num_hidden_layers'] and x['vocab_size']==c['vocab_size']
+    bytes_add_up(x, sum(f.stat().st_size for f in d.glob('*.safetensors')))
     assert x['kv_bytes_per_token']%4==0
     assert len(x['mixers'])==len(x['ffns'])==x['layers']
     assert (x['tokenizer'],x['chat_template'])==((d/'tokenizer.json').exists(), False)
@@ -435,7 +434,8 @@ def test_json_has_the_thought_by_itself(thinker):
 @pytest.mark.parametrize('why,hint', [('length',True), ('stop',False)])
 def test_a_thought_that_never_ends(thinker, why, hint):
     "Nothing goes to the pipe, and it is said why"
-    def stream(self, *_): yield from (said('', 'Hm.'), Delta(finish=why))
+    def stream(self, *_):
+        yield from (said('', 'Hm.'), Delta(finish=why))
     thinker.stream = stream
     r = run('run', 'm', 'hi')
     assert (r.exit_code,r.stdout)==(0,'') and 'Hm' not in r.stderr
@@ -511,7 +511,8 @@ class Terminal:
                 sys.executable, [sys.executable, '-c', code],
                 os.environ|dict(TERM='dumb', INPUTRC='/dev/null'))
         self.seen = ''
-    def type(self, s): os.write(self.fd, s.encode())
+    def type(self, s):
+        os.write(self.fd, s.encode())
     def expect(self, what, again=''):
         """Read until `what` comes. `again` is typed now, and again after each second of silence:
         CPython's readline may sleep through a Ctrl-C that comes between two keys"""
@@ -1053,7 +1054,8 @@ def test_commands_for_cards_say_so_on_the_host():
 @pytest.mark.parametrize('hint', ["pip install x, or use --device cpu", 'Use --device cpu'])
 def test_commands_for_cards_do_not_advise_the_processor(monkeypatch, hint):
     from atlas.ground.core import DeviceError
-    def none(name): raise DeviceError('There is no card', hint=hint)
+    def none(name):
+        raise DeviceError('There is no card', hint=hint)
     monkeypatch.setattr('atlas.card.device.get_device', none)
     for args in (('check',), ('bench','decode','demo'), ('bench','kernels','demo'),
             ('bench','prefill','demo')):

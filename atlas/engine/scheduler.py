@@ -67,7 +67,8 @@ class Seq:
         self.prompt_len = len(r.prompt)
         if r.prefill_only:
             self.prompt_len -= self.prompt_len%TILE # the rest is of no use
-        self.stop_ids = frozenset(r.params.stop_token_ids)|frozenset(() if r.params.ignore_eos else r.eos_ids)
+        ends = () if r.params.ignore_eos else r.eos_ids
+        self.stop_ids = frozenset(r.params.stop_token_ids)|frozenset(ends)
     @property
     def id(self)->str: return self.request.id
     def __len__(self): return self.prompt_len+len(self.outputs)
@@ -110,17 +111,16 @@ def span(self:Seq,
     n:int # How many
 )->list[int]:
     "The tokens that feed rows `start..start+n-1`"
-    P = self.prompt_len
-    return [*self.request.prompt[start:start+n],
-        *self.outputs[max(0, start-P):max(0,
-            start+n-P)]]
+    P,end = self.prompt_len,start+n
+    said = self.outputs[max(0, start-P):max(0, end-P)]
+    return [*self.request.prompt[start:end], *said]
 
 @patch
 def __repr__(self:Seq):
     "Where it stands"
-    P,m = self.prompt_len,len(self.outputs)
-    c,b = self.num_computed,len(self.table.blocks)
-    return f'Seq({self.id}: {self.finish_reason or self.state}, {P}+{m} tokens, {c} computed, {b} blocks)'
+    state = self.finish_reason or self.state
+    tokens = f'{self.prompt_len}+{len(self.outputs)} tokens, {self.num_computed} computed'
+    return f'Seq({self.id}: {state}, {tokens}, {len(self.table.blocks)} blocks)'
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #2335c5b1
 class Queue:
@@ -132,8 +132,7 @@ class Queue:
         self._pushed = 0
         self.tokens = 0 # Of the prompts that wait, and that somebody wants answered
     def __len__(self): return len(self._live)
-    def __iter__(self):
-        return (s for *_,s in sorted(self._live.values()))
+    def __iter__(self): return (s for *_,s in sorted(self._live.values()))
 
     def push(self, seq):
         "Come in; or, for one that waits already, be compared anew"
@@ -151,7 +150,8 @@ class Queue:
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #32a08ae7
 @patch
-def _waits(self:Queue, entry):
+def _waits(self:Queue, entry)->bool:
+    "Is it in the queue, and compared as its sequence is now?"
     return self._live.get(entry[-1].id) is entry
 
 @patch
@@ -163,6 +163,7 @@ def pop(self:Queue)->Seq:
 
 @patch
 def _struck(self:Queue, seq):
+    "Strike `seq` from the register, and give it back"
     del self._live[seq.id]
     self.tokens -= self._asked(seq)
     return seq
@@ -185,17 +186,14 @@ def remove(self:Queue, seq:Seq):
 class Plan:
     "The rows of one step"
     prefill:list[tuple[Seq,int,int]]=field(default_factory=list) # Sequence, first position, rows
-    # The same; at most `Scheduler.rows` rows each
-    replay:list[tuple[Seq,int,int]]=field(default_factory=list)
+    replay:list[tuple[Seq,int,int]]=field(default_factory=list) # The same; few rows each
     decode:list[Seq]=field(default_factory=list) # `width` rows each, from num_computed on
     width:int=1 # Rows of a sequence that decodes: its newest token, and drafts after it
     apart:bool=False # Prompts on a part of the card, those who decode on another, at the same time?
 
     def __post_init__(self):
-        done = [s for s,start,n in self.prefill if start+n==s.prompt_len]
-        # Whose prompts are complete
-        self.first = [s
-            for s in done if not (s.outputs or s.request.prefill_only)]
+        whole = [s for s,start,n in self.prefill if start+n==s.prompt_len]
+        self.first = [s for s in whole if not (s.outputs or s.request.prefill_only)]
         self.sampled = self.first+self.decode # Who gets tokens
     def __bool__(self): return bool(self.prefill or self.replay or self.decode)
     @property
@@ -212,31 +210,35 @@ def __repr__(self:Plan):
     "Who has which rows"
     def runs(l):
         return ' '.join(f'{s.id}[{start}:{start+n}]' for s,start,n in l)
-    parts = dict(prefill=runs(self.prefill),
-        replay=runs(self.replay),
-        decode=' '.join(s.id for s in self.decode))
+    decode = ' '.join(s.id for s in self.decode)
+    parts = dict(prefill=runs(self.prefill), replay=runs(self.replay), decode=decode)
     return f'Plan({", ".join(f"{k} {v}" for k,v in parts.items() if v)})'
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #b0a746b9
 @patch
 def halves(self:Plan)->list[Plan]:
     "What prefills or replays, and what decodes, as plans of their own, where there are any"
-    fills = Plan(self.prefill, self.replay, width=self.width,
-        apart=self.apart)
-    decodes = Plan(decode=self.decode, width=self.width, apart=self.apart)
+    how = dict(width=self.width, apart=self.apart)
+    fills = Plan(self.prefill, self.replay, **how)
+    decodes = Plan(decode=self.decode, **how)
     return [p for p in (fills,decodes) if p]
 
 @patch
 def living(self:Plan)->Plan:
     "The same without sequences that have ended since, or have to begin anew"
     alive = [s for s in self.decode if not s.finish_reason]
-    fills = [[r for r in runs if r[0].running]
-        for runs in (self.prefill,self.replay)]
+    fills = [[r for r in runs if r[0].running] for runs in (self.prefill,self.replay)]
     return Plan(*fills, alive, self.width, self.apart and bool(alive))
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #55b27bad
 class Scheduler:
     "Decides, step by step, which rows of which sequences are computed"
+    rows = MAX_ROWS # Most to replay of one sequence in a step; a device may want fewer
+    width = 1 # Rows of a sequence that decodes; up to `drafts` more with drafts
+    ahead = 0 # Rows after a step's own for which there are to be blocks
+    aloft = () # Sequences whose prompts are being computed while others go on
+    wait = None # Waits for these prompts: called before one of them gives its blocks back
+
     def __init__(self,
         pool:BlockPool, # Of the cache; nobody else takes blocks from it
         max_num_seqs:int, # Sequences that run at once
@@ -246,52 +248,53 @@ class Scheduler:
         max_queue:int=1024, # Requests that may wait
         drafts:int=0, # Most drafts of a sequence that a step checks
         states:BlockPool|None=None, # Of state slots, one for each row of a step
-        # Of tiles that were computed; None: each prompt is computed whole
-        prefix:PrefixTree|None=None,
+        prefix:PrefixTree|None=None, # Of computed tiles; None: each prompt is computed whole
         policy:Policy|None=None, # Who goes first; None: by priority and arrival, and no deadlines
         max_queue_tokens:int|None=None, # Tokens of prompts that may wait; None: any number
         clock=perf_counter, # Tells the time in seconds
     ):
         self.pool,self.max_num_seqs = pool,max_num_seqs
         self.max_seq_len,self.chunk = max_seq_len,chunk
-        self.max_queue = max_queue
-        self.max_queue_tokens = max_queue_tokens
+        self.max_queue,self.max_queue_tokens = max_queue,max_queue_tokens
         self._check(overcommit)
         self.limit,self.prefix = int(pool.num_blocks*overcommit),prefix
+        self.states = ifnone(states, BlockPool(max_num_seqs*(1+drafts), 1))
+        self.drafts = drafts
+        self.idle_chunk = min(chunk, 512) # For `prefill_only`: whoever comes waits for it
         self.policy = ifnone(policy, Policy())
         self.clock,self.now = clock,clock() # And when the newest step was planned
-        self._limits = [] # Heap of (when, arrival, sequence): of those with a time limit
+        self._empty()
+
+    def _empty(self):
+        "Nobody is here"
         self.waiting = Queue(self.policy.key)
         self.running,self.seqs = [],{}
-        self.states = ifnone(states, BlockPool(max_num_seqs*(1+drafts), 1))
+        self._limits = [] # Heap of (when, arrival, sequence): of those with a time limit
         self._arrivals,self.totals,self.finished = 0,Counter(),Counter()
-        self.rows = MAX_ROWS # Most to replay of one sequence in a step; a device may want fewer
-        self.drafts = drafts
         self.fills,self.filled = 0,[] # `prefill_only` requests that are here; that have ended
-        self.idle_chunk = min(chunk, 512) # What `chunk` is for them: whoever comes waits for it
-        self.width = 1 # Rows of a sequence that decodes; up to `drafts` more with drafts
-        self.ahead = 0 # Rows after a step's own for which there are to be blocks
-        self.aloft = () # Sequences whose prompts are being computed while others go on
-        self.wait = None # Waits for these prompts: called before one of them gives its blocks back
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #43aa5486
+def _expect(ok, name, value, expected):
+    "An `AtlasError` about the option `name`, if it is not `ok`"
+    if not ok:
+        raise AtlasError(f'{name} is {value!r}, expected {expected}', param=name)
+
 @patch
 def _check(self:Scheduler, overcommit):
-    def need(ok, name, value, expected):
-        if not ok:
-            raise AtlasError(f'{name} is {value!r}, expected {expected}', param=name)
-    need(self.max_num_seqs>0, 'max_num_seqs', self.max_num_seqs, 'at least 1')
-    need(self.max_queue>0, 'max_queue', self.max_queue, 'at least 1')
+    "Errors for options that cannot be"
+    _expect(self.max_num_seqs>0, 'max_num_seqs', self.max_num_seqs, 'at least 1')
+    _expect(self.max_queue>0, 'max_queue', self.max_queue, 'at least 1')
     tokens = self.max_queue_tokens
-    need(tokens is None or tokens>0, 'max_queue_tokens', tokens, 'at least 1')
-    need(self.max_seq_len>1, 'max_seq_len', self.max_seq_len, 'at least 2')
-    need(self.chunk>0 and self.chunk%TILE==0, 'chunk',
-        self.chunk, f'a multiple of {TILE}')
-    need(1<=overcommit<=1000, 'overcommit', overcommit, 'a number from 1 to 1000')
+    _expect(tokens is None or tokens>0, 'max_queue_tokens', tokens, 'at least 1')
+    _expect(self.max_seq_len>1, 'max_seq_len', self.max_seq_len, 'at least 2')
+    _expect(self.chunk>0 and self.chunk%TILE==0, 'chunk', self.chunk, f'a multiple of {TILE}')
+    _expect(1<=overcommit<=1000, 'overcommit', overcommit, 'a number from 1 to 1000')
     n,have = self.pool.blocks_for(self.max_seq_len),self.pool.num_blocks
     if have<n:
-        raise OutOfMemoryError(f'A sequence of {self.max_seq_len:,} tokens takes {n} cache blocks, and there are {have}',
-        hint='Lower --max-seq-len, or give the cache more memory', param='max_seq_len')
+        takes = f'A sequence of {self.max_seq_len:,} tokens takes {n} cache blocks'
+        said = f'{takes}, and there are {have}'
+        hint = 'Lower --max-seq-len, or give the cache more memory'
+        raise OutOfMemoryError(said, hint=hint, param='max_seq_len')
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #5c0a1e04
 @patch
@@ -307,6 +310,7 @@ def full(self:Scheduler, tokens:int)->str|None:
 
 @patch
 def _has_room(self:Scheduler, request):
+    "A `QueueFullError` if there is no room in the queue"
     if request.prefill_only:
         why = f'{self.fills} prompts are waiting already' if self.fills>=64 else None
     else:
@@ -334,8 +338,7 @@ def _limit(self:Scheduler, seq):
     "Remember when the time of `seq` is up, if it has a limit"
     if seq.request.timeout is None:
         return
-    heappush(self._limits,
-        (seq.born+seq.request.timeout, seq.arrival, seq))
+    heappush(self._limits, (seq.born+seq.request.timeout, seq.arrival, seq))
     if len(self._limits)<=2*len(self.seqs)+8:
         return
     self._limits = [e for e in self._limits if not e[-1].finish_reason]
@@ -359,16 +362,10 @@ def add(self:Scheduler,
 )->Seq:
     "Queue `request`; errors as for `check`"
     self.check(request)
-    p,left = request.params,self.max_seq_len-len(request.prompt)
-    most = 1 if request.prefill_only else min(ifnone(p.max_tokens, left), left)
-    seed = ifnone(p.seed, secrets.randbits(63))
-    patience = inf if request.prefill_only else self.policy.max_wait
-    more = dict(born=self.clock(), patience=patience)
-    seq = Seq(request, self._arrivals, most, BlockTable(self.pool),
-        seed, **more)
+    seq = self._seq(request)
     if self.prefix:
-        seq.trail = self.prefix.trail(request,
-            _keys(seq, ifnone(tokens, request.prompt)))
+        keys = _keys(seq, ifnone(tokens, request.prompt))
+        seq.trail = self.prefix.trail(request, keys)
     self._arrivals += 1
     self.fills += request.prefill_only
     self.seqs[seq.id] = seq
@@ -376,37 +373,32 @@ def add(self:Scheduler,
     self._wait(seq, seq.born)
     return seq
 
+@patch
+def _seq(self:Scheduler, request)->Seq:
+    "A sequence for `request`, with a seed and with what it may produce at most"
+    p,left = request.params,self.max_seq_len-len(request.prompt)
+    most = 1 if request.prefill_only else min(ifnone(p.max_tokens, left), left)
+    seed = ifnone(p.seed, secrets.randbits(63))
+    patience = inf if request.prefill_only else self.policy.max_wait
+    more = dict(born=self.clock(), patience=patience)
+    return Seq(request, self._arrivals, most, BlockTable(self.pool), seed, **more)
+
 def _keys(seq, tokens)->list[bytes]:
     "Keys of the tiles that the tree may have; the last token of a prompt is always computed"
     n = seq.prompt_len if seq.request.prefill_only else seq.prompt_len-1
     return tile_keys(tokens[:n])
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #ccffdf02
-class Room:
-    "What there would be for a sequence that waits"
-    def __init__(self, scheduler, seq):
-        self.s,self.pool = scheduler,scheduler.pool
-        self.found = {b for n in scheduler._within_reach(seq) for b in n.blocks}
-        pinned = sum(map(self.pool.alone, self.found)) # Blocks that would be nobody's but its
-        self.need = self.pool.blocks_for(seq.depth)-len(self.found)+pinned
-        self.at_once = self.pool.blocks_for(scheduler._at_once(seq))-len(self.found)+pinned
-        self.promise = scheduler.limit-scheduler.promised
-        self.blocks,self.states = scheduler.unpromised,scheduler.states.available
-    @property
-    def fits(self)->bool:
-        states = self.states>=1+self.s.drafts
-        return states and self.promise>=self.need and self.blocks>=self.at_once
+@patch
+def _need(self:Scheduler, seq)->int:
+    "Blocks that `seq` may come to have to itself"
+    own = self.pool.blocks_for(seq.depth)
+    return own-self.prefix.per*len(seq.trail.path) if self.prefix else own
 
-    def without(self, s:Seq):
-        "If `s` left"
-        path = {b
-            for n in (s.trail.path if s.trail else ())
-            for b in n.blocks}
-        mine = [b for b in s.table.blocks if b not in self.found]
-        shared = self.pool.freed_by([b for b in mine if b in path])
-        self.promise += self.s._need(s)+shared
-        self.blocks += self.pool.freed_by(mine)+s.table.owed
-        self.states += len(s.slots)
+@patch
+def _at_once(self:Scheduler, seq)->int:
+    "Tokens that `seq` must have blocks for when it starts"
+    return min(len(seq)+self.ahead, max(len(seq), seq.depth))
 
 @patch(as_prop=True)
 def unpromised(self:Scheduler)->int:
@@ -419,84 +411,42 @@ def promised(self:Scheduler)->int:
     shared = self.pool.num_kept-self.pool.reclaimable
     return shared+sum(map(self._need, self.running))
 
-# %% ../../nbs/5_engine/12_scheduler.ipynb #ee999ac9
-@patch
-def _victims(self:Scheduler, seq)->list[Seq]|None:
-    """Running sequences of worse priority that must leave so that `seq` fits; None if it does not
-    fit even then"""
-    places = self.max_num_seqs-len(self.running)
-    if places<1 and self.running[-1].order<seq.order or self._idles(seq):
-        return None
-    room,out = Room(self, seq),[]
-    worst = reversed(self.running)
-    while places<1 or not room.fits:
-        s = next(worst, None)
-        if s is None or not self._yields(s, seq):
-            return None
-        room.without(s)
-        places += 1
-        out.append(s)
-    return out
+# %% ../../nbs/5_engine/12_scheduler.ipynb #5ce0b00b
+class Room:
+    "What there would be for a sequence that waits"
+    def __init__(self, scheduler, seq):
+        self.s,self.pool = scheduler,scheduler.pool
+        self.found = {b for n in scheduler._within_reach(seq) for b in n.blocks}
+        pinned = sum(map(self.pool.alone, self.found)) # Blocks that would be nobody's but its
+        self.need = self.pool.blocks_for(seq.depth)-len(self.found)+pinned
+        self.at_once = self.pool.blocks_for(scheduler._at_once(seq))-len(self.found)+pinned
+        self.promise = scheduler.limit-scheduler.promised
+        self.blocks,self.states = scheduler.unpromised,scheduler.states.available
+    @property
+    def fits(self)->bool:
+        "Is there all that it needs?"
+        states = self.states>=1+self.s.drafts
+        return states and self.promise>=self.need and self.blocks>=self.at_once
 
-@patch
-def _yields(self:Scheduler, s, to)->bool:
-    "Does `s` have to make room for `to`?"
-    return s.order[0]>rank(to.request)
+    def without(self, s:Seq):
+        "If `s` left"
+        nodes = s.trail.path if s.trail else ()
+        path = {b for n in nodes for b in n.blocks}
+        mine = [b for b in s.table.blocks if b not in self.found]
+        shared = self.pool.freed_by([b for b in mine if b in path])
+        self.promise += self.s._need(s)+shared
+        self.blocks += self.pool.freed_by(mine)+s.table.owed
+        self.states += len(s.slots)
 
-@patch
-def _idles(self:Scheduler, seq)->bool:
-    "Has `seq` to wait until nobody wants an answer?"
-    return seq.request.prefill_only and len(self.seqs)>self.fills
-
-@patch
-def _need(self:Scheduler, seq)->int:
-    "Blocks that `seq` may come to have to itself"
-    own = self.pool.blocks_for(seq.depth)
-    return own-self.prefix.per*len(seq.trail.path) if self.prefix else own
-
-@patch
-def _at_once(self:Scheduler, seq)->int:
-    "Tokens that `seq` must have blocks for when it starts"
-    return min(len(seq)+self.ahead,
-        max(len(seq), seq.depth))
-
-# %% ../../nbs/5_engine/12_scheduler.ipynb #9397546a
-@patch
-def _admit(self:Scheduler):
-    "Start waiting sequences, best first, until one does not fit"
-    while seq := self.waiting.head():
-        if (victims := self._victims(seq)) is None:
-            return
-        for v in victims:
-            self._preempt(v)
-        self.waiting.pop()
-        self._look_up(seq)
-        self._adopt(seq, self._within_reach(seq))
-        seq.table.promised = self.pool.blocks_for(self._at_once(seq))
-        seq.running,seq.slots = True,self.states.take(1+self.drafts)
-        seq.states = states_in(seq.slots)
-        if not seq.outputs:
-            seq.waited = self.now-seq.born
-        insort(self.running, seq, key=lambda s: s.order)
-        self._fetch(seq)
-        self._fill(seq)
-
-@patch
-def _look_up(self:Scheduler, seq):
-    "Count the tokens that are looked for, once, and only for who wants an answer"
-    first = seq.waited is None and not seq.request.prefill_only
-    if self.prefix and first:
-        self.totals['queries'] += seq.prompt_len
-
-# %% ../../nbs/5_engine/12_scheduler.ipynb #b1a46195
 @patch
 def _within_reach(self:Scheduler, seq)->list[Node]:
-    """The same for one that waits: nothing, if the states there would take a slot that it needs
-    itself"""
+    """What the tree has of what `seq`, which waits, needs next: nothing, if the states there
+    would take a slot that it needs itself"""
     nodes = self._found(seq)
     pins = bool(nodes) and nodes[-1].snapshot is not None
     return nodes if self.states.available-pins>=1+self.drafts else []
 
+# %% ../../nbs/5_engine/12_scheduler.ipynb #b1a46195
 @patch
 def _adopt(self:Scheduler, seq, nodes):
     "Go on behind `nodes`"
@@ -526,6 +476,35 @@ def _fill(self:Scheduler, seq):
         return
     self._finish(seq, 'stop')
     self.filled.append(seq)
+
+# %% ../../nbs/5_engine/12_scheduler.ipynb #ee999ac9
+@patch
+def _victims(self:Scheduler, seq)->list[Seq]|None:
+    """Running sequences of worse priority that must leave so that `seq` fits; None if it does not
+    fit even then"""
+    places = self.max_num_seqs-len(self.running)
+    if places<1 and self.running[-1].order<seq.order or self._idles(seq):
+        return None
+    room,out = Room(self, seq),[]
+    worst = reversed(self.running)
+    while places<1 or not room.fits:
+        s = next(worst, None)
+        if s is None or not self._yields(s, seq):
+            return None
+        room.without(s)
+        places += 1
+        out.append(s)
+    return out
+
+@patch
+def _yields(self:Scheduler, s, to)->bool:
+    "Does `s` have to make room for `to`?"
+    return s.order[0]>rank(to.request)
+
+@patch
+def _idles(self:Scheduler, seq)->bool:
+    "Has `seq` to wait until nobody wants an answer?"
+    return seq.request.prefill_only and len(self.seqs)>self.fills
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #39390611
 @patch
@@ -584,6 +563,34 @@ def renew(self:Scheduler, seqs:list[Seq]):
     for s in seqs:
         if s.running:
             self._preempt(s)
+
+# %% ../../nbs/5_engine/12_scheduler.ipynb #9397546a
+@patch
+def _admit(self:Scheduler):
+    "Start waiting sequences, best first, until one does not fit"
+    while seq := self.waiting.head():
+        if (victims := self._victims(seq)) is None:
+            return
+        for v in victims:
+            self._preempt(v)
+        self.waiting.pop()
+        self._look_up(seq)
+        self._adopt(seq, self._within_reach(seq))
+        seq.table.promised = self.pool.blocks_for(self._at_once(seq))
+        seq.running,seq.slots = True,self.states.take(1+self.drafts)
+        seq.states = states_in(seq.slots)
+        if not seq.outputs:
+            seq.waited = self.now-seq.born
+        insort(self.running, seq, key=lambda s: s.order)
+        self._fetch(seq)
+        self._fill(seq)
+
+@patch
+def _look_up(self:Scheduler, seq):
+    "Count the tokens that are looked for, once, and only for who wants an answer"
+    first = seq.waited is None and not seq.request.prefill_only
+    if self.prefix and first:
+        self.totals['queries'] += seq.prompt_len
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #8c53e2a3
 @patch
@@ -661,11 +668,8 @@ def _give_way(self:Scheduler):
 def _fills(self:Scheduler, decode)->tuple[list,list,bool]:
     "Runs of prompts and of replays that go beside `decode`; do they stay in the air meanwhile?"
     prefill,replay,now = [],[],self.now
-    line = self.policy.line([s
-        for s in self.running if s.state in ('prefill','replay')])
-    how = line,decode,self._chunk(),self.width
-    apart = self.policy.apart(*how) if all(map(_alone, line)) else 0
-    left = apart or self.policy.room(*how, now)
+    line = self.policy.line([s for s in self.running if s.state in ('prefill','replay')])
+    left,apart = self._budget(line, decode)
     for seq in line:
         if seq.state=='prefill':
             n = self._prefill(seq, left, prefill)
@@ -677,6 +681,13 @@ def _fills(self:Scheduler, decode)->tuple[list,list,bool]:
             self.policy.rest(seq, now)
         left -= n
     return prefill,replay,bool(apart and prefill)
+
+@patch
+def _budget(self:Scheduler, line, decode)->tuple[int,int]:
+    "Tokens for those in `line`, and how many of them the card has room for beside `decode`, or 0"
+    how = line,decode,self._chunk(),self.width
+    apart = self.policy.apart(*how) if all(map(_alone, line)) else 0
+    return apart or self.policy.room(*how, self.now),apart
 
 def _alone(seq)->bool:
     "Can the next rows of `seq` be computed while others decode?"
@@ -700,8 +711,7 @@ def _replay(self:Scheduler, seq, left, planned)->int:
 def _plan(self:Scheduler, seq, n, planned):
     "`seq` computes `n` more rows, and gets blocks for them, and for drafts behind them"
     at = seq.num_computed
-    seq.table.ensure(min(at+n+self.ahead,
-        self._at_once(seq)))
+    seq.table.ensure(min(at+n+self.ahead, self._at_once(seq)))
     planned.append((seq, at, n))
 
 @patch
@@ -712,8 +722,7 @@ def _prefill(self:Scheduler, seq, left, planned)->int:
             return 0
         self._adopt(seq, self._found(seq))
         self._fill(seq)
-        if any(self.prefix.leaves(s.trail, seq.trail)
-                for s,*_ in planned):
+        if any(self.prefix.leaves(s.trail, seq.trail) for s,*_ in planned):
             return 0
     n,at = seq._piece(left),seq.num_computed
     if not n or seq.finish_reason:
@@ -731,6 +740,30 @@ def _ripen(self:Scheduler):
             self.running.sort(key=by_order)
         else:
             self.waiting.push(seq)
+
+# %% ../../nbs/5_engine/12_scheduler.ipynb #d22b9384
+@patch
+def _ended(self:Seq)->str|None:
+    "Why the newest token is the last one, or None"
+    m = len(self.outputs)
+    if self.outputs[-1] in self.stop_ids and m>self.request.params.min_tokens:
+        return 'stop'
+    return 'length' if m>=self.max_out else None
+
+@patch
+def _finish(self:Scheduler, seq, reason):
+    "The one road out, from wherever `seq` is"
+    if seq.running:
+        self._stop(seq)
+    else:
+        self.waiting.remove(seq)
+    seq.finish_reason = reason
+    seq.media = None  # a queue or a stepper may hold the sequence for longer
+    del self.seqs[seq.id]
+    if seq.request.prefill_only:
+        self.fills -= 1
+    else:
+        self.finished[reason] += 1
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #54434ee2
 @patch
@@ -781,6 +814,15 @@ def _take(self:Scheduler, seq, tokens):
             return tokens[:n],reason
     return tokens,None
 
+@patch
+def commit(self:Scheduler,
+    plan:Plan,
+    tokens, # This and what comes back: as for `accept`
+)->list[tuple[Seq,list[int],str|None]]:
+    "`advance` and `accept`"
+    self.advance(plan)
+    return self.accept(plan, tokens)
+
 # %% ../../nbs/5_engine/12_scheduler.ipynb #552b5991
 @patch
 def _prefilled(self:Scheduler, seq, end):
@@ -794,37 +836,6 @@ def _prefilled(self:Scheduler, seq, end):
     if not (seq.trail and seq.trail.restored is not None):
         seq.settle(1)
     self._fill(seq)
-
-# %% ../../nbs/5_engine/12_scheduler.ipynb #5da82429
-@patch
-def commit(self:Scheduler,
-    plan:Plan,
-    tokens, # This and what comes back: as for `accept`
-)->list[tuple[Seq,list[int],str|None]]:
-    "`advance` and `accept`"
-    self.advance(plan)
-    return self.accept(plan, tokens)
-
-# %% ../../nbs/5_engine/12_scheduler.ipynb #d22b9384
-@patch
-def _ended(self:Seq)->str|None:
-    "Why the newest token is the last one, or None"
-    m = len(self.outputs)
-    if self.outputs[-1] in self.stop_ids and m>self.request.params.min_tokens:
-        return 'stop'
-    return 'length' if m>=self.max_out else None
-
-@patch
-def _finish(self:Scheduler, seq, reason):
-    "The one road out, from wherever `seq` is"
-    self._stop(seq) if seq.running else self.waiting.remove(seq)
-    seq.finish_reason = reason
-    seq.media = None  # a queue or a stepper may hold the sequence for longer
-    del self.seqs[seq.id]
-    if seq.request.prefill_only:
-        self.fills -= 1
-    else:
-        self.finished[reason] += 1
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #69fcfd9f
 @patch
@@ -866,8 +877,8 @@ def doubt(self:Scheduler, seq:Seq)->bool: # Is it?
 @patch
 def _distrust(self:Scheduler, path):
     "Forget the tiles of `path` with which nobody has said anything; whoever was to begins anew"
-    good = [n for s in self.running if s.outputs and s.state=='decode'
-        for n in s.trail.path]
+    speak = [s for s in self.running if s.outputs and s.state=='decode']
+    good = [n for s in speak for n in s.trail.path]
     doubt = set(path).difference(good)
     for s in tuple(self.running):
         begins = s.state in ('prefill','replay')
@@ -915,12 +926,22 @@ def stats(self:Scheduler)->dict:
     p,t = self.pool,self.totals
     running = sum(not s.request.prefill_only for s in self.running)
     waiting = len(self.seqs)-self.fills-running
-    return dict(num_requests_running=running, num_requests_waiting=waiting,
+    return dict(
+        num_requests_running=running,
+        num_requests_waiting=waiting,
         max_num_seqs=self.max_num_seqs,
-        num_tokens_waiting=self.waiting.tokens, kv_cache_usage_perc=p.used/p.num_blocks,
-        blocks_used=p.used, blocks_promised=self.promised, blocks_total=p.num_blocks, kv_blocks_lent=len(p.lent), num_preemptions_total=t['preemptions'],
-        prefill_tokens_total=t['prefill_tokens'], replay_tokens_total=t['replay_tokens'], generation_tokens_total=t['generation_tokens'],
-        request_success_total=dict(self.finished), **self._prefix_stats())
+        num_tokens_waiting=self.waiting.tokens,
+        kv_cache_usage_perc=p.used/p.num_blocks,
+        blocks_used=p.used,
+        blocks_promised=self.promised,
+        blocks_total=p.num_blocks,
+        kv_blocks_lent=len(p.lent),
+        num_preemptions_total=t['preemptions'],
+        prefill_tokens_total=t['prefill_tokens'],
+        replay_tokens_total=t['replay_tokens'],
+        generation_tokens_total=t['generation_tokens'],
+        request_success_total=dict(self.finished),
+        **self._prefix_stats())
 
 @patch
 def _prefix_stats(self:Scheduler)->dict:
@@ -928,9 +949,13 @@ def _prefix_stats(self:Scheduler)->dict:
     if not (tree := self.prefix):
         return {}
     t = self.totals
-    out = dict(prefix_cache_queries_total=t['queries'], prefix_cache_hits_total=t['hits'],
-        prefix_cache_blocks=tree.nodes*tree.per, prefix_cache_evictions_total=tree.evictions,
-        prefix_cache_reclaimable_blocks=self.pool.reclaimable, kv_blocks_live=self.pool.used)
+    out = dict(
+        prefix_cache_queries_total=t['queries'],
+        prefix_cache_hits_total=t['hits'],
+        prefix_cache_blocks=tree.nodes*tree.per,
+        prefix_cache_evictions_total=tree.evictions,
+        prefix_cache_reclaimable_blocks=self.pool.reclaimable,
+        kv_blocks_live=self.pool.used)
     if tree.tier:
         out |= tree.tier.store.stats()
     return out|tree.stats()
@@ -945,11 +970,9 @@ def __repr__(self:Scheduler):
 @patch(as_prop=True)
 def spare(self:Scheduler)->int:
     "Free blocks that nobody was promised, beside those of the longest sequence"
-    p,n = self.pool,len(self.pool.lent)
-    longest = p.blocks_for(self.max_seq_len)
-    return max(0,
-        min(p.free, self.unpromised, self.limit-self.promised,
-            p.num_blocks-n-longest))
+    p = self.pool
+    beside = p.num_blocks-len(p.lent)-p.blocks_for(self.max_seq_len)
+    return max(0, min(p.free, self.unpromised, self.limit-self.promised, beside))
 
 @patch
 def lend(self:Scheduler, ids):

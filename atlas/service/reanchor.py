@@ -70,8 +70,8 @@ def ahead(u:ReadyModel, ask:Ask, p:Prompt, w:Writer, c:Choice)->Ahead:
         p,m = _continued(p, m)
     tools = None if ask.tool_choice=='none' else ask.tools
     return Ahead(
-        u, w.id, p, m, tools, ask.template, ask.salt,
-        w.names_results)
+        u, w.id, p, m, tools,
+        variables=ask.template, salt=ask.salt, named=w.names_results)
 
 def _continued(p, m):
     "The prompt without its last message, and that message with its end"

@@ -40,4 +40,5 @@ def version(as_json:Json=False):
     print_result(d, as_json, f'atlas {d["atlas"]}\n{system}\n{parts}')
 
 # %% ../../nbs/8_use/19_cli.ipynb #17073a7e
-def main(): app(prog_name='atlas')
+def main():
+    app(prog_name='atlas')

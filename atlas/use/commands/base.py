@@ -94,7 +94,8 @@ Version = Annotated[bool, option(
     'Print the version, and leave.', '--version', callback=_print_version, is_eager=True)]
 
 @app.callback()
-def _before(version:Version=False): pass
+def _before(version:Version=False):
+    pass
 
 # %% ../../../nbs/8_use/13_commands.base.ipynb #a27b0e16
 def complete_model(incomplete:str):

@@ -96,7 +96,8 @@ class Printer:
             typer.echo()
         _tell(self.meter)
 
-def _aside(text): typer.secho(text, err=True, dim=True, nl=False)
+def _aside(text):
+    typer.secho(text, err=True, dim=True, nl=False)
 
 # %% ../../../nbs/8_use/15_commands.talk.ipynb #949251b6
 def _prompt(arg):
