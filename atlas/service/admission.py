@@ -113,6 +113,29 @@ def _tell(self:Residency, m:Model, e:AtlasError|None=None):
     m.rising = m.state=='sleeping'
     w.done.set_result(None)
 
+@patch
+def soon(self:Residency):
+    "Have a turn as soon as what runs now is done, once"
+    wanted = self.active or any(m.lasts is not None for m in self.models)
+    if self._called or not wanted:
+        return
+    self._called = True
+    def call():
+        self._called = False
+        self.turn()
+    asyncio.get_running_loop().call_soon(call)
+
+@patch
+def _again(self:Residency, now, times):
+    "Have a turn at the first of `times`"
+    if self._timer:
+        self._timer.cancel()
+    self._timer = None
+    at = [t for t in times if t is not None and t<float('inf')]
+    if at:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(min(at)-now, .001), self.turn)
+
 # %% ../../nbs/7_service/28_admission.ipynb #c2836292
 @patch
 def turn(self:Residency):
@@ -154,29 +177,6 @@ def _no_room(m, why):
     "What those are told who waited for a model in vain"
     said = f'There is no room in memory for {m.name}: it {why}'
     return unavailable(said, hint='Try again later, or unload another model', after=30)
-
-@patch
-def soon(self:Residency):
-    "Have a turn as soon as what runs now is done, once"
-    wanted = self.active or any(m.lasts is not None for m in self.models)
-    if self._called or not wanted:
-        return
-    self._called = True
-    def call():
-        self._called = False
-        self.turn()
-    asyncio.get_running_loop().call_soon(call)
-
-@patch
-def _again(self:Residency, now, times):
-    "Have a turn at the first of `times`"
-    if self._timer:
-        self._timer.cancel()
-    self._timer = None
-    at = [t for t in times if t is not None and t<float('inf')]
-    if at:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(max(min(at)-now, .001), self.turn)
 
 # %% ../../nbs/7_service/28_admission.ipynb #937acf50
 @patch

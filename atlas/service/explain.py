@@ -186,6 +186,7 @@ def _columns(rows):
     width = [max(map(len, c)) for c in zip(*rows)]
     return ['  '.join(c.ljust(n) for c,n in zip(r, width)).rstrip() for r in rows]
 
+# %% ../../nbs/7_service/34_explain.ipynb #ef89f732
 @patch
 def __str__(self:Explained):
     head = 'MODEL WEIGHTS CACHE STEPS ALONE STAYS FROM'.split()

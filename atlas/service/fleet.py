@@ -244,6 +244,7 @@ def _reserved(self:Fleet, kind, n):
         said = f'looks like a model of the upstream {up}'
         yield self.refused((kind,n), said, 'Give one of them another name')
 
+# %% ../../nbs/7_service/31_fleet.ipynb #660837e7
 @patch
 def _shadows(self:Fleet):
     "Refusals of patterns that catch a model, and mean another"

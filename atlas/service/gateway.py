@@ -89,18 +89,20 @@ class Gateway(uvicorn.Server):
             self.models.abort(peace=False)
             return True
         return bool(self.leaving and self.leaving.done())
-    def _begun(self)->bool:
-        "Have the models that load at the start come so far that people can be told?"
-        first = self.models.first
-        if any(m.state=='loading' for m in first):
-            return False
-        return bool(self.models.ready_models) or not first
     async def shutdown(self, sockets=None):
         self.models.abort()
         await super().shutdown(sockets)
         await self.models.close()
 
 # %% ../../nbs/7_service/36_gateway.ipynb #bee0e1d6
+@patch
+def _begun(self:Gateway)->bool:
+    "Have the models that load at the start come so far that people can be told?"
+    first = self.models.first
+    if any(m.state=='loading' for m in first):
+        return False
+    return bool(self.models.ready_models) or not first
+
 @patch
 async def _reload(self:Gateway):
     "Read the file of models again; whatever is wrong is in the log"

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/remote.html.md"""
 __all__ = ['COMMAND', 'Wire', 'Stream', 'RemoteRunner', 'unavailable', 'WorkerProcess', 'how']
 
 # %% ../../nbs/7_service/21_remote.ipynb #5a225b14
-import asyncio,itertools,os,signal,socket,subprocess,sys,threading,time
+import asyncio,itertools,os,signal,socket,subprocess,sys,threading
 from fastcore.basics import patch
 from ..ground.core import AtlasError,QueueFullError,RequestError
 from ..ground.requests import Event

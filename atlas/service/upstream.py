@@ -239,6 +239,7 @@ class Connection(httpcore.AsyncNetworkStream):
         if info=='is_readable':
             return self.reader.at_eof() or self.writer.is_closing()
 
+# %% ../../nbs/7_service/24_upstream.ipynb #49b3b6e3
 class Sockets(httpcore.AsyncNetworkBackend):
     "Makes connections for `httpx`"
     async def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
