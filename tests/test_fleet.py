@@ -787,29 +787,33 @@ names:
 routes: {auto: [cow, tiny]}
 '''
 
-def test_the_tiny_model_under_many_names(tmp_path):
-    "`atlas serve --config` with a real model: one process, many names"
+@pytest.fixture
+def tiny_server(tmp_path):
+    "`atlas serve --config` with a real model"
     path = tmp_path/'atlas.yaml'
     path.write_text(TINY)
     command = [sys.executable, '-m', 'atlas', 'serve', '--config', str(path), '--port', '0']
     with serving(command, stderr=subprocess.DEVNULL) as http:
-        def ask(model, **kw):
-            return http.post(
-                '/v1/chat/completions',
-                json=dict(
-                    model=model, messages=[dict(role='user', content='What does a cow eat?')])|kw)
-        r = ask('auto')
-        assert r.headers['x-atlas-route']=='auto > cow (keyword cow) > tiny (persona)'
-        n = r.json()['usage']
-        assert n['completion_tokens']<=8
-        system = [
-            dict(role='system', content='You are a cow.'),
-            dict(role='user', content='What does a cow eat?')]
-        same = ask('gpt-4o', messages=system, temperature=0, max_tokens=8)
-        assert same.json()['choices'][0]['message']==r.json()['choices'][0]['message']
-        assert same.json()['usage']['prompt_tokens']==n['prompt_tokens']
-        states = {d['id']:d['status']['value'] for d in http.get('/models').json()['data']}
-        assert states==dict(tiny='loaded', other='unloaded'), 'the first is loaded at the start'
+        yield http
+
+def test_the_tiny_model_under_many_names(tiny_server):
+    "One process; a persona is what a client could say itself"
+    user = dict(role='user', content='What does a cow eat?')
+    def ask(model, *messages, **kw):
+        asked = dict(model=model, messages=messages)|kw
+        return tiny_server.post('/v1/chat/completions', json=asked)
+    r = ask('auto', user)
+    assert r.headers['x-atlas-route']=='auto > cow (keyword cow) > tiny (persona)'
+    n = r.json()['usage']
+    assert n['completion_tokens']<=8
+    system = dict(role='system', content='You are a cow.')
+    same = ask('gpt-4o', system, user, temperature=0, max_tokens=8)
+    assert same.json()['choices'][0]['message']==r.json()['choices'][0]['message']
+    assert same.json()['usage']['prompt_tokens']==n['prompt_tokens']
+
+def test_the_first_model_is_loaded_at_the_start(tiny_server):
+    models = tiny_server.get('/models').json()['data']
+    assert {m['id']: m['status']['value'] for m in models}==dict(tiny='loaded', other='unloaded')
 
 def atlas(*args, **kw):
     "A run of the command"

@@ -1121,17 +1121,19 @@ def test_http_a_client_that_leaves_while_its_model_loads(stream):
         until(lambda: l.statuses()['slow']=='unloaded')
         assert len(l.workers)==1
 
+QUESTIONS = [ # Of which three have their model, and two wait for it
+    dict(model='fake', text='<endless>', stream=True),
+    dict(model='fake', text='<endless>', stream=False),
+    dict(model='slow', text='hi', stream=True), dict(model='slow', text='hi', stream=False),
+    dict(model='fake', text='<hold>', stream=True)]
+
 @pytest.mark.parametrize('order', ['wcs','csw','swc'])
 def test_http_three_ends_at_once(order):
     """The worker is killed (w), clients leave (c), and the server is told to end (s), all in one
     moment: it ends, with code 0, and nothing is left"""
     models = dict(model='fake'),dict(model='slow', at_load='hang')
     with Live(*models, first=['fake'], drain=3600.) as l, contextlib.ExitStack() as es:
-        questions = [('fake','<endless>',True), ('fake','<endless>',False), ('slow','hi',True),
-            ('slow','hi',False), ('fake','<hold>',True)]
-        ss = [asked_by_hand(l.port, t, model=m, stream=s) for m,t,s in questions]
-        for s in ss:
-            es.enter_context(s)
+        ss = [es.enter_context(asked_by_hand(l.port, **q)) for q in QUESTIONS]
         until(lambda: l.metric('num_requests_running')==3 and len(l.workers)==2)
         pids = l.workers
         def clients_leave():
