@@ -42,8 +42,7 @@ def refused(*args):
     return r.stderr
 
 def states(url):
-    return {
-        m['name']:m['state']
+    return {m['name']:m['state']
         for m in json.loads(ok('ps', '--url', url, '--json'))['models']}
 
 # ---- What is there ----
@@ -71,8 +70,7 @@ def test_ps_says_what_is_known_of_the_memory():
         url = f'http://127.0.0.1:{port}'
         said = json.loads(ok('ps', '--url', url, '--json'))
         assert said['memory']['budget']==100*GIB
-        assert [
-            (m['bytes'],m['state'],m['reason'])
+        assert [(m['bytes'],m['state'],m['reason'])
             for m in said['models']
         ]==[(40*GIB,'loaded',None),(10*GIB,'failed','no room')]
         assert '40 GiB' in ok('ps', '--url', url)
@@ -125,12 +123,10 @@ def test_top_in_a_pipe(gateway):
 
 def test_top_as_json(gateway):
     url,_ = gateway
-    lines = [
-        json.loads(l)
+    lines = [json.loads(l)
         for l in ok(
             'top', '--url', url, '--count', '2', '--every', '0.1', '--json').splitlines()]
-    assert [
-        [m['name'] for m in l['models']]
+    assert [[m['name'] for m in l['models']]
         for l in lines
     ]==[['one','two']]*2
 
@@ -219,5 +215,4 @@ def test_other_servers_of_this_kind():
     "llama.cpp's list of models says less"
     r = row(dict(id='x', status=dict(value='sleeping')))
     assert cells(r, 0)==(
-        'x','sleeping','-','-','-','0','0','-',
-        '-','')
+        'x', 'sleeping', '-', '-', '-', '0', '0', '-', '-', '')

@@ -1,7 +1,8 @@
-"""One file for a whole machine: what is refused, where names lead, and how a server takes a changed file.
+"""One file for a whole machine: what is refused, where names lead, and how a server takes a
+changed file.
 
-Files are texts; servers are in this process with a scripted runner, or real ones with scripted workers
-or the tiny model."""
+Files are texts; servers are in this process with a scripted runner, or real ones with scripted
+workers or the tiny model."""
 import asyncio,json,os,re,signal,subprocess,sys,pytest
 from contextlib import asynccontextmanager,contextmanager
 from dataclasses import replace
@@ -9,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 import httpx
 from hypothesis import given,settings,strategies as st
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 from atlas.card.pressure import Look
 from atlas.card.sensors import Reading
@@ -43,8 +46,10 @@ models:
   qwen:  {model: qwen3.6-35b-a3b-nvfp4, max_seq_len: 262144, speculative: true, pin: true}
   small: {model: demo, ttl: 5m}
 names:                         # personas
-  cyber: {model: qwen, system: "You know malware.", sampling: {temperature: 0.2, max_tokens: 4096}, keywords: [malware, exploit, CVE, threat]}
-  code:  {model: qwen, tool_call_parser: qwen3_coder, sampling: {max_tokens: 8192}, keywords: [python, rust, function, class, impl]}
+  cyber: {model: qwen, system: "You know malware.", keywords: [malware, exploit, CVE, threat],
+    sampling: {temperature: 0.2, max_tokens: 4096}}
+  code:  {model: qwen, tool_call_parser: qwen3_coder, sampling: {max_tokens: 8192},
+    keywords: [python, rust, function, class, impl]}
   "gpt-4*": qwen
 routes: {auto: [code, cyber, qwen]}
 upstreams:
@@ -63,15 +68,15 @@ def refusal(text, env=ENV):
         fleet_of(text, 'atlas.yaml', env)
     return e.value
 
-# -- the file --------------------------------------------------------------------------------------
+# -- the file ------------------------------------------------------------------------------------
 
 def test_the_whole_of_it():
     f = fleet_of(WHOLE, env=ENV)
-    assert f.memory==110<<30 and f.first==['qwen'] and f.watch.every==60 and f.fallbacks.cooldown==60
+    assert f.memory==110<<30 and f.first==['qwen']
+    assert f.watch.every==f.fallbacks.cooldown==60
     c = f.config('qwen')
-    assert (
-        c.model, c.max_seq_len, c.max_num_seqs, c.speculative
-    )==('qwen3.6-35b-a3b-nvfp4', 262144, 16, True)
+    assert (c.model, c.max_seq_len)==('qwen3.6-35b-a3b-nvfp4',262144)
+    assert (c.max_num_seqs, c.speculative)==(16,True)
     assert f.fallbacks.names==dict(qwen=['spark2/gemma-4-26b','small'])
     assert [f.setting(n, 'ttl') for n in f.models]==[1800, 300]
 
@@ -167,11 +172,9 @@ def test_refused_with_line_and_remedy(what):
     assert says in e.msg and advice in e.hint+e.msg and e.status==400
 
 def test_all_that_is_wrong_is_told():
-    text = WHOLE.replace(
-        'cyber: {model: qwen', 'cyber: {model: qwne'
-    ).replace('[spark2/gemma-4-26b, small]', '[smal]')
-    e = refusal(text, {})
-    assert [x.line for x in (e,*e.others)]==sorted([8,13,17])
+    text = WHOLE.replace('cyber: {model: qwen', 'cyber: {model: qwne')
+    e = refusal(text.replace('[spark2/gemma-4-26b, small]', '[smal]'), {})
+    assert [x.line for x in (e,*e.others)]==[8,15,19]
 
 @pytest.mark.parametrize('text,says', [
     ('', 'there is nothing to serve'), ('[1, 2]', 'a list of 2'),
@@ -208,10 +211,12 @@ def test_the_schema_holds():
     import jsonschema,yaml
     check = jsonschema.Draft202012Validator(schema())
     assert not [*check.iter_errors(yaml.safe_load(WHOLE))]
-    for old,new in ('pin: true','pinn: true'),('max_num_seqs: 16','max_num_seqs: 0'),('ttl: 5m','ttl: 5 weeks'):
+    wrong = {'pin: true':'pinn: true', 'max_num_seqs: 16':'max_num_seqs: 0',
+        'ttl: 5m':'ttl: 5 weeks'}
+    for old,new in wrong.items():
         assert [*check.iter_errors(yaml.safe_load(WHOLE.replace(old, new)))], new
 
-# -- names -----------------------------------------------------------------------------------------
+# -- names ---------------------------------------------------------------------------------------
 
 def names_of(text): return Names(fleet_of(text, env=ENV))
 def said(text): return Ask([dict(role='user', content=text)])
@@ -224,12 +229,20 @@ def test_where_names_lead():
     assert why('auto', 'A CVE in Python?')=='auto > code (keyword python) > qwen (persona)'
     assert why('auto', 'A cve-2026-1?')=='auto > cyber (keyword cve) > qwen (persona)'
     assert why('auto', 'I receive a pythonic subclass')=='auto > qwen (no keyword)'
-    assert n.end('spark2/x').upstream==('spark2','x') and n.end('gemma-9').upstream==(
-        'spark2', 'gemma-9')
-    assert n.find(
-        'gemma-9', None, {'gemma-9'}).model=='gemma-9', 'a model of another server, by its own name'
-    assert n.find(
-        'auto', TextAsk([], prompts=['fn main() in rust'])).manner.sampling==dict(max_tokens=8192)
+
+def test_where_names_of_other_servers_lead():
+    n = names_of(WHOLE)
+    assert n.end('spark2/x').upstream==('spark2','x')
+    assert n.end('gemma-9').upstream==('spark2','gemma-9')
+    found = n.find('gemma-9', None, {'gemma-9'})
+    assert found.model=='gemma-9', 'a model of another server, by its own name'
+
+def test_a_completion_is_routed_by_its_prompt():
+    found = names_of(WHOLE).find('auto', TextAsk([], prompts=['fn main() in rust']))
+    assert found.manner.sampling==dict(max_tokens=8192)
+
+def test_a_name_that_is_none():
+    n = names_of(WHOLE)
     with pytest.raises(SourceError) as e:
         n.find('cybr')
     assert e.value.status==404 and 'cyber' in e.value.hint
@@ -324,14 +337,15 @@ def test_every_name_has_one_end(text, name, words):
     else:
         assert n.exact(name) is None and end.why.startswith(f'{name} > ')
 
-# -- the APIs ----------------------------------------------------------------------------------------
+# -- the APIs ------------------------------------------------------------------------------------
 
 PERSONAS = '''
 models:
   qwen: {model: tiny, sampling: {top_p: 0.9}}
   small: tiny
 names:
-  cyber: {model: qwen, system: "You know malware.", sampling: {temperature: 0.25, max_tokens: 7}, keywords: [malware], cache_salt: lab, chat_template_kwargs: {language: fr}}
+  cyber: {model: qwen, system: "You know malware.", sampling: {temperature: 0.25, max_tokens: 7},
+    keywords: [malware], cache_salt: lab, chat_template_kwargs: {language: fr}}
   tools: {model: small, tool_call_parser: llama3_json}
   thinker: {model: small, reasoning_parser: qwen3}
   hack: cyber
@@ -379,16 +393,15 @@ ASKED = {
 @pytest.mark.parametrize('stream', [False,True])
 @pytest.mark.parametrize('path', ASKED)
 def test_every_api_knows_names(personas, path, stream):
-    r = personas.http.post(
-        path, json=ASKED[path]|dict(model='auto', stream=stream))
-    assert r.status_code==200 and r.headers['x-atlas-route']=='auto > cyber (keyword malware) > qwen (persona)'
+    r = personas.http.post(path, json=ASKED[path]|dict(model='auto', stream=stream))
+    assert r.status_code==200
+    assert r.headers['x-atlas-route']=='auto > cyber (keyword malware) > qwen (persona)'
     q, = personas.qwen.seen
-    assert (
-        q.params.temperature, q.params.top_p, q.params.max_tokens
-    )==(.25, .9, 5 if 'max_tokens' in ASKED[path] else 7)
-    assert q.salt=='lab:'
+    assert (q.params.temperature, q.params.top_p, q.salt)==(.25,.9,'lab:')
+    assert q.params.max_tokens==(5 if 'max_tokens' in ASKED[path] else 7)
     if path!='/v1/completions':
-        assert 'system: You know malware.' in personas.qwen.prompts[0] and personas.qwen.prompts[0].endswith('fr')
+        prompt = personas.qwen.prompts[0]
+        assert 'system: You know malware.' in prompt and prompt.endswith('fr')
     if not stream:
         assert r.json()['model']=='auto'
 
@@ -399,39 +412,37 @@ def test_a_request_wins(personas):
     body['messages'] = [dict(role='system', content='Be brief.'), *body['messages']]
     assert personas.http.post('/v1/chat/completions', json=body).status_code==200
     q, = personas.qwen.seen
-    assert (
-        q.params.temperature, q.params.max_tokens, q.params.top_p,
-        q.salt)==(1., 3, .9, 'lab:mine')
-    assert 'system: You know malware.\n\nBe brief.' in personas.qwen.prompts[0] and personas.qwen.prompts[0].endswith('de')
+    assert (q.params.temperature, q.params.max_tokens, q.params.top_p)==(1.,3,.9)
+    prompt = personas.qwen.prompts[0]
+    assert q.salt=='lab:mine' and prompt.endswith('de')
+    assert 'system: You know malware.\n\nBe brief.' in prompt
 
 def test_a_models_own_name_has_its_own_manner_only(personas):
     r = personas.http.post('/v1/chat/completions', json=CHAT|dict(model='qwen'))
     q, = personas.qwen.seen
-    assert 'x-atlas-route' not in r.headers and (
-        q.params.top_p, q.params.temperature, q.salt)==(.9, 1., '')
+    assert 'x-atlas-route' not in r.headers
+    assert (q.params.top_p, q.params.temperature, q.salt)==(.9,1.,'')
     assert 'system' not in personas.qwen.prompts[0]
     personas.http.post('/v1/chat/completions', json=CHAT)  # no name: the first model, as ever
     assert personas.qwen.seen[1].params.top_p==.9
 
 def test_what_is_counted_is_what_is_answered(personas):
+    def post(path, **body): return personas.http.post(path, json=CHAT|body)
+    count = '/v1/messages/count_tokens'
+    want = post(count, model='qwen').json()['input_tokens']+len('system: You know malware.fr')
+    r = post(count, model='hack')
+    assert r.json()['input_tokens']==want and 'hack > cyber (alias)' in r.headers['x-atlas-route']
+    assert post('/tokenize', model='hack').json()['count']==want
+    asked = dict(input='Some malware', model='hack')
+    r = personas.http.post('/v1/responses/input_tokens', json=asked)
+    assert r.json()['input_tokens']==want
+    assert 'You know malware.' in post('/apply-template', model='auto').json()['prompt']
+
+def test_other_endpoints_know_names(personas):
     http = personas.http
-    plain = http.post(
-        '/v1/messages/count_tokens', json=CHAT|dict(model='qwen')).json()['input_tokens']
-    more = http.post('/v1/messages/count_tokens', json=CHAT|dict(model='hack'))
-    n = len('system: You know malware.fr')
-    assert more.json()['input_tokens']==plain+n and 'hack > cyber (alias)' in more.headers['x-atlas-route']
-    assert http.post(
-        '/tokenize', json=CHAT|dict(model='hack')).json()['count']==plain+n
-    assert http.post(
-        '/v1/responses/input_tokens', json=dict(input='Some malware', model='hack')
-    ).json()['input_tokens']==plain+n
-    assert 'You know malware.' in http.post(
-        '/apply-template', json=CHAT|dict(model='auto')).json()['prompt']
     assert http.post('/v1/embeddings', json=dict(model='gpt-4o', input='hi')).status_code==200
-    assert http.post(
-        '/detokenize',
-        json=dict(
-            model='hack', tokens=tok.encode('A'))).json()['content']=='A'
+    r = http.post('/detokenize', json=dict(model='hack', tokens=tok.encode('A')))
+    assert r.json()['content']=='A'
 
 @pytest.mark.parametrize('path', [*ASKED,'/v1/messages/count_tokens','/tokenize','/v1/embeddings'])
 def test_a_name_that_is_none_is_a_404(personas, path):
@@ -496,7 +507,7 @@ def test_unload_of_no_name_where_any_name_will_do():
             r = http.post('/models/unload', json=dict(model=name))
             assert r.status_code==404 and r.json()['error']['code']=='model_not_found'
 
-# -- a changed file ----------------------------------------------------------------------------------
+# -- a changed file ------------------------------------------------------------------------------
 
 def alive(pid):
     "Is there such a process, other than a dead one that nobody has reaped?"
@@ -575,37 +586,59 @@ def test_what_changes():
         fleet_of(FIRST.replace('uno', 'eins'), env={}))['kept']==['one',
         'two', 'three']
 
-@running_test
-async def test_reload_touches_only_what_changed(tmp_path):
+@asynccontextmanager
+async def answering(tmp_path):
+    "A file, its models, and of each that answers a stream and the process"
     async with following(tmp_path/'atlas.yaml') as (file,ms):
         ups = {n: await ms.get(n) for n in ('one','two','three')}
         pids = {n: ms.find(n).child.pid for n in ups}
         streams = {n: u.runner.submit(request(f'r-{n}', '<hold>')) for n,u in ups.items()}
         for s in streams.values():
             await anext(s)
-        file.path.write_text(SECOND)
-        was = dict(ms.models)
-        said = await file.reload()
-        assert said==dict(
-            kept=['one'], changed=['two'], added=['four'],
-            removed=['three'])
-        assert ms.find('eins') is was['one'] and ms.find('one').ttl==3600
+        yield SimpleNamespace(file=file, models=ms, pids=pids, streams=streams)
+
+async def reloaded(f, text):
+    f.path.write_text(text)
+    return await f.reload()
+
+@running_test
+async def test_reload_says_what_has_changed(tmp_path):
+    async with following(tmp_path/'atlas.yaml') as (file,ms):
+        one = ms.find('one')
+        said = await reloaded(file, SECOND)
+        assert said==dict(kept=['one'], changed=['two'], added=['four'], removed=['three'])
+        assert ms.find('eins') is one and one.ttl==3600
         for gone in 'three','tre','uno':
             with pytest.raises(SourceError):
                 ms.find(gone)
-        two = ms.find('two')
+
+@running_test
+async def test_reload_lets_answers_end(tmp_path):
+    "What is changed, or gone, ends when its answers have; only then a new process begins"
+    async with answering(tmp_path) as s:
+        await reloaded(s.file, SECOND)
+        two = s.models.find('two')
         await happens(lambda: two.state=='loading')
-        assert two.child is None and alive(pids['two']), 'the new one waits until the old one is gone'
+        assert two.child is None and alive(s.pids['two'])
         for n in 'two','three':
-            streams[n].abort()
+            s.streams[n].abort()
         for n in 'two','three':
-            assert (await collect(streams[n]))[0]=='abort'
-        assert (await ms.get('two')).info['max_seq_len']==512 and (
-            await ms.get('vier')).name=='four'
-        await happens(lambda: not (alive(pids['two']) or alive(pids['three'])))
-        assert ms.find('one').child.pid==pids['one'] and ms.find('one').restarts==0
-        streams['one'].abort()
-        assert (await collect(streams['one']))[0]=='abort', 'it was there all the time'
+            assert (await collect(s.streams[n]))[0]=='abort'
+        assert (await s.models.get('two')).info['max_seq_len']==512
+        assert (await s.models.get('vier')).name=='four'
+        await happens(lambda: not (alive(s.pids['two']) or alive(s.pids['three'])))
+
+@running_test
+async def test_reload_touches_only_what_changed(tmp_path):
+    async with answering(tmp_path) as s:
+        await reloaded(s.file, SECOND)
+        for n in 'two','three':
+            s.streams[n].abort()
+        await s.models.get('two')
+        one = s.models.find('one')
+        assert one.child.pid==s.pids['one'] and one.restarts==0
+        s.streams['one'].abort()
+        assert (await collect(s.streams['one']))[0]=='abort', 'it was there all the time'
 
 @running_test
 async def test_a_file_with_a_mistake_changes_nothing(tmp_path, caplog):
@@ -620,12 +653,9 @@ async def test_a_file_with_a_mistake_changes_nothing(tmp_path, caplog):
         file.path.unlink()
         with pytest.raises(FleetError, match='cannot be read'):
             await file.reload()
-        assert (
-            dict(ms.models), ms.names, file.fleet,
-            ms.find('one').child.pid)==before
-        assert (
-            await collect(
-                (await ms.get('uno')).runner.submit(request('r'))))[0]=='stop'
+        assert (dict(ms.models), ms.names, file.fleet, ms.find('one').child.pid)==before
+        stream = (await ms.get('uno')).runner.submit(request('r'))
+        assert (await collect(stream))[0]=='stop'
         assert sum('is not taken' in r.getMessage() for r in caplog.records)==4
 
 @running_test
@@ -634,8 +664,7 @@ async def test_reloads_at_once_and_an_end_among_them(tmp_path):
     async with following(tmp_path/'atlas.yaml') as (file,ms):
         await ms.get('one')
         for k in range(6):
-            file.path.write_text(
-                (SECOND,FIRST)[k%2].replace('512', str(512+k)))
+            file.path.write_text((SECOND,FIRST)[k%2].replace('512', str(512+k)))
             await asyncio.gather(*(file.reload() for _ in range(3)))
         assert [m.name for m in ms.all]==['one','two','three']
         await ms.get('two')
@@ -659,12 +688,13 @@ async def test_who_waits_for_a_model_that_changes_gets_the_new_one(tmp_path):
 
 @running_test
 async def test_what_is_to_be_loaded_at_the_start(tmp_path):
-    text = 'models: {a: tiny, b: {model: tiny, pin: true}, c: {model: tiny, load_on_startup: false, pin: true}}'
-    assert fleet_of(text, env={}).first==['b'] and fleet_of(
-        'models: {a: tiny, b: tiny}', env={}).first==['a']
-    assert fleet_of('models: {a: {load_on_startup: false}, b: tiny}', env={}).first==[]
+    def first(models): return fleet_of(f'models: {{{models}}}', env={}).first
+    pinned = 'a: tiny, b: {model: tiny, pin: true}'
+    assert first(f'{pinned}, c: {{load_on_startup: false, pin: true}}')==['b']
+    assert first('a: tiny, b: tiny')==['a']
+    assert first('a: {load_on_startup: false}, b: tiny')==[]
 
-# -- real servers ------------------------------------------------------------------------------------
+# -- real servers --------------------------------------------------------------------------------
 
 @contextmanager
 def serving(command, **kw):
@@ -673,9 +703,8 @@ def serving(command, **kw):
     try:
         line = p.stdout.readline()
         assert 'is ready' in line, line
-        with httpx.Client(
-            base_url=re.search(r'http://127.0.0.1:\d+', line)[0], timeout=WAIT
-        ) as http:
+        at = re.search(r'http://127.0.0.1:\d+', line)[0]
+        with httpx.Client(base_url=at, timeout=WAIT) as http:
             http.pid = p.pid
             yield http
     finally:
@@ -696,9 +725,8 @@ def listed(http):
 def test_sighup_reads_the_file_again(tmp_path):
     path = tmp_path/'atlas.yaml'
     path.write_text(FIRST)
-    with open(tmp_path/'log', 'w') as log, serving(
-        gateway(path, log_format='json'), stderr=log
-    ) as http:
+    command = gateway(path, log_format='json')
+    with open(tmp_path/'log', 'w') as log, serving(command, stderr=log) as http:
         assert listed(http)==['one','two','three','uno','tre']
         path.write_text(SECOND)
         os.kill(http.pid, signal.SIGHUP)
@@ -710,72 +738,82 @@ def test_sighup_reads_the_file_again(tmp_path):
         until(lambda: 'is not taken' in (tmp_path/'log').read_text())
         assert listed(http)==['one','two','four','eins','vier']
 
-def test_post_models_reads_the_file_again(tmp_path):
-    path = tmp_path/'atlas.yaml'
+@contextmanager
+def administered(path):
+    "A server of a file; posts something with a key"
     path.write_text(FIRST)
     env = os.environ|dict(ATLAS_API_KEY='user', ATLAS_ADMIN_KEY='admin')
     with serving(gateway(path), stderr=subprocess.DEVNULL, env=env) as http:
-        def post(path='/models?reload=1', key='admin'):
-            return http.post(path, headers=dict(authorization=f'Bearer {key}'))
+        def post(path='/models?reload=1', key='admin', **body):
+            return http.post(path, headers=dict(authorization=f'Bearer {key}'), json=body)
+        yield post
+
+def test_post_models_reads_the_file_again(tmp_path):
+    path = tmp_path/'atlas.yaml'
+    with administered(path) as post:
         assert post(key='user').status_code==403 and post(key='no').status_code==401
         assert post('/models').status_code==501
         path.write_text(SECOND)
-        assert post().json()==dict(
-            success=True, kept=['one'], changed=['two'],
-            added=['four'], removed=['three'])
+        said = dict(kept=['one'], changed=['two'], added=['four'], removed=['three'])
+        assert post().json()==dict(success=True)|said
+        assert post().json()['kept']==['one','two','four']
+        r = post('/v1/chat/completions', 'user', **CHAT|dict(model='eins'))
+        assert r.status_code==200
+
+def test_post_models_says_what_is_wrong_with_the_file(tmp_path):
+    path = tmp_path/'atlas.yaml'
+    with administered(path) as post:
         path.write_text(SECOND.replace('max_seq_len: 512', 'max_seq_len: 1'))
         r = post()
-        assert r.status_code==400 and f'{path}, line 4' in r.json()['error']['message'] and r.json()['error']['code']=='bad_fleet'
-        assert 'max_seq_len' in r.json()['error']['param']
-        path.write_text(SECOND)
-        assert post().json()['kept']==['one','two','four']
-        http.headers['authorization'] = 'Bearer user'
-        assert http.post('/v1/chat/completions', json=CHAT|dict(model='eins')).status_code==200
+        e = r.json()['error']
+        assert r.status_code==400 and e['code']=='bad_fleet'
+        assert f'{path}, line 4' in e['message'] and 'max_seq_len' in e['param']
 
 def test_a_server_without_a_file_has_none_to_read():
     r = Recorder('only')
-    ms = Models(
-        [
-            Served(
-                ['only'],
-                ReadyModel('only', ['only'], r.info, tok, runner=r))])
+    ms = Models([Served(['only'], ReadyModel('only', ['only'], r.info, tok, runner=r))])
     with TestClient(create_app(ms), base_url='http://localhost') as http:
-        assert http.post(
-            '/models?reload=1').status_code==501 and http.post('/models').status_code==501
+        for path in '/models?reload=1','/models':
+            assert http.post(path).status_code==501
 
 TINY = '''
 models:
   tiny: {model: tiny, device: cpu, max_seq_len: 512, max_num_seqs: 2}
   other: {model: tiny, device: cpu, max_seq_len: 256, max_num_seqs: 2}
 names:
-  cow: {model: tiny, system: "You are a cow.", sampling: {temperature: 0, max_tokens: 8}, keywords: [cow, milk]}
+  cow: {model: tiny, system: "You are a cow.", sampling: {temperature: 0, max_tokens: 8},
+    keywords: [cow, milk]}
   "gpt-4*": tiny
 routes: {auto: [cow, tiny]}
 '''
 
-def test_the_tiny_model_under_many_names(tmp_path):
-    "`atlas serve --config` with a real model: one process, many names"
+@pytest.fixture
+def tiny_server(tmp_path):
+    "`atlas serve --config` with a real model"
     path = tmp_path/'atlas.yaml'
     path.write_text(TINY)
     command = [sys.executable, '-m', 'atlas', 'serve', '--config', str(path), '--port', '0']
     with serving(command, stderr=subprocess.DEVNULL) as http:
-        def ask(model, **kw):
-            return http.post(
-                '/v1/chat/completions',
-                json=dict(
-                    model=model, messages=[dict(role='user', content='What does a cow eat?')])|kw)
-        r = ask('auto')
-        assert r.headers['x-atlas-route']=='auto > cow (keyword cow) > tiny (persona)'
-        n = r.json()['usage']
-        assert n['completion_tokens']<=8
-        system = [
-            dict(role='system', content='You are a cow.'),
-            dict(role='user', content='What does a cow eat?')]
-        same = ask('gpt-4o', messages=system, temperature=0, max_tokens=8)
-        assert same.json()['choices'][0]['message']==r.json()['choices'][0]['message']
-        assert same.json()['usage']['prompt_tokens']==n['prompt_tokens']
-        states = {d['id']:d['status']['value'] for d in http.get('/models').json()['data']}
-        assert states==dict(tiny='loaded', other='unloaded'), 'the first is loaded at the start'
+        yield http
+
+def test_the_tiny_model_under_many_names(tiny_server):
+    "One process; a persona is what a client could say itself"
+    user = dict(role='user', content='What does a cow eat?')
+    def ask(model, *messages, **kw):
+        asked = dict(model=model, messages=messages)|kw
+        return tiny_server.post('/v1/chat/completions', json=asked)
+    r = ask('auto', user)
+    assert r.headers['x-atlas-route']=='auto > cow (keyword cow) > tiny (persona)'
+    n = r.json()['usage']
+    assert n['completion_tokens']<=8
+    system = dict(role='system', content='You are a cow.')
+    same = ask('gpt-4o', system, user, temperature=0, max_tokens=8)
+    assert same.json()['choices'][0]['message']==r.json()['choices'][0]['message']
+    assert same.json()['usage']['prompt_tokens']==n['prompt_tokens']
+
+def test_the_first_model_is_loaded_at_the_start(tiny_server):
+    models = tiny_server.get('/models').json()['data']
+    assert {m['id']: m['status']['value'] for m in models}==dict(tiny='loaded', other='unloaded')
 
 def atlas(*args, **kw):
     "A run of the command"
@@ -788,8 +826,10 @@ def test_the_command_refuses(tmp_path):
     path.write_text(TINY.replace('model: tiny, system', 'model: tinyy, system'))
     for args in ('serve','--config',path),('config','check',path):
         r = atlas(*args)
-        assert r.returncode==1 and f'{path}, line 6: names.cow.model' in r.stderr and 'Did you mean tiny?' in r.stderr
-    for flag in ('--max-seq-len','64'),('--no-enable-prefix-caching',),('--alias','x'),('--memory','1GiB'):
+        assert r.returncode==1 and 'Did you mean tiny?' in r.stderr
+        assert f'{path}, line 6: names.cow.model' in r.stderr
+    flags = ('--max-seq-len 64', '--no-enable-prefix-caching', '--alias x', '--memory 1GiB')
+    for flag in map(str.split, flags):
         assert f"'{flag[0].replace('no-', '')}'" in atlas('serve', '--config', path, *flag).stderr
     assert 'stands beside --config' in atlas('serve', 'tiny', '--config', path).stderr
     assert 'name a model' in atlas('serve').stderr
@@ -800,16 +840,18 @@ def test_the_schema_is_published():
 def test_check_says_what_would_run(tmp_path):
     "Without loading or fetching anything: bytes of each part, and where names lead"
     path = tmp_path/'atlas.yaml'
-    path.write_text(
-        'memory: 110GiB'+TINY+'upstreams: {away: {url: "http://away:1/v1", models: [nowhere]}}')
+    away = 'upstreams: {away: {url: "http://away:1/v1", models: [nowhere]}}'
+    path.write_text(f'memory: 110GiB{TINY}{away}')
     r = atlas('config', 'check', path, '--json')
     assert r.returncode==0, r.stderr
     said = json.loads(r.stdout)
     tiny,other = said['models']
     assert tiny['load_on_startup'] and not other['load_on_startup'] and said['fits']
-    assert tiny['parts']['weights']==other['parts']['weights']>1<<20 and tiny['parts']['cache']>other['parts']['cache']
-    assert tiny['need']==sum(tiny['parts'].values())
-    assert said['names']['auto']=='cow (cow, milk), else tiny' and 'away' in said['names']['nowhere']
+    a,b = tiny['parts'],other['parts']
+    assert a['weights']==b['weights']>1<<20 and a['cache']>b['cache']
+    assert tiny['need']==sum(a.values())
+    assert said['names']['auto']=='cow (cow, milk), else tiny'
+    assert 'away' in said['names']['nowhere']
     text = atlas('config', 'check', path).stdout
     assert 'memory: 110 GiB for all' in text and 'cow' in text
     assert atlas('serve', '--config', path, '--dry-run').stdout==text
@@ -822,13 +864,14 @@ def test_a_budget_smaller_than_weights_is_refused(tmp_path):
     path.write_text('memory: 4MiB'+TINY)
     for args in ('serve','--config',path),('config','check',path):
         r = atlas(*args)
-        assert r.returncode==1 and f'{path}, line 3: models.tiny.model has weights of' in r.stderr and 'Raise memory' in r.stderr
+        assert r.returncode==1 and 'Raise memory' in r.stderr
+        assert f'{path}, line 3: models.tiny.model has weights of' in r.stderr
     ms = file(HOW)
     with pytest.raises(FleetError, match='has weights of'):
         asyncio.run(ms.reload())
     assert file.fleet.memory is None
 
-# -- one memory ----------------------------------------------------------------------------------------
+# -- one memory ----------------------------------------------------------------------------------
 
 GIB = 1<<30
 def measure(configs, budget):
@@ -842,34 +885,39 @@ models:
   two: {load_on_startup: false}
 '''
 
-@running_test
-async def test_models_of_a_file_share_its_memory(tmp_path, monkeypatch):
-    "Two that do not fit take turns; with more memory both stay; with too little nothing changes"
-    quick = replace(PATIENT, soon=.01)
-    monkeypatch.setitem(HOW, 'policy', quick)
+@asynccontextmanager
+async def sharing(tmp_path, monkeypatch):
+    "Two models of 6 GiB each, of which one is loaded, and 10 GiB for both"
+    monkeypatch.setitem(HOW, 'policy', replace(PATIENT, soon=.01))
     monkeypatch.setitem(HOW, 'measure', measure)
     async with following(tmp_path/'atlas.yaml', TWO) as (file,ms):
         await ms.get('one')
-        assert ms.find('one').holds==6*GIB and ms.residency.free==4*GIB
         ms.find('one').took = 0.  # as if loading had taken no time: it need not stay
+        yield file,ms
+
+@running_test
+async def test_models_of_a_file_share_its_memory(tmp_path, monkeypatch):
+    "Two that do not fit take turns; with more memory both stay"
+    async with sharing(tmp_path, monkeypatch) as (file,ms):
+        one,two = ms.find('one'),ms.find('two')
+        assert one.holds==6*GIB and ms.residency.free==4*GIB
         await ms.get('two')
-        assert (ms.find('one').state, ms.find('two').state) in (
-            ('unloaded','loaded'), ('sleeping','loaded'))
-        file.path.write_text(TWO.replace('10GiB', '4GiB'))
-        with pytest.raises(FleetError) as e:
-            await file.reload()
-        assert e.value.line==2 and 'takes 6 GiB' in e.value.msg and ms.residency.budget==10*GIB
-        file.path.write_text(
-            TWO.replace('{load_on_startup: true}', '{pin: true}').replace(
-                '{load_on_startup: false}', '{pin: true}'))
-        with pytest.raises(FleetError, match='pinned'):
-            await file.reload()
-        assert not ms.find('one').pinned, 'as it was'
-        pid = ms.find('two').child.pid
-        file.path.write_text(TWO.replace('10GiB', '20GiB'))
-        assert (await file.reload())['kept']==['one','two']
+        assert one.state in ('unloaded','sleeping') and two.state=='loaded'
+        pid = two.child.pid
+        assert (await reloaded(file, TWO.replace('10GiB', '20GiB')))['kept']==['one','two']
         await ms.get('one')
-        assert ms.find('two').state=='loaded' and ms.find('two').child.pid==pid and ms.residency.free==8*GIB
+        assert two.state=='loaded' and two.child.pid==pid and ms.residency.free==8*GIB
+
+@running_test
+async def test_a_file_with_too_little_memory_changes_nothing(tmp_path, monkeypatch):
+    async with sharing(tmp_path, monkeypatch) as (file,ms):
+        with pytest.raises(FleetError) as e:
+            await reloaded(file, TWO.replace('10GiB', '4GiB'))
+        assert e.value.line==2 and 'takes 6 GiB' in e.value.msg
+        pinned = TWO.replace('load_on_startup: true', 'pin: true')
+        with pytest.raises(FleetError, match='pinned'):
+            await reloaded(file, pinned.replace('load_on_startup: false', 'pin: true'))
+        assert ms.residency.budget==10*GIB and not ms.find('one').pinned, 'as it was'
 
 def machine(free, total=128*GIB, cards=()):
     "A `Machine` with made-up numbers"
@@ -878,25 +926,35 @@ def machine(free, total=128*GIB, cards=()):
 
 NOBODY = TWO.replace('memory: 10GiB', '')
 
-@running_test
-async def test_memory_that_a_file_does_not_say(tmp_path, monkeypatch):
-    """It is what is free at the start, less a reserve: admitted against, told, and the same
-    after a reload"""
+@asynccontextmanager
+async def assuming(tmp_path, monkeypatch):
+    "The same where the file does not say, and that much is free, less a reserve"
     monkeypatch.setitem(HOW, 'measure', measure)
     monkeypatch.setitem(HOW, 'policy', replace(PATIENT, soon=.01))
     seen = machine(11*GIB, 10*GIB) # a tenth of which is for the rest of the machine
     async with following(tmp_path/'atlas.yaml', NOBODY, machine=seen) as (file,ms):
+        yield file,ms
+
+@running_test
+async def test_memory_that_a_file_does_not_say(tmp_path, monkeypatch):
+    "It is what is free at the start, less a reserve, and models take turns in it"
+    async with assuming(tmp_path, monkeypatch) as (file,ms):
         assert ms.memory['budget']==10*GIB
         await ms.get('one')
         assert ms.residency.free==4*GIB
         ms.find('one').took = 0.
         await ms.get('two')
         assert ms.find('one').state!='loaded', 'both do not fit'
+
+@running_test
+async def test_memory_that_a_file_says_later(tmp_path, monkeypatch):
+    "What was assumed stays after a reload, until the file says something else"
+    async with assuming(tmp_path, monkeypatch) as (file,ms):
+        await ms.get('one')
         file.machine = machine(0)
-        file.path.write_text(NOBODY.replace('two:', '# as before\n  two:'))
-        assert (await file.reload())['kept']==['one','two'] and ms.residency.budget==10*GIB
-        file.path.write_text(TWO.replace('10GiB', '20GiB'))
-        await file.reload()
+        said = await reloaded(file, NOBODY.replace('two:', '# as before\n  two:'))
+        assert said['kept']==['one','two'] and ms.residency.budget==10*GIB
+        await reloaded(file, TWO.replace('10GiB', '20GiB'))
         assert ms.residency.budget==20*GIB
         app = httpx.ASGITransport(create_app(ms))
         async with httpx.AsyncClient(transport=app, base_url='http://localhost') as http:
@@ -950,8 +1008,7 @@ async def test_models_of_unknown_size_all_load_at_the_start(tmp_path, monkeypatc
     both = NOBODY.replace('false', 'true')
     async with following(tmp_path/'atlas.yaml', both, machine=machine(20*GIB)) as (file,ms):
         await happens(lambda: all(m.state!='loading' for m in ms.all))
-        assert {
-            m.name: (m.state, m.need) for m in ms.all}==dict(
+        assert {m.name: (m.state, m.need) for m in ms.all}==dict(
                 one=('loaded',GIB), two=('loaded',GIB))
         assert not ms.memory['evictions']
 
@@ -976,43 +1033,38 @@ async def test_what_is_replaced_holds_its_memory_until_it_is_gone(tmp_path, monk
         assert (await ms.get('one')).info['max_seq_len']==512 and ms.residency.free==4*GIB
 
 def test_groups_pins_and_ttl_reach_the_models():
-    f = fleet_of(
-        'models: {a: {model: tiny, ttl: 5m}, b: {model: tiny, pin: true}, c: tiny}\ngroups: {g: {members: [a, c], exclusive: true}}',
-        env={})
     from atlas.service.reload import build
-    ms = build(f, **HOW)
-    assert [(m.ttl, m.pinned, m.group) for m in ms.all]==[
-        (300,False,'g'), (None,True,None),
-        (None,False,'g')]
+    models = 'models: {a: {model: tiny, ttl: 5m}, b: {model: tiny, pin: true}, c: tiny}'
+    groups = 'groups: {g: {members: [a, c], exclusive: true}}'
+    ms = build(fleet_of(f'{models}\n{groups}', env={}), **HOW)
+    told = [(m.ttl, m.pinned, m.group) for m in ms.all]
+    assert told==[(300,False,'g'), (None,True,None), (None,False,'g')]
     g = ms.residency.groups['g']
     assert (g.together, g.alone)==(False, True)
 
-# -- other servers ---------------------------------------------------------------------------------------
+# -- other servers -------------------------------------------------------------------------------
 
 class Elsewhere:
     "Another server of chat: keeps what it was asked, and may be down"
     def __init__(self, *models):
         self.models,self.asked,self.down = models,[],False
     async def __call__(self, scope, receive, send):
-        from starlette.requests import Request as HttpRequest
-        from starlette.responses import JSONResponse
         if scope['type']!='http':
             return
-        q = HttpRequest(scope, receive)
+        status,said = await self.answer(HttpRequest(scope, receive))
+        await JSONResponse(said, status)(scope, receive, send)
+    async def answer(self, q):
         if self.down:
-            return await JSONResponse(dict(error=dict(message='down')), 503)(scope, receive, send)
+            return 503,dict(error=dict(message='down'))
         if q.url.path.endswith('/models'):
-            return await JSONResponse(
-                dict(data=[dict(id=m) for m in self.models]))(scope,
-                receive, send)
+            return 200,dict(data=[dict(id=m) for m in self.models])
         b = await q.json()
         self.asked.append(b)
         said = dict(role='assistant', content=f'{b["model"]} says so')
-        whole = dict(
+        return 200,dict(
             id='c', object='chat.completion', model=b['model'],
             choices=[dict(index=0, message=said, finish_reason='stop')],
             usage=dict(prompt_tokens=3, completion_tokens=2))
-        await JSONResponse(whole)(scope, receive, send)
 
 FAR = '''
 models: {near: {model: tiny}}
@@ -1034,48 +1086,54 @@ def beside(app, text=FAR):
         f = fleet_of(text.replace('URL', f'"{url}/v1"'), env={})
         from atlas.service.reload import stand_ins,upstreams_of
         r = Recorder('near')
-        ms = Models(
-            [
-                Served(
-                    ['near'],
-                    ReadyModel('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))],
-            upstreams=upstreams_of(f))
+        near = ReadyModel('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r)
+        ms = Models([Served(['near'], near)], upstreams=upstreams_of(f))
         ms.names,ms.fallbacks = Names(f),stand_ins(f)
         ms.meet()
         with TestClient(create_app(ms), base_url='http://localhost') as http:
-            yield SimpleNamespace(http=http, models=ms, near=r, url=url)
+            def ask(model, text='Tell me', **kw):
+                messages = [dict(role='user', content=text)]
+                asked = dict(model=model, messages=messages)|kw
+                return http.post('/v1/chat/completions', json=asked)
+            yield SimpleNamespace(http=http, models=ms, near=r, url=url, ask=ask)
 
 def test_names_lead_to_other_servers():
     "A persona over a model elsewhere: prompt and sampling go there; a plain name passes through"
     app = Elsewhere('big','bigger')
     with beside(app) as s:
-        def ask(model, text='Tell me', **kw):
-            return s.http.post(
-                '/v1/chat/completions',
-                json=dict(model=model, messages=[dict(role='user', content=text)])|kw)
-        r = ask('auto', 'But why?')
-        assert r.status_code==200 and r.json()['choices'][0]['message']['content']=='big says so'
+        r = s.ask('auto', 'But why?')
+        assert r.status_code==200
+        assert r.json()['choices'][0]['message']['content']=='big says so'
         assert r.headers['x-atlas-route']=='auto > wise (keyword why) > away/big (persona)'
         b = app.asked[-1]
-        assert (b['model'], b['temperature'], b['messages'][0])==(
-            'big', .5, dict(role='system', content='You are wise.'))
-        assert ask('gpt-4o', temperature=.1).headers['x-atlas-route']=='gpt-4o > away/big (gpt-4*)'
-        assert app.asked[-1]=={
-            'model':'big', 'messages':[dict(role='user', content='Tell me')],
-            'temperature':.1}, 'byte for byte'
-        assert ask('other').json()['choices'] and app.asked[-1]['model']=='big'
-        assert ask('bigger').json()['model']=='bigger', 'what its list has works by its own name'
-        r = ask('auto', 'Hello')
-        assert r.headers['x-atlas-route']=='auto > near (no keyword)' and r.json()['model']=='auto' and s.near.seen
-        assert ask('nobody').status_code==404
-        app.down = True
-        r = ask('gpt-4o')
-        assert r.status_code==200 and r.headers['x-atlas-model']=='near'
-        assert [h for h in r.headers.get_list('x-atlas-route')]==[
-            'fallback: near for away/big (upstream_error)', 'gpt-4o > away/big (gpt-4*)']
+        assert (b['model'], b['temperature'])==('big',.5)
+        assert b['messages'][0]==dict(role='system', content='You are wise.')
+        r = s.ask('gpt-4o', temperature=.1)
+        assert r.headers['x-atlas-route']=='gpt-4o > away/big (gpt-4*)'
+        plain = dict(model='big', messages=[dict(role='user', content='Tell me')], temperature=.1)
+        assert app.asked[-1]==plain, 'byte for byte'
+
+def test_which_names_other_servers_have():
+    app = Elsewhere('big','bigger')
+    with beside(app) as s:
+        assert s.ask('other').json()['choices'] and app.asked[-1]['model']=='big'
+        assert s.ask('bigger').json()['model']=='bigger', 'it is in the list of that server'
+        r = s.ask('auto', 'Hello')
+        assert r.headers['x-atlas-route']=='auto > near (no keyword)'
+        assert r.json()['model']=='auto' and s.near.seen
+        assert s.ask('nobody').status_code==404
         listed = {d['id']:d for d in s.http.get('/v1/models').json()['data']}
-        assert listed['wise']['persona_of']=='away/big' and listed['auto']['routes']==[
-            'wise', 'near']
+        assert listed['wise']['persona_of']=='away/big'
+        assert listed['auto']['routes']==['wise','near']
+
+def test_ours_stands_in_for_another_servers():
+    app = Elsewhere('big','bigger')
+    with beside(app) as s:
+        app.down = True
+        r = s.ask('gpt-4o')
+        assert r.status_code==200 and r.headers['x-atlas-model']=='near'
+        assert r.headers.get_list('x-atlas-route')==[
+            'fallback: near for away/big (upstream_error)', 'gpt-4o > away/big (gpt-4*)']
 
 BACKUP = '''
 models: {near: {model: tiny}}
@@ -1089,26 +1147,23 @@ fallbacks: {near: [wise], retries: 1, cooldown: 1s}
 def test_a_persona_stands_in():
     "With its prompt and sampling; where a persona was asked for, that one's count first"
     app = Elsewhere('big')
+    def told():
+        b = app.asked[-1]
+        return b['model'],b.get('temperature'),b.get('top_p'),b['messages'][0]['content']
     with beside(app, BACKUP) as s:
-        def ask(model, **kw):
-            messages = [dict(role='user', content='Why?')]
-            return s.http.post('/v1/chat/completions', json=dict(model=model, messages=messages)|kw)
-        assert ask('near').headers.get('x-atlas-route') is None and not app.asked
+        assert s.ask('near').headers.get('x-atlas-route') is None and not app.asked
         s.near.healthy = False
-        r = ask('near')
-        assert r.status_code==200 and r.json()['choices'][0]['message']['content']=='big says so'
+        r = s.ask('near')
+        assert r.json()['choices'][0]['message']['content']=='big says so'
         assert r.headers['x-atlas-route']=='fallback: wise for near (unavailable)'
-        def told(b):
-            return b['model'],b.get('temperature'),b.get('top_p'),b['messages'][0]['content']
-        assert told(app.asked[-1])==('big', .5, .9, 'You are wise.')
-        assert ask('soft').status_code==200
-        assert told(app.asked[-1])==('big', .25, .9, 'You are wise.')
-        assert ask('near', temperature=.75).status_code==200
-        assert told(app.asked[-1])==('big', .75, .9, 'You are wise.')
+        assert told()==('big', .5, .9, 'You are wise.')
+        for model,kw,t in ('soft',{},.25),('near',dict(temperature=.75),.75):
+            assert s.ask(model, **kw).status_code==200
+            assert told()==('big', t, .9, 'You are wise.')
         s.near.healthy = True
         s.models.fallbacks.down.clear()
         n = len(app.asked)
-        assert ask('near').status_code==200 and len(app.asked)==n, 'nothing of it is left'
+        assert s.ask('near').status_code==200 and len(app.asked)==n, 'nothing of it is left'
 
 def test_a_persona_of_ours_stands_in():
     "Where the model that fails is another server's"
@@ -1125,40 +1180,44 @@ def test_a_file_of_other_servers_alone():
     from scripted import running
     app = Elsewhere('big')
     with running(app) as url:
-        ms = build(
-            fleet_of(f'upstreams: {{away: {{url: "{url}/v1"}}}}\nnames: {{best: away/big}}', env={})
-        )
+        text = f'upstreams: {{away: {{url: "{url}/v1"}}}}\nnames: {{best: away/big}}'
+        ms = build(fleet_of(text, env={}))
         with TestClient(create_app(ms), base_url='http://localhost') as http:
-            assert http.post(
-                '/v1/chat/completions', json=CHAT|dict(model='best')).json()['model']=='big'
+            r = http.post('/v1/chat/completions', json=CHAT|dict(model='best'))
+            assert r.json()['model']=='big'
             assert http.post('/models/unload', json=dict(model='best')).status_code==400
 
 @running_test
 async def test_reload_changes_other_servers(tmp_path):
     from scripted import running
-    app,second = Elsewhere('big'),Elsewhere('big')
-    with running(app) as url,running(second) as url2:
-        text = f'models: {{one: {{load_on_startup: true}}}}\nupstreams: {{away: {{url: "{url}/v1"}}, same: {{url: "{url}/v1"}}}}\nnames: {{far: away/big}}'
-        async with following(tmp_path/'atlas.yaml', text) as (file,ms):
-            await ms.get('one')
-            same,away = ms.upstreams[1],ms.upstreams[0]
-            pid = ms.find('one').child.pid
+    def text(away, same):
+        return f'''
+models: {{one: {{load_on_startup: true}}}}
+names: {{far: away/big}}
+upstreams: {{away: {{url: "{away}/v1"}}, same: {{url: "{same}/v1"}}}}'''
+    with running(Elsewhere('big')) as url,running(Elsewhere('big')) as url2:
+        async with following(tmp_path/'atlas.yaml', text(url, url)) as (file,ms):
+            away,same = ms.upstreams
             assert ms.find('far').upstream is away
-            file.path.write_text(
-                text.replace(
-                    f'away: {{url: "{url}', f'away: {{url: "{url2}'
-                )+'\nfallbacks: {one: [away/big]}')
-            await file.reload()
-            assert [
-                u.name for u in ms.upstreams
-            ]==['away','same'] and ms.upstreams[1] is same and ms.upstreams[0] is not away
-            assert ms.find('far').upstream is ms.upstreams[0] and ms.fallbacks.to==dict(
-                one=['away/big'])
+            await reloaded(file, text(url2, url)+'\nfallbacks: {one: [away/big]}')
+            assert [u.name for u in ms.upstreams]==['away','same']
+            assert ms.upstreams[1] is same and ms.upstreams[0] is not away
+            assert ms.find('far').upstream is ms.upstreams[0]
+            assert ms.fallbacks.to==dict(one=['away/big'])
             await happens(lambda: not ms.parting)
-            file.path.write_text(text[:text.index('upstreams')]+'names: {far: one}')
-            await file.reload()
-            assert not ms.upstreams and ms.fallbacks is None and [
-                m.name for m in ms.all]==['one'] and ms.find('far').child.pid==pid
+
+@running_test
+async def test_reload_without_other_servers(tmp_path):
+    from scripted import running
+    with running(Elsewhere('big')) as url:
+        ours = 'models: {one: {load_on_startup: true}}\n'
+        away = f'upstreams: {{away: {{url: "{url}/v1"}}}}\nnames: {{far: away/big}}'
+        async with following(tmp_path/'atlas.yaml', ours+away) as (file,ms):
+            await ms.get('one')
+            pid = ms.find('one').child.pid
+            await reloaded(file, ours+'names: {far: one}')
+            assert not ms.upstreams and ms.fallbacks is None
+            assert [m.name for m in ms.all]==['one'] and ms.find('far').child.pid==pid
 
 @running_test
 async def test_who_watches_hears_of_a_changed_file(tmp_path, monkeypatch):
@@ -1182,8 +1241,7 @@ async def test_who_watches_hears_of_a_changed_file(tmp_path, monkeypatch):
         await file.reload()
         file.path.write_text(text.replace('1m', '2m'))
         await file.reload()
-        await happens(
-            lambda: [e for e,_ in begun]==[60,120] and ended==[60])
+        await happens(lambda: [e for e,_ in begun]==[60,120] and ended==[60])
         file.path.write_text(FIRST)
         await file.reload()
         await happens(lambda: ended==[60,120])

@@ -1,4 +1,5 @@
-"""No kernel is compiled for a request: whatever rows a step has, a start has made its kernels ready.
+"""No kernel is compiled for a request: whatever rows a step has, a start has made its kernels
+ready.
 
 On dry cards, which only note what is asked for."""
 import sys
@@ -44,8 +45,7 @@ def prompts(s, sizes, rng):
         s._try_prompt(sizes.chunk//n-63, n)
         for short in rng.integers(0, SEQS-n+1, 3):
             most = (sizes.chunk-int(short))//n
-            s._try_prompt(int(rng.integers(1, most+1)), n,
-                int(short))
+            s._try_prompt(int(rng.integers(1, most+1)), n, int(short))
             s._try_prompt(most, n, int(short))
 
 def samples(s):

@@ -1,4 +1,5 @@
-"Watching, over real sockets: servers that die and come back, what cron sees, and who cannot be told."
+"""Watching, over real sockets: servers that die and come back, what cron sees, and who cannot be
+told."""
 import asyncio,json,subprocess,sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +28,9 @@ def make_ill(ms):
 def cron(url, tmp_path, *more):
     "A run of `atlas watch --once`: exit code, and what it printed"
     code = 'from atlas.use.cli import main; main()'
-    r = subprocess.run([sys.executable, '-c', code, 'watch', '--once', url, *more], capture_output=True,
-        text=True, timeout=WAIT,
+    r = subprocess.run(
+        [sys.executable, '-c', code, 'watch', '--once', url, *more],
+        capture_output=True, text=True, timeout=WAIT,
         env=dict(
             ATLAS_HOME=str(tmp_path), PATH='/usr/bin:/bin',
             PYTHONPATH=str(Path(__file__).parents[1])))
@@ -116,11 +118,10 @@ def test_a_key_is_for_its_server_alone():
 def test_nonsense_is_no_model(body):
     c = httpx.AsyncClient(
         transport=httpx.MockTransport(lambda r: httpx.Response(503, content=body)))
-    assert asyncio.run(
-        Watcher(dict(x='http://x/'), client=c).look())==[
+    assert asyncio.run(Watcher(dict(x='http://x/'), client=c).look())==[
             Seen('x', False, 'answers 503')]
 
-# -- flapping --------------------------------------------------------------------------------------
+# -- flapping ------------------------------------------------------------------------------------
 
 def test_what_comes_and_goes_is_told_once():
     "Hours of it make a handful of messages, and the last one is true"
@@ -138,7 +139,7 @@ def test_things_do_not_disturb_each_other():
         said = d.hear(Seen('b', False, 'is gone'), i)
         assert (said is not None)==(i==1)
 
-# -- who is told -----------------------------------------------------------------------------------
+# -- who is told ---------------------------------------------------------------------------------
 
 def test_without_apprise_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'apprise', None)

@@ -18,7 +18,7 @@ from ..ground.core import AtlasError,human
 from ..ground.options import differs
 from .process import Model
 from .remote import COMMAND,unavailable
-from .residency import Group,Resident,chosen,decide,leaving
+from .residency import Decision,Group,Resident,chosen,decide,leaving
 from .residency import refuse_impossible,shares
 
 # %% ../../nbs/7_service/28_admission.ipynb #90c112d4
@@ -78,16 +78,15 @@ def resident(self:Model, now:float)->Resident:
 # %% ../../nbs/7_service/28_admission.ipynb #354cde97
 @patch
 async def enter(self:Residency, m:Model, evicts:bool=True):
-    """Have a model hold what it needs as soon as there is room; an `OutOfMemoryError` where there
-    never can be, status 503 where it takes too long. Returns as well if it is not wanted any more"""
+    """Have a model hold what it needs as soon as there is room, or return if it is not wanted any
+    more; an `OutOfMemoryError` where there never can be room, status 503 where it takes too long"""
     if not self.active:
         return
     if m.state!='sleeping' and m.holds>=max(m.need, 1):
         return
     self.forget(m) # its process ended while it waited to wake
-    loop = asyncio.get_running_loop()
-    w = self.queue[m] = Waiting(
-        loop.create_future(), time.monotonic()+m.policy.wait, evicts)
+    turn = asyncio.get_running_loop().create_future()
+    w = self.queue[m] = Waiting(turn, time.monotonic()+m.policy.wait, evicts)
     self.turn()
     try:
         await w.done
@@ -114,49 +113,11 @@ def _tell(self:Residency, m:Model, e:AtlasError|None=None):
     m.rising = m.state=='sleeping'
     w.done.set_result(None)
 
-# %% ../../nbs/7_service/28_admission.ipynb #c2836292
-@patch
-def turn(self:Residency):
-    "Let in whom there is room for, send away who has to leave, and come again in time"
-    now,ahead,times = time.monotonic(),[],[]
-    for m,w in list(self.queue.items()):
-        found = [x.resident(now) for x in self.models]
-        try:
-            d = decide(self.most, found, m.name, now, self.groups, tuple(ahead))
-        except AtlasError as e:
-            self._tell(m, e)
-            continue
-        if d.fits:
-            self._tell(m)
-            continue
-        if now>=w.until or not (w.evicts or self._unsettled(m)):
-            self._tell(m, _no_room(m, d.why))
-            continue
-        if m.state=='loading':
-            m.reason = d.why
-        for name,how in d.leave if w.evicts else ():
-            self.send(name, how)
-        ahead.append(m.name)
-        times += [w.until, d.until]
-    self._shrink(now)
-    self._again(now, times+self._expire(now))
-
-@patch
-def _unsettled(self:Residency, m:Model)->bool:
-    "Does another load that holds all there is, as nobody knows what it needs?"
-    return any(x.state=='loading' and x.holds and not x.need for x in self.models if x is not m)
-
-def _no_room(m, why):
-    "What those are told who waited for a model in vain"
-    said = f'There is no room in memory for {m.name}: it {why}'
-    return unavailable(said, hint='Try again later, or unload another model', after=30)
-
 @patch
 def soon(self:Residency):
     "Have a turn as soon as what runs now is done, once"
-    if self._called or not (
-        self.active or any(m.lasts is not None for m in self.models)
-    ):
+    wanted = self.active or any(m.lasts is not None for m in self.models)
+    if self._called or not wanted:
         return
     self._called = True
     def call():
@@ -169,11 +130,53 @@ def _again(self:Residency, now, times):
     "Have a turn at the first of `times`"
     if self._timer:
         self._timer.cancel()
-    at = min(
-        (t for t in times if t is not None and t<float('inf')),
-        default=None)
-    self._timer = None if at is None else asyncio.get_running_loop().call_later(
-        max(at-now, .001), self.turn)
+    self._timer = None
+    at = [t for t in times if t is not None and t<float('inf')]
+    if at:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(min(at)-now, .001), self.turn)
+
+# %% ../../nbs/7_service/28_admission.ipynb #c2836292
+@patch
+def turn(self:Residency):
+    "Let in whom there is room for, send away who has to leave, and come again in time"
+    now,ahead,times = time.monotonic(),[],[]
+    for m,w in list(self.queue.items()):
+        d = self._decided(m, w, now, ahead)
+        if d is None:
+            continue
+        if m.state=='loading':
+            m.reason = d.why
+        for name,how in d.leave if w.evicts else ():
+            self.send(name, how)
+        ahead.append(m.name)
+        times += [w.until, d.until]
+    self._shrink(now)
+    self._again(now, times+self._expire(now))
+
+@patch
+def _decided(self:Residency, m, w, now, ahead)->Decision|None:
+    "What a model in the line waits for; None: it waits no more, and was told why"
+    found = [x.resident(now) for x in self.models]
+    try:
+        d = decide(self.most, found, m.name, now, self.groups, tuple(ahead))
+    except AtlasError as e:
+        return self._tell(m, e)
+    if d.fits:
+        return self._tell(m)
+    if now>=w.until or not (w.evicts or self._unsettled(m)):
+        return self._tell(m, _no_room(m, d.why))
+    return d
+
+@patch
+def _unsettled(self:Residency, m:Model)->bool:
+    "Does another load that holds all there is, as nobody knows what it needs?"
+    return any(x.state=='loading' and x.holds and not x.need for x in self.models if x is not m)
+
+def _no_room(m, why):
+    "What those are told who waited for a model in vain"
+    said = f'There is no room in memory for {m.name}: it {why}'
+    return unavailable(said, hint='Try again later, or unload another model', after=30)
 
 # %% ../../nbs/7_service/28_admission.ipynb #937acf50
 @patch
@@ -256,22 +259,18 @@ def close(self:Residency):
 def sizes_told(command, configs:list, budget:int)->list[dict|None]:
     """What each model of `configs` takes within `budget`, as `LoadedModel.measure` tells; None
     where that is unknown"""
-    asked = json.dumps(
-        dict(budget=budget, models=[differs(c) for c in configs]),
-        default=str)
-    run = partial(
-        subprocess.run, [*map(str, command), '--measure'], input=asked,
-        text=True)
+    asked = json.dumps(dict(budget=budget, models=[differs(c) for c in configs]), default=str)
+    command,unknown = [*map(str, command), '--measure'],[None]*len(configs)
     try:
-        out = run(capture_output=True, timeout=600)
+        out = subprocess.run(command, input=asked, text=True, capture_output=True, timeout=600)
     except (OSError,subprocess.TimeoutExpired) as e:
         _log.warning('Models could not be measured: %s', e)
-        return [None]*len(configs)
+        return unknown
     try:
         return json.loads(out.stdout.splitlines()[-1])['models']
     except (ValueError,LookupError,TypeError):
         _log.warning('Models could not be measured: %s', out.stderr[-300:] or out.stdout[-300:])
-        return [None]*len(configs)
+        return unknown
 
 # %% ../../nbs/7_service/28_admission.ipynb #6a7e0012
 def _ask(models, budget):
@@ -311,14 +310,9 @@ def _settle(self:Model, nbytes:int):
 @patch
 def check(self:Residency):
     "An `OutOfMemoryError` where a model cannot fit beside those that are pinned"
+    def plain(m, **kw): return Resident(m.name, m.need, group=m.group, **kw)
     pinned = [
-        Resident(
-            m.name, m.need, 'loaded', m.need, pinned=True,
-            group=m.group) for m in self.models
-        if m.pinned]
+        plain(m, state='loaded', holds=m.need, pinned=True) for m in self.models if m.pinned]
     for m in self.models:
         others = [p for p in pinned if p.name!=m.name]
-        refuse_impossible(
-            self.most,
-            Resident(m.name, m.need, group=m.group), others,
-            self.groups)
+        refuse_impossible(self.most, plain(m), others, self.groups)

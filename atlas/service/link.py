@@ -26,9 +26,8 @@ class LinkError(EngineError):
 def _put(o):
     "What msgpack has no word for: arrays, and NumPy's numbers"
     if isinstance(o, np.ndarray):
-        return msgpack.ExtType(
-            1,
-            msgpack.packb((o.dtype.str, o.shape))+np.ascontiguousarray(o).tobytes())
+        head = msgpack.packb((o.dtype.str, o.shape))
+        return msgpack.ExtType(1, head+np.ascontiguousarray(o).tobytes())
     if isinstance(o, np.generic):
         return o.item()
     raise TypeError(f'A {type(o).__name__} cannot be sent')
@@ -74,7 +73,8 @@ def _message(body)->list:
 # %% ../../nbs/7_service/19_link.ipynb #c5795e37
 class Frames:
     "Messages out of bytes that come in any pieces"
-    def __init__(self): self._buf = bytearray()
+    def __init__(self):
+        self._buf = bytearray()
     def feed(self, data)->list:
         "The messages that `data` completes; a `LinkError` for anything else"
         b,at,out = self._buf,0,[]
@@ -124,7 +124,8 @@ def unpack_images(images)->tuple:
 
 # %% ../../nbs/7_service/19_link.ipynb #ae1ead49
 _more = dataclasses.fields(Event)[2:-1] # after id and token; the last, `drafted`, goes with it
-_rest,_usual = attrgetter(*(f.name for f in _more)),tuple(f.default for f in _more)
+_rest = attrgetter(*(f.name for f in _more))
+_usual = tuple(f.default for f in _more)
 
 def pack_event(
     n:int, # The request's number on the link
@@ -150,16 +151,15 @@ def unpack_event(
     if not rest:
         return Event(rid, token, drafted=drafted)
     e = Event(rid, token, *rest, drafted=drafted)
-    return e if e.top is None else dataclasses.replace(
-        e, top=[tuple(t) for t in e.top])
+    if e.top is None:
+        return e
+    return dataclasses.replace(e, top=[tuple(t) for t in e.top])
 
 # %% ../../nbs/7_service/19_link.ipynb #d30b027f
 def pack_error(e:BaseException)->dict:
     "An error as plain data"
     if isinstance(e, AtlasError):
-        return dict(
-            code=e.code, msg=e.msg, hint=e.hint,
-            param=e.param)
+        return dict(code=e.code, msg=e.msg, hint=e.hint, param=e.param)
     return dict(
         code=EngineError.code, msg=f'The engine failed with {type(e).__name__}',
         hint='See the log of the server for the cause', param=None)
@@ -171,9 +171,8 @@ def unpack_error(d:dict)->AtlasError:
         e = typed_error(d.get('code'), '')
     except Exception:
         e = EngineError('')
-    AtlasError.__init__(
-        e, d.get('msg') or 'The engine failed', d.get('hint') or '',
-        d.get('param'))
+    msg = d.get('msg') or 'The engine failed'
+    AtlasError.__init__(e, msg, d.get('hint') or '', d.get('param'))
     return e
 
 # %% ../../nbs/7_service/19_link.ipynb #55b1753d

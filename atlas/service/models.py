@@ -30,20 +30,21 @@ class Models:
         groups=None, # Name -> `Group`, or a dict of its fields
         upstreams=(), # Other servers, whose models come and go
     ):
-        self.upstreams,self.fallbacks = [],None # `Upstream`s; `Fallbacks`
+        self.upstreams = [] # `Upstream`s
+        self.fallbacks = None # `Fallbacks`
         if not models and not upstreams:
             raise RequestError('There is no model to serve')
         self.residency = Residency(models, budget, groups)
-        # `_ears`: queues of listeners
-        self.autoload,self.draining,self.gate,self._ears = autoload,False,asyncio.Lock(),set()
+        self.autoload,self.draining = autoload,False
+        self.gate = asyncio.Lock() # Held while a model loads
+        self._ears = set() # Queues of listeners
         # Models that are served no more, and what waits for their ends
         self.going,self.parting = {},set()
         self._take(models)
-        self.first = [
-            m for m in models if not m.elsewhere and (
-                first is None or set(first)&set(m.names))]
-        for b in upstreams:
-            self.join(b, begin=False)
+        ours = [m for m in models if not m.elsewhere]
+        self.first = ours if first is None else [m for m in ours if set(first)&set(m.names)]
+        for u in upstreams:
+            self.join(u, begin=False)
     def _take(self, models):
         "Have these models, by their names"
         by = {}
@@ -57,7 +58,13 @@ class Models:
             m.tell,m.gate,m.residency = self._tell,self.gate,self.residency
         self.models,self.all,self.any = by,[*models],'*' in by # any other name means the first
         self.default = models[0].name if models else None
-    def __repr__(self): return f'Models({", ".join(f"{m.name}: {m.condition}" for m in self.all)})'
+    def _tell(self, event):
+        for q in self._ears:
+            if q.full():
+                q.get_nowait()
+            q.put_nowait(event)
+    def __repr__(self):
+        return f'Models({", ".join(f"{m.name}: {m.condition}" for m in self.all)})'
 
 # %% ../../nbs/7_service/29_models.ipynb #57a27349
 @patch
@@ -85,7 +92,9 @@ def named(self:Models, name:str|None)->Served:
 @patch
 def unknown(self:Models, name)->SourceError:
     "The error for a name that no model has"
-    hint = f'Use {" or ".join(m.name for m in self.all[:8])}' if self.all else 'GET /v1/models lists what there is'
+    hint = f'Use {" or ".join(m.name for m in self.all[:8])}'
+    if not self.all:
+        hint = 'GET /v1/models lists what there is'
     return SourceError(
         f'There is no model called {str(name)[:80]!r} here', hint=hint, param='model')
 
@@ -97,9 +106,9 @@ def at(self:Models, found)->Served:
     if found.model in self.models:
         return self.models[found.model]
     up,id = found.upstream or (None,None)
-    for b in self.upstreams:
-        if b.name==up:
-            self.put(b.proxy(id))
+    for u in self.upstreams:
+        if u.name==up:
+            self.put(u.proxy(id))
     if found.model not in self.models:
         raise self.unknown(found.model)
     return self.models[found.model]
@@ -156,23 +165,22 @@ def put(self:Models, m:Served):
     m.names = [n for n in m.names if self.models.setdefault(n, m) is m]
     if not m.names:
         return
-    m.name,m.tell,m.gate,m.residency = m.names[0],self._tell,self.gate,self.residency
+    m.name,m.tell = m.names[0],self._tell
+    m.gate,m.residency = self.gate,self.residency
     self.all.append(m)
     if isinstance(m, Model):
         self.residency.models.append(m)
     self.default = self.default or m.name
     if len(m.names)==1:
         m.unlisted = {'*'}
-    self._tell(
-        dict(
-            model=m.name, event='model_status',
-            data=dict(status=m.status['value'])))
+    data = dict(status=m.status['value'])
+    self._tell(dict(model=m.name, event='model_status', data=data))
 
 @patch
 async def seek(self:Models, name:str|None):
     "Have other servers say what they have, if nobody here goes by `name`"
     if name is not None and name not in self.models:
-        await asyncio.gather(*(b.renew(self) for b in self.upstreams))
+        await asyncio.gather(*(u.renew(self) for u in self.upstreams))
 
 @patch
 def drop(self:Models, m:Served):
@@ -187,13 +195,13 @@ def drop(self:Models, m:Served):
 
 # %% ../../nbs/7_service/29_models.ipynb #5bb01462
 @patch
-def join(self:Models, b, begin:bool=True):
+def join(self:Models, u, begin:bool=True):
     "Add another server; where we run already, its list is looked at from now on (`begin`)"
-    self.upstreams.append(b)
-    for m in b.fixed():
+    self.upstreams.append(u)
+    for m in u.fixed():
         self.put(m)
     if begin:
-        b.start(self)
+        u.start(self)
 
 # %% ../../nbs/7_service/29_models.ipynb #6a4a74d3
 @patch
@@ -203,8 +211,8 @@ async def start(self:Models):
         if m.state=='unloaded':
             m.begin(evicts=False)
     self.residency.soon()
-    for b in self.upstreams:
-        b.start(self)
+    for u in self.upstreams:
+        u.start(self)
 
 # %% ../../nbs/7_service/29_models.ipynb #1abf2527
 @patch
@@ -221,7 +229,6 @@ def admitted(self:Models)->'Models': # These
     self.check()
     return self
 
-# %% ../../nbs/7_service/29_models.ipynb #6a7e001a
 @patch
 def check(self:Models):
     "The same of all models"
@@ -352,13 +359,6 @@ def memory(self:Models)->dict|None:
 
 # %% ../../nbs/7_service/29_models.ipynb #8062299d
 @patch
-def _tell(self:Models, event):
-    for q in self._ears:
-        if q.full():
-            q.get_nowait()
-        q.put_nowait(event)
-
-@patch
 async def events(self:Models):
     "Changes as they happen, as in llama.cpp's `GET /models/sse`; ends when the server does"
     q = asyncio.Queue(256)
@@ -415,7 +415,7 @@ async def close(self:Models, drain:float=0.):
     ends = [m.task for m in self._every() if m.task]
     ends += [
         *self.going.values(), *self.parting,
-        *(b.close() for b in self.upstreams)]
+        *(u.close() for u in self.upstreams)]
     await asyncio.gather(*ends, return_exceptions=True)
 
 # %% ../../nbs/7_service/29_models.ipynb #189a94c5

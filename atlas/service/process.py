@@ -45,11 +45,8 @@ def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
     "What a `ReadyModel` has beside its runner"
     p = read_text(config, parsers)
     return dict(
-        tokenizer=p.tokenizer,
-        template=p.template,
-        spec=p.image_spec,
-        parsers=p.parsers,
-        sampling=p.sampling,
+        tokenizer=p.tokenizer, template=p.template, spec=p.image_spec,
+        parsers=p.parsers, sampling=p.sampling,
         guides=p.guides(sandbox))
 
 # %% ../../nbs/7_service/23_process.ipynb #e82c6393
@@ -60,7 +57,6 @@ class Served:
     wanted = down = False # By people; did its process end?
     served = over = False # Was it ever ready? Will it never be again?
     restarts,seconds = 0,{} # Processes after the first; of each stage of loading
-    elsewhere = False # Is it a model of another server?
     slept = {} # Of the last time: level, bytes given back, seconds to `sleep` and to `wake`
     need = holds = 0 # Bytes of device memory that it takes, 0: unknown; that it has of the budget
     ttl = kept = None # Seconds without a request until it is unloaded; the same, as a client said
@@ -79,7 +75,8 @@ class Served:
         self.ready_model,self.state = ready_model,'loaded'
         self.runner = ready_model and ready_model.runner
         self._waiting = []
-    def tell(self, event): "Called with each change"
+    def tell(self, event):
+        "Called with each change"
     def abort(self, peace=True):
         "End its answers; here by ending its runner"
         self.runner.close()
@@ -93,6 +90,9 @@ class Served:
         "As in llama.cpp's `GET /models`"
         value = 'loaded' if self.condition=='loaded' else 'unloaded'
         return dict(value=value, args=['atlas','serve',self.name])
+    def __repr__(self):
+        why = f', {self.reason}' if self.reason else ''
+        return f'{type(self).__name__}({self.name}: {self.condition}{why})'
 
 # %% ../../nbs/7_service/23_process.ipynb #b244eddd
 @patch
@@ -107,17 +107,21 @@ async def up(self:Served, autoload=True)->ReadyModel:
         return self.ready_model
     raise unavailable(f'{self.name} cannot be asked', hint='GET /health tells when it can')
 
-# %% ../../nbs/7_service/23_process.ipynb #0952f774
-@patch
-def __repr__(self:Served):
-    why = f', {self.reason}' if self.reason else ''
-    return f'{type(self).__name__}({self.name}: {self.condition}{why})'
-
 # %% ../../nbs/7_service/23_process.ipynb #f5de10fc
 _log = logging.getLogger('atlas')
 
 class Model(Served):
     "A model by name, and the process that serves it, when there is one"
+    side,after = None,() # The text side, being read or read; tasks that end before it loads
+    child = progress = code = None # Its process; how far loading is; how the last process ended
+    stops = 0 # Times that somebody had it unloaded
+    asked = 0. # When it was last given to somebody
+    spared = 0. # It is not sent away before
+    took = 0. # Seconds of its loading
+    rests = steps = 0 # Bytes that it has when it sleeps; that its steps take
+    began = 0. # When its process was started, or began to wake
+    turned,rising = 0,False # Times that there was no room for it; is it about to wake?
+    admin,evicts = False,True # Does an admin want it? May others leave for it?
     def __init__(self,
         config:EngineConfig, # What its process is to load
         names=(), # That clients may use; the first is its own
@@ -139,18 +143,8 @@ class Model(Served):
         self.settled = {} # Options with which its worker takes no more than that
         self.runner,self.state = RemoteRunner(self.name, self._heard),'unloaded'
         self.gate = gate or asyncio.Lock()
-        # The text side, being read or read; tasks that end before it loads
-        self.side,self.after = None,()
-        self.child = self.progress = self.code = None
-        self._unwanted,self.stops = asyncio.Event(),0
         self.turning = asyncio.Lock() # Held while it falls asleep, or wakes
-        # When it was last given to somebody; not sent away before; seconds of its loading
-        self.asked = self.spared = self.took = 0.
-        self.rests = self.steps = 0 # Bytes that it has when it sleeps; that its steps take
-        self.began = 0. # When its process was started, or began to wake
-        # Times that there was no room for it; is it about to wake?
-        self.turned,self.rising = 0,False
-        self.admin,self.evicts = False,True # Does an admin want it? May others leave for it?
+        self._unwanted = asyncio.Event()
         self.runner.rested = self._rested
     @property
     def condition(self)->str:
@@ -177,7 +171,9 @@ def status(self:Model)->dict:
 @patch
 def described(self:Served)->dict:
     "All that may be told about it"
-    return dict(id=self.name, names=[n for n in self.names if n not in self.unlisted], created=self.created,
+    return dict(
+        id=self.name, names=[n for n in self.names if n not in self.unlisted],
+        created=self.created,
         info=self.runner.info if self.state in ('loaded','sleeping') else None,
         state=self.state, condition=self.condition,
         status=self.status, reason=self.reason,
@@ -193,16 +189,7 @@ def _set(self:Served, state:str|None=None):
     if state:
         self.state = state
     if state and state!='failed':
-        info = self.runner.info if state=='loaded' else {}
-        drafts,prefill = info.get('speculative'),info.get('prefill_activations')
-        why = f', speculative: {drafts}' if drafts else ''
-        if prefill:
-            why += f', prefill in {prefill}'
-        if start := info.get('startup'):
-            why += f': {start["text"]}'
-        if self.reason:
-            why = f': {self.reason}'
-        _log.info('%s is %s%s', self.name, self.condition, why)
+        _log.info('%s is %s%s', self.name, self.condition, self._more())
     if state in ('unloaded','failed'):
         self.holds = 0
     if self.residency:
@@ -213,6 +200,19 @@ def _set(self:Served, state:str|None=None):
     if self.state=='loaded':
         data['info'] = self.runner.info
     self.tell(dict(model=self.name, event='model_status', data=data))
+
+@patch
+def _more(self:Served)->str:
+    "What the log says beside a state: why it is so, or what has been loaded"
+    if self.reason:
+        return f': {self.reason}'
+    info = self.runner.info if self.state=='loaded' else {}
+    drafts,prefill = info.get('speculative'),info.get('prefill_activations')
+    said = f', speculative: {drafts}' if drafts else ''
+    if prefill:
+        said += f', prefill in {prefill}'
+    start = info.get('startup')
+    return f'{said}: {start["text"]}' if start else said
 
 # %% ../../nbs/7_service/23_process.ipynb #e69a2056
 @patch
@@ -241,10 +241,7 @@ def keeps(self:Model)->bool:
 @patch
 async def _life(self:Model)->str:
     "One process from its start to its end; why it ended"
-    self.fault = self.refusal = self.ready_at = None
-    # Beats of silence; beats without getting on; seconds of its step
-    self.silent,self.stuck,self.step,watch = None,0,None,None
-    self.progress = dict(stages=list(STAGES), current=STAGES[0], value=0.)
+    self._forget_life()
     try:
         if not self.wanted:
             return 'was not wanted any more'
@@ -253,22 +250,36 @@ async def _life(self:Model)->str:
     except OSError as e:
         return f'could not be started: {e.strerror or e}'
     try:
-        await self.runner.attach(child.sock)
-        options = differs(self.config)|self.settled|dict(name=self.name)
-        if self.keeps:
-            options['kv_spill_keep'] = True
-        self.runner.send('load', options, self.policy.beat)
-        watch = asyncio.create_task(self._watch(child))
+        await self._follow(child)
+    finally:
+        child.kill()
+        self.child = None
+    return self.fault or how(self.code)
+
+@patch
+def _forget_life(self:Model):
+    "Nothing is known of a process yet"
+    self.fault = self.refusal = self.ready_at = None
+    self.silent,self.stuck = None,0 # Beats of silence; beats without getting on
+    self.step = None # Seconds of the step that it is at
+    self.progress = dict(stages=list(STAGES), current=STAGES[0], value=0.)
+
+@patch
+async def _follow(self:Model, child):
+    "Have a process load, and watch it to its end"
+    await self.runner.attach(child.sock)
+    options = differs(self.config)|self.settled|dict(name=self.name)
+    if self.keeps:
+        options['kv_spill_keep'] = True
+    self.runner.send('load', options, self.policy.beat)
+    watch = asyncio.create_task(self._watch(child))
+    try:
         self.code = await child.ended
         with suppress(TimeoutError):
             # its last words may still be on their way
             await asyncio.wait_for(self.runner.gone.wait(), self.policy.grace)
     finally:
-        if watch:
-            watch.cancel()
-        child.kill()
-        self.child = None
-    return self.fault or how(self.code)
+        watch.cancel()
 
 @patch
 def _start(self:Model)->WorkerProcess:
@@ -281,27 +292,38 @@ def _start(self:Model)->WorkerProcess:
 @patch
 async def _watch(self:Model, child):
     "End a process that is silent, or does not get on, for too long"
-    r = self.runner
     while True:
-        await asyncio.sleep((p := self.policy).beat)
+        await asyncio.sleep(self.policy.beat)
         if self.silent is not None:
             self.silent += 1  # it has spoken before
         self.stuck += 1
-        quiet = (self.silent or 0)*p.beat
-        stalled = r._ready and quiet>p.stalled
-        if stalled!=r.stalled:
-            r.stalled,self.reason = stalled,f'no sign of life for {quiet:.0f} s' if stalled else None
-            self._set('loaded' if self.state=='loaded' else None)
-        if quiet>p.dead:
-            self.fault = f'gave no sign of life for {quiet:.0f} s'
-        elif (self.step or 0)>p.hung:
-            self.fault = f'was at one step for {self.step:.0f} s'
-        elif not self.ready_at and self.stuck*p.beat>p.start:
-            self.fault = f'was not ready, and did not get on for {self.stuck*p.beat:.0f} s'
-        else:
-            continue
-        child.kill()
-        return
+        self._notice()
+        if why := self._overdue():
+            self.fault = why
+            return child.kill()
+
+@patch
+def _notice(self:Model):
+    "It is stalled while it is silent, and no longer"
+    r,p = self.runner,self.policy
+    quiet = (self.silent or 0)*p.beat
+    stalled = r._ready and quiet>p.stalled
+    if stalled!=r.stalled:
+        r.stalled = stalled
+        self.reason = f'no sign of life for {quiet:.0f} s' if stalled else None
+        self._set('loaded' if self.state=='loaded' else None)
+
+@patch
+def _overdue(self:Model)->str|None:
+    "Why its process is to be ended, or None"
+    p = self.policy
+    quiet,stuck = (self.silent or 0)*p.beat,self.stuck*p.beat
+    if quiet>p.dead:
+        return f'gave no sign of life for {quiet:.0f} s'
+    if (self.step or 0)>p.hung:
+        return f'was at one step for {self.step:.0f} s'
+    if not self.ready_at and stuck>p.start:
+        return f'was not ready, and did not get on for {stuck:.0f} s'
 
 # %% ../../nbs/7_service/23_process.ipynb #0a276d3a
 @patch
@@ -314,8 +336,8 @@ def _heard(self:Model, what, *args):
 
 @patch
 def _on_stage(self:Model, name, share, seconds):
-    self.progress,self.seconds,self.stuck = dict(
-        stages=list(STAGES), current=name, value=share),seconds,0
+    self.progress = dict(stages=list(STAGES), current=name, value=share)
+    self.seconds,self.stuck = seconds,0
     if name!=STAGES[0]:
         self._read_text()
     self._set()
@@ -384,7 +406,8 @@ def _rested(self:Model):
 
 # %% ../../nbs/7_service/23_process.ipynb #fa6e8f8b
 @patch
-def _on_refused(self:Model, e): self.refusal = unpack_error(e)
+def _on_refused(self:Model, e):
+    self.refusal = unpack_error(e)
 
 @patch
 def _on_fatal(self:Model, e):
@@ -425,28 +448,44 @@ async def _keep(self:Model):
         why = await self._one()
         if not self.wanted:
             break
-        if self.refusal:
-            return self._give_up(self.refusal, self.refusal.msg)
         if self.ready_at and time.monotonic()-self.ready_at>=p.well:
             pause = p.pause
-        if (ends := 0 if self.ready_at else ends+1)>=p.ends:
-            e = unavailable(
-                f'The process of {self.name} ended {ends} times in a row; the last one {why}',
-                hint='Load it again, or see the log', after=p.longest)
-            return self._give_up(e, f'ended {ends} times in a row; the last {why}')
-        self.down,self.reason = self.down or self.ready_model is not None,why
-        self.restarts += 1
-        self._set('loading')
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._unwanted.wait(), pause)
+        ends = 0 if self.ready_at else ends+1
+        if self._given_up(why, ends):
+            return
+        await self._rest(why, pause)
         pause = min(2*pause, p.longest)
     self.down,self.ready_model = False,None
     self.side = None  # read anew when it is loaded again
     self._set('unloaded')
 
 @patch
+async def _rest(self:Model, why, seconds):
+    "Its process ended: tell why, and wait before there is another"
+    self.down,self.reason = self.down or self.ready_model is not None,why
+    self.restarts += 1
+    self._set('loading')
+    with suppress(TimeoutError):
+        await asyncio.wait_for(self._unwanted.wait(), seconds)
+
+@patch
+def _given_up(self:Model, why, ends)->bool:
+    "Give it up if it was refused, or has ended too many times in a row"
+    if self.refusal:
+        self._give_up(self.refusal, self.refusal.msg)
+        return True
+    if ends<self.policy.ends:
+        return False
+    e = unavailable(
+        f'The process of {self.name} ended {ends} times in a row; the last one {why}',
+        hint='Load it again, or see the log', after=self.policy.longest)
+    self._give_up(e, f'ended {ends} times in a row; the last {why}')
+    return True
+
+@patch
 def _give_up(self:Model, e, why):
-    self.wanted,self.error,self.reason,self.ready_model = False,e,why,None
+    self.wanted,self.ready_model = False,None
+    self.error,self.reason = e,why
     _log.error('%s has failed: %s', self.name, e)
     e.logged = True
     self._set('failed')
@@ -462,7 +501,8 @@ async def _enter(self:Model)->bool:
         await self.residency.enter(self, self.evicts)
     except AtlasError as e:
         _log.warning('%s is not loaded: %s', self.name, e)
-        self.wanted,self.down,self.ready_model,self.side = False,False,None,None
+        self.wanted = self.down = False
+        self.ready_model = self.side = None
         self.error,self.reason = e,e.msg
         self.turned += 1
         self._set('unloaded')
@@ -574,16 +614,18 @@ async def _fall_asleep(self:Model, level):
             if was=='loaded':
                 self._awake()
             raise
-        if was=='sleeping' and said['level']==self.slept['level']:
-            return said
-        self._rests(said['bytes'])
-        self.slept = dict(
-            level=said['level'], bytes=said['bytes'], sleep=said['seconds'])
-        _log.info(
-            '%s sleeps at level %d: %s given back in %.2f s', self.name, said['level'],
-            human(said['bytes']), said['seconds'])
-        self._set()
+        if was=='loaded' or said['level']!=self.slept['level']:
+            self._asleep(**said)
         return said
+
+@patch
+def _asleep(self:Model, level, bytes, seconds):
+    "It sleeps at a level, and gave so many bytes back, within so many seconds"
+    self._rests(bytes)
+    self.slept = dict(level=level, bytes=bytes, sleep=seconds)
+    said = '%s sleeps at level %d: %s given back in %.2f s'
+    _log.info(said, self.name, level, human(bytes), seconds)
+    self._set()
 
 @patch
 def _awake(self:Model):
@@ -655,9 +697,9 @@ def _sleeps_on(self:Model):
 def _again(e):
     """An error like `e`, to be raised once more: one that is raised twice would carry the traces
     of both"""
-    return unavailable(
-        e.msg, e.hint, getattr(e, 'retry_after', 5)
-    ) if e.status==503 else unpack_error(pack_error(e))
+    if e.status!=503:
+        return unpack_error(pack_error(e))
+    return unavailable(e.msg, e.hint, getattr(e, 'retry_after', 5))
 
 @patch
 async def up(self:Model,
@@ -675,13 +717,7 @@ async def up(self:Model,
         if self.state=='failed':
             raise _again(self.error)
         if self.state=='sleeping':
-            if not autoload:
-                raise unavailable(f'{self.name} is asleep', hint='POST /wake_up wakes it', after=30)
-            try:
-                await self.wake()
-            except AtlasError:
-                if self.state=='sleeping':
-                    raise  # else its process ended meanwhile
+            await self._woken(autoload)
             continue
         if self.down:
             raise unavailable(
@@ -690,14 +726,29 @@ async def up(self:Model,
         if self.state=='unloaded':
             if self.turned!=turned:
                 raise _again(self.error)
-            if self.stops!=stops:
-                raise unavailable(
-                    f'{self.name} was unloaded', hint='POST /models/load loads it', after=5)
-            if not autoload:
-                raise unavailable(
-                    f'{self.name} is not loaded', hint='POST /models/load loads it', after=30)
-            self.begin()
+            self._load_for_one_who_asks(autoload, self.stops!=stops)
         await self.changed()
+
+@patch
+async def _woken(self:Model, autoload):
+    "Wake it for somebody who asks it; where its process has ended meanwhile, it is no error"
+    if not autoload:
+        raise unavailable(f'{self.name} is asleep', hint='POST /wake_up wakes it', after=30)
+    try:
+        await self.wake()
+    except AtlasError:
+        if self.state=='sleeping':
+            raise
+
+@patch
+def _load_for_one_who_asks(self:Model, autoload, stopped):
+    "Begin to load it, unless it was stopped meanwhile"
+    how = dict(hint='POST /models/load loads it')
+    if stopped:
+        raise unavailable(f'{self.name} was unloaded', **how, after=5)
+    if not autoload:
+        raise unavailable(f'{self.name} is not loaded', **how, after=30)
+    self.begin()
 
 # %% ../../nbs/7_service/23_process.ipynb #b57259bb
 @patch(as_prop=True)

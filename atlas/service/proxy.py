@@ -44,7 +44,8 @@ class Flights:
         if not self.running:
             self.idle.set()
     def stats(self)->dict: return dict(num_requests_running=self.running, num_requests_waiting=0)
-    def close(self): "Answers end with their connections"
+    def close(self):
+        "Answers end with their connections"
     async def drain(self, seconds:float)->bool:
         "Let what runs finish for so long; did all finish?"
         try:
@@ -147,6 +148,11 @@ async def renew(self:Upstream, models):
         finally:
             self.looked = monotonic()
     self.well()
+    self._take(there, models)
+
+@patch
+def _take(self:Upstream, there:dict, models):
+    "Have `models` know what its list has, as far as that is wanted"
     given = ['*'] if self.given is None else self.given
     wanted = {i for i in there if any(fnmatchcase(i, p) for p in given)}
     keep = {*wanted, *(n for n in given if not _PATTERN.search(n))}
@@ -228,11 +234,7 @@ def _data(raw):
 
 def costs(d:dict)->Usage|None:
     "The counts that a body, or an event, of any API holds"
-    boxes = [b for b in (d, d.get('message'), d.get('response')) if isinstance(b, dict)]
-    u = next(
-        (u for b in boxes if isinstance(u := b.get('usage'), dict)),
-        None)
-    if u is None:
+    if (u := _usage(d)) is None:
         return None
     read = _first(u, 'cache_read_input_tokens')  # which Anthropic does not count as input
     written = _first(u, 'cache_creation_input_tokens')
@@ -244,11 +246,16 @@ def costs(d:dict)->Usage|None:
         cached=read or _first(of_prompt, 'cached_tokens'),
         reasoning=_first(of_answer, 'reasoning_tokens', 'thinking_tokens'))
 
+def _usage(d)->dict|None:
+    "The field `usage`, wherever an API has it"
+    for box in (d, d.get('message'), d.get('response')):
+        if isinstance(box, dict) and isinstance(u := box.get('usage'), dict):
+            return u
+
 def _first(d, *keys, kind=int):
     "The first of these fields that is of a kind, or nothing of that kind"
-    return next(
-        (v for k in keys if isinstance(v := d.get(k), kind)),
-        kind())
+    found = (v for k in keys if isinstance(v := d.get(k), kind))
+    return next(found, kind())
 
 # %% ../../nbs/7_service/25_proxy.ipynb #d141ed82
 _decoder = json.JSONDecoder()
@@ -373,9 +380,9 @@ def body(self:Proxy, q:Question)->tuple[bytes,str]:
         return q.raw,kind
     if not q.form:
         return renamed(q.raw, self.id),kind
-    at = form_spans(q.raw, kind).get('model')
-    return (
-        q.raw[:at[0]]+self.id.encode()+q.raw[at[1]:] if at else q.raw),kind
+    if not (at := form_spans(q.raw, kind).get('model')):
+        return q.raw,kind
+    return q.raw[:at[0]]+self.id.encode()+q.raw[at[1]:],kind
 
 @patch
 async def forward(self:Proxy,
@@ -383,12 +390,8 @@ async def forward(self:Proxy,
     held:float|None=None, # Seconds that a stream has to begin; None: as many as its server has
 )->Response|None: # None: its server lacks the API, and is to be asked for chat
     "Pass a question on as it came, and what comes back"
-    b = self.upstream
-    native = b.may(q.path) and not (q.changed or self.ours(q))
-    if not native and (not q.path or q.path in TRANSLATED or q.changed):
+    if not self._passes(q):
         return None
-    if not native:
-        raise self.lacks(q.path)
     tally = Tally(self)
     try:
         return await attended(q.request, self._forward(q, tally, held))
@@ -403,6 +406,15 @@ async def forward(self:Proxy,
     except BaseException:
         tally.end('client_gone')
         raise
+
+@patch
+def _passes(self:Proxy, q)->bool:
+    "May a question go on as it came? An error where chat cannot stand for its API either"
+    if self.upstream.may(q.path) and not (q.changed or self.ours(q)):
+        return True
+    if not q.path or q.path in TRANSLATED or q.changed:
+        return False
+    raise self.lacks(q.path)
 
 @patch
 def lacks(self:Proxy, what:str)->NotOfferedError:
@@ -423,8 +435,7 @@ async def _forward(self:Proxy, q, tally, held):
     b,streams = self.upstream,(q.fields or {}).get('stream') is True
     raw,kind = self.body(q)
     first = held if streams else None
-    r = await b.ask(
-        q.path, raw, b.heads(q.request.headers, kind), first)
+    r = await b.ask(q.path, raw, b.heads(q.request.headers, kind), first)
     try:
         return await self._answer(q, r, tally, first)
     except BaseException:
@@ -502,7 +513,6 @@ async def _begun(b, events, tally):
     tally.first()
     return head
 
-# %% ../../nbs/7_service/25_proxy.ipynb #d33983a8
 @patch
 def _done(self:Proxy, q, raw, r, tally, kind):
     _closed(q, tally, 'ok')
@@ -531,14 +541,12 @@ async def resource(self:Proxy, request:Request, path:str)->Response:
     if asked.get('stream') in ('true','1'):
         why = f'{self.name} has this response, and its events are not passed on'
         raise NotOfferedError(why, hint='Ask for it without stream', param='stream')
-    at = f'{b.url}/{path}'
-    q = b.http.build_request(
-        request.method, at, params=asked, headers=b.heads(request.headers))
+    heads = b.heads(request.headers)
+    q = b.http.build_request(request.method, f'{b.url}/{path}', params=asked, headers=heads)
     r = await attended(request, b.sent(q))
     if kind_of(r)!='application/json':
         await r.aclose()
         raise self.no_answer(r)
     raw = await attended(request, b.whole(r))
-    return Response(
-        raw, r.status_code,
-        kept(r)|{'content-type':'application/json', 'x-atlas-model':self.name})
+    own = {'content-type':'application/json', 'x-atlas-model':self.name}
+    return Response(raw, r.status_code, kept(r)|own)

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/remote.html.md"""
 __all__ = ['COMMAND', 'Wire', 'Stream', 'RemoteRunner', 'unavailable', 'WorkerProcess', 'how']
 
 # %% ../../nbs/7_service/21_remote.ipynb #5a225b14
-import asyncio,itertools,os,signal,socket,subprocess,sys,threading,time
+import asyncio,itertools,os,signal,socket,subprocess,sys,threading
 from fastcore.basics import patch
 from ..ground.core import AtlasError,QueueFullError,RequestError
 from ..ground.requests import Event
@@ -22,7 +22,8 @@ class Wire(asyncio.Protocol):
     def __init__(self, heard, lost):
         self.heard,self.lost,self.frames = heard,lost,Frames()
         self.fault = self.transport = None
-    def connection_made(self, transport): self.transport = transport
+    def connection_made(self, transport):
+        self.transport = transport
     def data_received(self, data):
         try:
             for m in self.frames.feed(data):
@@ -34,8 +35,10 @@ class Wire(asyncio.Protocol):
     def _nonsense(self, e):
         self.fault = e
         self.transport.abort()
-    def connection_lost(self, e): self.lost(self.fault)
-    def write(self, data): self.transport.write(data)
+    def connection_lost(self, e):
+        self.lost(self.fault)
+    def write(self, data):
+        self.transport.write(data)
 
 # %% ../../nbs/7_service/21_remote.ipynb #eabbc17d
 class Stream:
@@ -160,10 +163,9 @@ def submit(self:RemoteRunner, request)->Stream:
     "Send `request` on its way; its events arrive on the stream"
     self._check(request)
     n,pics = next(self._count),request.images
+    same = pics and pics is self._images
     try:
-        message = frame(
-            'add', n, pack_request(request),
-            None if pics and pics is self._images else pack_images(pics))
+        message = frame('add', n, pack_request(request), None if same else pack_images(pics))
     except LinkError as e:
         raise RequestError(
             'The request holds something that cannot be passed on',
@@ -244,15 +246,20 @@ def end(self:RemoteRunner, e:AtlasError|None=None):
         e = unavailable(
             f'The process of {self.name} ended',
             hint='It is started again; GET /health tells when it is back')
-    for n,s in list(self._streams.items()):
-        self._forget(n)
-        s._q.put_nowait(
-            Event(s.id, finish='error', error=str(e), code=e.code))
+    for n in list(self._streams):
+        self._cut(n, e)
     for f in self._calls.values():
         if not f.done():
             f.set_exception(e)
     self._calls.clear()
     self._rest()
+
+@patch
+def _cut(self:RemoteRunner, n, e:AtlasError):
+    "Stream `n` ends with an error"
+    s = self._streams[n]
+    self._forget(n)
+    s._q.put_nowait(Event(s.id, finish='error', error=str(e), code=e.code))
 
 @patch
 def _lost(self:RemoteRunner, fault):
@@ -314,11 +321,9 @@ async def rest(self:RemoteRunner, seconds:float):
     except TimeoutError:
         pass # those that are left are ended here
     e = unavailable(f'{self.name} was put to sleep', hint='Ask again')
-    for n,s in list(self._streams.items()):
+    for n in list(self._streams):
         self.send('abort', n)
-        self._forget(n)
-        s._q.put_nowait(
-            Event(s.id, finish='error', error=str(e), code=e.code))
+        self._cut(n, e)
 
 # %% ../../nbs/7_service/21_remote.ipynb #c943e9ba
 COMMAND = (sys.executable, '-m', 'atlas.service.worker')
@@ -332,10 +337,9 @@ class WorkerProcess:
         self.sock,theirs = socket.socketpair()
         r,self._pipe = os.pipe()
         try:
-            given = theirs.fileno(),r
-            told = *(command or COMMAND),*given,os.getpid()
-            self.process = subprocess.Popen([*map(str, told), name],
-                pass_fds=given, stdin=subprocess.DEVNULL, start_new_session=True)
+            told = (theirs.fileno(), r, os.getpid(), name)
+            self.process = subprocess.Popen([*map(str, (*(command or COMMAND), *told))],
+                pass_fds=told[:2], stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError:
             self._let_go()
             raise
@@ -344,6 +348,9 @@ class WorkerProcess:
             os.close(r)
         self.pid,self._loop = self.process.pid,asyncio.get_running_loop()
         self.ended = self._loop.create_future()
+        self._watch()
+    def _watch(self):
+        "Have a thread wait for its end"
         try:
             threading.Thread(target=self._wait, name=f'wait for {self.pid}', daemon=True).start()
         except RuntimeError:

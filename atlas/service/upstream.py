@@ -233,11 +233,13 @@ class Connection(httpcore.AsyncNetworkStream):
             raise httpcore.WriteTimeout from e
         except OSError as e:
             raise httpcore.WriteError(str(e)) from e
-    async def aclose(self): self.writer.close()
+    async def aclose(self):
+        self.writer.close()
     def get_extra_info(self, info):
         if info=='is_readable':
             return self.reader.at_eof() or self.writer.is_closing()
 
+# %% ../../nbs/7_service/24_upstream.ipynb #49b3b6e3
 class Sockets(httpcore.AsyncNetworkBackend):
     "Makes connections for `httpx`"
     async def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
@@ -256,8 +258,7 @@ def plain_transport(limits:httpx.Limits)->httpx.AsyncHTTPTransport:
     t._pool = httpcore.AsyncConnectionPool(
         max_connections=limits.max_connections,
         max_keepalive_connections=limits.max_keepalive_connections,
-        keepalive_expiry=limits.keepalive_expiry,
-        network_backend=Sockets())
+        keepalive_expiry=limits.keepalive_expiry, network_backend=Sockets())
     return t
 
 # %% ../../nbs/7_service/24_upstream.ipynb #a9c31e02
@@ -307,10 +308,9 @@ def http(self:Upstream)->httpx.AsyncClient:
         most = httpx.Limits(max_connections=512, max_keepalive_connections=32, keepalive_expiry=4.)
         near = _near(u.host)
         own = plain_transport(most) if near and u.scheme=='http' else None
+        times = httpx.Timeout(None, connect=l.connect, pool=l.connect, write=l.between)
         self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(
-                None, connect=l.connect, pool=l.connect, write=l.between),
-            limits=most, transport=own, verify=u.scheme=='https',
+            timeout=times, limits=most, transport=own, verify=u.scheme=='https',
             follow_redirects=False, trust_env=not near)
     return self._http
 
@@ -328,11 +328,8 @@ def heads(self:Upstream, given=None, kind:str='application/json')->dict:
     "Headers of a question; `given` are those of the client, as far as there is one"
     given = {} if given is None else given
     out = {k:given[k] for k in _UP if k in given}
-    via = re.findall(r'\w+', hops.get())
-    if ME in via or len(via)>=_MOST_HOPS:
-        said = f'The question has come back, by way of {self.name}'
-        raise LoopError(said, hint='A server behind this one must not point at it')
-    out |= {'content-type':kind, 'accept-encoding':'identity', 'x-atlas-via':','.join([*via, ME])}
+    via = self._marked(re.findall(r'\w+', hops.get()))
+    out |= {'content-type':kind, 'accept-encoding':'identity', 'x-atlas-via':via}
     if rid := get_contextvars().get('request_id'):
         out['x-request-id'] = rid
     bearer = 'Bearer ' if self._header=='authorization' else ''
@@ -341,6 +338,14 @@ def heads(self:Upstream, given=None, kind:str='application/json')->dict:
     if self._header=='x-api-key':
         out.setdefault('anthropic-version', '2023-06-01')
     return out
+
+@patch
+def _marked(self:Upstream, via:list)->str:
+    "The servers that a question has come through, and this one; a `LoopError` if it was here"
+    if ME in via or len(via)>=_MOST_HOPS:
+        said = f'The question has come back, by way of {self.name}'
+        raise LoopError(said, hint='A server behind this one must not point at it')
+    return ','.join([*via, ME])
 
 # %% ../../nbs/7_service/24_upstream.ipynb #8b152b2e
 @patch
@@ -442,8 +447,12 @@ def _said(self:Upstream, r, said, d):
     if isinstance(param, str):
         e.param = param[:200]
     about_model = s==404 and 'model' in f'{said}{code}'
-    e.absent = s==405 or s in (404,501) and not (e.param or about_model)
+    e.absent = _absent(s) and (s==405 or not (e.param or about_model))
     return e
+
+def _absent(status):
+    "May an answer with this status mean that a server does not have an API?"
+    return status in (404,405,501)
 
 # %% ../../nbs/7_service/24_upstream.ipynb #71183bcf
 @patch
@@ -463,9 +472,7 @@ async def _send(self:Upstream, q):
                 raise
 
 @patch
-async def sent(
-    self:Upstream, q:httpx.Request, first:float|None=None
-)->httpx.Response:
+async def sent(self:Upstream, q:httpx.Request, first:float|None=None)->httpx.Response:
     "The answer, whose body is still to be read. Without a status of success, an `UpstreamError`"
     with self.faults():
         async with asyncio.timeout(min(first or inf, self.limits.first)):
@@ -479,9 +486,11 @@ async def sent(
     raise e
 
 @patch
-async def ask(
-    self:Upstream, path:str, raw:bytes, heads:dict,
-    first:float|None=None
+async def ask(self:Upstream,
+    path:str, # Of an API, such as chat/completions
+    raw:bytes, # The body
+    heads:dict,
+    first:float|None=None, # Seconds in which the answer has to begin; None: as its limits say
 )->httpx.Response:
     "Ask something of one of its APIs; that it lacks that is remembered"
     q = self.http.build_request('POST', f'{self.url}/{path}', content=raw, headers=heads)
@@ -630,7 +639,8 @@ def well(self:Upstream):
 @patch
 async def close(self:Upstream):
     "End what is left of it"
-    task,http,self.task,self._http = self.task,self._http,None,None
+    task,http = self.task,self._http
+    self.task = self._http = None
     if task:
         task.cancel()
     if http:

@@ -1,5 +1,5 @@
-"""A worker whose model runs on the emulator, as it would on a card. Where `MADE_UP_ROOT` names a folder,
-files there say how much memory there is; chunks are small then, and patience is short."""
+"""A worker whose model runs on the emulator, as it would on a card. Where `MADE_UP_ROOT` names a
+folder, files there say how much memory there is; chunks are small then, and patience is short."""
 import os
 import atlas.engine.loading as loading
 from atlas.card.emulator import Emulator

@@ -14,12 +14,14 @@ def text(options):
     "Bytes are tokens, and a conversation is its last message"
     return dict(tokenizer=byte_tokenizer(), template=ChatTemplate('{{ messages[-1].content }}'))
 
-def missing(options): raise SourceError('There is no tokenizer')
+def missing(options):
+    raise SourceError('There is no tokenizer')
 
 COMMAND = (sys.executable, Path(__file__).parent/'fake_worker.py')
 
 def main(policy=None, no_text=False, port=0, file=None, **kw):
-    "Serve; with `no_text` the tokenizers of all models are missing; with `file` the models of a fleet"
+    """Serve; with `no_text` the tokenizers of all models are missing; with `file` the models of a
+    fleet"""
     if file:
         kw['models'] = FleetFile(file)
     serve(**kw,

@@ -34,14 +34,14 @@ class Call:
         self.send(raw)
     def stream(self, *events, cut=False):
         "A chunked stream; where it is `cut`, without an end"
-        self.send(
-            b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n'
-        )
+        kind = b'content-type: text/event-stream\r\n'
+        self.send(b'HTTP/1.1 200 OK\r\n', kind, b'transfer-encoding: chunked\r\n\r\n')
         for e in events:
             self.chunk(e)
         if not cut:
             self.send(b'0\r\n\r\n')
-    def chunk(self, raw): self.send(b'%x\r\n%b\r\n'%(len(raw), raw))
+    def chunk(self, raw):
+        self.send(b'%x\r\n%b\r\n'%(len(raw), raw))
     def wait(self):
         "Until the client hangs up, or the test is over: did it hang up?"
         self.sock.settimeout(.05)
@@ -58,7 +58,8 @@ class Call:
 class FakeUpstream:
     "What was asked, and how it is answered"
     def __init__(self, say):
-        self.say,self.calls,self.left,self.over = say,[],[],threading.Event()
+        self.say,self.calls,self.left = say,[],[]
+        self.over = threading.Event()
         self.sock = socket.create_server(('127.0.0.1', 0))
         self.port = self.sock.getsockname()[1]
         self.url = f'http://127.0.0.1:{self.port}/v1'

@@ -1,4 +1,5 @@
-"A worker with a real model, in which a prompt that begins with token 7 has logits that are no numbers, and for one that begins with 8 there is no memory."
+"""A worker with a real model, in which a prompt that begins with token 7 has logits that are no
+numbers, and for one that begins with 8 there is no memory."""
 import numpy as np
 from atlas.ground.core import OutOfMemoryError
 from atlas.service.worker import load_model,main

@@ -1,5 +1,6 @@
-"""llama.cpp's own server, from the wheel of xllamacpp, with a model of a few hundred tokens made here:
-`python llamacpp_server.py FOLDER` prints where it listens, and serves until its standard input ends.
+"""llama.cpp's own server, from the wheel of xllamacpp, with a model of a few hundred tokens made
+here: `python llamacpp_server.py FOLDER` prints where it listens, and serves until its standard
+input ends.
 
 It imports nothing of Atlas. The model says the alphabet: after a colon an a, after each letter the
 next, and after a z it ends."""

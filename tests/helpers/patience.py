@@ -8,16 +8,8 @@ from helpers.waiting import WAIT
 
 NEVER = 10*WAIT
 PATIENT = Policy(
-    beat=.05,
-    stalled=NEVER,
-    dead=NEVER,
-    hung=NEVER,
-    start=NEVER,
-    grace=WAIT,
-    pause=.02,
-    longest=.1,
-    well=NEVER,
-    ends=4,
+    beat=.05, stalled=NEVER, dead=NEVER, hung=NEVER, start=NEVER,
+    grace=WAIT, pause=.02, longest=.1, well=NEVER, ends=4,
     drain=WAIT)
 
 def impatient(model, **limits):

@@ -8,7 +8,8 @@ import asyncio,time
 WAIT = 300.  # seconds
 
 def _late(end, what):
-    if time.monotonic()>end: raise AssertionError(f'{what or "it"} did not happen in {WAIT:g} s')
+    if time.monotonic()>end:
+        raise AssertionError(f'{what or "it"} did not happen in {WAIT:g} s')
 
 def until(condition, what='', again=.01):
     "Wait for a condition, and return what it gave"
@@ -32,7 +33,8 @@ def linear(seconds, n, loose):
     What takes less than `loose` is not looked at again. Of what takes longer,
     and that may be the machine, a quarter is measured, too:
     it has a sixteenth of the work where work grows with the square"""
-    if seconds(n)<loose: return True
+    if seconds(n)<loose:
+        return True
     whole = min(seconds(n), seconds(n))
     quarter = max(seconds(n//4), seconds(n//4))
     return whole<8*quarter
