@@ -432,7 +432,8 @@ def test_a_warm_engine_compiles_no_more(toy, weights, monkeypatch):
     ready; nothing is launched here"""
     _,m = models(toy, weights)
     e,known = engine(m),set()
-    def make_ready(card, *steps, **_): known.update(variants(*steps))
+    def make_ready(card, *steps, **_):
+        known.update(variants(*steps))
     monkeypatch.setattr('atlas.engine.card_stepper.make_ready', make_ready)
     def variants(*steps):
         return {(n,tuple(sorted(d.items()))) for n,d in wanted(*steps)}

@@ -87,7 +87,8 @@ def stepped(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, 'download', fake_download(tmp_path/'index'))
     bar = SimpleNamespace(update=lambda n: sys.audit('chunk'))
     @contextmanager
-    def progress(*_): yield bar
+    def progress(*_):
+        yield bar
     monkeypatch.setattr(hub, 'progress', progress)
     whole = hub.stream
     monkeypatch.setattr(hub, 'stream', lambda *a: whole(*a, chunk=60_000))
@@ -193,7 +194,8 @@ class Index(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(b[n:])
         except OSError:
             self.server.lost += 1
-    def log_message(self, *_): pass
+    def log_message(self, *_):
+        pass
 
 @contextmanager
 def serving(handler, **state):
@@ -349,7 +351,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command=='GET':
             self.wfile.write(b)
-    def log_message(self, *_): pass
+    def log_message(self, *_):
+        pass
 
 def hf(tmp_path, code, port=9, **env):
     "Run `code` in a process whose hub is at `port`"

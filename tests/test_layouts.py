@@ -116,7 +116,8 @@ def _no_reciprocal(mp):
     def as_it_is(s, *a): return real(s._replace(reciprocal=False), *a)
     mp.setattr(files, '_read_part', as_it_is)
 
-def _never_turned(mp): mp.setattr(atlas.ground.weights, '_turned', lambda *a: False)
+def _never_turned(mp):
+    mp.setattr(atlas.ground.weights, '_turned', lambda *a: False)
 
 def _no_order(mp):
     def in_order(qs, order, e):
@@ -137,14 +138,16 @@ def _tiles_turned(mp):
         return QTensor('FP8_BLOCK', q.shape, parts).decode()[idx]
     mp.setattr('atlas.ground.formats._tile_rows', turned)
 
-def _awq_in_order(mp): mp.setattr(files, '_AWQ_ORDER', range(8))
+def _awq_in_order(mp):
+    mp.setattr(files, '_AWQ_ORDER', range(8))
 
 def _gptq_as_it_is(mp):
     real = files._gptq_codes
     def codes(spans, got, n, less=1): return real(spans, got, n, 0)
     mp.setattr(files, '_gptq_codes', codes)
 
-def _one_prefix(mp): mp.setattr(files, 'trunk_prefix', lambda names: 'model.')
+def _one_prefix(mp):
+    mp.setattr(files, 'trunk_prefix', lambda names: 'model.')
 
 FAULTS = [
     (_no_reciprocal,'qwen3-moe-nvfp4-ct'),
@@ -319,7 +322,8 @@ def test_a_shape_that_lies(tmp_path, made):
 
 class Never:
     "A device on which nothing may be allocated"
-    def __getattr__(self, name): pytest.fail(f'{name} before the plan was checked')
+    def __getattr__(self, name):
+        pytest.fail(f'{name} before the plan was checked')
 
 def refused(path, *words, exc=CheckpointError):
     """Loading fails with `exc`, whose text has all `words`, before anything is allocated or any
@@ -395,7 +399,8 @@ def test_scales_that_contradict_their_weights(tmp_path, made, name):
 @quantised
 def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
     raw,conf = layout(made, name)
-    def read(*a): pytest.fail('a weight was read')
+    def read(*a):
+        pytest.fail('a weight was read')
     monkeypatch.setattr('atlas.ground.weights._assemble', read)
     for k in {re.search(_SCALE, k)[1]:k
         for k in scales(raw)}.values():

@@ -307,7 +307,8 @@ class Slow(packed.HostArrays):
 def test_changed_while_it_is_read(file):
     p,arrays = file
     raw = p.read_bytes()
-    def cut(at): os.truncate(p, len(raw)-3*BLOCK)
+    def cut(at):
+        os.truncate(p, len(raw)-3*BLOCK)
     with pytest.raises(CheckpointError):
         load_dict(p, place=Slow(cut))
     p.write_bytes(raw)
@@ -318,7 +319,8 @@ def test_changed_while_it_is_read(file):
     with pytest.raises(CheckpointError):
         load_dict(p, place=Slow(change))
     p.write_bytes(raw)
-    def replaced(at): save_dict(p, dict(other=np.ones(3))) # under the same name: what is open stays
+    def replaced(at):
+        save_dict(p, dict(other=np.ones(3))) # under the same name: what is open stays
     same(load_dict(p, place=Slow(replaced)), arrays)
     assert list(load_dict(p))==['other']
 

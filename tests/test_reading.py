@@ -137,7 +137,8 @@ def test_without_direct_reads(random_file, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(reading, '_DIRECT', 0)
         assert plain()==0
-    def refuse(*args): raise OSError(errno.EINVAL, 'refused')
+    def refuse(*args):
+        raise OSError(errno.EINVAL, 'refused')
     with monkeypatch.context() as m:
         m.setattr(reading.os, 'open', refuse)
         assert plain()==0
@@ -180,17 +181,20 @@ def fails(pieces, take, ring, error, match, **kw):
         read_pieces(pieces, take, ring, **kw)
     assert not threads() and descriptors()==before
 
-def nothing(key, at, data): pass
+def nothing(key, at, data):
+    pass
 
 @pytest.mark.parametrize('direct', (True,False))
 def test_truncated(small, direct):
     pieces = [Extent(small, 0, small.size, 0)]
-    def shorten(key, at, data): os.truncate(small.path, 100_001)
+    def shorten(key, at, data):
+        os.truncate(small.path, 100_001)
     fails(pieces, shorten, Ring(2, 4*BLOCK), CheckpointError, 'ends at byte', direct=direct)
     assert small.size==len(RANDOM)
 
 def test_truncated_after_the_last_read(small):
-    def shorten(key, at, data): os.truncate(small.path, 7)
+    def shorten(key, at, data):
+        os.truncate(small.path, 7)
     fails(
         [Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK),
         CheckpointError, 'was changed')
@@ -212,7 +216,8 @@ def test_replaced_is_not_changed(small):
     assert np.array_equal(got[0], RANDOM)
 
 def test_disk_error(small, monkeypatch):
-    def broken(*args): raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def broken(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
     monkeypatch.setattr(reading.os, 'preadv', broken)
     fails(
         [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK),
@@ -254,7 +259,8 @@ def test_buffers_are_waited_for(small):
     assert len(ring._made)<=3 and r.nbytes==small.size
 
 def test_a_wait_that_fails(small):
-    def late(): raise RuntimeError('the card is gone')
+    def late():
+        raise RuntimeError('the card is gone')
     def take(key, at, data): return late
     for n in (100, small.size):
         fails(
@@ -383,7 +389,8 @@ def test_the_earliest_window_goes_first():
 
 def test_a_failed_read_leaves_the_gate(random_file, monkeypatch):
     "Whoever waits for the one that may read is not left waiting"
-    def fill(source, memory, start, need): raise CheckpointError('no')
+    def fill(source, memory, start, need):
+        raise CheckpointError('no')
     monkeypatch.setattr(reading._Source, 'fill', fill)
     begun = reading.Readers
     monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, allowed=1))

@@ -239,7 +239,8 @@ def test_nothing_is_read_twice(tmp_path, card, monkeypatch):
             seen.append((self.file.name, start, need))
             return fill(self, memory, start, need)
         monkeypatch.setattr(reading._Source, 'fill', counted)
-        def never(*args): raise AssertionError('read by itself')
+        def never(*args):
+            raise AssertionError('read by itself')
         monkeypatch.setattr(files.File, 'read_into', never)
         monkeypatch.setattr(weights, '_WINDOW', 4*BLOCK)
         load(ck, wants, card, ignore=(*IGNORE,*m.ignore), put=packer(card))

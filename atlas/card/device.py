@@ -167,7 +167,8 @@ def making_in(self:Device,
             d[self.name] = was
 
 @patch
-def tidy(self:Device): "Give back memory that is kept for arrays to come"
+def tidy(self:Device):
+    "Give back memory that is kept for arrays to come"
 
 # %% ../../nbs/2_card/01_device.ipynb #9b9104d2
 @patch(as_prop=True)
@@ -197,7 +198,8 @@ def warm_up(self:Device,
 ): "Call `f` once before it counts, where the first call is slower than others: on a card"
 
 @patch
-def hold(self:Device, o): "Should the device fail, `o` is never given back to it"
+def hold(self:Device, o):
+    "Should the device fail, `o` is never given back to it"
 
 @patch
 def need_card(self:Device,
@@ -234,7 +236,8 @@ class Host(Device):
     def download(self, a):
         "`a` itself, as NumPy"
         return np.asarray(a)
-    def synchronize(self): "Wait until all work is done: on the host it always is"
+    def synchronize(self):
+        "Wait until all work is done: on the host it always is"
     def need_card(self, said, hint=''):
         raise DeviceError(said, hint=hint)
 
@@ -657,7 +660,8 @@ def warm_up(self:Cuda, f):
     self.synchronize()
 
 @patch
-def hold(self:Cuda, o): self.faults.hold(o)
+def hold(self:Cuda, o):
+    self.faults.hold(o)
 
 @patch
 def identity(self:Cuda)->str:

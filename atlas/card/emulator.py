@@ -97,7 +97,8 @@ class Emulator(Device):
     def describe(self)->str:
         "The emulator in one line"
         return f'emulator: kernels compiled by {Path(find_cxx()).name}, {self.memory()}'
-    def synchronize(self): "Work is done when a launch returns"
+    def synchronize(self):
+        "Work is done when a launch returns"
     def pages(self):
         "Those that keep strips"
         return EmulatorPages()

@@ -182,8 +182,10 @@ class DryArray(CardArray):
     card = None
     def __array_finalize__(self, a):
         self.card = getattr(a, 'card', None)
-    def __setitem__(self, i, v): pass
-    def fill(self, v): pass
+    def __setitem__(self, i, v):
+        pass
+    def fill(self, v):
+        pass
 
 class Dry(Emulator):
     "A card whose arrays have shapes and nothing in them, for `wanted`"
@@ -215,7 +217,8 @@ class Dry(Emulator):
     def download(self, a):
         "Zeros for the host"
         return np.zeros(a.shape, a.dtype)
-    def write(self, dst, a): "Nothing"
+    def write(self, dst, a):
+        "Nothing"
 
 # %% ../../nbs/2_card/07_variants.ipynb #fd5b9b63
 def list_variants(

@@ -42,7 +42,8 @@ class File:
             raise CheckpointError(
                 f'{self.name} cannot be opened: {e.strerror}', param=self.name) from e
         self.size,_ = self.stamp = self._stamp()
-    def close(self): self.f.close()
+    def close(self):
+        self.f.close()
     def __repr__(self): return self.name
     def _stamp(self):
         s = os.fstat(self.f.fileno())

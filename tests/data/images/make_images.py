@@ -16,7 +16,8 @@ from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 rng = np.random.default_rng(0)
-def noise(h, w, hard): a = rng.integers(0, 256, (h,w,3), dtype=np.uint8); return (a>128).astype(np.uint8)*255 if hard else a
+def noise(h, w, hard):
+    a = rng.integers(0, 256, (h,w,3), dtype=np.uint8); return (a>128).astype(np.uint8)*255 if hard else a
 out = {}
 
 for i,(h,w,H,W) in enumerate([(17,23,10,40),(30,12,8,8),(5,7,20,12),(1,60,4,20),(24,28,24,9),(15,15,22,15),(130,5,9,3)]):
