@@ -341,15 +341,13 @@ def cuda_count(
         raise DeviceError(*_no_cuda(rt, e)) from e
 
 # %% ../../nbs/2_card/01_device.ipynb #ed59b361
-STICKY = {
+STICKY = { # The same numbers in the driver and in the runtime
     214: 'uncorrectable ECC error', 220: 'uncorrectable NVLink error',
     226: 'contained memory error', 700: 'illegal memory access', 702: 'launch timed out',
-          709: 'context destroyed', 710: 'device-side assert', 714: 'hardware stack error',
-          715: 'illegal instruction', 716: 'misaligned address',
-          717: 'invalid address space', 718: 'invalid program counter', 719: 'launch failed',
-          721: 'tensor memory leak', 810: 'MPS client terminated',
-          # the same numbers in the driver and in the runtime
-          911: 'error of an external device', 999: 'unknown error'}
+    709: 'context destroyed', 710: 'device-side assert', 714: 'hardware stack error',
+    715: 'illegal instruction', 716: 'misaligned address', 717: 'invalid address space',
+    718: 'invalid program counter', 719: 'launch failed', 721: 'tensor memory leak',
+    810: 'MPS client terminated', 911: 'error of an external device', 999: 'unknown error'}
 
 # %% ../../nbs/2_card/01_device.ipynb #02f32888
 @functools.cache
@@ -623,9 +621,8 @@ def _write_rows(self:Cuda, dst, a, stream):
     "The same for rows [n, m] of an array that has longer ones"
     rt,(row,_) = self.xp.cuda.runtime,a.strides
     to,apart = dst.data.ptr,dst.strides[0]
-    rt.memcpy2DAsync(
-        to, apart, a.ctypes.data, row, row, len(a),
-        rt.memcpyHostToDevice, stream.ptr)
+    how = rt.memcpyHostToDevice,stream.ptr
+    rt.memcpy2DAsync(to, apart, a.ctypes.data, row, row, len(a), *how)
 
 # %% ../../nbs/2_card/01_device.ipynb #8184d890
 @patch
@@ -685,9 +682,7 @@ class _Pinned:
         a = np.frombuffer(pages, np.uint8)
         a[::mmap.PAGESIZE] = 0  # large pages, as far as there are any
         at = a.ctypes.data
-        self.__array_interface__ = dict(
-            shape=(nbytes,), typestr='|u1', data=(at, False),
-            version=3)
+        self.__array_interface__ = dict(shape=(nbytes,), typestr='|u1', data=(at,False), version=3)
         try:
             with card.use():
                 rt.hostRegister(at, nbytes, 0)

@@ -166,8 +166,8 @@ class CudaStream(Stream):
         c = card.xp.cuda
         with card.use():
             self.raw = c.Stream(non_blocking=True)
-        self.card,self.memory = card,c.MemoryPool(
-            *[_Growth(c, room)]*bool(room))
+        self.card = card
+        self.memory = c.MemoryPool(_Growth(c, room)) if room else c.MemoryPool()
         weakref.finalize(self, card.pools.append, self.memory).atexit = False
     @contextlib.contextmanager
     def here(self):

@@ -30,10 +30,8 @@ def wanted(
     with recording(launch=False) as r:
         for f in steps:
             f()
-    return [(n, dict(d))
-        for n,d in dict.fromkeys(
-                (c[0], tuple(sorted(c[-1].items())))
-                for c in r.calls)]
+    variants = dict.fromkeys((c[0], tuple(sorted(c[-1].items()))) for c in r.calls)
+    return [(n, dict(d)) for n,d in variants]
 
 def _where(card): return _cuda(card.index) if card.kind=='cuda' else _emulator()
 
@@ -52,9 +50,7 @@ def make_ready(
     if known:
         known.wait()
     with ThreadPoolExecutor(min(32, cores())) as ex:
-        jobs = [
-            ex.submit(_ready, n, tuple(sorted(d.items())), where)
-            for n,d in what]
+        jobs = [ex.submit(_ready, n, tuple(sorted(d.items())), where) for n,d in what]
         try:
             made = len([j.result() for j in jobs])
         finally:

@@ -234,7 +234,8 @@ def _plain_spans(file, text, start)->dict[str,Span]|None:
     "Names and places of all tensors, where `text` is as the library writes it and keeps all rules"
     if not (columns := _columns(text)):
         return None
-    names,dtypes,shapes,*ends = columns
+    names,ends = columns[0],columns[3:]
+    dtypes,shapes = columns[1:3]
     if not (found := _all_dims(dtypes, shapes)):
         return None
     nbytes,dims = found
