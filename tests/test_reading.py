@@ -31,8 +31,7 @@ def collect(pieces, *args, **kw):
 
 ranges = st.lists(
     st.tuples(st.integers(0, 40_000), st.integers(0, 30_000)),
-    min_size=1,
-    max_size=12)
+    min_size=1, max_size=12)
 
 @given(
     ranges, st.integers(1, 9), st.integers(1, 4),
@@ -84,27 +83,25 @@ def aligned(n, more=0):
     at = -whole.ctypes.data%BLOCK+more
     return whole[at:at+n]
 
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 3), st.integers(1, 40_000),
-            st.booleans()),
-        min_size=1,
-        max_size=9),
-    st.integers(1, 3),
-    st.booleans())
+def with_homes(file, some)->tuple:
+    "Pieces of a file, and homes of some: of each the blocks before it, its bytes, and has it one?"
+    pieces,homes,at = [],{},0
+    for i,(gap,n,home) in enumerate(some):
+        at = -(-at//BLOCK)*BLOCK+gap*BLOCK
+        n = max(0, min(n, file.size-at))
+        pieces.append(Extent(file, at, n, i))
+        if home and n:
+            homes[i] = aligned(n)
+        at += n
+    return pieces,homes
+
+_piece = st.tuples(st.integers(0, 3), st.integers(1, 40_000), st.booleans())
+@given(st.lists(_piece, min_size=1, max_size=9), st.integers(1, 3), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_read_where_they_stay(random_file, some, blocks, direct):
     """Pieces with homes need no buffer, whatever lies beside them;
     not a byte beside a home is written"""
-    pieces,homes,at = [],{},0
-    for i,(gap,n,home) in enumerate(some):
-        at = -(-at//BLOCK)*BLOCK+gap*BLOCK
-        n = max(0, min(n, random_file.size-at))
-        pieces.append(Extent(random_file, at, n, i))
-        if home and n:
-            homes[i] = aligned(n)
-        at += n
+    pieces,homes = with_homes(random_file, some)
     got = {}
     def take(key, at, data):
         if key in homes:
@@ -112,11 +109,10 @@ def test_read_where_they_stay(random_file, some, blocks, direct):
         else:
             got.setdefault(key, np.zeros(pieces[key].nbytes, np.uint8))[at:at+len(data)] = data
     read_pieces(pieces, take, Ring(2, blocks*BLOCK), 2, direct, homes)
+    found = got|homes
     for p in pieces:
         if p.nbytes:
-            assert np.array_equal(
-                {**got,**homes}[p.key],
-                RANDOM[p.offset:p.offset+p.nbytes])
+            assert np.array_equal(found[p.key], RANDOM[p.offset:p.offset+p.nbytes])
     for a in homes.values():
         end = a.ctypes.data-a.base.ctypes.data+len(a)
         assert not a.base[end:].any()
@@ -279,8 +275,7 @@ def test_memory_of_ones_own(small):
     assert np.array_equal(got[0], RANDOM[1:70_001])
     assert made and set(made)=={3*BLOCK} and len(made)<=2
     odd = Ring(
-        1,
-        BLOCK,
+        1, BLOCK,
         lambda n: memoryview(mmap.mmap(-1, n+BLOCK))[8:])
     fails([Extent(small, 0, 10, 0)], nothing, odd, ConfigError, 'multiple of')
     with pytest.raises(ConfigError):
