@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 import atlas.use.cli as cli
+from atlas.use.commands import base
 from atlas.card.device import Host,Memory
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.loading import LoadedModel
@@ -156,8 +157,8 @@ def test_shapes_say_what_can_be_pulled():
         assert all(n in e.value.hint for n in can)
 
 def test_names_complete():
-    assert {'tiny','qwen3.6-35b-a3b-nvfp4'}<={*cli._complete('')}
-    assert 'gpt-oss-20b-mxfp4' in cli._complete('gpt')
+    assert {'tiny','qwen3.6-35b-a3b-nvfp4'}<={*base.complete_model('')}
+    assert 'gpt-oss-20b-mxfp4' in base.complete_model('gpt')
 
 def test_here_asks_nobody(monkeypatch):
     "Whether a model is here is seen without network, also where it would be allowed"

@@ -13,9 +13,11 @@ from atlas.card.emulator import Emulator
 from atlas.card.graph import Mark
 from atlas.engine.cache import KVCache
 from atlas.engine.prefix import PrefixTree,tile_keys
-from atlas.engine.spill import (HEAD,PAGE,HostMemory,Record,Records,SpillFile,
-    SpillStore,SpillTier,
-    _digest,_kept_name,is_sealed,open_spill,pack_index,seal,spill_file,unit_of,unpack_index)
+from atlas.engine.records import HEAD,PAGE,Record,Records,is_sealed,seal
+from atlas.engine.spill import SpillTier
+from atlas.engine.spill_file import HostMemory,SpillFile,_digest,_kept_name
+from atlas.engine.spill_file import pack_index,spill_file,unit_of,unpack_index
+from atlas.engine.spill_store import SpillStore,open_spill
 from atlas.ground.core import OutOfMemoryError,RequestError
 from atlas.use.llm import LLM
 from atlas.ops.linear import TILE
@@ -882,7 +884,7 @@ SCRIPT = '''
 import sys,signal,os,resource
 sys.path.insert(0, {tests!r})
 import test_spill as t
-from atlas.engine.spill import spill_file
+from atlas.engine.spill_file import spill_file
 store = t.kept_store({folder!r}) if {keep} else t.store_in(spill_file({folder!r}, t.FP))
 {then}
 '''

@@ -96,19 +96,29 @@ DTYPES = dict(
     bf16='uint16', # NumPy has no bfloat16: it travels as its bits
               i64='int64', i32='int32', u32='uint32', i8='int8', u8='uint8')
 
+def _fields(text)->list[str]:
+    "What the comments of the fields of `struct Params` say, as lines of a contract"
+    found = re.search(r'^struct Params \{\n(.*?)^\};', text, re.M|re.S)
+    fields = re.findall(r'^ +([^;/]+);  //(.*)', found[1], re.M) if found else []
+    names = [re.findall(r'(\w+)(?:,|$)', field) for field,_ in fields]
+    return [f'//  {", ".join(o)} : {said.strip()}' for o,(_,said) in zip(names, fields)]
+
 @functools.cache
 def _contract(text):
     head = re.match(r'(?://.*\n)*', text)[0]
     # a line that is indented so far goes on with the one before
     head = re.sub(r'\n//\s{8,}', ' ', head)
-    lines = re.findall(r'^//\s+(\w+(?:,\s*\w+)*)\s*:\s*\[([^\]]*)\]\s*(\w+)(.*)', head, re.M)
-    return {name: (re.split(r',\s*', dims), dtype, 'or null' in rest)
+    lines = re.findall(
+        r'^//\s+(\w+(?:,\s*\w+)*)\s*:\s*\[([^\]]*)\]\s*(\w+)(.*)',
+        '\n'.join([head, *_fields(text)]), re.M)
+    return {
+        name: (re.split(r',\s*', dims), dtype, 'or null' in rest)
         for names,dims,dtype,rest in lines
         for name in re.split(r',\s*', names)}
 
 @patch(as_prop=True)
 def contract(self:Source)->dict[str,tuple[list[str],str]]:
-    "Shape and type of every array, as the comment at the top of the file states them"
+    "Shape and type of every array, as the comment at the top of the file or `Params` states them"
     return {k: v[:2] for k,v in _contract(self.text).items()}
 
 @patch(as_prop=True)

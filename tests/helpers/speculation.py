@@ -10,7 +10,9 @@ from atlas.engine.engine import Engine
 from atlas.engine.stepper import HostStepper
 from atlas.engine.scheduler import Scheduler
 from atlas.engine.snapshots import SnapshotTree
-from atlas.engine.spill import Records,SpillTier,open_spill
+from atlas.engine.records import Records
+from atlas.engine.spill import SpillTier
+from atlas.engine.spill_store import open_spill
 from helpers import small_engine
 from helpers.small_engine import V,made_up,serve,small_cache,tokens
 
