@@ -507,7 +507,10 @@ def test_a_steady_step_is_one_replay():
     e = engine(m)
     rows,placed = e.stepper.rows,[]
     place = rows.place
-    rows.place = lambda *a: (placed.append(1), place(*a))
+    def counted(*a):
+        placed.append(1)
+        return place(*a)
+    rows.place = counted
     e.add(asks(1, max_tokens=20)[0][0])
     n = 0
     while e.has_work:
