@@ -56,21 +56,19 @@ D,G,LAYER_ROWS = 10,12,24
 # --------------------------------------------------------------------------------------------------
 
 def zero_centred(kind, name):
-    return (
-        kind.startswith(('qwen3_next','qwen3_5'))
-        and 'linear_attn.norm' not in name
-        and 'visual' not in name)
+    plain = 'linear_attn.norm' in name or 'visual' in name
+    return kind.startswith(('qwen3_next','qwen3_5')) and not plain
 
-def values(name, shape, kind='llama'):
-    """Numbers for tensor `name`: sized so that attention is neither flat nor one-hot, memory
-    neither lost nor kept, and no layer drowns the stream"""
-    rng = np.random.default_rng([20260, zlib.crc32(name.encode())])
-    if name.endswith('token_ordering'):
-        return rng.permutation(shape[0])
-    x = rng.standard_normal(shape, np.float32)
+def norm_middle(name, kind):
+    "Around what the weights of a norm lie"
+    if zero_centred(kind, name):
+        return 0
+    return .45 if kind.startswith('gemma') and 'q_norm' in name else 1
+
+def vector(name, leaf, kind, x):
+    "Numbers, of random ones `x`, for a tensor that is no matrix of a product; None for one that is"
     # in [0,1]
     u = (x-x.min())/max(float(np.ptp(x)), 1e-3)
-    leaf = name.rsplit('.', 1)[-1]
     if leaf=='A_log':
         return np.log(.5+3.5*u)
     if leaf=='dt_bias':
@@ -87,37 +85,52 @@ def values(name, shape, kind='llama'):
     if 'conv1d' in name:
         return .5*x
     if 'norm' in name:
-        return (
-            (
-                0 if zero_centred(kind, name)
-                else .45 if kind.startswith('gemma') and 'q_norm' in name else 1)+.25*x)
+        return norm_middle(name, kind)+.25*x
     if 'embed' in name and 'patch_embed' not in name:
         return (.12 if kind.startswith('gemma') else .3 if 'pos_embed' in name else .15)*x
-    wide = leaf if leaf!='weight' else name.split('.')[-2]
-    gain = (
-        1.6 if 'lm_head' in name
-        else 1.5 if wide in ('q_proj','k_proj')
-        else .6 if wide in ('o_proj','out_proj','down_proj') else 1.)
-    if kind=='gpt_oss' and leaf=='gate_up_proj':
-        gain = 3.  # some beyond the limit
+    return None
+
+def gain_of(name, leaf, kind):
+    "How much larger a matrix makes what it multiplies"
     if re.search(r'(\.gate|router|router\.proj)\.weight$', name):
-        gain = 2.
-    fan = (
-        shape[1] if kind=='gpt_oss' and len(shape)==3
-        else np.prod(shape[1:]) if len(shape)==5
-        else shape[-1])
-    return gain*x/np.sqrt(fan)
+        return 2.
+    if kind=='gpt_oss' and leaf=='gate_up_proj':
+        return 3.  # some beyond the limit
+    if 'lm_head' in name:
+        return 1.6
+    wide = leaf if leaf!='weight' else name.split('.')[-2]
+    if wide in ('q_proj','k_proj'):
+        return 1.5
+    return .6 if wide in ('o_proj','out_proj','down_proj') else 1.
+
+def fan_in(shape, kind):
+    "How many numbers a matrix adds up for one"
+    if kind=='gpt_oss' and len(shape)==3:
+        return shape[1]
+    return np.prod(shape[1:]) if len(shape)==5 else shape[-1]
+
+def values(name, shape, kind='llama'):
+    """Numbers for tensor `name`: sized so that attention is neither flat nor one-hot, memory
+    neither lost nor kept, and no layer drowns the stream"""
+    rng = np.random.default_rng([20260, zlib.crc32(name.encode())])
+    if name.endswith('token_ordering'):
+        return rng.permutation(shape[0])
+    x = rng.standard_normal(shape, np.float32)
+    leaf = name.rsplit('.', 1)[-1]
+    found = vector(name, leaf, kind, x)
+    if found is not None:
+        return found
+    return gain_of(name, leaf, kind)*x/np.sqrt(fan_in(shape, kind))
 
 def fill(module, name, kind, keep32=''):
     "Give every tensor of `module` its numbers, rounded to bfloat16 but for those of `keep32`"
     for n,p in [*module.named_parameters(), *module.named_buffers()]:
         if 'inv_freq' in n or n.endswith(('embed_scale','_std','_mean')):
             continue
-        v = torch.from_numpy(np.ascontiguousarray(values(
-            f'{name}/{n}', tuple(p.shape), kind))).to(p.dtype)
-        p.data.copy_(
-            v if not v.is_floating_point() or keep32 and re.search(keep32, n)
-            else v.bfloat16().to(p.dtype))
+        numbers = np.ascontiguousarray(values(f'{name}/{n}', tuple(p.shape), kind))
+        v = torch.from_numpy(numbers).to(p.dtype)
+        exact = not v.is_floating_point() or keep32 and re.search(keep32, n)
+        p.data.copy_(v if exact else v.bfloat16().to(p.dtype))
     return module
 
 def kind_of(case): return case.cfg['model_type']
@@ -141,13 +154,10 @@ class MTP(nn.Module):
     def forward(self, dec, tokens, hidden):
         """Rows [T,H] that predict the token after `tokens` [T], of the model's rows [T,H] before
         them"""
-        x = self.fc(torch.cat(
-            [self.pre_fc_norm_embedding(dec.embed_tokens(tokens)), self.pre_fc_norm_hidden(hidden)],
-            -1))[None]
+        both = self.pre_fc_norm_embedding(dec.embed_tokens(tokens)),self.pre_fc_norm_hidden(hidden)
+        x = self.fc(torch.cat(both, -1))[None]
         pos = torch.arange(len(tokens))[None]
-        mask = torch.full(
-            (len(tokens),)*2,
-            -torch.inf).triu(1)[None,None]
+        mask = torch.full((len(tokens),)*2, -torch.inf).triu(1)[None,None]
         y = self.layers[0](
             x, position_embeddings=dec.rotary_emb(x, pos), attention_mask=mask, position_ids=pos)
         return self.norm(y[0] if isinstance(y, tuple) else y)[0]
@@ -159,20 +169,27 @@ def decoder(model):
 def published(case, name, tmp):
     "All tensors of the model by the names of a release, in float32"
     cfg = transformers.AutoConfig.for_model(**json.loads(json.dumps(case.cfg)))
-    model = fill(
-        library_class(case)(cfg).float(), name, kind_of(case), case.keep32)
+    model = library_class(case)(cfg).float()
+    model = fill(model, name, kind_of(case), case.keep32)
     model.tie_weights()
     model.save_pretrained(tmp)
     d = load_file(tmp/'model.safetensors')
     if case.mtp:
-        head = {f'mtp.{k}':v
-            for k,v in fill(
-                MTP(decoder(model)), f'{name}/mtp',
-                kind_of(case)).state_dict().items()}
+        mtp = fill(MTP(decoder(model)), f'{name}/mtp', kind_of(case)).state_dict()
+        head = {f'mtp.{k}':v for k,v in mtp.items()}
         d |= per_expert(head) if kind_of(case)=='qwen3_next' else head
-    return {
-        'apart':per_expert, 'stacked':stacked, 'transposed':transposed, '':dict}[case.experts](
-        d)
+    ways = {'apart':per_expert, 'stacked':stacked, 'transposed':transposed, '':dict}
+    return ways[case.experts](d)
+
+def in_bf16(stored, dense, keep32):
+    "Those of `stored` that are plain numbers, in bfloat16 but for those of `keep32`"
+    plain = {k:v
+        for k,v in dense.items() if stored.get(k) is v and v.is_floating_point()}
+    return {k:v.bfloat16()
+        for k,v in plain.items() if not (keep32 and re.search(keep32, k))}
+
+def write_json(path, d):
+    path.write_text(json.dumps(d, indent=1)+'\n')
 
 def build(name, case, tmp):
     """A folder as a publisher would upload it, and one of the plain weights for the library;
@@ -182,33 +199,24 @@ def build(name, case, tmp):
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     plain.mkdir()
-    for k,v in dense.items():
-        if (
-            stored.get(k) is v
-            and v.is_floating_point()
-            and not (case.keep32 and re.search(case.keep32, k))):
-            stored[k] = v.bfloat16()
+    stored |= in_bf16(stored, dense, case.keep32)
     stored |= {k:torch.tensor(v) for k,v in case.scales.items()}
     save_torch_state_dict(stored, out, max_shard_size=case.shard or '1GB')
-    (out/'config.json').write_text(
-        json.dumps(
-            case.cfg|(dict(quantization_config=case.quant) if case.quant else {}),
-            indent=1)+'\n')
+    more = dict(quantization_config=case.quant) if case.quant else {}
+    write_json(out/'config.json', case.cfg|more)
     if case.hf_quant:
-        (out/'hf_quant_config.json').write_text(json.dumps(case.hf_quant, indent=1)+'\n')
+        write_json(out/'hf_quant_config.json', case.hf_quant)
     for p in out.iterdir():
         p.chmod(0o644)
     if case.experts:
         dense = stacked(dense)
-    save_torch_state_dict(
-        {k:v.contiguous()
-            for k,v in dense.items() if not k.startswith('mtp.')},
-        plain)
+    head = {k.removeprefix('mtp.'):v
+        for k,v in dense.items() if k.startswith('mtp.')}
+    model = {k:v.contiguous()
+        for k,v in dense.items() if not k.startswith('mtp.')}
+    save_torch_state_dict(model, plain)
     (plain/'config.json').write_text(json.dumps(case.cfg))
-    return (
-        plain,
-        stacked({k.removeprefix('mtp.'):v
-            for k,v in dense.items() if k.startswith('mtp.')}))
+    return plain,stacked(head)
 
 # -- what the library makes of it
 # ------------------------------------------------------------------------------------------------
@@ -234,13 +242,11 @@ class Watch:
                 (array(o[2]).astype(np.int32), array(o[1])))
         def last(m, a, o):
             self.final = o[0]
-        self.hooks = [
-            l.register_forward_hook(
-                lambda m,a,o: self.stream.append(array(first(o))))
-            for l in self.dec.layers]
-        self.hooks += [m.register_forward_hook(routed)
-            for m in self.dec.modules()
-            if type(m).__name__.lower().endswith('router')]
+        def streamed(m, a, o):
+            self.stream.append(array(first(o)))
+        routers = [m for m in self.dec.modules() if type(m).__name__.lower().endswith('router')]
+        self.hooks = [l.register_forward_hook(streamed) for l in self.dec.layers]
+        self.hooks += [m.register_forward_hook(routed) for m in routers]
         self.hooks.append(final_norm(self.dec).register_forward_hook(last))
         self.topk,self.method = torch.topk,torch.Tensor.topk
         def method(x, *a, **kw): return self.choose(x, *a, **kw)
@@ -307,12 +313,23 @@ def mtp_rows(model, head, ids, first, final):
     h = head(dec, toks, final)
     one = lm(h)
     d = one[-1].argmax()[None]
-    again = lm(
-        head(
-            dec,
-            torch.cat([toks,d]),
-            torch.cat([final,h[-1:]]))[-1])
+    again = lm(head(dec, torch.cat([toks,d]), torch.cat([final,h[-1:]]))[-1])
     return one,again
+
+def routes_at(routes, rows):
+    "What routers chose at `rows`, ids in rising order"
+    found = {}
+    for j,n in enumerate(('route_ids','route_weights')):
+        found[n] = np.stack([
+            np.take_along_axis(r[j], r[0].argsort(-1), -1)[rows] for r in routes])
+    return found
+
+def drafted(model, head, ids, first, final, rows):
+    "What the drafting head makes of a prompt, and by how much its closest choice was won"
+    one,again = mtp_rows(model, head, ids, first, final)
+    draft = np.array([one[-1].argmax(),again.argmax()], np.int32)
+    ref = dict(mtp_logits=array(one)[rows], mtp_again=array(again), mtp_draft=draft)
+    return ref,min(lead(one[-1]), lead(again))
 
 def text(model, head, ids, nxt, K):
     "All there is to record of one prompt, and the closest choice in it"
@@ -321,35 +338,22 @@ def text(model, head, ids, nxt, K):
     rows = np.unique(np.linspace(0, T-1, LAYER_ROWS).astype(int))
     with Watch(model) as w:
         o = model(torch.from_numpy(ids)[None], use_cache=True)
-        stream = w.stream[:]
-        routes = w.routes[:]
-        final = w.final
-        ref = dict(
-            ids=ids.astype(np.int32), logits=array(o.logits[0]),
-            next_ids=nxt.astype(np.int32), **states(o.past_key_values, K))
-        ref |= dict(
-            next_logits=steps(model, o.past_key_values, nxt),
-            rows=rows.astype(np.int32),
+        stream,routes,final = w.stream[:],w.routes[:],w.final
+        ref = dict(ids=ids.astype(np.int32),
+            logits=array(o.logits[0]))
+        ref |= dict(next_ids=nxt.astype(np.int32), **states(o.past_key_values, K))
+        ref['next_logits'] = steps(model, o.past_key_values, nxt)
+        ref |= dict(rows=rows.astype(np.int32),
             layers=np.stack(stream)[:,rows])
         best,gap = greedy(model, ids)
         ref['greedy'] = np.array(best, np.int32)
         if len(set(best))<5:
             gap = 0  # an answer that runs in a loop shows little
         if head:
-            one,again = mtp_rows(model, head, ids, best[0], final)
-            gap = min(gap, lead(one[-1]), lead(again))
-            ref |= dict(
-                mtp_logits=array(one)[rows],
-                mtp_again=array(again),
-                mtp_draft=np.array(
-                    [one[-1].argmax(),again.argmax()], np.int32))
+            more,closest = drafted(model, head, ids, best[0], final, rows)
+            ref,gap = ref|more,min(gap, closest)
     if routes:
-        order = [i.argsort(-1) for i,_ in routes]
-        ref |= {
-            n:np.stack([
-                np.take_along_axis(r[j], a, -1)[rows]
-                for r,a in zip(routes, order)])
-            for j,n in enumerate(('route_ids','route_weights'))}
+        ref |= routes_at(routes, rows)
     return ref,gap,w.closest
 
 def settled(name, make, T, V):
@@ -365,58 +369,53 @@ def settled(name, make, T, V):
 # patches of two images: six tokens and three
 GRIDS = np.array([[1,4,6], [1,6,2]])
 
+def patches(v, name):
+    "Random patches of the images of `GRIDS` for a vision tower `v`"
+    rng = np.random.default_rng([20262, zlib.crc32(name.encode())])
+    width = v['in_channels']*v['temporal_patch_size']*v['patch_size']**2
+    return rng.standard_normal((int(GRIDS.prod(1).sum()), width)).astype(np.float16)
+
+def tower_rows(model, images):
+    "What the vision tower makes of images"
+    f = model.model.get_image_features(images['pixel_values'], images['image_grid_thw'])
+    def joined(x): return torch.cat(list(x)) if isinstance(x, (list,tuple)) else x
+    deep = getattr(f, 'deepstack_features', None) or []
+    ref = {f'deep{j}':array(joined(x)) for j,x in enumerate(deep)}
+    return dict(features=array(torch.cat(list(f.pooler_output))))|ref
+
+def with_images(words, cfg):
+    "A prompt of words and two images"
+    n = GRIDS.prod(1)//cfg['vision_config']['spatial_merge_size']**2
+    def image(k):
+        pads = [cfg['image_token_id']]*int(n[k])
+        return [cfg['vision_start_token_id'], *pads, cfg['vision_end_token_id']]
+    return np.array([*words[:-8], *image(0), *words[-8:-5], *image(1), *words[-5:]])
+
+def pictured(model, cfg, images, words, nxt):
+    "As `text`, of a prompt with images"
+    ids = with_images(words, cfg)
+    kinds = torch.from_numpy((ids==cfg['image_token_id']).astype(int))[None]
+    fresh(model)
+    pos,_ = model.model.get_rope_index(
+        torch.from_numpy(ids)[None], kinds, image_grid_thw=images['image_grid_thw'])
+    with Watch(model) as w:
+        o = model(
+            torch.from_numpy(ids)[None], mm_token_type_ids=kinds, use_cache=True, **images)
+        r = dict(
+            image_ids=ids.astype(np.int32), image_pos=pos[:,0].numpy().astype(np.int32),
+            image_logits=array(o.logits[0]), image_next_ids=nxt.astype(np.int32),
+            image_next_logits=steps(model, o.past_key_values, nxt))
+    return r,lead(o.logits[0,-1]),w.closest
+
 def pictures(model, cfg, name):
     "A prompt with two images, the first across the end of a tile or near it"
-    v = cfg['vision_config']
-    n = GRIDS.prod(1)//cfg['vision_config']['spatial_merge_size']**2
-    rng = np.random.default_rng([20262, zlib.crc32(name.encode())])
-    px = rng.standard_normal(
-        (
-            int(GRIDS.prod(1).sum()),
-            v['in_channels']*v['temporal_patch_size']
-            *v['patch_size']**2)).astype(np.float16)
-    kw = dict(
-        pixel_values=torch.from_numpy(px).float(), image_grid_thw=torch.from_numpy(GRIDS))
-    f = model.model.get_image_features(kw['pixel_values'], kw['image_grid_thw'])
-    ref = dict(
-        pixels=px,
-        grid=GRIDS.astype(np.int32),
-        features=array(torch.cat(list(f.pooler_output))))
-    ref |= {
-        f'deep{j}':array(
-            torch.cat(list(x)) if isinstance(x, (list,tuple)) else x)
-        for j,x in enumerate(getattr(f, 'deepstack_features', None) or [])}
-    def make(words, nxt):
-        def image(k):
-            return [
-                cfg['vision_start_token_id'],
-                *[cfg['image_token_id']]*int(n[k]),
-                cfg['vision_end_token_id']]
-        ids = np.array([
-            *words[:-8],
-            *image(0),
-            *words[-8:-5],
-            *image(1),
-            *words[-5:]])
-        kinds = torch.from_numpy((ids==cfg['image_token_id']).astype(int))[None]
-        fresh(model)
-        pos,_ = model.model.get_rope_index(
-            torch.from_numpy(ids)[None], kinds, image_grid_thw=kw['image_grid_thw'])
-        with Watch(model) as w:
-            o = model(
-                torch.from_numpy(ids)[None], mm_token_type_ids=kinds, use_cache=True, **kw)
-            r = dict(
-                image_ids=ids.astype(np.int32),
-                image_pos=pos[:,0].numpy().astype(np.int32),
-                image_logits=array(o.logits[0]))
-            r |= dict(
-                image_next_ids=nxt.astype(np.int32),
-                image_next_logits=steps(model, o.past_key_values, nxt))
-        return r,lead(o.logits[0,-1]),w.closest
-    ref |= settled(
-        name+'/image', make, 70 if cfg['text_config'].get('linear_num_key_heads') else 20,
-        cfg['vision_start_token_id'])[0]
-    return ref
+    px = patches(cfg['vision_config'], name)
+    images = dict(pixel_values=torch.from_numpy(px).float(),
+        image_grid_thw=torch.from_numpy(GRIDS))
+    ref = dict(pixels=px, grid=GRIDS.astype(np.int32))|tower_rows(model, images)
+    def make(words, nxt): return pictured(model, cfg, images, words, nxt)
+    T = 70 if cfg['text_config'].get('linear_num_key_heads') else 20
+    return ref|settled(name+'/image', make, T, cfg['vision_start_token_id'])[0]
 
 def load(case, plain, **kw):
     "The library's model of a folder"
@@ -449,10 +448,8 @@ def record(out, case, plain, head):
         out.name, lambda ids,nxt: text(model, head, ids, nxt, K),
         case.T, cfg.get('vision_start_token_id', c['vocab_size']))
     fresh(model)
-    whole = model(
-        torch.from_numpy(
-            np.r_[ref['ids'],ref['next_ids']])[None].long(),
-        use_cache=False).logits[0,case.T:]
+    all_ids = np.r_[ref['ids'],ref['next_ids']]
+    whole = model(torch.from_numpy(all_ids)[None].long(), use_cache=False).logits[0,case.T:]
     big = np.abs(ref['logits']).max()
     off = np.abs(array(whole)-ref['next_logits']).max()
     if 'image_token_id' in cfg:
@@ -469,42 +466,40 @@ def let_drafters_be():
         lambda c: ['reuse']*c.num_hidden_layers if c.num_kv_shared_layers==c.num_hidden_layers
         else was(c))
 
-def record_drafter(out, case, plain):
-    "Three drafts from what the target left in its cache"
+def target_run(case, ids):
+    "A drafter's target, what it gives for the prompt `ids`, and its last hidden row"
     target = CASES[case.target]
     with tempfile.TemporaryDirectory() as tmp:
         model = load(target, plain_of(case.target, Path(tmp)))
-    draft = load(case, plain)
     types = target.cfg['text_config']['layer_types']
     lm = decoder(model)
     for t in set(types):
         lm.layers[len(types)-1-types[::-1].index(t)].self_attn.store_full_length_kv = True
-    ids = np.load(data/case.target/'ref.npz')['ids']
     with Watch(model) as w:
         o = model(
             torch.from_numpy(ids)[None].long(), use_cache=True, return_shared_kv_states=True)
+    return model,o,w.final[None,-1:]
+
+def record_drafter(out, case, plain):
+    "Three drafts from what the target left in its cache"
+    ids = np.load(data/case.target/'ref.npz')['ids']
+    model,o,h = target_run(case, ids)
+    draft = load(case, plain)
     tok = o.logits[0,-1].argmax().view(1,1)
-    h = w.final[None,-1:]
+    first = tok.numpy().astype(np.int32)[0]
     pos = torch.tensor([[len(ids)]])
-    ref = dict(
-        target=np.array(case.target),
-        draft_ids=ids,
-        draft_first=tok.numpy().astype(np.int32)[0])
-    gap = np.inf
+    embed = model.get_input_embeddings()
     toks,logits = [],[]
     for _ in range(3):
-        a = draft(
-            inputs_embeds=torch.cat([model.get_input_embeddings()(tok), h], -1),
-            position_ids=pos,
-            shared_kv_states=o.shared_kv_states)
+        x = torch.cat([embed(tok), h], -1)
+        a = draft(inputs_embeds=x, position_ids=pos, shared_kv_states=o.shared_kv_states)
         tok,h = a.logits.argmax(-1),a.last_hidden_state
         toks.append(int(tok))
-        logits.append(array(a.logits[0,0]))
-        gap = min(gap, lead(a.logits[0,0]))
+        logits.append(a.logits[0,0])
     np.savez_compressed(
-        out/'ref.npz', **ref, draft_tokens=np.array(toks, np.int32),
-        draft_logits=np.stack(logits))
-    return f'drafts {toks}  closest {gap:.3f}'
+        out/'ref.npz', target=np.array(case.target), draft_ids=ids, draft_first=first,
+        draft_tokens=np.array(toks, np.int32), draft_logits=np.stack(list(map(array, logits))))
+    return f'drafts {toks}  closest {min(map(lead, logits)):.3f}'
 
 def plain_of(name, tmp):
     "The plain folder alone of case `name`"

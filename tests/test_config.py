@@ -8,18 +8,8 @@ from atlas.ground.config import ModelConfig,PRESETS,families
 from atlas.ground.core import CheckpointError,ConfigError,UnsupportedError
 
 ODD = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    7,
-    1.5,
-    10**30,
-    2**31,
-    float('nan'),
-    float('inf'),
+    None, True, False, 0, -1, 1, 7, 1.5,
+    10**30, 2**31, float('nan'), float('inf'),
     'x',
     '',
     [],
@@ -53,26 +43,13 @@ MROPE = dict(
 NESTED = dict(
     full_attention=dict(rope_type='proportional', rope_theta=1e6, partial_rotary_factor=.25),
     sliding_attention=dict(rope_type='default', rope_theta=1e4))
-GEMMA = (
-    HEADS
-    |dict(
-        model_type='gemma4_text',
-        global_head_dim=32,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        enable_moe_block=True,
-        sliding_window=16,
-        rope_parameters=NESTED,
-        layer_types=['sliding_attention']*3+['full_attention'],
-        hidden_activation='gelu_pytorch_tanh',
-        final_logit_softcapping=30.,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-        use_double_wide_mlp=False,
-        use_bidirectional_attention='vision',
-        num_experts=8,
-        top_k_experts=2,
-        moe_intermediate_size=32))
+GEMMA = HEADS|dict(
+    model_type='gemma4_text', global_head_dim=32, num_global_key_value_heads=1,
+    attention_k_eq_v=True, enable_moe_block=True, sliding_window=16, rope_parameters=NESTED,
+    layer_types=['sliding_attention']*3+['full_attention'],
+    hidden_activation='gelu_pytorch_tanh', final_logit_softcapping=30.,
+    hidden_size_per_layer_input=0, num_kv_shared_layers=0, use_double_wide_mlp=False,
+    use_bidirectional_attention='vision', num_experts=8, top_k_experts=2, moe_intermediate_size=32)
 def wrapped(kind, text, **top):
     return (
         dict(
@@ -83,11 +60,7 @@ GRANITE = HEADS|dict(num_local_experts=8, num_experts_per_tok=2, shared_intermed
 CONFIGS = dict(
     llama=HEADS
     | dict(
-        model_type='llama',
-        rope_theta=5e5,
-        attention_bias=False,
-        mlp_bias=False,
-        hidden_act='silu',
+        model_type='llama', rope_theta=5e5, attention_bias=False, mlp_bias=False, hidden_act='silu',
         rope_scaling=dict(
             rope_type='llama3', factor=8., low_freq_factor=1., high_freq_factor=4.,
             original_max_position_embeddings=64)),
@@ -114,15 +87,10 @@ CONFIGS = dict(
         'qwen3_5',
         HEADS|DELTA
         | dict(
-            model_type='qwen3_5_text',
-            rope_parameters=MROPE,
-            mtp_num_hidden_layers=1,
-            mtp_use_dedicated_embeddings=False,
-            attn_output_gate=True,
-            output_gate_type='swish',
+            model_type='qwen3_5_text', rope_parameters=MROPE, mtp_num_hidden_layers=1,
+            mtp_use_dedicated_embeddings=False, attn_output_gate=True, output_gate_type='swish',
             layer_types=['linear_attention']*3+['full_attention']),
-        vision_config=VISION,
-        tie_word_embeddings=False),
+        vision_config=VISION, tie_word_embeddings=False),
     qwen3_5_moe=wrapped(
         'qwen3_5_moe',
         HEADS|MOE|DELTA
@@ -134,8 +102,7 @@ CONFIGS = dict(
         'qwen3_vl',
         HEADS
         | dict(
-            model_type='qwen3_vl_text',
-            rope_theta=5e6,
+            model_type='qwen3_vl_text', rope_theta=5e6,
             rope_scaling=dict(
                 rope_type='default', mrope_section=[4,2,2], mrope_interleaved=True)),
         vision_config=VISION),
@@ -145,23 +112,15 @@ CONFIGS = dict(
         vision_config=VISION),
     gpt_oss=HEADS
     | dict(
-        model_type='gpt_oss',
-        rope_theta=150000.,
-        rope_scaling=YARN,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        sliding_window=16,
-        swiglu_limit=7.,
-        attention_bias=True,
+        model_type='gpt_oss', rope_theta=150000., rope_scaling=YARN, num_local_experts=8,
+        num_experts_per_tok=2, sliding_window=16, swiglu_limit=7., attention_bias=True,
         layer_types=['sliding_attention','full_attention']*2,
         quantization_config=dict(quant_method='mxfp4', modules_to_not_convert=['lm_head'])),
     gemma4=wrapped('gemma4', GEMMA, vision_config=None, tie_word_embeddings=True),
     gemma4_assistant=wrapped(
         'gemma4_assistant',
         GEMMA|dict(enable_moe_block=False, num_kv_shared_layers=4),
-        backbone_hidden_size=128,
-        use_ordered_embeddings=True,
-        num_centroids=32,
+        backbone_hidden_size=128, use_ordered_embeddings=True, num_centroids=32,
         centroid_intermediate_top_k=8),
     nemotron_h=HEADS
     | dict(
@@ -174,14 +133,9 @@ CONFIGS = dict(
         layer_norm_epsilon=1e-5),
     granitemoehybrid=GRANITE
     | dict(
-        model_type='granitemoehybrid',
-        position_embedding_type='nope',
+        model_type='granitemoehybrid', position_embedding_type='nope',
         layer_types=['mamba','mamba','attention','mamba'],
-        mamba_n_heads=8,
-        mamba_d_head=16,
-        mamba_n_groups=2,
-        mamba_d_state=16,
-        mamba_d_conv=4,
+        mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4,
         mamba_expand=2),
     granitemoeshared=GRANITE|dict(model_type='granitemoeshared', rope_theta=1e6),
     granitemoe=HEADS
@@ -194,16 +148,9 @@ CONFIGS = dict(
         logits_scaling=6.),
     minimax_m2=HEADS
     | dict(
-        model_type='minimax_m2',
-        rotary_dim=8,
-        rope_theta=5e6,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        scoring_func='sigmoid',
-        use_routing_bias=True,
-        use_qk_norm=True,
-        qk_norm_type='per_layer',
-        shared_intermediate_size=0,
+        model_type='minimax_m2', rotary_dim=8, rope_theta=5e6, num_local_experts=8,
+        num_experts_per_tok=2, scoring_func='sigmoid', use_routing_bias=True, use_qk_norm=True,
+        qk_norm_type='per_layer', shared_intermediate_size=0,
         quantization_config=dict(
             quant_method='fp8', fmt='e4m3', weight_block_size=[128,128],
             activation_scheme='dynamic')))
@@ -279,8 +226,7 @@ def test_odd_values_together(family, data):
             break
         p = data.draw(st.sampled_from(ps))
         d = put(
-            d,
-            p,
+            d, p,
             data.draw(
                 st.sampled_from(ODD)|st.integers(-3, 300)
                 |st.recursive(
@@ -499,9 +445,7 @@ def test_hf_quant_config_beside_and_instead():
         from_hf(CONFIGS['qwen3'], None, q(quant_algo='W4A8_AWQ'))
     for v in ODD:
         for d in (
-            v,
-            dict(quantization=v),
-            q(quant_algo=v),
+            v, dict(quantization=v), q(quant_algo=v),
             q(quant_algo='MIXED_PRECISION', quantized_layers=v),
             q(quant_algo='MIXED_PRECISION', quantized_layers={'a':v})):
             try:
@@ -518,50 +462,32 @@ BASE = {
     'rope.freq_base':1e6}
 EXPERTS = {'expert_count':8, 'expert_used_count':2, 'expert_feed_forward_length':32}
 SSM = {
-    'ssm.conv_kernel':4,
-    'ssm.state_size':16,
-    'ssm.group_count':2,
-    'ssm.time_step_rank':4,
-    'ssm.inner_size':64,
-    'full_attention_interval':4,
-    'rope.dimension_count':8,
+    'ssm.conv_kernel':4, 'ssm.state_size':16, 'ssm.group_count':2, 'ssm.time_step_rank':4,
+    'ssm.inner_size':64, 'full_attention_interval':4, 'rope.dimension_count':8,
     'rope.dimension_sections':[2,1,1,0]}
 META = dict(
-    llama=BASE,
-    qwen2=BASE,
-    qwen3=BASE,
-    qwen3moe=BASE|EXPERTS,
+    llama=BASE, qwen2=BASE, qwen3=BASE, qwen3moe=BASE|EXPERTS,
     qwen3next=BASE|EXPERTS|SSM
     |{'expert_shared_feed_forward_length':32, 'rope.dimension_sections':[]},
     qwen35=BASE|SSM|{'nextn_predict_layers':1, 'block_count':5},
     qwen35moe=BASE|SSM|EXPERTS|{'expert_shared_feed_forward_length':32},
-    gemma4=BASE|EXPERTS
-    |{
+    gemma4=BASE|EXPERTS|{
         'attention.sliding_window':16,
         'attention.sliding_window_pattern':[True,True,True,False],
         'attention.head_count_kv':[2,2,2,1],
-        'attention.key_length':32,
-        'attention.value_length':32,
-        'attention.key_length_swa':16,
-        'attention.value_length_swa':16,
-        'rope.freq_base_swa':1e4,
-        'final_logit_softcapping':30.,
-        'attention.shared_kv_layers':0,
-        'embedding_length_per_layer_input':0})
+        'attention.key_length':32, 'attention.value_length':32, 'attention.key_length_swa':16,
+        'attention.value_length_swa':16, 'rope.freq_base_swa':1e4, 'final_logit_softcapping':30.,
+        'attention.shared_kv_layers':0, 'embedding_length_per_layer_input':0})
 META |= {
     'mistral3':BASE,
     'qwen3vl':BASE|{'rope.dimension_sections':[4,2,2,0], 'n_deepstack_layers':3},
     'qwen3vlmoe':BASE|EXPERTS|{'rope.dimension_sections':[4,2,2,0]},
     'minimax-m2':BASE|EXPERTS|{'rope.dimension_count':8, 'expert_gating_func':2}}
 META['nemotron_h_moe'] = META['nemotron_h'] = (
-    BASE|EXPERTS
-    |{k:v for k,v in SSM.items() if k.startswith('ssm')}
-    |{
+    BASE|EXPERTS|{k:v for k,v in SSM.items() if k.startswith('ssm')}|{
         'attention.head_count_kv':[0,2,0,0],
         'feed_forward_length':[0,0,32,96],
-        'expert_shared_count':1,
-        'expert_shared_feed_forward_length':48,
-        'expert_weights_norm':True,
+        'expert_shared_count':1, 'expert_shared_feed_forward_length':48, 'expert_weights_norm':True,
         'expert_weights_scale':2.5})
 SCALED = {'attention.scale':.125, 'embedding_scale':12., 'residual_scale':.22, 'logit_scale':6.}
 MAMBA = {k:v for k,v in SSM.items() if k.startswith('ssm')}
@@ -572,8 +498,7 @@ META['granite'] = BASE|SCALED
 META['granitemoe'] = BASE|SCALED|{'expert_count':8, 'expert_used_count':2,
     'expert_shared_feed_forward_length':48}
 META['gpt-oss'] = (
-    BASE|EXPERTS
-    |{
+    BASE|EXPERTS|{
         'attention.sliding_window':16, 'rope.scaling.type':'yarn', 'rope.scaling.factor':32.,
         'rope.scaling.original_context_length':64})
 def gguf_meta(arch, **more):

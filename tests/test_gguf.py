@@ -80,8 +80,7 @@ def test_the_references_logits(tmp_path, name):
     r = dict(np.load(data/name/'ref.npz'))
     got = LLM(
         str(to_gguf(data/name, tmp_path/'m.gguf')),
-        device='cpu',
-        max_seq_len=256).logits(r['ids'])
+        device='cpu', max_seq_len=256).logits(r['ids'])
     assert (
         np.abs(got-r['logits']).max()
         < (4e-4 if 'gemma' in name else 1e-4)
@@ -114,28 +113,22 @@ def test_quantised_files(tmp_path, name, quant):
     """Each tensor is what the gguf package makes of its bytes, rows and columns put in order: that
     of the float32 file, as exact as the format"""
     _,_,ts = convert(data/name, quant)
+    def stored(raw):
+        "What the gguf package makes of a tensor's bytes"
+        if not isinstance(raw, tuple):
+            return raw
+        return gguf.dequantize(raw[0], gguf.GGMLQuantizationType[raw[1]])
+    near = .2 if quant in ('Q4_0','Q5_1') else .02
     with (
         open_checkpoint(to_gguf(data/name, tmp_path/'a.gguf')) as f,
         open_checkpoint(to_gguf(data/name, tmp_path/'b.gguf', quant)) as q
     ):
-        assert (
-            set(f.tensors)==set(q.tensors)
-            and {t.fmt for t in q.tensors.values()}>={quant,'F32'})
+        assert set(f.tensors)==set(q.tensors)
+        assert {t.fmt for t in q.tensors.values()}>={quant,'F32'}
         for k,t in q.tensors.items():
-            a = f.read(k).decode()
-            b = q.read(k).decode()
-            raw = ts[t.stored]
-            stored = (
-                gguf.dequantize(raw[0], gguf.GGMLQuantizationType[raw[1]])
-                if isinstance(raw, tuple)
-                else raw)
-            assert np.array_equal(
-                np.sort(stored.ravel()),
-                np.sort(b.ravel())), k
-            assert (
-                np.abs(a-b).max()
-                <=(.2 if quant[0]=='Q' and quant!='Q8_0' else .02)
-                *np.abs(a).max()), k
+            a,b = f.read(k).decode(),q.read(k).decode()
+            assert np.array_equal(np.sort(stored(ts[t.stored]).ravel()), np.sort(b.ravel())), k
+            assert np.abs(a-b).max()<=near*np.abs(a).max(), k
 
 @pytest.mark.parametrize(
     'name,quant',
@@ -205,30 +198,19 @@ BASE = dict(
     vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, intermediate_size=32, max_position_embeddings=128,
     rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False, eos_token_id=2, hidden_act='silu')
-EXPERTS = (
-    BASE
-    |dict(
-        model_type='qwen3_moe', num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]))
-QWEN35 = (
-    BASE
-    |dict(
-        model_type='qwen3_5_text',
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=8,
-        linear_value_head_dim=12,
-        linear_conv_kernel_dim=4,
-        full_attention_interval=3,
-        mtp_num_hidden_layers=1,
-        rope_parameters=dict(
-            rope_type='default', rope_theta=1e6, partial_rotary_factor=.5, mrope_section=[2,1,1],
-            mrope_interleaved=True)))
-QWEN35_MOE = (
-    QWEN35
-    |dict(
-        model_type='qwen3_5_moe_text', num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=16, shared_expert_intermediate_size=24))
+EXPERTS = BASE|dict(
+    model_type='qwen3_moe', num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+QWEN35 = BASE|dict(
+    model_type='qwen3_5_text', linear_num_key_heads=2, linear_num_value_heads=6,
+    linear_key_head_dim=8, linear_value_head_dim=12, linear_conv_kernel_dim=4,
+    full_attention_interval=3, mtp_num_hidden_layers=1,
+    rope_parameters=dict(
+        rope_type='default', rope_theta=1e6, partial_rotary_factor=.5, mrope_section=[2,1,1],
+        mrope_interleaved=True))
+QWEN35_MOE = QWEN35|dict(
+    model_type='qwen3_5_moe_text', num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=16, shared_expert_intermediate_size=24)
 
 @pytest.mark.parametrize('conf', (QWEN35,QWEN35_MOE), ids=['dense','experts'])
 @pytest.mark.parametrize(
@@ -239,33 +221,28 @@ QWEN35_MOE = (
 def test_three_value_heads_for_two_key_heads(tmp_path, conf, step):
     "An order that is not its own inverse, so that undoing it the wrong way round is seen"
     wrong = seen(
-        random_folder(tmp_path/'hf', conf),
-        tmp_path/'m.gguf',
+        random_folder(tmp_path/'hf', conf), tmp_path/'m.gguf',
         without=(step,) if step else ())
     assert bool(wrong)==bool(step)
 
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.integers(1,3),
-    st.integers(1,4),
+    st.integers(1,3), st.integers(1,4),
     st.sampled_from((4,6,10)),
     st.sampled_from((2,4,5)),
     st.integers(0,99))
 def test_any_number_of_heads(tmp_path_factory, kh, r, dk, dv, seed):
     tmp = tmp_path_factory.mktemp('heads')
-    conf = (
-        QWEN35
-        |dict(
-            linear_num_key_heads=kh, linear_num_value_heads=kh*r, linear_key_head_dim=dk,
-            linear_value_head_dim=dv))
+    conf = QWEN35|dict(
+        linear_num_key_heads=kh, linear_num_value_heads=kh*r, linear_key_head_dim=dk,
+        linear_value_head_dim=dv)
     assert seen(random_folder(tmp/'hf', conf, seed), tmp/'m.gguf')==[]
 
 @pytest.mark.parametrize(
     'conf',
     (
         BASE|dict(model_type='qwen2', head_dim=None),
-        BASE|dict(model_type='qwen3'),
-        EXPERTS),
+        BASE|dict(model_type='qwen3'), EXPERTS),
     ids=lambda c: c['model_type'])
 def test_qwens_without_delta_nets(tmp_path, conf):
     conf = {k:v for k,v in conf.items() if v is not None}
@@ -315,8 +292,7 @@ def test_a_head_that_drafts_and_that_nobody_asked_for(tmp_path):
     a,m,ts = convert(data/'nemotron-h')
     L = m['block_count']
     m |= (
-        {'block_count':L+1, 'nextn_predict_layers':1}
-        |{k:m[k]+[m[k][0]]
+        {'block_count':L+1, 'nextn_predict_layers':1}|{k:m[k]+[m[k][0]]
             for k in ('attention.head_count_kv','feed_forward_length')})
     ts |= (
         {f'blk.{L}.{k}.weight':np.ones(48, np.float32)
@@ -332,36 +308,21 @@ META = {
     'block_count':1, 'context_length':64, 'embedding_length':256, 'feed_forward_length':256,
     'attention.head_count':4, 'attention.head_count_kv':2, 'attention.layer_norm_rms_epsilon':1e-5,
     'vocab_size':32}
-DELTA = (
-    META
-    |{
-        'ssm.conv_kernel':4,
-        'ssm.state_size':128,
-        'ssm.group_count':2,
-        'ssm.time_step_rank':4,
-        'ssm.inner_size':512,
-        'full_attention_interval':4,
-        'rope.dimension_count':16,
-        'rope.dimension_sections':[4,2,2,0]})
+DELTA = META|{
+    'ssm.conv_kernel':4, 'ssm.state_size':128, 'ssm.group_count':2, 'ssm.time_step_rank':4,
+    'ssm.inner_size':512, 'full_attention_interval':4, 'rope.dimension_count':16,
+    'rope.dimension_sections':[4,2,2,0]}
+# Bytes of a block where a float16 scale begins
+HALVES = {'Q4_K':(0,2), 'Q5_K':(0,2), 'Q6_K':(208,), 'Q8_0':(0,)}
 
 def blocks(rng, t, shape):
     "Random blocks of type `t` whose scales are sane, and what the gguf package makes of them"
     n,size = gguf.GGML_QUANT_SIZES[t]
-    b = rng.integers(
-        0,
-        256,
-        (*shape[:-1],shape[-1]//n,size),
-        np.uint8)
-    at = {
-        'Q4_K':(0,2), 'Q5_K':(0,2), 'Q6_K':(208,),
-        'Q8_0':(0,)}.get(t.name, ())
-    for i in at:
-        b[...,i:i+2] = rng.uniform(
-            .001,
-            .01,
-            (
-                *b.shape[:-1],
-                1)).astype(np.float16).view(np.uint8)
+    b = rng.integers(0, 256,
+        (*shape[:-1],shape[-1]//n,size), np.uint8)
+    for i in HALVES.get(t.name, ()):
+        scales = rng.uniform(.001, .01, (*b.shape[:-1],1))
+        b[...,i:i+2] = scales.astype(np.float16).view(np.uint8)
     if t.name=='MXFP4':
         b[...,0] = rng.integers(110, 130, b.shape[:-1])
     if t.name=='NVFP4':
@@ -370,43 +331,38 @@ def blocks(rng, t, shape):
     raw = b.reshape(*shape[:-1], -1)
     return raw,gguf.dequantize(raw, t)
 
-@pytest.mark.parametrize('fmt', ('Q4_K','Q5_K','Q6_K','Q8_0','MXFP4','NVFP4'))
-def test_rows_and_columns_of_packed_tensors(tmp_path, fmt):
-    """Rows move as they are; columns that a block spans come out decoded;
-    both as the decoded array would"""
+def exchanged(a, apart, i):
+    "`a` seen in the shape `apart`, axes `i` and `i+1` exchanged"
+    return a.reshape(apart).swapaxes(i, i+1).reshape(a.shape)
+
+packed_formats = pytest.mark.parametrize('fmt', ('Q4_K','Q5_K','Q6_K','Q8_0','MXFP4','NVFP4'))
+
+@packed_formats
+def test_rows_of_packed_heads(tmp_path, fmt):
+    "Rows move as they are, as the decoded array's would"
     t,rng = gguf.GGMLQuantizationType[fmt],np.random.default_rng(1)
-    q,wq = blocks(rng, t, (256,256))
+    q,want = blocks(rng, t, (256,256))
     raw = {'blk.0.attn_q.weight':(q,fmt)}
     with open_checkpoint(write(tmp_path/'l.gguf', 'llama', META, raw)) as c:
         got = c.read('model.layers.0.self_attn.q_proj.weight')
-        assert (
-            got.fmt==fmt
-            and np.array_equal(
-                got.decode().reshape(
-                    4, 2, 32, 256).swapaxes(1, 2).reshape(256, 256),
-                wq))
-    o,wo = blocks(rng, t, (256,512))
-    v,wv = blocks(rng, t, (1024,256))
-    with open_checkpoint(write(
-        tmp_path/'d.gguf', 'qwen35', DELTA,
-        {'blk.0.ssm_out.weight':(o,fmt), 'blk.0.attn_qkv.weight':(v,fmt)})) as c:
-        got = c.read('model.layers.0.linear_attn.out_proj.weight')
-        assert np.array_equal(
-            got.decode().reshape(
-                256, 2, 2, 128).swapaxes(1, 2).reshape(256, 512),
-            wo)
-        assert got.fmt==('F32' if fmt[-1]=='K' else fmt)
+    assert got.fmt==fmt
+    assert np.array_equal(exchanged(got.decode(), (4,2,32,256), 1), want)
+
+@packed_formats
+def test_rows_and_columns_of_packed_delta_nets(tmp_path, fmt):
+    "Columns that a block spans come out decoded"
+    t,rng = gguf.GGMLQuantizationType[fmt],np.random.default_rng(1)
+    o,want_out = blocks(rng, t, (256,512))
+    qkv,want_in = blocks(rng, t, (1024,256))
+    raw = {'blk.0.ssm_out.weight':(o,fmt), 'blk.0.attn_qkv.weight':(qkv,fmt)}
+    with open_checkpoint(write(tmp_path/'d.gguf', 'qwen35', DELTA, raw)) as c:
+        out = c.read('model.layers.0.linear_attn.out_proj.weight')
         got = c.read('model.layers.0.linear_attn.in_proj_qkv.weight')
-        qk,v = np.split(got.decode(), 2)
-        assert (
-            got.fmt==fmt
-            and np.array_equal(
-                np.concatenate([
-                    qk,
-                    v.reshape(
-                        2, 2, 128,
-                        256).swapaxes(0, 1).reshape(512, 256)]),
-                wv))
+    assert np.array_equal(exchanged(out.decode(), (256,2,2,128), 1), want_out)
+    assert out.fmt==('F32' if fmt[-1]=='K' else fmt)
+    qk,v = np.split(got.decode(), 2)
+    assert got.fmt==fmt
+    assert np.array_equal(np.concatenate([qk, exchanged(v, (2,2,128,256), 0)]), want_in)
 
 def nvfp4_folder(
     path, conf=EXPERTS|dict(hidden_size=64, num_experts=3, moe_intermediate_size=64)):
@@ -444,34 +400,17 @@ def test_nvfp4_and_its_scales(tmp_path):
         open_checkpoint(write(tmp_path/'o.gguf', a, m, ts))
 
 GEMMA = dict(
-    model_type='gemma4_text',
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    num_global_key_value_heads=1,
-    head_dim=16,
-    global_head_dim=32,
-    attention_k_eq_v=True,
-    enable_moe_block=True,
-    num_experts=3,
-    top_k_experts=2,
-    moe_intermediate_size=64,
-    hidden_size_per_layer_input=0,
-    num_kv_shared_layers=0,
-    final_logit_softcapping=30.,
-    sliding_window=16,
-    layer_types=['sliding_attention','full_attention'],
-    hidden_activation='gelu_pytorch_tanh',
-    rms_norm_eps=1e-6,
-    max_position_embeddings=128,
+    model_type='gemma4_text', vocab_size=64, hidden_size=64, intermediate_size=64,
+    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_global_key_value_heads=1,
+    head_dim=16, global_head_dim=32, attention_k_eq_v=True, enable_moe_block=True, num_experts=3,
+    top_k_experts=2, moe_intermediate_size=64, hidden_size_per_layer_input=0,
+    num_kv_shared_layers=0, final_logit_softcapping=30., sliding_window=16,
+    layer_types=['sliding_attention','full_attention'], hidden_activation='gelu_pytorch_tanh',
+    rms_norm_eps=1e-6, max_position_embeddings=128,
     rope_parameters=dict(
         full_attention=dict(rope_type='proportional', rope_theta=1e6, partial_rotary_factor=.25),
         sliding_attention=dict(rope_type='default', rope_theta=1e4)),
-    tie_word_embeddings=True,
-    eos_token_id=1)
+    tie_word_embeddings=True, eos_token_id=1)
 
 def test_gemmas_two_scales(tmp_path):
     """Of Gemma's experts the weight of each and the scale of each are one number in the file, and
@@ -554,12 +493,7 @@ def test_two_names_for_one(tmp_path):
             tmp_path/'m.gguf', a, m|{'block_count':L+1, 'nextn_predict_layers':2}, ts))
 
 ODD = (
-    None,
-    0,
-    1,
-    7,
-    2**32-1,
-    float('nan'),
+    None, 0, 1, 7, 2**32-1, float('nan'),
     1.5,
     'x',
     [1,2],
@@ -576,8 +510,7 @@ def test_odd_values(tmp_path, name):
         'attention.recurrent_layers', 'rope.scaling.type', 'rope.dimension_sections'):
         for v in ODD:
             path = write(
-                tmp_path/'m.gguf',
-                a,
+                tmp_path/'m.gguf', a,
                 {x:y
                     for x,y in (m|{k:v}).items()
                     if y is not None},

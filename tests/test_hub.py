@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from atlas.ground import hub
 from atlas.ground.core import AtlasError,SourceError
-from atlas.ground.hub import Pin,Wheel,cached,have
-from atlas.ground.hub import matches,pull,pull_wheel,remove,resolve
+from atlas.ground.hub import Pin,Wheel,have
+from atlas.ground.hub import matches,pull_wheel,remove,resolve
 from helpers.waiting import WAIT
 
 noise = b''.join(
@@ -87,7 +87,8 @@ def stepped(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, 'download', fake_download(tmp_path/'index'))
     bar = SimpleNamespace(update=lambda n: sys.audit('chunk'))
     @contextmanager
-    def progress(*_): yield bar
+    def progress(*_):
+        yield bar
     monkeypatch.setattr(hub, 'progress', progress)
     whole = hub.stream
     monkeypatch.setattr(hub, 'stream', lambda *a: whole(*a, chunk=60_000))
@@ -193,7 +194,8 @@ class Index(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(b[n:])
         except OSError:
             self.server.lost += 1
-    def log_message(self, *_): pass
+    def log_message(self, *_):
+        pass
 
 @contextmanager
 def serving(handler, **state):
@@ -313,35 +315,31 @@ REPO = {
     'onnx/config.json': b'{}', 'consolidated.safetensors': b'thrice'}
 SHA = 'a'*40
 
+def sha1(b): return hashlib.sha1(b).hexdigest()
+
 class Hub(http.server.BaseHTTPRequestHandler):
     protocol_version = 'HTTP/1.1'
     def do_GET(self):
-        s,path = self.server,self.path.split('?')[0]
-        s.paths.append(path)
+        path = self.path.split('?')[0]
+        self.server.paths.append(path)
         if m := re.fullmatch(r'/api/models/org/(\w+)(/.*)?', path):
-            if m[1] not in s.repos:
-                return self.reply(
-                    404, b'{"error":"Repository not found"}', {'X-Error-Code': 'RepoNotFound'})
-            fs = s.repos[m[1]]
-            tree = [
-                dict(
-                    type='file', path=n, size=len(b),
-                    oid=hashlib.sha1(b).hexdigest())
-                for n,b in fs.items()]
-            info = dict(
-                id=f'org/{m[1]}', sha=SHA, siblings=[dict(rfilename=n) for n in fs])
-            return self.reply(
-                200,
-                json.dumps(tree if '/tree/' in path else info).encode(),
-                {'Content-Type': 'application/json'})
-        if (
-            (m := re.fullmatch(rf'/org/(\w+)/resolve/{SHA}/(.+)', path))
-            and m[2] in s.repos.get(m[1], {})):
-            b = s.repos[m[1]][m[2]]
-            return self.reply(
-                200, b, {'ETag': f'"{hashlib.sha1(b).hexdigest()}"', 'X-Repo-Commit': SHA})
-        self.reply(404, b'{}', {'X-Error-Code': 'EntryNotFound'})
+            return self.described(m[1], '/tree/' in path)
+        m = re.fullmatch(rf'/org/(\w+)/resolve/{SHA}/(.+)', path)
+        b = m and self.server.repos.get(m[1], {}).get(m[2])
+        if b is None:
+            return self.reply(404, b'{}', {'X-Error-Code': 'EntryNotFound'})
+        self.reply(200, b, {'ETag': f'"{sha1(b)}"', 'X-Repo-Commit': SHA})
     do_HEAD = do_GET
+    def described(self, repo, tree):
+        "What the hub says of a repository, or of its files"
+        if repo not in self.server.repos:
+            return self.reply(
+                404, b'{"error":"Repository not found"}', {'X-Error-Code': 'RepoNotFound'})
+        files = self.server.repos[repo]
+        said = dict(id=f'org/{repo}', sha=SHA, siblings=[dict(rfilename=n) for n in files])
+        if tree:
+            said = [dict(type='file', path=n, size=len(b), oid=sha1(b)) for n,b in files.items()]
+        self.reply(200, json.dumps(said).encode(), {'Content-Type': 'application/json'})
     def reply(self, status, b, headers):
         self.send_response(status)
         for k,v in (headers|{'Content-Length': str(len(b))}).items():
@@ -349,18 +347,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command=='GET':
             self.wfile.write(b)
-    def log_message(self, *_): pass
+    def log_message(self, *_):
+        pass
 
 def hf(tmp_path, code, port=9, **env):
     "Run `code` in a process whose hub is at `port`"
     names = {k:v
         for k,v in os.environ.items()
         if not k.startswith(('HF_','HUGGING','TRANSFORMERS_'))}
-    env = (
-        names
-        |dict(
-            HF_HOME=str(tmp_path/'hf'), HF_ENDPOINT=f'http://127.0.0.1:{port}',
-            HF_HUB_DISABLE_TELEMETRY='1', ATLAS_HOME=str(tmp_path/'home'))|env)
+    env = names|dict(
+        HF_HOME=str(tmp_path/'hf'), HF_ENDPOINT=f'http://127.0.0.1:{port}',
+        HF_HUB_DISABLE_TELEMETRY='1', ATLAS_HOME=str(tmp_path/'home'))|env
     command = [sys.executable, '-c', 'from atlas.ground.hub import *\n'+code]
     r = subprocess.run(
         command, capture_output=True, text=True, env=env, timeout=WAIT)

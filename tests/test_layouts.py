@@ -1,22 +1,23 @@
 """Every layout in which models are published loads as the same arrays;
 whatever contradicts itself is refused before anything is allocated."""
-import cProfile,json,re
+import cProfile,re
 import numpy as np, pytest
+from fastcore.basics import first
 from hypothesis import HealthCheck,given,settings,strategies as st
 import atlas.ground.weights
 from atlas.ground import files
 from atlas.ground.config import ModelConfig
-from atlas.ground.core import CheckpointError,UnsupportedError
-from atlas.card.device import Host,get_device
+from atlas.ground.core import CheckpointError,OutOfMemoryError,UnsupportedError
+from atlas.card.device import Host,Memory,get_device
 from atlas.ground.files import File,check_scales,read_tensor,st_header,st_infos
-from atlas.ground.formats import QStack,QTensor,f32_to_bf16
+from atlas.ground.formats import QStack,QTensor
 from atlas.cuda.pack import pack
 from atlas.use.inspect import sheet
 from atlas.model.model import build,plan
 from atlas.ground.weights import IGNORE,_read_bytes,check_plan,dummy_checkpoint,load,open_checkpoint
 from helpers.checkpoints import splice,st_bytes
 from helpers.layouts import ALL,CONFS,HOW,LAYOUTS,STACK_HOW,_int4
-from helpers.layouts import base,folder,named,stored
+from helpers.layouts import folder,named,stored
 
 host = get_device('cpu')
 def arrays(path, device=host, **kw):
@@ -34,8 +35,7 @@ def unlike(a, b):
         or not np.array_equal(decoded(a[k]), decoded(b[k])))
 def plain_folder(path, conf, plain):
     return folder(
-        path,
-        CONFS[conf],
+        path, CONFS[conf],
         {k:(a,'I64' if a.dtype==np.int64 else 'F32')
             for k,a in plain.items()})
 
@@ -116,7 +116,8 @@ def _no_reciprocal(mp):
     def as_it_is(s, *a): return real(s._replace(reciprocal=False), *a)
     mp.setattr(files, '_read_part', as_it_is)
 
-def _never_turned(mp): mp.setattr(atlas.ground.weights, '_turned', lambda *a: False)
+def _never_turned(mp):
+    mp.setattr(atlas.ground.weights, '_turned', lambda *a: False)
 
 def _no_order(mp):
     def in_order(qs, order, e):
@@ -137,14 +138,16 @@ def _tiles_turned(mp):
         return QTensor('FP8_BLOCK', q.shape, parts).decode()[idx]
     mp.setattr('atlas.ground.formats._tile_rows', turned)
 
-def _awq_in_order(mp): mp.setattr(files, '_AWQ_ORDER', range(8))
+def _awq_in_order(mp):
+    mp.setattr(files, '_AWQ_ORDER', range(8))
 
 def _gptq_as_it_is(mp):
     real = files._gptq_codes
     def codes(spans, got, n, less=1): return real(spans, got, n, 0)
     mp.setattr(files, '_gptq_codes', codes)
 
-def _one_prefix(mp): mp.setattr(files, 'trunk_prefix', lambda names: 'model.')
+def _one_prefix(mp):
+    mp.setattr(files, 'trunk_prefix', lambda names: 'model.')
 
 FAULTS = [
     (_no_reciprocal,'qwen3-moe-nvfp4-ct'),
@@ -319,7 +322,8 @@ def test_a_shape_that_lies(tmp_path, made):
 
 class Never:
     "A device on which nothing may be allocated"
-    def __getattr__(self, name): pytest.fail(f'{name} before the plan was checked')
+    def __getattr__(self, name):
+        pytest.fail(f'{name} before the plan was checked')
 
 def refused(path, *words, exc=CheckpointError):
     """Loading fails with `exc`, whose text has all `words`, before anything is allocated or any
@@ -347,67 +351,51 @@ def scales(raw):
 @quantised
 def test_each_kind_of_part_missing(tmp_path, made, name):
     raw,conf = layout(made, name)
-    for end in (
-        {re.search(_SCALE, k)[1] for k in scales(raw)}
-        |{'_blocks','weight_packed','q_proj.weight','o_proj.weight'}):
-        if not (
-            k := next(
-                (k for k in raw if k.endswith(end) and 'input_' not in k),
-                None)):
+    ends = {re.search(_SCALE, k)[1] for k in scales(raw)}
+    for end in (*ends,'_blocks','weight_packed','q_proj.weight','o_proj.weight'):
+        k = first(k for k in raw if k.endswith(end) and 'input_' not in k)
+        if not k:
             continue
-        e = refused(folder(
-            tmp_path/'m',
-            conf,
-            {n:v for n,v in raw.items() if n!=k}))
-        assert re.sub(
-            _SCALE, '',
-            k).removesuffix('_blocks').removesuffix('_packed').removesuffix('.weight') in str(e), (
-            k, str(e))
+        e = refused(folder(tmp_path/'m', conf, {n:v
+            for n,v in raw.items() if n!=k}))
+        module = re.sub(r'(_blocks)?(_packed)?(\.weight)?$', '', re.sub(_SCALE, '', k))
+        assert module in str(e), (k, str(e))
+
+def one_of_each(raw)->list:
+    "A scale of each ending"
+    return list({re.search(_SCALE, k)[1]:k for k in scales(raw)}.values())
+
+def other_shapes(a)->list:
+    "Arrays of the type of `a` that cannot stand for it"
+    flat = a.reshape(-1)
+    found = [np.zeros((3,5,7), a.dtype), flat[:0], np.concatenate([flat]*3)]
+    if a.ndim>1 and a.shape[0]>1:
+        found += [a[:-1], a[...,None,:]]
+    return found
 
 @quantised
 def test_scales_that_contradict_their_weights(tmp_path, made, name):
     raw,conf = layout(made, name)
-    for k in {re.search(_SCALE, k)[1]:k
-        for k in scales(raw)}.values():
+    for k in one_of_each(raw):
         a,t = raw[k]
-        others = (
-            [
-                np.zeros((3,5,7), a.dtype),
-                a.reshape(-1)[:0],
-                np.concatenate([a.reshape(-1)]*3)]
-            +(
-                [a[:-1],a[...,None,:]]
-                if a.ndim>1 and a.shape[0]>1
-                else []))
-        for b in others:
-            assert (
-                k in str(
-                    e := refused(folder(tmp_path/'m', conf, raw|{k:(b,t)})))
-                or re.sub(_SCALE, '', k) in str(e))
-        refused(
-            folder(
-                tmp_path/'m',
-                conf,
-                raw
-                |{k:(np.ones(a.shape, np.int64),'I64')}),
-            re.sub(_SCALE, '', k))
+        module = re.sub(_SCALE, '', k)
+        for b in other_shapes(a):
+            refused(folder(tmp_path/'m', conf, raw|{k:(b,t)}), module)
+        integers = np.ones(a.shape, np.int64)
+        refused(folder(tmp_path/'m', conf, raw|{k:(integers,'I64')}), module)
 
 @quantised
 def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
     raw,conf = layout(made, name)
-    def read(*a): pytest.fail('a weight was read')
+    def read(*a):
+        pytest.fail('a weight was read')
     monkeypatch.setattr('atlas.ground.weights._assemble', read)
-    for k in {re.search(_SCALE, k)[1]:k
-        for k in scales(raw)}.values():
-        a,t = raw[k]
-        a = np.array(a)
-        a.reshape(-1)[a.size//2] = dict(
-            F8_E4M3=0xFF, U8=0xFF, F8_E8M0=0xFF,
-            BF16=0x7FC0).get(t, np.nan)
-        refused(
-            folder(tmp_path/'m', conf, raw|{k:(a,t)}),
-            re.sub(_SCALE, '', k),
-            'not a finite number')
+    none = dict(F8_E4M3=0xFF, U8=0xFF, F8_E8M0=0xFF, BF16=0x7FC0)
+    for k in one_of_each(raw):
+        a,t = np.array(raw[k][0]),raw[k][1]
+        a.reshape(-1)[a.size//2] = none.get(t, np.nan)
+        path = folder(tmp_path/'m', conf, raw|{k:(a,t)})
+        refused(path, re.sub(_SCALE, '', k), 'not a finite number')
 
 @quantised
 def test_payloads_that_contradict_the_config(tmp_path, made, name):
@@ -416,92 +404,42 @@ def test_payloads_that_contradict_the_config(tmp_path, made, name):
         return raw[k][1] in ('U8','F8_E4M3','I32') and not re.search(_SCALE, k)
     k = next(k for k in raw if payload(k))
     a,t = raw[k]
-    refused(folder(
-        tmp_path/'m',
-        conf,
-        raw|{k:(a[:-1],t)}))
-    refused(folder(
-        tmp_path/'m',
-        conf,
-        raw|{k:(np.concatenate([a,a]),t)}))
-    refused(folder(
-        tmp_path/"m",
-        conf,
-        raw|{k:(a.reshape(-1)[:0],t)}))
+    for b in (a[:-1], np.concatenate([a,a]), a.reshape(-1)[:0]):
+        refused(folder(tmp_path/'m', conf, raw|{k:(b,t)}))
 
 @each
 def test_missing_extra_and_misshapen(tmp_path, made, name):
     raw,conf = layout(made, name)
+    norm,changes = wrong_tensors(raw)
+    for i,(more,words) in enumerate(changes):
+        refused(folder(tmp_path/str(i), conf, raw|more), *words)
+    lacking = {k:v for k,v in raw.items() if k!=norm}
+    refused(folder(tmp_path/'lacking', conf, lacking), 'lacks 1 tensor', norm)
+    whole = np.zeros(raw[norm][0].shape, np.int64)
+    integers = folder(tmp_path/'integers', conf, raw|{norm:(whole,'I64')})
+    refused(integers, norm, 'I64', exc=UnsupportedError)
+
+def wrong_tensors(raw)->tuple:
+    "The name of a norm; and what may be stored instead or beside, with what is said of it"
     norm = key(raw, r'layers\.\d+\.(input_layer)?norm\.weight')
     mat = key(raw, r'(embed_tokens|embeddings)\.weight')
-    refused(
-        folder(
-            tmp_path/'a',
-            conf,
-            {k:v for k,v in raw.items() if k!=norm}),
-        'lacks 1 tensor',
-        norm)
-    refused(
-        folder(
-            tmp_path/'b',
-            conf,
-            raw|{norm[:-7]+'.bias':raw[norm]}),
-        'no use for',
-        norm[:-7]+'.bias')
-    refused(
-        folder(
-            tmp_path/'c',
-            conf,
-            raw
-            |{norm:(raw[norm][0][:-1],'BF16')}),
-        norm,
-        'asks for')
-    refused(
-        folder(
-            tmp_path/'d',
-            conf,
-            raw
-            |{mat:(raw[mat][0][:,:-1],'BF16')}),
-        mat,
-        'asks for')
-    refused(
-        folder(
-            tmp_path/'e',
-            conf,
-            raw
-            | {
-                norm:(
-                    np.zeros(raw[norm][0].shape, np.int64),
-                    'I64')}),
-        norm,
-        'I64',
-        exc=UnsupportedError)
-    refused(
-        folder(
-            tmp_path/'f',
-            conf,
-            raw
-            | {
-                mat:(
-                    np.zeros(raw[mat][0].shape, np.uint8),
-                    'F8_E4M3')}),
-        mat,
-        'no scale')
-    refused(
-        folder(
-            tmp_path/'g',
-            conf,
-            raw
-            | {norm[:-7]+'.weight_scale':(np.float32(1),'F32')}),
-        norm[:-7]+'.weight_scale',
-        'is a scale',
-        'takes none')
+    bias,scale = norm[:-7]+'.bias',norm[:-7]+'.weight_scale'
+    a,table = raw[norm][0],raw[mat][0]
+    codes = np.zeros(table.shape, np.uint8)
+    return norm,[
+        ({bias:raw[norm]}, ('no use for', bias)),
+        ({norm:(a[:-1],'BF16')}, (norm, 'asks for')),
+        ({mat:(table[:,:-1],'BF16')}, (mat, 'asks for')),
+        ({mat:(codes,'F8_E4M3')}, (mat, 'no scale')),
+        ({scale:(np.float32(1),'F32')}, (scale, 'is a scale', 'takes none'))]
 
 def alias(a, b):
     "Norms of layer 1 whose names begin with `a`, again under `b`"
     def more(raw):
-        mine = {k:v for k,v in raw.items() if k.startswith(a) and 'layers.1.' in k}
-        return {k.replace(a, b, 1):v for k,v in mine.items() if 'norm' in k}
+        mine = {k:v
+            for k,v in raw.items() if k.startswith(a) and 'layers.1.' in k}
+        return {k.replace(a, b, 1):v
+            for k,v in mine.items() if 'norm' in k}
     return more
 
 def again(name, stored):
@@ -516,7 +454,8 @@ def put(name, shape, dtype='BF16'):
 def both(name):
     "The experts as the layout `name` has them"
     def more(raw):
-        return {k:v for k,v in stored(*LAYOUTS[name])[0].items() if 'experts' in k}
+        return {k:v
+            for k,v in stored(*LAYOUTS[name])[0].items() if 'experts' in k}
     return more
 
 def split(raw):
@@ -569,9 +508,7 @@ def test_what_is_said_beside_the_config(tmp_path, made):
     want = arrays(folder(tmp_path/'a', conf, raw))
     for algo in ('NVFP4','FP8','MIXED_PRECISION'):
         d = folder(
-            tmp_path/algo,
-            conf,
-            raw,
+            tmp_path/algo, conf, raw,
             hf_quant_config=dict(
                 producer={},
                 quantization=dict(
@@ -581,8 +518,7 @@ def test_what_is_said_beside_the_config(tmp_path, made):
         refused(
             folder(
                 tmp_path/algo, conf, raw, hf_quant_config=dict(quantization=dict(quant_algo=algo))),
-            algo,
-            exc=UnsupportedError)
+            algo, exc=UnsupportedError)
     d = folder(tmp_path/'x', conf, raw)
     (d/'hf_quant_config.json').write_text('{')
     refused(d, 'hf_quant_config.json', 'JSON')
@@ -600,10 +536,7 @@ def test_bits_flipped_in_the_header(tmp_path, made, name):
     rng = np.random.default_rng(1)
     loaded = 0
     for i in rng.integers(0, n, 150):
-        f.write_bytes(splice(
-            b,
-            int(i),
-            bytes([b[i]^1<<rng.integers(8)])))
+        f.write_bytes(splice(b, int(i), bytes([b[i]^1<<rng.integers(8)])))
         try:
             got = arrays(d)
         except CheckpointError:
@@ -612,32 +545,30 @@ def test_bits_flipped_in_the_header(tmp_path, made, name):
         assert unlike(got, want)==[], int(i)
     assert loaded<15
 
+TYPES = [('F32','f4'), ('BF16','u2'), ('U8','u1'), ('F8_E4M3','u1'), ('F8_E8M0','u1'),
+    ('I32','i4'), ('F16','f2')]
+OTHERS = ('qwen3-moe-nvfp4-ct','qwen3-fp8-tensor','minimax-m2-fp8-block','gpt-oss-mxfp4',
+    'nemotron-h-nvfp4')
+
+def something_else(raw, rng)->dict:
+    "A tensor of `raw`, of any type, and half of the time of any shape"
+    names = sorted(raw)
+    k = names[rng.integers(len(names))]
+    t,dtype = TYPES[rng.integers(len(TYPES))]
+    shape = raw[k][0].shape
+    if rng.random()>=.5:
+        shape = rng.choice([0,1,2,3,16,96,160],
+            rng.integers(4))
+    return {k:(np.ones(shape, dtype),t)}
+
 def test_any_part_of_any_shape_and_type(tmp_path, made):
     "A part replaced by something else is refused, or fits as it is"
     rng = np.random.default_rng(0)
     loaded = 0
     for i in range(150):
-        name = (
-            'qwen3-moe-nvfp4-ct', 'qwen3-fp8-tensor', 'minimax-m2-fp8-block', 'gpt-oss-mxfp4',
-            'nemotron-h-nvfp4')[i%5]
-        raw,conf = layout(made, name)
-        ks = sorted(raw)
-        k,(t,dt) = (
-            ks[rng.integers(len(ks))],
-            [
-                ('F32','f4'), ('BF16','u2'), ('U8','u1'),
-                ('F8_E4M3','u1'), ('F8_E8M0','u1'), ('I32','i4'),
-                ('F16','f2')][rng.integers(7)])
-        shape = (
-            raw[k][0].shape if rng.random()<.5
-            else rng.choice(
-                [0,1,2,3,16,96,160],
-                rng.integers(4)))
+        raw,conf = layout(made, OTHERS[i%5])
         try:
-            got = arrays(folder(
-                tmp_path/'m',
-                conf,
-                raw|{k:(np.ones(shape, dt),t)}))
+            got = arrays(folder(tmp_path/'m', conf, raw|something_else(raw, rng)))
         except CheckpointError as e:
             assert str(e)
             continue
@@ -649,22 +580,14 @@ def test_any_part_of_any_shape_and_type(tmp_path, made):
 
 def many_experts()->dict:
     "A config.json with as many layers and experts as Qwen3.6-35B-A3B has, in tiny"
-    base = CONFS['qwen3_5_moe']
-    text = base['text_config']|dict(
-        num_hidden_layers=40,
-        layer_types=(['linear_attention']*3+['full_attention'])*10,
-        num_experts=256,
-        num_experts_per_tok=8,
-        hidden_size=32,
-        moe_intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        shared_expert_intermediate_size=32)
-    vision = base['vision_config']|dict(depth=27, out_hidden_size=32)
-    return base|dict(text_config=text, vision_config=vision)
+    conf = CONFS['qwen3_5_moe']
+    text = conf['text_config']|dict(
+        num_hidden_layers=40, layer_types=(['linear_attention']*3+['full_attention'])*10,
+        num_experts=256, num_experts_per_tok=8, hidden_size=32, moe_intermediate_size=32,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, linear_key_head_dim=8,
+        linear_value_head_dim=8, shared_expert_intermediate_size=32)
+    vision = conf['vision_config']|dict(depth=27, out_hidden_size=32)
+    return conf|dict(text_config=text, vision_config=vision)
 
 _IN_FP8 = re.compile(
     r'layers\.\d+\.(self_attn|mlp\.(experts|shared_expert)\.'
@@ -716,64 +639,54 @@ def test_dummies(name, weights):
         dummy_checkpoint(c, wants, weights, seed=1) as other
     ):
         a = load(d, wants, host)
-        p = load(d, wants, host, packed=True)
-        assert (
-            unlike(a, p)==[]
-            and unlike(a, load(again, wants, host))==[]
-            and unlike(a, load(other, wants, host)))
-        assert (
-            all(np.isfinite(x).all() for x in a.values())
-            and {w.name:w.shape for w in wants}=={
-                k:x.shape
-                for k,x in a.items()})
-        assert (
-            (d.nbytes<.8*sum(2*x.size for x in a.values()))
-            == (
-                weights!='bf16' if name in ('gpt_oss','minimax_m2')
-                else weights not in ('bf16','as-shipped')))
+        assert unlike(a, load(d, wants, host, packed=True))==[]
+        assert unlike(a, load(again, wants, host))==[]
+        assert unlike(a, load(other, wants, host))
+    assert all(np.isfinite(x).all() for x in a.values())
+    assert {w.name:w.shape for w in wants}=={k:x.shape
+        for k,x in a.items()}
+    shipped_packed = name in ('gpt_oss','minimax_m2')
+    plain = ('bf16',) if shipped_packed else ('bf16','as-shipped')
+    small = d.nbytes<.8*sum(2*x.size for x in a.values())
+    assert small==(weights not in plain)
 
-def test_dummies_like_a_checkpoint(tmp_path, made):
-    for name in ('qwen3.5-moe-mixed','gpt-oss-mxfp4','nemotron-h-nvfp4'):
-        raw,conf = layout(made, name)
-        with open_checkpoint(folder(tmp_path/name, conf, raw)) as ck:
-            m,wants = plan(ck)
-            with dummy_checkpoint(ck.config, wants, 'as-shipped', like=ck) as d:
-                assert (
-                    {
-                        k:(t.fmt if len(t.shape)>1 else '',t.shape)
-                        for k,t in d.tensors.items()}
-                    =={
-                        k:(t.fmt if len(t.shape)>1 else '',t.shape)
-                        for k,t in ck.tensors.items() if 'input_scale' not in k})
-                assert all(np.isfinite(x).all()
-                    for x in load(d, wants, host).values())
+@pytest.mark.parametrize('name', ['qwen3.5-moe-mixed','gpt-oss-mxfp4','nemotron-h-nvfp4'])
+def test_dummies_like_a_checkpoint(tmp_path, made, name):
+    raw,conf = layout(made, name)
+    def kinds(ck):
+        "Shapes of tensors, and formats of matrices"
+        ts = {k:t for k,t in ck.tensors.items() if 'input_scale' not in k}
+        return {k:(t.fmt if len(t.shape)>1 else '', t.shape)
+            for k,t in ts.items()}
+    with open_checkpoint(folder(tmp_path, conf, raw)) as ck:
+        m,wants = plan(ck)
+        with dummy_checkpoint(ck.config, wants, 'as-shipped', like=ck) as d:
+            assert kinds(d)==kinds(ck)
+            assert all(np.isfinite(x).all()
+                for x in load(d, wants, host).values())
 
 # ---- memory
 
+class SmallHost(Host):
+    "A host with `n` bytes"
+    def __init__(self, n):
+        self.n = n
+    def memory(self): return Memory(self.n, self.n)
+    def carve(self, shapes):
+        assert self.n>=4*sum(int(np.prod(s)) for s in shapes)
+        return super().carve(shapes)
+
 def test_what_does_not_fit_is_refused(tmp_path, made):
-    from atlas.ground.core import OutOfMemoryError
-    from atlas.card.device import Host,Memory
     raw,conf = layout(made, 'qwen3-fp8-tensor')
     d = folder(tmp_path, conf, raw)
-    class Small(Host):
-        def __init__(self, n):
-            self.n = n
-        def memory(self): return Memory(self.n, self.n)
-        def carve(self, shapes):
-            assert self.n>=4*sum(int(np.prod(s)) for s in shapes)
-            return super().carve(shapes)
-    whole,packed = (
-        sum(w.nbytes for w in arrays(d, packed=p).values())
-        for p in (False,True))
+    def size(packed): return sum(w.nbytes for w in arrays(d, packed=packed).values())
+    whole,packed = size(False),size(True)
     assert packed<whole/2
-    for n,p,ok in (
-        (whole,False,True), (whole-1,False,False),
-        (whole-1,True,True), (packed//2,True,False)):
-        if ok:
-            arrays(d, Small(n), packed=p)
-        else:
-            with pytest.raises(OutOfMemoryError, match='need'):
-                arrays(d, Small(n), packed=p)
+    arrays(d, SmallHost(whole), packed=False)
+    arrays(d, SmallHost(whole-1), packed=True)
+    for n,p in ((whole-1,False), (packed//2,True)):
+        with pytest.raises(OutOfMemoryError, match='need'):
+            arrays(d, SmallHost(n), packed=p)
 
 @pytest.mark.parametrize('name', ['llama-int4-ct','llama-gptq','qwen3-awq'])
 def test_inspect_shows_integers(tmp_path, made, name):

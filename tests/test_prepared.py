@@ -25,33 +25,36 @@ def bits(a): return card.download(a).view('u4')
 def matrix(fmt, n, k):
     return pack(QTensor.encode(normal(n, k), fmt), card, exact=True)
 
+def summed(found):
+    "Rows [R, k] that `expert_sum` makes of what experts found"
+    R,picks,k = found.part.shape
+    x,grid = card.empty((R,k)),(-(-k//512),R)
+    run('expert_sum', grid, 128, found.share, found.part,
+        found.add, x, HIDDEN=k, PICKS=picks)
+    return x
+
+def same_tiles(tiles, others):
+    "Tiles have the same bits, where they were written: beyond the rows nothing is"
+    empty = card.download(card.empty((1,), 'uint8'))[0]
+    for a,b in zip(tiles, others):
+        if b is None:
+            continue
+        a,b = (card.download(t).view('u1') for t in (a,b))
+        written = a!=empty
+        np.testing.assert_array_equal(a[written], b[written])
+
 @pytest.mark.parametrize('extra', (False,True))
 def test_experts_leave_their_rows(extra):
     R,picks,k = 17,3,832
     w = matrix('NVFP4', 40, k)
     e = matrix('BF16', 20, k) if extra else None
-    share = up(R, picks)
-    part = up(R, picks, k)
-    add = up(R, k)
-    gain = up(k)
-    x = card.empty((R,k))
-    y = card.empty((R,k))
-    run(
-        'expert_sum', (-(-k//512),R), 128, share, part, add,
-        x, HIDDEN=k, PICKS=picks)
-    h = prepared_rows(y, Reader(w, gain, 1e-6, e), Found(share, part, add))
+    found,gain = Found(up(R, picks), up(R, picks, k), up(R, k)),up(k)
+    x,y = summed(found),card.empty((R,k))
+    h = prepared_rows(y, Reader(w, gain, 1e-6, e), found)
     np.testing.assert_array_equal(bits(y), bits(x))
-    p = many._Product(card, w, e, R)
-    for a,b in zip(
-        h.tiles,
-        p.halves(x, gain, 1e-6, None, dict(NORM=1))):
-        if b is None:
-            continue
-        a,b = (card.download(t).view('u1') for t in (a,b))
-        written = a!=card.download(card.empty((1,), 'uint8'))[0]  # beyond the rows nothing is
-        np.testing.assert_array_equal(a[written], b[written])
-    got,want = (
-        bits(gemv_wide(v, w, gain=gain, eps=1e-6, extra=e))
+    same_tiles(h.tiles,
+        many._Product(card, w, e, R).halves(x, gain, 1e-6, None, dict(NORM=1)))
+    got,want = (bits(gemv_wide(v, w, gain=gain, eps=1e-6, extra=e))
         for v in (h.instead(y),x))
     np.testing.assert_array_equal(got, want)
 
@@ -62,26 +65,18 @@ def test_rows_of_another_product_are_made_anew():
     gain = up(256)
     h = many.Prepared(9, Reader(w, gain, 1e-6), (), x)
     assert h.of(w, gain, 1e-6, None) and h.instead(x) is h
-    others = (
-        (v,gain,1e-6,None),
-        (w,up(256),1e-6,None),
-        (w,gain,1e-5,None),
-        (w,gain,1e-6,v))
-    for o in others:
-        assert not h.of(*o)
+    for other in ((v,gain,1e-6,None), (w,up(256),1e-6,None), (w,gain,1e-5,None), (w,gain,1e-6,v)):
+        assert not h.of(*other)
     y = up(9, 256)
     assert h.instead(y) is y
-    got,want = (
-        bits(gemv_wide(a, v, gain=gain, eps=1e-6))
+    got,want = (bits(gemv_wide(a, v, gain=gain, eps=1e-6))
         for a in (h,x))
     np.testing.assert_array_equal(got, want)
 
 def test_experts_leave_them_for_what_they_return():
     "So that the product which reads them next finds them, and makes them no second time"
-    E = 4
-    H = 64
-    I = 32
-    R = 9
+    E,R = 4,9
+    H,I = 64,32
     def bank(*s, **kw):
         return pack(QTensor.encode(normal(*s), 'NVFP4'), card, **kw)
     router = pack(normal(E, H), card, exact=True)
@@ -91,32 +86,30 @@ def test_experts_leave_them_for_what_they_return():
     made = []
     how = up(H), 1e-6, router, *banks, MoEConfig(E, 2, I), 'silu'
     x = up(R, H)
-    y = moe_wide(
-        x, *how, add=x, reader=Reader(w, gain, 1e-6),
-        made=made)
+    y = moe_wide(x, *how, add=x,
+        reader=Reader(w, gain, 1e-6), made=made)
     left = made.pop()
     assert left.instead(y) is left and left.of(w, gain, 1e-6, None)
     np.testing.assert_array_equal(bits(y), bits(moe_wide(x, *how, add=x)))
+
+def launched(m, shape)->list:
+    "Names of the kernels of a step"
+    with recording(launch=False) as seen:
+        engine(m, seqs=16).stepper.body(shape)
+    return [n for n,*_ in seen.calls]
 
 @pytest.mark.parametrize('full', (False,True))
 def test_the_head_finds_them(full):
     """After the last layer's experts nobody adds up rows by themselves, and logits are those of
     the rows"""
     m = models('qwen3.6-moe', 'nvfp4')[1]
-    e = engine(m, seqs=16)
-    shape = StepShape(16, 64, full, False)
-    with recording(launch=False) as seen:
-        e.stepper.body(shape)
-    names = [n for n,*_ in seen.calls]
+    names = launched(m, StepShape(16, 64, full, False))
     assert 'expert_sum' not in names and names.count('experts_wide')+names.count('expert_strips')
     last = len(names)-1-names[::-1].index('gemv_wide')
     assert names[last-1]=='gemv_halves' and names[last-2]!='gemv_halves'
     c = cache_of(m, 16)
-    b = make_batch(
-        [Piece([i+5], 0, [i], i) for i in range(9)],
-        False,
-        16,
-        card)
+    b = make_batch([Piece([i+5], 0, [i], i) for i in range(9)],
+        False, 16, card)
     x = m.trunk(b, c, made=(made := []))
     assert isinstance(h := made[-1].instead(x), many.Prepared)
     got,want = (bits(m.head(r, m.last_norm))

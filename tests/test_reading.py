@@ -31,8 +31,7 @@ def collect(pieces, *args, **kw):
 
 ranges = st.lists(
     st.tuples(st.integers(0, 40_000), st.integers(0, 30_000)),
-    min_size=1,
-    max_size=12)
+    min_size=1, max_size=12)
 
 @given(
     ranges, st.integers(1, 9), st.integers(1, 4),
@@ -84,27 +83,25 @@ def aligned(n, more=0):
     at = -whole.ctypes.data%BLOCK+more
     return whole[at:at+n]
 
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 3), st.integers(1, 40_000),
-            st.booleans()),
-        min_size=1,
-        max_size=9),
-    st.integers(1, 3),
-    st.booleans())
+def with_homes(file, some)->tuple:
+    "Pieces of a file, and homes of some: of each the blocks before it, its bytes, and has it one?"
+    pieces,homes,at = [],{},0
+    for i,(gap,n,home) in enumerate(some):
+        at = -(-at//BLOCK)*BLOCK+gap*BLOCK
+        n = max(0, min(n, file.size-at))
+        pieces.append(Extent(file, at, n, i))
+        if home and n:
+            homes[i] = aligned(n)
+        at += n
+    return pieces,homes
+
+_piece = st.tuples(st.integers(0, 3), st.integers(1, 40_000), st.booleans())
+@given(st.lists(_piece, min_size=1, max_size=9), st.integers(1, 3), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_read_where_they_stay(random_file, some, blocks, direct):
     """Pieces with homes need no buffer, whatever lies beside them;
     not a byte beside a home is written"""
-    pieces,homes,at = [],{},0
-    for i,(gap,n,home) in enumerate(some):
-        at = -(-at//BLOCK)*BLOCK+gap*BLOCK
-        n = max(0, min(n, random_file.size-at))
-        pieces.append(Extent(random_file, at, n, i))
-        if home and n:
-            homes[i] = aligned(n)
-        at += n
+    pieces,homes = with_homes(random_file, some)
     got = {}
     def take(key, at, data):
         if key in homes:
@@ -112,11 +109,10 @@ def test_read_where_they_stay(random_file, some, blocks, direct):
         else:
             got.setdefault(key, np.zeros(pieces[key].nbytes, np.uint8))[at:at+len(data)] = data
     read_pieces(pieces, take, Ring(2, blocks*BLOCK), 2, direct, homes)
+    found = got|homes
     for p in pieces:
         if p.nbytes:
-            assert np.array_equal(
-                {**got,**homes}[p.key],
-                RANDOM[p.offset:p.offset+p.nbytes])
+            assert np.array_equal(found[p.key], RANDOM[p.offset:p.offset+p.nbytes])
     for a in homes.values():
         end = a.ctypes.data-a.base.ctypes.data+len(a)
         assert not a.base[end:].any()
@@ -137,7 +133,8 @@ def test_without_direct_reads(random_file, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(reading, '_DIRECT', 0)
         assert plain()==0
-    def refuse(*args): raise OSError(errno.EINVAL, 'refused')
+    def refuse(*args):
+        raise OSError(errno.EINVAL, 'refused')
     with monkeypatch.context() as m:
         m.setattr(reading.os, 'open', refuse)
         assert plain()==0
@@ -180,17 +177,20 @@ def fails(pieces, take, ring, error, match, **kw):
         read_pieces(pieces, take, ring, **kw)
     assert not threads() and descriptors()==before
 
-def nothing(key, at, data): pass
+def nothing(key, at, data):
+    pass
 
 @pytest.mark.parametrize('direct', (True,False))
 def test_truncated(small, direct):
     pieces = [Extent(small, 0, small.size, 0)]
-    def shorten(key, at, data): os.truncate(small.path, 100_001)
+    def shorten(key, at, data):
+        os.truncate(small.path, 100_001)
     fails(pieces, shorten, Ring(2, 4*BLOCK), CheckpointError, 'ends at byte', direct=direct)
     assert small.size==len(RANDOM)
 
 def test_truncated_after_the_last_read(small):
-    def shorten(key, at, data): os.truncate(small.path, 7)
+    def shorten(key, at, data):
+        os.truncate(small.path, 7)
     fails(
         [Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK),
         CheckpointError, 'was changed')
@@ -212,7 +212,8 @@ def test_replaced_is_not_changed(small):
     assert np.array_equal(got[0], RANDOM)
 
 def test_disk_error(small, monkeypatch):
-    def broken(*args): raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def broken(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
     monkeypatch.setattr(reading.os, 'preadv', broken)
     fails(
         [Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK),
@@ -254,7 +255,8 @@ def test_buffers_are_waited_for(small):
     assert len(ring._made)<=3 and r.nbytes==small.size
 
 def test_a_wait_that_fails(small):
-    def late(): raise RuntimeError('the card is gone')
+    def late():
+        raise RuntimeError('the card is gone')
     def take(key, at, data): return late
     for n in (100, small.size):
         fails(
@@ -273,8 +275,7 @@ def test_memory_of_ones_own(small):
     assert np.array_equal(got[0], RANDOM[1:70_001])
     assert made and set(made)=={3*BLOCK} and len(made)<=2
     odd = Ring(
-        1,
-        BLOCK,
+        1, BLOCK,
         lambda n: memoryview(mmap.mmap(-1, n+BLOCK))[8:])
     fails([Extent(small, 0, 10, 0)], nothing, odd, ConfigError, 'multiple of')
     with pytest.raises(ConfigError):
@@ -383,7 +384,8 @@ def test_the_earliest_window_goes_first():
 
 def test_a_failed_read_leaves_the_gate(random_file, monkeypatch):
     "Whoever waits for the one that may read is not left waiting"
-    def fill(source, memory, start, need): raise CheckpointError('no')
+    def fill(source, memory, start, need):
+        raise CheckpointError('no')
     monkeypatch.setattr(reading._Source, 'fill', fill)
     begun = reading.Readers
     monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, allowed=1))

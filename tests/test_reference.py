@@ -155,8 +155,7 @@ def test_greedy_through_the_engine(name):
     n = len(want)
     assert greedy(m, [r['ids']], n)==[want]
     mates = [
-        r['ids'][:5],
-        r['ids'],
+        r['ids'][:5], r['ids'],
         r['ids'][::-1][:67]]
     assert greedy(m, mates, n, chunk=64)[1]==want
 
@@ -289,8 +288,7 @@ LAYOUTS = {
     text_only:['mistral3-wrapped','qwen35-moe-stacked','qwen3-next'],
     any_prefix:['nemotron-h','gpt-oss'],
     plain_prefix:['mistral3-wrapped','qwen35-dense','gemma4-moe'],
-    apart:['qwen35-moe-stacked','gemma4-moe'],
-    together:['qwen3-next','qwen3-moe-some-layers'],
+    apart:['qwen35-moe-stacked','gemma4-moe'], together:['qwen3-next','qwen3-moe-some-layers'],
     wider:['minimax-m2','gpt-oss-mxfp4']}
 
 @pytest.mark.parametrize(

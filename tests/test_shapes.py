@@ -8,7 +8,6 @@ from atlas.ground.core import CheckpointError,ConfigError,UnsupportedError
 from atlas.card.device import get_device
 from atlas.model.model import build,load_model
 from atlas.ground.weights import dummy_checkpoint,load,open_checkpoint
-from helpers.checkpoints import st_bytes
 from helpers.reference import Run,data,rewritten
 
 host = get_device('cpu')
@@ -31,32 +30,15 @@ def _sizes(p, kv, L, E)->dict:
     "Widths and numbers that any of the families may look at; `p` picks one of some"
     kh,g = p(1,2),p(1,3)
     return dict(
-        vocab_size=43,
-        hidden_size=p(17,24,65),
-        num_hidden_layers=L,
-        num_attention_heads=kv*p(1,3,8),
-        num_key_value_heads=kv,
-        intermediate_size=p(7,32,96),
-        max_position_embeddings=256,
-        rms_norm_eps=1e-5,
-        eos_token_id=2,
-        num_experts=E,
-        num_local_experts=E,
-        n_routed_experts=E,
-        num_experts_per_tok=p(1,E),
-        moe_intermediate_size=p(8,32,33),
-        linear_num_key_heads=kh,
-        linear_num_value_heads=kh*p(1,3),
-        linear_key_head_dim=p(4,12),
-        linear_value_head_dim=p(6,16),
-        linear_conv_kernel_dim=p(2,4,5),
-        conv_kernel=p(2,4,5),
-        shared_expert_intermediate_size=p(8,33),
-        moe_shared_expert_intermediate_size=9,
-        mamba_head_dim=p(4,12),
-        n_groups=g,
-        mamba_num_heads=g*p(1,2),
-        ssm_state_size=p(4,10),
+        vocab_size=43, hidden_size=p(17,24,65), num_hidden_layers=L,
+        num_attention_heads=kv*p(1,3,8), num_key_value_heads=kv, intermediate_size=p(7,32,96),
+        max_position_embeddings=256, rms_norm_eps=1e-5, eos_token_id=2,
+        num_experts=E, num_local_experts=E, n_routed_experts=E, num_experts_per_tok=p(1,E),
+        moe_intermediate_size=p(8,32,33), linear_num_key_heads=kh,
+        linear_num_value_heads=kh*p(1,3), linear_key_head_dim=p(4,12),
+        linear_value_head_dim=p(6,16), linear_conv_kernel_dim=p(2,4,5), conv_kernel=p(2,4,5),
+        shared_expert_intermediate_size=p(8,33), moe_shared_expert_intermediate_size=9,
+        mamba_head_dim=p(4,12), n_groups=g, mamba_num_heads=g*p(1,2), ssm_state_size=p(4,10),
         sliding_window=p(1,5,64,100))
 
 def _gemma(p, kv, E)->dict:
@@ -69,15 +51,25 @@ def _gemma(p, kv, E)->dict:
 def _granite(p, g, E)->dict:
     "What only a hybrid Granite's says"
     return dict(
-        hidden_size=12*g,
-        mamba_n_heads=p(1,2)*g,
-        mamba_n_groups=g,
-        mamba_expand=2,
-        mamba_d_state=p(4,10),
-        mamba_d_conv=p(2,4),
-        num_local_experts=p(0,E),
-        num_experts_per_tok=1,
-        position_embedding_type=p('nope','rope'))
+        hidden_size=12*g, mamba_n_heads=p(1,2)*g, mamba_n_groups=g, mamba_expand=2,
+        mamba_d_state=p(4,10), mamba_d_conv=p(2,4), num_local_experts=p(0,E),
+        num_experts_per_tok=1, position_embedding_type=p('nope','rope'))
+
+def _any_granite(p)->dict:
+    "What every Granite's says"
+    return dict(
+        embedding_multiplier=3, attention_multiplier=.2, residual_multiplier=.3,
+        logits_scaling=2, shared_intermediate_size=p(8,33), tie_word_embeddings=p(True,False))
+
+def _qwen(kind, hd)->dict:
+    "How much of a head Qwen's newer files turn, and by which of three positions"
+    if kind not in ('qwen3_next','qwen3_5_text'):
+        return {}
+    d = dict(partial_rotary_factor=1.0)
+    if kind=='qwen3_5_text':
+        sections = dict(mrope_section=[hd//2,0,0], mrope_interleaved=True)
+        d['rope_scaling'] = sections|dict(rope_type='default')
+    return d
 
 _TYPES = dict( # Kinds of layers that a family mixes
     qwen3_next=('linear_attention','full_attention'),
@@ -96,11 +88,7 @@ def configs(draw):
     d = dict(model_type=kind, head_dim=hd)|_sizes(p, kv, L, E)
     if kind in _TYPES:
         d['layer_types'] = kinds(*_TYPES[kind])
-    if kind in ('qwen3_next','qwen3_5_text'):
-        d['partial_rotary_factor'] = 1.0
-    if kind=='qwen3_5_text':
-        sections = dict(mrope_section=[hd//2,0,0], mrope_interleaved=True)
-        d['rope_scaling'] = sections|dict(rope_type='default')
+    d |= _qwen(kind, hd)
     if kind=='gemma4_text':
         d |= _gemma(p, kv, E)
     if kind=='nemotron_h':
@@ -108,10 +96,15 @@ def configs(draw):
     if kind=='granitemoehybrid':
         d |= _granite(p, d['n_groups'], E)
     if kind.startswith('granite'):
-        d |= dict(embedding_multiplier=3, attention_multiplier=.2)
-        d |= dict(residual_multiplier=.3, logits_scaling=2)
-        d |= dict(shared_intermediate_size=p(8,33), tie_word_embeddings=p(True,False))
+        d |= _any_granite(p)
     return ModelConfig.from_hf(d)
+
+def made_up(c, weights, seed)->list:
+    "Models of random weights: plain numbers, and the same as they are stored"
+    wants = build(c).wants()
+    with dummy_checkpoint(c, wants, weights, seed) as ck:
+        return [build(c).bind(load(ck, wants, host, packed=packed), host, 256)
+            for packed in (False,True)]
 
 @settings(deadline=None, max_examples=60)
 @given(
@@ -122,12 +115,8 @@ def configs(draw):
 def test_any_shape(c, weights, T, seed):
     """Packed weights and plain ones, a prompt at once and in chunks: the same bits. Token by
     token: the same numbers"""
-    m = build(c)
     ids = np.random.default_rng(seed).integers(0, c.vocab_size, T+3).tolist()
-    def bound(ck, packed):
-        return build(c).bind(load(ck, m.wants(), host, packed=packed), host, 256)
-    with dummy_checkpoint(c, m.wants(), weights, seed) as ck:
-        plain,packed = bound(ck, False),bound(ck, True)
+    plain,packed = made_up(c, weights, seed)
     a,b = Run(plain),Run(packed)
     whole = a.prefill(ids[:T])
     assert np.isfinite(whole).all() and whole.shape==(T,c.vocab_size)
@@ -154,6 +143,21 @@ def changed(path, name, fn, **conf):
     (path/'config.json').write_text(json.dumps(c))
     return path
 
+def fewer_experts(ts, n)->dict:
+    "Tensors of the first `n` experts, and of routers as many rows"
+    def there(k):
+        m = re.search(r'experts\.(\d+)\.', k)
+        return not m or int(m[1])<n
+    routers = re.compile(r'(gate|(gate\.)?e_score_correction_bias)(\.weight)?$')
+    def cut(k, a): return a[:n] if routers.search(k) and a.shape[0]>1 else a
+    return {k:cut(k, a) for k,a in ts.items() if there(k)}
+
+def unpicked(ts)->dict:
+    "Two experts, and the same router twice: ties go to the first"
+    routers = re.compile(r'(mlp|mixer|block_sparse_moe)\.gate\.weight$|e_score_correction_bias$')
+    def twice(k, a): return np.concatenate([a[:1],a[:1]]) if routers.search(k) and len(a)==2 else a
+    return {k:twice(k, a) for k,a in fewer_experts(ts, 2).items()}
+
 @pytest.mark.parametrize(
     'name,key',
     [
@@ -161,75 +165,42 @@ def changed(path, name, fn, **conf):
         ('qwen3-moe-ct-nvfp4','num_experts'), ('nemotron-nvfp4','n_routed_experts')])
 def test_a_lone_expert(tmp_path, name, key):
     "Stored by itself it is no stack, and of two the second never picked changes nothing"
-    def cut(n):
-        return lambda ts: {
-            k:a
-            if not re.search(
-                r'(gate|gate\.e_score_correction_bias|e_score_correction_bias)(\.weight)?$', k)
-            or a.shape[0]==1
-            else a[:n]
-            for k,a in ts.items()
-            if not (m := re.search(r'experts\.(\d+)\.', k))
-            or int(m[1])<n}
-    one = changed(
-        tmp_path/'1', name, cut(1), **{key:1, 'num_experts_per_tok':1})
-    def unpicked(ts):  # the same router twice: ties go to the first
-        ts = cut(2)(ts)
-        for k,a in ts.items():
-            if (
-                re.search(
-                    r'(mlp|mixer|block_sparse_moe)\.gate\.weight$|e_score_correction_bias$', k)
-                and len(a)==2):
-                ts[k] = np.concatenate([a[:1],a[:1]])
-        return ts
+    def first(ts): return fewer_experts(ts, 1)
+    one = changed(tmp_path/'1', name, first, **{key:1, 'num_experts_per_tok':1})
     two = changed(tmp_path/'2', name, unpicked, **{key:2, 'num_experts_per_tok':1})
     a,b = logits(one),logits(two)
     assert np.isfinite(a).all()
-    assert (
-        np.abs(a-b).max()
-        <1e-5*np.abs(b).max())
+    assert np.abs(a-b).max()<1e-5*np.abs(b).max()
 
 @pytest.mark.parametrize('name', ('smollm2-tied','qwen3-vl'))
 def test_tied_and_stored_all_the_same(tmp_path, name):
     """The embedding once more is left unread;
     what is not the embedding is used, as the transformers library does"""
-    def E(ts): return next(k for k in ts if k.endswith('embed_tokens.weight'))
-    same = changed(
-        tmp_path/'same', name, lambda ts: ts|{'lm_head.weight':ts[E(ts)]})
-    other = changed(
-        tmp_path/'other',
-        name,
-        lambda ts: ts
-        |{'lm_head.weight':ts[E(ts)][::-1].copy()})
+    def with_head(head):
+        "A model whose output matrix is made of its embedding"
+        def more(ts):
+            embedding = next(k for k in ts if k.endswith('embed_tokens.weight'))
+            return ts|head(ts[embedding])
+        return changed(tmp_path, name, more)
     want = logits(data/name)
-    assert (
-        (logits(same)==want).all()
-        and (m := opened(same)).lm_head is m.embed_tokens)
-    assert (
-        (logits(other)==want[:,::-1]).all()
-        and (m := opened(other)).lm_head is not m.embed_tokens)
+    same = with_head(lambda e: {'lm_head.weight':e})
+    assert (logits(same)==want).all()
+    assert (m := opened(same)).lm_head is m.embed_tokens
+    other = with_head(lambda e: {'lm_head.weight':e[::-1].copy()})
+    assert (logits(other)==want[:,::-1]).all()
+    assert (m := opened(other)).lm_head is not m.embed_tokens
     with pytest.raises(CheckpointError, match='lm_head.bias'):
-        logits(changed(
-            tmp_path/'bias',
-            name,
-            lambda ts: ts|{'lm_head.bias':np.ones(3, np.float32)}))
+        logits(with_head(lambda e: {'lm_head.bias':np.ones(3, np.float32)}))
     with pytest.raises(CheckpointError, match='lm_head.weight'):
-        logits(changed(
-            tmp_path/'short',
-            name,
-            lambda ts: ts
-            |{'lm_head.weight':ts[E(ts)][1:].copy()}))
+        logits(with_head(lambda e: {'lm_head.weight':e[1:].copy()}))
 
 def _experts(ts, turn=False):
     "Experts of 20: gate and up are as wide together as the model of 40, a square"
     def cut(k, a):
         if k.endswith('experts.gate_up_proj'):
             # (E,H,40), stored [in,out]
-            a = np.concatenate(
-                [
-                    a[...,:16], a[...,:4],
-                    a[...,16:], a[...,16:20]],
-                -1)
+            wider = [a[...,:16], a[...,:4], a[...,16:], a[...,16:20]]
+            a = np.concatenate(wider, -1)
         elif k.endswith('experts.down_proj'):
             a = np.concatenate([a,a[:,:4]], 1)
         else:

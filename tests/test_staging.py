@@ -19,9 +19,7 @@ def realign(path, residue):
         b = p.read_bytes()
         n, = struct.unpack('<Q', b[:8])
         more = (residue-n)%8
-        p.write_bytes(struct.pack(
-            '<Q',
-            n+more)+b[8:8+n]+b' '*more+b[8+n:])
+        p.write_bytes(struct.pack('<Q', n+more)+b[8:8+n]+b' '*more+b[8+n:])
     return path
 
 class ByHost(packer):
@@ -45,31 +43,31 @@ class Counting(packer):
 def loaded(path, put, card, parts=('','mtp')):
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        return load(
-            ck, wants, card, ignore=(*IGNORE,*m.ignore),
-            parts=parts, put=put)
+        ignore = *IGNORE,*m.ignore
+        return load(ck, wants, card, ignore=ignore, parts=parts, put=put)
+
+def same_packed(x, y, k):
+    "Are two packed matrices of the name `k` the same to the bit?"
+    for what in ('fmt','n','k','experts','pair'):
+        assert getattr(x, what)==getattr(y, what), (k,what)
+    for part in ('w','s','gs'):
+        p,q = getattr(x, part),getattr(y, part)
+        assert (p is None)==(q is None), (k,part)
+        if p is None:
+            continue
+        assert strips_whole(p)
+        assert (p.shape,p.dtype)==(q.shape,q.dtype), (k,part)
+        assert p.tobytes()==q.tobytes(), (k,part)
 
 def same(a, b, card):
     "Are two loaded models the same to the bit?"
     assert a.keys()==b.keys()
-    for k in a:
-        x,y = a[k],b[k]
-        assert type(x)==type(y), k
-        if not isinstance(x, Packed):
-            if x is not None:
-                assert np.array_equal(card.download(x), card.download(y)), k
-            continue
-        assert (
-            (x.fmt,x.n,x.k,x.experts,x.pair)
-            ==(y.fmt,y.n,y.k,y.experts,y.pair)), k
-        for part in ('w','s','gs'):
-            p,q = getattr(x, part),getattr(y, part)
-            assert (p is None)==(q is None), (k,part)
-            if p is None:
-                continue
-            assert strips_whole(p)
-            assert (p.shape,p.dtype)==(q.shape,q.dtype), (k,part)
-            assert p.tobytes()==q.tobytes(), (k,part)
+    for k,x in a.items():
+        assert type(x)==type(b[k]), k
+        if isinstance(x, Packed):
+            same_packed(x, b[k], k)
+        elif x is not None:
+            assert np.array_equal(card.download(x), card.download(b[k])), k
 
 @pytest.fixture(scope='module')
 def card(): return Emulator()
@@ -78,17 +76,15 @@ def card(): return Emulator()
 def test_every_layout(tmp_path, card, name, monkeypatch):
     conf = LAYOUTS[name][0]
     raw,_ = stored(*LAYOUTS[name])
-    path = realign(
-        folder(tmp_path, CONFS[conf], raw, shards=1+len(name)%3),
-        0)
+    path = realign(folder(tmp_path, CONFS[conf], raw, shards=1+len(name)%3), 0)
     want = loaded(path, ByHost(card), card)
     for window in (1<<23,BLOCK):
         monkeypatch.setattr(weights, '_WINDOW', window)
         put = Counting(card)
         same(loaded(path, put, card), want, card)
     matrices = [k for k,p in want.items() if isinstance(p, Packed)]
-    assert len(put.mine)>=len(matrices)*(
-        .1 if 'int4' in name or 'gptq' in name or 'awq' in name else .6)
+    integers = any(how in name for how in ('int4','gptq','awq'))
+    assert len(put.mine)>=len(matrices)*(.1 if integers else .6)
 
 @pytest.mark.parametrize('quantization', ('nvfp4','fp8'))
 @pytest.mark.parametrize('name', [n for n in LAYOUTS if len(n)%4==0])
@@ -129,6 +125,21 @@ def flat(incoming):
     return [(k,p,s) for k,to in enumerate(incoming)
         for t in to.ts for p,s in t.spans.items()]
 
+def place(span): return span.file.name,span.offset
+
+def staged(ck, stage)->list:
+    "All that is wanted of a checkpoint, shown to what packs on the card"
+    m,wants = plan(ck)
+    picks = weights.planned(ck, wants, (*IGNORE,*m.ignore))
+    incoming = [weights._Incoming(ck, *p) for p in picks if p[1]]
+    for to in incoming:
+        to.landing = stage.add(to.want, to.way, to.ts, to.seen)
+    return incoming
+
+def moves_of(to)->list:
+    "Number of the move of each part of a want; -1 where it is the host's"
+    return to.landing.moves.tolist() if to.landing else [-1]*len(flat([to]))
+
 @pytest.mark.parametrize(
     'name,anew',
     [('qwen3-moe-nvfp4-ct',None), ('qwen3-fp8-half','nvfp4'), ('gpt-oss','nvfp4')])
@@ -138,25 +149,19 @@ def test_parts_come_as_they_lie_in_files(tmp_path, card, name, anew):
     raw,_ = stored(*LAYOUTS[name])
     path = realign(folder(tmp_path, CONFS[conf], raw, shards=3), 0)
     with open_checkpoint(path) as ck:
-        m,wants = plan(ck)
-        picks = weights.planned(ck, wants, (*IGNORE,*m.ignore))
-        incoming = [weights._Incoming(ck, *p) for p in picks if p[1]]
         stage = packer(card, anew).staging(1<<20)
-        for to in incoming:
-            to.landing = stage.add(to.want, to.way, to.ts, to.seen)
+        incoming = staged(ck, stage)
         parts,every = weights._in_files(incoming),flat(incoming)
-        places = [(s.file.name,s.offset) for *_,s in every]
-        order = sorted(range(len(every)), key=places.__getitem__)
+        order = sorted(range(len(every)),
+            key=lambda i: place(every[i][2]))
         assert order!=list(range(len(every)))
-        assert (
-            [(s.file.name,s.offset) for s in parts.spans]
-            ==[places[i] for i in order])
-        assert parts.want.tolist()==[every[i][0] for i in order]
-        moves = [n for to in incoming
-            for n in (to.landing.moves.tolist() if to.landing else [-1]*len(flat([to])))]
+        in_order = [every[i] for i in order]
+        assert list(map(place, parts.spans))==[place(s) for *_,s in in_order]
+        assert parts.want.tolist()==[k for k,*_ in in_order]
+        moves = [n for to in incoming for n in moves_of(to)]
         assert weights._moves(incoming, parts).tolist()==[moves[i] for i in order]
         assert max(moves)>0
-        held = [incoming[every[i][0]] for i in order if every[i][1]=='data']
+        held = [incoming[k] for k,part,_ in in_order if part=='data']
         held = [to for to in held if to.landing and to.landing.anew]
         assert weights._waiting(incoming, parts)==held and bool(held)==bool(anew)
         stage.close()
@@ -177,10 +182,8 @@ def spoil(path, name, byte, value):
 def stored_in(path, fmt, part):
     "The last tensor of a folder in this format, as `spoil` wants it"
     with open_checkpoint(path) as ck:
-        return max(
-            (t.stored,part) for t in ck.tensors.values()
-            if t.fmt==fmt and len(t.shape)>1
-            and 'mtp' not in t.stored)
+        matrices = [t for t in ck.tensors.values() if t.fmt==fmt and len(t.shape)>1]
+        return max((t.stored,part) for t in matrices if 'mtp' not in t.stored)
 
 _f = np.float32
 _BROKEN = [ # layout, format, part, byte from the end, bytes, what is said
@@ -214,7 +217,8 @@ def test_zero_scales_are_numbers(tmp_path, card):
     raw,_ = stored(*LAYOUTS['qwen3-fp8-channel'])
     path = realign(folder(tmp_path, CONFS['qwen3'], raw), 0)
     spoil(path, stored_in(path, 'FP8_CHANNEL', 'scale'), -4, bytes(4))
-    same(loaded(path, Counting(card), card), loaded(path, ByHost(card), card), card)
+    same(loaded(path, Counting(card), card),
+        loaded(path, ByHost(card), card), card)
 
 def test_the_host_touches_vectors_alone(tmp_path, card):
     "Of a model whose formats the card packs, `put` is given nothing else"
@@ -231,19 +235,20 @@ def test_nothing_is_read_twice(tmp_path, card, monkeypatch):
     from atlas.ground import files,reading
     raw,_ = stored(*LAYOUTS['qwen3-moe-nvfp4-ct'])
     path = realign(folder(tmp_path, CONFS['qwen3_moe'], raw), 0)
-    seen = []
+    seen,fill = [],reading._Source.fill
+    def counted(self, memory, start, need):
+        seen.append((self.file.name, start, need))
+        return fill(self, memory, start, need)
+    def never(*args):
+        raise AssertionError('read by itself')
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        fill = reading._Source.fill
-        def counted(self, memory, start, need):
-            seen.append((self.file.name, start, need))
-            return fill(self, memory, start, need)
         monkeypatch.setattr(reading._Source, 'fill', counted)
-        def never(*args): raise AssertionError('read by itself')
         monkeypatch.setattr(files.File, 'read_into', never)
         monkeypatch.setattr(weights, '_WINDOW', 4*BLOCK)
-        load(ck, wants, card, ignore=(*IGNORE,*m.ignore), put=packer(card))
-        total = sum(f.stat().st_size for f in path.glob('*.safetensors'))
+        load(ck, wants, card,
+            ignore=(*IGNORE,*m.ignore), put=packer(card))
+    total = sum(f.stat().st_size for f in path.glob('*.safetensors'))
     assert total*.9<sum(n for *_,n in seen)<=total
     ends = {}
     for name,start,n in sorted(seen):

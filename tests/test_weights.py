@@ -6,14 +6,14 @@ from hypothesis import HealthCheck,given,settings,strategies as st
 from safetensors.numpy import save as st_save
 from atlas.ground.core import AtlasError,CheckpointError,SourceError,UnsupportedError
 from atlas.card.device import get_device
-from atlas.ground.formats import FORMATS,QTensor,bf16_to_f32,f32_to_bf16
+from atlas.ground.formats import QTensor,bf16_to_f32,f32_to_bf16
 from atlas.model.model import build
 from atlas.ground import files
 from atlas.ground.files import INDEX,File
 from atlas.ground.llamacpp import gguf_header
-from atlas.ground.weights import Want,check_plan,load,open_checkpoint
+from atlas.ground.weights import check_plan,load,open_checkpoint
 from helpers.checkpoints import (
-    CONF,GGUF_META,GGUF_NAMES,gguf_file,hf_folder,interleave,splice,st_bytes,st_entries,weights)
+    CONF,GGUF_META,GGUF_NAMES,gguf_file,hf_folder,splice,st_bytes,st_entries,weights)
 
 host = get_device('cpu')
 def everything(path):
@@ -108,6 +108,22 @@ def test_reads_what_the_safetensors_library_writes(tmp_path_factory, spec):
             if t.fmt in ('F32','F16'):
                 np.testing.assert_array_equal(c.read(k).decode(), a)
 
+def library_gguf(path, meta, align, tensors):
+    "A file as the gguf package writes it"
+    g = gguf.GGUFWriter(path, 'llama')
+    g.add_custom_alignment(align)
+    add = {
+        bool:g.add_bool, int:g.add_int32, float:g.add_float32, str:g.add_string,
+        list:g.add_array}
+    for k,v in meta.items():
+        add[type(v)](k, v)
+    for k,a in tensors.items():
+        g.add_tensor(k, a)
+    g.write_header_to_file()
+    g.write_kv_data_to_file()
+    g.write_tensors_to_file()
+    g.close()
+
 _value = st.one_of(
     st.booleans(),
     st.integers(-2**31,2**31-1),
@@ -123,30 +139,14 @@ _value = st.one_of(
 def test_reads_what_the_gguf_library_writes(tmp_path_factory, meta, align):
     p = tmp_path_factory.mktemp('gg')/'m.gguf'
     meta = {'k.'+k:v for k,v in meta.items()}
-    g = gguf.GGUFWriter(p, 'llama')
-    g.add_custom_alignment(align)
-    for k,v in meta.items():
-        (
-            g.add_bool if isinstance(v,bool)
-            else g.add_int32 if isinstance(v,int)
-            else g.add_float32 if isinstance(v,float)
-            else g.add_string if isinstance(v,str) else g.add_array)(k, v)
     a = np.arange(7, dtype=np.float32)
-    g.add_tensor('a', a)
-    g.add_tensor('b', a*2)
-    g.write_header_to_file()
-    g.write_kv_data_to_file()
-    g.write_tensors_to_file()
-    g.close()
+    library_gguf(p, meta, align, dict(a=a, b=a*2))
     f = File(p)
     got,spans = gguf_header(f)
-    assert (
-        got
-        =={k:v for k,v in meta.items() if v!=''}
-        |{'general.architecture':'llama', 'general.alignment':align})
-    assert (
-        f.read(28, spans['b'].offset)==(a*2).tobytes()
-        and spans['b'].offset%align==0)
+    own = {'general.architecture':'llama', 'general.alignment':align}
+    assert got=={k:v for k,v in meta.items() if v!=''}|own
+    assert f.read(28, spans['b'].offset)==(a*2).tobytes()
+    assert spans['b'].offset%align==0
     f.close()
 
 # ---- truncation and bit flips
@@ -335,9 +335,7 @@ def test_headers_of_the_library_are_columns(tmp_path):
     text = compact(st_entries(weights())).encode()
     meta = b'{"__metadata__":{"format":"pt"},'+text[1:]
     for t in (
-        text,
-        text+b'   ',
-        meta,
+        text, text+b'   ', meta,
         st_save(weights())[8:][
             :struct.unpack('<Q', st_save(weights())[:8])[0]]):
         fast,slow = both_ways(header_file(tmp_path/'a', t), t)
@@ -354,17 +352,12 @@ def test_headers_of_the_library_are_columns(tmp_path):
 
 # changes of the text that leave its length alone or not
 ODD = {
-    'a comma':(b'},"', b'} "'),
-    'an end for a comma':(b']},"', b']}}"'),
-    'a second one':(b'},"', b'},,"'),
-    'a zero before':(b'data_offsets":[', b'data_offsets":[0'),
-    'a brace':(b'{"dtype"', b'{{"dtype"'),
-    'a key':(b'"shape"', b'"shapo"'),
+    'a comma':(b'},"', b'} "'), 'an end for a comma':(b']},"', b']}}"'),
+    'a second one':(b'},"', b'},,"'), 'a zero before':(b'data_offsets":[', b'data_offsets":[0'),
+    'a brace':(b'{"dtype"', b'{{"dtype"'), 'a key':(b'"shape"', b'"shapo"'),
     'a key twice':(b'"shape":[', b'"shape":[1],"shape":['),
-    'an escape':(b'{"model', b'{"\\u006dodel'),
-    'an empty size':(b'shape":[', b'shape":[,'),
-    'no end':(b']}}', b']} '),
-    'more behind':(b']}}', b']}}}'),
+    'an escape':(b'{"model', b'{"\\u006dodel'), 'an empty size':(b'shape":[', b'shape":[,'),
+    'no end':(b']}}', b']} '), 'more behind':(b']}}', b']}}}'),
     'the metadata as a tensor':(b'model.norm.weight', b'__metadata__'),
     'a line in a name':(b'model.norm', b'model\nnorm'),
     'a plus':(b'data_offsets":[', b'data_offsets":[+'),
@@ -411,25 +404,20 @@ def test_unknown_type_is_unsupported(tmp_path):
     fails(d, 'F4', exc=UnsupportedError)
 
 def test_packed_parts_that_do_not_fit(tmp_path):
-    k = 'model.layers.0.self_attn.v_proj.weight'
-    scale = k+'_scale'
-    for a,s in (
-        (
-            np.zeros((16,32),np.uint8),
-            np.ones((5,),np.float32)),
-        (np.zeros((),np.uint8), np.ones((),np.float32)),
-        (
-            np.zeros((16,32),np.uint8),
-            np.ones((1,),np.int64))):
-        ws = weights()|{k:a, scale:s}
-        d = hf_folder(tmp_path/'m')
+    k,d = 'model.layers.0.self_attn.v_proj.weight',hf_folder(tmp_path/'m')
+    def put(codes, scale):
+        ws = weights()|{k:codes, k+'_scale':scale}
         (d/'model.safetensors').write_bytes(st_bytes(ws, dtypes={k:'F8_E4M3'}))
-        fails(d, k)
+    codes = np.zeros((16,32), np.uint8)
+    put(codes, np.ones(5, np.float32))
+    fails(d, k)
+    put(codes, np.ones(1, np.int64))
+    fails(d, k)
+    put(np.zeros((), np.uint8),
+        np.ones((), np.float32))
+    fails(d, k)
     q = QTensor.encode(weights()[k], 'FP8_CHANNEL')
-    (d/'model.safetensors').write_bytes(st_bytes(
-        weights()
-        |{k:q.parts['data'], scale:q.parts['scale']},
-        dtypes={k:'F8_E4M3'}))
+    put(q.parts['data'], q.parts['scale'])
     with open_checkpoint(d) as c:
         np.testing.assert_array_equal(c.read(k).decode(), q.decode())
         check_plan(c, build(c.config).wants())
@@ -486,8 +474,7 @@ def test_tensors_nobody_wants(tmp_path):
     # tied: lm_head may be there
     everything(hf_folder(
         tmp_path/'c',
-        ws
-        |{
+        ws|{
             'model.layers.0.self_attn.rotary_emb.inv_freq':np.zeros(8,np.float32),
             'lm_head.weight':ws[EMB]}))
     fails(
@@ -535,13 +522,7 @@ def test_configs_that_do_not_fit(tmp_path, conf, words):
     fails(hf_folder(tmp_path/'m', conf=conf), *words)
 
 ODD = (
-    None,
-    True,
-    0,
-    -1,
-    1.5,
-    10**30,
-    float('nan'),
+    None, True, 0, -1, 1.5, 10**30, float('nan'),
     float('inf'),
     'x',
     '',
@@ -645,36 +626,35 @@ def test_index_names_plain_files_only(tmp_path, name):
         'beside it')
 
 def test_shards_that_do_not_match_the_index(tmp_path):
-    s1,s2 = (f'model-{i:05}-of-00002.safetensors' for i in (1,2))
+    def changed(n, change): return reindex(hf_folder(tmp_path/n, shards=2), change)
+    def swap(m):
+        m[NORM] = S1 if m[NORM]==S2 else S2
+    other = 'other.safetensors'
+    fails(changed('names', lambda m: m.update({NORM:other})), other, 'missing')
+    fails(changed('swap', swap), NORM, 'says')
+    fails(changed('less', lambda m: m.pop(NORM)), NORM, 'says nothing')
+    extra = 'model.extra.weight'
+    fails(changed('more', lambda m: m.update({extra:S1})), S1, extra)
+
+S1,S2 = (f'model-{i:05}-of-00002.safetensors' for i in (1,2))
+
+def test_shards_that_are_not_what_they_were(tmp_path):
     def new(n): return hf_folder(tmp_path/n, shards=2)
     d = new('missing')
-    (d/s2).unlink()
-    fails(d, s2, 'missing')
-    fails(
-        reindex(new('names'), lambda m: m.update({NORM:'other.safetensors'})),
-        'other.safetensors',
-        'missing')
-    fails(
-        reindex(
-            new('swap'),
-            lambda m: m.update({NORM:s1 if m[NORM]==s2 else s2})),
-        NORM,
-        'says')
-    fails(reindex(new('less'), lambda m: m.pop(NORM)), NORM, 'says nothing')
-    fails(
-        reindex(new('more'), lambda m: m.update({'model.extra.weight':s1})),
-        s1,
-        'model.extra.weight')
+    (d/S2).unlink()
+    fails(d, S2, 'missing')
     d = new('twice')
-    (d/s1).write_bytes(st_bytes(weights()))
+    (d/S1).write_bytes(st_bytes(weights()))
     fails(d, 'says')
     d = new('damaged')
-    (d/s2).write_bytes((d/s2).read_bytes()[:-1])
-    fails(d, s2)
-    for bad in ('{}', '{"weight_map":{}}', '{"weight_map":[]}', '[]', '{'):
-        d = new('i')
-        (d/INDEX).write_text(bad)
-        fails(d, INDEX)
+    (d/S2).write_bytes((d/S2).read_bytes()[:-1])
+    fails(d, S2)
+
+@pytest.mark.parametrize('bad', ('{}', '{"weight_map":{}}', '{"weight_map":[]}', '[]', '{'))
+def test_an_index_that_is_none(tmp_path, bad):
+    d = hf_folder(tmp_path/'m', shards=2)
+    (d/INDEX).write_text(bad)
+    fails(d, INDEX)
 
 # ---- GGUF headers that lie
 
@@ -686,25 +666,24 @@ def info_at(b, name):
     return i, i+4, i+4+8*nd, i+8+8*nd
 
 NORM_G,EMB_G = GGUF_NAMES[NORM],GGUF_NAMES[EMB]
-def test_gguf_descriptions_that_lie(tmp_path):
-    b = gguf_bytes(tmp_path)
-    p = tmp_path/'bad.gguf'
-    nd,dims,typ,off = info_at(b, EMB_G)
-    def bad(at, fmt, *v, words=(), exc=CheckpointError):
-        p.write_bytes(splice(b, at, struct.pack(fmt, *v)))
-        return fails(p, 'bad.gguf', *words, exc=exc)
-    bad(nd, '<I', 0, words=['0 dimensions'])
-    bad(nd, '<I', 5, words=['5 dimensions'])
-    bad(dims, '<Q', 0, words=['shape'])
-    bad(dims, '<QQ', 2**32, 2**32, words=['shape'])
-    bad(dims, '<Q', 48, words=['blocks of 32'])
-    bad(dims, '<QQ', 32, 2**40, words=['overlap or leave a hole'])
-    bad(dims, '<QQ', 64, 16, words=[])
-    bad(typ, '<I', 99, words=['GGML type 99'], exc=UnsupportedError)
-    bad(typ, '<I', 10, words=['GGML type 10'], exc=UnsupportedError)   # Q2_K
-    bad(typ, '<I', 0, words=['overlap or leave a hole'])
-    for o in (1, 32, 2**40, 2**64-1, 2**64-32):
-        bad(off, '<Q', o, words=['overlap or leave a hole'])
+HOLE = 'overlap or leave a hole'
+FIELDS = ('dimensions','sizes','type','offset')
+LIES = [ # field, what is written there, and what is said of it
+    ('dimensions', '<I', (0,), '0 dimensions'), ('dimensions', '<I', (5,), '5 dimensions'),
+    ('sizes', '<Q', (0,), 'shape'), ('sizes', '<QQ', (2**32,2**32), 'shape'),
+    ('sizes', '<Q', (48,), 'blocks of 32'), ('sizes', '<QQ', (32,2**40), HOLE),
+    ('sizes', '<QQ', (64,16), ''), ('type', '<I', (0,), HOLE),
+    ('type', '<I', (99,), 'GGML type 99'), ('type', '<I', (10,), 'GGML type 10'), # Q2_K
+    *(('offset', '<Q', (n,), HOLE)
+        for n in (1, 32, 2**40, 2**64-1, 2**64-32))]
+
+@pytest.mark.parametrize('field,fmt,values,said', LIES)
+def test_gguf_descriptions_that_lie(tmp_path, field, fmt, values, said):
+    b,p = gguf_bytes(tmp_path),tmp_path/'bad.gguf'
+    at = dict(zip(FIELDS, info_at(b, EMB_G)))[field]
+    p.write_bytes(splice(b, at, struct.pack(fmt, *values)))
+    exc = UnsupportedError if 'GGML' in said else CheckpointError
+    fails(p, 'bad.gguf', said, exc=exc)
 
 def test_gguf_names_twice(tmp_path):
     b = gguf_bytes(tmp_path)
@@ -769,8 +748,7 @@ def test_gguf_rope_factors(tmp_path):
         extra={'rope_freqs.weight':np.arange(1,9,dtype=np.float32)})) as c:
         assert c.config.attention.rope.freq_factors==tuple(range(1,9))
     for bad in (
-        np.arange(8),
-        np.arange(1,8),
+        np.arange(8), np.arange(1,8),
         np.ones((2,4)),
         np.full(8,np.nan),
         -np.ones(8)):

@@ -250,7 +250,8 @@ class Piece:
     __slots__ = 'region','at','nbytes'
     def __init__(self, region, at, nbytes):
         self.region,self.at,self.nbytes = region,at,nbytes
-    def __del__(self): self.region._back.append((self.at, self.nbytes))
+    def __del__(self):
+        self.region._back.append((self.at, self.nbytes))
     address = property(lambda self: self.region.at+self.at)
     def __repr__(self):
         return f'Piece({human(self.nbytes)} of {self.region.name}, {self.at:,} from its start)'
@@ -782,7 +783,8 @@ def sleep(self:HostArena, **keep)->int:
     "There is nothing to give back"
     return 0
 @patch
-def wake(self:HostArena): "All is there"
+def wake(self:HostArena):
+    "All is there"
 @patch
 def recall(self:HostArena)->int:
     "It comes back by itself"
@@ -792,7 +794,8 @@ def copied(self:HostArena, name:str, sums)->bool:
     "It stays where it is"
     return True
 @patch
-def unkeep(self:HostArena, name:str): "There are no copies"
+def unkeep(self:HostArena, name:str):
+    "There are no copies"
 
 # %% ../../nbs/2_card/02_arena.ipynb #b1fb8899
 @patch

@@ -42,13 +42,11 @@ def card_of(a):
 @functools.cache
 def _params(text, name):
     "Names of the function's parameters, in order"
-    m = re.search(
-        r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'+name+r'\s*\(([^)]*)\)',
-        text)
+    bounds = r'(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'
+    m = re.search(rf'__global__\s+void\s+{bounds}{name}\s*\(([^)]*)\)', text)
     if not m:
         raise AtlasError(f'{name}.cu has no function called {name}')
-    return [re.split(r'[\s*&]+', p.strip())[-1]
-        for p in m[1].split(',')]
+    return [re.split(r'[\s*&]+', p.strip())[-1] for p in m[1].split(',')]
 
 def _array(a): return isinstance(a, np.ndarray) or hasattr(type(a), '__cuda_array_interface__')
 
@@ -94,13 +92,11 @@ class Arguments:
     ):
         self.format = struct.Struct('@'+''.join(letters))
         self.memory = ctypes.create_string_buffer(max(1, self.format.size))
-        ends = [
-            struct.calcsize('@'+''.join(letters[:i+1]))
-            for i in range(len(letters))]
+        ends = [struct.calcsize('@'+''.join(letters[:i+1])) for i in range(len(letters))]
         at = [end-struct.calcsize(f'@{c}') for end,c in zip(ends, letters)]
         self.values = [ctypes.c_char.from_buffer(self.memory, i) for i in at] # Where each begins
-        self.pointers = (ctypes.c_void_p*max(1, len(at)))(
-            *[ctypes.addressof(v) for v in self.values])
+        addresses = map(ctypes.addressof, self.values)
+        self.pointers = (ctypes.c_void_p*max(1, len(at)))(*addresses)
     def fill(self, values):
         "Put `values` there, addresses of arrays as numbers"
         self.format.pack_into(self.memory, 0, *values)
@@ -121,9 +117,7 @@ def _letter(a, name):
 
 # %% ../../nbs/2_card/05_card.ipynb #e5219141
 class _Attribute(ctypes.Structure):
-    _fields_ = [
-        ('id',ctypes.c_int), ('pad',ctypes.c_char*4),
-        ('value',ctypes.c_int*16)]
+    _fields_ = [('id',ctypes.c_int), ('pad',ctypes.c_char*4), ('value',ctypes.c_int*16)]
 # The driver's CUlaunchConfig: grid, block, shared memory, stream, attributes and their number
 _CONFIG = struct.Struct('@7IPPI')
 
@@ -296,7 +290,8 @@ class _Ready:
         _checked(self.src, args, self.defines)
         letters = tuple(_letter(a, self.src.name) for a in args)
         return self._memory.setdefault(letters, Arguments(letters))
-    def __call__(self, grid, block, args, shared, pdl):
+    def _taken_apart(self, args)->tuple: # What has been checked once, and numbers for the struct
+        "Types, shapes and strides of arguments; their values and addresses"
         T,address = self._type,self._address
         key,values = [],[]
         for a in args:
@@ -306,7 +301,10 @@ class _Ready:
             else:
                 key.append(type(a))
                 values.append(0 if a is None else a)
-        if (memory := self._seen.get(key := tuple(key))) is None:
+        return tuple(key),values
+    def __call__(self, grid, block, args, shared, pdl):
+        key,values = self._taken_apart(args)
+        if (memory := self._seen.get(key)) is None:
             if len(self._seen)>999:
                 self._seen.clear() # every length of a prompt is a new one
             memory = self._seen[key] = self._checked(args)
@@ -382,12 +380,11 @@ class Limits:
     groups:bool # Do four warps multiply together (lib/wgmma.cuh)?
 
 _HOPPER = Limits(
-    shared=228<<10, block=227<<10, half=111<<10,
-    alone=116<<10, third=78<<10,
-    ahead=16<<20, groups=True)
+    shared=228<<10, block=227<<10, half=111<<10, alone=116<<10, third=78<<10, ahead=16<<20,
+    groups=True)
 _OTHERS = Limits(
-    shared=100<<10, block=99<<10, half=99<<10,
-    alone=51<<10, third=0, ahead=2<<20, groups=False)
+    shared=100<<10, block=99<<10, half=99<<10, alone=51<<10, third=0, ahead=2<<20,
+    groups=False)
 
 def limits(card)->Limits:
     "The limits of a `Cuda`, an `Emulator`, or what stands for one"

@@ -167,7 +167,8 @@ def making_in(self:Device,
             d[self.name] = was
 
 @patch
-def tidy(self:Device): "Give back memory that is kept for arrays to come"
+def tidy(self:Device):
+    "Give back memory that is kept for arrays to come"
 
 # %% ../../nbs/2_card/01_device.ipynb #9b9104d2
 @patch(as_prop=True)
@@ -197,7 +198,8 @@ def warm_up(self:Device,
 ): "Call `f` once before it counts, where the first call is slower than others: on a card"
 
 @patch
-def hold(self:Device, o): "Should the device fail, `o` is never given back to it"
+def hold(self:Device, o):
+    "Should the device fail, `o` is never given back to it"
 
 @patch
 def need_card(self:Device,
@@ -234,7 +236,8 @@ class Host(Device):
     def download(self, a):
         "`a` itself, as NumPy"
         return np.asarray(a)
-    def synchronize(self): "Wait until all work is done: on the host it always is"
+    def synchronize(self):
+        "Wait until all work is done: on the host it always is"
     def need_card(self, said, hint=''):
         raise DeviceError(said, hint=hint)
 
@@ -338,15 +341,13 @@ def cuda_count(
         raise DeviceError(*_no_cuda(rt, e)) from e
 
 # %% ../../nbs/2_card/01_device.ipynb #ed59b361
-STICKY = {
+STICKY = { # The same numbers in the driver and in the runtime
     214: 'uncorrectable ECC error', 220: 'uncorrectable NVLink error',
     226: 'contained memory error', 700: 'illegal memory access', 702: 'launch timed out',
-          709: 'context destroyed', 710: 'device-side assert', 714: 'hardware stack error',
-          715: 'illegal instruction', 716: 'misaligned address',
-          717: 'invalid address space', 718: 'invalid program counter', 719: 'launch failed',
-          721: 'tensor memory leak', 810: 'MPS client terminated',
-          # the same numbers in the driver and in the runtime
-          911: 'error of an external device', 999: 'unknown error'}
+    709: 'context destroyed', 710: 'device-side assert', 714: 'hardware stack error',
+    715: 'illegal instruction', 716: 'misaligned address', 717: 'invalid address space',
+    718: 'invalid program counter', 719: 'launch failed', 721: 'tensor memory leak',
+    810: 'MPS client terminated', 911: 'error of an external device', 999: 'unknown error'}
 
 # %% ../../nbs/2_card/01_device.ipynb #02f32888
 @functools.cache
@@ -620,9 +621,8 @@ def _write_rows(self:Cuda, dst, a, stream):
     "The same for rows [n, m] of an array that has longer ones"
     rt,(row,_) = self.xp.cuda.runtime,a.strides
     to,apart = dst.data.ptr,dst.strides[0]
-    rt.memcpy2DAsync(
-        to, apart, a.ctypes.data, row, row, len(a),
-        rt.memcpyHostToDevice, stream.ptr)
+    how = rt.memcpyHostToDevice,stream.ptr
+    rt.memcpy2DAsync(to, apart, a.ctypes.data, row, row, len(a), *how)
 
 # %% ../../nbs/2_card/01_device.ipynb #8184d890
 @patch
@@ -657,7 +657,8 @@ def warm_up(self:Cuda, f):
     self.synchronize()
 
 @patch
-def hold(self:Cuda, o): self.faults.hold(o)
+def hold(self:Cuda, o):
+    self.faults.hold(o)
 
 @patch
 def identity(self:Cuda)->str:
@@ -681,9 +682,7 @@ class _Pinned:
         a = np.frombuffer(pages, np.uint8)
         a[::mmap.PAGESIZE] = 0  # large pages, as far as there are any
         at = a.ctypes.data
-        self.__array_interface__ = dict(
-            shape=(nbytes,), typestr='|u1', data=(at, False),
-            version=3)
+        self.__array_interface__ = dict(shape=(nbytes,), typestr='|u1', data=(at,False), version=3)
         try:
             with card.use():
                 rt.hostRegister(at, nbytes, 0)

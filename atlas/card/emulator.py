@@ -57,11 +57,9 @@ def strips_whole(
     "Are the strips beside the memory that `a` is a part of as they were?"
     while isinstance(a.base, np.ndarray) and getattr(a, 'at', None) is None:
         a = a.base
-    return (
-        not isinstance(a, _Memory)
-        or bool(
-            (a[:a.at]==MARK).all()
-            and (a[a.at+a.n:]==MARK).all()))
+    if not isinstance(a, _Memory):
+        return True
+    return bool((a[:a.at]==MARK).all() and (a[a.at+a.n:]==MARK).all())
 
 # %% ../../nbs/2_card/04_emulator.ipynb #e2c50240
 class EmulatorPages(HostPages):
@@ -97,7 +95,8 @@ class Emulator(Device):
     def describe(self)->str:
         "The emulator in one line"
         return f'emulator: kernels compiled by {Path(find_cxx()).name}, {self.memory()}'
-    def synchronize(self): "Work is done when a launch returns"
+    def synchronize(self):
+        "Work is done when a launch returns"
     def pages(self):
         "Those that keep strips"
         return EmulatorPages()

@@ -88,7 +88,8 @@ def __call__(self:Graph,
 class Mark:
     "A place in a stream: here one that has been passed"
     passed = True
-    def wait(self, doing:str='a wait for results'): "Wait until the work before it is done"
+    def wait(self, doing:str='a wait for results'):
+        "Wait until the work before it is done"
 
 class Stream:
     "An order of launches, and memory for what lives within it; here launches are over at once"
@@ -107,14 +108,16 @@ class Stream:
     def mark(self, asleep:bool=False)->Mark:
         "Where it is now; who waits for it shall sleep?"
         return Mark()
-    def after(self, other:'Stream'): "What comes next begins when all that `other` has is done"
+    def after(self, other:'Stream'):
+        "What comes next begins when all that `other` has is done"
     def captured(self, f):
         "A function that does again, and waits for, what `f()` launches"
         return f
     def microseconds(self, f, n:int=20)->float:
         "Median time of `n` calls of `f`; NaN where it says nothing"
         return float('nan')
-    def close(self): "Give its memory back"
+    def close(self):
+        "Give its memory back"
 
 @patch
 def own_stream(self:Device,
@@ -163,8 +166,8 @@ class CudaStream(Stream):
         c = card.xp.cuda
         with card.use():
             self.raw = c.Stream(non_blocking=True)
-        self.card,self.memory = card,c.MemoryPool(
-            *[_Growth(c, room)]*bool(room))
+        self.card = card
+        self.memory = c.MemoryPool(_Growth(c, room)) if room else c.MemoryPool()
         weakref.finalize(self, card.pools.append, self.memory).atexit = False
     @contextlib.contextmanager
     def here(self):
@@ -251,7 +254,8 @@ class Scratch:
     def allocating(self):
         "A context in which arrays lie in it"
         return contextlib.nullcontext()
-    def close(self): "Give it back"
+    def close(self):
+        "Give it back"
 
 @patch
 def scratch(self:Device,
@@ -272,7 +276,8 @@ class CudaScratch(Scratch):
     def refused(self): return self._growth.refused
     def allocating(self):
         return _same_memory(self.card, self.memory, self.card.xp.cuda.Stream.null)
-    def close(self): self.memory.free_all_blocks()
+    def close(self):
+        self.memory.free_all_blocks()
 
 @patch
 def scratch(self:Cuda, room:Region|None=None)->CudaScratch: return CudaScratch(self, room)

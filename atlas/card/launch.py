@@ -193,9 +193,8 @@ def find_nvcc()->str|None:
     return shutil.which('nvcc') or (str(usual) if usual.exists() else None)
 
 def _refused(src, arch, compiler, log):
-    first = next(
-        (l.strip() for l in log.splitlines() if 'error' in l.lower()),
-        log.strip()[:200] or 'no reason given')
+    errors = (l.strip() for l in log.splitlines() if 'error' in l.lower())
+    first = next(errors, log.strip()[:200] or 'no reason given')
     by = f'{compiler.name} {compiler.version}'
     hint = 'If this is the kernel as Atlas ships it, the compiler is likely too old for this card: '
     e = DeviceError(
@@ -321,9 +320,8 @@ def key(self:Source,
 )->str:
     "Digest of everything that the machine code depends on"
     files = sorted((name, _text_sha(text)) for name,text in self.files.items())
-    return _sha(json.dumps([
-        files, arch, list(OPTIONS), list(options),
-        compiler]).encode())[:24]
+    said = json.dumps([files, arch, list(OPTIONS), list(options), compiler])
+    return _sha(said.encode())[:24]
 
 # %% ../../nbs/2_card/03_launch.ipynb #6332e982
 _listings = {} # Folder -> (when it was changed, 'name.key' -> files)

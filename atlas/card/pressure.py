@@ -36,6 +36,13 @@ def stalls(text:str)->tuple[float,float]:
     found = dict(re.findall(r'^(some|full) avg10=([\d.]+)', text, re.M))
     return tuple(float(found.get(k, 0))/100 for k in ('some','full'))
 
+def _waits(root:Path, groups:list)->tuple[float,float]: # `some` and `full`
+    "Who waits for memory: in this control group or on the whole machine, where it is more"
+    waits = [stalls(_read(g/'memory.pressure')) for g in groups[:1]]
+    waits.append(stalls(_read(root/'proc/pressure/memory')))
+    some,full = map(max, zip(*waits))
+    return some,full
+
 def look(
     root:str|Path='/', # Where `proc` and `sys` are; a test builds its own
 )->Look|None: # None where nothing is said
@@ -48,12 +55,9 @@ def look(
     available = info.get('MemAvailable', free)
     groups = [root/'sys/fs/cgroup'/d for d in cgroup_dirs(_read(root/'proc/self/cgroup'))]
     limits = [m for m in map(cgroup_memory, groups) if m]
-    waits = [stalls(_read(g/'memory.pressure')) for g in groups[:1]]
-    waits.append(stalls(_read(root/'proc/pressure/memory')))
     least = min([available, *(m.available for m in limits)])
     total = min([info['MemTotal'], *(m.total for m in limits)])
-    some,full = map(max, zip(*waits))
-    return Look(total, min(free, least), least, some, full)
+    return Look(total, min(free, least), least, *_waits(root, groups))
 
 # %% ../../nbs/2_card/08_pressure.ipynb #b9e2262b
 class Advice(NamedTuple):
@@ -112,6 +116,12 @@ def judge(self:Pressure,
     goes_on = self.state=='short' and (l.available<enough or waits>self.calm)
     if begins or goes_on:
         return self._short(l, enough, soon)
+    return self._enough(l, lent, after)
+
+@patch
+def _enough(self:Pressure, l, lent, after)->Advice:
+    "Nothing has to be given back; is it tight, or so easy that what was lent is had again?"
+    low,enough = self.bounds(l)
     tight = self.shared and l.free<(enough if self.state=='tight' else low)
     was,self.state = self.state,'tight' if tight else 'easy'
     self.easy = 0 if tight else self.easy+after
@@ -120,6 +130,7 @@ def judge(self:Pressure,
     takes = lent and self.easy>=self.patience and l.free-lent>=enough
     return Advice('take', lent) if takes else Advice()
 
+# %% ../../nbs/2_card/08_pressure.ipynb #3e3324a3
 @patch
 def _short(self:Pressure, l, enough, soon)->Advice:
     "Something has to be given back"

@@ -30,10 +30,8 @@ def wanted(
     with recording(launch=False) as r:
         for f in steps:
             f()
-    return [(n, dict(d))
-        for n,d in dict.fromkeys(
-                (c[0], tuple(sorted(c[-1].items())))
-                for c in r.calls)]
+    variants = dict.fromkeys((c[0], tuple(sorted(c[-1].items()))) for c in r.calls)
+    return [(n, dict(d)) for n,d in variants]
 
 def _where(card): return _cuda(card.index) if card.kind=='cuda' else _emulator()
 
@@ -52,9 +50,7 @@ def make_ready(
     if known:
         known.wait()
     with ThreadPoolExecutor(min(32, cores())) as ex:
-        jobs = [
-            ex.submit(_ready, n, tuple(sorted(d.items())), where)
-            for n,d in what]
+        jobs = [ex.submit(_ready, n, tuple(sorted(d.items())), where) for n,d in what]
         try:
             made = len([j.result() for j in jobs])
         finally:
@@ -182,8 +178,10 @@ class DryArray(CardArray):
     card = None
     def __array_finalize__(self, a):
         self.card = getattr(a, 'card', None)
-    def __setitem__(self, i, v): pass
-    def fill(self, v): pass
+    def __setitem__(self, i, v):
+        pass
+    def fill(self, v):
+        pass
 
 class Dry(Emulator):
     "A card whose arrays have shapes and nothing in them, for `wanted`"
@@ -215,7 +213,8 @@ class Dry(Emulator):
     def download(self, a):
         "Zeros for the host"
         return np.zeros(a.shape, a.dtype)
-    def write(self, dst, a): "Nothing"
+    def write(self, dst, a):
+        "Nothing"
 
 # %% ../../nbs/2_card/07_variants.ipynb #fd5b9b63
 def list_variants(

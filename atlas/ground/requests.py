@@ -17,16 +17,11 @@ from .core import ConfigError,ContextLengthError,RequestError
 
 # %% ../../nbs/1_ground/15_requests.ipynb #fb12dbae
 _RANGE = dict(
-    temperature=(0,100), top_p=(0,1),
-    min_p=(0,1), presence_penalty=(-2,2),
+    temperature=(0,100), top_p=(0,1), min_p=(0,1), presence_penalty=(-2,2),
     frequency_penalty=(-2,2), repetition_penalty=(0,100))
 _WHOLE = dict(
-    top_k=(-1,2**31-1),
-    seed=(-2**63,2**64-1),
-    max_tokens=(1,2**31-1),
-    min_tokens=(0,2**31-1),
-    n=(1,128),
-    logprobs=(0,20))
+    top_k=(-1,2**31-1), seed=(-2**63,2**64-1), max_tokens=(1,2**31-1),
+    min_tokens=(0,2**31-1), n=(1,128), logprobs=(0,20))
 _NOT_ZERO = {'top_p','repetition_penalty','timeout'}
 MAX_TIMEOUT = 86_400 # Seconds that a request may ask for: a day
 _NONE_OK = {'seed','max_tokens','logprobs'}
@@ -65,7 +60,8 @@ class SamplingParams:
     n:int=1 # Choices for the same prompt
     # How many alternatives to report for each token; 0: only the token chosen
     logprobs:int|None=None
-    def __post_init__(self): self._check()
+    def __post_init__(self):
+        self._check()
 
 # %% ../../nbs/1_ground/15_requests.ipynb #63744093
 @patch
@@ -82,7 +78,8 @@ def _numbers(self:SamplingParams)->dict:
 @patch
 def _check(self:SamplingParams):
     "Normalise and validate every field, in place, once"
-    def put(k, v): object.__setattr__(self, k, v)
+    def put(k, v):
+        object.__setattr__(self, k, v)
     for k,v in self._numbers().items():
         put(k, v)
     if self.max_tokens is not None and self.min_tokens>self.max_tokens:

@@ -71,7 +71,8 @@ class Checkpoint:
         self._es.close()
 
     def __enter__(self): return self
-    def __exit__(self, *_): self.close()
+    def __exit__(self, *_):
+        self.close()
     def __getitem__(self, name): return self.tensors[name]
 
     def stored(self, name:str)->str:

@@ -18,15 +18,12 @@ ARCHS = {
 _TILES = ('tile_qkv','tile_z','tile_b','tile_a','tile_A','tile_dt','tile_conv','tile_out')
 # what a step of the conversion is called, by family
 STEPS = {
-    'llama':('permute',),
-    'mistral':('permute',),
+    'llama':('permute',), 'mistral':('permute',),
     'qwen3_next':('plus_one','neg_exp','ungroup'),
     'qwen3_5':('plus_one','neg_exp',*_TILES),
     'qwen3_5_moe':('plus_one','neg_exp',*_TILES),
-    'gpt_oss':('split','transpose'),
-    'gpt_oss-mxfp4':('split','nibbles'),
-    'qwen3_vl_moe':('transpose',),
-    'nemotron_h':('neg_exp',),
+    'gpt_oss':('split','transpose'), 'gpt_oss-mxfp4':('split','nibbles'),
+    'qwen3_vl_moe':('transpose',), 'nemotron_h':('neg_exp',),
     'granitemoehybrid':('neg_exp','permute'),
     **dict.fromkeys(('granite','granitemoe','granitemoeshared'), ('permute',))}
 
@@ -39,25 +36,25 @@ def architecture(c):
 
 # ---- reading
 
+_ST = dict(F32='<f4', F16='<f2', BF16='<u2',
+    U8='u1', F8_E4M3='u1', F8_E8M0='u1', I64='<i8')
+
+def _array(e, data):
+    "The array that entry `e` of a header describes"
+    begin,end = e['data_offsets']
+    a = np.frombuffer(data[begin:end], _ST[e['dtype']]).reshape(e['shape'])
+    if e['dtype']=='BF16':
+        return (a.astype(np.uint32)<<16).view(np.float32)
+    return a.astype(np.float32) if e['dtype']=='F16' else a
+
 def st_read(path):
     "Arrays of a safetensors file by name; BF16 widened, F8 as its bytes"
     b = Path(path).read_bytes()
     n, = struct.unpack_from('<Q', b)
-    def one(e):
-        raw = b[
-            8+n+e['data_offsets'][0]:8+n+e['data_offsets'][1]]
-        t = e['dtype']
-        a = np.frombuffer(
-            raw,
-            dict(
-                F32='<f4', F16='<f2', BF16='<u2', U8='u1', F8_E4M3='u1',
-                F8_E8M0='u1', I64='<i8')[t]).reshape(e['shape'])
-        return (
-            (a.astype(np.uint32)<<16).view(np.float32) if t=='BF16'
-            else a.astype(np.float32) if t=='F16' else a)
-    return {k:one(e)
-        for k,e in json.loads(b[8:8+n]).items()
-        if k!='__metadata__'}
+    entries = json.loads(b[8:8+n])
+    entries.pop('__metadata__', None)
+    return {k:_array(e, b[8+n:])
+        for k,e in entries.items()}
 
 def hf_read(folder):
     "Config, its text part brought up, and tensors without their prefix and without the towers"
@@ -159,10 +156,18 @@ def _experts(c, name, a, without):
 
 _NORMS = 'norm.weight','norm_embedding.weight','norm_hidden.weight'
 
+def _heads_of(c)->tuple:
+    "Key and value heads of a delta net"
+    return c['linear_num_key_heads'],c['linear_num_value_heads']
+
+def _widths_of(c)->tuple:
+    "Their widths"
+    return c['linear_key_head_dim'],c['linear_value_head_dim']
+
 def _tiled(c, name, a, without):
     "Rows, channels or columns of value heads dealt out over key heads, as ggml tiles"
-    kh,vh,dk,dv = (c[f'linear_{k}']
-        for k in ('num_key_heads','num_value_heads','key_head_dim','value_head_dim'))
+    kh,vh = _heads_of(c)
+    dk,dv = _widths_of(c)
     def do(step, part):
         tiles = c['model_type']!='qwen3_next' and vh>kh
         return part in name and tiles and f'tile_{step}' not in without
@@ -178,10 +183,11 @@ def _tiled(c, name, a, without):
 
 def _qkvz(c, a, without):
     "Qwen3-Next's fused projection, taken apart"
-    kh,vh,dk,dv = (c[f'linear_{k}']
-        for k in ('num_key_heads','num_value_heads','key_head_dim','value_head_dim'))
+    kh,vh = _heads_of(c)
+    dk,dv = _widths_of(c)
     if 'ungroup' in without:
-        return np.split(a, np.cumsum((kh*dk,kh*dk,vh*dv)))
+        return np.split(a,
+            np.cumsum((kh*dk,kh*dk,vh*dv)))
     r = vh//kh
     return ungroup(a, kh, (dk,dk,r*dv,r*dv))
 
@@ -195,19 +201,18 @@ def _delta(c, name, a, without):
     if name.endswith(_NORMS) and 'linear_attn.norm' not in name and 'plus_one' not in without:
         a = 1+a
     if 'in_proj_qkvz' in name:
-        q,k,v,z = _qkvz(c, a, without)
-        yield name.replace('qkvz', 'qkv'),np.concatenate([q,k,v])
+        *qkv,z = _qkvz(c, a, without)
+        yield name.replace('qkvz', 'qkv'),np.concatenate(qkv)
         yield name.replace('qkvz', 'z'),z
     else:
         yield from _experts(c, name.replace('dt_bias', 'dt_proj.bias'), a, without)
 
 def _gptoss(c, name, a, without):
     "Interleaved gate and up rows apart; 4-bit blocks in ggml's order"
-    halves = (
-        (slice(0,None,2),slice(1,None,2))
-        if 'split' not in without
-        else (
-            slice(0,c['intermediate_size']), slice(c['intermediate_size'],None)))
+    I = c['intermediate_size']
+    halves = slice(0,None,2),slice(1,None,2)
+    if 'split' in without:
+        halves = slice(0,I),slice(I,None)
     stem,kind = re.match(r'(.*?)(_bias|_blocks|)$', name).groups()
     if '.experts.' not in name:
         yield name+('.weight' if name.endswith('sinks') else ''),a
@@ -256,12 +261,10 @@ def _granite(c, name, a, without):
 
 def _vl_experts(c, name, a, without):
     "Qwen3-VL's stacks are [E, in, out]"
-    stack = (
-        name.endswith(('experts.gate_up_proj','experts.down_proj'))
-        and 'transpose' not in without)
-    yield from _experts(
-        c, name, np.ascontiguousarray(a.swapaxes(1, 2)) if stack else a,
-        without)
+    stack = name.endswith(('experts.gate_up_proj','experts.down_proj'))
+    if stack and 'transpose' not in without:
+        a = np.ascontiguousarray(a.swapaxes(1, 2))
+    yield from _experts(c, name, a, without)
 
 def _gemma(c, name, a, without):
     yield (name if name.endswith(('.weight','scale')) else name+'.weight'),a
@@ -283,11 +286,10 @@ def _stack_experts(ts):
             banks.setdefault((m[1],m[3]), {})[int(m[2])] = a
         else:
             out[k] = a
-    return (
-        out
-        |{
-            f'{b}.{m}':np.stack([x[e] for e in range(len(x))])
-            for (b,m),x in banks.items()})
+    for (bank,matrix),x in banks.items():
+        out[f'{bank}.{matrix}'] = np.stack([x[e]
+            for e in range(len(x))])
+    return out
 
 def _names(c, arch, extra):
     "Name of a tensor in the file, from its Hugging Face name"
@@ -407,8 +409,7 @@ def _next(c, d):
     usual = [(i+1)%n!=0 for i in range(len(rec))]
     # newer files list the delta nets where they are not all but every n-th
     return (
-        renamed(c, DELTA)
-        |{
+        renamed(c, DELTA)|{
             'ssm.inner_size':c['linear_value_head_dim']*c['linear_num_value_heads'],
             'full_attention_interval':n,
             'rope.dimension_count':int(c['head_dim']*part),
@@ -425,8 +426,7 @@ def _gemma4(c, d):
     kv = c['num_key_value_heads']
     full = c.get('num_global_key_value_heads') if c.get('attention_k_eq_v') else None
     return (
-        renamed(c, GEMMA)
-        |{
+        renamed(c, GEMMA)|{
             'attention.sliding_window_pattern':swa,
             'attention.head_count_kv':[kv if s else full or kv for s in swa],
             'rope.freq_base_swa':float(c['rope_parameters']['sliding_attention']['rope_theta'])})
@@ -439,12 +439,10 @@ def _nemo(c, d):
             for k in c['layers_block_type']))
     ff = {'E':c['moe_intermediate_size'], '-':c.get('intermediate_size')}
     return (
-        renamed(c, NEMOTRON)
-        |{
+        renamed(c, NEMOTRON)|{
             'attention.head_count_kv':[c['num_key_value_heads'] if k=='*' else 0 for k in p],
             'feed_forward_length':[ff.get(k, 0) for k in p],
-            'context_length':2**20,
-            'rope.scaling.finetuned':False,
+            'context_length':2**20, 'rope.scaling.finetuned':False,
             'rope.dimension_count':c['hidden_size']//c['num_attention_heads'],
             'ssm.inner_size':c['mamba_num_heads']*c['mamba_head_dim']})
 
@@ -499,7 +497,8 @@ def _oss_packed(c, ts, name, without):
     out = {}
     for k in [k for k in ts if k.endswith('_blocks')]:
         blocks,scales = ts.pop(k),ts.pop(k.replace('_blocks', '_scales'))
-        parts = zip(_gptoss(c, k, blocks, without), _gptoss(c, k, scales, without))
+        parts = zip(_gptoss(c, k, blocks, without),
+            _gptoss(c, k, scales, without))
         for (n,b),(_,s) in parts:
             out[name(n)] = (mxfp4(b, s, 'nibbles' not in without), 'MXFP4')
     return out
@@ -542,6 +541,13 @@ def _packed(c, ts, name, without):
         out |= {n:(blocks, 'NVFP4'), n.replace('.weight', '.scale'):scales}
     return out
 
+def _quantised(name, a, quant):
+    "A tensor as llama-quantize stores it: packed and its type, or plain numbers"
+    a,t = np.ascontiguousarray(a, np.float32),gguf.GGMLQuantizationType[quant]
+    if quant=='F32' or a.ndim<2 or ALWAYS_F32.search(name):
+        return a
+    return a if a.shape[-1]%gguf.GGML_QUANT_SIZES[t][0] else (gguf.quantize(a, t),quant)
+
 def convert(folder, quant='F32', without=(), arch=None):
     "Architecture, keys and tensors (array, or packed array and type) of the GGUF file of `folder`"
     c,ts = hf_read(folder)
@@ -552,29 +558,20 @@ def convert(folder, quant='F32', without=(), arch=None):
     name = _names(c, arch, extra)
     keys = meta(c, ts, arch, extra)
     out = _packed(c, ts, name, without)
-    t = gguf.GGMLQuantizationType[quant]
     for k,a in _stack_experts(ts).items():
         for n,b in MODIFY.get(mt, _experts)(c, k, a, without):
-            n = name(n)
-            plain = (
-                quant=='F32'
-                or b.ndim<2
-                or ALWAYS_F32.search(n)
-                or b.shape[-1]%gguf.GGML_QUANT_SIZES[t][0])
-            out[n] = (
-                np.ascontiguousarray(b, np.float32) if plain
-                else (gguf.quantize(np.ascontiguousarray(b, np.float32), t), quant))
+            out[name(n)] = _quantised(name(n), b, quant)
     return gguf.MODEL_ARCH_NAMES[arch],keys,out|_extra_tensors(c)
 
 def write(path, arch, keys, tensors, part=0):
     "Write them, `part` tensors a file where that is not 0"
     w = gguf.GGUFWriter(path, arch, split_max_tensors=part)
+    add = {
+        list:w.add_array, bool:w.add_bool, str:w.add_string, float:w.add_float32,
+        int:w.add_uint32}
     for k,v in keys.items():
         k = k if k.startswith(('tokenizer.','general.','split.')) else f'{arch}.{k}'
-        add = {
-            list:w.add_array, bool:w.add_bool, str:w.add_string,
-            float:w.add_float32, int:w.add_uint32}[type(v)]
-        add(k, v)
+        add[type(v)](k, v)
     for k,a in tensors.items():
         a,t = a if isinstance(a, tuple) else (a,None)
         w.add_tensor(k, a, raw_dtype=t and gguf.GGMLQuantizationType[t])
@@ -587,8 +584,5 @@ def write(path, arch, keys, tensors, part=0):
 def to_gguf(folder, path, quant='F32', without=(), arch=None, **keys):
     "The GGUF file of a Hugging Face folder; `keys` override or add, None takes away"
     a,m,ts = convert(folder, quant, without, arch)
-    return write(
-        path,
-        a,
-        {k:v for k,v in (m|keys).items() if v is not None},
-        ts)
+    return write(path, a,
+        {k:v for k,v in (m|keys).items() if v is not None}, ts)

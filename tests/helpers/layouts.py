@@ -41,31 +41,18 @@ def _qwen35(kind, **kw):
         |dict(rope_parameters=_MROPE|dict(partial_rotary_factor=.4), mtp_num_hidden_layers=1)|kw,
         vision_config=_VISION|dict(model_type=kind),
         image_token_id=60)
-_GEMMA = (
-    _BASE
-    |dict(
-        num_global_key_value_heads=1,
-        global_head_dim=48,
-        attention_k_eq_v=True,
-        enable_moe_block=False,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-        final_logit_softcapping=30.0,
-        sliding_window=16,
-        layer_types=['sliding_attention','full_attention'],
-        hidden_activation='gelu_pytorch_tanh',
-        tie_word_embeddings=True,
-        rope_parameters=dict(
-            full_attention=dict(rope_type='proportional', rope_theta=1e6, partial_rotary_factor=.5),
-            sliding_attention=dict(rope_type='default', rope_theta=1e4))))
+_GEMMA = _BASE|dict(
+    num_global_key_value_heads=1, global_head_dim=48, attention_k_eq_v=True, enable_moe_block=False,
+    hidden_size_per_layer_input=0, num_kv_shared_layers=0, final_logit_softcapping=30.0,
+    sliding_window=16, layer_types=['sliding_attention','full_attention'],
+    hidden_activation='gelu_pytorch_tanh', tie_word_embeddings=True,
+    rope_parameters=dict(
+        full_attention=dict(rope_type='proportional', rope_theta=1e6, partial_rotary_factor=.5),
+        sliding_attention=dict(rope_type='default', rope_theta=1e4)))
 _ASSIST = dict(
-    model_type='gemma4_assistant',
-    backbone_hidden_size=160,
-    num_centroids=16,
-    centroid_intermediate_top_k=4,
-    tie_word_embeddings=True,
-    text_config=_GEMMA
-    |dict(
+    model_type='gemma4_assistant', backbone_hidden_size=160, num_centroids=16,
+    centroid_intermediate_top_k=4, tie_word_embeddings=True,
+    text_config=_GEMMA|dict(
         model_type='gemma4_text', hidden_size=96, num_kv_shared_layers=2,
         final_logit_softcapping=None))
 
@@ -80,8 +67,7 @@ CONFS = dict(
     qwen3_tied=_BASE|dict(model_type='qwen3', tie_word_embeddings=True),
     qwen3_moe=_BASE|_EXPERTS
     |dict(model_type='qwen3_moe', decoder_sparse_step=1, mlp_only_layers=[]),
-    qwen3_next=_BASE|_EXPERTS|_DELTA
-    |dict(
+    qwen3_next=_BASE|_EXPERTS|_DELTA|dict(
         model_type='qwen3_next', shared_expert_intermediate_size=64, decoder_sparse_step=1,
         mlp_only_layers=[]),
     qwen3_5=_qwen35('qwen3_5'),
@@ -93,22 +79,14 @@ CONFS = dict(
         image_token_id=60),
     qwen3_vl_moe=_wrap(
         'qwen3_vl_moe',
-        _BASE|_EXPERTS
-        |dict(
+        _BASE|_EXPERTS|dict(
             rope_scaling=_MROPE|dict(mrope_section=[8,6,6]),
-            decoder_sparse_step=1,
-            mlp_only_layers=[]),
+            decoder_sparse_step=1, mlp_only_layers=[]),
         vision_config=_VISION|dict(model_type='qwen3_vl_moe'),
         image_token_id=60),
-    gpt_oss=_BASE
-    |dict(
-        model_type='gpt_oss',
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        intermediate_size=160,
-        sliding_window=16,
-        layer_types=['sliding_attention','full_attention'],
-        attention_bias=True,
+    gpt_oss=_BASE|dict(
+        model_type='gpt_oss', num_local_experts=3, num_experts_per_tok=2, intermediate_size=160,
+        sliding_window=16, layer_types=['sliding_attention','full_attention'], attention_bias=True,
         swiglu_limit=7.0,
         rope_scaling=dict(
             rope_type='yarn', factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
@@ -119,16 +97,14 @@ CONFS = dict(
     gemma4_dense=_wrap('gemma4', _GEMMA, vision_config=None, audio_config=None),
     gemma4_assistant=_ASSIST|dict(use_ordered_embeddings=False),
     gemma4_ordered=_ASSIST|dict(use_ordered_embeddings=True),
-    nemotron_h=_BASE
-    |dict(
+    nemotron_h=_BASE|dict(
         model_type='nemotron_h', hybrid_override_pattern='ME*', num_hidden_layers=3,
         mamba_num_heads=6, mamba_head_dim=16, n_groups=2, ssm_state_size=8, conv_kernel=4,
         use_conv_bias=True, n_routed_experts=3, n_shared_experts=1, num_experts_per_tok=2,
         moe_intermediate_size=96, moe_shared_expert_intermediate_size=64, n_group=1, topk_group=1,
         norm_topk_prob=True, routed_scaling_factor=2.5, mlp_hidden_act='relu2',
         layer_norm_epsilon=1e-5, mlp_bias=False, use_bias=False, attention_bias=False),
-    minimax_m2=_BASE
-    |dict(
+    minimax_m2=_BASE|dict(
         model_type='minimax_m2', num_local_experts=3, num_experts_per_tok=2, intermediate_size=96,
         rotary_dim=20, scoring_func='sigmoid', use_routing_bias=True, use_qk_norm=True,
         qk_norm_type='per_layer', shared_intermediate_size=0))
@@ -178,10 +154,7 @@ def _fp8_as(
     p = QTensor.encode(a, fmt).parts
     stored,scale = change(p['scale'])
     return _fp8(
-        n,
-        a,
-        p,
-        end,
+        n, a, p, end,
         (stored.reshape(shape(p['scale'])),dtype),
         scale,
         dict(FP8_TENSOR=_per_tensor, FP8_CHANNEL=_per_row, FP8_BLOCK=_tiles)[fmt])
@@ -337,8 +310,7 @@ HOW = {
     'fp8-block': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv'),
     'fp8-block-bf16': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv', _bf16, 'BF16'),
     'fp8-block-f16': lambda n,a: _fp8_as(
-        n,
-        a,
+        n, a,
         'FP8_BLOCK',
         '_scale_inv',
         lambda s: (
@@ -347,8 +319,7 @@ HOW = {
         'F16'),
     'fp8-block-e8m0': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv', _pow2, 'F8_E8M0'),
     'fp8-pb-wo': lambda n,a: _fp8_as(
-        n,
-        a,
+        n, a,
         'FP8_BLOCK',
         '_scale',
         shape=lambda s: (s.shape[0], 1, s.shape[1], 1)),
@@ -463,6 +434,21 @@ LAYOUTS = {
 def may_quantise(k):
     return quantizable(re.sub(r'^mtp\.layers', 'model.layers', k)) or k=='lm_head.weight'
 
+def by_rules(rules):
+    "What picks the first format whose pattern a name matches"
+    def pick(k, a):
+        return next((how for pattern,how in rules if re.fullmatch(pattern, k)), 'bf16')
+    return pick
+
+def is_stack(k, a): return a.ndim==3 and 'experts' in k and k.split('.')[0]!='visual'
+
+def one_stored(k, a, how, turned):
+    "Parts in which the numbers `a` are stored under the name `k`, and the numbers that come of it"
+    if is_stack(k, a) and turned:
+        parts,x = STACK_HOW[how](k, np.ascontiguousarray(a.swapaxes(1,2)))
+        return parts,x.swapaxes(1,2)
+    return (STACK_HOW if is_stack(k, a) else HOW)[how](k, a)
+
 def stored(conf, style, experts, rules):
     """({stored name: (array, type)}, {canonical name: numbers}) of a layout;
     `rules` may be a function of name and array"""
@@ -470,29 +456,22 @@ def stored(conf, style, experts, rules):
     w123 = dict(gate='w1', up='w3', down='w2') if conf=='minimax_m2' else {}
     if experts=='each':
         ws = split_experts(ws, **w123)
-    pick = (
-        rules if callable(rules)
-        else lambda k,a: next(
-            (h for p,h in rules if re.fullmatch(p, k)), 'bf16'))
+    pick = rules if callable(rules) else by_rules(rules)
     raw,plain = {},{}
     for k,a in ws.items():
         if a.dtype==np.int64:
             raw[k],plain[k] = (a,'I64'),a
             continue
-        stack = a.ndim==3 and 'experts' in k and k.split('.')[0]!='visual'
         how = pick(k, a) if a.ndim>1 and may_quantise(k) else 'bf16'
-        if stack and experts=='turned':
-            parts,x = STACK_HOW[how](k, np.ascontiguousarray(a.swapaxes(1,2)))
-            plain[k] = x.swapaxes(1,2)
-        else:
-            parts,plain[k] = (STACK_HOW if stack else HOW)[how](k, a)
+        stack = is_stack(k, a)
+        parts,plain[k] = one_stored(k, a, how, experts=='turned')
         if stack and conf in ('gpt_oss','qwen3_vl_moe'):
             # which store plain numbers [in,out]; gpt-oss's down_proj is square
             plain[k] = np.ascontiguousarray(plain[k].swapaxes(1,2))
         raw |= {named(n, style):v for n,v in parts.items()}
         if how[:3] in ('nvf','fp8') and not stack:
-            raw[named(k.removesuffix('.weight')+'.input_scale', style)] = (
-                np.float32(1), 'F32')
+            scale = named(k.removesuffix('.weight')+'.input_scale', style)
+            raw[scale] = np.float32(1),'F32'
     return raw,plain
 
 def folder(path, conf, raw, shards=1, **files):
@@ -502,17 +481,16 @@ def folder(path, conf, raw, shards=1, **files):
     (path/'config.json').write_text(json.dumps(conf))
     names = [f'model-{i+1:05}-of-{shards:05}.safetensors' for i in range(shards)]
     def put(n, items):
-        (path/n).write_bytes(st_bytes(
-            {k:np.ascontiguousarray(a) for k,(a,_) in items},
-            dtypes={k:t for k,(_,t) in items}))
+        arrays = {k:np.ascontiguousarray(a) for k,(a,_) in items}
+        (path/n).write_bytes(st_bytes(arrays, dtypes={k:t for k,(_,t) in items}))
     if shards==1:
         put('model.safetensors', list(raw.items()))
     else:
         for i,n in enumerate(names):
             put(n, list(raw.items())[i::shards])
-        (path/'model.safetensors.index.json').write_text(json.dumps(dict(weight_map={
-            k:names[i%shards]
-            for i,k in enumerate(raw)})))
+        where = {k:names[i%shards] for i,k in enumerate(raw)}
+        index = path/'model.safetensors.index.json'
+        index.write_text(json.dumps(dict(weight_map=where)))
     for n,d in files.items():
         (path/f'{n}.json').write_text(json.dumps(d))
     return path

@@ -40,8 +40,7 @@ def model(name, change=None):
             load(
                 ck, [w for w in m.wants() if not w.part], host,
                 ignore=('*',)),
-            host,
-            256)
+            host, 256)
 
 class Run:
     "One sequence on one model"
@@ -58,9 +57,7 @@ class Run:
                 Piece(
                     list(ids), start, self.table.blocks, len(ids), state=1,
                     media=media)],
-            tiled,
-            16,
-            host)
+            tiled, 16, host)
     def __call__(self, ids, start, tiled, media=None, tap=None):
         return self.model.forward(
             self.batch(ids, start, tiled, media), self.cache, tap)
@@ -71,8 +68,7 @@ class Run:
             self(ids[i:i+n], i, True, media)
             for i in range(0, len(ids), n)])
     def steps(self, ids, start=0, media=None):
-        return np.concatenate([self([t], start+i, False, media)
-            for i,t in enumerate(ids)])
+        return np.concatenate([self([t], start+i, False, media) for i,t in enumerate(ids)])
     def stream(self, ids):
         "The stream after the last layer"
         b = self.batch(ids, 0, True)
@@ -90,22 +86,26 @@ def mtp(name, sizes=None, see=Run.hidden):
     the head is shown what the model `see`s of the prompt in pieces of `sizes`"""
     r = refs[name]
     run = Run(model(name))
-    m,h = run.model,see(run, r['ids'])
-    ids = r['ids'].tolist()[1:]
-    ids.append(int(r['greedy'][0]))
-    one,at = [],0
-    for n in sizes or [len(ids)]:
+    h = see(run, r['ids'])
+    ids = [*r['ids'].tolist()[1:], int(r['greedy'][0])]
+    sizes = sizes or [len(ids)]
+    assert sum(sizes)==len(ids)
+    one = first_pass(run, h, ids, sizes)
+    last = np.array([len(one[-1])-1])
+    drafter = MTPDrafter(run.model, run.cache, 2)
+    logits = run.model.head(np.concatenate(one))
+    return logits, *proposed(drafter, run, one[-1], last, ids[-1], len(ids))
+
+def first_pass(run, h, ids, sizes)->list:
+    "Rows of the drafting head for `ids`, shown the model's rows `h`, in pieces of `sizes`"
+    found,at = [],0
+    for n in sizes:
         b = run.batch(ids[at:at+n], at, n>MAX_ROWS)
         rows = np.zeros((b.num_rows,h.shape[1]), np.float32)
         rows[b.out] = h[at:at+n]
-        out = m.mtp(m, b, rows, run.cache)
-        one.append(out[b.out])
+        found.append(run.model.mtp(run.model, b, rows, run.cache)[b.out])
         at += n
-    assert at==len(ids)
-    last = np.array([len(one[-1])-1])
-    drafter = MTPDrafter(m, run.cache, 2)
-    logits = m.head(np.concatenate(one))
-    return logits, *proposed(drafter, run, one[-1], last, ids[-1], at)
+    return found
 
 def proposed(drafter, run, h, last, newest, at):
     "Tokens and logits that `drafter` proposes after `newest`, which is at position `at`"

@@ -32,11 +32,9 @@ BASE = dict(
     hidden_act='silu', rms_norm_eps=1e-5, max_position_embeddings=512, rope_theta=10000.0,
     attention_bias=False, mlp_bias=False, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     torch_dtype='bfloat16')
-MISTRAL = (
-    BASE
-    |dict(
-        model_type='mistral', architectures=['MistralForCausalLM'], rope_theta=1000000.0,
-        sliding_window=None))
+MISTRAL = BASE|dict(
+    model_type='mistral', architectures=['MistralForCausalLM'], rope_theta=1000000.0,
+    sliding_window=None)
 def without(d, *names):
     return {k:v for k,v in d.items() if k not in names}
 
@@ -45,17 +43,12 @@ CASES = {}
 # as Llama 3.1 is published, with pairs on all three parts of its curve;
 # the prompt crosses two 64-token boundaries; sharded, with an index
 CASES['llama3-rope-sharded'] = Case(
-    BASE
-    |dict(
-        hidden_size=64,
-        num_hidden_layers=3,
-        intermediate_size=96,
-        eos_token_id=[2,3],
+    BASE|dict(
+        hidden_size=64, num_hidden_layers=3, intermediate_size=96, eos_token_id=[2,3],
         rope_scaling=dict(
             rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=64)),
-    140,
-    100_000)
+    140, 100_000)
 
 # as Mistral Small: heads that together are wider than the model
 CASES['mistral-wide-heads'] = Case(MISTRAL|dict(head_dim=20))
@@ -66,22 +59,16 @@ CASES['mistral-window'] = Case(MISTRAL|dict(sliding_window=23, rope_theta=10000.
 # as SmolLM2: three query heads on one key head, output matrix tied to the embedding, the newer
 # config.json
 CASES['smollm2-tied'] = Case(
-    without(BASE, 'rope_theta', 'torch_dtype')
-    |dict(
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_hidden_layers=3,
+    without(BASE, 'rope_theta', 'torch_dtype')|dict(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=16, num_hidden_layers=3,
         tie_word_embeddings=True,
         rope_parameters=dict(rope_type='default', rope_theta=100000.0),
         dtype='bfloat16'))
 
 # the two scalings that came before llama3's, each in one generation of config.json
 CASES['yarn-rope'] = Case(
-    without(BASE, 'rope_theta')
-    |dict(
-        num_attention_heads=2,
-        num_key_value_heads=1,
+    without(BASE, 'rope_theta')|dict(
+        num_attention_heads=2, num_key_value_heads=1,
         rope_parameters=dict(
             rope_type='yarn', rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64,
             beta_fast=4.0, beta_slow=1.0)),
@@ -95,11 +82,8 @@ CASES['biases'] = Case(BASE|dict(attention_bias=True, mlp_bias=True))
 # as Llama 3.2: tied, llama3 scaling, a head_dim that is written down
 LLAMA = BASE|dict(vocab_size=136, num_attention_heads=6, num_key_value_heads=2, head_dim=16)
 CASES['llama32-tied'] = Case(
-    LLAMA
-    |dict(
-        num_hidden_layers=3,
-        tie_word_embeddings=True,
-        rope_theta=500000.0,
+    LLAMA|dict(
+        num_hidden_layers=3, tie_word_embeddings=True, rope_theta=500000.0,
         rope_scaling=dict(
             rope_type='llama3', factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=48)),
@@ -109,17 +93,11 @@ CASES['llama32-tied'] = Case(
 # beside it
 CASES['mistral3-wrapped'] = Case(
     dict(
-        model_type='mistral3',
-        architectures=['Mistral3ForConditionalGeneration'],
-        image_token_index=119,
-        projector_hidden_act='gelu',
-        multimodal_projector_bias=False,
-        spatial_merge_size=2,
-        vision_feature_layer=-1,
-        tie_word_embeddings=False,
+        model_type='mistral3', architectures=['Mistral3ForConditionalGeneration'],
+        image_token_index=119, projector_hidden_act='gelu', multimodal_projector_bias=False,
+        spatial_merge_size=2, vision_feature_layer=-1, tie_word_embeddings=False,
         torch_dtype='bfloat16',
-        text_config=without(MISTRAL, 'architectures', 'torch_dtype')
-        |dict(
+        text_config=without(MISTRAL, 'architectures', 'torch_dtype')|dict(
             vocab_size=120, head_dim=20, num_attention_heads=3, num_key_value_heads=1,
             rope_theta=1e9),
         vision_config=dict(
@@ -139,56 +117,31 @@ CASES['qwen3-tied-wide'] = Case(QWEN3, 75)
 
 # layers 1 and 5 have experts: every second one, but for layer 3. The weights of the chosen do not
 # add up to one
-QWEN3_MOE = (
-    QWEN3
-    |dict(
-        model_type='qwen3_moe', architectures=['Qwen3MoeForCausalLM'], vocab_size=112,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=6,
-        num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, decoder_sparse_step=1,
-        mlp_only_layers=[], tie_word_embeddings=False))
+QWEN3_MOE = QWEN3|dict(
+    model_type='qwen3_moe', architectures=['Qwen3MoeForCausalLM'], vocab_size=112,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=6,
+    num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, decoder_sparse_step=1,
+    mlp_only_layers=[], tie_word_embeddings=False)
 CASES['qwen3-moe-some-layers'] = Case(
-    QWEN3_MOE
-    |dict(
+    QWEN3_MOE|dict(
         num_hidden_layers=6, hidden_size=40, intermediate_size=32, num_experts=5,
         norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[3]),
     67)
 
 # three value heads to a key head, dk != dv, layers in no regular order, the prompt over three tiles
 QWEN3_NEXT = dict(
-    model_type='qwen3_next',
-    architectures=['Qwen3NextForCausalLM'],
-    vocab_size=104,
-    hidden_size=40,
-    intermediate_size=64,
-    num_hidden_layers=5,
+    model_type='qwen3_next', architectures=['Qwen3NextForCausalLM'], vocab_size=104, hidden_size=40,
+    intermediate_size=64, num_hidden_layers=5,
     layer_types=[
         'linear_attention', 'full_attention', 'linear_attention', 'linear_attention',
         'full_attention'],
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=24,
-    partial_rotary_factor=0.5,
-    rope_theta=10000000,
-    rope_scaling=None,
-    rms_norm_eps=1e-6,
-    hidden_act='silu',
-    linear_num_key_heads=2,
-    linear_num_value_heads=6,
-    linear_key_head_dim=16,
-    linear_value_head_dim=8,
-    linear_conv_kernel_dim=4,
-    num_experts=5,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=24,
-    norm_topk_prob=True,
-    decoder_sparse_step=1,
-    mlp_only_layers=[],
-    max_position_embeddings=512,
-    tie_word_embeddings=False,
-    bos_token_id=1,
-    eos_token_id=2,
-    torch_dtype='bfloat16')
+    num_attention_heads=4, num_key_value_heads=1, head_dim=24, partial_rotary_factor=0.5,
+    rope_theta=10000000, rope_scaling=None, rms_norm_eps=1e-6, hidden_act='silu',
+    linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16,
+    linear_value_head_dim=8, linear_conv_kernel_dim=4, num_experts=5, num_experts_per_tok=2,
+    moe_intermediate_size=16, shared_expert_intermediate_size=24, norm_topk_prob=True,
+    decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=512,
+    tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, torch_dtype='bfloat16')
 CASES['qwen3-next'] = Case(QWEN3_NEXT, 133, mtp=True)
 
 ROPE35 = dict(
@@ -209,23 +162,17 @@ TOWER = dict(
 def wrapped(kind, arch, text, tower):
     v = text['vocab_size']
     return dict(
-        architectures=[arch],
-        model_type=kind,
+        architectures=[arch], model_type=kind,
         text_config=text|dict(model_type=kind+'_text'),
         vision_config=tower|dict(model_type=kind, out_hidden_size=text['hidden_size']),
-        image_token_id=v-2,
-        video_token_id=v-1,
-        vision_start_token_id=v-4,
-        vision_end_token_id=v-3,
-        tie_word_embeddings=text['tie_word_embeddings'])
+        image_token_id=v-2, video_token_id=v-1, vision_start_token_id=v-4,
+        vision_end_token_id=v-3, tie_word_embeddings=text['tie_word_embeddings'])
 F32 = r'linear_attn\.(A_log|norm\.weight)$'
 CASES['qwen35-dense'] = Case(
     wrapped(
         'qwen3_5', 'Qwen3_5ForConditionalGeneration',
         TEXT35|dict(intermediate_size=64, tie_word_embeddings=True), TOWER),
-    83,
-    mtp=True,
-    keep32=F32)
+    83, mtp=True, keep32=F32)
 MOE35 = dict(
     num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16,
     shared_expert_intermediate_size=32)
@@ -233,56 +180,30 @@ CASES['qwen35-moe-stacked'] = Case(
     wrapped(
         'qwen3_5_moe',
         'Qwen3_5MoeForConditionalGeneration',
-        without(TEXT35, 'full_attention_interval')|MOE35
-        |dict(
-            vocab_size=120,
-            hidden_size=40,
-            num_hidden_layers=3,
+        without(TEXT35, 'full_attention_interval')|MOE35|dict(
+            vocab_size=120, hidden_size=40, num_hidden_layers=3,
             layer_types=['full_attention','linear_attention','linear_attention'],
-            linear_num_key_heads=3,
-            linear_num_value_heads=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
+            linear_num_key_heads=3, linear_num_value_heads=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16,
             rope_parameters=ROPE35|dict(mrope_section=[2,1,1], partial_rotary_factor=0.5)),
         TOWER|dict(depth=3, hidden_size=16, num_heads=1, num_position_embeddings=16)),
-    71,
-    mtp=True,
-    experts='stacked')
+    71, mtp=True, experts='stacked')
 
 GPT_OSS = dict(
-    model_type='gpt_oss',
-    architectures=['GptOssForCausalLM'],
-    vocab_size=120,
-    hidden_size=48,
-    intermediate_size=40,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=16,
-    hidden_act='silu',
-    rms_norm_eps=1e-5,
-    attention_bias=True,
-    num_local_experts=5,
-    num_experts_per_tok=3,
-    experts_per_token=3,
-    sliding_window=13,
+    model_type='gpt_oss', architectures=['GptOssForCausalLM'], vocab_size=120, hidden_size=48,
+    intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+    head_dim=16, hidden_act='silu', rms_norm_eps=1e-5, attention_bias=True, num_local_experts=5,
+    num_experts_per_tok=3, experts_per_token=3, sliding_window=13,
     layer_types=['full_attention','sliding_attention','sliding_attention'],
-    rope_theta=10000.0,
-    swiglu_limit=7.0,
-    initial_context_length=64,
+    rope_theta=10000.0, swiglu_limit=7.0, initial_context_length=64,
     rope_scaling=dict(
         rope_type='yarn', factor=16.0, beta_fast=4.0, beta_slow=0.5, truncate=False,
         original_max_position_embeddings=64),
-    max_position_embeddings=512,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-    eos_token_id=2,
+    max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, eos_token_id=2,
     torch_dtype='bfloat16')
 CASES['gpt-oss'] = Case(GPT_OSS, 78)
 CASES['gpt-oss-mxfp4'] = Case(
-    GPT_OSS
-    |dict(
+    GPT_OSS|dict(
         vocab_size=104, hidden_size=64, intermediate_size=32, num_hidden_layers=2,
         num_local_experts=4, num_experts_per_tok=2, experts_per_token=2, sliding_window=21,
         layer_types=['sliding_attention','full_attention']),
@@ -295,90 +216,46 @@ CASES['gpt-oss-mxfp4'] = Case(
             'lm_head']))
 
 GEMMA = dict(
-    vocab_size=128,
-    hidden_size=48,
-    intermediate_size=40,
-    num_hidden_layers=5,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    num_global_key_value_heads=2,
-    head_dim=16,
-    global_head_dim=24,
-    attention_k_eq_v=True,
-    enable_moe_block=True,
-    num_experts=6,
-    top_k_experts=3,
-    moe_intermediate_size=16,
-    hidden_size_per_layer_input=0,
-    vocab_size_per_layer_input=128,
-    num_kv_shared_layers=0,
-    use_double_wide_mlp=False,
-    final_logit_softcapping=2.5,
-    sliding_window=19,
-    attention_bias=False,
+    vocab_size=128, hidden_size=48, intermediate_size=40, num_hidden_layers=5,
+    num_attention_heads=4, num_key_value_heads=4, num_global_key_value_heads=2, head_dim=16,
+    global_head_dim=24, attention_k_eq_v=True, enable_moe_block=True, num_experts=6,
+    top_k_experts=3, moe_intermediate_size=16, hidden_size_per_layer_input=0,
+    vocab_size_per_layer_input=128, num_kv_shared_layers=0, use_double_wide_mlp=False,
+    final_logit_softcapping=2.5, sliding_window=19, attention_bias=False,
     layer_types=[
         'sliding_attention', 'full_attention', 'sliding_attention', 'sliding_attention',
         'full_attention'],
-    hidden_activation='gelu_pytorch_tanh',
-    rms_norm_eps=1e-6,
+    hidden_activation='gelu_pytorch_tanh', rms_norm_eps=1e-6,
     rope_parameters=dict(
         full_attention=dict(
             partial_rotary_factor=0.5, rope_theta=1000000.0, rope_type='proportional'),
         sliding_attention=dict(rope_theta=10000.0, rope_type='default')),
-    max_position_embeddings=512,
-    tie_word_embeddings=True,
-    use_bidirectional_attention='vision',
-    pad_token_id=0,
-    bos_token_id=2,
-    eos_token_id=1)
+    max_position_embeddings=512, tie_word_embeddings=True, use_bidirectional_attention='vision',
+    pad_token_id=0, bos_token_id=2, eos_token_id=1)
 def gemma(**kw):
     return dict(
-        architectures=['Gemma4ForConditionalGeneration'],
-        model_type='gemma4',
+        architectures=['Gemma4ForConditionalGeneration'], model_type='gemma4',
         text_config=GEMMA|dict(model_type='gemma4_text')|kw,
-        vision_config=None,
-        audio_config=None,
-        tie_word_embeddings=True,
-        dtype='bfloat16')
+        vision_config=None, audio_config=None, tie_word_embeddings=True, dtype='bfloat16')
 CASES['gemma4-moe'] = Case(gemma(), 74)
 CASES['gemma4-dense'] = Case(
     gemma(
-        enable_moe_block=False,
-        num_experts=None,
-        top_k_experts=None,
-        moe_intermediate_size=None,
-        attention_k_eq_v=False,
-        num_hidden_layers=3,
+        enable_moe_block=False, num_experts=None, top_k_experts=None, moe_intermediate_size=None,
+        attention_k_eq_v=False, num_hidden_layers=3,
         layer_types=['full_attention','sliding_attention','full_attention'],
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        vocab_size=104,
-        final_logit_softcapping=None),
+        num_attention_heads=6, num_key_value_heads=3, vocab_size=104, final_logit_softcapping=None),
     68)
 def drafter(ordered):
     return dict(
-        architectures=['Gemma4AssistantForCausalLM'],
-        model_type='gemma4_assistant',
-        backbone_hidden_size=48,
-        tie_word_embeddings=True,
-        use_ordered_embeddings=ordered,
-        num_centroids=16,
-        centroid_intermediate_top_k=5,
-        dtype='bfloat16',
-        text_config=GEMMA
-        |dict(
-            model_type='gemma4_text',
-            hidden_size=32,
-            intermediate_size=56,
-            num_hidden_layers=3,
+        architectures=['Gemma4AssistantForCausalLM'], model_type='gemma4_assistant',
+        backbone_hidden_size=48, tie_word_embeddings=True, use_ordered_embeddings=ordered,
+        num_centroids=16, centroid_intermediate_top_k=5, dtype='bfloat16',
+        text_config=GEMMA|dict(
+            model_type='gemma4_text', hidden_size=32, intermediate_size=56, num_hidden_layers=3,
             num_kv_shared_layers=3,
             layer_types=['sliding_attention','sliding_attention','full_attention'],
-            enable_moe_block=False,
-            num_experts=None,
-            top_k_experts=None,
-            moe_intermediate_size=None,
-            final_logit_softcapping=None,
-            vocab_size_per_layer_input=0))
+            enable_moe_block=False, num_experts=None, top_k_experts=None,
+            moe_intermediate_size=None, final_logit_softcapping=None, vocab_size_per_layer_input=0))
 CASES['gemma4-assistant'] = Case(drafter(False), target='gemma4-moe')
 CASES['gemma4-assistant-ordered'] = Case(drafter(True), target='gemma4-moe')
 
@@ -411,8 +288,7 @@ CASES['minimax-m2'] = Case(MINIMAX, 73, keep32='e_score_correction_bias')
 # as Granite 4.0 H: a mixer and a feed-forward half in every layer, all four multipliers,
 # attention without positions; no width that 32 divides
 GRANITE = dict(
-    model_type='granitemoehybrid',
-    architectures=['GraniteMoeHybridForCausalLM'],
+    model_type='granitemoehybrid', architectures=['GraniteMoeHybridForCausalLM'],
     vocab_size=112, hidden_size=48, intermediate_size=24, num_hidden_layers=4,
     layer_types=['mamba','attention','mamba','mamba'],
     num_attention_heads=4, num_key_value_heads=2,
@@ -453,30 +329,18 @@ CASES['granite-moe-shared'] = Case(CASES['granite-moe'].cfg|dict(model_type='gra
     architectures=['GraniteMoeSharedForCausalLM'], shared_intermediate_size=32), 66)
 
 VL = dict(
-    vocab_size=112,
-    hidden_size=40,
-    intermediate_size=56,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=24,
-    hidden_act='silu',
-    rms_norm_eps=1e-6,
+    vocab_size=112, hidden_size=40, intermediate_size=56, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=24, hidden_act='silu', rms_norm_eps=1e-6,
     rope_theta=5000000,
     rope_scaling=dict(mrope_interleaved=True, mrope_section=[5,4,3], rope_type='default'),
-    attention_bias=False,
-    max_position_embeddings=512,
-    tie_word_embeddings=True,
-    bos_token_id=1,
-    eos_token_id=2,
-    dtype='bfloat16')
+    attention_bias=False, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=1,
+    eos_token_id=2, dtype='bfloat16')
 CASES['qwen3-vl'] = Case(
     wrapped(
         'qwen3_vl',
         'Qwen3VLForConditionalGeneration',
         VL,
-        TOWER
-        |dict(
+        TOWER|dict(
             depth=4, hidden_size=16, num_heads=1, num_position_embeddings=36,
             deepstack_visual_indexes=[1,2,3])),
     66)
@@ -484,16 +348,13 @@ CASES['qwen3-vl-moe'] = Case(
     wrapped(
         'qwen3_vl_moe',
         'Qwen3VLMoeForConditionalGeneration',
-        VL
-        |dict(
+        VL|dict(
             num_hidden_layers=3, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=2,
             moe_intermediate_size=16, decoder_sparse_step=1, mlp_only_layers=[],
             norm_topk_prob=True),
-        TOWER
-        |dict(
+        TOWER|dict(
             hidden_size=16, num_heads=2, num_position_embeddings=16, deepstack_visual_indexes=[0])),
-    65,
-    experts='transposed')
+    65, experts='transposed')
 
 # -- the same families as quantised releases have them
 LINEAR = r'(self_attn|mlp)\.[a-z]+_proj\.weight$'
@@ -511,9 +372,7 @@ def older(algo, exclude, **kw):
         quantization=dict(quant_algo=algo, kv_cache_quant_algo='FP8', exclude_modules=exclude)|kw)
 def compressed(fmt, ignore, acts, **weights):
     return dict(
-        quant_method='compressed-tensors',
-        format=fmt,
-        quantization_status='compressed',
+        quant_method='compressed-tensors', format=fmt, quantization_status='compressed',
         ignore=ignore,
         config_groups=dict(group_0=dict(
             targets=['Linear'],
@@ -527,8 +386,7 @@ def fp8_blocks(keep):
 # FP8, one scale a tensor, and scales for keys and values;
 # told by hf_quant_config.json alone, as older exports do
 CASES['llama-fp8-tensor'] = Case(
-    LLAMA,
-    66,
+    LLAMA, 66,
     rules=[(LINEAR, fp8)],
     hf_quant=older('FP8', ['lm_head']),
     scales={f'model.layers.{i}.self_attn.{n}_proj.{n}_scale':.03+.01*i
@@ -543,12 +401,10 @@ CASES['qwen3-fp8-channel'] = Case(
         'float-quantized',
         ['lm_head'],
         dict(num_bits=8, type='float', strategy='token', symmetric=True, dynamic=True),
-        num_bits=8,
-        strategy='channel'))
+        num_bits=8, strategy='channel'))
 # blocks of 128 x 128, the last ones partial both ways, float32 scales
 CASES['minimax-fp8-block'] = Case(
-    MINIMAX
-    |dict(
+    MINIMAX|dict(
         vocab_size=104, hidden_size=144, intermediate_size=16, num_hidden_layers=2,
         num_local_experts=4, num_attention_heads=9, num_experts_per_tok=2),
     67,
@@ -557,27 +413,14 @@ CASES['minimax-fp8-block'] = Case(
     quant=fp8_blocks(['gate','e_score_correction_bias','lm_head']))
 # the same with BF16 scales, the MTP layer too; text only, and so without a prefix
 CASES['qwen35-moe-fp8-block'] = Case(
-    without(TEXT35, 'full_attention_interval')|MOE35
-    |dict(
-        model_type='qwen3_5_moe_text',
-        architectures=['Qwen3_5MoeForCausalLM'],
-        vocab_size=96,
-        hidden_size=136,
-        num_hidden_layers=2,
-        layer_types=['linear_attention','full_attention'],
-        num_experts=3,
-        num_experts_per_tok=2,
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-        linear_key_head_dim=40,
-        linear_value_head_dim=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=48,
+    without(TEXT35, 'full_attention_interval')|MOE35|dict(
+        model_type='qwen3_5_moe_text', architectures=['Qwen3_5MoeForCausalLM'], vocab_size=96,
+        hidden_size=136, num_hidden_layers=2, layer_types=['linear_attention','full_attention'],
+        num_experts=3, num_experts_per_tok=2, linear_num_key_heads=1, linear_num_value_heads=2,
+        linear_key_head_dim=40, linear_value_head_dim=32, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=48,
         rope_parameters=dict(rope_type='default', rope_theta=10000000, partial_rotary_factor=0.25)),
-    90,
-    mtp=True,
-    experts='apart',
+    90, mtp=True, experts='apart',
     rules=[
         (r'in_proj_[ab]\.|^mtp\.fc|gate\.weight|norm|conv1d', None),
         (r'_proj\.weight$|in_proj_(qkv|z)\.weight$', fp8_block_bf16)],
@@ -594,14 +437,9 @@ CASES['gemma4-nvfp4-experts'] = Case(
     gemma(
         num_hidden_layers=3,
         layer_types=['sliding_attention','sliding_attention','full_attention'],
-        num_key_value_heads=2,
-        num_global_key_value_heads=1,
-        vocab_size=112,
-        moe_intermediate_size=32,
-        num_experts=4,
-        top_k_experts=2),
-    66,
-    experts='apart',
+        num_key_value_heads=2, num_global_key_value_heads=1, vocab_size=112,
+        moe_intermediate_size=32, num_experts=4, top_k_experts=2),
+    66, experts='apart',
     rules=[(EXPERT, nvfp4)],
     hf_quant=older('NVFP4', ['lm_head'], group_size=16),
     quant=modelopt(
@@ -610,20 +448,11 @@ CASES['gemma4-nvfp4-experts'] = Case(
             'lm_head', 'model.language_model.layers.*.mlp*',
             'model.language_model.layers.*.router*', 'model.language_model.layers.*.self_attn*']))
 CASES['nemotron-nvfp4'] = Case(
-    without(NEMOTRON, 'hybrid_override_pattern')
-    |dict(
+    without(NEMOTRON, 'hybrid_override_pattern')|dict(
         layers_block_type=['attention','mamba','moe','mamba','mlp'],
-        num_hidden_layers=5,
-        intermediate_size=48,
-        mamba_num_heads=4,
-        mamba_head_dim=24,
-        n_groups=2,
-        ssm_state_size=16,
-        vocab_size=104,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=48,
-        n_routed_experts=4,
-        num_experts_per_tok=2),
+        num_hidden_layers=5, intermediate_size=48, mamba_num_heads=4, mamba_head_dim=24, n_groups=2,
+        ssm_state_size=16, vocab_size=104, moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2),
     66,
     rules=[
         (r'layers\.1\.|[qkvo]_proj', None),
@@ -643,9 +472,7 @@ CASES['qwen3-moe-ct-nvfp4'] = Case(
         dict(
             num_bits=4, type='float', strategy='tensor_group', symmetric=True, dynamic='local',
             group_size=16),
-        num_bits=4,
-        strategy='tensor_group',
-        group_size=16))
+        num_bits=4, strategy='tensor_group', group_size=16))
 CASES['llama-ct-mxfp4'] = Case(
     LLAMA|dict(vocab_size=104, hidden_size=64, num_attention_heads=4, intermediate_size=96),
     66,
@@ -665,10 +492,7 @@ CASES['qwen35-mixed'] = Case(
     66,
     rules=[(FP8_PARTS, fp8),(r'mlp\.[a-z]+_proj\.weight$|^lm_head', nvfp4_a16)],
     quant=dict(
-        quant_method='modelopt',
-        quant_algo='MIXED_PRECISION',
-        producer=PRODUCER,
-        ignore=['mtp*'],
+        quant_method='modelopt', quant_algo='MIXED_PRECISION', producer=PRODUCER, ignore=['mtp*'],
         quantized_layers={f'model.layers.{i}.linear_attn.{n}':dict(quant_algo='FP8')
             for i in (0,1)
             for n in ('in_proj_qkv','in_proj_z','out_proj')}

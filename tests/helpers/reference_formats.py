@@ -35,7 +35,8 @@ def fp8_channel(w, dtype=torch.bfloat16):
 
 def fp8_block(w, dtype=torch.float32, name='weight_scale_inv', four=False):
     n,k = w.shape
-    p = torch.zeros(-(-n//128)*128, -(-k//128)*128)
+    p = torch.zeros(-(-n//128)*128,
+        -(-k//128)*128)
     p[:n,:k] = w
     s = (
         p.view(
@@ -52,31 +53,22 @@ def nvfp4_parts(w):
     g = w.abs().max()/(6*448)
     b = blocks(w, 16)
     s = b.abs().amax(-1)/6/g
-    s = torch.where(
-        s==0, 1.,
-        s).clamp(2**-9, 448).to(torch.float8_e4m3fn)
+    s = torch.where(s==0, 1., s).clamp(2**-9, 448).to(torch.float8_e4m3fn)
     full = (s.float()*g)[...,None]
     c = e2m1(b/full)
-    return (
-        pack(c.reshape(w.shape)), s, g,
-        (value(c)*full).reshape(w.shape))
+    return (pack(c.reshape(w.shape)),s,g),(value(c)*full).reshape(w.shape)
 
 def nvfp4(w, activations=True):
-    q,s,g,d = nvfp4_parts(w)
-    return (
-        dict(weight=q, weight_scale=s, weight_scale_2=g)
-        |(dict(input_scale=torch.tensor(.003)) if activations else {}),
-        d)
+    (q,s,g),d = nvfp4_parts(w)
+    parts = dict(weight=q, weight_scale=s, weight_scale_2=g)
+    return parts|(dict(input_scale=torch.tensor(.003)) if activations else {}),d
 
 def nvfp4_a16(w): return nvfp4(w, False)
 
 def nvfp4_packed(w):
-    q,s,g,d = nvfp4_parts(w)
-    return (
-        dict(
-            weight_packed=q, weight_scale=s, weight_global_scale=(1/g)[None],
-            input_global_scale=torch.tensor([300.])),
-        d)
+    (q,s,g),d = nvfp4_parts(w)
+    parts = dict(weight_packed=q, weight_scale=s, weight_global_scale=(1/g)[None])
+    return parts|dict(input_global_scale=torch.tensor([300.])),d
 
 def mxfp4(w):
     b = blocks(w, 32)
@@ -85,18 +77,11 @@ def mxfp4(w):
     e = torch.where(top/torch.exp2(e)>6, e+1, e)
     s = torch.exp2(e)[...,None]
     c = e2m1(b/s)
-    return (
-        pack(c),
-        (e+127).to(torch.uint8),
-        (value(c)*s).reshape(w.shape))
+    return pack(c),(e+127).to(torch.uint8),(value(c)*s).reshape(w.shape)
 
 def mxfp4_packed(w):
     q,s,d = mxfp4(w)
-    return (
-        dict(
-            weight_packed=q.reshape(*w.shape[:-1], -1),
-            weight_scale=s),
-        d)
+    return dict(weight_packed=q.reshape(*w.shape[:-1], -1), weight_scale=s),d
 
 def fp8_block_bf16(w): return fp8_block(w, torch.bfloat16)
 def fp8_block_4d(w): return fp8_block(w, name='weight_scale', four=True)
