@@ -5,23 +5,6 @@
 // for the kernel that makes x, the next ones while it works. Where x is long, the warps of a row
 // are in TEAM blocks (lib/team.cuh), each of which stages what its own warps multiply, and adds up
 // a part of the results. A row's bits do not depend on how many rows there are.
-//   w     : [n4, w_bytes]          u8    rows padded to a multiple of 4 (Packed.raw)
-//   s     : [s_rows, s_bytes]      u8    their scales; or null
-//   gs    : [n4]                   f32   nvfp4, int4: scale of each row; or null
-//   extra : [m4, extra_bytes]      u8    further rows in the format EXTRA, after the others in y;
-//                                        or null
-//   x     : [r, k]                 f32
-//   gain  : [k]                    f32   NORM 1; or null
-//   parts : [r, heads, p]   f32   NORM 2: sums of squares of each GROUP values of x, in PARTS
-//                                 parts; or null
-//   bias  : [biases]               f32   of rows as they are stored, the extra ones too; or null
-//   gate  : [r, ld]                f32   the result is multiplied by the sigmoid of its column
-//                                        `column`; or null
-//   add   : [r, width]             f32   then added, may be y; or null
-//   y     : [r, width]             f32   width = n + m, of gate and up rows n/2; or null if there
-//                                        are keys
-//   keys  : [r, blocks]            i64   BEST: of each block the key of the largest result
-//                                        (lib/keys.cuh), and no results; or null
 //   -D FORMAT= fragment of W
 //   -D EXTRA= fragment of the extra rows, if any
 //   -D K= columns
@@ -140,15 +123,44 @@ static_assert(
                 && STAGED % 2 == 0 && ESTAGED % 2 == 0,
         "see the contract");
 
-struct Job {  // one matrix
-    const unsigned char *w, *s;
-    const float *gs, *x, *gain, *parts, *bias, *gate, *add;
-    float* y;
-    u64* keys;
-    float eps, limit, cap;
-    // `member` of its team; `at`: where its outputs begin; rows come in groups of `span`, and this
-    // block has every `step`-th from `group` on
-    int rows, n, ld, at, width, span, group, step, member;
+// What the kernel is given, in the order of its arguments.
+struct Params {
+    // rows padded to a multiple of 4 (Packed.raw)
+    const unsigned char* w;  // [n4, w_bytes] u8
+    const unsigned char* s;  // [s_rows, s_bytes] u8 or null: their scales
+    const float* gs;  // [n4] f32 or null: nvfp4, int4: scale of each row
+    // further rows in the format EXTRA, after the others in y
+    const unsigned char* extra;  // [m4, extra_bytes] u8 or null
+    const float* x;  // [r, k] f32
+    const float* gain;  // [k] f32 or null: NORM 1
+    // NORM 2: sums of squares of each GROUP values of x, in PARTS parts
+    const float* parts;  // [r, heads, p] f32 or null
+    // of rows as they are stored, the extra ones too
+    const float* bias;  // [biases] f32 or null
+    // results are multiplied by the sigmoid of its column `column`
+    const float* gate;  // [r, ld] f32 or null
+    const float* add;  // [r, width] f32 or null: then added, may be y
+    // width = n + m, of gate and up rows n/2; null if there are keys
+    float* y;  // [r, width] f32 or null
+    // BEST: of each block the key of the largest result (lib/keys.cuh), and no results
+    long long* keys;  // [r, blocks] i64 or null
+    float eps;  // of the norm
+    float limit;  // of the activation (lib/act.cuh)
+    float cap;  // of CAP
+    int rows;  // of x, at most ROWS
+    int n;  // rows of W, without padding
+    int m;  // further rows; 0 if there are none
+    int ld;  // numbers from one row of `gate` to the next
+    int column;  // of `gate`, for all results
+    int width;  // numbers from one row of y to the next
+    int main;  // blocks, or teams of blocks, for W; the others have the further rows
+    int span;  // rows of W that such a block takes at a time
+};
+
+// One of the two matrices, and which of its rows are this block's: it has every `step`-th group of
+// `span` rows from `group` on, as the team's `member`. Results begin at column `at` of y.
+struct Job : Params {
+    int at, group, step, member;
 };
 
 __device__ __forceinline__ void load_x(const float* p, int v, bool in, float* a) {
@@ -171,13 +183,13 @@ struct Parts {
         if (PARTS == 4 && GROUP % 4 == 0)
             *(float4*)q = *(const float4*)p;
         else
-            #pragma unroll
+#pragma unroll
             for (int j = 0; j < PARTS; j++)
                 q[j] = p[j];
     }
     __device__ __forceinline__ float sum() const {
         float z = q[0];
-        #pragma unroll
+#pragma unroll
         for (int j = 1; j < PARTS; j++)
             z += q[j];
         return z;
@@ -199,7 +211,7 @@ __device__ __forceinline__ void put8(
             split8(a, to[0], to[ROWS * S::LDR]);
     } else {
         float top = top8(a);
-        #pragma unroll
+#pragma unroll
         for (int m = 1; m < 16; m *= 2)
             top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
         const float2 f = chunk_scale(top);
@@ -231,7 +243,7 @@ __device__ __forceinline__ void stage(
             : 2 * ((slot + SLOTS - first / 2 % SLOTS) % SLOTS) + lane / 16;
     if (team >= TEAMS)
         return behind();
-    #pragma unroll
+#pragma unroll
     for (int u = 0; u < (HELD + STRIDE - 1) / STRIDE; u++) {
         // blocks of 128 of a step that this member of the team has
         constexpr int PART = HERE * F::UNITS;
@@ -253,7 +265,7 @@ __device__ __forceinline__ void stage(
             else
                 load_x(o.gain, v, in, g);
         }
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < MINE; i++) {
             // rows that are not there: the last one again
             const int t = team + i * TEAMS;
@@ -270,7 +282,7 @@ __device__ __forceinline__ void stage(
             if (u == 0 && i == 0)
                 behind();
             if (NORM == 1) {
-                #pragma unroll
+#pragma unroll
                 for (int j = 0; j < 8; j++) {
                     sums[i] = fmaf(a[j], a[j], sums[i]);
                     a[j] = __fmul_rn(a[j], g[j]);
@@ -280,7 +292,7 @@ __device__ __forceinline__ void stage(
                 if (ROWS > 1)
                     load_parts();
                 const float z = rsqrtf(fmaf(p.sum(), 1.f / GROUP, o.eps));
-                #pragma unroll
+#pragma unroll
                 for (int j = 0; j < 8; j++)
                     a[j] = __fmul_rn(a[j], z);
             }
@@ -289,7 +301,7 @@ __device__ __forceinline__ void stage(
         }
     }
     if (NORM == 1 && fresh && first + HELD >= B) {
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < MINE; i++) {
             const float z = warp_sum(sums[i]);
             if (!lane && team + i * TEAMS < ROWS)
@@ -322,7 +334,7 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
             load_x(o.gain, eight(o, local(piece)), local(piece) < HELD, g);
     }
     __device__ __forceinline__ void load(const Job& o, int piece) {
-        #pragma unroll
+#pragma unroll
         for (int r = 0; r < ROWS; r++)
             load_x(o.x + (size_t)min(r, o.rows - 1) * K, eight(o, local(piece)),
                     local(piece) < HELD, a[r]);
@@ -330,9 +342,9 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
     __device__ __forceinline__ void put(const Job& o, int piece, uint4* xs, float* es) {
         const int at = local(piece);
         if (HELD % STRIDE == 0 || at / 2 * 2 < HELD)  // all lanes or none
-            #pragma unroll
+#pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                #pragma unroll
+#pragma unroll
                 for (int j = 0; NORM == 1 && j < 8; j++) {
                     sums[r] = fmaf(a[r][j], a[r][j], sums[r]);
                     a[r][j] = __fmul_rn(a[r][j], g[j]);
@@ -343,7 +355,7 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
             put_squares();
     }
     __device__ __forceinline__ void put_squares() {
-        #pragma unroll
+#pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const float z = warp_sum(sums[r]);
             if (threadIdx.x % 32 == 0)
@@ -352,253 +364,161 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
     }
 };
 
-// The block's groups of rows of one matrix, one at a time: PER tiles of 16, each by HERE warps,
-// which have PLACES places each for weights on their way.
-template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS>
-__device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
+// What the results of a thread's places in a group are made of besides the products: scales and
+// biases of their rows, what is added to them, and the gate's logit of their row.
+template <int ITEMS> struct Wanted {
+    float raw[ITEMS][2];
+    float bias[ITEMS][2];
+    float prior[ITEMS];
+    float open[ITEMS];
+};
+
+// How a block shares out one matrix: a group of rows is PER tiles of 16, each of HERE warps, which
+// have PLACES places each for weights on their way; HELD blocks of x are staged at a time.
+template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct Tiling {
     using S = Staged<F, 4 * HELD>;
+    using Pieces = Ahead<F, HELD, HERE, MEMBERS>;
     // units; those of a warp; outputs of a tile
-    constexpr int N = (B + F::UNITS - 1) / F::UNITS;
-    constexpr int ALONG = HERE * MEMBERS;
-    constexpr int STEPS = (N + ALONG - 1) / ALONG;
-    constexpr int OUT = PAIR ? 8 : 16;
-    constexpr int PLANE = ROWS * S::LDR;
+    static constexpr int N = (B + F::UNITS - 1) / F::UNITS;
+    static constexpr int ALONG = HERE * MEMBERS;
+    static constexpr int STEPS = (N + ALONG - 1) / ALONG;
+    static constexpr int OUT = PAIR ? 8 : 16;
+    static constexpr int PLANE = ROWS * S::LDR;
     // blocks of 128 of x that this block of the team needs
-    constexpr int MINE = MEMBERS == 1 ? B : STEPS * HERE * F::UNITS;
-    constexpr bool ALL = HELD >= MINE, OWN = HERE == W && MEMBERS == 1;
+    static constexpr int MINE = MEMBERS == 1 ? B : STEPS * HERE * F::UNITS;
+    static constexpr bool ALL = HELD >= MINE, OWN = HERE == W && MEMBERS == 1;
     // of a group, of a block, of a thread
-    constexpr int RESULTS = PER * OUT * ROWS;
-    constexpr int MANY = (RESULTS + MEMBERS - 1) / MEMBERS;
-    constexpr int ITEMS = (MANY + THREADS - 1) / THREADS;
-    constexpr int MADE = EARLY < 4 * F::UNITS ? EARLY : 4 * F::UNITS;
+    static constexpr int RESULTS = PER * OUT * ROWS;
+    static constexpr int MANY = (RESULTS + MEMBERS - 1) / MEMBERS;
+    static constexpr int ITEMS = (MANY + THREADS - 1) / THREADS;
+    static constexpr int MADE = EARLY < 4 * F::UNITS ? EARLY : 4 * F::UNITS;
+    // A multiprocessor's requests go one after the other: x waits for all that was asked for
+    // before.
+    static constexpr bool PARTED = ALL && !OWN && MEMBERS == 1 && BEHIND < PLACES;
+    static constexpr int BEFORE = PARTED ? PLACES - BEHIND : PLACES;
+    // What the results will need is asked for behind x, and not waited for yet: of one row while x
+    // is on its way.
+    static constexpr bool SHADOW = ALL && ROWS == 1;
+    static constexpr bool PIPED = PIPE && BEFORE == PLACES && ROWS > 1 && ALL && !OWN
+            && NORM != 2 && Pieces::FITS;
     static_assert(
             !MADE || (STEPS == 1 && PLACES == 1 && ALL && MEMBERS == 1 && F::FOUR_BITS),
             "see the contract");
     static_assert(
             PER * HERE <= W && (ALL || HELD % (HERE * F::UNITS) == 0),
             "x is staged for whole steps");
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const int g = lane / 4;
-    const int t = lane % 4;
-    const int tile = warp / HERE;
-    const int share = o.member * HERE + warp % HERE;
-    const int n4 = (o.n + 3) / 4 * 4;
-    const int groups = (n4 + o.span - 1) / o.span;
-    const int mine = N % ALONG == 0 || share < N % ALONG ? STEPS : STEPS - 1;
-    float* const es = (float*)(xs + PLANE * S::PLANES);
-    unsigned char* const ring = (unsigned char*)(es + (HELD * ROWS + 3) / 4 * 4)
-            + min(warp, PER * HERE - 1) * PLACES * F::BYTES;
-    const bool works = tile < PER && tile * 16 < o.span;
-    // what is to be fetched next: weights and scales of step `step` of a tile, from whose first row
-    // on there are `rest` rows
-    const unsigned char* w = o.w;
-    const unsigned char* s = o.s;
-    int rest = n4 - (o.group * o.span + tile * 16);
-    int step = 0;
-    int left = works ? (groups - o.group + o.step - 1) / o.step * mine : 0;
-    const int skip = o.step * o.span;  // rows to its next group
-    F::first(w, s, n4 - rest, share, lane);
-    auto fetch = [&](unsigned char* to) {
-        left--;
-        F::fetch(to, w, s, min(rest, o.span - tile * 16), step * ALONG + share, lane);
-        w += ALONG * F::LB;
-        s += ALONG * F::SB;
-        if (++step == mine) {
-            w += (size_t)skip * F::LINE - mine * ALONG * F::LB;
-            s += (size_t)(skip / 4) * F::SLINE - mine * ALONG * F::SB;
-            step = 0;
-            rest -= skip;
-        }
-    };
-    // A multiprocessor's requests go one after the other: x waits for all that was asked for
-    // before.
-    constexpr bool PARTED = ALL && !OWN && MEMBERS == 1 && BEHIND < PLACES;
-    constexpr int BEFORE = PARTED ? PLACES - BEHIND : PLACES;
-    auto fill = [&](int from, int to) {
-        #pragma unroll 1
-        for (int i = from; i < to; i++) {
-            if (left > 0)
-                fetch(ring + i * F::BYTES);
-            cp_async_commit();
-        }
-    };
-    fill(0, BEFORE);
-    F blocks[F::UNITS];  // of its only unit, and as registers of a tensor core
-    unsigned made[MADE ? MADE : 1][8];
-    auto decode = [&] {
-        cp_async_wait<0>();
-        __syncwarp();
-        #pragma unroll
-        for (int b = 0; b < F::UNITS; b++) {
-            typename F::Aids f;
-            blocks[b].read(ring, b, g, t);
-            blocks[b].aids(f);
-            #pragma unroll
-            for (int i = 4 * b; i < min(4 * b + 4, MADE); i++)
-                blocks[b].piece(f, i % 4, made[i]);
-        }
-    };
-    unsigned spot = 0;  // where in the ring is what is multiplied next
-    const uint4* const own_x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * (warp % HERE)
-            + F::template own<S::LD>(t);
-    float g0[8], sums[ROWS] = {};
-    if (NORM == 1) {
+    static_assert(!BEST || (MEMBERS == 1 && ACT == ACT_NONE), "see the contract");
+
+    // The gain of what this thread stages first.
+    static __device__ __forceinline__ void first_gain(
+            const Job& o, int lane, int warp, float* g) {
         const int b = OWN && F::UNITS == 1 ? warp + lane / 16 * W
                                            : warp % (OWN ? W : SLOTS) * 2 + lane / 16;
-        load_x(o.gain, b * 16 + lane % 16, b < HELD, g0);
+        load_x(o.gain, b * 16 + lane % 16, b < HELD, g);
     }
-    // the largest results of this thread's places in a group
-    u64 top[BEST ? ITEMS : 1] = {};
-    static_assert(!BEST || (MEMBERS == 1 && ACT == ACT_NONE), "see the contract");
-    typedef Ahead<F, HELD, HERE, MEMBERS> Pieces;
-    constexpr bool PIPED = PIPE && BEFORE == PLACES && ROWS > 1 && ALL && !OWN && NORM != 2
-            && Pieces::FITS;
-    Pieces pieces;
-    if (PIPED)
-        pieces.load_gain(o, 0);
-    for (int group = o.group, round = 0; group < groups;
-            group = MADE ? groups : group + o.step, round ^= 1) {
-        const bool begin = MADE || group == o.group;
-        const int to = min(group * o.span + o.span, n4);
-        const int base = group * o.span;
-        float raw[ITEMS][2];
-        float bias[ITEMS][2];
-        float prior[ITEMS];
-        float open[ITEMS];
-        float acc[4] = {};
-        // What the results will need is asked for behind x, and not waited for yet: of one row
-        // while x is on its way.
-        constexpr bool SHADOW = ALL && ROWS == 1;
-        auto ask = [&] {
-            #pragma unroll
-            for (int i = 0; i < ITEMS; i++) {
-                // all lanes or none
-                if (SHADOW && i * THREADS + warp * 32 >= MANY)
-                    continue;
-                const int item = o.member * MANY + i * THREADS + threadIdx.x;
-                const int r = item % (PER * OUT);
-                const int row = item / (PER * OUT);
-                const int at = base + (PAIR ? r / 2 * 4 + r % 2 : r);
-                const int out = (PAIR ? base / 2 : base) + r;
-                #pragma unroll
-                for (int j = 0; j < 1 + PAIR; j++) {
-                    const bool on = item < RESULTS && at + 2 * j < to;
-                    raw[i][j] = on ? F::row_raw(o.s, o.gs, at + 2 * j) : 0.f;
-                    const bool biased = on && o.bias && (PAIR || at < o.n);
-                    bias[i][j] = biased ? o.bias[at + 2 * j] : 0.f;
-                }
-                const bool on = row < o.rows && out < (PAIR ? o.n / 2 : o.n);
-                const size_t place = (size_t)row * o.width + o.at + out;
-                prior[i] = o.add && on ? o.add[place] : 0.f;
-                const bool gated = o.gate && row < o.rows;
-                open[i] = gated ? o.gate[(size_t)row * o.ld] : 0.f;
-            }
-        };
-        if (begin) {
-            if (o.gs && threadIdx.x <= o.span / 32)
-                ahead(o.gs + min(base + 32 * (int)threadIdx.x, n4 - 1));
-            if (MADE && works)
-                decode();
-            pdl_wait();
-            if (LET_LATE)
-                pdl_trigger();
-        }
-        const uint4* x;
-        const float* e;
-        auto from_start = [&] {
-            x = own_x;
-            e = es + warp % HERE * F::UNITS * ROWS;
-        };
-        auto multiply = [&](int steps) {
-            #pragma unroll
-            for (int b = 0; MADE && steps && b < F::UNITS; b++)
-                add_made<F, ROWS, S::LD>(
-                        blocks[b], MADE - 4 * b, made + 4 * b, acc, x + 4 * b, e + b * ROWS,
-                        t);
-            #pragma unroll 1
-            for (int i = 0; !MADE && i < steps; i++) {
-                cp_async_wait<PLACES - 1>();
-                unsigned char* const place = ring + spot;
-                __syncwarp();
-                #pragma unroll
-                for (int b = 0; b < F::UNITS; b++) {
-                    F q;
-                    q.read(place, b, g, t);
-                    add<F, ROWS, S::LD, PLANE>(q, acc, x + 4 * b, e + b * ROWS, t);
-                }
-                x += 4 * HERE * F::UNITS;
-                e += HERE * F::UNITS * ROWS;
-                if (left > 0) {
-                    __syncwarp();
-                    fetch(place);
-                }
-                cp_async_commit();
-                spot = spot == (PLACES - 1) * F::BYTES ? 0 : spot + F::BYTES;
-            }
-        };
-        if constexpr (PIPED) {
-            from_start();
-            #pragma unroll 1
-            for (int piece = 0, rest = works ? mine : 0;
-                    begin ? piece < Pieces::PIECES : !piece; piece++) {
-                if (begin) {
-                    if (!piece)
-                        pieces.load(o, 0);
-                    pieces.put(o, piece, xs, es);
-                    if (piece + 1 < Pieces::PIECES) {
-                        pieces.load_gain(o, piece + 1);
-                        pieces.load(o, piece + 1);
-                    }
-                    __syncthreads();
-                }
-                if (!piece)
-                    ask();
-                const int steps = begin ? min(Pieces::STRIDE / Pieces::PART, rest) : rest;
-                multiply(steps);
-                rest -= steps;
-            }
-        } else {
-            #pragma unroll 1
-            for (int first = 0; first < MINE; first += HELD) {
-                if (!ALL || begin) {
-                    if (first || !begin) {
-                        if (OWN)
-                            __syncwarp();
-                        else
-                            __syncthreads();
-                    }
-                    auto behind = [&] {
-                        fill(BEFORE, PLACES);
-                        if (SHADOW)
-                            ask();
-                    };
-                    stage<F, HELD, OWN, HERE, MEMBERS>(
-                            o, first, begin, g0, sums, xs, es, behind);
-                    if (OWN)
-                        __syncwarp();
-                    else
-                        __syncthreads();
-                }
-                if (!first && !(SHADOW && begin))
-                    ask();
-                from_start();
-                multiply(
-                        works ? ALL ? mine
-                                    : min(HELD / (HERE * F::UNITS),
-                                              mine - first / (HERE * F::UNITS))
-                              : 0);
-            }
-        }
-        #pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (works && 2 * t + j % 2 < ROWS)
-                part[round][warp][2 * g + j / 2][2 * t + j % 2] = acc[j];
+    // Whoever multiplies what the others stage is there: a warp that stages its own waits alone.
+    static __device__ __forceinline__ void meet() {
+        if (OWN)
+            __syncwarp();
+        else
+            __syncthreads();
+    }
+    // All warps of a row of W are there.
+    static __device__ __forceinline__ void meet_all() {
         if (MEMBERS == 1)
             __syncthreads();
         else
             team_sync();
-        #pragma unroll
+    }
+    // MADE quarters of the warp's only unit become registers of a tensor core.
+    static __device__ __forceinline__ void decode(
+            const unsigned char* place, int g, int t, F* blocks, unsigned (*made)[8]) {
+        cp_async_wait<0>();
+        __syncwarp();
+#pragma unroll
+        for (int b = 0; b < F::UNITS; b++) {
+            typename F::Aids f;
+            blocks[b].read(place, b, g, t);
+            blocks[b].aids(f);
+#pragma unroll
+            for (int i = 4 * b; i < min(4 * b + 4, MADE); i++)
+                blocks[b].piece(f, i % 4, made[i]);
+        }
+    }
+    // What the results of rows [base, to) need besides the products is asked for.
+    static __device__ __forceinline__ void ask(
+            const Job& o, int warp, int base, int to, float (*raw)[2], float (*bias)[2],
+            float* prior, float* open) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            // all lanes or none
+            if (SHADOW && i * THREADS + warp * 32 >= MANY)
+                continue;
+            const int item = o.member * MANY + i * THREADS + threadIdx.x;
+            const int r = item % (PER * OUT);
+            const int row = item / (PER * OUT);
+            const int at = base + (PAIR ? r / 2 * 4 + r % 2 : r);
+            const int out = (PAIR ? base / 2 : base) + r;
+#pragma unroll
+            for (int j = 0; j < 1 + PAIR; j++) {
+                const bool on = item < RESULTS && at + 2 * j < to;
+                raw[i][j] = on ? F::row_raw(o.s, o.gs, at + 2 * j) : 0.f;
+                const bool biased = on && o.bias && (PAIR || at < o.n);
+                bias[i][j] = biased ? o.bias[at + 2 * j] : 0.f;
+            }
+            const bool on = row < o.rows && out < (PAIR ? o.n / 2 : o.n);
+            const size_t place = (size_t)row * o.width + o.at + out;
+            prior[i] = o.add && on ? o.add[place] : 0.f;
+            const bool gated = o.gate && row < o.rows;
+            open[i] = gated ? o.gate[(size_t)row * o.ld] : 0.f;
+        }
+    }
+    // All `rest` steps of a group: x is staged in pieces, each while the one before is multiplied.
+    template <class Ask, class Multiply>
+    static __device__ __forceinline__ void in_pieces(
+            const Job& o, bool begin, int rest, Pieces& pieces, uint4* xs, float* es,
+            Ask ask, Multiply multiply) {
+#pragma unroll 1
+        for (int piece = 0; begin ? piece < Pieces::PIECES : !piece; piece++) {
+            if (begin) {
+                if (!piece)
+                    pieces.load(o, 0);
+                pieces.put(o, piece, xs, es);
+                if (piece + 1 < Pieces::PIECES) {
+                    pieces.load_gain(o, piece + 1);
+                    pieces.load(o, piece + 1);
+                }
+                __syncthreads();
+            }
+            if (!piece)
+                ask();
+            const int steps = begin ? min(Pieces::STRIDE / Pieces::PART, rest) : rest;
+            multiply(steps);
+            rest -= steps;
+        }
+    }
+    // Line `line` of the tile of which `at` is the first warp: what all its warps found for a row.
+    static __device__ __forceinline__ float merge(int round, int at, int line, int row) {
+        float v = 0.f;
+#pragma unroll
+        for (int m = 0; m < ALONG; m++)
+            v += MEMBERS == 1 ? part[round][at + m][line][row]
+                              : of_member(&part[round][at + m % HERE][line][row], m / HERE);
+        return v;
+    }
+    // 1 / root of a row's mean square, of the sums of all warps that staged it
+    static __device__ __forceinline__ float inverse(float eps, int row) {
+        float z = 0.f;
+#pragma unroll
+        for (int j = 0; j < (OWN ? W : SLOTS); j++)
+            z += squares[row][j];
+        return rsqrtf(fmaf(z, 1.f / K, eps));
+    }
+    // The thread's results of rows [base, to): what warps found is merged and weighed.
+    static __device__ __forceinline__ void weigh(
+            const Job& o, int round, int base, int to, float (*raw)[2], float (*bias)[2],
+            float* prior, float* open, u64* top) {
+#pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const int item = o.member * MANY + i * THREADS + threadIdx.x;
             const int r = item % (PER * OUT);
@@ -609,23 +529,13 @@ __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
             if (row >= o.rows || out >= (PAIR ? min(o.n, to) / 2 : min(o.n, to)))
                 continue;
             float inv = 1.f, v[2];
-            if (NORM == 1) {
-                float z = 0.f;
-                #pragma unroll
-                for (int j = 0; j < (OWN ? W : SLOTS); j++)
-                    z += squares[row][j];
-                inv = rsqrtf(fmaf(z, 1.f / K, o.eps));
-            }
-            #pragma unroll
+            if (NORM == 1)
+                inv = inverse(o.eps, row);
+#pragma unroll
             for (int j = 0; j < 1 + PAIR; j++) {
                 const int at = r / OUT * HERE;
                 const int line = PAIR ? r % 8 / 2 * 4 + r % 2 + 2 * j : r % 16;
-                v[j] = 0.f;
-                #pragma unroll
-                for (int m = 0; m < ALONG; m++)
-                    v[j] += MEMBERS == 1
-                            ? part[round][at + m][line][row]
-                            : of_member(&part[round][at + m % HERE][line][row], m / HERE);
+                v[j] = merge(round, at, line, row);
                 const float unit = F::row_scale((Bytes)(raw[i] + j), raw[i] + j, 0);
                 v[j] = fmaf(__fmul_rn(v[j], inv), unit, bias[i][j]);
             }
@@ -641,13 +551,14 @@ __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
             o.y[(size_t)row * o.width + o.at + out] = fmaf(v[0], gate, prior[i]);
         }
     }
-    if (BEST) {
+    // The key of each row's largest result in this block.
+    static __device__ __forceinline__ void put_best(const Job& o, const u64* top) {
         __shared__ u64 tops[ROWS][PER];  // of the sixteens of places
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const int item = i * THREADS + threadIdx.x;
             u64 key = top[BEST ? i : 0];
-            #pragma unroll
+#pragma unroll
             for (int m = 8; m; m /= 2)
                 key = max(key, __shfl_xor_sync(~0u, key, m));
             if (item < RESULTS && item % 16 == 0)
@@ -656,12 +567,167 @@ __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
         __syncthreads();
         if ((int)threadIdx.x < o.rows) {
             u64 key = 0;
-            #pragma unroll
+#pragma unroll
             for (int i = 0; i < PER; i++)
                 key = max(key, tops[threadIdx.x][i]);
-            o.keys[(size_t)threadIdx.x * o.step + o.group] = key;
+            ((u64*)o.keys)[(size_t)threadIdx.x * o.step + o.group] = key;
         }
     }
+};
+
+// The block's groups of rows of one matrix, one at a time.
+template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS>
+__device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
+    using T = Tiling<F, PER, HERE, HELD, PLACES, MEMBERS>;
+    using S = typename T::S;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int g = lane / 4;
+    const int t = lane % 4;
+    const int tile = warp / HERE;
+    const int share = o.member * HERE + warp % HERE;
+    const int n4 = (o.n + 3) / 4 * 4;
+    const int groups = (n4 + o.span - 1) / o.span;
+    const int mine = T::N % T::ALONG == 0 || share < T::N % T::ALONG ? T::STEPS
+                                                                     : T::STEPS - 1;
+    float* const es = (float*)(xs + T::PLANE * S::PLANES);
+    unsigned char* const ring = (unsigned char*)(es + (HELD * ROWS + 3) / 4 * 4)
+            + min(warp, PER * HERE - 1) * PLACES * F::BYTES;
+    const bool works = tile < PER && tile * 16 < o.span;
+    // what is to be fetched next: weights and scales of step `step` of a tile, from whose first row
+    // on there are `rest` rows
+    const unsigned char* w = o.w;
+    const unsigned char* s = o.s;
+    int rest = n4 - (o.group * o.span + tile * 16);
+    int step = 0;
+    int left = works ? (groups - o.group + o.step - 1) / o.step * mine : 0;
+    const int skip = o.step * o.span;  // rows to its next group
+    F::first(w, s, n4 - rest, share, lane);
+    auto fetch = [&](unsigned char* to) {
+        left--;
+        F::fetch(to, w, s, min(rest, o.span - tile * 16), step * T::ALONG + share, lane);
+        w += T::ALONG * F::LB;
+        s += T::ALONG * F::SB;
+        if (++step == mine) {
+            w += (size_t)skip * F::LINE - mine * T::ALONG * F::LB;
+            s += (size_t)(skip / 4) * F::SLINE - mine * T::ALONG * F::SB;
+            step = 0;
+            rest -= skip;
+        }
+    };
+    auto fill = [&](int from, int to) {
+#pragma unroll 1
+        for (int i = from; i < to; i++) {
+            if (left > 0)
+                fetch(ring + i * F::BYTES);
+            cp_async_commit();
+        }
+    };
+    fill(0, T::BEFORE);
+    F blocks[F::UNITS];  // of its only unit, and as registers of a tensor core
+    unsigned made[T::MADE ? T::MADE : 1][8];
+    unsigned spot = 0;  // where in the ring is what is multiplied next
+    const uint4* const own_x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * (warp % HERE)
+            + F::template own<S::LD>(t);
+    float g0[8], sums[ROWS] = {};
+    if (NORM == 1)
+        T::first_gain(o, lane, warp, g0);
+    // the largest results of this thread's places in a group
+    u64 top[BEST ? T::ITEMS : 1] = {};
+    typename T::Pieces pieces;
+    if (T::PIPED)
+        pieces.load_gain(o, 0);
+    for (int group = o.group, round = 0; group < groups;
+            group = T::MADE ? groups : group + o.step, round ^= 1) {
+        const bool begin = T::MADE || group == o.group;
+        const int to = min(group * o.span + o.span, n4);
+        const int base = group * o.span;
+        float raw[T::ITEMS][2];
+        float bias[T::ITEMS][2];
+        float prior[T::ITEMS];
+        float open[T::ITEMS];
+        float acc[4] = {};
+        auto ask = [&] { T::ask(o, warp, base, to, raw, bias, prior, open); };
+        if (begin) {
+            if (o.gs && threadIdx.x <= o.span / 32)
+                ahead(o.gs + min(base + 32 * (int)threadIdx.x, n4 - 1));
+            if (T::MADE && works)
+                T::decode(ring, g, t, blocks, made);
+            pdl_wait();
+            if (LET_LATE)
+                pdl_trigger();
+        }
+        const uint4* x;
+        const float* e;
+        auto from_start = [&] {
+            x = own_x;
+            e = es + warp % HERE * F::UNITS * ROWS;
+        };
+        auto multiply = [&](int steps) {
+#pragma unroll
+            for (int b = 0; T::MADE && steps && b < F::UNITS; b++)
+                add_made<F, ROWS, S::LD>(
+                        blocks[b], T::MADE - 4 * b, made + 4 * b, acc, x + 4 * b,
+                        e + b * ROWS, t);
+#pragma unroll 1
+            for (int i = 0; !T::MADE && i < steps; i++) {
+                cp_async_wait<PLACES - 1>();
+                unsigned char* const place = ring + spot;
+                __syncwarp();
+#pragma unroll
+                for (int b = 0; b < F::UNITS; b++) {
+                    F q;
+                    q.read(place, b, g, t);
+                    add<F, ROWS, S::LD, T::PLANE>(q, acc, x + 4 * b, e + b * ROWS, t);
+                }
+                x += 4 * HERE * F::UNITS;
+                e += HERE * F::UNITS * ROWS;
+                if (left > 0) {
+                    __syncwarp();
+                    fetch(place);
+                }
+                cp_async_commit();
+                spot = spot == (PLACES - 1) * F::BYTES ? 0 : spot + F::BYTES;
+            }
+        };
+        if constexpr (T::PIPED) {
+            from_start();
+            T::in_pieces(o, begin, works ? mine : 0, pieces, xs, es, ask, multiply);
+        } else {
+#pragma unroll 1
+            for (int first = 0; first < T::MINE; first += HELD) {
+                if (!T::ALL || begin) {
+                    if (first || !begin) {
+                        T::meet();
+                    }
+                    auto behind = [&] {
+                        fill(T::BEFORE, PLACES);
+                        if (T::SHADOW)
+                            ask();
+                    };
+                    stage<F, HELD, T::OWN, HERE, MEMBERS>(
+                            o, first, begin, g0, sums, xs, es, behind);
+                    T::meet();
+                }
+                if (!first && !(T::SHADOW && begin))
+                    ask();
+                from_start();
+                multiply(
+                        works ? T::ALL ? mine
+                                       : min(HELD / (HERE * F::UNITS),
+                                                 mine - first / (HERE * F::UNITS))
+                              : 0);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (works && 2 * t + j % 2 < ROWS)
+                part[round][warp][2 * g + j / 2][2 * t + j % 2] = acc[j];
+        T::meet_all();
+        T::weigh(o, round, base, to, raw, bias, prior, open, top);
+    }
+    if (BEST)
+        T::put_best(o, top);
     if (MEMBERS > 1)
         team_sync();  // nobody leaves while others read what it found
 }
@@ -680,9 +746,10 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS)
         rest(300);
     if (!LET_LATE)
         pdl_trigger();
-    Job o = {w, s, gs, x, gain, parts, bias, gate ? gate + column : nullptr, add, y,
-            (u64*)keys, eps, limit, cap, rows, n, ld, 0, width, span,
-            (int)blockIdx.x / TEAM, main, (int)blockIdx.x % TEAM};
+    // of `gate` always the same column
+    Job o = {{w, s, gs, extra, x, gain, parts, bias, gate ? gate + column : nullptr, add, y,
+                     keys, eps, limit, cap, rows, n, m, ld, column, width, main, span},
+            0, (int)blockIdx.x / TEAM, main, (int)blockIdx.x % TEAM};
 #ifdef EXTRA
     if ((int)blockIdx.x >= main) {
         o.w = extra;

@@ -69,9 +69,7 @@ def values(name, shape, kind='llama'):
         return rng.permutation(shape[0])
     x = rng.standard_normal(shape, np.float32)
     # in [0,1]
-    u = (
-        (x-x.min())
-        /max(float(np.ptp(x)), 1e-3))
+    u = (x-x.min())/max(float(np.ptp(x)), 1e-3)
     leaf = name.rsplit('.', 1)[-1]
     if leaf=='A_log':
         return np.log(.5+3.5*u)
@@ -138,8 +136,7 @@ class MTP(nn.Module):
         self.pre_fc_norm_hidden = norm()
         self.norm = norm()
         self.fc = nn.Linear(2*c.hidden_size, c.hidden_size, bias=False)
-        self.layers = nn.ModuleList([
-            type(dec.layers[0])(c, 0)])
+        self.layers = nn.ModuleList([type(dec.layers[0])(c, 0)])
 
     def forward(self, dec, tokens, hidden):
         """Rows [T,H] that predict the token after `tokens` [T], of the model's rows [T,H] before
@@ -168,11 +165,9 @@ def published(case, name, tmp):
     model.save_pretrained(tmp)
     d = load_file(tmp/'model.safetensors')
     if case.mtp:
-        head = {
-            f'mtp.{k}':v
+        head = {f'mtp.{k}':v
             for k,v in fill(
-                MTP(decoder(model)),
-                f'{name}/mtp',
+                MTP(decoder(model)), f'{name}/mtp',
                 kind_of(case)).state_dict().items()}
         d |= per_expert(head) if kind_of(case)=='qwen3_next' else head
     return {
@@ -193,9 +188,7 @@ def build(name, case, tmp):
             and v.is_floating_point()
             and not (case.keep32 and re.search(case.keep32, k))):
             stored[k] = v.bfloat16()
-    stored |= {
-        k:torch.tensor(v)
-        for k,v in case.scales.items()}
+    stored |= {k:torch.tensor(v) for k,v in case.scales.items()}
     save_torch_state_dict(stored, out, max_shard_size=case.shard or '1GB')
     (out/'config.json').write_text(
         json.dumps(
@@ -208,15 +201,13 @@ def build(name, case, tmp):
     if case.experts:
         dense = stacked(dense)
     save_torch_state_dict(
-        {
-            k:v.contiguous()
+        {k:v.contiguous()
             for k,v in dense.items() if not k.startswith('mtp.')},
         plain)
     (plain/'config.json').write_text(json.dumps(case.cfg))
     return (
         plain,
-        stacked({
-            k.removeprefix('mtp.'):v
+        stacked({k.removeprefix('mtp.'):v
             for k,v in dense.items() if k.startswith('mtp.')}))
 
 # -- what the library makes of it
@@ -240,17 +231,14 @@ class Watch:
             return (o[0] if isinstance(o, tuple) else o)[0]
         def routed(m, a, o):
             self.routes.append(
-                (
-                    array(o[2]).astype(np.int32),
-                    array(o[1])))
+                (array(o[2]).astype(np.int32), array(o[1])))
         def last(m, a, o):
             self.final = o[0]
         self.hooks = [
             l.register_forward_hook(
                 lambda m,a,o: self.stream.append(array(first(o))))
             for l in self.dec.layers]
-        self.hooks += [
-            m.register_forward_hook(routed)
+        self.hooks += [m.register_forward_hook(routed)
             for m in self.dec.modules()
             if type(m).__name__.lower().endswith('router')]
         self.hooks.append(final_norm(self.dec).register_forward_hook(last))
@@ -264,8 +252,7 @@ class Watch:
             v = self.topk(x, k+1, dim=-1).values
             self.closest = min(
                 self.closest,
-                float(
-                    (v[...,-2]-v[...,-1]).min()))
+                float((v[...,-2]-v[...,-1]).min()))
         return self.topk(x, k, dim=dim, **kw)
 
     def __exit__(self, *_):
@@ -282,8 +269,7 @@ def greedy(model, ids, **kw):
     "The likeliest continuation of `ids`, and by how much its closest choice was won"
     out,gap = list(ids),np.inf
     for _ in range(G):
-        x = model(
-            torch.tensor([out]), use_cache=False).logits[0,-1]
+        x = model(torch.tensor([out]), use_cache=False).logits[0,-1]
         out.append(int(x.argmax()))
         gap = min(gap, lead(x))
     return out[len(ids):],gap
@@ -332,8 +318,7 @@ def text(model, head, ids, nxt, K):
     "All there is to record of one prompt, and the closest choice in it"
     fresh(model)
     T = len(ids)
-    rows = np.unique(np.linspace(
-        0, T-1, LAYER_ROWS).astype(int))
+    rows = np.unique(np.linspace(0, T-1, LAYER_ROWS).astype(int))
     with Watch(model) as w:
         o = model(torch.from_numpy(ids)[None], use_cache=True)
         stream = w.stream[:]
@@ -370,8 +355,7 @@ def text(model, head, ids, nxt, K):
 def settled(name, make, T, V):
     "What `make(prompt, next)` records of the first random prompt in which nothing was close"
     for k in range(100):
-        rng = np.random.default_rng([
-            20261, zlib.crc32(name.encode()), k])
+        rng = np.random.default_rng([20261, zlib.crc32(name.encode()), k])
         ref,gap,closest = make(
             rng.integers(4, V, T), rng.integers(4, V, D))
         if gap>.02 and closest>1e-4:
@@ -379,8 +363,7 @@ def settled(name, make, T, V):
     raise SystemExit(f'{name}: every prompt has a close choice')
 
 # patches of two images: six tokens and three
-GRIDS = np.array([
-    [1,4,6], [1,6,2]])
+GRIDS = np.array([[1,4,6], [1,6,2]])
 
 def pictures(model, cfg, name):
     "A prompt with two images, the first across the end of a tile or near it"
@@ -543,9 +526,7 @@ def main(names):
             note = (
                 record_drafter(data/name, case, plain) if case.target
                 else record(data/name, case, plain, head))
-        size = sum(
-            p.stat().st_size
-            for p in (data/name).iterdir())
+        size = sum(p.stat().st_size for p in (data/name).iterdir())
         print(f'{name:24s} {size/1000:4.0f} kB  {case.T:3d} tokens  {note}', flush=True)
 
 if __name__=='__main__':

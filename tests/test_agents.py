@@ -6,7 +6,7 @@ import json,sys
 from pathlib import Path
 import pytest
 from atlas.text.deltas import CallDelta,Delta
-from atlas.service.protocol.responses import unseal
+from atlas.service.protocol.items import unseal
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import agent,run,steps  # noqa: E402

@@ -54,10 +54,9 @@ TOYS = {
             num_hidden_layers=6, global_head_dim=64, num_global_key_value_heads=1, num_experts=8,
             top_k_experts=2, moe_intermediate_size=64, sliding_window=16)),
     'nemotron': ('nemotron-3-nano-30b-a3b', dict(
-        hybrid_override_pattern='MEM*E', num_hidden_layers=5, mamba_num_heads=8,
-        mamba_head_dim=16, n_groups=2, ssm_state_size=16, n_routed_experts=8,
-        num_experts_per_tok=2, moe_intermediate_size=64,
-        moe_shared_expert_intermediate_size=96)),
+        hybrid_override_pattern='MEM*E', num_hidden_layers=5, mamba_num_heads=8, mamba_head_dim=16,
+        n_groups=2, ssm_state_size=16, n_routed_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=64, moe_shared_expert_intermediate_size=96)),
     'granite': ('granite-4.0-h-tiny', _GRANITE|dict(
         num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=64)),
     'granite-tied': ('granite-4.0-h-micro', _GRANITE|dict(
@@ -318,16 +317,14 @@ def test_the_hosts_tokens():
     a,b = (
         serve(engine(m), asks(4, logprobs=1))
         for m in (host,card))
-    same = sum(
-        x==y for i in a
+    same = sum(x==y for i in a
         for x,y in zip(a[i].tokens, b[i].tokens))
     total = sum(len(t.tokens) for t in a.values())
     assert same>=.9*total
     assert (
         {i:len(t.tokens) for i,t in a.items()}
         =={i:len(t.tokens) for i,t in b.items()})
-    close = [
-        abs(p-q) for i in a
+    close = [abs(p-q) for i in a
         for x,y,p,q in zip(
                 a[i].tokens, b[i].tokens, a[i].logprobs,
                 b[i].logprobs)
@@ -500,8 +497,7 @@ def test_replays_of_several_sequences_compile_no_more(toy, weights, larger):
             *((ask(i, 5+i, 14, 1), 0) for i in range(3)),
             (ask(3, 190, 2, 0), 11)])
     assert e.scheduler.totals['preemptions']==3 and max(side_by_side)==24
-    assert [
-        len(got[f'r{i}'].tokens)
+    assert [len(got[f'r{i}'].tokens)
         for i in range(4)]==[14,14,14,2]
     assert e.late==[] and e.stats()['jit_after_ready_total']==0
 
@@ -578,8 +574,7 @@ def test_a_warm_engine_says_the_same():
     finally:
         _models['qwen3.6-moe','nvfp4'] = kept
     e.warm()
-    assert all(
-        np.isfinite(np.asarray(a)).all()
+    assert all(np.isfinite(np.asarray(a)).all()
         for a in (*e.cache.rec.values(), *e.cache.conv.values()))
     got = serve(e, asks(2))
     assert (

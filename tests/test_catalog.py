@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 import atlas.use.cli as cli
+from atlas.use.commands import base
 from atlas.card.device import Host,Memory
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.loading import LoadedModel
@@ -102,8 +103,7 @@ def test_entries_are_usable(name):
         (dict(flags='--x'),'flags'),
         (dict(drafter=3),'drafter'),
         (dict(parsers=dict(tools='x')),'parsers.tools'),
-        (
-            dict(sampling=dict(chat=dict(temperature=-1))), 'temperature')])
+        (dict(sampling=dict(chat=dict(temperature=-1))), 'temperature')])
 def test_broken_entries_are_refused_by_field(wrong, field):
     with pytest.raises(ConfigError) as e:
         read_catalog(json.dumps({'m': GOOD|wrong}), 'c.json')
@@ -157,8 +157,8 @@ def test_shapes_say_what_can_be_pulled():
         assert all(n in e.value.hint for n in can)
 
 def test_names_complete():
-    assert {'tiny','qwen3.6-35b-a3b-nvfp4'}<={*cli._complete('')}
-    assert 'gpt-oss-20b-mxfp4' in cli._complete('gpt')
+    assert {'tiny','qwen3.6-35b-a3b-nvfp4'}<={*base.complete_model('')}
+    assert 'gpt-oss-20b-mxfp4' in base.complete_model('gpt')
 
 def test_here_asks_nobody(monkeypatch):
     "Whether a model is here is seen without network, also where it would be allowed"
@@ -170,8 +170,7 @@ def test_here_asks_nobody(monkeypatch):
 # -- the command ---------------------------------------------------------------------------------
 
 def test_list_all():
-    ms = {
-        m['name']: m
+    ms = {m['name']: m
         for m in json.loads(run('list', '--all', '--json').stdout)}
     assert ms.keys()=={*NAMED,*CATALOG}
     m,e = ms['gpt-oss-120b-mxfp4'],CATALOG['gpt-oss-120b-mxfp4']
@@ -190,8 +189,7 @@ def test_list_all_knows_what_is_here(monkeypatch):
         hub.cached()
         +[hub.Entry('openai/gpt-oss-20b', Path('/h/m'), 5, 'safetensors')])
     monkeypatch.setattr(hub, 'cached', lambda: found)
-    ms = {
-        m['name']: m['here']
+    ms = {m['name']: m['here']
         for m in json.loads(run('list', '--all', '--json').stdout)}
     assert [
         n for n,h in ms.items()
@@ -200,9 +198,7 @@ def test_list_all_knows_what_is_here(monkeypatch):
 def test_dry_run_needs_nothing():
     "Neither card nor weights, and exit code 0; every part has its bytes"
     r = run('serve', 'qwen3.6-35b-a3b-nvfp4', '--speculative', '--dry-run')
-    said = dict(
-        l.split(maxsplit=1)
-        for l in r.stdout.splitlines() if l)
+    said = dict(l.split(maxsplit=1) for l in r.stdout.splitlines() if l)
     assert r.exit_code==0 and r.stderr==''
     assert {'weights','steps','tables','cache','states','together','context'}<=said.keys()
     assert 'mtp, 2 drafts' in said['drafter'] and 'qwen3_coder' in said['parsers']

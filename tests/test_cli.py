@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typer.testing import CliRunner
 from unittest import mock
 import atlas.use.cli as cli
+from atlas.use.commands import base,talk
+from atlas.use.commands import bench as measuring
 from atlas.ground import hub
 from atlas.ground.core import AtlasError,ContextLengthError
 from atlas.ground.hub import Entry
@@ -79,16 +81,28 @@ def commands():
 def test_the_commands():
     assert {'serve','run','chat','pull','list','rm','inspect','version'} <= set(commands())
 
+def names_read(tree):
+    return {
+        n.id for n in ast.walk(tree)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+def of_tables(f, read):
+    """Flags that are fields of a dataclass which `f` takes out of its options:
+    those that its module reads of one, or all where it hands the whole on"""
+    module = ast.parse(inspect.getsource(inspect.getmodule(f)))
+    fields = {n.attr for n in ast.walk(module) if isinstance(n, ast.Attribute)}
+    tables = [t for n,t in vars(inspect.getmodule(f)).items()
+        if n in read and dataclasses.is_dataclass(t)]
+    names = {c.name for t in tables for c in dataclasses.fields(t)}
+    return names if 'asdict' in names_read(module) else names&fields
+
 def test_every_flag_is_read():
-    for name,f in commands().items():
-        body = ast.parse(inspect.getsource(f)).body[0]
-        read = {
-            n.id for s in body.body
-            for n in ast.walk(s)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        handed = set(cli.FLAGS) if 'options' in read else set()
+    benches = [c.callback for c in measuring.benches.registered_commands]
+    for f in [*commands().values(), *benches]:
+        read = names_read(ast.Module(ast.parse(inspect.getsource(f)).body[0].body, []))
+        handed = set(base.FLAGS)|of_tables(f, read) if 'options' in read else set()
         unread = set(inspect.signature(f).parameters)-read-handed
-        assert not unread, f'{name} has a parameter that nothing reads'
+        assert not unread, f'{f.__name__} has a parameter that nothing reads'
 
 @pytest.mark.parametrize('name', sorted(commands()))
 def test_help(name):
@@ -118,9 +132,8 @@ def test_usage_errors():
 
 def test_help_is_light():
     "`atlas --help` in a fresh process brings in nothing heavy, `import atlas` even less"
-    heavy = (
-        "{'numpy','fastapi','pydantic','tokenizers','huggingface_hub','jinja2','cupy','rich','asyncio'} "
-        "& set(sys.modules)")
+    names = 'numpy fastapi pydantic tokenizers huggingface_hub jinja2 cupy rich asyncio'
+    heavy = f'set({names!r}.split()) & set(sys.modules)'
     help_said_to_nobody = '''import sys,io
 from atlas.use.cli import app
 out,sys.stdout = sys.stdout,io.StringIO()
@@ -147,7 +160,8 @@ def test_completion():
 # Errors and exit codes
 
 def test_refusals_are_two_lines(monkeypatch):
-    def no(name, show=None): raise AtlasError('It is gone', hint='Look elsewhere')
+    def no(name, show=None):
+        raise AtlasError('It is gone', hint='Look elsewhere')
     monkeypatch.setattr(hub, 'pull', no)
     r = run('pull', 'x')
     assert (r.exit_code,r.stdout,r.stderr)==(1, '', 'atlas: It is gone\n       Look elsewhere\n')
@@ -205,6 +219,19 @@ def test_version():
     assert run('version').stdout.startswith(f'atlas {atlas.__version__}\n')
     assert json.loads(run('version', '--json').stdout)['packages']['numpy']
 
+def bytes_add_up(x, files):
+    "What is told of bytes and weights agrees with itself, and with the bytes of the files"
+    assert x['bytes']<=files<x['bytes']+200_000 # the rest is the header
+    parts,formats = x['parts'],x['formats']
+    assert sum(p['bytes'] for p in parts.values())==x['bytes']
+    assert sum(f['bytes'] for f in formats.values())==x['bytes']
+    # not used: scales of activations, other towers
+    used = sum(p['weights'] for k,p in parts.items() if k!='unused')
+    # an ordered drafter's table is no weight
+    table = x['vocab_size'] if parts.get('drafter') else 0
+    assert used-x['total_parameters'] in (0,table)
+    assert 0<x['bytes_per_token']<=x['bytes']
+
 @pytest.mark.parametrize(
     'd',
     sorted(
@@ -212,27 +239,13 @@ def test_version():
         if (p/'config.json').exists()),
     ids=lambda p: p.name)
 def test_inspect_folder(d):
+    "What is said of a folder agrees with its config and its files"
     x = json.loads(run('inspect', '--json', str(d)).stdout)
     c = json.loads((d/'config.json').read_text())
     c = c.get('text_config', c)
-    files = sum(f.stat().st_size for f in d.glob('*.safetensors'))
-    assert (
-        x['layers'],x['vocab_size'],x['kind'],
-        x['name']
-    )==(c['num_hidden_layers'], c['vocab_size'], 'safetensors', str(d))
-    assert x['bytes']<=files<x['bytes']+200_000          # the rest is the header
-    assert sum(p['bytes'] for p in x['parts'].values())==sum(
-        f['bytes'] for f in x['formats'].values()
-    )==x['bytes']
-    used = sum(
-        p['weights']
-        for k,p in x['parts'].items()
-        if k!='unused') # not used: scales of activations, other towers
-    # an ordered drafter's table is no weight
-    assert used-x['total_parameters'] in (
-        0,
-        x['vocab_size'] if x['parts'].get('drafter') else 0)
-    assert 0<x['bytes_per_token']<=x['bytes']
+    assert x['name']==str(d) and x['kind']=='safetensors'
+    assert x['layers']==c['num_hidden_layers'] and x['vocab_size']==c['vocab_size']
+    bytes_add_up(x, sum(f.stat().st_size for f in d.glob('*.safetensors')))
     assert x['kv_bytes_per_token']%4==0
     assert len(x['mixers'])==len(x['ffns'])==x['layers']
     assert (x['tokenizer'],x['chat_template'])==((d/'tokenizer.json').exists(), False)
@@ -276,11 +289,11 @@ def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
     for path,name in names.items():
         with pytest.raises(SourceError, match=f'^{name} has no model'):
             open_checkpoint(path)
-    monkeypatch.setattr(cli, '_line', lambda mark: None)
-    echo = mock.patch.object(cli.typer, 'echo')
+    monkeypatch.setattr(talk, '_line', lambda mark: None)
+    echo = mock.patch.object(talk.typer, 'echo')
     with mock.patch('sys.stdin') as stdin, echo as said:
         stdin.isatty.return_value = True
-        cli.chat('.', None, 0., None, None)
+        talk.chat('.', None, 0., None, None)
     assert said.call_args_list[0].args[0].startswith('sub, context')
 
 # One prompt
@@ -347,7 +360,7 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     no_image.write_text('no image')
     nowhere = '/'+'a'*100+'/none.jpg'
     for path in ('/none.jpg', nowhere, str(tmp_path), str(no_image)):
-        messages = cli._messages('what?', images=[path])
+        messages = talk._messages('what?', images=[path])
         with pytest.raises(RequestError) as e:
             prepare_images(messages, paths=True)
         assert e.value.msg.startswith(f'--image {path} is no ')
@@ -372,7 +385,7 @@ def test_run_prints_as_it_comes(fake, monkeypatch):
     "Each piece is written before the next one is asked for"
     seen,out = [],[]
     monkeypatch.setattr(
-        cli.typer, 'echo',
+        talk.typer, 'echo',
         lambda s='', nl=True, **kw: out.append(s))
     class Watch(fake):
         def stream(self, *a):
@@ -380,7 +393,7 @@ def test_run_prints_as_it_comes(fake, monkeypatch):
                 yield d
                 seen.append(''.join(out))
     monkeypatch.setattr(sys.modules['atlas.use.llm'], 'LLM', Watch)
-    cli.run('m', 'hi')
+    talk.run('m', 'hi')
     assert seen==['Hel', 'Hello ', 'Hello you']
 
 def test_run_refused_midway(fake):
@@ -421,7 +434,8 @@ def test_json_has_the_thought_by_itself(thinker):
 @pytest.mark.parametrize('why,hint', [('length',True), ('stop',False)])
 def test_a_thought_that_never_ends(thinker, why, hint):
     "Nothing goes to the pipe, and it is said why"
-    def stream(self, *_): yield from (said('', 'Hm.'), Delta(finish=why))
+    def stream(self, *_):
+        yield from (said('', 'Hm.'), Delta(finish=why))
     thinker.stream = stream
     r = run('run', 'm', 'hi')
     assert (r.exit_code,r.stdout)==(0,'') and 'Hm' not in r.stderr
@@ -476,7 +490,7 @@ def test_chat_goes_on_after_a_refusal(fake):
     assert Fake.asked['prompt']==[dict(role='user', content='two')]
 
 def test_first_ctrl_c_is_a_flag(capfd):
-    with cli._ctrl_c() as stop:
+    with talk._ctrl_c() as stop:
         assert not stop()
         try:
             signal.raise_signal(signal.SIGINT)
@@ -497,7 +511,8 @@ class Terminal:
                 sys.executable, [sys.executable, '-c', code],
                 os.environ|dict(TERM='dumb', INPUTRC='/dev/null'))
         self.seen = ''
-    def type(self, s): os.write(self.fd, s.encode())
+    def type(self, s):
+        os.write(self.fd, s.encode())
     def expect(self, what, again=''):
         """Read until `what` comes. `again` is typed now, and again after each second of silence:
         CPython's readline may sleep through a Ctrl-C that comes between two keys"""
@@ -714,7 +729,7 @@ def test_serve_hands_everything_over(serve, without):
 
 def test_every_flag_is_handed_over_by_the_test():
     told = merged(ENGINE)
-    untold = [n for n,f in cli.FLAGS.items() if told[n]==f.default]
+    untold = [n for n,f in base.FLAGS.items() if told[n]==f.default]
     assert not untold, 'these would arrive though nobody handed them over'
 
 def test_serve_knows_the_chunk_by_another_name(serve):
@@ -844,8 +859,8 @@ def test_a_model_is_closed_after_an_error(fake, name):
 
 @pytest.mark.parametrize('name', ['run','chat','all','decode','throughput'])
 def test_other_commands_that_load_read_speculation(fake, monkeypatch, name):
-    monkeypatch.setattr(cli, '_card', lambda *_: 'card')
-    monkeypatch.setattr(cli, '_longest', lambda *_: 99)
+    monkeypatch.setattr(measuring, '_card', lambda *_: 'card')
+    monkeypatch.setattr(measuring, '_longest', lambda *_: 99)
     for module in ('bench','bench_decode'):
         monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_, **how: Report())
     def measured(config, *_): return fake(config) and Report()
@@ -873,8 +888,8 @@ def test_acceptance_is_handed_over(fake, monkeypatch):
     asked = {}
     monkeypatch.setattr('atlas.use.bench_decode.bench_decode',
         lambda *_, **kw: asked.update(kw) or Report())
-    monkeypatch.setattr(cli, '_card', lambda *_: 'card')
-    monkeypatch.setattr(cli, '_longest', lambda *_: 99)
+    monkeypatch.setattr(measuring, '_card', lambda *_: 'card')
+    monkeypatch.setattr(measuring, '_longest', lambda *_: 99)
     r = run('bench', 'decode', 'm', '--speculative', '--simulate-acceptance', '0.9,0.8')
     assert r.exit_code==0, r.stderr
     assert asked==dict(simulate=[.9,.8]) and fake.made.speculative is True
@@ -888,7 +903,7 @@ def test_flags_are_fields():
     wanted = {n for n in here if here[n].metadata.get('flag')}
     unflagged = {n for n in here if n.startswith('ngram_')}
     assert wanted==set(here)-{'model','drafting'}-unflagged
-    assert wanted==set(cli.FLAGS)<=set(ps)
+    assert wanted==set(base.FLAGS)<=set(ps)
     for n in wanted:
         p,field = ps[n],here[n]
         assert p.default==field.default
@@ -900,9 +915,9 @@ def test_commands_repeat_no_field():
     "Commands take an engine's fields as `**options`: none of them lists those anew"
     wanted = {f.name for f in dataclasses.fields(EngineConfig) if f.metadata.get('flag')}
     shown = {n for f in commands().values() for n in inspect.signature(f).parameters}
-    page = ast.parse(Path(cli.__file__).read_text())
+    modules = Path(base.__file__).parent.glob('*.py')
     listed = set()
-    for f in ast.walk(page):
+    for f in (n for m in modules for n in ast.walk(ast.parse(m.read_text()))):
         if not isinstance(f, ast.FunctionDef):
             continue
         names = f.args.args+f.args.kwonlyargs
@@ -938,7 +953,7 @@ def test_launch_without_a_server():
 
 def test_port_in_use_is_told_before_loading(monkeypatch):
     import atlas.service.process
-    monkeypatch.setattr(atlas.service.process, 'Child', None)
+    monkeypatch.setattr(atlas.service.process, 'WorkerProcess', None)
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = str(s.getsockname()[1])
         r = run('serve', 'm', '--port', port)
@@ -1011,8 +1026,8 @@ def test_every_bench_writes_the_same_way(fake, bench, module, as_json, to_file, 
                                          monkeypatch):
     "--json is for stdout, --output for a file, and both may be given"
     monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_, **how: Report())
-    monkeypatch.setattr(cli, '_card', lambda *_: 'card')
-    monkeypatch.setattr(cli, '_longest', lambda *_: 99)
+    monkeypatch.setattr(measuring, '_card', lambda *_: 'card')
+    monkeypatch.setattr(measuring, '_longest', lambda *_: 99)
     monkeypatch.setattr('atlas.use.bench_throughput.fitting', lambda *_: None)
     file = tmp_path/'numbers.json'
     flags = ['--json']*as_json+['--output', str(file)]*to_file
@@ -1039,7 +1054,8 @@ def test_commands_for_cards_say_so_on_the_host():
 @pytest.mark.parametrize('hint', ["pip install x, or use --device cpu", 'Use --device cpu'])
 def test_commands_for_cards_do_not_advise_the_processor(monkeypatch, hint):
     from atlas.ground.core import DeviceError
-    def none(name): raise DeviceError('There is no card', hint=hint)
+    def none(name):
+        raise DeviceError('There is no card', hint=hint)
     monkeypatch.setattr('atlas.card.device.get_device', none)
     for args in (('check',), ('bench','decode','demo'), ('bench','kernels','demo'),
             ('bench','prefill','demo')):

@@ -33,34 +33,17 @@ ODD = (
     [[]],
     [{}])
 HEADS = dict(
-    hidden_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=96,
-    vocab_size=256,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-6,
-    eos_token_id=1,
-    tie_word_embeddings=False)
+    hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    intermediate_size=96, vocab_size=256, max_position_embeddings=512, rms_norm_eps=1e-6,
+    eos_token_id=1, tie_word_embeddings=False)
 MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
 DELTA = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
     linear_value_head_dim=16, linear_conv_kernel_dim=4, full_attention_interval=2)
 VISION = dict(
-    depth=3,
-    hidden_size=64,
-    num_heads=4,
-    intermediate_size=96,
-    out_hidden_size=64,
-    num_position_embeddings=64,
-    deepstack_visual_indexes=[0,1],
-    patch_size=16,
-    temporal_patch_size=2,
-    spatial_merge_size=2,
-    in_channels=3,
-    hidden_act='gelu_pytorch_tanh')
+    depth=3, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64,
+    num_position_embeddings=64, deepstack_visual_indexes=[0,1], patch_size=16,
+    temporal_patch_size=2, spatial_merge_size=2, in_channels=3, hidden_act='gelu_pytorch_tanh')
 YARN = dict(
     rope_type='yarn', factor=32., beta_fast=32., beta_slow=1., truncate=False,
     original_max_position_embeddings=64)
@@ -182,29 +165,12 @@ CONFIGS = dict(
         centroid_intermediate_top_k=8),
     nemotron_h=HEADS
     | dict(
-        model_type='nemotron_h',
-        hybrid_override_pattern='MEM*EM-E',
-        num_hidden_layers=8,
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        n_groups=2,
-        ssm_state_size=16,
-        conv_kernel=4,
-        use_conv_bias=True,
-        use_bias=False,
-        mamba_proj_bias=False,
-        mlp_bias=False,
-        mamba_hidden_act='silu',
-        mlp_hidden_act='relu2',
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=48,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
+        model_type='nemotron_h', hybrid_override_pattern='MEM*EM-E', num_hidden_layers=8,
+        mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=16, conv_kernel=4,
+        use_conv_bias=True, use_bias=False, mamba_proj_bias=False, mlp_bias=False,
+        mamba_hidden_act='silu', mlp_hidden_act='relu2', n_routed_experts=8, n_shared_experts=1,
+        num_experts_per_tok=2, moe_intermediate_size=32, moe_shared_expert_intermediate_size=48,
+        n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5,
         layer_norm_epsilon=1e-5),
     granitemoehybrid=GRANITE
     | dict(
@@ -440,9 +406,7 @@ def test_what_is_unknown_is_named(family, path, value, word):
         ('nemotron_h', ('hybrid_override_pattern',), None, lambda c: False),
         ('nemotron_h', ('use_conv_bias',), False, lambda c: not c.mamba.conv_bias),
         ('nemotron_h', ('n_shared_experts',), 0, lambda c: c.moe.shared_size==0),
-        (
-            'minimax_m2', ('rotary_dim',), 16,
-            lambda c: c.attention.rope.dim==16),
+        ('minimax_m2', ('rotary_dim',), 16, lambda c: c.attention.rope.dim==16),
         ('minimax_m2', ('qk_norm_type',), 'per_head', lambda c: c.attention.qk_norm=='head'),
         ('minimax_m2', ('use_routing_bias',), False, lambda c: not c.moe.correction)])
 def test_what_is_said_is_honoured(family, path, value, get):
@@ -461,10 +425,7 @@ UNCLAMPED = [0.,{'__float__':'Infinity'}]
     [
         ('position_embedding_type', 'rope', lambda c: c.attention.rope.dim==16),
         ('position_embedding_type', None, lambda c: not c.attention.rope),
-        (
-            'layer_types',
-            ['attention']*4,
-            lambda c: {*c.mixers}=={'attention'}),
+        ('layer_types', ['attention']*4, lambda c: {*c.mixers}=={'attention'}),
         ('layer_types', None, lambda c: {*c.mixers}=={'mamba'}),
         ('shared_intermediate_size', 0, lambda c: c.moe.shared_size==0),
         ('time_step_limit', UNCLAMPED, lambda c: c.mamba),
@@ -496,8 +457,7 @@ def test_widths_of_granite():
 def test_gemma_in_the_newer_words():
     "transformers 5.23 saves what differs in full layers as exceptions for single layers"
     d = CONFIGS['gemma4']['text_config']
-    new = {
-        k:v
+    new = {k:v
         for k,v in d.items() if k not in ('global_head_dim','num_global_key_value_heads')}
     per = dict(head_dim=32, num_key_value_heads=1)
     assert (
@@ -604,9 +564,7 @@ META['nemotron_h_moe'] = META['nemotron_h'] = (
         'expert_weights_norm':True,
         'expert_weights_scale':2.5})
 SCALED = {'attention.scale':.125, 'embedding_scale':12., 'residual_scale':.22, 'logit_scale':6.}
-MAMBA = {
-    k:v
-    for k,v in SSM.items() if k.startswith('ssm')}
+MAMBA = {k:v for k,v in SSM.items() if k.startswith('ssm')}
 META['granitehybrid'] = BASE|MAMBA|SCALED|{'expert_count':8, 'expert_used_count':2,
     'expert_shared_feed_forward_length':48, 'attention.head_count_kv':[0,0,2,0],
     'rope.scaling.finetuned':False}
@@ -621,9 +579,7 @@ META['gpt-oss'] = (
 def gguf_meta(arch, **more):
     return (
         {'general.architecture':arch, 'tokenizer.ggml.eos_token_id':1}
-        | {
-            f'{arch}.{k}':v
-            for k,v in (META[arch]|more).items()})
+        | {f'{arch}.{k}':v for k,v in (META[arch]|more).items()})
 FREQS = {'gemma4':[1.]*4+[1e30]*12}
 
 @pytest.mark.parametrize('arch', META)
@@ -642,8 +598,7 @@ def test_odd_gguf_values(arch):
         'expert_weights_scale', 'nextn_predict_layers', 'logit_scale')
     for k in {*m, *(f'{arch}.{k}' for k in extra)}:
         for v in ODD:
-            d = {
-                x:y
+            d = {x:y
                 for x,y in (m|{k:v}).items()
                 if y is not None}
             for names in ((), ('output.weight','blk.3.attn_v.weight','blk.2.ffn_gate_inp.weight')):

@@ -946,7 +946,7 @@ async def test_models_of_unknown_size_all_load_at_the_start(tmp_path, monkeypatc
     leaves"""
     def unknown(configs, budget): return [None for _ in configs]
     monkeypatch.setitem(HOW, 'measure', unknown)
-    monkeypatch.setattr(Model, '_upstream', telling(Model._upstream))
+    monkeypatch.setattr(Model, '_make_ready', telling(Model._make_ready))
     both = NOBODY.replace('false', 'true')
     async with following(tmp_path/'atlas.yaml', both, machine=machine(20*GIB)) as (file,ms):
         await happens(lambda: all(m.state!='loading' for m in ms.all))
@@ -955,11 +955,11 @@ async def test_models_of_unknown_size_all_load_at_the_start(tmp_path, monkeypatc
                 one=('loaded',GIB), two=('loaded',GIB))
         assert not ms.memory['evictions']
 
-def telling(upstream):
-    "As `upstream`, of a worker that tells what it takes"
+def telling(make_ready):
+    "As `make_ready`, of a worker that tells what it takes"
     async def of(self, info):
         info['memory'] = dict(weights=GIB)
-        return await upstream(self, info)
+        return await make_ready(self, info)
     return of
 
 @running_test
@@ -1032,14 +1032,14 @@ def beside(app, text=FAR):
     from scripted import running
     with running(app) as url:
         f = fleet_of(text.replace('URL', f'"{url}/v1"'), env={})
-        from atlas.service.reload import backends,stand_ins
+        from atlas.service.reload import stand_ins,upstreams_of
         r = Recorder('near')
         ms = Models(
             [
                 Served(
                     ['near'],
                     ReadyModel('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))],
-            backends=backends(f))
+            upstreams=upstreams_of(f))
         ms.names,ms.fallbacks = Names(f),stand_ins(f)
         ms.meet()
         with TestClient(create_app(ms), base_url='http://localhost') as http:
@@ -1141,23 +1141,23 @@ async def test_reload_changes_other_servers(tmp_path):
         text = f'models: {{one: {{load_on_startup: true}}}}\nupstreams: {{away: {{url: "{url}/v1"}}, same: {{url: "{url}/v1"}}}}\nnames: {{far: away/big}}'
         async with following(tmp_path/'atlas.yaml', text) as (file,ms):
             await ms.get('one')
-            same,away = ms.backends[1],ms.backends[0]
+            same,away = ms.upstreams[1],ms.upstreams[0]
             pid = ms.find('one').child.pid
-            assert ms.find('far').backend is away
+            assert ms.find('far').upstream is away
             file.path.write_text(
                 text.replace(
                     f'away: {{url: "{url}', f'away: {{url: "{url2}'
                 )+'\nfallbacks: {one: [away/big]}')
             await file.reload()
             assert [
-                b.name for b in ms.backends
-            ]==['away','same'] and ms.backends[1] is same and ms.backends[0] is not away
-            assert ms.find('far').backend is ms.backends[0] and ms.fallbacks.to==dict(
+                u.name for u in ms.upstreams
+            ]==['away','same'] and ms.upstreams[1] is same and ms.upstreams[0] is not away
+            assert ms.find('far').upstream is ms.upstreams[0] and ms.fallbacks.to==dict(
                 one=['away/big'])
             await happens(lambda: not ms.parting)
             file.path.write_text(text[:text.index('upstreams')]+'names: {far: one}')
             await file.reload()
-            assert not ms.backends and ms.fallbacks is None and [
+            assert not ms.upstreams and ms.fallbacks is None and [
                 m.name for m in ms.all]==['one'] and ms.find('far').child.pid==pid
 
 @running_test

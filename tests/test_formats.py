@@ -26,8 +26,7 @@ def claims(f):
     F = f'formats::{f.name}'
     by_row = int(f.rows=='s')
     tile = int(f.tile>0)
-    yield members(
-        F, CHUNK=f.chunk, SCALE=f.scale, BY_ROW=by_row, TILE=tile)
+    yield members(F, CHUNK=f.chunk, SCALE=f.scale, BY_ROW=by_row, TILE=tile)
     skew = max(1, 64//f.chunk)
     two = int(f.planes>1)
     yield members(

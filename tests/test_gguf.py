@@ -63,8 +63,7 @@ def meaning(c):
         DeltaConfig=('fused',)).get(type(c).__name__, ())
     if getattr(c, 'kind', '') in ('llama3','factors'):
         skip = ('kind','factor','freq_factors','low_freq_factor','high_freq_factor','original_max')
-    return {
-        f.name:meaning(getattr(c, f.name))
+    return {f.name:meaning(getattr(c, f.name))
         for f in fields(c) if f.name not in skip}
 
 # ---- whole models
@@ -148,19 +147,16 @@ def test_kept_packed(tmp_path, name, quant):
     path = to_gguf(data/name, tmp_path/'m.gguf', quant)
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        kw = dict(
-            ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
+        kw = dict(ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
         a = load(ck, wants, host, **kw)
         b = load(ck, wants, host, packed=True, **kw)
-    packed = {
-        k:w
+    packed = {k:w
         for k,w in b.items() if not isinstance(w, np.ndarray)}
     assert (
         packed
         and unlike(
             a,
-            {
-                k:packed[k].decode() if k in packed else w
+            {k:packed[k].decode() if k in packed else w
                 for k,w in b.items()})==[])
 
 @pytest.mark.parametrize('n', (7,30))
@@ -183,8 +179,7 @@ def test_in_parts(tmp_path, n):
 def test_size_of_the_vocabulary(tmp_path):
     "A key, or else the tokenizer, or else the embedding says it"
     tokens = {'tokenizer.ggml.tokens':[f't{i}' for i in range(120)]}
-    for kw in (
-        {}, dict(vocab_size=None), dict(vocab_size=None, **tokens)):
+    for kw in ({}, dict(vocab_size=None), dict(vocab_size=None, **tokens)):
         with open_checkpoint(to_gguf(data/'gpt-oss', tmp_path/'m.gguf', **kw)) as c:
             assert c.config.vocab_size==120
 
@@ -207,19 +202,9 @@ def random_folder(path, conf, seed=0):
     return hf_folder(path, ts, conf)
 
 BASE = dict(
-    vocab_size=64,
-    hidden_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=32,
-    max_position_embeddings=128,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    tie_word_embeddings=False,
-    eos_token_id=2,
-    hidden_act='silu')
+    vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, intermediate_size=32, max_position_embeddings=128,
+    rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False, eos_token_id=2, hidden_act='silu')
 EXPERTS = (
     BASE
     |dict(
@@ -295,8 +280,7 @@ def test_fused_gate_and_up(tmp_path):
     fused = {}
     for k,x in ts.items():
         if 'gate_exps' in k:
-            x = np.concatenate(
-                [x, ts[k.replace('gate','up')]], 1)
+            x = np.concatenate([x, ts[k.replace('gate','up')]], 1)
         if 'up_exps' not in k:
             fused[k.replace('gate_exps','gate_up_exps')] = x
     assert unlike(
@@ -320,8 +304,7 @@ def test_older_qwen3_next(tmp_path):
 def test_dimensions_of_one_are_dropped(tmp_path):
     "llama-quantize writes [1, H] as [H]"
     a,m,ts = convert(data/'qwen35-moe-stacked')
-    ts = {
-        k:x.reshape(-1) if 'inp_shexp' in k else x
+    ts = {k:x.reshape(-1) if 'inp_shexp' in k else x
         for k,x in ts.items()}
     assert unlike(
         arrays(data/'qwen35-moe-stacked')[1],
@@ -333,12 +316,10 @@ def test_a_head_that_drafts_and_that_nobody_asked_for(tmp_path):
     L = m['block_count']
     m |= (
         {'block_count':L+1, 'nextn_predict_layers':1}
-        |{
-            k:m[k]+[m[k][0]]
+        |{k:m[k]+[m[k][0]]
             for k in ('attention.head_count_kv','feed_forward_length')})
     ts |= (
-        {
-            f'blk.{L}.{k}.weight':np.ones(48, np.float32)
+        {f'blk.{L}.{k}.weight':np.ones(48, np.float32)
             for k in ('attn_norm','ffn_norm','nextn.hnorm')}
         |{f'blk.{L}.nextn.eh_proj.weight':np.ones((48,96), np.float32)})
     assert unlike(
@@ -382,8 +363,7 @@ def blocks(rng, t, shape):
                 *b.shape[:-1],
                 1)).astype(np.float16).view(np.uint8)
     if t.name=='MXFP4':
-        b[...,0] = rng.integers(
-            110, 130, b.shape[:-1])
+        b[...,0] = rng.integers(110, 130, b.shape[:-1])
     if t.name=='NVFP4':
         b[...,:4] &= 127
         b[0,0,:4] = 127,130,0,128  # there is no NaN, and no sign
@@ -439,8 +419,7 @@ def nvfp4_folder(
             continue
         q = QTensor.encode(a, 'NVFP4').parts
         ts |= {
-            k:q['data'],
-            k+'_scale':q['scale'],
+            k:q['data'], k+'_scale':q['scale'],
             k+'_scale_2':q['global']}
         types[k+'_scale'] = 'F8_E4M3'
     (folder/'model.safetensors').write_bytes(st_bytes(ts, dtypes=types))
@@ -501,8 +480,7 @@ def test_gemmas_two_scales(tmp_path):
     a = arrays(folder)[1]
     b = arrays(to_gguf(folder, tmp_path/'m.gguf'))[1]
     each,down = 'moe.router.per_expert_scale','moe.experts.down_proj'
-    assert unlike(a, b)==sorted(
-        f'layers.{i}.{k}' for i in (0,1)
+    assert unlike(a, b)==sorted(f'layers.{i}.{k}' for i in (0,1)
         for k in (each,down))
     for i in (0,1):
         x,y = (
@@ -600,8 +578,7 @@ def test_odd_values(tmp_path, name):
             path = write(
                 tmp_path/'m.gguf',
                 a,
-                {
-                    x:y
+                {x:y
                     for x,y in (m|{k:v}).items()
                     if y is not None},
                 ts)

@@ -805,7 +805,7 @@ class Everything:
     "One model, whose engine knows every number that the service may ask it for"
     def __init__(self, stats):
         engine = SimpleNamespace(stats=lambda: stats)
-        self.upstreams = [SimpleNamespace(name='m', runner=engine)]
+        self.ready_models = [SimpleNamespace(name='m', runner=engine)]
     def stats(self):
         return [dict(model='m', state='loaded', load_seconds=dict(weights=1.), restarts_total=0)]
 

@@ -42,8 +42,7 @@ def tiny(tmp_path, monkeypatch):
     return w
 
 def files(tmp_path):
-    return sorted(
-        str(p.relative_to(tmp_path/'home'))
+    return sorted(str(p.relative_to(tmp_path/'home'))
         for p in (tmp_path/'home').rglob('*') if p.is_file())
 clean = ['models/tiny/tiny.gguf', 'pulls/tiny.lock']
 
@@ -104,8 +103,7 @@ def test_killed_anywhere(stepped, tmp_path, start):
             (d/'tiny.gguf').write_bytes(old)
         status = in_child(lambda: pull_until(n))
         assert status in (0, signal.SIGKILL)
-        seen = {
-            f: (tmp_path/'home'/f).read_bytes()
+        seen = {f: (tmp_path/'home'/f).read_bytes()
             for f in files(tmp_path) if f.startswith('models')}
         assert (
             not seen
@@ -309,15 +307,10 @@ def test_remove_takes_leftovers(stepped, tmp_path):
 # since it reads its settings when imported
 
 REPO = {
-    'config.json': b'{"model_type":"llama"}',
-    'model.safetensors': noise,
-    'chat_template.jinja': b'{{ x }}',
-    'tokenizer.json': b'{}',
-    'README.md': b'# no',
-    'pytorch_model.bin': b'pickle',
-    'original/model.safetensors': b'twice',
-    'onnx/config.json': b'{}',
-    'consolidated.safetensors': b'thrice'}
+    'config.json': b'{"model_type":"llama"}', 'model.safetensors': noise,
+    'chat_template.jinja': b'{{ x }}', 'tokenizer.json': b'{}', 'README.md': b'# no',
+    'pytorch_model.bin': b'pickle', 'original/model.safetensors': b'twice',
+    'onnx/config.json': b'{}', 'consolidated.safetensors': b'thrice'}
 SHA = 'a'*40
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -351,8 +344,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
     def reply(self, status, b, headers):
         self.send_response(status)
-        for k,v in (
-            headers|{'Content-Length': str(len(b))}).items():
+        for k,v in (headers|{'Content-Length': str(len(b))}).items():
             self.send_header(k, v)
         self.end_headers()
         if self.command=='GET':
@@ -361,8 +353,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 def hf(tmp_path, code, port=9, **env):
     "Run `code` in a process whose hub is at `port`"
-    names = {
-        k:v
+    names = {k:v
         for k,v in os.environ.items()
         if not k.startswith(('HF_','HUGGING','TRANSFORMERS_'))}
     env = (
@@ -386,8 +377,7 @@ def test_hub_download_then_offline(tmp_path):
     assert hf(tmp_path, show)[:2]==(0, want)   # no offline switch, but no server either
     fetched = "print([(e.name, e.kind) for e in cached() if e.name!='tiny'])"
     rc,out,err = hf(tmp_path, f"{fetched}; print(remove('org/m')); {fetched}", HF_HUB_OFFLINE='1')
-    n = sum(
-        len(REPO[f])
+    n = sum(len(REPO[f])
         for f in ('chat_template.jinja', 'config.json', 'model.safetensors', 'tokenizer.json'))
     assert out==f"[('org/m', 'safetensors')]\n{n}\n[]\n", err
     rc,_,err = hf(tmp_path, "resolve('org/m')", HF_HUB_OFFLINE='1')
@@ -453,8 +443,7 @@ print([n for _,n,_ in said]==sorted(n for _,n,_ in said))'''
 def test_flipped_bit_is_mended(stepped):
     "A damaged model in the cache is not served: whoever asks for it gets it anew"
     p = resolve('tiny')
-    p.write_bytes(
-        noise[:-1]+bytes([noise[-1]^1]))
+    p.write_bytes(noise[:-1]+bytes([noise[-1]^1]))
     assert resolve('tiny').read_bytes()==noise
 
 def test_pins(demo):

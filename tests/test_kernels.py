@@ -84,6 +84,20 @@ def test_contract_covers_the_signature(name):
         for w in re.findall(r'[a-z]\w*', o)}
     assert not sig.keys()&set(src.contract)&dims and '//   launch:' in src.text
 
+def params(src):
+    "Fields of a kernel's `struct Params`: name -> is it a pointer?"
+    body = re.search(r'^struct Params \{\n(.*?)^\};', src.text, re.M|re.S)[1]
+    declared = re.findall(r'^    (\w[^;]*);', body, re.M)
+    return {
+        name: '*' in o for o in declared
+        for name in re.findall(r'(\w+)(?:,|$)', o)}
+
+@pytest.mark.parametrize(
+    'name', [n for n in kernel_names() if 'struct Params' in Source(n).text])
+def test_params_are_the_arguments(name):
+    src = Source(name)
+    assert params(src)==signature(src)
+
 def constants(name, ptx):
     """Parameters that the kernel's PTX reads as what nobody writes meanwhile (ld.global.nc), which
     compilers move to before a wait"""

@@ -23,8 +23,7 @@ def arrays(path, device=host, **kw):
     "What the model of a folder wants of it"
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        return load(
-            ck, wants, device, ignore=(*IGNORE, *m.ignore), **kw)
+        return load(ck, wants, device, ignore=(*IGNORE, *m.ignore), **kw)
 
 def decoded(x): return x if isinstance(x, np.ndarray) else x.decode()
 def unlike(a, b):
@@ -37,8 +36,7 @@ def plain_folder(path, conf, plain):
     return folder(
         path,
         CONFS[conf],
-        {
-            k:(a,'I64' if a.dtype==np.int64 else 'F32')
+        {k:(a,'I64' if a.dtype==np.int64 else 'F32')
             for k,a in plain.items()})
 
 @pytest.fixture(scope='module')
@@ -59,14 +57,11 @@ def test_as_published_and_plain_are_the_same(tmp_path, made, name):
     conf = LAYOUTS[name][0]
     want = arrays(plain_folder(tmp_path/'plain', conf, plain))
     assert len(want)>10
-    got = folder(
-        tmp_path/'as', CONFS[conf], raw, shards=1+len(name)%3)
+    got = folder(tmp_path/'as', CONFS[conf], raw, shards=1+len(name)%3)
     assert unlike(arrays(got), want)==[]
     packed = arrays(got, packed=True)
     assert unlike(packed, want)==[]
-    kept = [
-        w for w in packed.values()
-        if isinstance(w, (QTensor,QStack))]
+    kept = [w for w in packed.values() if isinstance(w, (QTensor,QStack))]
     assert (
         kept
         and sum(w.nbytes for w in kept)
@@ -86,9 +81,7 @@ def test_canonical_names_are_those_of_the_plan(tmp_path, made, name):
         assert (
             {t.stored for t in ck.tensors.values()} <= set(raw)
             and ck.stored('model.layers.9.nothing')==named('model.layers.9.nothing', style))
-        assert all(
-            ck.stored(k)==t.stored
-            for k,t in ck.tensors.items())
+        assert all(ck.stored(k)==t.stored for k,t in ck.tensors.items())
 
 _hows = [h for h in HOW if h not in ('f32','f16')]
 @settings(
@@ -367,16 +360,14 @@ def test_each_kind_of_part_missing(tmp_path, made, name):
             conf,
             {n:v for n,v in raw.items() if n!=k}))
         assert re.sub(
-            _SCALE,
-            '',
+            _SCALE, '',
             k).removesuffix('_blocks').removesuffix('_packed').removesuffix('.weight') in str(e), (
             k, str(e))
 
 @quantised
 def test_scales_that_contradict_their_weights(tmp_path, made, name):
     raw,conf = layout(made, name)
-    for k in {
-        re.search(_SCALE, k)[1]:k
+    for k in {re.search(_SCALE, k)[1]:k
         for k in scales(raw)}.values():
         a,t = raw[k]
         others = (
@@ -391,16 +382,14 @@ def test_scales_that_contradict_their_weights(tmp_path, made, name):
         for b in others:
             assert (
                 k in str(
-                    e := refused(folder(
-                        tmp_path/'m', conf, raw|{k:(b,t)})))
+                    e := refused(folder(tmp_path/'m', conf, raw|{k:(b,t)})))
                 or re.sub(_SCALE, '', k) in str(e))
         refused(
             folder(
                 tmp_path/'m',
                 conf,
                 raw
-                |{
-                    k:(np.ones(a.shape, np.int64),'I64')}),
+                |{k:(np.ones(a.shape, np.int64),'I64')}),
             re.sub(_SCALE, '', k))
 
 @quantised
@@ -408,8 +397,7 @@ def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
     raw,conf = layout(made, name)
     def read(*a): pytest.fail('a weight was read')
     monkeypatch.setattr('atlas.ground.weights._assemble', read)
-    for k in {
-        re.search(_SCALE, k)[1]:k
+    for k in {re.search(_SCALE, k)[1]:k
         for k in scales(raw)}.values():
         a,t = raw[k]
         a = np.array(a)
@@ -425,9 +413,7 @@ def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
 def test_payloads_that_contradict_the_config(tmp_path, made, name):
     raw,conf = layout(made, name)
     def payload(k):
-        return (
-            raw[k][1] in ('U8','F8_E4M3','I32')
-            and not re.search(_SCALE, k))
+        return raw[k][1] in ('U8','F8_E4M3','I32') and not re.search(_SCALE, k)
     k = next(k for k in raw if payload(k))
     a,t = raw[k]
     refused(folder(
@@ -467,8 +453,7 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
             tmp_path/'c',
             conf,
             raw
-            |{
-                norm:(raw[norm][0][:-1],'BF16')}),
+            |{norm:(raw[norm][0][:-1],'BF16')}),
         norm,
         'asks for')
     refused(
@@ -476,8 +461,7 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
             tmp_path/'d',
             conf,
             raw
-            |{
-                mat:(raw[mat][0][:,:-1],'BF16')}),
+            |{mat:(raw[mat][0][:,:-1],'BF16')}),
         mat,
         'asks for')
     refused(
@@ -508,8 +492,7 @@ def test_missing_extra_and_misshapen(tmp_path, made, name):
             tmp_path/'g',
             conf,
             raw
-            | {
-                norm[:-7]+'.weight_scale':(np.float32(1),'F32')}),
+            | {norm[:-7]+'.weight_scale':(np.float32(1),'F32')}),
         norm[:-7]+'.weight_scale',
         'is a scale',
         'takes none')
@@ -567,8 +550,7 @@ def test_stored_twice(tmp_path, made, name, more, words):
 
 def test_scales_of_no_use_are_left_alone(tmp_path, made):
     raw,conf = layout(made, 'qwen3-fp8-tensor')
-    more = {
-        f'model.layers.0.self_attn.{n}':(np.float32(v),'F32')
+    more = {f'model.layers.0.self_attn.{n}':(np.float32(v),'F32')
         for n,v in {
             'k_proj.k_scale':2, 'v_proj.v_scale':np.nan, 'q_scale':1, 'k_proj.output_scale':1,
             'q_proj.activation_scale':1, 'rotary_emb.inv_freq':1}.items()}
@@ -745,8 +727,7 @@ def test_dummies(name, weights):
                 k:x.shape
                 for k,x in a.items()})
         assert (
-            (
-                d.nbytes<.8*sum(2*x.size for x in a.values()))
+            (d.nbytes<.8*sum(2*x.size for x in a.values()))
             == (
                 weights!='bf16' if name in ('gpt_oss','minimax_m2')
                 else weights not in ('bf16','as-shipped')))
@@ -764,8 +745,7 @@ def test_dummies_like_a_checkpoint(tmp_path, made):
                     =={
                         k:(t.fmt if len(t.shape)>1 else '',t.shape)
                         for k,t in ck.tensors.items() if 'input_scale' not in k})
-                assert all(
-                    np.isfinite(x).all()
+                assert all(np.isfinite(x).all()
                     for x in load(d, wants, host).values())
 
 # ---- memory

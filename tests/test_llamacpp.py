@@ -7,7 +7,7 @@ import anthropic,httpx,openai,pytest
 from atlas.service.fallbacks import Fallbacks
 from atlas.service.models import Models
 from atlas.service.server import create_app
-from atlas.service.upstream import Backend,Limits
+from atlas.service.upstream import Upstream,Limits
 from helpers.scripted import running
 from helpers.waiting import WAIT,until
 
@@ -41,8 +41,8 @@ def llama(tmp_path_factory):
 @contextmanager
 def door(*urls, fallbacks=None, **kw):
     "Our server, in front of these, as `(client, models)`"
-    servers = [Backend(f'llama{i or ""}', u, limits=QUICK, **kw) for i,u in enumerate(urls)]
-    ms = Models([], backends=servers)
+    servers = [Upstream(f'llama{i or ""}', u, limits=QUICK, **kw) for i,u in enumerate(urls)]
+    ms = Models([], upstreams=servers)
     ms.fallbacks = fallbacks
     with running(create_app(ms)) as url, httpx.Client(base_url=url, timeout=WAIT) as web:
         yield web,ms
@@ -123,7 +123,7 @@ def test_every_api(llama, path, apis):
         deltas = re.findall(r'"(?:delta|text)": ?"([a-z]+)"', streamed.text)
         assert ''.join(deltas).startswith(expected), streamed.text
         assert '"error":{' not in streamed.text
-        asked, = ms.backends
+        asked, = ms.upstreams
         assert dict(asked.counts.asked)=={'ok':2} and asked.counts.usage['completion']>0
 
 def test_clients(through):
@@ -150,7 +150,7 @@ def test_counts_that_it_does_not_have(llama):
         assert (
             r.status_code, r.json()['error']['details']['error_code'])==(501, 'not_supported')
         assert 'llama/alphabet has no messages/count_tokens' in r.json()['error']['message']
-        assert not ms.backends[0].counts.asked
+        assert not ms.upstreams[0].counts.asked
 
 WRONG = dict(
     messages=(dict(messages='Hi'), 400, "Expected 'messages' to be an array"),

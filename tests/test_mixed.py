@@ -47,7 +47,7 @@ def gateway():
     t = threading.Thread(target=asyncio.run,
         args=(main(),), daemon=True)
     t.start()
-    def there(): return got.get('models') and got['models'].upstreams
+    def there(): return got.get('models') and got['models'].ready_models
     until(lambda: not t.is_alive() or there(), 'a gateway with a model')
     assert t.is_alive(), lines.getvalue()[-2000:]
     try:
@@ -147,7 +147,7 @@ def total(ms, name):
 
 def settled(models, loop):
     "Wait until nobody is being served; how many tasks the loop has then"
-    runner = models.upstreams[0].runner
+    runner = models.ready_models[0].runner
     def idle(): return not runner._streams and len(asyncio.all_tasks(loop))<=12
     until(idle, 'an end of all streams and tasks')
     return len(asyncio.all_tasks(loop))
@@ -173,7 +173,7 @@ def test_a_thousand_mixed_requests():
         assert statuses[200]>100 and statuses[None]==sum(left.values())>200 and all(left[k] for k in ('mid','body','sent')) and statuses[400]>10 and statuses[404]>0 and statuses[501]>0
         assert not set(statuses)-{200,400,404,500,501,503,507,None}, statuses
         # nothing is left
-        runner = models.upstreams[0].runner
+        runner = models.ready_models[0].runner
         assert not runner._streams
         assert fds()<=files+2 and rss()<before+(48<<20)
         # every request is accounted for, once

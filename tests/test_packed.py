@@ -28,8 +28,7 @@ def same(got, want):
         assert (
             (b.dtype.name,b.shape)
             ==(a.dtype.name,a.shape)), n
-        assert b.tobytes()==a.astype(
-            b.dtype, order='C').tobytes(), n
+        assert b.tobytes()==a.astype(b.dtype, order='C').tobytes(), n
 
 # -- what goes in comes out ----------------------------------------------------------------------
 
@@ -66,15 +65,13 @@ def test_any_mapping_comes_back(tmp_path_factory, arrays):
     assert not part_of(p).exists()
     with PackedFile(p) as f:
         assert f.meta==meta and f.names==list(arrays)
-        assert all(
-            (f.layout.start+e.offset)%BLOCK==0
+        assert all((f.layout.start+e.offset)%BLOCK==0
             for e in f.entries.values())
         assert f.file.size%BLOCK==0
 
 def test_objects_come_back(tmp_path):
     rng = np.random.default_rng(0)
-    q = [
-        QTensor.encode(rng.standard_normal((8,64)), f)
+    q = [QTensor.encode(rng.standard_normal((8,64)), f)
         for f in ('NVFP4','FP8_BLOCK','BF16','MXFP4')]
     some = dict(
         a=q[0],
@@ -86,8 +83,7 @@ def test_objects_come_back(tmp_path):
     assert list(got)==['x','a','b','none'] and got['none'] is None
     assert (
         got['a'].fmt=='NVFP4'
-        and np.array_equal(
-            got['b'].decode(), some['b'].decode()))
+        and np.array_equal(got['b'].decode(), some['b'].decode()))
     assert list(load_dict(tmp_path/'f', ['a']))==['a']
 
 def test_what_cannot_go_in(tmp_path):
@@ -97,14 +93,8 @@ def test_what_cannot_go_in(tmp_path):
         (dict(a=np.ones(2, np.longdouble)), None, UnsupportedError),
         (dict(a=np.array([None])), None, UnsupportedError),
         ({1: np.ones(2)}, None, RequestError),
-        (
-            dict(a=np.ones(2)),
-            dict(x=float('nan')),
-            RequestError),
-        (
-            dict(a=np.ones(2)),
-            dict(x=object()),
-            RequestError)):
+        (dict(a=np.ones(2)), dict(x=float('nan')), RequestError),
+        (dict(a=np.ones(2)), dict(x=object()), RequestError)):
         with pytest.raises(error):
             save_dict(p, arrays, meta)
         assert list(tmp_path.iterdir())==[]
@@ -159,9 +149,7 @@ def test_a_card_sums_as_the_host_does():
     some = [numbers(n, n) for n in sizes]
     assert checksums(
         card,
-        [
-            card.upload(a)
-            for a in some])==[checksum(a) for a in some]
+        [card.upload(a) for a in some])==[checksum(a) for a in some]
     many = Emulator()
     many.multiprocessors = 1 # blocks that take several runs each
     a = numbers(8*SUMMED*20+5)
@@ -195,8 +183,7 @@ def test_a_bit_in_each_array(file):
     p,arrays = file
     raw = p.read_bytes()
     with PackedFile(p) as f:
-        places = {
-            n: (f.layout.start+e.offset,e.nbytes)
+        places = {n: (f.layout.start+e.offset,e.nbytes)
             for n,e in f.entries.items()}
     for n,(at,size) in places.items():
         for i in (0,size//2,size-1):
@@ -215,20 +202,9 @@ def test_cut_and_lengthened(file):
     with PackedFile(p) as f:
         table,start = f.layout.table,f.layout.start
     for n in (
-        0,
-        1,
-        8,
-        39,
-        40,
-        50,
-        table,
-        table+5,
-        start-1,
-        start,
-        start+1,
-        start+9000,
-        len(raw)-BLOCK,
-        len(raw)-1):
+        0, 1, 8, 39, 40, 50, table, table+5,
+        start-1, start, start+1, start+9000,
+        len(raw)-BLOCK, len(raw)-1):
         p.write_bytes(raw[:n])
         with pytest.raises(CheckpointError):
             load_dict(p)
@@ -237,8 +213,7 @@ def test_cut_and_lengthened(file):
         with pytest.raises(CheckpointError):
             load_dict(p)
     for other in (
-        b'GGUF'+raw[4:],
-        b'\x08'+bytes(99),
+        b'GGUF'+raw[4:], b'\x08'+bytes(99),
         PART+raw[8:]):
         p.write_bytes(other)
         with pytest.raises(CheckpointError):
@@ -302,8 +277,7 @@ def test_a_stranger_is_not_believed(tmp_path_factory, data):
         p,
         text,
         data.draw(st.integers(1, 3)),
-        data.draw(st.sampled_from([
-            l.nbytes, l.nbytes+BLOCK, None])))
+        data.draw(st.sampled_from([l.nbytes, l.nbytes+BLOCK, None])))
     try:
         load_dict(p, check=False)
     except AtlasError:
@@ -363,9 +337,7 @@ def test_filled_in_place(file):
 # -- writing, and what keeps it from it ----------------------------------------------------------
 
 def grown(n=12, size=300_000, seed=0):
-    return {
-        f'a{i}': numbers(size+i, seed*100+i)
-        for i in range(n)}
+    return {f'a{i}': numbers(size+i, seed*100+i) for i in range(n)}
 
 class Counted:
     "How many bytes were written to arrays' places"
@@ -502,9 +474,7 @@ def test_killed_at_any_moment(tmp_path):
         assert now>=version
         assert (
             len(arrays)==6
-            and all(
-                (a==now%251).all()
-                for a in arrays.values()))
+            and all((a==now%251).all() for a in arrays.values()))
         version = now
     assert {q.name for q in tmp_path.iterdir()}<={'f','.f.part'}
     save_dict(p, grown())
@@ -556,9 +526,7 @@ def test_a_card_and_back(tmp_path):
             h=np.arange(7, dtype=np.int64)))
     # one stays on the host
     there = (
-        {
-            n: card.upload(a)
-            for n,a in arrays.items() if n!='h'}
+        {n: card.upload(a) for n,a in arrays.items() if n!='h'}
         | dict(h=arrays['h']))
     save_dict(tmp_path/'card', there, place=place)
     save_dict(tmp_path/'host', arrays)

@@ -39,8 +39,7 @@ def test_experts_leave_their_rows(extra):
     run(
         'expert_sum', (-(-k//512),R), 128, share, part, add,
         x, HIDDEN=k, PICKS=picks)
-    h = prepared_rows(
-        y, Reader(w, gain, 1e-6, e), Found(share, part, add))
+    h = prepared_rows(y, Reader(w, gain, 1e-6, e), Found(share, part, add))
     np.testing.assert_array_equal(bits(y), bits(x))
     p = many._Product(card, w, e, R)
     for a,b in zip(
@@ -48,9 +47,7 @@ def test_experts_leave_their_rows(extra):
         p.halves(x, gain, 1e-6, None, dict(NORM=1))):
         if b is None:
             continue
-        a,b = (
-            card.download(t).view('u1')
-            for t in (a,b))
+        a,b = (card.download(t).view('u1') for t in (a,b))
         written = a!=card.download(card.empty((1,), 'uint8'))[0]  # beyond the rows nothing is
         np.testing.assert_array_equal(a[written], b[written])
     got,want = (
@@ -88,23 +85,18 @@ def test_experts_leave_them_for_what_they_return():
     def bank(*s, **kw):
         return pack(QTensor.encode(normal(*s), 'NVFP4'), card, **kw)
     router = pack(normal(E, H), card, exact=True)
-    banks = (
-        bank(E, 2*I, H, pair=True),
-        bank(E, H, I))
+    banks = bank(E, 2*I, H, pair=True), bank(E, H, I)
     w = matrix('NVFP4', 40, H)
     gain = up(H)
     made = []
-    how = (
-        up(H), 1e-6, router, *banks,
-        MoEConfig(E, 2, I), 'silu')
+    how = up(H), 1e-6, router, *banks, MoEConfig(E, 2, I), 'silu'
     x = up(R, H)
     y = moe_wide(
         x, *how, add=x, reader=Reader(w, gain, 1e-6),
         made=made)
     left = made.pop()
     assert left.instead(y) is left and left.of(w, gain, 1e-6, None)
-    np.testing.assert_array_equal(
-        bits(y), bits(moe_wide(x, *how, add=x)))
+    np.testing.assert_array_equal(bits(y), bits(moe_wide(x, *how, add=x)))
 
 @pytest.mark.parametrize('full', (False,True))
 def test_the_head_finds_them(full):
@@ -121,15 +113,12 @@ def test_the_head_finds_them(full):
     assert names[last-1]=='gemv_halves' and names[last-2]!='gemv_halves'
     c = cache_of(m, 16)
     b = make_batch(
-        [
-            Piece([i+5], 0, [i], i)
-            for i in range(9)],
+        [Piece([i+5], 0, [i], i) for i in range(9)],
         False,
         16,
         card)
     x = m.trunk(b, c, made=(made := []))
     assert isinstance(h := made[-1].instead(x), many.Prepared)
-    got,want = (
-        bits(m.head(r, m.last_norm))
+    got,want = (bits(m.head(r, m.last_norm))
         for r in (h,x))
     np.testing.assert_array_equal(got, want)

@@ -12,7 +12,7 @@ from atlas.service.models import Models
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.ground.options import EngineConfig
-from atlas.service.remote import Child
+from atlas.service.remote import WorkerProcess
 from atlas.ground.requests import Request,SamplingParams
 from atlas.service.worker import FATAL,REFUSED
 
@@ -641,7 +641,7 @@ async def test_no_thread_to_wait_with(monkeypatch):
             mp.setattr('atlas.service.remote.threading.Thread.start', none)
             mp.setattr('atlas.service.remote.subprocess.Popen', Seen)
             with pytest.raises(OSError, match='thread'):
-                Child(FAKE)
+                WorkerProcess(FAKE)
             assert len(pids)==1 and not alive(pids[0])
 
 # -- a thousand of everything --------------------------------------------------------------------------------------------

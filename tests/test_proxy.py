@@ -11,7 +11,7 @@ from atlas.service.process import Served
 from atlas.service.models import Models
 from atlas.service.gateway import DOORS
 from atlas.service.fallbacks import Fallbacks
-from atlas.service.upstream import Backend,Limits,Connection
+from atlas.service.upstream import Upstream,Limits,Connection
 from atlas.service.server import create_app
 from atlas.service.service import ReadyModel
 from atlas.text.chat import ChatTemplate
@@ -53,9 +53,9 @@ def upstream_of(name, s):
         parsers=('hermes','qwen3'), runner=s)
 
 @contextmanager
-def door(*backends, local=(), fallbacks=None, **kw):
+def door(*upstreams, local=(), fallbacks=None, **kw):
     "Our server, with these behind it"
-    ms = Models([*local], backends=backends)
+    ms = Models([*local], upstreams=upstreams)
     ms.fallbacks = fallbacks
     with running(create_app(ms, **kw)) as url:
         d = Door(url, ms)
@@ -66,7 +66,7 @@ def door(*backends, local=(), fallbacks=None, **kw):
 def behind(say, limits=QUICK, local=(), fallbacks=None, **kw):
     "A fake server and our own in front of it, as `(door, fake)`"
     with upstream(say) as u, door(
-        Backend('spark2', u.url, **dict(models=['gemma'])|kw, limits=limits),
+        Upstream('spark2', u.url, **dict(models=['gemma'])|kw, limits=limits),
         local=local, fallbacks=fallbacks
     ) as d:
         yield d,u
@@ -256,7 +256,7 @@ def test_keys_and_headers(monkeypatch, caplog):
             'set-cookie', 'access-control-allow-origin'
         }&{*r.headers} and r.headers['x-ratelimit-remaining']=='5'
         assert r.headers.get('server')!='theirs' and 'sk-theirs' not in caplog.text+repr(
-            d.models.backends)
+            d.models.upstreams)
 
 # -- everything that breaks ----------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ def test_broken(say, stream):
         if fault:
             assert d.metric('upstream_requests_total', upstream='spark2', outcome=fault)==1
         assert d.metric('upstream_up', upstream='spark2')==0
-        d.models.backends[0].limits = QUICK
+        d.models.upstreams[0].limits = QUICK
         assert d.post(stream=stream).status_code==200 and d.metric(
             'upstream_up', upstream='spark2')==1
         assert d.models.find('gemma').runner.running==0
@@ -321,7 +321,7 @@ def test_broken(say, stream):
 def test_refused():
     with upstream(good) as u:
         gone = u.url
-    with door(Backend('spark2', gone, ['gemma'], limits=QUICK)) as d:
+    with door(Upstream('spark2', gone, ['gemma'], limits=QUICK)) as d:
         r = d.post()
         assert (r.status_code,wrong(r))==(
             503, 'spark2 cannot be reached') and int(r.headers['retry-after'])>=1
@@ -459,6 +459,20 @@ def test_completions_of_a_chat_server():
         said = client(d).completions.create(model='gemma', prompt='Hi', stream=True)
         assert ''.join(x.choices[0].text for x in said)=='Hello'
 
+CONVERSATIONS = dict(
+    messages=ASK,
+    responses=dict(model='gemma', input='Hi'),
+    completions=dict(model='gemma', prompt='Hi'))
+
+@pytest.mark.parametrize('path', CONVERSATIONS)
+@pytest.mark.parametrize('given', [dict(temperature=1.0, top_p=1), {}])
+def test_a_server_has_defaults_of_its_own(path, given):
+    "What a client asks for reaches it, also where we would have done the same unasked"
+    with behind(good, apis='chat') as (d,u):
+        assert d.post(f'/v1/{path}', **CONVERSATIONS[path], **given).status_code==200
+        body = u.calls[-1].json
+        assert {k: body[k] for k in ('temperature','top_p') if k in body}==given
+
 def test_tools_and_thoughts():
     tool = dict(name='weather', description='', input_schema=dict(type='object', properties={}))
     call = [
@@ -539,7 +553,7 @@ def say(prompt): return '<think>Hm.</think>Hello there.'
 def pair():
     "Our server, and a second Atlas behind it, with a script for its model, as `(door, speaker)`"
     with service(say) as s, door(
-        Backend('second', s.url, limits=QUICK, refresh=WAIT)
+        Upstream('second', s.url, limits=QUICK, refresh=WAIT)
     ) as d:
         yield d,s
 
@@ -584,8 +598,8 @@ def test_a_circle_ends():
     "Two servers that point at each other"
     with ExitStack() as stack:
         fake = stack.enter_context(upstream(good))
-        a,b = Backend(
-            'a', fake.url, ['gemma'], limits=QUICK),Backend('b', fake.url, ['gemma'], limits=QUICK)
+        a,b = Upstream(
+            'a', fake.url, ['gemma'], limits=QUICK),Upstream('b', fake.url, ['gemma'], limits=QUICK)
         da,db = stack.enter_context(door(a)),stack.enter_context(door(b))
         a.url,b.url = db.url+'/v1',da.url+'/v1'
         for path in 'chat/completions','messages':
@@ -600,7 +614,7 @@ TINY = PRESETS['llama-3.1-8b']|dict(hidden_size=64, num_hidden_layers=2, num_att
 def test_a_real_model_behind_two_doors(path, stream, tiny):
     "Its words are the same through one server and through two, and each is counted"
     with running(create_app(tiny)) as url, door(
-        Backend('second', url+'/v1', ['tiny'], limits=QUICK)
+        Upstream('second', url+'/v1', ['tiny'], limits=QUICK)
     ) as d:
         ask = body(
             path, model='tiny', stream=stream, temperature=0, max_tokens=9,
@@ -642,7 +656,7 @@ def test_a_second_atlas_that_is_killed():
         start_new_session=True)
     try:
         at = re.search(r'http://127.0.0.1:\d+', p.stdout.readline())[0]
-        b = Backend('second', at, ['fake'], limits=QUICK)
+        b = Upstream('second', at, ['fake'], limits=QUICK)
         with door(
             b, local=[speaker('small', say)],
             fallbacks=Fallbacks(dict(fake=['small']), timeout=WAIT)
@@ -668,7 +682,7 @@ def test_a_second_atlas_that_is_killed():
 def test_ollamas_door():
     "Its API, too, is told by its own writers"
     with upstream(good) as u, door(
-        Backend('spark2', u.url, ['gemma'], limits=QUICK), doors=DOORS
+        Upstream('spark2', u.url, ['gemma'], limits=QUICK), doors=DOORS
     ) as d:
         r = d.web.post(
             '/api/chat',
@@ -700,7 +714,7 @@ def speech(c):
 def test_sounds():
     "A form with only its model changed; bytes of a sound; and nothing where nobody can"
     with upstream(speech) as u, door(
-        Backend(
+        Upstream(
             'speech', u.url, ['whisper-1'], serves=['audio/transcriptions','audio/speech'],
             limits=QUICK)
     ) as d:
@@ -733,7 +747,7 @@ def test_no_sounds_without_servers():
 
 def test_a_sound_that_breaks_off():
     with upstream(lambda c: (c.send(AUDIO), c.chunk(b'\xff'))) as u, door(
-        Backend('voice', u.url, serves='audio/speech', limits=QUICK)
+        Upstream('voice', u.url, serves='audio/speech', limits=QUICK)
     ) as d:
         with pytest.raises(httpx.RemoteProtocolError):
             d.web.post('/v1/audio/speech', json=dict(input='Hi'))
@@ -804,7 +818,7 @@ def test_a_response_of_somebody_else():
     def ask(d, key, how, path, **kw):
         return d.web.request(how, path, headers={'authorization':f'Bearer sk-{key}'}, **kw)
     with upstream(keeper) as u, door(
-        Backend('spark2', u.url, models=['gemma'], limits=QUICK),
+        Upstream('spark2', u.url, models=['gemma'], limits=QUICK),
         rules=Rules(keys=keys)
     ) as d:
         assert ask(
@@ -845,9 +859,9 @@ def test_models_come_and_go():
             dict(data=[dict(id=n, max_model_len=4096) for n in there])
         ) if c.path=='/v1/models' else good(c)
     with upstream(say) as u, door(
-        Backend('spark2', u.url, ['gemma*'], limits=QUICK, refresh=WAIT)
+        Upstream('spark2', u.url, ['gemma*'], limits=QUICK, refresh=WAIT)
     ) as d:
-        b, = d.models.backends
+        b, = d.models.upstreams
         def ids():
             return [m['id'] for m in d.web.get('/v1/models').json()['data']]
         until(lambda: ids()==['gemma-3','gemma-4-26b'])
@@ -864,9 +878,9 @@ def test_models_come_and_go():
     'said', [b'{', b'[]', b'{"data": {}}', b'{"data": [1, {"id": 5}, {"id": ""}]}'])
 def test_a_list_that_is_none(said):
     with upstream(lambda c: c.whole(said)) as u, door(
-        Backend('spark2', u.url, limits=QUICK, refresh=WAIT)
+        Upstream('spark2', u.url, limits=QUICK, refresh=WAIT)
     ) as d:
-        until(lambda: d.models.backends[0].looked>0)
+        until(lambda: d.models.upstreams[0].looked>0)
         assert d.post().status_code==404 and d.web.get('/v1/models').json()['data']==[]
 
 def test_a_name_of_ours_stays_ours():
@@ -881,17 +895,17 @@ def test_a_name_of_ours_stays_ours():
     (dict(apis=['chatt']),'chatt')])
 def test_bad_descriptions(kw, said):
     with pytest.raises(ConfigError, match=said) as e:
-        Backend(**dict(name='x', url='http://h/v1')|kw)
+        Upstream(**dict(name='x', url='http://h/v1')|kw)
     assert e.value.hint and e.value.param
 
 def test_a_key_is_told_nobody(monkeypatch):
     monkeypatch.setenv('SPARK2_KEY', 'sk very secret')
     with pytest.raises(ConfigError, match='is no key') as e:
-        Backend('x', 'http://h/v1', key_env='SPARK2_KEY')
+        Upstream('x', 'http://h/v1', key_env='SPARK2_KEY')
     assert 'secret' not in str(e.value)
 
 def test_ourselves():
-    b = Backend('x', 'http://localhost:8888/v1')
+    b = Upstream('x', 'http://localhost:8888/v1')
     assert b.points_at(
         '127.0.0.1', 8888) and b.points_at('0.0.0.0', 8888) and not b.points_at('127.0.0.1', 8889)
 
@@ -1060,6 +1074,6 @@ def test_a_server_that_is_ourselves():
     from atlas.service.server import listen
     with listen('127.0.0.1', 0) as sock:
         port = sock.getsockname()[1]
-        ms = Models([], backends=[Backend('me', f'http://localhost:{port}', ['gemma'])])
+        ms = Models([], upstreams=[Upstream('me', f'http://localhost:{port}', ['gemma'])])
         with pytest.raises(ConfigError, match='me is this very server'):
             _behind(sock, create_app(ms), ms, 0., {}, 1<<20, 16)

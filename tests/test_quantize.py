@@ -25,45 +25,29 @@ lay = pytest.mark.parametrize(
 # ---- a checkpoint, and readers that know nothing of Atlas
 
 CONF = dict(
-    model_type='llama',
-    vocab_size=64,
-    hidden_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=256,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tie_word_embeddings=False,
-    eos_token_id=2)
+    model_type='llama', vocab_size=64, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=256, max_position_embeddings=256, rms_norm_eps=1e-5,
+    rope_theta=10000.0, tie_word_embeddings=False, eos_token_id=2)
 SHAPES = {
-    'self_attn.q_proj':(128,128),
-    'self_attn.k_proj':(64,128),
-    'self_attn.v_proj':(64,128),
-    'self_attn.o_proj':(128,128),
-    'mlp.gate_proj':(256,128),
-    'mlp.up_proj':(256,128),
+    'self_attn.q_proj':(128,128), 'self_attn.k_proj':(64,128),
+    'self_attn.v_proj':(64,128), 'self_attn.o_proj':(128,128),
+    'mlp.gate_proj':(256,128), 'mlp.up_proj':(256,128),
     'mlp.down_proj':(128,256)}
 
 def weights(seed=0, layers=3):
     "Stored name -> uint16 BF16 codes"
     r = np.random.default_rng(seed)
-    t = {
-        f'model.layers.{i}.{k}':r.standard_normal(s)*.1*(1+i)
+    t = {f'model.layers.{i}.{k}':r.standard_normal(s)*.1*(1+i)
         for i in range(layers)
         for k,s in SHAPES.items()}
-    t |= {
-        f'model.layers.{i}.{k}_layernorm':np.ones(128)
+    t |= {f'model.layers.{i}.{k}_layernorm':np.ones(128)
         for i in range(layers)
         for k in ('input','post_attention')}
     t |= {
         'model.embed_tokens':r.standard_normal((64,128)),
         'lm_head':r.standard_normal((64,128))*.1,
         'model.norm':np.ones(128)}
-    return {
-        k+'.weight':f32_to_bf16(np.float32(v))
-        for k,v in t.items()}
+    return {k+'.weight':f32_to_bf16(np.float32(v)) for k,v in t.items()}
 
 def st_bytes(tensors, types={}):
     d,pos = {},0
@@ -117,8 +101,7 @@ def raw(path):
             where[k] = p.name
             assert (
                 a
-                % {
-                    'F32':4, 'BF16':2, 'F16':2}.get(e['dtype'],1)
+                % {'F32':4, 'BF16':2, 'F16':2}.get(e['dtype'],1)
                 == 0)
     if (path/INDEX).exists():
         assert json.loads((path/INDEX).read_text())['weight_map']==where
@@ -127,23 +110,19 @@ def raw(path):
     return out
 
 def tree(path):
-    return {
-        str(p.relative_to(path)):p.read_bytes()
+    return {str(p.relative_to(path)):p.read_bytes()
         for p in sorted(path.rglob('*')) if p.is_file()}
 def hidden(path):
     return [p.name for p in path.iterdir() if p.name.startswith('.')]
 def config(path): return json.loads((path/'config.json').read_text())['quantization_config']
 def decoded(path):
     with ExitStack() as es:
-        return {
-            t.name:read_tensor(t).decode()
-            for t in Q._infos(
-                Q._source(path, es)[1]).values()}
+        return {t.name:read_tensor(t).decode()
+            for t in Q._infos(Q._source(path, es)[1]).values()}
 
 # ---- the bytes
 
-E2M1 = np.float32([
-    0, .5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = np.float32([0, .5, 1, 1.5, 2, 3, 4, 6])
 E4M3 = np.float32([
     (-1)**(c>>7)
     *(
@@ -153,8 +132,7 @@ E4M3 = np.float32([
     for c in range(127)])
 def even(x, mags): # nearest of the ascending magnitudes, ties to the even code
     x = np.abs(x)
-    c = np.clip(
-        np.searchsorted(mags, x), 1, len(mags)-1)
+    c = np.clip(np.searchsorted(mags, x), 1, len(mags)-1)
     lo = mags[c-1].astype(np.float64)
     hi = mags[c].astype(np.float64)
     x = x.astype(np.float64)
@@ -218,8 +196,7 @@ def mxfp4(w):
     e = np.full(top.shape, -127)
     for k in range(-126, 128):
         e = np.where(
-            (top>6*2.**(k-1))&(
-                top<=6*2.**k),
+            (top>6*2.**(k-1))&(top<=6*2.**k),
             k,
             e)
     x = b.astype(np.float64)/2.**e[...,None]
@@ -291,9 +268,7 @@ def test_what_is_not_taken_is_copied(tmp_path, format, layout):
     files = list((tmp_path/'d').glob('*.safetensors'))
     assert (
         len(files)>3
-        and all(
-            sum(
-                e['data_offsets'][1]-e['data_offsets'][0]
+        and all(sum(e['data_offsets'][1]-e['data_offsets'][0]
                 for k,e in head(p).items())<=40_000
             for p in files))
     assert (
@@ -307,8 +282,7 @@ def test_what_is_not_taken_is_copied(tmp_path, format, layout):
 def head(p):
     b = p.read_bytes()
     n, = struct.unpack('<Q', b[:8])
-    return {
-        k:e
+    return {k:e
         for k,e in json.loads(b[8:8+n]).items()
         if k!='__metadata__'}
 def raw_any(path):
@@ -471,19 +445,16 @@ def test_gpt_oss_stays_a_stack(tmp_path):
     flat = {
         k:np.ascontiguousarray(a.swapaxes(1,2)) if a.ndim==3 else a
         for k,a in was.items()}
-    (tmp_path/'s'/'model.safetensors').write_bytes(st_bytes({
-        k:f32_to_bf16(a)
+    (tmp_path/'s'/'model.safetensors').write_bytes(st_bytes({k:f32_to_bf16(a)
         for k,a in flat.items()}))
     rep = quantize(tmp_path/'s', tmp_path/'d', 'mxfp4')
     assert (
         rep.layout=='gpt-oss'
         and rep.error==0
         and set(raw(tmp_path/'d'))==set(raw_any(src))
-        and {
-            k:v[:2]
+        and {k:v[:2]
             for k,v in raw(tmp_path/'d').items() if 'experts' in k}
-        =={
-            k:v[:2]
+        =={k:v[:2]
             for k,v in raw_any(src).items() if 'experts' in k})
     assert np.array_equal(
         *(
@@ -501,9 +472,7 @@ def test_head(tmp_path):
         device='cpu').logits([3,4,5])).all()
     with pytest.raises(ConfigError, match='no reader knows'):
         quantize(src, tmp_path/'x', 'fp8', 'block', head=True)
-    tied = {
-        k:v
-        for k,v in weights().items() if 'lm_head' not in k}
+    tied = {k:v for k,v in weights().items() if 'lm_head' not in k}
     with pytest.raises(ConfigError, match='no output matrix of its own'):
         quantize(
             folder(tmp_path/'t', tied, CONF|dict(tie_word_embeddings=True)), tmp_path/'x',
@@ -517,8 +486,7 @@ def kept_by_reader(q, m):
     if q['quant_method']=='modelopt':
         return any(fnmatch.fnmatch(m, p) or p in m for p in q['ignore'])
     if q['quant_method']=='fp8':
-        return any(
-            m==p or '.experts' in m and m.startswith(p)
+        return any(m==p or '.experts' in m and m.startswith(p)
             for p in q['modules_to_not_convert'])
     return any(
         re.match(p.removeprefix('re:'), m) if p.startswith('re:')
@@ -528,8 +496,7 @@ def kept_by_reader(q, m):
 def modules(path):
     "Module -> is it quantised? of all matrices in the files"
     t = raw(path)
-    m = {
-        re.sub(r'\.weight(_packed)?$', '', k):v
+    m = {re.sub(r'\.weight(_packed)?$', '', k):v
         for k,v in t.items()
         if k.endswith(('.weight','.weight_packed'))
         and len(v[1])>1
@@ -589,8 +556,7 @@ def test_lists_of_real_families(tmp_path, name, format, layout):
 @lay
 def test_layers_one_and_ten(tmp_path, format, layout):
     "A prefix of layer 1 must not be taken for one of layer 10; a tied head is told of, too"
-    ws = {
-        k:v
+    ws = {k:v
         for k,v in weights(layers=11).items() if 'lm_head' not in k}
     quantize(
         folder(tmp_path/'s', ws, CONF|dict(num_hidden_layers=11, tie_word_embeddings=True)),
@@ -655,10 +621,8 @@ def test_requantize(tmp_path):
     k = 'model.layers.1.mlp.down_proj.weight'
     assert (
         got[k][2]
-        ==nvfp4(
-            f8[k], np.abs(f8[k]).max())[0]
-        and rep.rows[0]['before']==sum(
-            len(v[2])
+        ==nvfp4(f8[k], np.abs(f8[k]).max())[0]
+        and rep.rows[0]['before']==sum(len(v[2])
             for n,v in raw(tmp_path/'f').items()
             if n.startswith(rep.rows[0]['name']+'.')))
     assert (
@@ -677,16 +641,14 @@ def test_requantize_every_stored_format(tmp_path, name):
     oss = 'gpt-oss' in name
     rep = quantize(data/name, tmp_path/'d', 'mxfp4' if oss else 'nvfp4', requantize=True)
     assert rep.rows and all(r['error']<.2 for r in rep.rows)
-    a = LLM(
-        str(tmp_path/'d'), device='cpu').logits(range(3,20))
+    a = LLM(str(tmp_path/'d'), device='cpu').logits(range(3,20))
     assert np.isfinite(a).all()
     if oss:
         assert (
             rep.error==0
             and np.array_equal(
                 a,
-                LLM(
-                    str(data/name), device='cpu').logits(range(3,20))))
+                LLM(str(data/name), device='cpu').logits(range(3,20))))
 
 @pytest.fixture(scope='module')
 def in_part():
@@ -752,8 +714,7 @@ def test_killed_at_any_moment(tmp_path):
     total = int(r.stdout)
     want = tree(tmp_path/'whole')
     out = tmp_path/'out'
-    for n in sorted({
-        1, 2, 3, total//2, total-1, total}):
+    for n in sorted({1, 2, 3, total//2, total-1, total}):
         r = run(src, out, n)
         assert (
             r.returncode==-signal.SIGKILL
@@ -806,9 +767,7 @@ def test_full_disk(tmp_path, monkeypatch, call, nth):
     real = getattr(os, call)
     count = [0]
     def fails(*a, **k):
-        counts = (
-            call!='open'
-            or len(a)>1 and bool(a[1]&os.O_CREAT))
+        counts = call!='open' or len(a)>1 and bool(a[1]&os.O_CREAT)
         count[0] += counts
         if counts and count[0]==nth:
             raise OSError(errno.ENOSPC, 'No space left on device')
@@ -1032,8 +991,7 @@ def test_command(tmp_path):
         and cli(src, tmp_path/'d', '--format', 'fp8', '--force', '--layout', 'tensor').exit_code==0
         and config(tmp_path/'d')['quant_method']=='fp8')
     assert (
-        [
-            cli(src, tmp_path/'x', *a).exit_code
+        [cli(src, tmp_path/'x', *a).exit_code
             for a in (
                 ('--format','int4'), (), ('more','--format','fp8'),
                 ('--format','fp8','--fast'),

@@ -7,8 +7,7 @@ from atlas.ground.core import CheckpointError,ConfigError
 from atlas.ground.files import File
 from atlas.ground.reading import BLOCK,Extent,Ring,read_pieces,windows
 
-RANDOM = np.random.default_rng(0).integers(
-    0, 256, 1<<18, np.uint8)
+RANDOM = np.random.default_rng(0).integers(0, 256, 1<<18, np.uint8)
 
 @pytest.fixture(scope='module')
 def random_file(tmp_path_factory):
@@ -21,12 +20,8 @@ def random_file(tmp_path_factory):
 
 def collect(pieces, *args, **kw):
     "What `read_pieces` gives, by key, each byte once"
-    got = {
-        p.key: np.zeros(p.nbytes, np.uint8)
-        for p in pieces}
-    times = {
-        p.key: np.zeros(p.nbytes, np.uint8)
-        for p in pieces}
+    got = {p.key: np.zeros(p.nbytes, np.uint8) for p in pieces}
+    times = {p.key: np.zeros(p.nbytes, np.uint8) for p in pieces}
     def take(key, at, data):
         got[key][at:at+len(data)] = data
         times[key][at:at+len(data)] += 1
@@ -92,8 +87,7 @@ def aligned(n, more=0):
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 3),
-            st.integers(1, 40_000),
+            st.integers(0, 3), st.integers(1, 40_000),
             st.booleans()),
         min_size=1,
         max_size=9),

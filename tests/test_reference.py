@@ -35,9 +35,7 @@ def test_layers(name):
     Run(m).prefill(r['ids'], tap=tap)
     assert len(streams)==len(r['layers'])
     unit = np.float32(m.unit)
-    errs = [
-        error(a*unit, b)
-        for a,b in zip(streams, r['layers'])]
+    errs = [error(a*unit, b) for a,b in zip(streams, r['layers'])]
     assert max(errs)<TOL, errs
 
 @each()
@@ -52,10 +50,7 @@ def test_cached_decode(name):
     eight = Run(run.model)
     eight.prefill(r['ids'])  # the same rows, eight at a time: the same bits
     assert (
-        eight(
-            r['next_ids'][:8],
-            T,
-            False)==step[:8]).all()
+        eight(r['next_ids'][:8], T, False)==step[:8]).all()
 
 @each()
 def test_chunked_prefill(name):
@@ -72,8 +67,7 @@ def test_prompt_by_decode(name):
     """A prompt fed one token at a time goes through none of the code for tiles, and comes to the
     same"""
     r = refs[name]
-    assert error(
-        Run(model(name)).steps(r['ids']), r['logits'])<TOL
+    assert error(Run(model(name)).steps(r['ids']), r['logits'])<TOL
 
 @pytest.mark.parametrize(
     'how',
@@ -204,8 +198,7 @@ def test_assistant(name):
 def test_vision_features(name):
     r = refs[name]
     media = seen(name, model(name))
-    rows,values,levels = zip(
-        *media.patches(0, len(r['image_ids'])))
+    rows,values,levels = zip(*media.patches(0, len(r['image_ids'])))
     assert len(rows)==2
     assert error(np.concatenate(values), r['features'])<TOL
     deep = [r[f'deep{j}'] for j in range(9) if f'deep{j}' in r]
@@ -230,8 +223,7 @@ def test_image_prompt(name):
         run.steps(r['image_next_ids'], len(ids), media),
         r['image_next_logits'])<TOL
     assert (Run(m).chunks(ids, 64, media)==whole).all()
-    assert error(
-        Run(m).steps(ids, 0, media), r['image_logits'])<TOL
+    assert error(Run(m).steps(ids, 0, media), r['image_logits'])<TOL
 
 # -- the same weights, laid out in other ways that are found in the wild
 # -----------------------------------------------------------
@@ -277,16 +269,13 @@ def not_transposed(ts):
         else a
         for k,a in ts.items()}
 def plain_prefix(ts):
-    return {
-        k.replace('model.language_model.', 'model.').replace('language_model.', ''):a
+    return {k.replace('model.language_model.', 'model.').replace('language_model.', ''):a
         for k,a in ts.items()}
 def any_prefix(ts):
-    return {
-        re.sub(r'^(model|backbone)\.', 'some.thing.else.', k):a
+    return {re.sub(r'^(model|backbone)\.', 'some.thing.else.', k):a
         for k,a in ts.items()}
 def text_only(ts):
-    return {
-        k:a
+    return {k:a
         for k,a in ts.items() if not re.search('visual|vision_tower|projector|^mtp', k)}
 def wider(ts):
     return {
@@ -334,6 +323,5 @@ def test_gguf(tmp_path, name):
             device='cpu').logits(r['ids'])).max()<1e-5*np.abs(r['logits']).max()
     assert error(m.logits(r['ids']), r['logits'])<TOL
     assert (
-        m.generate(
-            r['ids'].tolist(), greedy_params(len(r['greedy']))).token_ids
+        m.generate(r['ids'].tolist(), greedy_params(len(r['greedy']))).token_ids
         ==r['greedy'].tolist())

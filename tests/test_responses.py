@@ -11,7 +11,7 @@ from atlas.text.parsers import Splitter
 from atlas.text.deltas import Call,CallDelta,Choice,Delta
 from atlas.service.protocol.base import Usage
 from atlas.service.protocol.responses import ResponsesAsk,Store,error_body,parse,reply
-from atlas.service.protocol.responses import seal,unseal
+from atlas.service.protocol.items import seal,unseal
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from scripted import serve,service  # noqa: E402

@@ -18,8 +18,7 @@ def opened(path, **kw):
         return load_model(ck, host, 256, parts=('','mtp','vision'), **kw)
 def logits(path, n=70):
     m = opened(path)
-    return Run(m).prefill([
-        (5*i+3)%40
+    return Run(m).prefill([(5*i+3)%40
         for i in range(n)])
 
 # -- any shape
@@ -63,12 +62,9 @@ def _sizes(p, kv, L, E)->dict:
 def _gemma(p, kv, E)->dict:
     "What only Gemma's file says"
     return dict(
-        global_head_dim=p(8,20),
-        num_global_key_value_heads=kv,
-        attention_k_eq_v=p(True,False),
-        hidden_size_per_layer_input=0,
-        enable_moe_block=p(True,False),
-        top_k_experts=p(1,E))
+        global_head_dim=p(8,20), num_global_key_value_heads=kv,
+        attention_k_eq_v=p(True,False), hidden_size_per_layer_input=0,
+        enable_moe_block=p(True,False), top_k_experts=p(1,E))
 
 def _granite(p, g, E)->dict:
     "What only a hybrid Granite's says"

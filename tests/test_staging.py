@@ -126,8 +126,7 @@ def test_any_mixture(tmp_path_factory, card, conf, experts, shards, seed, residu
 
 def flat(incoming):
     "Parts of sources, want by want: (number of the want, part, span)"
-    return [
-        (k,p,s) for k,to in enumerate(incoming)
+    return [(k,p,s) for k,to in enumerate(incoming)
         for t in to.ts for p,s in t.spans.items()]
 
 @pytest.mark.parametrize(
@@ -153,8 +152,7 @@ def test_parts_come_as_they_lie_in_files(tmp_path, card, name, anew):
             [(s.file.name,s.offset) for s in parts.spans]
             ==[places[i] for i in order])
         assert parts.want.tolist()==[every[i][0] for i in order]
-        moves = [
-            n for to in incoming
+        moves = [n for to in incoming
             for n in (to.landing.moves.tolist() if to.landing else [-1]*len(flat([to])))]
         assert weights._moves(incoming, parts).tolist()==[moves[i] for i in order]
         assert max(moves)>0

@@ -53,7 +53,7 @@ def test_metrics_have_it():
         return [
             dict(model='m', state='loaded', startup=START),
             dict(model='n', state='loading')]
-    text = Metrics(NS(upstreams=[], stats=stats)).text().decode()
+    text = Metrics(NS(ready_models=[], stats=stats)).text().decode()
     for line in ('atlas:model_startup_seconds{model_name="m",stage="read"} 1.2',
         'atlas:model_startup_bytes{model_name="m"} 2.4e+010',
         'atlas:model_startup_bytes_per_second{model_name="m"} 2e+010'):
@@ -63,7 +63,7 @@ def test_metrics_have_it():
 def test_the_line_that_says_ready(capsys):
     up = NS(name='m', info=dict(max_num_seqs=8, startup=START))
     models = NS(
-        upstreams=[up],
+        ready_models=[up],
         find=lambda name: NS(seconds=dict(open=.4, weights=1.2)))
     gateway._ready(models, 'http://here')
     assert 'm is ready (1.6 s, weights at 20 GB/s, 8 sequences at once)' in capsys.readouterr().out

@@ -6,6 +6,7 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 import atlas
 import atlas.use.cli as cli
+from atlas.use.commands import base
 from atlas import LLM,SamplingParams
 from atlas.ground.core import SourceError
 from atlas.ground.hub import NAMED,cached,pull,remove,resolve
@@ -72,7 +73,7 @@ def test_commands_know_it(alone):
     assert said('pull', 'tiny').strip()==str(FOLDER)
     assert said('list').split('\n')[1].split()[0]=='tiny'
     assert json.loads(said('inspect', 'tiny', '--json'))['layers']==8
-    assert 'tiny' in cli._complete('ti')
+    assert 'tiny' in base.complete_model('ti')
 
 def test_it_is_small():
     sizes = [f.stat().st_size for f in FOLDER.iterdir()]

@@ -91,14 +91,12 @@ _dtype = st.sampled_from(['float32','float16','uint8','int64','int32','bool'])
 @settings(deadline=None, max_examples=60)
 @given(st.dictionaries(
     st.text(min_size=1, max_size=12),
-    st.tuples(
-        _dtype, st.lists(st.integers(0,5), max_size=4)),
+    st.tuples(_dtype, st.lists(st.integers(0,5), max_size=4)),
     max_size=6))
 def test_reads_what_the_safetensors_library_writes(tmp_path_factory, spec):
     spec = {k:v for k,v in spec.items() if k!='__metadata__'}
     arrays = {
-        k:np.arange(int(np.prod(
-            s))).reshape(s).astype(d)
+        k:np.arange(int(np.prod(s))).reshape(s).astype(d)
         for k,(d,s) in spec.items()}
     d = hf_folder(tmp_path_factory.mktemp('st'))
     (d/'model.safetensors').write_bytes(st_save(arrays, {'format':'pt'}))
@@ -132,8 +130,7 @@ def test_reads_what_the_gguf_library_writes(tmp_path_factory, meta, align):
             g.add_bool if isinstance(v,bool)
             else g.add_int32 if isinstance(v,int)
             else g.add_float32 if isinstance(v,float)
-            else g.add_string if isinstance(v,str) else g.add_array)(
-            k, v)
+            else g.add_string if isinstance(v,str) else g.add_array)(k, v)
     a = np.arange(7, dtype=np.float32)
     g.add_tensor('a', a)
     g.add_tensor('b', a*2)
@@ -191,14 +188,10 @@ def test_truncated_at_many_lengths(tmp_path, kind):
         *range(40, h+40, 7),
         *range(h, len(b), 997),
         *range(len(b)-40, len(b))}
-    pad = (
-        len(b)-len(b.rstrip(b'\0')) if name.endswith('gguf')
-        else 0)
+    pad = len(b)-len(b.rstrip(b'\0')) if name.endswith('gguf') else 0
     for n in sorted(cuts):
         got = go(b[:n])
-        assert (
-            got is None
-            or (n>=len(b)-pad and same(got, ref))), n
+        assert (got is None or (n>=len(b)-pad and same(got, ref))), n
     for more in (b'\0', b'\0'*64, b'x'*1000):
         assert go(b+more) is None
 
@@ -211,8 +204,7 @@ def test_every_bit_of_the_header_flipped(tmp_path, kind):
     loaded = changed = 0
     for i in range(header_end(b)):
         for bit in random.Random(i).sample(range(8), 2):
-            got = go(splice(
-                b, i, bytes([b[i]^1<<bit])))
+            got = go(splice(b, i, bytes([b[i]^1<<bit])))
             if got is None:
                 continue
             loaded += 1
@@ -284,8 +276,7 @@ NORM,EMB = 'model.norm.weight','model.embed_tokens.weight'
     'change,words',
     [
         (dict(data_offsets=[0,128]), ['overlap or leave a hole']),
-        (
-            dict(data_offsets=[10**15,10**15+128]), ['overlap or leave a hole']),
+        (dict(data_offsets=[10**15,10**15+128]), ['overlap or leave a hole']),
         (dict(data_offsets=[4095,4223]), ['overlap or leave a hole']),
         (dict(data_offsets=[4097,4225]), ['overlap or leave a hole']),
         (dict(data_offsets=[4224,4096]), ['cannot take']),
@@ -293,8 +284,7 @@ NORM,EMB = 'model.norm.weight','model.embed_tokens.weight'
         (dict(data_offsets=[4096.,4224.]), ['data_offsets']),
         (dict(data_offsets=[-128,0]), ['data_offsets']),
         (dict(data_offsets=None), ['data_offsets']),
-        (
-            dict(data_offsets=[2**70,2**70+128]), ['data_offsets']),
+        (dict(data_offsets=[2**70,2**70+128]), ['data_offsets']),
         (dict(shape=[33]), ['cannot take']),
         (dict(shape=[2**32,2**32]), ['cannot take']),
         (dict(shape='32'), ['shape']),
@@ -427,9 +417,7 @@ def test_packed_parts_that_do_not_fit(tmp_path):
         (
             np.zeros((16,32),np.uint8),
             np.ones((5,),np.float32)),
-        (
-            np.zeros((),np.uint8),
-            np.ones((),np.float32)),
+        (np.zeros((),np.uint8), np.ones((),np.float32)),
         (
             np.zeros((16,32),np.uint8),
             np.ones((1,),np.int64))):
@@ -489,8 +477,7 @@ def test_tensors_nobody_wants(tmp_path):
     ws = weights()
     bias = 'model.layers.0.self_attn.q_proj.bias'
     fails(
-        hf_folder(
-            tmp_path/'a', ws|{bias:np.zeros(32,np.float32)}),
+        hf_folder(tmp_path/'a', ws|{bias:np.zeros(32,np.float32)}),
         'no use for',
         bias)
     many = {f'junk.{i}':np.zeros(1,np.float32) for i in range(50)}
@@ -566,18 +553,9 @@ ODD = (
 @pytest.mark.parametrize(
     'key',
     [
-        *CONF,
-        'head_dim',
-        'rope_scaling',
-        'rope_parameters',
-        'original_max_position_embeddings',
-        'sliding_window',
-        'bos_token_id',
-        'hidden_act',
-        'torch_dtype',
-        'quantization_config',
-        'attention_bias',
-        'partial_rotary_factor'])
+        *CONF, 'head_dim', 'rope_scaling', 'rope_parameters', 'original_max_position_embeddings',
+        'sliding_window', 'bos_token_id', 'hidden_act', 'torch_dtype', 'quantization_config',
+        'attention_bias', 'partial_rotary_factor'])
 def test_odd_config_values(tmp_path, key):
     d = hf_folder(tmp_path/'m')
     for v in ODD:
@@ -590,17 +568,9 @@ def test_odd_config_values(tmp_path, key):
 @pytest.mark.parametrize(
     'key',
     [
-        *GGUF_META,
-        'general.name',
-        'general.alignment',
-        'llama.attention.key_length',
-        'llama.rope.scaling.type',
-        'llama.rope.scaling.factor',
-        'llama.rope.dimension_count',
-        'llama.expert_count',
-        'split.count',
-        'tokenizer.ggml.tokens',
-        'tokenizer.ggml.eos_token_id',
+        *GGUF_META, 'general.name', 'general.alignment', 'llama.attention.key_length',
+        'llama.rope.scaling.type', 'llama.rope.scaling.factor', 'llama.rope.dimension_count',
+        'llama.expert_count', 'split.count', 'tokenizer.ggml.tokens', 'tokenizer.ggml.eos_token_id',
         'tokenizer.ggml.bos_token_id'])
 def test_odd_gguf_values(tmp_path, key):
     for v in (
@@ -608,8 +578,7 @@ def test_odd_gguf_values(tmp_path, key):
         [1,2], ['a']):
         p = gguf_file(
             tmp_path/'m.gguf',
-            meta={
-                k:w
+            meta={k:w
                 for k,w in (GGUF_META|{key:v}).items()
                 if w is not None})
         try:
@@ -688,12 +657,10 @@ def test_shards_that_do_not_match_the_index(tmp_path):
     fails(
         reindex(
             new('swap'),
-            lambda m: m.update({
-                NORM:s1 if m[NORM]==s2 else s2})),
+            lambda m: m.update({NORM:s1 if m[NORM]==s2 else s2})),
         NORM,
         'says')
-    fails(
-        reindex(new('less'), lambda m: m.pop(NORM)), NORM, 'says nothing')
+    fails(reindex(new('less'), lambda m: m.pop(NORM)), NORM, 'says nothing')
     fails(
         reindex(new('more'), lambda m: m.update({'model.extra.weight':s1})),
         s1,
@@ -736,8 +703,7 @@ def test_gguf_descriptions_that_lie(tmp_path):
     bad(typ, '<I', 99, words=['GGML type 99'], exc=UnsupportedError)
     bad(typ, '<I', 10, words=['GGML type 10'], exc=UnsupportedError)   # Q2_K
     bad(typ, '<I', 0, words=['overlap or leave a hole'])
-    for o in (
-        1, 32, 2**40, 2**64-1, 2**64-32):
+    for o in (1, 32, 2**40, 2**64-1, 2**64-32):
         bad(off, '<Q', o, words=['overlap or leave a hole'])
 
 def test_gguf_names_twice(tmp_path):
@@ -774,8 +740,7 @@ def test_gguf_versions_and_kinds(tmp_path):
 def _zero_align(tmp_path):
     b = gguf_bytes(tmp_path, meta=GGUF_META|{'general.alignment':32})
     i = b.index(b'general.alignment')+len('general.alignment')+4
-    (tmp_path/'z.gguf').write_bytes(splice(
-        b, i, struct.pack('<I', 0)))
+    (tmp_path/'z.gguf').write_bytes(splice(b, i, struct.pack('<I', 0)))
     return tmp_path/'z.gguf'
 
 def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
@@ -789,8 +754,7 @@ def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
         fails(p, 'bad.gguf')
     p.write_bytes(splice(b, w+4, struct.pack('<I', 9)))
     fails(p, 'unknown type 9')       # an array of arrays
-    p.write_bytes(splice(
-        b, w+16, struct.pack('<Q', 2**62)))
+    p.write_bytes(splice(b, w+16, struct.pack('<Q', 2**62)))
     fails(p, 'words would take')
     p.write_bytes(splice(b, w+24, b'\xff'))
     fails(p, 'UTF-8')
@@ -802,8 +766,7 @@ def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
 def test_gguf_rope_factors(tmp_path):
     with open_checkpoint(gguf_file(
         tmp_path/'a.gguf',
-        extra={
-            'rope_freqs.weight':np.arange(1,9,dtype=np.float32)})) as c:
+        extra={'rope_freqs.weight':np.arange(1,9,dtype=np.float32)})) as c:
         assert c.config.attention.rope.freq_factors==tuple(range(1,9))
     for bad in (
         np.arange(8),
@@ -815,8 +778,7 @@ def test_gguf_rope_factors(tmp_path):
             gguf_file(tmp_path/'b.gguf', extra={'rope_freqs.weight':bad.astype(np.float32)}),
             'rope_freqs.weight')
 
-@pytest.mark.parametrize(
-    'bad', (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize('bad', (np.nan, np.inf, -np.inf))
 def test_weights_that_are_no_numbers(tmp_path, bad):
     """No checksum tells of a bit that flipped inside a tensor, but one in an exponent makes itself
     known"""

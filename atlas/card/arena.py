@@ -481,12 +481,10 @@ def _needed(self:Region)->list: # Chunks
     "Where arrays lie"
     self._settle()
     edges = [0,*(x for h in self._holes for x in h),self.size]
-    taken = [
-        (s, e)
+    taken = [(s, e)
         for s,e in zip(edges[::2], edges[1::2])
         if s<e]
-    return sorted({
-        i for s,e in taken
+    return sorted({i for s,e in taken
         for i in range(s//self.chunk, (e-1)//self.chunk+1)})
 
 # %% ../../nbs/2_card/02_arena.ipynb #5788247b

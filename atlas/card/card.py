@@ -47,8 +47,7 @@ def _params(text, name):
         text)
     if not m:
         raise AtlasError(f'{name}.cu has no function called {name}')
-    return [
-        re.split(r'[\s*&]+', p.strip())[-1]
+    return [re.split(r'[\s*&]+', p.strip())[-1]
         for p in m[1].split(',')]
 
 def _array(a): return isinstance(a, np.ndarray) or hasattr(type(a), '__cuda_array_interface__')
@@ -388,8 +387,7 @@ _HOPPER = Limits(
     ahead=16<<20, groups=True)
 _OTHERS = Limits(
     shared=100<<10, block=99<<10, half=99<<10,
-    alone=51<<10, third=0,
-    ahead=2<<20, groups=False)
+    alone=51<<10, third=0, ahead=2<<20, groups=False)
 
 def limits(card)->Limits:
     "The limits of a `Cuda`, an `Emulator`, or what stands for one"

@@ -546,8 +546,7 @@ class Cuda(Device):
         self.arch = arch_name(*self.capability)
         if self.capability<MIN_CAPABILITY:
             has = f'{self.card} has compute capability {p["major"]}.{p["minor"]}'
-            raise DeviceError(
-                f'{has}, and Atlas needs 8.0 or newer', hint='Use --device cpu')
+            raise DeviceError(f'{has}, and Atlas needs 8.0 or newer', hint='Use --device cpu')
     @contextmanager
     def use(self):
         "A context in which this card is the current one, and errors that stay are recognised"
@@ -783,8 +782,7 @@ def give(self:Budget,
 @patch
 def table(self:Budget)->list[tuple[str,int,float]]: # Name, bytes, share of the total
     "Who took what, and what is left"
-    return [
-        (k, v, v/max(1, self.total))
+    return [(k, v, v/max(1, self.total))
         for k,v in [*self.parts.items(), ('left', self.left)]]
 
 @patch

@@ -96,12 +96,21 @@ DTYPES = dict(
     bf16='uint16', # NumPy has no bfloat16: it travels as its bits
               i64='int64', i32='int32', u32='uint32', i8='int8', u8='uint8')
 
+def _fields(text)->list[str]:
+    "What the comments of the fields of `struct Params` say, as lines of a contract"
+    found = re.search(r'^struct Params \{\n(.*?)^\};', text, re.M|re.S)
+    fields = re.findall(r'^ +([^;/]+);  //(.*)', found[1], re.M) if found else []
+    names = [re.findall(r'(\w+)(?:,|$)', field) for field,_ in fields]
+    return [f'//  {", ".join(o)} : {said.strip()}' for o,(_,said) in zip(names, fields)]
+
 @functools.cache
 def _contract(text):
     head = re.match(r'(?://.*\n)*', text)[0]
     # a line that is indented so far goes on with the one before
     head = re.sub(r'\n//\s{8,}', ' ', head)
-    lines = re.findall(r'^//\s+(\w+(?:,\s*\w+)*)\s*:\s*\[([^\]]*)\]\s*(\w+)(.*)', head, re.M)
+    lines = re.findall(
+        r'^//\s+(\w+(?:,\s*\w+)*)\s*:\s*\[([^\]]*)\]\s*(\w+)(.*)',
+        '\n'.join([head, *_fields(text)]), re.M)
     return {
         name: (re.split(r',\s*', dims), dtype, 'or null' in rest)
         for names,dims,dtype,rest in lines
@@ -109,7 +118,7 @@ def _contract(text):
 
 @patch(as_prop=True)
 def contract(self:Source)->dict[str,tuple[list[str],str]]:
-    "Shape and type of every array, as the comment at the top of the file states them"
+    "Shape and type of every array, as the comment at the top of the file or `Params` states them"
     return {k: v[:2] for k,v in _contract(self.text).items()}
 
 @patch(as_prop=True)
@@ -418,11 +427,7 @@ def cubin_name(
         *([_sha(' '.join(options).encode())[:12]] if options else []),
         arch, 'cubin'])
 
-def ahead(
-    src:Source,
-    arch:str,
-    options:tuple=(),
-)->bytes|None:
+def ahead(src:Source, arch:str, options:tuple=(),)->bytes|None:
     "The cubin that the wheel's build left beside the source"
     p = src.root/cubin_name(src.name, arch, options)
     return p.read_bytes() if p.exists() else None
@@ -431,8 +436,7 @@ def ahead(
 @functools.cache
 def _headers():
     "Digest of the half-precision headers that NVRTC will find"
-    found = [
-        p for d in cuda_headers() for n in ('cuda_fp16','cuda_bf16')
+    found = [p for d in cuda_headers() for n in ('cuda_fp16','cuda_bf16')
         for p in sorted(Path(d).glob(f'{n}.h*'))]
     return _sha(b''.join(p.read_bytes() for p in found))[:12]
 
@@ -567,8 +571,7 @@ def saved_variants(
     path:Path|None=None, # `variants.json` beside the kernels by default
 )->list[tuple[str,tuple]]:
     "What wheels are built with: name and options of each variant"
-    return sorted({
-        (v[0], tuple(v[1:]))
+    return sorted({(v[0], tuple(v[1:]))
         for m,archs in _listed(path)[1].items()
         for a,vs in archs.items() if model in (None, m)
         and arch in (None, a) for v in vs})

@@ -30,8 +30,7 @@ def wanted(
     with recording(launch=False) as r:
         for f in steps:
             f()
-    return [
-        (n, dict(d))
+    return [(n, dict(d))
         for n,d in dict.fromkeys(
                 (c[0], tuple(sorted(c[-1].items())))
                 for c in r.calls)]

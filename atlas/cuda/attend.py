@@ -84,7 +84,8 @@ def pool_words(
     "Words for blocks of `attend` to give each other: for pools that are used one after the other"
     return card.upload(_unsaid())
 
-def _unsaid(): return np.full(1<<21, -1, np.int32).view(np.float32)
+def _unsaid():
+    return np.full(1<<21, -1, np.int32).view(np.float32)
 
 def forget_words(
     card,
@@ -106,7 +107,8 @@ def make_pool(
     "An empty pool; errors as for `pool_bytes`"
     pool_bytes(kv, d, fmt)
     at = (blocks, block_size, kv)
-    size,coded = int(d*_BYTES[fmt]),_coded(fmt)
+    size = int(d*_BYTES[fmt])
+    coded = _coded(fmt)
     codes = ((*at, size), 'uint8') if coded else ((*at, size//2), 'uint16')
     a = [card.empty(*codes) for _ in 'kv']
     s = [card.empty(at, 'float32') if coded else None for _ in 'kv']
@@ -215,7 +217,8 @@ class Angles:
     pos:object # i32 [R], or [3, R]: rotary positions of the rows
     axes:object=None # i32 [half]: which of the three a pair turns by; None for one position
 
-def _blocks(heads, kv): return kv*-(-heads//kv//8)
+def _blocks(heads, kv):
+    return kv*-(-heads//kv//8)
 
 def num_pieces(
     longest:int, # Positions of the longest sequence, this step's rows included
@@ -235,9 +238,11 @@ def num_pieces(
     return 2*many+-(-(n-3*many)//4),many
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #49da9ebb
-def _parts(d): return 4 if d>256 else 2 if d>128 else 1 # Warps that share a slice
+def _parts(d):
+    return 4 if d>256 else 2 if d>128 else 1 # Warps that share a slice
 def _groups(d): return 2 if d>256 else 4 # Of warps in a block
-def _row_bytes(d, fmt): return int(d*_BYTES[fmt])+(d//16)*(fmt=='nvfp4') # A row's scale apart
+def _row_bytes(d, fmt):
+    return int(d*_BYTES[fmt])+(d//16)*(fmt=='nvfp4') # A row's scale apart
 
 def _slice_bytes(d, fmt):
     "Shared memory of 16 positions of a head (`Slice` of lib/slices.cuh)"
@@ -253,13 +258,15 @@ def _slice_bytes(d, fmt):
         scales += 16*(loads*4 if apart else d//16)
     return codes+parts*scales
 
-def _fragments(d, fmt): return 2*-(-d//32) if fmt=='nvfp4' else d//16 # Of a query
+def _fragments(d, fmt):
+    return 2*-(-d//32) if fmt=='nvfp4' else d//16 # Of a query
 
 def _block_bytes(d, fmt, half, share, new, ahead):
     "Shared memory of a block (`Room` of attn_decode.cu)"
     split,groups = _parts(d),_groups(d)
     warps = split*groups
-    slices,sums = 2*_slice_bytes(d, fmt),32*(d+4)
+    slices = 2*_slice_bytes(d, fmt)
+    sums = 32*(d+4)
     group = slices+sums if ahead else max(slices, sums)
     queries = _fragments(d, fmt)+warps*(split>1)
     rows = -(-2*new*_row_bytes(d, fmt)//16)*16
@@ -271,7 +278,8 @@ def _block_bytes(d, fmt, half, share, new, ahead):
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #d574e304
 def _defines(a, pool, half, share, new, ahead=0):
     "Compile-time values of attn_decode.cu for attention `a`, and the shared memory of a block"
-    d,more = a.head_dim,dict(AHEAD=1) if ahead else {}
+    d = a.head_dim
+    more = dict(AHEAD=1) if ahead else {}
     sizes = dict(
         D=d,
         HEADS=a.num_heads,
@@ -319,7 +327,8 @@ def _variant(card, a, pool, half, b, crowded, least):
 
 def most_rows(card, a, pool:KVPool)->int:
     "Rows that a step may have of one sequence: fewer than 8 where multiprocessors are small"
-    def room(n): return _defines(a, pool, a.head_dim//2, 1, n)['BYTES']
+    def room(n):
+        return _defines(a, pool, a.head_dim//2, 1, n)['BYTES']
     return next(n for most in _rooms(card) for n in (8,6) if room(n)<=most)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #34a3aad9
@@ -327,7 +336,8 @@ _GIVEN = 8 # Pieces of a row that blocks add up among themselves
 _MERGING = 2 # Blocks of attn_merge that a multiprocessor has at once
 
 def _sms(card): return getattr(card, 'multiprocessors', 132)
-def _usable(card): return getattr(card, 'usable', _sms(card))
+def _usable(card):
+    return getattr(card, 'usable', _sms(card))
 
 def _runs(pieces, many, shift):
     "Runs of pieces, as `lib/pieces.cuh` has them"
@@ -363,7 +373,8 @@ def _drawing(card, blocks, pieces, room):
     return Shares(runs, early=max(1, _usable(card)//blocks)) # a block on each multiprocessor
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #34a3aa5b
-def _half(angles): return 0 if angles is None else angles.cos.shape[1] # Pairs that turn
+def _half(angles):
+    return 0 if angles is None else angles.cos.shape[1] # Pairs that turn
 
 def _least(d, crowded):
     "Blocks that a multiprocessor must have room for"
@@ -400,7 +411,8 @@ class _Plan:
 
 def _plan(card, a, pool, b, rows, window, half):
     "The `_Plan` for `rows` rows of step `b`, of which `half` pairs turn"
-    d,blocks = a.head_dim,_blocks(a.num_heads, a.num_kv_heads)
+    d = a.head_dim
+    blocks = _blocks(a.num_heads, a.num_kv_heads)
     pieces,many = num_pieces(b.longest, window, blocks, d)
     crowded = _crowded(card, blocks, pieces, rows, window)
     least = _least(d, crowded)
@@ -485,17 +497,19 @@ def _turns(angles, rows):
     if angles is None:
         return dict(cos=None, sin=None, at=None, axes=None)
     at = angles.pos.reshape(-1, rows)
-    return dict(
-        cos=angles.cos,
-        sin=angles.sin,
-        at=at,
-        axes=angles.axes)
+    return dict(cos=angles.cos, sin=angles.sin, at=at, axes=angles.axes)
 
 _POOLS = 'k_pool','k_scales','k_subs','v_pool','v_scales','v_subs' # As `KVPool.arrays`
 
-def _as_bytes(a): return a if a is None or a.dtype!=np.uint16 else a.view(np.uint8)
+def _as_bytes(a):
+    return a if a is None or a.dtype!=np.uint16 else a.view(np.uint8)
 
-def _pools(pool): return {name:_as_bytes(a) for name,a in zip(_POOLS, pool.arrays)}
+def _pools(pool):
+    return {name:_as_bytes(a) for name,a in zip(_POOLS, pool.arrays)}
+
+def _of_sequences(b):
+    "Whose the rows are, and where sequences begin"
+    return dict(seq=b.seq, first=b.first, starts=b.starts)
 
 def _left(card, rows, pieces, heads, d):
     "Memory for what each piece of a row leaves; None where there is only one"
@@ -524,15 +538,11 @@ def attend(
     heads,d = a.num_heads,a.head_dim
     y = card.empty((rows, heads*d)) if out is None else out
     p = _plan(card, a, pool, b, rows, window, _half(angles))
-    both = dict(qkv=qkv, seq=b.seq, first=b.first, starts=b.starts, sinks=sinks,
-        y=y.reshape(rows, heads, d), window=window or 0, many=p.many)
-    both |= _left(card, rows, p.pieces, heads, d)
+    both = _of_sequences(b)|_left(card, rows, p.pieces, heads, d)
+    both |= dict(qkv=qkv, sinks=sinks, window=window or 0, many=p.many)
+    both |= dict(y=y.reshape(rows, heads, d))
     own = _gains(a, q_norm, k_norm)|_turns(angles, rows)|_pools(pool)
-    own |= dict(
-        tables=b.tables,
-        slots=b.slots,
-        eps=float(eps),
-        scale=float(scale))
+    own |= dict(tables=b.tables, slots=b.slots, eps=float(eps), scale=float(scale))
     _decode(p, pool, rows, d, both|own)
     if p.pieces>1 and p.words is None:
         _merge(card, p, rows, both)

@@ -44,7 +44,8 @@ def as_states(
     rows = rows.reshape(*lead, PENDING, dk+dv)
     count = rest[...,8:9].view(np.int32)
     for i in range(PENDING):
-        k,d = rows[...,i,:dk],rows[...,i,dk:]
+        k = rows[...,i,:dk]
+        d = rows[...,i,dk:]
         new = rest[...,i,None,None]*S+k[...,:,None]*d[...,None,:]
         S = np.where((i<count)[...,None], new, S)
     return S
@@ -138,7 +139,8 @@ class WideArgs(NamedTuple):
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #0750d5a5
 def _launch_step(card, kh, seqs, args, how):
     "Launch `delta_step`: blocks of 32 columns of a head and a sequence"
-    vh,dv = args.rec.shape[1],how['DV']
+    vh = args.rec.shape[1]
+    dv = how['DV']
     blocks = vh*dv//32*seqs
     few = args.rows>seqs and blocks<=_FEW # verified rows of few sequences: registers, not company
     # one on a multiprocessor where that is enough: the launch after this one finds room beside it
@@ -149,19 +151,30 @@ def _launch_step(card, kh, seqs, args, how):
 
 def _launch_wide(n, args, how):
     "Launch `delta_wide` with `n` blocks for each head"
-    vh,dv = args.rec.shape[1],how['DV']
+    vh = args.rec.shape[1]
+    dv = how['DV']
     room = _room(how['DK'], dv)
-    run(
-        'delta_wide',
-        (vh,n),
-        5*dv,
-        *args,
-        shared=room,
-        DEPTH=_DEPTH,
-        ROOM=room,
-        **how)
+    rings = dict(DEPTH=_DEPTH, ROOM=room)
+    run('delta_wide', (vh,n), 5*dv, *args, shared=room, **rings, **how)
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #11a42092
+def _launch(card, n, kh, seqs, what, how):
+    "Launch `delta_wide` with `n` blocks for each head, or `delta_step` if that is 0"
+    if not n:
+        _launch_step(card, kh, seqs, StepArgs(**what), how)
+        return
+    none = dict(halves=None, eps=0., tiles=0)
+    _launch_wide(n, WideArgs(**what, **none, kh=kh, seqs=seqs), how)
+
+def _room_for_rows(card, rows, vh, dv):
+    "Room for what `delta_step` writes: y, and squares that make up its norm"
+    return card.empty((rows,vh*dv)),card.empty((rows,vh,dv//32))
+
+def _sequences(b)->dict:
+    "Where a step's sequences begin, and their states"
+    names = 'first','starts','state_in','state_out'
+    return {name: getattr(b, name) for name in names}
+
 def _left_as_tiles(n, then, eps, what, how):
     "Launch `delta_wide` such that it leaves the rows normed, as the product `then` wants them"
     made,tiles,form = room_for(what['rows'], then)
@@ -194,25 +207,18 @@ def delta_step(
     eps:float=0., # Of the norm that they have then
 ): # y [R, vh*dv], gated, without the norm's 1/rms; parts [R, vh, dv/32]: squares that make it up
     "`gated_delta` for rows of a decode or verify step, up to its norm; padding rows get zeros"
-    card,vh,tails = card_of(x),rec.shape[1],len(conv)//len(rec)
+    card = card_of(x)
+    vh = rec.shape[1]
+    seqs = b.num_seqs
     dk,dv,record = delta_sizes(conv_w, norm_w, vh, kh)
-    rows,seqs = len(x),b.num_seqs
-    what = dict(x=x, conv_w=conv_w, decay=A, dt_bias=dt_bias, norm_w=norm_w, conv=conv, rec=rec,
-        first=b.first, starts=b.starts, state_in=b.state_in, state_out=b.state_out, rows=rows)
-    how = dict(
-        DK=dk,
-        DV=dv,
-        SIGMOID=int(gate_act=='sigmoid'),
-        TAILS=tails,
-        RECORD=record)
+    what = dict(x=x, conv_w=conv_w, decay=A, dt_bias=dt_bias, norm_w=norm_w)
+    what |= dict(conv=conv, rec=rec, rows=len(x))|_sequences(b)
+    how = dict(DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'))
+    how |= dict(TAILS=len(conv)//len(rec), RECORD=record)
     n = _beside(card, vh, dk, dv, seqs)
     if n and seqs<=_LEFT and _leaves(then, vh, dv):
         return _left_as_tiles(n, then, eps, what|dict(kh=kh, seqs=seqs), how)
-    y,parts = out or (card.empty((rows,vh*dv)),card.empty((rows,vh,dv//32)))
+    y,parts = out or _room_for_rows(card, len(x), vh, dv)
     what |= dict(y=y.reshape(-1, vh, dv), parts=parts)
-    if n:
-        none = dict(halves=None, eps=0., tiles=0)
-        _launch_wide(n, WideArgs(**what, **none, kh=kh, seqs=seqs), how)
-    else:
-        _launch_step(card, kh, seqs, StepArgs(**what), how)
+    _launch(card, n, kh, seqs, what, how)
     return y,parts

@@ -71,7 +71,9 @@ def _columns(d, down)->int:
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #49edb65b
 def _kept(d, up, down)->int:
     "Words for scales and biases of strips that are added up, made, or on their way"
-    W,deep,meet = d['WARPS'],d['DEEP'],_meet(d, down)
+    W = d['WARPS']
+    deep = d['DEEP']
+    meet = _meet(d, down)
     strips_up = meet if d['ROUNDS']<=meet else 2*meet+deep//_each(up, 4)
     first = W//_split(up, 4)*strips_up
     if not _spread(d, down):
@@ -105,8 +107,10 @@ def _slot_words(d)->int:
 
 def _bytes(d, up, down)->int:
     "Bytes of shared memory: places, inputs of one half or of both, sums, results, slots"
-    rows,entries = d['ROWS'],_entries(d, d['ROWS'])
-    first,second = _staged(up, rows),_staged(down, entries)
+    rows = d['ROWS']
+    entries = _entries(d, d['ROWS'])
+    first = _staged(up, rows)
+    second = _staged(down, entries)
     inputs = first+second if d['APART'] else max(first, second)
     results = entries*(1+16*_ceil(d['SPAN'], 16))
     words = _sums(d, up, down)+results+_slot_words(d)
@@ -135,7 +139,8 @@ def _fitted(card, d, up, down, pieces, least, room):
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #740b12ad
 def _pieces(d, up, down, blocks)->tuple[int,int]:
     "Units that a warp does at most, of each half"
-    W,entries = d['WARPS'],_entries(d, d['ROWS'])
+    W = d['WARPS']
+    entries = _entries(d, d['ROWS'])
     teams = blocks*(W//_split(up, 4))
     first = _ceil(entries*_ceil(up.rows, 16), teams)
     if _mixed(d, down):
@@ -269,7 +274,9 @@ def _planned(card, d, up, down, blocks):
 
 def _plan(card, mix:Mixture, rows, blocks)->tuple[dict,int]:
     "Options of experts.cu for at most `rows`, and its number of blocks, at most so many"
-    up,down,H = mix.up,mix.down,mix.up.k
+    up = mix.up
+    down = mix.down
+    H = mix.up.k
     fixed,block = _options(mix),limits(card).block
     for r in (8,4,2,1):
         if r>=2*rows:
@@ -298,7 +305,8 @@ def _beside(card, d)->int:
 
 def _router_shape(router, R):
     "Options of router.cu for `R` rows, up to 8, and its blocks"
-    n,pieces = router.n,_ceil(router.k, 256)
+    n = router.n
+    pieces = _ceil(router.k, 256)
     W = _ceil(pieces, _ceil(pieces, 8))
     most = max(1, 8//_ceil(pieces, W)) # Rows of weights that a lane has registers for
     each = min(most, 1<<(_ceil(n, 160)-1).bit_length())
@@ -334,7 +342,8 @@ def _asked(p, card):
     "Of the matrix `p`: weights, scales, and how many sixteens of bytes of each are asked for"
     if p is None:
         return (None,None),(0,0)
-    w,s = _raw(p.w),_raw(p.s)
+    w = _raw(p.w)
+    s = _raw(p.s)
     part = min(_AHEAD, limits(card).ahead/w.nbytes)
     sixteens = (0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
     return (w,s),tuple(sixteens)
@@ -385,6 +394,21 @@ def takes_rows(
     return d['ROWS']>=rows
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #b104dbbc
+def _in_parts(mix:Mixture, rows:MoERows, blocks, then):
+    "As many rows at a time as a launch takes"
+    card = card_of(rows.x)
+    R = len(rows.x)
+    d,blocks = _plan(card, mix, max(1, R), _most(card, blocks))
+    n = d['ROWS']
+    logits = card.empty((n,_ceil(mix.router.n, 4)*4))
+    hidden = card.empty((n,mix.picks,_ceil(mix.down.k, 4)*4))
+    for i in range(0, R, n):
+        part = rows.part(slice(i, i+n))
+        seen = logits[:R-i]
+        h = hidden[:R-i]
+        _route(part.x, mix, seen, _beside(card, d), h)
+        _halves(card, mix, d, blocks, part, seen, h, then)
+
 def moe(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -412,19 +436,11 @@ def moe(
     "What `atlas.ops.moe` computes, by tensor cores; no row's bits depend on another row"
     mix = Mixture(router, up, down, m, act, limit, gain, eps, router_gain,
         bias, correction, per_expert, up_bias, down_bias, shared, shared_gate)
-    card,(R,H) = card_of(x),x.shape
-    _checked(mix, H)
+    _checked(mix, x.shape[1])
     if out is None:
-        out = card.empty((R,H))
-    d,blocks = _plan(card, mix, max(1, R), _most(card, blocks))
-    n = d['ROWS']
-    logits = card.empty((n,_ceil(router.n, 4)*4))
-    hidden = card.empty((n,mix.picks,_ceil(down.k, 4)*4))
+        out = card_of(x).empty(x.shape)
     rows = MoERows(x, *(routes or (None,None)), add, out)
-    for i in range(0, R, n):
-        part,seen,h = rows.part(slice(i, i+n)),logits[:R-i],hidden[:R-i]
-        _route(part.x, mix, seen, _beside(card, d), h)
-        _halves(card, mix, d, blocks, part, seen, h, then)
+    _in_parts(mix, rows, blocks, then)
     return out
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #2dc3cf7d

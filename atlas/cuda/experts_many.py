@@ -36,7 +36,8 @@ def route_many(
         x = x.halves
     logits = gemm(x, router, gain, eps, exact=True)
     card = card_of(logits)
-    ids,weights = card.empty(shape, 'int32'),card.empty(shape)
+    ids = card.empty(shape, 'int32')
+    weights = card.empty(shape)
     run('route_many', _ceil(len(x), 4), 128,
         logits, bias, correction, per_expert, ids, weights, float(scaling), len(x),
         pdl=False,
@@ -69,7 +70,9 @@ def sort_picks(
 
     `order`: pick of each place; a tile: expert (-1: none), first place, end;
     `others`: tiles of `other` places, or None."""
-    picks,top,card = ids.size,ids.shape[1],card_of(ids)
+    picks = ids.size
+    top = ids.shape[1]
+    card = card_of(ids)
     stretches = _ceil(picks, STRETCH)
     order,counts = card.empty(picks, 'int32'),None
     tiles,others = (_tiles(card, experts, picks, n) for n in (places, other))
@@ -86,7 +89,20 @@ def sort_picks(
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #56ba6eaf
 MOST = 8192 # Rows at a time: what their picks give takes `4*top_k*H` bytes a row until it is gathered
 
-def _cut(a, at): return None if a is None else a[at]
+def _sequences(real):
+    "As i32, negative for padding"
+    if real is None or real.dtype=='int32':
+        return real
+    return real.view('int8').astype('int32')-1
+
+def _gather(picks, weights, real, add, out, top):
+    "Weighted sums of what `top` picks of each row gave"
+    rows,n = out.shape
+    run('moe_gather', (_ceil(n, 512), rows), 128,
+        picks, weights, real, add, out, n, top, pdl=False)
+
+def _cut(a, at):
+    return None if a is None else a[at]
 
 def experts_many(
     x, # [R, H] float32; or a `Halved`, or `Rows`
@@ -112,20 +128,17 @@ def experts_many(
     second = Fused(bias=down_bias, limit=limit)
     for i in range(0, len(ids), MOST):
         at = slice(i, i+MOST) if len(ids)>MOST else slice(None)
-        part = _cut(real, at)
-        if part is not None and part.dtype!='int32':
-            part = part.view('int8').astype('int32')-1
+        part = _sequences(_cut(real, at))
         rows = x if len(ids)<=MOST else x[at]
         d = _both(activations, rows, ids[at], up, down, first, second, part)
-        run('moe_gather', (_ceil(down.n, 512), len(ids[at])), 128,
-            d, weights[at], part, _cut(add, at), out[at],
-            down.n, ids.shape[1], pdl=False)
+        _gather(d, weights[at], part, _cut(add, at), out[at], ids.shape[1])
         del d # its memory is for the next rows
     return out
 
 def _both(activations, x, ids, up, down, first:Fused, second:Fused, real):
     "What each pick's expert makes of its row: sorted, multiplied by both matrices"
-    card,(R,k) = card_of(ids),ids.shape
+    card = card_of(ids)
+    R,k = ids.shape
     places = [grouped_rows(activations, w, R*k, card) for w in (up,down)]
     other = places[1] if places[1]!=places[0] else 0
     order,tiles,others = sort_picks(ids, up.experts, places[0], real, other)

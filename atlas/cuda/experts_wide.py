@@ -68,7 +68,8 @@ def _room(card, f, K, entries):
     """Warps of a block, units on their way of each, staged slots, and bytes of shared memory
 
     None if there is no room."""
-    room,units = limits(card).block-3072,_ceil(K, 128*f.blocks)
+    room = limits(card).block-3072
+    units = _ceil(K, 128*f.blocks)
     rows = _staged(f, K, entries)
     def need(W, deep, B):
         return B*rows+W*(deep*f.unit+_tails(units, deep))+32
@@ -116,7 +117,8 @@ ROUTER_ROWS = 4 # Of x, that a block of router.cu should have before there are m
 
 def _router_grid(H, n, R, sms):
     "Warps of a block of router.cu, rows of weights of each, rows of x at a time, and blocks"
-    pieces,few = _ceil(H, 256),R<=2*ROUTER_ROWS
+    pieces = _ceil(H, 256)
+    few = R<=2*ROUTER_ROWS
     W = _ceil(pieces, _ceil(pieces, 8))
     most = 4 if few else 8 # Of a lane's columns: more rows of weights, and fewer blocks
     each = max(1, min(most//_ceil(pieces, W), 4*W))
@@ -141,9 +143,12 @@ class Emptied:
 
 def _logits(x, mix:Mixture, sms, after=Emptied()):
     "The router's logits of rows `x`, and the counter that expert_slots.cu needs"
-    card,(R,H),p = card_of(x),x.shape,mix.router
+    card = card_of(x)
+    R,H = x.shape
+    p = mix.router
     W,each,rows,grid = _router_grid(H, p.n, R, sms)
-    logits,met = card.empty((R,_ceil(p.n, 4)*4)),card.empty(1, 'int32')
+    logits = card.empty((R,_ceil(p.n, 4)*4))
+    met = card.empty(1, 'int32')
     options = dict(
         HIDDEN=H,
         EXPERTS=mix.m.num_experts,
@@ -164,9 +169,12 @@ def _logits(x, mix:Mixture, sms, after=Emptied()):
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #cb225b88
 def _slots(logits, mix:Mixture, ids, weights, entries, met):
     "Weights of the picks of rows with these logits; experts and entries of slots, and their number"
-    card,R,m = card_of(logits),len(logits),mix.m
+    card = card_of(logits)
+    R = len(logits)
+    m = mix.m
     most = _most_slots(R, m, mix.shared, entries)
-    share,number = card.empty((R,mix.picks)),card.empty(1, 'int32')
+    share = card.empty((R,mix.picks))
+    number = card.empty(1, 'int32')
     listed = card.empty(most, 'int32'),card.empty((most,entries+1), 'int32'),number
     # 32 rows are one block as well, if its warps' counts of all experts find room
     W = 32 if 16<R<=32 and m.num_experts<=256 else 16
@@ -180,9 +188,11 @@ def _slots(logits, mix:Mixture, ids, weights, entries, met):
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #8ab91fa7
 def _products(x, p, bias, gain, slots, y, mix:Mixture, blocks, d):
     "One half: `y` of each entry, of the bank `p` and its `bias`"
-    strips,most = _ceil(p.rows, 16),len(slots[0])
+    strips = _ceil(p.rows, 16)
+    most = len(slots[0])
     span = (_ceil(most*strips, blocks)-1)//strips+2
-    room,l = d['ROOM']+4*span*(1+slots[1].shape[1]),limits(card_of(x))
+    room = d['ROOM']+4*span*(1+slots[1].shape[1])
+    l = limits(card_of(x))
     _has_room(room, l, blocks, span)
     always = mix.m.num_experts if mix.shared else -1 # The expert that all rows have
     run('expert_strips', blocks, 32*d['WARPS'],
@@ -203,7 +213,8 @@ def _stage(p, many):
 
 def _fixed(H, I, teams):
     "Bytes of a block of `teams` besides stages: rows of a slot, shares of columns, barriers"
-    def line(k): return 4*(k//32+2)+4
+    def line(k):
+        return 4*(k//32+2)+4
     rows = 8*16*max(line(H), line(I))
     return rows+8192*teams+2*8*4*(H//128+H//256)+16
 
@@ -219,7 +230,9 @@ def _teams(card, up, down, biased):
 
 def _whole(card, up, down, act, norm, biased=False)->dict|None:
     "Options of experts_wide.cu for these banks; None if it does not take their shapes"
-    H,I,narrow = up.k,down.k,up.format.narrow and down.format.narrow
+    H = up.k
+    I = down.k
+    narrow = up.format.narrow and down.format.narrow
     if not narrow or H not in (1024,2048) or I not in (256,512):
         return
     found = _teams(card, up, down, biased)
@@ -256,29 +269,37 @@ def _words(card, R, picks, width, top):
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c21
 def _span(card, up, down, mix, R, blocks)->int:
     "Slots that a block may have, of both halves"
-    slots,span = _most_slots(R, mix.m, mix.shared, 8),0
+    slots = _most_slots(R, mix.m, mix.shared, 8)
+    span = 0
     for stages in (up.rows//16,down.rows//64):
         span += (_ceil(slots*stages, blocks)-1)//stages+2
     return span
+
+def _banks(mix:Mixture)->tuple:
+    "Codes, scales, scales of rows and biases of both banks, as experts_wide.cu takes them"
+    up,down = mix.up,mix.down
+    scales = _raw(up.s),_raw(down.s),up.gs,down.gs
+    return _raw(up.w),_raw(down.w),*scales,mix.up_bias,mix.down_bias
 
 def _both(mix:Mixture, logits, routes, ready, words, y, asked, d):
     """Both halves in one launch: `y` of each entry; in two on the emulator
 
     `routes`: where ids and weights go; `words`: hidden values, and who is picked;
     `asked`: blocks that the caller wants. Returns the weights of picks."""
-    card,R,up,down = card_of(ready),len(ready),mix.up,mix.down
-    (h,picked),share = words,card.empty((R,mix.picks))
+    card,R = card_of(ready),len(ready)
+    share = card.empty((R,mix.picks))
     blocks = _most(card, asked)
-    span,l = _span(card, up, down, mix, R, blocks),limits(card)
+    span = _span(card, mix.up, mix.down, mix, R, blocks)
     room = d['ROOM']+4*span*10
-    _has_room(room, l, blocks, span)
+    _has_room(room, limits(card), blocks, span)
+    h,picked = words
+    arrays = *_banks(mix),logits,mix.correction,mix.per_expert,*routes
+    arrays = *arrays,share,picked,ready,h,y
+    scalars = float(mix.eps),mix.top,float(mix.m.scaling),logits.shape[1]
+    shared = max(room, limits(card).alone)
     for halves in (3,) if card.kind=='cuda' else (1,2):
         run('experts_wide', blocks, 128*(d['TEAMS']+1),
-            _raw(up.w), _raw(down.w), _raw(up.s), _raw(down.s), up.gs, down.gs,
-            mix.up_bias, mix.down_bias,
-            logits, mix.correction, mix.per_expert, *routes, share, picked, ready, h, y,
-            float(mix.eps), mix.top, float(mix.m.scaling), logits.shape[1], R, halves,
-            shared=max(room, l.alone), **d, **mix.picking)
+            *arrays, *scalars, R, halves, shared=shared, **d, **mix.picking)
     return share
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c22
@@ -288,6 +309,15 @@ def at_once(up:Packed, down:Packed, act:str, biases=(None,None))->bool:
     return len(biased)==1 and bool(_whole(card_of(up.w), up, down, act, True, *biased))
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b3503a71
+def _in_parts(mix:Mixture, rows:MoERows, blocks, reader, made):
+    "At most `MOST_ROWS` at a time; only if that is all of them their reader gets what it asks for"
+    R = len(rows.x)
+    if R>MOST_ROWS:
+        for i in range(0, R, MOST_ROWS):
+            _rows(mix, rows.part(slice(i, i+MOST_ROWS)), blocks)
+    elif R:
+        _rows(mix, rows, blocks, reader, made)
+
 def moe_wide(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -316,24 +346,20 @@ def moe_wide(
     "What `moe` computes, for up to 256 rows at a time; no row's bits depend on another row"
     mix = Mixture(router, up, down, m, act, limit, gain, eps, router_gain,
         bias, correction, per_expert, up_bias, down_bias, shared, shared_gate)
-    card,(R,H) = card_of(x),x.shape
-    _checked(mix, H)
+    _checked(mix, x.shape[1])
+    card = card_of(x)
     if out is None:
-        out = card.empty((R,H))
+        out = card.empty(x.shape)
     if routes is None:
-        routes = card.empty((R,m.top_k), 'int32'),None
-    rows = MoERows(x, *routes, add, out)
-    if R>MOST_ROWS:
-        for i in range(0, R, MOST_ROWS):
-            _rows(mix, rows.part(slice(i, i+MOST_ROWS)), blocks)
-    elif R: # the very arrays, as their reader asks
-        _rows(mix, rows, blocks, reader, made)
+        routes = card.empty((len(x),m.top_k), 'int32'),None
+    _in_parts(mix, MoERows(x, *routes, add, out), blocks, reader, made)
     return out
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #05ebe209
 def _variants(card, mix:Mixture, R)->list[dict]:
     "Options of both halves, the same for all `R` of a bucket: of one launch if there is one"
-    norm,entries = mix.gain is not None,_likely(R, mix.m)
+    norm = mix.gain is not None
+    entries = _likely(R, mix.m)
     biased = {b is not None for b in (mix.up_bias,mix.down_bias)}
     banks = mix.up,mix.down,mix.act,norm
     both = entries==8 and len(biased)==1 and _whole(card, *banks, *biased)
@@ -365,11 +391,14 @@ def _in_turn(card, mix, rows:MoERows, y, blocks, u, d):
 
 def _rows(mix:Mixture, rows:MoERows, blocks, reader=None, made=None):
     "Rows of one launch, into `rows.out`; for their `reader` as it wants them, if there is one"
-    card,(R,H) = card_of(rows.x),rows.x.shape
-    d,picks = _variants(card, mix, R),mix.picks
+    card = card_of(rows.x)
+    R,H = rows.x.shape
+    d = _variants(card, mix, R)
+    picks = mix.picks
     y = card.empty((R*picks,H))
     launches = _at_once if len(d)==1 else _in_turn
-    share,part = launches(card, mix, rows, y, blocks, *d),y.reshape(R, picks, H)
+    share = launches(card, mix, rows, y, blocks, *d)
+    part = y.reshape(R, picks, H)
     if reader:
         found = Found(share, part, rows.add)
         made.append(prepared_rows(rows.out, reader, found))

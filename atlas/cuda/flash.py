@@ -26,7 +26,8 @@ class _Cut:
 
 def _warps(card, d, share, planes=1):
     "By warps: 16 rows of a head each, or part of its columns"
-    most,columns = limits(card).block,min(d, 256)
+    most = limits(card).block
+    columns = min(d, 256)
     for heads,keys in ((2,64),(2,48),(2,32),(1,64),(1,48),(1,32),(1,16)):
         queries = heads*TILE*(2*d*planes+16)
         room = queries+keys*(4*d*planes+32+24)
@@ -72,7 +73,8 @@ def _cut(card, d, share, fmt, tiles):
 @functools.lru_cache(1<<10)
 def _map(card, address, rows, kv, d):
     "Rows of a pool in fp16 as boxes: eight of a head"
-    sizes,box = (64,rows,d//64,kv),(64,8,d//64,1)
+    sizes = (64,rows,d//64,kv)
+    box = (64,8,d//64,1)
     return card.tensor_map(address, sizes, (2*kv*d,128,2*d), box)
 
 def _maps(card, pool, boxed):
@@ -148,25 +150,20 @@ class FlashArgs(NamedTuple):
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #b7cd7f72
 _POOL = 'k','k_scale','k_sub','v','v_scale','v_sub' # As `KVPool.arrays`
 
-def _as_bytes(a): return a if a is None or a.dtype=='float32' else a.view('uint8')
+def _as_bytes(a):
+    return a if a is None or a.dtype=='float32' else a.view('uint8')
+
+def _pools(pool):
+    return {name: _as_bytes(x) for name,x in zip(_POOL, pool.arrays)}
 
 def _turns(angles, rows):
     "Where rows get their rotation"
     if angles is None:
-        return dict(
-            cos=None,
-            sin=None,
-            pos=None,
-            axes=None,
-            half=0)
-    half,axes = angles.cos.shape[1],angles.axes if angles.pos.ndim>1 else None
+        return dict(cos=None, sin=None, pos=None, axes=None, half=0)
+    half = angles.cos.shape[1]
     pos = angles.pos.reshape(-1, rows)
-    return dict(
-        cos=angles.cos,
-        sin=angles.sin,
-        pos=pos,
-        axes=axes,
-        half=half)
+    axes = angles.axes if angles.pos.ndim>1 else None
+    return dict(cos=angles.cos, sin=angles.sin, pos=pos, axes=axes, half=half)
 
 def _halves(card, rows, a, pool, boxed):
     "Room for queries, keys and values in fp16, as many as are wanted"
@@ -180,20 +177,9 @@ def _halves(card, rows, a, pool, boxed):
 def _prepare(a, pool, b, eps, both, own):
     "Launch flash_prep: what both kernels take, and its own"
     rows = len(both['q'])
-    args = PrepArgs(
-        **both,
-        **own,
-        slots=b.slots,
-        eps=float(eps),
-        r=rows,
-        gate=a.gate,
-        qonly=a.q_only,
-        together=a.qk_norm=='all')
-    of = dict(
-        DIM=a.head_dim,
-        FORMAT=pool.code,
-        KEQV=int(a.k_eq_v),
-        VNORM=int(a.v_norm))
+    how = dict(gate=a.gate, qonly=a.q_only, together=a.qk_norm=='all')
+    args = PrepArgs(**both, **own, **how, slots=b.slots, eps=float(eps), r=rows)
+    of = dict(DIM=a.head_dim, FORMAT=pool.code, KEQV=int(a.k_eq_v), VNORM=int(a.v_norm))
     run('flash_prep', rows, 256, *args, pdl=False, **of)
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #4fc85b71
@@ -211,26 +197,20 @@ def flash(
     out=None, # [R, heads*d]
 ): # [R, heads*d] float32; zeros in padding rows
     "Attention of tiles of prompts over the paged cache, from projection to projection"
-    card,(rows,width) = card_of(qkv),qkv.shape
-    heads,kv,d = a.num_heads,a.num_kv_heads,a.head_dim
+    card = card_of(qkv)
+    rows,width = qkv.shape
+    heads = a.num_heads
+    kv = a.num_kv_heads
+    d = a.head_dim
     y = card.empty((rows, heads*d)) if out is None else out
     cut = _cut(card, d, heads//kv, pool.fmt, heads*rows//TILE)
     boxed = pool.fmt=='f16' and 'WGMMA' in cut.options
-    both = {name:_as_bytes(x) for name,x in zip(_POOL, pool.arrays)}
-    both |= _halves(card, rows, a, pool, boxed)
-    both |= dict(
-        tile_lo=b.tile_lo,
-        tile_hi=b.tile_hi,
-        heads=heads,
-        kv=kv,
-        width=width)
+    both = _pools(pool)|_halves(card, rows, a, pool, boxed)
+    both |= dict(tile_lo=b.tile_lo, tile_hi=b.tile_hi, heads=heads, kv=kv, width=width)
     own = dict(qkv=qkv, q_norm=q_norm, k_norm=k_norm)|_turns(angles, rows)
     _prepare(a, pool, b, eps, both, own)
-    own = dict(
-        qkv=qkv if a.gate else None,
-        sinks=sinks,
-        out=y,
-        window=window or 0)
+    gates = qkv if a.gate else None
+    own = dict(qkv=gates, sinks=sinks, out=y, window=window or 0)
     _attend(card, pool, b, scale, cut, both, own)
     return y
 

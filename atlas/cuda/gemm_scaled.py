@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import NamedTuple
 from ..card.card import card_of,limits,run
 from .gemv import Fused,_ceil
-from .gemm import Grouped,_ACTS,_blocks,_bytes,_guests,_row_warps,_rows,_strides
-from .gemm import as_halves,by_groups,gemm,product,tile_of,units
+from .gemm import BlockShape,Grouped,_ACTS,_arrays,_blocks,_numbers,_one_matrix
+from .gemm import _results,_row_warps,as_halves,by_groups,gemm,product,tile_of,units
 from .pack import CardFormat,Packed,stored_rows,unpack
 from ..ground.core import UnsupportedError
 from ..ground.formats import E2M1,E4M3,f32_to_e2m1,f32_to_e4m3
@@ -31,6 +31,15 @@ class Narrow(NamedTuple):
     scales:object # uint8 [R, kp/16]: e4m3, of sixteen columns each; None of FP8
     scale:object # float32 [R]
 
+def _scale_of(x, top, e, fmt, gain, eps):
+    "What the codes of each row are to be multiplied by; NaN for a row that is not finite"
+    scale = np.ldexp(np.float32(1), e-141+(7 if fmt=='fp8' else 4)) # [R]
+    scale = np.where(np.isfinite(top), scale, np.float32(np.nan))
+    if gain is not None:
+        mean = (np.float32(x)**2).mean(1)
+        scale = scale/np.sqrt(mean+np.float32(eps))
+    return scale.astype(np.float32)
+
 def narrow_on_host(
     x, # float32 [R, k]
     fmt:str, # Of `SCALED`
@@ -38,30 +47,41 @@ def narrow_on_host(
     eps:float=0.,
 )->Narrow:
     "What `narrow` makes of rows, to the bit; of `scale` with a norm but for its last bits"
-    v = np.float32(x) if gain is None else np.float32(x)*np.float32(gain)
-    top = np.abs(v).max(1)
-    e = np.maximum(top.view(np.uint32)>>23, 15).astype(np.int32)
-    v = np.ldexp(v, (141-e)[:,None]).astype(np.float32) # in [2^14, 2^15)
-    v = np.pad(v, ((0,0),(0,-v.shape[1]%BK)))
-    scale = np.ldexp(np.float32(1), e-141+(7 if fmt=='fp8' else 4))
-    scale = np.where(np.isfinite(top), scale, np.float32(np.nan))
+    v = np.float32(x) # [R, k]
     if gain is not None:
-        scale = scale/np.sqrt((np.float32(x)**2).mean(1)+np.float32(eps))
-    codes,scales = (_e4m3 if fmt=='fp8' else _nvfp4)(v)
-    return Narrow(codes, scales, scale.astype(np.float32))
+        v = v*np.float32(gain)
+    v,top,e = _lifted(v)
+    fill = -v.shape[1]%BK
+    v = np.pad(v, ((0,0), (0,fill))) # [R, kp]
+    codes,scales = _e4m3(v) if fmt=='fp8' else _nvfp4(v)
+    return Narrow(codes, scales, _scale_of(x, top, e, fmt, gain, eps))
+
+# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #b4ab44a0
+def _lifted(v):
+    """Rows times powers of two that bring the largest of each into [2^14, 2^15); the largest, and
+    its exponent's bits"""
+    top = np.abs(v).max(1) # [R]
+    bits = top.view(np.uint32)>>23
+    e = np.maximum(bits, 15).astype(np.int32)
+    v = np.ldexp(v, (141-e)[:,None]) # [R, k]
+    return v.astype(np.float32),top,e
 
 def _e4m3(v):
     "Codes of 32 columns at a time, in the order of narrow.cu; no scales"
-    c = f32_to_e4m3(v*np.float32(2**-7)).reshape(len(v), -1, 4, 2, 4)
+    c = f32_to_e4m3(v*np.float32(2**-7)) # [R, kp]
+    c = c.reshape(len(v), -1, 4, 2, 4)
     return c.swapaxes(2, 3).reshape(len(v), -1),None
 
 def _nvfp4(v):
     "Words of eight columns, and scales of sixteen"
-    b = v.reshape(len(v), -1, 16)
-    s = np.maximum(f32_to_e4m3(np.abs(b).max(-1)/np.float32(96)), 1)
-    c = f32_to_e2m1(b*(np.float32(1/16)/E4M3[s])[...,None])
-    c = c.reshape(len(v), -1, 2, 4)
-    return (c[:,:,0]|c[:,:,1]<<4).reshape(len(v), -1),s
+    b = v.reshape(len(v), -1, 16) # [R, kp/16, 16]
+    s = f32_to_e4m3(np.abs(b).max(-1)/np.float32(96)) # [R, kp/16]
+    s = np.maximum(s, 1)
+    inverse = np.float32(1/16)/E4M3[s]
+    c = f32_to_e2m1(b*inverse[...,None])
+    c = c.reshape(len(v), -1, 2, 4) # words of eight
+    words = c[:,:,0]|c[:,:,1]<<4
+    return words.reshape(len(v), -1),s
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #738e7d1e
 def narrow_values(
@@ -79,6 +99,13 @@ def narrow_values(
     return v.reshape(R, -1)[:,:k]*h.scale[:,None]
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #4312a141
+def _narrow_room(card, R, kp, fmt)->Narrow:
+    "Room for `R` rows of `kp` columns"
+    fp8 = fmt=='fp8'
+    codes = card.empty((R, kp if fp8 else kp//2), 'uint8')
+    scales = None if fp8 else card.empty((R, kp//16), 'uint8')
+    return Narrow(codes, scales, card.empty(R))
+
 def narrow(
     x, # [R, k] float32
     fmt:str, # Of `SCALED`
@@ -86,15 +113,14 @@ def narrow(
     eps:float=0.,
 )->Narrow:
     "Rows in fewer bits, as `gemm_scaled` takes them"
-    (R,k),card,fp8 = x.shape,card_of(x),fmt=='fp8'
-    kp,warps = _ceil(k, BK)*BK,_row_warps(k)
-    codes = card.empty((R, kp if fp8 else kp//2), 'uint8')
-    scales = None if fp8 else card.empty((R, kp//16), 'uint8')
-    scale = card.empty(R)
+    R,k = x.shape
+    kp = _ceil(k, BK)*BK
+    warps = _row_warps(k)
+    h = _narrow_room(card_of(x), R, kp, fmt)
     run('narrow', _ceil(R*warps, 8), 256,
-        x, gain, codes, scales, scale, float(eps), R, k, kp,
-        pdl=False, FP8=int(fp8), WARPS=warps)
-    return Narrow(codes, scales, scale)
+        x, gain, *h, float(eps), R, k, kp,
+        pdl=False, FP8=int(fmt=='fp8'), WARPS=warps)
+    return h
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #0839719f
 class Rows:
@@ -107,7 +133,8 @@ class Rows:
         self.x,self.norm,self.parts = x,(gain,eps),parts
         self._narrow = {}
     def __len__(self): return len(self.x)
-    def __getitem__(self, rows): return Rows(self.x[rows], *self.norm, self.parts)
+    def __getitem__(self, rows):
+        return Rows(self.x[rows], *self.norm, self.parts)
 
     @cached_property
     def halves(self):
@@ -152,19 +179,23 @@ def _by_groups(rows, n, card, grouped):
     "Tiles for products of two warpgroups"
     if grouped:
         return dict(MT=6 if rows>=24 else 2, NT=2, WN=8, WGMMA=1)
-    def enough(m): return _ceil(rows, 16*m)*_ceil(n, 128)>=card.multiprocessors
+    def enough(m):
+        return _ceil(rows, 16*m)*_ceil(n, 128)>=card.multiprocessors
     MT = next(filter(enough, (16,8,4)), 4)
     return dict(MT=MT, NT=2, WN=8, WGMMA=1)
 
-def launch_scaled(f:CardFormat, fmt:str, d:dict)->tuple:
-    "BM, BN, threads and bytes of shared memory of a block"
-    bm,bn = 16*d['MT'],8*d['NT']*d['WN']
-    x = BK if fmt=='fp8' else BK//2+BK//16
+# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #05c28c39
+def launch_scaled(f:CardFormat, fmt:str, d:dict)->BlockShape:
+    "What a block of gemm_scaled.cu needs for tile `d`"
+    bm = 16*d['MT']
+    bn = 8*d['NT']*d['WN']
+    x = BK if fmt=='fp8' else BK//2+BK//16 # bytes of a row in a stage
     w = BK//32*(f.chunk+f.scale)+4*bool(f.tile)
-    stage,more = bm*x+bn*w,1024*('WGMMA' in d)
-    if more:
+    stage,more = bm*x+bn*w,0
+    if 'WGMMA' in d:
+        more = 1024
         stage = _ceil(stage, more)*more
-    return bm,bn,32*d['WN'],d['STAGES']*stage+more
+    return BlockShape(bm, bn, 32*d['WN'], d['STAGES']*stage+more)
 
 def tile_scaled(
     f:CardFormat, # Of the weights
@@ -177,14 +208,17 @@ def tile_scaled(
     """How a block divides its work: the largest tile that keeps the whole card busy
 
     A row's bits are the same for all."""
-    hopper = card.arch=='sm_90a'
-    if hopper:
+    if card.arch=='sm_90a':
         tile = _by_groups(rows, n, card, grouped)
+        most = 5
     else:
         tile = _by_warps(fmt, rows, n, card, grouped)
-    room,most = limits(card).block-6144,5 if hopper else 3 if grouped else 4
-    def fits(s): return launch_scaled(f, fmt, tile|dict(STAGES=s))[3]<=room
-    return tile|dict(STAGES=next(filter(fits, range(most, 1, -1))))
+        most = 3 if grouped else 4
+    room = limits(card).block-6144
+    def fits(s):
+        return launch_scaled(f, fmt, tile|dict(STAGES=s)).shared<=room
+    stages = next(filter(fits, range(most, 1, -1)))
+    return tile|dict(STAGES=stages)
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #627f640a
 def product_scaled(
@@ -197,22 +231,20 @@ def product_scaled(
     tile:dict|None=None, # As `tile_scaled` gives it
 ):
     "`product` of rows that `narrow` has made"
-    f,card = w.format,card_of(h.codes)
-    rows = many.rows if many else len(h.scale)
-    d = tile or tile_scaled(f, fmt, rows//max(1, w.experts), w.n, card, bool(many))
-    bm,bn,threads,shared = launch_scaled(f, fmt, d)
-    order,tiles = (many.order,many.tiles) if many else (None,None)
-    half,top = (many.half,many.top) if many else (0,1)
-    run('gemm_scaled', _blocks(rows, w, many, bm, bn), threads,
-        *h, _rows(w), _bytes(w.s) if f.scale or f.tile else None, units(w),
-        *_guests(w, o), out, order, tiles,
-        rows, _ceil(w.k, BK)*BK, w.chunks,
-        w.s.shape[-1] if f.tile else 0, w.n,
-        o.scalars[0], top, *_strides(o, out),
-        shared=shared, pdl=False,
-        FMT=f.many, FP8=int(fmt=='fp8'), ACTIVATION=_ACTS[o.act], GROUPED=half, **d)
+    f = w.format
+    card = card_of(h.codes)
+    of = many or _one_matrix(len(h.scale))
+    each = of.rows//max(1, w.experts)
+    d = tile or tile_scaled(f, fmt, each, w.n, card, bool(many))
+    b = launch_scaled(f, fmt, d)
+    fused = dict(FP8=int(fmt=='fp8'), ACTIVATION=_ACTS[o.act], GROUPED=of.half)
+    run('gemm_scaled', _blocks(w, of, b), b.threads,
+        *h, *_arrays(w, o, out, of),
+        of.rows, _ceil(w.k, BK)*BK, *_numbers(w, o, out, of),
+        shared=b.shared, pdl=False, FMT=f.many, **fused, **d)
     return out
 
+# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #234be06a
 def gemm_scaled(
     x, # [R, k] float32; or `Rows`
     w:Packed, # [n, k], of a format with `fmt` in `scaled`
@@ -226,8 +258,7 @@ def gemm_scaled(
     "`gemm` with activations in fewer bits; no row's bits depend on another row"
     h = x.narrow(fmt) if isinstance(x, Rows) else narrow(x, fmt, gain, eps)
     if out is None:
-        width = w.n//2 if w.pair else w.n
-        out = card_of(h.codes).empty((len(x), width))
+        out = _results(card_of(h.codes), len(x), w)
     logits,column = gate or (None,0)
     o = Fused(**after, logits=logits, column=column)
     return product_scaled(h, fmt, w, out, o, tile=tile)

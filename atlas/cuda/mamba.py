@@ -50,27 +50,9 @@ def mamba_step(
     own = 32 if hd%32==0 and ns<256 else 16  # rows of a head that a block has
     blocks = nh//groups*hd//own
     y,parts = out or (card.empty((rows, nh*hd)),card.empty((rows, groups, blocks)))
-    args = StepArgs(
-        x=zxbcdt,
-        conv_w=conv_w,
-        conv_b=conv_b,
-        decay=A,
-        skip=D,
-        dt_bias=dt_bias,
-        norm_w=norm_w,
-        conv=conv,
-        rec=rec,
-        first=b.first,
-        starts=b.starts,
-        state_in=b.state_in,
-        state_out=b.state_out,
-        y=y,
-        parts=parts,
-        rows=rows)
-    of = dict(
-        HD=hd,
-        NS=ns,
-        PR=own,
-        TAILS=len(conv)//len(rec))
-    run('mamba_step', (blocks, groups, b.num_seqs), 128, *args, **of)
+    weights = conv_w,conv_b,A,D,dt_bias,norm_w
+    sequences = b.first,b.starts,b.state_in,b.state_out
+    args = StepArgs(zxbcdt, *weights, conv, rec, *sequences, y, parts, rows)
+    how = dict(HD=hd, NS=ns, PR=own, TAILS=len(conv)//len(rec))
+    run('mamba_step', (blocks, groups, b.num_seqs), 128, *args, **how)
     return y,parts

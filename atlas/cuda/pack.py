@@ -17,6 +17,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass,field
 from functools import cached_property
+from typing import NamedTuple
 from fastcore.basics import patch
 from zlib import crc32
 from ..card.card import card_of,run
@@ -32,17 +33,22 @@ def e2m1_words(
     data:np.ndarray, # uint8 [..., 16*C]: two codes a byte, the even one in the low half
 )->np.ndarray: # uint8 [..., C, 16]
     "Chunks of E2M1 codes as the kernels read them"
-    b = data.reshape(*data.shape[:-1], -1, 2, 2)                 # word, group of four, byte
-    c = np.stack([b&15, b>>4], -1).reshape(*b.shape[:-1], 4)     # word, group of four, weight
-    a,b = c[...,0,:],c[...,1,:]
-    return ((a>>3)<<7 | (a&7)<<1 | b>>3 | (b&7)<<4).reshape(*data.shape[:-1], -1, 16)
+    b = data.reshape(*data.shape[:-1], -1, 2, 2) # word, group of four, byte
+    c = np.stack([b&15, b>>4], -1)
+    c = c.reshape(*b.shape[:-1], 4) # word, group of four, weight
+    a = c[...,0,:]
+    b = c[...,1,:]
+    words = (a>>3)<<7 | (a&7)<<1 | b>>3 | (b&7)<<4
+    return words.reshape(*data.shape[:-1], -1, 16)
 
 def words_e2m1(
     w:np.ndarray, # uint8 [..., C, 16]
 )->np.ndarray: # float32 [..., 32*C]
     "The numbers in chunks of E2M1 codes"
     w = w.reshape(*w.shape[:-1], 4, 4)
-    c = np.stack([(w>>7)<<3 | (w>>1)&7, (w&1)<<3 | (w>>4)&7], -2)
+    a = (w>>7)<<3 | (w>>1)&7
+    b = (w&1)<<3 | (w>>4)&7
+    c = np.stack([a, b], -2)
     return E2M1[c].reshape(*c.shape[:-4], -1)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #b1d04a72
@@ -167,6 +173,7 @@ _row('int4', ('INT4',), 16, 'uint8', words_int4,
     scale=4, scales=int4_scales, zeros=int4_zeros, rows='gs',
     even=lambda std: (int4_records(np.float32(2048), 8),std/2048/4.6))
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #1fb3638e
 _fp8 = dict(of=f32_to_e4m3, fmt='fp8', rows='s', deep=5, scaled=('fp8',),
     even=lambda std: (std,None))
 _row('fp8', ('FP8_TENSOR','FP8_CHANNEL','F8_E4M3'), 32, 'uint8', E4M3.take,
@@ -238,7 +245,8 @@ def arrays(self:CardFormat,
     k:int, # Columns
 )->dict: # {'w': (shape, dtype), 's': …, 'gs': …}
     "The arrays of a `Packed`; None for one that the format has not"
-    C,res = -(-k//32),dict(s=None, gs=None)
+    C = -(-k//32)
+    res = dict(s=None, gs=None)
     res['w'] = (rows,C,16) if self.narrow else (rows,32*C),self.dtype
     if self.scale:
         one = (rows//4,C,4)
@@ -270,7 +278,8 @@ def _pad(a, n):
     missing = n-a.shape[-1]
     others = [(0,0)]*(a.ndim-1)
     return np.pad(a, [*others,(0,missing)]) if missing else a
-def _values(p): return p.decode() if isinstance(p, QTensor) else p
+def _values(p):
+    return p.decode() if isinstance(p, QTensor) else p
 def _kept(q, f):
     "Are the codes of `q` those of `f`?"
     own = KEPT.get(q.fmt) if isinstance(q, QTensor) else None
@@ -329,8 +338,10 @@ def _format_of(pieces, exact):
 
 def _float_format(pieces, exact):
     "Name of the format for numbers that no card format stores"
-    def small(w): return np.abs(w).max(initial=0)<6e4
-    def short(w): return (bf16_to_f32(f32_to_bf16(w))==w).all()
+    def small(w):
+        return np.abs(w).max(initial=0)<6e4
+    def short(w):
+        return (bf16_to_f32(f32_to_bf16(w))==w).all()
     if exact:
         return 'bf16' if all(map(short, map(_values, pieces))) else 'f32'
     return 'f16' if all(map(small, map(_values, pieces))) else 'bf16'
@@ -346,7 +357,8 @@ def row_order(
         raise ConfigError(f'Gate and up rows are as many, and together {n}')
     i = np.arange(-(-n//4)*4)
     if pair:
-        i = np.where(i//4*2+i%2<n//2, i//4*2+i%2+(i%4>1)*(n//2), -1)
+        gate = i//4*2+i%2 # the row of its gate, or of the gate beside it
+        i = np.where(gate<n//2, gate+(i%4>1)*(n//2), -1)
     else:
         i[n:] = -1
     if order is not None:
@@ -472,15 +484,18 @@ def _send(src, move, card):
         part = np.ascontiguousarray(src[i:i+step]).reshape(-1)
         if not part.size:
             continue
-        jobs,blocks = as_jobs(np.int64([move.row]), 0, i*rows*line, part.size, np.array([0,1]))
+        one = np.int64([move.row])
+        jobs,blocks = as_jobs(one, 0, i*rows*line, part.size, np.array([0,1]))
         _launch(card.upload(part), card.upload(jobs), blocks[0], bad)
 
 def _pieces(q):
     "[(piece as [E, rows, k], number of its first matrix, first of its rows in a matrix)]"
-    if isinstance(q, QStack):
-        at = np.cumsum([0, *(p.shape[-2] for p in q.parts[:q.per])])
-        return [(p, i//q.per if q.experts else 0, int(at[i%q.per])) for i,p in enumerate(q.parts)]
-    return [(q, 0, 0)]
+    if not isinstance(q, QStack):
+        return [(q, 0, 0)]
+    at = np.cumsum([0, *(p.shape[-2] for p in q.parts[:q.per])])
+    def matrix(i):
+        return i//q.per if q.experts else 0
+    return [(p, matrix(i), int(at[i%q.per])) for i,p in enumerate(q.parts)]
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #59720c3f
 def _blank(card, array, full:bool):
@@ -493,30 +508,46 @@ def _covers(idx, k)->bool:
     "Do rows of `k` columns in the order `idx` leave nothing unwritten?"
     return k%32==0 and bool((idx>=0).all())
 
+@dataclass
+class _Room:
+    "An array for rows of all matrices, on the card"
+    card:object
+    array:object
+    n4:int # Rows of a matrix
+    wide:int # Units of a row
+    size:int # Bytes of a unit
+
+    def put(self, a, kind, e, above, table):
+        "Move rows `a` of matrix `e`, or of several from there on, below its first `above`"
+        a = a if a.ndim==3 else a[None]
+        to = self.card.address(self.array)+e*self.n4*self.wide*self.size
+        move = Move(kind, a.shape[-1], a.shape[1], to, self.wide, self.n4, above, table)
+        _send(a, move, self.card)
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #b9de3fa0
+def _rows_stored(pieces, idx)->int:
+    "Rows of what is stored, those included that go nowhere"
+    return max([1+idx.max(initial=0), *(above+p.shape[-2] for p,_,above in pieces)])
+
 def _on_card(q, f, idx, experts, card):
     "Codes and scales of chunks of all matrices of `q`, moved by the card"
     k = q.shape[-1]
-    C,n4,E = -(-k//32),len(idx),experts or 1
-    new = f.arrays(E*n4, k)
-    w = _blank(card, new['w'], _covers(idx, k))
-    s = _blank(card, new['s'], _covers(idx, k)) if f.scale else None
-    def three(a): return a if a.ndim==3 else a[None]
-    total = 1+idx.max(initial=0)
+    n4 = len(idx)
+    C = -(-k//32)
+    full = _covers(idx, k)
+    new = f.arrays((experts or 1)*n4, k)
+    w = _blank(card, new['w'], full)
+    s = _blank(card, new['s'], full) if f.scale else None
+    codes = _Room(card, w, n4, C*f.chunk, 1)
+    scales = _Room(card, s, n4, C, f.scale)
     pieces = _pieces(q)
-    for p,_,above in pieces:
-        total = max(total, above+p.shape[-2])
-    for table in row_tables(idx, total):
+    for table in row_tables(idx, _rows_stored(pieces, idx)):
         on = card.upload(table) # held until the last launch
         at = card.address(on)
         for p,e,above in pieces:
-            data,kind = _codes(p, f)
-            def put(a, kind, to, wide, size):
-                a = three(a)
-                to = card.address(to)+e*n4*wide*size
-                _send(a, Move(kind, a.shape[-1], a.shape[1], to, wide, n4, above, at), card)
-            put(data, kind, w, C*f.chunk, 1)
+            codes.put(*_codes(p, f), e, above, at)
             if s is not None:
-                put(p.parts['scale'].view(np.uint8), f.kinds[2], s, C, f.scale)
+                scales.put(p.parts['scale'].view(np.uint8), f.kinds[2], e, above, at)
     return w,s
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #edd891fe
@@ -539,6 +570,10 @@ def _card_arrays(q, many, f, idx, experts, card):
     return w,s,card.upload(r) if f.rows=='gs' else None
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #6a06dda6
+def _flat(many):
+    "All pieces of all matrices"
+    return [p for pieces in many for p in pieces]
+
 def pack(
     q, # `QTensor`, `QStack` or float32 array, [n, k] or [E, n, k], on the host
     card, # Device that gets it
@@ -546,21 +581,23 @@ def pack(
     exact:bool=False, # Lose nothing where float32 is stored
 )->Packed:
     "`q` as the kernels read it, on `card`"
-    many,(n,k),experts = _matrices(q),q.shape[-2:],len(q) if q.ndim>2 else 0
+    many = _matrices(q)
+    experts = len(q) if q.ndim>2 else 0
     order = q.order if isinstance(q, QStack) else None
-    f = _format_of([p for m in many for p in m], exact)
+    f = _format_of(_flat(many), exact)
     if f.taken:
         many = _taken(many, f)
-        q = QStack([p for m in many for p in m], order, experts)
-    idx = row_order(n, pair, order)
+        q = QStack(_flat(many), order, experts)
+    idx = row_order(q.shape[-2], pair, order)
     if card.kind=='cpu':
-        w,s,gs = _host_arrays(many, f, idx)
+        arrays = _host_arrays(many, f, idx)
     else:
-        w,s,gs = _card_arrays(q, many, f, idx, experts, card)
-    return Packed(f.fmt, n, k, w, s, gs, experts, pair)
+        arrays = _card_arrays(q, many, f, idx, experts, card)
+    return Packed(f.fmt, *q.shape[-2:], *arrays, experts, pair)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #e92a9008
-def _host(a): return np.asarray(a) if type(a) is np.ndarray else card_of(a).download(a)
+def _host(a):
+    return np.asarray(a) if type(a) is np.ndarray else card_of(a).download(a)
 
 def _per_weight(a, shape):
     "Numbers of chunks [n4/4, C, 4, …] for each weight of `shape`: the fours undone, and repeated"
@@ -592,17 +629,31 @@ def unpack(
     rows=None, # As `stored_rows` gives them, where they are not to be those of `p`
 )->np.ndarray: # float32 [n, k] or [E, n, k], pairs undone
     "The matrix that `p` stands for"
-    f = (stored_rows(p) if rows is None else rows).reshape(p.experts or 1, p.rows, -1)[...,:p.k]
-    at = np.argsort(np.where((i := row_order(p.n, p.pair))<0, p.n, i), kind='stable')[:p.n]
+    f = stored_rows(p) if rows is None else rows
+    f = f.reshape(p.experts or 1, p.rows, -1)[...,:p.k]
+    i = row_order(p.n, p.pair)
+    i[i<0] = p.n # padding last
+    at = np.argsort(i, kind='stable')[:p.n]
     return f[:,at] if p.experts else f[0,at]
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #44d516f5
 def can_join(bank:Packed, one:Packed)->bool:
     "Are the two what `join` takes?"
-    a,b = ((o.fmt,o.k,o.pair,*((o.n,) if bank.experts else ())) for o in (bank,one))
-    if a!=b:
+    if (bank.fmt,bank.k,bank.pair)!=(one.fmt,one.k,one.pair):
         return False
-    return bool(bank.experts) or not (one.experts or bank.n%4 or bank.pair)
+    if bank.experts:
+        return bank.n==one.n
+    return not (one.experts or bank.n%4 or bank.pair)
+
+def _one_after(a, b):
+    "Rows of `a`, then of `b`, or None; fp8 may have one scale a row here, and several there"
+    if a is None:
+        return None
+    wide = max(a.shape[1:], b.shape[1:])
+    both = card_of(a).empty((len(a)+len(b), *wide), a.dtype)
+    both[:len(a)] = a
+    both[len(a):] = b
+    return both
 
 def join(
     bank:Packed, # A bank, or a matrix of a whole number of fours of rows
@@ -613,20 +664,11 @@ def join(
     For two matrices the rows of `one` below those of `bank`."""
     if not can_join(bank, one):
         raise ConfigError(f'Cannot join {bank} and {one}')
-    def both(a, b):
-        if a is None:
-            return None
-        # fp8 may have a scale a row here and one for 128 columns there
-        wide = max(a.shape[1:], b.shape[1:])
-        c = card_of(a).empty((len(a)+len(b), *wide), a.dtype)
-        c[:len(a)] = a
-        c[len(a):] = b
-        return c
-    parts = [both(getattr(bank, k), getattr(one, k)) for k in ('w','s','gs')]
+    parts = [_one_after(getattr(bank, k), getattr(one, k)) for k in ('w','s','gs')]
+    n,experts = bank.n+one.n,0
     if bank.experts:
-        n,experts = bank.n,bank.experts+(one.experts or 1)
-    else:
-        n,experts = bank.n+one.n,bank.experts
+        n = bank.n
+        experts = bank.experts+(one.experts or 1)
     return Packed(bank.fmt, n, bank.k, *parts, experts, bank.pair)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #45f73efe
@@ -639,7 +681,8 @@ def _rows_below(a, at, n4):
 
 def _fours_below(a, at, n4):
     "The same for scales [rows/4, C, 4, …], those of four rows side by side"
-    card,by_row = card_of(a),a.swapaxes(1, 2)
+    card = card_of(a)
+    by_row = a.swapaxes(1, 2)
     shape = n4,*by_row.shape[2:]
     rows = card.zeros(shape, a.dtype)
     rows[:len(at)] = by_row[at//4,at%4]
@@ -665,7 +708,8 @@ def taken_rows(
             return None
         f = _fours_below if fours else _rows_below
         return f(a, at, -(-n//4)*4)
-    codes,rows = gather(w.w),gather(w.gs)
+    codes = gather(w.w)
+    rows = gather(w.gs)
     scales = gather(w.s, w.format.scale>0)
     return Packed(w.fmt, n, w.k, codes, scales, rows)
 
@@ -742,7 +786,8 @@ class packer:
     def __call__(self, w:Want, q):
         "What the layers keep of `q`"
         if w.array or len(w.shape)<2:
-            return self.card.upload(_paired(w, q.decode() if hasattr(q, 'decode') else q))
+            numbers = q.decode() if hasattr(q, 'decode') else q
+            return self.card.upload(_paired(w, numbers))
         fmt = self.anew(w)
         if fmt and not _wider(q, fmt):
             fmt = None
@@ -767,7 +812,8 @@ def _paired(w, a):
 
 def _decoded(q):
     "`q`, with those pieces decoded that no card format stores"
-    def one(p): return p if not isinstance(p, QTensor) or p.fmt in KEPT else p.decode()
+    def one(p):
+        return p if not isinstance(p, QTensor) or p.fmt in KEPT else p.decode()
     if not isinstance(q, QStack):
         return one(q)
     return QStack([one(p) for p in q.parts], q.order, q.experts)
@@ -855,21 +901,26 @@ class _Source:
     matrices:int # Of it
 
     def moves(self, t):
-        "(part, array, bytes of a matrix there, `Move` to the first one) of each part of the tensor `t`"
-        f,C,total = self.f,-(-self.k//32),self.rows*self.matrices
-        def move(kind, line, wide, size, **kw):
-            return self.n4*wide*size,Move(kind, line, self.rows, 0, wide, self.n4, **kw)
-        check = _CHECKS.get(t.fmt[:3] if t.fmt[:3]=='FP8' else t.fmt, 0)
-        def line(part): return t.spans[part].nbytes//total
+        "(part, array, bytes of a matrix there, `Move` to the first one) of each part of tensor `t`"
+        f = self.f
+        C = -(-self.k//32)
+        total = self.rows*self.matrices
+        check = _CHECKS.get('FP8' if t.fmt.startswith('FP8') else t.fmt, 0)
+        line = t.spans['data'].nbytes//total
         of_codes = 0 if f.scale else check
-        yield 'data','w',*move(f.kinds[0], line('data'), C*f.chunk, 1, check=of_codes)
+        yield 'data','w',*self._move(f.kinds[0], line, C*f.chunk, 1, check=of_codes)
         if f.scale:
-            yield 'scale','s',*move(f.kinds[2], line('scale'), C, f.scale, check=check)
+            line = t.spans['scale'].nbytes//total
+            yield 'scale','s',*self._move(f.kinds[2], line, C, f.scale, check=check)
         part,how = _scale_of(t)
         if part:
-            yield part,f.rows,*self._factors(t, part, how, move)
+            yield part,f.rows,*self._factors(t, part, how)
 
-    def _factors(self, t, part, how, move):
+    def _move(self, kind, line, wide, size, **kw):
+        "Bytes of a matrix of `wide` units of `size` bytes a row, and the `Move` to the first one"
+        return self.n4*wide*size,Move(kind, line, self.rows, 0, wide, self.n4, **kw)
+
+    def _factors(self, t, part, how):
         "The `Move` of factors; None where their number is another"
         s = t.spans[part]
         number,size = _TYPES[s.dtype]
@@ -878,10 +929,15 @@ class _Source:
         if s.nbytes!=self.matrices*-(-self.rows//per)*across*size:
             return 0,None
         tiles = -(-self.k//self.f.tile) if self.f.tile else 1
-        check = _ABOVE_ZERO if part=='global' else _FACTOR
-        check += 16*number+256*s.reciprocal
         few = max(1, _BLOCK_BYTES//max(1, per*tiles))
-        return move(8, across, tiles, 4, check=check, per=per, chunk=few*size)
+        check = _factor_check(part, number, s.reciprocal)
+        return self._move(8, across, tiles, 4, check=check, per=per, chunk=few*size)
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #a4574fde
+def _factor_check(part, number, reciprocal)->int:
+    "CHECK of pack.cu for factors of type `number`"
+    check = _ABOVE_ZERO if part=='global' else _FACTOR
+    return check+16*number+256*reciprocal
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8a89c3ef
 class Staging:
@@ -915,8 +971,8 @@ class Staging:
             return 0
         key = n,pair,None if order is None else order.tobytes()
         if key not in self._tables:
-            idx = row_order(n, pair, order)
-            several = row_tables(idx, n if order is None else max(n, int(order.max(initial=0))+1))
+            stored = n if order is None else max(n, int(order.max(initial=0))+1)
+            several = row_tables(row_order(n, pair, order), stored)
             self._tables[key] = self.card.upload(several[0]) if len(several)==1 else None
         table = self._tables[key]
         return None if table is None else self.card.address(table)
@@ -924,14 +980,27 @@ class Staging:
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #f1c5c9d5
 def _key(t):
     "What the moves of a tensor depend on"
-    return t.kind or (t.fmt,t.shape,*((p,s.dtype,s.nbytes,s.reciprocal) for p,s in t.spans.items()))
+    if t.kind:
+        return t.kind
+    spans = [(p,s.dtype,s.nbytes,s.reciprocal) for p,s in t.spans.items()]
+    return t.fmt,t.shape,*spans
 
-def _groups(ts, seen)->dict: # What they share -> their numbers
-    "Sources that differ in their places alone"
+class _Alike(NamedTuple):
+    "Sources of a want that differ in their places alone"
+    shape:tuple # In which to see each
+    numbers:np.ndarray # Among all sources
+    tensors:list
+
+    @property
+    def first(self): return self.tensors[0]
+
+def _groups(ts, seen)->list[_Alike]:
+    "All sources of a want"
     found = {}
     for i,(t,shape) in enumerate(zip(ts, seen)):
         found.setdefault((_key(t),tuple(shape)), []).append(i)
-    return found
+    return [_Alike(shape, np.array(idx), [ts[i] for i in idx])
+        for (_,shape),idx in found.items()]
 
 @patch
 def _moves_of(self:Staging, f, n4, t, shape)->list|None:
@@ -940,13 +1009,30 @@ def _moves_of(self:Staging, f, n4, t, shape)->list|None:
     None where there is one that the card cannot move."""
     key = f.name,n4,shape,_key(t)
     if key not in self._alike:
-        source = _Source(f, shape[-2], shape[-1], n4, shape[0] if len(shape)==3 else 1)
+        matrices = shape[0] if len(shape)==3 else 1
+        source = _Source(f, shape[-2], shape[-1], n4, matrices)
         found = list(source.moves(t))
         fine = all(m for *_,m in found)
         self._alike[key] = [(*which,np.int64(m.row)) for *which,m in found] if fine else None
     return self._alike[key]
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3dba0389
+def _plain(w, o, turned)->bool:
+    "Is a want made of the rows of its sources, as they are?"
+    if turned or w.array or o.fn or o.integers or o.cols is not None:
+        return False
+    if len(w.shape)<2 or len(w.shape)==2 and o.axis==1:
+        return False
+    return 0 not in w.shape
+
+def _format_made(groups)->CardFormat|None:
+    "The format that a card makes of such sources by itself; None if it makes none"
+    if not all(_in_place(g.tensors) for g in groups):
+        return None
+    f = _streamed([g.first for g in groups])
+    by_rows = [g for g in groups if g.first.fmt in ('FP8_CHANNEL','FP8_BLOCK')]
+    return None if any(g.first.shape!=g.shape for g in by_rows) else f
+
 @patch
 def add(self:Staging,
     w, # `Want`
@@ -956,29 +1042,21 @@ def add(self:Staging,
     turned:bool=False, # Are some of them stored transposed?
 )->Landing|None:
     "Expect the sources of a want; None where the card cannot pack them by itself"
-    if turned or w.array or o.fn or o.integers or o.cols is not None:
+    if not _plain(w, o, turned):
         return None
-    if len(w.shape)<2 or len(w.shape)==2 and o.axis==1:
-        return None
-    groups = [(shape, idx, [ts[i] for i in idx]) for (_,shape),idx in _groups(ts, seen).items()]
-    kinds = [(shape, some[0]) for shape,_,some in groups]
-    if 0 in w.shape or not all(_in_place(some) for *_,some in groups):
-        return None
-    if not (f := _streamed([t for _,t in kinds])):
-        return None
-    if any(t.fmt in ('FP8_CHANNEL','FP8_BLOCK') and t.shape!=shape for shape,t in kinds):
-        return None
-    table = self._table(w.shape[-2], w.pair, o.order)
+    groups = _groups(ts, seen)
+    f = _format_made(groups)
+    table = f and self._table(w.shape[-2], w.pair, o.order)
     if table is None:
         return None
     n4 = -(-w.shape[-2]//4)*4
-    moves = [self._moves_of(f, n4, t, shape) for shape,t in kinds]
+    moves = [self._moves_of(f, n4, g.first, g.shape) for g in groups]
     if None in moves:
         return None
-    to = self._landing(w, f, [t for _,t in kinds])
+    to = self._landing(w, f, [g.first for g in groups])
     where = _Where(w, ts, seen, table)
-    for (_,idx,some),its in zip(groups, moves):
-        self._expect(to, where, np.array(idx), some, its)
+    for g,its in zip(groups, moves):
+        self._expect(to, where, g, its)
     return to
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #47a808b9
@@ -1012,33 +1090,40 @@ def _room(self:Staging, to, names)->dict: # Their addresses
 class _Where:
     "Where the sources of a want belong in it, each number an array of all of them"
     def __init__(self, w, ts, seen, table):
-        n,E = len(ts),w.shape[0] if len(w.shape)==3 else 0
-        per = n//E if E and len(seen[0])==2 else n # sources of a matrix
-        i,above = np.arange(n),np.cumsum([0, *(s[-2] for s in seen[:per])])
+        i = np.arange(len(ts))
+        E = w.shape[0] if len(w.shape)==3 else 0
+        per = len(ts)//E if E and len(seen[0])==2 else len(ts) # sources of a matrix
+        above = np.cumsum([0, *(s[-2] for s in seen[:per])])
         self.matrix = i//per if E else 0*i
         self.above,self.table = above[i%per],table
         self.part = np.cumsum([0, *(len(t.spans) for t in ts)]) # Number of the first of each
 
+    def differing(self, idx, row, base, size, numbers, waits):
+        "What parts of sources `idx` have of their own: [n, 6]"
+        at = base+self.matrix[idx]*size
+        own = row,at,self.above[idx],self.table,numbers,waits
+        return np.stack(np.broadcast_arrays(*own), 1)
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #c211b85f
 @patch
 def _expect(self:Staging,
     to, # Landing
     where, # `_Where` its sources belong
-    idx, # Numbers of sources that are alike
-    ts, # These
+    g:_Alike, # Some of them
     its, # As `_moves_of` gives them
 ):
     "Say how each part of some sources moves"
     if to.moves is None:
         to.moves = np.full(where.part[-1], -1)
-    n,order = len(idx),list(ts[0].spans)
+    n = len(g.numbers)
+    order = list(g.first.spans)
     for part,array,size,row in its:
         numbers = self._count+np.arange(n)
-        to.moves[where.part[idx]+order.index(part)] = numbers
-        at = to.base.get(array, 0)+where.matrix[idx]*size
+        to.moves[where.part[g.numbers]+order.index(part)] = numbers
+        own = len(self._rows),to.base.get(array, 0),size,numbers
         waits = to.number if to.waits(part) else -1
-        more = len(self._rows),at,where.above[idx],where.table,numbers,waits
-        self._more.append(np.stack(np.broadcast_arrays(*more), 1))
-        self._names.append((self._count,ts,part))
+        self._more.append(where.differing(g.numbers, *own, waits))
+        self._names.append((self._count,g.tensors,part))
         self._rows.append(row)
         self._count += n
 
@@ -1051,6 +1136,7 @@ class _Line:
         self.src,self.jobs = whole[:size],whole[size:].view('int64').reshape(-1, len(_JOB))
         self.address = card.address(whole)
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #72c98df3
 @patch
 def begin(self:Staging,
     windows, # All that will be read
@@ -1058,13 +1144,19 @@ def begin(self:Staging,
 ):
     "All wants are known: have the card ready"
     mine = np.flatnonzero(moves>=0)
-    self._windows,self._first = windows,mine.searchsorted(windows.first)
-    self._prepare(moves[mine], *(a[mine] for a in (windows.lo, windows.at, windows.n)))
+    self._windows = windows
+    self._first = mine.searchsorted(windows.first)
+    self._prepare(moves[mine], windows.lo[mine], windows.at[mine], windows.n[mine])
     more = self._jobs.strides[0]*int(np.diff(self._first).max(initial=1))
     self.ring = Ring(self.count, self.size+more, self.stream.buffer)
     self._lines = [_Line(self.card, self.size, more) for _ in range(self.count)]
+    self._load_kernel()
+
+@patch
+def _load_kernel(self:Staging):
+    "Have pack.cu move nothing, so that it is there"
     nothing = np.int64([Move(0, 1, 1, 0, 1, 1).row])
-    _launch(self._lines[0].src, self.card.upload(nothing), 1, self.bad) # loads the kernel
+    _launch(self._lines[0].src, self.card.upload(nothing), 1, self.bad)
     self.card.synchronize()
 
 @patch
@@ -1100,17 +1192,24 @@ def send(self:Staging,
     first,last = self._first[i:i+2].tolist()
     if first==last:
         return None
-    late,line = self._expected(first, last),self._lines[b.place]
-    jobs = self._jobs[first:last].reshape(-1).view(np.uint8)
+    late = self._expected(first, last)
+    mark = self._take_apart(b, self._jobs[first:last], self._blocks[i])
+    for to in late:
+        to.marks.append(mark)
+    return mark.wait
+
+@patch
+def _take_apart(self:Staging, b, jobs, blocks):
+    "Copy buffer `b` with `jobs` behind its bytes, and launch pack.cu; the mark after that"
+    line = self._lines[b.place]
+    count = len(jobs)
+    jobs = jobs.reshape(-1).view(np.uint8)
     end = self.size+len(jobs)
     b.data[self.size:end] = jobs
     with line.stream.here():
         line.stream.copy(line.address, b.address, end)
-        _launch(line.src, line.jobs, self._blocks[i], self.bad, last-first)
-        mark = line.stream.mark(asleep=True)
-    for to in late:
-        to.marks.append(mark)
-    return mark.wait
+        _launch(line.src, line.jobs, blocks, self.bad, count)
+        return line.stream.mark(asleep=True)
 
 @patch
 def _expected(self:Staging, first, last)->list[Landing]:
@@ -1172,7 +1271,8 @@ def _noise(card, f, seed, std, n=1<<19):
 def _filled(card, shape, noise):
     "An array of `shape` with `noise` over and over"
     a = card.empty(shape, noise.dtype)
-    flat,n = a.reshape(-1),len(noise)
+    flat = a.reshape(-1)
+    n = len(noise)
     for i in range(0, len(flat), n):
         flat[i:i+n] = noise[:len(flat)-i]
     return a
@@ -1185,6 +1285,7 @@ def _full(card, array, value):
     n = min(1<<19, int(np.prod(shape)))
     return _filled(card, shape, card.upload(np.resize(np.asarray(value, dtype), n)))
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #1869eec8
 def invented(card, shape, f:CardFormat, pair:bool=False, seed:int=0)->Packed:
     "Random weights of `shape`, [n,k] or [E,n,k], packed in the format `f`"
     *E,n,k = shape
@@ -1193,7 +1294,8 @@ def invented(card, shape, f:CardFormat, pair:bool=False, seed:int=0)->Packed:
     new = f.arrays(max(1, E)*-(-n//4)*4, k)
     w = _filled(card, new['w'][0], _noise(card, f, seed, std))
     s,gs = f.even(std) if f.even else (None,None)
-    s,gs = _full(card, new['s'], s),_full(card, new['gs'], gs)
+    s = _full(card, new['s'], s)
+    gs = _full(card, new['gs'], gs)
     return Packed(f.fmt, n, k, w, s, gs, E, pair)
 
 @patch

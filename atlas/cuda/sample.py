@@ -53,7 +53,8 @@ def mapped(
     if card.kind!='cuda':
         a = card.zeros(shape, 'int32')
         return a,a.view(np.ndarray)
-    c,n = card.xp.cuda,int(np.prod(shape))
+    c = card.xp.cuda
+    n = int(np.prod(shape))
     m = c.alloc_pinned_memory(4*n)
     host = np.frombuffer(m, np.int32, n).reshape(shape)
     host[...] = 0
@@ -462,7 +463,8 @@ def _launch(kernel, t, rows, args):
         *args,
         CHUNKS=t.chunks)
 
-def _of(t, *names): return {name:getattr(t, name) for name in names}
+def _of(t, *names):
+    return {name:getattr(t, name) for name in names}
 
 def _scan(logits, t, rows, width, given):
     "Look at every logit: what is asked for is done to it, and the best are found"

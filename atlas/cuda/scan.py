@@ -116,7 +116,8 @@ class MambaManyArgs(NamedTuple):
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #273ecd55
 _STEP = 'first starts state_in state_out tile_seq tile_lo tile_hi'.split()
 
-def _tables(b): return {name:getattr(b, name) for name in _STEP}
+def _tables(b):
+    return {name:getattr(b, name) for name in _STEP}
 
 def _room(dk, dv, more):
     "Bytes of shared memory of a block that prepares a tile, `more` floats included"
@@ -132,21 +133,10 @@ def _carry(card, seqs, args, dk, tails):
     vh = args.vh
     dv = args.y.shape[1]//vh
     shared = held*(512*dk+22272+4096*n)+8192*n+64
-    of = dict(
-        DK=dk,
-        DV=dv,
-        GROUPS=n,
-        BUFFERS=held,
-        TAILS=tails,
-        RECORD=record_size(dk, dv))
-    run(
-        'delta_many',
-        (vh*dv//16//n, seqs),
-        128*n,
-        *args,
-        shared=shared,
-        pdl=False,
-        **of)
+    how = dict(DK=dk, DV=dv, GROUPS=n, BUFFERS=held)
+    how |= dict(TAILS=tails, RECORD=record_size(dk, dv))
+    grid = vh*dv//16//n,seqs
+    run('delta_many', grid, 128*n, *args, shared=shared, pdl=False, **how)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #273ecd57
 @dataclass(frozen=True)
@@ -175,7 +165,8 @@ def _halvable(width, n)->bool:
 
 def _finish_halved(y, b, e, parts):
     "As `_finish`, and as fp16 in so many parts"
-    (R,W),card = y.shape,card_of(y)
+    R,W = y.shape
+    card = card_of(y)
     h = Halved(card.empty((R, parts*W), 'float16'), card.empty(R), parts)
     run('gated_halves', R, 256,
         y, e.x, e.norm_w, b.tile_seq, b.tile_lo, b.tile_hi, h.y, h.scale,
@@ -190,6 +181,17 @@ def _finished(y, b, e, parts):
     return _finish(y, b, e)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #06eb1b3c
+def _tiles_of_delta(card, T, kh, vh, dk)->dict:
+    "Memory for what is known of tiles before their states"
+    shapes = dict(q=(kh,TILE*dk), k=(kh,TILE*dk), t=(vh,2560), p=(vh,2560))
+    made = {name: card.empty((T,*shape), 'uint32') for name,shape in shapes.items()}
+    return made|dict(scal=card.empty((T,vh,3*TILE)))
+
+def _prepare_delta(args:DeltaPrepArgs, T, dk):
+    "Launch `delta_prep` for `T` tiles"
+    shared = max(512*dk, 36864)+1536
+    run('delta_prep', (T,args.kh), 256, *args, shared=shared, pdl=False, DK=dk)
+
 def delta_many(
     x, # [R, C+vh*dv+2*vh] float32: q | k | v | z | b | a, as projected; C = 2*kh*dk + vh*dv
     conv_w, # [C, 4]
@@ -207,30 +209,14 @@ def delta_many(
     parts:int=0, # 1 or 2: as a `Halved` of so many parts, where there is a kernel for that
 ): # [R, vh*dv], normed and gated; zeros in padding rows
     "`atlas.ops.delta.gated_delta` for tiles of prompts: R is 64 for each"
-    card,T,vh = card_of(x),len(x)//TILE,rec.shape[1]
+    card = card_of(x)
+    T = len(x)//TILE
+    vh = rec.shape[1]
     dk,dv,_ = delta_sizes(conv_w, norm_w, vh, kh)
     y = card.empty((len(x), vh*dv)) if out is None else out
-    both = dict(
-        x=x,
-        conv_w=conv_w,
-        conv=conv,
-        kh=kh,
-        vh=vh,
-        c=len(conv_w),
-        width=x.shape[1])
-    both |= _tables(b)
-    for name,shape in dict(q=(kh,TILE*dk), k=(kh,TILE*dk), t=(vh,2560), p=(vh,2560)).items():
-        both[name] = card.empty((T,*shape), 'uint32')
-    both['scal'] = card.empty((T,vh,3*TILE))
-    prep = DeltaPrepArgs(**both, decay=A, dt_bias=dt_bias)
-    run(
-        'delta_prep',
-        (T,kh),
-        256,
-        *prep,
-        shared=max(512*dk, 36864)+1536,
-        pdl=False,
-        DK=dk)
+    both = dict(x=x, conv_w=conv_w, conv=conv, kh=kh, vh=vh, c=len(conv_w), width=x.shape[1])
+    both |= _tables(b)|_tiles_of_delta(card, T, kh, vh, dk)
+    _prepare_delta(DeltaPrepArgs(**both, decay=A, dt_bias=dt_bias), T, dk)
     args = DeltaManyArgs(**both, rec=rec, y=y, tiles=T)
     _carry(card, b.num_seqs, args, dk, len(conv)//len(rec))
     gate = 2 if gate_act=='sigmoid' else 1
@@ -248,30 +234,25 @@ def _prepared(nh, groups):
 
 def _tiles_of_mamba(card, T, groups, nh, hd, N):
     "Memory for what is known of tiles before their states"
-    names = dict(
-        q=(groups,TILE*N),
-        k=(groups,TILE*N),
-        p=(nh,TILE*TILE))
-    made = {name: card.empty((T,*shape), 'uint32') for name,shape in names.items()}
+    shapes = dict(q=(groups,TILE*N), k=(groups,TILE*N), p=(nh,TILE*TILE))
+    made = {name: card.empty((T,*shape), 'uint32') for name,shape in shapes.items()}
     return made|dict(u=card.empty((T,nh,TILE*hd)), scal=card.empty((T,nh,2*TILE)))
 
 def _prepare(both, T, dk, dv, **own):
     "Launch `mamba_prep` for `T` tiles"
-    args = MambaPrepArgs(
-        **both,
-        **own,
-        c=len(own['conv_w']),
-        width=own['x'].shape[1])
+    sizes = dict(c=len(own['conv_w']), width=own['x'].shape[1])
+    args = MambaPrepArgs(**both, **own, **sizes)
     grid = T,args.groups,args.nh//args.groups//args.per
-    run(
-        'mamba_prep',
-        grid,
-        256,
-        *args,
-        shared=_room(dk, dv, TILE*5),
-        pdl=False,
-        DK=dk,
-        DV=dv)
+    shared = _room(dk, dv, TILE*5)
+    run('mamba_prep', grid, 256, *args, shared=shared, pdl=False, DK=dk, DV=dv)
+
+def _carry_mamba(seqs, args, dv, dk, tails):
+    "The states of Mamba layers from tile to tile; `tails` for each slot"
+    warps = 2 if dv%32==0 else 1
+    how = dict(WARPS=warps, DV=dv, DK=dk, TAILS=tails)
+    grid = args.nh*dv//16//warps,seqs
+    ring = 11*8192+2048 # bytes
+    run('mamba_many', grid, 32*warps, *args, shared=ring, pdl=False, **how)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #a28c8043
 def mamba_many(
@@ -293,28 +274,10 @@ def mamba_many(
     nh,dv,dk = rec.shape[1:]
     check_sizes('A Mamba layer', {'heads':dv, 'a state':dk}, _MAMBA)
     y = card.empty((len(x), nh*dv)) if out is None else out
-    both = _tiles_of_mamba(card, T, groups, nh, dv, dk)|_tables(b)|dict(groups=groups, nh=nh)
-    _prepare(both, T, dk, dv, x=x, conv_w=conv_w, conv_b=conv_b, decay=A, dt_bias=dt_bias,
-        conv=conv, per=_prepared(nh, groups))
-    warps = 2 if dv%32==0 else 1
-    args = MambaManyArgs(
-        **both,
-        skip=D,
-        rec=rec,
-        y=y,
-        tiles=T)
-    of = dict(
-        WARPS=warps,
-        DV=dv,
-        DK=dk,
-        TAILS=len(conv)//len(rec))
-    grid = nh*dv//16//warps,b.num_seqs
-    run(
-        'mamba_many',
-        grid,
-        32*warps,
-        *args,
-        shared=11*8192+2048,
-        pdl=False,
-        **of)
+    both = dict(groups=groups, nh=nh)|_tables(b)
+    both |= _tiles_of_mamba(card, T, groups, nh, dv, dk)
+    own = dict(x=x, conv_w=conv_w, conv_b=conv_b, decay=A, dt_bias=dt_bias, conv=conv)
+    _prepare(both, T, dk, dv, **own, per=_prepared(nh, groups))
+    args = MambaManyArgs(**both, skip=D, rec=rec, y=y, tiles=T)
+    _carry_mamba(b.num_seqs, args, dv, dk, len(conv)//len(rec))
     return _finished(y, b, _Ending(x, 0, norm_w, nh*dv//groups, eps, 3), parts)

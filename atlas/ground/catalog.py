@@ -89,9 +89,7 @@ class CatalogEntry:
 
     def format_of(self, name:str)->str:
         "The format in which the tensor `name` is stored"
-        found = (
-            f for p,f in self.tensors.items()
-            if re.search(p, name))
+        found = (f for p,f in self.tensors.items() if re.search(p, name))
         return next(found, 'BF16')
 
 def _bad(field, said, kind): raise ConfigError(f'{field}: {said!r} is no {kind}', param=field)

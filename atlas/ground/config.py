@@ -50,8 +50,7 @@ class RopeConfig:
         if self.kind not in ROPE_KINDS:
             raise UnsupportedError(
                 f'Rope type {self.kind!r} is not supported',
-                hint=f'Supported: {", ".join(ROPE_KINDS)}',
-                param='rope_type')
+                hint=f'Supported: {", ".join(ROPE_KINDS)}', param='rope_type')
         if self.kind in ('llama3','yarn') and self.original_max<1:
             raise ConfigError(
                 f'Rope type {self.kind!r} needs original_max_position_embeddings',
@@ -224,8 +223,7 @@ class VisionConfig:
         require(once, key, 'a block is there twice')
         if self.act!='gelu_tanh':
             raise UnsupportedError(
-                f'Vision activation {self.act!r} is not supported',
-                hint='Supported: gelu_tanh',
+                f'Vision activation {self.act!r} is not supported', hint='Supported: gelu_tanh',
                 param='hidden_act')
 
 # %% ../../nbs/1_ground/04_config.ipynb #bba4eb29
@@ -498,8 +496,7 @@ def kv_elements_per_token(self:ModelConfig)->int:
 def state_elements(self:ModelConfig)->int:
     """Numbers that one sequence keeps, however long: recurrent states and convolution tails of all
     layers"""
-    return sum(
-        math.prod(s)
+    return sum(math.prod(s)
         for i in range(self.num_layers)
         for s in self.state_shapes(i).values())
 

@@ -19,6 +19,8 @@ from .core import UnsupportedError
 from .keys import Keys,expect,unsupported
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #d83cc81a
+_SCALINGS = dict(none='default', linear='linear', yarn='yarn')
+
 def gguf_rope(
     m:Keys, # The metadata
     a:str, # Architecture, with which its keys begin
@@ -28,8 +30,8 @@ def gguf_rope(
     **kw,
 )->RopeConfig:
     "Rope settings of the layers that attend; `kw` are further fields"
-    k,kinds = f'{a}.rope.',dict(none='default', linear='linear', yarn='yarn')
-    kind = m.word(f'{k}scaling.type', kinds, 'default')
+    k = f'{a}.rope.'
+    kind = m.word(f'{k}scaling.type', _SCALINGS, 'default')
     dim = m.whole(f'{k}dimension_count{swa}', dim)
     theta = m.number(f'{k}freq_base{swa}', 10000.)
     if freq_factors is not None:
@@ -134,9 +136,7 @@ def gguf_attention(
     shared = kw.pop('num_kv_heads', None)
     if not shared:
         shared = _same(m, k+'head_count_kv', L, heads)
-    rope = None
-    if turns:
-        rope = gguf_rope(m, a, size, freq_factors, mrope=_sections(m, a))
+    rope = gguf_rope(m, a, size, freq_factors, mrope=_sections(m, a)) if turns else None
     own = _biases(names, kw.pop('bias', False), kw.pop('o_bias', False))
     own['scale'] = m.number(k+'scale', None)
     return AttentionConfig(heads, shared, size, rope, **own|kw)
@@ -192,11 +192,8 @@ def gguf_alike(
     att = gguf_attention(m, a, L, names, freq_factors, window=w, **kw)
     ffn = 'moe' if moe else 'mlp'
     return dict(
-        mixers=('attention',)*L,
-        ffns=(ffn,)*L,
-        moe=moe,
-        attention=att,
-        mlp_bias=gguf_has(names, '.ffn_up.bias'))
+        mixers=('attention',)*L, ffns=(ffn,)*L,
+        moe=moe, attention=att, mlp_bias=gguf_has(names, '.ffn_up.bias'))
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #9393cb20
 GGUF_TOP = dict(token_embd='model.embed_tokens', output_norm='model.norm', output='lm_head')
@@ -280,20 +277,26 @@ class GGUFModel:
         for k in _REFUSED:
             if k not in self.reads:
                 _refuse(m, f'{a}.{k}')
-        mtp = m.whole(f'{a}.nextn_predict_layers', 0, lo=0)
-        L = m.whole(f'{a}.block_count', lo=mtp+1, hi=1024)-mtp
+        L,mtp = _layers(m, a)
         f = self.fields(m, a, L, set(tensors), freq_factors)
         if 'moe' not in f['ffns'] and 'intermediate_size' not in f:
             f['intermediate_size'] = _same(m, f'{a}.feed_forward_length', L)
         if tie_embeddings is None:
             tie_embeddings = bool(tensors) and 'output.weight' not in tensors
-        own = dict(family=self.family, dtype='F16', tie_embeddings=tie_embeddings)
-        own['vocab_size'] = m.whole(f'{a}.vocab_size', _vocabulary(m, tensors))
-        own['mtp_layers'] = mtp if self.drafts else 0
+        own = dict(
+            family=self.family, dtype='F16', tie_embeddings=tie_embeddings,
+            vocab_size=m.whole(f'{a}.vocab_size', _vocabulary(m, tensors)),
+            mtp_layers=mtp if self.drafts else 0)
         return ModelConfig(**own, **_shared(m, a), **f)
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #13ae21a6
+def _layers(m, a)->tuple[int,int]:
+    "Layers of the model, and those behind them that draft"
+    mtp = m.whole(f'{a}.nextn_predict_layers', 0, lo=0)
+    return m.whole(f'{a}.block_count', lo=mtp+1, hi=1024)-mtp,mtp
+
 def _refuse(m, k):
+    "An `UnsupportedError` where the key says anything"
     if m.get(k):
         raise UnsupportedError(f'{k} is not supported', param=k)
 

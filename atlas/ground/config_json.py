@@ -80,6 +80,12 @@ def _scaling(d, r, kind)->dict:
     return own
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #5103203e
+def _rotated(d, r)->float:
+    "Which part of a head turns"
+    k = 'partial_rotary_factor'
+    part = r.number(k, None, hi=1.)
+    return d.number(k, 1., hi=1.) if part is None else part
+
 def read_rope(
     d:Keys, # The `config.json`
     head_dim:int,
@@ -89,18 +95,14 @@ def read_rope(
     r = _rope_settings(d)
     kinds = {k:k for k in ROPE_KINDS if k!='factors'}
     kind = r.word(r.named('rope_type', 'type'), kinds, 'default')
-    p = 'partial_rotary_factor'
-    part = r.number(p, None, hi=1.)
-    if part is None:
-        part = d.number(p, 1., hi=1.)
+    part = _rotated(d, r)
     own = _scaling(d, r, kind)
     dim = int(head_dim*part)
     if kind=='proportional':
         own['pairs'] = int(part*head_dim//2)
         dim = head_dim
     theta = r.number('rope_theta', 10000.)
-    return RopeConfig(
-        theta=theta, dim=dim, kind=kind, mrope=_mrope(r, mrope), **own)
+    return RopeConfig(theta=theta, dim=dim, kind=kind, mrope=_mrope(r, mrope), **own)
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #4a8a1dcd
 _LAYERS = dict(full_attention='attention', attention='attention', sliding_attention='sliding',
@@ -204,7 +206,8 @@ def _check_fp8(q):
     if tiles not in (None,known):
         raise unsupported('weight_block_size', tiles, [known])
 
-def _check_mxfp4(q): "There is one kind of it"
+def _check_mxfp4(q):
+    "There is one kind of it"
 
 def _check_int4(q):
     q.only(bits=4)
@@ -235,10 +238,8 @@ def read_quantization(d:Keys, quant:Keys)->dict|None:
 # %% ../../nbs/1_ground/05_config_json.ipynb #910e6e2a
 def token_ids(*vs)->tuple[int,...]:
     "Token ids from values that are an id, a list of ids, or absent; in order, each once"
-    flat = [
-        i for v in vs
-        if v is not None
-        for i in (v if isinstance(v, list) else [v])]
+    each = [v if isinstance(v, list) else [v] for v in vs if v is not None]
+    flat = [i for v in each for i in v]
     for i in flat:
         if isinstance(i, bool) or not isinstance(i, int):
             raise ConfigError(f'eos_token_id holds {i!r}, expected token ids', param='eos_token_id')
@@ -266,8 +267,7 @@ class HFModel:
 @patch
 def _complete(self:HFModel, f):
     "The keys `f`, with what absent ones mean"
-    said = {
-        k:v
+    said = {k:v
         for k,v in f.items() if v is not None or k=='sliding_window'}
     f = f.like(self.absent|said)
     if 'per_layer_config' not in self.own:
@@ -286,21 +286,17 @@ def _shared(self:HFModel, f):
         bos_id=f.whole('bos_token_id', None, lo=0))
 
 @patch
-def model(
-    self:HFModel, f:Keys, d:Keys, generation:Keys, quant:Keys)->ModelConfig:
+def model(self:HFModel, f:Keys, d:Keys, generation:Keys, quant:Keys)->ModelConfig:
     "As `__call__`; `f` are the keys that tell of the language model"
     f = self._complete(f)
     V = f.whole('vocab_size')
     ends = token_ids(*(x.get('eos_token_id') for x in (generation, f, d)))
     f.table('vision_config')  # an object, also where nobody looks into it
     dtype = _word(f, f.named('dtype', 'torch_dtype'), 'bfloat16')
-    own = self._shared(f)
-    own['name'] = _word(d, '_name_or_path', '')
-    own['quantization'] = read_quantization(f, quant)
-    own['dtype'] = _DTYPES.get(dtype, 'BF16')
-    own['vocab_size'] = V
-    own['eos_ids'] = tuple(i for i in ends if i<V)
-    return ModelConfig(**own|self.fields(f))
+    own = dict(
+        name=_word(d, '_name_or_path', ''), quantization=read_quantization(f, quant),
+        dtype=_DTYPES.get(dtype, 'BF16'), vocab_size=V, eos_ids=tuple(i for i in ends if i<V))
+    return ModelConfig(**self._shared(f)|own|self.fields(f))
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #4df4b0b4
 @dataclass(frozen=True)

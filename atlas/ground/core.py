@@ -125,9 +125,7 @@ def bytes_in(text:str)->int:
     return int(float(number)*(1024 if binary else 1000)**power)
 
 # %% ../../nbs/1_ground/01_core.ipynb #2c52c212
-_UNITS = dict(
-    ns=1e-9, us=1e-6, µs=1e-6, ms=1e-3,
-    s=1., m=60., h=3600., d=86400.)
+_UNITS = dict(ns=1e-9, us=1e-6, µs=1e-6, ms=1e-3, s=1., m=60., h=3600., d=86400.)
 _PART = re.compile(r'(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)')
 
 def seconds_in(
@@ -152,9 +150,8 @@ def _seconds(text):
         return float(text)
     except ValueError:
         pass # then it has units
-    sign,rest = (
-        (-1,text[1:]) if text.startswith('-')
-        else (1,text))
+    sign = -1 if text.startswith('-') else 1
+    rest = text[1:] if sign<0 else text
     parts = _PART.findall(rest)
     if not parts or ''.join(n+u for n,u in parts)!=rest:
         return None
@@ -204,10 +201,13 @@ def interactive()->bool:
 # %% ../../nbs/1_ground/01_core.ipynb #c5adea94
 class _Quiet:
     "A bar that draws nothing"
-    def update(self, n): pass
-    def close(self): pass
+    def update(self, n):
+        pass
+    def close(self):
+        pass
     def __enter__(self): return self
-    def __exit__(self, *_): pass
+    def __exit__(self, *_):
+        self.close()
 
 class _Told(_Quiet):
     "A bar that tells a function instead of drawing"

@@ -97,8 +97,7 @@ class Kind:
     @cached_property
     def nbytes(self)->int:
         "Bytes of all parts in the file"
-        return sum(
-            math.prod(shape)*ST_SIZES[dtype]
+        return sum(math.prod(shape)*ST_SIZES[dtype]
             for _,dtype,shape,_ in self.parts)
 
 # %% ../../nbs/1_ground/08_files.ipynb #c1a0b004
@@ -135,21 +134,9 @@ class TensorInfo:
 
 # %% ../../nbs/1_ground/08_files.ipynb #a6fa7ea8
 ST_SIZES = dict(
-    BOOL=1,
-    U8=1,
-    I8=1,
-    F8_E4M3=1,
-    F8_E5M2=1,
-    F8_E8M0=1,
-    U16=2,
-    I16=2,
-    F16=2,
-    BF16=2,
-    U32=4,
-    I32=4,
-    F32=4,
-    U64=8,
-    I64=8,
+    BOOL=1, U8=1, I8=1, F8_E4M3=1, F8_E5M2=1,
+    F8_E8M0=1, U16=2, I16=2, F16=2, BF16=2,
+    U32=4, I32=4, F32=4, U64=8, I64=8,
     F64=8)
 
 def _unique(pairs):
@@ -191,8 +178,7 @@ def _st_entry(file, name, e, start)->Span:
     if not isinstance(dtype, str) or dtype not in ST_SIZES:
         raise UnsupportedError(
             f'{file.name}: tensor {name!r} has the unknown type {dtype!r}',
-            hint=f'Known: {", ".join(ST_SIZES)}',
-            param=name)
+            hint=f'Known: {", ".join(ST_SIZES)}', param=name)
     if b-a!=math.prod(shape)*ST_SIZES[dtype]:
         raise bad(f'is {dtype} {list(shape)} and cannot take the {b-a:,} bytes from {a:,} to {b:,}')
     return Span(file, start+a, b-a, dtype, shape)
@@ -235,16 +221,22 @@ def _fill_exactly(a, b, nbytes, size:int)->bool: # int64 [n] each
     end = np.append(0, b[order])
     return bool((a[order]==end[:-1]).all() and end[-1]==size and (b-a==nbytes).all())
 
-def _plain_spans(file, text, start)->dict[str,Span]|None:
-    "Names and places of all tensors, where `text` is as the library writes it and keeps all rules"
-    if not (columns := _columns(text)):
-        return None
-    names,(dtypes,shapes),ends = columns[0],columns[1:3],columns[3:]
+def _all_dims(dtypes, shapes)->tuple|None: # Bytes of each, and its shape
+    "`_dims` of all entries; None if one of them is against the rules"
     pairs = list(zip(dtypes, shapes))
     known = {k: _dims(*k) for k in set(pairs)}
     if None in known.values():
         return None
-    nbytes,dims = zip(*map(known.get, pairs))
+    return zip(*map(known.get, pairs))
+
+def _plain_spans(file, text, start)->dict[str,Span]|None:
+    "Names and places of all tensors, where `text` is as the library writes it and keeps all rules"
+    if not (columns := _columns(text)):
+        return None
+    names,dtypes,shapes,*ends = columns
+    if not (found := _all_dims(dtypes, shapes)):
+        return None
+    nbytes,dims = found
     a,b = (np.array(list(map(int, c)), np.int64) for c in ends)
     if not _fill_exactly(a, b, np.array(nbytes, np.int64), file.size-start):
         return None
@@ -369,19 +361,22 @@ def _of_global(shape, glob)->tuple|None:
         return shape[:-2]
     return () if math.prod(its)==1 else None
 
+def _as_format(fmt, blocks:bool, shape, scale)->tuple|None:
+    "Format, shape and scale's shape of a tensor whose payload has `shape`; None if they contradict"
+    if fmt[:3]=='FP8':
+        found = _fp8_kind(shape, scale, fmt=='FP8_BLOCK')
+        return found and (found[0],shape,found[1])
+    found = _four_bits(fmt, shape, scale, blocks)
+    return found and (fmt,*found)
+
 @lru_cache(1<<12)
 def _kind(fmt, blocks:bool, data, scale, glob=None)->Kind|str:
     """The kind of a tensor whose parts have these types and shapes;
     the name of one that contradicts the others"""
-    shape = data[1]
-    if fmt[:3]=='FP8':
-        found = _fp8_kind(shape, scale[1], fmt=='FP8_BLOCK')
-        fmt,seen = found or (fmt,None)
-    else:
-        found = _four_bits(fmt, shape, scale[1], blocks)
-        shape,seen = found or (shape,None)
+    found = _as_format(fmt, blocks, data[1], scale[1])
     if not found:
         return 'scale'
+    fmt,shape,seen = found
     parts = ('data',*data),('scale',scale[0],seen,*scale[2:])
     if glob:
         lead = _of_global(shape, glob)
@@ -453,15 +448,17 @@ def _gptq_codes(spans, got, n, less=1):
     zero = _nibbles(_words(got, spans, 'zero')).T
     return data.view(np.uint8),zero+less & 15
 
+def _paired(words)->tuple: # Words of the lower halves of bytes, and of the upper ones
+    "In every byte the integers of two neighbouring inputs, which stand in neighbouring words"
+    even,odd = words[:,::2],words[:,1::2]
+    low = np.uint32(0x0F0F0F0F)
+    return even&low | (odd&low)<<4,even>>4&low | odd&~low
+
 def _awq_codes(spans, got, n):
     "The same of AutoAWQ"
     words = np.ascontiguousarray(_words(got, spans, 'data').T)
-    even,odd = words[:,::2],words[:,1::2]
-    low = np.uint32(0x0F0F0F0F)
-    lower = even&low | (odd&low)<<4 # of two inputs, in every byte
-    upper = even>>4&low | odd&~low
-    data = np.empty((len(words),8,even.shape[1]), np.uint8)
-    for i,p in enumerate((lower, upper)):
+    data = np.empty((len(words),8,words.shape[1]//2), np.uint8)
+    for i,p in enumerate(_paired(words)):
         b = p.view(np.uint8).reshape(*p.shape, 4)
         for j in range(4):
             data[:,_AWQ_ORDER[2*j+i]] = b[...,j]
@@ -524,11 +521,16 @@ def _int4_names(name, spans):
         if k not in spans:
             raise bad(f'{name!r} is packed, and {k!r} is not there', param=name)
     names = dict(data=name)|{p: base+end for p,end in ends.items() if base+end in spans}
+    _check_int4_types(names, spans)
+    return names
+
+def _check_int4_types(names, spans):
+    "A `CheckpointError` for a part of another type than its layout has"
     for p,k in names.items():
         dtype,types = spans[k].dtype,_INT4_TYPES.get(p, ('I32',))
         if dtype not in types:
-            raise bad(f'{k!r} is {dtype}, expected {" or ".join(types)}', param=name)
-    return names
+            raise spans[names['data']].file.bad(
+                f'{k!r} is {dtype}, expected {" or ".join(types)}', param=names['data'])
 
 # %% ../../nbs/1_ground/08_files.ipynb #e1039e29
 @dataclass(frozen=True)
@@ -557,11 +559,14 @@ def _int4_kind(
         return None
     if awq and 'groups' in spans:
         return None # AutoAWQ knows no order of columns
+    fits = _others_fit(spans, turned, n, k, groups)
+    return _Int4Kind((n,k), groups, awq) if fits else None
+
+def _others_fit(spans, turned, n, k, groups)->bool:
+    "Have zero points and the columns' groups, if there are any, the shapes of a matrix [n, k]?"
     words = -(-n//8)
     want = dict(groups=(k,), zero=(groups,words) if turned else (words,groups))
-    if any(p in spans and spans[p].shape!=shape for p,shape in want.items()):
-        return None
-    return _Int4Kind((n,k), groups, awq)
+    return all(spans[p].shape==shape for p,shape in want.items() if p in spans)
 
 def _scattered(s:Span, name, groups):
     "Do the columns of some group lie apart? `s`: the group of each column"
@@ -590,6 +595,12 @@ def _int4_format(name, mine, kind)->str:
         raise UnsupportedError(f'{said}, and Atlas reads multiples of 32', param=name)
     return 'INT4'
 
+def _contradict(name, parts:dict)->CheckpointError:
+    "What to say of parts whose shapes make no matrix"
+    shapes = {k:list(s.shape) for k,s in parts.items()}
+    said = f'the parts of {name!r} contradict each other: {shapes}'
+    return parts[name].file.bad(said, param=name)
+
 def _int4_info(name, spans, v2):
     "The packed matrix whose payload is `name`, and names of its parts; None if it is none"
     if not (names := _int4_names(name, spans)):
@@ -597,9 +608,7 @@ def _int4_info(name, spans, v2):
     mine = {p:spans[k] for p,k in names.items()}
     turned = name.endswith('.qweight')
     if not (kind := _int4_kind(mine, turned)):
-        shapes = {names[p]:list(s.shape) for p,s in mine.items()}
-        said = f'the parts of {name!r} contradict each other: {shapes}'
-        raise spans[name].file.bad(said, param=name)
+        raise _contradict(name, {names[p]:s for p,s in mine.items()})
     codes = _codes_of(turned, kind.awq, v2)
     fmt = _int4_format(name, mine, kind)
     whole = name.rsplit('.', 1)[0]+'.weight'
@@ -615,6 +624,15 @@ def _whole_name(k:str)->str:
     "Name of the tensor whose payload is `k`"
     return k if k.endswith('.weight') else k.removesuffix('_packed').removesuffix('_blocks')
 
+def _packed_info(k:str, spans)->tuple[TensorInfo,tuple]|None:
+    "The tensor whose payload is `k`, and the names of its parts; None if it is not packed"
+    if not (m := _match(k, spans)):
+        return None
+    fmt,names,parts = m
+    t = _packed(fmt, parts, k)
+    t.name = _whole_name(k)
+    return t,names
+
 def st_infos(
     spans:dict[str,Span], # By stored name
     quantization:dict|None=None, # As in `ModelConfig`
@@ -625,16 +643,12 @@ def st_infos(
     v2 = (quantization or {}).get('checkpoint_format')=='gptq_v2'
     those = [k for k,s in spans.items() if s.dtype in _MAY_BE_PACKED]
     for k in sorted(those, key=_is_scale): # most scales are found with what they are for
-        if spans[k].dtype=='I32':
-            if found := _int4_info(k, spans, v2):
-                infos.append(found[0])
-                used |= found[1]
-        elif k not in used and (m := _match(k, spans)):
-            fmt,names,parts = m
-            used.update(names)
-            t = _packed(fmt, parts, k)
-            t.name = _whole_name(k)
-            infos.append(t)
+        whole = _int4_info(k, spans, v2) if spans[k].dtype=='I32' else None
+        if spans[k].dtype!='I32' and k not in used:
+            whole = _packed_info(k, spans)
+        if whole:
+            infos.append(whole[0])
+            used.update(whole[1])
     rest = ((k,s) for k,s in spans.items() if k not in used)
     return infos+[TensorInfo(k, s.dtype, s.shape, dict(data=s), stored=k) for k,s in rest]
 
@@ -773,8 +787,7 @@ _APART = re.compile(r'(?:[A-Za-z_]+\.)*?(visual|mtp|lm_head)\.(.+)')
 
 def trunk_prefix(names:Iterable[str])->str:
     "What stands before the names of a model's trunk"
-    found = [
-        m[1] or ''
+    found = [m[1] or ''
         for n in names
         if 'embed' in n and not _APART.fullmatch(n) and (m := _EMBED.fullmatch(n))]
     if len(found)<2:

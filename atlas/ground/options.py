@@ -432,8 +432,7 @@ def _fields(said:dict, model:str)->dict:
         names = ', '.join(strange)
         hint = f'It may have {", ".join(known)}'
         _refuse(f'speculative_config has {names}', 'speculative_config', hint)
-    found = {
-        _VLLM[k]:v
+    found = {_VLLM[k]:v
         for k,v in said.items() if k!='method' and v is not None}
     if found.get('draft_model')==model:
         del found['draft_model']

@@ -40,10 +40,9 @@ def encode(
         return FORMATS[fmt].encode(w)
     row = np.zeros((1,w.shape[1]), np.float32)
     row[0,0] = amax
-    return {
-        k:p[:-1] if p.ndim else p
-        for k,p in FORMATS[fmt].encode(np.concatenate([
-            w, row])).items()}
+    parts = FORMATS[fmt].encode(np.concatenate([w, row]))
+    return {k: p[:-1] if p.ndim else p
+        for k,p in parts.items()}
 
 _GLOBAL = 'NVFP4','FP8_TENSOR' # Formats with one scale for all of a matrix
 
@@ -83,47 +82,25 @@ class Layout:
         own = FORMATS[self.fmt].layout(shape)[part][1]
         return self.dims[part](shape, own) if part in self.dims else own
 
-_CODES = dict(data=('.weight','F8_E4M3'))
-_SCALE = dict(scale=('.weight_scale','F8_E4M3'))
+# Endings and types of the parts of each format
+def _nvfp4(data, factor):
+    return {'data':(data,'U8'),
+        'scale':('.weight_scale','F8_E4M3'), 'global':(factor,'F32')}
+def _fp8(scale): return dict(data=('.weight','F8_E4M3'), scale=(scale,'F32'))
+def _mxfp4(data, scale): return dict(data=(data,'U8'), scale=(scale,'U8'))
+
 LAYOUTS = [
-    Layout(
-        'nvfp4',
-        'modelopt',
-        'NVFP4',
-        'modelopt',
-        dict(data=('.weight','U8'))|_SCALE
-        |{'global':('.weight_scale_2','F32')}),
-    Layout(
-        'nvfp4',
-        'compressed-tensors',
-        'NVFP4',
-        'compressed-tensors',
-        dict(data=('.weight_packed','U8'))|_SCALE
-        |{'global':('.weight_global_scale','F32')},
-        {'global':lambda s,own: (1,)}),
-    Layout(
-        'fp8', 'block', 'FP8_BLOCK', 'fp8', _CODES|dict(scale=('.weight_scale_inv','F32'))),
-    Layout(
-        'fp8',
-        'channel',
-        'FP8_CHANNEL',
-        'compressed-tensors',
-        _CODES|dict(scale=('.weight_scale','F32')),
+    Layout('nvfp4', 'modelopt', 'NVFP4', 'modelopt', _nvfp4('.weight', '.weight_scale_2')),
+    Layout('nvfp4', 'compressed-tensors', 'NVFP4', 'compressed-tensors',
+        _nvfp4('.weight_packed', '.weight_global_scale'), {'global': lambda s,own: (1,)}),
+    Layout('fp8', 'block', 'FP8_BLOCK', 'fp8', _fp8('.weight_scale_inv')),
+    Layout('fp8', 'channel', 'FP8_CHANNEL', 'compressed-tensors', _fp8('.weight_scale'),
         dict(scale=lambda s,own: (*own,1))),
-    Layout(
-        'fp8', 'tensor', 'FP8_TENSOR', 'fp8', _CODES|dict(scale=('.weight_scale','F32'))),
-    Layout(
-        'mxfp4', 'compressed-tensors', 'MXFP4', 'compressed-tensors',
-        dict(data=('.weight_packed','U8'), scale=('.weight_scale','U8'))),
-    Layout(
-        'mxfp4',
-        'gpt-oss',
-        'MXFP4',
-        'mxfp4',
-        dict(data=('_blocks','U8'), scale=('_scales','U8')),
-        dict(
-            data=lambda s,own: (
-                *s[:-1], s[-1]//32, 16)))]
+    Layout('fp8', 'tensor', 'FP8_TENSOR', 'fp8', _fp8('.weight_scale')),
+    Layout('mxfp4', 'compressed-tensors', 'MXFP4', 'compressed-tensors',
+        _mxfp4('.weight_packed', '.weight_scale')),
+    Layout('mxfp4', 'gpt-oss', 'MXFP4', 'mxfp4', _mxfp4('_blocks', '_scales'),
+        dict(data=lambda s,own: (*s[:-1], s[-1]//32, 16)))]
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #093a8715
 def _misfit(l:Layout, shape)->str:
@@ -135,8 +112,7 @@ def _misfit(l:Layout, shape)->str:
     return f'{bad:,} is not whole blocks of {n}; --layout channel has none' if bad else ''
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #1bf7f61f
-def _prefixes(
-    kept:Iterable[str], taken:Iterable[str])->list[tuple[str,str]]:
+def _prefixes(kept:Iterable[str], taken:Iterable[str])->list[tuple[str,str]]:
     """Shortest prefixes, cut at dots, that cover all of `kept` and none of `taken`;
     each with what may follow: '*', '.*' or nothing"""
     taken,out = sorted(taken),set()
@@ -146,9 +122,8 @@ def _prefixes(
     for k in kept:
         cuts = [k[:i] for i,c in enumerate(k) if c=='.']
         ways = [(p,end) for p in cuts for end in ('*','.*')]
-        safe = (
-            w for w in ways
-            if not covers_taken(w[0]+w[1][:-1]))
+        safe = ((p,end)
+            for p,end in ways if not covers_taken(p+end[:-1]))
         out.add(next(safe, (k,'')))
     return sorted(out)
 
@@ -183,17 +158,11 @@ def _ct_config(l, kept, taken, _):
     "For compressed-tensors: one group, and expressions for what is not in it"
     weights,acts,packing = _CT[l.fmt]
     group = dict(
-        targets=['Linear'],
-        weights=weights,
-        input_activations=acts,
-        output_activations=None,
+        targets=['Linear'], weights=weights, input_activations=acts, output_activations=None,
         format=packing)
     config = dict(
-        quant_method=l.method,
-        format=packing,
-        quantization_status='compressed',
-        config_groups=dict(group_0=group),
-        ignore=_regexes(kept, taken),
+        quant_method=l.method, format=packing, quantization_status='compressed',
+        config_groups=dict(group_0=group), ignore=_regexes(kept, taken),
         kv_cache_scheme=None)
     return config,None
 
@@ -211,9 +180,7 @@ def _oss_config(l, kept, taken, _):
     return dict(quant_method='mxfp4', modules_to_not_convert=[*OSS_KEPT, *experts]),None
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #eb051fd3
-_NVFP4 = {
-    k:dict(quant_algo=k, group_size=16)
-    for k in ('NVFP4','W4A16_NVFP4')}
+_NVFP4 = {k: dict(quant_algo=k, group_size=16) for k in ('NVFP4','W4A16_NVFP4')}
 
 def _modelopt_what(taken, others:dict)->tuple[dict,dict]:
     "Which algorithm each module has, where they differ; and the one group, where they do not"
@@ -230,8 +197,7 @@ def _modelopt_what(taken, others:dict)->tuple[dict,dict]:
 def _modelopt_config(l, kept, taken, others:dict):
     """For modelopt, both files; `others`: modules that were quantised before, and modelopt's names
     of their formats"""
-    ignore = [
-        p+e for p,e in _prefixes(kept, [*taken,*others])]
+    ignore = [p+e for p,e in _prefixes(kept, [*taken,*others])]
     what,groups = _modelopt_what(taken, others)
     who = dict(name='atlas', version=__version__)
     config = dict(quant_method='modelopt', **what, **groups, ignore=ignore, producer=who)
@@ -271,17 +237,14 @@ def _stack_shape(t:TensorInfo, turned:bool, hidden:int)->tuple[int,int]:
         f'{t.name} in {t.file} is {list(t.shape)}, expected {hidden} as its {side} width',
         param=t.name)
 
-def _stack(
-    t:TensorInfo, family:str, hidden:int, keep_stack:bool)->list[Matrix]:
+def _stack(t:TensorInfo, family:str, hidden:int, keep_stack:bool)->list[Matrix]:
     """The matrices in a stack of experts, two for each expert where gate and up are one;
     a `CheckpointError` if its shape is not that of the model"""
     turned = family in _TURNED and t.fmt in ('F32','F16','BF16')
     out,inn = _stack_shape(t, turned, hidden)
     experts = range(t.shape[0])
     if keep_stack:
-        return [
-            Matrix(
-                t.name, t, (out,inn), e, turned=turned, slot=e)
+        return [Matrix(t.name, t, (out,inn), e, turned=turned, slot=e)
             for e in experts]
     parent,_,leaf = t.name.rpartition('.')
     names = ('gate_proj','up_proj') if leaf=='gate_up_proj' else (leaf,)
@@ -313,8 +276,7 @@ def _matched(name, globs):
     def hits(g): return fnmatchcase(name, g) or fnmatchcase(_module(name), g)
     return first(g for g in globs if hits(g))
 
-def _why_not(
-    t:TensorInfo, o:QuantOptions, l:Layout, ms:list[Matrix])->str:
+def _why_not(t:TensorInfo, o:QuantOptions, l:Layout, ms:list[Matrix])->str:
     "Why a wanted tensor is kept all the same, or nothing"
     if glob := _matched(t.name, o.keep):
         return f'--keep {glob}'
@@ -326,37 +288,29 @@ def _why_not(
         return f'{t.fmt} already'
     if l.name=='gpt-oss' and not _is_stack(t):
         return 'gpt-oss has 4 bits for experts only'
-    return next(
-        filter(None, (_misfit(l, m.shape) for m in ms)), '')
+    return next(filter(None, (_misfit(l, m.shape) for m in ms)), '')
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #7f25634c
-def _candidates(
-    infos:dict, o:QuantOptions, l:Layout, family:str, hidden:int)->dict:
+def _candidates(infos:dict, o:QuantOptions, l:Layout, family:str, hidden:int)->dict:
     "Matrices in each tensor of a kind that is quantised"
     prefix = trunk_prefix(infos)
     def wanted(k, t):
-        return (
-            _wanted(canonical(k, prefix), o)
-            and len(t.shape) in (2,3)
-            and 0 not in t.shape)
+        matrix = len(t.shape) in (2,3) and 0 not in t.shape
+        return matrix and _wanted(canonical(k, prefix), o)
     def matrices(k, t):
         if _is_stack(t):
             return _stack(t, family, hidden, l.name=='gpt-oss')
         return [Matrix(_module(k), t, t.shape)]
-    return {
-        k: matrices(k, t)
+    return {k: matrices(k, t)
         for k,t in infos.items() if wanted(k, t)}
 
-def _select(
-    infos:dict, o:QuantOptions, l:Layout, family:str, hidden:int)->tuple[dict,dict]:
+def _select(infos:dict, o:QuantOptions, l:Layout, family:str, hidden:int)->tuple[dict,dict]:
     "Matrices of the tensors to take, and reasons for those wanted that are kept; units stay whole"
     ms = _candidates(infos, o, l, family, hidden)
-    why = {
-        k: r
-        for k in ms
-        if (r := _why_not(infos[k], o, l, ms[k]))}
-    units = {
-        _unit(_module(k)): (_module(k),r)
+    why = {k: _why_not(infos[k], o, l, m)
+        for k,m in ms.items()}
+    why = {k: r for k,r in why.items() if r}
+    units = {_unit(_module(k)): (_module(k),r)
         for k,r in why.items()}
     for k in ms:
         u = units.get(_unit(_module(k)))
@@ -370,29 +324,23 @@ FORMAT_NAMES = tuple(dict.fromkeys(l.format for l in LAYOUTS))
 def _layouts(o:QuantOptions, family, method)->list[Layout]:
     "Those to choose from, the source's own first; a `ConfigError` for names that do not exist"
     own = family=='gpt_oss' and o.format=='mxfp4'
-    ls = [
-        l for l in LAYOUTS
-        if l.format==o.format and (l.name=='gpt-oss')==own]
+    ls = [l for l in LAYOUTS if l.format==o.format and (l.name=='gpt-oss')==own]
     ls.sort(key=lambda l: l.method!=method)
     if not ls:
         raise ConfigError(
             f'There is no format {o.format!r} to quantise to',
-            hint=f'Formats: {", ".join(FORMAT_NAMES)}',
-            param='format')
+            hint=f'Formats: {", ".join(FORMAT_NAMES)}', param='format')
     named = [l for l in ls if l.name==o.layout]
     if o.layout and not named:
         raise ConfigError(
             f'{o.format} has no layout {o.layout!r} for this model',
-            hint=f'Layouts: {", ".join(l.name for l in ls)}',
-            param='layout')
+            hint=f'Layouts: {", ".join(l.name for l in ls)}', param='layout')
     return named if o.layout else ls
 
 def _choose(infos, o:QuantOptions, family, hidden, method)->tuple:
     "Layout, and what `_select` says of it; a `ConfigError` for names that do not exist"
     ls = _layouts(o, family, method)
-    tries = [
-        (l,*_select(infos, o, l, family, hidden))
-        for l in ls]
+    tries = [(l, *_select(infos, o, l, family, hidden)) for l in ls]
     return max(tries, key=lambda t: len(t[1])) # the first of the best
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #5f49cc63
@@ -414,12 +362,9 @@ class QuantPlan:
     @property
     def tensors(self)->dict:
         "Name -> type and shape of all that will be written"
-        copied = {
-            k: (s.dtype,s.shape)
+        copied = {k: (s.dtype,s.shape)
             for k,s in self.copies.items()}
-        decoded = {
-            k: ('BF16',self.infos[k].shape)
-            for k in self.decode}
+        decoded = {k: ('BF16',self.infos[k].shape) for k in self.decode}
         made = {}
         for g in self.groups:
             for m in g:
@@ -428,9 +373,7 @@ class QuantPlan:
 
     def parts(self, m:Matrix)->dict:
         "Tensors that a matrix becomes, or the stack that it is part of"
-        shape = (
-            m.shape if m.slot is None
-            else (m.info.shape[0],*m.shape))
+        shape = m.shape if m.slot is None else (m.info.shape[0],*m.shape)
         ends = self.layout.ends.items()
         return {
             m.name+end: (dtype,self.layout.shape(part, shape))
@@ -443,9 +386,8 @@ def _check_source(src:Path):
     hint = 'Name a folder with config.json and .safetensors files'
     if not src.exists():
         raise SourceError(f'There is no {str(src)!r}')
-    if (
-        src.suffix=='.gguf'
-        or src.is_dir() and have('*.gguf') and not have('*.safetensors')):
+    only_gguf = src.is_dir() and have('*.gguf') and not have('*.safetensors')
+    if src.suffix=='.gguf' or only_gguf:
         raise UnsupportedError(
             f'{src.name} is GGUF, whose weights have been rounded once already',
             hint='Quantise the safetensors release that it was made from')
@@ -454,8 +396,7 @@ def _check_source(src:Path):
     if not (src/'config.json').is_file():
         raise CheckpointError(f'{src.name} has no config.json', hint=hint)
 
-def _source(
-    src:Path, es:ExitStack)->tuple[dict,dict[str,Span]]:
+def _source(src:Path, es:ExitStack)->tuple[dict,dict[str,Span]]:
     "Config and raw tensors of a folder of safetensors"
     _check_source(src)
     one,index = src/'model.safetensors',None
@@ -486,8 +427,7 @@ def _old_config(src:Path, conf:dict)->dict:
     if q.get('quant_method') not in _METHODS:
         raise UnsupportedError(
             f'{src.name} is quantised with {q["quant_method"]!r}',
-            hint='Quantise a BF16 release',
-            param='quant_method')
+            hint='Quantise a BF16 release', param='quant_method')
     return q
 
 def _infos(spans:dict)->dict[str,TensorInfo]:
@@ -526,8 +466,7 @@ def _same(old:dict, l:Layout, left:dict, spans:dict)->bool:
         and not any(k.endswith('.input_global_scale') for k in spans))
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #62ba75a8
-def _to_decode(
-    o:QuantOptions, old:dict, l:Layout, left:dict, spans:dict)->dict[str,str]:
+def _to_decode(o:QuantOptions, old:dict, l:Layout, left:dict, spans:dict)->dict[str,str]:
     """Those of `left`, which were quantised before, that have to be decoded;
     an `UnsupportedError` for those that nobody allowed to"""
     if _same(old, l, left, spans):
@@ -545,19 +484,18 @@ def _to_decode(
 # %% ../../nbs/1_ground/14_quantize.ipynb #b90761ab
 def _others(p:QuantPlan, spans:dict)->dict[str,str]:
     "Modules that stay as they were quantised before, and modelopt's names of their formats"
-    gone = (
-        {m.info.name for g in p.groups for m in g}
-        |set(p.decode))
+    gone = {m.info.name for g in p.groups for m in g}|set(p.decode)
     def algo(module, fmt):
         four = 'NVFP4' if module+'.input_scale' in spans else 'W4A16_NVFP4'
         return _ALGO.get(fmt) or four
-    left = {
-        k: t.fmt
-        for k,t in p.infos.items()
-        if t.fmt in _PACKED and k not in gone}
-    return {
-        _module(k): algo(_module(k), f)
-        for k,f in left.items()}
+    left = {_module(k): t.fmt
+        for k,t in _left(p.infos, gone).items()}
+    return {m: algo(m, fmt) for m,fmt in left.items()}
+
+def _left(infos:dict, gone)->dict[str,TensorInfo]:
+    "Tensors that were quantised before and are none of `gone`"
+    return {k: t
+        for k,t in infos.items() if t.fmt in _PACKED and k not in gone}
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #b0da0284
 def _check_options(o:QuantOptions, infos:dict):
@@ -571,8 +509,7 @@ def _check_options(o:QuantOptions, infos:dict):
     if o.head and not any(k.endswith('lm_head.weight') for k in infos):
         raise ConfigError(
             '--head: the model has no output matrix of its own, its embedding serves as one',
-            hint='Leave --head out',
-            param='head')
+            hint='Leave --head out', param='head')
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #20cf5f4b
 def _cache_scheme(old:dict, q:dict, hf:dict):
@@ -585,18 +522,18 @@ def _kept_modules(p:QuantPlan, others:dict)->set[str]:
     "Modules that the config must name as not quantised"
     mine = {m.info.name for g in p.groups for m in g}
     def linear(k, t): return len(t.shape)>1 and not _TABLE.search(k)
-    kept = {_module(k) for k,t in p.infos.items() if k not in mine and linear(k, t)}
+    kept = {_module(k)
+        for k,t in p.infos.items() if k not in mine and linear(k, t)}
     if not p.options.head:
         kept.add('lm_head')
     return kept-set(others)
 
-def _configs(
-    p:QuantPlan, old:dict, spans:dict)->tuple[dict,dict|None]:
+def _configs(p:QuantPlan, old:dict, spans:dict)->tuple[dict,dict|None]:
     "What config.json and hf_quant_config.json shall say"
     others = _others(p, spans)
     taken = {m.name for g in p.groups for m in g}
-    q,hf = CONFIGS[p.layout.method](
-        p.layout, _kept_modules(p, others), taken, others)
+    config = CONFIGS[p.layout.method]
+    q,hf = config(p.layout, _kept_modules(p, others), taken, others)
     if p.layout.method==old.get('quant_method')=='modelopt':
         _cache_scheme(old, q, hf)
     conf = _without(p.conf)
@@ -613,15 +550,12 @@ def _check_taken(src, o:QuantOptions, l:Layout, taken, kept, family):
     "Refuse what nobody could read, and what comes to nothing"
     if not taken:
         raise _nothing(src, o, kept)
-    others = [
-        x for x in LAYOUTS
-        if x.format==l.format and x.method not in ('fp8','mxfp4')]
-    bare = [x.name for x in others]
+    with_head = [x for x in LAYOUTS if x.format==l.format and x.method not in ('fp8','mxfp4')]
+    bare = [x.name for x in with_head]
     if o.head and l.name not in bare:
         raise ConfigError(
             f'--head: no reader knows an output matrix in {l.format}, layout {l.name}',
-            hint=f'Other layouts: {", ".join(bare)}',
-            param='head')
+            hint=f'Other layouts: {", ".join(bare)}', param='head')
     bad = first(k for k in taken if '.experts.' in k)
     if bad and l.name!='gpt-oss' and family=='gpt_oss':
         raise UnsupportedError(
@@ -645,11 +579,14 @@ def _groups(taken:dict, l:Layout)->list[list[Matrix]]:
     groups = defaultdict(list)
     for ms in taken.values():
         for m in ms:
-            key = (
-                _fused(m.name) if l.fmt=='NVFP4'
-                else (m.name,m.slot))
+            key = _fused(m.name) if l.fmt=='NVFP4' else (m.name,m.slot)
             groups[key].append(m)
     return list(groups.values())
+
+def _family(conf:dict)->tuple[str,int|None]:
+    "Its name, and the hidden width, of the language model"
+    text = conf.get('text_config') or conf
+    return text.get('model_type') or conf.get('model_type') or '',text.get('hidden_size')
 
 def make_plan(
     src:Path, # Folder of the source
@@ -661,21 +598,16 @@ def make_plan(
     conf,spans = _source(src, es)
     old = _old_config(src, conf)
     infos = _infos(spans)
-    text = conf.get('text_config') or conf
-    family = text.get('model_type') or conf.get('model_type') or ''
+    family,hidden = _family(conf)
     _check_options(o, infos)
-    method = old.get('quant_method')
-    l,taken,kept = _choose(infos, o, family, text.get('hidden_size'), method)
+    l,taken,kept = _choose(infos, o, family, hidden, old.get('quant_method'))
     _check_taken(src, o, l, taken, kept, family)
-    left = {
-        k: t
-        for k,t in infos.items() if t.fmt in _PACKED and k not in taken}
-    decode = _to_decode(o, old, l, left, spans)
+    decode = _to_decode(o, old, l, _left(infos, taken), spans)
     gone = _stored([infos[k] for k in (*taken,*decode)], spans)
     copies = {k: s for k,s in spans.items() if k not in gone}
     p = QuantPlan(
-        src, conf, l, o, copies, _groups(taken, l), decode,
-        kept|decode, infos)
+        src=src, conf=conf, layout=l, options=o, copies=copies, groups=_groups(taken, l),
+        decode=decode, kept=kept|decode, infos=infos)
     p.config,p.hf_config = _configs(p, old, spans)
     return p
 
@@ -697,31 +629,35 @@ def _header(tensors, sizes)->tuple[bytes,dict,int]:
     for k,(t,s) in tensors.items():
         starts[k] = pos
         pos += sizes[k]
-        head[k] = dict(
-            dtype=t, shape=list(s), data_offsets=[starts[k],pos])
+        head[k] = dict(dtype=t,
+            shape=list(s), data_offsets=[starts[k],pos])
     b = json.dumps(head, separators=(',',':')).encode()
     b += b' '*(-len(b)%8)
     return struct.pack('<Q', len(b))+b,starts,pos
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #557bbbcb
+def _file_names(n:int)->list[str]:
+    "Of a model in `n` files"
+    if n==1:
+        return ['model.safetensors']
+    return [f'model-{i+1:05}-of-{n:05}.safetensors' for i in range(n)]
+
+def _sizes(tensors:dict)->dict[str,int]:
+    "Bytes of each tensor, by its type and shape"
+    return {k: math.prod(s)*ST_SIZES[t]
+        for k,(t,s) in tensors.items()}
+
+# %% ../../nbs/1_ground/14_quantize.ipynb #9f6de1ca
 class _Shards:
     "Safetensors files of known contents, to be filled in any order"
     def __init__(self, folder:Path, tensors:dict, limit:int):
-        sizes = {
-            k: math.prod(s)*ST_SIZES[t]
-            for k,(t,s) in tensors.items()}
+        sizes = _sizes(tensors)
         files = _in_shards(sizes, limit)
-        n = len(files)
-        names = [f'model-{i+1:05}-of-{n:05}.safetensors' for i in range(n)]
-        if n==1:
-            names = ['model.safetensors']
+        names = _file_names(len(files))
         self.place = {} # tensor -> file descriptor, first byte, bytes
         self.fds = []
         self.total = sum(sizes.values())
-        self.index = {
-            k: name
-            for name,ks in zip(names, files)
-            for k in ks}
+        self.index = {k: name for name,ks in zip(names, files) for k in ks}
         for name,ks in zip(names, files):
             ks.sort(key=lambda k: -ST_SIZES[tensors[k][0]])
             self._begin(folder/name, {k: tensors[k] for k in ks}, sizes)
@@ -759,9 +695,8 @@ class _Shards:
 # %% ../../nbs/1_ground/14_quantize.ipynb #9c47ccc5
 def _pwrite(fd, data, offset):
     "Write bytes, or those of an array, at `offset`, however many writes that takes"
-    left = memoryview(
-        data if isinstance(data, bytes)
-        else data.reshape(-1).view(np.uint8))
+    plain = data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8)
+    left = memoryview(plain)
     while len(left):
         n = os.pwrite(fd, left, offset)
         left,offset = left[n:],offset+n
@@ -777,9 +712,9 @@ def _check_dst(src:Path, dst:Path, force:bool):
         return
     if not force:
         raise no('exists', 'Name another folder, or replace it with --force')
-    if (
-        not dst.is_dir()
-        or any(dst.iterdir()) and not (dst/'config.json').is_file()):
+    model = dst.is_dir() and (dst/'config.json').is_file()
+    empty = dst.is_dir() and not any(dst.iterdir())
+    if not (model or empty):
         raise no('is there, and no model: it is not replaced')
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #ba3bfff9
@@ -871,10 +806,8 @@ def _copy_files(src:Path, dst:Path):
     "Tokenizer, chat template, generation config and the like"
     ours = {'config.json','hf_quant_config.json',INDEX,REPORT}
     for p in sorted({p for g in COPIED for p in src.glob(g)}):
-        if (
-            p.is_file()
-            and p.name not in ours
-            and not p.name.endswith('.index.json')):
+        model = p.name in ours or p.name.endswith('.index.json')
+        if p.is_file() and not model:
             shutil.copyfile(p, dst/p.name)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #7c8f017b
@@ -884,29 +817,33 @@ def _plain_rows(m:Matrix, lo:int, n:int)->np.ndarray:
     "`n` rows from row `lo` of the tensor, or of the matrix of a stack, that holds plain numbers"
     *_,R,C = m.info.shape
     s,f = m.info.spans['data'],FORMATS[m.info.fmt]
-    a = np.empty(
-        (n,C), f.layout(())['data'][0])
+    a = np.empty((n,C),
+        f.layout(())['data'][0])
     at = ((m.expert or 0)*R+lo)*C*a.itemsize
-    return f.decode(
-        dict(data=s.file.read_into(a, s.offset+at)),
+    return f.decode(dict(data=s.file.read_into(a, s.offset+at)),
         (n,C))
 
-def _rows(
-    m:Matrix, lo:int, hi:int, held:dict)->np.ndarray:
+def _is_plain(t): return t.fmt in ('F32','F16','BF16')
+
+def _read_whole(m:Matrix, held:dict):
+    "All rows of what holds `m`, numbers turned round or a `QTensor`; put into `held`, alone"
+    t = m.info
+    if _is_plain(t):
+        held.clear()
+        whole = np.ascontiguousarray(_plain_rows(m, 0, t.shape[-2]).T)
+    else:
+        q = read_tensor(t)
+        held.clear()
+        whole = q if m.expert is None else q[m.expert]
+    held[t.name,m.expert] = whole
+
+def _rows(m:Matrix, lo:int, hi:int, held:dict)->np.ndarray:
     "Rows `lo` to `hi` of a matrix, as float32; `held` keeps what is cheaper to read whole"
-    t,key = m.info,(m.info.name,m.expert)
-    plain = t.fmt in ('F32','F16','BF16')
+    plain,key = _is_plain(m.info),(m.info.name,m.expert)
     if plain and not m.turned:
         return _plain_rows(m, m.first+lo, hi-lo)
     if key not in held:
-        if plain:
-            held.clear()
-            held[key] = np.ascontiguousarray(
-                _plain_rows(m, 0, t.shape[-2]).T)
-        else:
-            q = read_tensor(t)
-            held.clear()
-            held[key] = q if m.expert is None else q[m.expert]
+        _read_whole(m, held)
     rows = held[key][m.first+lo:m.first+hi]
     return rows if plain else rows.decode()
 
@@ -920,20 +857,16 @@ def _slabs(m:Matrix, held)->Iterable[tuple[int,np.ndarray]]:
         if not np.isfinite(w).all():
             raise CheckpointError(
                 f'{m.info.file}: tensor {m.info.stored} holds numbers that are not finite',
-                hint=AGAIN,
-                param=m.info.name)
+                hint=AGAIN, param=m.info.name)
         yield lo,w
 
 def _amax(ms:list[Matrix], held)->float:
     "The largest magnitude in all of `ms`"
-    return max(
-        float(np.abs(w).max())
-        for m in ms
-        for _,w in _slabs(m, held))
+    return max(float(np.abs(w).max())
+        for m in ms for _,w in _slabs(m, held))
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #26837bf0
-def _put_part(
-    m:Matrix, l:Layout, part:str, a, lo:int, put):
+def _put_part(m:Matrix, l:Layout, part:str, a, lo:int, put):
     "Write a part of the slab from row `lo` on to its place"
     end,_ = l.ends[part]
     row = lo//128 if (l.fmt,part)==('FP8_BLOCK','scale') else lo
@@ -941,33 +874,25 @@ def _put_part(
     if end=='.weight_global_scale':
         a = 1/a
     if m.slot is not None:
-        at += (
-            m.slot
-            *math.prod(
-                FORMATS[l.fmt].layout(m.shape)[part][1])
-            *a.itemsize)
-    put(
-        m.name+end,
-        np.ascontiguousarray(a).reshape(-1).view(np.uint8),
-        at)
+        shape = FORMATS[l.fmt].layout(m.shape)[part][1]
+        at += m.slot*math.prod(shape)*a.itemsize
+    put(m.name+end,
+        np.ascontiguousarray(a).reshape(-1).view(np.uint8), at)
 
-def _encode_matrix(
-    m:Matrix, l:Layout, amax:float|None, put, held)->tuple[float,float]:
+def _encode_matrix(m:Matrix, l:Layout, amax:float|None, put, held)->tuple[float,float]:
     "Write all slabs of a matrix; squares of what was lost, and of what there was"
     lost = there = 0.
     for lo,w in _slabs(m, held):
         parts = encode(w, l.fmt, amax)
         d = FORMATS[l.fmt].decode(parts, w.shape)
-        lost += float(np.sum(
-            np.square(d-w), dtype=np.float64))
+        lost += float(np.sum(np.square(d-w), dtype=np.float64))
         there += float(np.sum(np.square(w), dtype=np.float64))
         for part in l.ends:
             _put_part(m, l, part, parts[part], lo, put)
     return lost,there
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #0f733b64
-def _encode_group(
-    ms:list[Matrix], l:Layout, put)->list[tuple[Matrix,float,float]]:
+def _encode_group(ms:list[Matrix], l:Layout, put)->list[tuple[Matrix,float,float]]:
     "Write matrices that share a factor; each with the sums of `_encode_matrix`"
     held,amax,done = {},None,[]
     if l.fmt=='NVFP4':
@@ -980,9 +905,9 @@ def _encode_group(
 def _decode(t:TensorInfo, put):
     "A tensor that was quantised, in BF16"
     q,at = read_tensor(t),0
-    for m in (
-        [q] if len(t.shape)==2
-        else (q[e] for e in range(t.shape[0]))):
+    stack = [q] if len(t.shape)==2 else (q[e]
+        for e in range(t.shape[0]))
+    for m in stack:
         n = max(128, SLAB//m.shape[1]//128*128)
         for lo in range(0, len(m), n):
             b = f32_to_bf16(m[lo:lo+n].decode())
@@ -1032,9 +957,7 @@ def _rms(rows)->float:
 
 def _before(m:Matrix)->int:
     "Bytes of the source that hold a matrix"
-    return (
-        m.info.nbytes*math.prod(m.shape)
-        //math.prod(m.info.shape))
+    return m.info.nbytes*math.prod(m.shape)//math.prod(m.info.shape)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #ef2b9a4c
 def _star(name):
@@ -1046,28 +969,21 @@ def _kind(name):
 
 def _after(p:QuantPlan, m:Matrix)->int:
     "Bytes of the result that hold a matrix"
-    nbytes = sum(
-        math.prod(s)*ST_SIZES[t]
-        for t,s in p.parts(m).values())
+    nbytes = sum(_sizes(p.parts(m)).values())
     return nbytes//(1 if m.slot is None else m.info.shape[0])
 
 def _row(p:QuantPlan, name, ms)->dict:
     "Sum up matrices, given with the squares of what was lost and of what there was"
-    each = [
-        dict(name=m.name, lost=a, there=b)
+    each = [dict(name=m.name, lost=a, there=b)
         for m,a,b in ms]
     worst = max(each, key=lambda r: _rms([r]))
     return dict(
-        name=name,
-        matrices=len(ms),
-        weights=sum(math.prod(m.shape) for m,_,_ in ms),
-        lost=_sum(each, 'lost'),
-        there=_sum(each, 'there'),
-        error=_rms(each),
-        worst=_rms([worst]),
-        worst_name=worst['name'],
-        before=sum(_before(m) for m,_,_ in ms),
-        after=sum(_after(p, m) for m,_,_ in ms))
+        name=name, matrices=len(ms), weights=sum(math.prod(m.shape)
+            for m,_,_ in ms),
+        lost=_sum(each, 'lost'), there=_sum(each, 'there'), error=_rms(each),
+        worst=_rms([worst]), worst_name=worst['name'],
+        before=sum(_before(m) for m,_,_ in ms), after=sum(_after(p, m)
+            for m,_,_ in ms))
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #6041570b
 def _kept_rows(p:QuantPlan)->list[dict]:
@@ -1083,14 +999,10 @@ def _make_report(p:QuantPlan, done:list, sizes:dict)->QuantReport:
     for x in done:
         by[_star(x[0].name)].append(x)
     return QuantReport(
-        source=p.src.name,
-        format=p.layout.format,
-        layout=p.layout.name,
-        rows=[_row(p, k, ms) for k,ms in by.items()],
-        kept=_kept_rows(p),
+        source=p.src.name, format=p.layout.format, layout=p.layout.name,
+        rows=[_row(p, k, ms) for k,ms in by.items()], kept=_kept_rows(p),
         weights=sum(math.prod(t.shape) for t in ts),
-        before=sum(t.nbytes for t in ts),
-        after=sum(sizes.values()))
+        before=sum(t.nbytes for t in ts), after=sum(sizes.values()))
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #9a9154b8
 def _lines(cols:list[tuple], head:tuple)->list[str]:
@@ -1098,11 +1010,8 @@ def _lines(cols:list[tuple], head:tuple)->list[str]:
     rows = [head, *([str(c) for c in r] for r in cols)]
     wide = [max(map(len, c)) for c in zip(*rows)]
     def line(name, *cs):
-        return '  '.join([
-            name.ljust(wide[0]),
-            *(
-                c.rjust(n)
-                for c,n in zip(cs, wide[1:]))])
+        right = [c.rjust(n) for c,n in zip(cs, wide[1:])]
+        return '  '.join([name.ljust(wide[0]), *right])
     return [line(*r).rstrip() for r in rows]
 
 def _line(k, rows)->tuple:
@@ -1121,8 +1030,7 @@ def __repr__(self:QuantReport):
     for r in self.rows:
         by[_kind(r['name'])].append(r)
     head = 'matrices of','number','error','worst','in','before','after'
-    table = _lines(
-        [_line(k, rs) for k,rs in by.items()], head)
+    table = _lines([_line(k, rs) for k,rs in by.items()], head)
     why = Counter(k['why'] for k in self.kept)
     sizes = f'{human(self.before,1000)} → {human(self.after,1000)}'
     return '\n'.join([
@@ -1137,8 +1045,7 @@ def _by_kind(report:QuantReport)->dict:
     by = defaultdict(list)
     for r in report.rows:
         if m := re.search(r'layers\.(\d+)\.', r['name']):
-            by[_kind(r['name'])].append(
-                (int(m[1]), 100*r['error']))
+            by[_kind(r['name'])].append((int(m[1]), 100*r['error']))
     return {k: sorted(xy) for k,xy in by.items()}
 
 def plot_errors(
@@ -1149,8 +1056,7 @@ def plot_errors(
     import matplotlib.pyplot as plt
     ax = ax or plt.subplots(figsize=(5,2.3), layout='constrained')[1]
     for k,xy in _by_kind(report).items():
-        ax.plot(
-            *zip(*xy), 'o-', ms=3, lw=1, label=k)
+        ax.plot(*zip(*xy), 'o-', ms=3, lw=1, label=k)
     ax.set(xlabel='layer', ylabel='error, %', title=f'{report.format}, {report.layout}')
     ax.legend(frameon=False, fontsize=7, ncols=2)
     return ax
@@ -1186,6 +1092,31 @@ def _run(p:QuantPlan, out:_Shards, show)->list:
             raise
     return [x for f in fs for x in f.result()[1]]
 
+# %% ../../nbs/1_ground/14_quantize.ipynb #5ca750ed
+def _write_json(path:Path, d:dict):
+    "A file of JSON for people"
+    text = json.dumps(d, indent=1, ensure_ascii=False)
+    path.write_text(text+'\n', encoding='utf-8')
+
+def _write(p:QuantPlan, part:Path, sizes, shard_size, show)->QuantReport:
+    "Fill the folder `part`"
+    out = _Shards(part, p.tensors, shard_size)
+    try:
+        done = _run(p, out, show)
+        out.sync()
+    finally:
+        out.close()
+    report = _make_report(p, done, sizes)
+    _copy_files(p.src, part)
+    _write_json(part/'config.json', p.config)
+    _write_json(part/REPORT, report.to_dict())
+    if p.hf_config:
+        _write_json(part/'hf_quant_config.json', p.hf_config)
+    if len(set(out.index.values()))>1:
+        where = dict(sorted(out.index.items()))
+        _write_json(part/INDEX, dict(metadata=dict(total_size=out.total), weight_map=where))
+    return report
+
 # %% ../../nbs/1_ground/14_quantize.ipynb #13d02cea
 def quantize(
     src:Path|str, # Folder of the source: config.json and safetensors, of any family
@@ -1205,40 +1136,10 @@ def quantize(
     dst = Path(dst).resolve()
     _check_dst(src, dst, force)
     with ExitStack() as es:
-        p = make_plan(
-            src, QuantOptions(format, layout, tuple(keep), head, requantize), es)
-        sizes = {
-            k:math.prod(s)*ST_SIZES[t]
-            for k,(t,s) in p.tensors.items()}
+        options = QuantOptions(format, layout, tuple(keep), head, requantize)
+        p = make_plan(src, options, es)
+        sizes = _sizes(p.tensors)
         with _disk(dst):
             _need(dst.parent, sum(sizes.values()))
             with _folder(src, dst, force) as part:
                 return _write(p, part, sizes, shard_size, show)
-
-# %% ../../nbs/1_ground/14_quantize.ipynb #5ca750ed
-def _write_json(path:Path, d:dict):
-    "A file of JSON for people"
-    path.write_text(
-        json.dumps(d, indent=1, ensure_ascii=False)+'\n', encoding='utf-8')
-
-def _write(p:QuantPlan, part:Path, sizes, shard_size, show)->QuantReport:
-    "Fill the folder `part`"
-    out = _Shards(part, p.tensors, shard_size)
-    try:
-        done = _run(p, out, show)
-        out.sync()
-    finally:
-        out.close()
-    report = _make_report(p, done, sizes)
-    _copy_files(p.src, part)
-    _write_json(part/'config.json', p.config)
-    _write_json(part/REPORT, report.to_dict())
-    if p.hf_config:
-        _write_json(part/'hf_quant_config.json', p.hf_config)
-    if len(set(out.index.values()))>1:
-        meta = dict(total_size=out.total)
-        _write_json(
-            part/INDEX,
-            dict(
-                metadata=meta, weight_map=dict(sorted(out.index.items()))))
-    return report

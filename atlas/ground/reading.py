@@ -64,13 +64,18 @@ def _up(n): return -(-n//BLOCK)*BLOCK
 # %% ../../nbs/1_ground/10_reading.ipynb #089e7260
 GAP = 1<<16 # Bytes that nobody wants, and that are read all the same
 
-def _runs(which, start, end, apart)->tuple: # Number of its run, and how far the run reaches with it
-    "Which extents are read as one; `which` is the file of each, and those that are `apart` are not"
-    back = (which[1:]!=which[:-1]) | (start[1:]<start[:-1])
+def _reach(end, back)->np.ndarray:
+    "How far extents and those before them reach; `back`: where it goes back, or to another file"
     edges = 0,*(np.flatnonzero(back)+1).tolist(),len(end)
     reach = end.copy()
     for a,b in zip(edges, edges[1:]):
         np.maximum.accumulate(end[a:b], out=reach[a:b])
+    return reach
+
+def _runs(which, start, end, apart)->tuple: # Number of its run, and how far the run reaches with it
+    "Which extents are read as one; `which` is the file of each, and those that are `apart` are not"
+    back = (which[1:]!=which[:-1]) | (start[1:]<start[:-1])
+    reach = _reach(end, back)
     far = start[1:]>reach[:-1]+GAP
     new = back | far | apart[1:] | apart[:-1]
     run = np.zeros(len(end), np.int64)
@@ -114,6 +119,7 @@ def places(
     start = ints([e.offset for e in extents])
     return Places(list(files.values()), file, start, ints([e.nbytes for e in extents]))
 
+# %% ../../nbs/1_ground/10_reading.ipynb #7671dd8b
 def _cuts(e:Places, some, size, apart)->tuple:
     "`_cut` of the extents `some`, which have bytes, part by part as windows come"
     which,start = e.file[some],e.start[some]
@@ -140,15 +146,8 @@ def windows(
     hi = np.minimum(start+e.nbytes[extent], at+size)
     nbytes = np.maximum.reduceat(hi, first)-at[first] if len(first) else first
     return Windows(
-        files=e.files,
-        file=e.file[extent[first]],
-        start=at[first],
-        nbytes=nbytes,
-        first=np.append(first, len(extent)),
-        extent=extent,
-        at=lo-start,
-        lo=lo-at,
-        n=hi-lo)
+        files=e.files, file=e.file[extent[first]], start=at[first], nbytes=nbytes,
+        first=np.append(first, len(extent)), extent=extent, at=lo-start, lo=lo-at, n=hi-lo)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #be2c57b9
 class _Buffer:
@@ -540,8 +539,11 @@ def read_pieces(
         parts = w.parts(i)
         after = [take(pieces[e].key, at, b.data[lo:lo+n]) for e,at,lo,n in parts]
         return [f for f in after if f]
-    def home(i):
-        j = w.first[i]
-        a = homes.get(pieces[w.extent[j]].key)
-        return None if a is None else a[w.at[j]:w.at[j]+w.n[j]]
+    def home(i): return _home(pieces, w, homes, i)
     return read_windows(w, each, ring, threads, direct, home if homes else None)
+
+def _home(pieces, w:Windows, homes, i:int):
+    "Where window `i` is to stay; None where its bytes have no home"
+    j = w.first[i]
+    a = homes.get(pieces[w.extent[j]].key)
+    return None if a is None else a[w.at[j]:w.at[j]+w.n[j]]

@@ -17,12 +17,9 @@ from .core import ConfigError,ContextLengthError,RequestError
 
 # %% ../../nbs/1_ground/15_requests.ipynb #fb12dbae
 _RANGE = dict(
-    temperature=(0,100),
-    top_p=(0,1),
-    min_p=(0,1),
-    presence_penalty=(-2,2),
-    frequency_penalty=(-2,2),
-    repetition_penalty=(0,100))
+    temperature=(0,100), top_p=(0,1),
+    min_p=(0,1), presence_penalty=(-2,2),
+    frequency_penalty=(-2,2), repetition_penalty=(0,100))
 _WHOLE = dict(
     top_k=(-1,2**31-1),
     seed=(-2**63,2**64-1),
@@ -147,8 +144,7 @@ def generation_defaults(
     a `ConfigError` names the value that is wrong"""
     merged = {**said, **(override or {})}
     greedy = merged.get('do_sample') is False and 'temperature' not in (override or {})
-    found = {
-        ours: merged[k]
+    found = {ours: merged[k]
         for k,ours in _GENERATION.items() if merged.get(k) is not None}
     if greedy:
         found['temperature'] = 0.
@@ -158,8 +154,7 @@ def generation_defaults(
         hint = '--generation-config vllm leaves the file unread'
         raise ConfigError(f'{file}: {e.msg}', hint=hint, param=e.param) from e
     usual = SamplingParams()
-    return {
-        k: getattr(params, k)
+    return {k: getattr(params, k)
         for k in found if getattr(params, k)!=getattr(usual, k)}
 
 def check_generation(said:dict, param:str):

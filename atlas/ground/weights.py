@@ -14,7 +14,7 @@ import numpy as np
 from collections import Counter
 from collections.abc import Callable,Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack,nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import cached_property,lru_cache
@@ -115,6 +115,20 @@ def _is_safetensors(folder:Path)->bool:
     "Has `folder` a safetensors model?"
     return any((folder/n).exists() for n in ('model.safetensors',INDEX))
 
+def _opened(path:Path, es:ExitStack)->tuple: # Kind, metadata, config and tensors
+    "What is at `path`; an `UnsupportedError` for a file of another kind"
+    if path.suffix=='.gguf':
+        return 'gguf',*gguf_open(path, es)
+    if path.suffix=='.safetensors':
+        return 'safetensors',*st_open(path.parent, es, path)
+    if path.is_dir() and _is_safetensors(path):
+        return 'safetensors',*st_open(path, es)
+    if path.is_dir():
+        return 'gguf',*gguf_open(_only_gguf(path), es)
+    raise UnsupportedError(
+        f'{path.name} is neither .safetensors nor .gguf',
+        hint='Atlas reads these two, and directories that hold them')
+
 @no_cycles()
 def open_checkpoint(
     path:str|Path, # A .safetensors or .gguf file, or a directory with a model
@@ -127,26 +141,13 @@ def open_checkpoint(
     if not path.exists():
         raise SourceError(f'There is no {str(path)!r}')
     with ExitStack() as es:
-        if path.suffix=='.gguf':
-            kind,got = 'gguf',gguf_open(path, es)
-        elif path.suffix=='.safetensors':
-            kind,got = 'safetensors',st_open(path.parent, es, path)
-        elif path.is_dir() and _is_safetensors(path):
-            kind,got = 'safetensors',st_open(path, es)
-        elif path.is_dir():
-            kind,got = 'gguf',gguf_open(_only_gguf(path), es)
-        else:
-            raise UnsupportedError(
-                f'{path.name} is neither .safetensors nor .gguf',
-                hint='Atlas reads these two, and directories that hold them')
-        return Checkpoint(path, kind, *got, es.pop_all())
+        found = _opened(path, es)
+        return Checkpoint(path, *found, es.pop_all())
 
 def _only_gguf(folder:Path)->Path:
     """The one GGUF model of `folder`; a vision tower beside it, which llama.cpp keeps in a file of
     its own, is none"""
-    ps = sorted(
-        p for p in folder.glob('*.gguf')
-        if not p.name.startswith('mmproj'))
+    ps = sorted(p for p in folder.glob('*.gguf') if not p.name.startswith('mmproj'))
     if len(ps)==1 or ps and ps==gguf_parts(ps[0]):
         return ps[0]
     if ps:
@@ -205,12 +206,8 @@ def _fits(shape, want)->bool:
 
 def _turned(ckpt, w:Want, t:TensorInfo)->bool:
     "Is the tensor stored `[…,in,out]`?"
-    return (
-        w.transposed
-        and ckpt.kind!='gguf'
-        and len(t.shape)>1
-        and t.fmt in FORMATS
-        and FORMATS[t.fmt].bits>=8)
+    whole = t.fmt in FORMATS and FORMATS[t.fmt].bits>=8
+    return w.transposed and ckpt.kind!='gguf' and len(t.shape)>1 and whole
 
 def _ends(ckpt, w, t)->tuple:
     "Shape of tensor `t`, as `[…,out,in]`"
@@ -233,34 +230,27 @@ def _rows_asked(w:Want, got:list, frame:tuple, total:int)->list:
         return list(w.rows)
     if len(got)==1:
         return [total]
-    return [
-        s[w.axis] if len(s)==len(frame) else -1
-        for s in got]
+    return [s[w.axis] if len(s)==len(frame) else -1 for s in got]
+
+def _frame(w:Want, experts:bool)->tuple[tuple,int]:
+    "Shape in which sources are joined, and how many rows all of them have"
+    if experts:
+        return w.shape[1:],math.prod(w.shape[:2])
+    return w.shape,w.shape[w.axis] if w.shape else 1
 
 def _asked(w:Want, got:list)->list|None:
     """The shapes that sources must have to make up `w`, when they have the shapes `got`;
     None where no such shapes add up"""
     at,experts = w.axis,_by_expert(w, got)
-    if experts:
-        frame,total = (
-            w.shape[1:], math.prod(w.shape[:2]))
-    else:
-        frame,total = w.shape,w.shape[at] if w.shape else 1
+    frame,total = _frame(w, experts)
     rows = _rows_asked(w, got, frame, total)
     if len(rows)!=len(got) or sum(rows)!=total:
         return None
-    # every expert brings the same
-    if (
-        experts
-        and rows
-        !=rows[:len(got)//w.shape[0]]
-        *w.shape[0]):
+    if experts and rows!=rows[:len(got)//w.shape[0]]*w.shape[0]: # every expert brings the same
         return None
     if not frame:
         return [()]
-    return [
-        (*frame[:at],r,*frame[at+1:])
-        for r in rows]
+    return [(*frame[:at],r,*frame[at+1:]) for r in rows]
 
 # %% ../../nbs/1_ground/11_weights.ipynb #019800f0
 def _seen(ckpt, w:Want)->list|None:
@@ -268,23 +258,17 @@ def _seen(ckpt, w:Want)->list|None:
     ts = [ckpt.tensors.get(s) for s in w.sources]
     if None in ts:
         return None
-    got = (
-        [_ends(ckpt, w, t) for t in ts] if w.transposed
-        else [t.shape for t in ts])
+    got = [_ends(ckpt, w, t) if w.transposed else t.shape for t in ts]
     want = _asked(w, got)
-    if (
-        want
-        and all(
-            _fits(*pair) for pair in set(zip(got, want)))):
+    if want and all(_fits(*pair) for pair in set(zip(got, want))):
         return want
     return None
 
 def _pick(ckpt, w:Want):
     """Which of the ways to make `w` the checkpoint uses, or the one to complain about, and the
     shapes of `_seen`; no way where it may be absent"""
-    here = [
-        o for o in (w,*w.alts)
-        if any(s in ckpt.tensors for s in o.sources)]
+    here = [o for o in (w,*w.alts) if any(s in ckpt.tensors
+        for s in o.sources)]
     here.sort(key=lambda o: o.sources[0] not in ckpt.tensors)
     here = [(o,_seen(ckpt, o)) for o in here]
     nothing = None if w.optional else w, None
@@ -303,11 +287,21 @@ def _check_types(ckpt, w:Want, ts:list):
         where = f'{t.stored or t.name} in {t.file} is'
         if t.fmt in ('U8','F8_E4M3') and ckpt.kind=='safetensors':
             raise CheckpointError(f'{where} {t.fmt} and has no scale', hint=AGAIN, param=t.stored)
-        if (
-            t.fmt not in FORMATS
-            and not (w.integers and t.fmt in ('I32','I64'))):
+        if t.fmt not in FORMATS and not (w.integers and t.fmt in ('I32','I64')):
             raise UnsupportedError(
                 f'{where} stored as {t.fmt}, which Atlas does not decode', param=t.stored)
+
+def _contradiction(ckpt, w:Want, ts:list)->tuple: # The tensor, what there is, what is asked for
+    "Which shape of the sources `ts` the config contradicts"
+    got = [_ends(ckpt, w, t) for t in ts]
+    want = _asked(w, got)
+    if want:
+        i = first(i
+            for i in range(len(ts)) if not _fits(got[i], want[i]))
+        return ts[i],f'{ts[i].stored} in {ts[i].file} is {list(got[i])}',list(want[i])
+    names = ', '.join(t.stored for t in ts[:4])
+    shapes = ', '.join(str(list(g)) for g in got[:4])
+    return ts[0],f'{names} in {ts[0].file} are {shapes}',f'{list(w.shape)} together'
 
 def _check_fit(ckpt, w:Want, seen):
     "Raise what is wrong with the sources of `w`, if anything"
@@ -315,23 +309,10 @@ def _check_fit(ckpt, w:Want, seen):
     _check_types(ckpt, w, ts)
     if seen:
         return
-    got = [_ends(ckpt, w, t) for t in ts]
-    want = _asked(w, got)
-    if want:
-        i = first(
-            i for i in range(len(ts))
-            if not _fits(got[i], want[i]))
-        t = ts[i]
-        what,ask = f'{t.stored} in {t.file} is {list(got[i])}',list(want[i])
-    else:
-        t = ts[0]
-        names = ', '.join(t.stored for t in ts[:4])
-        shapes = ', '.join(str(list(g)) for g in got[:4])
-        what,ask = f'{names} in {t.file} are {shapes}',f'{list(w.shape)} together'
+    t,what,ask = _contradiction(ckpt, w, ts)
     raise CheckpointError(
         f'{what}, and the config asks for {ask}',
-        hint='Weights and config are of different models',
-        param=t.stored)
+        hint='Weights and config are of different models', param=t.stored)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7e503f8d
 def _strangers(ckpt, used, ignore)->list[TensorInfo]:
@@ -346,16 +327,13 @@ def _strangers(ckpt, used, ignore)->list[TensorInfo]:
 def _check_halves(strangers, ckpt):
     "Refuse a scale without its weight, and a packed weight without its scale"
     for t in strangers:
-        end = first(
-            e for e in (*SCALES,*PAYLOADS)
-            if t.stored.endswith(e))
+        end = first(e for e in (*SCALES,*PAYLOADS) if t.stored.endswith(e))
         if end is None:
             continue
         m = t.stored[:-len(end)]
         names = m,m+'.weight',m+'.weight_packed'
-        weight = first(
-            u for u in ckpt.tensors.values()
-            if u.stored in names and u is not t)
+        weight = first(u
+            for u in ckpt.tensors.values() if u.stored in names and u is not t)
         what = 'is a scale, and its weight is '
         if end in PAYLOADS:
             what = 'is packed, and its scale is not there'
@@ -375,8 +353,7 @@ def _check_twice(ckpt, w:Want, used):
         other = ckpt.stored(first(n for n in sources if n in used))
         raise CheckpointError(
             f'{ckpt.path.name} stores {w.name} twice, as {other} and as {name}',
-            hint='Remove one of them',
-            param=name)
+            hint='Remove one of them', param=name)
 
 def _check_extra(extra, ckpt, wants, used):
     "Refuse what is stored in two ways, and what nobody wants"
@@ -437,10 +414,7 @@ def check_plan(
 
 def _check_scales(ckpt, plan):
     "Look at the scales of all sources that a plan uses"
-    ckpt.check({
-        s for _,o,_ in plan
-        if o
-        for s in o.sources})
+    ckpt.check({s for _,o,_ in plan if o for s in o.sources})
 
 # %% ../../nbs/1_ground/11_weights.ipynb #e0d572fe
 _DECODED = 1<<20 # Numbers decoded at a time
@@ -462,27 +436,28 @@ def _integers(t, get)->QTensor:
 def _source(ckpt, w:Want, s:str, shape, get)->QTensor:
     "Source `s` of `w`, seen in `shape`, its columns in order"
     t = ckpt.tensors[s]
-    q = (
-        _integers(t, get) if t.fmt in ('I32','I64')
-        else ckpt.read(s, get))
+    q = _integers(t, get) if t.fmt in ('I32','I64') else ckpt.read(s, get)
     if not q.finite():
         raise _not_finite(ckpt, t)
     q = (q.T if _turned(ckpt, w, t) else q).reshape(shape)
     return q if w.cols is None else q.cols(w.cols)
 
-def _assemble(
-    ckpt, w:Want, seen, keep:bool, get=span_bytes)->QTensor|QStack:
+# %% ../../nbs/1_ground/11_weights.ipynb #816bd5bc
+def _join_vectors(w:Want, qs:list)->QTensor:
+    "Vectors one behind the other, in float32"
+    a = np.concatenate([q.decode() for q in qs], w.axis)
+    if w.order is not None:
+        a = a.take(w.order, w.axis)
+    return QTensor('F32', w.shape, dict(data=a))
+
+def _assemble(ckpt, w:Want, seen, keep:bool, get=span_bytes)->QTensor|QStack:
     """What `w` asks for, as it is stored, but for `fn`;
     in as few pieces as possible if it is to be kept so"""
-    qs = [
-        _source(ckpt, w, s, shape, get)
+    qs = [_source(ckpt, w, s, shape, get)
         for s,shape in zip(w.sources, seen)]
     nd = len(w.shape)
     if nd==1 or nd==2 and w.axis==1: # vectors, and one vector for each expert
-        a = np.concatenate([q.decode() for q in qs], w.axis)
-        if w.order is not None:
-            a = a.take(w.order, w.axis)
-        return QTensor('F32', w.shape, dict(data=a))
+        return _join_vectors(w, qs)
     experts = w.shape[0] if nd==3 and qs[0].ndim==2 else 0
     if len(qs)==1 and w.order is None and not experts:
         return qs[0]
@@ -499,20 +474,14 @@ def _fill(device, dst, q, fn=None):
     else:
         n = max(1, _DECODED//q.shape[1])
         for i in range(0, len(q), n):
-            device.write(
-                dst[i:i+n],
+            device.write(dst[i:i+n],
                 decode_rows(q, i, min(i+n, len(q))))
 
 def _upload(device, q):
     "The packed tensor `q` on the device"
     if isinstance(q, QStack):
-        return QStack(
-            [_upload(device, p) for p in q.parts],
-            q.order,
-            q.experts)
-    parts = {
-        k: device.upload(p)
-        for k,p in q.parts.items()}
+        return QStack([_upload(device, p) for p in q.parts], q.order, q.experts)
+    parts = {k: device.upload(p) for k,p in q.parts.items()}
     return QTensor(q.fmt, q.shape, parts)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #d2db3fe6
@@ -558,19 +527,14 @@ def _file_order(found:Places)->np.ndarray:
 
 def _in_files(incoming)->_Parts:
     "All parts of sources, file by file"
-    spans = [
-        s for to in incoming
-        for t in to.ts
-        for s in t.spans.values()]
+    spans = [s for to in incoming for t in to.ts for s in t.spans.values()]
     many = [sum(len(t.spans) for t in to.ts) for to in incoming]
     found = places(spans)
     order = _file_order(found)
-    lie = Places(
-        found.files, found.file[order], found.start[order],
-        found.nbytes[order])
+    lie = Places(found.files, found.file[order],
+        found.start[order], found.nbytes[order])
     want = np.repeat(np.arange(len(incoming)), many)[order]
-    return _Parts(
-        [spans[i] for i in order.tolist()], lie, want, order)
+    return _Parts([spans[i] for i in order.tolist()], lie, want, order)
 
 def _moves(incoming, parts)->np.ndarray: # int64 [parts]
     "Number of the `Move` by which a card takes each part; -1: it is the host's"
@@ -606,17 +570,13 @@ class _Arrivals:
         self.host_first = self.host.searchsorted(w.first) # of a window
         if self.staging:
             self.staging.begin(w, moves)
-        self.came = (
-            np.add.reduceat(w.n, w.first[:-1])
-            if len(w)
-            else [])
+        self.came = np.add.reduceat(w.n, w.first[:-1]) if len(w) else []
 
     def _expect(self):
         "Which wants have bytes in which window"
         w,many = self.windows,len(self.incoming)
         want = self.parts.want[w.extent]
-        window = np.repeat(
-            np.arange(len(w)), np.diff(w.first))
+        window = np.repeat(np.arange(len(w)), np.diff(w.first))
         window,self.wants = np.divmod(np.unique(window*many+want), many)
         self.first = window.searchsorted(np.arange(len(w)+1))
         self.left = np.bincount(self.wants, minlength=many)
@@ -626,15 +586,11 @@ class _Arrivals:
 def __call__(self:_Arrivals, i, b):
     "Window `i` is in the buffer `b`"
     w = self.windows
-    lo,hi = self.host_first[i],self.host_first[i+1]
-    for j in self.host[lo:hi].tolist():
+    mine = slice(self.host_first[i], self.host_first[i+1])
+    for j in self.host[mine].tolist():
         e,at = w.extent[j],w.lo[j]
-        to,span = (
-            self.incoming[self.parts.want[e]],
-            self.parts.spans[e])
-        to.put(
-            span,
-            int(w.at[j]),
+        to = self.incoming[self.parts.want[e]]
+        to.put(self.parts.spans[e], int(w.at[j]),
             b.data[at:at+w.n[j]])
     after = self.staging.send(i, b) if self.staging else None
     for k in self.count(i):
@@ -703,9 +659,7 @@ def _read_bytes(t:TensorInfo)->int:
     if t.fmt not in FORMATS:
         return t.nbytes
     parts = FORMATS[t.fmt].layout(t.shape).values()
-    return sum(
-        np.dtype(d).itemsize*math.prod(shape)
-        for d,shape in parts)
+    return sum(np.dtype(d).itemsize*math.prod(shape) for d,shape in parts)
 
 @no_cycles()
 def load(
@@ -755,9 +709,8 @@ def _carve(ckpt, incoming, device, keep:set, packed:bool)->dict:
     "A float32 array for each want that is not to be kept; an `OutOfMemoryError` if all is too much"
     plain = [to.want for to in incoming if to.want.name not in keep]
     stored = [t for to in incoming if to.want.name in keep for t in to.ts]
-    need = (
-        4*sum(math.prod(w.shape) for w in plain)
-        +sum(map(_read_bytes, stored)))
+    decoded = 4*sum(math.prod(w.shape) for w in plain)
+    need = decoded+sum(map(_read_bytes, stored))
     hint = 'Free some memory, or choose a smaller model'
     _check_room(ckpt, device, need, hint+('' if packed else ', or keep the weights packed'))
     carved = device.carve([w.shape for w in plain])
@@ -785,9 +738,7 @@ def _waiting(incoming, parts)->list:
         spans = [p for t in to.ts for p in t.spans]
         return [bool(to.landing and to.landing.waits(p)) for p in spans]
     held = np.array([w for to in incoming for w in waits(to)])
-    return [
-        incoming[k]
-        for k in parts.want[held[parts.order]].tolist()]
+    return [incoming[k] for k in parts.want[held[parts.order]].tolist()]
 
 def _leave_some(order, budget:int):
     """Of the wants that bytes are for, in their `order`, leave those to the host that a card would
@@ -831,6 +782,7 @@ def _made_with(ckpt, put)->Callable:
         return put(w, q)
     return make
 
+# %% ../../nbs/1_ground/11_weights.ipynb #cefdaff5
 def _load_with(ckpt, out, incoming, device, show, put):
     "`load`, with what `put` makes of each tensor"
     _fits_whole(ckpt, incoming, device)
@@ -841,16 +793,19 @@ def _load_with(ckpt, out, incoming, device, show, put):
     if not staging:
         return _read(ckpt, out, incoming, make, show, staging)
     try:
-        for to in incoming:
-            turned = any(_turned(ckpt, to.way, t) for t in to.ts)
-            to.landing = staging.add(
-                to.want, to.way, to.ts, to.seen, turned)
-        r = _read(ckpt, out, incoming, make, show, staging)
-        if bad := staging.broken():
-            raise _said(ckpt, *bad)
-        return r
+        return _load_staged(ckpt, out, incoming, make, show, staging)
     finally:
         staging.close()
+
+def _load_staged(ckpt, out, incoming, make, show, staging)->Reading:
+    "Send what a card makes of bytes by itself to it, window by window"
+    for to in incoming:
+        turned = any(_turned(ckpt, to.way, t) for t in to.ts)
+        to.landing = staging.add(to.want, to.way, to.ts, to.seen, turned)
+    r = _read(ckpt, out, incoming, make, show, staging)
+    if bad := staging.broken():
+        raise _said(ckpt, *bad)
+    return r
 
 def _said(ckpt, t, part):
     "What to say of a part of a tensor that holds what is not finite"
@@ -885,16 +840,14 @@ def head_quantizable(name:str)->bool:
 _POOL = 1<<22 # Bytes of random codes, for each format
 # Standard deviation of random blocks with d=1
 _SIGNED = dict(
-    Q4_0=4.6, Q5_0=9.2, Q8_0=74., Q4_1=4.6, Q5_1=9.2,
-    Q4_K=258., Q5_K=527., Q6_K=18*74.)
+    Q4_0=4.6, Q5_0=9.2, Q8_0=74., Q4_1=4.6, Q5_1=9.2, Q4_K=258., Q5_K=527., Q6_K=18*74.)
 # What the offset must take away, in units of d
 _HALF = dict(Q4_1=7.5, Q5_1=15.5, Q4_K=7.5, Q5_K=15.5)
 
 def _blocks(fmt, std, rng):
     "Random GGUF blocks whose weights have the standard deviation `std`"
     size = GGUF_BLOCKS[fmt][1]
-    b = rng.integers(
-        0, 256, (_POOL//size,size), dtype=np.uint8)
+    b = rng.integers(0, 256, (_POOL//size,size), dtype=np.uint8)
     d = std/_SIGNED[fmt]
     def half(x): return np.frombuffer(np.float16(x).tobytes(), np.uint8)
     at = 208 if fmt=='Q6_K' else 0
@@ -915,11 +868,9 @@ def _pool(fmt:str, e:int, seed:int)->np.ndarray:
         return _blocks(fmt, 2.**e, rng)
     x = rng.standard_normal(_POOL//4, np.float32)
     if fmt in ('F32','F16','BF16','F8_E4M3'):
-        return FORMATS[fmt].encode(
-            x*np.float32(2.**e))['data'].view(np.uint8)
+        return FORMATS[fmt].encode(x*np.float32(2.**e))['data'].view(np.uint8)
     if fmt=='INT4':
-        return pack4(np.rint(
-            2*x+8).clip(0, 15).astype(np.uint8))
+        return pack4(np.rint(2*x+8).clip(0, 15).astype(np.uint8))
     if fmt in ('NVFP4','MXFP4'):
         return pack4(f32_to_e2m1(2*x))
     return f32_to_e4m3(64*x)
@@ -945,17 +896,22 @@ def _random_vector(name:str, fmt:str, shape, rng)->QTensor:
         x = 1+.1*x
     else:
         x = (-1 if name.endswith('.A') else .1)*np.abs(x)
-    return QTensor.encode(
-        x.astype(np.float32), fmt if fmt in ('F16','BF16') else 'F32')
+    return QTensor.encode(x.astype(np.float32), fmt if fmt in ('F16','BF16') else 'F32')
 
 def _random_rows(pool, rows:int, nbytes:int, unit:int, rng)->np.ndarray: # uint8 [rows,nbytes]
     "Windows of the pool that begin at random multiples of `unit`"
     if len(pool)<2*nbytes:
         pool = np.tile(pool, -(-2*nbytes//len(pool)))
-    at = (
-        rng.integers(0, (len(pool)-nbytes)//unit+1, rows)
-        *unit)
+    at = rng.integers(0, (len(pool)-nbytes)//unit+1, rows)*unit
     return np.lib.stride_tricks.sliding_window_view(pool, nbytes)[at]
+
+def _random_codes(fmt:str, dtype, dims, e:int, seed:int, rng)->np.ndarray:
+    "The payload of a made-up tensor: windows of the pool for numbers of the size 2**e"
+    size = np.dtype(dtype).itemsize
+    unit = GGUF_BLOCKS[fmt][1] if fmt in GGUF_BLOCKS else size
+    rows = _random_rows(_pool(fmt, e, seed),
+        math.prod(dims[:-1]), dims[-1]*size, unit, rng)
+    return rows.view(dtype).reshape(dims)
 
 def _random(name:str, fmt:str, shape, seed:int)->QTensor:
     "The made-up tensor `name`"
@@ -964,16 +920,8 @@ def _random(name:str, fmt:str, shape, seed:int)->QTensor:
         return _random_vector(name, fmt, shape, rng)
     layout = FORMATS[fmt].layout(shape)
     e = round(-math.log2(max(shape[-1], 1))/2)
-    dtype,dims = layout['data']
-    size = np.dtype(dtype).itemsize
-    unit = GGUF_BLOCKS[fmt][1] if fmt in GGUF_BLOCKS else size
-    rows = math.prod(dims[:-1])
-    data = _random_rows(
-        _pool(fmt, e, seed), rows, dims[-1]*size, unit,
-        rng)
-    parts = dict(data=data.view(dtype).reshape(dims))
-    parts |= {
-        p: _scale(fmt, p, *l, e)
+    parts = dict(data=_random_codes(fmt, *layout['data'], e, seed, rng))
+    parts |= {p: _scale(fmt, p, *l, e)
         for p,l in layout.items() if p!='data'}
     return QTensor(fmt, shape, parts)
 
@@ -982,13 +930,8 @@ def _mixed(name)->str:
     return 'FP8_TENSOR' if re.search('attn|mixer', name) and 'expert' not in name else 'NVFP4'
 def _experts(name)->str: return 'NVFP4' if re.search('(?<!shared_)experts', name) else 'BF16'
 WEIGHTS = { # A format, or what says it for a tensor's name
-    'bf16':'BF16',
-    'fp8':'FP8_BLOCK',
-    'nvfp4':'NVFP4',
-    'mxfp4':'MXFP4',
-    'int4':'INT4',
-    'mixed':_mixed,
-    'nvfp4-experts':_experts}
+    'bf16':'BF16', 'fp8':'FP8_BLOCK', 'nvfp4':'NVFP4', 'mxfp4':'MXFP4', 'int4':'INT4',
+    'mixed':_mixed, 'nvfp4-experts':_experts}
 
 class Dummy(Checkpoint):
     "A checkpoint of made-up weights"
@@ -1001,7 +944,8 @@ class Dummy(Checkpoint):
 
     @property
     def folder(self)->Path: return self._folder
-    def check(self, names): "Made-up scales are all right"
+    def check(self, names):
+        "Made-up scales are all right"
 
     def read(self, name:str, get=None)->QTensor:
         "The tensor `name`, as it would be stored"
@@ -1010,12 +954,9 @@ class Dummy(Checkpoint):
         t = self.tensors[name]
         if name not in self._whole:
             return _random(name, t.fmt, t.shape, self._seed)
-        a = np.random.default_rng(self._seed).permutation(math.prod(
-            t.shape))
-        return QTensor(
-            'F32',
-            t.shape,
-            dict(data=a.astype(np.float32).reshape(t.shape)))
+        a = np.random.default_rng(self._seed).permutation(math.prod(t.shape))
+        data = a.astype(np.float32).reshape(t.shape)
+        return QTensor('F32', t.shape, dict(data=data))
 
 def _shipped(cfg:ModelConfig, name:str)->str:
     "The format in which `name` is published, as far as family and `quantization` tell"
@@ -1031,24 +972,18 @@ def _shipped(cfg:ModelConfig, name:str)->str:
     return 'FP8_BLOCK' if 'fp8' in algo or 'float' in algo else 'BF16'
 
 # %% ../../nbs/1_ground/11_weights.ipynb #73b244c6
+def _shares(total:int, n:int)->tuple:
+    "`total` in `n` numbers, all but the first alike"
+    few = total//n
+    return (total-few*(n-1), *(few,)*(n-1))
+
 def _source_shapes(o:Want)->list[tuple]:
     "A shape for each source of the way `o`: its `rows`, else as equal as they come"
-    stack = (
-        o.axis==0
-        and len(o.shape)==3
-        and (len(o.sources)>1 or bool(o.rows)))
+    stack = o.axis==0 and len(o.shape)==3 and (len(o.sources)>1 or bool(o.rows))
     frame,at = o.shape[1:] if stack else o.shape,o.axis
     n = len(o.sources)//(o.shape[0] if stack else 1)
-    few = frame[at]//n
-    rows = (
-        o.rows[:n]
-        or (frame[at]-few*(n-1),)
-        +(few,)*(n-1))
-    return [
-        (
-            *frame[:at],
-            rows[i%n],
-            *frame[at+1:])
+    rows = o.rows[:n] or _shares(frame[at], n)
+    return [(*frame[:at], rows[i%n], *frame[at+1:])
         for i in range(len(o.sources))]
 
 def _sources(w:Want, like)->list[tuple]:
@@ -1056,11 +991,8 @@ def _sources(w:Want, like)->list[tuple]:
     fewest tensors"""
     if like:
         o = _pick(like, w)[0]
-        return (
-            [(s,like.tensors[s].shape) for s in o.sources] if o
-            else [])
-    o = min(
-        (w,*w.alts),
+        return [(s,like.tensors[s].shape) for s in o.sources] if o else []
+    o = min((w,*w.alts),
         key=lambda o: (len(o.sources), o.transposed))
     return list(zip(o.sources, _source_shapes(o)))
 
@@ -1080,10 +1012,8 @@ def _format_of(name:str, shape, cfg, weights, like)->str:
         fmt = fmt(name) if callable(fmt) else fmt
     if fmt not in FORMATS or len(shape)<2:
         fmt = 'F32'
-    return (
-        'BF16'
-        if FORMATS[fmt].block<128 and shape[-1]%FORMATS[fmt].block
-        else fmt)
+    block = FORMATS[fmt].block
+    return 'BF16' if block<128 and shape[-1]%block else fmt
 
 def _made_up(name:str, fmt:str, shape, file, at:int)->TensorInfo:
     "A tensor without bytes, its parts one after the other from byte `at`"
@@ -1095,6 +1025,15 @@ def _made_up(name:str, fmt:str, shape, file, at:int)->TensorInfo:
     return TensorInfo(name, fmt, tuple(shape), spans, stored=name)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #ae45b033
+def _all_made_up(cfg, wants:list, weights, like)->dict[str,TensorInfo]:
+    "What all of `wants` are made of, one tensor behind the other"
+    file,at,tensors = SimpleNamespace(name='made up'),0,{}
+    for name,shape in (s for w in wants for s in _sources(w, like)):
+        fmt = _format_of(name, shape, cfg, weights, like)
+        tensors[name] = t = _made_up(name, fmt, shape, file, at)
+        at += t.nbytes
+    return tensors
+
 def dummy_checkpoint(
     cfg:ModelConfig,
     wants:Iterable[Want], # The model's plan
@@ -1109,11 +1048,7 @@ def dummy_checkpoint(
         expected = f'expected one of {", ".join(known)}'
         raise ConfigError(f'weights is {weights!r}, {expected}', param='weights')
     wants = list(wants)
-    file,at,tensors = SimpleNamespace(name='made up'),0,{}
-    for name,shape in (s for w in wants for s in _sources(w, like)):
-        fmt = _format_of(name, shape, cfg, weights, like)
-        tensors[name] = t = _made_up(name, fmt, shape, file, at)
-        at += t.nbytes
+    tensors = _all_made_up(cfg, wants, weights, like)
     path = Path(like.path if like else cfg.name or 'dummy')
     meta = dict(like.meta) if like else {}
     folder = like.folder if like else path

@@ -55,13 +55,15 @@ def unit_inverse(
 def delta_chunk(q, k, v, beta, g, S):
     "What `delta_recurrent` computes, by products over all n tokens (Yang et al. 2024, 2025)"
     Q,K,V = (x.transpose(1,0,2) for x in (q,k,v))  # (h,n,d)
+    Kt = K.transpose(0,2,1)  # (h,dk,n)
     D = np.exp(segsum(g))  # (h,n,n)
     G = np.exp(g.cumsum(0)).T[...,None]  # (h,n,1)
     b = beta.T[...,None]  # (h,n,1)
-    A = np.tril(b*D*(K@K.transpose(0,2,1)), -1)
+    A = np.tril(b*D*(K@Kt), -1)  # (h,n,n)
     N = unit_inverse(A)@(b*(V-G*(K@S)))  # (h,n,dv)
-    O = G*(Q@S)+(D*(Q@K.transpose(0,2,1)))@N
-    S = G[:,-1:]*S+(K*D[:,-1,:,None]).transpose(0,2,1)@N
+    O = G*(Q@S)+(D*(Q@Kt))@N  # (h,n,dv)
+    last = K*D[:,-1,:,None]  # (h,n,dk)
+    S = G[:,-1:]*S+last.transpose(0,2,1)@N  # (h,dk,dv)
     return O.transpose(1,0,2),S
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #180f3437
@@ -91,7 +93,8 @@ def _heads(y, kh, dk, vh):
     "q, k [n, vh, dk] of unit length, q scaled, and v [n, vh, dv]"
     parts = np.split(y, [kh*dk, 2*kh*dk], axis=1)
     q,k,v = (x.reshape(len(y), h, -1) for x,h in zip(parts, (kh,kh,vh)))
-    def unit(x): return x/np.sqrt(np.vecdot(x, x)+1e-6)[...,None]
+    def unit(x):
+        return x/np.sqrt(np.vecdot(x, x)+1e-6)[...,None]
     q,k = (np.repeat(unit(x), vh//kh, axis=1) for x in (q,k))
     return q*np.float32(dk**-.5),k,v
 
@@ -115,7 +118,8 @@ def scan(
     for (r,n),start,i in zip(spans(starts, counts, tiled), starts, state_in):
         tail,S = conv[i],rec[i//per]
         if not start:
-            tail,S = np.zeros_like(tail),np.zeros_like(S)
+            tail = np.zeros_like(tail)
+            S = np.zeros_like(S)
         for a,b in _cuts(start, n, tiled):
             within = np.max(state_out[r+a:r+b-1], initial=-1)
             assert within<0, 'a state to keep in the middle of a tile'
@@ -143,6 +147,11 @@ def in_tile(f, at, S, *xs):
     return o[at:at+n],S
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #a38adb26
+def _gates(ba, A, dt_bias):
+    "How much of a correction is written, beta, and the logarithm of what is kept, g: [n, vh] each"
+    b,a = np.split(ba, 2, axis=1)
+    return sigmoid(b),A*softplus(a+dt_bias)
+
 def gated_delta(
     qkv, # [R, C]: q | k | v before the convolution, C = 2*kh*dk + vh*dv
     z, # [R, vh*dv]: the output gate
@@ -162,14 +171,10 @@ def gated_delta(
     vh,dk,dv = rec.shape[1:]
     act = {'silu':silu, 'sigmoid':sigmoid}[gate_act]
     def step(rows, at, tail, S):
-        y,seen = causal_conv(qkv[rows], conv_w, tail)
-        q,k,v = _heads(y, kh, dk, vh)
-        beta,g = sigmoid(ba[rows,:vh]),A*softplus(ba[rows,vh:]+dt_bias)
-        if tiled:
-            o,S = in_tile(delta_chunk, at, S, q, k, v, beta, g)
-        else:
-            o,S = delta_recurrent(q, k, v, beta, g, S)
-        o = rmsnorm(o, norm_w, eps)*act(z[rows]).reshape(o.shape)
+        y,seen = causal_conv(qkv[rows], conv_w, tail)  # (n,C)
+        xs = *_heads(y, kh, dk, vh),*_gates(ba[rows], A, dt_bias)
+        o,S = in_tile(delta_chunk, at, S, *xs) if tiled else delta_recurrent(*xs, S)
+        o = rmsnorm(o, norm_w, eps)*act(z[rows]).reshape(o.shape)  # (n,vh,dv)
         return o.reshape(-1, vh*dv),seen[len(y):],S
     if out is None:
         out = np.empty((len(qkv), vh*dv), np.float32)

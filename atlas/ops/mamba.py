@@ -50,6 +50,14 @@ def _heads(y, nh, P, groups):
     return X.reshape(n, nh, P),B,C
 
 # %% ../../nbs/3_ops/mamba/40_ops.mamba.ipynb #6dce2b0d
+def _gated_norm(Y, z, norm_w, groups, eps):
+    "Rows of all heads times silu(z), normed by groups"
+    n,I = z.shape
+    Y = Y.reshape(n, I)*silu(z)  # (n,I)
+    by_group = Y.reshape(n, groups, I//groups)
+    Y = rmsnorm(by_group, norm_w.reshape(groups, -1), eps)
+    return Y.reshape(n, I)
+
 def mamba2(
     zxbcdt, # [R, 2*I+2*G*N+nh]: z | x | B | C | dt, as projected
     conv_w, conv_b, # [C, K], [C] or None: C = I+2*G*N
@@ -66,20 +74,15 @@ def mamba2(
     "A Mamba-2 layer between its projections (Dao & Gu 2024)"
     nh,P,N = rec.shape[1:]
     I = nh*P
-    z,xbc,dt = np.split(
-        zxbcdt,
-        [I, 2*I+2*groups*N],
-        axis=1)
+    z,xbc,dt = np.split(zxbcdt, [I, 2*I+2*groups*N], axis=1)
     def step(rows, at, tail, S):
-        y,seen = causal_conv(xbc[rows], conv_w, tail, conv_b)
+        y,seen = causal_conv(xbc[rows], conv_w, tail, conv_b)  # (n,C)
         X,B,C = _heads(y, nh, P, groups)
         d = softplus(dt[rows]+dt_bias)  # (n,nh)
         xs = X*d[...,None],A*d,B,C
         Y,S = in_tile(ssd_chunk, at, S, *xs) if tiled else ssd_recurrent(*xs, S)
-        Y = (Y+D[:,None]*X).reshape(-1, I)*silu(z[rows])
-        by_group = Y.reshape(-1, groups, I//groups)
-        Y = rmsnorm(by_group, norm_w.reshape(groups, -1), eps)
-        return Y.reshape(-1, I),seen[len(y):],S
+        Y = Y+D[:,None]*X  # (n,nh,P)
+        return _gated_norm(Y, z[rows], norm_w, groups, eps),seen[len(y):],S
     if out is None:
         out = np.empty((len(zxbcdt), I), np.float32)
     return scan(step, out, conv, rec, state_in, state_out, starts, counts, tiled)

@@ -54,7 +54,8 @@ async def count_messages(self:Service, request:Request)->Response:
         return said
     ask = await q.ask()
     self.meant(ask, request)
-    return warned(JSONResponse(dict(input_tokens=await attended(request, self.length(ask)))), ask)
+    n = await attended(request, self.length(ask))
+    return warned(JSONResponse(dict(input_tokens=n)), ask)
 
 @patch
 async def counted_elsewhere(self:Service, q:Question)->Response|None:
@@ -97,37 +98,41 @@ async def create_response(self:Service, request:Request)->Response:
     "Answer, as OpenAI's responses do"
     return await self.complete(RESPONSES, request, self.store, owner(request))
 
+async def _to_its_end(turn, w):
+    "Make an answer for nobody but the store"
+    async for _ in events(turn, w):
+        pass
+
+def _nothing(*_):
+    "What is to be done when a client of stored events leaves"
+
 @patch
 async def background(self:Service, ask:Ask, reply, request:Request)->Response:
     "Begin an answer that does not need its client"
     turn,w = await self.begin(ask, reply)
     after = self.keeping(ask, request)
-    async def run():
-        async for _ in events(turn, w):
-            pass
     def over(task):
         self.tasks.discard(task)
         turn.close('shutdown')
         w.close()
         if after:
             after()
-    task = asyncio.create_task(run())
+    task = asyncio.create_task(_to_its_end(turn, w))
     self.tasks.add(task)
     task.add_done_callback(over)  # which is called even if it never ran
     await asyncio.sleep(0)  # it starts, and its writer is in the store
     if not ask.stream:
         return warned(JSONResponse(w.resource()), ask)
-    return warned(
-        EventStream(
-            w.follow(), lambda *_: None, None, w.ping,
-            self.ping, self.patience),
-        ask)
+    stream = EventStream(
+        w.follow(), _nothing, ping=w.ping, every=self.ping, patience=self.patience)
+    return warned(stream, ask)
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #a9c31e11
 class Keepers:
     "Which models of other servers have made responses that stay there, for a while"
     def __init__(self, most:int=4096): # Responses
-        self.most,self.made = most,{} # Whoever asked, and the model, by id
+        self.most = most
+        self.made = {} # Whoever asked, and the model, by id
     def keep(self, id:str, owner:str|None, model):
         "`model` has made a response for `owner`"
         if not re.fullmatch(r'\w[\w-]{0,127}', id):
@@ -139,7 +144,9 @@ class Keepers:
         "The model that made it; None if nobody did, or not for `owner`"
         who,model = self.made.get(id, (None,None))
         return model if who==owner else None
-    def forget(self, id:str): self.made.pop(id, None)
+    def forget(self, id:str):
+        "It is not there any more"
+        self.made.pop(id, None)
 
 @patch(as_prop=True)
 def keepers(self:Service)->Keepers:
@@ -149,9 +156,7 @@ def keepers(self:Service)->Keepers:
     return self._keepers
 
 @patch
-async def kept_elsewhere(
-    self:Service, request:Request, id:str, more:str=''
-)->Response|None:
+async def kept_elsewhere(self:Service, request:Request, id:str, more:str='')->Response|None:
     "What the server says that keeps a response; None if we do, or nobody"
     m = self.keepers.find(id, owner(request))
     return await m.resource(request, f'responses/{id}{more}') if m else None
@@ -168,9 +173,8 @@ async def get_response(self:Service, request:Request, id:str)->Response:
     after = q.get('starting_after', '')
     if after and not re.fullmatch(r'\d{1,9}', after):
         raise RequestError('starting_after is no whole number', param='starting_after')
-    return EventStream(
-        self.store.follow(id, owner(request), int(after) if after else None),
-        lambda *_: None, every=self.ping, patience=self.patience)
+    made = self.store.follow(id, owner(request), int(after) if after else None)
+    return EventStream(made, _nothing, every=self.ping, patience=self.patience)
 
 @patch
 async def delete_response(self:Service, request:Request, id:str)->Response:
@@ -187,16 +191,15 @@ async def cancel_response(self:Service, request:Request, id:str)->Response:
         return said
     return JSONResponse(self.store.cancel(id, owner(request)))
 
+# %% ../../nbs/7_service/15_endpoints.ipynb #3a8b87bc
 @patch
 async def response_items(self:Service, request:Request, id:str)->Response:
     "What a response was an answer to"
     if said := await self.kept_elsewhere(request, id, '/input_items'):
         return said
     q = request.query_params
-    return JSONResponse(
-        self.store.items(
-            id, owner(request), q.get('after'),
-            q.get('limit'), q.get('order', 'desc')))
+    after,limit,order = q.get('after'),q.get('limit'),q.get('order', 'desc')
+    return JSONResponse(self.store.items(id, owner(request), after, limit, order))
 
 @patch
 async def response_length(self:Service, request:Request)->Response:
@@ -224,6 +227,12 @@ class EmbeddingsBody(BaseModel):
     pooling: Literal['last','mean']|None = None
     keep_alive: KeepAlive|None = None
 
+@patch(as_prop=True)
+def inputs(self:EmbeddingsBody)->list:
+    "What vectors are asked for: texts, or lists of ids"
+    i = self.input
+    return i if isinstance(i, list) and i and not isinstance(i[0], int) else [i]
+
 class Texts(Question):
     "A question for the vectors of texts"
     talks = False
@@ -233,11 +242,20 @@ class Texts(Question):
             b.model = name
         return await self.service.vectors(b, self.request, name)
 
+# %% ../../nbs/7_service/15_endpoints.ipynb #8e5cc3a5
 @patch
 async def embeddings(self:Service, request:Request)->Response:
     "A vector for each text"
-    return await self.respond(
-        Texts(self, request, await self.body(request), CHAT, path='embeddings'))
+    q = Texts(self, request, await self.body(request), CHAT, path='embeddings')
+    return await self.respond(q)
+
+def _vectors(vectors, encoding)->list[dict]:
+    "Vectors as they are sent"
+    data = []
+    for i,v in enumerate(vectors):
+        shown = packed(v) if encoding=='base64' else v.tolist()
+        data.append(dict(object='embedding', index=i, embedding=shown))
+    return data
 
 @patch
 async def vectors(
@@ -245,23 +263,31 @@ async def vectors(
 )->Response:
     "A vector for each text of a body"
     ask = wordless(b, served or b.model)
-    several = isinstance(b.input, list) and b.input and not isinstance(b.input[0], int)
-    inputs = b.input if several else [b.input]
     async def work():
-        u = await self.upstream(ask.model)
-        return u,await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
+        u = await self.ready_model(ask.model)
+        return u,await self.embed(u, b.inputs, b.pooling or 'last', b.dimensions)
     u,(vectors,n) = await attended(request, work())
-    data = []
-    for i,v in enumerate(vectors):
-        shown = packed(v) if b.encoding_format=='base64' else v.tolist()
-        data.append(dict(object='embedding', index=i, embedding=shown))
+    data = _vectors(vectors, b.encoding_format)
     usage = dict(prompt_tokens=n, total_tokens=n)
-    model = b.model or u.names[0]
-    said = dict(object='list', model=model, data=data, usage=usage)
+    said = dict(object='list', model=b.model or u.names[0], data=data, usage=usage)
     return self.kept(said, ask, request)
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #1e2ba243
 _FIELD = re.compile(rb'^content-disposition:[^\r\n]*[; ]name="([^"\r\n]*)"([^\r\n]*)', re.I|re.M)
+
+def _mark(kind)->bytes|None:
+    "What stands between the parts of a form of this content type"
+    m = re.search(r'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', kind)
+    return b'--'+(m[1] or m[2]).encode() if m else None
+
+def _part(raw, mark, at):
+    "Where the head of the part at `at` ends, and where the part does; `RequestError` for none"
+    head = raw.find(b'\r\n\r\n', at)
+    begun = at>=0 and 0<=head<at+(8<<10)
+    end = raw.find(b'\r\n'+mark, head+2) if begun else -1
+    if end<0:
+        raise RequestError('The body is no form', hint='Send multipart/form-data, as browsers do')
+    return head,end
 
 def form_spans(
     raw:bytes, # A form, as `multipart/form-data` has it
@@ -269,15 +295,10 @@ def form_spans(
     most:int=64, # Parts
 )->dict[str,tuple[int,int]]:
     "Where the value of each field that is no file begins and ends; `RequestError` for no form"
-    m = re.search(r'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', kind)
-    mark = b'--'+(m[1] or m[2]).encode() if m else None
-    at,out = raw.find(mark) if m else -1,{}
+    mark = _mark(kind)
+    at,out = raw.find(mark) if mark else -1,{}
     for _ in range(most):
-        head = raw.find(b'\r\n\r\n', at)
-        end = raw.find(b'\r\n'+mark, head+2) if at>=0 and 0<=head<at+(8<<10) else -1
-        if end<0:
-            raise RequestError(
-                'The body is no form', hint='Send multipart/form-data, as browsers do')
+        head,end = _part(raw, mark, at)
         field = _FIELD.search(raw, at, head)
         if field and b'filename' not in field[2]:
             out[field[1].decode(errors='replace')] = min(head+4, end),end
@@ -302,8 +323,7 @@ class Sound(Question):
         if not self.form:
             return await super().look()
         at = form_spans(self.raw, self.request.headers['content-type']).get('model')
-        return dict(
-            model=self.raw[slice(*at)].decode(errors='replace')) if at else {}
+        return dict(model=self.raw[slice(*at)].decode(errors='replace')) if at else {}
     async def here(self, name, held):
         raise NotOfferedError(f'POST /v1/{self.path} is not offered by this server')
 
@@ -348,23 +368,30 @@ class RerankBody(BaseModel):
     return_documents: bool|None = None
     instruction: str|None = None # What makes a text fit; the model's makers have one
 
+@patch(as_prop=True)
+def texts(self:RerankBody)->list[str]:
+    "The documents as texts"
+    return [d if isinstance(d, str) else d.text for d in self.documents]
+
+def _ranked(scores, texts)->list[dict]:
+    "Results, best first; with their texts, if these are wanted"
+    results = [dict(index=i, relevance_score=s) for i,s in enumerate(scores)]
+    results.sort(key=lambda r: -r['relevance_score'])
+    if texts:
+        results = [r|dict(document=dict(text=texts[r['index']])) for r in results]
+    return results
+
 @patch
 async def rerank(self:Service, request:Request)->Response:
     "Rank texts by how well they answer a query"
     b = await self.read(request, partial(validate, RerankBody))
-    texts = [d if isinstance(d, str) else d.text for d in b.documents]
     async def work():
-        u = await self.upstream(b.model)
-        return u,await self.rank(u, b.query, texts, b.instruction)
+        u = await self.ready_model(b.model)
+        return u,await self.rank(u, b.query, b.texts, b.instruction)
     u,(scores,n) = await attended(request, work())
-    results = [dict(index=i, relevance_score=s) for i,s in enumerate(scores)]
-    results.sort(key=lambda r: -r['relevance_score'])
-    if b.return_documents:
-        results = [r|dict(document=dict(text=texts[r['index']])) for r in results]
+    results = _ranked(scores, b.texts if b.return_documents else None)
     usage = dict(prompt_tokens=n, total_tokens=n)
-    said = dict(
-        object='list', model=b.model or u.names[0],
-        usage=usage, results=results[:b.top_n])
+    said = dict(object='list', model=b.model or u.names[0], usage=usage, results=results[:b.top_n])
     return unheeded(JSONResponse(said), ignored(b))
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #d22c94d5
@@ -408,29 +435,30 @@ def _tokenizing(raw):
 @patch
 async def tokens(self:Service, b:TokenizeBody, ask:Ask|None)->dict:
     "What `/tokenize` says"
-    u = await (self.asked(ask) if ask else self.upstream(b.model))
+    u = await (self.asked(ask) if ask else self.ready_model(b.model))
     text = b.content if b.prompt is None else b.prompt
     if ask:
         ids = (await self.chat_prompt(u, ask)).ids
     elif text is None:
         raise RequestError('prompt is missing', hint='Send a prompt or messages', param='prompt')
     else:
-        ids = await self.encode(
-            u, text,
-            add_special=b.add_special_tokens is not False if b.add_special is None
-            and b.content is None else bool(b.add_special))
-    return dict(
-        count=len(ids), max_model_len=u.info['max_seq_len']
-    ) | await asyncio.to_thread(_listed, u.tokenizer, ids, b)
+        ids = await self.encode(u, text, add_special=_with_special(b))
+    listed = await asyncio.to_thread(_listed, u.tokenizer, ids, b)
+    return dict(count=len(ids), max_model_len=u.info['max_seq_len']) | listed
+
+def _with_special(b)->bool:
+    "Are special tokens added? vLLM's body says no where it wants none, llama.cpp's yes"
+    if b.add_special is None and b.content is None:
+        return b.add_special_tokens is not False
+    return bool(b.add_special)
 
 def _listed(tok, ids, b):
     "The tokens, as they were asked for"
-    shown = [
-        dict(id=i, piece=tok.decode([i], skip_special=False)) for i in ids
-    ] if b.with_pieces else ids
-    return dict(
-        tokens=shown,
-        token_strs=[tok.token(i) or '' for i in ids] if b.return_token_strs else None)
+    shown = ids
+    if b.with_pieces:
+        shown = [dict(id=i, piece=tok.decode([i], skip_special=False)) for i in ids]
+    strs = [tok.token(i) or '' for i in ids] if b.return_token_strs else None
+    return dict(tokens=shown, token_strs=strs)
 
 # %% ../../nbs/7_service/15_endpoints.ipynb #b4b5ddc7
 @patch
@@ -438,7 +466,7 @@ async def detokenize(self:Service, request:Request)->Response:
     "The text of token ids"
     b = await self.read(request, partial(validate, DetokenizeBody))
     async def work():
-        u = await self.upstream(b.model)
+        u = await self.ready_model(b.model)
         check_ids(b.tokens, u.info['vocab_size'], 'tokens')
         return await asyncio.to_thread(partial(u.tokenizer.decode, skip_special=False), b.tokens)
     text = await attended(request, work())
@@ -449,6 +477,5 @@ async def apply_template(self:Service, request:Request)->Response:
     "The prompt that a conversation becomes"
     ask = await self.read(request, openai.parse)
     self.meant(ask, request)
-    return warned(
-        JSONResponse(dict(prompt=(await attended(request, self.prompt(ask))).text)),
-        ask)
+    p = await attended(request, self.prompt(ask))
+    return warned(JSONResponse(dict(prompt=p.text)), ask)

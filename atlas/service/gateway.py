@@ -29,14 +29,24 @@ from .process import Model,Policy,open_text
 from .remote import COMMAND
 from .server import create_app,listen
 
-# %% ../../nbs/7_service/35_gateway.ipynb #56a537e9
+# %% ../../nbs/7_service/35_gateway.ipynb #b367851e
 _log = logging.getLogger('atlas')
 
+def _left(n, seconds):
+    "What somebody who stops a server is told that has `n` answers under way"
+    have,them = ('answers have','them') if n>1 else ('answer has','it')
+    return (f'{n} {have} up to {seconds:g} s to finish (--drain). '
+        f'A second Ctrl-C ends {them} now')
+
+# %% ../../nbs/7_service/35_gateway.ipynb #56a537e9
 class Gateway(uvicorn.Server):
     "An HTTP server in front of `models`"
     def __init__(self, config, models:Models, drain:float=10., ready=None):
         super().__init__(config)
-        self.models,self.drain,self.ready,self.signals,self.leaving,self.error = models,drain,ready,0,None,None
+        self.models,self.drain,self.ready = models,drain,ready
+        self.signals = 0 # That asked for an end
+        self.leaving = None # The task that lets answers finish
+        self.error = None # Why it ended by itself
     changed = False # Has somebody asked to read the file of models again?
     def handle_exit(self, sig, frame):
         "Called for SIGINT, SIGTERM and SIGHUP, which with a file of models means to read it again"
@@ -62,13 +72,12 @@ class Gateway(uvicorn.Server):
         self.listening = sockets or []
         await self.models.start()
     async def on_tick(self, counter):
-        m = self.models
         if await super().on_tick(counter):
             return True
-        if self.ready and all(x.state!='loading' for x in m.first) and (m.upstreams or not m.first):
+        if self.ready and self._begun():
             self.ready()
             self.ready = None
-        if (e := m.hopeless) and self.ready:
+        if (e := self.models.hopeless) and self.ready:
             self.error = e
             return True
         if self.changed and not self.signals:
@@ -77,9 +86,15 @@ class Gateway(uvicorn.Server):
         if self.signals and not self.leaving:
             self._leave()
         if self.signals>1:
-            m.abort(peace=False)
+            self.models.abort(peace=False)
             return True
         return bool(self.leaving and self.leaving.done())
+    def _begun(self)->bool:
+        "Have the models that load at the start come so far that people can be told?"
+        first = self.models.first
+        if any(m.state=='loading' for m in first):
+            return False
+        return bool(self.models.ready_models) or not first
     async def shutdown(self, sockets=None):
         self.models.abort()
         await super().shutdown(sockets)
@@ -105,18 +120,13 @@ def _leave(self:Gateway):
         s.close()
     self.leaving = asyncio.create_task(self.models.drain(self.drain))
 
-# %% ../../nbs/7_service/35_gateway.ipynb #b367851e
-def _left(n, seconds):
-    "What somebody who stops a server is told that has `n` answers under way"
-    have,them = ('answers have','them') if n>1 else ('answer has','it')
-    return (f'{n} {have} up to {seconds:g} s to finish (--drain). '
-        f'A second Ctrl-C ends {them} now')
-
 # %% ../../nbs/7_service/35_gateway.ipynb #5bee0072
 class Supervisor:
     "systemd, if it started this process"
     def __init__(self,
-        env=None, # Variables, of which those for this are taken out: workers speak for nobody; None: of this process
+        # Variables, of which those for this are taken out: workers speak for nobody; None: of this
+        # process
+        env=None,
         clock=time.monotonic,
     ):
         env = os.environ if env is None else env
@@ -226,12 +236,11 @@ def _configured(m, options, config):
 
 # %% ../../nbs/7_service/35_gateway.ipynb #749efada
 def _ready(models, url):
-    names = [u.name for u in models.upstreams]
+    names = [m.name for m in models.ready_models]
     t = sum(sum(models.find(n).seconds.values()) for n in names)
-    many = [n for u in models.upstreams if (n := u.info.get('max_num_seqs'))]
-    rates = [
-        r for u in models.upstreams if (
-            r := (u.info.get('startup') or {}).get('bytes_per_second'))]
+    many = [n for m in models.ready_models if (n := m.info.get('max_num_seqs'))]
+    starts = [m.info.get('startup') or {} for m in models.ready_models]
+    rates = [r for s in starts if (r := s.get('bytes_per_second'))]
     read = f', weights at {"/".join(f"{r/1e9:.3g}" for r in rates)} GB/s' if rates else ''
     at_once = f', {"/".join(map(str, many))} sequences at once' if many else ''
     said = f'{", ".join(names) or "Atlas"} is ready ({t:.1f} s{read}{at_once}): chat at {url}'
@@ -246,13 +255,12 @@ def _doors():
             os.fstat(fd)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdout,sys.stderr = (
-        f or open(fd, 'w', closefd=False) for f,fd in (
-            (sys.stdout,1), (sys.stderr,2)))
+    sys.stdout = sys.stdout or open(1, 'w', closefd=False)
+    sys.stderr = sys.stderr or open(2, 'w', closefd=False)
 
 def _heap():
-    """Let glibc give large blocks back when they are freed, and have two heaps instead of one for each thread.
-    It would sit on some hundred megabytes of bodies and grammars that are long gone"""
+    """Let glibc give large blocks back when they are freed, and have two heaps instead of one for
+    each thread. It would sit on some hundred megabytes of bodies and grammars that are long gone"""
     if mallopt := getattr(ctypes.CDLL(None), 'mallopt', None):
         mallopt(-8, 2)
         mallopt(-3, 256<<10) # M_ARENA_MAX, M_MMAP_THRESHOLD
@@ -261,13 +269,14 @@ def _heap():
 DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
 
 # %% ../../nbs/7_service/35_gateway.ipynb #e3c24394
+_PARSERS = dict(tool_parser=TOOL_PARSERS, reasoning_parser=REASONING_PARSERS)
+
 def _known(parsers):
     "Refuse a parser that nobody knows, before anything is loaded"
-    for name,known,what in zip(parsers, (TOOL_PARSERS,REASONING_PARSERS), ('tool_parser','reasoning_parser')):
+    for name,(what,known) in zip(parsers, _PARSERS.items()):
         if name is not None and name not in known:
-            raise RequestError(
-                f'There is no {what} called {name!r}', hint=f'Use {", ".join(sorted(known))}',
-                param=what)
+            said = f'There is no {what} called {name!r}'
+            raise RequestError(said, hint=f'Use {", ".join(sorted(known))}', param=what)
 
 def _apart(wanted, keys):
     "Are API keys to be kept apart? A `ConfigError` where they are, and there is none"
@@ -288,13 +297,23 @@ def _app(models, rules, sandbox, fetch_images, **kw):
     app.add_middleware(Access)
     return app
 
+def _names_given(names):
+    "A name, names or None, as names"
+    return [names] if isinstance(names, str) else names or ()
+
+def _served(models, own, autoload, first, memory, named):
+    "`Models` of what `serve` was given; `named`: names, aliases and options of `modelled`"
+    if callable(models):
+        return models(own, autoload)
+    return Models(modelled(models, **named, **own), autoload, first, memory).admitted()
+
 # %% ../../nbs/7_service/35_gateway.ipynb #5bee0082
 def _not_ourselves(models, at, on):
     "Refuse another server that is this one"
-    for b in models.backends:
-        if b.points_at(at, on):
+    for u in models.upstreams:
+        if u.points_at(at, on):
             raise ConfigError(
-                f'{b.name} is this very server', hint='Give its url another host or port',
+                f'{u.name} is this very server', hint='Give its url another host or port',
                 param='upstreams')
 
 def _behind(sock, app, models, drain, tls, body, connections):
@@ -313,13 +332,6 @@ def _run(g, sock):
         g.run(sockets=[sock])
     if g.error:
         raise g.error
-
-# %% ../../nbs/7_service/35_gateway.ipynb #b93ccaf0
-def _served(models, own, autoload, first, memory, *named):
-    "`Models` of what `serve` was given"
-    if callable(models):
-        return models(own, autoload)
-    return Models(modelled(models, *named, **own), autoload, first, memory).admitted()
 
 # %% ../../nbs/7_service/35_gateway.ipynb #4746a4b0
 def serve(
@@ -355,23 +367,21 @@ def serve(
     "Serve models, each in a process of its own, until SIGINT or SIGTERM; a second one aborts"
     _doors()
     _heap()
-    keys,tls,parsers = read_keys(
-        api_key_file, given=api_key),tls_options(tls_cert, tls_key, tls_ca),(
-        tool_parser, reasoning_parser)
+    keys = read_keys(api_key_file, given=api_key)
+    tls = tls_options(tls_cert, tls_key, tls_ca)
+    parsers = tool_parser,reasoning_parser
     check_bind(host, keys, insecure)
     _known(parsers)
     configure(log_format, log_level)
     cached = dict(salt_keys=_apart(cache_salt_per_key, keys), prefill_next_turn=prefill_next_turn)
-    rules = Rules(
-        keys, host_names(host, allowed_hosts), tuple(cors_origins),
-        Rate(rate_limit) if rate_limit else None, max_body)
-    names = [served_model_name] if isinstance(served_model_name, str) else served_model_name or ()
+    rate = Rate(rate_limit) if rate_limit else None
+    rules = Rules(keys, host_names(host, allowed_hosts), tuple(cors_origins), rate, max_body)
+    named = dict(names=_names_given(served_model_name), alias=alias, options=options)
     with Sandbox() as box:
-        text = text or partial(open_text, parsers=parsers, sandbox=box)
-        own = dict(
-            policy=policy, config=config, command=command or _worker(log_format, log_level),
-            text=text)
-        ms = _served(models, own, autoload, first, memory, names, alias, options)
+        own = dict(policy=policy, config=config)
+        own['command'] = command or _worker(log_format, log_level)
+        own['text'] = text or partial(open_text, parsers=parsers, sandbox=box)
+        ms = _served(models, own, autoload, first, memory, named)
         with listen(host, port) as sock:
             app = _app(ms, rules, box, fetch_images, max_body=max_body, **cached)
             _run(_behind(sock, app, ms, drain, tls, max_body, max_connections), sock)

@@ -11,7 +11,7 @@ __all__ = ['ADMIN', 'Bounds', 'Counted', 'Refusal', 'Careful', 'HttpTools', 'Par
            'TooLargeError', 'refusal', 'BadHeaderError', 'Headers', 'Guard', 'reply']
 
 # %% ../../nbs/7_service/08_http.ipynb #5e81fcb5
-import hashlib,hmac,ipaddress,json,logging,math,os,re,resource,socket,struct
+import hashlib,hmac,ipaddress,json,logging,math,os,re,resource,socket,ssl,struct
 from contextlib import suppress
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -55,7 +55,8 @@ class Counted:
     "A transport that counts what is written to it"
     __slots__ = ('inner','written')
     def __init__(self, inner):
-        self.inner,self.written = inner,0
+        self.inner = inner
+        self.written = 0
     def __getattr__(self, name): return getattr(self.inner, name)
     def write(self, data):
         if self.inner.is_closing():
@@ -68,23 +69,25 @@ class Counted:
         return self.written-self.inner.get_write_buffer_size()
     def reset(self):
         "Close it, and have the system forget what nobody takes"
-        with suppress(OSError,AttributeError), socket.socket(
-            fileno=os.dup(self.inner.get_extra_info('socket').fileno())
-        ) as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+        at_once = struct.pack('ii', 1, 0) # Linger for no time at all
+        with suppress(OSError,AttributeError):
+            own = os.dup(self.inner.get_extra_info('socket').fileno())
+            with socket.socket(fileno=own) as s:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
         self.inner.abort()
 
-# %% ../../nbs/7_service/08_http.ipynb #a7c06a7f
+# %% ../../nbs/7_service/08_http.ipynb #ce39c467
 class Refusal(Exception):
     "Raised within the parser: answer this, and close"
 
-# %% ../../nbs/7_service/08_http.ipynb #ce39c467
 class Careful:
     "Mixed into a protocol of uvicorn: waits, sizes and numbers have ends"
     bounds = Bounds()
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
-        self.phase,self.since,self.heard = 'head',monotonic(),0.
+        self.phase = 'head'
+        self.since = monotonic()
+        self.heard = 0.
         # Bytes read and bytes recognised of a head or body; headers
         self.raw = self.size = self.count = 0
         # `full`: since when uvicorn has stopped to write
@@ -122,14 +125,13 @@ def connection_made(self:Careful, transport):
         self.refuse(
             503, 'There are too many connections', 'Try again in a moment', {'retry-after':'1'})
 
-# %% ../../nbs/7_service/08_http.ipynb #1e9d3de6
 @patch
 def sweep(self:Careful):
     "Look at every connection of the server; again in a second, if there are any"
     now,state = monotonic(),self.server_state
-    state.sweeping = (
-        self.loop.call_later(self.bounds.tick, self.sweep)
-        if self.connections else None)
+    state.sweeping = None
+    if self.connections:
+        state.sweeping = self.loop.call_later(self.bounds.tick, self.sweep)
     for c in list(self.connections):
         c.look(now)
 
@@ -140,10 +142,7 @@ def look(self:Careful, now):
     b,t = self.bounds,self.transport
     if (taken := t.taken)!=self.taken or taken==t.written:
         self.taken,self.moved = taken,now
-    if (
-            now-self.moved>b.write
-            or (self.full and now-self.full>b.write)
-    ):
+    if now-self.moved>b.write or (self.full and now-self.full>b.write):
         return t.reset()
     if t.is_closing():
         return
@@ -178,10 +177,7 @@ def late_body(self:Careful, now):
         self.since += now-max(self.heard, self.since)
         self.heard = now
         return
-    if (
-            now-self.heard>b.chunk
-            or now-self.since>b.chunk+self.size/b.rate
-    ):
+    if now-self.heard>b.chunk or now-self.since>b.chunk+self.size/b.rate:
         self.refuse(408, 'The body of the request came too slowly')
 
 # %% ../../nbs/7_service/08_http.ipynb #d5f1fce1
@@ -192,7 +188,6 @@ def hang_up(self:Careful):
         c.disconnected = True
         c.message_event.set()
 
-# %% ../../nbs/7_service/08_http.ipynb #6b5c94f0
 @patch
 def connection_lost(self:Careful, exc):
     "The client has gone"
@@ -220,10 +215,7 @@ def _plain(status, message, hint='', headers=()):
 
 # %% ../../nbs/7_service/08_http.ipynb #63c93d8d
 @patch
-def refuse(
-    self:Careful, status:int, message:str,
-    hint:str='', headers=()
-):
+def refuse(self:Careful, status:int, message:str, hint:str='', headers=()):
     "Tell the client why, and be done with it"
     if self.phase=='linger':
         return
@@ -241,7 +233,6 @@ def refuse(
     else:
         self.transport.close()
 
-# %% ../../nbs/7_service/08_http.ipynb #c3de8cff
 @patch
 def send_400_response(self:Careful, msg):
     "What uvicorn calls when the parser gave up"
@@ -269,9 +260,7 @@ def data_received(self:Careful, data):
 class HttpTools(Careful, *([HttpToolsProtocol] if HttpToolsProtocol else [])):
     "uvicorn's fast protocol, with bounds"
     asked = () # Cycles of requests that have been read, some of them answered
-    def __init__(
-        self, *args, **kw
-    ):
+    def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
         self.parser = Parser(self)
     def cycles(self): return [c for c in self.asked if not c.response_complete]
@@ -301,9 +290,8 @@ class HttpTools(Careful, *([HttpToolsProtocol] if HttpToolsProtocol else [])):
         if self.parser.should_upgrade():
             return self.parser.plain(self)
         if m := _ABSOLUTE.match(self.url):
-            self.headers[:] = [
-                (b'host',m[1]),
-                *(h for h in self.headers if h[0]!=b'host')]
+            others = [h for h in self.headers if h[0]!=b'host']
+            self.headers[:] = [(b'host',m[1]), *others]
         self.enter('body')
         super().on_headers_complete()
         self.asked = [*self.cycles(), self.cycle]
@@ -324,9 +312,7 @@ _ABSOLUTE = re.compile(rb'[a-z][a-z0-9+.-]*://([^/?#]*)', re.I)
 def _without(name, value, what=b'upgrade'):
     "A line of a head; if it is about the connection, without that word"
     if name==b'connection':
-        value = b','.join(
-            w for w in value.split(b',')
-            if w.strip().lower()!=what)
+        value = b','.join(w for w in value.split(b',') if w.strip().lower()!=what)
     return b'%s: %s'%(name, value)
 
 class Parser:
@@ -344,10 +330,8 @@ class Parser:
         if self.get_method()==b'CONNECT':
             p.no(400, 'This server is no proxy')
         first = b'%s %s HTTP/%s'%(self.get_method(), p.url, self.get_http_version().encode())
-        self.head = b'\r\n'.join([
-            first,
-            *(_without(*h) for h in p.headers if h[0]!=b'upgrade'),
-            b'', b''])
+        kept = [_without(*h) for h in p.headers if h[0]!=b'upgrade']
+        self.head = b'\r\n'.join([first, *kept, b'', b''])
     def feed_data(self, data):
         try:
             self.inner.feed_data(data)
@@ -365,7 +349,9 @@ class H11(Careful, H11Protocol):
         if self.phase=='linger':
             return
         state,waits = str(self.conn.their_state),self.conn.trailing_data[0]
-        phase = 'body' if state=='SEND_BODY' else 'head' if state=='IDLE' and waits else 'rest'
+        phase = 'head' if state=='IDLE' and waits else 'rest'
+        if state=='SEND_BODY':
+            phase = 'body'
         if phase!=self.phase:
             self.enter(phase)
 
@@ -399,6 +385,23 @@ class TLSError(ConfigError):
     code = 'bad_tls'
 
 # %% ../../nbs/7_service/08_http.ipynb #8496c7ec
+def _try_tls(cert, key, ca):
+    "Refuse files that TLS cannot use"
+    for f in filter(None, (cert,key,ca)):
+        if not Path(f).is_file():
+            raise TLSError(f'There is no file {f}')
+    c = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        c.load_cert_chain(cert, key, password=lambda: '')
+    except (ssl.SSLError,OSError,ValueError) as e:
+        why = getattr(e, 'reason', None) or 'unreadable'
+        raise TLSError(
+            f'{cert} and {key or "its key"} are no pair that TLS can use: {why}') from None
+    try:
+        c.load_verify_locations(ca) if ca else None
+    except (ssl.SSLError,OSError,ValueError):
+        raise TLSError(f'{ca} has no certificates that TLS can use') from None
+
 def tls_options(
     cert:str|None=None, # File with the certificate and those between it and a root
     key:str|None=None, # File with its key; None: it is in `cert`
@@ -411,24 +414,9 @@ def tls_options(
                 'A TLS key or authority was given without a certificate',
                 hint='Give the certificate too')
         return {}
-    import ssl
-    for f in filter(None, (cert,key,ca)):
-        if not Path(f).is_file():
-            raise TLSError(f'There is no file {f}')
-    c = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        c.load_cert_chain(cert, key, password=lambda: '')
-    except (ssl.SSLError,OSError,ValueError) as e:
-        raise TLSError(
-            f'{cert} and {key or "its key"} are no pair that TLS can use: '
-            f'{getattr(e, "reason", None) or "unreadable"}') from None
-    try:
-        c.load_verify_locations(ca) if ca else None
-    except (ssl.SSLError,OSError,ValueError):
-        raise TLSError(f'{ca} has no certificates that TLS can use') from None
-    return dict(ssl_certfile=cert, ssl_keyfile=key) | (
-        dict(ssl_ca_certs=ca, ssl_cert_reqs=ssl.CERT_REQUIRED) if ca
-        else {})
+    _try_tls(cert, key, ca)
+    clients = dict(ssl_ca_certs=ca, ssl_cert_reqs=ssl.CERT_REQUIRED) if ca else {}
+    return dict(ssl_certfile=cert, ssl_keyfile=key) | clients
 
 # %% ../../nbs/7_service/08_http.ipynb #8bb19544
 def server_config(
@@ -445,10 +433,8 @@ def server_config(
         timeout_keep_alive=max(1, math.ceil(bounds.idle)),
         timeout_graceful_shutdown=max(1, round(drain)))
     most = dict(h11_max_incomplete_event_size=bounds.header_bytes+bounds.line)
-    return uvicorn.Config(
-        app,
-        **dict(http=http_protocol(bounds, kind), ws='none', proxy_headers=False)
-        | quiet | ends | most | (tls or {}) | kw)
+    own = dict(http=http_protocol(bounds, kind), ws='none', proxy_headers=False)
+    return uvicorn.Config(app, **own | quiet | ends | most | (tls or {}) | kw)
 
 # %% ../../nbs/7_service/08_http.ipynb #7eb785dd
 class InsecureError(ConfigError):
@@ -462,11 +448,8 @@ def loopback(host:str)->bool:
         found = socket.getaddrinfo(host or '0.0.0.0', None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return (
-        bool(found)
-        and all(
-            ipaddress.ip_address(a[4][0].partition('%')[0]).is_loopback
-            for a in found))
+    addresses = [a[4][0].partition('%')[0] for a in found] # Without the interface
+    return bool(found) and all(ipaddress.ip_address(a).is_loopback for a in addresses)
 
 # %% ../../nbs/7_service/08_http.ipynb #d3d7232f
 def check_bind(host:str, keys, insecure:bool=False):
@@ -474,8 +457,8 @@ def check_bind(host:str, keys, insecure:bool=False):
     if not (keys or insecure or loopback(host)):
         raise InsecureError(
             f'{host} can be reached from other machines, and no API key is set',
-            hint='Set ATLAS_API_KEY, or give --api-key-file or --api-key; --insecure serves '
-            'everyone')
+            hint='Set ATLAS_API_KEY, or give --api-key-file or --api-key; '
+            '--insecure serves everyone')
 
 # %% ../../nbs/7_service/08_http.ipynb #0e9d52e8
 def _digest(key):
@@ -510,42 +493,43 @@ class Keys:
         return found
 
 # %% ../../nbs/7_service/08_http.ipynb #4602e246
+def _env_keys(env)->dict[str,str]:
+    "Keys in the environment, with their roles"
+    roles = {}
+    for name,role in ('ATLAS_API_KEY','user'), ('ATLAS_ADMIN_KEY','admin'):
+        keys = [k.strip() for k in env.get(name, '').split(',')]
+        roles |= {k:role for k in keys if k}
+    return roles
+
+def _key_lines(path)->list[str]:
+    "The lines of a key file that say something"
+    try:
+        lines = Path(path).read_text(encoding='utf-8').splitlines()
+    except (OSError,UnicodeDecodeError) as e:
+        why = getattr(e, 'strerror', None) or 'it is not text'
+        raise ConfigError(f'The key file {path} cannot be read: {why}') from None
+    lines = [l.strip() for l in lines]
+    lines = [l for l in lines if l and l[0]!='#']
+    if not lines:
+        raise ConfigError(f'The key file {path} has no keys', hint='Write one on each line')
+    return lines
+
+def _key_line(line)->tuple[str,str]:
+    "The key in a line, and its role with the name that may follow"
+    words = line.split(None, 2)
+    if words[0] not in ('user','admin'):
+        words = ['user', *line.split(None, 1)]
+    role,key,name = [*words,'',''][:3]
+    return key,f'{role} {name}'
+
 def read_keys(
     path:str|None=None, # File with a key on each line
     env=os.environ, # With ATLAS_API_KEY and ATLAS_ADMIN_KEY; several in one with commas between
     given=(), # Keys of users beside these
 )->Keys:
     "All keys that were given; empty if there are none"
-    roles = {}
-    for name,role in (('ATLAS_API_KEY','user'), ('ATLAS_ADMIN_KEY','admin')):
-        roles |= {
-            k.strip():role
-            for k in env.get(name, '').split(',')
-            if k.strip()}
-    roles = {k:'user' for k in given}|roles
-    try:
-        lines = Path(path).read_text(encoding='utf-8').splitlines() if path else []
-    except (OSError,UnicodeDecodeError) as e:
-        raise ConfigError(
-            f'The key file {path} cannot be read: '
-            f'{getattr(e, "strerror", None) or "it is not text"}') from None
-    for l in (l.strip() for l in lines):
-        if not l or l[0]=='#':
-            continue
-        role,key,name = [
-            *(
-                l.split(None, 2)
-                if l.split()[0] in ('user','admin')
-                else ['user',*l.split(None, 1)]),
-            '', ''][:3]
-        roles[key] = f'{role} {name}'
-    if (
-            path
-            and not any(
-                l.strip() and l.strip()[0]!='#'
-                for l in lines)
-    ):
-        raise ConfigError(f'The key file {path} has no keys', hint='Write one on each line')
+    roles = {k:'user' for k in given}|_env_keys(env)
+    roles |= map(_key_line, _key_lines(path) if path else [])
     if path and os.name=='posix' and Path(path).stat().st_mode&0o077:
         logging.getLogger('atlas').warning(
             'Other users of this machine may read %s: chmod 600 it', path)
@@ -607,9 +591,8 @@ def host_names(
             raise ConfigError(
                 f'{n[:100]!r} is no name of a host',
                 hint='Write it without https:// and path, such as chat.example.com')
-    names = [
-        'localhost','127.0.0.1','::1',
-        *('*' if n=='*' else _host(n.encode()) for n in more)]
+    names = ['localhost','127.0.0.1','::1']
+    names += ['*' if n=='*' else _host(n.encode()) for n in more]
     if not loopback(host):
         names += [host, socket.gethostname(), socket.gethostname()+'.local', socket.getfqdn()]
     if host in ('','0.0.0.0','::'):
@@ -680,6 +663,8 @@ class Headers:
         return got[0] if got else None
 
 # %% ../../nbs/7_service/08_http.ipynb #411194c5
+_REFUSED = UnknownKeyError,RightsError,HostError,RateError,TooLargeError,BadHeaderError
+
 class Guard:
     "An ASGI layer that lets through what the rules allow"
     def __init__(self, app, rules:Rules=Rules()):
@@ -690,28 +675,32 @@ class Guard:
         h = Headers(scope['headers'])
         send,started = self.dress(h, send)
         try:
-            self.check_host(scope, h)
-            if scope['method']=='OPTIONS' and h.one(b'access-control-request-method') is not None:
-                return await self.preflight(h, send)
-            who = self.check_key(scope, h)
-            self.check_rate(scope, who)
-            if isinstance(who, UnknownKeyError):
-                page = scope['path'] in self.rules.pages
-                if not page or scope['method'] not in ('GET','HEAD'):
-                    raise who
-                send = _with_status(send, 401)
-            await self.app(scope, self.capped(h, receive), send)
-        except (UnknownKeyError,RightsError,HostError,RateError,TooLargeError,BadHeaderError) as e:
+            await self.check(scope, h, receive, send)
+        except _REFUSED as e:
             if started:
                 raise
             await reply(send, e.status, refusal(scope['path'], e), _why_headers(e))
+    async def check(self, scope, h, receive, send):
+        "Raise the first reason to refuse; have the application answer if there is none"
+        self.check_host(scope, h)
+        if scope['method']=='OPTIONS' and h.one(b'access-control-request-method') is not None:
+            return await self.preflight(h, send)
+        who = self.check_key(scope, h)
+        self.check_rate(scope, who)
+        if isinstance(who, UnknownKeyError):
+            page = scope['path'] in self.rules.pages
+            if not page or scope['method'] not in ('GET','HEAD'):
+                raise who
+            send = _with_status(send, 401)
+        await self.app(scope, self.capped(h, receive), send)
 
 # %% ../../nbs/7_service/08_http.ipynb #b5309746
 def _with_status(send, status):
     "Another status for whatever is sent"
-    async def other(m): await send(
-        m|dict(status=status) if m['type']=='http.response.start'
-        else m)
+    async def other(m):
+        if m['type']=='http.response.start':
+            m = m|dict(status=status)
+        await send(m)
     return other
 
 def _why_headers(e):
@@ -726,12 +715,8 @@ async def reply(send, status, body, headers):
     "A whole answer"
     raw = json.dumps(body).encode()
     head = {'content-type':'application/json', 'content-length':str(len(raw))} | headers
-    await send(
-        dict(
-            type='http.response.start', status=status,
-            headers=[
-                (k.encode(), v.encode())
-                for k,v in head.items()]))
+    head = [(k.encode(), v.encode()) for k,v in head.items()]
+    await send(dict(type='http.response.start', status=status, headers=head))
     await send(dict(type='http.response.body', body=raw))
 
 # %% ../../nbs/7_service/08_http.ipynb #2c2d27c8
@@ -741,17 +726,22 @@ def check_host(self:Guard, scope, h):
     raw,names = h.one(b'host'),self.rules.hosts
     if raw is None and scope['http_version']!='1.0':
         raise BadHeaderError('The request has no Host header')
-    if (
-            '*' in names or raw is None
-            or (name := _host(raw)) in names
-            or ('ip' in names and _is_ip(name))
-    ):
+    if '*' in names or raw is None:
+        return
+    name = _host(raw)
+    if name in names or ('ip' in names and _is_ip(name)):
         return
     raise HostError(
         f'This server does not go by the name {name[:100] or "it was called"!r}',
         hint='Start it with --allowed-host to add one')
 
 # %% ../../nbs/7_service/08_http.ipynb #0faf9166
+def _given_key(h)->bytes|None:
+    "The key in a request's headers"
+    auth,given = h.one(b'authorization'),h.one(b'x-api-key')
+    bearer = auth and auth[:7].lower()==b'bearer '
+    return auth[7:].strip() if bearer else given
+
 @patch
 def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
     """(name, role) of whoever asks; None if nobody needs to say, an error to raise if they are
@@ -759,9 +749,7 @@ def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
     path,keys = scope['path'],self.rules.keys
     if not keys:
         return None
-    auth,given = h.one(b'authorization'),h.one(b'x-api-key')
-    if auth and auth[:7].lower()==b'bearer ':
-        given = auth[7:].strip()
+    given = _given_key(h)
     if path in self.rules.public:
         who = keys.find(given) if given else None
         scope['atlas.stranger'] = who is None
@@ -789,10 +777,8 @@ def check_rate(self:Guard, scope, who):
     scope['atlas.user'] = who[0] if who else None
     if not self.rules.rate or scope['path'] in self.rules.public:
         return
-    if wait := self.rules.rate.wait(
-        who[0] if who
-        else (scope.get('client') or ('',))[0]
-    ):
+    address = (scope.get('client') or ('',))[0]
+    if wait := self.rules.rate.wait(who[0] if who else address):
         e = RateError(
             f'There were more than {self.rules.rate.n} requests within a minute',
             hint=f'Try again in {math.ceil(wait)} s')
@@ -847,11 +833,9 @@ def dress(self:Guard, h, send):
     async def dressed(m):
         if m['type']=='http.response.start':
             started.append(True)
-            have = {k.lower() for k,_ in m.get('headers', ())}
-            m = m|dict(
-                headers=[
-                    *m.get('headers', ()),
-                    *((k,v) for k,v in more if k not in have)])
+            own = list(m.get('headers', ()))
+            have = {k.lower() for k,_ in own}
+            m = m|dict(headers=own+[(k,v) for k,v in more if k not in have])
         await send(m)
     return dressed,started
 

@@ -20,7 +20,9 @@ class Sink:
         stream=None, # Where to; None: stderr
         most:int=10_000, # Lines that may wait
     ):
-        self.stream,self.lost,self.q = stream or sys.stderr,0,queue.Queue(most)
+        self.stream = stream or sys.stderr
+        self.lost = 0
+        self.q = queue.Queue(most)
         try:
             self.fd = self.stream.fileno()
         except (OSError,ValueError,AttributeError):
@@ -68,9 +70,9 @@ _UNSEEN = re.compile('[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
 
 def _seen(text, keep=''):
     "`text` with escapes for what cannot be seen, but for the characters in `keep`"
-    return _UNSEEN.sub(
-        lambda m: m[0] if m[0] in keep else m[0].encode('unicode_escape').decode(),
-        text)
+    def shown(m):
+        return m[0] if m[0] in keep else m[0].encode('unicode_escape').decode()
+    return _UNSEEN.sub(shown, text)
 
 def _quiet(logger, name, d):
     "Drop what may be somebody's words, cut what is long, and show what cannot be seen"
@@ -89,7 +91,8 @@ class _Line:
     "What structlog writes to"
     def __init__(self, sink):
         self.sink = sink
-    def msg(self, line): self.sink.put(line)
+    def msg(self, line):
+        self.sink.put(line)
     debug = info = warning = error = critical = exception = log = fatal = msg
 
 def _for_people(logger, name, d):
@@ -97,9 +100,9 @@ def _for_people(logger, name, d):
     for k in ('client','request_id'):
         if k in d:
             d[k] = d.pop(k)
-    return {
-        k:v for k,v in d.items()
-        if v not in (None, '') and not (k.endswith('_tokens') and not v)}
+    def says(k, v):
+        return v not in (None, '') and (v or not k.endswith('_tokens'))
+    return {k:v for k,v in d.items() if says(k, v)}
 
 def _processors(json, colors):
     p = structlog.processors
@@ -110,11 +113,10 @@ def _processors(json, colors):
             p.format_exc_info, _quiet]
     if json:
         return [*shared('iso'), p.JSONRenderer(default=str, ensure_ascii=False)]
-    return [
-        *shared('%H:%M:%S', utc=False), _for_people,
-        structlog.dev.ConsoleRenderer(
-            pad_event_to=8, colors=colors, sort_keys=False, timestamp_key='time',
-            exception_formatter=structlog.dev.plain_traceback)]
+    columns = structlog.dev.ConsoleRenderer(
+        pad_event_to=8, colors=colors, sort_keys=False, timestamp_key='time',
+        exception_formatter=structlog.dev.plain_traceback)
+    return [*shared('%H:%M:%S', utc=False), _for_people, columns]
 
 # %% ../../nbs/7_service/10_log.ipynb #dd3c99bc
 class _Bridge(logging.Handler):
@@ -122,10 +124,9 @@ class _Bridge(logging.Handler):
     def emit(self, record):
         try:
             kw = dict(exc_info=record.exc_info) if record.exc_info else {}
-            getattr(
-                structlog.get_logger(), record.levelname.lower(),
-                structlog.get_logger().info
-            )(record.getMessage(), logger=record.name, **kw)
+            log = structlog.get_logger()
+            say = getattr(log, record.levelname.lower(), log.info)
+            say(record.getMessage(), logger=record.name, **kw)
         except Exception:
             self.sink.lost += 1
 
@@ -138,19 +139,27 @@ def configure(
     "Send this process's log lines to `stream`"
     stream = stream or sys.stderr
     person = getattr(stream, 'isatty', lambda: False)()
-    sink,n = Sink(stream),logging.getLevelNamesMapping()[level.upper()]
+    json = format=='json' or (format=='auto' and not person)
+    sink = Sink(stream)
+    n = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
-        processors=_processors(format=='json' or (format=='auto' and not person), person),
+        processors=_processors(json, person),
         wrapper_class=structlog.make_filtering_bound_logger(n),
         logger_factory=lambda *a: _Line(sink), cache_logger_on_first_use=False)
+    _bridge(sink, n)
+    return sink
+
+LOGGERS = 'atlas','uvicorn.error','asyncio'
+
+def _bridge(sink, n):
+    "Have the records of `LOGGERS` become lines, from level `n` on"
     h = _Bridge(n)
     h.sink = sink
     for name in LOGGERS:
         l = logging.getLogger(name)
-        l.handlers,l.propagate = [h],False
+        l.handlers = [h]
+        l.propagate = False
         l.setLevel(n if name=='atlas' else max(n, logging.ERROR))
-    return sink
-LOGGERS = ('atlas','uvicorn.error','asyncio')
 
 # %% ../../nbs/7_service/10_log.ipynb #85c63886
 def request_id(scope)->bytes:
@@ -165,6 +174,19 @@ def note(scope, **kw):
     scope.setdefault('atlas.note', {}).update(kw)
 
 # %% ../../nbs/7_service/10_log.ipynb #42d06f78
+def _with_id(m, rid):
+    "The beginning of an answer, with its request's id in the headers"
+    own = list(m.get('headers', ()))
+    have = {k.lower() for k,_ in own}
+    own += [(k,rid) for k in (b'x-request-id',b'request-id') if k not in have]
+    return m|dict(headers=own)
+
+def _identify(scope, rid):
+    "Have the layers within find the id in the headers, and the log in its context"
+    others = [h for h in scope['headers'] if h[0]!=b'x-request-id']
+    scope['headers'] = [*others, (b'x-request-id',rid)]
+    structlog.contextvars.bind_contextvars(request_id=rid.decode())
+
 class Access:
     "An ASGI layer, the outermost: an id for every request, and a line when it has ended"
     def __init__(self, app, clock=perf_counter):
@@ -173,20 +195,13 @@ class Access:
         if scope['type']!='http':
             return await self.app(scope, receive, send)
         rid,start,status = request_id(scope),self.clock(),None
-        scope['headers'] = [
-            *((k,v) for k,v in scope['headers'] if k!=b'x-request-id'),
-            (b'x-request-id',rid)]
         notes = scope.setdefault('atlas.note', {})
-        structlog.contextvars.bind_contextvars(request_id=rid.decode())
+        _identify(scope, rid)
         async def reply(m):
             nonlocal status
             if m['type']=='http.response.start':
-                status,hs = m['status'],m.get('headers', ())
-                have = {k.lower() for k,_ in hs}
-                m = m|dict(
-                    headers=[
-                        *hs,
-                        *((k,rid) for k in (b'x-request-id',b'request-id') if k not in have)])
+                status = m['status']
+                m = _with_id(m, rid)
             await send(m)
         try:
             await self.app(scope, receive, reply)
@@ -207,7 +222,5 @@ def line(self:Access, scope, status, notes, seconds):
     client = (scope.get('client') or ('',))[0]
     user = dict(user=scope['atlas.user']) if scope.get('atlas.user') else {}
     say(
-        'request', method=scope['method'][:16],
-        path=path, status=status or 499,
-        seconds=round(seconds, 4), client=client, **user,
-        **notes)
+        'request', method=scope['method'][:16], path=path, status=status or 499,
+        seconds=round(seconds, 4), client=client, **user, **notes)

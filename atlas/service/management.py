@@ -39,17 +39,24 @@ def _made(seconds):
 def _model(m, name):
     "An entry of the list of models"
     info = m.get('info') or {}
-    more = {k: info[k] for k in ('speculative','prefill_activations') if info.get(k)}
-    if m.get('sampling'):
-        more['default_sampling_params'] = m['sampling']
+    made = _made(m.get('created') or info.get('created', 0))
     reads = ['text']+['image']*bool(info.get('vision'))
     return dict(
         id=name, object='model', type='model', display_name=name, lifecycle='active',
-        **_made(m.get('created') or info.get('created', 0)), owned_by='atlas',
-        max_model_len=info.get('max_seq_len'), max_num_seqs=info.get('max_num_seqs'), root=m['id'],
+        **made, owned_by='atlas', max_model_len=info.get('max_seq_len'),
+        max_num_seqs=info.get('max_num_seqs'), root=m['id'],
         aliases=[n for n in m['names'] if n!=name], status=m['status'],
-        architecture=dict(input_modalities=reads, output_modalities=['text']))|more
+        architecture=dict(input_modalities=reads, output_modalities=['text'])
+    ) | _further(m, info)
 
+def _further(m, info):
+    "What an entry has only where it says something"
+    more = {k:info[k] for k in ('speculative','prefill_activations') if info.get(k)}
+    if m.get('sampling'):
+        more['default_sampling_params'] = m['sampling']
+    return more
+
+# %% ../../nbs/7_service/16_management.ipynb #feb2b448
 @patch
 def entries(self:Service)->dict:
     "Every name of a model, and then those that stand for one -> the model, and what else is told"
@@ -60,11 +67,9 @@ def entries(self:Service)->dict:
 async def list_models(self:Service)->Response:
     "All of these names"
     data = [_model(m, n)|more for n,(m,more) in self.entries().items()]
+    first,last = (data[0]['id'],data[-1]['id']) if data else (None,None)
     return JSONResponse(
-        dict(
-            object='list', data=data, has_more=False,
-            first_id=data[0]['id'] if data else None,
-            last_id=data[-1]['id'] if data else None))
+        dict(object='list', data=data, has_more=False, first_id=first, last_id=last))
 
 @patch
 async def get_model(self:Service, name:str)->Response:
@@ -72,7 +77,8 @@ async def get_model(self:Service, name:str)->Response:
     found = self.models.find(name).name  # also by a name that no list shows
     models = self.models.list()
     _,more = self.models.further(models).get(name, (None,{}))
-    return JSONResponse(_model(next(m for m in models if m['id']==found), name)|more)
+    m = next(m for m in models if m['id']==found)
+    return JSONResponse(_model(m, name)|more)
 
 # %% ../../nbs/7_service/16_management.ipynb #5bee0012
 @patch
@@ -83,34 +89,44 @@ async def states(self:Service)->Response:
     for m in self.models.list():
         stay = dict(residency=m.get('residency'))
         data.append(_model(m, m['id'])|said[m['id']]|stay)
+    memory = (getattr(self.models, 'memory', None) or {})|dict(total=await self.total_memory())
+    return JSONResponse(dict(object='list', data=data, memory=memory))
+
+@patch
+async def total_memory(self:Service)->int|None:
+    "Bytes of all cards, or of the machine; None if nobody knows"
     cards,host = await self.machine()
     sizes = [c.memory['total'] for c in cards if c.memory]
-    total = sum(sizes) or (host.total if host else None)
-    memory = (getattr(self.models, 'memory', None) or {})|dict(total=total)
-    return JSONResponse(dict(object='list', data=data, memory=memory))
+    return sum(sizes) or (host.total if host else None)
 
 @patch
 def live(self:Service, m)->dict:
     "Bytes that a model takes when it is loaded, and what it does now"
-    info,stats = getattr(m.runner, 'info', None) or {},m.runner.stats() if m.runner else {}
+    info,stats = _of_runner(m.runner)
     weights = (info.get('startup') or {}).get('bytes', 0)
     need = getattr(m, 'need', 0) or weights
     speed = self.metrics.of(m.name).speed.rate()
     now = dict(state=m.condition, tokens_per_second=round(speed, 2))
     now['since'] = round(getattr(m, 'entered', m.created)) # in this state, seconds since 1970
-    for k in ('running','waiting'):
-        now[k] = stats.get(f'num_requests_{k}', 0)
+    pinned,elsewhere = getattr(m, 'pinned', False),getattr(m, 'elsewhere', False)
+    return dict(need=need, pinned=pinned, elsewhere=elsewhere, live=now|_busy(stats))
+
+def _of_runner(runner)->tuple[dict,dict]:
+    "What a runner is, and what it does; nothing where there is none"
+    return getattr(runner, 'info', None) or {},runner.stats() if runner else {}
+
+def _busy(stats)->dict:
+    "How many answers run and wait, and how well those that run use the memory"
+    now = {k:stats.get(f'num_requests_{k}', 0) for k in ('running','waiting')}
     if now['running'] and 'roofline' in stats:
         now['roofline'] = stats['roofline']
-    return dict(need=need, pinned=getattr(m, 'pinned', False),
-        elsewhere=getattr(m, 'elsewhere', False), live=now)
+    return now
 
-# %% ../../nbs/7_service/16_management.ipynb #38d96e9b
+# %% ../../nbs/7_service/16_management.ipynb #7990c023
 BY_HAND = {
     ('POST','/models'):'Where the server runs, atlas pull NAME fetches a model',
     ('DELETE','/models'):'Where the server runs, atlas rm NAME removes a model'}
 
-# %% ../../nbs/7_service/16_management.ipynb #7990c023
 class ModelBody(BaseModel):
     "`POST /models/load` and `/models/unload`"
     model_config = OPEN
@@ -138,12 +154,10 @@ async def reload_models(self:Service, request:Request)->Response:
         raise NotOfferedError(
             'POST /models is not offered by this server', BY_HAND['POST','/models'])
     if not self.models.reload:
-        raise NotOfferedError(
-            'This server has no file to read again', 'atlas serve --config FILE starts one that has'
-        )
-    return unheeded(
-        JSONResponse(dict(success=True)|await self.models.reload()),
-        _unknown(q, 'reload'))
+        hint = 'atlas serve --config FILE starts one that has'
+        raise NotOfferedError('This server has no file to read again', hint)
+    said = dict(success=True)|await self.models.reload()
+    return unheeded(JSONResponse(said), _unknown(q, 'reload'))
 
 @patch
 async def model_events(self:Service)->Response:
@@ -155,8 +169,9 @@ async def model_events(self:Service)->Response:
     return EventStream(lines(), lambda *_: None, every=self.ping, patience=self.patience)
 
 # %% ../../nbs/7_service/16_management.ipynb #ab1432b1
-_STATES = dict(loaded='ready', loading='starting', restarting='starting', stalled='ready',
-    unloading='stopping', sleeping='sleeping') # As llama-swap calls them
+_STATES = dict( # As llama-swap calls them
+    loaded='ready', loading='starting', restarting='starting', stalled='ready',
+    unloading='stopping', sleeping='sleeping')
 
 @patch
 async def running(self:Service)->Response:
@@ -164,9 +179,8 @@ async def running(self:Service)->Response:
     def told(m):
         ttl = getattr(m, 'ttl', None) or 0
         command = ' '.join(m.status.get('args', ()))
-        return dict(
-            model=m.name, state=_STATES[m.condition], ttl=ttl,
-            cmd=command, name=m.name)
+        state = _STATES[m.condition]
+        return dict(model=m.name, state=state, ttl=ttl, cmd=command, name=m.name)
     here = [told(m) for m in self.models.all if m.condition in _STATES]
     return JSONResponse(dict(running=here))
 
@@ -201,21 +215,21 @@ async def props(self:Service, request:Request)->Response:
     if name is None and len(self.models.all)>1:
         return JSONResponse(dict(role='router', max_instances=len(self.models.all))|build)
     m = self.models.one(name)
-    info,up = getattr(m.runner, 'info', None) or {},m.upstream
-    settings = dict(
-        id=0,
-        n_ctx=info.get('max_seq_len', 0),
-        params=asdict(SamplingParams()),
-        speculative=bool(info.get('speculative')),
-        is_processing=False)
+    info,up = getattr(m.runner, 'info', None) or {},m.ready_model
     said = dict(
-        default_generation_settings=settings,
+        default_generation_settings=_settings(info),
         total_slots=info.get('max_num_seqs') or 0,
         model_alias=m.name,
         **_template_props(up and up.template),
         modalities=dict(vision=bool(up and up.spec), audio=False),
         is_sleeping=m.condition=='sleeping')
     return JSONResponse(said|build)
+
+def _settings(info):
+    "How answers are made where a request does not say"
+    return dict(
+        id=0, n_ctx=info.get('max_seq_len', 0), params=asdict(SamplingParams()),
+        speculative=bool(info.get('speculative')), is_processing=False)
 
 def _template_props(t):
     "What is told of a chat template; nothing in it where there is none"
@@ -229,15 +243,12 @@ async def slots(self:Service, request:Request)->Response:
     "As many slots as a model has sequences, and how many are busy; none where it is not loaded"
     q = request.query_params
     m = self.models.one(q.get('model'))
-    info,stats = getattr(m.runner, 'info', None) or {},m.runner.stats() if m.runner else {}
+    info,stats = _of_runner(m.runner)
     n,busy = info.get('max_num_seqs') or 0,stats.get('num_requests_running', 0)
     if q.get('fail_on_no_slot') in ('1','true') and busy>=n:
         raise UnavailableError('No slot is free', hint='Try again in a moment')
-    about = dict(
-        n_ctx=info.get('max_seq_len', 0),
-        speculative=bool(info.get('speculative')))
-    return JSONResponse(
-        [dict(id=i, is_processing=i<busy)|about for i in range(n)])
+    about = dict(n_ctx=info.get('max_seq_len', 0), speculative=bool(info.get('speculative')))
+    return JSONResponse([dict(id=i, is_processing=i<busy)|about for i in range(n)])
 
 # %% ../../nbs/7_service/16_management.ipynb #7b47b1f4
 @patch
@@ -270,10 +281,12 @@ def _unknown(q, *known):
 @patch
 async def health(self:Service, request:Request)->Response:
     "200 while requests can be served, else 503; why, for whoever has a key"
-    ok,said = self.models.healthy and not self.models.draining,self.models.health()
+    ok = self.models.healthy and not self.models.draining
+    said = self.models.health()
     if request.scope.get('atlas.stranger'):
         said = dict(status=said['status'])
-    return JSONResponse(said, 200 if ok else 503, headers=None if ok else {'retry-after':'1'})
+    later = None if ok else {'retry-after':'1'}
+    return JSONResponse(said, 200 if ok else 503, headers=later)
 
 @patch
 async def version(self:Service)->Response:
@@ -311,6 +324,14 @@ def _hash(js):
     digest = hashlib.sha256(js.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
+def _policy(scripts)->str:
+    "What a browser may do with a page: run these scripts, draw, and ask this server"
+    rules = dict(default="'none'", script=' '.join(map(_hash, scripts)))
+    rules |= dict(style="'unsafe-inline'", img='data:', connect="'self'")
+    policy = [f'{k}-src {v}' for k,v in rules.items()]
+    policy += [f"{k} 'none'" for k in ('base-uri','form-action','frame-ancestors')]
+    return '; '.join(policy)
+
 def page(name:str='chat.html')->tuple[str,str]:
     "A page of `static`, with the scripts beside it that it names, and its content security policy"
     static = Path(atlas.__file__).parent/'service'/'static'
@@ -320,19 +341,15 @@ def page(name:str='chat.html')->tuple[str,str]:
         return f'<script>{js}</script>'
     html = (static/name).read_text(encoding='utf-8')
     html = re.sub(r'<script src="([\w.-]+)"></script>', beside, html)
-    scripts = re.findall('<script>(.*?)</script>', html, re.S)
-    rules = dict(default="'none'", script=' '.join(map(_hash, scripts)))
-    rules |= dict(style="'unsafe-inline'", img='data:', connect="'self'")
-    policy = [f'{k}-src {v}' for k,v in rules.items()]
-    policy += [f"{k} 'none'" for k in ('base-uri','form-action','frame-ancestors')]
-    return html,'; '.join(policy)
+    return html,_policy(re.findall('<script>(.*?)</script>', html, re.S))
 
 def _shown(name):
     "The answer that is a page"
     html,policy = page(name)
-    return HTMLResponse(html, headers={'content-security-policy':policy,
-        'x-content-type-options':'nosniff', 'referrer-policy':'no-referrer',
-        'cache-control':'no-cache'})
+    safe = {
+        'content-security-policy':policy, 'x-content-type-options':'nosniff',
+        'referrer-policy':'no-referrer', 'cache-control':'no-cache'}
+    return HTMLResponse(html, headers=safe)
 
 @patch
 async def index(self:Service)->Response:

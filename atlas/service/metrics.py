@@ -19,11 +19,10 @@ from prometheus_client.core import CounterMetricFamily,GaugeMetricFamily,Histogr
 
 # %% ../../nbs/7_service/09_metrics.ipynb #49cae999
 def _ladder(low, high):
-    return [
-        round(b*10.**e, 3)
-        for e in range(low, high)
-        for b in (1,2,5)]
-BUCKETS,SIZES = _ladder(-3, 3),_ladder(0, 6) # Seconds; tokens
+    "1, 2, 5, 10, … from ten to the power of `low`"
+    return [round(b*10.**e, 3) for e in range(low, high) for b in (1,2,5)]
+BUCKETS = _ladder(-3, 3) # Seconds
+SIZES = _ladder(0, 6) # Tokens
 
 class Times:
     "A histogram of seconds, or of what `bounds` are bounds of"
@@ -53,7 +52,9 @@ class Speed:
     def __init__(self,
         span:float=3., # Seconds after which a thing counts a third
     ):
-        self.span,self.sum,self.at = span,0.,0.
+        self.span = span
+        self.sum = 0.
+        self.at = 0.
     def add(self, n:int, now:float):
         "`n` things came at the time `now`, of `perf_counter`"
         self.sum = n+self.sum*exp((self.at-now)/self.span)
@@ -63,7 +64,6 @@ class Speed:
         if now is None:
             now = perf_counter()
         return self.sum*exp(min(0, self.at-now)/self.span)/self.span
-
 
 # %% ../../nbs/7_service/09_metrics.ipynb #e88085b5
 _times = dict(
@@ -114,17 +114,20 @@ class ModelMetrics:
 class Stopwatch:
     "Times one choice, from submission to its end"
     def __init__(self, metrics:ModelMetrics, prompt:int=0):
-        self.m,self.prompt,self.start = metrics,prompt,perf_counter()
+        self.m = metrics
+        self.prompt = prompt
+        self.start = perf_counter()
         self.first = self.last = None # When its first and its last token came
-        self.n,self.queue = 0,0. # Tokens; seconds that it waited for the engine
+        self.n = 0 # Tokens
+        self.queue = 0. # Seconds that it waited for the engine
         metrics.requests_submitted += 1
 
-# %% ../../nbs/7_service/09_metrics.ipynb #ed583656
 @patch
 def begin(self:Stopwatch, now, waited):
     "The first token is here"
     took,m = now-self.start,self.m
-    self.first,self.queue = now,min(waited, took)
+    self.first = now
+    self.queue = min(waited, took)
     m.time_to_first_token_seconds.observe(took)
     m.request_queue_time_seconds.observe(self.queue)
     m.request_prefill_time_seconds.observe(took-self.queue)
@@ -212,9 +215,11 @@ STATES = ('unloaded','loading','loaded','sleeping','stalled','restarting','unloa
 class Metrics:
     "What the service counts; Prometheus's collector of it"
     def __init__(self,
-        models, # Whatever has `upstreams` and `stats()`
+        models, # Whatever has `ready_models` and `stats()`
     ):
-        self.models,self.by_model,self.http = models,{},Counter()
+        self.models = models
+        self.by_model = {}
+        self.http = Counter()
         self.machine = [],None # What its cards and its memory said last
         self.process = CollectorRegistry()
         ProcessCollector(registry=self.process)
@@ -253,30 +258,38 @@ def _counters(models):
                 f.add_metric([name,v], n)
         yield f
 
+def _speeds(models):
+    "How fast each model answers at this moment"
+    f = GaugeMetricFamily(
+        'atlas:generation_tokens_per_second', 'Tokens of answers a second, of late',
+        labels=['model_name'])
+    for name,m in models:
+        f.add_metric([name], m.speed.rate())
+    yield f
+
+def _asked(counts):
+    "HTTP requests, by method, handler and status"
+    f = CounterMetricFamily(
+        'atlas:http_requests', 'HTTP requests', labels=['method','handler','status'])
+    for k,n in counts.items():
+        f.add_metric(list(k), n)
+    yield f
+
 @patch
 def collect(self:Metrics):
     "Every number, for Prometheus"
-    for u in self.models.upstreams:
+    for u in self.models.ready_models:
         self.of(u.name)
     ms = self.by_model.items()
     yield from _histograms(ms)
     yield from _counters(ms)
-    f = GaugeMetricFamily(
-        'atlas:generation_tokens_per_second', 'Tokens of answers a second, of late',
-        labels=['model_name'])
-    for name,m in ms:
-        f.add_metric([name], m.speed.rate())
-    yield f
+    yield from _speeds(ms)
     yield from self._engines()
     yield from self._states()
     yield from self._cards()
-    yield from upstream_families(getattr(self.models, 'backends', ()))
+    yield from upstream_families(getattr(self.models, 'upstreams', ()))
     yield from fallback_family(getattr(self.models, 'fallbacks', None))
-    f = CounterMetricFamily(
-        'atlas:http_requests', 'HTTP requests', labels=['method','handler','status'])
-    for k,n in self.http.items():
-        f.add_metric(list(k), n)
-    yield f
+    yield from _asked(self.http)
 
 # %% ../../nbs/7_service/09_metrics.ipynb #93bbbf86
 def _family(k, doc, *labels):
@@ -284,10 +297,8 @@ def _family(k, doc, *labels):
     kind = CounterMetricFamily if k.endswith('_total') else GaugeMetricFamily
     return kind(f'atlas:{k}', doc, labels=['model_name',*labels])
 
-@patch
-def _engines(self:Metrics):
-    "What engines say of themselves"
-    said = [(u.name, u.runner.stats()) for u in self.models.upstreams]
+def _numbers(said):
+    "Plain numbers of engines"
     for k,doc in _engine.items():
         f = _family(k, doc)
         for name,s in said:
@@ -295,21 +306,34 @@ def _engines(self:Metrics):
                 f.add_metric([name], s[k])
         if f.samples:
             yield f
+
+def _positions(said):
+    "Numbers by the position of a draft in its step"
     for k,doc in _by_position.items():
         f = _family(k, doc, 'position')
         for name,s in said:
-            at = s.get(k) or {}
-            for i,v in at.items():
+            for i,v in (s.get(k) or {}).items():
                 f.add_metric([name,str(i)], v)
         if f.samples:
             yield f
+
+def _waiting(said):
+    "Requests that wait for an engine; there is one reason"
     f = GaugeMetricFamily(
         'atlas:num_requests_waiting_by_reason',
         'Requests that wait for the engine, by what they wait for',
         labels=['model_name','reason'])
     for name,s in said:
-        f.add_metric([name,'capacity'], s.get('num_requests_waiting', 0))  # there is no other
+        f.add_metric([name,'capacity'], s.get('num_requests_waiting', 0))
     yield f
+
+@patch
+def _engines(self:Metrics):
+    "What engines say of themselves"
+    said = [(u.name, u.runner.stats()) for u in self.models.ready_models]
+    yield from _numbers(said)
+    yield from _positions(said)
+    yield from _waiting(said)
 
 # %% ../../nbs/7_service/09_metrics.ipynb #753e04ca
 @patch
@@ -351,13 +375,16 @@ def _stated(s):
         yield 'model_state',k,float(s.get('state')==k)
     for k,v in (s.get('load_seconds') or {}).items():
         yield 'model_load_seconds',k,v
-    start = s.get('startup') or {}
+    yield from _started(s.get('startup') or {})
+    yield 'model_restarts',None,s.get('restarts_total', 0)
+
+def _started(start):
+    "The same, for how a worker started"
     for k,v in start.get('seconds', {}).items():
         yield 'model_startup_seconds',k,v
     if start:
         yield 'model_startup_bytes',None,start['bytes']
         yield 'model_startup_bytes_per_second',None,start['bytes_per_second']
-    yield 'model_restarts',None,s.get('restarts_total', 0)
 
 # %% ../../nbs/7_service/09_metrics.ipynb #a60dccd6
 _stay = dict(
@@ -366,21 +393,17 @@ _stay = dict(
     since=('model_resident_seconds', 'Seconds since it was loaded, or woke'),
     ttl_left=('model_ttl_seconds', 'Seconds until it is unloaded, if nobody asks it'))
 
-@patch
-def _residents(self:Metrics):
-    "Who has how much of the memory, and what of the budget is free"
-    told = [
-        (s['model'], s.get('residency') or {})
-        for s in self.models.stats()]
+def _shares(residents):
+    "Who has how much of the memory, and for how long"
     for k,(name,doc) in _stay.items():
         f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['model_name'])
-        for model,d in told:
+        for model,d in residents:
             if d.get(k) is not None:
                 f.add_metric([model], d[k])
         yield f
-    memory = getattr(self.models, 'memory', None)
-    if not memory:
-        return
+
+def _budget(memory):
+    "What all models may have, what of it is free, and who had to go"
     for k in ('budget','free'):
         yield GaugeMetricFamily(
             f'atlas:memory_{k}_bytes', f'Bytes of device memory for all models: {k}', memory[k])
@@ -391,6 +414,13 @@ def _residents(self:Metrics):
         f.add_metric([d['model'],d['how']], d['times'])
     yield f
 
+@patch
+def _residents(self:Metrics):
+    "Who has how much of the memory, and what of the budget is free"
+    yield from _shares([(s['model'], s.get('residency') or {}) for s in self.models.stats()])
+    if memory := getattr(self.models, 'memory', None):
+        yield from _budget(memory)
+
 # %% ../../nbs/7_service/09_metrics.ipynb #581baa42
 _upstream = dict(
     upstream_first_byte_seconds='From a question to another server to the first byte of its answer',
@@ -399,8 +429,11 @@ _upstream = dict(
 class UpstreamMetrics:
     "What is counted for one other server"
     def __init__(self, name:str):
-        self.name,self.asked,self.usage = name,Counter(),Counter()
-        self.first,self.latency = Times(),Times()
+        self.name = name
+        self.asked = Counter()
+        self.usage = Counter()
+        self.first = Times()
+        self.latency = Times()
     def ended(self, how:str, seconds:float, usage):
         "A question is over: 'ok', or what was wrong; `usage` has its tokens"
         self.asked[how] += 1
@@ -408,20 +441,17 @@ class UpstreamMetrics:
         self.usage['prompt'] += usage.prompt
         self.usage['completion'] += usage.completion
 
-def upstream_families(
-    backends, # Whatever has `counts` and `error`
-):
-    "The numbers of other servers, for Prometheus; nothing where there are none"
-    if not backends:
-        return
+def _upstream_times(upstreams):
+    "How long other servers took"
     for k,times in zip(_upstream, ('first','latency')):
         f = HistogramMetricFamily(f'atlas:{k}', _upstream[k], labels=['upstream'])
-        for b in backends:
-            f.add_metric(
-                [b.name],
-                getattr(b.counts, times).buckets,
-                getattr(b.counts, times).sum)
+        for u in upstreams:
+            t = getattr(u.counts, times)
+            f.add_metric([u.name], t.buckets, t.sum)
         yield f
+
+def _upstream_counts(upstreams):
+    "How often they were asked, for how many tokens, and whether they are well"
     asked = CounterMetricFamily(
         'atlas:upstream_requests', 'Questions to another server, by how they ended',
         labels=['upstream','outcome'])
@@ -430,13 +460,21 @@ def upstream_families(
         labels=['upstream','kind'])
     up = GaugeMetricFamily(
         'atlas:upstream_up', 'Did it answer as it should the last time?', labels=['upstream'])
-    for b in backends:
-        for how,n in (dict(ok=0)|b.counts.asked).items():
-            asked.add_metric([b.name,how], n)
+    for u in upstreams:
+        for how,n in (dict(ok=0)|u.counts.asked).items():
+            asked.add_metric([u.name,how], n)
         for kind in ('prompt','completion'):
-            tokens.add_metric([b.name,kind], b.counts.usage[kind])
-        up.add_metric([b.name], float(b.error is None))
+            tokens.add_metric([u.name,kind], u.counts.usage[kind])
+        up.add_metric([u.name], float(u.error is None))
     yield from (asked,tokens,up)
+
+def upstream_families(
+    upstreams, # Whatever has `counts` and `error`
+):
+    "The numbers of other servers, for Prometheus; nothing where there are none"
+    if upstreams:
+        yield from _upstream_times(upstreams)
+        yield from _upstream_counts(upstreams)
 
 # %% ../../nbs/7_service/09_metrics.ipynb #ce3eac82
 def fallback_family(

@@ -28,10 +28,10 @@ class Models:
         first=None, # Names of those to load at the start; None: all
         budget:int|None=None, # Bytes of device memory for all of them; None: nobody counts
         groups=None, # Name -> `Group`, or a dict of its fields
-        backends=(), # Other servers, whose models come and go
+        upstreams=(), # Other servers, whose models come and go
     ):
-        self.backends,self.fallbacks = [],None # `Backend`s; `Fallbacks`
-        if not models and not backends:
+        self.upstreams,self.fallbacks = [],None # `Upstream`s; `Fallbacks`
+        if not models and not upstreams:
             raise RequestError('There is no model to serve')
         self.residency = Residency(models, budget, groups)
         # `_ears`: queues of listeners
@@ -42,7 +42,7 @@ class Models:
         self.first = [
             m for m in models if not m.elsewhere and (
                 first is None or set(first)&set(m.names))]
-        for b in backends:
+        for b in upstreams:
             self.join(b, begin=False)
     def _take(self, models):
         "Have these models, by their names"
@@ -97,7 +97,7 @@ def at(self:Models, found)->Served:
     if found.model in self.models:
         return self.models[found.model]
     up,id = found.upstream or (None,None)
-    for b in self.backends:
+    for b in self.upstreams:
         if b.name==up:
             self.put(b.proxy(id))
     if found.model not in self.models:
@@ -131,7 +131,7 @@ def further(self:Models,
 @patch
 def elsewhere(self:Models, name:str|None)->Served|None:
     "The model of another server that goes by `name`; None if it is ours, or nobody's"
-    if not self.backends:
+    if not self.upstreams:
         return None
     m = self.models.get(self.default if name is None else name)
     return m if m is not None and m.elsewhere else None
@@ -139,7 +139,7 @@ def elsewhere(self:Models, name:str|None)->Served|None:
 @patch(as_prop=True)
 def routed(self:Models)->bool:
     "May a name lead to anything but a model of ours?"
-    return bool(self.backends or self.fallbacks or self.names)
+    return bool(self.upstreams or self.fallbacks or self.names)
 
 @patch
 def serving(self:Models, path:str, name:str|None=None)->str|None:
@@ -172,7 +172,7 @@ def put(self:Models, m:Served):
 async def seek(self:Models, name:str|None):
     "Have other servers say what they have, if nobody here goes by `name`"
     if name is not None and name not in self.models:
-        await asyncio.gather(*(b.renew(self) for b in self.backends))
+        await asyncio.gather(*(b.renew(self) for b in self.upstreams))
 
 @patch
 def drop(self:Models, m:Served):
@@ -189,7 +189,7 @@ def drop(self:Models, m:Served):
 @patch
 def join(self:Models, b, begin:bool=True):
     "Add another server; where we run already, its list is looked at from now on (`begin`)"
-    self.backends.append(b)
+    self.upstreams.append(b)
     for m in b.fixed():
         self.put(m)
     if begin:
@@ -203,7 +203,7 @@ async def start(self:Models):
         if m.state=='unloaded':
             m.begin(evicts=False)
     self.residency.soon()
-    for b in self.backends:
+    for b in self.upstreams:
         b.start(self)
 
 # %% ../../nbs/7_service/29_models.ipynb #1abf2527
@@ -325,9 +325,9 @@ def list(self:Models)->list[dict]:
 
 # %% ../../nbs/7_service/29_models.ipynb #6a4f6ac4
 @patch(as_prop=True)
-def upstreams(self:Models):
+def ready_models(self:Models):
     "Those that are loaded"
-    return [m.upstream for m in self.all if m.upstream and m.state in ('loaded','sleeping')]
+    return [m.ready_model for m in self.all if m.ready_model and m.state in ('loaded','sleeping')]
 
 # %% ../../nbs/7_service/29_models.ipynb #b3321d30
 @patch
@@ -415,7 +415,7 @@ async def close(self:Models, drain:float=0.):
     ends = [m.task for m in self._every() if m.task]
     ends += [
         *self.going.values(), *self.parting,
-        *(b.close() for b in self.backends)]
+        *(b.close() for b in self.upstreams)]
     await asyncio.gather(*ends, return_exceptions=True)
 
 # %% ../../nbs/7_service/29_models.ipynb #189a94c5

@@ -17,7 +17,7 @@ from ..ground.core import AtlasError,RequestError,human
 from ..ground.options import EngineConfig,differs
 from ..text.processor import read_text
 from .link import STAGES,pack_error,unpack_error
-from .remote import Child,RemoteRunner,how,unavailable
+from .remote import WorkerProcess,RemoteRunner,how,unavailable
 from .residency import kept_for
 from .service import ReadyModel
 
@@ -42,7 +42,7 @@ class Policy:
 
 # %% ../../nbs/7_service/23_process.ipynb #030cc51b
 def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
-    "What an `ReadyModel` has beside its runner"
+    "What a `ReadyModel` has beside its runner"
     p = read_text(config, parsers)
     return dict(
         tokenizer=p.tokenizer,
@@ -54,7 +54,7 @@ def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
 
 # %% ../../nbs/7_service/23_process.ipynb #e82c6393
 class Served:
-    "A model by name, whose upstream is there already"
+    "A model by name, which is ready already"
     task = gate = None # What keeps it; what is held while it loads
     error = reason = None # Why it failed; why it is in its state
     wanted = down = False # By people; did its process end?
@@ -70,14 +70,14 @@ class Served:
     residency = sent_away = None # Of all models; how it is being sent away: 'sleep' or 'unload'
     def __init__(self,
         names:list[str], # That clients may use; the first is its own
-        upstream:ReadyModel|None=None,
+        ready_model:ReadyModel|None=None,
         unlisted=(), # More names, which no list shows
     ):
         self.names = [*names,*unlisted]
         self.unlisted = {'*',*unlisted}
         self.name,self.created = self.names[0],int(time.time())
-        self.upstream,self.state = upstream,'loaded'
-        self.runner = upstream and upstream.runner
+        self.ready_model,self.state = ready_model,'loaded'
+        self.runner = ready_model and ready_model.runner
         self._waiting = []
     def tell(self, event): "Called with each change"
     def abort(self, peace=True):
@@ -104,7 +104,7 @@ Served.wake = Served.sleep
 async def up(self:Served, autoload=True)->ReadyModel:
     "The model, if it can be asked"
     if self.condition=='loaded':
-        return self.upstream
+        return self.ready_model
     raise unavailable(f'{self.name} cannot be asked', hint='GET /health tells when it can')
 
 # %% ../../nbs/7_service/23_process.ipynb #0952f774
@@ -124,7 +124,7 @@ class Model(Served):
         unlisted=(), # More of them, which no list shows
         policy:Policy=Policy(),
         # Starts a worker: a command, to which descriptors are appended, or a function of the name
-        # that gives a `Child`. None: `COMMAND`
+        # that gives a `WorkerProcess`. None: `COMMAND`
         command=None,
         text=open_text, # Function of the config that gives the text side
         measure=None, # What `sizes_told` is for a command; None: that
@@ -182,7 +182,7 @@ def described(self:Served)->dict:
         state=self.state, condition=self.condition,
         status=self.status, reason=self.reason,
         load_seconds=dict(self.seconds), restarts=self.restarts,
-        sampling=self.upstream.sampling if self.upstream else {}, residency=self.stay())
+        sampling=self.ready_model.sampling if self.ready_model else {}, residency=self.stay())
 
 # %% ../../nbs/7_service/23_process.ipynb #53d6bccd
 @patch
@@ -241,7 +241,7 @@ def keeps(self:Model)->bool:
 @patch
 async def _life(self:Model)->str:
     "One process from its start to its end; why it ended"
-    self.fault = self.refusal = self.ready = None
+    self.fault = self.refusal = self.ready_at = None
     # Beats of silence; beats without getting on; seconds of its step
     self.silent,self.stuck,self.step,watch = None,0,None,None
     self.progress = dict(stages=list(STAGES), current=STAGES[0], value=0.)
@@ -271,11 +271,11 @@ async def _life(self:Model)->str:
     return self.fault or how(self.code)
 
 @patch
-def _start(self:Model)->Child:
+def _start(self:Model)->WorkerProcess:
     "A new worker"
     if callable(self.command):
         return self.command(self.name)
-    return Child(self.command, self.name)
+    return WorkerProcess(self.command, self.name)
 
 # %% ../../nbs/7_service/23_process.ipynb #6125e565
 @patch
@@ -296,7 +296,7 @@ async def _watch(self:Model, child):
             self.fault = f'gave no sign of life for {quiet:.0f} s'
         elif (self.step or 0)>p.hung:
             self.fault = f'was at one step for {self.step:.0f} s'
-        elif not self.ready and self.stuck*p.beat>p.start:
+        elif not self.ready_at and self.stuck*p.beat>p.start:
             self.fault = f'was not ready, and did not get on for {self.stuck*p.beat:.0f} s'
         else:
             continue
@@ -330,7 +330,7 @@ def _read_text(self:Model):
 # %% ../../nbs/7_service/23_process.ipynb #c406ba99
 @patch
 def _on_ready(self:Model, info, seconds):
-    self.seconds,self.ready = seconds,time.monotonic()
+    self.seconds,self.ready_at = seconds,time.monotonic()
     self._read_text()
     self._coming = asyncio.create_task(self._come(self.child, info))
 
@@ -338,7 +338,7 @@ def _on_ready(self:Model, info, seconds):
 async def _come(self:Model, child, info):
     "The worker is ready; so is the model when its text side is"
     try:
-        up = await self._upstream(info)
+        up = await self._make_ready(info)
     except Exception as e:
         if not isinstance(e, AtlasError):
             _log.exception('The text side of %s failed', self.name)
@@ -348,14 +348,14 @@ async def _come(self:Model, child, info):
         return
     if not self.wanted:
         return child.kill()
-    self.upstream,self.served = up,True
+    self.ready_model,self.served = up,True
     self.down = False
     self.reason = self.progress = None
     self._arrived(info.get('memory'))
     self._set('loaded')  # whoever waits goes on
 
 @patch
-async def _upstream(self:Model, info)->ReadyModel:
+async def _make_ready(self:Model, info)->ReadyModel:
     "All that the service needs to ask this model"
     side = dict(await self.side)
     if not info.get('vision', True):
@@ -427,26 +427,26 @@ async def _keep(self:Model):
             break
         if self.refusal:
             return self._give_up(self.refusal, self.refusal.msg)
-        if self.ready and time.monotonic()-self.ready>=p.well:
+        if self.ready_at and time.monotonic()-self.ready_at>=p.well:
             pause = p.pause
-        if (ends := 0 if self.ready else ends+1)>=p.ends:
+        if (ends := 0 if self.ready_at else ends+1)>=p.ends:
             e = unavailable(
                 f'The process of {self.name} ended {ends} times in a row; the last one {why}',
                 hint='Load it again, or see the log', after=p.longest)
             return self._give_up(e, f'ended {ends} times in a row; the last {why}')
-        self.down,self.reason = self.down or self.upstream is not None,why
+        self.down,self.reason = self.down or self.ready_model is not None,why
         self.restarts += 1
         self._set('loading')
         with suppress(TimeoutError):
             await asyncio.wait_for(self._unwanted.wait(), pause)
         pause = min(2*pause, p.longest)
-    self.down,self.upstream = False,None
+    self.down,self.ready_model = False,None
     self.side = None  # read anew when it is loaded again
     self._set('unloaded')
 
 @patch
 def _give_up(self:Model, e, why):
-    self.wanted,self.error,self.reason,self.upstream = False,e,why,None
+    self.wanted,self.error,self.reason,self.ready_model = False,e,why,None
     _log.error('%s has failed: %s', self.name, e)
     e.logged = True
     self._set('failed')
@@ -462,7 +462,7 @@ async def _enter(self:Model)->bool:
         await self.residency.enter(self, self.evicts)
     except AtlasError as e:
         _log.warning('%s is not loaded: %s', self.name, e)
-        self.wanted,self.down,self.upstream,self.side = False,False,None,None
+        self.wanted,self.down,self.ready_model,self.side = False,False,None,None
         self.error,self.reason = e,e.msg
         self.turned += 1
         self._set('unloaded')
@@ -496,7 +496,7 @@ def begin(self:Model,
     "Load it, from now on"
     self.wanted,self.down,self.runner.open = True,False,True
     self.admin,self.evicts = admin,evicts
-    self.error = self.reason = self.upstream = None
+    self.error = self.reason = self.ready_model = None
     self.kept = None # what a client said was of its last stay
     self._unwanted.clear()
     self._set('loading')
@@ -671,7 +671,7 @@ async def up(self:Model,
         if self.state=='loaded' and not self.sent_away:
             self.runner._check_open()
             self.asked = time.monotonic()
-            return self.upstream
+            return self.ready_model
         if self.state=='failed':
             raise _again(self.error)
         if self.state=='sleeping':

@@ -28,7 +28,7 @@ from .protocol.chunks import error_body
 from .endpoints import SOUNDS,form_spans,owner
 from .question import Question,attended
 from .turn import EventStream
-from .upstream import COUNTS,TRANSLATED,Backend,UpstreamError,kind_of
+from .upstream import COUNTS,TRANSLATED,Upstream,UpstreamError,kind_of
 
 # %% ../../nbs/7_service/25_proxy.ipynb #b2464a98
 class Flights:
@@ -59,26 +59,26 @@ class Proxy(Served):
     "A model at another server"
     elsewhere = True
     def __init__(self,
-        backend:Backend,
+        upstream:Upstream,
         id:str|None, # What that calls it; None: it has no models, and is asked as the client asks
         info:dict|None=None, # What its list says of it
     ):
-        super().__init__([f'{backend.name}/{id}', id] if id else [backend.name])
+        super().__init__([f'{upstream.name}/{id}', id] if id else [upstream.name])
         if id:
             self.unlisted = {'*', self.name}
         said = info or {}
         length = said.get('max_model_len') or said.get('context_length')
-        self.backend,self.id = backend,id
+        self.upstream,self.id = upstream,id
         self.runner = Flights(dict(name=self.name))
         if isinstance(length, int):
             self.runner.info['max_seq_len'] = length
     @property
-    def condition(self)->str: return 'failed' if self.backend.error else 'loaded'
+    def condition(self)->str: return 'failed' if self.upstream.error else 'loaded'
     @property
-    def reason(self)->str|None: return self.backend.error
+    def reason(self)->str|None: return self.upstream.error
     def serves(self, path:str)->bool:
         "Does its server have `path`?"
-        return self.backend.may(path)
+        return self.upstream.may(path)
     async def up(self, autoload=True):
         why = f'{self.name} is a model of another server, which cannot be asked for this'
         raise NotOfferedError(why, hint='Ask that server', param='model')
@@ -88,7 +88,7 @@ _PATTERN = re.compile(r'[*?\[]')
 _SOON = 5. # Seconds between two looks, whoever wants them
 
 @patch
-def fixed(self:Backend)->list:
+def fixed(self:Upstream)->list:
     "Its models that need no look at its list"
     if self.only is not None and self.given is None:
         ids = [None]
@@ -97,13 +97,13 @@ def fixed(self:Backend)->list:
     return [self.proxy(i) for i in ids]
 
 @patch
-def proxy(self:Backend, id:str|None, info:dict|None=None):
+def proxy(self:Upstream, id:str|None, info:dict|None=None):
     "What stands here for one of its models"
     p = self.proxies[id] = Proxy(self, id, info)
     return p
 
 @patch(as_prop=True)
-def listing(self:Backend)->bool:
+def listing(self:Upstream)->bool:
     "Does its list of models matter?"
     if self.given is None:
         return self.only is None
@@ -111,7 +111,7 @@ def listing(self:Backend)->bool:
 
 # %% ../../nbs/7_service/25_proxy.ipynb #b9888fb6
 @patch
-async def listed(self:Backend)->dict[str,dict]:
+async def listed(self:Upstream)->dict[str,dict]:
     "The models that it lists: what it says of each, by name"
     q = self.http.build_request('GET', f'{self.url}/models', headers=self.heads())
     with self.faults():
@@ -135,7 +135,7 @@ def _is_model(m):
     return isinstance(id, str) and 0<len(id)<=256
 
 @patch
-async def renew(self:Backend, models):
+async def renew(self:Upstream, models):
     "Look at its list, and have `models` know what it has now"
     async with self.looking:
         if not self.listing or monotonic()-self.looked<_SOON:
@@ -158,13 +158,13 @@ async def renew(self:Backend, models):
 
 # %% ../../nbs/7_service/25_proxy.ipynb #da0fa3bf
 @patch
-def start(self:Backend, models):
+def start(self:Upstream, models):
     "From now on, look at its list now and then"
     if self.task is None and self.listing:
         self.task = asyncio.create_task(self._watch(models))
 
 @patch
-async def _watch(self:Backend, models):
+async def _watch(self:Upstream, models):
     while True:
         await self.renew(models)
         await asyncio.sleep(max(self.refresh, _SOON))
@@ -173,7 +173,7 @@ async def _watch(self:Backend, models):
 class Tally:
     "Counts one question to another server"
     def __init__(self, proxy:Proxy):
-        self.proxy,self.m = proxy,proxy.backend.counts
+        self.proxy,self.m = proxy,proxy.upstream.counts
         self.start,self.began,self.over = perf_counter(),False,False
         self.told = [] # Bytes in which it may have said what it cost
         self.usage = Usage()
@@ -205,7 +205,7 @@ class Tally:
         self.m.ended(how, perf_counter()-self.start, self.usage)
         self.proxy.runner.end()
         if how=='ok':
-            self.proxy.backend.well()
+            self.proxy.upstream.well()
 
 # %% ../../nbs/7_service/25_proxy.ipynb #d4b0f04c
 def data_of(raw:bytes):
@@ -322,7 +322,7 @@ async def passed(self:Proxy, q:Question, first:bytes, events, tally:Tally):
                 yield c
         ended = _ENDS.get(q.path, _END).search(before+last)
         if not ended:
-            raise self.backend.fault('cut', 'stopped in the middle of its answer')
+            raise self.upstream.fault('cut', 'stopped in the middle of its answer')
         tally.end('ok')
     except AtlasError as e:
         self.went_wrong(tally, e)
@@ -335,7 +335,7 @@ def went_wrong(self:Proxy, tally:Tally, e:AtlasError):
     "Count a question that came to nothing, and remember whose fault it was"
     tally.end(getattr(e, 'fault', 'error'))
     if e.status>=500 and e.status!=501:
-        self.backend.failed(e)
+        self.upstream.failed(e)
 
 # %% ../../nbs/7_service/25_proxy.ipynb #e08840b6
 class Passed(EventStream):
@@ -353,8 +353,8 @@ async def sound(self:Proxy, r:httpx.Response, first:bytes, chunks, tally:Tally):
             yield first
             async for c in chunks:
                 n += len(c)
-                if n>self.backend.limits.body:
-                    raise self.backend.fault('garbage', 'sent too many bytes')
+                if n>self.upstream.limits.body:
+                    raise self.upstream.fault('garbage', 'sent too many bytes')
                 yield c
         tally.end('ok')
     except AtlasError as e:
@@ -383,7 +383,7 @@ async def forward(self:Proxy,
     held:float|None=None, # Seconds that a stream has to begin; None: as many as its server has
 )->Response|None: # None: its server lacks the API, and is to be asked for chat
     "Pass a question on as it came, and what comes back"
-    b = self.backend
+    b = self.upstream
     native = b.may(q.path) and not (q.changed or self.ours(q))
     if not native and (not q.path or q.path in TRANSLATED or q.changed):
         return None
@@ -420,7 +420,7 @@ def ours(self:Proxy, q:Question)->bool:
 # %% ../../nbs/7_service/25_proxy.ipynb #d7d27e32
 @patch
 async def _forward(self:Proxy, q, tally, held):
-    b,streams = self.backend,(q.fields or {}).get('stream') is True
+    b,streams = self.upstream,(q.fields or {}).get('stream') is True
     raw,kind = self.body(q)
     first = held if streams else None
     r = await b.ask(
@@ -447,12 +447,12 @@ async def _answer(self:Proxy, q, r, tally, first):
 @patch
 def no_answer(self:Proxy, r)->UpstreamError:
     "The error for an answer of a kind that nobody asked for"
-    return self.backend.fault('garbage', f'answered with {kind_of(r)[:60]!r}, which is no answer')
+    return self.upstream.fault('garbage', f'answered with {kind_of(r)[:60]!r}, which is no answer')
 
 # %% ../../nbs/7_service/25_proxy.ipynb #a22d5553
 @patch
 async def _stream(self:Proxy, q, r, tally, first):
-    b,s = self.backend,q.service
+    b,s = self.upstream,q.service
     events = b.events(r, first)
     head = await _begun(b, events, tally)
     if not re.match(rb'\s*(data|event|id|retry)?:', head):
@@ -464,8 +464,8 @@ async def _stream(self:Proxy, q, r, tally, first):
 
 @patch
 async def _speech(self:Proxy, q, r, tally):
-    chunks = self.backend.chunks(r)
-    head = await _begun(self.backend, chunks, tally)
+    chunks = self.upstream.chunks(r)
+    head = await _begun(self.upstream, chunks, tally)
     said,close = self.sound(r, head, chunks, tally),partial(_closed, q, tally)
     kind = r.headers.get('content-type', 'application/octet-stream')
     return Passed(said, close, kept(r), kind, q.service.patience)
@@ -478,7 +478,7 @@ async def _whole(self:Proxy, q, r, tally, sound):
     text = sound and what!='application/json'
     if not text and what not in ('application/json',''):
         raise self.no_answer(r)
-    raw = await self.backend.whole(r)
+    raw = await self.upstream.whole(r)
     tally.first()
     if text:
         return self._done(q, raw, r, tally, r.headers.get('content-type', 'text/plain'))
@@ -487,7 +487,7 @@ async def _whole(self:Proxy, q, r, tally, sound):
     except ValueError:
         d = None
     if not isinstance(d, dict):
-        raise self.backend.fault('garbage', 'answered with JSON that is none')
+        raise self.upstream.fault('garbage', 'answered with JSON that is none')
     tally.count(d)
     if q.path=='responses':
         self.made(q, d)
@@ -512,7 +512,7 @@ def _closed(q, tally, how='client_gone'):
     "A question is over; called again, this does nothing more"
     tally.end(how)
     u = tally.usage
-    note(q.request.scope, model=tally.proxy.name, upstream=tally.proxy.backend.name,
+    note(q.request.scope, model=tally.proxy.name, upstream=tally.proxy.upstream.name,
         prompt_tokens=u.prompt, completion_tokens=u.completion, cached_tokens=u.cached)
 
 # %% ../../nbs/7_service/25_proxy.ipynb #a9c31e22
@@ -527,7 +527,7 @@ def made(self:Proxy, q:Question, d):
 @patch
 async def resource(self:Proxy, request:Request, path:str)->Response:
     "What its server says of something that it keeps, in one piece"
-    b,asked = self.backend,dict(request.query_params)
+    b,asked = self.upstream,dict(request.query_params)
     if asked.get('stream') in ('true','1'):
         why = f'{self.name} has this response, and its events are not passed on'
         raise NotOfferedError(why, hint='Ask for it without stream', param='stream')

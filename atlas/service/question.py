@@ -77,8 +77,9 @@ def api_of(path:str)->API:
     "The API that a path belongs to"
     if re.match(r'/api/', path):
         return API(None, None, plain_error_body)  # of `ollama`, a later page
-    return MESSAGES if re.match(r'/v1/messages(/|$)', path) else RESPONSES if re.match(
-        r'/v1/responses(/|$)', path) else CHAT
+    if re.match(r'/v1/messages(/|$)', path):
+        return MESSAGES
+    return RESPONSES if re.match(r'/v1/responses(/|$)', path) else CHAT
 
 # %% ../../nbs/7_service/14_question.ipynb #ed4eba18
 async def attended(request:Request, work):
@@ -124,15 +125,19 @@ class Question:
         *args, # For `api.parse`, after the body
         path:str|None=None, # Under /v1, where other servers are asked; None: that of `api`
     ):
-        self.service,self.request = service,request
-        self.raw,self.api,self.args = raw,api,args
+        self.service = service
+        self.request = request
+        self.raw = raw
+        self.api = api
+        self.args = args
         self.path = api.path if path is None else path
         self.fields = None # The body as a dict, once somebody looked
         self.asked = None # The `Ask`, once somebody read it
         self.changed = False # Does `asked` say other than the body? Then it counts
         self.form = False # Is it a form, and not JSON?
         self.leads = None # The model that its name stands for, where that is another
-        self.manner,self.route = None,'' # In which it is answered; how its name led there
+        self.manner = None # In which it is answered
+        self.route = '' # How its name led there
         hops.set(request.headers.get('x-atlas-via', ''))
 
 # %% ../../nbs/7_service/14_question.ipynb #1e811d10
@@ -157,15 +162,16 @@ async def name(self:Question)->str|None:
 async def peek(self:Question)->Ask:
     "What is asked, to look at"
     if self.asked is None:
-        self.asked = await self.service.parsed(
-            self.request, self.raw, self.api.parse, *self.args)
+        s = self.service
+        self.asked = await s.parsed(self.request, self.raw, self.api.parse, *self.args)
     return self.asked
 
 @patch
 async def ask(self:Question, name:str|None=None)->Ask:
     "What is asked, of the model called `name`; new each time, for whoever answers may change it"
     ask = replace(await self.peek())
-    ask.messages,ask.warnings = [*ask.messages],[*ask.warnings]
+    ask.messages = [*ask.messages]
+    ask.warnings = [*ask.warnings]
     if name is not None:
         ask.served = name
     if name is not None and name!=self.leads:
@@ -176,9 +182,8 @@ async def ask(self:Question, name:str|None=None)->Ask:
 async def here(self:Question, name:str|None, held:float|None)->Response:
     "Have a model answer that is ours, or that is asked as ours are"
     ask = await self.ask(name)
-    if self.api.first and (
-        said := await self.api.first(self.service, ask, self.request)
-    ):
+    first = self.api.first
+    if first and (said := await first(self.service, ask, self.request)):
         return said
     if self.manner:
         self.manner.apply(ask)
@@ -188,10 +193,6 @@ async def here(self:Question, name:str|None, held:float|None)->Response:
     return await self.service.answer(ask, self.api.reply, self.request, held)
 
 # %% ../../nbs/7_service/14_question.ipynb #b8b75b9a
-class StalledError(AtlasError):
-    "A model that did not begin to answer in time"
-    status,code = 503,'stalled'
-
 @patch
 async def respond(self:Service, q:Question)->Response:
     "Answer by the model that a question names, or by one that stands in for it"
@@ -205,10 +206,7 @@ async def respond(self:Service, q:Question)->Response:
     return said
 
 @patch
-async def by(
-    self:Service, q:Question, name:str|None,
-    held:float|None=None
-)->Response:
+async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Response:
     "Have one model answer, or a persona of one"
     q,name = self.in_place(q, name)
     if (m := self.elsewhere(name)) is None:
@@ -220,17 +218,21 @@ async def by(
     return said
 
 @patch
-def in_place(
-    self:Service, q:Question, name:str|None
-)->tuple[Question,str|None]:
+def in_place(self:Service, q:Question, name:str|None)->tuple[Question,str|None]:
     "A question, in the manner of whoever answers it, and the name of the model that does"
     names = getattr(self.models, 'names', None)
     f = names and names.acting(name, q.manner)
     if not f:
         return q,name
     q = copy(q)
-    q.manner,q.changed = f.manner,q.changed or f.manner is not None
+    q.manner = f.manner
+    q.changed = q.changed or f.manner is not None
     return q,self.models.at(f).name
+
+# %% ../../nbs/7_service/14_question.ipynb #fcfd220e
+class StalledError(AtlasError):
+    "A model that did not begin to answer in time"
+    status,code = 503,'stalled'
 
 @patch
 async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
@@ -246,14 +248,25 @@ async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
     except TimeoutError as e:
         if turn:
             turn.close('error')
-        raise StalledError(
-            f'{ask.model or "The model"} did not begin to answer within {held:g} s') from e
+        who = ask.model or 'The model'
+        raise StalledError(f'{who} did not begin to answer within {held:g} s') from e
     except BaseException:
         if turn:
             turn.close('error')
         raise
 
 # %% ../../nbs/7_service/14_question.ipynb #56979c91
+@patch
+def stands_for(self:Question, f, model:str):
+    "Its name stands for `model`, as `f` found in the file of names"
+    self.leads = model
+    self.route = f.why
+    if self.talks:
+        self.manner = f.manner
+        self.changed = f.manner is not None
+    if f.why:
+        note(self.request.scope, route=f.why)
+
 @patch
 async def led(self:Service, q:Question, name:str|None)->str|None:
     "The model that a question is for, once its name is understood"
@@ -264,11 +277,7 @@ async def led(self:Service, q:Question, name:str|None)->str|None:
         return name
     ask = await q.peek() if q.talks and ms.names.forks(own) else None
     f = ms.names.find(own, ask, ms.models)
-    q.leads,q.route = ms.at(f).name if f.upstream else f.model,f.why
-    if q.talks:
-        q.manner,q.changed = f.manner,f.manner is not None
-    if f.why:
-        note(q.request.scope, route=f.why)
+    q.stands_for(f, ms.at(f).name if f.upstream else f.model)
     return q.leads
 
 # %% ../../nbs/7_service/14_question.ipynb #a6363dc7
@@ -328,9 +337,15 @@ def salted(self:Service, ask:Ask, request:Request)->Ask:
     return ask
 
 @patch
+def streamed(self:Service, turn:Turn, w, close)->EventStream:
+    "The answer of a turn, as it comes"
+    return EventStream(
+        events(turn, w), close, ping=w.ping, every=self.ping,
+        patience=self.patience, media_type=w.media_type)
+
+@patch
 async def answer(
-    self:Service, ask:Ask, reply, request:Request,
-    held:float|None=None
+    self:Service, ask:Ask, reply, request:Request, held:float|None=None
 )->Response:
     "Answer a question, in one piece or as a stream"
     async with Unless(gone(request.receive)) as away:
@@ -338,11 +353,7 @@ async def answer(
         ask.after = self.keeping(ask, request)
         close = partial(ended, request, turn, w)
         if ask.stream:
-            return warned(
-                EventStream(
-                    events(turn, w), close, None, w.ping, self.ping,
-                    self.patience, w.media_type),
-                ask)
+            return warned(self.streamed(turn, w, close), ask)
         try:
             done = await whole(turn, w)
         except asyncio.CancelledError:
@@ -363,10 +374,10 @@ def ended(request:Request, turn:Turn, w, why:str='client_gone'):
     if after:
         after()
     n = turn.usage()
-    ends = {str(v.finish) for v in turn.readers}
-    note(request.scope, model=w.model,
-        prompt_tokens=n.prompt, completion_tokens=n.completion,
-        cached_tokens=n.cached, finish=','.join(sorted(ends)))
+    ends = sorted({str(v.finish) for v in turn.readers})
+    note(
+        request.scope, model=w.model, prompt_tokens=n.prompt,
+        completion_tokens=n.completion, cached_tokens=n.cached, finish=','.join(ends))
 
 # %% ../../nbs/7_service/14_question.ipynb #ca0e81c9
 def manages(request:Request)->bool:

@@ -50,7 +50,7 @@ LAST = 2**31 # A priority behind all that a body can ask for
 @dataclass
 class Ahead:
     "A conversation, and what it takes to render its next turn"
-    upstream:ReadyModel
+    ready_model:ReadyModel
     id:str # Of the answer
     prompt:Prompt # That was answered
     answer:dict # As the client will send it back
@@ -61,7 +61,7 @@ class Ahead:
 
     def __repr__(self):
         n = len(self.prompt.ids)
-        return f'Ahead({self.id} of {self.upstream.name}, behind {n} tokens)'
+        return f'Ahead({self.id} of {self.ready_model.name}, behind {n} tokens)'
 
 def ahead(u:ReadyModel, ask:Ask, p:Prompt, w:Writer, c:Choice)->Ahead:
     "What follows the answer `c`"
@@ -70,8 +70,8 @@ def ahead(u:ReadyModel, ask:Ask, p:Prompt, w:Writer, c:Choice)->Ahead:
         p,m = _continued(p, m)
     tools = None if ask.tool_choice=='none' else ask.tools
     return Ahead(
-        u, w.id, p, m, tools, ask.template, ask.salt,
-        w.names_results)
+        u, w.id, p, m, tools,
+        variables=ask.template, salt=ask.salt, named=w.names_results)
 
 def _continued(p, m):
     "The prompt without its last message, and that message with its end"
@@ -88,7 +88,7 @@ def tokens(self:Ahead,
     template, # Renders, wherever that may be
 )->list[int]:
     "The ids that the next prompt will begin with; none if they are those of this one, or too many"
-    u,p = self.upstream,self.prompt
+    u,p = self.ready_model,self.prompt
     render = partial(self._render, template)
     encode = partial(u.tokenizer.encode, add_special=False)
     ids = foresee(render, encode, turn_marks(u), p.messages, self.answer, self.named)
@@ -107,7 +107,7 @@ def _render(self:Ahead, template, messages):
 @patch
 def request(self:Ahead, ids:list[int])->Request:
     "The request that puts them into the prefix cache"
-    u,params = self.upstream,SamplingParams(temperature=0, max_tokens=1)
+    u,params = self.ready_model,SamplingParams(temperature=0, max_tokens=1)
     return Request(f'{self.id}-next', tuple(ids), params,
         priority=LAST, eos_ids=eos_ids(u), images=self.prompt.images,
         salt=self.salt, boundaries=turn_marks(u).boundaries(ids), prefill_only=True)
@@ -164,12 +164,12 @@ async def _follow(self:NextTurns, a:Ahead):
     except Exception:
         _log.exception('A next turn could not be foreseen')
     finally:
-        self.service.metrics.of(a.upstream.name).next_turn_prefills[how] += 1
+        self.service.metrics.of(a.ready_model.name).next_turn_prefills[how] += 1
 
 @patch
 async def _done(self:NextTurns, a:Ahead)->str:
     "How it ended: 'finished', 'needless' or 'given_up'"
-    runner,template = a.upstream.runner,self.service.template(a.upstream)
+    runner,template = a.ready_model.runner,self.service.template(a.ready_model)
     work = partial(copy_context().run, self._tokens, a, template)
     ids = await asyncio.get_running_loop().run_in_executor(self.pool, work)
     if ids is None or self.busy(runner):
@@ -181,7 +181,7 @@ async def _done(self:NextTurns, a:Ahead)->str:
 @patch
 def _tokens(self:NextTurns, a:Ahead, template):
     "In the pool's thread: what the next prompt begins with; None if there is something else to do"
-    return None if self.busy(a.upstream.runner) else a.tokens(template)
+    return None if self.busy(a.ready_model.runner) else a.tokens(template)
 
 @patch
 async def _prefill(self:NextTurns, stream)->str:

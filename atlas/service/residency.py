@@ -72,9 +72,7 @@ def chosen(
     now:float,
 )->list|None: # `Resident`s; None: all of them would not do
     "Whom to send away"
-    order = sorted(
-        may,
-        key=lambda r: (r.answers>0, -worth_leaving(r, now)))
+    order = sorted(may, key=lambda r: (r.answers>0, -worth_leaving(r, now)))
     out,won = [*must],sum(r.holds for r in must)
     for r in order:
         if won>=short:
@@ -152,18 +150,18 @@ def decide(
     by = {r.name: r for r in residents}
     m,others = by[name],[r for r in residents if r.name!=name]
     refuse_impossible(budget, m, others, groups)
-    free = budget-sum(r.holds for r in residents)
-    short = max(m.need, 1)-m.holds-free
-    there = [r for r in others if r.holds and r.state!='sleeping']
-    against = [r for r in there if rivals(m, r, groups)]
+    short = max(m.need, 1)-m.holds-budget+sum(r.holds for r in residents)
+    against = _beside(m, others, groups)
+    fits = short<=0 and not against
     first = [by[n] for n in ahead]
-    if first:
-        if short<=0 and not against and passes(budget, m, first, others, groups):
-            return Decision(True)
+    if first and not (fits and passes(budget, m, first, others, groups)):
         return Decision(why=f'waits behind {first[0].name}')
-    if short<=0 and not against:
-        return Decision(True)
-    return _make_room(m, short, against, others, now)
+    return Decision(True) if fits else _make_room(m, short, against, others, now)
+
+def _beside(m, others, groups)->list:
+    "Those that are in memory, and may not be while `m` is"
+    there = [r for r in others if r.holds and r.state!='sleeping']
+    return [r for r in there if rivals(m, r, groups)]
 
 # %% ../../nbs/7_service/22_residency.ipynb #28ce3099
 def _make_room(m, short, against, others, now):
@@ -173,17 +171,20 @@ def _make_room(m, short, against, others, now):
     short -= sum(r.holds for r in going)
     if short<=0 and not against:
         return Decision(why=f'waits until {going[0].name} has left')
-    able = [r for r in others if r.may_leave and r.holds]
-    free = [r for r in able if m.admin or r.state=='sleeping' or r.stays<=now]
+    free = _free(m, others, now)
     may = [r for r in free if r not in against]
-    stuck = [r for r in against if r not in free]
+    stuck = any(r not in free for r in against)
     those = None if stuck else chosen(short, against, may, now)
     if those is None:
         return _wait(others, free)
-    if answering := [r for r in those if r.answers]:
-        those = answering
+    those = [r for r in those if r.answers] or those # the idle follow when these have answered
     waits = f'waits for {_listed(those)} to leave'
     return Decision(leave=tuple(leaving(short, those)), why=waits)
+
+def _free(m, others, now)->list:
+    "Those that may leave for `m` now"
+    able = [r for r in others if r.may_leave and r.holds]
+    return [r for r in able if m.admin or r.state=='sleeping' or r.stays<=now]
 
 def _wait(others, free):
     "What a model waits for that nobody can leave for yet"

@@ -30,30 +30,39 @@ from .management import BY_HAND,ModelBody
 # %% ../../nbs/7_service/17_server.ipynb #7ec7cd43
 _log = logging.getLogger('atlas')
 
+class _Reply:
+    "`send` of one request, with its id in the headers; remembers the status"
+    def __init__(self, send, rid):
+        self.send = send
+        self.named = [(b'x-request-id',rid), (b'request-id',rid)]
+        self.status = None # Of an answer that has begun
+    async def __call__(self, m):
+        if m['type']=='http.response.start':
+            self.status = m['status']
+            m = m|dict(headers=[*m['headers'], *self.named])
+        await self.send(m)
+
 class Door:
     "The outermost layer: ids, counts, and a net under everything"
-    def __init__(self, app, metrics): self.app,self.metrics = app,metrics
+    def __init__(self, app, metrics):
+        self.app = app
+        self.metrics = metrics
     async def __call__(self, scope, receive, send):
         if scope['type']!='http':
             return await self.app(scope, receive, send)
-        rid,status = request_id(scope),None
-        async def reply(m):
-            nonlocal status
-            if m['type']=='http.response.start':
-                status = m['status']
-                heads = [*m['headers'], (b'x-request-id', rid), (b'request-id', rid)]
-                m = m|dict(headers=heads)
-            await send(m)
+        rid = request_id(scope)
         scope |= {'atlas.send':send, 'atlas.id':rid.decode()}
+        reply = _Reply(send, rid)
         try:
             await self.app(scope, receive, reply)
         except Exception as e:
             _log.exception('Request %s failed', rid.decode())
-            if status is not None:
+            if reply.status is not None:
                 raise
-            await JSONResponse(api_of(scope['path']).error_body(e), 500)(scope, receive, reply)
+            failed = JSONResponse(api_of(scope['path']).error_body(e), 500)
+            await failed(scope, receive, reply)
         finally:
-            self.count(scope, status)
+            self.count(scope, reply.status)
 
 # %% ../../nbs/7_service/17_server.ipynb #3e79e249
 @patch
@@ -97,9 +106,8 @@ async def no_route(request, e:HTTPException)->Response:
         what = NoRouteError(
             f'There is no {request.method} {path[:200]} here',
             hint='GET /openapi.json lists what there is')
-    return JSONResponse(
-        api_of(path).error_body(what), status,
-        headers=_never|dict(e.headers or {}) if status==501 else e.headers)
+    heads = _never|dict(e.headers or {}) if status==501 else e.headers
+    return JSONResponse(api_of(path).error_body(what), status, headers=heads)
 
 async def left(request, e:ClientDisconnect)->Response:
     "The client hung up, maybe in the middle of its own body"
@@ -120,10 +128,8 @@ def _flat(s, defs, inside=()):
 def _schema(kind):
     "What `/openapi.json` says about a body that we read ourselves"
     s = kind.model_json_schema()
-    return dict(
-        requestBody=dict(
-            required=True,
-            content={'application/json':dict(schema=_flat(s, s.get('$defs', {})))}))
+    content = {'application/json':dict(schema=_flat(s, s.get('$defs', {})))}
+    return dict(requestBody=dict(required=True, content=content))
 
 _MEANING = {
     400:'Something is wrong with the request',
@@ -133,20 +139,6 @@ _MEANING = {
     501:'This is not offered',
     503:'Busy, or not there; Retry-After says when to come back'}
 _errors = {status:dict(description=d) for status,d in _MEANING.items()}
-
-# %% ../../nbs/7_service/17_server.ipynb #cd648ee6
-def _neighbours(s:Service):
-    "Endpoints that programs for other servers ask"
-    return [
-        ('/running', 'GET', s.running, None),
-        ('/unload', 'GET', s.unload_all, None),
-        ('/unload/{name:path}', 'GET', s.unload_named, None),
-        ('/unload', 'POST', s.unload_all, None),
-        ('/unload/{name:path}', 'POST', s.unload_named, None),
-        ('/api/models/unload', 'POST', s.unload_all, None),
-        ('/api/models/unload/{name:path}', 'POST', s.unload_named, None),
-        ('/props', 'GET', s.props, None),
-        ('/slots', 'GET', s.slots, None)]
 
 # %% ../../nbs/7_service/17_server.ipynb #706d4d41
 def _asking(s:Service):
@@ -175,6 +167,7 @@ def _tokens(s:Service, under:str):
         (f'{under}/detokenize', 'POST', s.detokenize, DetokenizeBody),
         (f'{under}/apply-template', 'POST', s.apply_template, openai.ChatBody)]
 
+# %% ../../nbs/7_service/17_server.ipynb #f00eb7cd
 def _managing(s:Service):
     "Endpoints about models and the server"
     return [
@@ -195,7 +188,46 @@ def _managing(s:Service):
         ('/', 'GET', s.index, None),
         ('/ui', 'GET', s.models_page, None)]
 
+def _neighbours(s:Service):
+    "Endpoints that programs for other servers ask"
+    return [
+        ('/running', 'GET', s.running, None),
+        ('/unload', 'GET', s.unload_all, None),
+        ('/unload/{name:path}', 'GET', s.unload_named, None),
+        ('/unload', 'POST', s.unload_all, None),
+        ('/unload/{name:path}', 'POST', s.unload_named, None),
+        ('/api/models/unload', 'POST', s.unload_all, None),
+        ('/api/models/unload/{name:path}', 'POST', s.unload_named, None),
+        ('/props', 'GET', s.props, None),
+        ('/slots', 'GET', s.slots, None)]
+
 # %% ../../nbs/7_service/17_server.ipynb #afe2ccd9
+def _life(models, service, on_ready, drain):
+    "What happens before the first request and after the last"
+    @asynccontextmanager
+    async def life(app):
+        await models.start()
+        if on_ready:
+            on_ready()
+        yield
+        for t in list(service.tasks):
+            t.cancel()
+        await models.close(drain)
+    return life
+
+_HANDLERS = (AtlasError,refused),(HTTPException,no_route),(ClientDisconnect,left)
+
+def _add_routes(app, service, doors):
+    "All endpoints, those of `doors` among them"
+    routes = _asking(service)+_managing(service)+_neighbours(service)
+    routes += [route for door in doors for route in door(service)]
+    for path,method,f,body in routes:
+        _add(app, path, method, f, body)
+    for path in SOUNDS:
+        app.add_api_route(
+            f'/v1/{path}', service.sound, methods=['POST'], include_in_schema=False,
+            response_model=None)
+
 def create_app(
     models, # `Models` of the gateway
     on_ready=None, # Called when it has started
@@ -210,31 +242,15 @@ def create_app(
     service = Service(models, **kw)
     if prefill_next_turn:
         service.follow = NextTurns(service)
-    @asynccontextmanager
-    async def life(app):
-        await models.start()
-        if on_ready:
-            on_ready()
-        yield
-        for t in list(service.tasks):
-            t.cancel()
-        await models.close(drain)
     app = FastAPI(
         title='Atlas', version=atlas.__version__, docs_url=None, redoc_url=None,
-        redirect_slashes=False, lifespan=life)
+        redirect_slashes=False, lifespan=_life(models, service, on_ready, drain))
     app.state.service = service
-    more = [route for door in doors for route in door(service)]
-    for path,method,f,body in _asking(service)+_managing(service)+_neighbours(service)+more:
-        _add(app, path, method, f, body)
-    for path in SOUNDS:
-        app.add_api_route(
-            f'/v1/{path}', service.sound, methods=['POST'], include_in_schema=False,
-            response_model=None)
-    if rules:
-        service.origins = rules.origins
-    for kind,f in ((AtlasError, refused), (HTTPException, no_route), (ClientDisconnect, left)):
+    _add_routes(app, service, doors)
+    for kind,f in _HANDLERS:
         app.add_exception_handler(kind, f)
     if rules:
+        service.origins = rules.origins
         app.add_middleware(Guard, rules=rules)
     app.add_middleware(Door, metrics=service.metrics)
     return app
@@ -256,11 +272,12 @@ class PortError(AtlasError):
     "An address that the server cannot listen on"
     code = 'port_unavailable'
 
-_why = {errno.EADDRINUSE:('is already in use', 'Stop the program that has it, or choose another with --port'),
+_OTHER_PORT = 'Stop the program that has it, or choose another with --port'
+_OTHER_HOST = 'Choose an address of this machine with --host, such as 127.0.0.1'
+_WHY = {
+    errno.EADDRINUSE:('is already in use', _OTHER_PORT),
     errno.EACCES:('needs more rights than you have', 'Choose a port above 1023 with --port'),
-    errno.EADDRNOTAVAIL:(
-        'is not on this machine', 'Choose an address of this machine with --host, such as 127.0.0.1'
-    )}
+    errno.EADDRNOTAVAIL:('is not on this machine', _OTHER_HOST)}
 
 def listen(
     host:str='127.0.0.1', # An address of this machine
@@ -274,6 +291,6 @@ def listen(
         kind = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=kind, backlog=2048)
     except OSError as e:
-        what,hint = _why.get(
-            e.errno, (f'cannot be used: {e.strerror}', 'Choose another with --host and --port'))
+        unknown = f'cannot be used: {e.strerror}','Choose another with --host and --port'
+        what,hint = _WHY.get(e.errno, unknown)
         raise PortError(f'Port {port} on {host} {what}', hint=hint) from None

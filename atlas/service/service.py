@@ -48,6 +48,18 @@ class ReadyModel:
     runner:object=None # `info`, `submit`, `stats`, `healthy`, and perhaps `call`
     sampling:dict=field(default_factory=dict) # Parameters where a request does not give them
 
+@patch
+def read_by(self:ReadyModel, tools:str|None=None, reasoning:str|None=None)->ReadyModel:
+    "The same model, whose calls and thoughts these parsers read; None: its own do"
+    wanted = tools or self.parsers[0],reasoning or self.parsers[1]
+    if wanted==self.parsers:
+        return self
+    if not hasattr(self, '_variants'):
+        self._variants = {}
+    if wanted not in self._variants:
+        self._variants[wanted] = replace(self, parsers=wanted)
+    return self._variants[wanted]
+
 # %% ../../nbs/7_service/12_service.ipynb #3921da01
 class Service:
     "Models, and what it takes to ask them"
@@ -63,17 +75,22 @@ class Service:
         salt_keys:bool=False, # Does each API key have prompts of its own in the prefix cache?
     ):
         self.salt_keys = salt_keys
-        self.models,self.max_body = models,max_body
-        self.ping,self.patience = ping,patience
-        self.sandbox,self.fetch = sandbox,fetch
-        self.metrics,self._longest,self.tasks = Metrics(models),WeakKeyDictionary(),set()
+        self.models = models
+        self.max_body = max_body
+        self.ping = ping
+        self.patience = patience
+        self.sandbox = sandbox
+        self.fetch = fetch
+        self.metrics = Metrics(models)
+        self._longest = WeakKeyDictionary() # Of each tokenizer
+        self.tasks = set() # That run beside requests
         self.fetchers = ThreadPoolExecutor(8, 'atlas-fetch') if fetch else None
         # Of guides; they wait for the sandbox, and hold up nobody else
         self.checkers = ThreadPoolExecutor(32, 'atlas-guide')
 
 # %% ../../nbs/7_service/12_service.ipynb #7e360976
 @patch
-async def upstream(self:Service, name:str|None)->ReadyModel:
+async def ready_model(self:Service, name:str|None)->ReadyModel:
     "The model that was asked for, ready"
     if self.models.draining:
         raise UnavailableError('The server is shutting down', hint='Try again in a moment')
@@ -82,21 +99,8 @@ async def upstream(self:Service, name:str|None)->ReadyModel:
 @patch
 async def asked(self:Service, ask:Ask)->ReadyModel:
     "The model that a question is for, ready, and read by the parsers of the name it was asked by"
-    u = await self.upstream(ask.served or ask.model)
+    u = await self.ready_model(ask.served or ask.model)
     return u.read_by(*ask.parsers)
-
-@patch
-def read_by(self:ReadyModel, tools:str|None=None, reasoning:str|None=None)->ReadyModel:
-    "The same model, whose calls and thoughts these parsers read; None: its own do"
-    own,wanted = self.parsers,(
-        tools or self.parsers[0], reasoning or self.parsers[1])
-    if wanted==own:
-        return self
-    if not hasattr(self, '_variants'):
-        self._variants = {}
-    if wanted not in self._variants:
-        self._variants[wanted] = replace(self, parsers=wanted)
-    return self._variants[wanted]
 
 @patch
 def elsewhere(self:Service, name:str|None):
@@ -111,9 +115,8 @@ SHORT = 4096 # Characters that are worked on without a thread
 def longest(self:Service, tok)->int:
     "Characters of the longest token"
     if tok not in self._longest:
-        self._longest[tok] = max(
-            (len(tok.token(i) or '') for i in range(tok.vocab_size)),
-            default=1)
+        lengths = (len(tok.token(i) or '') for i in range(tok.vocab_size))
+        self._longest[tok] = max(lengths, default=1)
     return self._longest[tok]
 
 # %% ../../nbs/7_service/12_service.ipynb #89035cf7
@@ -123,8 +126,9 @@ async def encode(self:Service, u:ReadyModel, text:str, **kw)->list[int]:
     limit = u.info['max_seq_len']
     if len(text)>8*limit:
         check_text(len(text), self.longest(u.tokenizer), limit)
-    return u.tokenizer.encode(text, **kw) if len(text)<=SHORT else await asyncio.to_thread(
-        u.tokenizer.encode, text, **kw)
+    if len(text)<=SHORT:
+        return u.tokenizer.encode(text, **kw)
+    return await asyncio.to_thread(u.tokenizer.encode, text, **kw)
 
 # %% ../../nbs/7_service/12_service.ipynb #b98ccce3
 @dataclass
@@ -141,8 +145,7 @@ class Prompt:
 # %% ../../nbs/7_service/12_service.ipynb #d7a7daee
 @patch
 async def render(
-    self:Service, u:ReadyModel, messages:list, tools:list|None=None,
-    **kw
+    self:Service, u:ReadyModel, messages:list, tools:list|None=None, **kw
 )->str:
     "The prompt of a conversation, as text"
     if u.template is None:
@@ -181,21 +184,28 @@ async def look(self:Service, messages:list, sees:bool)->tuple[list,list]:
 
 # %% ../../nbs/7_service/12_service.ipynb #214dc67a
 @patch
-async def chat_prompt(self:Service, u:ReadyModel, ask:Ask)->Prompt:
-    "The prompt of a conversation"
-    plain = not any(isinstance(m.get('content'), list) for m in ask.messages)
-    if plain:
-        messages,images = ask.messages,[]
-    else:
-        messages,images = await self.look(ask.messages, u.spec is not None)
+async def rendered(self:Service, u:ReadyModel, ask:Ask, messages:list)->str:
+    "The messages of a question as text, up to where the answer begins"
     how = dict(add_generation_prompt=not ask.continuing, continue_final_message=ask.continuing)
     tools = None if ask.tool_choice=='none' else ask.tools
-    text = await self.render(u, messages, tools, **how|ask.template)
+    return await self.render(u, messages, tools, **how|ask.template)
+
+@patch
+async def tokenized(self:Service, u:ReadyModel, text:str, images:list)->tuple:
+    "Ids of a rendered conversation, with those that stand for its images, and the images"
     ids = await self.encode(u, text, add_special=False)
     if images:
-        ids,images = await asyncio.to_thread(place_images, ids, images, u.spec)
-    else:
-        ids,images = place_images(ids, images, u.spec)
+        return await asyncio.to_thread(place_images, ids, images, u.spec)
+    return place_images(ids, images, u.spec)
+
+@patch
+async def chat_prompt(self:Service, u:ReadyModel, ask:Ask)->Prompt:
+    "The prompt of a conversation"
+    messages,images = ask.messages,[]
+    if any(isinstance(m.get('content'), list) for m in messages):
+        messages,images = await self.look(messages, u.spec is not None)
+    text = await self.rendered(u, ask, messages)
+    ids,images = await self.tokenized(u, text, images)
     if ask.before:
         ids = [*earlier(u, ask), *ids]
     check_prompt(len(ids), u.info['max_seq_len'])
@@ -230,21 +240,26 @@ def fill(tok, before, after)->list[int]:
 
 # %% ../../nbs/7_service/12_service.ipynb #b965e3e9
 @patch
+async def given_ids(self:Service, u:ReadyModel, p, **kw)->list[int]:
+    "Ids of a prompt that is a text, or ids already; an empty one is refused"
+    if not isinstance(p, str):
+        check_ids(p, u.info['vocab_size'], 'prompt')
+    ids = await self.encode(u, p, **kw) if isinstance(p, str) else p
+    if not len(ids):
+        raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
+    return ids
+
+@patch
 async def text_prompt(self:Service, u:ReadyModel, ask:TextAsk, p)->Prompt:
     "One prompt of a completion"
     plain = dict(add_special=False) if ask.suffix else {}
-    if not isinstance(p, str):
-        check_ids(p, u.info['vocab_size'], 'prompt')
-    ids = await self.encode(u, p, **plain) if isinstance(p, str) else p
-    if not len(ids):
-        raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
+    ids = await self.given_ids(u, p, **plain)
     if ask.suffix:
         ids = fill(u.tokenizer, ids, await self.encode(u, ask.suffix, **plain))
     check_prompt(len(ids), u.info['max_seq_len'], not ask.silent)
     place_images(ids, (), u.spec)
-    return Prompt(
-        ids,
-        p if isinstance(p, str) else u.tokenizer.decode(ids, skip_special=False))
+    text = p if isinstance(p, str) else u.tokenizer.decode(ids, skip_special=False)
+    return Prompt(ids, text)
 
 # %% ../../nbs/7_service/12_service.ipynb #fb25d99a
 @patch
@@ -269,9 +284,8 @@ async def fitting(self:Service, u:ReadyModel, ask:Ask)->Prompt:
 def scored(ask:Ask)->int|None:
     "Alternatives of each token of the prompt that were asked for; None: it is not scored"
     echoed = ask.params.logprobs if isinstance(ask, TextAsk) and ask.echo else None
-    return max(
-        (k for k in (echoed, getattr(ask, 'prompt_logprobs', None)) if k is not None),
-        default=None)
+    wanted = echoed,getattr(ask, 'prompt_logprobs', None)
+    return max((k for k in wanted if k is not None), default=None)
 
 # %% ../../nbs/7_service/12_service.ipynb #cfaf510d
 @patch
@@ -284,8 +298,9 @@ async def prompts(self:Service, u:ReadyModel, ask:Ask)->list[Prompt]:
     if (k := scored(ask)) is None:
         return ps
     for p in ps:
-        scores = await self.ask_of(
-            u, 'score', ids=list(p.ids), k=k) if len(p.ids)>1 else []
+        scores = []
+        if len(p.ids)>1:
+            scores = await self.ask_of(u, 'score', ids=list(p.ids), k=k)
         p.tokens = prompt_tokens_of(p.ids, scores, Token)
     return ps
 
@@ -297,9 +312,19 @@ def _closing(parser, ask, p):
     return closing(parser, p.thinking, p.opened, asked, formed)
 
 # %% ../../nbs/7_service/12_service.ipynb #a80b915e
+def _callable(ask)->list[dict]:
+    "The functions that an answer may call"
+    fs = [t['function'] for t in ask.tools or []]
+    return [f for f in fs if ask.tool_name in (None, f['name'])]
+
+def _guided(f)->dict:
+    "A function as the guide takes it"
+    parameters = f.get('parameters') or dict(type='object')
+    return dict(name=f['name'], parameters=parameters, strict=bool(f.get('strict')))
+
 def tool_guide(ask:Ask, parser:str|None)->dict|None:
     "The guide that the tools of a question need, alone or beside its format"
-    fs = [t['function'] for t in ask.tools or [] if ask.tool_name in (None, t['function']['name'])]
+    fs = _callable(ask)
     strict,auto = any(f.get('strict') for f in fs),ask.tool_choice=='auto'
     # whose calls begin as an answer in JSON does
     form = ask.format if auto and parser!='llama3_json' else None
@@ -307,14 +332,10 @@ def tool_guide(ask:Ask, parser:str|None)->dict|None:
         return None
     if not fs or not (ask.tool_choice=='required' or auto and parser and (strict or form)):
         return None
-    tools = []
-    for f in fs:
-        parameters = f.get('parameters') or dict(type='object')
-        tools.append(dict(name=f['name'], parameters=parameters, strict=bool(f.get('strict'))))
-    parallel = ask.parallel and ask.tool_name is None
-    return dict(
-        kind='tools', parser=parser or 'hermes', tools=tools, choice=ask.tool_choice,
-        parallel=parallel, strict=strict) | (dict(format=form) if form else {})
+    spec = dict(
+        kind='tools', parser=parser or 'hermes', tools=[_guided(f) for f in fs],
+        choice=ask.tool_choice, parallel=ask.parallel and ask.tool_name is None, strict=strict)
+    return spec | (dict(format=form) if form else {})
 
 # %% ../../nbs/7_service/12_service.ipynb #1cc37a0d
 def guide_of(u:ReadyModel, ask:Ask, p:Prompt, tools:dict|None)->dict|None:
@@ -330,15 +351,43 @@ def guide_of(u:ReadyModel, ask:Ask, p:Prompt, tools:dict|None)->dict|None:
         budget = None  # what is forced is the channel of answers, and a call would find no place
     if not end or budget is None and not spec:
         return spec
-    return (spec or dict(kind='free')) | end | (
-        {} if budget is None else dict(budget=budget))
+    cut = {} if budget is None else dict(budget=budget)
+    return (spec or dict(kind='free')) | end | cut
 
 # %% ../../nbs/7_service/12_service.ipynb #2c63fd77
 @patch
 async def checked(self:Service, u:ReadyModel, spec:dict)->list[str]:
     "Compile a guide for the first time; its warnings"
-    return await asyncio.get_running_loop().run_in_executor(
-        self.checkers, copy_context().run, u.guides.check, spec) or []
+    loop,run = asyncio.get_running_loop(),copy_context().run
+    return await loop.run_in_executor(self.checkers, run, u.guides.check, spec) or []
+
+def _unguided(u, ask, spec, tools):
+    "No guide, where the model has none: a warning or a refusal, as what was asked is a promise"
+    if spec['kind']=='free':
+        ask.warnings.append('The thinking budget cannot be enforced here')
+        return
+    if tools and ask.tool_choice=='auto' and not ask.format:
+        return
+    param = 'tool_choice' if spec['kind']=='tools' else ask.format_at
+    raise NotOfferedError(
+        f'{u.names[0]} cannot be held to a format',
+        hint=f'Leave {ask.format_at} and tool_choice out', param=param)
+
+@patch
+async def enforced(self:Service, u:ReadyModel, ask:Ask, p:Prompt, spec:dict, tools)->dict:
+    "`spec`, checked, or one without its tools where they cannot be had beside a format"
+    try:
+        ask.warnings += await self.checked(u, spec)
+        return spec
+    except RequestError as e:
+        if e.param=='response_format':
+            e.param = ask.format_at
+        if not (tools and ask.format) or tools['strict'] or e.param!='tools':
+            raise
+        ask.warnings.append(f'Tools cannot be called beside this format: {e.msg}')
+    spec = guide_of(u, ask, p, None)
+    ask.warnings += await self.checked(u, spec)
+    return spec
 
 @patch
 async def guide(self:Service, u:ReadyModel, ask:Ask, p:Prompt)->dict|None:
@@ -347,29 +396,12 @@ async def guide(self:Service, u:ReadyModel, ask:Ask, p:Prompt)->dict|None:
     if (spec := guide_of(u, ask, p, tools)) is None:
         return None
     if u.guides is None:
-        if spec['kind']=='free':
-            ask.warnings.append('The thinking budget cannot be enforced here')
-            return None
-        if tools and ask.tool_choice=='auto' and not ask.format:
-            return None
-        param = 'tool_choice' if spec['kind']=='tools' else ask.format_at
-        raise NotOfferedError(
-            f'{u.names[0]} cannot be held to a format',
-            hint=f'Leave {ask.format_at} and tool_choice out', param=param)
+        return _unguided(u, ask, spec, tools)
     t = perf_counter()
     try:
-        ask.warnings += await self.checked(u, spec)
-    except RequestError as e:
-        if e.param=='response_format':
-            e.param = ask.format_at
-        if not (tools and ask.format) or tools['strict'] or e.param!='tools':
-            raise
-        ask.warnings.append(f'Tools cannot be called beside this format: {e.msg}')
-        spec = guide_of(u, ask, p, None)
-        ask.warnings += await self.checked(u, spec)
+        return await self.enforced(u, ask, p, spec, tools)
     finally:
         self.metrics.of(u.name).grammar_compile_seconds.observe(perf_counter()-t)
-    return spec
 
 # %% ../../nbs/7_service/12_service.ipynb #f903d66d
 def keep(u:ReadyModel, tools:bool)->frozenset[int]:
@@ -385,8 +417,8 @@ def keep(u:ReadyModel, tools:bool)->frozenset[int]:
 def reader(u:ReadyModel, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
     "Who reads one choice"
     plain = isinstance(ask, TextAsk)
-    forced = bool(ask.tools) and ask.tool_choice=='required' and not plain
-    parser = None if plain else _tool_parser(u, ask)
+    parser = _tool_parser(u, ask)
+    forced = parser is not None and ask.tool_choice=='required'
     s = None if plain else _splitter(u, ask, p, parser)
     marks = () if s is None else keep(u, bool(parser))
     within = ask.continuing or plain or verbatim(r.guide)
@@ -397,7 +429,7 @@ def reader(u:ReadyModel, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
 
 def _tool_parser(u, ask):
     "The name of the parser of calls; None where there are to be no calls"
-    if not ask.tools or ask.tool_choice=='none':
+    if isinstance(ask, TextAsk) or not ask.tools or ask.tool_choice=='none':
         return None
     return u.parsers[0] or ('hermes' if ask.tool_choice=='required' else None)
 
@@ -412,13 +444,11 @@ def _splitter(u, ask, p, parser):
 # %% ../../nbs/7_service/12_service.ipynb #74419a18
 @patch
 def requests(
-    self:Service, u:ReadyModel, ask:Ask, rid:str,
-    prompts:list[Prompt], spec:dict|None
+    self:Service, u:ReadyModel, ask:Ask, rid:str, prompts:list[Prompt], spec:dict|None
 )->list[Request]:
     "An engine request for each choice of each prompt"
     common = dict(
-        priority=ask.priority, timeout=ask.timeout, eos_ids=eos_ids(u),
-        salt=ask.salt)
+        priority=ask.priority, timeout=ask.timeout, eos_ids=eos_ids(u), salt=ask.salt)
     if spec is not None:
         common['guide'] = spec
     out = []
@@ -441,10 +471,17 @@ def turn_marks(u:ReadyModel)->TurnMarks:
 # %% ../../nbs/7_service/12_service.ipynb #51266bd4
 MAX_CHOICES = 128
 
+def _writer(u, ask, make, prompts)->Writer:
+    "The writer of an answer, which knows the prompts and the tokens of the model"
+    w = make(ask, ask.model or u.names[0])
+    raw = u.tokenizer.token_bytes
+    def show(id):
+        return raw(id).decode(errors='replace')
+    w.raw,w.show,w.prompts = raw,show,prompts
+    return w
+
 @patch
-async def begin(
-    self:Service, ask:Ask, make, model:str|None=None
-)->tuple[Turn,Writer]:
+async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Writer]:
     "From a question to a turn that runs and the writer of its answer; `make` is the API's `reply`"
     if away := self.elsewhere(ask.served or ask.model):
         return await away.begin(ask, make)
@@ -455,11 +492,7 @@ async def begin(
     check_choices(u, ask)
     prompts = await self.prompts(u, ask)
     spec = await self.guide(u, ask, prompts[0])
-    w = make(ask, ask.model or u.names[0])
-    raw = u.tokenizer.token_bytes
-    def show(id):
-        return raw(id).decode(errors='replace')
-    w.raw,w.show,w.prompts = raw,show,prompts
+    w = _writer(u, ask, make, prompts)
     t = self.turn(u, ask, w, spec)
     w.waited,w.times = waited,t.times
     w.now,w.abort = t.usage,t.close
@@ -474,23 +507,26 @@ def check_choices(u:ReadyModel, ask:Ask):
     check_ids(ask.params.logit_bias or (), u.info['vocab_size'], 'logit_bias')
     check_ids(ask.params.stop_token_ids, u.info['vocab_size'], 'stop_token_ids')
 
+# %% ../../nbs/7_service/12_service.ipynb #10b5d23a
+@patch
+def silent_turn(self:Service, u:ReadyModel, ask:Ask, prompts:list[Prompt])->Turn:
+    "A turn without requests: only the prompts are asked about"
+    t = Turn(u.runner, [], [], self.metrics.of(u.name), sum(len(p.ids) for p in prompts))
+    t.silent = len(prompts)*ask.params.n
+    return t
+
 @patch
 def turn(self:Service, u:ReadyModel, ask:Ask, w:Writer, spec:dict|None)->Turn:
-    "The turn that runs: a request for each choice of each prompt, or none where only prompts are asked about"
+    "The turn that runs: a request for each choice of each prompt"
     n,prompts = ask.params.n,w.prompts
-    m,total = self.metrics.of(u.name),sum(len(p.ids) for p in prompts)
     if getattr(ask, 'silent', False):
-        t = Turn(u.runner, [], [], m, total)
-        t.silent = len(prompts)*n
-        return t
+        return self.silent_turn(u, ask, prompts)
     reqs = self.requests(u, ask, w.id, prompts, spec)
-    readers = []
-    for k,r in enumerate(reqs):
-        readers.append(reader(u, ask, r, prompts[k//n]))
-    t = Turn(u.runner, reqs, readers, m, total, n)
+    readers = [reader(u, ask, r, prompts[k//n]) for k,r in enumerate(reqs)]
+    total = sum(len(p.ids) for p in prompts)
+    t = Turn(u.runner, reqs, readers, self.metrics.of(u.name), total, n)
     if self.follow:
         self.follow(t, u, ask, prompts[0], w)
-    t.silent = 0
     return t
 
 # %% ../../nbs/7_service/12_service.ipynb #123c28f3
@@ -511,11 +547,8 @@ def packed(v:np.ndarray)->str:
 
 # %% ../../nbs/7_service/12_service.ipynb #b3ede701
 @patch
-async def embed(
-    self:Service, u:ReadyModel, inputs:list, pooling:str='last',
-    dimensions:int|None=None
-)->tuple[list[np.ndarray],int]:
-    "A vector for each input, and how many tokens these have"
+async def input_ids(self:Service, u:ReadyModel, inputs:list)->list[list[int]]:
+    "Ids of texts to make vectors of; some may be ids already"
     for p in inputs:
         if not isinstance(p, str):
             check_ids(p, u.info['vocab_size'], 'input')
@@ -524,10 +557,21 @@ async def embed(
         if not p:
             raise RequestError('input has an empty text', param='input')
         check_prompt(len(p), u.info['max_seq_len'], 0)
-    self.metrics.of(u.name).prompt_tokens += sum(map(len, ids))
-    return [
-        shorten(await self.ask_of(u, 'embed', ids=p, pooling=pooling), dimensions) for p in ids
-    ],sum(map(len, ids))
+    return ids
+
+@patch
+async def embed(
+    self:Service, u:ReadyModel, inputs:list, pooling:str='last', dimensions:int|None=None
+)->tuple[list[np.ndarray],int]:
+    "A vector for each input, and how many tokens these have"
+    ids = await self.input_ids(u, inputs)
+    n = sum(map(len, ids))
+    self.metrics.of(u.name).prompt_tokens += n
+    vectors = []
+    for p in ids:
+        v = await self.ask_of(u, 'embed', ids=p, pooling=pooling)
+        vectors.append(shorten(v, dimensions))
+    return vectors,n
 
 # %% ../../nbs/7_service/12_service.ipynb #c43e3711
 JUDGE = ('Judge whether the Document meets the requirements based on the Query and the Instruct '
@@ -551,8 +595,7 @@ def verdicts(u:ReadyModel)->tuple[int,int]:
 # %% ../../nbs/7_service/12_service.ipynb #2ca1c6c7
 @patch
 async def rank(
-    self:Service, u:ReadyModel, query:str, documents:list[str],
-    instruction:str|None=None
+    self:Service, u:ReadyModel, query:str, documents:list[str], instruction:str|None=None
 )->tuple[list[float],int]:
     "How well each text answers the query, from 0 to 1, and how many tokens were read"
     yes,no = verdicts(u)
@@ -567,15 +610,10 @@ async def rank(
     return [await self.relevance(u, p, yes, no) for p in prompts],n
 
 @patch
-async def relevance(
-    self:Service, u:ReadyModel, ids:list[int], yes:int,
-    no:int
-)->float:
+async def relevance(self:Service, u:ReadyModel, ids:list[int], yes:int, no:int)->float:
     "The probability of yes behind a prompt, of yes and no"
-    *_,(y,top) = await self.ask_of(
-        u, 'score', ids=[*ids, yes], k=20)
+    *_,(y,top) = await self.ask_of(u, 'score', ids=[*ids, yes], k=20)
     n = dict(map(tuple, top)).get(no)
     if n is None:
-        *_,(n,_) = await self.ask_of(
-            u, 'score', ids=[*ids, no], k=0)
+        *_,(n,_) = await self.ask_of(u, 'score', ids=[*ids, no], k=0)
     return 1/(1+math.exp(min(n-y, 700)))

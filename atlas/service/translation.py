@@ -58,12 +58,15 @@ def chat_body(
     model:str|None, # As the other server calls it
 )->tuple[dict,dict]: # The fields that every server knows, and those that only some do
     "A question as the body of a chat completion that streams"
-    p = ask.params
     d = dict(stream=True, stream_options=dict(include_usage=True))
     if model is not None:
         d['model'] = model
     d['messages'] = [message_of(m) for m in ask.messages]
-    d |= _given(p, _SAME)
+    return d|_for_all(ask),_for_some(ask)
+
+def _for_all(ask):
+    "The fields about an answer that every server knows"
+    d,p = _given(ask, _SAME),ask.params
     if p.stop:
         d['stop'] = [*p.stop]
     if p.logit_bias:
@@ -74,15 +77,17 @@ def chat_body(
         d |= shape_of(ask.format)
     if effort := ask.template.get('reasoning_effort'):
         d['reasoning_effort'] = effort
-    return d,_for_some(ask)
+    return d
 
-def _given(p, keys):
-    "Those of these parameters that are not as they are for everybody"
-    return {k:getattr(p, k) for k in keys if getattr(p, k)!=getattr(SamplingParams, k)}
+def _given(ask, keys):
+    """Those of these parameters that the client set, and that are not as we have them. One that
+    it set to what we would take is passed on, too: another server may take something else"""
+    of = {k: getattr(ask.params, k) for k in keys}
+    return {k:v for k,v in of.items() if k in ask.given or v!=getattr(SamplingParams, k)}
 
 def _for_some(ask):
     "The fields that only some servers know"
-    d = _given(ask.params, _OTHER)
+    d = _given(ask, _OTHER)
     t = {k:v for k,v in ask.template.items() if k!='reasoning_effort'}
     if t:
         d['chat_template_kwargs'] = t
@@ -161,7 +166,8 @@ class Relay(Turn):
         n:int, # Choices of each
         first:float|None=None, # Seconds in which they must begin
     ):
-        self.proxy,self.asked,self.n,self.first = proxy,asked,n,first
+        self.proxy,self.asked = proxy,asked
+        self.n,self.first = n,first
         self.readers = [Heard() for _ in range(n*len(asked))]
         self.ends = set()
     def usage(self)->Usage:
@@ -181,7 +187,7 @@ class Relay(Turn):
 @patch
 async def heard(self:Relay, k:int):
     "The pieces of the answers to one prompt, as `(i, pieces)`"
-    (r,tally),b = self.asked[k],self.proxy.backend
+    (r,tally),b = self.asked[k],self.proxy.upstream
     try:
         async for ds in _chunks(b, r, self.first, tally):
             for i,ps in self.fed(k, ds, tally):
@@ -222,7 +228,7 @@ def fed(self:Relay, k:int, chunks:list, tally:Tally):
 def read(self:Relay, k:int, d:dict, tally:Tally)->list:
     "What a chunk adds to the answers to prompt `k`: pairs of a choice and a delta"
     if d.get('error'):
-        raise _told(self.proxy.backend, d)
+        raise _told(self.proxy.upstream, d)
     if 'usage' in d:
         tally.count(d)
     out = []
@@ -232,7 +238,7 @@ def read(self:Relay, k:int, d:dict, tally:Tally)->list:
             if i<(k+1)*self.n and (p := self.readers[i].feed(c)):
                 out.append((i, p))
     except (TypeError,AttributeError,ValueError,KeyError,IndexError) as e:
-        raise self.proxy.backend.fault('garbage', 'sent chunks that make no sense') from e
+        raise self.proxy.upstream.fault('garbage', 'sent chunks that make no sense') from e
     return out
 
 def _told(b, d):
@@ -261,24 +267,29 @@ async def _chunks(b, r, first, tally):
 @patch
 async def begin(self:Proxy, ask:Ask, make)->tuple:
     "A turn and its writer, as `Service.begin` gives them; the question goes to chat completions"
-    if not self.backend.may('chat/completions'):
+    if not self.upstream.may('chat/completions'):
         raise self.lacks('chat completions')
-    w,asks,asked = make(ask, ask.model or self.name),[ask],[]
+    w = make(ask, ask.model or self.name)
     if ask.params.logprobs is not None and not getattr(ask, 'unscored', False):
         ask.warnings.append('Log-probabilities are left out: another server answers')
-    if isinstance(ask, TextAsk):
-        asks = self.chats(ask, w)
+    asks = self.chats(ask, w) if isinstance(ask, TextAsk) else [ask]
+    t = Relay(self, await self.all_asked(asks), ask.params.n)
+    w.now,w.abort = t.usage,t.close
+    return t,w
+
+@patch
+async def all_asked(self:Proxy, asks:list[Ask])->list[tuple]:
+    "Ask for the chat completion of each; where one is refused, all end"
+    out = []
     try:
         for a in asks:
-            asked.append(await self.asked(a))
+            out.append(await self.asked(a))
     except BaseException:
-        for r,t in asked:
+        for r,t in out:
             t.end('error')
             await r.aclose()
         raise
-    t = Relay(self, asked, ask.params.n)
-    w.now,w.abort = t.usage,t.close
-    return t,w
+    return out
 
 @patch
 def chats(self:Proxy, ask:TextAsk, w)->list[Ask]:
@@ -290,27 +301,16 @@ def chats(self:Proxy, ask:TextAsk, w)->list[Ask]:
     if ask.silent:
         raise self.lacks('completions, and chat tells nothing of a prompt')
     w.logprobs,w.prompts = False,[Prompt([], p) for p in ask.prompts]
-    def chat(p):
-        return Ask(
-            [dict(role='user', content=p)], ask.params,
-            ask.model, salt=ask.salt, format=ask.format)
-    return [chat(p) for p in ask.prompts]
+    same = dict(model=ask.model, salt=ask.salt, format=ask.format, given=ask.given)
+    return [Ask([dict(role='user', content=p)], ask.params, **same) for p in ask.prompts]
 
 # %% ../../nbs/7_service/26_translation.ipynb #29cf5410
 @patch
 async def asked(self:Proxy, ask:Ask)->tuple:
     "Ask for a chat completion: (its answer, its `Tally`)"
-    b,tally = self.backend,Tally(self)
-    d,more = chat_body(ask, self.id)
-    path,heads = 'chat/completions',b.heads()
+    tally = Tally(self)
     try:
-        try:
-            r = await b.ask(path, to_json(d if b.plain else d|more), heads)
-        except UpstreamError as e:
-            if b.plain or e.status not in (400,422) or not any(k in str(e) for k in more):
-                raise
-            b.plain = True  # it does not know them, and says so
-            r = await b.ask(path, to_json(d), heads)
+        r = await self._chat(*chat_body(ask, self.id))
         if kind_of(r) in ('application/json','text/event-stream'):
             return r,tally
         await r.aclose()
@@ -321,3 +321,16 @@ async def asked(self:Proxy, ask:Ask)->tuple:
     except BaseException:
         tally.end('client_gone')
         raise
+
+@patch
+async def _chat(self:Proxy, d:dict, more:dict):
+    "The response to a chat; once its server has refused fields of `more`, it is asked without"
+    b = self.upstream
+    path,heads = 'chat/completions',b.heads()
+    try:
+        return await b.ask(path, to_json(d if b.plain else d|more), heads)
+    except UpstreamError as e:
+        if b.plain or e.status not in (400,422) or not any(k in str(e) for k in more):
+            raise
+    b.plain = True  # it does not know them, and says so
+    return await b.ask(path, to_json(d), heads)

@@ -41,9 +41,12 @@ class Turn:
         prompt:int=0, # Tokens of the prompts
         each:int=1, # Choices of a prompt
     ):
-        self.metrics,self.readers = metrics,readers
-        self.prompt,self.each = prompt,each
-        self.streams,self.watches = [],[]
+        self.metrics = metrics
+        self.readers = readers
+        self.prompt = prompt
+        self.each = each
+        self.streams = []
+        self.watches = []
         self.said = [] # Deltas of the first choice, for `then`
         try:
             for r in requests:
@@ -102,6 +105,19 @@ def _ended(self:Turn, v, w):
 
 # %% ../../nbs/7_service/11_turn.ipynb #87395bcf
 @patch
+def _finish(self:Turn, i, ps):
+    "Choice `i` is over with the last of `ps`: its engine stops, and it is counted"
+    v = self.readers[i]
+    if v.cut:
+        self.streams[i].abort()
+    self._ended(v, self.watches[i])
+    if v.finish=='abort':
+        raise UnavailableError('The answer was stopped', hint='The server is shutting down')
+    if v.finish=='timeout':
+        ps[-1].finish = 'length'
+        ps[-1].stop = 'timeout'
+
+@patch
 def feed(self:Turn, i:int, events:list)->list[Delta]:
     "The deltas that events of choice `i` make; an event's error is raised"
     v,w = self.readers[i],self.watches[i]
@@ -114,13 +130,7 @@ def feed(self:Turn, i:int, events:list)->list[Delta]:
     if v.n>before:
         w.tokens(v.n-before, v.waited)
     if v.finish:
-        if v.cut:
-            self.streams[i].abort()
-        self._ended(v, w)
-        if v.finish=='abort':
-            raise UnavailableError('The answer was stopped', hint='The server is shutting down')
-        if v.finish=='timeout':
-            ps[-1].finish,ps[-1].stop = 'length','timeout'
+        self._finish(i, ps)
     return ps
 
 @patch
@@ -186,8 +196,9 @@ def pieces(self:Turn):
     "The pieces of all choices in the order they come, as `(i, pieces)`"
     if self.silent:
         return nothing(self.silent)
-    return self.choice(0) if len(self.streams)==1 else merge(
-        [self.choice(i) for i in range(len(self.streams))])
+    if len(self.streams)==1:
+        return self.choice(0)
+    return merge([self.choice(i) for i in range(len(self.streams))])
 
 # %% ../../nbs/7_service/11_turn.ipynb #18e92365
 async def resumed(first, rest):
@@ -201,7 +212,8 @@ async def resumed(first, rest):
 @patch
 async def begun(self:Turn):
     "Wait for the first pieces of the answer, which are not lost; an error instead is raised"
-    self.before,rest = self.usage(),self.pieces()
+    self.before = self.usage()
+    rest = self.pieces()
     first = await anext(rest, None)
     self.pieces = partial(resumed, first, rest)
 
@@ -216,9 +228,8 @@ async def events(
             yield first
         async with aclosing(turn.pieces()) as pieces:
             async for i,ps in pieces:
-                if out := w.piece(i, ps[0]) if len(ps)==1 else b''.join(
-                    [w.piece(i, p) for p in ps]
-                ):
+                made = [w.piece(i, p) for p in ps]
+                if out := made[0] if len(made)==1 else b''.join(made):
                     yield out
         last = w.end(turn.usage())
     except Exception as e:
@@ -254,7 +265,8 @@ class Unless:
         self.over = self.left = False # Has a watch ended; has what is within?
         self.fault = None
     async def __aenter__(self):
-        self.me,self.tasks = asyncio.current_task(),[asyncio.create_task(w) for w in self.watches]
+        self.me = asyncio.current_task()
+        self.tasks = [asyncio.create_task(w) for w in self.watches]
         self.before = self.me.cancelling()
         for t in self.tasks:
             t.add_done_callback(self._ended)
@@ -265,7 +277,8 @@ class Unless:
         fault = t.exception()
         if self.left or self.over:
             return
-        self.over,self.fault = True,fault
+        self.over = True
+        self.fault = fault
         self.me.cancel()
     async def __aexit__(self, kind, e, trace):
         self.left = True
@@ -289,12 +302,16 @@ class EventStream(Response):
         patience:float=30., # Seconds that one write may take
         media_type:str='text/event-stream',
     ):
-        super().__init__(
-            status_code=200, media_type=media_type,
-            headers={'cache-control':'no-store', 'x-accel-buffering':'no'}|(headers or {}))
+        own = {'cache-control':'no-store', 'x-accel-buffering':'no'}
+        super().__init__(status_code=200, media_type=media_type, headers=own|(headers or {}))
         del self.headers['content-length']
-        self.events,self.close,self.ping = events,close,ping or (lambda: b': still here\n\n')
-        self.every,self.patience,self.since,self.busy = every,patience,monotonic(),False
+        self.events = events
+        self.close = close
+        self.ping = ping or (lambda: b': still here\n\n')
+        self.every = every
+        self.patience = patience
+        self.since = monotonic()
+        self.busy = False # Is a write under way?
 
     async def __call__(self, scope, receive, send):
         inner = scope.get('atlas.send', send)
@@ -311,7 +328,8 @@ class EventStream(Response):
 @patch
 async def write(self:EventStream, send, body, more=True):
     "One write, with the time noted"
-    self.since,self.busy = monotonic(),True
+    self.since = monotonic()
+    self.busy = True
     await send({'type':'http.response.body', 'body':body, 'more_body':more})
     self.busy = False
 
@@ -329,12 +347,13 @@ async def run(self:EventStream, send, start):
 @patch
 async def watch(self:EventStream, send):
     "Comfort a quiet client; return if it is frozen"
+    ping = {'type':'http.response.body', 'body':b'', 'more_body':True}
     try:
         while not self.busy or monotonic()-self.since<self.patience:
             await asyncio.sleep(min(self.every, self.patience, 1.))
             if not self.busy and monotonic()-self.since>=self.every:
                 self.since = monotonic()
                 async with asyncio.timeout(self.patience):
-                    await send({'type':'http.response.body', 'body':self.ping(), 'more_body':True})
+                    await send(ping|dict(body=self.ping()))
     except TimeoutError:
         return

@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/7_service/upstream.html.md"""
 
 # %% auto #0
 __all__ = ['TRANSLATED', 'PATHS', 'COUNTS', 'ME', 'UpstreamError', 'LoopError', 'Limits', 'server_url', 'server_key', 'paths_of',
-           'Backend', 'Connection', 'Sockets', 'plain_transport', 'whole_chunks', 'retry_after', 'sentence_of', 'Clock',
-           'whole_events', 'kind_of']
+           'Upstream', 'Connection', 'Sockets', 'plain_transport', 'whole_chunks', 'retry_after', 'sentence_of',
+           'Clock', 'whole_events', 'kind_of']
 
 # %% ../../nbs/7_service/24_upstream.ipynb #6181a395
 import asyncio,email.utils,ipaddress,logging,os,re,socket,time,uuid
@@ -110,7 +110,7 @@ def paths_of(
     return paths
 
 # %% ../../nbs/7_service/24_upstream.ipynb #319cad33
-class Backend:
+class Upstream:
     "Another server: where it is, what it has, and how it has been"
     def __init__(self,
         name:str, # Its models are called name/model, too
@@ -141,7 +141,7 @@ class Backend:
         self.looked,self.looking = -inf,asyncio.Lock()
     def __repr__(self):
         why = f', {self.error}' if self.error else ''
-        return f'Backend({self.name}: {len(self.proxies)} models{why})'
+        return f'Upstream({self.name}: {len(self.proxies)} models{why})'
 
 def _server_name(name):
     if re.fullmatch(r'[\w.-]{1,64}', name or ''):
@@ -156,7 +156,7 @@ def _key_header(url):
 _LEARNT = 600. # Seconds
 
 @patch
-def may(self:Backend, path:str)->bool:
+def may(self:Upstream, path:str)->bool:
     "Is it to be asked for `path`?"
     if not path:
         return False
@@ -171,7 +171,7 @@ def may(self:Backend, path:str)->bool:
     return path not in SOUNDS and monotonic()-learnt>_LEARNT
 
 @patch
-def points_at(self:Backend, host:str, port:int)->bool:
+def points_at(self:Upstream, host:str, port:int)->bool:
     "Is that the address of a server that listens on `host` and `port` of this machine?"
     u = httpx.URL(self.url)
     if (u.port or dict(http=80, https=443)[u.scheme])!=port:
@@ -300,7 +300,7 @@ async def chunks(self:Connection):
 
 # %% ../../nbs/7_service/24_upstream.ipynb #f51eed88
 @patch(as_prop=True)
-def http(self:Backend)->httpx.AsyncClient:
+def http(self:Upstream)->httpx.AsyncClient:
     "Its connections"
     if self._http is None:
         u,l = httpx.URL(self.url),self.limits
@@ -324,7 +324,7 @@ def _near(host):
         return False
 
 @patch
-def heads(self:Backend, given=None, kind:str='application/json')->dict:
+def heads(self:Upstream, given=None, kind:str='application/json')->dict:
     "Headers of a question; `given` are those of the client, as far as there is one"
     given = {} if given is None else given
     out = {k:given[k] for k in _UP if k in given}
@@ -344,7 +344,7 @@ def heads(self:Backend, given=None, kind:str='application/json')->dict:
 
 # %% ../../nbs/7_service/24_upstream.ipynb #8b152b2e
 @patch
-def fault(self:Backend, kind:str, what:str, status:int=502)->UpstreamError:
+def fault(self:Upstream, kind:str, what:str, status:int=502)->UpstreamError:
     "The error that says what is wrong with this server"
     e = UpstreamError(f'{self.name} {what}')
     e.fault,e.status = kind,status
@@ -352,7 +352,7 @@ def fault(self:Backend, kind:str, what:str, status:int=502)->UpstreamError:
 
 @patch
 @contextmanager
-def faults(self:Backend):
+def faults(self:Upstream):
     "What goes wrong with a connection becomes an `UpstreamError`"
     try:
         yield
@@ -411,7 +411,7 @@ _OURS = {401:'does not accept our key', 402:'wants to be paid',
     403:'does not let us in', 407:'wants us to log in'}
 
 @patch
-async def refusal(self:Backend, r:httpx.Response)->UpstreamError:
+async def refusal(self:Upstream, r:httpx.Response)->UpstreamError:
     "What an answer that is no success says, as an error; its body is read as far as it is short"
     raw = bytearray()
     with self.faults():
@@ -429,7 +429,7 @@ async def refusal(self:Backend, r:httpx.Response)->UpstreamError:
     return self._said(r, *sentence_of(bytes(raw)))
 
 @patch
-def _said(self:Backend, r, said, d):
+def _said(self:Upstream, r, said, d):
     "An error of the client's, or a fault of theirs, as it was told"
     s,code,param = r.status_code,d.get('code'),d.get('param')
     said = re.sub(r'[^\x20-\x7e\xa0-\uffff]', ' ', said)[:2000]
@@ -447,7 +447,7 @@ def _said(self:Backend, r, said, d):
 
 # %% ../../nbs/7_service/24_upstream.ipynb #71183bcf
 @patch
-async def _send(self:Backend, q):
+async def _send(self:Upstream, q):
     "The answer; where a connection that was used before has been hung up on, by a new one"
     new = False
     async def trace(what, about):
@@ -464,7 +464,7 @@ async def _send(self:Backend, q):
 
 @patch
 async def sent(
-    self:Backend, q:httpx.Request, first:float|None=None
+    self:Upstream, q:httpx.Request, first:float|None=None
 )->httpx.Response:
     "The answer, whose body is still to be read. Without a status of success, an `UpstreamError`"
     with self.faults():
@@ -480,7 +480,7 @@ async def sent(
 
 @patch
 async def ask(
-    self:Backend, path:str, raw:bytes, heads:dict,
+    self:Upstream, path:str, raw:bytes, heads:dict,
     first:float|None=None
 )->httpx.Response:
     "Ask something of one of its APIs; that it lacks that is remembered"
@@ -493,7 +493,7 @@ async def ask(
         raise
 
 @patch
-async def whole(self:Backend, r:httpx.Response)->bytes:
+async def whole(self:Upstream, r:httpx.Response)->bytes:
     "The body of an answer in one piece"
     got = bytearray()
     try:
@@ -568,7 +568,7 @@ def _ways(r):
     return [wire.chunks(), r.aiter_raw()] if plain else [r.aiter_raw()]
 
 @patch
-async def events(self:Backend, r:httpx.Response, first:float|None=None):
+async def events(self:Upstream, r:httpx.Response, first:float|None=None):
     "The whole events of a stream, as they come"
     rest,l = bytearray(),self.limits
     clock = Clock(min(first or inf, l.first))
@@ -595,7 +595,7 @@ async def events(self:Backend, r:httpx.Response, first:float|None=None):
 
 # %% ../../nbs/7_service/24_upstream.ipynb #bc167270
 @patch
-async def chunks(self:Backend, r:httpx.Response):
+async def chunks(self:Upstream, r:httpx.Response):
     "The bytes of an answer as they come, each in its time"
     with self.faults():
         async with aclosing(r.aiter_bytes()) as its,Clock(self.limits.first) as clock:
@@ -613,14 +613,14 @@ def kind_of(r:httpx.Response)->str:
 _log = logging.getLogger('atlas')
 
 @patch
-def failed(self:Backend, e:AtlasError):
+def failed(self:Upstream, e:AtlasError):
     "It did not answer as it should; the log tells once"
     if not self.error:
         _log.warning('%s', e)
     self.error = str(e)
 
 @patch
-def well(self:Backend):
+def well(self:Upstream):
     "It did"
     if self.error:
         _log.info('%s answers again', self.name)
@@ -628,7 +628,7 @@ def well(self:Backend):
 
 # %% ../../nbs/7_service/24_upstream.ipynb #ab9530c3
 @patch
-async def close(self:Backend):
+async def close(self:Upstream):
     "End what is left of it"
     task,http,self.task,self._http = self.task,self._http,None,None
     if task:

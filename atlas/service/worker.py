@@ -376,7 +376,7 @@ if __name__=='__main__':
 
 # %% ../../nbs/7_service/20_worker.ipynb #596ce143
 class ThreadWorker:
-    "What `Child` is for a process: a worker in a thread of this one"
+    "What `WorkerProcess` is for a process: a worker in a thread of this one"
     def __init__(self,
         load, # As for `work`
     ):

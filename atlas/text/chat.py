@@ -53,7 +53,8 @@ class Budget:
 _budget = ContextVar('budget')
 
 # %% ../../nbs/6_text/02_chat.ipynb #98c42d3b
-def _len(x):
+def _len(x)->int:
+    "Size of a value"
     if isinstance(x,(str,list,tuple)):
         return len(x)
     return x.bit_length() if isinstance(x,int) else 0
@@ -110,8 +111,10 @@ class _Env(ImmutableSandboxedEnvironment):
         self.size(sum(map(len,parts)))
         return ''.join(parts)
     def join(self, *values): return self.concat(map(str,values))
-    def step(self): _budget.get().step()
-    def size(self, n): _budget.get().size(n)
+    def step(self):
+        _budget.get().step()
+    def size(self, n):
+        _budget.get().size(n)
 
 # %% ../../nbs/6_text/02_chat.ipynb #9be01582
 class _Meter(NodeTransformer):
@@ -137,8 +140,12 @@ class _Generation(Extension):
 
 class _Refusal(TemplateError):
     "Messages that the template itself does not take"
-def _refuse(message): raise _Refusal(str(message)[:1000], param='messages')
-def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+def _refuse(message):
+    "What templates call `raise_exception`"
+    raise _Refusal(str(message)[:1000], param='messages')
+
+def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False)->str:
+    "JSON that is not escaped for HTML"
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -190,16 +197,16 @@ class ChatTemplate:
         try:
             return env.from_string(_Meter().visit(env.parse(source)).set_environment(env))
         except Exception as e:
-            raise TemplateError(
-                f'The chat template does not compile: {e}'
-                +(f' (line {e.lineno})' if hasattr(e,'lineno') else '')) from e
+            line = f' (line {e.lineno})' if hasattr(e,'lineno') else ''
+            raise TemplateError(f'The chat template does not compile: {e}{line}') from e
 
 # %% ../../nbs/6_text/02_chat.ipynb #b2b7a1a0
 @patch
 def _run(self:ChatTemplate, template, variables):
     "Render within a fresh budget"
     budget = Budget(**self.limits)
-    token,out,n = _budget.set(budget),[],0
+    token = _budget.set(budget)
+    out,n = [],0
     try:
         for piece in template.generate(variables):
             n += len(piece)
@@ -254,18 +261,19 @@ def _part(part, where):
 
 def _content(c, where, parts, lists):
     "Content as a template expects it: a string, or parts"
-    ps = (
-        [_part(p,where) for p in c] if isinstance(c,list)
-        else [{'type':'text','text':c or ''}])
+    if isinstance(c,list):
+        ps = [_part(p,where) for p in c]
+    else:
+        ps = [{'type':'text','text':c or ''}]
     sees = any(p['type']=='image' for p in ps)
     if sees and not lists:
         raise RequestError(
             f'{where} has an image, and the chat template of this model reads only text',
             hint='Leave it out, or use a model that sees',
             param=where)
-    return (
-        ps if parts or (lists and isinstance(c,list))
-        else '\n'.join(p['text'] for p in ps))
+    if parts or (lists and isinstance(c,list)):
+        return ps
+    return '\n'.join(p['text'] for p in ps)
 
 def _arguments(call):
     "A tool call whose arguments are an object, where they are the JSON text of one"
@@ -322,36 +330,37 @@ def _fold(messages):
 # %% ../../nbs/6_text/02_chat.ipynb #c45c3bed
 _NINE = re.compile('[a-zA-Z0-9]{9}').fullmatch
 
+def _short(d, k):
+    "`d` with nine letters and digits under `k`, if it has an id there"
+    if not isinstance(d,dict) or not isinstance(d.get(k),str):
+        return d
+    text = d[k]
+    if not _NINE(text):
+        text = hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:9]
+    return d | {k:text}
+
+def _each_call(m, change):
+    "A message with all its calls changed"
+    if not isinstance(m.get('tool_calls'),list):
+        return m
+    return m | {'tool_calls':[change(c) for c in m['tool_calls']]}
+
 def _nine(messages):
     "Ids of calls in nine letters and digits"
-    def short(text):
-        if _NINE(text):
-            return text
-        return hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:9]
-    def one(d, k):
-        if not isinstance(d,dict) or not isinstance(d.get(k),str):
-            return d
-        return d | {k:short(d[k])}
-    def message(m):
-        new = one(m, 'tool_call_id')
-        if not isinstance(m.get('tool_calls'),list):
-            return new | {}
-        return new | {'tool_calls':[one(c, 'id') for c in m['tool_calls']]}
-    return [message(m) for m in messages]
+    return [_each_call(_short(m, 'tool_call_id'), lambda c: _short(c, 'id')) for m in messages]
+
+def _whole(call):
+    "A call without arguments, where they are no object"
+    f = call.get('function') if isinstance(call,dict) else None
+    if not isinstance(f,dict) or isinstance(f.get('arguments'),dict):
+        return call
+    return call | {'function':f | {'arguments':{}}}
 
 def _mend(messages):
     "Calls whose arguments are no object get none"
-    def one(c):
-        f = c.get('function') if isinstance(c,dict) else None
-        if not isinstance(f,dict) or isinstance(f.get('arguments'),dict):
-            return c
-        return c | {'function':f | {'arguments':{}}}
-    def message(m):
-        if not isinstance(m.get('tool_calls'),list):
-            return m
-        return m | {'tool_calls':[one(c) for c in m['tool_calls']]}
-    return [message(m) for m in messages]
+    return [_each_call(m, _whole) for m in messages]
 
+# %% ../../nbs/6_text/02_chat.ipynb #b12b6517
 @patch
 def _forms(self:ChatTemplate, messages, tools, add_generation_prompt, kwargs):
     "The prompt, of the first form that the template does not refuse"
@@ -377,13 +386,28 @@ def check_variables(
 )->dict: # The same
     """Refuse variables that the engine sets itself;
     call this before passing a request's own to `render`"""
-    if bad := sorted(
-        str(k) for k in d
-        if k in RESERVED or not str(k).isidentifier()):
+    if bad := sorted(str(k) for k in d if k in RESERVED or not str(k).isidentifier()):
         raise RequestError(
             f'The template variable {bad[0][:40]!r} is reserved or no name',
             param='chat_template_kwargs')
     return d
+
+# %% ../../nbs/6_text/02_chat.ipynb #1dab87af
+@patch
+def _taken(self:ChatTemplate, messages, tools, add_generation_prompt, kwargs):
+    "The prompt, of the first change to uniform messages that the template takes"
+    no,tried = None,[]
+    for change in (lambda m: m, _nine, _mend, lambda m: _nine(_mend(m))):
+        if (changed := change(messages)) in tried:
+            continue
+        try:
+            return self._forms(changed, tools, add_generation_prompt, kwargs)
+        except _Spent:
+            raise
+        except TemplateError as e:
+            no = no or e
+        tried.append(changed)
+    raise no
 
 @patch
 def render(self:ChatTemplate,
@@ -399,21 +423,8 @@ def render(self:ChatTemplate,
         raise RequestError('messages is empty or not a list', param='messages')
     if continue_final_message:
         return self._within(messages, tools, kwargs)
-    messages = [
-        _message(m,i,self.parts,self.lists)
-        for i,m in enumerate(messages)]
-    no,tried = None,[]
-    for change in (lambda m: m, _nine, _mend, lambda m: _nine(_mend(m))):
-        if (changed := change(messages)) in tried:
-            continue
-        try:
-            return self._forms(changed, tools, add_generation_prompt, kwargs)
-        except _Spent:
-            raise
-        except TemplateError as e:
-            no = no or e
-        tried.append(changed)
-    raise no
+    uniform = [_message(m,i,self.parts,self.lists) for i,m in enumerate(messages)]
+    return self._taken(uniform, tools, add_generation_prompt, kwargs)
 
 # %% ../../nbs/6_text/02_chat.ipynb #31de2ddf
 _HERE = 'ATLAS_GOES_ON_HERE\n \n' # A bookmark, and blanks that show whether a template trims
@@ -426,10 +437,8 @@ def _begun(m):
     text = _content(c, 'messages', False, False) if isinstance(c,str|list) else ''
     if text.strip():
         return m|dict(content=text+_HERE),False
-    thought = {
-        k:m[k]+_HERE
-        for k in _THOUGHT
-        if isinstance(m.get(k),str) and m[k].strip()}
+    shown = [k for k in _THOUGHT if isinstance(m.get(k),str) and m[k].strip()]
+    thought = {k:m[k]+_HERE for k in shown}
     if thought:
         return m|thought,True
     raise RequestError(
@@ -454,9 +463,7 @@ def _within(self:ChatTemplate, messages, tools, kwargs):
 def _named(v, where):
     "A template, or a list of named ones, as (default, for tools)"
     if isinstance(v,list):
-        by = {
-            d.get('name'):d.get('template')
-            for d in v if isinstance(d,dict)}
+        by = {d.get('name'):d.get('template') for d in v if isinstance(d,dict)}
         v,tool = by.get('default'),by.get('tool_use')
     else:
         tool = None

@@ -34,12 +34,17 @@ class ChoiceReader:
         apart:bool=False, # Are accepted drafts to be told from other tokens?
     ):
         self.detok = detok or _NoText()
-        self.params,self.splitter = params,splitter
-        self.tokens,self.parallel,self.forced = tokens,parallel,forced
-        self.apart,self.drafted = apart,0 # Tokens that were accepted drafts
+        self.params = params
+        self.splitter = splitter
+        self.tokens = tokens
+        self.parallel = parallel
+        self.forced = forced
+        self.apart = apart
+        self.drafted = 0 # Tokens that were accepted drafts
         self.stops = StopStrings(params.stop) if params.stop else None
         self.n = self.reasoning = self.cached = 0 # Tokens: all, of thoughts, from a cache
-        self.waited,self.finish = 0.,None # Seconds until it was admitted; why it ended
+        self.waited = 0. # Seconds until it was admitted
+        self.finish = None # Why it ended
         self.cut = False # Did a stop string end it? Then the engine must be told
 
 # %% ../../nbs/6_text/18_generation.ipynb #5d60a18b

@@ -51,24 +51,29 @@ def measure(x)->tuple[int,int]: # How many values, and how deep they are nested
         n += 1
         deep = max(deep, d)
         if d<=MOST['depth'] and isinstance(v, (dict,list,tuple)):
-            todo += [
-                (w, d+1)
-                for w in (v.values() if isinstance(v, dict) else v)]
+            inside = v.values() if isinstance(v, dict) else v
+            todo += [(w, d+1) for w in inside]
     return n,deep
 
 # %% ../../nbs/6_text/15_guide.ipynb #a99e8cb1
 def _need(spec, ok, name, what):
+    "Refuse a guide unless `ok`"
     if not ok:
         _refuse(spec, f'{name} is {what}')
 
 def _strings(x)->bool:
     "A list of strings, and not an empty one?"
     return isinstance(x, (list,tuple)) and bool(x) and all(isinstance(s, str) for s in x)
+
 def _is_tool(t)->bool:
+    "A tool with a name, and a schema or none?"
     if not isinstance(t, dict) or not isinstance(t.get('name'), str):
         return False
     return isinstance(t.get('parameters'), dict|None)
-def _is_mark(t)->bool: return isinstance(t, str) and 0<len(t)<=MOST['after']
+
+def _is_mark(t)->bool:
+    "A text that can be waited for?"
+    return isinstance(t, str) and 0<len(t)<=MOST['after']
 
 def _after(spec)->list:
     "The texts that must come before a guide begins"
@@ -77,57 +82,71 @@ def _after(spec)->list:
         return []
     return list(a) if isinstance(a, (list,tuple)) else [a]
 
+# %% ../../nbs/6_text/15_guide.ipynb #8458ba83
+def _check_schema(spec, need):
+    need(isinstance(spec.get('schema'), (dict,bool)), 'schema', 'no object')
+def _check_lark(spec, need):
+    v = spec.get('grammar')
+    need(isinstance(v, str) and v, 'grammar', 'empty or no text')
+def _check_regex(spec, need):
+    v = spec.get('pattern')
+    need(isinstance(v, str) and v, 'pattern', 'empty or no text')
+    need(len(v)<=MOST['pattern'], 'pattern', f'longer than {MOST["pattern"]:,} characters')
+def _check_choices(spec, need):
+    v = spec.get('choices')
+    need(_strings(v), 'choices', 'empty or not a list of strings')
+    need(len(v)<=MOST['choices'], 'choices', f'longer than {MOST["choices"]:,}')
+def _check_free(spec, need):
+    need(spec.get('after'), 'after', 'missing')
+def _check_tools(spec, need):
+    v = spec.get('tools')
+    good = isinstance(v, (list,tuple)) and v and all(map(_is_tool, v))
+    need(good, 'tools', 'empty, or a tool has no name or no schema')
+    if (f := spec.get('format')) is not None:
+        good = isinstance(f, dict) and f.get('kind') not in ('tools','free',None)
+        need(good and not _after(f), 'format', 'no guide of an answer')
+        _check(f)
+_CHECKS = dict(
+    json_schema=_check_schema, lark=_check_lark, regex=_check_regex, choice=_check_choices,
+    free=_check_free, tools=_check_tools)
+
 def _check_answer(spec):
     "Is what the answer must be like of the right type, and not too much of it?"
     kind,need = spec['kind'],partial(_need, spec)
     n,deep = measure(spec)
     need(deep<=MOST['depth'], kind, f'nested more than {MOST["depth"]} levels deep')
     need(n<=MOST['nodes'], kind, f'made of more than {MOST["nodes"]:,} values')
-    v = spec.get(KINDS[kind]) if KINDS[kind] else None
-    match kind:
-        case 'json_schema':
-            need(isinstance(v, (dict,bool)), 'schema', 'no object')
-        case 'regex'|'lark':
-            need(isinstance(v, str) and v, KINDS[kind], 'empty or no text')
-        case 'choice':
-            need(_strings(v), 'choices', 'empty or not a list of strings')
-            need(len(v)<=MOST['choices'], 'choices', f'longer than {MOST["choices"]:,}')
-        case 'tools':
-            good = isinstance(v, (list,tuple)) and v and all(map(_is_tool, v))
-            need(good, 'tools', 'empty, or a tool has no name or no schema')
-        case 'free':
-            need(spec.get('after'), 'after', 'missing')
-    if kind=='regex':
-        need(len(v)<=MOST['pattern'], 'pattern', f'longer than {MOST["pattern"]:,} characters')
-    if kind=='tools' and (f := spec.get('format')) is not None:
-        good = isinstance(f, dict) and f.get('kind') not in ('tools','free',None)
-        need(good and not _after(f), 'format', 'no guide of an answer')
-        _check(f)
+    if check := _CHECKS.get(kind):
+        check(spec, need)
 
 # %% ../../nbs/6_text/15_guide.ipynb #94556ac2
-def _check_wait(spec):
-    "The same of what comes before"
-    need = partial(_need, spec)
+def _check_marks(spec, need):
+    "Are the texts that are waited for few, and texts?"
     after = spec.get('after')
     early = spec.get('early') or ()
-    budget = spec.get('budget')
-    force = spec.get('force')
     few = isinstance(early, (list,tuple)) and len(early)<9 and all(map(_is_mark, early))
     need(few, 'early', 'not a list of a few texts')
     few = after is None or 0<len(_after(spec))<5 and all(map(_is_mark, _after(spec)))
     need(few, 'after', f'not a text of 1 to {MOST["after"]} characters, nor a list of a few')
-    whole = isinstance(budget, int) and not isinstance(budget, bool)
-    need(
-        budget is None or whole and 0<=budget<2**31, 'budget', 'not a whole number from 0 up')
+
+def _check_budget(spec, need):
+    "Is the budget a number, and does what is forced end with what is waited for?"
+    after = spec.get('after')
+    budget = spec.get('budget')
+    force = spec.get('force')
+    whole = isinstance(budget, int) and not isinstance(budget, bool) and 0<=budget<2**31
+    need(budget is None or whole, 'budget', 'not a whole number from 0 up')
     need(budget is None or after, 'budget', 'given, and "after" is not')
-    need(
-        force is None
-        or after
-        and isinstance(force, str)
-        and len(force)<=MOST['after']
-        and force.endswith(''.join(_after(spec))),
-        'force',
-        'no text that ends with "after"')
+    if force is not None:
+        short = after and isinstance(force, str) and len(force)<=MOST['after']
+        ends = short and force.endswith(''.join(_after(spec)))
+        need(ends, 'force', 'no text that ends with "after"')
+
+def _check_wait(spec):
+    "The same of what comes before"
+    need = partial(_need, spec)
+    _check_marks(spec, need)
+    _check_budget(spec, need)
     need(isinstance(spec.get('strict', True), bool), 'strict', 'neither true nor false')
 
 def _check(spec):
@@ -169,11 +188,12 @@ def _dated(s):
         return [_dated(x) for x in s]
     if not isinstance(s, dict):
         return s
-    out = {
-        k:{n:_dated(x) for n,x in v.items()}
-        if k in _NAMED and isinstance(v, dict)
-        else v if k in _DATA else _dated(v)
-        for k,v in s.items()}
+    out = {}
+    for k,v in s.items():
+        if k in _NAMED and isinstance(v, dict):
+            out[k] = {n:_dated(x) for n,x in v.items()}
+        else:
+            out[k] = v if k in _DATA else _dated(v)
     if isinstance(f := s.get('format'), str) and f in DATES and 'pattern' not in s:
         del out['format']
         out['pattern'] = f'^{DATES[f]}$'
@@ -188,6 +208,21 @@ def _schema(s, strict)->dict:
     return said|{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)}
 
 # %% ../../nbs/6_text/15_guide.ipynb #edd7fc6f
+def _pattern(spec)->str:
+    "A regular expression, as Lark has them"
+    import llguidance
+    return f'/{llguidance.regex_to_lark(spec["pattern"])}/'
+
+def _tool_parts(spec, special)->tuple[str,dict]:
+    "Calls, or calls beside another guide of the answer"
+    lark,subs,loose = call_grammar(spec, special)
+    subs = {k:_schema(v, k not in loose) for k,v in subs.items()}
+    if spec.get('format') is None:
+        return lark,subs
+    other,more = _parts(spec['format'], special)
+    both = 'start: @format | calls\n'+lark.replace('start:', 'calls:', 1)
+    return both,{'format':other}|more|subs
+
 def _parts(spec, special)->tuple[str,dict]:
     "A guide as Lark, and what that names: JSON schemas and more Lark"
     strict = spec.get('strict', True)
@@ -201,14 +236,8 @@ def _parts(spec, special)->tuple[str,dict]:
         case 'lark':
             return spec['grammar'],{}
         case 'regex':
-            import llguidance
-            return f'start: /{llguidance.regex_to_lark(spec["pattern"])}/',{}
-    lark,subs,loose = call_grammar(spec, special)
-    subs = {k:_schema(v, k not in loose) for k,v in subs.items()}
-    if spec.get('format') is None:
-        return lark,subs
-    other,more = _parts(spec['format'], special)
-    return 'start: @format | calls\n'+lark.replace('start:', 'calls:', 1),{'format':other}|more|subs
+            return f'start: {_pattern(spec)}',{}
+    return _tool_parts(spec, special)
 
 def as_grammar(
     spec:dict, # What `_check` lets pass
@@ -243,7 +272,8 @@ def _reason(e:str)->str:
 # %% ../../nbs/6_text/15_guide.ipynb #36fc9509
 class _Vocabulary:
     "A vocabulary, as the library wants it"
-    is_tokenizer_wrapper,bos_token_id = True,None
+    is_tokenizer_wrapper = True
+    bos_token_id = None
     def __init__(self, tokens, ends, special, cut):
         self.tokens = tokens
         self.eos_token_id = ends[0]
@@ -262,15 +292,13 @@ def _compile(vocabulary, grammar:str, spec):
         m.compute_bitmask()
     if m.is_error():
         why = _reason(m.get_error())
+        said = 'no text fits it' if 'NoExtension' in why else why
+        unknown = any(w in why for w in ('nimplemented','Unknown format','oneOf'))
+        droppable = unknown and spec.get('strict', True)
+        droppable = droppable and spec.get('kind') in ('json_schema','tools')
         _refuse(
-            spec,
-            f'The {spec.get("kind")} cannot be followed: '
-            +('no text fits it' if 'NoExtension' in why else why),
-            hint='"strict": false drops what is not supported'
-            if spec.get('strict', True)
-            and any(w in why for w in ('nimplemented','Unknown format','oneOf'))
-            and spec.get('kind') in ('json_schema','tools')
-            else '')
+            spec, f'The {spec.get("kind")} cannot be followed: {said}',
+            hint='"strict": false drops what is not supported' if droppable else '')
     return m
 
 # %% ../../nbs/6_text/15_guide.ipynb #ddcb8dd2
@@ -284,6 +312,18 @@ def _bytes_only(size, special):
     def spell(s): return [size+b for b in (s.encode() if isinstance(s, str) else s)]
     return _Vocabulary(words, [end], [*at, end], spell).build([end])
 
+def _looked_at(spec):
+    """What has to compile, as (guide, the guide to blame): the guide itself,
+    and of one of calls its format and schemas, which must be right whatever becomes of them"""
+    if spec['kind']=='tools':
+        if (f := spec.get('format')) is not None:
+            yield f,f
+        for t in spec['tools']:
+            how = dict(strict=bool(t.get('strict', spec.get('strict', True))))
+            schema = dict(t.get('parameters') or {})|{'type':'object'}
+            yield dict(kind='json_schema', schema=schema)|how,spec|how
+    yield spec,spec
+
 def check_alone(
     spec:dict, # A guide
     special=(), # (id, text) of tokens that steer the model
@@ -292,18 +332,9 @@ def check_alone(
     "What can be said of a guide without its model. Meant for a process that may be killed"
     words = _bytes_only(size, tuple(map(tuple, _ready(spec) and special)))
     out = {}
-    def look(what, whose):
+    for what,whose in _looked_at(spec):
         if (g := as_grammar(what, special)) is not None:
             out.update(dict.fromkeys(_compile(words, g, whose).get_grammar_warnings()))
-    # format and schemas must be right, whatever becomes of them in a call
-    if spec['kind']=='tools':
-        if (f := spec.get('format')) is not None:
-            look(f, f)
-        for t in spec['tools']:
-            how = dict(strict=bool(t.get('strict', spec.get('strict', True))))
-            schema = dict(t.get('parameters') or {})|{'type':'object'}
-            look(dict(kind='json_schema', schema=schema)|how, spec|how)
-    look(spec, spec)
     return list(out)
 
 # %% ../../nbs/6_text/15_guide.ipynb #63d93c51
@@ -355,6 +386,10 @@ class Mark:
     def words(self)->tuple:
         "All that ends it"
         return (*[self.bytes]*bool(self.bytes), *self.leaps)
+    def end_of(self, s:bytes)->bytes:
+        "As much of the end of a text as may be the beginning of a word"
+        n = max(map(len, (*self.words, *self.bars)))-1
+        return s[-n:] if n else b''
 
 @dataclass
 class _Compiled:
@@ -369,6 +404,11 @@ class _Compiled:
     calls:object=None # The matcher that a leap leads to; None: the same
 
 # %% ../../nbs/6_text/15_guide.ipynb #fabada86
+def _steering(tokenizer, ends, size)->tuple:
+    "(id, text) of the tokens that steer a model or end its answers, where the model has them"
+    ids = sorted({*tokenizer.special_ids, *ends})
+    return tuple((i, t) for i in ids if i<size and (t := tokenizer.token(i)))
+
 class Guides:
     "Guides for the answers of one model"
     def __init__(self,
@@ -384,9 +424,7 @@ class Guides:
         self.keep = keep
         self.eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if 0<=i<vocab_size)
         self.sandbox = sandbox
-        self.special = tuple(
-            (i, t) for i in sorted({*tokenizer.special_ids, *self.eos_ids})
-            if i<vocab_size and (t := tokenizer.token(i)))
+        self.special = _steering(tokenizer, self.eos_ids, vocab_size)
         self.nothing = np.zeros(self.words, np.uint32) # No token at all
         self._lock = threading.Lock()
         self._vocab = None
@@ -415,22 +453,28 @@ def _cut(tokenizer, s):
     `Guides` that hold the library's things, or nothing of these is ever freed"""
     return tokenizer.encode(s if isinstance(s, str) else s.decode('utf-8','ignore'), False)
 
+def _tokens(tokenizer, size, ends)->list[bytes]:
+    "The bytes of all tokens. An end that has none gets a name; it may be one token more"
+    tokens = [tokenizer.token_bytes(i) for i in range(size)]
+    for i in ends:
+        unnamed = i==size or not tokens[i]
+        tokens[i:i+1] = [b'<end-%d>'%i if unnamed else tokens[i]]
+    return tokens
+
 @patch
 def _vocabulary(self:Guides):
     "The vocabulary as the library has it, and its tokens in order; made once"
     with self._lock:
         if self._vocab is None:
-            tokens = [self.tokenizer.token_bytes(i) for i in range(self.vocab_size)]
             ends = self.eos_ids or (self.vocab_size,)
-            for i in ends:
-                unnamed = i==self.vocab_size or not tokens[i]
-                tokens[i:i+1] = [b'<end-%d>'%i if unnamed else tokens[i]]
+            tokens = _tokens(self.tokenizer, self.vocab_size, ends)
             special = sorted({*(i for i,_ in self.special), *ends})
             w = _Vocabulary(tokens, ends, special, partial(_cut, self.tokenizer)).build(ends)
             in_order = sorted((b,i) for i,b in enumerate(tokens[:self.vocab_size]) if b)
             self._vocab = w,in_order
         return self._vocab
 
+# %% ../../nbs/6_text/15_guide.ipynb #74f3eff4
 @patch
 def _compiled(self:Guides, spec)->_Compiled:
     "The guide, compiled now or before"
@@ -444,36 +488,50 @@ def _compiled(self:Guides, spec)->_Compiled:
     with self._lock:
         self._known[key] = got
         self.seconds += perf_counter()-t
-        def full():
-            n = len(self._known)
-            return n>self.keep or n>1 and sum(map(len, self._known))>MOST['kept']
-        while full():
+        while self._full():
             self._known.popitem(last=False)
     return got
 
+@patch
+def _full(self:Guides)->bool:
+    "Are more guides compiled than are kept?"
+    n = len(self._known)
+    return n>self.keep or n>1 and sum(map(len, self._known))>MOST['kept']
+
 # %% ../../nbs/6_text/15_guide.ipynb #9d502155
+@patch
+def _tried(self:Guides, spec)->list:
+    "Let the child compile a guide: its warnings, or a `RequestError`"
+    try:
+        return (self.sandbox or _sandbox()).call(
+            'check_guide', spec, self.special, self.vocab_size)
+    except RequestError as e:
+        if e.code!='work_limit':
+            raise
+        _refuse(spec, f'The {spec["kind"]} is too complex: {e.msg[:1].lower()}{e.msg[1:]}')
+
+@patch
+def _forcing(self:Guides, spec)->tuple[tuple,tuple]:
+    "Tokens that a budget forces: where nothing was said before, and where something was"
+    after = ''.join(_after(spec))
+    if not after:
+        return (),()
+    forced = self._spell(after)
+    longer = self._spell(spec.get('force') or after)
+    def writes(ids): return after.encode() in b''.join(map(self.tokenizer.token_bytes, ids))
+    if spec.get('budget') is not None and not (writes(forced) and writes(longer)):
+        _refuse(spec, f'The tokenizer cannot write {after!r}')
+    return forced,longer
+
 @patch
 def _try(self:Guides, spec)->_Compiled:
     "Compile a guide that was not seen before: in the child, then here"
     _check(spec)
     m,calls,warnings = None,[],[]
     if spec['kind']!='free':
-        try:
-            warnings = (self.sandbox or _sandbox()).call(
-                'check_guide', spec, self.special, self.vocab_size)
-        except RequestError as e:
-            if e.code!='work_limit':
-                raise
-            _refuse(spec, f'The {spec["kind"]} is too complex: {e.msg[:1].lower()}{e.msg[1:]}')
+        warnings = self._tried(spec)
         m,*calls = [self._matcher(s) for s in self._apart(spec)]
-    after = ''.join(_after(spec))
-    forced = longer = ()
-    if after:
-        forced = self._spell(after)
-        longer = self._spell(spec.get('force') or after)
-    def writes(ids): return after.encode() in b''.join(map(self.tokenizer.token_bytes, ids))
-    if spec.get('budget') is not None and not (writes(forced) and writes(longer)):
-        _refuse(spec, f'The tokenizer cannot write {after!r}')
+    forced,longer = self._forcing(spec)
     marks,leaps = self._marks(spec, (calls or [m])[0])
     for k in marks:
         self.free(k, b'')  # found now, and not in a step
@@ -496,34 +554,10 @@ def _matcher(self:Guides, spec):
 
 # %% ../../nbs/6_text/15_guide.ipynb #7d1e2896
 @patch
-def _marks(self:Guides, spec, m)->tuple[tuple,dict]:
-    "What is waited for before `m` begins, and the texts that it may begin with"
-    calls = []
-    if spec['kind']=='tools' and spec.get('choice')!='required' and spec.get('format') is None:
-        calls = openings(spec, self.special)
-    early = list(spec.get('early') or ()) if _after(spec) else []
-    said = {t.encode():self._exactly(t) if m else () for t in [*early,*calls]}
-    def leads(ids):
-        if m is None:
-            return True
-        return spec['kind']=='tools' and m.validate_tokens(list(ids))==len(ids)
-    leaps = {b:ids for b,ids in said.items() if leads(ids)}
-    early = [t.encode() for t in early]
-    ways = dict(
-        exact=m is not None,
-        leaps=tuple(b for b in early if b in leaps),
-        bars=tuple(b for b in early if b not in leaps))
-    marks = [
-        Mark(a.encode(), m is not None, None if k else spec.get('budget'), **ways)
-        for k,a in enumerate(_after(spec))]
-    if calls:
-        marks.append(Mark(b'', False, leaps=tuple(t.encode() for t in calls)))
-    return tuple(marks),leaps
-
-@patch
 def _spell(self:Guides, text:str)->tuple[int,...]:
     "Tokens that write `text`"
     return tuple(self.tokenizer.encode(text, False))
+
 @patch
 def _exactly(self:Guides, text:str)->tuple[int,...]:
     """The same, without what a tokenizer puts before a text;
@@ -535,6 +569,64 @@ def _exactly(self:Guides, text:str)->tuple[int,...]:
     for p in filter(None, parts):
         out += [ids[p]] if p in ids else self._vocabulary()[0].greedy_tokenize(p)
     return tuple(out)
+
+# %% ../../nbs/6_text/15_guide.ipynb #854cb92c
+@patch
+def _leaps(self:Guides, spec, m, texts)->dict[bytes,tuple]:
+    "Those of `texts` that the matcher `m` may begin with, and the tokens that tell it so"
+    if m is None:
+        return {t.encode():() for t in texts}
+    said = {t.encode():self._exactly(t) for t in texts}
+    def leads(ids):
+        return spec['kind']=='tools' and m.validate_tokens(list(ids))==len(ids)
+    return {b:ids for b,ids in said.items() if leads(ids)}
+
+@patch
+def _openings(self:Guides, spec)->list[str]:
+    "What opens a call that may come and need not"
+    if spec['kind']!='tools' or spec.get('choice')=='required' or spec.get('format') is not None:
+        return []
+    return openings(spec, self.special)
+
+@patch
+def _waits(self:Guides, spec, must, early, leaps)->list[Mark]:
+    "The marks of `after`, in order; what comes `early` is a leap, or barred"
+    ends = tuple(b for b in early if b in leaps)
+    bars = tuple(b for b in early if b not in leaps)
+    out = []
+    for k,a in enumerate(_after(spec)):
+        budget = None if k else spec.get('budget')
+        out.append(Mark(a.encode(), must, budget, must, ends, bars))
+    return out
+
+@patch
+def _marks(self:Guides, spec, m)->tuple[tuple,dict]:
+    "What is waited for before `m` begins, and the texts that it may begin with"
+    calls = self._openings(spec)
+    early = list(spec.get('early') or ()) if _after(spec) else []
+    leaps = self._leaps(spec, m, [*early,*calls])
+    marks = self._waits(spec, m is not None, [t.encode() for t in early], leaps)
+    if calls:
+        marks.append(Mark(b'', False, leaps=tuple(t.encode() for t in calls)))
+    return tuple(marks),leaps
+
+# %% ../../nbs/6_text/15_guide.ipynb #dcd15067
+def pack(
+    may # bool [V]
+)->np.ndarray: # uint32 [ceil(V/32)]
+    "Bits of tokens that may be chosen"
+    out = np.zeros(-(-len(may)//32)*4, np.uint8)
+    b = np.packbits(np.asarray(may, bool), bitorder='little')
+    out[:len(b)] = b
+    return out.view(np.uint32)
+
+def unpack(
+    mask:np.ndarray, # uint32 [ceil(V/32)]
+    n:int, # V
+)->np.ndarray: # bool [V]
+    "The opposite"
+    return np.unpackbits(
+        mask.view(np.uint8), count=n, bitorder='little').view(bool)
 
 # %% ../../nbs/6_text/15_guide.ipynb #b567e8ca
 @patch
@@ -556,39 +648,24 @@ def _too_far(self:Guides, mark:bytes, k:int, bar:bool=False)->list[int]:
     self._bars[mark,k,bar] = out
     return out
 
+def _begun(mark:Mark, tail:bytes)->tuple:
+    "(word, its first bytes that `tail` ends with, is it barred?) for the words of a mark"
+    words = (*mark.words*mark.exact, *mark.bars)
+    return tuple(
+        (w, k, w in mark.bars) for w in words for k in range(len(w)) if tail.endswith(w[:k]))
+
 @patch
 def free(self:Guides, mark:Mark, tail:bytes)->np.ndarray|None:
     "The mask before `mark`, where `tail` is the end of the text so far; None: anything goes"
-    ks = tuple(
-        (w, k, w in mark.bars)
-        for w in (*mark.words*mark.exact, *mark.bars)
-        for k in range(len(w)) if tail.endswith(w[:k]))
-    if (key := (mark,ks)) not in self._bars:
+    begun = _begun(mark, tail)
+    if (key := (mark,begun)) not in self._bars:
         if len(self._bars)>1000:
             self._bars.clear()
         may = np.ones(self.vocab_size, bool)
-        barred = [i for k in ks for i in self._too_far(*k)]
+        barred = [i for w in begun for i in self._too_far(*w)]
         may[barred+[*self.eos_ids]*mark.must] = False
         self._bars[key] = None if may.all() else pack(may)
     return self._bars[key]
-
-# %% ../../nbs/6_text/15_guide.ipynb #dcd15067
-def pack(
-    may # bool [V]
-)->np.ndarray: # uint32 [ceil(V/32)]
-    "Bits of tokens that may be chosen"
-    out = np.zeros(-(-len(may)//32)*4, np.uint8)
-    b = np.packbits(np.asarray(may, bool), bitorder='little')
-    out[:len(b)] = b
-    return out.view(np.uint32)
-
-def unpack(
-    mask:np.ndarray, # uint32 [ceil(V/32)]
-    n:int, # V
-)->np.ndarray: # bool [V]
-    "The opposite"
-    return np.unpackbits(
-        mask.view(np.uint8), count=n, bitorder='little').view(bool)
 
 # %% ../../nbs/6_text/15_guide.ipynb #bedab2db
 class Guide:
@@ -620,6 +697,27 @@ class Guide:
         "May nothing follow but the end?"
         return not self.error and not self._marks and self._m is not None and self._m.is_stopped()
 
+# %% ../../nbs/6_text/15_guide.ipynb #45539e3c
+@patch
+def _hurry(self:Guide):
+    "Where the budget is spent, force the mark"
+    m = self._marks[0] if self._marks else None
+    if m is None or self._queue or m.budget is None or self._n<m.budget:
+        return
+    self._queue = self._longer if self._n else self._forced
+    alone = self._longer==self._forced and len(self._marks)==1
+    if len(self._forced)>1 and alone:
+        self._queue = self._rest(m.bytes) or self._queue
+
+@patch
+def _rest(self:Guide, mark:bytes)->tuple:
+    "Tokens of what is missing of a mark that has begun; () if it has not, or if none write it"
+    k = max((k for k in range(len(mark)) if self._tail.endswith(mark[:k])), default=0)
+    if not k:
+        return ()
+    rest = self.guides._spell(mark[k:].decode('utf-8','ignore'))
+    return rest if b''.join(map(self.guides.tokenizer.token_bytes, rest))==mark[k:] else ()
+
 # %% ../../nbs/6_text/15_guide.ipynb #15d888a2
 @patch
 def mask(
@@ -633,8 +731,12 @@ def mask(
         return pack(np.arange(g.vocab_size)==self._queue[0])
     if self._marks:
         return g.free(self._marks[0], self._tail)
-    if self._m is None:
-        return None
+    return None if self._m is None else self._allowed()
+
+@patch
+def _allowed(self:Guide)->np.ndarray:
+    "The library's mask"
+    g = self.guides
     V = g.vocab_size
     n = V+(not g.eos_ids)
     out = np.zeros(-(-n//32), np.uint32)
@@ -670,16 +772,21 @@ def accept(self:Guide, token:int):
     elif self._m and not self._m.consume_token(token):
         self.fail(_reason(self._m.get_error()))
 
+# %% ../../nbs/6_text/15_guide.ipynb #89874599
+def _first(s:bytes, words)->tuple[int,bytes]:
+    "Where the first of some words begins, and which; -1 where there is none"
+    return min(((i, w) for w in words if (i := s.find(w))>=0), default=(-1,b''))
+
+# %% ../../nbs/6_text/15_guide.ipynb #fa251dbe
 @patch
 def _look(self:Guide, token):
     "Has the mark come, or a leap?"
     m = self._marks[0]
     self._n += 1
     s = self._tail+self.guides.tokenizer.token_bytes(token)
-    at,w = min(((i, w) for w in m.words if (i := s.find(w))>=0), default=(-1,b''))
+    at,w = _first(s, m.words)
     if at<0:
-        n = max(map(len, (*m.words, *m.bars)))-1
-        self._tail = s[-n:] if n else b''
+        self._tail = m.end_of(s)
     elif w in m.leaps:
         self._tail,self._marks,self._queue = b'',(),()
         self._tell(w)
@@ -697,21 +804,6 @@ def _tell(self:Guide, opening):
         self._m = self._calls.deep_copy()
     if self._m and not self._m.consume_tokens([*self._leaps[opening]]):
         self.fail(_reason(self._m.get_error()))
-
-@patch
-def _hurry(self:Guide):
-    "Where the budget is spent, force the mark"
-    m = self._marks[0] if self._marks else None
-    if m is None or self._queue or m.budget is None or self._n<m.budget:
-        return
-    self._queue = self._longer if self._n else self._forced
-    begun = (k for k in range(len(m.bytes)) if self._tail.endswith(m.bytes[:k]))
-    k = max(begun, default=0)
-    alone = self._longer==self._forced and len(self._marks)==1
-    if k and len(self._forced)>1 and alone:
-        rest = self.guides._spell(m.bytes[k:].decode('utf-8','ignore'))
-        if b''.join(map(self.guides.tokenizer.token_bytes, rest))==m.bytes[k:]:
-            self._queue = rest
 
 # %% ../../nbs/6_text/15_guide.ipynb #f79f5173
 @patch

@@ -153,27 +153,36 @@ def _match(self:Reasoner, words, at:int=0):
 
 # %% ../../nbs/6_text/12_reasoning.ipynb #98b61a7e
 @patch
-def _start(self:Reasoner):
-    "Find out what the text begins with"
-    s,n = self.style,0
+def _blanks(self:Reasoner):
+    "How many blanks the text begins with; None where they are too many for an opening mark"
+    n = 0
     while n<=self.blank:
         if n<len(self.buf) and self.buf[n].isspace():
             n += 1
         elif n<len(self.buf) or self.done:
-            break
+            return n
         else:
             yield
-    else:
+    return None
+
+@patch
+def _start(self:Reasoner):
+    "Find out what the text begins with"
+    n = yield from self._blanks()
+    if n is None:
         return
-    words = s.open,*s.early[:1],*([s.label] if s.label and not n else [])
-    w = yield from self._match(words, n)
-    if s.early and w==s.early[0]:
+    s = self.style
+    early = s.early[:1]
+    label = (s.label,) if s.label and not n else ()
+    w = yield from self._match((s.open, *early, *label), n)
+    if w in early:
         self.open,self.close = s.early
     if w and (w==s.label or w in s.early):
         self.thinking = True
     if self.thinking and w==self.open:
         self.i += n+len(w)
 
+# %% ../../nbs/6_text/12_reasoning.ipynb #dea2256d
 @patch
 def _thought(self:Reasoner):
     "A thought, less its label"
@@ -185,14 +194,18 @@ def _thought(self:Reasoner):
     return (yield from self._upto(marks, self.think))
 
 @patch
+def _between(self:Reasoner)->tuple[str,...]:
+    "Marks to look for in an answer"
+    s = self.style
+    return (*[self.open]*s.again, *[self.close]*s.swallow, *s.tools)
+
+@patch
 def run(self:Reasoner):
     "Read the answer"
-    s,mark = self.style,''
+    mark,between = '',()
     if self.read:
         yield from self._start()
-    between = ()
-    if self.read:
-        between = (*[self.open]*s.again, *[self.close]*s.swallow, *s.tools)
+        between = self._between()
     while self.thinking or between:
         if self.thinking:
             mark = yield from self._thought()
@@ -201,7 +214,7 @@ def run(self:Reasoner):
         if mark not in (self.open, self.close):
             break
         self.thinking = mark==self.open
-    if mark in s.tools:
+    if mark in self.style.tools:
         self.unclosed = self.thinking
         self.thinking = False
         self.i -= len(mark)

@@ -55,30 +55,35 @@ class Spelling:
         return spell.get(self.base, str.encode)(s)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #4feb2872
+def _step(d:dict)->tuple: # base or None, pair to replace or None, spaces of the lead or None
+    "What one step of a decoder means for the bytes of a token"
+    match d:
+        case {'type':'ByteLevel'|'ByteFallback' as base}:
+            return base,None,None
+        case {'type':'Fuse'}:
+            return None,None,None
+        case {'type':'Replace','pattern':{'String':a},'content':b}:
+            return None,(a,b),None
+        case {'type':'Strip','content':' ','start':lead,'stop':0}:
+            return None,None,lead
+        case {'type':'Metaspace','replacement':a}:
+            return None,(a,' '),0 if d.get('prepend_scheme')=='never' else 1<<20
+    raise UnsupportedError(
+        f"The tokenizer's decoder has a step {d['type']!r}, which Atlas does not know",
+        hint='Byte-level and SentencePiece tokenizers are supported')
+
 def spelling(
     decoder, # A decoder of the `tokenizers` library, or None
 )->Spelling:
     "Derive the rule for one token from the decoder for a list of them"
     spec = json.loads(decoder.__getstate__()) if decoder else {'type':'None'}
-    base,replace,lead = '',[],0
-    for d in spec.get('decoders',[spec]):
-        match d:
-            case {'type':'ByteLevel'|'ByteFallback' as base}:
-                pass
-            case {'type':'Fuse'}:
-                pass
-            case {'type':'Replace','pattern':{'String':a},'content':b}:
-                replace.append((a,b))
-            case {'type':'Strip','content':' ','start':lead,'stop':0}:
-                pass
-            case {'type':'Metaspace','replacement':a}:
-                replace.append((a,' '))
-                lead = 0 if d.get('prepend_scheme')=='never' else 1<<20
-            case _:
-                raise UnsupportedError(
-                    f"The tokenizer's decoder has a step {d['type']!r}, which Atlas does not know",
-                    hint='Byte-level and SentencePiece tokenizers are supported')
-    return Spelling(base, tuple(replace), lead)
+    out = Spelling()
+    for base,pair,lead in map(_step, spec.get('decoders', [spec])):
+        out = Spelling(
+            out.base if base is None else base,
+            out.replace if pair is None else (*out.replace, pair),
+            out.lead if lead is None else lead)
+    return out
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #86bb577b
 class Tokenizer:
@@ -90,7 +95,9 @@ class Tokenizer:
     ):
         inner.no_truncation()
         inner.no_padding()
-        self.inner,self.bos_id,self.eos_ids = inner,bos_id,tuple(eos_ids)
+        self.inner = inner
+        self.bos_id = bos_id
+        self.eos_ids = tuple(eos_ids)
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i,t in added.items() if t.special)
         self.spelling = spelling(inner.decoder)
@@ -100,11 +107,11 @@ class Tokenizer:
     def token(self, id:int)->str|None:
         return self.inner.id_to_token(id) if 0<=id<2**32 else None
     def __repr__(self):
+        begin = self.token(self.bos_id) if self.bos_id is not None else None
         ends = ', '.join(f'{self.token(i)!r}' for i in self.eos_ids)
         return (
-            f'Tokenizer: {self.vocab_size:,} tokens, {len(self.special_ids)} special; begins '
-            f'{self.token(self.bos_id) if self.bos_id is not None else None!r}, ends '
-            f'{ends or None}')
+            f'Tokenizer: {self.vocab_size:,} tokens, {len(self.special_ids)} special; '
+            f'begins {begin!r}, ends {ends or None}')
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #dbad1055
 @patch
@@ -116,12 +123,10 @@ def encode(self:Tokenizer,
     try:
         return self.inner.encode(text, add_special_tokens=add_special).ids
     except TypeError as e:
-        what = (
-            'half of a surrogate pair' if isinstance(text,str)
-            else f'a {type(text).__name__}, expected a string')
-        raise RequestError(
-            f'The text to encode {"has" if isinstance(text,str) else "is"} {what}',
-            param='prompt') from e
+        what = f'is a {type(text).__name__}, expected a string'
+        if isinstance(text,str):
+            what = 'has half of a surrogate pair'
+        raise RequestError(f'The text to encode {what}', param='prompt') from e
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #e52d4648
 @patch
@@ -147,6 +152,7 @@ def decode(self:Tokenizer,
     return b''.join(bs).decode('utf-8','replace')
 
 def _unlead(b, n):
+    "Bytes without up to `n` spaces at their beginning"
     return b[min(len(b)-len(b.lstrip(b' ')), n):]
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #cd1dee36
@@ -196,9 +202,8 @@ def detokenizer(
 @patch
 def marks(self:Tokenizer, texts)->frozenset[int]:
     "Ids of those of `texts` that are special tokens here"
-    return frozenset(
-        i for t in texts
-        if (i := self.inner.token_to_id(t)) in self.special_ids)
+    ids = map(self.inner.token_to_id, texts)
+    return frozenset(i for i in ids if i in self.special_ids)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #b697a907
 class StopStrings:
@@ -303,13 +308,11 @@ PRES = {
     'tekken':Pre((_TEKKEN,),whole=True,bos=True),
     'gpt-4o':Pre((_GPT4O,)),
     'dbrx':Pre((_LLAMA3,))}
-PRES |= {
-    a:PRES[b]
-    for a,b in {
-        'starcoder':'smollm', 'refact':'smollm', 'command-r':'smollm', 'codeshell':'smollm',
-        'phi-2':'gpt-2', 'olmo':'gpt-2', 'llama3':'llama-bpe', 'llama-v3':'llama-bpe',
-        'pixtral':'llama-bpe', 'deepseek-r1-qwen':'qwen2', 'stablelm2':'qwen2',
-        'minimax-m2':'gpt-4o'}.items()}
+_SAME = {
+    'starcoder':'smollm', 'refact':'smollm', 'command-r':'smollm', 'codeshell':'smollm',
+    'phi-2':'gpt-2', 'olmo':'gpt-2', 'llama3':'llama-bpe', 'llama-v3':'llama-bpe',
+    'pixtral':'llama-bpe', 'deepseek-r1-qwen':'qwen2', 'stablelm2':'qwen2', 'minimax-m2':'gpt-4o'}
+PRES |= {name:PRES[same] for name,same in _SAME.items()}
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #d5e1856f
 _T = 'tokenizer.ggml.'
@@ -364,16 +367,14 @@ def _bpe(vocab, merges, **kw):
 def _merges(meta):
     "Pairs of tokens, in the order in which they are joined"
     merges = _meta(meta,'merges',list)
-    bad = [
-        m for m in merges
-        if not isinstance(m,str) or m.find(' ',1)<0]
+    bad = [m for m in merges if not isinstance(m,str) or m.find(' ',1)<0]
     if bad:
         raise CheckpointError(
             f'{_T}merges has {bad[0]!r}, expected two tokens with a space between')
-    return [
-        (m[:i],m[i+1:])
-        for m in merges
-        for i in [m.find(' ',1)]]
+    def halves(m):
+        i = m.find(' ',1) # a first half may be a space
+        return m[:i],m[i+1:]
+    return [halves(m) for m in merges]
 
 def _gpt2(meta, ids, types):
     "Byte-level BPE, words cut as `tokenizer.ggml.pre` says"
@@ -401,38 +402,61 @@ def _score_merges(ids, types, scores):
         if t[:k] in plain and t[k:] in plain)
     return [(a,b) for *_,a,b in sorted(found)]
 
+def _unknown(meta, ids):
+    "The token for what has no token, or None"
+    unk = _id(meta,'unknown_token_id',len(ids))
+    return None if unk is None else next(t for t,i in ids.items() if i==unk)
+
+# %% ../../nbs/6_text/01_tokenizer.ipynb #971645c8
 def _llama(meta, ids, types):
     "SentencePiece BPE with byte fallback"
     scores = _table(meta,'scores',len(ids),float)
-    unk = _id(meta,'unknown_token_id',len(ids))
-    unk = (
-        next(t for t,i in ids.items() if i==unk) if unk is not None
-        else None)
-    t = hf.Tokenizer(_bpe(
-        ids, _score_merges(ids,types,scores), byte_fallback=True, fuse_unk=True, unk_token=unk))
+    unk = _unknown(meta, ids)
+    merges = _score_merges(ids, types, scores)
+    t = hf.Tokenizer(_bpe(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unk))
     lead = _meta(meta,'add_space_prefix',bool,True)
-    t.normalizer = normalizers.Sequence(
-        [normalizers.Prepend('▁')]*lead + [normalizers.Replace(' ','▁')])
-    t.decoder = decoders.Sequence(
-        [decoders.Replace('▁',' '), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(content=' ',left=1)]*lead)
+    before = [normalizers.Prepend('▁')]*lead
+    behind = [decoders.Strip(content=' ',left=1)]*lead
+    t.normalizer = normalizers.Sequence([*before, normalizers.Replace(' ','▁')])
+    back = [decoders.Replace('▁',' '), decoders.ByteFallback(), decoders.Fuse()]
+    t.decoder = decoders.Sequence(back+behind)
     return t,True
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #03acfd3a
 def _gemma4(meta, ids, types):
     "BPE over characters with byte fallback; spaces are `▁`"
-    unk = _id(meta,'unknown_token_id',len(ids))
-    unk = (
-        next(t for t,i in ids.items() if i==unk) if unk is not None
-        else None)
-    t = hf.Tokenizer(_bpe(
-        ids, _merges(meta), byte_fallback=True, fuse_unk=True, unk_token=unk))
+    unk = _unknown(meta, ids)
+    merges = _merges(meta)
+    t = hf.Tokenizer(_bpe(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unk))
     t.normalizer = normalizers.Replace(' ','▁')
     t.decoder = decoders.Sequence([
         decoders.Replace('▁',' '), decoders.ByteFallback(), decoders.Fuse()])
     return t,True
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #4965433f
+def _surround(t, before, after):
+    "Have `t` put these tokens around a text"
+    if not before+after:
+        return
+    pairs = [(s,t.token_to_id(s)) for s in dict.fromkeys(before+after)]
+    t.post_processor = processors.TemplateProcessing(
+        single=[*before,'$A',*after],
+        pair=[*before,'$A','$B',*after],
+        special_tokens=pairs)
+
+def _bounds(meta, n)->tuple[int|None,tuple]:
+    "The token that begins a text, and those that end an answer"
+    names = ('bos','eos','eot','eom')
+    bos,*ends = (_id(meta,f'{k}_token_id',n) for k in names)
+    return bos,tuple(dict.fromkeys(e for e in ends if e is not None))
+
+def _register(t, tokens, types):
+    "Tell the library which tokens are special, and which are matched in a text like these"
+    steer = [s for s,k in zip(tokens,types) if k in (2,3)]
+    shown = [s for s,k in zip(tokens,types) if k==4]
+    t.add_special_tokens([hf.AddedToken(s,special=True,normalized=False) for s in steer])
+    t.add_tokens([hf.AddedToken(s,normalized=False) for s in shown])
+
 @patch(cls_method=True)
 def from_gguf(cls:Tokenizer,
     meta:dict, # The file's metadata, plain Python values
@@ -446,30 +470,13 @@ def from_gguf(cls:Tokenizer,
             hint="Known are 'gpt2' (byte-level BPE), 'llama' (SentencePiece) and 'gemma4'")
     tokens,ids,types = _vocab(meta)
     t,bos_too = make(meta, ids, types)
-    t.add_special_tokens([
-        hf.AddedToken(s,special=True,normalized=False)
-        for s,k in zip(tokens,types) if k in (2,3)])
-    t.add_tokens([
-        hf.AddedToken(s,normalized=False)
-        for s,k in zip(tokens,types) if k==4])
-    names = ('bos','eos','eot','eom')
-    bos,*ends = (_id(meta,f'{k}_token_id',len(tokens)) for k in names)
-    ends = tuple(dict.fromkeys(e for e in ends if e is not None))
+    _register(t, tokens, types)
+    bos,ends = _bounds(meta, len(tokens))
     def wanted(k, i, default):
         return [tokens[i]]*_meta(meta,f'add_{k}_token',bool,default) if i is not None else []
     before = wanted('bos', bos, bos_too)
     _surround(t, before, wanted('eos', ends[0] if ends else None, False))
     return cls(t, bos, ends)
-
-def _surround(t, before, after):
-    "Have `t` put these tokens around a text"
-    if not before+after:
-        return
-    pairs = [(s,t.token_to_id(s)) for s in dict.fromkeys(before+after)]
-    t.post_processor = processors.TemplateProcessing(
-        single=[*before,'$A',*after],
-        pair=[*before,'$A','$B',*after],
-        special_tokens=pairs)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #33687854
 def _json(path):

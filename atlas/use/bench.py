@@ -100,24 +100,26 @@ def _beginning(llm, ids):
     return llm.tokenizer.encode(START)[:32]
 
 # %% ../../nbs/8_use/04_bench.ipynb #4b98deb4
+def _greedy(tokens):
+    "So many tokens, always the likeliest, whatever ends an answer"
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
 def bench(
     llm, batches=(1,2,4,8),
     prompt:int=512, tokens:int=48,
     seed:int=0
 )->Report:
     "Measure `llm` on this machine. It must hold `max(batches)` sequences at once"
-    rng,c = np.random.default_rng(seed),llm.config
+    rng = np.random.default_rng(seed)
     prompt = min(prompt, llm.max_seq_len-tokens-1)
-    nbytes = 4*c.active_params
-    dot,ids = dot_rate(nbytes),rng.integers(0, c.vocab_size, prompt).tolist()
-    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    prefill = median(lambda: llm.generate(ids, one), 3)
-    many = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    nbytes = 4*llm.config.active_params
+    dot = dot_rate(nbytes)
+    ids = rng.integers(0, llm.config.vocab_size, prompt).tolist()
+    prefill = median(lambda: llm.generate(ids, _greedy(1)), 3)
     begin = _beginning(llm, ids)
-    timed = {n: _timed(llm, n, begin, many) for n in batches}
+    timed = {n: _timed(llm, n, begin, _greedy(tokens)) for n in batches}
     decode = {n: rate for n,(rate,_) in timed.items()}
-    drafts = llm.engine.scheduler.drafts
-    said = {n: steps for n,(_,steps) in timed.items()} if drafts else {}
+    said = {n: steps for n,(_,steps) in timed.items()}
     machine = f'{platform.machine()}, {llm.device.describe()}'
     return Report(llm.name, machine, nbytes, dot, prompt/prefill, prompt, decode,
-        llm.load_seconds, said)
+        llm.load_seconds, said if llm.engine.scheduler.drafts else {})

@@ -83,7 +83,8 @@ def _room(e)->int:
 
 def graph_time(s, n:int=20)->float:
     "Microseconds of the last graph of stepper `s`, replayed alone; NaN where they say nothing"
-    def again(): s.replay(s.last)
+    def again():
+        s.replay(s.last)
     with s.here():
         return s.stream.microseconds(again, n)
 

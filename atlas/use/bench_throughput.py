@@ -249,7 +249,8 @@ def through_http(port:int, prompts:list, concurrency:int, tokens:int)->list[Answ
         return ex.submit(asyncio.run, _streams(port, prompts, concurrency, tokens)).result()
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #e84bb3d9
-def _no(said, param, hint=None): raise RequestError(said, hint=hint, param=param)
+def _no(said, param, hint=None):
+    raise RequestError(said, hint=hint, param=param)
 
 def flags_of(config:EngineConfig)->list[str]:
     "The flags of `atlas serve` that mean `config`"

@@ -740,24 +740,21 @@ def _beside_host(host, x, w, table, pool, y):
 
 # %% ../../nbs/8_use/06_check.ipynb #8856a6f2
 def _attend(card, rng, run, kind, seqs, tiled=False, fmt='bf16', window=None):
+    "Attention of one kind over the rows of `seqs`, by kernels and by the host"
     a = _HEADS[kind]
     b,host = _step(card, rng, seqs, tiled)
-    d,kv = a.head_dim,a.num_kv_heads
-    x = _normal(
-        rng, len(host.pos),
-        ((1+a.gate)*a.num_heads+2*kv)*d)
+    heads = (1+a.gate)*a.num_heads+2*a.num_kv_heads
+    x = _normal(rng, len(host.pos), heads*a.head_dim)
     pool = _filled(card, rng, host.blocks, a, fmt)
-    of_q,of_k,sinks = gains = _gains(rng, a)
-    table = rope_table(a.rope, 2048)
+    gains = _gains(rng, a)
+    scale,table = a.head_dim**-.5,rope_table(a.rope, 2048)
     turn = Angles(*map(card.upload, table), b.pos)
-    q,k,sink = (_up(card, g) for g in gains)
-    args = (
-        card.upload(x),b,pool,a,
-        d**-.5,window,turn,q,k,1e-6,sink)
+    q,k,sinks = (_up(card, g) for g in gains)
     word = flash if tiled else attend
-    y = card.download(run(lambda: word(*args)))
-    w = AttentionWeights(a, d**-.5, window, 1e-6, of_q, of_k, sinks)
-    return _beside_host(host, x, w, table, pool, y)
+    rows = card.upload(x)
+    y = run(lambda: word(rows, b, pool, a, scale, window, turn, q, k, 1e-6, sinks))
+    w = AttentionWeights(a, scale, window, 1e-6, *gains)
+    return _beside_host(host, x, w, table, pool, card.download(y))
 
 # %% ../../nbs/8_use/06_check.ipynb #f0f66b2b
 @_case('attn_decode', '5 rows', **_KINDS)

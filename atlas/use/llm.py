@@ -353,7 +353,8 @@ def trace(self:LLM, ids, images=())->Trace:
     host = self.device.download
     def rows(a):
         return host(a.reshape(-1, a.shape[-1])[out])
-    def tap(i, x): layers.append(rows(x))
+    def tap(i, x):
+        layers.append(rows(x))
     x = self.model.trunk(b, cache, tap, routes)
     h = self.model.final(x[out])
     moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
@@ -417,7 +418,8 @@ def drafts(self:LLM,
     h = drafter.see(b, x, self._following(b, first))
     ends = Ends([End(first, n, n+k, table)], cache, self.device)
     rows = []
-    def keep(y): rows.append(self.device.download(y)[0])
+    def keep(y):
+        rows.append(self.device.download(y)[0])
     found = drafter.propose(h, b.out[-1:], ends, k, keep)
     drafts = [int(self.device.download(d)[0]) for d in found]
     return first,drafts,np.stack(rows)

@@ -4,7 +4,7 @@ one: logits and tokens, for batches of 1, 3 and 8.
 python tests/gpu/eager.py [--emulator] [--models llama,gemma]"""
 import subprocess,sys
 import numpy as np
-from toys import TOYS,arguments,greedy,prompt,toy,verdict
+from toys import arguments,greedy,prompt,toy,verdict
 
 def watch(e, eager):
     "Have `e` keep the logits of its steps; with `eager` without graphs"

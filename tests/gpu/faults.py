@@ -33,7 +33,8 @@ def fail(how):
     def bad(off, how=0, block=32):
         words.fill([y.data.ptr, off, how])
         k((1,1,1), (block,1,1), words.pointers, pdl=False)
-    def good(): run('rmsnorm', 8, 256, x, w, 1e-5, y, 256, pdl=False)
+    def good():
+        run('rmsnorm', 8, 256, x, w, 1e-5, y, 256, pdl=False)
     good()
     bad(0)
     card.synchronize()

@@ -4,7 +4,7 @@ they say alone, and nothing is compiled for it.
 python tests/gpu/guided.py [--emulator] [--model qwen3.6-moe]"""
 import json,time
 from dataclasses import replace
-from toys import arguments,greedy,prompt,serve,toy,verdict
+from toys import arguments,greedy,prompt,toy,verdict
 
 SCHEMA = dict(
     type='object', required=['name','age','tags'], additionalProperties=False,

@@ -19,7 +19,8 @@ CARD = NS(
 TINY = NS(model='qwen3.6-moe', seqs=(2,4), context=256, chunk=64, vocab=256,
     chunks=(64,128), prompts=(100,200), behind=16)
 
-def say(*what): print(*what, flush=True)
+def say(*what):
+    print(*what, flush=True)
 
 def gb(n): return f'{n/1e9:.2f} GB'
 

@@ -6,7 +6,6 @@ python tests/gpu/prefixes.py [--emulator] [--models llama,qwen3.6-drafts] [--tok
 
 Each answer is compared with what its request gets alone in an engine that computes every prompt
 whole."""
-import sys
 from dataclasses import replace
 from toys import arguments,greedy,prompt,serve,toy,verdict
 from atlas.engine.cache import slot_bytes,token_bytes

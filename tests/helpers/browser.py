@@ -54,10 +54,10 @@ class Browser:
         return p
 
 @contextmanager
-def browser():
-    "Run one with a profile of its own; nothing of it stays"
+def browser(*flags):
+    "Run one with a profile of its own, and more flags; nothing of it stays"
     exe,home = chromium(),tempfile.mkdtemp()
-    p = subprocess.Popen([exe, *FLAGS, f'--user-data-dir={home}', 'about:blank'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ|dict(HOME=home))
+    p = subprocess.Popen([exe, *FLAGS, *flags, f'--user-data-dir={home}', 'about:blank'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ|dict(HOME=home))
     try:
         port = Path(home)/'DevToolsActivePort'
         def started(): return port.exists() and port.read_text()

@@ -4,18 +4,9 @@ from pathlib import Path
 import gguf, numpy as np
 
 CONF = dict(
-    model_type='llama',
-    vocab_size=32,
-    hidden_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=32,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tie_word_embeddings=True,
-    eos_token_id=2)
+    model_type='llama', vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, intermediate_size=32, max_position_embeddings=64, rms_norm_eps=1e-5,
+    rope_theta=10000.0, tie_word_embeddings=True, eos_token_id=2)
 GGUF_META = {
     'llama.vocab_size':32, 'llama.embedding_length':32, 'llama.block_count':1,
     'llama.attention.head_count':2, 'llama.attention.head_count_kv':1,
@@ -23,8 +14,7 @@ GGUF_META = {
     'llama.attention.layer_norm_rms_epsilon':1e-5, 'llama.rope.freq_base':10000.0}
 _LAYER = (
     dict(input_layernorm='attn_norm', post_attention_layernorm='ffn_norm')
-    | {
-        f'self_attn.{x}_proj':f'attn_{y}'
+    | {f'self_attn.{x}_proj':f'attn_{y}'
         for x,y in dict(
             q='q', k='k', v='v', o='output').items()}
     | {f'mlp.{x}_proj':f'ffn_{x}' for x in ('gate','up','down')})
@@ -98,8 +88,7 @@ def gguf_file(
         (
             g.add_array if isinstance(v,list)
             else g.add_float32 if isinstance(v,float)
-            else g.add_string if isinstance(v,str) else g.add_uint32)(
-            k, v)
+            else g.add_string if isinstance(v,str) else g.add_uint32)(k, v)
     t = gguf.GGMLQuantizationType[quant]
     for k,a in (weights() if tensors is None else tensors).items():
         if 'q_proj' in k or 'k_proj' in k:

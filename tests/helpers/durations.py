@@ -35,7 +35,8 @@ def write(seconds, file=FILE):
     for test,s in sorted(seconds.items()):
         f,_,name = test.partition('::')
         s = s and round(s, 2 if s<1 else 1)
-        if s is None or s>FAST: files.setdefault(f, {})[name] = s
+        if s is None or s>FAST:
+            files.setdefault(f, {})[name] = s
     lines = []
     for f,tests in files.items():
         lines.append(f'{json.dumps(f)}: {json.dumps(tests, ensure_ascii=False)}')
@@ -71,8 +72,10 @@ def named(config):
 def pytest_ignore_collect(collection_path, config):
     name = collection_path.name
     fast = config.option.markexpr=='fast'
-    if fast and name in LEFT+WAITS: return True
-    if name in LEFT and not named(config): return True
+    if fast and name in LEFT+WAITS:
+        return True
+    if name in LEFT and not named(config):
+        return True
 
 def waits(test):
     "Is it a test of a file that waits?"
@@ -85,17 +88,22 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         s = known.get(item.nodeid, 0)
         measured = s is not None
-        slow = measured and s>SLOW
-        fast = measured and s<=FAST and not waits(item.nodeid)
-        if slow: item.add_marker('slow')
-        if fast: item.add_marker('fast')
+        said = item.get_closest_marker('slow') # by the test itself
+        slow = bool(said) or measured and s>SLOW
+        fast = measured and s<=FAST and not slow and not waits(item.nodeid)
+        if slow:
+            item.add_marker('slow')
+        if fast:
+            item.add_marker('fast')
         (left if slow and not named(config) else kept).append(item)
-    if not left: return
+    if not left:
+        return
     config.hook.pytest_deselected(items=left)
     items[:] = kept
 
 def pytest_report_header(config):
-    if not named(config): return 'slow tests are left out: --slow runs them, too'
+    if not named(config):
+        return 'slow tests are left out: --slow runs them, too'
 
 class Clock:
     "What this process had spent when the last report was made"

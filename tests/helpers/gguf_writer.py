@@ -55,8 +55,7 @@ def st_read(path):
         return (
             (a.astype(np.uint32)<<16).view(np.float32) if t=='BF16'
             else a.astype(np.float32) if t=='F16' else a)
-    return {
-        k:one(e)
+    return {k:one(e)
         for k,e in json.loads(b[8:8+n]).items()
         if k!='__metadata__'}
 
@@ -66,14 +65,12 @@ def hf_read(folder):
     d = json.loads((folder/'config.json').read_text())
     d |= d.get('text_config') or {}
     d['model_type'] = d['model_type'].removesuffix('_text')
-    ts = {
-        k:a
+    ts = {k:a
         for p in sorted(folder.glob('*.safetensors'))
         for k,a in st_read(p).items()}
     return (
         d,
-        {
-            k.replace('language_model.', ''):a
+        {k.replace('language_model.', ''):a
             for k,a in ts.items() if not re.search(r'visual\.|vision|audio|projector|inv_freq', k)})
 
 # ---- transforms
@@ -88,20 +85,15 @@ def tile(a, axis, kh, d):
     every group, then the second"""
     s = a.shape
     return np.ascontiguousarray(a.reshape(
-        *s[:axis],
-        kh,
-        -1,
-        d,
-        *s[
-            axis+1:]).swapaxes(axis, axis+1)).reshape(s)
+        *s[:axis], kh, -1, d,
+        *s[axis+1:]).swapaxes(axis, axis+1)).reshape(s)
 
 def ungroup(a, kh, parts):
     "Rows [group of a key head: parts one after the other] as one array a part"
     g = a.reshape(kh, sum(parts), a.shape[1])
     cuts = np.cumsum((0,*parts))
     return [
-        np.ascontiguousarray(g[:,i:j]).reshape(
-            -1, a.shape[1])
+        np.ascontiguousarray(g[:,i:j]).reshape(-1, a.shape[1])
         for i,j in zip(cuts, cuts[1:])]
 
 def mxfp4(blocks, scales, nibbles=True):
@@ -139,8 +131,7 @@ def llama3_divisors(r, dim):
             else r['factor'] if turns<low
             else 1/((1-smooth)/r['factor']+smooth))
     return np.array(
-        [
-            one(r['rope_theta']**-(i/dim))
+        [one(r['rope_theta']**-(i/dim))
             for i in range(0, dim, 2)],
         np.float32)
 
@@ -170,8 +161,7 @@ _NORMS = 'norm.weight','norm_embedding.weight','norm_hidden.weight'
 
 def _tiled(c, name, a, without):
     "Rows, channels or columns of value heads dealt out over key heads, as ggml tiles"
-    kh,vh,dk,dv = (
-        c[f'linear_{k}']
+    kh,vh,dk,dv = (c[f'linear_{k}']
         for k in ('num_key_heads','num_value_heads','key_head_dim','value_head_dim'))
     def do(step, part):
         tiles = c['model_type']!='qwen3_next' and vh>kh
@@ -188,8 +178,7 @@ def _tiled(c, name, a, without):
 
 def _qkvz(c, a, without):
     "Qwen3-Next's fused projection, taken apart"
-    kh,vh,dk,dv = (
-        c[f'linear_{k}']
+    kh,vh,dk,dv = (c[f'linear_{k}']
         for k in ('num_key_heads','num_value_heads','key_head_dim','value_head_dim'))
     if 'ungroup' in without:
         return np.split(a, np.cumsum((kh*dk,kh*dk,vh*dv)))
@@ -235,8 +224,7 @@ def _gptoss(c, name, a, without):
 def _nemotron(c, name, a, without):
     "Mamba's small tensors, in the shapes that ggml broadcasts"
     if name.endswith('A_log'):
-        a = (
-            -np.exp(a) if 'neg_exp' not in without else a).reshape(-1, 1)
+        a = (-np.exp(a) if 'neg_exp' not in without else a).reshape(-1, 1)
     if name.endswith('mixer.D'):
         a = a.reshape(-1, 1)
     if name.endswith('mixer.norm.weight'):
@@ -331,14 +319,10 @@ def _names(c, arch, extra):
 # ---- keys
 
 ALL = {
-    'context_length':'max_position_embeddings',
-    'embedding_length':'hidden_size',
-    'attention.head_count':'num_attention_heads',
-    'attention.head_count_kv':'num_key_value_heads',
-    'vocab_size':'vocab_size',
-    'feed_forward_length':'intermediate_size',
-    'attention.key_length':'head_dim',
-    'attention.value_length':'head_dim',
+    'context_length':'max_position_embeddings', 'embedding_length':'hidden_size',
+    'attention.head_count':'num_attention_heads', 'attention.head_count_kv':'num_key_value_heads',
+    'vocab_size':'vocab_size', 'feed_forward_length':'intermediate_size',
+    'attention.key_length':'head_dim', 'attention.value_length':'head_dim',
     'expert_count':('num_local_experts','num_experts'),
     'expert_used_count':('num_experts_per_tok','top_k_experts'),
     'expert_feed_forward_length':'moe_intermediate_size',
@@ -379,8 +363,7 @@ def renamed(c, table):
                 c[n] for n in ((names,) if isinstance(names, str) else names)
                 if c.get(n) is not None),
             None)
-    return {
-        k:v
+    return {k:v
         for k,names in table.items() if (v := pick(names)) is not None}
 
 def _rope_meta(kind, full)->dict:
@@ -564,8 +547,7 @@ def convert(folder, quant='F32', without=(), arch=None):
     c,ts = hf_read(folder)
     mt = c['model_type']
     arch = gguf.MODEL_ARCH[arch] if arch else architecture(c)
-    extra = len({
-        k.split('.')[2]
+    extra = len({k.split('.')[2]
         for k in ts if k.startswith('mtp.layers.')})
     name = _names(c, arch, extra)
     keys = meta(c, ts, arch, extra)
@@ -602,14 +584,11 @@ def write(path, arch, keys, tensors, part=0):
     w.close()
     return Path(path)
 
-def to_gguf(
-    folder, path, quant='F32', without=(), arch=None, **keys):
+def to_gguf(folder, path, quant='F32', without=(), arch=None, **keys):
     "The GGUF file of a Hugging Face folder; `keys` override or add, None takes away"
     a,m,ts = convert(folder, quant, without, arch)
     return write(
         path,
         a,
-        {
-            k:v
-            for k,v in (m|keys).items() if v is not None},
+        {k:v for k,v in (m|keys).items() if v is not None},
         ts)

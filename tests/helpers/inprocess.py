@@ -21,8 +21,8 @@ QUICK = Policy(
 def always(runner, tokenizer, template=None, kind=Models, names=(), **side):
     "`Models` with one that is always there: nothing is started for it, and its runner is `runner`"
     names = list(names) or [runner.info['name']]
-    upstream = ReadyModel(names[0], names, runner.info, tokenizer, template, runner=runner, **side)
-    return kind([Served(names, upstream)])
+    ready = ReadyModel(names[0], names, runner.info, tokenizer, template, runner=runner, **side)
+    return kind([Served(names, ready)])
 
 def app_of(runner, tokenizer, template=None, **kw):
     "The application in front of a runner"

@@ -16,40 +16,18 @@ from .checkpoints import st_bytes
 # ---- configs: widths that end within a tile of 128, and 32 divides
 
 _BASE = dict(
-    vocab_size=64,
-    hidden_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=40,
-    intermediate_size=224,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    tie_word_embeddings=False,
-    eos_token_id=2)
+    vocab_size=64, hidden_size=160, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=40, intermediate_size=224, max_position_embeddings=64,
+    rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False, eos_token_id=2)
 _EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True)
 _DELTA = dict(
-    layer_types=['linear_attention','full_attention'],
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=24,
-    linear_conv_kernel_dim=4,
-    partial_rotary_factor=.4)
+    layer_types=['linear_attention','full_attention'], linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
+    linear_conv_kernel_dim=4, partial_rotary_factor=.4)
 _VISION = dict(
-    depth=1,
-    hidden_size=16,
-    intermediate_size=24,
-    num_heads=2,
-    in_channels=3,
-    num_position_embeddings=16,
-    patch_size=4,
-    spatial_merge_size=2,
-    temporal_patch_size=2,
-    out_hidden_size=160,
-    hidden_act='gelu_pytorch_tanh',
-    deepstack_visual_indexes=[])
+    depth=1, hidden_size=16, intermediate_size=24, num_heads=2, in_channels=3,
+    num_position_embeddings=16, patch_size=4, spatial_merge_size=2, temporal_patch_size=2,
+    out_hidden_size=160, hidden_act='gelu_pytorch_tanh', deepstack_visual_indexes=[])
 _MROPE = dict(
     mrope_section=[4,2,2], mrope_interleaved=True, rope_type='default', rope_theta=10000.0)
 def _wrap(kind, text, **kw):
@@ -143,41 +121,17 @@ CONFS = dict(
     gemma4_ordered=_ASSIST|dict(use_ordered_embeddings=True),
     nemotron_h=_BASE
     |dict(
-        model_type='nemotron_h',
-        hybrid_override_pattern='ME*',
-        num_hidden_layers=3,
-        mamba_num_heads=6,
-        mamba_head_dim=16,
-        n_groups=2,
-        ssm_state_size=8,
-        conv_kernel=4,
-        use_conv_bias=True,
-        n_routed_experts=3,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=96,
-        moe_shared_expert_intermediate_size=64,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        mlp_hidden_act='relu2',
-        layer_norm_epsilon=1e-5,
-        mlp_bias=False,
-        use_bias=False,
-        attention_bias=False),
+        model_type='nemotron_h', hybrid_override_pattern='ME*', num_hidden_layers=3,
+        mamba_num_heads=6, mamba_head_dim=16, n_groups=2, ssm_state_size=8, conv_kernel=4,
+        use_conv_bias=True, n_routed_experts=3, n_shared_experts=1, num_experts_per_tok=2,
+        moe_intermediate_size=96, moe_shared_expert_intermediate_size=64, n_group=1, topk_group=1,
+        norm_topk_prob=True, routed_scaling_factor=2.5, mlp_hidden_act='relu2',
+        layer_norm_epsilon=1e-5, mlp_bias=False, use_bias=False, attention_bias=False),
     minimax_m2=_BASE
     |dict(
-        model_type='minimax_m2',
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        intermediate_size=96,
-        rotary_dim=20,
-        scoring_func='sigmoid',
-        use_routing_bias=True,
-        use_qk_norm=True,
-        qk_norm_type='per_layer',
-        shared_intermediate_size=0))
+        model_type='minimax_m2', num_local_experts=3, num_experts_per_tok=2, intermediate_size=96,
+        rotary_dim=20, scoring_func='sigmoid', use_routing_bias=True, use_qk_norm=True,
+        qk_norm_type='per_layer', shared_intermediate_size=0))
 
 def base(conf)->dict:
     """Canonical names and float32 numbers of a model of this config, its experts stacked
@@ -196,8 +150,7 @@ def base(conf)->dict:
 
 def _tiles(s, shape):
     return s.repeat(128, -2)[
-        ...,
-        :shape[-2],
+        ..., :shape[-2],
         :].repeat(128, -1)[...,:shape[-1]]
 def _bf16(s): return f32_to_bf16(s),bf16_to_f32(f32_to_bf16(s))
 def _pow2(s):
@@ -206,9 +159,7 @@ def _pow2(s):
 def _fp8(n, a, name, end, stored, scale, spread):
     return (
         {n:(name['data'],'F8_E4M3'), n+end:stored},
-        (
-            E4M3[name['data']]
-            *spread(scale, a.shape)).astype(np.float32))
+        (E4M3[name['data']]*spread(scale, a.shape)).astype(np.float32))
 def _nibbles(b):
     return np.stack(
         [E2M1[b&15],E2M1[b>>4]],
@@ -239,9 +190,7 @@ def _nvfp4(n, a, ct, one):
     m = n.removesuffix('.weight')
     p = QTensor.encode(a, 'NVFP4').parts
     g = np.float32(1)/p['global'] if ct else p['global']
-    s = (
-        E4M3[p['scale']]
-        *(np.float32(1)/g if ct else g))
+    s = E4M3[p['scale']]*(np.float32(1)/g if ct else g)
     parts = {
         m+('.weight_packed' if ct else '.weight'):(p['data'],'U8'),
         m+'.weight_scale':(p['scale'],'F8_E4M3'),
@@ -264,8 +213,7 @@ def _mxfp4(n, a, how, dtype='U8'):
 def _stacked(n, a, end, fmt):
     "A stack [E,out,in] in FP8, a scale for each of its matrices"
     ps = [QTensor.encode(x, fmt).parts for x in a]
-    d,s = (
-        np.stack([p[k] for p in ps])
+    d,s = (np.stack([p[k] for p in ps])
         for k in ('data','scale'))
     return (
         {n:(d,'F8_E4M3'), n+end:(s,'F32')},
@@ -283,9 +231,7 @@ def _words(q, axis):
         (*q.shape[:-1],-q.shape[-1]%8),
         int)
     q = np.concatenate([q,fill], -1)
-    words = sum(
-        q[...,i::8]<<4*i
-        for i in range(8))
+    words = sum(q[...,i::8]<<4*i for i in range(8))
     words = words.astype(np.uint32)
     return np.moveaxis(words.view(np.int32), -1, axis)
 
@@ -377,8 +323,7 @@ def _int4(n, a, how, group=32, symmetric=False, half=True):
 # name, array -> ({stored name: (array, type)}, numbers)
 HOW = {
     'f32': lambda n,a: ({n:(a,'F32')},a),
-    'bf16': lambda n,a: (
-        {n:(f32_to_bf16(a),'BF16')}, a),
+    'bf16': lambda n,a: ({n:(f32_to_bf16(a),'BF16')}, a),
     'f16': lambda n,a: (
         {n:((h := a.astype(np.float16)),'F16')},
         h.astype(np.float32)),
@@ -406,8 +351,7 @@ HOW = {
         a,
         'FP8_BLOCK',
         '_scale',
-        shape=lambda s: (
-            s.shape[0], 1, s.shape[1], 1)),
+        shape=lambda s: (s.shape[0], 1, s.shape[1], 1)),
     'nvfp4': lambda n,a: _nvfp4(n, a, False, False),
     'nvfp4-one': lambda n,a: _nvfp4(n, a, False, True),
     'nvfp4-ct': lambda n,a: _nvfp4(n, a, True, True),
@@ -448,12 +392,9 @@ def split_experts(ws, gate='gate_proj', up='up_proj', down='down_proj'):
 def named(k, style):
     "The name that a release of this style gives to the canonical `k`"
     trunk,outer = dict(
-        wrapped=('model.language_model.',''),
-        plain=('model.',''),
-        mistral3=('language_model.model.','language_model.'),
-        backbone=('backbone.',''),
-        bare=('',''),
-        odd=('base.net.','base.'))[style]
+        wrapped=('model.language_model.',''), plain=('model.',''),
+        mistral3=('language_model.model.','language_model.'), backbone=('backbone.',''),
+        bare=('',''), odd=('base.net.','base.'))[style]
     if k.startswith('visual.'):
         return 'model.'+k if style=='wrapped' else k
     if k.startswith('lm_head.'):
@@ -541,8 +482,7 @@ def stored(conf, style, experts, rules):
         stack = a.ndim==3 and 'experts' in k and k.split('.')[0]!='visual'
         how = pick(k, a) if a.ndim>1 and may_quantise(k) else 'bf16'
         if stack and experts=='turned':
-            parts,x = STACK_HOW[how](
-                k, np.ascontiguousarray(a.swapaxes(1,2)))
+            parts,x = STACK_HOW[how](k, np.ascontiguousarray(a.swapaxes(1,2)))
             plain[k] = x.swapaxes(1,2)
         else:
             parts,plain[k] = (STACK_HOW if stack else HOW)[how](k, a)

@@ -14,8 +14,7 @@ from .checkpoints import st_bytes
 TOL = 1e-4  # of the largest value of the reference
 data = Path(__file__).parents[1]/'data'
 host = get_device('cpu')
-refs = {
-    p.parent.name: dict(np.load(p))
+refs = {p.parent.name: dict(np.load(p))
     for p in sorted(data.glob('*/ref.npz'))}
 def having(key):
     "Names of the folders whose reference has `key`"
@@ -72,8 +71,7 @@ class Run:
             self(ids[i:i+n], i, True, media)
             for i in range(0, len(ids), n)])
     def steps(self, ids, start=0, media=None):
-        return np.concatenate([
-            self([t], start+i, False, media)
+        return np.concatenate([self([t], start+i, False, media)
             for i,t in enumerate(ids)])
     def stream(self, ids):
         "The stream after the last layer"
@@ -84,14 +82,8 @@ class Run:
         return self.model.final(self.stream(ids))
     def states(self):
         "The recurrent state, by the reference's names"
-        rec = {
-            f'rec{i}':a[1//TAILS]
-            for i,a in self.cache.rec.items()}
-        return (
-            rec
-            |{
-                f'conv{i}':a[1]
-                for i,a in self.cache.conv.items()})
+        rec = {f'rec{i}':a[1//TAILS] for i,a in self.cache.rec.items()}
+        return rec|{f'conv{i}':a[1] for i,a in self.cache.conv.items()}
 
 def mtp(name, sizes=None, see=Run.hidden):
     """Logits of the head's first pass, and the tokens and logits of two drafts;
@@ -113,10 +105,7 @@ def mtp(name, sizes=None, see=Run.hidden):
     last = np.array([len(one[-1])-1])
     drafter = MTPDrafter(m, run.cache, 2)
     logits = m.head(np.concatenate(one))
-    return (
-        logits,
-        *proposed(
-            drafter, run, one[-1], last, ids[-1], at))
+    return logits, *proposed(drafter, run, one[-1], last, ids[-1], at)
 
 def proposed(drafter, run, h, last, newest, at):
     "Tokens and logits that `drafter` proposes after `newest`, which is at position `at`"
@@ -178,8 +167,7 @@ def rewritten(name, to, change):
         shutil.copy(p, to)
     (to/'model.safetensors').write_bytes(st_bytes(
         ts,
-        dtypes={
-            k:types[k]
+        dtypes={k:types[k]
             for k,a in ts.items()
             if k in types and a.dtype==np.uint8}))
     return to

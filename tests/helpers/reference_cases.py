@@ -27,23 +27,10 @@ class Case:
 
 # The shape everything else is a variation of: untied, two layers, two query heads to a key head.
 BASE = dict(
-    model_type='llama',
-    architectures=['LlamaForCausalLM'],
-    vocab_size=V,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    hidden_act='silu',
-    rms_norm_eps=1e-5,
-    max_position_embeddings=512,
-    rope_theta=10000.0,
-    attention_bias=False,
-    mlp_bias=False,
-    tie_word_embeddings=False,
-    bos_token_id=1,
-    eos_token_id=2,
+    model_type='llama', architectures=['LlamaForCausalLM'], vocab_size=V, hidden_size=48,
+    intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    hidden_act='silu', rms_norm_eps=1e-5, max_position_embeddings=512, rope_theta=10000.0,
+    attention_bias=False, mlp_bias=False, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     torch_dtype='bfloat16')
 MISTRAL = (
     BASE
@@ -136,42 +123,18 @@ CASES['mistral3-wrapped'] = Case(
             vocab_size=120, head_dim=20, num_attention_heads=3, num_key_value_heads=1,
             rope_theta=1e9),
         vision_config=dict(
-            model_type='pixtral',
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            head_dim=16,
-            image_size=56,
-            patch_size=4,
-            num_channels=3,
-            hidden_act='gelu',
-            rope_theta=10000.0)),
+            model_type='pixtral', hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=1, head_dim=16, image_size=56, patch_size=4, num_channels=3,
+            hidden_act='gelu', rope_theta=10000.0)),
     66)
 
 QWEN3 = dict(
-    model_type='qwen3',
-    architectures=['Qwen3ForCausalLM'],
-    vocab_size=144,
-    hidden_size=48,
-    intermediate_size=72,
-    num_hidden_layers=3,
-    num_attention_heads=3,
-    num_key_value_heads=1,
-    head_dim=32,
-    hidden_act='silu',
-    rms_norm_eps=1e-6,
-    max_position_embeddings=512,
-    rope_theta=1000000,
-    rope_scaling=None,
-    attention_bias=False,
-    use_sliding_window=False,
-    sliding_window=None,
-    max_window_layers=3,
-    tie_word_embeddings=True,
-    bos_token_id=1,
-    eos_token_id=2,
-    torch_dtype='bfloat16')
+    model_type='qwen3', architectures=['Qwen3ForCausalLM'], vocab_size=144, hidden_size=48,
+    intermediate_size=72, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1,
+    head_dim=32, hidden_act='silu', rms_norm_eps=1e-6, max_position_embeddings=512,
+    rope_theta=1000000, rope_scaling=None, attention_bias=False, use_sliding_window=False,
+    sliding_window=None, max_window_layers=3, tie_word_embeddings=True, bos_token_id=1,
+    eos_token_id=2, torch_dtype='bfloat16')
 CASES['qwen3-tied-wide'] = Case(QWEN3, 75)
 
 # layers 1 and 5 have experts: every second one, but for layer 3. The weights of the chosen do not
@@ -179,19 +142,10 @@ CASES['qwen3-tied-wide'] = Case(QWEN3, 75)
 QWEN3_MOE = (
     QWEN3
     |dict(
-        model_type='qwen3_moe',
-        architectures=['Qwen3MoeForCausalLM'],
-        vocab_size=112,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=6,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        tie_word_embeddings=False))
+        model_type='qwen3_moe', architectures=['Qwen3MoeForCausalLM'], vocab_size=112,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=6,
+        num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[], tie_word_embeddings=False))
 CASES['qwen3-moe-some-layers'] = Case(
     QWEN3_MOE
     |dict(
@@ -241,43 +195,17 @@ ROPE35 = dict(
     mrope_interleaved=True, mrope_section=[6,4,2], rope_type='default', rope_theta=10000000,
     partial_rotary_factor=0.75)
 TEXT35 = dict(
-    vocab_size=128,
-    hidden_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=3,
-    num_key_value_heads=1,
-    head_dim=32,
-    hidden_act='silu',
-    rms_norm_eps=1e-6,
-    attention_bias=False,
-    attn_output_gate=True,
-    full_attention_interval=3,
-    max_position_embeddings=512,
-    rope_parameters=ROPE35,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=12,
-    linear_value_head_dim=20,
-    linear_conv_kernel_dim=4,
-    mamba_ssm_dtype='float32',
-    mtp_num_hidden_layers=1,
-    mtp_use_dedicated_embeddings=False,
-    tie_word_embeddings=False,
-    bos_token_id=1,
-    eos_token_id=2,
-    dtype='bfloat16')
+    vocab_size=128, hidden_size=48, num_hidden_layers=4, num_attention_heads=3,
+    num_key_value_heads=1, head_dim=32, hidden_act='silu', rms_norm_eps=1e-6, attention_bias=False,
+    attn_output_gate=True, full_attention_interval=3, max_position_embeddings=512,
+    rope_parameters=ROPE35, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=12, linear_value_head_dim=20, linear_conv_kernel_dim=4,
+    mamba_ssm_dtype='float32', mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False,
+    tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, dtype='bfloat16')
 TOWER = dict(
-    depth=2,
-    hidden_size=24,
-    hidden_act='gelu_pytorch_tanh',
-    intermediate_size=40,
-    num_heads=2,
-    in_channels=3,
-    num_position_embeddings=25,
-    patch_size=4,
-    spatial_merge_size=2,
-    temporal_patch_size=2,
-    deepstack_visual_indexes=[])
+    depth=2, hidden_size=24, hidden_act='gelu_pytorch_tanh', intermediate_size=40, num_heads=2,
+    in_channels=3, num_position_embeddings=25, patch_size=4, spatial_merge_size=2,
+    temporal_patch_size=2, deepstack_visual_indexes=[])
 def wrapped(kind, arch, text, tower):
     v = text['vocab_size']
     return dict(
@@ -355,14 +283,8 @@ CASES['gpt-oss'] = Case(GPT_OSS, 78)
 CASES['gpt-oss-mxfp4'] = Case(
     GPT_OSS
     |dict(
-        vocab_size=104,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        experts_per_token=2,
-        sliding_window=21,
+        vocab_size=104, hidden_size=64, intermediate_size=32, num_hidden_layers=2,
+        num_local_experts=4, num_experts_per_tok=2, experts_per_token=2, sliding_window=21,
         layer_types=['sliding_attention','full_attention']),
     69,
     rules=[(r'experts\.(gate_up|down)_proj$', mxfp4)],
@@ -462,81 +384,28 @@ CASES['gemma4-assistant-ordered'] = Case(drafter(True), target='gemma4-moe')
 
 # all four kinds of layer, three groups, widths that no chunk divides
 NEMOTRON = dict(
-    model_type='nemotron_h',
-    architectures=['NemotronHForCausalLM'],
-    vocab_size=112,
-    hidden_size=48,
-    hybrid_override_pattern='ME-*MEM',
-    num_hidden_layers=7,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=12,
-    intermediate_size=56,
-    mamba_num_heads=6,
-    mamba_head_dim=12,
-    n_groups=3,
-    ssm_state_size=10,
-    conv_kernel=4,
-    chunk_size=24,
-    expand=2,
-    use_conv_bias=True,
-    use_bias=False,
-    mamba_proj_bias=False,
-    mlp_bias=False,
-    mamba_hidden_act='silu',
-    mlp_hidden_act='relu2',
-    n_routed_experts=7,
-    n_shared_experts=1,
-    num_experts_per_tok=3,
-    moe_intermediate_size=24,
-    moe_shared_expert_intermediate_size=40,
-    n_group=1,
-    topk_group=1,
-    norm_topk_prob=True,
-    routed_scaling_factor=1.5,
-    layer_norm_epsilon=1e-5,
-    norm_eps=1e-5,
-    time_step_min=0.001,
-    time_step_max=0.1,
-    time_step_floor=0.0001,
-    max_position_embeddings=512,
-    rope_theta=10000,
-    residual_in_fp32=False,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    bos_token_id=1,
-    eos_token_id=2,
+    model_type='nemotron_h', architectures=['NemotronHForCausalLM'], vocab_size=112, hidden_size=48,
+    hybrid_override_pattern='ME-*MEM', num_hidden_layers=7, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=12, intermediate_size=56, mamba_num_heads=6, mamba_head_dim=12,
+    n_groups=3, ssm_state_size=10, conv_kernel=4, chunk_size=24, expand=2,
+    use_conv_bias=True, use_bias=False, mamba_proj_bias=False, mlp_bias=False,
+    mamba_hidden_act='silu', mlp_hidden_act='relu2', n_routed_experts=7, n_shared_experts=1,
+    num_experts_per_tok=3, moe_intermediate_size=24, moe_shared_expert_intermediate_size=40,
+    n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.5,
+    layer_norm_epsilon=1e-5, norm_eps=1e-5, time_step_min=0.001, time_step_max=0.1,
+    time_step_floor=0.0001, max_position_embeddings=512, rope_theta=10000, residual_in_fp32=False,
+    tie_word_embeddings=False, attention_bias=False, bos_token_id=1, eos_token_id=2,
     torch_dtype='bfloat16')
 CASES['nemotron-h'] = Case(NEMOTRON, 134, keep32='e_score_correction_bias|A_log')
 
 MINIMAX = dict(
-    model_type='minimax_m2',
-    architectures=['MiniMaxM2ForCausalLM'],
-    vocab_size=120,
-    hidden_size=40,
-    intermediate_size=24,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    head_dim=16,
-    rotary_dim=12,
-    rope_theta=5000000,
-    rms_norm_eps=1e-6,
-    hidden_act='silu',
-    num_local_experts=6,
-    num_experts_per_tok=3,
-    scoring_func='sigmoid',
-    use_routing_bias=True,
-    use_qk_norm=True,
-    qk_norm_type='per_layer',
-    shared_intermediate_size=0,
-    max_position_embeddings=512,
-    tie_word_embeddings=False,
-    use_mtp=True,
-    num_mtp_modules=3,
-    mtp_transformer_layers=1,
-    bos_token_id=1,
-    eos_token_id=2)
+    model_type='minimax_m2', architectures=['MiniMaxM2ForCausalLM'], vocab_size=120, hidden_size=40,
+    intermediate_size=24, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3,
+    head_dim=16, rotary_dim=12, rope_theta=5000000, rms_norm_eps=1e-6, hidden_act='silu',
+    num_local_experts=6, num_experts_per_tok=3, scoring_func='sigmoid', use_routing_bias=True,
+    use_qk_norm=True, qk_norm_type='per_layer', shared_intermediate_size=0,
+    max_position_embeddings=512, tie_word_embeddings=False, use_mtp=True, num_mtp_modules=3,
+    mtp_transformer_layers=1, bos_token_id=1, eos_token_id=2)
 CASES['minimax-m2'] = Case(MINIMAX, 73, keep32='e_score_correction_bias')
 
 # as Granite 4.0 H: a mixer and a feed-forward half in every layer, all four multipliers,
@@ -617,13 +486,8 @@ CASES['qwen3-vl-moe'] = Case(
         'Qwen3VLMoeForConditionalGeneration',
         VL
         |dict(
-            num_hidden_layers=3,
-            tie_word_embeddings=False,
-            num_experts=5,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
+            num_hidden_layers=3, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=2,
+            moe_intermediate_size=16, decoder_sparse_step=1, mlp_only_layers=[],
             norm_topk_prob=True),
         TOWER
         |dict(
@@ -667,8 +531,7 @@ CASES['llama-fp8-tensor'] = Case(
     66,
     rules=[(LINEAR, fp8)],
     hf_quant=older('FP8', ['lm_head']),
-    scales={
-        f'model.layers.{i}.self_attn.{n}_proj.{n}_scale':.03+.01*i
+    scales={f'model.layers.{i}.self_attn.{n}_proj.{n}_scale':.03+.01*i
         for i in range(2)
         for n in 'kv'})
 # one scale a row, in a checkpoint of compressed-tensors
@@ -796,16 +659,9 @@ FP8_PARTS = (
 CASES['qwen35-mixed'] = Case(
     TEXT35
     | dict(
-        model_type='qwen3_5_text',
-        architectures=['Qwen3_5ForCausalLM'],
-        vocab_size=112,
-        num_hidden_layers=3,
-        intermediate_size=64,
-        mtp_num_hidden_layers=0,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_num_value_heads=6,
-        output_gate_type='swish'),
+        model_type='qwen3_5_text', architectures=['Qwen3_5ForCausalLM'], vocab_size=112,
+        num_hidden_layers=3, intermediate_size=64, mtp_num_hidden_layers=0, linear_key_head_dim=16,
+        linear_value_head_dim=16, linear_num_value_heads=6, output_gate_type='swish'),
     66,
     rules=[(FP8_PARTS, fp8),(r'mlp\.[a-z]+_proj\.weight$|^lm_head', nvfp4_a16)],
     quant=dict(
@@ -813,16 +669,13 @@ CASES['qwen35-mixed'] = Case(
         quant_algo='MIXED_PRECISION',
         producer=PRODUCER,
         ignore=['mtp*'],
-        quantized_layers={
-            f'model.layers.{i}.linear_attn.{n}':dict(quant_algo='FP8')
+        quantized_layers={f'model.layers.{i}.linear_attn.{n}':dict(quant_algo='FP8')
             for i in (0,1)
             for n in ('in_proj_qkv','in_proj_z','out_proj')}
         | {f'model.layers.2.self_attn.{n}_proj':dict(quant_algo='FP8') for n in 'qkvo'}
-        | {
-            n:dict(quant_algo='W4A16_NVFP4', group_size=16)
+        | {n:dict(quant_algo='W4A16_NVFP4', group_size=16)
             for n in ['lm_head']
-            + [
-                f'model.layers.{i}.mlp.{x}_proj' for i in range(3)
+            + [f'model.layers.{i}.mlp.{x}_proj' for i in range(3)
                 for x in ('gate','up','down')]}),
     scales={f'model.layers.2.self_attn.{n}_proj.{n}_scale':.05 for n in 'kv'})
 
@@ -836,11 +689,8 @@ def grouped(**scheme):
     group = dict(targets=['Linear'], weights=ct_scheme(**scheme))
     group['input_activations'] = None
     return dict(
-        quant_method='compressed-tensors',
-        format='pack-quantized',
-        quantization_status='compressed',
-        ignore=['lm_head'],
-        config_groups=dict(group_0=group))
+        quant_method='compressed-tensors', format='pack-quantized',
+        quantization_status='compressed', ignore=['lm_head'], config_groups=dict(group_0=group))
 
 # without zero points, and scales in BF16
 CASES['llama-ct-int4'] = Case(LLAMA|SMALL, 34, as_stored='packed',

@@ -2,8 +2,7 @@
 the end of their name, and the weights they stand for."""
 import re,torch
 
-E2M1 = torch.tensor([
-    0, .5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6])
 
 def e2m1(x):
     "Codes of the nearest values, ties to the even code"
@@ -14,9 +13,7 @@ def e2m1(x):
     return (c+8*(x<0)).to(torch.uint8)
 
 def pack(c):
-    return (
-        c[...,0::2]|(
-            c[...,1::2]<<4))
+    return c[...,0::2]|(c[...,1::2]<<4)
 def value(c):
     return (
         E2M1[(c&7).long()]
@@ -32,15 +29,13 @@ def fp8(w, **kw):
         q.float()*s)
 
 def fp8_channel(w, dtype=torch.bfloat16):
-    s = (
-        w.abs().amax(1, keepdim=True)/448).to(dtype)
+    s = (w.abs().amax(1, keepdim=True)/448).to(dtype)
     q = e4m3(w/s.float())
     return dict(weight=q, weight_scale=s),q.float()*s.float()
 
 def fp8_block(w, dtype=torch.float32, name='weight_scale_inv', four=False):
     n,k = w.shape
-    p = torch.zeros(
-        -(-n//128)*128, -(-k//128)*128)
+    p = torch.zeros(-(-n//128)*128, -(-k//128)*128)
     p[:n,:k] = w
     s = (
         p.view(
@@ -58,8 +53,7 @@ def nvfp4_parts(w):
     b = blocks(w, 16)
     s = b.abs().amax(-1)/6/g
     s = torch.where(
-        s==0,
-        1.,
+        s==0, 1.,
         s).clamp(2**-9, 448).to(torch.float8_e4m3fn)
     full = (s.float()*g)[...,None]
     c = e2m1(b/full)
@@ -112,8 +106,7 @@ def quantise(d, rules):
     matches its name"""
     stored,plain = {},{}
     for k,w in d.items():
-        f = next(
-            (f for rx,f in rules if re.search(rx, k)), None)
+        f = next((f for rx,f in rules if re.search(rx, k)), None)
         if f is None:
             stored[k] = plain[k] = w
             continue
@@ -123,9 +116,7 @@ def quantise(d, rules):
             plain[k] = x.mT.contiguous()
             continue
         parts,plain[k] = f(w.float())
-        stored |= {
-            k.removesuffix('weight')+n:p
-            for n,p in parts.items()}
+        stored |= {k.removesuffix('weight')+n:p for n,p in parts.items()}
     return stored,plain
 
 def per_expert(d):
@@ -163,7 +154,5 @@ def stacked(d):
         out[p+'gate_up_proj'] = torch.stack([
             torch.cat([x[e,'gate'],x[e,'up']])
             for e in n])
-        out[p+'down_proj'] = torch.stack([
-            x[e,'down']
-            for e in n])
+        out[p+'down_proj'] = torch.stack([x[e,'down'] for e in n])
     return out

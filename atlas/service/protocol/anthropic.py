@@ -135,10 +135,7 @@ def joined(
     "One text, with white space at every seam"
     out = []
     for t in filter(None, texts):
-        if (
-                out and not out[-1][-1].isspace()
-                and not t[0].isspace()
-        ):
+        if out and not (out[-1][-1].isspace() or t[0].isspace()):
             out.append('\n')
         out.append(t)
     return ''.join(out)
@@ -165,19 +162,18 @@ def _image(b, where):
     "An image block as a content part"
     _need(b, where, 'source')
     s,url = b.source,None
-    if isinstance(s, Source):
-        if s.type=='url':
-            url = s.url
-        elif s.type=='base64' and s.data:
-            url = f'data:{s.media_type or ""};base64,{s.data}'
-        else:
-            url = None
+    if isinstance(s, Source) and s.type=='url':
+        url = s.url
+    elif isinstance(s, Source) and s.type=='base64' and s.data:
+        url = f'data:{s.media_type or ""};base64,{s.data}'
     if url:
         return dict(type='image_url', image_url=dict(url=url), where=where)
     raise RequestError(
         f'{where}.source is neither an image in base64 nor an address',
         hint='Send {"type": "base64", "media_type": "image/png", "data": …}',
         param=f'{where}.source')
+
+_READS = 'Atlas reads documents of type text or content, not PDF, addresses or uploaded files'
 
 def _held(s):
     "What the source of a document holds, where that is text"
@@ -194,18 +190,13 @@ def _document(b, where, see):
     "A document or a search result as content parts"
     _need(b, where, 'source')
     hit = b.type=='search_result'
-    c,head = (
-        (b.content,dict(Title=b.title, Source=b.source))
-        if hit
-        else (
-            _held(b.source),
-            dict(Title=b.title, Context=b.context)))
+    if hit:
+        c,head = b.content,dict(Title=b.title, Source=b.source)
+    else:
+        c,head = _held(b.source),dict(Title=b.title, Context=b.context)
     if not isinstance(c, str|list) or hit!=isinstance(b.source, str):
         raise RequestError(
-            f'{where}.source is no text',
-            hint='Atlas reads documents of type text or content, not PDF, addresses or '
-            'uploaded files',
-            param=f'{where}.source')
+            f'{where}.source is no text', hint=_READS, param=f'{where}.source')
     top = ''.join(f'{k}: {v}\n' for k,v in head.items() if v)
     body = [_text(c)] if isinstance(c, str) else see(c, f'{where}.source.content')
     return [_text(f'<{b.type}>\n{top}'), *body, _text(f'\n</{b.type}>')]
@@ -222,7 +213,8 @@ _FOREIGN = frozenset('''server_tool_use web_search_tool_result web_fetch_tool_re
 class Reader:
     "Turns blocks into messages, and remembers what it left out"
     def __init__(self):
-        self.left_out,self.names = {},{}
+        self.left_out = {} # As a set in order
+        self.names = {} # Of tools, by the ids of their calls
     def skip(self, what):
         self.left_out[f'{ascii(what)[1:-1][:60]} is not offered here and was left out'] = True
     def part(self, b, where)->list[dict]:
@@ -266,10 +258,8 @@ def content_of(parts:list[dict])->str|list[dict]:
     for texts,run in groupby(parts, lambda p: p['type']=='text'):
         run = list(run)
         if texts:
-            if t := joined(p['text'] for p in run):
-                run = [_text(t)]
-            else:
-                run = []
+            t = joined(p['text'] for p in run)
+            run = [_text(t)] if t else []
         out += run
     if any(p['type']!='text' for p in out):
         return out
@@ -295,18 +285,19 @@ def unsealed(
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #1844c100
 @patch
+def content(self:Reader, c, where:str)->list[dict]:
+    "The parts of what a tool gave"
+    if isinstance(c, dict):
+        raise RequestError(
+            f'{where} is {found(c)}', hint='Send text or a list of blocks', param=where)
+    return [_text(c)] if isinstance(c, str) else self.parts(c or [], where)
+
+@patch
 def result(self:Reader, b:Block, where:str)->tuple[dict,list[dict]]:
     "The message of a tool's result, and the images in it"
     where += '.tool_result'
     _need(b, where, 'tool_use_id')
-    if isinstance(b.content, dict):
-        raise RequestError(
-            f'{where}.content is {found(b.content)}', hint='Send text or a list of blocks',
-            param=f'{where}.content')
-    if isinstance(b.content, str):
-        parts = [_text(b.content)]
-    else:
-        parts = self.parts(b.content or [], f'{where}.content')
+    parts = self.content(b.content, f'{where}.content')
     said = joined(p['text'] for p in parts if p['type']=='text')
     if b.is_error and 'error' not in said[:64].lower():
         said = f'Error: {said}'.rstrip(': ')
@@ -327,7 +318,9 @@ def user(self:Reader, blocks)->list[dict]:
         results.append(m)
         images += seen
     c = content_of(images+parts)
-    return results + ([dict(role='user', content=c)] if c or not results else [])
+    if c or not results:
+        results.append(dict(role='user', content=c))
+    return results
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #ffdf25df
 @patch
@@ -335,9 +328,23 @@ def call(self:Reader, b:Block, where:str)->dict:
     "A `tool_use` block as a tool call"
     _need(b, where, 'id', 'name', 'input')
     self.names[b.id] = b.name
-    return dict(
-        id=b.id, type='function',
-        function=dict(name=b.name, arguments=to_json(b.input).decode()))
+    f = dict(name=b.name, arguments=to_json(b.input).decode())
+    return dict(id=b.id, type='function', function=f)
+
+def _thought(b, where):
+    "What the assistant thought; a thought that was not shown is in its signature"
+    if b.thinking is None:
+        _need(b, where, 'thinking')
+    return b.thinking or unsealed(b.signature)
+
+def _turn(text, thought, calls):
+    "The message of an assistant's turn"
+    m = dict(role='assistant', content=text or (None if calls or thought else ''))
+    if thought:
+        m['reasoning'] = thought
+    if calls:
+        m['tool_calls'] = calls
+    return m
 
 @patch
 def assistant(self:Reader, blocks)->list[dict]:
@@ -345,9 +352,7 @@ def assistant(self:Reader, blocks)->list[dict]:
     thoughts,said,calls = [],[],[]
     for where,b in blocks:
         if b.type=='thinking':
-            if b.thinking is None:
-                _need(b, where, 'thinking')
-            thoughts.append(b.thinking or unsealed(b.signature))
+            thoughts.append(_thought(b, where))
         elif b.type=='redacted_thinking':
             _need(b, where, 'data')
         elif b.type=='tool_use':
@@ -356,13 +361,7 @@ def assistant(self:Reader, blocks)->list[dict]:
             said.append(b.content if isinstance(b.content, str) else '')
         else:
             said.append(self.text(b, where))
-    text,thought = ''.join(said),''.join(thoughts)
-    m = dict(role='assistant', content=text or (None if calls or thought else ''))
-    if thought:
-        m['reasoning'] = thought
-    if calls:
-        m['tool_calls'] = calls
-    return [m]
+    return [_turn(''.join(said), ''.join(thoughts), calls)]
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #f7449112
 @patch
@@ -375,17 +374,16 @@ def system(self:Reader, c:str|list[Block]|None, where:str)->str:
     return joined(map(without_billing, texts))
 
 @patch
-def turns(self:Reader, body:MessagesBody)->list[dict]:
-    "The messages of a body, as a chat template takes them"
-    front,groups = [self.system(body.system, 'system')],[]
-    for i,m in enumerate(body.messages):
+def grouped(self:Reader, messages:list[Turn], front:list[str])->list:
+    "(role, blocks) of neighbours of one role; to `front` goes what the system says before them"
+    groups = []
+    for i,m in enumerate(messages):
         role,where,c = m.role,f'messages[{i}].content',m.content
         if role=='system':
             note = self.system(c, where)
             if not groups:
                 front.append(note)
-                continue
-            if not note:
+            if not groups or not note:
                 continue
             role,c = 'user',f'<system-reminder>\n{note}\n</system-reminder>'
         blocks = _blocks(c, where)
@@ -393,6 +391,13 @@ def turns(self:Reader, body:MessagesBody)->list[dict]:
             groups[-1][1].extend(blocks)
         else:
             groups.append((role, blocks))
+    return groups
+
+@patch
+def turns(self:Reader, body:MessagesBody)->list[dict]:
+    "The messages of a body, as a chat template takes them"
+    front = [self.system(body.system, 'system')]
+    groups = self.grouped(body.messages, front)
     if not groups:
         raise RequestError(
             'messages has nobody but the system', hint="Add a message of the role 'user'",
@@ -425,18 +430,14 @@ def function(self:Reader, t:Tool, where:str)->dict|None:
     return dict(type='function', function=f)
 
 def _need_tool(t, where):
+    "Refuse a tool without name or schema"
     for k in ('name','input_schema'):
         if getattr(t, k) is None:
             raise RequestError(
                 f'{where}.{k} is missing', hint='Add the field', param=f'{where}.{k}')
 
-@patch
-def tools(self:Reader, body:MessagesBody)->dict:
-    "The fields of an `Ask` that are about tools"
-    fs = [
-        f for i,t in enumerate(body.tools or [])
-        if (f := self.function(t, f'tools[{i}]'))]
-    c = body.tool_choice or ToolChoice(type='auto')
+def _check_choice(c, fs):
+    "Refuse a choice of a tool that is not there"
     names = [f['function']['name'] for f in fs]
     if c.type=='tool' and c.name not in names:
         raise RequestError(
@@ -445,10 +446,17 @@ def tools(self:Reader, body:MessagesBody)->dict:
     if c.type=='any' and not fs:
         raise RequestError(
             "tool_choice is 'any', and there is no tool", hint='Add tools', param='tool_choice')
+
+@patch
+def tools(self:Reader, body:MessagesBody)->dict:
+    "The fields of an `Ask` that are about tools"
+    fs = [self.function(t, f'tools[{i}]') for i,t in enumerate(body.tools or [])]
+    fs = [f for f in fs if f]
+    c = body.tool_choice or ToolChoice(type='auto')
+    _check_choice(c, fs)
     return dict(
         tools=fs or None,
-        tool_choice=dict(any='required', tool='required').get(
-            c.type, c.type),
+        tool_choice='required' if c.type in ('any','tool') else c.type,
         tool_name=c.name if c.type=='tool' else None,
         parallel=not c.disable_parallel_tool_use)
 
@@ -463,23 +471,21 @@ class MessagesAsk(Ask):
 @patch
 def thoughts(self:MessagesBody)->dict:
     "The fields of an `Ask` that are about thinking"
-    t,c = self.thinking or Thinking.model_construct(type=None),self.output_config or OutputConfig()
+    t = self.thinking or Thinking.model_construct(type=None)
+    c = self.output_config or OutputConfig()
     if t.type=='enabled' and t.budget_tokens is None:
         raise RequestError(
             'thinking.budget_tokens is missing', hint='Add the field',
             param='thinking.budget_tokens')
-    template,budget = think(
-        None if t.type is None else t.type!='disabled',
-        c.effort, t.budget_tokens)
+    on = None if t.type is None else t.type!='disabled'
+    template,budget = think(on, c.effort, t.budget_tokens)
     return dict(template=template, thinking_budget=budget)
 
 @patch
 def params(self:MessagesBody)->SamplingParams:
     "The sampling parameters of a body"
-    kw = {
-        k:v
-        for k in ('temperature','top_p','top_k','min_p','seed')
-        if (v := getattr(self, k)) is not None}
+    kw = {k:getattr(self, k) for k in ('temperature','top_p','top_k','min_p','seed')}
+    kw = {k:v for k,v in kw.items() if v is not None}
     if self.max_tokens is not None:
         kw['max_tokens'] = min(max(self.max_tokens, 1), 2**31-1)
     return SamplingParams(stop=tuple(self.stop_sequences or ()), **kw)
@@ -489,6 +495,21 @@ class ThreadError(RequestError):
     "A conversation that the server should hold"
     code = 'thread_unsupported_request'
 
+def _plain(body)->dict:
+    "What goes into an `Ask` as it came"
+    stays = body.keep_alive
+    return dict(
+        model=body.model, stream=bool(body.stream), priority=body.priority or 0,
+        salt=body.cache_salt or '', timeout=body.timeout,
+        keep=None if stays is None else seconds_in(stays, 'keep_alive'),
+        ignored=ignored(body), given=given(body))
+
+def _shape(body)->dict:
+    "What the answer has to be like"
+    form = (body.output_config and body.output_config.format) or body.output_format
+    spec = dict(kind='json_schema', schema=form.scheme) if form else None
+    return dict(format=spec, format_at='output_config.format')
+
 def _ask(body:MessagesBody)->MessagesAsk:
     "What a body asks for"
     if body.thread:
@@ -496,18 +517,10 @@ def _ask(body:MessagesBody)->MessagesAsk:
             'thread is given, and this server holds no conversations',
             hint='Send the whole conversation', param='thread')
     r = Reader()
-    stays = body.keep_alive
-    form = (body.output_config and body.output_config.format) or body.output_format
     hidden = bool(body.thinking and body.thinking.display=='omitted')
-    ask = MessagesAsk(r.turns(body), body.params(),
-        model=body.model, mute=body.max_tokens==0, hidden=hidden,
-        format=dict(kind='json_schema', schema=form.scheme) if form else None,
-        format_at='output_config.format',
-        stream=bool(body.stream), priority=body.priority or 0,
-        salt=body.cache_salt or '', timeout=body.timeout,
-        keep=None if stays is None else seconds_in(stays, 'keep_alive'),
-        ignored=ignored(body), given=given(body),
-        **r.tools(body), **body.thoughts())
+    ask = MessagesAsk(
+        r.turns(body), body.params(), mute=body.max_tokens==0, hidden=hidden,
+        **_shape(body), **_plain(body), **r.tools(body), **body.thoughts())
     if body.mcp_servers:
         r.skip('mcp_servers')
     ask.warnings += r.left_out
@@ -577,7 +590,8 @@ class Reply(Writer):
         self.at = -1
         self.called = False
         self.last = (None,None)
-        self.held,self.holds = '','text' # White space that waits, and for what
+        self.held = '' # White space that waits,
+        self.holds = 'text' # and for what
         self.thought = [] # The open thought, where it is not shown
     def call_id(self, id): return tool_id(id)
     def message(self, content, reason, sequence, u:Usage)->dict:
@@ -593,21 +607,28 @@ def reply(ask:Ask, model:str, **kw)->Reply:
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #240396f8
 @patch
-def whole(self:Reply, choices:list[Choice], u:Usage)->dict:
-    "The body of an answer in one piece"
-    c = choices[0]
-    if self.ask.mute:
-        return self.message([], *self.reason(None, None, False), u)
+def blocks(self:Reply, c:Choice)->list[dict]:
+    "The blocks of a whole answer"
     said,blocks = c.content or '',[]
     if c.reasoning.strip():
         shown = '' if self.ask.hidden else c.reasoning
-        blocks.append(dict(type='thinking', thinking=shown, signature=self.signature(c.reasoning)))
+        sign = self.signature(c.reasoning)
+        blocks.append(dict(type='thinking', thinking=shown, signature=sign))
     if said.strip() or not (blocks or c.calls):
         blocks.append(_text(said))
     for k in c.calls:
         input = tool_input(k.arguments)
         blocks.append(dict(type='tool_use', id=tool_id(k.id), name=k.name, input=input))
-    return self.message(blocks, *self.reason(c.finish, c.stop, bool(c.calls)), u)
+    return blocks
+
+@patch
+def whole(self:Reply, choices:list[Choice], u:Usage)->dict:
+    "The body of an answer in one piece"
+    c = choices[0]
+    if self.ask.mute:
+        return self.message([], *self.reason(None, None, False), u)
+    reason,sequence = self.reason(c.finish, c.stop, bool(c.calls))
+    return self.message(self.blocks(c), reason, sequence, u)
 
 @patch
 def reason(self:Reply, finish, stop, called)->tuple[str,str|None]:
@@ -622,6 +643,8 @@ def signature(self:Reply, thought:str)->str:
     return sealed(thought) if self.ask.hidden else 'atlas-'+self.id.removeprefix(self.prefix)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #126a5009
+_DELTAS = dict(text=b'"text_delta","text":', thinking=b'"thinking_delta","thinking":')
+
 def _event(kind, **kw): return sse(dict(type=kind, **kw), kind)
 
 @patch
@@ -633,14 +656,16 @@ def start(self:Reply, u:Usage)->bytes:
 def shut(self:Reply)->bytes:
     "End the open block, if there is one"
     kind,thought = self.open,''.join(self.thought)
-    self.open,self.held,self.thought = None,'',[]
+    self.open = None
+    self.held = ''
+    self.thought = []
     if kind is None:
         return b''
+    out = b''
     if kind=='thinking':
-        sign = self.delta+b'"signature_delta","signature":'+quote(self.signature(thought))+b'}}\n\n'
-    else:
-        sign = b''
-    return sign+_event('content_block_stop', index=self.at)
+        sign = quote(self.signature(thought))
+        out = self.delta+b'"signature_delta","signature":'+sign+b'}}\n\n'
+    return out+_event('content_block_stop', index=self.at)
 
 @patch
 def begin(self:Reply, kind, **block)->bytes:
@@ -650,9 +675,7 @@ def begin(self:Reply, kind, **block)->bytes:
     self.delta = (
         b'event: content_block_delta\ndata: '
         b'{"type":"content_block_delta","index":%d,"delta":{"type":') % self.at
-    self.more = self.delta+dict(
-        text=b'"text_delta","text":', thinking=b'"thinking_delta","thinking":'
-    ).get(kind, b'"input_json_delta","partial_json":')
+    self.more = self.delta+_DELTAS.get(kind, b'"input_json_delta","partial_json":')
     return out+_event('content_block_start', index=self.at, content_block=block)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #a3718548
@@ -694,20 +717,13 @@ def tell(self:Reply, d:CallDelta)->bytes:
         if d.name is None:
             raise AtlasError('A tool call went on after its block had ended')
         self.called = True
-        head = self.begin(
-            d.index, type='tool_use',
-            id=tool_id(d.id), name=d.name,
-            input={})
+        head = self.begin(d.index, type='tool_use', id=tool_id(d.id), name=d.name, input={})
     return head+self.more+quote(d.arguments)+b'}}\n\n' if d.arguments else head
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #ad888edf
 @patch
-def piece(self:Reply, i:int, p:Delta)->bytes:
-    "Events for a piece of the answer"
-    if self.ask.mute:
-        return b''
-    if self.open=='text' and not (p.reasoning or p.calls or p.finish):
-        return self.say('text', p.content) if p.content else b''
+def apart(self:Reply, p:Delta)->list[bytes]:
+    "The events of a piece that is not text alone, in the order in which it was said"
     out,calls = [],list(p.calls)
     while calls and calls[0].index==self.open:
         out.append(self.tell(calls.pop(0)))
@@ -716,23 +732,31 @@ def piece(self:Reply, i:int, p:Delta)->bytes:
     if p.content:
         out.append(self.say('text', p.content))
     out += map(self.tell, calls)
+    return out
+
+@patch
+def piece(self:Reply, i:int, p:Delta)->bytes:
+    "Events for a piece of the answer"
+    if self.ask.mute:
+        return b''
+    if self.open=='text' and not (p.reasoning or p.calls or p.finish):
+        return self.say('text', p.content) if p.content else b''
+    out = b''.join(self.apart(p))
     if p.finish:
         self.last = p.finish,p.stop
-    return b''.join(out)
+    return out
 
 @patch
 def end(self:Reply, u:Usage)->bytes:
     "The end of the last block, `message_delta` and `message_stop`"
+    out = b''
     if self.at<0 and not self.ask.mute:
         out = self.begin('text', type='text', text=self.held if self.holds=='text' else '')
-    else:
-        out = b''
+    out += self.shut()
     reason,sequence = self.reason(*self.last, self.called)
-    return out+self.shut()+_event(
-        'message_delta',
-        delta=dict(stop_reason=reason, stop_sequence=sequence, stop_details=None),
-        usage=usage(u)
-    )+_event('message_stop')
+    delta = dict(stop_reason=reason, stop_sequence=sequence, stop_details=None)
+    out += _event('message_delta', delta=delta, usage=usage(u))
+    return out+_event('message_stop')
 
 @patch
 def ping(self:Reply)->bytes:
@@ -745,22 +769,18 @@ _KINDS = {
     413:'request_too_large', 429:'rate_limit_error', 503:'overloaded_error', 504:'timeout_error',
     529:'overloaded_error'}
 
+def _kind(e):
+    "Anthropic's type of an error"
+    ours = e.status<500 or isinstance(e, RequestError)
+    return _KINDS.get(e.status) or ('invalid_request_error' if ours else 'api_error')
+
 def error_body(e:BaseException)->dict:
     "An exception in Anthropic's shape; the text of an unexpected one stays with us"
     if not isinstance(e, AtlasError):
         e = AtlasError('The server met an unexpected error', hint='Its log has the details')
-    kind = (
-        _KINDS.get(e.status)
-        or (
-            'invalid_request_error' if e.status<500 or isinstance(e, RequestError)
-            else 'api_error'))
+    error = dict(type=_kind(e), message=_said(e), details=dict(error_code=e.code))
     rid = get_contextvars().get('request_id')
-    return dict(
-        type='error',
-        error=dict(
-            type=kind, message=_said(e),
-            details=dict(error_code=e.code))
-    ) | (dict(request_id=rid) if rid else {})
+    return dict(type='error', error=error) | (dict(request_id=rid) if rid else {})
 
 def _said(e):
     "The message of an error, in the words that clients look for"
@@ -768,8 +788,8 @@ def _said(e):
         return str(e)
     if e.tokens is None:
         return f'prompt is too long: {e}'
-    return f'prompt is too long: {e.tokens} tokens > {e.limit} maximum'+(
-        f'. {e.hint}' if e.hint else '')
+    hint = f'. {e.hint}' if e.hint else ''
+    return f'prompt is too long: {e.tokens} tokens > {e.limit} maximum{hint}'
 
 @patch
 def error(self:Reply, e:BaseException)->bytes:

@@ -26,7 +26,6 @@ class ChatAsk(Ask):
     prompt_logprobs:int|None=None # Log-probabilities of the prompt, with so many alternatives
     drafts:bool=False # Say in a stream which tokens were accepted drafts
 
-# %% ../../../nbs/7_service/02_protocol.chunks.ipynb #8ce00ed1
 @dataclass
 class TextAsk(ChatAsk):
     "A question to completions, which has prompts and no messages"
@@ -43,10 +42,7 @@ def error_body(e:BaseException)->dict:
     if not isinstance(e, AtlasError):
         e = AtlasError('The server met an unexpected error', hint='Its log has the details')
     kind = 'invalid_request_error' if e.status<500 else 'server_error'
-    return dict(
-        error=dict(
-            message=str(e), type=kind,
-            param=e.param, code=e.code))
+    return dict(error=dict(message=str(e), type=kind, param=e.param, code=e.code))
 
 def plain_error_body(e:BaseException)->dict:
     "The same in Ollama's shape, which is the message alone"
@@ -80,13 +76,12 @@ def token_logprobs(
     "Tokens with their log-probabilities, as chat and responses have them"
     def entry(id, lp):
         s = show(id)
-        return dict(
-            token=s, logprob=_lp(lp),
-            bytes=list(raw(id) if raw else s.encode()))
-    return [
-        entry(t.id, t.logprob)
-        | dict(top_logprobs=[entry(j, l) for j,l in t.top])
-        for t in tokens]
+        spelt = list(raw(id) if raw else s.encode())
+        return dict(token=s, logprob=_lp(lp), bytes=spelt)
+    def whole(t):
+        top = [entry(j, l) for j,l in t.top]
+        return entry(t.id, t.logprob) | dict(top_logprobs=top)
+    return [whole(t) for t in tokens]
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #e8c0eaa0
 def chat_logprobs(tokens:list, show, raw=None)->dict:
@@ -108,9 +103,7 @@ def text_logprobs(
         if lp is None:
             top = None
         else:
-            top = {s:lp} | {
-                name(j):_lp(l)
-                for j,l in t.top}
+            top = {s:lp} | {name(j):_lp(l) for j,l in t.top}
         for k,v in zip(out, (s, lp, top, offset)):
             out[k].append(v)
         offset += len(show(t.id))
@@ -120,9 +113,10 @@ def text_logprobs(
 def prompt_tokens_of(ids, scores, make)->list:
     """A prompt as `make(id, logprob, top)` would make its tokens; `scores` has one entry for
     each but the first"""
-    return [make(ids[0], None, ())] + [
-        make(i, lp, tuple(map(tuple, top)))
-        for i,(lp,top) in zip(ids[1:], scores)]
+    tokens = [make(ids[0], None, ())]
+    for i,(lp,top) in zip(ids[1:], scores):
+        tokens.append(make(i, lp, tuple(map(tuple, top))))
+    return tokens
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #530e8497
 def prompt_logprobs(
@@ -131,17 +125,13 @@ def prompt_logprobs(
 )->list:
     "The `prompt_logprobs` of an answer"
     def entry(t):
-        ranks = {
-            j:(r, l)
-            for r,(j,l) in enumerate(t.top, 1)}
-        ranks.setdefault(
-            t.id,
-            (len(t.top)+1 if t.top else None, t.logprob))
-        return {
-            str(j):dict(
-                logprob=_lp(l), rank=r,
-                decoded_token=show(j))
-            for j,(r,l) in ranks.items()}
+        ranks = {j:(r,l) for r,(j,l) in enumerate(t.top, 1)}
+        last = len(t.top)+1 if t.top else None
+        ranks.setdefault(t.id, (last,t.logprob))
+        out = {}
+        for j,(r,l) in ranks.items():
+            out[str(j)] = dict(logprob=_lp(l), rank=r, decoded_token=show(j))
+        return out
     return [None if t.logprob is None else entry(t) for t in tokens]
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #0ec9ab80
@@ -160,9 +150,9 @@ class ChatWriter(Writer):
         self.first = {}
         self.ids = getattr(a, 'token_ids', False)
         self.logprobs = a.params.logprobs is not None and not getattr(a, 'unscored', False)
-        self.continuous,self.quiet,self.as_ids = (
-            getattr(a, k, False)
-            for k in ('continuous','quiet','as_ids'))
+        self.continuous = getattr(a, 'continuous', False)
+        self.quiet = getattr(a, 'quiet', False)
+        self.as_ids = getattr(a, 'as_ids', False)
         self.drafts = getattr(a, 'drafts', False)
         asked = self.ids,self.logprobs,self.continuous,self.drafts
         self.plain = not any(asked) # Are chunks of text alike but for the text?
@@ -179,12 +169,8 @@ class ChatWriter(Writer):
             more = dict(usage=None)
         else:
             more = {}
-        return sse(
-            self._envelope(
-                self.chunk_kind,
-                [dict(index=i) | said
-                 | dict(logprobs=None, finish_reason=finish) | kw],
-                **top or {}, **more))
+        choice = dict(index=i) | said | dict(logprobs=None, finish_reason=finish) | kw
+        return sse(self._envelope(self.chunk_kind, [choice], **top or {}, **more))
     def _event(self, i, delta, finish=None, **kw):
         "One chunk of choice `i`"
         return self._said(i, dict(delta=delta), finish, **kw)
@@ -209,11 +195,9 @@ def piece(self:ChatWriter, i:int, p:Delta)->bytes:
 @patch
 def _open(self:ChatWriter, i):
     "The first chunk of choice `i`"
-    self.around[i] = self._event(i, dict(content=_MARK)).split(
-        quote(_MARK))
-    return self._event(
-        i, dict(role='assistant', content=''),
-        top=self._of_prompt(i))
+    self.around[i] = self._event(i, dict(content=_MARK)).split(quote(_MARK))
+    first = dict(role='assistant', content='')
+    return self._event(i, first, top=self._of_prompt(i))
 
 @patch
 def _of_prompt(self:ChatWriter, i):
@@ -227,9 +211,8 @@ def _call(d):
     "A piece of a tool call"
     if d.name is None:
         return dict(index=d.index, function=dict(arguments=d.arguments))
-    return dict(
-        index=d.index, id=d.id, type='function',
-        function=dict(name=d.name, arguments=d.arguments))
+    f = dict(name=d.name, arguments=d.arguments)
+    return dict(index=d.index, id=d.id, type='function', function=f)
 
 @patch
 def _more(self:ChatWriter, i, p):
@@ -250,21 +233,22 @@ def _more(self:ChatWriter, i, p):
 @patch
 def _about(self:ChatWriter, tokens):
     "What was asked about the tokens of an answer"
+    out = {}
     if self.logprobs and tokens:
-        lps = dict(logprobs=chat_logprobs(tokens, self.name, None if self.as_ids else self.raw))
-    else:
-        lps = {}
-    return lps | (dict(token_ids=[t.id for t in tokens]) if self.ids else {})
+        raw = None if self.as_ids else self.raw
+        out['logprobs'] = chat_logprobs(tokens, self.name, raw)
+    if self.ids:
+        out['token_ids'] = [t.id for t in tokens]
+    return out
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #64fc12c4
 @patch
 def end(self:ChatWriter, u:Usage)->bytes:
     "The counts, if they were asked for, and `[DONE]`"
-    return (
-        sse(self._envelope(self.chunk_kind, [], usage=usage(u)))
-        if self.ask.include_usage else b'')+DONE
+    if not self.ask.include_usage:
+        return DONE
+    return sse(self._envelope(self.chunk_kind, [], usage=usage(u)))+DONE
 
-# %% ../../../nbs/7_service/02_protocol.chunks.ipynb #4fbfd032
 @patch
 def error(self:ChatWriter, e:BaseException)->bytes:
     "An error in the middle of a stream"
@@ -274,18 +258,15 @@ def error(self:ChatWriter, e:BaseException)->bytes:
 @patch
 def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
     "The answer in one piece"
-    return self._envelope(
-        self.kind, self._told(choices),
-        usage=usage(u), **self._asked())
+    told = self._told(choices)
+    return self._envelope(self.kind, told, usage=usage(u), **self._asked())
 
 @patch
 def _told(self:ChatWriter, choices):
     "The choices, as they are shown"
-    return [
-        self._choice(
-            i,
-            replace(c, reasoning='', tokens=[]) if self.quiet and c.reasoning else c)
-        for i,c in enumerate(choices)]
+    def said(c):
+        return replace(c, reasoning='', tokens=[]) if self.quiet and c.reasoning else c
+    return [self._choice(i, said(c)) for i,c in enumerate(choices)]
 
 @patch
 def _asked(self:ChatWriter):
@@ -299,27 +280,21 @@ def _asked(self:ChatWriter):
     return out
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #5e935a00
+def _whole_call(k):
+    "A finished tool call"
+    return dict(id=k.id, type='function', function=dict(name=k.name, arguments=k.arguments))
+
 @patch
 def _choice(self:ChatWriter, i, c):
     "One finished choice"
-    m = dict(
-        role='assistant',
-        content=None
-        if c.calls and not (c.content or '').strip()
-        else c.content,
-        refusal=None)
+    only_calls = c.calls and not (c.content or '').strip()
+    m = dict(role='assistant', content=None if only_calls else c.content, refusal=None)
     if c.reasoning:
         m |= dict(reasoning=c.reasoning, reasoning_content=c.reasoning)
     if c.calls:
-        m['tool_calls'] = [
-            dict(
-                id=k.id, type='function',
-                function=dict(name=k.name, arguments=k.arguments))
-            for k in c.calls]
-    return dict(
-        index=i, message=m, logprobs=None,
-        finish_reason=c.finish, stop_reason=c.stop, token_ids=None
-    ) | self._about(c.tokens)
+        m['tool_calls'] = [_whole_call(k) for k in c.calls]
+    end = dict(finish_reason=c.finish, stop_reason=c.stop, token_ids=None)
+    return dict(index=i, message=m, logprobs=None) | end | self._about(c.tokens)
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #a4db774f
 class TextWriter(ChatWriter):
@@ -332,8 +307,8 @@ class TextWriter(ChatWriter):
     def _lps(self, i, tokens):
         "Log-probabilities of more tokens of choice `i`"
         lps = text_logprobs(tokens, self.show, self.offsets.get(i, 0), self.name)
-        self.offsets[i] = self.offsets.get(i, 0)+sum(
-            len(self.show(t.id)) for t in tokens)
+        more = sum(len(self.show(t.id)) for t in tokens)
+        self.offsets[i] = self.offsets.get(i, 0)+more
         return lps
 
 @patch(as_prop=True)
@@ -345,74 +320,72 @@ def offsets(self:TextWriter)->dict:
 @patch
 def _open(self:TextWriter, i):
     "Before the first text of choice `i`: its prompt, if it was asked for"
-    self.around[i],q = (
-        self._event(i, _MARK).split(quote(_MARK)),
-        self._prompt(i))
+    self.around[i] = self._event(i, _MARK).split(quote(_MARK))
+    q = self._prompt(i)
     kw = dict(prompt_token_ids=list(q.ids)) if self.ids and q else {}
     if not (q and getattr(self.ask, 'echo', False)):
         self.first[i] = kw
         return b''
-    return self._event(
-        i, q.text, **kw,
-        **(
-            dict(logprobs=self._lps(i, q.tokens))
-            if self.logprobs else {}))
+    if self.logprobs:
+        kw['logprobs'] = self._lps(i, q.tokens)
+    return self._event(i, q.text, **kw)
 
 @patch
 def _more(self:TextWriter, i, p):
     "The chunk of any piece; one without text, tokens or an end is none"
     if not (p.content or p.finish or (p.tokens and not self.plain)):
         return b''
+    kw = {}
     if self.logprobs and p.tokens:
-        kw = dict(logprobs=self._lps(i, p.tokens))
-    else:
-        kw = {}
+        kw['logprobs'] = self._lps(i, p.tokens)
     if self.ids:
-        kw |= dict(
-            token_ids=[t.id for t in p.tokens]
-        ) | self.first.pop(i, {})
-    return self._event(
-        i, p.content, p.finish, **kw,
-        **(dict(stop_reason=p.stop) if p.finish else {}))
+        kw['token_ids'] = [t.id for t in p.tokens]
+        kw |= self.first.pop(i, {})
+    if p.finish:
+        kw['stop_reason'] = p.stop
+    return self._event(i, p.content, p.finish, **kw)
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #df5ffd80
 @patch
+def _of_tokens(self:TextWriter, q, c):
+    "Ids of a prompt and its choice, and the log-probabilities of the prompt, where asked for"
+    out = dict(token_ids=None, prompt_token_ids=None, prompt_logprobs=None)
+    if self.ids:
+        out['token_ids'] = [t.id for t in c.tokens]
+    if self.ids and q:
+        out['prompt_token_ids'] = list(q.ids)
+    if q and getattr(self.ask, 'prompt_logprobs', None) is not None:
+        out['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
+    return out
+
+@patch
 def _choice(self:TextWriter, i, c):
     "One finished choice"
-    q = self._prompt(i)
-    echo = getattr(self.ask, 'echo', False)
-    kw = dict(token_ids=None, prompt_token_ids=None, prompt_logprobs=None)
-    tokens = [*(q.tokens if q and echo and self.logprobs else ()), *c.tokens]
-    if self.ids:
-        kw |= dict(token_ids=[t.id for t in c.tokens]) | (
-            dict(prompt_token_ids=list(q.ids)) if q else {})
-    if q and getattr(self.ask, 'prompt_logprobs', None) is not None:
-        kw['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
-    return dict(
-        index=i,
-        text=(q.text if q and echo else '')+(c.content or ''),
-        logprobs=text_logprobs(tokens, self.show, 0, self.name) if self.logprobs else None,
-        finish_reason=c.finish, stop_reason=c.stop) | kw
+    q,lps = self._prompt(i),None
+    echoed = q if getattr(self.ask, 'echo', False) else None
+    if self.logprobs:
+        tokens = [*(echoed.tokens if echoed else ()), *c.tokens]
+        lps = text_logprobs(tokens, self.show, 0, self.name)
+    text = (echoed.text if echoed else '')+(c.content or '')
+    end = dict(finish_reason=c.finish, stop_reason=c.stop)
+    return dict(index=i, text=text, logprobs=lps) | end | self._of_tokens(q, c)
 
 @patch
 def _asked(self:TextWriter): return {}
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #a110e521
+def _likelihood(c):
+    "The log-probability of a choice's tokens, on average"
+    return sum(_lp(t.logprob) or 0. for t in c.tokens)/max(len(c.tokens), 1)
+
 @patch
 def _told(self:TextWriter, choices):
     "The choices, or the best of each prompt's"
     n,k = self.ask.params.n,getattr(self.ask, 'best', None)
-    def fit(i):
-        return sum(
-            _lp(t.logprob) or 0.
-            for t in choices[i].tokens
-        )/max(len(choices[i].tokens), 1)
-    def best(a):
-        return sorted(range(a, a+n), key=fit, reverse=True)[:k]
-    if k is None:
-        kept = range(len(choices))
-    else:
-        kept = [i for a in range(0, len(choices), n) for i in best(a)]
-    return [
-        self._choice(i, choices[i]) | dict(index=j)
-        for j,i in enumerate(kept)]
+    kept = range(len(choices))
+    if k is not None:
+        likely = [_likelihood(c) for c in choices]
+        kept = []
+        for a in range(0, len(choices), n):
+            kept += sorted(range(a, a+n), key=likely.__getitem__, reverse=True)[:k]
+    return [self._choice(i, choices[i]) | dict(index=j) for j,i in enumerate(kept)]

@@ -68,9 +68,20 @@ def _parts(c, role):
     "Content as a list of parts"
     if isinstance(c, str):
         c = [dict(type='output_text' if role=='assistant' else 'input_text', text=c)]
-    return [
-        dict(annotations=[], logprobs=[]) | p if p['type']=='output_text' else p
-        for p in c or ()]
+    def whole(p):
+        return dict(annotations=[], logprobs=[]) | p if p['type']=='output_text' else p
+    return [whole(p) for p in c or ()]
+
+def _check(i, kind, where):
+    "Refuse an item that lacks what its kind needs"
+    if kind is None:
+        raise RequestError(f'{where} has neither type nor role', hint='Say what it is', param=where)
+    if kind=='message' and not i.role:
+        raise RequestError(f'{where}.role is missing', param=f'{where}.role')
+    if kind=='message' and i.content is None and i.role!='assistant':
+        raise RequestError(
+            f'{where}.content is missing', hint='Send text or a list of parts',
+            param=f'{where}.content')
 
 def keep_item(
     i:Item,
@@ -80,15 +91,9 @@ def keep_item(
 )->dict: # A plain dict
     "An item as it is kept and shown"
     d = i.model_dump(exclude_none=True)
-    kind = d.setdefault('type', 'message' if i.role else 'item_reference' if i.id else None)
-    if kind is None:
-        raise RequestError(f'{where} has neither type nor role', hint='Say what it is', param=where)
-    if kind=='message' and not i.role:
-        raise RequestError(f'{where}.role is missing', param=f'{where}.role')
-    if kind=='message' and i.content is None and i.role!='assistant':
-        raise RequestError(
-            f'{where}.content is missing', hint='Send text or a list of parts',
-            param=f'{where}.content')
+    untyped = 'item_reference' if i.id else None
+    kind = d.setdefault('type', 'message' if i.role else untyped)
+    _check(i, kind, where)
     if kind=='message':
         d['content'] = _parts(d.get('content'), i.role)
     if kind=='reasoning':
@@ -134,9 +139,10 @@ class Thread:
         self.cut = None
     def all(self)->list[dict]:
         "The messages"
-        return (
-            [dict(role='system', content='\n\n'.join(self.system))]
-            if self.system else [])+self.messages
+        if not self.system:
+            return list(self.messages)
+        system = dict(role='system', content='\n\n'.join(self.system))
+        return [system, *self.messages]
     def answer(self, *taken)->dict:
         """The assistant's turn that goes on here; a fresh one if the last has something in one
         of the fields `taken`"""
@@ -166,10 +172,8 @@ def _seen(p, where):
     if p['type'] in _texts and p.get('text') is not None:
         return dict(type='text', text=p['text'])
     if p['type']=='input_image' and p.get('image_url'):
-        return dict(
-            type='image_url',
-            image_url=dict(url=p['image_url'], detail=p.get('detail') or 'auto'),
-            where=where)
+        url = dict(url=p['image_url'], detail=p.get('detail') or 'auto')
+        return dict(type='image_url', image_url=url, where=where)
     if p['type'] in ('input_image','input_file','input_audio'):
         raise NotOfferedError(
             f'{where} is of type {p["type"]!r} without an image_url',
@@ -195,19 +199,16 @@ def message(self:Thread, d, where):
     if d['role'] in ('system','developer'):
         self.system.append(_text(d['content'], where))
     elif d['role']=='assistant':
-        self.said(
-            _text(d['content'], where),
-            d.get('status') in ('incomplete','in_progress'))
+        cut = d.get('status') in ('incomplete','in_progress')
+        self.said(_text(d['content'], where), cut)
     else:
         self.messages.append(dict(role='user', content=_content(d['content'], where)))
 
 @patch
 def said(self:Thread, text, cut):
     "What the assistant said; the rest of what it was cut in, if that is the last message"
-    if (
-            self.cut and self.messages[-1] is self.cut
-            and not self.cut.get('tool_calls')
-    ):
+    goes_on = self.cut and self.messages[-1] is self.cut
+    if goes_on and not self.cut.get('tool_calls'):
         self.cut['content'] += text
     else:
         self.answer('content')['content'] = text
@@ -222,20 +223,34 @@ def reasoning(self:Thread, d, where):
     m['reasoning'] = '\n\n'.join(filter(None, (m.get('reasoning'), t)))
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #1bf363ae
+_CALLS = 'function_call','custom_tool_call'
+_OUTPUTS = 'function_call_output','custom_tool_call_output'
+
 def _dumped(v): return v if isinstance(v, str) else quote(v).decode()
 
-@patch
-def call(self:Thread, d, where):
-    "A call of a function or of something like one"
+def _are_parts(v):
+    "Is this a list of parts of a message?"
+    if not isinstance(v, list) or not v:
+        return False
+    return all(isinstance(p, dict) and isinstance(p.get('type'), str) for p in v)
+
+def _check_call(d, where):
+    "Refuse a call that lacks what calls need"
     kind = d['type']
     if kind=='function_call' and not isinstance(d.get('arguments'), str):
         raise RequestError(
             f'{where}.arguments is {found(d.get("arguments"))}', hint='Send JSON text',
             param=f'{where}.arguments')
-    if kind in ('function_call','custom_tool_call'):
+    if kind in _CALLS:
         for k in 'call_id','name':
             if not d.get(k):
                 raise RequestError(f'{where}.{k} is missing', param=f'{where}.{k}')
+
+@patch
+def call(self:Thread, d, where):
+    "A call of a function or of something like one"
+    _check_call(d, where)
+    kind = d['type']
     fields = 'action','operation','input','arguments'
     known = {k:d[k] for k in fields if d.get(k) is not None}
     name = d.get('name') or kind.removesuffix('_call')
@@ -245,6 +260,7 @@ def call(self:Thread, d, where):
     call = dict(id=d['call_id'], type='function', function=dict(name=name, arguments=args))
     m['tool_calls'] = [*m.get('tool_calls', ()), call]
 
+# %% ../../../nbs/7_service/06_protocol.items.ipynb #17322498
 @patch
 def result(self:Thread, d, where):
     "What a call gave"
@@ -257,36 +273,32 @@ def result(self:Thread, d, where):
             hint='Send the call too, or previous_response_id', param=f'{where}.call_id')
     if out is None:
         raise RequestError(f'{where}.output is missing', param=f'{where}.output')
-    parts = (
-        isinstance(out, list)
-        and all(
-            isinstance(p, dict) and isinstance(p.get('type'), str)
-            for p in out)
-        and out and d['type'] in ('function_call_output','custom_tool_call_output'))
-    self.messages.append(
-        dict(
-            role='tool', tool_call_id=c,
-            name=self.calls[c],
-            content=_content(out, f'{where}.output') if parts else _dumped(out)))
+    parts = d['type'] in _OUTPUTS and _are_parts(out)
+    said = _content(out, f'{where}.output') if parts else _dumped(out)
+    self.messages.append(dict(role='tool', tool_call_id=c, name=self.calls[c], content=said))
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #99afb304
 _skipped = {
     'mcp_list_tools','mcp_approval_request','mcp_approval_response','compaction_trigger',
     'additional_tools','configuration_update','ghost_snapshot','program','program_output'}
 
-_OUTPUTS = 'function_call_output','custom_tool_call_output'
+def _is_call(d):
+    return d['type'] in _CALLS or d['type'].endswith('_call') and d.get('call_id')
+
+def _is_result(d):
+    return d['type'] in _OUTPUTS or d['type'].endswith('_output') and d.get('call_id')
 
 @patch
 def add(self:Thread, d:dict, where:str):
     "One item, as `keep_item` gives it"
-    kind,called = d['type'],d.get('call_id')
+    kind = d['type']
     if kind in ('message','reasoning'):
         getattr(self, kind)(d, where)
     elif kind in _skipped:
         self.warn(f'An input item of type {kind!a}')
-    elif kind in ('function_call','custom_tool_call') or kind.endswith('_call') and called:
+    elif _is_call(d):
         self.call(d, where)
-    elif kind in _OUTPUTS or kind.endswith('_output') and called:
+    elif _is_result(d):
         self.result(d, where)
     elif kind.startswith('compaction') and (t := unseal(d.get('encrypted_content') or '')):
         self.messages.append(dict(role='user', content=t))
@@ -310,37 +322,38 @@ def messages(
     return t
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #b5918a3b
-def _function(t, where):
-    "One function as chat has it"
-    f = t.function or {}
-    name = t.name or f.get('name')
+def _named(t, where):
+    "The name of a function"
+    name = t.name or (t.function or {}).get('name')
     if not isinstance(name, str) or not 0<len(name)<=512:
         raise RequestError(
             f'{where}.name is {found(name)}', hint='Give the function a name',
             param=f'{where}.name')
+    return name
+
+def _function(t, where):
+    "One function as chat has it"
+    f,name = t.function or {},_named(t, where)
     pars = t.parameters or f.get('parameters') or dict(type='object', properties={})
     about = t.description or f.get('description') or ''
     if not isinstance(pars, dict) or not isinstance(about, str):
         raise RequestError(f'{where}.function is not a function', param=f'{where}.function')
     strict = t.strict if t.strict is not None else f.get('strict')
-    return dict(name=name, description=about, parameters=pars) | (
-        dict(strict=True) if strict is True else {})
+    out = dict(name=name, description=about, parameters=pars)
+    return out | (dict(strict=True) if strict is True else {})
 
 def _custom(t, where):
     "A tool of free text, as a function with one string"
     f,about = t.format or {},t.description or ''
     if f.get('type')=='grammar':
         about += f'\n\nThe input follows this grammar ({f.get("syntax")}):\n{f.get("definition")}'
-    return _function(
-        t.model_copy(
-            update=dict(
-                description=about.strip(),
-                parameters=dict(
-                    type='object',
-                    properties=dict(input=dict(type='string')),
-                    required=['input'], additionalProperties=False))),
-        where)
+    schema = dict(
+        type='object', properties=dict(input=dict(type='string')),
+        required=['input'], additionalProperties=False)
+    plain = t.model_copy(update=dict(description=about.strip(), parameters=schema))
+    return _function(plain, where)
 
+# %% ../../../nbs/7_service/06_protocol.items.ipynb #a2c6fdc1
 def offered(
     tools:list[Tool],
     warn, # Called with what is left out
@@ -360,14 +373,21 @@ def offered(
     return [dict(type='function', function=f) for f in fs],custom
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #deddd9a0
+def _word(c):
+    "A choice of one word"
+    if c not in (None,'auto','none','required'):
+        raise RequestError(
+            f'tool_choice is {found(c)}', hint='Send auto, none or required', param='tool_choice')
+    return c or 'auto'
+
 def _pick(c, warn):
     "(mode, one name, allowed names) of a `tool_choice`"
     if c is None or isinstance(c, str):
-        if c not in (None,'auto','none','required'):
-            raise RequestError(
-                f'tool_choice is {found(c)}', hint='Send auto, none or required',
-                param='tool_choice')
-        return c or 'auto',None,None
+        return _word(c),None,None
+    return _of_object(c, warn)
+
+def _of_object(c, warn):
+    "The same, of a choice that is more than a word"
     kind,name,f = c.get('type'),c.get('name'),c.get('function')
     if not name and isinstance(f, dict):
         name = f.get('name')
@@ -388,7 +408,7 @@ def choose(
     tools:list[dict], # What `offered` gave
     hosted:bool, # Were others left out?
     warn,
-)->tuple[list[dict]|None,str,str|None]: # Tools to show; 'auto', 'none', 'required'; one that must be
+)->tuple[list[dict]|None,str,str|None]: # Tools to show, a mode, the one that must be called
     "Which tools may, must or must not be called"
     mode,name,allowed = _pick(choice, warn)
     if name is not None and not any(t['function']['name']==name for t in tools):

@@ -11,18 +11,17 @@ __all__ = ['Format', 'Text', 'Reasoning', 'ResponsesBody', 'ResponsesAsk', 'pars
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #ef4d8fe6
 import json,time,uuid
 from dataclasses import dataclass,field
-from typing import Annotated,Any,Literal
+from typing import Annotated,Any,Literal,NamedTuple
 from fastcore.basics import patch
 from pydantic import BaseModel,Field
-from ...ground.core import RequestError,seconds_in
-from ...ground.requests import SamplingParams
+from ...ground.core import RequestError
 from ...text.deltas import CallDelta,Choice,Delta
 from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage
 from .base import Writer,format_of,given,ignored,quote,sse,think,validate
 from .chunks import error_body,token_logprobs
 from .items import Item,Name,Tool,choose,item_id,keep_item
-from .items import messages,offered,seal,unseal
-from .openai import Shaped,unoffered,variables
+from .items import messages,offered,seal
+from .openai import Shaped,params_of,unoffered,variables
 from .stored import NotStoredError,PreviousResponseError,Record,Store
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #d8e72543
@@ -105,9 +104,7 @@ class ResponsesAsk(Ask):
 def shorten(self:ResponsesAsk)->bool:
     "Leave out the oldest turn; False if only the last one is left"
     lead = bool(self.messages) and self.messages[0]['role']=='system'
-    users = [
-        k for k,m in enumerate(self.messages)
-        if m['role']=='user' and k>lead]
+    users = [k for k,m in enumerate(self.messages) if m['role']=='user' and k>lead]
     if not users:
         return False
     del self.messages[lead:users[0]]
@@ -121,24 +118,19 @@ def shorten(self:ResponsesAsk)->bool:
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #1e4de7ed
 def _params(b):
     "The sampling parameters of a body"
-    same = (
-        'temperature','top_p','top_k','min_p','presence_penalty','frequency_penalty',
-        'repetition_penalty','logit_bias','seed','min_tokens','ignore_eos')
     told = 'message.output_text.logprobs' in (b.include or ())
-    kw = {k:getattr(b, k) for k in same} | dict(
-        max_tokens=b.max_output_tokens and min(b.max_output_tokens, 2**31-1),
-        logprobs=b.top_logprobs or (0 if told else None))
-    if b.stop:
-        kw['stop'] = (
-            (b.stop,) if isinstance(b.stop, str)
-            else tuple(b.stop))
-    if b.stop_token_ids:
-        kw['stop_token_ids'] = tuple(b.stop_token_ids)
+    logprobs = b.top_logprobs or (0 if told else None)
     try:
-        return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
+        return params_of(b, n=None, max_tokens=b.max_output_tokens, logprobs=logprobs)
     except RequestError as e:
-        raise e if e.param!='max_tokens' else RequestError(
-            e.msg.replace('max_tokens', 'max_output_tokens'), param='max_output_tokens') from None
+        raise _in_our_words(e) from None
+
+def _in_our_words(e):
+    "An error about `max_tokens`, which is `max_output_tokens` here"
+    if e.param!='max_tokens':
+        return e
+    said = e.msg.replace('max_tokens', 'max_output_tokens')
+    return RequestError(said, param='max_output_tokens')
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #e4fa08b3
 def _format(f):
@@ -146,9 +138,8 @@ def _format(f):
     if f is None or f.type!='json_schema':
         return dict(type=f.type if f else 'text')
     return dict(
-        type='json_schema', name=f.name or 'answer',
-        description=f.description, schema=f.shape,
-        strict=f.strict is not False)
+        type='json_schema', name=f.name or 'answer', description=f.description,
+        schema=f.shape, strict=f.strict is not False)
 
 def _shown(t, custom):
     "A tool as the answer repeats it"
@@ -156,39 +147,47 @@ def _shown(t, custom):
     if f['name'] in custom:
         return dict(type='custom', name=f['name'], description=f['description'])
     return dict(
-        type='function', name=f['name'],
-        description=f['description'], parameters=f['parameters'],
-        strict=f.get('strict', False))
+        type='function', name=f['name'], description=f['description'],
+        parameters=f['parameters'], strict=f.get('strict', False))
+
+def _sampled(b, p):
+    "How tokens were chosen, as the answer repeats it"
+    return dict(
+        temperature=p.temperature, top_p=p.top_p,
+        presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty,
+        top_logprobs=b.top_logprobs or 0, max_output_tokens=p.max_tokens)
 
 def _echo(b, p, tools, custom, keep):
     "The fields of a response that repeat the request"
     r,t = b.reasoning or Reasoning(),b.text or Text()
+    verbosity = dict(verbosity=t.verbosity) if t.verbosity else {}
     return dict(
         instructions=b.instructions, previous_response_id=b.previous_response_id,
         tools=[_shown(x, custom) for x in tools],
         tool_choice='auto' if b.tool_choice is None else b.tool_choice,
         parallel_tool_calls=b.parallel_tool_calls is not False, max_tool_calls=b.max_tool_calls,
-        text=dict(format=_format(t.format))
-        | (dict(verbosity=t.verbosity) if t.verbosity else {}),
+        text=dict(format=_format(t.format)) | verbosity,
         reasoning=dict(effort=r.effort, summary=r.summary or r.generate_summary),
-        temperature=p.temperature, top_p=p.top_p,
-        presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty,
-        top_logprobs=b.top_logprobs or 0, max_output_tokens=p.max_tokens,
+        **_sampled(b, p),
         truncation=b.truncation or 'disabled', store=keep,
         background=bool(b.background), service_tier='default',
         metadata=b.metadata or {}, prompt_cache_key=b.prompt_cache_key,
         safety_identifier=b.safety_identifier, user=b.user)
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #b1c677b4
-def _input(b, rid, store, owner):
-    "(items before, new items) of a body"
+def _new_items(b, rid):
+    "The items of a body, as they are kept"
     if b.input is None and b.previous_response_id is None:
         raise RequestError('input is missing', hint='Send a text or a list of items', param='input')
     if isinstance(b.input, str):
         new = [Item(role='user', content=b.input)]
     else:
         new = b.input or []
-    new = [keep_item(i, f'input[{k}]', rid, k) for k,i in enumerate(new)]
+    return [keep_item(i, f'input[{k}]', rid, k) for k,i in enumerate(new)]
+
+def _input(b, rid, store, owner):
+    "(items before, new items) of a body"
+    new = _new_items(b, rid)
     if b.previous_response_id and store is None:
         raise PreviousResponseError(
             'This server stores no responses', hint='Send the whole conversation',
@@ -196,7 +195,9 @@ def _input(b, rid, store, owner):
     for k,d in enumerate(new):
         if d['type']=='item_reference':
             new[k] = _found(d['id'], f'input[{k}]', store, owner)
-    return store.chain(b.previous_response_id, owner) if b.previous_response_id else [],new
+    if not b.previous_response_id:
+        return [],new
+    return store.chain(b.previous_response_id, owner),new
 
 def _found(id, where, store, owner)->dict:
     "The stored item that an input refers to"
@@ -205,6 +206,7 @@ def _found(id, where, store, owner)->dict:
             'This server stores no responses', hint='Send the item itself', param=where)
     return store.find(id, owner, where)
 
+# %% ../../../nbs/7_service/07_protocol.responses.ipynb #624208fd
 def _form(b):
     "What the answer must be like: `text.format`, or the field of another endpoint"
     f = b.text and b.text.format
@@ -219,14 +221,12 @@ def _form(b):
 def _going(items, messages):
     "Does the input end with the beginning of an answer?"
     d = items[-1] if items else {}
-    if (
-            d.get('type')!='message' or d['role']!='assistant'
-            or d['status'] not in ('incomplete','in_progress')
-    ):
+    if d.get('type')!='message' or d['role']!='assistant':
         return False
-    return (
-        not messages[-1].get('tool_calls')
-        and bool((messages[-1]['content'] or '').strip()))
+    if d['status'] not in ('incomplete','in_progress'):
+        return False
+    last = messages[-1]
+    return not last.get('tool_calls') and bool((last['content'] or '').strip())
 
 def _refuse(b, keep):
     "What would be a broken promise"
@@ -255,6 +255,32 @@ def _thinking(b)->dict:
     summary = bool(r.summary or r.generate_summary)
     return dict(template=own|vars, thinking_budget=budget, summary=summary, left=left)
 
+def _options(b, functions, warn)->dict:
+    "Tools, sampling, how long the model stays, and thinking"
+    kw = _choice(b, functions, warn)
+    kw['params'] = _params(b)
+    kw['keep'] = b.stays()
+    return kw | _thinking(b)
+
+def _turns(b, items, old):
+    "The conversation as chat has it; `old` of its items were there before"
+    places = [f'previous_response_id[{k}]' for k in range(old)]
+    places += [f'input[{k}]' for k in range(len(items)-old)]
+    t = messages(items, b.instructions, places)
+    if not t.messages and not t.system:
+        raise RequestError('input is empty', hint='Send a text or a list of items', param='input')
+    return t
+
+def _plain(b)->dict:
+    "What goes into an `Ask` as it came"
+    return dict(
+        stream=bool(b.stream), background=bool(b.background),
+        truncation=b.truncation or 'disabled', priority=b.priority or 0,
+        salt=b.cache_salt or '', timeout=b.timeout,
+        ignored=ignored(b), given=given(b),
+        sealed='reasoning.encrypted_content' in (b.include or ()))
+
+# %% ../../../nbs/7_service/07_protocol.responses.ipynb #d874978f
 def parse(
     raw:bytes, # The body as it came
     store:Store|None=None, # Where earlier answers are, and this one may go
@@ -262,44 +288,22 @@ def parse(
 )->ResponsesAsk:
     "Read and check a body; `RequestError` names the first field that is wrong"
     b = validate(ResponsesBody, raw)
-    keep = store is not None and b.store is not False
+    kept = None if b.store is False else store
+    keep = kept is not None
     _refuse(b, keep)
     rid = f'resp_{uuid.uuid4().hex}'
     before,new = _input(b, rid, store, owner)
-    places = [f'previous_response_id[{k}]' for k in range(len(before))]
-    places += [f'input[{k}]' for k in range(len(new))]
-    t = messages(before+new, b.instructions, places)
-    if not t.messages and not t.system:
-        raise RequestError('input is empty', hint='Send a text or a list of items', param='input')
+    said = before+new
+    t = _turns(b, said, len(before))
     fs,custom = offered(b.tools or [], t.warn)
-    kw = _choice(b, fs, t.warn)
-    p = _params(b)
-    stays = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
-    kw |= _thinking(b)
+    kw = _options(b, fs, t.warn)
     warnings = [*t.warnings, *kw.pop('left'), *unoffered(b)]
+    echo = _echo(b, kw['params'], fs, custom, keep)
     return ResponsesAsk(
-        t.all(), p, b.model,
-        **kw,
-        continuing=_going(before+new, t.messages),
-        stream=bool(b.stream),
-        **_form(b),
-        priority=b.priority or 0,
-        salt=b.cache_salt or '',
-        timeout=b.timeout,
-        keep=stays,
-        warnings=warnings,
-        ignored=ignored(b),
-        given=given(b),
-        id=rid,
-        echo=_echo(b, p, fs, custom, keep),
-        items=new,
-        store=store if keep else None,
-        owner=owner,
-        size=len(raw),
-        background=bool(b.background),
-        truncation=b.truncation or 'disabled',
-        sealed='reasoning.encrypted_content' in (b.include or ()),
-        custom=frozenset(custom))
+        t.all(), model=b.model, **kw, **_form(b), **_plain(b),
+        continuing=_going(said, t.messages), warnings=warnings,
+        id=rid, echo=echo, items=new, custom=frozenset(custom),
+        store=kept, owner=owner, size=len(raw))
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #83428c79
 class _Open:
@@ -310,9 +314,9 @@ class _Open:
         self.text = []
         self.tokens = []
         self.where = dict(item_id=item['id'], output_index=index) | dict(where)
-        self.head = f'event: response.{delta}\ndata: '.encode()+quote(
-            dict(type=f'response.{delta}') | self.where
-        )[:-1]
+        kind = f'response.{delta}'
+        data = quote(dict(type=kind) | self.where)
+        self.head = f'event: {kind}\ndata: '.encode()+data[:-1] # Without the last brace
     def say(self, text, n, extra=b''):
         "The event that adds `text`; `n` is its number"
         self.text.append(text)
@@ -336,10 +340,7 @@ class ResponsesWriter(Writer):
     "The answer to a `ResponsesAsk`, and its record in the store"
     prefix = 'resp_'
     names_results = thoughts_return = True
-    def __init__(
-        self, ask:ResponsesAsk, model:str,
-        id:str|None=None, created:int|None=None
-    ):
+    def __init__(self, ask:ResponsesAsk, model:str, id:str|None=None, created:int|None=None):
         super().__init__(ask, model, id or ask.id or None, created)
         self.n = 0
         self.output = []
@@ -393,10 +394,8 @@ def _register(self:ResponsesWriter):
     a = self.ask
     if a.store is None or self.record is not None:
         return
-    self.record = Record(
-        self.id, a.owner, a.items,
-        a.echo['previous_response_id'], a.size, self,
-        events=self.events)
+    before = a.echo['previous_response_id']
+    self.record = Record(self.id, a.owner, a.items, before, a.size, self, events=self.events)
     a.store.put(self.record)
 
 @patch
@@ -408,8 +407,8 @@ def start(self:ResponsesWriter, usage:Usage)->bytes:
             self._event('created', response=self.resource())
             +self._event('queued', response=self.resource()))
     self.status = 'in_progress'
-    return self._event('created', response=self.resource())+self._event(
-        'in_progress', response=self.resource())
+    created = self._event('created', response=self.resource())
+    return created+self._event('in_progress', response=self.resource())
 
 @patch
 def _go(self:ResponsesWriter):
@@ -420,17 +419,19 @@ def _go(self:ResponsesWriter):
     return self._event('in_progress', response=self.resource())
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #21a6d55c
+def _empty(kind, id):
+    "(item, name of its deltas, its first part) of a message or reasoning that begins"
+    item = dict(id=id, type=kind, status='in_progress')
+    if kind=='message':
+        return item|dict(role='assistant', content=[]),'output_text.delta',_said('')
+    part = dict(type='reasoning_text', text='')
+    return item|dict(summary=[], content=[]),'reasoning_text.delta',part
+
 @patch
 def _begin(self:ResponsesWriter, kind):
     "Open a message or a reasoning item"
     i = len(self.output)
-    id = item_id(kind, self.id, 0x8000+i)
-    if kind=='message':
-        item = dict(id=id, type=kind, status='in_progress', role='assistant', content=[])
-        event,part = 'output_text.delta',_said('')
-    else:
-        item = dict(id=id, type=kind, status='in_progress', summary=[], content=[])
-        event,part = 'reasoning_text.delta',dict(type='reasoning_text', text='')
+    item,event,part = _empty(kind, item_id(kind, self.id, 0x8000+i))
     self.open = o = _Open(item, i, event, ('content_index',0))
     out = self._event('output_item.added', output_index=i, item=item)
     if kind=='reasoning' and self.ask.summary:
@@ -465,20 +466,45 @@ def _end_reasoning(self:ResponsesWriter, o):
     out += self._event('reasoning_summary_text.done', **w, text=text)
     return out+self._event('reasoning_summary_part.done', **w, part=_summary(text)[0])
 
+# %% ../../../nbs/7_service/07_protocol.responses.ipynb #9e95fea3
+@patch
+def _close(self:ResponsesWriter, status='completed'):
+    "End the item that is open"
+    if (o := self.open) is None:
+        return b''
+    kind,self.open = o.item['type'],None
+    end = '_end_call' if kind.endswith('call') else f'_end_{kind}'
+    out = getattr(self, end)(o)
+    if kind=='custom_tool_call':
+        del o.item['status']
+    else:
+        o.item['status'] = status
+    self.output.append(o.item)
+    return out+self._event('output_item.done', output_index=o.index, item=o.item)
+
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #aeb57b3e
+class _CallItem(NamedTuple):
+    "How the item of a tool call looks"
+    kind:str # Of the item
+    short:str # How its id begins
+    text:str # The field that has its text
+    delta:str # The event that adds to it
+
+_CALLS = { # Is it a custom tool?
+    False:_CallItem('function_call', 'fc', 'arguments', 'function_call_arguments.delta'),
+    True:_CallItem('custom_tool_call', 'ctc', 'input', 'custom_tool_call_input.delta')}
+
 @patch
 def _begin_call(self:ResponsesWriter, d):
     "Open the item of a tool call"
-    custom,i = d.name in self.ask.custom,len(self.output)
-    kind,short = ('custom_tool_call','ctc') if custom else ('function_call','fc')
+    i = len(self.output)
+    c = _CALLS[d.name in self.ask.custom]
     tail = d.id[5:] if (d.id or '').startswith('call_') else ''
     item = dict(
-        id=f'{short}_{tail}' if tail else item_id(kind, self.id, 0x8000+i),
-        type=kind, status='in_progress', call_id=d.id,
-        name=d.name
-    ) | ({'input' if custom else 'arguments':''})
-    self.open = o = _Open(
-        item, i, 'custom_tool_call_input.delta' if custom else 'function_call_arguments.delta')
+        id=f'{c.short}_{tail}' if tail else item_id(c.kind, self.id, 0x8000+i),
+        type=c.kind, status='in_progress', call_id=d.id, name=d.name)
+    item[c.text] = ''
+    self.open = o = _Open(item, i, c.delta)
     o.call = d.index
     return self._event('output_item.added', output_index=i, item=item)
 
@@ -488,9 +514,9 @@ def _end_call(self:ResponsesWriter, o):
     args = ''.join(o.text)
     if o.item['type']=='function_call':
         o.item['arguments'] = args
+        name = o.item['name']
         return self._event(
-            'function_call_arguments.done', **o.where, name=o.item['name'],
-            arguments=args)
+            'function_call_arguments.done', **o.where, name=name, arguments=args)
     try:
         v = json.loads(args)['input']
     except (ValueError,TypeError,KeyError,RecursionError):
@@ -499,20 +525,6 @@ def _end_call(self:ResponsesWriter, o):
     out = o.say(v, self.n)
     self.n += 1
     return out+self._event('custom_tool_call_input.done', **o.where, input=v)
-
-@patch
-def _close(self:ResponsesWriter, status='completed'):
-    "End the item that is open"
-    if (o := self.open) is None:
-        return b''
-    kind,self.open = o.item['type'],None
-    out = getattr(self, '_end_call' if kind.endswith('call') else f'_end_{kind}')(o)
-    if kind=='custom_tool_call':
-        del o.item['status']
-    else:
-        o.item['status'] = status
-    self.output.append(o.item)
-    return out+self._event('output_item.done', output_index=o.index, item=o.item)
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #ec195b0c
 _none = b',"logprobs":[]'
@@ -548,6 +560,21 @@ def _call(self:ResponsesWriter, d):
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #387f70ff
 @patch
+def _logprobs(self:ResponsesWriter):
+    """The log-probabilities of the tokens that were held, as bytes for a delta; `fresh` has them
+    as objects"""
+    self.fresh = token_logprobs(self.held, self.show, self.raw)
+    self.held = []
+    return b',"logprobs":'+quote(self.fresh)
+
+@patch
+def _hold(self:ResponsesWriter, p):
+    "Keep the tokens of a piece for the next text that their log-probabilities can go with"
+    told = self.ask.params.logprobs is not None
+    if p.tokens and told and (p.content or not p.reasoning):
+        self.held += p.tokens
+
+@patch
 def _say_content(self:ResponsesWriter, text):
     "Text of a message, with the logprobs that are held for it"
     extra = self._logprobs() if self.held else _none
@@ -567,9 +594,7 @@ def piece(self:ResponsesWriter, i:int, p:Delta)->bytes:
         calls = calls[1:]  # its end comes before the rest
     if p.reasoning:
         out += self._say('reasoning', p.reasoning)
-    told = self.ask.params.logprobs is not None
-    if p.tokens and told and (p.content or not p.reasoning):
-        self.held += p.tokens
+    self._hold(p)
     if p.content:
         out += self._say_content(p.content)
     for d in calls:
@@ -577,14 +602,6 @@ def piece(self:ResponsesWriter, i:int, p:Delta)->bytes:
     if p.finish:
         self.finish = p.finish
     return out if self.events is None else self._keep(out)
-
-# %% ../../../nbs/7_service/07_protocol.responses.ipynb #14c9fd88
-@patch
-def _logprobs(self:ResponsesWriter):
-    """The log-probabilities of the tokens that were held, as bytes for a delta; `fresh` has them
-    as objects"""
-    self.fresh,self.held = token_logprobs(self.held, self.show, self.raw),[]
-    return b',"logprobs":'+quote(self.fresh)
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #c2a7f2b8
 _last = dict(completed='completed', failed='failed')
@@ -602,23 +619,26 @@ def _failure(e):
     return 'server_error'
 
 @patch
+def _close_all(self:ResponsesWriter, whole):
+    "Close what is open; a whole answer has a message, be it an empty one"
+    out = self._close('completed' if whole else 'incomplete')
+    if whole and all(d['type']=='reasoning' for d in self.output):
+        out += self._begin('message')+self._close()
+    return out
+
+@patch
 def _settle(self:ResponsesWriter, status):
     "Fix how the answer ended; the events that close what was open, and the last one"
     if self.told:
         return b''
-    out = (
-        self._go() if status in ('completed','incomplete') else b''
-    )+self._close('completed' if status=='completed' else 'incomplete')
-    if status=='completed' and all(d['type']=='reasoning' for d in self.output):
-        out += self._begin('message')+self._close()
+    out = self._go() if status in ('completed','incomplete') else b''
+    out += self._close_all(status=='completed')
     self.status = status
     self.ended = max(int(time.time()), self.created)
     self.told = True
-    out = self._keep(
-        out
-        +self._event(
-            _last.get(status, 'incomplete'),
-            response=(done := self.resource())))
+    done = self.resource()
+    last = self._event(_last.get(status, 'incomplete'), response=done)
+    out = self._keep(out+last)
     if self.record:
         self.ask.store.settle(self.record, done)
         self.record.wake()
@@ -659,11 +679,8 @@ def whole(self:ResponsesWriter, choices:list[Choice], usage:Usage)->dict:
 
 def _at_once(c):
     "A whole answer as one delta"
-    calls = []
-    for k,x in enumerate(c.calls):
-        calls.append(CallDelta(k, x.id, x.name, x.arguments))
-    text = c.content or ''
-    return Delta(c.reasoning, text, tuple(calls), tuple(c.tokens), c.finish)
+    calls = tuple(CallDelta(k, x.id, x.name, x.arguments) for k,x in enumerate(c.calls))
+    return Delta(c.reasoning, c.content or '', calls, tuple(c.tokens), c.finish)
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #87303158
 @patch
@@ -679,6 +696,11 @@ def close(self:ResponsesWriter):
     if self.record:
         self._settle('cancelled')
 
+@patch
+def follow(self:ResponsesWriter):
+    "The events of this background response, for the client that began it"
+    return self.record.follow()
+
 def reply(
     ask:ResponsesAsk, # What `parse` made
     model:str, # The name that the client knows the model by
@@ -687,9 +709,3 @@ def reply(
 )->ResponsesWriter:
     "The writer of the answer"
     return ResponsesWriter(ask, model, id, created)
-
-# %% ../../../nbs/7_service/07_protocol.responses.ipynb #2498fbaa
-@patch
-def follow(self:ResponsesWriter):
-    "The events of this background response, for the client that began it"
-    return self.record.follow()

@@ -42,6 +42,9 @@ class Record:
     def now(self)->dict:
         "The response as it is at this moment"
         return self.response or self.writer.resource()
+    def all_items(self)->list[dict]:
+        "What was asked and what was answered"
+        return self.items+(self.response['output'] if self.response else [])
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #9c6d79d7
 class Store:
@@ -69,7 +72,7 @@ def _drop(self:Store, r):
     "Forget a record"
     self.records.pop(r.id, None)
     self.bytes -= r.size
-    for d in r.items+(r.response['output'] if r.response else []):
+    for d in r.all_items():
         if self.where.get((r.owner, d['id'])) is r:
             del self.where[r.owner, d['id']]
 
@@ -80,11 +83,8 @@ def _touch(self:Store, r):
     self.records.move_to_end(r.id)
     while self.records:
         old = next(iter(self.records.values()))
-        if (
-                len(self.records)<=self.most
-                and self.bytes<=self.size
-                and old.until>self.clock()
-        ):
+        fits = len(self.records)<=self.most and self.bytes<=self.size
+        if fits and old.until>self.clock():
             break
         self._drop(old)
 
@@ -103,7 +103,8 @@ def put(self:Store, r:Record):
 def settle(self:Store, r:Record, response:dict):
     "Remember how it ended"
     with self.lock:
-        r.response,r.writer = response,None
+        r.response = response
+        r.writer = None
         if self.records.get(r.id) is not r:
             return
         more = len(quote(response))+sum(map(len, r.events or ()))
@@ -114,10 +115,7 @@ def settle(self:Store, r:Record, response:dict):
         self._touch(r)
 
 @patch
-def record(
-    self:Store, id:str, owner:str|None=None,
-    error:type=NotStoredError
-)->Record:
+def record(self:Store, id:str, owner:str|None=None, error:type=NotStoredError)->Record:
     "The record with this id; `NotStoredError` if there is none for this owner"
     with self.lock:
         r = self.records.get(id)
@@ -161,10 +159,7 @@ def cancel(self:Store, id:str, owner:str|None=None)->dict:
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #1bda0280
 @patch
-def chain(
-    self:Store, id:str|None,
-    owner:str|None=None
-)->list[dict]:
+def chain(self:Store, id:str|None, owner:str|None=None)->list[dict]:
     "The items of a response and of all before it"
     links = []
     while id is not None:
@@ -180,20 +175,13 @@ def chain(
     return [d for l in reversed(links) for d in l]
 
 @patch
-def find(
-    self:Store, id:str, owner:str|None=None,
-    where:str='input'
-)->dict:
+def find(self:Store, id:str, owner:str|None=None, where:str='input')->dict:
     "An item by its id, for an `item_reference`"
+    got = None
     with self.lock:
         r = self.where.get((owner, id))
-        got = (
-            r and r.until>self.clock()
-            and next(
-                (d
-                 for d in r.items+(r.response or dict(output=[]))['output']
-                 if d['id']==id),
-                None))
+        if r and r.until>self.clock():
+            got = next((d for d in r.all_items() if d['id']==id), None)
     if not got:
         raise NotStoredError(
             f'{where} refers to {found(id)[:80]}, which is not here',
@@ -220,6 +208,15 @@ def _behind(items, after)->list:
     raise RequestError(
         f'after is {found(after)}, which is not an item of this response', param='after')
 
+def _page(items, n)->dict:
+    "The first `n` items, as a list of OpenAI's"
+    page = items[:n]
+    return dict(
+        object='list', data=page,
+        first_id=page[0]['id'] if page else None,
+        last_id=page[-1]['id'] if page else None,
+        has_more=len(items)>n)
+
 @patch
 def items(self:Store, id:str, owner:str|None=None,
     after:str|None=None, # The id that the last page ended with
@@ -236,12 +233,7 @@ def items(self:Store, id:str, owner:str|None=None,
         ds.reverse()
     if after:
         ds = _behind(ds, after)
-    page = ds[:n]
-    return dict(
-        object='list', data=page,
-        first_id=page[0]['id'] if page else None,
-        last_id=page[-1]['id'] if page else None,
-        has_more=len(ds)>n)
+    return _page(ds, n)
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #9a0a2719
 @patch
@@ -252,12 +244,14 @@ async def follow(self:Record,
     k = after+1
     while True:
         if k<len(self.events):
-            new,k = b''.join(self.events[k:]),len(self.events)
+            new = b''.join(self.events[k:])
+            k = len(self.events)
             yield new
         elif self.response is not None:
             break
         else:
-            self.waiting.append(f := asyncio.get_running_loop().create_future())
+            f = asyncio.get_running_loop().create_future()
+            self.waiting.append(f)
             await f
     yield DONE
 

@@ -9,7 +9,7 @@ __all__ = ['FORMATS', 'MANY', 'DATES', 'literal', 'lit', 'Format', 'format_of', 
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #de6bf4f7
 import json,re
-from dataclasses import dataclass
+from dataclasses import dataclass,field
 from fastcore.basics import patch
 from .types import typed
 from ...ground.core import RequestError
@@ -38,68 +38,92 @@ class Format:
     # 'json': one object; 'text': one by one, strings bare;
     # 'python' and 'gemma': one by one, in a language of its own
     arguments:str
-    begin:str # Before the first call
     call:str # Before a name
     open:str # Between a name and its arguments
     close:str # Behind the arguments
-    between:str # Between two calls
-    end:str # Behind the last call
     marks:tuple # What is said when a call begins
+    begin:str='' # Before the first call
+    between:str='' # Between two calls
+    end:str='' # Behind the last call
     key:str='' # Before the key of an argument
     value:str='' # Between key and value
     over:str='' # Behind a value; between arguments, where they have a language of their own
     bars:tuple=('','') # Characters that no name, and no key, can have
+
     @property
     def quoted(self)->bool:
         "Does a name stand in a JSON string?"
         return self.arguments=='json' and self.call.endswith('"')
+    @property
+    def stops(self)->tuple[str,str]:
+        "Where a parser takes a bare value to end that is not closed"
+        return self.key,self.close.split('\n')[0]
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #3f383d27
-def _D(s): return f'<｜{s}｜>'
-_FORMATS = {
-    'hermes': Format(
-        'json', '', '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>', '\n', '',
-        ('<tool_call>',)),
-    'llama3_json': Format(
-        'json', '', '{"name": "', '", "parameters": ', '}', '; ', '', ('{"name": "NAME"',)),
-    'mistral': Format(
-        'json', '[TOOL_CALLS] [', '{"name": "', '", "arguments": ', '}', ', ', ']',
-        ('[TOOL_CALLS]',)),
-    # where [ARGS] is a token
-    'mistral+': Format('json', '', '[TOOL_CALLS]', '[ARGS]', '', '', '', ('[TOOL_CALLS]',)),
-    'deepseek_v3': Format(
-        'json', _D('tool▁calls▁begin'), _D('tool▁call▁begin')+'function'+_D('tool▁sep'),
-        '\n```json\n', '\n```'+_D('tool▁call▁end'), '\n', _D('tool▁calls▁end'),
-        (_D('tool▁calls▁begin'),)),
-    'deepseek_v31': Format(
-        'json', _D('tool▁calls▁begin'), _D('tool▁call▁begin'), _D('tool▁sep'),
-        _D('tool▁call▁end'), '', _D('tool▁calls▁end'), (_D('tool▁calls▁begin'),)),
-    'openai': Format(
-        'json', '<|channel|>', 'commentary to=functions.', ' <|constrain|>json<|message|>', '',
-        '<|call|><|start|>assistant<|channel|>', '', (' to=functions.',), bars=(' \n\t',''))}
-_FORMATS |= {
-    'qwen3_coder': Format(
-        'text', '', '<tool_call>\n<function=', '>\n', '</function>\n</tool_call>', '\n', '',
-        ('<tool_call>','<function='), '<parameter=', '>\n', '\n</parameter>\n', ('<>\n','>')),
-    'minimax_m2': Format(
-        'text', '<minimax:tool_call>\n', '<invoke name="', '">\n', '</invoke>\n', '',
-        '</minimax:tool_call>', ('<minimax:tool_call>','<invoke name="'), '<parameter name="', '">',
-        '</parameter>\n', ('">','">')),
-    'glm45': Format(
-        'text', '', '<tool_call>', '\n', '</tool_call>', '\n', '', ('<tool_call>',), '<arg_key>',
-        '</arg_key>\n<arg_value>', '</arg_value>\n'),
-    'glm47': Format(
-        'text', '', '<tool_call>', '', '</tool_call>', '', '', ('<tool_call>',), '<arg_key>',
-        '</arg_key><arg_value>', '</arg_value>'),
-    'deepseek_v32': Format(
-        'text', '<｜DSML｜function_calls>\n', '<｜DSML｜invoke name="', '">\n', '</｜DSML｜invoke>\n', '',
-        '</｜DSML｜function_calls>', ('<｜DSML｜function_calls>','<｜DSML｜invoke name="'),
-        '<｜DSML｜parameter name="', '" string="TEXT">', '</｜DSML｜parameter>\n', ('">','">')),
-    'pythonic': Format('python', '[', '', '(', ')', ', ', ']', ('[NAME(',), '', '=', ', '),
-    'gemma4': Format(
-        'gemma', '', '<|tool_call>call:', '{', '}<tool_call|>', '', '', ('<|tool_call>',), '', ':',
-        ',', ('{(\n',':}]'))}
+def _D(s)->str:
+    "A mark of DeepSeek's"
+    return f'<｜{s}｜>'
+
+_FORMATS = dict(
+    hermes=Format(
+        'json', '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>',
+        marks=('<tool_call>',), between='\n'),
+    llama3_json=Format(
+        'json', '{"name": "', '", "parameters": ', '}',
+        marks=('{"name": "NAME"',), between='; '),
+    mistral=Format(
+        'json', '{"name": "', '", "arguments": ', '}',
+        marks=('[TOOL_CALLS]',), begin='[TOOL_CALLS] [', between=', ', end=']'),
+    deepseek_v3=Format(
+        'json', _D('tool▁call▁begin')+'function'+_D('tool▁sep'), '\n```json\n',
+        '\n```'+_D('tool▁call▁end'), marks=(_D('tool▁calls▁begin'),),
+        begin=_D('tool▁calls▁begin'), between='\n', end=_D('tool▁calls▁end')),
+    deepseek_v31=Format(
+        'json', _D('tool▁call▁begin'), _D('tool▁sep'), _D('tool▁call▁end'),
+        marks=(_D('tool▁calls▁begin'),),
+        begin=_D('tool▁calls▁begin'), end=_D('tool▁calls▁end')),
+    openai=Format(
+        'json', 'commentary to=functions.', ' <|constrain|>json<|message|>', '',
+        marks=(' to=functions.',), begin='<|channel|>',
+        between='<|call|><|start|>assistant<|channel|>', bars=(' \n\t','')))
+# where [ARGS] is a token
+_FORMATS['mistral+'] = Format('json', '[TOOL_CALLS]', '[ARGS]', '', marks=('[TOOL_CALLS]',))
+
+# %% ../../../nbs/6_text/14_calls.grammar.ipynb #3f846303
+_FORMATS |= dict(
+    qwen3_coder=Format(
+        'text', '<tool_call>\n<function=', '>\n', '</function>\n</tool_call>',
+        marks=('<tool_call>','<function='), between='\n',
+        key='<parameter=', value='>\n', over='\n</parameter>\n', bars=('<>\n','>')),
+    minimax_m2=Format(
+        'text', '<invoke name="', '">\n', '</invoke>\n',
+        marks=('<minimax:tool_call>','<invoke name="'),
+        begin='<minimax:tool_call>\n', end='</minimax:tool_call>',
+        key='<parameter name="', value='">', over='</parameter>\n', bars=('">','">')),
+    glm45=Format(
+        'text', '<tool_call>', '\n', '</tool_call>', marks=('<tool_call>',), between='\n',
+        key='<arg_key>', value='</arg_key>\n<arg_value>', over='</arg_value>\n'),
+    glm47=Format(
+        'text', '<tool_call>', '', '</tool_call>', marks=('<tool_call>',),
+        key='<arg_key>', value='</arg_key><arg_value>', over='</arg_value>'),
+    deepseek_v32=Format(
+        'text', '<｜DSML｜invoke name="', '">\n', '</｜DSML｜invoke>\n',
+        marks=('<｜DSML｜function_calls>','<｜DSML｜invoke name="'),
+        begin='<｜DSML｜function_calls>\n', end='</｜DSML｜function_calls>',
+        key='<｜DSML｜parameter name="', value='" string="TEXT">', over='</｜DSML｜parameter>\n',
+        bars=('">','">')),
+    pythonic=Format(
+        'python', '', '(', ')', marks=('[NAME(',), begin='[', between=', ', end=']',
+        value='=', over=', '),
+    gemma4=Format(
+        'gemma', '<|tool_call>call:', '{', '}<tool_call|>', marks=('<|tool_call>',),
+        value=':', over=',', bars=('{(\n',':}]')))
 FORMATS = tuple(k for k in _FORMATS if '+' not in k)
+
+# %% ../../../nbs/6_text/14_calls.grammar.ipynb #4474df51
+def _refuse(why, hint=''):
+    "Raise the error of a request whose tools cannot be guided"
+    raise RequestError(why, hint=hint, param='tools')
 
 def format_of(
     parser:str, # A parser's name
@@ -114,8 +138,6 @@ def format_of(
             f'Calls in the format {str(parser)[:40]!r} cannot be guided',
             'Known are '+', '.join(FORMATS))
     return _FORMATS[name]
-
-def _refuse(why, hint=''): raise RequestError(why, hint=hint, param='tools')
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #20b58962
 @patch
@@ -186,9 +208,9 @@ class _Rules:
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #084152ed
 def _json_call(g, t, f)->str:
     "Arguments as one JSON object"
-    return g.json(
-        (t.get('parameters') if isinstance(t.get('parameters'), dict) else {})
-        |{'type':'object'})
+    parameters = t.get('parameters')
+    said = parameters if isinstance(parameters, dict) else {}
+    return g.json(said|{'type':'object'})
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #f9665d57
 # Words that mean the same wherever they stand
@@ -198,8 +220,9 @@ _NEVER = {'not':{}} # What `false` says
 def _said(s)->dict:
     "A schema without its notes"
     return {k:v for k,v in s.items() if k in _SAYS or k in _SIMPLE}
+
 def _same(s)->str:
-    "What two schemas have in common that say the same"
+    "A text that is equal for two schemas that say the same"
     return json.dumps(_said(s) if isinstance(s, dict) else s, sort_keys=True)
 
 def _at(ref, root):
@@ -244,21 +267,18 @@ def _resolve(s, root, hops=8)->dict:
 # Words that say nothing about other types
 _OWN = dict(
     string=_TEXTS, integer=_NUMBERS, number=_NUMBERS, object=_ABOUT_OBJECTS, array=_ABOUT_LISTS)
-_IS = [
-    (bool,'boolean'), (int,'integer'), (float,'number'), (str,'string'),
-    (type(None),'null'), (list,'array'), (dict,'object')]
-def _type_of(v)->str:
-    "The JSON type of a value"
-    return next(t for c,t in _IS if isinstance(v, c))
+
+def _narrowed(s, kind)->dict:
+    "The schema `s` for values of one type alone, without its words about other types"
+    others = {k for other,words in _OWN.items() if other!=kind for k in words}
+    others -= {*_OWN.get(kind, ())}
+    return {k:v for k,v in s.items() if k not in others}|{'type':kind}
 
 @patch
 def variants(self:_Rules, s)->list:
     "The schemas of which one must hold, where there are several; `s` is behind its references"
     if isinstance(t := s.get('type'), list):
-        def only(x):
-            strange = {k for u,ks in _OWN.items() if u!=x for k in ks}-{*_OWN.get(x, ())}
-            return {k:v for k,v in s.items() if k not in strange}|{'type':x}
-        return [only(x) for x in dict.fromkeys(map(str, t))]
+        return [_narrowed(s, kind) for kind in dict.fromkeys(map(str, t))]
     word = next((k for k in ('anyOf','oneOf') if isinstance(s.get(k), list) and s[k]), None)
     if word is None:
         return []
@@ -268,6 +288,15 @@ def variants(self:_Rules, s)->list:
         return ways
     self.only(s, (), 'A parameter', *_SIMPLE)
     return s[word]
+
+# %% ../../../nbs/6_text/14_calls.grammar.ipynb #1422509c
+_IS = [
+    (bool,'boolean'), (int,'integer'), (float,'number'), (str,'string'),
+    (type(None),'null'), (list,'array'), (dict,'object')]
+
+def _type_of(v)->str:
+    "The JSON type of a value"
+    return next(t for c,t in _IS if isinstance(v, c))
 
 def _few(s)->list|None:
     "The plain values that are allowed, if they are listed"
@@ -282,13 +311,8 @@ def _few(s)->list|None:
     return [v for v in {json.dumps(v):v for v in vs}.values() if fits(v)]
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #bd4c4557
-def _textual(s, root, seen=None)->bool:
-    "May this be a string? Without a type it is one"
-    seen = set() if seen is None else seen
-    if id(s) in seen:
-        return False
-    seen.add(id(s))
-    s = _resolve(s, root)
+def _told_textual(s)->bool|None:
+    "May this be a string, as its type or its listed values say? None: it has neither"
     t = s.get('type')
     if t is not None:
         return t=='string' or isinstance(t, list) and 'string' in t
@@ -296,6 +320,18 @@ def _textual(s, root, seen=None)->bool:
         return isinstance(s['const'], str)
     if isinstance(s.get('enum'), list):
         return any(isinstance(v, str) for v in s['enum'])
+    return None
+
+def _textual(s, root, seen=None)->bool:
+    "May this be a string? Without a type it is one"
+    seen = set() if seen is None else seen
+    if id(s) in seen:
+        return False
+    seen.add(id(s))
+    s = _resolve(s, root)
+    told = _told_textual(s)
+    if told is not None:
+        return told
     lists = (s[k] for k in ('anyOf','oneOf','allOf') if isinstance(s.get(k), list))
     alts = [a for l in lists for a in l]
     if alts:
@@ -306,9 +342,7 @@ def _textual(s, root, seen=None)->bool:
 def _shape(g, t)->tuple[dict,dict,set]:
     "A tool's schema, its parameters, and which of them are required"
     raw = t.get('parameters') if isinstance(t.get('parameters'), dict) else {}
-    root = (
-        _resolve(raw, raw)
-        |{k:raw[k] for k in ('$defs','definitions') if k in raw})
+    root = _resolve(raw, raw)|_definitions(raw)
     kind = root.get('type', 'object')
     if kind!='object' and not (isinstance(kind, list) and 'object' in kind):
         g.lose(f'The schema of {t["name"][:40]!r} is of another type than object')
@@ -318,20 +352,21 @@ def _props(s)->dict:
     "Properties by name, those too that are only required"
     props = s.get('properties') if isinstance(s.get('properties'), dict) else {}
     req = _required(s)
-    return (
-        {k:v for k,v in props.items() if v is not False or k in req}
-        |{k:{} for k in sorted(req) if k not in props})
+    possible = {k:v for k,v in props.items() if v is not False or k in req}
+    return possible|{k:{} for k in sorted(req) if k not in props}
 
 def _required(s)->set:
     "Names that a schema requires"
     r = s.get('required')
     return {k for k in r if isinstance(k, str)} if isinstance(r, list) else set()
 
-def _within(s, root):
+def _definitions(root)->dict:
+    "The definitions that a schema has, under the words that it has them"
+    return {k:root[k] for k in ('$defs','definitions') if k in root}
+
+def _within(s, root)->dict:
     "A parameter's schema on its own, with the definitions that it may refer to"
-    return (
-        (s if isinstance(s, dict) else {})
-        |{k:root[k] for k in ('$defs','definitions') if k in root})
+    return (s if isinstance(s, dict) else {})|_definitions(root)
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #850b19a1
 _YEAR4 = r'(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)' # of 366 days
@@ -413,65 +448,104 @@ _LOOKS = {
 # Which of them a type is taken for
 _READ = dict(integer='number', number='number', boolean='boolean', object='json', array='json')
 
-def _ways(g, p, root)->tuple[list,list,list,set]:
-    """What a parameter can be: values that are listed, strings, and the rest, (as it stands,
-    behind its references); and all its types"""
-    todo = [p]
-    seen = set()
-    few = []
-    texts = []
-    rest = []
-    kinds = set()
+@dataclass
+class _Ways:
+    "What a parameter can be"
+    few:list=field(default_factory=list) # Values that are listed
+    texts:list=field(default_factory=list) # Schemas of strings
+    # The rest: (a schema as it stands, the same behind its references)
+    rest:list=field(default_factory=list)
+    kinds:set=field(default_factory=set) # All its types
+
+def _listed(g, s, few)->list:
+    "All values of a schema that lists them, of which `few` are allowed"
+    g.only(s, ('enum','const'), 'A parameter', *_TEXTS, *_NUMBERS)
+    return [*few, *(s['enum'] if isinstance(s.get('enum'), list) else ())]
+
+def _sort(g, ways, a, root)->list:
+    "Put the schema `a` where it belongs, or say of which schemas it is a choice"
+    s = _resolve(a, root)
+    few = _few(s)
+    if few is not None:
+        ways.kinds |= {*map(_type_of, _listed(g, s, few))}
+        ways.few += few
+    elif more := g.variants(s):
+        return more
+    elif _textual(s, root):
+        g.only(s, ())
+        ways.texts.append(s)
+        ways.kinds.add('string')
+    else:
+        ways.rest.append((a, s))
+        ways.kinds.add(s.get('type') or ('array' if 'items' in s else 'object'))
+    return []
+
+def _ways(g, p, root)->_Ways:
+    "What a parameter of the schema `p` can be"
+    out,todo,seen = _Ways(),[p],set()
     while todo:
         a = todo.pop(0)
-        s = _resolve(a, root)
-        if (k := _same(s)) in seen:
-            continue
-        seen.add(k)
-        if (vs := _few(s)) is not None:
-            g.only(s, ('enum','const'), 'A parameter', *_TEXTS, *_NUMBERS)
-            few += vs
-            listed = s['enum'] if isinstance(s.get('enum'), list) else ()
-            kinds |= {*map(_type_of, [*vs, *listed])}
-        elif more := g.variants(s):
-            todo += more
-        elif _textual(s, root):
-            g.only(s, ())
-            texts.append(s)
-            kinds.add('string')
-        else:
-            rest.append((a, s))
-            kinds.add(s.get('type') or ('array' if 'items' in s else 'object'))
-    return few,texts,rest,kinds
+        k = _same(_resolve(a, root))
+        if k not in seen:
+            seen.add(k)
+            todo += _sort(g, out, a, root)
+    return out
 
-def _safe(few, texts, rest, kinds)->tuple[list,list]:
+# %% ../../../nbs/6_text/14_calls.grammar.ipynb #5c1debc6
+def _safe(ways)->tuple[list,list]:
     "Listed values that are read back as they are, and what texts must be unlike"
-    exact = {*map(_type_of, few)} | kinds&{'object','array'}
-    exact |= {s.get('type') for _,s in rest if len(_said(s))>1}
+    exact = {*map(_type_of, ways.few)} | ways.kinds&{'object','array'}
+    exact |= {s.get('type') for _,s in ways.rest if len(_said(s))>1}
     def read(v):
-        return typed(v if isinstance(v, str) else json.dumps(v), kinds)
+        return typed(v if isinstance(v, str) else json.dumps(v), ways.kinds)
     unlike = [_LOOKS[r] for r in sorted({_READ[k] for k in exact if k in _READ})]
-    return [v for v in few if _same(read(v))==_same(v)],unlike
+    return [v for v in ways.few if _same(read(v))==_same(v)],unlike
+
+def _spelt(ways, safe, ends)->list[str]:
+    "Values that are texts of one spelling: those listed, and null. None holds one of `ends`"
+    out = [v if isinstance(v, str) else json.dumps(v) for v in safe]
+    out += ['null']*any(s.get('type')=='null' for _,s in ways.rest)
+    return [t for t in out if not any(x in t for x in ends)]
 
 def _typed(g, p, root, close, stops)->str:
     "A value that may be a string, and what closes it"
-    few,texts,rest,kinds = _ways(g, p, root)
-    safe,unlike = _safe(few, texts, rest, kinds)
-    spelt = [v if isinstance(v, str) else json.dumps(v) for v in safe]
-    spelt += ['null']*any(s.get('type')=='null' for _,s in rest)
+    ways = _ways(g, p, root)
+    safe,unlike = _safe(ways)
     ends = [x for x in (close.strip(), *stops) if x]
-    ways = dict.fromkeys(g.lit(t+close) for t in spelt if not any(x in t for x in ends))
-    for s in texts:
-        ways[g.text(close, s, stops, unlike)] = 1
-    for a,s in rest:
+    bodies = dict.fromkeys(g.lit(t+close) for t in _spelt(ways, safe, ends))
+    for s in ways.texts:
+        bodies[g.text(close, s, stops, unlike)] = 1
+    for a,s in ways.rest:
         if s.get('type') in ('object','array',None):
-            ways[f'{g.json(_within(a, root))} {g.lit(close)}'] = 1
-    if not ways:
+            bodies[f'{g.json(_within(a, root))} {g.lit(close)}'] = 1
+    if not bodies:
         _refuse(
             'A parameter has no value that calls in this model\'s format could be read back with')
-    return g.choice(ways)
+    return g.choice(bodies)
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #a6207337
+def _written_keys(g, props, f):
+    "Parameters whose names can be written"
+    for k,p in props.items():
+        if f.carries(k, key=True):
+            yield k,p
+        else:
+            g.lose(f'A parameter has the name {k[:40]!r}')
+
+def _text_argument(g, f, k, p, root)->str:
+    "An argument with its key, and what closes it: a text, or JSON where it cannot be a string"
+    text = _textual(p, root)
+    head = g.lit(f'{f.key}{k}'+f.value.replace('TEXT', 'true' if text else 'false'))
+    if text:
+        return f'{head} {_typed(g, p, root, f.over, f.stops)}'
+    return f'{head} {g.json(_within(p, root))} {g.lit(f.over)}'
+
+def _any_texts(g, f)->str:
+    "Texts by any names"
+    between = g.lit(f.value.replace('TEXT', 'true'))
+    one = f'{g.lit(f.key)} /[\\w.-]+/ {between} {g.text(f.over, None, f.stops)}'
+    return g.rule(one)+'*'
+
 def _text_call(g, t, f)->str:
     "Arguments one by one, values as text or JSON"
     root,props,required = _shape(g, t)
@@ -480,32 +554,12 @@ def _text_call(g, t, f)->str:
     if props or _textual(more, root):
         known.append('additionalProperties')
     g.only(root, known, f'The schema of {t["name"][:40]!r}')
-    # where a parser takes a value to end that is not closed
-    stops = (f.key, f.close.split('\n')[0])
-    def value(k, p):
-        text = _textual(p, root)
-        m = f.value.replace('TEXT', 'true' if text else 'false')
-        head = g.lit(f'{f.key}{k}{m}')
-        if text:
-            return f'{head} {_typed(g, p, root, f.over, stops)}'
-        return f'{head} {g.json(_within(p, root))} {g.lit(f.over)}'
     parts = [
-        g.rule(value(k, p))+('' if k in required else '?')
+        g.rule(_text_argument(g, f, k, p, root))+('' if k in required else '?')
         for k,p in _written_keys(g, props, f)]
     if not props and more is not False and root:
-        parts.append(
-            g.rule(
-                f'{g.lit(f.key)} /[\\w.-]+/ {g.lit(f.value.replace("TEXT","true"))} '
-                f'{g.text(f.over, None, stops)}')+'*')
+        parts.append(_any_texts(g, f))
     return ' '.join(parts)
-
-def _written_keys(g, props, f):
-    "Parameters whose names can be written"
-    for k,p in props.items():
-        if f.carries(k, key=True):
-            yield k,p
-        else:
-            g.lose(f'A parameter has the name {k[:40]!r}')
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #b33bcbb0
 _Q = '<|"|>'
@@ -532,96 +586,126 @@ def _list(g, s, root, gemma)->str:
     if hi==0:
         return '"[" "]"'
     v = _value(g, s.get('items', {}), root, gemma)
-    some = f'{v} ({comma} {v}){{{max(lo-1, 0)},{"" if hi is None else max(hi-1, lo-1)}}}'
+    most = '' if hi is None else max(hi-1, lo-1)
+    some = f'{v} ({comma} {v}){{{max(lo-1, 0)},{most}}}'
     return g.rule(f'"[" {some if lo else f"({some})?"} "]"')
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #6c041efe
+_PYTHON_WORDS = {True:'True', False:'False', None:'None'}
+_GEMMA_WORDS = {True:'true', False:'false', None:'null'}
+
+def _plain(v, gemma)->str:
+    "A plain value as Python or Gemma writes it"
+    if v is None or isinstance(v, bool):
+        return literal((_GEMMA_WORDS if gemma else _PYTHON_WORDS)[v])
+    return literal(json.dumps(v, ensure_ascii=False))
+
+# %% ../../../nbs/6_text/14_calls.grammar.ipynb #5b086e45
 def _value(g, s, root, gemma)->str:
     """A value in Python's or Gemma's way to write it;
     a rule of its own where it stands behind a reference"""
     if not isinstance(s, dict) or not ('$ref' in s or 'allOf' in s):
-        return _plain(g, _resolve(s, root), root, gemma)
+        return _resolved(g, _resolve(s, root), root, gemma)
     if (key := (id(root),_same(s))) not in g.refs:
         g.refs[key] = f'd{len(g.refs)}'
-        g.lines.append(f'{g.refs[key]}: {_plain(g, _resolve(s, root), root, gemma)}')
+        g.lines.append(f'{g.refs[key]}: {_resolved(g, _resolve(s, root), root, gemma)}')
     return g.refs[key]
 
-def _plain(g, s, root, gemma)->str:
-    "The same for a schema that is behind its references"
-    words = dict(zip(
-        (True,False,None),
-        ('true','false','null') if gemma else ('True','False','None')))
-    def plain(v):
-        return literal(
-            words[v] if v is None or isinstance(v, bool)
-            else json.dumps(v, ensure_ascii=False))
-    if gemma and (_few(s) is not None or g.variants(s)) and _textual(s, root):
-        return _gemma_typed(g, s, root, plain)
-    if (few := _few(s)) is not None:
+def _resolved(g, s, root, gemma)->str:
+    "A value of a schema that is behind its references"
+    few = _few(s)
+    if gemma and (few is not None or g.variants(s)) and _textual(s, root):
+        return _gemma_typed(g, s, root)
+    if few is not None:
         g.only(s, ('enum','const'), 'A parameter', *_TEXTS, *_NUMBERS)
-        return g.choice(map(plain, few)) if few else _refuse('A parameter has no value that fits')
+        if not few:
+            _refuse('A parameter has no value that fits')
+        return g.choice(_plain(v, gemma) for v in few)
     if ways := g.variants(s):
         return g.rule(g.choice(_value(g, x, root, gemma) for x in ways))
-    t = s.get('type') or ('object' if 'properties' in s else 'array' if 'items' in s else None)
-    known = dict(
-        object=('properties','required','additionalProperties'),
-        array=('items','minItems','maxItems'))
-    g.only(s, known.get(t, ()))
-    if t in ('boolean','null'):
-        return f'({plain(True)} | {plain(False)})' if t=='boolean' else plain(None)
-    other = _of_type(g, s, t, root, gemma)
-    if other is not None:
-        return other
-    return g.choice([_string(g, s, gemma), *map(plain, words), _number(g, s)])
+    return _of_type(g, s, root, gemma)
 
-def _of_type(g, s, t, root, gemma)->str|None:
-    "A number, list, object or string, as the type `t` of the schema `s` says; None: no one type"
-    if t in ('integer','number'):
-        return _number(g, s, t)
-    if t=='array':
-        return _list(g, s, root, gemma)
-    if t=='object':
-        return g.rule('"{" '+_pairs(g, s, root, gemma)+' "}"')
-    return _string(g, s, gemma) if t=='string' or gemma else None
+# %% ../../../nbs/6_text/14_calls.grammar.ipynb #6b5a4032
+_PARTS = dict(
+    object=('properties','required','additionalProperties'),
+    array=('items','minItems','maxItems'))
+
+def _kind(s):
+    "The type that a schema says or lets guess"
+    guessed = 'object' if 'properties' in s else 'array' if 'items' in s else None
+    return s.get('type') or guessed
+
+def _of_type(g, s, root, gemma)->str:
+    "A value of the one type that a schema says; any plain value where it says none"
+    t = _kind(s)
+    g.only(s, _PARTS.get(t, ()))
+    match t:
+        case 'boolean':
+            return f'({_plain(True, gemma)} | {_plain(False, gemma)})'
+        case 'null':
+            return _plain(None, gemma)
+        case 'integer'|'number':
+            return _number(g, s, t)
+        case 'array':
+            return _list(g, s, root, gemma)
+        case 'object':
+            return g.rule('"{" '+_pairs(g, s, root, gemma)+' "}"')
+    if t=='string' or gemma:
+        return _string(g, s, gemma)
+    words = [_plain(v, gemma) for v in (True,False,None)]
+    return g.choice([_string(g, s, gemma), *words, _number(g, s)])
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #95245740
-def _gemma_typed(g, s, root, plain)->str:
+def _gemma_typed(g, s, root)->str:
     "A value of Gemma's that may be a string or something else"
-    few,texts,rest,kinds = _ways(g, s, root)
-    safe,unlike = _safe(few, texts, rest, kinds)
-    ways = [
-        g.lit(_Q+v+_Q) if isinstance(v, str) else plain(v)
-        for v in safe if not isinstance(v, str) or _Q not in v and '<tool_call|>' not in v]
-    ways += [_string(g, t, True, unlike) for t in texts]
-    ways += [_value(g, a, root, True) for a,_ in rest]
-    if not ways:
+    ways = _ways(g, s, root)
+    safe,unlike = _safe(ways)
+    bodies = []
+    for v in safe:
+        if not isinstance(v, str):
+            bodies.append(_plain(v, True))
+        elif _Q not in v and '<tool_call|>' not in v:
+            bodies.append(g.lit(_Q+v+_Q))
+    bodies += [_string(g, t, True, unlike) for t in ways.texts]
+    bodies += [_value(g, a, root, True) for a,_ in ways.rest]
+    if not bodies:
         _refuse('A parameter has no value that could be read back')
-    return g.rule(g.choice(dict.fromkeys(ways)))
+    return g.rule(g.choice(dict.fromkeys(bodies)))
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #2112fe3d
-def _pairs(g, s, root, gemma, f=None)->str:
-    """Keys and values, in the schema's order;
-    with `f` those of a call, otherwise of an object inside"""
-    required = _required(s)
-    name = (lambda k: k) if gemma or f else json.dumps
-    mid,comma = (f.value,f.over) if f else (':',',') if gemma else (': ',', ')
-    props = _props(s)
-    if gemma or f:
-        props = dict(_written_keys(g, props, _FORMATS['gemma4'] if gemma else f))
-    pair = {k:g.rule(f'{g.lit(name(k)+mid)} {_value(g, p, root, gemma)}') for k,p in props.items()}
-    start,tail,tails = '""','""',{}  # a tail is what may follow where something stands already
+def _in_order(g, pair:dict, required, comma)->str:
+    "Pairs in their order, with commas; those that are not required may be left out"
+    start = tail = '""' # A tail is what may follow where something stands already
+    tails = {}
     for k in reversed(pair):
-        tails[k],more = tail,f'{literal(comma)} {pair[k]} {tail}'
+        tails[k] = tail
+        more = f'{literal(comma)} {pair[k]} {tail}'
         tail = g.rule(more if k in required else f'{more} | {tail}')
     for k in reversed(pair):
         start = g.rule(f'{pair[k]} {tails[k]}'+('' if k in required else f' | {start}'))
     return start
 
+def _pairs(g, s, root, gemma, f=None)->str:
+    """Keys and values, in the schema's order;
+    with `f` those of a call, otherwise of an object inside"""
+    if f:
+        mid,comma = f.value,f.over
+    else:
+        mid,comma = (':',',') if gemma else (': ',', ')
+    bare = gemma or f # Keys without quotes
+    props = _props(s)
+    if bare:
+        props = dict(_written_keys(g, props, _FORMATS['gemma4'] if gemma else f))
+    pair = {}
+    for k,p in props.items():
+        key = k if bare else json.dumps(k)
+        pair[k] = g.rule(f'{g.lit(key+mid)} {_value(g, p, root, gemma)}')
+    return _in_order(g, pair, _required(s), comma)
+
 def _language_call(g, t, f)->str:
     "Arguments one by one, values in the format's own language"
     root,_,_ = _shape(g, t)
-    g.only(
-        root, ('properties','required','additionalProperties'), f'The schema of {t["name"][:40]!r}')
+    g.only(root, _PARTS['object'], f'The schema of {t["name"][:40]!r}')
     return _pairs(g, root, root, f.arguments=='gemma', f)
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #59411774
@@ -636,6 +720,7 @@ def openings(
         for m in format_of(spec.get('parser'), special).marks
         for n in (names if 'NAME' in m else [''])]
 
+# %% ../../../nbs/6_text/14_calls.grammar.ipynb #4ece460c
 def _head(g, f, required)->str:
     "What stands before the first name; one of several texts, where it depends on the mark"
     head = f.begin+f.call
@@ -652,25 +737,30 @@ def _head(g, f, required)->str:
 
 _CALLS = dict(json=_json_call, text=_text_call, python=_language_call, gemma=_language_call)
 
+def _call(g, t, f)->str:
+    "A call of the tool `t`, from its name to what stands behind its arguments"
+    if not f.carries(t['name']):
+        _refuse(
+            f'The tool {t["name"][:40]!r} has a name that calls in this model\'s format '
+            'cannot be read back with')
+    name = json.dumps(t['name'])[1:-1] if f.quoted else t['name']
+    head = g.lit(name+f.open)
+    arguments = _CALLS[f.arguments](g, t, f)
+    return f'{head} {arguments} {g.lit(f.close) if f.close else ""}'
+
 def call_grammar(
     spec:dict, # Of kind 'tools': parser, choice, parallel, strict; tools, each strict or not
     special=(), # (id, text) of tokens that steer the model
 )->tuple[str,dict,set]: # Lark, the JSON schemas that it names, and which of those are not strict
     "The grammar of calls. Where a call is not required it begins with one of its `openings`"
     f = format_of(spec.get('parser'), special)
-    g,calls = _Rules(special),[]
+    g = _Rules(special)
+    calls = []
     for t in spec['tools']:
         g.strict = t.get('strict', spec.get('strict', True))
-        if not f.carries(t['name']):
-            _refuse(
-                f'The tool {t["name"][:40]!r} has a name that calls in this model\'s format '
-                'cannot be read back with')
-        name = json.dumps(t['name'])[1:-1] if f.quoted else t['name']
-        head,arguments = g.lit(name+f.open),_CALLS[f.arguments](g, t, f)
-        calls.append(g.rule(f'{head} {arguments} {g.lit(f.close) if f.close else ""}'))
+        calls.append(g.rule(_call(g, t, f)))
     one = g.rule(g.choice(calls))
     more = f'({g.lit(f.between+f.call)} {one})*' if spec.get('parallel', True) else ''
-    start = (
-        f'start: {_head(g, f, spec.get("choice")=="required")} {one} {more} '
-        f'{g.lit(f.end) if f.end else ""}')
+    head = _head(g, f, spec.get('choice')=='required')
+    start = f'start: {head} {one} {more} {g.lit(f.end) if f.end else ""}'
     return '\n'.join([start, *g.lines]),g.subs,g.loose

@@ -54,6 +54,17 @@ def _function(r, hosted=('assistant','python','browser','container')):
 _LATER = re.compile(re.escape(CONSTRAIN)+r'\s*\S*')
 _CHANNELS = re.compile(re.escape(CHANNEL)+r'\s*(?!to=)([^\s<]*)')
 
+def _role(words:list, first)->str:
+    "Take the role from a header's words; the assistant's where there is none"
+    if words and (words[0]=='assistant' or not first and not words[0].startswith('to=')):
+        return words.pop(0)
+    return 'assistant'
+
+def _addressee(words, tools):
+    "The word of a header that says whom it is for, or None"
+    to = next((w for w in words if w.startswith('to=')), None)
+    return to or next((w for w in words if w.startswith('functions.') or w in tools), None)
+
 def header(
     text:str, # Without `<|start|>` and `<|message|>`
     first:bool=True, # Of the first message, where the role is in the prompt
@@ -62,11 +73,8 @@ def header(
     "Read a header"
     channels = [c for c in _CHANNELS.findall(text) if c]
     words = _LATER.sub(' ', _CHANNELS.sub(' ', text)).split()
-    role = 'assistant'
-    if words and (words[0]=='assistant' or not first and not words[0].startswith('to=')):
-        role = words.pop(0)
-    to = next((w for w in words if w.startswith('to=')), None)
-    to = to or next((w for w in words if w.startswith('functions.') or w in tools), None)
+    role = _role(words, first)
+    to = _addressee(words, tools)
     name = (to or '').removeprefix('to=')
     if name in tools:
         name = 'functions.'+name
@@ -140,8 +148,17 @@ def _header(self:Harmony):
 @patch
 def _recover(self:Harmony, raw:str, h:Header):
     "A header that turned out to be none"
-    self.kind,self.fresh = 'reasoning' if h.channel=='analysis' else 'content',True
+    self.kind = 'reasoning' if h.channel=='analysis' else 'content'
+    self.fresh = True
     self.put(raw)
+
+@patch
+def _body(self:Harmony):
+    "Read a body; the mark that ends it"
+    mark = yield from self.upto(_BODY, self.put)
+    if mark and self.kind=='call' and not self.calls[-1][2]:
+        self.more('{}')
+    return mark
 
 @patch
 def run(self:Harmony):
@@ -151,17 +168,14 @@ def run(self:Harmony):
         got = yield from self._header()
         text,mark = got or (self.buf[self.i:self.i+self.longest],'')
         h = header(text, first, self.tools)
-        if got and mark!=MESSAGE:
-            if h.spare:
-                self._recover(raw+text+mark.replace(START, ''), h)
-        else:
-            if got:
-                self.open(h)
-            else:
-                self._recover(raw, h)
-            mark = yield from self.upto(_BODY, self.put)
-            if mark and self.kind=='call' and not self.calls[-1][2]:
-                self.more('{}')
+        if not got:
+            self._recover(raw, h)
+        elif mark==MESSAGE:
+            self.open(h)
+        elif h.spare:
+            self._recover(raw+text+mark.replace(START, ''), h)
+        if not got or mark==MESSAGE:
+            mark = yield from self._body()
         self.kind = None
         if not mark:
             return

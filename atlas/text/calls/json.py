@@ -18,28 +18,31 @@ _bracket = re.compile(r'["{}\[\]]').search
 _quoted = re.compile(r'(?:[^"\\]++|\\.)*+', re.S).match
 _scalar = re.compile(r'[^\s,:"{}\[\]]*+').match
 
-def _scan(buf:str, i:int, depth:int, quoted:bool)->tuple:
-    "Walk on through a JSON value: position, depth, in a string?, ended?"
-    while True:
-        if quoted:
-            i = _quoted(buf, i).end()
-            if i>=len(buf) or buf[i]!='"':
-                return i,depth,True,False
-            i,quoted = i+1,False
-            if not depth:
-                return i,0,False,True
-        m = _bracket(buf, i)
-        if m is None:
-            return len(buf),depth,False,False
-        i = m.end()
-        if m[0]=='"':
-            quoted = True
-        elif m[0] in '{[':
-            depth += 1
-        else:
-            depth -= 1
-            if depth<=0:
-                return i,0,False,True
+class _Walk:
+    "A way through the text of a JSON value"
+    depth = 0 # Open brackets
+    quoted = False # In a string?
+    def on(self, buf:str, i:int)->tuple[int,bool]:
+        "Walk on from `i`: up to where? Is the value over there?"
+        while True:
+            if self.quoted:
+                i = _quoted(buf, i).end()
+                if i>=len(buf) or buf[i]!='"':
+                    return i,False
+                i += 1
+                self.quoted = False
+                if not self.depth:
+                    return i,True
+            m = _bracket(buf, i)
+            if m is None:
+                return len(buf),False
+            i = m.end()
+            if m[0]=='"':
+                self.quoted = True
+            else:
+                self.depth += 1 if m[0] in '{[' else -1
+                if self.depth<=0:
+                    return i,True
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #5cbe1c01
 @patch
@@ -48,7 +51,7 @@ def span(self:ToolParser,
 )->Generator: # Did it end?
     "Read one JSON value by its brackets and quotes"
     c = self.look() or (yield from self.skip())
-    depth,quoted = 0,False
+    walk = _Walk()
     plain = c not in '"{['
     while c:
         buf,i = self.buf,self.i
@@ -56,7 +59,7 @@ def span(self:ToolParser,
             end = _scalar(buf, i).end()
             over = end<len(buf)
         else:
-            end,depth,quoted,over = _scan(buf, i, depth, quoted)
+            end,over = walk.on(buf, i)
         sink(buf[i:end])
         self.i = end
         if over:
@@ -66,17 +69,25 @@ def span(self:ToolParser,
     return False
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #58a40d1d
-def _no(name): raise ValueError(f'{name} is not JSON')
+def _no(name):
+    "Refuse a word that Python's JSON knows"
+    raise ValueError(f'{name} is not JSON')
+
 _decode = json.JSONDecoder(parse_constant=_no).decode
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 _halves = re.compile('[\ud800-\udbff][\udc00-\udfff]|[\ud800-\udfff]').sub
+
 def _whole(m)->str:
+    "A character for two halves, an escape for one"
     if len(m[0])==2:
         return m[0].encode('utf-16-le', 'surrogatepass').decode('utf-16-le')
     return f'\\u{ord(m[0]):04x}'
+
 def dumps(v)->str:
     "JSON text as Python prints it, with all characters as they are"
     return _halves(_whole, _encode(v))
+
+# %% ../../../nbs/6_text/06_calls.json.ipynb #58ab141d
 _nest = re.compile(r'"(?:[^"\\]++|\\.)*+"|([\[{])|[\]}]', re.S).finditer
 
 def deep(text:str, most:int=200)->bool:
@@ -90,11 +101,13 @@ def deep(text:str, most:int=200)->bool:
             if depth>most:
                 return True
     return False
+
 def loads(text:str)->object:
     "Parse strict JSON of at most 200 levels; `ValueError` for anything else"
     if deep(text):
         raise ValueError('JSON that is nested too deeply')
     return _decode(text)
+
 def is_json(text:str)->bool:
     "Is it strict JSON?"
     try:
@@ -122,14 +135,25 @@ def key(self:ToolParser)->Generator:
         return m[1] # all here and plain: nearly always
     if (yield from self.skip())!='"':
         return None
-    t = []
-    if (
-        not (yield from self.span(t.append))
-        or (yield from self.skip())!=':'
-        or not is_json(t:=''.join(t))):
+    parts = []
+    if not (yield from self.span(parts.append)) or (yield from self.skip())!=':':
+        return None
+    text = ''.join(parts)
+    if not is_json(text):
         return None
     self.i += 1
-    return loads(t)
+    return loads(text)
+
+@patch
+def _member(self:ToolParser)->Generator:
+    "Read a key and the text of its value; None if either is broken or cut"
+    key = yield from self.key()
+    parts = []
+    if key is None or not (yield from self.span(parts.append)):
+        return None
+    value = ''.join(parts)
+    return (key,value) if is_json(value) else None
+
 @patch
 def members(self:ToolParser)->Generator: # None for what is broken or cut
     "Read an object: its keys, and the text of their values; the tape is at its `{`"
@@ -139,17 +163,18 @@ def members(self:ToolParser)->Generator: # None for what is broken or cut
         self.i += 1
         c = '}'
     while c==',':
-        key,value = (yield from self.key()),[]
-        if (
-            key is None
-            or not (yield from self.span(value.append))
-            or not is_json(value:=''.join(value))):
+        member = yield from self._member()
+        if member is None:
             return None
-        out[key],c = value,self.look() or (yield from self.skip())
+        key,value = member
+        out[key] = value
+        c = self.look() or (yield from self.skip())
         if c not in (',','}'):
             return None
         self.i += 1
     return out
+
+# %% ../../../nbs/6_text/06_calls.json.ipynb #e2ff795a
 @patch
 def envelope(self:ToolParser,
     keys:tuple[str,...]=('arguments',), # What the arguments may be called
@@ -215,6 +240,11 @@ class Llama(ToolParser):
         if not self.calls:
             self.say(text)
 
+# %% ../../../nbs/6_text/06_calls.json.ipynb #a57b9d87
+def _nine()->str:
+    "An id of nine letters and digits"
+    return ''.join(random.choices(string.ascii_letters+string.digits, k=9))
+
 # %% ../../../nbs/6_text/06_calls.json.ipynb #6c8b598f
 class Mistral(ToolParser):
     'Mistral: `[TOOL_CALLS] [{…}]`, `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}`'
@@ -223,8 +253,7 @@ class Mistral(ToolParser):
     head = Marks('{','[ARGS]','[TOOL_CALLS]')
     form = None
     word = re.compile(r'[^\s\[\]{}"\']+').fullmatch
-    new_id = staticmethod(
-        lambda: ''.join(random.choices(string.ascii_letters+string.digits, k=9)))
+    new_id = staticmethod(_nine)
     def run(self):
         m = yield from self.upto(self.start, self.say)
         while m:
@@ -234,40 +263,51 @@ class Mistral(ToolParser):
                 self.i -= 1
             if not t and m in ('{','[ARGS]') and not self.calls:
                 t = self.before()
-            if m=='[ARGS]' and not t or m in ('{','[ARGS]') and self.word(t):
-                yield from self.named(t)
-            elif m=='{' and not t and self.late():
-                m = yield from self.nameless()
-            elif t in self.tools or not self.tools and self.word(t) and not is_json(t):
-                self.call(t, '{}')
-            elif m=='{' and (not t or t.endswith('[')) and (yield from self.objects(bool(t))):
-                return (yield from self.rest(ignore))
-            elif t:
-                self.stray()
+            m = yield from self.one(t, m)
             if m!='[TOOL_CALLS]':
                 m = yield from self.upto(self.start, ignore)
-    def named(self, name:str):
-        "Arguments behind a name"
-        self.begin(name)
-        self.form = name
-        yield from self.span(self.more)
-        if not self.calls[-1][2]:
-            self.more('{}')
-    def late(self):
-        "Is it clear that the later form is meant?"
-        if self.form is not None:
-            return True
-        return not self.calls and bool(self.said) and not any(self.held)
-    def before(self):
-        "The tool whose name the content ends with, or ''"
-        words = ''.join(self.said[-99:]).split()
-        known = words and not any(self.held) and words[-1] in self.tools
-        return words[-1] if known else ''
+    def one(self, t:str, m:str|None)->Generator: # The mark that was read last
+        "Read a call, where `m` is what ends the word `t` behind `[TOOL_CALLS]`"
+        if m=='[ARGS]' and not t or m in ('{','[ARGS]') and self.word(t):
+            yield from self.named(t)
+        elif m=='{' and not t and self.late():
+            m = yield from self.nameless()
+        elif t in self.tools or not self.tools and self.word(t) and not is_json(t):
+            self.call(t, '{}')
+        elif m=='{' and (not t or t.endswith('[')) and (yield from self.objects(bool(t))):
+            yield from self.rest(ignore)
+        elif t:
+            self.stray()
+        return m
     def unsaid(self):
         _,mark,tail = ''.join(self.raw).partition('[TOOL_CALLS]')
         return super().unsaid()+(tail.replace(mark, '').strip() if mark else '')
 
 # %% ../../../nbs/6_text/06_calls.json.ipynb #8c10a2c1
+@patch
+def named(self:Mistral, name:str)->Generator:
+    "Arguments behind a name"
+    self.begin(name)
+    self.form = name
+    yield from self.span(self.more)
+    if not self.calls[-1][2]:
+        self.more('{}')
+
+@patch
+def late(self:Mistral)->bool:
+    "Is it clear that the later form is meant?"
+    if self.form is not None:
+        return True
+    return not self.calls and bool(self.said) and not any(self.held)
+
+@patch
+def before(self:Mistral)->str:
+    "The tool whose name the content ends with, or ''"
+    words = ''.join(self.said[-99:]).split()
+    known = words and not any(self.held) and words[-1] in self.tools
+    return words[-1] if known else ''
+
+# %% ../../../nbs/6_text/06_calls.json.ipynb #97751e80
 @patch
 def objects(self:Mistral, several:bool)->Generator:
     "An envelope, or several with commas between them; was there any call?"
@@ -331,7 +371,9 @@ class DeepSeekV31(ToolParser):
         t,m = yield from self.text(self.name)
         return m==self.marks[4] and t.strip()
     def bare(self, args): return args
-    def after(self, text): "What is said behind a block"
+    def after(self, text):
+        "What is said behind a block goes lost"
+
 class DeepSeekV3(DeepSeekV31):
     "DeepSeek V3 and R1: the same with `function<｜tool▁sep｜>name` and a fenced block"
     names = ('deepseek_v3',)

@@ -34,17 +34,20 @@ _plain = {
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #6bd99f15
 def unquote(token:str)->str:
     "The string that a Python string literal stands for"
-    raw,token = token[0] in 'rR',token.lstrip('rRuU')
+    raw = token[0] in 'rR'
+    token = token.lstrip('rRuU')
     k = 3 if token[:3] in ('"""',"'''") and len(token)>=6 else 1
-    def one(m):
-        octal,*hexes,c = m.groups()
-        if c is not None:
-            return _plain.get(c, m[0])
-        n = int(octal, 8) if octal else int(next(filter(None, hexes)), 16)
-        if n>0x10ffff:
-            raise ValueError('no such character')
-        return chr(n)
-    return token[k:-k] if raw else _escape.sub(one, token[k:-k])
+    return token[k:-k] if raw else _escape.sub(_escaped, token[k:-k])
+
+def _escaped(m)->str:
+    "The character of an escape"
+    octal,*hexes,c = m.groups()
+    if c is not None:
+        return _plain.get(c, m[0])
+    n = int(octal, 8) if octal else int(next(filter(None, hexes)), 16)
+    if n>0x10ffff:
+        raise ValueError('no such character')
+    return chr(n)
 
 def number(token:str):
     "The number that a literal stands for; `ValueError` where JSON has none"
@@ -57,6 +60,30 @@ def number(token:str):
     return v
 
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #0fd12196
+def _joined(s:str, i:int, joined:bool)->tuple[str,int]|None:
+    "A string, or several side by side, and where they end; None if there is none"
+    m = _string(s, i)
+    if not m:
+        return None
+    parts = [unquote(m[0])]
+    while joined and (n:=_string(s, _gap(s, m.end()).end())):
+        m = n
+        parts.append(unquote(n[0]))
+    return ''.join(parts),m.end()
+
+def _bracketed(s:str, i:int, depth:int, joined:bool)->tuple[object,int]:
+    "A list, a tuple or a dict"
+    c = s[i:i+1]
+    if c=='[':
+        return items(s, i+1, ']', depth+1, joined)
+    if c=='{':
+        return pairs(s, i+1, depth+1, joined)
+    if c!='(':
+        raise ValueError(f'no literal at {i}')
+    v,end = items(s, i+1, ')', depth+1, joined)
+    several = len(v)!=1 or s[i:end-1].rstrip().endswith(',')
+    return v if several else v[0],end
+
 def literal(
     s:str, # Text that holds a literal
     i:int=0, # Where it begins
@@ -67,40 +94,33 @@ def literal(
     i = _gap(s, i).end()
     if depth>DEPTH:
         raise ValueError('nested too deeply')
-    if m:=_string(s, i):
-        parts = [unquote(m[0])]
-        while joined and (n:=_string(s, _gap(s, m.end()).end())):
-            m = n
-            parts.append(unquote(n[0]))
-        return ''.join(parts),m.end()
+    if got:=_joined(s, i, joined):
+        return got
     if m:=_number(s, i):
         return number(m[0]),m.end()
     if (m:=_word(s, i)) and m[0] in _words:
         return _words[m[0]],m.end()
-    c = s[i:i+1]
-    if c=='[':
-        return items(s, i+1, ']', depth+1, joined)
-    if c=='(':
-        v,end = items(s, i+1, ')', depth+1, joined)
-        several = len(v)!=1 or s[i:end-1].rstrip().endswith(',')
-        return v if several else v[0],end
-    if c=='{':
-        return pairs(s, i+1, depth+1, joined)
-    raise ValueError(f'no literal at {i}')
+    return _bracketed(s, i, depth, joined)
 
 # %% ../../../nbs/6_text/07_calls.literal.ipynb #30fa891e
+def _comma(s:str, i:int, end:str)->int:
+    "Step over blanks and a comma, which may be missing before `end`"
+    i = _gap(s, i).end()
+    if s[i:i+1]==',':
+        return i+1
+    if s[i:i+1]!=end:
+        raise ValueError(f'no comma at {i}')
+    return i
+
 def items(s:str, i:int, end:str, depth:int, joined:bool)->tuple[list,int]:
     "Values up to `end`"
     out = []
     while s[(i:=_gap(s, i).end()):i+1]!=end:
         v,i = literal(s, i, depth, joined)
         out.append(v)
-        i = _gap(s, i).end()
-        if s[i:i+1]==',':
-            i += 1
-        elif s[i:i+1]!=end:
-            raise ValueError(f'no comma at {i}')
+        i = _comma(s, i, end)
     return out,i+1
+
 def pairs(s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
     "Keys and values up to the closing brace"
     out = {}
@@ -110,12 +130,10 @@ def pairs(s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
         if isinstance(k, (list,dict)) or s[i:i+1]!=':':
             raise ValueError(f'no key at {i}')
         out[k],i = literal(s, i+1, depth, joined)
-        i = _gap(s, i).end()
-        if s[i:i+1]==',':
-            i += 1
-        elif s[i:i+1]!='}':
-            raise ValueError(f'no comma at {i}')
+        i = _comma(s, i, '}')
     return out,i+1
+
+# %% ../../../nbs/6_text/07_calls.literal.ipynb #ae582805
 def keywords(s:str)->dict:
     "Arguments of a call, `name=literal, …`; `ValueError` for anything else"
     out,i = {},0
@@ -126,9 +144,5 @@ def keywords(s:str)->dict:
         if not m or s[i:i+1]!='=':
             raise ValueError(f'no keyword at {i}')
         out[m[0]],i = literal(s, i+1)
-        i = _gap(s, i).end()
-        if s[i:i+1]==',':
-            i += 1
-        elif i<len(s):
-            raise ValueError(f'no comma at {i}')
+        i = _comma(s, i, '')
     return out

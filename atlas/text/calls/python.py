@@ -24,39 +24,51 @@ _part = re.compile(r'[\w.]*+').match
 _path = re.compile(r'[^\W\d]\w*(?:\.[^\W\d]\w*)*').fullmatch
 _head = re.compile(r'\s*+([^\W\d]\w*+(?:\.[^\W\d]\w*+)*+)\s*+\(').match
 
+class _Brackets:
+    "A way through Python code, up to the bracket that closes it"
+    def __init__(self):
+        self.open = ['('] # Brackets that are open
+        self.quote = '' # Of the string that this is in
+        self.over = False # Has it closed?
+    def on(self, buf:str, i:int)->int|None:
+        "Walk on from `i`: up to where? None where brackets do not match"
+        while i<len(buf) and not self.over:
+            if self.quote:
+                i = _body[self.quote](buf, i).end()
+                if i>=len(buf) or buf[i]!=self.quote:
+                    return i
+                self.quote = ''
+                i += 1
+            elif m := _open(buf, i):
+                i = m.end()
+                if not self._meet(m[0]):
+                    return None
+            else:
+                return len(buf)
+        return i
+    def _meet(self, c:str)->bool:
+        "A bracket or a quote; False for one that closes another kind"
+        if c in '"\'':
+            self.quote = c
+        elif c in '([{':
+            self.open.append(c)
+        elif self.open.pop()!=_pair[c]:
+            return False
+        self.over = not self.open
+        return True
+
 @patch
 def inner(self:ToolParser, sink)->Generator:
     "Python code up to the bracket that closes it; did it close?"
-    stack,quote = ['('],''
+    walk = _Brackets()
     while True:
-        buf = self.buf
         start = self.i
-        i = self.i
-        over = False
-        while i<len(buf):
-            if quote:
-                i = _body[quote](buf, i).end()
-                if i>=len(buf) or buf[i]!=quote:
-                    break
-                i,quote = i+1,''
-                continue
-            m = _open(buf, i)
-            if m is None:
-                i = len(buf)
-                break
-            i,c = m.end(),m[0]
-            if c in '"\'':
-                quote = c
-            elif c in '([{':
-                stack.append(c)
-            elif stack.pop()!=_pair[c]:
-                return False
-            elif not stack:
-                over = True
-                break
-        sink(buf[start:i])
-        self.i = i
-        if over:
+        end = walk.on(self.buf, start)
+        if end is None:
+            return False
+        sink(self.buf[start:end])
+        self.i = end
+        if walk.over:
             return True
         if not (yield from self.wait()):
             return False
@@ -65,6 +77,7 @@ def inner(self:ToolParser, sink)->Generator:
 class Pythonic(ToolParser):
     "`[name(key=literal, …), …]`"
     names,verbatim = ('pythonic',),True
+    last = () # Name and arguments of a call that waits for what comes behind it
     def run(self):
         self.record()
         if (yield from self.skip())=='[':
@@ -101,33 +114,48 @@ def name(self:Pythonic)->Generator:
         return None
     self.i += 1
     return ''.join(out)
+
+@patch
+def _read(self:Pythonic, name:str)->Generator:
+    """Arguments up to the bracket that closes them: (name, arguments),
+    () where they cannot be read, None where they do not end"""
+    args = []
+    if not (yield from self.inner(args.append)):
+        self.stray()
+        return None
+    if self.last:
+        self.emit(*self.last)
+    try:
+        return name,keywords(''.join(args)[:-1])
+    except ValueError:
+        self.stray()
+        return ()
+
+@patch
+def _next(self:Pythonic)->Generator:
+    "The name of the next call, behind a comma; None if there is none"
+    c = ''
+    if (self.look() or (yield from self.skip()))==',':
+        self.i += 1
+        c = self.look() or (yield from self.skip())
+    return (yield from self.name()) if c and c!=']' else None
+
 @patch
 def list(self:Pythonic, name:str)->Generator:
     "Calls, from behind the first bracket to the end of the list"
-    last = None
     while name:
-        args,c = [],''
-        if not (yield from self.inner(args.append)):
-            self.stray()
+        call = yield from self._read(name)
+        if call is None:
             break
-        if last:
-            self.emit(*last)
-        try:
-            last = name,keywords(''.join(args)[:-1])
-        except ValueError:
-            last = None
-            self.stray()
-        if (self.look() or (yield from self.skip()))==',':
-            self.i += 1
-            c = self.look() or (yield from self.skip())
-        name = (yield from self.name()) if c and c!=']' else None
+        self.last = call
+        name = yield from self._next()
     if (yield from self.skip())==']':
         self.i += 1
         if (yield from self.skip()) in (')',']','}'):
-            last = None
+            self.last = ()
             self.stray()
-    if last:
-        self.emit(*last)
+    if self.last:
+        self.emit(*self.last)
 
 # %% ../../../nbs/6_text/09_calls.python.ipynb #7fd1c7af
 Q = '<|"|>'
@@ -137,22 +165,14 @@ _bare = re.compile(r'[^,}\]]*+').match
 _jstr = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.S).match
 
 # %% ../../../nbs/6_text/09_calls.python.ipynb #2c20d069
-def gvalue(s:str, i:int, depth:int)->tuple[object,int]:
-    "A value of Gemma's notation, and where it ends"
-    if (c:=s[i:i+1]).isspace():
-        i = _gap(s, i).end()
-        c = s[i:i+1]
-    if depth>DEPTH:
-        raise ValueError('nested too deeply')
-    if c=='<' and s.startswith(Q, i):
-        end = s.find(Q, i+len(Q))
-        if end<0:
-            return s[i+len(Q):],len(s)
-        return s[i+len(Q):end],end+len(Q)
-    if c=='{':
-        return gpairs(s, i+1, depth+1)
-    if c=='[':
-        return gitems(s, i+1, depth+1)
+def _gstring(s:str, i:int)->tuple[str,int]:
+    "A string between quotation marks, or the rest of the text, and where it ends"
+    start = i+len(Q)
+    end = s.find(Q, start)
+    return (s[start:],len(s)) if end<0 else (s[start:end],end+len(Q))
+
+def _gbare(s:str, i:int)->tuple[object,int]:
+    "A JSON string, or bare text, and where it ends"
     if m:=_jstr(s, i):
         try:
             return loads(m[0]),m.end()
@@ -161,21 +181,42 @@ def gvalue(s:str, i:int, depth:int)->tuple[object,int]:
     m = _bare(s, i)
     return m[0].strip(),m.end()
 
+def gvalue(s:str, i:int, depth:int)->tuple[object,int]:
+    "A value of Gemma's notation, and where it ends"
+    if (c:=s[i:i+1]).isspace():
+        i = _gap(s, i).end()
+        c = s[i:i+1]
+    if depth>DEPTH:
+        raise ValueError('nested too deeply')
+    if c=='<' and s.startswith(Q, i):
+        return _gstring(s, i)
+    if c=='{':
+        return gpairs(s, i+1, depth+1)
+    if c=='[':
+        return gitems(s, i+1, depth+1)
+    return _gbare(s, i)
+
 # %% ../../../nbs/6_text/09_calls.python.ipynb #d5703735
+def _gkey(s:str, i:int, depth:int)->tuple[str,int]|None:
+    "A key, and where its value begins; None where there is no colon"
+    if s.startswith(Q, i) or s[i]=='"':
+        k,j = gvalue(s, i, depth)
+    else:
+        j = s.find(':', i)
+        k = s[i:j].strip() if j>=0 else ''
+    j = _gap(s, j).end() if j>=0 else len(s)
+    return (k,j+1) if s[j:j+1]==':' else None
+
 def gpairs(s:str, i:int, depth:int=0)->tuple[dict,int]:
     "Keys and values up to the closing brace, or the end"
     out = {}
     while (i:=_sep(s, i).end())<len(s) and s[i]!='}':
-        if s.startswith(Q, i) or s[i]=='"':
-            k,j = gvalue(s, i, depth)
-        else:
-            j = s.find(':', i)
-            k = s[i:j].strip() if j>=0 else ''
-        j = _gap(s, j).end() if j>=0 else len(s)
-        if s[j:j+1]!=':':
+        key = _gkey(s, i, depth)
+        if key is None:
             break
-        out[k],i = gvalue(s, j+1, depth)
+        out[key[0]],i = gvalue(s, key[1], depth)
     return out,i+1
+
 def gitems(s:str, i:int, depth:int=0)->tuple[list,int]:
     "Values up to the closing bracket, or the end"
     out = []
@@ -227,36 +268,41 @@ class Gemma(ToolParser):
 def wrapped(self:Gemma)->Generator:
     "From behind `<|tool_call>` to the end of the call; the mark that ended it"
     t,m = yield from self.text(self.head)
-    named,self.last = self.named(t),'\n'
+    named = self.named(t)
+    self.last = '\n'
     name = t[named.end() if named else 0:].strip()
-    if (
-        not name
-        or '\n' in name
-        or m is None
-        or not (named or m in '{(' and self.word(name))):
+    called = named or m is not None and m in '{(' and self.word(name)
+    ended = m is None or m in self.over
+    if not name or '\n' in name or m is None or not called:
         self.stray()
-        if m in self.over or not m:
-            return m
-        return (yield from self.upto(self.ends, ignore))
-    if m in self.over:
+        m = m if ended else None
+    elif ended:
         self.call(name, '{}')
-        return m
-    m = yield from self.body(name, self.deep if m=='{' else self.round)
-    return m or (yield from self.upto(self.ends, ignore))
+    else:
+        m = yield from self.body(name, self.deep if m=='{' else self.round)
+    return m if m or ended else (yield from self.upto(self.ends, ignore))
+
+# %% ../../../nbs/6_text/09_calls.python.ipynb #132f8598
+@patch
+def _word(self:Gemma)->Generator:
+    "Characters that a name may have"
+    parts = []
+    while True:
+        buf,i = self.buf,self.i
+        end = self.part(buf, i).end()
+        parts.append(buf[i:end])
+        self.i = end
+        if end<len(buf) or not (yield from self.wait()):
+            return ''.join(parts)
+
 @patch
 def bare(self:Gemma, opener:str)->Generator:
     "From behind a `call:` outside of marks, or a mark that came apart"
-    name,ok = [],opener=='<call>' or self.last in '\n>'
-    while ok:
-        buf,i = self.buf,self.i
-        end = self.part(buf, i).end()
-        name.append(buf[i:end])
-        self.i = end
-        if end<len(buf) or not (yield from self.wait()):
-            break
-    name = ''.join(name)
-    ok = ok and self.buf[self.i:self.i+1]=='{' and name
-    if not ok or self.tools and name not in self.tools:
+    name = ''
+    if opener=='<call>' or self.last in '\n>':
+        name = yield from self._word()
+    opened = name and self.buf[self.i:self.i+1]=='{'
+    if not opened or self.tools and name not in self.tools:
         self.note(opener+name)
         return None
     self.i += 1
@@ -265,6 +311,7 @@ def bare(self:Gemma, opener:str)->Generator:
 
 # %% ../../../nbs/6_text/09_calls.python.ipynb #71543021
 _quote = Marks(Q)
+
 def unclosed(text:str, depth:int)->str:
     "A text less the brackets at its end, of which `depth` are open"
     n = len(text)
@@ -272,43 +319,62 @@ def unclosed(text:str, depth:int)->str:
         n -= 1
     return text[:n]
 
+class _Body:
+    "A way through a call's arguments: brackets outside of strings, up to a mark or the last brace"
+    def __init__(self, parser:Gemma, marks:Marks):
+        self.deep = self.marks = marks # To look for outside of strings; and now
+        self.quoted = parser.quoted # To look for in a string
+        self.over = parser.over # What ends a call in any case
+        self.depth = 1 # Open brackets
+        self.mark = None # What ended it, if that was no brace
+    @property
+    def done(self)->bool: return not self.depth or self.mark is not None
+    @property
+    def in_string(self)->bool: return self.marks is self.quoted
+    def meet(self, m)->int:
+        "A mark of the text: where what stands before it ends"
+        if m[0]==Q:
+            self.marks = self.quoted if self.marks is self.deep else self.deep
+        elif m[0] in self.over:
+            self.mark = m[0]
+            return m.start()
+        else:
+            self.depth += 1 if m[0] in '{[(' else -1
+        return m.end()-(not self.depth)
+    def on(self, buf:str, i:int, last:bool)->tuple[int,int]:
+        "Walk on: where the arguments end, and where to read on"
+        end = i
+        while not self.done and (m:=self.marks.find(buf, i)):
+            end = self.meet(m)
+            i = m.end()
+        if not self.done:
+            i = end = len(buf) - (0 if last else self.marks.partial(buf, i))
+        return end,i
+    def mended(self, text:str)->str:
+        "The text of the arguments, less what a string that was never closed took along"
+        if not self.in_string:
+            return text
+        if self.mark:
+            return unclosed(text, self.depth)
+        return text[:len(text)-_quote.partial(text)]
+
+# %% ../../../nbs/6_text/09_calls.python.ipynb #f4573c9d
 @patch
 def body(self:Gemma, name:str, deep:Marks)->Generator:
     "Arguments up to the brace that closes them; the mark that cut them short, or None"
     out = []
-    depth = 1
-    marks = deep
-    mark = None
-    while depth and not mark:
+    walk = _Body(self, deep)
+    while True:
         buf,start = self.buf,self.i
-        i = end = start
-        while depth and (m:=marks.find(buf, i)):
-            i = end = m.end()
-            if m[0]==Q:
-                marks = self.quoted if marks is deep else deep
-            elif m[0] in self.over:
-                mark,end = m[0],m.start()
-                break
-            else:
-                depth += 1 if m[0] in '{[(' else -1
-                end -= not depth
-        if not mark and depth:
-            i = end = len(buf) - (0 if self.done else marks.partial(buf, i))
+        end,self.i = walk.on(buf, start, self.done)
         out.append(buf[start:end])
-        self.i = i
-        if depth and not mark and not (yield from self.wait()):
+        if walk.done or not (yield from self.wait()):
             break
-    text = ''.join(out)
-    if marks is self.quoted:
-        if mark:
-            text = unclosed(text, depth)
-        else:
-            text = text[:len(text)-_quote.partial(text)]
     try:
-        args = gpairs(text, 0)[0]
+        args = gpairs(walk.mended(''.join(out)), 0)[0]
     except ValueError:
         self.stray()
-        return mark
+        return walk.mark
     schema = self.tools.get(name) or {}
     self.call(name, dumps(fit(args, schema, schema)))
-    return mark
+    return walk.mark

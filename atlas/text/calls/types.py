@@ -34,6 +34,11 @@ _of = [
     (list,'array'), (dict,'object'), (type(None),'null')]
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #37d482e5
+def _below(schema, word:str):
+    "What stands under one word of a reference"
+    key = word.replace('~1', '/').replace('~0', '~')
+    return schema.get(key) if isinstance(schema, dict) else None
+
 def follow(schema, root:dict|None):
     "The schema that a local `$ref` leads to"
     for _ in range(8):
@@ -42,14 +47,12 @@ def follow(schema, root:dict|None):
             return schema
         schema = root
         for k in ref[2:].split('/'):
-            schema = (
-                schema.get(k.replace('~1', '/').replace('~0', '~'))
-                if isinstance(schema, dict)
-                else None)
+            schema = _below(schema, k)
     return None
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #1f4e8245
 def _choices(s:dict)->list:
+    "The schemas that a schema is a choice of"
     lists = (s[k] for k in ('anyOf','oneOf','allOf') if isinstance(s.get(k), list))
     return [a for l in lists for a in l]
 
@@ -68,16 +71,20 @@ def alternatives(schema, root:dict|None=None):
         todo += _choices(s)[::-1]
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #c0529dfd
+def _named(word:str)->str:
+    "A type by one of its names"
+    k = word.strip().lower()
+    return _alias.get(k, k)
+
 def _says(s:dict)->set[str]:
     "The types that a schema names, by itself"
     t = s.get('type')
-    names = [t] if isinstance(t, str) else t if isinstance(t, list) else []
-    out = {_alias.get(k:=n.strip().lower(), k) for n in names if isinstance(n, str)}
+    names = t if isinstance(t, list) else [t]
+    out = {_named(n) for n in names if isinstance(n, str)}
     values = list(s['enum']) if isinstance(s.get('enum'), list) else []
     if 'const' in s:
         values.append(s['const'])
-    for v in values:
-        out.add(next(n for c,n in _of if isinstance(v, c)))
+    out |= {next(n for c,n in _of if isinstance(v, c)) for v in values}
     inner = dict(properties='object', items='array')
     return out or {n for k,n in inner.items() if isinstance(s.get(k), dict)}
 
@@ -99,28 +106,42 @@ _int = re.compile(r'[+-]?\d{1,4000}', re.A).fullmatch
 _num = re.compile(
     r'[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?', re.A).fullmatch
 
-def _number(t:str):
+def _number(t:str)->int|float:
+    "A number; an integer where it has no fraction"
     v = float(t)
     return int(v) if v.is_integer() and abs(v)<2**53 else v
+
 def _finite(t:str):
+    "JSON without infinite numbers"
     v = loads(t)
     json.dumps(v, allow_nan=False)
     return v
+
 def _python(t:str, allowed:set[str]):
+    "A list or a dict in Python's notation"
     v,end = literal(t, joined=False)
-    if (
-        end<len(t)
-        or {'[':'array', '{':'object'}.get(t[0]) not in allowed):
+    if end<len(t) or {'[':'array', '{':'object'}.get(t[0]) not in allowed:
         raise ValueError(t)
     json.dumps(v, allow_nan=False)
     return v
+
 def _escaped(t:str, allowed:set[str]):
+    "A list or an object whose quotes are escaped once too often"
     v = _finite(loads(f'"{t}"'))
     if {list:'array', dict:'object'}.get(type(v)) not in allowed:
         raise ValueError(t)
     return v
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #afd59b24
+def _structure(t:str, allowed:set[str])->tuple:
+    "(value,) of a text in JSON, in Python's notation or with escaped quotes; () for none of these"
+    for read in _finite,lambda t: _python(t, allowed),lambda t: _escaped(t, allowed):
+        try:
+            return (read(t),)
+        except ValueError:
+            pass  # of another notation, or of a type not allowed: try the next
+    return ()
+
 def typed(
     text:str, # As the model wrote it
     allowed:set[str], # JSON types
@@ -136,11 +157,8 @@ def typed(
     if 'boolean' in allowed and t.lower() in ('true','1','false','0'):
         return t.lower() in ('true','1')
     if allowed & {'object','array'} or 'string' not in allowed:
-        for read in _finite,lambda t: _python(t, allowed),lambda t: _escaped(t, allowed):
-            try:
-                return read(t)
-            except ValueError:
-                pass  # of another notation, or of a type not allowed: try the next
+        if got:=_structure(t, allowed):
+            return got[0]
     return text
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #18042a6b
@@ -159,16 +177,18 @@ def fit(
     if not isinstance(schema, dict) or not depth:
         return value
     schema = follow(schema, root)
-    if isinstance(value, dict):
-        if p:=part(schema, 'properties', root):
-            return {k: fit(v, p.get(k), root, depth-1) for k,v in value.items()}
-        return value
-    if isinstance(value, list):
-        if s:=part(schema, 'items', root):
-            return [fit(v, s, root, depth-1) for v in value]
-        return value
+    if isinstance(value, (dict,list)):
+        return _fit_members(value, schema, root, depth-1)
     if isinstance(value, str):
         return typed(value, types(schema, root))
     if not any(s and _says(s) for s in alternatives(schema, root)):
         return value
     return typed(json.dumps(value), types(schema, root))
+
+def _fit_members(value, schema, root, depth):
+    "An object or a list with its members in the shapes that the schema gives them"
+    if isinstance(value, dict):
+        p = part(schema, 'properties', root)
+        return {k:fit(v, p.get(k), root, depth) for k,v in value.items()} if p else value
+    s = part(schema, 'items', root)
+    return [fit(v, s, root, depth) for v in value] if s else value

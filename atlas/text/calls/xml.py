@@ -158,15 +158,18 @@ def invoke(self:Invoke)->Generator:
     self.close()
     return m
 @patch
-def read(self:Invoke, value:str, more:str): return value
+def read(self:Invoke, value:str, more:str):
+    "A parameter's value, by its text and the attributes beside its name"
+    return value
 @patch
-def loose(self:Invoke, text:str): "Text before the first parameter"
+def loose(self:Invoke, text:str):
+    "Text before the first parameter: of no meaning here"
 
 # %% ../../../nbs/6_text/10_calls.xml.ipynb #ce6db2b2
 class MiniMax(Invoke):
-    """MiniMax M2:
-    `<minimax:tool_call><invoke name="f"><parameter name="k">v</parameter></invoke></minimax:tool_call>`"""
+    "MiniMax M2: the block is `<minimax:tool_call>…</minimax:tool_call>`"
     names,wrap,checks = ('minimax_m2',),'minimax:tool_call',True
+
 class DeepSeekV32(Invoke):
     """DeepSeek V3.2: the same with `｜DSML｜` before every word,
     and `string="true"` or `"false"` on parameters"""
@@ -190,15 +193,14 @@ class DeepSeekV32(Invoke):
             return
         for k,v in args.items() if args else ():
             super().param(k, v)
-    def param(self, key, value):
+    def wraps(self, key)->bool:
+        "May a parameter of this name hold all the others?"
         ps = self.schema.get('properties') if isinstance(self.schema, dict) else None
-        if (
-            self.first
-            and key in ('arguments','input')
-            and isinstance(ps, dict)
-            and ps
-            and key not in ps
-            and self.wrapper is None):
+        if not isinstance(ps, dict) or not ps or key in ps:
+            return False
+        return self.first and key in ('arguments','input') and self.wrapper is None
+    def param(self, key, value):
+        if self.wraps(key):
             self.wrapper = key,value
         else:
             self.plain()
@@ -243,17 +245,21 @@ class Glm(Tagged):
                 continue
             self.open(name.strip() if m else '')
             while m=='<arg_key>':
-                key,m = yield from self.text(self.key)
-                if m=='</arg_key>':
-                    m = yield from self.upto(self.then, ignore)
-                if m!='<arg_value>':
-                    continue
-                value,m = yield from self.text(self.value)
-                if m:
-                    self.param(key.strip(), value)
-                if m=='</arg_value>':
-                    m = yield from self.upto(self.body, ignore)
+                m = yield from self.argument()
             self.close()
             m = '</tool_call>'
             while m=='</tool_call>':
                 m = yield from self.upto(self.again, self.say)
+    def argument(self)->Generator:
+        "From behind `<arg_key>` to the next mark behind the value, or to one that cut it"
+        key,m = yield from self.text(self.key)
+        if m=='</arg_key>':
+            m = yield from self.upto(self.then, ignore)
+        if m!='<arg_value>':
+            return m
+        value,m = yield from self.text(self.value)
+        if m:
+            self.param(key.strip(), value)
+        if m=='</arg_value>':
+            m = yield from self.upto(self.body, ignore)
+        return m

@@ -27,17 +27,22 @@ for i,(h,w,H,W) in enumerate([(17,23,10,40),(30,12,8,8),(5,7,20,12),(1,60,4,20),
 clip = dict(image_mean=[.48145466,.4578275,.40821073], image_std=[.26862954,.26130258,.27577711])
 for i,(h,w,patch,merge,frames,low,high,kw) in enumerate([(12,19,4,2,2,64,1<<20,dict(image_mean=[.5]*3, image_std=[.5]*3)), (5,13,8,2,1,512,4096,clip), (40,31,4,2,2,64,300,clip)]):
     p = Qwen2VLImageProcessor(size=dict(shortest_edge=low, longest_edge=high), patch_size=patch, merge_size=merge, temporal_patch_size=frames, **kw)
-    x = noise(h, w, i==2); o = p(images=Image.fromarray(x), return_tensors='np')
+    x = noise(h, w, i==2)
+    o = p(images=Image.fromarray(x), return_tensors='np')
     out |= {f'image{i}':x, f'pixels{i}':o['pixel_values'], f'grid{i}':o['image_grid_thw'][0], f'spec{i}':np.array([patch,merge,frames,low,high])}
 
 def stored(im, kind, turn=1, **kw):
-    e = Image.Exif(); e[0x112] = turn; b = io.BytesIO()
+    e = Image.Exif()
+    e[0x112] = turn
+    b = io.BytesIO()
     im.save(b, kind, **kw, **({} if kind in ('GIF','BMP') else dict(exif=e)))
     return b.getvalue()
-a = Image.fromarray(noise(9, 12, False)); rgba = Image.fromarray(rng.integers(0, 256, (9,12,4), dtype=np.uint8))
+a = Image.fromarray(noise(9, 12, False))
+rgba = Image.fromarray(rng.integers(0, 256, (9,12,4), dtype=np.uint8))
 deep = Image.fromarray(rng.integers(0, 600, (9,12), dtype=np.uint16))
 files = [stored(rgba,'PNG',6), stored(a.convert('P'),'PNG',3,transparency=5), stored(a.convert('LA'),'PNG'), stored(deep,'PNG'), stored(a.convert('CMYK'),'JPEG',quality=95), stored(a,'JPEG',8,quality=95,progressive=True),
     stored(a,'GIF',save_all=True,append_images=[Image.new('RGB',(12,9))]), stored(a,'WEBP',5,lossless=True), stored(rgba,'WEBP',lossless=True,save_all=True,append_images=[rgba]), stored(a.convert('1'),'BMP')]
-for i,b in enumerate(files): out |= {f'file{i}':np.frombuffer(b, np.uint8), f'rgb{i}':np.array(load_image('data:image/png;base64,'+base64.b64encode(b).decode()))}
+for i,b in enumerate(files):
+    out |= {f'file{i}':np.frombuffer(b, np.uint8), f'rgb{i}':np.array(load_image('data:image/png;base64,'+base64.b64encode(b).decode()))}
 
 np.savez_compressed(Path(__file__).parent/'images.npz', **out)
