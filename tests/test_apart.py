@@ -12,7 +12,7 @@ from atlas.engine.stepper import Flight,HostStepper,_by_seq
 from atlas.ops.sample import sample
 from helpers.small_engine import MODEL,alone,ask,as_alone,engine,said,serve
 from test_card import models
-from test_prefix import DRAWN,compare,emptied,engine as with_tree,run,talk,tell
+from test_prefix import DRAWN,compare,engine as with_tree,left_empty,run,talk,tell
 from test_speculation_card import asked,engine as on_card
 
 on_emulator = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -62,13 +62,14 @@ GONE = st.lists(
     st.tuples(st.integers(0, 5), st.integers(1, 25)),
     min_size=3, max_size=9)
 
+APART = {k: v for k,v in DRAWN.items() if k not in ('kind','k','dice')}|dict(gone=GONE)
+
 @pytest.mark.parametrize('late', [False,True])
 def test_random_schedules(late):
     "Arrivals, aborts, priorities, little room, chunks, salts, fills, and a second tier"
     seen = Counter()
-    how = {k: v for k,v in DRAWN.items() if k not in ('kind','k','dice')}|dict(gone=GONE)
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-    @given(**how, seed=st.integers(0, 99), overlap=st.booleans())
+    @given(**APART, seed=st.integers(0, 99), overlap=st.booleans())
     def drawn(asks, blocks, seqs, over, extra, chunk, gone, spill, seed, overlap):
         some = [(talk(i, **how), at) for i,(how,at) in enumerate(asks)]
         e = with_tree('none', 0, overlap, blocks, seqs, stepper(seen, late), prefix=extra,
@@ -77,9 +78,7 @@ def test_random_schedules(late):
         got = run(e, some, [(f'r{i}', at) for i,at in gone], seen)
         compare(some, got, seen)
         tell(e, seen)
-        emptied(e.scheduler.prefix)
-        if e.scheduler.prefix.tier:
-            e.scheduler.prefix.tier.close()
+        left_empty(e.scheduler.prefix)
     drawn()
     missing = [what for what in HAPPEN if seen[what]<3]
     assert not missing, f'{missing} hardly happened: {seen}'
@@ -259,20 +258,21 @@ class Who:
 def test_where_it_pays():
     "Not without a part, nor before anything is known, nor for a chunk that ends too soon"
     p,long = learnt(),[Who(20000)]
-    assert p.apart(long, [1]*4, 8192, 1)==8192
-    assert p.apart(long, [1]*8, 8192, 1) and not p.apart(long, [1]*9, 8192, 1)
-    assert not p.apart(long, [], 8192, 1) and not p.apart([], [1]*4, 8192, 1)
-    assert not p.apart([Who(2048)], [1]*4, 8192, 1)
-    assert not learnt(part=0.).apart(long, [1]*4, 8192, 1)
-    assert not learnt(deadline=.03).apart(long, [1]*4, 8192, 1)
+    def chunk(line=long, decode=4, policy=p): return policy.apart(line, [1]*decode, 8192, 1)
+    assert chunk()==8192
+    assert chunk(decode=8) and not chunk(decode=9)
+    assert not chunk(decode=0) and not chunk([])
+    assert not chunk([Who(2048)])
+    assert not chunk(policy=learnt(part=0.))
+    assert not chunk(policy=learnt(deadline=.03))
     deep = Who(200_000)
     deep.num_computed = 100_000
     for _ in range(3):
         p.note(Load(1, 8192, 8192*100_000), .5)
-    assert p.apart([deep], [1]*4, 8192, 1)==2048  # who comes meanwhile waits for 0.2 s at most
+    assert chunk([deep])==2048  # who comes meanwhile waits for 0.2 s at most
     new = Policy(deadline=.1)
     new.part = 4/132
-    assert not new.apart(long, [1]*4, 8192, 1)
+    assert not chunk(policy=new)
 
 def test_steps_are_learnt():
     "What they take beside a chunk is no plain step, and says how many find room"

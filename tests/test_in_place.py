@@ -159,29 +159,43 @@ class Walk:
         of drafts so many are accepted"""
         card,pieces,outs = self.layer.card,[],[]
         for s,n in steps:
-            read = self.at[s]
-            here,there = other_tail(read),self.elsewhere(read)
-            write = here if kind!='away' else there
-            pieces.append(Piece(
-                [0]*n, self.start[s], list(range(99)), n,
-                read, write))
-            outs += [here,*[-1]*(n-2),there]  # the state after the first row, and after the last
-            if kind=='drafts':
-                write,n = (there,n) if accepted else (here,1)
-            self.at[s],self.start[s] = (
-                write, self.start[s]+n)
+            piece,states = self.piece(s, n, kind, accepted)
+            pieces.append(piece)
+            outs += states
         b = make_batch(pieces, kind=='tiles', 16, card)
         if kind=='drafts':
             b.state_out[:] = np.int32(outs)
-        x = np.random.default_rng(sum(self.start)).standard_normal(
-            (b.num_rows,self.layer.width), dtype='f4')
-        return card.download(self.layer(
-            card.upload(x), self.conv, self.rec, b))
+        rng = np.random.default_rng(sum(self.start))
+        x = rng.standard_normal((b.num_rows,self.layer.width), dtype='f4')
+        return card.download(self.layer(card.upload(x), self.conv, self.rec, b))
+
+    def piece(self, s, n, kind, accepted):
+        "The next `n` rows of sequence `s`, and states after the first and after the last"
+        read = self.at[s]
+        here,there = other_tail(read),self.elsewhere(read)
+        write = here if kind!='away' else there
+        piece = Piece([0]*n, self.start[s], list(range(99)), n, read, write)
+        went = n
+        if kind=='drafts':
+            write,went = (there,n) if accepted else (here,1)
+        self.at[s] = write
+        self.start[s] += went
+        return piece,[here,*[-1]*(n-2),there]
 
     @property
     def states(self):
         return self.layer.states(
             self.rec[[n//self.tails for n in self.at]])
+
+ROWS = dict(rows=(1,4), tiles=(1,4), drafts=(2,4)) # Of a sequence in a step, from and below
+
+def any_step(rng):
+    "Rows of some of five sequences, what kind of step it is, and whether drafts are accepted"
+    who = sorted(rng.permutation(5)[:rng.integers(1, 6)].tolist())
+    kind = rng.choice(['row']*5+['rows','drafts','away','tiles'])
+    least,most = ROWS.get(kind, (1,2))
+    steps = [(s, int(rng.integers(least, most))) for s in who]
+    return steps,kind,rng.integers(2)
 
 @pytest.mark.parametrize('seed', range(3))
 def test_late_writes(seed, monkeypatch):
@@ -191,23 +205,12 @@ def test_late_writes(seed, monkeypatch):
     late,now = [Walk(layer, 5, tails) for tails in (TAILS,1)]
     behind = 0
     for i in range(40):
-        who = sorted(
-            rng.permutation(5)[:rng.integers(1, 6)].tolist())
-        kind = rng.choice(['row']*5+['rows','drafts','away','tiles'])
-        least,most = dict(
-            rows=(1,4),
-            tiles=(1,4),
-            drafts=(2,4)).get(kind, (1,2))
-        steps = [(s, int(rng.integers(least, most))) for s in who]
-        accepted = rng.integers(2)
+        how = any_step(rng)
         monkeypatch.setattr(delta, '_WIDE', rng.choice([1,99]))
         monkeypatch.setattr(Emulator, 'multiprocessors', rng.choice([1,2*VH,99]))
-        got,want = [
-            w.step(steps, kind, accepted)
-            for w in (late,now)]
-        assert (
-            np.isfinite(want).all()
-            and got.tobytes()==want.tobytes()), (i, kind)
+        got,want = [w.step(*how) for w in (late,now)]
+        assert np.isfinite(want).all(), (i, how)
+        assert got.tobytes()==want.tobytes(), (i, how)
         same_states(late.states, now.states)
         behind += (~late.states[1]).sum()
     assert behind>40

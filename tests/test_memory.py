@@ -40,32 +40,38 @@ def ids(llm, n=4):
         [5,6,7],
         SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)).token_ids
 
-@pytest.mark.parametrize(
-    'toy,weights,kw',
-    [('llama','bf16',{}), (
-        'qwen3.6-moe','nvfp4',
-        dict(lm_head_dtype='nvfp4')), ('qwen3.6-moe','bf16',dict(quantization='nvfp4')),
-    ('gpt-oss','mxfp4',{}), ('nemotron','nvfp4',{}),
+def check_counted(llm):
+    "All that stays of a model is counted, and where it belongs"
+    b,rs = llm.arena.budget,llm.arena.regions
+    assert {'weights','cache','tables','steps'}==b.parts.keys()
+    assert b.used==sum(r.mapped for r in rs.values())+b.parts['steps']<=b.total
+    assert llm.device.room is None
+    assert rs['cache'].used>=llm.cache.nbytes
+    assert rs['tables'].used>=llm.engine.stepper.table.nbytes
+
+def planned_bytes(llm, weights, quantization=None, lm_head_dtype=None, **kw):
+    "Bytes that its weights were planned to take"
+    options = EngineConfig(llm.name, load_format='dummy', weights=weights)
+    with open_model(options, model_wants) as ck:
+        return card_words.weight_bytes(ck.tensors, ('','vision'), quantization=quantization,
+            head=lm_head_dtype)
+
+@pytest.mark.parametrize('toy,weights,kw', [
+    ('llama','bf16',{}),
+    ('qwen3.6-moe','nvfp4',dict(lm_head_dtype='nvfp4')),
+    ('qwen3.6-moe','bf16',dict(quantization='nvfp4')),
+    ('gpt-oss','mxfp4',{}),
+    ('nemotron','nvfp4',{}),
     ('llama','bf16',dict(quantization='fp8', kv_cache_dtype='nvfp4'))])
 def test_two_loads_leave_nothing(load, toy, weights, kw):
     """All that stays is counted, about as much as was planned; closing gives it back, to the last
     byte"""
     for _ in range(2):
         llm = load(toy, weights, **kw)
+        check_counted(llm)
         b,rs = llm.arena.budget,llm.arena.regions
-        assert {'weights','cache','tables','steps'}==b.parts.keys()
-        assert (
-            b.used
-            ==sum(r.mapped for r in rs.values())+b.parts['steps']
-            <=b.total)
-        assert llm.device.room is None and rs['cache'].used>=llm.cache.nbytes
-        assert rs['tables'].used>=llm.engine.stepper.table.nbytes
-        options = EngineConfig(llm.name, load_format='dummy', weights=weights)
-        again,head = kw.get('quantization'),kw.get('lm_head_dtype')
-        with open_model(options, model_wants) as ck:
-            plan = card_words.weight_bytes(ck.tensors, ('','vision'), quantization=again, head=head)
-        assert abs(plan-rs['weights'].used)<.2*plan+M, (
-            plan, rs['weights'].used)
+        plan = planned_bytes(llm, weights, **kw)
+        assert abs(plan-rs['weights'].used)<.2*plan+M, (plan, rs['weights'].used)
         used = {n:r.used for n,r in rs.items()}
         ids(llm)
         assert {n:r.used for n,r in rs.items()}==used  # a step leaves nothing in them
@@ -143,22 +149,27 @@ def test_a_plan_that_was_wrong(load, monkeypatch):
     arena.close()
     assert Emulator().room is None and not arena.budget.parts
 
+def count(n):
+    "A prompt of `n` tokens"
+    return list(range(5, 5+n))
+
+def say(llm, prompts, max_tokens=3, **how):
+    "Have `prompts` answered"
+    llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **how))
+
 def test_only_what_a_step_waits_for_is_late(load):
     """Each model has its own count: one that is loaded while another serves is not late, and a
     warm engine compiles nothing"""
     llm = load('qwen3.6-moe', max_seq_len=300)
     before = compilations.after_ready
     llm.engine.warm()
-    def other(): load('gpt-oss','mxfp4').close()
+    def other():
+        load('gpt-oss','mxfp4').close()
     t = threading.Thread(target=other)
     t.start()
     for n in (1,30,65,130,200):
-        llm.generate(
-            list(range(5, 5+n)),
-            SamplingParams(temperature=n%2, seed=1, max_tokens=3, ignore_eos=True))
-    llm.generate(
-        [list(range(5, 5+n)) for n in (3,70)],
-        SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
+        say(llm, count(n), temperature=n%2, seed=1)
+    say(llm, [count(3), count(70)], temperature=0, max_tokens=80)
     t.join()
     assert llm.engine.late==[] and compilations.after_ready==before
     new = load('mistral')
@@ -167,9 +178,7 @@ def test_only_what_a_step_waits_for_is_late(load):
     assert ids(new)
     assert new.engine.late is None
     new.engine.late = []
-    new.generate(
-        list(range(5, 205-60)),
-        SamplingParams(temperature=1, seed=3, top_p=.9, max_tokens=3, ignore_eos=True))
+    say(new, count(140), temperature=1, seed=3, top_p=.9)
     assert llm.engine.late==[]
     assert compilations.after_ready-before==len(new.engine.late)
     new.close()

@@ -235,25 +235,25 @@ TestMachine = Machine.TestCase
 def test_crowd(seed):
     "The same machine where it is always crowded"
     rng,m = random.Random(seed),Machine()
-    pick = rng.choice
-    m.start(
-        **{k:pick(v) for k,v in STARTS.items()},
-        costs=Costs(*map(pick, COSTS)))
+    starts = {k: rng.choice(v) for k,v in STARTS.items()}
+    m.start(**starts, costs=Costs(*map(rng.choice, COSTS)))
     for _ in range(25):
-        sizes = [rng.randint(1, 560)
-            for _ in range(rng.randint(0, 4))]
-        m.add(sizes, pick([0,0,-1,1]),
-            pick([1,5,30]),
-            pick([None,None,.05,2.]))
-        luck,i = rng.random(),rng.randint(0, 50)
-        if m.sc.has_work and luck<.1:
-            m.leave(i)
-        if m.sc.waiting and luck>.8:
-            m.found(i, pick([0,.5,1]))
-        if .3<luck<.7:
-            m.pass_time(pick([.001,.06,.3]))
-        m.step(pick([1,1,3,20]))
+        turn(m, rng)
     m.teardown()
+
+def turn(m, rng):
+    "Some come, one may leave or be found, time may pass, and then a step or more"
+    pick = rng.choice
+    sizes = [rng.randint(1, 560) for _ in range(rng.randint(0, 4))]
+    m.add(sizes, pick([0,0,-1,1]), pick([1,5,30]), pick([None,None,.05,2.]))
+    luck,i = rng.random(),rng.randint(0, 50)
+    if m.sc.has_work and luck<.1:
+        m.leave(i)
+    if m.sc.waiting and luck>.8:
+        m.found(i, pick([0,.5,1]))
+    if .3<luck<.7:
+        m.pass_time(pick([.001,.06,.3]))
+    m.step(pick([1,1,3,20]))
 
 @pytest.mark.parametrize('name', ('fifo','slai'))
 def test_machine_sees_all(name):
@@ -646,33 +646,34 @@ def test_time_limits_in_an_engine(asks, late, abort):
             assert r.timeout<=when-at
         assert said[r.id]==(whole if why=='length' else whole[:len(said[r.id])])
 
+def reached(e, test):
+    "Step until `test` of request r0's sequence is true: all events until then"
+    events = []
+    for _ in range(100):
+        if test(e.scheduler.seqs['r0']):
+            return events
+        events += e.step()
+    raise AssertionError('that was never reached')
+
 def staged(stage, late):
     "An engine in which request r0, of three, is at `stage`; its clock, and all events until then"
     now,events = [0.],[]
-    e = engine(late, seqs=1 if stage in ('waiting','preempted','replay') else 2,
-        policy=Policy('slai', .1), clock=lambda: now[0])
-    s = e.scheduler
+    seqs = 1 if stage in ('waiting','preempted','replay') else 2
+    e = engine(late, seqs=seqs, policy=Policy('slai', .1), clock=lambda: now[0])
     if stage=='waiting':
         e.add(ask(1, 10, 9))
     e.add(replace(ask(0, 150, 20), timeout=5.))
-    def at():
-        return s.seqs['r0'].state,len(s.seqs['r0'].outputs)
-    def until(test):
-        for _ in range(100):
-            if test(*at()):
-                return
-            events.extend(e.step())
-        raise AssertionError(f'{stage} was never reached')
     if stage=='prefill':
-        until(lambda state,n: state=='prefill' and s.seqs['r0'].num_computed>0)
+        events += reached(e, lambda s: s.state=='prefill' and s.num_computed>0)
     if stage in ('decode','preempted','replay'):
-        until(lambda state,n: n==9)
+        events += reached(e, lambda s: len(s.outputs)==9)
     if stage in ('preempted','replay'):
         e.add(ask(1, 10, 9, priority=-1))
-        until(lambda state,n: state=='waiting')
+        events += reached(e, lambda s: s.state=='waiting')
     if stage=='replay':
-        until(lambda state,n: state=='replay')
-    assert at()[0]==dict(preempted='waiting').get(stage, stage)
+        events += reached(e, lambda s: s.state=='replay')
+    state = e.scheduler.seqs['r0'].state
+    assert state==dict(preempted='waiting').get(stage, stage)
     return e,now,events
 
 @pytest.mark.parametrize('late', (False,True))

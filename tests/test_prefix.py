@@ -222,31 +222,33 @@ def knowing(some, kind):
 HAPPENED = ['hits','restores','evictions','snapshot_evictions','preemptions','shared',
     'some accepted','all accepted','chunks','replays','filled','aborted','fetched']
 
+def left_empty(tree):
+    "All of `tree` can be evicted, and nobody waits for a record of its second tier"
+    tier = tree.tier
+    emptied(tree)
+    if tier:
+        assert not tier.store._reads
+        tier.close()
+
 def test_random_schedules():
     "Arrivals, aborts, priorities, little room, chunks, salts, fills, drafters and K"
     seen = Counter()
+    class Counted(Watched):
+        "Counts in `seen`"
+    Counted.seen = seen
     @settings(max_examples=70, deadline=None, derandomize=True, database=None)
     @given(**DRAWN)
     def drawn(asks, blocks, seqs, over, extra, chunk, gone, kind, k, dice, spill):
-        some = [(talk(i, **how), at)
-            for i,(how,at) in enumerate(asks)]
+        some = [(talk(i, **how), at) for i,(how,at) in enumerate(asks)]
         k = k if kind!='none' else 0
-        class Counted(Watched):
-            pass
-        Counted.seen = seen
         for late in (False,True):
             arbiter = None if dice is None or not k else Dice(k, dice)
             e = engine(kind, k, late, blocks, seqs, Counted, arbiter=arbiter,
                 who=knowing(some, kind), prefix=extra, chunk=chunk, spill=spill, overcommit=over)
-            tier = e.scheduler.prefix.tier
-            got = run(e, some,
-                [(f'r{i}', at) for i,at in gone], seen)
+            got = run(e, some, [(f'r{i}', at) for i,at in gone], seen)
             compare(some, got, seen)
             tell(e, seen)
-            emptied(e.scheduler.prefix)
-            if tier:
-                assert not tier.store._reads
-                tier.close()
+            left_empty(e.scheduler.prefix)
     drawn()
     missing = [what for what in HAPPENED if seen[what]<3]
     assert not missing, f'{missing} hardly happened: {seen}'

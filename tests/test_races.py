@@ -24,24 +24,60 @@ class Region(ctypes.Structure):
     _fields_ = [('at',ctypes.c_void_p), ('mask',ctypes.c_void_p), ('n',ctypes.c_size_t)]
 
 def span(a):
-    return (
-        sum(
-            (n-1)*s
-            for n,s in zip(a.shape, a.strides))+a.itemsize
-        if a.size else 0)
+    "Bytes from the first of an array to its last"
+    if not a.size:
+        return 0
+    return sum((n-1)*s for n,s in zip(a.shape, a.strides))+a.itemsize
+
 def flat(a):
-    return np.frombuffer(
-        (ctypes.c_char*span(a)).from_address(a.ctypes.data),
-        np.uint8)
+    "These bytes"
+    there = (ctypes.c_char*span(a)).from_address(a.ctypes.data)
+    return np.frombuffer(there, np.uint8)
+
+SIGNATURE = r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?%s\s*\(([^)]*)\)'
+
+def written(src, args):
+    "Those of `args` that the kernel of `src` may write to"
+    params = re.search(SIGNATURE % src.name, src.text)[1].split(',')
+    assert len(params)==len(args)
+    def may(p): return '*' in p and not p.strip().startswith('const')
+    return [a for a,p in zip(args, params) if may(p) and a is not None]
+
+class Overlap:
+    "What kernels may still be writing when the next one starts"
+    def __init__(self):
+        self.on,self.names,self.hidden = True,set(),0
+        self.wait()
+        self.alive = [] # The arrays it is in: what `show` writes to must not be freed
+
+    def wait(self):
+        "All is written"
+        self.open = [] # What may not have been written: (address, bytes that change)
+
+    def hide(self, kernel):
+        "Have `kernel` see 0xFF where it does not wait"
+        regions = [Region(at, m.ctypes.data, len(m)) for at,m in self.open]
+        kernel.k.library.watch((Region*max(1, len(regions)))(*regions), len(regions))
+        if self.open:
+            self.names.add(kernel.src.name)
+            self.hidden += sum(len(m) for _,m in self.open)
+
+    def wrote(self, kernel, outs, was):
+        "`kernel` has run, and `outs` were `was` before"
+        said = kernel.k.library.said()
+        triggered,before = said&1,said&2
+        own = []
+        for a,b in zip(outs, was):
+            changed = flat(a)!=b
+            if changed.any():
+                own.append((a.ctypes.data, np.where(changed, 255, 0).astype(np.uint8)))
+        self.open = (own+(self.open if before else [])) if triggered else []
+        self.alive = (outs+(self.alive if before else [])) if triggered else []
 
 @pytest.fixture
 def overlap(tmp_path, monkeypatch):
     """Kernels start early from here on; an object whose `on` says so, with the names of kernels
     that did and the bytes that were hidden from them"""
-    class Overlap:
-        on,names,hidden = True,set(),0
-        open = [] # What may not have been written: (address, bytes that change)
-        alive = [] # The arrays it is in
     o,root,put = Overlap(),tmp_path/'kernels',monkeypatch.setattr
     shutil.copytree(kernel_dir(), root)
     put(atlas.card.launch, 'kernel_dir', lambda: root)
@@ -53,77 +89,46 @@ def overlap(tmp_path, monkeypatch):
         plain,emulator.plain = getattr(emulator, 'plain', False),False
         if plain or not pdl or not o.on:
             o.open,o.alive = [],[]
-        sig = re.search(
-            r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'
-            +self.src.name+r'\s*\(([^)]*)\)',
-            self.src.text)[1].split(',')
-        assert len(sig)==len(args)
-        outs = [
-            a for a,p in zip(args, sig) if '*' in p
-            and not p.strip().startswith('const') and a is not None]
+        outs = written(self.src, args)
         was = [flat(a).copy() for a in outs]
-        regions = (Region*max(1, len(o.open)))(*[
-            Region(at, m.ctypes.data, len(m))
-            for at,m in o.open])
-        self.k.library.watch(regions, len(o.open))
-        if o.open:
-            o.names.add(self.src.name)
-            o.hidden += sum(len(m) for _,m in o.open)
+        o.hide(self)
         launch(self, grid, block, args, shared, pdl)
-        own = [
-            (
-                a.ctypes.data,
-                np.where(flat(a)!=b, 255, 0).astype(np.uint8))
-            for a,b in zip(outs, was)
-            if (flat(a)!=b).any()]
-        said = self.k.library.said()
-        triggered,before = said&1,said&2
-        o.open = (own+(o.open if before else [])) if triggered else []
-        # what `show` writes to must not be freed
-        o.alive = (outs+(o.alive if before else [])) if triggered else []
+        o.wrote(self, outs, was)
     put(card._Ready, '__call__', early)
     def whole(f):  # what the host puts into the queue waits for all before it
         def g(*a, **kw):
-            o.open = []
+            o.wait()
             r = f(*a, **kw)
-            o.open = []
+            o.wait()
             return r
         return g
     for kind,name in [(Emulator,'write'), (Emulator,'upload'), (Graph,'__call__')]:
         put(kind, name, whole(getattr(kind, name)))
     return o
 
-@pytest.mark.parametrize(
-    'toy,weights,kernels',
-    [
-        ('llama','bf16','gemv attn_decode attn_merge'),
-        ('qwen3.6-moe','nvfp4','delta_step router experts'), ('qwen3.6-moe','nvfp4','delta_wide'),
-        ('gemma','nvfp4','norm_add'), ('nemotron','nvfp4','mamba_step')])
+@pytest.mark.parametrize('toy,weights,kernels', [
+    ('llama','bf16','gemv attn_decode attn_merge'),
+    ('qwen3.6-moe','nvfp4','delta_step router experts'),
+    ('qwen3.6-moe','nvfp4','delta_wide'),
+    ('gemma','nvfp4','norm_add'),
+    ('nemotron','nvfp4','mamba_step')])
 def test_nothing_is_read_before_it_is_written(toy, weights, kernels, overlap, monkeypatch):
     if 'delta_wide' in kernels:
         monkeypatch.setattr(delta, '_WIDE', 1)
     _,m = models(toy, weights)
-    def ask():
-        return [
-        (
-            Request(
-                'a', tuple(ids_of(70 if toy=='llama' else 6)),
-                SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),
-            0),
-        (
-            Request(
-                'b', tuple(ids_of(20, 1)),
-                SamplingParams(
-                    temperature=.9, top_k=20, seed=3, max_tokens=3, ignore_eos=True,
-                    logprobs=2)),
-            2)]
-    got = serve(engine(m, seqs=2), ask())
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    drawn = SamplingParams(temperature=.9, top_k=20, seed=3, max_tokens=3, ignore_eos=True,
+        logprobs=2)
+    def answers():
+        "Tokens and their chances of a greedy request, and of one that comes later and is drawn"
+        a = Request('a', tuple(ids_of(70 if toy=='llama' else 6)), greedy)
+        b = Request('b', tuple(ids_of(20, 1)), drawn)
+        got = serve(engine(m, seqs=2), [(a,0),(b,2)])
+        return [(got[i].tokens,got[i].logprobs) for i in 'ab']
+    got = answers()
     assert {*kernels.split(), 'sample_scan'}<=overlap.names and overlap.hidden>10_000
     overlap.on = False
-    want = serve(engine(m, seqs=2), ask())
-    assert (
-        [(got[i].tokens,got[i].logprobs) for i in 'ab']
-        ==[(want[i].tokens,want[i].logprobs) for i in 'ab'])
+    assert got==answers()
 
 def chain(rng):
     "A norm and two products of many rows, each of what the one before has made"
@@ -164,24 +169,25 @@ def test_the_best_of_a_head_waits(overlap):
     overlap.on = False
     assert (got==said(np.random.default_rng(0))).all()
 
+def a_row_each(card, seqs):
+    "What a delta net reads of a step in which so many sequences have a row"
+    def ids(a): return card.upload(np.asarray(a, 'i4'))
+    n = np.arange(seqs)
+    return SimpleNamespace(first=ids(range(seqs+1)), starts=ids([9]*seqs), state_in=ids(2*n),
+        state_out=ids(2*n+1), num_seqs=seqs)
+
 def left(rng, seqs=8, vh=2):
     "A product, a delta net that leaves its rows as tiles for the next one, and that"
     card = Emulator()
     def up(*shape): return card.upload(rng.standard_normal(shape, dtype='f4'))
-    def ids(a): return card.upload(np.asarray(a, 'i4'))
     def matrix(n, k):
         return pack(QTensor.encode(rng.standard_normal((n,k), dtype='f4'), 'NVFP4'), card)
     C = 256+128*vh
     states = rng.standard_normal((seqs,vh,128,128), dtype='f4')
     pools = up(2*seqs,3,C),card.upload(delta.as_records(states))
-    n = np.arange(seqs)
-    b = SimpleNamespace(
-        first=ids(range(seqs+1)),
-        starts=ids([9]*seqs), state_in=ids(2*n),
-        state_out=ids(2*n+1), num_seqs=seqs)
-    width = C+130*vh
+    b = a_row_each(card, seqs)
     x = up(seqs,64)
-    into = matrix(width, 64)
+    into = matrix(C+130*vh, 64)
     out = matrix(64, 128*vh)
     net = up(C,4),-abs(up(vh)),up(vh),up(128)
     y = gemv_wide(x, into)
@@ -197,11 +203,8 @@ def test_rows_left_as_tiles_wait(overlap):
 
 def test_a_kernel_that_forgets_to_wait_is_seen(overlap, tmp_path):
     m,p = models('llama', 'bf16')[1],tmp_path/'kernels'/'gemv.cu'
-    ask = [(
-        Request(
-            'a', tuple(ids_of(5)),
-            SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)),
-        0)]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    ask = [(Request('a', tuple(ids_of(5)), params),0)]
     s = p.read_text()
     assert s.count('pdl_wait();')==1
     p.write_text(s.replace('pdl_wait();', ''))

@@ -254,17 +254,25 @@ class Machine(RuleBasedStateMachine):
             return
         sc = self.sc
         owned = [b for s in sc.running for b in s.table.blocks]
-        assert len(set(owned))==len(owned)==sc.pool.used and all(
-            sc.pool.refs[b]==1 for b in owned)
+        assert len(set(owned))==len(owned)==sc.pool.used
+        assert all(sc.pool.refs[b]==1 for b in owned)
         assert sc.unpromised>=0, 'a block was promised to two'
-        assert sc.promised==sum(sc.pool.blocks_for(s.depth) for s in sc.running)<=sc.limit<=sc.pool.num_blocks*self.over
-        assert len(sc.running)<=sc.max_num_seqs and sc.running==sorted(sc.running,
-            key=lambda s: s.order)
+        promised = sum(sc.pool.blocks_for(s.depth) for s in sc.running)
+        assert sc.promised==promised<=sc.limit<=sc.pool.num_blocks*self.over
         for s in sc.running:
             assert len(s.table.blocks)<=sc.pool.blocks_for(s.depth)
             assert s.table.missing(min(s.num_computed, s.depth))==0
+
+    @invariant()
+    def places(self):
+        if not hasattr(self, 'sc'):
+            return
+        sc = self.sc
+        assert len(sc.running)<=sc.max_num_seqs
+        assert sc.running==sorted(sc.running, key=lambda s: s.order)
         assert not any(s.table.blocks or s.running for s in sc.waiting)
-        assert set(sc.running)|set(sc.waiting)==set(sc.seqs.values()) and len(sc.running)+len(sc.waiting)==len(sc.seqs)
+        assert set(sc.running)|set(sc.waiting)==set(sc.seqs.values())
+        assert len(sc.running)+len(sc.waiting)==len(sc.seqs)
 
     def teardown(self):
         if not hasattr(self, 'sc'):
@@ -284,28 +292,23 @@ def test_crowd(seed):
     """The same machine where it is always crowded: forty requests, each of which may fill half the
     cache or more"""
     rng,m = random.Random(seed),Machine()
-    m.start(
-        block=rng.choice([1,4,16]),
-        length=rng.choice([50,90,150]),
-        spare=rng.choice([1,12]),
-        seqs=rng.choice([3,6]),
-        chunk=rng.choice([64,128]),
-        over=rng.choice([1,1.5,8]),
-        queue=9,
-        behind=seed%2,
-        width=1+seed%3)
+    sizes = dict(
+        block=[1,4,16], length=[50,90,150], spare=[1,12],
+        seqs=[3,6], chunk=[64,128], over=[1,1.5,8])
+    drawn = {k: rng.choice(v) for k,v in sizes.items()}
+    m.start(**drawn, queue=9, behind=seed%2, width=1+seed%3)
     for _ in range(10):
-        m.add(
-            [rng.choice([.02,.1,.3,.6])
-                for _ in range(4)],
-            rng.choice([None,None,9]),
-            rng.choice([0,0,-1,1]), 2,
-            rng.random()<.7, rng.random()<.2,
-            rng.randrange(99))
+        come(m, rng)
         m.step(rng.choice([1,5,20,60]))
         if m.sc.has_work and rng.random()<.3:
             m.end(rng.randrange(20), rng.random()<.5)
     m.teardown()
+
+def come(m, rng):
+    "Four requests come to the machine, of the same kind but for their lengths"
+    shares = [rng.choice([.02,.1,.3,.6]) for _ in range(4)]
+    m.add(shares, rng.choice([None,None,9]), rng.choice([0,0,-1,1]), 2,
+        rng.random()<.7, rng.random()<.2, rng.randrange(99))
 
 @pytest.mark.parametrize('n', (1, 63, 64, 65, 200))
 @pytest.mark.parametrize('behind', (0, 1))

@@ -440,26 +440,22 @@ def test_in_the_step_loop(llama):
     """Requests before, while asleep, and after, in the order in which they came; the engine may be
     another one"""
     heard = Heard()
-    r = Runner(CurrentEngine(llama), heard,
-        dict(sleep=llama.sleep, wake=llama.wake))
+    r = Runner(CurrentEngine(llama), heard, dict(sleep=llama.sleep, wake=llama.wake))
+    def ended(n, op=None, **kw):
+        "How request `n` ends that comes after the call of `op`"
+        if op:
+            r.call(100+n, op, kw)
+        r.add(n, greedy(f'r{n}', (5,6,7), 3))
+        until(lambda: n in heard.ended)
+        return heard.ended[n]
     t = threading.Thread(target=r.run)
     t.start()
     try:
-        r.add(1, greedy('a', (5,6,7), 3))
-        until(lambda: 1 in heard.ended)
-        for n,(op,kw) in enumerate(
-                [('sleep',{}),('wake',{}),
-                    ('sleep',dict(level=2))],
-                10):
-            r.call(n, op, kw)
-            r.add(n+10, greedy(f'b{n}', (5,6,7), 3))
-            until(lambda: n+10 in heard.ended)
-        assert [heard.ended[n].code for n in (20,22)]==['asleep','asleep']
-        assert heard.ended[21].finish=='length'
-        r.call(30, 'wake', {})
-        r.add(31, greedy('c', (5,6,7), 3))
-        until(lambda: 31 in heard.ended)
-        assert heard.ended[31].finish=='length'
+        ended(1)
+        assert ended(2, 'sleep').code=='asleep'
+        assert ended(3, 'wake').finish=='length'
+        assert ended(4, 'sleep', level=2).code=='asleep'
+        assert ended(5, 'wake').finish=='length'
     finally:
         r.end()
         t.join(WAIT)
@@ -566,28 +562,32 @@ serve({models!r}, port={port}, command=[sys.executable, {worker!r}], policy=Poli
 '''
 WORKER = str(Path(__file__).parent/'helpers'/'emulated_worker.py')
 
+def free_port():
+    "A port that nobody listens at"
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+def healthy(c):
+    "Does the server answer, and is nothing wrong?"
+    try:
+        return c.get('/health').status_code==200
+    except httpx.TransportError:
+        return False
+
 @contextmanager
 def serving(models='tiny', drain=300., autoload=True, **env):
     "A server whose models are on the emulator; an HTTP client, and lines of its log"
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    code = SERVE.format(models=models, port=port, worker=WORKER,
-        drain=drain, autoload=autoload)
-    p = subprocess.Popen([sys.executable, '-c', code],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ|env)
+    port = free_port()
+    code = SERVE.format(models=models, port=port, worker=WORKER, drain=drain, autoload=autoload)
+    p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=os.environ|env)
     lines = []
     threading.Thread(target=lambda: lines.extend(p.stdout), daemon=True).start()
     c = httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT)
     c.lines,c.process = lines,p
-    def healthy():
-        try:
-            return c.get('/health').status_code==200
-        except httpx.TransportError:
-            return False
     try:
-        until(lambda: p.poll() is not None or healthy(), again=.1)
+        until(lambda: p.poll() is not None or healthy(c), again=.1)
         assert p.poll() is None, ''.join(lines)
         yield c
         p.send_signal(signal.SIGINT)
@@ -614,8 +614,40 @@ def workers_of(c):
     "The processes that a server started"
     stats = [p.read_text() for p in Path('/proc').glob('[0-9]*/stat')]
     fields = [(int(t.split()[0]), int(t.rpartition(')')[2].split()[1])) for t in stats]
-    return [pid
-        for pid,parent in fields if parent==c.process.pid and WORKER in Path(f'/proc/{pid}/cmdline').read_text()]
+    children = [pid for pid,parent in fields if parent==c.process.pid]
+    return [pid for pid in children if WORKER in Path(f'/proc/{pid}/cmdline').read_text()]
+
+def put_to_sleep(c, level):
+    "The server's only model sleeps at `level`, and says so everywhere"
+    r = c.post('/sleep', params=dict(level=level))
+    told = r.json()
+    assert r.status_code==200
+    assert told['success'] and told['level']==level and told['bytes']>1<<20
+    assert sleeping(c)=={'is_sleeping': True}
+    s = state(c)
+    assert (s['value'],s['level'],s['bytes'])==('sleeping',level,told['bytes'])
+    assert c.get('/health').status_code==200 # nothing is wrong, and it does not wake
+    metrics = c.get('/metrics').text
+    assert 'atlas:model_state{model_name="tiny",state="sleeping"} 1.0' in metrics
+    assert 'atlas:model_sleep_bytes{model_name="tiny"}' in metrics
+    again = c.post('/sleep', params=dict(level=level)).json()
+    assert again['level']==level and again['bytes']==0
+    assert state(c)['bytes']==told['bytes']
+
+def wake(c):
+    "It wakes, and once is enough"
+    w = c.post('/wake_up', params=dict(tags='weights'))
+    assert w.json()['success'] and w.headers['x-atlas-ignored']=='tags'
+    assert sleeping(c)=={'is_sleeping': False}
+    assert state(c)['value']=='loaded'
+    assert c.post('/wake_up').json()['bytes']==0
+
+def refusals(c):
+    "Levels, models and methods that there are not"
+    for bad in ('0','3','x',''):
+        assert c.post('/sleep', params=dict(level=bad)).status_code==400
+    assert c.post('/sleep', params=dict(model='other')).status_code==404
+    assert c.get('/sleep').status_code==405
 
 def test_doors():
     "vLLM's doors: to sleep and to wake at both levels, what is told of it, and what wakes"
@@ -623,56 +655,42 @@ def test_doors():
         want = choice(answer(c))
         assert sleeping(c)=={'is_sleeping': False}
         for level in (1,2):
-            r = c.post('/sleep', params=dict(level=level))
-            assert r.status_code==200 and r.json()['success'] and r.json()['level']==level and r.json()['bytes']>1<<20
-            assert sleeping(c)=={'is_sleeping': True}
-            s = state(c)
-            assert s['value']=='sleeping' and s['level']==level and s['bytes']==r.json()['bytes']
-            assert c.get('/health').status_code==200 # nothing is wrong, and it does not wake
-            metrics = c.get('/metrics').text
-            assert 'atlas:model_state{model_name="tiny",state="sleeping"} 1.0' in metrics
-            assert 'atlas:model_sleep_bytes{model_name="tiny"}' in metrics
-            again = c.post('/sleep', params=dict(level=level)).json()
-            assert again['level']==level and again['bytes']==0 and state(c)['bytes']==r.json()['bytes']
-            w = c.post('/wake_up', params=dict(tags='weights'))
-            assert w.json()['success'] and w.headers['x-atlas-ignored']=='tags'
-            assert sleeping(c)=={'is_sleeping': False} and state(c)['value']=='loaded'
-            assert c.post('/wake_up').json()['bytes']==0
+            put_to_sleep(c, level)
+            wake(c)
             assert choice(answer(c))==want
         assert c.post('/sleep').status_code==200
         assert choice(answer(c))==want # who asks wakes it
         assert sleeping(c)=={'is_sleeping': False}
-        for bad in ('0','3','x',''):
-            assert c.post('/sleep', params=dict(level=bad)).status_code==400
-        assert c.post('/sleep', params=dict(model='other')).status_code==404
-        assert c.get('/sleep').status_code==405
+        refusals(c)
         assert c.post('/sleep').status_code==200
         assert c.post('/models/load', json=dict(model='tiny')).json()['success']
         assert sleeping(c)=={'is_sleeping': False}
         text = ''.join(c.lines)
-        assert 'tiny sleeps at level 1' in text and 'given back in' in text and 'tiny woke' in text
+        for said in ('tiny sleeps at level 1','given back in','tiny woke'):
+            assert said in text
 
 def test_many_models_and_no_autoload():
-    models = [dict(model='tiny', name='a'),
-        dict(model='tiny', name='b')]
+    "Which of them is meant has to be said, and none wakes by itself"
+    models = [dict(model='tiny', name=name) for name in 'ab']
     with serving(models, autoload=False) as c:
         until(lambda: state(c, 'b')['value']=='loaded')
-        for f in (lambda: c.post('/sleep'),
-                lambda: c.post('/wake_up'), lambda: c.get('/is_sleeping')):
-            r = f()
+        for method,path in (('POST','/sleep'),('POST','/wake_up'),('GET','/is_sleeping')):
+            r = c.request(method, path)
             assert r.status_code==400 and '?model=' in r.text
-        assert c.post('/sleep', params=dict(model='b')).status_code==200
-        assert sleeping(c, model='b')=={'is_sleeping': True} and sleeping(c, model='a')=={'is_sleeping': False}
+        def told(path): return c.post(path, params=dict(model='b'))
+        assert told('/sleep').status_code==200
+        assert [sleeping(c, model=m)['is_sleeping'] for m in 'ab']==[False,True]
         r = answer(c, model='b')
-        assert r.status_code==503 and int(r.headers['retry-after'])>0 and '/wake_up' in r.text
+        assert r.status_code==503 and '/wake_up' in r.text
+        assert int(r.headers['retry-after'])>0
         assert sleeping(c, model='b')=={'is_sleeping': True}
         want = choice(answer(c, model='a'))
-        assert c.post('/wake_up', params=dict(model='b')).status_code==200
+        assert told('/wake_up').status_code==200
         assert choice(answer(c, model='b'))==want
-        assert c.post('/sleep', params=dict(model='b')).status_code==200
+        assert told('/sleep').status_code==200
         assert c.post('/models/unload', json=dict(model='b')).status_code==200
         until(lambda: state(c, 'b')['value']=='unloaded')
-        r = c.post('/wake_up', params=dict(model='b'))
+        r = told('/wake_up')
         assert r.status_code==503 and 'does not sleep' in r.text
 
 def streamed(c, n, ended, **kw):

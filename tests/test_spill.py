@@ -472,8 +472,13 @@ def test_records_move_whole_and_alone(where, one, two, slot):
     assert moves(r, 'tile', one[:4], two[:4])
     assert moves(r, 'state', [slot], [(slot+1)%6])
 
-@pytest.mark.parametrize('device', [Host(),EMU],
-    ids=['host','emulator'])
+def brought(r, store, kind, numbers):
+    "Bring the record of that kind into `numbers`"
+    store.want(kind, ident(1))
+    data = store.ready(kind, ident(1), wait=True)
+    store.release(kind, ident(1), r.write(kind, numbers, data))
+
+@pytest.mark.parametrize('device', [Host(),EMU], ids=['host','emulator'])
 @pytest.mark.parametrize('folder', [False,True])
 def test_through_a_store(tmp_path, device, folder):
     "What was in some blocks is in others, after a memory or a file had it"
@@ -488,9 +493,7 @@ def test_through_a_store(tmp_path, device, folder):
     store.settle()
     shaken(r, 2)
     for kind,numbers in dict(tile=[0,5,6,11], state=[3]).items():
-        store.want(kind, ident(1))
-        data = store.ready(kind, ident(1), wait=True)
-        store.release(kind, ident(1), r.write(kind, numbers, data))
+        brought(r, store, kind, numbers)
         assert rows(r, kind, numbers)==was[kind]
     left_clean(store)
     assert not list(tmp_path.iterdir())

@@ -39,6 +39,11 @@ def test_sequences_that_check_drafts():
         return {rid: said(events) for rid,events in got.items()}
     assert answers('ngram', 3)==answers()
 
+def asked(i, **kw):
+    "Request `i`, greedy, of five tokens"
+    params = SamplingParams(temperature=0, ignore_eos=True, **kw)
+    return Request(f'r{i}', tuple(ids_of(5, i)), params)
+
 @pytest.mark.parametrize('drafts', (0,2))
 def test_greedy_sequences(drafts, monkeypatch):
     """The head of their steps leaves keys; where one of them asks for more it leaves logits, and
@@ -49,10 +54,6 @@ def test_greedy_sequences(drafts, monkeypatch):
             keyed.append('KEYS' in kw)
         run(name, *args, **kw)
     monkeypatch.setattr(sample, 'run', seen)
-    greedy = dict(temperature=0, ignore_eos=True)
-    def asked(i, **kw):
-        ids = tuple(ids_of(5, i))
-        return Request(f'r{i}', ids, SamplingParams(**greedy, **kw))
     reqs = [(asked(i, max_tokens=9), 0) for i in range(10)]
     reqs[3] = asked(3, max_tokens=4, logprobs=2),0
     def answers(some, seqs):

@@ -200,8 +200,7 @@ def states_in(slots:list[int])->list[int]:
 
 # %% ../../nbs/5_engine/01_cache.ipynb #17382c43
 class KVCache:
-    """Keys and values of every attention layer, states of every recurrent one, and the pool that
-    deals the blocks out"""
+    "Keys and values of every attention layer, states of every recurrent one, and their pools"
     def __init__(self,
         cfg:ModelConfig, # Layers, heads and sizes
         device, # Whose memory it is
@@ -223,11 +222,12 @@ class KVCache:
         size = self.pool.block_size
         self.kv = ops.kv_pools(device, shapes, formats, num_blocks, size)
         states = _state_shapes(cfg, ops)
-        def zeros(part, n):
-            shapes = {i:(n,*s[part])
-                for i,s in states.items()}
-            return {i:device.zeros(shape) for i,shape in shapes.items()}
-        self.conv,self.rec = zeros('conv', TAILS*num_states),zeros('rec', num_states)
+        self.conv = _zeros(device, states, 'conv', TAILS*num_states)
+        self.rec = _zeros(device, states, 'rec', num_states)
+
+def _zeros(device, states, part, n)->dict:
+    "`n` times that part of a state, for each layer that keeps one"
+    return {i: device.zeros((n,*s[part])) for i,s in states.items()}
 
 # %% ../../nbs/5_engine/01_cache.ipynb #02c59be1
 def kv_shapes(cfg:ModelConfig, drafting:bool=False)->dict:
@@ -241,6 +241,7 @@ def _state_shapes(cfg, ops):
     return {i:s for i,s in shapes.items() if s}
 
 def _layers(cfg, drafting):
+    "Numbers of the layers, those of a drafting head with them"
     return range(cfg.num_layers+cfg.mtp_layers*drafting)
 
 def token_bytes(
@@ -265,14 +266,14 @@ def slot_bytes(
 )->int:
     "Bytes of a slot: of a state with all its tails, and of what a device keeps beside it"
     shapes = _state_shapes(cfg, ops).values()
-    return 4*sum(TAILS*prod(s['conv'])+prod(s['rec'])
-        for s in shapes)
+    return 4*sum(TAILS*prod(s['conv'])+prod(s['rec']) for s in shapes)
 
 # %% ../../nbs/5_engine/01_cache.ipynb #cb4b7828
 @patch(as_prop=True)
 def nbytes(self:KVCache)->int:
     "Bytes of all blocks and states, in all layers"
-    return self.pool.num_blocks*self.pool.block_size*self.bytes_per_token + self.num_states*self.bytes_per_slot
+    tokens = self.pool.num_blocks*self.pool.block_size
+    return tokens*self.bytes_per_token + self.num_states*self.bytes_per_slot
 
 @patch
 def blocks_for(self:KVCache, tokens:int)->int:
@@ -287,22 +288,24 @@ def table(self:KVCache)->BlockTable:
 @patch
 def __repr__(self:KVCache):
     "Its size and how full it is"
-    p,st = self.pool,f', {self.num_states} states of {len(self.rec)} layers' if self.rec else ''
-    return f'KVCache({len(self.kv)} layers, {p.num_blocks*p.block_size:,} tokens{st}, {human(self.nbytes)}; {p.used} of {p.num_blocks} blocks used)'
+    p = self.pool
+    size = f'{len(self.kv)} layers, {p.num_blocks*p.block_size:,} tokens'
+    if self.rec:
+        size += f', {self.num_states} states of {len(self.rec)} layers'
+    return f'KVCache({size}, {human(self.nbytes)}; {p.used} of {p.num_blocks} blocks used)'
 
 # %% ../../nbs/5_engine/01_cache.ipynb #4f3c3b22
 @patch
 def arrays(self:KVCache)->list:
     "All arrays of keys, values and states"
-    pools = [a for p in self.kv.values()
-        for a in p.arrays if a is not None]
+    pools = [a for p in self.kv.values() for a in p.arrays if a is not None]
     return [*pools, *self.conv.values(), *self.rec.values()]
 
 @patch
 def renew(self:KVCache, device):
     "Be as new, with memory that has been replaced"
-    words = {id(p.words):p.words
-        for p in self.kv.values() if hasattr(p, 'words')}
+    pools = [p for p in self.kv.values() if hasattr(p, 'words')]
+    words = {id(p.words): p.words for p in pools}
     for w in words.values():
         forget_words(device, w)
 

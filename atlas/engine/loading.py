@@ -471,13 +471,11 @@ class Sizes:
 # %% ../../nbs/5_engine/16_loading.ipynb #e7a308e7
 @patch
 def _size(self:LoadedModel, ck, arena=None)->Sizes:
-    """Sizes of the model in the open checkpoint; sets `prefill`, `arena`, `max_num_seqs` and
-    `chunk`"""
+    "Sizes of the model in the checkpoint; sets `prefill`, `arena`, `max_num_seqs` and `chunk`"
     form,o = self._form(ck),self.options
     self._kv = self._kv_form()
     how = o.prefill_activations,o.quantization
-    self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors,
-        *how))
+    self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors, *how))
     self.arena = arena or self.device.arena(self._most())
     self._set_aside()
     weights = self._weights(ck, form)
@@ -488,6 +486,7 @@ def _size(self:LoadedModel, ck, arena=None)->Sizes:
         self._lengthen(stays, ck, form)
     return Sizes(form, weights, self._steps(self.max_num_seqs, ck, form), vision)
 
+# %% ../../nbs/5_engine/16_loading.ipynb #e547ac8f
 @patch
 def _form(self:LoadedModel, ck)->WeightForm:
     "In which form the model in the open checkpoint is loaded, and one that drafts for it"
@@ -638,8 +637,8 @@ def _narrow(self:LoadedModel)->int|None:
     return FREQUENT if self.config.vocab_size>2*FREQUENT else None
 
 # %% ../../nbs/5_engine/16_loading.ipynb #a51ec0df
-# Sequences that run at once in any case, and tokens of one for which there is to be room
-FEW,USUAL = 8,4096
+FEW = 8 # Sequences that run at once in any case
+USUAL = 4096 # Tokens of one for which there is to be room
 MOST_ROWS = 256 # Of a step that decodes
 SMALL = 10 # A part of memory that is little for a step
 
@@ -672,8 +671,7 @@ def _one_long(self:LoadedModel, seqs)->int:
 # %% ../../nbs/5_engine/16_loading.ipynb #a51ec0e0
 @patch
 def _lengthen(self:LoadedModel, need, ck, form):
-    """Take longer chunks of prompts while what a step takes is little of what weights leave of a
-    card"""
+    "Take longer chunks of prompts while a step takes little of what weights leave of a card"
     if self.device.shares_host:
         return
     left,_ = self.arena.beside(need)
@@ -688,10 +686,10 @@ def _lengthen(self:LoadedModel, need, ck, form):
 def _sequence_bytes(self:LoadedModel, tokens)->int:
     "Bytes of cache that a sequence of so many tokens takes"
     kv,by = self._kv,self.drafting
-    token = token_bytes(self.config, self.ops, kv['dtype'],
-        by.who=='mtp', kv['high_precision'])
-    more = self._beside()
-    return tokens*(token+more[0])+(1+by.k)*slot_bytes(self.config, self.ops)+more[1]
+    drafts = by.who=='mtp'
+    token = token_bytes(self.config, self.ops, kv['dtype'], drafts, kv['high_precision'])
+    more,state = self._beside()
+    return tokens*(token+more)+(1+by.k)*slot_bytes(self.config, self.ops)+state
 
 @patch
 def _tables(self:LoadedModel, seqs)->int:
@@ -723,21 +721,17 @@ def _make_cache(self:LoadedModel, steps:int):
     self.arena.budget.take('steps', steps, '--chunk')
     self.room = self._region('cache', self._cache_chunk)
     with self.room.allocating():
-        self.cache = KVCache(self.config, self.device, n,
-            num_states=states, drafting=by.who=='mtp', **self._kv)
+        self.cache = KVCache(self.config, self.device, n, num_states=states,
+            drafting=by.who=='mtp', **self._kv)
         self.draft_cache = None
         if by.ck and not by.ck.config.drafter:
-            more = states+seqs
-            self.draft_cache = KVCache(by.ck.config, self.device, n,
-                num_states=more, **self._kv)
+            own = by.ck.config
+            self.draft_cache = KVCache(own, self.device, n, num_states=states+seqs, **self._kv)
 
 # %% ../../nbs/5_engine/16_loading.ipynb #e09d4c73
 @patch
-def _blocks(
-    self:LoadedModel, others:int, ahead:int=0
-)->tuple[int,int]:
-    """Blocks and snapshots of the cache beside `others` bytes; `ahead` of them have to come from
-    what is free"""
+def _blocks(self:LoadedModel, others:int, ahead:int=0)->tuple[int,int]:
+    "Blocks and snapshots beside `others` bytes, of which `ahead` come from what is free"
     o = self.options
     others += max(0, self._cache_chunk-_LARGE_CHUNK) # the last one is not full
     left,unasked = self.arena.beside(others+self._tables(self.max_num_seqs))
@@ -757,10 +751,9 @@ def _blocks(
 def _fitting(self:LoadedModel, left, asked)->int:
     "Blocks of a cache of `asked` bytes without snapshots"
     by = self.drafting
-    more = dict(drafting=by.who=='mtp', drafts=by.k,
-        beside=self._beside())
-    return _fit(self.config, self.ops, left, asked,
-        self.max_num_seqs, self.max_seq_len, **self._kv, **more)
+    more = dict(drafting=by.who=='mtp', drafts=by.k, beside=self._beside())
+    seqs,length = self.max_num_seqs,self.max_seq_len
+    return _fit(self.config, self.ops, left, asked, seqs, length, **self._kv, **more)
 
 @patch
 def _snapshots(self:LoadedModel, asked)->tuple[int,int]:

@@ -29,8 +29,7 @@ class Flight:
     "A step that was launched and has not been taken in"
     plan:Plan
     sampled:Sampled|None=None # What it says, where that is known already
-    # Drafts of what comes next, for each of `plan.sampled`; known when it has landed
-    drafts:list|None=None
+    drafts:list|None=None # Of what comes next, for each of `plan.sampled`; known when it has landed
     load = None # What its step computes, in the flight that lands last of it; set by the engine
     since = None # When it began, if others decode meanwhile; set by the engine
     early = False # Had it come down before anybody waited for it?
@@ -38,16 +37,14 @@ class Flight:
 def piece(seq, start:int, n:int, want:int=0)->Piece:
     "Rows `start..start+n-1` of `seq`, the last `want` with logits"
     ids,blocks = seq.span(start, n),seq.table.blocks
-    marks = [(at,state_in(slot)) for at,slot in seq.trail.marks] if seq.trail else ()
-    read,marks = seq.reads,tuple(marks)
-    return Piece(ids, start, blocks, want, read, seq.states[1],
-        seq.media, marks)
+    marks = seq.trail.marks if seq.trail else ()
+    marks = tuple((at,state_in(slot)) for at,slot in marks)
+    return Piece(ids, start, blocks, want, seq.reads, seq.states[1], seq.media, marks)
 
 def tiles(plan:Plan)->list[Piece]:
     "What `plan` prefills, with logits where a prompt is complete"
     complete = set(plan.first)
-    return [piece(s, start, n, int(s in complete))
-        for s,start,n in plan.prefill]
+    return [piece(s, start, n, int(s in complete)) for s,start,n in plan.prefill]
 
 def replays(plan:Plan)->list[Piece]:
     "What `plan` replays"
@@ -91,17 +88,22 @@ class Stepper:
     def land(self, flight:Flight)->Sampled:
         "Ids [S, rows] and counts [S] that a step said, as its plan has `sampled`; the oldest first"
         return flight.sampled
-    def wait(self, flight:Flight): "Wait until nothing of `flight` is computed any more"
-    def leave(self, rid:str): "Request `rid` has ended"
-    def lost(self, plan:Plan): "A launch of `plan` was cut off: nothing that it began counts"
-    def warm(self): "Do now what a first step would have to wait for"
+    def wait(self, flight:Flight):
+        "Wait until nothing of `flight` is computed any more"
+    def leave(self, rid:str):
+        "Request `rid` has ended"
+    def lost(self, plan:Plan):
+        "A launch of `plan` was cut off: nothing that it began counts"
+    def warm(self):
+        "Do now what a first step would have to wait for"
     def idle(self)->bool:
         "Do a little of what may come in useful, while nobody waits; was there something?"
         return False
     def copies(self)->Stream:
         "A stream for copies in and out of the cache, in the order of steps"
         return self.model.device.own_stream()
-    def close(self): "Give back what only steps need; no step follows"
+    def close(self):
+        "Give back what only steps need; no step follows"
     def here(self):
         "A context for work between two steps, in their order"
         return nullcontext()
@@ -114,9 +116,7 @@ def overwrites(self:Stepper)->bool:
     return bool(self.cache.rec or own and own.rec)
 
 @patch(cls_method=True)
-def room_for(
-    cls:Stepper, vocab:int, seqs:int, drafts:int, max_seq_len:int
-)->int:
+def room_for(cls:Stepper, vocab:int, seqs:int, drafts:int, max_seq_len:int)->int:
     "Bytes of its lasting arrays, at most"
     return 0
 
@@ -135,8 +135,7 @@ class Stand:
     def of(cls, seq):
         "Of a sequence that has nothing in the air"
         p = seq.num_computed
-        return cls(p, seq.span(p, 1)[0],
-            list(seq.states), seq.drafts)
+        return cls(p, seq.span(p, 1)[0], list(seq.states), seq.drafts)
 
     def after(self, said:list[int], drafts:list[int])->'Stand':
         "The same when a step has `said` so many tokens, and guessed `drafts` after them"
@@ -162,8 +161,7 @@ class Turn:
         n,at = len(self.ids),self.stand
         keep = tuple(at.states[1:n+1])
         blocks,media = self.seq.table.blocks,self.seq.media
-        return Piece(self.ids, at.start, blocks, n,
-            at.states[0], keep, media)
+        return Piece(self.ids, at.start, blocks, n, at.states[0], keep, media)
 
 # %% ../../nbs/5_engine/13_stepper.ipynb #1f94efd0
 class HostStepper(Stepper):
@@ -298,16 +296,13 @@ def _passes(self:HostStepper, plan, turns)->list[Pass]:
 def _logits(self:HostStepper, passes):
     "Logits of all that is sampled: prompts, then each row that decodes"
     model = self.model
-    parts = [model.head(p.x[p.b.out], model.last_norm)
-        for p in passes]
+    parts = [model.head(p.x[p.b.out], model.last_norm) for p in passes]
     return parts[0] if len(parts)==1 else model.device.xp.concatenate(parts)
 
 # %% ../../nbs/5_engine/13_stepper.ipynb #5e000007
 def _by_seq(out:Sampled, first:int, turns)->Sampled:
     "What rows said, sequence by sequence, and how many of each count; prompts come `first`"
-    sizes = np.array(
-        [1]*first+[len(t.ids) for t in turns],
-        np.int32)
+    sizes = np.array([1]*first+[len(t.ids) for t in turns], np.int32)
     most = max(sizes, default=1)
     begins = np.cumsum(sizes)-sizes
     rows = begins[:,None]+np.arange(most)
@@ -319,8 +314,7 @@ def _by_seq(out:Sampled, first:int, turns)->Sampled:
 
 def _fed(turns, first, k):
     "Drafts that rows were fed, [S, k]; -1 for none, and for prompts, which come `first`"
-    drafts = np.full((first+len(turns), k), -1,
-        np.int32)
+    drafts = np.full((first+len(turns), k), -1, np.int32)
     for row,t in zip(drafts[first:], turns):
         row[:len(t.ids)-1] = t.ids[1:]
     return drafts
@@ -329,8 +323,7 @@ def _fed(turns, first, k):
 def _counted(sampled)->list[list[int]]:
     "Tokens that count of each sequence, and one where none does"
     pairs = zip(sampled.ids, sampled.counts)
-    return [np.maximum(ids[:max(n, 1)], 0).tolist()
-        for ids,n in pairs]
+    return [np.maximum(ids[:max(n, 1)], 0).tolist() for ids,n in pairs]
 
 @patch
 def _guess(self:Stepper,
@@ -342,8 +335,7 @@ def _guess(self:Stepper,
 )->list[list[int]]:
     "Show a pass to the drafter, and ask it for drafts"
     ids = spread(p.pieces, p.b.tiled, then)
-    h = self.drafter.see(p.b, p.x,
-        self.model.device.upload(ids))
+    h = self.drafter.see(p.b, p.x, self.model.device.upload(ids))
     if not (ends and k):
         return [[] for _ in ends]
     where = Ends(ends, self.cache, self.model.device)
@@ -352,9 +344,7 @@ def _guess(self:Stepper,
     return drafts
 
 @patch
-def _after_prompts(
-    self:Stepper, p:Pass, plan, said
-)->list[list[int]]:
+def _after_prompts(self:Stepper, p:Pass, plan, said)->list[list[int]]:
     "Drafts for each of `plan.first`, who have `said` their first tokens"
     first = {s:ids[0] for s,ids in zip(plan.first, said)}
     ends = [_first_end(s, t) for s,t in first.items()]

@@ -35,17 +35,14 @@ def _below(node, part):
 
 # %% ../../nbs/4_model/01_layers.ipynb #0eed04e7
 def stack(
-    dst:str, src:str, names:tuple, sizes:tuple, width:int,
-    bias:bool=False, **kw
+    dst:str, src:str, names:tuple, sizes:tuple, width:int, bias:bool=False, **kw
 )->list[Want]:
     "Wants for `names` below `src`, stacked as `dst`, [sum(sizes), width], and their biases"
     total,rows = sum(sizes),tuple(sizes)
     def of(kind): return tuple(f'{src}{n}.{kind}' for n in names)
-    found = [Want(f'{dst}.weight', of('weight'), (total, width), rows,
-        **kw)]
+    found = [Want(f'{dst}.weight', of('weight'), (total, width), rows, **kw)]
     if bias:
-        found.append(Want(f'{dst}.bias', of('bias'), (total,), rows,
-            exact=True, **kw))
+        found.append(Want(f'{dst}.bias', of('bias'), (total,), rows, exact=True, **kw))
     return found
 
 def vector(dst:str, src:str, *shape, **kw)->Want:
@@ -61,8 +58,7 @@ def norm(dst:str, src:str, n:int, c:ModelConfig)->Want:
 
 # %% ../../nbs/4_model/01_layers.ipynb #ebf5f05e
 def _gate_first(heads, d, rest):
-    """Row order that turns per-head [query | gate] rows, and `rest` rows after them, into gates,
-    queries, rest"""
+    "Order that makes [query | gate] rows of each head, and `rest` more, gates, queries, rest"
     both = 2*heads*d
     rows = np.arange(both).reshape(heads, 2, d)
     queries = rows[:,0].ravel()
@@ -85,8 +81,7 @@ class Attention:
         "`src` names the layer in the checkpoint, `dst` in the model"
         a,width = self._a,self._c.hidden_size
         ws = self._inputs(dst, src)
-        ws += stack(dst+'o_proj', src, ('o_proj',), (width,),
-            self._q, a.o_bias)
+        ws += stack(dst+'o_proj', src, ('o_proj',), (width,), self._q, a.o_bias)
         if a.sinks:
             ws.append(vector(dst+'sinks', src+'sinks', a.num_heads))
         if a.qk_norm!='none':
@@ -102,13 +97,11 @@ def _inputs(self:Attention, dst, src):
         names += ['k_proj'] if a.k_eq_v else ['k_proj','v_proj']
     sizes = [self._q*(1+a.gate)]
     sizes += [self._kv]*(len(names)-1)
-    order = {}
+    how = {}
     if a.gate:
-        order = dict(order=_gate_first(a.num_heads, a.head_dim,
-            sum(sizes[1:])))
+        how = dict(order=_gate_first(a.num_heads, a.head_dim, sum(sizes[1:])))
     width = self._c.hidden_size
-    return stack(dst+'qkv_proj', src, tuple(names), tuple(sizes),
-        width, a.bias, **order)
+    return stack(dst+'qkv_proj', src, tuple(names), tuple(sizes), width, a.bias, **how)
 
 @patch
 def _head_norms(self:Attention, dst, src):
@@ -118,8 +111,7 @@ def _head_norms(self:Attention, dst, src):
     if not a.q_only:
         heads |= dict(k_norm=a.num_kv_heads)
     def size(n): return a.head_dim*(n if a.qk_norm=='all' else 1)
-    return [norm(dst+k, src+k, size(n), self._c)
-        for k,n in heads.items()]
+    return [norm(dst+k, src+k, size(n), self._c) for k,n in heads.items()]
 
 # %% ../../nbs/4_model/01_layers.ipynb #c3f0d32a
 def _gain(o): return None if o is None else o.weight
@@ -167,14 +159,12 @@ class DeltaNet:
             decay(dst, src, heads),
             small('dt_bias', heads),
             small('norm.weight', d.v_dim),
-            *stack(dst+'out_proj', src, ('out_proj',),
-                (self._c.hidden_size,), z)]
+            *stack(dst+'out_proj', src, ('out_proj',), (self._c.hidden_size,), z)]
 
 def decay(dst, src, n):
     "The decay A = -exp(A_log) of `n` heads; GGUF files hold A itself"
     itself = vector(dst+'A', src+'A', n)
-    return vector(dst+'A', src+'A_log', n, fn=_neg_exp,
-        alts=(itself,))
+    return vector(dst+'A', src+'A_log', n, fn=_neg_exp, alts=(itself,))
 
 # %% ../../nbs/4_model/01_layers.ipynb #6a90a157
 @patch
@@ -198,8 +188,7 @@ def __call__(self:DeltaNet, x, norm, s, add=None):
     p = s.ops.project(s, x, self.in_proj, norm, extra=b_a)  # (R, qkv + z + b + a)
     conv = s.cache.conv[self._i]
     rec = s.cache.rec[self._i]
-    o,left = s.ops.gated_delta(s, p, self.weights(),
-        conv, rec)
+    o,left = s.ops.gated_delta(s, p, self.weights(), conv, rec)
     return s.ops.project(s, o, self.out_proj, left, add)
 
 # %% ../../nbs/4_model/01_layers.ipynb #9970d52f
@@ -228,20 +217,21 @@ class Mamba:
 
     def wants(self, dst, src):
         "As `Attention.wants`"
-        m,inner,heads = self._m,self._inner,self._m.num_heads
-        width,bias = self._c.hidden_size,self._m.proj_bias
+        m,width = self._m,self._c.hidden_size
+        rows = self._inner+self._conv+m.num_heads
+        ws = stack(dst+'in_proj', src, ('in_proj',), (rows,), width, m.proj_bias)
+        ws += self._small(dst, src)
+        return ws+stack(dst+'out_proj', src, ('out_proj',), (width,), self._inner, m.proj_bias)
+
+    def _small(self, dst, src):
+        "Wants of what is no product"
+        m,heads = self._m,self._m.num_heads
         def small(name, *shape): return vector(dst+name, src+name, *shape)
-        rows = inner+self._conv+heads
-        ws = stack(dst+'in_proj', src, ('in_proj',), (rows,),
-            width, bias)
-        ws.append(small('conv1d.weight', self._conv, m.conv))
+        ws = [small('conv1d.weight', self._conv, m.conv)]
         if m.conv_bias:
             ws.append(small('conv1d.bias', self._conv))
         ws.append(decay(dst, src, heads))
-        ws += [small('D', heads), small('dt_bias', heads),
-            small('norm.weight', inner)]
-        return ws+stack(dst+'out_proj', src, ('out_proj',),
-            (width,), inner, bias)
+        return ws+[small('D', heads), small('dt_bias', heads), small('norm.weight', self._inner)]
 
 # %% ../../nbs/4_model/01_layers.ipynb #cbb12b8b
 @patch
@@ -265,8 +255,7 @@ def __call__(self:Mamba, x, norm, s, add=None):
     p = s.ops.project(s, x, self.in_proj, norm)
     conv = s.cache.conv[self._i]
     rec = s.cache.rec[self._i]
-    o,left = s.ops.mamba(s, p, self.weights(),
-        conv, rec)
+    o,left = s.ops.mamba(s, p, self.weights(), conv, rec)
     return s.ops.project(s, o, self.out_proj, left, add)
 
 # %% ../../nbs/4_model/01_layers.ipynb #3b766017
@@ -280,10 +269,8 @@ class MLP:
         c,H,I = self._c,self._c.hidden_size,self._I
         ins = ('gate_proj','up_proj') if c.gated else ('up_proj',)
         sizes = (I,)*len(ins)
-        first = stack(dst+'gate_up_proj', src, ins, sizes, H, c.mlp_bias,
-            pair=c.gated)
-        return first+stack(dst+'down_proj', src, ('down_proj',),
-            (H,), I, c.mlp_bias)
+        first = stack(dst+'gate_up_proj', src, ins, sizes, H, c.mlp_bias, pair=c.gated)
+        return first+stack(dst+'down_proj', src, ('down_proj',), (H,), I, c.mlp_bias)
 
     def weights(self, gate=None)->MLPWeights:
         "What `mlp` reads; with the `gate` of a shared expert"
@@ -304,8 +291,7 @@ class MoENames:
     down:str='down_proj'
     shared:str='shared_expert'
     correction:str='gate.e_score_correction_bias'
-    # Are stacked tensors of plain numbers stored as [E,in,out]? The first that fits the shape
-    transposed:tuple=(False,)
+    transposed:tuple=(False,) # Are stacks of plain numbers [E,in,out]? The first that fits
     interleaved:bool=False # Do gate and up rows of a stacked tensor alternate?
 
 # %% ../../nbs/4_model/01_layers.ipynb #c71c896f
@@ -324,26 +310,22 @@ class _Bank:
         "Of the array"
         return self.experts,sum(self.rows.values()),self.width
 
-    def want(
-        self, transposed:tuple=(False,), order=None, pair=False
-    )->Want:
+    def want(self, transposed:tuple=(False,), order=None, pair=False)->Want:
         "It, out of experts stored one by one, stacked, or stacked part by part"
         shape,rows = self.shape,tuple(self.rows.values())
         those = range(self.experts)
         one_by_one = tuple(f'{self.base}{e}.{m}.weight' for e in those for m in self.rows)
         whole = (f'{self.base}{self.joint}',)
-        alts = [Want(self.dst, whole, shape, order=order, transposed=t)
-            for t in transposed]
+        alts = [Want(self.dst, whole, shape, order=order, transposed=t) for t in transposed]
         if len(rows)>1:
             apart = tuple(self.base+m for m in self.rows)
             alts.append(Want(self.dst, apart, shape, rows, axis=1))
         sizes = rows*self.experts
-        return Want(self.dst, one_by_one, shape, sizes, alts=tuple(alts),
-            pair=pair)
+        return Want(self.dst, one_by_one, shape, sizes, alts=tuple(alts), pair=pair)
 
 def _halves(I):
-    return np.concatenate([np.arange(0, 2*I, 2),
-        np.arange(1, 2*I, 2)])
+    "Row order that puts gate rows before up rows, where they alternate"
+    return np.concatenate([np.arange(0, 2*I, 2), np.arange(1, 2*I, 2)])
 
 # %% ../../nbs/4_model/01_layers.ipynb #1c940210
 class MoE:
@@ -368,11 +350,9 @@ def _banks(self:MoE, dst, base)->list:
     H,E,I = c.hidden_size,m.num_experts,m.intermediate_size
     joint = 'gate_up_proj' if c.gated else n.up
     first = _Bank(dst+'experts.gate_up_proj', base, E, self._inputs(), H, joint)
-    second = _Bank(dst+'experts.down_proj', base, E, {n.down:H},
-        I, 'down_proj')
+    second = _Bank(dst+'experts.down_proj', base, E, {n.down:H}, I, 'down_proj')
     order = _halves(I) if n.interleaved else None
-    return [first.want(n.transposed, order, pair=c.gated),
-        second.want(n.transposed)]
+    return [first.want(n.transposed, order, pair=c.gated), second.want(n.transposed)]
 
 # %% ../../nbs/4_model/01_layers.ipynb #778fae01
 @patch
@@ -380,8 +360,7 @@ def wants(self:MoE, dst, src):
     "As `Attention.wants`"
     m,n,H = self.config,self._n,self._c.hidden_size
     router = (f'{src}{n.router}.weight',)
-    ws = [Want(dst+'router.weight', router, (m.num_experts,H),
-        exact=True)]
+    ws = [Want(dst+'router.weight', router, (m.num_experts,H), exact=True)]
     ws += self._banks(dst, src+'experts.')
     if m.router_bias:
         ws.append(vector(dst+'router.bias', f'{src}{n.router}.bias', m.num_experts))
@@ -397,13 +376,12 @@ def _bias_wants(self:MoE, dst, base):
         return []
     E,H = self.config.num_experts,self._c.hidden_size
     ins = self._inputs()
-    I,name = sum(ins.values()),dst+'experts.gate_up_proj_bias'
+    sizes = tuple(ins.values())
+    I,name = sum(sizes),dst+'experts.gate_up_proj_bias'
     sources = tuple(f'{base}{k}_bias' for k in ins)
-    parts = Want(name, sources, (E,I),
-        tuple(ins.values()), axis=1, exact=True)
+    parts = Want(name, sources, (E,I), sizes, axis=1, exact=True)
     cols = _halves(I//2) if self._n.interleaved else None
-    how = dict(cols=cols, alts=(parts,),
-        pair=len(ins)>1)
+    how = dict(cols=cols, alts=(parts,), pair=len(ins)>1)
     first = vector(name, base+'gate_up_proj_bias', E, I, **how)
     return [first, vector(dst+'experts.down_proj_bias', base+'down_proj_bias', E, H)]
 
@@ -416,8 +394,7 @@ def _shared_wants(self:MoE, dst, src):
     ws = self.shared.wants(dst+'shared.', f'{src}{n.shared}.')
     if m.shared_gate:
         gate = (f'{src}{n.shared}_gate.weight',)
-        ws.append(Want(dst+'shared_gate', gate,
-            (1,self._c.hidden_size), exact=True))
+        ws.append(Want(dst+'shared_gate', gate, (1,self._c.hidden_size), exact=True))
     return ws
 
 # %% ../../nbs/4_model/01_layers.ipynb #ddc72536
@@ -484,6 +461,5 @@ class Block:
         "The stream `x` [R,H] after this block"
         for h in self._halves:
             gain = getattr(self, h.attr+'_norm').weight
-            x = h.layer(x, Norm(gain, self._c.norm_eps),
-                s, add=x)
+            x = h.layer(x, Norm(gain, self._c.norm_eps), s, add=x)
         return x

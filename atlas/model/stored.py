@@ -128,33 +128,37 @@ def load(self:Store,
 
 @patch
 def _refuse(self:Store, why):
+    "Say in the log why the file is not used"
     _log.warning('The checkpoint is read, and its packed file made anew: %s', why)
 
 @patch
 def _read(self:Store, places, show, note):
+    "As `load`, of a file that is there; a `CheckpointError` where it is damaged"
     with PackedFile(self.path) as f:
         if why := self._differs(f.meta):
             return self._refuse(f'{self.path.name} is of {why}')
-        homes = {}
-        for parts,device,*_ in places:
-            homes |= dict.fromkeys(parts, arrays_of(device))
-        def part(name): return Want(name, (), ()).part
-        def allocate(e):
-            return homes[part(e.name)].empty(e.shape,
-                TYPES[e.dtype])
-        mine = [n for n in f.names if part(n) in homes]
-        lock = threading.Lock()
-        with progress(f.file.size, 'loading', show) as bar:
-            def seen(n):
-                with lock:
-                    bar.update(n)
-            ws = f.load(mine, homes[''], allocate=allocate, seen=seen)
+        ws = _arrays(f, places, show)
         self.fresh = True
         self.readings.append(f.reading)
         if note:
             note(f.reading)
         _log.info('Packed weights: %s', f.reading)
         return ws
+
+def _arrays(f, places, show)->dict:
+    "Arrays of an open file by name, each on the device of its part"
+    homes = {}
+    for parts,device,*_ in places:
+        homes |= dict.fromkeys(parts, arrays_of(device))
+    def part(name): return Want(name, (), ()).part
+    def allocate(e): return homes[part(e.name)].empty(e.shape, TYPES[e.dtype])
+    mine = [n for n in f.names if part(n) in homes]
+    lock = threading.Lock()
+    with progress(f.file.size, 'loading', show) as bar:
+        def seen(n):
+            with lock:
+                bar.update(n)
+        return f.load(mine, homes[''], allocate=allocate, seen=seen)
 
 # %% ../../nbs/4_model/13_stored.ipynb #21f92072
 @patch

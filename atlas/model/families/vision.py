@@ -91,22 +91,19 @@ def _merger_wants(self:VisionTower, at, normed):
 
 # %% ../../../nbs/4_model/02_families.vision.ipynb #eb4bc7a5
 def _normed(n, y): return layernorm(y, n.weight, n.bias)
-def _times(m, y, **add):
-    return linear(y, m.weight, m.bias, **add)
+def _times(m, y, **add): return linear(y, m.weight, m.bias, **add)
 
 @patch
 def _attend(self:VisionTower, b, x, angles):
     "`x` [1,n,D] and what attention adds"
     heads,n,D = self._v.num_heads,*x.shape[1:]
-    qkv = _times(b.attn.qkv, _normed(b.norm1, x)).reshape(
-        n, 3*heads, -1)
+    qkv = _times(b.attn.qkv, _normed(b.norm1, x)).reshape(n, 3*heads, -1)
     qk = rope(qkv[:,:2*heads], *angles)
     q = qk[:,:heads]
     k = qk[:,heads:]
     v = qkv[:,2*heads:]
     o = full_attention(q, k, v, (D//heads)**-.5)
-    return _times(b.attn.proj, o.reshape(1, n, D),
-        add=x)
+    return _times(b.attn.proj, o.reshape(1, n, D), add=x)
 
 @patch
 def _feed(self:VisionTower, b, x):
@@ -116,13 +113,10 @@ def _feed(self:VisionTower, b, x):
 
 @patch
 def _merge(self:VisionTower, m, x, late=False):
-    """Blocks of patches `x` [1,n,D] as rows [n/merge², out]; `late`: the norm comes after they are
-    joined"""
-    def join(y):
-        return y.reshape(1, -1,
-            self._v.hidden_size*self._v.merge_size**2)
-    h = _normed(m.norm, join(x)) if late else join(_normed(
-        m.norm, x))
+    "Blocks of patches `x` [1,n,D] as rows [n/merge², out]; `late`: normed when they are joined"
+    joined = self._v.hidden_size*self._v.merge_size**2
+    def join(y): return y.reshape(1, -1, joined)
+    h = _normed(m.norm, join(x)) if late else join(_normed(m.norm, x))
     return _times(m.linear_fc2, gelu(_times(m.linear_fc1, h)))[0]
 
 # %% ../../../nbs/4_model/02_families.vision.ipynb #7ec12298
