@@ -247,8 +247,8 @@ def test_nothing_to_do():
 # -- the checks above can fail -------------------------------------------------------------------------------------------
 
 def broken(f, old, new):
-    "`f` with a piece of its source exchanged"
-    src = inspect.getsource(f)
+    "`f` with a piece of its source exchanged, or of what sorts picks for it"
+    src = ''.join(map(inspect.getsource, (moe.picks_by_expert,f)))
     assert src.count(old)==1, (old,src.count(old))
     ns = dict(vars(moe))
     exec(src.replace(old, new), ns)

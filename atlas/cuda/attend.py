@@ -507,6 +507,10 @@ def _as_bytes(a):
 def _pools(pool):
     return {name:_as_bytes(a) for name,a in zip(_POOLS, pool.arrays)}
 
+def _in_pool(b, pool):
+    "The pool, and where in it sequences and rows are"
+    return _pools(pool)|dict(tables=b.tables, slots=b.slots)
+
 def _of_sequences(b):
     "Whose the rows are, and where sequences begin"
     return dict(seq=b.seq, first=b.first, starts=b.starts)
@@ -541,8 +545,8 @@ def attend(
     both = _of_sequences(b)|_left(card, rows, p.pieces, heads, d)
     both |= dict(qkv=qkv, sinks=sinks, window=window or 0, many=p.many)
     both |= dict(y=y.reshape(rows, heads, d))
-    own = _gains(a, q_norm, k_norm)|_turns(angles, rows)|_pools(pool)
-    own |= dict(tables=b.tables, slots=b.slots, eps=float(eps), scale=float(scale))
+    own = _gains(a, q_norm, k_norm)|_turns(angles, rows)
+    own |= _in_pool(b, pool)|dict(eps=float(eps), scale=float(scale))
     _decode(p, pool, rows, d, both|own)
     if p.pieces>1 and p.words is None:
         _merge(card, p, rows, both)

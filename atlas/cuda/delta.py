@@ -158,8 +158,10 @@ def _launch_wide(n, args, how):
     run('delta_wide', (vh,n), 5*dv, *args, shared=room, **rings, **how)
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #11a42092
-def _launch(card, n, kh, seqs, what, how):
+def _launch(card, n, kh, seqs, what, out, how):
     "Launch `delta_wide` with `n` blocks for each head, or `delta_step` if that is 0"
+    y,parts = out
+    what = what|dict(y=y.reshape(parts.shape[:2]+(-1,)), parts=parts)
     if not n:
         _launch_step(card, kh, seqs, StepArgs(**what), how)
         return
@@ -169,6 +171,10 @@ def _launch(card, n, kh, seqs, what, how):
 def _room_for_rows(card, rows, vh, dv):
     "Room for what `delta_step` writes: y, and squares that make up its norm"
     return card.empty((rows,vh*dv)),card.empty((rows,vh,dv//32))
+
+def _kept(conv, rec, record)->dict:
+    "Options for the pools of states: tails of a slot, and numbers of a record"
+    return dict(TAILS=len(conv)//len(rec), RECORD=record)
 
 def _sequences(b)->dict:
     "Where a step's sequences begin, and their states"
@@ -213,12 +219,10 @@ def delta_step(
     dk,dv,record = delta_sizes(conv_w, norm_w, vh, kh)
     what = dict(x=x, conv_w=conv_w, decay=A, dt_bias=dt_bias, norm_w=norm_w)
     what |= dict(conv=conv, rec=rec, rows=len(x))|_sequences(b)
-    how = dict(DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'))
-    how |= dict(TAILS=len(conv)//len(rec), RECORD=record)
+    how = dict(DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'), **_kept(conv, rec, record))
     n = _beside(card, vh, dk, dv, seqs)
     if n and seqs<=_LEFT and _leaves(then, vh, dv):
         return _left_as_tiles(n, then, eps, what|dict(kh=kh, seqs=seqs), how)
     y,parts = out or _room_for_rows(card, len(x), vh, dv)
-    what |= dict(y=y.reshape(-1, vh, dv), parts=parts)
-    _launch(card, n, kh, seqs, what, how)
+    _launch(card, n, kh, seqs, what, (y,parts), how)
     return y,parts

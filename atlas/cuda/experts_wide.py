@@ -368,6 +368,7 @@ def _variants(card, mix:Mixture, R)->list[dict]:
     aside = int(_bucket(R)>FEW_ROWS)
     return [d|dict(ASIDE=aside) for d in _halves(card, *banks, mix.picks, entries)]
 
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #37ce32bf
 def _at_once(card, mix, rows:MoERows, y, blocks, d):
     "Router, and both halves in a launch: `y` of each entry; returns the weights of picks"
     x,up = rows.x,mix.up

@@ -153,6 +153,8 @@ _POOL = 'k','k_scale','k_sub','v','v_scale','v_sub' # As `KVPool.arrays`
 def _as_bytes(a):
     return a if a is None or a.dtype=='float32' else a.view('uint8')
 
+def _tiles(b): return dict(tile_lo=b.tile_lo, tile_hi=b.tile_hi)
+
 def _pools(pool):
     return {name: _as_bytes(x) for name,x in zip(_POOL, pool.arrays)}
 
@@ -197,16 +199,13 @@ def flash(
     out=None, # [R, heads*d]
 ): # [R, heads*d] float32; zeros in padding rows
     "Attention of tiles of prompts over the paged cache, from projection to projection"
-    card = card_of(qkv)
-    rows,width = qkv.shape
-    heads = a.num_heads
-    kv = a.num_kv_heads
-    d = a.head_dim
+    card,rows = card_of(qkv),len(qkv)
+    heads,kv,d = a.num_heads,a.num_kv_heads,a.head_dim
     y = card.empty((rows, heads*d)) if out is None else out
     cut = _cut(card, d, heads//kv, pool.fmt, heads*rows//TILE)
     boxed = pool.fmt=='f16' and 'WGMMA' in cut.options
-    both = _pools(pool)|_halves(card, rows, a, pool, boxed)
-    both |= dict(tile_lo=b.tile_lo, tile_hi=b.tile_hi, heads=heads, kv=kv, width=width)
+    both = _pools(pool)|_halves(card, rows, a, pool, boxed)|_tiles(b)
+    both |= dict(heads=heads, kv=kv, width=qkv.shape[1])
     own = dict(qkv=qkv, q_norm=q_norm, k_norm=k_norm)|_turns(angles, rows)
     _prepare(a, pool, b, eps, both, own)
     gates = qkv if a.gate else None

@@ -185,7 +185,11 @@ def _tiles_of_delta(card, T, kh, vh, dk)->dict:
     "Memory for what is known of tiles before their states"
     shapes = dict(q=(kh,TILE*dk), k=(kh,TILE*dk), t=(vh,2560), p=(vh,2560))
     made = {name: card.empty((T,*shape), 'uint32') for name,shape in shapes.items()}
-    return made|dict(scal=card.empty((T,vh,3*TILE)))
+    return made|dict(scal=card.empty((T,vh,3*TILE)), kh=kh, vh=vh)
+
+def _rows_of_delta(x, conv_w, conv)->dict:
+    "Rows as projected, and the convolution they go through"
+    return dict(x=x, conv_w=conv_w, conv=conv, c=len(conv_w), width=x.shape[1])
 
 def _prepare_delta(args:DeltaPrepArgs, T, dk):
     "Launch `delta_prep` for `T` tiles"
@@ -214,8 +218,7 @@ def delta_many(
     vh = rec.shape[1]
     dk,dv,_ = delta_sizes(conv_w, norm_w, vh, kh)
     y = card.empty((len(x), vh*dv)) if out is None else out
-    both = dict(x=x, conv_w=conv_w, conv=conv, kh=kh, vh=vh, c=len(conv_w), width=x.shape[1])
-    both |= _tables(b)|_tiles_of_delta(card, T, kh, vh, dk)
+    both = _rows_of_delta(x, conv_w, conv)|_tables(b)|_tiles_of_delta(card, T, kh, vh, dk)
     _prepare_delta(DeltaPrepArgs(**both, decay=A, dt_bias=dt_bias), T, dk)
     args = DeltaManyArgs(**both, rec=rec, y=y, tiles=T)
     _carry(card, b.num_seqs, args, dk, len(conv)//len(rec))
@@ -236,7 +239,8 @@ def _tiles_of_mamba(card, T, groups, nh, hd, N):
     "Memory for what is known of tiles before their states"
     shapes = dict(q=(groups,TILE*N), k=(groups,TILE*N), p=(nh,TILE*TILE))
     made = {name: card.empty((T,*shape), 'uint32') for name,shape in shapes.items()}
-    return made|dict(u=card.empty((T,nh,TILE*hd)), scal=card.empty((T,nh,2*TILE)))
+    made |= dict(u=card.empty((T,nh,TILE*hd)), scal=card.empty((T,nh,2*TILE)))
+    return made|dict(groups=groups, nh=nh)
 
 def _prepare(both, T, dk, dv, **own):
     "Launch `mamba_prep` for `T` tiles"
@@ -274,8 +278,7 @@ def mamba_many(
     nh,dv,dk = rec.shape[1:]
     check_sizes('A Mamba layer', {'heads':dv, 'a state':dk}, _MAMBA)
     y = card.empty((len(x), nh*dv)) if out is None else out
-    both = dict(groups=groups, nh=nh)|_tables(b)
-    both |= _tiles_of_mamba(card, T, groups, nh, dv, dk)
+    both = _tables(b)|_tiles_of_mamba(card, T, groups, nh, dv, dk)
     own = dict(x=x, conv_w=conv_w, conv_b=conv_b, decay=A, dt_bias=dt_bias, conv=conv)
     _prepare(both, T, dk, dv, **own, per=_prepared(nh, groups))
     args = MambaManyArgs(**both, skip=D, rec=rec, y=y, tiles=T)
