@@ -200,6 +200,38 @@ __device__ __forceinline__ void put_products(
     }
 }
 
+// The block's outputs, of what all warps found of its `strips` strips: shares are added in order.
+__device__ __forceinline__ void merge_spread(
+        Shared* sm, const Params& p, unsigned own, unsigned parts, unsigned strips) {
+    #pragma unroll 1
+    for (unsigned i = threadIdx.x; i < strips * 16 * DSPLIT; i += THREADS) {
+        const unsigned strip = i / (16 * DSPLIT);
+        const unsigned line = i / DSPLIT % 16;
+        const unsigned share = i % DSPLIT;
+        float acc = 0.f;
+        #pragma unroll
+        for (int k = 0; k < DShares::MOST_OF * D::UNITS; k++) {
+            const unsigned block = (k / D::UNITS * DSPLIT + share) * D::UNITS
+                    + k % D::UNITS;
+            if (block >= BLOCKS)
+                break;
+            const float2 v = ((const float2*)sm->found(strip)[block])[line];
+            acc = fmaf(v.x, v.y, acc);
+        }
+        float v = 0.f + acc;
+        if (DSPLIT > 1)
+            v += __shfl_xor_sync(~0u, acc, 1);
+        const unsigned part = 2 * strip + line / 8;
+        if (share || part >= parts)
+            continue;
+        const float* with = sm->dtail[strip][0];
+        const float more = p.dbias ? with[16 + line] : 0.f;
+        const int to = sm->slots.who[part / own][0];
+        sm->done[to][part % own * 8 + line % 8] = fmaf(
+                v, D::row_scale((Bytes)with, with, line), more);
+    }
+}
+
 __device__ __forceinline__ void long_rows(const Params& p) {
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32;
@@ -413,34 +445,8 @@ __device__ __forceinline__ void long_rows(const Params& p) {
         cp_async_wait<0>();
         __syncthreads();
     }
-    #pragma unroll 1
-    for (unsigned i = threadIdx.x; SPREAD && span > 0 && i < strips() * 16 * DSPLIT;
-            i += THREADS) {
-        const unsigned strip = i / (16 * DSPLIT);
-        const unsigned line = i / DSPLIT % 16;
-        const unsigned share = i % DSPLIT;
-        float acc = 0.f;
-        #pragma unroll
-        for (int k = 0; k < DShares::MOST_OF * D::UNITS; k++) {
-            const unsigned block = (k / D::UNITS * DSPLIT + share) * D::UNITS
-                    + k % D::UNITS;
-            if (block >= BLOCKS)
-                break;
-            const float2 v = ((const float2*)sm->found(strip)[block])[line];
-            acc = fmaf(v.x, v.y, acc);
-        }
-        float v = 0.f + acc;
-        if (DSPLIT > 1)
-            v += __shfl_xor_sync(~0u, acc, 1);
-        const unsigned part = 2 * strip + line / 8;
-        if (share || part >= parts())
-            continue;
-        const float* with = sm->dtail[strip][0];
-        const float more = p.dbias ? with[16 + line] : 0.f;
-        const int to = sm->slots.who[part / own][0];
-        sm->done[to][part % own * 8 + line % 8] = fmaf(
-                v, D::row_scale((Bytes)with, with, line), more);
-    }
+    if (SPREAD && span > 0)
+        merge_spread(sm, p, own, parts(), strips());
     int tail = 0;
     const int short_at = KEEP < 2 && DShares::SHORT && dshare == DShares::LAST ? 1 : 0;
     round = 0;  // warps of a team may have had different numbers of strips
