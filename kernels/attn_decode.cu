@@ -365,6 +365,233 @@ __device__ __forceinline__ float4 gated4(float4 v, float4 g) {
     return make_float4(gated(v.x, g.x), gated(v.y, g.y), gated(v.z, g.z), gated(v.w, g.w));
 }
 
+// Pieces of a row are added up by their blocks together: this one is `rank` of `ranks`.
+__device__ __forceinline__ void merge(
+        const Params& p, const Work& w, const float* sink, int row, size_t own, int count,
+        int rank, int ranks, int warp, int lane) {
+    float* const at0 = p.words
+            + (((size_t)row * p.cells) * HEADS + w.h0) * (D / 8) * RECORD;
+    #pragma unroll 1
+    for (int i0 = (rank * W + warp) * 32; i0 < w.gb * (D / 4); i0 += ranks * THREADS) {
+        const int i = min(i0 + lane, w.gb * (D / 4) - 1);
+        const float4 g = GATE
+                ? *(const float4*)(p.qkv + (size_t)row * WIDTH + w.h0 * D + i * 4)
+                : make_float4(0.f, 0.f, 0.f, 0.f);
+        float4 v = merged(
+                at0 + i / 2 * RECORD + i % 2 * 4, i % 2, (size_t)HEADS * (D / 8) * RECORD,
+                count, sink[i / (D / 4)]);
+        if (GATE)
+            v = gated4(v, g);
+        if (i0 + lane == i)
+            *(float4*)(p.y + own + i * 4) = v;
+    }
+}
+
+// The sums of the scores that a group's warps have, each of its part of the elements.
+__device__ __forceinline__ void exchange(
+        float4 (&x)[SHARE], float4* scores, int group, int part, int lane) {
+    float4* const all = scores + group * SPLIT * SHARE * 32 + lane;
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++)
+        all[(part * SHARE + r) * 32] = x[r];
+    sync_warps<SPLIT>(group);
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++) {
+        x[r] = all[r * 32];
+        #pragma unroll
+        for (int k = 1; k < SPLIT; k++) {
+            const float4 z = all[(k * SHARE + r) * 32];
+            x[r].x = __fadd_rn(x[r].x, z.x);
+            x[r].y = __fadd_rn(x[r].y, z.y);
+            x[r].z = __fadd_rn(x[r].z, z.z);
+            x[r].w = __fadd_rn(x[r].w, z.w);
+        }
+    }
+    sync_warps<SPLIT>(group);
+}
+
+// Scores of a slice, of what limbs and steps of queries made of it.
+__device__ __forceinline__ void add_limbs(
+        float4 (&x)[SHARE], const float (&c)[SHARE][2][2][4]) {
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            (&x[r].x)[i] = __fadd_rn(
+                    __fadd_rn(c[r][0][i / 2][i % 2], c[r][1][i / 2][i % 2]),
+                    __fadd_rn(c[r][0][i / 2][i % 2 + 2], c[r][1][i / 2][i % 2 + 2]));
+}
+
+// What a group has found of a row: its largest scores, and sums of weights and of values.
+__device__ __forceinline__ void leave(
+        const Room& m, const Part& vs, const float (&acc)[Part::TILES][4], float top,
+        float l, float* mine, int group, int part, int own_lane) {
+    if (!part && own_lane % 4 == 0) {
+        m.tops[group * 8 + own_lane / 4] = top;
+        m.sums[group * 8 + own_lane / 4] = l;
+    }
+    #pragma unroll
+    for (int i = 0; i < Part::TILES; i++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int d = vs.element(i, own_lane / 4, e / 2);
+            if ((D % 32 == 0 && Part::EVEN) || d < D)
+                mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] = acc[i][e];
+        }
+}
+
+// Queries are normed and turned, and become fragments.
+__device__ __forceinline__ void put_queries(
+        const Params& p, const Work& w, const Room& m, Vec (&q)[SHARE][QI],
+        const Spin (&turn)[SHARE], const Vec& gq, int t, float factor, int warp, int lane) {
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++) {
+        const float all = NORM == 2
+                ? rms_all(p.qkv + (size_t)(t + (r < w.n ? r : 0)) * WIDTH + Q0, HEADS * D,
+                          p.eps, lane)
+                : 0.f;
+        #pragma unroll
+        for (int i = 0; i < QI; i++) {
+            const int g = warp + i * W;
+            Vec& x = q[r][i];
+            if (NORM == 1)
+                x.times(x.rms(p.eps), gq);
+            if (NORM == 2) {
+                Vec gain;
+                gain.load(p.q_all + (w.h0 + min(g, w.gb - 1)) * D, lane);
+                x.times(all, gain);
+            }
+            turn[r](x, m.scratch + warp * Spin::SCRATCH, lane);
+            if (g < w.gb && r < w.n)
+                Part::put_query(m.qf + r * Part::STEPS * 32, x.v, g, factor, lane);
+        }
+    }
+}
+
+// This warp's heads of the rows' queries, as the product before left them.
+__device__ __forceinline__ void load_queries(
+        const Params& p, const Work& w, Vec (&q)[SHARE][QI], int t, int warp, int lane) {
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++)
+        #pragma unroll
+        for (int i = 0; i < QI; i++)
+            q[r][i].load(
+                    p.qkv + (size_t)(t + (SHARE > 1 && r < w.n ? r : 0)) * WIDTH + Q0
+                            + (w.h0 + min(warp + i * W, w.gb - 1)) * D,
+                    lane);
+}
+
+// A key of this step is normed and turned; a value at most normed.
+__device__ __forceinline__ void turn_fresh(
+        const Params& p, const Work& w, const Room& m, Vec& x, const Spin& turn,
+        const Vec& gk, bool is_v, int row, int warp, int lane) {
+    const Vec raw = x;
+    if (NORM == 1)
+        x.times(x.rms(p.eps), gk);
+    if constexpr (NORM == 2) {
+        Vec gain;
+        gain.load(p.k_all + w.kv * D, lane);
+        x.times(rms_all(p.qkv + (size_t)row * WIDTH + K0, KV * D, p.eps, lane), gain);
+    }
+    turn(x, m.scratch + warp * Spin::SCRATCH, lane);
+    if (is_v) {
+        x = raw;
+        if (VNORM)
+            x.times(x.rms(p.eps));
+    }
+}
+
+// Key or value i of this step stays with the block, and goes into the cache if it is of its rows.
+__device__ __forceinline__ void keep_fresh(
+        const Params& p, const Work& w, const Room& m, const Vec& x, bool is_v, int i,
+        long long slot, int lane) {
+    KvRow<FMT, D> e;
+    e.encode((const float4*)x.v, lane);
+    e.store(m.rows, m.row_scales, m.row_subs, 2 * i + is_v, lane);
+    if (i < w.back || w.hg || slot < 0)
+        return;
+    if (is_v)
+        e.store(p.v_pool, p.v_scales, p.v_subs, slot * KV + w.kv, lane);
+    else
+        e.store(p.k_pool, p.k_scales, p.k_subs, slot * KV + w.kv, lane);
+}
+
+// Rows of this step in the slice at lo, of keys (0) or of values (1).
+__device__ __forceinline__ void patch_slice(
+        const Room& m, const Work& w, bool has_fresh, int lo, const Part& to, int which) {
+    if (!has_fresh || lo + 16 <= w.start)
+        return;
+    for (int j = max(lo, w.start); j < min(lo + 16, w.end); j++) {
+        to.copy(m.rows, m.row_subs, 2 * (j - w.start) + which, j - lo);
+        if (!which)
+            to.copy_scales(m.row_scales + 2 * (j - w.start), j - lo);
+    }
+    __syncwarp();
+}
+
+// Weights of a slice for all rows, as fragments; older sums of a row fade where `fades`.
+__device__ __forceinline__ void weigh(
+        const Work& w, const float4 (&x)[SHARE], float (&top)[SHARE], float (&sum)[SHARE],
+        unsigned (&b)[SHARE][4], const Part& ks, int lo, float (&fade)[SHARE],
+        bool (&fades)[SHARE], int lane) {
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++) {
+        const float was = top[r];
+        fade[r] = weights(
+                x[r], top[r], sum[r], b[r], ks, lo, w.lowest(w.p0 + r), w.p0 + r, lane);
+        // else times one, or nothing there yet
+        fades[r] = __any_sync(~0u, fade[r] != 1.f && was != NONE);
+    }
+}
+
+// Of head own_lane % 8: the largest score, factors of the groups, the sum of weights, and, where
+// the row sees a `whole` piece and no other, what makes sums an answer.
+__device__ __forceinline__ void merge_groups(
+        const Room& m, int own_lane, bool whole, float& most, float& total,
+        float (&part_of)[GROUPS], float& rate) {
+    #pragma unroll
+    for (int k = 0; k < GROUPS; k++)
+        most = fmaxf(most, m.tops[k * 8 + own_lane % 8]);
+    const float base = most == NONE ? 0.f : most;  // NONE: nothing but NaN
+    const float sink = m.sink[own_lane % 8];
+    #pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+        part_of[k] = exp2f(__fsub_rn(m.tops[k * 8 + own_lane % 8], base));
+        total = fmaf(part_of[k], m.sums[k * 8 + own_lane % 8], total);
+    }
+    if (whole) {
+        const float high = fmaxf(most, sink);
+        const float fall = exp2f(__fsub_rn(base, high));
+        rate = fall / fmaf(total, fall, exp2f(__fsub_rn(sink, high)));
+    }
+}
+
+// v += what the groups have of elements d .. d+3 of head g, times their factors.
+__device__ __forceinline__ void add_groups(
+        float4& v, const Room& m, const float (&part_of)[GROUPS], int g, int d) {
+    #pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+        const float e = __shfl_sync(~0u, part_of[k], g);
+        const float4 u = *(
+                const float4*)((const float*)(m.left + k * m.STEP) + g * (D + 4) + d);
+        v.x = fmaf(e, u.x, v.x);
+        v.y = fmaf(e, u.y, v.y);
+        v.z = fmaf(e, u.z, v.z);
+        v.w = fmaf(e, u.w, v.w);
+    }
+}
+
+// The block's ticket, when its first thread has it.
+__device__ __forceinline__ int drawn(const Room& m) {
+    int ticket;
+    while ((ticket = *m.ticket) == UNKNOWN) {
+#if !defined(__CUDA_ARCH__)
+        __nanosleep(0);  // let others write it
+#endif
+    }
+    return ticket;
+}
+
 #if LEAN
 #define BOUNDS __maxnreg__(112)
 #else
@@ -402,16 +629,7 @@ extern "C" __global__ void BOUNDS attn_decode(
     // row t is often of sequence t, and what is asked for at once need not be waited for in turn
     w.ask(p.tables, p.first, p.starts, guess, p.mb, lane);
     Vec q[SHARE][QI];
-    auto queries = [&] {
-        #pragma unroll
-        for (int r = 0; r < SHARE; r++)
-            #pragma unroll
-            for (int i = 0; i < QI; i++)
-                q[r][i].load(
-                        p.qkv + (size_t)(t + (SHARE > 1 && r < w.n ? r : 0)) * WIDTH + Q0
-                                + (w.h0 + min(warp + i * W, w.gb - 1)) * D,
-                        lane);
-    };
+    auto queries = [&] { load_queries(p, w, q, t, warp, lane); };
     #pragma unroll
     for (int r = 0; r < SHARE; r++)
         turn[r].find(p.at, min(t + r, rows - 1), rows, lane);
@@ -498,56 +716,14 @@ extern "C" __global__ void BOUNDS attn_decode(
     };
     float4 gate[QUADS];
     const float factor = __fmul_rn(p.scale, LOG2E);
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++) {
-        const float all = NORM == 2
-                ? rms_all(p.qkv + (size_t)(t + (r < w.n ? r : 0)) * WIDTH + Q0, HEADS * D,
-                          p.eps, lane)
-                : 0.f;
-        #pragma unroll
-        for (int i = 0; i < QI; i++) {
-            const int g = warp + i * W;
-            Vec& x = q[r][i];
-            if (NORM == 1)
-                x.times(x.rms(p.eps), gq);
-            if (NORM == 2) {
-                Vec gain;
-                gain.load(p.q_all + (w.h0 + min(g, w.gb - 1)) * D, lane);
-                x.times(all, gain);
-            }
-            turn[r](x, m.scratch + warp * Spin::SCRATCH, lane);
-            if (g < w.gb && r < w.n)
-                Part::put_query(m.qf + r * Part::STEPS * 32, x.v, g, factor, lane);
-        }
-    }
+    put_queries(p, w, m, q, turn, gq, t, factor, warp, lane);
     // Turn rows of this step: keys are for even warps, values for odd ones. Keep them, and put
     // those of this block's rows into the cache
     auto turned = [&](Vec& x, const Spin& turn, int row) {
-        const Vec raw = x;
-        if (NORM == 1)
-            x.times(x.rms(p.eps), gk);
-        if constexpr (NORM == 2) {
-            Vec gain;
-            gain.load(p.k_all + w.kv * D, lane);
-            x.times(rms_all(p.qkv + (size_t)row * WIDTH + K0, KV * D, p.eps, lane), gain);
-        }
-        turn(x, m.scratch + warp * Spin::SCRATCH, lane);
-        if (is_v) {
-            x = raw;
-            if (VNORM)
-                x.times(x.rms(p.eps));
-        }
+        turn_fresh(p, w, m, x, turn, gk, is_v, row, warp, lane);
     };
     auto keep = [&](const Vec& x, int i, long long slot) {
-        KvRow<FMT, D> e;
-        e.encode((const float4*)x.v, lane);
-        e.store(m.rows, m.row_scales, m.row_subs, 2 * i + is_v, lane);
-        if (i < w.back || w.hg || slot < 0)
-            return;
-        if (is_v)
-            e.store(p.v_pool, p.v_scales, p.v_subs, slot * KV + w.kv, lane);
-        else
-            e.store(p.k_pool, p.k_scales, p.k_subs, slot * KV + w.kv, lane);
+        keep_fresh(p, w, m, x, is_v, i, slot, lane);
     };
     if constexpr (NEW == 1 && !QONLY) {
         if (has_fresh && warp < 2) {
@@ -581,14 +757,7 @@ extern "C" __global__ void BOUNDS attn_decode(
 
     // Rows of this step in the slice at lo
     auto patch = [&](const Part& to, int which) {
-        if (!has_fresh || lo + 16 <= w.start)
-            return;
-        for (int j = max(lo, w.start); j < min(lo + 16, w.end); j++) {
-            to.copy(m.rows, m.row_subs, 2 * (j - w.start) + which, j - lo);
-            if (!which)
-                to.copy_scales(m.row_scales + 2 * (j - w.start), j - lo);
-        }
-        __syncwarp();
+        patch_slice(m, w, has_fresh, lo, to, which);
     };
     for (;;) {
         float acc[SHARE][Part::TILES][4] = {};
@@ -611,46 +780,13 @@ extern "C" __global__ void BOUNDS attn_decode(
             float c[SHARE][2][2][4] = {};
             ks.template scores<SHARE>(c, m.qf);
             float4 x[SHARE];
-            #pragma unroll
-            for (int r = 0; r < SHARE; r++)
-                #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    (&x[r].x)[i] = __fadd_rn(
-                            __fadd_rn(c[r][0][i / 2][i % 2], c[r][1][i / 2][i % 2]),
-                            __fadd_rn(
-                                    c[r][0][i / 2][i % 2 + 2], c[r][1][i / 2][i % 2 + 2]));
-            if constexpr (SPLIT > 1) {
-                float4* const all = m.scores + group * SPLIT * SHARE * 32 + lane;
-                #pragma unroll
-                for (int r = 0; r < SHARE; r++)
-                    all[(part * SHARE + r) * 32] = x[r];
-                sync_warps<SPLIT>(group);
-                #pragma unroll
-                for (int r = 0; r < SHARE; r++) {
-                    x[r] = all[r * 32];
-                    #pragma unroll
-                    for (int k = 1; k < SPLIT; k++) {
-                        const float4 z = all[(k * SHARE + r) * 32];
-                        x[r].x = __fadd_rn(x[r].x, z.x);
-                        x[r].y = __fadd_rn(x[r].y, z.y);
-                        x[r].z = __fadd_rn(x[r].z, z.z);
-                        x[r].w = __fadd_rn(x[r].w, z.w);
-                    }
-                }
-                sync_warps<SPLIT>(group);
-            }
+            add_limbs(x, c);
+            if constexpr (SPLIT > 1)
+                exchange(x, m.scores, group, part, lane);
             float fade[SHARE];
             bool fades[SHARE];
             unsigned b[SHARE][4];
-            #pragma unroll
-            for (int r = 0; r < SHARE; r++) {
-                const float was = top[r];
-                fade[r] = weights(
-                        x[r], top[r], sum[r], b[r], ks, lo, w.lowest(w.p0 + r), w.p0 + r,
-                        lane);
-                // else times one, or nothing there yet
-                fades[r] = __any_sync(~0u, fade[r] != 1.f && was != NONE);
-            }
+            weigh(w, x, top, sum, b, ks, lo, fade, fades, lane);
             __syncwarp();
             keys(lo + SPAN);
             cp_async_wait<1>();
@@ -679,12 +815,7 @@ extern "C" __global__ void BOUNDS attn_decode(
         const int piece = w.piece++;
         bool ends = w.piece > w.last;
         if (more) {
-            int ticket;
-            while ((ticket = *m.ticket) == UNKNOWN) {
-#if !defined(__CUDA_ARCH__)
-                __nanosleep(0);  // let others write it
-#endif
-            }
+            const int ticket = drawn(m);
             ends = ticket >= more;
             w.piece = w.last = w.drawn(ticket);
             // every block draws one that is too large; the last of all leaves what it found
@@ -727,40 +858,13 @@ extern "C" __global__ void BOUNDS attn_decode(
             l = __fadd_rn(l, __shfl_xor_sync(~0u, l, 2));
             if (r)
                 __syncthreads();
-            if (!part && own_lane % 4 == 0) {
-                m.tops[group * 8 + own_lane / 4] = top[r];
-                m.sums[group * 8 + own_lane / 4] = l;
-            }
-            #pragma unroll
-            for (int i = 0; i < Part::TILES; i++)
-                #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int d = vs.element(i, own_lane / 4, e / 2);
-                    if ((D % 32 == 0 && Part::EVEN) || d < D)
-                        mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] = acc[r][i][e];
-                }
+            leave(m, vs, acc[r], top[r], l, mine, group, part, own_lane);
             __syncthreads();
             if (more && !threadIdx.x)
                 *m.ticket = UNKNOWN;  // all have seen it
-            // Of head lane % 8: factors of the groups, the sum of weights, and what makes it an
-            // answer
             float most = NONE, total = 0.f, part_of[GROUPS];
-            #pragma unroll
-            for (int k = 0; k < GROUPS; k++)
-                most = fmaxf(most, m.tops[k * 8 + own_lane % 8]);
-            const float base = most == NONE ? 0.f : most;  // NONE: nothing but NaN
-            const float sink = m.sink[own_lane % 8];
-            #pragma unroll
-            for (int k = 0; k < GROUPS; k++) {
-                part_of[k] = exp2f(__fsub_rn(m.tops[k * 8 + own_lane % 8], base));
-                total = fmaf(part_of[k], m.sums[k * 8 + own_lane % 8], total);
-            }
             float rate = 0.f;
-            if (soon || a == z) {
-                const float high = fmaxf(most, sink);
-                const float fall = exp2f(__fsub_rn(base, high));
-                rate = fall / fmaf(total, fall, exp2f(__fsub_rn(sink, high)));
-            }
+            merge_groups(m, own_lane, soon || a == z, most, total, part_of, rate);
             const size_t cell = ((size_t)(t + r) * p.cells + piece - a) * HEADS + w.h0;
             const size_t own = ((size_t)(t + r) * HEADS + w.h0) * D;
             #pragma unroll
@@ -770,16 +874,7 @@ extern "C" __global__ void BOUNDS attn_decode(
                 const int g = min(i / (D / 4), w.gb - 1);
                 const int d = i % (D / 4) * 4;
                 float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-                #pragma unroll
-                for (int k = 0; k < GROUPS; k++) {
-                    const float e = __shfl_sync(~0u, part_of[k], g);
-                    const float4 u = *(const float4*)((const float*)(m.left + k * m.STEP)
-                            + g * (D + 4) + d);
-                    v.x = fmaf(e, u.x, v.x);
-                    v.y = fmaf(e, u.y, v.y);
-                    v.z = fmaf(e, u.z, v.z);
-                    v.w = fmaf(e, u.w, v.w);
-                }
+                add_groups(v, m, part_of, g, d);
                 const float top = __shfl_sync(~0u, most, g);
                 const float l = __shfl_sync(~0u, total, g);
                 const float f = __shfl_sync(~0u, rate, g);
@@ -810,23 +905,7 @@ extern "C" __global__ void BOUNDS attn_decode(
             const int ranks = min(p.mergers, count);
             if (ONE || count == 1 || !p.words || rank >= ranks)
                 continue;
-            float* const at0 = p.words
-                    + (((size_t)(t + r) * p.cells) * HEADS + w.h0) * (D / 8) * RECORD;
-            #pragma unroll 1
-            for (int i0 = (rank * W + warp) * 32; i0 < w.gb * (D / 4);
-                    i0 += ranks * THREADS) {
-                const int i = min(i0 + lane, w.gb * (D / 4) - 1);
-                const float4 g = GATE ? *(const float4*)(p.qkv + (size_t)(t + r) * WIDTH
-                                                + w.h0 * D + i * 4)
-                                      : make_float4(0.f, 0.f, 0.f, 0.f);
-                float4 v = merged(
-                        at0 + i / 2 * RECORD + i % 2 * 4, i % 2,
-                        (size_t)HEADS * (D / 8) * RECORD, count, m.sink[i / (D / 4)]);
-                if (GATE)
-                    v = gated4(v, g);
-                if (i0 + lane == i)
-                    *(float4*)(p.y + own + i * 4) = v;
-            }
+            merge(p, w, m.sink, t + r, own, count, rank, ranks, warp, lane);
         }
         if (ends)
             return;
