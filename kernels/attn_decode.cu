@@ -5,34 +5,6 @@
 // elements: what they wait for between two slices is only each other's scores. A row that sees one
 // piece is finished here. Pieces of the others are added by their blocks together, if all are there
 // at once, or else by attn_merge.cu: with the same bits.
-//   qkv      : [rows, width]             f32   gates (GATE) | queries | keys (unless QONLY) |
-//                                              values (unless QONLY or KEQV)
-//   q_norm, k_norm : [gains]             f32   or null; NORM 1: of a head. q_all, k_all have them
-//                                              for NORM 2
-//   q_all    : [q_gains]                f32   of all heads; or null
-//   k_all    : [k_gains]                f32   or null
-//   cos, sin : [positions, half]         f32   half = HALF; or null
-//   at       : [many, rows]              i32   rotary positions of the rows, one or three of each;
-//                                              or null
-//   axes     : [half]                    i32   which of three positions a pair turns by; null: the
-//                                              first
-//   k_pool, v_pool     : [blocks, bs, kv, kb] u8   as lib/kvcache.cuh says, written at `slots`
-//   k_scales, v_scales : [blocks, bs, kv]     f32  or null
-//   k_subs, v_subs     : [blocks, bs, kv, ds] u8   or null
-//   tables   : [seqs, mb]                i32   block tables
-//   seq      : [rows]                    i32   sequence of each row; -1: padding, which gets zeros
-//   first    : [seqs1]                   i32   first row of each sequence, and the end of the last
-//   starts   : [all]                     i32   position of each sequence's first row
-//   slots    : [rows]                    i64   where the rows' keys and values go; -1: nowhere
-//   sinks    : [heads]                   f32   one more logit for each head; or null
-//   o        : [rows, pieces, heads, d]  f32   values weighted within a piece, of rows that see
-//                                              several ; null if there are none
-//   ml       : [rows, pieces, heads, 2]  f32   largest score of the piece (of base 2), and the sum
-//                                              of 2^(score - largest); likewise
-//   words    : [given]                   f32   EMPTY, and left so: RECORD * d/8 (lib/records.cuh)
-//                                              for each row, piece and head; or null, and
-//                                              attn_merge.cu is wanted
-//   y        : [rows, heads, d]          f32
 //   -D D= (16 divides it, at most 512) HEADS= KV= HALF= (0: no positions) BS= (16 divides it)
 //         GATE= VNORM= KEQV= QONLY= (0 or 1)  NORM= 0: none, 1: head, 2: all heads
 //   -D FMT= of the pools
@@ -49,8 +21,6 @@
 //   -D ONE=1: there is one row, of sequence 0, shift is 0, and words are null. A block takes a
 //        piece, and then another as long as there are more, by tickets: from the newest, which are
 //        the largest, to the oldest. Blocks with y < `early` may come before the row.
-//   tickets  : [given]               i32  of blocks with the same x: all bits set, and left so; or
-//                                         null
 //   -D AHEAD=1: a piece's sums have shared memory of their own, and the next piece's keys and
 //        values are on their way meanwhile; with tickets it must be 1
 #include "lib/async.cuh"
@@ -156,6 +126,55 @@ static_assert(
                 && BS % 16 == 0 && (NEW > 1 || SHARE == 1),
         "see the contract");
 
+// What the kernel is given.
+struct Params {
+    // gates (GATE) | queries | keys (unless QONLY) | values (unless QONLY or KEQV)
+    const float* qkv;  // [rows, width] f32
+    // NORM 1: of a head. q_all, k_all have them for NORM 2
+    const float *q_norm, *k_norm;  // [gains] f32 or null
+    const float* q_all;  // [q_gains] f32 or null: of all heads
+    const float* k_all;  // [k_gains] f32 or null
+    const float *cos, *sin;  // [positions, half] f32 or null: half = HALF
+    // rotary positions of the rows, one or three of each
+    const int* at;  // [many, rows] i32 or null
+    // which of three positions a pair turns by; null: the first
+    const int* axes;  // [half] i32
+    // as lib/kvcache.cuh says, written at `slots`
+    unsigned char *k_pool, *v_pool;  // [blocks, bs, kv, kb] u8
+    float *k_scales, *v_scales;  // [blocks, bs, kv] f32 or null
+    unsigned char *k_subs, *v_subs;  // [blocks, bs, kv, ds] u8 or null
+    const int* tables;  // [seqs, mb] i32: block tables
+    const int* seq;  // [rows] i32: sequence of each row; -1: padding, which gets zeros
+    const int* first;  // [seqs1] i32: first row of each sequence, and the end of the last
+    const int* starts;  // [all] i32: position of each sequence's first row
+    const long long* slots;  // [rows] i64: where the rows' keys and values go; -1: nowhere
+    const float* sinks;  // [heads] f32 or null: one more logit for each head
+    // values weighted within a piece, of rows that see several; null if there are none
+    float* o;  // [rows, pieces, heads, d] f32
+    // largest score of the piece (of base 2), and the sum of 2^(score - largest); likewise
+    float* ml;  // [rows, pieces, heads, 2] f32
+    // EMPTY, and left so: RECORD * d/8 (lib/records.cuh) for each row, piece and head; null:
+    // attn_merge.cu is wanted
+    float* words;  // [given] f32 or null
+    float* y;  // [rows, heads, d] f32
+    // of blocks with the same x: all bits set, and left so
+    int* tickets;  // [given] i32 or null
+    float eps;  // of the norms
+    float scale;  // of scores
+    int window;  // positions that a row sees; 0: all
+    int many;  // as in lib/pieces.cuh
+    int mb;  // blocks in a row of tables
+    int seqs;  // sequences
+    // of a row's pieces, so many add them up, the first ones: all, where all blocks are
+    // there at once, or one, where the last block comes after the others; at most 8
+    int mergers;
+    int cells;  // places of a row for pieces, in o, ml and words
+    // a block takes a run of pieces (lib/pieces.cuh) of 64 << shift positions at least;
+    // with words or a window a piece
+    int shift;
+    int early;  // ONE: blocks with y below that may come before the row
+};
+
 constexpr int UNKNOWN = -1;
 struct Room {
     unsigned char* parts;  // [GROUPS][keys, values] slices
@@ -190,8 +209,7 @@ struct Table {
     static constexpr bool FEW = 4 * PIECE / BS <= 32;
     const int* all;
     int first, mine;
-    __device__ __forceinline__ void load(
-            const int* __restrict__ table, int from, int mb, int lane) {
+    __device__ __forceinline__ void load(const int* table, int from, int mb, int lane) {
         all = table;
         first = from / BS;
         mine = FEW && first + lane < mb ? table[first + lane] : 0;
@@ -236,8 +254,8 @@ struct Work {
     }
     // Sequence s of the row; without a window most pieces do not depend on where it stands
     __device__ __forceinline__ void ask(
-            const int* __restrict__ tables, const int* __restrict__ first,
-            const int* __restrict__ starts, int s, int mb, int lane) {
+            const int* tables, const int* first, const int* starts, int s, int mb,
+            int lane) {
         start = starts[s];
         r0 = ONE ? 0 : first[s];
         nf = ONE ? 1 : first[s + 1];
@@ -250,8 +268,7 @@ struct Work {
         table.load(table.all, pieces.start(piece), mb, lane);
     }
     // Is there anything?
-    __device__ __forceinline__ bool find(
-            const int* __restrict__ tables, int s, int mb, int lane) {
+    __device__ __forceinline__ bool find(const int* tables, int s, int mb, int lane) {
         back = t - r0;
         nf -= r0;
         n = min(SHARE, nf - back);
@@ -348,6 +365,233 @@ __device__ __forceinline__ float4 gated4(float4 v, float4 g) {
     return make_float4(gated(v.x, g.x), gated(v.y, g.y), gated(v.z, g.z), gated(v.w, g.w));
 }
 
+// Pieces of a row are added up by their blocks together: this one is `rank` of `ranks`.
+__device__ __forceinline__ void merge(
+        const Params& p, const Work& w, const float* sink, int row, size_t own, int count,
+        int rank, int ranks, int warp, int lane) {
+    float* const at0 = p.words
+            + (((size_t)row * p.cells) * HEADS + w.h0) * (D / 8) * RECORD;
+    #pragma unroll 1
+    for (int i0 = (rank * W + warp) * 32; i0 < w.gb * (D / 4); i0 += ranks * THREADS) {
+        const int i = min(i0 + lane, w.gb * (D / 4) - 1);
+        const float4 g = GATE
+                ? *(const float4*)(p.qkv + (size_t)row * WIDTH + w.h0 * D + i * 4)
+                : make_float4(0.f, 0.f, 0.f, 0.f);
+        float4 v = merged(
+                at0 + i / 2 * RECORD + i % 2 * 4, i % 2, (size_t)HEADS * (D / 8) * RECORD,
+                count, sink[i / (D / 4)]);
+        if (GATE)
+            v = gated4(v, g);
+        if (i0 + lane == i)
+            *(float4*)(p.y + own + i * 4) = v;
+    }
+}
+
+// The sums of the scores that a group's warps have, each of its part of the elements.
+__device__ __forceinline__ void exchange(
+        float4 (&x)[SHARE], float4* scores, int group, int part, int lane) {
+    float4* const all = scores + group * SPLIT * SHARE * 32 + lane;
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++)
+        all[(part * SHARE + r) * 32] = x[r];
+    sync_warps<SPLIT>(group);
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++) {
+        x[r] = all[r * 32];
+        #pragma unroll
+        for (int k = 1; k < SPLIT; k++) {
+            const float4 z = all[(k * SHARE + r) * 32];
+            x[r].x = __fadd_rn(x[r].x, z.x);
+            x[r].y = __fadd_rn(x[r].y, z.y);
+            x[r].z = __fadd_rn(x[r].z, z.z);
+            x[r].w = __fadd_rn(x[r].w, z.w);
+        }
+    }
+    sync_warps<SPLIT>(group);
+}
+
+// Scores of a slice, of what limbs and steps of queries made of it.
+__device__ __forceinline__ void add_limbs(
+        float4 (&x)[SHARE], const float (&c)[SHARE][2][2][4]) {
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            (&x[r].x)[i] = __fadd_rn(
+                    __fadd_rn(c[r][0][i / 2][i % 2], c[r][1][i / 2][i % 2]),
+                    __fadd_rn(c[r][0][i / 2][i % 2 + 2], c[r][1][i / 2][i % 2 + 2]));
+}
+
+// What a group has found of a row: its largest scores, and sums of weights and of values.
+__device__ __forceinline__ void leave(
+        const Room& m, const Part& vs, const float (&acc)[Part::TILES][4], float top,
+        float l, float* mine, int group, int part, int own_lane) {
+    if (!part && own_lane % 4 == 0) {
+        m.tops[group * 8 + own_lane / 4] = top;
+        m.sums[group * 8 + own_lane / 4] = l;
+    }
+    #pragma unroll
+    for (int i = 0; i < Part::TILES; i++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int d = vs.element(i, own_lane / 4, e / 2);
+            if ((D % 32 == 0 && Part::EVEN) || d < D)
+                mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] = acc[i][e];
+        }
+}
+
+// Queries are normed and turned, and become fragments.
+__device__ __forceinline__ void put_queries(
+        const Params& p, const Work& w, const Room& m, Vec (&q)[SHARE][QI],
+        const Spin (&turn)[SHARE], const Vec& gq, int t, float factor, int warp, int lane) {
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++) {
+        const float all = NORM == 2
+                ? rms_all(p.qkv + (size_t)(t + (r < w.n ? r : 0)) * WIDTH + Q0, HEADS * D,
+                          p.eps, lane)
+                : 0.f;
+        #pragma unroll
+        for (int i = 0; i < QI; i++) {
+            const int g = warp + i * W;
+            Vec& x = q[r][i];
+            if (NORM == 1)
+                x.times(x.rms(p.eps), gq);
+            if (NORM == 2) {
+                Vec gain;
+                gain.load(p.q_all + (w.h0 + min(g, w.gb - 1)) * D, lane);
+                x.times(all, gain);
+            }
+            turn[r](x, m.scratch + warp * Spin::SCRATCH, lane);
+            if (g < w.gb && r < w.n)
+                Part::put_query(m.qf + r * Part::STEPS * 32, x.v, g, factor, lane);
+        }
+    }
+}
+
+// This warp's heads of the rows' queries, as the product before left them.
+__device__ __forceinline__ void load_queries(
+        const Params& p, const Work& w, Vec (&q)[SHARE][QI], int t, int warp, int lane) {
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++)
+        #pragma unroll
+        for (int i = 0; i < QI; i++)
+            q[r][i].load(
+                    p.qkv + (size_t)(t + (SHARE > 1 && r < w.n ? r : 0)) * WIDTH + Q0
+                            + (w.h0 + min(warp + i * W, w.gb - 1)) * D,
+                    lane);
+}
+
+// A key of this step is normed and turned; a value at most normed.
+__device__ __forceinline__ void turn_fresh(
+        const Params& p, const Work& w, const Room& m, Vec& x, const Spin& turn,
+        const Vec& gk, bool is_v, int row, int warp, int lane) {
+    const Vec raw = x;
+    if (NORM == 1)
+        x.times(x.rms(p.eps), gk);
+    if constexpr (NORM == 2) {
+        Vec gain;
+        gain.load(p.k_all + w.kv * D, lane);
+        x.times(rms_all(p.qkv + (size_t)row * WIDTH + K0, KV * D, p.eps, lane), gain);
+    }
+    turn(x, m.scratch + warp * Spin::SCRATCH, lane);
+    if (is_v) {
+        x = raw;
+        if (VNORM)
+            x.times(x.rms(p.eps));
+    }
+}
+
+// Key or value i of this step stays with the block, and goes into the cache if it is of its rows.
+__device__ __forceinline__ void keep_fresh(
+        const Params& p, const Work& w, const Room& m, const Vec& x, bool is_v, int i,
+        long long slot, int lane) {
+    KvRow<FMT, D> e;
+    e.encode((const float4*)x.v, lane);
+    e.store(m.rows, m.row_scales, m.row_subs, 2 * i + is_v, lane);
+    if (i < w.back || w.hg || slot < 0)
+        return;
+    if (is_v)
+        e.store(p.v_pool, p.v_scales, p.v_subs, slot * KV + w.kv, lane);
+    else
+        e.store(p.k_pool, p.k_scales, p.k_subs, slot * KV + w.kv, lane);
+}
+
+// Rows of this step in the slice at lo, of keys (0) or of values (1).
+__device__ __forceinline__ void patch_slice(
+        const Room& m, const Work& w, bool has_fresh, int lo, const Part& to, int which) {
+    if (!has_fresh || lo + 16 <= w.start)
+        return;
+    for (int j = max(lo, w.start); j < min(lo + 16, w.end); j++) {
+        to.copy(m.rows, m.row_subs, 2 * (j - w.start) + which, j - lo);
+        if (!which)
+            to.copy_scales(m.row_scales + 2 * (j - w.start), j - lo);
+    }
+    __syncwarp();
+}
+
+// Weights of a slice for all rows, as fragments; older sums of a row fade where `fades`.
+__device__ __forceinline__ void weigh(
+        const Work& w, const float4 (&x)[SHARE], float (&top)[SHARE], float (&sum)[SHARE],
+        unsigned (&b)[SHARE][4], const Part& ks, int lo, float (&fade)[SHARE],
+        bool (&fades)[SHARE], int lane) {
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++) {
+        const float was = top[r];
+        fade[r] = weights(
+                x[r], top[r], sum[r], b[r], ks, lo, w.lowest(w.p0 + r), w.p0 + r, lane);
+        // else times one, or nothing there yet
+        fades[r] = __any_sync(~0u, fade[r] != 1.f && was != NONE);
+    }
+}
+
+// Of head own_lane % 8: the largest score, factors of the groups, the sum of weights, and, where
+// the row sees a `whole` piece and no other, what makes sums an answer.
+__device__ __forceinline__ void merge_groups(
+        const Room& m, int own_lane, bool whole, float& most, float& total,
+        float (&part_of)[GROUPS], float& rate) {
+    #pragma unroll
+    for (int k = 0; k < GROUPS; k++)
+        most = fmaxf(most, m.tops[k * 8 + own_lane % 8]);
+    const float base = most == NONE ? 0.f : most;  // NONE: nothing but NaN
+    const float sink = m.sink[own_lane % 8];
+    #pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+        part_of[k] = exp2f(__fsub_rn(m.tops[k * 8 + own_lane % 8], base));
+        total = fmaf(part_of[k], m.sums[k * 8 + own_lane % 8], total);
+    }
+    if (whole) {
+        const float high = fmaxf(most, sink);
+        const float fall = exp2f(__fsub_rn(base, high));
+        rate = fall / fmaf(total, fall, exp2f(__fsub_rn(sink, high)));
+    }
+}
+
+// v += what the groups have of elements d .. d+3 of head g, times their factors.
+__device__ __forceinline__ void add_groups(
+        float4& v, const Room& m, const float (&part_of)[GROUPS], int g, int d) {
+    #pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+        const float e = __shfl_sync(~0u, part_of[k], g);
+        const float4 u = *(
+                const float4*)((const float*)(m.left + k * m.STEP) + g * (D + 4) + d);
+        v.x = fmaf(e, u.x, v.x);
+        v.y = fmaf(e, u.y, v.y);
+        v.z = fmaf(e, u.z, v.z);
+        v.w = fmaf(e, u.w, v.w);
+    }
+}
+
+// The block's ticket, when its first thread has it.
+__device__ __forceinline__ int drawn(const Room& m) {
+    int ticket;
+    while ((ticket = *m.ticket) == UNKNOWN) {
+#if !defined(__CUDA_ARCH__)
+        __nanosleep(0);  // let others write it
+#endif
+    }
+    return ticket;
+}
+
 #if LEAN
 #define BOUNDS __maxnreg__(112)
 #else
@@ -365,35 +609,30 @@ extern "C" __global__ void BOUNDS attn_decode(
         const long long* __restrict__ slots, const float* __restrict__ sinks, float* o,
         float* ml, float* words, float* y, float eps, float scale, int window, int many,
         int mb, int seqs, int mergers, int cells, int shift, int* tickets, int early) {
+    const Params p = {qkv, q_norm, k_norm, q_all, k_all, cos, sin, at, axes, k_pool, v_pool,
+            k_scales, v_scales, k_subs, v_subs, tables, seq, first, starts, slots, sinks, o,
+            ml, words, y, tickets, eps, scale, window, many, mb, seqs, mergers, cells,
+            shift, early};
     DYNAMIC_SHARED(unsigned char, shared);
     const Room m(shared);
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int t = ONE ? 0 : blockIdx.z;
     const int rows = ONE ? 1 : gridDim.z;
-    const int s = seq[t];
-    const int guess = ONE ? 0 : min(t, seqs - 1);
+    const int s = p.seq[t];
+    const int guess = ONE ? 0 : min(t, p.seqs - 1);
     Spin turn[SHARE], fturn;
     #pragma unroll
     for (int r = 0; r < SHARE; r++)
-        turn[r].ask(axes, lane);
-    Work w(window, many, t, shift, early);
+        turn[r].ask(p.axes, lane);
+    Work w(p.window, p.many, t, p.shift, p.early);
     // row t is often of sequence t, and what is asked for at once need not be waited for in turn
-    w.ask(tables, first, starts, guess, mb, lane);
+    w.ask(p.tables, p.first, p.starts, guess, p.mb, lane);
     Vec q[SHARE][QI];
-    auto queries = [&] {
-        #pragma unroll
-        for (int r = 0; r < SHARE; r++)
-            #pragma unroll
-            for (int i = 0; i < QI; i++)
-                q[r][i].load(
-                        qkv + (size_t)(t + (SHARE > 1 && r < w.n ? r : 0)) * WIDTH + Q0
-                                + (w.h0 + min(warp + i * W, w.gb - 1)) * D,
-                        lane);
-    };
+    auto queries = [&] { load_queries(p, w, q, t, warp, lane); };
     #pragma unroll
     for (int r = 0; r < SHARE; r++)
-        turn[r].find(at, min(t + r, rows - 1), rows, lane);
+        turn[r].find(p.at, min(t + r, rows - 1), rows, lane);
     pdl_trigger();
     // Then the row is there, or nearly so. Small heads have more blocks than that to hide a wait,
     // and ask for keys first.
@@ -406,12 +645,12 @@ extern "C" __global__ void BOUNDS attn_decode(
         pdl_wait();
         if (!blockIdx.y)
             for (int i = threadIdx.x; i < w.gb * D; i += THREADS)
-                y[((size_t)t * HEADS + w.h0) * D + i] = 0.f;
+                p.y[((size_t)t * HEADS + w.h0) * D + i] = 0.f;
         return;
     }
     if (!ONE && s != guess)
-        w.ask(tables, first, starts, s, mb, lane);
-    if (!w.find(tables, s, mb, lane))
+        w.ask(p.tables, p.first, p.starts, s, p.mb, lane);
+    if (!w.find(p.tables, s, p.mb, lane))
         return;
     if (w.nf > NEW)
         __trap();
@@ -425,14 +664,14 @@ extern "C" __global__ void BOUNDS attn_decode(
     auto keys = [&](int lo) {
         if (lo < w.hi)
             ks.template fetch<KV>(
-                    k_pool, k_scales, v_scales, k_subs, w.table.row(lo, w.kv), w.low - lo,
-                    w.to - lo);
+                    p.k_pool, p.k_scales, p.v_scales, p.k_subs, w.table.row(lo, w.kv),
+                    w.low - lo, w.to - lo);
         cp_async_commit();
     };
     auto values = [&](int lo) {
         if (lo < w.hi)
             vs.template fetch<KV>(
-                    v_pool, nullptr, nullptr, v_subs, w.table.row(lo, w.kv), w.low - lo,
+                    p.v_pool, nullptr, nullptr, p.v_subs, w.table.row(lo, w.kv), w.low - lo,
                     w.to - lo);
         cp_async_commit();
     };
@@ -445,88 +684,46 @@ extern "C" __global__ void BOUNDS attn_decode(
     const int from_row = (is_v ? V0 : K0) + w.kv * D;
     Vec gq, gk, f;
     if (NORM == 1) {
-        gq.load(q_norm, lane);
+        gq.load(p.q_norm, lane);
         if (!QONLY)
-            gk.load(k_norm, lane);
+            gk.load(p.k_norm, lane);
     }
     #pragma unroll
     for (int r = 0; r < SHARE; r++)
-        turn[r].load(cos, sin, lane);
+        turn[r].load(p.cos, p.sin, lane);
     if (NEW > 1 && has_fresh) {
-        fturn.ask(axes, lane);
-        fturn.find(at, fr, rows, lane);
-        fturn.load(cos, sin, lane);
+        fturn.ask(p.axes, lane);
+        fturn.find(p.at, fr, rows, lane);
+        fturn.load(p.cos, p.sin, lane);
     }
     if (threadIdx.x < 8)
-        m.sink[threadIdx.x] = sinks
-                ? __fmul_rn(sinks[w.h0 + min((int)threadIdx.x, w.gb - 1)], LOG2E)
+        m.sink[threadIdx.x] = p.sinks
+                ? __fmul_rn(p.sinks[w.h0 + min((int)threadIdx.x, w.gb - 1)], LOG2E)
                 : NONE;
-    const long long fslot = has_fresh ? slots[fr] : -1;
+    const long long fslot = has_fresh ? p.slots[fr] : -1;
     if (!late) {
         if (!QONLY)
             pdl_wait();
         queries();
     }
     if (!QONLY && has_fresh)
-        f.load(qkv + (size_t)fr * WIDTH + from_row, lane);
+        f.load(p.qkv + (size_t)fr * WIDTH + from_row, lane);
     // are there registers for gates that come early?
     constexpr bool soon = SHARE == 1 && !ONE;
     auto gate_of = [&](int r, int i) {
         const int own = min(i, w.gb * (D / 4) - 1) * 4;
-        return *(const float4*)(qkv + (size_t)(t + r) * WIDTH + w.h0 * D + own);
+        return *(const float4*)(p.qkv + (size_t)(t + r) * WIDTH + w.h0 * D + own);
     };
     float4 gate[QUADS];
-    const float factor = __fmul_rn(scale, LOG2E);
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++) {
-        const float all = NORM == 2
-                ? rms_all(qkv + (size_t)(t + (r < w.n ? r : 0)) * WIDTH + Q0, HEADS * D,
-                          eps, lane)
-                : 0.f;
-        #pragma unroll
-        for (int i = 0; i < QI; i++) {
-            const int g = warp + i * W;
-            Vec& x = q[r][i];
-            if (NORM == 1)
-                x.times(x.rms(eps), gq);
-            if (NORM == 2) {
-                Vec gain;
-                gain.load(q_all + (w.h0 + min(g, w.gb - 1)) * D, lane);
-                x.times(all, gain);
-            }
-            turn[r](x, m.scratch + warp * Spin::SCRATCH, lane);
-            if (g < w.gb && r < w.n)
-                Part::put_query(m.qf + r * Part::STEPS * 32, x.v, g, factor, lane);
-        }
-    }
+    const float factor = __fmul_rn(p.scale, LOG2E);
+    put_queries(p, w, m, q, turn, gq, t, factor, warp, lane);
     // Turn rows of this step: keys are for even warps, values for odd ones. Keep them, and put
     // those of this block's rows into the cache
     auto turned = [&](Vec& x, const Spin& turn, int row) {
-        const Vec raw = x;
-        if (NORM == 1)
-            x.times(x.rms(eps), gk);
-        if constexpr (NORM == 2) {
-            Vec gain;
-            gain.load(k_all + w.kv * D, lane);
-            x.times(rms_all(qkv + (size_t)row * WIDTH + K0, KV * D, eps, lane), gain);
-        }
-        turn(x, m.scratch + warp * Spin::SCRATCH, lane);
-        if (is_v) {
-            x = raw;
-            if (VNORM)
-                x.times(x.rms(eps));
-        }
+        turn_fresh(p, w, m, x, turn, gk, is_v, row, warp, lane);
     };
     auto keep = [&](const Vec& x, int i, long long slot) {
-        KvRow<FMT, D> e;
-        e.encode((const float4*)x.v, lane);
-        e.store(m.rows, m.row_scales, m.row_subs, 2 * i + is_v, lane);
-        if (i < w.back || w.hg || slot < 0)
-            return;
-        if (is_v)
-            e.store(v_pool, v_scales, v_subs, slot * KV + w.kv, lane);
-        else
-            e.store(k_pool, k_scales, k_subs, slot * KV + w.kv, lane);
+        keep_fresh(p, w, m, x, is_v, i, slot, lane);
     };
     if constexpr (NEW == 1 && !QONLY) {
         if (has_fresh && warp < 2) {
@@ -540,13 +737,13 @@ extern "C" __global__ void BOUNDS attn_decode(
             if (j < w.from || j >= w.end || w.pieces.of(j) > w.last)
                 continue;
             if (i != fw) {
-                f.load(qkv + (size_t)row * WIDTH + from_row, lane);
-                fturn.ask(axes, lane);
-                fturn.find(at, row, rows, lane);
-                fturn.load(cos, sin, lane);
+                f.load(p.qkv + (size_t)row * WIDTH + from_row, lane);
+                fturn.ask(p.axes, lane);
+                fturn.find(p.at, row, rows, lane);
+                fturn.load(p.cos, p.sin, lane);
             }
             turned(f, fturn, row);
-            keep(f, i, i == fw ? fslot : slots[row]);
+            keep(f, i, i == fw ? fslot : p.slots[row]);
         }
     }
     if (GATE && soon && w.alone(w.p0))
@@ -560,14 +757,7 @@ extern "C" __global__ void BOUNDS attn_decode(
 
     // Rows of this step in the slice at lo
     auto patch = [&](const Part& to, int which) {
-        if (!has_fresh || lo + 16 <= w.start)
-            return;
-        for (int j = max(lo, w.start); j < min(lo + 16, w.end); j++) {
-            to.copy(m.rows, m.row_subs, 2 * (j - w.start) + which, j - lo);
-            if (!which)
-                to.copy_scales(m.row_scales + 2 * (j - w.start), j - lo);
-        }
-        __syncwarp();
+        patch_slice(m, w, has_fresh, lo, to, which);
     };
     for (;;) {
         float acc[SHARE][Part::TILES][4] = {};
@@ -583,53 +773,20 @@ extern "C" __global__ void BOUNDS attn_decode(
             const bool asks = more && !threadIdx.x && lo + SPAN >= w.hi;
             int ticket;
             if (asks)
-                ticket = atomicAdd(tickets + blockIdx.x, 1) + 1;
+                ticket = atomicAdd(p.tickets + blockIdx.x, 1) + 1;
             cp_async_wait<1>();
             __syncwarp();
             patch(ks, 0);
             float c[SHARE][2][2][4] = {};
             ks.template scores<SHARE>(c, m.qf);
             float4 x[SHARE];
-            #pragma unroll
-            for (int r = 0; r < SHARE; r++)
-                #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    (&x[r].x)[i] = __fadd_rn(
-                            __fadd_rn(c[r][0][i / 2][i % 2], c[r][1][i / 2][i % 2]),
-                            __fadd_rn(
-                                    c[r][0][i / 2][i % 2 + 2], c[r][1][i / 2][i % 2 + 2]));
-            if constexpr (SPLIT > 1) {
-                float4* const all = m.scores + group * SPLIT * SHARE * 32 + lane;
-                #pragma unroll
-                for (int r = 0; r < SHARE; r++)
-                    all[(part * SHARE + r) * 32] = x[r];
-                sync_warps<SPLIT>(group);
-                #pragma unroll
-                for (int r = 0; r < SHARE; r++) {
-                    x[r] = all[r * 32];
-                    #pragma unroll
-                    for (int k = 1; k < SPLIT; k++) {
-                        const float4 z = all[(k * SHARE + r) * 32];
-                        x[r].x = __fadd_rn(x[r].x, z.x);
-                        x[r].y = __fadd_rn(x[r].y, z.y);
-                        x[r].z = __fadd_rn(x[r].z, z.z);
-                        x[r].w = __fadd_rn(x[r].w, z.w);
-                    }
-                }
-                sync_warps<SPLIT>(group);
-            }
+            add_limbs(x, c);
+            if constexpr (SPLIT > 1)
+                exchange(x, m.scores, group, part, lane);
             float fade[SHARE];
             bool fades[SHARE];
             unsigned b[SHARE][4];
-            #pragma unroll
-            for (int r = 0; r < SHARE; r++) {
-                const float was = top[r];
-                fade[r] = weights(
-                        x[r], top[r], sum[r], b[r], ks, lo, w.lowest(w.p0 + r), w.p0 + r,
-                        lane);
-                // else times one, or nothing there yet
-                fades[r] = __any_sync(~0u, fade[r] != 1.f && was != NONE);
-            }
+            weigh(w, x, top, sum, b, ks, lo, fade, fades, lane);
             __syncwarp();
             keys(lo + SPAN);
             cp_async_wait<1>();
@@ -658,24 +815,19 @@ extern "C" __global__ void BOUNDS attn_decode(
         const int piece = w.piece++;
         bool ends = w.piece > w.last;
         if (more) {
-            int ticket;
-            while ((ticket = *m.ticket) == UNKNOWN) {
-#if !defined(__CUDA_ARCH__)
-                __nanosleep(0);  // let others write it
-#endif
-            }
+            const int ticket = drawn(m);
             ends = ticket >= more;
             w.piece = w.last = w.drawn(ticket);
             // every block draws one that is too large; the last of all leaves what it found
             if (!threadIdx.x && ticket == more + (int)gridDim.y - 1)
-                tickets[blockIdx.x] = -1;
+                p.tickets[blockIdx.x] = -1;
         }
         auto go_on = [&] {
             w.begin();
             if (ONE)
-                w.table.load(w.table.all, w.from, mb, lane);
+                w.table.load(w.table.all, w.from, p.mb, lane);
             else
-                w.table.go_on(w.from, w.hi, mb, lane);
+                w.table.go_on(w.from, w.hi, p.mb, lane);
             lo = w.from + 16 * group;
             keys(lo);
             values(lo);
@@ -695,9 +847,9 @@ extern "C" __global__ void BOUNDS attn_decode(
                 asm volatile("" : "+r"(thread));
 #endif
             const int own_lane = soon ? lane : thread % 32;
-            const int p = w.p0 + r;
-            const int a = w.pieces.of(w.lowest(p));
-            const int z = w.pieces.of(p);
+            const int own_p = w.p0 + r;
+            const int a = w.pieces.of(w.lowest(own_p));
+            const int z = w.pieces.of(own_p);
             if (r >= w.n)
                 break;
             if (piece < a || piece > z)
@@ -706,41 +858,14 @@ extern "C" __global__ void BOUNDS attn_decode(
             l = __fadd_rn(l, __shfl_xor_sync(~0u, l, 2));
             if (r)
                 __syncthreads();
-            if (!part && own_lane % 4 == 0) {
-                m.tops[group * 8 + own_lane / 4] = top[r];
-                m.sums[group * 8 + own_lane / 4] = l;
-            }
-            #pragma unroll
-            for (int i = 0; i < Part::TILES; i++)
-                #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int d = vs.element(i, own_lane / 4, e / 2);
-                    if ((D % 32 == 0 && Part::EVEN) || d < D)
-                        mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] = acc[r][i][e];
-                }
+            leave(m, vs, acc[r], top[r], l, mine, group, part, own_lane);
             __syncthreads();
             if (more && !threadIdx.x)
                 *m.ticket = UNKNOWN;  // all have seen it
-            // Of head lane % 8: factors of the groups, the sum of weights, and what makes it an
-            // answer
             float most = NONE, total = 0.f, part_of[GROUPS];
-            #pragma unroll
-            for (int k = 0; k < GROUPS; k++)
-                most = fmaxf(most, m.tops[k * 8 + own_lane % 8]);
-            const float base = most == NONE ? 0.f : most;  // NONE: nothing but NaN
-            const float sink = m.sink[own_lane % 8];
-            #pragma unroll
-            for (int k = 0; k < GROUPS; k++) {
-                part_of[k] = exp2f(__fsub_rn(m.tops[k * 8 + own_lane % 8], base));
-                total = fmaf(part_of[k], m.sums[k * 8 + own_lane % 8], total);
-            }
             float rate = 0.f;
-            if (soon || a == z) {
-                const float high = fmaxf(most, sink);
-                const float fall = exp2f(__fsub_rn(base, high));
-                rate = fall / fmaf(total, fall, exp2f(__fsub_rn(sink, high)));
-            }
-            const size_t cell = ((size_t)(t + r) * cells + piece - a) * HEADS + w.h0;
+            merge_groups(m, own_lane, soon || a == z, most, total, part_of, rate);
+            const size_t cell = ((size_t)(t + r) * p.cells + piece - a) * HEADS + w.h0;
             const size_t own = ((size_t)(t + r) * HEADS + w.h0) * D;
             #pragma unroll
             for (int k = 0; k < QUADS; k++) {
@@ -749,16 +874,7 @@ extern "C" __global__ void BOUNDS attn_decode(
                 const int g = min(i / (D / 4), w.gb - 1);
                 const int d = i % (D / 4) * 4;
                 float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-                #pragma unroll
-                for (int k = 0; k < GROUPS; k++) {
-                    const float e = __shfl_sync(~0u, part_of[k], g);
-                    const float4 u = *(const float4*)((const float*)(m.left + k * m.STEP)
-                            + g * (D + 4) + d);
-                    v.x = fmaf(e, u.x, v.x);
-                    v.y = fmaf(e, u.y, v.y);
-                    v.z = fmaf(e, u.z, v.z);
-                    v.w = fmaf(e, u.w, v.w);
-                }
+                add_groups(v, m, part_of, g, d);
                 const float top = __shfl_sync(~0u, most, g);
                 const float l = __shfl_sync(~0u, total, g);
                 const float f = __shfl_sync(~0u, rate, g);
@@ -769,43 +885,27 @@ extern "C" __global__ void BOUNDS attn_decode(
                     v.y = __fmul_rn(v.y, f);
                     v.z = __fmul_rn(v.z, f);
                     v.w = __fmul_rn(v.w, f);
-                    *(float4*)(y + own + g * D + d) = GATE
+                    *(float4*)(p.y + own + g * D + d) = GATE
                             ? gated4(v, soon ? gate[k] : gate_of(r, i))
                             : v;
-                } else if (!ONE && words) {
-                    float* const record = words + ((cell + g) * (D / 8) + d / 8) * RECORD;
+                } else if (!ONE && p.words) {
+                    float* const record = p.words + ((cell + g) * (D / 8) + d / 8) * RECORD;
                     give4(record + d % 8, v);
                     if (d % 8 == 0)
                         give2(record + 8, make_float2(top, l));
                 } else {
                     if (!d)
-                        *(float2*)(ml + (cell + g) * 2) = make_float2(top, l);
-                    *(float4*)(o + (cell + g) * D + d) = v;
+                        *(float2*)(p.ml + (cell + g) * 2) = make_float2(top, l);
+                    *(float4*)(p.o + (cell + g) * D + d) = v;
                 }
             }
             // Pieces of a row are added up by their blocks together
             const int count = z - a + 1;
             const int rank = piece - a;
-            const int ranks = min(mergers, count);
-            if (ONE || count == 1 || !words || rank >= ranks)
+            const int ranks = min(p.mergers, count);
+            if (ONE || count == 1 || !p.words || rank >= ranks)
                 continue;
-            float* const at0 = words
-                    + (((size_t)(t + r) * cells) * HEADS + w.h0) * (D / 8) * RECORD;
-            #pragma unroll 1
-            for (int i0 = (rank * W + warp) * 32; i0 < w.gb * (D / 4);
-                    i0 += ranks * THREADS) {
-                const int i = min(i0 + lane, w.gb * (D / 4) - 1);
-                const float4 g = GATE
-                        ? *(const float4*)(qkv + (size_t)(t + r) * WIDTH + w.h0 * D + i * 4)
-                        : make_float4(0.f, 0.f, 0.f, 0.f);
-                float4 v = merged(
-                        at0 + i / 2 * RECORD + i % 2 * 4, i % 2,
-                        (size_t)HEADS * (D / 8) * RECORD, count, m.sink[i / (D / 4)]);
-                if (GATE)
-                    v = gated4(v, g);
-                if (i0 + lane == i)
-                    *(float4*)(y + own + i * 4) = v;
-            }
+            merge(p, w, m.sink, t + r, own, count, rank, ranks, warp, lane);
         }
         if (ends)
             return;

@@ -11,31 +11,6 @@
 // a warp are on their way to shared memory: those of the second half when the warp is done with the
 // first, before hidden values are there.
 // A row's bits do not depend on how many rows there are.
-//   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
-//                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
-//                              gates (relu2) rows are outputs. The shared expert is the last
-//   dw     : [dbytes]    u8    the same of [HIDDEN, INNER] in DOWN
-//   us     : [uscales]   u8    scales; or null
-//   ds     : [dscales]   u8    or null
-//   ugs    : [urows]     f32   nvfp4, int4: scale of each row; or null
-//   dgs    : [drows]     f32   or null
-//   ubias  : [urows]     f32   of the rows as they are stored; or null
-//   dbias  : [drows]     f32   or null
-//   logits : [r, ld]             f32   of the router; with GATE the one after the experts' is the
-//                                      shared expert's gate
-//   correction : [experts]       f32   added to the scores for picking only (CORRECTED 1); or null
-//   per_expert : [experts]       f32   a factor on the weight of each expert; or null
-//   gain   : [k]                 f32   of the norm (NORM 1); or null
-//   x      : [r, k]              f32
-//   h      : [r, picks, width]   f32   width = INNER to a multiple of 4; picks = TOP_K (+ 1: the
-//                                      shared expert's); EMPTY before (router.cu)
-//   ids    : [r, top_k]          i32   who was picked, best first; or null
-//   weights : [r, top_k]         f32   their weights; or null
-//   add    : [r, k]              f32   residual; or null; may be y
-//   y      : [r, k]              f32
-//   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read next: they are
-//                               asked for once hidden values are there; or null
-//   later_s : [tscales]   u8    likewise; or null
 //   -D UP= DOWN= (of lib/fragment.cuh)  HIDDEN= (k, a multiple of 32)  INNER=  EXPERTS=  TOP_K=
 //   -D SHARED= GATE= (of the shared expert: 0 or 1)  SCORE= (of lib/picks.cuh)  CORRECTED= (0 or 1)
 //   -D RENORM=  NORM= (0 or 1)  ACT= (of lib/act.cuh)  ROWS= (1, 2, 4, 8: at most so many)
@@ -44,7 +19,6 @@
 //      has, at most
 //   -D APART= do inputs of the two halves have places of their own? (0 or 1)
 //   -D ROOM= bytes of shared memory
-//   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
 //   launch: <<<any number from ceil(k/SPAN), 32*WARPS, ROOM>>>, see atlas.cuda.experts
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
@@ -76,6 +50,50 @@
 #define APART 1
 #define ROOM 118784
 #endif
+// What the kernel is given. The first half is of the matrices `u…`, the second of those `d…`.
+struct Params {
+    // bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows 4q..4q+3 are the gates
+    // of outputs 2q, 2q+1, then their ups; without gates (relu2) rows are outputs. The
+    // shared expert is the last
+    const unsigned char* uw;  // [ubytes] u8
+    const unsigned char* dw;  // [dbytes] u8: the same of [HIDDEN, INNER] in DOWN
+    const unsigned char* us;  // [uscales] u8 or null: scales
+    const unsigned char* ds;  // [dscales] u8 or null
+    const float* ugs;  // [urows] f32 or null: nvfp4, int4: scale of each row
+    const float* dgs;  // [drows] f32 or null
+    const float* ubias;  // [urows] f32 or null: of the rows as they are stored
+    const float* dbias;  // [drows] f32 or null
+    // of the router; with GATE the one after the experts' is the shared expert's gate
+    const float* logits;  // [r, ld] f32
+    // added to the scores for picking only (CORRECTED 1)
+    const float* correction;  // [experts] f32 or null
+    // a factor on the weight of each expert
+    const float* per_expert;  // [experts] f32 or null
+    const float* gain;  // [k] f32 or null: of the norm (NORM 1)
+    const float* x;  // [r, k] f32
+    // width = INNER to a multiple of 4; picks = TOP_K (+ 1: the shared expert's); EMPTY
+    // before (router.cu)
+    float* h;  // [r, picks, width] f32
+    int* ids;  // [r, top_k] i32 or null: who was picked, best first
+    float* weights;  // [r, top_k] f32 or null: their weights
+    const float* add;  // [r, k] f32 or null: residual; may be y
+    float* y;  // [r, k] f32
+    // of which the first 16 * later_w16 bytes will be read next: they are asked for once
+    // hidden values are there
+    const unsigned char* later_w;  // [tbytes] u8 or null
+    const unsigned char* later_s;  // [tscales] u8 or null: likewise
+    float eps;  // of the norm
+    float limit;  // of the activation (lib/act.cuh)
+    float scaling;  // of all weights
+    int ld;  // numbers from one row of logits to the next
+    int rows;  // at most ROWS
+    // 1: the first only; 2: the second only; 3: both, and all blocks must be running at
+    // once
+    int halves;
+    int later_w16;  // sixteens of bytes of later_w
+    int later_s16;  // of later_s
+};
+
 typedef UP<(HIDDEN + 31) / 32> U;
 typedef DOWN<(INNER + 31) / 32> D;
 constexpr int K = HIDDEN;
@@ -218,8 +236,8 @@ __device__ __forceinline__ void pick_row(
         to[lane] = id;
 }
 __device__ __forceinline__ void weigh_row(
-        Table& slots, int row, const float* logits, const float* __restrict__ per_expert,
-        float scaling, int lane, float* share) {
+        Table& slots, int row, const float* logits, const float* per_expert, float scaling,
+        int lane, float* share) {
     float near[N];  // once more: registers are few meanwhile
     near_logits<E, N>(logits, lane, near);
     const int id = slots.of(row)[lane < TOP_K ? lane : 0];
@@ -343,6 +361,54 @@ __device__ __forceinline__ void put_sums(
     }
 }
 
+// The rows' picks, and x beside them: a warp picks for one row, the others stage.
+template <class Shared>
+__device__ __forceinline__ void load(Shared* sm, const Params& p, int warp, int lane) {
+    const int picker = WARPS - 1 - warp;  // whose row this warp picks for
+    if (picker < p.rows)
+        pick_row(sm->slots, picker, p.logits + (size_t)picker * p.ld, p.correction, lane);
+    if (p.halves & 1)  // beside the warps that pick
+        stage_x(sm->in.x, sm->squares, p.x, p.gain, p.rows);
+    __syncthreads();
+    if (ROWS > 1) {
+        if (!warp)
+            group_rows(sm->slots, sm->seen, p.rows * TOP_K, lane);
+        __syncthreads();
+    }
+}
+
+// What the warp multiplies its results by: 1 / root of each row's mean square.
+template <class Shared>
+__device__ __forceinline__ void norm(Shared* sm, float eps, int warp, int lane) {
+    float sum = 0.f;
+    #pragma unroll
+    for (int i = 0; i < PARTS; i++)
+        sum += sm->squares[lane % ROWS][i];
+    sm->inverse[warp][lane % ROWS] = rsqrtf(fmaf(sum, 1.f / K, eps));
+    __syncwarp();
+}
+
+// The weights of the picks, by the warps that picked.
+template <class Shared>
+__device__ __forceinline__ void weigh(Shared* sm, const Params& p, int warp, int lane) {
+    const int picker = WARPS - 1 - warp;
+    if (picker < p.rows) {
+        const float* const its = p.logits + (size_t)picker * p.ld;
+        weigh_row(
+                sm->slots, picker, its, p.per_expert, p.scaling, lane,
+                sm->share + picker * PICKS);
+    }
+}
+
+// What will be read next is asked for: memory idles when a warp's values are there.
+__device__ __forceinline__ void ask_later(const Params& p) {
+    const int asks = blockIdx.x * THREADS + threadIdx.x;
+    if (p.later_w)
+        ahead(p.later_w, p.later_w16, asks, gridDim.x * THREADS);
+    if (p.later_s)
+        ahead(p.later_s, p.later_s16, asks, gridDim.x * THREADS);
+}
+
 #if ROUNDS
 #include "lib/experts_long.cuh"
 #else
@@ -427,6 +493,67 @@ __device__ __forceinline__ int anew(int v) {
     return v;
 }
 
+// Hidden values of strip u, which the team's warps have multiplied: what they found is merged.
+__device__ __forceinline__ void put_hidden(
+        Shared* sm, const Params& p, unsigned u, int round, int warp, int ushare) {
+    constexpr int TEAM = 32 * USPLIT;
+    constexpr int ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
+    const int mine = anew(threadIdx.x) % TEAM, r = mine % OUT;
+    const int line = PAIR ? r / 2 * 4 + r % 2 : r;
+    const unsigned slot = u / STRIPS, o = u % STRIPS * OUT + r;
+    float scale[2], more[2];
+    #pragma unroll
+    for (int j = 0; j < 1 + PAIR; j++) {
+        const float* tail = sm->tail[warp];
+        scale[j] = U::row_scale((Bytes)tail, tail, line + 2 * j);
+        more[j] = p.ubias ? tail[16 + line + 2 * j] : 0.f;
+    }
+    sync_warps<USPLIT>(warp / USPLIT);
+    #pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        const int c = (mine + i * TEAM) / OUT;
+        const int entry = c < ROWS ? sm->slots.who[slot][c] : -1;
+        if (entry < 0 || o >= I)
+            continue;
+        const float inv = NORM ? sm->inverse[warp][c] : 1.f;
+        float v[2];
+        #pragma unroll
+        for (int j = 0; j < 1 + PAIR; j++) {
+            v[j] = sum_parts<USPLIT>(sm->part[round] + warp - ushare, line + 2 * j, c);
+            v[j] = fmaf(__fmul_rn(v[j], inv), scale[j], more[j]);
+        }
+        give(p.h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], p.limit));
+    }
+}
+
+// The block's outputs of strip u: what the team's warps found is merged, for whom picked it.
+template <class Parts, class Slot>
+__device__ __forceinline__ void put_products(
+        Shared* sm, const Params& p, unsigned u, int round, int warp, int dshare,
+        unsigned own, Parts parts, Slot slot) {
+    constexpr int TEAM = 32 * DSPLIT;
+    constexpr int ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
+    const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
+    const float* tail = sm->tail[warp];
+    const float scale = D::row_scale((Bytes)tail, tail, line);
+    const float more = p.dbias ? tail[16 + line] : 0.f;
+    sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
+    const unsigned part = 2 * u + line / 8;
+    if (MIXED && part >= parts())
+        return;
+    const int o = MIXED ? part % own * 8 + line % 8 : u % OWN * 16 + line;
+    #pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        const int c = mine / 16 + i * (TEAM / 16);
+        const int to = c < ROWS ? sm->slots.who[slot(line / 8)][c] : -1;
+        if (to < 0)
+            continue;
+        const int column = MIXED ? line / 8 * ROWS + c : c;
+        const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, column);
+        sm->done[to][o] = fmaf(v, scale, more);
+    }
+}
+
 #endif
 
 extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
@@ -439,11 +566,11 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         const float* x, float* h, int* ids, float* weights, const float* add, float* y,
         const unsigned char* later_w, const unsigned char* later_s, float eps, float limit,
         float scaling, int ld, int rows, int halves, int later_w16, int later_s16) {
+    const Params p = {uw, dw, us, ds, ugs, dgs, ubias, dbias, logits, correction,
+            per_expert, gain, x, h, ids, weights, add, y, later_w, later_s, eps, limit,
+            scaling, ld, rows, halves, later_w16, later_s16};
 #if ROUNDS
-    long_rows(
-            uw, dw, us, ds, ugs, dgs, ubias, dbias, logits, correction, per_expert, gain, x,
-            h, ids, weights, add, y, later_w, later_s, eps, limit, scaling, ld, rows,
-            halves, later_w16, later_s16);
+    long_rows(p);
 #else
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32;
@@ -457,8 +584,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     const int base = blockIdx.x * SPAN;
     const int span = min(SPAN, K - base);
     constexpr unsigned NONE = ~0u;
-    unsigned unit = halves & 1 ? first : NONE;  // the strips that are fetched next
-    unsigned down = halves & 2 && span > 0 ? warp / DSPLIT : NONE;
+    unsigned unit = p.halves & 1 ? first : NONE;  // the strips that are fetched next
+    unsigned down = p.halves & 2 && span > 0 ? warp / DSPLIT : NONE;
     auto slots = [&]() -> unsigned { return ROWS == 1 ? PICKS : sm->slots.number; };
     // of the second half, eights of its outputs for each expert, and strips
     const unsigned own = K % SPAN ? max(span, 0) / 8 : SPAN / 8;
@@ -469,8 +596,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     };
     // of the unit that is multiplied next, which leaves it to another
     int place = 0, round = 0;
-    const Bank<U> ubank(uw, us, ugs, ubias, ushare, lane);
-    const Bank<D> dbank(dw, ds, dgs, dbias, dshare, lane);
+    const Bank<U> ubank(p.uw, p.us, p.ugs, p.ubias, ushare, lane);
+    const Bank<D> dbank(p.dw, p.ds, p.dgs, p.dbias, dshare, lane);
     Next o;
     o.step = 0;
     auto next_up = [&] {
@@ -501,12 +628,12 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         cp_async_commit();
         place = place == DEEP - 1 ? 0 : place + 1;
     };
-    sm->slots.clear(rows, THREADS);
+    sm->slots.clear(p.rows, THREADS);
     for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS)
         sm->seen[i] = ROWS * TOP_K;
     int begun = 0;
     if (SHARED)  // needs no router
-        #pragma unroll 1
+#pragma unroll 1
         for (; begun < DEEP && unit < STRIPS; begun++) {
             next_up();
             forth();
@@ -514,17 +641,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     if (!LATE && !LAST)
         pdl_trigger();
     pdl_wait();
-    const int picker = WARPS - 1 - warp;  // whose row this warp picks for
-    if (picker < rows)
-        pick_row(sm->slots, picker, logits + (size_t)picker * ld, correction, lane);
-    if (halves & 1)  // beside the warps that pick
-        stage_x(sm->in.x, sm->squares, x, gain, rows);
-    __syncthreads();
-    if (ROWS > 1) {
-        if (!warp)
-            group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
-        __syncthreads();
-    }
+    load(sm, p, warp, lane);
     auto next = [&] {
         if (unit < slots() * STRIPS)
             next_up();
@@ -533,17 +650,9 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     #pragma unroll 1
     for (; begun < DEEP; begun++)
         next();
-    if (halves & 1) {
-        constexpr int TEAM = 32 * USPLIT;
-        constexpr int ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
-        if (NORM) {
-            float sum = 0.f;
-            #pragma unroll
-            for (int i = 0; i < PARTS; i++)
-                sum += sm->squares[lane % ROWS][i];
-            sm->inverse[warp][lane % ROWS] = rsqrtf(fmaf(sum, 1.f / K, eps));
-            __syncwarp();
-        }
+    if (p.halves & 1) {
+        if (NORM)
+            norm(sm, p.eps, warp, lane);
         #pragma unroll 1
         for (unsigned u = first; u < slots() * STRIPS; u += stride, round ^= 1) {
             const int l = anew(lane);
@@ -555,48 +664,22 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             for (int i = UShares::of(ushare); i; i--) {
                 cp_async_wait<DEEP - 1>();
                 __syncwarp();
-                const Place& p = sm->ring[warp][place];
+                const Place& from = sm->ring[warp][place];
                 const bool half = UShares::SHORT && i == 1 && ushare == UShares::LAST;
                 multiply<U, X>(
-                        p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t, half);
+                        from.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t, half);
                 at += 4 * U::UNITS * USPLIT;
                 e += U::UNITS * USPLIT;
                 if (i == 1)
-                    sm->tail[warp][lane] = p.tail[lane];
+                    sm->tail[warp][lane] = from.tail[lane];
                 __syncwarp();
                 next();
             }
             put_part(sm->part[round][warp], acc, g, t);
-            const int mine = anew(threadIdx.x) % TEAM, r = mine % OUT;
-            const int line = PAIR ? r / 2 * 4 + r % 2 : r;
-            const unsigned slot = u / STRIPS, o = u % STRIPS * OUT + r;
-            float scale[2], more[2];
-            #pragma unroll
-            for (int j = 0; j < 1 + PAIR; j++) {
-                const float* tail = sm->tail[warp];
-                scale[j] = U::row_scale((Bytes)tail, tail, line + 2 * j);
-                more[j] = ubias ? tail[16 + line + 2 * j] : 0.f;
-            }
-            sync_warps<USPLIT>(warp / USPLIT);
-            #pragma unroll
-            for (int i = 0; i < ITEMS; i++) {
-                const int c = (mine + i * TEAM) / OUT;
-                const int entry = c < ROWS ? sm->slots.who[slot][c] : -1;
-                if (entry < 0 || o >= I)
-                    continue;
-                const float inv = NORM ? sm->inverse[warp][c] : 1.f;
-                float v[2];
-                #pragma unroll
-                for (int j = 0; j < 1 + PAIR; j++) {
-                    v[j] = sum_parts<USPLIT>(
-                            sm->part[round] + warp - ushare, line + 2 * j, c);
-                    v[j] = fmaf(__fmul_rn(v[j], inv), scale[j], more[j]);
-                }
-                give(h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], limit));
-            }
+            put_hidden(sm, p, u, round, warp, ushare);
         }
     }
-    if (!(halves & 2))
+    if (!(p.halves & 2))
         return;
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) {  // not before: others still wait for the first half's
@@ -606,18 +689,13 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     }
     if (LATE)
         pdl_trigger();
-    if (picker < rows) {
-        const float* const its = logits + (size_t)picker * ld;
-        weigh_row(
-                sm->slots, picker, its, per_expert, scaling, lane,
-                sm->share + picker * PICKS);
-    }
+    weigh(sm, p, warp, lane);
     if (!APART)
         __syncthreads();  // before what is staged takes the place of x
     float before = 0.f;
     auto prior = [&] {
-        if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
-            before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
+        if (p.add && threadIdx.x < p.rows * SPAN && (int)threadIdx.x % SPAN < span)
+            before = p.add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
     };
     if (!MADE)
         prior();
@@ -632,21 +710,14 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             only.decode();
         }
     };
-    stage_h(sm->in.h, sm->slots, h, rows, decode);
+    stage_h(sm->in.h, sm->slots, p.h, p.rows, decode);
     if (MADE)
         prior();
-    // memory idles when a warp's values are there
-    const int asks = blockIdx.x * THREADS + threadIdx.x;
-    if (later_w)
-        ahead(later_w, later_w16, asks, gridDim.x * THREADS);
-    if (later_s)
-        ahead(later_s, later_s16, asks, gridDim.x * THREADS);
+    ask_later(p);
     if (ALONE)
         __syncwarp();
     else
         __syncthreads();
-    constexpr int TEAM = 32 * DSPLIT;
-    constexpr int ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
     // warps of a team may have had different numbers of strips
     if (USPLIT < DSPLIT)
@@ -654,13 +725,13 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     #pragma unroll 1
     for (unsigned u = begin; u < strips();
             u = MADE ? NONE : u + WARPS / DSPLIT, round ^= 1) {
-        auto slot = [&](unsigned p) {  // of part p of the strip
-            return MIXED ? min(2 * u + p, parts() - 1) / own : u / OWN;
+        auto slot = [&](unsigned part) {  // of that part of the strip
+            return MIXED ? min(2 * u + part, parts() - 1) / own : u / OWN;
         };
         auto entry = [&](int c) {
-            const int p = MIXED ? min(c / ROWS, 1) : 0;
+            const int part = MIXED ? min(c / ROWS, 1) : 0;
             const int r = MIXED ? c % ROWS : min(c, ROWS - 1);
-            return max(0, (int)sm->slots.who[slot(p)][r]);
+            return max(0, (int)sm->slots.who[slot(part)][r]);
         };
         const uint4* at = sm->in.h.of(entry(g), dshare, t);
         const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
@@ -672,17 +743,17 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
                 cp_async_wait<DEEP - 1>();
                 __syncwarp();
             }
-            const Place& p = sm->ring[warp][place];
+            const Place& from = sm->ring[warp][place];
             const bool half = DShares::SHORT && i == 1 && dshare == DShares::LAST;
             if constexpr (MADE > 0)
                 multiply_made<D, H>(only, acc, at, e0, e1);
             else
-                multiply<D, H>(p.weights, acc, at, e0, e1, g, t, half);
+                multiply<D, H>(from.weights, acc, at, e0, e1, g, t, half);
             at += 4 * D::UNITS * DSPLIT;
             e0 += D::UNITS * DSPLIT;
             e1 += D::UNITS * DSPLIT;
             if (i == 1)
-                sm->tail[warp][lane] = p.tail[lane];
+                sm->tail[warp][lane] = from.tail[lane];
             __syncwarp();
             if (MADE)
                 continue;
@@ -691,30 +762,11 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             forth();
         }
         put_part(sm->part[round][warp], acc, g, t);
-        const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
-        const float* tail = sm->tail[warp];
-        const float scale = D::row_scale((Bytes)tail, tail, line);
-        const float more = dbias ? tail[16 + line] : 0.f;
-        sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
-        const unsigned part = 2 * u + line / 8;
-        if (MIXED && part >= parts())
-            continue;
-        const int o = MIXED ? part % own * 8 + line % 8 : u % OWN * 16 + line;
-        #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            const int c = mine / 16 + i * (TEAM / 16);
-            const int to = c < ROWS ? sm->slots.who[slot(line / 8)][c] : -1;
-            if (to < 0)
-                continue;
-            const int column = MIXED ? line / 8 * ROWS + c : c;
-            const float v = sum_parts<DSPLIT>(
-                    sm->part[round] + warp - dshare, line, column);
-            sm->done[to][o] = fmaf(v, scale, more);
-        }
+        put_products(sm, p, u, round, warp, dshare, own, parts, slot);
     }
     if (LAST)
         pdl_trigger();
     __syncthreads();
-    put_sums(sm, base, span, rows, before, add, y, ids, weights);
+    put_sums(sm, base, span, p.rows, before, p.add, p.y, p.ids, p.weights);
 #endif
 }

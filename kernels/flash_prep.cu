@@ -157,6 +157,23 @@ __device__ __forceinline__ void put_kept(unsigned* to, const KvRow<FORMAT, DIM>&
         }
 }
 
+// 1 / root of the mean square of all queries of a row together, and of all keys.
+__device__ __forceinline__ void norm_all(
+        float (&total)[2], const float* p, int heads, int keys, float eps) {
+    #pragma unroll 1
+    for (int m = 0; m < 2; m++) {
+        const int n = (m ? keys : heads) * DIM;
+        float s = 0.f;
+        for (int i = threadIdx.x; i < n; i += 256) {
+            const float x = p[m * heads * DIM + i];
+            s += x * x;
+        }
+        s = block_sum(s);
+        if (!threadIdx.x)
+            total[m] = rsqrtf(s / max(n, 1) + eps);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(
         const float* __restrict__ qkv, const float* __restrict__ q_norm,
         const float* __restrict__ k_norm, const float* __restrict__ cos,
@@ -176,18 +193,7 @@ extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(
     const float* p = qkv + (size_t)row * width + (gate ? heads * DIM : 0);
     const int keys = qonly || slots[row] < 0 ? 0 : kv;
     if (together) {
-        #pragma unroll 1
-        for (int m = 0; m < 2; m++) {
-            const int n = (m ? keys : heads) * DIM;
-            float s = 0.f;
-            for (int i = threadIdx.x; i < n; i += 256) {
-                const float x = p[m * heads * DIM + i];
-                s += x * x;
-            }
-            s = block_sum(s);
-            if (!threadIdx.x)
-                total[m] = rsqrtf(s / max(n, 1) + eps);
-        }
+        norm_all(total, p, heads, keys, eps);
         __syncthreads();
     }
     const int last = heads + 2 * keys;

@@ -183,13 +183,13 @@ struct Parts {
         if (PARTS == 4 && GROUP % 4 == 0)
             *(float4*)q = *(const float4*)p;
         else
-#pragma unroll
+            #pragma unroll
             for (int j = 0; j < PARTS; j++)
                 q[j] = p[j];
     }
     __device__ __forceinline__ float sum() const {
         float z = q[0];
-#pragma unroll
+        #pragma unroll
         for (int j = 1; j < PARTS; j++)
             z += q[j];
         return z;
@@ -211,7 +211,7 @@ __device__ __forceinline__ void put8(
             split8(a, to[0], to[ROWS * S::LDR]);
     } else {
         float top = top8(a);
-#pragma unroll
+        #pragma unroll
         for (int m = 1; m < 16; m *= 2)
             top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
         const float2 f = chunk_scale(top);
@@ -243,7 +243,7 @@ __device__ __forceinline__ void stage(
             : 2 * ((slot + SLOTS - first / 2 % SLOTS) % SLOTS) + lane / 16;
     if (team >= TEAMS)
         return behind();
-#pragma unroll
+    #pragma unroll
     for (int u = 0; u < (HELD + STRIDE - 1) / STRIDE; u++) {
         // blocks of 128 of a step that this member of the team has
         constexpr int PART = HERE * F::UNITS;
@@ -265,7 +265,7 @@ __device__ __forceinline__ void stage(
             else
                 load_x(o.gain, v, in, g);
         }
-#pragma unroll
+        #pragma unroll
         for (int i = 0; i < MINE; i++) {
             // rows that are not there: the last one again
             const int t = team + i * TEAMS;
@@ -282,7 +282,7 @@ __device__ __forceinline__ void stage(
             if (u == 0 && i == 0)
                 behind();
             if (NORM == 1) {
-#pragma unroll
+                #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     sums[i] = fmaf(a[j], a[j], sums[i]);
                     a[j] = __fmul_rn(a[j], g[j]);
@@ -292,7 +292,7 @@ __device__ __forceinline__ void stage(
                 if (ROWS > 1)
                     load_parts();
                 const float z = rsqrtf(fmaf(p.sum(), 1.f / GROUP, o.eps));
-#pragma unroll
+                #pragma unroll
                 for (int j = 0; j < 8; j++)
                     a[j] = __fmul_rn(a[j], z);
             }
@@ -301,7 +301,7 @@ __device__ __forceinline__ void stage(
         }
     }
     if (NORM == 1 && fresh && first + HELD >= B) {
-#pragma unroll
+        #pragma unroll
         for (int i = 0; i < MINE; i++) {
             const float z = warp_sum(sums[i]);
             if (!lane && team + i * TEAMS < ROWS)
@@ -334,7 +334,7 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
             load_x(o.gain, eight(o, local(piece)), local(piece) < HELD, g);
     }
     __device__ __forceinline__ void load(const Job& o, int piece) {
-#pragma unroll
+        #pragma unroll
         for (int r = 0; r < ROWS; r++)
             load_x(o.x + (size_t)min(r, o.rows - 1) * K, eight(o, local(piece)),
                     local(piece) < HELD, a[r]);
@@ -342,9 +342,9 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
     __device__ __forceinline__ void put(const Job& o, int piece, uint4* xs, float* es) {
         const int at = local(piece);
         if (HELD % STRIDE == 0 || at / 2 * 2 < HELD)  // all lanes or none
-#pragma unroll
+            #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-#pragma unroll
+                #pragma unroll
                 for (int j = 0; NORM == 1 && j < 8; j++) {
                     sums[r] = fmaf(a[r][j], a[r][j], sums[r]);
                     a[r][j] = __fmul_rn(a[r][j], g[j]);
@@ -355,7 +355,7 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
             put_squares();
     }
     __device__ __forceinline__ void put_squares() {
-#pragma unroll
+        #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const float z = warp_sum(sums[r]);
             if (threadIdx.x % 32 == 0)
@@ -435,12 +435,12 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
             const unsigned char* place, int g, int t, F* blocks, unsigned (*made)[8]) {
         cp_async_wait<0>();
         __syncwarp();
-#pragma unroll
+        #pragma unroll
         for (int b = 0; b < F::UNITS; b++) {
             typename F::Aids f;
             blocks[b].read(place, b, g, t);
             blocks[b].aids(f);
-#pragma unroll
+            #pragma unroll
             for (int i = 4 * b; i < min(4 * b + 4, MADE); i++)
                 blocks[b].piece(f, i % 4, made[i]);
         }
@@ -449,7 +449,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     static __device__ __forceinline__ void ask(
             const Job& o, int warp, int base, int to, float (*raw)[2], float (*bias)[2],
             float* prior, float* open) {
-#pragma unroll
+        #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             // all lanes or none
             if (SHADOW && i * THREADS + warp * 32 >= MANY)
@@ -459,7 +459,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
             const int row = item / (PER * OUT);
             const int at = base + (PAIR ? r / 2 * 4 + r % 2 : r);
             const int out = (PAIR ? base / 2 : base) + r;
-#pragma unroll
+            #pragma unroll
             for (int j = 0; j < 1 + PAIR; j++) {
                 const bool on = item < RESULTS && at + 2 * j < to;
                 raw[i][j] = on ? F::row_raw(o.s, o.gs, at + 2 * j) : 0.f;
@@ -478,7 +478,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     static __device__ __forceinline__ void in_pieces(
             const Job& o, bool begin, int rest, Pieces& pieces, uint4* xs, float* es,
             Ask ask, Multiply multiply) {
-#pragma unroll 1
+        #pragma unroll 1
         for (int piece = 0; begin ? piece < Pieces::PIECES : !piece; piece++) {
             if (begin) {
                 if (!piece)
@@ -500,7 +500,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     // Line `line` of the tile of which `at` is the first warp: what all its warps found for a row.
     static __device__ __forceinline__ float merge(int round, int at, int line, int row) {
         float v = 0.f;
-#pragma unroll
+        #pragma unroll
         for (int m = 0; m < ALONG; m++)
             v += MEMBERS == 1 ? part[round][at + m][line][row]
                               : of_member(&part[round][at + m % HERE][line][row], m / HERE);
@@ -509,7 +509,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     // 1 / root of a row's mean square, of the sums of all warps that staged it
     static __device__ __forceinline__ float inverse(float eps, int row) {
         float z = 0.f;
-#pragma unroll
+        #pragma unroll
         for (int j = 0; j < (OWN ? W : SLOTS); j++)
             z += squares[row][j];
         return rsqrtf(fmaf(z, 1.f / K, eps));
@@ -518,7 +518,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     static __device__ __forceinline__ void weigh(
             const Job& o, int round, int base, int to, float (*raw)[2], float (*bias)[2],
             float* prior, float* open, u64* top) {
-#pragma unroll
+        #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const int item = o.member * MANY + i * THREADS + threadIdx.x;
             const int r = item % (PER * OUT);
@@ -531,7 +531,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
             float inv = 1.f, v[2];
             if (NORM == 1)
                 inv = inverse(o.eps, row);
-#pragma unroll
+            #pragma unroll
             for (int j = 0; j < 1 + PAIR; j++) {
                 const int at = r / OUT * HERE;
                 const int line = PAIR ? r % 8 / 2 * 4 + r % 2 + 2 * j : r % 16;
@@ -554,11 +554,11 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     // The key of each row's largest result in this block.
     static __device__ __forceinline__ void put_best(const Job& o, const u64* top) {
         __shared__ u64 tops[ROWS][PER];  // of the sixteens of places
-#pragma unroll
+        #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const int item = i * THREADS + threadIdx.x;
             u64 key = top[BEST ? i : 0];
-#pragma unroll
+            #pragma unroll
             for (int m = 8; m; m /= 2)
                 key = max(key, __shfl_xor_sync(~0u, key, m));
             if (item < RESULTS && item % 16 == 0)
@@ -567,7 +567,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
         __syncthreads();
         if ((int)threadIdx.x < o.rows) {
             u64 key = 0;
-#pragma unroll
+            #pragma unroll
             for (int i = 0; i < PER; i++)
                 key = max(key, tops[threadIdx.x][i]);
             ((u64*)o.keys)[(size_t)threadIdx.x * o.step + o.group] = key;
@@ -616,7 +616,7 @@ __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
         }
     };
     auto fill = [&](int from, int to) {
-#pragma unroll 1
+        #pragma unroll 1
         for (int i = from; i < to; i++) {
             if (left > 0)
                 fetch(ring + i * F::BYTES);
@@ -664,17 +664,17 @@ __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
             e = es + warp % HERE * F::UNITS * ROWS;
         };
         auto multiply = [&](int steps) {
-#pragma unroll
+            #pragma unroll
             for (int b = 0; T::MADE && steps && b < F::UNITS; b++)
                 add_made<F, ROWS, S::LD>(
                         blocks[b], T::MADE - 4 * b, made + 4 * b, acc, x + 4 * b,
                         e + b * ROWS, t);
-#pragma unroll 1
+            #pragma unroll 1
             for (int i = 0; !T::MADE && i < steps; i++) {
                 cp_async_wait<PLACES - 1>();
                 unsigned char* const place = ring + spot;
                 __syncwarp();
-#pragma unroll
+                #pragma unroll
                 for (int b = 0; b < F::UNITS; b++) {
                     F q;
                     q.read(place, b, g, t);
@@ -694,7 +694,7 @@ __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
             from_start();
             T::in_pieces(o, begin, works ? mine : 0, pieces, xs, es, ask, multiply);
         } else {
-#pragma unroll 1
+            #pragma unroll 1
             for (int first = 0; first < T::MINE; first += HELD) {
                 if (!T::ALL || begin) {
                     if (first || !begin) {
@@ -719,7 +719,7 @@ __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
                               : 0);
             }
         }
-#pragma unroll
+        #pragma unroll
         for (int j = 0; j < 4; j++)
             if (works && 2 * t + j % 2 < ROWS)
                 part[round][warp][2 * g + j / 2][2 * t + j % 2] = acc[j];

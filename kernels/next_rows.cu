@@ -43,6 +43,26 @@ __device__ __forceinline__ int leading(const int* drafts, int k, int s, int seqs
     return j;
 }
 
+// Where sequence i stands, and how many rows of its next step there is room for.
+__device__ __forceinline__ Next read(
+        const int* line, const int* accepted, const int* newest, const int* pos,
+        const int* pos3, const int* limit, const int* kmax, int i, int rows, int width,
+        int axes, int room) {
+    Next a = {};
+    a.line = line[i];
+    a.n = a.line < 0 ? 0 : accepted[i];
+    a.newest = newest[i];
+    const int was = pos[i * width];
+    const int end = min(limit[i], room);
+    const int own = min(max(kmax[i], 0), width - 1);
+    a.p = was + a.n;
+    a.top = max(end - 1, 0);
+    a.live = max(0, min(1 + own, end - a.p));
+    for (int x = 0; x < axes; x++)
+        a.shift[x] = pos3[x * rows + i * width] - was;
+    return a;
+}
+
 extern "C" __global__ void __launch_bounds__(256) next_rows(
         const int* drafts, const int* accepted, const int* last, const int* newest,
         const int* line, const int* kmax, const int* limit, const int* tables, int* ids,
@@ -55,21 +75,10 @@ extern "C" __global__ void __launch_bounds__(256) next_rows(
     const int axes = pos3 ? 3 : 0;
     pdl_trigger();
     const int half = tick[0] & 1;
-    if (i < seqs) {  // all that is moved is read before any of it is written
-        Next a = {};
-        a.line = line[i];
-        a.n = a.line < 0 ? 0 : accepted[i];
-        a.newest = newest[i];
-        const int was = pos[i * width];
-        const int end = min(limit[i], most * block_size);
-        const int own = min(max(kmax[i], 0), width - 1);
-        a.p = was + a.n;
-        a.top = max(end - 1, 0);
-        a.live = max(0, min(1 + own, end - a.p));
-        for (int x = 0; x < axes; x++)
-            a.shift[x] = pos3[x * rows + i * width] - was;
-        all[i] = a;
-    }
+    if (i < seqs)  // all that is moved is read before any of it is written
+        all[i] = read(
+                line, accepted, newest, pos, pos3, limit, kmax, i, rows, width, axes,
+                most * block_size);
     pdl_wait();
     if (i < seqs) {
         Next& a = all[i];

@@ -176,8 +176,8 @@ __device__ __forceinline__ void choose(
 // Which of this thread's weights are wanted, a bit each: those that can be at a threshold; of a row
 // with few weights down to the last bin in doubt all of these.
 __device__ __forceinline__ unsigned wanted(
-        const float4 (&a)[CHUNKS], float top, float temperature, bool few, int k_bin, int p_from,
-        int p_to) {
+        const float4 (&a)[CHUNKS], float top, float temperature, bool few, int k_bin,
+        int p_from, int p_to) {
     const int to = max(k_bin, p_to);
     unsigned b[CHUNKS * 4], mine = 0;
     weights(a, top, temperature, b);
@@ -189,6 +189,43 @@ __device__ __forceinline__ unsigned wanted(
         mine |= (unsigned)in << i;
     }
     return mine;
+}
+
+// The smallest weight that stays: of top-k, then of top-p of what that keeps.
+__device__ __forceinline__ unsigned least_of(
+        const Source& from, Bins& s, const Before& b, const How& h, int k_bin) {
+    unsigned least = 0;
+    u64 sum = b.total;  // of the weights that stay
+    #pragma unroll 1
+    for (int by_sum = 0; by_sum < 2; by_sum++) {  // top-k, then top-p of what it keeps
+        if (by_sum ? h.top_p >= 1. : k_bin < 0)
+            continue;
+        const u64 want = by_sum ? goal_of(h.top_p, sum) : h.top_k;
+        const Least r = threshold(from, find_bin(s, b, by_sum, want), by_sum, want);
+        least = max(least, r.w);
+        sum = r.sum;
+    }
+    return least;
+}
+
+// The thread's wanted tokens go onto the list: with their ids where they are few.
+__device__ __forceinline__ void put_listed(
+        Work* w, unsigned* list, const float* x, unsigned mine, unsigned at, bool few,
+        int room, float top, float temperature) {
+    for (; mine; mine &= mine - 1) {
+        const int i = __ffs(mine) - 1;
+        const int id = blockIdx.x * SPAN + i / 4 * 1024 + threadIdx.x * 4 + i % 4;
+        const unsigned b = weight(x[id], top, temperature);
+        if (few) {
+            at = atomicAdd(&w->listed, 1u);
+            list[2 * at] = b;
+            list[2 * at + 1] = id;
+        } else {
+            if (at < room)
+                list[at] = b;
+            at++;
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(256) sample_cut(
@@ -228,20 +265,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_cut(
             at += base;
         }
     }
-    for (; mine; mine &= mine - 1) {
-        const int i = __ffs(mine) - 1;
-        const int id = blockIdx.x * SPAN + i / 4 * 1024 + threadIdx.x * 4 + i % 4;
-        const unsigned b = weight(x[id], top, temperature);
-        if (few) {
-            at = atomicAdd(&w->listed, 1u);
-            list[2 * at] = b;
-            list[2 * at + 1] = id;
-        } else {
-            if (at < room)
-                list[at] = b;
-            at++;
-        }
-    }
+    put_listed(w, list, x, mine, at, few, room, top, temperature);
     if (!last_block(&w->arrived))
         return;
     u64* counted = (u64*)bins + (size_t)row * BINS;
@@ -255,17 +279,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_cut(
             for (int i = threadIdx.x; i < listed; i += 256)
                 cache[i] = __ldcg(list + i);
         const Source from{cache, listed <= room ? list : 0, listed, x, v, top, temperature};
-        unsigned least = 0;
-        u64 sum = b.total;  // of the weights that stay
-        #pragma unroll 1
-        for (int by_sum = 0; by_sum < 2; by_sum++) {  // top-k, then top-p of what it keeps
-            if (by_sum ? h.top_p >= 1. : k_bin < 0)
-                continue;
-            const u64 want = by_sum ? goal_of(h.top_p, sum) : h.top_k;
-            const Least r = threshold(from, find_bin(s, b, by_sum, want), by_sum, want);
-            least = max(least, r.w);
-            sum = r.sum;
-        }
+        const unsigned least = least_of(from, s, b, h, k_bin);
         if (!threadIdx.x)
             w->least = least;
     }

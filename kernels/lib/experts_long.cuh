@@ -128,17 +128,111 @@ __device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned 
     return all / n * i + all % n * i / n;
 }
 
-__device__ __forceinline__ void long_rows(
+// What a warp finds of a strip of the first half.
+typedef float USums[16][ROWS];
 
-        const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
-        const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
-        const float* __restrict__ ugs, const float* __restrict__ dgs,
-        const float* __restrict__ ubias, const float* __restrict__ dbias,
-        const float* logits, const float* __restrict__ correction,
-        const float* __restrict__ per_expert, const float* __restrict__ gain,
-        const float* x, float* h, int* ids, float* weights, const float* add, float* y,
-        const unsigned char* later_w, const unsigned char* later_s, float eps, float limit,
-        float scaling, int ld, int rows, int halves, int later_w16, int later_s16) {
+// Hidden values of `many` strips, the first of which is `from`: what the team's warps found is
+// merged. `tail`: place of the first one's scales and biases.
+__device__ __forceinline__ void put_hidden(
+        Shared* sm, const Params& p, const USums* part, unsigned from, unsigned stride,
+        int many, int tail, int warp) {
+    constexpr int TEAM = 32 * USPLIT, EACH = OUT * ROWS;
+    constexpr int ITEMS = (MEET * EACH + TEAM - 1) / TEAM;
+    const int ushare = warp % USPLIT;
+    const int mine = opaque(threadIdx.x) % TEAM;
+    sync_warps<USPLIT>(warp / USPLIT);
+    #pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        const int item = mine + i * TEAM, m = item / EACH;
+        const int c = item / OUT % ROWS, r = item % OUT;
+        if (m >= many)
+            break;
+        const unsigned strip = from + m * stride;
+        const unsigned slot = strip / STRIPS, o = strip % STRIPS * OUT + r;
+        const int entry = sm->slots.who[slot][c];
+        if (entry < 0 || o >= I)
+            continue;
+        const int line = PAIR ? r / 2 * 4 + r % 2 : r;
+        const int kept = tail + m < UKEEP ? tail + m : tail + m - UKEEP;
+        const float* with = sm->utail[warp / USPLIT][kept];
+        const float inv = NORM ? sm->inverse[warp][c] : 1.f;
+        float v[2];
+        #pragma unroll
+        for (int j = 0; j < 1 + PAIR; j++) {
+            const float scale = U::row_scale((Bytes)with, with, line + 2 * j);
+            const float more = p.ubias ? with[16 + line + 2 * j] : 0.f;
+            v[j] = sum_parts<USPLIT>(part + m * WARPS + warp - ushare, line + 2 * j, c);
+            v[j] = fmaf(__fmul_rn(v[j], inv), scale, more);
+        }
+        give(p.h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], p.limit));
+    }
+}
+
+// What a warp finds of a strip of the second half.
+typedef float DSums[16][COLUMNS];
+
+// The block's outputs of strip u: what the team's warps found is merged, for whom picked it.
+template <class Parts, class Slot>
+__device__ __forceinline__ void put_products(
+        Shared* sm, const Params& p, const DSums* part, unsigned u, int tail, int warp,
+        unsigned own, Parts parts, Slot slot) {
+    constexpr int TEAM = 32 * DSPLIT;
+    constexpr int ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
+    const int dshare = warp % DSPLIT;
+    const int mine = opaque(threadIdx.x) % TEAM, line = mine % 16;
+    sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
+    const float* with = sm->dtail[warp / DSPLIT][tail];
+    const float scale = D::row_scale((Bytes)with, with, line);
+    const float more = p.dbias ? with[16 + line] : 0.f;
+    const unsigned eight = 2 * u + line / 8;
+    if (MIXED && eight >= parts())
+        return;
+    const int o = MIXED ? eight % own * 8 + line % 8 : u % OWN * 16 + line;
+    #pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        const int c = mine / 16 + i * (TEAM / 16);
+        const int to = c < ROWS ? sm->slots.who[slot(line / 8)][c] : -1;
+        if (to < 0)
+            continue;
+        const int column = MIXED ? line / 8 * ROWS + c : c;
+        const float v = sum_parts<DSPLIT>(part + warp - dshare, line, column);
+        sm->done[to][o] = fmaf(v, scale, more);
+    }
+}
+
+// The block's outputs, of what all warps found of its `strips` strips: shares are added in order.
+__device__ __forceinline__ void merge_spread(
+        Shared* sm, const Params& p, unsigned own, unsigned parts, unsigned strips) {
+    #pragma unroll 1
+    for (unsigned i = threadIdx.x; i < strips * 16 * DSPLIT; i += THREADS) {
+        const unsigned strip = i / (16 * DSPLIT);
+        const unsigned line = i / DSPLIT % 16;
+        const unsigned share = i % DSPLIT;
+        float acc = 0.f;
+        #pragma unroll
+        for (int k = 0; k < DShares::MOST_OF * D::UNITS; k++) {
+            const unsigned block = (k / D::UNITS * DSPLIT + share) * D::UNITS
+                    + k % D::UNITS;
+            if (block >= BLOCKS)
+                break;
+            const float2 v = ((const float2*)sm->found(strip)[block])[line];
+            acc = fmaf(v.x, v.y, acc);
+        }
+        float v = 0.f + acc;
+        if (DSPLIT > 1)
+            v += __shfl_xor_sync(~0u, acc, 1);
+        const unsigned part = 2 * strip + line / 8;
+        if (share || part >= parts)
+            continue;
+        const float* with = sm->dtail[strip][0];
+        const float more = p.dbias ? with[16 + line] : 0.f;
+        const int to = sm->slots.who[part / own][0];
+        sm->done[to][part % own * 8 + line % 8] = fmaf(
+                v, D::row_scale((Bytes)with, with, line), more);
+    }
+}
+
+__device__ __forceinline__ void long_rows(const Params& p) {
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
@@ -152,11 +246,11 @@ __device__ __forceinline__ void long_rows(
     const int base = blockIdx.x * SPAN;
     const int span = min(SPAN, K - base);
     constexpr unsigned NONE = ~0u;
-    unsigned unit = halves & 1 ? first : NONE;  // the strip that is fetched next
+    unsigned unit = p.halves & 1 ? first : NONE;  // the strip that is fetched next
     auto slots = [&]() -> unsigned { return ROWS == 1 ? PICKS : sm->slots.number; };
     // of the unit that is multiplied next, which leaves it to another
     int place = 0, round = 0;
-    const Bank<U> ubank(uw, us, ugs, ubias);
+    const Bank<U> ubank(p.uw, p.us, p.ugs, p.ubias);
     const Copies<U, UShares, KEEP, RUNS> ucopies(ushare, lane);
     const Spots<U, KEEP> uspots(g, t);
     Next o;
@@ -182,12 +276,12 @@ __device__ __forceinline__ void long_rows(
         cp_async_commit();
         place = DEEP == 2 ? 1 - place : place == DEEP - 1 ? 0 : place + 1;
     };
-    sm->slots.clear(rows, THREADS);
+    sm->slots.clear(p.rows, THREADS);
     for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS)
         sm->seen[i] = ROWS * TOP_K;
     int begun = 0;
     if (SHARED)  // needs no router
-        #pragma unroll 1
+#pragma unroll 1
         for (; begun < DEEP && unit < STRIPS; begun++) {
             next_up();
             forth();
@@ -195,17 +289,7 @@ __device__ __forceinline__ void long_rows(
     if (!LATE)
         pdl_trigger();
     pdl_wait();
-    const int picker = WARPS - 1 - warp;  // whose row this warp picks for
-    if (picker < rows)
-        pick_row(sm->slots, picker, logits + (size_t)picker * ld, correction, lane);
-    if (halves & 1)  // beside the warps that pick
-        stage_x(sm->in.x, sm->squares, x, gain, rows);
-    __syncthreads();
-    if (ROWS > 1) {
-        if (!warp)
-            group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
-        __syncthreads();
-    }
+    load(sm, p, warp, lane);
     auto next = [&] {
         if (unit < slots() * STRIPS)
             next_up();
@@ -214,23 +298,14 @@ __device__ __forceinline__ void long_rows(
     #pragma unroll 1
     for (; begun < DEEP; begun++)
         next();
-    if (halves & 1) {
-        constexpr int TEAM = 32 * USPLIT, EACH = OUT * ROWS;
-        constexpr int ITEMS = (MEET * EACH + TEAM - 1) / TEAM;
-        if (NORM) {
-            float sum = 0.f;
-            #pragma unroll
-            for (int i = 0; i < PARTS; i++)
-                sum += sm->squares[lane % ROWS][i];
-            sm->inverse[warp][lane % ROWS] = rsqrtf(fmaf(sum, 1.f / K, eps));
-            __syncwarp();
-        }
+    if (p.halves & 1) {
+        if (NORM)
+            norm(sm, p.eps, warp, lane);
         const int short_at = KEEP < 2 && UShares::SHORT && ushare == UShares::LAST ? 1 : 0;
         int tail = 0;  // of the first of the strips that are added up
-        #pragma unroll 1
+#pragma unroll 1
         for (unsigned u = first; u < slots() * STRIPS; round ^= !ONCE) {
-            typedef float Sums[16][ROWS];
-            Sums* const part = (Sums*)(sm->part + round * USUMS);
+            USums* const part = (USums*)(sm->part + round * USUMS);
             const unsigned from = u;
             int many = 0;
             #pragma unroll 1
@@ -244,9 +319,9 @@ __device__ __forceinline__ void long_rows(
                 for (int i = UShares::of(ushare); i; i--) {
                     cp_async_wait<DEEP - 1>();
                     __syncwarp();
-                    const unsigned char* const p = sm->ring[warp][place];
+                    const unsigned char* const from = sm->ring[warp][place];
                     const float* const e1 = e + (ROWS > 1 ? X::HELD : 0);
-                    multiply<U, X, ROWS == 1>(p, acc, at, e, e1, uspots, i == short_at);
+                    multiply<U, X, ROWS == 1>(from, acc, at, e, e1, uspots, i == short_at);
                     at += 4 * U::UNITS * USPLIT;
                     e += U::UNITS * USPLIT;
                     __syncwarp();
@@ -254,38 +329,11 @@ __device__ __forceinline__ void long_rows(
                 }
                 put_part(part[many * WARPS + warp], acc, g, t);
             }
-            const int mine = opaque(threadIdx.x) % TEAM;
-            sync_warps<USPLIT>(warp / USPLIT);
-            #pragma unroll
-            for (int i = 0; i < ITEMS; i++) {
-                const int item = mine + i * TEAM, m = item / EACH;
-                const int c = item / OUT % ROWS, r = item % OUT;
-                if (m >= many)
-                    break;
-                const unsigned strip = from + m * stride;
-                const unsigned slot = strip / STRIPS, o = strip % STRIPS * OUT + r;
-                const int entry = sm->slots.who[slot][c];
-                if (entry < 0 || o >= I)
-                    continue;
-                const int line = PAIR ? r / 2 * 4 + r % 2 : r;
-                const int kept = tail + m < UKEEP ? tail + m : tail + m - UKEEP;
-                const float* with = sm->utail[warp / USPLIT][kept];
-                const float inv = NORM ? sm->inverse[warp][c] : 1.f;
-                float v[2];
-                #pragma unroll
-                for (int j = 0; j < 1 + PAIR; j++) {
-                    const float scale = U::row_scale((Bytes)with, with, line + 2 * j);
-                    const float more = ubias ? with[16 + line + 2 * j] : 0.f;
-                    v[j] = sum_parts<USPLIT>(
-                            part + m * WARPS + warp - ushare, line + 2 * j, c);
-                    v[j] = fmaf(__fmul_rn(v[j], inv), scale, more);
-                }
-                give(h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], limit));
-            }
+            put_hidden(sm, p, part, from, stride, many, tail, warp);
             tail = tail + many < UKEEP ? tail + many : tail + many - UKEEP;
         }
     }
-    if (!(halves & 2))
+    if (!(p.halves & 2))
         return;
     // of the second half, eights of its outputs for each expert, and strips
     const unsigned own = K % SPAN ? max(span, 0) / 8 : SPAN / 8;
@@ -294,7 +342,7 @@ __device__ __forceinline__ void long_rows(
     auto row_of = [&](unsigned part) {
         return sm->slots.expert[part / own] * K + base + part % own * 8;
     };
-    const Bank<D> dbank(dw, ds, dgs, dbias);
+    const Bank<D> dbank(p.dw, p.ds, p.dgs, p.dbias);
     const Copies<D, DFetched, KEEP, RUNS> dcopies(SPREAD ? 0 : dshare, lane);
     const Spots<D, KEEP> dspots(g, t);
     // quarters of a multiprocessor alike
@@ -354,24 +402,14 @@ __device__ __forceinline__ void long_rows(
     }
     if (LATE)
         pdl_trigger();
-    if (picker < rows) {
-        const float* const its = logits + (size_t)picker * ld;
-        weigh_row(
-                sm->slots, picker, its, per_expert, scaling, lane,
-                sm->share + picker * PICKS);
-    }
+    weigh(sm, p, warp, lane);
     if (!APART)
         __syncthreads();  // before what is staged takes the place of x
     float before = 0.f;
-    if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
-        before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    stage_h(sm->in.h, sm->slots, h, rows, [] {});
-    // memory idles when a warp's values are there
-    const int asks = blockIdx.x * THREADS + threadIdx.x;
-    if (later_w)
-        ahead(later_w, later_w16, asks, gridDim.x * THREADS);
-    if (later_s)
-        ahead(later_s, later_s16, asks, gridDim.x * THREADS);
+    if (threadIdx.x < p.rows * SPAN && p.add && (int)threadIdx.x % SPAN < span)
+        before = p.add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
+    stage_h(sm->in.h, sm->slots, p.h, p.rows, [] {});
+    ask_later(p);
     if (ALONE)
         __syncwarp();
     else
@@ -391,9 +429,9 @@ __device__ __forceinline__ void long_rows(
         for (; i < to; i++, u++) {
             cp_async_wait<DEEP - 1>();
             __syncwarp();
-            const unsigned char* const p = sm->ring[warp][place];
+            const unsigned char* const from = sm->ring[warp][place];
             multiply_apart<D, H>(
-                    p, sm->found(strip) + u * D::UNITS, at, e, dspots, second, g, t);
+                    from, sm->found(strip) + u * D::UNITS, at, e, dspots, second, g, t);
             at += 4 * D::UNITS;
             e += D::UNITS;
             __syncwarp();
@@ -407,51 +445,22 @@ __device__ __forceinline__ void long_rows(
         cp_async_wait<0>();
         __syncthreads();
     }
-    #pragma unroll 1
-    for (unsigned i = threadIdx.x; SPREAD && span > 0 && i < strips() * 16 * DSPLIT;
-            i += THREADS) {
-        const unsigned strip = i / (16 * DSPLIT);
-        const unsigned line = i / DSPLIT % 16;
-        const unsigned share = i % DSPLIT;
-        float acc = 0.f;
-        #pragma unroll
-        for (int k = 0; k < DShares::MOST_OF * D::UNITS; k++) {
-            const unsigned block = (k / D::UNITS * DSPLIT + share) * D::UNITS
-                    + k % D::UNITS;
-            if (block >= BLOCKS)
-                break;
-            const float2 v = ((const float2*)sm->found(strip)[block])[line];
-            acc = fmaf(v.x, v.y, acc);
-        }
-        float v = 0.f + acc;
-        if (DSPLIT > 1)
-            v += __shfl_xor_sync(~0u, acc, 1);
-        const unsigned part = 2 * strip + line / 8;
-        if (share || part >= parts())
-            continue;
-        const float* with = sm->dtail[strip][0];
-        const float more = dbias ? with[16 + line] : 0.f;
-        const int to = sm->slots.who[part / own][0];
-        sm->done[to][part % own * 8 + line % 8] = fmaf(
-                v, D::row_scale((Bytes)with, with, line), more);
-    }
-    constexpr int TEAM = 32 * DSPLIT;
-    constexpr int ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
+    if (SPREAD && span > 0)
+        merge_spread(sm, p, own, parts(), strips());
     int tail = 0;
     const int short_at = KEEP < 2 && DShares::SHORT && dshare == DShares::LAST ? 1 : 0;
     round = 0;  // warps of a team may have had different numbers of strips
     #pragma unroll 1
     for (unsigned u = SPREAD ? NONE : own_first; u < strips();
             u += WARPS / DSPLIT, round ^= 1) {
-        typedef float Sums[16][COLUMNS];
-        Sums* const part = (Sums*)(sm->part + (ALONE ? SUMS - DSUMS : round * DSUMS));
-        auto slot = [&](unsigned p) {  // of part p of the strip
-            return MIXED ? min(2 * u + p, parts() - 1) / own : u / OWN;
+        DSums* const part = (DSums*)(sm->part + (ALONE ? SUMS - DSUMS : round * DSUMS));
+        auto slot = [&](unsigned part) {  // of that part of the strip
+            return MIXED ? min(2 * u + part, parts() - 1) / own : u / OWN;
         };
         auto entry = [&](int c) {
-            const int p = MIXED ? min(c / ROWS, 1) : 0;
+            const int part = MIXED ? min(c / ROWS, 1) : 0;
             const int r = MIXED ? c % ROWS : min(c, ROWS - 1);
-            return max(0, (int)sm->slots.who[slot(p)][r]);
+            return max(0, (int)sm->slots.who[slot(part)][r]);
         };
         const uint4* at = sm->in.h.of(entry(g), dshare, t);
         const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
@@ -461,8 +470,8 @@ __device__ __forceinline__ void long_rows(
         for (int i = DShares::of(dshare); i; i--) {
             cp_async_wait<DEEP - 1>();
             __syncwarp();
-            const unsigned char* const p = sm->ring[warp][place];
-            multiply<D, H, COLUMNS == 1>(p, acc, at, e0, e1, dspots, i == short_at);
+            const unsigned char* const from = sm->ring[warp][place];
+            multiply<D, H, COLUMNS == 1>(from, acc, at, e0, e1, dspots, i == short_at);
             at += 4 * D::UNITS * DSPLIT;
             e0 += D::UNITS * DSPLIT;
             e1 += D::UNITS * DSPLIT;
@@ -472,27 +481,9 @@ __device__ __forceinline__ void long_rows(
             forth();
         }
         put_part(part[warp], acc, g, t);
-        const int mine = opaque(threadIdx.x) % TEAM, line = mine % 16;
-        sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
-        const float* with = sm->dtail[warp / DSPLIT][tail];
-        const float scale = D::row_scale((Bytes)with, with, line);
-        const float more = dbias ? with[16 + line] : 0.f;
+        put_products(sm, p, part, u, tail, warp, own, parts, slot);
         tail = tail == DKEEP - 1 ? 0 : tail + 1;
-        const unsigned eight = 2 * u + line / 8;
-        if (MIXED && eight >= parts())
-            continue;
-        const int o = MIXED ? eight % own * 8 + line % 8 : u % OWN * 16 + line;
-        #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            const int c = mine / 16 + i * (TEAM / 16);
-            const int to = c < ROWS ? sm->slots.who[slot(line / 8)][c] : -1;
-            if (to < 0)
-                continue;
-            const int column = MIXED ? line / 8 * ROWS + c : c;
-            const float v = sum_parts<DSPLIT>(part + warp - dshare, line, column);
-            sm->done[to][o] = fmaf(v, scale, more);
-        }
     }
     __syncthreads();
-    put_sums(sm, base, span, rows, before, add, y, ids, weights);
+    put_sums(sm, base, span, p.rows, before, p.add, p.y, p.ids, p.weights);
 }

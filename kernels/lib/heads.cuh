@@ -62,7 +62,7 @@ template <int N, int PAIRS> struct Turn {
     int place[I][4];  // by what elements turn: axes, then positions
     // Three steps, for each waits for what the one before has asked for.
     // `axes`: [PAIRS], which of many positions a pair turns by; null: the first
-    __device__ __forceinline__ void ask(const int* __restrict__ axes, int lane) {
+    __device__ __forceinline__ void ask(const int* axes, int lane) {
         if (!PAIRS)
             return;
         #pragma unroll
@@ -73,7 +73,7 @@ template <int N, int PAIRS> struct Turn {
     }
     // `at`: [many][rows] positions
     __device__ __forceinline__ void find(
-            const int* __restrict__ at, int row, int rows, int lane) {
+            const int* at, int row, int rows, int lane) {
         if (!PAIRS)
             return;
         #pragma unroll
@@ -83,7 +83,7 @@ template <int N, int PAIRS> struct Turn {
                 place[i][k] = on(i, k, lane) ? at[place[i][k] * rows + row] : 0;
     }
     __device__ __forceinline__ void load(
-            const float* __restrict__ cos, const float* __restrict__ sin, int lane) {
+            const float* cos, const float* sin, int lane) {
         if (!PAIRS)
             return;
         #pragma unroll
