@@ -351,6 +351,14 @@ def _lanes(ax, width):
         ax.text(-.66, i, name, fontsize=8, color='.35', rotation=90, ha='right', va='center')
 
 # %% ../nbs/00_book.ipynb #84cff552
+def _again(ax, last, first):
+    "The way back for the next step, below all lanes"
+    below,color = last.place+.55,'#c0392b'
+    ax.plot([last.col, last.col, first.col], [last.place+.31, below, below], color=color)
+    style = dict(arrowstyle='-|>', lw=1.5, color=color)
+    ax.annotate('', (first.col, first.place+.31), (first.col, below), arrowprops=style)
+    ax.text(first.col+.12, last.place, 'the next step', fontsize=8.5, color=color)
+
 def draw_life():
     "A picture of the stations that a request passes"
     fig,ax = _canvas(118, 9)
@@ -360,12 +368,8 @@ def draw_life():
         _station(ax, s)
     for a,b in zip(LIFE, LIFE[1:]):
         _way(ax, a, b, color='.3')
-    again,drawn = LIFE[4],LIFE[8]
-    below = drawn.place+.55
-    ax.plot([drawn.col, drawn.col, again.col], [drawn.place+.31, below, below], color='#c0392b')
-    loop = dict(arrowstyle='-|>', lw=1.5, color='#c0392b')
-    ax.annotate('', (again.col, again.place+.31), (again.col, below), arrowprops=loop)
-    ax.text(again.col+.12, drawn.place, 'the next step', fontsize=8.5, color='#c0392b')
+    drawn,planned = LIFE[8],LIFE[4]
+    _again(ax, drawn, planned)
     picture = small(fig, dpi=150)
     picture.alt = 'The modules that a request passes, from the server to the parsers'
     return picture
