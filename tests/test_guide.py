@@ -144,9 +144,7 @@ SUITE = {
         ['"a"', '1', 'null', '{"b":[2]}'],
         ['"b"', '2', '{"b":[3]}']),
     'const': (
-        {'const':{'a':1}},
-        ['{"a":1}', '{"a": 1}'],
-        ['{"a":2}', '{}', '{"a":1,"b":1}']),
+        {'const':{'a':1}}, ['{"a":1}', '{"a": 1}'], ['{"a":2}', '{}', '{"a":1,"b":1}']),
     'properties': (
         {
             'type':'object',
@@ -193,14 +191,11 @@ SUITE = {
         ['"ab"', '"abc"', '"éé"', '"\\n\\n"'],
         ['"a"', '"abcd"', '""']),
     'pattern': (
-        {'type':'string','pattern':'^[a-c]+$'},
-        ['"abc"', '"a"'],
-        ['""', '"abd"', '"ABC"']),
+        {'type':'string','pattern':'^[a-c]+$'}, ['"abc"', '"a"'], ['""', '"abd"', '"ABC"']),
     'pattern anywhere': (
         {'type':'string','pattern':'b+'}, ['"abba"', '"b"'], ['"aa"', '""']),
     'minimum and maximum': (
-        {'type':'integer','minimum':-2,'maximum':11},
-        ['-2', '0', '11', '9'],
+        {'type':'integer','minimum':-2,'maximum':11}, ['-2', '0', '11', '9'],
         ['-3', '12', '100']),
     'exclusive bounds': (
         {'type':'integer','exclusiveMinimum':0,'exclusiveMaximum':3},
@@ -211,9 +206,7 @@ SUITE = {
         ['0.5', '1', '1.75', '2'],
         ['0.4', '2.1', '-1']),
     'multipleOf': (
-        {'type':'integer','multipleOf':5},
-        ['0', '5', '15'],
-        ['3', '11']),
+        {'type':'integer','multipleOf':5}, ['0', '5', '15'], ['3', '11']),
     'anyOf': (
         {'anyOf':[{'type':'integer'},{'type':'string','maxLength':1}]},
         ['12', '"a"'],
@@ -223,9 +216,7 @@ SUITE = {
             'allOf':[
                 {'type':'object','properties':{'a':{'type':'integer'}},'required':['a']},
                 {
-                    'type':'object',
-                    'properties':{'b':{'type':'string'}},
-                    'required':['b']}]},
+                    'type':'object', 'properties':{'b':{'type':'string'}}, 'required':['b']}]},
         ['{"a":1,"b":"x"}'],
         ['{"a":1}', '{"b":"x"}']),
     'oneOf that exclude each other': (
@@ -319,9 +310,7 @@ SUITE = {
         ['"é😀"', '"\\n\\\""'],
         ['"😀"', '"abc"']),
     'multipleOf of cents': (
-        {'type':'number','multipleOf':.01},
-        ['1.25', '-3.33', '1', '0.1'],
-        ['1.255']),
+        {'type':'number','multipleOf':.01}, ['1.25', '-3.33', '1', '0.1'], ['1.255']),
     'patterns beside properties': (
         {
             'type':'object', 'properties':{'a':{'type':'integer'}},
@@ -476,9 +465,7 @@ OTHERS = [
         ['123-ab'],
         ['12-ab', '123-', '123-A', '1234-a']),
     (
-        dict(kind='regex', pattern='^(yes|no)$'),
-        ['yes','no'],
-        ['maybe', 'yes ', 'Yes']),
+        dict(kind='regex', pattern='^(yes|no)$'), ['yes','no'], ['maybe', 'yes ', 'Yes']),
     (dict(kind='regex', pattern='a/b"\\n?'), ['a/b"', 'a/b"\n'], ['a/b']),
     (dict(kind='regex', pattern='(a+)+'), ['aaaa'], ['b', '']),
     (
@@ -571,15 +558,10 @@ def text_of(g, ids):
     return b''.join(map(g.tokenizer.token_bytes, ids)).decode(errors='replace')
 
 leaf = st.sampled_from([
-    {'type':'integer'},
-    {'type':'integer','minimum':-5,'maximum':17},
-    {'type':'number'},
-    {'type':'boolean'},
-    {'type':'null'},
-    {'type':'string','maxLength':4},
-    {'type':'string','pattern':'^[ab]{1,3}$'},
-    {'enum':['x',1,None]},
-    {'const':'k'},
+    {'type':'integer'}, {'type':'integer','minimum':-5,'maximum':17},
+    {'type':'number'}, {'type':'boolean'}, {'type':'null'},
+    {'type':'string','maxLength':4}, {'type':'string','pattern':'^[ab]{1,3}$'},
+    {'enum':['x',1,None]}, {'const':'k'},
     {'type':'string','format':'date'}])
 def nested(inner):
     props = st.dictionaries(st.sampled_from('abcd'), inner, max_size=3)
@@ -600,8 +582,7 @@ def nested(inner):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.recursive(leaf, nested, max_leaves=6),
-    st.integers(0, 2**31),
+    st.recursive(leaf, nested, max_leaves=6), st.integers(0, 2**31),
     st.sampled_from(KINDS))
 def test_whatever_is_drawn_under_a_schema_validates(schema, seed, kind):
     g = guides(kind)
@@ -1179,12 +1160,8 @@ def test_a_format_or_a_call(parser):
 def test_a_format_or_a_call_of_harmony():
     g = call_guides('special')
     spec = dict(
-        kind='tools',
-        parser='openai',
-        tools=TOOLS[1:2],
-        choice='auto',
-        format=J({'type':'integer'}),
-        after=['<|channel|>final','<|message|>'],
+        kind='tools', parser='openai', tools=TOOLS[1:2], choice='auto',
+        format=J({'type':'integer'}), after=['<|channel|>final','<|message|>'],
         early=[' to=functions.'])
     def ids(text): return g._exactly(text)
     assert accepts(g, spec, '', ids('<|channel|>final<|message|>7'))
@@ -1231,16 +1208,9 @@ def test_unknown_formats_are_refused():
 SMALL = (
     PRESETS['llama-3.1-8b']
     |dict(
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=96,
-        vocab_size=300,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=299))
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, intermediate_size=96, vocab_size=300, max_position_embeddings=512,
+        bos_token_id=1, eos_token_id=299))
 _nets = {}
 def net(device):
     "A random model of 300 tokens, the same on both devices"
