@@ -440,8 +440,7 @@ def _surround(t, before, after):
         return
     pairs = [(s,t.token_to_id(s)) for s in dict.fromkeys(before+after)]
     t.post_processor = processors.TemplateProcessing(
-        single=[*before,'$A',*after],
-        pair=[*before,'$A','$B',*after],
+        single=[*before,'$A',*after], pair=[*before,'$A','$B',*after],
         special_tokens=pairs)
 
 def _bounds(meta, n)->tuple[int|None,tuple]:
