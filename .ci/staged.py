@@ -27,27 +27,41 @@ def title(cell):
 # -- definitions -----------------------------------------------------------------------------------
 
 def defined(source):
-    "Names of the definitions in a source, each with its last line"
+    "The definitions in a source"
     try:
         tree = ast.parse(source)
     except SyntaxError: # a magic
         return []
-    return [(n.name, n.end_lineno) for n in tree.body if hasattr(n, 'name')]
+    return [n for n in tree.body if hasattr(n, 'name')]
+
+def patched(n):
+    "Names in what says onto which class a definition is patched; of others, none"
+    decorators = ' '.join(ast.unparse(d) for d in n.decorator_list)
+    if 'patch' not in decorators:
+        return []
+    first = n.args.args[:1]
+    of = ast.unparse(first[0].annotation) if first and first[0].annotation else ''
+    return re.findall(r'\w+', f'{decorators} {of}')
+
+def fits(title, n):
+    "Is `title`, `Seq.span` or `rank`, that of a definition?"
+    cls,_,name = title.rpartition('.')
+    if name!=n.name:
+        return False
+    return not cls or cls in patched(n)
 
 def parts(source, titles):
-    "A source cut after each definition that has a title: pairs of title and lines"
+    "A source cut after each definition that has a title: its titles, and lines"
     lines,found,at = source.splitlines(),[],0
-    left = list(titles)
-    for name,end in defined(source):
-        mine = [t for t in left if t.rpartition('.')[2]==name]
-        if not mine:
-            continue
-        left.remove(mine[0])
-        found.append((mine[0], lines[at:end]))
-        at = end
-    if found:
-        found[-1][1].extend(lines[at:])
-    return found or [(None, lines)]
+    for n in defined(source):
+        mine = [t for t in titles if fits(t, n)]
+        if mine:
+            found.append((mine, lines[at:n.end_lineno]))
+            at = n.end_lineno
+    if not found:
+        return [([], lines)]
+    found[-1][1].extend(lines[at:])
+    return found
 
 def heading(name):
     source = f'### `{name}` {{.definition}}'
@@ -59,36 +73,27 @@ def headed(cell, titles):
     options = [l for l in source.splitlines() if l.startswith('#|')]
     body = '\n'.join(source.splitlines()[len(options):])
     cells = []
-    for name,lines in parts(body, titles):
-        if name:
-            cells.append(heading(name))
+    for names,lines in parts(body, titles):
+        cells += [heading(n) for n in dict.fromkeys(names)]
         code = '\n'.join(lines).strip('\n')
         cells.append(cell|dict(source='\n'.join(options+[code]), outputs=[]))
     cells[-1]['outputs'] = cell.get('outputs', [])
     return cells
 
-def cards_about(cells, source):
-    "How many of the first `cells` are cards of definitions in `source`"
-    names,n = {name for name,_ in defined(source)},0
-    while n<len(cells) and (title(cells[n]) or '').rpartition('.')[2] in names:
-        n += 1
-    return n
-
 def one_heading(cells):
-    "Cells in which no definition is headed by a card and by its own source"
-    cells,found = list(cells),[]
-    while cells:
-        cell = cells.pop(0)
+    "Cells in which no definition is headed by a card and by its own source, wherever the card is"
+    cards = [title(c) for c in cells if title(c)]
+    found,used = [],set()
+    for cell in cells:
         source = text(cell['source'])
         if not source.startswith(EXPORTED):
             found.append(cell)
             continue
-        before = cards_about(found[::-1], source)
-        after = cards_about(cells, source)
-        cards = found[len(found)-before:]+cells[:after]
-        del found[len(found)-before:], cells[:after]
-        found += headed(cell, [title(c) for c in cards])
-    return found
+        here = defined(source)
+        mine = [t for t in cards if t not in used and any(fits(t, n) for n in here)]
+        used.update(mine)
+        found += headed(cell, mine)
+    return [c for c in found if title(c) not in used]
 
 # -- kernels ---------------------------------------------------------------------------------------
 

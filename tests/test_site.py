@@ -34,10 +34,10 @@ def test_a_card_becomes_a_heading():
     assert said(cells)==['### `f` {.definition}', 'def f(x): return x']
 
 def test_a_cell_of_several_definitions_is_cut():
-    "Cards come before and after the source, in no order; helpers stay with what they help"
+    "Cards come anywhere, in no order; helpers stay with what they help"
     source = '@patch\ndef __repr__(self:A): return _name\n\n_name = 1\ndef g(): pass\nlast = 2'
-    before,after = [card('g')],[card('A.__repr__'), card('other')]
-    cells = staged.one_heading([*before, exported(source), *after])
+    before,after = [card('g'), exported('_h = 2')],[card('A.__repr__'), card('B.g')]
+    cells = staged.one_heading([*before, exported(source), *after])[1:]
     assert said(cells[:4])==[
         '### `A.__repr__` {.definition}', '@patch\ndef __repr__(self:A): return _name',
         '### `g` {.definition}', '_name = 1\ndef g(): pass\nlast = 2']
@@ -197,7 +197,8 @@ def test_formulas_are_there(tab, name):
     p.until('document.querySelectorAll(".math:not(:has(.katex))").length===0')
     assert p.js('document.querySelectorAll(".katex-error").length')==0
     if p.js('document.querySelectorAll(".katex").length'):
-        faces = p.js('document.fonts.ready.then(f => [...f].map(f => [f.family, f.status]))')
+        p.js('await document.fonts.ready')
+        faces = p.js('[...document.fonts].map(f => [f.family, f.status])')
         assert ['KaTeX_Main','loaded'] in faces
         assert not [name for name,status in faces if status=='error']
 

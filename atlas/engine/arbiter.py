@@ -241,8 +241,7 @@ class Probe:
 def choices(self:Arbiter, b)->list[Choice]:
     "The `Choice` of each K in bucket `b`"
     if b not in self.buckets:
-        self.buckets[b] = [Choice(self.tuning.wait)
-            for _ in range(self.most+1)]
+        self.buckets[b] = [Choice(self.tuning.wait) for _ in range(self.most+1)]
     return self.buckets[b]
 
 @patch
@@ -274,8 +273,7 @@ def times(self:Arbiter, b)->list[float]: # [most+1]
         k,seconds = next(iter(known.items()), (0,1.))
         base = seconds/(1+price*k)
         slope = price*base
-    return [known.get(k, base+slope*k)
-        for k in range(self.most+1)]
+    return [known.get(k, base+slope*k) for k in range(self.most+1)]
 
 # %% ../../nbs/5_engine/10_arbiter.ipynb #94c6c299
 @patch
@@ -283,8 +281,7 @@ def doubt(self:Arbiter, k:int)->float:
     "How far the tokens expected of `k` drafts may be off, as a share of them"
     a = self.acceptance
     chances = survival(a.rates[:k])
-    variance = sum(s*(1-s)/n
-        for s,n in zip(chances, a.tried))
+    variance = sum(s*(1-s)/n for s,n in zip(chances, a.tried))
     return sqrt(variance)/(1+sum(chances))
 
 def expected_speed(rates, times)->list[float]:
@@ -301,8 +298,7 @@ def better(self:Arbiter, times:list[float])->int:
     "The K that is faster than the one now beyond doubt, or the one now"
     speed = self.speed(times)
     best = max(range(self.most+1), key=speed.__getitem__)
-    gain = max(self.tuning.gain,
-        self.doubt(max(best, self.k)))
+    gain = max(self.tuning.gain, self.doubt(max(best, self.k)))
     return best if speed[best]>speed[self.k]*(1+gain) else self.k
 
 # %% ../../nbs/5_engine/10_arbiter.ipynb #cac501eb
@@ -334,8 +330,7 @@ def decide(self:Arbiter, b, times:list[float]):
 def hope(self:Arbiter, b, times:list[float], first:float|None=None)->list[float]: # [most+1]
     "Tokens a second and sequence with each K, if all but `first` drafts, where given, are good"
     a,k = self.acceptance.rates,self.k
-    a[k:] = [max(x, self.tuning.easy)
-        for x in a[k:]]
+    a[k:] = [max(x, self.tuning.easy) for x in a[k:]]
     if first is not None:
         return expected_speed([first,*a[1:]], times)
     hopes = []
@@ -378,8 +373,7 @@ def candidate(self:Arbiter, b, times:list[float])->int|None:
     if not self.may_probe(choices[self.k]):
         return
     if self.k:
-        due = [k
-            for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
+        due = [k for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
     else:
         due = range(1, self.most+1) if self.steps>=self.peeks.due else ()
     return self.promising(b, times, due)
@@ -397,9 +391,7 @@ def begin(self:Arbiter, b, k:int):
 def run(self:Arbiter, b, k:int):
     "Some steps with `k`"
     t = self.tuning
-    self.probe = Probe(k,
-        max(t.probe-b[0], t.probe//2), b,
-        inf)
+    self.probe = Probe(k, max(t.probe-b[0], t.probe//2), b, inf)
     self.acceptance.forget(self.k, k)
     for s in self.limits.values():
         s.lift()
@@ -431,8 +423,7 @@ def look_later(self:Arbiter, times:list[float]):
     t,p,(plain,one,*_) = self.tuning,self.peeks,times
     toll = plain if self.toll.mean is None else self.toll.mean
     cost = 2*toll+2*max(one-plain, 0)
-    rest = max(ceil(min(cost/plain/t.spend, t.longest)),
-        t.peek)
+    rest = max(ceil(min(cost/plain/t.spend, t.longest)), t.peek)
     p.wait = min(2*p.wait, rest)
     p.due = self.steps+p.wait
 
@@ -488,6 +479,17 @@ def drafts(self:Arbiter,
         return self.handed
     b = bucket(seqs, context)
     times = self.times(b)
+    self._ponder(b, times)
+    k = self.probe.give(self.k) if self.probe else self.k
+    self.totals['changes'] += k!=self.chosen
+    self.chosen = k
+    self.handed = k if self.probe else min(k, self.reach)
+    self.least = self.row_price(self.handed, times)
+    return self.handed
+
+@patch
+def _ponder(self:Arbiter, b, times):
+    "Go on with a probe or end it; without one move, or begin one"
     if not self.probe:
         self.decide(b, times)
         k = self.candidate(b, times)
@@ -495,12 +497,6 @@ def drafts(self:Arbiter,
             self.begin(b, k)
     elif self.over(b, times):
         self.finish(b, times)
-    k = self.probe.give(self.k) if self.probe else self.k
-    self.totals['changes'] += k!=self.chosen
-    self.chosen = k
-    self.handed = k if self.probe else min(k, self.reach)
-    self.least = self.row_price(self.handed, times)
-    return self.handed
 
 # %% ../../nbs/5_engine/10_arbiter.ipynb #3e2ed062
 @patch
@@ -580,8 +576,7 @@ def stats(self:Arbiter)->dict:
     m['probes_total'] = t['probes']
     m['probe_steps_total'] = t['probing']
     m['drafts'] = self.handed # K now
-    m['limited_seqs'] = sum(s.limit<self.handed
-        for s in self.limits.values())
+    m['limited_seqs'] = sum(s.limit<self.handed for s in self.limits.values())
     m['acceptance'] = dict(enumerate(self.acceptance.rates)) # If those before it were right
     return {f'spec_decode_{k}': v for k,v in m.items()}
 

@@ -54,8 +54,9 @@ class Engine:
     def has_work(self)->bool: return self.scheduler.has_work
     def stats(self)->dict:
         "Those of the scheduler, and what the engine counts itself"
-        more = {} if self.guides is None else dict(guide_seconds_total=getattr(self.guides,
-            'mask_seconds', 0.))
+        more = {}
+        if self.guides is not None:
+            more = dict(guide_seconds_total=getattr(self.guides, 'mask_seconds', 0.))
         more |= dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
         more |= dict(jit_after_ready_total=len(self.late or ()))
         for o in filter(None, (self.arbiter,self.roof)):
@@ -72,8 +73,9 @@ def add(self:Engine, request:Request):
     "Queue `request`; refuses what can never be served"
     check_ids(request.prompt, self.model.c.vocab_size)
     self.scheduler.check(request)
+    guide = self._guide(request)  # may refuse, so it comes first
     state = SampleState(request.params, request.prompt, self.model.c.vocab_size,
-        eos_ids=request.eos_ids, guide=self._guide(request))  # may refuse, so it comes first
+        eos_ids=request.eos_ids, guide=guide)
     media = self._media(request)
     if not self.has_work:
         self._load = None  # who had left something undone is gone
@@ -89,15 +91,15 @@ def _guide(self:Engine, request):
     if request.guide is None:
         return None
     if self.guides is None:
-        raise RequestError('Guides need a tokenizer, and this model has none',
-            param='response_format')
+        said = 'Guides need a tokenizer, and this model has none'
+        raise RequestError(said, param='response_format')
     return self.guides.start(request.guide)
 
 @patch
 def _guided(self:Engine, seqs)->list:
     "(sequence, guide) of those that have one"
-    return [(s, st.guide)
-        for s in seqs if (st := self._samplers.get(s.id)) is not None and st.guide is not None]
+    samplers = [(s, self._samplers.get(s.id)) for s in seqs]
+    return [(s, st.guide) for s,st in samplers if st is not None and st.guide is not None]
 
 # %% ../../nbs/5_engine/14_engine.ipynb #8ec778e9
 @patch
@@ -111,8 +113,8 @@ def _media(self:Engine, request):
 
 def _without_pixels(request):
     "The same request, in whose images only grids are left"
-    return replace(request,
-        images=tuple((None,grid) for _,grid in request.images))
+    grids = tuple((None,grid) for _,grid in request.images)
+    return replace(request, images=grids)
 
 # %% ../../nbs/5_engine/14_engine.ipynb #15608c30
 @patch
@@ -156,82 +158,104 @@ def _expired(self:Engine)->list[Event]:
         self._leave(s.id)
     return [Event(s.id, finish='timeout') for s in late]
 
-# %% ../../nbs/5_engine/14_engine.ipynb #36aba930
+# %% ../../nbs/5_engine/14_engine.ipynb #1a6d8f35
 @patch
-def step(self:Engine)->list[Event]:
-    "Do one step's work and say what came of it, or of the step before it"
-    with compilations.serving(self.late):
-        self._step()
-    self._events += self._filled()
-    events,self._events = self._events,[]
+def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
+    "An event for each of the new `tokens` of `seq`, line `i` of what was sampled"
+    if finish:
+        self._leave(seq.id)
+    k,events = seq.request.params.logprobs,[]
+    drafted = int(out.counts[i])-1 # The last that counts is the model's own
+    first = len(seq.outputs)==len(tokens)
+    last = len(tokens)-1
+    for j,t in enumerate(tokens):
+        chance,top = _likely(out, i, j, k)
+        why = finish if j==last else None
+        told = {}
+        if first and j==0:
+            told = dict(waited=seq.waited, cached=seq.cached)
+        events.append(Event(seq.id, t, chance, top, why, drafted=j<drafted, **told))
     return events
 
+def _likely(out, i, j, k):
+    "Log probability of token `j` in line `i`, and the `k` likeliest with theirs, if asked for"
+    if k is None:
+        return None,None
+    ids = out.top_ids[i,j,:k].tolist()
+    chances = out.top_logprobs[i,j,:k].tolist()
+    return float(out.logprobs[i,j]),list(zip(ids, chances))
+
+# %% ../../nbs/5_engine/14_engine.ipynb #ee68cf5c
 @patch
-def _told_first(self:Engine)->bool:
-    "Land what is in the air before a prompt is launched, which takes long: was something said?"
-    fills = any(s.state!='decode' and not s.fetch for s in self.scheduler.running)
-    if self.flying is None or not fills:
+def _fail(self:Engine, seq)->Event:
+    "End `seq`, whose logits are not finite, or whose guide allows no token"
+    guide = self._stuck(seq)
+    self.scheduler.fail(seq, not guide)
+    self._leave(seq.id)
+    if guide:
+        return Event(seq.id, finish='error', error=guide.error, code=guide.code)
+    self.corrupted += 1
+    why = 'The model produced logits that are not finite numbers'
+    return Event(seq.id, finish='error', error=why, code=NumericError.code)
+
+@patch
+def _lost(self:Engine, seqs, counts)->list[Event]:
+    "The ends of answers that got no token"
+    lost = [s for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
+    for_good = [s for s in lost if self._stuck(s) or not self._doubted(s)]
+    return [self._fail(s) for s in for_good]
+
+@patch
+def _doubted(self:Engine, seq)->bool:
+    "Is `seq` computed anew, as tiles of others may be bad? Then the device knows nothing of it"
+    if not self.scheduler.doubt(seq):
         return False
-    self._land_step()
-    return bool(self._events)
+    self.stepper.leave(seq.id)
+    return True
 
 @patch
-def _step(self:Engine):
-    self._settle()  # what an interruption left
-    self._resume()
-    self._events += self._expired()
-    if self._told_first():
-        return
-    width = 1+self._drafts()
-    self._turning = self.flying is not None and width!=self.flying.plan.width
-    if not self._steady(width):
-        self._land_step()
-    self.scheduler.width = width
-    plan = self._next()
-    if self.flying and not self._goes_on(plan):
-        self._land_step()
-        plan = plan and plan.living()
-    if plan:
-        self._go(plan)
-    elif self.prompt:
-        self.land()
+def _stuck(self:Engine, seq):
+    "The guide of `seq`, if it allows no token"
+    guide = self._samplers[seq.id].guide
+    return guide if guide is not None and guide.error else None
 
-# %% ../../nbs/5_engine/14_engine.ipynb #36aba001
 @patch
-def _next(self:Engine):
-    "The next plan; None if there is nothing to do, or nothing more beside the prompts in the air"
-    s,p = self.scheduler,self.prompt
-    if p is None:
-        return s.schedule()
-    decode = sum(q.state=='decode' for q in s.running)
-    spent = s.clock()-p.since
-    return s.meanwhile() if s.policy.fits(p.load, spent, decode, s.width) else None
+def _whole(self:Engine, seqs)->list[Event]:
+    "The ends of answers whose guides have ended"
+    done = [s for s,g in self._guided(seqs) if g.ended]
+    for s in done:
+        self.scheduler.end(s)
+        self._leave(s.id)
+    return [Event(s.id, finish='stop') for s in done]
 
-# %% ../../nbs/5_engine/14_engine.ipynb #e8a0175b
+# %% ../../nbs/5_engine/14_engine.ipynb #a7bdb81b
 @patch
-def _go(self:Engine, plan):
-    "Launch `plan`, and take in all but what stays in the air"
-    blind = self._look(plan)
-    if blind:
-        return self._without_memory(blind, 'to look at the images', 'smaller ones')
-    self.steps += 1
-    if self.flying is None:
-        self._begin()
-    since = self.scheduler.clock()
-    try:
-        flights = self._launch(plan)
-    except (MemoryError,OutOfMemoryError) as e:
-        return self._shed(plan, e)
-    if plan.apart and plan.prefill:
-        plan = self._stays(flights.pop(0), since, flights[0])
-    else:
-        flights[-1].load = load_of(plan)
-    self.scheduler.advance(plan)
-    stays = flights.pop() if self.stepper.overlap and plan.decode else None
-    if self.flying:
-        flights.append(self.flying)
-    self.flying,self._landing = stays,flights
-    self._settle()
+def _shed(self:Engine, plan, error):
+    "End the requests whose prompts found no memory; everybody else is planned again"
+    if not plan.prefill:
+        raise error
+    seqs = [s for s,*_ in plan.prefill]
+    self._without_memory(seqs, 'for the prompt', 'a shorter one')
+
+@patch
+def _without_memory(self:Engine, seqs, what, less):
+    "End `seqs`: there was no memory for what is to be done, and `less` may find some"
+    why = f'There was no memory {what} while others were being answered'
+    why += f'; {less}, or another try later, may find some'
+    for s in seqs:
+        self.scheduler.fail(s)
+        self._leave(s.id)
+        e = Event(s.id, finish='error', error=why, code=OutOfMemoryError.code)
+        self._events.append(e)
+
+# %% ../../nbs/5_engine/14_engine.ipynb #53b175ad
+@patch
+def _filled(self:Engine)->list[Event]:
+    "The ends of requests that were only to fill the tree of prefixes"
+    done,self.scheduler.filled = self.scheduler.filled,[]
+    for s in done:
+        self._leave(s.id)
+    return [Event(s.id, finish='stop', cached=s.cached) for s in done]
 
 # %% ../../nbs/5_engine/14_engine.ipynb #00521747
 @patch
@@ -247,38 +271,7 @@ def _look(self:Engine, plan)->list:
             blind.append(seq)
     return blind
 
-# %% ../../nbs/5_engine/14_engine.ipynb #e6000002
-@patch
-def _drafts(self:Engine)->int:
-    "How many drafts the next step checks"
-    s = self.scheduler
-    if self.stepper.drafter is None:
-        return s.width-1
-    if self.arbiter is None:
-        return s.drafts
-    context = max(map(len, s.running), default=0)
-    for seq in s.running:
-        seq.most_drafts = self.arbiter.limit(seq.id)
-    return self.arbiter.drafts(len(s.running), context)
-
 # %% ../../nbs/5_engine/14_engine.ipynb #18eada0d
-@patch
-def _steady(self:Engine, width)->bool:
-    "May the step in the air wait until the next one, of `width` rows a sequence, is launched?"
-    if self.flying is None:
-        return False
-    if width!=self.flying.plan.width:
-        return False
-    seqs = self.flying.plan.decode
-    return self.scheduler.steady(seqs) and not self._guided(seqs)
-
-@patch
-def _goes_on(self:Engine, plan)->bool:
-    "Does `plan` decode whom the step in the air does, and nothing else?"
-    if plan is None or plan.prefill or plan.replay:
-        return False
-    return plan.decode==self.flying.plan.decode
-
 @patch
 def _launch(self:Engine, plan)->list[Flight]:
     "Begin `plan`, whole or in halves; all of it counts, or nothing"
@@ -305,6 +298,88 @@ def _resume(self:Engine):
     if self.stepper.overwrites:
         self.scheduler.renew(self._cut)
     self._cut = []
+
+# %% ../../nbs/5_engine/14_engine.ipynb #e6000013
+@patch
+def _timed(self:Engine, flight)->tuple:
+    "What has been computed with the landing of `flight`, and its seconds; None where nobody knows"
+    load = flight.load
+    if load is None:
+        return None,None  # the first half of a step
+    if flight.since is not None:
+        return load,self._alone(flight)
+    if self._load is not None:
+        load = self._load+load
+    waited = bool(flight.plan.sampled)
+    self._load = None if waited else load
+    if not waited:
+        return None,None
+    now,begun = self.scheduler.clock(),self._begun
+    self._begun = now if self.flying or self._turning else None
+    return load,None if begun is None else now-begun
+
+@patch
+def _tell_time(self:Engine, flight, counts):
+    "Tell policy, arbiter and roof how long the step took that `flight` ends"
+    load,took = self._timed(flight)
+    self.scheduler.policy.note(load, took)
+    decodes = flight.plan.decode
+    if self.arbiter and decodes:
+        self._note(flight.plan, counts, load, took)
+    if self.roof and load and took:
+        self.roof.note(load, [*map(len, decodes)], took)
+
+@patch
+def _begin(self:Engine):
+    "A step begins with nothing in the air: now, or at the landing that it had to wait for"
+    if self._load is not None:
+        return
+    since = self._begun if self._turning else None
+    self._begun = self.scheduler.clock() if since is None else since
+
+# %% ../../nbs/5_engine/14_engine.ipynb #e6000004
+@patch
+def _note(self:Engine, plan, counts, load, took):
+    "Tell the arbiter how long a step took, and what became of its drafts"
+    checked = {}
+    k = len(plan.first)
+    for s,n in zip(plan.decode, counts[k:]):
+        drafts = min(plan.width-1, len(s.drafts), s.most_drafts)
+        right = max(n-1, 0)
+        checked[s.id] = max(drafts, right),right  # its limit may be another since the launch
+    if load is None or load.chunks or load.replays:
+        took = None
+    context = max(map(len, plan.decode))
+    self.arbiter.note(plan.width-1, checked, took, context)
+
+# %% ../../nbs/5_engine/14_engine.ipynb #fd00de23
+@patch
+def _take_in(self:Engine, flight, out):
+    "Note the events of a step that said `out`: failures, tokens, and ends of guides"
+    seqs,counts = flight.plan.sampled,out.counts.tolist()
+    self._tell_time(flight, counts)
+    for s,drafts in zip(seqs, flight.drafts or ()):
+        s.drafts = drafts
+    self._events += self._lost(seqs, counts)
+    said = zip(seqs, out.ids.tolist(), counts)
+    tokens = [self._heard(s, ids[:n]) for s,ids,n in said]
+    rows = {s:i for i,s in enumerate(seqs)}
+    for s,new,why in self.scheduler.accept(flight.plan, tokens):
+        self._events += self._said(s, new, why, out, rows[s])
+    self._events += self._whole(seqs)
+
+@patch
+def _heard(self:Engine, seq, tokens)->list[int]:
+    "Tell the sampler of `seq` what was accepted, up to where its guide ends: those tokens"
+    if seq.finish_reason:
+        return tokens
+    state,last = self._samplers[seq.id],len(tokens)
+    for n,t in enumerate(tokens, 1):
+        state.add(t)
+        guide = state.guide if n<last else None
+        if guide is not None and guide.ended:
+            return tokens[:n]
+    return tokens
 
 # %% ../../nbs/5_engine/14_engine.ipynb #18eada0e
 @patch
@@ -360,183 +435,116 @@ def _alone(self:Engine, flight)->float|None:
     "Seconds that prompts in the air took; None if they were there before anybody waited"
     return None if flight.early else self.scheduler.clock()-flight.since
 
-# %% ../../nbs/5_engine/14_engine.ipynb #fd00de23
+# %% ../../nbs/5_engine/14_engine.ipynb #36aba001
 @patch
-def _take_in(self:Engine, flight, out):
-    "Note the events of a step that said `out`: failures, tokens, and ends of guides"
-    seqs,counts = flight.plan.sampled,out.counts.tolist()
-    load,took = self._timed(flight)
-    self.scheduler.policy.note(load, took)
-    if self.arbiter and flight.plan.decode:
-        self._note(flight.plan, counts, load, took)
-    if self.roof and load and took:
-        self.roof.note(load,
-            [*map(len, flight.plan.decode)], took)
-    for s,drafts in zip(seqs, flight.drafts or ()):
-        s.drafts = drafts
-    self._events += self._lost(seqs, counts)
-    tokens = []
-    for s,ids,n in zip(seqs, out.ids.tolist(), counts):
-        tokens.append(self._heard(s, ids[:n]))
-    rows = {s:i for i,s in enumerate(seqs)}
-    for s,new,why in self.scheduler.accept(flight.plan, tokens):
-        self._events += self._said(s, new, why, out, rows[s])
-    self._events += self._whole(seqs)
+def _next(self:Engine):
+    "The next plan; None if there is nothing to do, or nothing more beside the prompts in the air"
+    s,p = self.scheduler,self.prompt
+    if p is None:
+        return s.schedule()
+    decode = sum(q.state=='decode' for q in s.running)
+    spent = s.clock()-p.since
+    return s.meanwhile() if s.policy.fits(p.load, spent, decode, s.width) else None
+
+# %% ../../nbs/5_engine/14_engine.ipynb #e6000002
+@patch
+def _drafts(self:Engine)->int:
+    "How many drafts the next step checks"
+    s = self.scheduler
+    if self.stepper.drafter is None:
+        return s.width-1
+    if self.arbiter is None:
+        return s.drafts
+    context = max(map(len, s.running), default=0)
+    for seq in s.running:
+        seq.most_drafts = self.arbiter.limit(seq.id)
+    return self.arbiter.drafts(len(s.running), context)
+
+# %% ../../nbs/5_engine/14_engine.ipynb #1095a86f
+@patch
+def _steady(self:Engine, width)->bool:
+    "May the step in the air wait until the next one, of `width` rows a sequence, is launched?"
+    if self.flying is None:
+        return False
+    if width!=self.flying.plan.width:
+        return False
+    seqs = self.flying.plan.decode
+    return self.scheduler.steady(seqs) and not self._guided(seqs)
 
 @patch
-def _heard(self:Engine, seq, tokens)->list[int]:
-    "Tell the sampler of `seq` what was accepted, up to where its guide ends: those tokens"
-    if seq.finish_reason:
-        return tokens
-    state,last = self._samplers[seq.id],len(tokens)
-    for n,t in enumerate(tokens, 1):
-        state.add(t)
-        guide = state.guide if n<last else None
-        if guide is not None and guide.ended:
-            return tokens[:n]
-    return tokens
+def _goes_on(self:Engine, plan)->bool:
+    "Does `plan` decode whom the step in the air does, and nothing else?"
+    if plan is None or plan.prefill or plan.replay:
+        return False
+    return plan.decode==self.flying.plan.decode
 
-# %% ../../nbs/5_engine/14_engine.ipynb #e6000013
+# %% ../../nbs/5_engine/14_engine.ipynb #e8a0175b
 @patch
-def _timed(self:Engine, flight)->tuple:
-    "What has been computed with the landing of `flight`, and its seconds; None where nobody knows"
-    load = flight.load
-    if load is None:
-        return None,None  # the first half of a step
-    if flight.since is not None:
-        return load,self._alone(flight)
-    if self._load is not None:
-        load = self._load+load
-    waited = bool(flight.plan.sampled)
-    self._load = None if waited else load
-    if not waited:
-        return None,None
-    now,begun = self.scheduler.clock(),self._begun
-    self._begun = now if self.flying or self._turning else None
-    return load,None if begun is None else now-begun
+def _go(self:Engine, plan):
+    "Launch `plan`, and take in all but what stays in the air"
+    if blind := self._look(plan):
+        return self._without_memory(blind, 'to look at the images', 'smaller ones')
+    self.steps += 1
+    if self.flying is None:
+        self._begin()
+    since = self.scheduler.clock()
+    try:
+        flights = self._launch(plan)
+    except (MemoryError,OutOfMemoryError) as e:
+        return self._shed(plan, e)
+    if plan.apart and plan.prefill:
+        plan = self._stays(flights.pop(0), since, flights[0])
+    else:
+        flights[-1].load = load_of(plan)
+    self.scheduler.advance(plan)
+    self._up(plan, flights)
 
 @patch
-def _begin(self:Engine):
-    "A step begins with nothing in the air: now, or at the landing that it had to wait for"
-    if self._load is not None:
-        return
-    since = self._begun if self._turning else None
-    self._begun = self.scheduler.clock() if since is None else since
+def _up(self:Engine, plan, flights):
+    "`flights` have begun: take in what comes down before or with them"
+    stays = flights.pop() if self.stepper.overlap and plan.decode else None
+    if self.flying:
+        flights.append(self.flying)
+    self.flying,self._landing = stays,flights
+    self._settle()
 
-# %% ../../nbs/5_engine/14_engine.ipynb #e6000004
+# %% ../../nbs/5_engine/14_engine.ipynb #36aba930
 @patch
-def _note(self:Engine, plan, counts, load, took):
-    "Tell the arbiter how long a step took, and what became of its drafts"
-    checked = {}
-    k = len(plan.first)
-    for s,n in zip(plan.decode, counts[k:]):
-        drafts = min(plan.width-1, len(s.drafts), s.most_drafts)
-        right = max(n-1, 0)
-        checked[s.id] = max(drafts, right),right  # its limit may be another since the launch
-    if load is None or load.chunks or load.replays:
-        took = None
-    context = max(map(len, plan.decode))
-    self.arbiter.note(plan.width-1, checked, took, context)
-
-# %% ../../nbs/5_engine/14_engine.ipynb #1a6d8f35
-@patch
-def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
-    "An event for each of the new `tokens` of `seq`, line `i` of what was sampled"
-    if finish:
-        self._leave(seq.id)
-    k,events = seq.request.params.logprobs,[]
-    drafted = int(out.counts[i])-1 # The last that counts is the model's own
-    first = len(seq.outputs)==len(tokens)
-    last = len(tokens)-1
-    for j,t in enumerate(tokens):
-        chance,top = _likely(out, i, j, k)
-        why = finish if j==last else None
-        told = {}
-        if first and j==0:
-            told = dict(waited=seq.waited, cached=seq.cached)
-        e = Event(seq.id, t, chance, top, why,
-            drafted=j<drafted, **told)
-        events.append(e)
+def step(self:Engine)->list[Event]:
+    "Do one step's work and say what came of it, or of the step before it"
+    with compilations.serving(self.late):
+        self._step()
+    self._events += self._filled()
+    events,self._events = self._events,[]
     return events
 
-def _likely(out, i, j, k):
-    "Log probability of token `j` in line `i`, and the `k` likeliest with theirs, if asked for"
-    if k is None:
-        return None,None
-    ids = out.top_ids[i,j,:k].tolist()
-    chances = out.top_logprobs[i,j,:k].tolist()
-    return float(out.logprobs[i,j]),list(zip(ids, chances))
-
-# %% ../../nbs/5_engine/14_engine.ipynb #ee68cf5c
 @patch
-def _fail(self:Engine, seq)->Event:
-    "End `seq`, whose logits are not finite, or whose guide allows no token"
-    guide = self._stuck(seq)
-    self.scheduler.fail(seq, not guide)
-    self._leave(seq.id)
-    if guide:
-        return Event(seq.id, finish='error', error=guide.error, code=guide.code)
-    self.corrupted += 1
-    return Event(seq.id, finish='error',
-        error='The model produced logits that are not finite numbers', code=NumericError.code)
-
-@patch
-def _lost(self:Engine, seqs, counts)->list[Event]:
-    "The ends of answers that got no token"
-    lost = [s
-        for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
-    for_good = [s
-        for s in lost if self._stuck(s) or not self._doubted(s)]
-    return [self._fail(s) for s in for_good]
-
-@patch
-def _doubted(self:Engine, seq)->bool:
-    "Is `seq` computed anew, as tiles of others may be bad? Then the device knows nothing of it"
-    if not self.scheduler.doubt(seq):
+def _told_first(self:Engine)->bool:
+    "Land what is in the air before a prompt is launched, which takes long: was something said?"
+    fills = any(s.state!='decode' and not s.fetch for s in self.scheduler.running)
+    if self.flying is None or not fills:
         return False
-    self.stepper.leave(seq.id)
-    return True
+    self._land_step()
+    return bool(self._events)
 
 @patch
-def _stuck(self:Engine, seq):
-    "The guide of `seq`, if it allows no token"
-    guide = self._samplers[seq.id].guide
-    return guide if guide is not None and guide.error else None
-
-@patch
-def _whole(self:Engine, seqs)->list[Event]:
-    "The ends of answers whose guides have ended"
-    done = [s for s,g in self._guided(seqs) if g.ended]
-    for s in done:
-        self.scheduler.end(s)
-        self._leave(s.id)
-    return [Event(s.id, finish='stop') for s in done]
-
-# %% ../../nbs/5_engine/14_engine.ipynb #a7bdb81b
-@patch
-def _shed(self:Engine, plan, error):
-    "End the requests whose prompts found no memory; everybody else is planned again"
-    if not plan.prefill:
-        raise error
-    seqs = [s for s,*_ in plan.prefill]
-    self._without_memory(seqs, 'for the prompt', 'a shorter one')
-
-@patch
-def _without_memory(self:Engine, seqs, what, less):
-    "End `seqs`: there was no memory for what is to be done, and `less` may find some"
-    why = f'There was no memory {what} while others were being answered'
-    why += f'; {less}, or another try later, may find some'
-    for s in seqs:
-        self.scheduler.fail(s)
-        self._leave(s.id)
-        e = Event(s.id, finish='error', error=why, code=OutOfMemoryError.code)
-        self._events.append(e)
-
-# %% ../../nbs/5_engine/14_engine.ipynb #53b175ad
-@patch
-def _filled(self:Engine)->list[Event]:
-    "The ends of requests that were only to fill the tree of prefixes"
-    done,self.scheduler.filled = self.scheduler.filled,[]
-    for s in done:
-        self._leave(s.id)
-    return [Event(s.id, finish='stop', cached=s.cached) for s in done]
+def _step(self:Engine):
+    "Plan, launch, and take in, in the order that what is in the air asks for"
+    self._settle()  # what an interruption left
+    self._resume()
+    self._events += self._expired()
+    if self._told_first():
+        return
+    width = 1+self._drafts()
+    self._turning = self.flying is not None and width!=self.flying.plan.width
+    if not self._steady(width):
+        self._land_step()
+    self.scheduler.width = width
+    plan = self._next()
+    if self.flying and not self._goes_on(plan):
+        self._land_step()
+        plan = plan and plan.living()
+    if plan:
+        self._go(plan)
+    elif self.prompt:
+        self.land()

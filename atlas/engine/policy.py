@@ -34,8 +34,7 @@ class Load:
 
     def __add__(self, o:'Load')->'Load':
         "What both compute, if `o` is the later one"
-        sums = [getattr(self, k)+getattr(o, k)
-            for k in ('chunks','tokens','reach')]
+        sums = [getattr(self, k)+getattr(o, k) for k in ('chunks','tokens','reach')]
         odd = self.replays+o.replays+self.seqs+(self.apart or o.apart)
         return Load(*sums, o.seqs, o.width, odd)
 
@@ -47,8 +46,7 @@ def load_of(
     tokens = sum(n for _,_,n in runs)
     reach = sum(n*start for _,start,n in runs)
     replays = sum(n for _,_,n in plan.replay)
-    return Load(bool(runs), tokens, reach, len(plan.decode),
-        plan.width, replays, plan.apart)
+    return Load(bool(runs), tokens, reach, len(plan.decode), plan.width, replays, plan.apart)
 
 # %% ../../nbs/5_engine/11_policy.ipynb #8aa2362e
 @dataclass
@@ -122,8 +120,7 @@ def note(self:StepTimes,
 def _chunk(self:StepTimes, load, seconds):
     "Learn from steps with prompts"
     n,reach = load.tokens/load.chunks,load.reach/load.chunks
-    own = seconds-self.plain(load.seqs, load.width)
-    own = max(own, seconds/10)/load.chunks
+    own = self._own(load, seconds)
     ratio = own/self._expected(n, reach) if self.kinds else 1.
     self.newest.append((n, reach, own, ratio))
     if load.seqs:
@@ -136,9 +133,14 @@ def _chunk(self:StepTimes, load, seconds):
     self._line = None
 
 @patch
+def _own(self:StepTimes, load, seconds)->float:
+    "Seconds of one chunk of `load`, without those who decoded beside it"
+    own = seconds-self.plain(load.seqs, load.width)
+    return max(own, seconds/10)/load.chunks
+
+@patch
 def _kind(self:StepTimes, n, reach)->StepTime:
-    """What is known of chunks like this one; the kind that was seen last the longest ago may go
-    for it"""
+    "What is known of chunks like this one; where there are many, the kind seen longest ago goes"
     at = int(-(-n//TILE)),int(reach/n)>>12
     kind = self.kinds.setdefault(at, Kind())
     kind.tokens,kind.reach = n,reach
@@ -152,8 +154,7 @@ def _kind(self:StepTimes, n, reach)->StepTime:
 def _moved(self:StepTimes)->bool:
     "Did the last three chunks all take far longer than expected, or all far shorter?"
     ratios = [r for *_,r in self.newest]
-    return len(ratios)==3 and (min(ratios)>1.5
-        or max(ratios)<1/1.5)
+    return len(ratios)==3 and (min(ratios)>1.5 or max(ratios)<1/1.5)
 
 @patch
 def _forget(self:StepTimes):
@@ -175,35 +176,38 @@ def _squares(A, y)->np.ndarray: # [3]
         x[keep] = np.linalg.lstsq(A[:,keep], y, rcond=None)[0]
         if (x>=0).all() or len(keep)==1:
             return np.maximum(x, 0)
-        keep.remove(next(i
-            for i in (2,0,1) if x[i]<0))
+        keep.remove(next(i for i in (2,0,1) if x[i]<0))
 
 @patch(as_prop=True)
 def line(self:StepTimes)->np.ndarray: # [3]
     "a, b and k of the chunks that were seen, in seconds"
     if self._line is None:
-        facts = [(k.tokens, k.reach, k.time.mean)
-            for k in self.kinds.values()]
-        n,reach,t = np.array(facts).T
-        near = 1/(1+4*np.log2(n/self.usual)**2)
-        A = np.stack([np.ones(len(t)), n, reach], 1)/_SCALE
-        wish,wished = self._wishes(t)
-        A = np.concatenate([A*(near/t)[:,None], wish])
-        y = np.concatenate([near, wished])
-        self._line = _squares(A, y)/_SCALE
+        self._line = self._fitted()
     return self._line
+
+@patch
+def _fitted(self:StepTimes)->np.ndarray: # [3]
+    "The line, found anew"
+    facts = [(k.tokens, k.reach, k.time.mean) for k in self.kinds.values()]
+    n,reach,t = np.array(facts).T
+    near = 1/(1+4*np.log2(n/self.usual)**2)
+    A = np.stack([np.ones(len(t)), n, reach], 1)/_SCALE
+    wish,wished = self._wishes(t)
+    A = np.concatenate([A*(near/t)[:,None], wish])
+    y = np.concatenate([near, wished])
+    return _squares(A, y)/_SCALE
 
 @patch
 def _wishes(self:StepTimes, t):
     "Faint equations beside those of times `t`: a is a plain step, or is nothing, and so is k"
-    plain = min((s.mean for s in self.plain_steps.values()),
-        default=0.)
+    plain = min((s.mean for s in self.plain_steps.values()), default=0.)
     weight = .1/t.min()
     wishes = np.diag([weight, 0, 1e-3/t.max()])
     return wishes,[weight*plain, 0, 0]
 
 @patch
-def _expected(self:StepTimes, tokens, reach):
+def _expected(self:StepTimes, tokens, reach)->float:
+    "Seconds of a chunk, as the line says"
     a,b,k = self.line
     return max(a+b*tokens+k*reach, 1e-9)
 
@@ -231,12 +235,10 @@ def step(self:StepTimes,
 
 @patch
 def rate(self:StepTimes, chunk:int)->float|None:
-    """Seconds a token of a prompt by itself, in chunks of `chunk` tokens; None until there were
-    two sizes"""
+    "Seconds a token of a prompt alone, in chunks of `chunk`; None until there were two sizes"
     if len(self.sizes)<2:
         return None
-    seen,tokens = min((k.time.mean/k.tokens, k.tokens)
-        for k in self.kinds.values())
+    seen,tokens = min((k.time.mean/k.tokens, k.tokens) for k in self.kinds.values())
     if tokens<chunk/2:
         seen = min(seen, self._expected(chunk, 0)/chunk)
     return self.bias*seen
@@ -361,8 +363,7 @@ def least(self:Policy, stretch:float, chunk:int, *beside)->int:
         return TILE
     def good(n): return t.step(n, *beside)<=stretch*rate*n
     rungs = t.rungs(chunk, 4)
-    return rungs[min(bisect_left(rungs, True, key=good),
-        len(rungs)-1)]
+    return rungs[min(bisect_left(rungs, True, key=good), len(rungs)-1)]
 
 @patch
 def room(self:Policy,
@@ -380,13 +381,16 @@ def room(self:Policy,
     if self.name=='slai' and spent>self.deadline/4 and not held:
         self.held = True
         return 0
-    beside = len(decode),width,line[0].num_computed
+    return self._compromise(chunk, len(decode), width, line[0].num_computed)
+
+@patch
+def _compromise(self:Policy, chunk, *beside)->int:
+    "Tokens that keep the deadline, or as many more as keep the prompt from standing still"
     t = self.times
-    longer = self.deadline+self.times.plain(len(decode), width)
+    longer = self.deadline+t.plain(*beside[:2])
     times = .98*self.deadline,.95*longer  # they scatter
     fits,most = [t.tokens_in(s, chunk, *beside) for s in times]
-    swift,least = [self.least(s, chunk, *beside)
-        for s in (SWIFT,self.stretch)]
+    swift,least = [self.least(s, chunk, *beside) for s in (SWIFT,self.stretch)]
     if not fits and 1 in t.sizes and t.naive:
         least = max(least, 2*TILE)
     return min(max(fits, min(most, swift), least), chunk)
@@ -417,11 +421,18 @@ def apart(self:Policy,
     pays = step*self.part<=t.plain(seqs, width)
     if seqs>MOST_APART or step>limit or not pays:
         return 0
-    def takes(n): return t._expected(n, n*line[0].num_computed)
-    while takes(chunk)>LONGEST*limit and chunk>=2*TILE:
-        chunk = chunk//2//TILE*TILE
+    before = line[0].num_computed
+    chunk = self._bounded(chunk, before)
     there = min(chunk, sum(map(self.remaining, line)))
-    return chunk if 2*step<=takes(there) else 0
+    return chunk if 2*step<=t._expected(there, there*before) else 0
+
+@patch
+def _bounded(self:Policy, chunk, before)->int:
+    "`chunk`, or a part of it that is done within `LONGEST` deadlines"
+    limit = LONGEST*(self.deadline or inf)
+    while self.times._expected(chunk, chunk*before)>limit and chunk>=2*TILE:
+        chunk = chunk//2//TILE*TILE
+    return chunk
 
 @patch
 def fits(self:Policy,

@@ -28,20 +28,130 @@ class Runner:
     ):
         self.engine,self.sink,self.ops = engine,sink,ops or {}
         self.inbox,self.wake,self.open = deque(),threading.Condition(),True
-        # Numbers whose guides are being compiled
-        self.compiling,self.pool = set(),ThreadPoolExecutor(1, 'guide')
+        self.compiling = set() # Numbers whose guides are being compiled
+        self.pool = ThreadPoolExecutor(1, 'guide')
         self.numbers,self.ids = {},{} # id -> number, number -> id
         self.news,self.told = True,0. # Are there numbers to tell; when some were told
         self.began = None # When this turn began
+
     @property
     def busy(self)->float|None:
         "Seconds of the turn under way; None when idle"
         t = self.began
         return None if t is None else monotonic()-t
 
+# %% ../../nbs/5_engine/18_runner.ipynb #8363afba
+def _failed(rid, e):
+    "The end of a request with error `e`"
+    return Event(rid, finish='error', error=str(e), code=e.code)
+
+def own_error(e:AtlasError|MemoryError)->AtlasError:
+    "A `MemoryError` as an error of ours"
+    if isinstance(e, AtlasError):
+        return e
+    said = 'There is not enough memory'+(f': {e}' if str(e) else '')
+    return OutOfMemoryError(said, hint='Free memory, or choose a smaller model or context')
+
+# %% ../../nbs/5_engine/18_runner.ipynb #cd276976
+@patch
+def _add(self:Runner, n, request):
+    "Begin `request`, or have its guide compiled first"
+    if request.id in self.numbers:
+        return self._taken(n, request.id)
+    self._know(n, request.id)
+    guides = getattr(self.engine, 'guides', None)
+    if request.guide is None or not guides:
+        return self._begin(request)
+    self.compiling.add(n)
+    self.pool.submit(self._compile, n, request)
+
+@patch
+def _know(self:Runner, n, rid):
+    "From now on `n` is the number of request `rid`"
+    self.numbers[rid],self.ids[n] = n,rid
+    self.news = True
+
+@patch
+def _taken(self:Runner, n, rid):
+    "Refuse request `n`, whose id is another's; that one does not notice"
+    said = f'A request with id {rid!r} is still being served'
+    e = RequestError(said, hint='Give each request its own id', param='id')
+    event = _failed(rid, e)
+    self.sink.events([(n, event)], None)
+
+@patch
+def _begin(self:Runner, request):
+    "Give `request` to the engine; its end, if that refuses it"
+    try:
+        self.engine.add(request)
+    except CudaFault:
+        raise
+    except (AtlasError,MemoryError) as e:
+        return [_failed(request.id, own_error(e))]
+
+# %% ../../nbs/5_engine/18_runner.ipynb #b48e2d17
+@patch
+def _refuse(self:Runner, n, rid, e):
+    "Request `rid` ends before it began"
+    self._know(n, rid)
+    return [_failed(rid, e)]
+
+@patch
+def _abort(self:Runner, n):
+    "Request `n` ends now, if it is there; one whose guide is being compiled never begins"
+    if n in self.compiling:
+        self.compiling.discard(n)
+        return [Event(self.ids[n], finish='abort')]
+    return self.engine.abort(self.ids[n]) if n in self.ids else []
+
+# %% ../../nbs/5_engine/18_runner.ipynb #3805dee8
+_log = logging.getLogger('atlas')
+
+@patch
+def _compile(self:Runner, n, request):
+    "Compile a guide, in the pool's thread; a note says when it is done"
+    e = None
+    try:
+        self.engine.guides.check(request.guide)
+    except AtlasError as x:
+        e = x
+    except Exception:
+        _log.exception('A guide could not be compiled')
+        e = EngineError('The guide could not be compiled')
+    self._put(self._compiled, n, request, e)
+
+@patch
+def _compiled(self:Runner, n, request, e):
+    "The guide of `request` is there, or `e` says why not"
+    if n not in self.compiling:
+        return []
+    self.compiling.discard(n)
+    return [_failed(request.id, e)] if e else self._begin(request)
+
+# %% ../../nbs/5_engine/18_runner.ipynb #7b36e2b1
+@patch
+def _do(self:Runner, f):
+    "Call `f`"
+    f()
+    self.news = True # there may be other numbers to tell
+
+@patch
+def _call(self:Runner, n, op, kw):
+    "Compute, and tell the sink"
+    try:
+        if op not in self.ops:
+            raise UnsupportedError(f'This model does not offer {op!r}')
+        self.sink.result(n, self.ops[op](**kw))
+        self.news = True
+    except CudaFault:
+        raise
+    except (AtlasError,MemoryError) as e:
+        self.sink.failed(n, own_error(e))
+
 # %% ../../nbs/5_engine/18_runner.ipynb #8f857965
 @patch
 def _put(self:Runner, *note):
+    "Leave a note: what to call, and with what"
     with self.wake:
         self.inbox.append(note)
         self.wake.notify()
@@ -135,102 +245,3 @@ def _tell(self:Runner, events):
         self.news,self.told = bool(self.engine.has_work),monotonic()
     if out or stats:
         self.sink.events(out, stats)
-
-# %% ../../nbs/5_engine/18_runner.ipynb #cd276976
-@patch
-def _add(self:Runner, n, request):
-    if request.id in self.numbers:
-        return self._taken(n, request.id)
-    self._know(n, request.id)
-    guides = getattr(self.engine, 'guides', None)
-    if request.guide is None or not guides:
-        return self._begin(request)
-    self.compiling.add(n)
-    self.pool.submit(self._compile, n, request)
-
-@patch
-def _know(self:Runner, n, rid):
-    "From now on `n` is the number of request `rid`"
-    self.numbers[rid],self.ids[n] = n,rid
-    self.news = True
-
-@patch
-def _taken(self:Runner, n, rid):
-    "Refuse request `n`, whose id is another's; that one does not notice"
-    said = f'A request with id {rid!r} is still being served'
-    e = RequestError(said, hint='Give each request its own id', param='id')
-    event = _failed(rid, e)
-    self.sink.events([(n, event)], None)
-
-@patch
-def _begin(self:Runner, request):
-    try:
-        self.engine.add(request)
-    except CudaFault:
-        raise
-    except (AtlasError,MemoryError) as e:
-        return [_failed(request.id, own_error(e))]
-
-# %% ../../nbs/5_engine/18_runner.ipynb #b48e2d17
-@patch
-def _refuse(self:Runner, n, rid, e):
-    self._know(n, rid)
-    return [_failed(rid, e)]
-
-@patch
-def _abort(self:Runner, n):
-    if n in self.compiling:
-        self.compiling.discard(n)
-        return [Event(self.ids[n], finish='abort')]
-    return self.engine.abort(self.ids[n]) if n in self.ids else []
-
-def _failed(rid, e):
-    return Event(rid, finish='error', error=str(e), code=e.code)
-
-def own_error(e:AtlasError|MemoryError)->AtlasError:
-    "A `MemoryError` as an error of ours"
-    if isinstance(e, AtlasError):
-        return e
-    said = 'There is not enough memory'+(f': {e}' if str(e) else '')
-    return OutOfMemoryError(said, hint='Free memory, or choose a smaller model or context')
-
-# %% ../../nbs/5_engine/18_runner.ipynb #3805dee8
-_log = logging.getLogger('atlas')
-
-@patch
-def _compile(self:Runner, n, request):
-    "In the pool's thread"
-    e = None
-    try:
-        self.engine.guides.check(request.guide)
-    except AtlasError as x:
-        e = x
-    except Exception:
-        _log.exception('A guide could not be compiled')
-        e = EngineError('The guide could not be compiled')
-    self._put(self._compiled, n, request, e)
-
-@patch
-def _compiled(self:Runner, n, request, e):
-    if n not in self.compiling:
-        return []
-    self.compiling.discard(n)
-    return [_failed(request.id, e)] if e else self._begin(request)
-
-# %% ../../nbs/5_engine/18_runner.ipynb #7b36e2b1
-@patch
-def _do(self:Runner, f):
-    f()
-    self.news = True # there may be other numbers to tell
-
-@patch
-def _call(self:Runner, n, op, kw):
-    try:
-        if op not in self.ops:
-            raise UnsupportedError(f'This model does not offer {op!r}')
-        self.sink.result(n, self.ops[op](**kw))
-        self.news = True
-    except CudaFault:
-        raise
-    except (AtlasError,MemoryError) as e:
-        self.sink.failed(n, own_error(e))

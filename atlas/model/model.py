@@ -36,21 +36,16 @@ class Batch:
     tables:object # [S, max_blocks] int32: block tables
     starts:object # [S] int32: position of each sequence's first row
     counts:object # [S] int32: rows of each sequence
-    # [S] int32: number of each sequence's recurrent state; unread where it starts at 0
-    state_in:object
+    state_in:object # [S] int32: recurrent state of each sequence; unread where it starts at 0
     state_out:object # [R] int32: number for the state after a row; -1 for none
     out:object # [n] int32: rows whose logits are wanted; on a card None for all of them
     tiled:bool # Prefill, in tiles of TILE rows; else decode or verify
-    # [3,R] int32: time, height and width for rotary embeddings, where images make them differ
-    # from `pos`
-    pos3:object=None
-    # (rows [n], values [n, H], deepstack list of [n, H]): embeddings that are not from the table
-    patches:object=None
-    # This and what follows is for kernels. [R] int32: sequence of each row; -1 for padding
-    seq:object=None
+    pos3:object=None # [3,R] int32: time, height, width, where images make them differ from `pos`
+    patches:object=None # (rows [n], values [n, H], deepstack list of [n, H]): of images
+    # What follows is for kernels
+    seq:object=None # [R] int32: sequence of each row; -1 for padding
     first:object=None # [S+1] int32: first row of each sequence in the layout
-    # Tokens of the longest sequence after the step, or a bound: attention's grids are made for it
-    longest:int=0
+    longest:int=0 # Tokens of the longest sequence after the step, or a bound: for grids
     tile_seq:object=None # [tiles] int32: sequence of each tile
     tile_start:object=None # [tiles] int32: position of its first row
     tile_lo:object=None # [tiles] int32: its real rows are lo..
@@ -73,11 +68,9 @@ class Piece:
     table:list # Block numbers of the sequence
     want:int=0 # How many of the last rows want logits
     state:int=0 # Number of its recurrent state
-    # That of the state after the last row, or one for each row; None: the same
-    keep:int|tuple|None=None
+    keep:int|tuple|None=None # That of the state after the last row, or after each; None: the same
     media:object=None # `Media` of the prompt, where it has images
-    # (position, number): where else to keep the state, before a position that begins a tile
-    marks:tuple=()
+    marks:tuple=() # (position, number): where else to keep it, before positions that begin tiles
 
 def _kept(p:Piece)->tuple:
     "Numbers of the states after its last rows"
@@ -143,10 +136,10 @@ def _rows(layout, tables, block_size)->dict:
     slots = np.full(R, -1, np.int64)
     keep = np.full(R, -1, np.int32)
     for p,table in zip(layout, tables):
-        positions = np.arange(p.piece.start, p.end)
-        ids[p.rows],pos[p.rows] = p.piece.ids,positions
-        block = table[positions//block_size].astype(np.int64)
-        slots[p.rows] = block*block_size+positions%block_size
+        at = np.arange(p.piece.start, p.end)
+        ids[p.rows],pos[p.rows] = p.piece.ids,at
+        block = table[at//block_size].astype(np.int64)
+        slots[p.rows] = block*block_size+at%block_size
         _keep(keep, p)
     return dict(ids=ids, pos=pos, slots=slots, state_out=keep)
 
@@ -167,9 +160,8 @@ def _tables(pieces)->np.ndarray: # [S, max_blocks] int32
 
 def _wanted(layout)->list[int]:
     "Rows whose logits are wanted"
-    return [r for p in layout
-        for r in range(p.rows.stop-p.piece.want,
-                p.rows.stop)]
+    ends = [(p.rows.stop, p.piece.want) for p in layout]
+    return [r for stop,n in ends for r in range(stop-n, stop)]
 
 # %% ../../nbs/4_model/04_model.ipynb #d985cc85
 def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
@@ -178,20 +170,14 @@ def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
     up = device.upload
     def ints(values): return up(np.array(values, np.int32))
     rows = _rows(layout, tables, block_size)
-    seqs = dict(
+    fields = {name: up(a) for name,a in rows.items()}
+    fields |= dict(
         starts=ints([p.start for p in pieces]),
         counts=ints([len(p.ids) for p in pieces]),
         state_in=ints([p.state for p in pieces]))
-    media = _media(layout, rows['pos'], up)
-    for_kernels = _for_kernels(layout, tiled, ints)
-    return Batch(
-        **{name: up(a) for name,a in rows.items()},
-        **seqs,
-        **media,
-        **for_kernels,
-        tables=up(tables),
-        out=ints(_wanted(layout)),
-        tiled=tiled)
+    fields |= _media(layout, rows['pos'], up)
+    fields |= _for_kernels(layout, tiled, ints)
+    return Batch(**fields, tables=up(tables), out=ints(_wanted(layout)), tiled=tiled)
 
 # %% ../../nbs/4_model/04_model.ipynb #838108dd
 def _tiles(layout)->dict:
@@ -225,19 +211,22 @@ def _media(layout, pos, up)->dict:
     seeing = [p for p in layout if p.piece.media]
     if not seeing:
         return {}
-    pos3,found = np.tile(pos, (3,1)),[]
+    pos3 = np.tile(pos, (3,1))
     for p in seeing:
-        media,start = p.piece.media,p.piece.start
-        n = len(p.piece.ids)
-        pos3[:,p.rows] = media.positions(start, n)
-        for rows,values,deep in media.patches(start, n):
-            found.append((rows-start+p.rows.start, values, deep))
+        pos3[:,p.rows] = p.piece.media.positions(p.piece.start, len(p.piece.ids))
+    found = [seen for p in seeing for seen in _seen(p)]
     if not found:
         return dict(pos3=up(pos3))
     rows,values,deep = zip(*found)
-    levels = [up(np.concatenate(d)) for d in zip(*deep)]
-    patches = up(np.concatenate(rows)),up(np.concatenate(values)),levels
+    def joined(arrays): return up(np.concatenate(arrays))
+    patches = joined(rows),joined(values),[joined(d) for d in zip(*deep)]
     return dict(pos3=up(pos3), patches=patches)
+
+def _seen(p):
+    "Rows of a piece that are images, in the step's layout, and what stands there"
+    start = p.piece.start
+    for rows,values,deep in p.piece.media.patches(start, len(p.piece.ids)):
+        yield rows-start+p.rows.start,values,deep
 
 # %% ../../nbs/4_model/04_model.ipynb #3e03a8f9
 def _rotary(rope, device, positions)->RotaryTable|None:
@@ -268,8 +257,8 @@ class Decoder:
     @property
     def head_want(self)->Want:
         "The output matrix"
-        return Want('lm_head.weight', ('lm_head.weight',),
-            (self.c.vocab_size, self.c.hidden_size))
+        shape = self.c.vocab_size,self.c.hidden_size
+        return Want('lm_head.weight', ('lm_head.weight',), shape)
 
     def wants(self)->list[Want]:
         "Everything to be read from a checkpoint"
@@ -291,8 +280,7 @@ class Decoder:
 def bind(self:Decoder, weights:dict, device, max_seq_len:int):
     """Take `weights` by name and make the tables of angles; parts whose weights are not among
     them are left out"""
-    visual = {n:w
-        for n,w in weights.items() if n.startswith('visual.')}
+    visual = {n: w for n,w in weights.items() if n.startswith('visual.')}
     self._names,self._visual = list(weights),visual
     self.vision = self._vision.bind(visual, device) if visual else None
     drafts = any(n.startswith('mtp.') for n in weights)
@@ -335,14 +323,12 @@ def weights(self:Decoder)->dict:
         for p in name.split('.'):
             o = o[int(p)] if p.isdigit() else getattr(o, p)
         return o
-    return {n: self._visual[n] if n in self._visual else now(n)
-        for n in self._names}
+    seen = self._visual
+    return {n: seen[n] if n in seen else now(n) for n in self._names}
 
 # %% ../../nbs/4_model/04_model.ipynb #d819f782
 @patch
-def step(
-    self:Decoder, b:Batch, cache, routes:list|None=None
-)->Step:
+def step(self:Decoder, b:Batch, cache, routes:list|None=None)->Step:
     "What the layers share during one step"
     angles = {}
     for kind,table in self._rotary.items():
@@ -394,13 +380,11 @@ def _looks(o, pools, above=()):
         return o
     if id(o) in above:
         return 'above'
-    return type(o).__name__,*_attributes(o, pools,
-        (*above,id(o)))
+    return type(o).__name__,*_attributes(o, pools, (*above,id(o)))
 
 def _attributes(o, pools, above)->list:
     "How the attributes of `o` look, by name; its number stands for what it has in the pools"
-    its = {k:v
-        for k,v in vars(o).items() if k!='_c'}
+    its = {k: v for k,v in vars(o).items() if k!='_c'}
     if '_i' in its:
         its['_i'] = [p.get(its['_i']) for p in pools]
     return sorted((k, _looks(v, pools, above))
@@ -533,11 +517,10 @@ def model_wants(config:ModelConfig, like=None)->list[Want]:
 
 def imagine(
     name:str, # A key of `PRESETS`, or what `resolve` finds
-    # 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or 'nvfp4-experts'
-    # None: as the model is published, or as its files are
-    weights:str|None=None,
+    weights:str|None=None, # 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed', 'nvfp4-experts'
 ):
-    "An open checkpoint without files, with all tensors that the model wants"
+    """An open checkpoint without files, with all tensors that the model wants; without `weights`
+    in the formats in which it is published, or its files are"""
     return made_up(name, weights, model_wants)
 
 # %% ../../nbs/4_model/04_model.ipynb #9c0911c7

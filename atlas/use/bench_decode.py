@@ -180,26 +180,27 @@ def _part_of_experts(llm, rows)->float:
     more = max(p.experts for p in packed_in(llm.model.layers))-m.num_experts
     return (distinct(m.num_experts, m.top_k, rows)+more)/(m.num_experts+more)
 
+_BANK = 'uw','us','ugs','ubias','dw','ds','dgs','dbias' # Arguments that are a bank of experts
+_READ = dict( # What these read of their arguments: of tables a few words
+    embed=('x','y','logits'), greedy=('x','y','logits'), accept=('ids','said','drafts'),
+    next_rows=('ids','said','drafts'), ngram=('ids','said','drafts'))
+
+def _size(a, names)->int:
+    "Bytes of those arguments `a` that are arrays"
+    return sum(a[k].nbytes for k in names if hasattr(a.get(k), 'nbytes'))
+
 def _traffic(name, names, args, llm, batch, context, drafts=0):
     "Bytes that one call moves"
-    a,c = dict(zip(names, args)),llm.config
-    def size(ks):
-        return sum(a[k].nbytes for k in ks if hasattr(a.get(k), 'nbytes'))
+    a = dict(zip(names, args))
     if name=='experts':
         rows = len(a['x'])*batch//seats(batch) # all that are checked, or one of each sequence
-        bank = size(('uw','us','ugs','ubias','dw','ds','dgs','dbias'))
-        return bank*_part_of_experts(llm, rows)+size(('x','h','h','y'))
+        return _size(a, _BANK)*_part_of_experts(llm, rows)+_size(a, ('x','h','h','y'))
     if name in ('delta_step','delta_wide','mamba_step'):
         state = llm.cache.bytes_per_state/max(1, len(llm.cache.rec))
-        return states_moved(c, 1+drafts)*batch*state+size(('x','y'))
+        return states_moved(llm.config, 1+drafts)*batch*state+_size(a, ('x','y'))
     if name.startswith('attn'):
         return batch*llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*context
-    if name in ('embed','greedy'):
-        return size(('x','y','logits'))
-    small = 'accept','next_rows','ngram' # of tables they read a few words
-    if name in small:
-        return size(('ids','said','drafts'))
-    return size(a)
+    return _size(a, _READ.get(name, a))
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #9eb712d0
 def _alike(calls)->list:
@@ -220,26 +221,28 @@ def _again(calls):
     for n,g,b,args,sh,pdl,d in calls:
         run(n, g, b, *args, shared=sh, pdl=pdl, **d)
 
-def stages(llm, batch:int=1, context:int=0, drafts:int=0)->list[Stage]:
-    "The launches of a decode step by kind, each timed alone"
-    e = llm.engine
-    pretend(llm, batch, context, tokens_ahead(32, drafts))
-    stepper = e.stepper
-    with checking(e, drafts):
-        for _ in range(2):
-            e.step()
-        make_room(e, 24) # launches that move rows on are replayed, too
+def _calls_of(stepper)->list:
+    "The calls of its last step, made once more"
     with stepper.here(), recording(launch=True, args=True) as r:
         stepper.body(stepper.last)
+    return r.calls
+
+def stages(llm, batch:int=1, context:int=0, drafts:int=0)->list[Stage]:
+    "The launches of a decode step by kind, each timed alone"
+    pretend(llm, batch, context, tokens_ahead(32, drafts))
+    with checking(llm.engine, drafts):
+        for _ in range(2):
+            llm.engine.step()
+        make_room(llm.engine, 24) # launches that move rows on are replayed, too
     out = []
-    for calls in _alike(r.calls):
+    for calls in _alike(_calls_of(llm.engine.stepper)):
         n = calls[0][0]
         names = _params(Source(n).text, n)
         us = llm.device.microseconds(lambda calls=calls: _again(calls))/len(calls)
         moved = [_traffic(n, names, c[3], llm, batch, context, drafts) for c in calls]
         what = _weights_shape(names, calls[0][3])
         out.append(Stage(n, what, len(calls), us, float(np.mean(moved))))
-    _clear(e)
+    _clear(llm.engine)
     return sorted(out, key=lambda s: -s.us*s.launches)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #896d0e1c

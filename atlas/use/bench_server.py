@@ -10,6 +10,7 @@ __all__ = ['Pace', 'serve_nothing', 'paced', 'work_for_nothing', 'post', 'read_a
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #2b992742
 import argparse,json,os,re,selectors,socket,statistics,subprocess,sys,time
+from contextlib import contextmanager
 from dataclasses import asdict,dataclass
 from pathlib import Path
 from ..text.chat import ChatTemplate
@@ -164,6 +165,19 @@ def first_byte(port:int, api:str, n:int=50)->list[
             out.append((1e3*(byte-t), 1e3*(time.perf_counter()-t)))
     return out
 
+@contextmanager
+def _serving(flags):
+    "A server of no model in a process of its own: its number, and the port"
+    command = [sys.executable, '-m', 'atlas.use.bench_server', *flags]
+    p = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        said = p.stdout.readline().strip()
+        yield p.pid,int(re.search(r'(?:127.0.0.1:)?(\d+)(?:,|$)', said)[1])
+    finally:
+        p.kill()
+        p.wait()
+        p.stdout.close()
+
 def measure(
     streams:int=64,
     tokens:int=200, # Of each
@@ -173,25 +187,14 @@ def measure(
     apart:bool=False, # With the engine in a worker? Then only the gateway's processor time counts
 )->Cost:
     "Start a server, stream from it, and see what that cost"
-    flags = ['--serve', str(rate), '--parsers', parsers]
-    if apart:
-        flags.append('--apart')
-    command = [sys.executable, '-m', 'atlas.use.bench_server', *flags]
-    p = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        port = int(re.search(r'(?:127.0.0.1:)?(\d+)(?:,|$)', p.stdout.readline().strip())[1])
+    flags = ['--serve', str(rate), '--parsers', parsers, *['--apart']*apart]
+    with _serving(flags) as (pid,port):
         bytes_,tokens_ = zip(*first_byte(port, api)[5:])
-        c,t = cpu_of(p.pid),time.perf_counter()
-        seen = read_all(
-            [post(port, api, tokens) for _ in range(streams)],
-            _paths[api][3])
-        return Cost(
-            api, streams, tokens, seen, time.perf_counter()-t,
-            cpu_of(p.pid)-c, bytes_, tokens_)
-    finally:
-        p.kill()
-        p.wait()
-        p.stdout.close()
+        cpu,start = cpu_of(pid),time.perf_counter()
+        socks = [post(port, api, tokens) for _ in range(streams)]
+        seen = read_all(socks, _paths[api][3])
+        seconds = time.perf_counter()-start
+        return Cost(api, streams, tokens, seen, seconds, cpu_of(pid)-cpu, bytes_, tokens_)
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #921de34a
 def _arguments():

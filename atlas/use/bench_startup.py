@@ -102,6 +102,20 @@ def _shards(tensors, most)->list:
         size += t.nbytes
     return shards
 
+def _meta(shape, layers)->dict:
+    "The config.json of a known shape, of its first `layers`"
+    if shape not in PRESETS:
+        raise ConfigError(f'{shape!r} is no shape that Atlas knows', param='shape')
+    return PRESETS[shape]|(dict(num_hidden_layers=layers) if layers else {})
+
+def _made_up(meta, weights):
+    "Tensors of a model with this config.json, as they would be published"
+    c = ModelConfig.from_hf(meta)
+    wants = model_wants(c)
+    if c.family!='gptoss':
+        wants = [replace(w, alts=()) for w in wants] # experts one by one
+    return dummy_checkpoint(c, wants, weights).tensors.values()
+
 def write_checkpoint(
     folder, # That gets the files
     shape:str, # A key of `PRESETS`
@@ -110,18 +124,10 @@ def write_checkpoint(
     layers:int|None=None, # Of its layers, the first so many; None: all
 )->Path: # The folder
     "A checkpoint of a known shape, made up; its numbers mean nothing"
-    if shape not in PRESETS:
-        raise ConfigError(f'{shape!r} is no shape that Atlas knows', param='shape')
-    meta = dict(PRESETS[shape])
-    if layers:
-        meta['num_hidden_layers'] = layers
-    c = ModelConfig.from_hf(meta)
-    wants = model_wants(c)
-    if c.family!='gptoss':
-        wants = [replace(w, alts=()) for w in wants] # experts one by one
+    meta = _meta(shape, layers)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = _shards(dummy_checkpoint(c, wants, weights).tensors.values(), shard)
+    shards = _shards(_made_up(meta, weights), shard)
     names = [f'model-{i+1:05}-of-{len(shards):05}.safetensors' for i in range(len(shards))]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(_write_shard, [folder/n for n in names], shards))

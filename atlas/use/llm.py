@@ -24,7 +24,7 @@ from ..ground.hub import resolve
 from ..text.images import place_images,prepare_images
 from ..text.next_turn import TurnMarks
 from ..engine.loading import LoadedModel
-import atlas.engine.sleep # gives models `sleep` and `wake`
+import atlas.engine.sleep # noqa: F401 (gives models `sleep` and `wake`)
 from ..model.model import Decoder,Piece,load_model,make_batch
 from ..ground.options import EngineConfig
 from ..text.parsers import Splitter,kept

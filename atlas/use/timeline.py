@@ -14,7 +14,7 @@ from dataclasses import asdict,dataclass,field,replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from fastcore.basics import patch
-from .bench_decode import _weights_shape,graph_time,make_room,pretend
+from .bench_decode import _clear,_weights_shape,graph_time,make_room,pretend
 from ..card.card import Arguments,_array,_letter,_params,_ready,_three
 from ..ground.core import AtlasError,kernel_dir
 from ..card.launch import Source,options_of,recording
@@ -82,25 +82,29 @@ def _slope(u, g, sm)->float:
     du,dg = u-mean(u),g-mean(g)
     return (du@dg)/(du@du) if (du@du)>0 else 1.
 
+def _between(g, t, sm, near)->np.ndarray:
+    """Times on a common clock that moves in large steps, `g`: between two of its steps by the
+    ticks `t` of each multiprocessor, which run evenly"""
+    came = g.copy()
+    for k in range(sm.max()+1):
+        i = np.flatnonzero(sm==k)
+        i = i[np.argsort(t[i])]
+        came[i] = t[i]+_smooth(g[i]-t[i], t[i], near)
+    return came
+
 def clocks(
     w:np.ndarray, # [warps, 8] u32 as `lib/stamp.cuh` writes them
     fine:int=100, # ns: steps of the common clock up to here are small
     near:float=5e4, # ns: readings so far away count
 )->np.ndarray: # [warps, 5] ns: came, let the next in, waited, was let go, left; NaN: did not
     "Ticks as times on the card's clock"
-    step,g = clock_step(w),_read(w)
+    g = _read(w)
     g = (g-g.min()).astype(float)
     _,first,sm = np.unique(w[:,2], return_index=True, return_inverse=True)
     # ticks of a multiprocessor, from its first warp's on
     u = (w[:,3]-w[first[sm],3]).view(np.int32).astype(float)
     slope = _slope(u, g, sm)
-    came = g.copy()
-    if step>fine:
-        for k in range(len(first)):
-            i = np.flatnonzero(sm==k)
-            i = i[np.argsort(u[i])]
-            t = slope*u[i]
-            came[i] = t+_smooth(g[i]-t, t, near)
+    came = _between(g, slope*u, sm, near) if clock_step(w)>fine else g
     def at(k): # of the k-th word: a time, if it was written
         since = (w[:,k]-w[:,3]).view(np.int32)*slope
         return np.where(w[:,k]==0, np.nan, came+since)
@@ -230,18 +234,11 @@ def timeline(
         stepper.body(stepper.last)
     us = graph_time(stepper)
     runs = _replays(stepper, r.calls, stepper.card, replays)
-    for s in list(e.scheduler.seqs):
-        e.abort(s)
-    while e.has_work:
-        e.step()
-    e.land()
-    took,step,best = sorted(runs, key=lambda x: x[0])[
-        len(runs)//2]
-    return Timeline(
-        llm.name,
-        llm.device.describe().split(', memory')[0],
-        batch, context, us, took, step, llm.device.multiprocessors,
-        best)
+    _clear(e)
+    took,step,best = sorted(runs, key=lambda x: x[0])[len(runs)//2]
+    machine = llm.device.describe().split(', memory')[0]
+    return Timeline(llm.name, machine, batch, context, us, took, step,
+        llm.device.multiprocessors, best)
 
 # %% ../../nbs/8_use/07_timeline.ipynb #0cc3a181
 def _replays(stepper, calls, card, n):
@@ -297,38 +294,50 @@ def kinds(self:Timeline)->list[tuple[Span,int]]:
     return sorted(means, key=lambda m: -m[0].us*m[1])
 
 # %% ../../nbs/8_use/07_timeline.ipynb #dbb48208
+_HEAD = (
+    f'{"kernel":13} {"weights":>16} {"n":>3} {"us each":>8} {"us/step":>8} | {"came":>7} '
+    f'{"early":>6} {"ready":>6} {"first":>6} {"last":>6} {"ends":>6} {"let":>7} | '
+    f'{"grid":>5} {"thr":>4} {"regs":>4} {"KB":>5} {"fit":>3} {"next":>4}')
+
+def _row_of(s, n, room)->str:
+    "A line for `n` launches whose mean is `s`, and whether the next one found `room` beside them"
+    fits = '/'.join(('no','yes')[i] for i in sorted(room))
+    return (
+        f'{s.kernel:13} {s.what:>16} {n:3} {s.us:8.2f} {s.us*n:8.1f} | {s.came:7.2f} '
+        f'{s.early:6.0%} {s.ready:6.0%} {s.first:6.2f} {s.last:6.2f} {s.us:6.2f} {s.let:7.2f} | '
+        f'{s.blocks:5} {s.threads:4} {s.registers:4} {s.shared/1024:5.1f} {s.fit:3} {fits:>4}')
+
 @patch
-def __str__(self:Timeline):
-    "A line a kind: where it stands when the launch before it ends (0), and when it goes on"
-    rows = [
-        f'{self.model} on {self.machine}: batch {self.batch}, context {self.context:,}; '
-        f'{self.us:.1f} us a step, {self.stamped_us:.1f} with stamps',
-        f'{"kernel":13} {"weights":>16} {"n":>3} {"us each":>8} {"us/step":>8} | {"came":>7} '
-        f'{"early":>6} {"ready":>6} {"first":>6} {"last":>6} {"ends":>6} {"let":>7} | '
-        f'{"grid":>5} {"thr":>4} {"regs":>4} {"KB":>5} {"fit":>3} {"next":>4}']
+def _room(self:Timeline)->dict:
+    "Of each kind of launch, whether blocks of the next one could come in beside its own"
     room = {}
     for a,b in zip(self.spans, self.spans[1:]):
         seen = room.setdefault((a.kernel, a.what, a.blocks), set())
         seen.add(beside(a, b, self.multiprocessors))
-    for s,n in self.kinds():
-        fits = room.get((s.kernel, s.what, s.blocks), ())
-        fits = '/'.join(('no','yes')[i] for i in sorted(fits))
-        rows.append(
-            f'{s.kernel:13} {s.what:>16} {n:3} {s.us:8.2f} {s.us*n:8.1f} | {s.came:7.2f} '
-            f'{s.early:6.0%} {s.ready:6.0%} {s.first:6.2f} {s.last:6.2f} {s.us:6.2f} '
-            f'{s.let:7.2f} |'
-            f' {s.blocks:5} {s.threads:4} {s.registers:4} {s.shared/1024:5.1f} {s.fit:3} '
-            f'{fits:>4}')
+    return room
+
+@patch
+def _sums(self:Timeline)->str:
+    "The line below the table: what all launches together waited for"
     def total(f): return sum(map(f, self.spans))
     wrong = max(0., -min(s.first for s in self.spans[1:]))
-    rows.append(
+    return (
         f'until a first warp goes on {total(lambda s: s.first):.1f} us, until the last '
         f'{total(lambda s: s.last-s.first):.1f} more, from there to the end '
         f'{total(lambda s: s.us-s.last):.1f}; '
         f'{sum(s.early>.99 for s in self.spans)} of {len(self.spans)} launches were there '
         f'before the one ahead had ended; the clock moves by {self.clock} ns and is wrong by up '
         f'to {wrong:.2f} us')
-    return '\n'.join(rows)
+
+@patch
+def __str__(self:Timeline):
+    "A line a kind: where it stands when the launch before it ends (0), and when it goes on"
+    about = (
+        f'{self.model} on {self.machine}: batch {self.batch}, context {self.context:,}; '
+        f'{self.us:.1f} us a step, {self.stamped_us:.1f} with stamps')
+    room = self._room()
+    rows = [_row_of(s, n, room.get((s.kernel, s.what, s.blocks), ())) for s,n in self.kinds()]
+    return '\n'.join([about, _HEAD, *rows, self._sums()])
 
 # %% ../../nbs/8_use/07_timeline.ipynb #1b424eb6
 @patch
