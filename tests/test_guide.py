@@ -864,22 +864,18 @@ def call_guides(kind):
 def test_calls_are_read_back(parser, kind):
     g = call_guides(kind)
     spec = dict(kind='tools', parser=parser, tools=TOOLS, choice='required', parallel=True)
-    seen,n = set(),0
-    for seed in range(14):
-        ids = draw(g, spec, seed, 500)
-        if ids is None:
-            continue
-        got = parse_tools(
-            parser,
-            text := text_of(g, ids),
-            [dict(type='function', function=t) for t in TOOLS])
-        n += 1
-        assert got.calls, text
-        for c in got.calls:
+    offered = [dict(type='function', function=t) for t in TOOLS]
+    answers = [draw(g, spec, seed, 500) for seed in range(14)]
+    texts = [text_of(g, ids) for ids in answers if ids is not None]
+    assert len(texts)>2
+    seen = set()
+    for text in texts:
+        got = parse_tools(parser, text, offered).calls
+        assert got, text
+        for c in got:
             tool = next(t for t in TOOLS if t['name']==c.name)
-            seen.add(c.name)
             Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
-    assert n>2
+            seen.add(c.name)
     assert len(seen)>1
 
 @pytest.mark.parametrize('parser', FORMATS)
@@ -906,18 +902,12 @@ def test_calls_that_may_be(parser):
     assert guide.mask() is None
     for t in spelt(g, 'Let me see: '):
         guide.accept(t)
-    e = guide.fork()
-    assert e.mask() is None
-    assert not e.ended
-    ids = next(
-        i for seed in range(20)
-        if (i := draw(g, spec|dict(choice='required'), seed, 500))
-        is not None)
+    assert guide.mask() is None
+    assert not guide.ended
+    ids = drawn(g, spec|dict(choice='required'))
     assert guide.validate(ids)==len(ids)
-    assert guide.validate(spelt(
-        g,
-        guide._marks[0].words[0].decode()
-        +"\x00"))==len(guide._marks[0].words[0])
+    mark = guide._marks[0].words[0]
+    assert guide.validate(spelt(g, mark.decode()+"\x00"))==len(mark)
 
 TEXTS = [
     dict(
@@ -1551,21 +1541,18 @@ def test_a_stop_string_and_the_end_of_a_guide_in_one_step(llm):
     assert not llm.engine.has_work
     assert not llm._boxes
 
-def test_thinking_budget(llm):
+@pytest.mark.parametrize('budget', [0,1,7,20])
+def test_thinking_budget(llm, budget):
     p = SamplingParams(temperature=1., seed=2, max_tokens=60, ignore_eos=True)
-    for b in (0,1,7,20):
-        o = llm.generate(
-            'Q',
-            p,
-            guide=dict(
-                kind='choice', choices=['yes','no'], after='</think>', budget=b))
-        assert o.token_ids[b:b+8]==llm.tokenizer.encode('</think>')
-        assert o.text.rpartition('</think>')[2] in ('yes','no')
-        assert len(o.token_ids)<=b+11
-        free = llm.generate(
-            'Q', p, guide=dict(kind='free', after='</think>', budget=b))
-        assert free.token_ids[b:b+8]==o.token_ids[b:b+8]
-        assert len(free.token_ids)==60
+    wait = dict(after='</think>', budget=budget)
+    o = llm.generate('Q', p, guide=dict(kind='choice', choices=['yes','no'])|wait)
+    forced = slice(budget, budget+8)
+    assert o.token_ids[forced]==llm.tokenizer.encode('</think>')
+    assert o.text.rpartition('</think>')[2] in ('yes','no')
+    assert len(o.token_ids)<=budget+11
+    free = llm.generate('Q', p, guide=dict(kind='free')|wait)
+    assert free.token_ids[forced]==o.token_ids[forced]
+    assert len(free.token_ids)==60
 
 def test_no_tokenizer():
     from pathlib import Path
