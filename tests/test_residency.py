@@ -379,13 +379,17 @@ def test_whatever_happens(seed, n):
     every request ends once"""
     day(seed, n=n)
 
+def answered(seed, n=40):
+    "On a day on which nobody meddles, whoever has patience gets an answer"
+    w = day(seed, meddling=False, n=n, policy=replace(PACE, wait=1e5))
+    assert {end for rid,end,_ in w.ends if rid not in w.left}<={'stop'}
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10**9),
     n=st.integers(1, 60))
 def test_where_nobody_meddles_all_are_answered(seed, n):
-    w = day(seed, meddling=False, n=n, policy=replace(PACE, wait=1e5))
-    assert {end for rid,end,_ in w.ends if rid not in w.left}<={'stop'}
+    answered(seed, n)
 
 # -- the test can fail ---------------------------------------------------------------------------
 
@@ -436,6 +440,7 @@ def test_it_would_be_seen(fault, monkeypatch):
         for seed in range(60):
             day(seed, meddling=seed%2==0)
         for seed in range(20):
+            answered(seed)
             day(seed, meddling=False, policy=replace(PACE, soon=.01))
 
 # -- one after another ---------------------------------------------------------------------------
