@@ -4,7 +4,7 @@ from atlas.card.emulator import Emulator,find_cxx
 from atlas.cuda.accept import VerifyRows,accept_rows,next_rows
 from atlas.cuda.sample import SampleTable,sample_rows
 from atlas.ops.sample import SampleState,SamplingParams
-from test_races import overlap
+from test_races import overlap  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 

@@ -1,4 +1,5 @@
-"""Experts at decode: both halves in one launch as on a card, shapes of every family, and whom a launch may meet.
+"""Experts at decode: both halves in one launch as on a card, shapes of every family, and whom
+a launch may meet.
 
 The emulator runs one block after the other, so blocks cannot wait for each other there.
 `together` launches both halves once the first has run: that launch finds the hidden values
@@ -117,7 +118,8 @@ MORE = dict(alone=ALONE, shared=ALONE|dict(H=1056, experts=5), odd=ALONE|dict(H=
     # long rows of hidden values, of which those of the last picks are waited for apart
     long=dict(H=96, I=800, experts=6, top=4, fmt='MXFP4', biases=True),
     # rows of more than two units a warp: lib/experts_long.cuh
-    units=dict(H=2112, I=544, experts=4, top=4, fmt='MXFP4', act='swiglu_oai', limit=1.5, biases=True),
+    units=dict(H=2112, I=544, experts=4, top=4,
+        fmt='MXFP4', act='swiglu_oai', limit=1.5, biases=True),
     eights=dict(H=1088, I=96, experts=5, top=3, fmt='FP8_BLOCK', shared=2),
     pairs=dict(H=2144, I=288, experts=6, top=3, fmt='NVFP4', act='relu2', shared=1))
 
@@ -134,14 +136,19 @@ def together(run):
         run(name, *a, **kw)
     return _run
 
-def check(net, rows, monkeypatch):
-    "What the host says; the same bits alone, in another order, from any number of blocks, and with both halves in one launch"
-    x,add = net.x[:rows].copy(),net.add[:rows]
-    x[rows//2] = x[0]  # two rows with the same picks
-    got = y,ids,w = net(x, add)
+def as_the_host_says(net, x, add, y, ids, w):
+    "The host's picks, and nearly its weights and sums"
     want,wids,ww = net.host(x)
     assert np.array_equal(ids, wids) and abs(w-ww).max()<=4e-6*abs(ww).max()
     assert (abs(y-add-want).max(1)<=4e-3*abs(want).max(1)).all()
+
+def check(net, rows, monkeypatch):
+    """What the host says; the same bits alone, in another order, from any number of blocks,
+    and with both halves in one launch"""
+    x,add = net.x[:rows].copy(),net.add[:rows]
+    x[rows//2] = x[0]  # two rows with the same picks
+    got = net(x, add)
+    as_the_host_says(net, x, add, *got)
     r = np.random.default_rng(rows)
     one,p = int(r.integers(rows)),r.permutation(rows)
     assert same(net(x[one:one+1], add[one:one+1]), [a[one:one+1] for a in got])
@@ -153,7 +160,8 @@ def check(net, rows, monkeypatch):
             assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
 
 @needs_cxx
-@pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
+@pytest.mark.parametrize('name,rows', [
+    ('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
     ('alone',1), ('alone',4), ('shared',1), ('odd',8), ('long',1), ('long',2),
     ('units',1), ('units',3), ('eights',1), ('eights',2), ('pairs',1), ('pairs',4)])
 def test_a_mixture(name, rows, nets, monkeypatch):
@@ -170,9 +178,11 @@ def late(tmp_path, monkeypatch):
         loop = f'for (int i = 0, me = threadIdx.x / 32; i < {n}; i++)'
         return f'{loop} {{ emu::progress++; emu::yield(); }}'
     early,after = pause('8 * (me * 7 % 5) + (me == 6 ? 300 : 0)'),pause('(me % 2 ? 0 : 90)')
+    waits = re.compile(r'^ +(?:stage|cp_async_wait|sync_warps)<', re.M)
+    meets = re.compile(r'^ +sync_warps<.*;', re.M)
     for p,many in ((root/'experts.cu',(7,2)), (root/'lib/experts_long.cuh',(6,2))):
-        text,n = re.subn(r'^ +(?:stage|cp_async_wait|sync_warps)<', rf'{early}\n\g<0>', p.read_text(), flags=re.M)
-        text,m = re.subn(r'^ +sync_warps<.*;', rf'\g<0>\n{after}', text, flags=re.M)
+        text,n = waits.subn(rf'{early}\n\g<0>', p.read_text())
+        text,m = meets.subn(rf'\g<0>\n{after}', text)
         assert (n,m)==many
         p.write_text(text)
     put(atlas.card.launch, 'kernel_dir', lambda: root)
@@ -195,7 +205,8 @@ def test_warps_that_come_late(name, rows, late, nets):
 @needs_cxx
 @pytest.mark.parametrize('room', [46<<10, None])
 def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
-    "come one launch after the other; a block with little room has fewer warps, places and rows, and the same bits"
+    """come one launch after the other; a block with little room has fewer warps, places and
+    rows, and the same bits"""
     n,took = nets['oss'],[]
     alone = [n(n.x[i:i+1], n.add[i:i+1]) for i in range(9)]
     run = E.run
@@ -238,7 +249,9 @@ def test_rows_that_are_no_numbers(nets):
 
 # Shapes of every family
 
-def bank(fmt, n, k, E, pair=False): return Packed(fmt, n, k, None, NS(shape=(1,-(-k//128))), None, E, pair)
+def bank(fmt, n, k, E, pair=False):
+    scales = NS(shape=(1,-(-k//128)))
+    return Packed(fmt, n, k, None, scales, None, E, pair)
 
 FORMATS = [
     ('nvfp4','nvfp4'),
@@ -271,7 +284,8 @@ def plans(name, formats=FORMATS, rows=range(1, 9)):
 
 @pytest.mark.parametrize('name', MIXTURES)
 def test_every_block_has_a_place(name):
-    "Blocks wait for each other: there are no more than multiprocessors, one of each fits, and all outputs belong to somebody"
+    """Blocks wait for each other: there are no more than multiprocessors, one of each fits,
+    and all outputs belong to somebody"""
     for arch,sms,up,down,d,blocks in plans(name):
         large = arch=='sm_90a'
         assert blocks<=sms and d['ROOM']<=(227 if large else 99)<<10
@@ -285,7 +299,8 @@ def size_of(d, room):
     d = options_of(d|dict(ROOM=room))
     own = f'-I{kernel_dir()}',f'-I{kernel_dir()}/emulator','-include','emulate.h'
     cxx = find_cxx(),'-fsyntax-only','-x','c++','-std=c++17','-w','-fpermissive','-DATLAS_EMULATE'
-    r = subprocess.run([*cxx, *own, *d, f'{kernel_dir()}/experts.cu'], capture_output=True, text=True)
+    cmd = [*cxx, *own, *d, f'{kernel_dir()}/experts.cu']
+    r = subprocess.run(cmd, capture_output=True, text=True)
     assert not r.returncode or 'see the contract' in r.stderr, r.stderr
     return not r.returncode
 
@@ -334,17 +349,21 @@ def steps(name, rows, monkeypatch, arch='sm_90a', **kw):
 @pytest.mark.parametrize('name', ['qwen3-30b-a3b','gpt-oss-20b','nemotron-3-nano-30b-a3b'])
 @pytest.mark.parametrize('rows', [1,3,8,17])
 def test_each_launch_follows_its_router(name, rows, monkeypatch):
-    "Blocks wait for hidden values that the router before has emptied, all of them, with the same rows, and are no more than multiprocessors"
+    """Blocks wait for hidden values that the router before has emptied, all of them, with the
+    same rows, and are no more than multiprocessors"""
     card,calls = steps(name, rows, monkeypatch)
-    assert [n for n,*_ in calls]==['router','experts']*(len(calls)//2) and sum(a['rows'] for n,_,a,_ in calls if n=='router')==rows
+    assert [n for n,*_ in calls]==['router','experts']*(len(calls)//2)
+    assert sum(a['rows'] for n,_,a,_ in calls if n=='router')==rows
+    def at(a): return a.ctypes.data
     for (_,_,r,_),(_,grid,e,d) in zip(calls[::2], calls[1::2]):
-        at = lambda a: a.ctypes.data
-        assert e['halves']==3 and grid<=card.multiprocessors and e['rows']==r['rows']==len(e['h'])<=d['ROWS']
+        assert e['halves']==3 and grid<=card.multiprocessors
+        assert e['rows']==r['rows']==len(e['h'])<=d['ROWS']
         assert at(r['empty'])==at(e['h']) and 4*r['fours']==e['h'].size
         assert at(r['logits'])==at(e['logits']) and at(r['x'])==at(e['x'])
 
 @pytest.mark.parametrize('arch', CARDS)
-@pytest.mark.parametrize('size,scales', [(0x300,True), (1<<20,True), (1<<33,True), (5<<30,False), (16<<20,False)])
+@pytest.mark.parametrize('size,scales', [
+    (0x300,True), (1<<20,True), (1<<33,True), (5<<30,False), (16<<20,False)])
 def test_asked_ahead_is_inside(size, scales, arch):
     card = Dry(arch, 1<<36)
     codes = card.empty((size//16,16), 'uint8')
@@ -393,33 +412,41 @@ def shell(name):
         m.lm_head = m.embed_tokens
     return m
 
+FIRST = dict(attention='qkv_proj', sliding='qkv_proj', delta='in_proj', mamba='in_proj')
+
+def matrix_after(m, i):
+    "The matrix that is read after layer `i`, if that layer can know it"
+    if i==len(m.layers)-1:
+        return m.lm_head.weight
+    kind = m.c.mixers[i+1]
+    return None if kind=='none' else getattr(m.layers[i+1].mixer, FIRST[kind]).weight
+
+def check_reader(m, i, reader, want):
+    "It reads `want` with the norm of the layer after `i`"
+    after = m.layers[i+1]
+    ba = getattr(after.mixer, 'ba_proj', None)
+    assert reader.w is want and reader.gain is after.mixer_norm.weight, i
+    assert reader.extra is (ba and ba.weight) and reader.eps==m.c.norm_eps, i
+
 @pytest.mark.parametrize('name', MIXTURES)
 def test_then_is_what_comes_next(name):
-    "The first matrix of the next layer, or the output matrix; weights are counted once all the same"
+    """The first matrix of the next layer, or the output matrix; weights are counted once all
+    the same"""
     m = shell(name)
     def counted(): return [[id(p) for p in packed_in(o)] for o in (m,*m.layers)]
     before = counted()
     _look_ahead(m)
     assert before==counted()
-    first = dict(attention='qkv_proj', sliding='qkv_proj', delta='in_proj', mamba='in_proj')
     for i,b in enumerate(m.layers):
         l = next((l for l in vars(b).values() if isinstance(l, MoE)), None)
         if l is None:
             continue
-        want = m.lm_head.weight
-        if i<len(m.layers)-1:
-            kind = m.c.mixers[i+1]
-            want = None
-            if kind!='none':
-                want = getattr(m.layers[i+1].mixer, first[kind]).weight
+        want = matrix_after(m, i)
         assert l.then is want, i
         if i==len(m.layers)-1 or want is None or not hasattr(b, 'norms'):
             assert l.reader is None, i
             continue
-        after = m.layers[i+1]
-        ba = getattr(after.mixer, 'ba_proj', None)
-        assert l.reader.w is want and l.reader.gain is after.mixer_norm.weight, i
-        assert l.reader.extra is (ba and ba.weight) and l.reader.eps==m.c.norm_eps, i
+        check_reader(m, i, l.reader, want)
 
 # A shared expert like the others
 

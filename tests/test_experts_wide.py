@@ -17,7 +17,7 @@ from atlas.cuda.pack import pack
 from atlas.ground.config import MoEConfig,ModelConfig
 from atlas.ground.formats import QTensor
 from test_experts import NETS,Net,bank
-from test_races import overlap
+from test_races import overlap  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
@@ -97,7 +97,9 @@ def test_one_launch_has_the_bits_of_two(rows, nets, monkeypatch):
     net,used,run = nets['whole'],set(),together(W.run)
     monkeypatch.setattr(W, '_likely', lambda *a: 8)
     x,add = rows_of(net, rows)
-    def noted(name, *a, **kw): used.add(name); run(name, *a, **kw)
+    def noted(name, *a, **kw):
+        used.add(name)
+        run(name, *a, **kw)
     monkeypatch.setattr(W, 'run', noted)
     got = [net(x, add, blocks=b) for b in (1,5,40)]
     assert used=={'router','experts_wide','expert_sum'}
@@ -178,8 +180,15 @@ def test_bits_of_a_linear_layer(fmt, monkeypatch):
     other = layer(layer(x, first, 2, act='silu'), second, 2)
     assert not np.array_equal(c.download(got), c.download(other)), 'a test must be able to fail'
 
-LOGITS = [('BF16',2048,37,40), ('BF16',2048,257,8), ('BF16',2880,9,9), ('F32',544,12,16), ('BF16',5120,5,11),
-    ('BF16',320,257,9), ('F32',4096,170,8)]
+# Format, columns, rows of the matrix, rows of x
+LOGITS = [
+    ('BF16',2048,37,40),
+    ('BF16',2048,257,8),
+    ('BF16',2880,9,9),
+    ('F32',544,12,16),
+    ('BF16',5120,5,11),
+    ('BF16',320,257,9),
+    ('F32',4096,170,8)]
 
 @pytest.mark.parametrize('fmt,H,n,R', LOGITS)
 def test_bits_of_logits(fmt, H, n, R):

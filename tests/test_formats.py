@@ -4,7 +4,7 @@ import re,subprocess
 from pathlib import Path
 import pytest
 from atlas.card.card import limits
-from atlas.cuda import gemm,gemv # each works out what its kernels need of a row
+from atlas.cuda import gemm,gemv  # noqa: F401  each works out what its kernels need of a row
 from atlas.cuda.pack import CARD_FORMATS
 from atlas.card.emulator import find_cxx
 from atlas.card.launch import kernel_dir

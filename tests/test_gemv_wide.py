@@ -1,5 +1,6 @@
 "Many rows of a step in one product: every row has the bits that `gemv` gives it"
 import numpy as np,pytest
+from itertools import product
 from types import SimpleNamespace
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.card import limits
@@ -90,9 +91,11 @@ WAYS = [(1,1,1,1,1,2), (2,2,1,1,2,3), (4,2,1,2,1,2), (3,1,2,3,2,3), (4,1,3,6,1,1
     (8,2,2,1,2,2), (5,1,2,1,2,3), (7,2,1,2,2,2), (6,1,1,3,1,2)]
 @pytest.mark.parametrize('way', WAYS, ids=lambda w: ''.join(map(str, w)))
 def test_however_it_is_shared_out(way, monkeypatch):
-    "Pieces of x in a ring or all at once, several groups of rows, several shares a warp after each other"
+    """Pieces of x in a ring or all at once, several groups of rows, several shares a warp
+    after each other"""
     rng = np.random.default_rng(3)
-    w,x = packed(rng, 'NVFP4', 84, 2096),card.upload(rng.standard_normal((35,2096), dtype='f4'))
+    w = packed(rng, 'NVFP4', 84, 2096)
+    x = card.upload(rng.standard_normal((35,2096), dtype='f4'))
     monkeypatch.setattr(many, 'tiling', lambda *a: tile(*way, 1, w.rows, w.format))
     monkeypatch.setattr(many, 'plan', lambda f, n, k, sms: (12,6,1,n))
     monkeypatch.setattr(few, 'plan', lambda f, n, k, sms: (12,6,1,32))
@@ -145,15 +148,28 @@ BESTS = dict(
     whole=(64, 300, (8,4,1,2,3)),
     few=(17, 300, (2,4,1,2,3)))
 
+def equals(rng, n):
+    "A matrix of which many rows are the same, and so their logits, and some are 0"
+    weights = rng.standard_normal((n,1040), dtype='f4')
+    weights[rng.integers(0, n, n//2)] = weights[rng.integers(0, n, n//2)]
+    weights[::7] = 0
+    return pack(QTensor.encode(weights, 'NVFP4'), card)
+
+def check_best(x, w, n, **how):
+    "The best of each row is that of its logits; which these are"
+    best = many.best_logits(x, w, **how)
+    assert best.shape==(len(x),n)
+    want = chosen(x, many.gemv_wide(x, w, **how), n)
+    np.testing.assert_array_equal(chosen(x, best, n), want)
+    return want
+
 @pytest.mark.parametrize('name', BESTS)
 def test_the_best_of_each_row(name, monkeypatch):
-    "is that of its logits: of equals the first, whichever part has it, and none of a row that is not finite"
+    """is that of its logits: of equals the first, whichever part has it, and none of a row
+    that is not finite"""
     rows,n,way = BESTS[name]
     rng = np.random.default_rng(5)
-    weights = rng.standard_normal((n,1040), dtype='f4')
-    weights[rng.integers(0, n, n//2)] = weights[rng.integers(0, n, n//2)]  # equal logits
-    weights[::7] = 0
-    w = pack(QTensor.encode(weights, 'NVFP4'), card)
+    w = equals(rng, n)
     make = tile if len(way)>5 else together
     blocks = () if make is together else (2,)
     monkeypatch.setattr(many, 'tiling', lambda *a: make(*way, *blocks, w.rows, w.format))
@@ -163,41 +179,42 @@ def test_the_best_of_each_row(name, monkeypatch):
     x[1,0],x[2,5],x[3,6] = np.inf,np.nan,-np.inf
     x = card.upload(x)
     for cap in (None,30.):
-        how = dict(bias=card.upload(-abs(rng.standard_normal(n, dtype='f4'))), cap=cap)
-        best = many.best_logits(x, w, **how)
-        want = chosen(x, many.gemv_wide(x, w, **how), n)
-        assert best.shape==(rows,n) and (want[1:4]==-1).all() and (want[4:]>=0).all()
-        np.testing.assert_array_equal(chosen(x, best, n), want)
-    gain = dict(gain=card.upload(rng.standard_normal(1040, dtype='f4')), eps=1e-6)
-    want = chosen(x, many.gemv_wide(x, w, **gain), n)
-    assert want[0]==0
-    np.testing.assert_array_equal(chosen(x, many.best_logits(x, w, **gain), n), want)
+        bias = card.upload(-abs(rng.standard_normal(n, dtype='f4')))
+        want = check_best(x, w, n, bias=bias, cap=cap)
+        assert (want[1:4]==-1).all() and (want[4:]>=0).all()
+    gain = card.upload(rng.standard_normal(1040, dtype='f4'))
+    assert check_best(x, w, n, gain=gain, eps=1e-6)[0]==0
 
-def test_every_product_has_a_way():
+SHAPES = [(12288,2048), (2048,4096), (248320,2048), (5120,17408), (34816,5120), (96,576)]
+
+def share_beside(at, f, k, W, o):
+    "Options and bytes of the rows that a second matrix adds to a product tiled as `o` says"
+    fmt = CARD_FORMATS['bf16' if f.parts==1 else 'f32']
+    extra,w = SimpleNamespace(format=fmt, n=64),SimpleNamespace(k=k)
+    it = SimpleNamespace(card=at, w=w, extra=extra, W=W, o=o, more=1)
+    return many._Product.extra_share(it)
+
+@pytest.mark.parametrize('arch,sms,most', [('sm_90a',132,227<<10), ('sm_121a',48,99<<10)])
+def test_every_product_has_a_way(arch, sms, most):
     "Of true models, for one card and another, and it has room there"
-    shapes = (12288,2048), (2048,4096), (248320,2048), (5120,17408), (34816,5120), (96,576)
-    for arch,sms,most in (('sm_90a',132,227<<10), ('sm_121a',48,99<<10)):
-        at = SimpleNamespace(arch=arch)
-        for f in CARD_FORMATS.values():
-            for n,k in shapes:
-                W,split,_,_ = few.plan(f, n, k, sms)
-                for rows in (9,64,256):
-                    o = many.tiling.__wrapped__(limits(at), f, n, k, sms, split, rows, 4)
-                    groups = -(-rows//(8*o.tiles))
-                    assert groups*(o.blocks+-(-4//groups))<=sms or o.blocks==1
-                    assert o and o.shared<=most and o.warps<=16 and split%o.along==0, (f, n, k)
-                    assert o.span<=16*o.strips*o.down and o.deep>0<o.held
-                    assert not o.cores or arch=='sm_90a' and o.down%4==0 and o.warps<=16
-                    more = SimpleNamespace(format=CARD_FORMATS['bf16' if f.parts==1 else 'f32'], n=64)
-                    beside = SimpleNamespace(card=at, w=SimpleNamespace(k=k), extra=more, W=W, o=o, more=1)
-                    opts,shared = many._Product.extra_share(beside)
-                    assert shared<=most and W%opts['EALONG']==0
-                    assert opts['EALONG']*opts['EDOWN']<=o.warps
+    at = SimpleNamespace(arch=arch)
+    for f,(n,k),rows in product(CARD_FORMATS.values(), SHAPES, (9,64,256)):
+        W,split,_,_ = few.plan(f, n, k, sms)
+        o = many.tiling.__wrapped__(limits(at), f, n, k, sms, split, rows, 4)
+        groups = -(-rows//(8*o.tiles))
+        assert groups*(o.blocks+-(-4//groups))<=sms or o.blocks==1
+        assert o and o.shared<=most and o.warps<=16 and split%o.along==0, (f, n, k)
+        assert o.span<=16*o.strips*o.down and o.deep>0<o.held
+        assert not o.cores or arch=='sm_90a' and o.down%4==0 and o.warps<=16
+        opts,shared = share_beside(at, f, k, W, o)
+        assert shared<=most and W%opts['EALONG']==0
+        assert opts['EALONG']*opts['EDOWN']<=o.warps
 
 def test_a_step_uses_it():
     "for more than eight rows, and for fewer that are long"
     def kernels(rows, k):
-        w,x = Matrix(Packed('fp8', 40, k, card.empty((40,k), 'uint8'), card.empty((40,1)))),card.empty((rows,k))
+        codes,scales = card.empty((40,k), 'uint8'),card.empty((40,1))
+        w,x = Matrix(Packed('fp8', 40, k, codes, scales)),card.empty((rows,k))
         with recording(launch=False) as seen:
             vocabulary.logits(x, w)
         return [k for k,*_ in seen.calls]

@@ -1,5 +1,8 @@
-"""A thousand requests of every kind at once, from clients of every kind: polite ones, ones that leave in the middle of a word, ones that send half a body or none.
-Then everything is as it was: no stream, task, connection or descriptor is left, memory is flat, and every request is in the metrics and in the log, once."""
+"""A thousand requests of every kind at once, from clients of every kind: polite ones, ones that
+leave in the middle of a word, ones that send half a body or none.
+
+Then everything is as it was: no stream, task, connection or descriptor is left, memory is flat,
+and every request is in the metrics and in the log, once."""
 import asyncio,gc,io,json,os,random,socket,sys,threading
 from collections import Counter
 from contextlib import contextmanager
@@ -20,7 +23,8 @@ from helpers.patience import PATIENT  # noqa: E402
 from helpers.waiting import WAIT,until  # noqa: E402
 
 FAKE = (sys.executable, Path(__file__).parent/'helpers'/'fake_worker.py')
-template = ChatTemplate('{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ')
+LINES = '{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: '
+template = ChatTemplate(LINES)
 
 class Sink(io.StringIO):
     "Where log lines go"
@@ -58,6 +62,13 @@ def gateway():
         t.join(WAIT)
         assert not t.is_alive()
 
+PATHS = [
+    '/v1/chat/completions',
+    '/v1/messages',
+    '/v1/responses',
+    '/nowhere',
+    '/v1/audio/speech']
+
 def body(rng, kind):
     "Path and body of a request"
     ask = [dict(role='user',
@@ -79,10 +90,23 @@ def body(rng, kind):
         return '/v1/responses',dict(model='fake', input='hi', max_output_tokens=n,
             stream=rng.random()<.6)
     if kind=='bad':
-        return rng.choice(('/v1/chat/completions','/v1/messages','/v1/responses','/nowhere','/v1/audio/speech')),rng.choice(({}, dict(messages=3), dict(model='nobody', messages=ask, max_tokens=3, input='x'), dict(temperature=10**9)))
+        nobody = dict(model='nobody', messages=ask, max_tokens=3, input='x')
+        wrong = {},dict(messages=3),nobody,dict(temperature=10**9)
+        return rng.choice(PATHS),rng.choice(wrong)
     return '/tokenize',dict(prompt='hello')
 
 KINDS = ('chat','chat','chat','text','messages','responses','bad','tokenize')
+
+def head_of(path, i, size):
+    "The first lines of request `i`, whose body has `size` bytes"
+    lines = [
+        f'POST {path} HTTP/1.1',
+        'Host: localhost',
+        'Content-Type: application/json',
+        f'X-Request-Id: req-{i}',
+        f'Content-Length: {size}',
+        'Connection: close']
+    return '\r\n'.join((*lines, '', '')).encode()
 
 async def client(port, i, rng, left):
     "One request, and where it is left; the status, or None"
@@ -91,7 +115,7 @@ async def client(port, i, rng, left):
     leave = rng.choice((None,None,'mid','body','sent'))
     r,w = await asyncio.open_connection('127.0.0.1', port)
     try:
-        head = f'POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Request-Id: req-{i}\r\nContent-Length: {len(raw)}\r\nConnection: close\r\n\r\n'.encode()
+        head = head_of(path, i, len(raw))
         if leave=='body':
             w.write(head+raw[:len(raw)//2])
             await w.drain()
@@ -103,9 +127,8 @@ async def client(port, i, rng, left):
             left[leave] += 1
             return None
         got = b''
-        while chunk := await asyncio.wait_for(
-                r.read(rng.choice((1<<16,300))),
-                WAIT):
+        def more(): return r.read(rng.choice((1<<16,300)))
+        while chunk := await asyncio.wait_for(more(), WAIT):
             got += chunk
             if leave=='mid' and len(got)>rng.randint(1, 3000):
                 left[leave] += 1
@@ -120,11 +143,12 @@ async def client(port, i, rng, left):
 
 async def crowd(port, n, seed, at_once=64):
     "`n` requests, so many at a time"
-    rng,statuses = random.Random(seed),Counter()
-    left,gate = Counter(),asyncio.Semaphore(at_once)
+    statuses,left = Counter(),Counter()
+    gate = asyncio.Semaphore(at_once)
     async def one(i):
         async with gate:
-            statuses[await client(port, f'{seed}-{i}', random.Random(f'{seed} {i}'), left)] += 1
+            rng = random.Random(f'{seed} {i}')
+            statuses[await client(port, f'{seed}-{i}', rng, left)] += 1
     await asyncio.gather(*(one(i) for i in range(n)))
     return statuses,left
 
@@ -153,6 +177,28 @@ def settled(models, loop):
     until(idle, 'an end of all streams and tasks')
     return len(asyncio.all_tasks(loop))
 
+COUNTED = [
+    'atlas:requests_submitted_total',
+    'atlas:request_success_total',
+    'atlas:aborted_requests_total']
+
+def check_statuses(statuses, left):
+    "What polite clients saw, and that others left in every way"
+    assert statuses[200]>100 and statuses[400]>10
+    assert statuses[404]>0 and statuses[501]>0
+    assert statuses[None]==sum(left.values())>200
+    assert all(left[k] for k in ('mid','body','sent'))
+    assert not set(statuses)-{200,400,404,500,501,503,507,None}, statuses
+
+def check_log(lines, since, heard):
+    "Of a thousand requests at least those that were `heard` are in the log, each once"
+    def ids():
+        rows = map(json.loads, lines.getvalue().splitlines()[since:])
+        names = [r.get('request_id', '') for r in rows]
+        return Counter(n for n in names if n.startswith('req-1-'))
+    until(lambda: sum(ids().values())>=heard, again=.05)
+    assert max(ids().values())==1 and heard<=len(ids())<=1000
+
 def test_a_thousand_mixed_requests():
     with gateway() as (models,port,lines,loop):
         asyncio.run(crowd(port, 300, 0))
@@ -167,24 +213,16 @@ def test_a_thousand_mixed_requests():
         until(lambda: not total(numbers(port), 'atlas:num_requests_running'), again=.05)
         ms = numbers(port)
         gc.collect()
-        grown = {k:total(ms, k)-total(was, k)
-            for k in ('atlas:requests_submitted_total','atlas:request_success_total',
-                    'atlas:aborted_requests_total','atlas:http_requests_total')}
-        # statuses: what polite clients saw
-        assert statuses[200]>100 and statuses[None]==sum(left.values())>200 and all(left[k] for k in ('mid','body','sent')) and statuses[400]>10 and statuses[404]>0 and statuses[501]>0
-        assert not set(statuses)-{200,400,404,500,501,503,507,None}, statuses
+        asked,done,aborted = [total(ms, k)-total(was, k) for k in COUNTED]
+        check_statuses(statuses, left)
         # nothing is left
         runner = models.ready_models[0].runner
         assert not runner._streams
         assert fds()<=files+2 and rss()<before+(48<<20)
         # every request is accounted for, once
-        assert grown['atlas:requests_submitted_total']==grown['atlas:request_success_total']>500 and grown['atlas:aborted_requests_total']>0
+        assert asked==done>500 and aborted>0
         assert models.all[0].restarts==0 and models.healthy
-        ids = lambda: Counter(i
-            for l in lines.getvalue().splitlines()[log:] if (i := json.loads(l).get('request_id', '')).startswith('req-1-'))
-        heard = 1000-left['body']-left['sent']
-        until(lambda: sum(ids().values())>=heard, again=.05)
-        assert max(ids().values())==1 and 1000-left['body']-left['sent']<=len(ids())<=1000
+        check_log(lines, log, heard=1000-left['body']-left['sent'])
 
 def test_what_an_unloaded_model_leaves():
     "Its guides are freed, with all that a library in another language holds for them"

@@ -1,8 +1,11 @@
-"""Routing and experts held to their definitions, and to the promise that no row's bits depend on its company.
+"""Routing and experts held to their definitions, and to the promise that no row's bits depend
+on its company.
 
-Each check takes the function it judges, so that the last test can hand it a broken one and see it refuse."""
+Each check takes the function it judges, so that the last test can hand it a broken one and
+see it refuse."""
 import inspect,math
 import numpy as np,pytest
+from itertools import product
 from hypothesis import Phase,given,settings,strategies as st
 from atlas.ground.formats import QTensor
 from atlas.ops import moe
@@ -12,11 +15,12 @@ from atlas.ops.moe import experts,route
 few = settings(max_examples=40, deadline=None)
 def floats(rng, *shape): return rng.standard_normal(shape, dtype='f4')
 
-# -- routing -------------------------------------------------------------------------------------------------------------
+# Routing
 
 @st.composite
 def routers(draw):
-    "x [R,1] of ones and twos, w [E,1] in eighths, so that logits are exact and ties are common; and the other arguments of `route`"
+    """x [R,1] of ones and twos, w [E,1] in eighths, so that logits are exact and ties are common;
+    and the other arguments of `route`"""
     E = draw(st.integers(1, 40))
     k = draw(st.integers(1, E))
     R = draw(st.integers(1, 5))
@@ -35,30 +39,47 @@ def routers(draw):
         kw['per_expert'] = eighths(E, 1, 16)
     return eighths(R, 8, 16)[:,None],eighths(E, -80, 80)[:,None],k,kw
 
-def define(x, w, k, score='softmax', bias=None, correction=None, renormalise=True, scaling=1., per_expert=None):
-    "The definition for one row: plain Python, float64 for the weights; scores to pick by are compared in float32, where equal means equal"
-    l = [float(x[0]*r[0])+(0 if bias is None else float(bias[e])) for e,r in enumerate(w)]
-    s = [1/(1+math.exp(-v)) for v in l] if score=='sigmoid' else [math.exp(v-max(l)) for v in l]
+def scores(l, score):
+    "What logits `l` of a row score, in float64"
+    if score=='sigmoid':
+        return [1/(1+math.exp(-v)) for v in l]
+    s = [math.exp(v-max(l)) for v in l]
     total = sum(s)
-    if score=='softmax':
-        s = [v/total for v in s]
-    by = l if score=='topk_softmax' else [v+(0 if correction is None else float(correction[e])) for e,v in enumerate(s)]
+    return [v/total for v in s] if score=='softmax' else s
+
+def define(x, w, k, score='softmax', bias=None, correction=None, renormalise=True, scaling=1.,
+    per_expert=None):
+    """The definition for one row: plain Python, float64 for the weights
+
+    Scores to pick by are compared in float32, where equal means equal."""
+    def of(a, e, none=0): return none if a is None else float(a[e])
+    l = [float(x[0]*r[0])+of(bias, e) for e,r in enumerate(w)]
+    s = scores(l, score)
+    by = [v+of(correction, e) for e,v in enumerate(s)]
+    if score=='topk_softmax':
+        by = l
     ids = sorted(range(len(w)), key=lambda e: (-by[e],e))[:k]
     g = [s[e] for e in ids]
     norm = sum(g) if renormalise or score=='topk_softmax' else 1
-    return by,ids,[v/norm*scaling*(1 if per_expert is None else float(per_expert[e])) for e,v in zip(ids,g)]
+    return by,ids,[v/norm*scaling*of(per_expert, e, 1) for e,v in zip(ids,g)]
+
+def check_picks(i, ref, by):
+    "Picks `i` of a row, where the definition has `ref` by scores `by`"
+    assert len(set(i))==len(ref)
+    got,best = [by[e] for e in i],[by[e] for e in ref]
+    # float32 may see a tie where float64 sees a hair's breadth, never more
+    assert np.allclose(got, best, rtol=0, atol=3e-6), 'not the best'
+    ties = [(a,b) for a,b in zip(i, i[1:]) if by[a]==by[b]]
+    assert all(a<b for a,b in ties), 'of equals, the lower id comes first'
+    before = [e for e in range(i[-1]) if by[e]==got[-1]]
+    assert all(e in i for e in before), 'of equals, the lower id is picked'
 
 def check_route(route, x, w, k, kw):
     ids,g = route(x, w, k, **kw)
     assert ids.dtype==np.int32 and g.dtype==np.float32 and ids.shape==g.shape==(len(x),k)
     for row,i,gi in zip(x, ids.tolist(), g):
         by,ref,rg = define(row, w, k, **kw)
-        assert len(set(i))==k
-        # float32 may see a tie where float64 sees a hair's breadth, never more
-        assert np.allclose([by[e] for e in i], [by[e] for e in ref], rtol=0, atol=3e-6), 'not the best'
-        assert all(a<b for a,b in zip(i, i[1:]) if by[a]==by[b]), 'of equals, the lower id comes first'
-        worst = by[i[-1]]
-        assert all(e in i for e in range(i[-1]) if by[e]==worst), 'of equals, the lower id is picked'
+        check_picks(i, ref, by)
         if i==ref:
             np.testing.assert_allclose(gi, rg, rtol=1e-5, atol=1e-30)
         if 'per_expert' not in kw and (kw['renormalise'] or kw['score']=='topk_softmax'):
@@ -72,12 +93,14 @@ def test_route_is_its_definition(case):
 @few
 @given(routers(), st.randoms(use_true_random=False))
 def test_experts_can_be_renumbered(case, random):
-    "Experts in another order are picked all the same, with the same weights, unless equals are told apart by number"
+    """Experts in another order are picked all the same, with the same weights, unless equals
+    are told apart by number"""
     x,w,k,kw = case
     p = list(range(len(w)))
     random.shuffle(p)
     moved = kw|{n:kw[n][p] for n in ('bias','correction','per_expert') if n in kw}
-    (ids,g),(ids2,g2) = route(x, w, k, **kw),route(x, w[p], k, **moved)
+    ids,g = route(x, w, k, **kw)
+    ids2,g2 = route(x, w[p], k, **moved)
     for row,i,j,a,b in zip(x, ids, np.array(p)[ids2], g, g2):
         by = np.float32(define(row, w, k, **kw)[0])
         by = np.sort(by)
@@ -95,7 +118,7 @@ def test_logits_far_out(score):
         if 1<=s<=10:
             assert ids.tolist()==[[3,1,2]]
 
-# -- experts -------------------------------------------------------------------------------------------------------------
+# Experts
 
 class Net:
     "A router, its experts, and rows for them"
@@ -106,10 +129,18 @@ class Net:
         self.up,self.down = floats(rng, E, n, H),floats(rng, E, H, I)
         self.bu,self.bd = (floats(rng, E, n),floats(rng, E, H)) if bias else (None,None)
         self.rng = rng
-    def __call__(self, experts, x, **kw): return experts(x, *route(x, self.w, self.k, 'sigmoid'), self.up, self.down, self.act, 1.5, self.bu, self.bd, **kw)
 
-nets = st.builds(Net, st.integers(0, 2**32), E=st.integers(3, 40), k=st.integers(1, 3), H=st.integers(1, 70), I=st.integers(1, 40),
-    act=st.sampled_from(['silu','gelu_tanh','swiglu_oai','relu2']), bias=st.booleans())
+    def run(self, experts, x, ids, g, **kw):
+        "What experts `ids` make of rows `x`, weighed by `g`"
+        return experts(x, ids, g, self.up, self.down, self.act, 1.5, self.bu, self.bd, **kw)
+
+    def __call__(self, experts, x, **kw):
+        ids,g = route(x, self.w, self.k, 'sigmoid')
+        return self.run(experts, x, ids, g, **kw)
+
+ACTS = ['silu','gelu_tanh','swiglu_oai','relu2']
+nets = st.builds(Net, st.integers(0, 2**32), E=st.integers(3, 40), k=st.integers(1, 3),
+    H=st.integers(1, 70), I=st.integers(1, 40), act=st.sampled_from(ACTS), bias=st.booleans())
 
 def tiled(x, start=0, fill=7.):
     "Rows of a prompt, the first at `start`, in tiles; which of the places are real"
@@ -121,7 +152,8 @@ def tiled(x, start=0, fill=7.):
     return out.reshape(T,TILE,-1),real.reshape(T,TILE)
 
 def check_company(experts, net):
-    "A row's bits: alone, in any subset and order, in a tile at any place, with or without neighbours, with broken ones"
+    """A row's bits: alone, in any subset and order, in a tile at any place, with or without
+    neighbours, with broken ones"""
     x,y = net.x,net(experts, net.x)
     for n in (1,2,9):
         p = net.rng.permutation(len(x))[:n]
@@ -133,19 +165,25 @@ def check_company(experts, net):
     assert np.array_equal(np.delete(z, p, 0), np.delete(y, p, 0)), 'a broken row spread'
     assert np.isnan(z[p]).all()
 
+def chunk(net, a, b, ids, g):
+    "Rows a to b in tiles, their picks and weights, and which places are real"
+    x,real = tiled(net.x[a:b], a)
+    shape = *real.shape,net.k
+    some,weights = np.zeros(shape, np.int32),np.ones(shape, 'f4')  # padding picks something too
+    some[real] = ids.reshape(-1, net.k)[a:b]
+    weights[real] = g.reshape(-1, net.k)[a:b]
+    return x,some,weights,real
+
 def check_chunks(experts, net):
     "A prompt in tiles, cut anywhere: the routing of a row is its tile's, its experts are its own"
-    x,real = tiled(net.x)
+    x,_ = tiled(net.x)
     ids,g = route(x, net.w, net.k)
-    run = lambda x, ids, g, **kw: experts(x, ids, g, net.up, net.down, net.act, 1.5, net.bu, net.bd, **kw)
-    whole = run(x, ids, g)
+    whole = net.run(experts, x, ids, g).reshape(len(net.x), -1)
     for cut in (1, 63, 64, 70, 127):
         for a,b in ((0,cut),(cut,len(net.x))):
-            (c,real),i,gi = tiled(net.x[a:b], a),ids.reshape(-1,net.k),g.reshape(-1,net.k)
-            ci,cg = np.zeros((*real.shape,net.k), np.int32),np.ones((*real.shape,net.k), 'f4')  # padding picks something too
-            ci[real],cg[real] = i[a:b],gi[a:b]
-            y = run(c, ci, cg, real=real)
-            assert np.array_equal(y[real], whole.reshape(len(net.x),-1)[a:b])
+            *part,real = chunk(net, a, b, ids, g)
+            y = net.run(experts, *part, real=real)
+            assert np.array_equal(y[real], whole[a:b])
             assert not y[~real].any(), 'padding was computed'
 
 def sig(v): return 1/(1+np.exp(-v))
@@ -201,14 +239,16 @@ def test_renumbered(net, random):
     p = list(range(len(net.w)))
     random.shuffle(p)
     back = np.argsort(p).astype(np.int32)
-    b = lambda a: None if a is None else a[p]
-    y = experts(x, ids, g, net.up, net.down, net.act, 1.5, net.bu, net.bd)
-    z = experts(x, back[ids], g, net.up[p], net.down[p], net.act, 1.5, b(net.bu), b(net.bd))
+    def moved(a): return None if a is None else a[p]
+    y = net.run(experts, x, ids, g)
+    biases = moved(net.bu),moved(net.bd)
+    z = experts(x, back[ids], g, net.up[p], net.down[p], net.act, 1.5, *biases)
     np.testing.assert_allclose(y, z, rtol=1e-4, atol=1e-5*max(1, abs(y).max()))
 
 @pytest.mark.parametrize('value', [np.nan,np.inf,-np.inf])
 def test_broken_input(value):
-    "One number that is not finite makes a row that is not finite, raises nothing, and leaves the other rows alone"
+    """One number that is not finite makes a row that is not finite, raises nothing, and leaves
+    the other rows alone"""
     net = Net(3)
     y = net(experts, net.x)
     bad = net.x.copy()
@@ -225,15 +265,18 @@ class Counted:
     "A stack of experts that counts how often each is taken"
     def __init__(self, q):
         self.q,self.taken = q,[]
-    def __getitem__(self, e): self.taken.append(e); return self.q[e]
+
+    def __getitem__(self, e):
+        self.taken.append(e)
+        return self.q[e]
 
 @pytest.mark.parametrize('fmt', [None,'BF16','FP8_BLOCK','MXFP4','NVFP4'])
 def test_each_expert_is_read_once(fmt):
     "However many rows use it, in rows and in tiles; packed experts give the bits of decoded ones"
     net = Net(5, H=64, I=32, k=2, R=80)
-    pack = lambda a: a if fmt is None else [QTensor.encode(e, fmt) for e in a]
+    def pack(a): return a if fmt is None else [QTensor.encode(e, fmt) for e in a]
+    def plain(c): return [e if fmt is None else e.decode() for e in c.q]
     up,down = Counted(pack(net.up)),Counted(pack(net.down))
-    plain = lambda c: [e if fmt is None else e.decode() for e in c.q]
     for x in (net.x, tiled(net.x)[0]):
         ids,g = route(x, net.w, 2)
         up.taken,down.taken = [],[]
@@ -249,7 +292,7 @@ def test_nothing_to_do():
     assert not net(experts, x, real=np.zeros_like(real)).any()
     assert np.array_equal(net(experts, x, real=np.zeros_like(real), add=x), x)
 
-# -- the checks above can fail -------------------------------------------------------------------------------------------
+# The checks above can fail
 
 def broken(f, old, new):
     "`f` with a piece of its source exchanged, or of what sorts picks for it"
@@ -260,30 +303,51 @@ def broken(f, old, new):
     return ns[f.__name__]
 
 def some(check, g):
-    @settings(max_examples=200, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False)
+    @settings(max_examples=200, deadline=None, database=None, phases=[Phase.generate],
+        report_multiple_bugs=False)
     @given(routers())
     def run(case):
         check(g, *case)
     return run
 
-@pytest.mark.parametrize('old,new', [
-    ("-(s+correction)", "-s"),                                   # the correction is forgotten
-    ("np.take_along_axis(s, ids, -1)", "np.take_along_axis(s if correction is None else s+correction, ids, -1)"), # and the other way, weighed in
-    ("-s if correction is None else -(s+correction), -1, kind='stable')", "s if correction is None else s+correction, -1, kind='stable')[...,::-1]"), # of equals, the higher id
+ROUTING_FAULTS = [
+    # the correction is forgotten
+    ("-(s+correction)", "-s"),
+    # and the other way, weighed in
+    ("np.take_along_axis(s, ids, -1)",
+        "np.take_along_axis(s if correction is None else s+correction, ids, -1)"),
+    # of equals, the higher id
+    ("-s if correction is None else -(s+correction), -1, kind='stable')",
+        "s if correction is None else s+correction, -1, kind='stable')[...,::-1]"),
     ("/= g.sum(-1, keepdims=True)+1e-20", "/= s.sum(-1, keepdims=True)"),
-    ("elif renormalise:", "else:"), ("if scaling!=1", "if False"), ("if per_expert is not None", "if False"), ("linear(x, w, bias)", "linear(x, w)")])
+    ("elif renormalise:", "else:"),
+    ("if scaling!=1", "if False"),
+    ("if per_expert is not None", "if False"),
+    ("linear(x, w, bias)", "linear(x, w)")]
+
+@pytest.mark.parametrize('old,new', ROUTING_FAULTS)
 def test_faults_in_routing_are_seen(old, new):
     with pytest.raises(AssertionError):
         some(check_route, broken(route, old, new))()
 
-FAULTS = [(check_company, "linear(h, down[e], of(down_bias, e))", "(h@down[e].T+(0 if down_bias is None else down_bias[e]))"), # shapes that depend on company
-    (check_company, "y[r] +=", "y[r] += 1e-7*rows[r].sum()+"),   # a sum over company
+FAULTS = [
+    # shapes that depend on company
+    (check_company, "linear(h, down[e], of(down_bias, e))",
+        "(h@down[e].T+(0 if down_bias is None else down_bias[e]))"),
+    # a sum over company
+    (check_company, "y[r] +=", "y[r] += 1e-7*rows[r].sum()+"),
     (check_chunks, "if real is not None:", "if False:"),
-    (check_sum, "weights[picks]*", ""), (check_sum, "of(down_bias, e)", "None"), (check_sum, "of(gate_up_bias, e)", "None"), (check_sum, "act, limit)", "act, 7.)"),
-    (check_sum, "kind='stable')", "kind='stable')[:-1]")]        # a pick is lost
+    (check_sum, "weights[picks]*", ""),
+    (check_sum, "of(down_bias, e)", "None"),
+    (check_sum, "of(gate_up_bias, e)", "None"),
+    (check_sum, "act, limit)", "act, 7.)"),
+    # a pick is lost
+    (check_sum, "kind='stable')", "kind='stable')[:-1]")]
 
 @pytest.mark.parametrize('check,old,new', FAULTS)
 def test_faults_in_experts_are_seen(check, old, new):
     bad = broken(experts, old, new)
+    R = 8 if check==check_sum else 2*TILE
     with pytest.raises(AssertionError):
-        [check(bad, Net(i, act=a, bias=True, E=4, H=64, I=48, R=2*TILE if check!=check_sum else 8)) for i in range(3) for a in ('silu','swiglu_oai')]
+        for i,act in product(range(3), ('silu','swiglu_oai')):
+            check(bad, Net(i, act=act, bias=True, E=4, H=64, I=48, R=R))
