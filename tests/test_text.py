@@ -11,8 +11,10 @@ from atlas.ops.sample import SampleState,SamplingParams,candidates,draw,sample,t
 from atlas.text.tokenizer import PRES,StopStrings,Tokenizer,_T
 
 few = settings(max_examples=60, deadline=None)
-TEXT = '''The quick brown fox jumps over the lazy dog – naïve café, 時間, ♜♞, 👩‍👧; it's 12345 or 3.14.
-def f(x):\n    return x+1  # don't\n\n''' * 3
+TEXT = (
+    'The quick brown fox jumps over the lazy dog – naïve café, 時間, ♜♞, 👩‍👧; '
+    "it's 12345 or 3.14.\n"
+    "def f(x):\n    return x+1  # don't\n\n") * 3
 
 # ---- tokenizers
 
