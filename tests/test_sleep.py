@@ -563,7 +563,8 @@ import sys
 from atlas.service.process import Policy
 from atlas.service.gateway import serve
 serve({models!r}, port={port}, command=[sys.executable, {worker!r}],
-    policy=Policy(beat=.1, drain={drain}), autoload={autoload}, max_seq_len=512, max_num_seqs=2, kv_cache_memory=1<<24)
+    policy=Policy(beat=.1, drain={drain}), autoload={autoload},
+    max_seq_len=512, max_num_seqs=2, kv_cache_memory=1<<24)
 '''
 WORKER = str(Path(__file__).parent/'helpers'/'emulated_worker.py')
 
