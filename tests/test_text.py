@@ -196,13 +196,13 @@ def twist(meta, draw):
     if how=='drop':
         meta.pop(k)
     elif how=='replace':
-        meta[k] = draw(st.sampled_from(ROT))
+        meta[k] = copy.deepcopy(draw(st.sampled_from(ROT)))
     elif isinstance(meta[k],list) and meta[k]:
         i = draw(st.integers(0,len(meta[k])-1))
         if how=='cut':
             del meta[k][i:]
         else:
-            meta[k][i] = draw(st.sampled_from(ROT))
+            meta[k][i] = copy.deepcopy(draw(st.sampled_from(ROT)))
 META = {bpe_meta:bpe_meta(), spm_meta:spm_meta()}
 
 # ---- stop strings
