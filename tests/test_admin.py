@@ -1,8 +1,8 @@
 """`atlas ps`, `load`, `stop` and `top` against a gateway of scripted workers:
 what they show and change, in tables and as JSON, and what they say when they may not."""
-import json,socket,sys,threading,time
+import json,socket,sys,time
 from pathlib import Path
-import httpx,pytest
+import pytest
 from atlas.service.http import Keys,Rules
 from atlas.service.server import create_app
 from atlas.use.admin import Server,cells,row

@@ -1,7 +1,8 @@
 """Prompts that stay in the air while others decode, as on a card of which steps get a part.
 
-The card may compute such a prompt at any time: here as early as it can, or not before somebody waits
-for it. Whatever comes, goes, ends, fails and has to leave meanwhile, everybody is answered as alone."""
+The card may compute such a prompt at any time: here as early as it can, or not before
+somebody waits for it. Whatever comes, goes, ends, fails and has to leave meanwhile,
+everybody is answered as alone."""
 from collections import Counter
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
@@ -10,7 +11,7 @@ from atlas.engine import card_stepper
 from atlas.engine.policy import Load,Policy
 from atlas.engine.stepper import Flight,HostStepper,_by_seq
 from atlas.ops.sample import sample
-from helpers.small_engine import MODEL,alone,ask,as_alone,engine,said,serve
+from helpers.small_engine import alone,ask,engine,said,serve
 from test_card import models
 from test_prefix import DRAWN,compare,engine as with_tree,left_empty,run,talk,tell
 from test_speculation_card import asked,engine as on_card

@@ -10,7 +10,9 @@ TALK = [dict(role='user', content='A person, as JSON'), dict(role='assistant', c
 
 @pytest.fixture(scope='module')
 def said():
-    with service(lambda prompt: '"Ada"}') as s: yield s
+    with service(lambda prompt: '"Ada"}') as s:
+        yield s
+
 def chat(s, messages=TALK, stream=False, **kw):
     return openai.OpenAI(base_url=s.url+'/v1', api_key='x').chat.completions.create(
         model='scripted', messages=messages, stream=stream, extra_body=kw)
@@ -72,7 +74,12 @@ TAGS = """{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<thin
 </think>
 
 {% endif %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
-HARMONY = """{% for m in messages %}<|start|>{{ m.role }}{% if m.role=='assistant' %}{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role=='assistant' %}"
+    "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "<|start|>assistant{% endif %}<|channel|>final{% endif %}"
+    "<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
 STOPPED = [
     dict(role='user', content='Hi'),
     dict(role='assistant', content='', reasoning_content='A greeting. I ')]

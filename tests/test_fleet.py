@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 from atlas.card.pressure import Look
 from atlas.card.sensors import Reading
-from atlas.ground.core import RequestError,SourceError
+from atlas.ground.core import SourceError
 from atlas.ground.requests import Request,SamplingParams
 from atlas.service.fleet import FleetError,fleet_of,read_fleet,schema
 from atlas.service.explain import assumed_memory,explain

@@ -1,5 +1,6 @@
-"""llama.cpp's own server behind our door: a real one, from a wheel, with a tiny model made on the
-spot. What it says comes through as it says it, is counted, and is translated where we are told to."""
+"""llama.cpp's own server behind our door: a real one, from a wheel, with a tiny model made
+on the spot. What it says comes through as it says it, is counted, and is translated where
+we are told to."""
 import json,re,subprocess,sys
 from contextlib import contextmanager
 from pathlib import Path

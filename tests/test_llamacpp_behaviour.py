@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 import httpx,numpy as np,openai,pytest,uvicorn
 from starlette.testclient import TestClient
-import atlas.engine.score
+import atlas.engine.score  # noqa: F401
 from atlas.text.chat import ChatTemplate
 from atlas.ground.config import PRESETS
 from atlas.service.process import Model

@@ -1,4 +1,5 @@
-"What programs for llama-swap and llama.cpp ask of a server: what is loaded, unloading, properties, slots."
+"""What programs for llama-swap and llama.cpp ask of a server: what is loaded, unloading,
+properties, slots."""
 import pytest
 from starlette.testclient import TestClient
 from atlas.ground.options import EngineConfig
@@ -53,8 +54,11 @@ def test_states_have_llama_swaps_words(pool):
     assert states==dict(loading=['starting'], loaded=['ready'], sleeping=['sleeping'],
         unloading=['stopping'], failed=[], unloaded=[])
 
-@pytest.mark.parametrize('method,path', [('GET','/unload'),('POST','/unload'),('POST','/api/models/unload'),
-    ('GET','/unload/alias'),('POST','/unload/fake'),('POST','/api/models/unload/alias')])
+UNLOAD = [
+    ('GET','/unload'), ('POST','/unload'), ('POST','/api/models/unload'),
+    ('GET','/unload/alias'), ('POST','/unload/fake'), ('POST','/api/models/unload/alias')]
+
+@pytest.mark.parametrize('method,path', UNLOAD)
 def test_unload(pool, method, path):
     _,models,c = pool
     r = c.request(method, path)

@@ -8,7 +8,7 @@ from atlas import LLM
 from atlas.ground.config import PRESETS
 from atlas.service.gateway import DOORS
 from atlas.service.server import create_app
-import atlas.engine.score
+import atlas.engine.score  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import loaded  # noqa: E402

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import loaded as loaded_models
 from script_config import ScriptConfig
 from scripted import running,service
-from test_images import FILES,folder,url
+from test_images import FILES,folder,url  # noqa: F401
 from atlas.text.chat import ChatTemplate
 from atlas.use.clients import ServerModel,setup
 from atlas.service.models import Models

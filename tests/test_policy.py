@@ -1,7 +1,8 @@
 """Policies held to their bounds by a fuzzer, in simulated time.
 
-The stand-in for the model is that of the scheduler's tests: what an answer says depends on every row that was computed, and on how.
-A clock goes on by what each step takes on a made-up machine, and by what happens between two steps.
+The stand-in for the model is that of the scheduler's tests: what an answer says depends on every
+row that was computed, and on how. A clock goes on by what each step takes on a made-up machine, and
+by what happens between two steps.
 Whose patience must be used up is counted here once more, from what was planned alone."""
 import json,random
 from collections import Counter,namedtuple
@@ -348,8 +349,8 @@ def siege(policy, lower):
 
 @pytest.mark.parametrize('lower', (False,True))
 def test_nobody_starves(lower):
-    """The bound: patience, what runs already (at most 8 steps here), those who came before (4 at most,
-    each of 10 steps), and its own prompt, 15 chunks"""
+    """The bound: patience, what runs already (at most 8 steps here), those who came before (4 at
+    most, each of 10 steps), and its own prompt, 15 chunks"""
     name = 'fifo' if lower else 'slai'
     assert siege(Policy(name), lower)[0]==inf
     for patience in (.5, 3.):
@@ -480,8 +481,9 @@ def test_one_slow_step_changes_nothing_for_long(at):
         assert min(bad[at+1:])>=448, 'one step too slow, and chunks are small'
 
 def asked(c, deadline, speeds, chunk=2048, first=None):
-    """Tokens that a policy gives a prompt beside four answers, step by step; a step takes as many
-    times as long as `speeds` say. And what the steps took. A prompt alone may have taken a `first` step"""
+    """Tokens that a policy gives a prompt beside four answers, step by step; a step takes as
+    many times as long as `speeds` say. And what the steps took. A prompt alone may have taken
+    a `first` step"""
     p,now = Policy('slai', deadline),0.
     sizes,times = [],[]
     p.note(Load(seqs=4), c.plain)

@@ -1,4 +1,5 @@
-"""The tree of prefixes: its books are right whatever happens, and a hit answers what a miss answers, to the bit.
+"""The tree of prefixes: its books are right whatever happens, and a hit answers what a miss
+answers, to the bit.
 
 A made-up hybrid is run by NumPy; in its states whatever was not written is no number."""
 from dataclasses import replace
@@ -16,7 +17,7 @@ from atlas.ops.linear import TILE
 from atlas.ops.sample import SamplingParams
 from atlas.use.llm import LLM
 from helpers.prefixes import check_tree,emptied
-from helpers.small_engine import V,arrivals,as_alone,interrupted,left_clean,note,said
+from helpers.small_engine import V,as_alone,interrupted,left_clean,note,said
 from helpers.speculation import Dice,KINDS,Watched,alone,beyond,engine
 
 # The tree alone

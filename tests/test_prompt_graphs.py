@@ -1,5 +1,6 @@
-"""Passes over prompts as graphs, on the emulator: the same tokens and log probabilities, to the bit, as
-launched one by one; recorded when a shape comes again, and dropped with the memory that they remember."""
+"""Passes over prompts as graphs, on the emulator: the same tokens and log probabilities, to the
+bit, as launched one by one; recorded when a shape comes again, and dropped with the memory that
+they remember."""
 import numpy as np,pytest
 from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx

@@ -4,7 +4,6 @@ has waited. Which kernels may still run follows from who lets the next one in be
 wait (lib/pdl.cuh)."""
 import ctypes,functools,re,shutil
 import numpy as np,pytest
-from pathlib import Path
 from types import SimpleNamespace
 import atlas.card.card as card,atlas.card.launch
 from atlas.card.graph import Graph

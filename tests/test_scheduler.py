@@ -1,8 +1,10 @@
 """The scheduler held to its promises by a fuzzer.
 
-The stand-in for the model keeps a hash where a real one keeps keys and values, in the same slots, and its next token is a hash of all that it
-finds there by way of the block table. So a block with two owners, a row that is skipped or computed in another way, a tile that is cut elsewhere
-or a token that is sampled twice changes what some request is answered, and `alone` knows what it should be."""
+The stand-in for the model keeps a hash where a real one keeps keys and values, in the same
+slots, and its next token is a hash of all that it finds there by way of the block table. So a
+block with two owners, a row that is skipped or computed in another way, a tile that is cut
+elsewhere or a token that is sampled twice changes what some request is answered, and `alone`
+knows what it should be."""
 import gc,random,sys
 from collections import deque
 import pytest
@@ -97,7 +99,10 @@ class Toy:
 class Driver:
     "The engine's loop; with `behind`, tokens are accepted while the next step is already computed"
     def __init__(self, sc, behind=0):
-        self.sc,self.toy,self.behind,self.flight,self.got,self.why = sc,Toy(sc.pool),behind,deque(),{},{}
+        self.sc,self.behind = sc,behind
+        self.toy = Toy(sc.pool)
+        self.flight = deque()
+        self.got,self.why = {},{}
 
     def note(self, seq, tokens, reason):
         assert seq not in self.why, 'an event after the end'
@@ -164,7 +169,8 @@ class Machine(RuleBasedStateMachine):
             st.sampled_from([.02,.05,.1,.3,.6,.97,1.2]),
             min_size=1, max_size=4),
         out=st.sampled_from([None,None,1,9,60]),
-        priority=st.sampled_from([0,0,0,-1,1]), least=st.integers(0, 3), eos=st.booleans(), stop=st.booleans(), seed=st.integers(0, 9))
+        priority=st.sampled_from([0,0,0,-1,1]), least=st.integers(0, 3),
+        eos=st.booleans(), stop=st.booleans(), seed=st.integers(0, 9))
     def add(self, shares, out, priority, least, eos, stop, seed):
         for share in shares:
             size = 1+int(self.sc.max_seq_len*share)
@@ -237,7 +243,8 @@ class Machine(RuleBasedStateMachine):
         sc = self.sc
         for s in sc.running:
             for w in sc.waiting:
-                assert s.order<w.order or s.request.priority>w.request.priority, 'somebody was overtaken'
+                higher = s.request.priority>w.request.priority
+                assert s.order<w.order or higher, 'somebody was overtaken'
                 if s not in before:
                     assert s.order<w.order, 'somebody was overtaken'
         if (w := sc.waiting.head()) and not preempted: # nobody waits who fits
@@ -279,7 +286,9 @@ class Machine(RuleBasedStateMachine):
             return
         self.d.drain()
         self.books()
-        assert self.sc.pool.free==self.sc.pool.num_blocks and sorted(self.sc.pool._free)==list(range(self.sc.pool.num_blocks))
+        pool = self.sc.pool
+        assert pool.free==pool.num_blocks
+        assert sorted(pool._free)==list(range(pool.num_blocks))
         assert sum(self.sc.finished.values())==len(self.all) and set(self.d.why)==set(self.all)
         for s in self.all:
             self.d.check(s)

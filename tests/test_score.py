@@ -6,7 +6,7 @@ import numpy as np, pytest
 from atlas import LLM,SamplingParams
 from atlas.ground.core import QueueFullError,RequestError,UnsupportedError
 from atlas.card.emulator import Emulator
-import atlas.engine.score
+import atlas.engine.score  # noqa: F401
 from atlas.ops.sample import logsumexp
 
 sys.path.insert(0, str(Path(__file__).parent/'gpu'))

@@ -11,7 +11,7 @@ from atlas.service.server import create_app
 from atlas.service.worker import workload
 from helpers.inprocess import loaded
 from starlette.testclient import TestClient
-import atlas.engine.score
+import atlas.engine.score  # noqa: F401
 
 DATA = Path(__file__).parent/'data'
 

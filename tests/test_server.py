@@ -16,7 +16,7 @@ from atlas.service.server import PortError,create_app,listen
 from atlas.text.tokenizer import byte_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
-from inprocess import always,app_of,run,threaded  # noqa: E402
+from inprocess import always,app_of,threaded  # noqa: E402
 from helpers.waiting import WAIT,until  # noqa: E402
 
 END = 256  # the end-of-sequence token

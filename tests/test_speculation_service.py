@@ -1,6 +1,7 @@
 """Drafts change nothing of what clients see: every API, whole and in a stream; clients that leave.
 
-A made-up hybrid speaks bytes. A drafter knows what it says without drafts, and lies now and then."""
+A made-up hybrid speaks bytes. A drafter knows what it says without drafts,
+and lies now and then."""
 import json
 from dataclasses import replace
 import httpx,pytest
@@ -66,6 +67,7 @@ CHATS = [
     LIKELY|dict(max_tokens=40, response_format=SHAPE),
     dict(max_tokens=60, tools=[dict(type='function', function=ADD)], tool_choice='required'),
 ]
+WIDE = dict(regex='(漢字🙂){2,5}ä')
 NINTH = list(range(0, 256, 9))
 PROMPTS = [
     *(dict(prompt='One', max_tokens=n, logprobs=2) for n in (1,2,3,5)),
@@ -73,8 +75,8 @@ PROMPTS = [
     dict(prompt=['One and','two'], n=2, max_tokens=13, return_token_ids=True),
     dict(prompt='Sea', max_tokens=40, stop_token_ids=NINTH, min_tokens=5),
     dict(prompt='x'*150, ignore_eos=True, logit_bias={'65': 3, '66': -100}),
-    dict(prompt='€', structured_outputs=dict(regex='(漢字🙂){2,5}ä'), stop=['🙂漢字🙂漢'], max_tokens=60),
-    dict(prompt='€', structured_outputs=dict(regex='(漢字🙂){2,5}ä'), max_tokens=60, logprobs=1),
+    dict(prompt='€', structured_outputs=WIDE, stop=['🙂漢字🙂漢'], max_tokens=60),
+    dict(prompt='€', structured_outputs=WIDE, max_tokens=60, logprobs=1),
 ]
 FORM = dict(type='json_schema', name='x', schema=NUMBERS)
 INPUTS = [

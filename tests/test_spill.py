@@ -15,7 +15,7 @@ from atlas.engine.cache import KVCache
 from atlas.engine.prefix import PrefixTree,tile_keys
 from atlas.engine.records import HEAD,PAGE,Record,Records,is_sealed,seal
 from atlas.engine.spill import SpillTier
-from atlas.engine.spill_file import HostMemory,SpillFile,_digest,_kept_name
+from atlas.engine.spill_file import HostMemory,_digest,_kept_name
 from atlas.engine.spill_file import pack_index,spill_file,unit_of,unpack_index
 from atlas.engine.spill_store import SpillStore,open_spill
 from atlas.ground.core import OutOfMemoryError,RequestError

@@ -266,7 +266,8 @@ def slow(*args):
     time.sleep(.002)
     return one(*args)
 packed._Writer.one = slow
-LLM(sys.argv[1], Emulator(), max_seq_len=128, max_num_seqs=1, chunk=64, cache_packed=sys.argv[2], show=False)
+LLM(sys.argv[1], Emulator(), max_seq_len=128, max_num_seqs=1, chunk=64,
+    cache_packed=sys.argv[2], show=False)
 begun.wait()
 print('ready')'''
 

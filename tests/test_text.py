@@ -11,8 +11,10 @@ from atlas.ops.sample import SampleState,SamplingParams,candidates,draw,sample,t
 from atlas.text.tokenizer import PRES,StopStrings,Tokenizer,_T
 
 few = settings(max_examples=60, deadline=None)
-TEXT = '''The quick brown fox jumps over the lazy dog – naïve café, 時間, ♜♞, 👩‍👧; it's 12345 or 3.14.
-def f(x):\n    return x+1  # don't\n\n''' * 3
+TEXT = (
+    'The quick brown fox jumps over the lazy dog – naïve café, 時間, ♜♞, 👩‍👧; '
+    "it's 12345 or 3.14.\n"
+    "def f(x):\n    return x+1  # don't\n\n") * 3
 
 # ---- tokenizers
 
@@ -194,13 +196,13 @@ def twist(meta, draw):
     if how=='drop':
         meta.pop(k)
     elif how=='replace':
-        meta[k] = draw(st.sampled_from(ROT))
+        meta[k] = copy.deepcopy(draw(st.sampled_from(ROT)))
     elif isinstance(meta[k],list) and meta[k]:
         i = draw(st.integers(0,len(meta[k])-1))
         if how=='cut':
             del meta[k][i:]
         else:
-            meta[k][i] = draw(st.sampled_from(ROT))
+            meta[k][i] = copy.deepcopy(draw(st.sampled_from(ROT)))
 META = {bpe_meta:bpe_meta(), spm_meta:spm_meta()}
 
 # ---- stop strings

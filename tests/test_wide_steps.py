@@ -1,6 +1,6 @@
 """Steps of many rows, each weight read once, on the emulator: a row's logits have the bits that the
 row has alone, whoever is beside it, and so has every row of a sequence that checks drafts."""
-import numpy as np,pytest
+import pytest
 from atlas.card.emulator import find_cxx
 from atlas.cuda import sample
 from atlas.engine.cache import state_in

@@ -11,7 +11,7 @@ __all__ = []
 from fastcore.basics import patch
 from ..card.pressure import Advice,Pressure
 from .loading import LoadedModel
-from ..ground.core import OutOfMemoryError,human
+from ..ground.core import OutOfMemoryError
 
 # %% ../../nbs/5_engine/19_ease.ipynb #871476ce
 @patch

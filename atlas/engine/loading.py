@@ -26,7 +26,7 @@ from .card_stepper import CardStepper
 from ..cuda import vocabulary as card_words
 from ..cuda.vocabulary import words_of
 from ..card.device import Budget,get_device
-import atlas.card.variants # gives devices `known`
+import atlas.card.variants  # noqa: F401 (gives devices `known`)
 from .engine import Engine
 from ..ground.hub import name_of
 from ..model.model import Decoder,load_model,model_wants,vision_bytes

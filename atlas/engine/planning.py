@@ -14,7 +14,6 @@ from fastcore.basics import ifnone,patch
 from ..card.arena import Arena
 from ..card.device import Budget,Device,Memory,get_device
 from ..card.variants import CARDS
-from .cache import slot_bytes,token_bytes
 from .loading import FEW,USUAL,_CHUNK,LoadedModel
 from ..cuda.vocabulary import words_of
 from ..ground.catalog import CATALOG,find_entry,releases_of,unknown

@@ -14,7 +14,6 @@ from collections import Counter
 from dataclasses import dataclass,field
 from heapq import heapify,heappop,heappush
 from math import inf
-from operator import attrgetter
 from time import perf_counter
 from fastcore.basics import ifnone,patch
 from .cache import BlockPool,BlockTable,other_tail,state_in,states_in

@@ -12,7 +12,7 @@ import numpy as np
 from time import perf_counter
 from fastcore.basics import patch
 from ..card.arena import HostCopy,resident
-import atlas.engine.ease # gives models `recalled`
+import atlas.engine.ease  # noqa: F401 (gives models `recalled`)
 from ..card.card import card_of
 from ..cuda.checksum import arrays_of
 from .loading import LoadedModel

@@ -246,7 +246,8 @@ def load_model(options:dict, meter:Meter)->Workload:
     meter.stage('open')
     begin_context(options.get('device', 'auto'))
     # which give models what follows
-    import atlas.engine.ease,atlas.engine.score,atlas.engine.sleep,atlas.engine.roofline
+    import atlas.engine.ease,atlas.engine.score  # noqa: F401
+    import atlas.engine.sleep,atlas.engine.roofline  # noqa: F401
     from atlas.card.device import get_device
     from atlas.engine.loading import LoadedModel
     from atlas.text.processor import Processor

@@ -10,13 +10,14 @@ __all__ = ['Splitter', 'kept', 'default_parsers', 'Answer', 'Call', 'CallDelta',
 
 # %% ../../nbs/6_text/13_parsers.ipynb #7ab4d55b
 import atlas.text.calls.json,atlas.text.calls.xml
-import atlas.text.calls.python
+import atlas.text.calls.python  # noqa: F401
 from functools import cache
 from fastcore.basics import patch
 from .calls.core import Answer,Marks,TOOL_PARSERS,ToolStream,parse_tools
 from .calls.harmony import ENDS,MESSAGE,START,Harmony
-from .deltas import Call,CallDelta,Delta
-from .reasoning import REASONING_PARSERS,ReasoningStream,begins,parse_reasoning
+from .deltas import Call,Delta
+from .reasoning import REASONING_PARSERS,ReasoningStream,parse_reasoning
+from .reasoning import begins  # noqa: F401 (offered from here)
 
 # %% ../../nbs/6_text/13_parsers.ipynb #b9420173
 _all_ = ['Answer','Call','CallDelta','Delta',

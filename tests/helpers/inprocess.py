@@ -4,7 +4,7 @@ behind a runner that is given, or in a worker's thread.
 Everything but the process is what `atlas serve` has:
 `Models` of the gateway, a link, and a worker's loop at its end."""
 from contextlib import suppress
-import atlas.engine.score
+import atlas.engine.score  # noqa: F401
 import uvicorn
 from atlas.service.process import Model,Policy,Served
 from atlas.service.models import Models

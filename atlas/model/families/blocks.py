@@ -9,7 +9,6 @@ __all__ = ['draft_head', 'block', 'MTPHead', 'NAMES', 'GemmaBlock', 'Assistant',
 
 # %% ../../../nbs/4_model/05_families.blocks.ipynb #65bba53b
 import numpy as np
-from ...ground.config import ModelConfig
 from ...ops.vocabulary import Matrix
 
 # %% ../../../nbs/4_model/05_families.blocks.ipynb #00e2f940
@@ -171,7 +170,7 @@ class Assistant(Decoder):
     "The drafter of a Gemma 4"
     def wants(self):
         "As `Decoder.wants`"
-        c,d = self.c,self.c.drafter
+        d = self.c.drafter
         H = self.c.hidden_size
         wide = d.backbone_size
         ws = super().wants()

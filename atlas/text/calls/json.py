@@ -347,8 +347,8 @@ class DeepSeekV31(ToolParser):
     'DeepSeek V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`'
     names = ('deepseek_v31',)
     marks = (
-        '<｜tool▁calls▁begin｜>', '<｜tool▁calls▁end｜>', '<｜tool▁call▁begin｜>', '<｜tool▁call▁end｜>',
-        '<｜tool▁sep｜>')
+        '<｜tool▁calls▁begin｜>', '<｜tool▁calls▁end｜>',
+        '<｜tool▁call▁begin｜>', '<｜tool▁call▁end｜>', '<｜tool▁sep｜>')
     block = Marks(marks[0])
     inside = Marks(*marks[:3])
     name = Marks(marks[4], marks[3])
