@@ -12,12 +12,7 @@
 //   -D NEW= rows that a sequence has at most: 1, 6 or 8
 //   -D LEAN= 1: 112 registers, so that a block finds room beside one of the product before it; 0 by
 //            default
-//   launch: <<<(kv * ceil(heads/kv/8), runs, rows), D > 128 ? 256 : 128>>> and SHARED bytes; window
-//        0: none. `many` as in lib/pieces.cuh. Of a row's pieces, the first `mergers` add them up:
-//        all, where all blocks are there at once, or one, where the last block comes after the
-//        others. At most 8 then.
-//   A block takes a run of pieces (lib/pieces.cuh) of 64 << `shift` positions at least; with words
-//        or a window a piece.
+//   launch: <<<(kv * ceil(heads/kv/8), runs, rows), D > 128 ? 256 : 128>>> and SHARED bytes
 //   -D ONE=1: there is one row, of sequence 0, shift is 0, and words are null. A block takes a
 //        piece, and then another as long as there are more, by tickets: from the newest, which are
 //        the largest, to the oldest. Blocks with y < `early` may come before the row.

@@ -110,6 +110,14 @@ struct Found {
         }
         return r / all;
     }
+    // What a warp has found of its pieces.
+    __device__ __forceinline__ void put(int warp, int lane, float m, float l, float v) {
+        part[warp][lane] = v;
+        if (!lane) {
+            tops[warp] = m;
+            sums[warp] = l;
+        }
+    }
 };
 
 extern "C" __global__ void BOUNDS attn_merge(
@@ -161,11 +169,7 @@ extern "C" __global__ void BOUNDS attn_merge(
                 Found& f = found[turn % 2];
                 float top, sum, v;
                 m.add(warp, lane, top, sum, v);
-                f.part[warp][lane] = v;
-                if (!lane) {
-                    f.tops[warp] = top;
-                    f.sums[warp] = sum;
-                }
+                f.put(warp, lane, top, sum, v);
                 __syncthreads();
                 if (!ends)
                     continue;

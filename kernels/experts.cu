@@ -50,7 +50,7 @@
 #define APART 1
 #define ROOM 118784
 #endif
-// What the kernel is given. The first half is of the matrices `u…`, the second of those `d…`.
+// What the kernel is given. Of matrices, those with u are the first half's, with d the second's.
 struct Params {
     // bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows 4q..4q+3 are the gates
     // of outputs 2q, 2q+1, then their ups; without gates (relu2) rows are outputs. The
@@ -87,8 +87,7 @@ struct Params {
     float scaling;  // of all weights
     int ld;  // numbers from one row of logits to the next
     int rows;  // at most ROWS
-    // 1: the first only; 2: the second only; 3: both, and all blocks must be running at
-    // once
+    // 1: the first only; 2: the second only; 3: both; all blocks must be running at once then
     int halves;
     int later_w16;  // sixteens of bytes of later_w
     int later_s16;  // of later_s
@@ -633,7 +632,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         sm->seen[i] = ROWS * TOP_K;
     int begun = 0;
     if (SHARED)  // needs no router
-#pragma unroll 1
+        #pragma unroll 1
         for (; begun < DEEP && unit < STRIPS; begun++) {
             next_up();
             forth();

@@ -23,6 +23,13 @@ constexpr int STEP = 128 * WARPS;  // numbers that a row's threads take at once
 // times that they stay in registers; later ones are read again
 constexpr int HELD = 4;
 
+// q gets its gain; the sum of squares is without.
+__device__ __forceinline__ void weigh(float4& q, float4 f, float& sum, float& top) {
+    sum += fmaf(q.x, q.x, fmaf(q.y, q.y, fmaf(q.z, q.z, q.w * q.w)));
+    q = make_float4(q.x * f.x, q.y * f.y, q.z * f.z, q.w * f.w);
+    top = fmaxf(fmaxf(top, fmaxf(fabsf(q.x), fabsf(q.y))), fmaxf(fabsf(q.z), fabsf(q.w)));
+}
+
 extern "C" __global__ void __launch_bounds__(256, 4)
         halve(const float* __restrict__ x, const float* __restrict__ gain, float eps,
                 __half* y, float* scale, int rows, int n, int kp) {
@@ -50,13 +57,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
                 }
     };
     float sum = 0.f, top = 0.f;
-    const auto seen = [&](float4& q, float4 f) {
-        // q with its gain; the sum of squares is without
-        sum += fmaf(q.x, q.x, fmaf(q.y, q.y, fmaf(q.z, q.z, q.w * q.w)));
-        q = make_float4(q.x * f.x, q.y * f.y, q.z * f.z, q.w * f.w);
-        top = fmaxf(
-                fmaxf(top, fmaxf(fabsf(q.x), fabsf(q.y))), fmaxf(fabsf(q.z), fabsf(q.w)));
-    };
+    const auto seen = [&](float4& q, float4 f) { weigh(q, f, sum, top); };
     float4 v[HELD], g[HELD], late, late_gain;
     #pragma unroll
     for (int j = 0; j < HELD; j++)

@@ -138,18 +138,23 @@ __device__ __forceinline__ void scale_bytes(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128)
-        pack(const unsigned char* __restrict__ src, const long long* __restrict__ jobs,
-                int* __restrict__ bad, int count) {
-    int lo = 0, hi = count - 1;  // the last job that begins no later than this block
+// The last job that begins no later than this block.
+__device__ __forceinline__ const Job& job_of(const Job* jobs, int count) {
+    int lo = 0, hi = count - 1;
     while (lo < hi) {
         const int mid = (lo + hi + 1) / 2;
-        if (((const Job*)jobs)[mid].block <= blockIdx.x)
+        if (jobs[mid].block <= blockIdx.x)
             lo = mid;
         else
             hi = mid - 1;
     }
-    const Job& j = ((const Job*)jobs)[lo];
+    return jobs[lo];
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+        pack(const unsigned char* __restrict__ src, const long long* __restrict__ jobs,
+                int* __restrict__ bad, int count) {
+    const Job& j = job_of((const Job*)jobs, count);
     const long long first = (blockIdx.x - j.block) * j.chunk;
     const long long y = j.at + first;
     const int n = j.bytes - first < j.chunk ? j.bytes - first : j.chunk;

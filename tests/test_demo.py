@@ -42,10 +42,9 @@ def test_chunks_and_preemption_change_nothing(demo, alone):
 def test_seed(llm):
     hot = SamplingParams(temperature=1., top_p=.95, seed=11, max_tokens=12)
     one = llm.generate(prompts[1], hot).token_ids
-    assert llm.generate(
-        [prompts[0], prompts[1], prompts[3]],
-        [greedy(20), hot, greedy(3)]
-    )[1].token_ids==one
+    company = llm.generate(
+        [prompts[0], prompts[1], prompts[3]], [greedy(20), hot, greedy(3)])
+    assert company[1].token_ids==one
     assert llm.generate(
         prompts[1],
         SamplingParams(temperature=1., top_p=.95, seed=12, max_tokens=12)).token_ids!=one
@@ -99,23 +98,19 @@ def client(served):
 def test_chat_over_http(client, llm):
     want = llm.chat(chat, greedy(16))
     r = client.chat.completions.create(model='demo', messages=chat, temperature=0, max_tokens=16)
-    assert (
-        r.choices[0].message.content,
-        r.choices[0].finish_reason, r.usage.completion_tokens
-    )==(want.text, want.finish_reason, want.usage['completion_tokens'])
+    choice = r.choices[0]
+    assert (choice.message.content,choice.finish_reason)==(want.text,want.finish_reason)
+    assert r.usage.completion_tokens==want.usage['completion_tokens']
 
 def test_stream_over_http(client, llm):
     s = list(
         client.chat.completions.create(
             model='demo', messages=chat, temperature=0, max_tokens=16,
             stream=True, stream_options=dict(include_usage=True)))
-    assert ''.join(
-        c.choices[0].delta.content or '' for c in s
-        if c.choices
-    )==llm.chat(chat, greedy(16)).text
-    assert s[
-        -1
-    ].usage.total_tokens==s[-1].usage.prompt_tokens+s[-1].usage.completion_tokens
+    told = [c.choices[0].delta.content or '' for c in s if c.choices]
+    assert ''.join(told)==llm.chat(chat, greedy(16)).text
+    usage = s[-1].usage
+    assert usage.total_tokens==usage.prompt_tokens+usage.completion_tokens
 
 def test_completion_over_http(client, llm):
     r = client.completions.create(
@@ -137,9 +132,8 @@ def test_still_answers_after_bad_bodies(served, client):
     assert r.status_code in (400,422)
     r = httpx.post(at, json=dict(model='demo', prompt=3.5), timeout=WAIT)
     assert r.status_code in (400,422)
-    assert client.completions.create(
-        model='demo', prompt='Hi', max_tokens=1, temperature=0
-    ).choices[0].finish_reason=='length'
+    r = client.completions.create(model='demo', prompt='Hi', max_tokens=1, temperature=0)
+    assert r.choices[0].finish_reason=='length'
 
 def metric(served, what):
     "The sum of the metrics whose lines begin so"

@@ -159,23 +159,27 @@ def test_options_that_say_the_same_are_equal():
     assert same[0]==same[1]
     assert hash(same[0])==hash(same[1])
 
-def test_notebooks_use_it_too():
-    """`LLM` without parameters draws as `SamplingParams` with the model's own do;
-    those that are given are taken as they are"""
+@pytest.fixture(scope='module')
+def greedy_llm():
+    "A model whose makers draw, opened by somebody who does not"
     llm = LLM('tiny', device='cpu', show=False, override_generation_config=dict(do_sample=False))
+    yield llm
+    llm.close()
+
+def test_notebooks_use_it_too(greedy_llm):
+    "`LLM` without parameters draws as `SamplingParams` with the model's own do"
+    llm = greedy_llm
+    zero = SamplingParams(temperature=0)
     assert llm.sampling==dict(temperature=0., top_p=.9)
-    assert llm.params(top_p=1.)==SamplingParams(temperature=0.)
+    assert llm.params(top_p=1.)==zero
     hello = [dict(role='user', content='What does a cow eat?')]
     said = {llm.chat(hello, enable_thinking=False).text for _ in range(2)}
-    greedy = llm.chat(hello, SamplingParams(temperature=0), enable_thinking=False).text
-    assert said=={greedy}
-    assert (llm.generate('The cow').text
-        ==llm.generate('The cow', SamplingParams(temperature=0)).text)
-    hot = [
-        llm.generate('The cow', SamplingParams(temperature=5, seed=s, max_tokens=9)).text
-        for s in range(3)]
-    assert len(set(hot))>1
-    llm.close()
+    assert said=={llm.chat(hello, zero, enable_thinking=False).text}
+    assert llm.generate('The cow').text==llm.generate('The cow', zero).text
+
+def test_what_a_notebook_gives_is_taken_as_it_is(greedy_llm):
+    ways = [SamplingParams(temperature=5, seed=s, max_tokens=9) for s in range(3)]
+    assert len({greedy_llm.generate('The cow', p).text for p in ways})>1
 
 def test_made_up_and_gguf_models_have_none():
     assert generation_defaults({})=={}

@@ -144,9 +144,7 @@ SUITE = {
         ['"a"', '1', 'null', '{"b":[2]}'],
         ['"b"', '2', '{"b":[3]}']),
     'const': (
-        {'const':{'a':1}},
-        ['{"a":1}', '{"a": 1}'],
-        ['{"a":2}', '{}', '{"a":1,"b":1}']),
+        {'const':{'a':1}}, ['{"a":1}', '{"a": 1}'], ['{"a":2}', '{}', '{"a":1,"b":1}']),
     'properties': (
         {
             'type':'object',
@@ -193,14 +191,11 @@ SUITE = {
         ['"ab"', '"abc"', '"éé"', '"\\n\\n"'],
         ['"a"', '"abcd"', '""']),
     'pattern': (
-        {'type':'string','pattern':'^[a-c]+$'},
-        ['"abc"', '"a"'],
-        ['""', '"abd"', '"ABC"']),
+        {'type':'string','pattern':'^[a-c]+$'}, ['"abc"', '"a"'], ['""', '"abd"', '"ABC"']),
     'pattern anywhere': (
         {'type':'string','pattern':'b+'}, ['"abba"', '"b"'], ['"aa"', '""']),
     'minimum and maximum': (
-        {'type':'integer','minimum':-2,'maximum':11},
-        ['-2', '0', '11', '9'],
+        {'type':'integer','minimum':-2,'maximum':11}, ['-2', '0', '11', '9'],
         ['-3', '12', '100']),
     'exclusive bounds': (
         {'type':'integer','exclusiveMinimum':0,'exclusiveMaximum':3},
@@ -211,9 +206,7 @@ SUITE = {
         ['0.5', '1', '1.75', '2'],
         ['0.4', '2.1', '-1']),
     'multipleOf': (
-        {'type':'integer','multipleOf':5},
-        ['0', '5', '15'],
-        ['3', '11']),
+        {'type':'integer','multipleOf':5}, ['0', '5', '15'], ['3', '11']),
     'anyOf': (
         {'anyOf':[{'type':'integer'},{'type':'string','maxLength':1}]},
         ['12', '"a"'],
@@ -223,9 +216,7 @@ SUITE = {
             'allOf':[
                 {'type':'object','properties':{'a':{'type':'integer'}},'required':['a']},
                 {
-                    'type':'object',
-                    'properties':{'b':{'type':'string'}},
-                    'required':['b']}]},
+                    'type':'object', 'properties':{'b':{'type':'string'}}, 'required':['b']}]},
         ['{"a":1,"b":"x"}'],
         ['{"a":1}', '{"b":"x"}']),
     'oneOf that exclude each other': (
@@ -319,9 +310,7 @@ SUITE = {
         ['"é😀"', '"\\n\\\""'],
         ['"😀"', '"abc"']),
     'multipleOf of cents': (
-        {'type':'number','multipleOf':.01},
-        ['1.25', '-3.33', '1', '0.1'],
-        ['1.255']),
+        {'type':'number','multipleOf':.01}, ['1.25', '-3.33', '1', '0.1'], ['1.255']),
     'patterns beside properties': (
         {
             'type':'object', 'properties':{'a':{'type':'integer'}},
@@ -476,9 +465,7 @@ OTHERS = [
         ['123-ab'],
         ['12-ab', '123-', '123-A', '1234-a']),
     (
-        dict(kind='regex', pattern='^(yes|no)$'),
-        ['yes','no'],
-        ['maybe', 'yes ', 'Yes']),
+        dict(kind='regex', pattern='^(yes|no)$'), ['yes','no'], ['maybe', 'yes ', 'Yes']),
     (dict(kind='regex', pattern='a/b"\\n?'), ['a/b"', 'a/b"\n'], ['a/b']),
     (dict(kind='regex', pattern='(a+)+'), ['aaaa'], ['b', '']),
     (
@@ -571,15 +558,10 @@ def text_of(g, ids):
     return b''.join(map(g.tokenizer.token_bytes, ids)).decode(errors='replace')
 
 leaf = st.sampled_from([
-    {'type':'integer'},
-    {'type':'integer','minimum':-5,'maximum':17},
-    {'type':'number'},
-    {'type':'boolean'},
-    {'type':'null'},
-    {'type':'string','maxLength':4},
-    {'type':'string','pattern':'^[ab]{1,3}$'},
-    {'enum':['x',1,None]},
-    {'const':'k'},
+    {'type':'integer'}, {'type':'integer','minimum':-5,'maximum':17},
+    {'type':'number'}, {'type':'boolean'}, {'type':'null'},
+    {'type':'string','maxLength':4}, {'type':'string','pattern':'^[ab]{1,3}$'},
+    {'enum':['x',1,None]}, {'const':'k'},
     {'type':'string','format':'date'}])
 def nested(inner):
     props = st.dictionaries(st.sampled_from('abcd'), inner, max_size=3)
@@ -600,8 +582,7 @@ def nested(inner):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.recursive(leaf, nested, max_leaves=6),
-    st.integers(0, 2**31),
+    st.recursive(leaf, nested, max_leaves=6), st.integers(0, 2**31),
     st.sampled_from(KINDS))
 def test_whatever_is_drawn_under_a_schema_validates(schema, seed, kind):
     g = guides(kind)
@@ -883,22 +864,18 @@ def call_guides(kind):
 def test_calls_are_read_back(parser, kind):
     g = call_guides(kind)
     spec = dict(kind='tools', parser=parser, tools=TOOLS, choice='required', parallel=True)
-    seen,n = set(),0
-    for seed in range(14):
-        ids = draw(g, spec, seed, 500)
-        if ids is None:
-            continue
-        got = parse_tools(
-            parser,
-            text := text_of(g, ids),
-            [dict(type='function', function=t) for t in TOOLS])
-        n += 1
-        assert got.calls, text
-        for c in got.calls:
+    offered = [dict(type='function', function=t) for t in TOOLS]
+    answers = [draw(g, spec, seed, 500) for seed in range(14)]
+    texts = [text_of(g, ids) for ids in answers if ids is not None]
+    assert len(texts)>2
+    seen = set()
+    for text in texts:
+        got = parse_tools(parser, text, offered).calls
+        assert got, text
+        for c in got:
             tool = next(t for t in TOOLS if t['name']==c.name)
-            seen.add(c.name)
             Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
-    assert n>2
+            seen.add(c.name)
     assert len(seen)>1
 
 @pytest.mark.parametrize('parser', FORMATS)
@@ -925,18 +902,12 @@ def test_calls_that_may_be(parser):
     assert guide.mask() is None
     for t in spelt(g, 'Let me see: '):
         guide.accept(t)
-    e = guide.fork()
-    assert e.mask() is None
-    assert not e.ended
-    ids = next(
-        i for seed in range(20)
-        if (i := draw(g, spec|dict(choice='required'), seed, 500))
-        is not None)
+    assert guide.mask() is None
+    assert not guide.ended
+    ids = drawn(g, spec|dict(choice='required'))
     assert guide.validate(ids)==len(ids)
-    assert guide.validate(spelt(
-        g,
-        guide._marks[0].words[0].decode()
-        +"\x00"))==len(guide._marks[0].words[0])
+    mark = guide._marks[0].words[0]
+    assert guide.validate(spelt(g, mark.decode()+"\x00"))==len(mark)
 
 TEXTS = [
     dict(
@@ -1179,12 +1150,8 @@ def test_a_format_or_a_call(parser):
 def test_a_format_or_a_call_of_harmony():
     g = call_guides('special')
     spec = dict(
-        kind='tools',
-        parser='openai',
-        tools=TOOLS[1:2],
-        choice='auto',
-        format=J({'type':'integer'}),
-        after=['<|channel|>final','<|message|>'],
+        kind='tools', parser='openai', tools=TOOLS[1:2], choice='auto',
+        format=J({'type':'integer'}), after=['<|channel|>final','<|message|>'],
         early=[' to=functions.'])
     def ids(text): return g._exactly(text)
     assert accepts(g, spec, '', ids('<|channel|>final<|message|>7'))
@@ -1231,16 +1198,9 @@ def test_unknown_formats_are_refused():
 SMALL = (
     PRESETS['llama-3.1-8b']
     |dict(
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=96,
-        vocab_size=300,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=299))
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, intermediate_size=96, vocab_size=300, max_position_embeddings=512,
+        bos_token_id=1, eos_token_id=299))
 _nets = {}
 def net(device):
     "A random model of 300 tokens, the same on both devices"
@@ -1581,21 +1541,18 @@ def test_a_stop_string_and_the_end_of_a_guide_in_one_step(llm):
     assert not llm.engine.has_work
     assert not llm._boxes
 
-def test_thinking_budget(llm):
+@pytest.mark.parametrize('budget', [0,1,7,20])
+def test_thinking_budget(llm, budget):
     p = SamplingParams(temperature=1., seed=2, max_tokens=60, ignore_eos=True)
-    for b in (0,1,7,20):
-        o = llm.generate(
-            'Q',
-            p,
-            guide=dict(
-                kind='choice', choices=['yes','no'], after='</think>', budget=b))
-        assert o.token_ids[b:b+8]==llm.tokenizer.encode('</think>')
-        assert o.text.rpartition('</think>')[2] in ('yes','no')
-        assert len(o.token_ids)<=b+11
-        free = llm.generate(
-            'Q', p, guide=dict(kind='free', after='</think>', budget=b))
-        assert free.token_ids[b:b+8]==o.token_ids[b:b+8]
-        assert len(free.token_ids)==60
+    wait = dict(after='</think>', budget=budget)
+    o = llm.generate('Q', p, guide=dict(kind='choice', choices=['yes','no'])|wait)
+    forced = slice(budget, budget+8)
+    assert o.token_ids[forced]==llm.tokenizer.encode('</think>')
+    assert o.text.rpartition('</think>')[2] in ('yes','no')
+    assert len(o.token_ids)<=budget+11
+    free = llm.generate('Q', p, guide=dict(kind='free')|wait)
+    assert free.token_ids[forced]==o.token_ids[forced]
+    assert len(free.token_ids)==60
 
 def test_no_tokenizer():
     from pathlib import Path

@@ -68,8 +68,7 @@ def test_taps_are_weights(n, m):
 
 @few
 @given(
-    h=st.integers(1, 20000),
-    w=st.integers(1, 20000),
+    h=st.integers(1, 20000), w=st.integers(1, 20000),
     step=st.sampled_from([28,32]),
     low=st.integers(1, 10**6),
     more=st.integers(0, 10**7))

@@ -57,15 +57,19 @@ def text(c, **kw):
     return c.post(
         '/v1/completions',
         json=dict(prompt='I believe the meaning of life is', max_tokens=8)|LASTS|kw)
+def chat_said(c, **kw):
+    "What a chat answers"
+    return chat(c, **kw).json()['choices'][0]['message']['content']
+def text_said(c, **kw):
+    "What a completion answers"
+    return text(c, **kw).json()['choices'][0]['text']
 def events(r):
-    return [
-        json.loads(l[6:]) for l in r.text.split('\n')
-        if l.startswith('data: ') and l!='data: [DONE]']
+    lines = [l[6:] for l in r.text.split('\n') if l.startswith('data: ')]
+    return [json.loads(l) for l in lines if l!='[DONE]']
 def plain(c):
     "A bias against all that is no small letter, so that each token is a character of its own"
-    ids = c.post(
-        '/tokenize',
-        json=dict(content=''.join(map(chr, range(97, 123))))).json()['tokens']
+    letters = ''.join(map(chr, range(97, 123)))
+    ids = c.post('/tokenize', json=dict(content=letters)).json()['tokens']
     return {str(i):-100 for i in range(256) if i not in ids}
 
 # ---- Basics, models ----
@@ -145,10 +149,8 @@ def test_chat_stream_tells_usage_when_asked(real):
 @pytest.mark.parametrize(
     'messages',
     [
-        None, 'string', [123], [{}],
-        [dict(role=123)],
-        [dict(role='system', content=123)],
-        [dict(content='hello')],
+        None, 'string', [123], [{}], [dict(role=123)],
+        [dict(role='system', content=123)], [dict(content='hello')],
         [dict(role='system', content='x'), {}], []])
 def test_chat_refused(real, messages):
     r = chat(real, messages=messages)
@@ -179,23 +181,23 @@ def test_response_format(real, kind, want):
         assert r.status_code==400
         assert r.json()['error']['param']=='response_format'
     else:
-        assert re.fullmatch(
-            want, r.json()['choices'][0]['message']['content'],
-            re.S)
+        said = r.json()['choices'][0]['message']['content']
+        assert re.fullmatch(want, said, re.S)
 
 def test_grammar(real):
     """Its `json_schema` is ours too; its `grammar` has a syntax of its own, and a header says that
-    we leave it out. Ours are vLLM's, and take Lark, regex and choice"""
-    assert chat(
-        real, json_schema=dict(const='foo'), max_tokens=24
-    ).json()['choices'][0]['message']['content']=='"foo"'
+    we leave it out"""
+    assert chat_said(real, json_schema=dict(const='foo'), max_tokens=24)=='"foo"'
     assert 'grammar' in chat(real, grammar='root ::= "a"').headers['x-atlas-warning']
-    a = chat(
-        real, structured_outputs=dict(regex='a{5}'), max_tokens=24).json()['choices'][0]
+
+def test_structured_outputs(real):
+    "Ours are vLLM's, and take Lark, regex and choice"
+    five = dict(regex='a{5}')
+    a = chat(real, structured_outputs=five, max_tokens=24).json()['choices'][0]
     assert (a['message']['content'],a['finish_reason'])==('aaaaa','stop')
-    assert chat(
-        real, structured_outputs=dict(grammar='start: "a" "b"+ "c"'), max_tokens=24,
-        logit_bias=plain(real)).json()['choices'][0]['message']['content'].startswith('ab')
+    lark = dict(grammar='start: "a" "b"+ "c"')
+    said = chat_said(real, structured_outputs=lark, max_tokens=24, logit_bias=plain(real))
+    assert said.startswith('ab')
 
 @pytest.mark.parametrize('stream', [False,True])
 def test_chat_logprobs(real, stream):
@@ -214,15 +216,13 @@ def test_chat_logprobs(real, stream):
         assert t['top_logprobs'][0]['logprob']>=t['logprob']-1e-6
 
 def test_logit_bias(real):
-    said = chat(
-        real, temperature=0, max_tokens=64, logit_bias=plain(real)
-    ).json()['choices'][0]['message']['content']
+    letters = plain(real)
+    said = chat_said(real, max_tokens=64, logit_bias=letters)
     assert len(said)==64
     assert re.fullmatch('[a-z]+', said)
-    ban = {str(i):-100 for i in real.post('/tokenize', json=dict(content=said[0])).json()['tokens']}
-    assert said[0] not in chat(
-        real, temperature=0, max_tokens=64, logit_bias=plain(real)|ban
-    ).json()['choices'][0]['message']['content']
+    ids = real.post('/tokenize', json=dict(content=said[0])).json()['tokens']
+    ban = {str(i):-100 for i in ids}
+    assert said[0] not in chat_said(real, max_tokens=64, logit_bias=letters|ban)
 
 def test_many_choices(real):
     a = chat(real, n=2, seed=3).json()
@@ -259,13 +259,11 @@ def test_context_that_just_fits(real):
 # ---- Completions ----
 
 def test_completion_stream_equals_whole(real):
-    assert ''.join(
-        e['choices'][0]['text'] for e in events(text(real, stream=True, temperature=0))
-    )==text(real, temperature=0).json()['choices'][0]['text']
+    es = events(text(real, stream=True, temperature=0))
+    assert ''.join(e['choices'][0]['text'] for e in es)==text_said(real, temperature=0)
 
 def test_seeds(real):
-    def said(**kw):
-        return text(real, **dict(temperature=1.)|kw).json()['choices'][0]['text']
+    def said(**kw): return text_said(real, **dict(temperature=1.)|kw)
     assert len({said(seed=42) for _ in range(4)})==1
     assert len({said(seed=i) for i in range(4)})==4
     assert len({said(temperature=0, seed=i) for i in range(3)})==1
@@ -314,14 +312,11 @@ def test_stop_words_in_a_stream(real):
     assert cs[-1]['finish_reason']=='stop'
 
 def test_probabilities(real):
-    a = text(
-        real, logprobs=10, temperature=0, max_tokens=5, logit_bias=plain(real)
-    ).json()['choices'][0]['logprobs']
+    r = text(real, logprobs=10, temperature=0, max_tokens=5, logit_bias=plain(real))
+    a = r.json()['choices'][0]['logprobs']
     assert len(a['tokens'])==5
     assert all(p<=0 for p in a['token_logprobs'])
-    assert all(
-        s in t and len(t)<=11 for s,t in zip(a['tokens'], a['top_logprobs'])
-    )
+    assert all(s in t and len(t)<=11 for s,t in zip(a['tokens'], a['top_logprobs']))
     assert a['text_offset']==[*range(5)]
 
 def test_ignore_eos_and_min_tokens(real):
@@ -912,17 +907,13 @@ def test_a_key_is_needed_everywhere(guarded, path):
     [dict(authorization=f'Bearer {KEY}'), dict(authorization=f'bearer {KEY}'), {'x-api-key':KEY}])
 def test_the_right_key(guarded, header):
     c = guarded()
-    assert c.post(
-        '/v1/completions', json=dict(prompt='a'), headers=header
-    ).json()['choices'][0]['text']=='Hello'
-    assert c.post(
-        '/v1/messages',
-        json=dict(
-            model='scripted', max_tokens=9,
-            messages=[dict(role='user', content='hi')]),
-        headers=header).json()['content'][0]['text']=='Hello'
+    def post(path, **body): return c.post(path, json=body, headers=header)
+    assert post('/v1/completions', prompt='a').json()['choices'][0]['text']=='Hello'
+    hi = [dict(role='user', content='hi')]
+    a = post('/v1/messages', model='scripted', max_tokens=9, messages=hi).json()
+    assert a['content'][0]['text']=='Hello'
     # an admin's
-    assert c.post('/models/unload', json=dict(model='scripted'), headers=header).status_code==403
+    assert post('/models/unload', model='scripted').status_code==403
 
 def test_errors_of_keys_in_anthropics_shape(guarded):
     """llama.cpp says authentication_error to all; that is Anthropic's word, and OpenAI's clients
@@ -1108,17 +1099,13 @@ def test_unknown_models(stream):
 def test_no_loading_by_asking():
     """llama.cpp says 400; nothing is wrong with the request, so we say 503, when to come again,
     and who can help"""
-    with routed(
-        dict(model='a'), dict(model='b'), autoload=False,
-        first=['a']
-    ) as (h,_):
+    with routed(dict(model='a'), dict(model='b'), autoload=False, first=['a']) as (h,_):
         r = ask(h, 'b')
         assert r.status_code==503
         assert int(r.headers['retry-after'])>=1
         assert '/models/load' in r.json()['error']['message']
         assert status(h, 'b')=='unloaded'
-        assert h.post(
-            '/models/load', json=dict(model='b')).json()==dict(success=True)
+        assert load(h, model='b').json()==dict(success=True)
         reaches(h, 'b', 'loaded')
         assert ask(h, 'b').status_code==200
 
@@ -1173,9 +1160,7 @@ def test_what_is_told_meanwhile():
     assert any(d.get('progress') for d in loading)
 
 def test_openai_client_of_many():
-    with routed(
-        dict(model='a'), dict(model='b', say='I am b.')
-    ) as (h,_):
+    with routed(dict(model='a'), dict(model='b', say='I am b.')) as (h,_):
         c = openai.OpenAI(base_url=f'{h.base_url}/v1', api_key='x', max_retries=0, timeout=WAIT)
         assert {m.id for m in c.models.list()}=={'a','b'}
         said = c.chat.completions.create(model='b', messages=HELLO).choices[0].message

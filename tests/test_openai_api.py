@@ -105,7 +105,7 @@ def test_tools_that_nothing_enforces(calling):
     assert len(g.seen)==seen and r.seen[-1].guide is None
     assert 'tools: weather,sum' in tok.decode(r.seen[-1].prompt)
 
-class Heard:
+class Gathered:
     "A stream, put together"
     def __init__(self, chunks):
         self.reasoning = self.content = ''
@@ -124,7 +124,7 @@ class Heard:
             self.calls[t.index] = name+(f.name or ''),args+(f.arguments or '')
 
 def test_tool_calls_streamed(calling):
-    h = Heard(ask(calling[0], tools=[WEATHER,SUM], stream=True))
+    h = Gathered(ask(calling[0], tools=[WEATHER,SUM], stream=True))
     assert [(n, json.loads(a)) for n,a in h.calls.values()]==BOTH
     assert (h.reasoning,h.content.strip())==('Look it up.','I will look.')
     assert h.ends==['tool_calls']
@@ -225,7 +225,7 @@ def test_one_call_at_most(calling):
     assert x.finish_reason=='tool_calls'
 
 def test_one_call_at_most_in_a_stream(calling):
-    h = Heard(ask(calling[0], stream=True, **ONE_AT_MOST))
+    h = Gathered(ask(calling[0], stream=True, **ONE_AT_MOST))
     assert [name for name,_ in h.calls.values()]==['weather']
     assert h.ends==['tool_calls']
 

@@ -163,8 +163,7 @@ TOOLS = [
 
 @pytest.mark.parametrize('reasoning,tools', PAIRS)
 @given(
-    text=texts,
-    at=st.lists(st.integers(0,200), max_size=8),
+    text=texts, at=st.lists(st.integers(0,200), max_size=8),
     thinking=st.booleans())
 @many
 def test_cuts_do_not_show_in_a_split(reasoning, tools, text, at, thinking):

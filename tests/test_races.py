@@ -57,7 +57,8 @@ class Overlap:
     def hide(self, kernel):
         "Have `kernel` see 0xFF where it does not wait"
         regions = [Region(at, m.ctypes.data, len(m)) for at,m in self.open]
-        kernel.k.library.watch((Region*max(1, len(regions)))(*regions), len(regions))
+        self.watched = (Region*max(1, len(regions)))(*regions) # the library reads it later
+        kernel.k.library.watch(self.watched, len(regions))
         if self.open:
             self.names.add(kernel.src.name)
             self.hidden += sum(len(m) for _,m in self.open)

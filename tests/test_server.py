@@ -769,7 +769,7 @@ def scope_of(path):
         type='http', http_version='1.1', method='POST', path=path, query_string=b'',
         headers=[(b'content-type',b'application/json')])
 
-class Played:
+class HandClient:
     "A client played by hand: it sends `raw`, keeps what comes, and leaves when `left` is set"
     def __init__(self, raw):
         self.sent = [dict(type='http.request', body=raw, more_body=False)]
@@ -795,7 +795,7 @@ def test_a_background_response_that_is_cut_before_it_begins():
     app = app_of(r, tok, template)
     service = app.state.service
     async def run():
-        c = Played(json.dumps(dict(input='Hi', background=True)).encode())
+        c = HandClient(json.dumps(dict(input='Hi', background=True)).encode())
         t = asyncio.create_task(app(scope_of('/v1/responses'), c.receive, c.send))
         while not service.tasks:
             await asyncio.sleep(0)
@@ -840,7 +840,7 @@ class Ends:
         assert m.request_success['abort']==sum(m.aborted_requests.values()), (at, how)
     async def once(self, at, how):
         "Ask, and end it after `at` rounds; was there an answer before?"
-        c = Played(self.raw)
+        c = HandClient(self.raw)
         t = asyncio.create_task(self.app(scope_of(self.path), c.receive, c.send))
         for _ in range(at):
             await asyncio.sleep(0)

@@ -31,13 +31,10 @@ def bpe_meta(**kw):
     m = json.loads(bytelevel().to_str())['model']
     toks = sorted(m['vocab'], key=m['vocab'].get)+['<think>']
     d = dict(
-        model='gpt2',
-        pre='gpt-2',
-        tokens=toks,
+        model='gpt2', pre='gpt-2', tokens=toks,
         merges=[' '.join(p) for p in m['merges']],
         token_type=[3,3]+[1]*(len(toks)-3)+[4],
-        bos_token_id=0,
-        eos_token_id=1)
+        bos_token_id=0, eos_token_id=1)
     return {_T+k:v for k,v in (d|kw).items()}
 
 PIECES = [
@@ -257,8 +254,7 @@ def plain_candidates(x, p):
 @given(
     st.integers(0,2**32),
     st.sampled_from([1,2,9,60,800]),
-    st.sampled_from([.01,1,4,30]),
-    st.booleans(),
+    st.sampled_from([.01,1,4,30]), st.booleans(),
     st.sampled_from([.1,.7,1,2.5]),
     st.sampled_from([0,0,1,5,50]),
     st.sampled_from([.01,.3,.7,.95,1]),
@@ -298,8 +294,7 @@ params = st.builds(
 @few
 @given(
     st.lists(params, min_size=1, max_size=8),
-    st.integers(0,2**32),
-    st.data())
+    st.integers(0,2**32), st.data())
 def test_rows_stand_alone(ps, seed, data):
     "Order and company change nothing, to the last bit"
     x,rows = logits_and_rows(ps, seed)
@@ -316,8 +311,7 @@ def test_rows_stand_alone(ps, seed, data):
 @few
 @given(
     st.lists(params, min_size=1, max_size=8),
-    st.integers(0,2**32),
-    st.data())
+    st.integers(0,2**32), st.data())
 def test_a_sick_row_hurts_no_other(ps, seed, data):
     x,rows = logits_and_rows(ps, seed)
     base = sample(x,rows)
@@ -353,8 +347,7 @@ def assert_same_row(a, i, b, j, row):
 
 @few
 @given(
-    st.integers(0,2**32),
-    st.integers(1,50),
+    st.integers(0,2**32), st.integers(1,50),
     st.integers(1,20))
 def test_top_and_draw(seed, n, k):
     "Top ids against a full sort; a draw never lands on a weight of zero"

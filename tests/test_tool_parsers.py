@@ -867,8 +867,7 @@ def test_hosted_tools_are_no_functions():
         {'type': 'namespace', 'name': 'mcp', 'tools': [{'type': 'function', 'name': 'read'}]},
         {'type': 'web_search', 'name': 'web_search'}):
         assert plain(parse_tools(
-            'glm47',
-            G('mcp__read', [('p','/')], ''),
+            'glm47', G('mcp__read', [('p','/')], ''),
             [t]))==(None, [('mcp__read','{"p": "/"}')])
         assert plain(parse_tools(
             'glm47', G('mcp__read'), [t, tool('f')]))==(None, [])
@@ -898,18 +897,9 @@ WORDS = {
         '<minimax:tool_call>', '</minimax:tool_call>', '<invoke name=', '"f">', 'f', '>',
         '</invoke>', '<parameter name=', '"i">', '</parameter>', '<', "'"],
     'deepseek_v32': [
-        f'<{D}function_calls>',
-        f'</{D}function_calls>',
-        f'<{D}invoke name=',
-        '"f">',
-        f'</{D}invoke>',
-        f'<{D}parameter name=',
-        '"i" string="false">',
-        '"arguments" string="true">',
-        f'</{D}parameter>',
-        '>',
-        '{"i": 1}',
-        '<'],
+        f'<{D}function_calls>', f'</{D}function_calls>', f'<{D}invoke name=', '"f">',
+        f'</{D}invoke>', f'<{D}parameter name=', '"i" string="false">',
+        '"arguments" string="true">', f'</{D}parameter>', '>', '{"i": 1}', '<'],
     'deepseek_v3': [
         O, C, o, c, sep, 'function', 'f', '\n```json\n', '\n```', '`', '{"a": 1}',
         '<｜'],
@@ -1147,14 +1137,9 @@ def test_deep_values_stay_text(n):
 @pytest.mark.parametrize('parser', KINDS)
 def test_long_in_small_pieces(parser):
     "What waits on the tape stays short, so that the price of a piece does not grow with the text"
+    first,last = HEADS[parser][0],HEADS[parser][-1]
     for head,unit in [
-        ('', ' '),
-        ('', '<'),
-        (HEADS[parser][0], 'x'),
-        (HEADS[parser][0], '{"'),
-        (HEADS[parser][-1], '\\'),
-        (HEADS[parser][-1], '<'),
-        (HEADS[parser][-1], ' ')]:
+        ('',' '), ('','<'), (first,'x'), (first,'{"'), (last,'\\'), (last,'<'), (last,' ')]:
         def seconds(n):
             s,t = ToolStream(parser),time.process_time()
             s.feed(head)
@@ -1164,8 +1149,7 @@ def test_long_in_small_pieces(parser):
             s.finish()
             s.result()
             return time.process_time()-t
-        ok = linear(seconds, 2**14, loose=4)
-        assert ok, (parser, head, unit)
+        assert linear(seconds, 2**14, loose=4), (parser, head, unit)
 
 @pytest.mark.parametrize(
     'parser,text',

@@ -176,10 +176,10 @@ def _kept(conv, rec, record)->dict:
     "Options for the pools of states: tails of a slot, and numbers of a record"
     return dict(TAILS=len(conv)//len(rec), RECORD=record)
 
-def _sequences(b)->dict:
-    "Where a step's sequences begin, and their states"
+def _sequences(b, conv, rec, rows)->dict:
+    "A step's sequences, where they begin, and their states"
     names = 'first','starts','state_in','state_out'
-    return {name: getattr(b, name) for name in names}
+    return {name: getattr(b, name) for name in names}|dict(conv=conv, rec=rec, rows=rows)
 
 def _left_as_tiles(n, then, eps, what, how):
     "Launch `delta_wide` such that it leaves the rows normed, as the product `then` wants them"
@@ -218,7 +218,7 @@ def delta_step(
     seqs = b.num_seqs
     dk,dv,record = delta_sizes(conv_w, norm_w, vh, kh)
     what = dict(x=x, conv_w=conv_w, decay=A, dt_bias=dt_bias, norm_w=norm_w)
-    what |= dict(conv=conv, rec=rec, rows=len(x))|_sequences(b)
+    what |= _sequences(b, conv, rec, len(x))
     how = dict(DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'), **_kept(conv, rec, record))
     n = _beside(card, vh, dk, dv, seqs)
     if n and seqs<=_LEFT and _leaves(then, vh, dv):

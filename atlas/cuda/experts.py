@@ -430,7 +430,8 @@ def moe(
     add=None, # [R, H]: the residual; may be `out`
     routes=None, # (ids [R, k] int32, weights [R, k] float32) to be filled
     out=None, # [R, H]
-    blocks:int|None=None, # At most so many; one a multiprocessor by default, for all must run at once
+    # At most so many; one a multiprocessor by default, for all must run at once
+    blocks:int|None=None,
     then:Packed|None=None, # The matrix that the next launch reads: asked for while memory idles
 ): # [R, H]: residual and weighted sum of the experts' MLPs
     "What `atlas.ops.moe` computes, by tensor cores; no row's bits depend on another row"

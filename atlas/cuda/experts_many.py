@@ -87,7 +87,8 @@ def sort_picks(
     return order,tiles,others
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #56ba6eaf
-MOST = 8192 # Rows at a time: what their picks give takes `4*top_k*H` bytes a row until it is gathered
+# Rows at a time: what their picks give takes `4*top_k*H` bytes a row until it is gathered
+MOST = 8192
 
 def _sequences(real):
     "As i32, negative for padding"
@@ -135,6 +136,7 @@ def experts_many(
         del d # its memory is for the next rows
     return out
 
+# %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #01f7d5d8
 def _both(activations, x, ids, up, down, first:Fused, second:Fused, real):
     "What each pick's expert makes of its row: sorted, multiplied by both matrices"
     card = card_of(ids)

@@ -71,7 +71,7 @@ def _wishes(whole, each, half, most):
 def _shares(f, k, rows, card, W, split, steps):
     """Blocks of 128 columns of x to hold at a time, and places of a warp for units on their way
 
-    `k` columns, `W` warps of a block, `split` of which share a row; each warp does `steps` units."""
+    `k` columns, `W` warps of a block, `split` of which share a row, `steps` units of each."""
     whole = _ceil(k, 256)*2
     each = max(2, split*f.blocks)
     place = W*f.unit

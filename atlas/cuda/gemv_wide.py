@@ -378,7 +378,9 @@ def _best_bytes(o):
 
 @patch
 def variant(self:_Product, g:Fused, norm, best:bool)->tuple[dict,int]:
-    "Options of gemv_wide.cu for what is fused, and shared memory; `best`: it leaves the largest alone"
+    """Options of gemv_wide.cu for what is fused, and shared memory
+
+    `best`: it leaves the largest alone."""
     o,shared = self.o,self.o.shared
     opts = self.opts|dict(
         NORM=int(norm['NORM']==1),

@@ -27,7 +27,8 @@ from ..model.model import model_wants
 # %% ../../nbs/5_engine/21_planning.ipynb #90075752
 class PlannedArena:
     "A budget, and nothing to put into it"
-    def __init__(self, device, budget): self.device,self.budget = device,budget
+    def __init__(self, device, budget):
+        self.device,self.budget = device,budget
     def take_host(self, name:str, nbytes:int, flag:str=''):
         "As of an `Arena`, of a host whose own memory nobody knows"
         if self.device.shares_host:
@@ -143,8 +144,7 @@ def plan_open(
 )->LoadPlan:
     "The plan of an open checkpoint; errors as for a `LoadedModel`, but for memory"
     m,memory = _Planned(options, device),device.memory()
-    p = LoadPlan(m.name, device.describe(), memory.total,
-        memory.available, source)
+    p = LoadPlan(m.name, device.describe(), memory.total, memory.available, source)
     with ExitStack() as files:
         sizes = m.sized(ck, files)
         bounded = m.arena.budget.total<=memory.total

@@ -25,8 +25,7 @@ def tile_keys(
     "What tiles of a prompt are known by"
     n,size = len(tokens)//TILE,8*TILE
     raw = np.asarray(tokens[:n*TILE], '<i8').tobytes()
-    return [raw[i:i+size]
-        for i in range(0, n*size, size)]
+    return [raw[i:i+size] for i in range(0, n*size, size)]
 
 # %% ../../nbs/5_engine/02_prefix.ipynb #34615655
 @dataclass(eq=False, slots=True)
@@ -86,7 +85,8 @@ class PrefixTree:
         return Trail(keys, request.salt.encode('utf-8', 'surrogatepass'))
     def mark(self, trail:Trail, start:int, end:int):
         "A step will compute tokens `start..end` of `trail`"
-    def unmark(self, trail:Trail): "It was not launched"
+    def unmark(self, trail:Trail):
+        "It was not launched"
     def stats(self)->dict:
         "More that there is to tell of it"
         return {}
@@ -97,7 +97,8 @@ class PrefixTree:
 # %% ../../nbs/5_engine/02_prefix.ipynb #eb026263
 class Oldest:
     "A heap by time of last use, whose entries may be out of date"
-    def __init__(self): self._heap,self._count = [],count()
+    def __init__(self):
+        self._heap,self._count = [],count()
     def push(self, when:int, node:Node):
         "`node` was last used `when`"
         heappush(self._heap, (when, next(self._count), node))
@@ -115,10 +116,51 @@ class Oldest:
         "Drop what is out of date, if there is more than `most`"
         if len(self._heap)<=most:
             return
-        true = [e
-            for e in self._heap if not e[2].gone and when(e[2])==e[0]]
+        true = [e for e in self._heap if not e[2].gone and when(e[2])==e[0]]
         self._heap = list({id(e[2]): e for e in true}.values())
         heapify(self._heap)
+
+# %% ../../nbs/5_engine/02_prefix.ipynb #1b6841b7
+def _used(node): return node.used
+
+@patch
+def _offer(self:PrefixTree, node):
+    "`node` may be evicted, if nothing stands on it and nobody uses it"
+    if node.children or node.parent is None:
+        return
+    self._oldest.push(node.used, node)
+    self._oldest.shorten(4*self.nodes+64, _used)
+
+@patch
+def evict(self:PrefixTree, n:int):
+    "Free `n` blocks, or as many as can be: those of tiles that were used longest ago"
+    want = self.pool.free+n
+    while self.pool.free<want:
+        node = self._oldest.pop(_used)
+        if node is None:
+            return
+        if self._removable(node):
+            self.remove(node)
+
+@patch
+def _removable(self:PrefixTree, node)->bool:
+    "Does nothing stand on `node`, and has nobody else its blocks?"
+    return not node.children and all(map(self.pool.alone, node.blocks))
+
+@patch
+def remove(self:PrefixTree, node:Node):
+    "Forget a leaf that nobody uses; a second tier may take it"
+    if self.tier:
+        self.tier.put('tile', node, node.blocks)
+    parent,node.gone = node.parent,True
+    self.pool.drop(node.blocks)
+    del parent.children[node.key]
+    self.nodes -= 1
+    self.evictions += 1
+    if parent.parent is not None:
+        self._offer(parent)
+    elif not parent.children:
+        del self.roots[parent.key]
 
 # %% ../../nbs/5_engine/02_prefix.ipynb #92f1114e
 @patch
@@ -145,11 +187,8 @@ def _end(self:PrefixTree, trail)->Node|None:
     "Where `trail` stands; None: there is no such root"
     return trail.path[-1] if trail.path else self.roots.get(trail.salt)
 
-# %% ../../nbs/5_engine/02_prefix.ipynb #761b2948
 @patch
-def enter(
-    self:PrefixTree, trail:Trail, nodes:list[Node]
-)->list[int]:
+def enter(self:PrefixTree, trail:Trail, nodes:list[Node])->list[int]:
     "Go along `nodes`, which `find` found: their blocks, which `trail`'s sequence owns now, too"
     blocks = [b for n in nodes for b in n.blocks]
     self.pool.share(blocks)
@@ -196,13 +235,12 @@ def _put(self:PrefixTree, trail, table)->Node:
     self.pool.give(own)
     return node
 
-# %% ../../nbs/5_engine/02_prefix.ipynb #12e7b49c
 @patch
 def _grow(self:PrefixTree, parent, key, blocks)->Node:
     "A new child of `parent`"
     ident = ident_of(parent.ident, key)
-    node = parent.children[key] = Node(key, parent, ident,
-        parent.depth+1, list(blocks))
+    node = Node(key, parent, ident, parent.depth+1, list(blocks))
+    parent.children[key] = node
     self.pool.keep(blocks)
     self.nodes += 1
     return node
@@ -214,6 +252,7 @@ def _root(self:PrefixTree, salt)->Node:
         self.roots[salt] = Node(salt, None, ident_of(b'', salt))
     return self.roots[salt]
 
+# %% ../../nbs/5_engine/02_prefix.ipynb #12e7b49c
 @patch
 def leave(self:PrefixTree, trail:Trail):
     "`trail`'s sequence gives its blocks back: from now on others may have them"
@@ -222,47 +261,6 @@ def leave(self:PrefixTree, trail:Trail):
     self._use(trail.path)
     self._offer(trail.path[-1])
     trail.path = []
-
-# %% ../../nbs/5_engine/02_prefix.ipynb #1b6841b7
-def _used(node): return node.used
-
-@patch
-def _offer(self:PrefixTree, node):
-    "`node` may be evicted, if nothing stands on it and nobody uses it"
-    if node.children or node.parent is None:
-        return
-    self._oldest.push(node.used, node)
-    self._oldest.shorten(4*self.nodes+64, _used)
-
-@patch
-def evict(self:PrefixTree, n:int):
-    "Free `n` blocks, or as many as can be: those of tiles that were used longest ago"
-    want = self.pool.free+n
-    while self.pool.free<want:
-        node = self._oldest.pop(_used)
-        if node is None:
-            return
-        if self._removable(node):
-            self.remove(node)
-
-@patch
-def _removable(self:PrefixTree, node)->bool:
-    return not node.children and all(map(self.pool.alone, node.blocks))
-
-@patch
-def remove(self:PrefixTree, node:Node):
-    "Forget a leaf that nobody uses; a second tier may take it"
-    if self.tier:
-        self.tier.put('tile', node, node.blocks)
-    parent,node.gone = node.parent,True
-    self.pool.drop(node.blocks)
-    del parent.children[node.key]
-    self.nodes -= 1
-    self.evictions += 1
-    if parent.parent is not None:
-        self._offer(parent)
-    elif not parent.children:
-        del self.roots[parent.key]
 
 # %% ../../nbs/5_engine/02_prefix.ipynb #6705296c
 @patch
@@ -291,8 +289,7 @@ def leaves(self:PrefixTree,
 @patch
 def all(self:PrefixTree)->list[Node]:
     "Each node, parents before children"
-    out = [n for root in self.roots.values()
-        for n in root.children.values()]
+    out = [n for root in self.roots.values() for n in root.children.values()]
     for node in out:
         out += node.children.values()
     return out

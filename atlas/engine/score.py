@@ -41,9 +41,8 @@ def borrow(self:LoadedModel, n:int):
 @patch
 def hidden(self:LoadedModel,
     ids:list[int], # A text
-# Yields the states after the last norm, float32 [n, H] on the device, of as many tokens as a step takes
-):
-    "What the output matrix would see, for each of `ids`"
+): # Yields float32 [n, H] on the device, of as many tokens as a step takes
+    "The states after the last norm of each of `ids`: what the output matrix would see"
     ids = self.ids(ids, 0)
     n,here = self.engine.scheduler.chunk,self.engine.stepper.here
     with self.borrow(len(ids)) as (blocks,states), here():

@@ -56,7 +56,8 @@ def _rest(self:LoadedModel):
 # %% ../../nbs/5_engine/20_sleep.ipynb #6cac2a0f
 class CurrentEngine:
     "The engine of a model, or who stands for it while it sleeps"
-    def __init__(self, model:LoadedModel): self._model = model
+    def __init__(self, model:LoadedModel):
+        self._model = model
     def __getattr__(self, name): return getattr(self._model.engine, name)
 
 # %% ../../nbs/5_engine/20_sleep.ipynb #b6677b4b
@@ -87,8 +88,8 @@ def packed_weights(m:LoadedModel)->PackedWeights|None:
     if not all(s.usable() for s in m._stores):
         return None
     models = [x for x in (m.draft_model,m.model) if x]
-    others = [a for x in models for t in x._rotary.values() if t
-        for a in t if a is not None]
+    tables = [t for x in models for t in x._rotary.values() if t]
+    others = [a for t in tables for a in t if a is not None]
     known = [a for x in models for a in flatten(x.weights())[0].values()]+others
     if not _all_of(region, known):
         return None
@@ -96,8 +97,7 @@ def packed_weights(m:LoadedModel)->PackedWeights|None:
 
 def _all_of(region, arrays)->bool:
     "Are `arrays` all that lies in `region`?"
-    there = {id(a):a
-        for a in arrays if type(a) is not np.ndarray}
+    there = {id(a): a for a in arrays if type(a) is not np.ndarray}
     most = sum(a.nbytes+1024 for a in there.values()) # with what lies between them
     return region.used<=most
 

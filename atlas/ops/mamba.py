@@ -58,6 +58,11 @@ def _gated_norm(Y, z, norm_w, groups, eps):
     Y = rmsnorm(by_group, norm_w.reshape(groups, -1), eps)
     return Y.reshape(n, I)
 
+def _ssd(X, A, B, C, S, at, tiled):
+    "All heads over some rows: a tile's from row `at` of it on, or one by one"
+    xs = X,A,B,C
+    return in_tile(ssd_chunk, at, S, *xs) if tiled else ssd_recurrent(*xs, S)
+
 def mamba2(
     zxbcdt, # [R, 2*I+2*G*N+nh]: z | x | B | C | dt, as projected
     conv_w, conv_b, # [C, K], [C] or None: C = I+2*G*N
@@ -79,8 +84,7 @@ def mamba2(
         y,seen = causal_conv(xbc[rows], conv_w, tail, conv_b)  # (n,C)
         X,B,C = _heads(y, nh, P, groups)
         d = softplus(dt[rows]+dt_bias)  # (n,nh)
-        xs = X*d[...,None],A*d,B,C
-        Y,S = in_tile(ssd_chunk, at, S, *xs) if tiled else ssd_recurrent(*xs, S)
+        Y,S = _ssd(X*d[...,None], A*d, B, C, S, at, tiled)
         Y = Y+D[:,None]*X  # (n,nh,P)
         return _gated_norm(Y, z[rows], norm_w, groups, eps),seen[len(y):],S
     if out is None:

@@ -498,12 +498,8 @@ def _job(self:SafeTemplate, messages, variables, **how)->tuple:
 
 @patch
 def render(
-    self:SafeTemplate,
-    messages,
-    tools=None,
-    add_generation_prompt:bool=True,
-    continue_final_message:bool=False,
-    **kw)->str:
+    self:SafeTemplate, messages, tools=None, add_generation_prompt:bool=True,
+    continue_final_message:bool=False, **kw)->str:
     "As `ChatTemplate.render`: for threads"
     job = self._job(
         messages, kw, tools=tools, add_generation_prompt=add_generation_prompt,
@@ -512,12 +508,8 @@ def render(
 
 @patch
 async def arender(
-    self:SafeTemplate,
-    messages,
-    tools=None,
-    add_generation_prompt:bool=True,
-    continue_final_message:bool=False,
-    **kw)->str:
+    self:SafeTemplate, messages, tools=None, add_generation_prompt:bool=True,
+    continue_final_message:bool=False, **kw)->str:
     "As `ChatTemplate.render`: for an event loop"
     job = self._job(
         messages, kw, tools=tools, add_generation_prompt=add_generation_prompt,

@@ -440,9 +440,18 @@ def _surround(t, before, after):
         return
     pairs = [(s,t.token_to_id(s)) for s in dict.fromkeys(before+after)]
     t.post_processor = processors.TemplateProcessing(
-        single=[*before,'$A',*after],
-        pair=[*before,'$A','$B',*after],
+        single=[*before,'$A',*after], pair=[*before,'$A','$B',*after],
         special_tokens=pairs)
+
+def _maker(meta):
+    "What builds the library's tokenizer, by the kind that the file names"
+    kind = _meta(meta,'model',str)
+    make = {'gpt2':_gpt2, 'llama':_llama, 'gemma4':_gemma4}.get(kind)
+    if not make:
+        raise UnsupportedError(
+            f'{_T}model is {kind!r}',
+            hint="Known are 'gpt2' (byte-level BPE), 'llama' (SentencePiece) and 'gemma4'")
+    return make
 
 def _bounds(meta, n)->tuple[int|None,tuple]:
     "The token that begins a text, and those that end an answer"
@@ -457,17 +466,13 @@ def _register(t, tokens, types):
     t.add_special_tokens([hf.AddedToken(s,special=True,normalized=False) for s in steer])
     t.add_tokens([hf.AddedToken(s,normalized=False) for s in shown])
 
+# %% ../../nbs/6_text/01_tokenizer.ipynb #f0463d25
 @patch(cls_method=True)
 def from_gguf(cls:Tokenizer,
     meta:dict, # The file's metadata, plain Python values
 )->Tokenizer:
     "Build a tokenizer from `tokenizer.ggml.*`"
-    kind = _meta(meta,'model',str)
-    make = {'gpt2':_gpt2, 'llama':_llama, 'gemma4':_gemma4}.get(kind)
-    if not make:
-        raise UnsupportedError(
-            f'{_T}model is {kind!r}',
-            hint="Known are 'gpt2' (byte-level BPE), 'llama' (SentencePiece) and 'gemma4'")
+    make = _maker(meta)
     tokens,ids,types = _vocab(meta)
     t,bos_too = make(meta, ids, types)
     _register(t, tokens, types)

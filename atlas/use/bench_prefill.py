@@ -207,6 +207,10 @@ def __str__(self:PrefillReport):
     return '\n'.join(rows)
 
 # %% ../../nbs/8_use/10_bench_prefill.ipynb #b4fa458e
+def _met(c)->int:
+    "Parameters that each token of a prompt meets: not those of the output matrix"
+    return c.active_params-c.vocab_size*c.hidden_size
+
 def bench_prefill(llm,
     lengths=(512,2048,8192,32768), # Tokens of prompts
     repeats:int=5, # Prompts of each length that count
@@ -220,10 +224,5 @@ def bench_prefill(llm,
     if kernels:
         whole = [n for n in lengths if n<=llm.engine.scheduler.chunk]
         kinds = [s for n in whole for s in prompt_stages(llm, n)]
-    about = (
-        llm.name,llm.device.describe(),
-        _weights(llm),copy)
-    c = llm.config
-    met = c.active_params-c.vocab_size*c.hidden_size
-    return PrefillReport(*about, met, points, kinds,
-        compilations.after_ready, llm.load_seconds)
+    return PrefillReport(llm.name, llm.device.describe(), _weights(llm), copy, _met(llm.config),
+        points, kinds, compilations.after_ready, llm.load_seconds)

@@ -87,6 +87,12 @@ class Report(list):
         return '\n'.join([*lines, *why, f'{len(self)} cases, {self.failures} failed'])
 
 # %% ../../nbs/8_use/06_check.ipynb #97575dcc
+def _relative(got, want)->np.ndarray: # [rows] float64
+    "Of each row, the largest difference over the largest value"
+    a,b = (t.astype(np.float64).reshape(len(t), -1) for t in (got,want))
+    largest = np.maximum(np.abs(b).max(1), 1e-30)
+    return np.abs(a-b).max(1)/largest
+
 def off(
     got, # What the kernel made, on the host
     want, # What its twin made
@@ -98,14 +104,9 @@ def off(
         return np.inf
     if not tolerance:
         return 0. if np.array_equal(got, want, equal_nan=got.dtype.kind=='f') else np.inf
-    a,b = (
-        t.astype(np.float64).reshape(len(t), -1)
-        for t in (got,want))
-    if not np.isfinite(a).all():
+    if not np.isfinite(got).all():
         return np.inf
-    largest = np.maximum(np.abs(b).max(1), 1e-30)
-    return float(
-        (np.abs(a-b).max(1)/largest).max(initial=0)/tolerance)
+    return float(_relative(got, want).max(initial=0)/tolerance)
 
 # %% ../../nbs/8_use/06_check.ipynb #279d9cb4
 _cases = [] # (kernels, case, variant, function, its arguments)
@@ -855,15 +856,20 @@ def _delta_tiles(card, rng, run, **kw):
     return _delta(card, rng, run, True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #336bbe9d
+def _net_on(card, rng, word, seqs, kh, vh, d):
+    "The host's step over `seqs`, and a function that launches `word` for a delta net over them"
+    b,host = _step(card, rng, seqs, word is delta_many)
+    x,w,pools = _net(rng, host, kh, vh, d)
+    given = x,*w,pools[0],as_records(pools[1])
+    def made(**kw):
+        return word(*map(card.upload, given), b, kh, **kw)
+    return host,made
+
 @_case('delta_wide + gemv_wide', '16 rows', Qwen=dict(kh=16, vh=32, d=128))
 def _delta_product(card, rng, run, kh, vh, d):
     "Rows that are left as tiles give the product the bits that it makes of float32 by itself"
-    b,host = _step(card, rng, _CROWD, False)
-    x,w,pools = _net(rng, host, kh, vh, d)
-    given = x,*w,pools[0],as_records(pools[1])
+    _,made = _net_on(card, rng, delta_step, _CROWD, kh, vh, d)
     out = invented(card, (64,vh*d), CARD_FORMATS['nvfp4'])
-    def made(**kw):
-        return delta_step(*map(card.upload, given), b, kh, **kw)
     got = run(lambda: gemv_wide(made(then=out, eps=1e-6), out))
     y,parts = made()
     want = gemv_wide(y, out, parts=parts, group=d, eps=1e-6)
@@ -872,11 +878,7 @@ def _delta_product(card, rng, run, kh, vh, d):
 @_case('delta_prep + delta_many + gated_halves', '4 tiles', Qwen=dict(kh=2, vh=8, d=128))
 def _delta_halves(card, rng, run, kh, vh, d):
     "A result that is left as fp16 has the bits of float32 that is made so"
-    b,host = _step(card, rng, _TILES, True)
-    x,w,pools = _net(rng, host, kh, vh, d)
-    given = x,*w,pools[0],as_records(pools[1])
-    def made(**kw):
-        return delta_many(*map(card.upload, given), b, kh, **kw)
+    host,made = _net_on(card, rng, delta_many, _TILES, kh, vh, d)
     def real(a):
         return card.download(a)[host.real].astype('f4')
     h = run(lambda: made(parts=1))
@@ -992,15 +994,20 @@ def _sample(card, rng, run):
         (lp[:1,:3], want.top_logprobs[:1,:3], 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #5d90c1e6
+def _likeliest_of(card, rows, vocab)->SampleTable:
+    "A sampler that always takes the likeliest token"
+    table = SampleTable(card, rows, vocab)
+    likely = SampleState(SamplingParams(temperature=0), [1], vocab)
+    for i in range(rows):
+        table.set(i, likely)
+    return table
+
 def _moves(card, rng, run, greedy):
     "The end of a step: its rows go on to the next one"
     seqs = [(p, 1) for p in (14,3,40,0,7)]
     b,host = _step(card, rng, seqs, False)
     x,ids = card.upload(_normal(rng, 5, 300)),card.empty(5, 'int32')
-    table = SampleTable(card, 5, 300)
-    likely = SampleState(SamplingParams(temperature=0), [1], 300)
-    for i in range(5):
-        table.set(i, likely)
+    table = _likeliest_of(card, 5, 300)
     how = dict(greedy=greedy, cuts=False, then=(b,16))
     run(lambda: sample_rows(x, table, ids, **how))
     n = card.download(b.pos)[0]-host.pos[0]  # done once or twice

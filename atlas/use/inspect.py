@@ -180,7 +180,7 @@ def by(self:Sheet, key:str)->dict: # `key` -> Row of sums, the largest first
     "The rows added up by 'part' or by 'fmt'"
     out = {}
     for r in self.rows:
-        k,s = getattr(r, key),out.setdefault(getattr(r, key), Counter())
+        s = out.setdefault(getattr(r, key), Counter())
         s.update({
             f:getattr(r, f)
             for f in ('tensors','weights','nbytes','read')})

@@ -17,7 +17,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from ..engine.cache import KVCache
 from ..ground.core import RequestError
-from ..text.deltas import Choice,Delta
+from ..text.deltas import Choice
 from ..engine.draft import AssistantDrafter,End,Ends,MTPDrafter
 from ..text.generation import ChoiceReader,Output,fan_out,verbatim
 from ..ground.hub import resolve
@@ -403,7 +403,7 @@ def drafts(self:LLM,
     ids, # A prompt
     k:int=2, # How many tokens to draft
     assistant=None, # A Gemma assistant, see `load_assistant`; None for the model's own head
-)->tuple[int,list[int],np.ndarray]: # The next token, the drafts after it, and their logits [k, vocab]
+)->tuple[int,list[int],np.ndarray]: # The next token, drafts after it, their logits [k, vocab]
     "Greedy drafts after `ids`; an `UnsupportedError` where there is nothing to draft with"
     b,cache = self._alone(ids, more=k+1, drafting=assistant is None)
     m = self.model

@@ -281,7 +281,7 @@ __device__ __forceinline__ void long_rows(const Params& p) {
         sm->seen[i] = ROWS * TOP_K;
     int begun = 0;
     if (SHARED)  // needs no router
-#pragma unroll 1
+        #pragma unroll 1
         for (; begun < DEEP && unit < STRIPS; begun++) {
             next_up();
             forth();
@@ -303,7 +303,7 @@ __device__ __forceinline__ void long_rows(const Params& p) {
             norm(sm, p.eps, warp, lane);
         const int short_at = KEEP < 2 && UShares::SHORT && ushare == UShares::LAST ? 1 : 0;
         int tail = 0;  // of the first of the strips that are added up
-#pragma unroll 1
+        #pragma unroll 1
         for (unsigned u = first; u < slots() * STRIPS; round ^= !ONCE) {
             USums* const part = (USums*)(sm->part + round * USUMS);
             const unsigned from = u;

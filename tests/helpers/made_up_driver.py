@@ -1,54 +1,79 @@
-"A CUDA driver that keeps books of addresses and memory, refuses what a real one refuses, and fails when it is told to."
+"""A CUDA driver that keeps books of addresses and memory, refuses what a real one refuses, and
+fails when it is told to"""
 from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace as NS
 import numpy as np
 from atlas.card.device import Cuda,Faults
 
-def values(args): return [getattr(a, '_obj', a) if not hasattr(a, 'value') else a.value for a in args]  # ctypes by value, and what byref points to
+def values(args):
+    "Of ctypes their values, and of `byref` what it points to"
+    return [a.value if hasattr(a, 'value') else getattr(a, '_obj', a) for a in args]
 
 class Driver:
-    "Memory calls of the driver; `fail` maps the name of a call to the statuses it gives next, 0 being none"
+    """Memory calls of the driver; `fail` maps the name of a call to the statuses it gives next, 0
+    being none"""
     page = 2<<20
-    def __init__(self, total): self.total,self.free,self.reserved,self.handles,self.maps,self.fail,self.next,self.calls = total,total,{},{},{},{},1<<45,[]
+    def __init__(self, total):
+        self.total,self.free = total,total
+        self.next,self.reserved = 1<<45,{} # Address -> bytes
+        self.handles,self.maps = {},{}
+        self.fail,self.calls = {},[]
     def __getattr__(self, name):
         f = getattr(type(self), '_'+name)
         def call(*args):
             self.calls.append(name)
-            if self.fail.get(name) and (code := self.fail[name].popleft()): return code
+            if self.fail.get(name) and (code := self.fail[name].popleft()):
+                return code
             return f(self, *values(args)) or 0
         return call
     def failing(self, **codes): self.fail = {k: deque(v) for k,v in codes.items()}
     def _cuDeviceGetAttribute(self, out, which, dev): out.value = int(which==102)
     def _cuMemGetAllocationGranularity(self, n, prop, flag): n.value = self.page
-    def _cuMemAddressReserve(self, at, n, align, hint, flags): at.value = self.next; self.reserved[self.next] = n; self.next += n+self.page
-    def _cuMemAddressFree(self, at, n): return 0 if self.reserved.pop(at, 0)==n and not any(at<=m<at+n for m in self.maps) else 1
+    def _cuMemAddressReserve(self, at, n, align, hint, flags):
+        at.value = self.next
+        self.reserved[self.next] = n
+        self.next += n+self.page
+    def _cuMemAddressFree(self, at, n):
+        whole = self.reserved.pop(at, 0)==n
+        return 0 if whole and not any(at<=m<at+n for m in self.maps) else 1
     def _cuMemCreate(self, h, n, prop, flags):
-        if n%self.page or not n or (prop.type, prop.location.type)!=(1,1): return 1
-        if n>self.free: return 2
-        self.free -= n; h.value = 1+max(self.handles, default=0); self.handles[h.value] = n
+        if n%self.page or not n or (prop.type, prop.location.type)!=(1,1):
+            return 1
+        if n>self.free:
+            return 2
+        self.free -= n
+        h.value = 1+max(self.handles, default=0)
+        self.handles[h.value] = n
     def _cuMemMap(self, at, n, off, h, flags):
         inside = any(a<=at and at+n<=a+s for a,s in self.reserved.items())
-        if at%self.page or self.handles.get(h)!=n or not inside or any(a<at+n and at<a+s for a,(s,_,_) in self.maps.items()): return 1
+        taken = any(a<at+n and at<a+s for a,(s,_,_) in self.maps.items())
+        if at%self.page or self.handles.get(h)!=n or not inside or taken:
+            return 1
         self.maps[at] = n,h,False
     def _cuMemSetAccess(self, at, n, desc, count):
-        if self.maps.get(at, (0,))[0]!=n or desc.flags!=3: return 1
+        if self.maps.get(at, (0,))[0]!=n or desc.flags!=3:
+            return 1
         self.maps[at] = *self.maps[at][:2],True
     def _cuMemUnmap(self, at, n): return 0 if self.maps.pop(at, (0,))[0]==n else 1
     def _cuMemRelease(self, h):
-        if any(m[1]==h for m in self.maps.values()): return 1
+        if any(m[1]==h for m in self.maps.values()):
+            return 1
         self.free += self.handles.pop(h)
     def usable(self, at, n):
         "Is there memory behind all of it? A stretch may go over several mappings"
         while n>0:
             m = next(((a+s-at) for a,(s,_,ok) in self.maps.items() if a<=at<a+s and ok), 0)
-            if not m: return False
+            if not m:
+                return False
             at,n = at+m,n-m
         return True
 
 class CudaError(RuntimeError):
     "As CuPy raises it"
-    def __init__(self, status): self.status = status; super().__init__(f'cudaError {status}')
+    def __init__(self, status):
+        self.status = status
+        super().__init__(f'cudaError {status}')
 
 def card(driver, wait=lambda: None):
     "A `Cuda` on that driver; `wait` is what happens when the card is waited for"
@@ -56,10 +81,24 @@ def card(driver, wait=lambda: None):
     c.index,c.name,c.card,c.integrated,c.faults = 0,'cuda:0','A made-up card',False,Faults()
     class Device(nullcontext):
         def synchronize(self): wait()
-    runtime = NS(free=lambda p: None, memGetInfo=lambda: (driver.free, driver.total), memcpyAsync=lambda *a: None, memset=lambda *a: None, CUDARuntimeError=CudaError)
-    more = dict(MemoryPointer=lambda mem, off: NS(ptr=mem.ptr+off, owner=mem), UnownedMemory=lambda ptr, size, owner, device_id: NS(ptr=ptr, size=size, owner=owner),
-                alloc_pinned_memory=bytearray, Event=lambda **kw: NS(record=lambda s: None, synchronize=wait), get_current_stream=lambda: NS(ptr=0))
-    def array(shape, dtype, memptr): return NS(shape=shape, dtype=np.dtype(dtype), data=memptr, nbytes=0, flags=NS(c_contiguous=True), set=lambda a: None)
-    c.xp = NS(cuda=NS(Device=lambda i: Device(), runtime=runtime, **more), ndarray=array, zeros=np.zeros, asarray=np.asarray, ascontiguousarray=np.ascontiguousarray, asnumpy=lambda a: a,
-        get_default_memory_pool=lambda: NS(free_all_blocks=lambda: None))
+    runtime = NS(
+        free=lambda p: None, memGetInfo=lambda: (driver.free, driver.total),
+        memcpyAsync=lambda *a: None, memset=lambda *a: None, CUDARuntimeError=CudaError)
+    def pointer(mem, off): return NS(ptr=mem.ptr+off, owner=mem)
+    def unowned(ptr, size, owner, device_id): return NS(ptr=ptr, size=size, owner=owner)
+    def event(**kw): return NS(record=lambda s: None, synchronize=wait)
+    cuda = NS(
+        Device=lambda i: Device(), runtime=runtime, MemoryPointer=pointer,
+        UnownedMemory=unowned, alloc_pinned_memory=bytearray, Event=event,
+        get_current_stream=lambda: NS(ptr=0))
+    def array(shape, dtype, memptr):
+        flags = NS(c_contiguous=True)
+        return NS(
+            shape=shape, dtype=np.dtype(dtype), data=memptr, nbytes=0, flags=flags,
+            set=lambda a: None)
+    pool = NS(free_all_blocks=lambda: None)
+    c.xp = NS(
+        cuda=cuda, ndarray=array, zeros=np.zeros, asarray=np.asarray,
+        ascontiguousarray=np.ascontiguousarray, asnumpy=lambda a: a,
+        get_default_memory_pool=lambda: pool)
     return c

@@ -134,15 +134,18 @@ def _longest(config, n):
     with open_model(config) as ck:
         return min(n, ck.config.max_seq_len)
 
+def _room(config, context, steps):
+    "The context that a sequence needs which is timed for so many steps"
+    rows = 8 if config.speculative else 1 # Most tokens of a step
+    return _longest(config, context+(2*steps+64)*rows)
+
 def _bench_decode(model, flags, options):
     "Measure and print, on a card"
     from atlas.use.bench_decode import bench_decode
     from atlas.use.llm import LLM
     batches,contexts = _counts(flags.batch),_counts(flags.context, 0, '--context')
     card = _card(options.pop('device', 'cuda'), _NO_CARD)
-    config = EngineConfig(model, **options)
-    rows = 8 if config.speculative else 1 # Most tokens of a step
-    length = _longest(config, max(contexts)+(2*flags.steps+64)*rows)
+    length = _room(EngineConfig(model, **options), max(contexts), flags.steps)
     llm = LLM(EngineConfig(model, card, length, max(batches), **options))
     more = dict(simulate=flags.simulate) if flags.simulate else {}
     report = bench_decode(llm, batches, contexts, flags.steps, flags.kernels, **more)

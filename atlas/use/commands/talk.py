@@ -338,7 +338,7 @@ def chat(model:Model, system:System=None, temperature:Temperature=None,
     try:
         import readline  # noqa: F401
     except ImportError:
-        readline = None  # an input line without editing keys still works
+        pass # an input line without editing keys still works
     with closing(_llm(model, **options)) as llm:
         params = _params(llm, temperature=temperature, max_tokens=max_tokens, seed=seed)
         _talk(Conversation(llm, params, system, think), name_of(model), show_thinking)
