@@ -244,7 +244,7 @@ class Decoder:
     "A whole model: `forward(batch, cache)` turns rows into logits"
     ignore = () # Patterns of tensors of the checkpoint that are left unread, beside `IGNORE`
     scales = () # Of 'residual_scale' and 'logit_scale', those it multiplies by; others must be 1
-    unit = 1. # What the stream is kept divided by
+    unit = 1. # The stream is kept divided by this, where a family's residual scale says so
     activations = 'f16' # In which a card multiplies prompts
     def __init__(self, c:ModelConfig, layers:list, mtp=None, vision=None):
         _unscaled(c, self.scales)
@@ -368,50 +368,6 @@ def trunk(self:Decoder,
         made += s.made
     return x
 
-# %% ../../nbs/4_model/04_model.ipynb #126bc45a
-def _looks(o, pools, above=()):
-    "What tells one layer from another, but for the numbers in its arrays"
-    if hasattr(o, 'dtype'):
-        return tuple(o.shape),str(o.dtype)
-    if isinstance(o, (list,tuple)):
-        return tuple(_looks(x, pools, above) for x in o)
-    named = callable(o) and hasattr(o, '__name__')
-    if named or not hasattr(o, '__dict__'):
-        return o
-    if id(o) in above:
-        return 'above'
-    return type(o).__name__,*_attributes(o, pools, (*above,id(o)))
-
-def _attributes(o, pools, above)->list:
-    "How the attributes of `o` look, by name; its number stands for what it has in the pools"
-    its = {k: v for k,v in vars(o).items() if k!='_c'}
-    if '_i' in its:
-        its['_i'] = [p.get(its['_i']) for p in pools]
-    return sorted((k, _looks(v, pools, above))
-        for k,v in its.items())
-
-@patch
-def samples(self:Decoder, cache)->list[int]:
-    "Numbers of layers: the first two of all that follow each other so, and the last"
-    pools = cache.kv,cache.conv,cache.rec
-    kinds = [str(_looks(l, pools)) for l in self.layers]
-    found = {}
-    for i,pair in enumerate(zip([None,*kinds], kinds)):
-        found.setdefault(pair, i)
-    first = {max(i-1, 0) for i in found.values()}
-    return sorted({*first,*found.values(),len(kinds)-1})
-
-@patch
-@contextmanager
-def one_of_each(self:Decoder, cache):
-    "A context in which the trunk is a few layers of each kind"
-    whole = self.layers
-    self.layers = [whole[i] for i in self.samples(cache)]
-    try:
-        yield
-    finally:
-        self.layers = whole
-
 # %% ../../nbs/4_model/04_model.ipynb #b75b9354
 @patch
 def media(self:Decoder,
@@ -450,6 +406,50 @@ def forward(self:Decoder, b:Batch, cache, tap=None): # [n, vocab] float32
     if b.out is not None:
         x = x[b.out]
     return self.head(x, self.last_norm)
+
+# %% ../../nbs/4_model/04_model.ipynb #126bc45a
+def _looks(o, pools, above=()):
+    "What tells one layer from another, but for the numbers in its arrays"
+    if hasattr(o, 'dtype'):
+        return tuple(o.shape),str(o.dtype)
+    if isinstance(o, (list,tuple)):
+        return tuple(_looks(x, pools, above) for x in o)
+    named = callable(o) and hasattr(o, '__name__')
+    if named or not hasattr(o, '__dict__'):
+        return o
+    if id(o) in above:
+        return 'above'
+    return type(o).__name__,*_attributes(o, pools, (*above,id(o)))
+
+def _attributes(o, pools, above)->list:
+    "How the attributes of `o` look, by name; its number stands for what it has in the pools"
+    its = {k: v for k,v in vars(o).items() if k!='_c'}
+    if '_i' in its:
+        its['_i'] = [p.get(its['_i']) for p in pools]
+    return sorted((k, _looks(v, pools, above))
+        for k,v in its.items())
+
+@patch
+def samples(self:Decoder, cache)->list[int]:
+    "Numbers of layers: of each pair of kinds that are neighbours the first two, and the last layer"
+    pools = cache.kv,cache.conv,cache.rec
+    kinds = [str(_looks(l, pools)) for l in self.layers]
+    found = {}
+    for i,pair in enumerate(zip([None,*kinds], kinds)):
+        found.setdefault(pair, i)
+    first = {max(i-1, 0) for i in found.values()}
+    return sorted({*first,*found.values(),len(kinds)-1})
+
+@patch
+@contextmanager
+def one_of_each(self:Decoder, cache):
+    "A context in which the trunk is a few layers of each kind"
+    whole = self.layers
+    self.layers = [whole[i] for i in self.samples(cache)]
+    try:
+        yield
+    finally:
+        self.layers = whole
 
 # %% ../../nbs/4_model/04_model.ipynb #af0ca0fe
 def build(c:ModelConfig)->Decoder:

@@ -16,7 +16,7 @@ def _match(
     least:int,
     most:int,
 )->int|None:
-    "The place before the end that matches it best"
+    "The place whose last tokens match those of the sequence best; None: too few do"
     n = max(len(said)-1, 0) # Places 0 to n-1
     alike = np.ones(n, bool)
     length = np.zeros(n, int)

@@ -294,8 +294,8 @@ def watcher(
     return Watcher(endpoints, tell, entry.every if entry else 60., **kw)
 
 def watching(entry):
-    """What a gateway runs `beside`: looks at its models and at what `entry` names. A
-    `WatchError` at once where nobody can be told"""
+    """What a gateway runs beside its models: it looks at them, and at what `entry` (`watch` of
+    a fleet) names. A `WatchError` at once where nobody can be told"""
     tell = teller(entry.notify)
     async def run(models):
         from atlas.card.sensors import Machine
