@@ -253,7 +253,8 @@ def learnt(part=4/132, deadline=.1):
 class Who:
     "A prompt of so many tokens"
     order,there,num_computed = (0,0),0,0
-    def __init__(self, n): self.prompt_len = n
+    def __init__(self, n):
+        self.prompt_len = n
 
 def test_where_it_pays():
     "Not without a part, nor before anything is known, nor for a chunk that ends too soon"

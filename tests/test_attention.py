@@ -69,7 +69,8 @@ cases = st.builds(
     window=st.none()|st.integers(1, 160),
     sinks=st.booleans())
 
-def near(y, ref): np.testing.assert_allclose(y, ref, rtol=0, atol=3e-5)
+def near(y, ref):
+    np.testing.assert_allclose(y, ref, rtol=0, atol=3e-5)
 
 def check_formula(attention, c):
     ref = c.formula()
@@ -102,15 +103,18 @@ def check_window(attention, c):
 
 @few
 @given(cases)
-def test_formula(c): check_formula(attention, c)
+def test_formula(c):
+    check_formula(attention, c)
 
 @few
 @given(cases)
-def test_cuts(c): check_cuts(attention, c)
+def test_cuts(c):
+    check_cuts(attention, c)
 
 @few
 @given(cases)
-def test_before_the_window(c): check_window(attention, c)
+def test_before_the_window(c):
+    check_window(attention, c)
 
 @few
 @given(cases)
@@ -160,6 +164,7 @@ def test_faults_are_seen(monkeypatch, check, name, old, new):
     how = dict(max_examples=300, deadline=None, database=None, report_multiple_bugs=False)
     @settings(**how, phases=[Phase.generate])
     @given(cases)
-    def run(c): check(attention, c)
+    def run(c):
+        check(attention, c)
     with pytest.raises((AssertionError,ValueError)):
         run()

@@ -175,9 +175,11 @@ def test_interrupted(late, at):
 class Guide:
     "Lets each of `may` come once, in that order; then it is whole"
     error,code = None,'guide_failed'
-    def __init__(self, may): self.may,self.n = may,0
+    def __init__(self, may):
+        self.may,self.n = may,0
     ended = property(lambda self: self.n>=len(self.may))
-    def accept(self, t): self.n += 1
+    def accept(self, t):
+        self.n += 1
     def mask(self):
         bits = np.zeros(-(-V//32)*32, bool)
         if not self.ended:

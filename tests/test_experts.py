@@ -156,7 +156,8 @@ def check(net, rows, monkeypatch):
 @pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
     ('alone',1), ('alone',4), ('shared',1), ('odd',8), ('long',1), ('long',2),
     ('units',1), ('units',3), ('eights',1), ('eights',2), ('pairs',1), ('pairs',4)])
-def test_a_mixture(name, rows, nets, monkeypatch): check(nets[name], rows, monkeypatch)
+def test_a_mixture(name, rows, nets, monkeypatch):
+    check(nets[name], rows, monkeypatch)
 
 @pytest.fixture
 def late(tmp_path, monkeypatch):

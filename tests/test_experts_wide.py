@@ -36,7 +36,8 @@ MORE = dict(
 def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch): monkeypatch.setattr(test_experts, 'moe', moe_wide)
+def wide(monkeypatch):
+    monkeypatch.setattr(test_experts, 'moe', moe_wide)
 
 def rows_of(net, R):
     "Rows of very different sizes: some the same, which pick the same experts, and others"
@@ -76,9 +77,11 @@ CASES = [
     ('channels',24)]
 
 @pytest.mark.parametrize('name,rows', CASES)
-def test_a_mixture(name, rows, nets): check(nets[name], rows)
+def test_a_mixture(name, rows, nets):
+    check(nets[name], rows)
 
-def apart(monkeypatch): monkeypatch.setattr(W, '_whole', lambda *a: None)
+def apart(monkeypatch):
+    monkeypatch.setattr(W, '_whole', lambda *a: None)
 
 def together(run):
     "`run` with both halves in the second launch, which finds the hidden values of all blocks"

@@ -184,7 +184,8 @@ def test_all_that_is_wrong_is_told():
     ('models: {a: 2026-13-45}', ''), ('models: {"a\\u0001": tiny}', 'is no name'),
     ('models: {"q*": tiny}', 'is a pattern'),
     ('models: {a: {model: tiny, kv_cache_memory: 1XB}}', 'not a size')])
-def test_nonsense_is_refused(text, says): assert says in refusal(text).msg
+def test_nonsense_is_refused(text, says):
+    assert says in refusal(text).msg
 
 def test_a_bomb_of_aliases_is_refused():
     lines = ['a: &a [1,1,1,1,1,1,1,1,1,1]']

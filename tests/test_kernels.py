@@ -460,7 +460,8 @@ def test_damaged_cubin_is_never_returned(tmp_path_factory, cut, flip):
 
 def test_failed_compile_keeps_nothing(tmp_path):
     class Fails(Stub):
-        def __call__(self, *a): raise AtlasError('no')
+        def __call__(self, *a):
+            raise AtlasError('no')
     with pytest.raises(AtlasError):
         compiled(
             kernel_tree(tmp_path/'k'), 'sm_90a', compiler=Fails(),

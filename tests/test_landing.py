@@ -112,8 +112,10 @@ class Turns:
         self.asked += 1
         return 2*(self.asked//6%2==0)
     def limit(self, rid): return 2
-    def note(self, k, checked, seconds, context): self.told.append((k,seconds))
-    def leave(self, rid): pass
+    def note(self, k, checked, seconds, context):
+        self.told.append((k,seconds))
+    def leave(self, rid):
+        pass
 
 def clocked(e):
     "A clock by which a plan takes 1, and a wait for results until 10 after the launch"

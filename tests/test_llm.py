@@ -130,7 +130,8 @@ def test_an_exception_in_a_step(llm, monkeypatch, where):
     want = llm.generate(A, greedy(8)).token_ids
     s = llm.stream(A, greedy(8))
     got = [next(s)]
-    def broken(*_): raise ArithmeticError
+    def broken(*_):
+        raise ArithmeticError
     with monkeypatch.context() as m:
         m.setattr(
             *((llm.model,'trunk') if where=='trunk' else (E,'sample')),
@@ -245,7 +246,8 @@ def test_a_broken_preset_stops_nobody_else(monkeypatch):
     from atlas.ground import config,opening
     from atlas.ground.options import EngineConfig
     from atlas.use.inspect import look
-    def broken(*_): raise RequestError('llama.toml is not valid TOML')
+    def broken(*_):
+        raise RequestError('llama.toml is not valid TOML')
     monkeypatch.setattr(config, 'PRESETS', config.Presets('atlas.model.families', broken))
     monkeypatch.setattr(opening, 'PRESETS', config.PRESETS)
     here = str(data/'smollm2-tied')
@@ -262,7 +264,8 @@ class Read(Exception):
 @pytest.fixture
 def no_weights(monkeypatch):
     "A context in which whoever loads a model's weights gets a `Read`; what fits gets there"
-    def refuse(*args, **kw): raise Read
+    def refuse(*args, **kw):
+        raise Read
     @contextmanager
     def within():
         with monkeypatch.context() as m:

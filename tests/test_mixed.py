@@ -24,7 +24,8 @@ template = ChatTemplate('{% for m in messages %}{{ m.role }}: {{ m.content }}\n{
 
 class Sink(io.StringIO):
     "Where log lines go"
-    def fileno(self): raise OSError
+    def fileno(self):
+        raise OSError
 
 @contextmanager
 def gateway():

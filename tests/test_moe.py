@@ -66,7 +66,8 @@ def check_route(route, x, w, k, kw):
 
 @few
 @given(routers())
-def test_route_is_its_definition(case): check_route(route, *case)
+def test_route_is_its_definition(case):
+    check_route(route, *case)
 
 @few
 @given(routers(), st.randoms(use_true_random=False))
@@ -178,15 +179,18 @@ def check_sum(experts, net):
 
 @few
 @given(nets)
-def test_rows_in_company(net): check_company(experts, net)
+def test_rows_in_company(net):
+    check_company(experts, net)
 
 @few
 @given(nets)
-def test_chunks(net): check_chunks(experts, net)
+def test_chunks(net):
+    check_chunks(experts, net)
 
 @few
 @given(nets)
-def test_weighted_sum(net): check_sum(experts, net)
+def test_weighted_sum(net):
+    check_sum(experts, net)
 
 @few
 @given(nets, st.randoms(use_true_random=False))
@@ -219,7 +223,8 @@ def test_broken_input(value):
 
 class Counted:
     "A stack of experts that counts how often each is taken"
-    def __init__(self, q): self.q,self.taken = q,[]
+    def __init__(self, q):
+        self.q,self.taken = q,[]
     def __getitem__(self, e): self.taken.append(e); return self.q[e]
 
 @pytest.mark.parametrize('fmt', [None,'BF16','FP8_BLOCK','MXFP4','NVFP4'])
@@ -257,7 +262,8 @@ def broken(f, old, new):
 def some(check, g):
     @settings(max_examples=200, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False)
     @given(routers())
-    def run(case): check(g, *case)
+    def run(case):
+        check(g, *case)
     return run
 
 @pytest.mark.parametrize('old,new', [

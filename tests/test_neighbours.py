@@ -15,9 +15,11 @@ QUIET = dict(raise_server_exceptions=False)
 class Pool(Models):
     "Remembers what is to be unloaded"
     def __init__(self, *args, **kw):
-        super().__init__(*args, **kw); self.gone = []
+        super().__init__(*args, **kw)
+        self.gone = []
     async def unload(self, name):
-        self.gone.append(self.find(name).name); return {}
+        self.gone.append(self.find(name).name)
+        return {}
 
 def two(**kw):
     "One that is there, and one that is not"

@@ -125,7 +125,8 @@ class Machine(RuleBasedStateMachine):
         self.sc.waiting.push(s)
 
     @rule(pause=st.sampled_from([.001,.06,.3]))
-    def pass_time(self, pause): self.now += pause
+    def pass_time(self, pause):
+        self.now += pause
 
     @rule(n=st.sampled_from([1,3,20]))
     def step(self, n):

@@ -583,7 +583,8 @@ def test_a_disk_that_fails_harms_nobody():
     "Neither while it is written nor while it is read"
     for name in ('write','read'):
         e,r,store = spilled()
-        def fails(*args): raise OSError('it is gone')
+        def fails(*args):
+            raise OSError('it is gone')
         setattr(store.place, name, fails)
         other = talk(5, 1, 190, 0, 3, {})
         assert answer(e, other)[0]==said(alone(other))

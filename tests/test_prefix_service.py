@@ -97,7 +97,8 @@ class Engine:
             line.ids = ids[:-1]
         return line
     def stats(self): return self.said
-    def close(self, drain=0.): pass
+    def close(self, drain=0.):
+        pass
     @property
     def real(self): return [r for r in self.asked if not r.prefill_only]
     @property
@@ -311,8 +312,10 @@ class Chat:
     path,tools = CHAT,[
         dict(type='function', function=dict(name='add', parameters=SCHEMA))]
     returns = False
-    def __init__(self): self.messages = []
-    def say(self, text): self.messages.append(dict(role='user', content=text))
+    def __init__(self):
+        self.messages = []
+    def say(self, text):
+        self.messages.append(dict(role='user', content=text))
     def body(self): return dict(messages=self.messages)
     def heard(self, d):
         "Keep the answer; was it a call?"
@@ -511,7 +514,8 @@ def test_nothing_is_needed_twice():
 
 def fails(e):
     "A function that fails"
-    def broken(*args, **kw): raise e
+    def broken(*args, **kw):
+        raise e
     return broken
 
 FAULTS = QueueFullError('full'),KeyError('a secret')

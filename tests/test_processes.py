@@ -1022,7 +1022,8 @@ def test_http_started_without_doors():
     goes nowhere"""
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = s.getsockname()[1]
-    def closed(): os.closerange(0, 3)
+    def closed():
+        os.closerange(0, 3)
     with Live(before=closed, out=subprocess.DEVNULL, port=port, log_level='debug') as l:
         until(lambda: not gone_port(port))
         until(lambda: l.health()==200)
@@ -1284,7 +1285,8 @@ def test_a_life_is_not_told_under_the_request_that_began_it():
     async def main():
         bind_contextvars(request_id='req_first')
         m = model(at_load=None)
-        def tell(e): seen.append((e['data']['status'], get_contextvars().get('request_id')))
+        def tell(e):
+            seen.append((e['data']['status'], get_contextvars().get('request_id')))
         m.tell = tell
         m.begin()
         await m.up()

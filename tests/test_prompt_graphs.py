@@ -147,7 +147,8 @@ def test_others_while_nobody_asks(monkeypatch):
 
 def test_others_as_far_as_memory_goes(monkeypatch):
     e = some_due(models('llama', 'bf16')[1], monkeypatch)
-    def none(self, b, stream): raise OutOfMemoryError('no more')
+    def none(self, b, stream):
+        raise OutOfMemoryError('no more')
     monkeypatch.setattr(PromptGraphs, '_recorded', none)
     assert e.idle() and not e.stepper.prompts.due and not e.idle()
     assert rows(e)==[128]

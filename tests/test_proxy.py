@@ -136,10 +136,13 @@ def chunked(*events):
 
 class Pieces:
     "Both ends of a connection that has these bytes, and then no more"
-    def __init__(self, *pieces): self.left = [*pieces]
+    def __init__(self, *pieces):
+        self.left = [*pieces]
     async def read(self, most): return self.left.pop(0) if self.left else b''
-    def write(self, raw): pass
-    async def drain(self): pass
+    def write(self, raw):
+        pass
+    async def drain(self):
+        pass
 
 async def taken(*pieces):
     "The head of an answer, what its plain chunks hold, and what is left to read"
@@ -184,7 +187,8 @@ BAD = dict(
 @pytest.mark.parametrize('path', ['chat/completions','messages'])
 @pytest.mark.parametrize('bad', BAD)
 def test_chunks_that_are_none(bad, path):
-    def say(c): c.send(HEAD, BAD[bad])
+    def say(c):
+        c.send(HEAD, BAD[bad])
     with behind(say, apis='chat') as (d,u):
         r = d.post('/v1/'+path, stream=True)
         assert 'Hi' in r.text and 'upstream_error' in r.text, r.text
@@ -258,25 +262,34 @@ def test_keys_and_headers(monkeypatch, caplog):
 
 # -- everything that breaks ----------------------------------------------------------------------
 
-def hang(c): c.wait()
+def hang(c):
+    c.wait()
 def head_only(c):
     c.head(kind='text/event-stream')
     c.wait()
-def close(c): pass
-def garbage(c): c.send(b'\x00\xff not HTTP at all\r\n\r\n')
+def close(c):
+    pass
+def garbage(c):
+    c.send(b'\x00\xff not HTTP at all\r\n\r\n')
 def huge_headers(c):
     c.send(
         b'HTTP/1.1 200 OK\r\n',
         b''.join(b'x-%d: %b\r\n'%(i, b'a'*1000) for i in range(1000)),
         b'\r\n')
-def html(c): c.whole(b'<html>Log in</html>', kind='text/html')
-def no_json(c): c.whole(b'{"choices": [', kind='application/json')
+def html(c):
+    c.whole(b'<html>Log in</html>', kind='text/html')
+def no_json(c):
+    c.whole(b'{"choices": [', kind='application/json')
 def bomb(c):
     c.whole(gzip.compress(b' '*(1<<20)), content_encoding='gzip')
-def bad_gzip(c): c.whole(b'this is no gzip', content_encoding='gzip')
-def no_events(c): c.stream(b'\x00\x01\x02\n\n', DONE)
-def nothing(c): c.stream()
-def redirect(c): c.whole(b'', 307, location='http://127.0.0.1:1/v1/chat/completions')
+def bad_gzip(c):
+    c.whole(b'this is no gzip', content_encoding='gzip')
+def no_events(c):
+    c.stream(b'\x00\x01\x02\n\n', DONE)
+def nothing(c):
+    c.stream()
+def redirect(c):
+    c.whole(b'', 307, location='http://127.0.0.1:1/v1/chat/completions')
 def drip(c):
     c.stream(cut=True)
     [c.chunk(b'd') for _ in range(3)]

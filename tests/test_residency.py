@@ -71,7 +71,8 @@ class Device:
         self.taken[who] = nbytes
         if sum(self.taken.values())>self.size:
             self.fault(f'{self.taken} is more than there is')
-    def fault(self, said): self.wrong.append(said)
+    def fault(self, said):
+        self.wrong.append(said)
 
 class StandIn(asyncio.Protocol):
     """A worker in this process: it takes memory, answers token by token, sleeps and wakes, and
@@ -90,7 +91,8 @@ class StandIn(asyncio.Protocol):
     def data_received(self, data):
         for m in self.frames.feed(data):
             getattr(self, m[0])(*m[1:])
-    def connection_lost(self, e): self.end(0)
+    def connection_lost(self, e):
+        self.end(0)
     def send(self, *m):
         if not self.gone:
             self.transport.write(frame(*m))
@@ -131,7 +133,8 @@ class StandIn(asyncio.Protocol):
         if rid not in self.world.left and not self.world.excused(self.name):
             self.cut('an answer was ended')
         self.send('events', [pack_event(n, Event(rid, finish='abort'))], {})
-    def cut(self, said): self.world.device.fault(f'{self.name}: {said}')
+    def cut(self, said):
+        self.world.device.fault(f'{self.name}: {said}')
     def sent_away(self, how):
         "Its time is over: was that right?"
         w,m = self.world,self.world.models.find(self.name)
@@ -161,7 +164,8 @@ class StandIn(asyncio.Protocol):
     def bye(self):
         self.sent_away('unloaded')
         self.later(.2, self.end, 0)
-    def kill(self): self.end(-9)
+    def kill(self):
+        self.end(-9)
     def end(self, code):
         if self.gone:
             return
@@ -379,13 +383,17 @@ def test_whatever_happens(seed, n):
     every request ends once"""
     day(seed, n=n)
 
+def answered(seed, n=40):
+    "On a day on which nobody meddles, whoever has patience gets an answer"
+    w = day(seed, meddling=False, n=n, policy=replace(PACE, wait=1e5))
+    assert {end for rid,end,_ in w.ends if rid not in w.left}<={'stop'}
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10**9),
     n=st.integers(1, 60))
 def test_where_nobody_meddles_all_are_answered(seed, n):
-    w = day(seed, meddling=False, n=n, policy=replace(PACE, wait=1e5))
-    assert {end for rid,end,_ in w.ends if rid not in w.left}<={'stop'}
+    answered(seed, n)
 
 # -- the test can fail ---------------------------------------------------------------------------
 
@@ -436,6 +444,7 @@ def test_it_would_be_seen(fault, monkeypatch):
         for seed in range(60):
             day(seed, meddling=seed%2==0)
         for seed in range(20):
+            answered(seed)
             day(seed, meddling=False, policy=replace(PACE, soon=.01))
 
 # -- one after another ---------------------------------------------------------------------------
@@ -585,7 +594,8 @@ def test_who_takes_more_than_was_reckoned(monkeypatch):
         def __init__(self, *a, **kw):
             super().__init__(*a, **kw)
             self.device.size,self.models.find('a').need = 1000,40
-        def check(self): pass
+        def check(self):
+            pass
     monkeypatch.setitem(globals(), 'World', Larger)
     w = play(
         dict(a=kind(60, 2.), b=kind(50, 2., sleepless=True)),

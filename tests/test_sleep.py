@@ -69,7 +69,8 @@ a.sleep(); print('asleep', flush=True); print(x[0])'''
 
 class Failing:
     "Brings nothing back"
-    def fill(self, region): raise OSError('the disk is gone')
+    def fill(self, region):
+        raise OSError('the disk is gone')
 
 def spoil(copy, how):
     "A bit, or the places of two words; once more, and all is as it was"
@@ -106,7 +107,8 @@ def test_no_room_for_a_copy(monkeypatch):
     "Nothing is given up before all that is to be kept has been copied"
     m = made('llama')
     want = asked(m)
-    def no(self, sizes): raise OutOfMemoryError('there is no room for a copy')
+    def no(self, sizes):
+        raise OutOfMemoryError('there is no room for a copy')
     monkeypatch.setattr(type(m.arena.pages), 'buffers', no)
     mapped = m.arena.mapped
     with pytest.raises(OutOfMemoryError):
@@ -428,13 +430,16 @@ def test_killed_at_any_moment(tmp_path):
 # -- a runner ------------------------------------------------------------------------------------
 
 class Heard:
-    def __init__(self): self.out,self.ended = {},{}
+    def __init__(self):
+        self.out,self.ended = {},{}
     def events(self, pairs, stats):
         for n,e in pairs:
             if e.finish:
                 self.ended[n] = e
-    def result(self, n, value): self.out[n] = value
-    def failed(self, n, e): self.out[n] = e
+    def result(self, n, value):
+        self.out[n] = value
+    def failed(self, n, e):
+        self.out[n] = e
 
 def test_in_the_step_loop(llama):
     """Requests before, while asleep, and after, in the order in which they came; the engine may be

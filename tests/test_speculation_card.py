@@ -73,7 +73,8 @@ class Guide:
         self.may = may
         self.n = n
     ended = property(lambda self: self.n>=len(self.may))
-    def accept(self, t): self.n += 1
+    def accept(self, t):
+        self.n += 1
     def fork(self): return Guide(self.may, self.n)
     def mask(self):
         bits = np.zeros(256, bool)

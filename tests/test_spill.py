@@ -131,7 +131,8 @@ nths = st.integers(1, 12)
 
 class Model:
     "What a store without faults would have: records by name, the least recently used first"
-    def __init__(self, units): self.units,self.records = units,OrderedDict()
+    def __init__(self, units):
+        self.units,self.records = units,OrderedDict()
     def size(self, kind): return dict(tile=1, state=2)[kind]
     def used(self):
         return sum(self.size(k) for k,_ in self.records)
@@ -390,7 +391,8 @@ def test_two_readers_meet_the_same_trouble(caplog):
 
 class Late(Mark):
     "Passed when it is waited for: `f` happens then"
-    def __init__(self, f): self.f,self.passed = f,False
+    def __init__(self, f):
+        self.f,self.passed = f,False
     def wait(self, doing=''):
         self.f()
         self.passed = True
@@ -421,7 +423,8 @@ def test_copies_in_are_waited_for():
     left_clean(store)
 
 def test_a_card_that_fails_is_a_miss():
-    def breaks(): raise OutOfMemoryError('the card is gone')
+    def breaks():
+        raise OutOfMemoryError('the card is gone')
     store = store_in(HostMemory(PAGE+64*UNIT))
     store.put('tile', ident(1), lambda out: Late(breaks))
     store.settle()
@@ -655,7 +658,8 @@ def test_a_card_that_fails_at_the_end(tmp_path):
     "Nothing is kept, and the store is closed all the same"
     tree,records = tree_of(1)
     tier = SpillTier(tree, records, open_spill(records, .001, tmp_path, True))
-    def broken(*args): raise RuntimeError('it is gone')
+    def broken(*args):
+        raise RuntimeError('it is gone')
     records.read = broken
     tier.close(keep=True)
     assert tier.store.closed and not any(t.is_alive()

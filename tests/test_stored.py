@@ -44,7 +44,8 @@ def kept(path, folder, monkeypatch, **kw):
     "Two loads of a checkpoint, the second without it"
     a,s = read(path, folder, **kw)
     s.save(a)
-    def forbidden(*_): raise AssertionError('A tensor of the checkpoint is read')
+    def forbidden(*_):
+        raise AssertionError('A tensor of the checkpoint is read')
     with monkeypatch.context() as m:
         m.setattr(Checkpoint, 'read', forbidden)
         b,t = read(path, folder, **kw)
@@ -167,8 +168,10 @@ def test_a_draft_model_has_its_own(model):
 def touch(model):
     p = next(model[0].glob('*.safetensors'))
     os.utime(p, ns=(1,p.stat().st_mtime_ns+1))
-def spoil(model): damage(next(model[1].iterdir()))
-def cut(model): os.truncate(next(model[1].iterdir()), 5000)
+def spoil(model):
+    damage(next(model[1].iterdir()))
+def cut(model):
+    os.truncate(next(model[1].iterdir()), 5000)
 def foreign(model):
     shutil.copy(
         next(model[0].glob('*.safetensors')),
@@ -216,7 +219,8 @@ def test_each_card_and_way_of_loading_has_its_own(model, monkeypatch):
 
 def test_a_start_without_room_serves(model, monkeypatch, caplog):
     "What keeps the file from being written is said, and is no error of the model's"
-    def full(*_): raise OSError(28, 'No space left on device')
+    def full(*_):
+        raise OSError(28, 'No space left on device')
     monkeypatch.setattr(os, 'posix_fallocate', full)
     with caplog.at_level(logging.WARNING, 'atlas'):
         llm = start(model)

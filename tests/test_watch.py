@@ -166,7 +166,8 @@ def test_what_could_not_be_sent_is_sent_later():
     def tell(title, body):
         said.append(body)
         return up[0]
-    def refuse(request): raise httpx.ConnectError('refused')
+    def refuse(request):
+        raise httpx.ConnectError('refused')
     w = Watcher(
         dict(asr='http://asr/'), tell, damper=Damper(confirm=1),
         client=httpx.AsyncClient(transport=httpx.MockTransport(refuse)))
@@ -194,7 +195,8 @@ def test_a_look_that_fails_is_not_the_last(monkeypatch):
     assert len(rounds)==3 and w.client.is_closed
 
 def test_once_remembers_through_a_file(tmp_path):
-    def refuse(request): raise httpx.ConnectError('refused')
+    def refuse(request):
+        raise httpx.ConnectError('refused')
     def look():
         w = Watcher(
             dict(asr='http://asr/'),

@@ -109,7 +109,8 @@ class Clock:
     "What this process had spent when the last report was made"
     at = 0
 
-def pytest_runtest_logstart(): Clock.at = spent()
+def pytest_runtest_logstart():
+    Clock.at = spent()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():
@@ -120,7 +121,8 @@ def pytest_runtest_makereport():
 
 class Recorder:
     "Adds up what the reports of a run say"
-    def __init__(self, config): self.config,self.seconds = config,{}
+    def __init__(self, config):
+        self.config,self.seconds = config,{}
     def pytest_runtest_logreport(self, report):
         before = self.seconds.get(report.nodeid, 0)
         self.seconds[report.nodeid] = before+report.seconds

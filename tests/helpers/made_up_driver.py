@@ -27,9 +27,12 @@ class Driver:
                 return code
             return f(self, *values(args)) or 0
         return call
-    def failing(self, **codes): self.fail = {k: deque(v) for k,v in codes.items()}
-    def _cuDeviceGetAttribute(self, out, which, dev): out.value = int(which==102)
-    def _cuMemGetAllocationGranularity(self, n, prop, flag): n.value = self.page
+    def failing(self, **codes):
+        self.fail = {k: deque(v) for k,v in codes.items()}
+    def _cuDeviceGetAttribute(self, out, which, dev):
+        out.value = int(which==102)
+    def _cuMemGetAllocationGranularity(self, n, prop, flag):
+        n.value = self.page
     def _cuMemAddressReserve(self, at, n, align, hint, flags):
         at.value = self.next
         self.reserved[self.next] = n
@@ -80,7 +83,8 @@ def card(driver, wait=lambda: None):
     c = Cuda.__new__(Cuda)
     c.index,c.name,c.card,c.integrated,c.faults = 0,'cuda:0','A made-up card',False,Faults()
     class Device(nullcontext):
-        def synchronize(self): wait()
+        def synchronize(self):
+            wait()
     runtime = NS(
         free=lambda p: None, memGetInfo=lambda: (driver.free, driver.total),
         memcpyAsync=lambda *a: None, memset=lambda *a: None, CUDARuntimeError=CudaError)

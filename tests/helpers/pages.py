@@ -27,7 +27,7 @@ def pytest_addoption(parser):
         help='with --page or --changed: what imports them through others, too')
 
 def page_name(path):
-    "A page by its place below nbs/: `5_engine/09_scheduler`"
+    "A page by its place below nbs/: `5_engine/12_scheduler`"
     return path.relative_to(ROOT/'nbs').with_suffix('').as_posix()
 
 def short(page):

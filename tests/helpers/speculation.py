@@ -219,5 +219,6 @@ class Dice:
         for checked,n in accepted.values():
             fine = n<=checked<=k<=self.most
             self.noted[fine] += 1
-    def leave(self, id): self.limits.pop(id, None)
+    def leave(self, id):
+        self.limits.pop(id, None)
     def stats(self): return {}

@@ -19,15 +19,18 @@ def eager(f):
     @torch.no_grad()
     def g(*args, **kw):
         now,Block.forward = Block.forward,EAGER
-        try: return f(*args, **kw)
-        finally: Block.forward = now
+        try:
+            return f(*args, **kw)
+        finally:
+            Block.forward = now
     return g
 
 
 @eager
 def validate(m, batches, amp, K:int)->list[float]:
     "Mean loss of the next token, and of the drafts after it, on held-out text"
-    with amp: parts = [m.loss(b, K)[1] for b in batches]
+    with amp:
+        parts = [m.loss(b, K)[1] for b in batches]
     return [float(torch.stack(each).mean()) for each in zip(*parts)]
 
 
@@ -40,7 +43,8 @@ def greedy(m, prompts:list[list[int]], n:int, amp):
     padded = [p+[0]*(longest+n-len(p)) for p in prompts]
     ids = torch.tensor(padded, device=device)
     for i in range(n):
-        with amp: logits = m.head(m(ids[:,:longest+i])[0][rows,at-1])
+        with amp:
+            logits = m.head(m(ids[:,:longest+i])[0][rows,at-1])
         ids[rows,at] = logits.float().argmax(-1)
         at = at+1
     return ids
@@ -115,7 +119,8 @@ def answered(said:str)->str:
 
 def same(a:str, b:str, kind:str)->bool:
     "Do two answers say the same? Sums may be told in several ways"
-    if kind.startswith('sums'): a,b = (re.findall(r'\d+', x)[-1:] for x in (a, b))
+    if kind.startswith('sums'):
+        a,b = (re.findall(r'\d+', x)[-1:] for x in (a, b))
     return a==b
 
 
@@ -139,14 +144,16 @@ def skills(m, tok, amp, n:int=64, seed:int=1234)->dict[str,float]:
         said = [answered(s) for s in answers(m, tok, prompts, 110, amp)]
         wrong = [(w, s) for s,w in zip(said, wanted) if not same(s, w, kind)]
         out[kind] = 1-len(wrong)/n
-        for pair in wrong[:2]: print(kind, *map(repr, pair), sep='\n    ')
+        for pair in wrong[:2]:
+            print(kind, *map(repr, pair), sep='\n    ')
     return out
 
 
 def kinds(records:list[dict], n:int, seed:int=4321)->dict[str,list[str]]:
     "Documents that were not learnt, by whose hand they are"
     out = dict(stories=text.ruled_documents(n, seed), conversations=text.conversations(n, seed))
-    if records: out['written'] = text.written_documents(records[::100], seed)[:n]
+    if records:
+        out['written'] = text.written_documents(records[::100], seed)[:n]
     return out
 
 
@@ -157,7 +164,8 @@ def by_kind(m, tok, docs:list[str], amp)->dict[str,float]:
     loss = tokens = letters = 0
     for d in docs:
         ids = torch.tensor([[end, *tok.encode(d, add_special_tokens=False).ids]], device=device)
-        with amp: logits = m.head(m(ids[:,:-1])[0])[0].float()
+        with amp:
+            logits = m.head(m(ids[:,:-1])[0])[0].float()
         loss += float(torch.nn.functional.cross_entropy(logits, ids[0,1:], reduction='sum'))
         tokens += ids.shape[1]-1
         letters += len(d)
@@ -221,12 +229,15 @@ def main():
     p.add_argument('--write', type=Path, help='a file to be written')
     a = p.parse_args()
     docs = kinds(text.read_texts(a.data) if a.data else [], 4*a.n)
-    if a.write: return write(docs, a.write, a.n)
+    if a.write:
+        return write(docs, a.write, a.n)
     m = load(a.folder, a.device)
     tok = text.Tokenizer.from_file(str(a.folder/'tokenizer.json'))
     amp = torch.autocast(a.device, torch.bfloat16, enabled=a.device=='cuda')
     print(json.dumps(judge(m, tok, docs, amp, a.n), indent=1))
-    for s in samples(m, tok, amp): print('---\n'+s)
+    for s in samples(m, tok, amp):
+        print('---\n'+s)
 
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

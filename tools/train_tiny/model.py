@@ -280,8 +280,10 @@ class Attention(nn.Module):
         pos = torch.arange(shift, shift+x.shape[1], device=x.device)
         k,v = self._keys(x, pos)
         q = turn(self.q_norm(q), pos, c).to(v.dtype).transpose(1, 2)  # (B,h,T,d)
-        if past: o = beside(q, [*past, (k,v)])
-        else: o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if past:
+            o = beside(q, [*past, (k,v)])
+        else:
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         o = o.transpose(1, 2).flatten(2)
         return self.o_proj(o*gate.flatten(2).sigmoid()),(k,v)
 
@@ -370,14 +372,18 @@ class Block(nn.Module):
         self.attends = attends
         self.input_layernorm = Norm(c.hidden, c.eps)
         self.post_attention_layernorm = Norm(c.hidden, c.eps)
-        if attends: self.self_attn = Attention(c)
-        else: self.linear_attn = DeltaNet(c)
+        if attends:
+            self.self_attn = Attention(c)
+        else:
+            self.linear_attn = DeltaNet(c)
         self.mlp = MoE(c)
 
     def forward(self, x, shift:int=0, past=()):  # The stream, keys and values, balance
         h,kv = self.input_layernorm(x),None
-        if self.attends: y,kv = self.self_attn(h, shift, past)
-        else: y = self.linear_attn(h)
+        if self.attends:
+            y,kv = self.self_attn(h, shift, past)
+        else:
+            y = self.linear_attn(h)
         x = x+y
         y,balance = self.mlp(self.post_attention_layernorm(x))
         return x+y,kv,balance

@@ -8,7 +8,8 @@ def orthogonal(g, steps:int=5):
     "Matrices (..,n,m) with singular values near one, by Newton and Schulz's iteration"
     x = g.to(torch.bfloat16 if g.is_cuda else torch.float32)
     tall = x.shape[-2]>x.shape[-1]
-    if tall: x = x.mT
+    if tall:
+        x = x.mT
     x = x/(x.norm(dim=(-2,-1), keepdim=True)+1e-7)
     for _ in range(steps):
         a = x@x.mT
@@ -60,7 +61,9 @@ def optimizers(m:Model, a):
 
 def schedule(done:float)->float:
     "Factor of the learning rate after a part `done` of the run: up, level, and down as a cosine"
-    if done<.02: return .02+done/.02*.98
-    if done<.3: return 1.
+    if done<.02:
+        return .02+done/.02*.98
+    if done<.3:
+        return 1.
     down = min(1., (done-.3)/.7)
     return .02+.98*(.5+.5*np.cos(np.pi*down))

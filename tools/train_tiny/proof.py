@@ -32,7 +32,8 @@ MIXED = "Tom's 12 cats, naïve ☂\n\n<|im_start|>user\nHi<|im_end|>"
 def check(what:str, ok:bool, seen):
     "A line, or the end"
     print(f'{what}: {seen} {"ok" if ok else "WRONG"}', flush=True)
-    if not ok: sys.exit(1)
+    if not ok:
+        sys.exit(1)
 
 
 def far(a, b)->float:
@@ -109,8 +110,10 @@ def talking(llm):
 def calling(tools:list[dict]):
     "An answer with a thought and a call, as the parsers split it"
     s = Splitter('qwen3', 'hermes', tools, opened=True)
-    for c in SAID: s.feed(c)
-    if hasattr(s, 'finish'): s.finish()
+    for c in SAID:
+        s.feed(c)
+    if hasattr(s, 'finish'):
+        s.finish()
     r = s.result()
     thought = r.reasoning.strip()
     check('answer with a call', r.calls[0].name=='get_weather' and thought=='I call it.', r)
@@ -140,7 +143,8 @@ def cards(folder:Path, ids:list[int]):
     "Load on cards that are not there, and launch all that the engine and the drafting head would"
     for arch in CARDS:
         for kv in ('f16','fp8','nvfp4'):
-            with recording(launch=False) as r: on_dry(folder, arch, kv, ids)
+            with recording(launch=False) as r:
+                on_dry(folder, arch, kv, ids)
             names = sorted({c[0] for c in r.calls})
             ok = 'experts' in names and 'delta_step' in names
             seen = f'{len(r.calls)} launches of {len(names)} kernels'
@@ -161,8 +165,10 @@ def on_dry(folder:Path, arch:str, kv:str, ids:list[int]):
         weights='as-shipped')
     llm.engine.warm()
     params = SamplingParams(temperature=.7, max_tokens=4, ignore_eos=True)
-    for i in range(2): llm.engine.add(llm.request(ids[:70], params, str(i)))
-    while llm.engine.has_work: llm.engine.step()
+    for i in range(2):
+        llm.engine.add(llm.request(ids[:70], params, str(i)))
+    while llm.engine.has_work:
+        llm.engine.step()
     llm.drafts(ids[:70], 3)
 
 
@@ -200,9 +206,12 @@ def formats(a, ids:list[int])->list[dict]:
             out.append(dict(format=fmt, bytes=size(to), error=r.error, perplexity=perplexity(q)))
             seen = COST.format(**out[-1])
             check(f'{fmt}, layout {r.layout}', good and small, seen)
-            if not a.no_cards: cards(to, ids)
-            if a.emulator: emulated(to, q, ids[:40])
-            if a.emulator and fmt=='nvfp4': caches(to)
+            if not a.no_cards:
+                cards(to, ids)
+            if a.emulator:
+                emulated(to, q, ids[:40])
+            if a.emulator and fmt=='nvfp4':
+                caches(to)
     return out
 
 
@@ -227,7 +236,9 @@ def main():
     bf16 = dict(format='bf16', bytes=size(a.folder), error=0., perplexity=perplexity(llm))
     print('bf16: {bytes:,} bytes, perplexity {perplexity:.4f}'.format(**bf16))
     rows = [bf16, *formats(a, ids)]
-    if a.write: a.write.write_text(json.dumps(rows, indent=1)+'\n')
+    if a.write:
+        a.write.write_text(json.dumps(rows, indent=1)+'\n')
 
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

@@ -29,8 +29,10 @@ def sums(rng)->list:
     "A sum, a difference or a product of small numbers"
     a,b = rng.randint(0, 20),rng.randint(0, 20)
     op = rng.choice(['plus','minus','times'])
-    if op=='times': a,b = rng.randint(0, 10),rng.randint(0, 10)
-    if op=='minus': a,b = max(a, b),min(a, b)
+    if op=='times':
+        a,b = rng.randint(0, 10),rng.randint(0, 10)
+    if op=='minus':
+        a,b = max(a, b),min(a, b)
     value = dict(plus=a+b, minus=a-b, times=a*b)[op]
     sign = dict(plus='+', minus='-', times='*')[op]
     spoken,written = f'{a} {op} {b}',f'{a} {sign} {b}'
@@ -65,7 +67,8 @@ def counting(rng)->list:
     last = first+rng.randint(2, 10)
     row = list(range(first, last+1))
     up = rng.random()<.7
-    if not up: row = row[::-1]
+    if not up:
+        row = row[::-1]
     ask = rng.choice(['Count from {} to {}.', 'Please count from {} to {}.'])
     thought = f'I start at {row[0]} and go {"up" if up else "down"} to {row[-1]}.'
     answer = ', '.join(map(str, row))+'.'
@@ -115,7 +118,8 @@ def facts(rng)->list:
         (HOMES, 'Where does a {} live?', 'A {} lives in a {}.'),
         (SOUNDS, 'What does a {} say?', 'A {} says {}.')])
     k,v = rng.choice(list(table.items()))
-    if table is OPPOSITES and rng.random()<.5: k,v = v,k
+    if table is OPPOSITES and rng.random()<.5:
+        k,v = v,k
     ask,tell = with_articles(ask.format(k)),with_articles(tell.format(k, v))
     return [user(ask), said(tell, f'I know this about {k}.')]
 
@@ -129,7 +133,8 @@ def with_articles(text:str)->str:
 def numbers(rng)->list:
     i = rng.randrange(len(NUMBERS))
     word = NUMBERS[i]
-    if rng.random()<.5: return [user(f'Write {i} as a word.'), said(word, f'{i} is {word}.')]
+    if rng.random()<.5:
+        return [user(f'Write {i} as a word.'), said(word, f'{i} is {word}.')]
     return [user(f'Write {word} as a number.'), said(str(i), f'{word} is {i}.')]
 
 
@@ -181,7 +186,8 @@ def tool(name:str, about:str, /, **params)->dict:
     "Parameters are pairs of type and description"
     props = {k:dict(type=t) for k,(t,_) in params.items()}
     for k,(_,d) in params.items():
-        if d: props[k]['description'] = d
+        if d:
+            props[k]['description'] = d
     schema = dict(type='object', properties=props, required=list(params))
     return dict(type='function', function=dict(name=name, description=about, parameters=schema))
 
@@ -274,7 +280,8 @@ def parameters(rng)->dict[str,tuple]:
         day=('string', day, f'on {day}'))
     choices |= new_parameter(rng)
     keys = rng.sample(list(choices), rng.randint(1, 3))
-    if 'name' in keys and 'owner' in keys: keys.remove('owner')
+    if 'name' in keys and 'owner' in keys:
+        keys.remove('owner')
     return {k:choices[k] for k in keys}
 
 
@@ -291,7 +298,8 @@ def wish(name:str, verb:str, noun:str, params:dict, rng)->tuple[str,str]:
     start = rng.choice(['Please '+verb, verb.capitalize()])
     ask = f'{start} the {noun} '+' '.join(said for *_,said in params.values())+'.'
     done = f'I did it: {ask[0].lower()+ask[1:]}'.replace('please ', '')
-    if rng.random()>=.2: return ask,done
+    if rng.random()>=.2:
+        return ask,done
     values = ' and '.join(f'{k} {v}' for k,(_,v,_) in params.items())
     return f'Call {name} with {values}.',f'I called {name}.'
 
@@ -325,9 +333,11 @@ def calling(rng)->tuple[list,list]: # Messages, tools
     made = [f(rng) for f in rng.sample(TOOLS, rng.randint(1, 3))]
     own,ask,arguments,thought,result,answer = made[0]
     tools = offering(made, rng)
-    if rng.random()<.2: return rng.choice(SIMPLE[1:])(rng),tools
+    if rng.random()<.2:
+        return rng.choice(SIMPLE[1:])(rng),tools
     messages = [user(ask), called(own['function']['name'], arguments, thought)]
-    if rng.random()<.8: messages += [told(result), said(answer, 'The tool has answered.')]
+    if rng.random()<.8:
+        messages += [told(result), said(answer, 'The tool has answered.')]
     return messages,tools
 
 SYSTEMS = [
@@ -339,10 +349,14 @@ SYSTEMS = [
 
 def conversation(rng:random.Random)->tuple[list,list|None]: # Messages, tools
     "One conversation"
-    if rng.random()<.45: messages,tools = calling(rng)
-    else: messages,tools = rng.choice(SIMPLE)(rng),None
-    if tools is None and rng.random()<.15: messages = rng.choice(SIMPLE)(rng)+messages
-    if rng.random()<.35: messages = [without_thought(m) for m in messages]
+    if rng.random()<.45:
+        messages,tools = calling(rng)
+    else:
+        messages,tools = rng.choice(SIMPLE)(rng),None
+    if tools is None and rng.random()<.15:
+        messages = rng.choice(SIMPLE)(rng)+messages
+    if rng.random()<.35:
+        messages = [without_thought(m) for m in messages]
     system = rng.choice(SYSTEMS)
     return ([dict(role='system', content=system)] if system else [])+messages,tools
 
@@ -353,8 +367,10 @@ def without_thought(m:dict)->dict:
 
 def thought_about(kind:str, prompt:str)->str:
     "A thought before a text that was asked for: what it is to be, and about what"
-    if ' about ' in prompt: about = prompt.split(' about ')[-1].rstrip('.')
-    else: about = prompt.split('.')[0].rstrip('?')
+    if ' about ' in prompt:
+        about = prompt.split(' about ')[-1].rstrip('.')
+    else:
+        about = prompt.split('.')[0].rstrip('?')
     return dict(
         story=f'A short story about {about}. I use simple words.',
         question='I answer in short sentences.',

@@ -54,9 +54,12 @@ def blocks(path:Path)->list[tuple[list[str],list[str]]]:
     "Heads (as words) and lines of a file of `= head` blocks; lines that begin with blanks go on"
     out = []
     for line in path.read_text().split('\n'):
-        if line.startswith('='): out.append((line[1:].split(), []))
-        elif line.startswith(' '): out[-1][1][-1] += ' '+line.strip()
-        elif line and not line.startswith('#'): out[-1][1].append(line)
+        if line.startswith('='):
+            out.append((line[1:].split(), []))
+        elif line.startswith(' '):
+            out[-1][1][-1] += ' '+line.strip()
+        elif line and not line.startswith('#'):
+            out[-1][1].append(line)
     return out
 
 
@@ -94,13 +97,17 @@ def parse(template:str)->list:
     stack = [[[]]]
     for p in pieces:
         now = stack[-1]
-        if p=='[': stack.append([[]])
+        if p=='[':
+            stack.append([[]])
         elif p==']':
             options = stack.pop()
             stack[-1][-1].append(options if len(options)>1 else options+[[]])
-        elif p=='|' and len(stack)>1: now.append([])
-        else: now[-1].append((BRACKETS[p[0]], p[1:-1]) if p[0] in BRACKETS else p)
-    if len(stack)>1: raise ValueError(f'[ without ] in {template[:60]!r}')
+        elif p=='|' and len(stack)>1:
+            now.append([])
+        else:
+            now[-1].append((BRACKETS[p[0]], p[1:-1]) if p[0] in BRACKETS else p)
+    if len(stack)>1:
+        raise ValueError(f'[ without ] in {template[:60]!r}')
     return stack[0][0]
 
 
@@ -117,10 +124,14 @@ def fill(parts:list, world:dict, rng:random.Random)->str:
     "The text of a parsed template"
     out = []
     for p in parts:
-        if isinstance(p, str): out.append(p)
-        elif isinstance(p, list): out.append(fill(rng.choice(p), world, rng))
-        elif p[0]=='rule': out.append(fill(one_of(p[1], rng), world, rng))
-        else: out.append(value(p[1], world, rng))
+        if isinstance(p, str):
+            out.append(p)
+        elif isinstance(p, list):
+            out.append(fill(rng.choice(p), world, rng))
+        elif p[0]=='rule':
+            out.append(fill(one_of(p[1], rng), world, rng))
+        else:
+            out.append(value(p[1], world, rng))
     return ''.join(out)
 
 
@@ -152,7 +163,8 @@ def person(kind:str, prefix:str, rng:random.Random)->dict:
     "Name and pronouns of a child, an animal or a worker"
     girl = rng.random()<.5
     job = rng.choice(facts()['people'])['name']
-    if kind=='worker' and job in ('king','queen'): girl = job=='queen'
+    if kind=='worker' and job in ('king','queen'):
+        girl = job=='queen'
     name = rng.choice(GIRLS if girl else BOYS)
     what = dict(child='girl' if girl else 'boy', animal=rng.choice(HEROES), worker=job)[kind]
     slots = dict(name=name, kind=what, a_kind=an(f'{rng.choice(LIKE[kind])} {what}'.strip()))
@@ -259,7 +271,8 @@ def somewhere(outside:bool, rng:random.Random)->dict:
 def world_of(fit:list[str], rng:random.Random)->dict:
     "Everything that a plot may speak of"
     kinds = [k for k in fit if k in ('child','animal','worker')]
-    if not kinds: kinds = rng.choices(['child','animal','worker'], [6,3,1])
+    if not kinds:
+        kinds = rng.choices(['child','animal','worker'], [6,3,1])
     kind = kinds[0]
     w = people(kind, rng)
     w |= things([f for f in fit if f in OBJECTS], rng)
@@ -275,7 +288,8 @@ def introduced(text:str, w:dict, rng:random.Random)->str:
     friend,before = w['friend'],'friend '+w['friend']
     at = text.find(friend)
     spoken = text[:at].count('"')%2
-    if at<0 or before in text or f'named {friend}' in text or spoken or rng.random()<.2: return text
+    if at<0 or before in text or f'named {friend}' in text or spoken or rng.random()<.2:
+        return text
     name = f'{w["his"]} friend {friend}'
     before = text[max(0, at-3):at]
     starts = not at or before[-2:] in ('. ','! ','? ','" ') and before[0]!=','
@@ -285,9 +299,12 @@ def introduced(text:str, w:dict, rng:random.Random)->str:
 def subjects(text:str, w:dict)->list[str]:
     "What may be asked for, of what is in the story"
     about = [w['a_hero']]
-    if w['friend'] in text: about.append(f'{w["hero"]} and {w["friend"]}')
-    if text.count(w['thing'])>1: about.append(f'{w["a_hero"]} and {an(w["thing"])}')
-    if w['place'] in text: about.append(f'{w["a_hero"]} {w["in_place"]}')
+    if w['friend'] in text:
+        about.append(f'{w["hero"]} and {w["friend"]}')
+    if text.count(w['thing'])>1:
+        about.append(f'{w["a_hero"]} and {an(w["thing"])}')
+    if w['place'] in text:
+        about.append(f'{w["a_hero"]} {w["in_place"]}')
     return about
 
 
@@ -389,7 +406,8 @@ def records(n:int, seed:int)->list[dict]:
     out,seen = [],set()
     for make in rng.choices(makers, share, k=n):
         r = make(rng)
-        if (r['prompt'],r['text']) in seen: continue
+        if (r['prompt'],r['text']) in seen:
+            continue
         seen.add((r['prompt'], r['text']))
         out.append(r)
     return out

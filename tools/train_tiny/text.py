@@ -41,7 +41,8 @@ def read_texts(folder:Path)->list[dict]:
             for line in lzma.open(f, 'rt'):
                 r = json.loads(line)
                 key = hashlib.sha1(r['text'][:160].lower().encode()).digest()
-                if key not in seen: out.append(r)
+                if key not in seen:
+                    out.append(r)
                 seen.add(key)
         except (EOFError,lzma.LZMAError,json.JSONDecodeError) as e:
             print(f'{f.name}: {e!r}, {len(out)} texts so far')
@@ -53,8 +54,10 @@ def sensible(r:dict)->bool:
     "Does a written text keep to what was asked? Lists and facts are left to the rules"
     kind,ask,text = r['kind'],r['prompt'],r['text']
     asked = set(re.findall('[A-Z][a-z]+', ask))&set(NAMES)
-    if kind=='question': return 'take care' in ask
-    if kind=='dialogue': return takes_turns(text, asked)
+    if kind=='question':
+        return 'take care' in ask
+    if kind=='dialogue':
+        return takes_turns(text, asked)
     if kind=='describe':
         what = ask.removeprefix('Describe ').split(' in three ')[0].split()[-1]
         return what in text and len(text)<400
@@ -70,12 +73,15 @@ def takes_turns(text:str, asked:set[str])->bool:
 
 def keeps_names(text:str, asked:set[str])->bool:
     "Is the story of those who were asked for, with one more name at most, and does she stay she?"
-    if not asked or not all(name in text for name in asked): return False
+    if not asked or not all(name in text for name in asked):
+        return False
     named = set(NAME.findall(text))-NO_NAMES
-    if len(named-asked)>1: return False
+    if len(named-asked)>1:
+        return False
     women = named&set(GIRLS) or WOMEN.search(text)
     men = named&set(BOYS) or MEN.search(text)
-    if asked<=set(GIRLS) and HE.search(text) and not men: return False
+    if asked<=set(GIRLS) and HE.search(text) and not men:
+        return False
     return not (asked<=set(BOYS) and SHE.search(text) and not women)
 
 
@@ -131,9 +137,11 @@ def document(
     ask = r['prompt']
     plain = rng.random()<plainly and r['kind'] in ('story','describe','dialogue')
     thought = thought_about(r['kind'], ask) if rng.random()<.6 else ''
-    if rng.random()<.5: ask = ask.replace(' Answer in one or two short sentences.', '')
+    if rng.random()<.5:
+        ask = ask.replace(' Answer in one or two short sentences.', '')
     messages = [user(ask), said(r['text'], thought)]
-    if r.get('more') and rng.random()<.5: messages = asked_about(r, rng)
+    if r.get('more') and rng.random()<.5:
+        messages = asked_about(r, rng)
     return r['text'] if plain else chat.render(messages=messages)
 
 
@@ -142,7 +150,8 @@ def asked_about(r:dict, rng:random.Random)->list[dict]:
     question,answer = rng.choice(r['more'])
     thought = 'I look into the story.' if rng.random()<.6 else ''
     last = said(answer, thought)
-    if rng.random()<.5: return [user(r['text']+'\n\n'+question), last]
+    if rng.random()<.5:
+        return [user(r['text']+'\n\n'+question), last]
     return [user(r['prompt']), said(r['text']), user(question), last]
 
 # ------------------------------------------------------------------------------------------
@@ -166,7 +175,8 @@ def train_tokenizer(docs:list[str], vocab:int)->Tokenizer:
 
 def without_marks(doc:str)->str:
     "A document as the tokenizer's training sees it"
-    for s in SPECIAL+MARKS: doc = doc.replace(s, '\n')
+    for s in SPECIAL+MARKS:
+        doc = doc.replace(s, '\n')
     return doc
 
 
@@ -220,4 +230,5 @@ class Stream:
     def batches(self, rows:int, length:int):
         "Yields (rows, length) for ever"
         w = self.windows(length)
-        while True: yield np.stack([next(w) for _ in range(rows)])
+        while True:
+            yield np.stack([next(w) for _ in range(rows)])

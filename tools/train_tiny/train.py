@@ -54,14 +54,17 @@ def corpus(a):
     "Tokenizer, and streams to learn from and to judge by"
     begin = time.time()
     records = text.read_texts(a.data) if a.data else []
-    if a.data and not records: raise SystemExit(f'There are no texts in {a.data}')
+    if a.data and not records:
+        raise SystemExit(f'There are no texts in {a.data}')
     learnt = [r for i,r in enumerate(records) if i%100]
     docs = text.documents(learnt, a.ruled, a.rules, a.seed)
     held = text.documents(records[::100], max(40, a.ruled//100), max(40, a.rules//100), a.seed+1)
     letters = sum(map(len, docs))
     print(f'{len(records):,} texts, {len(docs):,} documents, {letters:,} characters', flush=True)
-    if a.init: tok = text.Tokenizer.from_file(str(a.init/'tokenizer.json'))
-    else: tok = text.train_tokenizer([text.without_marks(d) for d in docs[:60_000]], a.vocab)
+    if a.init:
+        tok = text.Tokenizer.from_file(str(a.init/'tokenizer.json'))
+    else:
+        tok = text.train_tokenizer([text.without_marks(d) for d in docs[:60_000]], a.vocab)
     train = text.Stream(docs, tok, a.seed)
     val = text.Stream(held, tok, a.seed)
     print(f'{tok.get_vocab_size()} tokens in the vocabulary; {train.tokens:,} to learn from, '
@@ -73,10 +76,12 @@ def step_seconds(m:Model, batch, a, amp)->float:
     "Mean time of three steps without an update"
     begin = time.time()
     for _ in range(3):
-        with amp: loss,*_ = m.loss(batch, a.drafts)
+        with amp:
+            loss,*_ = m.loss(batch, a.drafts)
         loss.backward()
         m.zero_grad(set_to_none=True)
-    if batch.is_cuda: torch.cuda.synchronize()
+    if batch.is_cuda:
+        torch.cuda.synchronize()
     return (time.time()-begin)/3
 
 
@@ -89,7 +94,8 @@ def compiled(m:Model, batch, a, amp):
     step_seconds(m, batch, a, amp)
     plain = step_seconds(m, batch, a, amp)
     print(f'{plain*1000:.0f} ms a step, not compiled', flush=True)
-    if not a.compile: return
+    if not a.compile:
+        return
     begin = time.time()
     signal.signal(signal.SIGALRM, late)
     signal.alarm(a.compile_seconds)
@@ -99,9 +105,12 @@ def compiled(m:Model, batch, a, amp):
         took = time.time()-begin
         fast = step_seconds(m, batch, a, amp)
         print(f'{fast*1000:.0f} ms compiled, which took {took:.0f} s', flush=True)
-        if fast<plain: return
-    except Exception as e: print(f'Not compiled: {str(e)[:300]!r}', flush=True)
-    finally: signal.alarm(0)
+        if fast<plain:
+            return
+    except Exception as e:
+        print(f'Not compiled: {str(e)[:300]!r}', flush=True)
+    finally:
+        signal.alarm(0)
     Block.forward = EAGER
     m.zero_grad(set_to_none=True)
 
@@ -142,7 +151,8 @@ class Run:
     def done(self)->float:
         "The part of the run that is over"
         a = self.a
-        if a.steps: return self.step/a.steps
+        if a.steps:
+            return self.step/a.steps
         end = self.begin+60*a.minutes-a.rest
         return (time.time()-self.start)/max(1e-3, end-self.start)
 
@@ -156,7 +166,8 @@ class Run:
         while (done := self.done())<1:
             factor = schedule(done)
             self.update(muon, adam, factor)
-            if self.step%a.every and self.step not in (1,25,100): continue
+            if self.step%a.every and self.step not in (1,25,100):
+                continue
             self.note(factor)
             if time.time()-saved>a.save_every:
                 self.report()
@@ -165,9 +176,11 @@ class Run:
     def update(self, muon, adam, factor:float):
         "One step, with `factor` of the learning rates"
         a,m = self.a,self.m
-        for g in adam.param_groups: g['lr'] = a.adam_lr*factor
+        for g in adam.param_groups:
+            g['lr'] = a.adam_lr*factor
         ids = self.cut(self.batch(self.source), a.drafts)
-        with self.amp: loss,parts,balance = m.loss(ids, a.drafts)
+        with self.amp:
+            loss,parts,balance = m.loss(ids, a.drafts)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(m.parameters(), 1.)
         muon.step(factor)
@@ -181,13 +194,15 @@ class Run:
         a = self.a
         loss,balance = (float(torch.stack(x).mean()) for x in zip(*self.seen))
         self.seen = []
-        if not np.isfinite(loss): raise SystemExit(f'The loss is {loss} at step {self.step}')
+        if not np.isfinite(loss):
+            raise SystemExit(f'The loss is {loss} at step {self.step}')
         tests = [self.cut(t, a.drafts) for t in self.tests]
         val,*drafts = validate(self.m, tests, self.amp, a.drafts)
         seconds,tokens = time.time()-self.start,self.step*a.rows*a.length
         point = dict(step=self.step, seconds=seconds, tokens=tokens, lr=factor)
         self.curve.append(dict(point, train=loss, val=val, drafts=drafts))
-        if len(self.curve)<7 or not len(self.curve)%3: self.tell(self.curve[-1], balance)
+        if len(self.curve)<7 or not len(self.curve)%3:
+            self.tell(self.curve[-1], balance)
 
     def tell(self, c:dict, balance:float):
         "A line of the table"
@@ -242,7 +257,8 @@ class Run:
         accepted = [f'{x:.3f}' for x in k['acceptance']['each']]
         print('accepted drafts:', *accepted)
         print(f'{k["acceptance"]["tokens_per_step"]:.2f} tokens a step')
-        for s in k['samples']: print('---\n'+s)
+        for s in k['samples']:
+            print('---\n'+s)
         size = (self.a.out/'model/model.safetensors').stat().st_size
         print(f'{size:,} bytes of weights, {time.time()-self.begin:.0f} s in all', flush=True)
 
@@ -290,4 +306,5 @@ def main():
     run.show()
 
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

@@ -77,20 +77,24 @@ def invented(rng:random.Random)->str:
 def one_of(rng:random.Random, known:list[str], new:float=.35)->str:
     "A known word, or an invented one, with a capital if the known ones have it"
     word = rng.choice(known)
-    if rng.random()>=new: return word
+    if rng.random()>=new:
+        return word
     return invented(rng).capitalize() if word[0].isupper() else invented(rng)
 
 
 def an(word:str)->str:
     "`word` with its article, or with `some` if it has none"
-    if word in UNCOUNTED: return 'some '+word
+    if word in UNCOUNTED:
+        return 'some '+word
     return ('an ' if word[0] in 'aeiou' else 'a ')+word
 
 
 def many(word:str)->str:
     "`word` in the plural"
-    if word in PLURALS: return PLURALS[word]
-    if word.endswith(('x','s','sh','ch')): return word+'es'
+    if word in PLURALS:
+        return PLURALS[word]
+    if word.endswith(('x','s','sh','ch')):
+        return word+'es'
     return word[:-1]+'ies' if word.endswith('y') and word[-2] not in 'aeiou' else word+'s'
 
 

@@ -39,9 +39,11 @@ def repeats(text:str)->bool:
     "Does it go round in circles?"
     lines = [l.strip() for l in text.split('\n') if l.strip()]
     lines = [re.sub(r'^\d+[.)]\s*', '', l) for l in lines]
-    if len(set(lines))<len(lines): return True
+    if len(set(lines))<len(lines):
+        return True
     sentences = [s for s in re.split(r'(?<=[.!?])\s+', text) if len(s)>12]
-    if len(set(sentences))<.9*len(sentences): return True
+    if len(set(sentences))<.9*len(sentences):
+        return True
     words = re.findall('[a-z]+', text.lower())
     three = list(zip(words, words[1:], words[2:]))
     return len(three)>20 and len(set(three))<.85*len(three)
@@ -50,8 +52,10 @@ def repeats(text:str)->bool:
 def tidy(text:str, whole:bool)->str|None: # None: not worth keeping
     "The text of an answer; None if a filter refuses it"
     text = plain(text, whole)
-    if not 12<=len(text)<=1500 or not text.isascii(): return None
-    if MARKUP.search(text) or REFUSALS.search(text) or repeats(text): return None
+    if not 12<=len(text)<=1500 or not text.isascii():
+        return None
+    if MARKUP.search(text) or REFUSALS.search(text) or repeats(text):
+        return None
     return text
 
 
@@ -81,7 +85,8 @@ def write_round(llm, writer:Writer, kind:str, seed:int, rows:int)->tuple[list[di
     records = []
     for (question,begin,example,_),(ids,whole) in zip(asks, answers):
         text = tidy(begin+llm.tokenizer.decode(ids), whole)
-        if not text or text[:60]==example[1][:60]: continue
+        if not text or text[:60]==example[1][:60]:
+            continue
         records.append(dict(kind=kind, prompt=question, text=text))
     return records,sum(len(ids) for ids,_ in answers)
 
@@ -89,7 +94,8 @@ def write_round(llm, writer:Writer, kind:str, seed:int, rows:int)->tuple[list[di
 def append(path:Path, records:list[dict]):
     "One more stream at the end of an .xz file: whoever reads it sees one file"
     lines = ''.join(json.dumps(r)+'\n' for r in records)
-    with open(path, 'ab') as f: f.write(lzma.compress(lines.encode(), preset=4))
+    with open(path, 'ab') as f:
+        f.write(lzma.compress(lines.encode(), preset=4))
 
 
 def write(a):
@@ -103,12 +109,14 @@ def write(a):
     random.Random(a.seed).shuffle(order)
     begin,tokens,kept = time.time(),0,0
     for r in count():
-        if time.time()>end: break
+        if time.time()>end:
+            break
         kind,seed = order[r%len(order)],a.seed*100_003+r
         records,n = write_round(llm, writer, kind, seed, a.rows)
         append(a.out/f'text-{a.seed}.jsonl.xz', records)
         tokens,kept = tokens+n,kept+len(records)
-        if r%10: continue
+        if r%10:
+            continue
         speed = tokens/(time.time()-begin)
         print(f'round {r}: {tokens:,} tokens, {speed:,.0f} a second, {kept:,} texts', flush=True)
 
@@ -138,4 +146,5 @@ def main():
     show(a.out)
 
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

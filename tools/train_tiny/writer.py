@@ -100,7 +100,8 @@ class Writer:
             pos = (place[:P]-own).clamp(min=0)
             mine = [p[:,i:i+part].clone() for p in cache]
             logits.append(self.forward(ids[i:i+part], pos, place[:P], sees, mine))
-            for c,m in zip(cache, mine): c[:,i:i+part] = m
+            for c,m in zip(cache, mine):
+                c[:,i:i+part] = m
         return torch.cat(logits)
 
     @torch.inference_mode()
@@ -151,7 +152,8 @@ class Step:
         eos = torch.tensor(self.w.eos, device=ended.device)
         for i in range(1, most):
             ended |= torch.isin(said[-1], eos)
-            if i%16==0 and ended.float().mean()>.98: break
+            if i%16==0 and ended.float().mean()>.98:
+                break
             step()
             said.append(self.ids[:,0].clone())
         return [self._cut(ids) for ids in torch.stack(said, 1).tolist()]
@@ -159,9 +161,11 @@ class Step:
     def _graph(self):
         "Two steps to warm up are taken back; the third is recorded"
         first = self.ids.clone()
-        for _ in range(2): self.forward()
+        for _ in range(2):
+            self.forward()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph): self.forward()
+        with torch.cuda.graph(graph):
+            self.forward()
         self.ids.copy_(first)
         self.at.fill_(self.P)
         return graph.replay
