@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from scripted import running  # noqa: E402
 from helpers.waiting import WAIT  # noqa: E402
 from test_models_page import Shams,sham  # noqa: E402
+import atlas.service.gateway  # noqa: E402,F401 (it lets other servers stand beside models)
 from atlas.service import watch  # noqa: E402
 from atlas.service.http import Keys,Rules  # noqa: E402
 from atlas.service.server import create_app  # noqa: E402
