@@ -127,7 +127,7 @@ def test_cuts_do_not_show_in_reasoning(parser, text, at, thinking, opened):
     def make(): return ReasoningStream(parser, thinking, opened)
     want = run(make(), [text])
     assert run(make(), cut(text, at))==want==run(make(), list(text))
-    assert want[:2]==want[3]
+    assert (want.reasoning,want.content)==want.result
 
 @pytest.mark.parametrize('parser', sorted(set(REASONING_PARSERS)-{'openai_gptoss'}))
 @given(text=texts)
