@@ -1069,7 +1069,8 @@ def test_port_in_use():
             listen(port=port)
 
 _child = '''import sys; sys.path.insert(0, %r)
-from test_server import FakeRunner,app_of,listen,run,template,tok
+from test_server import FakeRunner,listen,template,tok
+from inprocess import app_of,run
 r,sock = FakeRunner(**%r),listen(port=0)
 def ready(): print(f'http://127.0.0.1:{sock.getsockname()[1]}', flush=True)
 run(app_of(r, tok, template, on_ready=ready), sock, %r)
