@@ -447,10 +447,9 @@ def _plan(card, a, pool, b, rows, window, half):
     least = _least(d, crowded)
     defines = _variant(card, a, pool, half, b, crowded, least)
     draws = 'ONE' in defines and not window
+    share = _shares(card, blocks, pieces, many, rows, window)
     if draws:
         share = _drawing(card, blocks, pieces, least*_usable(card))
-    else:
-        share = _shares(card, blocks, pieces, many, rows, window)
     words = pool.words if share.mergers and pieces>1 else None
     lean,alone = _beside(card, d, rows, crowded)
     decode = dict(shared=defines['BYTES'], MINB=least)|defines|lean

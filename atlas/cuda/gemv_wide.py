@@ -372,23 +372,28 @@ def tiles_of(self:_Product, x, gain, eps, parts, norm):
 def extra_share(self:_Product):
     "Options for the extra rows, and their shared memory: no more than the others have, if they can"
     f,k,o = self.extra.format,self.w.k,self.o
-    l = limits(self.card)
     strips = _ceil(_ceil(self.extra.n, 16), self.more)
     down = min(o.warps, strips) # Strips beside each other: x is read once for all
+    for within,along in self._extra_ways(down):
+        sizes = f,o.tiles,1,along*down,along
+        steps = _ceil(_ceil(k, 128*f.blocks), along)
+        if rings := _rings(within, *sizes, steps, 1):
+            deep,held = rings
+            opts = dict(ESPLIT=self.W, EDOWN=down, EALONG=along)
+            opts |= dict(EDEEP=deep, EHELD=held)
+            return opts,_memory(*sizes, *rings)
+    raise ConfigError(f'{8*o.tiles} rows of {k} columns have no room')
+
+@patch
+def _extra_ways(self:_Product, down):
+    "(limits to stay within, warps that share a row) for the extra rows, best first"
+    l,o = limits(self.card),self.o
     most = l.block-1024
     for room in (l.half if o.shared<=l.half else most,most):
         within = replace(l, half=room, block=room+1024)
         for along in range(min(self.W, o.warps//down), 0, -1):
-            if self.W%along:
-                continue
-            sizes = f,o.tiles,1,along*down,along
-            steps = _ceil(_ceil(k, 128*f.blocks), along)
-            if rings := _rings(within, *sizes, steps, 1):
-                deep,held = rings
-                opts = dict(ESPLIT=self.W, EDOWN=down, EALONG=along)
-                opts |= dict(EDEEP=deep, EHELD=held)
-                return opts,_memory(*sizes, *rings)
-    raise ConfigError(f'{8*o.tiles} rows of {k} columns have no room')
+            if self.W%along==0:
+                yield within,along
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2310105b
 def _best_bytes(o):

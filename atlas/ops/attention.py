@@ -113,7 +113,8 @@ def _decode_row(q, past, table, p):
 
 def _prefill_tile(q, k, v, base, t, past):
     "Tile t's rows q [TILE,heads,d] against keys and values from position `base` on, likewise"
-    lo,n,kv = _first(t*TILE, past.window, TILE),(t+1)*TILE,k.shape[1]
+    kv = k.shape[1]
+    lo,n = _first(t*TILE, past.window, TILE),(t+1)*TILE
     seen = _mask(range(n-TILE, n), lo, n, past.window)
     mask = np.tile(seen, (q.shape[1]//kv,1))
     here = slice(lo-base, n-base)

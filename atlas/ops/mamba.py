@@ -44,7 +44,8 @@ def ssd_chunk(X, a, B, C, S):
 def _heads(y, nh, P, groups):
     "X [n, nh, P], B and C [n, nh, N] of the convolution's output"
     n,I = len(y),nh*P
-    X,B,C = np.split(y, [I,(I+y.shape[1])//2], axis=1)
+    N = (y.shape[1]-I)//2
+    X,B,C = np.split(y, [I,I+N], axis=1)
     def repeated(t):
         "As often as there are heads in a group"
         t = t.reshape(n, groups, -1)
@@ -81,7 +82,8 @@ def mamba2(
     "A Mamba-2 layer between its projections (Dao & Gu 2024)"
     nh,P,N = rec.shape[1:]
     I = nh*P
-    z,xbc,dt = np.split(zxbcdt, [I,2*I+2*groups*N], axis=1)
+    cuts = I,2*I+2*groups*N
+    z,xbc,dt = np.split(zxbcdt, cuts, axis=1)
     def step(rows, at, tail, S):
         y,seen = causal_conv(xbc[rows], conv_w, tail, conv_b)  # (n,C)
         X,B,C = _heads(y, nh, P, groups)

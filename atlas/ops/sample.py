@@ -295,7 +295,8 @@ def sample(
     rows:list[RowParams], # One for each row
 )->Sampled:
     "Choose a token for each row by itself; one that cannot be sampled gets the id -1"
-    out = _empty(len(rows), max((r.params.logprobs or 0 for r in rows), default=0))
+    most = max((r.params.logprobs or 0 for r in rows), default=0)
+    out = _empty(len(rows), most)
     for i,(x,r) in enumerate(zip(logits, rows, strict=True)):
         if not np.isfinite([x.min(),x.max()]).all():
             continue
@@ -306,6 +307,7 @@ def sample(
 
 def _empty(R, K)->Sampled:
     "Nothing said by `R` rows, with `K` alternatives each"
-    def full(shape, x, dtype): return np.full(shape, x, dtype)
-    tops = full((R,K), -1, np.int32),full((R,K), np.nan, np.float32)
-    return Sampled(full(R, -1, np.int32), full(R, np.nan, np.float32), *tops)
+    ids,top_ids = np.full(R, -1, np.int32),np.full((R,K), -1, np.int32)
+    logprobs = np.full(R, np.nan, np.float32)
+    tops = np.full((R,K), np.nan, np.float32)
+    return Sampled(ids, logprobs, top_ids, tops)
