@@ -346,15 +346,17 @@ def _most(card, asked)->int:
         return min(asked or n, n)
     return asked or n
 
-_AHEAD = .6 # Of the next matrix: what memory gives before the next launch asks for itself
+# Of the next matrix: what memory gives before the next launch asks for itself
+_AHEAD = .6 # One row has time for all of it
 
-def _asked(p, card):
+def _asked(p, card, rows):
     "Of the matrix `p`: weights, scales, and how many sixteens of bytes of each are asked for"
     if p is None:
         return (None,None),(0,0)
     w = _raw(p.w)
     s = _raw(p.s)
-    part = min(_AHEAD, limits(card).ahead/w.nbytes)
+    wanted = 1. if rows==1 else _AHEAD
+    part = min(wanted, limits(card).ahead/w.nbytes)
     def sixteens(a): return 0 if a is None else int(a.nbytes*part)//16
     return (w,s),(sixteens(w),sixteens(s))
 
@@ -374,7 +376,7 @@ class MoERows(NamedTuple):
 def _halves(card, mix:Mixture, d, blocks, rows:MoERows, logits, hidden, then):
     "Both halves in a launch; in two on the emulator, which runs one block after the other"
     up,down = mix.up,mix.down
-    later,sixteens = _asked(then, card)
+    later,sixteens = _asked(then, card, d['ROWS'])
     codes = *map(_raw, (up.w,down.w,up.s,down.s)),up.gs,down.gs
     picking = logits,mix.correction,mix.per_expert,mix.gain
     of_rows = rows.x,hidden,rows.ids,rows.weights,rows.add,rows.out
