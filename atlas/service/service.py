@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from dataclasses import dataclass,field,replace
 from contextvars import copy_context
+from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
@@ -28,6 +29,7 @@ from .metrics import Metrics
 from .protocol.base import Ask,NotOfferedError,Writer
 from .protocol.chunks import TextAsk,prompt_tokens_of
 from ..text.parsers import Splitter,kept
+from ..text.receipts import receipt_of,scored,seeded,text_facts
 from ..text.reasoning import beginning,closing
 from ..text.sandbox import SafeTemplate
 from ..ground.requests import Request,check_ids,check_prompt,check_text
@@ -393,7 +395,8 @@ async def enforced(self:Service, u:ReadyModel, ask:Ask, p:Prompt, spec:dict, too
 async def guide(self:Service, u:ReadyModel, ask:Ask, p:Prompt)->dict|None:
     "What the engine is to enforce, checked"
     tools = tool_guide(ask, u.parsers[0])
-    if (spec := guide_of(u, ask, p, tools)) is None:
+    spec = getattr(ask, 'guide', None) or guide_of(u, ask, p, tools)
+    if spec is None:
         return None
     if u.guides is None:
         return _unguided(u, ask, spec, tools)
@@ -425,7 +428,9 @@ def reader(u:ReadyModel, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
     detok = u.tokenizer.detokenizer(keep=marks, continuing=within)
     want = ask.params.logprobs is not None or getattr(ask, 'token_ids', False)
     apart = getattr(ask, 'drafts', False)
-    return ChoiceReader(detok, r.params, s, want, ask.parallel, forced, apart)
+    v = ChoiceReader(detok, r.params, s, want, ask.parallel, forced, apart)
+    v.log = [] if ask.receipt else None
+    return v
 
 def _tool_parser(u, ask):
     "The name of the parser of calls; None where there are to be no calls"
@@ -455,7 +460,8 @@ def requests(
     for p in prompts:
         own = dict(images=p.images, boundaries=turn_marks(u).boundaries(p.ids))
         for q in fan_out(ask.params):
-            out.append(Request(f'{rid}-{len(out)}', tuple(p.ids), q, **common, **own))
+            r = Request(f'{rid}-{len(out)}', tuple(p.ids), q, **common, **own)
+            out.append(scored(r) if ask.receipt else r)
     return out
 
 def eos_ids(u:ReadyModel)->tuple[int,...]:
@@ -493,10 +499,23 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     prompts = await self.prompts(u, ask)
     spec = await self.guide(u, ask, prompts[0])
     w = _writer(u, ask, make, prompts)
+    if ask.receipt:
+        await self.provable(u, ask, w)
     t = self.turn(u, ask, w, spec)
     w.waited,w.times = waited,t.times
     w.now,w.abort = t.usage,t.close
     return t,w
+
+@patch
+async def provable(self:Service, u:ReadyModel, ask:Ask, w:Writer):
+    "Draw the seed now, and learn what is to answer"
+    ask.params = seeded(ask.params)
+    text = await asyncio.to_thread(text_facts, u.template, u.tokenizer)
+    w.made_by = await self.ask_of(u, 'fingerprint')|dict(text=text)
+
+def _receipt(w, requests, readers, each)->dict:
+    "The receipt of answers that have ended"
+    return receipt_of(w.model, w.made_by, requests, readers, each).to_dict()
 
 def check_choices(u:ReadyModel, ask:Ask):
     "Refuse more choices than are made for one question, and ids that the model does not have"
@@ -526,6 +545,8 @@ def turn(self:Service, u:ReadyModel, ask:Ask, w:Writer, spec:dict|None)->Turn:
     readers = [reader(u, ask, r, prompts[k//n]) for k,r in enumerate(reqs)]
     total = sum(len(p.ids) for p in prompts)
     t = Turn(u.runner, reqs, readers, self.metrics.of(u.name), total, n)
+    if ask.receipt:
+        w.receipt = partial(_receipt, w, reqs, readers, n)
     if self.follow:
         self.follow(t, u, ask, prompts[0], w)
     return t

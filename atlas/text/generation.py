@@ -46,6 +46,8 @@ class ChoiceReader:
         self.waited = 0. # Seconds until it was admitted
         self.finish = None # Why it ended
         self.cut = False # Did a stop string end it? Then the engine must be told
+        self.log = None # (id, log probability) of each token, where somebody set a list
+        self.ended = None # How the engine says that it ended, once it does
 
 # %% ../../nbs/6_text/18_generation.ipynb #5d60a18b
 @patch
@@ -90,12 +92,15 @@ def _read(self:ChoiceReader, events):
             self.drafted += e.drafted
             if self.n==1:
                 self._first(e)
+            if self.log is not None:
+                self.log.append((e.token, e.logprob))
             if self.tokens:
                 top = tuple(e.top or ())
                 tokens += (Token(e.token, e.logprob, top),)
             if e.finish!='stop':
                 text += self.detok.put(e.token)
         if e.finish:
+            self.ended = e.finish
             return text+self.detok.finish(),tokens,e
     return text,tokens,None
 
