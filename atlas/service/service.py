@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/service.html.md"""
 
 # %% auto #0
 __all__ = ['SHORT', 'FIM', 'MAX_CHOICES', 'JUDGE', 'VERDICTS', 'RETRIEVE', 'ReadyModel', 'Service', 'Prompt', 'thoughts_named',
-           'earlier', 'fill', 'scored', 'tool_guide', 'guide_of', 'keep', 'reader', 'eos_ids', 'turn_marks',
+           'earlier', 'fill', 'scored', 'tool_guide', 'guide_of', 'keep', 'reader', 'eos_ids', 'turn_marks', 'logged',
            'check_choices', 'shorten', 'packed', 'judged', 'verdicts']
 
 # %% ../../nbs/7_service/12_service.ipynb #9ad52446
@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from dataclasses import dataclass,field,replace
 from contextvars import copy_context
-from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
@@ -428,9 +427,7 @@ def reader(u:ReadyModel, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
     detok = u.tokenizer.detokenizer(keep=marks, continuing=within)
     want = ask.params.logprobs is not None or getattr(ask, 'token_ids', False)
     apart = getattr(ask, 'drafts', False)
-    v = ChoiceReader(detok, r.params, s, want, ask.parallel, forced, apart)
-    v.log = [] if ask.receipt else None
-    return v
+    return ChoiceReader(detok, r.params, s, want, ask.parallel, forced, apart)
 
 def _tool_parser(u, ask):
     "The name of the parser of calls; None where there are to be no calls"
@@ -474,6 +471,22 @@ def turn_marks(u:ReadyModel)->TurnMarks:
         u._marks = TurnMarks(u.tokenizer, eos_ids(u))
     return u._marks
 
+# %% ../../nbs/7_service/12_service.ipynb #20dcb78e
+@patch
+async def provable(self:Service, u:ReadyModel, ask:Ask, w:Writer):
+    "Draw the seed now, and learn what is to answer"
+    ask.params = seeded(ask.params)
+    text = await asyncio.to_thread(text_facts, u.template, u.tokenizer)
+    w.made_by = await self.ask_of(u, 'fingerprint')|dict(text=text)
+
+def logged(w:Writer, requests:list[Request], readers:list[ChoiceReader], each:int):
+    "What makes the receipt of these readers when they are done; `each` answers to a prompt"
+    for v in readers:
+        v.log = []
+    def receipt():
+        return receipt_of(w.model, w.made_by, requests, readers, each).to_dict()
+    return receipt
+
 # %% ../../nbs/7_service/12_service.ipynb #51266bd4
 MAX_CHOICES = 128
 
@@ -496,26 +509,20 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     waited = perf_counter()-began
     ask.lean_on(u.sampling)
     check_choices(u, ask)
-    prompts = await self.prompts(u, ask)
-    spec = await self.guide(u, ask, prompts[0])
-    w = _writer(u, ask, make, prompts)
-    if ask.receipt:
-        await self.provable(u, ask, w)
-    t = self.turn(u, ask, w, spec)
+    t,w = await self.turned(u, ask, make)
     w.waited,w.times = waited,t.times
     w.now,w.abort = t.usage,t.close
     return t,w
 
 @patch
-async def provable(self:Service, u:ReadyModel, ask:Ask, w:Writer):
-    "Draw the seed now, and learn what is to answer"
-    ask.params = seeded(ask.params)
-    text = await asyncio.to_thread(text_facts, u.template, u.tokenizer)
-    w.made_by = await self.ask_of(u, 'fingerprint')|dict(text=text)
-
-def _receipt(w, requests, readers, each)->dict:
-    "The receipt of answers that have ended"
-    return receipt_of(w.model, w.made_by, requests, readers, each).to_dict()
+async def turned(self:Service, u:ReadyModel, ask:Ask, make)->tuple[Turn,Writer]:
+    "The same for a model that is ready"
+    prompts = await self.prompts(u, ask)
+    spec = await self.guide(u, ask, prompts[0])
+    w = _writer(u, ask, make, prompts)
+    if ask.receipt:
+        await self.provable(u, ask, w)
+    return self.turn(u, ask, w, spec),w
 
 def check_choices(u:ReadyModel, ask:Ask):
     "Refuse more choices than are made for one question, and ids that the model does not have"
@@ -535,6 +542,14 @@ def silent_turn(self:Service, u:ReadyModel, ask:Ask, prompts:list[Prompt])->Turn
     t.silent = len(prompts)*ask.params.n
     return t
 
+def _readers(u, ask, w, reqs)->list[ChoiceReader]:
+    "Who reads each choice; where a receipt was asked for, they keep what it is made of"
+    n = ask.params.n
+    readers = [reader(u, ask, r, w.prompts[k//n]) for k,r in enumerate(reqs)]
+    if ask.receipt:
+        w.receipt = logged(w, reqs, readers, n)
+    return readers
+
 @patch
 def turn(self:Service, u:ReadyModel, ask:Ask, w:Writer, spec:dict|None)->Turn:
     "The turn that runs: a request for each choice of each prompt"
@@ -542,11 +557,9 @@ def turn(self:Service, u:ReadyModel, ask:Ask, w:Writer, spec:dict|None)->Turn:
     if getattr(ask, 'silent', False):
         return self.silent_turn(u, ask, prompts)
     reqs = self.requests(u, ask, w.id, prompts, spec)
-    readers = [reader(u, ask, r, prompts[k//n]) for k,r in enumerate(reqs)]
+    readers = _readers(u, ask, w, reqs)
     total = sum(len(p.ids) for p in prompts)
     t = Turn(u.runner, reqs, readers, self.metrics.of(u.name), total, n)
-    if ask.receipt:
-        w.receipt = partial(_receipt, w, reqs, readers, n)
     if self.follow:
         self.follow(t, u, ask, prompts[0], w)
     return t

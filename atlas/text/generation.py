@@ -224,6 +224,7 @@ class Output:
     choices:list['Output']=field(default_factory=list) # All n answers, this one first, when n > 1
     reasoning:str='' # The thought before the answer
     calls:list[Call]=field(default_factory=list) # Of tools
+    receipt:object=None # When asked for: what was asked and answered, to the bit
     def __str__(self): return self.text
     def __repr__(self):
         thought = f'thought {self.reasoning!r}, ' if self.reasoning else ''

@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/6_text/receipts.html.md"""
 
 # %% auto #0
 __all__ = ['MAX_BYTES', 'FREE', 'bits_of', 'number_of', 'canonical', 'digest', 'Prompt', 'Answer', 'Receipt', 'ReceiptError',
-           'read_receipt', 'seeded', 'scored', 'receipt_of', 'text_facts', 'Difference', 'first_difference',
-           'facts_apart', 'Comparison', 'compare']
+           'read_receipt', 'seeded', 'scored', 'answer_of', 'receipt_of', 'text_facts', 'Difference',
+           'first_difference', 'facts_apart', 'Comparison', 'compare']
 
 # %% ../../nbs/6_text/21_receipts.ipynb #1fba97bf
 import hashlib,json,secrets,struct
@@ -99,7 +99,7 @@ def sampling(self:Receipt)->SamplingParams:
     except TypeError as e:
         raise RequestError('params has a parameter that is not known', param='params') from e
 
-# %% ../../nbs/6_text/21_receipts.ipynb #44ee0da9
+# %% ../../nbs/6_text/21_receipts.ipynb #6cc22026
 class ReceiptError(RequestError):
     "A receipt that is damaged, of another version, or none"
     code = 'bad_receipt'
@@ -113,16 +113,18 @@ def _parsed(raw):
         d = json.loads(raw)
     except (ValueError,RecursionError) as e:
         raise ReceiptError('The receipt is not JSON', hint='Take the whole object') from e
+    if isinstance(d, dict) and isinstance(d.get('receipt'), dict):
+        d = d['receipt']
     if not isinstance(d, dict) or d.get('kind')!='atlas.receipt':
         hint = 'It is the object in the field `receipt` of an answer'
         raise ReceiptError('This is no receipt', hint=hint)
-    if d.get('version')!=1 or isinstance(d['version'], bool):
+    if type(d.get('version')) is not int or d['version']!=1:
         hint = 'This Atlas reads version 1'
         raise ReceiptError(f'The receipt has version {d.get("version")!r:.40}', hint=hint)
     return d,d.pop('digest', None)
 
 def read_receipt(raw:bytes|str)->Receipt:
-    "The receipt in a file; a `ReceiptError` says what is wrong with it"
+    "The receipt in a text, alone or in an answer; a `ReceiptError` says what is wrong with it"
     d,claimed = _parsed(raw)
     try:
         whole = claimed==digest(d)
@@ -192,23 +194,27 @@ def _plain(p:SamplingParams)->dict:
         out['logit_bias'] = {str(k):v for k,v in p.logit_bias.items()}
     return out
 
-# %% ../../nbs/6_text/21_receipts.ipynb #51328621
-def _prompt(r:Request)->dict:
+# %% ../../nbs/6_text/21_receipts.ipynb #e7145338
+def _prompt(r:Request)->Prompt:
     "What a request had the engine read"
     ids = list(r.prompt)
     pixels = [hashlib.sha256(_bytes(x)).hexdigest() for x,_ in r.images]
-    return dict(ids=ids, sha256=digest(ids), images=pixels)
+    return Prompt(ids=ids, sha256=digest(ids), images=pixels)
 
 def _bytes(pixels)->bytes:
     "All that an image is, with its shape"
     return f'{pixels.shape} {pixels.dtype} '.encode()+pixels.tobytes()
 
-def _answer(k:int, r:Request, v:ChoiceReader)->dict:
+def answer_of(
+    k:int, # Which of the prompts it is an answer to
+    r:Request,
+    v:ChoiceReader, # With a `log`
+)->Answer:
     "What a reader has read"
     drawn = None if r.params.temperature==0 else r.params.seed
     ends = v.ended if v.ended in ('stop','length') else 'cut'
     ids,chances = [t for t,_ in v.log],[bits_of(x) for _,x in v.log]
-    return dict(prompt=k, seed=drawn, ids=ids, logprobs=chances, finish=ends)
+    return Answer(prompt=k, seed=drawn, ids=ids, logprobs=chances, finish=ends)
 
 def receipt_of(
     model:str, # As it was asked for
@@ -219,7 +225,7 @@ def receipt_of(
 )->Receipt:
     "The receipt of answers that have ended"
     first = requests[0]
-    answers = [_answer(i//each, *x) for i,x in enumerate(zip(requests, readers))]
+    answers = [answer_of(i//each, *x) for i,x in enumerate(zip(requests, readers))]
     return Receipt(
         model=model[:512],
         made_by=made_by,
