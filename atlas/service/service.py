@@ -28,7 +28,7 @@ from .metrics import Metrics
 from .protocol.base import Ask,NotOfferedError,Writer
 from .protocol.chunks import TextAsk,prompt_tokens_of
 from ..text.parsers import Splitter,kept
-from ..text.receipts import receipt_of,scored,seeded,text_facts
+from ..text.receipts import receipt_of,seeded,text_facts,with_logprobs
 from ..text.reasoning import beginning,closing
 from ..text.sandbox import SafeTemplate
 from ..ground.requests import Request,check_ids,check_prompt,check_text
@@ -458,7 +458,7 @@ def requests(
         own = dict(images=p.images, boundaries=turn_marks(u).boundaries(p.ids))
         for q in fan_out(ask.params):
             r = Request(f'{rid}-{len(out)}', tuple(p.ids), q, **common, **own)
-            out.append(scored(r) if ask.receipt else r)
+            out.append(with_logprobs(r) if ask.receipt else r)
     return out
 
 def eos_ids(u:ReadyModel)->tuple[int,...]:

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/6_text/receipts.html.md"""
 
 # %% auto #0
 __all__ = ['MAX_BYTES', 'FREE', 'bits_of', 'number_of', 'canonical', 'digest', 'Prompt', 'Answer', 'Receipt', 'ReceiptError',
-           'read_receipt', 'seeded', 'scored', 'answer_of', 'receipt_of', 'text_facts', 'Difference',
+           'read_receipt', 'seeded', 'with_logprobs', 'answer_of', 'receipt_of', 'text_facts', 'Difference',
            'first_difference', 'facts_apart', 'Comparison', 'compare']
 
 # %% ../../nbs/6_text/21_receipts.ipynb #1fba97bf
@@ -167,7 +167,7 @@ def _consistent(r:Receipt):
         if a.prompt>=len(r.prompts):
             raise ReceiptError(f'{at} is to prompt {a.prompt}, which is not there', param=at)
 
-# %% ../../nbs/6_text/21_receipts.ipynb #200d1ef3
+# %% ../../nbs/6_text/21_receipts.ipynb #2506560e
 _ELSEWHERE = 'n','seed','logprobs' # In a receipt, or of no influence
 
 def seeded(p:SamplingParams)->SamplingParams:
@@ -176,7 +176,7 @@ def seeded(p:SamplingParams)->SamplingParams:
         return p
     return replace(p, seed=secrets.randbits(63))
 
-def scored(r:Request)->Request:
+def with_logprobs(r:Request)->Request:
     "`r`, whose tokens come with their log probabilities"
     if r.params.logprobs is not None:
         return r

@@ -31,7 +31,7 @@ from ..ground.options import EngineConfig
 from ..text.parsers import Splitter,kept
 from ..text.processor import processor_of
 from ..text.reasoning import beginning,closing
-from ..text.receipts import receipt_of,scored,seeded,text_facts
+from ..text.receipts import receipt_of,seeded,text_facts,with_logprobs
 from ..ground.requests import Event,Request,SamplingParams,check_prompt
 from ..text.tokenizer import Tokenizer
 from ..card.variants import list_variants
@@ -264,7 +264,7 @@ def _logged(requests, readers)->list[Request]:
     "The same requests, of whose answers the readers keep what a receipt is made of"
     for v in readers:
         v.log = []
-    return [scored(r) for r in requests]
+    return [with_logprobs(r) for r in requests]
 
 @patch
 def _proven(self:LLM, outs, requests, readers)->list[Output]:
