@@ -2,6 +2,7 @@
 tools and prefixes, replayed alone and in company; and what must not come again is seen."""
 import json,socket
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
@@ -166,8 +167,8 @@ def flipped(r, k):
     bits = [*a.logprobs]
     bits[k] = f'{int(bits[k], 16)^1:08x}'
     assert bits_of(number_of(bits[k]))==bits[k]
-    a = a.model_copy(update=dict(logprobs=bits))
-    return r.model_copy(update=dict(answers=[a, *r.answers[1:]]))
+    a = replace(a, logprobs=bits)
+    return replace(r, answers=[a, *r.answers[1:]])
 
 def test_a_flipped_bit(client, plain):
     path,body = CASES['seeded']
@@ -194,7 +195,7 @@ def test_a_server_answers_again(served, plain, tmp_path):
                 assert replay_at(url, r, n).code==0
         at = tmp_path/'receipt.json'
         ends = []
-        for x in (r,flipped(r, 0),r.model_copy(update=dict(made_by={}))):
+        for x in (r,flipped(r, 0),replace(r, made_by={})):
             at.write_text(json.dumps(x.to_dict()))
             run = CliRunner().invoke(commands, ['replay',str(at),'--url',url,'--json'])
             ends.append((run.exit_code, json.loads(run.output)['result']))
@@ -215,7 +216,7 @@ def test_another_model(client, plain):
     r = receipt(asked(client, path, body, receipt=True))
     facts = r.made_by|dict(model=r.made_by['model']|dict(tensors='0'*64))
     with pytest.raises(ReplayError, match='another model'):
-        plain.replay(r.model_copy(update=dict(made_by=facts)))
+        plain.replay(replace(r, made_by=facts))
 
 # The fields
 

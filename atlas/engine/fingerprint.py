@@ -77,14 +77,14 @@ def _manner(self:LoadedModel)->dict:
         sequences=self.max_num_seqs,
         chunk=self.chunk)
 
-# %% ../../nbs/5_engine/23_fingerprint.ipynb #a2fb8c4e
+# %% ../../nbs/5_engine/23_fingerprint.ipynb #47c08b2a
 @patch
 def fingerprint(self:LoadedModel)->dict[str,dict]:
     "What bits of answers depend on, in five groups; an `AsleepError` while the model sleeps"
     weights = self.weights_digest()
     shape = _digest(replace(self.config, name='', quantization=None))
     model = dict(shape=shape, tensors=self.table, weights=weights)
-    device = dict(kind=self.device.kind, identity=self.device.identity())
+    device = dict(identity=self.device.identity())
     return dict(
         model=model, code=dict(_code()), options=self._formats(), device=device,
         manner=self._manner())

@@ -9,13 +9,11 @@ __all__ = ['MAX_BYTES', 'FREE', 'bits_of', 'number_of', 'canonical', 'digest', '
            'read_receipt', 'seeded', 'with_logprobs', 'answer_of', 'receipt_of', 'text_facts', 'Difference',
            'first_difference', 'facts_apart', 'Comparison', 'compare']
 
-# %% ../../nbs/6_text/21_receipts.ipynb #1fba97bf
-import hashlib,json,secrets,struct
-from dataclasses import asdict,dataclass,fields,replace
-from typing import Annotated,Any,Literal
+# %% ../../nbs/6_text/21_receipts.ipynb #d1ea80fb
+import hashlib,json,re,secrets,struct
+from dataclasses import MISSING,asdict,dataclass,field,fields,replace
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
-from pydantic import BaseModel,ConfigDict,Field,ValidationError
 from ..ground.core import RequestError
 from ..ground.requests import Request,SamplingParams
 from .generation import ChoiceReader
@@ -38,58 +36,46 @@ def digest(value)->str:
     "SHA-256 of a value, as 64 hexadecimal digits"
     return hashlib.sha256(canonical(value)).hexdigest()
 
-# %% ../../nbs/6_text/21_receipts.ipynb #105131ac
-MAX_BYTES = 64<<20 # Of a receipt
-_checked = ConfigDict(strict=True, extra='forbid', frozen=True)
-_Id = Annotated[int, Field(ge=0, lt=2**31)]
-_Ids = Annotated[list[_Id], Field(fail_fast=True)]
-_Bits = Annotated[str, Field(pattern='^[0-9a-f]{8}$')]
-_Digest = Annotated[str, Field(pattern='^[0-9a-f]{64}$')]
-_Word = Annotated[str, Field(max_length=512)]
-_Facts = Annotated[
-    dict[_Word,dict[_Word,_Word|bool|int|None]], Field(max_length=16)]
-
-class Prompt(BaseModel):
+# %% ../../nbs/6_text/21_receipts.ipynb #90851b14
+@dataclass(frozen=True)
+class Prompt:
     "What was read"
-    model_config = _checked
-    ids: Annotated[list[_Id], Field(min_length=1, fail_fast=True)]
-    sha256: _Digest # Of `ids`
-    images: Annotated[list[_Digest], Field(max_length=4096)] = [] # Digests of their pixels
+    ids:list[int]
+    sha256:str # Digest of `ids`
+    images:list[str]=field(default_factory=list) # Digests of pixels
 
-class Answer(BaseModel):
+@dataclass(frozen=True)
+class Answer:
     "What was said"
-    model_config = _checked
-    prompt: Annotated[int, Field(ge=0)] # Which of the prompts it is an answer to
-    seed: Annotated[int, Field(ge=-2**63, lt=2**64)]|None = None # None: nothing was drawn
-    ids: _Ids
-    logprobs: Annotated[list[_Bits], Field(fail_fast=True)] # Of each token
-    # 'cut': a stop string or the clock ended it, of which the engine knows nothing
-    finish: Literal['stop','length','cut']
+    prompt:int # Which of the prompts it is an answer to
+    ids:list[int]
+    logprobs:list[str] # Bits of each token's
+    # 'stop', 'length', or 'cut': a stop string or the clock ended it, unknown to the engine
+    finish:str
+    seed:int|None=None # None: nothing was drawn
 
-class Receipt(BaseModel):
+@dataclass(frozen=True)
+class Receipt:
     "One request's answers, to the bit"
-    model_config = _checked
-    kind: Literal['atlas.receipt'] = 'atlas.receipt'
-    version: Literal[1] = 1
-    model: _Word # As it was asked for
-    made_by: _Facts # What the bits depend on, in groups
-    params: dict[_Word,Any] # `SamplingParams`, without what stands elsewhere here
-    guide: dict[str,Any]|None = None # What held the answers to a form
-    prompts: Annotated[list[Prompt], Field(min_length=1, max_length=1024)]
-    answers: Annotated[list[Answer], Field(min_length=1, max_length=1024)]
+    model:str # As it was asked for
+    made_by:dict[str,dict] # What the bits depend on, in groups
+    params:dict # `SamplingParams`, without what stands elsewhere here
+    prompts:list[Prompt]
+    answers:list[Answer]
+    guide:dict|None=None # What held the answers to a form
+    kind:str='atlas.receipt'
+    version:int=1
 
-# %% ../../nbs/6_text/21_receipts.ipynb #ad5e1212
+    def __repr__(self):
+        n,k = sum(len(a.ids) for a in self.answers),len(self.answers)
+        return f'Receipt({self.model}: {k} answer{"s"*(k>1)}, {n:,} tokens)'
+
+# %% ../../nbs/6_text/21_receipts.ipynb #934ae516
 @patch
 def to_dict(self:Receipt)->dict:
     "As JSON has it, with its own digest"
-    d = self.model_dump()
+    d = asdict(self)
     return d|dict(digest=digest(d))
-
-@patch
-def __repr__(self:Receipt):
-    n = sum(len(a.ids) for a in self.answers)
-    k = len(self.answers)
-    return f'Receipt({self.model}: {k} answer{"s"*(k>1)}, {n:,} tokens)'
 
 @patch
 def sampling(self:Receipt)->SamplingParams:
@@ -99,10 +85,86 @@ def sampling(self:Receipt)->SamplingParams:
     except TypeError as e:
         raise RequestError('params has a parameter that is not known', param='params') from e
 
-# %% ../../nbs/6_text/21_receipts.ipynb #6cc22026
+# %% ../../nbs/6_text/21_receipts.ipynb #b2db71a5
 class ReceiptError(RequestError):
     "A receipt that is damaged, of another version, or none"
     code = 'bad_receipt'
+
+def _need(good:bool, at:str, what:str):
+    "A `ReceiptError` unless `good`"
+    if not good:
+        raise ReceiptError(f'{at[:80]} of the receipt is not {what}', param=at[:80])
+
+def _whole(low, high):
+    "Reads a whole number below `high`"
+    def read(v, at):
+        _need(type(v) is int and low<=v<high, at, f'a whole number from {low} to {high-1}')
+        return v
+    return read
+
+def _text(pattern, what):
+    "Reads a string that a pattern fits"
+    def read(v, at):
+        _need(isinstance(v, str) and re.fullmatch(pattern, v, re.S), at, what)
+        return v
+    return read
+
+def _each(read, least=0, most=1<<22):
+    "Reads a list of so many"
+    def read_all(v, at):
+        good = isinstance(v, list) and least<=len(v)<=most
+        _need(good, at, f'a list of {least} to {most:,}')
+        return [read(x, f'{at}.{i}') for i,x in enumerate(v)]
+    return read_all
+
+# %% ../../nbs/6_text/21_receipts.ipynb #96ec9fd1
+def _maybe(read):
+    "Reads a value or null"
+    return lambda v, at: None if v is None else read(v, at)
+
+def _object(v, at):
+    "Reads any object"
+    _need(isinstance(v, dict), at, 'an object')
+    return v
+
+def _facts(v, at):
+    "Reads groups of plain values"
+    good = isinstance(v, dict) and len(v)<=16 and all(isinstance(g, dict) for g in v.values())
+    _need(good, at, 'an object of objects')
+    for name,group in v.items():
+        plain = all(type(x) in (str,bool,int,type(None)) for x in group.values())
+        _need(plain, f'{at}.{name}', 'an object of plain values')
+    return v
+
+_DIGEST = _text('[0-9a-f]{64}', 'a digest of 64 hexadecimal digits')
+_BITS = _text('[0-9a-f]{8}', 'a number as 8 hexadecimal digits')
+_NAME = _text('.{0,512}', 'a string of at most 512 characters')
+_ENDS = _text('stop|length|cut', 'stop, length or cut')
+_IDS = _each(_whole(0, 2**31))
+
+def _made(kind, reads, v, at=''):
+    "A dataclass of a JSON object whose fields are read so"
+    _need(isinstance(v, dict), at or 'all', 'an object')
+    for k in v.keys()-reads.keys():
+        _need(False, f'{at}{k}', 'a field that is known')
+    for f in fields(kind):
+        there = f.name in v or f.default is not MISSING or f.default_factory is not MISSING
+        _need(there, f'{at}{f.name}', 'there')
+    return kind(**{k: reads[k](x, f'{at}{k}') for k,x in v.items()})
+
+# %% ../../nbs/6_text/21_receipts.ipynb #a2b52111
+_PROMPT = dict(
+    ids=_each(_whole(0, 2**31), 1), sha256=_DIGEST, images=_each(_DIGEST, 0, 4096))
+_ANSWER = dict(
+    prompt=_whole(0, 1024), ids=_IDS, logprobs=_each(_BITS), finish=_ENDS,
+    seed=_maybe(_whole(-2**63, 2**64)))
+_RECEIPT = dict(
+    kind=_NAME, version=_whole(1, 2), model=_NAME, made_by=_facts, params=_object,
+    guide=_maybe(_object),
+    prompts=_each(lambda v, at: _made(Prompt, _PROMPT, v, f'{at}.'), 1, 1024),
+    answers=_each(lambda v, at: _made(Answer, _ANSWER, v, f'{at}.'), 1, 1024))
+
+MAX_BYTES = 64<<20 # Of a receipt
 
 def _parsed(raw):
     "JSON as a dict, and the digest that it claims to have"
@@ -127,28 +189,16 @@ def read_receipt(raw:bytes|str)->Receipt:
     "The receipt in a text, alone or in an answer; a `ReceiptError` says what is wrong with it"
     d,claimed = _parsed(raw)
     try:
-        whole = claimed==digest(d)
-        r = Receipt.model_validate(d)
-    except ValidationError as e:
-        raise _blamed(e, whole) from None
+        real = digest(d)
     except (ValueError,RecursionError) as e:
         raise ReceiptError('The receipt has values that JSON does not have') from e
-    if not whole:
-        raise ReceiptError(_DAMAGED, param='digest')
+    if claimed!=real:
+        raise ReceiptError(
+            'The receipt was damaged: its digest is not that of what it says', param='digest')
+    r = _made(Receipt, _RECEIPT, d)
     _consistent(r)
     return r
 
-_DAMAGED = 'The receipt was damaged: its digest is not that of what it says'
-
-def _blamed(e, whole):
-    "What pydantic found first; only a receipt that is `whole` was written so"
-    if not whole:
-        return ReceiptError(_DAMAGED, param='digest')
-    first = e.errors(include_url=False, include_context=False, include_input=False)[0]
-    at = '.'.join(map(str, first['loc']))[:80]
-    return ReceiptError(f'{at} of the receipt: {first["msg"]}', param=at)
-
-# %% ../../nbs/6_text/21_receipts.ipynb #0563b031
 def _consistent(r:Receipt):
     "A `ReceiptError` where parts contradict each other"
     try:
@@ -194,7 +244,7 @@ def _plain(p:SamplingParams)->dict:
         out['logit_bias'] = {str(k):v for k,v in p.logit_bias.items()}
     return out
 
-# %% ../../nbs/6_text/21_receipts.ipynb #e7145338
+# %% ../../nbs/6_text/21_receipts.ipynb #b4558f76
 def _prompt(r:Request)->Prompt:
     "What a request had the engine read"
     ids = list(r.prompt)
@@ -214,7 +264,7 @@ def answer_of(
     drawn = None if r.params.temperature==0 else r.params.seed
     ends = v.ended if v.ended in ('stop','length') else 'cut'
     ids,chances = [t for t,_ in v.log],[bits_of(x) for _,x in v.log]
-    return Answer(prompt=k, seed=drawn, ids=ids, logprobs=chances, finish=ends)
+    return Answer(k, ids, chances, ends, drawn)
 
 def receipt_of(
     model:str, # As it was asked for

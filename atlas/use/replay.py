@@ -23,7 +23,7 @@ from ..text.receipts import compare,digest,read_receipt
 from .clients import ClientError,address,ask,here
 from .llm import LLM
 
-# %% ../../nbs/8_use/18_replay.ipynb #604fac3c
+# %% ../../nbs/8_use/18_replay.ipynb #4cea5168
 class ReplayError(RequestError):
     "A receipt that cannot be compared with what is here"
     code = 'not_comparable'
@@ -49,8 +49,7 @@ def trimmed(
     if then.finish!='cut':
         return now
     n = len(then.ids)
-    return now.model_copy(update=dict(
-        ids=now.ids[:n], logprobs=now.logprobs[:n], finish='cut'))
+    return replace(now, ids=now.ids[:n], logprobs=now.logprobs[:n], finish='cut')
 
 # %% ../../nbs/8_use/18_replay.ipynb #a7785487
 def check_facts(then:dict, now:dict):
@@ -124,7 +123,7 @@ def _asked_again(self:LLM, r:Receipt)->list:
         self.request(r.prompts[a.prompt].ids, again(p, a), guide=r.guide)
         for a in r.answers]
 
-# %% ../../nbs/8_use/18_replay.ipynb #01f0709b
+# %% ../../nbs/8_use/18_replay.ipynb #48277465
 @patch
 def answers_again(self:LLM,
     receipt:Receipt,
@@ -141,7 +140,7 @@ def answers_again(self:LLM,
         trimmed(answer_of(a.prompt, *x), a)
         for a,*x in zip(receipt.answers, asked, readers)]
     new = dict(answers=answers, made_by=self.made_by())
-    return receipt.model_copy(update=new),there
+    return replace(receipt, **new),there
 
 @patch
 def replay(self:LLM, receipt:Receipt, company:int=0)->Comparison:
@@ -177,7 +176,7 @@ class ReplayServer:
             raise ReplayError(f'The server at {self.url} gives no receipts')
         return read_receipt(json.dumps(d))
 
-# %% ../../nbs/8_use/18_replay.ipynb #dce8b5a4
+# %% ../../nbs/8_use/18_replay.ipynb #65e2cea4
 @patch
 def begin(self:ReplayServer, client:httpx.Client, mate:Mate, stack:ExitStack):
     "Have the server answer somebody else; returns when it has begun to"
@@ -218,7 +217,7 @@ def replay_at(
     pairs = zip(new, receipt.answers)
     answers = [trimmed(x.answers[0], a) for x,a in pairs]
     same = dict(answers=answers, made_by=facts)
-    return compare(receipt, receipt.model_copy(update=same), company)
+    return compare(receipt, replace(receipt, **same), company)
 
 # %% ../../nbs/8_use/18_replay.ipynb #5cb7f7e0
 def receipt_in(path:str)->Receipt:
