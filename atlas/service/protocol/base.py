@@ -363,6 +363,7 @@ class Writer:
     media_type = 'text/event-stream' # Of a stream
     waited = 0. # Seconds until the model was ready; the server sets it, as it does `times`:
     times = None # `Turn.times`
+    stages = dict # Milliseconds by stage, `Turn.stages`, where they were asked for
     def __init__(self,
         ask:Ask,
         model:str, # The name that the client knows the model by

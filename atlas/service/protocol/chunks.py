@@ -25,6 +25,7 @@ class ChatAsk(Ask):
     quiet:bool=False # Do not tell the reasoning
     prompt_logprobs:int|None=None # Log-probabilities of the prompt, with so many alternatives
     drafts:bool=False # Say in a stream which tokens were accepted drafts
+    timings:bool=False # Say where the time went, beside the counts
 
 @dataclass
 class TextAsk(ChatAsk):
@@ -245,10 +246,15 @@ def _about(self:ChatWriter, tokens):
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #64fc12c4
 @patch
 def end(self:ChatWriter, u:Usage)->bytes:
-    "The counts, if they were asked for, and `[DONE]`"
-    if not self.ask.include_usage:
-        return DONE
-    return sse(self._envelope(self.chunk_kind, [], usage=usage(u)))+DONE
+    "The counts and the timings, those that were asked for, and `[DONE]`"
+    counts = dict(usage=usage(u)) if self.ask.include_usage else {}
+    told = counts | self._timings()
+    return (sse(self._envelope(self.chunk_kind, [], **told)) if told else b'')+DONE
+
+@patch
+def _timings(self:ChatWriter):
+    "Where the time went, for the envelope"
+    return dict(timings=self.stages()) if getattr(self.ask, 'timings', False) else {}
 
 @patch
 def error(self:ChatWriter, e:BaseException)->bytes:
@@ -260,7 +266,7 @@ def error(self:ChatWriter, e:BaseException)->bytes:
 def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
     "The answer in one piece"
     told = self._told(choices)
-    return self._envelope(self.kind, told, usage=usage(u), **self._asked())
+    return self._envelope(self.kind, told, usage=usage(u), **self._asked(), **self._timings())
 
 @patch
 def _told(self:ChatWriter, choices):
