@@ -209,10 +209,13 @@ def read_line(d, id:str)->Conversation:
         raise RequestError('nobody asks anything')
     return Conversation(str(d.get('id') or id), turns, before)
 
-# %% ../../nbs/8_use/13_bench_data.ipynb #359b2f51
+# %% ../../nbs/8_use/13_bench_data.ipynb #83c7cf42
 def _lines(path:Path)->list[tuple]:
     "Pairs of a place and a value, or why it has none, of what a file has"
-    text = path.read_text(encoding='utf-8', errors='replace')
+    try:
+        text = path.read_text(encoding='utf-8')
+    except (OSError,UnicodeDecodeError) as e:
+        raise RequestError(f'{path} cannot be read: {e}', param='input_file') from e
     if not text.lstrip().startswith('['):
         return [(f'line {i}', _json(l)) for i,l in enumerate(text.split('\n'), 1) if l.strip()]
     whole = _json(text)
@@ -241,8 +244,8 @@ def _read(path)->tuple[list,list]:
             bad.append(f'{where}: {e.msg}')
     return out,bad
 
-def read_dataset(path:Path)->list[Conversation]:
-    "The conversations of a file; a `RequestError` names the lines that are broken"
+def read_dataset(path)->list[Conversation]:
+    "The conversations of a file, by its `Path`; a `RequestError` names the lines that are broken"
     out,bad = _read(path)
     if bad:
         more = f', and {len(bad)-3} more' if len(bad)>3 else ''
