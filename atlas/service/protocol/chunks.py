@@ -25,6 +25,7 @@ class ChatAsk(Ask):
     quiet:bool=False # Do not tell the reasoning
     prompt_logprobs:int|None=None # Log-probabilities of the prompt, with so many alternatives
     drafts:bool=False # Say in a stream which tokens were accepted drafts
+    timings:bool=False # Say where the time went, beside the counts
 
 @dataclass
 class TextAsk(ChatAsk):
@@ -256,6 +257,24 @@ def error(self:ChatWriter, e:BaseException)->bytes:
     "An error in the middle of a stream"
     return sse(error_body(e))+DONE
 
+# %% ../../../nbs/7_service/02_protocol.chunks.ipynb #64fc12c4
+@patch
+def end(self:ChatWriter, u:Usage)->bytes:
+    "The counts and the timings, those that were asked for, and `[DONE]`"
+    counts = dict(usage=usage(u)) if self.ask.include_usage else {}
+    told = counts | self._timings()
+    return (sse(self._envelope(self.chunk_kind, [], **told)) if told else b'')+DONE
+
+@patch
+def _timings(self:ChatWriter):
+    "Where the time went, for the envelope"
+    return dict(timings=self.stages()) if getattr(self.ask, 'timings', False) else {}
+
+@patch
+def error(self:ChatWriter, e:BaseException)->bytes:
+    "An error in the middle of a stream"
+    return sse(error_body(e))+DONE
+
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #84684448
 @patch
 def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
@@ -263,6 +282,31 @@ def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
     told = self._told(choices)
     about = self._asked()|self.proof()
     return self._envelope(self.kind, told, usage=usage(u), **about)
+
+@patch
+def _told(self:ChatWriter, choices):
+    "The choices, as they are shown"
+    def said(c):
+        return replace(c, reasoning='', tokens=[]) if self.quiet and c.reasoning else c
+    return [self._choice(i, said(c)) for i,c in enumerate(choices)]
+
+@patch
+def _asked(self:ChatWriter):
+    "What was asked about the prompt, for the envelope"
+    out = dict(prompt_token_ids=None, prompt_logprobs=None)
+    q = self.prompts[0] if self.prompts else None
+    if self.ids and q:
+        out['prompt_token_ids'] = list(q.ids)
+    if q and getattr(self.ask, 'prompt_logprobs', None) is not None:
+        out['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
+    return out
+
+# %% ../../../nbs/7_service/02_protocol.chunks.ipynb #84684448
+@patch
+def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
+    "The answer in one piece"
+    told = self._told(choices)
+    return self._envelope(self.kind, told, usage=usage(u), **self._asked(), **self._timings())
 
 @patch
 def _told(self:ChatWriter, choices):
