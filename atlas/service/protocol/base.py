@@ -365,46 +365,6 @@ class Writer:
     waited = 0. # Seconds until the model was ready; the server sets it, as it does `times`:
     times = None # `Turn.times`
     receipt = None # Gives the receipt when all is said; the server sets it where one was asked for
-    def __init__(self,
-        ask:Ask,
-        model:str, # The name that the client knows the model by
-        id:str|None=None, # None: a fresh one
-        created:int|None=None, # Seconds since 1970; None: now
-    ):
-        self.ask,self.model = ask,model
-        self.id = id or f'{self.prefix}{uuid.uuid4().hex}'
-        self.created = int(time.time()) if created is None else created
-    def start(self, usage:Usage)->bytes:
-        "Events before the first piece"
-        return b''
-    def piece(self, i:int, p:Delta)->bytes:
-        "Events for a piece of choice `i`, its end included"
-        raise NotImplementedError
-    def end(self, usage:Usage)->bytes:
-        "The last events"
-        return b''
-    def error(self, e:BaseException)->bytes:
-        "Events that end a stream that broke"
-        raise NotImplementedError
-    def whole(self, choices:list[Choice], usage:Usage)->dict:
-        "The body of an answer in one piece"
-        raise NotImplementedError
-    def close(self):
-        "The turn is over, whether or not `end` or `error` was called"
-    def ping(self)->bytes:
-        "What keeps a quiet stream open: a comment"
-        return b': still here\n\n'
-
-# %% ../../../nbs/7_service/01_protocol.base.ipynb #e97e590a
-class Writer:
-    "One request's answers in the shapes of one API"
-    prefix = '' # Of ids
-    show,raw = str,None # From a token id to its text, and to its bytes; the server sets both
-    abort = None # Stops what is being written; the server sets it
-    names_results = False # Do results of tools have their names?
-    media_type = 'text/event-stream' # Of a stream
-    waited = 0. # Seconds until the model was ready; the server sets it, as it does `times`:
-    times = None # `Turn.times`
     stages = dict # Milliseconds by stage, `Turn.stages`, where they were asked for
     def __init__(self,
         ask:Ask,

@@ -247,23 +247,10 @@ def _about(self:ChatWriter, tokens):
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #64fc12c4
 @patch
 def end(self:ChatWriter, u:Usage)->bytes:
-    "The counts and the receipt, if they were asked for, and `[DONE]`"
+    "The counts, the timings and the receipt, those that were asked for, and `[DONE]`"
     counts = dict(usage=usage(u)) if self.ask.include_usage else {}
-    last = counts|self.proof()
+    last = counts|self._timings()|self.proof()
     return sse(self._envelope(self.chunk_kind, [], **last))+DONE if last else DONE
-
-@patch
-def error(self:ChatWriter, e:BaseException)->bytes:
-    "An error in the middle of a stream"
-    return sse(error_body(e))+DONE
-
-# %% ../../../nbs/7_service/02_protocol.chunks.ipynb #64fc12c4
-@patch
-def end(self:ChatWriter, u:Usage)->bytes:
-    "The counts and the timings, those that were asked for, and `[DONE]`"
-    counts = dict(usage=usage(u)) if self.ask.include_usage else {}
-    told = counts | self._timings()
-    return (sse(self._envelope(self.chunk_kind, [], **told)) if told else b'')+DONE
 
 @patch
 def _timings(self:ChatWriter):
@@ -280,33 +267,8 @@ def error(self:ChatWriter, e:BaseException)->bytes:
 def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
     "The answer in one piece"
     told = self._told(choices)
-    about = self._asked()|self.proof()
+    about = self._asked()|self._timings()|self.proof()
     return self._envelope(self.kind, told, usage=usage(u), **about)
-
-@patch
-def _told(self:ChatWriter, choices):
-    "The choices, as they are shown"
-    def said(c):
-        return replace(c, reasoning='', tokens=[]) if self.quiet and c.reasoning else c
-    return [self._choice(i, said(c)) for i,c in enumerate(choices)]
-
-@patch
-def _asked(self:ChatWriter):
-    "What was asked about the prompt, for the envelope"
-    out = dict(prompt_token_ids=None, prompt_logprobs=None)
-    q = self.prompts[0] if self.prompts else None
-    if self.ids and q:
-        out['prompt_token_ids'] = list(q.ids)
-    if q and getattr(self.ask, 'prompt_logprobs', None) is not None:
-        out['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
-    return out
-
-# %% ../../../nbs/7_service/02_protocol.chunks.ipynb #84684448
-@patch
-def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
-    "The answer in one piece"
-    told = self._told(choices)
-    return self._envelope(self.kind, told, usage=usage(u), **self._asked(), **self._timings())
 
 @patch
 def _told(self:ChatWriter, choices):

@@ -82,50 +82,9 @@ class Body(Sampling,ModelAndStream):
     keep_alive: float|Annotated[str, Field(max_length=64)]|None = None  # as Ollama has it
     return_token_ids: bool|None = None
     return_tokens_as_token_ids: bool|None = None
-    prompt_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
-    receipt: bool|None = None  # ours: what was asked and answered, to the bit
-
-# %% ../../../nbs/7_service/03_protocol.openai.ipynb #f0e39f2d
-class Sampling(BaseModel):
-    "How tokens are chosen, by names that OpenAI's bodies and Ollama's options share"
-    model_config = OPEN
-    temperature: float|None = None
-    top_p: float|None = None
-    top_k: Int|None = None
-    min_p: float|None = None
-    presence_penalty: float|None = None
-    frequency_penalty: float|None = None
-
-Stop = str|Annotated[list[str], Field(max_length=64)]
-
-class ModelAndStream(BaseModel):
-    "Which model is asked, and whether it answers in a stream"
-    model_config = OPEN
-    model: Annotated[str, Field(max_length=512)]|None = None
-    stream: bool|None = None
-    stream_options: StreamOptions|None = None
-
-class Body(Sampling,ModelAndStream):
-    "The fields that both completion endpoints have"
-    repetition_penalty: Annotated[
-        float|None, Field(validation_alias=AliasChoices('repetition_penalty','repeat_penalty'))
-    ] = None # the second is llama.cpp's word
-    logit_bias: Annotated[dict[str,float], Field(max_length=1024)]|None = None
-    seed: Int|None = None
-    max_tokens: Int|None = None
-    min_tokens: Int|None = None
-    stop: Stop|None = None
-    stop_token_ids: Annotated[Ids, Field(max_length=1024)]|None = None
-    ignore_eos: bool|None = None
-    n: Int|None = None
-    priority: Annotated[Int, Field(ge=-2**31, lt=2**31)]|None = None
-    cache_salt: Salt|None = None
-    timeout: Seconds|None = None
-    keep_alive: float|Annotated[str, Field(max_length=64)]|None = None  # as Ollama has it
-    return_token_ids: bool|None = None
-    return_tokens_as_token_ids: bool|None = None
     return_timings: bool|None = None # ours: say where the time went
     prompt_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
+    receipt: bool|None = None  # ours: what was asked and answered, to the bit
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #80b515c6
 @patch

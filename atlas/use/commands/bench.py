@@ -11,23 +11,13 @@ __all__ = ['benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS'
 
 # %% ../../../nbs/8_use/27_commands.bench.ipynb #842776cf
 import json,re,typer
-from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-from ...ground.options import EngineConfig
-from .base import CACHING,Group,Json,Model,SPECULATION,app,complete_model
-from .base import engine_flags,examples,flags_of,option,print_result,take
-
-# %% ../../../nbs/8_use/27_commands.bench.ipynb #842776cf
-import json,re,typer
-from contextlib import contextmanager
+from contextlib import closing,contextmanager
 from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
 from typing import Annotated
 from ...ground.options import EngineConfig,differs
-from .base import Group,Json,Model,SPECULATION,app,engine_flags,examples,flags_of
-from .base import option,print_result,take
+from .base import CACHING,Group,Json,Model,SPECULATION,app,complete_model
+from .base import engine_flags,examples,flags_of,option,print_result,take
 
 # %% ../../../nbs/8_use/27_commands.bench.ipynb #f16d4c28
 def _counts(text:str, least:int=1, flag:str='--batch')->list[int]:
