@@ -417,32 +417,13 @@ __device__ __forceinline__ void add_limbs(
                     __fadd_rn(c[r][0][i / 2][i % 2 + 2], c[r][1][i / 2][i % 2 + 2]));
 }
 
-// What a group has found of a row: its largest scores, and sums of weights and of values.
-__device__ __forceinline__ void leave(
-        const Room& m, const Part& vs, const float (&acc)[Part::TILES][4], float top,
-        float l, float* mine, int group, int part, int own_lane) {
-    if (!part && own_lane % 4 == 0) {
-        m.tops[group * 8 + own_lane / 4] = top;
-        m.sums[group * 8 + own_lane / 4] = l;
-    }
-    #pragma unroll
-    for (int i = 0; i < Part::TILES; i++)
-        #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int d = vs.element(i, own_lane / 4, e / 2);
-            if ((D % 32 == 0 && Part::EVEN) || d < D)
-                mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] = acc[i][e];
-        }
-}
-
-// Who a thread is: its warp has part `part` of the elements of its group's slices.
+// Who a thread is.
 struct Thread {
-    int lane, warp, group, part;
-    __device__ __forceinline__ Thread() {
-        lane = threadIdx.x % 32;
-        warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        group = warp / SPLIT;
-        part = warp % SPLIT;
+    unsigned id;
+    int lane, warp;
+    __device__ __forceinline__ Thread(unsigned id_) : id(id_) {
+        lane = id % 32;
+        warp = __shfl_sync(~0u, id / 32, 0);
     }
 };
 
@@ -591,14 +572,17 @@ struct Fresh {
     }
 };
 
-// What a warp reads of a piece: slices of keys and values at lo, lo + SPAN, ...
+// What a warp reads of a piece: its part of the elements of its group's slices of keys and values,
+// which are those at lo, lo + SPAN, ...
 struct Reader {
+    int group, part, lo;
     Part ks, vs;
-    int lo;
     __device__ __forceinline__ Reader(const Room& m, const Work& w, const Thread& me)
-        : ks(m.parts + me.group * REGION, me.part, me.lane),
-          vs(m.parts + me.group * REGION + Part::SIZE, me.part, me.lane),
-          lo(w.from + 16 * me.group) {}
+        : group(me.warp / SPLIT),
+          part(me.warp % SPLIT),
+          lo(w.from + 16 * group),
+          ks(m.parts + group * REGION, part, me.lane),
+          vs(m.parts + group * REGION + Part::SIZE, part, me.lane) {}
     __device__ __forceinline__ void keys(const Params& p, const Work& w, int lo) const {
         if (lo < w.hi)
             ks.template fetch<KV>(
@@ -620,7 +604,7 @@ struct Reader {
             w.table.load(w.table.all, w.from, p.mb, me.lane);
         else
             w.table.go_on(w.from, w.hi, p.mb, me.lane);
-        lo = w.from + 16 * me.group;
+        lo = w.from + 16 * group;
         keys(p, w, lo);
         values(p, w, lo);
     }
@@ -642,7 +626,7 @@ struct Reader {
 // and the sum of weights.
 struct Sums {
     float acc[SHARE][Part::TILES][4] = {};
-    float top[SHARE], sum[SHARE];
+    float sum[SHARE], top[SHARE];
     __device__ __forceinline__ Sums() {
         #pragma unroll
         for (int r = 0; r < SHARE; r++) {
@@ -664,12 +648,12 @@ struct Sums {
 
 // Scores of the slice at lo, for all rows: the group's warps add what they found.
 __device__ __forceinline__ void score(
-        const Room& m, const Part& ks, float4 (&x)[SHARE], const Thread& me) {
+        const Room& m, const Reader& of, float4 (&x)[SHARE], int lane) {
     float c[SHARE][2][2][4] = {};
-    ks.template scores<SHARE>(c, m.qf);
+    of.ks.template scores<SHARE>(c, m.qf);
     add_limbs(x, c);
     if constexpr (SPLIT > 1)
-        exchange(x, m.scores, me.group, me.part, me.lane);
+        exchange(x, m.scores, of.group, of.part, lane);
 }
 
 // Weights of a slice for all rows, as fragments; older sums of a row fade where `fades`.
@@ -695,7 +679,7 @@ __device__ __forceinline__ void read_slice(
     __syncwarp();
     of.patch(m, w, has_fresh, of.ks, 0);
     float4 x[SHARE];
-    score(m, of.ks, x, me);
+    score(m, of, x, me.lane);
     float fade[SHARE];
     bool fades[SHARE];
     unsigned b[SHARE][4];
@@ -720,7 +704,7 @@ __device__ __forceinline__ void read_piece(
         bool has_fresh, int more, const Thread& me) {
     #pragma unroll 1
     for (; of.lo < w.hi; of.lo += SPAN) {
-        const bool asks = more && !threadIdx.x && of.lo + SPAN >= w.hi;
+        const bool asks = more && !me.id && of.lo + SPAN >= w.hi;
         int ticket;
         if (asks)
             ticket = atomicAdd(p.tickets + blockIdx.x, 1) + 1;
@@ -728,6 +712,30 @@ __device__ __forceinline__ void read_piece(
         if (asks)
             *m.ticket = ticket;
     }
+}
+
+// What a group has found of row r is left for all: its largest scores, and sums of weights and of
+// values.
+__device__ __forceinline__ void leave(
+        const Room& m, const Reader& of, const Sums& sums, int r, int own_lane) {
+    float* const mine = (float*)(m.left + of.group * m.STEP);
+    float l = __fadd_rn(sums.sum[r], __shfl_xor_sync(~0u, sums.sum[r], 1));
+    l = __fadd_rn(l, __shfl_xor_sync(~0u, l, 2));
+    if (r)
+        __syncthreads();  // all have seen the row before
+    if (!of.part && own_lane % 4 == 0) {
+        m.tops[of.group * 8 + own_lane / 4] = sums.top[r];
+        m.sums[of.group * 8 + own_lane / 4] = l;
+    }
+    #pragma unroll
+    for (int i = 0; i < Part::TILES; i++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int d = of.vs.element(i, own_lane / 4, e / 2);
+            if ((D % 32 == 0 && Part::EVEN) || d < D)
+                mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] = sums.acc[r][i][e];
+        }
+    __syncthreads();
 }
 
 // Of head own_lane % 8: the largest score, factors of the groups, the sum of weights, and, where
@@ -781,7 +789,8 @@ __device__ __forceinline__ int drawn(const Room& m) {
 }
 
 // The block goes on to its next piece. True: there is none.
-__device__ __forceinline__ bool go_on(const Params& p, Work& w, const Room& m, int more) {
+__device__ __forceinline__ bool go_on(
+        const Params& p, Work& w, const Room& m, int more, const Thread& me) {
     w.piece++;
     bool ends = w.piece > w.last;
     if (more) {
@@ -789,7 +798,7 @@ __device__ __forceinline__ bool go_on(const Params& p, Work& w, const Room& m, i
         ends = ticket >= more;
         w.piece = w.last = w.drawn(ticket);
         // every block draws one that is too large; the last of all leaves what it found
-        if (!threadIdx.x && ticket == more + (int)gridDim.y - 1)
+        if (!me.id && ticket == more + (int)gridDim.y - 1)
             p.tickets[blockIdx.x] = -1;
     }
     return ends;
@@ -813,10 +822,10 @@ struct Target {
 // Results of a row, when the groups' are there.
 __device__ __forceinline__ void put_results(
         const Params& p, const Work& w, const Room& m, const Target& to, const Total& all,
-        int r, int thread, const float4 (&gate)[QUADS]) {
+        int r, int thread, const float4 (&gate)[QUADS], const Thread& me) {
     #pragma unroll
     for (int k = 0; k < QUADS; k++) {
-        const int i = SOON ? (int)(threadIdx.x + k * THREADS) : thread + k * THREADS;
+        const int i = SOON ? (int)(me.id + k * THREADS) : thread + k * THREADS;
         const int g = min(i / (D / 4), w.gb - 1);
         const int d = i % (D / 4) * 4;
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -849,9 +858,9 @@ __device__ __forceinline__ void put_results(
 
 // Row r of the block gets what the groups have found in `piece`.
 __device__ __forceinline__ void put_row(
-        const Params& p, const Work& w, const Room& m, const Part& vs, const Sums& sums,
+        const Params& p, const Work& w, const Room& m, const Reader& of, const Sums& sums,
         int r, int piece, int more, const float4 (&gate)[QUADS], const Thread& me) {
-    int thread = threadIdx.x;
+    int thread = me.id;
 #if defined(__CUDA_ARCH__)
     // Places of results would else take registers that are wanted while slices are added up
     if (!SOON)
@@ -861,21 +870,15 @@ __device__ __forceinline__ void put_row(
     Target to;
     to.a = w.pieces.of(w.lowest(w.p0 + r));
     to.z = w.pieces.of(w.p0 + r);
-    if (r >= w.n || piece < to.a || piece > to.z)
+    if (piece < to.a || piece > to.z)
         return;
-    float l = __fadd_rn(sums.sum[r], __shfl_xor_sync(~0u, sums.sum[r], 1));
-    l = __fadd_rn(l, __shfl_xor_sync(~0u, l, 2));
-    if (r)
-        __syncthreads();
-    float* const mine = (float*)(m.left + me.group * m.STEP);
-    leave(m, vs, sums.acc[r], sums.top[r], l, mine, me.group, me.part, own_lane);
-    __syncthreads();
-    if (more && !threadIdx.x)
+    leave(m, of, sums, r, own_lane);
+    if (more && !me.id)
         *m.ticket = UNKNOWN;  // all have seen it
     const Total all(m, own_lane, SOON || to.a == to.z);
     to.cell = ((size_t)(w.t + r) * p.cells + piece - to.a) * HEADS + w.h0;
     to.own = ((size_t)(w.t + r) * HEADS + w.h0) * D;
-    put_results(p, w, m, to, all, r, thread, gate);
+    put_results(p, w, m, to, all, r, thread, gate, me);
     // Pieces of a row are added up by their blocks together
     const int count = to.z - to.a + 1;
     const int rank = piece - to.a;
@@ -886,17 +889,19 @@ __device__ __forceinline__ void put_row(
 }
 
 // Zeros for a row that is padding.
-__device__ __forceinline__ void put_zeros(const Params& p, const Work& w) {
+__device__ __forceinline__ void put_zeros(
+        const Params& p, const Work& w, const Thread& me) {
     if (!blockIdx.y)
-        for (int i = threadIdx.x; i < w.gb * D; i += THREADS)
+        for (int i = me.id; i < w.gb * D; i += THREADS)
             p.y[((size_t)w.t * HEADS + w.h0) * D + i] = 0.f;
 }
 
 // The heads' one more logit, in base 2.
-__device__ __forceinline__ void load_sinks(const Params& p, const Work& w, const Room& m) {
-    if (threadIdx.x < 8)
-        m.sink[threadIdx.x] = p.sinks
-                ? __fmul_rn(p.sinks[w.h0 + min((int)threadIdx.x, w.gb - 1)], LOG2E)
+__device__ __forceinline__ void load_sinks(
+        const Params& p, const Work& w, const Room& m, const Thread& me) {
+    if (me.id < 8)
+        m.sink[me.id] = p.sinks
+                ? __fmul_rn(p.sinks[w.h0 + min((int)me.id, w.gb - 1)], LOG2E)
                 : NONE;
 }
 
@@ -908,15 +913,18 @@ __device__ __forceinline__ void read_all(
         Sums sums;
         read_piece(p, w, m, of, sums, has_fresh, more, me);
         const int piece = w.piece;
-        const bool ends = go_on(p, w, m, more);
+        const bool ends = go_on(p, w, m, more, me);
         if (AHEAD) {
             if (!ends)
                 of.begin(p, w, me);
         } else if (SPLIT > 1)
-            sync_warps<SPLIT>(me.group);
+            sync_warps<SPLIT>(of.group);
         #pragma unroll
-        for (int r = 0; r < SHARE; r++)
-            put_row(p, w, m, of.vs, sums, r, piece, more, gate, me);
+        for (int r = 0; r < SHARE; r++) {
+            if (r >= w.n)
+                break;
+            put_row(p, w, m, of, sums, r, piece, more, gate, me);
+        }
         if (ends)
             return;
         __syncthreads();
@@ -948,7 +956,7 @@ extern "C" __global__ void BOUNDS attn_decode(
             shift, early};
     DYNAMIC_SHARED(unsigned char, shared);
     const Room m(shared);
-    const Thread me;
+    const Thread me(threadIdx.x);
     const int t = ONE ? 0 : blockIdx.z;
     const int rows = ONE ? 1 : gridDim.z;
     const int s = p.seq[t];
@@ -969,7 +977,7 @@ extern "C" __global__ void BOUNDS attn_decode(
     }
     if (s < 0) {  // padding
         pdl_wait();
-        return put_zeros(p, w);
+        return put_zeros(p, w, me);
     }
     if (!ONE && s != guess)
         w.ask(p.tables, p.first, p.starts, s, p.mb, me.lane);
@@ -992,7 +1000,7 @@ extern "C" __global__ void BOUNDS attn_decode(
     q.load_turns(p, me);
     if (NEW > 1 && fresh.any)
         fresh.load_turn(p, fresh.row, rows, me);
-    load_sinks(p, w, m);
+    load_sinks(p, w, m, me);
     fresh.slot = fresh.any ? p.slots[fresh.row] : -1;
     if (!late) {
         if (!QONLY)
@@ -1007,9 +1015,9 @@ extern "C" __global__ void BOUNDS attn_decode(
     if (GATE && SOON && w.alone(w.p0))
         #pragma unroll
         for (int k = 0; k < QUADS; k++)
-            gate[k] = gate_of(p, w, 0, threadIdx.x + k * THREADS);
+            gate[k] = gate_of(p, w, 0, me.id + k * THREADS);
     const int more = AHEAD && ONE ? w.more() : 0;
-    if (more && !threadIdx.x)
+    if (more && !me.id)
         *m.ticket = UNKNOWN;
     __syncthreads();
     read_all(p, w, m, of, fresh.any, more, gate, me);
