@@ -813,6 +813,15 @@ __device__ __forceinline__ float4 gate_of(const Params& p, const Work& w, int r,
     return *(const float4*)(p.qkv + (size_t)(w.t + r) * WIDTH + w.h0 * D + own);
 }
 
+// Those of the only row, if they come early.
+__device__ __forceinline__ void load_gates(
+        const Params& p, const Work& w, float4 (&gate)[QUADS], const Thread& me) {
+    if (GATE && SOON && w.alone(w.p0))
+        #pragma unroll
+        for (int k = 0; k < QUADS; k++)
+            gate[k] = gate_of(p, w, 0, me.id + k * THREADS);
+}
+
 // Where results of a row go: elements of y from `own` on, or those of a piece from `cell` on.
 struct Target {
     int a, z;  // pieces that the row sees
@@ -905,6 +914,22 @@ __device__ __forceinline__ void load_sinks(
                 : NONE;
 }
 
+// What is needed but activations, and is there before them.
+__device__ __forceinline__ void load_rest(
+        const Params& p, const Work& w, const Room& m, Queries& q, Fresh& fresh, int rows,
+        const Thread& me) {
+    if (NORM == 1) {
+        q.gain.load(p.q_norm, me.lane);
+        if (!QONLY)
+            fresh.gain.load(p.k_norm, me.lane);
+    }
+    q.load_turns(p, me);
+    if (NEW > 1 && fresh.any)
+        fresh.load_turn(p, fresh.row, rows, me);
+    load_sinks(p, w, m, me);
+    fresh.slot = fresh.any ? p.slots[fresh.row] : -1;
+}
+
 // All pieces of the block, one after the other; of each what the groups have, row after row.
 __device__ __forceinline__ void read_all(
         const Params& p, Work& w, const Room& m, Reader& of, bool has_fresh, int more,
@@ -990,18 +1015,8 @@ extern "C" __global__ void BOUNDS attn_decode(
     Reader of(m, w, me);
     of.keys(p, w, of.lo);
     of.values(p, w, of.lo);
-    // What is needed but the activations is fetched before the wait
     Fresh fresh(w, me);
-    if (NORM == 1) {
-        q.gain.load(p.q_norm, me.lane);
-        if (!QONLY)
-            fresh.gain.load(p.k_norm, me.lane);
-    }
-    q.load_turns(p, me);
-    if (NEW > 1 && fresh.any)
-        fresh.load_turn(p, fresh.row, rows, me);
-    load_sinks(p, w, m, me);
-    fresh.slot = fresh.any ? p.slots[fresh.row] : -1;
+    load_rest(p, w, m, q, fresh, rows, me);
     if (!late) {
         if (!QONLY)
             pdl_wait();
@@ -1012,10 +1027,7 @@ extern "C" __global__ void BOUNDS attn_decode(
     q.put(p, w, m, __fmul_rn(p.scale, LOG2E), me);
     fresh.put(p, w, m, q.turn[0], rows, me);
     float4 gate[QUADS];
-    if (GATE && SOON && w.alone(w.p0))
-        #pragma unroll
-        for (int k = 0; k < QUADS; k++)
-            gate[k] = gate_of(p, w, 0, me.id + k * THREADS);
+    load_gates(p, w, gate, me);
     const int more = AHEAD && ONE ? w.more() : 0;
     if (more && !me.id)
         *m.ticket = UNKNOWN;

@@ -69,6 +69,9 @@ template <int F, int N, int PARTS> struct Slice {
                             : 32 * (i / 2) + 8 * (g / 2) + 2 * (g % 2) + e + 4 * (i % 2);
     }
 
+    // Are a warp's bytes of a row so many sixteens that its lanes fetch whole rows together?
+    static constexpr bool LINES = UNIT == 16 && 32 % OWN == 0 && OWN * PARTS == UNITS
+            && !KV_CODED<F>;
     // Positions first .. end-1 of the sixteen, and zeros for the others; `row`: of the first in the
     // pool, others are `kv` apart. Scales, if any, or null
     template <int kv>
@@ -76,24 +79,42 @@ template <int F, int N, int PARTS> struct Slice {
             const unsigned char* pool, const float* k_scales, const float* v_scales,
             const unsigned char* subs, size_t row, int first, int end) const {
         pool += row * ROW;
-        if constexpr (UNIT == 16 && 32 % OWN == 0 && OWN * PARTS == UNITS && !KV_CODED<F>) {
-            const int r0 = lane / OWN, c = lane % OWN + part * OWN;
-            unsigned char* const to = p + r0 * STRIDE + c * 16;
-            const unsigned char* const from = pool + r0 * kv * ROW + c * 16;
-            constexpr int STEP = 32 / OWN;  // rows that a warp fetches at once
-            if (first <= 0 && end >= 16) {  // all sixteen, as nearly always
-                #pragma unroll
-                for (int r = 0; r < 16; r += STEP)
-                    cp_async16(to + r * STRIDE, from + r * kv * ROW);
-                return;
-            }
-            #pragma unroll 1
-            for (int r = 0; r < 16; r += STEP) {
-                const bool on = r + r0 >= first && r + r0 < end;
-                cp_async16_or_zero(to + r * STRIDE, from + r * kv * ROW, on);
-            }
+        if constexpr (LINES)
+            fetch_lines<kv>(pool, first, end);
+        else {
+            fetch_units<kv>(pool, first, end);
+            const int r = lane % 16;
+            const bool on = r >= first && r < end;
+            if (KV_CODED<F> && k_scales)
+                cp_async_or_zero<4>(
+                        extra + lane * 4, (lane < 16 ? k_scales : v_scales) + row + r * kv,
+                        on);
+            if (F == 2)
+                fetch_subs(subs + (row + r * kv) * (N / 16) + (APART ? part * SUB : 0), on);
+        }
+    }
+    template <int kv>
+    __device__ __forceinline__ void fetch_lines(
+            const unsigned char* pool, int first, int end) const {
+        const int r0 = lane / OWN, c = lane % OWN + part * OWN;
+        unsigned char* const to = p + r0 * STRIDE + c * 16;
+        const unsigned char* const from = pool + r0 * kv * ROW + c * 16;
+        constexpr int STEP = 32 / OWN;  // rows that a warp fetches at once
+        if (first <= 0 && end >= 16) {  // all sixteen, as nearly always
+            #pragma unroll
+            for (int r = 0; r < 16; r += STEP)
+                cp_async16(to + r * STRIDE, from + r * kv * ROW);
             return;
         }
+        #pragma unroll 1
+        for (int r = 0; r < 16; r += STEP) {
+            const bool on = r + r0 >= first && r + r0 < end;
+            cp_async16_or_zero(to + r * STRIDE, from + r * kv * ROW, on);
+        }
+    }
+    template <int kv>
+    __device__ __forceinline__ void fetch_units(
+            const unsigned char* pool, int first, int end) const {
         #pragma unroll
         for (int k = 0; k < (16 * OWN + 31) / 32; k++) {
             const int i = k * 32 + lane;
@@ -109,35 +130,29 @@ template <int F, int N, int PARTS> struct Slice {
                 cp_async_or_zero<8>(
                         p + r * STRIDE + c * 8, pool + r * kv * ROW + c * 8, on);
         }
-        const int r = lane % 16;
-        const bool on = r >= first && r < end;
-        if (KV_CODED<F> && k_scales)
-            cp_async_or_zero<4>(
-                    extra + lane * 4, (lane < 16 ? k_scales : v_scales) + row + r * kv, on);
-        if (F == 2) {
-            const unsigned char* from = subs + (row + r * kv) * (N / 16)
-                    + (APART ? part * SUB : 0);
-            unsigned char* to = extra + 128 + r * SUB;
-            #pragma unroll
-            for (int k = 0; k < SUB;)
-                if (SUB % 16 == 0) {
-                    if (lane / 16 == k / 16 % 2)
-                        cp_async16_or_zero(to + k, from + k, on);
-                    k += 16;
-                } else if (SUB % 8 == 0) {
-                    if (lane < 16)
-                        cp_async_or_zero<8>(to + k, from + k, on);
-                    k += 8;
-                } else if (SUB % 4 == 0) {
-                    if (lane < 16)
-                        cp_async_or_zero<4>(to + k, from + k, on);
-                    k += 4;
-                } else {
-                    if (lane < 16)
-                        to[k] = on ? from[k] : 0;
-                    k++;
-                }
-        }
+    }
+    // Scales of sixteen elements, of the row lane % 16
+    __device__ __forceinline__ void fetch_subs(const unsigned char* from, bool on) const {
+        unsigned char* const to = extra + 128 + lane % 16 * SUB;
+        #pragma unroll
+        for (int k = 0; k < SUB;)
+            if (SUB % 16 == 0) {
+                if (lane / 16 == k / 16 % 2)
+                    cp_async16_or_zero(to + k, from + k, on);
+                k += 16;
+            } else if (SUB % 8 == 0) {
+                if (lane < 16)
+                    cp_async_or_zero<8>(to + k, from + k, on);
+                k += 8;
+            } else if (SUB % 4 == 0) {
+                if (lane < 16)
+                    cp_async_or_zero<4>(to + k, from + k, on);
+                k += 4;
+            } else {
+                if (lane < 16)
+                    to[k] = on ? from[k] : 0;
+                k++;
+            }
     }
     // Row r: number `from` of rows that lie as KvRow stores them
     __device__ __forceinline__ void copy(
