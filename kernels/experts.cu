@@ -547,7 +547,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             scaling, ld, rows, halves, later_w16, later_s16};
     DYNAMIC_SHARED(Shared, sm);
     Block<Shared> b(sm, p, threadIdx.x);
-    Up up(b);
+    Next o;  // what is fetched next
+    Up up(b, o);
     b.clear();
     int begun = 0;
     if (SHARED)  // needs no router
@@ -570,7 +571,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     }
     if (!(p.halves & 2))
         return;
-    Down down(b);
+    Down down(b, o);
     down.begin();  // not before: others still wait for the first half's
     if (LATE)
         pdl_trigger();

@@ -192,13 +192,14 @@ __device__ __forceinline__ void merge_spread(const Block<Shared>& b) {
 // The first half, as a warp goes through its team's strips of it.
 struct Up {
     Block<Shared>& b;
+    Next& o;
     unsigned unit;  // the strip that is fetched next
     const Bank<U> bank;
     const Copies<U, UShares, KEEP, RUNS> copies;
     const Spots<U, KEEP> spots;
-    Next o;
-    __device__ __forceinline__ Up(Block<Shared>& b_)
+    __device__ __forceinline__ Up(Block<Shared>& b_, Next& o_)
         : b(b_),
+          o(o_),
           unit(b.p.halves & 1 ? b.first : NONE),
           bank(b.p.uw, b.p.us, b.p.ugs, b.p.ubias),
           copies(b.ushare, b.lane),
@@ -269,14 +270,15 @@ struct Up {
 // piece of the line of all units.
 struct Down {
     Block<Shared>& b;
+    Next& o;
     const Bank<D> bank;
     const Copies<D, DFetched, KEEP, RUNS> copies;
     const Spots<D, KEEP> spots;
     unsigned line_begin, line_end, first;
     unsigned down;  // the strip, or unit, that is fetched next
-    Next o;
-    __device__ __forceinline__ Down(Block<Shared>& b_)
+    __device__ __forceinline__ Down(Block<Shared>& b_, Next& o_)
         : b(b_),
+          o(o_),
           bank(b.p.dw, b.p.ds, b.p.dgs, b.p.dbias),
           copies(SPREAD ? 0 : b.dshare, b.lane),
           spots(b.g, b.t) {
@@ -343,7 +345,7 @@ struct Down {
         }
     }
     __device__ __forceinline__ void decode(Made<D, MADE>&) {}
-    // Units i .. to-1 of the line, which are of one strip; true: of that part, or the one behind it.
+    // Whose hidden values an eight of rows is multiplied with.
     __device__ __forceinline__ int entry_of(unsigned part) const {
         return max(0, (int)b.sm->slots.who[min(part, b.parts() - 1) / b.own][0]);
     }

@@ -98,11 +98,12 @@ __device__ __forceinline__ void put_hidden(const Block<Shared>& b, unsigned u) {
 // The first half, as a warp goes through its team's strips of it.
 struct Up {
     Block<Shared>& b;
+    Next& o;
     const Bank<U> bank;
-    Next o;
     unsigned unit;  // the strip that is fetched next
-    __device__ __forceinline__ Up(Block<Shared>& b_)
+    __device__ __forceinline__ Up(Block<Shared>& b_, Next& o_)
         : b(b_),
+          o(o_),
           bank(b.p.uw, b.p.us, b.p.ugs, b.p.ubias, b.ushare, b.lane),
           unit(b.p.halves & 1 ? b.first : NONE) {
         o.step = 0;
@@ -159,15 +160,14 @@ struct Up {
 // The second half, as a warp goes through its team's strips of it; ALONE it has one unit.
 struct Down {
     Block<Shared>& b;
+    Next& o;
     const Bank<D> bank;
-    Next o;
     unsigned strip;  // that is fetched next
-    __device__ __forceinline__ Down(Block<Shared>& b_)
+    __device__ __forceinline__ Down(Block<Shared>& b_, Next& o_)
         : b(b_),
+          o(o_),
           bank(b.p.dw, b.p.ds, b.p.dgs, b.p.dbias, b.dshare, b.lane),
-          strip(b.span > 0 ? b.warp / DSPLIT : NONE) {
-        o.step = 0;
-    }
+          strip(b.span > 0 ? b.warp / DSPLIT : NONE) {}
     __device__ __forceinline__ void fetch() {
         if (o.step == 0 && MIXED) {
             const unsigned other = min(2 * strip + 1, b.parts() - 1);
