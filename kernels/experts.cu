@@ -489,9 +489,10 @@ template <class F, int N> struct Line {
 };
 
 // Hidden value o of an entry: what a team's warps found of a strip's line, for x's row c.
+template <int R>
 __device__ __forceinline__ void give_hidden(
-        const Params& p, const float (*part)[16][ROWS], int line, int c, int entry,
-        unsigned o, float inv, const Line<U, 1 + PAIR>& with) {
+        const Params& p, const float (*part)[16][R], int line, int c, int entry, unsigned o,
+        float inv, const Line<U, 1 + PAIR>& with) {
     float v[2];
     #pragma unroll
     for (int j = 0; j < 1 + PAIR; j++) {
