@@ -108,17 +108,18 @@ constexpr int REGION = AHEAD || 2 * Part::SIZE > SUMS ? 2 * Part::SIZE : SUMS;
 constexpr int LEFT = AHEAD ? GROUPS * SUMS : 0;
 constexpr int QS = SHARE * Part::STEPS * 512;
 constexpr int SCORES = SPLIT > 1 ? SHARE * W * 512 : 0;
-constexpr int ROWS = (2 * NEW * (KV_BYTES<FMT, D> + (FMT == 2 ? D / 16 : 0)) + 15) / 16
-        * 16;
+constexpr int ROWS = (2 * NEW * (KV_BYTES<FMT, D> + (FMT == 2 ? D / 16 : 0)) + 15)
+        / 16 * 16;
 constexpr int SHARED = GROUPS * REGION + LEFT + QS + SCORES + ROWS
         + (2 * NEW + W * Spin::SCRATCH + 2 * GROUPS * 8 + 8 + 4 * AHEAD) * 4;
 #ifdef BYTES
 static_assert(
-        SHARED == BYTES, "the launch gives other shared memory than the kernel wants");
+        SHARED == BYTES,
+        "the launch gives other shared memory than the kernel wants");
 #endif
 static_assert(
-        D % 16 == 0 && D <= 512 && HEADS % KV == 0 && SHARED <= 227 * 1024 && HALF * 2 <= D
-                && BS % 16 == 0 && (NEW > 1 || SHARE == 1),
+        D % 16 == 0 && D <= 512 && HEADS % KV == 0 && SHARED <= 227 * 1024
+                && HALF * 2 <= D && BS % 16 == 0 && (NEW > 1 || SHARE == 1),
         "see the contract");
 
 // What the kernel is given.
@@ -139,10 +140,13 @@ struct Params {
     float *k_scales, *v_scales;  // [blocks, bs, kv] f32 or null
     unsigned char *k_subs, *v_subs;  // [blocks, bs, kv, ds] u8 or null
     const int* tables;  // [seqs, mb] i32: block tables
-    const int* seq;  // [rows] i32: sequence of each row; -1: padding, which gets zeros
-    const int* first;  // [seqs1] i32: first row of each sequence, and the end of the last
+    const int*
+            seq;  // [rows] i32: sequence of each row; -1: padding, which gets zeros
+    const int*
+            first;  // [seqs1] i32: first row of each sequence, and the end of the last
     const int* starts;  // [all] i32: position of each sequence's first row
-    const long long* slots;  // [rows] i64: where the rows' keys and values go; -1: nowhere
+    const long long*
+            slots;  // [rows] i64: where the rows' keys and values go; -1: nowhere
     const float* sinks;  // [heads] f32 or null: one more logit for each head
     // values weighted within a piece, of rows that see several; null if there are none
     float* o;  // [rows, pieces, heads, d] f32
@@ -204,7 +208,8 @@ struct Table {
     static constexpr bool FEW = 4 * PIECE / BS <= 32;
     const int* all;
     int first, mine;
-    __device__ __forceinline__ void load(const int* table, int from, int mb, int lane) {
+    __device__ __forceinline__ void load(
+            const int* table, int from, int mb, int lane) {
         all = table;
         first = from / BS;
         mine = FEW && first + lane < mb ? table[first + lane] : 0;
@@ -216,7 +221,8 @@ struct Table {
     }
     __device__ __forceinline__ size_t row(int j, int kv) const {
         // of position j, in the pool
-        const int block = FEW ? __shfl_sync(~0u, mine, (j / BS - first) & 31) : all[j / BS];
+        const int block = FEW ? __shfl_sync(~0u, mine, (j / BS - first) & 31)
+                              : all[j / BS];
         return ((size_t)block * BS + j % BS) * KV + kv;
     }
 };
@@ -224,8 +230,8 @@ struct Table {
 // What a block has to do: rows t .. t+n-1 of a sequence, positions p0 .. end-1, look at pieces
 // `piece` .. `last`, now at positions from .. hi-1. Below `to` these are read from the pool.
 struct Work {
-    int t, r0, n, nf, back, p0, start, end, low, newest, piece, last, from, hi, to, kv, hg,
-            h0, gb, window, early;
+    int t, r0, n, nf, back, p0, start, end, low, newest, piece, last, from, hi,
+            to, kv, hg, h0, gb, window, early;
     Pieces pieces;
     Runs runs;
     Table table;
@@ -239,7 +245,8 @@ struct Work {
     __device__ __forceinline__ bool fresh() const {
         return !QONLY && min(pieces.start(last + 1), end) > start;
     }
-    __device__ __forceinline__ Work(int window_, int many, int row, int shift, int early_)
+    __device__ __forceinline__ Work(
+            int window_, int many, int row, int shift, int early_)
         : window(window_), early(early_), pieces{many}, runs{many, shift} {
         t = ONE ? 0 : row;
         kv = blockIdx.x / HG;
@@ -257,13 +264,15 @@ struct Work {
         table.all = tables + (size_t)s * mb;
         if (ONE)
             return;  // its pieces depend on where the row stands
-        const int2 run = runs.pieces(gridDim.y - 1 - blockIdx.y);  // the largest come first
+        const int2 run = runs.pieces(
+                gridDim.y - 1 - blockIdx.y);  // the largest come first
         piece = run.x;
         last = run.y;
         table.load(table.all, pieces.start(piece), mb, lane);
     }
     // Is there anything?
-    __device__ __forceinline__ bool find(const int* tables, int s, int mb, int lane) {
+    __device__ __forceinline__ bool find(
+            const int* tables, int s, int mb, int lane) {
         back = t - r0;
         nf -= r0;
         n = min(SHARE, nf - back);
@@ -306,7 +315,8 @@ struct Work {
 };
 
 // 1 / root mean square of `count` numbers, by a warp
-__device__ __forceinline__ float rms_all(const float* x, int count, float eps, int lane) {
+__device__ __forceinline__ float rms_all(
+        const float* x, int count, float eps, int lane) {
     float a = 0.f;
     for (int i = lane; i < count; i += 32)
         a = fmaf(x[i], x[i], a);
@@ -317,8 +327,8 @@ __device__ __forceinline__ float rms_all(const float* x, int count, float eps, i
 // at positions 2*(lane%4) + {0, 1, 8, 9}. b: fragments of the weights. Returns what is to become of
 // older sums.
 __device__ __forceinline__ float weights(
-        float4 c, float& top, float& sum, unsigned (&b)[4], const Part& ks, int lo, int low,
-        int p, int lane) {
+        float4 c, float& top, float& sum, unsigned (&b)[4], const Part& ks,
+        int lo, int low, int p, int lane) {
     float x[4], most = NONE;
     bool on[4];
     #pragma unroll
@@ -341,13 +351,17 @@ __device__ __forceinline__ float weights(
     #pragma unroll
     for (int i = 0; i < 4; i++)
         x[i] = on[i] ? exp2f(__fsub_rn(x[i], base)) : 0.f;
-    sum = fmaf(sum, fade, __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])));
+    sum = fmaf(
+            sum, fade, __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])));
     top = now;
     #pragma unroll
     for (int i = 0; i < 4; i++)
         if (KV_CODED<FMT>)
-            x[i] = on[i] ? __fmul_rn(x[i], ks.scale(lane % 4 * 2 + i % 2 + i / 2 * 8, true))
-                         : 0.f;
+            x[i] = on[i]
+                    ? __fmul_rn(
+                              x[i],
+                              ks.scale(lane % 4 * 2 + i % 2 + i / 2 * 8, true))
+                    : 0.f;
     const Pair u = Part::weights_of(x[0], x[1]), v = Part::weights_of(x[2], x[3]);
     b[0] = u.hi;
     b[1] = v.hi;
@@ -356,25 +370,42 @@ __device__ __forceinline__ float weights(
     return fade;
 }
 
+// Of four numbers at a time: v + u, v * f, and v times the gates.
+__device__ __forceinline__ float4 sum4(float4 v, float4 u) {
+    v.x = __fadd_rn(v.x, u.x);
+    v.y = __fadd_rn(v.y, u.y);
+    v.z = __fadd_rn(v.z, u.z);
+    v.w = __fadd_rn(v.w, u.w);
+    return v;
+}
+__device__ __forceinline__ float4 times4(float4 v, float f) {
+    v.x = __fmul_rn(v.x, f);
+    v.y = __fmul_rn(v.y, f);
+    v.z = __fmul_rn(v.z, f);
+    v.w = __fmul_rn(v.w, f);
+    return v;
+}
 __device__ __forceinline__ float4 gated4(float4 v, float4 g) {
-    return make_float4(gated(v.x, g.x), gated(v.y, g.y), gated(v.z, g.z), gated(v.w, g.w));
+    return make_float4(
+            gated(v.x, g.x), gated(v.y, g.y), gated(v.z, g.z), gated(v.w, g.w));
 }
 
 // Pieces of a row are added up by their blocks together: this one is `rank` of `ranks`.
 __device__ __forceinline__ void merge(
-        const Params& p, const Work& w, const float* sink, int row, size_t own, int count,
-        int rank, int ranks, int warp, int lane) {
+        const Params& p, const Work& w, const float* sink, int row, size_t own,
+        int count, int rank, int ranks, int warp, int lane) {
     float* const at0 = p.words
             + (((size_t)row * p.cells) * HEADS + w.h0) * (D / 8) * RECORD;
     #pragma unroll 1
-    for (int i0 = (rank * W + warp) * 32; i0 < w.gb * (D / 4); i0 += ranks * THREADS) {
+    for (int i0 = (rank * W + warp) * 32; i0 < w.gb * (D / 4);
+            i0 += ranks * THREADS) {
         const int i = min(i0 + lane, w.gb * (D / 4) - 1);
         const float4 g = GATE
                 ? *(const float4*)(p.qkv + (size_t)row * WIDTH + w.h0 * D + i * 4)
                 : make_float4(0.f, 0.f, 0.f, 0.f);
         float4 v = merged(
-                at0 + i / 2 * RECORD + i % 2 * 4, i % 2, (size_t)HEADS * (D / 8) * RECORD,
-                count, sink[i / (D / 4)]);
+                at0 + i / 2 * RECORD + i % 2 * 4, i % 2,
+                (size_t)HEADS * (D / 8) * RECORD, count, sink[i / (D / 4)]);
         if (GATE)
             v = gated4(v, g);
         if (i0 + lane == i)
@@ -395,11 +426,7 @@ __device__ __forceinline__ void exchange(
         x[r] = all[r * 32];
         #pragma unroll
         for (int k = 1; k < SPLIT; k++) {
-            const float4 z = all[(k * SHARE + r) * 32];
-            x[r].x = __fadd_rn(x[r].x, z.x);
-            x[r].y = __fadd_rn(x[r].y, z.y);
-            x[r].z = __fadd_rn(x[r].z, z.z);
-            x[r].w = __fadd_rn(x[r].w, z.w);
+            x[r] = sum4(x[r], all[(k * SHARE + r) * 32]);
         }
     }
     sync_warps<SPLIT>(group);
@@ -414,7 +441,9 @@ __device__ __forceinline__ void add_limbs(
         for (int i = 0; i < 4; i++)
             (&x[r].x)[i] = __fadd_rn(
                     __fadd_rn(c[r][0][i / 2][i % 2], c[r][1][i / 2][i % 2]),
-                    __fadd_rn(c[r][0][i / 2][i % 2 + 2], c[r][1][i / 2][i % 2 + 2]));
+                    __fadd_rn(
+                            c[r][0][i / 2][i % 2 + 2],
+                            c[r][1][i / 2][i % 2 + 2]));
 }
 
 // Who a thread is.
@@ -443,29 +472,36 @@ struct Queries {
         for (int r = 0; r < SHARE; r++)
             turn[r].find(p.at, min(w.t + r, rows - 1), rows, me.lane);
     }
-    __device__ __forceinline__ void load_turns(const Params& p, const Thread& me) {
+    __device__ __forceinline__ void load_turns(
+            const Params& p, const Thread& me) {
         #pragma unroll
         for (int r = 0; r < SHARE; r++)
             turn[r].load(p.cos, p.sin, me.lane);
     }
     // As the product before left them.
-    __device__ __forceinline__ void load(const Params& p, const Work& w, const Thread& me) {
+    __device__ __forceinline__ void load(
+            const Params& p, const Work& w, const Thread& me) {
         #pragma unroll
         for (int r = 0; r < SHARE; r++)
             #pragma unroll
             for (int i = 0; i < QI; i++)
                 q[r][i].load(
-                        p.qkv + (size_t)(w.t + (SHARE > 1 && r < w.n ? r : 0)) * WIDTH + Q0
+                        p.qkv
+                                + (size_t)(w.t + (SHARE > 1 && r < w.n ? r : 0))
+                                        * WIDTH
+                                + Q0
                                 + (w.h0 + min(me.warp + i * W, w.gb - 1)) * D,
                         me.lane);
     }
     // They are normed and turned, and become fragments.
     __device__ __forceinline__ void put(
-            const Params& p, const Work& w, const Room& m, float factor, const Thread& me) {
+            const Params& p, const Work& w, const Room& m, float factor,
+            const Thread& me) {
         #pragma unroll
         for (int r = 0; r < SHARE; r++) {
             const float all = NORM == 2
-                    ? rms_all(p.qkv + (size_t)(w.t + (r < w.n ? r : 0)) * WIDTH + Q0,
+                    ? rms_all(p.qkv + (size_t)(w.t + (r < w.n ? r : 0)) * WIDTH
+                                      + Q0,
                               HEADS * D, p.eps, me.lane)
                     : 0.f;
             #pragma unroll
@@ -481,7 +517,8 @@ struct Queries {
                 }
                 turn[r](x, m.scratch + me.warp * Spin::SCRATCH, me.lane);
                 if (g < w.gb && r < w.n)
-                    Part::put_query(m.qf + r * Part::STEPS * 32, x.v, g, factor, me.lane);
+                    Part::put_query(
+                            m.qf + r * Part::STEPS * 32, x.v, g, factor, me.lane);
             }
         }
     }
@@ -508,13 +545,14 @@ struct Fresh {
         turn.find(p.at, row, rows, me.lane);
         turn.load(p.cos, p.sin, me.lane);
     }
-    __device__ __forceinline__ void load(const Params& p, int row, const Thread& me) {
+    __device__ __forceinline__ void load(
+            const Params& p, int row, const Thread& me) {
         x.load(p.qkv + (size_t)row * WIDTH + column, me.lane);
     }
     // A key is normed and turned; a value at most normed.
     __device__ __forceinline__ void turned(
-            const Params& p, const Work& w, const Room& m, const Spin& turn, int row,
-            const Thread& me) {
+            const Params& p, const Work& w, const Room& m, const Spin& turn,
+            int row, const Thread& me) {
         const Vec raw = x;
         if (NORM == 1)
             x.times(x.rms(p.eps), gain);
@@ -547,8 +585,8 @@ struct Fresh {
     }
     // All of this warp's; where a sequence has one row, it turns as its query does.
     __device__ __forceinline__ void put(
-            const Params& p, const Work& w, const Room& m, const Spin& as_query, int rows,
-            const Thread& me) {
+            const Params& p, const Work& w, const Room& m, const Spin& as_query,
+            int rows, const Thread& me) {
         if constexpr (NEW == 1 && !QONLY) {
             if (any && me.warp < 2) {
                 turned(p, w, m, as_query, row, me);
@@ -577,28 +615,32 @@ struct Fresh {
 struct Reader {
     int group, part, lo;
     Part ks, vs;
-    __device__ __forceinline__ Reader(const Room& m, const Work& w, const Thread& me)
+    __device__ __forceinline__ Reader(
+            const Room& m, const Work& w, const Thread& me)
         : group(me.warp / SPLIT),
           part(me.warp % SPLIT),
           lo(w.from + 16 * group),
           ks(m.parts + group * REGION, part, me.lane),
           vs(m.parts + group * REGION + Part::SIZE, part, me.lane) {}
-    __device__ __forceinline__ void keys(const Params& p, const Work& w, int lo) const {
+    __device__ __forceinline__ void keys(
+            const Params& p, const Work& w, int lo) const {
         if (lo < w.hi)
             ks.template fetch<KV>(
-                    p.k_pool, p.k_scales, p.v_scales, p.k_subs, w.table.row(lo, w.kv),
+                    p.k_pool, p.k_scales, p.v_scales, p.k_subs,
+                    w.table.row(lo, w.kv), w.low - lo, w.to - lo);
+        cp_async_commit();
+    }
+    __device__ __forceinline__ void values(
+            const Params& p, const Work& w, int lo) const {
+        if (lo < w.hi)
+            vs.template fetch<KV>(
+                    p.v_pool, nullptr, nullptr, p.v_subs, w.table.row(lo, w.kv),
                     w.low - lo, w.to - lo);
         cp_async_commit();
     }
-    __device__ __forceinline__ void values(const Params& p, const Work& w, int lo) const {
-        if (lo < w.hi)
-            vs.template fetch<KV>(
-                    p.v_pool, nullptr, nullptr, p.v_subs, w.table.row(lo, w.kv), w.low - lo,
-                    w.to - lo);
-        cp_async_commit();
-    }
     // The piece that the block has gone on to.
-    __device__ __forceinline__ void begin(const Params& p, Work& w, const Thread& me) {
+    __device__ __forceinline__ void begin(
+            const Params& p, Work& w, const Thread& me) {
         w.begin();
         if (ONE)
             w.table.load(w.table.all, w.from, p.mb, me.lane);
@@ -610,7 +652,8 @@ struct Reader {
     }
     // Rows of this step among the slice's keys (0) or values (1).
     __device__ __forceinline__ void patch(
-            const Room& m, const Work& w, bool has_fresh, const Part& to, int which) const {
+            const Room& m, const Work& w, bool has_fresh, const Part& to,
+            int which) const {
         if (!has_fresh || lo + 16 <= w.start)
             return;
         for (int j = max(lo, w.start); j < min(lo + 16, w.end); j++) {
@@ -636,8 +679,8 @@ struct Sums {
     }
     // Values of row r count less where a larger score has come.
     __device__ __forceinline__ void fade(int r, float by, int lane) {
-        const float f[2] = {
-                __shfl_sync(~0u, by, lane % 4 * 8), __shfl_sync(~0u, by, lane % 4 * 8 + 4)};
+        const float f[2] = {__shfl_sync(~0u, by, lane % 4 * 8),
+                __shfl_sync(~0u, by, lane % 4 * 8 + 4)};
         #pragma unroll
         for (int i = 0; i < Part::TILES; i++)
             #pragma unroll
@@ -658,14 +701,16 @@ __device__ __forceinline__ void score(
 
 // Weights of a slice for all rows, as fragments; older sums of a row fade where `fades`.
 __device__ __forceinline__ void weigh(
-        const Work& w, const float4 (&x)[SHARE], Sums& sums, unsigned (&b)[SHARE][4],
-        const Reader& of, float (&fade)[SHARE], bool (&fades)[SHARE], int lane) {
+        const Work& w, const float4 (&x)[SHARE], Sums& sums,
+        unsigned (&b)[SHARE][4], const Reader& of, float (&fade)[SHARE],
+        bool (&fades)[SHARE], int lane) {
     #pragma unroll
     for (int r = 0; r < SHARE; r++) {
         const float was = sums.top[r];
         const int low = w.lowest(w.p0 + r);
         fade[r] = weights(
-                x[r], sums.top[r], sums.sum[r], b[r], of.ks, of.lo, low, w.p0 + r, lane);
+                x[r], sums.top[r], sums.sum[r], b[r], of.ks, of.lo, low, w.p0 + r,
+                lane);
         // else times one, or nothing there yet
         fades[r] = __any_sync(~0u, fade[r] != 1.f && was != NONE);
     }
@@ -673,8 +718,8 @@ __device__ __forceinline__ void weigh(
 
 // One slice: its keys are scored and its values weighed, and the next one is asked for.
 __device__ __forceinline__ void read_slice(
-        const Params& p, const Work& w, const Room& m, const Reader& of, Sums& sums,
-        bool has_fresh, const Thread& me) {
+        const Params& p, const Work& w, const Room& m, const Reader& of,
+        Sums& sums, bool has_fresh, const Thread& me) {
     cp_async_wait<1>();
     __syncwarp();
     of.patch(m, w, has_fresh, of.ks, 0);
@@ -733,7 +778,8 @@ __device__ __forceinline__ void leave(
         for (int e = 0; e < 4; e++) {
             const int d = of.vs.element(i, own_lane / 4, e / 2);
             if ((D % 32 == 0 && Part::EVEN) || d < D)
-                mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] = sums.acc[r][i][e];
+                mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] =
+                        sums.acc[r][i][e];
         }
     __syncthreads();
 }
@@ -768,8 +814,8 @@ __device__ __forceinline__ void add_groups(
     #pragma unroll
     for (int k = 0; k < GROUPS; k++) {
         const float e = __shfl_sync(~0u, part_of[k], g);
-        const float4 u = *(
-                const float4*)((const float*)(m.left + k * m.STEP) + g * (D + 4) + d);
+        const float4 u = *(const float4*)((const float*)(m.left + k * m.STEP)
+                + g * (D + 4) + d);
         v.x = fmaf(e, u.x, v.x);
         v.y = fmaf(e, u.y, v.y);
         v.z = fmaf(e, u.z, v.z);
@@ -808,7 +854,8 @@ __device__ __forceinline__ bool go_on(
 constexpr bool SOON = SHARE == 1 && !ONE;
 
 // Four gates of the block's row r, of its elements 4i .. 4i+3.
-__device__ __forceinline__ float4 gate_of(const Params& p, const Work& w, int r, int i) {
+__device__ __forceinline__ float4 gate_of(
+        const Params& p, const Work& w, int r, int i) {
     const int own = min(i, w.gb * (D / 4) - 1) * 4;
     return *(const float4*)(p.qkv + (size_t)(w.t + r) * WIDTH + w.h0 * D + own);
 }
@@ -830,8 +877,9 @@ struct Target {
 
 // Results of a row, when the groups' are there.
 __device__ __forceinline__ void put_results(
-        const Params& p, const Work& w, const Room& m, const Target& to, const Total& all,
-        int r, int thread, const float4 (&gate)[QUADS], const Thread& me) {
+        const Params& p, const Work& w, const Room& m, const Target& to,
+        const Total& all, int r, int thread, const float4 (&gate)[QUADS],
+        const Thread& me) {
     #pragma unroll
     for (int k = 0; k < QUADS; k++) {
         const int i = SOON ? (int)(me.id + k * THREADS) : thread + k * THREADS;
@@ -845,15 +893,13 @@ __device__ __forceinline__ void put_results(
         if (i >= w.gb * (D / 4))
             continue;
         if (to.a == to.z) {
-            v.x = __fmul_rn(v.x, f);
-            v.y = __fmul_rn(v.y, f);
-            v.z = __fmul_rn(v.z, f);
-            v.w = __fmul_rn(v.w, f);
+            v = times4(v, f);
             *(float4*)(p.y + to.own + g * D + d) = GATE
                     ? gated4(v, SOON ? gate[k] : gate_of(p, w, r, i))
                     : v;
         } else if (!ONE && p.words) {
-            float* const record = p.words + ((to.cell + g) * (D / 8) + d / 8) * RECORD;
+            float* const record = p.words
+                    + ((to.cell + g) * (D / 8) + d / 8) * RECORD;
             give4(record + d % 8, v);
             if (d % 8 == 0)
                 give2(record + 8, make_float2(top, l));
@@ -867,8 +913,9 @@ __device__ __forceinline__ void put_results(
 
 // Row r of the block gets what the groups have found in `piece`.
 __device__ __forceinline__ void put_row(
-        const Params& p, const Work& w, const Room& m, const Reader& of, const Sums& sums,
-        int r, int piece, int more, const float4 (&gate)[QUADS], const Thread& me) {
+        const Params& p, const Work& w, const Room& m, const Reader& of,
+        const Sums& sums, int r, int piece, int more, const float4 (&gate)[QUADS],
+        const Thread& me) {
     int thread = me.id;
 #if defined(__CUDA_ARCH__)
     // Places of results would else take registers that are wanted while slices are added up
@@ -916,8 +963,8 @@ __device__ __forceinline__ void load_sinks(
 
 // What is needed but activations, and is there before them.
 __device__ __forceinline__ void load_rest(
-        const Params& p, const Work& w, const Room& m, Queries& q, Fresh& fresh, int rows,
-        const Thread& me) {
+        const Params& p, const Work& w, const Room& m, Queries& q, Fresh& fresh,
+        int rows, const Thread& me) {
     if (NORM == 1) {
         q.gain.load(p.q_norm, me.lane);
         if (!QONLY)
@@ -932,8 +979,8 @@ __device__ __forceinline__ void load_rest(
 
 // All pieces of the block, one after the other; of each what the groups have, row after row.
 __device__ __forceinline__ void read_all(
-        const Params& p, Work& w, const Room& m, Reader& of, bool has_fresh, int more,
-        const float4 (&gate)[QUADS], const Thread& me) {
+        const Params& p, Work& w, const Room& m, Reader& of, bool has_fresh,
+        int more, const float4 (&gate)[QUADS], const Thread& me) {
     for (;;) {
         Sums sums;
         read_piece(p, w, m, of, sums, has_fresh, more, me);
@@ -970,15 +1017,16 @@ extern "C" __global__ void BOUNDS attn_decode(
         const float* __restrict__ sin, const int* __restrict__ at,
         const int* __restrict__ axes, unsigned char* k_pool, float* k_scales,
         unsigned char* k_subs, unsigned char* v_pool, float* v_scales,
-        unsigned char* v_subs, const int* __restrict__ tables, const int* __restrict__ seq,
-        const int* __restrict__ first, const int* __restrict__ starts,
-        const long long* __restrict__ slots, const float* __restrict__ sinks, float* o,
-        float* ml, float* words, float* y, float eps, float scale, int window, int many,
-        int mb, int seqs, int mergers, int cells, int shift, int* tickets, int early) {
-    const Params p = {qkv, q_norm, k_norm, q_all, k_all, cos, sin, at, axes, k_pool, v_pool,
-            k_scales, v_scales, k_subs, v_subs, tables, seq, first, starts, slots, sinks, o,
-            ml, words, y, tickets, eps, scale, window, many, mb, seqs, mergers, cells,
-            shift, early};
+        unsigned char* v_subs, const int* __restrict__ tables,
+        const int* __restrict__ seq, const int* __restrict__ first,
+        const int* __restrict__ starts, const long long* __restrict__ slots,
+        const float* __restrict__ sinks, float* o, float* ml, float* words,
+        float* y, float eps, float scale, int window, int many, int mb, int seqs,
+        int mergers, int cells, int shift, int* tickets, int early) {
+    const Params p = {qkv, q_norm, k_norm, q_all, k_all, cos, sin, at, axes,
+            k_pool, v_pool, k_scales, v_scales, k_subs, v_subs, tables, seq,
+            first, starts, slots, sinks, o, ml, words, y, tickets, eps, scale,
+            window, many, mb, seqs, mergers, cells, shift, early};
     DYNAMIC_SHARED(unsigned char, shared);
     const Room m(shared);
     const Thread me(threadIdx.x);

@@ -114,15 +114,16 @@ constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;
 // Where a block's outputs would leave half of a strip empty, strips of the second half are two
 // parts of eight rows, of one expert or of two.
 constexpr bool MIXED = ROWS <= 4 && SPAN % 16 == 8 && K % 8 == 0 && D::CHUNKS;
-constexpr int COLUMNS = MIXED ? 2 * ROWS : ROWS;  // of a product that somebody needs
+constexpr int COLUMNS = MIXED ? 2 * ROWS
+                              : ROWS;  // of a product that somebody needs
 // 80 or 96 registers, so that a block of the router finds some beside this one
 #if __CUDA_ARCH__ == 900
 constexpr bool SCALED = U::SCALED || D::SCALED;
 constexpr bool INT4 = U::FOUR == 16 || D::FOUR == 16;
 constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2)
         && !(ROUNDS && ROOM > 150000);
-constexpr bool FEWER = ROUNDS && WARPS == 16 && ROWS == 1 && U::CHUNKS && D::CHUNKS
-        && !INT4;
+constexpr bool FEWER = ROUNDS && WARPS == 16 && ROWS == 1 && U::CHUNKS
+        && D::CHUNKS && !INT4;
 constexpr int LIMIT = ROOMY ? 768 : FEWER ? 640 : THREADS;
 #else
 constexpr int LIMIT = THREADS;
@@ -134,8 +135,8 @@ constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
 constexpr int AFTER = USPLIT == DSPLIT || USPLIT == 1 ? 0 : WARPS / USPLIT;
 constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
 // Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
-constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && !MIXED && D::UNITS == 2
-        && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
+constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && !MIXED
+        && D::UNITS == 2 && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
 // Quarters of that unit's blocks that a warp decodes before hidden values are there: registers have
 // room for no more.
 constexpr int MADE = ALONE && D::FOUR == 8 && !DShares::SHORT ? 4 : 0;
@@ -158,7 +159,8 @@ template <> struct Inputs<true> {
 };
 // Which experts are needed and for whom, found by one warp: a lane has entries lane, lane + 32,
 // and so on; `seen`: of each expert the first entry that picked it.
-__device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int lane) {
+__device__ __forceinline__ void group_rows(
+        Table& s, int* seen, int many, int lane) {
     constexpr int M = (ROWS * TOP_K + 31) / 32;
     int id[M], opener[M];
     unsigned opens[M];
@@ -223,8 +225,8 @@ __device__ __forceinline__ void stage(int pieces, Load load, Put put) {
 
 // One row's picks, by a warp; and what their results are to be multiplied by.
 __device__ __forceinline__ void pick_row(
-        Table& slots, int row, const float* logits, const float* __restrict__ correction,
-        int lane) {
+        Table& slots, int row, const float* logits,
+        const float* __restrict__ correction, int lane) {
     float near[N];
     near_logits<E, N>(logits, lane, near);
     int* const to = slots.of(row);
@@ -235,8 +237,8 @@ __device__ __forceinline__ void pick_row(
         to[lane] = id;
 }
 __device__ __forceinline__ void weigh_row(
-        Table& slots, int row, const float* logits, const float* per_expert, float scaling,
-        int lane, float* share) {
+        Table& slots, int row, const float* logits, const float* per_expert,
+        float scaling, int lane, float* share) {
     float near[N];  // once more: registers are few meanwhile
     near_logits<E, N>(logits, lane, near);
     const int id = slots.of(row)[lane < TOP_K ? lane : 0];
@@ -252,8 +254,8 @@ __device__ __forceinline__ void weigh_row(
 
 // Rows of x, times the norm's gain, and sums of squares of their pieces.
 __device__ __forceinline__ void stage_x(
-        X& in, float (*squares)[PARTS], const float* x, const float* __restrict__ gain,
-        int rows) {
+        X& in, float (*squares)[PARTS], const float* x,
+        const float* __restrict__ gain, int rows) {
     const int lane = threadIdx.x % 32;
     stage<ROWS * PARTS, STAGE, 4>(
             rows * PARTS,
@@ -289,7 +291,9 @@ template <class First>
 __device__ __forceinline__ void stage_h(
         H& in, const Table& slots, const float* h, int rows, First first) {
     const int lane = threadIdx.x % 32;
-    auto entry = [&](int i) { return ALONE ? slots.who[i / HPARTS][0] : i / HPARTS; };
+    auto entry = [&](int i) {
+        return ALONE ? slots.who[i / HPARTS][0] : i / HPARTS;
+    };
     auto ask = [&](int i, float* a) {  // true: they are there
         const int v = i % HPARTS * 32 + lane;
         const float* const from = h + (size_t)entry(i) * WIDTH + v * 8;
@@ -335,8 +339,8 @@ __device__ __forceinline__ void stage_h(
 // What the block's outputs are when its strips are done, and who was picked.
 template <class Shared>
 __device__ __forceinline__ void put_sums(
-        Shared* sm, int base, int span, int rows, float before, const float* add, float* y,
-        int* ids, float* weights) {
+        Shared* sm, int base, int span, int rows, float before, const float* add,
+        float* y, int* ids, float* weights) {
     #pragma unroll 1
     for (int i = threadIdx.x; i < rows * SPAN; i += THREADS) {
         const int r = i / SPAN, c = i % SPAN;
@@ -362,10 +366,13 @@ __device__ __forceinline__ void put_sums(
 
 // The rows' picks, and x beside them: a warp picks for one row, the others stage.
 template <class Shared>
-__device__ __forceinline__ void load(Shared* sm, const Params& p, int warp, int lane) {
+__device__ __forceinline__ void load(
+        Shared* sm, const Params& p, int warp, int lane) {
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
     if (picker < p.rows)
-        pick_row(sm->slots, picker, p.logits + (size_t)picker * p.ld, p.correction, lane);
+        pick_row(
+                sm->slots, picker, p.logits + (size_t)picker * p.ld, p.correction,
+                lane);
     if (p.halves & 1)  // beside the warps that pick
         stage_x(sm->in.x, sm->squares, p.x, p.gain, p.rows);
     __syncthreads();
@@ -389,7 +396,8 @@ __device__ __forceinline__ void norm(Shared* sm, float eps, int warp, int lane) 
 
 // The weights of the picks, by the warps that picked.
 template <class Shared>
-__device__ __forceinline__ void weigh(Shared* sm, const Params& p, int warp, int lane) {
+__device__ __forceinline__ void weigh(
+        Shared* sm, const Params& p, int warp, int lane) {
     const int picker = WARPS - 1 - warp;
     if (picker < p.rows) {
         const float* const its = p.logits + (size_t)picker * p.ld;
@@ -422,7 +430,8 @@ template <class Shared> struct Block {
     unsigned own;
     // where in the ring the unit is that is multiplied next, which leaves it to another
     int place = 0, round = 0;
-    __device__ __forceinline__ Block(Shared* sm_, const Params& p_, unsigned thread)
+    __device__ __forceinline__ Block(
+            Shared* sm_, const Params& p_, unsigned thread)
         : sm(sm_), p(p_) {
         lane = thread % 32;
         g = lane / 4;
@@ -460,6 +469,10 @@ template <class Shared> struct Block {
         const int r = MIXED ? c % ROWS : min(c, ROWS - 1);
         return max(0, (int)sm->slots.who[slot(u, part)][r]);
     }
+    // That unit, and on to the next.
+    __device__ __forceinline__ auto& here() const {
+        return sm->ring[warp][place];
+    }
     __device__ __forceinline__ void forth() {
         cp_async_commit();
         place = place == DEEP - 1 ? 0 : place + 1;
@@ -467,7 +480,8 @@ template <class Shared> struct Block {
     // A residual that the thread adds at the end.
     __device__ __forceinline__ float prior() const {
         const int r = threadIdx.x / SPAN, c = threadIdx.x % SPAN;
-        return p.add && r < p.rows && c < span ? p.add[(size_t)r * K + base + c] : 0.f;
+        return p.add && r < p.rows && c < span ? p.add[(size_t)r * K + base + c]
+                                               : 0.f;
     }
     __device__ __forceinline__ void clear() {
         sm->slots.clear(p.rows, THREADS);
@@ -479,7 +493,8 @@ template <class Shared> struct Block {
 // Scale and bias of a row of W, or of the gate's and of the other's, of the sixteen `of` a strip.
 template <class F, int N> struct Line {
     float scale[N], more[N];
-    __device__ __forceinline__ Line(const float* of, int line, const float* bias) {
+    __device__ __forceinline__ Line(
+            const float* of, int line, const float* bias) {
         #pragma unroll
         for (int j = 0; j < N; j++) {
             scale[j] = F::row_scale((Bytes)of, of, line + 2 * j);
@@ -491,8 +506,8 @@ template <class F, int N> struct Line {
 // Hidden value o of an entry: what a team's warps found of a strip's line, for x's row c.
 template <int R>
 __device__ __forceinline__ void give_hidden(
-        const Params& p, const float (*part)[16][R], int line, int c, int entry, unsigned o,
-        float inv, const Line<U, 1 + PAIR>& with) {
+        const Params& p, const float (*part)[16][R], int line, int c, int entry,
+        unsigned o, float inv, const Line<U, 1 + PAIR>& with) {
     float v[2];
     #pragma unroll
     for (int j = 0; j < 1 + PAIR; j++) {
@@ -506,8 +521,8 @@ __device__ __forceinline__ void give_hidden(
 // `mine`: the thread's number in its team.
 template <class Shared>
 __device__ __forceinline__ void put_products(
-        const Block<Shared>& b, const float (*part)[16][COLUMNS], unsigned u, int mine,
-        const Line<D, 1>& with) {
+        const Block<Shared>& b, const float (*part)[16][COLUMNS], unsigned u,
+        int mine, const Line<D, 1>& with) {
     constexpr int TEAM = 32 * DSPLIT;
     constexpr int ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const int line = mine % 16;
@@ -534,18 +549,21 @@ __device__ __forceinline__ void put_products(
 #endif
 
 extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
-        const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
-        const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
-        const float* __restrict__ ugs, const float* __restrict__ dgs,
-        const float* __restrict__ ubias, const float* __restrict__ dbias,
-        const float* logits, const float* __restrict__ correction,
+        const unsigned char* __restrict__ uw,
+        const unsigned char* __restrict__ dw,
+        const unsigned char* __restrict__ us,
+        const unsigned char* __restrict__ ds, const float* __restrict__ ugs,
+        const float* __restrict__ dgs, const float* __restrict__ ubias,
+        const float* __restrict__ dbias, const float* logits,
+        const float* __restrict__ correction,
         const float* __restrict__ per_expert, const float* __restrict__ gain,
-        const float* x, float* h, int* ids, float* weights, const float* add, float* y,
-        const unsigned char* later_w, const unsigned char* later_s, float eps, float limit,
-        float scaling, int ld, int rows, int halves, int later_w16, int later_s16) {
+        const float* x, float* h, int* ids, float* weights, const float* add,
+        float* y, const unsigned char* later_w, const unsigned char* later_s,
+        float eps, float limit, float scaling, int ld, int rows, int halves,
+        int later_w16, int later_s16) {
     const Params p = {uw, dw, us, ds, ugs, dgs, ubias, dbias, logits, correction,
-            per_expert, gain, x, h, ids, weights, add, y, later_w, later_s, eps, limit,
-            scaling, ld, rows, halves, later_w16, later_s16};
+            per_expert, gain, x, h, ids, weights, add, y, later_w, later_s, eps,
+            limit, scaling, ld, rows, halves, later_w16, later_s16};
     DYNAMIC_SHARED(Shared, sm);
     Block<Shared> b(sm, p, threadIdx.x);
     Next o;  // what is fetched next

@@ -115,7 +115,8 @@
 constexpr int C = (K + 31) / 32;  // chunks of 32
 constexpr int B = (C + 3) / 4;  // blocks of 128
 constexpr int SEGMENTS = (K + 255) / 256;  // of 256, which a warp stages together
-constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;  // warps that stage one row together
+constexpr int SLOTS = SEGMENTS < W ? SEGMENTS
+                                   : W;  // warps that stage one row together
 constexpr bool LET_LATE = LATE || EARLY;
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
 static_assert(
@@ -205,7 +206,8 @@ template <class F, int HELD>
 __device__ __forceinline__ void put8(
         const float* a, bool in, int t, int local, int v, uint4* xs, float* es) {
     using S = Staged<F, 4 * HELD>;
-    uint4* to = xs + t * S::LDR + v % 4 * S::LD + 4 * local + threadIdx.x % 16 / 4;
+    uint4* to = xs + t * S::LDR + v % 4 * S::LD + 4 * local
+            + threadIdx.x % 16 / 4;
     if (F::TWO) {
         if (in)
             split8(a, to[0], to[ROWS * S::LDR]);
@@ -225,7 +227,9 @@ __device__ __forceinline__ void put8(
 // Which eight of a row of x is a thread's of block b of those that this member of a team has.
 template <int PART, int MEMBERS>
 __device__ __forceinline__ int eight_of(const Job& o, int b) {
-    const int block = MEMBERS == 1 ? b : (b / PART * MEMBERS + o.member) * PART + b % PART;
+    const int block = MEMBERS == 1
+            ? b
+            : (b / PART * MEMBERS + o.member) * PART + b % PART;
     return block * 16 + threadIdx.x % 16;
 }
 
@@ -245,7 +249,8 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS> struct Stage {
     // Of what this thread stages first.
     __device__ __forceinline__ void first_gain(const Job& o, float* gain) const {
         const int lane = threadIdx.x % 32;
-        const int b = OWN && F::UNITS == 1 ? slot + lane / 16 * W : slot * 2 + lane / 16;
+        const int b = OWN && F::UNITS == 1 ? slot + lane / 16 * W
+                                           : slot * 2 + lane / 16;
         load_x(o.gain, b * 16 + lane % 16, b < HELD, gain);
     }
     // The first block of a thread: the same warp has a column however much is held.
@@ -253,14 +258,15 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS> struct Stage {
         const int half = threadIdx.x % 32 / 16;
         if (!OWN)
             return 2 * ((slot + SLOTS - first / 2 % SLOTS) % SLOTS) + half;
-        return F::UNITS == 1 ? slot + (half + first / W) % 2 * W : 2 * slot + half;
+        return F::UNITS == 1 ? slot + (half + first / W) % 2 * W
+                             : 2 * slot + half;
     }
     // All of it. `gain`: of what is staged first; `sums`: of squares of what this thread stages,
     // for NORM 1. `behind`: each warp calls it once, when its first values have been asked for.
     template <class Behind>
     __device__ __forceinline__ void run(
-            const Job& o, int first, bool fresh, const float* gain, float* sums, uint4* xs,
-            float* es, Behind behind) const {
+            const Job& o, int first, bool fresh, const float* gain, float* sums,
+            uint4* xs, float* es, Behind behind) const {
         if (team >= TEAMS)
             return behind();
         const int begins = begin(first);
@@ -295,8 +301,8 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS> struct Stage {
     // Eight values of the team's row i, normed.
     template <class Behind>
     __device__ __forceinline__ void put_row(
-            const Job& o, int i, int v, int local, const float* g, float& sum, uint4* xs,
-            float* es, Behind behind) const {
+            const Job& o, int i, int v, int local, const float* g, float& sum,
+            uint4* xs, float* es, Behind behind) const {
         // rows that are not there: the last one again
         const int t = team + i * TEAMS;
         const int r = ROWS == 1 ? 0 : min(t, o.rows - 1);
@@ -345,8 +351,8 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
     static constexpr int STRIDE = 2 * SLOTS;
     static constexpr int PIECES = (HELD + STRIDE - 1) / STRIDE;
     static constexpr int PART = HERE * F::UNITS;
-    static constexpr bool FITS = HERE * MEMBERS != W && SLOTS == W && STRIDE % PART == 0
-            && PIECES > 1;
+    static constexpr bool FITS = HERE * MEMBERS != W && SLOTS == W
+            && STRIDE % PART == 0 && PIECES > 1;
     float a[ROWS][8];
     float g[8];
     float sums[ROWS] = {};
@@ -367,7 +373,8 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
             load_x(o.x + (size_t)min(r, o.rows - 1) * K, eight(o, local(piece)),
                     local(piece) < HELD, a[r]);
     }
-    __device__ __forceinline__ void put(const Job& o, int piece, uint4* xs, float* es) {
+    __device__ __forceinline__ void put(
+            const Job& o, int piece, uint4* xs, float* es) {
         const int at = local(piece);
         if (HELD % STRIDE == 0 || at / 2 * 2 < HELD)  // all lanes or none
             #pragma unroll
@@ -403,7 +410,8 @@ template <int ITEMS> struct Wanted {
 
 // How a block shares out one matrix: a group of rows is PER tiles of 16, each of HERE warps, which
 // have PLACES places each for weights on their way; HELD blocks of x are staged at a time.
-template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct Tiling {
+template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS>
+struct Tiling {
     using S = Staged<F, 4 * HELD>;
     using Pieces = Ahead<F, HELD, HERE, MEMBERS>;
     static constexpr bool OWN = HERE == W && MEMBERS == 1;
@@ -429,10 +437,12 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     // What the results will need is asked for behind x, and not waited for yet: of one row while x
     // is on its way.
     static constexpr bool SHADOW = ALL && ROWS == 1;
-    static constexpr bool PIPED = PIPE && BEFORE == PLACES && ROWS > 1 && ALL && !OWN
-            && NORM != 2 && Pieces::FITS;
+    static constexpr bool PIPED = PIPE && BEFORE == PLACES && ROWS > 1 && ALL
+            && !OWN && NORM != 2 && Pieces::FITS;
     static_assert(
-            !MADE || (STEPS == 1 && PLACES == 1 && ALL && MEMBERS == 1 && F::FOUR_BITS),
+            !MADE
+                    || (STEPS == 1 && PLACES == 1 && ALL && MEMBERS == 1
+                            && F::FOUR_BITS),
             "see the contract");
     static_assert(
             PER * HERE <= W && (ALL || HELD % (HERE * F::UNITS) == 0),
@@ -465,7 +475,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
         int rest, step, left, skip;
         bool works;
         unsigned spot;  // where in the ring is what is multiplied next
-        __device__ __forceinline__ Feed(const Job& o_, unsigned char* ring_, int warp)
+        __device__ __forceinline__ Feed(
+                const Job& o_, unsigned char* ring_, int warp)
             : o(o_), ring(ring_) {
             lane = threadIdx.x % 32;
             tile = warp / HERE;
@@ -485,7 +496,9 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
         }
         __device__ __forceinline__ void fetch(unsigned char* to) {
             left--;
-            F::fetch(to, w, s, min(rest, o.span - tile * 16), step * ALONG + share, lane);
+            F::fetch(
+                    to, w, s, min(rest, o.span - tile * 16), step * ALONG + share,
+                    lane);
             w += ALONG * F::LB;
             s += ALONG * F::SB;
             if (++step == mine) {
@@ -517,7 +530,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     struct Early {
         F blocks[F::UNITS];
         unsigned made[MADE ? MADE : 1][8];
-        __device__ __forceinline__ void decode(const unsigned char* place, int g, int t) {
+        __device__ __forceinline__ void decode(
+                const unsigned char* place, int g, int t) {
             cp_async_wait<0>();
             __syncwarp();
             #pragma unroll
@@ -549,13 +563,13 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     };
     // acc += `steps` units of W, or the one that is made, times x from `at` on.
     static __device__ __forceinline__ void multiply(
-            Feed& feed, const Early& early, Columns& at, int steps, float* acc, int g,
-            int t) {
+            Feed& feed, const Early& early, Columns& at, int steps, float* acc,
+            int g, int t) {
         #pragma unroll
         for (int b = 0; MADE && steps && b < F::UNITS; b++)
             add_made<F, ROWS, S::LD>(
-                    early.blocks[b], MADE - 4 * b, early.made + 4 * b, acc, at.x + 4 * b,
-                    at.e + b * ROWS, t);
+                    early.blocks[b], MADE - 4 * b, early.made + 4 * b, acc,
+                    at.x + 4 * b, at.e + b * ROWS, t);
         #pragma unroll 1
         for (int i = 0; !MADE && i < steps; i++) {
             cp_async_wait<PLACES - 1>();
@@ -565,7 +579,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
             for (int b = 0; b < F::UNITS; b++) {
                 F q;
                 q.read(place, b, g, t);
-                add<F, ROWS, S::LD, PLANE>(q, acc, at.x + 4 * b, at.e + b * ROWS, t);
+                add<F, ROWS, S::LD, PLANE>(
+                        q, acc, at.x + 4 * b, at.e + b * ROWS, t);
             }
             at.forth();
             feed.refill(place);
@@ -601,8 +616,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     // All `rest` steps of a group: x is staged in pieces, each while the one before is multiplied.
     template <class Ask, class Multiply>
     static __device__ __forceinline__ void in_pieces(
-            const Job& o, bool begin, int rest, Pieces& pieces, uint4* xs, float* es,
-            Ask ask, Multiply multiply) {
+            const Job& o, bool begin, int rest, Pieces& pieces, uint4* xs,
+            float* es, Ask ask, Multiply multiply) {
         #pragma unroll 1
         for (int piece = 0; begin ? piece < Pieces::PIECES : !piece; piece++) {
             if (begin) {
@@ -617,18 +632,21 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
             }
             if (!piece)
                 ask();
-            const int steps = begin ? min(Pieces::STRIDE / Pieces::PART, rest) : rest;
+            const int steps = begin ? min(Pieces::STRIDE / Pieces::PART, rest)
+                                    : rest;
             multiply(steps);
             rest -= steps;
         }
     }
     // Line `line` of the tile of which `at` is the first warp: what all its warps found for a row.
-    static __device__ __forceinline__ float merge(int round, int at, int line, int row) {
+    static __device__ __forceinline__ float merge(
+            int round, int at, int line, int row) {
         float v = 0.f;
         #pragma unroll
         for (int m = 0; m < ALONG; m++)
-            v += MEMBERS == 1 ? part[round][at + m][line][row]
-                              : of_member(&part[round][at + m % HERE][line][row], m / HERE);
+            v += MEMBERS == 1
+                    ? part[round][at + m][line][row]
+                    : of_member(&part[round][at + m % HERE][line][row], m / HERE);
         return v;
     }
     // 1 / root of a row's mean square, of the sums of all warps that staged it
@@ -641,7 +659,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     }
     // The thread's results of rows [base, to): what warps found is merged and weighed.
     static __device__ __forceinline__ void weigh(
-            const Job& o, int round, int base, int to, Wanted<ITEMS>& its, u64* top) {
+            const Job& o, int round, int base, int to, Wanted<ITEMS>& its,
+            u64* top) {
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const int item = o.member * MANY + i * THREADS + threadIdx.x;
@@ -660,7 +679,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
                 const int at = r / OUT * HERE;
                 const int line = PAIR ? r % 8 / 2 * 4 + r % 2 + 2 * j : r % 16;
                 v[j] = merge(round, at, line, row);
-                const float unit = F::row_scale((Bytes)(its.raw[i] + j), its.raw[i] + j, 0);
+                const float unit = F::row_scale(
+                        (Bytes)(its.raw[i] + j), its.raw[i] + j, 0);
                 v[j] = fmaf(__fmul_rn(v[j], inv), unit, its.bias[i][j]);
             }
             if (CAP)
@@ -672,11 +692,13 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
                 continue;
             }
             const float gate = o.gate ? times_sigmoid(1.f, its.open[i]) : 1.f;
-            o.y[(size_t)row * o.width + o.at + out] = fmaf(v[0], gate, its.prior[i]);
+            o.y[(size_t)row * o.width + o.at + out] = fmaf(
+                    v[0], gate, its.prior[i]);
         }
     }
     // The key of each row's largest result in this block.
-    static __device__ __forceinline__ void put_best(const Job& o, const u64* top) {
+    static __device__ __forceinline__ void put_best(
+            const Job& o, const u64* top) {
         __shared__ u64 tops[ROWS][PER];  // of the sixteens of places
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
@@ -700,8 +722,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     // The same where x is staged HELD blocks at a time, or once for all groups.
     template <class Ask, class Multiply>
     static __device__ __forceinline__ void in_turns(
-            const Job& o, bool begin, Feed& feed, const float* gain, float* sums, uint4* xs,
-            float* es, Ask ask, Multiply multiply) {
+            const Job& o, bool begin, Feed& feed, const float* gain, float* sums,
+            uint4* xs, float* es, Ask ask, Multiply multiply) {
         #pragma unroll 1
         for (int first = 0; first < MINE; first += HELD) {
             if (!ALL || begin) {
@@ -718,13 +740,15 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
             if (!first && !(SHADOW && begin))
                 ask();
             constexpr int STEP = HERE * F::UNITS;
-            const int steps = ALL ? feed.mine : min(HELD / STEP, feed.mine - first / STEP);
+            const int steps = ALL ? feed.mine
+                                  : min(HELD / STEP, feed.mine - first / STEP);
             multiply(feed.works ? steps : 0);
         }
     }
     // Before the first group: what needs no x is done, and x is there.
     static __device__ __forceinline__ void wait(
-            const Job& o, int base, const Feed& feed, Early& early, int g, int t) {
+            const Job& o, int base, const Feed& feed, Early& early, int g,
+            int t) {
         if (o.gs && threadIdx.x <= o.span / 32)
             ahead(o.gs + min(base + 32 * (int)threadIdx.x, feed.n4 - 1));
         if (MADE && feed.works)
@@ -799,13 +823,13 @@ __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
         team_sync();  // nobody leaves while others read what it found
 }
 
-extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS)
-        gemv(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-                const float* __restrict__ gs, const unsigned char* __restrict__ extra,
-                const float* x, const float* __restrict__ gain, const float* parts,
-                const float* __restrict__ bias, const float* gate, const float* add,
-                float* y, long long* keys, float eps, float limit, float cap, int rows,
-                int n, int m, int ld, int column, int width, int main, int span) {
+extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS) gemv(
+        const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
+        const float* __restrict__ gs, const unsigned char* __restrict__ extra,
+        const float* x, const float* __restrict__ gain, const float* parts,
+        const float* __restrict__ bias, const float* gate, const float* add,
+        float* y, long long* keys, float eps, float limit, float cap, int rows,
+        int n, int m, int ld, int column, int width, int main, int span) {
     DYNAMIC_SHARED(uint4, xs);
     // Who decodes early has come early, while blocks before it ask for what they need; and a launch
     // after it would not have to come sooner than this one's work begins.
@@ -814,8 +838,9 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS)
     if (!LET_LATE)
         pdl_trigger();
     // of `gate` always the same column
-    Job o = {{w, s, gs, extra, x, gain, parts, bias, gate ? gate + column : nullptr, add, y,
-                     keys, eps, limit, cap, rows, n, m, ld, column, width, main, span},
+    Job o = {{w, s, gs, extra, x, gain, parts, bias,
+                     gate ? gate + column : nullptr, add, y, keys, eps, limit,
+                     cap, rows, n, m, ld, column, width, main, span},
             0, (int)blockIdx.x / TEAM, main, (int)blockIdx.x % TEAM};
 #ifdef EXTRA
     if ((int)blockIdx.x >= main) {
@@ -832,5 +857,6 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS)
         return;
     }
 #endif
-    matrix<FORMAT<C>, W / (SPLIT / TEAM), SPLIT / TEAM, STAGED, DEEP, TEAM>(o, xs);
+    matrix<FORMAT<C>, W / (SPLIT / TEAM), SPLIT / TEAM, STAGED, DEEP, TEAM>(
+            o, xs);
 }

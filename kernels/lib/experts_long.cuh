@@ -38,7 +38,9 @@ constexpr int PLACE = U::BYTES > D::BYTES ? U::BYTES : D::BYTES;
 // Of strips, each 128 columns and two rows: sums, and what they are to be multiplied by.
 template <bool> struct Found {
     float4 sums[DSTRIPS][DShares::N * D::UNITS][8];
-    __device__ __forceinline__ float4 (*found(int strip))[8] { return sums[strip]; }
+    __device__ __forceinline__ float4 (*found(int strip))[8] {
+        return sums[strip];
+    }
 };
 template <> struct Found<false> {
     __device__ __forceinline__ float4 (*found(int))[8] { return nullptr; }
@@ -54,13 +56,15 @@ struct Shared : Found<SPREAD> {
     int seen[ROWS > 1 ? E : 1];
 };
 static_assert(
-        sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+        sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0,
+        "see the contract");
 
 // What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
 template <class F> struct Bank {
     Bytes w, s;
     const float *scale, *bias;
-    __device__ __forceinline__ Bank(Bytes w_, Bytes s_, const float* gs, const float* bias_)
+    __device__ __forceinline__ Bank(
+            Bytes w_, Bytes s_, const float* gs, const float* bias_)
         : w(w_), s(s_), bias(bias_) {
         scale = RowScales<F>::IN_S ? (const float*)s_ : gs;
     }
@@ -73,8 +77,8 @@ struct Next {
     int tail;  // place of the next strip's scales and biases
     template <class F, class S>
     __device__ __forceinline__ void first(
-            const Bank<F>& of, const Copies<F, S, KEEP, RUNS>& copies, unsigned row_,
-            int share, int lane) {
+            const Bank<F>& of, const Copies<F, S, KEEP, RUNS>& copies,
+            unsigned row_, int share, int lane) {
         row = row_;
         w = of.w;
         s = of.s;
@@ -82,8 +86,8 @@ struct Next {
     }
     template <class F, class S>
     __device__ __forceinline__ void two(
-            const Bank<F>& of, const Copies<F, S, KEEP, RUNS>& copies, unsigned row_,
-            unsigned other, int share, int lane) {
+            const Bank<F>& of, const Copies<F, S, KEEP, RUNS>& copies,
+            unsigned row_, unsigned other, int share, int lane) {
         first(of, copies, row_, share, lane);
         skip = (int)(other - row_) - 8;
         if (lane < 16)
@@ -95,9 +99,10 @@ struct Next {
     // True: that was the strip's last unit.
     template <class F, class S, int REST, bool PARTED>
     __device__ __forceinline__ bool fetch(
-            const Copies<F, S, KEEP, RUNS>& copies, unsigned char* place, int share,
-            int lane) {
-        const long long jump = PARTED && !RUNS ? (long long)skip * (int)F::LINE : 0;
+            const Copies<F, S, KEEP, RUNS>& copies, unsigned char* place,
+            int share, int lane) {
+        const long long jump = PARTED && !RUNS ? (long long)skip * (int)F::LINE
+                                               : 0;
         copies.fetch(place, w, s, REST ? REST : rest, step, share, lane, jump);
         w += S::SPLIT * F::LB;
         s += S::SPLIT * F::SB;
@@ -113,7 +118,8 @@ struct Next {
         if (lane < 4) {
             float* const to = tails[tail] + lane * 4;
             const bool on = lane * 4 < (REST ? REST : rest);
-            const unsigned from = row + lane * 4 + (PARTED && lane > 1 ? skip : 0);
+            const unsigned from = row + lane * 4
+                    + (PARTED && lane > 1 ? skip : 0);
             if (of.scale)
                 cp_async_or_zero<16>(to, of.scale + from, on);
             if (of.bias)
@@ -124,7 +130,8 @@ struct Next {
 };
 
 // Where piece i of n equal ones of a line begins: all * i / n, without the 64 bits that it needs.
-__device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
+__device__ __forceinline__ unsigned piece_of(
+        unsigned all, unsigned i, unsigned n) {
     return all / n * i + all % n * i / n;
 }
 
@@ -135,7 +142,8 @@ typedef float DSums[16][COLUMNS];
 // Hidden values of `many` strips, the first of which is `from`: what the team's warps found is
 // merged. `tail`: place of the first one's scales and biases.
 __device__ __forceinline__ void put_hidden(
-        const Block<Shared>& b, const USums* part, unsigned from, int many, int tail) {
+        const Block<Shared>& b, const USums* part, unsigned from, int many,
+        int tail) {
     constexpr int TEAM = 32 * USPLIT, EACH = OUT * ROWS;
     constexpr int ITEMS = (MEET * EACH + TEAM - 1) / TEAM;
     const int mine = opaque(threadIdx.x) % TEAM;
@@ -154,9 +162,11 @@ __device__ __forceinline__ void put_hidden(
         const int line = PAIR ? r / 2 * 4 + r % 2 : r;
         const int kept = tail + m < UKEEP ? tail + m : tail + m - UKEEP;
         const float inv = NORM ? b.sm->inverse[b.warp][c] : 1.f;
-        const Line<U, 1 + PAIR> with(b.sm->utail[b.warp / USPLIT][kept], line, b.p.ubias);
+        const Line<U, 1 + PAIR> with(
+                b.sm->utail[b.warp / USPLIT][kept], line, b.p.ubias);
         give_hidden(
-                b.p, part + m * WARPS + b.warp - b.ushare, line, c, entry, o, inv, with);
+                b.p, part + m * WARPS + b.warp - b.ushare, line, c, entry, o, inv,
+                with);
     }
 }
 
@@ -185,7 +195,8 @@ __device__ __forceinline__ void merge_spread(const Block<Shared>& b) {
             continue;
         const Line<D, 1> with(b.sm->dtail[strip][0], line, b.p.dbias);
         const int to = b.sm->slots.who[part / b.own][0];
-        b.sm->done[to][part % b.own * 8 + line % 8] = fmaf(v, with.scale[0], with.more[0]);
+        b.sm->done[to][part % b.own * 8 + line % 8] = fmaf(
+                v, with.scale[0], with.more[0]);
     }
 }
 
@@ -209,11 +220,12 @@ struct Up {
     __device__ __forceinline__ void fetch() {
         if (o.step == 0) {
             const unsigned slot = unit / STRIPS, from = unit % STRIPS * 16;
-            o.first(bank, copies, b.expert_of(slot) * UROWS + from, b.ushare, b.lane);
+            o.first(bank, copies, b.expert_of(slot) * UROWS + from, b.ushare,
+                    b.lane);
             o.rest = UROWS - from;
         }
         constexpr int REST = UROWS % 16 ? 0 : 16;
-        unsigned char* const to = b.sm->ring[b.warp][b.place];
+        unsigned char* const to = b.here();
         if (o.fetch<U, UShares, REST, false>(copies, to, b.ushare, b.lane)) {
             float (*const tails)[32] = b.sm->utail[b.warp / USPLIT];
             if (!b.ushare)
@@ -236,7 +248,7 @@ struct Up {
         for (int i = UShares::of(b.ushare); i; i--) {
             cp_async_wait<DEEP - 1>();
             __syncwarp();
-            const unsigned char* const from = b.sm->ring[b.warp][b.place];
+            const unsigned char* const from = b.here();
             const float* const e1 = e + (ROWS > 1 ? X::HELD : 0);
             multiply<U, X, ROWS == 1>(from, acc, at, e, e1, spots, i == short_at);
             at += 4 * U::UNITS * USPLIT;
@@ -307,7 +319,8 @@ struct Down {
             open_two(o, down);
         else if (o.step == 0) {
             const unsigned from = down % OWN * 16;
-            const unsigned row = b.sm->slots.expert[down / OWN] * K + b.base + from;
+            const unsigned row = b.sm->slots.expert[down / OWN] * K + b.base
+                    + from;
             o.first(bank, copies, row, b.dshare, b.lane);
             o.rest = b.span - from;
         }
@@ -315,7 +328,7 @@ struct Down {
     __device__ __forceinline__ void fetch() {
         open();
         constexpr int REST = !MIXED && (SPAN % 16 || K % SPAN) ? 0 : 16;
-        unsigned char* const to = b.sm->ring[b.warp][b.place];
+        unsigned char* const to = b.here();
         const bool last = o.fetch<D, DFetched, REST, MIXED>(
                 copies, to, SPREAD ? 0 : b.dshare, b.lane);
         if (SPREAD)
@@ -337,7 +350,8 @@ struct Down {
         for (int i = 0; i < DEEP; i++)
             next();
         #pragma unroll 1
-        for (unsigned i = b.warp; SPREAD && b.span > 0 && i < b.strips(); i += WARPS) {
+        for (unsigned i = b.warp; SPREAD && b.span > 0 && i < b.strips();
+                i += WARPS) {
             Next n;
             n.tail = 0;
             open_two(n, i);
@@ -357,13 +371,15 @@ struct Down {
             const unsigned to = min(line_end, (strip + 1) * DShares::N);
             unsigned u = i % DShares::N;
             const bool second = b.g >= 4;  // rows of the strip's other part
-            const uint4* at = b.sm->in.h.of(entry_of(2 * strip + (b.g > 0)), u, b.t);
-            const float* e = b.sm->in.h.e[entry_of(2 * strip + second)] + u * D::UNITS;
+            const uint4* at = b.sm->in.h.of(
+                    entry_of(2 * strip + (b.g > 0)), u, b.t);
+            const float* e = b.sm->in.h.e[entry_of(2 * strip + second)]
+                    + u * D::UNITS;
             #pragma unroll 1
             for (; i < to; i++, u++) {
                 cp_async_wait<DEEP - 1>();
                 __syncwarp();
-                const unsigned char* const from = b.sm->ring[b.warp][b.place];
+                const unsigned char* const from = b.here();
                 float4(*const found)[8] = b.sm->found(strip) + u * D::UNITS;
                 multiply_apart<D, H>(from, found, at, e, spots, second, b.g, b.t);
                 at += 4 * D::UNITS;
@@ -379,16 +395,19 @@ struct Down {
             merge_spread(b);
     }
     // acc: this warp's part of strip u.
-    __device__ __forceinline__ void multiply_strip(unsigned u, float* acc, int short_at) {
+    __device__ __forceinline__ void multiply_strip(
+            unsigned u, float* acc, int short_at) {
         const uint4* at = b.sm->in.h.of(b.entry(u, b.g), b.dshare, b.t);
         const float* e0 = b.sm->in.h.e[b.entry(u, 2 * b.t)] + b.dshare * D::UNITS;
-        const float* e1 = b.sm->in.h.e[b.entry(u, 2 * b.t + 1)] + b.dshare * D::UNITS;
+        const float* e1 = b.sm->in.h.e[b.entry(u, 2 * b.t + 1)]
+                + b.dshare * D::UNITS;
         #pragma unroll 1
         for (int i = DShares::of(b.dshare); i; i--) {
             cp_async_wait<DEEP - 1>();
             __syncwarp();
-            const unsigned char* const from = b.sm->ring[b.warp][b.place];
-            multiply<D, H, COLUMNS == 1>(from, acc, at, e0, e1, spots, i == short_at);
+            const unsigned char* const from = b.here();
+            multiply<D, H, COLUMNS == 1>(
+                    from, acc, at, e0, e1, spots, i == short_at);
             at += 4 * D::UNITS * DSPLIT;
             e0 += D::UNITS * DSPLIT;
             e1 += D::UNITS * DSPLIT;
@@ -404,15 +423,18 @@ struct Down {
         const int short_at = KEEP < 2 && DShares::SHORT && last ? 1 : 0;
         b.round = 0;  // warps of a team may have had different numbers of strips
         #pragma unroll 1
-        for (unsigned u = first; u < b.strips(); u += WARPS / DSPLIT, b.round ^= 1) {
-            float* const sums = b.sm->part + (ALONE ? SUMS - DSUMS : b.round * DSUMS);
+        for (unsigned u = first; u < b.strips();
+                u += WARPS / DSPLIT, b.round ^= 1) {
+            float* const sums = b.sm->part
+                    + (ALONE ? SUMS - DSUMS : b.round * DSUMS);
             DSums* const part = (DSums*)sums;
             float acc[4] = {};
             multiply_strip(u, acc, short_at);
             put_part(part[b.warp], acc, b.g, b.t);
             const int mine = opaque(threadIdx.x) % (32 * DSPLIT);
             sync_warps<DSPLIT, ALONE ? AFTER : 0>(b.warp / DSPLIT);
-            const Line<D, 1> with(b.sm->dtail[b.warp / DSPLIT][tail], mine % 16, b.p.dbias);
+            const Line<D, 1> with(
+                    b.sm->dtail[b.warp / DSPLIT][tail], mine % 16, b.p.dbias);
             put_products(b, part + b.warp - b.dshare, u, mine, with);
             tail = tail == DKEEP - 1 ? 0 : tail + 1;
         }

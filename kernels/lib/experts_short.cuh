@@ -9,7 +9,8 @@ struct Place {  // for a unit; with a strip's last one come scales and biases of
 struct Shared {
     Place ring[WARPS][DEEP];
     Inputs<APART> in;
-    float part[2][WARPS][16][COLUMNS];  // of one strip while those of the next are made
+    float part[2][WARPS][16]
+              [COLUMNS];  // of one strip while those of the next are made
     // scales and biases of its rows, when its last place has been left
     float tail[WARPS][32];
     float inverse[WARPS][ROWS];  // of the root of a row's mean square
@@ -18,14 +19,16 @@ struct Shared {
     int seen[ROWS > 1 ? E : 1];
 };
 static_assert(
-        sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+        sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0,
+        "see the contract");
 
 // What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
 template <class F> struct Bank {
     Bytes w, s;  // where the lane's part of its warp's first unit is
     const float *scale, *bias;
     __device__ __forceinline__ Bank(
-            Bytes w_, Bytes s_, const float* gs, const float* bias_, int share, int lane)
+            Bytes w_, Bytes s_, const float* gs, const float* bias_, int share,
+            int lane)
         : w(w_), s(s_), bias(bias_) {
         scale = RowScales<F>::IN_S ? (const float*)s_ : gs;
         F::first(w, s, 0, share, lane);
@@ -91,7 +94,8 @@ __device__ __forceinline__ void put_hidden(const Block<Shared>& b, unsigned u) {
             continue;
         const float inv = NORM ? b.sm->inverse[b.warp][c] : 1.f;
         give_hidden(
-                b.p, b.sm->part[b.round] + b.warp - b.ushare, line, c, entry, o, inv, with);
+                b.p, b.sm->part[b.round] + b.warp - b.ushare, line, c, entry, o,
+                inv, with);
     }
 }
 
@@ -115,7 +119,7 @@ struct Up {
             o.rest = UROWS - from;
         }
         constexpr int REST = UROWS % 16 ? 0 : 16;
-        Place& to = b.sm->ring[b.warp][b.place];
+        Place& to = b.here();
         if (o.fetch<U, UShares, REST, false>(bank, to, b.ushare, b.lane))
             unit += b.stride;
     }
@@ -134,8 +138,9 @@ struct Up {
         for (int i = UShares::of(b.ushare); i; i--) {
             cp_async_wait<DEEP - 1>();
             __syncwarp();
-            const Place& from = b.sm->ring[b.warp][b.place];
-            const bool half = UShares::SHORT && i == 1 && b.ushare == UShares::LAST;
+            const Place& from = b.here();
+            const bool half = UShares::SHORT && i == 1
+                    && b.ushare == UShares::LAST;
             const float* const e1 = e + (ROWS > 1 ? X::HELD : 0);
             multiply<U, X>(from.weights, acc, at, e, e1, b.g, b.t, half);
             at += 4 * U::UNITS * USPLIT;
@@ -148,7 +153,8 @@ struct Up {
     }
     __device__ __forceinline__ void run() {
         #pragma unroll 1
-        for (unsigned u = b.first; u < b.slots() * STRIPS; u += b.stride, b.round ^= 1) {
+        for (unsigned u = b.first; u < b.slots() * STRIPS;
+                u += b.stride, b.round ^= 1) {
             float acc[4] = {};
             multiply_strip(acc);
             put_part(b.sm->part[b.round][b.warp], acc, b.g, b.t);
@@ -178,7 +184,7 @@ struct Down {
             o.rest = b.span - from;
         }
         constexpr int REST = !MIXED && (SPAN % 16 || K % SPAN) ? 0 : 16;
-        Place& to = b.sm->ring[b.warp][b.place];
+        Place& to = b.here();
         if (o.fetch<D, DShares, REST, MIXED>(bank, to, b.dshare, b.lane))
             strip += WARPS / DSPLIT;
     }
@@ -199,7 +205,7 @@ struct Down {
             __syncwarp();
             #pragma unroll
             for (int i = 0; i < D::UNITS; i++)
-                only.blocks[i].read(b.sm->ring[b.warp][b.place].weights, i, b.g, b.t);
+                only.blocks[i].read(b.here().weights, i, b.g, b.t);
             only.decode();
         }
     }
@@ -208,15 +214,17 @@ struct Down {
             unsigned u, float* acc, const Made<D, MADE>& only) {
         const uint4* at = b.sm->in.h.of(b.entry(u, b.g), b.dshare, b.t);
         const float* e0 = b.sm->in.h.e[b.entry(u, 2 * b.t)] + b.dshare * D::UNITS;
-        const float* e1 = b.sm->in.h.e[b.entry(u, 2 * b.t + 1)] + b.dshare * D::UNITS;
+        const float* e1 = b.sm->in.h.e[b.entry(u, 2 * b.t + 1)]
+                + b.dshare * D::UNITS;
         #pragma unroll 1
         for (int i = MADE ? 1 : DShares::of(b.dshare); i; i--) {
             if (!MADE) {
                 cp_async_wait<DEEP - 1>();
                 __syncwarp();
             }
-            const Place& from = b.sm->ring[b.warp][b.place];
-            const bool half = DShares::SHORT && i == 1 && b.dshare == DShares::LAST;
+            const Place& from = b.here();
+            const bool half = DShares::SHORT && i == 1
+                    && b.dshare == DShares::LAST;
             if constexpr (MADE > 0)
                 multiply_made<D, H>(only, acc, at, e0, e1);
             else
@@ -245,7 +253,8 @@ struct Down {
             const int mine = opaque(threadIdx.x) % (32 * DSPLIT);
             const Line<D, 1> with(b.sm->tail[b.warp], mine % 16, b.p.dbias);
             sync_warps<DSPLIT, ALONE ? AFTER : 0>(b.warp / DSPLIT);
-            put_products(b, b.sm->part[b.round] + b.warp - b.dshare, u, mine, with);
+            put_products(
+                    b, b.sm->part[b.round] + b.warp - b.dshare, u, mine, with);
         }
     }
 };
