@@ -140,13 +140,13 @@ struct Params {
     float *k_scales, *v_scales;  // [blocks, bs, kv] f32 or null
     unsigned char *k_subs, *v_subs;  // [blocks, bs, kv, ds] u8 or null
     const int* tables;  // [seqs, mb] i32: block tables
-    const int*
-            seq;  // [rows] i32: sequence of each row; -1: padding, which gets zeros
-    const int*
-            first;  // [seqs1] i32: first row of each sequence, and the end of the last
+    // sequence of each row; -1: padding, which gets zeros
+    const int* seq;  // [rows] i32
+    // first row of each sequence, and the end of the last
+    const int* first;  // [seqs1] i32
     const int* starts;  // [all] i32: position of each sequence's first row
-    const long long*
-            slots;  // [rows] i64: where the rows' keys and values go; -1: nowhere
+    // where the rows' keys and values go; -1: nowhere
+    const long long* slots;  // [rows] i64
     const float* sinks;  // [heads] f32 or null: one more logit for each head
     // values weighted within a piece, of rows that see several; null if there are none
     float* o;  // [rows, pieces, heads, d] f32
@@ -264,8 +264,8 @@ struct Work {
         table.all = tables + (size_t)s * mb;
         if (ONE)
             return;  // its pieces depend on where the row stands
-        const int2 run = runs.pieces(
-                gridDim.y - 1 - blockIdx.y);  // the largest come first
+        // the largest come first
+        const int2 run = runs.pieces(gridDim.y - 1 - blockIdx.y);
         piece = run.x;
         last = run.y;
         table.load(table.all, pieces.start(piece), mb, lane);

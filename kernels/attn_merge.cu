@@ -165,8 +165,8 @@ extern "C" __global__ void BOUNDS attn_merge(
                 const size_t from = (size_t)t * max_pieces * heads + h;
                 const Merge m{o + from * D + d, ml + from * 2, sees[which], heads,
                         mine};
-                const bool ends = warp
-                        == turn % W;  // the others go on to the next row
+                // the others go on to the next row
+                const bool ends = warp == turn % W;
                 const size_t at = (size_t)t * width + h * D + d;
                 const float gate = GATE && ends && mine ? qkv[at] : 0.f;
                 Found& f = found[turn % 2];

@@ -32,8 +32,8 @@
 #else
 #define BLOCKS 2
 #endif
-constexpr int AS =
-        72;  // floats of a row of A, so that fragments cost no bank conflicts
+// floats of a row of A, so that fragments cost no bank conflicts
+constexpr int AS = 72;
 constexpr int HALF = 128;  // threads that invert a matrix
 constexpr int ROOM = 512 * DK > 36864 ? 512 * DK : 36864;
 typedef Operand<Mixed<DK>> Mat;

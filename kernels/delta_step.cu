@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
             side ? c + own32 + lane : (kh + key) * DK + tid};
     // channels; the fifth warp's second number, z, is not convolved
     const bool has[2] = {side || mine, mine};
-    const bool keeps = side
-            || (mine && blockIdx.x == 0);  // who leaves their last inputs
+    // who leaves their last inputs
+    const bool keeps = side || (mine && blockIdx.x == 0);
     // Four columns of rows row0 .. row0+N-1 of the state.
     const int row0 = tid / 8 * N, c4 = lane % 8 * 4;
     const auto place = [&](int n) {
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
                     : sigmoid(ba);
         if (side)
             __syncwarp();
-// A row's products with the state; then, behind the barrier, the state takes the row up.
+        // A row's products with the state; then, behind the barrier, the state takes the row up.
         #pragma unroll 1
         for (int i = 0; i < n; i++) {
             const float* q = m.now[i] + row0;

@@ -106,8 +106,8 @@ struct Room {
     float red[PARTS][4][64], cross[4][4], gain[DV], own[4];  // A, dt_bias
     float tails[DEPTH][3][OWN];  // of convolutions, oldest input first
     float done[DV], squares[4];  // y and `parts` of the row, if `halves` get it
-    Meeting full[DEPTH],
-            ready[DEPTH];  // are states there? And tails, which are smaller
+    // are states there? And tails, which are smaller
+    Meeting full[DEPTH], ready[DEPTH];
     int asked, unused;  // states that have been asked for
     Sequence all[MOST];
 };
@@ -346,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
         if (i < mine)
             ask();
         if (begins) {
-// some may have no rows
+            // some may have no rows
             #pragma unroll 1
             for (; read <= own; read++)
                 meet_wait(m.full + read % DEPTH, read / DEPTH % 2);

@@ -114,8 +114,8 @@ constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;
 // Where a block's outputs would leave half of a strip empty, strips of the second half are two
 // parts of eight rows, of one expert or of two.
 constexpr bool MIXED = ROWS <= 4 && SPAN % 16 == 8 && K % 8 == 0 && D::CHUNKS;
-constexpr int COLUMNS = MIXED ? 2 * ROWS
-                              : ROWS;  // of a product that somebody needs
+// of a product that somebody needs
+constexpr int COLUMNS = MIXED ? 2 * ROWS : ROWS;
 // 80 or 96 registers, so that a block of the router finds some beside this one
 #if __CUDA_ARCH__ == 900
 constexpr bool SCALED = U::SCALED || D::SCALED;

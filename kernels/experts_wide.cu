@@ -97,10 +97,10 @@ template <class F_, int COLS_, int STORED_, int MANY_, int SPLIT_> struct Half {
     static constexpr int S0 = W1 + W;
     static constexpr int S1 = S0 + S + 64;
     static constexpr int BYTES = S1 + S + 64;
-    static constexpr int MINE = MANY == 1 ? UNITS / TEAM
-                                          : UNITS;  // units of a warp
-    static constexpr int HELD = 2 * UNITS,
-                         PARTS = UNITS;  // 128s and 256s of a row
+    // units of a warp
+    static constexpr int MINE = MANY == 1 ? UNITS / TEAM : UNITS;
+    // 128s and 256s of a row
+    static constexpr int HELD = 2 * UNITS, PARTS = UNITS;
     typedef Staged<F, 4 * HELD> X;
     static_assert(
             COLS % 256 == 0 && STORED % ROWS == 0 && !F::TWO, "see the contract");
@@ -309,8 +309,8 @@ template <class H> struct Columns {
             const unsigned char* w, const unsigned char* s, int i,
             float* acc) const {
         typedef typename H::F F;
-        constexpr int STEP = 8
-                * (H::MANY == 1 ? TEAM : 1);  // chunks from unit to unit
+        // chunks from unit to unit
+        constexpr int STEP = 8 * (H::MANY == 1 ? TEAM : 1);
         F q[2];
         #pragma unroll
         for (int b = 0; b < 2; b++)
@@ -546,8 +546,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const unsigned to = min(before + U::STAGES, up.end) - up.begin;
         #pragma unroll 1
         while (q < to) {
-            const unsigned done = q
-                    + own * TEAMS;  // the stage that this warp completes
+            // the stage that this warp completes
+            const unsigned done = q + own * TEAMS;
             const unsigned strip = up.begin + done - before;
             float raw[2], more[2];
             int i = 0;

@@ -68,12 +68,12 @@ constexpr int TILE = 64;
 constexpr int PARTS = DIM / DB;
 constexpr int GROUPS = HB * PARTS;
 constexpr int THREADS = 128 * (GROUPS + WGMMA);
-constexpr int P = KV_PLANES<FORMAT>,
-              WIDE = DIM * P;  // halves of a number, and of a row
+// halves of a number, and of a row
+constexpr int P = KV_PLANES<FORMAT>, WIDE = DIM * P;
 // bytes of a row: sixteen more than needed, against bank conflicts
 constexpr int STEP = 2 * WIDE + 16;
-#define NONE \
-    __int_as_float(0xFF800000)  // minus infinity; NVRTC knows no INFINITY
+// minus infinity; NVRTC knows no INFINITY
+#define NONE __int_as_float(0xFF800000)
 
 #if WGMMA
 #include "lib/flash_groups.cuh"

@@ -274,10 +274,9 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
         CUT(1)
         CUT(2)
         CUT(3)
-        CUT(4)
-        CUT(5) CUT(6) CUT(7) CUT(8) CUT(9) CUT(10) CUT(11) CUT(12) CUT(13) CUT(14)
-                CUT(15) CUT(16) CUT(17) CUT(18) CUT(19) CUT(20) CUT(21) CUT(22)
-                        CUT(23) CUT(24)
+        CUT(4) CUT(5) CUT(6) CUT(7) CUT(8) CUT(9) CUT(10) CUT(11) CUT(12) CUT(13) CUT(14)
+                CUT(15) CUT(16) CUT(17) CUT(18) CUT(19) CUT(20) CUT(21) CUT(22) CUT(23)
+                        CUT(24)
     }
 #else
     tile<MOST / WM>(j, stages, meanwhile, put);

@@ -115,8 +115,8 @@
 constexpr int C = (K + 31) / 32;  // chunks of 32
 constexpr int B = (C + 3) / 4;  // blocks of 128
 constexpr int SEGMENTS = (K + 255) / 256;  // of 256, which a warp stages together
-constexpr int SLOTS = SEGMENTS < W ? SEGMENTS
-                                   : W;  // warps that stage one row together
+// warps that stage one row together
+constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;
 constexpr bool LET_LATE = LATE || EARLY;
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
 static_assert(

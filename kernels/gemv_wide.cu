@@ -85,8 +85,8 @@
 // chunks of 32, blocks of 128
 constexpr int C = (K + 31) / 32;
 constexpr int B = (C + 3) / 4;
-constexpr int AT_ONCE =
-        2;  // tiles of more than four whose sums of a block have registers
+// tiles of more than four whose sums of a block have registers
+constexpr int AT_ONCE = 2;
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
 #ifdef EXTRA
 static_assert(!BEST, "a row has one best");
@@ -107,8 +107,8 @@ struct Job {  // one matrix
 // Units of columns that warp `h` of those that share them has: share after share.
 template <int N, int SHARES, int PER> struct Walk {
     int unit, pass;
-    __device__ __forceinline__ bool next(
-            int h) {  // true at the end, where it begins anew
+    // true at the end, where it begins anew
+    __device__ __forceinline__ bool next(int h) {
         unit += SHARES;
         if (unit >= N)
             unit = h + ++pass * PER;
@@ -132,8 +132,8 @@ struct Finish {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int at = r + i;
-            raw[i] = at < to ? F::row_raw(o.s, o.gs, at)
-                             : 0.f;  // not waited for yet
+            // not waited for yet
+            raw[i] = at < to ? F::row_raw(o.s, o.gs, at) : 0.f;
             bias[i] = biased(o, at, to) ? o.bias[at] : 0.f;
         }
     }
@@ -582,8 +582,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     }
     __syncthreads();  // the barriers are there
 
-    int spot = 0, slot = 0,
-        free = -1;  // which piece is to be asked for next, and where
+    // which piece is to be asked for next, and where
+    int spot = 0, slot = 0, free = -1;
     unsigned phase = 0;
     #pragma unroll 1
     for (int group = o.group; group < groups; group += o.step) {

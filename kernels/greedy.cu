@@ -27,8 +27,8 @@
 #define KEYS 0
 #endif
 
-constexpr int THREADS = 256, WARPS = THREADS / 32,
-              UNIT = 4 * THREADS;  // logits at a time
+// logits at a time
+constexpr int THREADS = 256, WARPS = THREADS / 32, UNIT = 4 * THREADS;
 constexpr int MANY = 8;  // units of a block on their way
 
 // The largest key of a block; for thread 0.

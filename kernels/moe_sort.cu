@@ -166,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(256) moe_sort(
     #pragma unroll
     for (int i = 0; i < PER; i++)
         mine += total[i];
-    int place = before(
-            mine, parts, all);  // its barriers are those that the counts need
+    // its barriers are those that the counts need
+    int place = before(mine, parts, all);
     #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int e = threadIdx.x * PER + i;

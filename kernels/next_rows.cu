@@ -32,8 +32,8 @@
 // of a sequence: its newest token's position and id, rows accepted and real ones
 struct Next {
     int p, n, live, newest, line;
-    int top,
-            shift[3];  // the last position it may have; rotary positions less positions
+    // the last position it may have; rotary positions less positions
+    int top, shift[3];
 };
 
 // How many of a sequence's drafts are some.

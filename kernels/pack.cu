@@ -29,8 +29,8 @@ struct Job {
     long long line;
     long long rows;  // of a matrix of the tensor
     long long to;  // address
-    long long
-            wide;  // bytes of a row there; of scales, chunks; of factors, numbers
+    // bytes of a row there; of scales, chunks; of factors, numbers
+    long long wide;
     long long n4;  // rows of a matrix there
     long long above;  // rows of the matrix before those of the tensor
     long long map;  // address of int32s, or 0

@@ -9,8 +9,8 @@ extern "C" __global__ void __launch_bounds__(256)
         rope(const float* x, const float* __restrict__ cos,
                 const float* __restrict__ sin, float* y, int heads, int dim,
                 int half, int xs, int ys) {
-    const int lanes = dim
-            - half;  // of a head: `half` pairs, then the elements that pass
+    // of a head: `half` pairs, then the elements that pass
+    const int lanes = dim - half;
     const int t = blockIdx.y * blockDim.x + threadIdx.x;
     const int h = t / lanes;
     const int i = t % lanes;

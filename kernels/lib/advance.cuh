@@ -15,8 +15,8 @@ struct Rows {
     int* starts;  // [seqs]        position of a sequence's first row
     int* state_in;  // [seqs]        recurrent state to read: what this step wrote
     int* state_out;  // [rows]        and to write: what this step read; -1 for none
-    long long*
-            slots;  // [rows]        place in the cache of the row's key and value
+    // [rows]        place in the cache of the row's key and value
+    long long* slots;
     int rows, most, block_size;
 };
 struct Move {

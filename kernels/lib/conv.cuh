@@ -27,8 +27,8 @@ __device__ __forceinline__ float softplus(float v) {
 }
 
 template <int SLOTS, int THREADS = 128> struct Conv {
-    float4 taps[SLOTS]
-               [THREADS];  // weights of a channel, the last for the newest input
+    // weights of a channel, the last for the newest input
+    float4 taps[SLOTS][THREADS];
     // a ring: inputs of three earlier positions and the newest
     float seen[4][SLOTS][THREADS];
     int column[SLOTS][THREADS];  // of the input

@@ -9,8 +9,8 @@ struct Place {  // for a unit; with a strip's last one come scales and biases of
 struct Shared {
     Place ring[WARPS][DEEP];
     Inputs<APART> in;
-    float part[2][WARPS][16]
-              [COLUMNS];  // of one strip while those of the next are made
+    // of one strip while those of the next are made
+    float part[2][WARPS][16][COLUMNS];
     // scales and biases of its rows, when its last place has been left
     float tail[WARPS][32];
     float inverse[WARPS][ROWS];  // of the root of a row's mean square

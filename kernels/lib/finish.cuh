@@ -4,13 +4,13 @@
 #include "lib/act.cuh"
 
 struct Finish {
-    const float *aids, *bias,
-            *add;  // aids: of columns, whose factors `factor` knows
+    // aids: of columns, whose factors `factor` knows
+    const float *aids, *bias, *add;
     float* y;
     const float *by, *gated;  // of rows of the tile: factor, and gate
     const int* to;            // row of y; -1: nobody wants it
-    int n0, out, nb, as,
-            ys;  // the block's first column; columns of y, and with padding
+    // the block's first column; columns of y, and with padding
+    int n0, out, nb, as, ys;
     float limit;
     bool gate;
 };

@@ -280,8 +280,8 @@ struct Softmax {
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
         best = fmaxf(best * unit, top[r]);
-        const float zero = best == NONE ? 0.f
-                                        : best;  // NONE: nothing seen so far
+        // NONE: nothing seen so far
+        const float zero = best == NONE ? 0.f : best;
         shrink[r] = power2(top[r] - zero);
         top[r] = best;
         return zero;

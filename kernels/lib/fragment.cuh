@@ -156,8 +156,8 @@ template <class F, int C> struct Unit {
     static constexpr int BYTES = 16 * LB + 16 * UNITS * FOUR + 64 * F::TILE;
     static constexpr unsigned LINE = F::CHUNK * C;
     static constexpr unsigned SLINE = F::TILE ? 16 * KB : FOUR * C;
-    static constexpr bool TWO = F::TWO,
-                          CHUNKS = F::SCALE > 0;  // have chunks scales?
+    // have chunks scales?
+    static constexpr bool TWO = F::TWO, CHUNKS = F::SCALE > 0;
     static constexpr bool FOUR_BITS = F::CHUNK == 16;
     typedef Lines<LB, LINE> L;
     // where the scales of four rows and a chunk are, if they have two bytes and more: exchanged by

@@ -26,8 +26,8 @@ template <int N> struct Head {
             v[i][3] = b.y;
         }
     }
-    __device__ __forceinline__ float rms(
-            float eps) const {  // 1 / root of the mean square
+    // 1 / root of the mean square
+    __device__ __forceinline__ float rms(float eps) const {
         float m = 0.f;
         #pragma unroll
         for (int i = 0; i < I; i++)

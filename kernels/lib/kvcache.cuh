@@ -69,8 +69,8 @@ __device__ __forceinline__ unsigned half2_rest(float a, float b) {
 // Two e4m3 in the low and the high half of `v` (bits 8-15 and 24-31) as bf16. Placed there they are
 // themselves times 2^-120.
 __device__ __forceinline__ unsigned e4m3_to_bf16x2(unsigned v) {
-    return bf16x2_mul(
-            (v & 0x80008000u) | ((v >> 4) & 0x07F007F0u), 0x7B807B80u);  // 2^120
+    // 2^120
+    return bf16x2_mul((v & 0x80008000u) | ((v >> 4) & 0x07F007F0u), 0x7B807B80u);
 }
 // Two e4m3 scales as bf16, times 2^100.
 __device__ __forceinline__ unsigned subs_to_bf16x2(

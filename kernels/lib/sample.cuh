@@ -37,8 +37,8 @@ struct How {  // what a sequence asked for: a line of `how`
 struct Work {
     // key of the largest adjusted logit, all ones if a logit is not finite
     u64 best;
-    unsigned arrived,
-            listed;  // blocks that are done; weights that stand in doubt
+    // blocks that are done; weights that stand in doubt
+    unsigned arrived, listed;
     // the largest adjusted logit and where it stands, -1 where the row cannot be sampled
     float top;
     int id;

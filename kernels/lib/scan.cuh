@@ -27,8 +27,8 @@ template <int KD, int NW> struct Scan {
     static_assert(
             SU == 1 && (KD & (KD - 1)) == 0 && KD >= 16,
             "one or two warps, and stages that divide evenly");
-    const uint4 *q, *u, *p,
-            *k;  // of this head (or its key head) in tile 0 of the step
+    // of this head (or its key head) in tile 0 of the step
+    const uint4 *q, *u, *p, *k;
     const float* scal;  // G[64] | E[64]
     // from a tile to the next: heads, key heads in a tile, and u's fragments
     int step, key_step, u_step;

@@ -9,8 +9,8 @@
 
 // How COLS columns of a strip are shared, by MOST warps (a power of two) at most.
 template <class F, int COLS, int MOST> struct Shares {
-    static constexpr int N = (COLS + 128 * F::UNITS - 1)
-            / (128 * F::UNITS);  // units
+    // units
+    static constexpr int N = (COLS + 128 * F::UNITS - 1) / (128 * F::UNITS);
     static constexpr int SPLIT = MOST >= 4 && N >= 4 ? 4
             : MOST >= 2 && N >= 2                    ? 2
                                                      : 1;
@@ -78,8 +78,8 @@ template <class F, class S, int KEEP, bool RUNS> struct Copies {
     typedef typename F::L L;
     static constexpr int MANY = 16 / L::AT_ONCE;
     static constexpr int STEP = RUNS ? 1 : L::AT_ONCE;
-    int row, column, to[2],
-            scales;  // `column`: in sixteens of bytes, of the first unit
+    // `column`: in sixteens of bytes, of the first unit
+    int row, column, to[2], scales;
     __device__ __forceinline__ Copies(int share, int lane) {
         row = lane / L::PER * (RUNS ? MANY : 1);
         column = opaque<(KEEP > 0)>(share * L::PER + lane % L::PER);

@@ -166,10 +166,10 @@ struct Codes {
 struct Weights {
     static constexpr int MANY = FRAGMENTS * 2;
     Codes codes[FRAGMENTS][2];
-    unsigned own,
-            its;  // where a lane's first codes of a stage are, and their scale
-    __device__ __forceinline__ Weights(
-            int first) {  // the warp's first row in a stage
+    // where a lane's first codes of a stage are, and their scale
+    unsigned own, its;
+    // the warp's first row in a stage
+    __device__ __forceinline__ Weights(int first) {
         const int lane = threadIdx.x % 32;
         own = A + ((first + lane / 4) * 4 + lane % 4) * W::BYTES;
         its = A + B + (first + row_of(0)) * SC
