@@ -25,6 +25,7 @@ class ChatAsk(Ask):
     quiet:bool=False # Do not tell the reasoning
     prompt_logprobs:int|None=None # Log-probabilities of the prompt, with so many alternatives
     drafts:bool=False # Say in a stream which tokens were accepted drafts
+    timings:bool=False # Say where the time went, beside the counts
 
 @dataclass
 class TextAsk(ChatAsk):
@@ -35,6 +36,7 @@ class TextAsk(ChatAsk):
     silent:bool=False # Nothing is to be generated: the prompt and its log-probabilities are all
     best:int|None=None # Tell only so many of each prompt's choices, the likeliest; None: all
     unscored:bool=False # The log-probabilities were not asked for, whatever `params` says
+    guide:dict|None=None # A guide as an engine takes it, in place of `format`
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #6d004931
 def error_body(e:BaseException)->dict:
@@ -245,10 +247,15 @@ def _about(self:ChatWriter, tokens):
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #64fc12c4
 @patch
 def end(self:ChatWriter, u:Usage)->bytes:
-    "The counts, if they were asked for, and `[DONE]`"
-    if not self.ask.include_usage:
-        return DONE
-    return sse(self._envelope(self.chunk_kind, [], usage=usage(u)))+DONE
+    "The counts, the timings and the receipt, those that were asked for, and `[DONE]`"
+    counts = dict(usage=usage(u)) if self.ask.include_usage else {}
+    last = counts|self._timings()|self.proof()
+    return sse(self._envelope(self.chunk_kind, [], **last))+DONE if last else DONE
+
+@patch
+def _timings(self:ChatWriter):
+    "Where the time went, for the envelope"
+    return dict(timings=self.stages()) if getattr(self.ask, 'timings', False) else {}
 
 @patch
 def error(self:ChatWriter, e:BaseException)->bytes:
@@ -260,7 +267,8 @@ def error(self:ChatWriter, e:BaseException)->bytes:
 def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
     "The answer in one piece"
     told = self._told(choices)
-    return self._envelope(self.kind, told, usage=usage(u), **self._asked())
+    about = self._asked()|self._timings()|self.proof()
+    return self._envelope(self.kind, told, usage=usage(u), **about)
 
 @patch
 def _told(self:ChatWriter, choices):
