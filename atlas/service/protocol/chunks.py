@@ -36,6 +36,7 @@ class TextAsk(ChatAsk):
     silent:bool=False # Nothing is to be generated: the prompt and its log-probabilities are all
     best:int|None=None # Tell only so many of each prompt's choices, the likeliest; None: all
     unscored:bool=False # The log-probabilities were not asked for, whatever `params` says
+    guide:dict|None=None # A guide as an engine takes it, in place of `format`
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #6d004931
 def error_body(e:BaseException)->dict:
@@ -246,10 +247,10 @@ def _about(self:ChatWriter, tokens):
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #64fc12c4
 @patch
 def end(self:ChatWriter, u:Usage)->bytes:
-    "The counts and the timings, those that were asked for, and `[DONE]`"
+    "The counts, the timings and the receipt, those that were asked for, and `[DONE]`"
     counts = dict(usage=usage(u)) if self.ask.include_usage else {}
-    told = counts | self._timings()
-    return (sse(self._envelope(self.chunk_kind, [], **told)) if told else b'')+DONE
+    last = counts|self._timings()|self.proof()
+    return sse(self._envelope(self.chunk_kind, [], **last))+DONE if last else DONE
 
 @patch
 def _timings(self:ChatWriter):
@@ -266,7 +267,8 @@ def error(self:ChatWriter, e:BaseException)->bytes:
 def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
     "The answer in one piece"
     told = self._told(choices)
-    return self._envelope(self.kind, told, usage=usage(u), **self._asked(), **self._timings())
+    about = self._asked()|self._timings()|self.proof()
+    return self._envelope(self.kind, told, usage=usage(u), **about)
 
 @patch
 def _told(self:ChatWriter, choices):
