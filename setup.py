@@ -92,6 +92,7 @@ def readme():
 data_files = {o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}
 data_files |= {
     'atlas': ['catalog.json'],
+    'atlas.use': ['quality.txt'],
     'atlas.service.static': ['*'],
     'atlas.models.tiny': ['*'],
     'atlas.model.families': ['*.toml']}

@@ -97,6 +97,7 @@ def _check_finite(x, place, model):
 
 # %% ../../nbs/5_engine/23_divergence.ipynb #cb39deaa
 _BOUND = 4<<30 # Bytes of logits that a reference may have
+_BLOCK = 64 # Rows of logits that are dealt with at a time, and kept as one array
 
 @dataclass
 class Reference:
@@ -167,6 +168,15 @@ def compare(
             seen(len(x))
     return Comparison(*map(np.concatenate, zip(*found)))
 
+@patch
+def alone(self:Reference)->Comparison:
+    "The reference beside itself: its own perplexity, and no divergence"
+    n,found = len(self.text),[]
+    for at in range(1, n+1, _BLOCK):
+        x = self.rows(at, min(_BLOCK, n+1-at))
+        found.append(_beside(x, x, self.text.ids[at:at+len(x)]))
+    return Comparison(*map(np.concatenate, zip(*found)))
+
 def _beside(x, there, came)->tuple:
     "ln p of the tokens that `came`, divergence and agreement, of logits [n,V] and the reference's"
     here = log_softmax(x)
@@ -174,8 +184,7 @@ def _beside(x, there, came)->tuple:
     same = x.argmax(-1)==there.argmax(-1)
     return here[np.arange(len(x)),came],kl,same
 
-# %% ../../nbs/5_engine/23_divergence.ipynb #3bc6fb10
-_BLOCK = 64 # Rows of an array of logits
+# %% ../../nbs/5_engine/23_divergence.ipynb #0863ec37
 _KIND = 'atlas.quality.reference'
 
 @patch
