@@ -25,7 +25,7 @@ from ..ground.recoded import Recoded,check_recoding,check_word
 from ..ground.requests import SamplingParams
 from .llm import LLM
 
-# %% ../../nbs/8_use/19_bench_quality.ipynb #e8804fed
+# %% ../../nbs/8_use/19_bench_quality.ipynb #b4a4057a
 @dataclass(frozen=True)
 class QualityPlan:
     "What is read, and what is answered"
@@ -43,7 +43,7 @@ def text_file(
     "The file with the text for a model"
     folder = model if model.is_dir() else model.parent
     own = folder/'held_out.txt'
-    shipped = Path(atlas.__file__).parent/'use'/'quality.txt'
+    shipped = Path(atlas.__file__).parent/'quality.txt'
     return Path(said) if said else own if own.is_file() else shipped
 
 def _read_text(path:Path, most:int)->str:
