@@ -2,23 +2,28 @@
 made-up weights, with keys and values in f16 and in fp8.
 
 python tests/gpu/footprints.py [--emulator] [--only gpt-oss] [--kv f16,fp8] [--context 32768]
-[--output FILE]
+[--pieces 32,8] [--output FILE]
 
-Each is planned and then loaded, as `atlas inspect --table` plans it for one sequence, and gets a
-prompt that fills a chunk. Arrays are counted one by one, memory by the arena, and on a card by what
-its driver says is free before and after. What stays (weights, tables, cache and states) must be
-within 2 % of the plan, and nothing with its largest step may take more than 2 % beyond it. `FILE`
-gets a row for each, which page use.footprints draws."""
+Each is planned as `atlas inspect --table` does for one sequence, then loaded, and gets a prompt
+that fills a chunk. Arrays are counted one by one, mapped memory by the arena, and on a card by what
+its driver says is free before and after. Judged are, within 2 %: arrays against the plan, and what
+the card gave against what the arena has mapped. With its largest step a model must not take more
+than its plan and a sixteenth of its weights, which is what a gateway sets aside for it.
+
+Memory is mapped in pieces, and some of them are not full. The first of `--pieces`, in MiB, is for
+all rows; with each of the others the first model is loaded once more, to see what that costs.
+`FILE` gets a row for each, which page use.footprints draws."""
 import json
-from dataclasses import dataclass
+from dataclasses import asdict,dataclass,field,replace
 from pathlib import Path
-from time import perf_counter
 from atlas.card.device import get_device
 from atlas.card.emulator import Emulator
+from atlas.engine import loading
 from atlas.engine.loading import LoadedModel
 from atlas.engine.planning import plan_load
 from atlas.ground.core import human
 from atlas.ground.options import EngineConfig
+from atlas.ground.packed import flatten
 from table import steps
 from toys import arguments,greedy,prompt,ready_for,serve,toy_shape,verdict
 
@@ -35,8 +40,11 @@ class Case:
     kv:str
     context:int
     chunk:int
+    piece:int=32 # MiB that memory of weights is mapped by
 
-    def __str__(self): return f'{self.shape} {self.weights or "as shipped"}, {self.kv}'
+    def __str__(self):
+        pieces = f', pieces of {self.piece} MiB' if self.piece!=32 else ''
+        return f'{self.shape} {self.weights or "as shipped"}, {self.kv}{pieces}'
     def options(self, device)->EngineConfig:
         "As for a table of footprints"
         return EngineConfig(
@@ -63,84 +71,107 @@ def asked(m, case):
     ids = prompt(n, m.config.vocab_size, 1)
     serve(m.engine, [(greedy('a', ids, 4), 0)])
 
-def arrays(m)->dict:
-    "Bytes of what was made, by the parts of a plan"
-    return m.resident|dict(cache=m.cache.nbytes, tables=m.arena['tables'].used)
+def made(m)->int:
+    "Bytes that the weights of a model and its tables of angles lie in"
+    found = list(flatten(m.model.weights())[0].values())
+    found += [a for t in m.model._rotary.values() if t for a in t]
+    spans = sorted((m.device.address(a), a.nbytes) for a in found if a is not None)
+    total = end = 0
+    for at,n in spans:
+        total += max(0, at+n-max(at, end)) # some are views of others
+        end = max(end, at+n)
+    return total
 
-def measured(case, device)->dict:
+@dataclass(kw_only=True)
+class Row(Case):
+    "A model, what was planned, and what it took"
+    name:str
+    device:str
+    plan:dict # Bytes by part
+    arrays:dict # Bytes of what was made
+    seconds:float # Of the load
+    card:dict=field(default_factory=dict) # What is less free, as loaded and after a prompt
+    mapped:dict=field(default_factory=dict) # What the arena has, likewise
+
+    @property
+    def stays(self)->int:
+        "Bytes of a plan that are there from the start"
+        return sum(self.plan[k] for k in ('weights','tables','cache','states'))
+    @property
+    def most(self)->int:
+        "With the largest step"
+        return self.stays+self.plan['steps']
+
+def measured(case, device)->Row:
     "Plan, load, ask, and say what each took"
     options = case.options(device)
-    plan = plan_load(options, device)
-    before,began = free(device),perf_counter()
+    plan = plan_load(options, device).parts
+    loading._LARGE_CHUNK = case.piece<<20
+    before = free(device)
     m = load(options)
-    seconds = perf_counter()-began
-    stays = before-free(device)
+    about = asdict(case)|dict(name=str(case), plan=plan, seconds=m.load_seconds)
+    arrays = dict(weights=made(m), cache=m.cache.nbytes)
+    row = Row(**about, device=device.describe(), arrays=arrays)
+    def note(when):
+        row.card[when],row.mapped[when] = before-free(device),m.arena.mapped
+    note('stays')
     asked(m, case)
-    row = dict(
-        model=case.shape, weights=case.weights, kv=case.kv, context=case.context,
-        device=device.describe(), plan=plan.parts, arrays=arrays(m),
-        mapped={k: r.mapped for k,r in m.arena.regions.items()},
-        card=dict(stays=stays, asked=before-free(device)), seconds=seconds)
+    note('asked')
     m.close()
     return row
 
-def planned(row, steps=False)->int:
-    "Bytes that a plan has of what lies on the card"
-    left_out = {'vision'}|(set() if steps else {'steps'})
-    return sum(n for k,n in row['plan'].items() if k not in left_out)
-
-def wrong(row, name, on_card)->list:
+def wrong(r, on_card)->list:
     "What is further from the plan than it may be"
-    plan,stays = row['plan'],planned(row)
-    found = [('weights', row['arrays']['weights'], plan['weights']),
-        ('cache and states', row['arrays']['cache'], plan['cache']+plan['states'])]
+    plan = r.plan
+    found = [('weights', r.arrays['weights'], plan['weights']),
+        ('cache and states', r.arrays['cache'], plan['cache']+plan['states'])]
     if on_card:
-        found.append(('all that stays', row['card']['stays'], stays))
-    bad = [f'{name}: {what} take {human(took)}, planned {human(said)}'
+        found += [('memory of the card', r.card[k], r.mapped[k]) for k in r.card]
+    bad = [f'{r}: {what} take {human(took)}, and not {human(said)}'
         for what,took,said in found
         if abs(took-said)>WITHIN*said]
-    most = planned(row, True)
-    if on_card and row['card']['asked']>most*(1+WITHIN):
-        bad.append(f'{name}: {human(row["card"]["asked"])} with a step, planned {human(most)}')
+    if on_card and r.card['asked']>r.most+plan['weights']/16:
+        bad.append(f'{r}: {human(r.card["asked"])} with a step, planned {human(r.most)}')
     return bad
 
-def line(row, name, on_card)->str:
+def line(r, on_card)->str:
     "A row of the table"
-    plan,real = row['plan'],row['arrays']
-    mapped = sum(row['mapped'].values())
-    took = row['card'] if on_card else dict(stays=mapped, asked=mapped)
-    stays,most = planned(row),planned(row, True)
+    def beside(took, said): return f'{human(took)} ({took/said-1:+.2%})' if on_card else human(took)
     cells = (
-        f'{name:38}', f'weights {real["weights"]/plan["weights"]-1:+.2%}',
-        f'mapped {row["mapped"]["weights"]/plan["weights"]-1:+.2%}',
-        f'stays {human(stays)} {took["stays"]/stays-1:+.2%}',
-        f'asked {human(most)} {took["asked"]/most-1:+.2%}', f'{row["seconds"]:.1f} s')
-    return '  '.join(cells)
+        f'{str(r):40}', f'arrays {r.arrays["weights"]/r.plan["weights"]-1:+.3%} of their plan',
+        f'stays: planned {human(r.stays)}, mapped {beside(r.mapped["stays"], r.stays)}',
+        f'taken {beside(r.card["stays"], r.stays)}',
+        f'asked: planned {human(r.most)}, taken {beside(r.card["asked"], r.most)}',
+        f'{r.seconds:.1f} s')
+    return '; '.join(cells)
 
 def cases(o):
     "All that are to be measured"
-    for kv in o.kv.split(','):
-        for name in TOYS if o.emulator else WHOLE:
-            if o.only not in name:
-                continue
-            shape,weights = toy_shape(name, True) if o.emulator else (name,WHOLE[name])
-            if o.emulator:
-                yield Case(shape, weights, kv, 256, 64)
-            else:
-                yield Case(shape, weights, kv, o.context, 2048)
+    whole = {toy_shape(n, True)[0]: toy_shape(n, True)[1] for n in TOYS} if o.emulator else WHOLE
+    first,*others = map(int, o.pieces.split(','))
+    sizes = (256,64) if o.emulator else (o.context,2048)
+    found = [Case(name, weights, kv, *sizes, first)
+        for kv in o.kv.split(',')
+        for name,weights in whole.items()
+        if o.only in name]
+    return found+[replace(found[0], piece=n) for n in others]
+
+def options():
+    "The command line"
+    return arguments(
+        __doc__, only=dict(default=''), kv=dict(default='f16,fp8'), pieces=dict(default='32,8'),
+        context=dict(type=int, default=32768), output=dict(type=Path))
 
 def main():
-    o = arguments(
-        __doc__, only=dict(default=''), kv=dict(default='f16,fp8'),
-        context=dict(type=int, default=32768), output=dict(type=Path))
+    o = options()
     device = Emulator() if o.emulator else get_device('cuda')
-    first = Case(*toy_shape('llama', o.emulator), 'f16', 256, 64)
-    measured(first, device) # a context, and libraries that stay
+    measured(Case(*toy_shape('llama', o.emulator), 'f16', 256, 64), device) # libraries that stay
     rows,bad = [],[]
     for case in cases(o):
-        rows.append(measured(case, device))
-        bad += wrong(rows[-1], str(case), not o.emulator)
-        print(line(rows[-1], str(case), not o.emulator), flush=True)
+        r = measured(case, device)
+        print(line(r, not o.emulator), flush=True)
+        rows.append(asdict(r)|dict(stays=r.stays, most=r.most))
+        bad += wrong(r, not o.emulator)
     if o.output:
         o.output.write_text(json.dumps(rows, indent=1)+'\n')
     verdict(bad, f'{len(rows)} models take what was planned')
