@@ -258,6 +258,7 @@ def arrays(self:CardFormat,
         res['gs'] = (rows,),'float32'
     return res
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #b7c10a02
 @patch
 def nbytes(self:CardFormat,
     shape, # [n, k], or [experts, n, k]
