@@ -16,6 +16,7 @@ all rows; with each of the others the first model is loaded once more, to see wh
 import json
 from dataclasses import asdict,dataclass,field,replace
 from pathlib import Path
+from atlas.card.card import on_card
 from atlas.card.device import get_device
 from atlas.card.emulator import Emulator
 from atlas.engine import loading
@@ -75,6 +76,8 @@ def made(m)->int:
     "Bytes that the weights of a model and its tables of angles lie in"
     found = list(flatten(m.model.weights())[0].values())
     found += [a for t in m.model._rotary.values() if t for a in t]
+    if m.device.kind=='cuda':
+        found = [a for a in found if on_card(a)] # the host keeps a few numbers for itself
     spans = sorted((m.device.address(a), a.nbytes) for a in found if a is not None)
     total = end = 0
     for at,n in spans:
