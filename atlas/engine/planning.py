@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/planning.html.md"""
 
 # %% auto #0
 __all__ = ['SPARK', 'LEAST', 'PlannedArena', 'PlannedCard', 'LoadPlan', 'plan_open', 'open_plans', 'plan_load', 'least_memory',
-           'MeasuredModel']
+           'MeasuredModel', 'set_aside']
 
 # %% ../../nbs/5_engine/21_planning.ipynb #0d1b4934
 from contextlib import ExitStack,contextmanager
@@ -359,9 +359,16 @@ def _lessen(self:MeasuredModel, ck):
 @patch
 def _takes(self:MeasuredModel, seqs, steps, cache)->int:
     "Bytes of all parts; of weights up to a sixteenth more than was planned"
-    weights = self.sizes.weights*17//16+self.sizes.vision
     more = self.arena.budget.used+max(0, self._cache_chunk-_CHUNK['cache'])
-    return weights+steps+self._tables(seqs)+cache+more+_SLACK
+    parts = _fixed_parts(self.sizes)|dict(steps=steps, tables=self._tables(seqs), cache=cache)
+    return set_aside(parts)+more
+
+def set_aside(
+    parts:dict, # Of a plan, in bytes
+)->int:
+    """Bytes to set aside for a planned model: for weights a sixteenth more, since memory is mapped
+    in pieces that are not always full"""
+    return sum(parts.values())+parts['weights']//16+_SLACK
 
 @patch
 def _cache_bytes(self:_Planned, blocks:int, snapshots:int)->int:

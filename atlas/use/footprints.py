@@ -14,7 +14,7 @@ from dataclasses import dataclass,replace
 from itertools import combinations,product
 from fastcore.basics import patch
 from ..card.device import Device
-from ..engine.planning import LoadPlan,SPARK,open_plans
+from ..engine.planning import LoadPlan,SPARK,open_plans,set_aside
 from ..ground.catalog import CATALOG,find_entry
 from ..ground.config import ModelConfig
 from ..ground.core import AtlasError,RequestError,human
@@ -36,6 +36,10 @@ class Footprint:
     def nbytes(self)->int|None:
         "Bytes of all of it; None without a plan"
         return self.plan.nbytes if self.plan else None
+    @property
+    def set_aside(self)->int:
+        "Bytes that it needs beside others; 0 without a plan"
+        return set_aside(self.plan.parts) if self.plan else 0
     @property
     def note(self)->str:
         "What is to be said beside its bytes"
@@ -153,12 +157,16 @@ class Together:
     memory:int # Bytes
     @property
     def nbytes(self)->int:
-        "Bytes of all that can be planned"
-        return sum(f.nbytes or 0 for f in self.found)
+        "Bytes to set aside for all that can be planned"
+        return sum(f.set_aside for f in self.found)
     @property
     def fits(self)->bool:
         "Is there room for all at once?"
         return all(f.plan for f in self.found) and self.nbytes<=self.memory
+    def to_dict(self)->dict:
+        "As JSON takes it"
+        names = [f.model for f in self.found]
+        return dict(models=names, total=self.nbytes, fits=self.fits)
     def __str__(self):
         bad = [f'{f.model}: {f.refused}' for f in self.found if f.refused]
         verdict = 'fit' if self.fits else 'do not fit'
@@ -195,12 +203,14 @@ def largest_sets(
     memory:int, # Bytes
     most:int=4, # Models of a set
 )->list[Together]:
-    "For each number of models that can fit, the set with the most parameters; the smaller of equals"
-    def worth(some): return sum(sizes[i] for i in some),-sum(found[i].nbytes for i in some)
+    """For each number of models that can fit, the set with the most parameters; of equals the
+    smaller"""
+    def need(some): return sum(found[i].set_aside for i in some)
+    def worth(some): return sum(sizes[i] for i in some),-need(some)
     out = []
     for k in range(1, most+1):
-        fit = [some for some in combinations(range(len(found)), k)
-            if sum(found[i].nbytes for i in some)<=memory]
+        every = combinations(range(len(found)), k)
+        fit = [some for some in every if need(some)<=memory]
         if not fit:
             break
         best = max(fit, key=worth)
@@ -220,7 +230,7 @@ def together(self:FootprintTable, context, kv, quantization=None)->Together:
     some = [f for f in self if (f.quantization,f.kv,f.context)==way]
     return Together(tuple(some), self.memory)
 
-# %% ../../nbs/8_use/17_footprints.ipynb #17f0001c
+# %% ../../nbs/8_use/17_footprints.ipynb #17f0001d
 def resident(m)->int:
     "Bytes of the weights of a loaded model on its device, tables of angles with them"
     arrays = list(flatten(m.model.weights())[0].values())
