@@ -16,7 +16,6 @@ all rows; with each of the others the first model is loaded once more, to see wh
 import json
 from dataclasses import asdict,dataclass,field,replace
 from pathlib import Path
-from atlas.card.card import on_card
 from atlas.card.device import get_device
 from atlas.card.emulator import Emulator
 from atlas.engine import loading
@@ -24,7 +23,7 @@ from atlas.engine.loading import LoadedModel
 from atlas.engine.planning import plan_load
 from atlas.ground.core import human
 from atlas.ground.options import EngineConfig
-from atlas.ground.packed import flatten
+from atlas.use.footprints import resident
 from table import steps
 from toys import arguments,greedy,prompt,ready_for,serve,toy_shape,verdict
 
@@ -72,19 +71,6 @@ def asked(m, case):
     ids = prompt(n, m.config.vocab_size, 1)
     serve(m.engine, [(greedy('a', ids, 4), 0)])
 
-def made(m)->int:
-    "Bytes that the weights of a model and its tables of angles lie in"
-    found = list(flatten(m.model.weights())[0].values())
-    found += [a for t in m.model._rotary.values() if t for a in t]
-    if m.device.kind=='cuda':
-        found = [a for a in found if on_card(a)] # the host keeps a few numbers for itself
-    spans = sorted((m.device.address(a), a.nbytes) for a in found if a is not None)
-    total = end = 0
-    for at,n in spans:
-        total += max(0, at+n-max(at, end)) # some are views of others
-        end = max(end, at+n)
-    return total
-
 @dataclass(kw_only=True)
 class Row(Case):
     "A model, what was planned, and what it took"
@@ -113,7 +99,7 @@ def measured(case, device)->Row:
     before = free(device)
     m = load(options)
     about = asdict(case)|dict(name=str(case), plan=plan, seconds=m.load_seconds)
-    arrays = dict(weights=made(m), cache=m.cache.nbytes)
+    arrays = dict(weights=resident(m), cache=m.cache.nbytes)
     row = Row(**about, device=device.describe(), arrays=arrays)
     def note(when):
         row.card[when],row.mapped[when] = before-free(device),m.arena.mapped
