@@ -10,7 +10,6 @@ __all__ = ['HOST_FLAGS', 'usable_cores', 'idle_cores', 'threads_of', 'limit_blas
 # %% ../../nbs/2_card/11_processor.ipynb #e884f2d8
 import ctypes,functools,hashlib,logging,os,platform,time
 from pathlib import Path
-from threadpoolctl import ThreadpoolController
 from ..ground.core import home,kernel_dir
 from .device import cores
 from .emulator import find_cxx,run_compiler,_alone,_cxx_version
@@ -59,7 +58,7 @@ def _idle_times(stat='/proc/stat')->dict[int,int]:
 
 @functools.cache
 def idle_cores(seconds:float=.1)->int:
-    "Of the cores that this process may use, those that were idle when it was first asked: at least one"
+    "Of the cores that can be used, those that were idle when it was first asked: at least one"
     before = _idle_times()
     time.sleep(seconds)
     after = _idle_times()
@@ -72,7 +71,7 @@ def _whole_cores(idle:float)->int:
     "So many idle cores, rounded to what can be used"
     return min(usable_cores(), max(1, round(idle)))
 
-# %% ../../nbs/2_card/11_processor.ipynb #d4fc4be8
+# %% ../../nbs/2_card/11_processor.ipynb #a405d238
 def threads_of(asked:int|None)->int:
     "How many threads a kernel may have where so many are asked for; None: all cores"
     most = cores()
@@ -87,11 +86,12 @@ _blas = [] # What finds the libraries is made once: it looks through all that is
 
 def limit_blas(threads:int):
     "Let BLAS libraries of this process have so many threads from now on"
+    from threadpoolctl import ThreadpoolController
     if not _blas:
         _blas.append(ThreadpoolController())
     _blas[0].limit(limits=threads, user_api='blas')
 
-# %% ../../nbs/2_card/11_processor.ipynb #2f2325b6
+# %% ../../nbs/2_card/11_processor.ipynb #78b08fbe
 HOST_FLAGS = ('-std=c++17','-O2','-ffp-contract=off','-fPIC','-shared','-fvisibility=hidden',
     '-Wno-psabi','-pthread') # Nothing is fused or reordered but what the source says
 _NEEDS = {'x86_64': ('x86-64-v3', {'avx2','fma','f16c','bmi2'}), 'aarch64': ('armv8-a', {'asimd'})}
@@ -118,7 +118,7 @@ def _shipped(name)->Path|None:
     path = kernel_dir()/'host'/file
     return path if path.exists() else None
 
-# %% ../../nbs/2_card/11_processor.ipynb #7b58c5fb
+# %% ../../nbs/2_card/11_processor.ipynb #d8373bfc
 def _sources()->dict[str,str]:
     "Text of all kernels of the processor"
     files = sorted((kernel_dir()/'host').iterdir())
@@ -139,7 +139,7 @@ def _made_here(name)->Path|str:
         said = run_compiler([*HOST_FLAGS, '-march=native', source], out)
     return said.strip().partition('\n')[0] if said else out
 
-# %% ../../nbs/2_card/11_processor.ipynb #78b08fbe
+# %% ../../nbs/2_card/11_processor.ipynb #05a79f17
 @functools.cache
 def library(name:str)->ctypes.CDLL|None:
     "The library of `kernels/host/NAME.cpp`; None, and a warning, where there cannot be one"

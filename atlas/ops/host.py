@@ -17,8 +17,9 @@ from ..card.device import Device,Host
 from ..card.processor import features,idle_cores,library,limit_blas,threads_of
 
 # %% ../../nbs/3_ops/linear/16_ops.host.ipynb #4b9a3cfd
-STORED = ('F32','F16','BF16','F8_E4M3','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK','NVFP4','MXFP4','INT4',
-    'Q4_0','Q4_1','Q5_0','Q5_1','Q8_0','Q4_K','Q5_K','Q6_K') # As `formats` of the kernel has them
+STORED = ('F32','F16','BF16','F8_E4M3','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK',
+    'NVFP4','MXFP4','INT4','Q4_0',
+    'Q4_1','Q5_0','Q5_1','Q8_0','Q4_K','Q5_K','Q6_K') # As `formats` of the kernel has them
 _CODES = {'F8_E4M3','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK'} # The kernel reads their NaNs as 480
 
 class _Matrix(ctypes.Structure):
@@ -39,14 +40,26 @@ def _described(q:QTensor)->_Matrix:
         setattr(m, f'{part}_row', a.strides[0])
     return m
 
-# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #88181ec5
+# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #ee7cdd3e
+def _multiplier(lib):
+    "The kernel's entrance"
+    f = lib.linear
+    size = ctypes.c_long
+    f.argtypes = [ctypes.POINTER(_Matrix), *[ctypes.c_void_p]*2, *[size]*4]
+    f.restype = None
+    return f
+
+# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #e58bca4a
 class HostMatrix:
     "A stored matrix, or a bank of them, that the processor multiplies as it is"
     def __init__(self, stored, multiply, threads:int):
         self.stored,self._multiply,self.threads = stored,multiply,threads
         self._matrices = {} # of a bank, by number
         if stored.ndim==2:
-            self._parts = [(_described(p), p) for p in _parts_of(stored)] # which keeps what they point to
+            self._kept = _parts_of(stored) # what `_parts` point to
+            self._parts = [(_described(q), 4*len(q)) for q in self._kept]
+            self._order = getattr(stored, 'order', None)
+            self._total = sum(map(len, self._kept))
 
     @property
     def shape(self)->tuple: return self.stored.shape
@@ -73,7 +86,7 @@ def _in_rows(a):
     "`a` with the numbers of a row side by side"
     return a if not a.ndim or a.strides[-1]==a.itemsize else np.ascontiguousarray(a)
 
-# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #ee7cdd3e
+# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #82e3dd60
 @patch
 def __getitem__(self:HostMatrix, i):
     "Matrix `i` of a bank; of a matrix the rows `i` in float32"
@@ -88,34 +101,25 @@ def rows(self:HostMatrix, index)->'HostMatrix':
     "A matrix of some rows, stored as they are"
     return self._like(self.stored.rows(index))
 
-# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #36721258
+# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #4026bc5b
 @patch
 def multiply(self:HostMatrix,
     x, # [..., k] float32
     out, # [..., n] float32: where to write
 ):
     "`x @ w.T`: an element's bits depend on its own row of `x` and of `w` alone"
-    rows = np.ascontiguousarray(x, np.float32).reshape(-1, self.shape[1])
-    order = getattr(self.stored, 'order', None)
-    total = sum(len(q) for _,q in self._parts)
+    k,n,order = self.shape[1],self._total,self._order
+    rows = np.ascontiguousarray(x, np.float32)
     whole = order is None and out.flags.c_contiguous
-    y = out if whole else np.empty((len(rows),total), np.float32)
+    y = out if whole else np.empty((rows.size//k,n), np.float32)
     at = y.ctypes.data
-    for m,q in self._parts:
-        self._multiply(m, rows.ctypes.data, at, len(rows), rows.shape[1], total, self.threads)
-        at += 4*len(q)
+    for m,nbytes in self._parts:
+        self._multiply(m, rows.ctypes.data, at, rows.size//k, k, n, self.threads)
+        at += nbytes
     if not whole:
         out[...] = (y if order is None else y[:,order]).reshape(out.shape)
 
-# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #d94fc2b9
-def _multiplier(lib):
-    "The kernel's entrance"
-    f = lib.linear
-    size = ctypes.c_long
-    f.argtypes = [ctypes.POINTER(_Matrix), *[ctypes.c_void_p]*2, *[size]*4]
-    f.restype = None
-    return f
-
+# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #beccbae0
 class Processor(Host):
     "The CPU, which multiplies weights as they are stored"
     as_stored = True
@@ -137,12 +141,12 @@ class Processor(Host):
             return q
         return HostMatrix(q, self._multiply, self.threads)
 
-# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #f4786f95
+# %% ../../nbs/3_ops/linear/16_ops.host.ipynb #5f7976ae
 def settled(
     device:Device, # As `get_device` gives it
     o:EngineConfig, # `threads`, `exact` and `packed` of it
 )->Device:
-    "`device`; of the plain host a `Processor`, unless the definition is asked for, or none can be made"
+    "`device`; of the plain host a `Processor`, unless the definition is asked for or all there is"
     if type(device) is not Host:
         return device
     limit_blas(idle_cores() if o.threads is None else threads_of(o.threads))
