@@ -14,9 +14,10 @@ from ..ground.core import home,kernel_dir
 from .device import cores
 from .emulator import find_cxx,run_compiler,_alone,_cxx_version
 
+# %% ../../nbs/2_card/11_processor.ipynb #b1c9ce57
 _log = logging.getLogger(__name__)
 
-# %% ../../nbs/2_card/11_processor.ipynb #ae98744d
+# %% ../../nbs/2_card/11_processor.ipynb #fb5685cc
 _CPUS = Path('/sys/devices/system/cpu')
 _CGROUPS = Path('/sys/fs/cgroup')
 
@@ -41,7 +42,7 @@ def _own()->list[int]:
         return sorted(os.sched_getaffinity(0))
     return list(range(cores()))
 
-# %% ../../nbs/2_card/11_processor.ipynb #fb5685cc
+# %% ../../nbs/2_card/11_processor.ipynb #3f173cd8
 def usable_cores(cpus=_CPUS, cgroups=_CGROUPS)->int:
     "Physical cores that this process may keep busy: at least one"
     def siblings(n): return _read(cpus/f'cpu{n}/topology/thread_siblings_list') or str(n)
@@ -49,7 +50,7 @@ def usable_cores(cpus=_CPUS, cgroups=_CGROUPS)->int:
     quota = _quota(cgroups)
     return max(1, physical if quota is None else min(physical, int(quota)))
 
-# %% ../../nbs/2_card/11_processor.ipynb #718452a3
+# %% ../../nbs/2_card/11_processor.ipynb #b4e97a67
 def _idle_times(stat='/proc/stat')->dict[int,int]:
     "Hundredths of a second that each processor was idle"
     lines = (_read(Path(stat)) or '').splitlines()
@@ -71,7 +72,7 @@ def _whole_cores(idle:float)->int:
     "So many idle cores, rounded to what can be used"
     return min(usable_cores(), max(1, round(idle)))
 
-# %% ../../nbs/2_card/11_processor.ipynb #a405d238
+# %% ../../nbs/2_card/11_processor.ipynb #a2d7d1da
 def threads_of(asked:int|None)->int:
     "How many threads a kernel may have where so many are asked for; None: all cores"
     most = cores()
@@ -91,7 +92,7 @@ def limit_blas(threads:int):
         _blas.append(ThreadpoolController())
     _blas[0].limit(limits=threads, user_api='blas')
 
-# %% ../../nbs/2_card/11_processor.ipynb #78b08fbe
+# %% ../../nbs/2_card/11_processor.ipynb #4d0bcccc
 HOST_FLAGS = ('-std=c++17','-O2','-ffp-contract=off','-fPIC','-shared','-fvisibility=hidden',
     '-Wno-psabi','-pthread') # Nothing is fused or reordered but what the source says
 _NEEDS = {'x86_64': ('x86-64-v3', {'avx2','fma','f16c','bmi2'}), 'aarch64': ('armv8-a', {'asimd'})}
@@ -118,7 +119,7 @@ def _shipped(name)->Path|None:
     path = kernel_dir()/'host'/file
     return path if path.exists() else None
 
-# %% ../../nbs/2_card/11_processor.ipynb #d8373bfc
+# %% ../../nbs/2_card/11_processor.ipynb #05a79f17
 def _sources()->dict[str,str]:
     "Text of all kernels of the processor"
     files = sorted((kernel_dir()/'host').iterdir())
@@ -139,7 +140,7 @@ def _made_here(name)->Path|str:
         said = run_compiler([*HOST_FLAGS, '-march=native', source], out)
     return said.strip().partition('\n')[0] if said else out
 
-# %% ../../nbs/2_card/11_processor.ipynb #05a79f17
+# %% ../../nbs/2_card/11_processor.ipynb #da292564
 @functools.cache
 def library(name:str)->ctypes.CDLL|None:
     "The library of `kernels/host/NAME.cpp`; None, and a warning, where there cannot be one"

@@ -50,8 +50,7 @@ class Theirs:
         "As `Ours.answer`"
         ask = dict(prompt=ids, n_predict=n, temperature=0, ignore_eos=True, cache_prompt=False)
         said = self.server.handle_completions(ask)
-        said = json.loads(said) if isinstance(said, (str,bytes)) else said
-        return said['tokens_predicted']
+        return said['usage']['completion_tokens']
 
 ENGINES = {'atlas':Ours, 'llama.cpp':Theirs, 'atlas --exact':Exact}
 
@@ -211,7 +210,8 @@ def _asked():
     a = argparse.ArgumentParser(prog='python -m atlas.use.beside')
     a.add_argument('model', help='demo, or a GGUF file')
     a.add_argument('--threads', default='1', help='several with commas between them')
-    a.add_argument('--rounds', type=int, default=5)
+    for name in ('prompt','tokens','rounds'):
+        a.add_argument(f'--{name}', type=int, default=getattr(Plan, name))
     a.add_argument('--output', type=Path, help='write all numbers to this file')
     return a.parse_args()
 
@@ -222,7 +222,8 @@ def main():
         return _child(name, path, *map(int, numbers))
     o = _asked()
     threads = tuple(map(int, o.threads.split(',')))
-    found = beside(o.model, Plan(threads=threads, rounds=o.rounds), _said)
+    plan = Plan(threads, o.prompt, o.tokens, o.rounds)
+    found = beside(o.model, plan, _said)
     print(table(found))
     if o.output:
         o.output.write_text(json.dumps(found, indent=1)+'\n')
