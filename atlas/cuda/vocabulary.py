@@ -374,7 +374,7 @@ def ngram(
     return look_up(history, line, end, k, least, most, out)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #5869786e
-DEFAULTS = Defaults(2048, 8192, 1<<15, 64, 'f16', False, 128)
+DEFAULTS = Defaults(2048, 8192, 1<<15, 64, 'f16', False, 128, ('exact','threads'))
 
 def placement(
     device, parts, quantization:str|None=None, head:str|None=None,
