@@ -89,13 +89,15 @@ def made(many):
     return [Footprint(str(i), None, 'f16', 1, plan(n)) for i,n in enumerate(many)]
 
 @given(sizes, st.integers(0, 200*GIB))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_parts_of_a_set_that_fits_fit(some, memory):
     "Sums are right, all of it fits if the sum does, and one model less fits, too"
     found = made([n for n,_ in some])
     whole = Together(tuple(found), memory)
     assert whole.nbytes==sum(f.set_aside for f in found)>=sum(f.nbytes for f in found)
     assert whole.fits==(whole.nbytes<=memory)
+    assert replace(whole, memory=whole.nbytes).fits
+    assert not (found and replace(whole, memory=whole.nbytes-1).fits)
     for i in range(len(found)):
         part = replace(whole, found=tuple(found[:i]+found[i+1:]))
         assert part.fits or not whole.fits
