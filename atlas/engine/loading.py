@@ -46,6 +46,7 @@ from .spill_store import open_spill,spill_needs
 from .stepper import HostStepper
 from ..ops import vocabulary as host_words
 from ..ops.linear import TILE
+from ..ops.rope import inv_freq
 
 # %% ../../nbs/5_engine/16_loading.ipynb #85a89bb5
 def _suits(c:EngineConfig, device, defaults, chunk):
@@ -520,9 +521,18 @@ def _kv_form(self:LoadedModel)->dict:
 
 @patch
 def _weights(self:LoadedModel, ck, form)->int:
-    "Bytes of weights, those of a model that drafts with them"
-    by,need = self.drafting,form.nbytes(self.ops, ck.tensors)
-    return need+form.of_drafts().nbytes(self.ops, by.ck.tensors) if by.ck else need
+    "Bytes of weights and of tables of angles, those of a model that drafts with them"
+    need = form.nbytes(self.ops, ck.tensors)+_angle_bytes(ck.config, self.max_seq_len)
+    by = self.drafting.ck
+    if by is None:
+        return need
+    need += form.of_drafts().nbytes(self.ops, by.tensors)
+    return need+_angle_bytes(by.config, self.max_seq_len)
+
+def _angle_bytes(c, tokens)->int:
+    "Bytes of cosines and sines of so many positions, and of the axes that they follow"
+    kinds = [a.rope for a in (c.attention,c.sliding) if a and a.rope]
+    return sum(4*len(inv_freq(r)[0])*(2*tokens+bool(r.mrope)) for r in kinds)
 
 @patch
 def _vision_beside(self:LoadedModel, ck, form)->int:
