@@ -107,7 +107,7 @@ def readme():
 
 data_files = {o: ['*.cu', '*.cuh', '*.cpp', '*.h', '*.json', '*.md'] for o in kpkgs}
 data_files |= {
-    'atlas': ['catalog.json'],
+    'atlas': ['catalog.json', 'bench_prompts.jsonl', 'quality.txt'],
     'atlas.service.static': ['*'],
     'atlas.models.tiny': ['*'],
     'atlas.model.families': ['*.toml']}

@@ -47,6 +47,7 @@ from .stepper import HostStepper
 from ..ops import vocabulary as host_words
 from ..ops.host import settled
 from ..ops.linear import TILE
+from ..ops.rope import inv_freq
 
 # %% ../../nbs/5_engine/16_loading.ipynb #85a89bb5
 def _suits(c:EngineConfig, device, defaults, chunk):
@@ -156,12 +157,17 @@ def _begin(self:LoadedModel, show=None, text=None):
 def _open_and_load(self:LoadedModel, show, text):
     "Open the checkpoint, decide who drafts, and load weights and cache"
     with ExitStack() as files:
-        ck = files.enter_context(open_model(self.options, model_wants))
+        ck = files.enter_context(self._checkpoint())
         self._describe(ck)
         if text:
             self.text = text(ck)
         self._guess(ck, files)
         self._load(ck, show)
+
+@patch
+def _checkpoint(self:LoadedModel):
+    "The open checkpoint that the options name"
+    return open_model(self.options, model_wants)
 
 @patch
 def _warm(self:LoadedModel, known):
@@ -517,9 +523,18 @@ def _kv_form(self:LoadedModel)->dict:
 
 @patch
 def _weights(self:LoadedModel, ck, form)->int:
-    "Bytes of weights, those of a model that drafts with them"
-    by,need = self.drafting,form.nbytes(self.ops, ck.tensors)
-    return need+form.of_drafts().nbytes(self.ops, by.ck.tensors) if by.ck else need
+    "Bytes of weights and of tables of angles, those of a model that drafts with them"
+    need = form.nbytes(self.ops, ck.tensors)+_angle_bytes(ck.config, self.max_seq_len)
+    by = self.drafting.ck
+    if by is None:
+        return need
+    need += form.of_drafts().nbytes(self.ops, by.tensors)
+    return need+_angle_bytes(by.config, self.max_seq_len)
+
+def _angle_bytes(c, tokens)->int:
+    "Bytes of cosines and sines of so many positions, and of the axes that they follow"
+    kinds = [a.rope for a in (c.attention,c.sliding) if a and a.rope]
+    return sum(4*len(inv_freq(r)[0])*(2*tokens+bool(r.mrope)) for r in kinds)
 
 @patch
 def _vision_beside(self:LoadedModel, ck, form)->int:
