@@ -125,7 +125,7 @@ def _round(e, p, rng)->dict:
     return dict(engine=e.name, threads=e.threads, first_token_seconds=first,
         tokens_per_second=rate)
 
-# %% ../../nbs/8_use/20_beside.ipynb #370c9e69
+# %% ../../nbs/8_use/20_beside.ipynb #87b62f27
 def _busy()->float|None:
     "Programs that wanted a processor during the last minute, on average"
     return round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None
@@ -149,7 +149,7 @@ def _at(path, threads, p, tell)->list[dict]:
             e.end()
     return found
 
-# %% ../../nbs/8_use/20_beside.ipynb #87b62f27
+# %% ../../nbs/8_use/20_beside.ipynb #38a3a97b
 def _version(name):
     try:
         return version(name)
@@ -178,7 +178,7 @@ def _machine()->str:
     names = [l.partition(':')[2].strip() for l in lines if l.startswith('model name')]
     return f'{names[0] if names else platform.machine()}, {usable_cores()} cores'
 
-# %% ../../nbs/8_use/20_beside.ipynb #38a3a97b
+# %% ../../nbs/8_use/20_beside.ipynb #c7907253
 def medians(found:dict)->list[dict]:
     "A row for each engine and number of threads: medians of all rounds"
     keys = sorted({(r['threads'],r['engine']) for r in found['rounds']})
@@ -200,7 +200,7 @@ def table(found:dict)->str:
         lines.append(f'| {r["engine"]} | {r["threads"]} | {times} |')
     return '\n'.join(lines)
 
-# %% ../../nbs/8_use/20_beside.ipynb #8769847f
+# %% ../../nbs/8_use/20_beside.ipynb #db9e7ad7
 def _said(r):
     times = f'{r["first_token_seconds"]:7.2f} s {r["tokens_per_second"]:7.1f} tokens/s'
     print(f'{r["threads"]} threads, load {r["load"]}: {r["engine"]:14}{times}', flush=True)
@@ -228,5 +228,6 @@ def main():
     if o.output:
         o.output.write_text(json.dumps(found, indent=1)+'\n')
 
+# %% ../../nbs/8_use/20_beside.ipynb #dbdc0b13
 if __name__=='__main__':
     main()
