@@ -199,7 +199,8 @@ def _sizes(r, t):
         most=r.tables.shape[1],
         block_size=r.block_size)
     chain = dict(steps=len(r.c_pos), scratch=r.scratch)
-    return rows|chain|dict(places=t._told.shape[1], ahead=r.told_seq.shape[2])
+    heard = dict(places=t._told.shape[1], ahead=r.told_seq.shape[2])
+    return rows|chain|heard
 
 def _of(a, *names): return {k:getattr(a, k) for k in names}
 
@@ -235,7 +236,8 @@ def _newest(r, n):
     j = np.maximum(n, 1)-1
     r.last[:] = first+j
     r.seen[:] = r.pos[first]+j
-    r.newest[:] = np.where(n>0, r.said[r.last], 0)
+    newest = r.said[r.last]
+    r.newest[:] = np.where(n>0, newest, 0)
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #7d3f5a04
 def _counts(r, t, said, chances):
@@ -396,7 +398,8 @@ def next_on_host(rows, drafts=None):
         n,first = r.live[s],s*r.width
         ids = r.ids[first+1:first+r.width]
         real = np.arange(1, r.width)<n
-        told[s,1:r.width] = np.where(real, ids, np.minimum(ids, -1))
+        masked = np.minimum(ids, -1)
+        told[s,1:r.width] = np.where(real, ids, masked)
         _swap(r, s)
     r.tick[0] += 1
 

@@ -107,24 +107,30 @@ def make_pool(
     "An empty pool; errors as for `pool_bytes`"
     pool_bytes(kv, d, fmt)
     at = (blocks, block_size, kv)
-    size = int(d*_BYTES[fmt])
     coded = _coded(fmt)
-    codes = ((*at, size), 'uint8') if coded else ((*at, size//2), 'uint16')
-    a = [card.empty(*codes) for _ in 'kv']
-    s = [card.empty(at, 'float32') if coded else None for _ in 'kv']
-    b = [card.empty((*at, d//16), 'uint8') if fmt=='nvfp4' else None for _ in 'kv']
+    size = int(d*_BYTES[fmt])
+    codes = (size,'uint8') if coded else (size//2,'uint16')
+    def both(there, wide, dtype):
+        "An array of keys and one of values, or no arrays"
+        return [card.empty((*at,*wide), dtype) if there else None for _ in 'kv']
+    arrays = both(True, codes[:1], codes[1])
+    arrays += both(coded, (), 'float32')
+    arrays += both(fmt=='nvfp4', (d//16,), 'uint8')
     own = pool_words(card) if words is None else words
-    return KVPool(fmt, d, *a, *s, *b, own)
+    return KVPool(fmt, d, *arrays, own)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #01ffdac5
 def _fill(a):
     "Zeros at the end of rows of bytes, up to whole chunks of sixteen"
-    more = (0,-a.shape[-1]%16)
-    return np.pad(a, [(0,0)]*(a.ndim-1)+[more])
+    more = 0,-a.shape[-1]%16
+    others = [(0,0)]*(a.ndim-1)
+    return np.pad(a, [*others,more])
 
 def _halves(b):
     "Bytes of two codes each, in the order of the weights"
-    return e2m1_words(_fill(b)).reshape(*b.shape[:-1], -1)[...,:b.shape[-1]]
+    *rows,n = b.shape
+    words = e2m1_words(_fill(b))
+    return words.reshape(*rows, -1)[...,:n]
 
 def _words(w):
     "The codes of such bytes, as numbers"
@@ -133,13 +139,15 @@ def _words(w):
 
 def _f16(x):
     "As float16, the largest number in place of what is beyond it"
-    return np.where(np.isfinite(x), x.clip(-65504, 65504), x).astype(np.float16)
+    within = x.clip(-65504, 65504)
+    return np.where(np.isfinite(x), within, x).astype(np.float16)
 
 def _planes(x):
     "Of sixteen numbers the nearest float16, then of what they leave"
     near = _f16(x)
-    planes = [a.reshape(*x.shape[:-1], -1, 16) for a in (near,_f16(x-near))]
-    return np.stack(planes, -2).reshape(*x.shape[:-1], -1)
+    *rows,n = x.shape
+    both = [a.reshape(*rows, -1, 16) for a in (near,_f16(x-near))]
+    return np.stack(both, -2).reshape(*rows, 2*n)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #0d5f4720
 def _row_scale(x, largest):
@@ -151,11 +159,14 @@ def _row_scale(x, largest):
 def _encode_nvfp4(x):
     "Codes, a scale for each row, and one for each sixteen numbers"
     s = _row_scale(x, 448*6)
-    b = x.reshape(*x.shape[:-1], -1, 16)
+    rows = x.shape[:-1]
+    b = x.reshape(*rows, -1, 16)
     top = np.abs(b).max(-1)/np.float32(6)
-    sub = f32_to_e4m3((top/s[...,None]).clip(2**-9, 448))
+    sub = top/s[...,None]
+    sub = f32_to_e4m3(sub.clip(2**-9, 448))
     unit = E4M3[sub]*s[...,None]
-    c = f32_to_e2m1(b/unit[...,None]).reshape(*x.shape[:-1], -1, 2)
+    c = f32_to_e2m1(b/unit[...,None])
+    c = c.reshape(*rows, -1, 2)
     return _halves(c[...,0] | c[...,1]<<4),s,sub
 
 def encode_row(
@@ -179,6 +190,7 @@ def decode_row(
     fmt:str, # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
 )->np.ndarray: # float32 [.., d]
     "The numbers that are stored"
+    rows = codes.shape[:-1]
     if fmt=='bf16':
         return bf16_to_f32(codes)
     if fmt=='fp8':
@@ -186,25 +198,28 @@ def decode_row(
     if fmt=='nvfp4':
         x = _words(codes).reshape(*sub.shape, 16)
         unit = E4M3[sub]*scale[...,None]
-        return (x*unit[...,None]).reshape(*codes.shape[:-1], -1)
+        return (x*unit[...,None]).reshape(*rows, -1)
     x = codes.view(np.float16).astype(np.float32)
     if fmt=='f16':
         return x
-    rows = codes.shape[:-1]
-    return x.reshape(*rows, -1, 2, 16).sum(-2).reshape(*rows, -1)
+    planes = x.reshape(*rows, -1, 2, 16)
+    return planes.sum(-2).reshape(*rows, -1)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #00a00574
 def _on_host(a):
     if a is None:
         return None
-    return np.array(a.get() if hasattr(a, 'get') else a).view(np.ndarray)
+    if hasattr(a, 'get'):
+        a = a.get()
+    return np.array(a).view(np.ndarray)
 
 def unpack_pool(
     p:KVPool
 )->tuple[np.ndarray,np.ndarray]: # k and v, float32 [blocks, block_size, kv, d]
     "What a pool holds, on the host"
-    host = [_on_host(a) for a in p.arrays]
-    return tuple(decode_row(*host[i:i+3], p.fmt) for i in (0,3))
+    keys,values = p.arrays[:3],p.arrays[3:]
+    both = [map(_on_host, arrays) for arrays in (keys,values)]
+    return tuple(decode_row(*arrays, p.fmt) for arrays in both)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #a419f2fc
 PIECE = 64
@@ -280,22 +295,28 @@ def _defines(a, pool, half, share, new, ahead=0):
     "Compile-time values of attn_decode.cu for attention `a`, and the shared memory of a block"
     d = a.head_dim
     more = dict(AHEAD=1) if ahead else {}
-    sizes = dict(
-        D=d,
-        HEADS=a.num_heads,
-        KV=a.num_kv_heads,
-        HALF=half,
-        BS=pool.block_size)
-    heads = dict(GATE=int(a.gate), VNORM=int(a.v_norm))
-    heads |= dict(KEQV=int(a.k_eq_v), QONLY=int(a.q_only))
-    norm = ('none','head','all').index(a.qk_norm)
     room = _block_bytes(d, pool.fmt, half, share, new, ahead)
     block = dict(
+        FMT=pool.code,
         SHARE=share,
         NEW=new,
         SPLIT=_parts(d),
         BYTES=room)
-    return more|sizes|heads|dict(NORM=norm, FMT=pool.code)|block
+    return more|_heads(a, half, pool.block_size)|block
+
+def _heads(a, half, block_size):
+    "Those of them that do not depend on the step"
+    return dict(
+        D=a.head_dim,
+        HEADS=a.num_heads,
+        KV=a.num_kv_heads,
+        HALF=half,
+        BS=block_size,
+        GATE=int(a.gate),
+        VNORM=int(a.v_norm),
+        KEQV=int(a.k_eq_v),
+        QONLY=int(a.q_only),
+        NORM=('none','head','all').index(a.qk_norm))
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #49da9e5c
 def _rooms(card):
@@ -308,7 +329,9 @@ def _rooms(card):
 
 def _several(card, a, pool, half, crowded):
     "`_defines` for several rows of a sequence: as many to a block as it has room for"
-    shares = ((4,8),(2,8),(1,8),(1,6))[0 if crowded else 2:]
+    shares = [(1,8),(1,6)] # rows of a block, and new ones of a sequence
+    if crowded:
+        shares = [(4,8),(2,8),*shares]
     ways = [_defines(a, pool, half, s, n) for s,n in shares]
     slim = [w for w in ways if w['SHARE']*a.head_dim<=512]
     return next(w for most in _rooms(card) for w in slim if w['BYTES']<=most)
@@ -327,9 +350,9 @@ def _variant(card, a, pool, half, b, crowded, least):
 
 def most_rows(card, a, pool:KVPool)->int:
     "Rows that a step may have of one sequence: fewer than 8 where multiprocessors are small"
-    def room(n):
-        return _defines(a, pool, a.head_dim//2, 1, n)['BYTES']
-    return next(n for most in _rooms(card) for n in (8,6) if room(n)<=most)
+    def fits(n, most):
+        return _defines(a, pool, a.head_dim//2, 1, n)['BYTES']<=most
+    return next(n for most in _rooms(card) for n in (8,6) if fits(n, most))
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #34a3aad9
 _GIVEN = 8 # Pieces of a row that blocks add up among themselves
@@ -341,8 +364,10 @@ def _usable(card):
 
 def _runs(pieces, many, shift):
     "Runs of pieces, as `lib/pieces.cuh` has them"
-    sizes = min(pieces, many),min(max(pieces-many, 0), many),max(pieces-2*many, 0)
-    return sum(-(-n//(1<<max(shift-i, 0))) for i,n in enumerate(sizes))
+    small,middle = min(pieces, many),min(max(pieces-many, 0), many)
+    sizes = small,middle,pieces-small-middle
+    def joined(n, shift): return -(-n//(1<<max(shift, 0)))
+    return sum(joined(n, shift-i) for i,n in enumerate(sizes))
 
 @dataclass(frozen=True)
 class Shares:
@@ -354,7 +379,8 @@ class Shares:
 
 def _crowded(card, blocks, pieces, rows, window):
     "Are there more blocks than multiprocessors, or more pieces of a row than its blocks add up?"
-    return blocks*pieces*rows>_sms(card) or (rows==1 and pieces>_GIVEN and not window)
+    apart = rows==1 and pieces>_GIVEN and not window
+    return apart or blocks*pieces*rows>_sms(card)
 
 def _shares(card, blocks, pieces, many, rows, window):
     "`Shares` of rows that see up to so many pieces"
@@ -363,8 +389,8 @@ def _shares(card, blocks, pieces, many, rows, window):
         given = 1 if card.kind=='emulator' else _GIVEN
         return Shares(pieces, mergers=0 if apart else given)
     most = 8*_sms(card)
-    few = (i for i in range(2) if window or blocks*_runs(pieces, many, i)*rows<=most)
-    shift = next(few, 2)
+    def few(shift): return window or blocks*_runs(pieces, many, shift)*rows<=most
+    shift = next(filter(few, range(2)), 2)
     return Shares(_runs(pieces, many, shift), shift)
 
 def _drawing(card, blocks, pieces, room):
@@ -378,8 +404,10 @@ def _half(angles):
 
 def _least(d, crowded):
     "Blocks that a multiprocessor must have room for"
-    alone,many = (1,2) if d>128 else (2,3) if d>64 else (2,5)
-    return many if crowded else alone
+    if d<=64:
+        return 5 if crowded else 2
+    alone = 1 if d>128 else 2
+    return alone+crowded
 
 _ALONE = 107<<10 # Bytes, with which a block of attn_merge has more than half of a multiprocessor's
 
@@ -394,7 +422,8 @@ def _beside(card, d, rows, crowded):
 def _merging(card, d, heads, rows):
     "Blocks of attn_merge: as many as run at once, which share the rows if there are more"
     across = -(-d//32)
-    return across,heads,min(rows, max(1, _MERGING*_sms(card)//(across*heads)))
+    most = max(1, _MERGING*_sms(card)//(across*heads))
+    return across,heads,min(rows, most)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #ecac5ffb
 @dataclass(frozen=True)
@@ -418,10 +447,9 @@ def _plan(card, a, pool, b, rows, window, half):
     least = _least(d, crowded)
     defines = _variant(card, a, pool, half, b, crowded, least)
     draws = 'ONE' in defines and not window
+    share = _shares(card, blocks, pieces, many, rows, window)
     if draws:
         share = _drawing(card, blocks, pieces, least*_usable(card))
-    else:
-        share = _shares(card, blocks, pieces, many, rows, window)
     words = pool.words if share.mergers and pieces>1 else None
     lean,alone = _beside(card, d, rows, crowded)
     decode = dict(shared=defines['BYTES'], MINB=least)|defines|lean
@@ -497,12 +525,14 @@ def _turns(angles, rows):
     if angles is None:
         return dict(cos=None, sin=None, at=None, axes=None)
     at = angles.pos.reshape(-1, rows)
-    return dict(cos=angles.cos, sin=angles.sin, at=at, axes=angles.axes)
+    table = dict(cos=angles.cos, sin=angles.sin)
+    return table|dict(at=at, axes=angles.axes)
 
 _POOLS = 'k_pool','k_scales','k_subs','v_pool','v_scales','v_subs' # As `KVPool.arrays`
 
 def _as_bytes(a):
-    return a if a is None or a.dtype!=np.uint16 else a.view(np.uint8)
+    wide = a is not None and a.dtype==np.uint16
+    return a.view(np.uint8) if wide else a
 
 def _pools(pool):
     return {name:_as_bytes(a) for name,a in zip(_POOLS, pool.arrays)}
@@ -520,7 +550,7 @@ def _left(card, rows, pieces, heads, d):
     if pieces==1:
         return dict(o=None, ml=None)
     of = rows,pieces,heads
-    return dict(o=card.empty((*of,d)), ml=card.empty((*of,2)))
+    return {'o':card.empty((*of,d)), 'ml':card.empty((*of,2))}
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #19af3707
 def attend(
@@ -543,10 +573,10 @@ def attend(
     y = card.empty((rows, heads*d)) if out is None else out
     p = _plan(card, a, pool, b, rows, window, _half(angles))
     both = _of_sequences(b)|_left(card, rows, p.pieces, heads, d)
-    both |= dict(qkv=qkv, sinks=sinks, window=window or 0, many=p.many)
-    both |= dict(y=y.reshape(rows, heads, d))
-    own = _gains(a, q_norm, k_norm)|_turns(angles, rows)
-    own |= _in_pool(b, pool)|dict(eps=float(eps), scale=float(scale))
+    both |= dict(qkv=qkv, sinks=sinks, y=y.reshape(rows, heads, d))
+    both |= dict(window=window or 0, many=p.many)
+    own = _gains(a, q_norm, k_norm)|_turns(angles, rows)|_in_pool(b, pool)
+    own |= dict(eps=float(eps), scale=float(scale))
     _decode(p, pool, rows, d, both|own)
     if p.pieces>1 and p.words is None:
         _merge(card, p, rows, both)

@@ -46,8 +46,10 @@ def as_states(
     for i in range(PENDING):
         k = rows[...,i,:dk]
         d = rows[...,i,dk:]
-        new = rest[...,i,None,None]*S+k[...,:,None]*d[...,None,:]
-        S = np.where((i<count)[...,None], new, S)
+        decay = rest[...,i,None,None]
+        new = decay*S+k[...,:,None]*d[...,None,:]
+        late = i<count
+        S = np.where(late[...,None], new, S)
     return S
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #735f4f3a
@@ -144,24 +146,26 @@ def _launch_step(card, kh, seqs, args, how):
     blocks = vh*dv//32*seqs
     few = args.rows>seqs and blocks<=_FEW # verified rows of few sequences: registers, not company
     # one on a multiprocessor where that is enough: the launch after this one finds room beside it
-    alone = limits(card).third if blocks<=card.multiprocessors and not few else 0
+    alone = blocks<=card.multiprocessors and not few
+    room = limits(card).third if alone else 0
     of = dict(ROWS=4, RESIDENT=2) if few else dict(ROWS=1, RESIDENT=4)
     grid = vh//kh*dv//32,kh,seqs
-    run('delta_step', grid, 160, *args, shared=alone, **of, **how)
+    run('delta_step', grid, 160, *args, shared=room, **of, **how)
 
 def _launch_wide(n, args, how):
     "Launch `delta_wide` with `n` blocks for each head"
     vh = args.rec.shape[1]
     dv = how['DV']
     room = _room(how['DK'], dv)
-    rings = dict(DEPTH=_DEPTH, ROOM=room)
-    run('delta_wide', (vh,n), 5*dv, *args, shared=room, **rings, **how)
+    rings = dict(DEPTH=_DEPTH, ROOM=room, shared=room)
+    run('delta_wide', (vh,n), 5*dv, *args, **rings, **how)
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #11a42092
 def _launch(card, n, kh, seqs, what, out, how):
     "Launch `delta_wide` with `n` blocks for each head, or `delta_step` if that is 0"
     y,parts = out
-    what = what|dict(y=y.reshape(parts.shape[:2]+(-1,)), parts=parts)
+    rows,heads,_ = parts.shape
+    what = what|dict(y=y.reshape(rows, heads, -1), parts=parts)
     if not n:
         _launch_step(card, kh, seqs, StepArgs(**what), how)
         return
@@ -170,7 +174,8 @@ def _launch(card, n, kh, seqs, what, out, how):
 
 def _room_for_rows(card, rows, vh, dv):
     "Room for what `delta_step` writes: y, and squares that make up its norm"
-    return card.empty((rows,vh*dv)),card.empty((rows,vh,dv//32))
+    y = card.empty((rows,vh*dv))
+    return y,card.empty((rows,vh,dv//32))
 
 def _kept(conv, rec, record)->dict:
     "Options for the pools of states: tails of a slot, and numbers of a record"
@@ -179,7 +184,8 @@ def _kept(conv, rec, record)->dict:
 def _sequences(b, conv, rec, rows)->dict:
     "A step's sequences, where they begin, and their states"
     names = 'first','starts','state_in','state_out'
-    return {name: getattr(b, name) for name in names}|dict(conv=conv, rec=rec, rows=rows)
+    tables = {name: getattr(b, name) for name in names}
+    return tables|dict(conv=conv, rec=rec, rows=rows)
 
 def _left_as_tiles(n, then, eps, what, how):
     "Launch `delta_wide` such that it leaves the rows normed, as the product `then` wants them"
@@ -219,10 +225,12 @@ def delta_step(
     dk,dv,record = delta_sizes(conv_w, norm_w, vh, kh)
     what = dict(x=x, conv_w=conv_w, decay=A, dt_bias=dt_bias, norm_w=norm_w)
     what |= _sequences(b, conv, rec, len(x))
-    how = dict(DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'), **_kept(conv, rec, record))
+    how = dict(DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'))
+    how |= _kept(conv, rec, record)
     n = _beside(card, vh, dk, dv, seqs)
     if n and seqs<=_LEFT and _leaves(then, vh, dv):
-        return _left_as_tiles(n, then, eps, what|dict(kh=kh, seqs=seqs), how)
+        what |= dict(kh=kh, seqs=seqs)
+        return _left_as_tiles(n, then, eps, what, how)
     y,parts = out or _room_for_rows(card, len(x), vh, dv)
     _launch(card, n, kh, seqs, what, (y,parts), how)
     return y,parts

@@ -63,7 +63,9 @@ def _columns(d, down)->int:
     "Columns of sums that a warp has room for"
     rows,meet = d['ROWS'],_meet(d, down)
     twice = 1 if d['ROUNDS']<=meet else 2 # while others are still read
-    second = 0 if _spread(d, down) else rows*(1+_mixed(d, down))
+    second = rows*(1+_mixed(d, down))
+    if _spread(d, down):
+        second = 0
     first = meet*rows*twice
     beside = second if rows==1 else 0
     return max(first+beside, 2*second)
@@ -74,12 +76,15 @@ def _kept(d, up, down)->int:
     W = d['WARPS']
     deep = d['DEEP']
     meet = _meet(d, down)
-    strips_up = meet if d['ROUNDS']<=meet else 2*meet+deep//_each(up, 4)
+    strips_up = meet
+    if d['ROUNDS']>meet:
+        strips_up = 2*meet+deep//_each(up, 4)
     first = W//_split(up, 4)*strips_up
     if not _spread(d, down):
         strips_down = 2+deep//_each(down, 2)
         return 32*(first+W//_split(down, 2)*strips_down)
-    strips = _ceil(_entries(d, 1)*(d['SPAN']//8), 2)
+    each = d['SPAN']//8
+    strips = _ceil(_entries(d, 1)*each, 2)
     found = strips*_units(down)*down.format.blocks
     return 32*(first+strips+found)
 
@@ -94,7 +99,8 @@ def _sums(d, up, down)->int:
     if d['ROUNDS']:
         part = 16*W*_columns(d, down)+_kept(d, up, down)
     else:
-        part = 32*W*(rows*(1+_mixed(d, down))+1)
+        columns = rows*(1+_mixed(d, down))
+        part = 32*W*(columns+1)
     return part+W*rows+rows*_ceil(d['HIDDEN'], 256)
 
 def _slot_words(d)->int:
@@ -259,7 +265,8 @@ def _options(mix:Mixture)->dict:
 
 def _planned(card, d, up, down, blocks):
     "`d` with warps and places for `d['ROWS']` rows; None where a block has no room"
-    tries = [(w,room) for w in _warps(d, up, down, blocks) for room in _rooms(card)]
+    warps,rooms = _warps(d, up, down, blocks),_rooms(card)
+    tries = [(w,room) for w in warps for room in rooms]
     # one row: rather fewer warps than no block of the router beside them; and rather fewer
     # than none whose next unit is under way
     if d['ROWS']==1:
@@ -274,21 +281,23 @@ def _planned(card, d, up, down, blocks):
 
 def _plan(card, mix:Mixture, rows, blocks)->tuple[dict,int]:
     "Options of experts.cu for at most `rows`, and its number of blocks, at most so many"
-    up = mix.up
-    down = mix.down
-    H = mix.up.k
-    fixed,block = _options(mix),limits(card).block
+    up,down,H = mix.up,mix.down,mix.up.k
     for r in (8,4,2,1):
         if r>=2*rows:
             continue
         strips = r*mix.picks*_ceil(up.rows, 16)
         n = min(blocks, max(strips, H//16))
-        inputs = _staged(up, r)+_staged(down, r*mix.picks)
-        d = fixed|dict(ROWS=r, SPAN=4*_ceil(H, 4*n), APART=int(4*inputs<=block))
+        d = _options(mix)|_of_rows(card, mix, r, n)
         if found := _planned(card, d, up, down, n):
             return found,n
     said = f'Experts of {down.k:,} on {H:,} values need more shared memory than a block has'
     raise AtlasError(said)
+
+def _of_rows(card, mix, rows, blocks)->dict:
+    "Options that depend on how many rows and blocks there are"
+    inputs = _staged(mix.up, rows)+_staged(mix.down, rows*mix.picks)
+    span = 4*_ceil(mix.up.k, 4*blocks)
+    return dict(ROWS=rows, SPAN=span, APART=int(4*inputs<=limits(card).block))
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #74dfae1a
 def _raw(a):
@@ -309,9 +318,11 @@ def _router_shape(router, R):
     pieces = _ceil(router.k, 256)
     W = _ceil(pieces, _ceil(pieces, 8))
     most = max(1, 8//_ceil(pieces, W)) # Rows of weights that a lane has registers for
-    each = min(most, 1<<(_ceil(n, 160)-1).bit_length())
+    wanted = 1<<(_ceil(n, 160)-1).bit_length()
+    each = min(most, wanted)
     down = min(2, _ceil(R, 2)) # More blocks have more rounds to wait for, fewer more rows each
-    return dict(ROWS=min(R, 2), WARPS=W, EACH=each),(_ceil(n, each),down)
+    shape = dict(ROWS=min(R, 2), WARPS=W, EACH=each)
+    return shape,(_ceil(n, each),down)
 
 def _route(x, mix:Mixture, logits, room, empty):
     "The router's logits of rows `x`; `empty` is emptied for the launch after it"
@@ -322,11 +333,10 @@ def _route(x, mix:Mixture, logits, room, empty):
         EXPERTS=mix.m.num_experts,
         FORMAT=p.fmt,
         NORM=int(mix.seen is not None))
-    run('router', grid, 32*shape['WARPS'],
-        _raw(p.w), mix.bias, mix.seen, x, logits,
-        None, empty.reshape(-1), None, None,
-        float(mix.eps), p.n, logits.shape[1], R, empty.size//4,
-        shared=room, **variant, **shape)
+    args = _raw(p.w),mix.bias,mix.seen,x,logits,None,empty.reshape(-1),None,None
+    sizes = p.n,logits.shape[1],R,empty.size//4
+    run('router', grid, 32*shape['WARPS'], *args,
+        float(mix.eps), *sizes, shared=room, **variant, **shape)
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #3907c622
 def _most(card, asked)->int:
@@ -347,8 +357,8 @@ def _asked(p, card, rows):
     s = _raw(p.s)
     wanted = 1. if rows==1 else _AHEAD
     part = min(wanted, limits(card).ahead/w.nbytes)
-    sixteens = (0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
-    return (w,s),tuple(sixteens)
+    def sixteens(a): return 0 if a is None else int(a.nbytes*part)//16
+    return (w,s),(sixteens(w),sixteens(s))
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #72491817
 class MoERows(NamedTuple):
@@ -367,14 +377,14 @@ def _halves(card, mix:Mixture, d, blocks, rows:MoERows, logits, hidden, then):
     "Both halves in a launch; in two on the emulator, which runs one block after the other"
     up,down = mix.up,mix.down
     later,sixteens = _asked(then, card, d['ROWS'])
+    codes = *map(_raw, (up.w,down.w,up.s,down.s)),up.gs,down.gs
+    picking = logits,mix.correction,mix.per_expert,mix.gain
+    of_rows = rows.x,hidden,rows.ids,rows.weights,rows.add,rows.out
+    args = *codes,mix.up_bias,mix.down_bias,*picking,*of_rows,*later
+    scalars = float(mix.eps),mix.top,float(mix.m.scaling)
+    sizes = logits.shape[1],len(hidden)
     for halves in (3,) if card.kind=='cuda' else (1,2):
-        run('experts', blocks, 32*d['WARPS'],
-            _raw(up.w), _raw(down.w), _raw(up.s), _raw(down.s), up.gs, down.gs,
-            mix.up_bias, mix.down_bias,
-            logits, mix.correction, mix.per_expert, mix.gain,
-            rows.x, hidden, rows.ids, rows.weights, rows.add, rows.out, *later,
-            float(mix.eps), mix.top, float(mix.m.scaling),
-            logits.shape[1], len(hidden), halves, *sixteens,
+        run('experts', blocks, 32*d['WARPS'], *args, *scalars, *sizes, halves, *sixteens,
             shared=d['ROOM'], **d)
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #a32575a8
@@ -398,16 +408,15 @@ def takes_rows(
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #b104dbbc
 def _in_parts(mix:Mixture, rows:MoERows, blocks, then):
     "As many rows at a time as a launch takes"
-    card = card_of(rows.x)
-    R = len(rows.x)
+    card,R = card_of(rows.x),len(rows.x)
     d,blocks = _plan(card, mix, max(1, R), _most(card, blocks))
     n = d['ROWS']
     logits = card.empty((n,_ceil(mix.router.n, 4)*4))
-    hidden = card.empty((n,mix.picks,_ceil(mix.down.k, 4)*4))
+    inner = _ceil(mix.down.k, 4)*4
+    hidden = card.empty((n,mix.picks,inner))
     for i in range(0, R, n):
         part = rows.part(slice(i, i+n))
-        seen = logits[:R-i]
-        h = hidden[:R-i]
+        seen,h = logits[:R-i],hidden[:R-i]
         _route(part.x, mix, seen, _beside(card, d), h)
         _halves(card, mix, d, blocks, part, seen, h, then)
 
@@ -454,6 +463,7 @@ def row_bias(
 ): # [matrices*n4] on the card
     "Biases of a bank's rows where its rows are; zeros for a matrix that has none"
     idx = row_order(p.n, p.pair)
-    r = np.zeros((max(1, p.experts), p.rows), np.float32)
+    shape = max(1, p.experts),p.rows
+    r = np.zeros(shape, np.float32)
     r[:len(b)] = np.where(idx<0, 0, b[:,idx])
     return card.upload(r.reshape(-1))

@@ -38,14 +38,15 @@ def route_many(
     card = card_of(logits)
     ids = card.empty(shape, 'int32')
     weights = card.empty(shape)
-    run('route_many', _ceil(len(x), 4), 128,
-        logits, bias, correction, per_expert, ids, weights, float(scaling), len(x),
-        pdl=False,
+    given = logits,bias,correction,per_expert
+    how = dict(
         E=router.n-(shared==1),
         TOP=top_k,
         SCORE=_SCORE[score],
         RENORM=int(renormalise),
         SHARED=shared)
+    rows = _ceil(len(x), 4)
+    run('route_many', rows, 128, *given, ids, weights, float(scaling), len(x), pdl=False, **how)
     return ids,weights
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #04a8fc04
@@ -76,14 +77,14 @@ def sort_picks(
     stretches = _ceil(picks, STRETCH)
     order,counts = card.empty(picks, 'int32'),None
     tiles,others = (_tiles(card, experts, picks, n) for n in (places, other))
+    how = dict(pdl=False, E=experts)
     if stretches>_FEW:
         counts = card.empty((stretches, experts), 'int32')
-        run('moe_count', stretches, 256, ids, real, counts, picks, top, pdl=False, E=experts)
-    more = 0 if others is None else len(others)
-    run('moe_sort', stretches, 256,
-        ids, real, counts, order, tiles, others,
-        picks, top, len(tiles), more,
-        pdl=False, E=experts, BM=places, OTHER=other or places)
+        run('moe_count', stretches, 256, ids, real, counts, picks, top, **how)
+    lists = ids,real,counts,order,tiles,others
+    sizes = picks,top,len(tiles),0 if others is None else len(others)
+    how |= dict(BM=places, OTHER=other or places)
+    run('moe_sort', stretches, 256, *lists, *sizes, **how)
     return order,tiles,others
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #56ba6eaf
@@ -132,7 +133,8 @@ def experts_many(
         part = _sequences(_cut(real, at))
         rows = x if len(ids)<=MOST else x[at]
         d = _both(activations, rows, ids[at], up, down, first, second, part)
-        _gather(d, weights[at], part, _cut(add, at), out[at], ids.shape[1])
+        added = _cut(add, at)
+        _gather(d, weights[at], part, added, out[at], ids.shape[1])
         del d # its memory is for the next rows
     return out
 
@@ -141,9 +143,10 @@ def _both(activations, x, ids, up, down, first:Fused, second:Fused, real):
     "What each pick's expert makes of its row: sorted, multiplied by both matrices"
     card = card_of(ids)
     R,k = ids.shape
-    places = [grouped_rows(activations, w, R*k, card) for w in (up,down)]
-    other = places[1] if places[1]!=places[0] else 0
-    order,tiles,others = sort_picks(ids, up.experts, places[0], real, other)
+    def rows_of(w): return grouped_rows(activations, w, R*k, card)
+    places,then = rows_of(up),rows_of(down)
+    other = then if then!=places else 0
+    order,tiles,others = sort_picks(ids, up.experts, places, real, other)
     rows = Grouped(order, tiles, 1, k, R*k)
     y = card.empty((R*k, down.k))
     grouped_product(activations, x, up, y, first, rows)

@@ -72,19 +72,20 @@ def _room(card, f, K, entries):
     units = _ceil(K, 128*f.blocks)
     rows = _staged(f, K, entries)
     def need(W, deep, B):
-        return B*rows+W*(deep*f.unit+_tails(units, deep))+32
+        weights = W*(deep*f.unit+_tails(units, deep))
+        return B*rows+weights+32
     for W in _warps(f, entries):
         for B in range(BUFFERS, 0, -1):
             least = 3 if W>4 or B>1 else 1
-            fit = [d for d in range(least, 9) if need(W, d, B)<=room]
-            if fit:
-                deep = min(DEEP, fit[-1])
+            deep = [d for d in range(least, 9) if need(W, d, B)<=room]
+            if deep:
+                deep = min(DEEP, deep[-1])
                 return W,deep,B,_ceil(need(W, deep, B), 16)*16
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #3b181c49
 def _strips(card, p, up, entries, act, norm, picks)->dict:
     "Options of expert_strips.cu for the bank `p`, with slots of at most `entries`"
-    f,pair = p.format,up and act!='relu2'
+    f = p.format
     while (room := _room(card, f, p.k, entries)) is None:
         entries //= 2
         if not entries:
@@ -94,14 +95,21 @@ def _strips(card, p, up, entries, act, norm, picks)->dict:
         FORMAT=f'fragment_{f.name}',
         K=p.k,
         STORED=p.rows,
-        OUTPUTS=p.n//2 if pair else p.n,
         PICKS=picks,
         ENTRIES=entries,
-        SPLIT=_shares(_ceil(p.k, 128*f.blocks), 4 if up else 2),
+        NORM=int(norm))
+    opts |= dict(zip(('WARPS','DEEP','BUFFERS','ROOM'), room))
+    return opts|_of_half(p, up, act)
+
+def _of_half(p, up, act)->dict:
+    "Options in which the two halves differ"
+    pair = up and act!='relu2'
+    units = _ceil(p.k, 128*p.format.blocks)
+    return dict(
+        OUTPUTS=p.n//2 if pair else p.n,
+        SPLIT=_shares(units, 4 if up else 2),
         ACT=_ACTS[act] if up else 'ACT_NONE',
-        NORM=int(norm),
         UP=int(up))
-    return opts|dict(zip(('WARPS','DEEP','BUFFERS','ROOM'), room))
 
 def _halves(card, up, down, act, norm, picks, entries):
     "Options of both launches of expert_strips.cu, which have slots of the same size"
@@ -143,46 +151,44 @@ class Emptied:
 
 def _logits(x, mix:Mixture, sms, after=Emptied()):
     "The router's logits of rows `x`, and the counter that expert_slots.cu needs"
-    card = card_of(x)
+    card,p = card_of(x),mix.router
     R,H = x.shape
-    p = mix.router
     W,each,*shape = _router_grid(H, p.n, R, sms)
     rows,grid = shape
     logits = card.empty((R,_ceil(p.n, 4)*4))
     met = card.empty(1, 'int32')
+    options = _variant(mix, after)|dict(ROWS=rows, WARPS=W, EACH=each)
+    given = _raw(p.w),mix.bias,mix.seen,x,logits,met
+    emptied = after.words,after.gain,after.ready
+    sizes = p.n,logits.shape[1],R,after.fours
+    run('router', grid, 32*W, *given, *emptied, float(mix.eps), *sizes, **options)
+    return logits,met
+
+def _variant(mix:Mixture, after)->dict:
+    "Options of router.cu that a layer fixes, and what it does besides"
     options = dict(
-        HIDDEN=H,
+        HIDDEN=mix.router.k,
         EXPERTS=mix.m.num_experts,
-        FORMAT=p.fmt,
-        NORM=int(mix.seen is not None),
-        ROWS=rows,
-        WARPS=W,
-        EACH=each)
+        FORMAT=mix.router.fmt,
+        NORM=int(mix.seen is not None))
     if after.ready is not None:
         options['READY'] = 1+after.crossed
-    run('router', grid, 32*W,
-        _raw(p.w), mix.bias, mix.seen, x, logits, met,
-        after.words, after.gain, after.ready,
-        float(mix.eps), p.n, logits.shape[1], R, after.fours,
-        **options)
-    return logits,met
+    return options
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #cb225b88
 def _slots(logits, mix:Mixture, ids, weights, entries, met):
     "Weights of the picks of rows with these logits; experts and entries of slots, and their number"
-    card = card_of(logits)
-    R = len(logits)
-    m = mix.m
+    card,R,m = card_of(logits),len(logits),mix.m
     most = _most_slots(R, m, mix.shared, entries)
     share = card.empty((R,mix.picks))
     number = card.empty(1, 'int32')
-    listed = card.empty(most, 'int32'),card.empty((most,entries+1), 'int32'),number
+    experts = card.empty(most, 'int32')
+    listed = experts,card.empty((most,entries+1), 'int32'),number
     # 32 rows are one block as well, if its warps' counts of all experts find room
     W = 32 if 16<R<=32 and m.num_experts<=256 else 16
-    run('expert_slots', _ceil(R, W), 32*W,
-        logits, mix.correction, mix.per_expert,
-        ids, weights, share, *listed, met,
-        float(m.scaling), logits.shape[1], R, most,
+    given = logits,mix.correction,mix.per_expert,ids,weights
+    sizes = float(m.scaling),logits.shape[1],R,most
+    run('expert_slots', _ceil(R, W), 32*W, *given, share, *listed, met, *sizes,
         WARPS=W, ENTRIES=entries, **mix.picking)
     return share,listed
 
@@ -190,17 +196,16 @@ def _slots(logits, mix:Mixture, ids, weights, entries, met):
 def _products(x, p, bias, gain, slots, y, mix:Mixture, blocks, d):
     "One half: `y` of each entry, of the bank `p` and its `bias`"
     strips = _ceil(p.rows, 16)
-    most = len(slots[0])
+    most,line = len(slots[0]),slots[1].shape[1]
     span = (_ceil(most*strips, blocks)-1)//strips+2
-    room = d['ROOM']+4*span*(1+slots[1].shape[1])
+    room = d['ROOM']+4*span*(1+line)
     l = limits(card_of(x))
     _has_room(room, l, blocks, span)
     always = mix.m.num_experts if mix.shared else -1 # The expert that all rows have
-    run('expert_strips', blocks, 32*d['WARPS'],
-        _raw(p.w), _raw(p.s), p.gs, bias, *slots,
-        x, gain, y,
-        float(mix.eps), mix.top, always, x.shape[1], y.shape[1],
-        shared=max(room, l.alone), **d)
+    given = _raw(p.w),_raw(p.s),p.gs,bias,*slots,x,gain,y
+    sizes = always,x.shape[1],y.shape[1]
+    d = d|dict(shared=max(room, l.alone))
+    run('expert_strips', blocks, 32*d['WARPS'], *given, float(mix.eps), mix.top, *sizes, **d)
 
 def _has_room(room, l, blocks, span):
     "An `AtlasError` if the slots of a block have no room"
@@ -210,18 +215,21 @@ def _has_room(room, l, blocks, span):
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c20
 def _stage(p, many):
     "Bytes of `16*many` rows of the bank `p` and their scales, in two parts that are set apart"
-    return 16*many*p.chunks*(p.format.chunk+p.format.scale)+192
+    chunk = p.format.chunk+p.format.scale
+    return 16*many*p.chunks*chunk+192
 
 def _fixed(H, I, teams):
     "Bytes of a block of `teams` besides stages: rows of a slot, shares of columns, barriers"
     def line(k):
         return 4*(k//32+2)+4
     rows = 8*16*max(line(H), line(I))
-    return rows+8192*teams+2*8*4*(H//128+H//256)+16
+    shares = 2*8*4*(H//128+H//256)
+    return rows+8192*teams+shares+16
 
 def _teams(card, up, down, biased):
     "Teams of a block, places of its ring, and bytes of shared memory; None without room"
-    stage = max(_stage(up, 1), _stage(down, 4))+256*(1+biased)
+    biases = 256*(1+biased)
+    stage = max(_stage(up, 1), _stage(down, 4))+biases
     for teams in (3,2,1):
         ring = 2*teams # A place is always the same team's
         fixed = _fixed(up.k, down.k, teams)
@@ -265,7 +273,8 @@ def _words(card, R, picks, width, top):
     n,picked = R*picks*width,R*top
     words = card.empty(n+_ceil(picked, 4)*4)
     hidden = words[:n].reshape(R*picks, width)
-    return words,hidden,words[n:n+picked].view('int32').reshape(R, top)
+    picked = words[n:n+picked].view('int32')
+    return words,hidden,picked.reshape(R, top)
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c21
 def _span(card, up, down, mix, R, blocks)->int:
@@ -296,18 +305,20 @@ def _both(mix:Mixture, logits, routes, ready, words, y, asked, d):
     h,picked = words
     arrays = *_banks(mix),logits,mix.correction,mix.per_expert,*routes
     arrays = *arrays,share,picked,ready,h,y
-    scalars = float(mix.eps),mix.top,float(mix.m.scaling),logits.shape[1]
-    shared = max(room, limits(card).alone)
+    scalars = float(mix.eps),mix.top,float(mix.m.scaling)
+    how = d|mix.picking|dict(shared=max(room, limits(card).alone))
     for halves in (3,) if card.kind=='cuda' else (1,2):
-        run('experts_wide', blocks, 128*(d['TEAMS']+1),
-            *arrays, *scalars, R, halves, shared=shared, **d, **mix.picking)
+        sizes = logits.shape[1],R,halves
+        run('experts_wide', blocks, 128*(d['TEAMS']+1), *arrays, *scalars, *sizes, **how)
     return share
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c22
 def at_once(up:Packed, down:Packed, act:str, biases=(None,None))->bool:
     "Are both halves of experts with these banks one launch, for a few rows?"
     biased = {b is not None for b in biases}
-    return len(biased)==1 and bool(_whole(card_of(up.w), up, down, act, True, *biased))
+    if len(biased)>1:
+        return False
+    return bool(_whole(card_of(up.w), up, down, act, True, *biased))
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b3503a71
 def _in_parts(mix:Mixture, rows:MoERows, blocks, reader, made):
@@ -367,7 +378,8 @@ def _variants(card, mix:Mixture, R)->list[dict]:
     if both:
         return [both]
     aside = int(_bucket(R)>FEW_ROWS)
-    return [d|dict(ASIDE=aside) for d in _halves(card, *banks, mix.picks, entries)]
+    halves = _halves(card, *banks, mix.picks, entries)
+    return [d|dict(ASIDE=aside) for d in halves]
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #37ce32bf
 def _at_once(card, mix, rows:MoERows, y, blocks, d):
@@ -379,16 +391,19 @@ def _at_once(card, mix, rows:MoERows, y, blocks, d):
     ready = card.empty(_ready(R, H), 'uint8')
     after = Emptied(words, mix.gain, up.format.name in CROSSED, ready)
     logits,_ = _logits(x, mix, card.multiprocessors, after)
-    return _both(mix, logits, (rows.ids,rows.weights), ready, (h,picked), y, blocks, d)
+    routes,hidden = (rows.ids,rows.weights),(h,picked)
+    return _both(mix, logits, routes, ready, hidden, y, blocks, d)
 
 def _in_turn(card, mix, rows:MoERows, y, blocks, u, d):
     "Router, list of slots, one half and the other"
     h = card.empty((len(y),_ceil(mix.down.k, 4)*4))
     logits,met = _logits(rows.x, mix, card.multiprocessors)
-    share,slots = _slots(logits, mix, rows.ids, rows.weights, u['ENTRIES'], met)
+    routes = rows.ids,rows.weights
+    share,slots = _slots(logits, mix, *routes, u['ENTRIES'], met)
     blocks = blocks or card.usable
-    _products(rows.x, mix.up, mix.up_bias, mix.gain, slots, h, mix, blocks, u)
-    _products(h, mix.down, mix.down_bias, None, slots, y, mix, blocks, d)
+    up,down = (mix.up,mix.up_bias),(mix.down,mix.down_bias)
+    _products(rows.x, *up, mix.gain, slots, h, mix, blocks, u)
+    _products(h, *down, None, slots, y, mix, blocks, d)
     return share
 
 def _rows(mix:Mixture, rows:MoERows, blocks, reader=None, made=None):

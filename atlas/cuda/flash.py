@@ -24,18 +24,20 @@ class _Cut:
     shared:int
     heads:int
 
+_BLOCKS = {2:(64,48,32), 1:(64,48,32,16)} # Heads of a block: keys of a piece, as they are tried
+
 def _warps(card, d, share, planes=1):
     "By warps: 16 rows of a head each, or part of its columns"
     most = limits(card).block
     columns = min(d, 256)
-    for heads,keys in ((2,64),(2,48),(2,32),(1,64),(1,48),(1,32),(1,16)):
+    pairs = share%2==0 and d<=256 # May two heads be in a block?
+    tries = [(heads, keys) for heads,several in _BLOCKS.items() for keys in several]
+    for heads,keys in tries:
         queries = heads*TILE*(2*d*planes+16)
         room = queries+keys*(4*d*planes+32+24)
-        options = dict(DB=columns, HB=heads, KEYS=keys)
-        cut = _Cut(options, 128*heads*d//columns, room, heads)
-        alone = heads==1 or share%2==0 and d<=256
-        if room<=most and alone:
-            return cut
+        if room<=most and (heads==1 or pairs):
+            options = dict(DB=columns, HB=heads, KEYS=keys)
+            return _Cut(options, 128*heads*d//columns, room, heads)
     raise DeviceError(f'{card.name} has no shared memory for heads of {d} elements')
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #b0xe5a10
@@ -48,17 +50,18 @@ _GROUPS = {
 
 def _groups(d, share, tiles, multiprocessors, team=1):
     "By warpgroups: 64 rows of a head each, and one that fetches, for up to `team` blocks"
-    sizes = next(g for g in _GROUPS[d] if share%g[0]==0)
-    heads,keys = sizes[:2]
-    stages,side = sizes[2:]
+    fitting = (g for g in _GROUPS[d] if share%g[0]==0)
+    heads,keys,*pieces = next(fitting)
     while heads>1 and 2*tiles<=heads*multiprocessors:
         heads //= 2 # some have nothing to do: smaller blocks
+    stages,side = pieces
     room = 1024+heads*TILE*2*d+stages*(keys*2*d+16)
     columns = min(d, 256)
     team = team if share//heads%team==0 else 1
     options = dict(WGMMA=1, DB=columns, HB=heads, KEYS=keys)
     options |= dict(STAGES=stages, SIDE=side, TEAM=team)
-    return _Cut(options, 128*(heads*d//columns+1), room, heads)
+    threads = 128*(heads*d//columns+1)
+    return _Cut(options, threads, room, heads)
 
 def _cut(card, d, share, fmt, tiles):
     "How to compute so many tiles of heads of `d` elements, `share` of them to a key head"
@@ -82,7 +85,8 @@ def _maps(card, pool, boxed):
     if not boxed:
         return TensorMap(),TensorMap()
     rows = len(pool.k)*pool.block_size
-    return [_map(card, card.address(a), rows, pool.kv, pool.d) for a in (pool.k,pool.v)]
+    def boxes(a): return _map(card, card.address(a), rows, pool.kv, pool.d)
+    return boxes(pool.k),boxes(pool.v)
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #299d62d4
 class PrepArgs(NamedTuple):
@@ -165,7 +169,8 @@ def _turns(angles, rows):
     half = angles.cos.shape[1]
     pos = angles.pos.reshape(-1, rows)
     axes = angles.axes if angles.pos.ndim>1 else None
-    return dict(cos=angles.cos, sin=angles.sin, pos=pos, axes=axes, half=half)
+    at = dict(pos=pos, axes=axes, half=half)
+    return dict(cos=angles.cos, sin=angles.sin)|at
 
 def _halves(card, rows, a, pool, boxed):
     "Room for queries, keys and values in fp16, as many as are wanted"
@@ -173,15 +178,17 @@ def _halves(card, rows, a, pool, boxed):
     q = card.empty((rows,a.num_heads,d), 'float16')
     if a.q_only or boxed: # keys and values are read from the pool alone
         return dict(q=q, kf=None, vf=None)
-    kf,vf = (card.empty((rows,a.num_kv_heads,d), 'float16') for _ in 'kv')
-    return dict(q=q, kf=kf, vf=vf)
+    shape = rows,a.num_kv_heads,d
+    kf = card.empty(shape, 'float16')
+    return dict(q=q, kf=kf, vf=card.empty(shape, 'float16'))
 
 def _prepare(a, pool, b, eps, both, own):
     "Launch flash_prep: what both kernels take, and its own"
     rows = len(both['q'])
     how = dict(gate=a.gate, qonly=a.q_only, together=a.qk_norm=='all')
     args = PrepArgs(**both, **own, **how, slots=b.slots, eps=float(eps), r=rows)
-    of = dict(DIM=a.head_dim, FORMAT=pool.code, KEQV=int(a.k_eq_v), VNORM=int(a.v_norm))
+    of = dict(DIM=a.head_dim, FORMAT=pool.code)
+    of |= dict(KEQV=int(a.k_eq_v), VNORM=int(a.v_norm))
     run('flash_prep', rows, 256, *args, pdl=False, **of)
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #4fc85b71
@@ -216,7 +223,8 @@ def flash(
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #643cc188
 def _attend(card, pool, b, scale, cut, both, own):
     "Launch flash: what both kernels take, and its own"
-    k_map,v_map = _maps(card, pool, 'WGMMA' in cut.options and pool.fmt=='f16')
+    boxed = 'WGMMA' in cut.options and pool.fmt=='f16'
+    k_map,v_map = _maps(card, pool, boxed)
     args = FlashArgs(
         **both,
         **own,
@@ -230,5 +238,5 @@ def _attend(card, pool, b, scale, cut, both, own):
         bs=pool.block_size,
         mb=b.tables.shape[1])
     grid = both['heads']//cut.heads,len(both['q'])//TILE
-    of = dict(DIM=pool.d, FORMAT=pool.code)|cut.options
-    run('flash', grid, cut.threads, *args, shared=cut.shared, pdl=False, **of)
+    of = dict(DIM=pool.d, FORMAT=pool.code, shared=cut.shared)
+    run('flash', grid, cut.threads, *args, pdl=False, **of, **cut.options)

@@ -25,7 +25,8 @@ BK = 64 # Columns that a product takes at a time: fp16 rows are padded to a mult
 
 def _row_warps(k)->int:
     "Warps for a row of `k` columns"
-    return next((n for n in (1,2,4) if k<=512*n), 8)
+    enough = (n for n in (1,2,4) if k<=512*n)
+    return next(enough, 8)
 
 def halve(
     x, # [R, k] float32
@@ -177,7 +178,8 @@ _HOPPER = limits(SimpleNamespace(arch='sm_90a'))
 
 def _groups_tile(f, MT, WN, blocks, k=0, **kw):
     "A tile by warpgroups: stages as there is room for; None if there is room for none"
-    d = dict(MT=MT, NT=2, WM=1, WN=WN, BK=BK, WGMMA=1, BLOCKS=blocks)|kw
+    d = dict(MT=MT, NT=2, WM=1, WN=WN)
+    d |= dict(BK=BK, WGMMA=1, BLOCKS=blocks)|kw
     for stages in (4,3):
         v = d|dict(STAGES=stages)
         b = launch_of(f, v, k)
@@ -188,7 +190,8 @@ def _groups_tile(f, MT, WN, blocks, k=0, **kw):
 
 def _ring(f):
     "A tile of blocks that stay"
-    d = dict(MT=16, NT=2, WM=1, WN=8, BK=BK, WGMMA=1, STAGES=4)
+    d = dict(MT=16, NT=2, WM=1, WN=8)
+    d |= dict(BK=BK, WGMMA=1, STAGES=4)
     for ring in (5,4):
         v = d|dict(RING=ring)
         if launch_of(f, v).shared<=_HOPPER.block:
@@ -199,13 +202,16 @@ def _experts_by_groups(f, rows, n, k):
     "Most experts should need one tile; what is not full is cut by eights"
     many = _ceil(n, 256) # turns of four groups through all rows of an expert's matrix
     turns = many if rows>=128 else _ceil(many, 2)
-    whole = turns>1 and not f.tile and _groups_tile(f, 8, 16, 1, k, TURNS=turns)
+    whole = None
+    if turns>1 and not f.tile:
+        whole = _groups_tile(f, 8, 16, 1, k, TURNS=turns)
     if whole:
         return whole
     if rows>=128:
         return _groups_tile(f, 8, 8, 2)
     divides = _ceil(n, 192)*192<1.05*n
-    return _groups_tile(f, 5, 12, 2) if divides else _groups_tile(f, 6, 8, 2)
+    MT,WN = (5,12) if divides else (6,8)
+    return _groups_tile(f, MT, WN, 2)
 
 def _by_groups(f, rows, n, cores, parts):
     "Of what was measured, what should take least"
@@ -231,18 +237,19 @@ def _hopper_tile(f, rows, n, k, cores, grouped, parts):
     if f.chunk<64 or parts==1 and f.chunk==64 and n>=1024:
         return _by_groups(f, rows, n, cores, parts)
     if parts==2 and f.chunk==64 and rows>=1024: # a router
-        return dict(MT=8, NT=2, WM=1, WN=4, BK=BK, STAGES=4, WGMMA=1)
+        d = dict(MT=8, NT=2, WM=1, WN=4)
+        return d|dict(BK=BK, STAGES=4, WGMMA=1)
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #b7cf8d02
 def _shapes_of(f, rows, k, grouped, parts)->list[tuple]:
     "(MT, NT) of tiles by single warps, the largest first"
+    wide = f.chunk>=64 and not grouped
     if f.parts>2:
-        return [(4,2),(2,2)] if f.chunk>=64 and not grouped else [(2,4)]
+        return [(4,2),(2,2)] if wide else [(2,4)]
     large = f.narrow and k>=2048 and rows>=96
     small = max(parts, f.parts)>1 or grouped and not large
-    shapes = [(8,4),(4,4),(2,4)]
-    if f.chunk>=64 and not grouped:
-        shapes = [(8,4),(4,4),(4,2),(2,2),(2,1)]
+    shapes = [(8,4),(4,4)]
+    shapes += [(4,2),(2,2),(2,1)] if wide else [(2,4)]
     return shapes[small:]
 
 def _largest(shapes, rows, n, cores, grouped)->tuple:
@@ -266,14 +273,17 @@ def tile_of(
     """How a block divides its work
 
     A row's bits are the same for all, by single warps or by warpgroups."""
-    if groups and (found := _hopper_tile(f, rows, n, k, cores, grouped, parts)):
-        return found
+    if groups:
+        found = _hopper_tile(f, rows, n, k, cores, grouped, parts)
+        if found:
+            return found
     shapes = _shapes_of(f, rows, k, grouped, parts)
     MT,NT = _largest(shapes, rows, n, cores, grouped)
     stages = 3 if NT>2 else 4
     if f.parts>1:
         stages = 2
-    return dict(MT=MT, NT=NT, WM=1, WN=4, BK=BK, STAGES=stages)
+    blocks = dict(MT=MT, NT=NT, WM=1, WN=4)
+    return blocks|dict(BK=BK, STAGES=stages)
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #790e6233
 @dataclass
@@ -314,18 +324,22 @@ def _strides(o:Fused, out):
 def _blocks(w, of:Grouped, b:BlockShape)->tuple:
     "The grid of a product in blocks of shape `b`"
     across = _ceil(w.n, b.bn)
-    return (across,len(of.tiles)) if of.half else (_ceil(of.rows, b.bm),across)
+    if of.half:
+        return across,len(of.tiles)
+    return _ceil(of.rows, b.bm),across
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #a3578964
 def _arrays(w, o:Fused, out, of:Grouped)->tuple:
     "Arrays beside the rows, as gemm.cu takes them: weights, guests, results, whose rows are whose"
     scales = _bytes(w.s) if w.format.stage else None
-    return _rows(w),scales,units(w),*_guests(w, o),out,of.order,of.tiles
+    weights = _rows(w),scales,units(w)
+    return *weights,*_guests(w, o),out,of.order,of.tiles
 
 def _numbers(w, o:Fused, out, of:Grouped)->tuple:
     "Sizes of the weights, scalars and steps, as gemm.cu takes them last"
     tiles_of_row = w.s.shape[-1] if w.format.tile else 0
-    return w.chunks,tiles_of_row,w.n,o.scalars[0],of.top,*_strides(o, out)
+    sizes = w.chunks,tiles_of_row,w.n
+    return *sizes,o.scalars[0],of.top,*_strides(o, out)
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #936133d0
 @dataclass
@@ -344,15 +358,16 @@ def _planned(card, x, w, of:Grouped, tile, options)->GemmPlan:
     boxes = TensorMap()
     if tile.get('RING'):
         grid = min(card.usable, grid[0]*grid[1])
-        boxes = _rows_map(card, card.address(x), of.rows, x.shape[1], shape.bm)
+        rows = card.address(x),of.rows,x.shape[1]
+        boxes = _rows_map(card, *rows, shape.bm)
     return GemmPlan(options, tile, grid, shape, boxes)
 
 def _multiply(p:GemmPlan, h:Halved, w, o:Fused, out, of:Grouped):
     "Launch gemm.cu as planned"
-    run('gemm', p.grid, p.shape.threads,
-        h.y, h.scale, *_arrays(w, o, out, of), p.boxes,
-        of.rows, h.y.shape[1], _ceil(w.k, BK)*BK, *_numbers(w, o, out, of),
-        shared=p.shape.shared, pdl=False, **p.options, **p.tile)
+    arrays = h.y,h.scale,*_arrays(w, o, out, of),p.boxes
+    sizes = of.rows,h.y.shape[1],_ceil(w.k, BK)*BK,*_numbers(w, o, out, of)
+    how = dict(shared=p.shape.shared, pdl=False)|p.options
+    run('gemm', p.grid, p.shape.threads, *arrays, *sizes, **how, **p.tile)
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #6540a729
 def product(
@@ -367,9 +382,11 @@ def product(
     "`gemm` of rows that are fp16 already"
     card = card_of(h.y)
     of = many or _one_matrix(len(h))
-    size = w.format,of.rows//max(1, w.experts),w.n,w.k,card.multiprocessors
+    each = of.rows//max(1, w.experts)
+    size = w.format,each,w.n,w.k,card.multiprocessors
     d = tile or tile_of(*size, bool(many), parts, by_groups(card))
-    how = dict(FMT=w.format.many, ACTIVATION=_ACTS[o.act], PARTS=parts, GROUPED=of.half)
+    how = dict(FMT=w.format.many, ACTIVATION=_ACTS[o.act])
+    how |= dict(PARTS=parts, GROUPED=of.half)
     p = _planned(card, h.y, w, of, d, how)
     _multiply(p, h, w, o, out, of)
     if wanting() and not many and not tile:
@@ -379,7 +396,8 @@ def product(
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #02490b36
 def _results(card, rows, w):
     "Room for results, of pairs half as many as `w` has rows"
-    return card.empty((rows, w.n//2 if w.pair else w.n))
+    columns = w.n//2 if w.pair else w.n
+    return card.empty((rows,columns))
 
 def gemm(
     x, # [R, k] float32; or a `Halved` of as many parts as `w` wants
@@ -402,8 +420,10 @@ def gemm(
     if out is None:
         out = _results(card_of(h.y), len(x), w)
     logits,column = gate or (None,0)
-    o = Fused(bias=bias, add=add, act=act, limit=limit, logits=logits, column=column)
-    return product(h, w, out, o, max(w.format.parts, 1+exact), tile=tile)
+    gated = dict(logits=logits, column=column)
+    o = Fused(bias=bias, add=add, act=act, limit=limit, **gated)
+    parts = max(w.format.parts, 1+exact)
+    return product(h, w, out, o, parts, tile=tile)
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #7a1e0c02
 @functools.lru_cache(1<<10)

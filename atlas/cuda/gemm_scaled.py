@@ -33,7 +33,8 @@ class Narrow(NamedTuple):
 
 def _scale_of(x, top, e, fmt, gain, eps):
     "What the codes of each row are to be multiplied by; NaN for a row that is not finite"
-    scale = np.ldexp(np.float32(1), e-141+(7 if fmt=='fp8' else 4)) # [R]
+    lift = 7 if fmt=='fp8' else 4
+    scale = np.ldexp(np.float32(1), e-141+lift) # [R]
     scale = np.where(np.isfinite(top), scale, np.float32(np.nan))
     if gain is not None:
         mean = (np.float32(x)**2).mean(1)
@@ -89,14 +90,16 @@ def narrow_values(
     k:int, # Columns
 )->np.ndarray: # float32 [R, k]
     "The numbers that rows in fewer bits stand for"
-    R,c = len(h.codes),h.codes
+    c,R = h.codes,len(h.codes)
     if h.scales is None:
-        v = E4M3[c.reshape(R, -1, 2, 4, 4).swapaxes(2, 3)]
+        c = c.reshape(R, -1, 2, 4, 4)
+        v = E4M3[c.swapaxes(2, 3)]
     else:
         c = c.reshape(R, -1, 4)
-        v = E2M1[np.stack([c&15, c>>4], 2)].reshape(R, -1, 16)
-        v = v*E4M3[h.scales][...,None]
-    return v.reshape(R, -1)[:,:k]*h.scale[:,None]
+        v = E2M1[np.stack([c&15,c>>4], 2)]
+        v = v.reshape(R, -1, 16)*E4M3[h.scales][...,None]
+    v = v.reshape(R, -1)[:,:k]
+    return v*h.scale[:,None]
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #4312a141
 def _narrow_room(card, R, kp, fmt)->Narrow:
@@ -158,7 +161,9 @@ def rounded(
     if fmt!='fp8' or not w.format.narrow:
         return unpack(w)
     found = units(w)
-    unit = 1 if found is None else card_of(w.w).download(found)[:,None]
+    unit = 1
+    if found is not None:
+        unit = card_of(w.w).download(found)[:,None]
     own = unit if w.format.rows=='gs' else 1 # else the unit is in the numbers
     lift = np.float32(_LIFT[w.fmt])/(unit/own)
     codes = f32_to_e4m3(stored_rows(w, False)*lift)
@@ -178,7 +183,8 @@ def _by_warps(fmt, rows, n, card, grouped):
 def _by_groups(rows, n, card, grouped):
     "Tiles for products of two warpgroups"
     if grouped:
-        return dict(MT=6 if rows>=24 else 2, NT=2, WN=8, WGMMA=1)
+        few = dict(NT=2, WN=8, WGMMA=1)
+        return few|dict(MT=6 if rows>=24 else 2)
     def enough(m):
         return _ceil(rows, 16*m)*_ceil(n, 128)>=card.multiprocessors
     MT = next(filter(enough, (16,8,4)), 4)
@@ -190,7 +196,8 @@ def launch_scaled(f:CardFormat, fmt:str, d:dict)->BlockShape:
     bm = 16*d['MT']
     bn = 8*d['NT']*d['WN']
     x = BK if fmt=='fp8' else BK//2+BK//16 # bytes of a row in a stage
-    w = BK//32*(f.chunk+f.scale)+4*bool(f.tile)
+    chunk = f.chunk+f.scale
+    w = BK//32*chunk+4*bool(f.tile)
     stage,more = bm*x+bn*w,0
     if 'WGMMA' in d:
         more = 1024
@@ -237,11 +244,11 @@ def product_scaled(
     each = of.rows//max(1, w.experts)
     d = tile or tile_scaled(f, fmt, each, w.n, card, bool(many))
     b = launch_scaled(f, fmt, d)
-    fused = dict(FP8=int(fmt=='fp8'), ACTIVATION=_ACTS[o.act], GROUPED=of.half)
-    run('gemm_scaled', _blocks(w, of, b), b.threads,
-        *h, *_arrays(w, o, out, of),
-        of.rows, _ceil(w.k, BK)*BK, *_numbers(w, o, out, of),
-        shared=b.shared, pdl=False, FMT=f.many, **fused, **d)
+    how = dict(FP8=int(fmt=='fp8'), ACTIVATION=_ACTS[o.act])
+    how |= dict(GROUPED=of.half, FMT=f.many, shared=b.shared)
+    arrays = *h,*_arrays(w, o, out, of)
+    sizes = of.rows,_ceil(w.k, BK)*BK,*_numbers(w, o, out, of)
+    run('gemm_scaled', _blocks(w, of, b), b.threads, *arrays, *sizes, pdl=False, **how, **d)
     return out
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #234be06a

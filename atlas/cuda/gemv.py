@@ -15,14 +15,11 @@ from typing import NamedTuple
 from fastcore.basics import patch
 from ..card.card import card_of,limits,run
 from ..ground.core import ConfigError
-from .pack import CardFormat,Packed,row_order
+from .pack import CardFormat,Packed,_ceil,row_order
 from ..ops.linear import MAX_ROWS
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #cc022504
 _ACT = dict(silu=1, gelu_tanh=2, swiglu_oai=3, relu2=4)
-
-def _ceil(a, b):
-    return -(-a//b)
 
 @patch(as_prop=True)
 def blocks(self:CardFormat)->int:
@@ -76,7 +73,8 @@ def _shares(f, k, rows, card, W, split, steps):
     each = max(2, split*f.blocks)
     place = W*f.unit
     deep = min(steps, f.deep)
-    for held,least,room in _wishes(whole, each, *_rooms(card, W, rows)):
+    rooms = _rooms(card, W, rows)
+    for held,least,room in _wishes(whole, each, *rooms):
         left = room-_x_bytes(f, rows, held)
         if place*min(least, deep)<=left:
             return held,min(deep, left//place)
@@ -95,11 +93,13 @@ def _cycles(f, units, each, W, split):
     meeting = 450
     return groups*(of_group+meeting)
 
+_SPLITS = 2,4,6,8,12,16 # Warps that may share a row of four bits a weight
+
 def _warps(f, units, each):
     "Warps of a block, and how many of them share a row"
     if f.narrow:
-        splits = [s for s in (2,4,6,8,12,16) if s<=max(2, units)]
-        ways = [(W,s) for W in (16,12) for s in splits if W%s==0]
+        most = max(2, units)
+        ways = [(W,s) for W in (16,12) for s in _SPLITS if s<=most and W%s==0]
         return min(ways, key=lambda way: _cycles(f, units, each, *way))
     # what lies side by side is best read side by side
     if f.parts>1:
@@ -273,7 +273,8 @@ def _early(f, rows, units, rounds, plain)->int:
 def _last_options(w, o, rows, d:Division, rounds, best)->dict:
     "Options of gemv.cu for one row, and where only the largest results are wanted"
     opts = dict(BEST=1) if best else {}
-    plain = o.extra is None and d.team==d.deep==1 and d.held*128>=w.k
+    whole = d.held*128>=w.k # Is all of x held at once?
+    plain = o.extra is None and d.team==d.deep==1 and whole
     early = _early(w.format, rows, d.units, rounds, plain)
     if early:
         opts['EARLY'] = early
@@ -295,10 +296,12 @@ def _fused_options(w, o:Fused, rows)->dict:
 def _held_options(card, w, rows, d:Division, opts)->dict:
     "Options for what is held, and in which order it is asked for"
     more = {}
-    if rows>1 and w.format.narrow and (w.pair or not opts['NORM']):
+    normed = opts['NORM']
+    if rows>1 and w.format.narrow and (w.pair or not normed):
         more['PIPE'] = 1
-    more |= dict(W=d.warps, SPLIT=d.split, STAGED=d.held, DEEP=d.deep)
-    if d.deep>1 and _x_first(card, w, rows, opts['NORM']):
+    more |= dict(W=d.warps, SPLIT=d.split)
+    more |= dict(STAGED=d.held, DEEP=d.deep)
+    if d.deep>1 and _x_first(card, w, rows, normed):
         more['BEHIND'] = 1
     return more
 
@@ -309,13 +312,16 @@ def _extra_options(card, w, extra, rows, W)->tuple[dict,int]:
     e = extra.format
     steps = _ceil(w.k, 128*W)
     held,deep,shared = _staged(e, w.k, rows, card, W, W, steps)
-    return dict(EXTRA=f'fragment_{e.name}', ESTAGED=held, EDEEP=deep),shared
+    opts = dict(ESTAGED=held, EDEEP=deep)
+    return opts|dict(EXTRA=f'fragment_{e.name}'),shared
 
 def _variant(card, w, o:Fused, rows, best)->tuple[Division,dict]:
     "How the whole card divides a product, for bits depend on it, and options for that"
     opts = _fused_options(w, o, rows)
-    team = _team(card, w.format, w.k, rows, opts, o.extra is None and not best)
-    d = _divided(card, w, rows, team, _extra_blocks(w, o.extra, card.multiprocessors))
+    alone = o.extra is None and not best
+    team = _team(card, w.format, w.k, rows, opts, alone)
+    beside = _extra_blocks(w, o.extra, card.multiprocessors)
+    d = _divided(card, w, rows, team, beside)
     if team>1:
         opts['TEAM'] = team
     opts |= _held_options(card, w, rows, d, opts)
@@ -344,13 +350,14 @@ def _launch(card, x, w, o:Fused, out):
     d,opts = _variant(card, w, o, rows, best)
     grid = _grid(card, w, o, d)
     opts |= _last_options(w, o, rows, d, grid.rounds, best)
+    opts['shared'] = _alone(card, w.format, d.shared)
     keys = card.empty((len(x),grid.teams), 'int64') if best else None
-    run('gemv', grid.teams*d.team+grid.more, 32*d.warps,
-        *w.raw, w.gs, o.extra_rows,
-        x, o.gain, o.parts, o.bias, o.logits, o.add, out, keys,
-        float(o.eps), *o.scalars,
-        len(x), w.n, o.more, *o.gate_at, o.width(w), grid.teams, grid.span,
-        shared=_alone(card, w.format, d.shared), **opts)
+    weights = *w.raw,w.gs,o.extra_rows
+    of_rows = x,o.gain,o.parts,o.bias,o.logits,o.add
+    sizes = len(x),w.n,o.more,*o.gate_at,o.width(w)
+    args = *weights,*of_rows,out,keys,float(o.eps),*o.scalars,*sizes
+    blocks = grid.teams*d.team+grid.more
+    run('gemv', blocks, 32*d.warps, *args, grid.teams, grid.span, **opts)
     return keys
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #e35760d1
@@ -407,7 +414,8 @@ def largest(
 def pair_bias(b, w:Packed, card):
     "Bias [n] of the matrix `w`, gate then up, in the order of its rows"
     i = row_order(w.n, w.pair)
-    return card.upload(np.where(i<0, 0, np.asarray(b, np.float32)[i]))
+    b = np.asarray(b, np.float32)[i]
+    return card.upload(np.where(i<0, 0, b))
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #845ef1dc
 def embed(

@@ -65,8 +65,8 @@ def _rings(l, f, tiles, strips, warps, along, steps, rounds):
     deep = min(deep, rounds*steps)
     # all of x, or a few pieces; better beside another block than with more on the way
     wants = [(deep, steps, l.half), (deep, steps, most)]
+    few = [held for held in (min(steps, 4),3,2) if held<=steps]
     for room in (l.half,most):
-        few = [held for held in (min(steps, 4),3,2) if held<=steps]
         for held in few:
             wants += [(deep, held, room), (2, held, room)]
     wants.append((1, steps, most))
@@ -93,7 +93,8 @@ class Work:
     @property
     def reading(self)->float:
         "Cycles for reading the matrix once, out of memory"
-        return self.n*(self.f.bits*self.k/8)/(18*self.sms)
+        nbytes = self.n*(self.f.bits*self.k/8)
+        return nbytes/(18*self.sms)
 
     def turns(self, rounds, along)->float:
         "Cycles in which warps wait for each other, after each of `rounds` groups of rows"
@@ -113,16 +114,21 @@ def _cycles(j:Work, groups, rounds, o):
     decode,products = _work(f)
     mine = rounds*steps*f.blocks*o.strips # 16 rows and 128 columns each, of a warp
     one = decode+o.tiles*(products+14)
-    row,x = f.bits*j.k/8,8*o.tiles*j.k*2*f.planes
-    reads = 1 if o.held>=steps else rounds
     turns = j.turns(rounds, o.along)
     # instructions of a quarter, its tensor core
     work = _ceil(o.warps, 4)*mine*(one+8*o.tiles*products)
-    shared = o.warps*mine*(16*o.tiles*f.planes/o.strips+f.chunk)
-    through = groups*(j.n*row+o.blocks*reads*x)/j.sms # bytes out of the L2 cache
+    staged = 16*o.tiles*f.planes/o.strips
+    shared = o.warps*mine*(staged+f.chunk)
+    through = _through(j, groups, rounds if o.held<steps else 1, o)
     alone = mine*(200+1.5*one)+turns # a warp by itself
     together = 5100+.8*work+.32*shared+through/49+turns
     return max(together, 2*alone, j.reading)
+
+def _through(j:Work, groups, reads, o):
+    "Bytes out of the L2 cache, of which x is read so many times"
+    row = j.f.bits*j.k/8
+    x = 8*o.tiles*j.k*2*j.f.planes
+    return groups*(j.n*row+o.blocks*reads*x)/j.sms
 
 def _cycles_together(j:Work, rounds, o):
     "The same where four warps multiply together"
@@ -131,7 +137,8 @@ def _cycles_together(j:Work, rounds, o):
     work = _ceil(o.warps, 4)*mine*(40+decode+75*o.tiles)
     alone = mine*(800+50*o.tiles)
     first = 10500 if j.f.narrow else 12000 # cycles before the first product and after the last
-    return max(first+max(work, alone)+j.turns(rounds, o.along), j.reading)
+    together = first+max(work, alone)+j.turns(rounds, o.along)
+    return max(together, j.reading)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #f2f48f16
 MOST_TILES = 8 # Of a block; 4: what is decoded is never kept
@@ -178,8 +185,8 @@ def _tiling_of(room, j:Work, tiles, blocks, strips, along, down):
     if rings is None:
         return None
     grid = min(blocks, _ceil(j.n, span)),span
-    o = Tiling(tiles, strips, down, along, *rings, *grid, _memory(*sizes, *rings))
-    return rounds,o
+    shared = _memory(*sizes, *rings)
+    return rounds,Tiling(tiles, strips, down, along, *rings, *grid, shared)
 
 def _by_warps(room, j:Work, tiles, strips, groups, blocks):
     "(cycles, Tiling) of ways in which each warp multiplies by itself"
@@ -191,7 +198,8 @@ def _by_warps(room, j:Work, tiles, strips, groups, blocks):
 def _tilings(room, f, n, k, sms, split, tiles, more=0):
     "Ways to share out `tiles` eights of rows, beside `more` blocks: (cycles, Tiling)"
     j = Work(f, n, k, sms, split)
-    for t in dict.fromkeys(_ceil(tiles, g) for g in range(1, tiles+1)):
+    several = (_ceil(tiles, g) for g in range(1, tiles+1))
+    for t in dict.fromkeys(several):
         if t>_most_tiles(f):
             continue
         groups = _ceil(tiles, t)
@@ -211,22 +219,27 @@ def _rings_together(room, j:Work, tiles, warps, along):
         if held<=_ceil(j.units, along) and need<=room.block-1024:
             return deep,held
 
+def _ways_together(j:Work, tiles):
+    "(strips beside each other, shares of a row): warps in fours"
+    most = 12 if tiles>4 else 16
+    for along in (1,2,4):
+        if j.split%along==0:
+            yield from ((down, along) for down in range(4, most//along+1, 4))
+
 def _together(room, j:Work, tiles, blocks):
     "The same where four warps multiply together"
     if not room.groups or j.f.planes>1 or tiles%2 or tiles>8:
         return
-    most = 12 if tiles>4 else 16
-    for along in (a for a in (1,2,4) if j.split%a==0):
-        for down in range(4, most//along+1, 4):
-            warps,rounds = down*along,_ceil(j.n, blocks*16*down)
-            span = _ceil(j.n, 4*blocks*rounds)*4
-            rings = _rings_together(room, j, tiles, warps, along)
-            if span<=16*(down-4) or rings is None:
-                continue
-            shared = _memory(j.f, tiles, 1, warps, along, *rings, True)
-            grid = min(blocks, _ceil(j.n, span)),span
-            o = Tiling(tiles, 1, down, along, *rings, *grid, shared, True)
-            yield _cycles_together(j, rounds, o),o
+    for down,along in _ways_together(j, tiles):
+        warps,rounds = down*along,_ceil(j.n, blocks*16*down)
+        span = _ceil(j.n, 4*blocks*rounds)*4
+        rings = _rings_together(room, j, tiles, warps, along)
+        if span<=16*(down-4) or rings is None:
+            continue
+        shared = _memory(j.f, tiles, 1, warps, along, *rings, True)
+        grid = min(blocks, _ceil(j.n, span)),span
+        o = Tiling(tiles, 1, down, along, *rings, *grid, shared, True)
+        yield _cycles_together(j, rounds, o),o
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #94ccce84
 @functools.cache
@@ -241,8 +254,9 @@ def tiling(
     more:int=0, # Blocks for other rows
 )->Tiling:
     "The way to share out a product that takes the least time"
-    found = _tilings(room, f, n, k, sms, split, _ceil(rows, 8), more)
-    return min(found, key=lambda o: o[0], default=(inf,None))[1]
+    ways = _tilings(room, f, n, k, sms, split, _ceil(rows, 8), more)
+    _,best = min(ways, key=lambda way: way[0], default=(inf,None))
+    return best
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2fc04933
 class Found(NamedTuple):
@@ -269,7 +283,8 @@ class Prepared:
     def of(self, w, gain, eps, extra)->bool:
         "Are they made for this product?"
         r = self.reader
-        return r.w is w and r.gain is gain and r.eps==eps and r.extra is extra
+        beside = r.eps==eps and r.extra is extra
+        return r.w is w and r.gain is gain and beside
     def instead(self, x):
         "What a product takes for the rows `x`: these, if they are made of that very array"
         return self if x is self.x else x
@@ -316,11 +331,14 @@ def room(self:_Product, rows, normed):
     "Room for rows as tiles, for the extra rows too, and for 1/rms of each"
     def tiles(p, cores=False):
         f = p.format
-        units,line = _ceil(p.k, 128*f.blocks),self.tiles*_tile_bytes(f, cores)
+        units = _ceil(p.k, 128*f.blocks)
+        line = self.tiles*_tile_bytes(f, cores)
         return self.card.empty((units,line), 'uint8')
     halves = tiles(self.w, self.o.cores)
     more = tiles(self.extra) if self.extra else None
-    inverse = self.card.empty((1+bool(self.extra),rows)) if normed else None
+    inverse = None
+    if normed:
+        inverse = self.card.empty((1+bool(self.extra),rows))
     return halves,more,inverse
 
 @patch
@@ -332,9 +350,9 @@ def halves(self:_Product, x, gain, eps, parts, norm, found=Found()):
     if found.part is not None:
         opts['PICKS'] = found.part.shape[1]
     across = 1 if normed else _ceil(self.w.k, 256*warps)
-    run('gemv_halves', (R,across), 32*warps,
-        x, gain, parts, *room, *found,
-        float(eps), R, self.tiles, int(early), W=self.W, **opts)
+    given = x,gain,parts,*room,*found
+    sizes = R,self.tiles,int(early)
+    run('gemv_halves', (R,across), 32*warps, *given, float(eps), *sizes, W=self.W, **opts)
     return room
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2310107c
@@ -354,22 +372,28 @@ def tiles_of(self:_Product, x, gain, eps, parts, norm):
 def extra_share(self:_Product):
     "Options for the extra rows, and their shared memory: no more than the others have, if they can"
     f,k,o = self.extra.format,self.w.k,self.o
-    l = limits(self.card)
     strips = _ceil(_ceil(self.extra.n, 16), self.more)
     down = min(o.warps, strips) # Strips beside each other: x is read once for all
+    for within,along in self._extra_ways(down):
+        sizes = f,o.tiles,1,along*down,along
+        steps = _ceil(_ceil(k, 128*f.blocks), along)
+        if rings := _rings(within, *sizes, steps, 1):
+            deep,held = rings
+            opts = dict(ESPLIT=self.W, EDOWN=down, EALONG=along)
+            opts |= dict(EDEEP=deep, EHELD=held)
+            return opts,_memory(*sizes, *rings)
+    raise ConfigError(f'{8*o.tiles} rows of {k} columns have no room')
+
+@patch
+def _extra_ways(self:_Product, down):
+    "(limits to stay within, warps that share a row) for the extra rows, best first"
+    l,o = limits(self.card),self.o
     most = l.block-1024
     for room in (l.half if o.shared<=l.half else most,most):
         within = replace(l, half=room, block=room+1024)
         for along in range(min(self.W, o.warps//down), 0, -1):
-            if self.W%along:
-                continue
-            sizes = f,o.tiles,1,along*down,along
-            steps = _ceil(_ceil(k, 128*f.blocks), along)
-            if rings := _rings(within, *sizes, steps, 1):
-                deep,held = rings
-                opts = dict(ESPLIT=self.W, EDOWN=down, EALONG=along, EDEEP=deep, EHELD=held)
-                return opts,_memory(*sizes, *rings)
-    raise ConfigError(f'{8*o.tiles} rows of {k} columns have no room')
+            if self.W%along==0:
+                yield within,along
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2310105b
 def _best_bytes(o):
@@ -382,16 +406,7 @@ def variant(self:_Product, g:Fused, norm, best:bool)->tuple[dict,int]:
 
     `best`: it leaves the largest alone."""
     o,shared = self.o,self.o.shared
-    opts = self.opts|dict(
-        NORM=int(norm['NORM']==1),
-        ACT=_ACT.get(g.act, 0),
-        CAP=int(bool(g.cap)),
-        TILES=o.tiles,
-        STRIPS=o.strips,
-        DOWN=o.down,
-        ALONG=o.along,
-        DEEP=o.deep,
-        HELD=o.held)
+    opts = self.opts|self._fused(g, norm)
     if best:
         opts['BEST'],shared = 1,shared+_best_bytes(o)
     if self.extra:
@@ -403,6 +418,21 @@ def variant(self:_Product, g:Fused, norm, best:bool)->tuple[dict,int]:
     if shared>=64<<10 and self.card.kind!='emulator':
         shared = max(shared, limits(self.card).alone)
     return opts,shared
+
+@patch
+def _fused(self:_Product, g:Fused, norm)->dict:
+    "Options for its tiles, and for what is fused"
+    o = self.o
+    return dict(
+        NORM=int(norm['NORM']==1),
+        ACT=_ACT.get(g.act, 0),
+        CAP=int(bool(g.cap)),
+        TILES=o.tiles,
+        STRIPS=o.strips,
+        DOWN=o.down,
+        ALONG=o.along,
+        DEEP=o.deep,
+        HELD=o.held)
 
 @patch
 def __call__(self:_Product, x, g:Fused, norm, out, best=None):
@@ -443,7 +473,8 @@ def gemv_wide(
         out = card.empty((len(x),width))
     if not len(x):
         return out
-    p,norm = _Product(card, w, extra, len(x)),_norm_of(gain, parts, group)
+    p = _Product(card, w, extra, len(x))
+    norm = _norm_of(gain, parts, group)
     p(p.tiles_of(x, gain, eps, parts, norm), g, norm, out)
     return out
 
@@ -471,7 +502,8 @@ def best_logits(
     p = _Product(card, w, None, len(x))
     if p.o.shared+_best_bytes(p.o)>limits(card).block:
         return None
-    g,norm = Fused(gain, eps, bias=bias, cap=cap),_norm_of(gain, None, 0)
+    g = Fused(gain, eps, bias=bias, cap=cap)
+    norm = _norm_of(gain, None, 0)
     tiles = p.tiles_of(x, gain, eps, None, norm)
     best = card.empty((len(x),p.mine.blocks), 'int64')
     p(tiles, g, norm, None, best)
@@ -481,7 +513,8 @@ def best_logits(
 def prepared_rows(x, r:Reader, found:Found)->Prepared:
     "Rows `x`, which are made of what is `found`, for their reader `r`"
     p = _Product(card_of(x), r.w, r.extra, len(x))
-    tiles = p.halves(x, r.gain, r.eps, None, dict(NORM=1), found)
+    norm = dict(NORM=1)
+    tiles = p.halves(x, r.gain, r.eps, None, norm, found)
     return Prepared(len(x), r, tiles, x)
 
 def room_for(
@@ -490,5 +523,6 @@ def room_for(
 )->tuple: # `Prepared`, to be written; tiles beside each other; options of who writes them
     "Room for rows that a kernel leaves as tiles alone"
     p = _Product(card_of(w.w), w, None, rows)
-    options = {k: v for k,v in p.opts.items() if k in ('FORMAT','CORES')}
-    return Prepared(rows, Reader(w), p.room(rows, False)),p.tiles,options
+    options = {k: p.opts[k] for k in ('FORMAT','CORES') if k in p.opts}
+    made = Prepared(rows, Reader(w), p.room(rows, False))
+    return made,p.tiles,options

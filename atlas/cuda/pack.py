@@ -38,7 +38,9 @@ def e2m1_words(
     c = c.reshape(*b.shape[:-1], 4) # word, group of four, weight
     a = c[...,0,:]
     b = c[...,1,:]
-    words = (a>>3)<<7 | (a&7)<<1 | b>>3 | (b&7)<<4
+    first = (a>>3)<<7 | (a&7)<<1
+    second = b>>3 | (b&7)<<4
+    words = first|second
     return words.reshape(*data.shape[:-1], -1, 16)
 
 def words_e2m1(
@@ -111,6 +113,9 @@ def int4_parts(
     return {'data':parts['data'], 'scale':records, 'global':unit}
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #80646047
+def _ceil(a, b):
+    return -(-a//b)
+
 @dataclass(frozen=True, eq=False)
 class CardFormat:
     "What kernels, and those who launch them, know of one way to keep weights on a card"
@@ -162,20 +167,23 @@ def _power(std):
 
 _row('nvfp4', ('NVFP4',), 16, 'uint8', words_e2m1,
     words=e2m1_words, kinds=(1,None,4),
-    scale=2, scales=E4M3.take, rows='gs', anew=5, scaled=('fp8','nvfp4'),
+    scale=2, scales=E4M3.take, rows='gs',
+    anew=5, scaled=('fp8','nvfp4'),
     even=lambda std: (0x38,std/2.7))
 _row('mxfp4', ('MXFP4',), 16, 'uint8', words_e2m1,
     words=e2m1_words, kinds=(1,None,5),
-    scale=1, scales=E8M0.take, found=True, scaled=('fp8','nvfp4'),
+    scale=1, scales=E8M0.take, found=True,
+    scaled=('fp8','nvfp4'),
     even=lambda std: (_power(std),None))
+_INT4 = int4_records(np.float32(2048), 8) # The same scale for all chunks
 _row('int4', ('INT4',), 16, 'uint8', words_int4,
     words=int4_words, taken=int4_parts, kinds=(7,None,6),
     scale=4, scales=int4_scales, zeros=int4_zeros, rows='gs',
-    even=lambda std: (int4_records(np.float32(2048), 8),std/2048/4.6))
+    even=lambda std: (_INT4,std/2048/4.6))
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #1fb3638e
-_fp8 = dict(of=f32_to_e4m3, fmt='fp8', rows='s', deep=5, scaled=('fp8',),
-    even=lambda std: (std,None))
+_fp8 = dict(of=f32_to_e4m3, fmt='fp8', rows='s',
+    deep=5, scaled=('fp8',), even=lambda std: (std,None))
 _row('fp8', ('FP8_TENSOR','FP8_CHANNEL','F8_E4M3'), 32, 'uint8', E4M3.take,
     tiled='fp8_tiled', anew=9, **_fp8)
 _row('fp8_tiled', ('FP8_BLOCK',), 32, 'uint8', E4M3.take,
@@ -207,7 +215,8 @@ class Packed:
     def format(self)->CardFormat:
         "Its row of `CARD_FORMATS`"
         f = CARD_FORMATS[self.fmt]
-        return CARD_FORMATS[f.tiled] if f.tiled and self.s.shape[-1]>1 else f
+        tiled = f.tiled and self.s.shape[-1]>1
+        return CARD_FORMATS[f.tiled] if tiled else f
     @property
     def rows(self)->int:
         "Rows of one expert, padding included"
@@ -224,7 +233,8 @@ class Packed:
     @property
     def nbytes(self)->int:
         "Bytes on the card"
-        return sum(a.nbytes for a in (self.w,self.s,self.gs) if a is not None)
+        arrays = self.w,self.s,self.gs
+        return sum(a.nbytes for a in arrays if a is not None)
     @property
     def raw(self)->tuple:
         "`w` and `s` as bytes, a line for each row (`s` of four bits a weight: for each four rows)"
@@ -236,7 +246,9 @@ class Packed:
 
 def _lines(a):
     "An array as bytes, a line for each of its first axis; or None"
-    return None if a is None else a.reshape(len(a), -1).view('uint8')
+    if a is None:
+        return None
+    return a.reshape(len(a), -1).view('uint8')
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #d19f692e
 @patch
@@ -245,14 +257,15 @@ def arrays(self:CardFormat,
     k:int, # Columns
 )->dict: # {'w': (shape, dtype), 's': …, 'gs': …}
     "The arrays of a `Packed`; None for one that the format has not"
-    C = -(-k//32)
-    res = dict(s=None, gs=None)
-    res['w'] = (rows,C,16) if self.narrow else (rows,32*C),self.dtype
+    C = _ceil(k, 32)
+    codes = (rows,C,16) if self.narrow else (rows,32*C)
+    res = dict(s=None, gs=None, w=(codes,self.dtype))
     if self.scale:
-        one = (rows//4,C,4)
-        res['s'] = (*one,self.scale) if self.scale>1 else one,'uint8'
+        one = rows//4,C,4
+        wide = (self.scale,) if self.scale>1 else ()
+        res['s'] = one+wide,'uint8'
     if self.rows=='s':
-        tiles = -(-k//self.tile) if self.tile else 1
+        tiles = _ceil(k, self.tile) if self.tile else 1
         res['s'] = (rows,tiles),'float32'
     if self.rows=='gs':
         res['gs'] = (rows,),'float32'
@@ -283,14 +296,17 @@ def __getitem__(self:Packed, e:int)->Packed:
         per = len(a)//self.experts
         return a[e*per:(e+1)*per]
     arrays = map(cut, (self.w,self.s,self.gs))
-    return Packed(self.fmt, self.n, self.k, *arrays, pair=self.pair)
+    size = self.n,self.k
+    return Packed(self.fmt, *size, *arrays, pair=self.pair)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8da5fed4
 def _pad(a, n):
     "`a` with its last axis filled with zeros up to `n`"
     missing = n-a.shape[-1]
     others = [(0,0)]*(a.ndim-1)
-    return np.pad(a, [*others,(0,missing)]) if missing else a
+    if not missing:
+        return a
+    return np.pad(a, [*others,(0,missing)])
 def _values(p):
     return p.decode() if isinstance(p, QTensor) else p
 def _kept(q, f):
@@ -308,12 +324,14 @@ def _factors(q, f):
     s = q.parts.get('scale', np.float32(1))
     if KEPT[q.fmt].tile:
         return s.repeat(FP8_TILE, 0)[:n]
-    tiles = -(-q.shape[1]//f.tile) if f.tile else 1
-    return np.broadcast_to(s[:,None] if s.ndim else s, (n,tiles))
+    tiles = _ceil(q.shape[1], f.tile) if f.tile else 1
+    if s.ndim:
+        s = s[:,None]
+    return np.broadcast_to(s, (n,tiles))
 
 def _raw(q, f):
     "Codes, scales of chunks and factors of the matrix `q` in the format `f`: [n, …] each, or None"
-    C = -(-q.shape[1]//32)
+    C = _ceil(q.shape[1], 32)
     if not _kept(q, f):
         codes = f.of(_values(q))
         return _pad(codes, 32*C),None,None
@@ -321,17 +339,23 @@ def _raw(q, f):
     wide = f.chunk*C//np.dtype(f.dtype).itemsize
     w = _pad(p['data'].view(f.dtype), wide)
     if f.scale:
-        s = _pad(p['scale'], C*f.scale).reshape(len(q), C, -1)
-    return f.words(w) if f.words else w,s,_factors(q, f)
+        s = _pad(p['scale'], C*f.scale)
+        s = s.reshape(len(q), C, -1)
+    if f.words:
+        w = f.words(w)
+    return w,s,_factors(q, f)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #d83ba206
 def _matrices(q):
     "The pieces of each matrix of `q`: [[piece [rows, k], …], …]"
-    if isinstance(q, np.ndarray) or isinstance(q, QTensor):
+    if isinstance(q, (np.ndarray,QTensor)):
         return [[q[e]] for e in range(len(q))] if q.ndim>2 else [[q]]
     if q.experts:
-        return [q.parts[i:i+q.per] for i in range(0, len(q.parts), q.per)]
-    return [[p[e] for p in q.parts] for e in range(len(q))] if q.ndim>2 else [q.parts]
+        begins = range(0, len(q.parts), q.per)
+        return [q.parts[i:i+q.per] for i in begins]
+    if q.ndim==2:
+        return [q.parts]
+    return [[p[e] for p in q.parts] for e in range(len(q))]
 
 def _taken(many, f):
     "Pieces of matrices, with their parts as the format `f` takes them"
@@ -343,11 +367,16 @@ def _taken(many, f):
 
 def _format_of(pieces, exact):
     "The `CardFormat` of `pieces`"
-    kinds = {KEPT.get(p.fmt) if isinstance(p, QTensor) else None for p in pieces}
+    kinds = {_card_kind(p) for p in pieces}
     if kinds=={None}:
         return CARD_FORMATS[_float_format(pieces, exact)]
-    alike = None not in kinds and len({f.fmt for f in kinds})==1
-    return max(kinds, key=lambda f: f.tile) if alike else CARD_FORMATS['bf16']
+    if None in kinds or len({f.fmt for f in kinds})>1:
+        return CARD_FORMATS['bf16']
+    return max(kinds, key=lambda f: f.tile)
+
+def _card_kind(p):
+    "The `CardFormat` of a piece; None: it has to be decoded"
+    return KEPT.get(p.fmt) if isinstance(p, QTensor) else None
 
 def _float_format(pieces, exact):
     "Name of the format for numbers that no card format stores"
@@ -368,10 +397,11 @@ def row_order(
     "Which row goes where"
     if pair and n%2:
         raise ConfigError(f'Gate and up rows are as many, and together {n}')
-    i = np.arange(-(-n//4)*4)
+    i = np.arange(_ceil(n, 4)*4)
     if pair:
         gate = i//4*2+i%2 # the row of its gate, or of the gate beside it
-        i = np.where(gate<n//2, gate+(i%4>1)*(n//2), -1)
+        up = i%4>1
+        i = np.where(gate<n//2, gate+up*(n//2), -1)
     else:
         i[n:] = -1
     if order is not None:
@@ -404,7 +434,8 @@ def _packed_rows(pieces, f, idx):
         s = _fours(_take(s, idx))
     if r is not None:
         r = _take(r, idx)
-    return w,r if f.rows=='s' else s,r if f.rows=='gs' else None
+    s = r if f.rows=='s' else s
+    return w,s,r if f.rows=='gs' else None
 
 def _host_arrays(many, f, idx):
     "Codes, scales and factors of all matrices: the twin of pack.cu"
@@ -441,11 +472,13 @@ def as_jobs(
 )->tuple[np.ndarray,np.ndarray]: # int64 [J, 16], int64 [L]: blocks of each launch
     "Jobs for launches of pack.cu"
     jobs = moves.copy()
-    for k,v in dict(from_=start, at=at, bytes=nbytes).items():
+    for k,v in (('from_',start), ('at',at), ('bytes',nbytes)):
         jobs[:,_AT[k]] = v
-    blocks = -(-jobs[:,_AT['bytes']]//jobs[:,_AT['chunk']])
+    size,chunk = jobs[:,_AT['bytes']],jobs[:,_AT['chunk']]
+    blocks = _ceil(size, chunk)
     before = np.append(0, np.cumsum(blocks))
-    jobs[:,0] = before[:-1]-np.repeat(before[first[:-1]], np.diff(first))
+    of_launch = np.repeat(before[first[:-1]], np.diff(first))
+    jobs[:,0] = before[:-1]-of_launch
     return jobs,np.diff(before[first])
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #9af354d4
@@ -493,22 +526,23 @@ def _send(src, move, card):
     e,rows,line = src.shape
     step = max(1, _STAGING//max(1, rows*line))
     bad = card.upload(np.int32([_FINE]))
+    rows_of,first = np.int64([move.row]),np.array([0,1])
     for i in range(0, e, step):
         part = np.ascontiguousarray(src[i:i+step]).reshape(-1)
         if not part.size:
             continue
-        one = np.int64([move.row])
-        jobs,blocks = as_jobs(one, 0, i*rows*line, part.size, np.array([0,1]))
+        jobs,blocks = as_jobs(rows_of, 0, i*rows*line, part.size, first)
         _launch(card.upload(part), card.upload(jobs), blocks[0], bad)
 
 def _pieces(q):
     "[(piece as [E, rows, k], number of its first matrix, first of its rows in a matrix)]"
     if not isinstance(q, QStack):
         return [(q, 0, 0)]
-    at = np.cumsum([0, *(p.shape[-2] for p in q.parts[:q.per])])
-    def matrix(i):
-        return i//q.per if q.experts else 0
-    return [(p, matrix(i), int(at[i%q.per])) for i,p in enumerate(q.parts)]
+    heights = [p.shape[-2] for p in q.parts[:q.per]]
+    above = np.cumsum([0,*heights])
+    def place(i):
+        return i//q.per if q.experts else 0,int(above[i%q.per])
+    return [(p,*place(i)) for i,p in enumerate(q.parts)]
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #59720c3f
 def _blank(card, array, full:bool):
@@ -533,35 +567,40 @@ class _Room:
     def put(self, a, kind, e, above, table):
         "Move rows `a` of matrix `e`, or of several from there on, below its first `above`"
         a = a if a.ndim==3 else a[None]
-        to = self.card.address(self.array)+e*self.n4*self.wide*self.size
-        move = Move(kind, a.shape[-1], a.shape[1], to, self.wide, self.n4, above, table)
+        before = e*self.n4*self.wide*self.size
+        to = self.card.address(self.array)+before
+        *_,rows,line = a.shape
+        move = Move(kind, line, rows, to, self.wide, self.n4, above, table)
         _send(a, move, self.card)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #b9de3fa0
 def _rows_stored(pieces, idx)->int:
     "Rows of what is stored, those included that go nowhere"
-    return max([1+idx.max(initial=0), *(above+p.shape[-2] for p,_,above in pieces)])
+    ends = [above+p.shape[-2] for p,_,above in pieces]
+    return max(1+idx.max(initial=0), *ends)
 
 def _on_card(q, f, idx, experts, card):
     "Codes and scales of chunks of all matrices of `q`, moved by the card"
-    k = q.shape[-1]
-    n4 = len(idx)
-    C = -(-k//32)
-    full = _covers(idx, k)
-    new = f.arrays((experts or 1)*n4, k)
-    w = _blank(card, new['w'], full)
-    s = _blank(card, new['s'], full) if f.scale else None
-    codes = _Room(card, w, n4, C*f.chunk, 1)
-    scales = _Room(card, s, n4, C, f.scale)
+    w,s = _rooms_for(f, q.shape[-1], idx, experts, card)
     pieces = _pieces(q)
     for table in row_tables(idx, _rows_stored(pieces, idx)):
         on = card.upload(table) # held until the last launch
         at = card.address(on)
         for p,e,above in pieces:
-            codes.put(*_codes(p, f), e, above, at)
-            if s is not None:
-                scales.put(p.parts['scale'].view(np.uint8), f.kinds[2], e, above, at)
-    return w,s
+            w.put(*_codes(p, f), e, above, at)
+            if f.scale:
+                codes = p.parts['scale'].view(np.uint8)
+                s.put(codes, f.kinds[2], e, above, at)
+    return w.array,s.array
+
+def _rooms_for(f, k, idx, experts, card):
+    "Room for codes and for scales of chunks of `k` columns"
+    n4,C = len(idx),_ceil(k, 32)
+    full = _covers(idx, k)
+    new = f.arrays((experts or 1)*n4, k)
+    w = _blank(card, new['w'], full)
+    s = _blank(card, new['s'], full) if f.scale else None
+    return _Room(card, w, n4, C*f.chunk, 1),_Room(card, s, n4, C, f.scale)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #edd891fe
 def _row_part(many, f, idx):
@@ -610,7 +649,9 @@ def pack(
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #e92a9008
 def _host(a):
-    return np.asarray(a) if type(a) is np.ndarray else card_of(a).download(a)
+    if type(a) is np.ndarray:
+        return np.asarray(a)
+    return card_of(a).download(a)
 
 def _per_weight(a, shape):
     "Numbers of chunks [n4/4, C, 4, …] for each weight of `shape`: the fours undone, and repeated"
@@ -635,7 +676,9 @@ def stored_rows(
     if f.zeros:
         w = w-_per_weight(f.zeros(codes), w.shape)
     s = _per_weight(f.scales(codes), w.shape)
-    return w*(s*_host(p.gs)[:,None] if f.rows=='gs' and whole else s)
+    if f.rows=='gs' and whole:
+        s = s*_host(p.gs)[:,None]
+    return w*s
 
 def unpack(
     p:Packed,
@@ -643,7 +686,8 @@ def unpack(
 )->np.ndarray: # float32 [n, k] or [E, n, k], pairs undone
     "The matrix that `p` stands for"
     f = stored_rows(p) if rows is None else rows
-    f = f.reshape(p.experts or 1, p.rows, -1)[...,:p.k]
+    f = f.reshape(p.experts or 1, p.rows, -1)
+    f = f[...,:p.k]
     i = row_order(p.n, p.pair)
     i[i<0] = p.n # padding last
     at = np.argsort(i, kind='stable')[:p.n]
@@ -652,7 +696,8 @@ def unpack(
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #44d516f5
 def can_join(bank:Packed, one:Packed)->bool:
     "Are the two what `join` takes?"
-    if (bank.fmt,bank.k,bank.pair)!=(one.fmt,one.k,one.pair):
+    def kind(p): return p.fmt,p.k,p.pair
+    if kind(bank)!=kind(one):
         return False
     if bank.experts:
         return bank.n==one.n
@@ -663,7 +708,8 @@ def _one_after(a, b):
     if a is None:
         return None
     wide = max(a.shape[1:], b.shape[1:])
-    both = card_of(a).empty((len(a)+len(b), *wide), a.dtype)
+    shape = len(a)+len(b),*wide
+    both = card_of(a).empty(shape, a.dtype)
     both[:len(a)] = a
     both[len(a):] = b
     return both
@@ -677,7 +723,8 @@ def join(
     For two matrices the rows of `one` below those of `bank`."""
     if not can_join(bank, one):
         raise ConfigError(f'Cannot join {bank} and {one}')
-    parts = [_one_after(getattr(bank, k), getattr(one, k)) for k in ('w','s','gs')]
+    def both(k): return _one_after(getattr(bank, k), getattr(one, k))
+    parts = map(both, ('w','s','gs'))
     n,experts = bank.n+one.n,0
     if bank.experts:
         n = bank.n
@@ -736,7 +783,9 @@ def card_format(
 )->CardFormat:
     "As what a card keeps a tensor that a file has in `fmt`"
     own = KEPT.get(fmt, CARD_FORMATS['f16'])
-    return CARD_FORMATS[anew] if anew and own.bits>CARD_FORMATS[anew].anew else own
+    if anew and own.bits>CARD_FORMATS[anew].anew:
+        return CARD_FORMATS[anew]
+    return own
 
 def requantize(
     q, # As `pack`'s
@@ -755,8 +804,9 @@ def requantize(
 def _anew(p, fmt, card):
     "A packed tensor with more bits, in `fmt`"
     new = CARD_FORMATS[fmt].arrays(len(p.w), p.k)
-    arrays = (new[a] and card.empty(*new[a]) for a in ('w','s','gs'))
-    res = Packed(fmt, p.n, p.k, *arrays, p.experts, p.pair)
+    arrays = [new[a] and card.empty(*new[a]) for a in ('w','s','gs')]
+    size = p.n,p.k
+    res = Packed(fmt, *size, *arrays, p.experts, p.pair)
     run('quantize', len(p.w), 256,
         *p.raw, *res.raw, res.gs, p.chunks,
         pdl=False, FROM=f'decode_{p.format.name}', FP8=int(fmt=='fp8'))
@@ -821,7 +871,8 @@ def _paired(w, a):
     if not w.pair:
         return a
     i = row_order(a.shape[-1], True)
-    return np.where(i<0, np.float32(0), a.take(i, -1))
+    numbers = a.take(i, -1)
+    return np.where(i<0, np.float32(0), numbers)
 
 def _decoded(q):
     "`q`, with those pieces decoded that no card format stores"
@@ -854,25 +905,33 @@ def _streamed(ts)->CardFormat|None:
         return None
     return f
 
+_SHARED = dict(FP8_TENSOR='all', FP8_CHANNEL='each', FP8_BLOCK='tile')
+
 def _scale_of(t):
     """The part of `t` with factors of rows, and which rows share one: 'all', 'each' or 'tile'
 
     Nones where there are none."""
     if t.fmt=='NVFP4':
         return 'global','all'
-    how = dict(FP8_TENSOR='all', FP8_CHANNEL='each', FP8_BLOCK='tile').get(t.fmt)
+    how = _SHARED.get(t.fmt)
     return 'scale' if how else None,how
 
 def _in_place(ts)->bool:
     "Does each part of tensors that are alike lie where a card can read its numbers?"
-    if any(t.order is not None or t.cols is not None or t.unpack for t in ts):
+    def moved(t): return t.order is not None or t.cols is not None
+    if any(moved(t) or t.unpack for t in ts):
         return False
     factors,_ = _scale_of(ts[0])
     for p,s in ts[0].spans.items():
         if p==factors and s.dtype not in _TYPES:
             return False
-        size = _TYPES[s.dtype][1] if p==factors else _ALIGNED.get(ts[0].fmt, 1)
-        if p in ('data',factors) and any(t.spans[p].offset%size for t in ts):
+        if p==factors:
+            size = _TYPES[s.dtype][1]
+        elif p=='data':
+            size = _ALIGNED.get(ts[0].fmt, 1)
+        else:
+            continue
+        if any(t.spans[p].offset%size for t in ts):
             return False
     return True
 
@@ -893,12 +952,15 @@ class Landing:
     def arrays(self)->dict:
         "Shapes and types of its arrays"
         p = self.packed
-        return self.f.arrays(max(1, p.experts)*p.rows, p.k)
+        rows = max(1, p.experts)*p.rows
+        return self.f.arrays(rows, p.k)
     @cached_property
     def held(self)->int:
         "Bytes of codes that it takes until it is stored anew"
+        if not self.anew:
+            return 0
         shape,dtype = self.arrays['w']
-        return int(np.prod(shape))*np.dtype(dtype).itemsize if self.anew else 0
+        return int(np.prod(shape))*np.dtype(dtype).itemsize
     def waits(self, part)->bool:
         "Do these parts have no place until they come?"
         return part=='data' and self.anew is not None
@@ -915,36 +977,51 @@ class _Source:
 
     def moves(self, t):
         "(part, array, bytes of a matrix there, `Move` to the first one) of each part of tensor `t`"
-        f = self.f
-        C = -(-self.k//32)
-        total = self.rows*self.matrices
-        check = _CHECKS.get('FP8' if t.fmt.startswith('FP8') else t.fmt, 0)
-        line = t.spans['data'].nbytes//total
-        of_codes = 0 if f.scale else check
-        yield 'data','w',*self._move(f.kinds[0], line, C*f.chunk, 1, check=of_codes)
-        if f.scale:
-            line = t.spans['scale'].nbytes//total
-            yield 'scale','s',*self._move(f.kinds[2], line, C, f.scale, check=check)
+        yield 'data','w',*self._codes(t)
+        if self.f.scale:
+            yield 'scale','s',*self._scales(t)
         part,how = _scale_of(t)
         if part:
-            yield part,f.rows,*self._factors(t, part, how)
+            yield part,self.f.rows,*self._factors(t, part, how)
+
+    def _line(self, t, part):
+        "Bytes of a row of that part"
+        return t.spans[part].nbytes//(self.rows*self.matrices)
+
+    def _codes(self, t):
+        f = self.f
+        wide = _ceil(self.k, 32)*f.chunk
+        check = 0 if f.scale else _check_of(t)
+        return self._move(f.kinds[0], self._line(t, 'data'), wide, 1, check=check)
+
+    def _scales(self, t):
+        f = self.f
+        line,C = self._line(t, 'scale'),_ceil(self.k, 32)
+        return self._move(f.kinds[2], line, C, f.scale, check=_check_of(t))
 
     def _move(self, kind, line, wide, size, **kw):
         "Bytes of a matrix of `wide` units of `size` bytes a row, and the `Move` to the first one"
-        return self.n4*wide*size,Move(kind, line, self.rows, 0, wide, self.n4, **kw)
+        move = Move(kind, line, self.rows, 0, wide, self.n4, **kw)
+        return self.n4*wide*size,move
 
     def _factors(self, t, part, how):
         "The `Move` of factors; None where their number is another"
-        s = t.spans[part]
+        s,f = t.spans[part],self.f
         number,size = _TYPES[s.dtype]
         per = dict(all=self.rows, each=1, tile=FP8_TILE)[how]
-        across = -(-self.k//FP8_TILE) if how=='tile' else 1
-        if s.nbytes!=self.matrices*-(-self.rows//per)*across*size:
+        across = _ceil(self.k, FP8_TILE) if how=='tile' else 1
+        down = _ceil(self.rows, per)
+        if s.nbytes!=self.matrices*down*across*size:
             return 0,None
-        tiles = -(-self.k//self.f.tile) if self.f.tile else 1
+        tiles = _ceil(self.k, f.tile) if f.tile else 1
         few = max(1, _BLOCK_BYTES//max(1, per*tiles))
         check = _factor_check(part, number, s.reciprocal)
-        return self._move(8, across, tiles, 4, check=check, per=per, chunk=few*size)
+        shared = dict(per=per, chunk=few*size)
+        return self._move(8, across, tiles, 4, check=check, **shared)
+
+def _check_of(t):
+    "CHECK of pack.cu for codes and scales of chunks of `t`"
+    return _CHECKS.get('FP8' if t.fmt.startswith('FP8') else t.fmt, 0)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #a4574fde
 def _factor_check(part, number, reciprocal)->int:
@@ -984,9 +1061,11 @@ class Staging:
             return 0
         key = n,pair,None if order is None else order.tobytes()
         if key not in self._tables:
-            stored = n if order is None else max(n, int(order.max(initial=0))+1)
-            several = row_tables(row_order(n, pair, order), stored)
-            self._tables[key] = self.card.upload(several[0]) if len(several)==1 else None
+            stored = n
+            if order is not None:
+                stored = max(n, int(order.max(initial=0))+1)
+            table,*more = row_tables(row_order(n, pair, order), stored)
+            self._tables[key] = None if more else self.card.upload(table)
         table = self._tables[key]
         return None if table is None else self.card.address(table)
 
@@ -995,7 +1074,8 @@ def _key(t):
     "What the moves of a tensor depend on"
     if t.kind:
         return t.kind
-    spans = [(p,s.dtype,s.nbytes,s.reciprocal) for p,s in t.spans.items()]
+    def about(s): return s.dtype,s.nbytes,s.reciprocal
+    spans = [(p,*about(s)) for p,s in t.spans.items()]
     return t.fmt,t.shape,*spans
 
 class _Alike(NamedTuple):
@@ -1011,7 +1091,8 @@ def _groups(ts, seen)->list[_Alike]:
     "All sources of a want"
     found = {}
     for i,(t,shape) in enumerate(zip(ts, seen)):
-        found.setdefault((_key(t),tuple(shape)), []).append(i)
+        alike = _key(t),tuple(shape)
+        found.setdefault(alike, []).append(i)
     return [_Alike(shape, np.array(idx), [ts[i] for i in idx])
         for (_,shape),idx in found.items()]
 
@@ -1026,7 +1107,8 @@ def _moves_of(self:Staging, f, n4, t, shape)->list|None:
         source = _Source(f, shape[-2], shape[-1], n4, matrices)
         found = list(source.moves(t))
         fine = all(m for *_,m in found)
-        self._alike[key] = [(*which,np.int64(m.row)) for *which,m in found] if fine else None
+        rows = [(*which,np.int64(m.row)) for *which,m in found if m]
+        self._alike[key] = rows if fine else None
     return self._alike[key]
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3dba0389
@@ -1042,6 +1124,7 @@ def _format_made(groups)->CardFormat|None:
     "The format that a card makes of such sources by itself; None if it makes none"
     if not all(_in_place(g.tensors) for g in groups):
         return None
+    f = _streamed([g.first for g in groups])
     f = _streamed([g.first for g in groups])
     by_rows = [g for g in groups if g.first.fmt in ('FP8_CHANNEL','FP8_BLOCK')]
     return None if any(g.first.shape!=g.shape for g in by_rows) else f
@@ -1062,8 +1145,7 @@ def add(self:Staging,
     table = f and self._table(w.shape[-2], w.pair, o.order)
     if table is None:
         return None
-    n4 = -(-w.shape[-2]//4)*4
-    moves = [self._moves_of(f, n4, g.first, g.shape) for g in groups]
+    moves = self._all_moves(f, w.shape[-2], groups)
     if None in moves:
         return None
     to = self._landing(w, f, [g.first for g in groups])
@@ -1072,19 +1154,27 @@ def add(self:Staging,
         self._expect(to, where, g, its)
     return to
 
+@patch
+def _all_moves(self:Staging, f, n, groups):
+    "`_moves_of` each group, for matrices of `n` rows"
+    n4 = _ceil(n, 4)*4
+    return [self._moves_of(f, n4, g.first, g.shape) for g in groups]
+
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #47a808b9
 @patch
 def _landing(self:Staging, w, f, kinds)->Landing:
     "The landing of a want with sources like `kinds`; its arrays unless they will be stored anew"
     *E,n,k = w.shape
     fmt = self.put.anew(w)
-    if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in kinds):
+    if fmt and any(card_format(t.fmt, fmt)==card_format(t.fmt) for t in kinds):
         fmt = None
-    to = Landing(f, Packed(f.fmt, n, k, None, experts=E[0] if E else 0, pair=w.pair), fmt)
+    p = Packed(f.fmt, n, k, None, experts=E[0] if E else 0, pair=w.pair)
+    to = Landing(f, p, fmt)
     if fmt:
         to.ready,to.number = False,len(self._waiting)
         self._waiting.append(to)
-    to.base = self._room(to, [a for a in to.arrays if not (fmt and a=='w')])
+    now = [a for a in to.arrays if a!='w' or not fmt]
+    to.base = self._room(to, now)
     return to
 
 @patch
@@ -1105,11 +1195,14 @@ class _Where:
     def __init__(self, w, ts, seen, table):
         i = np.arange(len(ts))
         E = w.shape[0] if len(w.shape)==3 else 0
-        per = len(ts)//E if E and len(seen[0])==2 else len(ts) # sources of a matrix
-        above = np.cumsum([0, *(s[-2] for s in seen[:per])])
+        joined = E and len(seen[0])==2
+        per = len(ts)//E if joined else len(ts) # sources of a matrix
+        rows = [s[-2] for s in seen[:per]]
+        above = np.cumsum([0,*rows])
         self.matrix = i//per if E else 0*i
         self.above,self.table = above[i%per],table
-        self.part = np.cumsum([0, *(len(t.spans) for t in ts)]) # Number of the first of each
+        parts = [len(t.spans) for t in ts]
+        self.part = np.cumsum([0,*parts]) # Number of the first of each
 
     def differing(self, idx, row, base, size, numbers, waits):
         "What parts of sources `idx` have of their own: [n, 6]"
@@ -1132,13 +1225,19 @@ def _expect(self:Staging,
     order = list(g.first.spans)
     for part,array,size,row in its:
         numbers = self._count+np.arange(n)
-        to.moves[where.part[g.numbers]+order.index(part)] = numbers
-        own = len(self._rows),to.base.get(array, 0),size,numbers
+        at = where.part[g.numbers]+order.index(part)
+        to.moves[at] = numbers
+        own = len(self._rows),to.base.get(array, 0),size
         waits = to.number if to.waits(part) else -1
-        self._more.append(where.differing(g.numbers, *own, waits))
-        self._names.append((self._count,g.tensors,part))
-        self._rows.append(row)
-        self._count += n
+        self._more.append(where.differing(g.numbers, *own, numbers, waits))
+        self._note(g.tensors, part, row)
+
+@patch
+def _note(self:Staging, tensors, part, row):
+    "A part of tensors that are alike moves as `row` says"
+    self._names.append((self._count,tensors,part))
+    self._rows.append(row)
+    self._count += len(tensors)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #ee24e444
 class _Line:
@@ -1146,7 +1245,8 @@ class _Line:
     def __init__(self, card, size, more):
         self.stream = card.own_stream()
         whole = card.empty((size+more,), 'uint8')
-        self.src,self.jobs = whole[:size],whole[size:].view('int64').reshape(-1, len(_JOB))
+        jobs = whole[size:].view('int64')
+        self.src,self.jobs = whole[:size],jobs.reshape(-1, len(_JOB))
         self.address = card.address(whole)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #72c98df3
@@ -1159,8 +1259,10 @@ def begin(self:Staging,
     mine = np.flatnonzero(moves>=0)
     self._windows = windows
     self._first = mine.searchsorted(windows.first)
-    self._prepare(moves[mine], windows.lo[mine], windows.at[mine], windows.n[mine])
-    more = self._jobs.strides[0]*int(np.diff(self._first).max(initial=1))
+    w = windows
+    self._prepare(moves[mine], w.lo[mine], w.at[mine], w.n[mine])
+    jobs = int(np.diff(self._first).max(initial=1)) # Of a window, at most
+    more = self._jobs.strides[0]*jobs
     self.ring = Ring(self.count, self.size+more, self.stream.buffer)
     self._lines = [_Line(self.card, self.size, more) for _ in range(self.count)]
     self._load_kernel()
@@ -1168,8 +1270,8 @@ def begin(self:Staging,
 @patch
 def _load_kernel(self:Staging):
     "Have pack.cu move nothing, so that it is there"
-    nothing = np.int64([Move(0, 1, 1, 0, 1, 1).row])
-    _launch(self._lines[0].src, self.card.upload(nothing), 1, self.bad)
+    nothing = self.card.upload(np.int64([Move(0, 1, 1, 0, 1, 1).row]))
+    _launch(self._lines[0].src, nothing, 1, self.bad)
     self.card.synchronize()
 
 @patch
@@ -1177,8 +1279,9 @@ def _prepare(self:Staging, moves, lo, at, n):
     "The jobs of all windows"
     differ = [_AT[k] for k in ('to','above','map','name')]
     nothing = np.zeros((0,2+len(differ)), np.int64)
-    more = np.concatenate([nothing, *self._more])[moves]
-    rows = np.array(self._rows, np.int64).reshape(-1, len(_JOB))[more[:,0]]
+    more = np.concatenate([nothing,*self._more])[moves]
+    kinds = np.array(self._rows, np.int64).reshape(-1, len(_JOB))
+    rows = kinds[more[:,0]]
     rows[:,differ] = more[:,1:-1]
     self._late = more[:,-1]
     self._jobs,self._blocks = as_jobs(rows, lo, at, n, self._first)
@@ -1206,7 +1309,8 @@ def send(self:Staging,
     if first==last:
         return None
     late = self._expected(first, last)
-    mark = self._take_apart(b, self._jobs[first:last], self._blocks[i])
+    jobs,blocks = self._jobs[first:last],self._blocks[i]
+    mark = self._take_apart(b, jobs, blocks)
     for to in late:
         to.marks.append(mark)
     return mark.wait
@@ -1258,7 +1362,8 @@ def broken(self:Staging)->tuple|None:
     bad = int(self.card.download(self.bad)[0])
     if bad==_FINE:
         return None
-    first,ts,part = next(some for some in reversed(self._names) if some[0]<=bad)
+    before = (some for some in reversed(self._names) if some[0]<=bad)
+    first,ts,part = next(before)
     return ts[bad-first],part
 
 @patch
@@ -1279,7 +1384,9 @@ def _noise(card, f, seed, std, n=1<<19):
     if f.narrow:
         return card.upload(rng.integers(0, 256, n, np.uint8))
     numbers = rng.standard_normal(n, np.float32)
-    return card.upload(f.of(numbers*np.float32(1 if f.rows else std)))
+    if not f.rows:
+        numbers = numbers*np.float32(std)
+    return card.upload(f.of(numbers))
 
 def _filled(card, shape, noise):
     "An array of `shape` with `noise` over and over"
@@ -1296,7 +1403,8 @@ def _full(card, array, value):
         return None
     shape,dtype = array
     n = min(1<<19, int(np.prod(shape)))
-    return _filled(card, shape, card.upload(np.resize(np.asarray(value, dtype), n)))
+    some = np.resize(np.asarray(value, dtype), n)
+    return _filled(card, shape, card.upload(some))
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #1869eec8
 def invented(card, shape, f:CardFormat, pair:bool=False, seed:int=0)->Packed:
@@ -1304,8 +1412,10 @@ def invented(card, shape, f:CardFormat, pair:bool=False, seed:int=0)->Packed:
     *E,n,k = shape
     E = E[0] if E else 0
     std = k**-.5
-    new = f.arrays(max(1, E)*-(-n//4)*4, k)
-    w = _filled(card, new['w'][0], _noise(card, f, seed, std))
+    rows = max(1, E)*_ceil(n, 4)*4
+    new = f.arrays(rows, k)
+    shape,_ = new['w']
+    w = _filled(card, shape, _noise(card, f, seed, std))
     s,gs = f.even(std) if f.even else (None,None)
     s = _full(card, new['s'], s)
     gs = _full(card, new['gs'], gs)

@@ -59,7 +59,8 @@ def mapped(
     host = np.frombuffer(m, np.int32, n).reshape(shape)
     host[...] = 0
     memory = c.UnownedMemory(m.ptr, 4*n, m, card.index)
-    return card.xp.ndarray(shape, np.int32, c.MemoryPointer(memory, 0)),host
+    start = c.MemoryPointer(memory, 0)
+    return card.xp.ndarray(shape, np.int32, start),host
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #38b1179e
 class SampleTable:
@@ -114,7 +115,8 @@ def _allocate(self:SampleTable, lines, rows):
     self.logprobs = empty(rows)
     self.top_ids = empty((rows,REPORT), 'int32')
     self.top_logprobs = empty((rows,REPORT))
-    self._told,host = mapped(self.card, (2,rows,TOLD.itemsize//4))
+    words = TOLD.itemsize//4
+    self._told,host = mapped(self.card, (2,rows,words))
     self.heard = host.view(TOLD)[...,0]  # [2, rows], by the parity of positions
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #e8d57fd1
@@ -125,9 +127,10 @@ def table_bytes(
     width:int=1,
 )->int:
     "Bytes that it takes at most, whatever is asked for, but for long lists of biases"
-    row = 8*(8+BINS+MOST+SPANS)+4*ROOM+8*SPANS*(2+REPORT)+2*TOLD.itemsize
-    asked = 4*vocab*(lines+rows)+vocab//8*lines*(1+width)
-    return rows*row+asked
+    listed = 4*ROOM+8*SPANS*(2+REPORT)
+    row = 8*(8+BINS+MOST+SPANS)+listed+2*TOLD.itemsize
+    bits = vocab//8*lines*(1+width)
+    return rows*row+4*vocab*(lines+rows)+bits
 
 @patch
 def _need(self:SampleTable, name, shape, dtype, zero=False):
@@ -143,9 +146,11 @@ def _need(self:SampleTable, name, shape, dtype, zero=False):
 def _bits(self:SampleTable, name, i, on, of=1):
     "Line `i` of bit array `name`, which has `of` for each of the table: `on` is bool [V], or bits"
     words = -(-self.vocab//32)
-    b = np.zeros(4*words, np.uint8) if on.dtype!=np.uint32 else on
-    if b is not on:
+    if on.dtype!=np.uint32:
+        b = np.zeros(4*words, np.uint8)
         b[:-(-self.vocab//8)] = np.packbits(on, bitorder='little')
+    else:
+        b = on
     a = self._need(name, (self.size*of,words), 'uint32')
     self.card.write(a[i], b.view(np.uint32))
 
@@ -161,7 +166,8 @@ def _put_lists(self:SampleTable, i, bias, ends):
         bias=[*bias.values()],
         ends=ends)
     for name in _LISTS:
-        most = max(len(l[name]) for l in self._lists.values())
+        lengths = [len(l[name]) for l in self._lists.values()]
+        most = max(lengths)
         if most:
             self._put_list(name, i, most, was)
 
@@ -175,7 +181,8 @@ def _put_list(self:SampleTable, name, i, most, was):
     for j in self._lists if self.stamp!=was else (i,):
         l = self._lists[j][name]
         if l:
-            self.card.write(a[j,:len(l)], np.array(l, _LISTS[name]))
+            l = np.array(l, _LISTS[name])
+            self.card.write(a[j,:len(l)], l)
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #9391296d
 @patch
@@ -194,7 +201,8 @@ def set(self:SampleTable,
     self._how[i] = _record(state, least, ends)
     if state.counts is not None:
         self._count(i, state)
-    self.card.write(self.position[i:i+1], np.array([state.position], np.int64))
+    at = np.array([state.position], np.int64)
+    self.card.write(self.position[i:i+1], at)
     self._write(i)
 
 def _record(state, least, ends):
@@ -240,7 +248,8 @@ def _write(self:SampleTable, i):
     full = hot or changed or h['logprobs']>=0
     cut = hot and (0<h['top_k']<self.vocab or h['top_p']<1)
     self.lines[i] = (bool(full), bool(cut))
-    self.card.write(self.how[i], self._how[i:i+1].view(np.int32))
+    record = self._how[i:i+1].view(np.int32)
+    self.card.write(self.how[i], record)
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #d915ea85
 @patch
@@ -469,16 +478,16 @@ def _of(t, *names):
 def _scan(logits, t, rows, width, given):
     "Look at every logit: what is asked for is done to it, and the best are found"
     R,V = logits.shape
-    asked = _of(t, 'how', 'position', 'counts', 'prompt', 'mask', 'bias_ids', 'bias', 'ends')
-    found = _of(t, 'adjusted', 'work', 'sums', 'bests', 'top_ids', 'top_logprobs')
-    bias,ends = (0 if a is None else a.shape[1] for a in (t.bias,t.ends))
+    asked = 'how','position','counts','prompt','mask','bias_ids','bias','ends'
+    found = 'adjusted','work','sums','bests','top_ids','top_logprobs'
+    def longest(a): return 0 if a is None else a.shape[1]
     sizes = dict(
         v=V,
         words=-(-V//32),
-        most_bias=bias,
-        most_ends=ends)
-    args = ScanArgs(logits=logits, who=rows, given=given, width=width, masks=t.width,
-        **asked, **found, **sizes)
+        most_bias=longest(t.bias),
+        most_ends=longest(t.ends))
+    rest = dict(given=given, width=width, masks=t.width)
+    args = ScanArgs(logits=logits, who=rows, **rest, **_of(t, *asked, *found), **sizes)
     _launch('sample_scan', t, R, args)
 
 def _cut(logits, t, rows, width):
@@ -500,8 +509,8 @@ def _draw(logits, t, ids, rows, moved, width, given):
     R,V = logits.shape
     of = _of(t, 'adjusted', 'how', 'position', 'counts', 'work', 'spans')
     report = _of(t, 'logprobs', 'top_ids', 'top_logprobs')
-    args = DrawArgs(logits=logits, who=rows, ids=ids, v=V, width=width,
-        counted=int(given is None), **of, **report, **moved)
+    rest = dict(v=V, width=width, counted=int(given is None))
+    args = DrawArgs(logits=logits, who=rows, ids=ids, **rest, **of, **report, **moved)
     _launch('sample_draw', t, R, args)
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #74c9ba51
@@ -523,4 +532,5 @@ def _greedy(logits, scratch, ids, moved):
 
 def _blocks(R, V):
     "Blocks of a greedy row: of all rows about four a multiprocessor, which run at once"
-    return max(1, min(max(4*MOST//R, 2), MOST, -(-V//2048)))
+    few = max(4*MOST//R, 2)
+    return max(1, min(few, MOST, -(-V//2048)))

@@ -121,7 +121,8 @@ def _tables(b):
 
 def _room(dk, dv, more):
     "Bytes of shared memory of a block that prepares a tile, `more` floats included"
-    return TILE*(4*dk+4*max(dk, dv)+16)+4*more
+    rows = 4*dk+4*max(dk, dv)+16
+    return TILE*rows+4*more
 
 def _share(card)->tuple[int,int]:
     "Of a block of `delta_many`: columns of a state over 16, and tiles in its shared memory"
@@ -136,7 +137,8 @@ def _carry(card, seqs, args, dk, tails):
     how = dict(DK=dk, DV=dv, GROUPS=n, BUFFERS=held)
     how |= dict(TAILS=tails, RECORD=record_size(dk, dv))
     grid = vh*dv//16//n,seqs
-    run('delta_many', grid, 128*n, *args, shared=shared, pdl=False, **how)
+    how |= dict(shared=shared)
+    run('delta_many', grid, 128*n, *args, pdl=False, **how)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #273ecd57
 @dataclass(frozen=True)
@@ -149,13 +151,16 @@ class _Ending:
     eps:float
     gate:int # As gated_norm.cu numbers activations
 
+def _tables_of(b): return b.tile_seq,b.tile_lo,b.tile_hi
+
 def _finish(y, b, e):
     "Norm and gate in place, zeros in padding rows"
     R,W = y.shape
-    run('gated_norm', -(-R*(W//e.n)//8), 256,
-        y, e.x, e.norm_w, b.tile_seq, b.tile_lo, b.tile_hi, float(e.eps),
-        R, W, e.x.shape[1], e.at, e.n, len(e.norm_w),
-        pdl=False, GATE=e.gate, KEPT=min(4, -(-e.n//128)))
+    given = y,e.x,e.norm_w,*_tables_of(b),float(e.eps)
+    sizes = R,W,e.x.shape[1],e.at,e.n,len(e.norm_w)
+    how = dict(GATE=e.gate, KEPT=min(4, -(-e.n//128)))
+    blocks = -(-R*(W//e.n)//8)
+    run('gated_norm', blocks, 256, *given, *sizes, pdl=False, **how)
     return y
 
 def _halvable(width, n)->bool:
@@ -167,11 +172,11 @@ def _finish_halved(y, b, e, parts):
     "As `_finish`, and as fp16 in so many parts"
     R,W = y.shape
     card = card_of(y)
-    h = Halved(card.empty((R, parts*W), 'float16'), card.empty(R), parts)
-    run('gated_halves', R, 256,
-        y, e.x, e.norm_w, b.tile_seq, b.tile_lo, b.tile_hi, h.y, h.scale,
-        float(e.eps), W, e.x.shape[1], e.at, len(e.norm_w),
-        pdl=False, GATE=e.gate, PARTS=parts, SHARES=e.n//128, PER=W//1024)
+    h = Halved(card.empty((R,parts*W), 'float16'), card.empty(R), parts)
+    given = y,e.x,e.norm_w,*_tables_of(b),h.y,h.scale,float(e.eps)
+    sizes = W,e.x.shape[1],e.at,len(e.norm_w)
+    how = dict(GATE=e.gate, PARTS=parts, SHARES=e.n//128, PER=W//1024)
+    run('gated_halves', R, 256, *given, *sizes, pdl=False, **how)
     return h
 
 def _finished(y, b, e, parts):
@@ -181,20 +186,26 @@ def _finished(y, b, e, parts):
     return _finish(y, b, e)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #06eb1b3c
+def _words(card, T, **sizes):
+    "Memory of 32-bit words for each of `T` tiles"
+    return {k: card.empty((T,*shape), 'uint32') for k,shape in sizes.items()}
+
 def _tiles_of_delta(card, T, kh, vh, dk)->dict:
     "Memory for what is known of tiles before their states"
-    shapes = dict(q=(kh,TILE*dk), k=(kh,TILE*dk), t=(vh,2560), p=(vh,2560))
-    made = {name: card.empty((T,*shape), 'uint32') for name,shape in shapes.items()}
-    return made|dict(scal=card.empty((T,vh,3*TILE)), kh=kh, vh=vh)
+    keys = kh,TILE*dk
+    made = _words(card, T, q=keys, k=keys, t=(vh,2560), p=(vh,2560))
+    scal = card.empty((T,vh,3*TILE))
+    return made|dict(scal=scal, kh=kh, vh=vh)
 
 def _rows_of_delta(x, conv_w, conv)->dict:
     "Rows as projected, and the convolution they go through"
-    return dict(x=x, conv_w=conv_w, conv=conv, c=len(conv_w), width=x.shape[1])
+    sizes = dict(c=len(conv_w), width=x.shape[1])
+    return dict(x=x, conv_w=conv_w, conv=conv)|sizes
 
 def _prepare_delta(args:DeltaPrepArgs, T, dk):
     "Launch `delta_prep` for `T` tiles"
-    shared = max(512*dk, 36864)+1536
-    run('delta_prep', (T,args.kh), 256, *args, shared=shared, pdl=False, DK=dk)
+    grid,shared = (T,args.kh),max(512*dk, 36864)+1536
+    run('delta_prep', grid, 256, *args, shared=shared, pdl=False, DK=dk)
 
 def delta_many(
     x, # [R, C+vh*dv+2*vh] float32: q | k | v | z | b | a, as projected; C = 2*kh*dk + vh*dv
@@ -218,12 +229,14 @@ def delta_many(
     vh = rec.shape[1]
     dk,dv,_ = delta_sizes(conv_w, norm_w, vh, kh)
     y = card.empty((len(x), vh*dv)) if out is None else out
-    both = _rows_of_delta(x, conv_w, conv)|_tables(b)|_tiles_of_delta(card, T, kh, vh, dk)
+    both = _rows_of_delta(x, conv_w, conv)|_tables(b)
+    both |= _tiles_of_delta(card, T, kh, vh, dk)
     _prepare_delta(DeltaPrepArgs(**both, decay=A, dt_bias=dt_bias), T, dk)
     args = DeltaManyArgs(**both, rec=rec, y=y, tiles=T)
     _carry(card, b.num_seqs, args, dk, len(conv)//len(rec))
     gate = 2 if gate_act=='sigmoid' else 1
-    return _finished(y, b, _Ending(x, len(conv_w), norm_w, dv, eps, gate), parts)
+    ending = _Ending(x, len(conv_w), norm_w, dv, eps, gate)
+    return _finished(y, b, ending, parts)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #f1df6bea
 _MAMBA = {'heads':range(16, 129, 16), 'a state':(16,32,64,128)}
@@ -237,9 +250,10 @@ def _prepared(nh, groups):
 
 def _tiles_of_mamba(card, T, groups, nh, hd, N):
     "Memory for what is known of tiles before their states"
-    shapes = dict(q=(groups,TILE*N), k=(groups,TILE*N), p=(nh,TILE*TILE))
-    made = {name: card.empty((T,*shape), 'uint32') for name,shape in shapes.items()}
-    made |= dict(u=card.empty((T,nh,TILE*hd)), scal=card.empty((T,nh,2*TILE)))
+    keys = groups,TILE*N
+    made = _words(card, T, q=keys, k=keys, p=(nh,TILE*TILE))
+    made['u'] = card.empty((T,nh,TILE*hd))
+    made['scal'] = card.empty((T,nh,2*TILE))
     return made|dict(groups=groups, nh=nh)
 
 def _prepare(both, T, dk, dv, **own):
@@ -247,8 +261,8 @@ def _prepare(both, T, dk, dv, **own):
     sizes = dict(c=len(own['conv_w']), width=own['x'].shape[1])
     args = MambaPrepArgs(**both, **own, **sizes)
     grid = T,args.groups,args.nh//args.groups//args.per
-    shared = _room(dk, dv, TILE*5)
-    run('mamba_prep', grid, 256, *args, shared=shared, pdl=False, DK=dk, DV=dv)
+    how = dict(DK=dk, DV=dv, shared=_room(dk, dv, TILE*5))
+    run('mamba_prep', grid, 256, *args, pdl=False, **how)
 
 def _carry_mamba(seqs, args, dv, dk, tails):
     "The states of Mamba layers from tile to tile; `tails` for each slot"
@@ -279,8 +293,10 @@ def mamba_many(
     check_sizes('A Mamba layer', {'heads':dv, 'a state':dk}, _MAMBA)
     y = card.empty((len(x), nh*dv)) if out is None else out
     both = _tables(b)|_tiles_of_mamba(card, T, groups, nh, dv, dk)
-    own = dict(x=x, conv_w=conv_w, conv_b=conv_b, decay=A, dt_bias=dt_bias, conv=conv)
-    _prepare(both, T, dk, dv, **own, per=_prepared(nh, groups))
+    own = dict(x=x, conv_w=conv_w, conv_b=conv_b, conv=conv)
+    own |= dict(decay=A, dt_bias=dt_bias, per=_prepared(nh, groups))
+    _prepare(both, T, dk, dv, **own)
     args = MambaManyArgs(**both, skip=D, rec=rec, y=y, tiles=T)
     _carry_mamba(b.num_seqs, args, dv, dk, len(conv)//len(rec))
-    return _finished(y, b, _Ending(x, 0, norm_w, nh*dv//groups, eps, 3), parts)
+    ending = _Ending(x, 0, norm_w, nh*dv//groups, eps, 3)
+    return _finished(y, b, ending, parts)

@@ -27,7 +27,8 @@ def _leading(said, right, live):
     live = np.reshape(live, (S,1))
     good = (said>=0)&(np.arange(W)<live)
     good[:,1:] &= right
-    return np.cumprod(good, axis=1).sum(1).astype(np.int32)
+    leading = np.cumprod(good, axis=1)
+    return leading.sum(1).astype(np.int32)
 
 # %% ../../nbs/3_ops/sample/63_ops.accept.ipynb #a6bd81bb
 OTHER_SEED = 0x9E3779B97F4A7C15 # Makes of a request's seed one for `simulate`
@@ -44,8 +45,10 @@ def simulate(
     K = drafts.shape[1]
     least = np.float32(chances[:K])
     starts = zip(seeds, positions, strict=True)
-    u = [_numbers(int(s)^OTHER_SEED, int(p), K) for s,p in starts]
+    keys = [(int(s)^OTHER_SEED, int(p)) for s,p in starts]
+    u = [_numbers(*key, K) for key in keys]
     lucky = np.reshape(u, drafts.shape)<least
     return _leading(said, (drafts>=0)&lucky, live)
 
-def _numbers(seed, position, n): return [uniform(seed, position+j) for j in range(n)]
+def _numbers(seed, position, n):
+    return [uniform(seed, position+j) for j in range(n)]

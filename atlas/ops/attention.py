@@ -33,7 +33,9 @@ def _gather(pool, table, lo, n, length):
     B = pool.shape[1]
     b = lo//B
     blocks = pool[table[b:-(-n//B)]] # a copy
-    x = blocks.reshape(-1, *pool.shape[2:])[lo-b*B:n-b*B]  # [n-lo,kv,d]
+    begin = b*B
+    x = blocks.reshape(-1, *pool.shape[2:])
+    x = x[lo-begin:n-begin]  # [n-lo,kv,d]
     x[length-lo:] = 0
     return x
 
@@ -75,12 +77,14 @@ def _first(p, window, unit):
 def _by_head(q, kv):
     "Questions by key head: (m,heads,d) -> (kv,r*m,d)"
     m,_,d = q.shape
-    return q.reshape(m, kv, -1, d).transpose(1,2,0,3).reshape(kv, -1, d)
+    heads = q.reshape(m, kv, -1, d)
+    return heads.transpose(1, 2, 0, 3).reshape(kv, -1, d)
 
 def _by_row(o, m):
     "And back"
     kv,_,d = o.shape
-    return o.reshape(kv, -1, m, d).transpose(2,0,1,3).reshape(m, -1, d)
+    rows = o.reshape(kv, -1, m, d)
+    return rows.transpose(2, 0, 1, 3).reshape(m, -1, d)
 
 @dataclass(frozen=True)
 class _Past:
@@ -90,25 +94,33 @@ class _Past:
     scale:float # Of the scores
     window:int|None
     sinks:np.ndarray|None # [heads]
+    def sink(self, kv, rows=1):
+        "Logits of the sinks of `rows` rows, by key head: [kv, r*rows]; or None"
+        if self.sinks is None:
+            return None
+        return np.repeat(self.sinks.reshape(kv, -1), rows, 1)
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #43c6b580
 def _decode_row(q, past, table, p):
     "One row q [heads,d] at position p -> [heads,d]"
     B,kv,d = past.k.shape[1:]
     lo,n = _first(p, past.window, B),-(-(p+1)//B)*B
-    k,v = (_gather(pool, table, lo, n, p+1) for pool in (past.k,past.v))
-    sink = None if past.sinks is None else past.sinks.reshape(kv,-1)
+    def read(pool): return _gather(pool, table, lo, n, p+1)
     mask = _mask([p], lo, n, past.window)
-    return _attend(q.reshape(kv,-1,d), k, v, past.scale, mask, sink).reshape(-1,d)
+    by_head = q.reshape(kv, -1, d)
+    o = _attend(by_head, read(past.k), read(past.v), past.scale, mask, past.sink(kv))
+    return o.reshape(-1, d)
 
 def _prefill_tile(q, k, v, base, t, past):
     "Tile t's rows q [TILE,heads,d] against keys and values from position `base` on, likewise"
-    lo,n,kv = _first(t*TILE, past.window, TILE),(t+1)*TILE,k.shape[1]
-    seen,sinks = _mask(range(n-TILE,n), lo, n, past.window),past.sinks
-    mask = np.tile(seen, (q.shape[1]//kv, 1))
-    sink = None if sinks is None else np.repeat(sinks.reshape(kv,-1), TILE, 1)
-    k,v = k[lo-base:n-base],v[lo-base:n-base]
-    return _by_row(_attend(_by_head(q, kv), k, v, past.scale, mask, sink), TILE)
+    kv = k.shape[1]
+    lo,n = _first(t*TILE, past.window, TILE),(t+1)*TILE
+    seen = _mask(range(n-TILE, n), lo, n, past.window)
+    mask = np.tile(seen, (q.shape[1]//kv,1))
+    here = slice(lo-base, n-base)
+    by_head,sink = _by_head(q, kv),past.sink(kv, TILE)
+    o = _attend(by_head, k[here], v[here], past.scale, mask, sink)
+    return _by_row(o, TILE)
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #76ed482c
 def attention(
@@ -151,7 +163,8 @@ def _prefill_seq(out, q, past, table, start, n):
     first,last = start//TILE,-(-(start+n)//TILE)
     base,total = _first(first*TILE, past.window, TILE),last*TILE
     table = _cover(table, past.k, total)
-    k,v = (_gather(pool, table, base, total, start+n) for pool in (past.k,past.v))
+    def read(pool): return _gather(pool, table, base, total, start+n)
+    k,v = read(past.k),read(past.v)
     for i,t in enumerate(range(first, last)):
         s = slice(i*TILE, (i+1)*TILE)
         out[s] = _prefill_tile(q[s], k, v, base, t, past)
@@ -160,7 +173,9 @@ def _prefill_seq(out, q, past, table, start, n):
 def _cover(table, pool, n):
     "The table, lengthened with block 0 where padding reaches beyond its end"
     short = -(-n//pool.shape[1])-len(table)
-    return table if short<=0 else np.concatenate([table, np.zeros(short, table.dtype)])
+    if short<=0:
+        return table
+    return np.concatenate([table,np.zeros(short, table.dtype)])
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #a2f3a1ff
 def _normed(x, w, a, eps):

@@ -27,7 +27,8 @@ def delta_recurrent(
     o = np.empty_like(v)
     for t in range(len(v)):
         S = S*np.exp(g[t])[:,None,None]
-        d = (v[t]-(k[t,:,None]@S)[:,0])*beta[t,:,None]  # (h,dv)
+        known = (k[t,:,None]@S)[:,0]
+        d = (v[t]-known)*beta[t,:,None]  # (h,dv)
         S += k[t,:,:,None]*d[:,None]
         o[t] = (q[t,:,None]@S)[:,0]
     return o,S
@@ -38,33 +39,37 @@ def segsum(
 ): # [h, n, n]: [i,j] is g[j+1]+...+g[i], and -inf for j>i
     "Sums of all segments (Dao & Gu 2024)"
     i = np.arange(len(g))
-    s = np.where(i[:,None]>i, g.T[:,:,None], np.float32(0)).cumsum(1)
-    return np.where(i[:,None]>=i, s, np.float32(-np.inf))
+    after,upto = i[:,None]>i,i[:,None]>=i
+    s = np.where(after, g.T[:,:,None], np.float32(0)).cumsum(1)
+    return np.where(upto, s, np.float32(-np.inf))
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #748ff3b8
 def unit_inverse(
     A, # [h, n, n]: strictly lower triangular
 ): # [h, n, n]
     "Inverse of I + A by forward substitution"
-    T = np.broadcast_to(np.eye(A.shape[-1], dtype=A.dtype), A.shape).copy()
-    for i in range(1, A.shape[-1]):
-        T[:,i,:i] = -(A[:,i,None,:i]@T[:,:i,:i])[:,0]
+    n = A.shape[-1]
+    T = np.broadcast_to(np.eye(n, dtype=A.dtype), A.shape).copy()
+    for i in range(1, n):
+        row = A[:,i,None,:i]  # (h,1,i)
+        T[:,i,:i] = -(row@T[:,:i,:i])[:,0]
     return T
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #0e5f46bb
 def delta_chunk(q, k, v, beta, g, S):
     "What `delta_recurrent` computes, by products over all n tokens (Yang et al. 2024, 2025)"
-    Q,K,V = (x.transpose(1,0,2) for x in (q,k,v))  # (h,n,d)
+    Q,K,V = (x.transpose(1, 0, 2) for x in (q,k,v))  # (h,n,d)
     Kt = K.transpose(0,2,1)  # (h,dk,n)
     D = np.exp(segsum(g))  # (h,n,n)
     G = np.exp(g.cumsum(0)).T[...,None]  # (h,n,1)
     b = beta.T[...,None]  # (h,n,1)
     A = np.tril(b*D*(K@Kt), -1)  # (h,n,n)
-    N = unit_inverse(A)@(b*(V-G*(K@S)))  # (h,n,dv)
+    known = G*(K@S)  # (h,n,dv)
+    N = unit_inverse(A)@(b*(V-known))  # (h,n,dv)
     O = G*(Q@S)+(D*(Q@Kt))@N  # (h,n,dv)
     last = K*D[:,-1,:,None]  # (h,n,dk)
-    S = G[:,-1:]*S+last.transpose(0,2,1)@N  # (h,dk,dv)
-    return O.transpose(1,0,2),S
+    S = G[:,-1:]*S+last.transpose(0, 2, 1)@N  # (h,dk,dv)
+    return O.transpose(1, 0, 2),S
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #180f3437
 def softplus(x):
@@ -91,11 +96,14 @@ def causal_conv(
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #de2b2da2
 def _heads(y, kh, dk, vh):
     "q, k [n, vh, dk] of unit length, q scaled, and v [n, vh, dv]"
-    parts = np.split(y, [kh*dk, 2*kh*dk], axis=1)
-    q,k,v = (x.reshape(len(y), h, -1) for x,h in zip(parts, (kh,kh,vh)))
-    def unit(x):
-        return x/np.sqrt(np.vecdot(x, x)+1e-6)[...,None]
-    q,k = (np.repeat(unit(x), vh//kh, axis=1) for x in (q,k))
+    q,k,v = np.split(y, [kh*dk,2*kh*dk], axis=1)
+    def repeated(x):
+        "Heads of unit length, each as often as there are value heads for it"
+        x = x.reshape(len(y), kh, -1)
+        size = np.sqrt(np.vecdot(x, x)+1e-6)
+        return np.repeat(x/size[...,None], vh//kh, axis=1)
+    q,k = repeated(q),repeated(k)
+    v = v.reshape(len(y), vh, -1)
     return q*np.float32(dk**-.5),k,v
 
 # %% ../../nbs/3_ops/delta/30_ops.delta.ipynb #d98b17dc
@@ -115,17 +123,16 @@ def scan(
     "Take each sequence of a step from state to state"
     out[:] = 0
     per = len(conv)//len(rec)
-    for (r,n),start,i in zip(spans(starts, counts, tiled), starts, state_in):
+    rows_of = spans(starts, counts, tiled)
+    for (r,n),start,i in zip(rows_of, starts, state_in):
         tail,S = conv[i],rec[i//per]
         if not start:
-            tail = np.zeros_like(tail)
-            S = np.zeros_like(S)
+            tail,S = np.zeros_like(tail),np.zeros_like(S)
         for a,b in _cuts(start, n, tiled):
-            within = np.max(state_out[r+a:r+b-1], initial=-1)
-            assert within<0, 'a state to keep in the middle of a tile'
             rows = slice(r+a, r+b)
+            *within,keep = state_out[rows]
+            assert max(within, default=-1)<0, 'a state to keep in the middle of a tile'
             out[rows],tail,S = step(rows, (start+a)%TILE, tail, S)
-            keep = state_out[r+b-1]
             if keep>=0:
                 conv[keep],rec[keep//per] = tail,S
     return out
@@ -173,8 +180,12 @@ def gated_delta(
     def step(rows, at, tail, S):
         y,seen = causal_conv(qkv[rows], conv_w, tail)  # (n,C)
         xs = *_heads(y, kh, dk, vh),*_gates(ba[rows], A, dt_bias)
-        o,S = in_tile(delta_chunk, at, S, *xs) if tiled else delta_recurrent(*xs, S)
-        o = rmsnorm(o, norm_w, eps)*act(z[rows]).reshape(o.shape)  # (n,vh,dv)
+        if tiled:
+            o,S = in_tile(delta_chunk, at, S, *xs)
+        else:
+            o,S = delta_recurrent(*xs, S)
+        gate = act(z[rows]).reshape(o.shape)
+        o = rmsnorm(o, norm_w, eps)*gate  # (n,vh,dv)
         return o.reshape(-1, vh*dv),seen[len(y):],S
     if out is None:
         out = np.empty((len(qkv), vh*dv), np.float32)
@@ -186,7 +197,8 @@ def ungroup_qkvz(cfg:DeltaConfig): # Index array [2*kh*dk + 2*vh*dv]
     kh,dk = cfg.num_k_heads,cfg.k_dim
     rv = cfg.num_v_heads//kh*cfg.v_dim
     i = np.arange(kh*2*(dk+rv)).reshape(kh, -1)
-    parts = np.split(i, [dk, 2*dk, 2*dk+rv], axis=1)
+    ends = np.cumsum([dk,dk,rv])
+    parts = np.split(i, ends, axis=1)
     return np.concatenate([x.ravel() for x in parts])
 
 def ungroup_ba(cfg:DeltaConfig): # Index array [2*vh]

@@ -48,7 +48,8 @@ def _rows(x, w, out):
 def _tiles(x, w, out):
     "`out[t] = x[t] @ w.T`, a slab of `w` at a time, each tile by itself"
     for i,slab in _slabs(w, 4*_SLAB):
-        np.matmul(x, slab.T, out=out[...,i:i+len(slab)])
+        part = out[...,i:i+len(slab)]
+        np.matmul(x, slab.T, out=part)
 
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #6a4d5fc9
 def linear(
@@ -60,7 +61,8 @@ def linear(
 ): # [rows, out], or [tiles, TILE, out]
     "`x @ w.T (+ bias) (+ add)`; no row's bits depend on another row"
     if out is None:
-        out = np.empty((*x.shape[:-1], len(w)), np.float32)
+        shape = *x.shape[:-1],len(w)
+        out = np.empty(shape, np.float32)
     own = getattr(w, 'multiply', None) # of a matrix that knows a faster way
     if own:
         own(x, out)
@@ -103,7 +105,8 @@ def _gelu_pair(g, u, limit): return gelu_tanh(g),u
 def _swiglu_oai(g, u, limit):
     limit = np.inf if limit is None else limit
     g = np.minimum(g, limit)
-    return _times_sigmoid(g, 1.702*g),np.clip(u, -limit, limit)+1
+    up = np.clip(u, -limit, limit)+1
+    return _times_sigmoid(g, 1.702*g),up
 
 def _relu2(g, u, limit):
     r = np.maximum(g, 0)
@@ -121,7 +124,8 @@ def act_mul(
 ): # [..., I]
     "The middle of an MLP: `act(gate) * up`, float32 (Shazeer 2020)"
     I = gu.shape[-1] if act=='relu2' else gu.shape[-1]//2
-    a,b = ACTS[act](gu[...,:I], gu[...,I:], limit)
+    gate,up = gu[...,:I],gu[...,I:]
+    a,b = ACTS[act](gate, up, limit)
     return np.multiply(a, b, out=a if out is None else out)
 
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #01153646
@@ -143,8 +147,8 @@ def fused_linear(
     "`act(f(x) @ w.T + bias) * sigmoid(gate) + add`; f: nothing, a norm, or that of each group"
     h = x if gain is None else rmsnorm(x, gain, eps)
     if parts is not None:
-        mean = parts.sum(-1)/group
-        h = h/np.sqrt(mean+np.float32(eps)).repeat(group, -1)
+        rms = np.sqrt(parts.sum(-1)/group+np.float32(eps))
+        h = h/rms.repeat(group, -1)
     y = linear(h, w)
     if extra is not None:
         y = np.concatenate([y, linear(h, extra)], -1)

@@ -31,23 +31,26 @@ def ssd_recurrent(
 # %% ../../nbs/3_ops/mamba/40_ops.mamba.ipynb #c83fa618
 def ssd_chunk(X, a, B, C, S):
     "What `ssd_recurrent` computes, with matrix products over all n tokens at once"
-    X,B,C = (t.transpose(1,0,2) for t in (X,B,C))  # (h,n,P), (h,n,N), (h,n,N)
+    X,B,C = (t.transpose(1, 0, 2) for t in (X,B,C))  # (h,n,P), (h,n,N), (h,n,N)
     L = np.exp(segsum(a))  # (h,n,n)
     G = np.exp(a.cumsum(0)).T[...,None]  # (h,n,1)
-    Y = (L*(C@B.transpose(0,2,1)))@X+G*(C@S.transpose(0,2,1))
-    S = G[:,-1:]*S+(X*L[:,-1,:,None]).transpose(0,2,1)@B
-    return Y.transpose(1,0,2),S
+    within = L*(C@B.transpose(0, 2, 1))  # (h,n,n)
+    Y = within@X+G*(C@S.transpose(0, 2, 1))  # (h,n,P)
+    last = X*L[:,-1,:,None]  # (h,n,P)
+    S = G[:,-1:]*S+last.transpose(0, 2, 1)@B  # (h,P,N)
+    return Y.transpose(1, 0, 2),S
 
 # %% ../../nbs/3_ops/mamba/40_ops.mamba.ipynb #17c7decb
 def _heads(y, nh, P, groups):
     "X [n, nh, P], B and C [n, nh, N] of the convolution's output"
     n,I = len(y),nh*P
-    X,B,C = np.split(
-        y,
-        [I, (I+y.shape[1])//2],
-        axis=1)
-    B,C = (np.repeat(t.reshape(n, groups, -1), nh//groups, axis=1) for t in (B,C))
-    return X.reshape(n, nh, P),B,C
+    N = (y.shape[1]-I)//2
+    X,B,C = np.split(y, [I,I+N], axis=1)
+    def repeated(t):
+        "As often as there are heads in a group"
+        t = t.reshape(n, groups, -1)
+        return np.repeat(t, nh//groups, axis=1)
+    return X.reshape(n, nh, P),repeated(B),repeated(C)
 
 # %% ../../nbs/3_ops/mamba/40_ops.mamba.ipynb #6dce2b0d
 def _gated_norm(Y, z, norm_w, groups, eps):
@@ -79,14 +82,16 @@ def mamba2(
     "A Mamba-2 layer between its projections (Dao & Gu 2024)"
     nh,P,N = rec.shape[1:]
     I = nh*P
-    z,xbc,dt = np.split(zxbcdt, [I, 2*I+2*groups*N], axis=1)
+    cuts = I,2*I+2*groups*N
+    z,xbc,dt = np.split(zxbcdt, cuts, axis=1)
     def step(rows, at, tail, S):
         y,seen = causal_conv(xbc[rows], conv_w, tail, conv_b)  # (n,C)
         X,B,C = _heads(y, nh, P, groups)
         d = softplus(dt[rows]+dt_bias)  # (n,nh)
         Y,S = _ssd(X*d[...,None], A*d, B, C, S, at, tiled)
         Y = Y+D[:,None]*X  # (n,nh,P)
-        return _gated_norm(Y, z[rows], norm_w, groups, eps),seen[len(y):],S
+        normed = _gated_norm(Y, z[rows], norm_w, groups, eps)
+        return normed,seen[len(y):],S
     if out is None:
         out = np.empty((len(zxbcdt), I), np.float32)
     return scan(step, out, conv, rec, state_in, state_out, starts, counts, tiled)

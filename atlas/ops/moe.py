@@ -38,8 +38,9 @@ def route(
 
     No row's bits depend on another row."""
     s = SCORES[score](linear(x, w, bias))  # [...,E]
+    by = s if correction is None else s+correction
     # stable: the lower id first; NaN last
-    order = np.argsort(-s if correction is None else -(s+correction), -1, kind='stable')
+    order = np.argsort(-by, -1, kind='stable')
     ids = np.ascontiguousarray(order[...,:top_k], np.int32)
     g = np.take_along_axis(s, ids, -1)
     if score=='topk_softmax':
@@ -64,7 +65,8 @@ def picks_by_expert(
     if real is not None:
         order = order[np.reshape(real, -1)[order//k]]
     used,first = np.unique(ids[order], return_index=True)
-    yield from zip(map(int, used), np.split(order, first[1:]))
+    its = np.split(order, first[1:])
+    yield from zip(map(int, used), its)
 
 # %% ../../nbs/3_ops/moe/50_ops.moe.ipynb #ddc21d51
 def experts(
@@ -92,6 +94,7 @@ def experts(
         r = picks//k
         h = linear(rows[r], gate_up[e], of(gate_up_bias, e))  # (n,2I)
         h = act_mul(h, act, limit)  # (n,I)
-        y[r] += weights[picks]*linear(h, down[e], of(down_bias, e))  # (n,H)
+        h = linear(h, down[e], of(down_bias, e))  # (n,H)
+        y[r] += weights[picks]*h
     y = y.reshape(x.shape)
     return np.add(y, 0 if add is None else add, out=y if out is None else out)

@@ -19,7 +19,8 @@ def base_freq(
     c:RopeConfig
 )->np.ndarray: # Angle per token of each pair, float64 `[dim/2]`
     "Speeds of the pairs before any scaling: $\\theta_i$ of Su et al. 2021, §3.2.2"
-    return c.theta**-(np.arange(0, c.dim, 2)/c.dim)
+    exponent = np.arange(0, c.dim, 2)/c.dim
+    return c.theta**-exponent
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #ea07f899
 def _mix(f, keep, factor):
@@ -38,7 +39,8 @@ def _llama3(f, c):
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #fdc4ddfc
 def _pair(c, turns):
     "Index of the pair that makes so many turns in the original context"
-    return c.dim*math.log(c.original_max/(2*math.pi*turns))/(2*math.log(c.theta))
+    wavelengths = c.original_max/(2*math.pi*turns)
+    return c.dim*math.log(wavelengths)/(2*math.log(c.theta))
 
 def _yarn(f, c):
     lo,hi = _pair(c, c.beta_fast),_pair(c, c.beta_slow)
@@ -46,7 +48,8 @@ def _yarn(f, c):
         lo,hi = math.floor(lo),math.ceil(hi)
     lo,hi = max(lo, 0),min(hi, c.dim-1)
     ramp = (np.arange(c.dim//2)-lo)/max(hi-lo, .001)
-    return _mix(f, 1-np.clip(ramp, 0, 1), c.factor)
+    keep = 1-np.clip(ramp, 0, 1)
+    return _mix(f, keep, c.factor)
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #5c779d60
 def attention_factor(
@@ -69,7 +72,9 @@ def _factors(f, c):
     return f/np.array(given)
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #1812da58
-def _proportional(f, c): return np.where(np.arange(len(f))<c.pairs, f/c.factor, 0)
+def _proportional(f, c):
+    turns = np.arange(len(f))<c.pairs
+    return np.where(turns, f/c.factor, 0)
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #f9839dfd
 def _default(f, c): return f
@@ -97,9 +102,11 @@ def rope_table(
 )->tuple[np.ndarray,np.ndarray]: # cos and sin, float32 `[n, dim/2]` each
     "Cosine and sine of every angle; angles are float64, and only what is stored is rounded"
     f,a = inv_freq(c)
-    cos,sin = (np.empty((n,len(f)), np.float32) for _ in 'cs')
+    cos = np.empty((n,len(f)), np.float32)
+    sin = np.empty_like(cos)
     def rows(i):
-        angle = np.arange(i, min(i+_ROWS, n))[:,None]*f
+        m = np.arange(i, min(i+_ROWS, n))
+        angle = m[:,None]*f
         cos[i:i+_ROWS] = np.cos(angle)*a
         sin[i:i+_ROWS] = np.sin(angle)*a
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -127,8 +134,8 @@ def rope_angles(
     if pos.ndim==1:
         return cos[pos][:,None],sin[pos][:,None]
     i = np.arange(cos.shape[-1])
-    at = pos[axes].T  # (R, dim/2)
-    return cos[at,i][:,None],sin[at,i][:,None]
+    at = pos[axes].T,i  # (R, dim/2)
+    return cos[at][:,None],sin[at][:,None]
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #a1420aa6
 def rope(
@@ -146,5 +153,6 @@ def rope(
     if out is not x:
         out[...,2*h:] = x[...,2*h:]
     a,b = x[...,:h],x[...,h:2*h]
-    out[...,:h],out[...,h:2*h] = a*cos-b*sin,b*cos+a*sin
+    turned = a*cos-b*sin,b*cos+a*sin # both, before either is written
+    out[...,:h],out[...,h:2*h] = turned
     return out

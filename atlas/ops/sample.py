@@ -142,18 +142,20 @@ def adjust(
         return x
     x = x.copy()
     if p.logit_bias:
-        x[list(p.logit_bias)] += np.fromiter(p.logit_bias.values(), np.float32)
+        ids,more = [*p.logit_bias],[*p.logit_bias.values()]
+        x[ids] += np.float32(more)
     if r.forbid:
         x[list(r.forbid)] = -np.inf
     if penal:
         _penalise(x, r)
     if r.allowed is not None:
-        bits = np.unpackbits(
-            r.allowed.view(np.uint8),
-            count=len(x),
-            bitorder='little')
-        x[~bits.view(bool)] = -np.inf
+        x[~_bits(r.allowed, len(x))] = -np.inf
     return x
+
+def _bits(words, n):
+    "The first `n` bits of `words`, as bools"
+    bits = np.unpackbits(words.view(np.uint8), count=n, bitorder='little')
+    return bits.view(bool)
 
 def _penalise(x, r):
     "Repetition, frequency and presence penalties, in place"
@@ -185,7 +187,10 @@ def kth(
     k:int, # How many to keep
 )->float: # The `k`-th largest weight
     "Threshold of top-k"
-    return np.partition(w, len(w)-k)[len(w)-k] if k<len(w) else w.dtype.type(0)
+    if k>=len(w):
+        return w.dtype.type(0)
+    at = len(w)-k
+    return np.partition(w, at)[at]
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #eb198da3
 def nucleus(
@@ -235,12 +240,16 @@ def draw(
 def logsumexp(x): # f32 [V]
     "log Σ exp(x), safe for any size of x"
     m = x.max()
-    return m + np.log(np.exp(x-m).sum(dtype=np.float64))
+    total = np.exp(x-m).sum(dtype=np.float64)
+    return m+np.log(total)
 
 def top(x, k):
     "Ids of the `k` largest of `x` [V], largest first, ties by id"
-    ids = np.flatnonzero(x>=kth(x,k)) if k<len(x) else np.arange(len(x))
-    return ids[np.argsort(-x[ids], kind='stable')][:k]
+    ids = np.arange(len(x))
+    if k<len(x):
+        ids = np.flatnonzero(x>=kth(x, k))
+    order = np.argsort(-x[ids], kind='stable')
+    return ids[order][:k]
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #639ddcb2
 @dataclass
@@ -286,17 +295,19 @@ def sample(
     rows:list[RowParams], # One for each row
 )->Sampled:
     "Choose a token for each row by itself; one that cannot be sampled gets the id -1"
-    R,K = len(rows),max((r.params.logprobs or 0 for r in rows), default=0)
-    def empty(shape, x, dtype): return np.full(shape, x, dtype)
-    tops = empty((R,K), -1, np.int32),empty((R,K), np.nan, np.float32)
-    out = Sampled(
-        empty(R, -1, np.int32),
-        empty(R, np.nan, np.float32),
-        *tops)
-    for i,(x,r) in enumerate(zip(logits,rows,strict=True)):
-        if not (np.isfinite(x.min()) and np.isfinite(x.max())):
+    most = max((r.params.logprobs or 0 for r in rows), default=0)
+    out = _empty(len(rows), most)
+    for i,(x,r) in enumerate(zip(logits, rows, strict=True)):
+        if not np.isfinite([x.min(),x.max()]).all():
             continue
         out.ids[i] = id = _pick(x,r)
         if id>=0 and r.params.logprobs is not None:
             _report(x, id, r.params.logprobs, out, i)
     return out
+
+def _empty(R, K)->Sampled:
+    "Nothing said by `R` rows, with `K` alternatives each"
+    ids,top_ids = np.full(R, -1, np.int32),np.full((R,K), -1, np.int32)
+    logprobs = np.full(R, np.nan, np.float32)
+    tops = np.full((R,K), np.nan, np.float32)
+    return Sampled(ids, logprobs, top_ids, tops)

@@ -29,8 +29,10 @@ def positions(
     row,col = patch_order(h, w, merge)
     r0,r1,fr = _between(row, h, side)
     c0,c1,fc = _between(col, w, side)
-    def along(r): return (1-fc)*table[r*side+c0]+fc*table[r*side+c1]
-    return (1-fr)*along(r0) + fr*along(r1)
+    def along(r):
+        left,right = table[r*side+c0],table[r*side+c1]
+        return (1-fc)*left+fc*right
+    return (1-fr)*along(r0)+fr*along(r1)
 
 # %% ../../nbs/3_ops/vision/70_ops.vision.ipynb #f403df93
 def rope_2d(
