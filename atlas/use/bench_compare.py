@@ -333,7 +333,7 @@ def _of_file(path:Path)->list[Measurement]:
             return read(path, d)
     kind = d.get('kind')
     said = f'is of the kind {kind}' if isinstance(kind, str) else 'does not say what it is'
-    _bad(path, plain(f'it {said}, which cannot be compared'), _KNOWN)
+    _bad(path, plain(f'it {said}, and cannot be compared'), _KNOWN)
 
 def _of_folder(path:Path)->list[Measurement]:
     "A sweep of aiperf: all its runs as one measurement"
