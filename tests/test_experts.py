@@ -362,14 +362,15 @@ def test_each_launch_follows_its_router(name, rows, monkeypatch):
         assert at(r['logits'])==at(e['logits']) and at(r['x'])==at(e['x'])
 
 @pytest.mark.parametrize('arch', CARDS)
+@pytest.mark.parametrize('rows', [1,2])
 @pytest.mark.parametrize('size,scales', [
     (0x300,True), (1<<20,True), (1<<33,True), (5<<30,False), (16<<20,False)])
-def test_asked_ahead_is_inside(size, scales, arch):
+def test_asked_ahead_is_inside(size, scales, rows, arch):
     card = Dry(arch, 1<<36)
     codes = card.empty((size//16,16), 'uint8')
     more = card.empty((size//128,16), 'uint8') if scales else None
     p = Packed('nvfp4', 4, 32, codes, more)
-    (w,s),(n,k) = E._asked(p, card)
+    (w,s),(n,k) = E._asked(p, card, rows)
     most = min(size, limits(card).ahead)
     assert w.nbytes==size and 0<n*16<=most and n<2**31
     if not scales:

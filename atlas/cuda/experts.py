@@ -336,15 +336,17 @@ def _most(card, asked)->int:
         return min(asked or n, n)
     return asked or n
 
-_AHEAD = .6 # Of the next matrix: what memory gives before the next launch asks for itself
+# Of the next matrix: what memory gives before the next launch asks for itself
+_AHEAD = .6 # One row has time for all of it
 
-def _asked(p, card):
+def _asked(p, card, rows):
     "Of the matrix `p`: weights, scales, and how many sixteens of bytes of each are asked for"
     if p is None:
         return (None,None),(0,0)
     w = _raw(p.w)
     s = _raw(p.s)
-    part = min(_AHEAD, limits(card).ahead/w.nbytes)
+    wanted = 1. if rows==1 else _AHEAD
+    part = min(wanted, limits(card).ahead/w.nbytes)
     sixteens = (0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
     return (w,s),tuple(sixteens)
 
@@ -364,7 +366,7 @@ class MoERows(NamedTuple):
 def _halves(card, mix:Mixture, d, blocks, rows:MoERows, logits, hidden, then):
     "Both halves in a launch; in two on the emulator, which runs one block after the other"
     up,down = mix.up,mix.down
-    later,sixteens = _asked(then, card)
+    later,sixteens = _asked(then, card, d['ROWS'])
     for halves in (3,) if card.kind=='cuda' else (1,2):
         run('experts', blocks, 32*d['WARPS'],
             _raw(up.w), _raw(down.w), _raw(up.s), _raw(down.s), up.gs, down.gs,

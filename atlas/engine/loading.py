@@ -425,8 +425,13 @@ def _check(self:LoadedModel):
 @patch
 def _describe(self:LoadedModel, ck):
     "Take what the open checkpoint says of the model"
-    self.config,self.path = ck.config,ck.path
+    self.config,self.path,self.table = ck.config,ck.path,_table(ck)
     self.max_seq_len = _context(ck.config, self.options.max_seq_len)
+
+def _table(ck)->str:
+    "Digest of the names, formats and shapes of all tensors"
+    rows = sorted((name, t.fmt, t.shape) for name,t in ck.tensors.items())
+    return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 @patch
 def _guess(self:LoadedModel, ck, files):

@@ -70,6 +70,7 @@ class Body(BaseModel):
     priority: Annotated[Int, Field(ge=-2**31, lt=2**31)]|None = None
     cache_salt: Salt|None = None
     timeout: Seconds|None = None
+    receipt: bool|None = None  # as at the other endpoints
 
 # %% ../../nbs/7_service/18_ollama.ipynb #ca49c9e0
 class Message(BaseModel):
@@ -174,7 +175,7 @@ def common(self:Body)->dict:
         format=self.shape(), format_at='format', **thinking,
         stream=self.stream is not False, keep=keep,
         priority=self.priority or 0, salt=self.cache_salt or '',
-        timeout=self.timeout, ignored=ignored(self),
+        timeout=self.timeout, receipt=bool(self.receipt), ignored=ignored(self),
         warnings=unoffered(self.options or Options()))
 
 # %% ../../nbs/7_service/18_ollama.ipynb #8468f009
@@ -407,7 +408,7 @@ def context(self:ChatReply)->dict:
 @patch
 def end(self:ChatReply, u:Usage)->bytes:
     "The last line"
-    return self.line(self.said()|self.counts(u)|self.context())
+    return self.line(self.said()|self.counts(u)|self.context()|self.proof())
 
 @patch
 def whole(self:ChatReply, choices:list[Choice], u:Usage)->dict:
@@ -422,7 +423,7 @@ def whole(self:ChatReply, choices:list[Choice], u:Usage)->dict:
     text = self.trimmed(c.content or '')
     said = self.said(text, c.reasoning, calls)|self.about(c.tokens)
     named = dict(model=self.model, created_at=now())
-    return named|said|self.counts(u)|self.context()
+    return named|said|self.counts(u)|self.context()|self.proof()
 
 # %% ../../nbs/7_service/18_ollama.ipynb #f40a4683
 @patch

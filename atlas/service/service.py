@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/service.html.md"""
 
 # %% auto #0
 __all__ = ['SHORT', 'FIM', 'MAX_CHOICES', 'JUDGE', 'VERDICTS', 'RETRIEVE', 'ReadyModel', 'Service', 'Prompt', 'thoughts_named',
-           'earlier', 'fill', 'scored', 'tool_guide', 'guide_of', 'keep', 'reader', 'eos_ids', 'turn_marks',
+           'earlier', 'fill', 'scored', 'tool_guide', 'guide_of', 'keep', 'reader', 'eos_ids', 'turn_marks', 'logged',
            'check_choices', 'shorten', 'packed', 'judged', 'verdicts']
 
 # %% ../../nbs/7_service/12_service.ipynb #9ad52446
@@ -28,6 +28,7 @@ from .metrics import Metrics
 from .protocol.base import Ask,NotOfferedError,Writer
 from .protocol.chunks import TextAsk,prompt_tokens_of
 from ..text.parsers import Splitter,kept
+from ..text.receipts import receipt_of,seeded,text_facts,with_logprobs
 from ..text.reasoning import beginning,closing
 from ..text.sandbox import SafeTemplate
 from ..ground.requests import Request,check_ids,check_prompt,check_text
@@ -393,7 +394,8 @@ async def enforced(self:Service, u:ReadyModel, ask:Ask, p:Prompt, spec:dict, too
 async def guide(self:Service, u:ReadyModel, ask:Ask, p:Prompt)->dict|None:
     "What the engine is to enforce, checked"
     tools = tool_guide(ask, u.parsers[0])
-    if (spec := guide_of(u, ask, p, tools)) is None:
+    spec = getattr(ask, 'guide', None) or guide_of(u, ask, p, tools)
+    if spec is None:
         return None
     if u.guides is None:
         return _unguided(u, ask, spec, tools)
@@ -455,7 +457,8 @@ def requests(
     for p in prompts:
         own = dict(images=p.images, boundaries=turn_marks(u).boundaries(p.ids))
         for q in fan_out(ask.params):
-            out.append(Request(f'{rid}-{len(out)}', tuple(p.ids), q, **common, **own))
+            r = Request(f'{rid}-{len(out)}', tuple(p.ids), q, **common, **own)
+            out.append(with_logprobs(r) if ask.receipt else r)
     return out
 
 def eos_ids(u:ReadyModel)->tuple[int,...]:
@@ -467,6 +470,22 @@ def turn_marks(u:ReadyModel)->TurnMarks:
     if not hasattr(u, '_marks'):
         u._marks = TurnMarks(u.tokenizer, eos_ids(u))
     return u._marks
+
+# %% ../../nbs/7_service/12_service.ipynb #20dcb78e
+@patch
+async def provable(self:Service, u:ReadyModel, ask:Ask, w:Writer):
+    "Draw the seed now, and learn what is to answer"
+    ask.params = seeded(ask.params)
+    text = await asyncio.to_thread(text_facts, u.template, u.tokenizer)
+    w.made_by = await self.ask_of(u, 'fingerprint')|dict(text=text)
+
+def logged(w:Writer, requests:list[Request], readers:list[ChoiceReader], each:int):
+    "What makes the receipt of these readers when they are done; `each` answers to a prompt"
+    for v in readers:
+        v.log = []
+    def receipt():
+        return receipt_of(w.model, w.made_by, requests, readers, each).to_dict()
+    return receipt
 
 # %% ../../nbs/7_service/12_service.ipynb #51266bd4
 MAX_CHOICES = 128
@@ -490,13 +509,20 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     waited = perf_counter()-began
     ask.lean_on(u.sampling)
     check_choices(u, ask)
-    prompts = await self.prompts(u, ask)
-    spec = await self.guide(u, ask, prompts[0])
-    w = _writer(u, ask, make, prompts)
-    t = self.turn(u, ask, w, spec)
+    t,w = await self.turned(u, ask, make)
     w.waited,w.times = waited,t.times
     w.now,w.abort = t.usage,t.close
     return t,w
+
+@patch
+async def turned(self:Service, u:ReadyModel, ask:Ask, make)->tuple[Turn,Writer]:
+    "The same for a model that is ready"
+    prompts = await self.prompts(u, ask)
+    spec = await self.guide(u, ask, prompts[0])
+    w = _writer(u, ask, make, prompts)
+    if ask.receipt:
+        await self.provable(u, ask, w)
+    return self.turn(u, ask, w, spec),w
 
 def check_choices(u:ReadyModel, ask:Ask):
     "Refuse more choices than are made for one question, and ids that the model does not have"
@@ -516,6 +542,14 @@ def silent_turn(self:Service, u:ReadyModel, ask:Ask, prompts:list[Prompt])->Turn
     t.silent = len(prompts)*ask.params.n
     return t
 
+def _readers(u, ask, w, reqs)->list[ChoiceReader]:
+    "Who reads each choice; where a receipt was asked for, they keep what it is made of"
+    n = ask.params.n
+    readers = [reader(u, ask, r, w.prompts[k//n]) for k,r in enumerate(reqs)]
+    if ask.receipt:
+        w.receipt = logged(w, reqs, readers, n)
+    return readers
+
 @patch
 def turn(self:Service, u:ReadyModel, ask:Ask, w:Writer, spec:dict|None)->Turn:
     "The turn that runs: a request for each choice of each prompt"
@@ -523,7 +557,7 @@ def turn(self:Service, u:ReadyModel, ask:Ask, w:Writer, spec:dict|None)->Turn:
     if getattr(ask, 'silent', False):
         return self.silent_turn(u, ask, prompts)
     reqs = self.requests(u, ask, w.id, prompts, spec)
-    readers = [reader(u, ask, r, prompts[k//n]) for k,r in enumerate(reqs)]
+    readers = _readers(u, ask, w, reqs)
     total = sum(len(p.ids) for p in prompts)
     t = Turn(u.runner, reqs, readers, self.metrics.of(u.name), total, n)
     if self.follow:

@@ -272,6 +272,8 @@ async def begin(self:Proxy, ask:Ask, make)->tuple:
     w = make(ask, ask.model or self.name)
     if ask.params.logprobs is not None and not getattr(ask, 'unscored', False):
         ask.warnings.append('Log-probabilities are left out: another server answers')
+    if ask.receipt:
+        ask.warnings.append('The receipt is left out: another server answers')
     asks = self.chats(ask, w) if isinstance(ask, TextAsk) else [ask]
     t = Relay(self, await self.all_asked(asks), ask.params.n)
     w.now,w.abort = t.usage,t.close

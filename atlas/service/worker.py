@@ -334,7 +334,9 @@ def _of_some(m)->dict:
 def workload(m, name:str|None=None)->Workload:
     "What a worker runs of a loaded model; `m` and `name` as for `info_of`"
     from atlas.engine.sleep import CurrentEngine
+    import atlas.engine.fingerprint  # noqa: F401 (gives models `fingerprint`)
     ops = dict(score=m.score, embed=m.embed, sleep=m.sleep, wake=m.wake)
+    ops['fingerprint'] = m.fingerprint
     return Workload(CurrentEngine(m), info_of(m, name), ops, m.close, Easing(m))
 
 # %% ../../nbs/7_service/20_worker.ipynb #d61ccca0

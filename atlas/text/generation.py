@@ -46,6 +46,8 @@ class ChoiceReader:
         self.waited = 0. # Seconds until it was admitted
         self.finish = None # Why it ended
         self.cut = False # Did a stop string end it? Then the engine must be told
+        self.log = None # (id, log probability) of each token, where somebody set a list
+        self.ended = None # How the engine says that it ended, once it does
 
 # %% ../../nbs/6_text/18_generation.ipynb #5d60a18b
 @patch
@@ -90,12 +92,15 @@ def _read(self:ChoiceReader, events):
             self.drafted += e.drafted
             if self.n==1:
                 self._first(e)
+            if self.log is not None:
+                self.log.append((e.token, e.logprob))
             if self.tokens:
                 top = tuple(e.top or ())
                 tokens += (Token(e.token, e.logprob, top),)
             if e.finish!='stop':
                 text += self.detok.put(e.token)
         if e.finish:
+            self.ended = e.finish
             return text+self.detok.finish(),tokens,e
     return text,tokens,None
 
@@ -219,6 +224,7 @@ class Output:
     choices:list['Output']=field(default_factory=list) # All n answers, this one first, when n > 1
     reasoning:str='' # The thought before the answer
     calls:list[Call]=field(default_factory=list) # Of tools
+    receipt:object=None # When asked for: what was asked and answered, to the bit
     def __str__(self): return self.text
     def __repr__(self):
         thought = f'thought {self.reasoning!r}, ' if self.reasoning else ''

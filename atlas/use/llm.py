@@ -24,12 +24,14 @@ from ..ground.hub import resolve
 from ..text.images import place_images,prepare_images
 from ..text.next_turn import TurnMarks
 from ..engine.loading import LoadedModel
+import atlas.engine.fingerprint # noqa: F401 (gives models `fingerprint`)
 import atlas.engine.sleep # noqa: F401 (gives models `sleep` and `wake`)
 from ..model.model import Decoder,Piece,load_model,make_batch
 from ..ground.options import EngineConfig
 from ..text.parsers import Splitter,kept
 from ..text.processor import processor_of
 from ..text.reasoning import beginning,closing
+from ..text.receipts import receipt_of,seeded,text_facts,with_logprobs
 from ..ground.requests import Event,Request,SamplingParams,check_prompt
 from ..text.tokenizer import Tokenizer
 from ..card.variants import list_variants
@@ -172,6 +174,7 @@ def generate(self:LLM,
     images=(), # Of one prompt, in the order of their tokens: paths, data URLs, bytes or PIL images
     guide:dict|None=None, # What the answers must look like, see the guide page
     timeout:float|None=None, # Seconds that the engine has for each, which then ends; None: no limit
+    receipt:bool=False, # With a receipt of each, which `replay` can check?
 ): # `Output`, or a list of them for a list of prompts
     "Answers to one prompt or many, computed together"
     one = _is_one(prompts)
@@ -187,7 +190,7 @@ def generate(self:LLM,
             'images belong to one prompt', hint='Call generate once for each', param='images')
     encoded = [self._encode(p, images=images) for p in prompts]
     asked = list(zip(encoded, params))
-    outs = self._answers(asked, guide, timeout=timeout)
+    outs = self._answers(asked, guide, timeout=timeout, receipt=receipt)
     return outs[0] if one else outs
 
 # %% ../../nbs/8_use/01_llm.ipynb #52d7f0ac
@@ -203,24 +206,31 @@ def _guide(self:LLM, guide):
     self.guides.check(guide)
 
 @patch
+def _requests(self:LLM, asked, **how)->list[Request]:
+    "A request for each choice of the prompts `asked`"
+    return [
+        self.request(ids, q, images=pics, **how)
+        for (ids,_,pics),p in asked for q in fan_out(p)]
+
+@patch
 def _answers(
     self:LLM, asked, guide=None, split=None,
-    timeout=None
+    timeout=None, receipt=False
 )->list[Output]:
     "The first answer to each of the prompts `asked`, which are encoded and have parameters"
     self._guide(guide)
-    reqs = []
-    for (ids,_,pics),p in asked:
-        how = dict(images=pics, guide=guide, timeout=timeout)
-        reqs += [self.request(ids, q, **how) for q in fan_out(p)]
+    asked = [(e, seeded(p) if receipt else p) for e,p in asked]
+    reqs = self._requests(asked, guide=guide, timeout=timeout)
     readers = [self.reader(r.params, guide, split) for r in reqs]
+    reqs = _logged(reqs, readers) if receipt else reqs
     said = [[] for _ in reqs]
     for k,d in self._run(reqs, readers):
         said[k].append(d)
     choices = (
         (r.choice(ds), r.cached)
         for r,ds in zip(readers, said))
-    return [_outputs(choices, *a) for a in asked]
+    outs = [_outputs(choices, *a) for a in asked]
+    return self._proven(outs, reqs, readers) if receipt else outs
 
 def _outputs(choices, encoded, p):
     "The next `p.n` of `choices`, all answers to one prompt: the first, which holds the others"
@@ -242,6 +252,30 @@ def _output(c:Choice, cached:int, p:SamplingParams, ids, text)->Output:
     said = [t.id for t in c.tokens]
     parted = dict(reasoning=c.reasoning, calls=c.calls)
     return Output(c.content, said, c.finish, usage, likely, text, ids, **parted)
+
+# %% ../../nbs/8_use/01_llm.ipynb #c7581ec3
+@patch
+def made_by(self:LLM)->dict[str,dict]:
+    "What the bits of answers depend on: the fingerprint of the engine, and of what reads for it"
+    tokenizer = self.tokenizer if self.text.has_text else None
+    return self.fingerprint()|dict(text=text_facts(self.template, tokenizer))
+
+def _logged(requests, readers)->list[Request]:
+    "The same requests, of whose answers the readers keep what a receipt is made of"
+    for v in readers:
+        v.log = []
+    return [with_logprobs(r) for r in requests]
+
+@patch
+def _proven(self:LLM, outs, requests, readers)->list[Output]:
+    "Give each of `outs` its receipt"
+    facts,done = self.made_by(),0
+    for o in outs:
+        n = len(o.choices) or 1
+        mine = slice(done, done+n)
+        o.receipt = receipt_of(self.name, facts, requests[mine], readers[mine], n)
+        done += n
+    return outs
 
 # %% ../../nbs/8_use/01_llm.ipynb #4b8e99fa
 @patch
@@ -283,6 +317,7 @@ def chat(self:LLM,
     stream:bool=False, # Yield `Delta`s instead
     guide:dict|None=None, # What the answer must look like
     timeout:float|None=None, # As for `generate`
+    receipt:bool=False, # As for `generate`; not for a stream
     **kwargs, # More for the template, such as enable_thinking
 ):
     "The model's next message"
@@ -290,10 +325,12 @@ def chat(self:LLM,
     prompt = self.render(messages, tools, **kwargs)
     ids = self.tokenizer.encode(prompt, add_special=False)
     split,guide = self._parted(messages, prompt, tools, guide, kwargs)
+    if stream and receipt:
+        raise RequestError('A stream has no receipt here', hint='Leave stream out', param='receipt')
     if stream:
         return self._stream(ids, params, images, guide, split, timeout)
     asked = self._encode(ids, images=images),params or self.params()
-    return self._answers([asked], guide, split, timeout)[0]
+    return self._answers([asked], guide, split, timeout, receipt)[0]
 
 @patch
 def render(self:LLM, messages, tools=None, **kwargs)->str:

@@ -127,6 +127,7 @@ class MessagesBody(BaseModel):
     cache_salt: Salt|None = None
     timeout: Seconds|None = None
     keep_alive: KeepAlive|None = None
+    receipt: bool|None = None  # ours: what was asked and answered, to the bit
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #c65535eb
 def joined(
@@ -502,6 +503,7 @@ def _plain(body)->dict:
         model=body.model, stream=bool(body.stream), priority=body.priority or 0,
         salt=body.cache_salt or '', timeout=body.timeout,
         keep=None if stays is None else seconds_in(stays, 'keep_alive'),
+        receipt=bool(body.receipt),
         ignored=ignored(body), given=given(body))
 
 def _shape(body)->dict:
@@ -626,9 +628,9 @@ def whole(self:Reply, choices:list[Choice], u:Usage)->dict:
     "The body of an answer in one piece"
     c = choices[0]
     if self.ask.mute:
-        return self.message([], *self.reason(None, None, False), u)
+        return self.message([], *self.reason(None, None, False), u)|self.proof()
     reason,sequence = self.reason(c.finish, c.stop, bool(c.calls))
-    return self.message(self.blocks(c), reason, sequence, u)
+    return self.message(self.blocks(c), reason, sequence, u)|self.proof()
 
 @patch
 def reason(self:Reply, finish, stop, called)->tuple[str,str|None]:
@@ -756,7 +758,7 @@ def end(self:Reply, u:Usage)->bytes:
     out += self.shut()
     reason,sequence = self.reason(*self.last, self.called)
     delta = dict(stop_reason=reason, stop_sequence=sequence, stop_details=None)
-    out += _event('message_delta', delta=delta, usage=usage(u))
+    out += _event('message_delta', delta=delta, usage=usage(u), **self.proof())
     return out+_event('message_stop')
 
 @patch

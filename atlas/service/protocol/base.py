@@ -205,6 +205,7 @@ class Ask:
     alone:bool=False # Is it no turn of a conversation that goes on?
     own:SamplingParams|None=None # `params` without what a model had for those that nobody gave
     keep:float|None=None # Seconds that the model is to stay after the answer; below 0: for ever
+    receipt:bool=False # Is the answer to come with a receipt?
     after:object=None # Called when the answer has ended; the server sets it
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #e98f455f
@@ -363,6 +364,7 @@ class Writer:
     media_type = 'text/event-stream' # Of a stream
     waited = 0. # Seconds until the model was ready; the server sets it, as it does `times`:
     times = None # `Turn.times`
+    receipt = None # Gives the receipt when all is said; the server sets it where one was asked for
     def __init__(self,
         ask:Ask,
         model:str, # The name that the client knows the model by
@@ -394,6 +396,11 @@ class Writer:
         return b': still here\n\n'
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #1942d7be
+@patch
+def proof(self:Writer)->dict:
+    "The field with the receipt, for the last that is told; nothing where none was asked for"
+    return dict(receipt=self.receipt()) if self.receipt else {}
+
 @patch
 def call_id(self:Writer, id:str|None)->str|None:
     "A call's id as clients see it"

@@ -35,6 +35,7 @@ class TextAsk(ChatAsk):
     silent:bool=False # Nothing is to be generated: the prompt and its log-probabilities are all
     best:int|None=None # Tell only so many of each prompt's choices, the likeliest; None: all
     unscored:bool=False # The log-probabilities were not asked for, whatever `params` says
+    guide:dict|None=None # A guide as an engine takes it, in place of `format`
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #6d004931
 def error_body(e:BaseException)->dict:
@@ -245,10 +246,10 @@ def _about(self:ChatWriter, tokens):
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #64fc12c4
 @patch
 def end(self:ChatWriter, u:Usage)->bytes:
-    "The counts, if they were asked for, and `[DONE]`"
-    if not self.ask.include_usage:
-        return DONE
-    return sse(self._envelope(self.chunk_kind, [], usage=usage(u)))+DONE
+    "The counts and the receipt, if they were asked for, and `[DONE]`"
+    counts = dict(usage=usage(u)) if self.ask.include_usage else {}
+    last = counts|self.proof()
+    return sse(self._envelope(self.chunk_kind, [], **last))+DONE if last else DONE
 
 @patch
 def error(self:ChatWriter, e:BaseException)->bytes:
@@ -260,7 +261,8 @@ def error(self:ChatWriter, e:BaseException)->bytes:
 def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
     "The answer in one piece"
     told = self._told(choices)
-    return self._envelope(self.kind, told, usage=usage(u), **self._asked())
+    about = self._asked()|self.proof()
+    return self._envelope(self.kind, told, usage=usage(u), **about)
 
 @patch
 def _told(self:ChatWriter, choices):

@@ -83,6 +83,7 @@ class Body(Sampling,ModelAndStream):
     return_token_ids: bool|None = None
     return_tokens_as_token_ids: bool|None = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
+    receipt: bool|None = None  # ours: what was asked and answered, to the bit
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #80b515c6
 @patch
@@ -123,6 +124,7 @@ class CompletionBody(Shaped):
     echo: bool|None = None
     suffix: str|None = None
     best_of: Annotated[Int, Field(ge=1, le=128)]|None = None
+    guide: dict[str,Any]|None = None  # ours: as a receipt has it
 
 @patch(as_prop=True)
 def prompts(self:CompletionBody)->list[str|list[int]]:
@@ -523,7 +525,7 @@ def _common(b):
         params=b.params(), given=given(b), model=b.model, **b.shape(),
         stream=bool(b.stream),
         priority=b.priority or 0, salt=b.cache_salt or '',
-        timeout=b.timeout, keep=keep, include_usage=counts,
+        timeout=b.timeout, keep=keep, include_usage=counts, receipt=bool(b.receipt),
         continuous=counts and bool(o.continuous_usage_stats),
         drafts=bool(b.stream and o.atlas_drafts),
         token_ids=bool(b.return_token_ids),
@@ -557,6 +559,18 @@ def parse(
         quiet=b.include_reasoning is False or excluded,
         warnings=warnings, ignored=ignored(b), **_common(b))
 
+def _exact(b, kw)->dict|None:
+    "A guide in an engine's own words; what it says is checked where guides are"
+    if b.guide is None:
+        return None
+    if kw.get('format'):
+        said = f'guide and {kw["format_at"]} are both given'
+        raise RequestError(said, hint='Choose one', param='guide')
+    if not isinstance(b.guide.get('kind'), str):
+        raise RequestError('guide.kind is missing', hint='Take it from a receipt', param='guide')
+    kw['format_at'] = 'guide'
+    return b.guide
+
 def parse_text(
     raw:bytes, # The body of a request to completions
 )->TextAsk:
@@ -567,7 +581,7 @@ def parse_text(
     kw = _common(b)
     best = (b.n or 1) if kw['params'].n>(b.n or 1) else None
     return TextAsk([],
-        prompts=b.prompts,
+        prompts=b.prompts, guide=_exact(b, kw),
         echo=bool(b.echo), suffix=b.suffix or None,
         silent=bool(b.echo and b.max_tokens==0),
         best=best, unscored=b.logprobs is None,

@@ -276,7 +276,7 @@ def _plain(b)->dict:
     return dict(
         stream=bool(b.stream), background=bool(b.background),
         truncation=b.truncation or 'disabled', priority=b.priority or 0,
-        salt=b.cache_salt or '', timeout=b.timeout,
+        salt=b.cache_salt or '', timeout=b.timeout, receipt=bool(b.receipt),
         ignored=ignored(b), given=given(b),
         sealed='reasoning.encrypted_content' in (b.include or ()))
 
@@ -356,6 +356,7 @@ class ResponsesWriter(Writer):
         self.held = []
         self.fresh = []
         self.rest = b''
+        self.proven = {} # The receipt, once the answer has ended
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #f0989239
 @patch
@@ -368,7 +369,7 @@ def resource(self:ResponsesWriter)->dict:
         status=self.status, error=self.failure, incomplete_details=why,
         model=self.model, output=list(self.output),
         usage=self.usage and count(self.usage)
-    ) | self.ask.echo
+    ) | self.ask.echo | self.proven
 
 @patch
 def _event(self:ResponsesWriter, kind, **kw):
@@ -651,7 +652,7 @@ def end(self:ResponsesWriter, usage:Usage)->bytes:
     "The events that close a stream"
     out,self.rest = self.rest,b''
     if not self.told:
-        self.usage = usage
+        self.usage,self.proven = usage,self.proof()
     if self.finish=='error' and not self.failure:
         self.failure = dict(code='server_error', message='The model met an error')
     return out+self._settle(_outcome.get(self.finish, 'completed'))+DONE

@@ -18,7 +18,7 @@ from typing import Annotated
 # %% ../../../nbs/8_use/22_commands.base.ipynb #11c6182f
 ORDER = (
     'serve run chat launch ps load stop top watch pull list rm inspect config quantize bench '
-    'check version').split()
+    'check replay version').split()
 _WORDS = 'auto','mtp','draft','ngram','off' # What may stand after --speculative
 
 def _spelt(args):

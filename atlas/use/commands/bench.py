@@ -7,16 +7,17 @@ Docs: https://atlas-inference.github.io/atlas/8_use/commands.bench.html.md"""
 # %% auto #0
 __all__ = ['benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'Reports', 'bench', 'DecodeFlags',
            'bench_decode', 'bench_kernels', 'PrefillFlags', 'bench_prefill', 'StartupFlags', 'bench_startup',
-           'ThroughputFlags', 'bench_throughput', 'CompareFlags', 'bench_compare', 'check']
+           'ThroughputFlags', 'bench_throughput', 'CompareFlags', 'bench_compare', 'check', 'ReplayFlags', 'replay']
 
 # %% ../../../nbs/8_use/27_commands.bench.ipynb #842776cf
 import json,re,typer
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated,Literal
 from ...ground.options import EngineConfig
-from .base import Group,Json,Model,SPECULATION,app,engine_flags,examples,flags_of
-from .base import option,print_result,take
+from .base import CACHING,Group,Json,Model,SPECULATION,app,complete_model
+from .base import engine_flags,examples,flags_of,option,print_result,take
 
 # %% ../../../nbs/8_use/27_commands.bench.ipynb #f16d4c28
 def _counts(text:str, least:int=1, flag:str='--batch')->list[int]:
@@ -357,3 +358,52 @@ def check(
         raise AtlasError(said, hint=f'There are {there}', param='only')
     typer.echo(str(report))
     raise typer.Exit(min(report.failures, 125))
+
+# %% ../../../nbs/8_use/27_commands.bench.ipynb #6df4bb70
+_REPLAYS = 'device max_seq_len load_format weights kv_cache_dtype quantization'.split()
+
+@dataclass(kw_only=True)
+class ReplayFlags:
+    "How `atlas replay` asks again"
+    company:Annotated[int, option('Answer so many others beside it.', min=0, max=256)] = 0
+    url:Annotated[str|None, option(
+        'Ask this server. [default: load the model here]', show_default=False)] = None
+    key:Annotated[str|None, option(
+        'API key of the server. [default: $ATLAS_API_KEY]', '--key', envvar='ATLAS_API_KEY',
+        show_default=False, show_envvar=False)] = None
+    as_json:Json = False
+
+def _replayed(path, model, flags, options):
+    "What becomes of the receipt in a file"
+    from atlas.use.replay import receipt_in,replay_at
+    from atlas.use.llm import LLM
+    r = receipt_in(path)
+    if flags.url:
+        return replay_at(flags.url, r, flags.company, model, flags.key)
+    seqs = max(8, flags.company+len(r.answers))
+    with closing(LLM(EngineConfig(model or r.model, max_num_seqs=seqs, **options))) as llm:
+        return llm.replay(r, flags.company)
+
+@app.command(epilog=examples(
+    'atlas replay answer.json', 'atlas replay answer.json tiny --company 7 --speculative',
+    'atlas replay answer.json --url http://spark:8888 --company 7'))
+@engine_flags(*_REPLAYS, *CACHING, *SPECULATION)
+@flags_of(ReplayFlags)
+def replay(
+    receipt:Annotated[str, typer.Argument(
+        metavar='RECEIPT', help='A file with a receipt, or with an answer that has one.')],
+    model:Annotated[str|None, typer.Argument(
+        metavar='[MODEL]', help="The model, where it has another name here than in the receipt.",
+        show_default=False, autocompletion=complete_model)]=None,
+    **options):
+    """Ask again for what a receipt tells of, and compare every bit: code 0 where all are the
+    same, 1 where they are not, 2 where the two cannot be compared."""
+    from atlas.ground.core import AtlasError
+    flags = take(ReplayFlags, options)
+    try:
+        c = _replayed(receipt, model, flags, options)
+    except AtlasError as e:
+        typer.echo(f'atlas: {e}', err=True)
+        raise typer.Exit(2) from None
+    print_result(c.to_dict(), flags.as_json, str(c))
+    raise typer.Exit(c.code)

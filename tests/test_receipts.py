@@ -1,0 +1,237 @@
+"""Answers come again to the bit: receipts of every API, whole and in streams, of drafts, guides,
+tools and prefixes, replayed alone and in company; and what must not come again is seen."""
+import json,socket
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+import pytest
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+import atlas.use.cli as cli
+from atlas import LLM
+from atlas.ground.packed import flatten
+from atlas.service.gateway import DOORS
+from atlas.service.server import create_app
+from atlas.text.receipts import bits_of,number_of,read_receipt
+from atlas.use.commands.base import app as commands
+from atlas.use.replay import ReplayError,replay_at
+from helpers.inprocess import loaded
+from helpers.scripted import running
+
+assert cli.app is commands
+CHAT,TEXT = '/v1/chat/completions','/v1/completions'
+MESSAGES,RESPONSES,OLLAMA = '/v1/messages','/v1/responses','/api/chat'
+
+def tiny(**kw): return LLM('tiny', 'cpu', max_seq_len=512, max_num_seqs=8, show=False, **kw)
+
+@pytest.fixture(scope='module')
+def plain():
+    "Replays"
+    with closing(tiny()) as llm:
+        yield llm
+
+@pytest.fixture(scope='module')
+def served():
+    "The model of a server, which drafts"
+    with closing(tiny(speculative='mtp')) as llm:
+        yield llm
+
+@pytest.fixture(scope='module')
+def client(served):
+    with TestClient(create_app(loaded(served, ['tiny']), doors=DOORS)) as c:
+        yield c
+
+def user(text='What does an owl eat?'): return [dict(role='user', content=text)]
+
+NUMBER = dict(type='object', properties=dict(number=dict(type='integer')), required=['number'])
+DOOR = dict(type='function', function=dict(name='open_door', parameters=NUMBER))
+SHAPE = dict(type='json_schema', json_schema=dict(name='door', schema=NUMBER))
+QUIET = dict(chat_template_kwargs=dict(enable_thinking=False))
+HOT = dict(temperature=1.3, top_p=.95)
+CASES = dict(
+    greedy=(CHAT, dict(messages=user(), temperature=0, max_tokens=14)),
+    seeded=(CHAT, dict(messages=user(), seed=7, max_tokens=14)|HOT),
+    unseeded=(CHAT, dict(messages=user(), max_tokens=14, logprobs=True, top_logprobs=2)|HOT),
+    schema=(CHAT, dict(messages=user('Door 3'), response_format=SHAPE, max_tokens=40)|QUIET|HOT),
+    tools=(CHAT, dict(messages=user('Open the door number 3.'), tools=[DOOR],
+        tool_choice='required', max_tokens=60, temperature=0)),
+    three=(CHAT, dict(messages=user(), n=3, max_tokens=9)|HOT),
+    stopped=(CHAT, dict(messages=user(), stop=[' the',' a'], max_tokens=40)|QUIET|HOT),
+    penalties=(CHAT, dict(messages=user(), presence_penalty=.7, repetition_penalty=1.2,
+        logit_bias={'40':-3.}, min_tokens=5, max_tokens=12)),
+    prompts=(TEXT, dict(prompt=['A cow eats','An owl'], n=2, max_tokens=8)|HOT),
+    echoed=(TEXT, dict(prompt='A cow eats grass', echo=True, logprobs=1, max_tokens=5)),
+    messages=(MESSAGES, dict(messages=user(), max_tokens=12, temperature=1.)),
+    responses=(RESPONSES, dict(input='What does a cow eat?', max_output_tokens=12)),
+    ollama=(OLLAMA, dict(model='tiny', messages=user(), options=dict(num_predict=12))))
+
+def lines(r):
+    "JSON objects of a stream, whichever API it is of"
+    found = [l.removeprefix('data: ') for l in r.text.split('\n')]
+    return [json.loads(l) for l in found if l.startswith('{')]
+
+def asked(client, path, body, stream=False, **more):
+    "The objects of an answer: one, or those of a stream"
+    r = client.post(path, json=body|dict(stream=stream)|more)
+    assert r.status_code==200, r.text
+    return lines(r) if stream else [r.json()]
+
+def receipt(objects):
+    "The receipt, which the last that is told has"
+    found = [d.get('receipt') or (d.get('response') or {}).get('receipt') for d in objects]
+    assert sum(map(bool, found))==1
+    assert any(found[-2:])
+    return read_receipt(json.dumps(next(filter(None, found))))
+
+def replayed(llm, r, *company):
+    "Replay, and fail with what was different"
+    for n in (0,*company):
+        c = llm.replay(r, n)
+        assert c.code==0 and c.company==n, str(c)
+
+# Everything
+
+def shown(d):
+    "What an answer says, without what is never the same"
+    return {k:v for k,v in d.items() if k not in ('id','created','receipt','created_at')}
+
+@pytest.mark.parametrize('name', ['unseeded','stopped'])
+def test_receipts_replay(client, plain, name):
+    path,body = CASES[name]
+    replayed(plain, receipt(asked(client, path, body, receipt=True)), 3)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('stream', [False,True])
+@pytest.mark.parametrize('name', CASES)
+def test_all_receipts_replay(client, plain, served, name, stream):
+    path,body = CASES[name]
+    r = receipt(asked(client, path, body, stream, receipt=True))
+    assert sum(len(a.ids) for a in r.answers)
+    replayed(plain, r, 3)
+    assert served.replay(r, 2).code==0
+
+def test_a_seed_is_drawn_and_told(client):
+    path,body = CASES['unseeded']
+    one,two = (receipt(asked(client, path, body, receipt=True)) for _ in range(2))
+    assert one.answers[0].seed!=two.answers[0].seed
+    again = asked(client, path, body|dict(seed=one.answers[0].seed), receipt=True)
+    assert receipt(again).answers==one.answers
+
+def test_greedy_has_no_seed_and_a_prefix_hit_no_other_bits(client):
+    prompt = 'A cow eats grass and hay. An owl eats mice. '*8
+    body = dict(prompt=prompt, temperature=0, max_tokens=6)
+    first,second = (asked(client, TEXT, body, receipt=True)[0] for _ in range(2))
+    cached = [d['usage']['prompt_tokens_details']['cached_tokens'] for d in (first,second)]
+    assert cached[0]==0<cached[1]
+    assert first['receipt']==second['receipt']
+    assert first['receipt']['answers'][0]['seed'] is None
+
+def test_logprobs_are_those_that_are_told(client):
+    path,body = CASES['unseeded']
+    d, = asked(client, path, body, receipt=True)
+    told = [t['logprob'] for t in d['choices'][0]['logprobs']['content']]
+    assert told==[number_of(b) for b in d['receipt']['answers'][0]['logprobs']]
+
+@pytest.mark.parametrize('stream', [False,True])
+@pytest.mark.parametrize('name', ['seeded','stopped'])
+def test_nothing_else_changes(client, name, stream):
+    path,body = CASES[name]
+    body = body|dict(seed=5)
+    without,proven = (asked(client, path, body, stream, receipt=x) for x in (False,True))
+    if stream:
+        assert proven.pop()['choices']==[]
+    assert [*map(_counted, without)]==[*map(_counted, proven)]
+
+def _counted(d):
+    "The same, without counts of what a prefix cache had"
+    return {k:v for k,v in shown(d).items() if k!='usage'}
+
+# What must be seen
+
+def test_a_changed_weight(client, plain):
+    path,body = CASES['greedy']
+    r = receipt(asked(client, path, body, receipt=True))
+    w = flatten(plain.model.weights())[0]['norm.weight']
+    keep = w.copy()
+    try:
+        w[3] *= 1.25
+        c = plain.replay(r)
+        assert (c.code, c.differences[0].index)==(1,0), str(c)
+    finally:
+        w[:] = keep
+    assert plain.replay(r).code==0
+
+def flipped(r, k):
+    "A receipt with another last bit in the log probability of token `k`"
+    a = r.answers[0]
+    bits = [*a.logprobs]
+    bits[k] = f'{int(bits[k], 16)^1:08x}'
+    assert bits_of(number_of(bits[k]))==bits[k]
+    a = replace(a, logprobs=bits)
+    return replace(r, answers=[a, *r.answers[1:]])
+
+def test_a_flipped_bit(client, plain):
+    path,body = CASES['seeded']
+    r = receipt(asked(client, path, body, receipt=True))
+    for n in (0,3):
+        c = plain.replay(flipped(r, 5), n)
+        assert (c.code, c.differences[0].index)==(1,5)
+
+def test_a_receipt_tells_no_more_than_was_asked(client):
+    path,body = CASES['seeded']
+    said = json.dumps(asked(client, path, body, receipt=True)[0]['receipt'])
+    for secret in (socket.gethostname(), str(Path.home()), str(Path.cwd()), '/models/'):
+        assert secret not in said
+
+# Over the wire, and from a terminal
+
+def test_a_server_answers_again(served, plain, tmp_path):
+    with running(create_app(loaded(served, ['tiny']))) as url, TestClient(
+            create_app(loaded(plain, ['tiny']))) as other:
+        yes = dict(prompt='A', guide=dict(kind='choice', choices=['yes','no']), max_tokens=5)
+        for path,body in (CASES['unseeded'],(TEXT,yes)):
+            r = receipt(asked(other, path, body, receipt=True))
+            for n in (0,2):
+                assert replay_at(url, r, n).code==0
+        at = tmp_path/'receipt.json'
+        ends = []
+        for x in (r,flipped(r, 0),replace(r, made_by={})):
+            at.write_text(json.dumps(x.to_dict()))
+            run = CliRunner().invoke(commands, ['replay',str(at),'--url',url,'--json'])
+            ends.append((run.exit_code, json.loads(run.output)['result']))
+        assert ends==[(0,'same'), (1,'different'), (0,'same')]
+
+def test_what_cannot_be_compared_ends_with_two(client, tmp_path):
+    at = tmp_path/'receipt.json'
+    path,body = CASES['greedy']
+    d = asked(client, path, body, receipt=True)[0]
+    for text in ('{}', json.dumps(d).replace('"version":', '"versions":'), json.dumps(d)[:-9]):
+        at.write_text(text)
+        assert CliRunner().invoke(commands, ['replay',str(at)]).exit_code==2
+    for more in ([str(tmp_path/'none')], [str(at),'--url','http://127.0.0.1:9']):
+        assert CliRunner().invoke(commands, ['replay',*more]).exit_code==2
+
+def test_another_model(client, plain):
+    path,body = CASES['greedy']
+    r = receipt(asked(client, path, body, receipt=True))
+    facts = r.made_by|dict(model=r.made_by['model']|dict(tensors='0'*64))
+    with pytest.raises(ReplayError, match='another model'):
+        plain.replay(replace(r, made_by=facts))
+
+# The fields
+
+def test_guides_in_their_own_words_are_checked(client):
+    body = dict(prompt='A', max_tokens=9)
+    bad = [dict(guide=dict(kind='charm')), dict(guide={}), dict(guide=dict(kind='regex')),
+        dict(guide=dict(kind='choice', choices=['a']), response_format=SHAPE), dict(guide=3)]
+    for more in bad:
+        assert client.post(TEXT, json=body|more).status_code==400, more
+    said = client.post(TEXT, json=body|dict(guide=dict(kind='choice', choices=['yes','no'])))
+    assert said.json()['choices'][0]['text'] in ('yes','no')
+
+def test_openapi_has_the_field(client):
+    paths = client.get('/openapi.json').json()['paths']
+    for path in (CHAT,TEXT,MESSAGES,RESPONSES):
+        body = paths[path]['post']['requestBody']['content']['application/json']['schema']
+        assert 'receipt' in body['properties']
+    assert client.post(CHAT, json=dict(messages=user(), receipt='yes')).status_code==400
