@@ -27,7 +27,7 @@ def saved(tmp_path):
     "Writes an object, or text, to a file of a name"
     def write(d, name='saved'):
         path = tmp_path/f'{name}.json'
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(d if isinstance(d, str) else json.dumps(d))
         return path
     return write
@@ -76,6 +76,13 @@ def test_a_folder_of_aiperf_is_one_measurement(saved, tmp_path):
         read_measurements([tmp_path])
     files = sorted(tmp_path.rglob('*.json'))
     assert [m.name for m in read_measurements(files)]==['c1','c2','c8']
+
+def test_a_folder_of_ours_is_its_report(saved, tmp_path):
+    saved(made_up(8), 'mine/report')
+    saved(aiperf(8), 'mine/run_0000/profile_export_aiperf')
+    for asked in (tmp_path/'mine', tmp_path/'mine'/'report.json'):
+        m, = read_measurements([asked])
+        assert (m.name,m.tool,len(m.runs))==('mine','atlas bench serve',5)
 
 ROUND = dict(
     way='http', prompts='same', concurrency=2, requests=4, seconds=2., tokens=24, cached=0,
@@ -131,7 +138,7 @@ def test_refused(saved, name, paths):
 def test_no_file(tmp_path, paths):
     with pytest.raises(ReportError, match='No such file'):
         compare([tmp_path/'nowhere.json'])
-    with pytest.raises(ReportError, match='without profile_export_aiperf.json'):
+    with pytest.raises(ReportError, match='without report.json or profile_export_aiperf.json'):
         compare([tmp_path])
     with mock.patch.object(page, '_MOST', 100), pytest.raises(ReportError, match='at most'):
         compare(paths)
@@ -169,10 +176,14 @@ def test_what_came_of_flags_counts(saved, paths):
 def test_other_notes(saved, paths):
     d = ours()|dict(complete=False)
     d['server'] |= dict(machine='another')
-    d['runs'] = [d['runs'][0]|dict(concurrency=3, errors=[dict(error='refused', count=2)])]
+    odd = dict(
+        concurrency=3, errors=[dict(error='refused', count=2)], cached_tokens=64*128,
+        doubts=[dict(error='usage lies', count=5)])
+    d['runs'] = [d['runs'][0]|odd]
     c = compare([paths[0], saved(d, 'b')])
     said = '\n'.join(c.notes)
     for part in ('b was interrupted: it has 1 run', '3 at a time: 2 of', 'most with: refused',
+            '5 of 64 requests are in doubt, most with: usage lies', 'had 25% of its prompts',
             'another in b', 'No concurrency and no rate is in all of them'):
         assert part in said, part
     assert 'b (incomplete)' in str(c)

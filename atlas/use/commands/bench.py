@@ -302,7 +302,7 @@ class CompareFlags:
 Reports = Annotated[list[Path], typer.Argument(
     metavar='FILE',
     help='Files of "atlas bench serve", of "atlas bench throughput", or of aiperf; '
-        'a folder is a sweep of aiperf.')]
+        'or the folder that a sweep of them left.')]
 
 def _print_comparison(c, flags):
     "Print a comparison in one of three forms; its notes go to stderr where a program reads"
