@@ -63,14 +63,15 @@ __device__ __forceinline__ bool follows(
 }
 
 extern "C" __global__ void __launch_bounds__(128) accept(
-        const int* ids, const int* said, const int* live, const int* line, const int* pos,
-        const int* pos3, const int* state_out, const int* limit, const int* tables,
-        const int* how, long long* position, int* counts, const float* chances,
-        int* history, int* accepted, int* last, int* newest, int* seen, int* c_pos,
-        int* c_pos3, int* c_starts, int* c_seq, int* c_in, int* c_out, long long* c_slots,
-        const int* tick, const float* logprobs, const int* top_ids,
-        const float* top_logprobs, int* told, int* told_seq, int width, int v, int most,
-        int block_size, int longest, int steps, int scratch, int places, int ahead) {
+        const int* ids, const int* said, const int* live, const int* line,
+        const int* pos, const int* pos3, const int* state_out, const int* limit,
+        const int* tables, const int* how, long long* position, int* counts,
+        const float* chances, int* history, int* accepted, int* last, int* newest,
+        int* seen, int* c_pos, int* c_pos3, int* c_starts, int* c_seq, int* c_in,
+        int* c_out, long long* c_slots, const int* tick, const float* logprobs,
+        const int* top_ids, const float* top_logprobs, int* told, int* told_seq,
+        int width, int v, int most, int block_size, int longest, int steps,
+        int scratch, int places, int ahead) {
     __shared__ int found;
     const int s = blockIdx.x, seqs = gridDim.x, i = threadIdx.x;
     const int r0 = s * width;

@@ -9,7 +9,8 @@
 #include "lib/sample.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
-        argmax(const float* logits, unsigned long long* best, int* count, int* ids, int v) {
+        argmax(const float* logits, unsigned long long* best, int* count,
+                int* ids, int v) {
     __shared__ u64 part[8];
     const int t = blockIdx.y;
     pdl_trigger();
@@ -19,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(256)
     int at = -1;
     bool bad = false;
     #pragma unroll 4
-    for (int i = (blockIdx.x * 256 + threadIdx.x) * 4; i < v; i += gridDim.x * 1024) {
+    for (int i = (blockIdx.x * 256 + threadIdx.x) * 4; i < v;
+            i += gridDim.x * 1024) {
         const float4 a = load4(row, i, v);
         for (int j = 0; j < 4; j++) {
             const float x = (&a.x)[j];

@@ -108,17 +108,18 @@ constexpr int REGION = AHEAD || 2 * Part::SIZE > SUMS ? 2 * Part::SIZE : SUMS;
 constexpr int LEFT = AHEAD ? GROUPS * SUMS : 0;
 constexpr int QS = SHARE * Part::STEPS * 512;
 constexpr int SCORES = SPLIT > 1 ? SHARE * W * 512 : 0;
-constexpr int ROWS = (2 * NEW * (KV_BYTES<FMT, D> + (FMT == 2 ? D / 16 : 0)) + 15) / 16
-        * 16;
+constexpr int ROWS = (2 * NEW * (KV_BYTES<FMT, D> + (FMT == 2 ? D / 16 : 0)) + 15)
+        / 16 * 16;
 constexpr int SHARED = GROUPS * REGION + LEFT + QS + SCORES + ROWS
         + (2 * NEW + W * Spin::SCRATCH + 2 * GROUPS * 8 + 8 + 4 * AHEAD) * 4;
 #ifdef BYTES
 static_assert(
-        SHARED == BYTES, "the launch gives other shared memory than the kernel wants");
+        SHARED == BYTES,
+        "the launch gives other shared memory than the kernel wants");
 #endif
 static_assert(
-        D % 16 == 0 && D <= 512 && HEADS % KV == 0 && SHARED <= 227 * 1024 && HALF * 2 <= D
-                && BS % 16 == 0 && (NEW > 1 || SHARE == 1),
+        D % 16 == 0 && D <= 512 && HEADS % KV == 0 && SHARED <= 227 * 1024
+                && HALF * 2 <= D && BS % 16 == 0 && (NEW > 1 || SHARE == 1),
         "see the contract");
 
 // What the kernel is given.
@@ -139,10 +140,13 @@ struct Params {
     float *k_scales, *v_scales;  // [blocks, bs, kv] f32 or null
     unsigned char *k_subs, *v_subs;  // [blocks, bs, kv, ds] u8 or null
     const int* tables;  // [seqs, mb] i32: block tables
-    const int* seq;  // [rows] i32: sequence of each row; -1: padding, which gets zeros
-    const int* first;  // [seqs1] i32: first row of each sequence, and the end of the last
+    // sequence of each row; -1: padding, which gets zeros
+    const int* seq;  // [rows] i32
+    // first row of each sequence, and the end of the last
+    const int* first;  // [seqs1] i32
     const int* starts;  // [all] i32: position of each sequence's first row
-    const long long* slots;  // [rows] i64: where the rows' keys and values go; -1: nowhere
+    // where the rows' keys and values go; -1: nowhere
+    const long long* slots;  // [rows] i64
     const float* sinks;  // [heads] f32 or null: one more logit for each head
     // values weighted within a piece, of rows that see several; null if there are none
     float* o;  // [rows, pieces, heads, d] f32
@@ -204,7 +208,8 @@ struct Table {
     static constexpr bool FEW = 4 * PIECE / BS <= 32;
     const int* all;
     int first, mine;
-    __device__ __forceinline__ void load(const int* table, int from, int mb, int lane) {
+    __device__ __forceinline__ void load(
+            const int* table, int from, int mb, int lane) {
         all = table;
         first = from / BS;
         mine = FEW && first + lane < mb ? table[first + lane] : 0;
@@ -216,7 +221,8 @@ struct Table {
     }
     __device__ __forceinline__ size_t row(int j, int kv) const {
         // of position j, in the pool
-        const int block = FEW ? __shfl_sync(~0u, mine, (j / BS - first) & 31) : all[j / BS];
+        const int block = FEW ? __shfl_sync(~0u, mine, (j / BS - first) & 31)
+                              : all[j / BS];
         return ((size_t)block * BS + j % BS) * KV + kv;
     }
 };
@@ -224,8 +230,8 @@ struct Table {
 // What a block has to do: rows t .. t+n-1 of a sequence, positions p0 .. end-1, look at pieces
 // `piece` .. `last`, now at positions from .. hi-1. Below `to` these are read from the pool.
 struct Work {
-    int t, r0, n, nf, back, p0, start, end, low, newest, piece, last, from, hi, to, kv, hg,
-            h0, gb, window, early;
+    int t, r0, n, nf, back, p0, start, end, low, newest, piece, last, from, hi,
+            to, kv, hg, h0, gb, window, early;
     Pieces pieces;
     Runs runs;
     Table table;
@@ -239,7 +245,8 @@ struct Work {
     __device__ __forceinline__ bool fresh() const {
         return !QONLY && min(pieces.start(last + 1), end) > start;
     }
-    __device__ __forceinline__ Work(int window_, int many, int row, int shift, int early_)
+    __device__ __forceinline__ Work(
+            int window_, int many, int row, int shift, int early_)
         : window(window_), early(early_), pieces{many}, runs{many, shift} {
         t = ONE ? 0 : row;
         kv = blockIdx.x / HG;
@@ -257,13 +264,15 @@ struct Work {
         table.all = tables + (size_t)s * mb;
         if (ONE)
             return;  // its pieces depend on where the row stands
-        const int2 run = runs.pieces(gridDim.y - 1 - blockIdx.y);  // the largest come first
+        // the largest come first
+        const int2 run = runs.pieces(gridDim.y - 1 - blockIdx.y);
         piece = run.x;
         last = run.y;
         table.load(table.all, pieces.start(piece), mb, lane);
     }
     // Is there anything?
-    __device__ __forceinline__ bool find(const int* tables, int s, int mb, int lane) {
+    __device__ __forceinline__ bool find(
+            const int* tables, int s, int mb, int lane) {
         back = t - r0;
         nf -= r0;
         n = min(SHARE, nf - back);
@@ -306,7 +315,8 @@ struct Work {
 };
 
 // 1 / root mean square of `count` numbers, by a warp
-__device__ __forceinline__ float rms_all(const float* x, int count, float eps, int lane) {
+__device__ __forceinline__ float rms_all(
+        const float* x, int count, float eps, int lane) {
     float a = 0.f;
     for (int i = lane; i < count; i += 32)
         a = fmaf(x[i], x[i], a);
@@ -317,8 +327,8 @@ __device__ __forceinline__ float rms_all(const float* x, int count, float eps, i
 // at positions 2*(lane%4) + {0, 1, 8, 9}. b: fragments of the weights. Returns what is to become of
 // older sums.
 __device__ __forceinline__ float weights(
-        float4 c, float& top, float& sum, unsigned (&b)[4], const Part& ks, int lo, int low,
-        int p, int lane) {
+        float4 c, float& top, float& sum, unsigned (&b)[4], const Part& ks,
+        int lo, int low, int p, int lane) {
     float x[4], most = NONE;
     bool on[4];
     #pragma unroll
@@ -341,13 +351,17 @@ __device__ __forceinline__ float weights(
     #pragma unroll
     for (int i = 0; i < 4; i++)
         x[i] = on[i] ? exp2f(__fsub_rn(x[i], base)) : 0.f;
-    sum = fmaf(sum, fade, __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])));
+    sum = fmaf(
+            sum, fade, __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])));
     top = now;
     #pragma unroll
     for (int i = 0; i < 4; i++)
         if (KV_CODED<FMT>)
-            x[i] = on[i] ? __fmul_rn(x[i], ks.scale(lane % 4 * 2 + i % 2 + i / 2 * 8, true))
-                         : 0.f;
+            x[i] = on[i]
+                    ? __fmul_rn(
+                              x[i],
+                              ks.scale(lane % 4 * 2 + i % 2 + i / 2 * 8, true))
+                    : 0.f;
     const Pair u = Part::weights_of(x[0], x[1]), v = Part::weights_of(x[2], x[3]);
     b[0] = u.hi;
     b[1] = v.hi;
@@ -356,25 +370,42 @@ __device__ __forceinline__ float weights(
     return fade;
 }
 
+// Of four numbers at a time: v + u, v * f, and v times the gates.
+__device__ __forceinline__ float4 sum4(float4 v, float4 u) {
+    v.x = __fadd_rn(v.x, u.x);
+    v.y = __fadd_rn(v.y, u.y);
+    v.z = __fadd_rn(v.z, u.z);
+    v.w = __fadd_rn(v.w, u.w);
+    return v;
+}
+__device__ __forceinline__ float4 times4(float4 v, float f) {
+    v.x = __fmul_rn(v.x, f);
+    v.y = __fmul_rn(v.y, f);
+    v.z = __fmul_rn(v.z, f);
+    v.w = __fmul_rn(v.w, f);
+    return v;
+}
 __device__ __forceinline__ float4 gated4(float4 v, float4 g) {
-    return make_float4(gated(v.x, g.x), gated(v.y, g.y), gated(v.z, g.z), gated(v.w, g.w));
+    return make_float4(
+            gated(v.x, g.x), gated(v.y, g.y), gated(v.z, g.z), gated(v.w, g.w));
 }
 
 // Pieces of a row are added up by their blocks together: this one is `rank` of `ranks`.
 __device__ __forceinline__ void merge(
-        const Params& p, const Work& w, const float* sink, int row, size_t own, int count,
-        int rank, int ranks, int warp, int lane) {
+        const Params& p, const Work& w, const float* sink, int row, size_t own,
+        int count, int rank, int ranks, int warp, int lane) {
     float* const at0 = p.words
             + (((size_t)row * p.cells) * HEADS + w.h0) * (D / 8) * RECORD;
     #pragma unroll 1
-    for (int i0 = (rank * W + warp) * 32; i0 < w.gb * (D / 4); i0 += ranks * THREADS) {
+    for (int i0 = (rank * W + warp) * 32; i0 < w.gb * (D / 4);
+            i0 += ranks * THREADS) {
         const int i = min(i0 + lane, w.gb * (D / 4) - 1);
         const float4 g = GATE
                 ? *(const float4*)(p.qkv + (size_t)row * WIDTH + w.h0 * D + i * 4)
                 : make_float4(0.f, 0.f, 0.f, 0.f);
         float4 v = merged(
-                at0 + i / 2 * RECORD + i % 2 * 4, i % 2, (size_t)HEADS * (D / 8) * RECORD,
-                count, sink[i / (D / 4)]);
+                at0 + i / 2 * RECORD + i % 2 * 4, i % 2,
+                (size_t)HEADS * (D / 8) * RECORD, count, sink[i / (D / 4)]);
         if (GATE)
             v = gated4(v, g);
         if (i0 + lane == i)
@@ -395,11 +426,7 @@ __device__ __forceinline__ void exchange(
         x[r] = all[r * 32];
         #pragma unroll
         for (int k = 1; k < SPLIT; k++) {
-            const float4 z = all[(k * SHARE + r) * 32];
-            x[r].x = __fadd_rn(x[r].x, z.x);
-            x[r].y = __fadd_rn(x[r].y, z.y);
-            x[r].z = __fadd_rn(x[r].z, z.z);
-            x[r].w = __fadd_rn(x[r].w, z.w);
+            x[r] = sum4(x[r], all[(k * SHARE + r) * 32]);
         }
     }
     sync_warps<SPLIT>(group);
@@ -414,152 +441,372 @@ __device__ __forceinline__ void add_limbs(
         for (int i = 0; i < 4; i++)
             (&x[r].x)[i] = __fadd_rn(
                     __fadd_rn(c[r][0][i / 2][i % 2], c[r][1][i / 2][i % 2]),
-                    __fadd_rn(c[r][0][i / 2][i % 2 + 2], c[r][1][i / 2][i % 2 + 2]));
+                    __fadd_rn(
+                            c[r][0][i / 2][i % 2 + 2],
+                            c[r][1][i / 2][i % 2 + 2]));
 }
 
-// What a group has found of a row: its largest scores, and sums of weights and of values.
-__device__ __forceinline__ void leave(
-        const Room& m, const Part& vs, const float (&acc)[Part::TILES][4], float top,
-        float l, float* mine, int group, int part, int own_lane) {
-    if (!part && own_lane % 4 == 0) {
-        m.tops[group * 8 + own_lane / 4] = top;
-        m.sums[group * 8 + own_lane / 4] = l;
+// Who a thread is.
+struct Thread {
+    unsigned id;
+    int lane, warp;
+    __device__ __forceinline__ Thread(unsigned id_) : id(id_) {
+        lane = id % 32;
+        warp = __shfl_sync(~0u, id / 32, 0);
     }
-    #pragma unroll
-    for (int i = 0; i < Part::TILES; i++)
-        #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int d = vs.element(i, own_lane / 4, e / 2);
-            if ((D % 32 == 0 && Part::EVEN) || d < D)
-                mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] = acc[i][e];
-        }
-}
+};
 
-// Queries are normed and turned, and become fragments.
-__device__ __forceinline__ void put_queries(
-        const Params& p, const Work& w, const Room& m, Vec (&q)[SHARE][QI],
-        const Spin (&turn)[SHARE], const Vec& gq, int t, float factor, int warp, int lane) {
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++) {
-        const float all = NORM == 2
-                ? rms_all(p.qkv + (size_t)(t + (r < w.n ? r : 0)) * WIDTH + Q0, HEADS * D,
-                          p.eps, lane)
-                : 0.f;
+// The queries of the block's rows: a warp has those of every W-th head, and where they turn to.
+struct Queries {
+    Vec q[SHARE][QI];
+    Spin turn[SHARE];
+    Vec gain;
+    __device__ __forceinline__ void ask(const Params& p, const Thread& me) {
         #pragma unroll
-        for (int i = 0; i < QI; i++) {
-            const int g = warp + i * W;
-            Vec& x = q[r][i];
-            if (NORM == 1)
-                x.times(x.rms(p.eps), gq);
-            if (NORM == 2) {
-                Vec gain;
-                gain.load(p.q_all + (w.h0 + min(g, w.gb - 1)) * D, lane);
-                x.times(all, gain);
+        for (int r = 0; r < SHARE; r++)
+            turn[r].ask(p.axes, me.lane);
+    }
+    __device__ __forceinline__ void find(
+            const Params& p, const Work& w, int rows, const Thread& me) {
+        #pragma unroll
+        for (int r = 0; r < SHARE; r++)
+            turn[r].find(p.at, min(w.t + r, rows - 1), rows, me.lane);
+    }
+    __device__ __forceinline__ void load_turns(
+            const Params& p, const Thread& me) {
+        #pragma unroll
+        for (int r = 0; r < SHARE; r++)
+            turn[r].load(p.cos, p.sin, me.lane);
+    }
+    // As the product before left them.
+    __device__ __forceinline__ void load(
+            const Params& p, const Work& w, const Thread& me) {
+        #pragma unroll
+        for (int r = 0; r < SHARE; r++)
+            #pragma unroll
+            for (int i = 0; i < QI; i++)
+                q[r][i].load(
+                        p.qkv
+                                + (size_t)(w.t + (SHARE > 1 && r < w.n ? r : 0))
+                                        * WIDTH
+                                + Q0
+                                + (w.h0 + min(me.warp + i * W, w.gb - 1)) * D,
+                        me.lane);
+    }
+    // They are normed and turned, and become fragments.
+    __device__ __forceinline__ void put(
+            const Params& p, const Work& w, const Room& m, float factor,
+            const Thread& me) {
+        #pragma unroll
+        for (int r = 0; r < SHARE; r++) {
+            const float all = NORM == 2
+                    ? rms_all(p.qkv + (size_t)(w.t + (r < w.n ? r : 0)) * WIDTH
+                                      + Q0,
+                              HEADS * D, p.eps, me.lane)
+                    : 0.f;
+            #pragma unroll
+            for (int i = 0; i < QI; i++) {
+                const int g = me.warp + i * W;
+                Vec& x = q[r][i];
+                if (NORM == 1)
+                    x.times(x.rms(p.eps), gain);
+                if (NORM == 2) {
+                    Vec its;
+                    its.load(p.q_all + (w.h0 + min(g, w.gb - 1)) * D, me.lane);
+                    x.times(all, its);
+                }
+                turn[r](x, m.scratch + me.warp * Spin::SCRATCH, me.lane);
+                if (g < w.gb && r < w.n)
+                    Part::put_query(
+                            m.qf + r * Part::STEPS * 32, x.v, g, factor, me.lane);
             }
-            turn[r](x, m.scratch + warp * Spin::SCRATCH, lane);
-            if (g < w.gb && r < w.n)
-                Part::put_query(m.qf + r * Part::STEPS * 32, x.v, g, factor, lane);
         }
     }
-}
+};
 
-// This warp's heads of the rows' queries, as the product before left them.
-__device__ __forceinline__ void load_queries(
-        const Params& p, const Work& w, Vec (&q)[SHARE][QI], int t, int warp, int lane) {
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++)
+// Keys and values of this step: keys are for even warps, values for odd ones. Row `first` of the
+// sequence's, which is row `row` of all, has been asked for; its key or value goes to `slot`.
+struct Fresh {
+    bool any, is_v;
+    int first, row, column;
+    Vec x, gain;
+    Spin turn;
+    long long slot;
+    __device__ __forceinline__ Fresh(const Work& w, const Thread& me) {
+        any = w.fresh();
+        is_v = me.warp & 1;
+        first = NEW == 1 ? 0 : me.warp / 2;
+        row = w.r0 + min(first, w.nf - 1);
+        column = (is_v ? V0 : K0) + w.kv * D;
+    }
+    __device__ __forceinline__ void load_turn(
+            const Params& p, int row, int rows, const Thread& me) {
+        turn.ask(p.axes, me.lane);
+        turn.find(p.at, row, rows, me.lane);
+        turn.load(p.cos, p.sin, me.lane);
+    }
+    __device__ __forceinline__ void load(
+            const Params& p, int row, const Thread& me) {
+        x.load(p.qkv + (size_t)row * WIDTH + column, me.lane);
+    }
+    // A key is normed and turned; a value at most normed.
+    __device__ __forceinline__ void turned(
+            const Params& p, const Work& w, const Room& m, const Spin& turn,
+            int row, const Thread& me) {
+        const Vec raw = x;
+        if (NORM == 1)
+            x.times(x.rms(p.eps), gain);
+        if constexpr (NORM == 2) {
+            Vec its;
+            its.load(p.k_all + w.kv * D, me.lane);
+            const float* const all = p.qkv + (size_t)row * WIDTH + K0;
+            x.times(rms_all(all, KV * D, p.eps, me.lane), its);
+        }
+        turn(x, m.scratch + me.warp * Spin::SCRATCH, me.lane);
+        if (is_v) {
+            x = raw;
+            if (VNORM)
+                x.times(x.rms(p.eps));
+        }
+    }
+    // That of row i stays with the block, and goes into the cache if it is of the block's rows.
+    __device__ __forceinline__ void keep(
+            const Params& p, const Work& w, const Room& m, int i, long long slot,
+            const Thread& me) const {
+        KvRow<FMT, D> e;
+        e.encode((const float4*)x.v, me.lane);
+        e.store(m.rows, m.row_scales, m.row_subs, 2 * i + is_v, me.lane);
+        if (i < w.back || w.hg || slot < 0)
+            return;
+        if (is_v)
+            e.store(p.v_pool, p.v_scales, p.v_subs, slot * KV + w.kv, me.lane);
+        else
+            e.store(p.k_pool, p.k_scales, p.k_subs, slot * KV + w.kv, me.lane);
+    }
+    // All of this warp's; where a sequence has one row, it turns as its query does.
+    __device__ __forceinline__ void put(
+            const Params& p, const Work& w, const Room& m, const Spin& as_query,
+            int rows, const Thread& me) {
+        if constexpr (NEW == 1 && !QONLY) {
+            if (any && me.warp < 2) {
+                turned(p, w, m, as_query, row, me);
+                keep(p, w, m, 0, slot, me);
+            }
+        } else if (any) {
+            #pragma unroll 1
+            for (int i = first; i < w.nf; i += W / 2) {
+                const int j = w.start + i;
+                const int its = w.r0 + i;
+                if (j < w.from || j >= w.end || w.pieces.of(j) > w.last)
+                    continue;
+                if (i != first) {
+                    load(p, its, me);
+                    load_turn(p, its, rows, me);
+                }
+                turned(p, w, m, turn, its, me);
+                keep(p, w, m, i, i == first ? slot : p.slots[its], me);
+            }
+        }
+    }
+};
+
+// What a warp reads of a piece: its part of the elements of its group's slices of keys and values,
+// which are those at lo, lo + SPAN, ...
+struct Reader {
+    int group, part, lo;
+    Part ks, vs;
+    __device__ __forceinline__ Reader(
+            const Room& m, const Work& w, const Thread& me)
+        : group(me.warp / SPLIT),
+          part(me.warp % SPLIT),
+          lo(w.from + 16 * group),
+          ks(m.parts + group * REGION, part, me.lane),
+          vs(m.parts + group * REGION + Part::SIZE, part, me.lane) {}
+    __device__ __forceinline__ void keys(
+            const Params& p, const Work& w, int lo) const {
+        if (lo < w.hi)
+            ks.template fetch<KV>(
+                    p.k_pool, p.k_scales, p.v_scales, p.k_subs,
+                    w.table.row(lo, w.kv), w.low - lo, w.to - lo);
+        cp_async_commit();
+    }
+    __device__ __forceinline__ void values(
+            const Params& p, const Work& w, int lo) const {
+        if (lo < w.hi)
+            vs.template fetch<KV>(
+                    p.v_pool, nullptr, nullptr, p.v_subs, w.table.row(lo, w.kv),
+                    w.low - lo, w.to - lo);
+        cp_async_commit();
+    }
+    // The piece that the block has gone on to.
+    __device__ __forceinline__ void begin(
+            const Params& p, Work& w, const Thread& me) {
+        w.begin();
+        if (ONE)
+            w.table.load(w.table.all, w.from, p.mb, me.lane);
+        else
+            w.table.go_on(w.from, w.hi, p.mb, me.lane);
+        lo = w.from + 16 * group;
+        keys(p, w, lo);
+        values(p, w, lo);
+    }
+    // Rows of this step among the slice's keys (0) or values (1).
+    __device__ __forceinline__ void patch(
+            const Room& m, const Work& w, bool has_fresh, const Part& to,
+            int which) const {
+        if (!has_fresh || lo + 16 <= w.start)
+            return;
+        for (int j = max(lo, w.start); j < min(lo + 16, w.end); j++) {
+            to.copy(m.rows, m.row_subs, 2 * (j - w.start) + which, j - lo);
+            if (!which)
+                to.copy_scales(m.row_scales + 2 * (j - w.start), j - lo);
+        }
+        __syncwarp();
+    }
+};
+
+// What a warp has found in a piece: of each row its part of the weighted values, the largest score
+// and the sum of weights.
+struct Sums {
+    float acc[SHARE][Part::TILES][4] = {};
+    float sum[SHARE], top[SHARE];
+    __device__ __forceinline__ Sums() {
         #pragma unroll
-        for (int i = 0; i < QI; i++)
-            q[r][i].load(
-                    p.qkv + (size_t)(t + (SHARE > 1 && r < w.n ? r : 0)) * WIDTH + Q0
-                            + (w.h0 + min(warp + i * W, w.gb - 1)) * D,
-                    lane);
-}
-
-// A key of this step is normed and turned; a value at most normed.
-__device__ __forceinline__ void turn_fresh(
-        const Params& p, const Work& w, const Room& m, Vec& x, const Spin& turn,
-        const Vec& gk, bool is_v, int row, int warp, int lane) {
-    const Vec raw = x;
-    if (NORM == 1)
-        x.times(x.rms(p.eps), gk);
-    if constexpr (NORM == 2) {
-        Vec gain;
-        gain.load(p.k_all + w.kv * D, lane);
-        x.times(rms_all(p.qkv + (size_t)row * WIDTH + K0, KV * D, p.eps, lane), gain);
+        for (int r = 0; r < SHARE; r++) {
+            top[r] = NONE;
+            sum[r] = 0.f;
+        }
     }
-    turn(x, m.scratch + warp * Spin::SCRATCH, lane);
-    if (is_v) {
-        x = raw;
-        if (VNORM)
-            x.times(x.rms(p.eps));
+    // Values of row r count less where a larger score has come.
+    __device__ __forceinline__ void fade(int r, float by, int lane) {
+        const float f[2] = {__shfl_sync(~0u, by, lane % 4 * 8),
+                __shfl_sync(~0u, by, lane % 4 * 8 + 4)};
+        #pragma unroll
+        for (int i = 0; i < Part::TILES; i++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++)
+                acc[r][i][e] = __fmul_rn(acc[r][i][e], f[e % 2]);
     }
-}
+};
 
-// Key or value i of this step stays with the block, and goes into the cache if it is of its rows.
-__device__ __forceinline__ void keep_fresh(
-        const Params& p, const Work& w, const Room& m, const Vec& x, bool is_v, int i,
-        long long slot, int lane) {
-    KvRow<FMT, D> e;
-    e.encode((const float4*)x.v, lane);
-    e.store(m.rows, m.row_scales, m.row_subs, 2 * i + is_v, lane);
-    if (i < w.back || w.hg || slot < 0)
-        return;
-    if (is_v)
-        e.store(p.v_pool, p.v_scales, p.v_subs, slot * KV + w.kv, lane);
-    else
-        e.store(p.k_pool, p.k_scales, p.k_subs, slot * KV + w.kv, lane);
-}
-
-// Rows of this step in the slice at lo, of keys (0) or of values (1).
-__device__ __forceinline__ void patch_slice(
-        const Room& m, const Work& w, bool has_fresh, int lo, const Part& to, int which) {
-    if (!has_fresh || lo + 16 <= w.start)
-        return;
-    for (int j = max(lo, w.start); j < min(lo + 16, w.end); j++) {
-        to.copy(m.rows, m.row_subs, 2 * (j - w.start) + which, j - lo);
-        if (!which)
-            to.copy_scales(m.row_scales + 2 * (j - w.start), j - lo);
-    }
-    __syncwarp();
+// Scores of the slice at lo, for all rows: the group's warps add what they found.
+__device__ __forceinline__ void score(
+        const Room& m, const Reader& of, float4 (&x)[SHARE], int lane) {
+    float c[SHARE][2][2][4] = {};
+    of.ks.template scores<SHARE>(c, m.qf);
+    add_limbs(x, c);
+    if constexpr (SPLIT > 1)
+        exchange(x, m.scores, of.group, of.part, lane);
 }
 
 // Weights of a slice for all rows, as fragments; older sums of a row fade where `fades`.
 __device__ __forceinline__ void weigh(
-        const Work& w, const float4 (&x)[SHARE], float (&top)[SHARE], float (&sum)[SHARE],
-        unsigned (&b)[SHARE][4], const Part& ks, int lo, float (&fade)[SHARE],
+        const Work& w, const float4 (&x)[SHARE], Sums& sums,
+        unsigned (&b)[SHARE][4], const Reader& of, float (&fade)[SHARE],
         bool (&fades)[SHARE], int lane) {
     #pragma unroll
     for (int r = 0; r < SHARE; r++) {
-        const float was = top[r];
+        const float was = sums.top[r];
+        const int low = w.lowest(w.p0 + r);
         fade[r] = weights(
-                x[r], top[r], sum[r], b[r], ks, lo, w.lowest(w.p0 + r), w.p0 + r, lane);
+                x[r], sums.top[r], sums.sum[r], b[r], of.ks, of.lo, low, w.p0 + r,
+                lane);
         // else times one, or nothing there yet
         fades[r] = __any_sync(~0u, fade[r] != 1.f && was != NONE);
     }
 }
 
-// Of head own_lane % 8: the largest score, factors of the groups, the sum of weights, and, where
-// the row sees a `whole` piece and no other, what makes sums an answer.
-__device__ __forceinline__ void merge_groups(
-        const Room& m, int own_lane, bool whole, float& most, float& total,
-        float (&part_of)[GROUPS], float& rate) {
+// One slice: its keys are scored and its values weighed, and the next one is asked for.
+__device__ __forceinline__ void read_slice(
+        const Params& p, const Work& w, const Room& m, const Reader& of,
+        Sums& sums, bool has_fresh, const Thread& me) {
+    cp_async_wait<1>();
+    __syncwarp();
+    of.patch(m, w, has_fresh, of.ks, 0);
+    float4 x[SHARE];
+    score(m, of, x, me.lane);
+    float fade[SHARE];
+    bool fades[SHARE];
+    unsigned b[SHARE][4];
+    weigh(w, x, sums, b, of, fade, fades, me.lane);
+    __syncwarp();
+    of.keys(p, w, of.lo + SPAN);
+    cp_async_wait<1>();
+    __syncwarp();
+    of.patch(m, w, has_fresh, of.vs, 1);
     #pragma unroll
-    for (int k = 0; k < GROUPS; k++)
-        most = fmaxf(most, m.tops[k * 8 + own_lane % 8]);
-    const float base = most == NONE ? 0.f : most;  // NONE: nothing but NaN
-    const float sink = m.sink[own_lane % 8];
-    #pragma unroll
-    for (int k = 0; k < GROUPS; k++) {
-        part_of[k] = exp2f(__fsub_rn(m.tops[k * 8 + own_lane % 8], base));
-        total = fmaf(part_of[k], m.sums[k * 8 + own_lane % 8], total);
-    }
-    if (whole) {
-        const float high = fmaxf(most, sink);
-        const float fall = exp2f(__fsub_rn(base, high));
-        rate = fall / fmaf(total, fall, exp2f(__fsub_rn(sink, high)));
+    for (int r = 0; r < SHARE; r++)
+        if (fades[r])
+            sums.fade(r, fade[r], me.lane);
+    of.vs.template values<SHARE>(sums.acc, b);
+    __syncwarp();
+    of.values(p, w, of.lo + SPAN);
+}
+
+// All slices of a piece. With the last of them a ticket is drawn, where there are `more` pieces.
+__device__ __forceinline__ void read_piece(
+        const Params& p, const Work& w, const Room& m, Reader& of, Sums& sums,
+        bool has_fresh, int more, const Thread& me) {
+    #pragma unroll 1
+    for (; of.lo < w.hi; of.lo += SPAN) {
+        const bool asks = more && !me.id && of.lo + SPAN >= w.hi;
+        int ticket;
+        if (asks)
+            ticket = atomicAdd(p.tickets + blockIdx.x, 1) + 1;
+        read_slice(p, w, m, of, sums, has_fresh, me);
+        if (asks)
+            *m.ticket = ticket;
     }
 }
+
+// What a group has found of row r is left for all: its largest scores, and sums of weights and of
+// values.
+__device__ __forceinline__ void leave(
+        const Room& m, const Reader& of, const Sums& sums, int r, int own_lane) {
+    float* const mine = (float*)(m.left + of.group * m.STEP);
+    float l = __fadd_rn(sums.sum[r], __shfl_xor_sync(~0u, sums.sum[r], 1));
+    l = __fadd_rn(l, __shfl_xor_sync(~0u, l, 2));
+    if (r)
+        __syncthreads();  // all have seen the row before
+    if (!of.part && own_lane % 4 == 0) {
+        m.tops[of.group * 8 + own_lane / 4] = sums.top[r];
+        m.sums[of.group * 8 + own_lane / 4] = l;
+    }
+    #pragma unroll
+    for (int i = 0; i < Part::TILES; i++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int d = of.vs.element(i, own_lane / 4, e / 2);
+            if ((D % 32 == 0 && Part::EVEN) || d < D)
+                mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] =
+                        sums.acc[r][i][e];
+        }
+    __syncthreads();
+}
+
+// Of head own_lane % 8: the largest score, factors of the groups, the sum of weights, and, where
+// the row sees a `whole` piece and no other, what makes sums an answer.
+struct Total {
+    float most = NONE, total = 0.f, part_of[GROUPS];
+    float rate = 0.f;
+    __device__ __forceinline__ Total(const Room& m, int own_lane, bool whole) {
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++)
+            most = fmaxf(most, m.tops[k * 8 + own_lane % 8]);
+        const float base = most == NONE ? 0.f : most;  // NONE: nothing but NaN
+        const float sink = m.sink[own_lane % 8];
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++) {
+            part_of[k] = exp2f(__fsub_rn(m.tops[k * 8 + own_lane % 8], base));
+            total = fmaf(part_of[k], m.sums[k * 8 + own_lane % 8], total);
+        }
+        if (whole) {
+            const float high = fmaxf(most, sink);
+            const float fall = exp2f(__fsub_rn(base, high));
+            rate = fall / fmaf(total, fall, exp2f(__fsub_rn(sink, high)));
+        }
+    }
+};
 
 // v += what the groups have of elements d .. d+3 of head g, times their factors.
 __device__ __forceinline__ void add_groups(
@@ -567,8 +814,8 @@ __device__ __forceinline__ void add_groups(
     #pragma unroll
     for (int k = 0; k < GROUPS; k++) {
         const float e = __shfl_sync(~0u, part_of[k], g);
-        const float4 u = *(
-                const float4*)((const float*)(m.left + k * m.STEP) + g * (D + 4) + d);
+        const float4 u = *(const float4*)((const float*)(m.left + k * m.STEP)
+                + g * (D + 4) + d);
         v.x = fmaf(e, u.x, v.x);
         v.y = fmaf(e, u.y, v.y);
         v.z = fmaf(e, u.z, v.z);
@@ -587,6 +834,177 @@ __device__ __forceinline__ int drawn(const Room& m) {
     return ticket;
 }
 
+// The block goes on to its next piece. True: there is none.
+__device__ __forceinline__ bool go_on(
+        const Params& p, Work& w, const Room& m, int more, const Thread& me) {
+    w.piece++;
+    bool ends = w.piece > w.last;
+    if (more) {
+        const int ticket = drawn(m);
+        ends = ticket >= more;
+        w.piece = w.last = w.drawn(ticket);
+        // every block draws one that is too large; the last of all leaves what it found
+        if (!me.id && ticket == more + (int)gridDim.y - 1)
+            p.tickets[blockIdx.x] = -1;
+    }
+    return ends;
+}
+
+// Are there registers for gates that come early?
+constexpr bool SOON = SHARE == 1 && !ONE;
+
+// Four gates of the block's row r, of its elements 4i .. 4i+3.
+__device__ __forceinline__ float4 gate_of(
+        const Params& p, const Work& w, int r, int i) {
+    const int own = min(i, w.gb * (D / 4) - 1) * 4;
+    return *(const float4*)(p.qkv + (size_t)(w.t + r) * WIDTH + w.h0 * D + own);
+}
+
+// Those of the only row, if they come early.
+__device__ __forceinline__ void load_gates(
+        const Params& p, const Work& w, float4 (&gate)[QUADS], const Thread& me) {
+    if (GATE && SOON && w.alone(w.p0))
+        #pragma unroll
+        for (int k = 0; k < QUADS; k++)
+            gate[k] = gate_of(p, w, 0, me.id + k * THREADS);
+}
+
+// Where results of a row go: elements of y from `own` on, or those of a piece from `cell` on.
+struct Target {
+    int a, z;  // pieces that the row sees
+    size_t cell, own;
+};
+
+// Results of a row, when the groups' are there.
+__device__ __forceinline__ void put_results(
+        const Params& p, const Work& w, const Room& m, const Target& to,
+        const Total& all, int r, int thread, const float4 (&gate)[QUADS],
+        const Thread& me) {
+    #pragma unroll
+    for (int k = 0; k < QUADS; k++) {
+        const int i = SOON ? (int)(me.id + k * THREADS) : thread + k * THREADS;
+        const int g = min(i / (D / 4), w.gb - 1);
+        const int d = i % (D / 4) * 4;
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+        add_groups(v, m, all.part_of, g, d);
+        const float top = __shfl_sync(~0u, all.most, g);
+        const float l = __shfl_sync(~0u, all.total, g);
+        const float f = __shfl_sync(~0u, all.rate, g);
+        if (i >= w.gb * (D / 4))
+            continue;
+        if (to.a == to.z) {
+            v = times4(v, f);
+            *(float4*)(p.y + to.own + g * D + d) = GATE
+                    ? gated4(v, SOON ? gate[k] : gate_of(p, w, r, i))
+                    : v;
+        } else if (!ONE && p.words) {
+            float* const record = p.words
+                    + ((to.cell + g) * (D / 8) + d / 8) * RECORD;
+            give4(record + d % 8, v);
+            if (d % 8 == 0)
+                give2(record + 8, make_float2(top, l));
+        } else {
+            if (!d)
+                *(float2*)(p.ml + (to.cell + g) * 2) = make_float2(top, l);
+            *(float4*)(p.o + (to.cell + g) * D + d) = v;
+        }
+    }
+}
+
+// Row r of the block gets what the groups have found in `piece`.
+__device__ __forceinline__ void put_row(
+        const Params& p, const Work& w, const Room& m, const Reader& of,
+        const Sums& sums, int r, int piece, int more, const float4 (&gate)[QUADS],
+        const Thread& me) {
+    int thread = me.id;
+#if defined(__CUDA_ARCH__)
+    // Places of results would else take registers that are wanted while slices are added up
+    if (!SOON)
+        asm volatile("" : "+r"(thread));
+#endif
+    const int own_lane = SOON ? me.lane : thread % 32;
+    Target to;
+    to.a = w.pieces.of(w.lowest(w.p0 + r));
+    to.z = w.pieces.of(w.p0 + r);
+    if (piece < to.a || piece > to.z)
+        return;
+    leave(m, of, sums, r, own_lane);
+    if (more && !me.id)
+        *m.ticket = UNKNOWN;  // all have seen it
+    const Total all(m, own_lane, SOON || to.a == to.z);
+    to.cell = ((size_t)(w.t + r) * p.cells + piece - to.a) * HEADS + w.h0;
+    to.own = ((size_t)(w.t + r) * HEADS + w.h0) * D;
+    put_results(p, w, m, to, all, r, thread, gate, me);
+    // Pieces of a row are added up by their blocks together
+    const int count = to.z - to.a + 1;
+    const int rank = piece - to.a;
+    const int ranks = min(p.mergers, count);
+    if (ONE || count == 1 || !p.words || rank >= ranks)
+        return;
+    merge(p, w, m.sink, w.t + r, to.own, count, rank, ranks, me.warp, me.lane);
+}
+
+// Zeros for a row that is padding.
+__device__ __forceinline__ void put_zeros(
+        const Params& p, const Work& w, const Thread& me) {
+    if (!blockIdx.y)
+        for (int i = me.id; i < w.gb * D; i += THREADS)
+            p.y[((size_t)w.t * HEADS + w.h0) * D + i] = 0.f;
+}
+
+// The heads' one more logit, in base 2.
+__device__ __forceinline__ void load_sinks(
+        const Params& p, const Work& w, const Room& m, const Thread& me) {
+    if (me.id < 8)
+        m.sink[me.id] = p.sinks
+                ? __fmul_rn(p.sinks[w.h0 + min((int)me.id, w.gb - 1)], LOG2E)
+                : NONE;
+}
+
+// What is needed but activations, and is there before them.
+__device__ __forceinline__ void load_rest(
+        const Params& p, const Work& w, const Room& m, Queries& q, Fresh& fresh,
+        int rows, const Thread& me) {
+    if (NORM == 1) {
+        q.gain.load(p.q_norm, me.lane);
+        if (!QONLY)
+            fresh.gain.load(p.k_norm, me.lane);
+    }
+    q.load_turns(p, me);
+    if (NEW > 1 && fresh.any)
+        fresh.load_turn(p, fresh.row, rows, me);
+    load_sinks(p, w, m, me);
+    fresh.slot = fresh.any ? p.slots[fresh.row] : -1;
+}
+
+// All pieces of the block, one after the other; of each what the groups have, row after row.
+__device__ __forceinline__ void read_all(
+        const Params& p, Work& w, const Room& m, Reader& of, bool has_fresh,
+        int more, const float4 (&gate)[QUADS], const Thread& me) {
+    for (;;) {
+        Sums sums;
+        read_piece(p, w, m, of, sums, has_fresh, more, me);
+        const int piece = w.piece;
+        const bool ends = go_on(p, w, m, more, me);
+        if (AHEAD) {
+            if (!ends)
+                of.begin(p, w, me);
+        } else if (SPLIT > 1)
+            sync_warps<SPLIT>(of.group);
+        #pragma unroll
+        for (int r = 0; r < SHARE; r++) {
+            if (r >= w.n)
+                break;
+            put_row(p, w, m, of, sums, r, piece, more, gate, me);
+        }
+        if (ends)
+            return;
+        __syncthreads();
+        if (!AHEAD)
+            of.begin(p, w, me);
+    }
+}
+
 #if LEAN
 #define BOUNDS __maxnreg__(112)
 #else
@@ -599,313 +1017,68 @@ extern "C" __global__ void BOUNDS attn_decode(
         const float* __restrict__ sin, const int* __restrict__ at,
         const int* __restrict__ axes, unsigned char* k_pool, float* k_scales,
         unsigned char* k_subs, unsigned char* v_pool, float* v_scales,
-        unsigned char* v_subs, const int* __restrict__ tables, const int* __restrict__ seq,
-        const int* __restrict__ first, const int* __restrict__ starts,
-        const long long* __restrict__ slots, const float* __restrict__ sinks, float* o,
-        float* ml, float* words, float* y, float eps, float scale, int window, int many,
-        int mb, int seqs, int mergers, int cells, int shift, int* tickets, int early) {
-    const Params p = {qkv, q_norm, k_norm, q_all, k_all, cos, sin, at, axes, k_pool, v_pool,
-            k_scales, v_scales, k_subs, v_subs, tables, seq, first, starts, slots, sinks, o,
-            ml, words, y, tickets, eps, scale, window, many, mb, seqs, mergers, cells,
-            shift, early};
+        unsigned char* v_subs, const int* __restrict__ tables,
+        const int* __restrict__ seq, const int* __restrict__ first,
+        const int* __restrict__ starts, const long long* __restrict__ slots,
+        const float* __restrict__ sinks, float* o, float* ml, float* words,
+        float* y, float eps, float scale, int window, int many, int mb, int seqs,
+        int mergers, int cells, int shift, int* tickets, int early) {
+    const Params p = {qkv, q_norm, k_norm, q_all, k_all, cos, sin, at, axes,
+            k_pool, v_pool, k_scales, v_scales, k_subs, v_subs, tables, seq,
+            first, starts, slots, sinks, o, ml, words, y, tickets, eps, scale,
+            window, many, mb, seqs, mergers, cells, shift, early};
     DYNAMIC_SHARED(unsigned char, shared);
     const Room m(shared);
-    const int lane = threadIdx.x % 32;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const Thread me(threadIdx.x);
     const int t = ONE ? 0 : blockIdx.z;
     const int rows = ONE ? 1 : gridDim.z;
     const int s = p.seq[t];
     const int guess = ONE ? 0 : min(t, p.seqs - 1);
-    Spin turn[SHARE], fturn;
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++)
-        turn[r].ask(p.axes, lane);
+    Queries q;
+    q.ask(p, me);
     Work w(p.window, p.many, t, p.shift, p.early);
     // row t is often of sequence t, and what is asked for at once need not be waited for in turn
-    w.ask(p.tables, p.first, p.starts, guess, p.mb, lane);
-    Vec q[SHARE][QI];
-    auto queries = [&] { load_queries(p, w, q, t, warp, lane); };
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++)
-        turn[r].find(p.at, min(t + r, rows - 1), rows, lane);
+    w.ask(p.tables, p.first, p.starts, guess, p.mb, me.lane);
+    q.find(p, w, rows, me);
     pdl_trigger();
     // Then the row is there, or nearly so. Small heads have more blocks than that to hide a wait,
     // and ask for keys first.
     const bool late = D > 128 && ONE && w.late();
     if (late) {
         pdl_wait();
-        queries();
+        q.load(p, w, me);
     }
     if (s < 0) {  // padding
         pdl_wait();
-        if (!blockIdx.y)
-            for (int i = threadIdx.x; i < w.gb * D; i += THREADS)
-                p.y[((size_t)t * HEADS + w.h0) * D + i] = 0.f;
-        return;
+        return put_zeros(p, w, me);
     }
     if (!ONE && s != guess)
-        w.ask(p.tables, p.first, p.starts, s, p.mb, lane);
-    if (!w.find(p.tables, s, p.mb, lane))
+        w.ask(p.tables, p.first, p.starts, s, p.mb, me.lane);
+    if (!w.find(p.tables, s, p.mb, me.lane))
         return;
     if (w.nf > NEW)
         __trap();
     if (QONLY)
         pdl_wait();
-    // This warp's slices begin at lo, lo + SPAN, ...
-    const int group = warp / SPLIT, part = warp % SPLIT;
-    int lo = w.from + 16 * group;
-    const Part ks(m.parts + group * REGION, part, lane),
-            vs(m.parts + group * REGION + Part::SIZE, part, lane);
-    auto keys = [&](int lo) {
-        if (lo < w.hi)
-            ks.template fetch<KV>(
-                    p.k_pool, p.k_scales, p.v_scales, p.k_subs, w.table.row(lo, w.kv),
-                    w.low - lo, w.to - lo);
-        cp_async_commit();
-    };
-    auto values = [&](int lo) {
-        if (lo < w.hi)
-            vs.template fetch<KV>(
-                    p.v_pool, nullptr, nullptr, p.v_subs, w.table.row(lo, w.kv), w.low - lo,
-                    w.to - lo);
-        cp_async_commit();
-    };
-    keys(lo);
-    values(lo);
-    // What is needed but the activations is fetched before the wait
-    const bool has_fresh = w.fresh(), is_v = warp & 1;
-    const int fw = NEW == 1 ? 0 : warp / 2;
-    const int fr = w.r0 + min(fw, w.nf - 1);
-    const int from_row = (is_v ? V0 : K0) + w.kv * D;
-    Vec gq, gk, f;
-    if (NORM == 1) {
-        gq.load(p.q_norm, lane);
-        if (!QONLY)
-            gk.load(p.k_norm, lane);
-    }
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++)
-        turn[r].load(p.cos, p.sin, lane);
-    if (NEW > 1 && has_fresh) {
-        fturn.ask(p.axes, lane);
-        fturn.find(p.at, fr, rows, lane);
-        fturn.load(p.cos, p.sin, lane);
-    }
-    if (threadIdx.x < 8)
-        m.sink[threadIdx.x] = p.sinks
-                ? __fmul_rn(p.sinks[w.h0 + min((int)threadIdx.x, w.gb - 1)], LOG2E)
-                : NONE;
-    const long long fslot = has_fresh ? p.slots[fr] : -1;
+    Reader of(m, w, me);
+    of.keys(p, w, of.lo);
+    of.values(p, w, of.lo);
+    Fresh fresh(w, me);
+    load_rest(p, w, m, q, fresh, rows, me);
     if (!late) {
         if (!QONLY)
             pdl_wait();
-        queries();
+        q.load(p, w, me);
     }
-    if (!QONLY && has_fresh)
-        f.load(p.qkv + (size_t)fr * WIDTH + from_row, lane);
-    // are there registers for gates that come early?
-    constexpr bool soon = SHARE == 1 && !ONE;
-    auto gate_of = [&](int r, int i) {
-        const int own = min(i, w.gb * (D / 4) - 1) * 4;
-        return *(const float4*)(p.qkv + (size_t)(t + r) * WIDTH + w.h0 * D + own);
-    };
+    if (!QONLY && fresh.any)
+        fresh.load(p, fresh.row, me);
+    q.put(p, w, m, __fmul_rn(p.scale, LOG2E), me);
+    fresh.put(p, w, m, q.turn[0], rows, me);
     float4 gate[QUADS];
-    const float factor = __fmul_rn(p.scale, LOG2E);
-    put_queries(p, w, m, q, turn, gq, t, factor, warp, lane);
-    // Turn rows of this step: keys are for even warps, values for odd ones. Keep them, and put
-    // those of this block's rows into the cache
-    auto turned = [&](Vec& x, const Spin& turn, int row) {
-        turn_fresh(p, w, m, x, turn, gk, is_v, row, warp, lane);
-    };
-    auto keep = [&](const Vec& x, int i, long long slot) {
-        keep_fresh(p, w, m, x, is_v, i, slot, lane);
-    };
-    if constexpr (NEW == 1 && !QONLY) {
-        if (has_fresh && warp < 2) {
-            turned(f, turn[0], fr);
-            keep(f, 0, fslot);
-        }
-    } else if (has_fresh) {
-        #pragma unroll 1
-        for (int i = fw; i < w.nf; i += W / 2) {
-            const int j = w.start + i, row = w.r0 + i;
-            if (j < w.from || j >= w.end || w.pieces.of(j) > w.last)
-                continue;
-            if (i != fw) {
-                f.load(p.qkv + (size_t)row * WIDTH + from_row, lane);
-                fturn.ask(p.axes, lane);
-                fturn.find(p.at, row, rows, lane);
-                fturn.load(p.cos, p.sin, lane);
-            }
-            turned(f, fturn, row);
-            keep(f, i, i == fw ? fslot : p.slots[row]);
-        }
-    }
-    if (GATE && soon && w.alone(w.p0))
-        #pragma unroll
-        for (int k = 0; k < QUADS; k++)
-            gate[k] = gate_of(0, threadIdx.x + k * THREADS);
+    load_gates(p, w, gate, me);
     const int more = AHEAD && ONE ? w.more() : 0;
-    if (more && !threadIdx.x)
+    if (more && !me.id)
         *m.ticket = UNKNOWN;
     __syncthreads();
-
-    // Rows of this step in the slice at lo
-    auto patch = [&](const Part& to, int which) {
-        patch_slice(m, w, has_fresh, lo, to, which);
-    };
-    for (;;) {
-        float acc[SHARE][Part::TILES][4] = {};
-        float top[SHARE];
-        float sum[SHARE];
-        #pragma unroll
-        for (int r = 0; r < SHARE; r++) {
-            top[r] = NONE;
-            sum[r] = 0.f;
-        }
-        #pragma unroll 1
-        for (; lo < w.hi; lo += SPAN) {
-            const bool asks = more && !threadIdx.x && lo + SPAN >= w.hi;
-            int ticket;
-            if (asks)
-                ticket = atomicAdd(p.tickets + blockIdx.x, 1) + 1;
-            cp_async_wait<1>();
-            __syncwarp();
-            patch(ks, 0);
-            float c[SHARE][2][2][4] = {};
-            ks.template scores<SHARE>(c, m.qf);
-            float4 x[SHARE];
-            add_limbs(x, c);
-            if constexpr (SPLIT > 1)
-                exchange(x, m.scores, group, part, lane);
-            float fade[SHARE];
-            bool fades[SHARE];
-            unsigned b[SHARE][4];
-            weigh(w, x, top, sum, b, ks, lo, fade, fades, lane);
-            __syncwarp();
-            keys(lo + SPAN);
-            cp_async_wait<1>();
-            __syncwarp();
-            patch(vs, 1);
-            #pragma unroll
-            for (int r = 0; r < SHARE; r++) {
-                if (!fades[r])
-                    continue;
-                const float f[2] = {__shfl_sync(~0u, fade[r], lane % 4 * 8),
-                        __shfl_sync(~0u, fade[r], lane % 4 * 8 + 4)};
-                #pragma unroll
-                for (int i = 0; i < Part::TILES; i++)
-                    #pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        acc[r][i][e] = __fmul_rn(acc[r][i][e], f[e % 2]);
-            }
-            vs.template values<SHARE>(acc, b);
-            __syncwarp();
-            values(lo + SPAN);
-            if (asks)
-                *m.ticket = ticket;
-        }
-
-        // What the groups have, one row after the other
-        const int piece = w.piece++;
-        bool ends = w.piece > w.last;
-        if (more) {
-            const int ticket = drawn(m);
-            ends = ticket >= more;
-            w.piece = w.last = w.drawn(ticket);
-            // every block draws one that is too large; the last of all leaves what it found
-            if (!threadIdx.x && ticket == more + (int)gridDim.y - 1)
-                p.tickets[blockIdx.x] = -1;
-        }
-        auto go_on = [&] {
-            w.begin();
-            if (ONE)
-                w.table.load(w.table.all, w.from, p.mb, lane);
-            else
-                w.table.go_on(w.from, w.hi, p.mb, lane);
-            lo = w.from + 16 * group;
-            keys(lo);
-            values(lo);
-        };
-        if (AHEAD) {
-            if (!ends)
-                go_on();
-        } else if (SPLIT > 1)
-            sync_warps<SPLIT>(group);
-        float* const mine = (float*)(m.left + group * m.STEP);
-        #pragma unroll
-        for (int r = 0; r < SHARE; r++) {
-            int thread = threadIdx.x;
-#if defined(__CUDA_ARCH__)
-            // Places of results would else take registers that are wanted while slices are added up
-            if (!soon)
-                asm volatile("" : "+r"(thread));
-#endif
-            const int own_lane = soon ? lane : thread % 32;
-            const int own_p = w.p0 + r;
-            const int a = w.pieces.of(w.lowest(own_p));
-            const int z = w.pieces.of(own_p);
-            if (r >= w.n)
-                break;
-            if (piece < a || piece > z)
-                continue;
-            float l = __fadd_rn(sum[r], __shfl_xor_sync(~0u, sum[r], 1));
-            l = __fadd_rn(l, __shfl_xor_sync(~0u, l, 2));
-            if (r)
-                __syncthreads();
-            leave(m, vs, acc[r], top[r], l, mine, group, part, own_lane);
-            __syncthreads();
-            if (more && !threadIdx.x)
-                *m.ticket = UNKNOWN;  // all have seen it
-            float most = NONE, total = 0.f, part_of[GROUPS];
-            float rate = 0.f;
-            merge_groups(m, own_lane, soon || a == z, most, total, part_of, rate);
-            const size_t cell = ((size_t)(t + r) * p.cells + piece - a) * HEADS + w.h0;
-            const size_t own = ((size_t)(t + r) * HEADS + w.h0) * D;
-            #pragma unroll
-            for (int k = 0; k < QUADS; k++) {
-                const int i = soon ? (int)(threadIdx.x + k * THREADS)
-                                   : thread + k * THREADS;
-                const int g = min(i / (D / 4), w.gb - 1);
-                const int d = i % (D / 4) * 4;
-                float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-                add_groups(v, m, part_of, g, d);
-                const float top = __shfl_sync(~0u, most, g);
-                const float l = __shfl_sync(~0u, total, g);
-                const float f = __shfl_sync(~0u, rate, g);
-                if (i >= w.gb * (D / 4))
-                    continue;
-                if (a == z) {
-                    v.x = __fmul_rn(v.x, f);
-                    v.y = __fmul_rn(v.y, f);
-                    v.z = __fmul_rn(v.z, f);
-                    v.w = __fmul_rn(v.w, f);
-                    *(float4*)(p.y + own + g * D + d) = GATE
-                            ? gated4(v, soon ? gate[k] : gate_of(r, i))
-                            : v;
-                } else if (!ONE && p.words) {
-                    float* const record = p.words + ((cell + g) * (D / 8) + d / 8) * RECORD;
-                    give4(record + d % 8, v);
-                    if (d % 8 == 0)
-                        give2(record + 8, make_float2(top, l));
-                } else {
-                    if (!d)
-                        *(float2*)(p.ml + (cell + g) * 2) = make_float2(top, l);
-                    *(float4*)(p.o + (cell + g) * D + d) = v;
-                }
-            }
-            // Pieces of a row are added up by their blocks together
-            const int count = z - a + 1;
-            const int rank = piece - a;
-            const int ranks = min(p.mergers, count);
-            if (ONE || count == 1 || !p.words || rank >= ranks)
-                continue;
-            merge(p, w, m.sink, t + r, own, count, rank, ranks, warp, lane);
-        }
-        if (ends)
-            return;
-        __syncthreads();
-        if (!AHEAD)
-            go_on();
-    }
+    read_all(p, w, m, of, fresh.any, more, gate, me);
 }

@@ -111,7 +111,8 @@ struct Found {
         return r / all;
     }
     // What a warp has found of its pieces.
-    __device__ __forceinline__ void put(int warp, int lane, float m, float l, float v) {
+    __device__ __forceinline__ void put(
+            int warp, int lane, float m, float l, float v) {
         part[warp][lane] = v;
         if (!lane) {
             tops[warp] = m;
@@ -121,10 +122,10 @@ struct Found {
 };
 
 extern "C" __global__ void BOUNDS attn_merge(
-        const float* o, const float* ml, const float* qkv, const int* __restrict__ seq,
-        const int* __restrict__ first, const int* __restrict__ starts,
-        const float* __restrict__ sinks, float* y, int window, int many, int max_pieces,
-        int width, int rows) {
+        const float* o, const float* ml, const float* qkv,
+        const int* __restrict__ seq, const int* __restrict__ first,
+        const int* __restrict__ starts, const float* __restrict__ sinks, float* y,
+        int window, int many, int max_pieces, int width, int rows) {
     __shared__ Found found[2];
     __shared__ int sees[LOOKS];  // pieces of a row
     __shared__ unsigned waiting[W];  // rows of several
@@ -162,8 +163,10 @@ extern "C" __global__ void BOUNDS attn_merge(
                 const int which = w * 32 + __ffs(todo) - 1;
                 const int t = t0 + which * step;
                 const size_t from = (size_t)t * max_pieces * heads + h;
-                const Merge m{o + from * D + d, ml + from * 2, sees[which], heads, mine};
-                const bool ends = warp == turn % W;  // the others go on to the next row
+                const Merge m{o + from * D + d, ml + from * 2, sees[which], heads,
+                        mine};
+                // the others go on to the next row
+                const bool ends = warp == turn % W;
                 const size_t at = (size_t)t * width + h * D + d;
                 const float gate = GATE && ends && mine ? qkv[at] : 0.f;
                 Found& f = found[turn % 2];

@@ -17,7 +17,8 @@ __device__ __forceinline__ float normed(float x, float inv, float w) {
 
 extern "C" __global__ void __launch_bounds__(256)
         beside(const float* a, const float* b, const float* __restrict__ wa,
-                const float* __restrict__ wb, float* y, float ea, float eb, int n, int m) {
+                const float* __restrict__ wb, float* y, float ea, float eb, int n,
+                int m) {
     const bool second = blockIdx.x;
     const int size = second ? m : n;
     const float* x = (second ? b : a) + (size_t)blockIdx.y * size;
@@ -45,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(256)
         row.each([&](int i, float4 v) {
             const float4 g = ((const float4*)w)[i];
             ((float4*)y)[i] = make_float4(
-                    normed(v.x, inv, g.x), normed(v.y, inv, g.y), normed(v.z, inv, g.z),
-                    normed(v.w, inv, g.w));
+                    normed(v.x, inv, g.x), normed(v.y, inv, g.y),
+                    normed(v.z, inv, g.z), normed(v.w, inv, g.w));
         });
     for (int i = n4 * 4 + threadIdx.x; i < size; i += 256)
         y[i] = normed(x[i], inv, w[i]);

@@ -19,7 +19,8 @@ __device__ __forceinline__ word factor(word run) {
 
 // two words of a run that are in v; `step` is that of the first
 __device__ __forceinline__ word mixed(uint4 v, word step) {
-    const word a = (word)v.y << 32 | (v.x ^ v.y), b = (word)v.w << 32 | (v.z ^ v.w);
+    const word a = (word)v.y << 32 | (v.x ^ v.y),
+               b = (word)v.w << 32 | (v.z ^ v.w);
     return a * (step | 1) + b * (step + STEP | 1);
 }
 
@@ -58,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(256)
                     mine += mixed(v[i], (word)(2 * (at + 256 * i)) * STEP);
         }
         if (pairs < PAIRS && !threadIdx.x)
-            mine += left_over(p + pairs * 16, (int)(left - pairs * 16), 2 * pairs);
+            mine += left_over(
+                    p + pairs * 16, (int)(left - pairs * 16), 2 * pairs);
         part += mine * factor(run);
     }
     #pragma unroll

@@ -82,12 +82,14 @@ struct From {
     const float* scal;
     int kh, vh, head;
     // By one thread, which arrives
-    __device__ __forceinline__ void fetch(Held& h, Meeting* full, int tile) const {
+    __device__ __forceinline__ void fetch(
+            Held& h, Meeting* full, int tile) const {
         const size_t own = ((size_t)tile * kh + head / (vh / kh)) * LIMBS;
         const size_t cell = (size_t)tile * vh + head;
         bulk_expect(
                 full,
-                sizeof(h.k) + sizeof(h.q) + sizeof(h.t) + sizeof(h.p) + sizeof(h.scal));
+                sizeof(h.k) + sizeof(h.q) + sizeof(h.t) + sizeof(h.p)
+                        + sizeof(h.scal));
         bulk_copy(h.k, k + own, sizeof(h.k), full);
         bulk_copy(h.q, q + own, sizeof(h.q), full);
         bulk_copy(h.scal, scal + cell * 192, sizeof(h.scal), full);
@@ -109,8 +111,12 @@ struct Pass {
     float N[4][4];
 
     __device__ __forceinline__ int flip(int j) const { return half ^ (j & 1); }
-    __device__ __forceinline__ int tile_of(int j) const { return 2 * j + flip(j); }
-    __device__ __forceinline__ int row(int j) const { return 8 * tile_of(j) + c2; }
+    __device__ __forceinline__ int tile_of(int j) const {
+        return 2 * j + flip(j);
+    }
+    __device__ __forceinline__ int row(int j) const {
+        return 8 * tile_of(j) + c2;
+    }
 
     // Products of the state with 64 rows
     __device__ __forceinline__ void rows_of(uint4* b, const Mat& M, int s) const {
@@ -119,7 +125,8 @@ struct Pass {
             M.b_turned(b + 2 * j, 16 * j, half * (DK / 2) + 16 * s, flip(j));
     }
     __device__ __forceinline__ void read(const Held& h) {
-        const Mat K = {{(const unsigned char*)h.k}}, Q = {{(const unsigned char*)h.q}};
+        const Mat K = {{(const unsigned char*)h.k}},
+                  Q = {{(const unsigned char*)h.q}};
         #pragma unroll
         for (int i = 0; i < 8; i++)
             #pragma unroll
@@ -148,7 +155,8 @@ struct Pass {
         return make_uint4(p.hi, q.hi, p.lo, q.lo);
     }
     // Fragments of step s of a triangle, for this warp's row tiles
-    __device__ __forceinline__ void below(uint4* b, const uint4* part, int s) const {
+    __device__ __forceinline__ void below(
+            uint4* b, const uint4* part, int s) const {
         #pragma unroll
         for (int j = 0; j < 4; j++)
             if (j >= s)
@@ -168,7 +176,8 @@ struct Pass {
             for (int e = 0; e < 4; e++) {
                 const float s = kS[2 * j][e] + (&k.x)[e];
                 const float v = h.v[row(j) + e % 2][col + e / 2 * 8];
-                n[e] = (e % 2 ? beta.y : beta.x) * fmaf(-(e % 2 ? G.y : G.x), s, v);
+                n[e] = (e % 2 ? beta.y : beta.x)
+                        * fmaf(-(e % 2 ? G.y : G.x), s, v);
                 qS[2 * j][e] = (qS[2 * j][e] + (&q.x)[e]) * (e % 2 ? G.y : G.x);
             }
             r[j] = limbs_of(n);
@@ -203,7 +212,8 @@ struct Pass {
                 N[j][e] += more[j][e] + less[j][e];
     }
     // The state after the tile, and in qS what it answered
-    __device__ __forceinline__ void go_on(const Held& h, const float4 (*heard)[32]) {
+    __device__ __forceinline__ void go_on(
+            const Held& h, const float4 (*heard)[32]) {
         const Mat K = {{(const unsigned char*)h.k}};
         const float last = h.scal[TILE - 1];
         float o[4][4];
@@ -236,7 +246,8 @@ struct Pass {
                     both(s, limbs_of(N[s], mine.x, mine.y),
                             limbs_of(&others[s].x, its.x, its.y)),
                     b);
-            mma_limbs<4>(o, both(s, limbs_of(N[s]), limbs_of(&others[s].x)), c, s);
+            mma_limbs<4>(
+                    o, both(s, limbs_of(N[s]), limbs_of(&others[s].x)), c, s);
         }
         #pragma unroll
         for (int j = 0; j < 4; j++)
@@ -250,7 +261,8 @@ struct Pass {
         for (int i = 0; i < NT; i++)
             #pragma unroll
             for (int e = 0; e < 4; e++)
-                f(S[i][e], half * (DK / 2) + 8 * i + c2 + e % 2, lane / 4 + e / 2 * 8);
+                f(S[i][e], half * (DK / 2) + 8 * i + c2 + e % 2,
+                        lane / 4 + e / 2 * 8);
     }
 };
 
@@ -289,8 +301,8 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
         const int* __restrict__ first, const int* __restrict__ starts,
         const int* __restrict__ state_in, const int* __restrict__ state_out,
         const int* __restrict__ tile_seq, const int* __restrict__ tile_lo,
-        const int* __restrict__ tile_hi, float* y, int tiles, int kh, int vh, int c,
-        int width) {
+        const int* __restrict__ tile_hi, float* y, int tiles, int kh, int vh,
+        int c, int width) {
     DYNAMIC_SHARED(Room, room);
     constexpr int PARTS = DV / COLUMNS;
     const int warp = threadIdx.x / 32;
@@ -311,10 +323,11 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
     }
     __syncthreads();
     if (warp >= WARPS) {
-        const From f = {(const uint4*)q, (const uint4*)k, (const uint4*)t, (const uint4*)p,
-                scal, kh, vh, head};
+        const From f = {(const uint4*)q, (const uint4*)k, (const uint4*)t,
+                (const uint4*)p, scal, kh, vh, head};
         const int tid = threadIdx.x - 32 * WARPS;
-        const Help help = {tid, head * DV + col, 2 * kh * DK + head * DV + col, vh * DV};
+        const Help help = {
+                tid, head * DV + col, 2 * kh * DK + head * DV + col, vh * DV};
         #pragma unroll 1
         for (int tile = begin; tile < end + BUFFERS; tile++) {
             const int i = tile - begin, at = i % BUFFERS, before = tile - BUFFERS;
@@ -329,8 +342,8 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
             if (tid == 0)
                 f.fetch(h, room->full + at, tile);
             const Rows r = ::rows_of(
-                    tile, x, width, c, conv, first, starts, state_in, state_out, tile_seq,
-                    tile_lo, tile_hi);
+                    tile, x, width, c, conv, first, starts, state_in, state_out,
+                    tile_seq, tile_lo, tile_hi);
             help.values(h, r, conv_w);
             __syncwarp();
             if (lane == 0)
@@ -343,11 +356,15 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
     w.half = warp % 2;
     w.c2 = lane % 4 * 2;
     const int own = warp / 2 * 16;
-    const auto state = [&](int n) { return (Head*)rec + (size_t)(n / TAILS) * vh + head; };
+    const auto state = [&](int n) {
+        return (Head*)rec + (size_t)(n / TAILS) * vh + head;
+    };
     if (starts[seq]) {
         const Head* const from = state(state_in[seq]);
         const int pending = from->pending(col + own);
-        w.each([&](float& v, int r, int c) { v = from->S[r * DV + col + own + c]; });
+        w.each([&](float& v, int r, int c) {
+            v = from->S[r * DV + col + own + c];
+        });
         #pragma unroll 1
         for (int i = 0; i < pending; i++) {
             const Head::Row& late = from->rows[i];
@@ -389,14 +406,17 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
         for (int j = 0; j < 4; j++)
             #pragma unroll
             for (int e = 0; e < 4; e++)
-                h.v[w.row(j) + e % 2][own + lane / 4 + e / 2 * 8] = w.qS[2 * j][e];
+                h.v[w.row(j) + e % 2][own + lane / 4 + e / 2 * 8] =
+                        w.qS[2 * j][e];
         __syncwarp();
         if (lane == 0)
             meet_arrive(room->done + at);
         if (keep < 0)
             continue;
         Head* const to = state(keep);
-        w.each([&](float& v, int r, int c) { to->S[r * DV + col + own + c] = v; });
+        w.each([&](float& v, int r, int c) {
+            to->S[r * DV + col + own + c] = v;
+        });
         if (!w.half && !lane)
             to->count[(col + own) / 16] = 0;
     }

@@ -32,7 +32,8 @@
 #else
 #define BLOCKS 2
 #endif
-constexpr int AS = 72;  // floats of a row of A, so that fragments cost no bank conflicts
+// floats of a row of A, so that fragments cost no bank conflicts
+constexpr int AS = 72;
 constexpr int HALF = 128;  // threads that invert a matrix
 constexpr int ROOM = 512 * DK > 36864 ? 512 * DK : 36864;
 typedef Operand<Mixed<DK>> Mat;
@@ -56,7 +57,8 @@ struct Inputs {
         for (int i = threadIdx.x; i < TILE * PER; i += 256) {
             const int j = i / PER, e = i % PER * (N / 4);
             const float* from = r.from(j, channel(e), channel(e));
-            cp_async_or_zero<N>(at(e) + j * DK, from ? from : r.x, from != nullptr);
+            cp_async_or_zero<N>(
+                    at(e) + j * DK, from ? from : r.x, from != nullptr);
         }
         cp_async_commit();
     }
@@ -105,7 +107,8 @@ __device__ __forceinline__ void unit_limbs(unsigned char* rows) {
                 v[j] = ((const float2*)(m + r * 4 * DK))[lane + 32 * j];
             sum += v[j].x * v[j].x + v[j].y * v[j].y;
         }
-        const float f = rsqrtf(warp_sum(sum) + 1e-6f) * (i < 8 ? 1.f : rsqrtf((float)DK));
+        const float f = rsqrtf(warp_sum(sum) + 1e-6f)
+                * (i < 8 ? 1.f : rsqrtf((float)DK));
         __syncwarp();
         #pragma unroll
         for (int j = 0; j < N; j++)
@@ -121,7 +124,8 @@ __device__ __forceinline__ void unit_limbs(unsigned char* rows) {
 
 // Two neighbouring blocks of N of the diagonal, which are inverted, become one of 2N:
 // [[T, 0], [-T2 A T, T2]]. Of HALF threads, `tid` is this one.
-template <int N> __device__ __forceinline__ void join(Square& A, int tid, bool on) {
+template <int N>
+__device__ __forceinline__ void join(Square& A, int tid, bool on) {
     constexpr int PER = 32 * N / HALF;
     // of the lower left block; further elements below, or in the next pair
     const int c = tid % N;
@@ -218,7 +222,8 @@ struct Gates {
             const int j = 2 * lane + i;
             const bool real = j >= r.lo && j < r.hi;
             g[i] = real ? rate * softplus(raw.decay[i] + bias) : 0.f;
-            beta[j] = scal[2 * TILE + j] = real ? 1.f / (1.f + expf(-raw.beta[i])) : 0.f;
+            beta[j] = scal[2 * TILE + j] = real ? 1.f / (1.f + expf(-raw.beta[i]))
+                                                : 0.f;
         }
         const float one[2] = {1.f, 1.f};
         decays(g, one, hi, lo, scal, G);
@@ -227,12 +232,13 @@ struct Gates {
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) delta_prep(
         const float* __restrict__ x, const float* __restrict__ conv_w,
-        const float* __restrict__ decay, const float* __restrict__ dt_bias, float* conv,
-        const int* __restrict__ first, const int* __restrict__ starts,
-        const int* __restrict__ state_in, const int* __restrict__ state_out,
-        const int* __restrict__ tile_seq, const int* __restrict__ tile_lo,
-        const int* __restrict__ tile_hi, unsigned* q, unsigned* k, unsigned* t, unsigned* p,
-        float* scal, int kh, int vh, int c, int width) {
+        const float* __restrict__ decay, const float* __restrict__ dt_bias,
+        float* conv, const int* __restrict__ first,
+        const int* __restrict__ starts, const int* __restrict__ state_in,
+        const int* __restrict__ state_out, const int* __restrict__ tile_seq,
+        const int* __restrict__ tile_lo, const int* __restrict__ tile_hi,
+        unsigned* q, unsigned* k, unsigned* t, unsigned* p, float* scal, int kh,
+        int vh, int c, int width) {
     DYNAMIC_SHARED(unsigned char, rows);
     Gates* gates = (Gates*)(rows + ROOM);
     Square* A = (Square*)rows;  // when nobody needs queries and keys any more
@@ -244,8 +250,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) delta_prep(
     if (tile_seq[tile] < 0)
         return;
     const Rows r = rows_of(
-            tile, x, width, c, conv, first, starts, state_in, state_out, tile_seq, tile_lo,
-            tile_hi);
+            tile, x, width, c, conv, first, starts, state_in, state_out, tile_seq,
+            tile_lo, tile_hi);
     const Inputs in = {rows, kh * DK + key * DK, kh * DK};
     if (width % 4 == 0)
         in.fetch<16>(r);
@@ -277,7 +283,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) delta_prep(
         const size_t cell = (size_t)tile * vh + h;
         if (warp < n)
             gates[warp].find(
-                    r, raw, decay[h + warp], dt_bias[h + warp], scal + (cell + warp) * 192);
+                    r, raw, decay[h + warp], dt_bias[h + warp],
+                    scal + (cell + warp) * 192);
         if (h + 2 + warp < (key + 1) * per && warp < 2)
             raw.load(r, h + 2 + warp, vh);
         __syncthreads();  // also: nobody reads Q and K, or the last heads' T, any more

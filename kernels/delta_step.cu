@@ -52,7 +52,8 @@
 #endif
 // rows of the state that a thread has a part of
 constexpr int N = DK / 16, PARTS = DV / 32;
-static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
+static_assert(
+        (DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
 
 typedef Record<DK, DV> Head;
 #ifdef RECORD
@@ -67,10 +68,10 @@ struct Rows {
 
 extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
         const float* x, const float* conv_w, const float* __restrict__ decay,
-        const float* __restrict__ dt_bias, const float* __restrict__ norm_w, float* conv,
-        float* rec, const int* __restrict__ first, const int* __restrict__ starts,
-        const int* __restrict__ state_in, const int* __restrict__ state_out, float* y,
-        float* parts, int rows) {
+        const float* __restrict__ dt_bias, const float* __restrict__ norm_w,
+        float* conv, float* rec, const int* __restrict__ first,
+        const int* __restrict__ starts, const int* __restrict__ state_in,
+        const int* __restrict__ state_out, float* y, float* parts, int rows) {
     // 1/sqrt(DK)
     constexpr float SCALE = DK == 128 ? 0.08838834764831845f
             : DK == 64                ? 0.125f
@@ -101,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
             side ? c + own32 + lane : (kh + key) * DK + tid};
     // channels; the fifth warp's second number, z, is not convolved
     const bool has[2] = {side || mine, mine};
-    const bool keeps = side || (mine && blockIdx.x == 0);  // who leaves their last inputs
+    // who leaves their last inputs
+    const bool keeps = side || (mine && blockIdx.x == 0);
     // Four columns of rows row0 .. row0+N-1 of the state.
     const int row0 = tid / 8 * N, c4 = lane % 8 * 4;
     const auto place = [&](int n) {
@@ -112,8 +114,9 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
     Columns<N> mem;
     #pragma unroll
     for (int i = 0; i < N; i++)
-        mem.S[i] = start && !side ? __ldcs((const float4*)(place(from)->S + at + i * DV))
-                                  : make_float4(0.f, 0.f, 0.f, 0.f);
+        mem.S[i] = start && !side
+                ? __ldcs((const float4*)(place(from)->S + at + i * DV))
+                : make_float4(0.f, 0.f, 0.f, 0.f);
     float4 taps[2];  // of a channel, the last for the newest input
     float seen[2][3];
     #pragma unroll
@@ -124,7 +127,9 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
     for (int k = 0; k < 2; k++)
         #pragma unroll
         for (int t = 0; t < 3; t++)
-            seen[k][t] = start && has[k] ? conv[((size_t)from * 3 + t) * c + col[k]] : 0.f;
+            seen[k][t] = start && has[k]
+                    ? conv[((size_t)from * 3 + t) * c + col[k]]
+                    : 0.f;
     if (side)
         m.gain[lane] = norm_w[part * 32 + lane];
     // odd lanes: dt_bias, and A beside it
@@ -155,8 +160,9 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
         for (int i = 0; i < ROWS; i++)
             #pragma unroll
             for (int k = 0; k < 2; k++)
-                in[i][k] = base + i < r1 && (side || mine) ? x[(base + i) * width + col[k]]
-                                                           : 0.f;
+                in[i][k] = base + i < r1 && (side || mine)
+                        ? x[(base + i) * width + col[k]]
+                        : 0.f;
         const int row = base + lane / 2;
         if (side && lane / 2 < ROWS && row < r1)
             ba = x[(row + 1) * width - 2 * vh + head + lane % 2 * vh];
@@ -186,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
             for (int k = 0; k < 2; k++) {
                 const float4 w = taps[k];
                 const float older = fmaf(
-                        seen[k][2], w.z, fmaf(seen[k][1], w.y, __fmul_rn(seen[k][0], w.x)));
+                        seen[k][2], w.z,
+                        fmaf(seen[k][1], w.y, __fmul_rn(seen[k][0], w.x)));
                 v[k] = k && side ? (SIGMOID ? sigmoid(in[i][1]) : silu(in[i][1]))
                                  : silu(fmaf(in[i][k], w.w, older));
                 seen[k][0] = seen[k][1];
@@ -237,7 +244,8 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
             __syncthreads();
             const Rule rule(sum_of_cross(m.cross[i % 2]), v[64], v[65]);
             float d[4];
-            rule.change(sum_of_warps(m.red[i % 2], c4), *(const float4*)(v + c4), d);
+            rule.change(
+                    sum_of_warps(m.red[i % 2], c4), *(const float4*)(v + c4), d);
             if (side) {
                 const float4 read = sum_of_warps(m.red[i % 2], 32 + c4);
                 const float4 gate = *(const float4*)(v + 32 + c4);

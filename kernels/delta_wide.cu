@@ -79,12 +79,14 @@ constexpr int V = 2 * DK;
 constexpr int GATE = V + DV;
 constexpr int BETA = GATE + DV;
 static_assert(
-        (DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1, "a head's sizes");
+        (DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1,
+        "a head's sizes");
 
 typedef FORMAT<COLUMNS / 32> Main;
 constexpr bool HALVES = COLUMNS > 0;
 static_assert(
-        !HALVES || (DV == 128 && COLUMNS % (DV * Main::UNITS) == 0), "see the contract");
+        !HALVES || (DV == 128 && COLUMNS % (DV * Main::UNITS) == 0),
+        "see the contract");
 
 typedef Record<DK, DV> Head;
 #ifdef RECORD
@@ -104,7 +106,8 @@ struct Room {
     float red[PARTS][4][64], cross[4][4], gain[DV], own[4];  // A, dt_bias
     float tails[DEPTH][3][OWN];  // of convolutions, oldest input first
     float done[DV], squares[4];  // y and `parts` of the row, if `halves` get it
-    Meeting full[DEPTH], ready[DEPTH];  // are states there? And tails, which are smaller
+    // are states there? And tails, which are smaller
+    Meeting full[DEPTH], ready[DEPTH];
     int asked, unused;  // states that have been asked for
     Sequence all[MOST];
 };
@@ -116,8 +119,8 @@ static_assert(
 
 // A head's part of a row of y, normed as gemv_halves.cu does it, to its tile: by one warp.
 __device__ __forceinline__ void leave(
-        unsigned char* halves, int tiles, int row, int head, float* a, float squares,
-        float eps) {
+        unsigned char* halves, int tiles, int row, int head, float* a,
+        float squares, float eps) {
     typedef Tile<Main, CORES> T;
     const int lane = threadIdx.x % 32;
     const float z = rsqrtf(fmaf(squares, 1.f / DV, eps));
@@ -125,12 +128,14 @@ __device__ __forceinline__ void leave(
     for (int j = 0; j < 8; j++)
         a[j] = __fmul_rn(a[j], z);
     const size_t tile = (size_t)(head / Main::UNITS) * tiles + row / 8;
-    T::put(halves + tile * T::BYTES, row % 8, head % Main::UNITS, lane % 16, a, lane < 16);
+    T::put(halves + tile * T::BYTES, row % 8, head % Main::UNITS, lane % 16, a,
+            lane < 16);
 }
 
 // The same of a row that is in `m`.
 __device__ __forceinline__ void leave_done(
-        const Room& m, unsigned char* halves, int tiles, int row, int head, float eps) {
+        const Room& m, unsigned char* halves, int tiles, int row, int head,
+        float eps) {
     float a[8], sum = m.squares[0];
     load8(m.done + threadIdx.x % 16 * 8, a);
     #pragma unroll
@@ -170,7 +175,8 @@ struct Channels {
     __device__ __forceinline__ float step(int k) {
         const float4 w = taps[k];
         const float older = fmaf(
-                seen[k][2], w.z, fmaf(seen[k][1], w.y, __fmul_rn(seen[k][0], w.x)));
+                seen[k][2], w.z,
+                fmaf(seen[k][1], w.y, __fmul_rn(seen[k][0], w.x)));
         seen[k][0] = seen[k][1];
         seen[k][1] = seen[k][2];
         seen[k][2] = in[k];
@@ -187,12 +193,13 @@ struct Channels {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
-        const float* x, const float* __restrict__ conv_w, const float* __restrict__ decay,
-        const float* __restrict__ dt_bias, const float* __restrict__ norm_w, float* conv,
-        float* rec, const int* __restrict__ first, const int* __restrict__ starts,
-        const int* __restrict__ state_in, const int* __restrict__ state_out, float* y,
-        float* parts, unsigned char* halves, float eps, int kh, int seqs, int rows,
-        int tiles) {
+        const float* x, const float* __restrict__ conv_w,
+        const float* __restrict__ decay, const float* __restrict__ dt_bias,
+        const float* __restrict__ norm_w, float* conv, float* rec,
+        const int* __restrict__ first, const int* __restrict__ starts,
+        const int* __restrict__ state_in, const int* __restrict__ state_out,
+        float* y, float* parts, unsigned char* halves, float eps, int kh,
+        int seqs, int rows, int tiles) {
     // 1/sqrt(DK)
     constexpr float SCALE = DK == 128 ? 0.08838834764831845f
             : DK == 64                ? 0.125f
@@ -309,7 +316,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
         const bool known = m.all[own].from >= 0;
         if (begins) {
             meet_wait(m.ready + own % DEPTH, own / DEPTH % 2);
-            ch.tail(m.tails[own % DEPTH], side ? 2 * DK + column : tid, DK, known);
+            ch.tail(m.tails[own % DEPTH], side ? 2 * DK + column : tid, DK,
+                    known);
         }
         // All but the state
         if (ch.has[0]) {
@@ -322,8 +330,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
                 ch.keep(conv, to, c);
         }
         if (scalars)
-            now[BETA + lane] = lane ? expf(__fmul_rn(m.own[0], softplus(ba + m.own[1])))
-                                    : sigmoid(ba);
+            now[BETA + lane] = lane
+                    ? expf(__fmul_rn(m.own[0], softplus(ba + m.own[1])))
+                    : sigmoid(ba);
         // The next row's inputs are asked for while this one is worked on
         if (++r == m.all[own].r1) {
             do
@@ -348,7 +357,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
                 const float4* const s = (const float4*)(h.S + at);
                 #pragma unroll
                 for (int n = 0; n < N; n++)
-                    mem.S[n] = known ? s[n * DV / 4] : make_float4(0.f, 0.f, 0.f, 0.f);
+                    mem.S[n] = known ? s[n * DV / 4]
+                                     : make_float4(0.f, 0.f, 0.f, 0.f);
                 mem.take_pending(h, pending, row0, part * 32 + c4);
             }
         }
@@ -368,13 +378,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
                 if (lane % 8 == 0)
                     m.cross[warp][lane / 8] = dot;
             }
-            mem.products(now + Q + row0, now + K + row0, lane, m.red[part][warp % 4]);
+            mem.products(
+                    now + Q + row0, now + K + row0, lane, m.red[part][warp % 4]);
         }
         __syncthreads();
         const Rule rule(sum_of_cross(m.cross), now[BETA], now[BETA + 1]);
         const unsigned four = part * 32 + c4;
         float d[4];
-        rule.change(sum_of_warps(m.red[part], c4), *(const float4*)(now + V + four), d);
+        rule.change(
+                sum_of_warps(m.red[part], c4), *(const float4*)(now + V + four),
+                d);
         if (side) {
             if (late >= 0)
                 place(to)->add(late, now + K, d, rule.eg, part * 32, lane);

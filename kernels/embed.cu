@@ -15,8 +15,8 @@
 
 extern "C" __global__ void __launch_bounds__(128)
         embed(const int* ids, const unsigned char* __restrict__ w,
-                const unsigned char* __restrict__ s, const float* __restrict__ gs, float* x,
-                float scale, int n, int v) {
+                const unsigned char* __restrict__ s, const float* __restrict__ gs,
+                float* x, float scale, int n, int v) {
     const int i = blockIdx.x * 128 + threadIdx.x, t = blockIdx.y;
     pdl_trigger();
     pdl_wait();

@@ -43,9 +43,9 @@ typedef Listing<E, TOP_K, SHARED, ENTRIES, WARPS> List;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_slots(
         const float* logits, const float* __restrict__ correction,
-        const float* __restrict__ per_expert, int* ids, float* weights, float* share,
-        int* which, int* slots, int* number, unsigned* met, float scaling, int ld, int rows,
-        int most) {
+        const float* __restrict__ per_expert, int* ids, float* weights,
+        float* share, int* which, int* slots, int* number, unsigned* met,
+        float scaling, int ld, int rows, int most) {
     __shared__ List list;
     __shared__ int room[WARPS][TOP_K];
     const int lane = threadIdx.x % 32;
@@ -74,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_slots(
     if (!blockIdx.x)
         list.each_shared(rows, slot, entry);  // while logits come
     if (r < rows) {
-        id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, room[warp]);
+        id = ranked<E, TOP_K, SCORE, CORRECTED, N>(
+                near, correction, lane, room[warp]);
         if (lane < TOP_K) {
             ids[r * TOP_K + lane] = id;
             if (alone)

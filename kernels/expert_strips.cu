@@ -118,8 +118,8 @@ __device__ __forceinline__ void put_row(
 
 // All rows of a slot: pieces of 256 columns are dealt out to warps, MANY of each on their way.
 __device__ __forceinline__ void stage(
-        Rows* rows, const int* record, const float* x, const float* __restrict__ gain,
-        int width) {
+        Rows* rows, const int* record, const float* x,
+        const float* __restrict__ gain, int width) {
     constexpr int ROUNDS = (ENTRIES * PARTS + WARPS - 1) / WARPS;
     constexpr int MANY = ROUNDS < 4 ? ROUNDS : 4;
     const int pieces = record[0] * PARTS;
@@ -144,7 +144,8 @@ __device__ __forceinline__ void stage(
         for (int k = 0; k < MANY; k++) {
             const int i = from + k * WARPS;
             if (i < pieces)
-                put_row(rows, i / PARTS, i % PARTS * 32 + threadIdx.x % 32, a[k], gain);
+                put_row(rows, i / PARTS, i % PARTS * 32 + threadIdx.x % 32, a[k],
+                        gain);
         }
     }
 }
@@ -166,7 +167,8 @@ struct To {
     static constexpr int MANY = PAIR ? 1 : 2;
     static constexpr unsigned NOWHERE = ~0u;
     unsigned at[MANY];
-    __device__ __forceinline__ void find(const int* record, int column, int outs) {
+    __device__ __forceinline__ void find(
+            const int* record, int column, int outs) {
         const int g = threadIdx.x % 32 / 4;
         #pragma unroll
         for (int j = 0; j < MANY; j++) {
@@ -180,7 +182,8 @@ struct To {
             const float* z, int strip, float* y, float limit) const {
         const int g = threadIdx.x % 32 / 4;
         const int first = strip * (PAIR ? 8 : 16);
-        const bool in = OUTPUTS % 8 == 0 || first + (PAIR ? g / 2 * 2 : 2 * g) < OUTPUTS;
+        const bool in = OUTPUTS % 8 == 0
+                || first + (PAIR ? g / 2 * 2 : 2 * g) < OUTPUTS;
         float2 v[2] = {{z[0], z[2]}, {z[1], z[3]}};
         if (PAIR) {
             const bool odd = g % 2;
@@ -202,7 +205,8 @@ struct To {
 };
 
 // Where piece i of n equal ones of a line begins: all * i / n, without the 64 bits that it needs.
-__device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
+__device__ __forceinline__ unsigned piece_of(
+        unsigned all, unsigned i, unsigned n) {
     return all / n * i + all % n * i / n;
 }
 
@@ -213,7 +217,8 @@ struct Next {
     unsigned strip, unit, tail;
     unsigned row;  // of the bank: the strip's first
     int rest;  // rows of the matrix from there on
-    __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert, int lane) {
+    __device__ __forceinline__ void begin(
+            Bytes bank, Bytes scales, int expert, int lane) {
         const unsigned from = strip % STRIPS * 16;
         w = bank;
         s = scales;
@@ -256,9 +261,10 @@ struct Next {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-        const float* __restrict__ gs, const float* __restrict__ bias, const int* which,
-        const int* slots, const int* number, const float* x, const float* __restrict__ gain,
-        float* y, float eps, float limit, int shared, int width, int outs) {
+        const float* __restrict__ gs, const float* __restrict__ bias,
+        const int* which, const int* slots, const int* number, const float* x,
+        const float* __restrict__ gain, float* y, float eps, float limit,
+        int shared, int width, int outs) {
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
@@ -273,7 +279,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const size_t row = (size_t)shared * STORED;
         ahead(w + row * F::LINE, STORED * (F::LINE / 16), thread, threads);
         if (s)
-            ahead(s + row / 4 * F::SLINE, STORED / 4 * F::SLINE / 16, thread, threads);
+            ahead(s + row / 4 * F::SLINE, STORED / 4 * F::SLINE / 16, thread,
+                    threads);
     }
     if (UP)
         pdl_wait();
@@ -310,7 +317,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     };
     auto fetch = [&](unsigned char* to) {
         if (next.strip < end && next.fetch(to, lane)) {
-            next.fetch_tail(tails, RowScales<F>::IN_S ? (const float*)s : gs, bias, lane);
+            next.fetch_tail(
+                    tails, RowScales<F>::IN_S ? (const float*)s : gs, bias, lane);
             const unsigned slot = next.strip / STRIPS;
             next.further();
             if (next.strip / STRIPS != slot)
@@ -350,7 +358,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                         break;
                     meet_wait(left(put), parity);
                 }
-                stage(sm->rows + put % BUFFERS, records + put * RECORD, x, gain, width);
+                stage(sm->rows + put % BUFFERS, records + put * RECORD, x, gain,
+                        width);
                 __syncwarp();
                 if (!lane)
                     meet_arrive(sm->staged + put % BUFFERS);

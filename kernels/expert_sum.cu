@@ -13,8 +13,8 @@
 #endif
 
 // With no number of blocks asked for, ptxas keeps to 32 registers, and loads wait for each other.
-extern "C" __global__ void __launch_bounds__(128, 4)
-        expert_sum(const float* share, const float* part, const float* add, float* y) {
+extern "C" __global__ void __launch_bounds__(128, 4) expert_sum(
+        const float* share, const float* part, const float* add, float* y) {
     const int o = (blockIdx.x * 128 + threadIdx.x) * 4;
     const int r = blockIdx.y;
     pdl_trigger();
@@ -30,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(128, 4)
         #pragma unroll
         for (int p = 0; p < PICKS; p++) {
             w[p] = __ldcg(share + r * PICKS + p);
-            a[p] = __ldcg((const float4*)(part + ((size_t)r * PICKS + p) * HIDDEN + o));
+            a[p] = __ldcg(
+                    (const float4*)(part + ((size_t)r * PICKS + p) * HIDDEN + o));
         }
         #pragma unroll
         for (int p = 0; p < PICKS; p++) {
@@ -39,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
             v.z = fmaf(w[p], a[p].z, v.z);
             v.w = fmaf(w[p], a[p].w, v.w);
         }
-        *(float4*)(y + at) = make_float4(b.x + v.x, b.y + v.y, b.z + v.z, b.w + v.w);
+        *(float4*)(y + at) = make_float4(
+                b.x + v.x, b.y + v.y, b.z + v.z, b.w + v.w);
     }
 }

@@ -114,15 +114,16 @@ constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;
 // Where a block's outputs would leave half of a strip empty, strips of the second half are two
 // parts of eight rows, of one expert or of two.
 constexpr bool MIXED = ROWS <= 4 && SPAN % 16 == 8 && K % 8 == 0 && D::CHUNKS;
-constexpr int COLUMNS = MIXED ? 2 * ROWS : ROWS;  // of a product that somebody needs
+// of a product that somebody needs
+constexpr int COLUMNS = MIXED ? 2 * ROWS : ROWS;
 // 80 or 96 registers, so that a block of the router finds some beside this one
 #if __CUDA_ARCH__ == 900
 constexpr bool SCALED = U::SCALED || D::SCALED;
 constexpr bool INT4 = U::FOUR == 16 || D::FOUR == 16;
 constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2)
         && !(ROUNDS && ROOM > 150000);
-constexpr bool FEWER = ROUNDS && WARPS == 16 && ROWS == 1 && U::CHUNKS && D::CHUNKS
-        && !INT4;
+constexpr bool FEWER = ROUNDS && WARPS == 16 && ROWS == 1 && U::CHUNKS
+        && D::CHUNKS && !INT4;
 constexpr int LIMIT = ROOMY ? 768 : FEWER ? 640 : THREADS;
 #else
 constexpr int LIMIT = THREADS;
@@ -134,8 +135,8 @@ constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
 constexpr int AFTER = USPLIT == DSPLIT || USPLIT == 1 ? 0 : WARPS / USPLIT;
 constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
 // Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
-constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && !MIXED && D::UNITS == 2
-        && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
+constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && !MIXED
+        && D::UNITS == 2 && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
 // Quarters of that unit's blocks that a warp decodes before hidden values are there: registers have
 // room for no more.
 constexpr int MADE = ALONE && D::FOUR == 8 && !DShares::SHORT ? 4 : 0;
@@ -158,7 +159,8 @@ template <> struct Inputs<true> {
 };
 // Which experts are needed and for whom, found by one warp: a lane has entries lane, lane + 32,
 // and so on; `seen`: of each expert the first entry that picked it.
-__device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int lane) {
+__device__ __forceinline__ void group_rows(
+        Table& s, int* seen, int many, int lane) {
     constexpr int M = (ROWS * TOP_K + 31) / 32;
     int id[M], opener[M];
     unsigned opens[M];
@@ -223,8 +225,8 @@ __device__ __forceinline__ void stage(int pieces, Load load, Put put) {
 
 // One row's picks, by a warp; and what their results are to be multiplied by.
 __device__ __forceinline__ void pick_row(
-        Table& slots, int row, const float* logits, const float* __restrict__ correction,
-        int lane) {
+        Table& slots, int row, const float* logits,
+        const float* __restrict__ correction, int lane) {
     float near[N];
     near_logits<E, N>(logits, lane, near);
     int* const to = slots.of(row);
@@ -235,8 +237,8 @@ __device__ __forceinline__ void pick_row(
         to[lane] = id;
 }
 __device__ __forceinline__ void weigh_row(
-        Table& slots, int row, const float* logits, const float* per_expert, float scaling,
-        int lane, float* share) {
+        Table& slots, int row, const float* logits, const float* per_expert,
+        float scaling, int lane, float* share) {
     float near[N];  // once more: registers are few meanwhile
     near_logits<E, N>(logits, lane, near);
     const int id = slots.of(row)[lane < TOP_K ? lane : 0];
@@ -252,8 +254,8 @@ __device__ __forceinline__ void weigh_row(
 
 // Rows of x, times the norm's gain, and sums of squares of their pieces.
 __device__ __forceinline__ void stage_x(
-        X& in, float (*squares)[PARTS], const float* x, const float* __restrict__ gain,
-        int rows) {
+        X& in, float (*squares)[PARTS], const float* x,
+        const float* __restrict__ gain, int rows) {
     const int lane = threadIdx.x % 32;
     stage<ROWS * PARTS, STAGE, 4>(
             rows * PARTS,
@@ -289,7 +291,9 @@ template <class First>
 __device__ __forceinline__ void stage_h(
         H& in, const Table& slots, const float* h, int rows, First first) {
     const int lane = threadIdx.x % 32;
-    auto entry = [&](int i) { return ALONE ? slots.who[i / HPARTS][0] : i / HPARTS; };
+    auto entry = [&](int i) {
+        return ALONE ? slots.who[i / HPARTS][0] : i / HPARTS;
+    };
     auto ask = [&](int i, float* a) {  // true: they are there
         const int v = i % HPARTS * 32 + lane;
         const float* const from = h + (size_t)entry(i) * WIDTH + v * 8;
@@ -335,8 +339,8 @@ __device__ __forceinline__ void stage_h(
 // What the block's outputs are when its strips are done, and who was picked.
 template <class Shared>
 __device__ __forceinline__ void put_sums(
-        Shared* sm, int base, int span, int rows, float before, const float* add, float* y,
-        int* ids, float* weights) {
+        Shared* sm, int base, int span, int rows, float before, const float* add,
+        float* y, int* ids, float* weights) {
     #pragma unroll 1
     for (int i = threadIdx.x; i < rows * SPAN; i += THREADS) {
         const int r = i / SPAN, c = i % SPAN;
@@ -362,10 +366,13 @@ __device__ __forceinline__ void put_sums(
 
 // The rows' picks, and x beside them: a warp picks for one row, the others stage.
 template <class Shared>
-__device__ __forceinline__ void load(Shared* sm, const Params& p, int warp, int lane) {
+__device__ __forceinline__ void load(
+        Shared* sm, const Params& p, int warp, int lane) {
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
     if (picker < p.rows)
-        pick_row(sm->slots, picker, p.logits + (size_t)picker * p.ld, p.correction, lane);
+        pick_row(
+                sm->slots, picker, p.logits + (size_t)picker * p.ld, p.correction,
+                lane);
     if (p.halves & 1)  // beside the warps that pick
         stage_x(sm->in.x, sm->squares, p.x, p.gain, p.rows);
     __syncthreads();
@@ -389,7 +396,8 @@ __device__ __forceinline__ void norm(Shared* sm, float eps, int warp, int lane) 
 
 // The weights of the picks, by the warps that picked.
 template <class Shared>
-__device__ __forceinline__ void weigh(Shared* sm, const Params& p, int warp, int lane) {
+__device__ __forceinline__ void weigh(
+        Shared* sm, const Params& p, int warp, int lane) {
     const int picker = WARPS - 1 - warp;
     if (picker < p.rows) {
         const float* const its = p.logits + (size_t)picker * p.ld;
@@ -408,364 +416,202 @@ __device__ __forceinline__ void ask_later(const Params& p) {
         ahead(p.later_s, p.later_s16, asks, gridDim.x * THREADS);
 }
 
-#if ROUNDS
-#include "lib/experts_long.cuh"
-#else
-struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
-    unsigned char weights[U::BYTES > D::BYTES ? U::BYTES : D::BYTES];
-    float tail[32];
-};
-struct Shared {
-    Place ring[WARPS][DEEP];
-    Inputs<APART> in;
-    float part[2][WARPS][16][COLUMNS];  // of one strip while those of the next are made
-    // scales and biases of its rows, when its last place has been left
-    float tail[WARPS][32];
-    float inverse[WARPS][ROWS];  // of the root of a row's mean square
-    float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
-    Table slots;
-    int seen[ROWS > 1 ? E : 1];
-};
-static_assert(
-        sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+constexpr unsigned NONE = ~0u;
 
-// What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
-template <class F> struct Bank {
-    Bytes w, s;  // where the lane's part of its warp's first unit is
-    const float *scale, *bias;
-    __device__ __forceinline__ Bank(
-            Bytes w_, Bytes s_, const float* gs, const float* bias_, int share, int lane)
-        : w(w_), s(s_), bias(bias_) {
-        scale = RowScales<F>::IN_S ? (const float*)s_ : gs;
-        F::first(w, s, 0, share, lane);
+// Who a thread is, which strips of the first half its team has, and the block's outputs.
+template <class Shared> struct Block {
+    Shared* const sm;
+    const Params& p;
+    int lane, warp, g, t;
+    int ushare, dshare;  // which share of the columns of a strip its warp has
+    unsigned first, stride;
+    int base, span;
+    // of the second half, eights of its outputs for each expert
+    unsigned own;
+    // where in the ring the unit is that is multiplied next, which leaves it to another
+    int place = 0, round = 0;
+    __device__ __forceinline__ Block(
+            Shared* sm_, const Params& p_, unsigned thread)
+        : sm(sm_), p(p_) {
+        lane = thread % 32;
+        g = lane / 4;
+        t = lane % 4;
+        // of long rows the compiler learns: one for all
+        warp = ROUNDS ? __shfl_sync(~0u, thread / 32, 0) : thread / 32;
+        ushare = warp % USPLIT;
+        dshare = warp % DSPLIT;
+        first = blockIdx.x + gridDim.x * (warp / USPLIT);
+        stride = gridDim.x * (WARPS / USPLIT);
+        base = blockIdx.x * SPAN;
+        span = min(SPAN, K - base);
+        own = K % SPAN ? max(span, 0) / 8 : SPAN / 8;
+    }
+    __device__ __forceinline__ unsigned slots() const {
+        return ROWS == 1 ? PICKS : sm->slots.number;
+    }
+    __device__ __forceinline__ unsigned expert_of(unsigned slot) const {
+        return SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot];
+    }
+    // Of the second half: eights of rows, strips, and where an eight begins.
+    __device__ __forceinline__ unsigned parts() const { return slots() * own; }
+    __device__ __forceinline__ unsigned strips() const {
+        return MIXED ? (parts() + 1) / 2 : slots() * OWN;
+    }
+    __device__ __forceinline__ unsigned row_of(unsigned part) const {
+        return sm->slots.expert[part / own] * K + base + part % own * 8;
+    }
+    // Whose the strip u is, or part 0 or 1 of it, and the hidden values for a product's column c.
+    __device__ __forceinline__ unsigned slot(unsigned u, unsigned part) const {
+        return MIXED ? min(2 * u + part, parts() - 1) / own : u / OWN;
+    }
+    __device__ __forceinline__ int entry(unsigned u, int c) const {
+        const int part = MIXED ? min(c / ROWS, 1) : 0;
+        const int r = MIXED ? c % ROWS : min(c, ROWS - 1);
+        return max(0, (int)sm->slots.who[slot(u, part)][r]);
+    }
+    // That unit, and on to the next.
+    __device__ __forceinline__ auto& here() const {
+        return sm->ring[warp][place];
+    }
+    __device__ __forceinline__ void forth() {
+        cp_async_commit();
+        place = place == DEEP - 1 ? 0 : place + 1;
+    }
+    // A residual that the thread adds at the end.
+    __device__ __forceinline__ float prior() const {
+        const int r = threadIdx.x / SPAN, c = threadIdx.x % SPAN;
+        return p.add && r < p.rows && c < span ? p.add[(size_t)r * K + base + c]
+                                               : 0.f;
+    }
+    __device__ __forceinline__ void clear() {
+        sm->slots.clear(p.rows, THREADS);
+        for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS)
+            sm->seen[i] = ROWS * TOP_K;
     }
 };
-struct Next {
-    Bytes w, s;
-    unsigned row;
-    int rest, step;
-    int skip;  // rows between the strip's two parts, if it has any
-    template <class F>
-    __device__ __forceinline__ void first(const Bank<F>& of, unsigned row_) {
-        row = row_;
-        w = of.w + (size_t)row * F::LINE;
-        s = of.s + (size_t)(row / 4) * F::SLINE;
-    }
-    template <class F>
-    __device__ __forceinline__ void two(
-            const Bank<F>& of, unsigned row_, unsigned other, int lane) {
-        first(of, row_);
-        skip = (int)(other - row_) - 8;
-        s += lane < 16 ? 0 : (long long)(skip / 4) * (int)F::SLINE;
-    }
-    // True: that was the strip's last unit.
-    template <class F, class S, int REST, bool PARTED>
-    __device__ __forceinline__ bool fetch(
-            const Bank<F>& of, Place& p, int share, int lane) {
-        const int rows = REST ? REST : rest;
-        const long long jump = PARTED ? (long long)skip * (int)F::LINE : 0;
-        F::fetch(p.weights, w, s, rows, step * S::SPLIT + share, lane, jump);
-        w += S::SPLIT * F::LB;
-        s += S::SPLIT * F::SB;
-        if (++step < S::of(share))
-            return false;
-        const unsigned at = lane * 4;
-        const bool on = lane * 4 < rows;
-        const unsigned from = row + at + (PARTED && lane > 1 ? skip : 0);
-        if (lane < 4) {
-            if (of.scale)
-                cp_async_or_zero<16>(p.tail + at, of.scale + from, on);
-            if (of.bias)
-                cp_async_or_zero<16>(p.tail + 16 + at, of.bias + from, on);
+
+// Scale and bias of a row of W, or of the gate's and of the other's, of the sixteen `of` a strip.
+template <class F, int N> struct Line {
+    float scale[N], more[N];
+    __device__ __forceinline__ Line(
+            const float* of, int line, const float* bias) {
+        #pragma unroll
+        for (int j = 0; j < N; j++) {
+            scale[j] = F::row_scale((Bytes)of, of, line + 2 * j);
+            more[j] = bias ? of[16 + line + 2 * j] : 0.f;
         }
-        step = 0;
-        return true;
     }
 };
 
-// The same number, of which the compiler knows nothing: what follows from it is found anew for each
-// strip, and not kept in registers meanwhile.
-__device__ __forceinline__ int anew(int v) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("" : "+r"(v));
-#endif
-    return v;
-}
-
-// Hidden values of strip u, which the team's warps have multiplied: what they found is merged.
-__device__ __forceinline__ void put_hidden(
-        Shared* sm, const Params& p, unsigned u, int round, int warp, int ushare) {
-    constexpr int TEAM = 32 * USPLIT;
-    constexpr int ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
-    const int mine = anew(threadIdx.x) % TEAM, r = mine % OUT;
-    const int line = PAIR ? r / 2 * 4 + r % 2 : r;
-    const unsigned slot = u / STRIPS, o = u % STRIPS * OUT + r;
-    float scale[2], more[2];
+// Hidden value o of an entry: what a team's warps found of a strip's line, for x's row c.
+template <int R>
+__device__ __forceinline__ void give_hidden(
+        const Params& p, const float (*part)[16][R], int line, int c, int entry,
+        unsigned o, float inv, const Line<U, 1 + PAIR>& with) {
+    float v[2];
     #pragma unroll
     for (int j = 0; j < 1 + PAIR; j++) {
-        const float* tail = sm->tail[warp];
-        scale[j] = U::row_scale((Bytes)tail, tail, line + 2 * j);
-        more[j] = p.ubias ? tail[16 + line + 2 * j] : 0.f;
+        v[j] = sum_parts<USPLIT>(part, line + 2 * j, c);
+        v[j] = fmaf(__fmul_rn(v[j], inv), with.scale[j], with.more[j]);
     }
-    sync_warps<USPLIT>(warp / USPLIT);
-    #pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        const int c = (mine + i * TEAM) / OUT;
-        const int entry = c < ROWS ? sm->slots.who[slot][c] : -1;
-        if (entry < 0 || o >= I)
-            continue;
-        const float inv = NORM ? sm->inverse[warp][c] : 1.f;
-        float v[2];
-        #pragma unroll
-        for (int j = 0; j < 1 + PAIR; j++) {
-            v[j] = sum_parts<USPLIT>(sm->part[round] + warp - ushare, line + 2 * j, c);
-            v[j] = fmaf(__fmul_rn(v[j], inv), scale[j], more[j]);
-        }
-        give(p.h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], p.limit));
-    }
+    give(p.h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], p.limit));
 }
 
 // The block's outputs of strip u: what the team's warps found is merged, for whom picked it.
-template <class Parts, class Slot>
+// `mine`: the thread's number in its team.
+template <class Shared>
 __device__ __forceinline__ void put_products(
-        Shared* sm, const Params& p, unsigned u, int round, int warp, int dshare,
-        unsigned own, Parts parts, Slot slot) {
+        const Block<Shared>& b, const float (*part)[16][COLUMNS], unsigned u,
+        int mine, const Line<D, 1>& with) {
     constexpr int TEAM = 32 * DSPLIT;
     constexpr int ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
-    const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
-    const float* tail = sm->tail[warp];
-    const float scale = D::row_scale((Bytes)tail, tail, line);
-    const float more = p.dbias ? tail[16 + line] : 0.f;
-    sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
-    const unsigned part = 2 * u + line / 8;
-    if (MIXED && part >= parts())
+    const int line = mine % 16;
+    const unsigned eight = 2 * u + line / 8;
+    if (MIXED && eight >= b.parts())
         return;
-    const int o = MIXED ? part % own * 8 + line % 8 : u % OWN * 16 + line;
+    const int o = MIXED ? eight % b.own * 8 + line % 8 : u % OWN * 16 + line;
     #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         const int c = mine / 16 + i * (TEAM / 16);
-        const int to = c < ROWS ? sm->slots.who[slot(line / 8)][c] : -1;
+        const int to = c < ROWS ? b.sm->slots.who[b.slot(u, line / 8)][c] : -1;
         if (to < 0)
             continue;
         const int column = MIXED ? line / 8 * ROWS + c : c;
-        const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, column);
-        sm->done[to][o] = fmaf(v, scale, more);
+        const float v = sum_parts<DSPLIT>(part, line, column);
+        b.sm->done[to][o] = fmaf(v, with.scale[0], with.more[0]);
     }
 }
 
+#if ROUNDS
+#include "lib/experts_long.cuh"
+#else
+#include "lib/experts_short.cuh"
 #endif
 
 extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
-        const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
-        const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
-        const float* __restrict__ ugs, const float* __restrict__ dgs,
-        const float* __restrict__ ubias, const float* __restrict__ dbias,
-        const float* logits, const float* __restrict__ correction,
+        const unsigned char* __restrict__ uw,
+        const unsigned char* __restrict__ dw,
+        const unsigned char* __restrict__ us,
+        const unsigned char* __restrict__ ds, const float* __restrict__ ugs,
+        const float* __restrict__ dgs, const float* __restrict__ ubias,
+        const float* __restrict__ dbias, const float* logits,
+        const float* __restrict__ correction,
         const float* __restrict__ per_expert, const float* __restrict__ gain,
-        const float* x, float* h, int* ids, float* weights, const float* add, float* y,
-        const unsigned char* later_w, const unsigned char* later_s, float eps, float limit,
-        float scaling, int ld, int rows, int halves, int later_w16, int later_s16) {
+        const float* x, float* h, int* ids, float* weights, const float* add,
+        float* y, const unsigned char* later_w, const unsigned char* later_s,
+        float eps, float limit, float scaling, int ld, int rows, int halves,
+        int later_w16, int later_s16) {
     const Params p = {uw, dw, us, ds, ugs, dgs, ubias, dbias, logits, correction,
-            per_expert, gain, x, h, ids, weights, add, y, later_w, later_s, eps, limit,
-            scaling, ld, rows, halves, later_w16, later_s16};
-#if ROUNDS
-    long_rows(p);
-#else
+            per_expert, gain, x, h, ids, weights, add, y, later_w, later_s, eps,
+            limit, scaling, ld, rows, halves, later_w16, later_s16};
     DYNAMIC_SHARED(Shared, sm);
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const int g = lane / 4;
-    const int t = lane % 4;
-    const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
-    const unsigned first = blockIdx.x + gridDim.x * (warp / USPLIT);
-    const unsigned stride = gridDim.x * (WARPS / USPLIT);
-    // the block's outputs
-    const int base = blockIdx.x * SPAN;
-    const int span = min(SPAN, K - base);
-    constexpr unsigned NONE = ~0u;
-    unsigned unit = p.halves & 1 ? first : NONE;  // the strips that are fetched next
-    unsigned down = p.halves & 2 && span > 0 ? warp / DSPLIT : NONE;
-    auto slots = [&]() -> unsigned { return ROWS == 1 ? PICKS : sm->slots.number; };
-    // of the second half, eights of its outputs for each expert, and strips
-    const unsigned own = K % SPAN ? max(span, 0) / 8 : SPAN / 8;
-    auto parts = [&] { return slots() * own; };
-    auto strips = [&] { return MIXED ? (parts() + 1) / 2 : slots() * OWN; };
-    auto row_of = [&](unsigned part) {
-        return sm->slots.expert[part / own] * K + base + part % own * 8;
-    };
-    // of the unit that is multiplied next, which leaves it to another
-    int place = 0, round = 0;
-    const Bank<U> ubank(p.uw, p.us, p.ugs, p.ubias, ushare, lane);
-    const Bank<D> dbank(p.dw, p.ds, p.dgs, p.dbias, dshare, lane);
-    Next o;
-    o.step = 0;
-    auto next_up = [&] {
-        if (o.step == 0) {
-            const unsigned slot = unit / STRIPS, from = unit % STRIPS * 16;
-            const unsigned e = SHARED && slot < sm->slots.FIRST ? E
-                                                                : sm->slots.expert[slot];
-            o.first(ubank, e * UROWS + from);
-            o.rest = UROWS - from;
-        }
-        constexpr int REST = UROWS % 16 ? 0 : 16;
-        if (o.fetch<U, UShares, REST, false>(ubank, sm->ring[warp][place], ushare, lane))
-            unit += stride;
-    };
-    auto next_down = [&] {
-        if (o.step == 0 && MIXED)
-            o.two(dbank, row_of(2 * down), row_of(min(2 * down + 1, parts() - 1)), lane);
-        else if (o.step == 0) {
-            const unsigned from = down % OWN * 16;
-            o.first(dbank, sm->slots.expert[down / OWN] * K + base + from);
-            o.rest = span - from;
-        }
-        constexpr int REST = !MIXED && (SPAN % 16 || K % SPAN) ? 0 : 16;
-        if (o.fetch<D, DShares, REST, MIXED>(dbank, sm->ring[warp][place], dshare, lane))
-            down += WARPS / DSPLIT;
-    };
-    auto forth = [&] {
-        cp_async_commit();
-        place = place == DEEP - 1 ? 0 : place + 1;
-    };
-    sm->slots.clear(p.rows, THREADS);
-    for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS)
-        sm->seen[i] = ROWS * TOP_K;
+    Block<Shared> b(sm, p, threadIdx.x);
+    Next o;  // what is fetched next
+    Up up(b, o);
+    b.clear();
     int begun = 0;
     if (SHARED)  // needs no router
         #pragma unroll 1
-        for (; begun < DEEP && unit < STRIPS; begun++) {
-            next_up();
-            forth();
+        for (; begun < DEEP && up.unit < STRIPS; begun++) {
+            up.fetch();
+            b.forth();
         }
     if (!LATE && !LAST)
         pdl_trigger();
     pdl_wait();
-    load(sm, p, warp, lane);
-    auto next = [&] {
-        if (unit < slots() * STRIPS)
-            next_up();
-        forth();
-    };
+    load(sm, p, b.warp, b.lane);
     #pragma unroll 1
     for (; begun < DEEP; begun++)
-        next();
+        up.next();
     if (p.halves & 1) {
         if (NORM)
-            norm(sm, p.eps, warp, lane);
-        #pragma unroll 1
-        for (unsigned u = first; u < slots() * STRIPS; u += stride, round ^= 1) {
-            const int l = anew(lane);
-            const uint4* at = sm->in.x.of(min(l / 4, ROWS - 1), ushare, l % 4);
-            const float* e = sm->in.x.e[max(0, min(l % 4 * 2, ROWS - 2))]
-                    + ushare * U::UNITS;
-            float acc[4] = {};
-            #pragma unroll 1
-            for (int i = UShares::of(ushare); i; i--) {
-                cp_async_wait<DEEP - 1>();
-                __syncwarp();
-                const Place& from = sm->ring[warp][place];
-                const bool half = UShares::SHORT && i == 1 && ushare == UShares::LAST;
-                multiply<U, X>(
-                        from.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t, half);
-                at += 4 * U::UNITS * USPLIT;
-                e += U::UNITS * USPLIT;
-                if (i == 1)
-                    sm->tail[warp][lane] = from.tail[lane];
-                __syncwarp();
-                next();
-            }
-            put_part(sm->part[round][warp], acc, g, t);
-            put_hidden(sm, p, u, round, warp, ushare);
-        }
+            norm(sm, p.eps, b.warp, b.lane);
+        up.run();
     }
     if (!(p.halves & 2))
         return;
-    #pragma unroll 1
-    for (int i = 0; i < DEEP; i++) {  // not before: others still wait for the first half's
-        if (down < strips())
-            next_down();
-        forth();
-    }
+    Down down(b, o);
+    down.begin();  // not before: others still wait for the first half's
     if (LATE)
         pdl_trigger();
-    weigh(sm, p, warp, lane);
+    weigh(sm, p, b.warp, b.lane);
     if (!APART)
         __syncthreads();  // before what is staged takes the place of x
     float before = 0.f;
-    auto prior = [&] {
-        if (p.add && threadIdx.x < p.rows * SPAN && (int)threadIdx.x % SPAN < span)
-            before = p.add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    };
     if (!MADE)
-        prior();
-    Made<D, MADE> only;  // unit of the warp
-    auto decode = [&] {
-        if constexpr (MADE > 0) {
-            cp_async_wait<DEEP - 1>();
-            __syncwarp();
-            #pragma unroll
-            for (int b = 0; b < D::UNITS; b++)
-                only.blocks[b].read(sm->ring[warp][place].weights, b, g, t);
-            only.decode();
-        }
-    };
-    stage_h(sm->in.h, sm->slots, p.h, p.rows, decode);
+        before = b.prior();
+    Made<D, MADE> only;
+    stage_h(sm->in.h, sm->slots, p.h, p.rows, [&] { down.decode(only); });
     if (MADE)
-        prior();
+        before = b.prior();
     ask_later(p);
     if (ALONE)
         __syncwarp();
     else
         __syncthreads();
-    const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
-    // warps of a team may have had different numbers of strips
-    if (USPLIT < DSPLIT)
-        round = 0;
-    #pragma unroll 1
-    for (unsigned u = begin; u < strips();
-            u = MADE ? NONE : u + WARPS / DSPLIT, round ^= 1) {
-        auto slot = [&](unsigned part) {  // of that part of the strip
-            return MIXED ? min(2 * u + part, parts() - 1) / own : u / OWN;
-        };
-        auto entry = [&](int c) {
-            const int part = MIXED ? min(c / ROWS, 1) : 0;
-            const int r = MIXED ? c % ROWS : min(c, ROWS - 1);
-            return max(0, (int)sm->slots.who[slot(part)][r]);
-        };
-        const uint4* at = sm->in.h.of(entry(g), dshare, t);
-        const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
-        const float* e1 = sm->in.h.e[entry(2 * t + 1)] + dshare * D::UNITS;
-        float acc[4] = {};
-        #pragma unroll 1
-        for (int i = MADE ? 1 : DShares::of(dshare); i; i--) {
-            if (!MADE) {
-                cp_async_wait<DEEP - 1>();
-                __syncwarp();
-            }
-            const Place& from = sm->ring[warp][place];
-            const bool half = DShares::SHORT && i == 1 && dshare == DShares::LAST;
-            if constexpr (MADE > 0)
-                multiply_made<D, H>(only, acc, at, e0, e1);
-            else
-                multiply<D, H>(from.weights, acc, at, e0, e1, g, t, half);
-            at += 4 * D::UNITS * DSPLIT;
-            e0 += D::UNITS * DSPLIT;
-            e1 += D::UNITS * DSPLIT;
-            if (i == 1)
-                sm->tail[warp][lane] = from.tail[lane];
-            __syncwarp();
-            if (MADE)
-                continue;
-            if (down < strips())
-                next_down();
-            forth();
-        }
-        put_part(sm->part[round][warp], acc, g, t);
-        put_products(sm, p, u, round, warp, dshare, own, parts, slot);
-    }
+    down.run(only);
     if (LAST)
         pdl_trigger();
     __syncthreads();
-    put_sums(sm, base, span, p.rows, before, p.add, p.y, p.ids, p.weights);
-#endif
+    put_sums(sm, b.base, b.span, p.rows, before, p.add, p.y, p.ids, p.weights);
 }

@@ -97,10 +97,13 @@ template <class F_, int COLS_, int STORED_, int MANY_, int SPLIT_> struct Half {
     static constexpr int S0 = W1 + W;
     static constexpr int S1 = S0 + S + 64;
     static constexpr int BYTES = S1 + S + 64;
-    static constexpr int MINE = MANY == 1 ? UNITS / TEAM : UNITS;  // units of a warp
-    static constexpr int HELD = 2 * UNITS, PARTS = UNITS;  // 128s and 256s of a row
+    // units of a warp
+    static constexpr int MINE = MANY == 1 ? UNITS / TEAM : UNITS;
+    // 128s and 256s of a row
+    static constexpr int HELD = 2 * UNITS, PARTS = UNITS;
     typedef Staged<F, 4 * HELD> X;
-    static_assert(COLS % 256 == 0 && STORED % ROWS == 0 && !F::TWO, "see the contract");
+    static_assert(
+            COLS % 256 == 0 && STORED % ROWS == 0 && !F::TWO, "see the contract");
 };
 typedef Half<UP<HIDDEN / 32>, HIDDEN, (PAIR ? 2 : 1) * INNER, 1, 4> U;
 typedef Half<DOWN<INNER / 32>, INNER, HIDDEN, 4, INNER / 256> D;
@@ -120,13 +123,15 @@ struct Shared {  // and then the experts of the block's slots, and their entries
 };
 static_assert(sizeof(Shared) == ROOM, "see the contract");
 static_assert(
-        sizeof(List) <= sizeof(Shared::x), "slots are listed where rows are staged later");
+        sizeof(List) <= sizeof(Shared::x),
+        "slots are listed where rows are staged later");
 static_assert(
         RING % TEAMS == 0,
         "nobody may wait for a phase after the next: it looks like the last");
 
 // Where piece i of n equal ones of a line begins: all * i / n, without the 64 bits that it needs.
-__device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
+__device__ __forceinline__ unsigned piece_of(
+        unsigned all, unsigned i, unsigned n) {
     return all / n * i + all % n * i / n;
 }
 // The stage whose rows begin at `row` of a bank into its place. All but the shared expert's are
@@ -156,7 +161,8 @@ template <class H>
 __device__ __forceinline__ const unsigned char* weights_of(
         const Shared* sm, unsigned place, int strip) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    return sm->ring[place] + g % 2 * H::W1 + (8 * strip + g / 2 * 2) * H::F::LINE + t * 16;
+    return sm->ring[place] + g % 2 * H::W1 + (8 * strip + g / 2 * 2) * H::F::LINE
+            + t * 16;
 }
 template <class H>
 __device__ __forceinline__ const unsigned char* scales_of(
@@ -164,8 +170,9 @@ __device__ __forceinline__ const unsigned char* scales_of(
     const int g = threadIdx.x % 32 / 4;
     const int t = threadIdx.x % 4;
     const int m = g / 2;
-    return sm->ring[place] + (g % 2 ? H::S1 : H::S0) + (2 * strip + m / 2) * H::F::SLINE
-            + t * H::F::FOUR + m % 2 * (H::F::FOUR / 2);
+    return sm->ring[place] + (g % 2 ? H::S1 : H::S0)
+            + (2 * strip + m / 2) * H::F::SLINE + t * H::F::FOUR
+            + m % 2 * (H::F::FOUR / 2);
 }
 
 // And scales and biases of these rows.
@@ -173,8 +180,8 @@ template <class H>
 __device__ __forceinline__ void tail_of(
         const Shared* sm, unsigned place, int strip, float* raw, float* more) {
     const int g = threadIdx.x % 32 / 4;
-    const float* const at = (const float*)(sm->ring[place] + TAIL) + g % 2 * H::PART
-            + 8 * strip + g / 2 * 2;
+    const float* const at = (const float*)(sm->ring[place] + TAIL)
+            + g % 2 * H::PART + 8 * strip + g / 2 * 2;
     *(float2*)raw = *(const float2*)at;
     *(float2*)more = BIASED ? *(const float2*)(at + 64) : make_float2(0.f, 0.f);
 }
@@ -192,7 +199,8 @@ struct Piece {  // of a line of stages
 // All rows of a slot of U, by BY warps of which this is one.
 template <int BY>
 __device__ __forceinline__ void take_rows(
-        Shared* sm, int warp, int buffer, const int* record, const unsigned char* ready) {
+        Shared* sm, int warp, int buffer, const int* record,
+        const unsigned char* ready) {
     typedef ReadyRow<HIDDEN> Row;
     const int count = record[0];
     const int first = warp * 32 + threadIdx.x % 32;
@@ -298,13 +306,17 @@ template <class H> struct Columns {
     }
     // acc += unit i of the warp's in a stage times the columns
     __device__ __forceinline__ void multiply(
-            const unsigned char* w, const unsigned char* s, int i, float* acc) const {
+            const unsigned char* w, const unsigned char* s, int i,
+            float* acc) const {
         typedef typename H::F F;
-        constexpr int STEP = 8 * (H::MANY == 1 ? TEAM : 1);  // chunks from unit to unit
+        // chunks from unit to unit
+        constexpr int STEP = 8 * (H::MANY == 1 ? TEAM : 1);
         F q[2];
         #pragma unroll
         for (int b = 0; b < 2; b++)
-            q[b].read_lines(w + (i * STEP + 4 * b) * 16, s + (i * STEP + 4 * b) * F::FOUR);
+            q[b].read_lines(
+                    w + (i * STEP + 4 * b) * 16,
+                    s + (i * STEP + 4 * b) * F::FOUR);
         #pragma unroll
         for (int b = 0; b < 2; b++) {
             float d[2][4] = {};
@@ -323,7 +335,8 @@ template <class H> struct Columns {
 };
 
 // What the results of row r of a slot are to be multiplied by.
-__device__ __forceinline__ float length(const Shared* sm, int buffer, int r, float eps) {
+__device__ __forceinline__ float length(
+        const Shared* sm, int buffer, int r, float eps) {
     if (!NORM)
         return 1.f;
     float sum = 0.f;
@@ -334,14 +347,16 @@ __device__ __forceinline__ float length(const Shared* sm, int buffer, int r, flo
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
-        const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
-        const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
-        const float* __restrict__ ugs, const float* __restrict__ dgs,
-        const float* __restrict__ ubias, const float* __restrict__ dbias,
-        const float* logits, const float* __restrict__ correction,
-        const float* __restrict__ per_expert, int* ids, float* weights, float* share,
-        int* picked, const unsigned char* ready, float* h, float* y, float eps, float limit,
-        float scaling, int ld, int rows, int halves) {
+        const unsigned char* __restrict__ uw,
+        const unsigned char* __restrict__ dw,
+        const unsigned char* __restrict__ us,
+        const unsigned char* __restrict__ ds, const float* __restrict__ ugs,
+        const float* __restrict__ dgs, const float* __restrict__ ubias,
+        const float* __restrict__ dbias, const float* logits,
+        const float* __restrict__ correction,
+        const float* __restrict__ per_expert, int* ids, float* weights,
+        float* share, int* picked, const unsigned char* ready, float* h, float* y,
+        float eps, float limit, float scaling, int ld, int rows, int halves) {
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
@@ -364,8 +379,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     if (SHARED && halves & 1) {  // memory idles
         const int thread = blockIdx.x * THREADS + threadIdx.x;
         const int threads = gridDim.x * THREADS;
-        ahead(uw + (size_t)E * U::STORED * U::F::LINE, U::STORED * (U::F::LINE / 16),
-                thread, threads);
+        ahead(uw + (size_t)E * U::STORED * U::F::LINE,
+                U::STORED * (U::F::LINE / 16), thread, threads);
         ahead(us + (size_t)E * U::STORED / 4 * U::F::SLINE,
                 U::STORED / 4 * (U::F::SLINE / 16), thread, threads);
     }
@@ -390,7 +405,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         if (r + step < rows)
             near_logits<E, N>(p + (size_t)step * ld, lane, next);
         int* const room = (int*)sm->part + warp * TOP_K;
-        const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, room);
+        const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(
+                near, correction, lane, room);
         if (lane < TOP_K && !hears)
             list->note(r * TOP_K + lane, id);
         if (r % gridDim.x != blockIdx.x || !(halves & 1))
@@ -401,8 +417,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             ids[r * TOP_K + lane] = id;
         const float gate = SHARED && GATE ? __ldcg(p + E) : 0.f;
         give_weights<E, TOP_K, SCORE, RENORM, SHARED, N>(
-                near, id, __ldcg(p + id), GATE ? &gate : nullptr, per_expert, scaling, lane,
-                weights ? weights + r * TOP_K : nullptr, share + r * PICKS);
+                near, id, __ldcg(p + id), GATE ? &gate : nullptr, per_expert,
+                scaling, lane, weights ? weights + r * TOP_K : nullptr,
+                share + r * PICKS);
     }
     #pragma unroll 1
     for (int i = threadIdx.x; hears && i < rows * TOP_K; i += THREADS) {
@@ -529,7 +546,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const unsigned to = min(before + U::STAGES, up.end) - up.begin;
         #pragma unroll 1
         while (q < to) {
-            const unsigned done = q + own * TEAMS;  // the stage that this warp completes
+            // the stage that this warp completes
+            const unsigned done = q + own * TEAMS;
             const unsigned strip = up.begin + done - before;
             float raw[2], more[2];
             int i = 0;
@@ -538,7 +556,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 const unsigned place = q % RING;
                 meet_wait(sm->full + place, q / RING % 2);
                 float acc[4] = {};
-                const unsigned char* const w = weights_of<U>(sm, place, 0) + own * 128;
+                const unsigned char* const w = weights_of<U>(sm, place, 0)
+                        + own * 128;
                 const unsigned char* const s = scales_of<U>(sm, place, 0)
                         + own * 8 * U::F::FOUR;
                 #pragma unroll
@@ -549,7 +568,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 leave(place);
                 if (!i)
                     sync_warps<TEAM>(team);  // what was there before is read
-                sm->part[team][i][own][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+                sm->part[team][i][own][lane] = make_float4(
+                        acc[0], acc[1], acc[2], acc[3]);
             }
             sync_warps<TEAM>(team);
             if (own >= i)
@@ -600,18 +620,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         #pragma unroll
         for (int j = 0; j < 2; j++) {
             const int c = 2 * t + j;
-            at[j] = c < count
-                    ? y + (size_t)record[1 + c] * HIDDEN + 8 * own + D::PART * part + lines
-                    : nullptr;
+            at[j] = c < count ? y + (size_t)record[1 + c] * HIDDEN + 8 * own
+                            + D::PART * part + lines
+                              : nullptr;
         }
         __syncwarp();
         if (!lane)
             meet_arrive(&sm->left);
         const unsigned before = (down.slot0 + n - up.own) * D::STAGES;
-        const unsigned to = first_down + min(before + D::STAGES, down.end) - down.begin;
+        const unsigned to = first_down + min(before + D::STAGES, down.end)
+                - down.begin;
         #pragma unroll 1
         for (; q < to; q += TEAMS) {
-            const unsigned from = (down.begin + q - first_down - before) * D::ROWS;
+            const unsigned from = (down.begin + q - first_down - before)
+                    * D::ROWS;
             const unsigned place = q % RING;
             meet_wait(sm->full + place, q / RING % 2);
             const unsigned char* const w = weights_of<D>(sm, place, own);
@@ -630,7 +652,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             leave(place);
             #pragma unroll
             for (int j = 0; j < 4; j++)
-                z[j] = fmaf(z[j], D::F::row_scale((Bytes)raw, raw, j / 2), more[j / 2]);
+                z[j] = fmaf(
+                        z[j], D::F::row_scale((Bytes)raw, raw, j / 2),
+                        more[j / 2]);
             #pragma unroll
             for (int j = 0; j < 2; j++)
                 if (at[j])

@@ -68,10 +68,12 @@ constexpr int TILE = 64;
 constexpr int PARTS = DIM / DB;
 constexpr int GROUPS = HB * PARTS;
 constexpr int THREADS = 128 * (GROUPS + WGMMA);
-constexpr int P = KV_PLANES<FORMAT>, WIDE = DIM * P;  // halves of a number, and of a row
+// halves of a number, and of a row
+constexpr int P = KV_PLANES<FORMAT>, WIDE = DIM * P;
 // bytes of a row: sixteen more than needed, against bank conflicts
 constexpr int STEP = 2 * WIDE + 16;
-#define NONE __int_as_float(0xFF800000)  // minus infinity; NVRTC knows no INFINITY
+// minus infinity; NVRTC knows no INFINITY
+#define NONE __int_as_float(0xFF800000)
 
 #if WGMMA
 #include "lib/flash_groups.cuh"
@@ -80,8 +82,8 @@ constexpr int STEP = 2 * WIDE + 16;
 // nobody looks, zeros, or -2-r: row r of this step. A thread converts what it has fetched itself,
 // so nobody need wait in between.
 __device__ __forceinline__ void fetch(
-        unsigned char* to, const unsigned char* pool, const __half* own, const int* slots,
-        int kv, int head) {
+        unsigned char* to, const unsigned char* pool, const __half* own,
+        const int* slots, int kv, int head) {
     for (int i = threadIdx.x; i < KEYS * (WIDE / 8); i += THREADS) {
         const int r = i / (WIDE / 8);
         const int c = i % (WIDE / 8);
@@ -91,8 +93,10 @@ __device__ __forceinline__ void fetch(
         const void* from = pool;
         if (s != -1)
             from = s < 0
-                    ? (const void*)(own + ((size_t)(-2 - s) * kv + head) * WIDE + c * 8)
-                    : (const void*)(pool + (((size_t)s * kv + head) * WIDE + c * 8) * 2);
+                    ? (const void*)(own + ((size_t)(-2 - s) * kv + head) * WIDE
+                              + c * 8)
+                    : (const void*)(pool
+                              + (((size_t)s * kv + head) * WIDE + c * 8) * 2);
         cp_async16_or_zero(to + r * STEP + c * 16, from, s != -1);
     }
 }
@@ -101,7 +105,8 @@ __device__ __forceinline__ void finish(
         const int* slots, const float* scales, int kv, int head) {
     if (FORMAT >= 3)
         return;  // are halves already
-    for (int i = threadIdx.x; i < KEYS * (DIM / (FORMAT ? 16 : 8)); i += THREADS) {
+    for (int i = threadIdx.x; i < KEYS * (DIM / (FORMAT ? 16 : 8));
+            i += THREADS) {
         if (!FORMAT) {
             uint4* at = (uint4*)(to + i / (DIM / 8) * STEP + i % (DIM / 8) * 16);
             if (slots[i / (DIM / 8)] >= 0)
@@ -129,12 +134,14 @@ __device__ __forceinline__ void finish(
 // A piece that not all rows see whole: what this thread's rows, `row0` and eight further, do not
 // see gets no weight. c2: the first column of this thread.
 __device__ __forceinline__ void mask(
-        float (&s)[KEYS / 8][4], int start, int row0, int first, int c2, int window) {
+        float (&s)[KEYS / 8][4], int start, int row0, int first, int c2,
+        int window) {
     #pragma unroll
     for (int n = 0; n < KEYS / 8; n++)
         #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const int gap = start + row0 + j / 2 * 8 - (first + n * 8 + c2 + j % 2);
+            const int gap = start + row0 + j / 2 * 8
+                    - (first + n * 8 + c2 + j % 2);
             if (gap < 0 || (window && gap >= window))
                 s[n][j] = NONE;
         }
@@ -142,8 +149,8 @@ __device__ __forceinline__ void mask(
 
 // Scores become weights, pairs of fp16; what was gathered so far shrinks where a larger score came.
 __device__ __forceinline__ void weigh(
-        const float (&s)[KEYS / 8][4], unsigned (&p)[P][KEYS / 16][4], float (&top)[2],
-        float (&sum)[2], float* o, float unit) {
+        const float (&s)[KEYS / 8][4], unsigned (&p)[P][KEYS / 16][4],
+        float (&top)[2], float (&sum)[2], float* o, float unit) {
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         float best = NONE;
@@ -181,14 +188,15 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
         const __half* __restrict__ q, const __half* __restrict__ kf,
         const __half* __restrict__ vf, const float* __restrict__ qkv,
         const unsigned char* __restrict__ k, const float* __restrict__ k_scale,
-        const unsigned char* __restrict__ k_sub, const unsigned char* __restrict__ v,
-        const float* __restrict__ v_scale, const unsigned char* __restrict__ v_sub,
-        const int* __restrict__ tables, const int* __restrict__ starts,
-        const int* __restrict__ tile_seq, const int* __restrict__ tile_start,
-        const int* __restrict__ tile_lo, const int* __restrict__ tile_hi,
-        const float* __restrict__ sinks, float* out,
-        const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-        float scale, int window, int heads, int kv, int width, int bs, int mb) {
+        const unsigned char* __restrict__ k_sub,
+        const unsigned char* __restrict__ v, const float* __restrict__ v_scale,
+        const unsigned char* __restrict__ v_sub, const int* __restrict__ tables,
+        const int* __restrict__ starts, const int* __restrict__ tile_seq,
+        const int* __restrict__ tile_start, const int* __restrict__ tile_lo,
+        const int* __restrict__ tile_hi, const float* __restrict__ sinks,
+        float* out, const __grid_constant__ TensorMap k_map,
+        const __grid_constant__ TensorMap v_map, float scale, int window,
+        int heads, int kv, int width, int bs, int mb) {
 #if WGMMA
     DYNAMIC_SHARED(unsigned char, room);
     const int tid = threadIdx.x;
@@ -210,8 +218,8 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
                 f.all(k_map, v_map);
         } else {
             const int fresh = kf && hi ? starts[seq] : 1 << 30;
-            Fetcher f{
-                    job, table, bs, kv, fresh, t * TILE, warp % 4, lane, k_scale, v_scale};
+            Fetcher f{job, table, bs, kv, fresh, t * TILE, warp % 4, lane,
+                    k_scale, v_scale};
             f.all({k, k_sub, kf}, {v, v_sub, vf});
         }
         if (TEAM > 1)
@@ -223,7 +231,8 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
     soft.unit = scale * 1.4426950408889634f;
     Multiplier m{job, warp / 4 % HB, warp / 4 / HB};
     if (job.pieces) {
-        m.ask(q + ((size_t)t * TILE * heads + h0 + m.rank) * DIM, (size_t)heads * DIM);
+        m.ask(q + ((size_t)t * TILE * heads + h0 + m.rank) * DIM,
+                (size_t)heads * DIM);
         m.all(soft, window);
     }
     if (TEAM > 1)
@@ -267,8 +276,10 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
                            : tables[(size_t)seq * mb + p / bs] * bs + p % bs;
         slots[i % 2][tid] = s;
         if (KV_CODED<FORMAT> && s >= 0) {
-            scales[i % 2][0][tid] = kv_scale<FORMAT>(k_scale, (size_t)s * kv + head);
-            scales[i % 2][1][tid] = kv_scale<FORMAT>(v_scale, (size_t)s * kv + head);
+            scales[i % 2][0][tid] = kv_scale<FORMAT>(
+                    k_scale, (size_t)s * kv + head);
+            scales[i % 2][1][tid] = kv_scale<FORMAT>(
+                    v_scale, (size_t)s * kv + head);
         }
     };
     if (pieces) {
@@ -278,7 +289,10 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
             const int c = i % (WIDE / 8);
             cp_async16(
                     Q + r * STEP + c * 16,
-                    q + (((size_t)t * TILE + r % TILE) * heads + h0 + r / TILE) * WIDE
+                    q
+                            + (((size_t)t * TILE + r % TILE) * heads + h0
+                                      + r / TILE)
+                                    * WIDE
                             + c * 8);
         }
         __syncthreads();
@@ -323,7 +337,8 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
                             K + (n * 8 + lane % 8 + lane / 16 * 8) * STEP
                                     + ((e * P + y) * 16 + lane / 8 % 2 * 8) * 2);
                     #pragma unroll
-                    for (int x = 0; x < P - y; x++) {  // what two rests make is nothing
+                    for (int x = 0; x < P - y;
+                            x++) {  // what two rests make is nothing
                         mma_f16(s[n], a[x], b);
                         mma_f16(s[n + 1], a[x], b + 2);
                     }
@@ -352,7 +367,9 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
                     ldmatrix_x4_trans(
                             b,
                             V + (e * 16 + lane % 16) * STEP
-                                    + ((from + n * 8) * P + y * 16 + lane / 16 * 8) * 2);
+                                    + ((from + n * 8) * P + y * 16
+                                              + lane / 16 * 8)
+                                            * 2);
                     #pragma unroll
                     for (int x = 0; x < P - y; x++) {
                         mma_f16(o + 4 * n, p[x][e], b);
@@ -381,11 +398,13 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
         f = f / l;
         const bool real = row >= lo && row < hi;
         const size_t at = (size_t)t * TILE + row;
-        const float* gate = qkv ? qkv + at * width + h * DIM + from + c2 : nullptr;
+        const float* gate = qkv ? qkv + at * width + h * DIM + from + c2
+                                : nullptr;
         float* to = out + (at * heads + h) * DIM + from + c2;
         #pragma unroll
         for (int n = 0; n < DB / 8; n++) {
-            float2 y = make_float2(o[4 * n + 2 * r] * f, o[4 * n + 2 * r + 1] * f);
+            float2 y = make_float2(
+                    o[4 * n + 2 * r] * f, o[4 * n + 2 * r + 1] * f);
             if (gate && real) {
                 const float2 g = *(const float2*)(gate + n * 8);
                 y.x = __fdividef(y.x, 1.f + power2(-1.4426950408889634f * g.x));

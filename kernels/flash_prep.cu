@@ -56,7 +56,8 @@ struct Head {
     __device__ __forceinline__ void load(const float* p) {
         #pragma unroll
         for (int i = 0; i < I; i++) {
-            const float2 a = on(i) ? *(const float2*)(p + at(i)) : make_float2(0.f, 0.f);
+            const float2 a = on(i) ? *(const float2*)(p + at(i))
+                                   : make_float2(0.f, 0.f);
             const float2 b = on(i) ? *(const float2*)(p + at(i) + 8)
                                    : make_float2(0.f, 0.f);
             v[i] = make_float4(a.x, a.y, b.x, b.y);
@@ -66,7 +67,8 @@ struct Head {
         float s = 0.f;
         #pragma unroll
         for (int i = 0; i < I; i++)
-            s += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
+            s += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z
+                    + v[i].w * v[i].w;
         return s;
     }
     __device__ __forceinline__ void times(float f, const float* __restrict__ g) {
@@ -74,14 +76,16 @@ struct Head {
         for (int i = 0; i < I; i++)
             #pragma unroll
             for (int j = 0; j < 4; j++)
-                (&v[i].x)[j] *= f * (g && on(i) ? g[at(i) + j % 2 + j / 2 * 8] : 1.f);
+                (&v[i].x)[j] *= f
+                        * (g && on(i) ? g[at(i) + j % 2 + j / 2 * 8] : 1.f);
     }
     __device__ __forceinline__ void turn(const Turn& t, int half, float* room);
 };
 
 // Where a lane's i-th quad begins in a row of halves, in words of two.
 __device__ __forceinline__ int word(int i) {
-    return P == 1 ? Head::at(i) / 2 : Head::at(i) / 16 * 16 + Head::at(i) % 16 / 2;
+    return P == 1 ? Head::at(i) / 2
+                  : Head::at(i) / 16 * 16 + Head::at(i) % 16 / 2;
 }
 
 // The angles of a row, for a lane's elements: element e turns with e + half, or e - half, and those
@@ -91,8 +95,8 @@ struct Turn {
     // All angles are asked for at once: where nothing turns, for one that nobody looks at.
     __device__ __forceinline__ Turn(
             const float* __restrict__ c, const float* __restrict__ s,
-            const int* __restrict__ pos, const int* __restrict__ axes, int half, int r,
-            int row) {
+            const int* __restrict__ pos, const int* __restrict__ axes, int half,
+            int r, int row) {
         const int one = c && !axes ? pos[row] : 0;
         #pragma unroll
         for (int n = 0; n < 4 * I; n++) {
@@ -123,8 +127,9 @@ __device__ __forceinline__ void Head::turn(const Turn& t, int half, float* room)
         #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int e = at(i) + j % 2 + j / 2 * 8;
-            const float other = on(i) && e < 2 * half ? room[e < half ? e + half : e - half]
-                                                      : 0.f;
+            const float other = on(i) && e < 2 * half
+                    ? room[e < half ? e + half : e - half]
+                    : 0.f;
             (&v[i].x)[j] = (&v[i].x)[j] * t.cos[i][j] + other * t.sin[i][j];
         }
 }
@@ -144,12 +149,14 @@ __device__ __forceinline__ void put_query(unsigned* to, const Head& x) {
 }
 
 // A key or value in fp16, as the cache would give it.
-__device__ __forceinline__ void put_kept(unsigned* to, const KvRow<FORMAT, DIM>& e) {
+__device__ __forceinline__ void put_kept(
+        unsigned* to, const KvRow<FORMAT, DIM>& e) {
     #pragma unroll
     for (int i = 0; i < I; i++)
         if (Head::on(i)) {
             to[word(i)] = kv_halves<FORMAT>(e.a[i], e.scale * KV_UNIT<FORMAT>);
-            to[word(i) + 4] = kv_halves<FORMAT>(e.b[i], e.scale * KV_UNIT<FORMAT>);
+            to[word(i) + 4] = kv_halves<FORMAT>(
+                    e.b[i], e.scale * KV_UNIT<FORMAT>);
             if (P == 2) {
                 to[word(i) + 8] = e.ra[i % (P == 2 ? I : 1)];
                 to[word(i) + 12] = e.rb[i % (P == 2 ? I : 1)];
@@ -178,11 +185,12 @@ extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(
         const float* __restrict__ qkv, const float* __restrict__ q_norm,
         const float* __restrict__ k_norm, const float* __restrict__ cos,
         const float* __restrict__ sin, const int* __restrict__ pos,
-        const int* __restrict__ axes, const long long* __restrict__ slots, unsigned char* k,
-        float* k_scale, unsigned char* k_sub, unsigned char* v, float* v_scale,
-        unsigned char* v_sub, __half* q, __half* kf, __half* vf,
-        const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, float eps, int r,
-        int width, int heads, int kv, int half, int gate, int qonly, int together) {
+        const int* __restrict__ axes, const long long* __restrict__ slots,
+        unsigned char* k, float* k_scale, unsigned char* k_sub, unsigned char* v,
+        float* v_scale, unsigned char* v_sub, __half* q, __half* kf, __half* vf,
+        const int* __restrict__ tile_lo, const int* __restrict__ tile_hi,
+        float eps, int r, int width, int heads, int kv, int half, int gate,
+        int qonly, int together) {
     __shared__ float room[8][DIM], total[2];
     const int row = blockIdx.x;
     const int warp = threadIdx.x / 32;
@@ -216,9 +224,11 @@ extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(
                 x.times(rsqrtf(warp_sum(x.squares()) / DIM + eps), nullptr);
         } else {
             if (norm) {
-                const float f = together ? total[!query]
-                                         : rsqrtf(warp_sum(x.squares()) / DIM + eps);
-                x.times(f, together ? norm + (query ? h : h - heads) * DIM : norm);
+                const float f = together
+                        ? total[!query]
+                        : rsqrtf(warp_sum(x.squares()) / DIM + eps);
+                x.times(f,
+                        together ? norm + (query ? h : h - heads) * DIM : norm);
             }
             if (cos)
                 x.turn(turn, half, room[warp]);

@@ -48,8 +48,9 @@ __device__ __forceinline__ float block_top(float v) {
 extern "C" __global__ void __launch_bounds__(256, PER > 4 ? 2 : 4) gated_halves(
         const float* __restrict__ y, const float* __restrict__ gate,
         const float* __restrict__ norm_w, const int* __restrict__ tile_seq,
-        const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, __half* h,
-        float* scale, float eps, int width, int xw, int at, int gains) {
+        const int* __restrict__ tile_lo, const int* __restrict__ tile_hi,
+        __half* h, float* scale, float eps, int width, int xw, int at,
+        int gains) {
     constexpr int N = 128 * SHARES;
     const int row = blockIdx.x;
     const int t = row / 64;
@@ -85,9 +86,11 @@ extern "C" __global__ void __launch_bounds__(256, PER > 4 ? 2 : 4) gated_halves(
         const float f = rsqrtf(warp_sum(sum) / N + eps);
         #pragma unroll
         for (int j = i; j < i + SHARES; j++) {
-            const float4 w = *(const float4*)(gain + 128 * (gains == N ? j - i : j));
+            const float4 w = *(
+                    const float4*)(gain + 128 * (gains == N ? j - i : j));
             v[j] = times(
-                    times(v[j], g[j]), make_float4(f * w.x, f * w.y, f * w.z, f * w.w));
+                    times(v[j], g[j]),
+                    make_float4(f * w.x, f * w.y, f * w.z, f * w.w));
             top = fmaxf(
                     fmaxf(top, fmaxf(fabsf(v[j].x), fabsf(v[j].y))),
                     fmaxf(fabsf(v[j].z), fabsf(v[j].w)));
@@ -99,5 +102,6 @@ extern "C" __global__ void __launch_bounds__(256, PER > 4 ? 2 : 4) gated_halves(
     #pragma unroll
     for (int i = 0; i < PER; i++)
         put_halves<PARTS>(
-                h + (size_t)row * PARTS * width, width, first + 128 * i, v[i], by.x);
+                h + (size_t)row * PARTS * width, width, first + 128 * i, v[i],
+                by.x);
 }

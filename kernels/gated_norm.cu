@@ -20,10 +20,10 @@
 
 // Lane's share of a group: four numbers of every 128, the first KEPT shares in registers.
 extern "C" __global__ void __launch_bounds__(256, KEPT == 1 ? 5 : 3) gated_norm(
-        float* y, const float* __restrict__ gate, const float* __restrict__ norm_w,
-        const int* __restrict__ tile_seq, const int* __restrict__ tile_lo,
-        const int* __restrict__ tile_hi, float eps, int r, int width, int xw, int at, int n,
-        int gains) {
+        float* y, const float* __restrict__ gate,
+        const float* __restrict__ norm_w, const int* __restrict__ tile_seq,
+        const int* __restrict__ tile_lo, const int* __restrict__ tile_hi,
+        float eps, int r, int width, int xw, int at, int n, int gains) {
     const int lane = threadIdx.x % 32;
     const int cell = blockIdx.x * 8 + threadIdx.x / 32;
     const int per = width / n;
@@ -44,7 +44,9 @@ extern "C" __global__ void __launch_bounds__(256, KEPT == 1 ? 5 : 3) gated_norm(
     const bool wide = (size_t)gate % 16 == 0 && xw % 4 == 0 && at % 4 == 0;
     const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
     auto value = [&](int i) { return real && i < n / 4 ? to[i] : none; };
-    auto raw = [&](int i) { return real && i < n / 4 ? four_of(z + 4 * i, wide) : none; };
+    auto raw = [&](int i) {
+        return real && i < n / 4 ? four_of(z + 4 * i, wide) : none;
+    };
     // zero where there is no gate: its value is zero, too
     auto act = [](float4 g) { return gates<GATE>(g); };
     float4 v[KEPT], g[KEPT];
@@ -68,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(256, KEPT == 1 ? 5 : 3) gated_norm(
         if (i < n / 4)
             to[i] = make_float4(
                     a.x * b.x * (f * w[4 * i]), a.y * b.y * (f * w[4 * i + 1]),
-                    a.z * b.z * (f * w[4 * i + 2]), a.w * b.w * (f * w[4 * i + 3]));
+                    a.z * b.z * (f * w[4 * i + 2]),
+                    a.w * b.w * (f * w[4 * i + 3]));
     };
     #pragma unroll
     for (int i = 0; i < KEPT; i++)

@@ -118,7 +118,8 @@ constexpr int STAGE = WGMMA && !APIECE ? (BYTES + 1023) / 1024 * 1024 : BYTES;
 __device__ __forceinline__ float factor(float aid) {
     return __fmul_rn(W::unit(aid), W::UNITY);
 }
-static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
+static_assert(
+        (BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
 
 #if WGMMA
 #include "lib/tile_groups.cuh"
@@ -160,8 +161,9 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
         const float* __restrict__ unit, const float* __restrict__ bias,
         const float* __restrict__ gate, const float* add, float* y,
         const int* __restrict__ order, const int* __restrict__ tiles,
-        const __grid_constant__ TensorMap x_map, int rows, int ld, int kp, int chunks,
-        int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
+        const __grid_constant__ TensorMap x_map, int rows, int ld, int kp,
+        int chunks, int blocks, int n, float limit, int top, int column, int gs,
+        int as, int ys) {
     DYNAMIC_SHARED(unsigned char, memory);
     unsigned char* const stages = WGMMA ? aligned(memory) : memory;
 #if RING
@@ -169,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
     const int out = PAIR ? n / 2 : n;
     const int nb = PAIR ? n4 : n;
     const int group = threadIdx.x / 128;
-    const Job j = {(const unsigned char*)x, nullptr, w, s, nullptr, nullptr, ld / 8, chunks,
-            blocks, kp / BK, (unsigned)(n4 - 1)};
+    const Job j = {(const unsigned char*)x, nullptr, w, s, nullptr, nullptr,
+            ld / 8, chunks, blocks, kp / BK, (unsigned)(n4 - 1)};
     unsigned char* const own = stages + RING * XSTAGE;
     const Shared all = {stages, (Meeting*)own, (Meeting*)own + RING};
     if (threadIdx.x < RING) {
@@ -187,7 +189,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
         return;
     }
     wgmma_registers_up<MORE>();
-    const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
+    const bool whole = (out | as | ys) % 2 == 0
+            && (((size_t)add | (size_t)y) & 7) == 0;
     const auto learn = [&](const About& about, const Tiles& t) {
         for (int i = threadIdx.x % 128; i < BM; i += 128) {
             const int r = min(t.row() + i, rows - 1);
@@ -199,9 +202,10 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
         const int i = threadIdx.x % BS;
         about.aids[i] = W::aid(unit ? unit[min(t.n0() + i, n4 - 1)] : 1.f);
     };
-    const auto put = [&](const About& about, const Tiles& t, int row, float (&d)[BM / 2]) {
-        const Put p = {about.aids, bias, add, y, about.by, about.gated, about.to, t.n0(),
-                out, nb, as, ys, limit, gate != nullptr, whole};
+    const auto put = [&](const About& about, const Tiles& t, int row,
+                             float (&d)[BM / 2]) {
+        const Put p = {about.aids, bias, add, y, about.by, about.gated, about.to,
+                t.n0(), out, nb, as, ys, limit, gate != nullptr, whole};
         p(row, d);
     };
     unsigned char* const abouts = own + 16 * RING + group * 2 * About::BYTES;
@@ -237,27 +241,30 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
     const auto meanwhile = [&] {
         for (int i = threadIdx.x; i < BM; i += THREADS) {
             by[i] = scale[from[i]];
-            const float g = gate && to[i] >= 0 ? gate[(size_t)to[i] * gs + column] : 0.f;
+            const float g = gate && to[i] >= 0 ? gate[(size_t)to[i] * gs + column]
+                                               : 0.f;
             gated[i] = gate ? 1.f / (1.f + expf(-g)) : 1.f;
         }
         for (int i = threadIdx.x; i < BN; i += THREADS)
-            aids[i] = W::aid(unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f);
+            aids[i] = W::aid(
+                    unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f);
     };
     const size_t row = (size_t)chunks * PER * 16;
     const size_t srow = W::SCALE < 0 ? (size_t)blocks * 4 : (size_t)chunks * SC;
     const size_t w0 = (size_t)e * n4 + n0;
     const int steps = kp / BK * (PARTS == 2 ? 2 : 1);
-    const Job j = {(const unsigned char*)x, nullptr, w + w0 * row, s + w0 * srow, aids,
-            from, ld / 8, chunks, blocks, steps, (unsigned)(n4 - 1 - n0)};
+    const Job j = {(const unsigned char*)x, nullptr, w + w0 * row, s + w0 * srow,
+            aids, from, ld / 8, chunks, blocks, steps, (unsigned)(n4 - 1 - n0)};
     const int out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n;
     const float* b = bias ? bias + (size_t)e * nb : nullptr;
 #if WGMMA
-    const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
+    const bool whole = (out | as | ys) % 2 == 0
+            && (((size_t)add | (size_t)y) & 7) == 0;
     const Put put = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit,
             gate != nullptr, whole};
 #else
-    const Finish f = {
-            aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr};
+    const Finish f = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit,
+            gate != nullptr};
     const auto put = [&](int m, int c, float (*d)[4]) {
         finish<ACTIVATION, NT>(f, m, c, d);
     };

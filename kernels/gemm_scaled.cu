@@ -89,7 +89,8 @@ static_assert(FP8 || W::BYTES == 4, "NVFP4 multiplies weights of four bits");
 static_assert(FP8 || !WGMMA, "products of warpgroups know no NVFP4");
 // What sums of a row of W are to be multiplied by
 __device__ __forceinline__ float factor(float aid) {
-    return TILED ? 1.f : __fmul_rn(W::unit(aid), FP8 ? Narrow::BACK : Narrow::BACK4);
+    return TILED ? 1.f
+                 : __fmul_rn(W::unit(aid), FP8 ? Narrow::BACK : Narrow::BACK4);
 }
 #if WGMMA
 #include "lib/tile_groups.cuh"
@@ -111,20 +112,24 @@ template <int M> struct Fragments {
         for (int m = 0; m < M; m++)
             ldmatrix_x4(
                     a[m],
-                    stage + place_in_row<XROW>(m * 16 + lane % 16, k * 2 + lane / 16));
+                    stage
+                            + place_in_row<XROW>(
+                                    m * 16 + lane % 16, k * 2 + lane / 16));
         const unsigned char *w = stage + A, *s = w + B;
         #pragma unroll
         for (int n = 0; n < NT; n++) {
             const int row = n0 + n * 8 + g;
             if (FP8) {
-                const unsigned char* scale = s + ((TILED ? 0 : k) * BN + row) * SC;
+                const unsigned char* scale = s
+                        + ((TILED ? 0 : k) * BN + row) * SC;
                 Narrow::eight(
-                        w + k * BC + (row * 4 + t) * W::BYTES, scale, t, j.aids[row], b[n]);
+                        w + k * BC + (row * 4 + t) * W::BYTES, scale, t,
+                        j.aids[row], b[n]);
             } else
                 #pragma unroll
                 for (int h = 0; h < 2; h++)
-                    b[n][h] = plain_e2m1(
-                            *(const unsigned*)(w + (k * 2 + h) * BC + (row * 4 + t) * 4));
+                    b[n][h] = plain_e2m1(*(const unsigned*)(w + (k * 2 + h) * BC
+                            + (row * 4 + t) * 4));
         }
         if (FP8)
             return;
@@ -139,7 +144,8 @@ template <int M> struct Fragments {
             unsigned two[2];
             #pragma unroll
             for (int h = 0; h < 2; h++)
-                two[h] = Narrow::scale(s + ((k * 2 + h) * BN + row) * SC, j.aids[row]);
+                two[h] = Narrow::scale(
+                        s + ((k * 2 + h) * BN + row) * SC, j.aids[row]);
             sb[i] = two[0] | two[1] << 16;
         }
     }
@@ -151,7 +157,9 @@ template <int M> struct Fragments {
                 if (FP8)
                     mma_e4m3(d[m][n], a[m], b[n]);
                 else
-                    mma_e2m1(d[m][n], a[m], b[n], sa[m / 2], m % 2, sb[n / 4], n % 4);
+                    mma_e2m1(
+                            d[m][n], a[m], b[n], sa[m / 2], m % 2, sb[n / 4],
+                            n % 4);
     }
 };
 
@@ -190,7 +198,8 @@ __device__ __forceinline__ void tile(
                 cp_async_wait<STAGES - 2>();
                 __syncthreads();
             }
-            f[(k + 1) % 2].load(stages + (end ? ahead : at) * STAGE, (k + 1) % KS, n0, j);
+            f[(k + 1) % 2].load(
+                    stages + (end ? ahead : at) * STAGE, (k + 1) % KS, n0, j);
             f[k % 2].multiply(TILED ? own : d);
             if (k == 0)
                 feed(stages + done * STAGE);
@@ -199,7 +208,8 @@ __device__ __forceinline__ void tile(
         for (int v = 0; v < (TILED ? M * NT * 4 : 0); v++) {
             const int m = v / (NT * 4), n = v / 4 % NT;
             float& sum = d[m][n][v % 4];
-            sum = fmaf(own[TILED ? m : 0][n][v % 4], by[TILED ? n : 0][v % 2], sum);
+            sum = fmaf(
+                    own[TILED ? m : 0][n][v % 4], by[TILED ? n : 0][v % 2], sum);
         }
         at = ahead;
     }
@@ -224,10 +234,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_scaled(
         const unsigned char* __restrict__ x, const unsigned char* __restrict__ xs,
         const float* __restrict__ scale, const unsigned char* __restrict__ w,
         const unsigned char* __restrict__ s, const float* __restrict__ unit,
-        const float* __restrict__ bias, const float* __restrict__ gate, const float* add,
-        float* y, const int* __restrict__ order, const int* __restrict__ tiles, int rows,
-        int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs,
-        int as, int ys) {
+        const float* __restrict__ bias, const float* __restrict__ gate,
+        const float* add, float* y, const int* __restrict__ order,
+        const int* __restrict__ tiles, int rows, int kp, int chunks, int blocks,
+        int n, float limit, int top, int column, int gs, int as, int ys) {
     DYNAMIC_SHARED(unsigned char, memory);
 #if WGMMA
     unsigned char* const stages = wgmma_aligned(memory);
@@ -256,27 +266,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_scaled(
     const auto meanwhile = [&] {
         for (int i = threadIdx.x; i < BM; i += THREADS) {
             by[i] = scale[from[i]];
-            const float g = gate && to[i] >= 0 ? gate[(size_t)to[i] * gs + column] : 0.f;
+            const float g = gate && to[i] >= 0 ? gate[(size_t)to[i] * gs + column]
+                                               : 0.f;
             gated[i] = gate ? 1.f / (1.f + expf(-g)) : 1.f;
         }
         for (int i = threadIdx.x; i < BN; i += THREADS)
-            aids[i] = W::aid(unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f);
+            aids[i] = W::aid(
+                    unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f);
     };
     const size_t row = (size_t)chunks * PER * 16;
     const size_t w0 = (size_t)e * n4 + n0;
     const size_t srow = TILED ? (size_t)blocks * 4 : (size_t)chunks * SC;
     const int steps = kp / BK, line = steps * (XROW / 16);
-    const Job j = {x, xs, w + w0 * row, s + w0 * srow, aids, from, line, chunks, blocks,
-            steps, (unsigned)(n4 - 1 - n0)};
+    const Job j = {x, xs, w + w0 * row, s + w0 * srow, aids, from, line, chunks,
+            blocks, steps, (unsigned)(n4 - 1 - n0)};
     const int out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n;
     const float* b = bias ? bias + (size_t)e * nb : nullptr;
 #if WGMMA
-    const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
+    const bool whole = (out | as | ys) % 2 == 0
+            && (((size_t)add | (size_t)y) & 7) == 0;
     const Put put = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit,
             gate != nullptr, whole};
 #else
-    const Finish f = {
-            aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr};
+    const Finish f = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit,
+            gate != nullptr};
     const auto put = [&](int m, int c, float (*d)[4]) {
         finish<ACTIVATION, NT>(f, m, c, d);
     };

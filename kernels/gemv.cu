@@ -115,7 +115,8 @@
 constexpr int C = (K + 31) / 32;  // chunks of 32
 constexpr int B = (C + 3) / 4;  // blocks of 128
 constexpr int SEGMENTS = (K + 255) / 256;  // of 256, which a warp stages together
-constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;  // warps that stage one row together
+// warps that stage one row together
+constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;
 constexpr bool LET_LATE = LATE || EARLY;
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
 static_assert(
@@ -205,7 +206,8 @@ template <class F, int HELD>
 __device__ __forceinline__ void put8(
         const float* a, bool in, int t, int local, int v, uint4* xs, float* es) {
     using S = Staged<F, 4 * HELD>;
-    uint4* to = xs + t * S::LDR + v % 4 * S::LD + 4 * local + threadIdx.x % 16 / 4;
+    uint4* to = xs + t * S::LDR + v % 4 * S::LD + 4 * local
+            + threadIdx.x % 16 / 4;
     if (F::TWO) {
         if (in)
             split8(a, to[0], to[ROWS * S::LDR]);
@@ -222,93 +224,126 @@ __device__ __forceinline__ void put8(
     }
 }
 
-// x of 128s [first, first + HELD) into shared memory, for fragment F: two of them a warp at a time.
-// OWN: a warp takes those that it will multiply, else they lie together. `behind`: each warp calls
-// it once, when its first values have been asked for.
-template <class F, int HELD, bool OWN, int HERE, int MEMBERS, class Behind>
-__device__ __forceinline__ void stage(
-        const Job& o, int first, bool fresh, const float* g0, float* sums, uint4* xs,
-        float* es, Behind behind) {
-    using S = Staged<F, 4 * HELD>;
-    constexpr int TEAMS = OWN ? 1 : W / SLOTS;
-    constexpr int MINE = (ROWS + TEAMS - 1) / TEAMS;
-    constexpr int STRIDE = OWN ? 2 * W : 2 * SLOTS;
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const int slot = OWN ? warp : warp % SLOTS;
-    const int team = OWN ? 0 : warp / SLOTS;
-    // the same warp has a column however much is held
-    const int begin = OWN
-            ? F::UNITS == 1 ? slot + (lane / 16 + first / W) % 2 * W : 2 * slot + lane / 16
-            : 2 * ((slot + SLOTS - first / 2 % SLOTS) % SLOTS) + lane / 16;
-    if (team >= TEAMS)
-        return behind();
-    #pragma unroll
-    for (int u = 0; u < (HELD + STRIDE - 1) / STRIDE; u++) {
-        // blocks of 128 of a step that this member of the team has
-        constexpr int PART = HERE * F::UNITS;
-        const int local = begin + u * STRIDE, b = first + local;
-        const int v = (MEMBERS == 1 ? b : (b / PART * MEMBERS + o.member) * PART + b % PART)
-                        * 16
-                + lane % 16;
-        const bool in = local < HELD;
-        if (!OWN && HELD % STRIDE && !in) {  // all lanes or none
-            if (u == 0)
-                behind();
-            continue;
-        }
-        float g[8];
-        if (NORM == 1) {
-            if (u == 0 && first == 0)
-                for (int i = 0; i < 8; i++)
-                    g[i] = g0[i];
-            else
-                load_x(o.gain, v, in, g);
-        }
-        #pragma unroll
-        for (int i = 0; i < MINE; i++) {
-            // rows that are not there: the last one again
-            const int t = team + i * TEAMS;
-            const int r = ROWS == 1 ? 0 : min(t, o.rows - 1);
-            float a[8];
-            Parts p;
-            auto load_parts = [&] {
-                p.load(o.parts + ((size_t)r * (K / GROUP) + v * 8 / GROUP) * PARTS);
-            };
-            // before `behind`: one row waits for them
-            if (NORM == 2 && ROWS == 1 && in && v * 8 < K)
-                load_parts();
-            load_x(o.x + (size_t)r * K, v, in, a);
-            if (u == 0 && i == 0)
-                behind();
-            if (NORM == 1) {
-                #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    sums[i] = fmaf(a[j], a[j], sums[i]);
-                    a[j] = __fmul_rn(a[j], g[j]);
-                }
-            }
-            if (NORM == 2 && in && v * 8 < K) {
-                if (ROWS > 1)
-                    load_parts();
-                const float z = rsqrtf(fmaf(p.sum(), 1.f / GROUP, o.eps));
-                #pragma unroll
-                for (int j = 0; j < 8; j++)
-                    a[j] = __fmul_rn(a[j], z);
-            }
-            if (t < ROWS)
-                put8<F, HELD>(a, in, t, local, v, xs, es);
-        }
+// Which eight of a row of x is a thread's of block b of those that this member of a team has.
+template <int PART, int MEMBERS>
+__device__ __forceinline__ int eight_of(const Job& o, int b) {
+    const int block = MEMBERS == 1
+            ? b
+            : (b / PART * MEMBERS + o.member) * PART + b % PART;
+    return block * 16 + threadIdx.x % 16;
+}
+
+// How x of 128s [first, first + HELD) gets into shared memory, for fragment F: two of them a warp
+// at a time. OWN: a warp takes those that it will multiply, else they lie together, and teams of
+// SLOTS warps have a row each.
+template <class F, int HELD, bool OWN, int HERE, int MEMBERS> struct Stage {
+    static constexpr int TEAMS = OWN ? 1 : W / SLOTS;
+    static constexpr int MINE = (ROWS + TEAMS - 1) / TEAMS;  // rows of a team
+    static constexpr int STRIDE = OWN ? 2 * W : 2 * SLOTS;
+    int slot, team;
+    __device__ __forceinline__ Stage() {
+        const int warp = threadIdx.x / 32;
+        slot = OWN ? warp : warp % SLOTS;
+        team = OWN ? 0 : warp / SLOTS;
     }
-    if (NORM == 1 && fresh && first + HELD >= B) {
+    // Of what this thread stages first.
+    __device__ __forceinline__ void first_gain(const Job& o, float* gain) const {
+        const int lane = threadIdx.x % 32;
+        const int b = OWN && F::UNITS == 1 ? slot + lane / 16 * W
+                                           : slot * 2 + lane / 16;
+        load_x(o.gain, b * 16 + lane % 16, b < HELD, gain);
+    }
+    // The first block of a thread: the same warp has a column however much is held.
+    __device__ __forceinline__ int begin(int first) const {
+        const int half = threadIdx.x % 32 / 16;
+        if (!OWN)
+            return 2 * ((slot + SLOTS - first / 2 % SLOTS) % SLOTS) + half;
+        return F::UNITS == 1 ? slot + (half + first / W) % 2 * W
+                             : 2 * slot + half;
+    }
+    // All of it. `gain`: of what is staged first; `sums`: of squares of what this thread stages,
+    // for NORM 1. `behind`: each warp calls it once, when its first values have been asked for.
+    template <class Behind>
+    __device__ __forceinline__ void run(
+            const Job& o, int first, bool fresh, const float* gain, float* sums,
+            uint4* xs, float* es, Behind behind) const {
+        if (team >= TEAMS)
+            return behind();
+        const int begins = begin(first);
+        #pragma unroll
+        for (int u = 0; u < (HELD + STRIDE - 1) / STRIDE; u++) {
+            const int local = begins + u * STRIDE;
+            const int v = eight_of<HERE * F::UNITS, MEMBERS>(o, first + local);
+            const bool in = local < HELD;
+            if (!OWN && HELD % STRIDE && !in) {  // all lanes or none
+                if (u == 0)
+                    behind();
+                continue;
+            }
+            float g[8];
+            if (NORM == 1) {
+                if (u == 0 && first == 0)
+                    for (int i = 0; i < 8; i++)
+                        g[i] = gain[i];
+                else
+                    load_x(o.gain, v, in, g);
+            }
+            #pragma unroll
+            for (int i = 0; i < MINE; i++)
+                put_row(o, i, v, local, g, sums[i], xs, es, [&] {
+                    if (u == 0 && i == 0)
+                        behind();
+                });
+        }
+        if (NORM == 1 && fresh && first + HELD >= B)
+            put_squares(sums);
+    }
+    // Eight values of the team's row i, normed.
+    template <class Behind>
+    __device__ __forceinline__ void put_row(
+            const Job& o, int i, int v, int local, const float* g, float& sum,
+            uint4* xs, float* es, Behind behind) const {
+        // rows that are not there: the last one again
+        const int t = team + i * TEAMS;
+        const int r = ROWS == 1 ? 0 : min(t, o.rows - 1);
+        const bool in = local < HELD;
+        const bool parted = NORM == 2 && in && v * 8 < K;
+        const float* const its = o.parts
+                + ((size_t)r * (K / GROUP) + v * 8 / GROUP) * PARTS;
+        float a[8];
+        Parts p;
+        // before `behind`: one row waits for them
+        if (parted && ROWS == 1)
+            p.load(its);
+        load_x(o.x + (size_t)r * K, v, in, a);
+        behind();
+        if (NORM == 1) {
+            #pragma unroll
+            for (int j = 0; j < 8; j++) {
+                sum = fmaf(a[j], a[j], sum);
+                a[j] = __fmul_rn(a[j], g[j]);
+            }
+        }
+        if (parted) {
+            if (ROWS > 1)
+                p.load(its);
+            const float z = rsqrtf(fmaf(p.sum(), 1.f / GROUP, o.eps));
+            #pragma unroll
+            for (int j = 0; j < 8; j++)
+                a[j] = __fmul_rn(a[j], z);
+        }
+        if (t < ROWS)
+            put8<F, HELD>(a, in, t, local, v, xs, es);
+    }
+    __device__ __forceinline__ void put_squares(const float* sums) const {
         #pragma unroll
         for (int i = 0; i < MINE; i++) {
             const float z = warp_sum(sums[i]);
-            if (!lane && team + i * TEAMS < ROWS)
+            if (threadIdx.x % 32 == 0 && team + i * TEAMS < ROWS)
                 squares[team + i * TEAMS][slot] = z;
         }
     }
-}
+};
 
 // The same in pieces, of which a thread holds one in registers from `load` to `put`: time for what
 // lies between them.
@@ -316,8 +351,8 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
     static constexpr int STRIDE = 2 * SLOTS;
     static constexpr int PIECES = (HELD + STRIDE - 1) / STRIDE;
     static constexpr int PART = HERE * F::UNITS;
-    static constexpr bool FITS = HERE * MEMBERS != W && SLOTS == W && STRIDE % PART == 0
-            && PIECES > 1;
+    static constexpr bool FITS = HERE * MEMBERS != W && SLOTS == W
+            && STRIDE % PART == 0 && PIECES > 1;
     float a[ROWS][8];
     float g[8];
     float sums[ROWS] = {};
@@ -326,8 +361,7 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
         return 2 * (threadIdx.x / 32) + threadIdx.x % 32 / 16 + piece * STRIDE;
     }
     static __device__ __forceinline__ int eight(const Job& o, int b) {
-        return (MEMBERS == 1 ? b : (b / PART * MEMBERS + o.member) * PART + b % PART) * 16
-                + threadIdx.x % 16;
+        return eight_of<PART, MEMBERS>(o, b);
     }
     __device__ __forceinline__ void load_gain(const Job& o, int piece) {
         if (NORM == 1)
@@ -339,7 +373,8 @@ template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
             load_x(o.x + (size_t)min(r, o.rows - 1) * K, eight(o, local(piece)),
                     local(piece) < HELD, a[r]);
     }
-    __device__ __forceinline__ void put(const Job& o, int piece, uint4* xs, float* es) {
+    __device__ __forceinline__ void put(
+            const Job& o, int piece, uint4* xs, float* es) {
         const int at = local(piece);
         if (HELD % STRIDE == 0 || at / 2 * 2 < HELD)  // all lanes or none
             #pragma unroll
@@ -375,9 +410,12 @@ template <int ITEMS> struct Wanted {
 
 // How a block shares out one matrix: a group of rows is PER tiles of 16, each of HERE warps, which
 // have PLACES places each for weights on their way; HELD blocks of x are staged at a time.
-template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct Tiling {
+template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS>
+struct Tiling {
     using S = Staged<F, 4 * HELD>;
     using Pieces = Ahead<F, HELD, HERE, MEMBERS>;
+    static constexpr bool OWN = HERE == W && MEMBERS == 1;
+    using Staging = Stage<F, HELD, OWN, HERE, MEMBERS>;
     // units; those of a warp; outputs of a tile
     static constexpr int N = (B + F::UNITS - 1) / F::UNITS;
     static constexpr int ALONG = HERE * MEMBERS;
@@ -386,7 +424,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     static constexpr int PLANE = ROWS * S::LDR;
     // blocks of 128 of x that this block of the team needs
     static constexpr int MINE = MEMBERS == 1 ? B : STEPS * HERE * F::UNITS;
-    static constexpr bool ALL = HELD >= MINE, OWN = HERE == W && MEMBERS == 1;
+    static constexpr bool ALL = HELD >= MINE;
     // of a group, of a block, of a thread
     static constexpr int RESULTS = PER * OUT * ROWS;
     static constexpr int MANY = (RESULTS + MEMBERS - 1) / MEMBERS;
@@ -399,23 +437,18 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     // What the results will need is asked for behind x, and not waited for yet: of one row while x
     // is on its way.
     static constexpr bool SHADOW = ALL && ROWS == 1;
-    static constexpr bool PIPED = PIPE && BEFORE == PLACES && ROWS > 1 && ALL && !OWN
-            && NORM != 2 && Pieces::FITS;
+    static constexpr bool PIPED = PIPE && BEFORE == PLACES && ROWS > 1 && ALL
+            && !OWN && NORM != 2 && Pieces::FITS;
     static_assert(
-            !MADE || (STEPS == 1 && PLACES == 1 && ALL && MEMBERS == 1 && F::FOUR_BITS),
+            !MADE
+                    || (STEPS == 1 && PLACES == 1 && ALL && MEMBERS == 1
+                            && F::FOUR_BITS),
             "see the contract");
     static_assert(
             PER * HERE <= W && (ALL || HELD % (HERE * F::UNITS) == 0),
             "x is staged for whole steps");
     static_assert(!BEST || (MEMBERS == 1 && ACT == ACT_NONE), "see the contract");
 
-    // The gain of what this thread stages first.
-    static __device__ __forceinline__ void first_gain(
-            const Job& o, int lane, int warp, float* g) {
-        const int b = OWN && F::UNITS == 1 ? warp + lane / 16 * W
-                                           : warp % (OWN ? W : SLOTS) * 2 + lane / 16;
-        load_x(o.gain, b * 16 + lane % 16, b < HELD, g);
-    }
     // Whoever multiplies what the others stage is there: a warp that stages its own waits alone.
     static __device__ __forceinline__ void meet() {
         if (OWN)
@@ -430,25 +463,132 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
         else
             team_sync();
     }
-    // MADE quarters of the warp's only unit become registers of a tensor core.
-    static __device__ __forceinline__ void decode(
-            const unsigned char* place, int g, int t, F* blocks, unsigned (*made)[8]) {
-        cp_async_wait<0>();
-        __syncwarp();
-        #pragma unroll
-        for (int b = 0; b < F::UNITS; b++) {
-            typename F::Aids f;
-            blocks[b].read(place, b, g, t);
-            blocks[b].aids(f);
+    // A warp's share of the work, and what is to be fetched next for it: weights and scales of step
+    // `step` of a tile, from whose first row on there are `rest` rows.
+    struct Feed {
+        const Job& o;
+        unsigned char* ring;  // PLACES units
+        const unsigned char* w;
+        const unsigned char* s;
+        int lane, tile, share;
+        int n4, groups, mine;  // rows, padded; groups; steps of a tile
+        int rest, step, left, skip;
+        bool works;
+        unsigned spot;  // where in the ring is what is multiplied next
+        __device__ __forceinline__ Feed(
+                const Job& o_, unsigned char* ring_, int warp)
+            : o(o_), ring(ring_) {
+            lane = threadIdx.x % 32;
+            tile = warp / HERE;
+            share = o.member * HERE + warp % HERE;
+            n4 = (o.n + 3) / 4 * 4;
+            groups = (n4 + o.span - 1) / o.span;
+            mine = N % ALONG == 0 || share < N % ALONG ? STEPS : STEPS - 1;
+            works = tile < PER && tile * 16 < o.span;
+            w = o.w;
+            s = o.s;
+            rest = n4 - (o.group * o.span + tile * 16);
+            step = 0;
+            left = works ? (groups - o.group + o.step - 1) / o.step * mine : 0;
+            skip = o.step * o.span;  // rows to its next group
+            F::first(w, s, n4 - rest, share, lane);
+            spot = 0;
+        }
+        __device__ __forceinline__ void fetch(unsigned char* to) {
+            left--;
+            F::fetch(
+                    to, w, s, min(rest, o.span - tile * 16), step * ALONG + share,
+                    lane);
+            w += ALONG * F::LB;
+            s += ALONG * F::SB;
+            if (++step == mine) {
+                w += (size_t)skip * F::LINE - mine * ALONG * F::LB;
+                s += (size_t)(skip / 4) * F::SLINE - mine * ALONG * F::SB;
+                step = 0;
+                rest -= skip;
+            }
+        }
+        __device__ __forceinline__ void fill(int from, int to) {
+            #pragma unroll 1
+            for (int i = from; i < to; i++) {
+                if (left > 0)
+                    fetch(ring + i * F::BYTES);
+                cp_async_commit();
+            }
+        }
+        // The place that was multiplied is filled again, and the next one's turn comes.
+        __device__ __forceinline__ void refill(unsigned char* place) {
+            if (left > 0) {
+                __syncwarp();
+                fetch(place);
+            }
+            cp_async_commit();
+            spot = spot == (PLACES - 1) * F::BYTES ? 0 : spot + F::BYTES;
+        }
+    };
+    // The warp's only unit, of which MADE quarters become registers of a tensor core early.
+    struct Early {
+        F blocks[F::UNITS];
+        unsigned made[MADE ? MADE : 1][8];
+        __device__ __forceinline__ void decode(
+                const unsigned char* place, int g, int t) {
+            cp_async_wait<0>();
+            __syncwarp();
             #pragma unroll
-            for (int i = 4 * b; i < min(4 * b + 4, MADE); i++)
-                blocks[b].piece(f, i % 4, made[i]);
+            for (int b = 0; b < F::UNITS; b++) {
+                typename F::Aids f;
+                blocks[b].read(place, b, g, t);
+                blocks[b].aids(f);
+                #pragma unroll
+                for (int i = 4 * b; i < min(4 * b + 4, MADE); i++)
+                    blocks[b].piece(f, i % 4, made[i]);
+            }
+        }
+    };
+    // Where a warp finds what it multiplies: x, and powers of two of its blocks.
+    struct Columns {
+        const uint4* x;
+        const float* e;
+        __device__ __forceinline__ Columns(
+                const uint4* xs, const float* es, int warp, int g, int t) {
+            x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * (warp % HERE)
+                    + F::template own<S::LD>(t);
+            e = es + warp % HERE * F::UNITS * ROWS;
+        }
+        // The next unit's.
+        __device__ __forceinline__ void forth() {
+            x += 4 * HERE * F::UNITS;
+            e += HERE * F::UNITS * ROWS;
+        }
+    };
+    // acc += `steps` units of W, or the one that is made, times x from `at` on.
+    static __device__ __forceinline__ void multiply(
+            Feed& feed, const Early& early, Columns& at, int steps, float* acc,
+            int g, int t) {
+        #pragma unroll
+        for (int b = 0; MADE && steps && b < F::UNITS; b++)
+            add_made<F, ROWS, S::LD>(
+                    early.blocks[b], MADE - 4 * b, early.made + 4 * b, acc,
+                    at.x + 4 * b, at.e + b * ROWS, t);
+        #pragma unroll 1
+        for (int i = 0; !MADE && i < steps; i++) {
+            cp_async_wait<PLACES - 1>();
+            unsigned char* const place = feed.ring + feed.spot;
+            __syncwarp();
+            #pragma unroll
+            for (int b = 0; b < F::UNITS; b++) {
+                F q;
+                q.read(place, b, g, t);
+                add<F, ROWS, S::LD, PLANE>(
+                        q, acc, at.x + 4 * b, at.e + b * ROWS, t);
+            }
+            at.forth();
+            feed.refill(place);
         }
     }
     // What the results of rows [base, to) need besides the products is asked for.
     static __device__ __forceinline__ void ask(
-            const Job& o, int warp, int base, int to, float (*raw)[2], float (*bias)[2],
-            float* prior, float* open) {
+            const Job& o, int warp, int base, int to, Wanted<ITEMS>& its) {
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             // all lanes or none
@@ -462,22 +602,22 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
             #pragma unroll
             for (int j = 0; j < 1 + PAIR; j++) {
                 const bool on = item < RESULTS && at + 2 * j < to;
-                raw[i][j] = on ? F::row_raw(o.s, o.gs, at + 2 * j) : 0.f;
+                its.raw[i][j] = on ? F::row_raw(o.s, o.gs, at + 2 * j) : 0.f;
                 const bool biased = on && o.bias && (PAIR || at < o.n);
-                bias[i][j] = biased ? o.bias[at + 2 * j] : 0.f;
+                its.bias[i][j] = biased ? o.bias[at + 2 * j] : 0.f;
             }
             const bool on = row < o.rows && out < (PAIR ? o.n / 2 : o.n);
             const size_t place = (size_t)row * o.width + o.at + out;
-            prior[i] = o.add && on ? o.add[place] : 0.f;
+            its.prior[i] = o.add && on ? o.add[place] : 0.f;
             const bool gated = o.gate && row < o.rows;
-            open[i] = gated ? o.gate[(size_t)row * o.ld] : 0.f;
+            its.open[i] = gated ? o.gate[(size_t)row * o.ld] : 0.f;
         }
     }
     // All `rest` steps of a group: x is staged in pieces, each while the one before is multiplied.
     template <class Ask, class Multiply>
     static __device__ __forceinline__ void in_pieces(
-            const Job& o, bool begin, int rest, Pieces& pieces, uint4* xs, float* es,
-            Ask ask, Multiply multiply) {
+            const Job& o, bool begin, int rest, Pieces& pieces, uint4* xs,
+            float* es, Ask ask, Multiply multiply) {
         #pragma unroll 1
         for (int piece = 0; begin ? piece < Pieces::PIECES : !piece; piece++) {
             if (begin) {
@@ -492,18 +632,21 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
             }
             if (!piece)
                 ask();
-            const int steps = begin ? min(Pieces::STRIDE / Pieces::PART, rest) : rest;
+            const int steps = begin ? min(Pieces::STRIDE / Pieces::PART, rest)
+                                    : rest;
             multiply(steps);
             rest -= steps;
         }
     }
     // Line `line` of the tile of which `at` is the first warp: what all its warps found for a row.
-    static __device__ __forceinline__ float merge(int round, int at, int line, int row) {
+    static __device__ __forceinline__ float merge(
+            int round, int at, int line, int row) {
         float v = 0.f;
         #pragma unroll
         for (int m = 0; m < ALONG; m++)
-            v += MEMBERS == 1 ? part[round][at + m][line][row]
-                              : of_member(&part[round][at + m % HERE][line][row], m / HERE);
+            v += MEMBERS == 1
+                    ? part[round][at + m][line][row]
+                    : of_member(&part[round][at + m % HERE][line][row], m / HERE);
         return v;
     }
     // 1 / root of a row's mean square, of the sums of all warps that staged it
@@ -516,8 +659,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
     }
     // The thread's results of rows [base, to): what warps found is merged and weighed.
     static __device__ __forceinline__ void weigh(
-            const Job& o, int round, int base, int to, float (*raw)[2], float (*bias)[2],
-            float* prior, float* open, u64* top) {
+            const Job& o, int round, int base, int to, Wanted<ITEMS>& its,
+            u64* top) {
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const int item = o.member * MANY + i * THREADS + threadIdx.x;
@@ -536,8 +679,9 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
                 const int at = r / OUT * HERE;
                 const int line = PAIR ? r % 8 / 2 * 4 + r % 2 + 2 * j : r % 16;
                 v[j] = merge(round, at, line, row);
-                const float unit = F::row_scale((Bytes)(raw[i] + j), raw[i] + j, 0);
-                v[j] = fmaf(__fmul_rn(v[j], inv), unit, bias[i][j]);
+                const float unit = F::row_scale(
+                        (Bytes)(its.raw[i] + j), its.raw[i] + j, 0);
+                v[j] = fmaf(__fmul_rn(v[j], inv), unit, its.bias[i][j]);
             }
             if (CAP)
                 v[0] = __fmul_rn(o.cap, tanhf(v[0] / o.cap));
@@ -547,12 +691,14 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
                 top[i] = max(top[i], keyed(logit_key(v[0]), out));
                 continue;
             }
-            const float gate = o.gate ? times_sigmoid(1.f, open[i]) : 1.f;
-            o.y[(size_t)row * o.width + o.at + out] = fmaf(v[0], gate, prior[i]);
+            const float gate = o.gate ? times_sigmoid(1.f, its.open[i]) : 1.f;
+            o.y[(size_t)row * o.width + o.at + out] = fmaf(
+                    v[0], gate, its.prior[i]);
         }
     }
     // The key of each row's largest result in this block.
-    static __device__ __forceinline__ void put_best(const Job& o, const u64* top) {
+    static __device__ __forceinline__ void put_best(
+            const Job& o, const u64* top) {
         __shared__ u64 tops[ROWS][PER];  // of the sixteens of places
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
@@ -573,158 +719,103 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> struct 
             ((u64*)o.keys)[(size_t)threadIdx.x * o.step + o.group] = key;
         }
     }
+    // The same where x is staged HELD blocks at a time, or once for all groups.
+    template <class Ask, class Multiply>
+    static __device__ __forceinline__ void in_turns(
+            const Job& o, bool begin, Feed& feed, const float* gain, float* sums,
+            uint4* xs, float* es, Ask ask, Multiply multiply) {
+        #pragma unroll 1
+        for (int first = 0; first < MINE; first += HELD) {
+            if (!ALL || begin) {
+                if (first || !begin)
+                    meet();
+                auto behind = [&] {
+                    feed.fill(BEFORE, PLACES);
+                    if (SHADOW)
+                        ask();
+                };
+                Staging().run(o, first, begin, gain, sums, xs, es, behind);
+                meet();
+            }
+            if (!first && !(SHADOW && begin))
+                ask();
+            constexpr int STEP = HERE * F::UNITS;
+            const int steps = ALL ? feed.mine
+                                  : min(HELD / STEP, feed.mine - first / STEP);
+            multiply(feed.works ? steps : 0);
+        }
+    }
+    // Before the first group: what needs no x is done, and x is there.
+    static __device__ __forceinline__ void wait(
+            const Job& o, int base, const Feed& feed, Early& early, int g,
+            int t) {
+        if (o.gs && threadIdx.x <= o.span / 32)
+            ahead(o.gs + min(base + 32 * (int)threadIdx.x, feed.n4 - 1));
+        if (MADE && feed.works)
+            early.decode(feed.ring, g, t);
+        pdl_wait();
+        if (LET_LATE)
+            pdl_trigger();
+    }
+    // What a warp found of a group.
+    static __device__ __forceinline__ void put(
+            int round, int warp, const float* acc, int g, int t) {
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (2 * t + j % 2 < ROWS)
+                part[round][warp][2 * g + j / 2][2 * t + j % 2] = acc[j];
+    }
 };
 
 // The block's groups of rows of one matrix, one at a time.
 template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS>
 __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
     using T = Tiling<F, PER, HERE, HELD, PLACES, MEMBERS>;
-    using S = typename T::S;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int g = lane / 4;
     const int t = lane % 4;
-    const int tile = warp / HERE;
-    const int share = o.member * HERE + warp % HERE;
-    const int n4 = (o.n + 3) / 4 * 4;
-    const int groups = (n4 + o.span - 1) / o.span;
-    const int mine = T::N % T::ALONG == 0 || share < T::N % T::ALONG ? T::STEPS
-                                                                     : T::STEPS - 1;
-    float* const es = (float*)(xs + T::PLANE * S::PLANES);
+    float* const es = (float*)(xs + T::PLANE * T::S::PLANES);
     unsigned char* const ring = (unsigned char*)(es + (HELD * ROWS + 3) / 4 * 4)
             + min(warp, PER * HERE - 1) * PLACES * F::BYTES;
-    const bool works = tile < PER && tile * 16 < o.span;
-    // what is to be fetched next: weights and scales of step `step` of a tile, from whose first row
-    // on there are `rest` rows
-    const unsigned char* w = o.w;
-    const unsigned char* s = o.s;
-    int rest = n4 - (o.group * o.span + tile * 16);
-    int step = 0;
-    int left = works ? (groups - o.group + o.step - 1) / o.step * mine : 0;
-    const int skip = o.step * o.span;  // rows to its next group
-    F::first(w, s, n4 - rest, share, lane);
-    auto fetch = [&](unsigned char* to) {
-        left--;
-        F::fetch(to, w, s, min(rest, o.span - tile * 16), step * T::ALONG + share, lane);
-        w += T::ALONG * F::LB;
-        s += T::ALONG * F::SB;
-        if (++step == mine) {
-            w += (size_t)skip * F::LINE - mine * T::ALONG * F::LB;
-            s += (size_t)(skip / 4) * F::SLINE - mine * T::ALONG * F::SB;
-            step = 0;
-            rest -= skip;
-        }
-    };
-    auto fill = [&](int from, int to) {
-        #pragma unroll 1
-        for (int i = from; i < to; i++) {
-            if (left > 0)
-                fetch(ring + i * F::BYTES);
-            cp_async_commit();
-        }
-    };
-    fill(0, T::BEFORE);
-    F blocks[F::UNITS];  // of its only unit, and as registers of a tensor core
-    unsigned made[T::MADE ? T::MADE : 1][8];
-    unsigned spot = 0;  // where in the ring is what is multiplied next
-    const uint4* const own_x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * (warp % HERE)
-            + F::template own<S::LD>(t);
-    float g0[8], sums[ROWS] = {};
+    typename T::Feed feed(o, ring, warp);
+    feed.fill(0, T::BEFORE);
+    typename T::Early early;
+    const typename T::Columns own(xs, es, warp, g, t);
+    float gain[8], sums[ROWS] = {};
     if (NORM == 1)
-        T::first_gain(o, lane, warp, g0);
+        typename T::Staging().first_gain(o, gain);
     // the largest results of this thread's places in a group
     u64 top[BEST ? T::ITEMS : 1] = {};
     typename T::Pieces pieces;
     if (T::PIPED)
         pieces.load_gain(o, 0);
-    for (int group = o.group, round = 0; group < groups;
-            group = T::MADE ? groups : group + o.step, round ^= 1) {
+    for (int group = o.group, round = 0; group < feed.groups;
+            group = T::MADE ? feed.groups : group + o.step, round ^= 1) {
         const bool begin = T::MADE || group == o.group;
-        const int to = min(group * o.span + o.span, n4);
         const int base = group * o.span;
-        float raw[T::ITEMS][2];
-        float bias[T::ITEMS][2];
-        float prior[T::ITEMS];
-        float open[T::ITEMS];
+        const int to = min(base + o.span, feed.n4);
+        Wanted<T::ITEMS> its;
         float acc[4] = {};
-        auto ask = [&] { T::ask(o, warp, base, to, raw, bias, prior, open); };
-        if (begin) {
-            if (o.gs && threadIdx.x <= o.span / 32)
-                ahead(o.gs + min(base + 32 * (int)threadIdx.x, n4 - 1));
-            if (T::MADE && works)
-                T::decode(ring, g, t, blocks, made);
-            pdl_wait();
-            if (LET_LATE)
-                pdl_trigger();
-        }
-        const uint4* x;
-        const float* e;
-        auto from_start = [&] {
-            x = own_x;
-            e = es + warp % HERE * F::UNITS * ROWS;
-        };
-        auto multiply = [&](int steps) {
-            #pragma unroll
-            for (int b = 0; T::MADE && steps && b < F::UNITS; b++)
-                add_made<F, ROWS, S::LD>(
-                        blocks[b], T::MADE - 4 * b, made + 4 * b, acc, x + 4 * b,
-                        e + b * ROWS, t);
-            #pragma unroll 1
-            for (int i = 0; !T::MADE && i < steps; i++) {
-                cp_async_wait<PLACES - 1>();
-                unsigned char* const place = ring + spot;
-                __syncwarp();
-                #pragma unroll
-                for (int b = 0; b < F::UNITS; b++) {
-                    F q;
-                    q.read(place, b, g, t);
-                    add<F, ROWS, S::LD, T::PLANE>(q, acc, x + 4 * b, e + b * ROWS, t);
-                }
-                x += 4 * HERE * F::UNITS;
-                e += HERE * F::UNITS * ROWS;
-                if (left > 0) {
-                    __syncwarp();
-                    fetch(place);
-                }
-                cp_async_commit();
-                spot = spot == (PLACES - 1) * F::BYTES ? 0 : spot + F::BYTES;
-            }
-        };
+        if (begin)
+            T::wait(o, base, feed, early, g, t);
+        auto ask = [&] { T::ask(o, warp, base, to, its); };
         if constexpr (T::PIPED) {
-            from_start();
-            T::in_pieces(o, begin, works ? mine : 0, pieces, xs, es, ask, multiply);
-        } else {
-            #pragma unroll 1
-            for (int first = 0; first < T::MINE; first += HELD) {
-                if (!T::ALL || begin) {
-                    if (first || !begin) {
-                        T::meet();
-                    }
-                    auto behind = [&] {
-                        fill(T::BEFORE, PLACES);
-                        if (T::SHADOW)
-                            ask();
-                    };
-                    stage<F, HELD, T::OWN, HERE, MEMBERS>(
-                            o, first, begin, g0, sums, xs, es, behind);
-                    T::meet();
-                }
-                if (!first && !(T::SHADOW && begin))
-                    ask();
-                from_start();
-                multiply(
-                        works ? T::ALL ? mine
-                                       : min(HELD / (HERE * F::UNITS),
-                                                 mine - first / (HERE * F::UNITS))
-                              : 0);
-            }
-        }
-        #pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (works && 2 * t + j % 2 < ROWS)
-                part[round][warp][2 * g + j / 2][2 * t + j % 2] = acc[j];
+            typename T::Columns at = own;
+            auto multiply = [&](int steps) {
+                T::multiply(feed, early, at, steps, acc, g, t);
+            };
+            const int steps = feed.works ? feed.mine : 0;
+            T::in_pieces(o, begin, steps, pieces, xs, es, ask, multiply);
+        } else
+            T::in_turns(o, begin, feed, gain, sums, xs, es, ask, [&](int steps) {
+                typename T::Columns at = own;
+                T::multiply(feed, early, at, steps, acc, g, t);
+            });
+        if (feed.works)
+            T::put(round, warp, acc, g, t);
         T::meet_all();
-        T::weigh(o, round, base, to, raw, bias, prior, open, top);
+        T::weigh(o, round, base, to, its, top);
     }
     if (BEST)
         T::put_best(o, top);
@@ -732,13 +823,13 @@ __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
         team_sync();  // nobody leaves while others read what it found
 }
 
-extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS)
-        gemv(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-                const float* __restrict__ gs, const unsigned char* __restrict__ extra,
-                const float* x, const float* __restrict__ gain, const float* parts,
-                const float* __restrict__ bias, const float* gate, const float* add,
-                float* y, long long* keys, float eps, float limit, float cap, int rows,
-                int n, int m, int ld, int column, int width, int main, int span) {
+extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS) gemv(
+        const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
+        const float* __restrict__ gs, const unsigned char* __restrict__ extra,
+        const float* x, const float* __restrict__ gain, const float* parts,
+        const float* __restrict__ bias, const float* gate, const float* add,
+        float* y, long long* keys, float eps, float limit, float cap, int rows,
+        int n, int m, int ld, int column, int width, int main, int span) {
     DYNAMIC_SHARED(uint4, xs);
     // Who decodes early has come early, while blocks before it ask for what they need; and a launch
     // after it would not have to come sooner than this one's work begins.
@@ -747,8 +838,9 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS)
     if (!LET_LATE)
         pdl_trigger();
     // of `gate` always the same column
-    Job o = {{w, s, gs, extra, x, gain, parts, bias, gate ? gate + column : nullptr, add, y,
-                     keys, eps, limit, cap, rows, n, m, ld, column, width, main, span},
+    Job o = {{w, s, gs, extra, x, gain, parts, bias,
+                     gate ? gate + column : nullptr, add, y, keys, eps, limit,
+                     cap, rows, n, m, ld, column, width, main, span},
             0, (int)blockIdx.x / TEAM, main, (int)blockIdx.x % TEAM};
 #ifdef EXTRA
     if ((int)blockIdx.x >= main) {
@@ -765,5 +857,6 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS)
         return;
     }
 #endif
-    matrix<FORMAT<C>, W / (SPLIT / TEAM), SPLIT / TEAM, STAGED, DEEP, TEAM>(o, xs);
+    matrix<FORMAT<C>, W / (SPLIT / TEAM), SPLIT / TEAM, STAGED, DEEP, TEAM>(
+            o, xs);
 }

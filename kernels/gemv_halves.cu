@@ -91,7 +91,8 @@ __device__ __forceinline__ void put(
 // Eight numbers of a row: what its picks found, one `hop` behind the other, weighted, and what is
 // added to that.
 __device__ __forceinline__ void sum_of_picks(
-        const float* share, const float* part, size_t hop, const float* add, float* a) {
+        const float* share, const float* part, size_t hop, const float* add,
+        float* a) {
     constexpr int MANY = PICKS ? PICKS : 1;
     float w[MANY];
     float b[8] = {};
@@ -143,11 +144,13 @@ constexpr int MORE = 0;
 #endif
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 // for a row, or a tile
-constexpr int ROOM = most(K / 4, (most(Tile<Main, CORES>::BYTES, MORE) + 15) / 16);
+constexpr int ROOM = most(
+        K / 4, (most(Tile<Main, CORES>::BYTES, MORE) + 15) / 16);
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
-        float* x, const float* __restrict__ gain, const float* parts, unsigned char* halves,
-        unsigned char* more, float* inverse, const float* share, const float* part,
-        const float* add, float eps, int rows, int tiles, int early) {
+        float* x, const float* __restrict__ gain, const float* parts,
+        unsigned char* halves, unsigned char* more, float* inverse,
+        const float* share, const float* part, const float* add, float eps,
+        int rows, int tiles, int early) {
     __shared__ float squares[2][W];
     __shared__ float4 kept[PICKS ? ROOM : 1];
     const int lane = threadIdx.x % 32;
@@ -209,7 +212,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
             }
             if (NORM == 2 && in) {
                 float z = sum_of_parts(
-                        parts + ((size_t)row * (K / GROUP) + v * 8 / GROUP) * PARTS);
+                        parts
+                        + ((size_t)row * (K / GROUP) + v * 8 / GROUP) * PARTS);
                 z = rsqrtf(fmaf(z, 1.f / GROUP, eps));
                 #pragma unroll
                 for (int j = 0; j < 8; j++)
@@ -233,7 +237,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
         if (OWN || BOTH) {
             if (PICKS)
                 __syncthreads();
-            const float z = own_squares(PICKS ? (const float*)kept : mine, warp, lane);
+            const float z = own_squares(
+                    PICKS ? (const float*)kept : mine, warp, lane);
             if (!lane)
                 squares[1][warp] = z;
         }

@@ -85,7 +85,8 @@
 // chunks of 32, blocks of 128
 constexpr int C = (K + 31) / 32;
 constexpr int B = (C + 3) / 4;
-constexpr int AT_ONCE = 2;  // tiles of more than four whose sums of a block have registers
+// tiles of more than four whose sums of a block have registers
+constexpr int AT_ONCE = 2;
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
 #ifdef EXTRA
 static_assert(!BEST, "a row has one best");
@@ -106,7 +107,8 @@ struct Job {  // one matrix
 // Units of columns that warp `h` of those that share them has: share after share.
 template <int N, int SHARES, int PER> struct Walk {
     int unit, pass;
-    __device__ __forceinline__ bool next(int h) {  // true at the end, where it begins anew
+    // true at the end, where it begins anew
+    __device__ __forceinline__ bool next(int h) {
         unit += SHARES;
         if (unit >= N)
             unit = h + ++pass * PER;
@@ -130,7 +132,8 @@ struct Finish {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int at = r + i;
-            raw[i] = at < to ? F::row_raw(o.s, o.gs, at) : 0.f;  // not waited for yet
+            // not waited for yet
+            raw[i] = at < to ? F::row_raw(o.s, o.gs, at) : 0.f;
             bias[i] = biased(o, at, to) ? o.bias[at] : 0.f;
         }
     }
@@ -146,8 +149,10 @@ struct Finish {
         }
     }
     // where a lane's results go: all four, or of a pair's two lanes a column each
-    __device__ __forceinline__ bool there(const Job& o, int to, int i, int j) const {
-        return column + j < o.rows && out + i < (PAIR ? min(o.n, to) / 2 : min(o.n, to));
+    __device__ __forceinline__ bool there(
+            const Job& o, int to, int i, int j) const {
+        return column + j < o.rows
+                && out + i < (PAIR ? min(o.n, to) / 2 : min(o.n, to));
     }
     // `norms`: of columns c and c+1, if they are in shared memory
     __device__ __forceinline__ void rows(
@@ -162,7 +167,9 @@ struct Finish {
             else
                 inverse[j] = NORM == 1 && on ? o.inverse[c + j] : 1.f;
             const bool opens = !PLAIN && o.gate && column + j < o.rows;
-            open[j] = opens ? times_sigmoid(1.f, o.gate[(size_t)(column + j) * o.ld]) : 1.f;
+            open[j] = opens
+                    ? times_sigmoid(1.f, o.gate[(size_t)(column + j) * o.ld])
+                    : 1.f;
             if (PLAIN == 1 || PAIR && j)
                 continue;
             const bool one = o.add && there(o, to, 0, j);
@@ -196,7 +203,8 @@ struct Finish {
             return v + (PLAIN == 1 ? 0.f : prior[2 * j + i]);
         return fmaf(v, open[j], prior[2 * j + i]);
     }
-    __device__ __forceinline__ void put(const Job& o, int to, int j, float2 v) const {
+    __device__ __forceinline__ void put(
+            const Job& o, int to, int j, float2 v) const {
         float* const p = o.y + place(o, j);
         const bool both = there(o, to, 1, j);
         if (both && (size_t)p % 8 == 0) {
@@ -234,7 +242,8 @@ struct Finish {
         const bool second = lane & 16;
         const unsigned column_lanes = 0x11111111u << lane % 4;
         const unsigned bad = (second ? spoilt[1] : spoilt[0]) & column_lanes;
-        const int first = max(__ffs((second ? who[1] : who[0]) & column_lanes) - 1, 0);
+        const int first = max(
+                __ffs((second ? who[1] : who[0]) & column_lanes) - 1, 0);
         const int odd = (second ? upper[1] : upper[0]) >> first & 1;
         const unsigned key = bad ? ~0u : float_key(second ? top[1] : top[0]);
         u64* const own = best + column - o.first * 8 + second;
@@ -264,11 +273,13 @@ struct Finish {
             for (int i = 0; i < 2; i++) {
                 if (2 * g + i >= rows)
                     continue;
-                const float unit = F::row_scale((Bytes)(&raw.x + i), &raw.x + i, 0);
+                const float unit = F::row_scale(
+                        (Bytes)(&raw.x + i), &raw.x + i, 0);
                 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     const float sum = (&v.x)[2 * i + j];
-                    float z = fmaf(__fmul_rn(sum, (&norm.x)[j]), unit, (&bias.x)[i]);
+                    float z = fmaf(
+                            __fmul_rn(sum, (&norm.x)[j]), unit, (&bias.x)[i]);
                     if (CAP)
                         z = __fmul_rn(o.cap, tanhf(z / o.cap));
                     spoilt[j] = fmaf(z, 0.f, spoilt[j]);
@@ -296,10 +307,12 @@ struct Finish {
             float v[2];
             #pragma unroll
             for (int j = 0; j < 2; j++)
-                v[j] = fmaf(__fmul_rn(sums[2 * i + j], inverse[j]), unit, bias[i]);
+                v[j] = fmaf(
+                        __fmul_rn(sums[2 * i + j], inverse[j]), unit, bias[i]);
             if (PAIR) {
                 const float got = __shfl_xor_sync(~0u, odd() ? v[0] : v[1], 4);
-                (&all[0].x)[i] = made(o, i, 0, odd() ? got : v[0], odd() ? v[1] : got);
+                (&all[0].x)[i] = made(
+                        o, i, 0, odd() ? got : v[0], odd() ? v[1] : got);
             } else
                 #pragma unroll
                 for (int j = 0; j < 2; j++)
@@ -316,9 +329,10 @@ struct Finish {
 // d[..][j] += the i-th quarter of a block of W times that of a tile of x.
 template <class F, int MANY, int N>
 __device__ __forceinline__ void multiply(
-        float (*d)[N][2][4], int j, const unsigned (*a)[F::LENGTH], const unsigned char* x,
-        int b, int i) {
-    const uint4* const from = (const uint4*)(x + b * Tile<F>::BLOCK) + threadIdx.x % 32;
+        float (*d)[N][2][4], int j, const unsigned (*a)[F::LENGTH],
+        const unsigned char* x, int b, int i) {
+    const uint4* const from = (const uint4*)(x + b * Tile<F>::BLOCK)
+            + threadIdx.x % 32;
     const uint4 v = from[32 * i];
     const uint4 low = F::TWO ? from[128 + 32 * i] : v;
     #pragma unroll
@@ -342,7 +356,8 @@ __device__ __forceinline__ void fold_tile(
 // acc += 128 columns of STRIPS times 16 rows of W, times those of eights of rows of x.
 template <class F, int MANY>
 __device__ __forceinline__ void add(
-        float (*acc)[TILES][4], const unsigned char* at, const unsigned char* x, int b) {
+        float (*acc)[TILES][4], const unsigned char* at, const unsigned char* x,
+        int b) {
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
     const int t = lane % 4;
@@ -376,7 +391,8 @@ __device__ __forceinline__ void add(
                 #pragma unroll
                 for (int j = first; j < first + AT_ONCE && j < TILES; j++)
                     multiply<F, MANY>(
-                            d, j - first, a[KEPT ? i : 0], x + j * Tile<F>::BYTES, b, i);
+                            d, j - first, a[KEPT ? i : 0], x + j * Tile<F>::BYTES,
+                            b, i);
             }
             #pragma unroll
             for (int j = first; j < first + AT_ONCE && j < TILES; j++)
@@ -405,8 +421,8 @@ __device__ __forceinline__ void add(
 // run, there is time for what `meanwhile` does.
 template <class F, bool SOON, class M>
 __device__ __forceinline__ void add_together(
-        float (*acc)[4], const unsigned char* at, const unsigned char* x, WgmmaMatrix from,
-        int b, M& meanwhile) {
+        float (*acc)[4], const unsigned char* at, const unsigned char* x,
+        WgmmaMatrix from, int b, M& meanwhile) {
     typedef Tile<F, true> T;
     const int lane = threadIdx.x % 32;
     F q;
@@ -425,7 +441,8 @@ __device__ __forceinline__ void add_together(
     wgmma_fence();
     #pragma unroll
     for (int i = 0; i < 8; i++)
-        wgmma<8 * TILES, false>(d[i % 2], a[i / 2] + i % 2 * 4, from + 16 * i, i > 1);
+        wgmma<8 * TILES, false>(
+                d[i % 2], a[i / 2] + i % 2 * 4, from + 16 * i, i > 1);
     wgmma_commit();
     if (SOON)
         meanwhile();
@@ -435,7 +452,8 @@ __device__ __forceinline__ void add_together(
     #pragma unroll
     for (int j = 0; j < TILES; j++) {
         const float *const p = d[0] + 4 * j, *const r = d[1] + 4 * j;
-        const float pair[2][4] = {{p[0], p[1], p[2], p[3]}, {r[0], r[1], r[2], r[3]}};
+        const float pair[2][4] = {
+                {p[0], p[1], p[2], p[3]}, {r[0], r[1], r[2], r[3]}};
         const unsigned char* const scales = x + j * T::BYTES + T::SCALES;
         fold(q, acc[j], pair, *((const float2*)scales + 4 * b + lane % 4));
     }
@@ -457,7 +475,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     constexpr int UNIT = MANY * F::BYTES;
     constexpr bool ALL = ROOM >= (N + PER - 1) / PER;
     // Have a lane's ends registers while all is added up? Then nobody waits for what they need.
-    constexpr bool EARLY = !TOGETHER && OWN <= (DOWN * ALONG > (PER > 1 ? 12 : 8) ? 1 : 2);
+    constexpr bool EARLY = !TOGETHER
+            && OWN <= (DOWN * ALONG > (PER > 1 ? 12 : 8) ? 1 : 2);
     // for what belongs to rows of W they have
     constexpr bool HALF = PER == 1 && !EARLY && !TOGETHER;
     // Is a piece asked for only when the next one is multiplied? Nobody has to be waited for then.
@@ -483,8 +502,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     float4* const part = (float4*)(shared + PER * ROOM * PIECE
             + BESIDE * PER * PLACES * UNIT);
     float4* const sums = part + (here ? warp : 0) * QUADS * 32 + lane;
-    Meeting* const full = (Meeting*)(part
-                                  + (PER > 1 || STASH ? BESIDE * PER * QUADS * 32 : 0))
+    Meeting* const full =
+            (Meeting*)(part + (PER > 1 || STASH ? BESIDE * PER * QUADS * 32 : 0))
             + h * 2 * ROOM;
     Meeting* const empty = full + ROOM;
     // TOGETHER: scales and biases of the warp's 16 rows of W, and the norms of the block's of x
@@ -511,7 +530,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         for (int i = 0; i < MANY; i++)
             F::fetch(
                     to + i * F::BYTES, p + (size_t)(16 * i) * F::LINE,
-                    q + (size_t)(4 * i) * F::SLINE, rows - 16 * i, next.unit, lane);
+                    q + (size_t)(4 * i) * F::SLINE, rows - 16 * i, next.unit,
+                    lane);
         left--;
         if (!next.next(h))
             return;
@@ -549,7 +569,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         const int from = o.group * o.span, q = i * PER + h;
         if (here && q < QUADS)
             finish[i].template weights<F>(
-                    o, from + strip + q / TILES * 16 + 2 * g, min(from + o.span, n4));
+                    o, from + strip + q / TILES * 16 + 2 * g,
+                    min(from + o.span, n4));
     }
     pdl_wait();
     #pragma unroll 1
@@ -561,7 +582,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     }
     __syncthreads();  // the barriers are there
 
-    int spot = 0, slot = 0, free = -1;  // which piece is to be asked for next, and where
+    // which piece is to be asked for next, and where
+    int spot = 0, slot = 0, free = -1;
     unsigned phase = 0;
     #pragma unroll 1
     for (int group = o.group; group < groups; group += o.step) {
@@ -584,13 +606,15 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             const int r = group * o.span + strip + q / TILES * 16 + 2 * g;
             if (TOGETHER) {
                 f.kept(own, 2 * g);
-                f.rows(o, r, (o.first + q) * 8 + 2 * t, to, own + 32 + q * 8 + 2 * t);
+                f.rows(o, r, (o.first + q) * 8 + 2 * t, to,
+                        own + 32 + q * 8 + 2 * t);
                 return;
             }
             #pragma unroll
             for (int i = 0; HALF && i < 2; i++) {
                 f.raw[i] = q < TILES ? strips[0].raw[i] : strips[MANY - 1].raw[i];
-                f.bias[i] = q < TILES ? strips[0].bias[i] : strips[MANY - 1].bias[i];
+                f.bias[i] = q < TILES ? strips[0].bias[i]
+                                      : strips[MANY - 1].bias[i];
             }
             if (!known && !HALF)
                 f.template weights<F>(o, r, to);
@@ -606,11 +630,13 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         for (int pass = 0; pass < PASSES; pass++) {
             float acc[MANY][TILES][4] = {};
             #pragma unroll 1
-            for (int unit = works ? h + pass * PER : N; unit < N; unit += SHARES) {
+            for (int unit = works ? h + pass * PER : N; unit < N;
+                    unit += SHARES) {
                 const unsigned char* const x = xs + slot * PIECE;
                 // Are there registers to fill a unit's place again while its last block is
                 // multiplied?
-                constexpr bool SOON = TOGETHER && BESIDE * PER <= 12 && TILES <= 4;
+                constexpr bool SOON = TOGETHER && BESIDE * PER <= 12
+                        && TILES <= 4;
                 WgmmaMatrix from = 0;
                 if (SOON)
                     from = wgmma_cores(x, TILE);
@@ -626,10 +652,11 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                         fetch(ring + spot);
                     cp_async_commit();
                 };
-                #pragma unroll (!SOON && (QUADS > 2 || BESIDE * PER > 12) ? 1 : F::UNITS)
+                #pragma unroll(!SOON && (QUADS > 2 || BESIDE * PER > 12) ? 1 : F::UNITS)
                 for (b = 0; b < F::UNITS; b++)
                     if constexpr (TOGETHER)
-                        add_together<F, SOON>(acc[0], ring + spot, x, from, b, refill);
+                        add_together<F, SOON>(
+                                acc[0], ring + spot, x, from, b, refill);
                     else
                         add<F, MANY>(acc, ring + spot, x, b);
                 b = F::UNITS - 1;
@@ -671,7 +698,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             if (PER == 1) {
                 #pragma unroll
                 for (int i = 0; i < 4 * QUADS; i++)
-                    total[i / 4 % OWN][i % 4] += acc[i / 4 / TILES][i / 4 % TILES][i % 4];
+                    total[i / 4 % OWN][i % 4] +=
+                            acc[i / 4 / TILES][i / 4 % TILES][i % 4];
                 continue;
             }
             if (pass || group != o.group)
@@ -689,7 +717,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 for (int j = 0; j < PER; j++) {
                     if (!here || i * PER + h >= QUADS)
                         continue;
-                    const float4 v = sums[((j - h) * NEAR * QUADS + i * PER + h) * 32];
+                    const float4 v =
+                            sums[((j - h) * NEAR * QUADS + i * PER + h) * 32];
                     total[i][0] += v.x;
                     total[i][1] += v.y;
                     total[i][2] += v.z;
@@ -704,9 +733,11 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         constexpr bool WHOLE = BEST && STASH && TOGETHER;
         if (WHOLE && here)
             Finish::join_whole<F>(
-                    o, group * o.span + strip, to, sums - lane, own, own + 32, best);
+                    o, group * o.span + strip, to, sums - lane, own, own + 32,
+                    best);
         #pragma unroll 1
-        for (int first = 0; STASH && !WHOLE && here && first < QUADS; first += OWN) {
+        for (int first = 0; STASH && !WHOLE && here && first < QUADS;
+                first += OWN) {
             Finish ends[OWN];  // what they need is asked for at once
             #pragma unroll
             for (int i = 0; i < OWN; i++)
@@ -747,15 +778,16 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
 extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const unsigned char* __restrict__ extra,
-        const unsigned char* halves, const unsigned char* more, const float* inverse,
-        const float* __restrict__ bias, const float* gate, const float* add, float* y,
-        long long* best, float limit, float cap, int rows, int n, int m, int ld, int column,
-        int width, int main, int span, int tiles) {
+        const unsigned char* halves, const unsigned char* more,
+        const float* inverse, const float* __restrict__ bias, const float* gate,
+        const float* add, float* y, long long* best, float limit, float cap,
+        int rows, int n, int m, int ld, int column, int width, int main, int span,
+        int tiles) {
     DYNAMIC_SHARED(unsigned char, shared);
     pdl_trigger();
-    Job o = {w, s, halves, gs, inverse, bias, gate ? gate + column : nullptr, add, y, best,
-            limit, cap, rows, n, ld, 0, width, span, (int)blockIdx.x, main, tiles,
-            (int)blockIdx.y * TILES};
+    Job o = {w, s, halves, gs, inverse, bias, gate ? gate + column : nullptr, add,
+            y, best, limit, cap, rows, n, ld, 0, width, span, (int)blockIdx.x,
+            main, tiles, (int)blockIdx.y * TILES};
 #ifdef EXTRA
     if ((int)blockIdx.x >= main) {
         o.w = extra;
@@ -770,7 +802,8 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
             o.bias = bias + n;
         if (NORM == 1)
             o.inverse = inverse + rows;
-        matrix<EXTRA<C>, ESPLIT, 1, EDOWN, EALONG, EDEEP, EHELD, false>(o, shared);
+        matrix<EXTRA<C>, ESPLIT, 1, EDOWN, EALONG, EDEEP, EHELD, false>(
+                o, shared);
         return;
     }
 #endif

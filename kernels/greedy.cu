@@ -27,7 +27,8 @@
 #define KEYS 0
 #endif
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, UNIT = 4 * THREADS;  // logits at a time
+// logits at a time
+constexpr int THREADS = 256, WARPS = THREADS / 32, UNIT = 4 * THREADS;
 constexpr int MANY = 8;  // units of a block on their way
 
 // The largest key of a block; for thread 0.
@@ -63,7 +64,8 @@ __device__ __forceinline__ u64 best_of(const float* row, int v) {
             #pragma unroll
             for (int j = 3; j >= 0; j--) {
                 const unsigned id = first[i] + j;
-                const unsigned k = id >= (unsigned)v ? 0u : logit_key((&a[i].x)[j]);
+                const unsigned k = id >= (unsigned)v ? 0u
+                                                     : logit_key((&a[i].x)[j]);
                 if (k >= top) {
                     top = k;
                     at = id;
@@ -74,11 +76,11 @@ __device__ __forceinline__ u64 best_of(const float* row, int v) {
 }
 
 // Four blocks a multiprocessor: small enough to be there before a head of few rows has ended.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-        greedy(const float* logits, const long long* keys, long long* best, int* ids,
-                const int* seq, int* pos, int* pos3, long long* slots, int* starts,
-                int* state_in, int* state_out, const int* tables, int* told, int v,
-                int parts, int most, int block_size, int places) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) greedy(
+        const float* logits, const long long* keys, long long* best, int* ids,
+        const int* seq, int* pos, int* pos3, long long* slots, int* starts,
+        int* state_in, int* state_out, const int* tables, int* told, int v,
+        int parts, int most, int block_size, int places) {
     __shared__ u64 part[2][WARPS];
     __shared__ Move next;
     const int t = blockIdx.y, last = gridDim.x - 1;

@@ -24,15 +24,18 @@ constexpr int STEP = 128 * WARPS;  // numbers that a row's threads take at once
 constexpr int HELD = 4;
 
 // q gets its gain; the sum of squares is without.
-__device__ __forceinline__ void weigh(float4& q, float4 f, float& sum, float& top) {
+__device__ __forceinline__ void weigh(
+        float4& q, float4 f, float& sum, float& top) {
     sum += fmaf(q.x, q.x, fmaf(q.y, q.y, fmaf(q.z, q.z, q.w * q.w)));
     q = make_float4(q.x * f.x, q.y * f.y, q.z * f.z, q.w * f.w);
-    top = fmaxf(fmaxf(top, fmaxf(fabsf(q.x), fabsf(q.y))), fmaxf(fabsf(q.z), fabsf(q.w)));
+    top = fmaxf(
+            fmaxf(top, fmaxf(fabsf(q.x), fabsf(q.y))),
+            fmaxf(fabsf(q.z), fabsf(q.w)));
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4)
-        halve(const float* __restrict__ x, const float* __restrict__ gain, float eps,
-                __half* y, float* scale, int rows, int n, int kp) {
+        halve(const float* __restrict__ x, const float* __restrict__ gain,
+                float eps, __half* y, float* scale, int rows, int n, int kp) {
     const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS);
     const int first = threadIdx.x % (32 * WARPS) * 4;
     const bool real = r < rows, wide = n % 4 == 0;

@@ -14,8 +14,8 @@
 #include "lib/sample.cuh"
 #include "lib/team.cuh"
 
-extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(1024)
-        likeliest(const float* logits, const int* __restrict__ names, int* ids, int v) {
+extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(1024) likeliest(
+        const float* logits, const int* __restrict__ names, int* ids, int v) {
     __shared__ u64 part[32], best;
     const float* row = logits + (size_t)(blockIdx.x / TEAM) * v;
     pdl_trigger();

@@ -39,13 +39,14 @@
 extern "C" __global__ void __launch_bounds__(32 * WARPS) mamba_many(
         const unsigned* __restrict__ q, const unsigned* __restrict__ k,
         const float* __restrict__ u, const unsigned* __restrict__ p,
-        const float* __restrict__ scal, const float* __restrict__ skip, float* rec,
-        const int* __restrict__ first, const int* __restrict__ starts,
+        const float* __restrict__ scal, const float* __restrict__ skip,
+        float* rec, const int* __restrict__ first, const int* __restrict__ starts,
         const int* __restrict__ state_in, const int* __restrict__ state_out,
         const int* __restrict__ tile_seq, const int* __restrict__ tile_lo,
-        const int* __restrict__ tile_hi, float* y, int tiles, int groups, int nh) {
+        const int* __restrict__ tile_hi, float* y, int tiles, int groups,
+        int nh) {
     DYNAMIC_SHARED(uint4, room);
     scan_states<DK, DV, WARPS, TAILS>(
-            room, q, k, u, p, scal, skip, rec, first, starts, state_in, state_out, tile_seq,
-            tile_lo, tile_hi, y, tiles, groups, nh);
+            room, q, k, u, p, scal, skip, rec, first, starts, state_in, state_out,
+            tile_seq, tile_lo, tile_hi, y, tiles, groups, nh);
 }

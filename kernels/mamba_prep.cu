@@ -35,12 +35,12 @@ typedef Matrix<STRIDE> Mat;
 extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(
         const float* __restrict__ x, const float* __restrict__ conv_w,
         const float* __restrict__ conv_b, const float* __restrict__ decay,
-        const float* __restrict__ dt_bias, float* conv, const int* __restrict__ first,
-        const int* __restrict__ starts, const int* __restrict__ state_in,
-        const int* __restrict__ state_out, const int* __restrict__ tile_seq,
-        const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, unsigned* q,
-        unsigned* k, float* u, unsigned* p, float* scal, int groups, int nh, int per, int c,
-        int width) {
+        const float* __restrict__ dt_bias, float* conv,
+        const int* __restrict__ first, const int* __restrict__ starts,
+        const int* __restrict__ state_in, const int* __restrict__ state_out,
+        const int* __restrict__ tile_seq, const int* __restrict__ tile_lo,
+        const int* __restrict__ tile_hi, unsigned* q, unsigned* k, float* u,
+        unsigned* p, float* scal, int groups, int nh, int per, int c, int width) {
     DYNAMIC_SHARED(unsigned char, rows);
     float* hi = (float*)(rows + TILE * STRIDE);
     float* lo = hi + TILE;
@@ -54,15 +54,16 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(
     if (tile_seq[t] < 0)
         return;
     const Rows r = rows_of(
-            t, x, width, c, conv, first, starts, state_in, state_out, tile_seq, tile_lo,
-            tile_hi);
+            t, x, width, c, conv, first, starts, state_in, state_out, tile_seq,
+            tile_lo, tile_hi);
     for (int i = tid; i < 2 * DK * 4; i += 256) {  // B, then C, of 16 rows
         const int e = i % (2 * DK);
         const int m = e / DK;
         const int ch = inner + (m * groups + group) * DK + e % DK;
-        r.conv(ch, inner + ch, i / (2 * DK) * 16, conv_w, conv_b, [&](int j, float v) {
-            put_limbs(rows + j * STRIDE + m * 4 * DK, e % DK, DK, v);
-        });
+        r.conv(ch, inner + ch, i / (2 * DK) * 16, conv_w, conv_b,
+                [&](int j, float v) {
+                    put_limbs(rows + j * STRIDE + m * 4 * DK, e % DK, DK, v);
+                });
         if (i < 2 * DK && blockIdx.z == 0)
             r.keep_tail(ch, inner + ch);
     }
@@ -84,7 +85,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(
             for (int i = 0; i < 2; i++) {
                 const int j = 2 * lane + i;
                 d[i] = j >= r.lo && j < r.hi
-                        ? softplus(r.x[(size_t)j * width + width - nh + h] + dt_bias[h])
+                        ? softplus(
+                                  r.x[(size_t)j * width + width - nh + h]
+                                  + dt_bias[h])
                         : 0.f;
                 g[i] = decay[h] * d[i];
                 dt[j] = d[i];
@@ -95,7 +98,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(
         for (int i = tid; i < DV * 4; i += 256) {
             const int e = i % DV, ch = h * DV + e;
             r.conv(ch, inner + ch, i / DV * 16, conv_w, conv_b,
-                    [&](int j, float v) { ((float*)(rows + j * STRIDE + 4 * DK))[e] = v; });
+                    [&](int j, float v) {
+                        ((float*)(rows + j * STRIDE + 4 * DK))[e] = v;
+                    });
             if (i < DV)
                 r.keep_tail(ch, inner + ch);
         }

@@ -65,7 +65,8 @@ __device__ __forceinline__ float row_sums(float (&v)[MINE], int& which) {
         const bool hi = threadIdx.x & m;
         #pragma unroll
         for (int i = 0; i < k; i++)
-            v[i] = (hi ? v[k + i] : v[i]) + __shfl_xor_sync(~0u, hi ? v[i] : v[k + i], m);
+            v[i] = (hi ? v[k + i] : v[i])
+                    + __shfl_xor_sync(~0u, hi ? v[i] : v[k + i], m);
         which += hi * k;
     }
     #pragma unroll
@@ -75,12 +76,13 @@ __device__ __forceinline__ float row_sums(float (&v)[MINE], int& which) {
 }
 
 extern "C" __global__ void __launch_bounds__(128, RESIDENT) mamba_step(
-        const float* x, const float* __restrict__ conv_w, const float* __restrict__ conv_b,
-        const float* __restrict__ decay, const float* __restrict__ skip,
-        const float* __restrict__ dt_bias, const float* __restrict__ norm_w, float* conv,
-        float* rec, const int* __restrict__ first, const int* __restrict__ starts,
-        const int* __restrict__ state_in, const int* __restrict__ state_out, float* y,
-        float* parts, int rows) {
+        const float* x, const float* __restrict__ conv_w,
+        const float* __restrict__ conv_b, const float* __restrict__ decay,
+        const float* __restrict__ skip, const float* __restrict__ dt_bias,
+        const float* __restrict__ norm_w, float* conv, float* rec,
+        const int* __restrict__ first, const int* __restrict__ starts,
+        const int* __restrict__ state_in, const int* __restrict__ state_out,
+        float* y, float* parts, int rows) {
     constexpr int K = (NS + 127) / 128;
     constexpr int SLOTS = 2 * K + 1;
     constexpr int STEP = 32 / LANES;
@@ -118,7 +120,8 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) mamba_step(
         col[K + k] = col[k] + groups * NS;
         has[k] = has[K + k] = tid + 128 * k < NS;
     }
-    col[2 * K] = warp == 2 ? c + head : (warp == 0 ? 0 : -inner) + at0 + lane % PR;
+    col[2 * K] = warp == 2 ? c + head
+                           : (warp == 0 ? 0 : -inner) + at0 + lane % PR;
     has[2 * K] = warp == 0 && lane < PR;
     past.fetch_taps(conv_w, col, has);
     #pragma unroll
@@ -173,7 +176,8 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) mamba_step(
         #pragma unroll
         for (int j = 0; j < 2 * K; j++)
             if (tid + 128 * (j % K) < NS)
-                to[j / K * NS + tid + 128 * (j % K)] = past.step(i, j, bias[j][tid]);
+                to[j / K * NS + tid + 128 * (j % K)] = past.step(
+                        i, j, bias[j][tid]);
         if (warp == 0 && lane < PR)
             to[2 * NS + lane] = past.step(i, 2 * K, bias[2 * K][tid]);
         if (warp == 1 && lane < PR)
@@ -235,16 +239,19 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) mamba_step(
         if (j) {
             if (out >= 0)
                 past.keep(
-                        i, conv + (size_t)out * 3 * c, c, blockIdx.x == 0 && tid < NS,
-                        warp == 0 && lane < PR);
+                        i, conv + (size_t)out * 3 * c, c,
+                        blockIdx.x == 0 && tid < NS, warp == 0 && lane < PR);
             if (warp == 3) {  // lane = row of the block
                 const bool it = lane < PR;
                 const float o = it
-                        ? __fmul_rn(fmaf(own[2], in[lane], sum[i % 2][lane]), in[PR + lane])
+                        ? __fmul_rn(
+                                  fmaf(own[2], in[lane], sum[i % 2][lane]),
+                                  in[PR + lane])
                         : 0.f;
                 const float ss = warp_sum(__fmul_rn(o, o));
                 if (it)
-                    y[(size_t)(r0 + i) * inner + at0 + lane] = __fmul_rn(o, gain[lane]);
+                    y[(size_t)(r0 + i) * inner + at0 + lane] = __fmul_rn(
+                            o, gain[lane]);
                 if (!lane)
                     parts[(size_t)(r0 + i) * (inner / PR) + at0 / PR] = ss;
             }

@@ -11,8 +11,8 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(256) moe_count(
-        const int* __restrict__ ids, const int* __restrict__ seq, int* counts, int picks,
-        int top) {
+        const int* __restrict__ ids, const int* __restrict__ seq, int* counts,
+        int picks, int top) {
     __shared__ int found[E];
     for (int e = threadIdx.x; e < E; e += 256)
         found[e] = 0;
@@ -20,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(256) moe_count(
     #pragma unroll
     for (int i = 0; i < STRETCH / 256; i++) {
         const int e = expert_of(
-                ids, seq, blockIdx.x * STRETCH + i * 256 + threadIdx.x, picks, top);
+                ids, seq, blockIdx.x * STRETCH + i * 256 + threadIdx.x, picks,
+                top);
         if (e >= 0)
             atomicAdd(&found[e], 1);
     }

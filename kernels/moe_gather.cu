@@ -42,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(128, 8) moe_gather(
                     v[i] = fmaf(w, p[i], v[i]);
         }
     if (whole) {
-        *(float4*)(y + o) = make_float4(v[0] + a.x, v[1] + a.y, v[2] + a.z, v[3] + a.w);
+        *(float4*)(y + o) = make_float4(
+                v[0] + a.x, v[1] + a.y, v[2] + a.z, v[3] + a.w);
         return;
     }
     for (int i = 0; i < 4 && c + i < n; i++)

@@ -63,7 +63,8 @@ template <int SIZE> __device__ __forceinline__ int even(int n) {
 
 // The list of tiles of up to SIZE places: a thread lists those of its own experts.
 template <int SIZE>
-__device__ __forceinline__ void list(const int* total, int* tiles, int slots, int* parts) {
+__device__ __forceinline__ void list(
+        const int* total, int* tiles, int slots, int* parts) {
     int mine = 0;
     int place = 0;
     int all;
@@ -92,7 +93,8 @@ __device__ __forceinline__ void list(const int* total, int* tiles, int slots, in
 
 // Picks of each expert: all, and those before this block's.
 __device__ __forceinline__ void count_all(
-        const int* ids, const int* seq, int picks, int top, int* all, int* earlier) {
+        const int* ids, const int* seq, int picks, int top, int* all,
+        int* earlier) {
     for (int p = threadIdx.x; p < picks; p += 256) {
         const int e = expert_of(ids, seq, p, picks, top);
         if (e < 0)
@@ -106,8 +108,8 @@ __device__ __forceinline__ void count_all(
 
 // A warp puts its picks where they go, in order.
 __device__ __forceinline__ void put_picks(
-        const int* ids, const int* seq, int* order, int* next, int lo, int lane, int picks,
-        int top) {
+        const int* ids, const int* seq, int* order, int* next, int lo, int lane,
+        int picks, int top) {
     #pragma unroll 1
     for (int i = 0; i < OWN; i += 32) {
         const int p = lo + i + lane;
@@ -126,8 +128,8 @@ __device__ __forceinline__ void put_picks(
 
 extern "C" __global__ void __launch_bounds__(256) moe_sort(
         const int* __restrict__ ids, const int* __restrict__ seq,
-        const int* __restrict__ counts, int* order, int* tiles, int* others, int picks,
-        int top, int slots, int more) {
+        const int* __restrict__ counts, int* order, int* tiles, int* others,
+        int picks, int top, int slots, int more) {
     // where a warp's next pick of an expert goes
     __shared__ int next[WARPS][E], parts[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -164,7 +166,8 @@ extern "C" __global__ void __launch_bounds__(256) moe_sort(
     #pragma unroll
     for (int i = 0; i < PER; i++)
         mine += total[i];
-    int place = before(mine, parts, all);  // its barriers are those that the counts need
+    // its barriers are those that the counts need
+    int place = before(mine, parts, all);
     #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int e = threadIdx.x * PER + i;

@@ -36,9 +36,10 @@ __device__ __forceinline__ unsigned block_scale(float top) {
     return max(to_e4m3(__fdiv_rn(top, 96.f)), 1u);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4) narrow(
-        const float* __restrict__ x, const float* __restrict__ gain, unsigned char* y,
-        unsigned char* s, float* scale, float eps, int rows, int n, int kp) {
+extern "C" __global__ void __launch_bounds__(256, 4)
+        narrow(const float* __restrict__ x, const float* __restrict__ gain,
+                unsigned char* y, unsigned char* s, float* scale, float eps,
+                int rows, int n, int kp) {
     const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS);
     const int lane = threadIdx.x % 32;
     const bool real = r < rows;
@@ -49,7 +50,8 @@ extern "C" __global__ void __launch_bounds__(256, 4) narrow(
     const float2 f = chunk_scale(__uint_as_float(row.top));
     if (row.first == 0) {
         const float whole = FP8 ? f.y * 128.f : f.y * 16.f;
-        const float by = row.top < 0x7F800000u ? whole : __uint_as_float(0x7FC00000u);
+        const float by = row.top < 0x7F800000u ? whole
+                                               : __uint_as_float(0x7FC00000u);
         scale[r] = gain ? by * rsqrtf(row.sum / n + eps) : by;
     }
     row.each(kp, [&](int i, float4 v) {

@@ -32,11 +32,13 @@
 // of a sequence: its newest token's position and id, rows accepted and real ones
 struct Next {
     int p, n, live, newest, line;
-    int top, shift[3];  // the last position it may have; rotary positions less positions
+    // the last position it may have; rotary positions less positions
+    int top, shift[3];
 };
 
 // How many of a sequence's drafts are some.
-__device__ __forceinline__ int leading(const int* drafts, int k, int s, int seqs) {
+__device__ __forceinline__ int leading(
+        const int* drafts, int k, int s, int seqs) {
     int j = 0;
     while (j < k && drafts[j * seqs + s] >= 0)
         j++;
@@ -46,8 +48,8 @@ __device__ __forceinline__ int leading(const int* drafts, int k, int s, int seqs
 // Where sequence i stands, and how many rows of its next step there is room for.
 __device__ __forceinline__ Next read(
         const int* line, const int* accepted, const int* newest, const int* pos,
-        const int* pos3, const int* limit, const int* kmax, int i, int rows, int width,
-        int axes, int room) {
+        const int* pos3, const int* limit, const int* kmax, int i, int rows,
+        int width, int axes, int room) {
     Next a = {};
     a.line = line[i];
     a.n = a.line < 0 ? 0 : accepted[i];
@@ -64,10 +66,11 @@ __device__ __forceinline__ Next read(
 }
 
 extern "C" __global__ void __launch_bounds__(256) next_rows(
-        const int* drafts, const int* accepted, const int* last, const int* newest,
-        const int* line, const int* kmax, const int* limit, const int* tables, int* ids,
-        int* pos, int* pos3, long long* slots, int* seq, int* lanes, int* starts, int* live,
-        int* state_in, int* state_out, int* tick, int* told_seq, int seqs, int width, int k,
+        const int* drafts, const int* accepted, const int* last,
+        const int* newest, const int* line, const int* kmax, const int* limit,
+        const int* tables, int* ids, int* pos, int* pos3, long long* slots,
+        int* seq, int* lanes, int* starts, int* live, int* state_in,
+        int* state_out, int* tick, int* told_seq, int seqs, int width, int k,
         int most, int block_size, int ahead) {
     __shared__ Next all[256];
     const int i = threadIdx.x;
@@ -77,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(256) next_rows(
     const int half = tick[0] & 1;
     if (i < seqs)  // all that is moved is read before any of it is written
         all[i] = read(
-                line, accepted, newest, pos, pos3, limit, kmax, i, rows, width, axes,
-                most * block_size);
+                line, accepted, newest, pos, pos3, limit, kmax, i, rows, width,
+                axes, most * block_size);
     pdl_wait();
     if (i < seqs) {
         Next& a = all[i];
@@ -105,7 +108,9 @@ extern "C" __global__ void __launch_bounds__(256) next_rows(
         int id = a.newest;
         if (j) {
             id = drafts && j <= k ? drafts[(j - 1) * seqs + s] : -1;
-            told_seq[(half * seqs + s) * ahead + j] = real ? id : a.n ? min(id, -1) : -1;
+            told_seq[(half * seqs + s) * ahead + j] = real ? id
+                    : a.n                                  ? min(id, -1)
+                                                           : -1;
         }
         if (!a.n)
             continue;

@@ -9,8 +9,8 @@
 #include "lib/pdl.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024)
-        ngram(const int* history, const int* line, const int* end, int* drafts, int longest,
-                int seqs, int k, int least, int most) {
+        ngram(const int* history, const int* line, const int* end, int* drafts,
+                int longest, int seqs, int k, int least, int most) {
     __shared__ unsigned part[32];
     const int s = blockIdx.x;
     pdl_trigger();

@@ -19,8 +19,9 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS) norm_add(
         const float* a, const float* b, const float* __restrict__ wa,
-        const float* __restrict__ wb, const float* __restrict__ w, const float* add,
-        const float* __restrict__ scale, float* y, float eps, int n) {
+        const float* __restrict__ wb, const float* __restrict__ w,
+        const float* add, const float* __restrict__ scale, float* y, float eps,
+        int n) {
     __shared__ __align__(16) float part[3][32];
     const size_t at = (size_t)blockIdx.x * n;
     const float share = 1.f / n, by = scale ? scale[0] : 1.f;

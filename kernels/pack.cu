@@ -29,7 +29,8 @@ struct Job {
     long long line;
     long long rows;  // of a matrix of the tensor
     long long to;  // address
-    long long wide;  // bytes of a row there; of scales, chunks; of factors, numbers
+    // bytes of a row there; of scales, chunks; of factors, numbers
+    long long wide;
     long long n4;  // rows of a matrix there
     long long above;  // rows of the matrix before those of the tensor
     long long map;  // address of int32s, or 0
@@ -39,7 +40,16 @@ struct Job {
     long long per;
 };
 
-enum { NO_CHECK, IN_BF16, IN_F16, IN_E4M3, SCALE_E4M3, SCALE_E8M0, FACTOR, ABOVE_ZERO };
+enum {
+    NO_CHECK,
+    IN_BF16,
+    IN_F16,
+    IN_E4M3,
+    SCALE_E4M3,
+    SCALE_E8M0,
+    FACTOR,
+    ABOVE_ZERO
+};
 
 // nibbles 0-3 and 4-7 of v: byte i has nibble i with its sign on top, nibble 4+i in what is left
 __device__ __forceinline__ unsigned e2m1_word(unsigned v) {
@@ -58,7 +68,8 @@ __device__ __forceinline__ unsigned int4_word(unsigned v) {
     unsigned w = 0;
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-        w |= (v >> (8 * i) & 15u) << (4 * i) | (v >> (8 * i + 4) & 15u) << (16 + 4 * i);
+        w |= (v >> (8 * i) & 15u) << (4 * i)
+                | (v >> (8 * i + 4) & 15u) << (16 + 4 * i);
     }
     return w;
 }
@@ -126,7 +137,8 @@ __device__ void factors(
 }
 
 __device__ __forceinline__ void scale_bytes(
-        const Job& j, const unsigned char* p, int n, unsigned row0, unsigned col) {
+        const Job& j, const unsigned char* p, int n, unsigned row0,
+        unsigned col) {
     const int size = j.kind == 4 ? 2 : j.kind == 5 ? 1 : 4;
     for (int i = 0; i < n; i++) {
         const unsigned x = col + i, c = x % (unsigned)j.line;
@@ -134,7 +146,8 @@ __device__ __forceinline__ void scale_bytes(
         if (to < 0)
             continue;
         ((unsigned char*)j.to)
-                [((to / 4 * j.wide + c / size) * 4 + to % 4) * size + c % size] = p[i];
+                [((to / 4 * j.wide + c / size) * 4 + to % 4) * size + c % size] =
+                        p[i];
     }
 }
 
@@ -151,9 +164,9 @@ __device__ __forceinline__ const Job& job_of(const Job* jobs, int count) {
     return jobs[lo];
 }
 
-extern "C" __global__ void __launch_bounds__(128)
-        pack(const unsigned char* __restrict__ src, const long long* __restrict__ jobs,
-                int* __restrict__ bad, int count) {
+extern "C" __global__ void __launch_bounds__(128) pack(
+        const unsigned char* __restrict__ src, const long long* __restrict__ jobs,
+        int* __restrict__ bad, int count) {
     const Job& j = job_of((const Job*)jobs, count);
     const long long first = (blockIdx.x - j.block) * j.chunk;
     const long long y = j.at + first;
@@ -188,7 +201,8 @@ extern "C" __global__ void __launch_bounds__(128)
             for (int i = 0; i < have; i++) {
                 const long long to = place(j, row0 + (x + i) / line);
                 if (to >= 0)
-                    ((unsigned char*)j.to)[to * j.wide + (x + i) % line] = v >> (8 * i);
+                    ((unsigned char*)j.to)[to * j.wide + (x + i) % line] = v
+                            >> (8 * i);
             }
             continue;
         }
@@ -198,7 +212,8 @@ extern "C" __global__ void __launch_bounds__(128)
         if (j.kind == 2)
             *(__half*)(to + col / 2) = __float2half_rn(__uint_as_float(v));
         else if (j.kind == 3)
-            *(__nv_bfloat16*)(to + col / 2) = __float2bfloat16_rn(__uint_as_float(v));
+            *(__nv_bfloat16*)(to + col / 2) = __float2bfloat16_rn(
+                    __uint_as_float(v));
         else
             *(unsigned*)(to + col) = j.kind == 1 ? e2m1_word(v)
                     : j.kind == 7                ? int4_word(v)

@@ -17,7 +17,8 @@ extern "C" __global__ void __launch_bounds__(256)
     const float* from = x + (size_t)(real ? r : 0) * n + i;
     float* to = y + (size_t)blockIdx.y * n + i;
     if (n % 4 == 0)
-        *(float4*)to = real ? *(const float4*)from : make_float4(0.f, 0.f, 0.f, 0.f);
+        *(float4*)to = real ? *(const float4*)from
+                            : make_float4(0.f, 0.f, 0.f, 0.f);
     else
         for (int j = 0; j < 4 && i + j < n; j++)
             to[j] = real ? from[j] : 0.f;

@@ -52,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(256) quantize(
             unsigned h[4] = {};
             for (int i = 0; i < 16; i++)
                 h[i / 4] |= to_e4m3(a[i] / unit) << (8 * (i % 4));
-            ((uint4*)to)[row * chunks * 2 + v] = make_uint4(h[0], h[1], h[2], h[3]);
+            ((uint4*)to)[row * chunks * 2 + v] = make_uint4(
+                    h[0], h[1], h[2], h[3]);
             continue;
         }
         for (int i = 0; i < 16; i++)
@@ -66,7 +67,8 @@ extern "C" __global__ void __launch_bounds__(256) quantize(
         unsigned h[2] = {};
         for (int i = 0; i < 16; i++) {
             const unsigned c = to_e2m1(a[i] / by), j = i % 4;
-            h[i / 8] |= (i % 8 < 4 ? (c >> 3) << 7 | (c & 7u) << 1 : c >> 3 | (c & 7u) << 4)
+            h[i / 8] |= (i % 8 < 4 ? (c >> 3) << 7 | (c & 7u) << 1
+                                   : c >> 3 | (c & 7u) << 4)
                     << (8 * j);
         }
         ((uint2*)to)[row * chunks * 2 + v] = make_uint2(h[0], h[1]);

@@ -6,9 +6,11 @@
 //   cos, sin : [rows, half]           f32     2*half <= dim
 //   launch: <<<(rows, ceil(heads*(dim-half)/256)), 256>>>
 extern "C" __global__ void __launch_bounds__(256)
-        rope(const float* x, const float* __restrict__ cos, const float* __restrict__ sin,
-                float* y, int heads, int dim, int half, int xs, int ys) {
-    const int lanes = dim - half;  // of a head: `half` pairs, then the elements that pass
+        rope(const float* x, const float* __restrict__ cos,
+                const float* __restrict__ sin, float* y, int heads, int dim,
+                int half, int xs, int ys) {
+    // of a head: `half` pairs, then the elements that pass
+    const int lanes = dim - half;
     const int t = blockIdx.y * blockDim.x + threadIdx.x;
     const int h = t / lanes;
     const int i = t % lanes;

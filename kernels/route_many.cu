@@ -35,8 +35,8 @@ static_assert(OUT <= 32 && TOP <= E, "see the contract");
 
 extern "C" __global__ void __launch_bounds__(128) route_many(
         const float* __restrict__ logits, const float* __restrict__ bias,
-        const float* __restrict__ correction, const float* __restrict__ factor, int* ids,
-        float* weights, float scaling, int rows) {
+        const float* __restrict__ correction, const float* __restrict__ factor,
+        int* ids, float* weights, float scaling, int rows) {
     __shared__ int picked[4][TOP];
     __shared__ unsigned room[4][64];
     const int lane = threadIdx.x % 32;
@@ -53,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(128) route_many(
     pick<E, TOP, SCORE, N>(near, correction, lane, picked[warp], room[warp]);
     __syncwarp();
     int id = picked[warp][lane < TOP ? lane : 0];
-    float g = pick_weight<E, TOP, SCORE, RENORM, N>(near, logit(id), scaling, lane);
+    float g = pick_weight<E, TOP, SCORE, RENORM, N>(
+            near, logit(id), scaling, lane);
     if (factor)
         g *= factor[id];
     if (SHARED && lane == TOP) {

@@ -101,7 +101,8 @@ struct Rows {  // a lane's columns of ROWS rows of x
             for (int i = 0; i < MINE; i++) {
                 const int at = i * WARPS * 256 + first;
                 if (FULL || at < K)
-                    load8(x + (size_t)min(t + (k ^ own), rows - 1) * K + at, a[k][i]);
+                    load8(x + (size_t)min(t + (k ^ own), rows - 1) * K + at,
+                            a[k][i]);
             }
     }
 };
@@ -109,7 +110,8 @@ struct Rows {  // a lane's columns of ROWS rows of x
 #if READY
 // Columns 8v to 8v + 7 of a row.
 __device__ __forceinline__ void leave(
-        unsigned char* row, int v, const float* a, const float* __restrict__ gain) {
+        unsigned char* row, int v, const float* a,
+        const float* __restrict__ gain) {
     typedef ReadyRow<K> Row;
     const int lane = threadIdx.x % 32;
     float b[8], g[8], sum = 0.f;
@@ -135,11 +137,11 @@ __device__ __forceinline__ void leave(
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-        router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
-                const float* __restrict__ gain, const float* x, float* logits, int* met,
-                float* empty, const float* __restrict__ ready_gain, unsigned char* ready,
-                float eps, int n, int ld, int rows, int fours) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
+        const unsigned char* __restrict__ w, const float* __restrict__ bias,
+        const float* __restrict__ gain, const float* x, float* logits, int* met,
+        float* empty, const float* __restrict__ ready_gain, unsigned char* ready,
+        float eps, int n, int ld, int rows, int fours) {
     __shared__ float part[HELD][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -171,7 +173,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         for (int r = 0; r < EACH; r++)
             #pragma unroll
             for (int j = 0; j < 8; j++)
-                v[i][r][j] = FULL || at < K ? NORM ? v[i][r][j] * g[j] : v[i][r][j] : 0.f;
+                v[i][r][j] = FULL || at < K
+                        ? NORM ? v[i][r][j] * g[j] : v[i][r][j]
+                        : 0.f;
 #if defined(__CUDA_ARCH__)
         #pragma unroll
         for (int r = 0; r < 8 * EACH; r++)  // now, and not when x is there
@@ -206,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                         sum[k] = fmaf(a, a, sum[k]);
                     #pragma unroll
                     for (int r = 0; r < EACH; r++)
-                        dot[k * EACH + r] = fmaf(a, v[i][r][j], dot[k * EACH + r]);
+                        dot[k * EACH + r] = fmaf(
+                                a, v[i][r][j], dot[k * EACH + r]);
                 }
         const float z = NORM ? fold<ROWS>(sum) : 0.f;
         const float s = fold<VALUES>(dot);

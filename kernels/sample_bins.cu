@@ -13,8 +13,8 @@
 #include "lib/bins.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) sample_bins(
-        const float* logits, const float* adjusted, const int* who, const int* how,
-        long long* work, long long* bins, int v) {
+        const float* logits, const float* adjusted, const int* who,
+        const int* how, long long* work, long long* bins, int v) {
     __shared__ Bins s;
     const int row = blockIdx.y, slot = who ? who[row] : row;
     unsigned *n = s.count, *low = (unsigned*)s.units;
@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(256) sample_bins(
         const Found f = find_bin(s, b, true, goal_of(h.top_p, to));
         p_to = f.bin;
         few = max(few, f.end_n);
-        p_from = from == to ? p_to : find_bin(s, b, true, goal_of(h.top_p, from)).bin;
+        p_from = from == to ? p_to
+                            : find_bin(s, b, true, goal_of(h.top_p, from)).bin;
     }
     if (!threadIdx.x) {
         w->k_bin = k_bin;

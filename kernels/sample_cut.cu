@@ -52,8 +52,8 @@ struct At {
 // The first of 512 classes with which the number of weights reaches `want`, or their sum, after
 // `m`, does. Weights of class i have the mantissa first - (i << shift), and what `low` adds.
 __device__ __forceinline__ At crossing(
-        const Count& c, unsigned first, int shift, int e, bool by_sum, u64 m, u64 want,
-        At from) {
+        const Count& c, unsigned first, int shift, int e, bool by_sum, u64 m,
+        u64 want, At from) {
     __shared__ At found;
     u64 n[2], sum[2], all_n, all_sum;
     for (int j = 0; j < 2; j++) {
@@ -99,12 +99,14 @@ __device__ __forceinline__ Least threshold(
         c.n[i] = c.low[i] = 0;
     __syncthreads();
     each(s, [&](unsigned w) {
-        tally(c.n, c.low, w >> LOW == start >> LOW ? 511 - (int)(w >> 9 & 511) : -1,
+        tally(c.n, c.low,
+                w >> LOW == start >> LOW ? 511 - (int)(w >> 9 & 511) : -1,
                 w & 511);
     });
     __syncthreads();
     const unsigned first = mantissa(start) + (511u << 9);
-    const At a = crossing(c, first, 9, e, by_sum, f.m, want, At{0, by_sum ? 0 : f.n, 0});
+    const At a = crossing(
+            c, first, 9, e, by_sum, f.m, want, At{0, by_sum ? 0 : f.n, 0});
     const unsigned upper = start + ((511u - a.i) << 9);
     for (int i = threadIdx.x; i < 512; i += 256)
         c.n[i] = c.low[i] = 0;
@@ -176,16 +178,17 @@ __device__ __forceinline__ void choose(
 // Which of this thread's weights are wanted, a bit each: those that can be at a threshold; of a row
 // with few weights down to the last bin in doubt all of these.
 __device__ __forceinline__ unsigned wanted(
-        const float4 (&a)[CHUNKS], float top, float temperature, bool few, int k_bin,
-        int p_from, int p_to) {
+        const float4 (&a)[CHUNKS], float top, float temperature, bool few,
+        int k_bin, int p_from, int p_to) {
     const int to = max(k_bin, p_to);
     unsigned b[CHUNKS * 4], mine = 0;
     weights(a, top, temperature, b);
     #pragma unroll
     for (int i = 0; i < CHUNKS * 4; i++) {
         const int bin = bin_of(b[i]);
-        const bool in = few ? bin >= 0 && bin <= to
-                            : bin > 0 && (bin == k_bin || (bin >= p_from && bin <= p_to));
+        const bool in = few
+                ? bin >= 0 && bin <= to
+                : bin > 0 && (bin == k_bin || (bin >= p_from && bin <= p_to));
         mine |= (unsigned)in << i;
     }
     return mine;
@@ -197,11 +200,13 @@ __device__ __forceinline__ unsigned least_of(
     unsigned least = 0;
     u64 sum = b.total;  // of the weights that stay
     #pragma unroll 1
-    for (int by_sum = 0; by_sum < 2; by_sum++) {  // top-k, then top-p of what it keeps
+    for (int by_sum = 0; by_sum < 2;
+            by_sum++) {  // top-k, then top-p of what it keeps
         if (by_sum ? h.top_p >= 1. : k_bin < 0)
             continue;
         const u64 want = by_sum ? goal_of(h.top_p, sum) : h.top_k;
-        const Least r = threshold(from, find_bin(s, b, by_sum, want), by_sum, want);
+        const Least r = threshold(
+                from, find_bin(s, b, by_sum, want), by_sum, want);
         least = max(least, r.w);
         sum = r.sum;
     }
@@ -210,8 +215,8 @@ __device__ __forceinline__ unsigned least_of(
 
 // The thread's wanted tokens go onto the list: with their ids where they are few.
 __device__ __forceinline__ void put_listed(
-        Work* w, unsigned* list, const float* x, unsigned mine, unsigned at, bool few,
-        int room, float top, float temperature) {
+        Work* w, unsigned* list, const float* x, unsigned mine, unsigned at,
+        bool few, int room, float top, float temperature) {
     for (; mine; mine &= mine - 1) {
         const int i = __ffs(mine) - 1;
         const int id = blockIdx.x * SPAN + i / 4 * 1024 + threadIdx.x * 4 + i % 4;
@@ -229,9 +234,9 @@ __device__ __forceinline__ void put_listed(
 }
 
 extern "C" __global__ void __launch_bounds__(256) sample_cut(
-        const float* logits, const float* adjusted, const int* who, const int* how,
-        const long long* position, long long* work, long long* bins, unsigned* list, int v,
-        int room, int width) {
+        const float* logits, const float* adjusted, const int* who,
+        const int* how, const long long* position, long long* work,
+        long long* bins, unsigned* list, int v, int room, int width) {
     __shared__ Bins s;
     __shared__ unsigned base, cache[CACHE];
     const int row = blockIdx.y, slot = who ? who[row] : row;
@@ -278,7 +283,8 @@ extern "C" __global__ void __launch_bounds__(256) sample_cut(
         if (listed <= CACHE && listed <= room)
             for (int i = threadIdx.x; i < listed; i += 256)
                 cache[i] = __ldcg(list + i);
-        const Source from{cache, listed <= room ? list : 0, listed, x, v, top, temperature};
+        const Source from{
+                cache, listed <= room ? list : 0, listed, x, v, top, temperature};
         const unsigned least = least_of(from, s, b, h, k_bin);
         if (!threadIdx.x)
             w->least = least;

@@ -55,7 +55,8 @@ __device__ __forceinline__ int holder(u64 before, u64 share, u64& at) {
     return r;
 }
 __device__ __forceinline__ int draw(
-        const float* x, const How& h, const Kept& k, u64 random, const u64* spans, int v) {
+        const float* x, const How& h, const Kept& k, u64 random, const u64* spans,
+        int v) {
     __shared__ int id;
     u64 all;
     const u64 share = threadIdx.x < gridDim.x ? __ldcg(spans + threadIdx.x) : 0;
@@ -67,7 +68,8 @@ __device__ __forceinline__ int draw(
     for (int c = 0; c < CHUNKS; c++) {
         const float4 a = load4(x, lo + c * 4, v);
         for (int j = 0; j < 4; j++)
-            sum += mine[c * 4 + j] = kept(weight((&a.x)[j], k.top, k.temperature), k);
+            sum += mine[c * 4 + j] = kept(
+                    weight((&a.x)[j], k.top, k.temperature), k);
     }
     const u64 earlier = sum_before(sum, all);
     if (holder(earlier, sum, at) == threadIdx.x) {
@@ -86,10 +88,11 @@ __device__ __forceinline__ int draw(
 }
 
 extern "C" __global__ void __launch_bounds__(256) sample_draw(
-        const float* logits, const float* adjusted, const int* who, const int* how,
-        long long* position, int* counts, const long long* work, long long* spans, int* ids,
-        float* logprobs, const int* top_ids, const float* top_logprobs, const int* seq,
-        int* pos, int* pos3, long long* slots, int* starts, int* state_in, int* state_out,
+        const float* logits, const float* adjusted, const int* who,
+        const int* how, long long* position, int* counts, const long long* work,
+        long long* spans, int* ids, float* logprobs, const int* top_ids,
+        const float* top_logprobs, const int* seq, int* pos, int* pos3,
+        long long* slots, int* starts, int* state_in, int* state_out,
         const int* tables, int* told, int v, int most, int block_size, int places,
         int width, int counted) {
     const int row = blockIdx.y, slot = who ? who[row] : row;

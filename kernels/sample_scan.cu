@@ -28,7 +28,8 @@
 // The REPORT largest of N different keys a thread (0: none), largest first; 0 where there are
 // fewer. A key below the best ones of REPORT groups of four threads cannot be among them, so at
 // most REPORT * 4 N are looked at twice.
-template <int N> __device__ __forceinline__ void largest(const u64 (&key)[N], u64* out) {
+template <int N>
+__device__ __forceinline__ void largest(const u64 (&key)[N], u64* out) {
     __shared__ u64 best[64], found[REPORT * 4 * N];
     __shared__ u64 least;
     __shared__ unsigned n;
@@ -71,7 +72,8 @@ template <int N> __device__ __forceinline__ void largest(const u64 (&key)[N], u6
 }
 
 // Largest raw logit of a block and the sum of exp(x - it).
-__device__ __forceinline__ void sum_exp(const float (&x)[CHUNKS][4], double* out) {
+__device__ __forceinline__ void sum_exp(
+        const float (&x)[CHUNKS][4], double* out) {
     float top = x[0][0];
     for (int i = 0; i < 4 * CHUNKS; i++)
         top = fmaxf(top, x[i / 4][i % 4]);
@@ -92,7 +94,8 @@ __device__ __forceinline__ double total_exp(const double* sums) {
     const bool has = threadIdx.x < gridDim.x;
     const double top = has ? __ldcg(sums + 2 * threadIdx.x) : 0.,
                  sum = has ? __ldcg(sums + 2 * threadIdx.x + 1) : 0.;
-    const float most = key_float((unsigned)block_max(has ? float_key((float)top) : 0u));
+    const float most = key_float(
+            (unsigned)block_max(has ? float_key((float)top) : 0u));
     u64 all;
     sum_before(has ? (u64)(sum * exp(top - (double)most)) : 0ull, all);
     return (double)most + log((double)all * 0x1p-44);
@@ -109,7 +112,8 @@ struct Lists {  // those of one line, and the drafts before a row
 // Bias and barred tokens, of the span that begins at `lo`: through shared memory, since they are
 // lists.
 __device__ __forceinline__ void apply_lists(
-        float (&x)[CHUNKS][4], const How& h, const Lists& l, int lo, bool barred) {
+        float (&x)[CHUNKS][4], const How& h, const Lists& l, int lo,
+        bool barred) {
     __shared__ __align__(16) float span[SPAN];
     for (int c = 0; c < CHUNKS; c++)
         *(float4*)(span + c * 1024 + threadIdx.x * 4) = make_float4(
@@ -132,11 +136,13 @@ __device__ __forceinline__ void apply_lists(
         for (int j = 0; j < 4; j++)
             x[c][j] = span[c * 1024 + threadIdx.x * 4 + j];
 }
-__device__ __forceinline__ float penalise(float x, const How& h, bool prompted, int count) {
+__device__ __forceinline__ float penalise(
+        float x, const How& h, bool prompted, int count) {
     if (h.repetition != 1.f && (prompted || count > 0))
         x = x > 0.f ? x / h.repetition : x * h.repetition;
     return count ? (float)((double)x
-                           - fma((double)h.frequency, (double)count, (double)h.presence))
+                           - fma((double)h.frequency, (double)count,
+                                   (double)h.presence))
                  : x;
 }
 // How often the drafts before a row have a token.
@@ -148,8 +154,8 @@ __device__ __forceinline__ int drafted(const Lists& l, int id) {
     return n;
 }
 __device__ __forceinline__ void adjust(
-        float (&x)[CHUNKS][4], const How& h, const Lists& l, int lo, int v, bool barred,
-        float* out) {
+        float (&x)[CHUNKS][4], const How& h, const Lists& l, int lo, int v,
+        bool barred, float* out) {
     if (h.biases || (barred && h.ends))
         apply_lists(x, h, l, lo, barred);
     const bool penal = h.flags & 1, masked = h.flags & 2;
@@ -158,7 +164,8 @@ __device__ __forceinline__ void adjust(
         const int i = lo + c * 1024 + threadIdx.x * 4;
         if (i >= v)
             continue;
-        const unsigned prompt = penal && l.prompt ? l.prompt[i / 32] >> i % 32 : 0;
+        const unsigned prompt = penal && l.prompt ? l.prompt[i / 32] >> i % 32
+                                                  : 0;
         const unsigned may = masked ? l.mask[i / 32] >> i % 32 : ~0u;
         __align__(16) int n[4] = {0, 0, 0, 0};
         if (penal && !(v & 3))
@@ -228,12 +235,12 @@ __device__ __forceinline__ bool read_logits(
 }
 
 extern "C" __global__ void __launch_bounds__(256) sample_scan(
-        const float* logits, const int* who, const int* how, const long long* position,
-        const int* counts, const unsigned* prompt, const unsigned* mask,
-        const int* bias_ids, const float* bias, const int* ends, float* adjusted,
-        long long* work, double* sums, long long* bests, int* top_ids, float* top_logprobs,
-        const int* given, int v, int words, int most_bias, int most_ends, int width,
-        int masks) {
+        const float* logits, const int* who, const int* how,
+        const long long* position, const int* counts, const unsigned* prompt,
+        const unsigned* mask, const int* bias_ids, const float* bias,
+        const int* ends, float* adjusted, long long* work, double* sums,
+        long long* bests, int* top_ids, float* top_logprobs, const int* given,
+        int v, int words, int most_bias, int most_ends, int width, int masks) {
     __shared__ u64 out[REPORT];
     __shared__ int wanted;
     const int row = blockIdx.y;
@@ -265,9 +272,11 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(
     if (h.adjusted()) {
         const Lists l{counts + (counts ? line * v : 0),
                 bias_ids + (bias_ids ? line * most_bias : 0),
-                ends + (ends ? line * most_ends : 0), prompt ? prompt + line * words : 0,
+                ends + (ends ? line * most_ends : 0),
+                prompt ? prompt + line * words : 0,
                 mask + (mask ? (line * masks + j) * words : 0),
-                bias + (bias ? line * most_bias : 0), given + (j ? row - j + 1 : 0), j};
+                bias + (bias ? line * most_bias : 0),
+                given + (j ? row - j + 1 : 0), j};
         const bool barred = position[slot] + j < h.min_tokens;
         adjust(x, h, l, lo, v, barred, adjusted + (size_t)row * v);
     }
@@ -293,6 +302,6 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(
     }
     __syncthreads();
     report(wanted, w, sums + (size_t)row * MOST * 2,
-            (const u64*)bests + (size_t)row * MOST * REPORT, top_ids + row * REPORT,
-            top_logprobs + row * REPORT);
+            (const u64*)bests + (size_t)row * MOST * REPORT,
+            top_ids + row * REPORT, top_logprobs + row * REPORT);
 }

@@ -2,8 +2,8 @@
 //   gate_up : [rows, 2*n]  f32
 //   y       : [rows, n]    f32
 //   launch: <<<(rows, ceil(n/1024)), 256>>>, any n
-extern "C" __global__ void __launch_bounds__(256)
-        silu_mul(const float* __restrict__ gate_up, float* __restrict__ y, int n) {
+extern "C" __global__ void __launch_bounds__(256) silu_mul(
+        const float* __restrict__ gate_up, float* __restrict__ y, int n) {
     const float* gate = gate_up + (size_t)blockIdx.x * 2 * n;
     const float* up = gate + n;
     y += (size_t)blockIdx.x * n;

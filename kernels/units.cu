@@ -13,8 +13,8 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(128)
-        units(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-                float* unit, int bytes) {
+        units(const unsigned char* __restrict__ w,
+                const unsigned char* __restrict__ s, float* unit, int bytes) {
     __shared__ float part[4];
     const int r = blockIdx.x;
     float top = 0.f;

@@ -4,22 +4,26 @@
 
 A row for each chapter, the kernels and the tests, or for each path: notebooks, Python and CUDA
 files, or folders of these. `function` is the 90th percentile of tokens of a function, `large`
-counts those of more than 170, `walls` runs of more than 250 words or three exported cells with
-nothing shown. `-v` says where a line is too long, a function too large, and so on."""
+counts those of more than 170, `bodies` functions of CUDA of more than 60 lines, `walls` runs of
+more than 250 words or three exported cells with nothing shown. `-v` says where a line is too long,
+a function too large, and so on."""
 import ast,io,json,re,sys,tokenize
 from collections import Counter
 from dataclasses import dataclass,field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LINE,MANY,FUNCTION,NAMES = 100,20,170,3 # Characters, tokens, tokens, names of one assignment
+LINE,MANY = 100,20 # Characters and tokens of a line
+FUNCTION,NAMES = 170,3 # Tokens of a function, names of one assignment
 WORDS,CELLS = 250,3 # With nothing shown
+BODY = 60 # Lines of a function of CUDA
 KINDS = '.ipynb','.py','.cu','.cuh'
 LAYOUT = {
     tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.COMMENT, tokenize.ENCODING, tokenize.ENDMARKER}
 C_TOKEN = re.compile(
-    r'"(?:\\.|[^"\\])*"|[A-Za-z_]\w*|\d[\w.]*|<<=|>>=|->|\+\+|--|<<|>>|[<>=!]=|&&|\|\||[-+*/]=|::|\S')
+    r'"(?:\\.|[^"\\])*"|[A-Za-z_]\w*|\d[\w.]*|<<=|>>=|->'
+    r'|\+\+|--|<<|>>|[<>=!]=|&&|\|\||[-+*/]=|::|\S')
 
 def quantile(counts:list, q:float)->int:
     "What a share `q` of `counts` does not exceed"
@@ -35,6 +39,7 @@ class Measures:
     wide:int=0 # Assignments of many names
     lambdas:int=0 # With a name
     functions:list=field(default_factory=list) # Tokens of each function
+    bodies:int=0 # Functions of CUDA that are too long
     walls:int=0 # Runs of words or exported cells with nothing shown
 
     def quantile(self, q:float)->int:
@@ -48,11 +53,13 @@ class Measures:
         return (
             f'{name:14} {self.lines:7,} {self.quantile(.5):4} {self.quantile(.9):4} '
             f'{self.quantile(.99):4} {self.long:6} {self.joined:6} {self.wide:6} '
-            f'{self.lambdas:7} {quantile(self.functions, .9):8} {large:5} {worst:6} {self.walls:6}')
+            f'{self.lambdas:7} {quantile(self.functions, .9):8} {large:5} {worst:6} '
+            f'{self.bodies:6} {self.walls:6}')
 
 HEAD = (
     f'{"":14} {"lines":>7} {"p50":>4} {"p90":>4} {"p99":>4} {"long":>6} {"joined":>6} '
-    f'{"wide":>6} {"lambdas":>7} {"function":>8} {"large":>5} {"worst":>6} {"walls":>6}')
+    f'{"wide":>6} {"lambdas":>7} {"function":>8} {"large":>5} {"worst":>6} {"bodies":>6} '
+    f'{"walls":>6}')
 
 def files(paths):
     "All files below `paths` that are measured"
@@ -106,27 +113,76 @@ def python(src:str, m:Measures, say):
         say(line, 'two statements')
     for n in ast.walk(tree):
         if isinstance(n, (ast.FunctionDef,ast.AsyncFunctionDef)):
-            total = sum(k for line,k in per.items() if n.lineno<=line<=n.end_lineno)
-            m.functions.append(total)
-            if total>FUNCTION:
-                say(n.lineno, f'{n.name} has {total} tokens')
+            measure_function(n, per, m, say)
         if isinstance(n, ast.Assign):
-            m.lambdas += isinstance(n.value, ast.Lambda)
-            names = max(len(t.elts) if isinstance(t, ast.Tuple) else 1 for t in n.targets)
-            if names>NAMES:
-                m.wide += 1
-                say(n.lineno, f'{names} names')
+            measure_assignment(n, m, say)
+
+def measure_function(n, per:Counter, m:Measures, say):
+    "Count a function of Python, of whose lines `per` has the tokens"
+    total = sum(k for line,k in per.items() if n.lineno<=line<=n.end_lineno)
+    m.functions.append(total)
+    if total>FUNCTION:
+        say(n.lineno, f'{n.name} has {total} tokens')
+
+def measure_assignment(n, m:Measures, say):
+    "Count an assignment of Python"
+    m.lambdas += isinstance(n.value, ast.Lambda)
+    names = max(len(t.elts) if isinstance(t, ast.Tuple) else 1 for t in n.targets)
+    if names>NAMES:
+        m.wide += 1
+        say(n.lineno, f'{names} names')
+
+def blank(found)->str:
+    "The line breaks of a match"
+    return '\n'*found[0].count('\n')
+
+def code_of(src:str)->str:
+    "CUDA C++ without comments, directives and what strings say; lines stay where they are"
+    src = re.sub(r'/\*.*?\*/', blank, src, flags=re.S)
+    src = re.sub(r'//.*', '', src)
+    src = re.sub(r'"(?:\\.|[^"\\])*"|\'\\?.\'', '""', src)
+    return re.sub(r'^[ \t]*#(?:.*\\\n)*.*', blank, src, flags=re.M)
+
+def closing(code:str, at:int)->int:
+    "Where the parenthesis or brace that opens at `at` is closed"
+    depth = 0
+    for i in range(at, len(code)):
+        depth += (code[i] in '({')-(code[i] in ')}')
+        if not depth:
+            return i
+    return len(code)-1
+
+def plain_statements(code:str)->str:
+    "`code` whose loops' heads, and lambdas of one statement, have no semicolons"
+    for found in re.finditer(r'\bfor\s*\(', code):
+        end = closing(code, found.end()-1)
+        code = code[:found.start()]+code[found.start():end].replace(';', ',')+code[end:]
+    lambda_of_one = r'\[[&=\w, ]*\]\s*(?:\([^()]*\))?\s*\{[^{};]*;\s*\}'
+    return re.sub(lambda_of_one, lambda found: found[0].replace(';', ','), code)
+
+def bodies(code:str):
+    "(first line, lines) of each function that a card runs"
+    for found in re.finditer(r'\b__(?:device|global)__\b', code):
+        head = re.compile(r'[;{]').search(code, found.end())
+        if head and head[0]=='{':
+            end = closing(code, head.start())
+            yield code.count('\n', 0, head.start())+1,code.count('\n', head.start(), end)-1
 
 def cuda(src:str, m:Measures, say):
     "Measure a text of CUDA C++"
-    plain = re.sub(r'/\*.*?\*/', lambda found: '\n'*found[0].count('\n'), src, flags=re.S)
-    for i,line in enumerate(plain.splitlines(), 1):
-        code = re.sub(r'//.*', '', line)
-        if n := len(C_TOKEN.findall(code)):
+    plain = re.sub(r'/\*.*?\*/', blank, src, flags=re.S)
+    for line in plain.splitlines():
+        if n := len(C_TOKEN.findall(re.sub(r'//.*', '', line))):
             m.tokens.append(n)
-        if re.sub(r'for\s*\([^)]*\)|"(?:\\.|[^"\\])*"', '', code).count(';')>1:
+    code = code_of(src)
+    for i,line in enumerate(plain_statements(code).splitlines(), 1):
+        if line.count(';')>1:
             m.joined += 1
             say(i, 'two statements')
+    for i,n in bodies(code):
+        if n>BODY:
+            m.bodies += 1
+            say(i, f'a body of {n} lines')
 
 def imports_only(src:str)->bool:
     "A cell of imports, which a page's reader does not see"

@@ -10,7 +10,8 @@ from atlas import LLM
 from atlas.ground.core import EngineError,RequestError
 from atlas.ground.options import EngineConfig
 from atlas.use import cli
-from atlas.use.bench_throughput import Answer,Plan,fitting,flags_of,load_of,ordinary,percentiles
+from atlas.use.bench_client import Answer
+from atlas.use.bench_throughput import Plan,fitting,flags_of,load_of,ordinary,percentiles
 from atlas.use.bench_throughput import prompts_of,serving,through_engine,through_http
 
 def run(*args):
@@ -192,7 +193,7 @@ FAILING = [
     ([HEAD, b'ff\r\nhalf'], 'was cut off'),
     ([HEAD, chunk(token(1)+END), b'0\r\n\r\n'], '0 of 5 tokens came'),
     ([HEAD, chunk(USAGE+END), b'0\r\n\r\n'], '0 of 5 tokens came'),
-    ([HEAD, b'?\r\n'], 'invalid literal'),
+    ([HEAD, b'?\r\n'], 'Invalid character in chunk size'),
     ([], 'closed the connection'),]
 
 @pytest.mark.parametrize('pieces,said', FAILING, ids=[s for _,s in FAILING])

@@ -268,7 +268,7 @@ fields = st.sampled_from('''
     ignore_eos presence_penalty repetition_penalty max_completion_tokens priority echo made_up
     structured_outputs guided_json guided_regex guided_choice guided_grammar thinking reasoning
     reasoning_effort thinking_budget enable_thinking chat_template_kwargs prompt_logprobs suffix
-    parallel_tool_calls return_token_ids'''.split())
+    parallel_tool_calls return_token_ids return_timings'''.split())
 
 @given(
     path=st.sampled_from(['/v1/chat/completions','/v1/completions']),

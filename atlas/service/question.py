@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/question.html.md"""
 
 # %% auto #0
 __all__ = ['CHAT', 'TEXT', 'MESSAGES', 'RESPONSES', 'hops', 'read_body', 'from_page', 'API', 'api_of', 'attended', 'whose',
-           'Question', 'StalledError', 'tell', 'unheeded', 'warned', 'ended', 'manages', 'wordless']
+           'Question', 'StalledError', 'tell', 'unheeded', 'warned', 'timed', 'ended', 'manages', 'wordless']
 
 # %% ../../nbs/7_service/14_question.ipynb #620e72b0
 import asyncio,logging,re
@@ -351,6 +351,7 @@ async def answer(
     async with Unless(gone(request.receive)) as away:
         turn,w = await self.opened(ask, reply, held)
         ask.after = self.keeping(ask, request)
+        timed(request, turn, w)
         close = partial(ended, request, turn, w)
         if ask.stream:
             return warned(self.streamed(turn, w, close), ask)
@@ -365,6 +366,11 @@ async def answer(
         close()
         return warned(JSONResponse(done), ask)
     raise ClientDisconnect
+
+def timed(request:Request, turn:Turn, w):
+    "Let the writer of a turn say where the time went; a turn of another server does not know"
+    if hasattr(turn, 'stages'):
+        w.stages = partial(turn.stages, request.scope.get('atlas.began'))
 
 def ended(request:Request, turn:Turn, w, why:str='client_gone'):
     "A request is over; called again, this does nothing more"

@@ -10,6 +10,7 @@ __all__ = ['Door', 'refused', 'NoRouteError', 'no_route', 'left', 'create_app', 
 # %% ../../nbs/7_service/17_server.ipynb #d9270256
 import errno,logging,re,socket
 from contextlib import asynccontextmanager
+from time import perf_counter
 from fastcore.basics import patch
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse,Response
@@ -51,7 +52,7 @@ class Door:
         if scope['type']!='http':
             return await self.app(scope, receive, send)
         rid = request_id(scope)
-        scope |= {'atlas.send':send, 'atlas.id':rid.decode()}
+        scope |= {'atlas.send':send, 'atlas.id':rid.decode(), 'atlas.began':perf_counter()}
         reply = _Reply(send, rid)
         try:
             await self.app(scope, receive, reply)

@@ -150,6 +150,23 @@ def times(self:Turn)->tuple[float,float|None,float|None]:
     w = self.watches[0]
     return w.start,w.first,w.last
 
+# %% ../../nbs/7_service/11_turn.ipynb #8a138a36
+@patch
+def stages(self:Turn,
+    began:float|None=None, # When the request came, by `perf_counter`; None: not known
+)->dict[str,float]:
+    "Milliseconds of the first choice's stages, those that it has reached: `gateway_ms` and so on"
+    if not self.watches:
+        return {}
+    w,seconds = self.watches[0],{}
+    if began is not None:
+        seconds['gateway'] = w.start-began
+    if w.first is not None:
+        seconds['queue'] = w.queue
+        seconds['prefill'] = w.first-w.start-w.queue
+        seconds['decode'] = w.last-w.first
+    return {f'{k}_ms': round(1e3*max(s, 0.), 3) for k,s in seconds.items()}
+
 # %% ../../nbs/7_service/11_turn.ipynb #5977ee4e
 @patch
 async def choice(self:Turn, i:int):

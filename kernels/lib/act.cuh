@@ -4,8 +4,8 @@
 #define ACT_NONE 0
 #define ACT_SILU 1
 #define ACT_GELU 2    // by tanh
-#define ACT_OAI 3     // clipped at `limit`, gate * sigmoid(1.702 gate) * (up + 1)
-#define ACT_RELU2 4   // of one number
+#define ACT_OAI 3  // clipped at `limit`, gate * sigmoid(1.702 gate) * (up + 1)
+#define ACT_RELU2 4  // of one number
 
 // QUICK: by what the card has for it, right to some 2^-20: for results of products of fp16, which
 // are many, and known to 2^-11.
@@ -21,7 +21,11 @@ __device__ __forceinline__ float act_mul(float g, float u, float limit) {
     if (KIND == ACT_GELU)
         return __fmul_rn(
                 times_sigmoid<QUICK>(
-                        g, __fmul_rn(g, fmaf(__fmul_rn(0.0713548163f, g), g, 1.59576912f))),
+                        g,
+                        __fmul_rn(
+                                g,
+                                fmaf(__fmul_rn(0.0713548163f, g), g,
+                                        1.59576912f))),
                 u);
     if (KIND == ACT_OAI) {
         g = g > limit ? limit : g;  // asked so that a NaN stays one

@@ -12,10 +12,11 @@ struct Rows {
     int* pos;
     // [3, rows]     rotary positions, where they are not `pos`; or null
     int* pos3;
-    int* starts;             // [seqs]        position of a sequence's first row
+    int* starts;  // [seqs]        position of a sequence's first row
     int* state_in;  // [seqs]        recurrent state to read: what this step wrote
     int* state_out;  // [rows]        and to write: what this step read; -1 for none
-    long long* slots;  // [rows]        place in the cache of the row's key and value
+    // [rows]        place in the cache of the row's key and value
+    long long* slots;
     int rows, most, block_size;
 };
 struct Move {

@@ -16,10 +16,12 @@ __device__ __forceinline__ void cp_async16(void* to, const void* from) {
 #endif
 }
 // Like cp_async16 where `on`, and 16 zero bytes where not; `from` is not read then.
-__device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, bool on) {
+__device__ __forceinline__ void cp_async16_or_zero(
+        void* to, const void* from, bool on) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global" ASKS_L2 " [%0], [%1], 16, %2;" ::"r"(at),
+    asm volatile("cp.async.cg.shared.global" ASKS_L2
+                 " [%0], [%1], 16, %2;" ::"r"(at),
             "l"(from), "r"(on ? 16 : 0)
             : "memory");
 #else
@@ -28,16 +30,17 @@ __device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, b
 }
 // N bytes (4, 8 or 16), likewise.
 template <int N>
-__device__ __forceinline__ void cp_async_or_zero(void* to, const void* from, bool on) {
+__device__ __forceinline__ void cp_async_or_zero(
+        void* to, const void* from, bool on) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     if (N == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
-                "r"(on ? 16 : 0)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at),
+                "l"(from), "r"(on ? 16 : 0)
                 : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from),
-                "n"(N), "r"(on ? N : 0)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at),
+                "l"(from), "n"(N), "r"(on ? N : 0)
                 : "memory");
 #else
     emu::copy(to, from, N, on);

@@ -6,7 +6,9 @@
 // A bin: how many weights in the upper 24 bits, the sum of their LOW bits in the lower 40.
 __device__ __forceinline__ u64 bin_units(u64 b, int bin) {
     const unsigned w = bin_start(bin);
-    return units((u64)(unsigned)(b >> 40) * mantissa(w) + (b & 0xFFFFFFFFFFull), w >> 23);
+    return units(
+            (u64)(unsigned)(b >> 40) * mantissa(w) + (b & 0xFFFFFFFFFFull),
+            w >> 23);
 }
 // BINS / 256 neighbouring ones a thread, and what lies in bins heavier than this thread's
 struct Bins {

@@ -28,7 +28,8 @@ inline void box_of(const TensorMap& map, const int* first, unsigned char* to) {
     memcpy(&m, map.bytes, sizeof m);
     const unsigned rows = m.box[1] * m.box[2] * m.box[3];
     for (unsigned n = 0; n < rows; n++) {
-        const long long at[] = {first[1] + n % m.box[1], first[2] + n / m.box[1] % m.box[2],
+        const long long at[] = {first[1] + n % m.box[1],
+                first[2] + n / m.box[1] % m.box[2],
                 first[3] + n / m.box[1] / m.box[2]};
         bool in = true;
         for (int a = 0; a < 3; a++)
@@ -53,21 +54,25 @@ struct __align__(64) TensorMap {
 
 template <int TEAM_OF_BLOCKS>
 __device__ __forceinline__ void box_copy(
-        void* to, const TensorMap& map, int row, int block, int head, Meeting* b) {
+        void* to, const TensorMap& map, int row, int block, int head,
+        Meeting* b) {
 #if __CUDA_ARCH__ >= 900
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
 #define BOX_COPY \
-    "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx:" \
+    ":" \
+    "bytes"
     if (TEAM_OF_BLOCKS > 1)
         asm volatile(BOX_COPY
-                ".multicast::cluster [%0], [%1, {%4, %2, %7, %3}], [%5], %6;" ::"r"(at),
+                ".multicast::cluster [%0], [%1, {%4, %2, %7, %3}], [%5], %6;" ::
+                        "r"(at),
                 "l"(&map), "r"(row), "r"(head), "r"(0), "r"(meet),
                 "h"((short)((1 << TEAM_OF_BLOCKS) - 1)), "r"(block)
                 : "memory");
     else
-        asm volatile(BOX_COPY " [%0], [%1, {%4, %2, %6, %3}], [%5];" ::"r"(at), "l"(&map),
-                "r"(row), "r"(head), "r"(0), "r"(meet), "r"(block)
+        asm volatile(BOX_COPY " [%0], [%1, {%4, %2, %6, %3}], [%5];" ::"r"(at),
+                "l"(&map), "r"(row), "r"(head), "r"(0), "r"(meet), "r"(block)
                 : "memory");
 #elif defined(ATLAS_EMULATE)
     EmulatedMap m;

@@ -61,7 +61,8 @@ __device__ inline void late_arrive(Meeting* b) {
 __device__ __forceinline__ void meet_init(Meeting* b, int n) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(n) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(n)
+            : "memory");
 #elif defined(ATLAS_EMULATE)
     const EmulatedMeeting m = {0, (unsigned short)n, (unsigned char)n, 0};
     memcpy(b, &m, sizeof m);
@@ -69,7 +70,9 @@ __device__ __forceinline__ void meet_init(Meeting* b, int n) {
 }
 __device__ __forceinline__ void meet_ready() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::
+    asm volatile(
+            "fence.mbarrier_init.release.cluster;\n "
+            "fence.proxy.async.shared::cta;" ::
                     : "memory");
 #endif
 }
@@ -84,7 +87,8 @@ __device__ __forceinline__ void meet_arrive(Meeting* b) {
 __device__ __forceinline__ void meet_arrive_copied(Meeting* b) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at)
+            : "memory");
 #elif defined(ATLAS_EMULATE)
     emu::commit();
     emu::wait(0);
@@ -94,7 +98,8 @@ __device__ __forceinline__ void meet_arrive_copied(Meeting* b) {
 __device__ __forceinline__ void bulk_expect(Meeting* b, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at),
+            "r"(bytes)
             : "memory");
 #elif defined(ATLAS_EMULATE)
     meet_change(b, 1, bytes);
@@ -106,7 +111,8 @@ __device__ __forceinline__ void bulk_copy(
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
     asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%0], [%1], "
             "%2, [%3];" ::"r"(at),
             "l"(from), "r"(bytes), "r"(meet)
             : "memory");
@@ -130,7 +136,8 @@ __device__ __forceinline__ bool meet_over(Meeting* b, unsigned parity) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
     unsigned over;
     asm volatile(
-            "{\n .reg .pred p;\n mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+            "{\n .reg .pred p;\n mbarrier.test_wait.parity.shared.b64 p, [%1], "
+            "%2;\n"
             " selp.u32 %0, 1, 0, p;\n}"
             : "=r"(over)
             : "r"(at), "r"(parity)
@@ -149,8 +156,11 @@ __device__ __forceinline__ void bulk_copy_once(
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
     asm volatile(
-            "{\n .reg .b64 p;\n createpolicy.fractional.L2::evict_first.b64 p, 1.0;\n"
-            " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_"
+            "{\n .reg .b64 p;\n createpolicy.fractional.L2::evict_first.b64 p, "
+            "1.0;\n"
+            " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes."
+            "L2:"
+            ":cache_"
             "hint"
             " [%0], [%1], %2, [%3], p;\n}" ::"r"(at),
             "l"(from), "r"(bytes), "r"(meet)
@@ -166,9 +176,12 @@ __device__ __forceinline__ void bulk_copy_kept(
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
     // policies as createpolicy makes them: evict_normal, evict_first
-    const unsigned long long policy = again ? 0x1000000000000000ull : 0x12F0000000000000ull;
+    const unsigned long long policy = again ? 0x1000000000000000ull
+                                            : 0x12F0000000000000ull;
     asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_"
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes."
+            "L2::"
+            "cache_"
             "hint"
             " [%0], [%1], %2, [%3], %4;" ::"r"(at),
             "l"(from), "r"(bytes), "r"(meet), "l"(policy)

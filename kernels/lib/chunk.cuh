@@ -19,7 +19,8 @@ struct Rows {
     __device__ __forceinline__ const float* from(int j, int ch, int at) const {
         if (rel + j >= 0)
             return j < hi ? x + (long long)j * width + at : nullptr;
-        return tail && rel + j >= -3 ? tail + (size_t)(3 + rel + j) * c + ch : nullptr;
+        return tail && rel + j >= -3 ? tail + (size_t)(3 + rel + j) * c + ch
+                                     : nullptr;
     }
     __device__ __forceinline__ float in(int j, int ch, int at) const {
         const float* p = from(j, ch, at);
@@ -53,8 +54,9 @@ struct Rows {
             v[i] = INNER ? from[(long long)i * width] : in(j0 + i - 3, ch, at);
         #pragma unroll
         for (int i = 0; i < 16; i++) {
-            const float y = fmaf(v[i + 3], w.w,
-                                    fmaf(v[i + 2], w.z, fmaf(v[i + 1], w.y, v[i] * w.x)))
+            const float y =
+                    fmaf(v[i + 3], w.w,
+                            fmaf(v[i + 2], w.z, fmaf(v[i + 1], w.y, v[i] * w.x)))
                     + b;
             const bool real = INNER || (j0 + i >= lo && j0 + i < hi);
             f(j0 + i, real ? __fdividef(y, 1.f + __expf(-y)) : 0.f);
@@ -70,8 +72,8 @@ struct Rows {
 // Tile `t` of a step; `first_row`: of its sequence, as laid out.
 __device__ __forceinline__ Rows rows_of(
         int t, const float* x, int width, int c, float* conv, const int* first,
-        const int* starts, const int* state_in, const int* state_out, const int* tile_seq,
-        const int* tile_lo, const int* tile_hi) {
+        const int* starts, const int* state_in, const int* state_out,
+        const int* tile_seq, const int* tile_lo, const int* tile_hi) {
     Rows r;
     const int s = tile_seq[t], start = starts[s];
     r.tile = t;
@@ -99,12 +101,14 @@ __device__ __forceinline__ Twice add(Twice a, Twice b) {
     const float r = s + e;
     return {r, e - (r - s)};
 }
-__device__ __forceinline__ void running_sums(float g0, float g1, Twice& a, Twice& b) {
+__device__ __forceinline__ void running_sums(
+        float g0, float g1, Twice& a, Twice& b) {
     const int lane = threadIdx.x % 32;
     Twice v = add({g0, 0.f}, {g1, 0.f});
     #pragma unroll
     for (int m = 1; m < 32; m *= 2) {
-        const Twice o = {__shfl_up_sync(~0u, v.hi, m), __shfl_up_sync(~0u, v.lo, m)};
+        const Twice o = {
+                __shfl_up_sync(~0u, v.hi, m), __shfl_up_sync(~0u, v.lo, m)};
         if (lane >= m)
             v = add(o, v);
     }
@@ -116,7 +120,8 @@ __device__ __forceinline__ void running_sums(float g0, float g1, Twice& a, Twice
 // get the running sums of g, G and the first half of `scal` the decay from the tile's begin, the
 // other half that to its end, times f.
 __device__ __forceinline__ void decays(
-        const float* g, const float* f, float* hi, float* lo, float* scal, float* G) {
+        const float* g, const float* f, float* hi, float* lo, float* scal,
+        float* G) {
     Twice s[2];
     running_sums(g[0], g[1], s[0], s[1]);
     const float top = __shfl_sync(~0u, s[1].hi, 31);
@@ -130,7 +135,8 @@ __device__ __forceinline__ void decays(
         scal[TILE + j] = expf((top - s[i].hi) + (rest - s[i].lo)) * f[i];
     }
 }
-__device__ __forceinline__ float segment(const float* hi, const float* lo, int i, int j) {
+__device__ __forceinline__ float segment(
+        const float* hi, const float* lo, int i, int j) {
     return expf((hi[i] - hi[j]) + (lo[i] - lo[j]));
 }
 __device__ __forceinline__ float softplus(float x) {
@@ -138,7 +144,8 @@ __device__ __forceinline__ float softplus(float x) {
 }
 
 // A number as limbs, at places e and e + `apart` of a row of shared memory.
-__device__ __forceinline__ void put_limbs(unsigned char* row, int e, int apart, float v) {
+__device__ __forceinline__ void put_limbs(
+        unsigned char* row, int e, int apart, float v) {
     const __nv_bfloat16 b = __float2bfloat16(v);
     __nv_bfloat16* to = (__nv_bfloat16*)row + e;
     to[0] = b;
@@ -168,9 +175,11 @@ template <class L> struct Operand : L {
     }
     // Two B fragments with the matrix's rows as columns: n = rows r.. and r+8.., k = columns c..
     // FLIP 1: the other way round
-    __device__ __forceinline__ void b_turned(uint4* f, int r, int c, int flip = 0) const {
+    __device__ __forceinline__ void b_turned(
+            uint4* f, int r, int c, int flip = 0) const {
         const int l = threadIdx.x % 32;
-        const unsigned char* p = at(r + l % 8 + (l / 16 ^ flip) * 8, c + l / 8 % 2 * 8);
+        const unsigned char* p = at(
+                r + l % 8 + (l / 16 ^ flip) * 8, c + l / 8 % 2 * 8);
         Limbs m;
         m.load(p, low(p));
         split(f, m);
@@ -192,7 +201,8 @@ template <int STEP> struct Padded {
     __device__ __forceinline__ const unsigned char* at(int row, int col) const {
         return hi + row * STEP + col * 2;
     }
-    __device__ __forceinline__ const unsigned char* low(const unsigned char* p) const {
+    __device__ __forceinline__ const unsigned char* low(
+            const unsigned char* p) const {
         return p + apart;
     }
 };
@@ -207,7 +217,8 @@ template <int COLS> struct Mixed {
     __device__ __forceinline__ const unsigned char* at(int row, int col) const {
         return hi + place(row, col);
     }
-    __device__ __forceinline__ const unsigned char* low(const unsigned char* p) const {
+    __device__ __forceinline__ const unsigned char* low(
+            const unsigned char* p) const {
         return hi + ((p - hi) ^ (2 * COLS));
     }
 };
@@ -217,7 +228,8 @@ template <int STEP> using Matrix = Operand<Padded<STEP>>;
 template <int KD, int STEP>
 __device__ __forceinline__ void write_q(uint4* q, const Matrix<STEP>& Q) {
     const int lane = threadIdx.x % 32;
-    for (int i = threadIdx.x / 32; i < KD / 4; i += 8) {  // 4 row tiles of 16, KD/16 steps
+    for (int i = threadIdx.x / 32; i < KD / 4;
+            i += 8) {  // 4 row tiles of 16, KD/16 steps
         Limbs a;
         Q.a(a, i % 4 * 16, i / 4 * 16);
         uint4* to = q + ((i / 4) * 8 + i % 4 * 2) * 32 + lane;

@@ -16,8 +16,8 @@ __device__ __forceinline__ unsigned e4m3_halves(unsigned v) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"((unsigned short)v));
     return h;
 #else  // an e4m3 shifted into an fp16 is the same number times 2^-8; its NaN becomes 480
-    const unsigned h = ((v & 0x8000u) << 16) | ((v & 0x7F00u) << 15) | ((v & 0x80u) << 8)
-            | ((v & 0x7Fu) << 7);
+    const unsigned h = ((v & 0x8000u) << 16) | ((v & 0x7F00u) << 15)
+            | ((v & 0x80u) << 8) | ((v & 0x7Fu) << 7);
     return bits_of_half2(__hmul2(half2_from(h), __float2half2_rn(256.f)));
 #endif
 }
@@ -33,7 +33,8 @@ __device__ __forceinline__ void e2m1_pairs(unsigned w, __half2 f, unsigned* h) {
 }
 // The bits of `a` where `mask` has ones, those of `b` where it has zeros: in one instruction, which
 // the compiler would not find.
-__device__ __forceinline__ unsigned choose(unsigned a, unsigned b, unsigned mask) {
+__device__ __forceinline__ unsigned choose(
+        unsigned a, unsigned b, unsigned mask) {
 #if defined(__CUDA_ARCH__)
     unsigned r;
     asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));

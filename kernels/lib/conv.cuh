@@ -27,7 +27,8 @@ __device__ __forceinline__ float softplus(float v) {
 }
 
 template <int SLOTS, int THREADS = 128> struct Conv {
-    float4 taps[SLOTS][THREADS];  // weights of a channel, the last for the newest input
+    // weights of a channel, the last for the newest input
+    float4 taps[SLOTS][THREADS];
     // a ring: inputs of three earlier positions and the newest
     float seen[4][SLOTS][THREADS];
     int column[SLOTS][THREADS];  // of the input
@@ -50,14 +51,16 @@ template <int SLOTS, int THREADS = 128> struct Conv {
                 #pragma unroll
                 for (int t = 0; t < 3; t++)
                     if (tail)
-                        cp_async4(&seen[t][j][threadIdx.x], tail + t * c + col[j]);
+                        cp_async4(
+                                &seen[t][j][threadIdx.x], tail + t * c + col[j]);
                     else
                         seen[t][j][threadIdx.x] = 0.f;
         cp_async_commit();
     }
     // The input of row i of the step: from its columns of `row`.
     __device__ __forceinline__ void fetch(unsigned i, int j, const float* row) {
-        cp_async4(&seen[(i + 3) % 4][j][threadIdx.x], row + column[j][threadIdx.x]);
+        cp_async4(
+                &seen[(i + 3) % 4][j][threadIdx.x], row + column[j][threadIdx.x]);
     }
     __device__ __forceinline__ void put(unsigned i, int j, float in) {
         seen[(i + 3) % 4][j][threadIdx.x] = in;
@@ -78,7 +81,8 @@ template <int SLOTS, int THREADS = 128> struct Conv {
             float older, float w, float in, float bias = 0.f) {
         return silu(__fadd_rn(fmaf(in, w, older), bias));
     }
-    __device__ __forceinline__ float step(unsigned i, int j, float bias = 0.f) const {
+    __device__ __forceinline__ float step(
+            unsigned i, int j, float bias = 0.f) const {
         return silu_of(older(i, j), taps[j][threadIdx.x].w, input(i, j), bias);
     }
     // Leave the three newest inputs at row i in `tail` [3, c]: of the slots before the last where

@@ -5,7 +5,8 @@
 
 template <class F> struct Decode {
     static __device__ __forceinline__ void get(
-            Bytes w, Bytes s, const float* gs, size_t row, int C, int v, float* a) {
+            Bytes w, Bytes s, const float* gs, size_t row, int C, int v,
+            float* a) {
         F::floats(w, s, gs, row, C, v, a);
     }
 };

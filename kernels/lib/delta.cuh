@@ -49,10 +49,13 @@ template <int N> struct Columns {
                     + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
         #pragma unroll
         for (int m = 0; m < 2; m++)
-            s[m] = (odd ? t[2 + m] : t[m]) + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
-        *(float2*)(sums + hi * 32 + lane % 8 * 4 + odd * 2) = make_float2(s[0], s[1]);
+            s[m] = (odd ? t[2 + m] : t[m])
+                    + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
+        *(float2*)(sums + hi * 32 + lane % 8 * 4 + odd * 2) = make_float2(
+                s[0], s[1]);
     }
-    __device__ __forceinline__ void take(const float* k, const float (&d)[4], float eg) {
+    __device__ __forceinline__ void take(
+            const float* k, const float (&d)[4], float eg) {
         #pragma unroll
         for (int h = 0; h < N; h += H) {
             float kh[H];
@@ -82,8 +85,10 @@ template <int N> struct Columns {
 
 // Of four columns: what four warps have.
 __device__ __forceinline__ float4 sum_of_warps(const float (*a)[64], int at) {
-    const float4 first = add4(*(const float4*)&a[0][at], *(const float4*)&a[1][at]);
-    return add4(first, add4(*(const float4*)&a[2][at], *(const float4*)&a[3][at]));
+    const float4 first = add4(
+            *(const float4*)&a[0][at], *(const float4*)&a[1][at]);
+    return add4(
+            first, add4(*(const float4*)&a[2][at], *(const float4*)&a[3][at]));
 }
 // q.k, q.q and k.k from the sums of four warps.
 __device__ __forceinline__ float4 sum_of_cross(const float (*a)[4]) {
@@ -102,7 +107,8 @@ struct Rule {
         rate = __fmul_rn(beta, nk);
     }
     // What joins four columns, of their k.S
-    __device__ __forceinline__ void change(float4 kS, float4 v, float (&d)[4]) const {
+    __device__ __forceinline__ void change(
+            float4 kS, float4 v, float (&d)[4]) const {
         #pragma unroll
         for (int m = 0; m < 4; m++)
             d[m] = __fmul_rn(fmaf(-old, (&kS.x)[m], (&v.x)[m]), rate);
@@ -116,7 +122,8 @@ struct Rule {
         ss = 0.f;
         #pragma unroll
         for (int m = 0; m < 4; m++) {
-            const float e = __fmul_rn(nq, fmaf(dot.x, d[m], __fmul_rn(eg, (&qS.x)[m])));
+            const float e = __fmul_rn(
+                    nq, fmaf(dot.x, d[m], __fmul_rn(eg, (&qS.x)[m])));
             ss = fmaf(e, e, ss);
             o[m] = __fmul_rn(__fmul_rn(e, (&gain.x)[m]), (&gate.x)[m]);
         }

@@ -15,7 +15,8 @@ __device__ __forceinline__ unsigned to_e4m3(float v) {
 }
 __device__ __forceinline__ float of_e4m3(unsigned c) {
     // 2^120
-    return __uint_as_float((c & 0x80) << 24 | (c & 0x7F) << 20) * 1.329227995784916e36f;
+    return __uint_as_float((c & 0x80) << 24 | (c & 0x7F) << 20)
+            * 1.329227995784916e36f;
 }
 // Nearest e2m1, ties to even, saturating at 6.
 __device__ __forceinline__ unsigned to_e2m1(float v) {
@@ -25,5 +26,6 @@ __device__ __forceinline__ unsigned to_e2m1(float v) {
     const bool more = a > 1.25f;
     const bool two = a >= 1.75f;
     const bool three = a > 2.5f, four = a >= 3.5f, six = a > 5.f;
-    return (unsigned)(low + one + more + two + three + four + six) | (v < 0.f ? 8u : 0u);
+    return (unsigned)(low + one + more + two + three + four + six)
+            | (v < 0.f ? 8u : 0u);
 }

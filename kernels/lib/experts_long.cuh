@@ -38,7 +38,9 @@ constexpr int PLACE = U::BYTES > D::BYTES ? U::BYTES : D::BYTES;
 // Of strips, each 128 columns and two rows: sums, and what they are to be multiplied by.
 template <bool> struct Found {
     float4 sums[DSTRIPS][DShares::N * D::UNITS][8];
-    __device__ __forceinline__ float4 (*found(int strip))[8] { return sums[strip]; }
+    __device__ __forceinline__ float4 (*found(int strip))[8] {
+        return sums[strip];
+    }
 };
 template <> struct Found<false> {
     __device__ __forceinline__ float4 (*found(int))[8] { return nullptr; }
@@ -54,13 +56,15 @@ struct Shared : Found<SPREAD> {
     int seen[ROWS > 1 ? E : 1];
 };
 static_assert(
-        sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+        sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0,
+        "see the contract");
 
 // What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
 template <class F> struct Bank {
     Bytes w, s;
     const float *scale, *bias;
-    __device__ __forceinline__ Bank(Bytes w_, Bytes s_, const float* gs, const float* bias_)
+    __device__ __forceinline__ Bank(
+            Bytes w_, Bytes s_, const float* gs, const float* bias_)
         : w(w_), s(s_), bias(bias_) {
         scale = RowScales<F>::IN_S ? (const float*)s_ : gs;
     }
@@ -73,8 +77,8 @@ struct Next {
     int tail;  // place of the next strip's scales and biases
     template <class F, class S>
     __device__ __forceinline__ void first(
-            const Bank<F>& of, const Copies<F, S, KEEP, RUNS>& copies, unsigned row_,
-            int share, int lane) {
+            const Bank<F>& of, const Copies<F, S, KEEP, RUNS>& copies,
+            unsigned row_, int share, int lane) {
         row = row_;
         w = of.w;
         s = of.s;
@@ -82,8 +86,8 @@ struct Next {
     }
     template <class F, class S>
     __device__ __forceinline__ void two(
-            const Bank<F>& of, const Copies<F, S, KEEP, RUNS>& copies, unsigned row_,
-            unsigned other, int share, int lane) {
+            const Bank<F>& of, const Copies<F, S, KEEP, RUNS>& copies,
+            unsigned row_, unsigned other, int share, int lane) {
         first(of, copies, row_, share, lane);
         skip = (int)(other - row_) - 8;
         if (lane < 16)
@@ -95,9 +99,10 @@ struct Next {
     // True: that was the strip's last unit.
     template <class F, class S, int REST, bool PARTED>
     __device__ __forceinline__ bool fetch(
-            const Copies<F, S, KEEP, RUNS>& copies, unsigned char* place, int share,
-            int lane) {
-        const long long jump = PARTED && !RUNS ? (long long)skip * (int)F::LINE : 0;
+            const Copies<F, S, KEEP, RUNS>& copies, unsigned char* place,
+            int share, int lane) {
+        const long long jump = PARTED && !RUNS ? (long long)skip * (int)F::LINE
+                                               : 0;
         copies.fetch(place, w, s, REST ? REST : rest, step, share, lane, jump);
         w += S::SPLIT * F::LB;
         s += S::SPLIT * F::SB;
@@ -113,7 +118,8 @@ struct Next {
         if (lane < 4) {
             float* const to = tails[tail] + lane * 4;
             const bool on = lane * 4 < (REST ? REST : rest);
-            const unsigned from = row + lane * 4 + (PARTED && lane > 1 ? skip : 0);
+            const unsigned from = row + lane * 4
+                    + (PARTED && lane > 1 ? skip : 0);
             if (of.scale)
                 cp_async_or_zero<16>(to, of.scale + from, on);
             if (of.bias)
@@ -124,87 +130,50 @@ struct Next {
 };
 
 // Where piece i of n equal ones of a line begins: all * i / n, without the 64 bits that it needs.
-__device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
+__device__ __forceinline__ unsigned piece_of(
+        unsigned all, unsigned i, unsigned n) {
     return all / n * i + all % n * i / n;
 }
 
-// What a warp finds of a strip of the first half.
+// What a warp finds of a strip of the first half, and of the second.
 typedef float USums[16][ROWS];
+typedef float DSums[16][COLUMNS];
 
 // Hidden values of `many` strips, the first of which is `from`: what the team's warps found is
 // merged. `tail`: place of the first one's scales and biases.
 __device__ __forceinline__ void put_hidden(
-        Shared* sm, const Params& p, const USums* part, unsigned from, unsigned stride,
-        int many, int tail, int warp) {
+        const Block<Shared>& b, const USums* part, unsigned from, int many,
+        int tail) {
     constexpr int TEAM = 32 * USPLIT, EACH = OUT * ROWS;
     constexpr int ITEMS = (MEET * EACH + TEAM - 1) / TEAM;
-    const int ushare = warp % USPLIT;
     const int mine = opaque(threadIdx.x) % TEAM;
-    sync_warps<USPLIT>(warp / USPLIT);
+    sync_warps<USPLIT>(b.warp / USPLIT);
     #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         const int item = mine + i * TEAM, m = item / EACH;
         const int c = item / OUT % ROWS, r = item % OUT;
         if (m >= many)
             break;
-        const unsigned strip = from + m * stride;
+        const unsigned strip = from + m * b.stride;
         const unsigned slot = strip / STRIPS, o = strip % STRIPS * OUT + r;
-        const int entry = sm->slots.who[slot][c];
+        const int entry = b.sm->slots.who[slot][c];
         if (entry < 0 || o >= I)
             continue;
         const int line = PAIR ? r / 2 * 4 + r % 2 : r;
         const int kept = tail + m < UKEEP ? tail + m : tail + m - UKEEP;
-        const float* with = sm->utail[warp / USPLIT][kept];
-        const float inv = NORM ? sm->inverse[warp][c] : 1.f;
-        float v[2];
-        #pragma unroll
-        for (int j = 0; j < 1 + PAIR; j++) {
-            const float scale = U::row_scale((Bytes)with, with, line + 2 * j);
-            const float more = p.ubias ? with[16 + line + 2 * j] : 0.f;
-            v[j] = sum_parts<USPLIT>(part + m * WARPS + warp - ushare, line + 2 * j, c);
-            v[j] = fmaf(__fmul_rn(v[j], inv), scale, more);
-        }
-        give(p.h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], p.limit));
+        const float inv = NORM ? b.sm->inverse[b.warp][c] : 1.f;
+        const Line<U, 1 + PAIR> with(
+                b.sm->utail[b.warp / USPLIT][kept], line, b.p.ubias);
+        give_hidden(
+                b.p, part + m * WARPS + b.warp - b.ushare, line, c, entry, o, inv,
+                with);
     }
 }
 
-// What a warp finds of a strip of the second half.
-typedef float DSums[16][COLUMNS];
-
-// The block's outputs of strip u: what the team's warps found is merged, for whom picked it.
-template <class Parts, class Slot>
-__device__ __forceinline__ void put_products(
-        Shared* sm, const Params& p, const DSums* part, unsigned u, int tail, int warp,
-        unsigned own, Parts parts, Slot slot) {
-    constexpr int TEAM = 32 * DSPLIT;
-    constexpr int ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
-    const int dshare = warp % DSPLIT;
-    const int mine = opaque(threadIdx.x) % TEAM, line = mine % 16;
-    sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
-    const float* with = sm->dtail[warp / DSPLIT][tail];
-    const float scale = D::row_scale((Bytes)with, with, line);
-    const float more = p.dbias ? with[16 + line] : 0.f;
-    const unsigned eight = 2 * u + line / 8;
-    if (MIXED && eight >= parts())
-        return;
-    const int o = MIXED ? eight % own * 8 + line % 8 : u % OWN * 16 + line;
-    #pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        const int c = mine / 16 + i * (TEAM / 16);
-        const int to = c < ROWS ? sm->slots.who[slot(line / 8)][c] : -1;
-        if (to < 0)
-            continue;
-        const int column = MIXED ? line / 8 * ROWS + c : c;
-        const float v = sum_parts<DSPLIT>(part + warp - dshare, line, column);
-        sm->done[to][o] = fmaf(v, scale, more);
-    }
-}
-
-// The block's outputs, of what all warps found of its `strips` strips: shares are added in order.
-__device__ __forceinline__ void merge_spread(
-        Shared* sm, const Params& p, unsigned own, unsigned parts, unsigned strips) {
+// The block's outputs, of what all warps found of its strips: shares are added in order.
+__device__ __forceinline__ void merge_spread(const Block<Shared>& b) {
     #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < strips * 16 * DSPLIT; i += THREADS) {
+    for (unsigned i = threadIdx.x; i < b.strips() * 16 * DSPLIT; i += THREADS) {
         const unsigned strip = i / (16 * DSPLIT);
         const unsigned line = i / DSPLIT % 16;
         const unsigned share = i % DSPLIT;
@@ -215,152 +184,133 @@ __device__ __forceinline__ void merge_spread(
                     + k % D::UNITS;
             if (block >= BLOCKS)
                 break;
-            const float2 v = ((const float2*)sm->found(strip)[block])[line];
+            const float2 v = ((const float2*)b.sm->found(strip)[block])[line];
             acc = fmaf(v.x, v.y, acc);
         }
         float v = 0.f + acc;
         if (DSPLIT > 1)
             v += __shfl_xor_sync(~0u, acc, 1);
         const unsigned part = 2 * strip + line / 8;
-        if (share || part >= parts)
+        if (share || part >= b.parts())
             continue;
-        const float* with = sm->dtail[strip][0];
-        const float more = p.dbias ? with[16 + line] : 0.f;
-        const int to = sm->slots.who[part / own][0];
-        sm->done[to][part % own * 8 + line % 8] = fmaf(
-                v, D::row_scale((Bytes)with, with, line), more);
+        const Line<D, 1> with(b.sm->dtail[strip][0], line, b.p.dbias);
+        const int to = b.sm->slots.who[part / b.own][0];
+        b.sm->done[to][part % b.own * 8 + line % 8] = fmaf(
+                v, with.scale[0], with.more[0]);
     }
 }
 
-__device__ __forceinline__ void long_rows(const Params& p) {
-    DYNAMIC_SHARED(Shared, sm);
-    const int lane = threadIdx.x % 32;
-    const int g = lane / 4;
-    const int t = lane % 4;
-    // the compiler learns: one for all
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
-    const unsigned first = blockIdx.x + gridDim.x * (warp / USPLIT);
-    const unsigned stride = gridDim.x * (WARPS / USPLIT);
-    // the block's outputs
-    const int base = blockIdx.x * SPAN;
-    const int span = min(SPAN, K - base);
-    constexpr unsigned NONE = ~0u;
-    unsigned unit = p.halves & 1 ? first : NONE;  // the strip that is fetched next
-    auto slots = [&]() -> unsigned { return ROWS == 1 ? PICKS : sm->slots.number; };
-    // of the unit that is multiplied next, which leaves it to another
-    int place = 0, round = 0;
-    const Bank<U> ubank(p.uw, p.us, p.ugs, p.ubias);
-    const Copies<U, UShares, KEEP, RUNS> ucopies(ushare, lane);
-    const Spots<U, KEEP> uspots(g, t);
-    Next o;
-    o.step = o.tail = 0;
-    auto next_up = [&] {
+// The first half, as a warp goes through its team's strips of it.
+struct Up {
+    Block<Shared>& b;
+    Next& o;
+    unsigned unit;  // the strip that is fetched next
+    const Bank<U> bank;
+    const Copies<U, UShares, KEEP, RUNS> copies;
+    const Spots<U, KEEP> spots;
+    __device__ __forceinline__ Up(Block<Shared>& b_, Next& o_)
+        : b(b_),
+          o(o_),
+          unit(b.p.halves & 1 ? b.first : NONE),
+          bank(b.p.uw, b.p.us, b.p.ugs, b.p.ubias),
+          copies(b.ushare, b.lane),
+          spots(b.g, b.t) {
+        o.step = o.tail = 0;
+    }
+    __device__ __forceinline__ void fetch() {
         if (o.step == 0) {
             const unsigned slot = unit / STRIPS, from = unit % STRIPS * 16;
-            const unsigned e = SHARED && slot < sm->slots.FIRST ? E
-                                                                : sm->slots.expert[slot];
-            o.first(ubank, ucopies, e * UROWS + from, ushare, lane);
+            o.first(bank, copies, b.expert_of(slot) * UROWS + from, b.ushare,
+                    b.lane);
             o.rest = UROWS - from;
         }
         constexpr int REST = UROWS % 16 ? 0 : 16;
-        if (o.fetch<U, UShares, REST, false>(
-                    ucopies, sm->ring[warp][place], ushare, lane)) {
-            float (*const tails)[32] = sm->utail[warp / USPLIT];
-            if (!ushare)
-                o.fetch_tail<U, REST, false, UKEEP>(ubank, tails, lane);
-            unit += stride;
+        unsigned char* const to = b.here();
+        if (o.fetch<U, UShares, REST, false>(copies, to, b.ushare, b.lane)) {
+            float (*const tails)[32] = b.sm->utail[b.warp / USPLIT];
+            if (!b.ushare)
+                o.fetch_tail<U, REST, false, UKEEP>(bank, tails, b.lane);
+            unit += b.stride;
         }
-    };
-    auto forth = [&] {
-        cp_async_commit();
-        place = DEEP == 2 ? 1 - place : place == DEEP - 1 ? 0 : place + 1;
-    };
-    sm->slots.clear(p.rows, THREADS);
-    for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS)
-        sm->seen[i] = ROWS * TOP_K;
-    int begun = 0;
-    if (SHARED)  // needs no router
+    }
+    __device__ __forceinline__ void next() {
+        if (unit < b.slots() * STRIPS)
+            fetch();
+        b.forth();
+    }
+    // acc: this warp's part of a strip.
+    __device__ __forceinline__ void multiply_strip(float* acc, int short_at) {
+        const int l = opaque(b.lane);
+        const uint4* at = b.sm->in.x.of(min(l / 4, ROWS - 1), b.ushare, l % 4);
+        const float* e = b.sm->in.x.e[max(0, min(l % 4 * 2, ROWS - 2))]
+                + b.ushare * U::UNITS;
         #pragma unroll 1
-        for (; begun < DEEP && unit < STRIPS; begun++) {
-            next_up();
-            forth();
+        for (int i = UShares::of(b.ushare); i; i--) {
+            cp_async_wait<DEEP - 1>();
+            __syncwarp();
+            const unsigned char* const from = b.here();
+            const float* const e1 = e + (ROWS > 1 ? X::HELD : 0);
+            multiply<U, X, ROWS == 1>(from, acc, at, e, e1, spots, i == short_at);
+            at += 4 * U::UNITS * USPLIT;
+            e += U::UNITS * USPLIT;
+            __syncwarp();
+            next();
         }
-    if (!LATE)
-        pdl_trigger();
-    pdl_wait();
-    load(sm, p, warp, lane);
-    auto next = [&] {
-        if (unit < slots() * STRIPS)
-            next_up();
-        forth();
-    };
-    #pragma unroll 1
-    for (; begun < DEEP; begun++)
-        next();
-    if (p.halves & 1) {
-        if (NORM)
-            norm(sm, p.eps, warp, lane);
-        const int short_at = KEEP < 2 && UShares::SHORT && ushare == UShares::LAST ? 1 : 0;
+    }
+    __device__ __forceinline__ void run() {
+        const bool last = b.ushare == UShares::LAST;
+        const int short_at = KEEP < 2 && UShares::SHORT && last ? 1 : 0;
         int tail = 0;  // of the first of the strips that are added up
         #pragma unroll 1
-        for (unsigned u = first; u < slots() * STRIPS; round ^= !ONCE) {
-            USums* const part = (USums*)(sm->part + round * USUMS);
+        for (unsigned u = b.first; u < b.slots() * STRIPS; b.round ^= !ONCE) {
+            USums* const part = (USums*)(b.sm->part + b.round * USUMS);
             const unsigned from = u;
             int many = 0;
             #pragma unroll 1
-            for (; many < MEET && u < slots() * STRIPS; many++, u += stride) {
-                const int l = opaque(lane);
-                const uint4* at = sm->in.x.of(min(l / 4, ROWS - 1), ushare, l % 4);
-                const float* e = sm->in.x.e[max(0, min(l % 4 * 2, ROWS - 2))]
-                        + ushare * U::UNITS;
+            for (; many < MEET && u < b.slots() * STRIPS; many++, u += b.stride) {
                 float acc[4] = {};
-                #pragma unroll 1
-                for (int i = UShares::of(ushare); i; i--) {
-                    cp_async_wait<DEEP - 1>();
-                    __syncwarp();
-                    const unsigned char* const from = sm->ring[warp][place];
-                    const float* const e1 = e + (ROWS > 1 ? X::HELD : 0);
-                    multiply<U, X, ROWS == 1>(from, acc, at, e, e1, uspots, i == short_at);
-                    at += 4 * U::UNITS * USPLIT;
-                    e += U::UNITS * USPLIT;
-                    __syncwarp();
-                    next();
-                }
-                put_part(part[many * WARPS + warp], acc, g, t);
+                multiply_strip(acc, short_at);
+                put_part(part[many * WARPS + b.warp], acc, b.g, b.t);
             }
-            put_hidden(sm, p, part, from, stride, many, tail, warp);
+            put_hidden(b, part, from, many, tail);
             tail = tail + many < UKEEP ? tail + many : tail + many - UKEEP;
         }
     }
-    if (!(p.halves & 2))
-        return;
-    // of the second half, eights of its outputs for each expert, and strips
-    const unsigned own = K % SPAN ? max(span, 0) / 8 : SPAN / 8;
-    auto parts = [&] { return slots() * own; };
-    auto strips = [&] { return MIXED ? (parts() + 1) / 2 : slots() * OWN; };
-    auto row_of = [&](unsigned part) {
-        return sm->slots.expert[part / own] * K + base + part % own * 8;
-    };
-    const Bank<D> dbank(p.dw, p.ds, p.dgs, p.dbias);
-    const Copies<D, DFetched, KEEP, RUNS> dcopies(SPREAD ? 0 : dshare, lane);
-    const Spots<D, KEEP> dspots(g, t);
-    // quarters of a multiprocessor alike
-    const unsigned piece = warp / 4 + warp % 4 * (WARPS / 4);
-    const unsigned line_end = span > 0 ? piece_of(strips() * DShares::N, piece + 1, WARPS)
-                                       : 0;
-    const unsigned line_begin = span > 0 ? piece_of(strips() * DShares::N, piece, WARPS)
-                                         : 0;
-    const unsigned own_first = span > 0 ? warp / DSPLIT : NONE;
-    // the strip, or unit, that is fetched next
-    unsigned down = SPREAD ? line_begin : own_first;
-    o.step = SPREAD ? line_begin % DShares::N : 0;
-    o.tail = 0;
-    auto open_two = [&](Next& n, unsigned strip) {
-        const unsigned other = min(2 * strip + 1, parts() - 1);
-        n.two(dbank, dcopies, row_of(2 * strip), row_of(other), SPREAD ? 0 : dshare, lane);
-    };
-    auto next_down = [&] {
+};
+
+// The second half: a warp goes through its team's strips, or, where these are SPREAD, through its
+// piece of the line of all units.
+struct Down {
+    Block<Shared>& b;
+    Next& o;
+    const Bank<D> bank;
+    const Copies<D, DFetched, KEEP, RUNS> copies;
+    const Spots<D, KEEP> spots;
+    unsigned line_begin, line_end, first;
+    unsigned down;  // the strip, or unit, that is fetched next
+    __device__ __forceinline__ Down(Block<Shared>& b_, Next& o_)
+        : b(b_),
+          o(o_),
+          bank(b.p.dw, b.p.ds, b.p.dgs, b.p.dbias),
+          copies(SPREAD ? 0 : b.dshare, b.lane),
+          spots(b.g, b.t) {
+        // quarters of a multiprocessor alike
+        const unsigned piece = b.warp / 4 + b.warp % 4 * (WARPS / 4);
+        const unsigned line = b.strips() * DShares::N;
+        line_end = b.span > 0 ? piece_of(line, piece + 1, WARPS) : 0;
+        line_begin = b.span > 0 ? piece_of(line, piece, WARPS) : 0;
+        first = b.span > 0 ? b.warp / DSPLIT : NONE;
+        down = SPREAD ? line_begin : first;
+        o.step = SPREAD ? line_begin % DShares::N : 0;
+        o.tail = 0;
+    }
+    __device__ __forceinline__ void open_two(Next& n, unsigned strip) const {
+        const unsigned other = min(2 * strip + 1, b.parts() - 1);
+        const int share = SPREAD ? 0 : b.dshare;
+        n.two(bank, copies, b.row_of(2 * strip), b.row_of(other), share, b.lane);
+    }
+    // The strip of which a unit is fetched next.
+    __device__ __forceinline__ void open() {
         if (SPREAD && (o.step == 0 || down == line_begin)) {
             open_two(o, down / DShares::N);
             o.w += o.step * D::LB;
@@ -369,121 +319,124 @@ __device__ __forceinline__ void long_rows(const Params& p) {
             open_two(o, down);
         else if (o.step == 0) {
             const unsigned from = down % OWN * 16;
-            const unsigned row = sm->slots.expert[down / OWN] * K + base + from;
-            o.first(dbank, dcopies, row, dshare, lane);
-            o.rest = span - from;
+            const unsigned row = b.sm->slots.expert[down / OWN] * K + b.base
+                    + from;
+            o.first(bank, copies, row, b.dshare, b.lane);
+            o.rest = b.span - from;
         }
+    }
+    __device__ __forceinline__ void fetch() {
+        open();
         constexpr int REST = !MIXED && (SPAN % 16 || K % SPAN) ? 0 : 16;
-        unsigned char* const to = sm->ring[warp][place];
+        unsigned char* const to = b.here();
         const bool last = o.fetch<D, DFetched, REST, MIXED>(
-                dcopies, to, SPREAD ? 0 : dshare, lane);
+                copies, to, SPREAD ? 0 : b.dshare, b.lane);
         if (SPREAD)
             down++;
         else if (last) {
-            float (*const tails)[32] = sm->dtail[warp / DSPLIT];
-            if (!dshare)
-                o.fetch_tail<D, REST, MIXED, DKEEP>(dbank, tails, lane);
+            float (*const tails)[32] = b.sm->dtail[b.warp / DSPLIT];
+            if (!b.dshare)
+                o.fetch_tail<D, REST, MIXED, DKEEP>(bank, tails, b.lane);
             down += WARPS / DSPLIT;
         }
-    };
-    auto more_down = [&] { return down < (SPREAD ? line_end : strips()); };
-    #pragma unroll 1
-    for (int i = 0; i < DEEP; i++) {  // not before: others still wait for the first half's
-        if (more_down())
-            next_down();
-        forth();
     }
-    #pragma unroll 1
-    for (unsigned i = warp; SPREAD && span > 0 && i < strips(); i += WARPS) {
-        Next n;
-        n.tail = 0;
-        open_two(n, i);
-        n.fetch_tail<D, 16, true, 1>(dbank, sm->dtail[i], lane);
+    __device__ __forceinline__ void next() {
+        if (down < (SPREAD ? line_end : b.strips()))
+            fetch();
+        b.forth();
     }
-    if (LATE)
-        pdl_trigger();
-    weigh(sm, p, warp, lane);
-    if (!APART)
-        __syncthreads();  // before what is staged takes the place of x
-    float before = 0.f;
-    if (threadIdx.x < p.rows * SPAN && p.add && (int)threadIdx.x % SPAN < span)
-        before = p.add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    stage_h(sm->in.h, sm->slots, p.h, p.rows, [] {});
-    ask_later(p);
-    if (ALONE)
-        __syncwarp();
-    else
-        __syncthreads();
-    #pragma unroll 1
-    for (unsigned i = line_begin; SPREAD && i < line_end;) {
-        const unsigned strip = i / DShares::N;
-        const unsigned to = min(line_end, (strip + 1) * DShares::N);
-        unsigned u = i % DShares::N;
-        auto entry = [&](unsigned part) {
-            return max(0, (int)sm->slots.who[min(part, parts() - 1) / own][0]);
-        };
-        const bool second = g >= 4;  // rows of the strip's other part
-        const uint4* at = sm->in.h.of(entry(2 * strip + (g > 0)), u, t);
-        const float* e = sm->in.h.e[entry(2 * strip + second)] + u * D::UNITS;
+    __device__ __forceinline__ void begin() {
         #pragma unroll 1
-        for (; i < to; i++, u++) {
-            cp_async_wait<DEEP - 1>();
-            __syncwarp();
-            const unsigned char* const from = sm->ring[warp][place];
-            multiply_apart<D, H>(
-                    from, sm->found(strip) + u * D::UNITS, at, e, dspots, second, g, t);
-            at += 4 * D::UNITS;
-            e += D::UNITS;
-            __syncwarp();
-            if (more_down())
-                next_down();
-            forth();
+        for (int i = 0; i < DEEP; i++)
+            next();
+        #pragma unroll 1
+        for (unsigned i = b.warp; SPREAD && b.span > 0 && i < b.strips();
+                i += WARPS) {
+            Next n;
+            n.tail = 0;
+            open_two(n, i);
+            n.fetch_tail<D, 16, true, 1>(bank, b.sm->dtail[i], b.lane);
         }
     }
-    if (SPREAD) {
+    __device__ __forceinline__ void decode(Made<D, MADE>&) {}
+    // Whose hidden values an eight of rows is multiplied with.
+    __device__ __forceinline__ int entry_of(unsigned part) const {
+        return max(0, (int)b.sm->slots.who[min(part, b.parts() - 1) / b.own][0]);
+    }
+    // All units of the warp's piece of the line.
+    __device__ __forceinline__ void run_line() {
+        #pragma unroll 1
+        for (unsigned i = line_begin; SPREAD && i < line_end;) {
+            const unsigned strip = i / DShares::N;
+            const unsigned to = min(line_end, (strip + 1) * DShares::N);
+            unsigned u = i % DShares::N;
+            const bool second = b.g >= 4;  // rows of the strip's other part
+            const uint4* at = b.sm->in.h.of(
+                    entry_of(2 * strip + (b.g > 0)), u, b.t);
+            const float* e = b.sm->in.h.e[entry_of(2 * strip + second)]
+                    + u * D::UNITS;
+            #pragma unroll 1
+            for (; i < to; i++, u++) {
+                cp_async_wait<DEEP - 1>();
+                __syncwarp();
+                const unsigned char* const from = b.here();
+                float4(*const found)[8] = b.sm->found(strip) + u * D::UNITS;
+                multiply_apart<D, H>(from, found, at, e, spots, second, b.g, b.t);
+                at += 4 * D::UNITS;
+                e += D::UNITS;
+                __syncwarp();
+                next();
+            }
+        }
         cp_async_commit();  // scales and biases, of a warp that had no units
         cp_async_wait<0>();
         __syncthreads();
+        if (b.span > 0)
+            merge_spread(b);
     }
-    if (SPREAD && span > 0)
-        merge_spread(sm, p, own, parts(), strips());
-    int tail = 0;
-    const int short_at = KEEP < 2 && DShares::SHORT && dshare == DShares::LAST ? 1 : 0;
-    round = 0;  // warps of a team may have had different numbers of strips
-    #pragma unroll 1
-    for (unsigned u = SPREAD ? NONE : own_first; u < strips();
-            u += WARPS / DSPLIT, round ^= 1) {
-        DSums* const part = (DSums*)(sm->part + (ALONE ? SUMS - DSUMS : round * DSUMS));
-        auto slot = [&](unsigned part) {  // of that part of the strip
-            return MIXED ? min(2 * u + part, parts() - 1) / own : u / OWN;
-        };
-        auto entry = [&](int c) {
-            const int part = MIXED ? min(c / ROWS, 1) : 0;
-            const int r = MIXED ? c % ROWS : min(c, ROWS - 1);
-            return max(0, (int)sm->slots.who[slot(part)][r]);
-        };
-        const uint4* at = sm->in.h.of(entry(g), dshare, t);
-        const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
-        const float* e1 = sm->in.h.e[entry(2 * t + 1)] + dshare * D::UNITS;
-        float acc[4] = {};
+    // acc: this warp's part of strip u.
+    __device__ __forceinline__ void multiply_strip(
+            unsigned u, float* acc, int short_at) {
+        const uint4* at = b.sm->in.h.of(b.entry(u, b.g), b.dshare, b.t);
+        const float* e0 = b.sm->in.h.e[b.entry(u, 2 * b.t)] + b.dshare * D::UNITS;
+        const float* e1 = b.sm->in.h.e[b.entry(u, 2 * b.t + 1)]
+                + b.dshare * D::UNITS;
         #pragma unroll 1
-        for (int i = DShares::of(dshare); i; i--) {
+        for (int i = DShares::of(b.dshare); i; i--) {
             cp_async_wait<DEEP - 1>();
             __syncwarp();
-            const unsigned char* const from = sm->ring[warp][place];
-            multiply<D, H, COLUMNS == 1>(from, acc, at, e0, e1, dspots, i == short_at);
+            const unsigned char* const from = b.here();
+            multiply<D, H, COLUMNS == 1>(
+                    from, acc, at, e0, e1, spots, i == short_at);
             at += 4 * D::UNITS * DSPLIT;
             e0 += D::UNITS * DSPLIT;
             e1 += D::UNITS * DSPLIT;
             __syncwarp();
-            if (more_down())
-                next_down();
-            forth();
+            next();
         }
-        put_part(part[warp], acc, g, t);
-        put_products(sm, p, part, u, tail, warp, own, parts, slot);
-        tail = tail == DKEEP - 1 ? 0 : tail + 1;
     }
-    __syncthreads();
-    put_sums(sm, base, span, p.rows, before, p.add, p.y, p.ids, p.weights);
-}
+    __device__ __forceinline__ void run(const Made<D, MADE>&) {
+        if (SPREAD)
+            return run_line();
+        int tail = 0;
+        const bool last = b.dshare == DShares::LAST;
+        const int short_at = KEEP < 2 && DShares::SHORT && last ? 1 : 0;
+        b.round = 0;  // warps of a team may have had different numbers of strips
+        #pragma unroll 1
+        for (unsigned u = first; u < b.strips();
+                u += WARPS / DSPLIT, b.round ^= 1) {
+            float* const sums = b.sm->part
+                    + (ALONE ? SUMS - DSUMS : b.round * DSUMS);
+            DSums* const part = (DSums*)sums;
+            float acc[4] = {};
+            multiply_strip(u, acc, short_at);
+            put_part(part[b.warp], acc, b.g, b.t);
+            const int mine = opaque(threadIdx.x) % (32 * DSPLIT);
+            sync_warps<DSPLIT, ALONE ? AFTER : 0>(b.warp / DSPLIT);
+            const Line<D, 1> with(
+                    b.sm->dtail[b.warp / DSPLIT][tail], mine % 16, b.p.dbias);
+            put_products(b, part + b.warp - b.dshare, u, mine, with);
+            tail = tail == DKEEP - 1 ? 0 : tail + 1;
+        }
+    }
+};

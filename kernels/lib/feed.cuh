@@ -15,13 +15,17 @@ __device__ __forceinline__ void cp_async_if(void* to, const void* from, bool on)
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     if (N == 16)
         asm volatile(
-                "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], "
+                "{.reg .pred p; setp.ne.u32 p, %2, 0; @p "
+                "cp.async.cg.shared.global "
+                "[%0], "
                 "[%1], 16;}" ::"r"(at),
                 "l"(from), "r"((unsigned)on)
                 : "memory");
     else
         asm volatile(
-                "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.ca.shared.global [%0], "
+                "{.reg .pred p; setp.ne.u32 p, %2, 0; @p "
+                "cp.async.ca.shared.global "
+                "[%0], "
                 "[%1], %3;}" ::"r"(at),
                 "l"(from), "r"((unsigned)on), "n"(N)
                 : "memory");
@@ -36,10 +40,10 @@ struct Job {  // what all threads of a block know
     const unsigned char *w, *s;  // of the block's first row of W
     // of the block's columns (lib/unpack.cuh), in shared memory
     const float* aids;
-    const int* from;             // row of x of each row of the tile, in shared memory
+    const int* from;  // row of x of each row of the tile, in shared memory
     // sixteens of bytes of a row of x; scales of a row, fp8_block
     int line, chunks, blocks;
-    int steps;                   // along K
+    int steps;  // along K
     // the last row of W there is, counted from the block's first
     unsigned last;
 };
@@ -51,7 +55,8 @@ __device__ __forceinline__ unsigned place_of(unsigned row) {
     if (!WGMMA)
         return row;
     const unsigned r = row % 16;
-    const unsigned place = PAIR ? r / 2 % 2 * 8 + r / 4 * 2 + r % 2 : r % 2 * 8 + r / 2;
+    const unsigned place = PAIR ? r / 2 % 2 * 8 + r / 4 * 2 + r % 2
+                                : r % 2 * 8 + r / 2;
     return row - r + place;
 }
 
@@ -76,22 +81,28 @@ template <int TH, int ROWS> struct WeightFeed {
     static constexpr unsigned SBYTES = FOURS ? 4 * SC : 4;
     static constexpr unsigned PIECES = W::SCALE ? GROUPS * (FOURS ? CH : 1) : 0;
     static constexpr unsigned SS = FOURS ? TH / CH : TH;
-    static_assert(TH % WP == 0 && ROWS % WS == 0 && (!WGMMA || WS % 16 == 0), "whole rows");
+    static_assert(
+            TH % WP == 0 && ROWS % WS == 0 && (!WGMMA || WS % 16 == 0),
+            "whole rows");
     const Job& j;
     const unsigned tid;
-    int c0 = 0;                 // the step's first chunk
-    unsigned row = 0;           // the first row
-    const unsigned char *w, *s; // what is next
-    unsigned w_to, s_to;        // in a stage
-    __device__ __forceinline__ WeightFeed(const Job& job, unsigned tid) : j(job), tid(tid) {
-        w_to = A + tid % WP / PER * BC + place_of(tid / WP) * PER * 16 + tid % PER * 16;
+    int c0 = 0;  // the step's first chunk
+    unsigned row = 0;  // the first row
+    const unsigned char *w, *s;  // what is next
+    unsigned w_to, s_to;  // in a stage
+    __device__ __forceinline__ WeightFeed(const Job& job, unsigned tid)
+        : j(job), tid(tid) {
+        w_to = A + tid % WP / PER * BC + place_of(tid / WP) * PER * 16
+                + tid % PER * 16;
         s_to = A + B + (FOURS ? tid % CH * ROWS + tid / CH * 4 : tid) * SC;
         begin(0);
     }
     __device__ __forceinline__ unsigned group() const {
         return FOURS ? row / 4 + tid / CH : row + tid;
     }
-    __device__ __forceinline__ unsigned last() const { return FOURS ? j.last / 4 : j.last; }
+    __device__ __forceinline__ unsigned last() const {
+        return FOURS ? j.last / 4 : j.last;
+    }
     __device__ __forceinline__ unsigned pitch() const {
         return FOURS ? j.chunks * SBYTES : j.blocks * 4;
     }
@@ -99,7 +110,9 @@ template <int TH, int ROWS> struct WeightFeed {
     __device__ __forceinline__ void begin(unsigned first) {
         const unsigned c = min((int)(tid % WP / PER), j.chunks - 1);
         row = first;
-        w = j.w + ((size_t)((row + tid / WP) * j.chunks + c) * PER + tid % PER) * 16;
+        w = j.w
+                + ((size_t)((row + tid / WP) * j.chunks + c) * PER + tid % PER)
+                        * 16;
         s = j.s + (size_t)min(group(), last()) * pitch();
         if (FOURS)
             s += min((int)(tid % CH), j.chunks - 1) * SBYTES;
@@ -109,16 +122,19 @@ template <int TH, int ROWS> struct WeightFeed {
         #pragma unroll
         for (int i = 0; i < ROWS / WS; i++) {
             const bool real = row + tid / WP + i * WS <= j.last;
-            const unsigned char* from = w + (size_t)(i * WS) * (j.chunks * PER * 16);
+            const unsigned char* from = w
+                    + (size_t)(i * WS) * (j.chunks * PER * 16);
             cp_async_if<16>(stage + w_to + i * WS * PER * 16, from, on && real);
         }
         #pragma unroll
         for (unsigned i = 0; i * TH < PIECES; i++) {
             const bool real = (i + 1) * TH <= PIECES || i * TH + tid < PIECES;
-            const unsigned skip = min(group() + i * SS, last()) - min(group(), last());
+            const unsigned skip = min(group() + i * SS, last())
+                    - min(group(), last());
             const unsigned char* from = s + (i ? (size_t)skip * pitch() : 0);
             cp_async_if<SBYTES>(
-                    stage + s_to + i * SS * (FOURS ? 4 : 1) * SC, from, on && real);
+                    stage + s_to + i * SS * (FOURS ? 4 : 1) * SC, from,
+                    on && real);
         }
         next();
     }
@@ -143,14 +159,16 @@ template <int ROWS, int TH = THREADS> struct Feed {
     static_assert(TH % XP == 0 && XS % 8 == 0, "the same place of all rows");
     const Job& j;
     int step = 0;
-    unsigned at[OWN];           // where the pieces of x begin, in sixteens of bytes
-    unsigned x_to;              // in a stage
+    unsigned at[OWN];  // where the pieces of x begin, in sixteens of bytes
+    unsigned x_to;  // in a stage
     WeightFeed<TH, BN> weights;
-    __device__ __forceinline__ Feed(const Job& job) : j(job), weights(job, threadIdx.x) {
+    __device__ __forceinline__ Feed(const Job& job)
+        : j(job), weights(job, threadIdx.x) {
         const unsigned row = threadIdx.x / XP, piece = threadIdx.x % XP;
         #pragma unroll
         for (int i = 0; i < OWN; i++)
-            at[i] = (unsigned)j.from[min(row + i * XS, ROWS - 1u)] * j.line + piece;
+            at[i] = (unsigned)j.from[min(row + i * XS, ROWS - 1u)] * j.line
+                    + piece;
         const unsigned block = WGMMA ? piece / 8 : 0;  // of 128 bytes of a row
         x_to = block * BM * 128 + place_in_row<ROW>(row, piece - block * 8);
     }
@@ -160,7 +178,8 @@ template <int ROWS, int TH = THREADS> struct Feed {
         for (int i = 0; i < OWN; i++) {
             const bool real = ROWS % XS == 0 || threadIdx.x / XP + i * XS < ROWS;
             cp_async_if<16>(
-                    stage + x_to + i * XS * ROW, x + (size_t)at[i] * 16, on && real);
+                    stage + x_to + i * XS * ROW, x + (size_t)at[i] * 16,
+                    on && real);
         }
     }
     __device__ __forceinline__ void scales(unsigned char* stage, bool on) const {

@@ -4,11 +4,13 @@
 #include "lib/act.cuh"
 
 struct Finish {
-    const float *aids, *bias, *add;  // aids: of columns, whose factors `factor` knows
+    // aids: of columns, whose factors `factor` knows
+    const float *aids, *bias, *add;
     float* y;
     const float *by, *gated;  // of rows of the tile: factor, and gate
     const int* to;            // row of y; -1: nobody wants it
-    int n0, out, nb, as, ys;  // the block's first column; columns of y, and with padding
+    // the block's first column; columns of y, and with padding
+    int n0, out, nb, as, ys;
     float limit;
     bool gate;
 };
@@ -18,7 +20,8 @@ struct Finish {
 // four in a row of the upper eight rows, an odd one of the lower. Of pairs these are two gates and
 // their ups.
 template <int ACT, int TILES>
-__device__ __forceinline__ void finish(const Finish& f, int m, int c, float (*d)[4]) {
+__device__ __forceinline__ void finish(
+        const Finish& f, int m, int c, float (*d)[4]) {
     constexpr bool PAIRS = ACT != ACT_NONE && ACT != ACT_RELU2;
     constexpr int WIDTH = PAIRS ? 2 : 4;  // results of a lane that lie together
     const int g = threadIdx.x % 32 / 4;
@@ -27,15 +30,16 @@ __device__ __forceinline__ void finish(const Finish& f, int m, int c, float (*d)
     const int row = m + g + 8 * odd;
     const int r = f.to[row];
     const size_t ends = (size_t)f.add | (size_t)f.y;
-    const bool whole = (f.out | f.as | f.ys) % WIDTH == 0 && (ends & (WIDTH * 4 - 1)) == 0;
+    const bool whole = (f.out | f.as | f.ys) % WIDTH == 0
+            && (ends & (WIDTH * 4 - 1)) == 0;
     float* const yr = f.y + (size_t)max(r, 0) * f.ys;
     const float* const ar = f.add + (size_t)max(r, 0) * f.as;
     #pragma unroll
     for (int i = 0; i < TILES; i++) {
         const float p = __shfl_xor_sync(~0u, odd ? d[i][0] : d[i][2], 1);
         const float q = __shfl_xor_sync(~0u, odd ? d[i][1] : d[i][3], 1);
-        float v[4] = {
-                odd ? p : d[i][0], odd ? q : d[i][1], odd ? d[i][2] : p, odd ? d[i][3] : q};
+        float v[4] = {odd ? p : d[i][0], odd ? q : d[i][1], odd ? d[i][2] : p,
+                odd ? d[i][3] : q};
         const int col = c + i * 8 + t / 2 * 4;
         const int at = f.n0 + col;
         const float4 a = *(const float4*)(f.aids + col);
@@ -62,7 +66,8 @@ __device__ __forceinline__ void finish(const Finish& f, int m, int c, float (*d)
             for (int k = 0; k < WIDTH && o + k < f.out; k++)
                 yr[o + k] = v[k] + (f.add ? ar[o + k] : 0.f);
         } else if (PAIRS) {
-            const float2 z = f.add ? *(const float2*)(ar + o) : make_float2(0.f, 0.f);
+            const float2 z = f.add ? *(const float2*)(ar + o)
+                                   : make_float2(0.f, 0.f);
             *(float2*)(yr + o) = make_float2(v[0] + z.x, v[1] + z.y);
         } else {
             const float4 z = f.add ? *(const float4*)(ar + o)

@@ -25,7 +25,8 @@ constexpr bool BOXED = FORMAT == 3;
 constexpr bool SHARED_OUT = GROUPS > 1 || SIDE > 1;
 constexpr int FIRST = 65536 / (THREADS * SIDE) / 8 * 8;
 static_assert(
-        !SHARED_OUT || FEWER + GROUPS * MORE <= FIRST * (GROUPS + 1), "too many registers");
+        !SHARED_OUT || FEWER + GROUPS * MORE <= FIRST * (GROUPS + 1),
+        "too many registers");
 __device__ __forceinline__ void share_out(bool fetches) {
     if (!SHARED_OUT)
         return;
@@ -90,7 +91,8 @@ struct Boxes {
     __device__ __forceinline__ int box() const { return lane * TEAM + member; }
     __device__ __forceinline__ int locate(int i) const {
         const int p = job.begin + i * KEYS + box() * 8;
-        const bool on = box() < BOXES && p + 8 > job.seen && p < job.start + job.hi;
+        const bool on = box() < BOXES && p + 8 > job.seen
+                && p < job.start + job.hi;
         return on ? table[p / bs] * bs + p % bs : -8;
     }
     __device__ __forceinline__ void fetch(int row, const TensorMap& from) {
@@ -169,7 +171,8 @@ struct Fetcher {
         return row;
     }
     // Where chunk c of row r of this warp goes
-    __device__ __forceinline__ unsigned char* place(int stage, int r, int c) const {
+    __device__ __forceinline__ unsigned char* place(
+            int stage, int r, int c) const {
         return job.ring + stage * PIECE + chunk_at(warp * ROWS + r, c);
     }
     // Unit u of the row `n` of the cache, as it is there
@@ -189,7 +192,8 @@ struct Fetcher {
         if (FORMAT == 2)
             cp_async_or_zero<4>(to + 8, from.sub + n * UNITS + u / 4 * 4, true);
     }
-    __device__ __forceinline__ void ask(const Row& row, const Origin& from) const {
+    __device__ __forceinline__ void ask(
+            const Row& row, const Origin& from) const {
         const int u = lane % UNITS;
         meet_wait(job.empty + at.stage, at.parity ^ 1);
         #pragma unroll 2
@@ -202,7 +206,8 @@ struct Fetcher {
             else
                 for (int c = 2 * u; c < 2 * u + 2; c++) {
                     const __half* p = from.own + (size_t)n * DIM + c * 8;
-                    cp_async16_or_zero(place(at.stage, r, c), on ? p : from.own, on);
+                    cp_async16_or_zero(
+                            place(at.stage, r, c), on ? p : from.own, on);
                 }
         }
         cp_async_commit();
@@ -234,7 +239,8 @@ struct Fetcher {
         wgmma_seen();
         meet_arrive(job.full + stage);
     }
-    __device__ __forceinline__ void fetch(const Row& row, float scale, const Origin& from) {
+    __device__ __forceinline__ void fetch(
+            const Row& row, float scale, const Origin& from) {
         ask(row, from);
         cp_async_wait<1>();
         if (asked.stage >= 0)
@@ -274,7 +280,8 @@ struct Softmax {
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
         best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
         best = fmaxf(best * unit, top[r]);
-        const float zero = best == NONE ? 0.f : best;  // NONE: nothing seen so far
+        // NONE: nothing seen so far
+        const float zero = best == NONE ? 0.f : best;
         shrink[r] = power2(top[r] - zero);
         top[r] = best;
         return zero;
@@ -306,7 +313,8 @@ struct Multiplier {
     // Rows of a head to shared memory, by who multiplies them.
     __device__ __forceinline__ void ask(const __half* q, size_t step) {
         unsigned char* const to = job.asked + rank * ASKED;
-        for (int i = part * 128 + threadIdx.x % 128; i < TILE * CHUNKS; i += 128 * PARTS) {
+        for (int i = part * 128 + threadIdx.x % 128; i < TILE * CHUNKS;
+                i += 128 * PARTS) {
             const int r = i / CHUNKS, c = i % CHUNKS;
             cp_async16(to + chunk_at(r, c), q + r * step + c * 8);
         }
@@ -317,7 +325,8 @@ struct Multiplier {
     }
     __device__ __forceinline__ void head_sync() {
 #if defined(__CUDA_ARCH__)
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + rank), "n"(128 * PARTS) : "memory");
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + rank), "n"(128 * PARTS)
+                : "memory");
 #else
         emu::barrier(1 + rank, 128 * PARTS);
 #endif
@@ -372,14 +381,16 @@ struct Multiplier {
             const int p = first + n / CHUNKS;
             if (p >= job.seen && p < end)
                 continue;
-            *(uint4*)(to + chunk_at(n / CHUNKS, n % CHUNKS)) = make_uint4(0, 0, 0, 0);
+            *(uint4*)(to + chunk_at(n / CHUNKS, n % CHUNKS)) = make_uint4(
+                    0, 0, 0, 0);
         }
         wgmma_seen();
         head_sync();
     }
     __device__ __forceinline__ void mask(int i, int window) {
         const int first = job.begin + i * KEYS;
-        if (first + KEYS <= job.start + 1 && !(window && job.start + TILE > first + window))
+        if (first + KEYS <= job.start + 1
+                && !(window && job.start + TILE > first + window))
             return;
         const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
         #pragma unroll

@@ -49,9 +49,11 @@
 #include "lib/stage.cuh"
 
 typedef const unsigned char* Bytes;
-#define EACH_FORMAT(X) X(nvfp4) X(mxfp4) X(int4) X(fp8) X(fp8_tiled) X(bf16) X(f16) X(f32)
+#define EACH_FORMAT(X) \
+    X(nvfp4) X(mxfp4) X(int4) X(fp8) X(fp8_tiled) X(bf16) X(f16) X(f32)
 
-__device__ __forceinline__ void halves_to_floats(const unsigned* h, float f, float* a) {
+__device__ __forceinline__ void halves_to_floats(
+        const unsigned* h, float f, float* a) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float2 v = __half22float2(half2_from(h[i]));
@@ -64,8 +66,12 @@ template <class T>
 __device__ __forceinline__ const T& eight(Bytes w, size_t row, int C, int v) {
     return ((const T*)w)[row * C * 4 + v];
 }
-__device__ __forceinline__ const unsigned& word(const uint4& v, int i) { return (&v.x)[i]; }
-__device__ __forceinline__ float bf16_low(unsigned v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ const unsigned& word(const uint4& v, int i) {
+    return (&v.x)[i];
+}
+__device__ __forceinline__ float bf16_low(unsigned v) {
+    return __uint_as_float(v << 16);
+}
 __device__ __forceinline__ float bf16_high(unsigned v) {
     return __uint_as_float(v & 0xFFFF0000u);
 }
@@ -85,7 +91,9 @@ struct inverse {  // of a power of two
     static __device__ __forceinline__ float aid(float unit) {
         return __uint_as_float((254u - (__float_as_uint(unit) >> 23)) << 23);
     }
-    static __device__ __forceinline__ float unit(float aid) { return inverse::aid(aid); }
+    static __device__ __forceinline__ float unit(float aid) {
+        return inverse::aid(aid);
+    }
 };
 
 struct e2m1 {  // what nvfp4 and mxfp4 share
@@ -100,7 +108,8 @@ struct e2m1 {  // what nvfp4 and mxfp4 share
         e2m1_pairs(w, __float2half2_rn(16384.f), h);
         halves_to_floats(h, f, a);
     }
-    static __device__ __forceinline__ void times(unsigned w, Factor f, unsigned* h) {
+    static __device__ __forceinline__ void times(
+            unsigned w, Factor f, unsigned* h) {
         e2m1_crossed(w, f, h);
     }
 };
@@ -109,7 +118,8 @@ struct nvfp4 : e2m1, itself {
     static constexpr int SCALE = 2;
     static constexpr float UNITY = 16384.f;
     static __device__ __forceinline__ void floats(
-            Bytes w, Bytes s, const float* gs, size_t row, int C, int v, float* a) {
+            Bytes w, Bytes s, const float* gs, size_t row, int C, int v,
+            float* a) {
         const unsigned char scale =
                 s[((row / 4 * C + v / 4) * 4 + row % 4) * 2 + v % 4 / 2];
         const float2 f = __half22float2(half2_from(e4m3_halves(scale)));
@@ -139,10 +149,12 @@ struct nvfp4 : e2m1, itself {
         }
         __device__ __forceinline__ float scale(int) const { return 1.f; }
     };
-    static __device__ __forceinline__ float row_scale(Bytes, const float* gs, size_t row) {
+    static __device__ __forceinline__ float row_scale(
+            Bytes, const float* gs, size_t row) {
         return gs[row] * 16384.f;
     }
-    static __device__ __forceinline__ float row_raw(Bytes, const float* gs, size_t row) {
+    static __device__ __forceinline__ float row_raw(
+            Bytes, const float* gs, size_t row) {
         return gs[row];
     }
 };
@@ -219,7 +231,8 @@ struct mxfp4 : e2m1 {
             return __uint_as_float(greater(top >> (16 * i) << 23, 0x00400000u));
         }
     };
-    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) {
+    static __device__ __forceinline__ float row_scale(
+            Bytes, const float*, size_t) {
         return 1.f;
     }
     static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) {
@@ -243,7 +256,8 @@ struct int4 : itself {
         return half2_from(bits | 0x64006400u);
     }
     // q - z of eight codes
-    static __device__ __forceinline__ void less(unsigned w, Factor f, unsigned* h) {
+    static __device__ __forceinline__ void less(
+            unsigned w, Factor f, unsigned* h) {
         const __half2 z = over_1024(__byte_perm(f, 0, 0x3232));
         const __half2 sixteenth = __float2half2_rn(.0625f);
         const __half2 base = __hsub2(__float2half2_rn(960.f), z);
@@ -257,13 +271,15 @@ struct int4 : itself {
         }
     }
     // below 15 * 2^12; rounded, as a scale has eleven bits and a product of it more
-    static __device__ __forceinline__ void times(unsigned w, Factor f, unsigned* h) {
+    static __device__ __forceinline__ void times(
+            unsigned w, Factor f, unsigned* h) {
         const __half2 s = half2_from(__byte_perm(f, 0, 0x1010));
         less(w, f, h);
         multiply_pairs(h, s);
     }
     static __device__ __forceinline__ void floats(
-            Bytes w, Bytes s, const float* gs, size_t row, int C, int v, float* a) {
+            Bytes w, Bytes s, const float* gs, size_t row, int C, int v,
+            float* a) {
         const Factor f = ((const Factor*)s)[(row / 4 * C + v / 4) * 4 + row % 4];
         unsigned h[4];
         less(eight<unsigned>(w, row, C, v), f, h);
@@ -283,10 +299,12 @@ struct int4 : itself {
         }
         __device__ __forceinline__ float scale(int) const { return 1.f; }
     };
-    static __device__ __forceinline__ float row_scale(Bytes, const float* gs, size_t row) {
+    static __device__ __forceinline__ float row_scale(
+            Bytes, const float* gs, size_t row) {
         return gs[row];
     }
-    static __device__ __forceinline__ float row_raw(Bytes, const float* gs, size_t row) {
+    static __device__ __forceinline__ float row_raw(
+            Bytes, const float* gs, size_t row) {
         return gs[row];
     }
 };
@@ -308,10 +326,12 @@ template <bool TILED> struct e4m3 {
         const size_t at = TILED ? row * ((C + 3) / 4) + v / 16 : row;
         halves_to_floats(h, ((const float*)s)[at], a);
     }
-    static __device__ __forceinline__ float row_scale(Bytes s, const float*, size_t row) {
+    static __device__ __forceinline__ float row_scale(
+            Bytes s, const float*, size_t row) {
         return TILED ? 1.f : ((const float*)s)[row];
     }
-    static __device__ __forceinline__ float row_raw(Bytes s, const float* gs, size_t row) {
+    static __device__ __forceinline__ float row_raw(
+            Bytes s, const float* gs, size_t row) {
         return row_scale(s, gs, row);
     }
 };
@@ -343,7 +363,8 @@ template <bool BF16> struct sixteen {
     static constexpr int CHUNK = 64, SCALE = 0;
     static constexpr float UNITY = 1.f;
     static constexpr bool BY_ROW = false, TILE = false, TWO = BF16;
-    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) {
+    static __device__ __forceinline__ float row_scale(
+            Bytes, const float*, size_t) {
         return 1.f;
     }
     static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) {
@@ -417,7 +438,8 @@ struct f32 : inverse {
     static __device__ __forceinline__ float unit_of(float top) {
         return chunk_scale(top).y;
     }
-    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) {
+    static __device__ __forceinline__ float row_scale(
+            Bytes, const float*, size_t) {
         return 1.f;
     }
     static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) {

@@ -56,7 +56,8 @@ template <int LB, unsigned LINE> struct Lines {
                     p + i * AT_ONCE * LINE + (i * AT_ONCE < 8 ? 0 : jump),
                     in && i * AT_ONCE < rows);
     }
-    static __device__ __forceinline__ uint4 get(const unsigned char* at, int row, int c) {
+    static __device__ __forceinline__ uint4 get(
+            const unsigned char* at, int row, int c) {
         return *(const uint4*)(at + place(row, c));
     }
 };
@@ -71,7 +72,8 @@ __device__ __forceinline__ void split8(const float* v, uint4& high, uint4& low) 
     for (int i = 0; i < 4; i++) {
         const unsigned h = bf16_pair(v[2 * i], v[2 * i + 1]);
         (&high.x)[i] = h;
-        (&low.x)[i] = bf16_pair(v[2 * i] - bf16_low(h), v[2 * i + 1] - bf16_high(h));
+        (&low.x)[i] = bf16_pair(
+                v[2 * i] - bf16_low(h), v[2 * i + 1] - bf16_high(h));
     }
 }
 
@@ -95,10 +97,11 @@ __device__ __forceinline__ void fold(
     for (int j = 0; j < 2; j++) {
         const float by = j ? f.y : f.x;
         acc[j] = fmaf(
-                d[0][j] + d[1][j], F::SCALED ? __fmul_rn(by, q.scale(0)) : by, acc[j]);
+                d[0][j] + d[1][j], F::SCALED ? __fmul_rn(by, q.scale(0)) : by,
+                acc[j]);
         acc[2 + j] = fmaf(
-                d[0][2 + j] + d[1][2 + j], F::SCALED ? __fmul_rn(by, q.scale(1)) : by,
-                acc[2 + j]);
+                d[0][2 + j] + d[1][2 + j],
+                F::SCALED ? __fmul_rn(by, q.scale(1)) : by, acc[2 + j]);
     }
 }
 // acc += a block of W times its columns of up to R rows of x, in two sums that do not wait for each
@@ -111,10 +114,12 @@ __device__ __forceinline__ void add(
     #pragma unroll
     for (int j = 0; j < 2; j++) {
         const float f = F::TWO ? 1.f : e[min(2 * t + j, R - 1)];
-        acc[j] = fmaf(d[0][j] + d[1][j], F::SCALED ? __fmul_rn(f, q.scale(0)) : f, acc[j]);
+        acc[j] = fmaf(
+                d[0][j] + d[1][j], F::SCALED ? __fmul_rn(f, q.scale(0)) : f,
+                acc[j]);
         acc[2 + j] = fmaf(
-                d[0][2 + j] + d[1][2 + j], F::SCALED ? __fmul_rn(f, q.scale(1)) : f,
-                acc[2 + j]);
+                d[0][2 + j] + d[1][2 + j],
+                F::SCALED ? __fmul_rn(f, q.scale(1)) : f, acc[2 + j]);
     }
 }
 
@@ -122,8 +127,8 @@ __device__ __forceinline__ void add(
 // formats of four bits.
 template <class F, int R, int LD>
 __device__ __forceinline__ void add_made(
-        const F& q, int have, const unsigned (*made)[8], float* acc, const uint4* x,
-        const float* e, int t) {
+        const F& q, int have, const unsigned (*made)[8], float* acc,
+        const uint4* x, const float* e, int t) {
     float d[2][4] = {};
     typename F::Aids f;
     if (have < 4)
@@ -151,7 +156,8 @@ template <class F, int C> struct Unit {
     static constexpr int BYTES = 16 * LB + 16 * UNITS * FOUR + 64 * F::TILE;
     static constexpr unsigned LINE = F::CHUNK * C;
     static constexpr unsigned SLINE = F::TILE ? 16 * KB : FOUR * C;
-    static constexpr bool TWO = F::TWO, CHUNKS = F::SCALE > 0;  // have chunks scales?
+    // have chunks scales?
+    static constexpr bool TWO = F::TWO, CHUNKS = F::SCALE > 0;
     static constexpr bool FOUR_BITS = F::CHUNK == 16;
     typedef Lines<LB, LINE> L;
     // where the scales of four rows and a chunk are, if they have two bytes and more: exchanged by
@@ -191,7 +197,8 @@ template <class F, int C> struct Unit {
             Bytes s, const float* gs, size_t row) {
         return F::row_scale(s, gs, row);
     }
-    static __device__ __forceinline__ float row_raw(Bytes s, const float* gs, size_t row) {
+    static __device__ __forceinline__ float row_raw(
+            Bytes s, const float* gs, size_t row) {
         return F::row_raw(s, gs, row);
     }
 };
@@ -203,7 +210,9 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
     static constexpr bool CROSSED = F::CROSSED, SCALED = F::Pair::SCALED;
     uint4 w[2];
     typename F::Pair s;
-    template <int LD> static __device__ __forceinline__ int own(int t) { return t; }
+    template <int LD> static __device__ __forceinline__ int own(int t) {
+        return t;
+    }
     // where in a unit a lane finds its first row's part of block b, and the scales of both rows
     static __device__ __forceinline__ int words_at(int b, int g, int t) {
         return U::L::place(2 * g, 4 * b + t);
@@ -213,7 +222,8 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
                               : U::place(g / 2, 4 * b + t))
                 + g % 2 * (2 * F::SCALE);
     }
-    __device__ __forceinline__ void read(const unsigned char* at, int b, int g, int t) {
+    __device__ __forceinline__ void read(
+            const unsigned char* at, int b, int g, int t) {
         w[0] = U::L::get(at, 2 * g, 4 * b + t);
         w[1] = U::L::get(at, 2 * g + 1, 4 * b + t);
         s.read(at + scales_at(b, g, t));
@@ -235,7 +245,8 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
     typedef typename F::Factor Aids[2][2];
     static constexpr int LENGTH = 8;
     __device__ __forceinline__ void aids(Aids& f) const { s.factors(f); }
-    __device__ __forceinline__ void piece(const Aids& f, int j, unsigned* a) const {
+    __device__ __forceinline__ void piece(
+            const Aids& f, int j, unsigned* a) const {
         unsigned h[2][4];
         F::times(word(w[0], j), f[0][j / 2], h[0]);
         F::times(word(w[1], j), f[1][j / 2], h[1]);
@@ -260,8 +271,8 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
             F::times(word(w[0], j), f[0][j / 2], h[0]);
             F::times(word(w[1], j), f[1][j / 2], h[1]);
             const uint4 v = x[j * LD];
-            const unsigned a[8] = {
-                    h[0][0], h[1][0], h[0][1], h[1][1], h[0][2], h[1][2], h[0][3], h[1][3]};
+            const unsigned a[8] = {h[0][0], h[1][0], h[0][1], h[1][1], h[0][2],
+                    h[1][2], h[0][3], h[1][3]};
             const unsigned b[4] = {v.x, v.y, v.z, v.w};
             mma_f16(d[0], a, b);
             mma_f16(d[1], a + 4, b + 2);
@@ -270,7 +281,8 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
     static __device__ __forceinline__ int place(int r, int e) {
         return e % 4 * 32 + r * 4 + e / 4;
     }
-    static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
+    static __device__ __forceinline__ void put(
+            uint4* x, int r, int e, const uint4& v) {
         x[place(r, e)] = v;
     }
     __device__ __forceinline__ float scale(int i) const { return s.scale(i); }
@@ -281,7 +293,8 @@ template <class F, int C> struct Fragment<F, C, 32> : Unit<F, C> {  // e4m3
     static constexpr bool CROSSED = false, SCALED = F::TILE;
     uint4 w[2][2];
     float s[2];
-    __device__ __forceinline__ void read(const unsigned char* at, int, int g, int t) {
+    __device__ __forceinline__ void read(
+            const unsigned char* at, int, int g, int t) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int row = 2 * g + r;
@@ -338,7 +351,8 @@ template <class F, int C> struct Fragment<F, C, 32> : Unit<F, C> {  // e4m3
     static __device__ __forceinline__ int place(int r, int e) {
         return (e / 8 * 2 + e % 2) * 32 + r * 4 + e / 4 % 2 * 2 + e / 2 % 2;
     }
-    static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
+    static __device__ __forceinline__ void put(
+            uint4* x, int r, int e, const uint4& v) {
         x[place(r, e)] = v;
     }
     __device__ __forceinline__ float scale(int i) const { return s[i]; }
@@ -348,12 +362,15 @@ template <class F, int C> struct Fragment<F, C, 64> : Unit<F, C> {  // bf16, f16
     typedef Unit<F, C> U;
     static constexpr bool CROSSED = false, SCALED = false;
     uint4 w[2][4];
-    __device__ __forceinline__ void read(const unsigned char* at, int, int g, int t) {
+    __device__ __forceinline__ void read(
+            const unsigned char* at, int, int g, int t) {
         #pragma unroll
         for (int i = 0; i < 8; i++)
             w[i / 4][i % 4] = U::L::get(at, 2 * g + i / 4, i % 4 * 4 + t);
     }
-    template <int LD> static __device__ __forceinline__ int own(int t) { return t * LD; }
+    template <int LD> static __device__ __forceinline__ int own(int t) {
+        return t * LD;
+    }
     struct Aids {};
     static constexpr int LENGTH = 8;
     __device__ __forceinline__ void aids(Aids&) const {}
@@ -398,7 +415,8 @@ template <class F, int C> struct Fragment<F, C, 64> : Unit<F, C> {  // bf16, f16
     static __device__ __forceinline__ int place(int r, int e) {
         return e / 4 * 32 + r * 4 + e % 4;
     }
-    static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
+    static __device__ __forceinline__ void put(
+            uint4* x, int r, int e, const uint4& v) {
         x[place(r, e)] = v;
     }
     __device__ __forceinline__ float scale(int) const { return 1.f; }
@@ -409,7 +427,8 @@ template <class F, int C> struct Fragment<F, C, 128> : Unit<F, C> {
     typedef Unit<F, C> U;
     static constexpr bool CROSSED = false, SCALED = false;
     uint4 w[2][8];
-    __device__ __forceinline__ void read(const unsigned char* at, int, int g, int t) {
+    __device__ __forceinline__ void read(
+            const unsigned char* at, int, int g, int t) {
         #pragma unroll
         for (int i = 0; i < 16; i++)
             w[i / 8][i % 8] = U::L::get(at, 2 * g + i / 8, i % 8 * 4 + t);
@@ -465,8 +484,10 @@ template <class F, int C> struct Fragment<F, C, 128> : Unit<F, C> {
             times(d, a, {v.x, v.y, w.x, w.y}, {u.x, u.y, z.x, z.y});
         }
     }
-    static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
-        uint2* const to = (uint2*)(x + e / 4 * 32 + r * 4 + e % 2 * 2) + e / 2 % 2;
+    static __device__ __forceinline__ void put(
+            uint4* x, int r, int e, const uint4& v) {
+        uint2* const to = (uint2*)(x + e / 4 * 32 + r * 4 + e % 2 * 2)
+                + e / 2 % 2;
         to[0] = make_uint2(v.x, v.y);
         to[2] = make_uint2(v.z, v.w);
     }

@@ -4,7 +4,9 @@
 // barrier and no flag, and giving and taking cost one way through L2. Whoever takes asks until it
 // is there.
 #define EMPTY 0xFFFFFFFFu
-__device__ __forceinline__ bool there(float v) { return __float_as_uint(v) != EMPTY; }
+__device__ __forceinline__ bool there(float v) {
+    return __float_as_uint(v) != EMPTY;
+}
 __device__ __forceinline__ float4 peek4(const float* p) {
 #if defined(__CUDA_ARCH__)
     float4 v;
@@ -24,8 +26,8 @@ __device__ __forceinline__ float given(float v) {
 __device__ __forceinline__ void give4(float* p, float4 v) {
     v = make_float4(given(v.x), given(v.y), given(v.z), given(v.w));
 #if defined(__CUDA_ARCH__)
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(v.x),
-            "f"(v.y), "f"(v.z), "f"(v.w)
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p),
+            "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
             : "memory");
 #else
     *(float4*)p = v;
@@ -34,7 +36,8 @@ __device__ __forceinline__ void give4(float* p, float4 v) {
 __device__ __forceinline__ void give2(float* p, float2 v) {
     v = make_float2(given(v.x), given(v.y));
 #if defined(__CUDA_ARCH__)
-    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1,%2};" ::"l"(p), "f"(v.x), "f"(v.y)
+    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1,%2};" ::"l"(p), "f"(v.x),
+            "f"(v.y)
             : "memory");
 #else
     *(float2*)p = v;
@@ -55,7 +58,10 @@ __device__ __forceinline__ float2 peek2(const float* p) {
 __device__ __forceinline__ float peek(const float* p) {
 #if defined(__CUDA_ARCH__)
     float v;
-    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];"
+            : "=f"(v)
+            : "l"(p)
+            : "memory");
     return v;
 #else
     return *p;
@@ -71,7 +77,8 @@ __device__ __forceinline__ void emptied(float* p, int words) {
 __device__ __forceinline__ void give(float* p, float v) {
     v = given(v);
 #if defined(__CUDA_ARCH__)
-    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
+    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v)
+            : "memory");
 #else
     *p = v;
 #endif

@@ -10,16 +10,19 @@ __device__ __forceinline__ unsigned half_pair(float a, float b) {
     return *reinterpret_cast<const unsigned*>(&h);
 }
 // Two numbers of a cache's row (lib/kvcache.cuh), times its scale if the format has one.
-template <int F> __device__ __forceinline__ unsigned kv_halves(unsigned v, float scale) {
+template <int F>
+__device__ __forceinline__ unsigned kv_halves(unsigned v, float scale) {
     if (F >= 3)
         return v;
-    const float a = __uint_as_float(v << 16), b = __uint_as_float(v & 0xFFFF0000u);
+    const float a = __uint_as_float(v << 16),
+                b = __uint_as_float(v & 0xFFFF0000u);
     return F ? half_pair(a * scale, b * scale) : half_pair(a, b);
 }
-template <int F> __device__ __forceinline__ uint4 kv_halves(uint4 v, float scale) {
+template <int F>
+__device__ __forceinline__ uint4 kv_halves(uint4 v, float scale) {
     return make_uint4(
-            kv_halves<F>(v.x, scale), kv_halves<F>(v.y, scale), kv_halves<F>(v.z, scale),
-            kv_halves<F>(v.w, scale));
+            kv_halves<F>(v.x, scale), kv_halves<F>(v.y, scale),
+            kv_halves<F>(v.z, scale), kv_halves<F>(v.w, scale));
 }
 // 2^x in one instruction; below 2^-126 it is 0.
 __device__ __forceinline__ float power2(float x) {

@@ -7,7 +7,8 @@
 // Numbers i to i+3 (4 divides i) of a row, times `by`. COUNT 2: what rounding leaves, rounded, kp
 // columns behind.
 template <int COUNT>
-__device__ __forceinline__ void put_halves(__half* row, int kp, int i, float4 v, float by) {
+__device__ __forceinline__ void put_halves(
+        __half* row, int kp, int i, float4 v, float by) {
     unsigned h[2 * COUNT];
     #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -23,8 +24,8 @@ __device__ __forceinline__ void put_halves(__half* row, int kp, int i, float4 v,
     }
     #pragma unroll
     for (int p = 0; p < COUNT; p++) {
-        unsigned* to = (unsigned*)(row + (size_t)p * kp + i / 32 * 32) + i % 8 / 4 * 8
-                + i % 32 / 8;
+        unsigned* to = (unsigned*)(row + (size_t)p * kp + i / 32 * 32)
+                + i % 8 / 4 * 8 + i % 32 / 8;
         to[0] = h[2 * p];
         to[4] = h[2 * p + 1];
     }

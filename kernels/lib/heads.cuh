@@ -26,7 +26,8 @@ template <int N> struct Head {
             v[i][3] = b.y;
         }
     }
-    __device__ __forceinline__ float rms(float eps) const {  // 1 / root of the mean square
+    // 1 / root of the mean square
+    __device__ __forceinline__ float rms(float eps) const {
         float m = 0.f;
         #pragma unroll
         for (int i = 0; i < I; i++)
@@ -136,7 +137,8 @@ template <int N, int PAIRS> struct Turn {
         }
         return other;
     }
-    __device__ __forceinline__ void operator()(Head<N>& x, float* scratch, int lane) const {
+    __device__ __forceinline__ void operator()(
+            Head<N>& x, float* scratch, int lane) const {
         if (!PAIRS)
             return;
         const Head<N> other = partners(x, scratch, lane);
@@ -144,8 +146,10 @@ template <int N, int PAIRS> struct Turn {
         for (int i = 0; i < I; i++)
             #pragma unroll
             for (int k = 0; k < 4; k++) {
-                const float by = element(lane + 32 * i, k) < PAIRS ? -s.v[i][k] : s.v[i][k];
-                x.v[i][k] = fmaf(x.v[i][k], c.v[i][k], __fmul_rn(other.v[i][k], by));
+                const float by = element(lane + 32 * i, k) < PAIRS ? -s.v[i][k]
+                                                                   : s.v[i][k];
+                x.v[i][k] = fmaf(
+                        x.v[i][k], c.v[i][k], __fmul_rn(other.v[i][k], by));
             }
     }
 };

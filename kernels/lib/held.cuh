@@ -37,7 +37,8 @@ template <int SHARE, int MOST = 4> struct HeldRow {
     }
     // All of it; every thread of the block comes here. Its warps stand side by side in a block of
     // eight.
-    __device__ __forceinline__ void read(const float* x, const float* g, int size) {
+    __device__ __forceinline__ void read(
+            const float* x, const float* g, int size) {
         row = x;
         gain = g;
         n = size;
@@ -80,7 +81,8 @@ template <int SHARE, int MOST = 4> struct HeldRow {
         }
     }
     // put(i, numbers i to i+3) for all of this thread's below `end`; a warp does it together.
-    template <class F> __device__ __forceinline__ void each(int end, F put) const {
+    template <class F>
+    __device__ __forceinline__ void each(int end, F put) const {
         const int whole = (end + 127) / 128 * 128;
         #pragma unroll
         for (int j = 0; j < MOST; j++)

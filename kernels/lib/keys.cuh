@@ -21,4 +21,6 @@ __device__ __forceinline__ unsigned logit_key(float x) {
 __device__ __forceinline__ u64 keyed(unsigned key, unsigned id) {
     return (u64)key << 32 | (unsigned)~id;
 }
-__device__ __forceinline__ u64 best_key(float x, int id) { return keyed(float_key(x), id); }
+__device__ __forceinline__ u64 best_key(float x, int id) {
+    return keyed(float_key(x), id);
+}

@@ -24,16 +24,18 @@ constexpr int KV_BYTES = F == 1 ? N
         : F == 2                ? N / 2
         : F == 4                ? 4 * N
                                 : 2 * N;
-template <int F> constexpr int KV_PLANES = F == 4 ? 2 : 1;  // halves of an element
+template <int F>
+constexpr int KV_PLANES = F == 4 ? 2 : 1;  // halves of an element
 
 // Products of two pairs of bf16, exact where they are numbers of 8 bits.
 __device__ __forceinline__ unsigned bf16x2_mul(unsigned a, unsigned b) {
 #if defined(ATLAS_EMULATE)
-    const unsigned lo = __bfloat16_as_ushort(
-            __float2bfloat16(__uint_as_float(a << 16) * __uint_as_float(b << 16)));
+    const unsigned lo = __bfloat16_as_ushort(__float2bfloat16(
+            __uint_as_float(a << 16) * __uint_as_float(b << 16)));
     return lo
             | (unsigned)__bfloat16_as_ushort(__float2bfloat16(
-                      __uint_as_float(a & 0xFFFF0000u) * __uint_as_float(b & 0xFFFF0000u)))
+                      __uint_as_float(a & 0xFFFF0000u)
+                      * __uint_as_float(b & 0xFFFF0000u)))
             << 16;
 #else
     const __nv_bfloat162 r = __hmul2(
@@ -51,7 +53,8 @@ __device__ __forceinline__ unsigned bf16x2_of(float a, float b) {
 __device__ __forceinline__ unsigned half2_of(float a, float b) {
     auto one = [](float v) {
         return (unsigned)__half_as_ushort(__float2half_rn(
-                fabsf(v) <= 3.4028235e38f ? fminf(fmaxf(v, -65504.f), 65504.f) : v));
+                fabsf(v) <= 3.4028235e38f ? fminf(fmaxf(v, -65504.f), 65504.f)
+                                          : v));
     };
     return one(a) | one(b) << 16;
 }
@@ -66,13 +69,17 @@ __device__ __forceinline__ unsigned half2_rest(float a, float b) {
 // Two e4m3 in the low and the high half of `v` (bits 8-15 and 24-31) as bf16. Placed there they are
 // themselves times 2^-120.
 __device__ __forceinline__ unsigned e4m3_to_bf16x2(unsigned v) {
-    return bf16x2_mul((v & 0x80008000u) | ((v >> 4) & 0x07F007F0u), 0x7B807B80u);  // 2^120
+    // 2^120
+    return bf16x2_mul((v & 0x80008000u) | ((v >> 4) & 0x07F007F0u), 0x7B807B80u);
 }
 // Two e4m3 scales as bf16, times 2^100.
-__device__ __forceinline__ unsigned subs_to_bf16x2(unsigned char a, unsigned char b) {
+__device__ __forceinline__ unsigned subs_to_bf16x2(
+        unsigned char a, unsigned char b) {
     // 2^127, 2^93
     return bf16x2_mul(
-            bf16x2_mul((unsigned)(a & 0x7F) << 4 | (unsigned)(b & 0x7F) << 20, 0x7F007F00u),
+            bf16x2_mul(
+                    (unsigned)(a & 0x7F) << 4 | (unsigned)(b & 0x7F) << 20,
+                    0x7F007F00u),
             0x6E006E00u);
 }
 __device__ __forceinline__ unsigned sub_to_bf16x2(unsigned char s) {
@@ -84,9 +91,11 @@ __device__ __forceinline__ unsigned e2m1_pair(unsigned v, unsigned f) {
     return bf16x2_mul((v & 0x80008000u) | ((v & 0x0E000E00u) >> 3), f);
 }
 // Two e2m1 codes as bf16, times 2^-126, times `f`.
-__device__ __forceinline__ unsigned e2m1_to_bf16x2(unsigned a, unsigned b, unsigned f) {
+__device__ __forceinline__ unsigned e2m1_to_bf16x2(
+        unsigned a, unsigned b, unsigned f) {
     return bf16x2_mul(
-            (a & 8) << 12 | (a & 7) << 6 | ((b & 8) << 12 | (b & 7) << 6) << 16, f);
+            (a & 8) << 12 | (a & 7) << 6 | ((b & 8) << 12 | (b & 7) << 6) << 16,
+            f);
 }
 // Eight of a word, in order.
 __device__ __forceinline__ uint4 e2m1_word_to_bf16(unsigned w, unsigned f) {
@@ -187,8 +196,10 @@ template <int F, int N> struct KvRow {
         for (int i = 0; i < I; i++) {
             const unsigned m = 0x7FFFFFFFu;
             top[i] = lane + 32 * i < N / 4
-                    ? max(max(__float_as_uint(v[i].x) & m, __float_as_uint(v[i].y) & m),
-                              max(__float_as_uint(v[i].z) & m, __float_as_uint(v[i].w) & m))
+                    ? max(max(__float_as_uint(v[i].x) & m,
+                                  __float_as_uint(v[i].y) & m),
+                              max(__float_as_uint(v[i].z) & m,
+                                      __float_as_uint(v[i].w) & m))
                     : 0u;
             all = max(all, top[i]);
         }
@@ -196,7 +207,8 @@ template <int F, int N> struct KvRow {
             all = max(all, __shfl_xor_sync(~0u, all, m));
         scale = all >= 0x7F800000u
                 ? __uint_as_float(0x7FC00000u)
-                : fmaxf(__fdiv_rn(__uint_as_float(all), F == 1 ? 448.f : 2688.f), 1e-30f);
+                : fmaxf(__fdiv_rn(__uint_as_float(all), F == 1 ? 448.f : 2688.f),
+                          1e-30f);
         #pragma unroll
         for (int i = 0; i < I; i++) {
             if (F == 1) {
@@ -211,10 +223,11 @@ template <int F, int N> struct KvRow {
                 unsigned t = top[i];
                 for (int m = 2; m; m >>= 1)
                     t = max(t, __shfl_xor_sync(~0u, t, m));
-                sub[i] = (unsigned char)to_e4m3(
-                        fminf(fmaxf(__fdiv_rn(__fdiv_rn(__uint_as_float(t), 6.f), scale),
-                                      0.001953125f),
-                                448.f));
+                sub[i] = (unsigned char)to_e4m3(fminf(
+                        fmaxf(__fdiv_rn(
+                                      __fdiv_rn(__uint_as_float(t), 6.f), scale),
+                                0.001953125f),
+                        448.f));
                 const float s = __fmul_rn(of_e4m3(sub[i]), scale);
                 const unsigned c0 = to_e2m1(__fdiv_rn(v[i].x, s));
                 const unsigned c1 = to_e2m1(__fdiv_rn(v[i].y, s));
@@ -226,7 +239,8 @@ template <int F, int N> struct KvRow {
                 const bool late = lane & 2;  // elements 4 to 7 of their word
                 auto place = [&](unsigned x, unsigned y) {
                     auto one = [&](unsigned c) {
-                        return late ? c >> 3 | (c & 7) << 4 : (c >> 3) << 7 | (c & 7) << 1;
+                        return late ? c >> 3 | (c & 7) << 4
+                                    : (c >> 3) << 7 | (c & 7) << 1;
                     };
                     unsigned w = (one(x) | one(y) << 8) << (lane & 1) * 16;
                     w |= __shfl_xor_sync(~0u, w, 1);
@@ -240,7 +254,8 @@ template <int F, int N> struct KvRow {
     }
     // `row`: number of the row in the pool
     __device__ __forceinline__ void store(
-            void* pool, float* scales, unsigned char* subs, size_t row, int lane) const {
+            void* pool, float* scales, unsigned char* subs, size_t row,
+            int lane) const {
         unsigned char* p = (unsigned char*)pool + row * KV_BYTES<F, N>;
         #pragma unroll
         for (int i = 0; i < I; i++) {
@@ -260,7 +275,8 @@ template <int F, int N> struct KvRow {
             }
             if (F == 1) {
                 ((unsigned short*)p)[8 * s + t] = (unsigned short)code[i];
-                ((unsigned short*)p)[8 * s + t + 4] = (unsigned short)(code[i] >> 16);
+                ((unsigned short*)p)[8 * s + t + 4] = (unsigned short)(code[i]
+                        >> 16);
             }
             if (F == 2 && t < 2)
                 ((unsigned*)p)[2 * s + t] = code[i];

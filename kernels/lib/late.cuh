@@ -35,7 +35,8 @@ template <int H, int W> struct Record {
         add_change(n, new_d, col, lane);
     }
     __device__ __forceinline__ void add_key(
-            unsigned n, const float* now, float new_eg, unsigned col, unsigned lane) {
+            unsigned n, const float* now, float new_eg, unsigned col,
+            unsigned lane) {
         constexpr int OWN = H / (W / 32);
         #pragma unroll
         for (int i = 0; i < (OWN + 31) / 32; i++) {

@@ -28,7 +28,9 @@ __device__ __forceinline__ Pair half_limbs(float a, float b) {
                 | (unsigned)__half_as_ushort(__float2half_rn(y)) << 16;
     };
     auto held = [](float v) {
-        return fabsf(v) > 65504.f && fabsf(v) <= 3.4028235e38f ? copysignf(65504.f, v) : v;
+        return fabsf(v) > 65504.f && fabsf(v) <= 3.4028235e38f
+                ? copysignf(65504.f, v)
+                : v;
     };
     const float x = held(a), y = held(b);
     return {bits(x, y),

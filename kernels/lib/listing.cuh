@@ -15,9 +15,11 @@ template <int OF, int BEST, int ALSO, int MOST, int BY> struct Listing {
     static constexpr int EACH_ROW = BEST + ALSO;
     static constexpr int GROUPS = (OF + 31) / 32;
     static constexpr int LANES = 32 * BY;
-    static constexpr int PER = (GROUPS + BY - 1) / BY;  // times 32 experts of a warp
+    // times 32 experts of a warp
+    static constexpr int PER = (GROUPS + BY - 1) / BY;
     unsigned rows[ROWS / 32][OF];  // a bit for each row that picked the expert
-    int first[OF], slots[GROUPS];  // of each expert its first slot; of 32 experts, how many
+    // of each expert its first slot; of 32 experts, how many
+    int first[OF], slots[GROUPS];
     short picked[ROWS * BEST];  // by row and pick
 
     __device__ __forceinline__ void clear(int many) {
@@ -112,7 +114,8 @@ template <int OF, int BEST, int ALSO, int MOST, int BY> struct Listing {
         }
     }
     template <class Slot, class Put>
-    static __device__ __forceinline__ void each_shared(int many, Slot put_slot, Put put) {
+    static __device__ __forceinline__ void each_shared(
+            int many, Slot put_slot, Put put) {
         #pragma unroll 1
         for (int r = threadIdx.x; ALSO && r < many; r += LANES) {
             const int slot = r / MOST, place = r % MOST;

@@ -18,7 +18,8 @@ template <bool BF16> __device__ inline float mma_value(unsigned r, int hi) {
                 : __half2float(__ushort_as_half(u));
 }
 template <bool BF16>
-__device__ inline void mma_emulated(float* d, const unsigned* a, const unsigned* b) {
+__device__ inline void mma_emulated(
+        float* d, const unsigned* a, const unsigned* b) {
     MmaLane mine;
     for (int i = 0; i < 4; i++)
         mine.a[i] = a[i];
@@ -46,7 +47,8 @@ __device__ inline void mma_emulated(float* d, const unsigned* a, const unsigned*
 }
 #endif
 
-__device__ __forceinline__ void mma_f16(float* d, const unsigned* a, const unsigned* b) {
+__device__ __forceinline__ void mma_f16(
+        float* d, const unsigned* a, const unsigned* b) {
 #if defined(__CUDA_ARCH__)
     asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
@@ -57,7 +59,8 @@ __device__ __forceinline__ void mma_f16(float* d, const unsigned* a, const unsig
     mma_emulated<false>(d, a, b);
 #endif
 }
-__device__ __forceinline__ void mma_bf16(float* d, const unsigned* a, const unsigned* b) {
+__device__ __forceinline__ void mma_bf16(
+        float* d, const unsigned* a, const unsigned* b) {
 #if defined(__CUDA_ARCH__)
     asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
@@ -77,11 +80,14 @@ __device__ __forceinline__ void ldmatrix(unsigned* r, const void* row) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(row);
     if (COUNT == 4 && !TRANS)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+        asm volatile(
+                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                 : "r"(at));
     if (COUNT == 4 && TRANS)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+        asm volatile(
+                "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, "
+                "[%4];"
                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                 : "r"(at));
     if (COUNT == 2 && !TRANS)
@@ -89,7 +95,8 @@ __device__ __forceinline__ void ldmatrix(unsigned* r, const void* row) {
                 : "=r"(r[0]), "=r"(r[1])
                 : "r"(at));
     if (COUNT == 2 && TRANS)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+        asm volatile(
+                "ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
                 : "=r"(r[0]), "=r"(r[1])
                 : "r"(at));
 #elif defined(ATLAS_EMULATE)

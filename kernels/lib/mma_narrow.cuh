@@ -30,7 +30,8 @@ template <int BITS> __device__ inline float narrow_value(unsigned r, int k) {
 // Of a lane: its numbers of one row or column, times their scales.
 template <int BITS>
 __device__ inline void narrow_line(
-        const NarrowLane* all, int first, int low, bool is_a, int scales, float* line) {
+        const NarrowLane* all, int first, int low, bool is_a, int scales,
+        float* line) {
     constexpr int PER = 32 / BITS, K = PER * 8;
     const NarrowLane s = emu::from(all, first + scales);
     for (int k = 0; k < K; k++) {
@@ -63,13 +64,16 @@ __device__ inline void narrow_emulated(
 }
 #endif
 
-__device__ __forceinline__ void mma_e4m3(float* d, const unsigned* a, const unsigned* b) {
+__device__ __forceinline__ void mma_e4m3(
+        float* d, const unsigned* a, const unsigned* b) {
 // with scales of one, which are said to double the rate of float32 sums
 #if __CUDA_ARCH__ >= 1200
     asm volatile(
-            "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col."
+            "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32."
+            "row.col."
             "f32.e4m3.e4m3.f32.ue8m0 "
-            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%11,%11}, "
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, "
+            "{%11,%11}, "
             "{%10}, {%11,%11};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),
@@ -85,20 +89,23 @@ __device__ __forceinline__ void mma_e4m3(float* d, const unsigned* a, const unsi
 #endif
 }
 __device__ __forceinline__ void mma_e2m1(
-        float* d, const unsigned* a, const unsigned* b, unsigned sa, int of_a, unsigned sb,
-        int of_b) {
+        float* d, const unsigned* a, const unsigned* b, unsigned sa, int of_a,
+        unsigned sb, int of_b) {
 #if __CUDA_ARCH__ >= 1200
     asm volatile(
-            "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col."
+            "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64."
+            "row.col."
             "f32.e2m1.e2m1.f32.ue4m3 "
-            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%11,%12}, "
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, "
+            "{%11,%12}, "
             "{%13}, {%11,%14};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(sa),
-            "h"((short)0), "h"((short)of_a), "r"(sb), "h"((short)of_b));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),
+            "r"(sa), "h"((short)0), "h"((short)of_a), "r"(sb), "h"((short)of_b));
 #elif defined(__CUDA_ARCH__)
     __trap();  // no such instruction
 #elif defined(ATLAS_EMULATE)
-    narrow_emulated<4>(d, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, sa, sb}, of_a, of_b);
+    narrow_emulated<4>(
+            d, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, sa, sb}, of_a, of_b);
 #endif
 }

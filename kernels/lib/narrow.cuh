@@ -25,7 +25,8 @@ __device__ __forceinline__ unsigned halves_to_e4m3(unsigned p, unsigned q) {
 #else
     const float2 u = __half22float2(half2_from(p));
     const float2 v = __half22float2(half2_from(q));
-    return to_e4m3(u.x) | to_e4m3(u.y) << 8 | to_e4m3(v.x) << 16 | to_e4m3(v.y) << 24;
+    return to_e4m3(u.x) | to_e4m3(u.y) << 8 | to_e4m3(v.x) << 16
+            | to_e4m3(v.y) << 24;
 #endif
 }
 
@@ -59,7 +60,8 @@ struct mxfp4 : rounded<weights::mxfp4, 64> {  // 6 * 64 at most
 };
 struct e4m3_codes {
     static constexpr float BACK = 1.f, BACK4 = 1.f;
-    static __device__ __forceinline__ void eight(Bytes w, Bytes, int, float, unsigned* b) {
+    static __device__ __forceinline__ void eight(
+            Bytes w, Bytes, int, float, unsigned* b) {
         const uint2 v = *(const uint2*)w;
         b[0] = v.x;
         b[1] = v.y;

@@ -22,12 +22,15 @@ __device__ __forceinline__ unsigned lanes_max(unsigned v) {
     return __reduce_max_sync(~0u, v);
 #endif
 }
-__device__ __forceinline__ float logistic(float v) { return 1.f / (1.f + expf(-v)); }
+__device__ __forceinline__ float logistic(float v) {
+    return 1.f / (1.f + expf(-v));
+}
 
 // The lane's part of a row of logits; what is no expert's may be anything. `logits` on a multiple
 // of 16 bytes, their number up to a multiple of four.
 template <int MANY, int N>
-__device__ __forceinline__ void near_logits(const float* logits, int lane, float* near) {
+__device__ __forceinline__ void near_logits(
+        const float* logits, int lane, float* near) {
     if (N % 4 == 0) {
         #pragma unroll
         for (int i = 0; i < N / 4; i++) {
@@ -49,7 +52,8 @@ __device__ __forceinline__ void near_logits(const float* logits, int lane, float
 // of their logits.
 template <int MANY, int KIND, bool MOVED, int N>
 __device__ __forceinline__ void pick_keys(
-        const float* near, const float* __restrict__ correction, int lane, unsigned* key) {
+        const float* near, const float* __restrict__ correction, int lane,
+        unsigned* key) {
     float low = 0.f, all = 1.f;
     if (KIND == SCORE_SOFTMAX && MOVED) {
         low = __uint_as_float(0xFF800000u);
@@ -82,7 +86,8 @@ __device__ __forceinline__ void pick_keys(
 // where that was more than one, all is done again slowly.
 template <int MANY, int BEST, int KIND, bool MOVED, int N>
 __device__ __forceinline__ void pick(
-        const float* near, const float* __restrict__ correction, int lane, int* ids) {
+        const float* near, const float* __restrict__ correction, int lane,
+        int* ids) {
     unsigned key[N];
     pick_keys<MANY, KIND, MOVED, N>(near, correction, lane, key);
     int found = 0;
@@ -127,8 +132,8 @@ __device__ __forceinline__ void pick(
 
 template <int MANY, int BEST, int KIND, int N>
 __device__ __forceinline__ void pick(
-        const float* near, const float* __restrict__ correction, int lane, int* ids,
-        unsigned* = nullptr) {
+        const float* near, const float* __restrict__ correction, int lane,
+        int* ids, unsigned* = nullptr) {
     if (correction)
         pick<MANY, BEST, KIND, true, N>(near, correction, lane, ids);
     else
@@ -186,7 +191,8 @@ template <int MANY, int BEST, int ALSO, int FEW> struct Slots {
     __device__ __forceinline__ void clear(int rows, int threads) {
         for (int i = threadIdx.x; i < MOST * FEW; i += threads) {
             const int entry = ALSO && i < rows ? i * PICKS + BEST : NOBODY;
-            who[i / FEW][i % FEW] = FEW > 1 || (ALSO && i < rows) ? entry : i - ALSO;
+            who[i / FEW][i % FEW] = FEW > 1 || (ALSO && i < rows) ? entry
+                                                                  : i - ALSO;
         }
         if (threadIdx.x < FIRST)
             expert[threadIdx.x] = MANY;

@@ -23,7 +23,9 @@ struct Pieces {
 struct Runs {
     int many, shift;
     // Of size 0, 1 or 2 (64, 128 or 256 positions): pieces of a run, as a power of two, and runs
-    __device__ __forceinline__ int each(int size) const { return max(shift - size, 0); }
+    __device__ __forceinline__ int each(int size) const {
+        return max(shift - size, 0);
+    }
     __device__ __forceinline__ int all(int size) const {
         return (many - 1 >> each(size)) + 1;
     }
@@ -38,7 +40,8 @@ struct Runs {
         return make_int2(a, size < 2 ? min(z, (size + 1) * many - 1) : z);
     }
 };
-#define NONE __int_as_float(0xFF800000)  // minus infinity; NVRTC knows no INFINITY
+// minus infinity; NVRTC knows no INFINITY
+#define NONE __int_as_float(0xFF800000)
 #define LOG2E 1.4426950408889634f
 __device__ __forceinline__ float warp_max(float v) {
     for (int m = 16; m; m >>= 1)

@@ -29,7 +29,8 @@ template <int N> __device__ __forceinline__ void sort_down(unsigned* key) {
 // `room` for its answer. AT_ONCE rounds are written out.
 template <int MANY, int BEST, int KIND, bool MOVED, int N, int AT_ONCE = 1>
 __device__ __forceinline__ int ranked(
-        const float* near, const float* __restrict__ correction, int lane, int* room) {
+        const float* near, const float* __restrict__ correction, int lane,
+        int* room) {
     constexpr int HEAD = N < BEST ? N : BEST;
     static_assert(BEST <= 32, "a lane has one of them");
     unsigned own[N];
@@ -76,9 +77,10 @@ __device__ __forceinline__ int ranked(
 template <int MANY, int BEST, int KIND, bool TO_ONE, bool ALSO, int N>
 __device__ __forceinline__ void give_weights(
         const float* near, int id, float logit, const float* gate,
-        const float* __restrict__ per_expert, float scaling, int lane, float* weights,
-        float* share) {
-    float v = pick_weight<MANY, BEST, KIND, TO_ONE, N>(near, logit, scaling, lane);
+        const float* __restrict__ per_expert, float scaling, int lane,
+        float* weights, float* share) {
+    float v = pick_weight<MANY, BEST, KIND, TO_ONE, N>(
+            near, logit, scaling, lane);
     if (per_expert)
         v = __fmul_rn(v, per_expert[id]);
     if (lane < BEST) {

@@ -20,7 +20,8 @@ __device__ __forceinline__ float4 merged(
         ready = true;
         #pragma unroll
         for (int i = 0; i < 8; i++) {
-            w[i] = i < count ? peek2(p + i * step + 8 - 4 * odd) : make_float2(NONE, 0.f);
+            w[i] = i < count ? peek2(p + i * step + 8 - 4 * odd)
+                             : make_float2(NONE, 0.f);
             x[i] = i < count ? peek4(p + i * step) : v;
         }
         #pragma unroll
@@ -57,5 +58,6 @@ __device__ __forceinline__ float4 merged(
                 emptied(p + i * step + 8, 2);
         }
     return make_float4(
-            (v.x + 0.f) / all, (v.y + 0.f) / all, (v.z + 0.f) / all, (v.w + 0.f) / all);
+            (v.x + 0.f) / all, (v.y + 0.f) / all, (v.z + 0.f) / all,
+            (v.w + 0.f) / all);
 }

@@ -12,14 +12,17 @@ struct NormRow {
     int n4;
     float4 v[HELD];
     // which 16 bytes of the row a thread's j-th are
-    static __device__ __forceinline__ int at(int j) { return threadIdx.x + 256 * j; }
+    static __device__ __forceinline__ int at(int j) {
+        return threadIdx.x + 256 * j;
+    }
     __device__ __forceinline__ float inverse(
             const float* x_, int size, bool wide, float eps) {
         x = x_;
         n4 = wide ? size / 4 : 0;
         #pragma unroll
         for (int j = 0; j < HELD; j++)
-            v[j] = at(j) < n4 ? ((const float4*)x)[at(j)] : make_float4(0.f, 0.f, 0.f, 0.f);
+            v[j] = at(j) < n4 ? ((const float4*)x)[at(j)]
+                              : make_float4(0.f, 0.f, 0.f, 0.f);
         float s = 0.f;
         auto add = [&](float4 a) {
             s = fmaf(a.x, a.x, s);

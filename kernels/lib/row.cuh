@@ -15,7 +15,8 @@ struct Row {
         #pragma unroll
         for (int i = 0; i < PER; i++) {
             const int at = i * THREADS + threadIdx.x;
-            v[i] = 4 * at < n ? ((const float4*)p)[at] : make_float4(0.f, 0.f, 0.f, 0.f);
+            v[i] = 4 * at < n ? ((const float4*)p)[at]
+                              : make_float4(0.f, 0.f, 0.f, 0.f);
         }
     }
     __device__ __forceinline__ void store(float* p, int n) const {
@@ -33,7 +34,8 @@ struct Row {
         for (int i = 0; i < PER; i++)
             s = fmaf(
                     v[i].w, v[i].w,
-                    fmaf(v[i].z, v[i].z, fmaf(v[i].y, v[i].y, fmaf(v[i].x, v[i].x, s))));
+                    fmaf(v[i].z, v[i].z,
+                            fmaf(v[i].y, v[i].y, fmaf(v[i].x, v[i].x, s))));
         return s;
     }
 };

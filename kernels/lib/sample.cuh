@@ -37,7 +37,8 @@ struct How {  // what a sequence asked for: a line of `how`
 struct Work {
     // key of the largest adjusted logit, all ones if a logit is not finite
     u64 best;
-    unsigned arrived, listed;  // blocks that are done; weights that stand in doubt
+    // blocks that are done; weights that stand in doubt
+    unsigned arrived, listed;
     // the largest adjusted logit and where it stands, -1 where the row cannot be sampled
     float top;
     int id;
@@ -61,7 +62,8 @@ __device__ __forceinline__ float4 load4(const float* row, int i, int v) {
             i < v ? row[i] : none, i + 1 < v ? row[i + 1] : none,
             i + 2 < v ? row[i + 2] : none, i + 3 < v ? row[i + 3] : none);
 }
-__device__ __forceinline__ unsigned weight(float x, float top, float temperature) {
+__device__ __forceinline__ unsigned weight(
+        float x, float top, float temperature) {
     // its bits
     float d = x - top;
     if (temperature != 1.f)
@@ -77,7 +79,8 @@ __device__ __forceinline__ void weights(
     for (int i = 0; i < CHUNKS * 4; i++)
         w[i] = weight((&a[i / 4].x)[i % 4], top, temperature);
 }
-__device__ __forceinline__ void load_span(const float* row, int v, float4 (&a)[CHUNKS]) {
+__device__ __forceinline__ void load_span(
+        const float* row, int v, float4 (&a)[CHUNKS]) {
     #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
         a[c] = load4(row, blockIdx.x * SPAN + c * 1024 + threadIdx.x * 4, v);
@@ -100,7 +103,8 @@ __device__ __forceinline__ unsigned bin_start(int bin) {
 
 // Sums of `v` and `w` over the threads before this one, of 256, in their place; and over every
 // thread.
-__device__ __forceinline__ void sums_before(u64& v, u64& w, u64& all_v, u64& all_w) {
+__device__ __forceinline__ void sums_before(
+        u64& v, u64& w, u64& all_v, u64& all_w) {
     __shared__ u64 part[2][8];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u64 s = v, t = w;
@@ -139,7 +143,8 @@ __device__ __forceinline__ u64 sum_before(u64 v, u64& all) {
 }
 // Counts the weight bits `v` in class `i` (-1: in none). All lanes of a warp come; where they bring
 // the same class, one adds for all.
-__device__ __forceinline__ void tally(unsigned* n, unsigned* low, int i, unsigned v) {
+__device__ __forceinline__ void tally(
+        unsigned* n, unsigned* low, int i, unsigned v) {
     const int first = __shfl_sync(~0u, i, 0);
     if (__all_sync(~0u, i == first)) {
         if (first < 0)

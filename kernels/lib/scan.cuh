@@ -27,7 +27,8 @@ template <int KD, int NW> struct Scan {
     static_assert(
             SU == 1 && (KD & (KD - 1)) == 0 && KD >= 16,
             "one or two warps, and stages that divide evenly");
-    const uint4 *q, *u, *p, *k;  // of this head (or its key head) in tile 0 of the step
+    // of this head (or its key head) in tile 0 of the step
+    const uint4 *q, *u, *p, *k;
     const float* scal;  // G[64] | E[64]
     // from a tile to the next: heads, key heads in a tile, and u's fragments
     int step, key_step, u_step;
@@ -35,7 +36,8 @@ template <int KD, int NW> struct Scan {
     float (*factors)[2 * TILE];  // of four tiles
     int end;  // tiles
 
-    template <int N> __device__ __forceinline__ void copy(uint4* to, const uint4* from) {
+    template <int N>
+    __device__ __forceinline__ void copy(uint4* to, const uint4* from) {
         #pragma unroll
         for (int i = 0; i < N; i += THREADS)
             cp_async16(to + threadIdx.x + i, from + threadIdx.x + i);
@@ -128,7 +130,8 @@ template <int KD, int NW> struct Scan {
             }
         }
         #pragma unroll
-        for (int s = 0; s < 4; s++) {  // rows 16s.. are seen by themselves and later ones
+        for (int s = 0; s < 4;
+                s++) {  // rows 16s.. are seen by themselves and later ones
             Limbs a;
             a.of_sums(n[2 * s], n[2 * s + 1]);
             if (s % 2 == 0)
@@ -175,9 +178,9 @@ template <int KD, int NV, int NW, int PER>
 __device__ __forceinline__ void scan_states(
         uint4* room, const unsigned* q, const unsigned* k, const float* u,
         const unsigned* p, const float* scal, const float* skip, float* rec,
-        const int* first, const int* starts, const int* state_in, const int* state_out,
-        const int* tile_seq, const int* tile_lo, const int* tile_hi, float* y, int tiles,
-        int keys, int heads) {
+        const int* first, const int* starts, const int* state_in,
+        const int* state_out, const int* tile_seq, const int* tile_lo,
+        const int* tile_hi, float* y, int tiles, int keys, int heads) {
     constexpr int PARTS = NV / 16 / NW, NT = KD / 8;
     const int lane = threadIdx.x % 32;
     const int head = blockIdx.x / PARTS;
@@ -232,8 +235,8 @@ __device__ __forceinline__ void scan_states(
             for (int j = 0; j < 4; j++) {
                 const int row = 8 * i + lane % 4 * 2 + j % 2;
                 if (row >= lo && row < hi)
-                    y[((size_t)t * TILE + row) * heads * NV + head * NV + col + lane / 4
-                            + j / 2 * 8] = o[i][j];
+                    y[((size_t)t * TILE + row) * heads * NV + head * NV + col
+                            + lane / 4 + j / 2 * 8] = o[i][j];
             }
         if (keep >= 0) {
             float* to = state(keep);

@@ -7,7 +7,8 @@
 // Exact, and finite for any `top`.
 __device__ __forceinline__ float2 chunk_scale(float top) {
     const unsigned e = max(__float_as_uint(top) >> 23, 15u);
-    return make_float2(__uint_as_float((268u - e) << 23), __uint_as_float((e - 14u) << 23));
+    return make_float2(
+            __uint_as_float((268u - e) << 23), __uint_as_float((e - 14u) << 23));
 }
 __device__ __forceinline__ float top8(const float* v) {
     float m = fabsf(v[0]);

@@ -20,7 +20,8 @@ __device__ __forceinline__ unsigned long long stamp_time() {
 #endif
     return t;
 }
-__device__ __forceinline__ unsigned stamp_clock() {  // ticks of this multiprocessor
+__device__ __forceinline__ unsigned
+stamp_clock() {  // ticks of this multiprocessor
 #if defined(__CUDA_ARCH__)
     unsigned t;
     asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");
@@ -65,7 +66,8 @@ struct Stamp {
         const unsigned block = blockIdx.x
                 + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
         const unsigned warps = (blockDim.x * blockDim.y * blockDim.z + 31) / 32;
-        stamp_lines() = all + (size_t)block * warps * 8;  // every warp says the same
+        // every warp says the same
+        stamp_lines() = all + (size_t)block * warps * 8;
         unsigned* const line = stamp_lines() + stamp_thread() / 32 * 8;
         stamp(3);
         const unsigned long long t = stamp_time();

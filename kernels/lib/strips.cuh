@@ -9,8 +9,11 @@
 
 // How COLS columns of a strip are shared, by MOST warps (a power of two) at most.
 template <class F, int COLS, int MOST> struct Shares {
-    static constexpr int N = (COLS + 128 * F::UNITS - 1) / (128 * F::UNITS);  // units
-    static constexpr int SPLIT = MOST >= 4 && N >= 4 ? 4 : MOST >= 2 && N >= 2 ? 2 : 1;
+    // units
+    static constexpr int N = (COLS + 128 * F::UNITS - 1) / (128 * F::UNITS);
+    static constexpr int SPLIT = MOST >= 4 && N >= 4 ? 4
+            : MOST >= 2 && N >= 2                    ? 2
+                                                     : 1;
     static __device__ __forceinline__ int of(int share) {
         return (N - 1 - share) / SPLIT + 1;
     }
@@ -75,7 +78,8 @@ template <class F, class S, int KEEP, bool RUNS> struct Copies {
     typedef typename F::L L;
     static constexpr int MANY = 16 / L::AT_ONCE;
     static constexpr int STEP = RUNS ? 1 : L::AT_ONCE;
-    int row, column, to[2], scales;  // `column`: in sixteens of bytes, of the first unit
+    // `column`: in sixteens of bytes, of the first unit
+    int row, column, to[2], scales;
     __device__ __forceinline__ Copies(int share, int lane) {
         row = lane / L::PER * (RUNS ? MANY : 1);
         column = opaque<(KEEP > 0)>(share * L::PER + lane % L::PER);
@@ -97,8 +101,8 @@ template <class F, class S, int KEEP, bool RUNS> struct Copies {
     // Unit `step` of a share, of which `rows` rows are there. `jump`: bytes between its upper and
     // lower eight rows, unless there are RUNS: then `w` is where the lane's are
     __device__ __forceinline__ void fetch(
-            unsigned char* place, Bytes w, Bytes s, int rows, int step, int share, int lane,
-            long long jump) const {
+            unsigned char* place, Bytes w, Bytes s, int rows, int step, int share,
+            int lane, long long jump) const {
         const bool in = F::LINE % F::LB == 0
                 || step * (S::SPLIT * L::PER) + column < F::LINE / 16;
         #pragma unroll
@@ -110,7 +114,8 @@ template <class F, class S, int KEEP, bool RUNS> struct Copies {
                     in && (RUNS ? row + r / 4 * 4 : r) < rows);
         }
         if constexpr (F::CHUNKS)
-            cp_async_or_zero<F::FOUR>(place + scales, s, in && lane / 8 * 4 < rows);
+            cp_async_or_zero<F::FOUR>(
+                    place + scales, s, in && lane / 8 * 4 < rows);
         else
             F::fetch_scales(place, s, rows, step * S::SPLIT + share, lane);
     }
@@ -120,7 +125,8 @@ template <class F, class S, int KEEP, bool RUNS> struct Copies {
 template <class F, int KEEP> struct Spots {
     int g, t;
     __device__ __forceinline__ Spots(int g_, int t_) : g(g_), t(t_) {}
-    __device__ __forceinline__ void read(F& q, const unsigned char* place, int b) const {
+    __device__ __forceinline__ void read(
+            F& q, const unsigned char* place, int b) const {
         q.read(place, b, g, t);
     }
 };
@@ -131,13 +137,16 @@ template <class F, int C, int KEEP> struct Spots<Fragment<F, C, 16>, KEEP> {
         words[0] = opaque<(KEEP > 0)>(Q::words_at(0, g, t));
         scales[0] = opaque<(KEEP > 0)>(Q::scales_at(0, g, t));
         #pragma unroll
-        for (int b = 1; b < Q::UNITS; b++) {  // four sixteens further, exchanged or not
+        for (int b = 1; b < Q::UNITS;
+                b++) {  // four sixteens further, exchanged or not
             words[b] = opaque<(KEEP > 1)>(words[0] ^ 64);
-            scales[b] = F::SCALE == 1 ? scales[0] + 16
-                                      : opaque<(KEEP > 1)>(scales[0] ^ 4 * Q::FOUR);
+            scales[b] = F::SCALE == 1
+                    ? scales[0] + 16
+                    : opaque<(KEEP > 1)>(scales[0] ^ 4 * Q::FOUR);
         }
     }
-    __device__ __forceinline__ void read(Q& q, const unsigned char* place, int b) const {
+    __device__ __forceinline__ void read(
+            Q& q, const unsigned char* place, int b) const {
         q.read_there(place + words[b], place + scales[b]);
     }
 };
@@ -183,7 +192,8 @@ template <class F, int MADE> struct Made {
     }
     // d[0] + d[1] += block b times x
     template <class X>
-    __device__ __forceinline__ void dot(float (*d)[4], int b, const uint4* x) const {
+    __device__ __forceinline__ void dot(
+            float (*d)[4], int b, const uint4* x) const {
         typename F::Aids f;
         if (MADE < 4 * b + 4)
             blocks[b].aids(f);
@@ -253,8 +263,8 @@ __device__ __forceinline__ void multiply(
 // multiplied by. Lanes whose t is 0 have that.
 template <class F, class X, class At>
 __device__ __forceinline__ void multiply_apart(
-        const unsigned char* place, float4 (*to)[8], const uint4* x, const float* e,
-        const At& spots, bool second, int g, int t) {
+        const unsigned char* place, float4 (*to)[8], const uint4* x,
+        const float* e, const At& spots, bool second, int g, int t) {
     #pragma unroll
     for (int b = 0; b < F::UNITS; b++) {
         F q;
@@ -273,7 +283,8 @@ __device__ __forceinline__ void multiply_apart(
 
 // What a warp found, [16 rows of W][R rows of x].
 template <int R>
-__device__ __forceinline__ void put_part(float (*part)[R], const float* acc, int g, int t) {
+__device__ __forceinline__ void put_part(
+        float (*part)[R], const float* acc, int g, int t) {
     #pragma unroll
     for (int j = 0; j < 4; j++)
         if (2 * t + j % 2 < R)

@@ -26,7 +26,10 @@ __device__ __forceinline__ float of_member(const float* p, int m) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
             : "=r"(at)
             : "r"((unsigned)__cvta_generic_to_shared(p)), "r"(m));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+    asm volatile("ld.shared::cluster.f32 %0, [%1];"
+            : "=f"(v)
+            : "r"(at)
+            : "memory");
 #endif
     return v;
 }
@@ -38,7 +41,10 @@ __device__ __forceinline__ unsigned long long of_member(
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
             : "=r"(at)
             : "r"((unsigned)__cvta_generic_to_shared(p)), "r"(m));
-    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(v) : "r"(at) : "memory");
+    asm volatile("ld.shared::cluster.u64 %0, [%1];"
+            : "=l"(v)
+            : "r"(at)
+            : "memory");
 #endif
     return v;
 }

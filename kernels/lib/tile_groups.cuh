@@ -23,7 +23,8 @@ constexpr bool APART = W::SCALE < 0;
 constexpr int PRODUCTS = 2, SUMMED = 2;
 constexpr bool APART = PARTS > 1;
 #endif
-static_assert(WN % 4 == 0 && NT % 2 == 0 && WM == 1 && STAGES >= 3, "see the contract");
+static_assert(
+        WN % 4 == 0 && NT % 2 == 0 && WM == 1 && STAGES >= 3, "see the contract");
 static_assert(CH % 2 == 0, "two sets of registers take turns");
 static_assert(PARTS < 3, "W in two parts is for single warps");
 
@@ -49,7 +50,8 @@ struct Put {
     float limit;
     bool gate, whole;
     // Two results of row r of y, from column o on; of a pair one.
-    __device__ __forceinline__ void one(int r, int o, float v, float w, float f) const {
+    __device__ __forceinline__ void one(
+            int r, int o, float v, float w, float f) const {
         if (PAIR)
             v = act_mul<ACTIVATION, PARTS == 1>(v, w, limit);
         else if (ACTIVATION != ACT_NONE) {
@@ -129,7 +131,8 @@ struct Codes {
     static constexpr int PARTS_OF = W::BYTES / (int)sizeof(Part);
     __align__(16) unsigned codes[W::BYTES / 4];
     unsigned scale;
-    __device__ __forceinline__ void fetch(const unsigned char* w, const unsigned char* s) {
+    __device__ __forceinline__ void fetch(
+            const unsigned char* w, const unsigned char* s) {
         #pragma unroll
         for (int i = 0; i < PARTS_OF; i++)
             ((Part*)codes)[i] = ((const Part*)w)[i];
@@ -141,7 +144,8 @@ struct Codes {
     }
     // as what a lane brings of them to the products of their chunk, in its row i of two
     template <class F = W>
-    __device__ __forceinline__ void decode(float aid, int i, unsigned (*a)[4]) const {
+    __device__ __forceinline__ void decode(
+            float aid, int i, unsigned (*a)[4]) const {
         const int t = threadIdx.x % 4;
         const Bytes s = (Bytes)&scale, own = W::SCALE == 2 ? s - t / 2 : s;
         unsigned h[2 * PRODUCTS];
@@ -162,11 +166,14 @@ struct Codes {
 struct Weights {
     static constexpr int MANY = FRAGMENTS * 2;
     Codes codes[FRAGMENTS][2];
-    unsigned own, its;  // where a lane's first codes of a stage are, and their scale
-    __device__ __forceinline__ Weights(int first) {  // the warp's first row in a stage
+    // where a lane's first codes of a stage are, and their scale
+    unsigned own, its;
+    // the warp's first row in a stage
+    __device__ __forceinline__ Weights(int first) {
         const int lane = threadIdx.x % 32;
         own = A + ((first + lane / 4) * 4 + lane % 4) * W::BYTES;
-        its = A + B + (first + row_of(0)) * SC + (W::SCALE == 2 ? lane % 4 / 2 : 0);
+        its = A + B + (first + row_of(0)) * SC
+                + (W::SCALE == 2 ? lane % 4 / 2 : 0);
         keep(own);
         keep(its);
     }
@@ -195,7 +202,8 @@ struct Weights {
 // Products of chunk c of the stage whose rows of x are `x`.
 template <int N, int V>
 __device__ __forceinline__ void multiply(
-        float (&d)[FRAGMENTS][V], unsigned (*a)[PRODUCTS][4], WgmmaMatrix x, int c) {
+        float (&d)[FRAGMENTS][V], unsigned (*a)[PRODUCTS][4], WgmmaMatrix x,
+        int c) {
     wgmma_fence();
     #pragma unroll
     for (int k = 0; k < FRAGMENTS * PRODUCTS; k++) {
@@ -277,7 +285,8 @@ __device__ __forceinline__ void tile(
                         wgmma_own(own[v / V][v % V]);
                         float& sum = d[v / V][v % V];
                         if constexpr (FP8)
-                            sum = fmaf(own[v / V][v % V], by[v / V][v / 2 % 2], sum);
+                            sum = fmaf(
+                                    own[v / V][v % V], by[v / V][v / 2 % 2], sum);
                         else
                             sum += own[v / V][v % V];
                     }

@@ -6,7 +6,8 @@
 #include "lib/boxes.cuh"
 #include "lib/tile_groups.cuh"
 #if RING
-static_assert(PARTS == 1 && FRAGMENTS == 1 && BK == 64 && !GROUPED, "see the contract");
+static_assert(
+        PARTS == 1 && FRAGMENTS == 1 && BK == 64 && !GROUPED, "see the contract");
 constexpr int XSTAGE = BM * 128;  // bytes of 64 columns of rows of x
 
 __device__ __forceinline__ void group_sync() {
@@ -46,7 +47,8 @@ __device__ __forceinline__ void fetch_rows(
             meet_wait(all.empty + at.stage, at.parity ^ 1);
             bulk_expect(all.full + at.stage, XSTAGE);
             box_copy<1>(
-                    all.ring + at.stage * XSTAGE, map, t.row(), i, 0, all.full + at.stage);
+                    all.ring + at.stage * XSTAGE, map, t.row(), i, 0,
+                    all.full + at.stage);
             at.next();
         }
 }
@@ -104,8 +106,9 @@ template <class F, class G> struct Group {
     Place at;
 
     __device__ __forceinline__ Group(
-            const Shared& all, const Tiles& tiles, const Job& j, unsigned char* stages,
-            unsigned char* abouts, const F& learn, const G& put)
+            const Shared& all, const Tiles& tiles, const Job& j,
+            unsigned char* stages, unsigned char* abouts, const F& learn,
+            const G& put)
         : all(all),
           learn(learn),
           put(put),
@@ -160,7 +163,8 @@ template <class F, class G> struct Group {
                         learn(About(abouts + (mine ^ About::BYTES)), after);
                 }
                 const About about(
-                        abouts + (last && c == CH - 1 ? mine ^ About::BYTES : mine));
+                        abouts
+                        + (last && c == CH - 1 ? mine ^ About::BYTES : mine));
                 w.decode(about.aids + own, a[(c + 1) % 2]);
                 w.fetch(stages + (c >= CH - 2 ? ahead : stage), (c + 2) % CH);
             }

@@ -16,10 +16,12 @@ __device__ __forceinline__ void load(
 // A lane's weights of row r and chunk c of a stage: eight that follow each other, its share of two
 // products. halve.cu has put what they meet where `ldmatrix` finds it.
 __device__ __forceinline__ void decode(
-        const unsigned char* stage, int c, int r, float aid, bool low, unsigned* b) {
+        const unsigned char* stage, int c, int r, float aid, bool low,
+        unsigned* b) {
     const int t = threadIdx.x % 4;
     const unsigned char* w = stage + A + c * BC + (r * 4 + t) * W::BYTES;
-    const unsigned char* s = stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC;
+    const unsigned char* s = stage + A + B
+            + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC;
     W::halves(w, s, t, aid, low, b);
 }
 
@@ -58,8 +60,9 @@ __device__ __forceinline__ void tile(
         // Tensor cores cut off what a sum has no room for, which would add up along a row: of
         // products in parts each stage is summed by itself, and small products by themselves.
         float own[PARTS == 1 ? 1 : M][NT][4] = {}, small[LOW ? M : 1][NT][4] = {};
-        unsigned char* const ahead = stage == stages + (STAGES - 1) * STAGE ? stages
-                                                                            : stage + STAGE;
+        unsigned char* const ahead = stage == stages + (STAGES - 1) * STAGE
+                ? stages
+                : stage + STAGE;
         #pragma unroll
         for (int k = 0; k < KS; k++) {
             const bool end = k == KS - 1;
@@ -80,16 +83,19 @@ __device__ __forceinline__ void tile(
                             a[k % 2][0][m], b[0][n] + k % 2 * 2);
                 #pragma unroll
                 for (int m = 0; m < M * LOW; m++)
-                    mma_f16(small[LOW ? m : 0][n], a[k % 2][LOW][m], b[0][n] + k % 2 * 2);
+                    mma_f16(small[LOW ? m : 0][n], a[k % 2][LOW][m],
+                            b[0][n] + k % 2 * 2);
                 #pragma unroll
                 for (int m = 0; m < M * LOW; m++)
-                    mma_f16(small[LOW ? m : 0][n], a[k % 2][0][m], b[LOW][n] + k % 2 * 2);
+                    mma_f16(small[LOW ? m : 0][n], a[k % 2][0][m],
+                            b[LOW][n] + k % 2 * 2);
                 if (k + n == 0)
                     feed(done);
                 if (k % 2)
                     #pragma unroll
                     for (int l = 0; l < 1 + LOW; l++)
-                        decode(source, next / 2, r + n * 8, j.aids[r + n * 8], l, b[l][n]);
+                        decode(source, next / 2, r + n * 8, j.aids[r + n * 8], l,
+                                b[l][n]);
             }
         }
         done = stage;

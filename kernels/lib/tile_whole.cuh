@@ -25,8 +25,10 @@ __device__ __forceinline__ void bring_rows(const Job& j, unsigned char* to) {
     const int pieces = j.steps * (XROW / 16);
     for (int i = threadIdx.x; i < ROWS * pieces; i += THREADS) {
         const int row = i / pieces, piece = i % pieces;
-        const unsigned char* from = j.x + ((size_t)j.from[row] * j.line + piece) * 16;
-        cp_async16(to + piece / 8 * (BM * 128) + wgmma_piece(row, piece % 8), from);
+        const unsigned char* from = j.x
+                + ((size_t)j.from[row] * j.line + piece) * 16;
+        cp_async16(
+                to + piece / 8 * (BM * 128) + wgmma_piece(row, piece % 8), from);
     }
     cp_async_commit();
 }
@@ -59,7 +61,8 @@ __device__ __forceinline__ void tile(
     // own: a warp's first row
     const int group = threadIdx.x / 128;
     const int own = threadIdx.x / 32 % 4 * 16;
-    unsigned char* const stages = memory + j.steps * AP + group * (STAGES * STAGE);
+    unsigned char* const stages = memory + j.steps * AP
+            + group * (STAGES * STAGE);
     bring_rows<N>(j, memory);
     TurnFeed feed(j);
     #pragma unroll

@@ -9,7 +9,8 @@
 template <class F, bool CORED = false> struct Tile {
     static constexpr int PLANES = F::TWO ? 2 : 1;
     static constexpr int BLOCK = 2048 * PLANES;        // bytes of 128 columns
-    static constexpr int SCALES = F::UNITS * BLOCK;    // where their powers of two begin
+    // where their powers of two begin
+    static constexpr int SCALES = F::UNITS * BLOCK;
     // CORED: eight rows of 16 bytes begin at a multiple of 128
     static constexpr int ENDS = F::TWO ? 0 : 32 * F::UNITS;
     static constexpr int BYTES = SCALES + (CORED ? 128 : ENDS);

@@ -48,7 +48,8 @@ __device__ __forceinline__ WgmmaMatrix wgmma_columns(
 }
 __device__ __forceinline__ WgmmaMatrix wgmma_cores(const void* p, unsigned far) {
     const unsigned low = (wgmma_address(p) & 0x3FFFF) >> 4 | 128 >> 4 << 16;
-#if defined(__CUDA_ARCH__)  // known to be one for all lanes, it takes few instructions
+#if defined( \
+        __CUDA_ARCH__)  // known to be one for all lanes, it takes few instructions
     return (WgmmaMatrix)(far >> 4) << 32 | __shfl_sync(~0u, low, 0);
 #endif
     return (WgmmaMatrix)(far >> 4) << 32 | low;
@@ -77,7 +78,7 @@ __device__ __forceinline__ WgmmaMatrix wgmma_kept(WgmmaMatrix m) {
 // A product reads memory, and changes D, as late as it may: when somebody waits for its group.
 struct LateProduct {
     float *d, rows[2][32];  // of A: g and g+8
-    WgmmaMatrix a, b;       // a: 0 if A came in registers
+    WgmmaMatrix a, b;  // a: 0 if A came in registers
     int n, group;
     bool trans, trans_a, add, e4m3;
 };
@@ -130,7 +131,8 @@ __device__ inline void wgmma_do(LateProduct& p) {
 __device__ inline void wgmma_finish(int newest) {
     const int me = emu::current, many = late_count[me];
     int done = 0;
-    while (done < many && late_products[me][done].group <= late_group[me] - newest)
+    while (done < many
+            && late_products[me][done].group <= late_group[me] - newest)
         wgmma_do(late_products[me][done++]);
     for (int i = done; i < many; i++)
         late_products[me][i - done] = late_products[me][i];
@@ -142,7 +144,8 @@ __device__ inline LateProduct& wgmma_later(
     if (many == 64)
         emu::trap();
     LateProduct& p = late_products[emu::current][many++];
-    p = {d, {}, 0, b, n, late_group[emu::current] + 1, trans, false, add != 0, false};
+    p = {d, {}, 0, b, n, late_group[emu::current] + 1, trans, false, add != 0,
+            false};
     return p;
 }
 struct WgmmaLane {
@@ -318,7 +321,8 @@ template <int N> __device__ __forceinline__ void wgmma_own(float (&d)[N]) {
             : "memory")
 
 template <int N, bool TRANS>
-__device__ __forceinline__ void wgmma(float* d, const unsigned* a, WgmmaMatrix b, int add) {
+__device__ __forceinline__ void wgmma(
+        float* d, const unsigned* a, WgmmaMatrix b, int add) {
     static_assert(N % 8 == 0 && N <= 256, "columns come in eights");
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     WGMMA_REGISTERS(8, 4, 5, 6, 7, 8, 9, 10);

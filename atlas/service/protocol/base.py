@@ -365,6 +365,7 @@ class Writer:
     waited = 0. # Seconds until the model was ready; the server sets it, as it does `times`:
     times = None # `Turn.times`
     receipt = None # Gives the receipt when all is said; the server sets it where one was asked for
+    stages = dict # Milliseconds by stage, `Turn.stages`, where they were asked for
     def __init__(self,
         ask:Ask,
         model:str, # The name that the client knows the model by

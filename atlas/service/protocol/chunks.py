@@ -25,6 +25,7 @@ class ChatAsk(Ask):
     quiet:bool=False # Do not tell the reasoning
     prompt_logprobs:int|None=None # Log-probabilities of the prompt, with so many alternatives
     drafts:bool=False # Say in a stream which tokens were accepted drafts
+    timings:bool=False # Say where the time went, beside the counts
 
 @dataclass
 class TextAsk(ChatAsk):
@@ -246,10 +247,15 @@ def _about(self:ChatWriter, tokens):
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #64fc12c4
 @patch
 def end(self:ChatWriter, u:Usage)->bytes:
-    "The counts and the receipt, if they were asked for, and `[DONE]`"
+    "The counts, the timings and the receipt, those that were asked for, and `[DONE]`"
     counts = dict(usage=usage(u)) if self.ask.include_usage else {}
-    last = counts|self.proof()
+    last = counts|self._timings()|self.proof()
     return sse(self._envelope(self.chunk_kind, [], **last))+DONE if last else DONE
+
+@patch
+def _timings(self:ChatWriter):
+    "Where the time went, for the envelope"
+    return dict(timings=self.stages()) if getattr(self.ask, 'timings', False) else {}
 
 @patch
 def error(self:ChatWriter, e:BaseException)->bytes:
@@ -261,7 +267,7 @@ def error(self:ChatWriter, e:BaseException)->bytes:
 def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
     "The answer in one piece"
     told = self._told(choices)
-    about = self._asked()|self.proof()
+    about = self._asked()|self._timings()|self.proof()
     return self._envelope(self.kind, told, usage=usage(u), **about)
 
 @patch

@@ -82,6 +82,7 @@ class Body(Sampling,ModelAndStream):
     keep_alive: float|Annotated[str, Field(max_length=64)]|None = None  # as Ollama has it
     return_token_ids: bool|None = None
     return_tokens_as_token_ids: bool|None = None
+    return_timings: bool|None = None # ours: say where the time went
     prompt_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
     receipt: bool|None = None  # ours: what was asked and answered, to the bit
 
@@ -529,7 +530,8 @@ def _common(b):
         continuous=counts and bool(o.continuous_usage_stats),
         drafts=bool(b.stream and o.atlas_drafts),
         token_ids=bool(b.return_token_ids),
-        as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs)
+        as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs,
+        timings=bool(b.return_timings))
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #91d4a6fe
 def _template(b, warnings):

@@ -7,15 +7,16 @@ Docs: https://atlas-inference.github.io/atlas/8_use/commands.bench.html.md"""
 # %% auto #0
 __all__ = ['benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'Reports', 'bench', 'DecodeFlags',
            'bench_decode', 'bench_kernels', 'PrefillFlags', 'bench_prefill', 'StartupFlags', 'bench_startup',
-           'ThroughputFlags', 'bench_throughput', 'CompareFlags', 'bench_compare', 'check', 'ReplayFlags', 'replay']
+           'ThroughputFlags', 'bench_throughput', 'WhenFlags', 'WhatFlags', 'HowFlags', 'bench_serve', 'CompareFlags',
+           'bench_compare', 'check', 'ReplayFlags', 'replay']
 
 # %% ../../../nbs/8_use/27_commands.bench.ipynb #842776cf
 import json,re,typer
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing,contextmanager
+from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
 from typing import Annotated,Literal
-from ...ground.options import EngineConfig
+from ...ground.options import EngineConfig,differs
 from .base import CACHING,Group,Json,Model,SPECULATION,app,complete_model
 from .base import engine_flags,examples,flags_of,option,print_result,take
 
@@ -48,7 +49,8 @@ class _Bench(Group):
         return super().resolve_command(
             ctx,
             args if args[0] in self.commands else ['all',*args])
-    def list_commands(self, ctx): return ['all', *sorted({*self.commands}-{'all'})]
+    def list_commands(self, ctx):
+        return ['all', *sorted({*self.commands}-{'all'})]
 
 benches = typer.Typer(
     cls=_Bench, no_args_is_help=True, rich_markup_mode=None,
@@ -56,7 +58,8 @@ benches = typer.Typer(
     'MODEL".',
     epilog=examples(
         'atlas bench tiny',
-        'atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4'),
+        'atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4',
+        'atlas bench serve http://127.0.0.1:8888 --concurrency 1,2,4,8'),
     invoke_without_command=False)
 app.add_typer(benches, name='bench')
 
@@ -283,6 +286,192 @@ def bench_throughput(model:Model, **options):
     config = fitting(EngineConfig(model, **options), plan, seqs)
     report = bench_throughput(config, plan, flags.http)
     _print_report(report, flags.as_json, flags.output)
+
+# %% ../../../nbs/8_use/27_commands.bench.ipynb #cf1e1454
+def _rates(text:str|None)->tuple:
+    "Numbers above 0, written with commas between them; None: none"
+    try:
+        out = tuple(float(t) for t in text.split(',')) if text else ()
+    except ValueError:
+        out = (0.,)
+    if all(0<r<1e6 for r in out):
+        return out
+    said = f'{text!r} is not a list of numbers above 0 such as 0.5,1,2'
+    raise typer.BadParameter(said, param_hint="'--request-rate'")
+
+def _extra(texts:list[str]|None)->dict:
+    "Fields of a body, each written as NAME:VALUE"
+    out = {}
+    for t in texts or ():
+        name,colon,v = t.partition(':')
+        if not (name and colon):
+            raise typer.BadParameter(f'{t!r} is not NAME:VALUE', param_hint="'--extra-inputs'")
+        try:
+            out[name] = json.loads(v)
+        except ValueError:
+            out[name] = v
+    return out
+
+# %% ../../../nbs/8_use/27_commands.bench.ipynb #dd413654
+@dataclass(kw_only=True)
+class WhenFlags:
+    "When `atlas bench serve` asks"
+    concurrency:Annotated[str|None, option(
+        'Requests under way at a time; a run for each number, with commas between them. '
+        'With a request rate: at most.', show_default='1')] = None
+    request_rate:Annotated[str|None, option(
+        'Requests that come in a second, whether or not those before have ended; a run for each '
+        'number.', show_default=False)] = None
+    arrival_pattern:Annotated[str, option(
+        'How they come: poisson, constant or burst.')] = 'poisson'
+    burst_size:Annotated[int, option('Requests of a burst.', min=1)] = 8
+    request_count:Annotated[int, option('Requests of a run.', min=1)] = 32
+    warmup_request_count:Annotated[int, option('Requests before, that do not count.', min=0)] = 1
+    request_timeout_seconds:Annotated[float, option(
+        'Seconds of silence after which a request has failed.', min=.1)] = 600.
+
+@dataclass(kw_only=True)
+class WhatFlags:
+    "What `atlas bench serve` asks"
+    synthetic_input_tokens_mean:Annotated[float, option('Tokens of a prompt.', min=1)] = 256
+    synthetic_input_tokens_stddev:Annotated[float, option('Their deviation.', min=0)] = 0
+    output_tokens_mean:Annotated[float, option('Tokens of an answer, at most.', min=1)] = 128
+    output_tokens_stddev:Annotated[float, option('Their deviation.', min=0)] = 0
+    num_prefix_prompts:Annotated[int, option(
+        'So many beginnings are shared among the prompts.', min=0)] = 0
+    prefix_prompt_length:Annotated[int, option('Tokens of such a beginning.', min=0)] = 0
+    conversation_turn_mean:Annotated[float, option('Turns of a conversation.', min=1)] = 1
+    conversation_turn_stddev:Annotated[float, option('Their deviation.', min=0)] = 0
+    conversation_turn_delay_mean:Annotated[float, option(
+        'Milliseconds between an answer and the next turn.', min=0)] = 0
+    tool_share:Annotated[float, option('Share of requests with tools.', min=0, max=1)] = 0
+    json_share:Annotated[float, option(
+        'Share of requests whose answer must be JSON of a schema.', min=0, max=1)] = 0
+    input_file:Annotated[str|None, option(
+        'Conversations of a file instead: JSON lines, or ShareGPT; "prompts" is one that comes '
+        'with Atlas.', metavar='FILE', show_default=False)] = None
+    random_seed:Annotated[int, option('Of prompts and arrivals.', min=0)] = 0
+
+# %% ../../../nbs/8_use/27_commands.bench.ipynb #2474e4c6
+@dataclass(kw_only=True)
+class HowFlags:
+    "How `atlas bench serve` asks, and what becomes of it"
+    model_name:Annotated[str|None, option(
+        "A model of the server; otherwise it is its first.", '--model', '-m',
+        show_default=False)] = None
+    endpoint_type:Annotated[str, option('chat or completions.')] = 'chat'
+    streaming:Annotated[bool, option('Ask for streams.', '--streaming/--no-streaming')] = True
+    extra_inputs:Annotated[list[str]|None, option(
+        'A further field of every request, as ignore_eos:true; may be given again.',
+        metavar='NAME:VALUE', show_default=False)] = None
+    goodput:Annotated[str|None, option(
+        'A service level, as "time_to_first_token:200 inter_token_latency:20" in ms: requests '
+        'within it are counted.', show_default=False)] = None
+    artifact_dir:Annotated[Path|None, option(
+        "Write the report, its requests, and aiperf's files to this folder.", metavar='FOLDER',
+        show_default=False)] = None
+    as_json:Json = False
+    output:Output = None
+
+def _synthetic(f:WhatFlags):
+    "The made-up load that flags describe"
+    from atlas.use.bench_data import Synthetic
+    tokens = (f.synthetic_input_tokens_mean, f.synthetic_input_tokens_stddev,
+        f.output_tokens_mean, f.output_tokens_stddev)
+    shared = f.num_prefix_prompts,f.prefix_prompt_length
+    turns = f.conversation_turn_mean,f.conversation_turn_stddev,f.conversation_turn_delay_mean/1e3
+    return Synthetic(*tokens, *shared, *turns, f.tool_share, f.json_share, f.random_seed)
+
+def _one_of(flag, text, known):
+    "Refuse a word that is none of those that are known"
+    if text not in known:
+        said = f'{text!r} is not one of {", ".join(known)}'
+        raise typer.BadParameter(said, param_hint=f"'{flag}'")
+
+# %% ../../../nbs/8_use/27_commands.bench.ipynb #e9b66c43
+def _levels(when):
+    "The runs that flags describe"
+    from atlas.use.bench_load import ARRIVALS,levels
+    _one_of('--arrival-pattern', when.arrival_pattern, ARRIVALS)
+    at_a_time = _counts(when.concurrency, 1, '--concurrency') if when.concurrency else ()
+    return levels(tuple(at_a_time), _rates(when.request_rate), when.arrival_pattern)
+
+def _conversations(file):
+    "Those of a file, or of the one that comes with Atlas"
+    from atlas.use.bench_data import read_dataset,shipped_prompts
+    if file:
+        return read_dataset(shipped_prompts() if file=='prompts' else Path(file))
+
+def _serve_plan(when, what, how):
+    "What is to be asked, by the flags"
+    from atlas.use.bench_load import objectives
+    from atlas.use.bench_serve import Plan
+    _one_of('--endpoint-type', how.endpoint_type, ('chat','completions'))
+    asked = _levels(when),when.request_count,when.warmup_request_count,_synthetic(what)
+    return Plan(
+        *asked, file=_conversations(what.input_file), streaming=how.streaming,
+        chat=how.endpoint_type=='chat', burst=when.burst_size,
+        limits=objectives(how.goodput), extra=_extra(how.extra_inputs))
+
+# %% ../../../nbs/8_use/27_commands.bench.ipynb #3e4783f2
+def _running(where, how, seconds, options):
+    "A server that runs"
+    import os
+    from atlas.use.bench_serve import find_target
+    if given := [k for k in differs(EngineConfig('', **options)) if k!='model']:
+        said = 'A server that runs has its own options'
+        raise typer.BadParameter(said, param_hint=f"'--{given[0].replace('_', '-')}'")
+    return find_target(where, how.model_name, os.environ.get('ATLAS_API_KEY'), seconds)
+
+@contextmanager
+def _target(where, how, seconds, plan, options):
+    "A server at an address, or one of a model that is started here"
+    from atlas.use.bench_serve import find_target
+    from atlas.use.bench_throughput import serving
+    seqs = options.pop('max_num_seqs')
+    if where.startswith(('http://','https://')):
+        own = dict(max_num_seqs=seqs) if seqs else {}
+        yield _running(where, how, seconds, options|own)
+        return
+    most = max((l.concurrency or 0 for l in plan.levels), default=0)
+    with serving(EngineConfig(where, max_num_seqs=seqs or most or 32, **options)) as port:
+        found = find_target(f'http://127.0.0.1:{port}', None, None, seconds)
+        yield replace(found, name=where)
+
+# %% ../../../nbs/8_use/27_commands.bench.ipynb #28b01a4e
+@benches.command('serve', epilog=examples(
+    'atlas bench serve tiny --concurrency 1,2,4 --request-count 16',
+    'atlas bench serve http://127.0.0.1:8888 --request-rate 0.5,1,2 --artifact-dir out \\',
+    '  --goodput "time_to_first_token:500 inter_token_latency:50"'))
+@engine_flags(max_num_seqs=None)
+@flags_of(HowFlags)
+@flags_of(WhatFlags)
+@flags_of(WhenFlags)
+def bench_serve(where:Annotated[str, typer.Argument(metavar='URL|MODEL',
+        help='Where a server is, http://HOST:PORT; or a model to serve here.')], **options):
+    """Ask a server as many would, and say how fast it answers: any that speaks OpenAI's API.
+
+    ATLAS_API_KEY is sent to it, if it is set. Ctrl-C ends it; what has come is kept."""
+    from atlas.use.bench_serve import bench_serve
+    when,what,how = take(WhenFlags, options),take(WhatFlags, options),take(HowFlags, options)
+    plan = _serve_plan(when, what, how)
+    load = asdict(when)|asdict(what)|asdict(how)
+    for k in ('as_json','output','artifact_dir'):
+        load.pop(k)
+    with _target(where, how, when.request_timeout_seconds, plan, options) as target:
+        report = bench_serve(target, plan, **load)
+    if how.artifact_dir:
+        report.write(how.artifact_dir)
+    _print_report(report, how.as_json, how.output)
+    _leave(report)
+
+def _leave(report):
+    "130 after Ctrl-C, as elsewhere; 1 where nobody got an answer"
+    if not report.complete:
+        raise typer.Exit(130)
+    answered = any(r['requests']>sum(e['count'] for e in r['errors']) for r in report.runs)
+    if not answered:
+        raise typer.Exit(1)
 
 # %% ../../../nbs/8_use/27_commands.bench.ipynb #c0a9e002
 @dataclass(kw_only=True)
