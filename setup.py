@@ -91,7 +91,7 @@ def readme():
 
 data_files = {o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}
 data_files |= {
-    'atlas': ['catalog.json', 'bench_prompts.jsonl'],
+    'atlas': ['catalog.json', 'bench_prompts.jsonl', 'quality.txt'],
     'atlas.service.static': ['*'],
     'atlas.models.tiny': ['*'],
     'atlas.model.families': ['*.toml']}

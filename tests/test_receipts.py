@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 import atlas.use.cli as cli
-from atlas import LLM
+from atlas import LLM,SamplingParams
 from atlas.ground.packed import flatten
 from atlas.service.gateway import DOORS
 from atlas.service.server import create_app
@@ -109,6 +109,16 @@ def test_all_receipts_replay(client, plain, served, name, stream):
     assert sum(len(a.ids) for a in r.answers)
     replayed(plain, r, 3)
     assert served.replay(r, 2).code==0
+
+@pytest.mark.slow
+def test_company_that_is_preempted_changes_nothing(plain):
+    "In a cache of six blocks, where sequences push each other out"
+    prompt = 'A cow eats grass and hay. '*6
+    out = plain.generate(prompt, SamplingParams(max_tokens=24, n=2, seed=1), receipt=True)
+    six_blocks = dict(max_num_seqs=6, chunk=64, overcommit=16., kv_cache_memory=3_000_000)
+    with closing(LLM('tiny', 'cpu', max_seq_len=96, show=False, **six_blocks)) as tight:
+        assert tight.replay(out.receipt, 5).code==0
+        assert tight.engine.stats()['num_preemptions_total']
 
 def test_a_seed_is_drawn_and_told(client):
     path,body = CASES['unseeded']

@@ -154,12 +154,17 @@ def _begin(self:LoadedModel, show=None, text=None):
 def _open_and_load(self:LoadedModel, show, text):
     "Open the checkpoint, decide who drafts, and load weights and cache"
     with ExitStack() as files:
-        ck = files.enter_context(open_model(self.options, model_wants))
+        ck = files.enter_context(self._checkpoint())
         self._describe(ck)
         if text:
             self.text = text(ck)
         self._guess(ck, files)
         self._load(ck, show)
+
+@patch
+def _checkpoint(self:LoadedModel):
+    "The open checkpoint that the options name"
+    return open_model(self.options, model_wants)
 
 @patch
 def _warm(self:LoadedModel, known):

@@ -54,6 +54,18 @@ def hidden(self:LoadedModel,
 
 # %% ../../nbs/5_engine/17_score.ipynb #2ba19e0b
 @patch
+def logit_rows(self:LoadedModel,
+    ids:list[int], # A text
+): # Yields float32 [n, vocab] on the host, a few rows at a time
+    "Logits after each of `ids`"
+    most = 1<<(self.engine.scheduler.max_num_seqs.bit_length()-1)
+    for h in self.hidden(ids):
+        while len(h):
+            n = min(most, 1<<(len(h).bit_length()-1))
+            yield self.device.download(self.model.head(h[:n]))
+            h = h[n:]
+
+@patch
 def score(self:LoadedModel,
     ids:list[int], # A text
     k:int=0, # How many alternatives to report at each place
@@ -63,13 +75,9 @@ def score(self:LoadedModel,
     if not 0<=k<=20:
         raise RequestError(f'logprobs is {k}, expected 0 to 20', param='logprobs')
     out = []
-    most = 1<<(self.engine.scheduler.max_num_seqs.bit_length()-1)
-    for h in self.hidden(ids):
-        while len(h):
-            n = min(most, 1<<(len(h).bit_length()-1))
-            for x in self.device.download(self.model.head(h[:n])):
-                out.append(_said(x, ids, len(out), k))
-            h = h[n:]
+    for some in self.logit_rows(ids):
+        for x in some:
+            out.append(_said(x, ids, len(out), k))
     return out[:-1]
 
 def _said(x, ids, i, k):

@@ -30,7 +30,7 @@ from ..ground.requests import SamplingParams
 from .http import RightsError
 from .protocol.anthropic import tool_input
 from .protocol.base import OPEN,Ask,Ids,Int,KeepAlive,Salt,Seconds
-from .protocol.base import Usage,Writer,found,ignored
+from .protocol.base import Proof,Usage,Writer,found,ignored
 from .protocol.base import merge_system,quote,think,validate
 from .protocol.chunks import TextAsk,plain_error_body,token_logprobs
 from .protocol.openai import Sampling,Stop,_called,functions,unoffered
@@ -70,7 +70,7 @@ class Body(BaseModel):
     priority: Annotated[Int, Field(ge=-2**31, lt=2**31)]|None = None
     cache_salt: Salt|None = None
     timeout: Seconds|None = None
-    receipt: bool|None = None  # as at the other endpoints
+    receipt: Proof = None
 
 # %% ../../nbs/7_service/18_ollama.ipynb #ca49c9e0
 class Message(BaseModel):

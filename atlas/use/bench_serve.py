@@ -8,18 +8,18 @@ Docs: https://atlas-inference.github.io/atlas/8_use/bench_serve.html.md"""
 __all__ = ['Plan', 'Target', 'Progress', 'sweep', 'interruptible', 'ServeReport', 'find_target', 'bench_serve', 'aiperf',
            'aiperf_csv']
 
-# %% ../../nbs/8_use/15_bench_serve.ipynb #dcddf476
+# %% ../../nbs/8_use/15_bench_serve.ipynb #4cbd02d1
 import asyncio,json,platform,sys
 import numpy as np
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass,field,replace
+from dataclasses import asdict,dataclass,field,replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
 from fastcore.basics import patch
 from ..ground.core import AtlasError,interactive
 from .bench_client import Answer,Site,ask
-from .bench_data import Conversation,LARGE,SMALL,Synthetic,Tokens
+from .bench_data import Conversation,SIZES,Synthetic,Tokens,UserTurn
 from .bench_data import counted,words
 from .bench_load import Level,METRICS,Record,Run,SHARES
 from .bench_load import doubt,levels,summary,times
@@ -53,7 +53,7 @@ def conversations(self:Plan, i:int, how:Tokens=Tokens())->list[Conversation]:
         n -= len(out[-1].turns)
     return out
 
-# %% ../../nbs/8_use/15_bench_serve.ipynb #0c922bee
+# %% ../../nbs/8_use/15_bench_serve.ipynb #5494c124
 @dataclass
 class Target:
     "A server, and how it is asked"
@@ -62,6 +62,7 @@ class Target:
     engine:str|None=None # Who made it: atlas, vllm, llamacpp, …
     version:str|None=None
     name:str|None=None # Of the model, where the server knows it by another
+    how:Tokens|None=None # How it counts, once it was asked
 
     @property
     def ours(self)->bool: return self.engine=='atlas'
@@ -83,16 +84,19 @@ async def send(self:Target, p:Plan, body:dict)->Answer:
     return await ask(self.site, path, self.asked(p, body))
 
 @patch
-async def counts(self:Target, p:Plan)->Tokens:
-    "How the server counts; where it does not say, a word is taken for a token"
-    seen = []
-    for n in (SMALL,LARGE):
-        text = words(n, np.random.default_rng(0))
-        c = Conversation('count', Synthetic().make(1)[0].turns)
-        c.turns[0].content,c.turns[0].more = text,dict(max_tokens=1)
-        a = await self.send(replace(p, extra={}), c.body(0, [], p.chat))
-        seen.append(a.prompt if a.error is None else 0)
-    return counted(*seen) if all(seen) else Tokens()
+async def _count(self:Target, p:Plan, n:int)->int:
+    "Tokens of a prompt of `n` words, as the server counts them; 0 if it does not"
+    text = words(n, np.random.default_rng(0))
+    c = Conversation('count', [UserTurn(text, dict(max_tokens=1))])
+    a = await self.send(replace(p, extra={}), c.body(0, [], p.chat))
+    return a.prompt if a.error is None else 0
+
+@patch
+async def counts(self:Target, p:Plan)->Tokens|None:
+    "How the server counts; None if it does not say"
+    for sizes in SIZES:
+        if how := counted(sizes, *[await self._count(p, n) for n in sizes]):
+            return how
 
 # %% ../../nbs/8_use/15_bench_serve.ipynb #41fd574b
 @dataclass
@@ -113,7 +117,7 @@ class Progress:
     def end(self):
         self.bar.close()
 
-# %% ../../nbs/8_use/15_bench_serve.ipynb #97416837
+# %% ../../nbs/8_use/15_bench_serve.ipynb #6e541aee
 async def _level(target, p, i, how, stop, progress)->tuple[Run,bool]:
     "Run `i` of a plan, and whether it was complete"
     l,send = p.levels[i],partial(target.send, p)
@@ -126,7 +130,8 @@ async def _level(target, p, i, how, stop, progress)->tuple[Run,bool]:
 
 async def _ready(target, p, stop)->Tokens:
     "How the server counts; then it is warm"
-    how = Tokens() if p.file else await target.counts(p)
+    target.how = None if p.file else await target.counts(p)
+    how = target.how or Tokens()
     warm = replace(p, requests=p.warmup).conversations(1<<20, how)
     await Run(partial(target.send, p), Level(p.warmup or 1), chat=p.chat).all(warm, stop)
     return how
@@ -162,7 +167,7 @@ def interruptible(work):
             halt[0]()
             return done.result()
 
-# %% ../../nbs/8_use/15_bench_serve.ipynb #88a129a5
+# %% ../../nbs/8_use/15_bench_serve.ipynb #4be771ad
 @dataclass
 class ServeReport:
     "What came of a sweep"
@@ -201,11 +206,13 @@ def __str__(self:ServeReport):
         rows.append(_row(r))
         rows += [f'  {e["count"]} failed: {e["error"]}' for e in r['errors'][:3]]
         rows += [f'  {e["count"]}: {e["error"]}' for e in r['doubts'][:3]]
+    if self.load.get('tokens_of_words', True) is None and not self.load.get('input_file'):
+        rows.append('The server counts no tokens: a word of a prompt was taken for one')
     if not self.complete:
         rows.append('Interrupted: these are not all of the requests that were planned')
     return '\n'.join(rows)
 
-# %% ../../nbs/8_use/15_bench_serve.ipynb #70b7adee
+# %% ../../nbs/8_use/15_bench_serve.ipynb #885c151a
 def _version(url, key):
     "Of the server, if it tells it"
     for path in ('/version','/api/version','/props'):
@@ -235,7 +242,8 @@ def bench_serve(target:Target, p:Plan, progress:Progress|None=None, **load)->Ser
     runs,records = [s for s,_ in came],[r for _,r in came]
     server = dict(url=target.site.url, model=target.name or target.model, engine=target.engine,
         version=target.version, machine=platform.machine())
-    return ServeReport(server, load, runs, complete, records)
+    how = target.how and asdict(target.how)
+    return ServeReport(server, load|dict(tokens_of_words=how), runs, complete, records)
 
 # %% ../../nbs/8_use/15_bench_serve.ipynb #3fe0c672
 _AIPERF = ( # Name, title, unit, and what of an answer

@@ -168,6 +168,15 @@ def _is_one(prompts)->bool:
     return len(prompts)>0 and isinstance(prompts[0], (int,np.integer))
 
 @patch
+def _params_of(self:LLM, params, n:int)->list[SamplingParams]:
+    "The parameters of each of `n` prompts"
+    if not isinstance(params, (list,tuple)):
+        params = [params]*n
+    if len(params)!=n:
+        raise RequestError(f'{n} prompts and {len(params)} SamplingParams', param='params')
+    return [p or self.params() for p in params]
+
+@patch
 def generate(self:LLM,
     prompts, # Text, a list of ids, or a list of either
     params:SamplingParams|list|None=None, # One for all, or one for each; None: as the model has it
@@ -179,12 +188,7 @@ def generate(self:LLM,
     "Answers to one prompt or many, computed together"
     one = _is_one(prompts)
     prompts = [prompts] if one else list(prompts)
-    if not isinstance(params, (list,tuple)):
-        params = [params]*len(prompts)
-    params = [p or self.params() for p in params]
-    if len(params)!=len(prompts):
-        raise RequestError(
-            f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
+    params = self._params_of(params, len(prompts))
     if images and not one:
         raise RequestError(
             'images belong to one prompt', hint='Call generate once for each', param='images')
@@ -213,6 +217,14 @@ def _requests(self:LLM, asked, **how)->list[Request]:
         for (ids,_,pics),p in asked for q in fan_out(p)]
 
 @patch
+def _choices(self:LLM, requests, readers)->list[tuple[Choice,int]]:
+    "Each answer when all have ended, and how many tokens of its prompt a cache had"
+    said = [[] for _ in requests]
+    for k,d in self._run(requests, readers):
+        said[k].append(d)
+    return [(v.choice(ds), v.cached) for v,ds in zip(readers, said)]
+
+@patch
 def _answers(
     self:LLM, asked, guide=None, split=None,
     timeout=None, receipt=False
@@ -223,12 +235,7 @@ def _answers(
     reqs = self._requests(asked, guide=guide, timeout=timeout)
     readers = [self.reader(r.params, guide, split) for r in reqs]
     reqs = _logged(reqs, readers) if receipt else reqs
-    said = [[] for _ in reqs]
-    for k,d in self._run(reqs, readers):
-        said[k].append(d)
-    choices = (
-        (r.choice(ds), r.cached)
-        for r,ds in zip(readers, said))
+    choices = iter(self._choices(reqs, readers))
     outs = [_outputs(choices, *a) for a in asked]
     return self._proven(outs, reqs, readers) if receipt else outs
 
@@ -322,15 +329,24 @@ def chat(self:LLM,
 ):
     "The model's next message"
     messages,images = prepare_images(messages, paths=True)
-    prompt = self.render(messages, tools, **kwargs)
-    ids = self.tokenizer.encode(prompt, add_special=False)
-    split,guide = self._parted(messages, prompt, tools, guide, kwargs)
-    if stream and receipt:
-        raise RequestError('A stream has no receipt here', hint='Leave stream out', param='receipt')
+    ids,*form = self._conversation(messages, tools, guide, kwargs)
+    how = *form,timeout
     if stream:
-        return self._stream(ids, params, images, guide, split, timeout)
+        return _unproven(receipt) or self._stream(ids, params, images, *how)
     asked = self._encode(ids, images=images),params or self.params()
-    return self._answers([asked], guide, split, timeout, receipt)[0]
+    return self._answers([asked], *how, receipt)[0]
+
+@patch
+def _conversation(self:LLM, messages, tools, guide, how)->tuple:
+    "Ids of messages, the guide of the answer, and what makes its `Splitter`"
+    prompt = self.render(messages, tools, **how)
+    split,guide = self._parted(messages, prompt, tools, guide, how)
+    return self.tokenizer.encode(prompt, add_special=False),guide,split
+
+def _unproven(receipt):
+    "Refuse a stream with a receipt"
+    if receipt:
+        raise RequestError('A stream has no receipt here', hint='Leave stream out', param='receipt')
 
 @patch
 def render(self:LLM, messages, tools=None, **kwargs)->str:

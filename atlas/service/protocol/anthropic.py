@@ -22,7 +22,7 @@ from ...ground.core import AtlasError,ContextLengthError,RequestError,seconds_in
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
 from .base import OPEN,Ask,Int,KeepAlive,Salt,Seconds,Usage,Writer
-from .base import found,given,ignored,quote,sse,think,validate
+from .base import Proof,found,given,ignored,quote,sse,think,validate
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #bdb4134d
 _strict = ConfigDict(strict=True, allow_inf_nan=False)
@@ -127,7 +127,7 @@ class MessagesBody(BaseModel):
     cache_salt: Salt|None = None
     timeout: Seconds|None = None
     keep_alive: KeepAlive|None = None
-    receipt: bool|None = None  # ours: what was asked and answered, to the bit
+    receipt: Proof = None
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #c65535eb
 def joined(

@@ -18,7 +18,7 @@ from ...text.chat import IMAGE_PARTS,check_variables
 from ...ground.core import RequestError,seconds_in
 from ...ground.requests import SamplingParams
 from .base import OPEN,Ask,Budget,Ids,Int,NotOfferedError
-from .base import Salt,Seconds,Writer
+from .base import Guide,Proof,Salt,Seconds,Writer
 from .base import format_of,found,given,ignored,merge_system
 from .base import read_json,think,validate
 from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter
@@ -84,7 +84,7 @@ class Body(Sampling,ModelAndStream):
     return_tokens_as_token_ids: bool|None = None
     return_timings: bool|None = None # ours: say where the time went
     prompt_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
-    receipt: bool|None = None  # ours: what was asked and answered, to the bit
+    receipt: Proof = None
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #80b515c6
 @patch
@@ -125,7 +125,7 @@ class CompletionBody(Shaped):
     echo: bool|None = None
     suffix: str|None = None
     best_of: Annotated[Int, Field(ge=1, le=128)]|None = None
-    guide: dict[str,Any]|None = None  # ours: as a receipt has it
+    guide: Guide = None
 
 @patch(as_prop=True)
 def prompts(self:CompletionBody)->list[str|list[int]]:

@@ -7,8 +7,8 @@ Docs: https://atlas-inference.github.io/atlas/8_use/commands.bench.html.md"""
 # %% auto #0
 __all__ = ['benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'Reports', 'bench', 'DecodeFlags',
            'bench_decode', 'bench_kernels', 'PrefillFlags', 'bench_prefill', 'StartupFlags', 'bench_startup',
-           'ThroughputFlags', 'bench_throughput', 'WhenFlags', 'WhatFlags', 'HowFlags', 'bench_serve', 'CompareFlags',
-           'bench_compare', 'check', 'ReplayFlags', 'replay']
+           'ThroughputFlags', 'bench_throughput', 'WhenFlags', 'WhatFlags', 'HowFlags', 'bench_serve', 'FormFlags',
+           'TextFlags', 'FileFlags', 'bench_quality', 'CompareFlags', 'bench_compare', 'check', 'ReplayFlags', 'replay']
 
 # %% ../../../nbs/8_use/27_commands.bench.ipynb #842776cf
 import json,re,typer
@@ -17,8 +17,9 @@ from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
 from typing import Annotated,Literal
 from ...ground.options import EngineConfig,differs
-from .base import CACHING,Group,Json,Model,SPECULATION,app,complete_model
-from .base import engine_flags,examples,flags_of,option,print_result,take
+from .base import CACHING,Group,Json,Model,SPECULATION,app,byte_count
+from .base import complete_model,engine_flags,examples,flags_of,option
+from .base import print_result,take
 
 # %% ../../../nbs/8_use/27_commands.bench.ipynb #f16d4c28
 def _counts(text:str, least:int=1, flag:str='--batch')->list[int]:
@@ -50,7 +51,7 @@ class _Bench(Group):
             ctx,
             args if args[0] in self.commands else ['all',*args])
     def list_commands(self, ctx):
-        return ['all', *sorted({*self.commands}-{'all'})]
+        return 'all decode kernels prefill startup throughput serve compare quality'.split()
 
 benches = typer.Typer(
     cls=_Bench, no_args_is_help=True, rich_markup_mode=None,
@@ -472,6 +473,88 @@ def _leave(report):
     answered = any(r['requests']>sum(e['count'] for e in r['errors']) for r in report.runs)
     if not answered:
         raise typer.Exit(1)
+
+# %% ../../../nbs/8_use/27_commands.bench.ipynb #9a1e0c02
+_WEIGHTS = 'fp8,nvfp4,mxfp4,int4' # Where nobody says what to compare
+_LIST = dict(metavar='LIST', show_default=False)
+
+@dataclass(kw_only=True)
+class FormFlags:
+    "Forms of a model that `atlas bench quality` compares"
+    weights:Annotated[str|None, option(
+        'Formats to store weights in anew as they are read, such as nvfp4,fp8,mxfp4,int4,q4_0; '
+        'stored is as they are.', '--weights', **_LIST)] = None
+    caches:Annotated[str|None, option(
+        'On a card: formats of keys and values, such as f16,fp8,nvfp4.',
+        '--kv-cache-dtype', **_LIST)] = None
+    activations:Annotated[str|None, option(
+        'On a card: formats of activations of prompts, such as f16,fp8,nvfp4.',
+        '--prefill-activations', **_LIST)] = None
+    def forms(self):
+        "Every one with every other"
+        from atlas.use.bench_quality import forms
+        said = [self.weights,self.caches,self.activations]
+        if said==[None]*3:
+            said[0] = _WEIGHTS
+        return forms(*(() if t is None else t.split(',') for t in said))
+
+
+# %% ../../../nbs/8_use/27_commands.bench.ipynb #9a1e0c03
+@dataclass(kw_only=True)
+class TextFlags:
+    "What is read, and what is answered"
+    tokens:Annotated[int, option('Tokens of the text, at most.', min=2)] = 2048
+    context:Annotated[int, option('Tokens of a window of it.', min=2)] = 512
+    stride:Annotated[int, option('Tokens from one window to the next.', min=1)] = 256
+    prompts:Annotated[int, option('Places of the text to go on from, greedily.', min=1)] = 4
+    answer:Annotated[int, option('Tokens to go on there.', min=1)] = 32
+    bound:Annotated[int, option('Most bytes of logits of a reference.', '--reference-size',
+        parser=byte_count, metavar='SIZE')] = '4GiB'
+
+def _file(help, name):
+    "A flag that names a file"
+    how = option(help, name, metavar='FILE', show_default=False)
+    return Annotated[Path|None, how]
+
+@dataclass(kw_only=True)
+class FileFlags:
+    "Files that a measurement reads and writes"
+    text:_file('Text to read, in UTF-8. [default: held_out.txt beside the model, else one of '
+        'Atlas\'s]', '--text') = None
+    reference:_file('Compare with this reference instead of the model as it is.',
+        '--reference') = None
+    save:_file('Keep the reference in this file, all of its logits.', '--save-reference') = None
+
+
+# %% ../../../nbs/8_use/27_commands.bench.ipynb #9a1e0c04
+def _say(line):
+    "A line for whoever watches"
+    from atlas.ground.core import interactive
+    if interactive():
+        typer.echo(line, err=True)
+
+@benches.command('quality', epilog=examples('atlas bench quality tiny',
+    'atlas bench quality demo --weights nvfp4,q4_0 --tokens 1024 --output numbers.json',
+    'atlas bench quality tiny --device emulator --kv-cache-dtype fp8,nvfp4 --tokens 160 \\',
+    '  --context 128 --stride 64',
+    'atlas bench quality org/name --save-reference name.reference',
+    'atlas bench quality org/name-FP8 --weights stored --reference name.reference'))
+@engine_flags('device', 'load_format', 'tokenizer')
+@flags_of(FormFlags)
+@flags_of(TextFlags)
+@flags_of(FileFlags)
+def bench_quality(model:Model, as_json:Json=False, output:Output=None, **options):
+    "Measure what fewer bits cost: perplexity, divergence and agreement with the model as it is."
+    from atlas.card.emulator import Emulator
+    from atlas.use.bench_quality import QualityFiles,QualityPlan,bench_quality
+    asked = take(FormFlags, options).forms()
+    plan = QualityPlan(**vars(take(TextFlags, options)))
+    files = QualityFiles(**vars(take(FileFlags, options)))
+    if options['device']=='emulator':
+        options['device'] = Emulator()
+    report = bench_quality(EngineConfig(model, **options), asked, plan, files, _say)
+    _print_report(report, as_json, output)
+
 
 # %% ../../../nbs/8_use/27_commands.bench.ipynb #c0a9e002
 @dataclass(kw_only=True)
