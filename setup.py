@@ -1,5 +1,5 @@
 "Packaging: the metadata is settings.ini, and the top-level kernels/ folder travels in the wheel as atlas/kernels."
-import hashlib,json,os,shlex,shutil,subprocess,sys
+import hashlib,json,os,platform,shlex,shutil,subprocess,sys
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from pathlib import Path
@@ -60,6 +60,21 @@ def tell(line):
             if os.tcgetpgrp(terminal.fileno())==os.getpgrp(): terminal.write(f'\n  atlas: {line}\n')
     except OSError: pass
 
+HOST = dict(x86_64='x86-64-v3', aarch64='armv8-a')  # processors that a wheel has a library for, as atlas.card.processor has them
+
+def compile_host(folder):
+    "Compile the kernels of the processor beside their sources, where there is a C++ compiler: as atlas.card.processor would"
+    cxx = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
+    if not cxx or platform.machine() not in HOST: return print('no C++ compiler: kernels of the processor are compiled when they are first wanted', file=sys.stderr)
+    arch = HOST[platform.machine()]
+    flags = ['-std=c++17', '-O2', '-ffp-contract=off', '-fPIC', '-shared', '-fvisibility=hidden', '-Wno-psabi', '-pthread', f'-march={arch}']
+    for cpp in sorted(folder.glob('*.cpp')):
+        out = cpp.with_suffix(f'.{arch}.so')
+        r = subprocess.run([cxx, *flags, cpp, '-o', out], capture_output=True, text=True)
+        if r.returncode:
+            out.unlink(missing_ok=True)
+            print(f'warning: {cpp.name} was not compiled: {r.stderr.strip()}', file=sys.stderr)
+
 class BuildPy(build_py):
     "Copy the package, then, where there is an nvcc, compile each kernel beside its source. Editable installs compile nothing"
     def run(self):
@@ -70,6 +85,7 @@ class BuildPy(build_py):
         # what nbdev-export writes and git ignores: nbdev looks for it wherever Atlas is installed
         index = out/'_modidx.py'
         if not index.exists(): index.write_text('d = dict(settings={}, syms={})\n')
+        compile_host((out/'kernels'/'host').resolve())
         if not archs: return
         if not (nvcc := find_nvcc()): return print('no nvcc: kernels are shipped as source and compiled when they are first loaded', file=sys.stderr)
         inc = (out/'kernels').resolve()
@@ -89,7 +105,7 @@ def readme():
     p = here/'README.md'
     return p.read_text(encoding='utf-8') if p.exists() else cfg['description']
 
-data_files = {o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}
+data_files = {o: ['*.cu', '*.cuh', '*.cpp', '*.h', '*.json', '*.md'] for o in kpkgs}
 data_files |= {
     'atlas': ['catalog.json', 'bench_prompts.jsonl', 'quality.txt'],
     'atlas.service.static': ['*'],

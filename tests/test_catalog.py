@@ -206,7 +206,7 @@ def test_dry_run_needs_nothing():
 
 def test_dry_run_of_what_does_not_fit():
     r = run('serve', 'minimax-m2.5-nvfp4', '--dry-run')
-    assert r.exit_code==1 and re.search(r'take 125 GiB .* 108 GiB can be used', r.stderr)
+    assert r.exit_code==1 and re.search(r'take 126 GiB .* 108 GiB can be used', r.stderr)
     r = run('serve', 'qwen3.6-35b-a3b-nvfp4', '--memory-budget', '10GiB', '--dry-run', '--json')
     plan, = json.loads(r.stdout)['models']
     assert r.exit_code==1 and not plan['fits'] and '10 GiB' in plan['error']

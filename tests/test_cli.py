@@ -668,6 +668,8 @@ ENGINE = {
     '--cache-packed=folder': dict(cache_packed='folder'),
     '--overcommit 2': dict(overcommit=2.),
     '--packed': dict(packed=True),
+    '--exact': dict(exact=True),
+    '--threads 2': dict(threads=2),
     '--speculative draft': dict(speculative='draft'),
     '--num-speculative-tokens 3': dict(num_speculative_tokens=3),
     '--draft-model small': dict(draft_model='small'),

@@ -35,7 +35,8 @@ SCRIPTS = [
     ('sleeping', []),
     ('many', ['--part','chunks']),
     ('aloft', []),
-    ('parts', [])]
+    ('parts', []),
+    ('footprints', ['--only','llama','--kv','f16','--pieces','32'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):

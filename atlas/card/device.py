@@ -109,9 +109,13 @@ class Device:
     "A place for arrays: `name`, `kind`, the array module `xp`, and the methods below"
     name = kind = xp = None
     share = .4 # Of what is free, for one model that is told nothing else
+    as_stored = False # On the host: are weights multiplied as they are stored?
     def use(self):
         "A context in which new arrays are this device's"
         return nullcontext()
+    def keep(self, q):
+        "What a model gets for the packed matrix `q`, whose parts are here"
+        return q
     def __repr__(self): return self.describe()
 
 # %% ../../nbs/2_card/01_device.ipynb #d1677f83

@@ -12,7 +12,7 @@ __all__ = ['CARD_FORMATS', 'KEPT', 'REQUANTIZED', 'e2m1_words', 'words_e2m1', 'i
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #36c054d2
 import numpy as np
-import threading
+import math,threading
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass,field
@@ -257,6 +257,19 @@ def arrays(self:CardFormat,
     if self.rows=='gs':
         res['gs'] = (rows,),'float32'
     return res
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #b7c10a02
+@patch
+def nbytes(self:CardFormat,
+    shape, # [n, k], or [experts, n, k]
+)->int:
+    "Bytes of a matrix or a bank of them, with the factors that gemm.cu multiplies rows by"
+    *bank,n,k = shape
+    rows = math.prod(bank)*-(-n//4)*4
+    made = [a for a in self.arrays(rows, k).values() if a]
+    sizes = [math.prod(s)*np.dtype(t).itemsize for s,t in made]
+    factors = self.found and k>self.tile
+    return sum(sizes)+4*rows*factors
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3d90154d
 @patch

@@ -374,7 +374,7 @@ def ngram(
     return look_up(history, line, end, k, least, most, out)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #5869786e
-DEFAULTS = Defaults(2048, 8192, 1<<15, 64, 'f16', False, 128)
+DEFAULTS = Defaults(2048, 8192, 1<<15, 64, 'f16', False, 128, ('exact','threads'))
 
 def placement(
     device, parts, quantization:str|None=None, head:str|None=None,
@@ -389,14 +389,15 @@ def placement(
         found.append((seeing,Host(),None))
     return found
 
-def _packed_bytes(t, anew):
-    "Bytes of the tensor `t` on a card, stored anew in the format `anew` if that is smaller"
-    n = math.prod(t.shape)
-    if len(t.shape)<2:
-        return 4*n
-    f = card_format(t.fmt, anew if anew in REQUANTIZED else None)
-    held = int(n*f.bits/8)
-    return max(t.nbytes, held) if t.fmt in f.stored else held # a file's groups may be larger
+def _plain(name, t):
+    "Does the tensor `t` become an array of float32?"
+    return len(t.shape)<2 or name.endswith(('conv1d.weight','bias'))
+
+def _packed_bytes(fmt, shape, anew, plain):
+    "Bytes of a tensor on a card, stored anew in the format `anew` if that is smaller"
+    if plain:
+        return 4*math.prod(shape)
+    return card_format(fmt, anew if anew in REQUANTIZED else None).nbytes(shape)
 
 def weight_bytes(
     tensors:dict, parts, packed:bool=False,
@@ -415,9 +416,9 @@ def weight_bytes(
     for name,t in tensors.items():
         if name.startswith(left_out):
             continue
-        like = t.fmt,t.shape,t.nbytes,anew(name)
+        like = t.fmt,t.shape,anew(name),_plain(name, t)
         if like not in sizes:
-            sizes[like] = _packed_bytes(t, like[-1])
+            sizes[like] = _packed_bytes(*like)
         total += sizes[like]
     return total
 

@@ -45,15 +45,18 @@ from .spill import SpillTier
 from .spill_store import open_spill,spill_needs
 from .stepper import HostStepper
 from ..ops import vocabulary as host_words
+from ..ops.host import settled
 from ..ops.linear import TILE
+from ..ops.rope import inv_freq
 
 # %% ../../nbs/5_engine/16_loading.ipynb #85a89bb5
 def _suits(c:EngineConfig, device, defaults, chunk):
     "Refuse options that this device has no use for"
     given = [k for k in defaults.foreign if getattr(c, k)]
     if given:
-        said = f'{given[0]} is for models on a card, and this one runs on {device.name}'
-        raise RequestError(said, hint='Leave it out, or use --device cuda', param=given[0])
+        own = 'the host' if given[0] in ('exact','threads') else 'a card'
+        said = f'{given[0]} is for models on {own}, and this one runs on {device.name}'
+        raise RequestError(said, hint='Leave it out, or choose another --device', param=given[0])
     if chunk>defaults.max_chunk:
         said = f'chunk is {chunk:,}, and a card takes at most {defaults.max_chunk:,}'
         raise RequestError(said, param='chunk')
@@ -112,7 +115,7 @@ class LoadedModel:
         text=None, # Gives what reads and writes for a checkpoint, with `guides()`; None: ids alone
     ):
         self.options = options
-        self.device = get_device(options.device)
+        self.device = settled(get_device(options.device), options)
         self.ops = words_of(self.device)
         self.name,self.asleep = name_of(options.model),0 # The level that it sleeps at
         self._lock,self.text = threading.RLock(),None
@@ -504,7 +507,7 @@ def _form(self:LoadedModel, ck)->WeightForm:
     head = o.drafting or by.who=='mtp'
     return WeightForm(
         parts=('','vision')+('mtp',)*head,
-        packed=ifnone(o.packed, _tight(self.device, ck, by.ck)),
+        packed=ifnone(o.packed, self.device.as_stored or _tight(self.device, ck, by.ck)),
         quantization=o.quantization,
         head=o.lm_head_dtype,
         drafting=ifnone(o.draft_quantization, _few_bits(ck, self.ops)))
@@ -520,9 +523,18 @@ def _kv_form(self:LoadedModel)->dict:
 
 @patch
 def _weights(self:LoadedModel, ck, form)->int:
-    "Bytes of weights, those of a model that drafts with them"
-    by,need = self.drafting,form.nbytes(self.ops, ck.tensors)
-    return need+form.of_drafts().nbytes(self.ops, by.ck.tensors) if by.ck else need
+    "Bytes of weights and of tables of angles, those of a model that drafts with them"
+    need = form.nbytes(self.ops, ck.tensors)+_angle_bytes(ck.config, self.max_seq_len)
+    by = self.drafting.ck
+    if by is None:
+        return need
+    need += form.of_drafts().nbytes(self.ops, by.tensors)
+    return need+_angle_bytes(by.config, self.max_seq_len)
+
+def _angle_bytes(c, tokens)->int:
+    "Bytes of cosines and sines of so many positions, and of the axes that they follow"
+    kinds = [a.rope for a in (c.attention,c.sliding) if a and a.rope]
+    return sum(4*len(inv_freq(r)[0])*(2*tokens+bool(r.mrope)) for r in kinds)
 
 @patch
 def _vision_beside(self:LoadedModel, ck, form)->int:

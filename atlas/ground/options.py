@@ -182,8 +182,13 @@ class EngineConfig(Caching, Sizing, Formats, Queueing, Speculation, Keeping):
             'mixed (FP8 attention, NVFP4 elsewhere) or nvfp4-experts (the rest BF16). '
             '[default: as the model has them]')
     packed:bool|None=option(None,
-        help='On the host: keep quantised weights as stored, and decode them at each use. '
-            '[default: where they would not fit otherwise]')
+        help='On the host: keep weights as they are stored, and decode them at each use. '
+            '[default: yes; with --exact where they would not fit otherwise]')
+    exact:bool=option(False,
+        help='On the host: multiply with NumPy in float32, the definition that all else is held '
+            'to. It is slower.')
+    threads:int|None=option(None, min=1,
+        help='On the host: threads that multiply. [default: one for each physical core]')
     drafting:bool=option(False, "Load the model's own drafting head too.", flag=False)
     tokenizer:str|None=option(None,
         help='Take the tokenizer and the chat template of this model. '

@@ -725,7 +725,7 @@ def _load_plain(ckpt, out, incoming, device, show, packed):
         name = to.want.name
         q = _assemble(ckpt, to.way, to.seen, name in keep, to.get)
         if name in keep:
-            return _upload(device, q)
+            return device.keep(_upload(device, q))
         _fill(device, arrays[name], q, to.way.fn)
         return arrays[name]
     return (_read if ckpt.in_files else _invent)(ckpt, out, incoming, make, show)

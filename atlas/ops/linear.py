@@ -53,7 +53,7 @@ def _tiles(x, w, out):
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #6a4d5fc9
 def linear(
     x, # [rows, in], or [tiles, TILE, in]; float32
-    w, # [out, in], float32, `QTensor` or `QStack`
+    w, # [out, in], float32, `QTensor` or `QStack`, or what has `multiply(x, out)`
     bias=None, # [out]
     add=None, # As the result: added to it, for the residual stream
     out=None, # As the result: where to write; must not be `x`
@@ -61,7 +61,11 @@ def linear(
     "`x @ w.T (+ bias) (+ add)`; no row's bits depend on another row"
     if out is None:
         out = np.empty((*x.shape[:-1], len(w)), np.float32)
-    (_rows if x.ndim==2 else _tiles)(x, w, out)
+    own = getattr(w, 'multiply', None) # of a matrix that knows a faster way
+    if own:
+        own(x, out)
+    else:
+        (_rows if x.ndim==2 else _tiles)(x, w, out)
     if bias is not None:
         out += bias
     if add is not None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ..ground.config import AttentionConfig,MoEConfig
 from .attention import attend as attend_heads
 from .delta import gated_delta as delta_net
+from .host import HostMatrix
 from .linear import TILE,embed as embedding,fused_linear
 from .mamba import mamba2
 from .moe import experts,route
@@ -482,7 +483,9 @@ def take_rows(
     index, # Rows of it, int32 [m] on the host
 ): # A matrix of weights, [m, k]
     "Some rows of a matrix; None where they cannot be taken, of what is packed as in its file"
-    return w[index] if isinstance(w, np.ndarray) else None
+    if isinstance(w, np.ndarray):
+        return w[index]
+    return w.rows(index) if isinstance(w, HostMatrix) else None
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #8f10b0d0
 def prefill_formats(

@@ -1,0 +1,148 @@
+// Eight float32 at a time, and what makes them of stored numbers. Written over the compiler's own
+// vectors, which become AVX, NEON or plain loops; where one instruction does what takes several of
+// these, it is named. Nothing here rounds otherwise than NumPy does, but for `fma`.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+typedef float f8 __attribute__((vector_size(32)));
+typedef int32_t i8 __attribute__((vector_size(32)));
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+template <class T>
+INLINE T load(const void* p) {
+    T v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE f8 all(float v) { return f8{v, v, v, v, v, v, v, v}; }
+INLINE bytes16 all16(uint8_t v) {
+    return bytes16{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v};
+}
+
+// Have it in a register, where the compiler would read it from memory at each use
+INLINE void keep(f8& v) {
+#if defined(__AVX__)
+    asm("" : "+x"(v));
+#endif
+}
+
+// a * b + c, rounded once
+INLINE f8 fma(f8 a, f8 b, f8 c) {
+#if defined(__FMA__)
+    return (f8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int i = 0; i < 8; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+// Always in this order
+INLINE float sum(f8 v) {
+    return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
+}
+
+// Those of four, side by side
+INLINE void sum4(const f8* v, float* y) {
+#if defined(__AVX2__)
+    __m128 h[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m256 a = (__m256)v[i];
+        h[i] = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    }
+    _mm_storeu_ps(y, _mm_hadd_ps(_mm_hadd_ps(h[0], h[1]), _mm_hadd_ps(h[2], h[3])));
+#else
+    for (int i = 0; i < 4; i++) y[i] = sum(v[i]);
+#endif
+}
+
+// One float16
+INLINE float half(const uint8_t* p) {
+    uint16_t h = load<uint16_t>(p);
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
+    if (!e) {
+        float tiny = m * 0x1p-24f;
+        return sign ? -tiny : tiny;
+    }
+    return load<float>(&(const uint32_t&)(sign | (e == 31 ? 255 : e + 112) << 23 | m << 13));
+#endif
+}
+
+// Eight float16
+INLINE f8 halves(const void* p) {
+#if defined(__F16C__)
+    return (f8)_mm256_cvtph_ps(load<__m128i>(p));
+#else
+    f8 v;
+    for (int i = 0; i < 8; i++) v[i] = half((const uint8_t*)p + 2 * i);
+    return v;
+#endif
+}
+
+// Sixteen whole numbers of eight bits, without and with a sign
+INLINE void whole(bytes16 b, f8* w) {
+#if defined(__AVX2__)
+    __m128i v = (__m128i)b;
+    w[0] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v));
+    w[1] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)));
+#else
+    for (int i = 0; i < 16; i++) w[i / 8][i % 8] = b[i];
+#endif
+}
+
+INLINE void signed_whole(bytes16 b, f8* w) {
+#if defined(__AVX2__)
+    __m128i v = (__m128i)b;
+    w[0] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v));
+    w[1] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)));
+#else
+    for (int i = 0; i < 16; i++) w[i / 8][i % 8] = (int8_t)b[i];
+#endif
+}
+
+// Eight E4M3, less a factor of 256: a float16 with their bits, whose exponent counts from elsewhere
+INLINE f8 e4m3(const uint8_t* p) {
+#if defined(__F16C__)
+    __m128i b = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
+    __m128i sign = _mm_and_si128(_mm_slli_epi16(b, 1), _mm_set1_epi16((short)0x8000));
+    b = _mm_or_si128(sign, _mm_and_si128(b, _mm_set1_epi16(0x3f80)));
+    return (f8)_mm256_cvtph_ps(b);
+#else
+    uint16_t h[8];
+    for (int i = 0; i < 8; i++) h[i] = (p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7;
+    return halves(h);
+#endif
+}
+
+// Two times E2M1 of each code
+INLINE bytes16 e2m1(bytes16 code) {
+    const bytes16 table = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
+#if defined(__AVX2__)
+    return (bytes16)_mm_shuffle_epi8((__m128i)table, (__m128i)code);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return (bytes16)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)code);
+#else
+    bytes16 v;
+    for (int i = 0; i < 16; i++) v[i] = table[code[i]];
+    return v;
+#endif
+}
+
+// Sixteen bytes as 32 codes of four bits: those in the low halves are even, or come first
+INLINE void pairs(bytes16 b, bytes16* c) {
+    bytes16 lo = b & all16(15), hi = b >> 4;
+    c[0] = __builtin_shufflevector(lo, hi, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    c[1] = __builtin_shufflevector(
+            lo, hi, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
