@@ -118,7 +118,7 @@ setup(
     author=cfg['author'], author_email=cfg['author_email'], keywords=cfg['keywords'],
     python_requires=f'>={cfg["min_python"]}',
     install_requires=shlex.split(cfg.get('requirements', '')),
-    extras_require=dict(dev=shlex.split(cfg.get('dev_requirements', '')), cuda=shlex.split(cfg.get('cuda_requirements', '')), watch=shlex.split(cfg.get('watch_requirements', ''))),
+    extras_require=dict(dev=shlex.split(cfg.get('dev_requirements', '')), cuda=shlex.split(cfg.get('cuda_requirements', '')), watch=shlex.split(cfg.get('watch_requirements', '')), bench=shlex.split(cfg.get('bench_requirements', ''))),
     packages=find_packages(include=['atlas', 'atlas.*']) + ['atlas.service.static', 'atlas.models.tiny'] + kpkgs,
     package_dir={'atlas.kernels': 'kernels'},
     package_data=data_files,

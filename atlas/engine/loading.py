@@ -568,7 +568,7 @@ def _load(self:LoadedModel, ck, show):
 def _read(self:LoadedModel, ck, sizes, show):
     "Weights of the open checkpoint, and of a model that drafts, into a region of their own"
     form,by = sizes.form,self.drafting.ck
-    chunk = _LARGE_CHUNK if sizes.weights>1<<30 else None
+    chunk = _WEIGHTS_CHUNK if sizes.weights>1<<30 else None
     with self._region('weights', chunk).allocating(True):
         self.draft_model = None  # the smaller one first: what is wrong with it is heard sooner
         if by:
@@ -822,6 +822,7 @@ _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num
 _SET_ASIDE = 'steps','drafts' # What is paid as a whole, see `_steps`
 _LARGE_CHUNK,_HUGE_CHUNK = 32<<20,128<<20
 # Of regions of few, large arrays: fewer are mapped sooner
+_WEIGHTS_CHUNK = 8<<20 # Arrays that come and go while weights are made leave holes: smaller ones
 _CHUNK = dict(cache=_LARGE_CHUNK, steps=_LARGE_CHUNK)
 
 @patch(as_prop=True)

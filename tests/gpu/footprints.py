@@ -2,7 +2,7 @@
 made-up weights, with keys and values in f16 and in fp8.
 
 python tests/gpu/footprints.py [--emulator] [--only gpt-oss] [--kv f16,fp8] [--context 32768]
-[--pieces 32,8] [--output FILE]
+[--pieces 8,32] [--output FILE]
 
 Each is planned as `atlas inspect --table` does for one sequence, then loaded, and gets a prompt
 that fills a chunk. Arrays are counted one by one, mapped memory by the arena, and on a card by what
@@ -40,10 +40,10 @@ class Case:
     kv:str
     context:int
     chunk:int
-    piece:int=32 # MiB that memory of weights is mapped by
+    piece:int=8 # MiB that memory of weights is mapped by
 
     def __str__(self):
-        pieces = f', pieces of {self.piece} MiB' if self.piece!=32 else ''
+        pieces = f', pieces of {self.piece} MiB' if self.piece!=8 else ''
         return f'{self.shape} {self.weights or "as shipped"}, {self.kv}{pieces}'
     def options(self, device)->EngineConfig:
         "As for a table of footprints"
@@ -95,7 +95,7 @@ def measured(case, device)->Row:
     "Plan, load, ask, and say what each took"
     options = case.options(device)
     plan = plan_load(options, device).parts
-    loading._LARGE_CHUNK = case.piece<<20
+    loading._WEIGHTS_CHUNK = case.piece<<20
     before = free(device)
     m = load(options)
     about = asdict(case)|dict(name=str(case), plan=plan, seconds=m.load_seconds)
@@ -148,7 +148,7 @@ def cases(o):
 def options():
     "The command line"
     return arguments(
-        __doc__, only=dict(default=''), kv=dict(default='f16,fp8'), pieces=dict(default='32,8'),
+        __doc__, only=dict(default=''), kv=dict(default='f16,fp8'), pieces=dict(default='8,32'),
         context=dict(type=int, default=32768), output=dict(type=Path))
 
 def main():
