@@ -1,6 +1,6 @@
 """The kernel for the processor behind whole models: as near to the definition as its contract
 says, in every family and company; what a user asks of threads; and a machine without a compiler"""
-import logging
+import logging,subprocess,sys
 import numpy as np
 import pytest
 from atlas import SamplingParams
@@ -97,3 +97,9 @@ def test_no_compiler(monkeypatch, caplog):
         assert len(said)==1 and said[0].levelno==logging.WARNING
     finally:
         processor.library.cache_clear()
+
+def test_a_process_ends():
+    "Threads of the kernel that sleep when a process ends do not keep it"
+    code = ("from atlas.use.llm import LLM; "
+        "LLM('tiny', device='cpu', max_seq_len=64, threads=2).generate('A cow')")
+    subprocess.run([sys.executable,'-c',code], check=True, timeout=300)

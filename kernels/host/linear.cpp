@@ -22,7 +22,8 @@ constexpr int ROWS = 3, COLUMNS = 4;  // of a tile of sums that stay in register
 constexpr long BLOCK = 1024;          // columns that are summed before they are added to the rest
 constexpr long CACHE = 192 << 10;     // bytes of a panel
 constexpr long GRAIN = 32 << 10;      // bytes of weights that one thread takes at a time
-static Pool pool;
+// Never destroyed: when a process ends, threads still sleep in it.
+static Pool& pool = *new Pool;
 
 struct Piece {
     const Work* v;
