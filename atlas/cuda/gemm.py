@@ -249,7 +249,10 @@ def _shapes_of(f, rows, k, grouped, parts)->list[tuple]:
     large = f.narrow and k>=2048 and rows>=96
     small = max(parts, f.parts)>1 or grouped and not large
     shapes = [(8,4),(4,4)]
-    shapes += [(4,2),(2,2),(2,1)] if wide else [(2,4)]
+    if wide:
+        shapes += [(4,2),(2,2),(2,1)]
+    else:
+        shapes.append((2,4))
     return shapes[small:]
 
 def _largest(shapes, rows, n, cores, grouped)->tuple:
@@ -365,7 +368,8 @@ def _planned(card, x, w, of:Grouped, tile, options)->GemmPlan:
 def _multiply(p:GemmPlan, h:Halved, w, o:Fused, out, of:Grouped):
     "Launch gemm.cu as planned"
     arrays = h.y,h.scale,*_arrays(w, o, out, of),p.boxes
-    sizes = of.rows,h.y.shape[1],_ceil(w.k, BK)*BK,*_numbers(w, o, out, of)
+    columns = h.y.shape[1],_ceil(w.k, BK)*BK
+    sizes = of.rows,*columns,*_numbers(w, o, out, of)
     how = dict(shared=p.shape.shared, pdl=False)|p.options
     run('gemm', p.grid, p.shape.threads, *arrays, *sizes, **how, **p.tile)
 

@@ -600,7 +600,8 @@ def _rooms_for(f, k, idx, experts, card):
     new = f.arrays((experts or 1)*n4, k)
     w = _blank(card, new['w'], full)
     s = _blank(card, new['s'], full) if f.scale else None
-    return _Room(card, w, n4, C*f.chunk, 1),_Room(card, s, n4, C, f.scale)
+    codes = _Room(card, w, n4, C*f.chunk, 1)
+    return codes,_Room(card, s, n4, C, f.scale)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #edd891fe
 def _row_part(many, f, idx):
@@ -1270,7 +1271,8 @@ def begin(self:Staging,
 @patch
 def _load_kernel(self:Staging):
     "Have pack.cu move nothing, so that it is there"
-    nothing = self.card.upload(np.int64([Move(0, 1, 1, 0, 1, 1).row]))
+    row = Move(0, 1, 1, 0, 1, 1).row
+    nothing = self.card.upload(np.int64([row]))
     _launch(self._lines[0].src, nothing, 1, self.bad)
     self.card.synchronize()
 

@@ -155,7 +155,8 @@ def mlp(s:Step, x, w:MLPWeights, norm=None, add=None):
         ws = [m for m in (w.up.weight,w.gate) if m is not None]
         x,norm = _shared(s, x, norm, *ws),None
     if w.gate is not None:
-        gate = _product(replace(s, activations='f16'), x, Matrix(w.gate), norm),0
+        exact = replace(s, activations='f16')
+        gate = _product(exact, x, Matrix(w.gate), norm),0
     act = dict(act=w.act, limit=w.limit)
     h = _product(s, x, w.up, norm, **act)
     return _product(s, h, w.down, None, add=add, gate=gate)
@@ -241,7 +242,8 @@ def _moe_of(rows, w):
         return moe_rows
     if at_once(w.up, w.down, w.act, (w.up_bias,w.down_bias)):
         return moe_wide
-    return moe_rows if takes_rows(rows, w.up, w.down, w.config, w.act, w.joined) else moe_wide
+    fits = takes_rows(rows, w.up, w.down, w.config, w.act, w.joined)
+    return moe_rows if fits else moe_wide
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):
@@ -258,7 +260,9 @@ def _flat(a): return None if a is None else a.reshape(-1)
 def _experts_of_rows(s, x, w, norm, add, router_gain):
     "Routed experts of a few rows, weighted, plus `add`"
     m,of = w.config,_moe_of(len(x), w)
-    more = dict(reader=w.reader, made=s.made) if of is moe_wide else dict(then=w.then)
+    more = dict(then=w.then)
+    if of is moe_wide:
+        more = dict(reader=w.reader, made=s.made)
     return of(
         x,
         *norm,
@@ -558,7 +562,9 @@ def _begins_with(o):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #18554587
 def _before(block):
     "The norms before the layers of `block`; None where more is done to the rows"
-    return block.norms() if hasattr(block, 'norms') else [None]*len(block.parts())
+    if hasattr(block, 'norms'):
+        return block.norms()
+    return [None]*len(block.parts())
 
 def _reader(layer, norm):
     "The product that reads the stream first in `layer`"
@@ -573,7 +579,8 @@ def _look_ahead(model):
     norms = [n for b in model.layers for n in _before(b)]
     plain = model.layers and hasattr(model.layers[-1], 'norms') # the head's norm follows at once
     last = getattr(model, 'last_norm', None) if plain else None # none where no weights are loaded
-    for a,b,n in zip(order, [*order[1:],model], [*norms[1:],last]):
+    after = zip([*order[1:],model], [*norms[1:],last])
+    for a,(b,n) in zip(order, after):
         if not hasattr(a, 'experts'):
             continue
         a.then,a.reader = _begins_with(b),_reader(b, n)

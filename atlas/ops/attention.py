@@ -104,7 +104,8 @@ class _Past:
 def _decode_row(q, past, table, p):
     "One row q [heads,d] at position p -> [heads,d]"
     B,kv,d = past.k.shape[1:]
-    lo,n = _first(p, past.window, B),-(-(p+1)//B)*B
+    lo = _first(p, past.window, B)
+    n = -(-(p+1)//B)*B
     def read(pool): return _gather(pool, table, lo, n, p+1)
     mask = _mask([p], lo, n, past.window)
     by_head = q.reshape(kv, -1, d)

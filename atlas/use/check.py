@@ -18,6 +18,7 @@ from fastcore.basics import listify
 from ..ground.config import AttentionConfig,MoEConfig,RopeConfig
 from ..ground.core import UnsupportedError
 from ..ground.packed import checksum
+from ..card.card import card_of
 from ..card.device import CudaFault,Host
 from ..ground.formats import QTensor
 from ..cuda.accept import VerifyRows,accept_on_host,accept_rows,next_on_host,next_rows
@@ -217,9 +218,8 @@ def _up(card, a): return None if a is None else card.upload(a)
 def _sized(rng, fmt, *shape):
     "A matrix or a bank of them in a format, with rows of different sizes"
     w = _normal(rng, *shape)
-    w = w*np.exp(
-        _normal(rng, *shape[:-1], 1)
-    )*np.float32(shape[-1]**-.5)
+    sizes = np.exp(_normal(rng, *shape[:-1], 1))
+    w = w*sizes*np.float32(shape[-1]**-.5)
     return w if fmt=='F32' else QTensor.encode(w, fmt)
 
 # %% ../../nbs/8_use/06_check.ipynb #2758d0f5
@@ -269,11 +269,15 @@ def _rows(rng, rows, n):
     x[1] *= 1e9
     return x
 
+def _product(card, rng, fmt, n, rows, act, more):
+    "A matrix of `n` rows and 192 columns, what it is multiplied with, and the gain of a norm, if any"
+    w = pack(_sized(rng, fmt, n, 192), card, act is not None, True)
+    x = _rows(rng, rows, 192)
+    return w,x,1+_normal(rng, 192)/4 if more else None
+
 @_case('gemv', '3 rows', **_FORMATS, norm_and_swiglu=_SWIGLU, norm_and_bias=_BIAS)
 def _gemv(card, rng, run, fmt, act=None, more=False):
-    w = pack(_sized(rng, fmt, 52, 192), card, act is not None, True)
-    x = _rows(rng, 3, 192)
-    gain = 1+_normal(rng, 192)/4 if more else None
+    w,x,gain = _product(card, rng, fmt, 52, 3, act, more)
     bias = _normal(rng, 52) if more else None
     want = fused_linear(x, unpack(w), gain, 1e-6, bias=bias, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
@@ -298,9 +302,7 @@ def _gemv_long(card, rng, run, k, act=None):
 # %% ../../nbs/8_use/06_check.ipynb #77c77c5e
 @_case('gemm', '64 rows', **_FORMATS, norm_and_swiglu=_SWIGLU)
 def _gemm(card, rng, run, fmt, act=None, more=False):
-    w = pack(_sized(rng, fmt, 132, 192), card, act is not None, True)
-    x = _rows(rng, 64, 192)
-    gain = 1+_normal(rng, 192)/4 if more else None
+    w,x,gain = _product(card, rng, fmt, 132, 64, act, more)
     want = fused_linear(x, unpack(w), gain, 1e-6, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
     y = card.download(run(lambda: gemm(*args, act=act)))
@@ -368,6 +370,14 @@ def _banks(card, rng, fmt, E, H, I):
     up = pack(_sized(rng, fmt, E, 2*I, H), card, True)
     return up,pack(_sized(rng, fmt, E, H, I), card)
 
+def _by_experts(x, up, down, fmt):
+    "What each expert makes of all rows `x`, on the host: [experts, rows, H]"
+    def alone(e):
+        h = gemm_scaled(x, up[e], fmt, act='silu')
+        y = gemm_scaled(h, down[e], fmt)
+        return card_of(y).download(y)
+    return np.stack([alone(e) for e in range(len(up))])
+
 @_case('moe_sort + gemm_scaled + moe_gather', '70 rows', **{fmt: dict(fmt=fmt) for fmt in SCALED})
 def _scaled_experts(card, rng, run, fmt, E=3, R=70):
     "Experts of rows that picked one each, against the products of all experts"
@@ -377,22 +387,17 @@ def _scaled_experts(card, rng, run, fmt, E=3, R=70):
     x = card.upload(_normal(rng, R, 192))
     put = card.upload(ids)
     one = card.upload(np.ones((R,1), np.float32))
-    y = card.download(
-        run(lambda: experts_many(x, put, one, up, down, activations=fmt)))
-    def alone(e):
-        h = gemm_scaled(x, up[e], fmt, act='silu')
-        return card.download(gemm_scaled(h, down[e], fmt))
-    each = np.stack([alone(e) for e in range(E)])
+    y = run(lambda: experts_many(x, put, one, up, down, activations=fmt))
+    y,each = card.download(y),_by_experts(x, up, down, fmt)
     return [(y, each[ids[:,0],np.arange(R)], 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #7ed833d7
 _WIDE = 'NVFP4','FP8_CHANNEL','BF16'
 
-@_case('gemv_halves + gemv_wide', '16 rows', **_formats(*_WIDE, act='silu'))
-@_case('gemv_halves + gemv_wide', '33 rows', **_formats('MXFP4','INT4','F32', m=5))
-@_case('gemv_halves + gemv_wide', '128 rows', **_formats(*_WIDE, m=20))
-def _gemv_wide(card, rng, run, fmt, act=None, m=0):
-    R = {0:16, 5:33, 20:128}[m]
+@_case('gemv_halves + gemv_wide', '16 rows', **_formats(*_WIDE, R=16, act='silu'))
+@_case('gemv_halves + gemv_wide', '33 rows', **_formats('MXFP4','INT4','F32', R=33, m=5))
+@_case('gemv_halves + gemv_wide', '128 rows', **_formats(*_WIDE, R=128, m=20))
+def _gemv_wide(card, rng, run, fmt, R, act=None, m=0):
     w = pack(_sized(rng, fmt, 84, 416), card, act is not None, True)
     extra = None
     if m:
@@ -421,11 +426,8 @@ def _norm(card, rng, run, groups):
     x = _normal(rng, 3, 320)*_SIZES
     w = _normal(rng, 320)
     add = _normal(rng, 3, 320)
-    put = [card.upload(a) for a in (x,w,add)]
-    y = run(
-        lambda: norm_rows(
-            put[0], put[1], 1e-6,
-            put[2], groups=groups))
+    X,W,A = map(card.upload, (x,w,add))
+    y = run(lambda: norm_rows(X, W, 1e-6, A, groups=groups))
     g = x.reshape(3, groups, -1).astype(np.float64)
     size = np.sqrt((g*g).mean(-1, keepdims=True)+1e-6)
     want = (g/size).reshape(3, -1)*w+add
@@ -437,11 +439,13 @@ def _norm_add(card, rng, run, both):
     x,y,add = (_normal(rng, 3, 320)*_SIZES for _ in range(3))
     w,its,own = (_normal(rng, 320) for _ in range(3))
     half = np.float32([.5])
-    X,W,A,S = map(card.upload, (x,w,add,half))
     other = (y,its,own) if both else None
-    put = tuple(map(card.upload, other)) if both else None
-    got = run(lambda: norm_add(X, W, 1e-6, A, S, put))
-    want = host_words.norm_add(x, w, 1e-6, add, half, other)
+    def added(word, up):
+        "The layer by `word`, for which arrays are where `up` puts them"
+        beside = tuple(map(up, other)) if both else None
+        return word(up(x), up(w), 1e-6, up(add), up(half), beside)
+    got = run(lambda: added(norm_add, card.upload))
+    want = added(host_words.norm_add, np.asarray)
     return [(card.download(got), want, 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #2d1487db
@@ -468,9 +472,7 @@ class _Mixture:
     def weights(self, card, rng):
         "Router and banks of both products, on the card"
         n,wide = self.E+self.shared,1+(self.act!='relu2')
-        up = pack(
-            _sized(rng, self.fmt, n, wide*self.I, self.H),
-            card, wide>1)
+        up = pack(_sized(rng, self.fmt, n, wide*self.I, self.H), card, wide>1)
         down = pack(_sized(rng, self.fmt, n, self.H, self.I), card)
         router = pack(_sized(rng, 'BF16', n, self.H), card, exact=True)
         return router,up,down
@@ -484,6 +486,16 @@ class _Mixture:
         shapes = (self.E,),(n,wide*self.I),(n,self.H)
         return [_normal(rng, *s) for s in shapes]
 
+    def options(self, card, packed, biases):
+        "What `moe` takes beside rows, matrices and rules"
+        _,up,down = packed
+        router,of_up,of_down = biases
+        how = dict(bias=_up(card, router), shared=self.shared, shared_gate=self.shared)
+        if self.bias:
+            how |= dict(up_bias=row_bias(of_up, up, card))
+            how |= dict(down_bias=row_bias(of_down, down, card))
+        return how
+
 # %% ../../nbs/8_use/06_check.ipynb #604e6495
 def _moe_on_host(c:_Mixture, packed, biases, x, norm):
     "What the twin makes of the rows `x`, with the numbers that the packed weights stand for"
@@ -491,33 +503,22 @@ def _moe_on_host(c:_Mixture, packed, biases, x, norm):
     rb,ub,db = biases
     E,beside = c.E,None
     if c.shared:
-        beside = MLPWeights(
-            Matrix(u[E]), Matrix(d[E]),
-            c.act, c.limit, r[E:])
-    w = MoEWeights(
-        c.config, Matrix(r[:E], rb),
-        u[:E], d[:E], c.act,
-        c.limit, up_bias=ub, down_bias=db, shared=beside)
+        beside = MLPWeights(Matrix(u[E]), Matrix(d[E]), c.act, c.limit, r[E:])
+    router,more = Matrix(r[:E], rb),dict(up_bias=ub, down_bias=db, shared=beside)
+    w = MoEWeights(c.config, router, u[:E], d[:E], c.act, c.limit, **more)
     s = Step(NS(tiled=False), None, {}, host_words)
     return host_words.moe(s, x, w, norm)
 
 def _moe_as(word, card, rng, run, **kw):
     "Rows through a mixture by `moe` or `moe_wide`"
     c = _Mixture(**kw)
-    packed = _,up,down = c.weights(card, rng)
+    packed = c.weights(card, rng)
     gain = 1+_normal(rng, c.H)/4
     x = _normal(rng, c.R, c.H)
     biases = c.biases(rng)
     args = card.upload(x),card.upload(gain),1e-6,*packed
-    rb,ub,db = biases
-    options = dict(shared=c.shared, shared_gate=c.shared)
-    if c.bias:
-        options |= dict(up_bias=row_bias(ub, up, card), down_bias=row_bias(db, down, card))
-    rb = _up(card, rb)
-    y = run(
-        lambda: word(
-            *args, c.config, c.act, c.limit,
-            rb, **options))
+    rules,more = (c.config,c.act,c.limit),c.options(card, packed, biases)
+    y = run(lambda: word(*args, *rules, **more))
     want = _moe_on_host(c, packed, biases, x, Norm(gain, 1e-6))
     return [(card.download(y), want, 3e-3)]
 
@@ -553,9 +554,8 @@ _SCORES = {
 
 def _picks(rng, rows, experts, top):
     "`top` different experts for each row"
-    return rng.random((
-        rows,experts
-    )).argsort(-1)[:,:top].astype(np.int32)
+    drawn = rng.random((rows,experts)).argsort(-1)
+    return drawn[:,:top].astype(np.int32)
 
 @_case('gemm + route_many', '64 rows', **_SCORES)
 def _route(card, rng, run, score, scaling):
@@ -612,9 +612,8 @@ def _tiles_of(seqs)->dict:
     tiles = []
     for i,(a,n) in enumerate(seqs):
         for t in range(*_span(a, n, True), TILE):
-            tiles.append((
-                i, t, max(a-t, 0),
-                min(a+n-t, TILE)))
+            lo,hi = max(a-t, 0),min(a+n-t, TILE)
+            tiles.append((i, t, lo, hi))
     names = 'tile_seq','tile_start','tile_lo','tile_hi'
     return dict(zip(names, zip(*tiles)))
 
@@ -630,25 +629,28 @@ def _tables(rng, seqs, block):
         at += n
     return tables,np.array(need)
 
+def _slots_of(r, tables, need, block):
+    "Places in the cache of the rows `r`; -1 of what is no row"
+    nth = np.minimum(r.pos//block, need[r.seq]-1)
+    slots = tables[r.seq,nth]*block+r.pos%block
+    return np.where(r.real, slots, -1).astype(np.int64)
+
 def _arrays(r, seqs, tables, need, block)->dict:
     "What a kernel reads of the rows `r`, as int32; slots of the cache as int64"
     n = len(seqs)
     starts,counts = zip(*seqs)
+    left = n+np.cumsum(r.kept)-1 # States that rows leave behind
     h = dict(
         seq=np.where(r.real, r.seq, -1),
-        pos=np.where(r.real, r.pos, 0))
-    h |= dict(tables=tables, starts=starts, counts=counts, first=r.first)
-    h['state_in'] = np.arange(n)
-    h['state_out'] = np.where(
-        r.kept,
-        n+np.cumsum(r.kept)-1, -1)
-    nth = np.minimum(r.pos//block, need[r.seq]-1)
-    slots = np.where(
-        r.real,
-        tables[r.seq,nth]*block+r.pos%block,
-        -1)
+        pos=np.where(r.real, r.pos, 0),
+        tables=tables,
+        starts=starts,
+        counts=counts,
+        first=r.first,
+        state_in=np.arange(n),
+        state_out=np.where(r.kept, left, -1))
     h = {k: np.array(v, np.int32) for k,v in h.items()}
-    return h|dict(slots=slots.astype(np.int64))
+    return h|dict(slots=_slots_of(r, tables, need, block))
 
 # %% ../../nbs/8_use/06_check.ipynb #549391dc
 def _step(card, rng, seqs, tiled, block=16):
@@ -657,15 +659,16 @@ def _step(card, rng, seqs, tiled, block=16):
     tables,need = _tables(rng, seqs, block)
     h = _arrays(r, seqs, tables, need, block)
     if tiled:
-        h |= {
-            k: np.array(v, np.int32)
-            for k,v in _tiles_of(seqs).items()}
-    sizes = dict(
-        num_rows=len(r.pos), num_seqs=len(seqs),
-        blocks=int(need.sum()))
-    sizes['longest'] = max(a+n for a,n in seqs)
-    sizes['states'] = len(seqs)+int(r.kept.sum())
-    more = dict(pos3=None, real=r.real, tiled=tiled)|sizes
+        h |= {k: np.int32(v) for k,v in _tiles_of(seqs).items()}
+    more = dict(
+        pos3=None,
+        real=r.real,
+        tiled=tiled,
+        num_rows=len(r.pos),
+        num_seqs=len(seqs),
+        blocks=int(need.sum()),
+        longest=max(a+n for a,n in seqs),
+        states=len(seqs)+int(r.kept.sum()))
     put = {k: card.upload(v) for k,v in h.items()}
     return NS(**put, **more),NS(**h, **more)
 
@@ -740,6 +743,13 @@ def _beside_host(host, x, w, table, pool, y):
         *stored]
 
 # %% ../../nbs/8_use/06_check.ipynb #8856a6f2
+def _attention(card, word, x, b, pool, w, turn):
+    "A function that launches `word` for the rows `x` of the step `b`"
+    rows = card.upload(x)
+    how = w.config,w.scale,w.window,turn
+    q,k,sinks = (_up(card, g) for g in (w.q_norm,w.k_norm,w.sinks))
+    return lambda: word(rows, b, pool, *how, q, k, w.eps, sinks)
+
 def _attend(card, rng, run, kind, seqs, tiled=False, fmt='bf16', window=None):
     "Attention of one kind over the rows of `seqs`, by kernels and by the host"
     a = _HEADS[kind]
@@ -747,38 +757,25 @@ def _attend(card, rng, run, kind, seqs, tiled=False, fmt='bf16', window=None):
     heads = (1+a.gate)*a.num_heads+2*a.num_kv_heads
     x = _normal(rng, len(host.pos), heads*a.head_dim)
     pool = _filled(card, rng, host.blocks, a, fmt)
-    gains = _gains(rng, a)
-    scale,table = a.head_dim**-.5,rope_table(a.rope, 2048)
+    w = AttentionWeights(a, a.head_dim**-.5, window, 1e-6, *_gains(rng, a))
+    table = rope_table(a.rope, 2048)
     turn = Angles(*map(card.upload, table), b.pos)
-    q,k,sinks = (_up(card, g) for g in gains)
-    word = flash if tiled else attend
-    rows = card.upload(x)
-    y = run(lambda: word(rows, b, pool, a, scale, window, turn, q, k, 1e-6, sinks))
-    w = AttentionWeights(a, scale, window, 1e-6, *gains)
+    y = run(_attention(card, flash if tiled else attend, x, b, pool, w, turn))
     return _beside_host(host, x, w, table, pool, card.download(y))
 
 # %% ../../nbs/8_use/06_check.ipynb #f0f66b2b
 @_case('attn_decode', '5 rows', **_KINDS)
 def _attend_rows(card, rng, run, **kw):
-    return _attend(
-        card, rng, run,
-        seqs=[(70,3),(130,1),(0,1)],
-        **kw)
+    return _attend(card, rng, run, seqs=[(70,3),(130,1),(0,1)], **kw)
 
 # More pieces than blocks that run at once: sums are left for the second kernel
 @_case('attn_decode + attn_merge', '34 rows', Qwen_f16=_KINDS['Qwen_f16'])
 def _attend_many(card, rng, run, **kw):
-    return _attend(
-        card, rng, run,
-        seqs=[(1100,1),*[(9,1)]*33],
-        **kw)
+    return _attend(card, rng, run, seqs=[(1100,1),*[(9,1)]*33], **kw)
 
 @_case('flash_prep + flash', '4 tiles', **_KINDS)
 def _attend_tiles(card, rng, run, **kw):
-    return _attend(
-        card, rng, run,
-        seqs=[(70,100),(0,30)],
-        tiled=True, **kw)
+    return _attend(card, rng, run, seqs=[(70,100),(0,30)], tiled=True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #9a45cfd3
 _NETS = dict(
@@ -814,17 +811,16 @@ def _delta_rows_of(card, run, args, b, kh, tiled):
     y,parts = map(card.download, run(lambda: delta_step(*args, b, kh)))
     R,vh,_ = parts.shape
     y = y.reshape(R, vh, -1)
-    size = np.sqrt(
-        parts.sum(-1, keepdims=True)/y.shape[-1]
-        +1e-6)
+    mean = parts.sum(-1, keepdims=True)/y.shape[-1]
+    size = np.sqrt(mean+1e-6)
     return (y/size).reshape(R, -1)
 
 def _delta(card, rng, run, tiled, kh, vh, d, seqs=None):
-    b,host = _step(card, rng, seqs or (_TILES if tiled else _ROWS), tiled)
+    seqs = seqs or (_TILES if tiled else _ROWS)
+    b,host = _step(card, rng, seqs, tiled)
     x,w,pools = _net(rng, host, kh, vh, d)
-    args = [
-        card.upload(a)
-        for a in (x,*w,pools[0],as_records(pools[1]))]
+    tails,states = pools
+    args = [*map(card.upload, (x,*w,tails,as_records(states)))]
     y = _delta_rows_of(card, run, args, b, kh, tiled)
     s = Step(host, None, {}, host_words)
     net = DeltaWeights(*w, 1e-6, kh)
@@ -951,18 +947,19 @@ def _greedy(card, rng, run):
 def _greedy_head(card, rng, run, fmt):
     "A head that leaves the best of each of its blocks, and its logits"
     w = pack(_sized(rng, fmt, 3000, 416), card, exact=True)
-    said = []
-    for R in (16,64):
-        x = _normal(rng, R, 416)
-        gain = card.upload(1+_normal(rng, 416)/4)
-        x[1,7] = np.nan
-        args = card.upload(x),w,gain,1e-6
-        table,ids = SampleTable(card, R, 3000),card.empty(R, 'int32')
-        run(lambda: sample_rows(best_logits(*args), table, ids, greedy=True))
-        want = card.download(gemv_wide(*args)).argmax(1)
-        want[1] = -1
-        said.append((card.download(ids), want, 0))
-    return said
+    return [_best_of(card, rng, run, w, R) for R in (16,64)]
+
+def _best_of(card, rng, run, w, R):
+    "The likeliest tokens of `R` rows, of which one has a NaN"
+    x = _normal(rng, R, 416)
+    gain = card.upload(1+_normal(rng, 416)/4)
+    x[1,7] = np.nan
+    args = card.upload(x),w,gain,1e-6
+    table,ids = SampleTable(card, R, 3000),card.empty(R, 'int32')
+    run(lambda: sample_rows(best_logits(*args), table, ids, greedy=True))
+    want = card.download(gemv_wide(*args)).argmax(1)
+    want[1] = -1
+    return card.download(ids),want,0
 
 # %% ../../nbs/8_use/06_check.ipynb #f94874ea
 _OPTIONS = [
@@ -972,21 +969,21 @@ _OPTIONS = [
     SamplingParams(frequency_penalty=.5, logit_bias={7:3.}),
     SamplingParams(top_p=.8, repetition_penalty=1.2)]
 
+def _drawn(card, logits, states):
+    "A token for each row by its state, its alternatives and how likely these are"
+    table = SampleTable(card, *logits.shape)
+    ids = card.empty(len(logits), 'int32')
+    for i,s in enumerate(states):
+        table.set(i, s)
+    sample_rows(logits, table, ids)
+    return ids,table.top_ids,table.top_logprobs
+
 @_case('sample_scan + _bins + _cut + _draw', '5 rows', all_options={})
 def _sample(card, rng, run):
-    states = [
-        SampleState(p, [1,2], 3000, seed=i)
-        for i,p in enumerate(_OPTIONS)]
+    states = [SampleState(p, [1,2], 3000, seed=i) for i,p in enumerate(_OPTIONS)]
     x = _normal(rng, 5, 3000)*3
     put = card.upload(x)
-    def draw():
-        table = SampleTable(card, 5, 3000)
-        ids = card.empty(5, 'int32')
-        for i,s in enumerate(states):
-            table.set(i, s)
-        sample_rows(put, table, ids)
-        return ids,table.top_ids,table.top_logprobs
-    ids,top,lp = map(card.download, run(draw))
+    ids,top,lp = map(card.download, run(lambda: _drawn(card, put, states)))
     want = sample(x, [s.row() for s in states])
     return [
         (ids, want.ids, 0),
@@ -1048,10 +1045,8 @@ def _sample_drafts(card, rng, run, W=3, V=3000):
             t.set(1-s, _behind(s, [], V))
         sample_rows(put, t, ids, lines, width=W, given=given)
     run(draw)
-    rows = [
-        _behind(s, fed[s,1:j], V)
-        for s in range(2)
-        for j in range(1, W+1)]
+    places = [(s, j) for s in range(2) for j in range(1, W+1)]
+    rows = [_behind(s, fed[s,1:j], V) for s,j in places]
     return [(card.download(ids), sample(x, rows).ids, 0)]
 
 _ASKED = ( # Of both sequences
@@ -1079,22 +1074,16 @@ def _verified(card, rng, S, W):
 
 def _any_step(rng, r, S, W)->dict:
     "Values for arrays of the step `r`"
-    bounds = dict(
-        ids=(-1,3),
-        said=(-1,3), pos3=(0,99))
-    given = {}
-    bounds |= dict(
-        live=(0,W+1),
-        limit=(1,64), kmax=(0,W))
-    for k,b in bounds.items():
-        given[k] = rng.integers(*b, getattr(r, k).shape)
+    bounds = dict(ids=(-1,3), said=(-1,3), pos3=(0,99))
+    bounds |= dict(live=(0,W+1), limit=(1,64), kmax=(0,W))
+    given = {k: rng.integers(*b, getattr(r, k).shape) for k,b in bounds.items()}
     first = rng.integers(0, 60, S)
-    given['pos'] = first[:,None]+np.arange(W)
-    given['tables'] = rng.permutation(4*S).reshape(S, 4)
-    given['line'] = rng.permutation(S)
-    given['state_in'] = S*W+np.arange(S)
-    given['state_out'] = np.arange(S*W)
-    return given
+    return given|dict(
+        pos=first[:,None]+np.arange(W),
+        tables=rng.permutation(4*S).reshape(S, 4),
+        line=rng.permutation(S),
+        state_in=S*W+np.arange(S),
+        state_out=np.arange(S*W))
 
 # %% ../../nbs/8_use/06_check.ipynb #7be1a404
 @_case('accept + next_rows', '64 sequences', four_rows=dict(W=4), eight_rows=dict(W=8))
@@ -1108,13 +1097,17 @@ def _accept(card, rng, run, W, S=64):
         next_rows(r, put)
         return r,t
     r,t = run(go)
-    was,table = made()
-    h,ht = was.on_host(),_table(card, table)
+    h,ht = _accepted_on_host(card, *made(), drafts)
+    heard = t.heard['id'][0]
+    res = _pairs(r.on_host(), h)+_pairs(_table(card, t), ht)
+    return [*res, (heard, ht.heard['id'][0], 0)]
+
+def _accepted_on_host(card, r, t, drafts):
+    "Rows and table as the twin leaves them"
+    h,ht = r.on_host(),_table(card, t)
     accept_on_host(h, ht)
     next_on_host(h, drafts)
-    res = _pairs(r.on_host(), h)+_pairs(_table(card, t), ht)
-    heard = t.heard['id'][0]
-    return [*res, (heard, ht.heard['id'][0], 0)]
+    return h,ht
 
 def _table(card, t):
     "What the host's `accept` needs of the sampler's table, and writes"
@@ -1124,9 +1117,7 @@ def _table(card, t):
 
 def _pairs(a, b):
     "Numbers of the same name, which are to have the same bits"
-    arrays = {
-        k:v for k,v in vars(b).items()
-        if isinstance(v, np.ndarray)}
+    arrays = {k: v for k,v in vars(b).items() if isinstance(v, np.ndarray)}
     names = [k for k,v in arrays.items() if not v.dtype.names]
     return [(getattr(a, k), getattr(b, k), 0) for k in names]
 
