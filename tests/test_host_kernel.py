@@ -101,5 +101,6 @@ def test_no_compiler(monkeypatch, caplog):
 def test_a_process_ends():
     "Threads of the kernel that sleep when a process ends do not keep it"
     code = ("from atlas.use.llm import LLM; "
-        "LLM('tiny', device='cpu', max_seq_len=64, threads=2).generate('A cow')")
+        "m = LLM('tiny', device='cpu', max_seq_len=512, threads=2); "
+        "m.generate(['A cow eats '*40]*3)")
     subprocess.run([sys.executable,'-c',code], check=True, timeout=300)
