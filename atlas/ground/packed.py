@@ -155,6 +155,7 @@ def flatten(
     "All arrays in a mapping"
     arrays,found = {},{}
     def add(name, o):
+        o = getattr(o, 'stored', o) # of a matrix that a device multiplies as it is stored
         kind = type(o).__name__
         if o is not None and kind not in KINDS:
             if name in arrays:
