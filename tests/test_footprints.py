@@ -47,13 +47,14 @@ def test_a_card_takes_what_is_planned(name, kv):
 
 @pytest.mark.parametrize('name', FAMILIES)
 def test_a_host_takes_what_is_planned(name):
+    "But for routers and gates, which are widened: much of a toy, a thousandth of a model"
     shape,weights = toy_shape(name, True)
     o = EngineConfig(
         shape, Host(), 256, 2, load_format='dummy', weights=weights, kv_cache_memory=1<<24,
         enable_prefix_caching=False)
     planned,taken = beside(o)
     assert planned[1]==taken[1]
-    assert planned[0]==pytest.approx(taken[0], rel=.02)
+    assert planned[0]==pytest.approx(taken[0], rel=.05)
 
 WAYS = Ways((4096,262144), ('f16','nvfp4'), (None,'nvfp4'))
 

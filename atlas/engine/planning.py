@@ -23,6 +23,7 @@ from ..ground.hub import NAMED,here,name_of
 from ..ground.opening import is_shape,open_model
 from ..ground.options import EngineConfig,Speculation
 from ..model.model import model_wants
+from ..ops.host import settled
 
 # %% ../../nbs/5_engine/21_planning.ipynb #90075752
 class PlannedArena:
@@ -104,7 +105,8 @@ class LoadPlan:
 class _Planned(LoadedModel):
     "A model of which everything is decided, and nothing made"
     def __init__(self, options:EngineConfig, device:Device):
-        self.options,self.device,self.ops = options,device,words_of(device)
+        self.device = settled(device, options)
+        self.options,self.ops = options,words_of(self.device)
         self.name,self.tier = name_of(options.model),None
 
     def sized(self, ck, files, arena=None):
@@ -144,7 +146,7 @@ def plan_open(
 )->LoadPlan:
     "The plan of an open checkpoint; errors as for a `LoadedModel`, but for memory"
     m,memory = _Planned(options, device),device.memory()
-    p = LoadPlan(m.name, device.describe(), memory.total, memory.available, source)
+    p = LoadPlan(m.name, m.device.describe(), memory.total, memory.available, source)
     with ExitStack() as files:
         sizes = m.sized(ck, files)
         bounded = m.arena.budget.total<=memory.total

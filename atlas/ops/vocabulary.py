@@ -472,8 +472,12 @@ def weight_bytes(
     for name,t in tensors.items():
         if name.startswith(left_out):
             continue
-        total += t.nbytes if packed else 4*math.prod(t.shape)
+        total += t.nbytes if packed and _is_matrix(t) else 4*math.prod(t.shape)
     return total
+
+def _is_matrix(t):
+    "Has it more than one row? What has not is widened"
+    return len(t.shape)>1 and t.shape[-2]>1
 
 def prepare(model):
     "Arrange the weights of `model` as the words want them: on the host they are as they come"
