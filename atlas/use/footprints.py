@@ -13,7 +13,6 @@ import csv,io
 from dataclasses import dataclass,replace
 from itertools import combinations,product
 from fastcore.basics import patch
-from ..card.card import on_card
 from ..card.device import Device
 from ..engine.planning import LoadPlan,SPARK,open_plans,set_aside
 from ..ground.catalog import CATALOG,find_entry
@@ -236,9 +235,8 @@ def resident(m)->int:
     "Bytes of the weights of a loaded model on its device, tables of angles with them"
     arrays = list(flatten(m.model.weights())[0].values())
     arrays += [a for t in m.model._rotary.values() if t for a in t]
-    if m.device.kind=='cuda':
-        arrays = [a for a in arrays if on_card(a)] # the host keeps a few numbers for itself
-    spans = sorted((m.device.address(a), a.nbytes) for a in arrays if a is not None)
+    own = type(m.device.empty((0,))) # the host keeps a few numbers for itself
+    spans = sorted((m.device.address(a), a.nbytes) for a in arrays if isinstance(a, own))
     total = end = 0
     for at,n in spans:
         total += max(0, at+n-max(at, end))
