@@ -149,8 +149,8 @@ FAULTS = [
     (check_formula, '_attend', 'np.exp(sink[...,None]-top)', 'np.exp(sink[...,None])'),
     (check_formula, '_gather', 'x[length-lo:] = 0', 'pass'),
     (check_formula, '_first', 'p-window+1', 'p-window+2'),
-    (check_formula, '_prefill_tile', 'np.repeat(sinks.reshape(kv,-1), TILE, 1)',
-        'np.tile(sinks.reshape(kv,-1), (1,TILE))'),
+    (check_formula, '_prefill_tile', 'past.sink(kv, TILE)',
+        '(past.sinks if past.sinks is None else np.tile(past.sinks.reshape(kv,-1), (1,TILE)))'),
     (check_cuts, '_prefill_seq', '(q[s],', '(q[s]*np.float32(1+1e-6*len(q)),'),
     (check_window, '_first', '//unit*unit', '//unit*unit//2')]
 

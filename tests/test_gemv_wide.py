@@ -1,5 +1,6 @@
 "Many rows of a step in one product: every row has the bits that `gemv` gives it"
 import numpy as np,pytest
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from atlas.card.emulator import Emulator,find_cxx
@@ -192,6 +193,7 @@ def share_beside(at, f, k, W, o):
     fmt = CARD_FORMATS['bf16' if f.parts==1 else 'f32']
     extra,w = SimpleNamespace(format=fmt, n=64),SimpleNamespace(k=k)
     it = SimpleNamespace(card=at, w=w, extra=extra, W=W, o=o, more=1)
+    it._extra_ways = partial(many._Product._extra_ways, it)
     return many._Product.extra_share(it)
 
 @pytest.mark.parametrize('arch,sms,most', [('sm_90a',132,227<<10), ('sm_121a',48,99<<10)])

@@ -202,7 +202,8 @@ def build(tmp, listed=None, only=None, ignored=(), fails=False, **env):
     return tmp/'out'/'atlas'/'kernels',r.stderr
 
 def files(d):
-    return {str(p.relative_to(d)) for p in d.rglob('*') if p.is_file()}
+    "What lies in a folder, but for the processor's kernel, which is there where a compiler is"
+    return {str(p.relative_to(d)) for p in d.rglob('*') if p.is_file() and p.suffix!='.so'}
 sources = files(root/'kernels')
 
 def fake_nvcc(tmp, script):

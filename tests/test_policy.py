@@ -301,6 +301,7 @@ def test_fifo_is_the_order_without_a_policy(asks, over):
         return out
     assert plans(None)==plans(Policy('fifo', 0, 1e6))
 
+@settings(deadline=None)
 @given(arrivals)
 def test_fifo_admits_by_priority_and_arrival(asks):
     sc,_ = scheduler(Policy())

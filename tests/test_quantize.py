@@ -363,7 +363,9 @@ def twin(src, quantised, out):
     (out/INDEX).unlink(missing_ok=True)
     return out
 
-def logits(path, ids=tuple(range(3, 40))): return LLM(str(path), device='cpu').logits(ids)
+def logits(path, ids=tuple(range(3, 40))):
+    "As the definition has them"
+    return LLM(str(path), device='cpu', exact=True).logits(ids)
 
 def far(a, b)->float:
     "How far logits are from others, as a part of the largest"
