@@ -270,7 +270,7 @@ def _rows(rng, rows, n):
     return x
 
 def _product(card, rng, fmt, n, rows, act, more):
-    "A matrix of `n` rows and 192 columns, what it is multiplied with, and the gain of a norm, if any"
+    "A matrix of `n` rows and 192 columns, what it is multiplied with, and a norm's gain, if any"
     w = pack(_sized(rng, fmt, n, 192), card, act is not None, True)
     x = _rows(rng, rows, 192)
     return w,x,1+_normal(rng, 192)/4 if more else None
