@@ -252,7 +252,7 @@ def test_the_command(tmp_path, monkeypatch):
     for l in d['loads']:
         assert (l['requests'],l['tokens'],l['errors'])==(3,12,0)
         assert 0<l['first_ms'][0]<=l['first_ms'][2]
-        assert 0<l['between_ms'][0]<=l['between_ms'][2]
+        assert 0<=l['between_ms'][0]<=l['between_ms'][2] # two may come at once
         assert l['cached']==(
             0 if l['prompts']=='distinct' else 128
             if l['concurrency']==1 else l['cached'])

@@ -155,6 +155,8 @@ READ = {
         'tests/test_models_page.py'),
     'atlas/*.py': ('tests/test_repo.py',),
     'atlas/catalog.json': ('ground.catalog','tests/test_catalog.py'),
+    'atlas/bench_prompts.jsonl': ('use.bench_data','tests/test_bench_serve.py'),
+    'atlas/quality.txt': ('use.bench_quality','tests/test_quality.py'),
     'kernels/variants.json': ('card.variants','tests/test_kernels.py','tests/test_memory.py'),
     'kernels/*': ('tests/test_kernels.py','tests/test_repo.py'),
     'tests/data/*': ('tests/helpers/reference.py',),
