@@ -156,23 +156,27 @@ class Together:
     found:tuple # Of `Footprint`
     memory:int # Bytes
     @property
-    def nbytes(self)->int:
-        "Bytes to set aside for all that can be planned"
-        return sum(f.set_aside for f in self.found)
+    def refused(self)->list[str]:
+        "Which models cannot be kept in this way at all, and why"
+        return [f'{f.model}: {f.refused}' for f in self.found if f.refused]
+    @property
+    def nbytes(self)->int|None:
+        "Bytes to set aside for all; None where one has no plan"
+        return None if self.refused else sum(f.set_aside for f in self.found)
     @property
     def fits(self)->bool:
-        "Is there room for all at once?"
-        return all(f.plan for f in self.found) and self.nbytes<=self.memory
+        "Is there a plan of each, and room for all at once?"
+        return not self.refused and self.nbytes<=self.memory
     def to_dict(self)->dict:
         "As JSON takes it"
         names = [f.model for f in self.found]
-        return dict(models=names, total=self.nbytes, fits=self.fits)
+        return dict(models=names, total=self.nbytes, fits=self.fits, refused=self.refused)
     def __str__(self):
-        bad = [f'{f.model}: {f.refused}' for f in self.found if f.refused]
-        verdict = 'fit' if self.fits else 'do not fit'
-        size = f'{human(self.nbytes)} of {human(self.memory)}'
-        said = f'{" + ".join(f.model for f in self.found)}: {size}, {verdict}'
-        return '; '.join([said,*bad])
+        verdict = 'no plan; '+'; '.join(self.refused)
+        if not self.refused:
+            fits = 'fit' if self.fits else 'do not fit'
+            verdict = f'{human(self.nbytes)} of {human(self.memory)}, {fits}'
+        return f'{" + ".join(f.model for f in self.found)}: {verdict}'
 
 # %% ../../nbs/8_use/17_footprints.ipynb #17f00015
 def _shape(name)->str:
