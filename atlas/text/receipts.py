@@ -269,7 +269,8 @@ def answer_of(
     "What a reader has read"
     drawn = None if r.params.temperature==0 else r.params.seed
     ends = v.ended if v.ended in ('stop','length') else 'cut'
-    ids,chances = [t for t,_ in v.log],[bits_of(x) for _,x in v.log]
+    ids = [t for t,_ in v.log]
+    chances = [bits_of(x) for _,x in v.log]
     return Answer(k, ids, chances, ends, drawn)
 
 def receipt_of(

@@ -41,7 +41,8 @@ def again(
         most = min(most, p.max_tokens)
     most = max(most, 1)
     least = min(p.min_tokens, most)
-    return replace(p, seed=a.seed, stop=(), logprobs=0, n=1, max_tokens=most, min_tokens=least)
+    alone = dict(n=1, stop=(), logprobs=0)
+    return replace(p, seed=a.seed, max_tokens=most, min_tokens=least, **alone)
 
 def trimmed(
     now:Answer, # As it came
@@ -51,7 +52,8 @@ def trimmed(
     if then.finish!='cut':
         return now
     n = len(then.ids)
-    return replace(now, ids=now.ids[:n], logprobs=now.logprobs[:n], finish='cut')
+    ids,logprobs = now.ids[:n],now.logprobs[:n]
+    return replace(now, ids=ids, logprobs=logprobs, finish='cut')
 
 # %% ../../nbs/8_use/18_replay.ipynb #a7785487
 def check_facts(then:dict, now:dict):
@@ -70,7 +72,8 @@ def _check_receipt(self:LLM, r:Receipt):
         for p in r.prompts:
             check_ids(p.ids, self.config.vocab_size)
         for a in r.answers:
-            check_prompt(len(r.prompts[a.prompt].ids), self.max_seq_len, len(a.ids) or 1)
+            n = len(r.prompts[a.prompt].ids)
+            check_prompt(n, self.max_seq_len, len(a.ids) or 1)
         self._guide(r.guide)
     except RequestError as e:
         raise ReplayError(f'This model cannot replay it: {e.msg}', hint=e.hint) from e
@@ -84,7 +87,8 @@ def images_of(
     asked = [d for p in r.prompts for d in p.images]
     lacking = sum(d not in ready for d in asked)
     if lacking:
-        said = f'{lacking} of {len(asked)} images of the receipt are not among the {len(ready)} given'
+        of = f'{lacking} of {len(asked)} images of the receipt'
+        said = f'{of} are not among the {len(ready)} that are given'
         raise ReplayError(said, hint='Name each with --image; one that was changed is another')
     if more := len(ready.keys()-asked):
         raise ReplayError(f'{more} of the images that are given are not those of the receipt')
@@ -116,25 +120,32 @@ def mates(
     mark:int|None=None, # Stands for images, which none of them has
 )->list[Mate]:
     "`n` requests to be answered beside those of a receipt"
-    rng = np.random.default_rng(int(digest(r.to_dict())[:8], 16))
-    longest = max(len(a.ids) for a in r.answers)+48+4*n
-    out = []
-    for k in range(n):
-        ids = [t for t in r.prompts[k%len(r.prompts)].ids if t!=mark] or [0]
-        some = rng.permutation(ids)[:rng.integers(1, len(ids)+1)]
+    seed = digest(r.to_dict())[:8]
+    rng = np.random.default_rng(int(seed, 16))
+    longest = 48+4*n+max(len(a.ids) for a in r.answers)
+    def mate(k):
+        prompt = r.prompts[k%len(r.prompts)]
+        ids = [t for t in prompt.ids if t!=mark]
         params = SamplingParams(seed=k, max_tokens=longest, ignore_eos=True)
-        out.append(Mate(some.tolist(), params))
-    return out
+        return Mate(_piece(ids or [0], rng), params)
+    return [mate(k) for k in range(n)]
+
+def _piece(ids, rng)->list[int]:
+    "Some of `ids`, in another order"
+    shuffled = rng.permutation(ids).tolist()
+    return shuffled[:rng.integers(1, len(ids)+1)]
 
 # %% ../../nbs/8_use/18_replay.ipynb #045e91a5
 @patch
-def _run_beside(self:LLM, asked, beside)->tuple[list[ChoiceReader],int]:
+def _run_beside(self:LLM, asked, beside):
     "The readers of requests that have ended, and how many of those `beside` had not"
     company = [self.request(m.ids, m.params) for m in beside]
-    others,mine = ([ChoiceReader(None, r.params) for r in rs] for rs in (company,asked))
+    others = [ChoiceReader(None, r.params) for r in company]
+    mine = [ChoiceReader(None, r.params) for r in asked]
     for v in mine:
         v.log = []
-    with closing(self._run([*company,*asked], [*others,*mine])) as steps:
+    running = self._run(company+asked, others+mine)
+    with closing(running) as steps:
         for k,d in steps:
             if d.error and k>=len(company):
                 raise d.error
@@ -147,8 +158,8 @@ def _asked_again(self:LLM, r:Receipt, images)->list:
     "The requests of a receipt, with the images of each prompt"
     p = r.sampling()
     def asked(a):
-        how = dict(guide=r.guide, images=images[a.prompt])
-        return self.request(r.prompts[a.prompt].ids, again(p, a), **how)
+        ids,pics = r.prompts[a.prompt].ids,images[a.prompt]
+        return self.request(ids, again(p, a), guide=r.guide, images=pics)
     return [*map(asked, r.answers)]
 
 # %% ../../nbs/8_use/18_replay.ipynb #48277465
@@ -160,17 +171,23 @@ def answers_again(self:LLM,
 )->tuple[Receipt,int]: # That of the new answers, and how many of the others were there throughout
     "Ask again for what a receipt tells of; a `ReplayError` where that cannot be compared"
     self._check_receipt(receipt)
-    asked,there = self._asked_again(receipt, self._images(receipt, images)),0
-    if company:
-        mark = self.image_spec and self.image_spec.token
-        readers,there = self._run_beside(asked, mates(receipt, company, mark))
-    else:
-        readers = [self._run_beside([q], [])[0][0] for q in asked]
+    pics = self._images(receipt, images)
+    asked = self._asked_again(receipt, pics)
+    readers,there = self._read_again(receipt, asked, company)
     answers = [
         trimmed(answer_of(a.prompt, *x), a)
         for a,*x in zip(receipt.answers, asked, readers)]
     new = dict(answers=answers, made_by=self.made_by())
     return replace(receipt, **new),there
+
+@patch
+def _read_again(self:LLM, r:Receipt, asked, company):
+    "The readers of requests, and how many others were there throughout"
+    if company:
+        mark = self.image_spec and self.image_spec.token
+        return self._run_beside(asked, mates(r, company, mark))
+    alone = [self._run_beside([q], []) for q in asked]
+    return [readers[0] for readers,_ in alone],0
 
 @patch
 def replay(self:LLM, receipt:Receipt, company:int=0, images=())->Comparison:
@@ -200,7 +217,8 @@ class ReplayServer:
         "The receipt of one answer, given again"
         ids = r.prompts[a.prompt].ids
         more = dict(receipt=True, guide=r.guide)
-        body = completion(ids, again(r.sampling(), a), self.model, **more)
+        p = again(r.sampling(), a)
+        body = completion(ids, p, self.model, **more)
         d = ask(self.url, '/v1/completions', self.key, body, self.seconds)
         if not isinstance(d, dict) or not d.get('receipt'):
             raise ReplayError(f'The server at {self.url} gives no receipts')

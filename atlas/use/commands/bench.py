@@ -485,7 +485,7 @@ class FormFlags:
         'Formats to store weights in anew as they are read, such as nvfp4,fp8,mxfp4,int4,q4_0; '
         'stored is as they are.', '--weights', **_LIST)] = None
     caches:Annotated[str|None, option(
-        'On a card: formats of keys and values, such as f16,fp8,nvfp4.',
+        'Formats of keys and values, such as f16,fp8,nvfp4. The host imitates them.',
         '--kv-cache-dtype', **_LIST)] = None
     activations:Annotated[str|None, option(
         'On a card: formats of activations of prompts, such as f16,fp8,nvfp4.',
