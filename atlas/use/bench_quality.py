@@ -137,7 +137,8 @@ def imitate_kv(
     "A context in which the host keeps only what keys and values are in a format of a card"
     store = attention.write_kv
     def kept(x): return decode_row(*encode_row(x, fmt), fmt)
-    def write(k, v, *where): store(kept(k), kept(v), *where)
+    def write(k, v, *where):
+        store(kept(k), kept(v), *where)
     attention.write_kv = write if fmt else store
     try:
         yield
