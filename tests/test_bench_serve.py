@@ -282,8 +282,13 @@ def test_the_files_of_aiperf(written):
     assert latency['unit']=='ms' and latency['p99']==pytest.approx(ours, abs=.001)
     assert a['request_count']==dict(unit='requests', avg=4.) and a['was_cancelled'] is False
     table = (folder/'run_0001/profile_export_aiperf.csv').read_text().splitlines()
-    assert table[0]==','.join(['Metric','avg','min','max',*PERCENTS,'std'])
+    assert table[0]==','.join(['Metric','avg','min','max','sum',*PERCENTS,'std'])
     assert 'Metric,Value' in table
+    lines = (folder/'run_0001/profile_export.jsonl').read_text().splitlines()
+    metrics = [json.loads(l)['metrics'] for l in lines]
+    assert [m['output_sequence_length']['value'] for m in metrics]==[2]*4
+    phase, = a['input_config']['phases']
+    assert (phase['concurrency'],phase['requests'])==(2,4)
 
 @pytest.mark.slow
 def test_ctrl_c(tmp_path):

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/8_use/bench_client.html.md"""
 __all__ = ['TimedAnswer', 'hear', 'AnswerReader', 'refusal', 'Site', 'ask', 'run_apart', 'stream_all']
 
 # %% ../../nbs/8_use/09_bench_client.ipynb #c98d3a7d
-import asyncio,json,re,ssl
+import asyncio,functools,json,math,re,ssl
 import httptools
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +37,7 @@ class TimedAnswer:
     counted:bool=False # Did the server count?
     finish:str|None=None # Why it ended
     stages:dict=field(default_factory=dict) # Milliseconds by stage, where the server says them
+    odd:str|None=None # What of the server's counts is no count
 
     @property
     def first(self)->float|None:
@@ -53,19 +54,24 @@ _STAGES = dict(
     prefill_ms='prefill', decode_ms='decode',
     prompt_ms='prefill', predicted_ms='decode')
 
+def _text(v)->str:
+    "What `v` says: a text, or a list of parts that have some"
+    if isinstance(v, list):
+        return ''.join(_text(p.get('text')) for p in v if isinstance(p, dict))
+    return v if isinstance(v, str) else ''
+
 def _called(t)->str:
     "What a piece of a call says: the name of a tool, or a part of its arguments"
     f = t.get('function') or {}
-    name,arguments = f.get('name'),f.get('arguments')
-    return (name or '')+(arguments or '')
+    return _text(f.get('name'))+_text(f.get('arguments'))
 
 def _choice(c, a)->bool:
     "Note what a choice says: text, thoughts, calls. Does it say anything?"
     m = c.get('delta') or c.get('message') or {}
     calls = m.get('tool_calls') or ()
     ids = c.get('token_ids') or ()
-    said = c.get('text') or m.get('content') or ''
-    more = m.get('reasoning_content') or m.get('reasoning') or ''
+    said = _text(c.get('text') or m.get('content') or m.get('refusal'))
+    more = _text(m.get('reasoning_content') or m.get('reasoning'))
     more += ''.join(map(_called, calls))
     a.calls += sum(bool(t.get('id')) for t in calls)
     a.said += said
@@ -74,23 +80,49 @@ def _choice(c, a)->bool:
     a.finish = c.get('finish_reason') or a.finish
     return bool(said or more or ids)
 
+def _object(v)->dict:
+    "`v` if it is an object, else an empty one"
+    return v if isinstance(v, dict) else {}
+
+def _count(v, what:str, a)->int:
+    "A count; what is none is 0, and noted"
+    whole = isinstance(v, int) and not isinstance(v, bool)
+    if whole and v>=0:
+        return v
+    a.odd = f'usage has no number of {what}'
+    return 0
+
 def _counts(d, a:TimedAnswer):
     "Note the counts of an event, and where the server says that the time went"
-    if u := d.get('usage'):
-        a.counted = True
-        a.tokens = u['completion_tokens']
-        a.prompt = u.get('prompt_tokens') or 0
-        details = u.get('prompt_tokens_details') or {}
-        a.cached = details.get('cached_tokens') or 0
-    if t := d.get('timings'):
-        a.stages = {name: t[k] for k,name in _STAGES.items() if k in t}
+    if d.get('usage'):
+        u = _object(d['usage'])
+        details = _object(u.get('prompt_tokens_details'))
+        a.odd = None # The last counts are those of all of the answer
+        tokens = _count(u.get('completion_tokens'), 'tokens', a)
+        a.counted = a.odd is None
+        a.tokens = tokens
+        a.prompt = _count(u.get('prompt_tokens') or 0, 'tokens of the prompt', a)
+        a.cached = _count(details.get('cached_tokens') or 0, 'cached tokens', a)
+    if t := _object(d.get('timings')):
+        a.stages = {name: t[k] for k,name in _STAGES.items() if _is_time(t.get(k))}
+
+def _is_time(v)->bool:
+    "Is it a number of milliseconds?"
+    return isinstance(v, int|float) and math.isfinite(v) and v>=0
+
+def _complaint(e)->str:
+    "What an error says, however it is wrapped"
+    while isinstance(e, dict) and isinstance(e.get('error'), dict):
+        e = e['error']
+    said = e.get('message') if isinstance(e, dict) else e
+    return said if isinstance(said, str) and said else json.dumps(e)
 
 def hear(d:dict, a:TimedAnswer, now:float|None=None):
     """Note what an event says that came at `now`, in seconds; None for an answer in one piece,
     whose tokens have no arrival. An `EngineError` if it says that something went wrong"""
-    if 'error' in d:
-        e = d['error']
-        raise EngineError(e['message'] if isinstance(e, dict) else str(e))
+    e = d if d.get('object')=='error' else d.get('error')
+    if e:
+        raise EngineError(_complaint(e))
     for c in d.get('choices') or ():
         if _choice(c, a) and now is not None:
             a.arrivals.append(now)
@@ -153,7 +185,7 @@ def on_body(self:AnswerReader, body:bytes):
     if len(self.left)>_LONG:
         raise EngineError(f'More than {_LONG:,} bytes came without an end')
     for line in lines:
-        if line.startswith(b'data:'):
+        if line.startswith(b'data:') and not self.over.done():
             self.event(line[5:].strip())
 
 @patch
@@ -161,11 +193,14 @@ def event(self:AnswerReader, raw:bytes):
     "The data of one event"
     if raw==b'[DONE]':
         self.done = True
-        return
+        return self.end()
+    shown = repr(raw[:80].decode(errors='replace'))
     try:
         d = json.loads(raw)
     except ValueError as e:
-        raise EngineError(f'An event is no JSON: {raw[:80].decode(errors="replace")!r}') from e
+        raise EngineError(f'An event is no JSON: {shown}') from e
+    if not isinstance(d, dict):
+        raise EngineError(f'An event is no object: {shown}')
     hear(d, self.a, self.heard)
 
 # %% ../../nbs/8_use/09_bench_client.ipynb #1aa440d3
@@ -199,6 +234,11 @@ class Site:
     quiet:float=600. # Seconds in which something must come
     connect:object=None # `async (site, make)`, makes a protocol's connection; None: by TCP
 
+    @functools.cached_property
+    def tls(self)->ssl.SSLContext|None:
+        "Whom to trust; made once, since reading all roots takes longer than a token"
+        return ssl.create_default_context() if urlsplit(self.url).scheme=='https' else None
+
     def message(self, path:str, body:dict)->bytes:
         "The bytes of a request"
         at = urlsplit(self.url)
@@ -215,10 +255,9 @@ class Site:
         if self.connect:
             return await self.connect(self, make)
         at = urlsplit(self.url)
-        safe = ssl.create_default_context() if at.scheme=='https' else None
-        port = at.port or (443 if safe else 80)
+        port = at.port or (443 if self.tls else 80)
         loop = asyncio.get_running_loop()
-        made = await loop.create_connection(make, at.hostname, port, ssl=safe)
+        made = await loop.create_connection(make, at.hostname, port, ssl=self.tls)
         return made[0]
 
 # %% ../../nbs/8_use/09_bench_client.ipynb #815e12f2

@@ -93,10 +93,37 @@ def _errors(a)->list[dict]:
     return [dict(error=k, count=n) for k,n in found.items()]
 
 # %% ../../nbs/8_use/20_bench_files.ipynb #40bfe186
+def _object(v)->dict:
+    "`v` if it is an object, else an empty one"
+    return v if isinstance(v, dict) else {}
+
+def _first(v)->dict:
+    "The first object of a list of them"
+    return _object(v[0]) if isinstance(v, list) and v else {}
+
+def _settings(c:dict)->dict:
+    "What makes a load, of aiperf's configuration; from 0.13 on it has lists of phases"
+    phases = c.get('phases')
+    if not isinstance(phases, list):
+        return c
+    phase = _first([p for p in phases if _object(p).get('kind')!='warmup'])
+    as_before = dict(rate='request_rate', type='arrivals')
+    endpoint = _object(c.get('endpoint'))
+    kept = 'type','streaming','extra'
+    return dict(
+        loadgen={as_before.get(k, k): v for k,v in phase.items()},
+        endpoint={k: v for k,v in endpoint.items() if k in kept},
+        dataset=_first(c.get('datasets')))
+
 def _level(a)->dict:
     "How many were asked at a time, or a second"
-    config = dict(run=a.run_info, config=a.input_config)
+    config = dict(run=a.run_info, config=_settings(a.input_config))
     return {k: _within(config, k) for k in ('concurrency','request_rate')}
+
+def _model(c:dict):
+    "The model's name"
+    items = _object(c.get('models')).get('items')
+    return _first(items).get('name') or _first_of(c, 'model_names', 'models', 'model')
 
 def _aiperf_run(path, a)->dict:
     "A file of aiperf as a run"
@@ -116,11 +143,11 @@ def _of_aiperf(path, d)->list[Measurement]:
     "What aiperf wrote of one run"
     a = checked(_Aiperf, path, d)
     c = a.input_config
-    model = _first_of(c, 'model_names', 'models', 'model')
+    model = _model(c)
     server = dict(model=model and str(model), url=_first_of(c, 'urls', 'url'))
     told = dict(
-        tool='aiperf', complete=not a.was_cancelled,
-        server=server, load=c, runs=[_aiperf_run(path, a)])
+        tool='aiperf', complete=not a.was_cancelled, server=server,
+        load=_settings(c), runs=[_aiperf_run(path, a)])
     return [checked(Measurement, path, told)]
 
 # %% ../../nbs/8_use/20_bench_files.ipynb #9b747983
@@ -174,7 +201,8 @@ def _of_folder(path:Path)->list[Measurement]:
     "What a sweep left in a folder: the report of ours, or all runs of aiperf as one measurement"
     if (path/REPORT).exists():
         return _of_file(path/REPORT)
-    found = [_of_file(p)[0] for p in sorted(path.rglob(AIPERF))]
+    places = [p for p in sorted(path.rglob(AIPERF)) if 'phases' not in p.relative_to(path).parts]
+    found = [_of_file(p)[0] for p in places]
     if not found:
         bad_file(path, f'a folder without {REPORT} or {AIPERF} in it', _KNOWN)
     if differ := differing(found):

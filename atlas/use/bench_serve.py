@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/8_use/bench_serve.html.md"""
 __all__ = ['SweepPlan', 'Target', 'Progress', 'sweep', 'interruptible', 'find_target', 'bench_serve']
 
 # %% ../../nbs/8_use/18_bench_serve.ipynb #4cbd02d1
-import asyncio,platform,sys
+import asyncio,platform,sys,time
 import numpy as np
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict,dataclass,field,replace
@@ -231,4 +231,5 @@ def bench_serve(
     load['tokens_of_words'] = target.how and asdict(target.how)
     runs = [s for s,_ in came]
     records = [r for _,r in came]
-    return ServeReport(server, load, runs, complete, records)
+    clock = time.time()-time.monotonic() # Event loops count from another day
+    return ServeReport(server, load, runs, complete, records, clock)

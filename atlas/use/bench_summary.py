@@ -70,8 +70,12 @@ _HIDDEN = 32 # Tokens that may be in an answer and not in its text
 def doubt(r:TimedRequest)->str|None:
     "What of a server's count does not agree with what was seen"
     a = r.answer
+    if a.odd:
+        return a.odd
     if not a.counted:
         return 'usage is missing: events were counted instead'
+    if a.cached>a.prompt:
+        return 'usage has more cached tokens than the prompt has'
     if a.ids and a.ids!=a.tokens:
         return 'usage has another number of tokens than ids came'
     if a.calls:
