@@ -11,6 +11,7 @@
 #endif
 
 typedef float f8 __attribute__((vector_size(32)));
+typedef float f4 __attribute__((vector_size(16)));
 typedef int32_t i8 __attribute__((vector_size(32)));
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define INLINE static inline __attribute__((always_inline))
@@ -21,6 +22,11 @@ INLINE T load(const void* p) {
     T v;
     memcpy(&v, p, sizeof v);
     return v;
+}
+
+template <class T>
+INLINE void store(void* p, T v) {
+    memcpy(p, &v, sizeof v);
 }
 
 INLINE f8 all(float v) { return f8{v, v, v, v, v, v, v, v}; }
