@@ -23,6 +23,7 @@ constexpr long WIDEST = 640;          // columns that are summed before they are
 constexpr long GROUP = 8;             // rows of a panel in the first cache
 constexpr long CACHE = 160 << 10;     // bytes of a panel, and of a block of rows of x
 constexpr long GRAIN = 32 << 10;      // bytes of weights that one thread takes at a time
+constexpr long AHEAD = 4 << 10;       // bytes between what is multiplied and what is fetched
 constexpr long STRIP = 24;            // rows of x that a thread prepares at a time: whole tiles
 constexpr long SMALL = 1 << 15;       // numbers that are not worth a second thread
 
@@ -44,9 +45,17 @@ INLINE void widen(const Row& row, long c, long rest, f8* w) {
     F::widen({data, scale, r.zero, r.factor}, w);
 }
 
+// Fetch what is multiplied after next
+INLINE void fetch(const Matrix& w, long n, long rows) {
+    const uint8_t* p = w.data + (n + rows) * w.data_row;
+    long bytes = rows * w.data_row, ahead = std::max(AHEAD - bytes, 0L);
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(p + ahead + i);
+}
+
 // R rows of x times N rows of W
 template <class F, int R, int N>
 static void direct(const Work& v, long n) {
+    fetch(*v.w, n, N);
     Row row[N];
     UNROLL for (int i = 0; i < N; i++) row[i] = F::row(*v.w, n + i);
     float y[R][N] = {};

@@ -117,6 +117,46 @@ INLINE void signed_whole(bytes16 b, f8* w) {
 #endif
 }
 
+// Eight bytes as whole numbers, without and with a sign
+INLINE i8 bytes8(const void* p) {
+#if defined(__AVX2__)
+    return (i8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    i8 v;
+    for (int i = 0; i < 8; i++) v[i] = ((const uint8_t*)p)[i];
+    return v;
+#endif
+}
+INLINE i8 signed8(const void* p) {
+#if defined(__AVX2__)
+    return (i8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    i8 v;
+    for (int i = 0; i < 8; i++) v[i] = ((const int8_t*)p)[i];
+    return v;
+#endif
+}
+INLINE f8 numbers(i8 v) {
+#if defined(__AVX2__)
+    return (f8)_mm256_cvtepi32_ps((__m256i)v);
+#else
+    return __builtin_convertvector(v, f8);
+#endif
+}
+
+// Two float16 that stand side by side, each eight times
+struct Two {
+    f8 first, second;
+};
+INLINE Two two_halves(const uint8_t* p) {
+#if defined(__F16C__)
+    __m128 v = _mm_cvtph_ps(_mm_cvtsi32_si128(load<int32_t>(p)));
+    return {(f8)_mm256_broadcastss_ps(v), (f8)_mm256_broadcastss_ps(_mm_movehdup_ps(v))};
+#else
+    return {all(half(p)), all(half(p + 2))};
+#endif
+}
+
 // Eight E4M3, less a factor of 256: a float16 with their bits, whose exponent counts from elsewhere
 INLINE f8 e4m3(const uint8_t* p) {
 #if defined(__F16C__)
