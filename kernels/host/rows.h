@@ -15,13 +15,13 @@ INLINE f8 some(const float* p, long rest) {
 }
 INLINE void put(float* p, f8 v, long rest) { memcpy(p, &v, 4 * std::min(rest, 8L)); }
 
-INLINE f8 larger(f8 a, f8 b) { return a > b ? a : b; }
+INLINE f8 larger(f8 a, f8 b) { return where(a > b, a, b); }
 
 // e^x to the last bit or two: 2^n times a series in the rest. What would leave float32's range stops
 // short of it; NaN stays
 INLINE f8 exp8(f8 x) {
-    x = x > all(88.f) ? all(88.f) : x;
-    x = x < all(-87.f) ? all(-87.f) : x;
+    x = where(x > all(88), all(88), x);
+    x = where(x < all(-87), all(-87), x);
     f8 shifted = fma(x, all(1.44269504f), all(12582912.f));  // n in the last bits
     f8 n = shifted - all(12582912.f);
     f8 r = fma(n, all(-.693359375f), x);
@@ -71,12 +71,12 @@ INLINE f8 act_mul(Act act, f8 g, f8 u, f8 limit) {
     if (act == SILU) return times_sigmoid(g, g) * u;
     if (act == GELU_TANH) return gelu(g) * u;
     if (act == SWIGLU_OAI) {
-        g = g > limit ? limit : g;
-        u = u > limit ? limit : u;
-        u = u < -limit ? -limit : u;
+        g = where(g > limit, limit, g);
+        u = where(u > limit, limit, u);
+        u = where(u < -limit, -limit, u);
         return times_sigmoid(g, all(1.702f) * g) * (u + all(1));
     }
-    g = g < all(0) ? all(0) : g;
+    g = where(g < all(0), all(0), g);
     return g * g;
 }
 
