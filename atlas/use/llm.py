@@ -224,6 +224,9 @@ def _choices(self:LLM, requests, readers)->list[tuple[Choice,int]]:
         said[k].append(d)
     return [(v.choice(ds), v.cached) for v,ds in zip(readers, said)]
 
+
+
+# %% ../../nbs/8_use/01_llm.ipynb #11b9d0ba
 @patch
 def _answers(
     self:LLM, asked, guide=None, split=None,
@@ -405,21 +408,25 @@ class Trace:
 def trace(self:LLM, ids, images=())->Trace:
     "Follow `ids` through the model"
     b,cache = self._alone(ids, images)
-    out = b.out
-    layers = []
-    routes = []
+    x,stream,picks = self._followed(b, cache)
+    h = self.model.final(x[b.out])
     host = self.device.download
+    logits = host(self.model.head(h))
+    moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
+    picked = dict(zip(moe, picks))
+    return Trace(logits, host(h), stream, picked, self._states(cache))
+
+@patch
+def _followed(self:LLM, b, cache)->tuple:
+    "The last stream of `b`; on the host the stream after each layer, and what its router picked"
+    layers,routes = [],[]
     def rows(a):
-        return host(a.reshape(-1, a.shape[-1])[out])
+        return self.device.download(a.reshape(-1, a.shape[-1])[b.out])
     def tap(i, x):
         layers.append(rows(x))
     x = self.model.trunk(b, cache, tap, routes)
-    h = self.model.final(x[out])
-    moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
     stream = np.stack(layers)*np.float32(self.model.unit)
-    logits = host(self.model.head(h))
-    picked = {i:tuple(map(rows, r)) for i,r in zip(moe, routes)}
-    return Trace(logits, host(h), stream, picked, self._states(cache))
+    return x,stream,[tuple(map(rows, r)) for r in routes]
 
 @patch
 def _states(self:LLM, cache):
@@ -464,23 +471,36 @@ def drafts(self:LLM,
 )->tuple[int,list[int],np.ndarray]: # The next token, drafts after it, their logits [k, vocab]
     "Greedy drafts after `ids`; an `UnsupportedError` where there is nothing to draft with"
     b,cache = self._alone(ids, more=k+1, drafting=assistant is None)
-    m = self.model
-    table = b.tables[0].tolist()
-    n = len(b.out)
+    m,last = self.model,b.out[-1:]
     x = m.trunk(b, cache)
-    first = int(m.head(m.final(x[b.out[-1:]])).argmax())
-    if assistant:
-        drafter = AssistantDrafter(m, cache, assistant, k)
-    else:
-        drafter = MTPDrafter(m, cache, k)
+    first = int(m.head(m.final(x[last])).argmax())
+    drafter = _drafter(m, cache, assistant, k)
     h = drafter.see(b, x, self._following(b, first))
-    ends = Ends([End(first, n, n+k, table)], cache, self.device)
-    rows = []
+    ends = self._ends(b, cache, first, k)
+    return first,*self._proposed(drafter, h, last, ends, k)
+
+def _drafter(model, cache, assistant, k):
+    "An assistant that drafts, or the model's own head"
+    if assistant:
+        return AssistantDrafter(model, cache, assistant, k)
+    return MTPDrafter(model, cache, k)
+
+@patch
+def _ends(self:LLM, b, cache, first:int, k:int)->Ends:
+    "Where the prompt of `b` ends: behind it comes `first`, and then there is room for `k` drafts"
+    n = len(b.out)
+    end = End(first, n, n+k, b.tables[0].tolist())
+    return Ends([end], cache, self.device)
+
+@patch
+def _proposed(self:LLM, drafter, h, last, ends, k:int)->tuple[list[int],np.ndarray]:
+    "What `drafter` proposes behind the row `last` of what it has seen, and the logits of that"
+    host,rows = self.device.download,[]
     def keep(y):
-        rows.append(self.device.download(y)[0])
-    found = drafter.propose(h, b.out[-1:], ends, k, keep)
-    drafts = [int(self.device.download(d)[0]) for d in found]
-    return first,drafts,np.stack(rows)
+        rows.append(host(y)[0])
+    found = drafter.propose(h, last, ends, k, keep)
+    drafts = [int(host(d)[0]) for d in found]
+    return drafts,np.stack(rows)
 
 @patch
 def _following(self:LLM, b, last:int):
