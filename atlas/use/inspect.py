@@ -19,8 +19,11 @@ from ..ground.core import DeviceError,human
 from ..card.device import get_device
 from ..cuda.vocabulary import words_of
 from ..engine.cache import slot_bytes,state_bytes
+from ..engine.loading import is_tight
+from ..ops.host import settled
 from ..ground.hub import here,resolve
 from ..ground.opening import is_shape,shaped
+from ..ground.options import EngineConfig
 from ..model.model import imagine,plan
 from ..ground.weights import open_checkpoint
 
@@ -194,18 +197,15 @@ def by(self:Sheet, key:str)->dict: # `key` -> Row of sums, the largest first
             key=lambda x: -x[1]['nbytes'])}
 
 # %% ../../nbs/8_use/02_inspect.ipynb #429a8f2c
-def _weights_on(s, device):
-    "Bytes of a model's weights on a device, whether they are packed, and in what form"
-    d = words_of(device).DEFAULTS
-    rows = [r for r in s.rows if r.part!='unused']
-    wide = 4*sum(r.weights for r in rows)
-    unpacked = d.unpacks and wide<=device.memory().available/2
-    form = 'as stored' if d.unpacks else 'packed'
-    if unpacked:
-        form = 'as float32'
-    parts = '','vision','mtp'
-    held = words_of(device).weight_bytes(s.tensors, parts, not unpacked)
-    return held,not unpacked,form
+def _weights_on(s, device)->tuple[int,str]:
+    "Bytes of a model's weights on a device, as a start keeps them, and in what form that is"
+    ops = words_of(device)
+    form = 'packed'
+    if ops.DEFAULTS.unpacks:
+        narrow = device.as_stored or is_tight(device, s)
+        form = 'as stored' if narrow else 'as float32'
+    held = ops.weight_bytes(s.tensors, ('','vision'), form!='as float32')
+    return held,form
 
 # %% ../../nbs/8_use/02_inspect.ipynb #c87a3e50
 def _times(room, size)->int:
@@ -220,7 +220,7 @@ def fit(
     "What `device` can hold of a model"
     c,ops = s.config,words_of(device)
     left = device.budget().left
-    held,packed,form = _weights_on(s, device)
+    held,form = _weights_on(s, device)
     size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # of a number: a head of 16 has 2*16
     kv,state,rest = size*c.kv_elements_per_token,slot_bytes(c, ops),left-held
     most = c.max_seq_len
@@ -233,7 +233,7 @@ def fit(
         memory=device.memory().total,
         budget=left,
         weights=held,
-        packed=packed,
+        packed=form!='as float32',
         form=form,
         kv_bytes_per_token=kv,
         state_bytes=state_bytes(c),
@@ -241,9 +241,11 @@ def fit(
         max_context=int(most),
         sequences=many)
 
-def devices()->list:
-    "The host, and a card where there is one"
-    out = [get_device('cpu')]
+def devices(
+    exact:bool=False, # Does the host multiply with NumPy in float32, as with `--exact`?
+)->list:
+    "The host as a start has it, and a card where there is one"
+    out = [settled(get_device('cpu'), EngineConfig('any', exact=exact))]
     try:
         out.append(get_device('cuda'))
     except DeviceError:

@@ -295,25 +295,35 @@ def stream(self:LLM,
     images=(),
     guide:dict|None=None,
     timeout:float|None=None,
+    receipt:bool=False, # With a receipt in the last `Delta`?
 ):
     "Yield the answer to one prompt as it is made: `Delta`s whose `.text` add up to the whole"
-    return self._stream(prompt, params, images, guide, timeout=timeout)
+    asked = self._encode(prompt, images=images),params or self.params()
+    return self._stream(asked, guide, timeout=timeout, receipt=receipt)
 
 @patch
-def _stream(self:LLM, prompt, params, images, guide, split=None, timeout=None):
-    "The same, with thoughts and calls told apart if there is a `split`"
-    p = params or self.params()
+def _stream(self:LLM, asked, guide, split=None, timeout=None, receipt=False):
+    "The same of an encoded prompt with parameters; thoughts and calls apart if there is a `split`"
+    encoded,p = asked
     if p.n!=1:
         raise RequestError(
             'Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
-    ids,_,pics = self._encode(prompt, images=images)
     self._guide(guide)
-    r = self.request(ids, p, images=pics, guide=guide, timeout=timeout)
-    events = self._run([r], [self.reader(p, guide, split)])
+    reqs = self._requests([(encoded, seeded(p) if receipt else p)], guide=guide, timeout=timeout)
+    readers = [self.reader(p, guide, split)]
+    reqs = _logged(reqs, readers) if receipt else reqs
+    return self._streamed(reqs, readers, receipt)
+
+@patch
+def _streamed(self:LLM, reqs, readers, receipt):
+    "Yield the deltas of one answer, the last with its receipt where one was asked for"
+    events = self._run(reqs, readers)
     try:
         for _,d in events:
             if d.error:
                 raise d.error
+            if d.finish and receipt:
+                d.receipt = receipt_of(self.name, self.made_by(), reqs, readers)
             yield d
     finally:
         events.close()
@@ -327,17 +337,17 @@ def chat(self:LLM,
     stream:bool=False, # Yield `Delta`s instead
     guide:dict|None=None, # What the answer must look like
     timeout:float|None=None, # As for `generate`
-    receipt:bool=False, # As for `generate`; not for a stream
+    receipt:bool=False, # As for `generate`, or for `stream`
     **kwargs, # More for the template, such as enable_thinking
 ):
     "The model's next message"
     messages,images = prepare_images(messages, paths=True)
     ids,*form = self._conversation(messages, tools, guide, kwargs)
-    how = *form,timeout
-    if stream:
-        return _unproven(receipt) or self._stream(ids, params, images, *how)
     asked = self._encode(ids, images=images),params or self.params()
-    return self._answers([asked], *how, receipt)[0]
+    how = *form,timeout,receipt
+    if stream:
+        return self._stream(asked, *how)
+    return self._answers([asked], *how)[0]
 
 @patch
 def _conversation(self:LLM, messages, tools, guide, how)->tuple:
@@ -345,11 +355,6 @@ def _conversation(self:LLM, messages, tools, guide, how)->tuple:
     prompt = self.render(messages, tools, **how)
     split,guide = self._parted(messages, prompt, tools, guide, how)
     return self.tokenizer.encode(prompt, add_special=False),guide,split
-
-def _unproven(receipt):
-    "Refuse a stream with a receipt"
-    if receipt:
-        raise RequestError('A stream has no receipt here', hint='Leave stream out', param='receipt')
 
 @patch
 def render(self:LLM, messages, tools=None, **kwargs)->str:
