@@ -1,6 +1,6 @@
 """The kernel for the processor behind whole models: as near to the definition as its contract
 says, in every family and company; what a user asks of threads; and a machine without a compiler"""
-import logging,subprocess,sys
+import logging,shutil,subprocess,sys
 import numpy as np
 import pytest
 from atlas import SamplingParams
@@ -13,6 +13,9 @@ from atlas.model.model import load_model
 from atlas.ops.host import HostMatrix,settled
 from atlas.use.llm import LLM
 from helpers.reference import Run,data as DATA
+
+ARM = shutil.which('aarch64-linux-gnu-g++')
+needs_arm = pytest.mark.skipif(not ARM, reason='no compiler for 64-bit Arm')
 
 TEXTS = [
     'The history of the steam engine begins',
@@ -104,3 +107,11 @@ def test_a_process_ends():
         "m = LLM('tiny', device='cpu', max_seq_len=512, threads=2); "
         "m.generate(['A cow eats '*40]*3)")
     subprocess.run([sys.executable,'-c',code], check=True, timeout=300)
+
+@needs_arm
+def test_reads_on_arm():
+    "Nothing that a compiler for another processor does not know or would warn of"
+    source = processor.kernel_dir()/'host'/'linear.cpp'
+    command = [ARM,*processor.HOST_FLAGS,'-march=armv8-a','-Wall','-Wextra','-fsyntax-only',source]
+    r = subprocess.run(command, capture_output=True, text=True)
+    assert (r.returncode,r.stderr)==(0,'')

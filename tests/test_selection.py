@@ -80,6 +80,12 @@ def test_durations_come_back(tmp_path):
     assert durations.read(file)==listed|{'tests/a.py::x[1::2]': 20.}
     assert durations.read(tmp_path/'none.json')=={}
 
+def test_a_page_with_another_number_is_as_slow_as_it_was(monkeypatch):
+    monkeypatch.setattr(durations, 'read', lambda: {'tests/a.py::x[5_engine/draft]': 9})
+    left,items = [],[item('tests/a.py::x[5_engine/12_draft]')]
+    durations.pytest_collection_modifyitems(config(left=left), items)
+    assert nodeids(left)==['tests/a.py::x[5_engine/12_draft]'] and not items
+
 def config(named=False, left=None, **options):
     "A run's configuration: its options, whether paths are named, and where it puts what it leaves"
     source = SimpleNamespace(ARGS=1, TESTPATHS=2)

@@ -60,24 +60,30 @@ class Row:
     ttl_left:float|None=None # Seconds until it is unloaded, if nobody asks it
     roofline:float|None=None # What its steps achieve of what the bytes they read allow
 
+def _busy(live:dict)->dict:
+    "What a model does at this moment, as a server says it"
+    return dict(
+        tokens_per_second=live.get('tokens_per_second') or 0.,
+        running=live.get('running') or 0,
+        waiting=live.get('waiting') or 0,
+        since=live.get('since'),
+        roofline=live.get('roofline'))
+
 def row(d:dict)->Row:
     "A model, as `GET /models` says it; other servers of this kind say less"
     live,status = d.get('live') or {},d.get('status') or {}
+    stays = d.get('residency') or {}
     return Row(
         name=d['id'],
         state=live.get('state') or status.get('value', ''),
         bytes=d.get('need') or 0,
         names=[d['id'], *d.get('aliases', ())],
-        tokens_per_second=live.get('tokens_per_second') or 0.,
-        running=live.get('running') or 0,
-        waiting=live.get('waiting') or 0,
-        since=live.get('since'),
+        **_busy(live),
         context=d.get('max_model_len'),
         pinned=bool(d.get('pinned')),
         elsewhere=bool(d.get('elsewhere')),
         reason=status.get('reason'),
-        roofline=live.get('roofline'),
-        ttl_left=(d.get('residency') or {}).get('ttl_left'))
+        ttl_left=stays.get('ttl_left'))
 
 @patch
 def rows(self:Server)->tuple[list[Row],dict]:
@@ -89,40 +95,45 @@ def rows(self:Server)->tuple[list[Row],dict]:
         raise ClientError(f'What answers at {self.url} is no server of models') from None
 
 # %% ../../nbs/8_use/28_admin.ipynb #6f641bcc
+_UNITS = ('d',86400),('h',3600),('min',60),('s',1)
+
 def ago(seconds:float)->str:
     "A length of time in one or two units"
     s = max(int(seconds), 0)
-    units = ('d',86400),('h',3600),('min',60),('s',1)
-    at = next(
-        (i for i,(_,n) in enumerate(units) if s>=n),
-        3)
+    large = [i for i,(_,n) in enumerate(_UNITS) if s>=n]
+    at = large[0] if large else 3
     parts = []
-    for u,n in units[at:at+2]:
+    for u,n in _UNITS[at:at+2]:
         if s//n or not parts:
             parts.append(f'{s//n} {u}')
         s %= n
     return ' '.join(parts)
 
+# %% ../../nbs/8_use/28_admin.ipynb #1c46277f
 HEAD = 'NAME','STATE','SIZE','TOKENS/S','ROOF','RUNNING','WAITING','SINCE','UNTIL','NAMES'
+
+def _state(r:Row)->str:
+    "A model's state, and what else is to be known with it"
+    marks = dict(pinned=r.pinned, elsewhere=r.elsewhere)
+    said = ', '.join(m for m,on in marks.items() if on)
+    return f'{r.state} ({said})' if said else r.state
 
 def cells(r:Row, now:float|None=None)->tuple[str,...]:
     "What a table says of a model, below `HEAD`"
     now = time.time() if now is None else now
-    size = human(r.bytes) if r.bytes else '-'
-    marks = [
-        m
-        for m,on in (('pinned',r.pinned), ('elsewhere',r.elsewhere))
-        if on]
-    state = r.state+(f' ({", ".join(marks)})' if marks else '')
-    since = ago(now-r.since) if r.since else '-'
     speed = f'{r.tokens_per_second:.1f}' if r.tokens_per_second>=.05 else '-'
-    until = ago(r.ttl_left) if r.ttl_left is not None else '-'
     roof = f'{100*r.roofline:.0f} %' if r.roofline is not None else '-'
-    names = ', '.join(n for n in r.names if n!=r.name)
     return (
-        r.name,state,size,speed,roof,
-        str(r.running),str(r.waiting),since,
-        until,names)
+        r.name,
+        _state(r),
+        human(r.bytes) if r.bytes else '-',
+        speed,
+        roof,
+        str(r.running),
+        str(r.waiting),
+        ago(now-r.since) if r.since else '-',
+        ago(r.ttl_left) if r.ttl_left is not None else '-',
+        ', '.join(n for n in r.names if n!=r.name))
 
 # %% ../../nbs/8_use/28_admin.ipynb #06154d07
 @patch
@@ -200,11 +211,15 @@ def frame(
         name,state,*rest = (Text(c) for c in cells(r, now))
         state.stylize(_COLOURS.get(r.state, 'dim'))
         table.add_row(name, state, *rest)
-    speed,busy = sum(r.tokens_per_second for r in rows),sum(r.running for r in rows)
-    waiting = sum(r.waiting for r in rows)
-    sums = f'{speed:.1f} tokens/s, {busy} running, {waiting} waiting'
-    return Group(_above(rows, memory, where), table, Text(sums, style='dim'))
+    below = Text(_sums(rows), style='dim')
+    return Group(_above(rows, memory, where), table, below)
 
+def _sums(rows)->str:
+    "The line below: what all models do together"
+    speed = sum(r.tokens_per_second for r in rows)
+    running = sum(r.running for r in rows)
+    waiting = sum(r.waiting for r in rows)
+    return f'{speed:.1f} tokens/s, {running} running, {waiting} waiting'
 def _above(rows, memory, where):
     "The line above: where, and how much memory"
     n = memory.get('held') or held(rows)

@@ -97,7 +97,8 @@ def tokens_in(text:str)->int:
     t = text.strip()
     times = _TIMES.get(t[-1:].upper(), 1)
     number = t if times==1 else t[:-1]
-    if not (number.isascii() and number.isdecimal() and int(number)*times>1):
+    whole = number.isascii() and number.isdecimal()
+    if not (whole and int(number)*times>1):
         raise RequestError(f'{text!r} is no context such as 4K or 32768', param='contexts')
     return int(number)*times
 
@@ -133,8 +134,9 @@ COLUMNS = ('model','quantization','kv','context','sequences',*PARTS,'total','fit
 def _row(f, memory)->dict:
     p = f.plan
     parts = {k: p.parts.get(k, 0) if p else None for k in PARTS}
+    context = f.context or p and p.max_seq_len
     return dict(model=f.model, quantization=f.quantization or 'as shipped',
-        kv=p.kv_format if p else f.kv, context=f.context or p and p.max_seq_len,
+        kv=p.kv_format if p else f.kv, context=context,
         sequences=p and p.max_num_seqs, **parts,
         total=f.nbytes, fits=f.within(memory), note=f.note)
 
@@ -156,23 +158,27 @@ class Together:
     found:tuple # Of `Footprint`
     memory:int # Bytes
     @property
-    def nbytes(self)->int:
-        "Bytes to set aside for all that can be planned"
-        return sum(f.set_aside for f in self.found)
+    def refused(self)->list[str]:
+        "Which models cannot be kept in this way at all, and why"
+        return [f'{f.model}: {f.refused}' for f in self.found if f.refused]
+    @property
+    def nbytes(self)->int|None:
+        "Bytes to set aside for all; None where one has no plan"
+        return None if self.refused else sum(f.set_aside for f in self.found)
     @property
     def fits(self)->bool:
-        "Is there room for all at once?"
-        return all(f.plan for f in self.found) and self.nbytes<=self.memory
+        "Is there a plan of each, and room for all at once?"
+        return not self.refused and self.nbytes<=self.memory
     def to_dict(self)->dict:
         "As JSON takes it"
         names = [f.model for f in self.found]
-        return dict(models=names, total=self.nbytes, fits=self.fits)
+        return dict(models=names, total=self.nbytes, fits=self.fits, refused=self.refused)
     def __str__(self):
-        bad = [f'{f.model}: {f.refused}' for f in self.found if f.refused]
-        verdict = 'fit' if self.fits else 'do not fit'
-        size = f'{human(self.nbytes)} of {human(self.memory)}'
-        said = f'{" + ".join(f.model for f in self.found)}: {size}, {verdict}'
-        return '; '.join([said,*bad])
+        verdict = 'no plan; '+'; '.join(self.refused)
+        if not self.refused:
+            fits = 'fit' if self.fits else 'do not fit'
+            verdict = f'{human(self.nbytes)} of {human(self.memory)}, {fits}'
+        return f'{" + ".join(f.model for f in self.found)}: {verdict}'
 
 # %% ../../nbs/8_use/24_footprints.ipynb #17f00015
 def _shape(name)->str:
@@ -233,10 +239,12 @@ def together(self:FootprintTable, context, kv, quantization=None)->Together:
 # %% ../../nbs/8_use/24_footprints.ipynb #17f0001d
 def resident(m)->int:
     "Bytes of the weights of a loaded model on its device, tables of angles with them"
-    arrays = list(flatten(m.model.weights())[0].values())
-    arrays += [a for t in m.model._rotary.values() if t for a in t]
+    named,_ = flatten(m.model.weights())
+    angles = filter(None, m.model._rotary.values())
+    arrays = [*named.values(), *(a for t in angles for a in t)]
     own = type(m.device.empty((0,))) # the host keeps a few numbers for itself
-    spans = sorted((m.device.address(a), a.nbytes) for a in arrays if isinstance(a, own))
+    arrays = [a for a in arrays if isinstance(a, own)]
+    spans = sorted((m.device.address(a), a.nbytes) for a in arrays)
     total = end = 0
     for at,n in spans:
         total += max(0, at+n-max(at, end))

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <vector>
 #include <sys/mman.h>
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) && !defined(__aarch64__)
 #include <ucontext.h>
 #endif
 
@@ -34,8 +34,10 @@ void (*body)(void*);
 void* argument;
 const char* fault;
 
+// From one fiber to another: what a call has to keep, on the stack. FRAME: words of that, of which RETURN is where it goes on.
 #if defined(__x86_64__)
-extern "C" void emu_switch(void** from, void* to);
+#define EMU_SWITCH
+constexpr int FRAME = 8, RETURN = 6;  // one more, so that the stack is as after a call
 asm(R"(
 .text
 .weak emu_switch
@@ -47,13 +49,37 @@ emu_switch:
     popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
     ret
 )");
+#elif defined(__aarch64__)
+#define EMU_SWITCH
+constexpr int FRAME = 20, RETURN = 11;
+asm(R"(
+.text
+.weak emu_switch
+.hidden emu_switch
+emu_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp]; stp x21, x22, [sp, #16]; stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]; stp x27, x28, [sp, #64]; stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]; stp d10, d11, [sp, #112]; stp d12, d13, [sp, #128]; stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp]; ldp x21, x22, [sp, #16]; ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]; ldp x27, x28, [sp, #64]; ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]; ldp d10, d11, [sp, #112]; ldp d12, d13, [sp, #128]; ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+)");
+#endif
+#if defined(EMU_SWITCH)
+extern "C" void emu_switch(void** from, void* to);
 #else
 ucontext_t contexts[MOST], main_context;
 #endif
 
 Warp& warp() { return warps[current / 32]; }
 void yield() {
-#if defined(__x86_64__)
+#if defined(EMU_SWITCH)
     emu_switch(&fibers[current].sp, home);
 #else
     swapcontext(&contexts[current], &main_context);
@@ -137,11 +163,10 @@ bool run_threads() {
     for (int i = 0; i < threads; i++) {
         fibers[i].done = false;
         copies[i].clear(); groups[i].clear();
-#if defined(__x86_64__)
-        void** sp = (void**)(stacks + (size_t)(i + 1) * STACK - 64);
-        *--sp = nullptr;             // so that the stack is as after a call
-        *--sp = (void*)entry;
-        for (int k = 0; k < 6; k++) *--sp = nullptr;
+#if defined(EMU_SWITCH)
+        void** sp = (void**)(stacks + (size_t)(i + 1) * STACK - 64) - FRAME;
+        memset(sp, 0, FRAME * sizeof *sp);
+        sp[RETURN] = (void*)entry;
         fibers[i].sp = sp;
 #else
         getcontext(&contexts[i]);
@@ -158,7 +183,7 @@ bool run_threads() {
             current = down ? threads - 1 - i : i;
             if (fibers[current].done) continue;
             thread = {(unsigned)current % size.x, (unsigned)current / size.x % size.y, (unsigned)current / (size.x * size.y)};
-#if defined(__x86_64__)
+#if defined(EMU_SWITCH)
             emu_switch(&home, fibers[current].sp);
 #else
             swapcontext(&main_context, &contexts[current]);

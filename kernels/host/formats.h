@@ -49,6 +49,9 @@ struct BF16 : Format<64, true> {
 #if defined(__AVX2__)
             __m256i v = _mm256_cvtepu16_epi32(load<__m128i>(r.data + 16 * j));
             w[j] = (f8)_mm256_slli_epi32(v, 16);
+#elif defined(NEON)
+            uint16x8_t v = load<uint16x8_t>(r.data + 16 * j);
+            w[j] = {(f4)vshll_n_u16(vget_low_u16(v), 16), (f4)vshll_high_n_u16(v, 16)};
 #else
             i8 v;
             UNROLL for (int i = 0; i < 8; i++) v[i] = load<uint16_t>(r.data + 16 * j + 2 * i) << 16;

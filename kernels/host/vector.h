@@ -6,15 +6,26 @@
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#define NEON
 #include <arm_neon.h>
+#if !defined(__clang__)
+// Loads stay beside what uses them: moved up, they take registers that sums are held in
+#pragma GCC optimize("no-schedule-insns")
+#endif
 #endif
 
-typedef float f8 __attribute__((vector_size(32)));
-typedef int32_t i8 __attribute__((vector_size(32)));
-typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+
+typedef float f4 __attribute__((vector_size(16)));
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+#if defined(NEON)
+#include "wide.h"
+#else
+typedef float f8 __attribute__((vector_size(32)));
+typedef int32_t i8 __attribute__((vector_size(32)));
+#endif
 
 template <class T>
 INLINE T load(const void* p) {
@@ -23,15 +34,30 @@ INLINE T load(const void* p) {
     return v;
 }
 
-INLINE f8 all(float v) { return f8{v, v, v, v, v, v, v, v}; }
+#if defined(NEON)
+template <>
+inline __attribute__((always_inline)) f8 load<f8>(const void* p) {
+    return {vld1q_f32((const float*)p), vld1q_f32((const float*)p + 4)};
+}
+#endif
+
+INLINE f8 all(float v) {
+#if defined(NEON)
+    return {vdupq_n_f32(v), vdupq_n_f32(v)};
+#else
+    return f8{v, v, v, v, v, v, v, v};
+#endif
+}
 INLINE bytes16 all16(uint8_t v) {
     return bytes16{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v};
 }
 
 // Have it in a register, where the compiler would read it from memory at each use
-INLINE void keep(f8& v) {
+INLINE void keep([[maybe_unused]] f8& v) {
 #if defined(__AVX__)
     asm("" : "+x"(v));
+#elif defined(NEON)
+    asm("" : "+w"(v.low), "+w"(v.high));
 #endif
 }
 
@@ -39,6 +65,8 @@ INLINE void keep(f8& v) {
 INLINE f8 fma(f8 a, f8 b, f8 c) {
 #if defined(__FMA__)
     return (f8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(NEON)
+    return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
 #else
     for (int i = 0; i < 8; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
@@ -59,6 +87,10 @@ INLINE void sum4(const f8* v, float* y) {
         h[i] = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     }
     _mm_storeu_ps(y, _mm_hadd_ps(_mm_hadd_ps(h[0], h[1]), _mm_hadd_ps(h[2], h[3])));
+#elif defined(NEON)
+    f4 h[4];
+    UNROLL for (int i = 0; i < 4; i++) h[i] = v[i].low + v[i].high;
+    vst1q_f32(y, vpaddq_f32(vpaddq_f32(h[0], h[1]), vpaddq_f32(h[2], h[3])));
 #else
     for (int i = 0; i < 4; i++) y[i] = sum(v[i]);
 #endif
@@ -69,6 +101,8 @@ INLINE float half(const uint8_t* p) {
     uint16_t h = load<uint16_t>(p);
 #if defined(__F16C__)
     return _cvtsh_ss(h);
+#elif defined(NEON)
+    return load<__fp16>(&h);
 #else
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
     if (!e) {
@@ -83,6 +117,9 @@ INLINE float half(const uint8_t* p) {
 INLINE f8 halves(const void* p) {
 #if defined(__F16C__)
     return (f8)_mm256_cvtph_ps(load<__m128i>(p));
+#elif defined(NEON)
+    float16x8_t h = load<float16x8_t>(p);
+    return {vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)};
 #else
     f8 v;
     for (int i = 0; i < 8; i++) v[i] = half((const uint8_t*)p + 2 * i);
@@ -96,6 +133,10 @@ INLINE void whole(bytes16 b, f8* w) {
     __m128i v = (__m128i)b;
     w[0] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v));
     w[1] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)));
+#elif defined(NEON)
+    uint16x8_t h[2] = {vmovl_u8(vget_low_u8(b)), vmovl_high_u8(b)};
+    UNROLL for (int i = 0; i < 2; i++)
+        w[i] = {vcvtq_f32_u32(vmovl_u16(vget_low_u16(h[i]))), vcvtq_f32_u32(vmovl_high_u16(h[i]))};
 #else
     for (int i = 0; i < 16; i++) w[i / 8][i % 8] = b[i];
 #endif
@@ -106,6 +147,10 @@ INLINE void signed_whole(bytes16 b, f8* w) {
     __m128i v = (__m128i)b;
     w[0] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v));
     w[1] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)));
+#elif defined(NEON)
+    int16x8_t h[2] = {vmovl_s8(vget_low_s8((int8x16_t)b)), vmovl_high_s8((int8x16_t)b)};
+    UNROLL for (int i = 0; i < 2; i++)
+        w[i] = {vcvtq_f32_s32(vmovl_s16(vget_low_s16(h[i]))), vcvtq_f32_s32(vmovl_high_s16(h[i]))};
 #else
     for (int i = 0; i < 16; i++) w[i / 8][i % 8] = (int8_t)b[i];
 #endif
@@ -118,6 +163,10 @@ INLINE f8 e4m3(const uint8_t* p) {
     __m128i sign = _mm_and_si128(_mm_slli_epi16(b, 1), _mm_set1_epi16((short)0x8000));
     b = _mm_or_si128(sign, _mm_and_si128(b, _mm_set1_epi16(0x3f80)));
     return (f8)_mm256_cvtph_ps(b);
+#elif defined(NEON)
+    uint16x8_t h = vmovl_u8(vld1_u8(p));
+    h = (vshlq_n_u16(h, 8) & vdupq_n_u16(0x8000)) | (vshlq_n_u16(h, 7) & vdupq_n_u16(0x3f80));
+    return halves(&h);
 #else
     uint16_t h[8];
     for (int i = 0; i < 8; i++) h[i] = (p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7;
@@ -130,7 +179,7 @@ INLINE bytes16 e2m1(bytes16 code) {
     const bytes16 table = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
 #if defined(__AVX2__)
     return (bytes16)_mm_shuffle_epi8((__m128i)table, (__m128i)code);
-#elif defined(__ARM_NEON) && defined(__aarch64__)
+#elif defined(NEON)
     return (bytes16)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)code);
 #else
     bytes16 v;

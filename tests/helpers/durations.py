@@ -5,10 +5,11 @@ written into tests/durations.json by
 
 and read by every other run: what takes more than `SLOW` seconds is marked `slow`,
 what is not even listed `fast`; null is not measured yet, and neither.
+Pages are listed without their numbers, which change when one comes between.
 Where tests share a server, what starts it is counted for the first;
 the others are given as much by hand. A run that names nothing (no path, no -k, no -m)
 leaves the slow ones out unless it says `--slow`; `pytest -m fast` is for between two edits."""
-import json,os
+import json,os,re
 from pathlib import Path
 import pytest
 
@@ -23,6 +24,10 @@ LEFT = ('test_openapi.py',)
 def spent():
     "Seconds of processor of this process and of children that have ended"
     return sum(os.times()[:4])
+
+def listed(test):
+    "The name of a test by which it is listed: `test_notebook[5_engine/12_draft]` as `…/draft]`"
+    return re.sub(r'/\d+_', '/', test)
 
 def read(file=FILE):
     "Seconds of each test that takes more than `FAST`"
@@ -86,7 +91,7 @@ def waits(test):
 def pytest_collection_modifyitems(config, items):
     known,left,kept = read(),[],[]
     for item in items:
-        s = known.get(item.nodeid, 0)
+        s = known.get(listed(item.nodeid), 0)
         measured = s is not None
         said = item.get_closest_marker('slow') # by the test itself
         slow = bool(said) or measured and s>SLOW
@@ -124,8 +129,8 @@ class Recorder:
     def __init__(self, config):
         self.config,self.seconds = config,{}
     def pytest_runtest_logreport(self, report):
-        before = self.seconds.get(report.nodeid, 0)
-        self.seconds[report.nodeid] = before+report.seconds
+        test = listed(report.nodeid)
+        self.seconds[test] = self.seconds.get(test, 0)+report.seconds
     def pytest_sessionfinish(self, session):
         whole = self.config.option.slow and not names_paths(self.config)
         known = {} if whole else read()

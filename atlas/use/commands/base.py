@@ -196,14 +196,12 @@ def print_result(data, as_json, text):
         if as_json else text)
 
 def print_table(rows, head):
-    "Columns of equal width; numbers to the right"
+    "Rows as lines of text, each column as wide as its longest cell"
     rows = [head, *([str(c) for c in r] for r in rows)]
     w = [max(map(len, c)) for c in zip(*rows)]
-    return '\n'.join(
-        '  '.join(
-            c.ljust(n)
-            for c,n in zip(r, w)).rstrip()
-        for r in rows)
+    def line(r):
+        return '  '.join(c.ljust(n) for c,n in zip(r, w)).rstrip()
+    return '\n'.join(map(line, rows))
 
 # %% ../../../nbs/8_use/29_commands.base.ipynb #ea518449
 def run_command(*args, input=None):

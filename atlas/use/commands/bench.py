@@ -485,7 +485,7 @@ class FormFlags:
         'Formats to store weights in anew as they are read, such as nvfp4,fp8,mxfp4,int4,q4_0; '
         'stored is as they are.', '--weights', **_LIST)] = None
     caches:Annotated[str|None, option(
-        'On a card: formats of keys and values, such as f16,fp8,nvfp4.',
+        'Formats of keys and values, such as f16,fp8,nvfp4. The host imitates them.',
         '--kv-cache-dtype', **_LIST)] = None
     activations:Annotated[str|None, option(
         'On a card: formats of activations of prompts, such as f16,fp8,nvfp4.',
@@ -645,6 +645,9 @@ class ReplayFlags:
     key:Annotated[str|None, option(
         'API key of the server. [default: $ATLAS_API_KEY]', '--key', envvar='ATLAS_API_KEY',
         show_default=False, show_envvar=False)] = None
+    images:Annotated[list[str]|None, option(
+        'An image of the prompt, of which a receipt has only a digest; may be given several times.',
+        '--image', metavar='FILE', show_default=False)] = None
     as_json:Json = False
 
 def _replayed(path, model, flags, options):
@@ -653,10 +656,12 @@ def _replayed(path, model, flags, options):
     from atlas.use.llm import LLM
     r = receipt_in(path)
     if flags.url:
+        if flags.images:
+            raise typer.BadParameter('it goes without --url', param_hint="'--image'")
         return replay_at(flags.url, r, flags.company, model, flags.key)
     seqs = max(8, flags.company+len(r.answers))
     with closing(LLM(EngineConfig(model or r.model, max_num_seqs=seqs, **options))) as llm:
-        return llm.replay(r, flags.company)
+        return llm.replay(r, flags.company, flags.images or ())
 
 @app.command(epilog=examples(
     'atlas replay answer.json', 'atlas replay answer.json tiny --company 7 --speculative',

@@ -71,10 +71,10 @@ class AccessFlags(NameFlags):
         'API keys, one on each line; "admin KEY" for one that may load and unload models. '
         'ATLAS_API_KEY and ATLAS_ADMIN_KEY work too.', metavar='FILE') = None
     insecure:Annotated[bool, option('Serve other machines without a key.', '--insecure')] = False
-    allowed_host:unset(list[str],
+    allowed_hosts:unset(list[str],
         'A name that this server goes by, beside localhost.',
         '--allowed-host', metavar='NAME') = None
-    cors_origin:unset(list[str],
+    cors_origins:unset(list[str],
         'A web page that may ask from a browser, such as https://chat.example.com.',
         '--cors-origin', metavar='URL') = None
     rate_limit:unset(int,
@@ -97,9 +97,9 @@ class ServeFlags(AccessFlags):
     prefill_next_turn:Annotated[bool, option(
         'While a model is idle, prefill what the next turns of its conversations will begin '
         'with.', '--prefill-next-turn/--no-prefill-next-turn')] = True
-    tool_call_parser:unset(str,
+    tool_parser:unset(str,
         'How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as '
-        'its family does]') = None
+        'its family does]', '--tool-call-parser') = None
     reasoning_parser:unset(
         str, 'How the model marks its thoughts. [default: as its family does]') = None
     as_json:Annotated[bool, option('Print what --dry-run says as JSON.', '--json')] = False
@@ -148,7 +148,7 @@ def _parsers(config, flags)->dict:
     from atlas.ground.hub import here
     from atlas.text.processor import read_text
     found,entry = here(config.model),find_entry(config.model)
-    calls,thoughts = flags.tool_call_parser,flags.reasoning_parser
+    calls,thoughts = flags.tool_parser,flags.reasoning_parser
     if found:
         try:
             text = read_text(replace(config, model=str(found)), (calls,thoughts))
@@ -215,17 +215,14 @@ def _to_serve(models, config, flags, options):
     return FleetFile(config, flags.lazy)
 
 def _gateway_options(flags)->dict:
-    "The flags in the words of the gateway's `serve`"
-    said = asdict(flags)
+    "The flags as the tables of the gateway's `serve`; what was not given is as it has it"
+    from atlas.service.gateway import tables_of
+    said = {k:v for k,v in asdict(flags).items() if v is not None}
     for name in ('dry_run','as_json',*_FOREIGN):
         del said[name]
-    for name in ('alias','api_key','allowed_host','cors_origin'):
-        said[name] = said[name] or ()
-    said['allowed_hosts'] = said.pop('allowed_host')
-    said['cors_origins'] = said.pop('cors_origin')
-    said['tool_parser'] = said.pop('tool_call_parser')
-    said['first'] = () if said.pop('lazy') else None
-    return said
+    if said.pop('lazy'):
+        said['first'] = ()
+    return tables_of(**said)
 
 # %% ../../../nbs/8_use/32_commands.serve.ipynb #10613825
 @app.command(epilog=examples(

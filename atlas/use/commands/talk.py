@@ -182,6 +182,30 @@ def _check_raw(**chats):
         if said:
             raise typer.BadParameter('has no place in a --raw prompt', param_hint=f"'--{name}'")
 
+def _asked(llm, question, params, think, raw):
+    "A function that has a model answer: in pieces, or at once"
+    def ask(stream):
+        if not raw:
+            return llm.chat(question, params, stream=stream, **_template(think))
+        answer = llm.stream if stream else llm.generate
+        return answer(question, params)
+    return ask
+
+def _print_pieces(pieces, show):
+    "Print an answer as it comes"
+    p = Printer(show)
+    for d in pieces:
+        p.add(d)
+    p.end()
+
+def _print_answer(out):
+    "An answer as JSON"
+    d = dict(text=out.text, finish_reason=out.finish_reason, usage=out.usage)
+    if out.reasoning:
+        d = dict(reasoning=out.reasoning)|d
+    print_result(d, True, '')
+
+# %% ../../../nbs/8_use/31_commands.talk.ipynb #1b42fc02
 @app.command(epilog=examples(
     'atlas run tiny "What does a cow eat?"',
     'atlas run tiny --no-think "What does a cow eat?"',
@@ -202,27 +226,13 @@ def run(
     if raw:
         _check_raw(system=system, image=images, think=think is not None)
     prompt = _prompt(prompt)
+    question = prompt if raw else _messages(prompt, system, images)
     with closing(_llm(model, **options)) as llm:
         params = _params(llm, temperature=temperature, max_tokens=max_tokens, seed=seed)
-        def ask(stream):
-            if raw:
-                return (llm.stream if stream else llm.generate)(prompt, params)
-            messages = _messages(prompt, system, images)
-            return llm.chat(messages, params, stream=stream, **_template(think))
+        ask = _asked(llm, question, params, think, raw)
         if as_json:
             return _print_answer(ask(False))
-        p = Printer(show_thinking)
-        for d in ask(True):
-            p.add(d)
-        p.end()
-
-# %% ../../../nbs/8_use/31_commands.talk.ipynb #ec1e3733
-def _print_answer(out):
-    "An answer as JSON"
-    d = dict(text=out.text, finish_reason=out.finish_reason, usage=out.usage)
-    if out.reasoning:
-        d = dict(reasoning=out.reasoning)|d
-    print_result(d, True, '')
+        _print_pieces(ask(True), show_thinking)
 
 # %% ../../../nbs/8_use/31_commands.talk.ipynb #a0434e8e
 class Conversation:
