@@ -174,7 +174,7 @@ streams  {'added by':18}{'a second':>10}{'second':>12}{'p50       p99':>19}{'p50
 def save(o, rows, load):
     "Write the file of `--output`"
     plan = {k: v for k,v in vars(o).items() if k!='output'}
-    about = dict(machine=platform.machine(), cores=os.cpu_count(), load=load, plan=plan)
+    about = dict(machine=platform.machine(), processors=os.cpu_count(), load=load, plan=plan)
     found = dict(kind='atlas.bench.generator', version=1)|about|dict(rows=rows)
     o.output.write_text(json.dumps(found, indent=1)+'\n')
 
