@@ -119,6 +119,7 @@ def rows(self:HostMatrix, index)->'HostMatrix':
 
 # %% ../../nbs/3_ops/linear/16_ops.host.ipynb #4026bc5b
 _ACTS = {None:0, 'silu':1, 'gelu_tanh':2, 'swiglu_oai':3, 'relu2':4} # As `Act` of the kernel
+_PAIRS = 1,2,3 # Those that make one number of two
 
 @patch
 def _product(self:HostMatrix, gain, bias, eps, act, limit)->_Product:
@@ -147,10 +148,10 @@ def fused(self:HostMatrix,
     rows,add = plain(x),plain(add)
     n,k = self.shape
     if out is None:
-        shape = *x.shape[:-1],n//2 if p.act in (1,2,3) else n
-        out = np.empty(shape, np.float32)
-    where = address(rows),address(add),address(out)
-    self._multiply(p, *where, rows.size//k, k, self.threads)
+        n = n//2 if p.act in _PAIRS else n
+        out = np.empty((*x.shape[:-1],n), np.float32)
+    arrays = map(address, (rows,add,out))
+    self._multiply(p, *arrays, rows.size//k, k, self.threads)
     return out
 
 @patch

@@ -9,7 +9,7 @@ __all__ = ['WORDS', 'DRAFTING', 'SETUP', 'DEFAULTS', 'Step', 'embed', 'RotaryTab
            'norm_add', 'Matrix', 'MLPWeights', 'project', 'mlp', 'logits', 'AttentionWeights', 'attend', 'DeltaWeights',
            'gated_delta', 'MambaWeights', 'mamba', 'beside', 'pick', 'likeliest', 'ngram', 'MoEWeights', 'moe',
            'Defaults', 'placement', 'weight_bytes', 'prepare', 'take_rows', 'prefill_formats', 'kv_formats', 'kv_bytes',
-           'KVArrays', 'kv_pools', 'state_shapes', 'states_of']
+           'KVArrays', 'HostKV', 'kv_pools', 'state_shapes', 'states_of']
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #592ad131
 import math
@@ -518,7 +518,6 @@ class KVArrays(NamedTuple):
     "Keys and values of one layer"
     k:object # [blocks, block_size, kv, d]
     v:object
-    attend:object # Who attends over them, called as `atlas.ops.attention.attend`
     @property
     def fmt(self)->str:
         "Format of the numbers"
@@ -527,6 +526,13 @@ class KVArrays(NamedTuple):
     def arrays(self)->tuple:
         "k and v"
         return self.k,self.v
+
+class HostKV(KVArrays):
+    "The same, and who attends over them: `attend`, called as `atlas.ops.attention.attend`"
+    def __new__(cls, device, k, v):
+        self = super().__new__(cls, k, v)
+        self.attend = attention_of(device, k, v)
+        return self
 
 def kv_pools(
     device,
@@ -539,8 +545,7 @@ def kv_pools(
     def zeros(i):
         return device.zeros((blocks,block_size,*shapes[i]), formats[i])
     def pool(i):
-        k,v = zeros(i),zeros(i)
-        return KVArrays(k, v, attention_of(device, k, v))
+        return HostKV(device, zeros(i), zeros(i))
     return {i: pool(i) for i in shapes}
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #81264b83
