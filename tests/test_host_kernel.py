@@ -1,20 +1,23 @@
 """The kernel for the processor behind whole models: as near to the definition as its contract
 says, in every family and company; what a user asks of threads; and a machine without a compiler"""
-import logging,shutil,subprocess,sys
+import ctypes,logging,shutil,subprocess,sys
+from pathlib import Path
 import numpy as np
 import pytest
 from atlas import SamplingParams
 from atlas.card import processor
 from atlas.card.device import Host
 from atlas.ground.core import RequestError
+from atlas.ground.formats import GGUF_BLOCKS,QTensor
 from atlas.ground.options import EngineConfig
 from atlas.ground.weights import open_checkpoint
 from atlas.model.model import load_model
-from atlas.ops.host import HostMatrix,settled
+from atlas.ops.host import STORED,HostMatrix,_described,_Matrix,settled
 from atlas.use.llm import LLM
 from helpers.reference import Run,data as DATA
 
-ARM = shutil.which('aarch64-linux-gnu-g++')
+ARM,QEMU = map(shutil.which, ('aarch64-linux-gnu-g++','qemu-aarch64-static'))
+ACTS = None,'silu','gelu_tanh','swiglu_oai'
 needs_arm = pytest.mark.skipif(not ARM, reason='no compiler for 64-bit Arm')
 
 TEXTS = [
@@ -115,3 +118,57 @@ def test_reads_on_arm():
     command = [ARM,*processor.HOST_FLAGS,'-march=armv8-a','-Wall','-Wextra','-fsyntax-only',source]
     r = subprocess.run(command, capture_output=True, text=True)
     assert (r.returncode,r.stderr)==(0,'')
+
+class Asked(ctypes.Structure):
+    "As `Asked` of helpers/host_product.cpp"
+    _fields_ = [
+        ('bytes',ctypes.c_long*3), ('rows',ctypes.c_long), ('threads',ctypes.c_long),
+        ('act',ctypes.c_long), ('matrix',_Matrix)]
+
+def asked(q, gain, x, act)->bytes:
+    "A product as helpers/host_product.cpp reads it"
+    arrays = [q.parts.get(k, np.empty(())) for k in ('data','scale','zero')]
+    parts = [a.tobytes() if a.ndim else b'' for a in arrays]
+    sizes = (ctypes.c_long*3)(*map(len, parts))
+    head = Asked(sizes, len(x), 1+len(x)%2, act, _described(q))
+    return b''.join([bytes(head), *parts, gain.tobytes(), x.tobytes()])
+
+def made_up(fmt, rng, n=22, k=1536):
+    "A matrix in a format, of random weights or, where Atlas only reads it, of random blocks"
+    if fmt not in ('Q4_K','Q5_K','Q6_K'):
+        return QTensor.encode(.02*rng.standard_normal((n,k), 'f4'), fmt)
+    size,nbytes = GGUF_BLOCKS[fmt]
+    blocks = rng.integers(0, 256, (n*k//size,nbytes), np.uint8)
+    blocks[:,1::2] &= 0xBF # no number of 16 bits is 2 or more
+    return QTensor(fmt, (n,k), dict(data=blocks.reshape(n, -1)))
+
+def run_there(folder, said)->np.ndarray:
+    "What the kernel, compiled for Arm, answers"
+    host = processor.kernel_dir()/'host'
+    driver,out = Path(__file__).parent/'helpers'/'host_product.cpp',folder/'arm'
+    drop = {'-fPIC','-shared'}
+    flags = ['-march=armv8-a','-static',*(f for f in processor.HOST_FLAGS if f not in drop)]
+    subprocess.run([ARM, *flags, f'-I{host}', driver, '-o', out], check=True)
+    r = subprocess.run([QEMU,out], input=said, capture_output=True, check=True)
+    return np.frombuffer(r.stdout, 'f4')
+
+@pytest.mark.slow
+@needs_arm
+@pytest.mark.skipif(not QEMU, reason='no qemu-aarch64-static')
+def test_bits_on_arm(tmp_path):
+    """Products of every format, by rows and by tiles, bare and from a norm to each activation: the
+    same numbers on both processors"""
+    rng = np.random.default_rng(0)
+    gain = rng.standard_normal(1536, 'f4')
+    rows = [rng.standard_normal((n,1536), 'f4') for n in (1,2,3,7,20)]
+    matrices = [made_up(fmt, rng) for fmt in STORED]
+    work = [(q,x,0) for q in matrices for x in rows]
+    work += [(matrices[i],x,act) for i in (0,1) for x in rows for act in (1,2,3)]
+    there = run_there(tmp_path, b''.join(asked(q, gain, x, act) for q,x,act in work))
+    multiply = settled(Host(), EngineConfig('m', threads=1))._multiply
+    for q,x,act in work:
+        around = dict(gain=gain, eps=1e-6, act=ACTS[act], limit=7.) if act else {}
+        here = HostMatrix(q, multiply, 1).fused(x, **around).ravel()
+        assert np.array_equal(there[:here.size], here), (q.fmt,len(x),act)
+        there = there[here.size:]
+    assert not there.size

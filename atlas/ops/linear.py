@@ -145,6 +145,9 @@ def fused_linear(
     gate=None, # (logits [rows, any], a column of them): its sigmoid is a factor, before `add`
 ): # [..., out+more], or half of it after an activation of pairs
     "`act(f(x) @ w.T + bias) * sigmoid(gate) + add`; f: nothing, a norm, or that of each group"
+    own = getattr(w, 'fused', None) # of a matrix that does most of this in one go
+    if own and extra is None and parts is None and gate is None and not cap:
+        return own(x, gain, eps, bias, act, limit, add)
     h = x if gain is None else rmsnorm(x, gain, eps)
     if parts is not None:
         rms = np.sqrt(parts.sum(-1)/group+np.float32(eps))

@@ -9,7 +9,7 @@ __all__ = ['WORDS', 'DRAFTING', 'SETUP', 'DEFAULTS', 'Step', 'embed', 'RotaryTab
            'norm_add', 'Matrix', 'MLPWeights', 'project', 'mlp', 'logits', 'AttentionWeights', 'attend', 'DeltaWeights',
            'gated_delta', 'MambaWeights', 'mamba', 'beside', 'pick', 'likeliest', 'ngram', 'MoEWeights', 'moe',
            'Defaults', 'placement', 'weight_bytes', 'prepare', 'take_rows', 'prefill_formats', 'kv_formats', 'kv_bytes',
-           'KVArrays', 'kv_pools', 'state_shapes', 'states_of']
+           'KVArrays', 'HostKV', 'kv_pools', 'state_shapes', 'states_of']
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #592ad131
 import math
@@ -17,9 +17,10 @@ import numpy as np
 from dataclasses import dataclass,field
 from typing import NamedTuple
 from ..ground.config import AttentionConfig,MoEConfig
-from .attention import attend as attend_heads
 from .delta import gated_delta as delta_net
+from .attention import attend as attend_heads
 from .host import HostMatrix
+from .host_attend import attention_of
 from .linear import TILE,embed as embedding,fused_linear
 from .mamba import mamba2
 from .moe import experts,route
@@ -49,7 +50,7 @@ class Step:
 
 def _tiles(s, x):
     "Rows [R,n] as products take them: the tiles of a prefill step apart"
-    if not s.b.tiled:
+    if x is None or not s.b.tiled:
         return x
     return x.reshape(-1, TILE, x.shape[-1])
 
@@ -149,11 +150,8 @@ def project(
     "The rows times a matrix"
     rows = _tiles(s, x)
     y = fused_linear(rows, w.weight, extra=extra,
-        bias=w.bias, **_options(norm))
-    y = y.reshape(len(x), -1)
-    if add is not None:
-        y += add
-    return y
+        bias=w.bias, add=_tiles(s, add), **_options(norm))
+    return y.reshape(len(x), -1)
 
 def mlp(
     s:Step,
@@ -163,19 +161,16 @@ def mlp(
     add=None, # [R, H]: added to the result
 ): # [R, H]
     "`down(act(up(x)))`, times the sigmoid of a gate if there is one"
-    x = _tiles(s, x)
-    h = x if norm is None else normed(x, *norm)
-    gate = None
+    rows,gate = _tiles(s, x),None
     if w.gate is not None:
-        gate = fused_linear(h, w.gate),0
+        rows = rows if norm is None else normed(rows, *norm)
+        gate,norm = (fused_linear(rows, w.gate),0),None
     up,down = w.up,w.down
-    u = fused_linear(h, up.weight, bias=up.bias,
-        act=w.act, limit=w.limit)
-    y = fused_linear(u, down.weight, bias=down.bias, gate=gate)
-    y = y.reshape(-1, h.shape[-1])
-    if add is not None:
-        y += add
-    return y
+    u = fused_linear(rows, up.weight, bias=up.bias,
+        act=w.act, limit=w.limit, **_options(norm))
+    y = fused_linear(u, down.weight, bias=down.bias,
+        gate=gate, add=_tiles(s, add))
+    return y.reshape(len(x), -1)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #0bf24da5
 def logits(
@@ -208,7 +203,8 @@ def attend(
     angles, # As `angles` made them; None: no positions
 ): # [R, heads*d]
     "Attention over the cache, from projection to projection"
-    return attend_heads(
+    own = getattr(kv, 'attend', attend_heads) # of a pool that somebody attends to faster
+    return own(
         qkv,
         s.b,
         kv,
@@ -531,6 +527,13 @@ class KVArrays(NamedTuple):
         "k and v"
         return self.k,self.v
 
+class HostKV(KVArrays):
+    "The same, and who attends over them: `attend`, called as `atlas.ops.attention.attend`"
+    def __new__(cls, device, k, v):
+        self = super().__new__(cls, k, v)
+        self.attend = attention_of(device, k, v)
+        return self
+
 def kv_pools(
     device,
     shapes:dict, # Layer -> (key heads, their size)
@@ -541,7 +544,9 @@ def kv_pools(
     "Empty pools for keys and values"
     def zeros(i):
         return device.zeros((blocks,block_size,*shapes[i]), formats[i])
-    return {i:KVArrays(zeros(i), zeros(i)) for i in shapes}
+    def pool(i):
+        return HostKV(device, zeros(i), zeros(i))
+    return {i: pool(i) for i in shapes}
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #81264b83
 def state_shapes(cfg, layer:int)->dict:

@@ -21,6 +21,7 @@ from fastcore.basics import patch
 import atlas.cuda.vocabulary as card_words
 from ..card.device import get_device
 from ..cuda.attend import decode_row,encode_row
+from ..cuda.vocabulary import words_of
 from ..engine.cache import token_bytes
 from ..engine.divergence import Comparison,Reference,Text,compare,open_reference,record
 from ..ground.core import RequestError,human
@@ -110,16 +111,17 @@ def forms(
     return [Form(*f) for f in product(ws, cs, acts)]
 
 # %% ../../nbs/8_use/26_bench_quality.ipynb #ba9240a8
-def _on_host(config)->bool:
-    "Do such options lead to the processor?"
-    return get_device(config.device).kind=='cpu'
+def _imitates(config)->bool:
+    "Do such options lead to a device that has no formats of keys and values?"
+    ops = words_of(get_device(config.device))
+    return 'kv_cache_dtype' in ops.DEFAULTS.foreign
 
 class FormedLLM(LLM):
     "A model in some form"
     def __init__(self, config:EngineConfig, form:Form):
         self.form,self.imitated = form,None
         how = dict(kv_cache_dtype=form.cache, prefill_activations=form.activations)
-        if form.cache and _on_host(config):
+        if form.cache and _imitates(config):
             self.imitated = how.pop('kv_cache_dtype')
         super().__init__(replace(config, **how), show=False)
     def _checkpoint(self):

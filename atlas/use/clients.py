@@ -9,7 +9,7 @@ __all__ = ['KEY', 'CLIENTS', 'AGENTS', 'ROOM', 'ClientError', 'ServerModel', 'he
            'Setup', 'setup', 'write', 'shown', 'launch']
 
 # %% ../../nbs/8_use/03_clients.ipynb #97a5356e
-import hashlib,json,os,shlex,shutil,sys
+import hashlib,json,os,shlex,shutil,ssl,sys
 from dataclasses import dataclass,field,replace
 from pathlib import Path
 from urllib.error import HTTPError,URLError
@@ -75,14 +75,23 @@ def ask(
             return json.loads(r.read(1<<24))
     except HTTPError as e:
         raise _refused(url, key, e) from None
-    except (URLError,OSError):
-        hint = 'Start one with "atlas serve MODEL", or give its address with --url'
-        raise ClientError(f'No server answers at {url}', hint=hint) from None
+    except (URLError,OSError) as e:
+        raise _unreachable(url, e) from None
     except ValueError:
         raise _stranger(url) from None
 
 # %% ../../nbs/8_use/03_clients.ipynb #06b198e0
 def _stranger(url): return ClientError(f'What answers at {url} is no server of models')
+
+def _unreachable(url, e):
+    "The error for an address where nobody answers, or nobody who is trusted"
+    why = getattr(e, 'reason', e)
+    if isinstance(why, ssl.SSLCertVerificationError):
+        hint = 'If it is yours, set SSL_CERT_FILE to a file with its certificate'
+        said = f'The certificate of {url} is not trusted: {why.verify_message}'
+        return ClientError(said, hint=hint)
+    hint = 'Start one with "atlas serve MODEL", or give its address with --url'
+    return ClientError(f'No server answers at {url}', hint=hint)
 
 def _refused(url, key, e):
     "The error for an answer that is none: in the server's own words, if it has some"

@@ -142,15 +142,16 @@ struct INT4 : Format<16> {
 // fifth bit of each is in four more bytes
 template <bool HIGH>
 INLINE void fours(const uint8_t* low, const uint8_t* high, f8* w) {
-    bytes16 b = load<bytes16>(low), c[2] = {b & all16(15), b >> 4};
     UNROLL for (int i = 0; i < 2; i++) {
-        if (HIGH) {
-            const bytes16 place = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-            uint8_t x = high[2 * i], y = high[2 * i + 1];
-            bytes16 spread = {x, x, x, x, x, x, x, x, y, y, y, y, y, y, y, y};
-            c[i] |= (bytes16)((spread & place) != 0) & all16(16);
+        i8 b = bytes8(low + 8 * i), c[2] = {b & 15, b >> 4};
+        UNROLL for (int j = 0; j < 2; j++) {
+            if (HIGH) {
+                const i8 place = {1, 2, 4, 8, 16, 32, 64, 128};
+                i8 fifth = place & high[2 * j + i];
+                c[j] |= (fifth != 0) & 16;
+            }
+            w[2 * j + i] = numbers(c[j]);
         }
-        whole(c[i], w + 2 * i);
     }
 }
 
@@ -160,18 +161,20 @@ struct Q45 : Format<2 + 2 * OFFSET + 4 * HIGH + 16> {
     INLINE void widen(const Row& r, f8* w) {
         const uint8_t* high = r.data + 2 + 2 * OFFSET;
         fours<HIGH>(high + 4 * HIGH, high, w);
-        f8 d = all(half(r.data));
-        f8 m = OFFSET ? all(half(r.data + 2)) : all(HIGH ? 16 : 8);
-        UNROLL for (int j = 0; j < 4; j++) w[j] = OFFSET ? w[j] * d + m : (w[j] - m) * d;
+        if (OFFSET) {
+            Two s = two_halves(r.data);
+            UNROLL for (int j = 0; j < 4; j++) w[j] = w[j] * s.first + s.second;
+        } else {
+            f8 d = all(half(r.data)), m = all(HIGH ? 16 : 8);
+            UNROLL for (int j = 0; j < 4; j++) w[j] = (w[j] - m) * d;
+        }
     }
 };
 
 struct Q8_0 : Format<34> {
     INLINE void widen(const Row& r, f8* w) {
         f8 d = all(half(r.data));
-        signed_whole(load<bytes16>(r.data + 2), w);
-        signed_whole(load<bytes16>(r.data + 18), w + 2);
-        UNROLL for (int j = 0; j < 4; j++) w[j] *= d;
+        UNROLL for (int j = 0; j < 4; j++) w[j] = numbers(signed8(r.data + 2 + 8 * j)) * d;
     }
 };
 

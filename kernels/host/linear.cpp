@@ -1,15 +1,15 @@
 // y[r,n] = sum over k of W[n,k] x[r,k]: rows of stored weights (formats.h), float32 activations,
-// on the processor. An element is made of sums over BLOCK columns, each of eight sums of every eighth
-// product, added up one after the other, whatever the number of rows and of threads: its bits
-// depend on its own rows of x and W alone. Few rows are multiplied as the weights are widened; for more, a panel of rows of
-// W is widened to float32 once, small enough for the second cache, and all rows of x visit it.
-#include <algorithm>
-#include <cstdlib>
+// on the processor. An element is made of sums over a part of the columns (`part_of`), each of eight
+// sums of every eighth product, added up one after the other, whatever the number of rows and of
+// threads: its bits depend on its own rows of x and W alone. Few rows are multiplied as the weights
+// are widened. For more, a panel of rows of W is widened to float32 once and stays in the second
+// cache beside a block of rows of x; of the panel, a group of rows stays in the first cache while
+// the rows of the block pass by, and a tile of sums in registers.
 #include <type_traits>
+#include "attention.h"
 #include "formats.h"
-#include "pool.h"
 
-// What is asked for: rows of k numbers, `step` and `y_step` from one to the next
+// What is asked for. Few rows: `step` numbers from one to the next; more: packed, part by part
 struct Work {
     const Matrix* w;
     const float* x;
@@ -19,16 +19,20 @@ struct Work {
 
 constexpr int FEW = 3;                // rows of x that are multiplied as weights are widened
 constexpr int ROWS = 3, COLUMNS = 4;  // of a tile of sums that stay in registers
-constexpr long BLOCK = 1024;          // columns that are summed before they are added to the rest
-constexpr long CACHE = 192 << 10;     // bytes of a panel
+constexpr long WIDEST = 640;          // columns that are summed before they are added to the rest
+constexpr long GROUP = 8;             // rows of a panel in the first cache
+constexpr long CACHE = 160 << 10;     // bytes of a panel, and of a block of rows of x
 constexpr long GRAIN = 32 << 10;      // bytes of weights that one thread takes at a time
-// Never destroyed: when a process ends, threads still sleep in it.
-static Pool& pool = *new Pool;
+constexpr long AHEAD = 4 << 10;       // bytes between what is multiplied and what is fetched
+constexpr long STRIP = 24;            // rows of x that a thread prepares at a time: whole tiles
+constexpr long SMALL = 1 << 15;       // numbers that are not worth a second thread
 
-struct Piece {
-    const Work* v;
-    long size;  // rows of W in it
-};
+// Columns that are summed at a time: parts of k that are even, but for whole 32
+static long part_of(long k) {
+    long parts = (k + WIDEST - 1) / WIDEST;
+    return (k + parts * 32 - 1) / (parts * 32) * 32;
+}
+static long whole32(long k) { return (k + 31) / 32 * 32; }
 
 // 32 weights of a row from the c-th 32 on, of which `rest` are there: zeros behind
 template <class F>
@@ -41,15 +45,24 @@ INLINE void widen(const Row& row, long c, long rest, f8* w) {
     F::widen({data, scale, r.zero, r.factor}, w);
 }
 
+// Fetch what is multiplied after next
+INLINE void fetch(const Matrix& w, long n, long rows) {
+    const uint8_t* p = w.data + (n + rows) * w.data_row;
+    long bytes = rows * w.data_row, ahead = std::max(AHEAD - bytes, 0L);
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(p + ahead + i);
+}
+
 // R rows of x times N rows of W
 template <class F, int R, int N>
 static void direct(const Work& v, long n) {
+    fetch(*v.w, n, N);
     Row row[N];
     UNROLL for (int i = 0; i < N; i++) row[i] = F::row(*v.w, n + i);
     float y[R][N] = {};
-    for (long k = 0; k < v.w->k; k += BLOCK) {
+    long part = part_of(v.w->k);
+    for (long k = 0; k < v.w->k; k += part) {
         f8 acc[R][N] = {};
-        long end = std::min(k + BLOCK, v.w->k);
+        long end = std::min(k + part, v.w->k);
         for (long c = k / 32; c * 32 < end; c++) {
             UNROLL for (int i = 0; i < N; i++) {
                 f8 w[4];
@@ -69,129 +82,256 @@ static void direct(const Work& v, long n) {
 }
 
 template <class F, int R>
-static void few(void* with, long i) {
-    const Piece& p = *(const Piece*)with;
-    long n = i * p.size, end = std::min(n + p.size, p.v->w->n);
-    for (; n + 4 <= end; n += 4) direct<F, R, 4>(*p.v, n);
-    for (; n < end; n++) direct<F, R, 1>(*p.v, n);
+static void few(const Work& v, long n, long end) {
+    for (; n + 4 <= end; n += 4) direct<F, R, 4>(v, n);
+    for (; n < end; n++) direct<F, R, 1>(v, n);
 }
 
-// R rows of x times N widened rows of W, k columns of both: added to y
+// R rows of x times N widened rows of W, k columns of both, packed (`packed`): added to y
 template <int R, int N>
-static void tile(const float* x, long step, const float* w, long k, float* y, long y_step) {
+static void tile(const float* x, const float* w, long k, float* y, long y_step) {
     f8 acc[R][N] = {};
-    for (long i = 0; i < k; i += 8) {
+    for (long i = 0; i < k; i += 8, x += 8 * R, w += 8 * N) {
         f8 a[R];
-        UNROLL for (int r = 0; r < R; r++) keep(a[r] = load<f8>(x + r * step + i));
+        UNROLL for (int r = 0; r < R; r++) keep(a[r] = load<f8>(x + 8 * r));
         UNROLL for (int n = 0; n < N; n++) {
-            f8 b = load<f8>(w + n * k + i);
+            f8 b = load<f8>(w + 8 * n);
             keep(b);
             UNROLL for (int r = 0; r < R; r++) acc[r][n] = fma(b, a[r], acc[r][n]);
         }
     }
     UNROLL for (int r = 0; r < R; r++) {
-        float s[N];
-        if constexpr (N == 4) sum4(acc[r], s);
-        else UNROLL for (int n = 0; n < N; n++) s[n] = sum(acc[r][n]);
-        UNROLL for (int n = 0; n < N; n++) y[r * y_step + n] += s[n];
+        float* to = y + r * y_step;
+        if constexpr (N == 4) {
+            float s[4];
+            sum4(acc[r], s);
+            store(to, load<f4>(to) + load<f4>(s));
+        } else UNROLL for (int n = 0; n < N; n++) to[n] += sum(acc[r][n]);
     }
 }
 
 // R rows of x times n widened rows of W
 template <int R>
-static void strip(const float* x, long step, const float* w, long k, float* y, long y_step, long n) {
+static void strip(const float* x, const float* w, long k, float* y, long y_step, long n) {
     long i = 0;
-    for (; i + COLUMNS <= n; i += COLUMNS)
-        tile<R, COLUMNS>(x, step, w + i * k, k, y + i, y_step);
-    for (; i < n; i++) tile<R, 1>(x, step, w + i * k, k, y + i, y_step);
+    for (; i + COLUMNS <= n; i += COLUMNS) tile<R, COLUMNS>(x, w + i * k, k, y + i, y_step);
+    for (; i < n; i++) tile<R, 1>(x, w + i * k, k, y + i, y_step);
 }
 
-// Numbers that a thread has to itself, at whole lines of the cache
-struct Room {
-    float* held = nullptr;
-    long size = 0;
-    float* of(long n) {
-        if (size >= n) return held;
-        free(held);
-        size = (n + 15) / 16 * 16;
-        return held = (float*)aligned_alloc(64, size * 4);
-    }
-    ~Room() { free(held); }
-};
-static thread_local Room of_panel, of_rows;
+// Where eight numbers, from column c on, of row i of n stand: `most` rows lie side by side, eight
+// numbers of each in turn, and where fewer are left each lies by itself
+INLINE float* packed(float* to, long i, long n, long most, long width, long c) {
+    long first = i / most * most;
+    if (first + most <= n) return to + first * width + c * most + (i - first) * 8;
+    return to + i * width + c;
+}
 
-// Columns k.. of rows n.. of W as float32, `width` of them, a multiple of 32
+static thread_local Room of_panel;
+
+// Columns k.. of rows n.. of W as float32, `width` of them, a multiple of 32: packed
 template <class F>
 static void widen_panel(const Matrix& w, long n, long rows, long k, long width, float* panel) {
     for (long i = 0; i < rows; i++) {
         Row row = F::row(w, n + i);
-        for (long c = 0; c < width; c += 32, panel += 32) {
+        for (long c = 0; c < width; c += 32) {
             f8 v[4];
             widen<F>(row, (k + c) / 32, w.k - k - c, v);
-            memcpy(panel, v, 128);
+            UNROLL for (int j = 0; j < 4; j++)
+                store(packed(panel, i, rows, COLUMNS, width, c + 8 * j), v[j]);
         }
     }
 }
 
+// Rows of x times a panel of n rows of W, `width` columns of both, packed: added to y
+static void visit(const Work& v, const float* x, const float* panel, long width, float* y, long n) {
+    long most = std::max(CACHE / (4 * width) / ROWS, 1L) * ROWS;
+    for (long begin = 0; begin < v.rows; begin += most)
+        for (long i = 0; i < n; i += GROUP) {
+            long end = std::min(begin + most, v.rows), size = std::min(GROUP, n - i), r = begin;
+            const float* w = panel + i * width;
+            for (; r + ROWS <= end; r += ROWS)
+                strip<ROWS>(x + r * width, w, width, y + r * v.y_step + i, v.y_step, size);
+            for (; r < end; r++)
+                strip<1>(x + r * width, w, width, y + r * v.y_step + i, v.y_step, size);
+        }
+}
+
 template <class F>
-static void many(void* with, long i) {
-    const Piece& p = *(const Piece*)with;
-    const Work& v = *p.v;
-    long begin = i * p.size, n = std::min(p.size, v.w->n - begin);
-    float* panel = of_panel.of(n * BLOCK);
+static void many(const Work& v, long begin, long end) {
+    long n = end - begin, part = part_of(v.w->k), step = whole32(v.w->k);
+    float* panel = of_panel.of(n * part);
     for (long r = 0; r < v.rows; r++) std::fill_n(v.y + r * v.y_step + begin, n, 0.f);
-    for (long k = 0; k < v.w->k; k += BLOCK) {
-        long width = std::min(v.step - k, BLOCK);
+    for (long k = 0; k < v.w->k; k += part) {
+        long width = std::min(step - k, part);
         widen_panel<F>(*v.w, begin, n, k, width, panel);
-        const float* x = v.x + k;
-        float* y = v.y + begin;
-        long r = 0;
-        for (; r + ROWS <= v.rows; r += ROWS)
-            strip<ROWS>(x + r * v.step, v.step, panel, width, y + r * v.y_step, v.y_step, n);
-        for (; r < v.rows; r++)
-            strip<1>(x + r * v.step, v.step, panel, width, y + r * v.y_step, v.y_step, n);
+        visit(v, v.x + k * v.rows, panel, width, v.y + begin, n);
     }
 }
 
+// How rows begin..end of a format are multiplied: one row of x, two, three, more
+typedef void (*Kernel)(const Work&, long begin, long end);
 template <class F>
-static void multiply(const Work& v, long threads) {
-    static void (*const direct[])(void*, long) = {few<F, 1>, few<F, 2>, few<F, 3>};
+struct Kernels {
+    static constexpr Kernel of[] = {few<F, 1>, few<F, 2>, few<F, 3>, many<F>};
+    static constexpr long BYTES = F::BYTES;
+};
+struct Entry {
+    const Kernel* of;
+    long bytes;
+};
+template <class F>
+static constexpr Entry entry = {Kernels<F>::of, F::BYTES};
+
+// In the order of `STORED` of atlas.ops.host
+static const Entry formats[] = {entry<F32>, entry<F16>, entry<BF16>, entry<FP8>, entry<FP8>,
+        entry<FP8_CHANNEL>, entry<FP8_BLOCK>, entry<NVFP4>, entry<MXFP4>, entry<INT4>,
+        entry<Q45<false, false>>, entry<Q45<true, false>>, entry<Q45<false, true>>,
+        entry<Q45<true, true>>, entry<Q8_0>, entry<Q45_K<false>>, entry<Q45_K<true>>, entry<Q6_K>};
+
+// A matrix times rows, in pieces of `size` rows of the matrix, the first of which is number `first`
+struct Job {
+    Work v;
+    Kernel kernel;
+    long size, first, pieces;
+};
+
+static Job job_of(const Work& v, long threads, long first) {
+    const Entry& e = formats[v.w->format];
     bool panels = v.rows > FEW;
-    long bytes = panels ? 4 * std::min(v.w->k, BLOCK) : F::BYTES * v.w->k / 32;
-    long most = std::max((panels ? CACHE : GRAIN) / bytes, 1L);
-    long share = (v.w->n + threads - 1) / threads;
-    Piece p = {&v, std::max(std::min(most, share), 1L)};
-    if (p.size > 12) p.size -= p.size % 12;
-    long pieces = (v.w->n + p.size - 1) / p.size;
-    pool.run(pieces, threads, panels ? many<F> : direct[v.rows - 1], &p);
+    long bytes = panels ? 4 * part_of(v.w->k) : e.bytes * v.w->k / 32;
+    long most = std::max((panels ? CACHE : GRAIN) / std::max(bytes, 1L), 1L);
+    long share = (v.w->n + threads - 1) / threads, size = std::max(std::min(most, share), 1L);
+    if (size > GROUP) size -= size % GROUP;
+    return {v, e.of[panels ? FEW : v.rows - 1], size, first, (v.w->n + size - 1) / size};
 }
 
-// In the order of `FORMATS` of atlas.ops.host
-static void (*const formats[])(const Work&, long) = {multiply<F32>, multiply<F16>,
-        multiply<BF16>, multiply<FP8>, multiply<FP8>, multiply<FP8_CHANNEL>,
-        multiply<FP8_BLOCK>, multiply<NVFP4>, multiply<MXFP4>, multiply<INT4>,
-        multiply<Q45<false, false>>, multiply<Q45<true, false>>, multiply<Q45<false, true>>,
-        multiply<Q45<true, true>>, multiply<Q8_0>, multiply<Q45_K<false>>,
-        multiply<Q45_K<true>>, multiply<Q6_K>};
+static void piece(void* with, long i) {
+    const Job* j = (const Job*)with;
+    while (i >= j->first + j->pieces) j++;
+    long begin = (i - j->first) * j->size;
+    j->kernel(j->v, begin, std::min(begin + j->size, j->v.w->n));
+}
 
-// The rows of x at whole lines, with zeros behind them up to whole 32
-static const float* aligned(const Work& v, long step) {
-    if (v.step == step && (uintptr_t)v.x % 32 == 0) return v.x;
-    float* x = of_rows.of(v.rows * step);
-    for (long r = 0; r < v.rows; r++) {
-        float* to = x + r * step;
-        memcpy(to, v.x + r * v.step, v.w->k * 4);
-        std::fill(to + v.w->k, to + step, 0.f);
+// Matrices that write side by side into y
+static void multiply(const Matrix* w, long count, Work v, long threads) {
+    static thread_local std::vector<Job> jobs;
+    jobs.clear();
+    long pieces = 0;
+    for (long i = 0; i < count; i++) {
+        v.w = w + i;
+        if (v.w->n > 0) jobs.push_back(job_of(v, threads, pieces));
+        if (v.w->n > 0) pieces += jobs.back().pieces;
+        v.y += v.w->n;
     }
-    return x;
+    pool.run(pieces, threads, piece, jobs.data());
 }
 
-extern "C" __attribute__((visibility("default")))
-void linear(const Matrix* w, const float* x, float* y, long rows, long step, long y_step,
+// Rows of x on their way to a product: normed, and as it wants them
+struct Entering {
+    const float *x, *gain;
+    float eps, *to;
+    long rows, k, x_step;
+};
+
+// A row with zeros behind it up to whole 32
+static void enter_row(const Entering& e, long r, float* to) {
+    const float* x = e.x + r * e.x_step;
+    if (e.gain) norm(x, e.gain, e.eps, to, e.k);
+    else memcpy(to, x, e.k * 4);
+    std::fill(to + e.k, to + whole32(e.k), 0.f);
+}
+
+static thread_local Room of_row;
+
+static void enter_packed(void* with, long i) {
+    const Entering& e = *(const Entering*)with;
+    long step = whole32(e.k), part = part_of(e.k), end = std::min((i + 1) * STRIP, e.rows);
+    float* row = of_row.of(step);
+    for (long r = i * STRIP; r < end; r++) {
+        enter_row(e, r, row);
+        for (long k = 0; k < step; k += part) {
+            long width = std::min(step - k, part);
+            for (long c = 0; c < width; c += 8)
+                store(packed(e.to + k * e.rows, r, e.rows, ROWS, width, c), load<f8>(row + k + c));
+        }
+    }
+}
+
+static thread_local Room of_rows, of_result;
+
+static const float* entered(Entering e, long threads) {
+    e.to = of_rows.of(e.rows * whole32(e.k));
+    if (e.rows > FEW) pool.run((e.rows + STRIP - 1) / STRIP, threads, enter_packed, &e);
+    else for (long r = 0; r < e.rows; r++) enter_row(e, r, e.to + r * whole32(e.k));
+    return e.to;
+}
+
+extern "C" {
+// As `_Product` of atlas.ops.host has it: act(norm(x) W^T + bias) + add
+struct Product {
+    const Matrix* parts;
+    const int32_t* order;  // of the columns of the result, or null
+    const float *gain, *bias;  // or null
+    long count, n, act;
+    float eps, limit;
+};
+}
+
+// Rows on their way out
+struct Leaving {
+    const Product* p;
+    const float* add;
+    float *z, *y;
+    long rows;
+};
+
+static void leave_row(const Leaving& v, long r) {
+    const Product& p = *v.p;
+    long n = p.act && p.act != RELU2 ? p.n / 2 : p.n;
+    float *z = v.z + r * p.n, *y = v.y + r * n;
+    if (p.order) {
+        float* row = of_row.of(p.n);
+        for (long i = 0; i < p.n; i++) row[i] = z[p.order[i]];
+        z = row;
+    }
+    if (p.bias) add_to(z, p.bias, p.n);
+    if (p.act) activate((Act)p.act, p.limit, z, y, n);
+    else if (y != z) memcpy(y, z, n * 4);
+    if (v.add) add_to(y, v.add + r * n, n);
+}
+
+static void leave_some(void* with, long i) {
+    const Leaving& v = *(const Leaving*)with;
+    long end = std::min((i + 1) * STRIP, v.rows);
+    for (long r = i * STRIP; r < end; r++) leave_row(v, r);
+}
+
+#define ENTRANCE extern "C" __attribute__((visibility("default"))) void
+
+// Rows of x [rows, k], x_step apart; y [rows, n], or half of it after an activation of pairs
+ENTRANCE product(const Product* p, const float* x, const float* add, float* y, long rows,
+        long x_step, long threads) {
+    if (rows < 1 || p->n < 1) return;
+    long k = p->parts->k;
+    bool through = p->order || (p->act && p->act != RELU2);
+    float* z = through ? of_result.of(rows * p->n) : y;
+    const float* in = entered({x, p->gain, p->eps, nullptr, rows, k, x_step}, threads);
+    multiply(p->parts, p->count, {nullptr, in, z, rows, whole32(k), p->n}, threads);
+    if (!through && !p->bias && !p->act && !add) return;
+    Leaving v = {p, add, z, y, rows};
+    pool.run((rows + STRIP - 1) / STRIP, rows * p->n < SMALL ? 1 : threads, leave_some, &v);
+}
+
+ENTRANCE attend(const Rows* rows, const Layer* layer, const float* qkv, float* out, long width,
         long threads) {
-    Work v = {w, x, y, rows, step, y_step};
-    if (rows < 1 || w->n < 1) return;
-    v.step = (w->k + 31) / 32 * 32;
-    v.x = aligned({w, x, y, rows, step, y_step}, v.step);
-    formats[w->format](v, threads);
+    if (rows->rows < 1) return;
+    Attend a = {*rows, *layer, qkv, out, width};
+    std::vector<Group> groups = grouped(a);
+    Attending s = {&a, of_result.of(a.rows * a.heads * a.d), groups.data()};
+    long work = 0;
+    for (const Group& g : groups) work += g.rows * (g.at + g.rows) * a.heads * a.d;
+    if (work < LITTLE) threads = 1;
+    pool.run((a.rows + TOGETHER - 1) / TOGETHER, threads, prepare_some, &s);
+    pool.run(groups.size() * a.kv, threads, attend_group, &s);
+    if (a.tiled) clear_padding(a, groups);
 }

@@ -1,30 +1,56 @@
 // Threads that share a piece of work and sleep in between. Whoever has work never waits for one
 // that has not begun: what nobody has taken it does itself, so that a thread which another program
-// keeps from running costs its share and no more.
+// keeps from running costs its share and no more. A thread that has nothing to do looks for more
+// during SPIN before it sleeps, for products follow each other faster than a sleeper wakes; while it
+// looks it lets everybody else run first.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 class Pool {
+    static constexpr std::chrono::microseconds SPIN{200};
     std::mutex lock, owner;
     std::condition_variable wake, left;
     std::vector<std::thread> helpers;
     void (*work)(void*, long) = nullptr;
     void* with = nullptr;
-    long count = 0, wanted = 0, inside = 0, turn = 0;
-    std::atomic<long> next{0};
+    long count = 0, wanted = 0, asleep = 0;
+    std::atomic<long> next{0}, inside{0}, turn{0};
 
+    static void pause() {
+#if defined(__x86_64__)
+        for (int i = 0; i < 16; i++) __builtin_ia32_pause();
+#endif
+        std::this_thread::yield();
+    }
+    // Until `done`, but not for long; is it?
+    template <class F>
+    static bool look(F done) {
+        auto end = std::chrono::steady_clock::now() + SPIN;
+        do {
+            for (int i = 0; i < 8; i++) {
+                if (done()) return true;
+                pause();
+            }
+        } while (std::chrono::steady_clock::now() < end);
+        return false;
+    }
     void take() {
         for (long i; (i = next.fetch_add(1)) < count;) work(with, i);
     }
     void help() {
-        std::unique_lock<std::mutex> held(lock);
         for (long seen = 0;;) {
-            wake.wait(held, [&] { return turn != seen && wanted > 0; });
+            look([&] { return turn != seen; });
+            std::unique_lock<std::mutex> held(lock);
+            asleep++;
+            wake.wait(held, [&] { return turn != seen; });
+            asleep--;
             seen = turn;
+            if (wanted < 1) continue;
             wanted--;
             inside++;
             held.unlock();
@@ -32,6 +58,26 @@ class Pool {
             held.lock();
             if (!--inside) left.notify_one();
         }
+    }
+    void begin(long n, long threads, void (*f)(void*, long), void* arg) {
+        std::lock_guard<std::mutex> held(lock);
+        while ((long)helpers.size() < threads - 1) {
+            helpers.emplace_back([this] { help(); });
+            helpers.back().detach();
+        }
+        work = f, with = arg, count = n, wanted = threads - 1;
+        next = 0;
+        turn++;
+        for (long i = 1; i < threads && i <= asleep; i++) wake.notify_one();
+    }
+    void end() {
+        {
+            std::lock_guard<std::mutex> held(lock);
+            wanted = 0;
+        }
+        if (look([&] { return !inside; })) return;
+        std::unique_lock<std::mutex> held(lock);
+        left.wait(held, [&] { return !inside; });
     }
 
 public:
@@ -42,19 +88,11 @@ public:
             for (long i = 0; i < n; i++) f(arg, i);
             return;
         }
-        {
-            std::lock_guard<std::mutex> held(lock);
-            while ((long)helpers.size() < threads - 1) {
-                helpers.emplace_back([this] { help(); });
-                helpers.back().detach();
-            }
-            work = f, with = arg, count = n, wanted = threads - 1, turn++;
-            next = 0;
-        }
-        for (long i = 1; i < threads && i < n; i++) wake.notify_one();
+        begin(n, threads, f, arg);
         take();
-        std::unique_lock<std::mutex> held(lock);
-        wanted = 0;
-        left.wait(held, [&] { return !inside; });
+        end();
     }
 };
+
+// Never destroyed: when a process ends, threads still sleep in it.
+static Pool& pool = *new Pool;

@@ -34,11 +34,29 @@ INLINE T load(const void* p) {
     return v;
 }
 
+template <class T>
+INLINE void store(void* p, T v) {
+    memcpy(p, &v, sizeof v);
+}
+
 #if defined(NEON)
 template <>
 inline __attribute__((always_inline)) f8 load<f8>(const void* p) {
     return {vld1q_f32((const float*)p), vld1q_f32((const float*)p + 4)};
 }
+INLINE void store(void* p, f8 v) {
+    vst1q_f32((float*)p, v.low);
+    vst1q_f32((float*)p + 4, v.high);
+}
+#endif
+
+// Of eight numbers those of `a` where `yes`, else those of `b`
+#if defined(NEON)
+INLINE f8 where(i8 yes, f8 a, f8 b) {
+    return {yes.low ? a.low : b.low, yes.high ? a.high : b.high};
+}
+#else
+INLINE f8 where(i8 yes, f8 a, f8 b) { return yes ? a : b; }
 #endif
 
 INLINE f8 all(float v) {
@@ -153,6 +171,54 @@ INLINE void signed_whole(bytes16 b, f8* w) {
         w[i] = {vcvtq_f32_s32(vmovl_s16(vget_low_s16(h[i]))), vcvtq_f32_s32(vmovl_high_s16(h[i]))};
 #else
     for (int i = 0; i < 16; i++) w[i / 8][i % 8] = (int8_t)b[i];
+#endif
+}
+
+// Eight bytes as whole numbers, without and with a sign
+INLINE i8 bytes8(const void* p) {
+#if defined(__AVX2__)
+    return (i8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(NEON)
+    uint16x8_t v = vmovl_u8(vld1_u8((const uint8_t*)p));
+    return (i8)Wide{vmovl_u16(vget_low_u16(v)), vmovl_high_u16(v)};
+#else
+    i8 v;
+    for (int i = 0; i < 8; i++) v[i] = ((const uint8_t*)p)[i];
+    return v;
+#endif
+}
+INLINE i8 signed8(const void* p) {
+#if defined(__AVX2__)
+    return (i8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(NEON)
+    int16x8_t v = vmovl_s8(vld1_s8((const int8_t*)p));
+    return {vmovl_s16(vget_low_s16(v)), vmovl_high_s16(v)};
+#else
+    i8 v;
+    for (int i = 0; i < 8; i++) v[i] = ((const int8_t*)p)[i];
+    return v;
+#endif
+}
+INLINE f8 numbers(i8 v) {
+#if defined(__AVX2__)
+    return (f8)_mm256_cvtepi32_ps((__m256i)v);
+#elif defined(NEON)
+    return {vcvtq_f32_s32(v.low), vcvtq_f32_s32(v.high)};
+#else
+    return __builtin_convertvector(v, f8);
+#endif
+}
+
+// Two float16 that stand side by side, each eight times
+struct Two {
+    f8 first, second;
+};
+INLINE Two two_halves(const uint8_t* p) {
+#if defined(__F16C__)
+    __m128 v = _mm_cvtph_ps(_mm_cvtsi32_si128(load<int32_t>(p)));
+    return {(f8)_mm256_broadcastss_ps(v), (f8)_mm256_broadcastss_ps(_mm_movehdup_ps(v))};
+#else
+    return {all(half(p)), all(half(p + 2))};
 #endif
 }
 
