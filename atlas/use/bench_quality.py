@@ -29,6 +29,7 @@ from ..ground.options import EngineConfig
 from ..ground.recoded import Recoded,check_recoding,check_word
 from ..ground.requests import SamplingParams
 from ..ops import attention
+from ..ops.host_attend import HostAttention
 from .llm import LLM
 
 # %% ../../nbs/8_use/26_bench_quality.ipynb #b4a4057a
@@ -137,15 +138,20 @@ def imitate_kv(
     fmt:str|None, # 'f16', 'bf16', 'f32', 'fp8' or 'nvfp4'; None: nothing changes
 ):
     "A context in which the host keeps only what keys and values are in a format of a card"
-    store = attention.write_kv
+    store,fused = attention.write_kv,HostAttention.__call__
     def kept(x): return decode_row(*encode_row(x, fmt), fmt)
     def write(k, v, *where):
         store(kept(k), kept(v), *where)
-    attention.write_kv = write if fmt else store
+    if fmt:
+        attention.write_kv,HostAttention.__call__ = write,_as_defined
     try:
         yield
     finally:
-        attention.write_kv = store
+        attention.write_kv,HostAttention.__call__ = store,fused
+
+def _as_defined(self, *args, **how):
+    "Attention in NumPy, which writes by `write_kv`, where a kernel would do all at once"
+    return attention.attend(*args, **how)
 
 # %% ../../nbs/8_use/26_bench_quality.ipynb #6f6cfdc9
 _PROMPT = 64 # Tokens of a prompt
