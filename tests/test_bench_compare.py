@@ -5,10 +5,12 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 from atlas.ground.core import WriteError
-from atlas.use import bench_compare as page
-from atlas.use import cli
-from atlas.use.bench_compare import PlotError,ReportError,compare,draw,made_up
-from atlas.use.bench_compare import picture,plain,read_measurements,save_html,save_plots
+from atlas.use import bench_measured,cli
+from atlas.use.bench_compare import compare
+from atlas.use.bench_files import read_measurements
+from atlas.use.bench_measured import KIND,ReportError,made_up,plain,write_made_up
+from atlas.use.bench_page import save_html
+from atlas.use.bench_plots import DARK,LIGHT,PlotError,draw,picture,plots_of,save_plots
 from helpers.browser import browser
 
 def ours(): return made_up(8)
@@ -16,11 +18,7 @@ def ours(): return made_up(8)
 @pytest.fixture(scope='module')
 def paths(tmp_path_factory):
     "Files of two servers that nobody measured"
-    folder = tmp_path_factory.mktemp('measured')
-    found = [folder/'seats_8.json', folder/'seats_2.json']
-    for path,seats in zip(found, (8,2)):
-        path.write_text(json.dumps(made_up(seats)))
-    return found
+    return write_made_up(tmp_path_factory.mktemp('measured'), 8, 2)
 
 @pytest.fixture
 def saved(tmp_path):
@@ -111,7 +109,7 @@ def having(**kw):
 REFUSED = {
     'nothing': ('', 'is empty'), 'list': ('[1]', 'a list of 1'), 'cut': ('{"kind": "at', 'JSON'),
     'deep': ('['*100000, 'JSON'), 'bare': ({}, 'does not say what it is'),
-    'later': (dict(kind=page.KIND, version=2), 'version 2'),
+    'later': (dict(kind=KIND, version=2), 'version 2'),
     'kind': (dict(kind='atlas.bench.quality'), 'atlas.bench.quality'),
     'no runs': (lambda: ours()|dict(runs=[]), 'runs'),
     'no end': (lambda: {k: v for k,v in ours().items() if k!='complete'}, 'complete is missing'),
@@ -140,8 +138,9 @@ def test_no_file(tmp_path, paths):
         compare([tmp_path/'nowhere.json'])
     with pytest.raises(ReportError, match='without report.json or profile_export_aiperf.json'):
         compare([tmp_path])
-    with mock.patch.object(page, '_MOST', 100), pytest.raises(ReportError, match='at most'):
-        compare(paths)
+    with mock.patch.object(bench_measured, '_MOST', 100):
+        with pytest.raises(ReportError, match='at most'):
+            compare(paths)
 
 # What is told of loads that differ
 
@@ -220,8 +219,8 @@ def test_text_is_plain(saved):
 @pytest.mark.slow
 def test_text_is_escaped(saved):
     c = compare([saved(hostile(), '_$\\frac{<i>x')])
-    for name in page._plots(c):
-        svg = picture(draw(c, name), page.LIGHT).decode()
+    for name in plots_of(c):
+        svg = picture(draw(c, name), LIGHT).decode()
         assert '<script' not in svg and '<i>' not in svg, name
         assert '_$\\frac{&lt;i&gt;x' in svg, name
     html = c.to_html()
@@ -242,11 +241,11 @@ def test_without_matplotlib(paths):
 def test_plots_are_written(tmp_path, saved, paths):
     c = compare(paths)
     written = save_plots(c, tmp_path/'plots')
-    assert len(written)==4*len(page._plots(c))
+    assert len(written)==4*len(plots_of(c))
     assert all(p.read_bytes()[:4]==b'\x89PNG' for p in written if p.suffix=='.png')
-    assert picture(draw(c, 'stages'), page.LIGHT)==picture(draw(c, 'stages'), page.LIGHT)
+    assert picture(draw(c, 'stages'), LIGHT)==picture(draw(c, 'stages'), LIGHT)
     dark = (tmp_path/'plots'/'stages_dark.svg').read_text()
-    assert page.DARK.paper in dark and page.LIGHT.paper not in dark
+    assert DARK.paper in dark and LIGHT.paper not in dark
     with pytest.raises(WriteError, match='cannot be written'):
         save_plots(c, written[0])
 

@@ -9,9 +9,12 @@ import numpy as np,pytest
 from typer.testing import CliRunner
 from atlas.use import cli
 from atlas.use.bench_client import Site
-from atlas.use.bench_data import Synthetic,UserTurn,Conversation
-from atlas.use.bench_load import MadeUpTime,SHARES,due,levels,objectives
-from atlas.use.bench_serve import Plan,ServeReport,Target,sweep
+from atlas.use.bench_data import ScriptedConversation,Synthetic,UserTurn
+from atlas.use.bench_load import MadeUpTime,due,levels
+from atlas.use.bench_report import ServeReport
+from atlas.use.bench_rounds import FILE_SHARES
+from atlas.use.bench_serve import SweepPlan,Target,sweep
+from atlas.use.bench_summary import objectives
 from helpers.waiting import WAIT
 
 def run(*args):
@@ -63,7 +66,7 @@ DELAYS = np.random.default_rng(7).uniform(.05, 2., (40,2)).round(3)
 
 def asked(requests=40, at_a_time=(1,), **kw):
     kw.setdefault('data', Synthetic(output_mean=20))
-    return Plan(levels(at_a_time), requests, warmup=0, **kw)
+    return SweepPlan(levels(at_a_time), requests, warmup=0, **kw)
 
 def counted_first(script):
     "The same, after the two requests by which a load asks how the server counts"
@@ -77,7 +80,7 @@ def counted_first(script):
 def close(told, ms):
     "Is a summary of times that of these milliseconds?"
     made = dict(mean=ms.mean(), min=ms.min(), max=ms.max())
-    made |= {f'p{p}': np.percentile(ms, p) for p in SHARES}
+    made |= {f'p{p}': np.percentile(ms, p) for p in FILE_SHARES}
     return told==pytest.approx(made, abs=.002)
 
 def test_every_percentile_is_what_was_made():
@@ -112,7 +115,7 @@ def test_concurrency_is_never_more_and_never_less():
 def test_requests_come_when_they_are_due(kind):
     "However slow the server is; and the same times for the same seed"
     known = Known(counted_first(lambda i,_: answer(100., 0., 1)))
-    p = Plan(levels((), (4.,), kind), 30, warmup=0, burst=5, data=Synthetic(seed=3))
+    p = SweepPlan(levels((), (4.,), kind), 30, warmup=0, burst=5, data=Synthetic(seed=3))
     ((s,_),),_ = known.sweep(p)
     came = np.array(known.at[2:])-known.at[2]
     assert came==pytest.approx(due(30, 4., kind, 5, np.random.default_rng(3)))
@@ -120,7 +123,7 @@ def test_requests_come_when_they_are_due(kind):
 
 def test_a_load_that_waits_says_how_late_it_was():
     known = Known(counted_first(lambda i,_: answer(1., 0., 1)))
-    ((s,_),),_ = known.sweep(Plan(levels((1,), (2.,), 'constant'), 4, warmup=0))
+    ((s,_),),_ = known.sweep(SweepPlan(levels((1,), (2.,), 'constant'), 4, warmup=0))
     assert s['late_ms']==pytest.approx(1500.)
 
 # -- what is asked ---------------------------------------------------------------------------------
@@ -148,7 +151,7 @@ def test_a_conversation_has_its_answers_in_it():
     said = iter('abc')
     def script(i, body):
         return [(0., HEAD+chunk(token(next(said))+counts(1)+DONE)+LAST)]
-    c = Conversation('c', [UserTurn(t) for t in ('one','two','three')])
+    c = ScriptedConversation('c', [UserTurn(t) for t in ('one','two','three')])
     known = Known(script)
     known.sweep(asked(3, file=[c]))
     roles = [(m['role'][0],m['content']) for m in known.bodies[-1]['messages']]
@@ -279,8 +282,13 @@ def test_the_files_of_aiperf(written):
     assert latency['unit']=='ms' and latency['p99']==pytest.approx(ours, abs=.001)
     assert a['request_count']==dict(unit='requests', avg=4.) and a['was_cancelled'] is False
     table = (folder/'run_0001/profile_export_aiperf.csv').read_text().splitlines()
-    assert table[0]==','.join(['Metric','avg','min','max',*PERCENTS,'std'])
+    assert table[0]==','.join(['Metric','avg','min','max','sum',*PERCENTS,'std'])
     assert 'Metric,Value' in table
+    lines = (folder/'run_0001/profile_export.jsonl').read_text().splitlines()
+    metrics = [json.loads(l)['metrics'] for l in lines]
+    assert [m['output_sequence_length']['value'] for m in metrics]==[2]*4
+    phase, = a['input_config']['phases']
+    assert (phase['concurrency'],phase['requests'])==(2,4)
 
 @pytest.mark.slow
 def test_ctrl_c(tmp_path):

@@ -10,9 +10,10 @@ from atlas import LLM
 from atlas.ground.core import EngineError,RequestError
 from atlas.ground.options import EngineConfig
 from atlas.use import cli
-from atlas.use.bench_client import Answer
-from atlas.use.bench_throughput import Plan,fitting,flags_of,load_of,ordinary,percentiles
-from atlas.use.bench_throughput import prompts_of,serving,through_engine,through_http
+from atlas.use.bench_client import TimedAnswer
+from atlas.use.bench_rounds import ordinary,percentiles,prompts_of,round_of,through_engine
+from atlas.use.bench_throughput import ThroughputPlan,fitting,flags_of
+from atlas.use.bench_throughput import serving,through_http
 
 def run(*args):
     return CliRunner().invoke(cli.app, list(args), prog_name='atlas')
@@ -39,15 +40,15 @@ def test_no_prompt_has_an_image():
     assert len(ordinary(mock.Mock(vocab_size=10, vision=None)))==10
 
 def test_percentiles():
-    assert percentiles([.001*i for i in range(101)])==[50.,95.,99.]
-    assert percentiles([])==[None]*3
+    assert percentiles([*range(101)][::-1])==dict(p50=50., p95=95., p99=99.)
+    assert percentiles([])=={}
 
 def test_a_failure_is_no_time():
     "What came of a request that failed counts as tokens, and not as a wait"
-    bad = Answer(0., [9.,10.], 2, error='gone')
-    load = load_of(
+    bad = TimedAnswer(0., [9.,10.], 2, error='gone')
+    load = round_of(
         'http', 'distinct', 2,
-        [Answer(1., [1.5,1.6], 2), bad],
+        [TimedAnswer(1., [1.5,1.6], 2), bad],
         2.)
     assert (load.tokens,load.rate,load.errors,load.error)==(
         4,2.,1,'gone')
@@ -80,11 +81,11 @@ def test_an_answer_needs_a_context():
     with pytest.raises(
         RequestError, match='128 of an answer are more than the context of tiny, 64'
     ) as e:
-        fitting(config, Plan(prompt=10))
+        fitting(config, ThroughputPlan(prompt=10))
     assert '--max-seq-len' in e.value.hint
     fitted = fitting(
         config,
-        Plan(prompt=40, tokens=24, requests=300, concurrency=(300,)))
+        ThroughputPlan(prompt=40, tokens=24, requests=300, concurrency=(300,)))
     assert (fitted.max_seq_len,fitted.max_num_seqs,fitted.max_queue)==(64,300,300)
 
 REFUSED = [

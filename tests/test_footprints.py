@@ -108,4 +108,12 @@ def test_parts_of_a_set_that_fits_fit(some, memory):
 def test_a_set_with_a_model_that_cannot_be_planned():
     bad = Footprint('a', None, 'f16', 1, None, 'no')
     t = Together((*made([1]),bad), 1<<40)
-    assert not t.fits and 'a: no' in str(t)
+    assert not t.fits and t.nbytes is None and t.to_dict()['refused']==['a: no']
+    assert str(t)=='0 + a: no plan; a: no'
+    assert str(Together(tuple(made([1<<30])), 1<<20)).endswith('of 1 MiB, do not fit')
+
+def test_a_context_beyond_the_model_is_no_question_of_room():
+    t = footprint_table(['qwen3-0.6b-bf16','tiny'], Ways((262144,)))
+    said = t.together(262144, 'f16')
+    assert 'do not fit' not in str(said) and ' 0 B' not in str(said)
+    assert [s.partition(': ')[0] for s in said.refused]==['qwen3-0.6b-bf16','tiny']

@@ -88,7 +88,7 @@ def test_threads_that_cannot_be(threads):
 def test_more_threads_than_processors(caplog):
     "As many as there are, and a word about it"
     device = settled(Host(), EngineConfig('m', threads=10**6))
-    assert device.threads==processor.cores()
+    assert device.threads==processor.processors()
     assert 'threads=1000000' in caplog.text
 
 def test_no_compiler(monkeypatch, caplog):

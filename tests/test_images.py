@@ -1,6 +1,6 @@
 """Images: as transformers reads and cuts them, to the last bit;
 and nothing that strangers send gets further than a RequestError"""
-import base64,io,json,math,shutil,sys
+import base64,io,math,sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy as np
@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 from hypothesis import given,settings,strategies as st
 from starlette.testclient import TestClient
-from tokenizers import Tokenizer as Words,decoders,models,pre_tokenizers
 from atlas.text import images
 from atlas.text.chat import ChatTemplate
 from atlas.ground.core import RequestError
@@ -21,6 +20,7 @@ from atlas.ground.patches import tokens_of
 from atlas.service.server import create_app
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import loaded  # noqa: E402
+from seeing import seeing_model  # noqa: E402
 
 data = Path(__file__).parent/'data'
 ref = dict(np.load(data/'images'/'images.npz'))  # by make_images.py beside it
@@ -314,35 +314,8 @@ def test_positions_of_the_first_image(grids, gaps):
 
 # ---- in a model
 
-EYES = (
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in "
-    "m.content %}{{ ' <|image_pad|> ' if p.type=='image' else p.text }}{% endfor %}{% endif %}{% "
-    "endfor %} w9")
-
 @pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-    "A model that sees, whose words are w0, w1, … and whose images become at most six tokens"
-    d = tmp_path_factory.mktemp('sees')/'vl'
-    shutil.copytree(data/'qwen3-vl', d)
-    cfg = json.loads((d/'config.json').read_text())
-    v = cfg['vision_config']
-    side = (v['patch_size']*v.get('spatial_merge_size', 2))**2
-    size = dict(shortest_edge=side, longest_edge=6*side)
-    half = dict(image_mean=[.5]*3, image_std=[.5]*3)
-    (d/'preprocessor_config.json').write_text(json.dumps(dict(size=size, **half)))
-    words = words_of(cfg['text_config']['vocab_size'], cfg['image_token_id'])
-    words.save(str(d/'tokenizer.json'))
-    (d/'tokenizer_config.json').write_text(json.dumps(dict(chat_template=EYES)))
-    return d
-
-def words_of(n, mark):
-    "A tokenizer of `n` words, one of which stands for an image"
-    ids = {'<|image_pad|>' if i==mark else f'w{i}':i for i in range(n)}
-    t = Words(models.WordLevel(ids, unk_token='w0'))
-    t.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    t.decoder = decoders.ByteLevel()
-    t.add_special_tokens(['<|image_pad|>'])
-    return t
+def folder(tmp_path_factory): return seeing_model(tmp_path_factory.mktemp('sees')/'vl')
 
 @pytest.fixture(scope='module')
 def llm(folder): return LLM(str(folder), device='cpu', max_seq_len=64)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck,given,settings,strategies as st
 from atlas.ground.core import ConfigError,QueueFullError,RequestError
 from atlas.ground.options import EngineConfig
 from atlas.ground.requests import Event,Request,SamplingParams
-from atlas.service.gateway import _app,serve
+from atlas.service.gateway import Answers,_app,serve
 from atlas.service.http import Keys,Rules
 from atlas.service.log import configure
 from atlas.service.metrics import _engine
@@ -213,7 +213,7 @@ def test_salts_of_keys_need_keys(monkeypatch):
     for k in 'ATLAS_API_KEY','ATLAS_ADMIN_KEY':
         monkeypatch.delenv(k, raising=False)
     with pytest.raises(ConfigError, match='no API key'):
-        serve('tiny', cache_salt_per_key=True)
+        serve('tiny', answers=Answers(cache_salt_per_key=True))
 
 # -- where messages end ------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ def test_it_can_be_turned_off():
 
 @pytest.mark.parametrize('on', [False, True])
 def test_the_gateway_passes_both_on(on):
-    app = _app(None, None, None, False, salt_keys=on, prefill_next_turn=on)
+    app = _app(None, Rules(), None, Answers(cache_salt_per_key=on, prefill_next_turn=on))
     s = app.state.service
     assert (s.salt_keys, s.follow is not None)==(on, on)
 

@@ -1119,10 +1119,10 @@ def test_bad_fallbacks(kw):
         Fallbacks(**kw)
 
 def test_a_server_that_is_ourselves():
-    from atlas.service.gateway import _behind
+    from atlas.service.gateway import Listening,_behind
     from atlas.service.server import listen
     with listen('127.0.0.1', 0) as sock:
         port = sock.getsockname()[1]
         ms = Models([], upstreams=[Upstream('me', f'http://localhost:{port}', ['gemma'])])
         with pytest.raises(ConfigError, match='me is this very server'):
-            _behind(sock, create_app(ms), ms, 0., {}, 1<<20, 16)
+            _behind(sock, create_app(ms), ms, Listening(), {})

@@ -10,7 +10,8 @@ from atlas.ground.core import NumericError,UnsupportedError
 from atlas.ground.options import EngineConfig
 from atlas.ground.recoded import Recoded
 from atlas.ground.weights import open_checkpoint
-from atlas.use.bench_quality import Form,FormedLLM
+from atlas.ops import attention
+from atlas.use.bench_quality import Form,FormedLLM,QualityPlan,bench_quality,forms
 from atlas.use.cli import app # noqa: F401 (all commands)
 from atlas.use.commands.base import run_command
 
@@ -93,7 +94,6 @@ def test_refused_before_anything_is_loaded(tmp_path):
 @pytest.mark.slow
 def test_refused_by_the_model(tmp_path):
     "What only the model can tell"
-    refused(quality('--kv-cache-dtype', 'fp8'), 'kv_cache_dtype is for models on a card')
     refused(quality('--prefill-activations', 'fp8'), 'prefill_activations is for models on a card')
     refused(quality(model=DATA/'gpt-oss'), 'tokenizer')
     short = tmp_path/'short.txt'
@@ -120,6 +120,18 @@ def test_numbers_that_are_none(tmp_path):
     llm.model.lm_head.weight[3] = np.nan
     with pytest.raises(NumericError, match='for token 1 are not finite'):
         record(llm, Text(tuple(IDS), 8, 4))
+
+@pytest.mark.slow
+def test_the_host_imitates_caches():
+    "Fewer bits are further off, in the bytes that a card takes, and nothing is left behind"
+    store = attention.write_kv
+    plan = QualityPlan(96, 64, 32, 1, 4)
+    asked = forms(caches=['f16','fp8','nvfp4'])
+    first,*rows = bench_quality(EngineConfig('tiny', 'cpu'), asked, plan, tell=len).rows
+    assert [r.cache for r in rows]==['as f16','as fp8','as nvfp4']
+    assert [r.cache_bytes for r in (first,*rows)]==[2048,1024,544,320]
+    assert 0<100*rows[0].kl<rows[1].kl<rows[2].kl
+    assert attention.write_kv is store
 
 def test_nothing_to_store_anew():
     "A model without matrices that fit a format is refused, and says why"

@@ -1,14 +1,17 @@
 """Answers come again to the bit: receipts of every API, whole and in streams, of drafts, guides,
-tools and prefixes, replayed alone and in company; and what must not come again is seen."""
-import json,socket
+tools, prefixes and images, replayed alone and in company; and what must not come again is seen."""
+import base64,io,json,socket
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+import numpy as np
 import pytest
+from PIL import Image
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 import atlas.use.cli as cli
 from atlas import LLM,SamplingParams
+from atlas.ground.core import RequestError
 from atlas.ground.packed import flatten
 from atlas.service.gateway import DOORS
 from atlas.service.server import create_app
@@ -17,6 +20,7 @@ from atlas.use.commands.base import app as commands
 from atlas.use.replay import ReplayError,replay_at
 from helpers.inprocess import loaded
 from helpers.scripted import running
+from helpers.seeing import seeing_model
 
 assert cli.app is commands
 CHAT,TEXT = '/v1/chat/completions','/v1/completions'
@@ -155,6 +159,98 @@ def test_nothing_else_changes(client, name, stream):
 def _counted(d):
     "The same, without counts of what a prefix cache had"
     return {k:v for k,v in shown(d).items() if k!='usage'}
+
+# Streams in a notebook
+
+@pytest.mark.parametrize('stop', [(),(' hay',)])
+def test_the_last_of_a_stream_has_the_receipt(plain, stop):
+    "The same as of the whole answer, and only the last"
+    p = SamplingParams(max_tokens=9, seed=3, stop=stop)
+    whole = plain.generate('A cow eats grass and', p, receipt=True)
+    *before,last = plain.stream('A cow eats grass and', p, receipt=True)
+    assert last.receipt==whole.receipt and not any(d.receipt for d in before)
+    assert last.receipt.answers[0].finish==('cut' if stop else 'length')
+    assert ''.join(d.text for d in [*before,last])==whole.text
+    replayed(plain, last.receipt, 2)
+
+def test_a_stream_draws_its_seed(plain):
+    p = SamplingParams(max_tokens=5, temperature=1.3)
+    *_,last = plain.chat(user(), p, stream=True, receipt=True)
+    assert last.receipt.answers[0].seed is not None
+    replayed(plain, last.receipt)
+    assert not any(d.receipt for d in plain.stream('A cow', p))
+
+# Images
+
+@pytest.fixture(scope='module')
+def eyes(tmp_path_factory):
+    "A model that sees"
+    folder = seeing_model(tmp_path_factory.mktemp('sees')/'vl')
+    with closing(LLM(str(folder), 'cpu', max_seq_len=64, max_num_seqs=4, show=False)) as llm:
+        yield llm
+
+def picture(seed): return np.random.default_rng(seed).integers(0, 256, (16,24,3), np.uint8)
+
+def png(pixels):
+    "Bytes of a file"
+    f = io.BytesIO()
+    Image.fromarray(pixels).save(f, 'PNG')
+    return f.getvalue()
+
+def sees(*pixels):
+    "A message with pictures"
+    urls = [f'data:image/png;base64,{base64.b64encode(png(p)).decode()}' for p in pixels]
+    parts = [dict(type='image_url', image_url=dict(url=u)) for u in urls]
+    return [dict(role='user', content=[dict(type='text', text='w3 w4'), *parts])]
+
+def test_images_are_given_again(eyes):
+    "From a server, in any order and any kind of file; another pixel is another image"
+    one,two = picture(0),picture(1)
+    body = dict(messages=sees(one, two), max_tokens=6, seed=4)
+    with TestClient(create_app(loaded(eyes, ['vl']))) as c:
+        r = receipt(asked(c, CHAT, body, receipt=True))
+    assert len(r.prompts[0].images)==2
+    for n in (0,2):
+        assert eyes.replay(r, n, [Image.fromarray(two),png(one)]).code==0
+    flipped = one.copy()
+    flipped[9,4,1] ^= 1
+    for given in ([], [two], [flipped,two]):
+        with pytest.raises(ReplayError, match='not among'):
+            eyes.replay(r, images=given)
+    with pytest.raises(ReplayError, match='not those'):
+        eyes.replay(r, images=[one,two,flipped])
+
+def test_an_image_decides_about_bits(eyes):
+    "Whoever says in a receipt that it was another image is found out"
+    p = SamplingParams(temperature=0, max_tokens=6)
+    first,other = (eyes.chat(sees(picture(k)), p, receipt=True).receipt for k in (0,1))
+    assert first.prompts[0].ids==other.prompts[0].ids
+    assert eyes.replay(replace(first, prompts=other.prompts), images=[picture(1)]).code==1
+
+def test_images_have_their_places(eyes, plain):
+    "As many tokens as it takes, and a model that sees"
+    p = SamplingParams(temperature=0, max_tokens=2)
+    r = eyes.chat(sees(picture(0)), p, receipt=True).receipt
+    short = eyes.generate([3,4], p, receipt=True).receipt.prompts[0]
+    lies = replace(short, images=r.prompts[0].images)
+    with pytest.raises(ReplayError, match='no room'):
+        eyes.replay(replace(r, prompts=[lies]), images=[picture(0)])
+    with pytest.raises(RequestError, match='only text'):
+        plain.replay(plain.generate('A cow', p, receipt=True).receipt, images=[picture(0)])
+    with pytest.raises(ReplayError, match='--url'):
+        replay_at('http://127.0.0.1:9', r)
+
+def test_images_at_a_terminal(eyes, tmp_path):
+    p = SamplingParams(temperature=0, max_tokens=2)
+    r = eyes.chat(sees(picture(0)), p, receipt=True).receipt
+    at,photo = tmp_path/'receipt.json',tmp_path/'photo.png'
+    at.write_text(json.dumps(r.to_dict()))
+    photo.write_bytes(png(picture(0)))
+    command = ['replay',str(at),str(eyes.path),'--device','cpu','--max-seq-len','64']
+    ends = [CliRunner().invoke(commands, [*command,*more]) for more in (
+        ['--image',str(photo)], [], ['--image',str(at)], ['--image',str(photo),'--url','x'])]
+    assert [e.exit_code for e in ends]==[0,2,2,2]
+    assert '--image' in ends[1].output
 
 # What must be seen
 

@@ -659,12 +659,14 @@ async def test_a_model_that_was_killed_keeps_its_place():
 SERVE = """
 import sys
 from atlas.service.process import Policy
-from atlas.service.gateway import serve
+from atlas.service.gateway import Listening,Making,Naming,serve
 def model(name):
     return dict(model='tiny', name=name, kv_spill_dir=sys.argv[1]+'/'+name, kv_spill_gb=.05)
 serve(
-    [model('a'), model('b')], port=int(sys.argv[2]), memory=int(sys.argv[3]),
-    policy=Policy(soon=.05), first=[], device='cpu', max_seq_len=512, max_num_seqs=2)
+    [model('a'), model('b')], listening=Listening(port=int(sys.argv[2])),
+    naming=Naming(memory=int(sys.argv[3]), first=[]),
+    making=Making(
+        policy=Policy(soon=.05), options=dict(device='cpu', max_seq_len=512, max_num_seqs=2)))
 """
 
 def server(tmp_path, memory):

@@ -16,7 +16,7 @@ import numpy as np
 from fastcore.basics import patch
 from ..ground.core import AtlasError,DeviceError,OutOfMemoryError,human
 from contextlib import contextmanager,nullcontext
-from .device import Budget,Cuda,CudaFault,Device,Host,cores,driver,quiet
+from .device import Budget,Cuda,CudaFault,Device,Host,processors,driver,quiet
 
 # %% ../../nbs/2_card/02_arena.ipynb #df0425af
 _NORESERVE = 0x4000 if sys.platform=='linux' else 0 # MAP_NORESERVE
@@ -164,7 +164,7 @@ def clear(self:CudaPages, at, nbytes):
 @patch
 def buffers(self:CudaPages, sizes):
     "Memory of the host for copies, an array of each of `sizes` bytes; several threads make it"
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(processors()) as pool:
         for b in pool.map(_zeros, sizes):
             self._pin(b)
             yield b

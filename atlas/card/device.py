@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/2_card/device.html.md"""
 
 # %% auto #0
 __all__ = ['STICKY', 'faults', 'quiet', 'MIN_CAPABILITY', 'Memory', 'meminfo', 'cgroup_dirs', 'cgroup_memory', 'host_memory',
-           'Device', 'cores', 'Host', 'cuda_count', 'driver', 'status_text', 'Faults', 'Quiet', 'arch_name', 'Cuda',
-           'get_device', 'Budget']
+           'Device', 'processors', 'Host', 'cuda_count', 'driver', 'status_text', 'Faults', 'Quiet', 'arch_name',
+           'Cuda', 'get_device', 'Budget']
 
 # %% ../../nbs/2_card/01_device.ipynb #c746dde5
 import ctypes,functools,math,mmap,os,platform,re,threading,warnings,weakref
@@ -217,11 +217,11 @@ def need_card(self:Device,
 @patch
 def identity(self:Device)->str:
     "What the bits of results depend on, beside the model and our code: the processor and libraries"
-    return f'{self.kind}, NumPy {np.__version__}, {platform.machine()}, {cores()} cores'
+    return f'{self.kind}, NumPy {np.__version__}, {platform.machine()}, {processors()} cores'
 
 # %% ../../nbs/2_card/01_device.ipynb #48704297
-def cores()->int:
-    "CPU cores that this process may run on"
+def processors()->int:
+    "Processors that this process may run on: two or more to a core, where cores have threads"
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 class Host(Device):
@@ -233,7 +233,7 @@ class Host(Device):
         return host_memory()
     def describe(self)->str:
         "The host in one line"
-        return f'cpu: {cores()} cores, {self.memory()}'
+        return f'cpu: {processors()} cores, {self.memory()}'
     def upload(self, a):
         "`a` itself, made contiguous where it is not"
         return np.asarray(a, order='C')

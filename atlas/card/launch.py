@@ -21,7 +21,7 @@ import numpy as np
 from fastcore.basics import ifnone,patch
 from ..ground.core import AtlasError,DeviceError,INSTALL_CUDA,home,kernel_dir
 from ..ground.core import cp
-from .device import CudaFault,cores
+from .device import CudaFault,processors
 
 # %% ../../nbs/2_card/03_launch.ipynb #96c51cde
 def simulate(
@@ -530,7 +530,7 @@ def prepare(
     `DeviceError` ends it"""
     variants = list(dict.fromkeys((n, tuple(o)) for n,o in variants))
     sources = {n: Source(n, root) for n,_ in variants}
-    with ThreadPoolExecutor(min(32, cores())) as ex:
+    with ThreadPoolExecutor(min(32, processors())) as ex:
         jobs = [
             ex.submit(machine_code, sources[n], arch, o, compiler, store)
             for n,o in variants]

@@ -11,7 +11,7 @@ __all__ = ['HOST_FLAGS', 'usable_cores', 'idle_cores', 'threads_of', 'limit_blas
 import ctypes,functools,hashlib,logging,os,platform,time
 from pathlib import Path
 from ..ground.core import home,kernel_dir
-from .device import cores
+from .device import processors
 from .emulator import find_cxx,run_compiler,_alone,_cxx_version
 
 # %% ../../nbs/2_card/11_processor.ipynb #b1c9ce57
@@ -40,7 +40,7 @@ def _own()->list[int]:
     "Numbers of the processors that this process may run on"
     if hasattr(os, 'sched_getaffinity'):
         return sorted(os.sched_getaffinity(0))
-    return list(range(cores()))
+    return list(range(processors()))
 
 # %% ../../nbs/2_card/11_processor.ipynb #3f173cd8
 def usable_cores(cpus=_CPUS, cgroups=_CGROUPS)->int:
@@ -75,7 +75,7 @@ def _whole_cores(idle:float)->int:
 # %% ../../nbs/2_card/11_processor.ipynb #a2d7d1da
 def threads_of(asked:int|None)->int:
     "How many threads a kernel may have where so many are asked for; None: all cores"
-    most = cores()
+    most = processors()
     if asked is None:
         return usable_cores()
     if asked>most:

@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from .arena import Arena
 from .card import _cuda,_emulator,_ready
 from ..ground.core import AtlasError,human
-from .device import Budget,Cuda,Device,Memory,cores
+from .device import Budget,Cuda,Device,Memory,processors
 from .emulator import CardArray,Emulator
 from .launch import CubinStore,Source,is_compiled,options_of,recording,save_variants
 
@@ -49,7 +49,7 @@ def make_ready(
         return len(what)
     if known:
         known.wait()
-    with ThreadPoolExecutor(min(32, cores())) as ex:
+    with ThreadPoolExecutor(min(32, processors())) as ex:
         jobs = [ex.submit(_ready, n, tuple(sorted(d.items())), where) for n,d in what]
         try:
             made = len([j.result() for j in jobs])

@@ -69,26 +69,6 @@ def _nobody(most, width)->Placed:
     return Placed(ids, pos, seq, slots, states, live)
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #8aff02ef
-def place_rows(
-    seqs, # `Seq`s that decode, in their order
-    most:int, # Sequences that there is room for
-    width:int, # Rows of each
-    size:int, # Positions in a block
-)->Placed:
-    "The rows of the next step: the newest token of each sequence, and its drafts"
-    p,S = _nobody(most, width),len(seqs)
-    if not S:
-        return p
-    fed = [_fed(s, width) for s in seqs]
-    p.live[:S] = [len(ids) for ids in fed]
-    p.pos[:S] = _positions(seqs, width)
-    p.state_out[:S] = [s.states[1:width+1] for s in seqs]
-    real = np.arange(width)<p.live[:S,None]
-    p.ids[:S][real] = [t for ids in fed for t in ids]
-    p.seq[:S] = np.where(real, np.arange(S)[:,None], -1)
-    p.slots[:S][real] = _slots(seqs, p, size)
-    return p
-
 def _positions(seqs, width)->np.ndarray: # [S, W]
     "Of the next rows of each sequence; none is beyond its end"
     begin = np.array([(s.num_computed, s.depth) for s in seqs])
@@ -101,6 +81,30 @@ def _slots(seqs, p, size)->list[int]:
         blocks = s.table.blocks
         out += [blocks[at//size]*size+at%size for at in pos[:n]]
     return out
+
+def _place(p, seqs, fed, size):
+    "Write the rows of `seqs`, which are fed the tokens `fed`, over the first of `p`"
+    S,width = len(seqs),p.ids.shape[1]
+    p.pos[:S] = _positions(seqs, width)
+    p.state_out[:S] = [s.states[1:width+1] for s in seqs]
+    real = np.arange(width)<p.live[:S,None]
+    p.ids[:S][real] = [t for ids in fed for t in ids]
+    p.seq[:S] = np.where(real, np.arange(S)[:,None], -1)
+    p.slots[:S][real] = _slots(seqs, p, size)
+
+def place_rows(
+    seqs, # `Seq`s that decode, in their order
+    most:int, # Sequences that there is room for
+    width:int, # Rows of each
+    size:int, # Positions in a block
+)->Placed:
+    "The rows of the next step: the newest token of each sequence, and its drafts"
+    p = _nobody(most, width)
+    if len(seqs):
+        fed = [_fed(s, width) for s in seqs]
+        p.live[:len(fed)] = [len(ids) for ids in fed]
+        _place(p, seqs, fed, size)
+    return p
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #5d90c1e5
 class Rows:
@@ -126,32 +130,7 @@ class Rows:
         "Those of steps as wide as they are now"
         return self.by[self.width]
 
-    def of(self, n:int):
-        "Those of the first `n` sequences"
-        key = self.width,n
-        if key not in self._some:
-            self._some[key] = self.at.of(n)
-        return self._some[key]
 
-    def batch(self, n:int, longest:int)->Batch:
-        "The rows of the first `n` sequences, none beyond `longest` tokens"
-        w,a = self.width,self.of(n)
-        pos3 = a.pos3.reshape(3, n*w) if self.media else None
-        return Batch(
-            ids=a.ids,
-            pos=a.pos,
-            slots=a.slots,
-            tables=a.tables,
-            starts=a.starts,
-            counts=a.live,
-            state_in=a.state_in,
-            state_out=a.state_out,
-            out=None,
-            tiled=False,
-            pos3=pos3,
-            seq=a.seq,
-            first=self.firsts[w][:n+1],
-            longest=longest)
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #5d90c1e4
 class _Arrays:
@@ -176,6 +155,36 @@ class _Arrays:
             size = 3*n if k=='pos3' else n
             setattr(some, k, v[:size])
         return some
+
+# %% ../../nbs/5_engine/15_card_stepper.ipynb #a4d7c13e
+@patch
+def of(self:Rows, n:int):
+    "Those of the first `n` sequences"
+    key = self.width,n
+    if key not in self._some:
+        self._some[key] = self.at.of(n)
+    return self._some[key]
+
+@patch
+def batch(self:Rows, n:int, longest:int)->Batch:
+    "The rows of the first `n` sequences, none beyond `longest` tokens"
+    w,a = self.width,self.of(n)
+    pos3 = a.pos3.reshape(3, n*w) if self.media else None
+    return Batch(
+        ids=a.ids,
+        pos=a.pos,
+        slots=a.slots,
+        tables=a.tables,
+        starts=a.starts,
+        counts=a.live,
+        state_in=a.state_in,
+        state_out=a.state_out,
+        out=None,
+        tiled=False,
+        pos3=pos3,
+        seq=a.seq,
+        first=self.firsts[w][:n+1],
+        longest=longest)
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #c500000a
 @patch
@@ -500,10 +509,7 @@ class CardStepper(Stepper):
         n = bucket(scheduler.max_num_seqs)
         with self.staying():
             self._make_arrays(n)
-        # the stepper's stream waits for no other: weights and cache are to be there
-        self.card.synchronize()
-        self.stream = self.card.own_stream(steps)
-        self.card.hold(self)
+        self._make_stream()
         self.lanes = {} # Lane of each request
         self.free = list(range(n+1))[::-1] # Lanes that are left
         self.graphs = {} # Graph of each `StepShape`
@@ -517,6 +523,12 @@ class CardStepper(Stepper):
         """One for what `scheduler` plans, with its own lasting arrays in the region `room`, and
         those of a step in `steps`"""
         return cls(model, cache, scheduler, room, drafter, steps)
+
+    def _make_stream(self):
+        "Its stream, which waits for no other: weights and cache are to be there"
+        self.card.synchronize()
+        self.stream = self.card.own_stream(self.steps)
+        self.card.hold(self)
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #656d6aa7
 @patch(cls_method=True)
@@ -641,29 +653,36 @@ def _step_logits(self:CardStepper, x, shape, made):
     return greedy_logits(x, m.lm_head, m.last_norm, m.c.logit_softcap)
 
 @patch
-def _plain(self:CardStepper, shape):
-    "A token for each row, and on to the next"
+def _rows_of(self:CardStepper, shape)->tuple:
+    "A step's batch, and all arrays of its rows"
     n = shape.seqs
-    b = self.rows.batch(n, shape.longest)
-    r = self.rows.of(n)
+    return self.rows.batch(n, shape.longest),self.rows.of(n)
+
+@patch
+def _forward(self:CardStepper, b, shape)->tuple:
+    "The stream after the last layer, and logits"
     made = []
     x = self.model.trunk(b, self.cache, made=made)
-    logits = self._step_logits(x, shape, made)
+    return x,self._step_logits(x, shape, made)
+
+# %% ../../nbs/5_engine/15_card_stepper.ipynb #1dfec174
+@patch
+def _plain(self:CardStepper, shape):
+    "A token for each row, and on to the next"
+    b,r = self._rows_of(shape)
+    _,logits = self._forward(b, shape)
+    how = dict(greedy=not shape.full, cuts=shape.cuts)
     then = b,self.cache.pool.block_size
-    sample_rows(logits, self.table, r.ids, r.lanes,
-        greedy=not shape.full, cuts=shape.cuts, then=then)
+    sample_rows(logits, self.table, r.ids, r.lanes, **how, then=then)
 
 @patch
 def _verify(self:CardStepper, shape):
     "What each row says, how many of them count, drafts of what comes next, and on to that"
-    n,m = shape.seqs,self.model
-    b = self.rows.batch(n, shape.longest)
-    r = self.rows.of(n)
-    made = []
-    x = m.trunk(b, self.cache, made=made)
-    logits = self._step_logits(x, shape, made)
+    b,r = self._rows_of(shape)
+    x,logits = self._forward(b, shape)
+    how = dict(greedy=not shape.full, cuts=shape.cuts)
     sample_rows(logits, self.table, r.said, r.lanes,
-        greedy=not shape.full, cuts=shape.cuts, width=shape.width, given=r.ids)
+        **how, width=shape.width, given=r.ids)
     accept_rows(r, self.table, shape.full, self.chances, self.history)
     h = self.drafter.see(b, x, r.said)
     next_rows(r, self._propose(shape, h, r.last))
@@ -850,16 +869,21 @@ def _fixed(self:CardStepper, b:Batch)->Batch:
 @patch
 def _prompt_pass(self:CardStepper, pieces, stream)->Pass:
     "Run prompts; launches go to `stream` already"
-    size,up = self.cache.pool.block_size,self.card.upload
+    size = self.cache.pool.block_size
     if not self.prompts or any(p.media for p in pieces):
         b = make_batch(pieces, True, size, self.card)
         return Pass(b, self.model.trunk(b, self.cache), pieces)
     b = make_batch(pieces, True, size, Host())
     x = self.prompts(self._fixed(b), stream)
+    return Pass(self._on_card(b), x, pieces)
+
+@patch
+def _on_card(self:CardStepper, b:Batch)->Batch:
+    "What is wanted of a batch of the host once its pass has run as a graph"
     if self.drafter:
-        return Pass(uploaded(b, self.card), x, pieces)
+        return uploaded(b, self.card)
     rows = np.arange(len(b.out), dtype=np.int32)
-    return Pass(replace(b, out=up(rows)), x, pieces)
+    return replace(b, out=self.card.upload(rows))
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #c271946a
 _NOTHING = Sampled(np.zeros(0, np.int32))
@@ -997,19 +1021,23 @@ def _down(self:CardStepper, flight)->Sampled:
     for part in (self.few,self.rest):
         self.stream.after(part)
     self.rows.seqs = []
-    seqs,ran = flight.plan.first,list(flight.samplers)
-    if not seqs:
+    if not flight.plan.first:
         return _NOTHING.by_seq()
     with self.here():
-        rows = np.array([ran.index(s) for s in seqs], np.int32)
-        logits = self._logits(flight.ran)[self.card.upload(rows)]
-        try:
-            samplers = [flight.samplers[s] for s in seqs]
-            out = self._sample(logits, seqs, samplers)
-        except BaseException:
-            self.lost(flight.plan)
-            raise
-    return out.by_seq()
+        return self._first_tokens(flight).by_seq()
+
+@patch
+def _first_tokens(self:CardStepper, flight)->Sampled:
+    "A token for each prompt of `flight` that somebody still waits for"
+    seqs,ran = flight.plan.first,list(flight.samplers)
+    rows = np.array([ran.index(s) for s in seqs], np.int32)
+    logits = self._logits(flight.ran)[self.card.upload(rows)]
+    try:
+        samplers = [flight.samplers[s] for s in seqs]
+        return self._sample(logits, seqs, samplers)
+    except BaseException:
+        self.lost(flight.plan)
+        raise
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #61eaf9b3
 @patch
@@ -1022,6 +1050,15 @@ def _zeros(self:CardStepper, tokens, pieces=1, start=0, want=1, device=None, sho
     all_of_them = [one]*pieces+[least]*short
     return make_batch(all_of_them, not start, size, device or self.card)
 
+@patch
+def _try_replay(self:CardStepper, rows, pieces=1, start=1):
+    "Run a replay of so many rows of each of some sequences, from position `start` on"
+    b = self._zeros(rows, pieces, start, want=0)
+    x = self.model.trunk(b, self.cache)
+    if self.drafter:
+        self.drafter.see(b, x, b.ids)
+
+# %% ../../nbs/5_engine/15_card_stepper.ipynb #2fe68ab2
 @patch
 def _try_prompt(self:CardStepper, tokens=1, pieces=1, short=0):
     "Run so many prompts of zeros, and `short` ones of one token, and sample"
@@ -1037,14 +1074,6 @@ def _try_prompt(self:CardStepper, tokens=1, pieces=1, short=0):
         sample_rows(logits, self.table, ids, rows, greedy)
     if self.drafter:
         self._try_drafts(b, x)
-
-@patch
-def _try_replay(self:CardStepper, rows, pieces=1, start=1):
-    "Run a replay of so many rows of each of some sequences, from position `start` on"
-    b = self._zeros(rows, pieces, start, want=0)
-    x = self.model.trunk(b, self.cache)
-    if self.drafter:
-        self.drafter.see(b, x, b.ids)
 
 @patch
 def _try_drafts(self:CardStepper, b, x):
@@ -1085,13 +1114,17 @@ def _try_apart(self:CardStepper, longest):
                 self.body(replace(shape, seqs=k, full=f, cuts=f))
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #5b0c21de
+def _lengths(long)->list[int]:
+    "Of prompts that steps differ in, up to `long`: tiles of products are chosen by rows"
+    powers = range(6, long.bit_length())
+    return sorted({1,long,*(1<<i for i in powers)})
+
 @patch
 def _prompts(self:CardStepper, long)->list[tuple[int,...]]:
     "Lengths and numbers of prompts that steps differ in, and how many of one token are beside"
-    s,powers = self.scheduler,range(6, long.bit_length())
-    lengths = {1,long,*(1<<i for i in powers)}  # tiles of products are chosen by rows
-    buckets,two = self._buckets(),min(long, TILE+1) # the second tile has one row
-    out = [(t, 1) for t in sorted(lengths)]
+    s,buckets = self.scheduler,self._buckets()
+    two = min(long, TILE+1) # the second tile has one row
+    out = [(t, 1) for t in _lengths(long)]
     out += [(1, k) for k in buckets]
     most = min(s.max_num_seqs, s.chunk//two)
     out += [(two, k) for k in buckets if k<most]

@@ -58,7 +58,8 @@ def divergence(
     q:np.ndarray, # The same of whom one measures
 )->np.ndarray: # float64 [n], in nats, never below 0
     "Kullback–Leibler divergence of `q` from `p`, a row at a time"
-    return np.maximum((np.exp(p)*(p-q)).sum(-1), 0)
+    d = (np.exp(p)*(p-q)).sum(-1)
+    return np.maximum(d, 0)
 
 # %% ../../nbs/5_engine/24_divergence.ipynb #f2dde0c6
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def said_of(model:LoadedModel, text:Text): # Yields (place of the first, float32
     "Logits for the tokens of a text from the second on, a few rows at a time"
     for w in text.windows:
         at = w.begin-len(text.prefix)+1 # Token that the next row is about
-        for x in model.logit_rows([*text.prefix, *text.ids[w.begin:w.end]]):
+        read = text.ids[w.begin:w.end]
+        for x in model.logit_rows([*text.prefix, *read]):
             asked = x[max(w.first-at, 0):max(w.end-at, 0)]
             if len(asked):
                 place = max(w.first, at)
@@ -162,8 +164,9 @@ def compare(
     "Have `model` read the text of `ref`, and say how far it is from there"
     found = []
     for at,x in said_of(model, ref.text):
+        there = ref.rows(at, len(x))
         came = ref.text.ids[at:at+len(x)]
-        found.append(_beside(x, ref.rows(at, len(x)), came))
+        found.append(_beside(x, there, came))
         if seen:
             seen(len(x))
     return Comparison(*map(np.concatenate, zip(*found)))
@@ -174,7 +177,8 @@ def alone(self:Reference)->Comparison:
     n,found = len(self.text),[]
     for at in range(1, n+1, _BLOCK):
         x = self.rows(at, min(_BLOCK, n+1-at))
-        found.append(_beside(x, x, self.text.ids[at:at+len(x)]))
+        came = self.text.ids[at:at+len(x)]
+        found.append(_beside(x, x, came))
     return Comparison(*map(np.concatenate, zip(*found)))
 
 def _beside(x, there, came)->tuple:
@@ -192,8 +196,10 @@ def save(self:Reference, path:str):
     "Write it to a file; a `WriteError` where that cannot be"
     n,t = len(self.text),self.text
     blocks = range(0, n, _BLOCK)
-    arrays = {f'logits.{i//_BLOCK}': self.rows(i+1, min(_BLOCK, n-i)) for i in blocks}
-    arrays |= dict(ids=np.array(t.ids, np.int32), prefix=np.array(t.prefix, np.int32))
+    def block(i): return self.rows(i+1, min(_BLOCK, n-i))
+    arrays = {f'logits.{i//_BLOCK}': block(i) for i in blocks}
+    for name in ('ids','prefix'):
+        arrays[name] = np.array(getattr(t, name), np.int32)
     arrays['answers'] = self.answers
     windows = dict(context=t.context, stride=t.stride)
     save_dict(path, arrays, dict(kind=_KIND, about=self.about, **windows))
@@ -217,9 +223,10 @@ def open_reference(path:str)->Reference:
     for name in f.names:
         f.load([name])
     a,m = f.load(['ids','prefix','answers']),f.meta
-    ids,prefix = tuple(a['ids'].tolist()),tuple(a['prefix'].tolist())
+    ids,prefix = (tuple(a[k].tolist()) for k in ('ids','prefix'))
     text = Text(ids, m['context'], m['stride'], prefix)
-    return Reference(m['about'], text, partial(_rows_of, f, len(text)), a['answers'])
+    rows = partial(_rows_of, f, len(text))
+    return Reference(m['about'], text, rows, a['answers'])
 
 # %% ../../nbs/5_engine/24_divergence.ipynb #9303dd7b
 def _refuse(said, hint=''):

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/loading.html.md"""
 
 # %% auto #0
 __all__ = ['STAGES', 'DRAFTS', 'FREQUENT', 'FEW', 'USUAL', 'MOST_ROWS', 'SMALL', 'Startup', 'LoadedModel', 'Drafting', 'drafting',
-           'WeightForm', 'Sizes']
+           'is_tight', 'WeightForm', 'Sizes']
 
 # %% ../../nbs/5_engine/16_loading.ipynb #2782e97f
 import gc,hashlib,sys,threading
@@ -385,7 +385,7 @@ def _made(self:LoadedModel)->Drafter:
     return ModelDrafter(self.model, self.draft_cache, self.draft_model, d.k)
 
 # %% ../../nbs/5_engine/16_loading.ipynb #e46ee7ee
-def _tight(device, *cks)->bool:
+def is_tight(device, *cks)->bool:
     "Would the weights of `cks`, as float32, take more than half of what is free?"
     weights = sum(c.config.num_params for c in cks if c)
     return 4*weights>device.memory().available/2
@@ -507,7 +507,7 @@ def _form(self:LoadedModel, ck)->WeightForm:
     head = o.drafting or by.who=='mtp'
     return WeightForm(
         parts=('','vision')+('mtp',)*head,
-        packed=ifnone(o.packed, self.device.as_stored or _tight(self.device, ck, by.ck)),
+        packed=ifnone(o.packed, self.device.as_stored or is_tight(self.device, ck, by.ck)),
         quantization=o.quantization,
         head=o.lm_head_dtype,
         drafting=ifnone(o.draft_quantization, _few_bits(ck, self.ops)))

@@ -260,17 +260,21 @@ def sizes_told(command, configs:list, budget:int)->list[dict|None]:
     """What each model of `configs` takes within `budget`, as `LoadedModel.measure` tells; None
     where that is unknown"""
     asked = json.dumps(dict(budget=budget, models=[differs(c) for c in configs]), default=str)
-    command,unknown = [*map(str, command), '--measure'],[None]*len(configs)
+    said = _measured([*map(str, command), '--measure'], asked)
+    return [None]*len(configs) if said is None else said
+
+def _measured(command, asked)->list|None:
+    "What a command that measures says on its last line; None, and a warning, if that is nothing"
     try:
         out = subprocess.run(command, input=asked, text=True, capture_output=True, timeout=600)
     except (OSError,subprocess.TimeoutExpired) as e:
         _log.warning('Models could not be measured: %s', e)
-        return unknown
+        return None
     try:
         return json.loads(out.stdout.splitlines()[-1])['models']
     except (ValueError,LookupError,TypeError):
         _log.warning('Models could not be measured: %s', out.stderr[-300:] or out.stdout[-300:])
-        return unknown
+        return None
 
 # %% ../../nbs/7_service/28_admission.ipynb #6a7e0012
 def _ask(models, budget):

@@ -314,19 +314,23 @@ class GroupEntry(Part):
         False, description='While one of them is resident, models outside of the group are not.')
 
 # %% ../../nbs/7_service/30_entries.ipynb #7f4c22d8
+def _leads(v, schemes)->bool:
+    "Is this text an address with one of these schemes?"
+    try:
+        u = urlsplit(v)
+        place = u.hostname if schemes else u.netloc or u.path
+        ok = u.scheme and place and (u.port is None or u.port>0)
+    except ValueError:
+        return False
+    return bool(ok) and not re.search(r'\s', v) and (schemes is None or u.scheme in schemes)
+
 def _address(schemes):
     "A validator of addresses with one of these schemes; None: with any"
     def check(v):
         if not isinstance(v, str):
             said = dict(said=f'is {found(v)}, expected an address')
             raise PydanticCustomError('no_url', '{said}', said)
-        try:
-            u = urlsplit(v)
-            place = u.hostname if schemes else u.netloc or u.path
-            ok = u.scheme and place and (u.port is None or u.port>0)
-        except ValueError:
-            ok = False
-        if ok and not re.search(r'\s', v) and (schemes is None or u.scheme in schemes):
+        if _leads(v, schemes):
             return v.rstrip('/')
         such = f'{schemes[0]}://host:port/path' if schemes else 'scheme://…'
         said = dict(said=f'is {v[:80]!r}, which is no address', hint=f'Write it as {such}')

@@ -100,6 +100,7 @@ def wait(self:Fallbacks, turn:int, errors:dict)->float|None:
 class Attempts:
     "Who has been asked one question, and what came of it"
     names:list # Of those that may answer; the first is the one that was asked for
+    called:str|None # What the client called that
     tried:set=field(default_factory=set) # In this round
     errors:dict=field(default_factory=dict) # The last of each, by name
     rounds:int=0 # That are over
@@ -111,20 +112,27 @@ async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
     names = [asked.name, *self.to.get(name, self.to.get(asked.name, ()))]
     if len(names)==1 and not asked.elsewhere:
         return await service.by(q, name)
-    seen = Attempts(names)
+    seen = Attempts(names, name)
     for left in range(self.retries, -1, -1):
         if len(seen.tried)==len(names) and not await self._another_round(q, seen):
             break
         to = self.next(names, seen.tried)
-        seen.tried.add(to)
         held = self.timeout if left and len(names)>1 else inf
-        try:
-            r = await service.by(q, name if to==asked.name else to, held)
-        except AtlasError as e:
-            self._failed(to, e, seen)
-        else:
-            return self._answered(r, q, to, seen)
+        if said := await self._ask(service, q, seen, to, held):
+            return said
     raise seen.errors.get(asked.name) or seen.errors[to]
+
+@patch
+async def _ask(self:Fallbacks, service, q, seen, to, held)->Response|None:
+    "What one of them answers; None if it cannot, which is noted"
+    seen.tried.add(to)
+    called = seen.called if to==seen.names[0] else to
+    try:
+        r = await service.by(q, called, held)
+    except AtlasError as e:
+        self._failed(to, e, seen)
+        return None
+    return self._answered(r, q, to, seen)
 
 @patch
 async def _another_round(self:Fallbacks, q, seen)->bool:

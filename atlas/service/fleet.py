@@ -378,10 +378,15 @@ def _upstreams(self:Fleet, env):
             said = f'is {key}, and no variable of that name is set'
             hint = f'export {key}=… before the server starts, or leave key_env out'
             yield self.refused((*at,'key_env'), said, hint)
-        for i,s in enumerate(u.serves or ()):
-            if s not in SERVES:
-                said = f'is {s!r}, which is not known'
-                yield self.refused((*at,'serves',i), said, nearest(s, SERVES))
+        yield from self._purposes((*at,'serves'), u.serves or ())
+
+@patch
+def _purposes(self:Fleet, at, serves):
+    "Refusals of what an upstream is said to be for"
+    for i,s in enumerate(serves):
+        if s not in SERVES:
+            said = f'is {s!r}, which is not known'
+            yield self.refused((*at,i), said, nearest(s, SERVES))
 
 @patch
 def _fallbacks(self:Fleet):

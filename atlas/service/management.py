@@ -214,16 +214,18 @@ async def props(self:Service, request:Request)->Response:
     build = dict(build_info=f'atlas {atlas.__version__}')
     if name is None and len(self.models.all)>1:
         return JSONResponse(dict(role='router', max_instances=len(self.models.all))|build)
-    m = self.models.one(name)
+    return JSONResponse(_props(self.models.one(name))|build)
+
+def _props(m)->dict:
+    "What is told of a model"
     info,up = getattr(m.runner, 'info', None) or {},m.ready_model
-    said = dict(
+    return dict(
         default_generation_settings=_settings(info),
         total_slots=info.get('max_num_seqs') or 0,
         model_alias=m.name,
         **_template_props(up and up.template),
         modalities=dict(vision=bool(up and up.spec), audio=False),
         is_sleeping=m.condition=='sleeping')
-    return JSONResponse(said|build)
 
 def _settings(info):
     "How answers are made where a request does not say"

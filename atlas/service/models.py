@@ -36,15 +36,18 @@ class Models:
             raise RequestError('There is no model to serve')
         self.residency = Residency(models, budget, groups)
         self.autoload,self.draining = autoload,False
-        self.gate = asyncio.Lock() # Held while a model loads
-        self._ears = set() # Queues of listeners
-        # Models that are served no more, and what waits for their ends
-        self.going,self.parting = {},set()
+        self._begin()
         self._take(models)
         ours = [m for m in models if not m.elsewhere]
         self.first = ours if first is None else [m for m in ours if set(first)&set(m.names)]
         for u in upstreams:
             self.join(u, begin=False)
+    def _begin(self):
+        "What comes and goes while they are served"
+        self.gate = asyncio.Lock() # Held while a model loads
+        self._ears = set() # Queues of listeners
+        # Models that are served no more, and what waits for their ends
+        self.going,self.parting = {},set()
     def _take(self, models):
         "Have these models, by their names"
         by = {}

@@ -246,11 +246,14 @@ def exact(self:Names, name:str)->str|None:
 @patch
 def listed(self:Names)->list[tuple[str,str,dict]]:
     "Name, model and what is to be told, of each name that is more than a model's own"
-    f,out = self.fleet,[]
-    for n in f.models:
-        if also := [k for k,p in f.names.items() if p.plain and p.model==n]:
-            out.append((n, n, dict(aliases=also)))
+    f = self.fleet
     told = {n: {'alias_of' if p.plain else 'persona_of': p.model}
         for n,p in f.names.items() if not is_glob(n)}
     told |= {n: dict(routes=to) for n,to in f.routes.items()}
-    return out+[(n, self.exact(n), dict(aliases=[])|more) for n,more in told.items()]
+    named = [(n, self.exact(n), dict(aliases=[])|more) for n,more in told.items()]
+    return [(n, n, dict(aliases=also)) for n in f.models if (also := self.aliases(n))]+named
+
+@patch
+def aliases(self:Names, model:str)->list[str]:
+    "Other names that stand for no more than a model"
+    return [k for k,p in self.fleet.names.items() if p.plain and p.model==model]

@@ -110,11 +110,15 @@ def sampling(self:Body)->dict:
         kw['repetition_penalty'] = o.repeat_penalty
     if o.seed is not None:
         kw['seed'] = None if o.seed==-1 else o.seed
-    if (n := o.num_predict) is not None:
-        kw['max_tokens'] = min(n, 2**31-1) if n>0 else None
+    if o.num_predict is not None:
+        kw['max_tokens'] = _most(o.num_predict)
     if o.stop:
         kw['stop'] = (o.stop,) if isinstance(o.stop, str) else tuple(o.stop)
     return kw|self.scores()
+
+def _most(n):
+    "`max_tokens` of `num_predict`, which below 1 means any number"
+    return min(n, 2**31-1) if n>0 else None
 
 @patch
 def scores(self:Body)->dict:
@@ -244,6 +248,13 @@ def raw_ask(self:GenerateBody, kw:dict)->RawAsk:
         raise RequestError(f'images and {what} are both given', hint='Choose one', param='images')
     return RawAsk([], prompts=[self.prompt or ''], suffix=self.suffix or None, **kw)
 
+@patch
+def turns(self:GenerateBody)->list[dict]:
+    "The prompt as a conversation"
+    said = with_images(self.prompt or '', self.images, 'images')
+    system = [dict(role='system', content=self.system)] if self.system else []
+    return [*system, dict(role='user', content=said)]
+
 def parse_generate(
     raw:bytes, # The body of `/api/generate`
 )->OllamaAsk: # With neither messages nor prompts it asks only for the model to be loaded
@@ -256,10 +267,7 @@ def parse_generate(
         return OllamaAsk([], **kw)
     if b.raw or b.suffix:
         return b.raw_ask(kw)
-    turns = [dict(role='system', content=b.system)] if b.system else []
-    said = with_images(b.prompt or '', b.images, 'images')
-    turns.append(dict(role='user', content=said))
-    return OllamaAsk(turns, before=tuple(b.context or ()), token_ids=True, **kw)
+    return OllamaAsk(b.turns(), before=tuple(b.context or ()), token_ids=True, **kw)
 
 # %% ../../nbs/7_service/18_ollama.ipynb #2ca6e265
 def stamp(t:datetime)->str:
@@ -414,9 +422,7 @@ def end(self:ChatReply, u:Usage)->bytes:
 def whole(self:ChatReply, choices:list[Choice], u:Usage)->dict:
     "The body of an answer in one piece"
     c = choices[0]
-    calls = []
-    for i,k in enumerate(c.calls):
-        calls.append(tool_call(k.id, i, k.name, k.arguments))
+    calls = [tool_call(k.id, i, k.name, k.arguments) for i,k in enumerate(c.calls)]
     self.finish = c.finish
     self.ids = [t.id for t in c.tokens]
     self.thought = bool(c.reasoning)
@@ -442,13 +448,18 @@ async def only_load(self:Service, ask:OllamaAsk, request:Request)->dict:
     if leave and m.wanted:
         await self.models.unload(m.name)
     elif not leave:
-        await attended(request, self.ready_model(m.name))
-        ask.served = m.name
-        if keep := self.keeping(ask, request):
-            keep()
+        await self.loaded(m, ask, request)
     w = reply(ask, ask.model or m.name)
     done = dict(done=True, done_reason='unload' if leave else 'load')
     return dict(model=w.model, created_at=now())|w.said()|done
+
+@patch
+async def loaded(self:Service, m, ask:OllamaAsk, request:Request):
+    "Have a model be there, for as long as it was asked to stay"
+    await attended(request, self.ready_model(m.name))
+    ask.served = m.name
+    if keep := self.keeping(ask, request):
+        keep()
 
 async def first(s:Service, ask:OllamaAsk, request:Request)->Response|None:
     "What comes before an answer; all there is where nothing is asked"

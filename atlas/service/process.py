@@ -139,10 +139,13 @@ class Model(Served):
         self.config,self.policy = config,policy
         self.command,self.text,self.tell = command,text,tell
         self.measure = measure
+        self.gate = gate or asyncio.Lock()
+        self._begin()
+    def _begin(self):
+        "What is known before its process has said a word"
         self.takes = {} # What `measure` said
         self.settled = {} # Options with which its worker takes no more than that
         self.runner,self.state = RemoteRunner(self.name, self._heard),'unloaded'
-        self.gate = gate or asyncio.Lock()
         self.turning = asyncio.Lock() # Held while it falls asleep, or wakes
         self._unwanted = asyncio.Event()
         self.runner.rested = self._rested
@@ -195,11 +198,16 @@ def _set(self:Served, state:str|None=None):
     if self.residency:
         self.residency.soon()
     self._stir()
+    self.tell(dict(model=self.name, event='model_status', data=self._news()))
+
+@patch
+def _news(self:Served)->dict:
+    "The state that it is in, for listeners"
     s = self.status
     data = dict(status=s['value'])|{k:s[k] for k in ('progress','exit_code','reason') if k in s}
     if self.state=='loaded':
         data['info'] = self.runner.info
-    self.tell(dict(model=self.name, event='model_status', data=data))
+    return data
 
 @patch
 def _more(self:Served)->str:

@@ -543,10 +543,14 @@ async def resource(self:Proxy, request:Request, path:str)->Response:
         raise NotOfferedError(why, hint='Ask for it without stream', param='stream')
     heads = b.heads(request.headers)
     q = b.http.build_request(request.method, f'{b.url}/{path}', params=asked, headers=heads)
-    r = await attended(request, b.sent(q))
+    return await self.whole(request, await attended(request, b.sent(q)))
+
+@patch
+async def whole(self:Proxy, request:Request, r)->Response:
+    "What its server said, if that is JSON"
     if kind_of(r)!='application/json':
         await r.aclose()
         raise self.no_answer(r)
-    raw = await attended(request, b.whole(r))
+    raw = await attended(request, self.upstream.whole(r))
     own = {'content-type':'application/json', 'x-atlas-model':self.name}
     return Response(raw, r.status_code, kept(r)|own)

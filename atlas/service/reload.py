@@ -122,7 +122,11 @@ def become(self:Models,
         self.going[m] = asyncio.create_task(self._dismiss(m))
     new = [m for m in models if m not in self.all]
     self._rename(models, names, upstreams)
-    # who goes has memory until it is gone
+    self._welcome(new, wanted)
+
+@patch
+def _welcome(self:Models, new, wanted):
+    "Begin with new models when those that go have left, which have memory until then"
     self.residency.models = [m for m in (*self.going,*self.all) if isinstance(m, Model)]
     for m in new:
         m.after = [*self.going.values()]
@@ -257,12 +261,16 @@ async def take(self:FleetFile, new:Fleet)->dict:
     upstreams = self.upstreams(new)
     room = await self._settled(models, new, [was[n] for n in said['kept']])
     wanted = self._wanted(said, new, was)
-    ms.residency.budget,ms.residency.groups = room.budget,room.groups
-    ms.fallbacks = stand_ins(new)
+    _take_over(ms, room, new)
     ms.become(models, Names(new), wanted, upstreams)
     self.fleet = new
     self.news.set()
     return said
+
+def _take_over(ms, room, new):
+    "Have models share the memory of `room`, and stand in for each other as a fleet says"
+    ms.residency.budget,ms.residency.groups = room.budget,room.groups
+    ms.fallbacks = stand_ins(new)
 
 @patch
 async def _settled(self:FleetFile, models, new, kept)->Residency:

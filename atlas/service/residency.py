@@ -178,8 +178,8 @@ def _make_room(m, short, against, others, now):
     if those is None:
         return _wait(others, free)
     those = [r for r in those if r.answers] or those # the idle follow when these have answered
-    waits = f'waits for {_listed(those)} to leave'
-    return Decision(leave=tuple(leaving(short, those)), why=waits)
+    return Decision(
+        leave=tuple(leaving(short, those)), why=f'waits for {_listed(those)} to leave')
 
 def _free(m, others, now)->list:
     "Those that may leave for `m` now"

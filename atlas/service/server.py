@@ -149,17 +149,22 @@ def _asking(s:Service):
         ('/v1/completions', 'POST', s.completions, openai.CompletionBody),
         ('/v1/messages', 'POST', s.messages, anthropic.MessagesBody),
         ('/v1/messages/count_tokens', 'POST', s.count_messages, anthropic.MessagesBody),
-        ('/v1/responses', 'POST', s.create_response, responses.ResponsesBody),
-        ('/v1/responses/input_tokens', 'POST', s.response_length, responses.ResponsesBody),
-        ('/v1/responses/{id}', 'GET', s.get_response, None),
-        ('/v1/responses/{id}', 'DELETE', s.delete_response, None),
-        ('/v1/responses/{id}/cancel', 'POST', s.cancel_response, None),
-        ('/v1/responses/{id}/input_items', 'GET', s.response_items, None),
+        *_responses(s),
         ('/v1/embeddings', 'POST', s.embeddings, EmbeddingsBody),
         ('/rerank', 'POST', s.rerank, RerankBody),
         ('/v1/rerank', 'POST', s.rerank, RerankBody),
         *_tokens(s, ''),
         *_tokens(s, '/v1')]
+
+def _responses(s:Service):
+    "Endpoints about responses, which may stay"
+    return [
+        ('/v1/responses', 'POST', s.create_response, responses.ResponsesBody),
+        ('/v1/responses/input_tokens', 'POST', s.response_length, responses.ResponsesBody),
+        ('/v1/responses/{id}', 'GET', s.get_response, None),
+        ('/v1/responses/{id}', 'DELETE', s.delete_response, None),
+        ('/v1/responses/{id}/cancel', 'POST', s.cancel_response, None),
+        ('/v1/responses/{id}/input_items', 'GET', s.response_items, None)]
 
 def _tokens(s:Service, under:str):
     "Endpoints about tokens and templates, which some clients look for under /v1"
@@ -174,6 +179,17 @@ def _managing(s:Service):
     return [
         ('/v1/models', 'GET', s.list_models, None),
         ('/v1/models/{name:path}', 'GET', s.get_model, None),
+        *_loading(s),
+        ('/health', 'GET', s.health, None),
+        ('/v1/health', 'GET', s.health, None),
+        ('/version', 'GET', s.version, None),
+        ('/metrics', 'GET', s.scrape, None),
+        ('/', 'GET', s.index, None),
+        ('/ui', 'GET', s.models_page, None)]
+
+def _loading(s:Service):
+    "Endpoints about what is loaded, and what sleeps"
+    return [
         ('/models', 'GET', s.states, None),
         ('/models', 'POST', s.reload_models, None),
         ('/models/sse', 'GET', s.model_events, None),
@@ -181,13 +197,7 @@ def _managing(s:Service):
         ('/models/unload', 'POST', s.unload_model, ModelBody),
         ('/sleep', 'POST', s.sleep_model, None),
         ('/wake_up', 'POST', s.wake_model, None),
-        ('/is_sleeping', 'GET', s.is_sleeping, None),
-        ('/health', 'GET', s.health, None),
-        ('/v1/health', 'GET', s.health, None),
-        ('/version', 'GET', s.version, None),
-        ('/metrics', 'GET', s.scrape, None),
-        ('/', 'GET', s.index, None),
-        ('/ui', 'GET', s.models_page, None)]
+        ('/is_sleeping', 'GET', s.is_sleeping, None)]
 
 def _neighbours(s:Service):
     "Endpoints that programs for other servers ask"

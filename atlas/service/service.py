@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/7_service/service.html.md"""
 
 # %% auto #0
 __all__ = ['SHORT', 'FIM', 'MAX_CHOICES', 'JUDGE', 'VERDICTS', 'RETRIEVE', 'ReadyModel', 'Service', 'Prompt', 'thoughts_named',
-           'earlier', 'fill', 'scored', 'tool_guide', 'guide_of', 'keep', 'reader', 'eos_ids', 'turn_marks', 'logged',
-           'check_choices', 'shorten', 'packed', 'judged', 'verdicts']
+           'thoughts', 'earlier', 'fill', 'scored', 'tool_guide', 'guide_of', 'keep', 'reader', 'eos_ids', 'turn_marks',
+           'logged', 'check_choices', 'shorten', 'packed', 'judged', 'verdicts']
 
 # %% ../../nbs/7_service/12_service.ipynb #9ad52446
 import asyncio,base64,math
@@ -210,10 +210,12 @@ async def chat_prompt(self:Service, u:ReadyModel, ask:Ask)->Prompt:
     if ask.before:
         ids = [*earlier(u, ask), *ids]
     check_prompt(len(ids), u.info['max_seq_len'])
+    return Prompt(ids, text, images, *thoughts(u, ask, text), messages=messages)
+
+def thoughts(u:ReadyModel, ask:Ask, text:str)->tuple:
+    "Does the answer to a rendered conversation begin in a thought, and how, as `beginning` says"
     last = ask.messages[-1] if ask.continuing else None
-    wanted = ask.template.get('enable_thinking')
-    thinking,opened = beginning(u.parsers[1], text, wanted, last)
-    return Prompt(ids, text, images, thinking, opened, messages=messages)
+    return beginning(u.parsers[1], text, ask.template.get('enable_thinking'), last)
 
 def earlier(u:ReadyModel, ask:Ask)->tuple:
     "Ids that a client gives for what was said before; none may stand for an image"

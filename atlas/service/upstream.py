@@ -125,9 +125,8 @@ class Upstream:
     ):
         self.name,self.url = _server_name(name),server_url(name, url)
         self.limits,self.refresh = limits,refresh
-        self.only,apis = paths_of(serves, 'serves'),paths_of(apis, 'apis')
+        self.only,self.apis = paths_of(serves, 'serves'),_conversations(apis)
         self.given = [models] if isinstance(models, str) else models and [*models]
-        self.apis = None if apis is None else {'chat/completions','embeddings',*apis}
         self._key = server_key(name, key_env)
         self._header = key_header or _key_header(self.url)
         self._begin()
@@ -148,6 +147,11 @@ def _server_name(name):
         return name
     said = f'{str(name)[:64]!r} is no name of a server'
     raise ConfigError(said, hint='Use letters, digits, . _ and -', param='upstreams')
+
+def _conversations(apis):
+    "Paths of conversations, with those that all servers have; None: not known"
+    given = paths_of(apis, 'apis')
+    return None if given is None else {'chat/completions','embeddings',*given}
 
 def _key_header(url):
     return 'x-api-key' if httpx.URL(url).host.endswith('anthropic.com') else 'authorization'

@@ -107,7 +107,8 @@ class _Bar:
         if self.meter.now=='weights':
             self.meter.stage('warm')
     def __enter__(self): return self
-    def __exit__(self, *_): self.close()
+    def __exit__(self, *_):
+        self.close()
 
 # %% ../../nbs/7_service/20_worker.ipynb #8778359d
 _log = logging.getLogger('atlas')
@@ -119,8 +120,10 @@ class LinkSink:
     def events(self, pairs, stats):
         packed = [pack_event(n, e) for n,e in pairs]
         self.link.send('events', packed, stats)
-    def result(self, n, value): self.link.send('result', n, value)
-    def failed(self, n, e): self.link.send('failed', n, pack_error(e))
+    def result(self, n, value):
+        self.link.send('result', n, value)
+    def failed(self, n, e):
+        self.link.send('failed', n, pack_error(e))
 
 # %% ../../nbs/7_service/20_worker.ipynb #7417f06c
 def _listen(inbox, runner:Runner, faults:list):

@@ -46,6 +46,7 @@ class Delta:
     error:AtlasError|None=None # Why it ended, if that was an error
     drafted:int=field(default=0, compare=False) # So many of its tokens were accepted drafts
     cached:int=field(default=0, compare=False) # With the last: prompt tokens that a cache had
+    receipt:object=field(default=None, compare=False) # With the last, when asked for
 
     @property
     def text(self)->str:

@@ -104,6 +104,14 @@ def _greedy(tokens):
     "So many tokens, always the likeliest, whatever ends an answer"
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
+def _rates(llm, batches, ids, tokens)->tuple[dict,dict]:
+    "Tokens/s by sequences side by side, and tokens of a step, where it is drafted"
+    begin = _beginning(llm, ids)
+    timed = {n: _timed(llm, n, begin, _greedy(tokens)) for n in batches}
+    decode = {n: rate for n,(rate,_) in timed.items()}
+    said = {n: steps for n,(_,steps) in timed.items()}
+    return decode,said if llm.engine.scheduler.drafts else {}
+
 def bench(
     llm, batches=(1,2,4,8),
     prompt:int=512, tokens:int=48,
@@ -116,10 +124,7 @@ def bench(
     dot = dot_rate(nbytes)
     ids = rng.integers(0, llm.config.vocab_size, prompt).tolist()
     prefill = median(lambda: llm.generate(ids, _greedy(1)), 3)
-    begin = _beginning(llm, ids)
-    timed = {n: _timed(llm, n, begin, _greedy(tokens)) for n in batches}
-    decode = {n: rate for n,(rate,_) in timed.items()}
-    said = {n: steps for n,(_,steps) in timed.items()}
+    decode,said = _rates(llm, batches, ids, tokens)
     machine = f'{platform.machine()}, {llm.device.describe()}'
-    return Report(llm.name, machine, nbytes, dot, prompt/prefill, prompt, decode,
-        llm.load_seconds, said if llm.engine.scheduler.drafts else {})
+    return Report(llm.name, machine, nbytes, dot, prompt/prefill,
+        prompt, decode, llm.load_seconds, said)

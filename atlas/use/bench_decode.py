@@ -47,24 +47,30 @@ class Point:
         return None if self.graph_us is None else max(0., 1-self.graph_us/self.us)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #7f05baf7
+def _add(e, batch, ids_of, tokens, params, seed):
+    "Queue `batch` requests at the engine `e`, and have all of them run"
+    for i in range(batch):
+        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, seed=seed+i)
+        e.add(Request(f'bench-{i}', ids_of(), params or greedy))
+    e.scheduler._admit()
+
 def pretend(
     llm, batch:int, context:int, tokens:int,
     params=None, seed:int=0
 ):
     "Put `batch` sequences into the engine that have `context` tokens behind them"
     e,rng = llm.engine,np.random.default_rng(seed)
-    for i in range(batch):
-        ids = tuple(
-            rng.integers(0, llm.config.vocab_size, max(1, context)).tolist())
-        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, seed=seed+i)
-        e.add(Request(f'bench-{i}', ids, params or greedy))
-    e.scheduler._admit()
+    vocab,n = llm.config.vocab_size,max(1, context)
+    def ids_of():
+        return tuple(rng.integers(0, vocab, n).tolist())
+    _add(e, batch, ids_of, tokens, params, seed)
     for s in e.scheduler.running:
         s.num_computed = s.prompt_len
-        s.outputs = [int(rng.integers(0, llm.config.vocab_size))]
+        s.outputs = [int(rng.integers(0, vocab))]
         e._samplers[s.id].add(s.outputs[0])
         s.table.ensure(s.num_computed+1)
 
+# %% ../../nbs/8_use/05_bench_decode.ipynb #4927a6e5
 _ENDED,_FINITE = 'A sequence ended while it was timed','Are the logits finite?'
 
 def make_room(e,
@@ -189,15 +195,24 @@ def _size(a, names)->int:
     "Bytes of those arguments `a` that are arrays"
     return sum(a[k].nbytes for k in names if hasattr(a.get(k), 'nbytes'))
 
+def _experts_move(a, llm, batch)->float:
+    "Bytes that experts move: their bank as far as rows pick it, and the rows"
+    rows = len(a['x'])*batch//seats(batch) # all that are checked, or one of each sequence
+    return _size(a, _BANK)*_part_of_experts(llm, rows)+_size(a, ('x','h','h','y'))
+
+def _states_move(a, llm, batch, drafts)->float:
+    "Bytes that one recurrent layer moves: states, and rows"
+    state = llm.cache.bytes_per_state/max(1, len(llm.cache.rec))
+    return states_moved(llm.config, 1+drafts)*batch*state+_size(a, ('x','y'))
+
+# %% ../../nbs/8_use/05_bench_decode.ipynb #60a63792
 def _traffic(name, names, args, llm, batch, context, drafts=0):
     "Bytes that one call moves"
     a = dict(zip(names, args))
     if name=='experts':
-        rows = len(a['x'])*batch//seats(batch) # all that are checked, or one of each sequence
-        return _size(a, _BANK)*_part_of_experts(llm, rows)+_size(a, ('x','h','h','y'))
+        return _experts_move(a, llm, batch)
     if name in ('delta_step','delta_wide','mamba_step'):
-        state = llm.cache.bytes_per_state/max(1, len(llm.cache.rec))
-        return states_moved(llm.config, 1+drafts)*batch*state+_size(a, ('x','y'))
+        return _states_move(a, llm, batch, drafts)
     if name.startswith('attn'):
         return batch*llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*context
     return _size(a, _READ.get(name, a))
@@ -227,6 +242,19 @@ def _calls_of(stepper)->list:
         stepper.body(stepper.last)
     return r.calls
 
+
+
+# %% ../../nbs/8_use/05_bench_decode.ipynb #cdff2373
+def _stage(calls, llm, batch, context, drafts)->Stage:
+    "Time calls of one kind"
+    name,args = calls[0][0],calls[0][3]
+    names = _params(Source(name).text, name)
+    us = llm.device.microseconds(lambda: _again(calls))/len(calls)
+    about = llm,batch,context,drafts
+    moved = [_traffic(name, names, c[3], *about) for c in calls]
+    what = _weights_shape(names, args)
+    return Stage(name, what, len(calls), us, float(np.mean(moved)))
+
 def stages(llm, batch:int=1, context:int=0, drafts:int=0)->list[Stage]:
     "The launches of a decode step by kind, each timed alone"
     pretend(llm, batch, context, tokens_ahead(32, drafts))
@@ -234,14 +262,8 @@ def stages(llm, batch:int=1, context:int=0, drafts:int=0)->list[Stage]:
         for _ in range(2):
             llm.engine.step()
         make_room(llm.engine, 24) # launches that move rows on are replayed, too
-    out = []
-    for calls in _alike(_calls_of(llm.engine.stepper)):
-        n = calls[0][0]
-        names = _params(Source(n).text, n)
-        us = llm.device.microseconds(lambda calls=calls: _again(calls))/len(calls)
-        moved = [_traffic(n, names, c[3], llm, batch, context, drafts) for c in calls]
-        what = _weights_shape(names, calls[0][3])
-        out.append(Stage(n, what, len(calls), us, float(np.mean(moved))))
+    kinds = _alike(_calls_of(llm.engine.stepper))
+    out = [_stage(calls, llm, batch, context, drafts) for calls in kinds]
     _clear(llm.engine)
     return sorted(out, key=lambda s: -s.us*s.launches)
 
@@ -353,6 +375,18 @@ def _check_chances(simulate, drafts):
         raise AtlasError(said, hint='Give one for each draft', param=flag)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #65379e3c
+def _points(llm, batches, contexts, steps, simulate)->list[Point]:
+    "A measurement for each context, batch and number of drafts"
+    most = llm.engine.scheduler.drafts
+    counts = range(1, most+1) if most else [0]
+    return [measure(llm, b, c, steps, None, k, simulate)
+        for c in contexts for b in batches for k in counts]
+
+def _about(llm)->tuple:
+    "The model, the machine, the weights, and how fast the card copies"
+    copy = llm.device.copy_rate(1<<30)
+    return llm.name,llm.device.describe(),_weights(llm),copy
+
 def bench_decode(llm,
     batches=(1,), # Sequences side by side
     contexts=(0,), # Tokens that each has behind it
@@ -370,19 +404,9 @@ def bench_decode(llm,
         points = _points(llm, batches, contexts, steps, simulate)
         if kernels:
             kinds = stages(llm, batches[0], contexts[0], most)
-    about = (
-        llm.name,llm.device.describe(),
-        _weights(llm),llm.device.copy_rate(1<<30))
     drafter = str(llm.drafting) if most else ''
-    return DecodeReport(*about, points, kinds,
+    return DecodeReport(*_about(llm), points, kinds,
         compilations.after_ready, llm.load_seconds, drafter, simulate)
-
-def _points(llm, batches, contexts, steps, simulate)->list[Point]:
-    "A measurement for each context, batch and number of drafts"
-    most = llm.engine.scheduler.drafts
-    counts = range(1, most+1) if most else [0]
-    return [measure(llm, b, c, steps, None, k, simulate)
-        for c in contexts for b in batches for k in counts]
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #86985c33
 def _label(s):
@@ -398,18 +422,24 @@ def roofline(
     """Bandwidth against bytes of a launch, for each kind of kernel, numbered by what they take
     of a step"""
     rows = [s for s in report['stages'] if s['bytes']>1e5]
-    x = np.geomspace(3e5, 1e9, 200)
-    most = x/(launch+x/report['copy'])
-    ax.plot(x/1e6, most/1e12, 'k', lw=.8)
-    ax.axhline(report['copy']/1e12, color='k', lw=.8, ls=':')
+    _limits(report['copy'], launch, ax)
     for i,s in enumerate(rows, 1):
-        at = s['bytes']/1e6,s['bytes']/s['us']/1e6
-        ax.scatter(
-            *at,
-            s=10+s['us']*s['launches'],
-            alpha=.6, label=f'{i}  {_label(s)}')
-        ax.annotate(str(i), at, fontsize=7, ha='center', va='center')
+        _circle(s, i, ax)
     ax.set(xscale='log', xlabel='MB of a launch', ylabel='TB/s', ylim=0)
     ax.legend(
         fontsize=7, frameon=False, loc='center left',
         bbox_to_anchor=(1,.5), markerscale=.4)
+
+def _circle(s, i, ax):
+    "The kind of launch with the number `i`"
+    at = s['bytes']/1e6,s['bytes']/s['us']/1e6
+    size = 10+s['us']*s['launches']
+    ax.scatter(*at, s=size, alpha=.6, label=f'{i}  {_label(s)}')
+    ax.annotate(str(i), at, fontsize=7, ha='center', va='center')
+
+def _limits(copy, launch, ax):
+    "What a plain copy's rate leaves launches of each size; dotted, the rate itself"
+    x = np.geomspace(3e5, 1e9, 200)
+    most = x/(launch+x/copy)
+    ax.plot(x/1e6, most/1e12, 'k', lw=.8)
+    ax.axhline(copy/1e12, color='k', lw=.8, ls=':')

@@ -13,6 +13,7 @@ import argparse,json,os,re,selectors,socket,statistics,subprocess,sys,time
 from contextlib import contextmanager
 from dataclasses import asdict,dataclass
 from pathlib import Path
+from typing import NamedTuple
 from ..text.chat import ChatTemplate
 from ..ground.core import EngineError
 from ..ground.requests import Event
@@ -83,36 +84,48 @@ def work_for_nothing():
     main(paced(float(sys.argv[2])))
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #4fec924e
-_paths = {
-    'chat':('/v1/chat/completions','messages','max_tokens',b'"content":"'),
-    'messages':('/v1/messages','messages','max_tokens',b'"text_delta"'),
-    'responses':('/v1/responses','input','max_output_tokens',b'"response.output_text.delta",')}
+class _Api(NamedTuple):
+    "How a stream is asked for, and what its tokens are known by"
+    path:str
+    field:str # Of what is said
+    limit:str # Of how long an answer may be
+    mark:bytes # Stands in every event with text, once
+
+_paths = dict(
+    chat=_Api('/v1/chat/completions', 'messages', 'max_tokens', b'"content":"'),
+    messages=_Api('/v1/messages', 'messages', 'max_tokens', b'"text_delta"'),
+    responses=_Api(
+        '/v1/responses', 'input', 'max_output_tokens', b'"response.output_text.delta",'))
 
 def post(port:int, api:str, tokens:int)->socket.socket:
     "A connection on which a stream of so many tokens was asked for"
-    path,field,limit,_ = _paths[api]
-    raw = json.dumps({
-        field:'Hi' if field=='input' else [dict(role='user', content='Hi')],
-        limit:tokens, 'stream':True, 'model':'nothing'
-    }).encode()
+    a = _paths[api]
+    said = 'Hi' if a.field=='input' else [dict(role='user', content='Hi')]
+    body = {a.field:said, a.limit:tokens, 'stream':True, 'model':'nothing'}
+    raw = json.dumps(body).encode()
+    head = (
+        f'POST {a.path} HTTP/1.1\r\nHost: localhost\r\n'
+        f'Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n')
     s = socket.create_connection(('127.0.0.1', port), 30)
-    s.sendall(
-        f'POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: '
-        f'application/json\r\nContent-Length: {len(raw)}\r\n\r\n'.encode()
-        +raw)
+    s.sendall(head.encode()+raw)
     return s
+
+def _readable(sel)->list[socket.socket]:
+    "Sockets with something to read"
+    ready = sel.select(30)
+    if not ready:
+        raise EngineError('A stream was quiet for 30 seconds')
+    return [k.fileobj for k,_ in ready]
 
 def read_all(socks:list, mark:bytes)->int:
     "Read every stream to its end; how often `mark` was in them"
-    sel,n,tails = selectors.DefaultSelector(),0,dict.fromkeys(socks, b'')
+    sel,tails = selectors.DefaultSelector(),dict.fromkeys(socks, b'')
     for s in socks:
         s.setblocking(False)
         sel.register(s, selectors.EVENT_READ)
+    n = 0
     while tails:
-        ready = sel.select(30)
-        if not ready:
-            raise EngineError('A stream was quiet for 30 seconds')
-        for s in (k.fileobj for k,_ in ready):
+        for s in _readable(sel):
             new = s.recv(1<<18)
             n += (tails[s][1-len(mark):]+new).count(mark)
             tails[s] = (tails[s]+new)[-64:]
@@ -146,15 +159,17 @@ class Cost:
 
 def cpu_of(pid:int)->float:
     "Seconds of processor time that a process has used"
-    f = open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()
-    return (int(f[11])+int(f[12]))/os.sysconf('SC_CLK_TCK')
+    stat = Path(f'/proc/{pid}/stat').read_text()
+    numbers = stat.rpartition(')')[2].split() # A program's name may hold anything
+    user,system = map(int, numbers[11:13])
+    return (user+system)/os.sysconf('SC_CLK_TCK')
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #37fc089a
 def first_byte(port:int, api:str, n:int=50)->list[
     tuple[float,float]
 ]:
     "Milliseconds to the first byte and to the first token of single requests"
-    out,mark = [],_paths[api][3]
+    out,mark = [],_paths[api].mark
     for _ in range(n):
         t = time.perf_counter()
         with post(port, api, 1) as s:
@@ -178,6 +193,14 @@ def _serving(flags):
         p.wait()
         p.stdout.close()
 
+def _streamed(pid, port, api, streams, tokens)->dict:
+    "Read so many streams at once: events of text, and seconds of the clock and of the server"
+    cpu,start = cpu_of(pid),time.perf_counter()
+    socks = [post(port, api, tokens) for _ in range(streams)]
+    seen = read_all(socks, _paths[api].mark)
+    seconds = time.perf_counter()-start
+    return dict(seen=seen, seconds=seconds, cpu=cpu_of(pid)-cpu)
+
 def measure(
     streams:int=64,
     tokens:int=200, # Of each
@@ -189,12 +212,9 @@ def measure(
     "Start a server, stream from it, and see what that cost"
     flags = ['--serve', str(rate), '--parsers', parsers, *['--apart']*apart]
     with _serving(flags) as (pid,port):
-        bytes_,tokens_ = zip(*first_byte(port, api)[5:])
-        cpu,start = cpu_of(pid),time.perf_counter()
-        socks = [post(port, api, tokens) for _ in range(streams)]
-        seen = read_all(socks, _paths[api][3])
-        seconds = time.perf_counter()-start
-        return Cost(api, streams, tokens, seen, seconds, cpu_of(pid)-cpu, bytes_, tokens_)
+        first,token = zip(*first_byte(port, api)[5:])
+        seen = _streamed(pid, port, api, streams, tokens)
+        return Cost(api, streams, tokens, **seen, first_ms=first, token_ms=token)
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #921de34a
 def _arguments():

@@ -14,7 +14,7 @@ from time import perf_counter
 from types import SimpleNamespace as NS
 from typing import NamedTuple
 from zlib import crc32
-from fastcore.basics import listify
+from fastcore.basics import listify,patch
 from ..ground.config import AttentionConfig,MoEConfig,RopeConfig
 from ..ground.core import UnsupportedError
 from ..ground.packed import checksum
@@ -88,9 +88,13 @@ class Report(list):
         return '\n'.join([*lines, *why, f'{len(self)} cases, {self.failures} failed'])
 
 # %% ../../nbs/8_use/06_check.ipynb #97575dcc
+def _flat(a)->np.ndarray: # [rows, numbers of a row] float64
+    "Rows in double precision"
+    return a.astype(np.float64).reshape(len(a), -1)
+
 def _relative(got, want)->np.ndarray: # [rows] float64
     "Of each row, the largest difference over the largest value"
-    a,b = (t.astype(np.float64).reshape(len(t), -1) for t in (got,want))
+    a,b = _flat(got),_flat(want)
     largest = np.maximum(np.abs(b).max(1), 1e-30)
     return np.abs(a-b).max(1)/largest
 
@@ -104,7 +108,9 @@ def off(
     if got.shape!=want.shape:
         return np.inf
     if not tolerance:
-        return 0. if np.array_equal(got, want, equal_nan=got.dtype.kind=='f') else np.inf
+        floats = got.dtype.kind=='f'
+        same = np.array_equal(got, want, equal_nan=floats)
+        return 0. if same else np.inf
     if not np.isfinite(got).all():
         return np.inf
     return float(_relative(got, want).max(initial=0)/tolerance)
@@ -116,7 +122,8 @@ def _case(kernels, case, **variants):
     "Add a function to the cases, once for each of `variants`"
     def _inner(f):
         for v,kw in variants.items():
-            _cases.append((kernels, case, v.replace('_', ' '), f, kw))
+            variant = v.replace('_', ' ')
+            _cases.append((kernels, case, variant, f, kw))
         return f
     return _inner
 
@@ -132,6 +139,12 @@ class _Run:
         self.card.synchronize()
         self.ms = (perf_counter()-start)*1e3
         return res
+    def got(self, f)->np.ndarray:
+        "What comes of the work, on the host"
+        return self.card.download(self(f))
+    def each(self, f)->list[np.ndarray]:
+        "The same of work that makes several arrays"
+        return [self.card.download(a) for a in self(f)]
 
 # %% ../../nbs/8_use/06_check.ipynb #24a868aa
 # Words of layers, helpers and examples of pages, and the kernels that do their work
@@ -178,7 +191,8 @@ def _ran(card, kernels, case, variant, f, kw):
     rng = np.random.default_rng(crc32(f'{kernels} {variant}'.encode()))
     try:
         with np.errstate(all='ignore'):
-            error = max(off(*o) for o in f(card, rng, run, **kw))
+            outputs = f(card, rng, run, **kw)
+            error = max(off(*o) for o in outputs)
         verdict = 'ok' if error<=1 else 'wrong'
     except Elsewhere:
         verdict = _ELSEWHERE
@@ -212,14 +226,20 @@ def check(
 # %% ../../nbs/8_use/06_check.ipynb #2e681cab
 def _formats(*names, **kw):
     return {n: dict(fmt=n)|kw for n in names}
-def _normal(rng, *shape): return rng.standard_normal(shape, dtype=np.float32)
-def _up(card, a): return None if a is None else card.upload(a)
+def _normal(rng, *shape):
+    return rng.standard_normal(shape, dtype=np.float32)
+def _gain(rng, n):
+    "What a norm multiplies by: numbers near 1"
+    return 1+_normal(rng, n)/4
+def _up(card, a):
+    return None if a is None else card.upload(a)
 
 def _sized(rng, fmt, *shape):
     "A matrix or a bank of them in a format, with rows of different sizes"
     w = _normal(rng, *shape)
-    sizes = np.exp(_normal(rng, *shape[:-1], 1))
-    w = w*sizes*np.float32(shape[-1]**-.5)
+    rows = *shape[:-1],1
+    w = w*np.exp(_normal(rng, *rows))
+    w = w*np.float32(shape[-1]**-.5)
     return w if fmt=='F32' else QTensor.encode(w, fmt)
 
 # %% ../../nbs/8_use/06_check.ipynb #2758d0f5
@@ -234,7 +254,8 @@ def _pack(card, rng, run, fmt):
         (p.w,h.w),
         (p.s,h.s),
         (p.gs,h.gs))
-    return [(card.download(a), b, 0) for a,b in parts if b is not None]
+    there = [(a,b) for a,b in parts if b is not None]
+    return [(card.download(a), b, 0) for a,b in there]
 
 _FULL = dict(
     nvfp4=dict(fmt='nvfp4', full='NVFP4'),
@@ -252,7 +273,8 @@ def _quantize(card, rng, run, fmt, full):
 # %% ../../nbs/8_use/06_check.ipynb #2758d0f6
 @_case('checksum', '2 arrays', bytes={})
 def _checksum(card, rng, run):
-    arrays = [rng.integers(0, 256, n, np.uint8) for n in (70_003,17)]
+    sizes = 70_003,17
+    arrays = [rng.integers(0, 256, n, np.uint8) for n in sizes]
     put = [card.upload(a) for a in arrays]
     got = run(lambda: checksums(card, put))
     want = [checksum(a) for a in arrays]
@@ -271,9 +293,10 @@ def _rows(rng, rows, n):
 
 def _product(card, rng, fmt, n, rows, act, more):
     "A matrix of `n` rows and 192 columns, what it is multiplied with, and a norm's gain, if any"
-    w = pack(_sized(rng, fmt, n, 192), card, act is not None, True)
+    q = _sized(rng, fmt, n, 192)
+    w = pack(q, card, act is not None, True)
     x = _rows(rng, rows, 192)
-    return w,x,1+_normal(rng, 192)/4 if more else None
+    return w,x,_gain(rng, 192) if more else None
 
 @_case('gemv', '3 rows', **_FORMATS, norm_and_swiglu=_SWIGLU, norm_and_bias=_BIAS)
 def _gemv(card, rng, run, fmt, act=None, more=False):
@@ -282,22 +305,26 @@ def _gemv(card, rng, run, fmt, act=None, more=False):
     want = fused_linear(x, unpack(w), gain, 1e-6, bias=bias, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
     b = pair_bias(bias, w, card) if more and act else _up(card, bias)
-    y = card.download(run(lambda: gemv(*args, bias=b, act=act)))
+    y = run.got(lambda: gemv(*args, bias=b, act=act))
     return [(y, want, 2e-5 if fmt in ('BF16','F32') else 2e-3)]
 
 # %% ../../nbs/8_use/06_check.ipynb #42b6325f
-_LONG = dict(in_pieces=dict(k=3200, act='silu'), by_teams=dict(k=17408))
+_LONG = dict(
+    in_pieces=dict(k=3200, act='silu'),
+    by_teams=dict(k=17408))
 
 @_case('gemv', '3 long rows', **_LONG)
 def _gemv_long(card, rng, run, k, act=None):
-    n = 40*card.multiprocessors
-    w = invented(card, (n,k), CARD_FORMATS['nvfp4'], act is not None)
+    shape = 40*card.multiprocessors,k
+    w = invented(card, shape, CARD_FORMATS['nvfp4'], act is not None)
     x = _normal(rng, 3, k)
-    gain = None if act is None else _up(card, 1+_normal(rng, k)/4)
+    gain = _up(card, _gain(rng, k)) if act else None
     def go(rows):
-        return card.download(gemv(card.upload(rows), w, gain, 1e-6, act=act))
-    alone = [go(x[i:i+1]) for i in range(3)]
-    return [(run(lambda: go(x)), np.concatenate(alone), 0)]
+        y = gemv(card.upload(rows), w, gain, 1e-6, act=act)
+        return card.download(y)
+    alone = [go(row[None]) for row in x]
+    got = run(lambda: go(x))
+    return [(got, np.concatenate(alone), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #77c77c5e
 @_case('gemm', '64 rows', **_FORMATS, norm_and_swiglu=_SWIGLU)
@@ -305,7 +332,7 @@ def _gemm(card, rng, run, fmt, act=None, more=False):
     w,x,gain = _product(card, rng, fmt, 132, 64, act, more)
     want = fused_linear(x, unpack(w), gain, 1e-6, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
-    y = card.download(run(lambda: gemm(*args, act=act)))
+    y = run.got(lambda: gemm(*args, act=act))
     return [(y, want, 1e-5 if fmt=='F32' else 2e-3)]
 
 _STAYS = dict(
@@ -316,13 +343,15 @@ _STAYS = dict(
 def _gemm_stays(card, rng, run, rows, grouped=False):
     if not by_groups(card):
         raise Elsewhere
-    n,k = 128*(card.multiprocessors//2+2),192
+    many = card.multiprocessors
+    n,k = 128*(many//2+2),192
     w = invented(card, (n,k), CARD_FORMATS['nvfp4'])
     x = card.upload(_normal(rng, 300, k))
-    def go(*many):
-        return card.download(gemm(x, w, tile=tile_of(w.format, *many)))
-    got = run(lambda: go(rows, n, k, card.multiprocessors, grouped, 1, True))
-    return [(got, go(300, n, k, card.multiprocessors), 0)]
+    def go(rows, *how):
+        tile = tile_of(w.format, rows, n, k, many, *how)
+        return card.download(gemm(x, w, tile=tile))
+    got = run(lambda: go(rows, grouped, 1, True))
+    return [(got, go(300), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #850c3d6c
 def _elsewhere(card, fmt):
@@ -332,14 +361,16 @@ def _elsewhere(card, fmt):
     except UnsupportedError as e:
         raise Elsewhere(fmt) from e
 
-@_case('narrow', '9 rows', **{fmt: dict(fmt=fmt) for fmt in SCALED})
+@_case('narrow', '9 rows', **_formats(*SCALED))
 def _narrow(card, rng, run, fmt):
-    x = _normal(rng, 9, 700)*np.exp(_normal(rng, 700))
+    x = _normal(rng, 9, 700)
+    x *= np.exp(_normal(rng, 700))
     x[1] *= 1e-30
     x[2] *= 1e30
     h = run(lambda: narrow(card.upload(x), fmt))
     both = zip(h, narrow_on_host(x, fmt))
-    return [(card.download(a), b, 0) for a,b in both if b is not None]
+    there = [(a,b) for a,b in both if b is not None]
+    return [(card.download(a), b, 0) for a,b in there]
 
 # Weights of each stored format that can be multiplied so, and activations
 _BY = {
@@ -354,20 +385,22 @@ _BY |= {
 @_case('gemm_scaled', '160 rows', **_BY)
 def _scaled(card, rng, run, stored, fmt, act=None):
     _elsewhere(card, fmt)
-    w = pack(_sized(rng, stored, 268, 448), card, act is not None)
+    q = _sized(rng, stored, 268, 448)
+    w = pack(q, card, act is not None)
     x = _rows(rng, 160, 448)
-    gain = None if act is None else 1+_normal(rng, 448)/4
+    gain = _gain(rng, 448) if act else None
     h = narrow_values(narrow_on_host(x, fmt, gain, 1e-6), 448)
     want = fused_linear(h, rounded(w, fmt), act=act)
-    args = card.upload(x),w,fmt,_up(card, gain),1e-6
-    y = card.download(run(lambda: gemm_scaled(*args, act=act)))
+    X,G = card.upload(x),_up(card, gain)
+    y = run.got(lambda: gemm_scaled(X, w, fmt, G, 1e-6, act=act))
     # Hopper's sums of FP8 products keep fewer bits than float32 has
     return [(y, want, 2e-3 if fmt=='fp8' else 1e-3)]
 
 # %% ../../nbs/8_use/06_check.ipynb #b773d2cc
 def _banks(card, rng, fmt, E, H, I):
     "Both products of `E` experts on the card, rows of size `H` and within an expert `I`"
-    up = pack(_sized(rng, fmt, E, 2*I, H), card, True)
+    q = _sized(rng, fmt, E, 2*I, H)
+    up = pack(q, card, True)
     return up,pack(_sized(rng, fmt, E, H, I), card)
 
 def _by_experts(x, up, down, fmt):
@@ -376,77 +409,98 @@ def _by_experts(x, up, down, fmt):
         h = gemm_scaled(x, up[e], fmt, act='silu')
         y = gemm_scaled(h, down[e], fmt)
         return card_of(y).download(y)
-    return np.stack([alone(e) for e in range(len(up))])
+    every = range(len(up))
+    return np.stack([alone(e) for e in every])
 
-@_case('moe_sort + gemm_scaled + moe_gather', '70 rows', **{fmt: dict(fmt=fmt) for fmt in SCALED})
+def _one_each(rng, E, R):
+    "A pick of each row, and what it is weighted by"
+    ids = rng.integers(0, E, (R,1)).astype(np.int32)
+    return ids,np.ones((R,1), np.float32)
+
+@_case('moe_sort + gemm_scaled + moe_gather', '70 rows', **_formats(*SCALED))
 def _scaled_experts(card, rng, run, fmt, E=3, R=70):
     "Experts of rows that picked one each, against the products of all experts"
     _elsewhere(card, fmt)
     up,down = _banks(card, rng, 'NVFP4', E, 192, 64)
-    ids = rng.integers(0, E, (R,1)).astype(np.int32)
-    x = card.upload(_normal(rng, R, 192))
-    put = card.upload(ids)
-    one = card.upload(np.ones((R,1), np.float32))
-    y = run(lambda: experts_many(x, put, one, up, down, activations=fmt))
-    y,each = card.download(y),_by_experts(x, up, down, fmt)
+    ids,ones = _one_each(rng, E, R)
+    rows = _normal(rng, R, 192)
+    x,*picks = map(card.upload, (rows,ids,ones))
+    args = x,*picks,up,down
+    y = run.got(lambda: experts_many(*args, activations=fmt))
+    each = _by_experts(x, up, down, fmt)
     return [(y, each[ids[:,0],np.arange(R)], 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #7ed833d7
 _WIDE = 'NVFP4','FP8_CHANNEL','BF16'
+_OF_16 = _formats(*_WIDE, R=16, act='silu')
+_OF_33 = _formats('MXFP4','INT4','F32', R=33, m=5)
+_OF_128 = _formats(*_WIDE, R=128, m=20)
 
-@_case('gemv_halves + gemv_wide', '16 rows', **_formats(*_WIDE, R=16, act='silu'))
-@_case('gemv_halves + gemv_wide', '33 rows', **_formats('MXFP4','INT4','F32', R=33, m=5))
-@_case('gemv_halves + gemv_wide', '128 rows', **_formats(*_WIDE, R=128, m=20))
+def _more_rows(card, rng, m):
+    "Another matrix, of `m` rows, that the same product goes over; None for 0"
+    if not m:
+        return None
+    q = _sized(rng, 'BF16', m, 416)
+    return pack(q, card, exact=True)
+
+@_case('gemv_halves + gemv_wide', '16 rows', **_OF_16)
+@_case('gemv_halves + gemv_wide', '33 rows', **_OF_33)
+@_case('gemv_halves + gemv_wide', '128 rows', **_OF_128)
 def _gemv_wide(card, rng, run, fmt, R, act=None, m=0):
-    w = pack(_sized(rng, fmt, 84, 416), card, act is not None, True)
-    extra = None
-    if m:
-        extra = pack(_sized(rng, 'BF16', m, 416), card, exact=True)
+    q = _sized(rng, fmt, 84, 416)
+    w = pack(q, card, act is not None, True)
+    extra = _more_rows(card, rng, m)
     x = card.upload(_normal(rng, R, 416))
-    gain = card.upload(1+_normal(rng, 416)/4)
+    gain = card.upload(_gain(rng, 416))
     kw = dict(gain=gain, eps=1e-6, extra=extra, act=act)
-    y = run(lambda: gemv_wide(x, w, **kw))
+    y = run.got(lambda: gemv_wide(x, w, **kw))
     few = gemv(x, w, **kw)
-    return [(card.download(y), card.download(few), 0)]
+    return [(y, card.download(few), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #5c20d0ad
 _SIZES = np.float32([[1],[1e9],[1e-3]]) # Of three rows
 
 @_case('embed', '5 ids', **_formats('NVFP4','BF16'))
 def _embed(card, rng, run, fmt):
-    w = pack(_sized(rng, fmt, 20, 96), card, exact=True)
+    q = _sized(rng, fmt, 20, 96)
+    w = pack(q, card, exact=True)
     ids = np.int32([7,-1,19,20,0])
     y = run(lambda: embed(card.upload(ids), w, 2.))
     known = (0<=ids)&(ids<20)
     want = unpack(w)[ids*known]*2*known[:,None]
     return [(card.download(y), want, 0)]
 
-@_case('norm_rows', '3 rows', plain=dict(groups=1), groups=dict(groups=4))
+_GROUPS = dict(plain=dict(groups=1), groups=dict(groups=4))
+
+@_case('norm_rows', '3 rows', **_GROUPS)
 def _norm(card, rng, run, groups):
     x = _normal(rng, 3, 320)*_SIZES
     w = _normal(rng, 320)
     add = _normal(rng, 3, 320)
     X,W,A = map(card.upload, (x,w,add))
-    y = run(lambda: norm_rows(X, W, 1e-6, A, groups=groups))
+    y = run.got(lambda: norm_rows(X, W, 1e-6, A, groups=groups))
     g = x.reshape(3, groups, -1).astype(np.float64)
-    size = np.sqrt((g*g).mean(-1, keepdims=True)+1e-6)
-    want = (g/size).reshape(3, -1)*w+add
-    return [(card.download(y), want, 1e-5)]
+    mean = (g*g).mean(-1, keepdims=True)
+    h = (g/np.sqrt(mean+1e-6)).reshape(3, -1)
+    return [(y, h*w+add, 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #eaa3051f
-@_case('norm_add', '3 rows', plain=dict(both=False), two_layers=dict(both=True))
+_LAYERS = dict(plain=dict(both=False), two_layers=dict(both=True))
+
+@_case('norm_add', '3 rows', **_LAYERS)
 def _norm_add(card, rng, run, both):
-    x,y,add = (_normal(rng, 3, 320)*_SIZES for _ in range(3))
-    w,its,own = (_normal(rng, 320) for _ in range(3))
+    x,y,add = _normal(rng, 3, 3, 320)*_SIZES
+    w,its,own = _normal(rng, 3, 320)
     half = np.float32([.5])
     other = (y,its,own) if both else None
     def added(word, up):
         "The layer by `word`, for which arrays are where `up` puts them"
         beside = tuple(map(up, other)) if both else None
-        return word(up(x), up(w), 1e-6, up(add), up(half), beside)
-    got = run(lambda: added(norm_add, card.upload))
+        X,W,A = map(up, (x,w,add))
+        return word(X, W, 1e-6, A, up(half), beside)
+    got = run.got(lambda: added(norm_add, card.upload))
     want = added(host_words.norm_add, np.asarray)
-    return [(card.download(got), want, 1e-5)]
+    return [(got, want, 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #2d1487db
 @dataclass(frozen=True)
@@ -465,47 +519,67 @@ class _Mixture:
 
     @property
     def config(self):
-        return MoEConfig(self.E, 4, self.I, score=self.score, scaling=self.scaling)
+        rules = dict(score=self.score, scaling=self.scaling)
+        return MoEConfig(self.E, 4, self.I, **rules)
     @property
     def limit(self): return 2. if self.act=='swiglu_oai' else None
-
-    def weights(self, card, rng):
-        "Router and banks of both products, on the card"
-        n,wide = self.E+self.shared,1+(self.act!='relu2')
-        up = pack(_sized(rng, self.fmt, n, wide*self.I, self.H), card, wide>1)
-        down = pack(_sized(rng, self.fmt, n, self.H, self.I), card)
-        router = pack(_sized(rng, 'BF16', n, self.H), card, exact=True)
-        return router,up,down
-
-    def biases(self, rng):
-        "Of the router and both products, or None three times"
-        if not self.bias:
-            return None,None,None
-        wide = 1+(self.act!='relu2')
+    @property
+    def gated(self): return self.act!='relu2'
+    @property
+    def shapes(self)->tuple:
+        "Of both banks"
         n = self.E+self.shared
-        shapes = (self.E,),(n,wide*self.I),(n,self.H)
-        return [_normal(rng, *s) for s in shapes]
+        rows = (1+self.gated)*self.I # Gates, and what they let through
+        return (n,rows,self.H),(n,self.H,self.I)
 
-    def options(self, card, packed, biases):
-        "What `moe` takes beside rows, matrices and rules"
-        _,up,down = packed
-        router,of_up,of_down = biases
-        how = dict(bias=_up(card, router), shared=self.shared, shared_gate=self.shared)
-        if self.bias:
-            how |= dict(up_bias=row_bias(of_up, up, card))
-            how |= dict(down_bias=row_bias(of_down, down, card))
-        return how
+# %% ../../nbs/8_use/06_check.ipynb #78a6b76a
+@patch
+def weights(self:_Mixture, card, rng):
+    "Router and banks of both products, on the card"
+    first,second = self.shapes
+    up = pack(_sized(rng, self.fmt, *first), card, self.gated)
+    down = pack(_sized(rng, self.fmt, *second), card)
+    q = _sized(rng, 'BF16', first[0], self.H)
+    return pack(q, card, exact=True),up,down
+
+@patch
+def biases(self:_Mixture, rng):
+    "Of the router and both products, or None three times"
+    if not self.bias:
+        return None,None,None
+    first,second = self.shapes
+    each = (self.E,),first[:2],second[:2]
+    return [_normal(rng, *s) for s in each]
+
+@patch
+def options(self:_Mixture, card, packed, biases):
+    "What `moe` takes beside rows, matrices and rules"
+    _,up,down = packed
+    router,of_up,of_down = biases
+    how = dict(bias=_up(card, router))
+    how |= dict(shared=self.shared, shared_gate=self.shared)
+    if self.bias:
+        how |= dict(up_bias=row_bias(of_up, up, card))
+        how |= dict(down_bias=row_bias(of_down, down, card))
+    return how
 
 # %% ../../nbs/8_use/06_check.ipynb #604e6495
+def _for_all(c:_Mixture, r, u, d):
+    "The expert that every row goes through, behind its gate; None where a mixture has none"
+    if not c.shared:
+        return None
+    up,down = Matrix(u[c.E]),Matrix(d[c.E])
+    return MLPWeights(up, down, c.act, c.limit, r[c.E:])
+
 def _moe_on_host(c:_Mixture, packed, biases, x, norm):
     "What the twin makes of the rows `x`, with the numbers that the packed weights stand for"
     r,u,d = map(unpack, packed)
-    rb,ub,db = biases
-    E,beside = c.E,None
-    if c.shared:
-        beside = MLPWeights(Matrix(u[E]), Matrix(d[E]), c.act, c.limit, r[E:])
-    router,more = Matrix(r[:E], rb),dict(up_bias=ub, down_bias=db, shared=beside)
-    w = MoEWeights(c.config, router, u[:E], d[:E], c.act, c.limit, **more)
+    of_router,of_up,of_down = biases
+    E,router = c.E,Matrix(r[:c.E], of_router)
+    more = dict(up_bias=of_up, down_bias=of_down)
+    more['shared'] = _for_all(c, r, u, d)
+    rules = c.act,c.limit
+    w = MoEWeights(c.config, router, u[:E], d[:E], *rules, **more)
     s = Step(NS(tiled=False), None, {}, host_words)
     return host_words.moe(s, x, w, norm)
 
@@ -513,23 +587,30 @@ def _moe_as(word, card, rng, run, **kw):
     "Rows through a mixture by `moe` or `moe_wide`"
     c = _Mixture(**kw)
     packed = c.weights(card, rng)
-    gain = 1+_normal(rng, c.H)/4
+    gain = _gain(rng, c.H)
     x = _normal(rng, c.R, c.H)
     biases = c.biases(rng)
     args = card.upload(x),card.upload(gain),1e-6,*packed
-    rules,more = (c.config,c.act,c.limit),c.options(card, packed, biases)
-    y = run(lambda: word(*args, *rules, **more))
+    rules = c.config,c.act,c.limit
+    more = c.options(card, packed, biases)
+    y = run.got(lambda: word(*args, *rules, **more))
     want = _moe_on_host(c, packed, biases, x, Norm(gain, 1e-6))
-    return [(card.download(y), want, 3e-3)]
+    return [(y, want, 3e-3)]
 
 # %% ../../nbs/8_use/06_check.ipynb #3efc3b72
 _MIXTURES = dict(
     Qwen=dict(fmt='NVFP4', shared=True),
-    gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
-    Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
-_OF_5_ROWS = {k: v|dict(R=5) for k,v in _MIXTURES.items()}
-_LARGE = dict(fmt='NVFP4', shared=True, H=256, I=512, R=9)
-_OF_40 = dict(fmt='NVFP4', shared=True, H=1024, I=256, E=40)
+    gpt_oss=dict(
+        fmt='MXFP4', act='swiglu_oai',
+        score='topk_softmax', bias=True),
+    Nemotron=dict(
+        fmt='FP8_CHANNEL', act='relu2',
+        score='sigmoid', scaling=2.5))
+_OF_5_ROWS = {
+    name: mixture|dict(R=5)
+    for name,mixture in _MIXTURES.items()}
+_LARGE = _MIXTURES['Qwen']|dict(H=256, I=512, R=9)
+_OF_40 = _MIXTURES['Qwen']|dict(H=1024, I=256, E=40)
 _INT4 = dict(fmt='INT4', shared=True)
 _BF16 = dict(fmt='BF16', shared=True)
 
@@ -548,9 +629,10 @@ def _moe_wide(card, rng, run, **kw):
     return _moe_as(moe_wide, card, rng, run, R=20, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #3fa90b64
+_RULES = dict(score='softmax', scaling=1.)
 _SCORES = {
-    k: dict(score=v.get('score', 'softmax'), scaling=v.get('scaling', 1.))
-    for k,v in _MIXTURES.items()}
+    name: {k: mixture.get(k, usual) for k,usual in _RULES.items()}
+    for name,mixture in _MIXTURES.items()}
 
 def _picks(rng, rows, experts, top):
     "`top` different experts for each row"
@@ -563,11 +645,12 @@ def _route(card, rng, run, score, scaling):
     q = _sized(rng, 'BF16', 20, 160)
     w,put = pack(q, card),card.upload(x)
     how = dict(top_k=4, score=score, scaling=scaling)
-    ids,weights = run(lambda: route_many(put, w, **how))
+    ids,weights = run.each(lambda: route_many(put, w, **how))
     want = route(x, q.decode(), 4, score, scaling=scaling)
-    first = card.download(ids),want[0],0
-    return [first, (card.download(weights), want[1], 2e-5)]
+    return [(ids, want[0], 0), (weights, want[1], 2e-5)]
 
+
+# %% ../../nbs/8_use/06_check.ipynb #df806b65
 @_case('moe_sort + gemm + moe_gather', '64 rows',
     **_formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','BF16'))
 def _many(card, rng, run, fmt):
@@ -576,7 +659,7 @@ def _many(card, rng, run, fmt):
     weights = _normal(rng, 64, 2)**2
     ids = _picks(rng, 64, 6, 2)
     args = [card.upload(a) for a in (x,ids,weights)]
-    y = card.download(run(lambda: experts_many(*args, up, down)))
+    y = run.got(lambda: experts_many(*args, up, down))
     want = experts(x, ids, weights, unpack(up), unpack(down))
     return [(y, want, 6e-3)]
 
@@ -586,8 +669,8 @@ def _sorted(card, rng, run, experts, top):
     ids = _picks(rng, 1250, experts, top)
     put = card.upload(ids)
     order,*_ = run(lambda: sort_picks(put, experts, 64))
-    want = np.argsort(ids.reshape(-1), kind='stable').astype(np.int32)
-    return [(card.download(order), want, 0)]
+    want = np.argsort(ids.reshape(-1), kind='stable')
+    return [(card.download(order), np.int32(want), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #b851f8d9
 def _span(a, n, tiled):
@@ -604,15 +687,17 @@ def _rows_of(seqs, tiled):
             leaves = not tiled or p==a+n-1
             rows.append((i, p, a<=p<a+n, leaves))
         first.append(len(rows))
-    seq,pos,real,kept = map(np.array, zip(*rows))
-    return NS(seq=seq, pos=pos, real=real, kept=kept, first=first)
+    names = 'seq','pos','real','kept'
+    columns = map(np.array, zip(*rows))
+    return NS(**dict(zip(names, columns)), first=first)
 
 def _tiles_of(seqs)->dict:
     "Each tile's sequence, first position, and which of its rows are real: from `lo` up to `hi`"
     tiles = []
     for i,(a,n) in enumerate(seqs):
         for t in range(*_span(a, n, True), TILE):
-            lo,hi = max(a-t, 0),min(a+n-t, TILE)
+            lo = max(a-t, 0)
+            hi = min(a+n-t, TILE)
             tiles.append((i, t, lo, hi))
     names = 'tile_seq','tile_start','tile_lo','tile_hi'
     return dict(zip(names, zip(*tiles)))
@@ -620,7 +705,8 @@ def _tiles_of(seqs)->dict:
 # %% ../../nbs/8_use/06_check.ipynb #ce4f725d
 def _tables(rng, seqs, block):
     "Which blocks of the cache each sequence has: [sequences, most blocks], and how many"
-    need = [-(-(a+n)//block) for a,n in seqs]
+    ends = [a+n for a,n in seqs]
+    need = [-(-end//block) for end in ends]
     ids = rng.permutation(sum(need))
     tables = np.zeros((len(seqs),max(need)), int)
     at = 0
@@ -631,53 +717,63 @@ def _tables(rng, seqs, block):
 
 def _slots_of(r, tables, need, block):
     "Places in the cache of the rows `r`; -1 of what is no row"
-    nth = np.minimum(r.pos//block, need[r.seq]-1)
+    last = need[r.seq]-1
+    nth = np.minimum(r.pos//block, last)
     slots = tables[r.seq,nth]*block+r.pos%block
     return np.where(r.real, slots, -1).astype(np.int64)
 
-def _arrays(r, seqs, tables, need, block)->dict:
-    "What a kernel reads of the rows `r`, as int32; slots of the cache as int64"
-    n = len(seqs)
+def _states_of(r, n)->dict:
+    "The states that `n` sequences read, and those that the rows `r` leave behind"
+    left = n+np.cumsum(r.kept)-1
+    return dict(
+        state_in=np.arange(n),
+        state_out=np.where(r.kept, left, -1))
+
+# %% ../../nbs/8_use/06_check.ipynb #549391dc
+def _arrays(r, seqs, tables)->dict:
+    "What a kernel reads of the rows `r`"
     starts,counts = zip(*seqs)
-    left = n+np.cumsum(r.kept)-1 # States that rows leave behind
     h = dict(
         seq=np.where(r.real, r.seq, -1),
         pos=np.where(r.real, r.pos, 0),
         tables=tables,
         starts=starts,
         counts=counts,
-        first=r.first,
-        state_in=np.arange(n),
-        state_out=np.where(r.kept, left, -1))
-    h = {k: np.array(v, np.int32) for k,v in h.items()}
-    return h|dict(slots=_slots_of(r, tables, need, block))
+        first=r.first)
+    return h|_states_of(r, len(seqs))
 
-# %% ../../nbs/8_use/06_check.ipynb #549391dc
-def _step(card, rng, seqs, tiled, block=16):
-    "A step of `seqs` as the kernels see it, and as the host does"
-    r = _rows_of(seqs, tiled)
-    tables,need = _tables(rng, seqs, block)
-    h = _arrays(r, seqs, tables, need, block)
-    if tiled:
-        h |= {k: np.int32(v) for k,v in _tiles_of(seqs).items()}
-    more = dict(
+def _facts_of(r, seqs, tiled)->dict:
+    "What is known of a step on either side"
+    return dict(
         pos3=None,
         real=r.real,
         tiled=tiled,
         num_rows=len(r.pos),
         num_seqs=len(seqs),
-        blocks=int(need.sum()),
         longest=max(a+n for a,n in seqs),
         states=len(seqs)+int(r.kept.sum()))
+
+def _step(card, rng, seqs, tiled, block=16):
+    "A step of `seqs` as the kernels see it, and as the host does"
+    r = _rows_of(seqs, tiled)
+    tables,need = _tables(rng, seqs, block)
+    h = _arrays(r, seqs, tables)
+    if tiled:
+        h |= _tiles_of(seqs)
+    h = {k: np.array(v, np.int32) for k,v in h.items()}
+    h['slots'] = _slots_of(r, tables, need, block)
+    more = _facts_of(r, seqs, tiled)
+    more['blocks'] = int(need.sum())
     put = {k: card.upload(v) for k,v in h.items()}
     return NS(**put, **more),NS(**h, **more)
 
 # %% ../../nbs/8_use/06_check.ipynb #24fa82c7
 # A number's largest error in the cache, over the largest of its row
 _STORED = dict(bf16=8e-3, f16=1e-3, f32=1e-6, fp8=.07, nvfp4=.3)
+_QWEN_ROPE,_OSS_ROPE = RopeConfig(dim=32),RopeConfig(dim=64)
 _HEADS = dict(
-    Qwen=AttentionConfig(8, 2, 64, RopeConfig(dim=32), gate=True, qk_norm='head'),
-    gpt_oss=AttentionConfig(4, 2, 64, RopeConfig(dim=64), sinks=True))
+    Qwen=AttentionConfig(8, 2, 64, _QWEN_ROPE, gate=True, qk_norm='head'),
+    gpt_oss=AttentionConfig(4, 2, 64, _OSS_ROPE, sinks=True))
 _KINDS = dict(
     Qwen=dict(kind='Qwen'),
     Qwen_f16=dict(kind='Qwen', fmt='f16'),
@@ -705,24 +801,25 @@ def _written(s, x, w, angles, blocks, block=16):
     "Keys and values [rows, kv_heads, d] that the host writes for the rows `x` of the step `s`"
     shape = blocks,block,w.config.num_kv_heads,w.config.head_dim
     k,v = (np.zeros(shape, np.float32) for _ in 'kv')
-    host_words.attend(s, x, w, NS(k=k, v=v), angles)
+    pool = NS(k=k, v=v)
+    host_words.attend(s, x, w, pool, angles)
     slots = s.b.slots[s.b.real]
     return [_at(p, slots) for p in (k,v)]
 
 def _attended(s, x, w, angles, kept):
     "What the host makes of the queries of `x` and the cache as the kernel left it, writing nothing"
     a = w.config
-    queries = x[:,:(1+a.gate)*a.num_heads*a.head_dim]
-    k,v = kept
+    pool = NS(**dict(zip('kv', kept)))
+    n = (1+a.gate)*a.num_heads*a.head_dim
     reads = replace(w, config=replace(a, q_only=True))
-    return host_words.attend(s, queries, reads, NS(k=k, v=v), angles)
+    return host_words.attend(s, x[:,:n], reads, pool, angles)
 
 # %% ../../nbs/8_use/06_check.ipynb #7c1e52a9
 def _gains(rng, a):
     "Of the norms of queries and keys, and the sinks of heads; None where a kind has none"
     of_q,of_k = None,None
     if a.qk_norm=='head':
-        of_q,of_k = (1+_normal(rng, a.head_dim)/4 for _ in 'qk')
+        of_q,of_k = (_gain(rng, a.head_dim) for _ in 'qk')
     sinks = _normal(rng, a.num_heads) if a.sinks else None
     return of_q,of_k,sinks
 
@@ -747,35 +844,50 @@ def _attention(card, word, x, b, pool, w, turn):
     "A function that launches `word` for the rows `x` of the step `b`"
     rows = card.upload(x)
     how = w.config,w.scale,w.window,turn
-    q,k,sinks = (_up(card, g) for g in (w.q_norm,w.k_norm,w.sinks))
-    return lambda: word(rows, b, pool, *how, q, k, w.eps, sinks)
+    gains = [_up(card, g) for g in (w.q_norm,w.k_norm)]
+    sinks = _up(card, w.sinks)
+    return lambda: word(rows, b, pool, *how, *gains, w.eps, sinks)
 
-def _attend(card, rng, run, kind, seqs, tiled=False, fmt='bf16', window=None):
+def _width(a)->int:
+    "Numbers of a row: queries, their gates, keys and values"
+    heads = (1+a.gate)*a.num_heads+2*a.num_kv_heads
+    return heads*a.head_dim
+
+def _weights_of(rng, a, window):
+    "What attention has beside its products"
+    gains = _gains(rng, a)
+    return AttentionWeights(a, a.head_dim**-.5, window, 1e-6, *gains)
+
+def _attend(card, rng, run, seqs, kind, tiled=False, fmt='bf16', window=None):
     "Attention of one kind over the rows of `seqs`, by kernels and by the host"
     a = _HEADS[kind]
     b,host = _step(card, rng, seqs, tiled)
-    heads = (1+a.gate)*a.num_heads+2*a.num_kv_heads
-    x = _normal(rng, len(host.pos), heads*a.head_dim)
+    x = _normal(rng, len(host.pos), _width(a))
     pool = _filled(card, rng, host.blocks, a, fmt)
-    w = AttentionWeights(a, a.head_dim**-.5, window, 1e-6, *_gains(rng, a))
+    w = _weights_of(rng, a, window)
     table = rope_table(a.rope, 2048)
     turn = Angles(*map(card.upload, table), b.pos)
-    y = run(_attention(card, flash if tiled else attend, x, b, pool, w, turn))
-    return _beside_host(host, x, w, table, pool, card.download(y))
+    word = flash if tiled else attend
+    y = run.got(_attention(card, word, x, b, pool, w, turn))
+    return _beside_host(host, x, w, table, pool, y)
 
 # %% ../../nbs/8_use/06_check.ipynb #f0f66b2b
+_SHORT = [(70,3),(130,1),(0,1)]
+_LONG_AND_MANY = [(1100,1),*[(9,1)]*33]
+_TILES = [(70,100),(0,30)]
+
 @_case('attn_decode', '5 rows', **_KINDS)
 def _attend_rows(card, rng, run, **kw):
-    return _attend(card, rng, run, seqs=[(70,3),(130,1),(0,1)], **kw)
+    return _attend(card, rng, run, _SHORT, **kw)
 
 # More pieces than blocks that run at once: sums are left for the second kernel
 @_case('attn_decode + attn_merge', '34 rows', Qwen_f16=_KINDS['Qwen_f16'])
 def _attend_many(card, rng, run, **kw):
-    return _attend(card, rng, run, seqs=[(1100,1),*[(9,1)]*33], **kw)
+    return _attend(card, rng, run, _LONG_AND_MANY, **kw)
 
 @_case('flash_prep + flash', '4 tiles', **_KINDS)
 def _attend_tiles(card, rng, run, **kw):
-    return _attend(card, rng, run, seqs=[(70,100),(0,30)], tiled=True, **kw)
+    return _attend(card, rng, run, _TILES, tiled=True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #9a45cfd3
 _NETS = dict(
@@ -789,7 +901,6 @@ _MANY_NETS = dict(
 _CROWD = [(70,3),(0,2),*[(9,1)]*11]
 
 _ROWS = [(70,5),(0,2)]
-_TILES = [(70,100),(0,30)]
 
 def _net(rng, host, kh, vh, d):
     "Rows, weights and states of a delta net"
@@ -797,8 +908,9 @@ def _net(rng, host, kh, vh, d):
     conv = _normal(rng, C, 4)/2
     decay = -np.exp(_normal(rng, vh))
     dt = _normal(rng, vh)
-    gain = 1+_normal(rng, d)/4
-    x = _normal(rng, len(host.pos), C+vh*d+2*vh)
+    gain = _gain(rng, d)
+    rest = vh*d+2*vh # Gates of values, and two numbers of a head
+    x = _normal(rng, len(host.pos), C+rest)
     tails = _normal(rng, host.states, 3, C)
     states = _normal(rng, host.states, vh, d, d)
     return x,(conv,decay,dt,gain),(tails,states)
@@ -807,28 +919,36 @@ def _net(rng, host, kh, vh, d):
 def _delta_rows_of(card, run, args, b, kh, tiled):
     "What the kernels make of a step; in rows with the norm, which is left to the next product"
     if tiled:
-        return card.download(run(lambda: delta_many(*args, b, kh)))
-    y,parts = map(card.download, run(lambda: delta_step(*args, b, kh)))
+        return run.got(lambda: delta_many(*args, b, kh))
+    y,parts = run.each(lambda: delta_step(*args, b, kh))
     R,vh,_ = parts.shape
     y = y.reshape(R, vh, -1)
-    mean = parts.sum(-1, keepdims=True)/y.shape[-1]
+    d = y.shape[-1]
+    mean = parts.sum(-1, keepdims=True)/d
     size = np.sqrt(mean+1e-6)
     return (y/size).reshape(R, -1)
 
-def _delta(card, rng, run, tiled, kh, vh, d, seqs=None):
-    seqs = seqs or (_TILES if tiled else _ROWS)
+def _delta_on_host(host, x, w, kh, pools):
+    "What the host makes of the rows `x`; states are written into `pools`"
+    s = Step(host, None, {}, host_words)
+    net = DeltaWeights(*w, 1e-6, kh)
+    y,_ = host_words.gated_delta(s, x, net, *pools)
+    return y
+
+def _delta(card, rng, run, seqs, kh, vh, d, tiled=False):
+    "A delta net over the rows of `seqs`, by kernels and by the host"
     b,host = _step(card, rng, seqs, tiled)
     x,w,pools = _net(rng, host, kh, vh, d)
     tails,states = pools
-    args = [*map(card.upload, (x,*w,tails,as_records(states)))]
+    given = x,*w,tails,as_records(states)
+    args = [card.upload(a) for a in given]
     y = _delta_rows_of(card, run, args, b, kh, tiled)
-    s = Step(host, None, {}, host_words)
-    net = DeltaWeights(*w, 1e-6, kh)
-    want,_ = host_words.gated_delta(s, x, net, *pools) # writes into the pools
+    want = _delta_on_host(host, x, w, kh, pools)
     conv,rec = map(card.download, args[5:])
     left = conv,as_states(rec, d, d)
     return _states_too(y, want, host, left, pools)
 
+# %% ../../nbs/8_use/06_check.ipynb #4d9cac99
 def _states_too(y, want, host, left, pools):
     "Real rows, the tails of the convolution and the recurrent sums, with what each may differ by"
     near,state = (1e-3,3e-5) if host.tiled else (1e-5,1e-5)
@@ -841,15 +961,15 @@ def _states_too(y, want, host, left, pools):
 # %% ../../nbs/8_use/06_check.ipynb #6a7c29a0
 @_case('delta_step', '7 rows', **_NETS)
 def _delta_rows(card, rng, run, **kw):
-    return _delta(card, rng, run, False, **kw)
+    return _delta(card, rng, run, _ROWS, **kw)
 
 @_case('delta_wide', '16 rows', **_MANY_NETS)
 def _delta_wide(card, rng, run, **kw):
-    return _delta(card, rng, run, False, seqs=_CROWD, **kw)
+    return _delta(card, rng, run, _CROWD, **kw)
 
 @_case('delta_prep + delta_many + gated_norm', '4 tiles', **_NETS)
 def _delta_tiles(card, rng, run, **kw):
-    return _delta(card, rng, run, True, **kw)
+    return _delta(card, rng, run, _TILES, tiled=True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #336bbe9d
 def _net_on(card, rng, word, seqs, kh, vh, d):
@@ -861,17 +981,22 @@ def _net_on(card, rng, word, seqs, kh, vh, d):
         return word(*map(card.upload, given), b, kh, **kw)
     return host,made
 
-@_case('delta_wide + gemv_wide', '16 rows', Qwen=dict(kh=16, vh=32, d=128))
+@_case('delta_wide + gemv_wide', '16 rows', Qwen=_MANY_NETS['Qwen'])
 def _delta_product(card, rng, run, kh, vh, d):
     "Rows that are left as tiles give the product the bits that it makes of float32 by itself"
     _,made = _net_on(card, rng, delta_step, _CROWD, kh, vh, d)
     out = invented(card, (64,vh*d), CARD_FORMATS['nvfp4'])
-    got = run(lambda: gemv_wide(made(then=out, eps=1e-6), out))
+    def product():
+        tiles = made(then=out, eps=1e-6)
+        return gemv_wide(tiles, out)
+    got = run.got(product)
     y,parts = made()
     want = gemv_wide(y, out, parts=parts, group=d, eps=1e-6)
-    return [(card.download(got), card.download(want), 0)]
+    return [(got, card.download(want), 0)]
 
-@_case('delta_prep + delta_many + gated_halves', '4 tiles', Qwen=dict(kh=2, vh=8, d=128))
+_FEW_KEYS = dict(kh=2, vh=8, d=128)
+
+@_case('delta_prep + delta_many + gated_halves', '4 tiles', Qwen=_FEW_KEYS)
 def _delta_halves(card, rng, run, kh, vh, d):
     "A result that is left as fp16 has the bits of float32 that is made so"
     host,made = _net_on(card, rng, delta_many, _TILES, kh, vh, d)
@@ -894,8 +1019,8 @@ def _mixer(rng, host, nh, hd, N, G):
     C = I+2*G*N
     conv = _normal(rng, C, 4)/2,_normal(rng, C)
     decay = -np.exp(_normal(rng, nh))
-    heads = _normal(rng, nh),_normal(rng, nh)
-    gain = 1+_normal(rng, I)/4
+    heads = _normal(rng, 2, nh)
+    gain = _gain(rng, I)
     x = _normal(rng, len(host.pos), I+C+nh)
     tails = _normal(rng, host.states, 3, C)
     states = _normal(rng, host.states, nh, hd, N)
@@ -905,16 +1030,19 @@ def _mixer(rng, host, nh, hd, N, G):
 def _mamba_rows_of(card, run, args, b, G, tiled):
     "What the kernels make of a step; in rows with the norm, which is left to the next product"
     if tiled:
-        return card.download(run(lambda: mamba_many(*args, b, G, 1e-5)))
-    y,parts = map(card.download, run(lambda: mamba_step(*args, b, G)))
+        return run.got(lambda: mamba_many(*args, b, G, 1e-5))
+    y,parts = run.each(lambda: mamba_step(*args, b, G))
     R,I = y.shape
-    size = np.sqrt(parts.sum(-1, keepdims=True)*G/I+1e-5)
-    return (y.reshape(R, G, -1)/size).reshape(R, -1)
+    mean = parts.sum(-1, keepdims=True)*G/I
+    y = y.reshape(R, G, -1)/np.sqrt(mean+1e-5)
+    return y.reshape(R, -1)
 
-def _mamba(card, rng, run, tiled, nh, hd, N, G):
-    b,host = _step(card, rng, _TILES if tiled else _ROWS, tiled)
+def _mamba(card, rng, run, seqs, nh, hd, N, G, tiled=False):
+    "A mixer of Mamba over the rows of `seqs`, by kernels and by the host"
+    b,host = _step(card, rng, seqs, tiled)
     x,w,pools = _mixer(rng, host, nh, hd, N, G)
-    args = [card.upload(a) for a in (x,*w,*pools)]
+    given = x,*w,*pools
+    args = [card.upload(a) for a in given]
     y = _mamba_rows_of(card, run, args, b, G, tiled)
     s = Step(host, None, {}, host_words)
     mixer = MambaWeights(*w, 1e-5, G)
@@ -924,11 +1052,11 @@ def _mamba(card, rng, run, tiled, nh, hd, N, G):
 
 @_case('mamba_step', '7 rows', **_MIXERS)
 def _mamba_rows(card, rng, run, **kw):
-    return _mamba(card, rng, run, False, **kw)
+    return _mamba(card, rng, run, _ROWS, **kw)
 
 @_case('mamba_prep + mamba_many + gated_norm', '4 tiles', **_MIXERS)
 def _mamba_tiles(card, rng, run, **kw):
-    return _mamba(card, rng, run, True, **kw)
+    return _mamba(card, rng, run, _TILES, tiled=True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #437ce2e5
 @_case('greedy', '4 rows', plain={})
@@ -940,23 +1068,29 @@ def _greedy(card, rng, run):
     ids = card.empty(4, 'int32')
     table = SampleTable(card, 4, 3000)
     run(lambda: sample_rows(put, table, ids, greedy=True))
-    want = x[0].argmax(),-1,-1,x[3].argmax()
+    want = x.argmax(1)
+    want[1:3] = -1 # Of a NaN and of an infinity
     return [(card.download(ids), want, 0)]
 
 @_case('gemv_halves + gemv_wide + greedy', '16 and 64 rows', **_formats('NVFP4','BF16'))
 def _greedy_head(card, rng, run, fmt):
     "A head that leaves the best of each of its blocks, and its logits"
-    w = pack(_sized(rng, fmt, 3000, 416), card, exact=True)
+    q = _sized(rng, fmt, 3000, 416)
+    w = pack(q, card, exact=True)
     return [_best_of(card, rng, run, w, R) for R in (16,64)]
 
 def _best_of(card, rng, run, w, R):
     "The likeliest tokens of `R` rows, of which one has a NaN"
     x = _normal(rng, R, 416)
-    gain = card.upload(1+_normal(rng, 416)/4)
+    gain = card.upload(_gain(rng, 416))
     x[1,7] = np.nan
     args = card.upload(x),w,gain,1e-6
-    table,ids = SampleTable(card, R, 3000),card.empty(R, 'int32')
-    run(lambda: sample_rows(best_logits(*args), table, ids, greedy=True))
+    table = SampleTable(card, R, 3000)
+    ids = card.empty(R, 'int32')
+    def sampled():
+        best = best_logits(*args)
+        sample_rows(best, table, ids, greedy=True)
+    run(sampled)
     want = card.download(gemv_wide(*args)).argmax(1)
     want[1] = -1
     return card.download(ids),want,0
@@ -980,15 +1114,18 @@ def _drawn(card, logits, states):
 
 @_case('sample_scan + _bins + _cut + _draw', '5 rows', all_options={})
 def _sample(card, rng, run):
-    states = [SampleState(p, [1,2], 3000, seed=i) for i,p in enumerate(_OPTIONS)]
+    states = [
+        SampleState(p, [1,2], 3000, seed=i)
+        for i,p in enumerate(_OPTIONS)]
     x = _normal(rng, 5, 3000)*3
     put = card.upload(x)
-    ids,top,lp = map(card.download, run(lambda: _drawn(card, put, states)))
+    ids,top,lp = run.each(lambda: _drawn(card, put, states))
     want = sample(x, [s.row() for s in states])
+    likely = want.top_logprobs[:1,:3] # Only the first row asks
     return [
         (ids, want.ids, 0),
         (top[0,:3], want.top_ids[0,:3], 0),
-        (lp[:1,:3], want.top_logprobs[:1,:3], 1e-5)]
+        (lp[:1,:3], likely, 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #5d90c1e6
 def _likeliest_of(card, rows, vocab)->SampleTable:
@@ -999,69 +1136,82 @@ def _likeliest_of(card, rows, vocab)->SampleTable:
         table.set(i, likely)
     return table
 
-def _moves(card, rng, run, greedy):
-    "The end of a step: its rows go on to the next one"
-    seqs = [(p, 1) for p in (14,3,40,0,7)]
-    b,host = _step(card, rng, seqs, False)
-    x,ids = card.upload(_normal(rng, 5, 300)),card.empty(5, 'int32')
-    table = _likeliest_of(card, 5, 300)
-    how = dict(greedy=greedy, cuts=False, then=(b,16))
-    run(lambda: sample_rows(x, table, ids, **how))
-    n = card.download(b.pos)[0]-host.pos[0]  # done once or twice
-    return [
-        (n in (1,2), True, 0),
-        *_moved(card, b, host, n)]
-
 def _moved(card, b, host, n):
     "Where rows stand after `n` steps, and where they should"
     pos,states = host.pos+n,[host.state_in,host.state_out]
     block,place = np.divmod(pos, 16)
-    blocks = host.tables[range(5),block]
+    blocks = np.int64(host.tables[range(5),block])
     if n%2:
         states = states[::-1]
-    want = dict(pos=pos, starts=pos, slots=np.int64(blocks)*16+place)
+    want = dict(pos=pos, starts=pos, slots=blocks*16+place)
     want |= zip(('state_in','state_out'), states)
     return [
         (card.download(getattr(b, k)), v, 0)
         for k,v in want.items()]
 
-@_case('greedy', '5 rows', on_to_the_next_step={})
-def _greedy_moves(card, rng, run): return _moves(card, rng, run, True)
-
-@_case('sample_scan + _draw', '5 rows', on_to_the_next_step={})
-def _draw_moves(card, rng, run): return _moves(card, rng, run, False)
+@_case('sample_scan + _draw', '5 rows', on_to_the_next_step=dict(greedy=False))
+@_case('greedy', '5 rows', on_to_the_next_step=dict(greedy=True))
+def _moves(card, rng, run, greedy):
+    "The end of a step: its rows go on to the next one"
+    seqs = [(p, 1) for p in (14,3,40,0,7)]
+    b,host = _step(card, rng, seqs, False)
+    x = card.upload(_normal(rng, 5, 300))
+    ids = card.empty(5, 'int32')
+    table = _likeliest_of(card, 5, 300)
+    how = dict(greedy=greedy, cuts=False, then=(b,16))
+    run(lambda: sample_rows(x, table, ids, **how))
+    n = card.download(b.pos)[0]-host.pos[0] # done once or twice
+    return [
+        (n in (1,2), True, 0),
+        *_moved(card, b, host, n)]
 
 # %% ../../nbs/8_use/06_check.ipynb #7be1a402
-@_case('sample_scan + _bins + _cut + _draw', '2 sequences of 3 rows', drafts={})
-def _sample_drafts(card, rng, run, W=3, V=3000):
-    fed = np.int32([[5,7,7],[4,8,9]])
-    x = _normal(rng, 2*W, V)*3
-    put,ids = card.upload(x),card.empty(2*W, 'int32')
-    lines = card.upload(np.repeat(np.int32([1,0]), W))
-    given = card.upload(fed.ravel())
-    def draw():
-        t = SampleTable(card, 2, V, rows=2*W, width=W)
-        for s in range(2):
-            t.set(1-s, _behind(s, [], V))
-        sample_rows(put, t, ids, lines, width=W, given=given)
-    run(draw)
-    places = [(s, j) for s in range(2) for j in range(1, W+1)]
-    rows = [_behind(s, fed[s,1:j], V) for s,j in places]
-    return [(card.download(ids), sample(x, rows).ids, 0)]
-
 _ASKED = ( # Of both sequences
     SamplingParams(frequency_penalty=.5, top_p=.9),
     SamplingParams(top_k=40, presence_penalty=1.))
+_FED = np.int32([ # Of both: the newest token, and drafts
+    [5,7,7],
+    [4,8,9]])
 
 def _behind(s, drafts, V):
     "What the row of sequence `s` behind `drafts` is sampled by"
     counts = np.bincount(drafts, minlength=V).astype(np.int32)
     return RowParams(_ASKED[s], s, len(drafts), counts=counts)
 
+def _said(x)->np.ndarray:
+    "What the twin says in each row of the logits `x`, as if the drafts before it had been said"
+    S,W = _FED.shape
+    V = x.shape[1]
+    before = [(s, _FED[s,1:j+1]) for s in range(S) for j in range(W)]
+    rows = [_behind(s, drafts, V) for s,drafts in before]
+    return sample(x, rows).ids
+
+def _table_of_both(card, V)->SampleTable:
+    "The sampler's table, in which the sequences stand the other way round"
+    S,W = _FED.shape
+    t = SampleTable(card, S, V, rows=S*W, width=W)
+    for s in range(S):
+        t.set(1-s, _behind(s, [], V))
+    return t
+
+@_case('sample_scan + _bins + _cut + _draw', '2 sequences of 3 rows', drafts={})
+def _sample_drafts(card, rng, run, V=3000):
+    W,n = _FED.shape[1],_FED.size
+    x = _normal(rng, n, V)*3
+    ids = card.empty(n, 'int32')
+    line = np.repeat(np.int32([1,0]), W)
+    put,lines,given = map(card.upload, (x,line,_FED.ravel()))
+    def draw():
+        t = _table_of_both(card, V)
+        sample_rows(put, t, ids, lines, width=W, given=given)
+    run(draw)
+    return [(card.download(ids), _said(x), 0)]
+
 # %% ../../nbs/8_use/06_check.ipynb #7be1a403
 def _verified(card, rng, S, W):
     "Rows of a step with drafts whose answers often agree with them, and the sampler's table"
-    r = VerifyRows(card, S, W, 4, 16, W-1, 100, True)
+    size = S,W,4,16,W-1
+    r = VerifyRows(card, *size, 100, True)
     t = SampleTable(card, S, 9, rows=S*W, width=W)
     p = SamplingParams(frequency_penalty=1.)
     for s in range(S):
@@ -1069,14 +1219,25 @@ def _verified(card, rng, S, W):
         t.set(s, state)
     for k,a in _any_step(rng, r, S, W).items():
         to = getattr(r, k)
-        card.write(to, a.reshape(to.shape).astype(np.int32))
+        values = a.reshape(to.shape).astype(np.int32)
+        card.write(to, values)
     return r,t
+
+def _bounds(W)->dict:
+    "Between which numbers arrays of a step of `W` rows a sequence may lie"
+    return dict(
+        ids=(-1,3),
+        said=(-1,3),
+        pos3=(0,99),
+        live=(0,W+1),
+        limit=(1,64),
+        kmax=(0,W))
 
 def _any_step(rng, r, S, W)->dict:
     "Values for arrays of the step `r`"
-    bounds = dict(ids=(-1,3), said=(-1,3), pos3=(0,99))
-    bounds |= dict(live=(0,W+1), limit=(1,64), kmax=(0,W))
-    given = {k: rng.integers(*b, getattr(r, k).shape) for k,b in bounds.items()}
+    given = {}
+    for k,bounds in _bounds(W).items():
+        given[k] = rng.integers(*bounds, getattr(r, k).shape)
     first = rng.integers(0, 60, S)
     return given|dict(
         pos=first[:,None]+np.arange(W),
@@ -1086,22 +1247,6 @@ def _any_step(rng, r, S, W)->dict:
         state_out=np.arange(S*W))
 
 # %% ../../nbs/8_use/06_check.ipynb #7be1a404
-@_case('accept + next_rows', '64 sequences', four_rows=dict(W=4), eight_rows=dict(W=8))
-def _accept(card, rng, run, W, S=64):
-    drafts = rng.integers(-1, 9, (W-1,S)).astype(np.int32)
-    put = card.upload(drafts)
-    def made(): return _verified(card, np.random.default_rng(W), S, W)
-    def go():
-        r,t = made()
-        accept_rows(r, t)
-        next_rows(r, put)
-        return r,t
-    r,t = run(go)
-    h,ht = _accepted_on_host(card, *made(), drafts)
-    heard = t.heard['id'][0]
-    res = _pairs(r.on_host(), h)+_pairs(_table(card, t), ht)
-    return [*res, (heard, ht.heard['id'][0], 0)]
-
 def _accepted_on_host(card, r, t, drafts):
     "Rows and table as the twin leaves them"
     h,ht = r.on_host(),_table(card, t)
@@ -1111,15 +1256,39 @@ def _accepted_on_host(card, r, t, drafts):
 
 def _table(card, t):
     "What the host's `accept` needs of the sampler's table, and writes"
-    how = card.download(t.how).view(HOW)[:,0]
-    position,counts = card.download(t.position),card.download(t.counts)
-    return NS(how=how, position=position, counts=counts, heard=t.heard.copy())
+    names = 'how','position','counts'
+    got = {k: card.download(getattr(t, k)) for k in names}
+    got['how'] = got['how'].view(HOW)[:,0]
+    return NS(**got, heard=t.heard.copy())
 
 def _pairs(a, b):
     "Numbers of the same name, which are to have the same bits"
-    arrays = {k: v for k,v in vars(b).items() if isinstance(v, np.ndarray)}
-    names = [k for k,v in arrays.items() if not v.dtype.names]
+    arrays = [k for k,v in vars(b).items() if isinstance(v, np.ndarray)]
+    names = [k for k in arrays if not getattr(b, k).dtype.names]
     return [(getattr(a, k), getattr(b, k), 0) for k in names]
+
+# %% ../../nbs/8_use/06_check.ipynb #2c7f7da8
+def _accepted(made, drafts):
+    "What the kernels make of the rows and the table that `made` gives"
+    r,t = made()
+    accept_rows(r, t)
+    next_rows(r, drafts)
+    return r,t
+
+_WIDTHS_OF_64 = dict(four_rows=dict(W=4), eight_rows=dict(W=8))
+
+@_case('accept + next_rows', '64 sequences', **_WIDTHS_OF_64)
+def _accept(card, rng, run, W, S=64):
+    drafts = rng.integers(-1, 9, (W-1,S)).astype(np.int32)
+    put = card.upload(drafts)
+    def made():
+        same = np.random.default_rng(W)
+        return _verified(card, same, S, W)
+    r,t = run(lambda: _accepted(made, put))
+    h,ht = _accepted_on_host(card, *made(), drafts)
+    heard = t.heard['id'][0],ht.heard['id'][0],0
+    rows = _pairs(r.on_host(), h)
+    return [*rows, *_pairs(_table(card, t), ht), heard]
 
 # %% ../../nbs/8_use/06_check.ipynb #d15f6efb
 _WIDTHS = dict(plain=dict(n=1500), odd=dict(n=37))
@@ -1128,9 +1297,10 @@ _WIDTHS = dict(plain=dict(n=1500), odd=dict(n=37))
 def _beside(card, rng, run, n):
     a = _normal(rng, 3, n)*_SIZES
     b = _normal(rng, 3, n//5)
-    gain = 1+_normal(rng, n)/4
+    gain = _gain(rng, n)
     A,B,G = map(card.upload, (a,b,gain))
-    y = card.download(run(lambda: beside(A, B, Norm(G, 1e-6))))
+    norm = Norm(G, 1e-6)
+    y = run.got(lambda: beside(A, B, norm))
     want = host_words.beside(a, b, Norm(gain, 1e-6))
     first = y[:,:n],want[:,:n],1e-5
     return [first,(y[:,n:], b, 0)]
@@ -1140,18 +1310,20 @@ def _pick(card, rng, run, n):
     x = _normal(rng, 9, n)
     rows = np.int32([8,-1,0,0,5])
     put = card.upload(x),card.upload(rows)
-    y = card.download(run(lambda: pick(*put)))
+    y = run.got(lambda: pick(*put))
     return [(y, host_words.pick(x, rows), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #245a1c8d
-@_case('likeliest', '5 rows', plain={}, part_of_the_vocabulary=dict(named=True))
+_NAMED = dict(plain={}, part_of_the_vocabulary=dict(named=True))
+
+@_case('likeliest', '5 rows', **_NAMED)
 def _likeliest(card, rng, run, named=False):
     x = _normal(rng, 5, 20001).round(1)
     x[1,20000] = np.nan
     x[2,5] = -np.inf
     names = rng.permutation(20001).astype(np.int32) if named else None
     put = card.upload(x),_up(card, names)
-    ids = card.download(run(lambda: likeliest(*put)))
+    ids = run.got(lambda: likeliest(*put))
     return [(ids, host_words.likeliest(x, names), 0)]
 
 @_case('ngram', '5 sequences', plain={})
@@ -1160,7 +1332,8 @@ def _ngram(card, rng, run):
     line = np.int32([0,2,-1,3,1])
     end = np.int32([8999,8191,70,0,-1])
     args = history,line,end
-    put,sizes = [card.upload(a) for a in args],(5,1,16)
-    drafts = run(lambda: ngram(*put, *sizes))
+    sizes = 5,1,16
+    put = [card.upload(a) for a in args]
+    drafts = run.got(lambda: ngram(*put, *sizes))
     want = host_words.ngram(*args, *sizes)
-    return [(card.download(drafts), want, 0)]
+    return [(drafts, want, 0)]

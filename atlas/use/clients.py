@@ -9,7 +9,7 @@ __all__ = ['KEY', 'CLIENTS', 'AGENTS', 'ROOM', 'ClientError', 'ServerModel', 'he
            'Setup', 'setup', 'write', 'shown', 'launch']
 
 # %% ../../nbs/8_use/03_clients.ipynb #97a5356e
-import hashlib,json,os,shlex,shutil,sys
+import hashlib,json,os,shlex,shutil,ssl,sys
 from dataclasses import dataclass,field,replace
 from pathlib import Path
 from urllib.error import HTTPError,URLError
@@ -54,6 +54,11 @@ def address(url:str)->str:
         return url
     raise ClientError(f'{url[:200]!r} is no address of a server', hint='Use http://HOST:PORT')
 
+def _headers(key)->dict:
+    "Of a request with JSON"
+    keys = dict(Authorization=f'Bearer {key}') if key else {}
+    return {'Content-Type':'application/json'}|keys
+
 def ask(
     url:str, # As `address` gives it
     path:str,
@@ -63,21 +68,30 @@ def ask(
 ):
     "What a server answers, which is JSON; a `ClientError` says what is wrong"
     data = None if body is None else json.dumps(body).encode()
-    head = {'Content-Type':'application/json'}|({'Authorization':f'Bearer {key}'} if key else {})
+    asked = Request(url+path, data, _headers(key))
     opener = build_opener(*[ProxyHandler({})]*here(url))
     try:
-        with opener.open(Request(url+path, data, head), timeout=seconds) as r:
+        with opener.open(asked, timeout=seconds) as r:
             return json.loads(r.read(1<<24))
     except HTTPError as e:
         raise _refused(url, key, e) from None
-    except (URLError,OSError):
-        hint = 'Start one with "atlas serve MODEL", or give its address with --url'
-        raise ClientError(f'No server answers at {url}', hint=hint) from None
+    except (URLError,OSError) as e:
+        raise _unreachable(url, e) from None
     except ValueError:
         raise _stranger(url) from None
 
 # %% ../../nbs/8_use/03_clients.ipynb #06b198e0
 def _stranger(url): return ClientError(f'What answers at {url} is no server of models')
+
+def _unreachable(url, e):
+    "The error for an address where nobody answers, or nobody who is trusted"
+    why = getattr(e, 'reason', e)
+    if isinstance(why, ssl.SSLCertVerificationError):
+        hint = 'If it is yours, set SSL_CERT_FILE to a file with its certificate'
+        said = f'The certificate of {url} is not trusted: {why.verify_message}'
+        return ClientError(said, hint=hint)
+    hint = 'Start one with "atlas serve MODEL", or give its address with --url'
+    return ClientError(f'No server answers at {url}', hint=hint)
 
 def _refused(url, key, e):
     "The error for an answer that is none: in the server's own words, if it has some"
@@ -272,6 +286,22 @@ def _confirm(f)->bool:
         file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ('y','yes')
 
+def _there(f)->str|None:
+    "What stands in a file; None where there is none"
+    if Path(f).exists():
+        return Path(f).read_text(encoding='utf-8', errors='surrogateescape')
+    return None
+
+def _put(f, text, mark):
+    "Write a file for its owner's eyes, all of it or nothing, and note that it is ours"
+    for p in (f,mark):
+        Path(p).parent.mkdir(parents=True, exist_ok=True)
+    part = Path(f).with_name(Path(f).name+'.part')
+    part.touch(mode=0o600)
+    part.write_text(text, encoding='utf-8')
+    os.replace(part, f)
+    mark.write_text(_sum(text))
+
 def write(
     files:dict[Path,str],
     confirm=_confirm, # (path) → may it be replaced?
@@ -279,11 +309,7 @@ def write(
     """Write files, for the eyes of their owner; what is somebody else's is replaced only if
     `confirm` says so"""
     for f,text in files.items():
-        mark = _mark(f)
-        if Path(f).exists():
-            old = Path(f).read_text(encoding='utf-8', errors='surrogateescape')
-        else:
-            old = None
+        mark,old = _mark(f),_there(f)
         if old==text:
             continue
         ours = old is None or (mark.is_file() and mark.read_text()==_sum(old))
@@ -291,13 +317,7 @@ def write(
             raise ClientError(
                 f'{f} is there already, and is not as Atlas left it',
                 hint='Move it away, or use --print and do it by hand')
-        for p in (f,mark):
-            Path(p).parent.mkdir(parents=True, exist_ok=True)
-        part = Path(f).with_name(Path(f).name+'.part')
-        part.touch(mode=0o600)
-        part.write_text(text, encoding='utf-8')
-        os.replace(part, f)
-        mark.write_text(_sum(text))
+        _put(f, text, mark)
 
 # %% ../../nbs/8_use/03_clients.ipynb #b1c7c495
 def shown(s:Setup, args=())->str:
@@ -321,6 +341,18 @@ def _mind_room(client, served):
             file=sys.stderr)
 
 # %% ../../nbs/8_use/03_clients.ipynb #264fa8d4
+def _start(s:Setup, args, become):
+    "Become the program of `s`"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = {k:v for k,v in os.environ.items() if k not in s.unset}
+    become(s.command[0], [*s.command,*args], kept | s.env)
+
+def _written(s:Setup, args)->str:
+    "What is said of a setup whose files are there, and that is not started"
+    files = [f'# {f} is written' for f in s.files]
+    return '\n'.join([*files, shown(replace(s, files={}), args)])
+
 def launch(
     client:str, # One of `CLIENTS`
     args=(), # Further words for its command line
@@ -334,21 +366,15 @@ def launch(
 ):
     "Write what a program needs to know of this server, and start it"
     if client not in CLIENTS:
-        setup(client, None)
+        setup(client, None) # refuses
     served = find_server(url, model, key or os.environ.get(KEY) or None)
     _mind_room(client, served)
     s = setup(client, served)
     if show:
-        print(shown(s, args))
-        return
+        return print(shown(s, args))
     if start and not shutil.which(s.command[0]):
         raise ClientError(f'{s.command[0]} is not installed', hint=s.get)
     write(s.files, confirm)
-    if not start:
-        print('\n'.join(f'# {f} is written' for f in s.files))
-        print(shown(replace(s, files={}), args))
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = {k:v for k,v in os.environ.items() if k not in s.unset}
-    become(s.command[0], [*s.command,*args], kept | s.env)
+    if start:
+        return _start(s, args, become)
+    print(_written(s, args))

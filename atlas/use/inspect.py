@@ -19,8 +19,11 @@ from ..ground.core import DeviceError,human
 from ..card.device import get_device
 from ..cuda.vocabulary import words_of
 from ..engine.cache import slot_bytes,state_bytes
+from ..engine.loading import is_tight
+from ..ops.host import settled
 from ..ground.hub import here,resolve
 from ..ground.opening import is_shape,shaped
+from ..ground.options import EngineConfig
 from ..model.model import imagine,plan
 from ..ground.weights import open_checkpoint
 
@@ -74,6 +77,12 @@ def _sources(ck, wants):
         for w in wants)
     return {s:w.name for w in use if w for s in w.sources}
 
+def _used_for(c, name, t)->tuple[str,float]:
+    "The part that a tensor is of, which becomes the array `name`, and bytes that a token reads"
+    if not name:
+        return 'unused',0.
+    return part_of(c, name),t.nbytes*share_of(c, name)
+
 def tally(
     ck, # An open `Checkpoint`
     wants:list, # What its model asks for
@@ -81,14 +90,11 @@ def tally(
     "What is in a checkpoint, by part and format"
     c,used,sums = ck.config,_sources(ck, wants),{}
     for n,t in ck.tensors.items():
-        name = used.get(n)
-        part = part_of(c, name) if name else 'unused'
-        s = sums.setdefault((part,t.fmt), [0,0,0,0.])
-        read = t.nbytes*share_of(c, name) if name else 0.
-        more = 1,math.prod(t.shape),t.nbytes,read
-        for i,x in enumerate(more):
-            s[i] += x
-    rows = [Row(*k,*s) for k,s in sums.items()]
+        part,read = _used_for(c, used.get(n), t)
+        size = dict(weights=math.prod(t.shape), nbytes=t.nbytes)
+        s = sums.setdefault((part,t.fmt), Counter())
+        s.update(tensors=1, **size, read=read)
+    rows = [Row(*k, **s) for k,s in sums.items()]
     return sorted(rows, key=lambda r: (PARTS.index(r.part),-r.nbytes))
 
 # %% ../../nbs/8_use/02_inspect.ipynb #154a04a8
@@ -191,18 +197,15 @@ def by(self:Sheet, key:str)->dict: # `key` -> Row of sums, the largest first
             key=lambda x: -x[1]['nbytes'])}
 
 # %% ../../nbs/8_use/02_inspect.ipynb #429a8f2c
-def _weights_on(s, device):
-    "Bytes of a model's weights on a device, whether they are packed, and in what form"
-    d = words_of(device).DEFAULTS
-    rows = [r for r in s.rows if r.part!='unused']
-    wide = 4*sum(r.weights for r in rows)
-    unpacked = d.unpacks and wide<=device.memory().available/2
-    form = 'as stored' if d.unpacks else 'packed'
-    if unpacked:
-        form = 'as float32'
-    parts = '','vision','mtp'
-    held = words_of(device).weight_bytes(s.tensors, parts, not unpacked)
-    return held,not unpacked,form
+def _weights_on(s, device)->tuple[int,str]:
+    "Bytes of a model's weights on a device, as a start keeps them, and in what form that is"
+    ops = words_of(device)
+    form = 'packed'
+    if ops.DEFAULTS.unpacks:
+        narrow = device.as_stored or is_tight(device, s)
+        form = 'as stored' if narrow else 'as float32'
+    held = ops.weight_bytes(s.tensors, ('','vision'), form!='as float32')
+    return held,form
 
 # %% ../../nbs/8_use/02_inspect.ipynb #c87a3e50
 def _times(room, size)->int:
@@ -217,7 +220,7 @@ def fit(
     "What `device` can hold of a model"
     c,ops = s.config,words_of(device)
     left = device.budget().left
-    held,packed,form = _weights_on(s, device)
+    held,form = _weights_on(s, device)
     size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # of a number: a head of 16 has 2*16
     kv,state,rest = size*c.kv_elements_per_token,slot_bytes(c, ops),left-held
     most = c.max_seq_len
@@ -230,7 +233,7 @@ def fit(
         memory=device.memory().total,
         budget=left,
         weights=held,
-        packed=packed,
+        packed=form!='as float32',
         form=form,
         kv_bytes_per_token=kv,
         state_bytes=state_bytes(c),
@@ -238,9 +241,11 @@ def fit(
         max_context=int(most),
         sequences=many)
 
-def devices()->list:
-    "The host, and a card where there is one"
-    out = [get_device('cpu')]
+def devices(
+    exact:bool=False, # Does the host multiply with NumPy in float32, as with `--exact`?
+)->list:
+    "The host as a start has it, and a card where there is one"
+    out = [settled(get_device('cpu'), EngineConfig('any', exact=exact))]
     try:
         out.append(get_device('cuda'))
     except DeviceError:
@@ -273,17 +278,21 @@ def look(
         return sheet(ck, name, on)
 
 # %% ../../nbs/8_use/02_inspect.ipynb #ab4912bc
+def _texts(ck)->dict:
+    "Whether there are a tokenizer and a chat template; a shape without files has none"
+    if ck.kind=='dummy':
+        return {}
+    words = 'tokenizer.ggml.model' in ck.meta or (ck.folder/'tokenizer.json').is_file()
+    return dict(tokenizer=words, chat_template=load_template(ck) is not None)
+
 def sheet(ck, name:str='', on=None)->Sheet:
     "The `Sheet` of an open checkpoint"
-    made,wants = ck.kind=='dummy',plan(ck)[1]
+    wants = plan(ck)[1]
     names = _sources(ck, wants)
     used = {k:t for k,t in ck.tensors.items() if k in names}
-    path = None if made else ck.path
+    path = None if ck.kind=='dummy' else ck.path
     s = Sheet(name or ck.config.name, ck.config, ck.kind,
-        tally(ck, wants), path, tensors=used)
-    if not made:
-        words = 'tokenizer.ggml.model' in ck.meta or (ck.folder/'tokenizer.json').is_file()
-        s = replace(s, tokenizer=words, chat_template=load_template(ck) is not None)
+        tally(ck, wants), path, tensors=used, **_texts(ck))
     where = devices() if on is None else on
     return replace(s, fits=[fit(s, d) for d in where])
 
@@ -341,15 +350,15 @@ def _shape(c:ModelConfig)->dict:
 
 # %% ../../nbs/8_use/02_inspect.ipynb #9fd2e32a
 def _columns(rows, gap='  '):
-    "Rows of text in columns, the first to the left and the others to the right"
+    "Rows of text in columns: the first and the last to the left, the others to the right"
     w = [max(map(len, c)) for c in zip(*rows)]
-    return [
-        gap.join(
-            x.ljust(n)
-            if i in (0,len(r)-1)
-            else x.rjust(n)
-            for i,(x,n) in enumerate(zip(r, w))).rstrip()
-        for r in rows]
+    ends = 0,len(w)-1
+    def line(r):
+        cells = enumerate(zip(r, w))
+        return gap.join(
+            x.ljust(n) if i in ends else x.rjust(n)
+            for i,(x,n) in cells)
+    return [line(r).rstrip() for r in rows]
 
 def _count(n)->str:
     "A number in billions, millions or thousands"
@@ -358,25 +367,23 @@ def _count(n)->str:
             return f'{n/10**e:.2f}{s}'
     return str(n)
 
-def _parts(s):
-    "The table of parts, with a bar for the bytes that a token reads"
-    most = max(r.read for r in s.by('part').values()) or 1
-    def bar(r):
-        if r.part=='mtp':
-            return ''
-        if r.read>most/160:
-            return '█'*math.ceil(16*r.read/most)
-        return ''
-    def fmts(p):
-        return ' '.join(r.fmt for r in s.rows if r.part==p)
-    rows = [
-        (p, _count(r.weights),
-         human(r.nbytes, 1000),
-         human(round(r.read), 1000) if r.read and p!='mtp' else '-',
-         f'{fmts(p)}  {bar(r)}'.rstrip())
-        for p,r in s.by('part').items()]
-    return _columns([('part','weights','stored','a token reads','as'), *rows])
+def _part_row(r, most, formats)->tuple:
+    "A part's line of the table; its bar is for what a token reads, `most` of all"
+    read = 0 if r.part=='mtp' else r.read
+    bar = '█'*math.ceil(16*read/most) if read>most/160 else ''
+    said = human(round(read), 1000) if read else '-'
+    how = f'{formats}  {bar}'.rstrip()
+    return r.part,_count(r.weights),human(r.nbytes, 1000),said,how
 
+def _parts(s):
+    "The table of parts"
+    parts = s.by('part')
+    most = max(r.read for r in parts.values()) or 1
+    rows = [('part','weights','stored','a token reads','as')]
+    for p,r in parts.items():
+        formats = ' '.join(row.fmt for row in s.rows if row.part==p)
+        rows.append(_part_row(r, most, formats))
+    return _columns(rows)
 def _fit_line(f, c):
     "What one device can hold, in words"
     head = f'weights {human(f["weights"])} {f["form"]} of {human(f["budget"])}'

@@ -224,6 +224,9 @@ def _choices(self:LLM, requests, readers)->list[tuple[Choice,int]]:
         said[k].append(d)
     return [(v.choice(ds), v.cached) for v,ds in zip(readers, said)]
 
+
+
+# %% ../../nbs/8_use/01_llm.ipynb #11b9d0ba
 @patch
 def _answers(
     self:LLM, asked, guide=None, split=None,
@@ -292,25 +295,35 @@ def stream(self:LLM,
     images=(),
     guide:dict|None=None,
     timeout:float|None=None,
+    receipt:bool=False, # With a receipt in the last `Delta`?
 ):
     "Yield the answer to one prompt as it is made: `Delta`s whose `.text` add up to the whole"
-    return self._stream(prompt, params, images, guide, timeout=timeout)
+    asked = self._encode(prompt, images=images),params or self.params()
+    return self._stream(asked, guide, timeout=timeout, receipt=receipt)
 
 @patch
-def _stream(self:LLM, prompt, params, images, guide, split=None, timeout=None):
-    "The same, with thoughts and calls told apart if there is a `split`"
-    p = params or self.params()
+def _stream(self:LLM, asked, guide, split=None, timeout=None, receipt=False):
+    "The same of an encoded prompt with parameters; thoughts and calls apart if there is a `split`"
+    encoded,p = asked
     if p.n!=1:
         raise RequestError(
             'Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
-    ids,_,pics = self._encode(prompt, images=images)
     self._guide(guide)
-    r = self.request(ids, p, images=pics, guide=guide, timeout=timeout)
-    events = self._run([r], [self.reader(p, guide, split)])
+    reqs = self._requests([(encoded, seeded(p) if receipt else p)], guide=guide, timeout=timeout)
+    readers = [self.reader(p, guide, split)]
+    reqs = _logged(reqs, readers) if receipt else reqs
+    return self._streamed(reqs, readers, receipt)
+
+@patch
+def _streamed(self:LLM, reqs, readers, receipt):
+    "Yield the deltas of one answer, the last with its receipt where one was asked for"
+    events = self._run(reqs, readers)
     try:
         for _,d in events:
             if d.error:
                 raise d.error
+            if d.finish and receipt:
+                d.receipt = receipt_of(self.name, self.made_by(), reqs, readers)
             yield d
     finally:
         events.close()
@@ -324,17 +337,17 @@ def chat(self:LLM,
     stream:bool=False, # Yield `Delta`s instead
     guide:dict|None=None, # What the answer must look like
     timeout:float|None=None, # As for `generate`
-    receipt:bool=False, # As for `generate`; not for a stream
+    receipt:bool=False, # As for `generate`, or for `stream`
     **kwargs, # More for the template, such as enable_thinking
 ):
     "The model's next message"
     messages,images = prepare_images(messages, paths=True)
     ids,*form = self._conversation(messages, tools, guide, kwargs)
-    how = *form,timeout
-    if stream:
-        return _unproven(receipt) or self._stream(ids, params, images, *how)
     asked = self._encode(ids, images=images),params or self.params()
-    return self._answers([asked], *how, receipt)[0]
+    how = *form,timeout,receipt
+    if stream:
+        return self._stream(asked, *how)
+    return self._answers([asked], *how)[0]
 
 @patch
 def _conversation(self:LLM, messages, tools, guide, how)->tuple:
@@ -342,11 +355,6 @@ def _conversation(self:LLM, messages, tools, guide, how)->tuple:
     prompt = self.render(messages, tools, **how)
     split,guide = self._parted(messages, prompt, tools, guide, how)
     return self.tokenizer.encode(prompt, add_special=False),guide,split
-
-def _unproven(receipt):
-    "Refuse a stream with a receipt"
-    if receipt:
-        raise RequestError('A stream has no receipt here', hint='Leave stream out', param='receipt')
 
 @patch
 def render(self:LLM, messages, tools=None, **kwargs)->str:
@@ -400,21 +408,25 @@ class Trace:
 def trace(self:LLM, ids, images=())->Trace:
     "Follow `ids` through the model"
     b,cache = self._alone(ids, images)
-    out = b.out
-    layers = []
-    routes = []
+    x,stream,picks = self._followed(b, cache)
+    h = self.model.final(x[b.out])
     host = self.device.download
+    logits = host(self.model.head(h))
+    moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
+    picked = dict(zip(moe, picks))
+    return Trace(logits, host(h), stream, picked, self._states(cache))
+
+@patch
+def _followed(self:LLM, b, cache)->tuple:
+    "The last stream of `b`; on the host the stream after each layer, and what its router picked"
+    layers,routes = [],[]
     def rows(a):
-        return host(a.reshape(-1, a.shape[-1])[out])
+        return self.device.download(a.reshape(-1, a.shape[-1])[b.out])
     def tap(i, x):
         layers.append(rows(x))
     x = self.model.trunk(b, cache, tap, routes)
-    h = self.model.final(x[out])
-    moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
     stream = np.stack(layers)*np.float32(self.model.unit)
-    logits = host(self.model.head(h))
-    picked = {i:tuple(map(rows, r)) for i,r in zip(moe, routes)}
-    return Trace(logits, host(h), stream, picked, self._states(cache))
+    return x,stream,[tuple(map(rows, r)) for r in routes]
 
 @patch
 def _states(self:LLM, cache):
@@ -459,23 +471,36 @@ def drafts(self:LLM,
 )->tuple[int,list[int],np.ndarray]: # The next token, drafts after it, their logits [k, vocab]
     "Greedy drafts after `ids`; an `UnsupportedError` where there is nothing to draft with"
     b,cache = self._alone(ids, more=k+1, drafting=assistant is None)
-    m = self.model
-    table = b.tables[0].tolist()
-    n = len(b.out)
+    m,last = self.model,b.out[-1:]
     x = m.trunk(b, cache)
-    first = int(m.head(m.final(x[b.out[-1:]])).argmax())
-    if assistant:
-        drafter = AssistantDrafter(m, cache, assistant, k)
-    else:
-        drafter = MTPDrafter(m, cache, k)
+    first = int(m.head(m.final(x[last])).argmax())
+    drafter = _drafter(m, cache, assistant, k)
     h = drafter.see(b, x, self._following(b, first))
-    ends = Ends([End(first, n, n+k, table)], cache, self.device)
-    rows = []
+    ends = self._ends(b, cache, first, k)
+    return first,*self._proposed(drafter, h, last, ends, k)
+
+def _drafter(model, cache, assistant, k):
+    "An assistant that drafts, or the model's own head"
+    if assistant:
+        return AssistantDrafter(model, cache, assistant, k)
+    return MTPDrafter(model, cache, k)
+
+@patch
+def _ends(self:LLM, b, cache, first:int, k:int)->Ends:
+    "Where the prompt of `b` ends: behind it comes `first`, and then there is room for `k` drafts"
+    n = len(b.out)
+    end = End(first, n, n+k, b.tables[0].tolist())
+    return Ends([end], cache, self.device)
+
+@patch
+def _proposed(self:LLM, drafter, h, last, ends, k:int)->tuple[list[int],np.ndarray]:
+    "What `drafter` proposes behind the row `last` of what it has seen, and the logits of that"
+    host,rows = self.device.download,[]
     def keep(y):
-        rows.append(self.device.download(y)[0])
-    found = drafter.propose(h, b.out[-1:], ends, k, keep)
-    drafts = [int(self.device.download(d)[0]) for d in found]
-    return first,drafts,np.stack(rows)
+        rows.append(host(y)[0])
+    found = drafter.propose(h, last, ends, k, keep)
+    drafts = [int(host(d)[0]) for d in found]
+    return drafts,np.stack(rows)
 
 @patch
 def _following(self:LLM, b, last:int):

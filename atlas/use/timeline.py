@@ -47,19 +47,18 @@ def stamp_files(
         for f,t in Source(n).files.items():
             p = Path(to)/f
             p.parent.mkdir(parents=True, exist_ok=True)
-            p.write_text(t if f in own else stamped(t, n if f==f'{n}.cu' else ''))
+            kernel = n if f==f'{n}.cu' else ''
+            p.write_text(t if f in own else stamped(t, kernel))
     for f in own:
         shutil.copy(kernel_dir()/f, Path(to)/f)
-    if (
-            (e := kernel_dir()/'emulator').exists()
-            and not (Path(to)/'emulator').exists()
-    ):
-        shutil.copytree(e, Path(to)/'emulator')
+    emulator,there = kernel_dir()/'emulator',Path(to)/'emulator'
+    if emulator.exists() and not there.exists():
+        shutil.copytree(emulator, there)
 
 # %% ../../nbs/8_use/07_timeline.ipynb #cec88291
 def _read(w):
     "The common clock as each warp read it, from two words"
-    low,high = w[:,0].astype(np.int64),w[:,1].astype(np.int64)
+    low,high = w[:,:2].T.astype(np.int64)
     return low|high<<32
 
 def clock_step(w)->int:
@@ -78,9 +77,11 @@ def _smooth(rest, t, near):
 
 def _slope(u, g, sm)->float:
     "ns of a tick: a line through the readings, whose height is each multiprocessor's own"
-    def mean(v): return (np.bincount(sm, v)/np.bincount(sm))[sm]
+    def mean(v):
+        return (np.bincount(sm, v)/np.bincount(sm))[sm]
     du,dg = u-mean(u),g-mean(g)
-    return (du@dg)/(du@du) if (du@du)>0 else 1.
+    square = du@du
+    return (du@dg)/square if square>0 else 1.
 
 def _between(g, t, sm, near)->np.ndarray:
     """Times on a common clock that moves in large steps, `g`: between two of its steps by the
@@ -89,8 +90,21 @@ def _between(g, t, sm, near)->np.ndarray:
     for k in range(sm.max()+1):
         i = np.flatnonzero(sm==k)
         i = i[np.argsort(t[i])]
-        came[i] = t[i]+_smooth(g[i]-t[i], t[i], near)
+        ticks = t[i]
+        came[i] = ticks+_smooth(g[i]-ticks, ticks, near)
     return came
+
+# %% ../../nbs/8_use/07_timeline.ipynb #2a8c8b89
+def _ticks_of(w)->tuple:
+    "Ticks of each warp's multiprocessor, from its first warp's on, and which one that is"
+    _,first,sm = np.unique(w[:,2], return_index=True, return_inverse=True)
+    t = w[:,3]
+    return (t-t[first[sm]]).view(np.int32).astype(float),sm
+
+def _written(w, k, came, slope)->np.ndarray:
+    "When warps wrote their `k`-th word, in ns; NaN where they did not"
+    since = (w[:,k]-w[:,3]).view(np.int32)
+    return np.where(w[:,k]==0, np.nan, came+since*slope)
 
 def clocks(
     w:np.ndarray, # [warps, 8] u32 as `lib/stamp.cuh` writes them
@@ -100,15 +114,13 @@ def clocks(
     "Ticks as times on the card's clock"
     g = _read(w)
     g = (g-g.min()).astype(float)
-    _,first,sm = np.unique(w[:,2], return_index=True, return_inverse=True)
-    # ticks of a multiprocessor, from its first warp's on
-    u = (w[:,3]-w[first[sm],3]).view(np.int32).astype(float)
-    slope = _slope(u, g, sm)
-    came = _between(g, slope*u, sm, near) if clock_step(w)>fine else g
-    def at(k): # of the k-th word: a time, if it was written
-        since = (w[:,k]-w[:,3]).view(np.int32)*slope
-        return np.where(w[:,k]==0, np.nan, came+since)
-    return np.stack([came, *(at(k) for k in range(4, 8))], 1)
+    ticks,sm = _ticks_of(w)
+    slope = _slope(ticks, g, sm)
+    came = g
+    if clock_step(w)>fine:
+        came = _between(g, slope*ticks, sm, near)
+    later = [_written(w, k, came, slope) for k in range(4, 8)]
+    return np.stack([came, *later], 1)
 
 # %% ../../nbs/8_use/07_timeline.ipynb #681fb58d
 @dataclass
@@ -131,22 +143,29 @@ class Span:
     us:float # When it ended
 
 # %% ../../nbs/8_use/07_timeline.ipynb #8503936d
-def _span(call, times, facts, begun)->Span:
-    "One launch: its shape, and when its warps did what, in µs since the one before had ended"
-    name,args = call[0],call[3]
-    came,let,asked,went,left = times.T
-    let = np.where(np.isnan(let), left, let)
-    waits = ~np.isnan(went)
+def _when(times)->dict:
+    "When warps did what: `times` as of `clocks`, in µs since the launch before had ended"
+    came,left = times[:,0],times[:,4]
+    let = np.where(np.isnan(times[:,1]), left, times[:,1])
+    waits = ~np.isnan(times[:,3])
+    asked = went = came
     if waits.any():
-        went,asked = went[waits],asked[waits]
-    else:
-        went,asked = came,came
-    shape = _weights_shape(_params(Source(name).text, name), args)
-    blocks,threads = (int(np.prod(n)) for n in call[1:3])
-    early = float((came<0).mean()),float((asked<0).mean())
-    ends = went.min(),went.max(),let.max(),left.max()
-    middle = float(np.median(came))
-    return Span(name, shape, blocks, threads, *facts, begun, middle, *early, *ends)
+        asked,went = times[waits,2:4].T
+    return dict(
+        came=float(np.median(came)),
+        early=float((came<0).mean()),
+        ready=float((asked<0).mean()),
+        first=went.min(),
+        last=went.max(),
+        let=let.max(),
+        us=left.max())
+
+def _span(call, times, facts, begun)->Span:
+    "One launch: its shape, and when its warps did what"
+    name,grid,block = call[:3]
+    shape = _weights_shape(_params(Source(name).text, name), call[3])
+    blocks,threads = int(np.prod(grid)),int(np.prod(block))
+    return Span(name, shape, blocks, threads, *facts, begun, **_when(times))
 
 def spans(
     calls, # Of a `recording` with arguments
@@ -154,10 +173,11 @@ def spans(
     facts, # Of each: registers, shared bytes, blocks that fit
 )->list[Span]:
     "What the launches of a step say about it"
-    out,zero = [],min(np.nanmin(t[:,0]) for t in times)
-    end = zero
+    zero = min(np.nanmin(t[:,0]) for t in times)
+    out,end = [],zero
     for c,t,f in zip(calls, times, facts):
-        out.append(_span(c, (t-end)/1e3, f, (end-zero)/1e3))
+        begun = (end-zero)/1e3
+        out.append(_span(c, (t-end)/1e3, f, begun))
         end = max(end, t[:,4].max())
     return out
 
@@ -225,54 +245,74 @@ def timeline(
     "Where a decode step's time goes; a `DeviceError` on the host"
     hint = '"atlas bench MODEL" measures the host'
     llm.device.need_card('A timeline is of a graphics card', hint)
-    e,stepper = llm.engine,llm.engine.stepper
+    stepper = llm.engine.stepper
     pretend(llm, batch, context, 64+2*replays)
+    calls = _last_calls(llm.engine, replays)
+    us = graph_time(stepper)
+    runs = _replays(stepper, calls, stepper.card, replays)
+    _clear(llm.engine)
+    took,step,seen = _middle(runs)
+    machine = llm.device.describe().split(', memory')[0]
+    return Timeline(llm.name, machine, batch, context, us, took, step,
+        llm.device.multiprocessors, seen)
+
+def _middle(runs)->tuple:
+    "The run of median length"
+    return sorted(runs, key=lambda run: run[0])[len(runs)//2]
+
+def _last_calls(e, replays)->list:
+    "The calls of a step of the engine `e`, which has room for so many more"
     e.step()
     e.step()
     make_room(e, 20+replays)
-    with stepper.here(), recording(launch=False, args=True) as r:
-        stepper.body(stepper.last)
-    us = graph_time(stepper)
-    runs = _replays(stepper, r.calls, stepper.card, replays)
-    _clear(e)
-    took,step,best = sorted(runs, key=lambda x: x[0])[len(runs)//2]
-    machine = llm.device.describe().split(', memory')[0]
-    return Timeline(llm.name, machine, batch, context, us, took, step,
-        llm.device.multiprocessors, best)
+    s = e.stepper
+    with s.here(), recording(launch=False, args=True) as r:
+        s.body(s.last)
+    return r.calls
 
 # %% ../../nbs/8_use/07_timeline.ipynb #0cc3a181
-def _replays(stepper, calls, card, n):
-    "Length, step of the clock and spans of each of `n` runs of `calls` with stamps"
-    ends = np.cumsum([_warps(c) for c in calls])
-    out = []
-    with stepper.here():
-        facts = [_facts(c[0], c[6], c[1], c[2], c[4], card) for c in calls]
-        notes = card.zeros((int(ends[-1]),8), 'uint32')
-        again = _captured(stepper, calls, card, notes)
-        for _ in range(n):
-            again()
-            w = card.download(notes)
-            s = spans(calls, np.split(clocks(w), ends[:-1]), facts)
-            out.append((s[-1].begun+s[-1].us, clock_step(w), s))
-    return out
-
 def _warps(call)->int:
     "Of a launch: blocks times warps of each"
-    blocks,threads = (int(np.prod(_three(n))) for n in call[1:3])
-    return blocks*-(-threads//32)
+    grid,block = _three(call[1]),_three(call[2])
+    return int(np.prod(grid))*-(-int(np.prod(block))//32)
 
 def _captured(stepper, calls, card, notes):
     "A graph of `calls`, whose warps write into `notes`, one after the other"
-    kernels,memory,at = _load(calls, card),[],0
+    kernels,memory,at = _load(calls, card),[],card.address(notes)
     card.synchronize()
     for c in calls:
-        memory.append(_memory(c[0], c[3], card, card.address(notes)+32*at))
-        at += _warps(c)
+        memory.append(_memory(c[0], c[3], card, at))
+        at += 32*_warps(c)
     def go():
         for k,c,m in zip(kernels, calls, memory):
             grid,block = _three(c[1]),_three(c[2])
             k(grid, block, m.pointers, c[4], c[5])
     return stepper.stream.captured(go)
+
+# %% ../../nbs/8_use/07_timeline.ipynb #0a89cf3b
+def _all_facts(calls, card)->list:
+    "`_facts` of each call"
+    out = []
+    for name,grid,block,_,shared,_,defines in calls:
+        out.append(_facts(name, defines, grid, block, shared, card))
+    return out
+
+def _replays(stepper, calls, card, n):
+    "Length, step of the clock and spans of each of `n` runs of `calls` with stamps"
+    ends = np.cumsum([_warps(c) for c in calls])
+    out = []
+    with stepper.here():
+        facts = _all_facts(calls, card)
+        notes = card.zeros((int(ends[-1]),8), 'uint32')
+        again = _captured(stepper, calls, card, notes)
+        for _ in range(n):
+            again()
+            w = card.download(notes)
+            each = np.split(clocks(w), ends[:-1])
+            s = spans(calls, each, facts)
+            took = s[-1].begun+s[-1].us
+            out.append((took, clock_step(w), s))
+    return out
 
 # %% ../../nbs/8_use/07_timeline.ipynb #cb8e6922
 _SAME = 'kernel','what','blocks','threads','registers','shared','fit' # of launches of a kind
@@ -280,18 +320,25 @@ _TIMES = 'begun','came','early','ready','first','last','let','us'
 
 def _mean(spans)->Span:
     "The mean of launches of one kind"
-    shape = [getattr(spans[0], n) for n in _SAME]
-    times = [float(np.mean([getattr(s, n) for s in spans])) for n in _TIMES]
-    return Span(*shape, *times)
+    shape = {n: getattr(spans[0], n) for n in _SAME}
+    for n in _TIMES:
+        each = [getattr(s, n) for s in spans]
+        shape[n] = float(np.mean(each))
+    return Span(**shape)
+
+def _kind(s)->tuple:
+    "What launches of a kind have in common"
+    return s.kernel,s.what,s.blocks
 
 @patch
 def kinds(self:Timeline)->list[tuple[Span,int]]:
     "Mean of the launches of each kind and how many there are, longest together first"
     groups = {}
     for s in self.spans:
-        groups.setdefault((s.kernel, s.what, s.blocks), []).append(s)
+        groups.setdefault(_kind(s), []).append(s)
     means = [(_mean(g), len(g)) for g in groups.values()]
-    return sorted(means, key=lambda m: -m[0].us*m[1])
+    means.sort(key=lambda m: -m[0].us*m[1])
+    return means
 
 # %% ../../nbs/8_use/07_timeline.ipynb #dbb48208
 _HEAD = (
@@ -312,7 +359,7 @@ def _room(self:Timeline)->dict:
     "Of each kind of launch, whether blocks of the next one could come in beside its own"
     room = {}
     for a,b in zip(self.spans, self.spans[1:]):
-        seen = room.setdefault((a.kernel, a.what, a.blocks), set())
+        seen = room.setdefault(_kind(a), set())
         seen.add(beside(a, b, self.multiprocessors))
     return room
 
@@ -336,10 +383,20 @@ def __str__(self:Timeline):
         f'{self.model} on {self.machine}: batch {self.batch}, context {self.context:,}; '
         f'{self.us:.1f} us a step, {self.stamped_us:.1f} with stamps')
     room = self._room()
-    rows = [_row_of(s, n, room.get((s.kernel, s.what, s.blocks), ())) for s,n in self.kinds()]
+    rows = [
+        _row_of(s, n, room.get(_kind(s), ()))
+        for s,n in self.kinds()]
     return '\n'.join([about, _HEAD, *rows, self._sums()])
 
 # %% ../../nbs/8_use/07_timeline.ipynb #1b424eb6
+@patch
+def draw(self:Span, ax, row:int, at:float):
+    "Draw a launch into a row of `ax`, of which the one before it ends at `at`"
+    waits,works = max(0., self.last-self.came),self.us-self.first
+    ax.barh(row, waits, left=at+self.came, color='tab:blue', alpha=.3)
+    ax.barh(row, works, left=at+self.first, color='tab:blue')
+    ax.axvline(at+self.us, color='grey', lw=.4)
+
 @patch
 def plot(self:Timeline,
     ax, # Matplotlib axes
@@ -350,38 +407,33 @@ def plot(self:Timeline,
     part = self.spans[first:first+n]
     zero = part[0].begun
     for i,s in enumerate(part):
-        at = s.begun-zero
-        ax.barh(
-            i, max(0., s.last-s.came),
-            left=at+s.came, color='tab:blue', alpha=.3)
-        ax.barh(i, s.us-s.first, left=at+s.first, color='tab:blue')
-        ax.axvline(at+s.us, color='grey', lw=.4)
-    ax.set(
-        yticks=range(len(part)),
-        yticklabels=[f'{s.kernel} {s.what}'.strip() for s in part],
-        xlabel='µs')
+        s.draw(ax, i, s.begun-zero)
+    names = [f'{s.kernel} {s.what}'.strip() for s in part]
+    ax.set_yticks(range(len(part)), names)
+    ax.set(xlabel='µs')
     ax.invert_yaxis()
 
 # %% ../../nbs/8_use/07_timeline.ipynb #eb4b9671
+def _rounded(s:Span)->dict:
+    "A launch for a file: times to the nanosecond"
+    return {
+        k: round(v, 3) if isinstance(v, float) else v
+        for k,v in asdict(s).items()}
+
 @patch
 def to_dict(self:Timeline,
     first:int=0, # Launches to keep: from this one on
     n:int|None=None, # so many; None: all
 )->dict:
     "For a file: some of the launches, and the table of all"
-    def tidy(s):
-        return {
-            k: round(v, 3) if isinstance(v, float) else v
-            for k,v in asdict(s).items()}
-    return asdict(replace(self, spans=[]))|dict(
-        spans=[tidy(s) for s in self.spans[first:][:n]],
-        table=str(self))
+    kept = self.spans[first:][:n]
+    about = asdict(replace(self, spans=[]))
+    return about|dict(spans=[_rounded(s) for s in kept], table=str(self))
+
+_ABOUT = 'model','machine','batch','context','us','stamped_us','clock'
 
 def read_timeline(d:dict)->Timeline:
     "The launches that `to_dict` kept"
-    return Timeline(
-        **{
-            k:d[k]
-            for k in ('model','machine','batch','context','us','stamped_us','clock')},
-        multiprocessors=d.get('multiprocessors', 132),
-        spans=[Span(**s) for s in d['spans']])
+    about = {k: d[k] for k in _ABOUT}
+    about['multiprocessors'] = d.get('multiprocessors', 132)
+    return Timeline(**about, spans=[Span(**s) for s in d['spans']])

@@ -1,11 +1,12 @@
 """A gateway in front of scripted workers, in a process of its own:
-`fake_gateway.py '{"models": [...], ...}'`, with the keywords of `atlas.service.gateway.serve`."""
+`fake_gateway.py '{"models": [...], ...}'`, with the fields of the tables of
+`atlas.service.gateway.serve`."""
 import json,sys
 from pathlib import Path
 from atlas.ground.core import SourceError
 from atlas.text.chat import ChatTemplate
 from atlas.service.process import Policy
-from atlas.service.gateway import serve
+from atlas.service.gateway import serve,tables_of
 from atlas.service.reload import FleetFile
 from atlas.text.tokenizer import byte_tokenizer
 from script_config import ScriptConfig
@@ -19,17 +20,15 @@ def missing(options):
 
 COMMAND = (sys.executable, Path(__file__).parent/'fake_worker.py')
 
-def main(policy=None, no_text=False, port=0, file=None, **kw):
+def main(models=(), policy=None, no_text=False, port=0, file=None, **kw):
     """Serve; with `no_text` the tokenizers of all models are missing; with `file` the models of a
     fleet"""
     if file:
-        kw['models'] = FleetFile(file)
-    serve(**kw,
-        policy=Policy(**policy or {}),
-        port=port,
-        config=ScriptConfig,
-        text=missing if no_text else text,
-        command=COMMAND)
+        models = FleetFile(file)
+    side = missing if no_text else text
+    serve(models, **tables_of(
+        **kw, policy=Policy(**policy or {}), port=port,
+        config=ScriptConfig, text=side, command=COMMAND))
 
 if __name__=='__main__':
     main(**json.loads(sys.argv[1]))

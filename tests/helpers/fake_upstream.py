@@ -57,12 +57,12 @@ class Call:
 
 class FakeUpstream:
     "What was asked, and how it is answered"
-    def __init__(self, say):
-        self.say,self.calls,self.left = say,[],[]
+    def __init__(self, say, tls=None):
+        self.say,self.calls,self.tls = say,[],tls
         self.over = threading.Event()
         self.sock = socket.create_server(('127.0.0.1', 0))
         self.port = self.sock.getsockname()[1]
-        self.url = f'http://127.0.0.1:{self.port}/v1'
+        self.url = f'http{"s"*bool(tls)}://127.0.0.1:{self.port}/v1'
         threading.Thread(target=self._accept, daemon=True).start()
     def _accept(self):
         while not self.over.is_set():
@@ -72,8 +72,7 @@ class FakeUpstream:
                 return
             threading.Thread(target=self._serve, args=(c,), daemon=True).start()
     def _serve(self, c):
-        with c,suppress(OSError):
-            c.settimeout(WAIT)
+        with suppress(OSError),self.secured(c) as c:
             c.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             f = c.makefile('rb')
             first = f.readline().decode().split()
@@ -87,12 +86,16 @@ class FakeUpstream:
             q = Call(c, self.over, first[0], first[1], heads, body)
             self.calls.append(q)
             self.say(q)
+    def secured(self, c):
+        "The connection, after its handshake if there is to be one"
+        c.settimeout(WAIT)
+        return self.tls.wrap_socket(c, server_side=True) if self.tls else c
     def asked(self, path='/v1/chat/completions'): return [c for c in self.calls if c.path==path]
 
 @contextmanager
-def upstream(say):
-    "Run a `FakeUpstream`"
-    u = FakeUpstream(say)
+def upstream(say, tls=None):
+    "Run a `FakeUpstream`; `tls` is an `SSLContext`, to speak https"
+    u = FakeUpstream(say, tls)
     try:
         yield u
     finally:

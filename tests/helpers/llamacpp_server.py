@@ -1,10 +1,10 @@
 """llama.cpp's own server, from the wheel of xllamacpp, with a model of a few hundred tokens made
 here: `python llamacpp_server.py FOLDER` prints where it listens, and serves until its standard
-input ends.
+input ends. Instead of a folder it takes a GGUF file, to serve that; `--help` has the rest.
 
 It imports nothing of Atlas. The model says the alphabet: after a colon an a, after each letter the
 next, and after a z it ends."""
-import sys
+import argparse,sys
 from pathlib import Path
 import gguf
 import numpy as np
@@ -66,22 +66,48 @@ def write(path):
     w.write_tensors_to_file()
     w.close()
 
-def main(folder):
-    from xllamacpp import CommonParams,Server,llama_pooling_type
-    path = Path(folder)/f'{NAME}.gguf'
-    write(path)
+def options():
+    "What the command line says"
+    a = argparse.ArgumentParser()
+    a.add_argument('where', type=Path, help='a GGUF file, or a folder to make one in')
+    a.add_argument('--threads', type=int, default=1)
+    a.add_argument('--parallel', type=int, default=2, help='answers under way at a time')
+    a.add_argument('--context', type=int, default=512, help='tokens, of all answers together')
+    a.add_argument('--port', type=int, default=0)
+    a.add_argument('--alias', help='what the model is called')
+    a.add_argument('--forget', action='store_true', help='keep nothing of prompts')
+    return a.parse_args()
+
+def params(path, o):
+    "What the server is started with"
+    from xllamacpp import CommonParams
     p = CommonParams()
     p.model.path = str(path)
-    p.model_alias = {NAME}
-    p.n_ctx,p.n_parallel,p.n_gpu_layers = 512,2,0
-    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
+    p.model_alias = {o.alias or path.stem}
+    p.n_ctx,p.n_parallel,p.n_gpu_layers = o.context,o.parallel,0
+    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = o.threads
     p.warmup = False
-    p.embedding = True
-    p.pooling_type = llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
-    p.port = 0
+    p.cache_prompt = not o.forget
+    p.port = o.port
+    return p
+
+def made_here(folder):
+    "The model's file, in a folder"
+    path = folder/f'{NAME}.gguf'
+    write(path)
+    return path
+
+def main():
+    from xllamacpp import Server,llama_pooling_type
+    o = options()
+    own = o.where.is_dir()
+    p = params(made_here(o.where) if own else o.where, o)
+    if own:
+        p.embedding = True
+        p.pooling_type = llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
     server = Server(p)
     print(server.listening_address, flush=True)
     sys.stdin.read()
 
 if __name__=='__main__':
-    main(sys.argv[1])
+    main()

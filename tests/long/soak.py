@@ -18,7 +18,7 @@ NAMES = ('left','right')
 def serve(trace):
     "The gateway: two scripted models with guides, and a small store"
     from fake_gateway import COMMAND,ScriptConfig,text
-    from atlas.service.gateway import serve
+    from atlas.service.gateway import serve,tables_of
     from atlas.text.guide import Guides
     from atlas.text.sandbox import Sandbox
     small_store()
@@ -30,7 +30,8 @@ def serve(trace):
         guides = Guides(d['tokenizer'], 256, [0], box)
         return d|dict(guides=guides, parsers=('hermes','qwen3'))
     models = [dict(model=n, name=n, say='x'*200, max_queue=200) for n in NAMES]
-    serve(models, port=0, config=ScriptConfig, text=side, command=COMMAND, log_level='error')
+    serve(models, **tables_of(
+        port=0, config=ScriptConfig, text=side, command=COMMAND, log_level='error'))
 
 def small_store():
     "Stores of responses hold little, so that they are full soon"

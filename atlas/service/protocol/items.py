@@ -388,17 +388,25 @@ def _pick(c, warn):
         return _word(c),None,None
     return _of_object(c, warn)
 
+def _one(c):
+    "The name in a choice of one tool, which may stand in a `function` as chat has it"
+    name,f = c.get('name'),c.get('function')
+    return f.get('name') if not name and isinstance(f, dict) else name
+
+def _some(c):
+    "The names in a choice of several tools; None if it has no list, or no mode"
+    if not isinstance(c.get('tools'), list) or c.get('mode') not in ('auto','required'):
+        return None
+    names = [t.get('name') for t in c['tools'] if isinstance(t, dict)]
+    return {n for n in names if isinstance(n, str)}
+
 def _of_object(c, warn):
     "The same, of a choice that is more than a word"
-    kind,name,f = c.get('type'),c.get('name'),c.get('function')
-    if not name and isinstance(f, dict):
-        name = f.get('name')
+    kind,name,some = c.get('type'),_one(c),_some(c)
     if kind in ('function','custom') and isinstance(name, str):
         return 'required',name,None
-    some = isinstance(c.get('tools'), list) and c.get('mode') in ('auto','required')
-    if kind=='allowed_tools' and some:
-        names = [t.get('name') for t in c['tools'] if isinstance(t, dict)]
-        return c['mode'],None,{n for n in names if isinstance(n, str)}
+    if kind=='allowed_tools' and some is not None:
+        return c['mode'],None,some
     if not isinstance(kind, str) or kind in ('function','custom','allowed_tools'):
         raise RequestError(
             'tool_choice names no tool', hint='Send a type and a name', param='tool_choice')

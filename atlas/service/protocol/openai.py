@@ -516,6 +516,14 @@ def _streamable(b):
             'prompt_logprobs is given, and stream is true', hint='Leave one of them out',
             param='prompt_logprobs')
 
+def _told(b, o):
+    "What an answer tells beside its words"
+    return dict(
+        drafts=bool(b.stream and o.atlas_drafts),
+        token_ids=bool(b.return_token_ids),
+        as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs,
+        timings=bool(b.return_timings))
+
 def _common(b):
     "What an `Ask` takes from either body"
     _streamable(b)
@@ -527,11 +535,7 @@ def _common(b):
         stream=bool(b.stream),
         priority=b.priority or 0, salt=b.cache_salt or '',
         timeout=b.timeout, keep=keep, include_usage=counts, receipt=bool(b.receipt),
-        continuous=counts and bool(o.continuous_usage_stats),
-        drafts=bool(b.stream and o.atlas_drafts),
-        token_ids=bool(b.return_token_ids),
-        as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs,
-        timings=bool(b.return_timings))
+        continuous=counts and bool(o.continuous_usage_stats), **_told(b, o))
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #91d4a6fe
 def _template(b, warnings):

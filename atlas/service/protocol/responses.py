@@ -168,7 +168,11 @@ def _echo(b, p, tools, custom, keep):
         parallel_tool_calls=b.parallel_tool_calls is not False, max_tool_calls=b.max_tool_calls,
         text=dict(format=_format(t.format)) | verbosity,
         reasoning=dict(effort=r.effort, summary=r.summary or r.generate_summary),
-        **_sampled(b, p),
+        **_sampled(b, p), **_filed(b, keep))
+
+def _filed(b, keep):
+    "What becomes of an answer and whose it is, as the answer repeats it"
+    return dict(
         truncation=b.truncation or 'disabled', store=keep,
         background=bool(b.background), service_tier='default',
         metadata=b.metadata or {}, prompt_cache_key=b.prompt_cache_key,
@@ -281,6 +285,15 @@ def _plain(b)->dict:
         sealed='reasoning.encrypted_content' in (b.include or ()))
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #d874978f
+def _answered(b, t, keep):
+    "What an `Ask` takes from a body but for the conversation: how it is to be answered"
+    fs,custom = offered(b.tools or [], t.warn)
+    kw = _options(b, fs, t.warn)
+    warnings = [*t.warnings, *kw.pop('left'), *unoffered(b)]
+    echo = _echo(b, kw['params'], fs, custom, keep)
+    how = dict(warnings=warnings, echo=echo, custom=frozenset(custom))
+    return kw | how | _form(b) | _plain(b)
+
 def parse(
     raw:bytes, # The body as it came
     store:Store|None=None, # Where earlier answers are, and this one may go
@@ -295,15 +308,10 @@ def parse(
     before,new = _input(b, rid, store, owner)
     said = before+new
     t = _turns(b, said, len(before))
-    fs,custom = offered(b.tools or [], t.warn)
-    kw = _options(b, fs, t.warn)
-    warnings = [*t.warnings, *kw.pop('left'), *unoffered(b)]
-    echo = _echo(b, kw['params'], fs, custom, keep)
+    how = _answered(b, t, keep)
     return ResponsesAsk(
-        t.all(), model=b.model, **kw, **_form(b), **_plain(b),
-        continuing=_going(said, t.messages), warnings=warnings,
-        id=rid, echo=echo, items=new, custom=frozenset(custom),
-        store=kept, owner=owner, size=len(raw))
+        t.all(), model=b.model, continuing=_going(said, t.messages),
+        id=rid, items=new, store=kept, owner=owner, size=len(raw), **how)
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #83428c79
 class _Open:
