@@ -69,7 +69,7 @@ def write_f16(
     target, # Where to write
 ):
     "The model of a GGUF file with its matrices in float16"
-    from gguf import GGUFReader,GGUFWriter,GGUFValueType
+    from gguf import GGUFReader,GGUFWriter
     r = GGUFReader(source)
     w = GGUFWriter(target, r.fields['general.architecture'].contents())
     for f in r.fields.values():
@@ -170,10 +170,10 @@ def _load()->float|None:
     "Programs that wanted a processor during the last minute, on average"
     return round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None
 
-def _side_by_side(path, asked, p, tell)->list[dict]:
+def _side_by_side(path, asked, p, tell):
     "All rounds of some engines"
     context = max(p.prompt, _SHORT+p.tokens)+64
-    engines,found = [],[]
+    engines = []
     try:
         for name,threads in asked:
             engines.append(Engine(name, path, threads, context))
@@ -182,12 +182,10 @@ def _side_by_side(path, asked, p, tell)->list[dict]:
             for e in engines:
                 r = _round(e, p, np.random.default_rng((p.seed,i+1)))
                 if i>=0: # The first warms up
-                    found.append(dict(round=i, load=_load())|r)
-                    tell(found[-1])
+                    tell(dict(round=i, load=_load())|r)
     finally:
         for e in engines:
             e.end()
-    return found
 
 @contextmanager
 def busy_core():
@@ -225,6 +223,17 @@ def _machine()->str:
     return f'{names[0] if names else platform.machine()}, {cores()} cores'
 
 # %% ../../nbs/8_use/27_beside.ipynb #38a3a9cd
+def _run(run, path, p, tell)->list[dict]:
+    "All rounds of a run"
+    found = []
+    def noted(r):
+        found.append(dict(run=run)|r)
+        tell(found[-1])
+    with _prepared(run, path) as file:
+        for asked in p.asked(run):
+            _side_by_side(file, asked, p, noted)
+    return found
+
 def beside(
     model:str, # 'demo', or a GGUF file
     p:BesidePlan=BesidePlan(),
@@ -232,18 +241,13 @@ def beside(
 )->dict: # The file that the page draws
     "Measure the engines of a plan by turns"
     from atlas.ground.hub import resolve
-    path = resolve(model)
-    path = next(iter(sorted(Path(path).glob('*.gguf')))) if Path(path).is_dir() else path
-    rounds = []
-    for run in p.runs:
-        def noted(r, run=run): tell(dict(run=run)|r)
-        with _prepared(run, path) as file:
-            for asked in p.asked(run):
-                own = _side_by_side(file, asked, p, noted)
-                rounds += [dict(run=run)|r for r in own]
-    return dict(kind='atlas.bench.beside', version=2, model=Path(path).name, machine=_machine(),
-        versions={n: _version(n) for n in ('atlas-inference','xllamacpp','numpy')},
-        plan=asdict(p), rounds=rounds)
+    path = Path(resolve(model))
+    if path.is_dir():
+        path = min(path.glob('*.gguf'))
+    rounds = [r for run in p.runs for r in _run(run, path, p, tell)]
+    versions = {n: _version(n) for n in ('atlas-inference','xllamacpp','numpy')}
+    return dict(kind='atlas.bench.beside', version=2, model=path.name, machine=_machine(),
+        versions=versions, plan=asdict(p), rounds=rounds)
 
 # %% ../../nbs/8_use/27_beside.ipynb #c7907253
 MEASURED = 'first_token_seconds','tokens_per_second'
@@ -280,7 +284,8 @@ def _line(r, faster):
 def table(found:dict, run:str)->str:
     "A run as text"
     n = found['plan']['prompt']
-    head = f'| {run} | threads | first token of {n}, s | tokens/s | llama.cpp is 1: first | tokens |'
+    titles = run,'threads',f'first token of {n}, s','tokens/s','llama.cpp is 1: first','tokens'
+    head = f'| {" | ".join(titles)} |'
     lines,faster = [head,'|---|---|---|---|---|---|'],times(found, run)
     for r in medians(found, run):
         lines.append(_line(r, faster.get(r['threads']) if r['engine']=='atlas' else None))
@@ -290,7 +295,8 @@ def table(found:dict, run:str)->str:
 def _said(r):
     measured = f'{r["first_token_seconds"]:7.2f} s {r["tokens_per_second"]:7.1f} tokens/s'
     threads = r['threads'] or 'default'
-    print(f'{r["run"]}, {threads} threads, load {r["load"]}: {r["engine"]:14}{measured}', flush=True)
+    who = f'{r["run"]}, {threads} threads, load {r["load"]}: {r["engine"]:14}'
+    print(who+measured, flush=True)
 
 def _plan()->tuple: # Of the command line: the model, a `BesidePlan`, and a file or None
     a = argparse.ArgumentParser(prog='python -m atlas.use.beside')
