@@ -216,11 +216,11 @@ def _prepared(run, path):
 
 def _machine()->str:
     "The processor in a line"
-    from atlas.card.device import cores
+    from atlas.card.device import processors
     said = Path('/proc/cpuinfo')
     lines = said.read_text().splitlines() if said.exists() else []
     names = [l.partition(':')[2].strip() for l in lines if l.startswith('model name')]
-    return f'{names[0] if names else platform.machine()}, {cores()} cores'
+    return f'{names[0] if names else platform.machine()}, {processors()} cores'
 
 # %% ../../nbs/8_use/27_beside.ipynb #38a3a9cd
 def _run(run, path, p, tell)->list[dict]:
