@@ -75,6 +75,13 @@ def test_a_folder_of_aiperf_is_one_measurement(saved, tmp_path):
     files = sorted(tmp_path.rglob('*.json'))
     assert [m.name for m in read_measurements(files)]==['c1','c2','c8']
 
+def test_phases_of_aiperf_are_no_runs(saved, tmp_path):
+    "It writes the same file for its warm-up, and once more for what counts"
+    for name in ('','phases/warmup/','phases/profiling/'):
+        saved(aiperf(8), f'{name}profile_export_aiperf')
+    m, = read_measurements([tmp_path])
+    assert len(m.runs)==1
+
 def test_a_folder_of_ours_is_its_report(saved, tmp_path):
     saved(made_up(8), 'mine/report')
     saved(aiperf(8), 'mine/run_0000/profile_export_aiperf')

@@ -152,23 +152,29 @@ def run_there(folder, said)->np.ndarray:
     r = subprocess.run([QEMU,out], input=said, capture_output=True, check=True)
     return np.frombuffer(r.stdout, 'f4')
 
+def products(rng):
+    "Matrices of every format, rows by few and by tiles, and an activation: (q, x, act)"
+    rows = [rng.standard_normal((n,1536), 'f4') for n in (1,2,3,7,20)]
+    matrices = [made_up(fmt, rng) for fmt in STORED]
+    work = [(q,x,0) for q in matrices for x in rows]
+    return work+[(q,x,act) for q in matrices[:2] for x in rows for act in (1,2,3)]
+
+def product_here(multiply, q, gain, x, act):
+    "What such a product is on this processor"
+    norm = dict(gain=gain, eps=1e-6, act=ACTS[act], limit=7.) if act else {}
+    return HostMatrix(q, multiply, 1).fused(x, **norm).ravel()
+
 @pytest.mark.slow
 @needs_arm
 @pytest.mark.skipif(not QEMU, reason='no qemu-aarch64-static')
 def test_bits_on_arm(tmp_path):
-    """Products of every format, by rows and by tiles, bare and from a norm to each activation: the
-    same numbers on both processors"""
+    "Bare products, and those from a norm to an activation: the same numbers on both processors"
     rng = np.random.default_rng(0)
-    gain = rng.standard_normal(1536, 'f4')
-    rows = [rng.standard_normal((n,1536), 'f4') for n in (1,2,3,7,20)]
-    matrices = [made_up(fmt, rng) for fmt in STORED]
-    work = [(q,x,0) for q in matrices for x in rows]
-    work += [(matrices[i],x,act) for i in (0,1) for x in rows for act in (1,2,3)]
+    gain,work = rng.standard_normal(1536, 'f4'),products(rng)
     there = run_there(tmp_path, b''.join(asked(q, gain, x, act) for q,x,act in work))
-    multiply = settled(Host(), EngineConfig('m', threads=1))._multiply
+    device = settled(Host(), EngineConfig('m', threads=1))
     for q,x,act in work:
-        around = dict(gain=gain, eps=1e-6, act=ACTS[act], limit=7.) if act else {}
-        here = HostMatrix(q, multiply, 1).fused(x, **around).ravel()
+        here = product_here(device._multiply, q, gain, x, act)
         assert np.array_equal(there[:here.size], here), (q.fmt,len(x),act)
         there = there[here.size:]
     assert not there.size

@@ -317,6 +317,17 @@ def test_what_cannot_be_compared_ends_with_two(client, tmp_path):
     for more in ([str(tmp_path/'none')], [str(at),'--url','http://127.0.0.1:9']):
         assert CliRunner().invoke(commands, ['replay',*more]).exit_code==2
 
+def test_other_versions_and_models_that_are_not_here(client, tmp_path):
+    "Each is refused with its own sentence"
+    at = tmp_path/'receipt.json'
+    path,body = CASES['greedy']
+    r = receipt(asked(client, path, body, receipt=True))
+    said = {'version 2': replace(r, version=2), 'no-such-model': replace(r, model='no-such-model')}
+    for what,x in said.items():
+        at.write_text(json.dumps(x.to_dict()))
+        run = CliRunner().invoke(commands, ['replay',str(at),'--device','cpu'])
+        assert run.exit_code==2 and what in run.output, run.output
+
 def test_another_model(client, plain):
     path,body = CASES['greedy']
     r = receipt(asked(client, path, body, receipt=True))

@@ -21,6 +21,7 @@ from fastcore.basics import patch
 import atlas.cuda.vocabulary as card_words
 from ..card.device import get_device
 from ..cuda.attend import decode_row,encode_row
+from ..cuda.vocabulary import words_of
 from ..engine.cache import token_bytes
 from ..engine.divergence import Comparison,Reference,Text,compare,open_reference,record
 from ..ground.core import RequestError,human
@@ -28,6 +29,7 @@ from ..ground.options import EngineConfig
 from ..ground.recoded import Recoded,check_recoding,check_word
 from ..ground.requests import SamplingParams
 from ..ops import attention
+from ..ops.host_attend import HostAttention
 from .llm import LLM
 
 # %% ../../nbs/8_use/26_bench_quality.ipynb #b4a4057a
@@ -110,16 +112,17 @@ def forms(
     return [Form(*f) for f in product(ws, cs, acts)]
 
 # %% ../../nbs/8_use/26_bench_quality.ipynb #ba9240a8
-def _on_host(config)->bool:
-    "Do such options lead to the processor?"
-    return get_device(config.device).kind=='cpu'
+def _imitates(config)->bool:
+    "Do such options lead to a device that has no formats of keys and values?"
+    ops = words_of(get_device(config.device))
+    return 'kv_cache_dtype' in ops.DEFAULTS.foreign
 
 class FormedLLM(LLM):
     "A model in some form"
     def __init__(self, config:EngineConfig, form:Form):
         self.form,self.imitated = form,None
         how = dict(kv_cache_dtype=form.cache, prefill_activations=form.activations)
-        if form.cache and _on_host(config):
+        if form.cache and _imitates(config):
             self.imitated = how.pop('kv_cache_dtype')
         super().__init__(replace(config, **how), show=False)
     def _checkpoint(self):
@@ -135,15 +138,20 @@ def imitate_kv(
     fmt:str|None, # 'f16', 'bf16', 'f32', 'fp8' or 'nvfp4'; None: nothing changes
 ):
     "A context in which the host keeps only what keys and values are in a format of a card"
-    store = attention.write_kv
+    store,fused = attention.write_kv,HostAttention.__call__
     def kept(x): return decode_row(*encode_row(x, fmt), fmt)
     def write(k, v, *where):
         store(kept(k), kept(v), *where)
-    attention.write_kv = write if fmt else store
+    if fmt:
+        attention.write_kv,HostAttention.__call__ = write,_as_defined
     try:
         yield
     finally:
-        attention.write_kv = store
+        attention.write_kv,HostAttention.__call__ = store,fused
+
+def _as_defined(self, *args, **how):
+    "Attention in NumPy, which writes by `write_kv`, where a kernel would do all at once"
+    return attention.attend(*args, **how)
 
 # %% ../../nbs/8_use/26_bench_quality.ipynb #6f6cfdc9
 _PROMPT = 64 # Tokens of a prompt

@@ -114,20 +114,15 @@ class Mate:
     ids:list[int]
     params:SamplingParams
 
-def mates(
-    r:Receipt,
-    n:int,
-    mark:int|None=None, # Stands for images, which none of them has
-)->list[Mate]:
+def mates(r:Receipt, n:int)->list[Mate]:
     "`n` requests to be answered beside those of a receipt"
     seed = digest(r.to_dict())[:8]
     rng = np.random.default_rng(int(seed, 16))
     longest = 48+4*n+max(len(a.ids) for a in r.answers)
     def mate(k):
         prompt = r.prompts[k%len(r.prompts)]
-        ids = [t for t in prompt.ids if t!=mark]
         params = SamplingParams(seed=k, max_tokens=longest, ignore_eos=True)
-        return Mate(_piece(ids or [0], rng), params)
+        return Mate(_piece(prompt.ids, rng), params)
     return [mate(k) for k in range(n)]
 
 def _piece(ids, rng)->list[int]:
@@ -184,8 +179,7 @@ def answers_again(self:LLM,
 def _read_again(self:LLM, r:Receipt, asked, company):
     "The readers of requests, and how many others were there throughout"
     if company:
-        mark = self.image_spec and self.image_spec.token
-        return self._run_beside(asked, mates(r, company, mark))
+        return self._run_beside(asked, mates(r, company))
     alone = [self._run_beside([q], []) for q in asked]
     return [readers[0] for readers,_ in alone],0
 

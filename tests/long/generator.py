@@ -16,7 +16,7 @@ import numpy as np
 from atlas.use.bench_client import Site
 from atlas.use.bench_data import Synthetic
 from atlas.use.bench_load import levels
-from atlas.use.bench_serve import Plan,Target,sweep
+from atlas.use.bench_serve import SweepPlan,Target,sweep
 
 SERVER = Path(__file__).parents[1]/'helpers/known_server.py'
 ENOUGH = 2000 # Tokens for a processor second
@@ -58,7 +58,7 @@ def body(tokens): return Synthetic(input_mean=64, output_mean=tokens)
 
 async def generator(url, streams, o)->list[Heard]:
     "What `atlas bench serve` notes"
-    plan = Plan(levels((streams,)), max(o.requests, streams), warmup=0, data=body(o.tokens))
+    plan = SweepPlan(levels((streams,)), max(o.requests, streams), warmup=0, data=body(o.tokens))
     runs,_ = await sweep(Target(Site(url), 'known'), plan)
     answers = [r.answer for r in runs[0][1]]
     if failed := [a.error for a in answers if a.error]:
@@ -174,7 +174,7 @@ streams  {'added by':18}{'a second':>10}{'second':>12}{'p50       p99':>19}{'p50
 def save(o, rows, load):
     "Write the file of `--output`"
     plan = {k: v for k,v in vars(o).items() if k!='output'}
-    about = dict(machine=platform.machine(), cores=os.cpu_count(), load=load, plan=plan)
+    about = dict(machine=platform.machine(), processors=os.cpu_count(), load=load, plan=plan)
     found = dict(kind='atlas.bench.generator', version=1)|about|dict(rows=rows)
     o.output.write_text(json.dumps(found, indent=1)+'\n')
 
