@@ -940,7 +940,8 @@ def test_commands_repeat_no_field():
         names = f.args.args+f.args.kwonlyargs
         listed |= {a.arg for a in names}
     assert 'max_seq_len' in shown&wanted
-    assert not listed&(wanted-{'device','weights'})  # `check` and `inspect` have some of their own
+    own = {'device','weights','exact'} # of `check` and `inspect`
+    assert not listed&(wanted-own)
 
 def test_what_the_log_told_is_not_told_again(monkeypatch):
     e = AtlasError('It is gone')
