@@ -196,7 +196,8 @@ def settled(
     "`device`; of the plain host a `Processor`, unless the definition is asked for or all there is"
     if type(device) is not Host:
         return device
-    limit_blas(idle_cores() if o.threads is None else threads_of(o.threads))
+    threads = idle_cores() if o.threads is None else threads_of(o.threads)
+    limit_blas(threads)
     if o.exact or o.packed is False or not (lib := library('linear')):
         return device
-    return Processor(threads_of(o.threads), lib)
+    return Processor(threads, lib)

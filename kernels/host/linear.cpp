@@ -313,6 +313,7 @@ ENTRANCE product(const Product* p, const float* x, const float* add, float* y, l
         long x_step, long threads) {
     if (rows < 1 || p->n < 1) return;
     long k = p->parts->k;
+    if (rows * p->n * k < LITTLE) threads = 1;
     bool through = p->order || (p->act && p->act != RELU2);
     float* z = through ? of_result.of(rows * p->n) : y;
     const float* in = entered({x, p->gain, p->eps, nullptr, rows, k, x_step}, threads);

@@ -1,8 +1,9 @@
 // Threads that share a piece of work and sleep in between. Whoever has work never waits for one
 // that has not begun: what nobody has taken it does itself, so that a thread which another program
 // keeps from running costs its share and no more. A thread that has nothing to do looks for more
-// during SPIN before it sleeps, for products follow each other faster than a sleeper wakes; while it
-// looks it lets everybody else run first.
+// during IDLE before it sleeps, for products follow each other faster than a sleeper wakes; while it
+// looks it lets everybody else run first. Who waits for the last piece sleeps after LAST: if the one
+// that has it cannot run, it can on the processor that this leaves idle.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -12,7 +13,7 @@
 #include <vector>
 
 class Pool {
-    static constexpr std::chrono::microseconds SPIN{200};
+    static constexpr std::chrono::microseconds IDLE{200}, LAST{50};
     std::mutex lock, owner;
     std::condition_variable wake, left;
     std::vector<std::thread> helpers;
@@ -27,10 +28,10 @@ class Pool {
 #endif
         std::this_thread::yield();
     }
-    // Until `done`, but not for long; is it?
+    // Until it is done, but not for longer than that; is it?
     template <class F>
-    static bool look(F done) {
-        auto end = std::chrono::steady_clock::now() + SPIN;
+    static bool look(std::chrono::microseconds most, F done) {
+        auto end = std::chrono::steady_clock::now() + most;
         do {
             for (int i = 0; i < 8; i++) {
                 if (done()) return true;
@@ -44,7 +45,7 @@ class Pool {
     }
     void help() {
         for (long seen = 0;;) {
-            look([&] { return turn != seen; });
+            look(IDLE, [&] { return turn != seen; });
             std::unique_lock<std::mutex> held(lock);
             asleep++;
             wake.wait(held, [&] { return turn != seen; });
@@ -75,7 +76,7 @@ class Pool {
             std::lock_guard<std::mutex> held(lock);
             wanted = 0;
         }
-        if (look([&] { return !inside; })) return;
+        if (look(LAST, [&] { return !inside; })) return;
         std::unique_lock<std::mutex> held(lock);
         left.wait(held, [&] { return !inside; });
     }
