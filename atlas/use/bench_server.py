@@ -60,15 +60,17 @@ def serve_nothing(
     apart:bool=False, # A worker in a process of its own, as `atlas serve` has it? Else in a thread
 ):
     "Serve a `Pace`; the line with its address is printed. It ends with its process"
-    from atlas.service.gateway import serve
+    from atlas.service.gateway import serve,tables_of
     from atlas.service.worker import ThreadWorker
     text = dict(
         tokenizer=byte_tokenizer(), template=ChatTemplate(DUMMY_TEMPLATE),
         spec=None, parsers=parsers)
     command = (sys.executable, '-m', 'atlas.use.bench_server', '--worker', str(rate))
     def thread(name): return ThreadWorker(paced(rate))
-    serve('nothing', port=0, text=lambda config: text,
-        command=command if apart else thread, log_level='error')
+    how = tables_of(
+        port=0, text=lambda config: text, log_level='error',
+        command=command if apart else thread)
+    serve('nothing', **how)
 
 def paced(rate:float):
     "What a worker loads: a `Pace`"
