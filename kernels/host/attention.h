@@ -187,11 +187,12 @@ static void see_all(const Attend& a, const float* q, const Block& b, long from, 
 // Keys and values of key head h at positions from.. of a sequence; those from `end` on are not read
 static void find(const Attend& a, long seq, long h, long from, long end, Block& b) {
     const int32_t* table = a.tables + seq * a.table;
+    long block = from / a.block, in = from % a.block;
     for (long j = 0; j < KEYS; j++) {
-        long p = std::min(from + j, end - 1), slot = table[p / a.block] * a.block + p % a.block;
-        long at = (slot * a.kv + h) * a.d;
+        long at = ((table[block] * a.block + in) * a.kv + h) * a.d;
         b.key[j] = a.k + at;
         b.value[j] = a.v + at;
+        if (from + j + 1 < end && ++in == a.block) block++, in = 0;
     }
 }
 

@@ -23,7 +23,8 @@ constexpr long WIDEST = 640;          // columns that are summed before they are
 constexpr long GROUP = 8;             // rows of a panel in the first cache
 constexpr long CACHE = 160 << 10;     // bytes of a panel, and of a block of rows of x
 constexpr long GRAIN = 32 << 10;      // bytes of weights that one thread takes at a time
-constexpr long AHEAD = 4 << 10;       // bytes between what is multiplied and what is fetched
+constexpr long AHEAD = 4 << 10;       // bytes between what is multiplied and what is fetched,
+constexpr long NEAR = 1 << 10;        // of rows that are multiplied together, and of one in a stream
 constexpr long STRIP = 24;            // rows of x that a thread prepares at a time: whole tiles
 constexpr long SMALL = 1 << 15;       // numbers that are not worth a second thread
 
@@ -45,6 +46,11 @@ INLINE void widen(const Row& row, long c, long rest, f8* w) {
     F::widen({data, scale, r.zero, r.factor}, w);
 }
 
+// Reading takes longer than widening: each of two halves of the rows is read from end to end, and
+// the memory sees two streams. Else four rows are multiplied together
+template <class F>
+static constexpr bool wide = F::BYTES >= 64;
+
 // Fetch what is multiplied after next
 INLINE void fetch(const Matrix& w, long n, long rows) {
     const uint8_t* p = w.data + (n + rows) * w.data_row;
@@ -52,12 +58,12 @@ INLINE void fetch(const Matrix& w, long n, long rows) {
     for (long i = 0; i < bytes; i += 64) __builtin_prefetch(p + ahead + i);
 }
 
-// R rows of x times N rows of W
+// R rows of x times N rows of W, `apart` from one to the next
 template <class F, int R, int N>
-static void direct(const Work& v, long n) {
-    fetch(*v.w, n, N);
+static void direct(const Work& v, long n, long apart = 1) {
+    if (!wide<F>) fetch(*v.w, n, N);
     Row row[N];
-    UNROLL for (int i = 0; i < N; i++) row[i] = F::row(*v.w, n + i);
+    UNROLL for (int i = 0; i < N; i++) row[i] = F::row(*v.w, n + i * apart);
     float y[R][N] = {};
     long part = part_of(v.w->k);
     for (long k = 0; k < v.w->k; k += part) {
@@ -66,6 +72,7 @@ static void direct(const Work& v, long n) {
         for (long c = k / 32; c * 32 < end; c++) {
             UNROLL for (int i = 0; i < N; i++) {
                 f8 w[4];
+                if (wide<F>) __builtin_prefetch(row[i].data + c * F::BYTES + NEAR);
                 widen<F>(row[i], c, end - 32 * c, w);
                 UNROLL for (int r = 0; r < R; r++) {
                     const float* x = v.x + r * v.step + 32 * c;
@@ -78,12 +85,17 @@ static void direct(const Work& v, long n) {
             UNROLL for (int i = 0; i < N; i++) y[r][i] += sum(acc[r][i]);
     }
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int i = 0; i < N; i++) v.y[r * v.y_step + n + i] = y[r][i];
+        UNROLL for (int i = 0; i < N; i++) v.y[r * v.y_step + n + i * apart] = y[r][i];
 }
 
 template <class F, int R>
 static void few(const Work& v, long n, long end) {
-    for (; n + 4 <= end; n += 4) direct<F, R, 4>(v, n);
+    if constexpr (wide<F>) {
+        long half = (end - n) / 2;
+        for (long i = 0; i < half; i++) direct<F, R, 2>(v, n + i, half);
+        n += 2 * half;
+    } else
+        for (; n + 4 <= end; n += 4) direct<F, R, 4>(v, n);
     for (; n < end; n++) direct<F, R, 1>(v, n);
 }
 
