@@ -849,7 +849,8 @@ def test_check_says_what_would_run(tmp_path):
     tiny,other = said['models']
     assert tiny['load_on_startup'] and not other['load_on_startup'] and said['fits']
     a,b = tiny['parts'],other['parts']
-    assert a['weights']==b['weights']>1<<20 and a['cache']>b['cache']
+    angles = a['weights']-b['weights'] # of 256 more positions
+    assert 0<angles<1<<16 and b['weights']>1<<20 and a['cache']>b['cache']
     assert tiny['need']==sum(a.values())
     assert said['names']['auto']=='cow (cow, milk), else tiny'
     assert 'away' in said['names']['nowhere']
@@ -862,7 +863,7 @@ def test_a_budget_smaller_than_weights_is_refused(tmp_path):
     path = tmp_path/'atlas.yaml'
     path.write_text(TINY)
     file = FleetFile(path)
-    path.write_text('memory: 4MiB'+TINY)
+    path.write_text('memory: 3MiB'+TINY)
     for args in ('serve','--config',path),('config','check',path):
         r = atlas(*args)
         assert r.returncode==1 and 'Raise memory' in r.stderr

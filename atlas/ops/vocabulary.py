@@ -179,9 +179,9 @@ def logits(
     norm=None, # `Norm` of the rows before it
     cap:float|None=None, # `cap*tanh(y/cap)`
 ): # [R, vocab]
-    "A score for every token"
-    return fused_linear(x, w.weight, bias=w.bias,
-        cap=cap, **_options(norm))
+    "A score for every token; the same bits with `norm` as of rows that were normed before"
+    h = x if norm is None else normed(x, *norm)
+    return fused_linear(h, w.weight, bias=w.bias, cap=cap)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #5c96e993
 @dataclass(frozen=True)
