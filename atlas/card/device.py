@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/2_card/device.html.md"""
 
 # %% auto #0
 __all__ = ['STICKY', 'faults', 'quiet', 'MIN_CAPABILITY', 'Memory', 'meminfo', 'cgroup_dirs', 'cgroup_memory', 'host_memory',
-           'Device', 'processors', 'Host', 'cuda_count', 'driver', 'status_text', 'Faults', 'Quiet', 'arch_name',
-           'Cuda', 'get_device', 'Budget']
+           'Device', 'processors', 'processor', 'Host', 'cuda_count', 'driver', 'status_text', 'Faults', 'Quiet',
+           'arch_name', 'Cuda', 'get_device', 'Budget']
 
 # %% ../../nbs/2_card/01_device.ipynb #c746dde5
 import ctypes,functools,math,mmap,os,platform,re,threading,warnings,weakref
@@ -223,6 +223,13 @@ def identity(self:Device)->str:
 def processors()->int:
     "Processors that this process may run on: two or more to a core, where cores have threads"
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+
+def processor()->str:
+    "This machine's processor and how many there are, in a line, for reports"
+    said = Path('/proc/cpuinfo')
+    lines = said.read_text().splitlines() if said.exists() else []
+    names = [l.partition(':')[2].strip() for l in lines if l.startswith('model name')]
+    return f'{names[0] if names else platform.machine()}, {processors()} cores'
 
 class Host(Device):
     """The CPU and its memory, through NumPy: the definition of every op, and the device of

@@ -14,6 +14,7 @@ from dataclasses import dataclass,field
 from datetime import datetime
 from pathlib import Path
 from fastcore.basics import patch
+from ..card.device import processor
 from .bench_load import Level
 from .bench_rounds import FILE_SHARES,SHARES,named,percentiles
 from .bench_summary import METRICS,doubt,ends,times
@@ -34,7 +35,7 @@ class ServeReport:
         "What the file has"
         client = dict(
             atlas=versions()['atlas'], python=platform.python_version(),
-            machine=platform.machine())
+            machine=processor())
         return dict(
             kind='atlas.bench.serve', version=1, complete=self.complete,
             server=self.server, client=client, load=self.load, runs=self.runs)

@@ -8,12 +8,14 @@ Docs: https://atlas-inference.github.io/atlas/8_use/bench_serve.html.md"""
 __all__ = ['SweepPlan', 'Target', 'Progress', 'sweep', 'interruptible', 'find_target', 'bench_serve']
 
 # %% ../../nbs/8_use/18_bench_serve.ipynb #4cbd02d1
-import asyncio,platform,sys,time
+import asyncio,sys,time
 import numpy as np
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict,dataclass,field,replace
 from functools import partial
+from urllib.parse import urlsplit
 from fastcore.basics import patch
+from ..card.device import processor
 from ..ground.core import AtlasError,interactive
 from .bench_client import Site,TimedAnswer,ask
 from .bench_data import ScriptedConversation,SIZES,Synthetic,Tokens,UserTurn
@@ -216,6 +218,11 @@ def find_target(
     site,owner = Site(url, key, quiet),owners.get(found.model)
     return Target(site, found.model, owner, _version(url, key))
 
+def _machine_at(url:str)->str|None:
+    "What runs a server: known where it is this machine"
+    from atlas.service.http import loopback
+    return processor() if loopback(urlsplit(url).hostname) else None
+
 def bench_serve(
     target:Target,
     p:SweepPlan,
@@ -227,7 +234,7 @@ def bench_serve(
     server = dict(
         url=target.site.url, model=target.name or target.model,
         engine=target.engine, version=target.version,
-        machine=platform.machine())
+        machine=_machine_at(target.site.url))
     load['tokens_of_words'] = target.how and asdict(target.how)
     runs = [s for s,_ in came]
     records = [r for _,r in came]

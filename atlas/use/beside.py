@@ -9,7 +9,7 @@ __all__ = ['ENGINES', 'MEASURED', 'Ours', 'Exact', 'Theirs', 'write_f16', 'Engin
            'medians', 'times', 'table', 'main']
 
 # %% ../../nbs/8_use/27_beside.ipynb #47f330f2
-import argparse,json,os,platform,subprocess,sys,tempfile,time
+import argparse,json,os,subprocess,sys,tempfile,time
 from contextlib import contextmanager,nullcontext
 from dataclasses import asdict,dataclass
 from importlib.metadata import PackageNotFoundError,version
@@ -214,14 +214,6 @@ def _prepared(run, path):
         with busy_core() if run=='beside a busy core' else nullcontext():
             yield path
 
-def _machine()->str:
-    "The processor in a line"
-    from atlas.card.device import processors
-    said = Path('/proc/cpuinfo')
-    lines = said.read_text().splitlines() if said.exists() else []
-    names = [l.partition(':')[2].strip() for l in lines if l.startswith('model name')]
-    return f'{names[0] if names else platform.machine()}, {processors()} cores'
-
 # %% ../../nbs/8_use/27_beside.ipynb #38a3a9cd
 def _run(run, path, p, tell)->list[dict]:
     "All rounds of a run"
@@ -240,13 +232,14 @@ def beside(
     tell=lambda r: None, # Is told each result as it comes
 )->dict: # The file that the page draws
     "Measure the engines of a plan by turns"
+    from atlas.card.device import processor
     from atlas.ground.hub import resolve
     path = Path(resolve(model))
     if path.is_dir():
         path = min(path.glob('*.gguf'))
     rounds = [r for run in p.runs for r in _run(run, path, p, tell)]
     versions = {n: _version(n) for n in ('atlas-inference','xllamacpp','numpy')}
-    return dict(kind='atlas.bench.beside', version=2, model=path.name, machine=_machine(),
+    return dict(kind='atlas.bench.beside', version=2, model=path.name, machine=processor(),
         versions=versions, plan=asdict(p), rounds=rounds)
 
 # %% ../../nbs/8_use/27_beside.ipynb #c7907253
