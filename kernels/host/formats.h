@@ -14,27 +14,36 @@ struct Matrix {
 };
 }
 
-// A row of it: where codes, scales and zero points begin, and a scale of all
+// A row of it: where codes, scales and zero points begin, and a scale of all; of a block, which 32
 struct Row {
     const uint8_t *data, *scale, *zero;
     float factor;
+    int part = 0;
 };
 
-// BYTES: of the codes of 32 weights; ENDS: a row may end within 32. `row`: the n-th; `at`: a row
-// from its c-th 32 weights on; `widen`: the first 32 of what `at` says
+// What a row keeps ready for 256 weights: nothing
+struct Nothing {};
+
+// BYTES: of the codes of 32 weights; ENDS: a row may end within 32; HELD: 32s for which `hold` makes
+// something ready. `row`: the n-th; `at`: a row from its c-th 32 weights on; `widen`: the first 32 of
+// what `at` says
 template <int B, bool E = false>
 struct Format {
-    static constexpr int BYTES = B;
+    static constexpr int BYTES = B, HELD = 1;
     static constexpr bool ENDS = E;
+    typedef Nothing Held;
     INLINE Row row(const Matrix& m, long n) {
         return {m.data + n * m.data_row, m.scale + n * m.scale_row, m.zero + n * m.zero_row,
                 m.factor};
     }
     INLINE Row at(const Row& r, long c) { return {r.data + c * B, r.scale, r.zero, r.factor}; }
+    INLINE void hold(const Row&, Nothing&) {}
 };
 
 struct F32 : Format<128, true> {
-    INLINE void widen(const Row& r, f8* w) { memcpy(w, r.data, 128); }
+    INLINE void widen(const Row& r, f8* w) {
+        UNROLL for (int j = 0; j < 4; j++) w[j] = load<f8>(r.data + 32 * j);
+    }
 };
 
 struct F16 : Format<64, true> {
@@ -64,8 +73,12 @@ struct BF16 : Format<64, true> {
 // Bare codes, or with a scale of all: `factor`
 struct FP8 : Format<32, true> {
     INLINE void widen(const Row& r, f8* w) {
-        f8 s = all(r.factor * 256);
-        UNROLL for (int j = 0; j < 4; j++) w[j] = e4m3(r.data + 8 * j) * s;
+        scaled(r.data, r.factor, w);
+    }
+    INLINE void scaled(const uint8_t* data, float factor, f8* w) {
+        f8 s = all(factor * 256);
+        UNROLL for (int i = 0; i < 2; i++) e4m3(load<bytes16>(data + 16 * i), w + 2 * i);
+        UNROLL for (int j = 0; j < 4; j++) w[j] *= s;
     }
 };
 
@@ -84,10 +97,7 @@ struct FP8_BLOCK : Format<32, true> {
     INLINE Row at(const Row& r, long c) {
         return {r.data + 32 * c, r.scale + c / 4 * 4, r.zero, r.factor};
     }
-    INLINE void widen(const Row& r, f8* w) {
-        f8 s = all(load<float>(r.scale) * 256);
-        UNROLL for (int j = 0; j < 4; j++) w[j] = e4m3(r.data + 8 * j) * s;
-    }
+    INLINE void widen(const Row& r, f8* w) { FP8::scaled(r.data, load<float>(r.scale), w); }
 };
 
 // An E4M3 scale each 16, times `factor`
@@ -96,15 +106,12 @@ struct NVFP4 : Format<16, true> {
         return {r.data + 16 * c, r.scale + 2 * c, r.zero, r.factor};
     }
     INLINE void widen(const Row& r, f8* w) {
-        uint8_t s[8] = {r.scale[0], r.scale[1]};
-        f8 scales = e4m3(s) * all(256) * all(r.factor) * all(.5f);
+        Two s = two_e4m3(r.scale, r.factor);
         bytes16 c[2];
         pairs(load<bytes16>(r.data), c);
-        UNROLL for (int i = 0; i < 2; i++) {
-            signed_whole(e2m1(c[i]), w + 2 * i);
-            w[2 * i] *= all(scales[i]);
-            w[2 * i + 1] *= all(scales[i]);
-        }
+        UNROLL for (int i = 0; i < 2; i++) signed_whole(e2m1(c[i]), w + 2 * i);
+        UNROLL for (int j = 0; j < 2; j++) w[j] *= s.first;
+        UNROLL for (int j = 2; j < 4; j++) w[j] *= s.second;
     }
 };
 
@@ -116,11 +123,11 @@ struct MXFP4 : Format<16> {
     INLINE void widen(const Row& r, f8* w) {
         uint32_t e = *r.scale;
         uint32_t bits = e == 255 ? 0x7fc00000 : e ? e << 23 : 0x400000;
-        f8 s = all(load<float>(&bits));
+        f8 s = all(load<float>(&bits) * .5f);
         bytes16 c[2];
         pairs(load<bytes16>(r.data), c);
         UNROLL for (int i = 0; i < 2; i++) signed_whole(e2m1(c[i]), w + 2 * i);
-        UNROLL for (int j = 0; j < 4; j++) w[j] = w[j] * all(.5f) * s;
+        UNROLL for (int j = 0; j < 4; j++) w[j] *= s;
     }
 };
 
@@ -138,20 +145,24 @@ struct INT4 : Format<16> {
     }
 };
 
-// What follows is GGUF's. The low halves of sixteen bytes come first, then the high ones; HIGH: a
-// fifth bit of each is in four more bytes
-template <bool HIGH>
-INLINE void fours(const uint8_t* low, const uint8_t* high, f8* w) {
+// What follows is GGUF's. The low halves of sixteen bytes come first, then the high ones
+INLINE void fours(const uint8_t* low, f8* w) {
     UNROLL for (int i = 0; i < 2; i++) {
-        i8 b = bytes8(low + 8 * i), c[2] = {b & 15, b >> 4};
-        UNROLL for (int j = 0; j < 2; j++) {
-            if (HIGH) {
-                const i8 place = {1, 2, 4, 8, 16, 32, 64, 128};
-                i8 fifth = place & high[2 * j + i];
-                c[j] |= (fifth != 0) & 16;
-            }
-            w[2 * j + i] = numbers(c[j]);
-        }
+        i8 b = bytes8(low + 8 * i);
+        w[i] = numbers(b & 15);
+        w[2 + i] = numbers(b >> 4);
+    }
+}
+
+// With a fifth bit of each in four more bytes; SIGNED: less 16
+template <bool SIGNED>
+INLINE void fives(const uint8_t* low, const uint8_t* high, f8* w) {
+    bytes16 b = load<bytes16>(low), c[2] = {b & all16(15), b >> 4};
+    UNROLL for (int i = 0; i < 2; i++) {
+        bytes16 set = bits16(high + 2 * i);
+        c[i] |= SIGNED ? all16(0xf0) & ~set : all16(16) & set;
+        if (SIGNED) signed_whole(c[i], w + 2 * i);
+        else whole(c[i], w + 2 * i);
     }
 }
 
@@ -160,12 +171,13 @@ template <bool OFFSET, bool HIGH>
 struct Q45 : Format<2 + 2 * OFFSET + 4 * HIGH + 16> {
     INLINE void widen(const Row& r, f8* w) {
         const uint8_t* high = r.data + 2 + 2 * OFFSET;
-        fours<HIGH>(high + 4 * HIGH, high, w);
+        if (HIGH) fives<!OFFSET>(high + 4, high, w);
+        else fours(high, w);
         if (OFFSET) {
             Two s = two_halves(r.data);
             UNROLL for (int j = 0; j < 4; j++) w[j] = w[j] * s.first + s.second;
         } else {
-            f8 d = all(half(r.data)), m = all(HIGH ? 16 : 8);
+            f8 d = all(half(r.data)), m = all(HIGH ? 0 : 8);
             UNROLL for (int j = 0; j < 4; j++) w[j] = (w[j] - m) * d;
         }
     }
@@ -178,46 +190,61 @@ struct Q8_0 : Format<34> {
     }
 };
 
-// Blocks of 256: here `data` is that of the block, and `factor` says which 32 of it
+// Blocks of 256: here `data` is that of the block, and its scales are held
+struct Scales {
+    float d[16], m[8];
+};
 template <int BLOCK>
 struct KQuant : Format<BLOCK / 8> {
+    static constexpr int HELD = 8;
+    typedef Scales Held;
     INLINE Row at(const Row& r, long c) {
-        return {r.data + c / 8 * BLOCK, r.scale, r.zero, (float)(c % 8)};
+        return {r.data + c / 8 * BLOCK, r.scale, r.zero, r.factor, (int)(c % 8)};
     }
 };
 
 // d, dmin, scales and offsets of six bits, fifth bits?, codes
 template <bool HIGH>
 struct Q45_K : KQuant<HIGH ? 176 : 144> {
-    INLINE void widen(const Row& r, f8* w) {
-        int i = (int)r.factor;
-        const uint8_t *s = r.data + 4, *code = s + 12 + 32 * HIGH + i / 2 * 32;
-        int sc = i < 4 ? s[i] & 63 : (s[i + 4] & 15) | (s[i - 4] >> 2 & 48);
-        int mn = i < 4 ? s[i + 4] & 63 : s[i + 4] >> 4 | (s[i] >> 2 & 48);
-        f8 d = all(half(r.data) * sc), m = all(half(r.data + 2) * mn);
+    // Four scales and four offsets in six bits each, and the rest of them: four bits each, and two
+    INLINE void hold(const Row& r, Scales& h) {
+        uint32_t a = load<uint32_t>(r.data + 4), b = load<uint32_t>(r.data + 8);
+        uint32_t c = load<uint32_t>(r.data + 12);
+        const uint32_t six = 0x3f3f3f3f, four = 0x0f0f0f0f, two = 0x30303030;
+        uint32_t sc[] = {a & six, (c & four) | (a >> 2 & two)};
+        uint32_t mn[] = {b & six, (c >> 4 & four) | (b >> 2 & two)};
+        store(h.d, all(half(r.data)) * numbers(bytes8(sc)));
+        store(h.m, all(half(r.data + 2)) * numbers(bytes8(mn)));
+    }
+    INLINE void widen(const Row& r, const Scales& h, f8* w) {
+        int i = r.part;
+        const uint8_t *high = r.data + 16, *code = high + 32 * HIGH + i / 2 * 32;
         UNROLL for (int k = 0; k < 2; k++) {
-            bytes16 b = load<bytes16>(code + 16 * k);
-            b = i % 2 ? b >> 4 : b & all16(15);
-            if (HIGH) b |= (load<bytes16>(s + 12 + 16 * k) >> (uint8_t)i & all16(1)) << 4;
+            bytes16 b = shifted(code + 16 * k, i % 2 * 4) & all16(15);
+            if (HIGH) b |= (shifted(high + 16 * k, i) & all16(1)) << 4;
             whole(b, w + 2 * k);
         }
+        f8 d = all(h.d[i]), m = all(h.m[i]);
         UNROLL for (int j = 0; j < 4; j++) w[j] = w[j] * d - m;
     }
 };
 
 // Lower four bits, upper two, scales each 16, d
 struct Q6_K : KQuant<210> {
-    INLINE void widen(const Row& r, f8* w) {
-        int i = (int)r.factor;
+    INLINE void hold(const Row& r, Scales& h) {
+        f8 d = all(half(r.data + 208));
+        UNROLL for (int i = 0; i < 2; i++)
+            store(h.d + 8 * i, d * numbers(signed8(r.data + 192 + 8 * i)));
+    }
+    INLINE void widen(const Row& r, const Scales& h, f8* w) {
+        int i = r.part;
         const uint8_t* low = r.data + i / 4 * 64 + i % 2 * 32;
         const uint8_t* high = r.data + 128 + i / 4 * 32;
-        float d = half(r.data + 208);
         UNROLL for (int k = 0; k < 2; k++) {
-            bytes16 b = load<bytes16>(low + 16 * k);
-            b = i % 4 > 1 ? b >> 4 : b & all16(15);
-            b |= (load<bytes16>(high + 16 * k) >> (uint8_t)(i % 4 * 2) & all16(3)) << 4;
+            bytes16 b = shifted(low + 16 * k, i % 4 / 2 * 4) & all16(15);
+            b |= (shifted(high + 16 * k, i % 4 * 2) & all16(3)) << 4;
             signed_whole(b - all16(32), w + 2 * k);
-            f8 s = all(d * (int8_t)r.data[192 + 2 * i + k]);
+            f8 s = all(h.d[2 * i + k]);
             w[2 * k] *= s;
             w[2 * k + 1] *= s;
         }

@@ -17,7 +17,7 @@ struct Work {
     long rows, step, y_step;
 };
 
-constexpr int FEW = 3;                // rows of x that are multiplied as weights are widened
+constexpr int FEW = 4;                // rows of x that are multiplied as weights are widened
 constexpr int ROWS = 3, COLUMNS = 4;  // of a tile of sums that stay in registers
 constexpr long WIDEST = 640;          // columns that are summed before they are added to the rest
 constexpr long GROUP = 8;             // rows of a panel in the first cache
@@ -35,10 +35,9 @@ static long part_of(long k) {
 }
 static long whole32(long k) { return (k + 31) / 32 * 32; }
 
-// 32 weights of a row from the c-th 32 on, of which `rest` are there: zeros behind
+// 32 weights, of which `rest` are there: zeros behind
 template <class F>
-INLINE void widen(const Row& row, long c, long rest, f8* w) {
-    Row r = F::at(row, c);
+INLINE void widen(const Row& r, long rest, f8* w) {
     if (!F::ENDS || rest >= 32) return F::widen(r, w);
     uint8_t data[F::BYTES] = {}, scale[4] = {};
     memcpy(data, r.data, rest * F::BYTES / 32);
@@ -46,8 +45,20 @@ INLINE void widen(const Row& row, long c, long rest, f8* w) {
     F::widen({data, scale, r.zero, r.factor}, w);
 }
 
+// Those of a row from the c-th 32 on. `first`: of those that are asked for one after the other
+template <class F>
+INLINE void widen(const Row& row, long c, bool first, long rest, typename F::Held& held, f8* w) {
+    Row r = F::at(row, c);
+    if constexpr (F::HELD > 1) {
+        if (first || c % F::HELD == 0) F::hold(r, held);
+        return F::widen(r, held, w);
+    } else
+        widen<F>(r, rest, w);
+}
+
 // Reading takes longer than widening: each of two halves of the rows is read from end to end, and
-// the memory sees two streams. Else four rows are multiplied together
+// the memory sees two streams. Else up to four rows are
+// multiplied together
 template <class F>
 static constexpr bool wide = F::BYTES >= 64;
 
@@ -68,12 +79,13 @@ static void direct(const Work& v, long n, long apart = 1) {
     long part = part_of(v.w->k);
     for (long k = 0; k < v.w->k; k += part) {
         f8 acc[R][N] = {};
+        typename F::Held held[N];
         long end = std::min(k + part, v.w->k);
         for (long c = k / 32; c * 32 < end; c++) {
             UNROLL for (int i = 0; i < N; i++) {
                 f8 w[4];
                 if (wide<F>) __builtin_prefetch(row[i].data + c * F::BYTES + NEAR);
-                widen<F>(row[i], c, end - 32 * c, w);
+                widen<F>(row[i], c, 32 * c == k, end - 32 * c, held[i], w);
                 UNROLL for (int r = 0; r < R; r++) {
                     const float* x = v.x + r * v.step + 32 * c;
                     UNROLL for (int j = 0; j < 4; j++)
@@ -94,8 +106,10 @@ static void few(const Work& v, long n, long end) {
         long half = (end - n) / 2;
         for (long i = 0; i < half; i++) direct<F, R, 2>(v, n + i, half);
         n += 2 * half;
-    } else
-        for (; n + 4 <= end; n += 4) direct<F, R, 4>(v, n);
+    } else {
+        constexpr int N = R > 3 ? 2 : 4;  // as many sums as there are registers
+        for (; n + N <= end; n += N) direct<F, R, N>(v, n);
+    }
     for (; n < end; n++) direct<F, R, 1>(v, n);
 }
 
@@ -144,10 +158,12 @@ static thread_local Room of_panel;
 template <class F>
 static void widen_panel(const Matrix& w, long n, long rows, long k, long width, float* panel) {
     for (long i = 0; i < rows; i++) {
+        fetch(w, n + i, 1);
         Row row = F::row(w, n + i);
+        typename F::Held held;
         for (long c = 0; c < width; c += 32) {
             f8 v[4];
-            widen<F>(row, (k + c) / 32, w.k - k - c, v);
+            widen<F>(row, (k + c) / 32, !c, w.k - k - c, held, v);
             UNROLL for (int j = 0; j < 4; j++)
                 store(packed(panel, i, rows, COLUMNS, width, c + 8 * j), v[j]);
         }
@@ -180,11 +196,12 @@ static void many(const Work& v, long begin, long end) {
     }
 }
 
-// How rows begin..end of a format are multiplied: one row of x, two, three, more
+// How rows begin..end of a format are multiplied: one row of x, two, … four, more
 typedef void (*Kernel)(const Work&, long begin, long end);
 template <class F>
 struct Kernels {
-    static constexpr Kernel of[] = {few<F, 1>, few<F, 2>, few<F, 3>, many<F>};
+    static constexpr Kernel of[] = {few<F, 1>, few<F, 2>, few<F, 3>, few<F, 4>,
+            many<F>};
     static constexpr long BYTES = F::BYTES;
 };
 struct Entry {

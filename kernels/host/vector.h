@@ -222,21 +222,41 @@ INLINE Two two_halves(const uint8_t* p) {
 #endif
 }
 
-// Eight E4M3, less a factor of 256: a float16 with their bits, whose exponent counts from elsewhere
-INLINE f8 e4m3(const uint8_t* p) {
+// Sixteen E4M3, less a factor of 256: float16 with their bits, whose exponents count from elsewhere
+INLINE void e4m3(bytes16 b, f8* w) {
 #if defined(__F16C__)
-    __m128i b = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
-    __m128i sign = _mm_and_si128(_mm_slli_epi16(b, 1), _mm_set1_epi16((short)0x8000));
-    b = _mm_or_si128(sign, _mm_and_si128(b, _mm_set1_epi16(0x3f80)));
-    return (f8)_mm256_cvtph_ps(b);
+    __m128i v = (__m128i)b, zero = _mm_setzero_si128(), bits = _mm_set1_epi16((short)0xbf80);
+    __m128i h[2] = {_mm_unpacklo_epi8(zero, v), _mm_unpackhi_epi8(zero, v)};
+    UNROLL for (int i = 0; i < 2; i++)
+        w[i] = (f8)_mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(h[i], 1), bits));
 #elif defined(NEON)
-    uint16x8_t h = vmovl_u8(vld1_u8(p));
-    h = (vshlq_n_u16(h, 8) & vdupq_n_u16(0x8000)) | (vshlq_n_u16(h, 7) & vdupq_n_u16(0x3f80));
-    return halves(&h);
+    int16x8_t bits = vdupq_n_s16((int16_t)0xbf80);
+    int16x8_t h[2] = {(int16x8_t)vzip1q_u8(vdupq_n_u8(0), b), (int16x8_t)vzip2q_u8(vdupq_n_u8(0), b)};
+    UNROLL for (int i = 0; i < 2; i++) {
+        h[i] = vshrq_n_s16(h[i], 1) & bits;
+        w[i] = halves(h + i);
+    }
 #else
-    uint16_t h[8];
-    for (int i = 0; i < 8; i++) h[i] = (p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7;
-    return halves(h);
+    uint16_t h[16];
+    for (int i = 0; i < 16; i++) h[i] = (b[i] & 0x80) << 8 | (b[i] & 0x7f) << 7;
+    UNROLL for (int i = 0; i < 2; i++) w[i] = halves(h + 8 * i);
+#endif
+}
+
+// Two E4M3 that stand side by side, halved and times a factor, each eight times
+INLINE Two two_e4m3(const uint8_t* p, float factor) {
+#if defined(__F16C__)
+    __m128i h = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_cvtsi32_si128(load<uint16_t>(p)));
+    h = _mm_and_si128(_mm_srai_epi16(h, 1), _mm_set1_epi16((short)0xbf80));
+    __m128 v = _mm_mul_ps(_mm_cvtph_ps(h), _mm_set1_ps(256));
+    v = _mm_mul_ps(_mm_mul_ps(v, _mm_set1_ps(factor)), _mm_set1_ps(.5f));
+    return {(f8)_mm256_broadcastss_ps(v), (f8)_mm256_broadcastss_ps(_mm_movehdup_ps(v))};
+#else
+    f8 v[2];
+    uint8_t b[16] = {p[0], p[1]};
+    e4m3(load<bytes16>(b), v);
+    v[0] = v[0] * all(256) * all(factor) * all(.5f);
+    return {all(v[0][0]), all(v[0][1])};
 #endif
 }
 
@@ -260,4 +280,20 @@ INLINE void pairs(bytes16 b, bytes16* c) {
     c[0] = __builtin_shufflevector(lo, hi, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     c[1] = __builtin_shufflevector(
             lo, hi, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+// Sixteen bytes, shifted to the right by pairs: of each byte the lower 8-n bits are its own
+INLINE bytes16 shifted(const uint8_t* p, int n) {
+    typedef uint16_t shorts __attribute__((vector_size(16)));
+    return (bytes16)(load<shorts>(p) >> (uint16_t)n);
+}
+
+// Sixteen bits, each as a byte of all or none
+INLINE bytes16 bits16(const uint8_t* p) {
+    const bytes16 place = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    typedef uint16_t shorts __attribute__((vector_size(16)));
+    uint16_t two = load<uint16_t>(p);
+    bytes16 b = (bytes16)shorts{two, two, two, two, two, two, two, two};
+    b = __builtin_shufflevector(b, b, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    return (bytes16)((b & place) == place);
 }
