@@ -15,6 +15,7 @@ __all__ = ['WORDS', 'DRAFTING', 'SETUP', 'DEFAULTS', 'Step', 'embed', 'RotaryTab
 import math
 import numpy as np
 from dataclasses import dataclass,field
+from functools import partial
 from typing import NamedTuple
 from ..ground.config import AttentionConfig,MoEConfig
 from .delta import gated_delta as delta_net
@@ -53,6 +54,26 @@ def _tiles(s, x):
     if x is None or not s.b.tiled:
         return x
     return x.reshape(-1, TILE, x.shape[-1])
+
+def _tokens(s, *weights)->np.ndarray|None:
+    "Rows of a prefill step that are no padding; None: all, or a matrix needs whole tiles"
+    if not s.b.tiled or not all(hasattr(w, 'fused') for w in weights):
+        return None
+    real = s.b.slots>=0
+    return None if real.all() else np.flatnonzero(real)
+
+def _apart(s, some):
+    "What makes rows [R,n] ready for a product: `some` of them, or all in tiles"
+    def of_tokens(x): return None if x is None else x[some]
+    return partial(_tiles, s) if some is None else of_tokens
+
+def _placed(y, some, like):
+    "Rows [R',n] where they belong in a step with as many as `like`, zeros elsewhere"
+    if some is None:
+        return y.reshape(len(like), -1)
+    out = np.zeros((len(like),y.shape[-1]), np.float32)
+    out[some] = y
+    return out
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #c1e5af70
 def embed(
@@ -148,10 +169,16 @@ def project(
     extra=None, # [m, k]: outputs after the others
 ): # [R, n+m]
     "The rows times a matrix"
-    rows = _tiles(s, x)
-    y = fused_linear(rows, w.weight, extra=extra,
-        bias=w.bias, add=_tiles(s, add), **_options(norm))
-    return y.reshape(len(x), -1)
+    plain = extra is None and not isinstance(norm, GroupNorm)
+    some = _tokens(s, w.weight) if plain else None
+    apart = _apart(s, some)
+    y = fused_linear(apart(x), w.weight, extra=extra,
+        bias=w.bias, add=apart(add), **_options(norm))
+    return _placed(y, some, x)
+
+def _scored(s, x, gate):
+    "Logits [R,1] of a gate, which always gets tiles"
+    return fused_linear(_tiles(s, x), gate).reshape(len(x), -1)
 
 def mlp(
     s:Step,
@@ -161,16 +188,17 @@ def mlp(
     add=None, # [R, H]: added to the result
 ): # [R, H]
     "`down(act(up(x)))`, times the sigmoid of a gate if there is one"
-    rows,gate = _tiles(s, x),None
+    up,down,gate = w.up,w.down,None
+    some = _tokens(s, up.weight, down.weight)
+    apart = _apart(s, some)
     if w.gate is not None:
-        rows = rows if norm is None else normed(rows, *norm)
-        gate,norm = (fused_linear(rows, w.gate),0),None
-    up,down = w.up,w.down
-    u = fused_linear(rows, up.weight, bias=up.bias,
+        x = x if norm is None else normed(x, *norm)
+        norm,gate = None,(apart(_scored(s, x, w.gate)),0)
+    u = fused_linear(apart(x), up.weight, bias=up.bias,
         act=w.act, limit=w.limit, **_options(norm))
     y = fused_linear(u, down.weight, bias=down.bias,
-        gate=gate, add=_tiles(s, add))
-    return y.reshape(len(x), -1)
+        gate=gate, add=apart(add))
+    return _placed(y, some, x)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #0bf24da5
 def logits(
