@@ -105,8 +105,10 @@ static void scores(const float* q, const float* const* key, long d, float scale,
         UNROLL for (int h = 0; h < H; h++) {
             float y[4];
             sum4(acc[h], y);
-            for (int n = 0; n < 4; n++)
-                if (j + n >= from && j + n < to) s[h][j + n] = y[n] * scale;
+            store(y, load<f4>(y) * scale);
+            if (j >= from && j + 4 <= to) store(s[h] + j, load<f4>(y));
+            else for (int n = 0; n < 4; n++)
+                if (j + n >= from && j + n < to) s[h][j + n] = y[n];
         }
     }
 }

@@ -20,7 +20,7 @@ struct Work {
 constexpr int FEW = 4;                // rows of x that are multiplied as weights are widened
 constexpr int ROWS = 3, COLUMNS = 4;  // of a tile of sums that stay in registers
 constexpr long WIDEST = 640;          // columns that are summed before they are added to the rest
-constexpr long GROUP = 8;             // rows of a panel in the first cache
+constexpr long GROUP = 4;             // rows of a panel in the first cache
 constexpr long CACHE = 160 << 10;     // bytes of a panel, and of a block of rows of x
 constexpr long GRAIN = 32 << 10;      // bytes of weights that one thread takes at a time
 constexpr long AHEAD = 4 << 10;       // bytes between what is multiplied and what is fetched,
