@@ -7,12 +7,13 @@ What the generator reports beyond what the server did is its own, and the machin
 which only notes when bytes come, is asked for the same by turns, and has only the machine's.
 Processor seconds are those of the generator's process. It ends with `ok` if one of them is enough
 for 2,000 tokens."""
-import argparse,asyncio,json,os,platform,subprocess,sys,time
+import argparse,asyncio,json,os,subprocess,sys,time
 from contextlib import contextmanager
 from dataclasses import asdict,dataclass
 from pathlib import Path
 from urllib.request import urlopen
 import numpy as np
+from atlas.card.device import processor
 from atlas.use.bench_client import Site
 from atlas.use.bench_data import Synthetic
 from atlas.use.bench_load import levels
@@ -174,7 +175,7 @@ streams  {'added by':18}{'a second':>10}{'second':>12}{'p50       p99':>19}{'p50
 def save(o, rows, load):
     "Write the file of `--output`"
     plan = {k: v for k,v in vars(o).items() if k!='output'}
-    about = dict(machine=platform.machine(), processors=os.cpu_count(), load=load, plan=plan)
+    about = dict(machine=processor(), processors=os.cpu_count(), load=load, plan=plan)
     found = dict(kind='atlas.bench.generator', version=1)|about|dict(rows=rows)
     o.output.write_text(json.dumps(found, indent=1)+'\n')
 
