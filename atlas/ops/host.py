@@ -31,7 +31,8 @@ class _Matrix(ctypes.Structure):
 
 def _described(q:QTensor)->_Matrix:
     "The matrix `q` as the kernel reads it, where it lies"
-    m = _Matrix(n=q.shape[0], k=q.shape[1], format=STORED.index(q.fmt), factor=1)
+    n,k = q.shape
+    m = _Matrix(n=n, k=k, format=STORED.index(q.fmt), factor=1)
     for part,a in q.parts.items():
         if not a.ndim:
             m.factor = float(a)
@@ -52,7 +53,8 @@ def _multiplier(lib):
     "The kernel's entrance"
     f = lib.product
     size = ctypes.c_long
-    f.argtypes = [ctypes.POINTER(_Product), *[ctypes.c_void_p]*3, *[size]*3]
+    pointers = [ctypes.c_void_p]*3
+    f.argtypes = [ctypes.POINTER(_Product), *pointers, *[size]*3]
     f.restype = None
     return f
 
@@ -73,7 +75,8 @@ class HostMatrix:
         self._products = {} # that were asked for, by what stands around them
         if stored.ndim==2:
             self._kept = _parts_of(stored) # what `_parts` point to
-            self._parts = (_Matrix*len(self._kept))(*map(_described, self._kept))
+            many = _Matrix*len(self._kept)
+            self._parts = many(*map(_described, self._kept))
             order = getattr(stored, 'order', None)
             self._order = None if order is None else np.ascontiguousarray(order, np.int32)
 
@@ -95,12 +98,15 @@ def _parts_of(stored)->list[QTensor]:
     "The tensors of a matrix, each with its rows in one piece"
     def whole(q):
         fmt = 'F32' if q.fmt=='INT4_DESC_ACT' else q.fmt
-        return QTensor(fmt, q.shape, {k: _in_rows(a) for k,a in q.parts.items()})
-    return [whole(q) for q in (stored.parts if isinstance(stored, QStack) else [stored])]
+        parts = {k: _in_rows(a) for k,a in q.parts.items()}
+        return QTensor(fmt, q.shape, parts)
+    parts = stored.parts if isinstance(stored, QStack) else [stored]
+    return [whole(q) for q in parts]
 
 def _in_rows(a):
     "`a` with the numbers of a row side by side"
-    return a if not a.ndim or a.strides[-1]==a.itemsize else np.ascontiguousarray(a)
+    whole = not a.ndim or a.strides[-1]==a.itemsize
+    return a if whole else np.ascontiguousarray(a)
 
 # %% ../../nbs/3_ops/linear/16_ops.host.ipynb #82e3dd60
 @patch
@@ -127,8 +133,10 @@ def _product(self:HostMatrix, gain, bias, eps, act, limit)->_Product:
     key = id(gain),id(bias),eps,act,limit
     if key not in self._products:
         arrays = plain(gain),plain(bias)
-        p = _Product(self._parts, address(self._order), *map(address, arrays), len(self._parts),
-            self.shape[0], _ACTS[act], eps, np.inf if limit is None else limit)
+        pointers = map(address, (self._order,*arrays))
+        sizes = len(self._parts),self.shape[0],_ACTS[act]
+        most = np.inf if limit is None else limit
+        p = _Product(self._parts, *pointers, *sizes, eps, most)
         self._products[key] = p,arrays,(gain,bias) # they live as long as their `id`
     return self._products[key][0]
 
@@ -149,7 +157,8 @@ def fused(self:HostMatrix,
     n,k = self.shape
     if out is None:
         n = n//2 if p.act in _PAIRS else n
-        out = np.empty((*x.shape[:-1],n), np.float32)
+        shape = *x.shape[:-1],n
+        out = np.empty(shape, np.float32)
     arrays = map(address, (rows,add,out))
     self._multiply(p, *arrays, rows.size//k, k, self.threads)
     return out

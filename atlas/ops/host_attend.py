@@ -18,7 +18,8 @@ from .host import Processor,address,plain
 # %% ../../nbs/3_ops/attention/23_ops.host_attend.ipynb #23a00006
 def _struct(pointers, sizes, floats=()):
     "Fields of a structure of the kernel"
-    kinds = (pointers,ctypes.c_void_p),(sizes,ctypes.c_long),(floats,ctypes.c_float)
+    types = ctypes.c_void_p,ctypes.c_long,ctypes.c_float
+    kinds = zip((pointers,sizes,floats), types)
     return [(name,kind) for names,kind in kinds for name in names]
 
 class _Rows(ctypes.Structure):
@@ -35,7 +36,8 @@ class _Layer(ctypes.Structure):
 # %% ../../nbs/3_ops/attention/23_ops.host_attend.ipynb #23a00008
 def _rows_of(b, angles)->tuple: # What the kernel reads, and arrays that it points to
     "The rows of a step"
-    ints = [np.ascontiguousarray(x, np.int32) for x in (b.tables,b.starts,b.counts)]
+    given = b.tables,b.starts,b.counts
+    ints = [np.ascontiguousarray(x, np.int32) for x in given]
     arrays = [np.ascontiguousarray(b.slots, np.int64),*ints]
     turns = [None,None] if angles is None else [plain(x) for x in angles]
     half = 0 if angles is None else turns[0].shape[-1]
@@ -47,8 +49,9 @@ def _layer_of(k, v, a:AttentionConfig, scale, window, eps, norms)->tuple: # Like
     "A layer with the pools `k` and `v`; `norms`: gains of queries and keys, and sinks"
     arrays = [k,v,*map(plain, norms)]
     every = a.qk_norm=='all'
-    spans = [a.head_dim*(n if every else 1) for n in (a.num_heads,a.num_kv_heads)]
-    sizes = k.shape[1],a.num_heads,a.num_kv_heads,a.head_dim,*spans
+    heads = a.num_heads,a.num_kv_heads
+    spans = [a.head_dim*(n if every else 1) for n in heads]
+    sizes = k.shape[1],*heads,a.head_dim,*spans
     flags = a.gate,a.k_eq_v,a.v_norm,a.q_only
     m = _Layer(*map(address, arrays), *sizes, window or 0, *flags, eps, scale)
     return m,arrays
@@ -98,7 +101,8 @@ def __call__(self:HostAttention,
 ): # [R, heads*d]
     "As `attend`; rows of padding become zeros"
     qkv = plain(qkv)
-    out = np.empty((len(qkv),a.num_heads*a.head_dim), np.float32)
+    width = a.num_heads*a.head_dim
+    out = np.empty((len(qkv),width), np.float32)
     layer = self._layer(a, scale, window, eps, (q_norm,k_norm,sinks))
     rows = self._rows(b, angles)
     where = address(qkv),address(out)
