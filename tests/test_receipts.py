@@ -26,7 +26,8 @@ assert cli.app is commands
 CHAT,TEXT = '/v1/chat/completions','/v1/completions'
 MESSAGES,RESPONSES,OLLAMA = '/v1/messages','/v1/responses','/api/chat'
 
-def tiny(**kw): return LLM('tiny', 'cpu', max_seq_len=512, max_num_seqs=8, show=False, **kw)
+SIZES = dict(max_seq_len=512, max_num_seqs=8)
+def tiny(**kw): return LLM('tiny', 'cpu', show=False, **SIZES, **kw)
 
 @pytest.fixture(scope='module')
 def plain():
@@ -42,32 +43,51 @@ def served():
 
 @pytest.fixture(scope='module')
 def client(served):
-    with TestClient(create_app(loaded(served, ['tiny']), doors=DOORS)) as c:
+    app = create_app(loaded(served, ['tiny']), doors=DOORS)
+    with TestClient(app) as c:
         yield c
 
-def user(text='What does an owl eat?'): return [dict(role='user', content=text)]
+def user(text='What does an owl eat?'):
+    "Messages of one turn"
+    return [dict(role='user', content=text)]
 
-NUMBER = dict(type='object', properties=dict(number=dict(type='integer')), required=['number'])
-DOOR = dict(type='function', function=dict(name='open_door', parameters=NUMBER))
-SHAPE = dict(type='json_schema', json_schema=dict(name='door', schema=NUMBER))
+WHOLE = dict(number=dict(type='integer'))
+NUMBER = dict(type='object', properties=WHOLE, required=['number'])
+OPEN = dict(name='open_door', parameters=NUMBER)
+DOOR = dict(type='function', function=OPEN)
+SHAPE = dict(type='json_schema')
+SHAPE['json_schema'] = dict(name='door', schema=NUMBER)
 QUIET = dict(chat_template_kwargs=dict(enable_thinking=False))
 HOT = dict(temperature=1.3, top_p=.95)
 CASES = dict(
-    greedy=(CHAT, dict(messages=user(), temperature=0, max_tokens=14)),
-    seeded=(CHAT, dict(messages=user(), seed=7, max_tokens=14)|HOT),
-    unseeded=(CHAT, dict(messages=user(), max_tokens=14, logprobs=True, top_logprobs=2)|HOT),
-    schema=(CHAT, dict(messages=user('Door 3'), response_format=SHAPE, max_tokens=40)|QUIET|HOT),
-    tools=(CHAT, dict(messages=user('Open the door number 3.'), tools=[DOOR],
+    greedy=(CHAT, dict(
+        messages=user(), temperature=0, max_tokens=14)),
+    seeded=(CHAT, dict(
+        messages=user(), seed=7, max_tokens=14)|HOT),
+    unseeded=(CHAT, dict(
+        messages=user(), max_tokens=14, logprobs=True, top_logprobs=2)|HOT),
+    schema=(CHAT, dict(
+        messages=user('Door 3'), response_format=SHAPE, max_tokens=40)|QUIET|HOT),
+    tools=(CHAT, dict(
+        messages=user('Open the door number 3.'), tools=[DOOR],
         tool_choice='required', max_tokens=60, temperature=0)),
-    three=(CHAT, dict(messages=user(), n=3, max_tokens=9)|HOT),
-    stopped=(CHAT, dict(messages=user(), stop=[' the',' a'], max_tokens=40)|QUIET|HOT),
-    penalties=(CHAT, dict(messages=user(), presence_penalty=.7, repetition_penalty=1.2,
+    three=(CHAT, dict(
+        messages=user(), n=3, max_tokens=9)|HOT),
+    stopped=(CHAT, dict(
+        messages=user(), stop=[' the',' a'], max_tokens=40)|QUIET|HOT),
+    penalties=(CHAT, dict(
+        messages=user(), presence_penalty=.7, repetition_penalty=1.2,
         logit_bias={'40':-3.}, min_tokens=5, max_tokens=12)),
-    prompts=(TEXT, dict(prompt=['A cow eats','An owl'], n=2, max_tokens=8)|HOT),
-    echoed=(TEXT, dict(prompt='A cow eats grass', echo=True, logprobs=1, max_tokens=5)),
-    messages=(MESSAGES, dict(messages=user(), max_tokens=12, temperature=1.)),
-    responses=(RESPONSES, dict(input='What does a cow eat?', max_output_tokens=12)),
-    ollama=(OLLAMA, dict(model='tiny', messages=user(), options=dict(num_predict=12))))
+    prompts=(TEXT, dict(
+        prompt=['A cow eats','An owl'], n=2, max_tokens=8)|HOT),
+    echoed=(TEXT, dict(
+        prompt='A cow eats grass', echo=True, logprobs=1, max_tokens=5)),
+    messages=(MESSAGES, dict(
+        messages=user(), max_tokens=12, temperature=1.)),
+    responses=(RESPONSES, dict(
+        input='What does a cow eat?', max_output_tokens=12)),
+    ollama=(OLLAMA, dict(
+        model='tiny', messages=user(), options=dict(num_predict=12))))
 
 def lines(r):
     "JSON objects of a stream, whichever API it is of"
@@ -82,7 +102,10 @@ def asked(client, path, body, stream=False, **more):
 
 def receipt(objects):
     "The receipt, which the last that is told has"
-    found = [d.get('receipt') or (d.get('response') or {}).get('receipt') for d in objects]
+    found = []
+    for d in objects:
+        inner = d.get('response') or {}
+        found.append(d.get('receipt') or inner.get('receipt'))
     assert sum(map(bool, found))==1
     assert any(found[-2:])
     return read_receipt(json.dumps(next(filter(None, found))))
@@ -97,7 +120,8 @@ def replayed(llm, r, *company):
 
 def shown(d):
     "What an answer says, without what is never the same"
-    return {k:v for k,v in d.items() if k not in ('id','created','receipt','created_at')}
+    never = 'id','created','receipt','created_at'
+    return {k:v for k,v in d.items() if k not in never}
 
 @pytest.mark.parametrize('name', ['unseeded','stopped'])
 def test_receipts_replay(client, plain, name):
@@ -118,7 +142,8 @@ def test_all_receipts_replay(client, plain, served, name, stream):
 def test_company_that_is_preempted_changes_nothing(plain):
     "In a cache of six blocks, where sequences push each other out"
     prompt = 'A cow eats grass and hay. '*6
-    out = plain.generate(prompt, SamplingParams(max_tokens=24, n=2, seed=1), receipt=True)
+    two = SamplingParams(max_tokens=24, n=2, seed=1)
+    out = plain.generate(prompt, two, receipt=True)
     six_blocks = dict(max_num_seqs=6, chunk=64, overcommit=16., kv_cache_memory=3_000_000)
     with closing(LLM('tiny', 'cpu', max_seq_len=96, show=False, **six_blocks)) as tight:
         assert tight.replay(out.receipt, 5).code==0
@@ -189,7 +214,10 @@ def eyes(tmp_path_factory):
     with closing(LLM(str(folder), 'cpu', max_seq_len=64, max_num_seqs=4, show=False)) as llm:
         yield llm
 
-def picture(seed): return np.random.default_rng(seed).integers(0, 256, (16,24,3), np.uint8)
+def picture(seed):
+    "Noise"
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (16,24,3), np.uint8)
 
 def png(pixels):
     "Bytes of a file"
@@ -201,7 +229,8 @@ def sees(*pixels):
     "A message with pictures"
     urls = [f'data:image/png;base64,{base64.b64encode(png(p)).decode()}' for p in pixels]
     parts = [dict(type='image_url', image_url=dict(url=u)) for u in urls]
-    return [dict(role='user', content=[dict(type='text', text='w3 w4'), *parts])]
+    asks = dict(type='text', text='w3 w4')
+    return [dict(role='user', content=[asks, *parts])]
 
 def test_images_are_given_again(eyes):
     "From a server, in any order and any kind of file; another pixel is another image"
