@@ -205,7 +205,8 @@ def test_something_else():
         PlainTextResponse('hello'), JSONResponse([1]),
         JSONResponse(dict(data=[3])),
         JSONResponse({}, 418)]
-    async def answer(request): return said[0]
+    async def answer(request):
+        return said[0]
     with running(Starlette(routes=[Route('/models', answer)])) as url:
         while said:
             assert 'no server of models' in (e := refused('ps', '--url', url)) or '418' in e

@@ -45,7 +45,8 @@ class Net:
     def __init__(self, seed, card, H, I, experts, top, fmt, act='silu', score='softmax',
                  shared=0, limit=None, down=None, **maybe):
         self.floats = floats(seed)
-        self.card,self.H,self.I,self.E = card,H,I,experts
+        self.card,self.E = card,experts
+        self.H,self.I = H,I
         self.act,self.limit,self.shared = act,limit,shared
         self.m = MoEConfig(experts, top, I, score=score, scaling=1.5)
         n,rows = experts+(shared>0),I*(1+(act!='relu2'))

@@ -363,7 +363,8 @@ class Recorder(Speaker):
     def submit(self, r):
         self.seen.append(r)
         return super().submit(r)
-    async def call(self, op, **kw): return [1.,0.]
+    async def call(self, op, **kw):
+        return [1.,0.]
 
 @pytest.fixture
 def personas():

@@ -125,7 +125,9 @@ class Net:
     def __init__(self, seed, E=9, k=3, H=20, I=12, R=2*TILE, act='silu', bias=False):
         rng = np.random.default_rng(seed)
         n = I*(1+(act!='relu2'))
-        self.k,self.act,self.w,self.x = k,act,floats(rng, E, H),floats(rng, R, H)
+        self.k,self.act = k,act
+        self.w = floats(rng, E, H)
+        self.x = floats(rng, R, H)
         self.up,self.down = floats(rng, E, n, H),floats(rng, E, H, I)
         self.bu,self.bd = (floats(rng, E, n),floats(rng, E, H)) if bias else (None,None)
         self.rng = rng

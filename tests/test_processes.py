@@ -730,7 +730,9 @@ def faulty():
     return Model(EngineConfig(TOY, 'cpu', max_num_seqs=4), command=FAULTY, **OF_TOY)
 def no_text(config): return dict(tokenizer=None)
 OF_TOY = dict(names=['toy'], policy=PATIENT, text=no_text)
-async def ids_of(s): return [e.token async for e in s if e.token is not None]
+async def ids_of(s):
+    "Tokens of a stream"
+    return [e.token async for e in s if e.token is not None]
 PROMPTS = [
     [3,1,4,1,5,9,2,6],
     [2,7,1,8,2,8],

@@ -140,7 +140,8 @@ class Pieces:
     "Both ends of a connection that has these bytes, and then no more"
     def __init__(self, *pieces):
         self.left = [*pieces]
-    async def read(self, most): return self.left.pop(0) if self.left else b''
+    async def read(self, most):
+        return self.left.pop(0) if self.left else b''
     def write(self, raw):
         pass
     async def drain(self):

@@ -82,7 +82,9 @@ class StandIn(asyncio.Protocol):
         self.world,self.name,self.pid = world,name,next(self.pids)
         self.sock,self.theirs = socket.socketpair()
         self.loop = asyncio.get_running_loop()
-        self.ended,self.frames,self.answers,self.gone = self.loop.create_future(),Frames(),{},False
+        self.ended = self.loop.create_future()
+        self.frames,self.answers = Frames(),{}
+        self.gone = False
         self.says,self.asleep = self.world.kinds[name],False
         world.lives.append(name)
         self.work = self.loop.create_task(self.run())
@@ -406,7 +408,8 @@ def nothing_written(monkeypatch):
     monkeypatch.setattr(World, 'check', lambda self: None)
 
 def nobody_waits_for_answers(monkeypatch):
-    async def at_once(self, seconds): return True
+    async def at_once(self, seconds):
+        return True
     monkeypatch.setattr(Model, 'still', at_once)
 
 def nobody_looks_again(monkeypatch):

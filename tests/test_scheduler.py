@@ -162,7 +162,8 @@ class Machine(RuleBasedStateMachine):
         self.sc = Scheduler(pool, seqs, length,
             chunk=chunk, overcommit=over, max_queue=queue, drafts=width-1)
         self.sc.width = width
-        self.over,self.d,self.all,self.n = over,Driver(self.sc, behind),[],0
+        self.over,self.n = over,0
+        self.d,self.all = Driver(self.sc, behind),[]
 
     @rule(
         shares=st.lists(

@@ -81,7 +81,9 @@ class CudaError(RuntimeError):
 def card(driver, wait=lambda: None):
     "A `Cuda` on that driver; `wait` is what happens when the card is waited for"
     c = Cuda.__new__(Cuda)
-    c.index,c.name,c.card,c.integrated,c.faults = 0,'cuda:0','A made-up card',False,Faults()
+    c.index,c.name = 0,'cuda:0'
+    c.card,c.integrated = 'A made-up card',False
+    c.faults = Faults()
     class Device(nullcontext):
         def synchronize(self):
             wait()
