@@ -22,7 +22,7 @@ constexpr int ROWS = 3, COLUMNS = 4;  // of a tile of sums that stay in register
 constexpr long WIDEST = 640;          // columns that are summed before they are added to the rest
 constexpr long GROUP = 4;             // rows of a panel in the first cache
 constexpr long CACHE = 160 << 10;     // bytes of a panel, and of a block of rows of x
-constexpr long GRAIN = 32 << 10;      // bytes of weights that one thread takes at a time
+constexpr long GRAIN = 256 << 10;     // bytes of weights that one thread takes at a time: a stream
 constexpr long AHEAD = 4 << 10;       // bytes between what is multiplied and what is fetched,
 constexpr long NEAR = 1 << 10;        // of rows that are multiplied together, and of one in a stream
 constexpr long STRIP = 24;            // rows of x that a thread prepares at a time: whole tiles
