@@ -1,4 +1,4 @@
-"""The look-up of a sequence's own words in one launch, at the end of a step
+"""The look-up of a sequence's own tokens in one launch, at the end of a step
 
 Docs: https://atlas-inference.github.io/atlas/3_ops/draft/cuda.ngram.html.md"""
 

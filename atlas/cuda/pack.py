@@ -1126,7 +1126,6 @@ def _format_made(groups)->CardFormat|None:
     if not all(_in_place(g.tensors) for g in groups):
         return None
     f = _streamed([g.first for g in groups])
-    f = _streamed([g.first for g in groups])
     by_rows = [g for g in groups if g.first.fmt in ('FP8_CHANNEL','FP8_BLOCK')]
     return None if any(g.first.shape!=g.shape for g in by_rows) else f
 

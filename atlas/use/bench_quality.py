@@ -217,15 +217,15 @@ class QualityReport:
     def to_dict(self):
         return dict(kind='atlas.bench.quality', version=1, **asdict(self))
 
-_HEAD = (f'{"weights":10} {"cache":>8} {"prompts":>12} {"size":>9} {"perplexity":>19} {"KL":>9} '
-    f'{"KL, 99 %":>9} {"KL, most":>9} {"agree":>8} {"alike":>6}')
+_HEAD = (f'{"weights":11} {"cache":>8} {"prompts":>12} {"size":>8} {"perplexity":>18} {"KL":>8} '
+    f'{"KL 99 %":>8} {"KL most":>8} {"agree":>7} {"alike":>6}')
 
 def _line(r:Quality)->str:
     "A row of the table"
-    form = f'{r.weights:10} {r.cache:>8} {r.activations or "":>12} {human(r.bytes, 1000):>9}'
-    error = f'{r.perplexity:10.4f} ± {r.perplexity_error:6.4f}'
-    kl = ' '.join(f'{v:9.2e}' for v in (r.kl,r.kl_p99,r.kl_max))
-    return f'{form} {error} {kl} {r.agree:8.2%} {r.alike:6.1f}'
+    form = f'{r.weights:11} {r.cache:>8} {r.activations or "":>12} {human(r.bytes, 1000):>8}'
+    error = f'{r.perplexity:9.4f} ± {r.perplexity_error:6.4f}'
+    kl = ' '.join(f'{v:8.2e}' for v in (r.kl,r.kl_p99,r.kl_max))
+    return f'{form} {error} {kl} {r.agree:7.2%} {r.alike:6.1f}'
 
 @patch
 def __str__(self:QualityReport):

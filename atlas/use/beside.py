@@ -268,18 +268,18 @@ def times(found:dict, run:str)->dict: # (first token, tokens/s) by threads
 
 # %% ../../nbs/8_use/27_beside.ipynb #c7907254
 def _line(r, faster):
-    "A row of a table"
-    ahead = ' | '.join(f'{x:.2f}' for x in faster) if faster else ' | '
+    "A row of a table; `faster`: how many times, if that is known"
+    first,rate = [f' ({x:.2f} ×)' for x in faster] if faster else ('','')
     at = r['threads'] or 'default'
-    measured = f'{r["first_token_seconds"]:.2f} | {r["tokens_per_second"]:.1f}'
-    return f'| {r["engine"]} | {at} | {measured} | {ahead} |'
+    seconds,tokens = r['first_token_seconds'],r['tokens_per_second']
+    return f'| `{r["engine"]}` | {at} | {seconds:.2f}{first} | {tokens:.1f}{rate} |'
 
 def table(found:dict, run:str)->str:
-    "A run as text"
+    "A run as text; in parentheses how many times as fast as llama.cpp Atlas is"
     n = found['plan']['prompt']
-    titles = run,'threads',f'first token of {n}, s','tokens/s','llama.cpp is 1: first','tokens'
+    titles = run,'threads',f'{n} tokens read, s','tokens a second'
     head = f'| {" | ".join(titles)} |'
-    lines,faster = [head,'|---|---|---|---|---|---|'],times(found, run)
+    lines,faster = [head,'|---|---|---|---|'],times(found, run)
     for r in medians(found, run):
         lines.append(_line(r, faster.get(r['threads']) if r['engine']=='atlas' else None))
     return '\n'.join(lines)

@@ -107,10 +107,10 @@ def table(self:Others, short:bool=False)->Markdown:
         where = f.machine.removeprefix('NVIDIA ')
         rows.append(f'| {where}, {f.what} | {" | ".join(cells)} |')
     used = sorted({k for f in facts for k in f.numbers})
-    rows += ['', '| | engine | machine | weights | | by |', '|---|---|---|---|---|---|']
+    rows += ['', '| | engine, machine, weights | by |', '|---|---|---|']
     for s in map(self.setups.get, used):
-        rows.append(f'| [{s.mark}] | {s.engine} {s.version} | {s.machine} | {s.weights} '
-            f'| {s.how} | {s.source} |')
+        what = f'{s.engine} {s.version}, {s.machine}, {s.weights}'
+        rows.append(f'| [{s.mark}] | {what} | {s.how}: {s.source} |')
     return Markdown('\n'.join(rows))
 
 # %% ../../nbs/8_use/36_others.ipynb #9800fc70
