@@ -1,6 +1,6 @@
 """The site: what it makes of a page before it is rendered, and, of the site as built,
 that a reader finds the way, reads it without a network, and on a phone."""
-import posixpath,re,sys
+import base64,posixpath,re,struct,sys
 from urllib.parse import unquote
 import pytest
 from atlas.book import address,place
@@ -8,7 +8,7 @@ from helpers.browser import browser
 from helpers.site import ROOT,built,served
 
 sys.path.insert(0, str(ROOT/'.ci'))
-import staged  # noqa: E402
+import plots,staged  # noqa: E402
 
 slow = pytest.mark.slow
 
@@ -170,6 +170,16 @@ def test_the_front_page_has_its_pictures(site, html):
     shown = re.findall(r'!\[[^]]+\]\(([^)]+)\)', (site/'README.md').read_text())
     assert len(shown)==2 and all((site/p).is_file() for p in shown)
 
+def image(width, height):
+    "The tag of a picture, as pages have it"
+    head = b'\x89PNG\r\n\x1a\n'+struct.pack('>I4s2I', 13, b'IHDR', width, height)
+    return f'<img src="data:image/png;base64,{base64.b64encode(head).decode()}…">'
+
+def test_flat_plots_are_marked():
+    flat,high = image(811, 65),image(613, 349)
+    assert plots.marked(flat)==flat.replace('<img', '<img data-flat')
+    assert plots.marked(high)==high
+
 # -- in a browser ----------------------------------------------------------------------------------
 
 PAGES = ('index','book','1_ground/formats','2_card/device','3_ops/linear/ops.linear',
@@ -225,6 +235,12 @@ def test_a_phone_shows_a_page_whole(tab, name):
     tables = '[...document.querySelectorAll("main table")]'
     inside = 't => t.closest(".sd-table, .cell-output").getBoundingClientRect().right<=391'
     assert p.js(f'{tables}.every({inside})')
+
+@slow
+def test_a_phone_shows_the_letters_of_a_flat_plot(tab):
+    p = tab('6_text/deltas', 390)
+    assert p.js('document.querySelector("img[data-flat]").getBoundingClientRect().width')>500
+    assert p.js(SIDEWAYS)<=0
 
 CONTRAST = '''(e => {
     const rgb = c => c.match(/[\\d.]+/g).map(Number);
