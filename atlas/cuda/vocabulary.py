@@ -516,16 +516,18 @@ def _fits(l)->bool:
         pairs.append((l.router.weight,l.shared_gate))
     return all(can_join(a, b) for a,b in pairs)
 
-def _join(l):
-    "The shared expert as the last of the bank, its gate as the last row of the router"
-    bank,shared = l.experts,l.shared
-    up,down = shared.gate_up_proj,shared.down_proj
-    bank.gate_up_proj = join(bank.gate_up_proj, up.weight)
-    bank.down_proj = join(bank.down_proj, down.weight)
-    up.weight = down.weight = None  # the bank has their bytes now
-    if l.config.shared_gate:
-        l.router.weight = join(l.router.weight, l.shared_gate)
-    l.joined = True
+def _join(layers):
+    """Shared experts as the last of their banks, their gates as the last rows of routers: one kind
+    after the other, since a bank that has grown fits where two of its kind were, side by side"""
+    for name in ('gate_up_proj','down_proj'):
+        for l in layers:
+            one = getattr(l.shared, name)
+            setattr(l.experts, name, join(getattr(l.experts, name), one.weight))
+            one.weight = None # the bank has its bytes now
+    for l in layers:
+        if l.config.shared_gate:
+            l.router.weight = join(l.router.weight, l.shared_gate)
+        l.joined = True
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #48c50ab2
 # Attributes that hold no weights, or another's
@@ -594,14 +596,11 @@ def prepare(model):
     blocks = [*model.layers]
     if model.mtp:
         blocks += model.mtp.layers
-    for b in blocks:
-        for l in b.parts():
-            if not hasattr(l, 'experts'):
-                continue
-            if _came_joined(l):
-                l.joined = True
-            elif _fits(l):
-                _join(l)
+    experts = [l for b in blocks for l in b.parts() if hasattr(l, 'experts')]
+    came = [l for l in experts if _came_joined(l)]
+    for l in came:
+        l.joined = True
+    _join([l for l in experts if l not in came and _fits(l)])
     for p in packed_in([model, model.mtp]):
         units(p)
     _look_ahead(model)

@@ -141,7 +141,7 @@ def _begin(self:LoadedModel, show=None, text=None):
     "Load all of it, and have an engine; errors as they come"
     self.startup = Startup()
     self.startup.begin('open')
-    plain = repr(replace(self.options, device='cpu'))
+    plain = repr(replace(self.options, device='cpu', cache_packed=False))
     known = self.device.known(plain, code_digest)
     self._check()
     self._open_and_load(show, text)

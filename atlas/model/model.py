@@ -278,17 +278,17 @@ class Decoder:
 # %% ../../nbs/4_model/04_model.ipynb #0f8a9cc4
 @patch
 def bind(self:Decoder, weights:dict, device, max_seq_len:int):
-    """Take `weights` by name and make the tables of angles; parts whose weights are not among
-    them are left out"""
-    visual = {n: w for n,w in weights.items() if n.startswith('visual.')}
-    self._names,self._visual = list(weights),visual
+    """Take `weights` by name, which leaves none there, and make the tables of angles; parts whose
+    weights are not among them are left out"""
+    self._names = list(weights)
+    visual = {n: weights.pop(n) for n in self._names if n.startswith('visual.')}
+    self._visual = visual
     self.vision = self._vision.bind(visual, device) if visual else None
     drafts = any(n.startswith('mtp.') for n in weights)
     self.mtp = self._mtp if drafts else None
-    for n,w in weights.items():
-        if n not in visual:
-            bind(self, n, w)
-    if 'lm_head.weight' not in weights:
+    for n in list(weights):
+        bind(self, n, weights.pop(n)) # kept here, too, it would stay when the words have joined it
+    if 'lm_head.weight' not in self._names:
         self.lm_head = self.embed_tokens
     self.device,self.max_seq_len = device,max_seq_len
     self.ops = words_of(device)
