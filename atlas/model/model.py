@@ -354,8 +354,19 @@ def trunk(self:Decoder,
 ): # [R, H] float32
     "The residual stream after the last layer"
     s = self.step(b, cache, routes)
-    x = self.embed(b)  # (R,H)
-    rows,_,deep = b.patches or (None,None,())
+    x = self.through(self.embed(b), s, tap)
+    if made is not None:
+        made += s.made
+    return x
+
+@patch
+def through(self:Decoder,
+    x, # Embeddings of the rows, [R, H]
+    s:Step, # Which they are of
+    tap=None, # As for `trunk`
+): # [R, H] float32
+    "The stream after the last layer"
+    rows,_,deep = s.b.patches or (None,None,())
     # small matrix products raise these for lanes past a row's end; the sampler looks for NaN
     with np.errstate(over='ignore', invalid='ignore'):
         for i,l in enumerate(self.layers):
@@ -364,8 +375,6 @@ def trunk(self:Decoder,
                 x[rows] += deep[i]
             if tap:
                 tap(i, x)
-    if made is not None:
-        made += s.made
     return x
 
 # %% ../../nbs/4_model/04_model.ipynb #b75b9354
