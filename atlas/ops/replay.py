@@ -10,9 +10,8 @@ __all__ = ['Replay', 'recorded']
 # %% ../../nbs/3_ops/attention/24_ops.replay.ipynb #24a00004
 import ctypes
 import numpy as np
-from fastcore.basics import patch
 from .host import Heard,Processor,address
-from .host_attend import _Rows,_rows_of
+from .host_attend import _rows_of
 
 # %% ../../nbs/3_ops/attention/24_ops.replay.ipynb #24a00007
 class _Call(ctypes.Structure):

@@ -366,7 +366,7 @@ ENTRANCE attend(const Rows* rows, const Layer* layer, const float* qkv, float* o
     if (a.tiled) clear_padding(a, groups);
 }
 
-// As `_Call` of atlas.ops.host has it: a product, or attention of `rows`
+// As `_Call` of atlas.ops.replay has it: a product, or attention of `rows`
 extern "C" struct Call {
     const void *what, *rows;  // Product and null, or Layer and Rows
     const float *x, *add;     // add: or null
