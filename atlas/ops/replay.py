@@ -11,42 +11,65 @@ __all__ = ['Replay', 'recorded']
 import ctypes
 import numpy as np
 from .host import Heard,Processor,address
-from .host_attend import _rows_of
+from .host_attend import _rows_of,_struct
 
 # %% ../../nbs/3_ops/attention/24_ops.replay.ipynb #24a00007
 class _Call(ctypes.Structure):
     "As `Call` of the kernel"
-    _fields_ = [*((k, ctypes.c_void_p) for k in ('what','rows','x','add','y')),
-        ('count',ctypes.c_long),('step',ctypes.c_long)]
+    _fields_ = _struct(('what','rows','x','add','y'), ('count','step'))
 
 def _call_of(h:Heard)->_Call:
     "What was heard, as the kernel reads it"
+    what = ctypes.addressof(h.what)
     rows = h.rows and ctypes.addressof(h.rows)
     arrays = map(address, (h.x,h.add,h.y))
-    return _Call(ctypes.addressof(h.what), rows, *arrays, h.x.size//h.step, h.step)
+    count = h.x.size//h.step
+    return _Call(what, rows, *arrays, count, h.step)
 
 def _follows(calls, x, y)->bool:
     "Does each call read `x` or what one before it wrote, and the last one write `y`?"
-    known = {address(x),None}
+    known,last = {address(x),None},None
     for h in calls:
         if not {address(h.x),address(h.add)}<=known:
             return False
-        known.add(address(h.y))
-    return bool(calls) and address(y)==address(calls[-1].y)
+        last = address(h.y)
+        known.add(last)
+    return address(y)==last
+
+# %% ../../nbs/3_ops/attention/24_ops.replay.ipynb #24a00023
+class _Places:
+    "Where results of calls are, in as few arrays as will do"
+    def __init__(self, calls):
+        self.last = {} # Address of what is read -> its last reader
+        for i,h in enumerate(calls):
+            self.last[address(h.x)] = i
+            self.last[address(h.add)] = i
+        self.now,self.free = {},{} # Address as it was -> array; shape -> arrays
+    def of(self, a):
+        "Where `a` is now; what is no result stays"
+        return self.now.get(address(a), a)
+    def take(self, a):
+        "A place for the result that was in `a`"
+        spare = self.free.get(a.shape)
+        y = spare.pop() if spare else a
+        self.now[address(a)] = y
+        return y
+    def leave(self, i, *arrays):
+        "Call `i` has read these: what it was the last reader of is free"
+        for at in {*map(address, arrays)}:
+            if at in self.now and self.last[at]==i:
+                a = self.now[at]
+                self.free.setdefault(a.shape, []).append(a)
 
 def _in_few(calls)->list[Heard]:
-    "The same with results in as few arrays as will do: nobody reads one after its last reader"
-    last = {address(a): i for i,h in enumerate(calls) for a in (h.x,h.add)}
-    now,free,out = {},{},[] # Where results are; arrays that are free, by shape
+    "The same calls with results in as few arrays as will do"
+    places,out = _Places(calls),[]
     for i,h in enumerate(calls):
-        own = [address(a) for a in (h.x,h.add)]
-        x,add = (now.get(at, a) for at,a in zip(own, (h.x,h.add)))
-        spare = free.get(h.y.shape)
-        y = now[address(h.y)] = spare.pop() if spare else h.y
+        x = places.of(h.x)
+        add = places.of(h.add)
+        y = places.take(h.y)
         out.append(h._replace(x=x, add=add, y=y))
-        for at in {*own}:
-            if at in now and last[at]==i:
-                free.setdefault(now[at].shape, []).append(now[at])
+        places.leave(i, h.x, h.add)
     return out
 
 # %% ../../nbs/3_ops/attention/24_ops.replay.ipynb #24a00008
@@ -55,7 +78,8 @@ class Replay:
     def __init__(self, device:Processor, calls, x, rows:dict):
         self.calls = calls = _in_few(calls)
         self.x,self.rows = x,rows # which the list points to, too
-        self._list = (_Call*len(calls))(*map(_call_of, calls))
+        many = _Call*len(calls)
+        self._list = many(*map(_call_of, calls))
         self._run,self._threads = device.lib.replay,device.threads
         self._run.argtypes = [ctypes.c_void_p]+[ctypes.c_long]*2
         self._run.restype = None
@@ -90,7 +114,8 @@ def recorded(
         device._multiply.heard = None
     made = device.rows[1] if device.rows else {}
     device.rows = None # a replay writes into them
-    rows = {kind: made[id(a)][0] for kind,a in angles.items() if id(a) in made}
+    mine = [kind for kind,a in angles.items() if id(a) in made]
+    rows = {kind: made[id(angles[kind])][0] for kind in mine}
     if not _follows(calls, x, y):
         return y,None
     return y.copy(),Replay(device, calls, x, rows) # which writes into `y`
