@@ -88,7 +88,7 @@ static void prepare_some(void* with, long i) {
 
 // Scores of H queries, n to the next, and the keys from..to of a block; others' are -inf
 template <int H>
-static void scores(const float* q, const float* const* key, long d, float scale, long from, long to,
+APART void scores(const float* q, const float* const* key, long d, float scale, long from, long to,
         float (*s)[KEYS]) {
     for (int h = 0; h < H; h++) std::fill_n(s[h], KEYS, -INFINITY);
     for (long j = from / 4 * 4; j < to; j += 4) {
@@ -134,7 +134,7 @@ INLINE float soften(float* s, float& top, float& total) {
 
 // o = o * shrink + s v, C times eight columns of H queries
 template <int H, int C>
-static void values(const float (*s)[KEYS], const float* shrink, const float* const* value, long at,
+APART void values(const float (*s)[KEYS], const float* shrink, const float* const* value, long at,
         long from, long to, float* o, long d) {
     f8 acc[H][C];
     UNROLL for (int h = 0; h < H; h++)

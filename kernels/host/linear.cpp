@@ -113,9 +113,17 @@ static void few(const Work& v, long n, long end) {
     for (; n < end; n++) direct<F, R, 1>(v, n);
 }
 
-// R rows of x times N widened rows of W, k columns of both, packed (`packed`): added to y
+// Where results of a product go: the first part of the columns finds nothing there to add to
+struct Sums {
+    float* y;
+    long step;
+    bool first;
+    Sums at(long r, long n) const { return {y + r * step + n, step, first}; }
+};
+
+// R rows of x times N widened rows of W, k columns of both, packed (`packed`)
 template <int R, int N>
-static void tile(const float* x, const float* w, long k, float* y, long y_step) {
+APART void tile(const float* x, const float* w, long k, const Sums& to) {
     f8 acc[R][N] = {};
     for (long i = 0; i < k; i += 8, x += 8 * R, w += 8 * N) {
         f8 a[R];
@@ -127,21 +135,21 @@ static void tile(const float* x, const float* w, long k, float* y, long y_step) 
         }
     }
     UNROLL for (int r = 0; r < R; r++) {
-        float* to = y + r * y_step;
+        float* y = to.y + r * to.step;
         if constexpr (N == 4) {
             float s[4];
             sum4(acc[r], s);
-            store(to, load<f4>(to) + load<f4>(s));
-        } else UNROLL for (int n = 0; n < N; n++) to[n] += sum(acc[r][n]);
+            store(y, (to.first ? f4{} : load<f4>(y)) + load<f4>(s));
+        } else UNROLL for (int n = 0; n < N; n++) y[n] = (to.first ? 0 : y[n]) + sum(acc[r][n]);
     }
 }
 
 // R rows of x times n widened rows of W
 template <int R>
-static void strip(const float* x, const float* w, long k, float* y, long y_step, long n) {
+static void strip(const float* x, const float* w, long k, const Sums& to, long n) {
     long i = 0;
-    for (; i + COLUMNS <= n; i += COLUMNS) tile<R, COLUMNS>(x, w + i * k, k, y + i, y_step);
-    for (; i < n; i++) tile<R, 1>(x, w + i * k, k, y + i, y_step);
+    for (; i + COLUMNS <= n; i += COLUMNS) tile<R, COLUMNS>(x, w + i * k, k, to.at(0, i));
+    for (; i < n; i++) tile<R, 1>(x, w + i * k, k, to.at(0, i));
 }
 
 // Where eight numbers, from column c on, of row i of n stand: `most` rows lie side by side, eight
@@ -170,17 +178,17 @@ static void widen_panel(const Matrix& w, long n, long rows, long k, long width, 
     }
 }
 
-// Rows of x times a panel of n rows of W, `width` columns of both, packed: added to y
-static void visit(const Work& v, const float* x, const float* panel, long width, float* y, long n) {
+// So many rows of x times a panel of n rows of W, `width` columns of both, packed
+static void visit(const float* x, long rows, const float* panel, long n, long width,
+        const Sums& to) {
     long most = std::max(CACHE / (4 * width) / ROWS, 1L) * ROWS;
-    for (long begin = 0; begin < v.rows; begin += most)
+    for (long begin = 0; begin < rows; begin += most)
         for (long i = 0; i < n; i += GROUP) {
-            long end = std::min(begin + most, v.rows), size = std::min(GROUP, n - i), r = begin;
+            long end = std::min(begin + most, rows), size = std::min(GROUP, n - i), r = begin;
             const float* w = panel + i * width;
             for (; r + ROWS <= end; r += ROWS)
-                strip<ROWS>(x + r * width, w, width, y + r * v.y_step + i, v.y_step, size);
-            for (; r < end; r++)
-                strip<1>(x + r * width, w, width, y + r * v.y_step + i, v.y_step, size);
+                strip<ROWS>(x + r * width, w, width, to.at(r, i), size);
+            for (; r < end; r++) strip<1>(x + r * width, w, width, to.at(r, i), size);
         }
 }
 
@@ -188,11 +196,10 @@ template <class F>
 static void many(const Work& v, long begin, long end) {
     long n = end - begin, part = part_of(v.w->k), step = whole32(v.w->k);
     float* panel = of_panel.of(n * part);
-    for (long r = 0; r < v.rows; r++) std::fill_n(v.y + r * v.y_step + begin, n, 0.f);
     for (long k = 0; k < v.w->k; k += part) {
         long width = std::min(step - k, part);
         widen_panel<F>(*v.w, begin, n, k, width, panel);
-        visit(v, v.x + k * v.rows, panel, width, v.y + begin, n);
+        visit(v.x + k * v.rows, v.rows, panel, n, width, {v.y + begin, v.y_step, !k});
     }
 }
 

@@ -17,6 +17,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+// For what holds many sums: among other code the compiler would find no registers for all of them
+#define APART static __attribute__((noinline))
 
 typedef float f4 __attribute__((vector_size(16)));
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
