@@ -313,7 +313,8 @@ def size_of(d, room):
     ('gemma-4-26b-a4b',3), ('minimax-m2',4), ('granite-4.0-h-tiny',5)])
 def test_bytes_are_those_of_the_struct(name, i):
     found = list(plans(name))
-    _,_,up,down,d,_ = found[np.random.default_rng(i).integers(len(found))]
+    one = found[np.random.default_rng(i).integers(len(found))]
+    up,down,d = one[2:5]
     need = E._bytes(d, up, down)
     assert need<=d['ROOM'] and size_of(d, need), (need,d)
     assert not size_of(d, need-65), 'much more than is needed'

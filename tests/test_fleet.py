@@ -161,7 +161,7 @@ WRONG = {
 
 @pytest.mark.parametrize('what', WRONG)
 def test_refused_with_line_and_remedy(what):
-    old,new,says,advice = WRONG[what]
+    old,new,*told = WRONG[what]
     assert WHOLE.count(old)==1
     e = refusal(WHOLE.replace(old, new))
     line = WHOLE[:WHOLE.index(old)].count('\n')+1
@@ -169,6 +169,7 @@ def test_refused_with_line_and_remedy(what):
         assert e.line in (line,line+1)
     else:
         assert e.line==line and f'atlas.yaml, line {line}:' in e.msg
+    says,advice = told
     assert says in e.msg and advice in e.hint+e.msg and e.status==400
 
 def test_all_that_is_wrong_is_told():
@@ -453,8 +454,9 @@ def test_a_name_that_is_none_is_a_404(personas, path):
     assert r.status_code==404 and 'Did you mean cyber?' in r.text
 
 def test_parsers_of_a_persona(personas):
-    call = '{"name": "look", "parameters": {"at": "sky"}}'
-    personas.small.script = lambda prompt: call
+    def call(prompt):
+        return '{"name": "look", "parameters": {"at": "sky"}}'
+    personas.small.script = call
     tools = [
         dict(type='function', function=dict(name='look', parameters=dict(type='object')))]
     def calls(model):

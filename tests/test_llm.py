@@ -106,7 +106,8 @@ def test_time_limits(llm):
         assert o.finish_reason=='timeout'
     s = llm.engine.scheduler
     now,real = [s.clock()],s.clock
-    s.clock = lambda: now[0]
+    def clock(): return now[0]
+    s.clock = clock
     try:
         got = []
         for d in llm.stream(A, greedy(20), timeout=5.):

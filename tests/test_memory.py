@@ -27,7 +27,7 @@ def load(monkeypatch):
         monkeypatch.setitem(PRESETS, f'toy-{toy}', PRESETS[base]|_SMALL|small)
         card = Emulator()
         if free:
-            card.memory = lambda: Memory(free, free)  # 36 % of it may be used
+            monkeypatch.setattr(card, 'memory', lambda: Memory(free, free))  # 36 % may be used
         return LLM(
             f'toy-{toy}', card,
             **dict(

@@ -45,7 +45,6 @@ def gateway():
         app.add_middleware(Access)
         with socket.create_server(('127.0.0.1', 0), backlog=1024) as sock:
             server = uvicorn.Server(server_config(app))
-            server.install_signal_handlers = lambda: None
             got.update(models=ms, port=sock.getsockname()[1],
                 server=server, loop=asyncio.get_running_loop())
             await server.serve(sockets=[sock])

@@ -2,6 +2,7 @@
 import copy,json
 import numpy as np
 import pytest
+from functools import partial
 from hypothesis import given,settings,strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Inner,decoders,models,pre_tokenizers,trainers
@@ -381,8 +382,7 @@ TEMPLATES = {
 def reference(source):
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation,'jinja2.ext.loopcontrols'])
-    env.filters['tojson'] = lambda x,indent=None: json.dumps(
-        x, ensure_ascii=False, indent=indent)
+    env.filters['tojson'] = partial(json.dumps, ensure_ascii=False)
     return env.from_string(source)
 messages = st.lists(
     st.fixed_dictionaries({
