@@ -453,22 +453,24 @@ def test_a_name_that_is_none_is_a_404(personas, path):
     r = personas.http.post(path, json=body|dict(model='cybr'))
     assert r.status_code==404 and 'Did you mean cyber?' in r.text
 
+CALL = '{"name": "look", "parameters": {"at": "sky"}}'
+
+def says_a_call(prompt): return CALL
+
+def answered(personas, model, **kw):
+    "The message of an answer"
+    r = personas.http.post('/v1/chat/completions', json=CHAT|dict(model=model, **kw))
+    return r.json()['choices'][0]['message']
+
 def test_parsers_of_a_persona(personas):
-    def call(prompt):
-        return '{"name": "look", "parameters": {"at": "sky"}}'
-    personas.small.script = call
-    tools = [
-        dict(type='function', function=dict(name='look', parameters=dict(type='object')))]
+    personas.small.script = says_a_call
+    f = dict(name='look', parameters=dict(type='object'))
     def calls(model):
-        return personas.http.post(
-            '/v1/chat/completions', json=CHAT|dict(model=model, tools=tools)
-        ).json()['choices'][0]['message'].get('tool_calls')
+        tools = [dict(type='function', function=f)]
+        return answered(personas, model, tools=tools).get('tool_calls')
     assert calls('tools')[0]['function']['name']=='look' and not calls('small')
-    def thought(model):
-        return personas.http.post(
-            '/v1/chat/completions', json=CHAT|dict(model=model)
-        ).json()['choices'][0]['message'].get('reasoning')
-    assert thought('thinker')==call and not thought('small')
+    def thought(model): return answered(personas, model).get('reasoning')
+    assert thought('thinker')==CALL and not thought('small')
 
 def test_a_response_goes_on_without_the_prompt_twice(personas):
     one = personas.http.post(
