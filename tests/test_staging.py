@@ -12,7 +12,7 @@ from atlas.ground.core import CheckpointError
 from atlas.ground.reading import BLOCK
 from atlas.ground.weights import IGNORE,_leave_some,load,open_checkpoint
 from atlas.model.model import plan
-from helpers.layouts import CONFS,HOW,LAYOUTS,STACK_HOW,folder,stored
+from helpers.layouts import CONFS,LAYOUTS,any_format,folder,stored
 
 def realign(path, residue):
     "Pad the headers of a folder's files so that tensors begin at `residue`, counted in eights"
@@ -99,16 +99,7 @@ def test_stored_anew(tmp_path, card, name, quantization, monkeypatch):
     monkeypatch.setattr(weights, '_WINDOW', BLOCK)
     same(loaded(path, Counting(*how), card), want, card)
 
-_hows = [h for h in HOW if h not in ('f32','f16')]
-def any_format(seed):
-    "A rule for `stored`: any that a tensor can have"
-    rng = np.random.default_rng(seed)
-    def pick(k, a):
-        hows = [*STACK_HOW] if a.ndim==3 else _hows
-        if a.shape[-1]%32 or a.shape[-2]%8:
-            hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
-        return str(rng.choice(hows))
-    return pick
+
 
 @settings(
     deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])

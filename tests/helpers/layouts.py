@@ -470,6 +470,17 @@ def stored(conf, style, experts, rules):
         raw |= {named(n, style):v for n,v in (parts|input_scale(k, a, how)).items()}
     return raw,plain
 
+def any_format(seed):
+    "A rule for `stored`: any that a tensor can have, but 16 and 32 bits of IEEE"
+    rng = np.random.default_rng(seed)
+    hows = [h for h in HOW if h not in ('f32','f16')]
+    def pick(k, a):
+        some = [*STACK_HOW] if a.ndim==3 else hows
+        if a.shape[-1]%32 or a.shape[-2]%8:
+            some = [h for h in some if 'fp4' not in h and 'int4' not in h]
+        return str(rng.choice(some))
+    return pick
+
 def input_scale(k, a, how):
     "What some formats have beside each matrix"
     if is_stack(k, a) or how[:3] not in ('nvf','fp8'):
