@@ -89,7 +89,7 @@ def test_a_drafter_that_does_not_fit(reads, monkeypatch):
     assert reads==['smollm2-tied']
     reads.clear()
     monkeypatch.setattr(loading.host_words, 'weight_bytes', lambda *a, **kw: 151<<20)
-    monkeypatch.setattr(loading, '_step_bytes', lambda *a: 0)
+    monkeypatch.setattr(loading.host_words, 'step_bytes', lambda *a: 0)
     e = refused(PLAIN, draft_model=PLAIN, kv_cache_memory=1<<20)
     assert isinstance(e, OutOfMemoryError) and not reads
     assert 'which drafts for it' in e.msg and '302 MiB' in e.msg
@@ -98,7 +98,7 @@ def test_caches_that_do_not_fit(reads, monkeypatch):
     "The draft model's beside the target's, beside the weights of both"
     cost = 1<<20
     monkeypatch.setattr(loading.host_words, 'weight_bytes', lambda *a, **kw: 50*cost)
-    monkeypatch.setattr(loading, '_step_bytes', lambda *a: 0)
+    monkeypatch.setattr(loading.host_words, 'step_bytes', lambda *a: 0)
     monkeypatch.setattr(loading, 'token_bytes', lambda *a, **kw: 1<<14)
     import atlas.engine.cache as cache
     monkeypatch.setattr(cache, 'token_bytes', lambda *a, **kw: 1<<14)
@@ -109,12 +109,13 @@ def test_caches_that_do_not_fit(reads, monkeypatch):
 def test_a_step_has_a_row_for_each_draft(monkeypatch):
     "And is as large as that of the larger model"
     seen = []
-    def spy(ck, chunk, rows):
-        seen.append((ck.path.name,rows))
+    def spy(config, tiles, rows, context):
+        seen.append((config.family,rows,context))
         return 1
-    monkeypatch.setattr(loading, '_step_bytes', spy)
-    load(PLAIN, draft_model=PLAIN, num_speculative_tokens=3).close()
-    assert seen==[('smollm2-tied',8)]*2
+    monkeypatch.setattr(loading.host_words, 'step_bytes', spy)
+    m = load(PLAIN, draft_model=PLAIN, num_speculative_tokens=3)
+    assert seen==[(m.config.family,8,m.max_seq_len)]*2
+    m.close()
 
 def test_the_smaller_model_is_read_first(reads):
     load(GEMMA, draft_model=ASSISTANT).close()

@@ -4,8 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 import pytest
 from hypothesis import given,settings,strategies as st
+from atlas.card.arena import Region
 from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx
+from atlas.card.launch import recording
+from atlas.card.variants import Dry
+from atlas.cuda.vocabulary import _prompt_bytes,step_bytes
 from atlas.engine.loading import LoadedModel
 from atlas.engine.planning import LoadPlan,SPARK,plan_load
 from atlas.ground.catalog import CATALOG
@@ -117,3 +121,38 @@ def test_a_context_beyond_the_model_is_no_question_of_room():
     said = t.together(262144, 'f16')
     assert 'do not fit' not in str(said) and ' 0 B' not in str(said)
     assert [s.partition(': ')[0] for s in said.refused]==['qwen3-0.6b-bf16','tiny']
+
+# ---- a step, beside what is planned for it
+
+@pytest.fixture
+def most(monkeypatch):
+    "Tells the most bytes that arrays of a dry card take while a function runs"
+    held,hold = [0],Region.hold
+    def noted(region, *args, **kw):
+        piece = hold(region, *args, **kw)
+        held[0] = max(held[0], region.used)
+        return piece
+    monkeypatch.setattr(Region, 'hold', noted)
+    def of(card, f, *args):
+        card._all._settle()
+        before = held[0] = card._all.used
+        f(*args)
+        return held[0]-before
+    return of
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shape,weights', [('llama-3.1-8b','fp8'), ('gpt-oss-20b',None),
+    ('qwen3.6-35b-a3b','nvfp4'), ('gemma-4-26b-a4b','nvfp4-experts'), ('qwen3.6-27b','nvfp4'),
+    ('nemotron-3-nano-30b-a3b','nvfp4'), ('granite-4.0-h-tiny','nvfp4')])
+def test_a_step_takes_what_was_planned(most, shape, weights):
+    "Prompts of 2,048 tokens take nearly that, and 32 sequences that may be long no more"
+    card,longest = Dry('sm_90a', 1<<40),65_536
+    o = EngineConfig(shape, card, longest, 32, load_format='dummy', weights=weights)
+    with recording(launch=False):
+        m = Cold(replace(o, chunk=2048, kv_cache_memory=1<<34), False)
+        s = m.engine.stepper
+        prompts = most(card, s._try_prompt, 2048)
+        rows = most(card, s._try_decode, longest, s._buckets()[-1:])
+    planned = 2048*_prompt_bytes(m.config)
+    assert .7*planned<prompts<=1.02*planned
+    assert rows<=step_bytes(m.config, 0, 32, longest)

@@ -7,9 +7,12 @@ import pytest
 from atlas import SamplingParams
 from atlas.card import processor
 from atlas.card.device import Host
+from atlas.engine import stepper
+from atlas.engine.loading import LoadedModel
 from atlas.ground.core import RequestError
 from atlas.ground.formats import GGUF_BLOCKS,QTensor
 from atlas.ground.options import EngineConfig
+from atlas.ground.requests import Request
 from atlas.ground.weights import open_checkpoint
 from atlas.model.model import load_model
 from atlas.ops.host import STORED,HostMatrix,_described,_Matrix,settled
@@ -178,3 +181,37 @@ def test_bits_on_arm(tmp_path):
         assert np.array_equal(there[:here.size], here), (q.fmt,len(x),act)
         there = there[here.size:]
     assert not there.size
+
+# ---- steps as lists of calls
+
+def spoken(folder, texts, **how):
+    "What requests of so many ids each are answered, with all bits, and the replays there are then"
+    o = EngineConfig(str(folder), 'cpu', 128, len(texts), packed=True, threads=2, **how)
+    m = LoadedModel(o, False)
+    said = {}
+    p = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    for i,n in enumerate(texts):
+        m.engine.add(Request(str(i), tuple(range(3, 3+n)), p))
+    while m.engine.has_work:
+        for ev in m.engine.step():
+            said.setdefault(ev.id, []).append((ev.token,ev.logprob,ev.top))
+    made = m.engine.stepper.replays
+    m.close()
+    return said,made
+
+@pytest.mark.parametrize('name,how', [('smollm2-tied',{}), ('qwen3-fp8-channel',{}),
+    ('llama-fp8-tensor',{}), ('smollm2-tied',dict(speculative='ngram'))])
+def test_replayed_steps_have_the_same_bits(name, how, monkeypatch):
+    "Three sequences that end at different times, so that steps of one to three rows follow"
+    texts = 5,40,17
+    said,made = spoken(DATA/name, texts, **how)
+    assert made and all(made.values())
+    monkeypatch.setattr(stepper, 'recorded', lambda device, f, x, angles: (f(),None))
+    want,none = spoken(DATA/name, texts, **how)
+    assert said==want and not any(none.values())
+
+@pytest.mark.parametrize('name', ['nemotron-nvfp4','gpt-oss-mxfp4','qwen35-mixed'])
+def test_layers_that_are_no_list_of_calls(name):
+    "Experts and states are NumPy's in part: such a model goes on as ever, and is asked once"
+    _,made = spoken(DATA/name, (5,9))
+    assert made and not any(made.values())

@@ -315,9 +315,10 @@ BROKEN = {
     no_events:(502,502,'garbage'), nothing:(502,502,None),
     redirect:(502,502,'status'), drip:(502,504,None)}
 
-def limits_for(fault):
+def limits_for(fault, stream):
     "Only what says nothing more is waited for in vain; all else comes, however late"
-    return HASTY if fault in (hang,head_only,drip) else STRICT
+    silent = (hang,head_only,drip) if stream else (hang,)
+    return HASTY if fault in silent else STRICT
 
 def named(f): return f.__name__
 both_ways = pytest.mark.parametrize('stream', [False,True], ids=['whole','stream'])
@@ -326,10 +327,8 @@ both_ways = pytest.mark.parametrize('stream', [False,True], ids=['whole','stream
 @pytest.mark.parametrize('say', BROKEN, ids=named)
 def test_broken(say, stream):
     "One error, with the server's name, and not with its address; and the next question is answered"
-    answers = [say,good]
-    with behind(
-        lambda c: answers.pop(0)(c), limits=limits_for(say)
-    ) as (d,u):
+    answer = say
+    with behind(lambda c: answer(c), limits=limits_for(say, stream)) as (d,u):
         *expected,fault = BROKEN[say]
         r = d.post(stream=stream)
         assert r.status_code==expected[stream], r.text
@@ -338,6 +337,7 @@ def test_broken(say, stream):
             assert d.metric('upstream_requests_total', upstream='spark2', outcome=fault)==1
         assert d.metric('upstream_up', upstream='spark2')==0
         d.models.upstreams[0].limits = QUICK
+        answer = good
         assert d.post(stream=stream).status_code==200 and d.metric(
             'upstream_up', upstream='spark2')==1
         assert d.models.find('gemma').runner.running==0
@@ -551,10 +551,10 @@ def test_a_server_that_refuses_what_only_some_know():
     ids=named)
 def test_broken_in_translation(say, stream):
     """The same faults, told in the shape of another API: as a status before anything was said, or
-    as an event"""
+    as an event. The other server is asked for a stream, whatever the client asked for"""
     with behind(
         lambda c: say(c) if 'chat' in c.path else good(c),
-        limits=limits_for(say)
+        limits=limits_for(say, stream=True)
     ) as (d,u):
         r = d.post('/v1/messages', stream=stream)
         if r.status_code==200:
@@ -971,7 +971,7 @@ def stand_in(*to, **kw):
     ids=named)
 def test_a_model_of_ours_stands_in(fault, stream):
     with behind(
-        fault, limits=limits_for(fault), local=[speaker('small', say)],
+        fault, limits=limits_for(fault, stream), local=[speaker('small', say)],
         fallbacks=stand_in('small')
     ) as (d,u):
         r = d.post(stream=stream)
@@ -981,8 +981,7 @@ def test_a_model_of_ours_stands_in(fault, stream):
         why = 'was left alone after it failed'
         route = d.post(stream=stream).headers['x-atlas-route']
         assert route==f'fallback: small for spark2/gemma ({why})'
-        until(u.asked, 'one question')  # given up, perhaps, before it was read
-        assert len(u.asked())==1, 'it is left alone'
+        assert len(u.asked())<=1, 'it is left alone' # None where it was given up before it was read
         assert d.metric('fallbacks_total', model_name='spark2/gemma', answered_by='small')==2
 
 @pytest.mark.parametrize('s', [400,404,413,422,501])

@@ -19,7 +19,8 @@ from pathlib import Path
 from time import time_ns
 import numpy as np
 from fastcore.basics import ifnone,patch
-from ..ground.core import AtlasError,DeviceError,INSTALL_CUDA,home,kernel_dir
+from ..ground.core import AtlasError,DeviceError,INSTALL_CUDA,OutOfMemoryError
+from ..ground.core import home,kernel_dir
 from ..ground.core import cp
 from .device import CudaFault,processors
 
@@ -592,19 +593,28 @@ def loaded(
     load, # Makes a kernel of a cubin, or raises
 ):
     """What `load` makes of the wheel's cubin, or, should the driver refuse that, of one compiled
-    here; a `DeviceError` if it refuses both"""
+    here; a `DeviceError` if it refuses both, or has no memory for one"""
     if (b := ahead(src, arch, options)) is not None:
         try:
             return load(b)
         except (RuntimeError, DeviceError) as e:
             if isinstance(e, CudaFault):
                 raise
+            _is_room(src, e)
             shipped = cubin_name(src.name, arch, options)
             warnings.warn(f'The shipped {shipped} is refused ({e}), and compiled anew')
     b = compiled(src, arch, options)
     try:
         return load(b)
     except RuntimeError as e:
+        _is_room(src, e)
         raise DeviceError(
             f'The driver refuses {src.name} for {arch}, compiled here: {e}',
             hint='The driver is likely older than the compiler: update it') from e
+
+def _is_room(src, e):
+    "An `OutOfMemoryError` where the driver says by `e` that a card has no room for a kernel"
+    if 'OUT_OF_MEMORY' in str(e):
+        said = f'There is no room for {src.name}: the memory of the card is taken'
+        hint = 'Lower --gpu-memory-utilization, or free memory'
+        raise OutOfMemoryError(said, hint=hint) from e

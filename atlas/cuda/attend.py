@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/attention/cuda.attend.html.m
 
 # %% auto #0
 __all__ = ['PIECE', 'pool_bytes', 'KVPool', 'pool_words', 'forget_words', 'make_pool', 'encode_row', 'decode_row', 'unpack_pool',
-           'Angles', 'num_pieces', 'most_rows', 'Shares', 'DecodeArgs', 'MergeArgs', 'attend']
+           'Angles', 'num_pieces', 'most_rows', 'Shares', 'DecodeArgs', 'MergeArgs', 'left_bytes', 'attend']
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #dd608c3d
 import numpy as np
@@ -551,6 +551,15 @@ def _left(card, rows, pieces, heads, d):
         return dict(o=None, ml=None)
     of = rows,pieces,heads
     return {'o':card.empty((*of,d)), 'ml':card.empty((*of,2))}
+
+def left_bytes(
+    a, # `AttentionConfig`
+    context:int, # Tokens that the longest sequence of the step has
+)->int:
+    "Bytes of a row in that memory, at most"
+    blocks = _blocks(a.num_heads, a.num_kv_heads)
+    pieces,_ = num_pieces(context, a.window, blocks, a.head_dim)
+    return 4*pieces*a.num_heads*(a.head_dim+2)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #19af3707
 def attend(

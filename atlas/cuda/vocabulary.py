@@ -7,8 +7,8 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/cuda.vocabulary.html.md"""
 # %% auto #0
 __all__ = ['DEFAULTS', 'KV_FORMATS', 'embed', 'angles', 'rmsnorm', 'norm_add', 'project', 'mlp', 'logits', 'greedy_logits',
            'attend', 'gated_delta', 'mamba', 'moe', 'beside', 'pick', 'likeliest', 'ngram', 'placement', 'weight_bytes',
-           'prefill_formats', 'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'state_shapes', 'states_of',
-           'packed_in', 'prepare', 'words_of']
+           'step_bytes', 'prefill_formats', 'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'state_shapes',
+           'states_of', 'packed_in', 'prepare', 'words_of']
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0af7b459
 import math,sys
@@ -18,7 +18,8 @@ from ..card.card import card_of,run
 from ..card.device import Host
 from ..ground.core import ConfigError,UnsupportedError
 from ..ground.weights import head_quantizable,quantizable
-from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
+from .attend import Angles,attend as attend_rows,left_bytes,make_pool
+from .attend import pool_bytes,pool_words
 from .delta import as_states,delta_step,record_size
 from .experts import moe as moe_rows,takes_rows
 from .experts_many import experts_many,route_many
@@ -35,7 +36,7 @@ from .pack import taken_rows
 from .scan import delta_many,mamba_many
 from ..ops.linear import MAX_ROWS
 from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,MoEWeights
-from ..ops.vocabulary import Defaults,GroupNorm,Matrix,Norm,RotaryTable,Step
+from ..ops.vocabulary import Defaults,GroupNorm,Matrix,Norm,RotaryTable,Step,mixer_widths
 from ..ops import vocabulary as host_words
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #04942746
@@ -426,6 +427,26 @@ def weight_bytes(
         total += sizes[like]
     return total
 
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #57e9b003
+_TAKES = dict(attention=9, sliding=9, delta=7, mamba=11) # Bytes for each output of a projection
+
+def _prompt_bytes(c)->int:
+    "Bytes that a row of a prompt has in float32, and in halves for the product that comes next"
+    H,m = c.hidden_size,c.moe
+    stream = (22 if c.sandwich else 16)*H
+    most = [6*c.intermediate_size,*(_TAKES[k]*n for k,n in mixer_widths(c).items())]
+    if m:
+        joined = m.shared_size==m.intermediate_size
+        most.append((m.top_k+joined)*(6*m.intermediate_size+4*H))
+    return stream+max(most)
+
+def step_bytes(config, rows:int, seqs:int, context:int)->int:
+    "As on the host, and an eighth more than its arrays: memory is taken and kept in pieces"
+    c = config
+    left = max((left_bytes(a, context) for a in (c.attention,c.sliding) if a), default=0)
+    arrays = rows*_prompt_bytes(c)+seqs*(12*c.vocab_size+left)
+    return (64<<20)+arrays*9//8
+
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #78631887
 def prefill_formats(
     device, tensors:dict, activations:str|None=None, quantization:str|None=None
@@ -516,16 +537,18 @@ def _fits(l)->bool:
         pairs.append((l.router.weight,l.shared_gate))
     return all(can_join(a, b) for a,b in pairs)
 
-def _join(l):
-    "The shared expert as the last of the bank, its gate as the last row of the router"
-    bank,shared = l.experts,l.shared
-    up,down = shared.gate_up_proj,shared.down_proj
-    bank.gate_up_proj = join(bank.gate_up_proj, up.weight)
-    bank.down_proj = join(bank.down_proj, down.weight)
-    up.weight = down.weight = None  # the bank has their bytes now
-    if l.config.shared_gate:
-        l.router.weight = join(l.router.weight, l.shared_gate)
-    l.joined = True
+def _join(layers):
+    """Shared experts as the last of their banks, their gates as the last rows of routers: one kind
+    after the other, since a bank that has grown fits where two of its kind were, side by side"""
+    for name in ('gate_up_proj','down_proj'):
+        for l in layers:
+            one = getattr(l.shared, name)
+            setattr(l.experts, name, join(getattr(l.experts, name), one.weight))
+            one.weight = None # the bank has its bytes now
+    for l in layers:
+        if l.config.shared_gate:
+            l.router.weight = join(l.router.weight, l.shared_gate)
+        l.joined = True
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #48c50ab2
 # Attributes that hold no weights, or another's
@@ -594,14 +617,11 @@ def prepare(model):
     blocks = [*model.layers]
     if model.mtp:
         blocks += model.mtp.layers
-    for b in blocks:
-        for l in b.parts():
-            if not hasattr(l, 'experts'):
-                continue
-            if _came_joined(l):
-                l.joined = True
-            elif _fits(l):
-                _join(l)
+    experts = [l for b in blocks for l in b.parts() if hasattr(l, 'experts')]
+    came = [l for l in experts if _came_joined(l)]
+    for l in came:
+        l.joined = True
+    _join([l for l in experts if l not in came and _fits(l)])
     for p in packed_in([model, model.mtp]):
         units(p)
     _look_ahead(model)

@@ -1155,8 +1155,8 @@ def warm(self:CardStepper):
     long = min(self.scheduler.chunk, most)
     with self.here():
         with self.model.one_of_each(self.cache):
-            make_ready(self.card, *self._tries(long, most), known=self.known)
-            self._tidy()
+            tries = self._tries(long, most)
+            make_ready(self.card, *tries, self._tidy, known=self.known)
             self._run_largest(long, end)
         if self.prompts:
             self._expect_prompts(long)
@@ -1193,7 +1193,7 @@ def _run_largest(self:CardStepper, long, end):
 @patch
 def _tidy(self:CardStepper):
     """Give back what was taken for steps that were only noted: of the longest sequences, it may be
-    all there is"""
+    all there is, and kernels that are loaded next need some"""
     self.card.tidy()
     if self.graphs:
         return # they remember where arrays lay

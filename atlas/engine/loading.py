@@ -141,7 +141,7 @@ def _begin(self:LoadedModel, show=None, text=None):
     "Load all of it, and have an engine; errors as they come"
     self.startup = Startup()
     self.startup.begin('open')
-    plain = repr(replace(self.options, device='cpu'))
+    plain = repr(replace(self.options, device='cpu', cache_packed=False))
     known = self.device.known(plain, code_digest)
     self._check()
     self._open_and_load(show, text)
@@ -390,19 +390,6 @@ def is_tight(device, *cks)->bool:
     weights = sum(c.config.num_params for c in cks if c)
     return 4*weights>device.memory().available/2
 
-def _step_bytes(ck, rows, seqs)->int:
-    "Bytes that the arrays of a step of so many rows take, at most"
-    c,m = ck.config,ck.config.moe
-    heights = [s[-2] for s in ck.shapes if len(s)>1]
-    wide = max((n for n in heights if n!=c.vocab_size), default=0)
-    stream,products = 6*c.hidden_size,3*wide
-    experts = 0
-    if m:
-        experts = m.top_k*(c.hidden_size+2*m.intermediate_size)
-    row = stream+products+experts
-    logits = 12*seqs*c.vocab_size
-    return (256<<20)+4*(rows+64)*row+logits
-
 def _head_bytes(ck, ops, size, form)->int:
     "Bytes of the rows of an output matrix that drafts are read off: `size` and the last"
     name,tied = 'lm_head.weight','model.embed_tokens.weight'
@@ -643,7 +630,7 @@ def _steps(self:LoadedModel, seqs:int, ck, form)->int:
     tiles = self.chunk+(TILE-1)*seqs # the last tile of each prompt may have one row
     if by.ck:
         models.append(by.ck)
-    most = max(_step_bytes(c, tiles, rows) for c in models)
+    most = max(self.ops.step_bytes(c.config, tiles, rows, self.max_seq_len) for c in models)
     size = self._narrow()
     if size is None:
         return most

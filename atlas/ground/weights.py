@@ -785,7 +785,8 @@ def _made_with(ckpt, put)->Callable:
 
 # %% ../../nbs/1_ground/11_weights.ipynb #cefdaff5
 def _load_with(ckpt, out, incoming, device, show, put):
-    "`load`, with what `put` makes of each tensor"
+    "`load`, with what `put` makes of each tensor; the largest first, so that likes lie together"
+    incoming = sorted(incoming, key=lambda to: -to.nbytes)
     _fits_whole(ckpt, incoming, device)
     make = _made_with(ckpt, put)
     if not ckpt.in_files:

@@ -278,17 +278,17 @@ class Decoder:
 # %% ../../nbs/4_model/04_model.ipynb #0f8a9cc4
 @patch
 def bind(self:Decoder, weights:dict, device, max_seq_len:int):
-    """Take `weights` by name and make the tables of angles; parts whose weights are not among
-    them are left out"""
-    visual = {n: w for n,w in weights.items() if n.startswith('visual.')}
-    self._names,self._visual = list(weights),visual
+    """Take `weights` by name, which leaves none there, and make the tables of angles; parts whose
+    weights are not among them are left out"""
+    self._names = list(weights)
+    visual = {n: weights.pop(n) for n in self._names if n.startswith('visual.')}
+    self._visual = visual
     self.vision = self._vision.bind(visual, device) if visual else None
     drafts = any(n.startswith('mtp.') for n in weights)
     self.mtp = self._mtp if drafts else None
-    for n,w in weights.items():
-        if n not in visual:
-            bind(self, n, w)
-    if 'lm_head.weight' not in weights:
+    for n in list(weights):
+        bind(self, n, weights.pop(n)) # kept here, too, it would stay when the words have joined it
+    if 'lm_head.weight' not in self._names:
         self.lm_head = self.embed_tokens
     self.device,self.max_seq_len = device,max_seq_len
     self.ops = words_of(device)
@@ -354,8 +354,19 @@ def trunk(self:Decoder,
 ): # [R, H] float32
     "The residual stream after the last layer"
     s = self.step(b, cache, routes)
-    x = self.embed(b)  # (R,H)
-    rows,_,deep = b.patches or (None,None,())
+    x = self.through(self.embed(b), s, tap)
+    if made is not None:
+        made += s.made
+    return x
+
+@patch
+def through(self:Decoder,
+    x, # Embeddings of the rows, [R, H]
+    s:Step, # Which they are of
+    tap=None, # As for `trunk`
+): # [R, H] float32
+    "The stream after the last layer"
+    rows,_,deep = s.b.patches or (None,None,())
     # small matrix products raise these for lanes past a row's end; the sampler looks for NaN
     with np.errstate(over='ignore', invalid='ignore'):
         for i,l in enumerate(self.layers):
@@ -364,8 +375,6 @@ def trunk(self:Decoder,
                 x[rows] += deep[i]
             if tap:
                 tap(i, x)
-    if made is not None:
-        made += s.made
     return x
 
 # %% ../../nbs/4_model/04_model.ipynb #b75b9354

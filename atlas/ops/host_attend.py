@@ -13,7 +13,7 @@ import numpy as np
 from fastcore.basics import patch
 from ..ground.config import AttentionConfig
 from .attention import attend
-from .host import Processor,address,plain
+from .host import Heard,Processor,address,plain
 
 # %% ../../nbs/3_ops/attention/23_ops.host_attend.ipynb #23a00006
 def _struct(pointers, sizes, floats=()):
@@ -125,6 +125,9 @@ def __call__(self:HostAttention,
         address(out),
         qkv.shape[1],
         self._device.threads)
+    heard = self._device._multiply.heard
+    if heard is not None:
+        heard.append(Heard(layer, rows, qkv, None, out, qkv.shape[1]))
     return out
 
 def attention_of(device, k, v): # Called as `attend`

@@ -8,8 +8,8 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/ops.vocabulary.html.md"""
 __all__ = ['WORDS', 'DRAFTING', 'SETUP', 'DEFAULTS', 'Step', 'embed', 'RotaryTable', 'angles', 'Norm', 'GroupNorm', 'rmsnorm',
            'norm_add', 'Matrix', 'MLPWeights', 'project', 'mlp', 'logits', 'AttentionWeights', 'attend', 'DeltaWeights',
            'gated_delta', 'MambaWeights', 'mamba', 'beside', 'pick', 'likeliest', 'ngram', 'MoEWeights', 'moe',
-           'Defaults', 'placement', 'weight_bytes', 'prepare', 'take_rows', 'prefill_formats', 'kv_formats', 'kv_bytes',
-           'KVArrays', 'HostKV', 'kv_pools', 'state_shapes', 'states_of']
+           'Defaults', 'placement', 'weight_bytes', 'prepare', 'take_rows', 'mixer_widths', 'step_bytes',
+           'prefill_formats', 'kv_formats', 'kv_bytes', 'KVArrays', 'HostKV', 'kv_pools', 'state_shapes', 'states_of']
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #592ad131
 import math
@@ -33,7 +33,7 @@ from .rope import rope_angles
 WORDS = ('embed','angles','rmsnorm','norm_add','project',
     'attend','gated_delta','mamba','mlp','moe','logits') # Of layers
 DRAFTING = ('beside','pick','likeliest','ngram') # Of what drafts
-SETUP = ('placement','weight_bytes','prepare','take_rows',
+SETUP = ('placement','weight_bytes','step_bytes','prepare','take_rows',
     'prefill_formats','kv_formats','kv_bytes','kv_pools',
     'state_shapes','states_of') # Of who loads one
 
@@ -514,6 +514,34 @@ def take_rows(
     if isinstance(w, np.ndarray):
         return w[index]
     return w.rows(index) if isinstance(w, HostMatrix) else None
+
+# %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #57e9b001
+def mixer_widths(c)->dict[str,int]: # Kind of mixer -> outputs
+    "Outputs of the projections that the mixers of a model, a `ModelConfig`, begin with"
+    found = {}
+    for kind,a in dict(attention=c.attention, sliding=c.sliding).items():
+        if a:
+            found[kind] = a.head_dim*(a.num_heads*(1+a.gate)+2*a.num_kv_heads)
+    if d := c.delta:
+        found['delta'] = 2*(d.num_k_heads*d.k_dim+d.num_v_heads*(d.v_dim+1))
+    if m := c.mamba:
+        inner,groups = m.num_heads*m.head_dim,m.n_groups*m.state_dim
+        found['mamba'] = 2*(inner+groups)+m.num_heads
+    return found
+
+def step_bytes(
+    config, # `ModelConfig`
+    rows:int, # Of prompts in a step, padding included
+    seqs:int, # Rows that tokens are drawn from
+    context:int, # The most tokens that one of them sees
+)->int:
+    "Bytes that the arrays of a step take, at most, as well as can be told before"
+    c,m = config,config.moe
+    wide = max(c.intermediate_size, *mixer_widths(c).values())
+    row = 6*c.hidden_size+3*wide
+    if m:
+        row += m.top_k*(c.hidden_size+2*m.intermediate_size)+3*m.shared_size
+    return (256<<20)+4*(rows+64)*row+12*seqs*c.vocab_size
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #8f10b0d0
 def prefill_formats(

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 import numpy as np
 from fastcore.basics import patch
-from ..ground.core import UnsupportedError
+from ..ground.core import AtlasError,UnsupportedError
 
 # %% ../../nbs/8_use/27_beside.ipynb #58a71dda
 class Ours:
@@ -160,10 +160,19 @@ def _round(e, p, rng)->dict:
     def ids(n): return rng.integers(1000, 20000, n).tolist()
     long,short = ids(p.prompt),ids(_SHORT)
     first = e.ask(long, 1)
-    begun = e.ask(short, 1)
-    rate = p.tokens/(e.ask(short, 1+p.tokens)-begun)
+    rate = p.tokens/_others(e, p, short)
     return dict(engine=e.name, threads=e.threads, first_token_seconds=first,
         tokens_per_second=rate)
+
+def _others(e, p, ids)->float:
+    """Seconds of an answer's tokens but for the first; asked again where more of them took no
+    longer, for then something else had the processor"""
+    for _ in range(3):
+        first = e.ask(ids, 1)
+        all_of_it = e.ask(ids, 1+p.tokens)
+        if all_of_it>first:
+            return all_of_it-first
+    raise AtlasError('Other programs take the processor', hint='Measure when they are done')
 
 # %% ../../nbs/8_use/27_beside.ipynb #87b62f27
 def _load()->float|None:

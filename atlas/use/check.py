@@ -65,9 +65,13 @@ class Elsewhere(Exception):
 class Report(list):
     "Rows, and how many of them went wrong"
     @property
+    def failed(self)->list[Row]:
+        "Rows that went wrong"
+        return [r for r in self if r.verdict not in ('ok',_ELSEWHERE)]
+    @property
     def failures(self)->int:
-        "Rows that went wrong: the exit status of `atlas check`"
-        return sum(r.verdict not in ('ok',_ELSEWHERE) for r in self)
+        "How many went wrong: the exit status of `atlas check`"
+        return len(self.failed)
     def table(self)->list[list[str]]:
         "All fields as text; of errors only the kind"
         return [

@@ -365,3 +365,21 @@ ENTRANCE attend(const Rows* rows, const Layer* layer, const float* qkv, float* o
     pool.run(groups.size() * a.kv, threads, attend_group, &s);
     if (a.tiled) clear_padding(a, groups);
 }
+
+// As `_Call` of atlas.ops.replay has it: a product, or attention of `rows`
+extern "C" struct Call {
+    const void *what, *rows;  // Product and null, or Layer and Rows
+    const float *x, *add;     // add: or null
+    float* y;
+    long count, step;  // rows of x, and numbers from one to the next
+};
+
+// What a step asks for, one after the other: threads have no time to fall asleep in between
+ENTRANCE replay(const Call* calls, long n, long threads) {
+    for (const Call* c = calls; c < calls + n; c++) {
+        if (c->rows)
+            attend((const Rows*)c->rows, (const Layer*)c->what, c->x, c->y, c->step, threads);
+        else
+            product((const Product*)c->what, c->x, c->add, c->y, c->count, c->step, threads);
+    }
+}

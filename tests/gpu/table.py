@@ -67,6 +67,7 @@ def measure(m, device, count, folder):
     print(f'{m}: {said}; {report.floor(p)/p.us:.0%} of a copy; '
         f'loaded in {report.load_seconds:.1f} s, in all {took:.0f} s', flush=True)
     if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder)/f'{m}.json').write_text(json.dumps(report.to_dict(), indent=1))
     return report
 
