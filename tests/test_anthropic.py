@@ -626,18 +626,23 @@ def test_claude_codes_title():
     assert a.messages[0]['content']=='Write a title.'
 
 def test_images_wherever_they_are():
-    png = dict(type='image', source=dict(type='base64', media_type='image/png', data='AAAA'))
-    far = dict(type='image', source=dict(type='url', url='https://a/b.png'))
+    def image(**source): return dict(type='image', source=source)
+    png = image(type='base64', media_type='image/png', data='AAAA')
+    far = image(type='url', url='https://a/b.png')
     shot = dict(type='tool_use', id='t', name='shot', input={})
     seen = [text('What is this?'), result('t', [text('A picture'), png]), far]
     a = parsed(messages=[
-        dict(role='assistant', content=[shot]), dict(role='user', content=seen)])
-    assert a.messages[1]==dict(role='tool', tool_call_id='t', content='A picture', name='shot')
-    def image(url, where): return dict(type='image_url', image_url=dict(url=url), where=where)
-    within = 'messages[1].content[1].tool_result.content[1].image'
-    assert a.messages[2]['content']==[
-        image('data:image/png;base64,AAAA', within), text('What is this?'),
-        image('https://a/b.png', 'messages[1].content[2].image')]
+        dict(role='assistant', content=[shot]),
+        dict(role='user', content=seen)])
+    _,heard,last = a.messages
+    assert heard==dict(role='tool', tool_call_id='t', content='A picture', name='shot')
+    def shown(url, where): return dict(type='image_url', image_url=dict(url=url), where=where)
+    assert last['content']==[
+        shown(
+            'data:image/png;base64,AAAA',
+            'messages[1].content[1].tool_result.content[1].image'),
+        text('What is this?'),
+        shown('https://a/b.png', 'messages[1].content[2].image')]
 
 SOUND = [
     claude_code(3),
@@ -1019,6 +1024,15 @@ def claude(url, home, *args):
         DISABLE_AUTOUPDATER='1')
     return json.loads(out)
 
+def adds(a):
+    "A model that has a shell add 40 and 2, and says what it hears"
+    last = a.messages[-1]
+    if last['role']=='tool':
+        return [said(f'It is {last["content"]}'), end()]
+    run_it = thought('Run it.', content='I run it.')
+    begun = called(0, 'call_01', 'Bash', '{"command": "echo $((40+')
+    return [run_it, begun, called(0, arguments='2))"}'), end('tool_calls')]
+
 def test_claude_code_runs_a_tool(script, tmp_path):
     """It is told to run a command, runs it, and shows what comes back; its first try is refused,
     its second breaks before it says anything"""
@@ -1028,12 +1042,7 @@ def test_claude_code_runs_a_tool(script, tmp_path):
         if len(tries)==1:
             raise QueueFullError('256 requests are waiting')
         script.error_at = 0 if len(tries)==2 else None
-        last = a.messages[-1]
-        if last['role']=='tool':
-            return [said(f'It is {last["content"]}'), end()]
-        run_it = thought('Run it.', content='I run it.')
-        begun = called(0, 'call_01', 'Bash', '{"command": "echo $((40+')
-        return [run_it, begun, called(0, arguments='2))"}'), end('tool_calls')]
+        return adds(a)
     script.answer = answer
     d = claude(script.url, tmp_path, 'what is 40+2?', '--allowedTools', 'Bash')
     assert (d['result'],d['is_error'])==('It is 42',False), d

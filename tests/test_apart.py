@@ -4,6 +4,7 @@ The card may compute such a prompt at any time: here as early as it can, or not 
 somebody waits for it. Whatever comes, goes, ends, fails and has to leave meanwhile,
 everybody is answered as alone."""
 from collections import Counter
+from functools import partial
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
 from atlas.card.emulator import find_cxx
@@ -26,7 +27,7 @@ class Whenever(HostStepper):
             return super().launch(plan, samplers)
         assert not plan.decode and not plan.replay
         flight = Flight(plan)
-        flight.work = lambda: self._said(plan, samplers)
+        flight.work = partial(self._said, plan, samplers)
         self.seen['prompts'] += 1
         if not self.late:
             self.wait(flight)

@@ -1,6 +1,7 @@
 """Attention held to its formula over random heads, windows, sinks, blocks and cuts, in pools that
 are poison wherever a row must not look."""
 import inspect
+from contextlib import contextmanager
 import numpy as np,pytest
 from hypothesis import Phase,given,settings,strategies as st
 from atlas.ops import attention as page
@@ -17,16 +18,25 @@ class Case:
         self.T,self.window,self.rng = T,window,rng
         self.q,self.k,self.v = f(T,kv*r,d),f(T,kv,d),f(T,kv,d)
         self.sinks = f(kv*r)*5 if sinks else None
-        self.B,nb = B,-(-T//B)
-        self.table = rng.permutation(nb+3)[:nb]
-        self.kp,self.vp = (np.full((nb+3,B,kv,d), np.nan, 'f4') for _ in 'kv')
-        p = np.arange(T)
-        write_kv(
-            self.k,
-            self.v,
-            self.kp,
-            self.vp,
-            self.table[p//B]*B+p%B)
+        self.B = B
+        self.write(-(-T//B), (B,kv,d))
+
+    def write(self, blocks, shape):
+        "Keys and values into blocks of a pool of NaN that has three more"
+        self.table = self.rng.permutation(blocks+3)[:blocks]
+        self.kp = np.full((blocks+3,*shape), np.nan, 'f4')
+        self.vp = self.kp.copy()
+        p = np.arange(self.T)
+        slots = self.table[p//self.B]*self.B+p%self.B
+        write_kv(self.k, self.v, self.kp, self.vp, slots)
+
+    @contextmanager
+    def spoiled(self, n):
+        "While open, NaN is in its first `n` blocks"
+        kv = self.kp.copy(),self.vp.copy()
+        self.kp[self.table[:n]] = self.vp[self.table[:n]] = np.nan
+        yield
+        self.kp,self.vp = kv
 
     def step(self, attention, x, a, b, tiled, scale):
         where = self.table[None],[a],[b-a],tiled
@@ -49,14 +59,21 @@ class Case:
         r = self.q.shape[1]//self.k.shape[1]
         k,v = (np.repeat(a.astype('f8'), r, 1) for a in (self.k,self.v))
         s = np.einsum('qhd,khd->hqk', self.q, k)*scale
-        gap = np.arange(self.T)[:,None]-np.arange(self.T)
+        sinks = None
         if causal:
+            position = np.arange(self.T)
+            gap = position[:,None]-position
             s[:,(gap<0)|(gap>=(self.window or self.T))] = -np.inf
-        sink = np.full(len(s), -np.inf) if self.sinks is None or not causal else self.sinks
-        m = np.maximum(s.max(-1), sink[:,None])[...,None]
-        e = np.exp(s-m)
-        total = e.sum(-1, keepdims=True)+np.exp(sink[:,None,None]-m)
-        return np.einsum('hqk,khd->qhd', e/total, v)
+            sinks = self.sinks
+        return np.einsum('hqk,khd->qhd', softmax(s, sinks), v)
+
+def softmax(s, sinks=None):
+    "Weights of the scores s [heads,q,k], of which a sink takes some"
+    if sinks is None:
+        sinks = np.full(len(s), -np.inf)
+    m = np.maximum(s.max(-1), sinks[:,None])[...,None]
+    e = np.exp(s-m)
+    return e/(e.sum(-1, keepdims=True)+np.exp(sinks[:,None,None]-m))
 
 cases = st.builds(
     Case,
@@ -92,14 +109,11 @@ def check_window(attention, c):
     y,t = c.rows(attention, a, c.T),c.tiles(attention, a, c.T)
     if c.window is None:
         return
-    kv = c.kp[c.table],c.vp[c.table]
-    unread = max(0, a-c.window+1)//c.B
-    first = max(0, a//TILE*TILE-c.window+1)//TILE*TILE//c.B  # of rows and of tiles
-    c.kp[c.table[:unread]] = c.vp[c.table[:unread]] = np.nan
-    assert np.array_equal(c.rows(attention, a, c.T), y)
-    c.kp[c.table],c.vp[c.table] = kv
-    c.kp[c.table[:first]] = c.vp[c.table[:first]] = np.nan
-    assert np.array_equal(c.tiles(attention, a, c.T), t)
+    with c.spoiled(max(0, a-c.window+1)//c.B):
+        assert np.array_equal(c.rows(attention, a, c.T), y)
+    first = max(0, a//TILE*TILE-c.window+1)//TILE*TILE  # that tiles read
+    with c.spoiled(first//c.B):
+        assert np.array_equal(c.tiles(attention, a, c.T), t)
 
 @few
 @given(cases)

@@ -2,6 +2,7 @@
 command."""
 import json,socket,threading
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from unittest import mock
 import numpy as np,pytest
@@ -236,6 +237,17 @@ def test_the_engine_alone(monkeypatch):
 
 # All of it
 
+def check_load(l):
+    "Three requests of four tokens"
+    assert (l['requests'],l['tokens'],l['errors'])==(3,12,0)
+    assert 0<l['first_ms'][0]<=l['first_ms'][2]
+    assert 0<=l['between_ms'][0]<=l['between_ms'][2] # two may come at once
+    assert l['rate']==pytest.approx(12/l['seconds'])
+    if l['prompts']=='distinct':
+        assert l['cached']==0
+    elif l['concurrency']==1:
+        assert l['cached']==128
+
 def test_the_command(tmp_path, monkeypatch):
     "Both ways, both kinds, exact counts, in JSON; a key of this shell's is not the server's"
     monkeypatch.setenv('ATLAS_API_KEY', 'secret')
@@ -244,20 +256,10 @@ def test_the_command(tmp_path, monkeypatch):
     r = run('bench', 'throughput', 'tiny', *flags.split(), '--output', str(file))
     assert r.exit_code==0, r.stderr
     d = json.loads(file.read_text())
-    ways = [
-        (l['way'],l['prompts'],l['concurrency'])
-        for l in d['loads']]
-    assert ways==[
-        (w,k,n) for w in ('engine','http')
-        for k in ('distinct','same') for n in (1,3)]
+    ways = [(l['way'],l['prompts'],l['concurrency']) for l in d['loads']]
+    assert ways==[*product(('engine','http'), ('distinct','same'), (1,3))]
     for l in d['loads']:
-        assert (l['requests'],l['tokens'],l['errors'])==(3,12,0)
-        assert 0<l['first_ms'][0]<=l['first_ms'][2]
-        assert 0<=l['between_ms'][0]<=l['between_ms'][2] # two may come at once
-        assert l['cached']==(
-            0 if l['prompts']=='distinct' else 128
-            if l['concurrency']==1 else l['cached'])
-        assert l['rate']==pytest.approx(12/l['seconds'])
+        check_load(l)
     assert d['model']=='tiny' and d['copy']>0 and d['formats'] and d['late']==0
     assert d['options']==dict(device='cpu', max_seq_len=70, max_num_seqs=3)
     assert d['plan']['seed']==5 and d['versions']['numpy']==np.__version__

@@ -2,6 +2,7 @@
 APIs, and what follows is content."""
 import sys
 from pathlib import Path
+from typing import NamedTuple
 import anthropic,openai,pytest
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from scripted import service
@@ -37,23 +38,25 @@ def test_anthropic(said):
     with c.messages.stream(model='scripted', max_tokens=50, messages=TALK) as st:
         assert st.get_final_text()=='"Ada"}'
 
-def test_responses(said):
+def respond(said, **kw):
     c = openai.OpenAI(base_url=said.url+'/v1', api_key='x', max_retries=0)
-    r = c.responses.create(
-        model='scripted',
-        input=[TALK[0], TALK[1]|dict(status='incomplete')])
+    return c.responses.create(model='scripted', **kw)
+
+CUT = [TALK[0], TALK[1]|dict(status='incomplete')]
+
+def test_responses(said):
+    r = respond(said, input=CUT)
     assert said.prompts[-1].endswith('assistant: {"name": ')
     assert r.output_text=='"Ada"}'
     assert r.output[-1].status=='completed'
-    r = c.responses.create(
-        model='scripted',
-        input=[TALK[0], TALK[1]|dict(status='incomplete')],
-        max_output_tokens=3)
+
+def test_the_rest_of_a_response(said):
+    r = respond(said, input=CUT, max_output_tokens=3)
     assert r.status==r.output[-1].status=='incomplete' and r.output_text=='"Ad'
-    r = c.responses.create(model='scripted', previous_response_id=r.id, input=[])  # its rest
+    r = respond(said, previous_response_id=r.id, input=[])
     assert said.prompts[-1].endswith('assistant: {"name": "Ad')
     # that one was complete
-    c.responses.create(model='scripted', previous_response_id=r.id, input='Thanks')
+    respond(said, previous_response_id=r.id, input='Thanks')
     assert said.prompts[-1].endswith('user: Thanksassistant: ')
 
 @pytest.mark.parametrize(
@@ -83,38 +86,52 @@ HARMONY = (
 STOPPED = [
     dict(role='user', content='Hi'),
     dict(role='assistant', content='', reasoning_content='A greeting. I ')]
+class Kind(NamedTuple):
+    "A way to write thoughts"
+    template:str
+    parsers:tuple
+    end:str # Of the prompt that goes on
+    says:str # What the model says then
 KINDS = dict(
-    tags=(
-        TAGS, ('hermes','qwen3'), '<think>\nA greeting. I', ' greet back.\n</think>\n\nHello!'),
-    harmony=(
-        HARMONY, ('openai','openai_gptoss'), '<|channel|>analysis<|message|>A greeting. I ',
+    tags=Kind(
+        TAGS,
+        ('hermes','qwen3'),
+        '<think>\nA greeting. I',
+        ' greet back.\n</think>\n\nHello!'),
+    harmony=Kind(
+        HARMONY,
+        ('openai','openai_gptoss'),
+        '<|channel|>analysis<|message|>A greeting. I ',
         'greet back.<|end|><|start|>assistant<|channel|>final<|message|>Hello!'))
 
-@pytest.mark.parametrize('kind', KINDS)
+def parts_of(r, stream):
+    "Messages of an answer, whole or streamed"
+    if stream:
+        return [c.choices[0].delta for c in r if c.choices]
+    return [r.choices[0].message]
+
+def thought_in(ms):
+    "What messages have of a thought"
+    return ''.join(m.model_extra.get('reasoning_content') or '' for m in ms)
+
+@pytest.mark.parametrize('kind', KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize('stream', [False,True])
 def test_within_a_thought(kind, stream):
     "What comes first is the rest of the thought, in one piece or streamed; tools do not matter"
-    template,parsers,end,text = KINDS[kind]
-    with service(lambda prompt: text, parsers, template) as s:
-        r = chat(
-            s, STOPPED, continue_final_message=True, add_generation_prompt=False, stream=stream,
-            tools=[dict(type='function', function=dict(name='f'))])
-        if stream:
-            ms = [c.choices[0].delta for c in r if c.choices]
-        else:
-            ms = [r.choices[0].message]
-        assert s.prompts[-1].endswith(end)
-        assert ''.join(
-            m.model_extra.get('reasoning_content') or '' for m in ms
-        ).strip()=='greet back.'
+    tools = [dict(type='function', function=dict(name='f'))]
+    how = dict(continue_final_message=True, add_generation_prompt=False, stream=stream)
+    with service(lambda prompt: kind.says, kind.parsers, kind.template) as s:
+        ms = parts_of(chat(s, STOPPED, tools=tools, **how), stream)
+        assert s.prompts[-1].endswith(kind.end)
+        assert thought_in(ms).strip()=='greet back.'
         assert ''.join(m.content or '' for m in ms).strip()=='Hello!'
 
 @pytest.mark.parametrize('content', ['Hello','A greeting. I'])
 def test_behind_a_thought(content):
     """With something said, it is the content that goes on, and at once, even if the thought ends
     alike"""
-    for template,parsers,_,_ in KINDS.values():
-        with service(lambda prompt: ', Ada.', parsers, template) as s:
+    for kind in KINDS.values():
+        with service(lambda prompt: ', Ada.', kind.parsers, kind.template) as s:
             r = chat(
                 s,
                 [STOPPED[0],STOPPED[1]|dict(content=content)],

@@ -3,6 +3,7 @@ what they should."""
 import subprocess
 import numpy as np,pytest
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace as NS
 import test_experts
 from atlas.card import card
@@ -23,40 +24,61 @@ pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
 # both halves in one launch
 WHOLE = dict(H=1024, I=256, experts=24, top=3, fmt='NVFP4', shared=2)
+BESIDE = dict(I=512, experts=9, top=1, fmt='MXFP4', act='relu2', shared=0, biases=True)
+ZEROS = dict(
+    H=2048,
+    experts=8,
+    top=1,
+    fmt='INT4',
+    act='swiglu_oai',
+    limit=1.5,
+    score='topk_softmax',
+    bias=True,
+    shared=1)
 MORE = dict(
     whole=WHOLE,
-    beside=WHOLE|dict(I=512, experts=9, top=1, fmt='MXFP4', act='relu2', shared=0, biases=True),
-    zeros=WHOLE|dict(H=2048, experts=8, top=1, fmt='INT4', act='swiglu_oai', limit=1.5,
-        score='topk_softmax', bias=True, shared=1),
+    beside=WHOLE|BESIDE,
+    zeros=WHOLE|ZEROS,
     floats=dict(H=64, I=40, experts=6, top=2, fmt='F16', down='F32', shared=1),
-    channels=dict(H=544, I=288, experts=5, top=2, fmt='FP8_CHANNEL', score='sigmoid',
-        correction=True))
+    channels=dict(
+        H=544, I=288, experts=5, top=2, fmt='FP8_CHANNEL', score='sigmoid', correction=True))
 
 @pytest.fixture(scope='module')
-def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
+def nets():
+    every = NETS|MORE
+    return {k: Net(i, Emulator(), **every[k]) for i,k in enumerate(every)}
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
     monkeypatch.setattr(test_experts, 'moe', moe_wide)
 
+def normal(rng, *shape): return rng.standard_normal(shape, dtype='f4')
+
 def rows_of(net, R):
     "Rows of very different sizes: some the same, which pick the same experts, and others"
     rng = np.random.default_rng(R)
-    x,add = (rng.standard_normal((R,net.H), dtype='f4') for _ in 'xa')
-    x *= np.exp(2*rng.standard_normal((R,1), dtype='f4'))
-    x[R//2:R//2+R//3] = x[0]
+    x,add = normal(rng, R, net.H),normal(rng, R, net.H)
+    x *= np.exp(2*normal(rng, R, 1))
+    half = R//2
+    x[half:half+R//3] = x[0]
     return x,add
 
 def same(a, b): return all(map(np.array_equal, a, b))
+
+def as_the_host_says(net, x, add, got):
+    "Results, picks and weights"
+    y,ids,w = got
+    want,wids,ww = net.host(x)
+    assert np.array_equal(ids, wids)
+    assert abs(w-ww).max()<=4e-6*abs(ww).max()
+    assert (abs(y-add-want).max(1)<=4e-3*abs(want).max(1)).all()
 
 def check(net, R):
     """What the host says; the same bits alone, in another order, in fewer rows, and from any
     number of blocks"""
     x,add = rows_of(net, R)
-    got = y,ids,w = net(x, add)
-    want,wids,ww = net.host(x)
-    assert np.array_equal(ids, wids) and abs(w-ww).max()<=4e-6*abs(ww).max()
-    assert (abs(y-add-want).max(1)<=4e-3*abs(want).max(1)).all()
+    got = net(x, add)
+    as_the_host_says(net, x, add, got)
     rng = np.random.default_rng(R)
     for n in (1, 2, R//2+1, R):
         p = rng.permutation(R)[:n]
@@ -112,12 +134,13 @@ def test_words_that_blocks_give_are_empty_before(rows, nets, monkeypatch):
     "The router empties all that a block may wait for: hidden values, and who is picked"
     net,run,empty = nets['whole'],W.run,[]
     monkeypatch.setattr(W, '_likely', lambda *a: 8)
-    first,kernel = [_params(Source(k).text, k) for k in ('router','experts_wide')]
+    names = {k: _params(Source(k).text, k) for k in ('router','experts_wide')}
     def seen(name, grid, block, *a, **kw):
+        args = dict(zip(names.get(name, ()), a))
         if name=='router':
-            a[first.index('empty')].fill(0) # memory may happen to look so
+            args['empty'].fill(0) # memory may happen to look so
         if name=='experts_wide' and a[-1]==1:
-            words = [net.card.download(a[kernel.index(k)]) for k in ('h','picked')]
+            words = [net.card.download(args[k]) for k in ('h','picked')]
             empty.extend((w.view('u4')==0xFFFFFFFF).all() for w in words)
         run(name, grid, block, *a, **kw)
     monkeypatch.setattr(W, 'run', seen)
@@ -153,8 +176,8 @@ def test_any_number_of_rows(R):
     n = Net(3, Emulator(), 32, 32, 12, 2, 'NVFP4', shared=2)
     x,add = rows_of(n, R)
     got = n(x, add)
-    for some in ([0], [R-1], range(R//2, min(R//2+9, R))):
-        some = list(some)
+    for first,end in ((0,1), (R-1,R), (R//2,R//2+9)):
+        some = slice(first, end)
         assert same(n(x[some], add[some]), [a[some] for a in got])
     x[:] = x[0]
     y,ids,w = n(x, 0*add)
@@ -162,23 +185,44 @@ def test_any_number_of_rows(R):
 
 # The order of sums
 
+class OneExpert:
+    "A mixture of one, on the emulator"
+    H,I = 1152,640
+    def __init__(self, fmt):
+        self.card,self.fmt = Emulator(),fmt
+        self.rng = np.random.default_rng(0)
+        self.first = self.bank(2*self.I, self.H, pair=True)
+        self.second = self.bank(self.H, self.I)
+        self.router = pack(normal(self.rng, 1, self.H), self.card, exact=True)
+        self.x = self.card.upload(normal(self.rng, 5, self.H))
+
+    def bank(self, n, k, **how):
+        w = QTensor.encode(normal(self.rng, 1, n, k)/k**.5, self.fmt)
+        return pack(w, self.card, **how)
+
+    def mixed(self):
+        "As a mixture"
+        banks = self.router,self.first,self.second
+        y = moe_wide(self.x, None, 0., *banks, MoEConfig(1, 1, self.I), 'silu')
+        return self.card.download(y)
+
+    def linear(self, shares):
+        "As two products, whose rows `shares` warps and two share"
+        h = self.layer(self.x, self.first, shares, act='silu')
+        return self.card.download(self.layer(h, self.second, 2))
+
+    def layer(self, x, p, shares, **kw):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(G, 'plan', lambda f, n, k, sms: (8,shares,3,128//shares))
+            return G.gemv(x, replace(p, experts=0), **kw)
+
 @pytest.mark.parametrize('fmt', ['NVFP4','BF16','FP8_BLOCK','F32'])
-def test_bits_of_a_linear_layer(fmt, monkeypatch):
+def test_bits_of_a_linear_layer(fmt):
     "One expert, and no norm: what gemv.cu makes of its two matrices, if as many warps share a row"
-    c,m,(H,I) = Emulator(),MoEConfig(1, 1, 640),(1152,640)
-    rng = np.random.default_rng(0)
-    def bank(*s): return QTensor.encode(rng.standard_normal(s, dtype='f4')/s[-1]**.5, fmt)
-    first,second = pack(bank(1, 2*I, H), c, pair=True),pack(bank(1, H, I), c)
-    router = pack(rng.standard_normal((1,H), dtype='f4'), c, exact=True)
-    x = c.upload(rng.standard_normal((5,H), dtype='f4'))
-    got = moe_wide(x, None, 0., router, first, second, m, 'silu')
-    def layer(x, p, shares, **kw):
-        monkeypatch.setattr(G, 'plan', lambda f, n, k, sms: (8,shares,3,128//shares))
-        return G.gemv(x, replace(p, experts=0), **kw)
-    want = layer(layer(x, first, 4, act='silu'), second, 2)
-    assert np.array_equal(c.download(got), c.download(want))
-    other = layer(layer(x, first, 2, act='silu'), second, 2)
-    assert not np.array_equal(c.download(got), c.download(other)), 'a test must be able to fail'
+    e = OneExpert(fmt)
+    got = e.mixed()
+    assert np.array_equal(got, e.linear(4))
+    assert not np.array_equal(got, e.linear(2)), 'a test must be able to fail'
 
 # Format, columns, rows of the matrix, rows of x
 LOGITS = [
@@ -190,25 +234,34 @@ LOGITS = [
     ('BF16',320,257,9),
     ('F32',4096,170,8)]
 
+def router_of(rng, card, fmt, n, H, R):
+    "A mixture that is only asked for its logits, and rows"
+    router = pack(QTensor.encode(normal(rng, n, H), fmt), card, exact=True)
+    x = normal(rng, R, H)*np.exp(normal(rng, R, 1))
+    mix = Mixture(
+        router, None, None, MoEConfig(n-1, 1, 8), 'silu',
+        gain=card.upload(normal(rng, H)),
+        eps=1e-6,
+        bias=card.upload(normal(rng, n-1)))
+    return mix,x
+
+def by_few(card, x, mix, size):
+    "Logits of few rows"
+    y = card.empty((len(x),size))
+    test_experts.E._route(card.upload(x), mix, y, 0, card.empty((len(x),1,4)))
+    return card.download(y)[:,:mix.router.n]
+
 @pytest.mark.parametrize('fmt,H,n,R', LOGITS)
 def test_bits_of_logits(fmt, H, n, R):
     "Those of a row alone, in steps of few rows and of many"
-    c,rng = Emulator(),np.random.default_rng(H)
-    w = rng.standard_normal((n,H), dtype='f4')
-    router = pack(QTensor.encode(w, fmt), c, exact=True)
-    x = rng.standard_normal((R,H), dtype='f4')*np.exp(rng.standard_normal((R,1), dtype='f4'))
-    gain,bias = (c.upload(rng.standard_normal(k, dtype='f4')) for k in (H,n-1))
-    mix = Mixture(router, None, None, MoEConfig(n-1, 1, 8), 'silu', gain=gain, eps=1e-6, bias=bias)
+    c = Emulator()
+    mix,x = router_of(np.random.default_rng(H), c, fmt, n, H, R)
     got,_ = W._logits(c.upload(x), mix, 132)
     size = got.shape[1]
-    def few(first, end):
-        y,empty = c.empty((end-first,size)),c.empty((end-first,1,4))
-        test_experts.E._route(c.upload(x[first:end]), mix, y, 0, empty)
-        return c.download(y)[:,:n]
-    want = np.concatenate([few(r, r+1) for r in range(R)])
+    want = np.concatenate([by_few(c, row[None], mix, size) for row in x])
     assert np.array_equal(c.download(got)[:,:n], want)
     for rows in (2,3,5,8):
-        assert np.array_equal(few(0, rows), want[:rows]), rows
+        assert np.array_equal(by_few(c, x[:rows], mix, size), want[:rows]), rows
 
 # Kernels that start early
 
@@ -221,10 +274,11 @@ def kept(monkeypatch):
 
 def twice(n):
     "Two calls after each other, the second with what the first one made"
-    x,gain = (n.card.upload(a) for a in (rows_of(n, 20)[0],n.gain))
+    x,_ = rows_of(n, 20)
+    x,gain = n.card.upload(x),n.card.upload(n.gain)
+    banks,how = (n.router,n.up,n.down),dict(shared=True, shared_gate=True)
     for _ in 'ab':
-        x = moe_wide(x, gain, 1e-6, n.router, n.up, n.down, n.m, n.act, shared=True,
-            shared_gate=True, add=x)
+        x = moe_wide(x, gain, 1e-6, *banks, n.m, n.act, add=x, **how)
     return n.card.download(x)
 
 def test_nothing_is_read_before_it_is_written(overlap, kept):
@@ -266,30 +320,40 @@ def test_a_wait_that_is_forgotten_is_seen(kernel, wait, overlap, kept, tmp_path)
 def listed(ids, E, shared, entries):
     "The list of slots, in plain Python"
     R,k = ids.shape
-    who = {e: [r*(k+shared)+j for r in range(R) for j in range(k) if ids[r,j]==e] for e in range(E)}
-    if shared:
-        who = {E: [r*(k+1)+k for r in range(R)]}|who
+    who = {E: [r*(k+1)+k for r in range(R)]} if shared else {}
+    for e in range(E):
+        rows,columns = np.nonzero(ids==e)
+        who[e] = (rows*(k+shared)+columns).tolist()
     return [(e,a[i:i+entries]) for e,a in who.items() for i in range(0, len(a), entries)]
 
 LISTS = [(1,5,2,1,8), (33,300,4,0,8), (256,40,16,1,16), (17,12,3,1,2), (16,256,8,1,8)]
 
+def some_logits(R, E):
+    "With a favourite, and equal ones, of which the first come first"
+    width = -(-(E+1)//4)*4
+    logits = normal(np.random.default_rng(R), R, width)
+    logits[R//2:,3] += 9
+    logits[1::3] = logits[1::3].round()
+    return logits
+
+def entries_of(card, slots):
+    "Each slot that is used: its expert, and those in it; the others have no expert"
+    which,who,(n,) = map(card.download, slots)
+    assert (which[n:]==-1).all()
+    for e,(count,*places) in zip(which[:n].tolist(), who.tolist()):
+        yield e,places[:count]
+
 @pytest.mark.parametrize('R,E,k,shared,entries', LISTS)
 def test_slots(R, E, k, shared, entries):
     "Every pick has its place, by expert and row; the counter that tells the last block is 0 again"
-    c,m = Emulator(),MoEConfig(E, k, 8)
-    rng = np.random.default_rng(R)
-    logits = rng.standard_normal((R,-(-(E+1)//4)*4), dtype='f4')
-    logits[R//2:,3] += 9 # a favourite
-    logits[1::3] = logits[1::3].round() # equal ones, of which the first come first
+    c,logits = Emulator(),some_logits(R, E)
     ids,met = c.empty((R,k), 'int32'),c.upload(np.zeros(1, 'i4'))
-    mix = Mixture(None, None, None, m, 'silu', shared=shared)
+    mix = Mixture(None, None, None, MoEConfig(E, k, 8), 'silu', shared=shared)
     _,slots = W._slots(c.upload(logits), mix, ids, None, entries, met)
-    ids,(which,who,number) = c.download(ids),map(c.download, slots)
+    ids = c.download(ids)
     want = np.argsort(-logits[:,:E], 1, kind='stable')[:,:k]
     assert np.array_equal(ids, want) and not c.download(met).any()
-    n, = number
-    got = [(e,who[:c]) for e,(c,*who) in zip(which[:n].tolist(), who.tolist())]
-    assert got==listed(ids, E, shared, entries) and (which[n:]==-1).all()
+    assert [*entries_of(c, slots)]==listed(ids, E, shared, entries)
 
 # Variants
 
@@ -300,24 +364,29 @@ FORMATS = [
     ('bf16','f16'),
     ('f32','nvfp4')]
 
+def banks_of(c, up, down):
+    "Both banks of a model, without weights"
+    m,pair = c.moe,c.act!='relu2'
+    H,I = c.hidden_size,m.intermediate_size
+    first = bank(up, I*(1+pair), H, m.num_experts, pair)
+    return first,bank(down, H, I, m.num_experts)
+
+def each_card():
+    return [NS(arch=arch, **a) for arch,a in CARDS.items()]
+
 @pytest.mark.parametrize('name', test_experts.MIXTURES)
 def test_every_shape_has_room(name):
     "Both halves have slots of the same size, and a block the memory for them"
     c = ModelConfig.preset(name)
-    m,H,I = c.moe,c.hidden_size,c.moe.intermediate_size
-    pair = c.act!='relu2'
-    for up,down in FORMATS:
-        for arch,a in CARDS.items():
-            on = NS(arch=arch, **a)
-            for R in (1,16,256):
-                banks = bank(up, I*(1+pair), H, m.num_experts, pair),bank(down, H, I, m.num_experts)
-                u,d = W._halves(on, *banks, c.act, True, m.top_k, W._likely(R, m))
-                most = limits(on).block
-                slots = W._most_slots(R, m, False, u['ENTRIES'])
-                for o in (u,d):
-                    span = -(-slots//a['multiprocessors'])+2
-                    assert o['ROOM']+4*span*(u['ENTRIES']+2)<=most
-                    assert o['ENTRIES']==u['ENTRIES'] and o['WARPS']*o['DEEP']>=4
+    for formats,on,R in product(FORMATS, each_card(), (1,16,256)):
+        banks = banks_of(c, *formats)
+        u,d = W._halves(on, *banks, c.act, True, c.moe.top_k, W._likely(R, c.moe))
+        entries = u['ENTRIES']
+        slots = W._most_slots(R, c.moe, False, entries)
+        span = -(-slots//on.multiprocessors)+2
+        for o in (u,d):
+            assert o['ROOM']+4*span*(entries+2)<=limits(on).block
+            assert o['ENTRIES']==entries and o['WARPS']*o['DEEP']>=4
 
 @pytest.mark.parametrize('name', ['qwen','oss','integers'])
 def test_rows_of_a_bucket_have_the_same_variants(name, nets, monkeypatch):
@@ -334,24 +403,32 @@ def test_rows_of_a_bucket_have_the_same_variants(name, nets, monkeypatch):
             assert variants(R)==want
         assert [kw['ASIDE'] for name,kw in want if name=='expert_strips']==2*[int(most>16)]
 
+def qwen_banks(fmt, H=2048, I=512):
+    "Of a layer of 256 experts"
+    return bank(fmt, 2*I, H, 256, True),bank(fmt, H, I, 256)
+
+QWEN = MoEConfig(256, 8, 512)
+
 @pytest.mark.parametrize('fmt', ['nvfp4','mxfp4','int4'])
 @pytest.mark.parametrize('biased', [False,True])
 def test_both_halves_have_room(fmt, biased):
     "On every card, for the most slots that picks can make; bytes are those of the struct"
-    m,(H,I) = MoEConfig(256, 8, 512),(2048,512)
-    banks = bank(fmt, 2*I, H, 256, True),bank(fmt, H, I, 256)
-    for arch,a in CARDS.items():
-        on = NS(arch=arch, **a)
-        o,slots = W._whole(on, *banks, 'silu', True, biased),W._most_slots(128, m, True, 8)
-        span = sum(-(-slots*s//a['multiprocessors'])//s+2 for s in (2*I//16,H//64))
+    banks,slots = qwen_banks(fmt),W._most_slots(128, QWEN, True, 8)
+    strips = 2*512//16,2048//64 # Of both halves
+    for on in each_card():
+        o = W._whole(on, *banks, 'silu', True, biased)
+        span = sum(-(-slots*s//on.multiprocessors)//s+2 for s in strips)
         assert o['ROOM']+40*span<=limits(on).block and o['RING']%o['TEAMS']==0
-        o |= Mixture(None, *banks, m, 'silu', shared=True, gated=True).picking
+        o |= Mixture(None, *banks, QWEN, 'silu', shared=True, gated=True).picking
         said = syntax(o, 'experts_wide')
         assert not said, said
         assert 'see the contract' in syntax(o|dict(ROOM=o['ROOM']+16), 'experts_wide')
-    for other in (dict(H=2880), dict(I=768), dict(fmt='fp8')):
-        h,i,f = other.get('H', H),other.get('I', I),other.get('fmt', fmt)
-        assert W._whole(on, bank(f, 2*i, h, 256, True), bank(f, h, i, 256), 'silu', True) is None
+
+@pytest.mark.parametrize('fmt', ['nvfp4','mxfp4','int4'])
+def test_others_take_two_launches(fmt):
+    on = each_card()[-1]
+    for banks in (qwen_banks(fmt, H=2880), qwen_banks(fmt, I=768), qwen_banks('fp8')):
+        assert W._whole(on, *banks, 'silu', True) is None
 
 @pytest.mark.parametrize('fmt', ['nvfp4','mxfp4','int4','fp8','bf16','f16','f32'])
 @pytest.mark.parametrize('R', [16,256])

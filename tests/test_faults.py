@@ -571,7 +571,7 @@ def counting_arena(monkeypatch, d):
     ptrs = iter(range(1, 99))
     def malloc(n): return NS(ptr=next(ptrs), size=n)
     pool = NS(malloc=malloc, free_all_blocks=lambda: None)
-    c.xp.get_default_memory_pool = lambda: pool
+    monkeypatch.setattr(c.xp, 'get_default_memory_pool', lambda: pool, raising=False)
     with pytest.warns(UserWarning, match='cannot be put to sleep'):
         return Arena(c, Budget(M), step=4096)
 

@@ -161,7 +161,7 @@ WRONG = {
 
 @pytest.mark.parametrize('what', WRONG)
 def test_refused_with_line_and_remedy(what):
-    old,new,says,advice = WRONG[what]
+    old,new,*told = WRONG[what]
     assert WHOLE.count(old)==1
     e = refusal(WHOLE.replace(old, new))
     line = WHOLE[:WHOLE.index(old)].count('\n')+1
@@ -169,6 +169,7 @@ def test_refused_with_line_and_remedy(what):
         assert e.line in (line,line+1)
     else:
         assert e.line==line and f'atlas.yaml, line {line}:' in e.msg
+    says,advice = told
     assert says in e.msg and advice in e.hint+e.msg and e.status==400
 
 def test_all_that_is_wrong_is_told():
@@ -452,21 +453,24 @@ def test_a_name_that_is_none_is_a_404(personas, path):
     r = personas.http.post(path, json=body|dict(model='cybr'))
     assert r.status_code==404 and 'Did you mean cyber?' in r.text
 
+CALL = '{"name": "look", "parameters": {"at": "sky"}}'
+
+def says_a_call(prompt): return CALL
+
+def answered(personas, model, **kw):
+    "The message of an answer"
+    r = personas.http.post('/v1/chat/completions', json=CHAT|dict(model=model, **kw))
+    return r.json()['choices'][0]['message']
+
 def test_parsers_of_a_persona(personas):
-    call = '{"name": "look", "parameters": {"at": "sky"}}'
-    personas.small.script = lambda prompt: call
-    tools = [
-        dict(type='function', function=dict(name='look', parameters=dict(type='object')))]
+    personas.small.script = says_a_call
+    f = dict(name='look', parameters=dict(type='object'))
     def calls(model):
-        return personas.http.post(
-            '/v1/chat/completions', json=CHAT|dict(model=model, tools=tools)
-        ).json()['choices'][0]['message'].get('tool_calls')
+        tools = [dict(type='function', function=f)]
+        return answered(personas, model, tools=tools).get('tool_calls')
     assert calls('tools')[0]['function']['name']=='look' and not calls('small')
-    def thought(model):
-        return personas.http.post(
-            '/v1/chat/completions', json=CHAT|dict(model=model)
-        ).json()['choices'][0]['message'].get('reasoning')
-    assert thought('thinker')==call and not thought('small')
+    def thought(model): return answered(personas, model).get('reasoning')
+    assert thought('thinker')==CALL and not thought('small')
 
 def test_a_response_goes_on_without_the_prompt_twice(personas):
     one = personas.http.post(
@@ -646,7 +650,8 @@ async def test_reload_touches_only_what_changed(tmp_path):
 async def test_a_file_with_a_mistake_changes_nothing(tmp_path, caplog):
     async with following(tmp_path/'atlas.yaml') as (file,ms):
         await ms.get('one')
-        before = dict(ms.models),ms.names,file.fleet,ms.find('one').child.pid
+        def state(): return dict(ms.models),ms.names,file.fleet,ms.find('one').child.pid
+        before = state()
         for wrong in (SECOND.replace('vier: four', 'vier: fuor'), 'models: [', ''):
             file.path.write_text(wrong)
             with pytest.raises(FleetError) as e:
@@ -655,7 +660,7 @@ async def test_a_file_with_a_mistake_changes_nothing(tmp_path, caplog):
         file.path.unlink()
         with pytest.raises(FleetError, match='cannot be read'):
             await file.reload()
-        assert (dict(ms.models), ms.names, file.fleet, ms.find('one').child.pid)==before
+        assert state()==before
         stream = (await ms.get('uno')).runner.submit(request('r'))
         assert (await collect(stream))[0]=='stop'
         assert sum('is not taken' in r.getMessage() for r in caplog.records)==4
@@ -1080,19 +1085,23 @@ upstreams: {away: {url: URL, models: ["b*"]}}
 fallbacks: {away/big: [near], retries: 1, cooldown: 1s}
 '''.replace('[wise, away/big, near]', '[wise, near]')
 
+def models_of(f, runner):
+    "The models of a fleet, of which one is here"
+    from atlas.service.reload import stand_ins,upstreams_of
+    near = ReadyModel('near', ['near'], runner.info, tok, ChatTemplate(TEMPLATE), runner=runner)
+    ms = Models([Served(['near'], near)], upstreams=upstreams_of(f))
+    ms.names,ms.fallbacks = Names(f),stand_ins(f)
+    ms.meet()
+    return ms
+
 @contextmanager
 def beside(app, text=FAR):
     """A fleet with one model here and another server; its client, and what it takes to read its
     file again"""
     from scripted import running
     with running(app) as url:
-        f = fleet_of(text.replace('URL', f'"{url}/v1"'), env={})
-        from atlas.service.reload import stand_ins,upstreams_of
         r = Recorder('near')
-        near = ReadyModel('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r)
-        ms = Models([Served(['near'], near)], upstreams=upstreams_of(f))
-        ms.names,ms.fallbacks = Names(f),stand_ins(f)
-        ms.meet()
+        ms = models_of(fleet_of(text.replace('URL', f'"{url}/v1"'), env={}), r)
         with TestClient(create_app(ms), base_url='http://localhost') as http:
             def ask(model, text='Tell me', **kw):
                 messages = [dict(role='user', content=text)]
@@ -1147,22 +1156,24 @@ upstreams: {away: {url: URL, models: ["b*"]}}
 fallbacks: {near: [wise], retries: 1, cooldown: 1s}
 '''
 
+def told(app):
+    "What the last request to another server said: model, sampling and the first message"
+    b = app.asked[-1]
+    return b['model'],b.get('temperature'),b.get('top_p'),b['messages'][0]['content']
+
 def test_a_persona_stands_in():
     "With its prompt and sampling; where a persona was asked for, that one's count first"
     app = Elsewhere('big')
-    def told():
-        b = app.asked[-1]
-        return b['model'],b.get('temperature'),b.get('top_p'),b['messages'][0]['content']
     with beside(app, BACKUP) as s:
         assert s.ask('near').headers.get('x-atlas-route') is None and not app.asked
         s.near.healthy = False
         r = s.ask('near')
         assert r.json()['choices'][0]['message']['content']=='big says so'
         assert r.headers['x-atlas-route']=='fallback: wise for near (unavailable)'
-        assert told()==('big', .5, .9, 'You are wise.')
+        assert told(app)==('big', .5, .9, 'You are wise.')
         for model,kw,t in ('soft',{},.25),('near',dict(temperature=.75),.75):
             assert s.ask(model, **kw).status_code==200
-            assert told()==('big', t, .9, 'You are wise.')
+            assert told(app)==('big', t, .9, 'You are wise.')
         s.near.healthy = True
         s.models.fallbacks.down.clear()
         n = len(app.asked)
@@ -1222,30 +1233,35 @@ async def test_reload_without_other_servers(tmp_path):
             assert not ms.upstreams and ms.fallbacks is None
             assert [m.name for m in ms.all]==['one'] and ms.find('far').child.pid==pid
 
-@running_test
-async def test_who_watches_hears_of_a_changed_file(tmp_path, monkeypatch):
-    from atlas.service import reload
-    begun,ended = [],[]
-    def watching(entry):
+class Watching:
+    "In place of those who watch: how often, when they begin and end"
+    def __init__(self):
+        self.begun,self.ended = [],[]
+    def __call__(self, entry):
         async def run(models):
-            begun.append((entry.every, models))
+            self.begun.append((entry.every, models))
             try:
                 await asyncio.Event().wait()
             finally:
-                ended.append(entry.every)
+                self.ended.append(entry.every)
         return run
-    monkeypatch.setattr(reload, 'watching', watching)
+
+@running_test
+async def test_who_watches_hears_of_a_changed_file(tmp_path, monkeypatch):
+    from atlas.service import reload
+    seen = Watching()
+    monkeypatch.setattr(reload, 'watching', seen)
     text = FIRST+'watch: {every: 1m}'
     async with following(tmp_path/'atlas.yaml', text, lazy=True) as (file,ms):
+        async def changed(text):
+            file.path.write_text(text)
+            await file.reload()
         f, = ms.beside
         task = asyncio.create_task(f(ms))
-        await happens(lambda: begun==[(60, ms)])
-        file.path.write_text(text.replace('uno', 'eins'))
-        await file.reload()
-        file.path.write_text(text.replace('1m', '2m'))
-        await file.reload()
-        await happens(lambda: [e for e,_ in begun]==[60,120] and ended==[60])
-        file.path.write_text(FIRST)
-        await file.reload()
-        await happens(lambda: ended==[60,120])
+        await happens(lambda: seen.begun==[(60, ms)])
+        await changed(text.replace('uno', 'eins'))
+        await changed(text.replace('1m', '2m'))
+        await happens(lambda: [e for e,_ in seen.begun]==[60,120] and seen.ended==[60])
+        await changed(FIRST)
+        await happens(lambda: seen.ended==[60,120])
         task.cancel()

@@ -47,23 +47,28 @@ def byte_level(special=('<|im_start|>','</think>','<end>'), size=420):
     t.add_special_tokens([hf.AddedToken(s, special=True) for s in special])
     return Tokenizer(t)
 
+STEER = '<unk>','<s>','</s>'
+PIECES = [
+    *STEER,
+    *(f'<0x{b:02X}>' for b in range(256)),
+    *'▁abcdefghijklmnopqrstuvwxyzABCDEFP0123456789{}[]",:.-\n',
+    *('▁{','▁"','":','▁yes','▁no','true','né')]
+
 def sentence_piece():
     "Spaces as `▁`, one before a text, bytes as `<0xNN>`"
-    steer = ['<unk>', '<s>', '</s>']
-    words = [
-        *steer, *(f'<0x{b:02X}>' for b in range(256)),
-        *'▁abcdefghijklmnopqrstuvwxyzABCDEFP0123456789{}[]",:.-\n', '▁{', '▁"', '":', '▁yes',
-        '▁no', 'true', 'né']
-    ids = {w:i for i,w in enumerate(words)}
+    ids = {w:i for i,w in enumerate(PIECES)}
     merges = [('▁','{'),('▁','"'),('"',':')]
-    t = hf.Tokenizer(hf.models.BPE(
-        ids, merges, byte_fallback=True, fuse_unk=True, unk_token='<unk>'))
+    model = hf.models.BPE(ids, merges, byte_fallback=True, fuse_unk=True, unk_token='<unk>')
+    t = hf.Tokenizer(model)
     t.normalizer = hf.normalizers.Sequence([
-        hf.normalizers.Prepend('▁'), hf.normalizers.Replace(' ','▁')])
+        hf.normalizers.Prepend('▁'),
+        hf.normalizers.Replace(' ','▁')])
     t.decoder = hf.decoders.Sequence([
-        hf.decoders.Replace('▁',' '), hf.decoders.ByteFallback(),
-        hf.decoders.Fuse(), hf.decoders.Strip(content=' ', left=1)])
-    t.add_special_tokens([hf.AddedToken(s, special=True) for s in steer])
+        hf.decoders.Replace('▁',' '),
+        hf.decoders.ByteFallback(),
+        hf.decoders.Fuse(),
+        hf.decoders.Strip(content=' ', left=1)])
+    t.add_special_tokens([hf.AddedToken(s, special=True) for s in STEER])
     return Tokenizer(t, eos_ids=(2,))
 
 def made(kind):
@@ -1411,14 +1416,15 @@ def test_ends(device):
         ask(2, regex('[ab]{90}')),
         ask(3, ab, min_tokens=40, ignore=False),
         ask(4, regex('a?'), min_tokens=9, stop_token_ids=(299,), temperature=0))
-    finish = {i:o.end.finish for i,o in got.items()}
-    assert finish==dict(r0='stop', r1='stop', r2='length', r3='stop', r4='stop')
-    assert got['r0'].ids==[299]
-    assert got['r0'].end.token==299
-    assert got['r1'].end.token is None
-    assert len(got['r2'].ids)==60
-    assert said(got['r3'])=='ab'
-    assert said(got['r4'])=='a'
+    token,own,length = got['r0'],got['r1'],got['r2']
+    choice,short = got['r3'],got['r4']
+    for o in (token,own,choice,short):
+        assert o.end.finish=='stop'
+    assert token.ids==[299] and token.end.token==299
+    assert own.end.token is None
+    assert length.end.finish=='length' and len(length.ids)==60
+    assert said(choice)=='ab'
+    assert said(short)=='a'
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_nothing_is_left_to_choose(device):

@@ -22,22 +22,23 @@ class Layer:
         self.card = card
         self.kind = kind
         self.rng = np.random.default_rng(seed)
-        self.C = DELTA if kind=='delta' else MAMBA
-        self.rec = (VH,D,D) if kind=='delta' else (NH,HD,NS)
-        heads,n = (VH,D) if kind=='delta' else (NH,NH*HD)
-        self.width = (
-            self.C+VH*D+2*VH if kind=='delta'
-            else self.C+NH*HD+NH)
-        bias = () if kind=='delta' else (self.some(self.C),)
-        skip = () if kind=='delta' else (self.some(heads),)
-        self.w = [
-            self.some(self.C, 4),
-            *bias,
-            -np.exp(self.some(heads)),
-            *skip,
-            self.some(heads),
-            self.some(n)]
-        self.w = [card.upload(a) for a in self.w]
+        if kind=='delta':
+            self.C,self.rec = DELTA,(VH,D,D)
+            self.width = self.C+VH*D+2*VH
+            w = self.delta_weights()
+        else:
+            self.C,self.rec = MAMBA,(NH,HD,NS)
+            self.width = self.C+NH*HD+NH
+            w = self.mamba_weights()
+        self.w = [card.upload(a) for a in w]
+
+    def delta_weights(self):
+        return self.some(self.C, 4),-np.exp(self.some(VH)),self.some(VH),self.some(D)
+
+    def mamba_weights(self):
+        conv = self.some(self.C, 4),self.some(self.C)
+        heads = -np.exp(self.some(NH)),self.some(NH),self.some(NH)
+        return *conv,*heads,self.some(NH*HD)
 
     def some(self, *shape): return self.rng.standard_normal(shape, dtype='f4')
 

@@ -110,34 +110,36 @@ def test_the_plan_of_a_shape_has_as_many_weights_as_its_description(name):
         )+math.prod(w.shape)
     assert got==c.param_parts
 
-@pytest.mark.parametrize(
-    'name',
-    ['smollm2-135m','qwen3-0.6b','qwen3.6-35b-a3b','gpt-oss-20b','nemotron-3-nano-30b-a3b',
-     'gemma-4-26b-a4b'])
+MODELS = (
+    'smollm2-135m',
+    'qwen3-0.6b',
+    'qwen3.6-35b-a3b',
+    'gpt-oss-20b',
+    'nemotron-3-nano-30b-a3b',
+    'gemma-4-26b-a4b')
+
+@pytest.mark.parametrize('name', MODELS)
 @pytest.mark.parametrize('weights', [None,'bf16','fp8','nvfp4','mxfp4'])
 def test_shapes(name, weights):
     s = look(name, weights, on=[])
     d = json.loads(json.dumps(s.to_dict()))
     assert d['kind']=='dummy'
     assert d['path'] is None
-    assert set(d['parts'])<=set(PARTS)-{'unused'}
-    assert {
-        k:p['weights']
-        for k,p in d['parts'].items()
-    }==s.config.param_parts
-    assert sum(
-        d['formats'][f]['bytes']
-        for f in d['formats']
-    )==d['bytes']==sum(r.nbytes for r in s.rows)
+    parts = d['parts']
+    assert set(parts)<=set(PARTS)-{'unused'}
+    assert {k: p['weights'] for k,p in parts.items()}==s.config.param_parts
+    of_formats = [f['bytes'] for f in d['formats'].values()]
+    assert sum(of_formats)==d['bytes']==sum(r.nbytes for r in s.rows)
     assert d['bytes_per_token']<=d['bytes']
-    assert (
-        weights in (None,'bf16')
-        or d['bytes_per_token']<look(name, 'bf16', on=[]).token_bytes*.75)
     for part in ('embedding','router','norms'):
-        assert set(
-            d['parts'].get(part, {}).get('formats', {})
-        )<={'BF16','F32'}
+        assert set(parts.get(part, {}).get('formats', {}))<={'BF16','F32'}
     assert str(s).count('\n')>8
+
+@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('weights', ['fp8','nvfp4','mxfp4'])
+def test_narrow_weights_are_less_to_read(name, weights):
+    plain = look(name, 'bf16', on=[])
+    assert look(name, weights, on=[]).token_bytes<plain.token_bytes*.75
 
 class Machine:
     "A device of a given size, whose weights are float32 where that fits"
@@ -147,26 +149,37 @@ class Machine:
     def memory(self): return SimpleNamespace(total=self.n, available=self.n)
     def budget(self): return SimpleNamespace(left=self.n)
 
-def test_what_fits():
-    s = look('qwen3.6-35b-a3b', 'nvfp4', on=[])
-    c = s.config
-    no = fit(s, Machine(16))
+@pytest.fixture(scope='module')
+def qwen(): return look('qwen3.6-35b-a3b', 'nvfp4', on=[])
+
+def test_what_does_not_fit(qwen):
+    no = fit(qwen, Machine(16))
     assert not no['fits'] and no['max_context']==0 and not any(no['sequences'].values())
-    f = fit(s, Machine(64))
-    kv,st = 4*c.kv_elements_per_token,slot_bytes(c, host_words)
+
+def held_bytes(s):
+    "What a model's weights take, without its draft layers; vectors are widened to float32"
     used = [t for k,t in s.tensors.items() if not k.startswith('mtp.')]
     vectors = [t for t in used if len(t.shape)==1 or t.shape[-2]==1]
-    held = sum(t.nbytes for t in used)
-    held += sum(4*math.prod(t.shape)-t.nbytes for t in vectors) # widened to float32
+    more = [4*math.prod(t.shape)-t.nbytes for t in vectors]
+    return sum(t.nbytes for t in used)+sum(more)
+
+def test_what_fits(qwen):
+    c,room = qwen.config,64*2**30
+    f = fit(qwen, Machine(64))
+    kv,st = 4*c.kv_elements_per_token,slot_bytes(c, host_words)
+    held = held_bytes(qwen)
     assert f['fits'] and f['packed'] and f['weights']==held and f['kv_bytes_per_token']==kv
-    for n,k in f['sequences'].items():
-        assert held+k*(kv*n+st)<=64*2**30<held+(k+1)*(kv*n+st)
-    assert f['max_context']==min(
-        c.max_seq_len,
-        (64*2**30-held-st)//kv)
     assert list(f['sequences'])==[4096,32768,262144]
-    card = fit(s, Machine(64, 'cuda'))
-    assert card['kv_bytes_per_token']==kv//2 and card['sequences'][32768]>f['sequences'][32768]
+    for n,k in f['sequences'].items():
+        assert held+k*(kv*n+st)<=room<held+(k+1)*(kv*n+st)
+    assert f['max_context']==min(c.max_seq_len, (room-held-st)//kv)
+
+def test_more_fits_on_a_card(qwen):
+    f,card = fit(qwen, Machine(64)),fit(qwen, Machine(64, 'cuda'))
+    assert card['kv_bytes_per_token']==2*qwen.config.kv_elements_per_token
+    assert card['sequences'][32768]>f['sequences'][32768]
+
+def test_what_fits_of_a_small_model():
     small = fit(look('smollm2-135m', on=[]), Machine(4))
     assert not small['packed'] and small['weights']==4*134_515_008 and small['state_bytes']==0
     assert list(small['sequences'])==[4096,8192]

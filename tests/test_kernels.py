@@ -99,26 +99,27 @@ def test_params_are_the_arguments(name):
     src = Source(name)
     assert params(src)==signature(src)
 
+INSTRUCTION = re.compile(r'^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(%rd\d+), (.*);', re.M)
+
 def constants(name, ptx):
     """Parameters that the kernel's PTX reads as what nobody writes meanwhile (ld.global.nc), which
     compilers move to before a wait"""
-    params,of,old = list(signature(Source(name))),{},None
-    instruction = re.compile(r'^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(%rd\d+), (.*);', re.M)
-    lines = instruction.findall(ptx[ptx.index(f'.entry {name}'):])
+    lines = INSTRUCTION.findall(ptx[ptx.index(f'.entry {name}'):])
+    params = list(signature(Source(name)))
+    of,old = {},None # Registers, and the parameters that they may come from
     while old!=(old := sum(map(len, of.values()))):
         for op,to,rest in lines:
-            if op.startswith('ld.param'):
-                got = {
-                    params[int(m[1])]
-                    for m in [re.search(r'_param_(\d+)', rest)] if m}
-            elif op.startswith(('ld','atom','shfl')):
-                continue
-            else:
-                got = set().union(
-                    *(of.get(r, ()) for r in re.findall(r'%rd\d+', rest)))
-            of[to] = of.get(to, set())|got
+            of.setdefault(to, set()).update(sources_of(op, rest, of, params))
     read = re.findall(r'ld\.global\.nc.*\[(%rd\d+)', ptx)
     return set().union(*(of.get(r, ()) for r in read))
+
+def sources_of(op, rest, of, params):
+    "Parameters that an instruction's result may come from, where registers have those `of`"
+    if op.startswith('ld.param'):
+        return [params[int(n)] for n in re.findall(r'_param_(\d+)', rest)]
+    if op.startswith(('ld','atom','shfl')):
+        return ()
+    return set().union(*(of.get(r, ()) for r in re.findall(r'%rd\d+', rest)))
 
 @needs_nvcc
 @pytest.mark.parametrize(
@@ -184,9 +185,20 @@ def build(tmp, listed=None, only=None, ignored=(), fails=False, **env):
     # the processor's kernel takes twenty seconds, and one test is enough for it
     env = dict(ATLAS_CUBINS=None, CXX=shutil.which('true'))|env
     pytest.importorskip('setuptools')
-    tree = tmp/'tree'
+    tree = copied(tmp/'tree', only, ignored)
+    if listed is not None:
+        (tree/'kernels'/'variants.json').write_text(json.dumps(listed))
+    env = {k: v for k,v in (os.environ|env).items() if v is not None}
+    cmd = [sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out']
+    r = subprocess.run(
+        cmd, cwd=tree, env=env, capture_output=True, text=True, start_new_session=True)
+    assert fails==(r.returncode!=0), r.stderr
+    return tmp/'out'/'atlas'/'kernels',r.stderr
+
+def copied(tree, only, ignored):
+    "A copy of what a wheel is built from, with `only` some kernels"
+    tree.mkdir(exist_ok=True)
     for f in ('setup.py','settings.ini','pyproject.toml'):
-        tree.mkdir(exist_ok=True)
         shutil.copy(root/f, tree)
     ignore = shutil.ignore_patterns('__pycache__', *ignored)
     for d in ('atlas','kernels'):
@@ -194,14 +206,7 @@ def build(tmp, listed=None, only=None, ignored=(), fails=False, **env):
     for p in (tree/'kernels').glob('*.cu'):
         if only and p.stem not in only:
             p.unlink()
-    if listed is not None:
-        (tree/'kernels'/'variants.json').write_text(json.dumps(listed))
-    env = {k: v for k,v in (os.environ|env).items() if v is not None}
-    cmd = [sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out']
-    r = subprocess.run(cmd, cwd=tree, env=env,
-        capture_output=True, text=True, start_new_session=True)
-    assert fails==(r.returncode!=0), r.stderr
-    return tmp/'out'/'atlas'/'kernels',r.stderr
+    return tree
 
 def files(d):
     "What lies in a folder, but for the processor's kernel, which is there where a compiler is"
@@ -244,6 +249,12 @@ def test_wheel_says_what_takes_so_long(tmp_path):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         setup = ['setup.py','-q','build_py','--build-lib',str(tmp_path/'again')]
         os.execve(sys.executable, [sys.executable,*setup], os.environ|env)
+    seen = all_of(terminal)
+    _,status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status)==0 and b'atlas: compiling 2 kernels' in seen
+
+def all_of(terminal):
+    "What is written to a terminal until nobody has it open any more"
     seen = b''
     try:
         while more := os.read(terminal, 4096):
@@ -251,8 +262,7 @@ def test_wheel_says_what_takes_so_long(tmp_path):
     except OSError:
         pass  # it has ended
     os.close(terminal)
-    _,status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status)==0 and b'atlas: compiling 2 kernels' in seen
+    return seen
 
 @pytest.mark.skipif((os.cpu_count() or 1)<2, reason='one core')
 def test_wheel_compiles_side_by_side(tmp_path):
@@ -296,29 +306,35 @@ listed = dict(
     one=dict(sm_90a=_one, sm_121a=_one),
     two=dict(sm_90a=_two, sm_75=_two))
 
-def test_wheel_compiles_as_launch_does(tmp_path):
+MORE = [('rmsnorm',('-DA=1','-DB=2')), ('rope',('-DA=1',))] # What is compiled of `listed`
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    "A wheel's kernels for both cards, with variants; and each call of the compiler"
+    tmp = tmp_path_factory.mktemp('whole')
     out,_ = build(
-        tmp_path, listed, PATH=fake_nvcc(tmp_path, logs), ATLAS_CUDA_ARCHS='90a sm_121a',
-        ATLAS_CUBINS='all')
-    calls = (tmp_path/'bin'/'nvcc.log').read_text().splitlines()
-    more = [('rmsnorm',('-DA=1','-DB=2')), ('rope',('-DA=1',))]
-    made = (
-        [(n, a, ()) for n in kernel_names() for a in archs]
-        +[(n, 'sm_90a', o) for n,o in more]
-        +[('rmsnorm', 'sm_121a', more[0][1])])
+        tmp, listed, PATH=fake_nvcc(tmp, logs), ATLAS_CUDA_ARCHS='90a sm_121a', ATLAS_CUBINS='all')
+    return out,(tmp/'bin'/'nvcc.log').read_text().splitlines()
+
+def test_wheel_compiles_as_launch_does(whole):
+    out,calls = whole
+    made = [(n, a, ()) for n in kernel_names() for a in archs]
+    made += [(n, 'sm_90a', o) for n,o in MORE]
+    made.append(('rmsnorm', 'sm_121a', MORE[0][1]))
     assert files(out)==sources|{'variants.json'}|{cubin_name(*m) for m in made}
     assert len(calls)==len(made)
     assert all(set(OPTIONS)<=set(c.split()) and f'-I{out}' in c for c in calls)
     assert sum('-gencode=arch=compute_121a,code=sm_121a' in c for c in calls)==len(kernel_names())+1
     assert sum('-DA=1 -DB=2' in c for c in calls)==2
+
+def test_a_wheels_variants_are_found(whole):
+    out,_ = whole
     assert ahead(Source('rope', out), 'sm_90a', ('-DA=1',))
     assert ahead(Source('rope', out), 'sm_90a', ('-DA=2',)) is None
-    assert (
-        saved_variants(path=out/'variants.json')
-        ==[('no_such_kernel',('-DA=1',)), ('rmsnorm',()), *more])
-    assert (
-        saved_variants('sm_121a', path=out/'variants.json')
-        ==[('no_such_kernel',('-DA=1',)), ('rmsnorm',()), more[0]])
+    both = [('no_such_kernel',('-DA=1',)), ('rmsnorm',())]
+    list_of = out/'variants.json'
+    assert saved_variants(path=list_of)==[*both,*MORE]
+    assert saved_variants('sm_121a', path=list_of)==[*both,MORE[0]]
 
 @pytest.mark.parametrize(
     'asked,more',
@@ -384,11 +400,14 @@ def kernel_tree(d, **change):
     return Source('a', d)
 
 def test_key_is_of_all_that_matters_and_nothing_else(tmp_path):
-    plain = kernel_tree(tmp_path).key('sm_90a', (), 'nvrtc 13.0')
-    changed = [kernel_tree(tmp_path, **{f: f'{t}// edited\n'}).key('sm_90a', (), 'nvrtc 13.0')
-               for f,t in {
-                       'a.cu': '#include "lib/b.cuh"\n', 'lib/b.cuh': '#include "lib/c.cuh"\n',
-                       'lib/c.cuh': ''}.items()]
+    def edited(**texts):
+        return kernel_tree(tmp_path, **texts).key('sm_90a', (), 'nvrtc 13.0')
+    plain = edited()
+    texts = {
+        'a.cu': '#include "lib/b.cuh"\n',
+        'lib/b.cuh': '#include "lib/c.cuh"\n',
+        'lib/c.cuh': ''}
+    changed = [edited(**{f: f'{t}// edited\n'}) for f,t in texts.items()]
     src = kernel_tree(tmp_path)
     changed += [
         src.key('sm_121a', (), 'nvrtc 13.0'),
@@ -396,9 +415,7 @@ def test_key_is_of_all_that_matters_and_nothing_else(tmp_path):
         src.key('sm_90a', (), 'nvrtc 13.1'),
         src.key('sm_90a', ('-DX','-DY'), '')]
     assert len({plain,*changed})==1+len(changed)
-    assert (
-        kernel_tree(tmp_path, **{'lib/other.cuh': 'edited'}).key('sm_90a', (), 'nvrtc 13.0')
-        ==plain)
+    assert edited(**{'lib/other.cuh': 'edited'})==plain
 
 def test_include_cycle_ends(tmp_path):
     assert (
@@ -478,20 +495,19 @@ def test_ready_means_ready(tmp_path, monkeypatch):
     src = kernel_tree(tmp_path/'k')
     store = CubinStore(tmp_path/'s')
     stub = Stub()
-    args = dict(compiler=stub, store=store)
-    prepare(
-        [('a', ()), ('a', ('-DX',))], 'sm_90a',
-        stub, store, tmp_path/'k')
+    def code(option):
+        return machine_code(src, 'sm_90a', (option,), compiler=stub, store=store)
+    prepare([('a', ()), ('a', ('-DX',))], 'sm_90a', stub, store, tmp_path/'k')
     late = type(compilations)()
     late.refuse = True
     monkeypatch.setattr('atlas.card.launch.compilations', late)
     with late.serving([]):
-        assert machine_code(src, 'sm_90a', ('-DX',), **args) and late.after_ready==0
+        assert code('-DX') and late.after_ready==0
         with pytest.raises(AtlasError, match='would make a request wait'):
-            machine_code(src, 'sm_90a', ('-DY',), **args)
+            code('-DY')
     assert len(stub.calls)==2 and late.late==['a']
     # somebody who is not serving may
-    assert machine_code(src, 'sm_90a', ('-DY',), **args)
+    assert code('-DY')
     assert late.late==['a']
 
 @settings(max_examples=20, deadline=None)
@@ -544,6 +560,18 @@ def test_check_accepts_what_the_contract_says(rows, heads, half, rest, before, a
         ys=heads*d,
         xs=(before+heads+after)*d if rows>1 else heads*d)
 
+SPOILT = [
+    lambda a: a.astype('float16'),
+    lambda a: a[None],
+    lambda a: a[0],
+    lambda a: np.asfortranarray(a),
+    lambda a: a[1:],
+    lambda a: a[...,1:],
+    lambda a: a[...,::2],
+    lambda a: a[...,::-1],
+    lambda a: np.concatenate([a,a]),
+    lambda a: a.view('int32')]
+
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.integers(2, 5),
@@ -552,21 +580,10 @@ def test_check_accepts_what_the_contract_says(rows, heads, half, rest, before, a
     which=st.sampled_from(['x','y','cos','sin']),
     data=st.data())
 def test_check_refuses_every_departure(rows, heads, half, which, data):
-    arrays = {
-        k: np.zeros(s, 'float32')
-        for k,s in dict(
-                x=(rows,heads,2*half),
-                y=(rows,heads,2*half), cos=(rows,half),
-                sin=(rows,half)).items()}
-    a = arrays[which]
-    spoil = [
-        lambda: a.astype('float16'), lambda: a[None],
-        lambda: a[0], lambda: np.asfortranarray(a),
-        lambda: a[1:], lambda: a[...,1:],
-        lambda: a[...,::2],
-        lambda: a[...,::-1],
-             lambda: np.concatenate([a,a]), lambda: a.view('int32')]
-    arrays[which] = data.draw(st.sampled_from(spoil))()
+    shapes = dict(x=(rows,heads,2*half), y=(rows,heads,2*half), cos=(rows,half), sin=(rows,half))
+    arrays = {k: np.zeros(s, 'float32') for k,s in shapes.items()}
+    spoil = data.draw(st.sampled_from(SPOILT))
+    arrays[which] = spoil(arrays[which])
     with pytest.raises(AtlasError) as e:
         Source('rope').check(**arrays)
     assert 'breaks its contract' in str(e.value)

@@ -120,7 +120,8 @@ class Turns:
 def clocked(e):
     "A clock by which a plan takes 1, and a wait for results until 10 after the launch"
     now = [0.]
-    e.scheduler.clock = lambda: now[0]
+    def clock(): return now[0]
+    e.scheduler.clock = clock
     plan = e.scheduler.schedule
     launch = e.stepper.launch
     land = e.stepper.land

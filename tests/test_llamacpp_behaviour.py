@@ -743,7 +743,7 @@ def of_responses(c, **kw):
         return ''.join(e['delta'] for e in es if e['type']==f'response.{kind}.delta')
     whole = of_items(c.post('/v1/responses', json=b).json())
     end = of_items(es[-1]['response'])
-    return whole,end,added('output_text'),added('function_call_arguments')
+    return whole,end,(added('output_text'),added('function_call_arguments'))
 
 @contextmanager
 def speaking(say, parsers):
@@ -763,8 +763,9 @@ def test_calls_of_every_family(parsers):
         assert of_chat(c, n=2)==([want]*2, [want]*2)
         blocks = items('thinking', 'text', 'tool_use')
         assert of_messages(c)==((blocks, 'tool_use'),)*2
-        whole,end,said,args = of_responses(c)
+        whole,end,deltas = of_responses(c)
         assert whole==end==items('reasoning', 'message', 'function_call')
+        said,args = deltas
         assert said==before
         assert json.loads(args)==call[1]
 
@@ -980,7 +981,6 @@ class Served:
         app = create_app(self.gateway)
         with listen(port=0) as sock:
             server = uvicorn.Server(server_config(app, drain=1.))
-            server.install_signal_handlers = lambda: None
             self.url = f'http://127.0.0.1:{sock.getsockname()[1]}'
             self.server = server
             await server.serve(sockets=[sock])

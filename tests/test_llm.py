@@ -104,24 +104,24 @@ def test_time_limits(llm):
     "Whoever has no time left ends with what was said, and the others do not notice"
     for o in llm.generate([A,B], greedy(20), timeout=1e-9):
         assert o.finish_reason=='timeout'
-    s = llm.engine.scheduler
-    now,real = [s.clock()],s.clock
-    s.clock = lambda: now[0]
-    try:
-        got = []
-        for d in llm.stream(A, greedy(20), timeout=5.):
-            got.append(d)
-            now[0] += 1.
-    finally:
-        s.clock = real
-    said = ids(got)
-    assert got[-1].finish=='timeout' and 0<len(said)<20
-    assert llm.generate(A, greedy(20), timeout=1000).token_ids[
-        :len(said)]==said
     assert idle(llm)
     with pytest.raises(RequestError) as e:
         llm.generate(A, timeout=0)
     assert e.value.param=='timeout'
+
+def test_a_stream_whose_time_is_up(llm, monkeypatch):
+    s = llm.engine.scheduler
+    now,got = [s.clock()],[]
+    with monkeypatch.context() as m:
+        m.setattr(s, 'clock', lambda: now[0])
+        for d in llm.stream(A, greedy(20), timeout=5.):
+            got.append(d)
+            now[0] += 1.
+    said = ids(got)
+    assert got[-1].finish=='timeout' and 0<len(said)<20
+    whole = llm.generate(A, greedy(20), timeout=1000).token_ids
+    assert whole[:len(said)]==said
+    assert idle(llm)
 
 @pytest.mark.parametrize('where', ('trunk','sample'))
 def test_an_exception_in_a_step(llm, monkeypatch, where):
@@ -308,31 +308,27 @@ def test_extreme_sampling(llm):
             SamplingParams(seed=2**64-1, n=3, max_tokens=2)).choices)==3
 
 def test_min_tokens_and_stop_ids(llm):
-    V = llm.config.vocab_size
-    def all_but(i): return tuple(j for j in range(llm.config.vocab_size) if j!=i)
-    p = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=all_but(7))
+    every = tuple(range(llm.config.vocab_size))
+    all_but_7 = tuple(i for i in every if i!=7)
+    p = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=all_but_7)
     o = llm.generate(A, p)
-    assert (len(o.token_ids), o.finish_reason) in (
-        (1,'stop'), (9,'length'))
+    assert (len(o.token_ids), o.finish_reason) in ((1,'stop'), (9,'length'))
     o = llm.generate(A, replace(p, min_tokens=4))
-    assert (o.token_ids[:4], len(o.token_ids)<=9)==(
-        [7]*4, True)
+    assert o.token_ids[:4]==[7]*4 and len(o.token_ids)<=9
     with pytest.raises(RequestError, match='bars every token'):
-        llm.generate(A, replace(p, min_tokens=1, stop_token_ids=tuple(range(V))))
+        llm.generate(A, replace(p, min_tokens=1, stop_token_ids=every))
+
+def log_softmax(l):
+    "Of each row"
+    l = l-l.max(-1, keepdims=True)
+    return l-np.log(np.exp(l).sum(-1, keepdims=True))
 
 def test_logprobs(llm):
     o = llm.generate(A, greedy(3, logprobs=20))
-    L = llm.logits(A+o.token_ids[:2])[2:]
-    L -= np.log(
-        np.exp(L-L.max(-1, keepdims=True)).sum(
-            -1, keepdims=True)
-    )+L.max(-1, keepdims=True)
-    for t,row in zip(o.logprobs, L, strict=True):
-        assert (
-            len(t.top),
-            t.top[0][0],
-            len(dict(t.top))
-        )==(20, t.id, 20)
+    want = log_softmax(llm.logits(A+o.token_ids[:2])[2:])
+    for t,row in zip(o.logprobs, want, strict=True):
+        assert len(t.top)==len(dict(t.top))==20
+        assert t.top[0][0]==t.id
         assert abs(t.logprob-row[t.id])<1e-3
         assert max(abs(lp-row[i]) for i,lp in t.top)<1e-3
     plain = llm.generate(A, greedy(3, logprobs=0))

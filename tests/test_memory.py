@@ -29,7 +29,7 @@ def load(monkeypatch):
         monkeypatch.setitem(PRESETS, f'toy-{toy}', PRESETS[base]|_SMALL|small)
         card = Emulator()
         if free:
-            card.memory = lambda: Memory(free, free)  # 36 % of it may be used
+            monkeypatch.setattr(card, 'memory', lambda: Memory(free, free))  # 36 % may be used
         return LLM(
             f'toy-{toy}', card,
             **dict(
@@ -159,20 +159,22 @@ def say(llm, prompts, max_tokens=3, **how):
     "Have `prompts` answered"
     llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **how))
 
-def test_only_what_a_step_waits_for_is_late(load):
-    """Each model has its own count: one that is loaded while another serves is not late, and a
-    warm engine compiles nothing"""
-    llm = load('qwen3.6-moe', max_seq_len=300)
-    before = compilations.after_ready
-    llm.engine.warm()
-    def other():
-        load('gpt-oss','mxfp4').close()
+def beside(llm, other):
+    "Have a model answer while a thread does `other`"
     t = threading.Thread(target=other)
     t.start()
     for n in (1,30,65,130,200):
         say(llm, count(n), temperature=n%2, seed=1)
     say(llm, [count(3), count(70)], temperature=0, max_tokens=80)
     t.join()
+
+def test_only_what_a_step_waits_for_is_late(load):
+    """Each model has its own count: one that is loaded while another serves is not late, and a
+    warm engine compiles nothing"""
+    llm = load('qwen3.6-moe', max_seq_len=300)
+    before = compilations.after_ready
+    llm.engine.warm()
+    beside(llm, lambda: load('gpt-oss', 'mxfp4').close())
     assert llm.engine.late==[] and compilations.after_ready==before
     new = load('mistral')
     # not warm: nothing is late

@@ -31,36 +31,44 @@ class Sink(io.StringIO):
     def fileno(self):
         raise OSError
 
-@contextmanager
-def gateway():
-    """A gateway with one scripted worker, in a thread of this process; the models, the
-    application's port and the log"""
-    lines,got = Sink(),{}
-    configure('json', stream=lines)
-    async def main():
+class Served:
+    "A gateway with one scripted worker, in a thread of this process"
+    def __init__(self):
+        self.models = self.port = self.server = self.loop = None
+        self.thread = threading.Thread(target=asyncio.run, args=(self.main(),), daemon=True)
+        self.thread.start()
+
+    async def main(self):
         config = ScriptConfig('fake', say='x'*400, max_queue=200)
         def text(config): return dict(tokenizer=byte_tokenizer(), template=template)
-        ms = Models([Model(config, policy=PATIENT, command=FAKE, text=text)])
-        app = create_app(ms)
+        models = Models([Model(config, policy=PATIENT, command=FAKE, text=text)])
+        app = create_app(models)
         app.add_middleware(Access)
         with socket.create_server(('127.0.0.1', 0), backlog=1024) as sock:
-            server = uvicorn.Server(server_config(app))
-            server.install_signal_handlers = lambda: None
-            got.update(models=ms, port=sock.getsockname()[1],
-                server=server, loop=asyncio.get_running_loop())
-            await server.serve(sockets=[sock])
-    t = threading.Thread(target=asyncio.run,
-        args=(main(),), daemon=True)
-    t.start()
-    def there(): return got.get('models') and got['models'].ready_models
-    until(lambda: not t.is_alive() or there(), 'a gateway with a model')
-    assert t.is_alive(), lines.getvalue()[-2000:]
+            self.server = uvicorn.Server(server_config(app))
+            self.port,self.loop = sock.getsockname()[1],asyncio.get_running_loop()
+            self.models = models
+            await self.server.serve(sockets=[sock])
+
+    @property
+    def begun(self):
+        "Has it a model, or ended?"
+        return not self.thread.is_alive() or self.models and self.models.ready_models
+
+@contextmanager
+def gateway():
+    "A gateway, its models, the application's port and the log"
+    lines = Sink()
+    configure('json', stream=lines)
+    g = Served()
+    until(lambda: g.begun, 'a gateway with a model')
+    assert g.thread.is_alive(), lines.getvalue()[-2000:]
     try:
-        yield got['models'],got['port'],lines,got['loop']
+        yield g.models,g.port,lines,g.loop
     finally:
-        got['server'].should_exit = True
-        t.join(WAIT)
-        assert not t.is_alive()
+        g.server.should_exit = True
+        g.thread.join(WAIT)
+        assert not g.thread.is_alive()
 
 PATHS = [
     '/v1/chat/completions',
@@ -71,29 +79,48 @@ PATHS = [
 
 def body(rng, kind):
     "Path and body of a request"
-    ask = [dict(role='user',
-        content=rng.choice(('hi','<nan>','a longer question '*20,'<oom>')))]
+    said = rng.choice(('hi','<nan>','a longer question '*20,'<oom>'))
+    ask = [dict(role='user', content=said)]
     n = rng.randint(1, 60)
-    if kind=='chat':
-        return '/v1/chat/completions',dict(model='fake', messages=ask, max_tokens=n,
-            stream=rng.random()<.6,
-            n=rng.choice((1,1,3)),
-            logprobs=rng.random()<.1)
-    if kind=='text':
-        return '/v1/completions',dict(
-            prompt=rng.choice(('hi',[1,2,3],['a','b'])),
-            max_tokens=n, stream=rng.random()<.6, stop='zz')
-    if kind=='messages':
-        return '/v1/messages',dict(model='fake', messages=ask, max_tokens=n,
-            stream=rng.random()<.6)
-    if kind=='responses':
-        return '/v1/responses',dict(model='fake', input='hi', max_output_tokens=n,
-            stream=rng.random()<.6)
-    if kind=='bad':
-        nobody = dict(model='nobody', messages=ask, max_tokens=3, input='x')
-        wrong = {},dict(messages=3),nobody,dict(temperature=10**9)
-        return rng.choice(PATHS),rng.choice(wrong)
+    return BODIES[kind](rng, ask, n)
+
+def chat(rng, ask, n):
+    return '/v1/chat/completions',dict(
+        model='fake',
+        messages=ask,
+        max_tokens=n,
+        stream=rng.random()<.6,
+        n=rng.choice((1,1,3)),
+        logprobs=rng.random()<.1)
+
+def text(rng, ask, n):
+    prompt = rng.choice(('hi',[1,2,3],['a','b']))
+    return '/v1/completions',dict(
+        prompt=prompt, max_tokens=n, stream=rng.random()<.6, stop='zz')
+
+def messages(rng, ask, n):
+    return '/v1/messages',dict(model='fake', messages=ask, max_tokens=n, stream=rng.random()<.6)
+
+def responses(rng, ask, n):
+    return '/v1/responses',dict(
+        model='fake', input='hi', max_output_tokens=n, stream=rng.random()<.6)
+
+def bad(rng, ask, n):
+    "What no API takes, or none that is at this path"
+    nobody = dict(model='nobody', messages=ask, max_tokens=3, input='x')
+    wrong = {},dict(messages=3),nobody,dict(temperature=10**9)
+    return rng.choice(PATHS),rng.choice(wrong)
+
+def tokenize(rng, ask, n):
     return '/tokenize',dict(prompt='hello')
+
+BODIES = dict(
+    chat=chat,
+    text=text,
+    messages=messages,
+    responses=responses,
+    bad=bad,
+    tokenize=tokenize)
 
 KINDS = ('chat','chat','chat','text','messages','responses','bad','tokenize')
 
@@ -115,31 +142,32 @@ async def client(port, i, rng, left):
     leave = rng.choice((None,None,'mid','body','sent'))
     r,w = await asyncio.open_connection('127.0.0.1', port)
     try:
-        head = head_of(path, i, len(raw))
-        if leave=='body':
-            w.write(head+raw[:len(raw)//2])
-            await w.drain()
-            left[leave] += 1
-            return None
-        w.write(head+raw)
+        w.write(head_of(path, i, len(raw)))
+        w.write(raw[:len(raw)//2] if leave=='body' else raw)
         await w.drain()
-        if leave=='sent':
+        got = None
+        if leave not in ('body','sent'):
+            got = await answer(r, rng, leave)
+        if got is None:
             left[leave] += 1
             return None
-        got = b''
-        def more(): return r.read(rng.choice((1<<16,300)))
-        while chunk := await asyncio.wait_for(more(), WAIT):
-            got += chunk
-            if leave=='mid' and len(got)>rng.randint(1, 3000):
-                left[leave] += 1
-                return None
         assert got.startswith(b'HTTP/1.1 '), got[:200]
         return int(got[9:12])
     finally:
         if leave and rng.random()<.5:
-            w.get_extra_info('socket').setsockopt(socket.SOL_SOCKET,
-                socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # a reset
+            w.get_extra_info('socket').setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # a reset
         w.close()
+
+async def answer(r, rng, leave):
+    "All of it; None where the client leaves in its middle"
+    got = b''
+    def more(): return r.read(rng.choice((1<<16,300)))
+    while chunk := await asyncio.wait_for(more(), WAIT):
+        got += chunk
+        if leave=='mid' and len(got)>rng.randint(1, 3000):
+            return None
+    return got
 
 async def crowd(port, n, seed, at_once=64):
     "`n` requests, so many at a time"
@@ -199,21 +227,25 @@ def check_log(lines, since, heard):
     until(lambda: sum(ids().values())>=heard, again=.05)
     assert max(ids().values())==1 and heard<=len(ids())<=1000
 
+def counted(port):
+    "Requests that came, that were answered and that were given up, once none is running"
+    # the worker's numbers are of a moment ago
+    until(lambda: not total(numbers(port), 'atlas:num_requests_running'), again=.05)
+    ms = numbers(port)
+    return [total(ms, k) for k in COUNTED]
+
 def test_a_thousand_mixed_requests():
     with gateway() as (models,port,lines,loop):
         asyncio.run(crowd(port, 300, 0))
         settled(models, loop)  # what is made once is made
         gc.collect()
         before,files,tasks = rss(),fds(),settled(models, loop)
-        was = numbers(port)
+        was = counted(port)
         log = len(lines.getvalue().splitlines())
         statuses,left = asyncio.run(crowd(port, 1000, 1))
         assert settled(models, loop)<=tasks+2
-        # the worker's numbers are of a moment ago
-        until(lambda: not total(numbers(port), 'atlas:num_requests_running'), again=.05)
-        ms = numbers(port)
+        asked,done,aborted = (a-b for a,b in zip(counted(port), was))
         gc.collect()
-        asked,done,aborted = [total(ms, k)-total(was, k) for k in COUNTED]
         check_statuses(statuses, left)
         # nothing is left
         runner = models.ready_models[0].runner

@@ -141,7 +141,8 @@ def test_changes_are_seen_without_asking(page, served):
 
 def test_speed_and_queue(page, served):
     runner = served.find('large').runner
-    runner.stats = lambda: dict(num_requests_running=3, num_requests_waiting=2)
+    def stats(): return dict(num_requests_running=3, num_requests_waiting=2)
+    runner.stats = stats
     page.js('await look()')
     said = page.js('document.querySelector("li.model dl").innerText.replace(/\\n/g, " ")')
     assert 'Running 3' in said and 'Waiting 2' in said and 'Tokens/s 0' in said

@@ -191,24 +191,21 @@ def test_cut_and_lengthened(file):
     raw = p.read_bytes()
     with PackedFile(p) as f:
         table,start = f.layout.table,f.layout.start
-    for n in (
-        0, 1, 8, 39, 40, 50, table, table+5,
-        start-1, start, start+1, start+9000,
-        len(raw)-BLOCK, len(raw)-1):
-        p.write_bytes(raw[:n])
-        with pytest.raises(CheckpointError):
-            load_dict(p)
+    in_head = 0,1,8,39,40,50,table,table+5
+    beyond = start-1,start,start+1,start+9000,len(raw)-BLOCK,len(raw)-1
+    for n in in_head+beyond:
+        refused(p, raw[:n])
     for more in (b'\0',bytes(BLOCK)):
-        p.write_bytes(raw+more)
-        with pytest.raises(CheckpointError):
-            load_dict(p)
-    for other in (
-        b'GGUF'+raw[4:], b'\x08'+bytes(99),
-        PART+raw[8:]):
-        p.write_bytes(other)
-        with pytest.raises(CheckpointError):
-            load_dict(p)
+        refused(p, raw+more)
+    for other in (b'GGUF'+raw[4:], b'\x08'+bytes(99), PART+raw[8:]):
+        refused(p, other)
     p.unlink()
+    with pytest.raises(CheckpointError):
+        load_dict(p)
+
+def refused(p, content):
+    "What is no packed file"
+    p.write_bytes(content)
     with pytest.raises(CheckpointError):
         load_dict(p)
 
@@ -242,6 +239,13 @@ HEADER = ( # Where something else may stand
     'arrays b offset', 'arrays b nbytes', 'objects q', 'objects q kind', 'objects q parts',
     'objects q said', 'more', 'arrays q#data', 'objects a')
 
+def put(d, where, value):
+    "Change a member of a header, named by the keys that lead to it"
+    *path,last = where.split()
+    for k in path:
+        d = d[k]
+    d[last] = value
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_stranger_is_not_believed(tmp_path_factory, data):
@@ -250,11 +254,7 @@ def test_a_stranger_is_not_believed(tmp_path_factory, data):
     q = dict(kind='QTensor', parts=['data'], said=dict(fmt='F32', shape=[2]))
     l = layout_of(dict(a=np.zeros((3,4)), b=np.zeros(9, np.int16)), dict(q=q))
     d = json.loads(l.text)
-    *path,last = data.draw(st.sampled_from(HEADER)).split()
-    at = d
-    for k in path:
-        at = at[k]
-    at[last] = data.draw(junk)
+    put(d, data.draw(st.sampled_from(HEADER)), data.draw(junk))
     count = data.draw(st.integers(1, 3))
     size = data.draw(st.sampled_from([l.nbytes, l.nbytes+BLOCK, None]))
     stranger(p, json.dumps(d).encode(), count, size)
@@ -500,20 +500,17 @@ def test_two_do_not_write_one_file(tmp_path):
 def test_a_card_and_back(tmp_path):
     card = Emulator()
     place = CardArrays(card)
-    arrays = grown(4)|dict(
-        e=np.zeros((0,3)),
-        h=np.arange(7, dtype=np.int64))
-    # one stays on the host
-    there = (
-        {n: card.upload(a) for n,a in arrays.items() if n!='h'}
-        | dict(h=arrays['h']))
-    save_dict(tmp_path/'card', there, place=place)
-    save_dict(tmp_path/'host', arrays)
-    assert (tmp_path/'card').read_bytes()==(tmp_path/'host').read_bytes()
-    same(load_dict(tmp_path/'card', place=place), arrays)
-    raw = bytearray((tmp_path/'card').read_bytes())
-    with PackedFile(tmp_path/'card') as f:
+    arrays = grown(4)|dict(e=np.zeros((0,3)))
+    there = {n: card.upload(a) for n,a in arrays.items()}
+    here = dict(h=np.arange(7, dtype=np.int64)) # stays on the host
+    file,other = tmp_path/'card',tmp_path/'host'
+    save_dict(file, there|here, place=place)
+    save_dict(other, arrays|here)
+    assert file.read_bytes()==other.read_bytes()
+    same(load_dict(file, place=place), arrays|here)
+    raw = bytearray(file.read_bytes())
+    with PackedFile(file) as f:
         raw[f.layout.start+f.entries['a2'].offset] ^= 1
-    (tmp_path/'card').write_bytes(raw)
+    file.write_bytes(raw)
     with pytest.raises(CheckpointError, match="'a2'"):
-        reload(tmp_path/'card', there, place)
+        reload(file, there|here, place)

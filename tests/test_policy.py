@@ -625,8 +625,10 @@ def served(e, now, reqs, abort):
         if t>12 and not e.has_work:
             return said,ends
 
-@given(st.lists(limited, min_size=1, max_size=7),
-    st.booleans(), st.sampled_from([None,4]))
+@given(
+    st.lists(limited, min_size=1, max_size=7),
+    st.booleans(),
+    st.sampled_from([None,4]))
 @settings(deadline=None, max_examples=40)
 def test_time_limits_in_an_engine(asks, late, abort):
     """Each request ends exactly once, in time, with the beginning of what it says alone;
@@ -634,21 +636,24 @@ def test_time_limits_in_an_engine(asks, late, abort):
     now,reqs = [0.],[]
     for i,(n,most,limit,at) in enumerate(asks):
         reqs.append((replace(ask(i, n, most), timeout=limit), at))
-    e = engine(late, seqs=2,
-        policy=Policy('slai', .1, 5.), clock=lambda: now[0])
+    e = engine(late, seqs=2, policy=Policy('slai', .1, 5.), clock=lambda: now[0])
     said,ends = served(e, now, reqs, abort)
     left_clean(e)
     now[0] += 99
     assert not e.scheduler.expire() and not e.scheduler._limits
     assert set(ends)==set(said)
     for r,at in reqs:
-        (why,when),whole = ends[r.id],tokens_of(alone(replace(r,
-            timeout=None)))
-        if r.timeout:
-            assert when-at<r.timeout+1
-        if why=='timeout':
-            assert r.timeout<=when-at
-        assert said[r.id]==(whole if why=='length' else whole[:len(said[r.id])])
+        why,when = ends[r.id]
+        check_end(r, said[r.id], why, when-at)
+
+def check_end(r, said, why, after):
+    "A request has ended in time, with the beginning of what it says alone"
+    whole = tokens_of(alone(replace(r, timeout=None)))
+    if r.timeout:
+        assert after<r.timeout+1
+    if why=='timeout':
+        assert r.timeout<=after
+    assert said==(whole if why=='length' else whole[:len(said)])
 
 def reached(e, test):
     "Step until `test` of request r0's sequence is true: all events until then"
@@ -662,23 +667,30 @@ def reached(e, test):
 def staged(stage, late):
     "An engine in which request r0, of three, is at `stage`; its clock, and all events until then"
     now,events = [0.],[]
-    seqs = 1 if stage in ('waiting','preempted','replay') else 2
-    e = engine(late, seqs=seqs, policy=Policy('slai', .1), clock=lambda: now[0])
+    crowded = stage in ('waiting','preempted','replay')
+    e = engine(late, seqs=2-crowded, policy=Policy('slai', .1), clock=lambda: now[0])
     if stage=='waiting':
         e.add(ask(1, 10, 9))
     e.add(replace(ask(0, 150, 20), timeout=5.))
-    if stage=='prefill':
-        events += reached(e, lambda s: s.state=='prefill' and s.num_computed>0)
-    if stage in ('decode','preempted','replay'):
-        events += reached(e, lambda s: len(s.outputs)==9)
-    if stage in ('preempted','replay'):
-        e.add(ask(1, 10, 9, priority=-1))
-        events += reached(e, lambda s: s.state=='waiting')
-    if stage=='replay':
-        events += reached(e, lambda s: s.state=='replay')
+    for until in STAGES[stage]:
+        if until is waits:
+            e.add(ask(1, 10, 9, priority=-1))
+        events += reached(e, until)
     state = e.scheduler.seqs['r0'].state
     assert state==dict(preempted='waiting').get(stage, stage)
     return e,now,events
+
+def begun(s): return s.state=='prefill' and s.num_computed>0
+def speaks(s): return len(s.outputs)==9
+def waits(s): return s.state=='waiting'
+def replays(s): return s.state=='replay'
+
+STAGES = dict( # What happens to r0 until it is there
+    waiting=(),
+    prefill=(begun,),
+    decode=(speaks,),
+    preempted=(speaks,waits),
+    replay=(speaks,waits,replays))
 
 @pytest.mark.parametrize('late', (False,True))
 @pytest.mark.parametrize('stage', ('waiting','prefill','decode','preempted','replay'))
@@ -690,15 +702,15 @@ def test_time_is_up_at(stage, late):
     for _ in range(100):
         events += e.step()
     left_clean(e)
-    def of(i): return [v for v in events if v.id==f'r{i}']
-    assert [v.finish for v in of(0) if v.finish]==['timeout'] and of(0)[-1].finish
-    said = tokens_of(of(0))
+    first,*others = [[v for v in events if v.id==f'r{i}'] for i in range(3)]
+    assert [v.finish for v in first if v.finish]==['timeout'] and first[-1].finish
+    said = tokens_of(first)
     assert said==tokens_of(alone(ask(0, 150, 20)))[:len(said)]
     assert (len(said)>=9)==(stage in ('decode','preempted','replay'))
-    for i in (1,2):
-        if of(i):
-            assert tokens_of(of(i))==tokens_of(alone(ask(i, 10, 9)))
-    assert of(2)
+    for i,of in enumerate(others, 1):
+        if of:
+            assert tokens_of(of)==tokens_of(alone(ask(i, 10, 9)))
+    assert others[1]
 
 def tokens_of(events): return [v.token for v in events if v.token is not None]
 

@@ -606,7 +606,7 @@ def test_who_waits_for_the_store_can_leave(why, monkeypatch):
         return read(*args)
     monkeypatch.setattr(store.place, 'read', held)
     s,now = e.scheduler,[0.]
-    s.clock = lambda: now[0]
+    monkeypatch.setattr(s, 'clock', lambda: now[0])
     e.add(replace(named(r, 1), timeout=5.))
     s.schedule()
     assert s.running[0].fetch

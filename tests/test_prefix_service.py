@@ -580,7 +580,8 @@ def test_a_server_that_stops_takes_them_back():
 
 def test_a_drain_begins_none():
     with served() as c:
-        c.engine.hold = lambda r: False
+        def goes(r): return False
+        c.engine.hold = goes
         begin = c.service.follow.begin
         def late(*args):
             c.service.models.draining = True

@@ -73,21 +73,22 @@ def test_rows_of_another_product_are_made_anew():
         for a in (h,x))
     np.testing.assert_array_equal(got, want)
 
+def mixture(E, H, I):
+    "What `moe_wide` takes of one: two of `E` experts for a row"
+    def bank(*s, **kw): return pack(QTensor.encode(normal(*s), 'NVFP4'), card, **kw)
+    router = pack(normal(E, H), card, exact=True)
+    banks = bank(E, 2*I, H, pair=True),bank(E, H, I)
+    return up(H),1e-6,router,*banks,MoEConfig(E, 2, I),'silu'
+
 def test_experts_leave_them_for_what_they_return():
     "So that the product which reads them next finds them, and makes them no second time"
-    E,R = 4,9
-    H,I = 64,32
-    def bank(*s, **kw):
-        return pack(QTensor.encode(normal(*s), 'NVFP4'), card, **kw)
-    router = pack(normal(E, H), card, exact=True)
-    banks = bank(E, 2*I, H, pair=True), bank(E, H, I)
+    H = 64
+    how = mixture(4, H, 32)
     w = matrix('NVFP4', 40, H)
     gain = up(H)
     made = []
-    how = up(H), 1e-6, router, *banks, MoEConfig(E, 2, I), 'silu'
-    x = up(R, H)
-    y = moe_wide(x, *how, add=x,
-        reader=Reader(w, gain, 1e-6), made=made)
+    x = up(9, H)
+    y = moe_wide(x, *how, add=x, reader=Reader(w, gain, 1e-6), made=made)
     left = made.pop()
     assert left.instead(y) is left and left.of(w, gain, 1e-6, None)
     np.testing.assert_array_equal(bits(y), bits(moe_wide(x, *how, add=x)))

@@ -71,6 +71,14 @@ async def running(*models, **kw):
         assert not any(map(alive, pids))
         assert all(m.child is None and not m.runner._streams for m in ms.all)
 
+def reasons_of(m):
+    "Why a model is gone, each time that it tells something"
+    reasons = []
+    def tell(e):
+        reasons.append(m.reason or '')
+    m.tell = tell
+    return reasons
+
 async def collect(s):
     "The text of an answer, and how it ended"
     ids,last = [],None
@@ -125,7 +133,9 @@ async def test_killed_worker():
     async with running(model()) as ms:
         ss,m = await begun(ms, '<endless>', n=3),ms.all[0]
         pid,seen = m.child.pid,[]
-        m.tell = lambda e: seen.append((ms.health()['status'], m.condition))
+        def tell(e):
+            seen.append((ms.health()['status'], m.condition))
+        m.tell = tell
         os.kill(pid, signal.SIGKILL)
         for s in ss:
             e = (await asyncio.wait_for(collect(s), WAIT))[1]
@@ -156,8 +166,7 @@ async def test_fault_of_the_engine(mark, reason):
     nobody in between"""
     async with running(model()) as ms:
         m,others = ms.all[0],await begun(ms, '<endless>', n=2)
-        pid,reasons = m.child.pid,[]
-        m.tell = lambda e: reasons.append(m.reason or '')
+        pid,reasons = m.child.pid,reasons_of(m)
         text,last = await asyncio.wait_for(ask(ms, mark), WAIT)
         assert last.finish=='error' and len(text)<=3 and 'secret' not in last.error
         for s in others:
@@ -275,8 +284,7 @@ async def test_frozen_for_too_long():
     async with running(model()) as ms:
         m = ms.all[0]
         s, = await begun(ms, '<endless>')
-        pid,reasons = m.child.pid,[]
-        m.tell = lambda e: reasons.append(m.reason or '')
+        pid,reasons = m.child.pid,reasons_of(m)
         os.kill(pid, signal.SIGSTOP)
         impatient(m, stalled=.1, dead=.3)
         assert (await asyncio.wait_for(collect(s), WAIT))[1].finish=='error'
@@ -355,8 +363,7 @@ async def test_garbage():
     "Bytes that are no frame: the process is not listened to any more, and replaced"
     async with running(model()) as ms:
         m,other = ms.all[0],(await begun(ms, '<endless>'))[0]
-        pid,reasons = m.child.pid,[]
-        m.tell = lambda e: reasons.append(m.reason or '')
+        pid,reasons = m.child.pid,reasons_of(m)
         for c in (ask(ms, '<garbage>'), collect(other)):
             assert (await asyncio.wait_for(c, WAIT))[1].finish=='error'
         await happens(lambda: ms.healthy and m.child.pid!=pid)
@@ -621,7 +628,9 @@ async def test_the_end_comes_while_it_loads():
         waiting = [asyncio.create_task(ms.get()) for _ in range(3)]
         await happens(lambda: m.child)
         begun = []
-        m.begin = lambda: begun.append(1)
+        def begin():
+            begun.append(1)
+        m.begin = begin
         assert await ms.drain(WAIT)
         for w in waiting:
             with pytest.raises(AtlasError, match='shutting down') as e:

@@ -55,10 +55,10 @@ def test_the_same_bits(toy, weights, monkeypatch):
 def test_drafters_see_all_rows(kind, k, monkeypatch):
     assert replayed(same(hybrid(), monkeypatch, kind, k))
 
-def test_a_graph_only_launches(monkeypatch):
-    "While one is recorded nothing is uploaded, read back or waited for: a card refuses that"
-    inside = []
-    real = PromptGraphs._recorded
+@pytest.fixture
+def inside(monkeypatch):
+    "A list that is not empty while a graph is recorded"
+    inside,real = [],PromptGraphs._recorded
     def recorded(self, b, stream):
         inside.append(True)
         try:
@@ -66,21 +66,28 @@ def test_a_graph_only_launches(monkeypatch):
         finally:
             inside.pop()
     monkeypatch.setattr(PromptGraphs, '_recorded', recorded)
+    return inside
+
+def refusing(name, inside):
+    "A method of the emulator, as it is but while a graph is recorded"
+    real = getattr(Emulator, name)
+    def refused(self, *args):
+        assert not inside, name
+        return real(self, *args)
+    return refused
+
+def test_a_graph_only_launches(inside, monkeypatch):
+    "While one is recorded nothing is uploaded, read back or waited for: a card refuses that"
     for name in ('download','synchronize','write'):
-        def refused(self, *args, name=name, f=getattr(Emulator, name)):
-            assert not inside, name
-            return f(self, *args)
-        monkeypatch.setattr(Emulator, name, refused)
-    uploads = []
-    real_upload = Emulator.upload
+        monkeypatch.setattr(Emulator, name, refusing(name, inside))
+    uploads,real = [],Emulator.upload
     def upload(self, a):
         if inside:
             uploads.append(np.shape(a))
-        return real_upload(self, a)
+        return real(self, a)
     monkeypatch.setattr(Emulator, 'upload', upload)
     _,e = answers(hybrid())
-    b = make_batch([Piece([1,2], 0, [0], 1)],
-        True, 16, Host())
+    b = make_batch([Piece([1,2], 0, [0], 1)], True, 16, Host())
     arrays = len(card_stepper._arrays(b))
     assert len(uploads)==arrays*len(replayed(e))
 

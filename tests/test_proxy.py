@@ -902,21 +902,23 @@ def test_models_come_and_go():
         if c.path!='/v1/models':
             return good(c)
         c.whole(dict(data=[dict(id=n, max_model_len=4096) for n in there]))
-    with upstream(say) as u, door(
-        Upstream('spark2', u.url, ['gemma*'], limits=QUICK, refresh=WAIT)
-    ) as d:
-        b, = d.models.upstreams
-        def ids():
-            return [m['id'] for m in d.web.get('/v1/models').json()['data']]
-        until(lambda: ids()==['gemma-3','gemma-4-26b'])
-        assert d.web.get('/v1/models/spark2/gemma-3').json()['max_model_len']==4096
-        there[:] = ['gemma-5']
-        b.looked = 0.
-        assert d.post(model='gemma-5').status_code==200, 'a name that nobody knows is looked for'
-        assert ids()==['gemma-5']
-        b.looked = b.looked+WAIT
-        there[:] = ['gemma-6']
-        assert d.post(model='gemma-6').status_code==404, 'but not at every request'
+    with upstream(say) as u:
+        b = Upstream('spark2', u.url, ['gemma*'], limits=QUICK, refresh=WAIT)
+        with door(b) as d:
+            until(lambda: listed(d)==['gemma-3','gemma-4-26b'])
+            assert d.web.get('/v1/models/spark2/gemma-3').json()['max_model_len']==4096
+            b, = d.models.upstreams
+            there[:] = ['gemma-5']
+            b.looked = 0.
+            assert d.post(model='gemma-5').status_code==200, 'a name nobody knows is looked for'
+            assert listed(d)==['gemma-5']
+            b.looked = b.looked+WAIT
+            there[:] = ['gemma-6']
+            assert d.post(model='gemma-6').status_code==404, 'but not at every request'
+
+def listed(d):
+    "Names of the models that a server offers"
+    return [m['id'] for m in d.web.get('/v1/models').json()['data']]
 
 @pytest.mark.parametrize(
     'said', [b'{', b'[]', b'{"data": {}}', b'{"data": [1, {"id": 5}, {"id": ""}]}'])

@@ -73,29 +73,39 @@ def folder(path, tensors=None, conf=CONF, shards=1):
     (path/'chat_template.jinja').write_text('x')
     if shards==1:
         (path/'model.safetensors').write_bytes(st_bytes(tensors))
-        return path
+    else:
+        write_shards(path, tensors, shards)
+    return path
+
+def write_shards(path, tensors, shards):
     names = [f'm{i}.safetensors' for i in range(shards)]
     for i,n in enumerate(names):
         (path/n).write_bytes(st_bytes(dict(list(tensors.items())[i::shards])))
     where = {k:names[i%shards] for i,k in enumerate(tensors)}
     (path/INDEX).write_text(json.dumps(dict(weight_map=where)))
-    return path
+
+def raw_file(p):
+    "The same of one file"
+    b = p.read_bytes()
+    n, = struct.unpack('<Q', b[:8])
+    assert n%8==0
+    head,data = json.loads(b[8:8+n]),b[8+n:]
+    head.pop('__metadata__', None)
+    out = {}
+    for k,e in head.items():
+        a,z = e['data_offsets']
+        out[k] = e['dtype'],tuple(e['shape']),data[a:z]
+        assert a%{'F32':4, 'BF16':2, 'F16':2}.get(e['dtype'], 1)==0
+    return out
 
 def raw(path):
     """Name -> (type, shape, bytes) of all tensors, by the book;
     data must be aligned to its type, and the index must agree"""
     out,where = {},{}
     for p in sorted(path.glob('*.safetensors')):
-        b = p.read_bytes()
-        n, = struct.unpack('<Q', b[:8])
-        head = json.loads(b[8:8+n])
-        head.pop('__metadata__', None)
-        assert n%8==0
-        for k,e in head.items():
-            a,z = e['data_offsets']
-            out[k] = e['dtype'],tuple(e['shape']),b[8+n+a:8+n+z]
-            where[k] = p.name
-            assert a%{'F32':4, 'BF16':2, 'F16':2}.get(e['dtype'], 1)==0
+        found = raw_file(p)
+        out |= found
+        where |= dict.fromkeys(found, p.name)
     if (path/INDEX).exists():
         assert json.loads((path/INDEX).read_text())['weight_map']==where
     else:
@@ -161,19 +171,23 @@ def largest(ms)->dict:
         big[fused(k)] = max(big.get(fused(k), 0), float(np.abs(a).max()))
     return big
 
+def with_small_rows(ws):
+    "Some are zero, and some nearly"
+    ws['model.layers.1.mlp.down_proj.weight'][:4] = 0
+    q = ws['model.layers.1.self_attn.q_proj.weight']
+    q[5:] = f32_to_bf16(bf16_to_f32(q[5:])*np.float32(1e-6))
+    return ws
+
 def test_nvfp4_bytes(tmp_path):
     "Every packed tensor against the rule written out anew; q, k, v and gate, up share their factor"
-    ws = weights(3)
-    q = 'model.layers.1.self_attn.q_proj.weight'
-    ws['model.layers.1.mlp.down_proj.weight'][:4] = 0
-    ws[q][5:] = f32_to_bf16(bf16_to_f32(ws[q][5:])*np.float32(1e-6))
+    ws = with_small_rows(weights(3))
     quantize(folder(tmp_path/'s', ws), tmp_path/'d', 'nvfp4')
     got = raw(tmp_path/'d')
     ms = {k:bf16_to_f32(a) for k,a in ws.items() if '_proj' in k}
     big = largest(ms)
     for k,a in ms.items():
-        types,shapes,parts = zip(*(got[k+end]
-            for end in ('','_scale','_scale_2')))
+        of_three = [got[k+end] for end in ('','_scale','_scale_2')]
+        types,shapes,parts = zip(*of_three)
         rows,cols = a.shape
         assert list(parts)==list(nvfp4(a, big[fused(k)])), k
         assert types==('U8','F8_E4M3','F32')
@@ -235,17 +249,14 @@ def test_fp8_bytes(tmp_path, layout, scales, end):
 
 @lay
 def test_what_is_not_taken_is_copied(tmp_path, format, layout):
-    ws = weights()|dict(odd=np.uint8([7]),
-        none=np.zeros((0,3), np.uint8))
-    src = folder(tmp_path/'s', ws, shards=2)
-    quantize(src, tmp_path/'d', format, layout, shard_size=40_000)
-    got,old = raw(tmp_path/'d'),raw_any(src)
+    ws = weights()|dict(odd=np.uint8([7]), none=np.zeros((0,3), np.uint8))
+    src,d = folder(tmp_path/'s', ws, shards=2),tmp_path/'d'
+    quantize(src, d, format, layout, shard_size=40_000)
+    got,old = raw(d),raw_any(src)
     for k in ws:
         if '_proj' not in k:
             assert got[k]==old[k]
-    d = tmp_path/'d'
-    sizes = [sum(z-a for a,z in offsets(p))
-        for p in d.glob('*.safetensors')]
+    sizes = [sum(z-a for a,z in offsets(p)) for p in d.glob('*.safetensors')]
     assert len(sizes)>3 and max(sizes)<=40_000
     assert (d/'merges.txt').read_text()=='a b'
     assert (d/'chat_template.jinja').exists()
@@ -311,20 +322,19 @@ def check_bytes(rep, src, dst):
 
 @settings(deadline=None, max_examples=25)
 @given(
-    st.integers(0,10**6),
-    st.sampled_from(USUAL), st.integers(1,9),
-    st.integers(1,9),
-    st.sampled_from(['BF16','F16','F32']),
-    st.integers(2000,10**6))
-def test_any_shape(tmp_path_factory, seed, key, o, i, dtype, shard):
+    seed=st.integers(0,10**6),
+    key=st.sampled_from(USUAL),
+    o=st.integers(1,9),
+    i=st.integers(1,9),
+    encode=st.sampled_from([f32_to_bf16,np.float16,np.asarray]),
+    shard=st.integers(2000,10**6))
+def test_any_shape(tmp_path_factory, seed, key, o, i, encode, shard):
     "Errors in the report are those of what can be read back; bytes are those of the files"
     tmp = tmp_path_factory.mktemp('q')
     a = drawn(np.random.default_rng(seed), o, i)
     if seed%3==0:
         a['model.layers.0.self_attn.k_proj.weight'][:] = 0
-    enc = dict(BF16=f32_to_bf16, F16=np.float16, F32=np.asarray)[dtype]
-    src = folder(tmp/'s', {k:enc(v)
-        for k,v in a.items()})
+    src = folder(tmp/'s', {k: encode(v) for k,v in a.items()})
     try:
         rep = quantize(src, tmp/'d', *key, shard_size=shard)
     except UnsupportedError as e:
@@ -332,8 +342,7 @@ def test_any_shape(tmp_path_factory, seed, key, o, i, dtype, shard):
         return
     was,now = decoded(src),decoded(tmp/'d')
     assert set(was)==set(now)
-    check_errors(rep, was, now,
-        dict(nvfp4=.3, mxfp4=.3, fp8=.08)[key[0]])
+    check_errors(rep, was, now, dict(nvfp4=.3, mxfp4=.3, fp8=.08)[key[0]])
     check_bytes(rep, src, tmp/'d')
 
 # ---- the engine computes with them
@@ -342,19 +351,20 @@ FAMILIES = ['llama32-tied','qwen35-moe-stacked','qwen3-next','gpt-oss','gemma4-m
     'granite-hybrid','minimax-m2','mistral3-wrapped','qwen3-vl-moe','qwen35-dense']
 NARROW = {'gpt-oss','nemotron-h','mistral3-wrapped'} # widths that 32 does not divide
 
+def stacked(ws, k, n):
+    "`n` experts that have tensors of their own among `ws`, as the one tensor `k`"
+    p,leaf = k.rsplit('.', 1)
+    names = ('gate_proj','up_proj') if leaf=='gate_up_proj' else (leaf,)
+    def expert(e): return np.concatenate([ws[f'{p}.{e}.{name}.weight'] for name in names])
+    return np.stack([expert(e) for e in range(n)])
+
 def twin(src, quantised, out):
     """`src` with its weights replaced by what `quantised` holds, in float32 and in the source's
     own layout"""
     shutil.copytree(src, out)
     now,was,new = decoded(quantised),decoded(src),{}
     for k,a in was.items():
-        if k in now:
-            b = now[k]
-        else:
-            p,leaf = k.rsplit('.', 1)
-            names = ('gate_proj','up_proj') if leaf=='gate_up_proj' else (leaf,)
-            def expert(e): return np.concatenate([now[f'{p}.{e}.{n}.weight'] for n in names])
-            b = np.stack([expert(e) for e in range(len(a))])
+        b = now[k] if k in now else stacked(now, k, len(a))
         new[k] = np.ascontiguousarray(b if b.shape==a.shape else b.swapaxes(1,2))
         assert new[k].shape==a.shape
     for p in out.glob('*.safetensors'):
@@ -478,24 +488,29 @@ GLOBS = [
         (GLOBS[1],GLOBS[4]),
         (GLOBS[2],GLOBS[3],GLOBS[5])])
 def test_keep_reaches_the_config(tmp_path, format, layout, keep):
-    quantize(folder(tmp_path/'s'), tmp_path/'d', format, layout, keep)
-    q,ms = config(tmp_path/'d'),modules(tmp_path/'d')
+    d = tmp_path/'d'
+    quantize(folder(tmp_path/'s'), d, format, layout, keep)
+    q,ms = config(d),modules(d)
     for m,taken in ms.items():
         assert kept_by_reader(q, m) is not taken, (m,q)
     for g in keep:
-        assert not any(
-            t for m,t in ms.items()
-            if fnmatch.fnmatch(m, g) or fnmatch.fnmatch(m+'.weight', g))
-    for p in {m.rpartition('.')[0] for m in ms}:
-        for group in (['q_proj','k_proj','v_proj'],['gate_proj','up_proj']):
-            assert len({ms[f'{p}.{x}'] for x in group if f'{p}.{x}' in ms})<2
-    hf = tmp_path/'d'/'hf_quant_config.json'
+        assert not any(t for m,t in ms.items() if matches(m, g))
+    check_groups(ms)
+    hf = d/'hf_quant_config.json'
     assert hf.exists()==(q['quant_method']=='modelopt')
     if hf.exists():
         h = json.loads(hf.read_text())['quantization']
-        assert (
-            h['exclude_modules']==q['ignore']
-            and {'quant_algo','group_size','kv_cache_quant_algo'}<=set(h))
+        assert h['exclude_modules']==q['ignore']
+        assert {'quant_algo','group_size','kv_cache_quant_algo'}<=set(h)
+
+def matches(module, glob):
+    return fnmatch.fnmatch(module, glob) or fnmatch.fnmatch(module+'.weight', glob)
+
+def check_groups(ms):
+    "Modules that readers join are taken together, or not at all"
+    for p in {m.rpartition('.')[0] for m in ms}:
+        for group in (['q_proj','k_proj','v_proj'],['gate_proj','up_proj']):
+            assert len({ms[f'{p}.{x}'] for x in group if f'{p}.{x}' in ms})<2
 
 @pytest.mark.parametrize('name', ['qwen35-moe-stacked','nemotron-h','minimax-m2','gemma4-moe'])
 @pytest.mark.parametrize(
@@ -538,17 +553,21 @@ def test_a_glob_that_matches_nothing(tmp_path):
     assert e.value.param=='keep'
     quantize(src, tmp_path/'d', 'fp8', keep=['lm_head'])
 
+NARROW = {
+    'self_attn.q_proj': (96,72),
+    'self_attn.k_proj': (48,72),
+    'self_attn.v_proj': (48,72),
+    'self_attn.o_proj': (72,96),
+    'mlp.gate_proj': (192,72),
+    'mlp.up_proj': (192,72),
+    'mlp.down_proj': (72,192)}
+
 def narrow(path):
     "A model of one layer whose widths blocks do not divide"
     sizes = dict(hidden_size=72, head_dim=48, intermediate_size=192, num_hidden_layers=1)
     heads = dict(num_attention_heads=2, num_key_value_heads=1)
-    shapes = {
-        'self_attn.q_proj':(96,72), 'self_attn.k_proj':(48,72),
-        'self_attn.v_proj':(48,72), 'self_attn.o_proj':(72,96),
-        'mlp.gate_proj':(192,72), 'mlp.up_proj':(192,72), 'mlp.down_proj':(72,192)}
     r = np.random.default_rng(0)
-    ws = {f'layers.0.{k}':r.standard_normal(v, np.float32)
-        for k,v in shapes.items()}
+    ws = {f'layers.0.{k}': r.standard_normal(v, np.float32) for k,v in NARROW.items()}
     ws['embed_tokens'] = np.ones((64,72), np.float32)
     for k in ('norm','layers.0.input_layernorm','layers.0.post_attention_layernorm'):
         ws[k] = np.ones(72, np.float32)
@@ -573,26 +592,22 @@ def test_widths(tmp_path):
 # ---- what was quantised before
 
 def test_requantize(tmp_path):
-    src = folder(tmp_path/'s')
-    quantize(src, tmp_path/'f', 'fp8', 'tensor')
-    for k in raw(tmp_path/'f'):
+    fp8,d = tmp_path/'f',tmp_path/'d'
+    quantize(folder(tmp_path/'s'), fp8, 'fp8', 'tensor')
+    stored = raw(fp8)
+    for k in stored:
         assert not k.endswith('input_scale')
     with pytest.raises(UnsupportedError, match='--requantize'):
-        quantize(tmp_path/'f', tmp_path/'d', 'nvfp4')
-    rep = quantize(tmp_path/'f', tmp_path/'d', 'nvfp4', requantize=True)
-    f8,got = decoded(tmp_path/'f'),raw(tmp_path/'d')
-    k = 'model.layers.1.mlp.down_proj.weight'
-    assert (
-        got[k][2]
-        ==nvfp4(f8[k], np.abs(f8[k]).max())[0]
-        and rep.rows[0]['before']==sum(len(v[2])
-            for n,v in raw(tmp_path/'f').items()
-            if n.startswith(rep.rows[0]['name']+'.')))
-    assert (
-        config(tmp_path/'d')['quant_algo']=='W4A16_NVFP4'
-        and not [
-            k for k in got
-            if k.endswith('weight_scale') and got[k][0]!='F8_E4M3'])
+        quantize(fp8, d, 'nvfp4')
+    rep = quantize(fp8, d, 'nvfp4', requantize=True)
+    got,k = raw(d),'model.layers.1.mlp.down_proj.weight'
+    was = decoded(fp8)[k]
+    assert got[k][2]==nvfp4(was, np.abs(was).max())[0]
+    first = rep.rows[0]
+    parts = [len(v[2]) for n,v in stored.items() if n.startswith(first['name']+'.')]
+    assert first['before']==sum(parts)
+    assert config(d)['quant_algo']=='W4A16_NVFP4'
+    assert {v[0] for k,v in got.items() if k.endswith('weight_scale')}=={'F8_E4M3'}
 
 @pytest.mark.parametrize(
     'name',
@@ -634,21 +649,26 @@ def test_a_modelopt_checkpoint_requantised(tmp_path, in_part):
 
 def test_the_rest_of_a_modelopt_checkpoint(tmp_path, in_part):
     "NVIDIA's experts stay as they are; attention joins them, and the config names each"
-    old = raw_any(in_part)
-    rep = quantize(in_part, tmp_path/'d', 'nvfp4')
-    got,q = raw(tmp_path/'d'),config(tmp_path/'d')
+    old,d = raw_any(in_part),tmp_path/'d'
+    rep = quantize(in_part, d, 'nvfp4')
+    got = raw(d)
     assert rep.rows and any(x['why']=='NVFP4 already' for x in rep.kept)
     for k,v in old.items():
         if not any(k.startswith(r['name']+'.') for r in rep.rows):
             assert got[k]==v
-    for m,taken in modules(tmp_path/'d').items():
+    check_modelopt(d)
+    assert np.isfinite(LLM(str(d), device='cpu').logits([3,4,5])).all()
+    def inputs(ts): return {k for k in ts if k.endswith('input_scale')}
+    assert inputs(old) and inputs(got)==inputs(old)
+
+def check_modelopt(d):
+    "The config says which modules are left, and how each of the others is stored"
+    q = config(d)
+    for m,taken in modules(d).items():
         assert kept_by_reader(q, m) is not taken
     if q['quant_algo']=='MIXED_PRECISION':
         algos = {v['quant_algo'] for v in q['quantized_layers'].values()}
         assert algos=={'NVFP4','W4A16_NVFP4'}
-    assert np.isfinite(LLM(str(tmp_path/'d'), device='cpu').logits([3,4,5])).all()
-    def inputs(ts): return {k for k in ts if k.endswith('input_scale')}
-    assert inputs(old) and inputs(got)==inputs(old)
 
 # ---- whole or not at all
 
@@ -670,24 +690,23 @@ def python(code, *args):
 
 def run(src, dst, n, *more): return python(KILL, src, dst, n, *more)
 
+def killed(r): return r.returncode==-signal.SIGKILL
+
 def test_killed_at_any_moment(tmp_path):
-    src = folder(
-        tmp_path/'s', weights(layers=1), CONF|dict(num_hidden_layers=1))
+    src = folder(tmp_path/'s', weights(layers=1), CONF|dict(num_hidden_layers=1))
     r = run(src, tmp_path/'whole', 0)
     total = int(r.stdout)
     want = tree(tmp_path/'whole')
     out = tmp_path/'out'
     for n in sorted({1, 2, 3, total//2, total-1, total}):
-        r = run(src, out, n)
-        assert (
-            r.returncode==-signal.SIGKILL
-            and not out.exists()
-            and hidden(tmp_path)==['.out.part'])
+        assert killed(run(src, out, n))
+        assert not out.exists()
+        assert hidden(tmp_path)==['.out.part']
     quantize(src, out, 'nvfp4')
     assert tree(out)==want and hidden(tmp_path)==[] # what was left behind did not get in the way
     for n in (1,total//2,total):
-        r = run(src, out, n, 'force')
-        assert r.returncode==-signal.SIGKILL and tree(out)==want
+        assert killed(run(src, out, n, 'force'))
+        assert tree(out)==want
     quantize(src, out, 'fp8', force=True)
     assert config(out)['quant_method']=='fp8' and hidden(tmp_path)==[]
 
@@ -721,20 +740,25 @@ def test_power_fails_between_the_renames(tmp_path, monkeypatch):
         quantize(src, tmp_path/'d', 'fp8')      # put back, and then in the way
     assert tree(tmp_path/'d')==want and hidden(tmp_path)==[]
 
+class Failing:
+    "A call of `os` that finds no space the `nth` time; of `open` only those count that create"
+    def __init__(self, call, nth):
+        self.real,self.opens = getattr(os, call),call=='open'
+        self.nth,self.count = nth,0
+    def __call__(self, *a, **k):
+        counts = not self.opens or len(a)>1 and bool(a[1]&os.O_CREAT)
+        self.count += counts
+        if counts and self.count==self.nth:
+            raise OSError(errno.ENOSPC, 'No space left on device')
+        return self.real(*a, **k)
+
 @pytest.mark.parametrize('call', ['posix_fallocate','pwrite','fsync','rename','open'])
 @pytest.mark.parametrize('nth', [1,2,5])
 def test_full_disk(tmp_path, monkeypatch, call, nth):
     src = folder(tmp_path/'s')
     quantize(src, tmp_path/'d', 'fp8')
     want = tree(tmp_path/'d')
-    real = getattr(os, call)
-    count = [0]
-    def fails(*a, **k):
-        counts = call!='open' or len(a)>1 and bool(a[1]&os.O_CREAT)
-        count[0] += counts
-        if counts and count[0]==nth:
-            raise OSError(errno.ENOSPC, 'No space left on device')
-        return real(*a, **k)
+    fails = Failing(call, nth)
     with monkeypatch.context() as m:
         m.setattr(os, call, fails)
         try:
@@ -742,8 +766,8 @@ def test_full_disk(tmp_path, monkeypatch, call, nth):
         except AtlasError as e:
             assert 'No space left' in str(e)
         else:
-            assert count[0]<nth
-    if count[0]>=nth:
+            assert fails.count<nth
+    if fails.count>=nth:
         assert tree(tmp_path/'d')==want
     assert hidden(tmp_path)==[]
 
@@ -785,16 +809,12 @@ def test_where_it_may_not_write(tmp_path):
     (tmp_path/'mine').mkdir()
     (tmp_path/'mine'/'thesis.txt').write_text('x')
     (tmp_path/'link').symlink_to(src)
-    for dst,kw in (
-        (src,dict(force=True)),
-        (src/'x',{}),
-        (tmp_path,dict(force=True)),
-        (tmp_path/'link',dict(force=True)),
-        (tmp_path/'mine',{}),
-        (tmp_path/'mine',dict(force=True))):
+    mine = tmp_path/'mine'
+    by_force = [(d,True) for d in (src,tmp_path,tmp_path/'link',mine)]
+    for dst,force in [(src/'x',False), (mine,False), *by_force]:
         before = tree(tmp_path)
         with pytest.raises(ConfigError) as e:
-            quantize(src, dst, 'fp8', **kw)
+            quantize(src, dst, 'fp8', force=force)
         assert e.value.param=='dst' and tree(tmp_path)==before
     (tmp_path/'empty').mkdir()
     quantize(src, tmp_path/'empty', 'fp8', force=True)
@@ -866,25 +886,26 @@ def test_a_source_that_shrinks_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setattr(Q, '_run', shrink)
     refused(src, 'bytes short')
 
-def test_other_kinds_of_sources(tmp_path):
+def test_sources_that_are_not_there(tmp_path):
     refused(tmp_path/'no', 'There is no', exc=SourceError)
     (tmp_path/'e').mkdir()
     refused(tmp_path/'e', 'config.json')
+
+def test_sources_in_gguf(tmp_path):
     (tmp_path/'m.gguf').write_bytes(b'GGUF')
     refused(tmp_path/'m.gguf', 'GGUF', 'safetensors release', exc=UnsupportedError)
     (tmp_path/'g').mkdir()
     shutil.copy(tmp_path/'m.gguf', tmp_path/'g'/'m.gguf')
     refused(tmp_path/'g', 'GGUF', exc=UnsupportedError)
+
+def test_other_kinds_of_sources(tmp_path):
+    awq = CONF|dict(quantization_config=dict(quant_method='awq'))
+    refused(folder(tmp_path/'awq', conf=awq), "'awq'", exc=UnsupportedError)
+    none = {'model.embed_tokens.weight': weights()['lm_head.weight']}
+    refused(folder(tmp_path/'none', none), 'no matrix to quantise', exc=UnsupportedError)
+
+def test_no_format_and_no_layout(tmp_path):
     src = folder(tmp_path/'s')
-    refused(src/'model.safetensors', 'is not a folder', exc=UnsupportedError) if False else None
-    refused(
-        folder(tmp_path/'awq', conf=CONF|dict(quantization_config=dict(quant_method='awq'))),
-        "'awq'",
-        exc=UnsupportedError)
-    refused(
-        folder(tmp_path/'none', {'model.embed_tokens.weight':weights()['lm_head.weight']}),
-        'no matrix to quantise',
-        exc=UnsupportedError)
     refused(src, 'no format', 'nvfp4, fp8, mxfp4', exc=ConfigError, format='int4')
     refused(src, 'no layout', exc=ConfigError, layout='gpt-oss', format='mxfp4')
 
@@ -915,47 +936,43 @@ def test_report(tmp_path):
     src = folder(tmp_path/'s')
     rep = quantize(src, tmp_path/'d', 'nvfp4', keep=['*.1.mlp.*'])
     again = QuantReport.load(tmp_path/'d')
-    assert (
-        again==rep
-        and json.loads(json.dumps(rep.to_dict()))==rep.to_dict()
-        and len(rep.rows)==18
-        and len(rep.kept)==3)
+    assert again==rep
+    assert json.loads(json.dumps(rep.to_dict()))==rep.to_dict()
+    assert (len(rep.rows),len(rep.kept))==(18,3)
     text = str(rep)
-    assert (
-        'mlp.down_proj' in text
-        and 'kept: 3 × --keep *.1.mlp.*' in text
-        and f'{rep.bits:.3g} bits' in text)
+    for said in ('mlp.down_proj', 'kept: 3 × --keep *.1.mlp.*', f'{rep.bits:.3g} bits'):
+        assert said in text
     ax = plot_errors(rep)
-    assert (
-        len(ax.lines)==7
-        and {len(l.get_xdata()) for l in ax.lines}
-        =={2,3})
-    assert (
-        .08<rep.error<.11
-        and all(r['worst']>=r['error'] for r in rep.rows))
+    assert len(ax.lines)==7
+    assert {len(l.get_xdata()) for l in ax.lines}=={2,3}
+    assert .08<rep.error<.11
+    assert all(r['worst']>=r['error'] for r in rep.rows)
 
 def cli(*a):
     return CliRunner().invoke(
         app, ['quantize', *map(str, a)], prog_name='atlas')
 def test_command(tmp_path):
-    src = folder(tmp_path/'s')
-    r = cli(
-        src, tmp_path/'d', '--format', 'nvfp4', '--keep', '*.o_proj', '*layers.0.*', '--json',
-        '--shard-size', '100kB')
+    src,dst = folder(tmp_path/'s'),tmp_path/'d'
+    keep = '--keep','*.o_proj','*layers.0.*'
+    r = cli(src, dst, '--format', 'nvfp4', *keep, '--json', '--shard-size', '100kB')
     assert r.exit_code==0, r.output
     d = json.loads(r.stdout)
-    assert (
-        d['path']==str(tmp_path/'d')
-        and {k['why'] for k in d['kept']}=={'--keep *.o_proj','--keep *layers.0.*'}
-        and len(list((tmp_path/'d').glob('*.safetensors')))>1)
-    assert (
-        cli(src, tmp_path/'d', '--format', 'fp8').exit_code==1
-        and cli(src, tmp_path/'d', '--format', 'fp8', '--force', '--layout', 'tensor').exit_code==0
-        and config(tmp_path/'d')['quant_method']=='fp8')
-    assert (
-        [cli(src, tmp_path/'x', *a).exit_code
-            for a in (
-                ('--format','int4'), (), ('more','--format','fp8'),
-                ('--format','fp8','--fast'),
-                ('--format','fp8','--shard-size','x'))]==[2]*5
-        and not (tmp_path/'x').exists())
+    assert d['path']==str(dst)
+    assert {k['why'] for k in d['kept']}=={'--keep *.o_proj','--keep *layers.0.*'}
+    assert len(list(dst.glob('*.safetensors')))>1
+    fp8 = '--format','fp8'
+    assert cli(src, dst, *fp8).exit_code==1
+    assert cli(src, dst, *fp8, '--force', '--layout', 'tensor').exit_code==0
+    assert config(dst)['quant_method']=='fp8'
+
+WRONG = [
+    '--format int4',
+    '',
+    'more --format fp8',
+    '--format fp8 --fast',
+    '--format fp8 --shard-size x']
+
+@pytest.mark.parametrize('flags', WRONG)
+def test_command_with_a_mistake(tmp_path, flags):
+    r = cli(folder(tmp_path/'s'), tmp_path/'x', *flags.split())
+    assert r.exit_code==2 and not (tmp_path/'x').exists()

@@ -62,6 +62,29 @@ class Overlap:
             self.names.add(kernel.src.name)
             self.hidden += sum(len(m) for _,m in self.open)
 
+    def early(self, launch):
+        "`launch`, before kernels before it have written"
+        def f(kernel, grid, block, args, shared, pdl):
+            emulator = card._emulator()
+            plain,emulator.plain = getattr(emulator, 'plain', False),False
+            if plain or not pdl or not self.on:
+                self.open,self.alive = [],[]
+            outs = written(kernel.src, args)
+            was = [flat(a).copy() for a in outs]
+            self.hide(kernel)
+            launch(kernel, grid, block, args, shared, pdl)
+            self.wrote(kernel, outs, was)
+        return f
+
+    def after_all(self, f):
+        "`f`, which as all that the host puts into the queue waits for what is before it"
+        def g(*a, **kw):
+            self.wait()
+            r = f(*a, **kw)
+            self.wait()
+            return r
+        return g
+
     def wrote(self, kernel, outs, was):
         "`kernel` has run, and `outs` were `was` before"
         said = kernel.k.library.said()
@@ -83,27 +106,9 @@ def overlap(tmp_path, monkeypatch):
     put(atlas.card.launch, 'kernel_dir', lambda: root)
     put(card, '_variants', {})
     put(card, '_ready', functools.cache(card._ready.__wrapped__))
-    launch = card._Ready.__call__
-    def early(self, grid, block, args, shared, pdl):
-        emulator = card._emulator()
-        plain,emulator.plain = getattr(emulator, 'plain', False),False
-        if plain or not pdl or not o.on:
-            o.open,o.alive = [],[]
-        outs = written(self.src, args)
-        was = [flat(a).copy() for a in outs]
-        o.hide(self)
-        launch(self, grid, block, args, shared, pdl)
-        o.wrote(self, outs, was)
-    put(card._Ready, '__call__', early)
-    def whole(f):  # what the host puts into the queue waits for all before it
-        def g(*a, **kw):
-            o.wait()
-            r = f(*a, **kw)
-            o.wait()
-            return r
-        return g
+    put(card._Ready, '__call__', o.early(card._Ready.__call__))
     for kind,name in [(Emulator,'write'), (Emulator,'upload'), (Graph,'__call__')]:
-        put(kind, name, whole(getattr(kind, name)))
+        put(kind, name, o.after_all(getattr(kind, name)))
     return o
 
 @pytest.mark.parametrize('toy,weights,kernels', [
@@ -116,19 +121,22 @@ def test_nothing_is_read_before_it_is_written(toy, weights, kernels, overlap, mo
     if 'delta_wide' in kernels:
         monkeypatch.setattr(delta, '_WIDE', 1)
     _,m = models(toy, weights)
-    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    drawn = SamplingParams(temperature=.9, top_k=20, seed=3, max_tokens=3, ignore_eos=True,
-        logprobs=2)
-    def answers():
-        "Tokens and their chances of a greedy request, and of one that comes later and is drawn"
-        a = Request('a', tuple(ids_of(70 if toy=='llama' else 6)), greedy)
-        b = Request('b', tuple(ids_of(20, 1)), drawn)
-        got = serve(engine(m, seqs=2), [(a,0),(b,2)])
-        return [(got[i].tokens,got[i].logprobs) for i in 'ab']
-    got = answers()
+    n = 70 if toy=='llama' else 6
+    got = answers(m, n)
     assert {*kernels.split(), 'sample_scan'}<=overlap.names and overlap.hidden>10_000
     overlap.on = False
-    assert got==answers()
+    assert got==answers(m, n)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+DRAWN = SamplingParams(
+    temperature=.9, top_k=20, seed=3, max_tokens=3, ignore_eos=True, logprobs=2)
+
+def answers(m, n):
+    "Tokens and their chances of a greedy request, and of one that comes later and is drawn"
+    a = Request('a', tuple(ids_of(n)), GREEDY)
+    b = Request('b', tuple(ids_of(20, 1)), DRAWN)
+    got = serve(engine(m, seqs=2), [(a,0),(b,2)])
+    return [(got[i].tokens,got[i].logprobs) for i in 'ab']
 
 def chain(rng):
     "A norm and two products of many rows, each of what the one before has made"
@@ -179,12 +187,12 @@ def a_row_each(card, seqs):
 def left(rng, seqs=8, vh=2):
     "A product, a delta net that leaves its rows as tiles for the next one, and that"
     card = Emulator()
-    def up(*shape): return card.upload(rng.standard_normal(shape, dtype='f4'))
-    def matrix(n, k):
-        return pack(QTensor.encode(rng.standard_normal((n,k), dtype='f4'), 'NVFP4'), card)
+    def normal(*shape): return rng.standard_normal(shape, dtype='f4')
+    def up(*shape): return card.upload(normal(*shape))
+    def matrix(n, k): return pack(QTensor.encode(normal(n, k), 'NVFP4'), card)
     C = 256+128*vh
-    states = rng.standard_normal((seqs,vh,128,128), dtype='f4')
-    pools = up(2*seqs,3,C),card.upload(delta.as_records(states))
+    states = delta.as_records(normal(seqs, vh, 128, 128))
+    pools = up(2*seqs,3,C),card.upload(states)
     b = a_row_each(card, seqs)
     x = up(seqs,64)
     into = matrix(C+130*vh, 64)

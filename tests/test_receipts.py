@@ -1,7 +1,7 @@
 """Answers come again to the bit: receipts of every API, whole and in streams, of drafts, guides,
 tools, prefixes and images, replayed alone and in company; and what must not come again is seen."""
 import base64,io,json,socket
-from contextlib import closing
+from contextlib import closing,contextmanager
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
@@ -241,6 +241,9 @@ def test_images_are_given_again(eyes):
     assert len(r.prompts[0].images)==2
     for n in (0,2):
         assert eyes.replay(r, n, [Image.fromarray(two),png(one)]).code==0
+    refuses_others(eyes, r, one, two)
+
+def refuses_others(eyes, r, one, two):
     flipped = one.copy()
     flipped[9,4,1] ^= 1
     for given in ([], [two], [flipped,two]):
@@ -276,8 +279,12 @@ def test_images_at_a_terminal(eyes, tmp_path):
     at.write_text(json.dumps(r.to_dict()))
     photo.write_bytes(png(picture(0)))
     command = ['replay',str(at),str(eyes.path),'--device','cpu','--max-seq-len','64']
-    ends = [CliRunner().invoke(commands, [*command,*more]) for more in (
-        ['--image',str(photo)], [], ['--image',str(at)], ['--image',str(photo),'--url','x'])]
+    def run(*more): return CliRunner().invoke(commands, [*command,*map(str, more)])
+    ends = [
+        run('--image', photo),
+        run(),
+        run('--image', at),
+        run('--image', photo, '--url', 'x')]
     assert [e.exit_code for e in ends]==[0,2,2,2]
     assert '--image' in ends[1].output
 
@@ -320,21 +327,31 @@ def test_a_receipt_tells_no_more_than_was_asked(client):
 
 # Over the wire, and from a terminal
 
-def test_a_server_answers_again(served, plain, tmp_path):
-    with running(create_app(loaded(served, ['tiny']))) as url, TestClient(
-            create_app(loaded(plain, ['tiny']))) as other:
-        yes = dict(prompt='A', guide=dict(kind='choice', choices=['yes','no']), max_tokens=5)
-        for path,body in (CASES['unseeded'],(TEXT,yes)):
+YES = dict(prompt='A', guide=dict(kind='choice', choices=['yes','no']), max_tokens=5)
+
+@contextmanager
+def two_servers(served, plain):
+    "The url of one, and a client of another"
+    with running(create_app(loaded(served, ['tiny']))) as url:
+        with TestClient(create_app(loaded(plain, ['tiny']))) as other:
+            yield url,other
+
+def test_a_server_answers_again(served, plain):
+    with two_servers(served, plain) as (url,other):
+        for path,body in (CASES['unseeded'],(TEXT,YES)):
             r = receipt(asked(other, path, body, receipt=True))
             for n in (0,2):
                 assert replay_at(url, r, n).code==0
-        at = tmp_path/'receipt.json'
-        ends = []
+
+def test_a_server_answers_a_terminal(served, plain, tmp_path):
+    at,ends = tmp_path/'receipt.json',[]
+    with two_servers(served, plain) as (url,other):
+        r = receipt(asked(other, TEXT, YES, receipt=True))
         for x in (r,flipped(r, 0),replace(r, made_by={})):
             at.write_text(json.dumps(x.to_dict()))
             run = CliRunner().invoke(commands, ['replay',str(at),'--url',url,'--json'])
             ends.append((run.exit_code, json.loads(run.output)['result']))
-        assert ends==[(0,'same'), (1,'different'), (0,'same')]
+    assert ends==[(0,'same'), (1,'different'), (0,'same')]
 
 def test_what_cannot_be_compared_ends_with_two(client, tmp_path):
     at = tmp_path/'receipt.json'

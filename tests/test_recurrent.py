@@ -25,28 +25,39 @@ def gates(rng, n, h, choice, even):
     found = np.array(choice, 'f4')[rng.integers(len(choice), size=(1 if even else n,h))]
     return found*np.ones((n,h), 'f4')
 
+def normal(rng, *shape): return rng.standard_normal(shape, dtype='f4')
+
+def unit(x):
+    "Vectors of length one"
+    return x/np.linalg.norm(x, axis=-1, keepdims=True)
+
 def delta_inputs(rng, n, even, repeat, h=3, dk=8, dv=5):
     "q, k, v, beta, g, and a memory"
-    q,k,v = (rng.standard_normal((n,h,d), dtype='f4') for d in (dk,dk,dv))
+    q,k,v = (normal(rng, n, h, d) for d in (dk,dk,dv))
     if repeat: # keys that come again and again: the triangular system at its worst
         k[:] = k[:2][np.arange(n)%min(n,2)]
-    q,k = (x/np.linalg.norm(x, axis=-1, keepdims=True) for x in (q,k))
-    how = gates(rng, n, h, BETAS, even),gates(rng, n, h, DECAYS, even)
-    return (q,k,v,*how),rng.standard_normal((h,dk,dv), dtype='f4')
+    beta = gates(rng, n, h, BETAS, even)
+    g = gates(rng, n, h, DECAYS, even)
+    return (unit(q),unit(k),v,beta,g),normal(rng, h, dk, dv)
 
 def ssd_inputs(rng, n, even, repeat, h=3, P=5, N=8):
     "X, a, B, C, and a state"
-    X,B,C = (rng.standard_normal((n,h,d), dtype='f4') for d in (P,N,N))
+    X,B,C = (normal(rng, n, h, d) for d in (P,N,N))
     if repeat:
         B[:] = B[:1]
-    return (X,gates(rng, n, h, DECAYS, even),B,C),rng.standard_normal((h,P,N), dtype='f4')
+    return (X,gates(rng, n, h, DECAYS, even),B,C),normal(rng, h, P, N)
 
 FORMS = [(delta_inputs,delta_recurrent,delta_chunk), (ssd_inputs,ssd_recurrent,ssd_chunk)]
 
 @pytest.mark.parametrize('inputs,recurrent,chunk', FORMS, ids=('delta','ssd'))
 @some
-@given(n=ints(1,150), cuts=st.lists(ints(0,150), max_size=6), ways=flags(7),
-       even=st.booleans(), repeat=st.booleans(), seed=ints(0,9999))
+@given(
+    n=ints(1,150),
+    cuts=st.lists(ints(0,150), max_size=6),
+    ways=flags(7),
+    even=st.booleans(),
+    repeat=st.booleans(),
+    seed=ints(0,9999))
 def test_forms_agree(inputs, recurrent, chunk, n, cuts, ways, even, repeat, seed):
     "Any cut, each piece in either form, any gates: the same as token by token in float64"
     xs,S = inputs(np.random.default_rng(seed), n, even, repeat)
@@ -58,12 +69,12 @@ def test_forms_agree(inputs, recurrent, chunk, n, cuts, ways, even, repeat, seed
         outs.append(o)
     got = np.concatenate(outs)
     assert got.dtype==S.dtype==np.float32
-    for x,y in ((got,want), (S,final)):
-        np.testing.assert_allclose(
-            x,
-            y,
-            rtol=0,
-            atol=3e-6*max(1, np.abs(y).max()))
+    close(got, want, 3e-6)
+    close(S, final, 3e-6)
+
+def close(got, want, share):
+    "To a share of the largest value, or of 1"
+    np.testing.assert_allclose(got, want, rtol=0, atol=share*max(1, np.abs(want).max()))
 
 # -- whole layers -------------------------------------------------------------------------------
 
@@ -82,7 +93,8 @@ class Delta(Layer):
         self.rec = vh,dk,dv
         self.cols = self.C,vh*dv,2*vh
         conv = self.f(self.C,self.K)/2
-        self.w = conv,-np.exp(self.f(vh)*2),self.f(vh),1+self.f(dv)/5,1e-6
+        decay = -np.exp(self.f(vh)*2)
+        self.w = conv,decay,self.f(vh),1+self.f(dv)/5,1e-6
         self.act = rng.choice(['silu','sigmoid'])
     @property
     def width(self): return sum(self.cols)
@@ -102,9 +114,13 @@ class Mamba(Layer):
         self.G,self.I,self.C = G,I,I+2*G*N
         self.rec = nh,P,N
         self.width = I+self.C+nh
-        conv = self.f(self.C,self.K)/2,self.f(self.C)/5 if rng.random()<.7 else None
-        heads = -np.exp(self.f(nh)*2),1+self.f(nh)/5,self.f(nh)
-        self.w = *conv,*heads,1+self.f(I)/5,1e-5
+        self.w = *self.taps(),*self.gates(nh),1+self.f(I)/5,1e-5
+    def taps(self):
+        "Of the convolution, and perhaps its bias"
+        taps = self.f(self.C,self.K)/2
+        return taps,self.f(self.C)/5 if self.rng.random()<.7 else None
+    def gates(self, nh):
+        return -np.exp(self.f(nh)*2),1+self.f(nh)/5,self.f(nh)
     def __call__(self, p, conv, rec, *args):
         return mamba2(p, *self.w, conv, rec, *args, self.G)
     def inputs(self, p): return p[:,self.I:self.I+self.C]
@@ -133,11 +149,8 @@ class Seq(NamedTuple):
     read:int # Slot
     write:object # Slot, or one for each row
 
-def step(layer, seqs, tiled, conv, rec):
-    "What comes out for each of `seqs`; padding is noise"
-    starts,counts = [s.start for s in seqs],[len(s.x) for s in seqs]
-    at = spans(starts, counts, tiled)
-    R = max(-(-(r+n)//TILE)*TILE for r,n in at) if tiled else sum(counts)
+def laid_out(layer, seqs, at, R):
+    "`R` rows with those of `seqs` at their places, what is kept of each, and which are padding"
     p,keep = 100*layer.f(R, layer.width),np.full(R, -1, np.int32)
     pad = np.ones(R, bool)
     for s,(r,n) in zip(seqs, at):
@@ -145,7 +158,16 @@ def step(layer, seqs, tiled, conv, rec):
         pad[r:r+n] = False
         own = slice(r, r+n) if np.ndim(s.write) else r+n-1
         keep[own] = s.write
-    reads,starts,counts = (np.array(x, np.int32) for x in ([s.read for s in seqs],starts,counts))
+    return p,keep,pad
+
+def step(layer, seqs, tiled, conv, rec):
+    "What comes out for each of `seqs`; padding is noise"
+    starts,counts = [s.start for s in seqs],[len(s.x) for s in seqs]
+    at = spans(starts, counts, tiled)
+    R = max(-(-(r+n)//TILE)*TILE for r,n in at) if tiled else sum(counts)
+    p,keep,pad = laid_out(layer, seqs, at, R)
+    reads = [s.read for s in seqs]
+    reads,starts,counts = (np.array(x, np.int32) for x in (reads,starts,counts))
     o = layer(p, conv, rec, reads, keep, starts, counts, tiled)
     assert not o[pad].any() and np.isfinite(o).all() and o.dtype==np.float32
     return [o[r:r+n] for r,n in at]
@@ -164,24 +186,23 @@ def same(a, b): return all(x.tobytes()==y.tobytes() for x,y in zip(a, b, strict=
 
 @layers
 @some
-@given(n=ints(1,200), cuts=st.lists(ints(0,200), max_size=5), ways=flags(6), wild=st.booleans(),
-       seed=ints(0,9999))
+@given(
+    n=ints(1,200),
+    cuts=st.lists(ints(0,200), max_size=5),
+    ways=flags(6),
+    wild=st.booleans(),
+    seed=ints(0,9999))
 def test_any_schedule(kind, n, cuts, ways, wild, seed):
     "Prefill, decode and verification in any pieces: as one token at a time, tails exactly"
     layer = kind(np.random.default_rng(seed))
     x = tokens(layer, n, wild)
     plan = [(a,b,tiled) for (a,b),tiled in zip(cuts_of(n, cuts), ways)]
-    got,want = feed(layer, x, plan),feed(
-        layer,
-        x,
-        [(i,i+1,False) for i in range(n)])
+    got = feed(layer, x, plan)
+    want = feed(layer, x, [(i,i+1,False) for i in range(n)])
     for g,w in zip(got, want):
-        np.testing.assert_allclose(
-            g,
-            w,
-            rtol=0,
-            atol=1e-4*max(1, np.abs(w).max()))
-    seen = np.concatenate([np.zeros((layer.K-1,layer.C), 'f4'), layer.inputs(x)])
+        close(g, w, 1e-4)
+    nothing = np.zeros((layer.K-1,layer.C), 'f4')
+    seen = np.concatenate([nothing, layer.inputs(x)])
     assert same([got[1]], [np.ascontiguousarray(seen[n:])])
 
 @layers
@@ -205,17 +226,23 @@ class Crowd:
         if tiled:
             counts = [c*int(rng.integers(1, 20)) for c in counts]
         S = len(counts)
-        self.starts = [int(s) for s in rng.integers(0, 200, S)*(rng.random(S)<.7)]
+        self.starts = (rng.integers(0, 200, S)*(rng.random(S)<.7)).tolist()
         full = [[i] if s else [] for i,s in enumerate(self.starts)]
         self.begin = [pools(self.layer, full=f) for f in full]
-        each = enumerate(zip(counts, self.starts))
-        self.seqs = [Seq(tokens(self.layer, n), s, i, i) for i,(n,s) in each]
+        rows = [tokens(self.layer, n) for n in counts]
+        self.seqs = [Seq(x, s, i, i) for i,(x,s) in enumerate(zip(rows, self.starts))]
     def copies(self, i): return [p.copy() for p in self.begin[i]]
     def alone(self, i):
         "Rows and state of sequence `i` by itself"
         c,r = self.copies(i)
         o = step(self.layer, [self.seqs[i]], self.tiled, c, r)[0]
         return o,c[i],r[i]
+    def together(self, order):
+        "Rows of all, in this order, and the pools"
+        c,r = pools(self.layer)
+        for i in order:
+            c[i],r[i] = (p[i] for p in self.begin[i])
+        return step(self.layer, [self.seqs[i] for i in order], self.tiled, c, r),c,r
     def row_by_row(self, i):
         "The same, a row a step"
         c,r = self.copies(i)
@@ -232,10 +259,7 @@ def test_company(kind, counts, tiled, seed):
     crowd,S = Crowd(kind, counts, tiled, seed),len(counts)
     alone = [crowd.alone(i) for i in range(S)]
     order = crowd.rng.permutation(S)
-    c,r = pools(crowd.layer)
-    for i in range(S):
-        c[i],r[i] = (p[i] for p in crowd.begin[i])
-    outs = step(crowd.layer, [crowd.seqs[i] for i in order], tiled, c, r)
+    outs,c,r = crowd.together(order)
     for o,i in zip(outs, order):
         assert same((o,c[i],r[i]), alone[i])
     assert np.isnan(c[S:]).all() and np.isnan(r[S:]).all()
@@ -250,29 +274,23 @@ def test_rollback(kind, n, start, accepted, seed):
     "Going on from an accepted row of a verify step is as if the others had never been"
     layer = kind(np.random.default_rng(seed))
     accepted = min(n, accepted)
+    last = accepted-1
     x,y = tokens(layer, n),tokens(layer, 2)
     many = pools(layer, 12, full=[10] if start else [])
     few = [p.copy() for p in many]
-    def state(pools, slot): return [p[slot] for p in pools]
-    step(
-        layer,
-        [Seq(x, start, 10, range(n))],
-        False,
-        *many)
+    decode(layer, many, Seq(x, start, 10, range(n)))
     assert np.isnan(many[1][n:10]).all()
     if start: # the state it began from is still there
         assert same(state(many, 10), state(few, 10))
-    step(
-        layer,
-        [Seq(x[:accepted], start, 10, 10)],
-        False,
-        *few)
-    assert same(state(many, accepted-1), state(few, 10))
+    decode(layer, few, Seq(x[:accepted], start, 10, 10))
+    assert same(state(many, last), state(few, 10))
     then = start+accepted
-    a = step(layer, [Seq(y, then, accepted-1, accepted-1)], False, *many)[0]
-    b = step(
-        layer,
-        [Seq(y, then, 10, 10)],
-        False,
-        *few)
-    assert same([a], b)
+    a = decode(layer, many, Seq(y, then, last, last))
+    b = decode(layer, few, Seq(y, then, 10, 10))
+    assert same(a, b)
+
+def decode(layer, pools, seq):
+    "Rows of one sequence in a step"
+    return step(layer, [seq], False, *pools)
+
+def state(pools, slot): return [p[slot] for p in pools]

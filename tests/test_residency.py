@@ -353,22 +353,20 @@ def deeds_of(r:random.Random, kinds, n, meddling=True):
     out = []
     for _ in range(n):
         name,after = r.choice(list(kinds)),r.choice([0,0,.05,1,10,60])*r.random()
-        what = r.choice(
-            ['kill','ttl','keep','pin','unload','load','sleep','wake']
-        ) if meddling and r.random()<.3 else 'ask'
-        if what=='ask':
-            out.append(
-                (
-                    after, what, name,
-                    r.choice([.1,3,30,90])*r.random()+.01,
-                    r.randint(1, 9),
-                    r.choice([None,None,None,r.uniform(0, 40)])))
-        else:
-            out.append(
-                (
-                    after, what, name,
-                    r.choice([0,3,30,-1]) if what in ('keep','ttl') else r.randint(0, 9)))
+        what = r.choice(MEDDLING) if meddling and r.random()<.3 else 'ask'
+        out.append((after, what, name, *details(r, what)))
     return [d for d in out if d[1]!='ttl' or d[3]>=0]
+
+MEDDLING = ['kill','ttl','keep','pin','unload','load','sleep','wake']
+
+def details(r:random.Random, what):
+    "Of a question how long it takes, its tokens, and when it is given up; of others a number"
+    if what=='ask':
+        seconds = r.choice([.1,3,30,90])*r.random()+.01
+        return seconds,r.randint(1, 9),r.choice([None,None,None,r.uniform(0, 40)])
+    if what in ('keep','ttl'):
+        return r.choice([0,3,30,-1]),
+    return r.randint(0, 9),
 
 def day(seed, meddling=True, n=40, **kw):
     r = random.Random(seed)
@@ -533,17 +531,15 @@ def test_groups():
 
 def test_how_long_it_stays():
     "`ttl`, and what a client says instead: seconds, at once, for ever, and again as before"
-    one = dict(a=kind(60, 2., ttl=50.))
-    ask = (0, 'ask', 'a', 1., 3)
-    assert len(play(one, [ask, (100, *ask[1:])]).lives)==2
-    for said,lives in {10:2, -1:1, None:2, '10m':1}.items():
-        w = play(one, [ask, (0, 'keep', 'a', said), (100, *ask[1:])])
-        assert len(w.lives)==lives, said
-    w = play(one, [ask, (0, 'keep', 'a', 0), (5, *ask[1:])])
-    assert len(w.lives)==2
-    pinned = dict(a=kind(60, 2., ttl=50., pinned=True))
-    assert len(
-        play(pinned, [ask, (100, *ask[1:])]).lives)==1
+    def ask(after): return after,'ask','a',1.,3
+    def lives(*deeds, **kw):
+        one = dict(a=kind(60, 2., ttl=50., **kw))
+        return len(play(one, list(deeds)).lives)
+    assert lives(ask(0), ask(100))==2
+    for said,want in {10:2, -1:1, None:2, '10m':1}.items():
+        assert lives(ask(0), (0, 'keep', 'a', said), ask(100))==want, said
+    assert lives(ask(0), (0, 'keep', 'a', 0), ask(5))==2
+    assert lives(ask(0), ask(100), pinned=True)==1
 
 def test_budgets_that_are_too_small():
     "Refused by name and with both numbers, before anything is loaded"

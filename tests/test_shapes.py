@@ -28,18 +28,42 @@ KINDS = ('llama','qwen3_moe','qwen3_next','qwen3_5_text','gpt_oss','gemma4_text'
     'granitemoehybrid','granitemoeshared','granite','minimax_m2')
 def _sizes(p, kv, L, E)->dict:
     "Widths and numbers that any of the families may look at; `p` picks one of some"
+    plain = dict(
+        vocab_size=43,
+        hidden_size=p(17,24,65),
+        num_hidden_layers=L,
+        num_attention_heads=kv*p(1,3,8),
+        num_key_value_heads=kv,
+        intermediate_size=p(7,32,96),
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        eos_token_id=2,
+        sliding_window=p(1,5,64,100))
+    return plain|_experts(p, E)|_recurrent(p)
+
+def _experts(p, E)->dict:
+    return dict(
+        num_experts=E,
+        num_local_experts=E,
+        n_routed_experts=E,
+        num_experts_per_tok=p(1,E),
+        moe_intermediate_size=p(8,32,33),
+        shared_expert_intermediate_size=p(8,33),
+        moe_shared_expert_intermediate_size=9)
+
+def _recurrent(p)->dict:
     kh,g = p(1,2),p(1,3)
     return dict(
-        vocab_size=43, hidden_size=p(17,24,65), num_hidden_layers=L,
-        num_attention_heads=kv*p(1,3,8), num_key_value_heads=kv, intermediate_size=p(7,32,96),
-        max_position_embeddings=256, rms_norm_eps=1e-5, eos_token_id=2,
-        num_experts=E, num_local_experts=E, n_routed_experts=E, num_experts_per_tok=p(1,E),
-        moe_intermediate_size=p(8,32,33), linear_num_key_heads=kh,
-        linear_num_value_heads=kh*p(1,3), linear_key_head_dim=p(4,12),
-        linear_value_head_dim=p(6,16), linear_conv_kernel_dim=p(2,4,5), conv_kernel=p(2,4,5),
-        shared_expert_intermediate_size=p(8,33), moe_shared_expert_intermediate_size=9,
-        mamba_head_dim=p(4,12), n_groups=g, mamba_num_heads=g*p(1,2), ssm_state_size=p(4,10),
-        sliding_window=p(1,5,64,100))
+        linear_num_key_heads=kh,
+        linear_num_value_heads=kh*p(1,3),
+        linear_key_head_dim=p(4,12),
+        linear_value_head_dim=p(6,16),
+        linear_conv_kernel_dim=p(2,4,5),
+        conv_kernel=p(2,4,5),
+        mamba_head_dim=p(4,12),
+        n_groups=g,
+        mamba_num_heads=g*p(1,2),
+        ssm_state_size=p(4,10))
 
 def _gemma(p, kv, E)->dict:
     "What only Gemma's file says"
@@ -84,15 +108,15 @@ def configs(draw):
     def p(*xs): return draw(_pick(xs))
     L,kv,hd = p(1,2,3),p(1,2,3),p(8,10,24)
     kind,E = draw(_pick(KINDS)),p(1,2,5)
-    def kinds(*ks): return [p(*ks) for _ in range(L)]
     d = dict(model_type=kind, head_dim=hd)|_sizes(p, kv, L, E)
     if kind in _TYPES:
-        d['layer_types'] = kinds(*_TYPES[kind])
+        d['layer_types'] = [p(*_TYPES[kind]) for _ in range(L)]
     d |= _qwen(kind, hd)
     if kind=='gemma4_text':
         d |= _gemma(p, kv, E)
     if kind=='nemotron_h':
-        d |= dict(hybrid_override_pattern=''.join(kinds('M','E','*','-')), sliding_window=None)
+        blocks = [p('M','E','*','-') for _ in range(L)]
+        d |= dict(hybrid_override_pattern=''.join(blocks), sliding_window=None)
     if kind=='granitemoehybrid':
         d |= _granite(p, d['n_groups'], E)
     if kind.startswith('granite'):
@@ -116,14 +140,15 @@ def test_any_shape(c, weights, T, seed):
     """Packed weights and plain ones, a prompt at once and in chunks: the same bits. Token by
     token: the same numbers"""
     ids = np.random.default_rng(seed).integers(0, c.vocab_size, T+3).tolist()
+    prompt,rest = ids[:T],ids[T:]
     plain,packed = made_up(c, weights, seed)
     a,b = Run(plain),Run(packed)
-    whole = a.prefill(ids[:T])
+    whole = a.prefill(prompt)
     assert np.isfinite(whole).all() and whole.shape==(T,c.vocab_size)
-    assert (b.prefill(ids[:T])==whole).all()
-    assert (Run(packed).chunks(ids[:T])==whole).all()
-    after = a.steps(ids[T:], T)
-    assert (b.steps(ids[T:], T)==after).all()
+    assert (b.prefill(prompt)==whole).all()
+    assert (Run(packed).chunks(prompt)==whole).all()
+    after = a.steps(rest, T)
+    assert (b.steps(rest, T)==after).all()
     got = Run(plain).steps(ids)
     if c.moe and c.moe.top_k<c.moe.num_experts:
         return # a near choice may fall the other way
@@ -172,27 +197,35 @@ def test_a_lone_expert(tmp_path, name, key):
     assert np.isfinite(a).all()
     assert np.abs(a-b).max()<1e-5*np.abs(b).max()
 
-@pytest.mark.parametrize('name', ('smollm2-tied','qwen3-vl'))
+def with_head(tmp, name, leaf, head):
+    "A model that has one tensor more, which `head` makes of its embedding"
+    def more(ts):
+        embedding = next(k for k in ts if k.endswith('embed_tokens.weight'))
+        return ts|{f'lm_head.{leaf}': head(ts[embedding])}
+    return changed(tmp, name, more)
+
+tied = pytest.mark.parametrize('name', ('smollm2-tied','qwen3-vl'))
+
+@tied
 def test_tied_and_stored_all_the_same(tmp_path, name):
     """The embedding once more is left unread;
     what is not the embedding is used, as the transformers library does"""
-    def with_head(head):
-        "A model whose output matrix is made of its embedding"
-        def more(ts):
-            embedding = next(k for k in ts if k.endswith('embed_tokens.weight'))
-            return ts|head(ts[embedding])
-        return changed(tmp_path, name, more)
     want = logits(data/name)
-    same = with_head(lambda e: {'lm_head.weight':e})
+    same = with_head(tmp_path, name, 'weight', lambda e: e)
     assert (logits(same)==want).all()
     assert (m := opened(same)).lm_head is m.embed_tokens
-    other = with_head(lambda e: {'lm_head.weight':e[::-1].copy()})
+    other = with_head(tmp_path, name, 'weight', lambda e: e[::-1].copy())
     assert (logits(other)==want[:,::-1]).all()
     assert (m := opened(other)).lm_head is not m.embed_tokens
+
+@tied
+def test_tied_and_stored_otherwise(tmp_path, name):
+    bias = with_head(tmp_path, name, 'bias', lambda e: np.ones(3, np.float32))
     with pytest.raises(CheckpointError, match='lm_head.bias'):
-        logits(with_head(lambda e: {'lm_head.bias':np.ones(3, np.float32)}))
+        logits(bias)
+    short = with_head(tmp_path, name, 'weight', lambda e: e[1:].copy())
     with pytest.raises(CheckpointError, match='lm_head.weight'):
-        logits(with_head(lambda e: {'lm_head.weight':e[1:].copy()}))
+        logits(short)
 
 def _experts(ts, turn=False):
     "Experts of 20: gate and up are as wide together as the model of 40, a square"

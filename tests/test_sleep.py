@@ -157,19 +157,23 @@ def test_the_same_answers(kind):
     want = asked(m)
     assert asked(m)==want and m.engine.scheduler.prefix.nodes
     for level in (1,1,2,1):
-        engine,graphs = m.engine,dict(m.engine.stepper.graphs)
-        told = m.sleep(level)
-        assert told['level']==m.asleep==level and told['bytes']>0 and m.arena.mapped==0
-        assert 'asleep at level' in repr(m)
-        m.wake()
-        same = m.engine is engine
-        assert same==(level==1) and m.asleep==0 and m.arena.mapped
-        if same:
-            assert graphs and m.engine.stepper.graphs==graphs
+        nap(m, level)
         assert m.engine.scheduler.prefix.nodes==0
         assert asked(m)==want==asked(m)
         assert not m.engine.late
     assert m.sleep()['bytes'] and m.close()==0
+
+def nap(m, level):
+    "Sleep and wake; at level 1 the engine and its graphs are the same ones"
+    engine,graphs = m.engine,dict(m.engine.stepper.graphs)
+    told = m.sleep(level)
+    assert told['level']==m.asleep==level and told['bytes']>0 and m.arena.mapped==0
+    assert 'asleep at level' in repr(m)
+    m.wake()
+    same = m.engine is engine
+    assert same==(level==1) and m.asleep==0 and m.arena.mapped
+    if same:
+        assert graphs and m.engine.stepper.graphs==graphs
 
 @pytest.fixture(scope='module')
 def llama(): return made('llama')
@@ -215,13 +219,15 @@ def test_a_copy_is_made_once(llama, monkeypatch):
 def test_who_asks_a_sleeping_model(llama):
     m = llama
     m.sleep()
-    for f in (lambda: m.generate([1,2]),
-            lambda: m.ids([1]),
-            lambda: m.engine.add(greedy('x', (1,), 1)),
-            lambda: next(m.stream([1])),
-            lambda: m.logits([1,2])):
+    questions = (
+        lambda: m.generate([1,2]),
+        lambda: m.ids([1]),
+        lambda: m.engine.add(greedy('x', (1,), 1)),
+        lambda: next(m.stream([1])),
+        lambda: m.logits([1,2]))
+    for ask_it in questions:
         with pytest.raises(AsleepError, match='asleep') as e:
-            f()
+            ask_it()
         assert (e.value.status, e.value.code)==(503, 'asleep')
     assert m.engine.abort('x')==m.engine.step()==[] and not m.engine.has_work
     m.wake()
@@ -242,7 +248,7 @@ def test_not_while_it_answers(llama):
         with pytest.raises(RequestError, match='expected 1 or 2'):
             m.sleep(level)
 
-def test_no_room_to_wake_or_to_sleep(llama, monkeypatch):
+def test_no_room_to_sleep(llama, monkeypatch):
     m = llama
     want = asked(m)
     m.arena['weights'].kept = None
@@ -252,18 +258,22 @@ def test_no_room_to_wake_or_to_sleep(llama, monkeypatch):
     assert not m.asleep and m.arena.mapped
     monkeypatch.undo()
     assert asked(m)==want
-    for level in (1,2):
-        m.sleep(level)
-        monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(1<<40, 100*K))
-        for _ in '12':
-            with pytest.raises(OutOfMemoryError):
-                m.wake()
-            with pytest.raises(AsleepError):
-                m.generate([1])
-            assert m.asleep==level and m.arena.mapped==0
-        monkeypatch.undo()
-        m.wake()
-        assert asked(m)==want
+
+@pytest.mark.parametrize('level', (1,2))
+def test_no_room_to_wake(llama, level, monkeypatch):
+    m = llama
+    want = asked(m)
+    m.sleep(level)
+    monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(1<<40, 100*K))
+    for _ in '12':
+        with pytest.raises(OutOfMemoryError):
+            m.wake()
+        with pytest.raises(AsleepError):
+            m.generate([1])
+        assert m.asleep==level and m.arena.mapped==0
+    monkeypatch.undo()
+    m.wake()
+    assert asked(m)==want
 
 def test_a_closed_model_does_neither():
     m = LLM('tiny', 'cpu', 256, 1)
@@ -403,19 +413,23 @@ while True:
         m.wake()
 """
 
+def kill_after(seconds, command):
+    "End a process some time after it has loaded"
+    p = subprocess.Popen(
+        command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+    assert p.stdout.readline()=='loaded\n'
+    time.sleep(seconds)
+    assert p.poll() is None
+    p.kill()
+    p.wait()
+
 def test_killed_at_any_moment(tmp_path):
     """While it packs, sleeps or wakes: the file is whole or not there, and the next one has the
     same answers"""
     want = asked(made('llama'))
     rng = np.random.default_rng(0)
     for _ in range(4):
-        p = subprocess.Popen([sys.executable, '-c', NAPS, str(tmp_path)],
-            cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
-        assert p.stdout.readline()=='loaded\n'
-        time.sleep(rng.uniform(0, .3))
-        assert p.poll() is None
-        p.kill()
-        p.wait()
+        kill_after(rng.uniform(0, .3), [sys.executable, '-c', NAPS, str(tmp_path)])
         for f in tmp_path.glob('*.packed'):
             with PackedFile(f) as there:
                 there.load()
@@ -506,15 +520,13 @@ async def test_everybody_at_once():
     """Sleeps, wakings and questions in any order: each question is answered, and no request
     reaches a model that is asleep"""
     async with running(model()) as ms:
-        async def some(f, n):
-            for _ in range(n):
+        async def some(f):
+            for _ in range(10):
                 await f()
-        said = await asyncio.wait_for(
-            asyncio.gather(
-                *(some(f, 10)
-                    for f in (ms.sleep, ms.wake, ms.sleep)),
-                *(ask(ms) for _ in range(40)), return_exceptions=True),
-            WAIT)
+        naps = [some(f) for f in (ms.sleep, ms.wake, ms.sleep)]
+        questions = [ask(ms) for _ in range(40)]
+        together = asyncio.gather(*naps, *questions, return_exceptions=True)
+        said = await asyncio.wait_for(together, WAIT)
         failed = [x for x in said if isinstance(x, BaseException)]
         answers = [x[0] for x in said if isinstance(x, tuple)]
         wrong = [x for x in failed if not isinstance(x, UnavailableError)]
@@ -587,8 +599,12 @@ def serving(models='tiny', drain=300., autoload=True, **env):
     "A server whose models are on the emulator; an HTTP client, and lines of its log"
     port = free_port()
     code = SERVE.format(models=models, port=port, worker=WORKER, drain=drain, autoload=autoload)
-    p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, env=os.environ|env)
+    p = subprocess.Popen(
+        [sys.executable, '-c', code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ|env)
     lines = []
     threading.Thread(target=lambda: lines.extend(p.stdout), daemon=True).start()
     c = httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT)
@@ -686,11 +702,7 @@ def test_many_models_and_no_autoload():
             assert r.status_code==400 and '?model=' in r.text
         def told(path): return c.post(path, params=dict(model='b'))
         assert told('/sleep').status_code==200
-        assert [sleeping(c, model=m)['is_sleeping'] for m in 'ab']==[False,True]
-        r = answer(c, model='b')
-        assert r.status_code==503 and '/wake_up' in r.text
-        assert int(r.headers['retry-after'])>0
-        assert sleeping(c, model='b')=={'is_sleeping': True}
+        b_does_not_answer(c)
         want = choice(answer(c, model='a'))
         assert told('/wake_up').status_code==200
         assert choice(answer(c, model='b'))==want
@@ -699,6 +711,14 @@ def test_many_models_and_no_autoload():
         until(lambda: state(c, 'b')['value']=='unloaded')
         r = told('/wake_up')
         assert r.status_code==503 and 'does not sleep' in r.text
+
+def b_does_not_answer(c):
+    "It sleeps, and goes on sleeping when it is asked"
+    assert [sleeping(c, model=m)['is_sleeping'] for m in 'ab']==[False,True]
+    r = answer(c, model='b')
+    assert r.status_code==503 and '/wake_up' in r.text
+    assert int(r.headers['retry-after'])>0
+    assert sleeping(c, model='b')=={'is_sleeping': True}
 
 def streamed(c, n, ended, **kw):
     "Read a stream in a thread; its lines"

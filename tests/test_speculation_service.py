@@ -217,7 +217,7 @@ def leave(url, body, n):
 def test_clients_that_leave(plain):
     "After any number of lines; nothing of them is left, and who stays is answered as ever"
     e = drafting(plain, 3, True, .2)
-    path,body,want,*_ = plain[0][0]
+    path,body,want = plain[0][0][:3]
     with running(create_app(models(e))) as url:
         for n in range(14):
             leave(url+path, body, n)

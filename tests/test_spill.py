@@ -512,8 +512,9 @@ def test_who_else_reads_it():
     seen += [printed(EMU, fmt) for fmt in (None,'fp8','bf16')]
     assert len(set(seen))==len(seen)
     assert printed()==printed(num_states=7)  # how many there are does not matter
+    def another(): return 'another processor'
     other = Host()
-    other.identity = lambda: 'another processor'
+    other.identity = another
     assert printed(other)!=printed()
 
 # -- kept ----------------------------------------------------------------------------------------

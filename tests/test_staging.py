@@ -1,6 +1,7 @@
 """Weights packed on a card while they are read are those that the host packs, to the bit; and what
 is wrong with them is told."""
 import os,struct,pytest
+from contextlib import contextmanager
 from types import SimpleNamespace as NS
 import numpy as np
 from hypothesis import HealthCheck,given,settings,strategies as st
@@ -11,7 +12,7 @@ from atlas.ground.core import CheckpointError
 from atlas.ground.reading import BLOCK
 from atlas.ground.weights import IGNORE,_leave_some,load,open_checkpoint
 from atlas.model.model import plan
-from helpers.layouts import CONFS,HOW,LAYOUTS,STACK_HOW,folder,stored
+from helpers.layouts import CONFS,LAYOUTS,any_format,folder,stored
 
 def realign(path, residue):
     "Pad the headers of a folder's files so that tensors begin at `residue`, counted in eights"
@@ -72,11 +73,14 @@ def same(a, b, card):
 @pytest.fixture(scope='module')
 def card(): return Emulator()
 
+def layout(tmp, name, shards=1):
+    "A folder with a model as a layout stores it"
+    raw,_ = stored(*LAYOUTS[name])
+    return realign(folder(tmp, CONFS[LAYOUTS[name][0]], raw, shards=shards), 0)
+
 @pytest.mark.parametrize('name', LAYOUTS)
 def test_every_layout(tmp_path, card, name, monkeypatch):
-    conf = LAYOUTS[name][0]
-    raw,_ = stored(*LAYOUTS[name])
-    path = realign(folder(tmp_path, CONFS[conf], raw, shards=1+len(name)%3), 0)
+    path = layout(tmp_path, name, shards=1+len(name)%3)
     want = loaded(path, ByHost(card), card)
     for window in (1<<23,BLOCK):
         monkeypatch.setattr(weights, '_WINDOW', window)
@@ -89,31 +93,26 @@ def test_every_layout(tmp_path, card, name, monkeypatch):
 @pytest.mark.parametrize('quantization', ('nvfp4','fp8'))
 @pytest.mark.parametrize('name', [n for n in LAYOUTS if len(n)%4==0])
 def test_stored_anew(tmp_path, card, name, quantization, monkeypatch):
-    conf = LAYOUTS[name][0]
-    raw,_ = stored(*LAYOUTS[name])
-    path = realign(folder(tmp_path, CONFS[conf], raw), 0)
+    path = layout(tmp_path, name)
     how = card,quantization,quantization,quantization
     want = loaded(path, ByHost(*how), card)
     monkeypatch.setattr(weights, '_WINDOW', BLOCK)
     same(loaded(path, Counting(*how), card), want, card)
 
-_hows = [h for h in HOW if h not in ('f32','f16')]
+
+
 @settings(
     deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(conf=st.sampled_from(['llama','qwen3_moe','qwen3_5_moe','nemotron_h','gpt_oss','gemma4']),
+@given(
+    conf=st.sampled_from(['llama','qwen3_moe','qwen3_5_moe','nemotron_h','gpt_oss','gemma4']),
     experts=st.sampled_from(['each','stack']),
     shards=st.integers(1,3),
     seed=st.integers(0,2**32),
-    residue=st.integers(0,7), blocks=st.integers(1,5))
+    residue=st.integers(0,7),
+    blocks=st.integers(1,5))
 def test_any_mixture(tmp_path_factory, card, conf, experts, shards, seed, residue, blocks):
     "Each tensor in a format of its own, at any place of a file, in windows of any size"
-    rng = np.random.default_rng(seed)
-    def pick(k, a):
-        hows = [*STACK_HOW] if a.ndim==3 else _hows
-        if a.shape[-1]%32 or a.shape[-2]%8:
-            hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
-        return str(rng.choice(hows))
-    raw,_ = stored(conf, 'plain', experts, pick)
+    raw,_ = stored(conf, 'plain', experts, any_format(seed))
     path = realign(folder(tmp_path_factory.mktemp('mix'), CONFS[conf], raw, shards), residue)
     want = loaded(path, ByHost(card), card)
     with pytest.MonkeyPatch.context() as m:
@@ -140,20 +139,24 @@ def moves_of(to)->list:
     "Number of the move of each part of a want; -1 where it is the host's"
     return to.landing.moves.tolist() if to.landing else [-1]*len(flat([to]))
 
-@pytest.mark.parametrize(
-    'name,anew',
-    [('qwen3-moe-nvfp4-ct',None), ('qwen3-fp8-half','nvfp4'), ('gpt-oss','nvfp4')])
-def test_parts_come_as_they_lie_in_files(tmp_path, card, name, anew):
-    "Wants of a part, its move, and what waits for it, beside a plain loop over all of them"
-    conf = LAYOUTS[name][0]
-    raw,_ = stored(*LAYOUTS[name])
-    path = realign(folder(tmp_path, CONFS[conf], raw, shards=3), 0)
+@contextmanager
+def shown(tmp, card, name, anew):
+    "What is wanted of a layout in three files, and its parts as files have them"
+    path = layout(tmp, name, shards=3)
     with open_checkpoint(path) as ck:
         stage = packer(card, anew).staging(1<<20)
         incoming = staged(ck, stage)
-        parts,every = weights._in_files(incoming),flat(incoming)
-        order = sorted(range(len(every)),
-            key=lambda i: place(every[i][2]))
+        yield incoming,weights._in_files(incoming)
+        stage.close()
+
+PARTS = [('qwen3-moe-nvfp4-ct',None), ('qwen3-fp8-half','nvfp4'), ('gpt-oss','nvfp4')]
+
+@pytest.mark.parametrize('name,anew', PARTS)
+def test_parts_come_as_they_lie_in_files(tmp_path, card, name, anew):
+    "Wants of a part, and its move, beside a plain loop over all of them"
+    with shown(tmp_path, card, name, anew) as (incoming,parts):
+        every = flat(incoming)
+        order = sorted(range(len(every)), key=lambda i: place(every[i][2]))
         assert order!=list(range(len(every)))
         in_order = [every[i] for i in order]
         assert list(map(place, parts.spans))==[place(s) for *_,s in in_order]
@@ -161,10 +164,15 @@ def test_parts_come_as_they_lie_in_files(tmp_path, card, name, anew):
         moves = [n for to in incoming for n in moves_of(to)]
         assert weights._moves(incoming, parts).tolist()==[moves[i] for i in order]
         assert max(moves)>0
+
+@pytest.mark.parametrize('name,anew', PARTS)
+def test_what_waits_for_a_part(tmp_path, card, name, anew):
+    "What is stored anew, in the order in which its numbers come"
+    with shown(tmp_path, card, name, anew) as (incoming,parts):
+        in_order = sorted(flat(incoming), key=lambda part: place(part[2]))
         held = [incoming[k] for k,part,_ in in_order if part=='data']
         held = [to for to in held if to.landing and to.landing.anew]
         assert weights._waiting(incoming, parts)==held and bool(held)==bool(anew)
-        stage.close()
 
 # ---- what is wrong with numbers, and with files
 
@@ -202,8 +210,7 @@ _BROKEN = [ # layout, format, part, byte from the end, bytes, what is said
 @pytest.mark.parametrize('make', (ByHost,Counting))
 def test_numbers_that_are_none(tmp_path, card, make, name, fmt, part, byte, value, said):
     "Whoever packs says the same"
-    raw,_ = stored(*LAYOUTS[name])
-    path = realign(folder(tmp_path, CONFS[LAYOUTS[name][0]], raw), 0)
+    path = layout(tmp_path, name)
     which = stored_in(path, fmt, part)
     put = make(card)
     loaded(path, put, card)
@@ -214,27 +221,23 @@ def test_numbers_that_are_none(tmp_path, card, make, name, fmt, part, byte, valu
     assert which[0] in str(e.value)
 
 def test_zero_scales_are_numbers(tmp_path, card):
-    raw,_ = stored(*LAYOUTS['qwen3-fp8-channel'])
-    path = realign(folder(tmp_path, CONFS['qwen3'], raw), 0)
+    path = layout(tmp_path, 'qwen3-fp8-channel')
     spoil(path, stored_in(path, 'FP8_CHANNEL', 'scale'), -4, bytes(4))
-    same(loaded(path, Counting(card), card),
-        loaded(path, ByHost(card), card), card)
+    by_card = loaded(path, Counting(card), card)
+    same(by_card, loaded(path, ByHost(card), card), card)
 
 def test_the_host_touches_vectors_alone(tmp_path, card):
     "Of a model whose formats the card packs, `put` is given nothing else"
-    raw,_ = stored(*LAYOUTS['qwen3-moe-nvfp4-ct'])
-    path = realign(folder(tmp_path, CONFS['qwen3_moe'], raw), 0)
+    path = layout(tmp_path, 'qwen3-moe-nvfp4-ct')
     class Strict(packer):
         def __call__(self, w, q):
             assert w.array or len(w.shape)<2, w.name
             return super().__call__(w, q)
     assert loaded(path, Strict(card), card)
 
-def test_nothing_is_read_twice(tmp_path, card, monkeypatch):
-    "Nor are scales looked at before"
+def reads(path, card, monkeypatch):
+    "Each read of a load: name of the file, where it began, and bytes"
     from atlas.ground import files,reading
-    raw,_ = stored(*LAYOUTS['qwen3-moe-nvfp4-ct'])
-    path = realign(folder(tmp_path, CONFS['qwen3_moe'], raw), 0)
     seen,fill = [],reading._Source.fill
     def counted(self, memory, start, need):
         seen.append((self.file.name, start, need))
@@ -246,8 +249,13 @@ def test_nothing_is_read_twice(tmp_path, card, monkeypatch):
         monkeypatch.setattr(reading._Source, 'fill', counted)
         monkeypatch.setattr(files.File, 'read_into', never)
         monkeypatch.setattr(weights, '_WINDOW', 4*BLOCK)
-        load(ck, wants, card,
-            ignore=(*IGNORE,*m.ignore), put=packer(card))
+        load(ck, wants, card, ignore=(*IGNORE,*m.ignore), put=packer(card))
+    return seen
+
+def test_nothing_is_read_twice(tmp_path, card, monkeypatch):
+    "Nor are scales looked at before"
+    path = layout(tmp_path, 'qwen3-moe-nvfp4-ct')
+    seen = reads(path, card, monkeypatch)
     total = sum(f.stat().st_size for f in path.glob('*.safetensors'))
     assert total*.9<sum(n for *_,n in seen)<=total
     ends = {}

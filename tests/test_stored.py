@@ -93,15 +93,17 @@ def test_banks_that_were_joined(weights, tmp_path, monkeypatch):
     s.save(a)
     b,t = load()
     assert t.fresh and arrays(a)==arrays(b)
-    layers = [
-        l for m in (a,b)
-        for x in (*m.layers,*m.mtp.layers)
-        for l in x.parts() if hasattr(l, 'experts')]
-    assert len(layers)==10
-    assert all(l.joined and l.experts.gate_up_proj.experts==5 for l in layers)
-    assert all(l.shared.gate_up_proj.weight is None for l in layers)
-    assert [l.then is None for l in layers[:5]]==[
-        l.then is None for l in layers[5:]]
+    before,after = mixtures_of(a),mixtures_of(b)
+    assert len(before)==len(after)==5
+    for l in before+after:
+        assert l.joined and l.experts.gate_up_proj.experts==5
+        assert l.shared.gate_up_proj.weight is None
+    assert [l.then is None for l in before]==[l.then is None for l in after]
+
+def mixtures_of(m):
+    "Layers of experts, those of the draft head too"
+    layers = (*m.layers,*m.mtp.layers)
+    return [part for l in layers for part in l.parts() if hasattr(part, 'experts')]
 
 def test_filled_in_place(tmp_path):
     m,s = read(DATA/'qwen35-moe-stacked', tmp_path)

@@ -2,6 +2,8 @@
 import copy,json
 import numpy as np
 import pytest
+from dataclasses import replace
+from functools import partial
 from hypothesis import given,settings,strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Inner,decoders,models,pre_tokenizers,trainers
@@ -254,30 +256,37 @@ def plain_candidates(x, p):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0,2**32),
-    st.sampled_from([1,2,9,60,800]),
-    st.sampled_from([.01,1,4,30]), st.booleans(),
-    st.sampled_from([.1,.7,1,2.5]),
-    st.sampled_from([0,0,1,5,50]),
-    st.sampled_from([.01,.3,.7,.95,1]),
-    st.sampled_from([0,0,.02,.4]))
-def test_filters_are_their_definitions(seed, n, scale, ties, t, k, p, m):
+    seed=st.integers(0,2**32),
+    n=st.sampled_from([1,2,9,60,800]),
+    scale=st.sampled_from([.01,1,4,30]),
+    ties=st.booleans(),
+    params=st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([.1,.7,1,2.5]),
+        top_k=st.sampled_from([0,0,1,5,50]),
+        top_p=st.sampled_from([.01,.3,.7,.95,1]),
+        min_p=st.sampled_from([0,0,.02,.4])))
+def test_filters_are_their_definitions(seed, n, scale, ties, params):
     "Ties included; tokens within rounding of a threshold may go either way"
-    x = np.random.default_rng(seed).normal(0,scale,n).astype('f4')
+    x = np.random.default_rng(seed).normal(0, scale, n).astype('f4')
     x = np.round(x) if ties else x
-    def params(p, m): return SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
-    ids,w = candidates(x, params(p, m))
-    want,ref = plain_candidates(x, params(p, m))
+    ids,w = candidates(x, params)
+    want,ref = plain_candidates(x, params)
     some = ref>1e-30 # a weight that float32 rounds to nothing is never drawn, kept or not
     got = np.isin(np.arange(n), ids)&some
     if (got!=want&some).any():
-        # decided by less than float32 resolves: the same under a hair's change of p and m
-        fewer = params(max(p*(1-1e-5),1e-9), min(m*(1+1e-5),1))
-        more = params(min(p*(1+1e-5),1), m*(1-1e-5))
+        fewer,more = hairs_breadth(params)
         assert ((plain_candidates(x, fewer)[0]&some)<=got).all()
         assert (got<=plain_candidates(x, more)[0]).all()
     assert np.allclose(w, ref[ids], rtol=1e-4, atol=1e-30)
     assert got[x.argmax()]
+
+def hairs_breadth(params):
+    "A little less and a little more than `params` keep, by less than float32 resolves"
+    p,m = params.top_p,params.min_p
+    fewer = replace(params, top_p=max(p*(1-1e-5), 1e-9), min_p=min(m*(1+1e-5), 1))
+    more = replace(params, top_p=min(p*(1+1e-5), 1), min_p=m*(1-1e-5))
+    return fewer,more
 
 params = st.builds(
     SamplingParams,
@@ -381,8 +390,7 @@ TEMPLATES = {
 def reference(source):
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation,'jinja2.ext.loopcontrols'])
-    env.filters['tojson'] = lambda x,indent=None: json.dumps(
-        x, ensure_ascii=False, indent=indent)
+    env.filters['tojson'] = partial(json.dumps, ensure_ascii=False)
     return env.from_string(source)
 messages = st.lists(
     st.fixed_dictionaries({

@@ -826,8 +826,9 @@ CASES = [ # parser, text, content, calls[, tools]
 
 @pytest.mark.parametrize('case', CASES, ids=lambda c: f'{c[0]}-{c[1][:30]!r}')
 def test_case(case):
-    parser,text,content,calls,*tools = case
-    tools = tools[0] if tools else None
+    parser,text = case[:2]
+    content,calls = case[2:4]
+    tools = case[4] if len(case)>4 else None
     content = text if content is SAME else content
     assert plain(parse_tools(parser, text, tools))==(content, calls)
     for sizes in (
@@ -970,7 +971,8 @@ def stands_in(v, text):
 @pytest.mark.parametrize('case', [c for c in CASES if c[3]], ids=lambda c: f'{c[0]}-{c[1][:20]!r}')
 def test_cut_short(case):
     "A text that ends anywhere: whole parameters may stay, half ones do not turn into others"
-    parser,text,_,calls,*tools = case
+    parser,text = case[:2]
+    calls,*tools = case[3:]
     for k in range(len(text)):
         r = parse_tools(parser, text[:k], *tools)
         assert len(r.calls)<=len(calls)

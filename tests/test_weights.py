@@ -403,23 +403,28 @@ def test_unknown_type_is_unsupported(tmp_path):
     (d/'model.safetensors').write_bytes(st_bytes(weights(), h))
     fails(d, 'F4', exc=UnsupportedError)
 
-def test_packed_parts_that_do_not_fit(tmp_path):
-    k,d = 'model.layers.0.self_attn.v_proj.weight',hf_folder(tmp_path/'m')
-    def put(codes, scale):
-        ws = weights()|{k:codes, k+'_scale':scale}
-        (d/'model.safetensors').write_bytes(st_bytes(ws, dtypes={k:'F8_E4M3'}))
-    codes = np.zeros((16,32), np.uint8)
-    put(codes, np.ones(5, np.float32))
-    fails(d, k)
-    put(codes, np.ones(1, np.int64))
-    fails(d, k)
-    put(np.zeros((), np.uint8),
-        np.ones((), np.float32))
-    fails(d, k)
-    q = QTensor.encode(weights()[k], 'FP8_CHANNEL')
-    put(q.parts['data'], q.parts['scale'])
-    with open_checkpoint(d) as c:
-        np.testing.assert_array_equal(c.read(k).decode(), q.decode())
+V_PROJ = 'model.layers.0.self_attn.v_proj.weight'
+
+def with_fp8(path, codes, scale):
+    "A folder in which one matrix has these codes and scales"
+    d = hf_folder(path)
+    ws = weights()|{V_PROJ:codes, V_PROJ+'_scale':scale}
+    (d/'model.safetensors').write_bytes(st_bytes(ws, dtypes={V_PROJ:'F8_E4M3'}))
+    return d
+
+MISFITS = [
+    (np.zeros((16,32), np.uint8), np.ones(5, np.float32)),
+    (np.zeros((16,32), np.uint8), np.ones(1, np.int64)),
+    (np.zeros((), np.uint8), np.ones((), np.float32))]
+
+@pytest.mark.parametrize('codes,scale', MISFITS)
+def test_packed_parts_that_do_not_fit(tmp_path, codes, scale):
+    fails(with_fp8(tmp_path/'m', codes, scale), V_PROJ)
+
+def test_packed_parts_that_fit(tmp_path):
+    q = QTensor.encode(weights()[V_PROJ], 'FP8_CHANNEL')
+    with open_checkpoint(with_fp8(tmp_path/'m', q.parts['data'], q.parts['scale'])) as c:
+        np.testing.assert_array_equal(c.read(V_PROJ).decode(), q.decode())
         check_plan(c, build(c.config).wants())
 
 # ---- models that contradict their config
@@ -433,60 +438,36 @@ def test_packed_parts_that_do_not_fit(tmp_path):
 def test_plan_is_checked(tmp_path, kind):
     ws = weights()
     up = 'model.layers.0.mlp.up_proj.weight'
-    # messages speak of tensors as the file does
-    of = (lambda k: k) if kind is hf_folder else GGUF_NAMES.get
-    fails(
-        kind(
-            tmp_path/'a',
-            {k:a for k,a in ws.items() if k!=up}),
-        'lacks 1 tensor',
-        up)
-    fails(
-        kind(
-            tmp_path/'b',
-            ws|{up:np.zeros((40,32),np.float32)}),
-        of(up),
-        '[40, 32]')
-    fails(
-        kind(
-            tmp_path/'c',
-            ws|{EMB:np.zeros((31,32),np.float32)}),
-        of(EMB),
-        '[31, 32]',
-        'asks for [32, 32]')
-    fails(
-        kind(
-            tmp_path/'d',
-            ws|{NORM:np.zeros((2,16),np.float32)}),
-        of(NORM),
-        'asks for [32]')
+    less = {k:a for k,a in ws.items() if k!=up}
+    fails(kind(tmp_path/'less', less), 'lacks 1 tensor', up)
+    def other(k, shape, *said):
+        path = kind(tmp_path/k, ws|{k:np.zeros(shape, np.float32)})
+        # messages speak of tensors as the file does
+        fails(path, k if kind is hf_folder else GGUF_NAMES[k], *said)
+    other(up, (40,32), '[40, 32]')
+    other(EMB, (31,32), '[31, 32]', 'asks for [32, 32]')
+    other(NORM, (2,16), 'asks for [32]')
 
 def test_tensors_nobody_wants(tmp_path):
     ws = weights()
     bias = 'model.layers.0.self_attn.q_proj.bias'
-    fails(
-        hf_folder(tmp_path/'a', ws|{bias:np.zeros(32,np.float32)}),
-        'no use for',
-        bias)
+    fails(hf_folder(tmp_path/'a', ws|{bias:np.zeros(32,np.float32)}), 'no use for', bias)
     many = {f'junk.{i}':np.zeros(1,np.float32) for i in range(50)}
-    assert len(str(fails(
-        hf_folder(tmp_path/'b', ws|many), '50 tensor(s)', 'and 46 more')))<500
-    # tied: lm_head may be there
-    everything(hf_folder(
-        tmp_path/'c',
-        ws|{
-            'model.layers.0.self_attn.rotary_emb.inv_freq':np.zeros(8,np.float32),
-            'lm_head.weight':ws[EMB]}))
-    fails(
-        gguf_file(
-            tmp_path/'d.gguf', extra={'blk.0.attn_q.bias':np.zeros(32,np.float32)}),
-        'no use for',
-        'blk.0.attn_q.bias')
-    fails(
-        gguf_file(
-            tmp_path/'e.gguf', extra={'blk.0.ffn_gate_exps.weight':np.zeros(32,np.float32)}),
-        'no use for',
-        'ffn_gate_exps')
+    e = fails(hf_folder(tmp_path/'b', ws|many), '50 tensor(s)', 'and 46 more')
+    assert len(str(e))<500
+
+def test_tensors_that_may_be_there(tmp_path):
+    "A head that is tied, and what can be computed"
+    ws = weights()
+    more = {
+        'model.layers.0.self_attn.rotary_emb.inv_freq': np.zeros(8,np.float32),
+        'lm_head.weight': ws[EMB]}
+    everything(hf_folder(tmp_path/'c', ws|more))
+
+@pytest.mark.parametrize('name', ['blk.0.attn_q.bias','blk.0.ffn_gate_exps.weight'])
+def test_gguf_tensors_nobody_wants(tmp_path, name):
+    extra = {name: np.zeros(32,np.float32)}
+    fails(gguf_file(tmp_path/'m.gguf', extra=extra), 'no use for', name.removesuffix('.weight'))
 
 def test_nothing_is_read_before_the_plan_holds(tmp_path, monkeypatch):
     d = hf_folder(
@@ -728,15 +709,14 @@ def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
     p = tmp_path/'bad.gguf'
     w = b.index(b'words')+5
     assert struct.unpack_from('<IIQ', b, w)==(9,8,2)
+    def refused(at, new, said):
+        p.write_bytes(splice(b, w+at, new))
+        fails(p, said)
     for n in (3, 2**20, 2**63):
-        p.write_bytes(splice(b, w+8, struct.pack('<Q', n)))
-        fails(p, 'bad.gguf')
-    p.write_bytes(splice(b, w+4, struct.pack('<I', 9)))
-    fails(p, 'unknown type 9')       # an array of arrays
-    p.write_bytes(splice(b, w+16, struct.pack('<Q', 2**62)))
-    fails(p, 'words would take')
-    p.write_bytes(splice(b, w+24, b'\xff'))
-    fails(p, 'UTF-8')
+        refused(8, struct.pack('<Q', n), 'bad.gguf')
+    refused(4, struct.pack('<I', 9), 'unknown type 9')       # an array of arrays
+    refused(16, struct.pack('<Q', 2**62), 'words would take')
+    refused(24, b'\xff', 'UTF-8')
     p.write_bytes(b)
     everything(p)
     monkeypatch.setattr('atlas.ground.llamacpp.MAX_ARRAY', 1)

@@ -45,8 +45,8 @@ def route_many(
         SCORE=_SCORE[score],
         RENORM=int(renormalise),
         SHARED=shared)
-    rows = _ceil(len(x), 4)
-    run('route_many', rows, 128, *given, ids, weights, float(scaling), len(x), pdl=False, **how)
+    args = *given,ids,weights,float(scaling),len(x)
+    run('route_many', _ceil(len(x), 4), 128, *args, pdl=False, **how)
     return ids,weights
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #04a8fc04
@@ -76,13 +76,15 @@ def sort_picks(
     card = card_of(ids)
     stretches = _ceil(picks, STRETCH)
     order,counts = card.empty(picks, 'int32'),None
-    tiles,others = (_tiles(card, experts, picks, n) for n in (places, other))
+    tiles = _tiles(card, experts, picks, places)
+    others = _tiles(card, experts, picks, other)
     how = dict(pdl=False, E=experts)
     if stretches>_FEW:
         counts = card.empty((stretches, experts), 'int32')
         run('moe_count', stretches, 256, ids, real, counts, picks, top, **how)
     lists = ids,real,counts,order,tiles,others
-    sizes = picks,top,len(tiles),0 if others is None else len(others)
+    most = 0 if others is None else len(others)
+    sizes = picks,top,len(tiles),most
     how |= dict(BM=places, OTHER=other or places)
     run('moe_sort', stretches, 256, *lists, *sizes, **how)
     return order,tiles,others
@@ -129,7 +131,7 @@ def experts_many(
     first = Fused(bias=up_bias, act=act, limit=limit)
     second = Fused(bias=down_bias, limit=limit)
     for i in range(0, len(ids), MOST):
-        at = slice(i, i+MOST) if len(ids)>MOST else slice(None)
+        at = slice(i, i+MOST if len(ids)>MOST else None)
         part = _sequences(_cut(real, at))
         rows = x if len(ids)<=MOST else x[at]
         d = _both(activations, rows, ids[at], up, down, first, second, part)

@@ -49,11 +49,14 @@ def mamba_step(
     nh,hd,ns = rec.shape[1:] # 16 divides hd; ns is 16, 32, 64, 128 or 256
     own = 32 if hd%32==0 and ns<256 else 16  # rows of a head that a block has
     blocks = nh//groups*hd//own
-    y,parts = out or (card.empty((rows,nh*hd)),card.empty((rows,groups,blocks)))
+    if out is None:
+        out = card.empty((rows,nh*hd)),card.empty((rows,groups,blocks))
+    y,parts = out
     weights = conv_w,conv_b,A,D,dt_bias,norm_w
     sequences = b.first,b.starts,b.state_in,b.state_out
     args = StepArgs(zxbcdt, *weights, conv, rec, *sequences, y, parts, rows)
     how = dict(HD=hd, NS=ns, PR=own)
     how['TAILS'] = len(conv)//len(rec)
-    run('mamba_step', (blocks,groups,b.num_seqs), 128, *args, **how)
+    grid = blocks,groups,b.num_seqs
+    run('mamba_step', grid, 128, *args, **how)
     return y,parts

@@ -72,7 +72,9 @@ def _mask(pos, lo, n, window=None):
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #dea541fd
 def _first(p, window, unit):
     "First key read for a row at `p`: its window's start, rounded down to a multiple of `unit`"
-    return 0 if window is None else max(0, p-window+1)//unit*unit
+    if window is None:
+        return 0
+    return max(0, p-window+1)//unit*unit
 
 def _by_head(q, kv):
     "Questions by key head: (m,heads,d) -> (kv,r*m,d)"
@@ -106,21 +108,24 @@ def _decode_row(q, past, table, p):
     B,kv,d = past.k.shape[1:]
     lo = _first(p, past.window, B)
     n = -(-(p+1)//B)*B
-    def read(pool): return _gather(pool, table, lo, n, p+1)
+    k = _gather(past.k, table, lo, n, p+1)
+    v = _gather(past.v, table, lo, n, p+1)
     mask = _mask([p], lo, n, past.window)
-    by_head = q.reshape(kv, -1, d)
-    o = _attend(by_head, read(past.k), read(past.v), past.scale, mask, past.sink(kv))
+    by_head,sink = q.reshape(kv, -1, d),past.sink(kv)
+    o = _attend(by_head, k, v, past.scale, mask, sink)
     return o.reshape(-1, d)
 
 def _prefill_tile(q, k, v, base, t, past):
     "Tile t's rows q [TILE,heads,d] against keys and values from position `base` on, likewise"
     kv = k.shape[1]
-    lo,n = _first(t*TILE, past.window, TILE),(t+1)*TILE
+    lo = _first(t*TILE, past.window, TILE)
+    n = (t+1)*TILE
     seen = _mask(range(n-TILE, n), lo, n, past.window)
-    mask = np.tile(seen, (q.shape[1]//kv,1))
-    here = slice(lo-base, n-base)
+    shared = q.shape[1]//kv
+    mask = np.tile(seen, (shared,1))
+    k,v = k[lo-base:n-base],v[lo-base:n-base]
     by_head,sink = _by_head(q, kv),past.sink(kv, TILE)
-    o = _attend(by_head, k[here], v[here], past.scale, mask, sink)
+    o = _attend(by_head, k, v, past.scale, mask, sink)
     return _by_row(o, TILE)
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #76ed482c
@@ -227,14 +232,16 @@ def attend(
 ): # [R, heads*d]
     "Attention of a step's rows over the cache, from projection to projection"
     n = a.num_heads*a.head_dim*a.gate
-    q,k,v = _heads(qkv[:,n:], a, angles, q_norm, k_norm, eps)
+    gate,qkv = qkv[:,:n],qkv[:,n:]
+    q,k,v = _heads(qkv, a, angles, q_norm, k_norm, eps)
     if not a.q_only:
         write_kv(k, v, kv.k, kv.v, b.slots)
     where = b.tables,b.starts,b.counts,b.tiled
-    o = attention(q, kv.k, kv.v, *where, scale, window, sinks=sinks)
+    pools = kv.k,kv.v
+    o = attention(q, *pools, *where, scale, window, sinks=sinks)
     o = o.reshape(len(o), -1)
     if a.gate:
-        o *= sigmoid(qkv[:,:n])
+        o *= sigmoid(gate)
     return o
 
 # %% ../../nbs/3_ops/attention/20_ops.attention.ipynb #76db3984
@@ -249,6 +256,7 @@ def full_attention(
         out = np.empty_like(q)
     for i in range(0, len(q), TILE):
         s = slice(i, min(i+TILE, len(q)))
-        o = _attend(_by_head(q[s], k.shape[1]), k, v, scale)
+        by_head = _by_head(q[s], k.shape[1])
+        o = _attend(by_head, k, v, scale)
         out[s] = _by_row(o, s.stop-i)
     return out

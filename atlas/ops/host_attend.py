@@ -29,8 +29,10 @@ class _Rows(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     "As `Layer` of the kernel"
+    _sizes = 'block','heads','kv','d','q_span','k_span','window'
+    _flags = 'gate','k_eq_v','v_norm','q_only'
     _fields_ = _struct(('k','v','q_norm','k_norm','sinks'),
-        ('block','heads','kv','d','q_span','k_span','window','gate','k_eq_v','v_norm','q_only'),
+        (*_sizes,*_flags),
         ('eps','scale'))
 
 # %% ../../nbs/3_ops/attention/23_ops.host_attend.ipynb #23a00008
@@ -38,22 +40,31 @@ def _rows_of(b, angles)->tuple: # What the kernel reads, and arrays that it poin
     "The rows of a step"
     given = b.tables,b.starts,b.counts
     ints = [np.ascontiguousarray(x, np.int32) for x in given]
-    arrays = [np.ascontiguousarray(b.slots, np.int64),*ints]
-    turns = [None,None] if angles is None else [plain(x) for x in angles]
-    half = 0 if angles is None else turns[0].shape[-1]
-    arrays += turns
-    sizes = len(arrays[0]),*ints[0].shape,half,b.tiled
+    slots = np.ascontiguousarray(b.slots, np.int64)
+    turns,half = [None,None],0
+    if angles is not None:
+        turns = [plain(x) for x in angles]
+        half = turns[0].shape[-1]
+    arrays = [slots,*ints,*turns]
+    seqs,blocks = ints[0].shape
+    sizes = len(slots),seqs,blocks,half,b.tiled
     return _Rows(*map(address, arrays), *sizes),arrays
 
-def _layer_of(k, v, a:AttentionConfig, scale, window, eps, norms)->tuple: # Likewise
-    "A layer with the pools `k` and `v`; `norms`: gains of queries and keys, and sinks"
+def _layer_of(
+    k, v, # Its pools
+    a:AttentionConfig,
+    scale, window, eps, # As for `attend`
+    norms, # Gains of queries and keys, and sinks
+)->tuple: # Likewise
+    "A layer"
     arrays = [k,v,*map(plain, norms)]
     every = a.qk_norm=='all'
     heads = a.num_heads,a.num_kv_heads
     spans = [a.head_dim*(n if every else 1) for n in heads]
     sizes = k.shape[1],*heads,a.head_dim,*spans
     flags = a.gate,a.k_eq_v,a.v_norm,a.q_only
-    m = _Layer(*map(address, arrays), *sizes, window or 0, *flags, eps, scale)
+    where = map(address, arrays)
+    m = _Layer(*where, *sizes, window or 0, *flags, eps, scale)
     return m,arrays
 
 # %% ../../nbs/3_ops/attention/23_ops.host_attend.ipynb #23a00011
@@ -62,7 +73,8 @@ class HostAttention:
     def __init__(self, device:Processor, k, v):
         self._device,self._kv = device,(k,v) # [blocks, block_size, kv_heads, d] each
         self._call = device.lib.attend
-        self._call.argtypes = [ctypes.c_void_p]*4+[ctypes.c_long]*2
+        pointers,numbers = [ctypes.c_void_p]*4,[ctypes.c_long]*2
+        self._call.argtypes = pointers+numbers
         self._call.restype = None
         self._layers = {} # Descriptions, by what was asked
 
@@ -103,10 +115,15 @@ def __call__(self:HostAttention,
     qkv = plain(qkv)
     width = a.num_heads*a.head_dim
     out = np.empty((len(qkv),width), np.float32)
-    layer = self._layer(a, scale, window, eps, (q_norm,k_norm,sinks))
+    norms = q_norm,k_norm,sinks
+    layer = self._layer(a, scale, window, eps, norms)
     rows = self._rows(b, angles)
-    where = address(qkv),address(out)
-    self._call(ctypes.addressof(rows), ctypes.addressof(layer), *where, qkv.shape[1],
+    self._call(
+        ctypes.addressof(rows),
+        ctypes.addressof(layer),
+        address(qkv),
+        address(out),
+        qkv.shape[1],
         self._device.threads)
     heard = self._device._multiply.heard
     if heard is not None:
@@ -115,5 +132,7 @@ def __call__(self:HostAttention,
 
 def attention_of(device, k, v): # Called as `attend`
     "Who attends over the pool `k` and `v` on `device`: the definition where nobody is faster"
-    small = k.dtype==np.float32 and k.shape[-1]%8==0
-    return HostAttention(device, k, v) if isinstance(device, Processor) and small else attend
+    fits = k.dtype==np.float32 and k.shape[-1]%8==0
+    if isinstance(device, Processor) and fits:
+        return HostAttention(device, k, v)
+    return attend

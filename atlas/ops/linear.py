@@ -148,24 +148,31 @@ def fused_linear(
     own = getattr(w, 'fused', None) # of a matrix that does most of this in one go
     if own and extra is None and parts is None and gate is None and not cap:
         return own(x, gain, eps, bias, act, limit, add)
-    h = x if gain is None else rmsnorm(x, gain, eps)
-    if parts is not None:
-        rms = np.sqrt(parts.sum(-1)/group+np.float32(eps))
-        h = h/rms.repeat(group, -1)
+    h = _normed(x, gain, eps, parts, group)
     y = linear(h, w)
     if extra is not None:
         y = np.concatenate([y, linear(h, extra)], -1)
     if bias is not None:
         y += bias
     if cap:
-        y = np.float32(cap)*np.tanh(y/np.float32(cap))
+        cap = np.float32(cap)
+        y = cap*np.tanh(y/cap)
     if act:
         y = act_mul(y, act, limit)
     if gate:
-        y *= sigmoid(gate[0][...,gate[1],None])
+        logits,column = gate
+        y *= sigmoid(logits[...,column,None])
     if add is not None:
         y += add
     return y
+
+def _normed(x, gain, eps, parts, group):
+    "The rows that are multiplied"
+    h = x if gain is None else rmsnorm(x, gain, eps)
+    if parts is None:
+        return h
+    rms = np.sqrt(parts.sum(-1)/group+np.float32(eps))
+    return h/rms.repeat(group, -1)
 
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #1c383bc5
 def embed(ids, w, out=None):

@@ -25,7 +25,8 @@ def ssd_recurrent(
     for t in range(len(X)):
         S = S*np.exp(a[t])[:,None,None]
         S += X[t,:,:,None]*B[t,:,None]
-        Y[t] = (S@C[t,:,:,None])[...,0]
+        read = S@C[t,:,:,None]  # [h, P, 1]
+        Y[t] = read[...,0]
     return Y,S
 
 # %% ../../nbs/3_ops/mamba/40_ops.mamba.ipynb #c83fa618
@@ -35,10 +36,11 @@ def ssd_chunk(X, a, B, C, S):
     L = np.exp(segsum(a))  # (h,n,n)
     G = np.exp(a.cumsum(0)).T[...,None]  # (h,n,1)
     within = L*(C@B.transpose(0, 2, 1))  # (h,n,n)
-    Y = within@X+G*(C@S.transpose(0, 2, 1))  # (h,n,P)
+    before = C@S.transpose(0, 2, 1)  # (h,n,P)
+    Y = within@X+G*before
     last = X*L[:,-1,:,None]  # (h,n,P)
-    S = G[:,-1:]*S+last.transpose(0, 2, 1)@B  # (h,P,N)
-    return Y.transpose(1, 0, 2),S
+    new = last.transpose(0, 2, 1)@B  # (h,P,N)
+    return Y.transpose(1, 0, 2),G[:,-1:]*S+new
 
 # %% ../../nbs/3_ops/mamba/40_ops.mamba.ipynb #17c7decb
 def _heads(y, nh, P, groups):
@@ -50,7 +52,8 @@ def _heads(y, nh, P, groups):
         "As often as there are heads in a group"
         t = t.reshape(n, groups, -1)
         return np.repeat(t, nh//groups, axis=1)
-    return X.reshape(n, nh, P),repeated(B),repeated(C)
+    X = X.reshape(n, nh, P)
+    return X,repeated(B),repeated(C)
 
 # %% ../../nbs/3_ops/mamba/40_ops.mamba.ipynb #6dce2b0d
 def _gated_norm(Y, z, norm_w, groups, eps):
@@ -63,8 +66,9 @@ def _gated_norm(Y, z, norm_w, groups, eps):
 
 def _ssd(X, A, B, C, S, at, tiled):
     "All heads over some rows: a tile's from row `at` of it on, or one by one"
-    xs = X,A,B,C
-    return in_tile(ssd_chunk, at, S, *xs) if tiled else ssd_recurrent(*xs, S)
+    if tiled:
+        return in_tile(ssd_chunk, at, S, X, A, B, C)
+    return ssd_recurrent(X, A, B, C, S)
 
 def mamba2(
     zxbcdt, # [R, 2*I+2*G*N+nh]: z | x | B | C | dt, as projected
@@ -88,7 +92,8 @@ def mamba2(
         y,seen = causal_conv(xbc[rows], conv_w, tail, conv_b)  # (n,C)
         X,B,C = _heads(y, nh, P, groups)
         d = softplus(dt[rows]+dt_bias)  # (n,nh)
-        Y,S = _ssd(X*d[...,None], A*d, B, C, S, at, tiled)
+        inputs = X*d[...,None]  # (n,nh,P)
+        Y,S = _ssd(inputs, A*d, B, C, S, at, tiled)
         Y = Y+D[:,None]*X  # (n,nh,P)
         normed = _gated_norm(Y, z[rows], norm_w, groups, eps)
         return normed,seen[len(y):],S

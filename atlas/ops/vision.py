@@ -41,10 +41,12 @@ def rope_2d(
     merge:int=2, theta:float=10000.,
 )->tuple[np.ndarray,np.ndarray]: # cos and sin, float32 `[h*w, 1, dim/2]`, in `patch_order`
     "Angles of patches: the first half of a head's pairs turn by row, the second by column"
-    f = theta**(-np.arange(0, dim//2, 2)/(dim//2))
+    half = dim//2
+    f = theta**(-np.arange(0, half, 2)/half)
     both = [i[:,None]*f for i in patch_order(h, w, merge)]
     angle = np.concatenate(both, -1)[:,None]
-    return np.cos(angle).astype(np.float32),np.sin(angle).astype(np.float32)
+    cos,sin = np.cos(angle),np.sin(angle)
+    return cos.astype(np.float32),sin.astype(np.float32)
 
 # %% ../../nbs/3_ops/vision/70_ops.vision.ipynb #ce39b844
 def layernorm(
@@ -77,4 +79,5 @@ def erfc(
 def gelu(x:np.ndarray)->np.ndarray: # float32, as x
     "Exact GELU: `x` times the chance that a normal number is below it (Hendrycks & Gimpel 2016)"
     x = np.asarray(x, np.float64)
-    return (x*erfc(x*-math.sqrt(.5))/2).astype(np.float32)
+    y = x*erfc(x*-math.sqrt(.5))/2
+    return y.astype(np.float32)

@@ -54,13 +54,17 @@ class Traffic:
             if v.token is not None:
                 self.told[v.id].append((v.token, v.logprob))
 
+    def come(self):
+        "One more request"
+        r = drawn(self.rng, self.s, self.llm.config.vocab_size, len(self.asked))
+        self.asked[r.id],self.told[r.id] = r,[]
+        self.e.add(r)
+
     def happen(self):
         "Something, by chance"
         running,rng = list(self.e.scheduler.seqs),self.rng
         if len(running)<self.s.seqs and rng.random()<.3:
-            r = drawn(rng, self.s, self.llm.config.vocab_size, len(self.asked))
-            self.asked[r.id],self.told[r.id] = r,[]
-            self.e.add(r)
+            self.come()
         if not self.e.prompt:
             return
         self.seen['aloft'] += 1
@@ -102,15 +106,9 @@ class Traffic:
             self.step()
         self.e.land()
 
-def one(name, emulator, rounds):
-    "All that may happen to one model; faults"
-    s,rng = TINY if emulator else CARD,np.random.default_rng(5)
-    if emulator:
-        card_stepper.APART,card_stepper.LARGE = 2,4
-    llm = toy(
-        name, emulator, s.seqs, s.context, enable_prefix_caching=True,
-        chunk=64 if emulator else 1024)
-    e,bad = llm.engine,[]
+def served(llm, s, rounds):
+    "What came of a time in which prompts are always computed apart"
+    e,rng = llm.engine,np.random.default_rng(5)
     policy = e.scheduler.policy
     e.scheduler.policy = Always(rng)
     e.scheduler.policy.part = policy.part
@@ -119,25 +117,43 @@ def one(name, emulator, rounds):
     e.scheduler.policy = policy
     policy.part = 0.
     t.seen['hits'] = e.stats()['prefix_cache_hits_total']
-    for rid,r in t.asked.items():
-        want,got = alone(llm, r),t.told[rid]
-        if got!=want[:len(got)]:
-            bad.append(f'{name}: {rid} was told something else')
-    missing = [
-        what for what in ('aloft','gone','slept','failed','hits')
-        if not t.seen[what] and not emulator]
-    if missing:
-        bad.append(f'{name}: {missing} never happened')
-    if e.late:
-        bad.append(f'{name}: compiled late: {e.late}')
-    if e.stepper.lanes or e.scheduler.seqs:
-        bad.append(f'{name}: lanes or sequences are left')
+    return t
+
+def same_after_sleep(llm, r):
     want = alone(llm, r)
     llm.sleep()
     llm.wake()
-    if alone(llm, r)!=want:
-        bad.append(f'{name}: another answer after sleep')
-    print(f'{name}: {len(t.asked)} requests, {t.seen}, part {e.stepper.part:.2f}', flush=True)
+    return alone(llm, r)==want
+
+def faults(llm, t, expected):
+    "What is wrong after it"
+    e = llm.engine
+    for rid,r in t.asked.items():
+        want,got = alone(llm, r),t.told[rid]
+        if got!=want[:len(got)]:
+            yield f'{rid} was told something else'
+    if missing := [what for what in expected if not t.seen[what]]:
+        yield f'{missing} never happened'
+    if e.late:
+        yield f'compiled late: {e.late}'
+    if e.stepper.lanes or e.scheduler.seqs:
+        yield 'lanes or sequences are left'
+    if not same_after_sleep(llm, r):
+        yield 'another answer after sleep'
+
+def one(name, emulator, rounds):
+    "All that may happen to one model; faults"
+    s = TINY if emulator else CARD
+    if emulator:
+        card_stepper.APART,card_stepper.LARGE = 2,4
+    llm = toy(
+        name, emulator, s.seqs, s.context, enable_prefix_caching=True,
+        chunk=64 if emulator else 1024)
+    t = served(llm, s, rounds)
+    expected = () if emulator else ('aloft','gone','slept','failed','hits')
+    bad = [f'{name}: {b}' for b in faults(llm, t, expected)]
+    part = llm.engine.stepper.part
+    print(f'{name}: {len(t.asked)} requests, {t.seen}, part {part:.2f}', flush=True)
     llm.close()
     return bad
 

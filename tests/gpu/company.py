@@ -4,50 +4,55 @@ seven others, whoever they are and whenever they come; with --most 128 also amon
 python tests/gpu/company.py [--emulator] [--models llama,gemma] [--tokens 40] [--most 128]
 python tests/gpu/company.py --models qwen3.6-35b-a3b --tokens 32"""
 import subprocess,sys
+from itertools import product
 from toys import TOYS,arguments,greedy,prompt,serve,toy,verdict
+
+def asked(i, vocab, emulator, tokens):
+    "A request; of every other one the log probabilities, too"
+    n = 5+7*i if emulator else 5+23*i%190
+    more = dict(logprobs=1) if i%2 else {}
+    return greedy(f'r{i}', prompt(n, vocab, i), tokens-i%4, **more)
+
+def sizes(emulator, most):
+    "Pairs of how many come, and how many steps apart"
+    if emulator:
+        return [(n,3) for n in (2,5,8)]
+    wide = [n for n in (16,24,33,64,100,128,200,256) if n<=most]
+    return product((*range(2, 9),*wide), (0,3,7))
+
+def among(e, asks, n, late, alone):
+    "Which of `n` requests that come `late` steps apart are not answered as alone"
+    first = (n*late)%8
+    batch = [asks[(first+i)%len(asks)] for i in range(n)]
+    if n>8:
+        late = late and 1
+    got = serve(e, [(r, late*i) for i,r in enumerate(batch)])
+    for r in batch:
+        mine,want = got[r.id],alone[r.id]
+        if mine!=want:
+            off = sum(a!=b for a,b in zip(mine, want))
+            yield f'{r.id} among {n}, {late} steps apart: {off} of {len(want)} differ'
 
 def one(name, emulator, tokens, most=8):
     "All sizes of batch for one model"
     llm = toy(name, emulator, most)
     e,V = llm.engine,llm.config.vocab_size
-    asks = [
-        greedy(
-            f'r{i}',
-            prompt(5+23*i%190 if not emulator else 5+7*i, V, i),
-            tokens-i%4,
-            **(dict(logprobs=1) if i%2 else {}))
-        for i in range(most)]  # of every other one the log probabilities, too
-    alone = {
-        r.id: serve(e, [(r,0)])[r.id]
-        for r in asks}
+    asks = [asked(i, V, emulator, tokens) for i in range(most)]
+    alone = {r.id: serve(e, [(r,0)])[r.id] for r in asks}
+    said = [t for x in alone.values() for t in x]
+    seen = len(set(said))
     bad = []
-    seen = len({t for x in alone.values() for t in x})
     if seen<tokens:
         bad.append(
-            f'{name}: only {seen} different tokens and log probabilities in {most} answers, '
+            f'only {seen} different tokens and log probabilities in {most} answers, '
             'which shows little')
-    wide = [
-        n for n in (16,24,33,64,100,128,200,256)
-        if n<=most]
-    for n in (2, 5, 8) if emulator else (*range(2, 9), *wide):
-        for late in (3,) if emulator else (0, 3, 7):
-            first = (n*late)%8
-            batch = [asks[(first+i)%most] for i in range(n)]
-            if n>8:
-                late = late and 1
-            got = serve(e, [(r, late*i) for i,r in enumerate(batch)])
-            for r in batch:
-                off = sum(a!=b for a,b in zip(got[r.id], alone[r.id]))
-                if got[r.id]!=alone[r.id]:
-                    bad.append(
-                        f'{name}: {r.id} among {n}, {late} steps apart: '
-                        f'{off} of {len(alone[r.id])} differ')
-    total = sum(map(len, alone.values()))
-    compiled = llm.engine.stats()['jit_after_ready_total']
+    for n,late in sizes(emulator, most):
+        bad += among(e, asks, n, late, alone)
+    compiled = e.stats()['jit_after_ready_total']
     print(
-        f'{name}: {len(bad)} differ; {seen} different ones in {total} tokens, '
+        f'{name}: {len(bad)} differ; {seen} different ones in {len(said)} tokens, '
         f'{compiled} kernels late', flush=True)
-    return bad
+    return [f'{name}: {b}' for b in bad]
 
 if __name__=='__main__':
     a = arguments(

@@ -9,6 +9,7 @@ With --pieces the file's parts are joined first. The emulator has a tiny model o
 unless one is named: a tile of 64 rows of the demo model takes it five minutes, a step of eight
 25 s."""
 import tempfile,time
+from dataclasses import dataclass,replace
 from pathlib import Path
 import numpy as np
 from toys import arguments,verdict
@@ -33,22 +34,22 @@ def divergence(want, got):
     p,q = log_softmax(want),log_softmax(got)
     return (np.exp(p)*(p-q)).sum(1)
 
+BLOCK = 64
+
+def step(m, cache, rows, at, table):
+    "Logits of `rows` of one sequence from position `at` on"
+    piece = Piece(rows, at, table, len(rows), state=0, keep=1)
+    batch = make_batch([piece], False, BLOCK, m.device)
+    return m.device.download(m.forward(batch, cache))
+
 def by_steps(llm, ids, n=8):
     "Logits after each of `ids` as decode kernels compute them, `n` rows at a time"
-    m,B = llm.model,64
+    m = llm.model
+    table = list(range(len(ids)//BLOCK+2))
     with llm.engine.stepper.here():
-        cache = KVCache(m.c, m.device, len(ids)//B+2, B, 'f16', 4)
-        out = [
-            m.device.download(m.forward(
-                make_batch(
-                    [Piece(
-                        ids[i:i+n], i,
-                        list(range(len(ids)//B+2)),
-                        len(ids[i:i+n]), state=0,
-                        keep=1)],
-                    False, B, m.device),
-                cache))
-            for i in range(0, len(ids), n)]
+        cache = KVCache(m.c, m.device, len(table), BLOCK, 'f16', 4)
+        starts = range(0, len(ids), n)
+        out = [step(m, cache, ids[i:i+n], i, table) for i in starts]
         m.device.synchronize()
     return np.concatenate(out)
 
@@ -59,15 +60,14 @@ def continuations(host, card, starts, n, tiny=.05):
     p = SamplingParams(temperature=0, max_tokens=n, logprobs=2, ignore_eos=True)
     for s in starts:
         a,b = (l.generate(s, p).logprobs for l in (host,card))
-        k = next(
-            (
-                i for i,(x,y) in enumerate(zip(a, b))
-                if x.id!=y.id),
-            n)
-        same += k
-        if (
-                k<n
-                and (gap := a[k].top[0][1]-a[k].top[1][1])>tiny):
+        differ = [i for i,(x,y) in enumerate(zip(a, b)) if x.id!=y.id]
+        same += differ[0] if differ else n
+        if not differ:
+            continue
+        k = differ[0]
+        first,second = a[k].top[:2]
+        gap = first[1]-second[1]
+        if gap>tiny:
             bad.append(f'{s!r}: token {k} is {b[k].id} and not {a[k].id}, which led by {gap:.3f}')
     return bad,same
 
@@ -79,63 +79,97 @@ def say(what):
     print(f'{what} ({now-_last:.1f} s)', flush=True)
     _last = now
 
-def setting(a):
-    "The model's name, the devices' tokens of text, of an answer, and of context"
-    if not a.emulator:
-        return a.model or 'demo','cuda',a.tokens or 400,64 if a.answer is None else a.answer,2048
-    from atlas.card.emulator import Emulator
-    return (
-        a.model or str(ROOT/'tests/data/smollm2-tied'),Emulator(),a.tokens or 40,
-        6 if a.answer is None else a.answer,128)
+@dataclass(frozen=True)
+class Setting:
+    "What is compared"
+    model:str
+    device:object # 'cuda' or an emulator
+    tokens:int # Of text
+    answer:int # Tokens of a continuation
+    context:int
+
+def setting(a)->Setting:
+    "As the arguments say"
+    if a.emulator:
+        from atlas.card.emulator import Emulator
+        usual = Setting(str(ROOT/'tests/data/smollm2-tied'), Emulator(), 40, 6, 128)
+    else:
+        usual = Setting('demo', 'cuda', 400, 64, 2048)
+    return replace(
+        usual,
+        model=a.model or usual.model,
+        tokens=a.tokens or usual.tokens,
+        answer=usual.answer if a.answer is None else a.answer)
+
+def joined(pieces, folder):
+    "The path of the model whose file lies in `pieces`, put together in `folder`"
+    model = Path(folder)/'demo.gguf'
+    parts = sorted(Path(pieces).glob('*.part*'))
+    model.write_bytes(b''.join(p.read_bytes() for p in parts))
+    return str(model)
+
+def text_for(llm, n):
+    "Ids of a text of `n` tokens, or any where the vocabulary is a toy's"
+    V = llm.config.vocab_size
+    if V>256:
+        text = (ROOT/'README.md').read_text()
+        return llm.tokenizer.encode(text)[:n]
+    return np.random.default_rng(0).integers(3, V, n).tolist()
+
+def apart(how, want, got):
+    "How far logits `got` are from the first of `want`: said, and what is bad about it"
+    there = want[:len(got)]
+    kl = divergence(there, got)
+    agree = (got.argmax(1)==there.argmax(1)).mean()
+    say(
+        f'{how}: KL mean {kl.mean():.2e}, largest {kl.max():.2e} of {len(kl)} positions; '
+        f'largest logit {abs(want).max():.1f}, off by {abs(got-there).max():.3f}; '
+        f'best token the same at {agree:.1%}')
+    if kl.max()<=1e-3:
+        return []
+    return [f'{how}: KL {kl.max():.2e} at position {kl.argmax()}']
+
+def all_ways(host, card, ids):
+    "What is bad about the card's logits of `ids`, computed in each way"
+    want = host.logits(ids)
+    say(f'the host: {len(ids)} tokens')
+    bad = apart('prefill', want, card.logits(ids))
+    bad += apart('steps of 8', want, by_steps(card, ids))
+    return bad+apart('steps of 1', want, by_steps(card, ids[:64], 1))
+
+def compare(a):
+    "The card with the host: what is bad, and a summary"
+    s = setting(a)
+    host,card = (
+        LLM(s.model, d, s.context, 1, kv_cache_memory=1<<28)
+        for d in ('cpu',s.device))
+    say(f'{card}')
+    ids = text_for(host, s.tokens)
+    bad = all_ways(host, card, ids)
+    same,speed = 0,0
+    if s.answer:
+        starts = STARTS if host.config.vocab_size>256 else [ids[:9]]
+        parted,same = continuations(host, card, starts, s.answer)
+        bad += parted
+        say(f'{same} greedy tokens the same')
+        speed = measure(card, 1, 0, s.answer).tokens
+        say(f'{speed:,.0f} tokens a second')
+        if not a.emulator and speed<1000:
+            bad.append(f'{speed:.0f} tokens a second')
+    return bad,(
+        f'{len(ids)} positions; {same} greedy tokens the same; {speed:,.0f} tokens a second')
 
 def main():
     a = arguments(
-        __doc__, model=dict(default=''), pieces=dict(default=''),
+        __doc__,
+        model=dict(default=''),
+        pieces=dict(default=''),
         tokens=dict(type=int, default=0),
         answer=dict(type=int))
-    if a.pieces:
-        folder = tempfile.TemporaryDirectory()
-        a.model = str(Path(folder.name)/'demo.gguf')
-        Path(a.model).write_bytes(b''.join(
-            p.read_bytes()
-            for p in sorted(Path(a.pieces).glob('*.part*'))))
-    model,dev,size,n,context = setting(a)
-    host,card = (
-        LLM(model, d, context, 1, kv_cache_memory=1<<28)
-        for d in ('cpu',dev))
-    V = host.config.vocab_size
-    say(f'{card}')
-    text = (ROOT/'README.md').read_text()
-    ids = (
-        host.tokenizer.encode(text)[:size] if V>256
-        else np.random.default_rng(0).integers(3, V, size).tolist())
-    want,bad = host.logits(ids),[]
-    say(f'the host: {len(ids)} tokens')
-    for how,get in (
-            ('prefill',lambda: card.logits(ids)),
-            ('steps of 8',lambda: by_steps(card, ids)),
-            ('steps of 1',lambda: by_steps(card, ids[:64], 1))):
-        got = get()
-        kl = divergence(want[:len(got)], got)
-        there = want[:len(got)]
-        agree = (got.argmax(1)==there.argmax(1)).mean()
-        say(
-            f'{how}: KL mean {kl.mean():.2e}, largest {kl.max():.2e} of {len(kl)} positions; '
-            f'largest logit {abs(want).max():.1f}, off by {abs(got-there).max():.3f}; '
-            f'best token the same at {agree:.1%}')
-        if not kl.max()<=1e-3:
-            bad.append(f'{how}: KL {kl.max():.2e} at position {kl.argmax()}')
-    same,speed = 0,0
-    if n:
-        parted,same = continuations(host, card, STARTS if V>256 else [ids[:9]], n)
-        bad += parted
-        say(f'{same} greedy tokens the same')
-        speed = measure(card, 1, 0, n).tokens
-        say(f'{speed:,.0f} tokens a second')
-    if n and not a.emulator and speed<1000:
-        bad.append(f'{speed:.0f} tokens a second')
-    verdict(
-        bad, f'{len(ids)} positions; {same} greedy tokens the same; {speed:,.0f} tokens a second')
+    with tempfile.TemporaryDirectory() as folder:
+        if a.pieces:
+            a.model = joined(a.pieces, folder)
+        verdict(*compare(a))
 
 if __name__=='__main__':
     main()

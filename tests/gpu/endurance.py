@@ -4,6 +4,7 @@ none, not a byte of device memory is left, and nothing was compiled.
 
 python tests/gpu/endurance.py [--emulator] [--model qwen3.6-moe] [--steps 10000]"""
 import time
+from dataclasses import dataclass
 import numpy as np
 from toys import arguments,greedy,prompt,toy,verdict
 from atlas.card.launch import compilations
@@ -31,29 +32,84 @@ def recorded(s):
     prompts = s.prompts.kept.values() if s.prompts else ()
     return set(s.graphs.values()),{g for g in prompts if g}
 
-def traffic(e, steps, V, seed, most, span):
-    "Serve for at least `steps` decode steps; how many there were and what was said"
-    rng = np.random.default_rng(seed)
-    n = 0
-    counted = 0
-    spoke = 0
-    lengths = [1+i*span//18 for i in range(6)]  # few, so that their graphs are there in the end
-    kinds = (
-        {},dict(temperature=.8, seed=7),
-        dict(temperature=.9, top_p=.9, top_k=40, seed=3))
-    while counted<steps or e.has_work:
-        while counted<steps and len(e.scheduler.seqs)<most and rng.random()<.3:
-            n += 1
-            e.add(greedy(
-                f's{seed}-{n}', prompt(int(rng.choice(lengths)), V, n),
-                int(rng.integers(2, span//2)),
-                **kinds[int(rng.choice(3, p=[.8,.1,.1]))]))
-        for ev in e.step():
-            spoke += ev.token is not None
-            if ev.finish=='error':
-                raise SystemExit(f'{ev.id}: {ev.error}')
-        counted += e.flying is not None
-    return counted,n,spoke
+KINDS = (
+    {},
+    dict(temperature=.8, seed=7),
+    dict(temperature=.9, top_p=.9, top_k=40, seed=3))
+
+class Traffic:
+    "Requests of a round that come at random, and what is said"
+    def __init__(self, llm, seed, most, span):
+        self.e,self.vocab = llm.engine,llm.config.vocab_size
+        self.seed,self.most,self.span = seed,most,span
+        self.rng = np.random.default_rng(seed)
+        # few, so that their graphs are there in the end
+        self.lengths = [1+i*span//18 for i in range(6)]
+        self.came = self.steps = self.tokens = 0
+
+    def come(self):
+        "One more"
+        self.came += 1
+        rng = self.rng
+        ids = prompt(int(rng.choice(self.lengths)), self.vocab, self.came)
+        n = int(rng.integers(2, self.span//2))
+        kind = KINDS[int(rng.choice(3, p=[.8,.1,.1]))]
+        self.e.add(greedy(f's{self.seed}-{self.came}', ids, n, **kind))
+
+    def serve(self, steps):
+        "For at least so many decode steps"
+        e = self.e
+        while self.steps<steps or e.has_work:
+            while self.steps<steps and len(e.scheduler.seqs)<self.most and self.rng.random()<.3:
+                self.come()
+            for ev in e.step():
+                self.tokens += ev.token is not None
+                if ev.finish=='error':
+                    raise SystemExit(f'{ev.id}: {ev.error}')
+            self.steps += e.flying is not None
+
+@dataclass
+class Round:
+    "What one came to"
+    traffic:Traffic
+    seconds:float
+    before:tuple # Bytes, as `held` says them
+    after:tuple
+    settled:bool # Were the graphs there from the beginning?
+    kept:list # How many graphs of steps and of prompts there are
+
+def one_round(llm, i, steps, most, span)->Round:
+    s = llm.engine.stepper
+    before,graphs = held(s),recorded(s)
+    t = Traffic(llm, i, most, span)
+    start = time.perf_counter()
+    t.serve(steps)
+    seconds = time.perf_counter()-start
+    after,now = held(s),recorded(s)
+    kept,new = [len(g) for g in now],[len(b-a) for a,b in zip(graphs, now)]
+    print(
+        f'  round {i+1}: graphs of steps and prompts {kept}, new {new}; '
+        f'{after[0]:,} bytes', flush=True)
+    return Round(t, seconds, before, after, graphs==now, kept)
+
+def faults(e, r:Round)->list:
+    "What is wrong after the last round"
+    bad = [
+        f'{what}: {x:,} bytes before, {y:,} after'
+        for what,x,y in zip(HELD, r.before, r.after) if y!=x]
+    if not r.settled:
+        bad.append(f'graphs are still recorded after {ROUNDS} rounds')
+    limits = MOST_STEP_GRAPHS,MOST_PROMPT_GRAPHS
+    for kind,kept,limit in zip(('steps','prompts'), r.kept, limits):
+        if kept>limit:
+            bad.append(f'{kept} graphs of {kind}, where {limit} are kept')
+    if compilations.after_ready:
+        bad.append(f'compiled late: {compilations.late}')
+    s = e.stepper
+    blocks,lanes = e.scheduler.pool.used,len(s.lanes)
+    if blocks or lanes or len(s.free)!=s.rows.most+1:
+        bad.append(f'{blocks} blocks and {lanes} lanes are still taken')
+    return bad
 
 def main():
     a = arguments(__doc__, model=dict(default='qwen3.6-moe'), steps=dict(type=int, default=10_000))
@@ -61,36 +117,15 @@ def main():
         a.steps = min(a.steps, 30)
     span,most = (100,2) if a.emulator else (400,8)
     llm = toy(a.model, a.emulator, most, span)
-    e,V = llm.engine,llm.config.vocab_size
-    s = e.stepper
     for i in range(ROUNDS):
-        before,graphs = held(s),recorded(s)
-        start = time.perf_counter()
-        steps,n,spoke = traffic(e, a.steps, V, i, most, span)
-        t = time.perf_counter()-start
-        after,now = held(s),recorded(s)
-        new = [len(b-a) for a,b in zip(graphs, now)]
-        print(
-            f'  round {i+1}: graphs of steps and prompts {[len(g) for g in now]}, new {new}; '
-            f'{after[0]:,} bytes', flush=True)
-        if graphs==now:
+        r = one_round(llm, i, a.steps, most, span)
+        if r.settled:
             break
-    bad = [
-        f'{what}: {x:,} bytes before, {y:,} after' for what,x,y in zip(HELD, before, after) if y!=x]
-    if graphs!=now:
-        bad.append(f'graphs are still recorded after {ROUNDS} rounds')
-    limits = MOST_STEP_GRAPHS,MOST_PROMPT_GRAPHS
-    for kind,kept,limit in zip(('steps','prompts'), now, limits):
-        if len(kept)>limit:
-            bad.append(f'{len(kept)} graphs of {kind}, where {limit} are kept')
-    if compilations.after_ready:
-        bad.append(f'compiled late: {compilations.late}')
-    blocks,lanes = e.scheduler.pool.used,len(s.lanes)
-    if blocks or lanes or len(s.free)!=s.rows.most+1:
-        bad.append(f'{blocks} blocks and {lanes} lanes are still taken')
-    done = f'{steps:,} decode steps of {a.model}, {n} sequences, {spoke:,} tokens in {t:.1f} s'
-    taken = f'{after[0]:,} bytes taken on the card, {after[1]:,} in pools'
-    verdict(bad, f'{done}; {taken}')
+    t = r.traffic
+    done = f'{t.steps:,} decode steps of {a.model}, {t.came} sequences'
+    said = f'{t.tokens:,} tokens in {r.seconds:.1f} s'
+    taken = f'{r.after[0]:,} bytes taken on the card, {r.after[1]:,} in pools'
+    verdict(faults(llm.engine, r), f'{done}, {said}; {taken}')
 
 if __name__=='__main__':
     main()

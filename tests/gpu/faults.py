@@ -20,64 +20,92 @@ extern "C" __global__ void bad(float* y, long long off, int how) {
 '''
 CASES = dict(eager=700, exact=700, graph=700, misaligned=716, trap=719)
 
+FAR = 1<<42 # Bytes beyond what there is
+
+class Pair:
+    "A kernel that is good, and one that can be bad, over the same array"
+    def __init__(self, card):
+        self.card = card
+        self.x,self.y = card.zeros((8,256)),card.zeros((8,256))
+        self.w = card.zeros((256,))
+        with tempfile.TemporaryDirectory() as d:
+            Path(d, 'bad.cu').write_text(BAD)
+            self.kernel = card_of(self.x).load(Source('bad', d))
+        self.words = Arguments('Pqi')
+
+    def bad(self, off, how=0, block=32):
+        self.words.fill([self.y.data.ptr, off, how])
+        self.kernel((1,1,1), (block,1,1), self.words.pointers, pdl=False)
+
+    def good(self):
+        run('rmsnorm', 8, 256, self.x, self.w, 1e-5, self.y, 256, pdl=False)
+
+    def recorded(self):
+        "Both in a graph, and what it wrote is fetched"
+        def step():
+            self.good()
+            self.bad(FAR)
+        g = Graph(step, self.card, 'a step', warm=False)
+        s = self.card.own_stream()
+        g(s.raw)
+        n = self.y.nbytes
+        s.gather([(self.card.address(self.y), n)], s.buffer(n)).wait()
+
+    def launched(self, how):
+        "One between two good ones, and what they wrote is fetched"
+        self.bad(FAR, dict(misaligned=1, trap=2).get(how, 0))
+        self.good()
+        self.card.download(self.y)
+
+def raised(f, kind, otherwise):
+    "The error of `kind` that `f` ends with; without one the process ends, and says `otherwise`"
+    try:
+        f()
+    except kind as e:
+        return e
+    raise SystemExit(otherwise)
+
+def nothing_stays(p:Pair):
+    "Good launches leave no fault, nor do errors of one call"
+    p.good()
+    p.bad(0)
+    p.card.synchronize()
+    assert not faults.names
+    for wrong in (lambda: p.card.zeros((1<<40,)), lambda: p.bad(0, block=4096)):
+        e = raised(wrong, DeviceError, 'what cannot be was done')
+        assert not isinstance(e, CudaFault)
+    p.good()
+    p.card.synchronize()
+
+def nothing_runs(p:Pair, first:CudaFault):
+    "After a fault, but on the host"
+    calls = (
+        p.good,
+        p.card.synchronize,
+        lambda: p.card.zeros((2,)),
+        lambda: p.card.download(p.y),
+        p.card.memory)
+    for f in calls:
+        e = raised(f, CudaFault, 'something ran after the fault')
+        assert e.kernels==first.kernels
+    assert Host().zeros((2,)).sum()==0
+
 def fail(how):
     "Let a kernel fail between two good ones"
-    card = Cuda()
-    x = card.zeros((8,256))
-    w = card.zeros((256,))
-    y = card.zeros((8,256))
-    with tempfile.TemporaryDirectory() as d:
-        Path(d, 'bad.cu').write_text(BAD)
-        k = card_of(x).load(Source('bad', d))
-    words = Arguments('Pqi')
-    def bad(off, how=0, block=32):
-        words.fill([y.data.ptr, off, how])
-        k((1,1,1), (block,1,1), words.pointers, pdl=False)
-    def good():
-        run('rmsnorm', 8, 256, x, w, 1e-5, y, 256, pdl=False)
-    good()
-    bad(0)
-    card.synchronize()
-    assert not faults.names
-    for wrong in (
-            lambda: card.zeros((1<<40,)),
-            lambda: bad(0, block=4096)):
-        try:
-            wrong()
-            raise SystemExit('what cannot be was done')
-        except DeviceError as e:
-            assert not isinstance(e, CudaFault)   # errors of one call change nothing
-    good()
-    card.synchronize()
+    p = Pair(Cuda())
+    nothing_stays(p)
     faults.exact = how=='exact'
-    try:
-        good()
+    def wrong():
+        p.good()
         if how=='graph':
-            g = Graph(lambda: (good(), bad(1<<42)), card, 'a step', warm=False)
-            s = card.own_stream()
-            g(s.raw)
-            s.gather(
-                [(card.address(y), y.nbytes)],
-                s.buffer(y.nbytes)).wait()
+            p.recorded()
         else:
-            bad(1<<42, dict(misaligned=1, trap=2).get(how, 0))
-            good()
-            card.download(y)
-        raise SystemExit('no fault')
-    except CudaFault as e:
-        first = e
-    assert (
-        f'CUDA error {CASES[how]}' in str(first) and 'bad' in first.kernels
-        and (how!='exact' or first.kernels==('bad',))), first
-    for f in (
-            good, card.synchronize, lambda: card.zeros((2,)),
-            lambda: card.download(y), card.memory):
-        try:
-            f()
-            raise SystemExit('something ran after the fault')
-        except CudaFault as e:
-            assert e.kernels==first.kernels
-    assert Host().zeros((2,)).sum()==0
+            p.launched(how)
+    first = raised(wrong, CudaFault, 'no fault')
+    assert f'CUDA error {CASES[how]}' in str(first), first
+    assert 'bad' in first.kernels, first
+    assert how!='exact' or first.kernels==('bad',), first
+    nothing_runs(p, first)
     print(f'{how}: {first.msg}')
 
 def alone(how):

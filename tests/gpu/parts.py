@@ -148,19 +148,16 @@ class Times:
     def of(cls, b, alone, step, own, mine, each, rounds=5):
         "Of graphs and their streams"
         (c,stream) = alone
-        n = 0
-        out = ([],[],[])
+        rows = []
         for _ in range(rounds):
             one, = b.took((stream,[c]))
             many = [mine[0]]*(int(1.4*one[0]/each)+2)
-            (end,),ends = b.took(
-                (own[1],[own[0]]),
-                (mine[1],many))
+            (end,),ends = b.took((own[1],[own[0]]), (mine[1],many))
             n = sum(e<=end for e in ends)
             after, = b.took((stream,[c,*[step[0]]*n]))
-            for l,x in zip(out, (one[0],after[-1],end)):
-                l.append(x)
-        return cls(*out, n, ends[n-1]/max(n, 1))
+            rows.append((one[0],after[-1],end))
+        columns = map(list, zip(*rows))
+        return cls(*columns, n, ends[n-1]/max(n, 1))
 
     def __repr__(self):
         one,after,beside = map(np.median, (self.alone,self.after,self.beside))
@@ -180,24 +177,28 @@ def on_parts(b:Beside)->list:
     alone,first = stream(non_blocking=True),stream(non_blocking=True, priority=-5)
     chunks = {n: b.chunk(n, alone) for n in s.chunks}
     step = b.step(first)
-    d,R = b.each(step),len(b.seqs)
-    say(f'{R} sequences: a plain step {d:.2f} ms')
+    say(f'{len(b.seqs)} sequences: a plain step {b.each(step):.2f} ms')
     for k in s.parts:
-        few,rest = b.memory.divided(k)
-        mine = b.step(few.raw, few.count)
-        own = {n: b.chunk(n, rest.raw, rest.count) for n in chunks}
-        y,*others = b.logits(
-            [step], [mine], [mine,own[min(own)]])
-        if not all(same(y, z) for z in others):
-            bad.append(f'{R} rows on {k} have other bits')
-        e = b.each(mine)
-        say(f'  a step on {few.count}: {e:.2f} ms, {e*k/b.whole/d:.2f} of its share')
-        for n,c in chunks.items():
-            want,again,y = b.rows(c, c, own[n])
-            if not (same(want, again) and same(want, y)):
-                bad.append(f'{n} tokens on {rest.count} have other bits')
-            t = Times.of(b, c, step, own[n], mine, e)
-            say(f'    chunk of {n}: {t}: {t.more(d):.2f} plain steps each')
+        bad += on_part(b, k, step, chunks)
+    return bad
+
+def on_part(b:Beside, k, step, chunks)->list:
+    "The same with steps on `k` multiprocessors, and chunks on the rest"
+    bad,d = [],b.each(step)
+    few,rest = b.memory.divided(k)
+    mine = b.step(few.raw, few.count)
+    own = {n: b.chunk(n, rest.raw, rest.count) for n in chunks}
+    y,*others = b.logits([step], [mine], [mine,own[min(own)]])
+    if not all(same(y, z) for z in others):
+        bad.append(f'{len(b.seqs)} rows on {k} have other bits')
+    e = b.each(mine)
+    say(f'  a step on {few.count}: {e:.2f} ms, {e*k/b.whole/d:.2f} of its share')
+    for n,c in chunks.items():
+        want,again,y = b.rows(c, c, own[n])
+        if not (same(want, again) and same(want, y)):
+            bad.append(f'{n} tokens on {rest.count} have other bits')
+        t = Times.of(b, c, step, own[n], mine, e)
+        say(f'    chunk of {n}: {t}: {t.more(d):.2f} plain steps each')
     return bad
 
 def on_emulator(b:Beside)->list:

@@ -86,6 +86,9 @@ def from_file(s:Sleeper):
             f'   {read}; in all {read.nbytes/seconds/1e9:.2f} GB/s; dd {disk/1e9:.2f} GB/s',
             flush=True)
 
+def unchecked(need):
+    "In place of the arena's look at what is free"
+
 def no_room(s:Sleeper):
     "Somebody else has taken memory, whether that is seen before or only while mapping"
     m,card = s.m,s.m.device
@@ -95,25 +98,30 @@ def no_room(s:Sleeper):
         with card.use():
             other = card.xp.cuda.alloc(max(s.free()-need//2, 1))
         if not looked:
-            m.arena._enough = lambda need: None
-        try:
-            m.wake()
-            s.bad.append('woke without room')
-        except OutOfMemoryError as e:
-            print(f'no room: {e}', flush=True)
+            m.arena._enough = unchecked
+        cannot_wake(s)
         m.arena.__dict__.pop('_enough', None)
-        if m.asleep!=1 or m.arena.mapped:
-            s.bad.append('half awake')
-        try:
-            s.asked()
-        except AsleepError:
-            pass
-        else:
-            s.bad.append('answered asleep')
+        still_asleep(s)
         del other
         s.free()
     m.wake()
     s.check('after there was no room')
+
+def cannot_wake(s:Sleeper):
+    try:
+        s.m.wake()
+        s.bad.append('woke without room')
+    except OutOfMemoryError as e:
+        print(f'no room: {e}', flush=True)
+
+def still_asleep(s:Sleeper):
+    if s.m.asleep!=1 or s.m.arena.mapped:
+        s.bad.append('half awake')
+    try:
+        s.asked()
+        s.bad.append('answered asleep')
+    except AsleepError:
+        pass
 
 def in_company(s:Sleeper, other):
     "Another model answers while this one sleeps, wakes, and sleeps again"
@@ -138,32 +146,40 @@ def in_company(s:Sleeper, other):
         s.bad.append('another answers otherwise while one wakes')
     s.check('in company')
 
+def sleeper(a, folder):
+    "A model that can sleep, whose packed file is in `folder`"
+    if a.emulator:
+        m = toy('qwen3.6-moe', emulator=True, seqs=2, context=256, cache_packed=folder)
+    else:
+        m = toy(a.model, seqs=128, context=8192, kv_cache_memory=32<<30, cache_packed=folder)
+    print(f'{m.device.describe()}; {m.startup}', flush=True)
+    s = Sleeper(m, 30 if a.emulator else 300)
+    for store in m._stores:
+        store.wait()
+    return s
+
+def all_naps(s:Sleeper, emulator):
+    nap(s, 1, 'from memory, a new copy')
+    nap(s, 1, 'from memory')
+    from_file(s)
+    if not emulator:
+        no_room(s)
+        other = toy('qwen3.6-moe')
+        in_company(s, other)
+        other.close()
+
 def main():
     a = arguments(
-        __doc__, model=dict(default='qwen3.6-35b-a3b'), folder={},
-        output=dict(type=Path))
+        __doc__, model=dict(default='qwen3.6-35b-a3b'), folder={}, output=dict(type=Path))
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
-        kw = dict(cache_packed=folder)
-        big = dict(seqs=128, context=8192, kv_cache_memory=32<<30)
-        m = (
-            toy('qwen3.6-moe', emulator=True, seqs=2, context=256, **kw)
-            if a.emulator else toy(a.model, **big, **kw))
-        print(f'{m.device.describe()}; {m.startup}', flush=True)
-        s = Sleeper(m, 30 if a.emulator else 300)
-        for store in m._stores:
-            store.wait()
-        nap(s, 1, 'from memory, a new copy')
-        nap(s, 1, 'from memory')
-        from_file(s)
-        if not a.emulator:
-            no_room(s)
-            other = toy('qwen3.6-moe')
-            in_company(s, other)
-            other.close()
+        s = sleeper(a, folder)
+        all_naps(s, a.emulator)
         said = dict(
-            machine=m.device.describe(), model=m.name,
-            weights=sum(x.nbytes for x in s.arrays), naps=s.rows)
-        m.close()
+            machine=s.m.device.describe(),
+            model=s.m.name,
+            weights=sum(x.nbytes for x in s.arrays),
+            naps=s.rows)
+        s.m.close()
     if a.output:
         a.output.write_text(json.dumps(said, indent=1)+'\n')
     verdict(s.bad, 'what slept is what it was')

@@ -10,6 +10,8 @@ loaded so many times, by the card, and what `dd` and other plain reads get from 
 measured before and after each time, for disks are slower in one minute than in another. A load
 had a quiet disk if the best plain reads before and after it differ by 5 % at most."""
 import json,shutil,tempfile
+from contextlib import contextmanager
+from dataclasses import asdict,dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -74,49 +76,61 @@ def plain(files, i)->dict:
     each = [raw_read([file(k)], *how, PLAIN) for k,how in enumerate(SETTINGS)]
     return dict(dd=dd(file(len(SETTINGS)), most=PLAIN), best=max(each))
 
+@dataclass
+class Loaded:
+    "Bytes a second of a load and of plain reads around it"
+    seconds:float
+    whole:float # Of the load
+    reading:float # While it read
+    dd:float
+    best:float # Of other plain reads
+    quiet:bool # Were the best before and after it the same?
+
+    def show(self):
+        rates = {k: getattr(self, k) for k in ('whole','reading','dd','best')}
+        said = ', '.join(f'{k} {human(v, 1000)}/s' for k,v in rates.items())
+        parts = ', '.join(f'{k} {rates[k]/self.best:.0%} of the best' for k in ('whole','reading'))
+        print(f'  {self.seconds:.2f} s: {said}; {parts}{"; quiet"*self.quiet}', flush=True)
+
+def one_load(path, card, files, i, before):
+    "A load, the plain reads after it, and its bytes"
+    start,notes = perf_counter(),[]
+    loaded(path, card, packer(card), notes.append)
+    seconds,r = perf_counter()-start,notes[0]
+    after = plain(files, i+1)
+    best = before['best'],after['best']
+    load = Loaded(
+        seconds,
+        r.nbytes/seconds,
+        r.rate,
+        dd=(before['dd']+after['dd'])/2,
+        best=sum(best)/2,
+        quiet=min(best)>=.95*max(best))
+    load.show()
+    return load,after,r.nbytes
+
 def beside(path, card, times)->dict:
     "Rates of loads, and of plain reads between them"
     files = sorted(path.glob('*.safetensors'))
     forget(files)
-    between,loads = [plain(files, 0)],[]
+    between,loads = plain(files, 0),[]
     for i in range(times):
-        start,notes = perf_counter(),[]
-        loaded(path, card, packer(card), notes.append)
-        whole,r = perf_counter()-start,notes[0]
-        between.append(plain(files, i+1))
-        loads.append(dict(seconds=whole, whole=r.nbytes/whole, reading=r.rate))
-        dd,best = (
-            [b[k] for b in between[-2:]]
-            for k in ('dd','best'))
-        loads[-1] |= dict(
-            dd=sum(dd)/2, best=sum(best)/2,
-            quiet=min(best)>=.95*max(best))
-        rates = {
-            k: v for k,v in loads[-1].items()
-            if k not in ('seconds','quiet')}
-        said = ', '.join(f'{k} {human(v, 1000)}/s' for k,v in rates.items())
-        parts = ', '.join(
-            f'{k} {rates[k]/rates["best"]:.0%} of the best' for k in ('whole','reading'))
-        print(f'  {whole:.2f} s: {said}; {parts}{"; quiet"*loads[-1]["quiet"]}', flush=True)
-    middle = {k: median(l[k] for l in loads) for k in loads[0]}
-    found = dict(nbytes=r.nbytes, loads=loads, median=middle, of=_parts(loads))
-    if quiet := [l for l in loads if l['quiet']]:
-        found['of_quiet'] = _parts(quiet)
-    for k,p in found.items():
-        if not k.startswith('of'):
-            continue
-        n = len(quiet) if 'quiet' in k else times
-        quiet = ' on a quiet disk'*('quiet' in k)
-        print(
-            f'  {n} whole loads{quiet}: {p["dd"]:.0%} of dd, '
-            f'{p["best"]:.0%} of the best plain reads')
+        load,between,nbytes = one_load(path, card, files, i, between)
+        loads.append(load)
+    loads_as = [asdict(l) for l in loads]
+    middle = {k: median(l[k] for l in loads_as) for k in loads_as[0]}
+    found = dict(nbytes=nbytes, loads=loads_as, median=middle, of=_parts(loads, ''))
+    if quiet := [l for l in loads if l.quiet]:
+        found['of_quiet'] = _parts(quiet, ' on a quiet disk')
     return found
 
-def _parts(loads)->dict:
-    "What part of plain reads whole loads reach, in the middle"
-    return {
-        k: median(l['whole']/l[k] for l in loads)
-        for k in ('dd','best')}
+def _parts(loads, where)->dict:
+    "What part of plain reads whole loads reach, in the middle; it is shown, too"
+    p = {k: median(l.whole/getattr(l, k) for l in loads) for k in ('dd','best')}
+    print(
+        f'  {len(loads)} whole loads{where}: {p["dd"]:.0%} of dd, '
+        f'{p["best"]:.0%} of the best plain reads')
+    return p
 
 def made(shape, weights, folder, layers):
     "The folder of a model's files"
@@ -125,25 +139,36 @@ def made(shape, weights, folder, layers):
     print(f'{shape} in {weights}, {human(size, 1000)}', flush=True)
     return path
 
+@contextmanager
+def files_of(s, folder, layers):
+    "A folder with a model's files, made up unless it is there"
+    shape,_,weights = s.partition(':')
+    if Path(shape).is_dir():
+        yield Path(shape)
+        return
+    path = made(shape, weights, folder, layers)
+    yield path
+    shutil.rmtree(path)
+
 def main():
     default = 'qwen3.6-35b-a3b:nvfp4,gpt-oss-20b:as-shipped,llama-3.1-8b:bf16,qwen3-30b-a3b:fp8'
-    a = arguments(__doc__, folder={}, shapes=dict(default=default),
-        beside_dd=dict(type=int), output=dict(type=Path))
+    a = arguments(
+        __doc__,
+        folder={},
+        shapes=dict(default=default),
+        beside_dd=dict(type=int),
+        output=dict(type=Path))
     card = Emulator() if a.emulator else get_device('cuda')
     shapes = 'smollm2-135m:bf16' if a.emulator else a.shapes
     layers = 1 if a.emulator else None
     bad,found = [],{}
     with tempfile.TemporaryDirectory(dir=a.folder) as d:
         for s in shapes.split(','):
-            shape,_,weights = s.partition(':')
-            there = Path(shape).is_dir()
-            path = Path(shape) if there else made(shape, weights, Path(d), layers)
-            if a.beside_dd:
-                found[s] = beside(path, card, a.beside_dd)
-            else:
-                bad += [f'{s}: {k}' for k in compared(path, card)]
-            if not there:
-                shutil.rmtree(path)
+            with files_of(s, Path(d), layers) as path:
+                if a.beside_dd:
+                    found[s] = beside(path, card, a.beside_dd)
+                else:
+                    bad += [f'{s}: {k}' for k in compared(path, card)]
     said = dict(machine=card.describe(), models=found)
     if a.output:
         a.output.write_text(json.dumps(said, indent=1)+'\n')

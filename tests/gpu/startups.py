@@ -55,35 +55,43 @@ def wrong(where, r)->list[str]:
         bad.append(f'{where}: not all went past the page cache')
     return bad
 
-def main():
-    a = arguments(
-        __doc__, shapes=dict(default=SHAPES), ram=dict(default='/dev/shm'),
-        disk=dict(default='/tmp'),
-        only={}, plain=dict(type=float, default=8), output=dict(type=Path))
-    found = (
-        json.loads(a.output.read_text())
-        if a.output and a.output.exists() else {})
-    shapes = [s.split(':') for s in a.shapes.split(',')]
+def measured(a):
+    "Shapes, and the reports of their starts from one place after the other"
     start = by_emulator if a.emulator else by_command
+    shapes = [s.split(':') for s in a.shapes.split(',')]
     if a.emulator:
         shapes = [toy_shape('qwen3-moe', True)]
-    bad = []
     for shape,weights in shapes:
         for name,folder in {'RAM disk': a.ram, 'disk': a.disk}.items():
             if a.only not in (None,name):
                 continue
             with tempfile.TemporaryDirectory(dir=folder) as d:
                 path = write_checkpoint(Path(d)/shape, shape, weights)
-                reports = starts(path, name, start, a.plain)
-            for where,r in reports.items():
-                rates = f'{human(r["bytes_per_second"], 1000)}/s, {r["of_disk"]:.0%} of plain reads'
-                print(
-                    f'{shape}, {where}: first token after {r["total_seconds"]:.2f} s; {rates}',
-                    flush=True)
-                bad += wrong(where, r)
-            found.setdefault(shape, {}).update(reports)
-            if a.output:
-                a.output.write_text(json.dumps(found, indent=1)+'\n')
+                yield shape,starts(path, name, start, a.plain)
+
+def show(shape, where, r):
+    rates = f'{human(r["bytes_per_second"], 1000)}/s, {r["of_disk"]:.0%} of plain reads'
+    print(f'{shape}, {where}: first token after {r["total_seconds"]:.2f} s; {rates}', flush=True)
+
+def main():
+    a = arguments(
+        __doc__,
+        shapes=dict(default=SHAPES),
+        ram=dict(default='/dev/shm'),
+        disk=dict(default='/tmp'),
+        only={},
+        plain=dict(type=float, default=8),
+        output=dict(type=Path))
+    found,bad = {},[]
+    if a.output and a.output.exists():
+        found = json.loads(a.output.read_text())
+    for shape,reports in measured(a):
+        for where,r in reports.items():
+            show(shape, where, r)
+            bad += wrong(where, r)
+        found.setdefault(shape, {}).update(reports)
+        if a.output:
+            a.output.write_text(json.dumps(found, indent=1)+'\n')
     verdict(bad, 'each start gave its first token')
 
 if __name__=='__main__':

@@ -127,49 +127,64 @@ class Company:
             self.step()
         return np.median(self.gaps)
 
+    def leave(self):
+        "All of them"
+        for i in self.last:
+            self.engine.abort(i)
+        while self.engine.has_work:
+            self.engine.step()
+
 def mixed(b, policy, deadline=100):
     "Prompts that come, one after the other, while answers are written"
     llm = b.load(scheduling_policy=policy, tbt_deadline_ms=deadline)
     s,rows = b.sizes,[]
-    alone = [
-        b.ask(llm, b.ids(s.beside, 40+i), 2).ms
-        for i in range(2*s.prompts)]
+    alone = [b.ask(llm, b.ids(s.beside, 40+i), 2).ms for i in range(2*s.prompts)]
     company = Company(b, llm)
     company.plain(12)  # until all of them write
-    plain = company.plain(s.between)
+    same = dict(
+        policy=policy,
+        deadline_ms=deadline,
+        tokens=s.beside,
+        plain_ms=company.plain(s.between),
+        alone_ms=min(alone[s.prompts:]))
     for i in range(s.prompts):
         ms,gaps = company.prompt(b.request(b.ids(s.beside, 70+i), 1))
         quantiles = {f'p{p}_ms': np.percentile(gaps, p) for p in (50,95,99)}
-        rows.append(dict(policy=policy, deadline_ms=deadline, tokens=s.beside, plain_ms=plain,
-            alone_ms=min(alone[s.prompts:]), beside_ms=ms, **quantiles, most_ms=max(gaps)))
+        rows.append(dict(**same, beside_ms=ms, **quantiles, most_ms=max(gaps)))
         company.plain(s.between)
     line = list(llm.engine.scheduler.policy.times.line)
-    for i in company.last:
-        llm.engine.abort(i)
-    while llm.engine.has_work:
-        llm.engine.step()
+    company.leave()
     b.close(llm)
     return [row|dict(line=line) for row in rows]
 
 def spill(b, folder):
     "Conversations for which there is too little room, and which come back"
-    s,n = b.sizes,b.sizes.spilled
-    llm = b.load(kv_cache_memory=s.cache, kv_spill_gb=s.spill_gb, kv_spill_dir=folder)
-    b.ask(llm, b.ids(n//3, 1), 2)
-    prompts = [b.ids(n, 200+i) for i in range(s.conversations)]
-    cold = [b.ask(llm, ids, 2) for ids in prompts]
-    llm.tier.store.settle()
-    back = [b.ask(llm, ids, 2) for ids in prompts]
-    place,stats = 'file' if folder else 'memory',llm.engine.stats()
+    n,place = b.sizes.spilled,'file' if folder else 'memory'
+    llm = b.load(
+        kv_cache_memory=b.sizes.cache, kv_spill_gb=b.sizes.spill_gb, kv_spill_dir=folder)
+    cold,back = both_times(b, llm, n)
+    stats = llm.engine.stats()
     read,dropped = [stats[f'kv_spill_{k}_total'] for k in ('read_bytes','dropped')]
     gone = sum(a.cached!=kept(n) for a in back)
     b.must([a.tokens for a in back]==[a.tokens for a in cold], f'other answers from {place}')
     b.must(read and (dropped or not gone), f'{gone} not back from {place}, {read} B read')
     b.close(llm)
     return dict(
-        place=place, tokens=n, cold_ms=[a.ms for a in cold],
+        place=place,
+        tokens=n,
+        cold_ms=[a.ms for a in cold],
         back_ms=[a.ms for a in back],
-        cached=[a.cached for a in back], dropped=dropped, read=read)
+        cached=[a.cached for a in back],
+        dropped=dropped,
+        read=read)
+
+def both_times(b, llm, n):
+    "Answers to conversations of `n` tokens, and to the same once their tiles are in the store"
+    b.ask(llm, b.ids(n//3, 1), 2)
+    prompts = [b.ids(n, 200+i) for i in range(b.sizes.conversations)]
+    cold = [b.ask(llm, ids, 2) for ids in prompts]
+    llm.tier.store.settle()
+    return cold,[b.ask(llm, ids, 2) for ids in prompts]
 
 def measured(b, folder):
     tree,whole = b.load(),b.load(enable_prefix_caching=False)

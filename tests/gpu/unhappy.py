@@ -76,29 +76,32 @@ def no_numbers(llm):
     for _ in range(6):
         e.step()
     e.land()
-    victim = next(s for s in e.scheduler.running if s.id=='spoiled')
+    spoil(e, 'spoiled')
+    ends = {}
+    while e.has_work:
+        ends |= {ev.id: ev for ev in e.step() if ev.finish}
+    how = {k: (ev.finish,ev.code,ev.error) for k,ev in ends.items()}
+    print('no numbers:', how)
+    counted = e.stats()['corrupted_requests_total']
+    good = (
+        ends.keys()=={'spoiled','whole'}
+        and ends['spoiled'].finish=='error'
+        and ends['spoiled'].code
+        and ends['whole'].finish=='length'
+        and counted==1)
+    return [] if good else [f'no numbers: {how}, {counted} counted']
+
+def spoil(e, rid):
+    "Put NaN into the first block of a sequence"
+    victim = next(s for s in e.scheduler.running if s.id==rid)
     pool = next(iter(e.cache.kv.values())).arrays[0]
     first = victim.table.blocks[0]
     with e.stepper.here():
         pool[first] = 0x7FC0
     e.stepper.card.synchronize()
-    how = {}
-    while e.has_work:
-        how |= {
-            ev.id: (ev.finish, ev.code, ev.error)
-            for ev in e.step() if ev.finish}
-    print('no numbers:', how)
-    good = (
-        how.get('spoiled', ('',))[0]=='error'
-        and how['spoiled'][1]
-        and how.get('whole', ('',))[0]=='length'
-        and e.stats()['corrupted_requests_total']==1)
-    return [] if good else [f'no numbers: {how}, {e.stats()["corrupted_requests_total"]} counted']
 
 def too_little(llm, emulator):
     "Caches and arrays that do not fit, and the engine afterwards"
-    from atlas.use.llm import LLM
-    card = llm.device
     bad = refused(
         'a cache of a page', lambda: toy('llama', emulator, 8, 512, kv_cache_memory=4096),
         AtlasError, 'memory')
@@ -108,21 +111,28 @@ def too_little(llm, emulator):
         'a cache of a terabyte', lambda: toy('llama', emulator, many, 4096, kv_cache_memory=1<<42),
         OutOfMemoryError, 'The cache was to have', 'iB')
     if not emulator:
-        bad += refused(
-            'a cache beyond the card',
-            lambda: LLM(
-                'qwen3.6-35b-a3b', 'cuda', 1<<18, 64, load_format='dummy', weights='nvfp4',
-                kv_cache_memory=1<<42),
-            OutOfMemoryError, 'The cache was to have', 'iB')
-        bad += refused(
-            'weights beyond the card',
-            lambda: LLM('gpt-oss-120b', 'cuda', 4096, 8, load_format='dummy', weights='bf16'),
-            OutOfMemoryError, 'iB')
-        bad += refused('an array beyond the card', lambda: card.zeros((1<<40,)), OutOfMemoryError)
-    got = serve(
-        llm.engine,
-        [(greedy('after', prompt(9, llm.config.vocab_size, 3), 5), 0)])
-    return bad+([] if len(got['after'])==5 else ['the engine does not go on'])
+        bad += beyond_the_card(llm.device)
+    ids = prompt(9, llm.config.vocab_size, 3)
+    got = serve(llm.engine, [(greedy('after', ids, 5), 0)])
+    if len(got['after'])!=5:
+        bad.append('the engine does not go on')
+    return bad
+
+def beyond_the_card(card):
+    "What no card has room for"
+    from atlas.use.llm import LLM
+    def cache():
+        return LLM(
+            'qwen3.6-35b-a3b', 'cuda', 1<<18, 64, load_format='dummy', weights='nvfp4',
+            kv_cache_memory=1<<42)
+    def weights():
+        return LLM('gpt-oss-120b', 'cuda', 4096, 8, load_format='dummy', weights='bf16')
+    def array():
+        return card.zeros((1<<40,))
+    bad = refused(
+        'a cache beyond the card', cache, OutOfMemoryError, 'The cache was to have', 'iB')
+    bad += refused('weights beyond the card', weights, OutOfMemoryError, 'iB')
+    return bad+refused('an array beyond the card', array, OutOfMemoryError)
 
 def main():
     a = arguments(__doc__)

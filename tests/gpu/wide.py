@@ -70,30 +70,43 @@ def likely(card, p, rows, n):
         best.setdefault((o.tiles,o.strips,o.along), (cycles,o))
     return list(best.values())[:n]
 
+class Rows:
+    "Some rows and matrices of one shape"
+    def __init__(self, card, ws, rows):
+        self.card,self.ws = card,ws
+        w = ws[0]
+        self.norm = {}
+        if w.n>w.k:
+            self.norm = dict(gain=card.upload(1+normal(w.k)/4), eps=1e-6)
+        self.x = card.upload(normal(rows, w.k))
+        self.out = card.empty((rows,w.n))
+
+    def result(self, f):
+        return self.card.download(f(self.x, self.ws[0], **self.norm))
+
+    def us(self, f):
+        "Microseconds of a product"
+        return us(self.card, lambda w: f(self.x, w, out=self.out, **self.norm), self.ws)
+
+    def halves_us(self, p):
+        "Of what `p` does with rows before it"
+        gain = self.norm.get('gain')
+        how = _norm_of(gain, None, 0)
+        return us(self.card, lambda w: p.halves(self.x, gain, 1e-6, None, how), self.ws)
+
 def product(card, name, ws, rows, sweep):
     "A line of the table, and those of a sweep; what is wrong"
-    w,norm = ws[0],{}
-    if w.n>w.k:
-        norm = dict(gain=card.upload(1+normal(w.k)/4), eps=1e-6)
-    x = card.upload(normal(rows, w.k))
-    out = card.empty((rows,w.n))
-    p = wide._Product(card, w, None, rows)
-    how = _norm_of(norm.get('gain'), None, 0)
-    def result(f): return card.download(f(x, w, **norm))
-    def time(f):
-        return us(card, lambda w: f(x, w, out=out, **norm), ws)
-    halves = us(
-        card,
-        lambda w: p.halves(x, norm.get('gain'), 1e-6, None, how),
-        ws)
-    times = f'{time(gemv):8.1f} {time(gemv_wide):8.1f} {halves:8.1f}'
+    r = Rows(card, ws, rows)
+    p = wide._Product(card, ws[0], None, rows)
+    times = f'{r.us(gemv):8.1f} {r.us(gemv_wide):8.1f} {r.halves_us(p):8.1f}'
     print(f'{name} {rows:4}  {times}  {shown(p.o)}', flush=True)
-    want = result(gemv)
-    bad = differ(f'{name} {rows} rows', result(gemv_wide), want)
+    want = r.result(gemv)
+    bad = differ(f'{name} {rows} rows', r.result(gemv_wide), want)
     for cycles,o in likely(card, p, rows, sweep):
         with instead(lambda *_: o, 'tiling', wide):
-            print(f'{time(gemv_wide):42.1f}  {shown(o)}; {cycles:.0f} cycles likely', flush=True)
-            bad += differ(f'{name} {rows} rows, {shown(o)}', result(gemv_wide), want)
+            took = r.us(gemv_wide)
+            print(f'{took:42.1f}  {shown(o)}; {cycles:.0f} cycles likely', flush=True)
+            bad += differ(f'{name} {rows} rows, {shown(o)}', r.result(gemv_wide), want)
     return bad
 
 def products(card, formats, shapes, rows, sweep, tiny):

@@ -245,9 +245,8 @@ def _grouped(a, at, group, symmetric, kind):
     codes = _integers(np.rint(b/s)+z)
     numbers = ((codes-z)*s).astype(a.dtype)
     back = np.argsort(at)
-    def placed(x): return x.reshape(a.shape)[:,back]
-    return _Groups(
-        placed(codes), zeros, (stored,kind), back//group, placed(numbers))
+    codes,numbers = (x.reshape(a.shape)[:,back] for x in (codes,numbers))
+    return _Groups(codes, zeros, (stored,kind), back//group, numbers)
 
 def _ct_parts(g, symmetric):
     "compressed-tensors: words along a row, zero points along a column"
@@ -457,40 +456,56 @@ def stored(conf, style, experts, rules):
     if experts=='each':
         ws = split_experts(ws, **w123)
     pick = rules if callable(rules) else by_rules(rules)
+    turned = conf in ('gpt_oss','qwen3_vl_moe')
     raw,plain = {},{}
     for k,a in ws.items():
         if a.dtype==np.int64:
             raw[k],plain[k] = (a,'I64'),a
             continue
         how = pick(k, a) if a.ndim>1 and may_quantise(k) else 'bf16'
-        stack = is_stack(k, a)
         parts,plain[k] = one_stored(k, a, how, experts=='turned')
-        if stack and conf in ('gpt_oss','qwen3_vl_moe'):
+        if turned and is_stack(k, a):
             # which store plain numbers [in,out]; gpt-oss's down_proj is square
             plain[k] = np.ascontiguousarray(plain[k].swapaxes(1,2))
-        raw |= {named(n, style):v for n,v in parts.items()}
-        if how[:3] in ('nvf','fp8') and not stack:
-            scale = named(k.removesuffix('.weight')+'.input_scale', style)
-            raw[scale] = np.float32(1),'F32'
+        raw |= {named(n, style):v for n,v in (parts|input_scale(k, a, how)).items()}
     return raw,plain
+
+def any_format(seed):
+    "A rule for `stored`: any that a tensor can have, but 16 and 32 bits of IEEE"
+    rng = np.random.default_rng(seed)
+    hows = [h for h in HOW if h not in ('f32','f16')]
+    def pick(k, a):
+        some = [*STACK_HOW] if a.ndim==3 else hows
+        if a.shape[-1]%32 or a.shape[-2]%8:
+            some = [h for h in some if 'fp4' not in h and 'int4' not in h]
+        return str(rng.choice(some))
+    return pick
+
+def input_scale(k, a, how):
+    "What some formats have beside each matrix"
+    if is_stack(k, a) or how[:3] not in ('nvf','fp8'):
+        return {}
+    return {k.removesuffix('.weight')+'.input_scale': (np.float32(1),'F32')}
 
 def folder(path, conf, raw, shards=1, **files):
     """A model folder out of {stored name: (array, type)};
     `files` are more JSON files, by name with _ for ."""
     path.mkdir(parents=True, exist_ok=True)
     (path/'config.json').write_text(json.dumps(conf))
-    names = [f'model-{i+1:05}-of-{shards:05}.safetensors' for i in range(shards)]
-    def put(n, items):
-        arrays = {k:np.ascontiguousarray(a) for k,(a,_) in items}
-        (path/n).write_bytes(st_bytes(arrays, dtypes={k:t for k,(_,t) in items}))
     if shards==1:
-        put('model.safetensors', list(raw.items()))
+        write_tensors(path/'model.safetensors', raw)
     else:
+        names = [f'model-{i+1:05}-of-{shards:05}.safetensors' for i in range(shards)]
         for i,n in enumerate(names):
-            put(n, list(raw.items())[i::shards])
+            write_tensors(path/n, dict(list(raw.items())[i::shards]))
         where = {k:names[i%shards] for i,k in enumerate(raw)}
         index = path/'model.safetensors.index.json'
         index.write_text(json.dumps(dict(weight_map=where)))
     for n,d in files.items():
         (path/f'{n}.json').write_text(json.dumps(d))
     return path
+
+def write_tensors(file, raw):
+    "A file of {stored name: (array, type)}"
+    arrays = {k:np.ascontiguousarray(a) for k,(a,_) in raw.items()}
+    file.write_bytes(st_bytes(arrays, dtypes={k:t for k,(_,t) in raw.items()}))

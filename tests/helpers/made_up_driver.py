@@ -84,27 +84,52 @@ def card(driver, wait=lambda: None):
     c.index,c.name = 0,'cuda:0'
     c.card,c.integrated = 'A made-up card',False
     c.faults = Faults()
+    c.xp = cupy_of(driver, wait)
+    return c
+
+def nothing(*args, **kw):
+    "What calls do that need a card"
+
+def cupy_of(driver, wait):
+    "As much of CuPy as a `Cuda` looks at"
+    pool = NS(free_all_blocks=nothing)
+    return NS(
+        cuda=cuda_of(driver, wait),
+        ndarray=array,
+        zeros=np.zeros,
+        asarray=np.asarray,
+        ascontiguousarray=np.ascontiguousarray,
+        asnumpy=lambda a: a,
+        get_default_memory_pool=lambda: pool)
+
+def array(shape, dtype, memptr):
+    "One of the card: nothing is in it"
+    return NS(
+        shape=shape,
+        dtype=np.dtype(dtype),
+        data=memptr,
+        nbytes=0,
+        flags=NS(c_contiguous=True),
+        set=nothing)
+
+def cuda_of(driver, wait):
+    "Its part `cuda`"
     class Device(nullcontext):
         def synchronize(self):
             wait()
-    runtime = NS(
-        free=lambda p: None, memGetInfo=lambda: (driver.free, driver.total),
-        memcpyAsync=lambda *a: None, memset=lambda *a: None, CUDARuntimeError=CudaError)
-    def pointer(mem, off): return NS(ptr=mem.ptr+off, owner=mem)
-    def unowned(ptr, size, owner, device_id): return NS(ptr=ptr, size=size, owner=owner)
-    def event(**kw): return NS(record=lambda s: None, synchronize=wait)
-    cuda = NS(
-        Device=lambda i: Device(), runtime=runtime, MemoryPointer=pointer,
-        UnownedMemory=unowned, alloc_pinned_memory=bytearray, Event=event,
+    return NS(
+        Device=lambda i: Device(),
+        runtime=runtime_of(driver),
+        MemoryPointer=lambda mem, off: NS(ptr=mem.ptr+off, owner=mem),
+        UnownedMemory=lambda ptr, size, owner, device_id: NS(ptr=ptr, size=size, owner=owner),
+        alloc_pinned_memory=bytearray,
+        Event=lambda **kw: NS(record=nothing, synchronize=wait),
         get_current_stream=lambda: NS(ptr=0))
-    def array(shape, dtype, memptr):
-        flags = NS(c_contiguous=True)
-        return NS(
-            shape=shape, dtype=np.dtype(dtype), data=memptr, nbytes=0, flags=flags,
-            set=lambda a: None)
-    pool = NS(free_all_blocks=lambda: None)
-    c.xp = NS(
-        cuda=cuda, ndarray=array, zeros=np.zeros, asarray=np.asarray,
-        ascontiguousarray=np.ascontiguousarray, asnumpy=lambda a: a,
-        get_default_memory_pool=lambda: pool)
-    return c
+
+def runtime_of(driver):
+    return NS(
+        free=nothing,
+        memGetInfo=lambda: (driver.free, driver.total),
+        memcpyAsync=nothing,
+        memset=nothing,
+        CUDARuntimeError=CudaError)

@@ -210,33 +210,17 @@ class Watch:
 def squeeze(g, s, want, grown, a)->list[str]:
     """Take memory, some of it of the `grown` bytes of cache, while answers are asked for; what is
     wrong"""
-    wrong,n,asked = [],len(want),0
-    state = g.stat
-    cached = state.get('inactive_file', 0)+state.get('active_file', 0)
-    limit = g.used-cached+a.room
-    g.limit(limit)
-    time.sleep(1.5) # a limit is there long before somebody meets it, and has been seen
+    limit = tightened(g, a.room)
     taker = Taker(g, (a.room+int(a.part*grown))//M, a.rate)
     watch = Watch(g, s, taker, limit)
-    try:
-        while (taker.going or asked%n) and not wrong:
-            got = s.ask(asked%n)
-            if got!=want[asked%n]:
-                wrong.append(f'prompt {asked%n}: {str(got)[:200]}')
-            asked += 1
-            watch.answers = asked
-    except httpx.TransportError as e:
-        wrong.append(f'the server: {type(e).__name__}')
+    wrong = answers_meanwhile(s, want, taker, watch)
     watch.close()
     if a.output:
-        a.output.write_text(json.dumps(dict(
-            model=a.model, version=g.version, events=g.events,
-            rows=watch.rows))+'\n')
-    lent = 0
-    if not wrong:
-        lent = s.metric('atlas:kv_blocks_lent')
+        said = dict(model=a.model, version=g.version, events=g.events, rows=watch.rows)
+        a.output.write_text(json.dumps(said)+'\n')
+    lent = 0 if wrong else s.metric('atlas:kv_blocks_lent')
     print(
-        f'{taker.taken} MiB of {taker.mib} taken, {asked} answers, {lent:.0f} blocks lent; '
+        f'{taker.taken} MiB of {taker.mib} taken, {watch.answers} answers, {lent:.0f} blocks lent; '
         f'events: {g.events}', flush=True)
     if taker.taken<taker.mib:
         wrong.append(f'who takes memory ended at {taker.taken} MiB')
@@ -246,6 +230,29 @@ def squeeze(g, s, want, grown, a)->list[str]:
         wrong.append('somebody was killed')
     taker.close()
     return wrong
+
+def tightened(g, room)->int:
+    "The limit that leaves `room` beside what the group has now, files aside; it is set"
+    state = g.stat
+    cached = state.get('inactive_file', 0)+state.get('active_file', 0)
+    limit = g.used-cached+room
+    g.limit(limit)
+    time.sleep(1.5) # a limit is there long before somebody meets it, and has been seen
+    return limit
+
+def answers_meanwhile(s, want, taker, watch)->list[str]:
+    "Ask until all is taken and each prompt was answered as often; what is wrong"
+    n = len(want)
+    try:
+        while taker.going or watch.answers%n:
+            i = watch.answers%n
+            got = s.ask(i)
+            watch.answers += 1
+            if got!=want[i]:
+                return [f'prompt {i}: {str(got)[:200]}']
+    except httpx.TransportError as e:
+        return [f'the server: {type(e).__name__}']
+    return []
 
 def relaxed(s)->list[str]:
     "Is the cache had again?"

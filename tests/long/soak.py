@@ -68,55 +68,55 @@ def numbers(pid)->tuple:
     kids = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
     return mib,len(os.listdir(f'/proc/{pid}/fd')),len(os.listdir(f'/proc/{pid}/task')),len(kids)
 
+def guide(rng, said):
+    "An object of random members"
+    types = 'string','integer','boolean'
+    members = {
+        f'k{rng.randint(0, 10**9)}': dict(type=rng.choice(types))
+        for _ in range(rng.randint(1, 12))}
+    schema = dict(name='x', schema=dict(type='object', properties=members))
+    return '/v1/chat/completions',dict(
+        messages=said, response_format=dict(type='json_schema', json_schema=schema))
+
+def tools(rng, said):
+    "A call that has to be made"
+    letters = dict(type='string', pattern='[a-z]{%d}' % rng.randint(1, 50))
+    f = dict(
+        name=f'f{rng.randint(0, 99)}',
+        parameters=dict(type='object', properties=dict(a=letters)),
+        strict=True)
+    return '/v1/chat/completions',dict(
+        messages=said,
+        tools=[dict(type='function', function=f)],
+        tool_choice='required',
+        stream=rng.random()<.5)
+
+def regex(rng, said):
+    pattern = '(%s|b)+' % ('a'*rng.randint(1, 200))
+    return '/v1/completions',dict(prompt='hi', structured_outputs=dict(regex=pattern))
+
+def bomb(rng, said):
+    "A pattern that takes longer than anybody waits"
+    pattern = '((a{1,99}){1,99}){1,99}b'
+    return '/v1/completions',dict(prompt='hi', structured_outputs=dict(regex=pattern))
+
+def store(rng, said):
+    return '/v1/responses',dict(
+        input=said[0]['content'][:4000],
+        stream=rng.random()<.5,
+        background=rng.random()<.2,
+        store=True)
+
+MORE = dict(guide=guide, tools=tools, regex=regex, store=store, bomb=bomb)
+
 def more(rng, kind):
     "Bodies beside those of `test_mixed`: guides, tools, long prompts, answers to answers"
-    ask = [dict(
-        role='user',
-        content=rng.choice(('hi','ä€😀 '*rng.randint(1, 3000))))]
+    said = rng.choice(('hi','ä€😀 '*rng.randint(1, 3000)))
     model = rng.choice(NAMES)
-    if kind=='guide':
-        d = {
-            f'k{rng.randint(0, 10**9)}':dict(type=rng.choice(('string','integer','boolean')))
-            for _ in range(rng.randint(1, 12))}
-        return (
-            '/v1/chat/completions',
-            dict(
-                model=model, messages=ask, max_tokens=5,
-                response_format=dict(
-                    type='json_schema',
-                    json_schema=dict(name='x', schema=dict(type='object', properties=d)))))
-    if kind=='tools':
-        f = dict(
-            name=f'f{rng.randint(0, 99)}',
-            parameters=dict(
-                type='object',
-                properties=dict(a=dict(type='string', pattern='[a-z]{%d}' % rng.randint(1, 50)))),
-            strict=True)
-        return (
-            '/v1/chat/completions',
-            dict(
-                model=model, messages=ask, max_tokens=5,
-                tools=[dict(type='function', function=f)], tool_choice='required',
-                stream=rng.random()<.5))
-    if kind=='regex':
-        return (
-            '/v1/completions',
-            dict(
-                model=model, prompt='hi', max_tokens=5,
-                structured_outputs=dict(regex='(%s|b)+' % ('a'*rng.randint(1, 200)))))
-    if kind=='store':
-        return (
-            '/v1/responses',
-            dict(
-                model=model, input=ask[0]['content'][:4000],
-                max_output_tokens=5, stream=rng.random()<.5,
-                background=rng.random()<.2, store=True))
-    if kind=='bomb':
-        return (
-            '/v1/completions',
-            dict(
-                model=model, prompt='hi', max_tokens=5,
-                structured_outputs=dict(regex='((a{1,99}){1,99}){1,99}b')))
+    if kind in MORE:
+        path,b = MORE[kind](rng, [dict(role='user', content=said)])
+        most = 'max_output_tokens' if kind=='store' else 'max_tokens'
+        return path,b|{'model':model, most:5}
     path,b = body(rng, kind)
     if 'model' in b or path=='/v1/completions':
         b['model'] = b.get('model') if b.get('model')=='nobody' else model
@@ -137,27 +137,32 @@ async def _post(port, path, **b):
     finally:
         w.close()
 
+async def lane(port, until, k, pause, seen):
+    "A client after the other, one each `pause` seconds"
+    n,left = 0,Counter()
+    while time.monotonic()<until:
+        t = time.monotonic()
+        try:
+            seen[await one_client(port, f'{k}-{n}', random.Random(f'{k} {n}'), left)] += 1
+        except (ConnectionError,asyncio.TimeoutError,AssertionError) as e:
+            seen[type(e).__name__] += 1
+        n += 1
+        await asyncio.sleep(max(0., pause-(time.monotonic()-t)))
+
+async def swaps(port, until, seen):
+    "A model is unloaded, and soon loaded again"
+    while time.monotonic()<until:
+        await asyncio.sleep(15)
+        name = random.choice(NAMES)
+        seen[f'unload {await _post(port, "/models/unload", model=name)}'] += 1
+        await asyncio.sleep(1)
+        seen[f'load {await _post(port, "/models/load", model=name)}'] += 1
+
 async def load(port, until, at_once, rate, seen):
     "Clients until it is time, about `rate` a second"
     test_mixed.body,test_mixed.KINDS = more,KINDS
-    async def lane(k):
-        n,left = 0,Counter()
-        while time.monotonic()<until:
-            t = time.monotonic()
-            try:
-                seen[await one_client(port, f'{k}-{n}', random.Random(f'{k} {n}'), left)] += 1
-            except (ConnectionError,asyncio.TimeoutError,AssertionError) as e:
-                seen[type(e).__name__] += 1
-            n += 1
-            await asyncio.sleep(max(0., at_once/rate-(time.monotonic()-t)))
-    async def swaps():
-        while time.monotonic()<until:
-            await asyncio.sleep(15)
-            name = random.choice(NAMES)
-            seen[f'unload {await _post(port, "/models/unload", model=name)}'] += 1
-            await asyncio.sleep(1)
-            seen[f'load {await _post(port, "/models/load", model=name)}'] += 1
-    await asyncio.gather(swaps(), *(lane(k) for k in range(at_once)))
+    lanes = [lane(port, until, k, at_once/rate, seen) for k in range(at_once)]
+    await asyncio.gather(swaps(port, until, seen), *lanes)
 
 async def watch(pid, until, rows, every):
     "What the process has, now and then"
@@ -171,30 +176,90 @@ def show(rows, n=12):
     print('minute   MiB  descriptors  threads  children')
     for k in range(n):
         part = rows[k*len(rows)//n:(k+1)*len(rows)//n]
-        if part:
-            print(
-                f'{part[-1][0]:6.1f} ',
-                *(
-                    f'{sorted(r[j] for r in part)[len(part)//2]:{w}.0f}'
-                    for j,w in (
-                            (1,5),(2,11),(3,9),
-                            (4,9))),
-                flush=True)
+        if not part:
+            continue
+        widths = {1:5, 2:11, 3:9, 4:9}
+        columns = [f'{middle(part, j):{w}.0f}' for j,w in widths.items()]
+        print(f'{part[-1][0]:6.1f} ', *columns, flush=True)
+
+def middle(rows, j):
+    "The median of a column"
+    return sorted(r[j] for r in rows)[len(rows)//2]
+
+GROWTH = { # Columns, what they are, and by how much they may grow
+    1: ('MiB of memory',8),
+    2: ('descriptors',4),
+    3: ('threads',2),
+    4: ('children',1)}
 
 def verdict(rows)->list[str]:
     """What is not flat after the first third, by the medians of the sixth that follows it and of
     the last sixth"""
-    def mid(part, j):
-        return sorted(r[j] for r in part)[len(part)//2]
     n = len(rows)
-    a = rows[n//3:n//2]
-    b = rows[n-n//6:]
-    return [
-        f'{what} went from {mid(a,j):.0f} to {mid(b,j):.0f}'
-        for j,what,room in (
-                (1,'MiB of memory',8),(2,'descriptors',4),
-                (3,'threads',2),(4,'children',1))
-        if mid(b,j)>mid(a,j)+room]
+    early,late = rows[n//3:n//2],rows[n-n//6:]
+    grown = []
+    for j,(what,room) in GROWTH.items():
+        a,b = middle(early, j),middle(late, j)
+        if b>a+room:
+            grown.append(f'{what} went from {a:.0f} to {b:.0f}')
+    return grown
+
+FAULTS = (
+    'ConnectionError','ConnectionResetError','ConnectionRefusedError','TimeoutError',
+    'AssertionError')
+
+def said_in(log):
+    "The end of it"
+    log.seek(0)
+    return log.read()[-2000:]
+
+async def soaked(p, o, seen):
+    "What the process `p` had, row by row, while it was under load"
+    port = int(re.search(r'127.0.0.1:(\d+)', p.stdout.readline())[1])
+    rows,until = [],time.monotonic()+60*o.minutes
+    async def mark():
+        await asyncio.sleep(20*o.minutes)
+        if o.trace:
+            p.send_signal(signal.SIGUSR1)
+    await asyncio.gather(
+        load(port, until, o.at_once, o.rate, seen),
+        watch(p.pid, until, rows, max(1., o.minutes/6)),
+        mark())
+    return rows
+
+def judged(rows, seen, p)->list[str]:
+    "Show what was seen; what is wrong about it"
+    show(rows)
+    most = sorted(seen.items(), key=lambda i: -i[1])
+    print(', '.join(f'{k or "left"}: {v:,}' for k,v in most))
+    wrong = verdict(rows)
+    wrong += [f'{seen[k]} requests ended with {k}' for k in FAULTS if seen[k]]
+    if p.poll() is not None:
+        wrong.append('the gateway ended')
+    return wrong
+
+def soak(o):
+    "Put a gateway under load; is it well?"
+    log = tempfile.TemporaryFile('w+') # What the gateway says
+    p = subprocess.Popen(
+        [sys.executable, __file__, '--serve', *['--trace']*o.trace],
+        stdout=subprocess.PIPE, stderr=None if o.trace else log, text=True)
+    seen = Counter()
+    try:
+        rows = asyncio.run(soaked(p, o, seen))
+        if o.trace:
+            p.send_signal(signal.SIGUSR1)
+            time.sleep(20)
+        wrong = judged(rows, seen, p)
+    finally:
+        p.terminate()
+        p.wait(20)
+    if wrong:
+        print(said_in(log))
+        print('failed: '+'; '.join(wrong))
+    else:
+        print(f'ok: {sum(seen.values()):,} requests in {o.minutes:g} minutes, and nothing grew')
+    return not wrong
 
 def main():
     a = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -205,47 +270,9 @@ def main():
     a.add_argument('--serve', action='store_true', help=argparse.SUPPRESS)
     o = a.parse_args()
     if o.serve:
-        return serve(o.trace)
-    log = tempfile.TemporaryFile('w+') # What the gateway says
-    p = subprocess.Popen(
-        [sys.executable, __file__, '--serve', *['--trace']*o.trace],
-        stdout=subprocess.PIPE, stderr=None if o.trace else log, text=True)
-    try:
-        port = int(re.search(r'127.0.0.1:(\d+)', p.stdout.readline())[1])
-        rows,seen,begin = [],Counter(),time.monotonic()
-        until = begin+60*o.minutes
-        async def both():
-            async def mark():
-                await asyncio.sleep(20*o.minutes)
-                if o.trace:
-                    p.send_signal(signal.SIGUSR1)
-            await asyncio.gather(
-                load(port, until, o.at_once, o.rate, seen),
-                watch(p.pid, until, rows, max(1., o.minutes/6)),
-                mark())
-        asyncio.run(both())
-        if o.trace:
-            p.send_signal(signal.SIGUSR1)
-            time.sleep(20)
-        show(rows)
-        print(', '.join(
-            f'{k or "left"}: {v:,}'
-            for k,v in sorted(seen.items(), key=lambda i: -i[1])))
-        wrong = verdict(rows)+[
-            f'{seen[k]} requests ended with {k}'
-            for k in (
-                    'ConnectionError','ConnectionResetError','ConnectionRefusedError',
-                    'TimeoutError','AssertionError')
-            if seen[k]]+['the gateway ended']*(p.poll() is not None)
-        if wrong:
-            log.seek(0)
-            print(log.read()[-2000:])
-        well = f'ok: {sum(seen.values()):,} requests in {o.minutes:g} minutes, and nothing grew'
-        print('failed: '+'; '.join(wrong) if wrong else well)
-        sys.exit(bool(wrong))
-    finally:
-        p.terminate()
-        p.wait(20)
+        serve(o.trace)
+    else:
+        sys.exit(not soak(o))
 
 if __name__=='__main__':
     main()

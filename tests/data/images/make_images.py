@@ -45,10 +45,14 @@ SPECS = [ # size; patch, merge, frames, smallest and largest area; normalisation
     ((12,19), (4,2,2,64,1<<20), half), ((5,13), (8,2,1,512,4096), clip),
     ((40,31), (4,2,2,64,300), clip)]
 for i,(size,spec,kw) in enumerate(SPECS):
-    patch,merge,frames,*areas = spec
+    cuts,areas = spec[:3],spec[3:]
+    patch,merge,frames = cuts
     p = Qwen2VLImageProcessor(
-        size=dict(zip(('shortest_edge','longest_edge'), areas)), patch_size=patch,
-        merge_size=merge, temporal_patch_size=frames, **kw)
+        size=dict(zip(('shortest_edge','longest_edge'), areas)),
+        patch_size=patch,
+        merge_size=merge,
+        temporal_patch_size=frames,
+        **kw)
     x = noise(*size, i==2)
     o = p(images=Image.fromarray(x), return_tensors='np')
     out |= {f'image{i}':x, f'pixels{i}':o['pixel_values']}
