@@ -114,7 +114,8 @@ def test_quantised_files(tmp_path, name, quant):
     of the float32 file, as exact as the format"""
     _,_,ts = convert(data/name, quant)
     near = .2 if quant in ('Q4_0','Q5_1') else .02
-    plain,packed = to_gguf(data/name, tmp_path/'a.gguf'),to_gguf(data/name, tmp_path/'b.gguf', quant)
+    plain = to_gguf(data/name, tmp_path/'a.gguf')
+    packed = to_gguf(data/name, tmp_path/'b.gguf', quant)
     with open_checkpoint(plain) as f, open_checkpoint(packed) as q:
         assert set(f.tensors)==set(q.tensors)
         assert {t.fmt for t in q.tensors.values()}>={quant,'F32'}
