@@ -3,7 +3,7 @@ what they show and change, in tables and as JSON, and what they say when they ma
 import json,socket,sys,time
 from pathlib import Path
 import pytest
-from atlas.service.http import Keys,Rules
+from atlas.service.http import ApiKeys,Rules
 from atlas.service.server import create_app
 from atlas.use.admin import Server,cells,row
 from atlas.use.clients import ClientError
@@ -165,7 +165,7 @@ def test_top_outlives_a_server_that_is_away(gateway, monkeypatch):
 
 @pytest.fixture(scope='module')
 def guarded():
-    rules = Rules(keys=Keys({'sesame':'user', 'onion':'admin'}))
+    rules = Rules(keys=ApiKeys({'sesame':'user', 'onion':'admin'}))
     models = Shams([sham('m', GIB, 'unloaded')], first=())
     with live(create_app(models, rules=rules)) as port:
         yield f'http://127.0.0.1:{port}',models

@@ -11,7 +11,7 @@ from pydantic import BaseModel,TypeAdapter
 from atlas.text.chat import ChatTemplate
 from atlas.ground.core import AtlasError,ContextLengthError,EngineError,QueueFullError
 from atlas.ground.core import RequestError,SourceError
-from atlas.service.http import Keys,Rate,Rules
+from atlas.service.http import ApiKeys,Rate,Rules
 from atlas.service.log import Access
 from atlas.service.protocol.anthropic import error_body,parse,parse_count,reply
 from atlas.text.deltas import CallDelta,Delta,gather
@@ -989,7 +989,7 @@ def behind(rules):
 
 def test_the_door_knows_keys():
     "Before anything of this API is read"
-    with running(Access(behind(Rules(keys=Keys({'secret':'user'}))))) as url:
+    with running(Access(behind(Rules(keys=ApiKeys({'secret':'user'}))))) as url:
         with pytest.raises(anthropic.AuthenticationError) as e:
             client_of(url, api_key='wrong').messages.create(**QUESTION)
         assert e.value.type=='authentication_error' and 'secret' not in str(e.value)
@@ -998,7 +998,7 @@ def test_the_door_knows_keys():
             assert client_of(url, **kw).messages.create(**QUESTION).type=='message'
 
 def test_the_door_knows_rates():
-    rules = Rules(keys=Keys({'secret':'user'}), rate=Rate(2))
+    rules = Rules(keys=ApiKeys({'secret':'user'}), rate=Rate(2))
     with running(behind(rules)) as url:
         c = client_of(url, api_key='secret').messages
         for _ in range(2):

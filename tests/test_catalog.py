@@ -187,7 +187,7 @@ def test_list_all():
 def test_list_all_knows_what_is_here(monkeypatch):
     found = (
         hub.cached()
-        +[hub.Entry('openai/gpt-oss-20b', Path('/h/m'), 5, 'safetensors')])
+        +[hub.LocalModel('openai/gpt-oss-20b', Path('/h/m'), 5, 'safetensors')])
     monkeypatch.setattr(hub, 'cached', lambda: found)
     ms = {m['name']: m['here']
         for m in json.loads(run('list', '--all', '--json').stdout)}

@@ -11,7 +11,7 @@ from atlas.use.commands import base,talk
 from atlas.use.commands import bench as measuring
 from atlas.ground import hub
 from atlas.ground.core import AtlasError,ContextLengthError
-from atlas.ground.hub import Entry
+from atlas.ground.hub import LocalModel
 from atlas.ground.options import EngineConfig,differs
 from atlas.ground.requests import SamplingParams
 from atlas.text.deltas import Delta
@@ -181,8 +181,8 @@ def test_ctrl_c(fake, monkeypatch):
 @pytest.fixture
 def two(monkeypatch):
     es = [
-        Entry('demo', Path('/c/demo.gguf'), 98_362_432, 'gguf'),
-        Entry('org/m', Path('/h/m'), 5_000, 'safetensors')]
+        LocalModel('demo', Path('/c/demo.gguf'), 98_362_432, 'gguf'),
+        LocalModel('org/m', Path('/h/m'), 5_000, 'safetensors')]
     gone = []
     monkeypatch.setattr(hub, 'cached', lambda: [e for e in es if e.name not in gone])
     monkeypatch.setattr(hub, 'remove', lambda n: gone.append(n) or 5_000)

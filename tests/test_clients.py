@@ -3,7 +3,7 @@ what the model said."""
 import json,socket,subprocess,sys
 from pathlib import Path
 import pytest
-from atlas.service.http import Bounds,Keys,Rules
+from atlas.service.http import Bounds,ApiKeys,Rules
 from test_http import live
 from test_server import FakeRunner,app_of,template,tok
 
@@ -18,7 +18,7 @@ ASK = {
 
 @pytest.fixture(scope='module')
 def port():
-    rules = Rules(keys=Keys({'sesame':'user'}))
+    rules = Rules(keys=ApiKeys({'sesame':'user'}))
     app = app_of(FakeRunner('pong', max_seq_len=1<<20), tok, template, rules=rules)
     with live(app, Bounds()) as port:
         yield port

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 from atlas.card.pressure import Look
-from atlas.card.sensors import Reading
+from atlas.card.sensors import SensorReading
 from atlas.ground.core import SourceError
 from atlas.ground.requests import Request,SamplingParams
 from atlas.service.fleet import FleetError,fleet_of,read_fleet,schema
@@ -980,8 +980,8 @@ def test_too_little_is_free(tmp_path):
 def test_whose_memory_is_free(monkeypatch):
     """A card's own, the host's where a card has none, and nobody's where models are on several
     devices"""
-    card = Reading('1', memory=dict(used=10*GIB, total=100*GIB))
-    seen = machine(50*GIB, 100*GIB, [Reading('0'), card])
+    card = SensorReading('1', memory=dict(used=10*GIB, total=100*GIB))
+    seen = machine(50*GIB, 100*GIB, [SensorReading('0'), card])
     def of(*devices):
         models = ''.join(f'\n  m{i}: {{model: tiny, device: {d!r}}}' for i,d in enumerate(devices))
         return assumed_memory(fleet_of(f'models: {models}', env={}), seen)

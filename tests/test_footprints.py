@@ -11,7 +11,7 @@ from atlas.card.launch import recording
 from atlas.card.variants import Dry
 from atlas.cuda.vocabulary import _prompt_bytes,step_bytes
 from atlas.engine.loading import LoadedModel
-from atlas.engine.planning import LoadPlan,SPARK,plan_load
+from atlas.engine.planning import StartPlan,SPARK,plan_load
 from atlas.ground.catalog import CATALOG
 from atlas.ground.options import EngineConfig
 from atlas.use.footprints import Footprint,Together,Ways,footprint_table,footprints,largest_sets
@@ -90,7 +90,7 @@ sizes = st.lists(st.tuples(st.integers(1, 60*GIB), st.integers(1, 99)), max_size
 
 def made(many):
     "Footprints of so many bytes of weights"
-    def plan(n): return LoadPlan('', '', 0, 0, '', dict(weights=n))
+    def plan(n): return StartPlan('', '', 0, 0, '', dict(weights=n))
     return [Footprint(str(i), None, 'f16', 1, plan(n)) for i,n in enumerate(many)]
 
 @given(sizes, st.integers(0, 200*GIB))

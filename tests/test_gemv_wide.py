@@ -236,8 +236,8 @@ def share_beside(at, f, k, W, o):
     fmt = CARD_FORMATS['bf16' if f.parts==1 else 'f32']
     extra,w = SimpleNamespace(format=fmt, n=64),SimpleNamespace(k=k)
     it = SimpleNamespace(card=at, w=w, extra=extra, W=W, o=o, more=1)
-    it._extra_ways = partial(many._Product._extra_ways, it)
-    return many._Product.extra_share(it)
+    it._extra_ways = partial(many._WideProduct._extra_ways, it)
+    return many._WideProduct.extra_share(it)
 
 @pytest.mark.parametrize('arch,sms,most', [('sm_90a',132,227<<10), ('sm_121a',48,99<<10)])
 def test_every_product_has_a_way(arch, sms, most):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest,uvicorn
 from hypothesis import HealthCheck,given,settings,strategies as st
 from atlas.service import http
-from atlas.service.http import Bounds,Guard,Keys,Rate,Rules,server_config
+from atlas.service.http import Bounds,Guard,ApiKeys,Rate,Rules,server_config
 from helpers.waiting import WAIT,until
 
 QUICK = Bounds(
@@ -563,7 +563,7 @@ def ask(port, method='GET', path='/v1/models', **headers):
 
 @pytest.fixture(scope='module')
 def guarded():
-    rules = Rules(keys=Keys({'sesame':'user', 'onion':'admin'}), rate=Rate(1000))
+    rules = Rules(keys=ApiKeys({'sesame':'user', 'onion':'admin'}), rate=Rate(1000))
     with live(Guard(App(), rules)) as port:
         yield port
 
@@ -607,7 +607,7 @@ def test_an_address_with_a_name_in_it():
 
 def test_two_headers_of_a_kind_are_one_too_many():
     with live(
-        Guard(App(), Rules(keys=Keys({'sesame':'user'})))
+        Guard(App(), Rules(keys=ApiKeys({'sesame':'user'})))
     ) as port:
         for twice in (
             b'Host: localhost\r\nHost: evil.example\r\n',
@@ -628,14 +628,14 @@ def test_every_key_is_compared(monkeypatch):
         lambda a,b: seen.append((
             len(a),len(b)
         )) or real(a, b))
-    keys = Keys({f'key-{i}':'user' for i in range(5)})
+    keys = ApiKeys({f'key-{i}':'user' for i in range(5)})
     for guess in (b'key-0', b'key-4', b'key-', b'', b'x'*10_000):
         seen.clear()
         keys.find(guess)
         assert seen==[(32,32)]*5
 
 def test_keys_are_not_kept():
-    keys = Keys({'sesame':'user Ali'})
+    keys = ApiKeys({'sesame':'user Ali'})
     assert 'sesame' not in repr(keys)
     assert not any(
         'sesame' in str(v) or b'sesame' in (v if isinstance(v, bytes) else b'')
@@ -647,7 +647,7 @@ MAY_I = PAGE|dict(
 
 def keyed(**kw):
     "An application behind a key"
-    return live(Guard(App(), Rules(keys=Keys({'k':'user'}), **kw)))
+    return live(Guard(App(), Rules(keys=ApiKeys({'k':'user'}), **kw)))
 
 def test_no_cors():
     with keyed() as port:
@@ -674,7 +674,7 @@ def test_cors_of_other_pages():
 
 def test_rate_is_by_key():
     rules = Rules(
-        keys=Keys({'a':'user', 'b':'user'}),
+        keys=ApiKeys({'a':'user', 'b':'user'}),
         rate=Rate(2, clock=lambda: 0.))
     with live(Guard(App(), rules)) as port:
         assert [ask(port, X_Api_Key=k)[0] for k in 'aaabb']==[
@@ -690,7 +690,7 @@ def test_rate_is_by_key():
 
 def test_every_answer_is_dressed():
     with live(
-        Guard(App(), Rules(keys=Keys({'a':'user'})))
+        Guard(App(), Rules(keys=ApiKeys({'a':'user'})))
     ) as port:
         for got in (
             ask(port), ask(port, X_Api_Key='a'),
@@ -872,7 +872,7 @@ def test_dashboard_has_each_panel_once(dashboard):
 def service():
     from atlas.service.log import Access
     from test_server import FakeRunner,app_of,template,tok
-    keys = Keys({'sesame':'user', 'onion':'admin'})
+    keys = ApiKeys({'sesame':'user', 'onion':'admin'})
     app = app_of(FakeRunner(), tok, template, rules=Rules(keys=keys, body=3_000_000))
     app.add_middleware(Access)
     with live(app, Bounds()) as port:
@@ -1025,7 +1025,7 @@ def endless_requests(port, key, n=10):
 def test_bombs_of_one_key_hold_up_no_other(patient_sandbox):
     "Ten requests whose template never ends, and then one of another key: it is answered at once"
     from atlas.text.sandbox import Sandbox
-    keys = Keys({'bad':'user eve', 'good':'user ann'})
+    keys = ApiKeys({'bad':'user eve', 'good':'user ann'})
     patient = Sandbox(seconds=600.)
     app = bombed(patient, rules=Rules(keys=keys))
     with patient as box, live(app, Bounds()) as port:

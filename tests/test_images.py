@@ -12,7 +12,7 @@ from atlas.text import images
 from atlas.text.chat import ChatTemplate
 from atlas.ground.core import RequestError
 from atlas.model.families.vision import mrope_positions
-from atlas.text.images import ImageSpec,Limits,expand_images,fit,load_image
+from atlas.text.images import ImageSpec,ImageLimits,expand_images,fit,load_image
 from atlas.text.images import place_images,prepare_images,preprocess,resize,taps
 from atlas.use.llm import LLM
 from atlas.ops.sample import SamplingParams
@@ -114,7 +114,7 @@ def files():
         'bmp8':file_of(rgb.convert('P'), 'BMP')}
 FILES = files()
 kinds = pytest.mark.parametrize('kind', FILES)
-SMALL = Limits(nbytes=1<<20, pixels=1<<18)
+SMALL = ImageLimits(nbytes=1<<20, pixels=1<<18)
 
 def survives(b):
     "An image within bounds, or a RequestError that names it"

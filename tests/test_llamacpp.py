@@ -8,14 +8,14 @@ import anthropic,httpx,openai,pytest
 from atlas.service.fallbacks import Fallbacks
 from atlas.service.models import Models
 from atlas.service.server import create_app
-from atlas.service.upstream import Upstream,Limits
+from atlas.service.upstream import Upstream,UpstreamLimits
 from helpers.scripted import running
 from helpers.waiting import WAIT,until
 
 pytest.importorskip('xllamacpp', reason='llama.cpp has no wheel for this machine')
 HELPER = Path(__file__).parent/'helpers/llamacpp_server.py'
 ALPHABET = ''.join(map(chr, range(ord('a'), ord('z')+1)))
-QUICK = Limits(connect=WAIT, first=WAIT, between=WAIT, whole=WAIT)
+QUICK = UpstreamLimits(connect=WAIT, first=WAIT, between=WAIT, whole=WAIT)
 HELLO = dict(
     model='alphabet', temperature=0,
     messages=[dict(role='user', content='Hi')])

@@ -12,7 +12,7 @@ from atlas.text.chat import ChatTemplate
 from atlas.ground.config import PRESETS
 from atlas.service.process import Model
 from atlas.service.models import Models as Gateway
-from atlas.service.http import Keys,Rules,server_config
+from atlas.service.http import ApiKeys,Rules,server_config
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.service.server import create_app,listen
@@ -883,7 +883,7 @@ KEY,ADMIN = 'sk-this-is-the-secret-key','sk-of-the-admin'
 @pytest.fixture(scope='module')
 def guarded():
     s = Speaker(lambda p: 'Hello')
-    keys = Keys({KEY:'user', ADMIN:'admin'})
+    keys = ApiKeys({KEY:'user', ADMIN:'admin'})
     @functools.cache
     def make(**kw):
         app = app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=Rules(keys, **kw))

@@ -12,7 +12,7 @@ from test_page import RATIO  # noqa: E402
 from atlas.ground.core import RequestError  # noqa: E402
 from atlas.service.process import Served  # noqa: E402
 from atlas.service.models import Models  # noqa: E402
-from atlas.service.http import Keys,Rules  # noqa: E402
+from atlas.service.http import ApiKeys,Rules  # noqa: E402
 from atlas.service.server import create_app  # noqa: E402
 from atlas.service.service import ReadyModel  # noqa: E402
 from atlas.text.chat import ChatTemplate  # noqa: E402
@@ -164,7 +164,7 @@ def test_a_server_that_is_gone(page):
 
 @pytest.fixture
 def locked():
-    with serving(rules=Rules(keys=Keys({'sesame':'user', 'onion':'admin'}))) as ms:
+    with serving(rules=Rules(keys=ApiKeys({'sesame':'user', 'onion':'admin'}))) as ms:
         yield ms
 
 def give(p, key):

@@ -5,7 +5,7 @@ from starlette.testclient import TestClient
 from atlas.ground.options import EngineConfig
 from atlas.service.process import Model,Served
 from atlas.service.models import Models
-from atlas.service.http import Keys,Rules
+from atlas.service.http import ApiKeys,Rules
 from atlas.service.server import create_app
 from atlas.service.service import ReadyModel
 from helpers.inprocess import app_of
@@ -84,7 +84,7 @@ def test_a_page_unloads_nothing(pool):
 
 def test_unloading_is_for_admins():
     _,models = two()
-    rules = Rules(keys=Keys({'sesame':'user','onion':'admin'}))
+    rules = Rules(keys=ApiKeys({'sesame':'user','onion':'admin'}))
     with TestClient(create_app(models, rules=rules), base_url='http://localhost', **QUIET) as c:
         def ask(path, key, how):
             return c.request(how, path, headers={'x-api-key':key}).status_code

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck,given,settings,strategies as st
 from PIL import Image
 from starlette.testclient import TestClient
 from atlas.service.gateway import DOORS
-from atlas.service.http import Bounds,Keys,Rules
+from atlas.service.http import Bounds,ApiKeys,Rules
 from atlas.text.chat import ChatTemplate
 from atlas.text.images import ImageSpec
 from atlas.service.models import Models
@@ -308,7 +308,7 @@ def test_a_form_is_read_unless_a_page_sends_it():
 
 @pytest.fixture(scope='module')
 def guarded():
-    keys = Keys({'sesame':'user', 'onion':'admin'})
+    keys = ApiKeys({'sesame':'user', 'onion':'admin'})
     app = app_of(FakeRunner(), tok, template, rules=Rules(keys=keys), doors=DOORS)
     with live(app, Bounds()) as port:
         yield f'http://127.0.0.1:{port}'

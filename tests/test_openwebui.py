@@ -16,7 +16,7 @@ from atlas.text.chat import ChatTemplate
 from atlas.use.clients import ServerModel,setup
 from atlas.service.models import Models
 from atlas.service.gateway import modelled
-from atlas.service.http import Keys,Rules
+from atlas.service.http import ApiKeys,Rules
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.service.server import create_app
@@ -53,7 +53,7 @@ def gateway(tmp_path_factory):
     def text(config): return dict(side)
     say = dict(options=dict(say='I am it.'), config=ScriptConfig)
     both = modelled(['first',str(path)], policy=PATIENT, command=FAKE, text=text, **say)
-    rules = Rules(Keys(dict(reader='user', keeper='admin')))
+    rules = Rules(ApiKeys(dict(reader='user', keeper='admin')))
     with running(create_app(Models(both, first=['first']), rules=rules)) as at:
         yield at,str(path)
 

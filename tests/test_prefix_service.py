@@ -12,7 +12,7 @@ from atlas.ground.core import ConfigError,QueueFullError,RequestError
 from atlas.ground.options import EngineConfig
 from atlas.ground.requests import Event,Request,SamplingParams
 from atlas.service.gateway import Answers,_app,serve
-from atlas.service.http import Keys,Rules
+from atlas.service.http import ApiKeys,Rules
 from atlas.service.log import configure
 from atlas.service.metrics import _engine
 from atlas.service.reanchor import LAST,Ahead
@@ -170,7 +170,7 @@ def test_half_a_surrogate_is_no_salt(client, path):
     r = client.post(path, content=raw, headers={'content-type':'application/json'})
     assert r.status_code==400, r.text
 
-KEYS = Keys({'sesame':'user', 'onion':'admin', 'garlic':'user same', 'leek':'user same'})
+KEYS = ApiKeys({'sesame':'user', 'onion':'admin', 'garlic':'user same', 'leek':'user same'})
 
 def salts_of(client, path, key, **kw):
     "The salt that a question with this key has"

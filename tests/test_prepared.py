@@ -6,7 +6,7 @@ from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.launch import recording
 from atlas.cuda import gemv_wide as many
 from atlas.cuda.experts_wide import moe_wide
-from atlas.cuda.gemv_wide import Found,Reader,gemv_wide,prepared_rows
+from atlas.cuda.gemv_wide import ExpertParts,NextProduct,gemv_wide,prepared_rows
 from atlas.cuda.pack import pack
 from atlas.engine.card_stepper import StepShape
 from atlas.ground.config import MoEConfig
@@ -48,12 +48,12 @@ def test_experts_leave_their_rows(extra):
     R,picks,k = 17,3,832
     w = matrix('NVFP4', 40, k)
     e = matrix('BF16', 20, k) if extra else None
-    found,gain = Found(up(R, picks), up(R, picks, k), up(R, k)),up(k)
+    found,gain = ExpertParts(up(R, picks), up(R, picks, k), up(R, k)),up(k)
     x,y = summed(found),card.empty((R,k))
-    h = prepared_rows(y, Reader(w, gain, 1e-6, e), found)
+    h = prepared_rows(y, NextProduct(w, gain, 1e-6, e), found)
     np.testing.assert_array_equal(bits(y), bits(x))
     same_tiles(h.tiles,
-        many._Product(card, w, e, R).halves(x, gain, 1e-6, None, dict(NORM=1)))
+        many._WideProduct(card, w, e, R).halves(x, gain, 1e-6, None, dict(NORM=1)))
     got,want = (bits(gemv_wide(v, w, gain=gain, eps=1e-6, extra=e))
         for v in (h.instead(y),x))
     np.testing.assert_array_equal(got, want)
@@ -63,7 +63,7 @@ def test_rows_of_another_product_are_made_anew():
     v = matrix('NVFP4', 24, 256)
     x = up(9, 256)
     gain = up(256)
-    h = many.Prepared(9, Reader(w, gain, 1e-6), (), x)
+    h = many.Prepared(9, NextProduct(w, gain, 1e-6), (), x)
     assert h.of(w, gain, 1e-6, None) and h.instead(x) is h
     for other in ((v,gain,1e-6,None), (w,up(256),1e-6,None), (w,gain,1e-5,None), (w,gain,1e-6,v)):
         assert not h.of(*other)
@@ -88,7 +88,7 @@ def test_experts_leave_them_for_what_they_return():
     gain = up(H)
     made = []
     x = up(9, H)
-    y = moe_wide(x, *how, add=x, reader=Reader(w, gain, 1e-6), made=made)
+    y = moe_wide(x, *how, add=x, reader=NextProduct(w, gain, 1e-6), made=made)
     left = made.pop()
     assert left.instead(y) is left and left.of(w, gain, 1e-6, None)
     np.testing.assert_array_equal(bits(y), bits(moe_wide(x, *how, add=x)))

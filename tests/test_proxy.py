@@ -7,12 +7,12 @@ from pathlib import Path
 import anthropic,httpx,openai,pytest
 from atlas.ground.config import PRESETS
 from atlas.ground.core import ConfigError,QueueFullError
-from atlas.service.http import Keys,Rules
+from atlas.service.http import ApiKeys,Rules
 from atlas.service.process import Served
 from atlas.service.models import Models
 from atlas.service.gateway import DOORS
 from atlas.service.fallbacks import Fallbacks
-from atlas.service.upstream import Upstream,Limits,Connection
+from atlas.service.upstream import Upstream,UpstreamLimits,Connection
 from atlas.service.server import create_app
 from atlas.service.service import ReadyModel
 from atlas.text.chat import ChatTemplate
@@ -25,8 +25,8 @@ from fake_upstream import DONE,HELLO,chunk,completion,good,text,upstream  # noqa
 from helpers.patience import PATIENT  # noqa: E402
 from helpers.waiting import WAIT,until  # noqa: E402
 
-QUICK = Limits(connect=WAIT, first=WAIT, between=WAIT, whole=WAIT)
-HASTY = Limits(connect=WAIT, first=.3, between=.3, whole=.3, body=1<<16)
+QUICK = UpstreamLimits(connect=WAIT, first=WAIT, between=WAIT, whole=WAIT)
+HASTY = UpstreamLimits(connect=WAIT, first=.3, between=.3, whole=.3, body=1<<16)
 STRICT = replace(QUICK, body=1<<16)
 ASK = dict(
     model='gemma', messages=[dict(role='user', content='Hi')],
@@ -390,7 +390,7 @@ def test_silence_in_the_middle():
     "A stream that stands still ends, too"
     with behind(
         lambda c: (c.stream(text('Hel'), cut=True), c.wait()),
-        limits=Limits(connect=WAIT, first=WAIT, between=.2)
+        limits=UpstreamLimits(connect=WAIT, first=WAIT, between=.2)
     ) as (d,u):
         r = d.post(stream=True)
         assert spoken_part(r)=='Hel' and 'did not answer in time' in r.text
@@ -407,7 +407,7 @@ def test_an_event_without_end():
         c.wait()
     with behind(
         say,
-        limits=Limits(connect=WAIT, first=WAIT, between=WAIT, event=1<<14)
+        limits=UpstreamLimits(connect=WAIT, first=WAIT, between=WAIT, event=1<<14)
     ) as (d,u):
         r = d.post(stream=True)
         assert 'sent an event of more than 16,384 bytes' in r.text and 'aaaa' not in r.text
@@ -857,7 +857,7 @@ def test_events_of_a_response_that_stays_there():
         assert r.status_code==501 and 'spark2/gemma has this response' in said
 
 def test_a_response_of_somebody_else():
-    keys = Keys({'sk-ann':'user ann', 'sk-bob':'user bob'})
+    keys = ApiKeys({'sk-ann':'user ann', 'sk-bob':'user bob'})
     def ask(d, key, how, path, **kw):
         return d.web.request(how, path, headers={'authorization':f'Bearer sk-{key}'}, **kw)
     with upstream(keeper) as u, door(

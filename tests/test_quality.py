@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from pathlib import Path
 from atlas import LLM
-from atlas.engine.divergence import Text,compare,open_reference,record,said_of
+from atlas.engine.divergence import JudgedText,compare,open_reference,record,said_of
 from atlas.ground.core import NumericError,UnsupportedError
 from atlas.ground.options import EngineConfig
 from atlas.ground.recoded import Recoded
@@ -49,7 +49,7 @@ def test_fewer_bits_are_further_off(name):
         four = 'nvfp4'
         assert Recoded(ck, four).how.taken
     first = LLM(config)
-    ref = record(first, Text(tuple(IDS), 8, 4))
+    ref = record(first, JudgedText(tuple(IDS), 8, 4))
     kl = {}
     for form in ('fp8',four):
         kl[form] = compare(FormedLLM(config, Form(form)), ref).kl.mean()
@@ -58,7 +58,7 @@ def test_fewer_bits_are_further_off(name):
 def test_marks_stand_before_each_window():
     "A prefix is read before every window, and not scored"
     llm = LLM('tiny', 'cpu', max_seq_len=32, max_num_seqs=2)
-    text = Text(tuple(IDS), 8, 4, (40,41))
+    text = JudgedText(tuple(IDS), 8, 4, (40,41))
     found = np.concatenate([x for _,x in said_of(llm, text)])
     first = llm.logits([40,41,*IDS[:8]])[2:9]
     second = llm.logits([40,41,*IDS[4:12]])[5:9]
@@ -107,7 +107,7 @@ def test_references_of_others(tmp_path):
     "One of another model is no reference for this one"
     names = 'qwen3-next','qwen3-moe-ct-nvfp4'
     mine,other = (LLM(str(DATA/n), 'cpu', max_seq_len=32) for n in names)
-    text = Text(tuple(IDS), 8, 4)
+    text = JudgedText(tuple(IDS), 8, 4)
     kept = tmp_path/'kept'
     record(mine, text).save(kept)
     ref = open_reference(kept)
@@ -119,7 +119,7 @@ def test_numbers_that_are_none(tmp_path):
     llm = LLM('tiny', 'cpu', max_seq_len=32, max_num_seqs=2, exact=True)
     llm.model.lm_head.weight[3] = np.nan
     with pytest.raises(NumericError, match='for token 1 are not finite'):
-        record(llm, Text(tuple(IDS), 8, 4))
+        record(llm, JudgedText(tuple(IDS), 8, 4))
 
 @pytest.mark.slow
 def test_the_host_imitates_caches():

@@ -553,7 +553,7 @@ def test_a_glob_that_matches_nothing(tmp_path):
     assert e.value.param=='keep'
     quantize(src, tmp_path/'d', 'fp8', keep=['lm_head'])
 
-NARROW = {
+SMALL_SHAPES = {
     'self_attn.q_proj': (96,72),
     'self_attn.k_proj': (48,72),
     'self_attn.v_proj': (48,72),
@@ -567,7 +567,7 @@ def narrow(path):
     sizes = dict(hidden_size=72, head_dim=48, intermediate_size=192, num_hidden_layers=1)
     heads = dict(num_attention_heads=2, num_key_value_heads=1)
     r = np.random.default_rng(0)
-    ws = {f'layers.0.{k}': r.standard_normal(v, np.float32) for k,v in NARROW.items()}
+    ws = {f'layers.0.{k}': r.standard_normal(v, np.float32) for k,v in SMALL_SHAPES.items()}
     ws['embed_tokens'] = np.ones((64,72), np.float32)
     for k in ('norm','layers.0.input_layernorm','layers.0.post_attention_layernorm'):
         ws[k] = np.ones(72, np.float32)

@@ -346,7 +346,7 @@ def test_reads_of_before_do_not_count():
 def test_the_gate(random_file, monkeypatch, allowed):
     "No more than may read at once do"
     inside,most,lock = [0],[0],threading.Lock()
-    plain = reading._Source.fill
+    plain = reading._OpenFile.fill
     def fill(source, memory, start, need):
         with lock:
             inside[0] += 1
@@ -356,7 +356,7 @@ def test_the_gate(random_file, monkeypatch, allowed):
         finally:
             with lock:
                 inside[0] -= 1
-    monkeypatch.setattr(reading._Source, 'fill', fill)
+    monkeypatch.setattr(reading._OpenFile, 'fill', fill)
     begun = reading.Readers
     monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, allowed=allowed))
     whole = [Extent(random_file, 0, random_file.size, 'all')]
@@ -386,7 +386,7 @@ def test_a_failed_read_leaves_the_gate(random_file, monkeypatch):
     "Whoever waits for the one that may read is not left waiting"
     def fill(source, memory, start, need):
         raise CheckpointError('no')
-    monkeypatch.setattr(reading._Source, 'fill', fill)
+    monkeypatch.setattr(reading._OpenFile, 'fill', fill)
     begun = reading.Readers
     monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, allowed=1))
     with pytest.raises(CheckpointError, match='no'):

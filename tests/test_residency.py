@@ -16,7 +16,7 @@ from atlas.ground.requests import Event
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.loading import LoadedModel
 from atlas.engine.planning import MeasuredModel
-from atlas.service.process import Model,Policy
+from atlas.service.process import Model,ProcessTimes
 from atlas.service.admission import Residency
 from atlas.service.models import Models
 from atlas.service.gateway import modelled
@@ -180,7 +180,7 @@ class StandIn(asyncio.Protocol):
             self.work.cancel()
             self.theirs.close()
 
-PACE = Policy(
+PACE = ProcessTimes(
     beat=1e7, stalled=1e12, dead=1e12, hung=1e12, start=1e12, grace=5., pause=.5,
     longest=8., ends=99, drain=10., wait=2000., soon=.5)
 

@@ -10,7 +10,7 @@ from atlas.ground.core import AtlasError,QueueFullError
 from atlas.text.parsers import Splitter
 from atlas.text.deltas import Call,CallDelta,Choice,Delta
 from atlas.service.protocol.base import Usage
-from atlas.service.protocol.responses import ResponsesAsk,Store,error_body,parse,reply
+from atlas.service.protocol.responses import ResponsesAsk,ResponseStore,error_body,parse,reply
 from atlas.service.protocol.items import seal,unseal
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
@@ -666,7 +666,7 @@ nearly = st.tuples(
     lambda t: t[0] if t[1] is None else t[0]|{
         t[1]:t[2]})
 
-MEMORY = Store(most=50)
+MEMORY = ResponseStore(most=50)
 @given(mixed|nearly)
 @settings(deadline=None, max_examples=400, suppress_health_check=list(HealthCheck))
 def test_any_body_is_an_ask_or_a_refusal(d):
@@ -713,7 +713,7 @@ def test_any_bytes_are_refused(raw):
 # -- what the store promises ----------------------------------------------------------------------
 
 def test_the_store_is_bounded():
-    s = Store(most=20, size=200_000)
+    s = ResponseStore(most=20, size=200_000)
     for k in range(200):
         w = reply(asked(s, input='x'*(k*50)), 'm')
         w.whole([Choice(content='y'*k)], Usage())
@@ -726,7 +726,7 @@ def test_the_store_is_bounded():
     assert len(s)==0 and s.bytes==0 and not s.where, 'what is larger than all of it is not kept'
 
 def test_a_client_that_leaves_does_not_leave_a_response_in_progress():
-    s = Store()
+    s = ResponseStore()
     w = reply(asked(s), 'm')
     w.start(Usage(1))
     w.piece(0, said('a'))

@@ -9,7 +9,7 @@ import pytest
 from atlas.text.chat import ChatTemplate
 from atlas.ground.core import EngineError,QueueFullError,RequestError
 from atlas.text import sandbox
-from atlas.text.sandbox import BusyError,OverrunError,SafeTemplate,Sandbox,asker
+from atlas.text.sandbox import NoChildError,OverrunError,SafeTemplate,Sandbox,asker
 from helpers.waiting import WAIT,until
 
 JOBS = {
@@ -128,7 +128,7 @@ def test_no_room_for_a_child(how, monkeypatch):
             else:
                 m.setattr('atlas.text.sandbox.subprocess.Popen', Mock(side_effect=full))
             for _ in range(2):
-                with pytest.raises(BusyError) as e:
+                with pytest.raises(NoChildError) as e:
                     box.call('sum', [1])
                 assert (e.value.status, e.value.code)==(503, 'queue_full')
         assert box.call('sum', [1,2])==3
@@ -344,7 +344,7 @@ def test_no_thread_for_it(monkeypatch):
             m.setattr(
                 'threading.Thread.start',
                 lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
-            with pytest.raises(BusyError):
+            with pytest.raises(NoChildError):
                 box.submit('sum', [1])
         assert box.waiting==0
         assert not box.queues

@@ -238,7 +238,7 @@ def test_the_host_touches_vectors_alone(tmp_path, card):
 def reads(path, card, monkeypatch):
     "Each read of a load: name of the file, where it began, and bytes"
     from atlas.ground import files,reading
-    seen,fill = [],reading._Source.fill
+    seen,fill = [],reading._OpenFile.fill
     def counted(self, memory, start, need):
         seen.append((self.file.name, start, need))
         return fill(self, memory, start, need)
@@ -246,7 +246,7 @@ def reads(path, card, monkeypatch):
         raise AssertionError('read by itself')
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        monkeypatch.setattr(reading._Source, 'fill', counted)
+        monkeypatch.setattr(reading._OpenFile, 'fill', counted)
         monkeypatch.setattr(files.File, 'read_into', never)
         monkeypatch.setattr(weights, '_WINDOW', 4*BLOCK)
         load(ck, wants, card, ignore=(*IGNORE,*m.ignore), put=packer(card))
@@ -274,14 +274,14 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, card, monkeypatch, harm,
     raw,_ = stored(*LAYOUTS['qwen3-moe-nvfp4-ct'])
     path = realign(folder(tmp_path, CONFS['qwen3_moe'], raw), 0)
     file, = path.glob('*.safetensors')
-    fill,seen = reading._Source.fill,[]
+    fill,seen = reading._OpenFile.fill,[]
     def harmed(self, *args):
         n = fill(self, *args)
         seen.append(n)
         if len(seen)==2:
             harm(file)
         return n
-    monkeypatch.setattr(reading._Source, 'fill', harmed)
+    monkeypatch.setattr(reading._OpenFile, 'fill', harmed)
     monkeypatch.setattr(weights, '_WINDOW', 4*BLOCK)
     with pytest.raises(CheckpointError, match=said):
         loaded(path, packer(card), card)

@@ -11,7 +11,7 @@ from helpers.waiting import WAIT  # noqa: E402
 from test_models_page import Shams,sham  # noqa: E402
 import atlas.service.gateway  # noqa: E402,F401 (it lets other servers stand beside models)
 from atlas.service import watch  # noqa: E402
-from atlas.service.http import Keys,Rules  # noqa: E402
+from atlas.service.http import ApiKeys,Rules  # noqa: E402
 from atlas.service.server import create_app  # noqa: E402
 from atlas.service.watch import Damper,Seen,Watcher,WatchError,once,teller  # noqa: E402
 
@@ -93,7 +93,7 @@ def test_a_server_with_keys_tells_strangers_less():
         w = Watcher(dict(atlas=ms.url+'/health'), key=key)
         async with w.client:
             return {s.name:s.well for s in await w.look()}
-    with served(rules=Rules(keys=Keys({'sesame':'user'}))) as ms:
+    with served(rules=Rules(keys=ApiKeys({'sesame':'user'}))) as ms:
         assert asyncio.run(looked(None))=={'atlas':True}
         make_ill(ms)
         assert asyncio.run(looked('sesame'))=={'atlas':True, 'atlas/well':True, 'atlas/other':False}

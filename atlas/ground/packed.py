@@ -38,11 +38,11 @@ def _factor(b:int)->int:
     x = (x^x>>32)*_ODD & _MOST
     return (x^x>>32)|1
 
-class _Room(threading.local):
+class _SumRoom(threading.local):
     "Room for a thread's sums"
     def __init__(self):
         self.words = np.empty(SUMMED, np.uint64)
-_room = _Room()
+_room = _SumRoom()
 
 def _mixed(words, j, b)->int:
     "The sum for `words` from `j` on of run `b`"

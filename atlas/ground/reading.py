@@ -255,7 +255,7 @@ def open_direct(file:File)->int|None:
     except OSError:
         return None
 
-class _Source:
+class _OpenFile:
     "A file that is being read"
     def __init__(self, file:File, direct:bool):
         self.file = file
@@ -274,7 +274,7 @@ def _forget(fd, offset, n):
 
 # %% ../../nbs/1_ground/10_reading.ipynb #f793f74c
 @patch
-def _some(self:_Source, to:memoryview, at:int, direct:bool)->int|None:
+def _some(self:_OpenFile, to:memoryview, at:int, direct:bool)->int|None:
     "Bytes from `at` on into `to`, how many; None where direct reads are refused"
     plain = self.file.f.fileno()
     try:
@@ -289,7 +289,7 @@ def _some(self:_Source, to:memoryview, at:int, direct:bool)->int|None:
     return n
 
 @patch
-def fill(self:_Source, memory:memoryview, start:int, need:int)->int: # Bytes past the cache
+def fill(self:_OpenFile, memory:memoryview, start:int, need:int)->int: # Bytes past the cache
     "Read from `start` into `memory`, which begins at a multiple of a block, at least `need` bytes"
     got,past = 0,0
     most = min(_up(need), _down(len(memory)))
@@ -415,7 +415,7 @@ class _Work:
     windows:Windows
     take:Callable
     ring:Ring
-    sources:list # A `_Source` for each file
+    sources:list # A `_OpenFile` for each file
     into:Callable|None # As for `read_windows`
     gate:_Gate
     turn:count=field(default_factory=count) # The next window
@@ -514,7 +514,7 @@ def read_windows(
     """Read all `windows`; a `CheckpointError` for a file that ends early, cannot be read or
     changes. `take` is done with memory of `into` when it returns"""
     start = perf_counter()
-    sources = [_Source(f, direct) for f in windows.files]
+    sources = [_OpenFile(f, direct) for f in windows.files]
     threads = max(1, min(threads, ring.count))
     w = _Work(windows, take, ring, sources, into, _Gate(Readers(threads)))
     w.all(threads)

@@ -17,13 +17,13 @@ from fastcore.basics import first,patch
 from .core import CheckpointError,UnsupportedError
 from .files import AGAIN,span_bytes
 from .formats import FORMATS,QTensor
-from .quantize import FORMAT_NAMES,Layout,QuantOptions
+from .quantize import FORMAT_NAMES,StoredLayout,QuantOptions
 from .quantize import _choose,_family,_fused,_select,encode
 from .weights import Checkpoint,_integers,_made_up
 
 # %% ../../nbs/1_ground/20_recoded.ipynb #f28fb521
 _OTHERS = { # Formats that nobody needs a layout of files for
-    k.lower(): Layout(k.lower(), k.lower(), k, '', {})
+    k.lower(): StoredLayout(k.lower(), k.lower(), k, '', {})
     for k,f in FORMATS.items()
     if f.encode and k not in ('F8_E4M3','FP8_TENSOR') and k.lower() not in FORMAT_NAMES}
 RECODINGS = *FORMAT_NAMES,*_OTHERS # Names of formats to recode to
@@ -49,7 +49,7 @@ def check_recoding(name:str)->str:
 @dataclass(frozen=True)
 class Recoding:
     "What of a checkpoint is stored anew, and how"
-    layout:Layout
+    layout:StoredLayout
     taken:dict # Tensor -> the matrices in it
     kept:dict # Tensor -> why it stays as it is
 

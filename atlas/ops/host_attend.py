@@ -13,7 +13,7 @@ import numpy as np
 from fastcore.basics import patch
 from ..ground.config import AttentionConfig
 from .attention import attend
-from .host import Heard,Processor,address,plain
+from .host import RecordedCall,CpuDevice,address,plain
 
 # %% ../../nbs/3_ops/attention/23_ops.host_attend.ipynb #23a00006
 def _struct(pointers, sizes, floats=()):
@@ -70,7 +70,7 @@ def _layer_of(
 # %% ../../nbs/3_ops/attention/23_ops.host_attend.ipynb #23a00011
 class HostAttention:
     "Attention over the keys and values of one layer"
-    def __init__(self, device:Processor, k, v):
+    def __init__(self, device:CpuDevice, k, v):
         self._device,self._kv = device,(k,v) # [blocks, block_size, kv_heads, d] each
         self._call = device.lib.attend
         pointers,numbers = [ctypes.c_void_p]*4,[ctypes.c_long]*2
@@ -127,12 +127,12 @@ def __call__(self:HostAttention,
         self._device.threads)
     heard = self._device._multiply.heard
     if heard is not None:
-        heard.append(Heard(layer, rows, qkv, None, out, qkv.shape[1]))
+        heard.append(RecordedCall(layer, rows, qkv, None, out, qkv.shape[1]))
     return out
 
 def attention_of(device, k, v): # Called as `attend`
     "Who attends over the pool `k` and `v` on `device`: the definition where nobody is faster"
     fits = k.dtype==np.float32 and k.shape[-1]%8==0
-    if isinstance(device, Processor) and fits:
+    if isinstance(device, CpuDevice) and fits:
         return HostAttention(device, k, v)
     return attend

@@ -10,7 +10,7 @@ __all__ = ['Replay', 'recorded']
 # %% ../../nbs/3_ops/attention/24_ops.replay.ipynb #24a00004
 import ctypes
 import numpy as np
-from .host import Heard,Processor,address
+from .host import RecordedCall,CpuDevice,address
 from .host_attend import _rows_of,_struct
 
 # %% ../../nbs/3_ops/attention/24_ops.replay.ipynb #24a00007
@@ -18,7 +18,7 @@ class _Call(ctypes.Structure):
     "As `Call` of the kernel"
     _fields_ = _struct(('what','rows','x','add','y'), ('count','step'))
 
-def _call_of(h:Heard)->_Call:
+def _call_of(h:RecordedCall)->_Call:
     "What was heard, as the kernel reads it"
     what = ctypes.addressof(h.what)
     rows = h.rows and ctypes.addressof(h.rows)
@@ -61,7 +61,7 @@ class _Places:
                 a = self.now[at]
                 self.free.setdefault(a.shape, []).append(a)
 
-def _in_few(calls)->list[Heard]:
+def _in_few(calls)->list[RecordedCall]:
     "The same calls with results in as few arrays as will do"
     places,out = _Places(calls),[]
     for i,h in enumerate(calls):
@@ -75,7 +75,7 @@ def _in_few(calls)->list[Heard]:
 # %% ../../nbs/3_ops/attention/24_ops.replay.ipynb #24a00008
 class Replay:
     "The calls that made something of rows `x`, and what they read of the step"
-    def __init__(self, device:Processor, calls, x, rows:dict):
+    def __init__(self, device:CpuDevice, calls, x, rows:dict):
         self.calls = calls = _in_few(calls)
         self.x,self.rows = x,rows # which the list points to, too
         many = _Call*len(calls)
@@ -100,7 +100,7 @@ class Replay:
         return self.calls[-1].y.copy()
 
 def recorded(
-    device:Processor,
+    device:CpuDevice,
     f, # f() -> what it makes of rows `x`
     x, # [R, H] float32
     angles:dict, # Kind of attention -> what the rows of the step are turned by

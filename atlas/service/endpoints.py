@@ -87,10 +87,10 @@ def owner(request:Request)->str|None:
     return request.scope.get('atlas.user')
 
 @patch(as_prop=True)
-def store(self:Service)->responses.Store:
+def store(self:Service)->responses.ResponseStore:
     "What is remembered of responses"
     if not hasattr(self, '_store'):
-        self._store = responses.Store()
+        self._store = responses.ResponseStore()
     return self._store
 
 @patch

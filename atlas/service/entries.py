@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/7_service/entries.html.md"""
 
 # %% auto #0
 __all__ = ['Size', 'Time', 'Ttl', 'ALSO', 'Text', 'MANNERS', 'ENGINE', 'SIZED', 'Defaults', 'Url', 'SERVES', 'FleetError',
-           'Marked', 'nearest', 'Part', 'Manner', 'Persona', 'Lifetime', 'ModelEntry', 'GroupEntry', 'UpstreamEntry',
-           'FallbacksEntry', 'WatchEntry']
+           'Marked', 'nearest', 'FleetPart', 'Manner', 'Persona', 'Lifetime', 'ModelEntry', 'GroupEntry',
+           'UpstreamEntry', 'FallbacksEntry', 'WatchEntry']
 
 # %% ../../nbs/7_service/30_entries.ipynb #4849181e
 import math,re
@@ -183,7 +183,7 @@ def nearest(word:str, known)->str:
 
 ALSO = {} # What others call a key: its name here
 
-class Part(BaseModel):
+class FleetPart(BaseModel):
     "A part of a fleet's file; it has no other keys than these"
     model_config = ConfigDict(
         extra='forbid', strict=True, allow_inf_nan=True, frozen=True, protected_namespaces=())
@@ -204,7 +204,7 @@ class Part(BaseModel):
 Text = Annotated[str, Field(min_length=1, max_length=1<<20)]
 _Word = Annotated[str, Field(min_length=1, max_length=128)]
 
-class Manner(Part):
+class Manner(FleetPart):
     "How a name answers"
     system: Text|None = Field(None, description='Stands before what the client says as system.')
     sampling: dict[str,Any]|None = Field(
@@ -306,7 +306,7 @@ class ModelEntry(Defaults):
     def _alone(cls, d): return dict(model=d) if isinstance(d, str) else d
     __get_pydantic_json_schema__ = classmethod(_short)
 
-class GroupEntry(Part):
+class GroupEntry(FleetPart):
     "Models that share a place"
     members: list[str] = Field(default=[], description='Names of models.')
     swap: bool = Field(True, description='Only one of them is resident at a time.')
@@ -340,7 +340,7 @@ def _address(schemes):
 Url = _address(('http','https'))
 SERVES = (*PATHS,'chat')
 
-class UpstreamEntry(Part):
+class UpstreamEntry(FleetPart):
     "A server elsewhere that answers for some names"
     url: Url = Field(description='Where its API begins, such as http://host:8000/v1.')
     models: list[Text]|None = Field(
@@ -353,7 +353,7 @@ class UpstreamEntry(Part):
     timeout: Time|None = Field(None, description='Until its first byte.')
 
 # %% ../../nbs/7_service/30_entries.ipynb #03c900a9
-class FallbacksEntry(Part):
+class FallbacksEntry(FleetPart):
     "Who answers for a model that cannot: for each name a list of others, models or personas"
     model_config = ConfigDict(extra='allow')
     __pydantic_extra__: dict[str,list[Text]] = Field(init=False)
@@ -364,7 +364,7 @@ class FallbacksEntry(Part):
     @property
     def names(self)->dict[str,list[str]]: return dict(self.__pydantic_extra__ or {})
 
-class WatchEntry(Part):
+class WatchEntry(FleetPart):
     "Who is looked after, and who is told"
     every: Time = Field(60., description='Between two looks.')
     notify: list[_address(None)] = Field([], description='Addresses as apprise takes them.')

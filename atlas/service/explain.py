@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass,replace
 from fastcore.basics import patch
 from ..card.sensors import Machine,free_memory
-from ..engine.planning import LoadPlan,SPARK,plan_load
+from ..engine.planning import StartPlan,SPARK,plan_load
 from ..ground.core import AtlasError,RequestError,human
 from ..ground.options import EngineConfig
 from .fleet import Fleet,is_glob
@@ -22,7 +22,7 @@ from .names import Names
 def plan_of(
     config:EngineConfig,
     memory:int|None=None, # Bytes for all models; None: nobody said
-)->LoadPlan:
+)->StartPlan:
     "The plan of one model that may have all of the memory; errors as for `plan_load`"
     if memory is None or config.memory_budget is not None:
         return plan_load(config)
@@ -39,7 +39,7 @@ class Planned:
     "What one model of a file comes to"
     name:str
     model:str # That is loaded
-    plan:LoadPlan|None=None # None: nothing is known of it here
+    plan:StartPlan|None=None # None: nothing is known of it here
     error:str='' # Why not, or why it does not fit
     first:bool=False # Is it loaded at the start?
     pinned:bool=False

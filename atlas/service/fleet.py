@@ -19,7 +19,7 @@ from ..ground.core import ConfigError,RequestError,bytes_in,human
 from ..ground.options import EngineConfig
 from ..ground.requests import SamplingParams
 from .entries import ALSO,ENGINE,SERVES,SIZED
-from .entries import Defaults,FallbacksEntry,GroupEntry,ModelEntry,Part,Persona
+from .entries import Defaults,FallbacksEntry,GroupEntry,ModelEntry,FleetPart,Persona
 from .entries import FleetError,Marked,Size,Text,UpstreamEntry,WatchEntry,nearest
 from .protocol.base import found
 from .upstream import server_url
@@ -27,7 +27,7 @@ from ..text.chat import check_variables
 from ..text.parsers import REASONING_PARSERS,TOOL_PARSERS
 
 # %% ../../nbs/7_service/31_fleet.ipynb #c635605c
-class Fleet(Part):
+class Fleet(FleetPart):
     "All that one machine serves: `read_fleet` reads one, `atlas serve --config` runs it"
     memory: Size|None = Field(
         None, description='For all models together. [default: what is free, less a reserve]')

@@ -23,11 +23,11 @@ from ..text.fetch import FetchRules
 from ..text.parsers import REASONING_PARSERS,TOOL_PARSERS
 from ..text.sandbox import Sandbox
 from . import ollama
-from .http import Bounds,Keys,Rate,Rules,check_bind,descriptors
+from .http import Bounds,ApiKeys,Rate,Rules,check_bind,descriptors
 from .http import host_names,read_keys,server_config,tls_options
 from .log import Access,configure
 from .models import Models
-from .process import Model,Policy,open_text
+from .process import Model,ProcessTimes,open_text
 from .remote import COMMAND
 from .server import create_app,listen
 
@@ -326,11 +326,11 @@ class Callers:
     cors_origins:tuple|list = () # Web pages that may ask
     rate_limit:int|None = None # Requests a minute of each key
 
-    def keys(self)->Keys:
+    def keys(self)->ApiKeys:
         "All keys that were given"
         return read_keys(self.api_key_file, given=self.api_key)
 
-    def rules(self, keys:Keys, listening:Listening)->Rules:
+    def rules(self, keys:ApiKeys, listening:Listening)->Rules:
         "Whom to answer"
         rate = Rate(self.rate_limit) if self.rate_limit else None
         hosts = host_names(listening.host, self.allowed_hosts)
@@ -373,7 +373,7 @@ class Naming:
 @dataclass(frozen=True, kw_only=True)
 class Making:
     "How models are made of what was given, and their processes started"
-    policy:Policy = Policy()
+    policy:ProcessTimes = ProcessTimes()
     command:list|tuple|None = None # Starts a worker; None: `python -m` of its module
     text:object = None # Gives a model's text side; None: `open_text`
     config:type = EngineConfig # Makes a model's config of its fields

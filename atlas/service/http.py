@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/http.html.md"""
 
 # %% auto #0
 __all__ = ['ADMIN', 'Bounds', 'Counted', 'Refusal', 'Careful', 'HttpTools', 'Parser', 'H11', 'http_protocol', 'descriptors',
-           'TLSError', 'tls_options', 'server_config', 'InsecureError', 'loopback', 'check_bind', 'key_salt', 'Keys',
+           'TLSError', 'tls_options', 'server_config', 'InsecureError', 'loopback', 'check_bind', 'key_salt', 'ApiKeys',
            'read_keys', 'Rate', 'Rules', 'host_names', 'UnknownKeyError', 'RightsError', 'HostError', 'RateError',
            'TooLargeError', 'refusal', 'BadHeaderError', 'Headers', 'Guard', 'reply']
 
@@ -468,7 +468,7 @@ def key_salt(key:bytes)->str:
     "What stands for an API key where prompts of different keys are kept apart"
     return hashlib.blake2b(key, digest_size=16, person=b'atlas salt').hexdigest()
 
-class Keys:
+class ApiKeys:
     "API keys, and what each may do"
     def __init__(self, roles:dict[str,str]): # Key → 'user' or 'admin', maybe followed by a name
         self.known = []
@@ -526,14 +526,14 @@ def read_keys(
     path:str|None=None, # File with a key on each line
     env=os.environ, # With ATLAS_API_KEY and ATLAS_ADMIN_KEY; several in one with commas between
     given=(), # Keys of users beside these
-)->Keys:
+)->ApiKeys:
     "All keys that were given; empty if there are none"
     roles = {k:'user' for k in given}|_env_keys(env)
     roles |= map(_key_line, _key_lines(path) if path else [])
     if path and os.name=='posix' and Path(path).stat().st_mode&0o077:
         logging.getLogger('atlas').warning(
             'Other users of this machine may read %s: chmod 600 it', path)
-    return Keys(roles)
+    return ApiKeys(roles)
 
 # %% ../../nbs/7_service/08_http.ipynb #1fd475a0
 class Rate:
@@ -560,7 +560,7 @@ ADMIN = ('/models/load','/models/unload','POST /models','/sleep','/wake_up', '/a
 @dataclass(frozen=True)
 class Rules:
     "Whom to answer"
-    keys:Keys|None=None # None: everybody
+    keys:ApiKeys|None=None # None: everybody
     hosts:tuple=('localhost','127.0.0.1','::1') # Names that a request may call us; '*' for any
     origins:tuple=() # Web pages that may ask from a browser; '*' for all
     rate:Rate|None=None

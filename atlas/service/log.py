@@ -87,7 +87,7 @@ def _quiet(logger, name, d):
     return d
 
 # %% ../../nbs/7_service/10_log.ipynb #b9985088
-class _Line:
+class _LogLine:
     "What structlog writes to"
     def __init__(self, sink):
         self.sink = sink
@@ -145,7 +145,7 @@ def configure(
     structlog.configure(
         processors=_processors(json, person),
         wrapper_class=structlog.make_filtering_bound_logger(n),
-        logger_factory=lambda *a: _Line(sink), cache_logger_on_first_use=False)
+        logger_factory=lambda *a: _LogLine(sink), cache_logger_on_first_use=False)
     _bridge(sink, n)
     return sink
 

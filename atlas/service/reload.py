@@ -22,7 +22,7 @@ from .models import Models
 from .names import Names,Route
 from .fallbacks import Fallbacks
 from .proxy import Proxy
-from .upstream import Upstream,Limits
+from .upstream import Upstream,UpstreamLimits
 from .remote import unavailable
 from .watch import WatchError,watching
 
@@ -79,7 +79,7 @@ def upstreams_of(fleet:Fleet)->list[Upstream]:
     "The other servers of a fleet"
     out = []
     for n,u in fleet.upstreams.items():
-        limits = Limits() if u.timeout is None else Limits(first=u.timeout)
+        limits = UpstreamLimits() if u.timeout is None else UpstreamLimits(first=u.timeout)
         out.append(Upstream(n, u.url, u.models, u.serves, key_env=u.key_env, limits=limits))
     return out
 

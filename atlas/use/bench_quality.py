@@ -23,7 +23,7 @@ from ..card.device import get_device
 from ..cuda.attend import decode_row,encode_row
 from ..cuda.vocabulary import words_of
 from ..engine.cache import token_bytes
-from ..engine.divergence import Comparison,Reference,Text,compare,open_reference,record
+from ..engine.divergence import Comparison,Reference,JudgedText,compare,open_reference,record
 from ..ground.core import RequestError,human
 from ..ground.options import EngineConfig
 from ..ground.recoded import Recoded,check_recoding,check_word
@@ -66,7 +66,7 @@ def _read_text(path:Path, most:int)->str:
 
 _LONG = 32 # Characters of a token, at most, so that no more is read of a large file
 
-def text_of(llm:LLM, plan:QualityPlan, path:Path)->tuple[Text,dict]:
+def text_of(llm:LLM, plan:QualityPlan, path:Path)->tuple[JudgedText,dict]:
     "The text in a file as `llm` reads it, and what there is to say of it"
     read = _read_text(path, _LONG*plan.tokens)
     def encode(s, special): return llm.tokenizer.encode(s, add_special=special)
@@ -76,7 +76,7 @@ def text_of(llm:LLM, plan:QualityPlan, path:Path)->tuple[Text,dict]:
     prefix = tuple(marks[:marks.index(first)])
     digest = hashlib.sha256(read.encode()).hexdigest()
     about = dict(name=path.name, tokens=len(ids), sha256=digest)
-    return Text(ids, plan.context, plan.stride, prefix),about
+    return JudgedText(ids, plan.context, plan.stride, prefix),about
 
 # %% ../../nbs/8_use/26_bench_quality.ipynb #1fdb1e11
 STORED = 'stored' # Weights as they are
@@ -156,7 +156,7 @@ def _as_defined(self, *args, **how):
 # %% ../../nbs/8_use/26_bench_quality.ipynb #6f6cfdc9
 _PROMPT = 64 # Tokens of a prompt
 
-def answers(llm:LLM, text:Text, plan:QualityPlan)->np.ndarray: # int32 [prompts,answer]
+def answers(llm:LLM, text:JudgedText, plan:QualityPlan)->np.ndarray: # int32 [prompts,answer]
     "How `llm` goes on from places at equal distances, greedily"
     last = max(len(text.ids)-_PROMPT, 0)
     starts = np.linspace(0, last, plan.prompts).astype(int)
@@ -265,7 +265,7 @@ def _sized(config:EngineConfig, plan:QualityPlan, text)->EngineConfig:
     return replace(config, max_seq_len=longest, max_num_seqs=max(8, plan.prompts))
 
 @patch
-def text_of(self:_Bench, llm:FormedLLM)->Text:
+def text_of(self:_Bench, llm:FormedLLM)->JudgedText:
     "The text, read by `llm`; windows of it are possible"
     text,about = text_of(llm, self.plan, text_file(llm.path, self.files.text))
     text.windows # raises

@@ -14,7 +14,7 @@ from dataclasses import dataclass,replace
 from itertools import combinations,product
 from fastcore.basics import patch
 from ..card.device import Device
-from ..engine.planning import LoadPlan,SPARK,open_plans,set_aside
+from ..engine.planning import StartPlan,SPARK,open_plans,set_aside
 from ..ground.catalog import CATALOG,find_entry
 from ..ground.config import ModelConfig
 from ..ground.core import AtlasError,RequestError,human
@@ -29,7 +29,7 @@ class Footprint:
     quantization:str|None # Format that its matrices are stored in anew; None: as shipped
     kv:str|None # Format of keys and values; None: as the device has them
     context:int|None # Tokens of a sequence; None: as many as the model was made for
-    plan:LoadPlan|None=None
+    plan:StartPlan|None=None
     refused:str='' # Why there is no plan
 
     @property

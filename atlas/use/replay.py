@@ -20,7 +20,7 @@ from ..ground.patches import tokens_of
 from ..ground.requests import SamplingParams,check_ids,check_prompt
 from ..text.generation import ChoiceReader
 from ..text.images import place_images
-from ..text.receipts import MAX_BYTES,Answer,Comparison,Prompt,Receipt,answer_of
+from ..text.receipts import MAX_BYTES,AnswerRecord,ReplayResult,PromptRecord,Receipt,answer_of
 from ..text.receipts import compare,digest,image_digest,read_receipt
 from .clients import ClientError,address,ask,here
 from .llm import LLM
@@ -32,7 +32,7 @@ class ReplayError(RequestError):
 
 def again(
     p:SamplingParams, # Of the receipt
-    a:Answer,
+    a:AnswerRecord,
 )->SamplingParams:
     "The parameters that give an answer again, as far as it went"
     n = len(a.ids)
@@ -45,9 +45,9 @@ def again(
     return replace(p, seed=a.seed, max_tokens=most, min_tokens=least, **alone)
 
 def trimmed(
-    now:Answer, # As it came
-    then:Answer,
-)->Answer:
+    now:AnswerRecord, # As it came
+    then:AnswerRecord,
+)->AnswerRecord:
     "An answer as far as `then` went, where something cut that one"
     if then.finish!='cut':
         return now
@@ -184,7 +184,7 @@ def _read_again(self:LLM, r:Receipt, asked, company):
     return [readers[0] for readers,_ in alone],0
 
 @patch
-def replay(self:LLM, receipt:Receipt, company:int=0, images=())->Comparison:
+def replay(self:LLM, receipt:Receipt, company:int=0, images=())->ReplayResult:
     "The same, compared with what the receipt says"
     return compare(receipt, *self.answers_again(receipt, company, images))
 
@@ -207,7 +207,7 @@ class ReplayServer:
     key:str|None=None
     seconds:float=600. # That an answer may take
 
-    def answer(self, r:Receipt, a:Answer)->Receipt:
+    def answer(self, r:Receipt, a:AnswerRecord)->Receipt:
         "The receipt of one answer, given again"
         ids = r.prompts[a.prompt].ids
         more = dict(receipt=True, guide=r.guide)
@@ -249,7 +249,7 @@ def replay_at(
     company:int=0, # So many others are answered beside it
     model:str|None=None, # By its name there; None: the receipt's
     key:str|None=None,
-)->Comparison:
+)->ReplayResult:
     "The same at a server; a `ClientError` where that does not answer as it should"
     if any(p.images for p in receipt.prompts):
         said = 'The prompt had images, and a server is asked for token ids, which have none'

@@ -97,7 +97,7 @@ class Rows:
 def product(card, name, ws, rows, sweep):
     "A line of the table, and those of a sweep; what is wrong"
     r = Rows(card, ws, rows)
-    p = wide._Product(card, ws[0], None, rows)
+    p = wide._WideProduct(card, ws[0], None, rows)
     times = f'{r.us(gemv):8.1f} {r.us(gemv_wide):8.1f} {r.halves_us(p):8.1f}'
     print(f'{name} {rows:4}  {times}  {shown(p.o)}', flush=True)
     want = r.result(gemv)

@@ -5,7 +5,7 @@ import json,sys
 from pathlib import Path
 from atlas.ground.core import SourceError
 from atlas.text.chat import ChatTemplate
-from atlas.service.process import Policy
+from atlas.service.process import ProcessTimes
 from atlas.service.gateway import serve,tables_of
 from atlas.service.reload import FleetFile
 from atlas.text.tokenizer import byte_tokenizer
@@ -27,7 +27,7 @@ def main(models=(), policy=None, no_text=False, port=0, file=None, **kw):
         models = FleetFile(file)
     side = missing if no_text else text
     serve(models, **tables_of(
-        **kw, policy=Policy(**policy or {}), port=port,
+        **kw, policy=ProcessTimes(**policy or {}), port=port,
         config=ScriptConfig, text=side, command=COMMAND))
 
 if __name__=='__main__':

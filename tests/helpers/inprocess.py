@@ -6,7 +6,7 @@ Everything but the process is what `atlas serve` has:
 from contextlib import suppress
 import atlas.engine.score  # noqa: F401
 import uvicorn
-from atlas.service.process import Model,Policy,Served
+from atlas.service.process import Model,ProcessTimes,Served
 from atlas.service.models import Models
 from atlas.service.http import server_config
 from atlas.ground.options import EngineConfig
@@ -14,7 +14,7 @@ from atlas.service.server import create_app
 from atlas.service.service import ReadyModel
 from atlas.service.worker import ThreadWorker,Workload,workload
 
-QUICK = Policy(
+QUICK = ProcessTimes(
     beat=.1, stalled=30., start=60., grace=2., pause=.05,
     longest=.2)
 

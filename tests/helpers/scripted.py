@@ -15,13 +15,13 @@ from atlas.ground.requests import Event
 from atlas.service.protocol.base import Usage
 from atlas.text.deltas import gather
 from atlas.text.tokenizer import byte_tokenizer
-from atlas.service.protocol.responses import Store,error_body,parse,reply
+from atlas.service.protocol.responses import ResponseStore,error_body,parse,reply
 
 class ResponsesApp:
     "One store, one script, and all that was asked"
     def __init__(self, script):
         self.script = script
-        self.store = Store()
+        self.store = ResponseStore()
         self.asks = []
         self.bodies = []
         self.aborted = []

@@ -36,10 +36,10 @@ def serve(trace):
 def small_store():
     "Stores of responses hold little, so that they are full soon"
     from atlas.service.protocol import responses
-    kept = responses.Store.__init__
+    kept = responses.ResponseStore.__init__
     def small(self, most=300, size=8<<20, **kw):
         kept(self, most, size, **kw)
-    responses.Store.__init__ = small
+    responses.ResponseStore.__init__ = small
 
 def _trace():
     "SIGUSR1: remember, and then say what grew"

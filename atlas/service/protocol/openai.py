@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/7_service/protocol.openai.html.md"
 
 # %% auto #0
 __all__ = ['Stop', 'TEMPLATE_VARIABLES', 'StreamOptions', 'StructuredOutputs', 'Sampling', 'ModelAndStream', 'Body', 'Shaped',
-           'unoffered', 'CompletionBody', 'ImageURL', 'Part', 'Message', 'Thinking', 'ChatBody', 'params_of',
-           'functions', 'choice_of', 'variables', 'parse', 'parse_text', 'reply']
+           'unoffered', 'CompletionBody', 'ImageURL', 'ContentPart', 'Message', 'ThinkingOptions', 'ChatBody',
+           'params_of', 'functions', 'choice_of', 'variables', 'parse', 'parse_text', 'reply']
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #c0681c89
 import json
@@ -139,7 +139,7 @@ class ImageURL(BaseModel):
     model_config = ConfigDict(strict=True, extra='allow')
     url: str
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     "One piece of a message's content"
     model_config = ConfigDict(strict=True, extra='allow')
     type: str
@@ -150,7 +150,7 @@ class Message(BaseModel):
     "One turn of a conversation"
     model_config = ConfigDict(strict=True, extra='allow')
     role: Literal['system','developer','user','assistant','tool','function']
-    content: str | Annotated[list[Part|str], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart|str], Field(fail_fast=True)] | None = None
     reasoning: str|None = None
     reasoning_content: str|None = None
     tool_calls: Annotated[list[dict[str,Any]], Field(max_length=1024)]|None = None
@@ -158,7 +158,7 @@ class Message(BaseModel):
     function_call: dict[str,Any]|None = None
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #2052c555
-class Thinking(BaseModel):
+class ThinkingOptions(BaseModel):
     "`thinking` and `reasoning`: how much to think, in other services' words"
     model_config = OPEN
     type: Literal['enabled','disabled','auto','adaptive']|None = None
@@ -181,8 +181,8 @@ class ChatBody(Shaped):
     parallel_tool_calls: bool|None = None
     reasoning_effort: str|None = None
     enable_thinking: bool|None = None
-    thinking: Thinking|None = None
-    reasoning: Thinking|None = None
+    thinking: ThinkingOptions|None = None
+    reasoning: ThinkingOptions|None = None
     thinking_budget: Budget|None = None
     thinking_token_budget: Budget|None = None
     reasoning_budget: Budget|None = None
@@ -468,7 +468,7 @@ def _first_of(*values):
 
 def _switched(b, given):
     "Is thinking on (True), off (False) or left to the model (None)?"
-    t,r = b.thinking or Thinking(),b.reasoning or Thinking()
+    t,r = b.thinking or ThinkingOptions(),b.reasoning or ThinkingOptions()
     of_type = dict(enabled=True, disabled=False).get(t.type)
     asked = [given.get(k) for k in ('enable_thinking','thinking')]
     asked = [v for v in asked if isinstance(v, bool)]
@@ -478,7 +478,7 @@ def _switched(b, given):
 def thought(self:ChatBody, warnings:list[str])->tuple[dict,int|None]:
     "Variables of the template, and the thinking budget"
     given = variables(self.chat_template_kwargs, warnings)
-    t,r = self.thinking or Thinking(),self.reasoning or Thinking()
+    t,r = self.thinking or ThinkingOptions(),self.reasoning or ThinkingOptions()
     budgets = self.thinking_token_budget,self.thinking_budget,self.reasoning_budget
     budget = _first_of(*budgets, t.budget_tokens, r.max_tokens)
     efforts = {

@@ -17,7 +17,7 @@ from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
 from typing import Annotated,Literal
 from ...ground.options import EngineConfig,differs
-from .base import CACHING,Group,Json,Model,SPECULATION,app,byte_count
+from .base import CACHING,CommandGroup,Json,Model,SPECULATION,app,byte_count
 from .base import complete_model,engine_flags,examples,flags_of,option
 from .base import print_result,take
 
@@ -44,7 +44,7 @@ def _shares(text:str)->list[float]:
     raise typer.BadParameter(f'{text!r} is not a list of shares from 0 to 1 such as 0.9,0.8')
 
 # %% ../../../nbs/8_use/34_commands.bench.ipynb #496c7d0d
-class _Bench(Group):
+class _BenchGroup(CommandGroup):
     "`atlas bench MODEL` is `atlas bench all MODEL`"
     def resolve_command(self, ctx, args):
         return super().resolve_command(
@@ -54,7 +54,7 @@ class _Bench(Group):
         return 'all decode kernels prefill startup throughput serve compare quality'.split()
 
 benches = typer.Typer(
-    cls=_Bench, no_args_is_help=True, rich_markup_mode=None,
+    cls=_BenchGroup, no_args_is_help=True, rich_markup_mode=None,
     help='Measure how fast a model is here. "atlas bench MODEL" is short for "atlas bench all '
     'MODEL".',
     epilog=examples(

@@ -86,8 +86,8 @@ All = Annotated[bool, option(
 
 def _entries():
     "All models here, and what --cache-packed keeps of them"
-    from atlas.ground.hub import Entry,cached
-    packed = [Entry(p.name, p, p.stat().st_size, 'packed') for p in _packed()]
+    from atlas.ground.hub import LocalModel,cached
+    packed = [LocalModel(p.name, p, p.stat().st_size, 'packed') for p in _packed()]
     return cached()+packed
 
 @app.command(

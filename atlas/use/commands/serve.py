@@ -14,7 +14,8 @@ from dataclasses import asdict,dataclass,replace
 from pathlib import Path
 from typing import Annotated,Literal
 from ...ground.options import EngineConfig
-from .base import FLAGS,Group,Json,app,byte_count,complete_model,engine_flags
+from .base import FLAGS,CommandGroup,Json,app,byte_count
+from .base import complete_model,engine_flags
 from .base import examples,flags_of,option,print_result,take
 
 # %% ../../../nbs/8_use/32_commands.serve.ipynb #02ff7f8c
@@ -252,7 +253,7 @@ def serve(models:Models=None, config:Config=None, **options):
     serve(configs, **_gateway_options(flags))
 
 # %% ../../../nbs/8_use/32_commands.serve.ipynb #f3865533
-configs = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None,
+configs = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None,
     help='Look at a file of models as "atlas serve --config" takes it.')
 app.add_typer(configs, name='config')
 

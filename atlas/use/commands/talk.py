@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/8_use/commands.talk.html.md"""
 
 # %% auto #0
 __all__ = ['Temperature', 'MaxTokens', 'Seed', 'System', 'Think', 'ShowThinking', 'Prompt', 'Raw', 'Pictures', 'COMMANDS',
-           'Meter', 'Printer', 'run', 'Conversation', 'chat']
+           'TokenMeter', 'Printer', 'run', 'Conversation', 'chat']
 
 # %% ../../../nbs/8_use/31_commands.talk.ipynb #a8265626
 import os,signal,sys,threading,typer
@@ -18,7 +18,7 @@ from .base import CACHING,Json,Model,SPECULATION,app,engine_flags,examples,optio
 from .base import print_result
 
 # %% ../../../nbs/8_use/31_commands.talk.ipynb #f9816efe
-class Meter:
+class TokenMeter:
     "Counts tokens and times them"
     def __init__(self):
         self.start,self.first,self.last = perf_counter(),None,None
@@ -57,7 +57,7 @@ _LENGTH = '\n       It ran out of tokens: raise --max-tokens, or try --no-think'
 class Printer:
     "Prints an answer: its text to stdout, all else to stderr"
     def __init__(self, show=None):
-        self.meter = Meter()
+        self.meter = TokenMeter()
         self.watched = sys.stderr.isatty()
         if show is None:
             show = self.watched and sys.stdout.isatty()
