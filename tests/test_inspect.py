@@ -50,12 +50,8 @@ FP8 = rule('FP8_BLOCK', LINEARS, EXPERTS, SHARED, MLPS)
 NV = rule('NVFP4', LINEARS, EXPERTS, SHARED, MLPS)
 NVX = rule('NVFP4', EXPERTS)
 MIXED = rule('FP8_TENSOR', LINEARS)|rule('NVFP4', EXPERTS, SHARED, MLPS, ['lm_head.weight'])
-NEMO = NV|{
-    f'layers.{i}.mixer.*':'BF16'
-    for i in (
-        4,5,11,12,18,19,25,26,
-        32,33,41,42)}
-NEMO = {p:f for p,f in NEMO.items() if f=='BF16'}|NV
+WHOLE = 4,5,11,12,18,19,25,26,32,33,41,42 # Layers of Nemotron 3 Nano that are not quantised
+NEMO = {f'layers.{i}.mixer.*':'BF16' for i in WHOLE}|NV
 BLOCK_ATT = rule('FP8_BLOCK', LINEARS, EXPERTS)
 
 # MB that a token reads, without norms: models.md's sums of the true shapes

@@ -150,7 +150,6 @@ PAIRS = [
     ('minimax_m2','minimax_m2'), ('mistral','mistral'), ('gemma4','gemma4'), (None,'llama3_json'),
     (None,'hermes'), (None,'pythonic'), ('deepseek_r1','deepseek_v32'), ('qwen3',None),
     (None,None), ('openai_gptoss','openai'), ('openai_gptoss',None), (None,'openai')]
-PAIRS = [p for p in PAIRS if p[1] is None or p[1] in TOOL_PARSERS]
 TOOLS = [
     dict(
         type='function',

@@ -39,9 +39,9 @@ def _sizes(p, kv, L, E)->dict:
         rms_norm_eps=1e-5,
         eos_token_id=2,
         sliding_window=p(1,5,64,100))
-    return plain|_experts(p, E)|_recurrent(p)
+    return plain|_expert_sizes(p, E)|_recurrent(p)
 
-def _experts(p, E)->dict:
+def _expert_sizes(p, E)->dict:
     return dict(
         num_experts=E,
         num_local_experts=E,

@@ -502,7 +502,7 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
 def test_configs_that_do_not_fit(tmp_path, conf, words):
     fails(hf_folder(tmp_path/'m', conf=conf), *words)
 
-ODD = (
+ODD_VALUES = (
     None, True, 0, -1, 1.5, 10**30, float('nan'),
     float('inf'),
     'x',
@@ -520,7 +520,7 @@ ODD = (
         'attention_bias', 'partial_rotary_factor'])
 def test_odd_config_values(tmp_path, key):
     d = hf_folder(tmp_path/'m')
-    for v in ODD:
+    for v in ODD_VALUES:
         (d/'config.json').write_text(json.dumps(CONF|{key:v}))
         try:
             everything(d)
