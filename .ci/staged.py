@@ -3,15 +3,12 @@
 nbdev puts a card (name, signature, docstring) beside the source of each exported definition, which
 says the same again: here a card becomes the heading of its definition. Long kernels are folded."""
 import ast,json,re
+from plots import described,text
 
 CARD = re.compile(r'---\n\n### (.+)\n')
 EXPORTED = '#| code-fold: show\n#| code-summary: "Exported source"\n'
 CODE = re.compile(r'```\w+\n.*\n```\s*', re.S)
 LONG = 40 # lines of a source that is shown unfolded
-
-def text(saved):
-    "What a notebook has as one string or a list of lines"
-    return saved if isinstance(saved, str) else ''.join(saved)
 
 def markdown(cell):
     "What a cell shows as markdown, the first of it"
@@ -136,7 +133,7 @@ def changed(path, change):
 
 def shown(cells):
     "The cells of a page as the site shows them"
-    cells = [folded(c) for c in one_heading(cells)]
+    cells = [folded(c) for c in one_heading(described(cells))]
     for c in cells:
         if c['cell_type']=='markdown':
             c['source'] = to_sources(text(c['source']))

@@ -180,6 +180,27 @@ def test_flat_plots_are_marked():
     assert plots.marked(flat)==flat.replace('<img', '<img data-flat')
     assert plots.marked(high)==high
 
+def plot(source):
+    "A cell that shows a picture"
+    output = dict(output_type='display_data', data={'image/png': 'iVBO'})
+    return dict(cell_type='code', source=source, outputs=[output])
+
+@pytest.mark.parametrize('source,alt', [
+    ("ax.set(xlabel='KB', ylabel='ms')", 'ms over KB'),
+    ("plt.title('Reads'); plt.ylabel('GB/s'); plt.plot(x, label='direct')", 'Reads: GB/s: direct'),
+    ("a.set_ylabel('ms')\nb.set_ylabel('KB')\nb.set_xlabel('rows')", 'ms, KB, rows'),
+    ("%matplotlib inline\ndraw(label='_none')", 'It grows with n, see below.')])
+def test_what_a_plot_says(source, alt):
+    said = 'So far.\n\nThat is all. It grows with `n`, see [below](#x).'
+    md = dict(cell_type='markdown', source=said)
+    source = plots.described([md, plot(source)])[1]['source']
+    assert source.startswith(f'#| fig-alt: "Plot. {alt}"\n')
+
+@slow
+def test_every_plot_says_what_it_shows(html):
+    shown = [i for p in html.values() for i in re.findall(r'<img[^>]*src="data:image.{9}', p)]
+    assert shown and all(re.search('alt="[^"]', i) for i in shown)
+
 # -- in a browser ----------------------------------------------------------------------------------
 
 PAGES = ('index','book','1_ground/formats','2_card/device','3_ops/linear/ops.linear',
