@@ -35,7 +35,7 @@ class MediaSource(BaseModel):
     media_type: Annotated[str, Field(max_length=128)]|None = None
     data: str|None = None
     url: str|None = None
-    content: 'str|list[Block]|None' = None
+    content: 'str|list[ContentBlock]|None' = None
 
 class ContentBlock(BaseModel):
     "One block of a turn, of any type"
@@ -51,7 +51,7 @@ class ContentBlock(BaseModel):
     tool_use_id: str|None = None
     tool_name: str|None = None
     is_error: bool|None = None
-    content: 'str|list[Block]|dict[str,Any]|None' = None
+    content: 'str|list[ContentBlock]|dict[str,Any]|None' = None
     thinking: str|None = None
     signature: str|None = None
     data: str|None = None
