@@ -19,6 +19,14 @@ def answer_signals():
 
 answer_signals()
 
+def pytest_configure(config):
+    """Programs that tests start find the package compiled. A system may say that no bytecode is to
+    be written; then each of them would compile it anew, which takes longer than most tests"""
+    if hasattr(config, 'workerinput') or not hasattr(config, 'cache'):
+        return
+    os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
+    os.environ['PYTHONPYCACHEPREFIX'] = str(config.cache.mkdir('bytecode'))
+
 def pytest_xdist_auto_num_workers():
     """One more than there are cores, for some tests wait for others' processes;
     what each takes of memory bounds it"""
