@@ -6,9 +6,9 @@ python tests/gpu/startups.py [--emulator] [--shapes gpt-oss-20b:as-shipped,…]
 
 `FILE` gets {model: {where: report}}, which page use.bench_startup draws; what is in it of other
 models stays. Files are made up, and removed again. The first start, which compiles kernels and
-writes the packed file, is not kept. `--only` is one of the places; `--plain` says how many
-gigabytes are read plainly, in each of four ways, beside each start."""
-import json,shutil,subprocess,sys,tempfile
+bytecode and writes the packed file, is not kept. `--only` is one of the places; `--plain` says how
+many gigabytes are read plainly, in each of four ways, beside each start."""
+import json,os,shutil,subprocess,sys,tempfile
 from dataclasses import replace
 from pathlib import Path
 from toys import arguments,toy_shape,verdict
@@ -27,7 +27,9 @@ def by_command(path, plain, packed=None)->dict:
     if packed:
         how.append(f'--cache-packed={packed}')
     command = [sys.executable,'-c',COMMAND,'bench','startup',str(path),*how]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    env = dict(os.environ)
+    env.pop('PYTHONDONTWRITEBYTECODE', None)  # what pip installs is compiled
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env)
     return json.loads(out.read_text())
 
 def by_emulator(path, plain, packed=None)->dict:
