@@ -193,7 +193,7 @@ def _document(b, where, see):
     _need(b, where, 'source')
     hit = b.type=='search_result'
     if hit:
-        c,head = b.content,dict(Title=b.title, MediaSource=b.source)
+        c,head = b.content,dict(Title=b.title, Source=b.source)
     else:
         c,head = _held(b.source),dict(Title=b.title, Context=b.context)
     if not isinstance(c, str|list) or hit!=isinstance(b.source, str):
