@@ -657,7 +657,7 @@ async def test_a_model_that_was_killed_keeps_its_place():
 
 SERVE = """
 import sys
-from atlas.service.process import Policy
+from atlas.service.process import ProcessTimes
 from atlas.service.gateway import Listening,Making,Naming,serve
 def model(name):
     return dict(model='tiny', name=name, kv_spill_dir=sys.argv[1]+'/'+name, kv_spill_gb=.05)
@@ -665,7 +665,7 @@ serve(
     [model('a'), model('b')], listening=Listening(port=int(sys.argv[2])),
     naming=Naming(memory=int(sys.argv[3]), first=[]),
     making=Making(
-        policy=Policy(soon=.05), options=dict(device='cpu', max_seq_len=512, max_num_seqs=2)))
+        policy=ProcessTimes(soon=.05), options=dict(device='cpu', max_seq_len=512, max_num_seqs=2)))
 """
 
 def server(tmp_path, memory):

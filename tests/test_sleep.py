@@ -572,11 +572,11 @@ async def test_the_end_of_a_server_whose_model_sleeps():
 
 SERVE = '''
 import sys
-from atlas.service.process import Policy
+from atlas.service.process import ProcessTimes
 from atlas.service.gateway import serve,tables_of
 serve({models!r}, **tables_of(
     port={port}, command=[sys.executable, {worker!r}],
-    policy=Policy(beat=.1, drain={drain}), autoload={autoload},
+    policy=ProcessTimes(beat=.1, drain={drain}), autoload={autoload},
     max_seq_len=512, max_num_seqs=2, kv_cache_memory=1<<24))
 '''
 WORKER = str(Path(__file__).parent/'helpers'/'emulated_worker.py')
