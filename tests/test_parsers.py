@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given,settings,strategies as st
 from atlas.ground.core import RequestError
 from atlas.text.chat import ChatTemplate
-from atlas.text.parsers import REASONING_PARSERS,TOOL_PARSERS,ReasoningStream,Splitter
+from atlas.text.parsers import REASONING_PARSERS,ReasoningStream,Splitter
 from atlas.text.parsers import begins,default_parsers,kept,parse_reasoning,parse_tools
 from helpers.waiting import linear
 

@@ -414,7 +414,7 @@ CASES = [ # parser, text, content, calls[, tools]
     (
         'gemma4', M4('h', f'o:{{k:1,s:2}},l:[1,{Q}2{Q},null]'), None,
         [('h','{"o": {"k": 1, "s": "2"}, "l": [1, 2, null]}')], NESTED),
-    ('gemma4', f'a<tool_call|>b<|tool_call>c d<tool_call|>e', 'abe', []),
+    ('gemma4', 'a<tool_call|>b<|tool_call>c d<tool_call|>e', 'abe', []),
     (
         'gemma4', '<|tool_call>call:bad no brace<tool_call|>'+M4('f', f's:{Q}x{Q}'), None,
         [('bad no brace','{}'), ('f','{"s": "x"}')]),

@@ -434,7 +434,7 @@ def pull_hub(
     if ggufs:
         raise SourceError(
             f'{repo!r} has {len(ggufs)} GGUF files',
-            hint=f'Name one: '+', '.join(f'{repo}:{g}' for g in ggufs))
+            hint='Name one: '+', '.join(f'{repo}:{g}' for g in ggufs))
     raise SourceError(
         f'{repo!r} has neither *.safetensors nor *.gguf files',
         hint='Atlas reads no other weights: look for a converted copy')
