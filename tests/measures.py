@@ -2,22 +2,25 @@
 
     python tests/measures.py [-v] [PATH ...]
 
-A row for each chapter, the kernels and the tests, or for each path: notebooks, Python and CUDA
-files, or folders of these. `function` is the 90th percentile of tokens of a function, `large`
-counts those of more than 170, `bodies` functions of CUDA of more than 60 lines, `walls` runs of
-more than 250 words or three exported cells with nothing shown. `-v` says where a line is too long,
-a function too large, and so on."""
+A row for each chapter, the kernels and the tests, or for each path: notebooks, Python, CUDA and
+C++ files, or folders of these. `longest` is a line, in characters; `function` the 90th percentile
+of tokens of a function, `large` counts those of more than 170, `bodies` functions of CUDA of more
+than 60 lines, `walls` runs of more than 250 words or three exported cells with nothing shown, and
+`words` are the most with nothing shown. `-v` says where a line is too long, a function too large,
+and so on. Below it, the minutes of the tests: of one processor, by tests/durations.json."""
 import ast,io,json,re,sys,tokenize
 from collections import Counter
 from dataclasses import dataclass,field
 from pathlib import Path
+from helpers import durations
 
 ROOT = Path(__file__).parents[1]
 LINE,MANY = 100,20 # Characters and tokens of a line
 FUNCTION,NAMES = 170,3 # Tokens of a function, names of one assignment
 WORDS,CELLS = 250,3 # With nothing shown
 BODY = 60 # Lines of a function of CUDA
-KINDS = '.ipynb','.py','.cu','.cuh'
+C_KINDS = '.cu','.cuh','.h','.cpp'
+KINDS = '.ipynb','.py',*C_KINDS
 LAYOUT = {
     tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.COMMENT, tokenize.ENCODING, tokenize.ENDMARKER}
@@ -34,6 +37,7 @@ class Measures:
     "Of some files"
     lines:int=0
     tokens:list=field(default_factory=list) # Of each line that has some
+    longest:int=0 # Characters of a line
     long:int=0 # Lines
     joined:int=0 # Lines with two statements
     wide:int=0 # Assignments of many names
@@ -41,6 +45,7 @@ class Measures:
     functions:list=field(default_factory=list) # Tokens of each function
     bodies:int=0 # Functions of CUDA that are too long
     walls:int=0 # Runs of words or exported cells with nothing shown
+    words:int=0 # The most with nothing shown
 
     def quantile(self, q:float)->int:
         "Tokens that a line has at most, but for the longest"
@@ -52,14 +57,14 @@ class Measures:
         worst = max(self.functions, default=0)
         return (
             f'{name:14} {self.lines:7,} {self.quantile(.5):4} {self.quantile(.9):4} '
-            f'{self.quantile(.99):4} {self.long:6} {self.joined:6} {self.wide:6} '
+            f'{self.quantile(.99):4} {self.longest:7} {self.long:6} {self.joined:6} {self.wide:6} '
             f'{self.lambdas:7} {quantile(self.functions, .9):8} {large:5} {worst:6} '
-            f'{self.bodies:6} {self.walls:6}')
+            f'{self.bodies:6} {self.walls:6} {self.words:5}')
 
 HEAD = (
-    f'{"":14} {"lines":>7} {"p50":>4} {"p90":>4} {"p99":>4} {"long":>6} {"joined":>6} '
-    f'{"wide":>6} {"lambdas":>7} {"function":>8} {"large":>5} {"worst":>6} {"bodies":>6} '
-    f'{"walls":>6}')
+    f'{"":14} {"lines":>7} {"p50":>4} {"p90":>4} {"p99":>4} {"longest":>7} {"long":>6} '
+    f'{"joined":>6} {"wide":>6} {"lambdas":>7} {"function":>8} {"large":>5} {"worst":>6} '
+    f'{"bodies":>6} {"walls":>6} {"words":>5}')
 
 def files(paths):
     "All files below `paths` that are measured"
@@ -198,6 +203,7 @@ def walls(path, m:Measures, say):
             exported += 1
         if c['cell_type']=='code' and c.get('outputs') or '|--' in c['source']:
             words = exported = 0
+        m.words = max(m.words, words)
         if words>WORDS or exported>CELLS:
             m.walls += 1
             say(i, f'{words} words and {exported} exported cells with nothing shown')
@@ -214,13 +220,22 @@ def measured(paths, verbose=False)->Measures:
             rows = src.splitlines()
             m.lines += len(rows)
             for i,row in enumerate(rows, 1):
+                m.longest = max(m.longest, len(row))
                 if len(row)>LINE:
                     m.long += 1
                     say(i, f'{len(row)} characters')
-            (cuda if path.suffix in ('.cu','.cuh') else python)(src, m, say)
+            (cuda if path.suffix in C_KINDS else python)(src, m, say)
         if path.suffix=='.ipynb':
             walls(path, m, lambda i,what: verbose and print(f'{path}[{i}]: {what}'))
     return m
+
+def minutes()->str:
+    "What the tests take, those that a plain run leaves out and the others"
+    def shown(some): return f'{sum(some)/60:.1f} minutes in {len(some):,} tests'
+    seconds = [s for s in durations.read().values() if s]
+    slow = [s for s in seconds if s>durations.SLOW]
+    rest = [s for s in seconds if s<=durations.SLOW]
+    return f'pytest: {shown(rest)} of more than {durations.FAST} s; pytest -m slow: {shown(slow)}'
 
 def main(args):
     "Print the table"
@@ -232,6 +247,7 @@ def main(args):
     print(HEAD)
     for name,m in rows:
         print(m.row(name))
+    print(minutes())
 
 if __name__=='__main__':
     main(sys.argv[1:])

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/2_card/launch.html.md"""
 __all__ = ['DTYPES', 'OPTIONS', 'compilations', 'simulate', 'Source', 'kernel_names', 'broken_contract', 'find_nvcc', 'Nvcc',
            'cuda_headers', 'Nvrtc', 'CubinStore', 'Compilations', 'options_of', 'cubin_name', 'ahead', 'is_compiled',
            'compiled', 'Recording', 'recording', 'noted', 'wanting', 'machine_code', 'prepare', 'save_variants',
-           'saved_variants', 'compile_all', 'loaded']
+           'saved_variants', 'loaded']
 
 # %% ../../nbs/2_card/03_launch.ipynb #9a9329ca
 import functools,hashlib,json,os,re,shutil,subprocess,sys,tempfile,threading,warnings
@@ -574,16 +574,6 @@ def saved_variants(
         for m,archs in _listed(path)[1].items()
         for a,vs in archs.items() if model in (None, m)
         and arch in (None, a) for v in vs})
-
-# %% ../../nbs/2_card/03_launch.ipynb #a6077937
-def compile_all(
-    arch:str, # As `arch_name` gives it
-    compiler=None, # `Nvcc()` by default
-    root:Path|None=None, # Folder of the kernels, Atlas's own by default
-)->dict[str,bytes]: # Cubin of each kernel
-    "Compile every kernel for `arch`, keeping nothing"
-    compiler = compiler or Nvcc()
-    return {n: compiler(Source(n, root), arch) for n in kernel_names(root)}
 
 # %% ../../nbs/2_card/03_launch.ipynb #0fb7e1e3
 def loaded(

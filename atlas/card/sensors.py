@@ -35,11 +35,6 @@ class SensorReading:
     clocks_most:dict=field(default_factory=dict) # The highest that they could be
     memory:dict=field(default_factory=dict) # 'used' and 'total' -> bytes
     reasons:tuple=() # Of `REASONS`
-    @property
-    def throttled(self)->bool:
-        "Is it slower than it could be for heat or power?"
-        return bool(
-            {*self.reasons}&{'power_cap','hw_slowdown','sw_thermal','hw_thermal','power_brake'})
     def __repr__(self):
         said = [f'card {self.card}']
         if self.celsius is not None:

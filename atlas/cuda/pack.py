@@ -1257,7 +1257,6 @@ def begin(self:Staging,
 ):
     "All wants are known: have the card ready"
     mine = np.flatnonzero(moves>=0)
-    self._windows = windows
     self._first = mine.searchsorted(windows.first)
     w = windows
     self._prepare(moves[mine], w.lo[mine], w.at[mine], w.n[mine])

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/catalog.html.md"""
 
 # %% auto #0
 __all__ = ['CATALOG', 'SamplingPreset', 'Parsers', 'CatalogEntry', 'read_catalog', 'Catalog', 'find_entry', 'releases_of',
-           'nearest', 'unknown', 'entry_of']
+           'nearest', 'unknown']
 
 # %% ../../nbs/1_ground/12_catalog.ipynb #e5dea0ab
 import json,math,re
@@ -210,10 +210,3 @@ def unknown(
     others = f'Give a path, a Hugging Face id such as org/name, or one of: {", ".join(more)}'
     return SourceError(f'{name!r} is not a file or folder here, and not a model that Atlas knows',
         hint=f'{said}{others}; "atlas list --all" shows more')
-
-def entry_of(name:str)->CatalogEntry:
-    "The entry that `name` means; a `SourceError` says what may have been meant"
-    found = find_entry(name)
-    if found is None:
-        raise unknown(name)
-    return found[1]

@@ -1,9 +1,11 @@
-// Threads that share a piece of work and sleep in between. Whoever has work never waits for one
-// that has not begun: what nobody has taken it does itself, so that a thread which another program
-// keeps from running costs its share and no more. A thread that has nothing to do looks for more
-// during IDLE before it sleeps, for products follow each other faster than a sleeper wakes; while it
-// looks it lets everybody else run first. Who waits for the last piece sleeps after LAST: if the one
-// that has it cannot run, it can on the processor that this leaves idle.
+// Threads that share a piece of work and sleep in between. Whoever has work never
+// waits for one that has not begun: what nobody has taken it does itself, so that
+// a thread which another program keeps from running costs its share and no more.
+// A thread that has nothing to do looks for more during IDLE before it sleeps,
+// for products follow each other faster than a sleeper wakes; while it looks it
+// lets everybody else run first. Who waits for the last piece sleeps after LAST:
+// if the one that has it cannot run, it can on the processor that this leaves
+// idle.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -24,7 +26,8 @@ class Pool {
 
     static void pause() {
 #if defined(__x86_64__)
-        for (int i = 0; i < 16; i++) __builtin_ia32_pause();
+        for (int i = 0; i < 16; i++)
+            __builtin_ia32_pause();
 #endif
         std::this_thread::yield();
     }
@@ -34,14 +37,16 @@ class Pool {
         auto end = std::chrono::steady_clock::now() + most;
         do {
             for (int i = 0; i < 8; i++) {
-                if (done()) return true;
+                if (done())
+                    return true;
                 pause();
             }
         } while (std::chrono::steady_clock::now() < end);
         return false;
     }
     void take() {
-        for (long i; (i = next.fetch_add(1)) < count;) work(with, i);
+        for (long i; (i = next.fetch_add(1)) < count;)
+            work(with, i);
     }
     void help() {
         for (long seen = 0;;) {
@@ -51,16 +56,19 @@ class Pool {
             wake.wait(held, [&] { return turn != seen; });
             asleep--;
             seen = turn;
-            if (wanted < 1) continue;
+            if (wanted < 1)
+                continue;
             wanted--;
             inside++;
             held.unlock();
             take();
             held.lock();
-            if (!--inside) left.notify_one();
+            if (!--inside)
+                left.notify_one();
         }
     }
-    void begin(long n, long threads, void (*f)(void*, long), void* arg) {
+    void begin(
+            long n, long threads, void (*f)(void*, long), void* arg) {
         std::lock_guard<std::mutex> held(lock);
         while ((long)helpers.size() < threads - 1) {
             helpers.emplace_back([this] { help(); });
@@ -69,24 +77,28 @@ class Pool {
         work = f, with = arg, count = n, wanted = threads - 1;
         next = 0;
         turn++;
-        for (long i = 1; i < threads && i <= asleep; i++) wake.notify_one();
+        for (long i = 1; i < threads && i <= asleep; i++)
+            wake.notify_one();
     }
     void end() {
         {
             std::lock_guard<std::mutex> held(lock);
             wanted = 0;
         }
-        if (look(LAST, [&] { return !inside; })) return;
+        if (look(LAST, [&] { return !inside; }))
+            return;
         std::unique_lock<std::mutex> held(lock);
         left.wait(held, [&] { return !inside; });
     }
 
 public:
-    // work(with, i) for all i below n, on at most so many threads, this one included
+    // work(with, i) for all i below n, on at most so many threads, this one
+    // included
     void run(long n, long threads, void (*f)(void*, long), void* arg) {
         std::unique_lock<std::mutex> mine(owner, std::try_to_lock);
         if (n < 2 || threads < 2 || !mine) {
-            for (long i = 0; i < n; i++) f(arg, i);
+            for (long i = 0; i < n; i++)
+                f(arg, i);
             return;
         }
         begin(n, threads, f, arg);
