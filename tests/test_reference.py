@@ -1,6 +1,7 @@
 """Atlas against another implementation: the checkpoints of tests/data, made by make_reference.py,
 and what the transformers library makes of them."""
 import re
+from dataclasses import replace
 import numpy as np, pytest
 import atlas.ground.files
 from atlas import LLM,SamplingParams
@@ -61,6 +62,17 @@ def test_chunked_prefill(name):
     assert (
         (Run(m).chunks(r['ids'])==whole).all()
         and error(whole, r['logits'])<TOL)
+
+@each()
+def test_wanted_rows_alone(name):
+    "A last layer that is spared the rows of a prompt that nobody asks for: the same bits"
+    ids,m = refs[name]['ids'],model(name)
+    run = Run(m)
+    b = run.batch(ids, 0, True)
+    whole = m.trunk(b, run.cache)
+    for out in ([],[len(ids)-1],[len(ids)//2,0,len(ids)-1]):
+        wanted = replace(b, out=np.array(out, np.int32))
+        assert (m.of_out(wanted, Run(m).cache)==whole[wanted.out]).all()
 
 @each()
 def test_prompt_by_decode(name):

@@ -294,8 +294,16 @@ def _passes(self:HostStepper, plan, turns)->list[Pass]:
         if not pieces:
             continue
         b = make_batch(pieces, tiled, size, model.device)
-        out.append(Pass(b, self._trunk(b), pieces))
+        out.append(self._prompt_pass(b, pieces) if tiled else Pass(b, self._trunk(b), pieces))
     return out
+
+@patch
+def _prompt_pass(self:HostStepper, b:Batch, pieces)->Pass:
+    "Prompts, of which a drafter sees all rows, and the head the last of each"
+    if self.drafter:
+        return Pass(b, self.model.trunk(b, self.cache), pieces)
+    x = self.model.of_out(b, self.cache)
+    return Pass(replace(b, out=np.arange(len(x))), x, pieces)
 
 @patch
 def _logits(self:HostStepper, passes):

@@ -17,6 +17,7 @@ from ..ground.config import ModelConfig
 from ..ground.weights import Want
 from ..ops.delta import ungroup_ba,ungroup_qkvz
 from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,MoEWeights
+from ..ops.linear import TILE
 from ..ops.vocabulary import Norm,Step
 
 # %% ../../nbs/4_model/01_layers.ipynb #0de01d76
@@ -457,9 +458,34 @@ class Block:
         gains = [getattr(self, h.attr+'_norm').weight for h in self._halves]
         return [Norm(g, self._c.norm_eps) for g in gains]
 
+    def _half(self, h, x, s):
+        "The stream after one of the halves"
+        gain = getattr(self, h.attr+'_norm').weight
+        return h.layer(x, Norm(gain, self._c.norm_eps), s, add=x)
+
     def __call__(self, x, s):
         "The stream `x` [R,H] after this block"
         for h in self._halves:
-            gain = getattr(self, h.attr+'_norm').weight
-            x = h.layer(x, Norm(gain, self._c.norm_eps), s, add=x)
+            x = self._half(h, x, s)
         return x
+
+# %% ../../nbs/4_model/01_layers.ipynb #5d6fac0b
+def _tiles_with(out)->tuple:
+    "Rows of the tiles that hold rows `out` of prompts, and where those are among them"
+    tiles = np.unique(out//TILE)
+    rows = tiles[:,None]*TILE+np.arange(TILE)
+    return rows.ravel(),np.searchsorted(tiles, out//TILE)*TILE+out%TILE
+
+@patch
+def of_out(self:Block, x, s): # [n, H]
+    "The stream after this block of the rows `s.b.out` alone, as a call has it: the last of a model"
+    *before,last = self._halves
+    if not isinstance(last.layer, MLP):
+        return self(x, s)[s.b.out]
+    for h in before:
+        x = self._half(h, x, s)
+    if not len(s.b.out):
+        return x[:0]
+    rows,at = _tiles_with(s.b.out)
+    few = replace(s, b=replace(s.b, slots=s.b.slots[rows]))
+    return self._half(last, x[rows], few)[at]

@@ -19,7 +19,7 @@ from ..ground.core import RequestError,UnsupportedError
 from ..ground.files import same_bytes
 from ..ground.opening import made_up
 from ..ground.weights import IGNORE,Want,load,planned,_read_bytes
-from .layers import bind,norm
+from .layers import Block,bind,norm
 from .media import Media,make_media
 from ..ops.linear import TILE
 from ..ops.rope import mrope_axes,rope_table
@@ -360,17 +360,26 @@ def trunk(self:Decoder,
     return x
 
 @patch
+def of_out(self:Decoder, b:Batch, cache): # [n, H] float32
+    "Rows `b.out` of prompts after the last layer, the same bits as `trunk` has"
+    short = not b.patches and isinstance(self.layers[-1], Block)
+    x = self.through(self.embed(b), self.step(b, cache), only_out=short)
+    return x if short else x[b.out]
+
+@patch
 def through(self:Decoder,
     x, # Embeddings of the rows, [R, H]
     s:Step, # Which they are of
     tap=None, # As for `trunk`
+    only_out:bool=False, # Are rows but `s.b.out` of no interest? [n, H] then
 ): # [R, H] float32
     "The stream after the last layer"
     rows,_,deep = s.b.patches or (None,None,())
+    last = self.layers[-1] if only_out else None
     # small matrix products raise these for lanes past a row's end; the sampler looks for NaN
     with np.errstate(over='ignore', invalid='ignore'):
         for i,l in enumerate(self.layers):
-            x = l(x, s)
+            x = l.of_out(x, s) if l is last else l(x, s)
             if i<len(deep):
                 x[rows] += deep[i]
             if tap:
