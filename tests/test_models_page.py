@@ -223,6 +223,6 @@ def test_nothing_is_wider_than_the_screen(page, width):
 
 def test_the_chat_page_leads_here(chromium, served):
     p = chromium.open(served.url+'/')
-    p.js('document.querySelector(`a[href="ui"]`).click()')
+    p.js("setTimeout(() => document.querySelector(`a[href=\"ui\"]`).click())")
     p.until('location.pathname === "/ui"')
     closed(p)

@@ -1,7 +1,7 @@
 """A browser without a window, where Chromium is installed, spoken to over its DevTools protocol:
 `with browser() as b: page = b.open(url)`."""
 import json,os,shutil,subprocess,tempfile,urllib.request
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack,contextmanager,suppress
 from pathlib import Path
 import pytest
 from helpers.waiting import WAIT,until
@@ -18,6 +18,9 @@ def chromium():
     found = next(filter(None, map(shutil.which, NAMES)), None)
     return found or pytest.skip('no Chromium here')
 
+class Navigated(Exception):
+    "The page went elsewhere while it was asked"
+
 class Page:
     "A tab: `js` evaluates an expression in it, `until` waits for one to be true"
     def __init__(self, ws):
@@ -29,8 +32,14 @@ class Page:
         self.ws.send(json.dumps(dict(id=self.n, method=method, params=params)))
         while (m := json.loads(self.ws.recv(timeout=WAIT))).get('id')!=self.n:
             self.note(m)
-        assert 'error' not in m, m['error']
+        self.check(m)
         return m['result']
+    def check(self, m):
+        "What is asked of a page that goes elsewhere meanwhile is never answered"
+        said = m.get('error', {}).get('message', '')
+        if 'navigated' in said or 'context was destroyed' in said:
+            raise Navigated(said)
+        assert not said, said
     def note(self, m):
         "Keep errors and dialogs of the page for whoever looks at `logged`"
         if m.get('method')=='Runtime.exceptionThrown':
@@ -43,7 +52,10 @@ class Page:
         assert 'exceptionDetails' not in r, r['exceptionDetails']['exception'].get('description', r)
         return r['result'].get('value')
     def until(self, code):
-        until(lambda: self.js(f'Boolean({code})'), code, again=.02)
+        def true():
+            with suppress(Navigated):
+                return self.js(f'Boolean({code})')
+        until(true, code, again=.02)
     def key(self, name, code=0, text=None, shift=False):
         key = dict(key=name, code=name, windowsVirtualKeyCode=code, modifiers=8*shift)
         makes = dict(text=text) if text else {}
