@@ -130,7 +130,7 @@ def test_an_exception_in_a_step(llm, monkeypatch, where):
     want = llm.generate(A, greedy(8)).token_ids
     s = llm.stream(A, greedy(8))
     got = [next(s)]
-    def broken(*_):
+    def broken(*_, **how):
         raise ArithmeticError
     with monkeypatch.context() as m:
         m.setattr(
@@ -144,9 +144,9 @@ def test_aborted_while_the_model_runs(llm, monkeypatch):
     "As when a forgotten stream is collected in the middle of a step: its mates do not notice"
     want,trunk = llm.generate([A,B], greedy(6)),llm.model.trunk
     llm.engine.add(Request('left', tuple(A), greedy(50)))
-    def collected(*a):
+    def collected(*a, **how):
         llm.engine.abort('left')
-        return trunk(*a)
+        return trunk(*a, **how)
     with monkeypatch.context() as m:
         m.setattr(llm.model, 'trunk', collected)
         got = llm.generate([A,B], greedy(6))

@@ -302,7 +302,7 @@ def _prompt_pass(self:HostStepper, b:Batch, pieces)->Pass:
     "Prompts, of which a drafter sees all rows, and the head the last of each"
     if self.drafter:
         return Pass(b, self.model.trunk(b, self.cache), pieces)
-    x = self.model.of_out(b, self.cache)
+    x = self.model.trunk(b, self.cache, only_out=True)
     return Pass(replace(b, out=np.arange(len(x))), x, pieces)
 
 @patch

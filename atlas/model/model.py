@@ -351,31 +351,26 @@ def trunk(self:Decoder,
     tap=None, # `tap(i, x)` sees the stream after each layer, [R, H], divided by `unit`
     routes:list|None=None, # Collects (ids, weights) of each experts layer
     made:list|None=None, # Gets the rows as the head wants them too, if the last layer left them so
+    only_out:bool=False, # Rows `b.out` of prompts alone, which spares a host some work: [n, H]
 ): # [R, H] float32
     "The residual stream after the last layer"
     s = self.step(b, cache, routes)
-    x = self.through(self.embed(b), s, tap)
+    x = self.through(self.embed(b), s, tap, only_out)
     if made is not None:
         made += s.made
     return x
-
-@patch
-def of_out(self:Decoder, b:Batch, cache): # [n, H] float32
-    "Rows `b.out` of prompts after the last layer, the same bits as `trunk` has"
-    short = not b.patches and isinstance(self.layers[-1], Block)
-    x = self.through(self.embed(b), self.step(b, cache), only_out=short)
-    return x if short else x[b.out]
 
 @patch
 def through(self:Decoder,
     x, # Embeddings of the rows, [R, H]
     s:Step, # Which they are of
     tap=None, # As for `trunk`
-    only_out:bool=False, # Are rows but `s.b.out` of no interest? [n, H] then
+    only_out:bool=False, # Likewise
 ): # [R, H] float32
     "The stream after the last layer"
     rows,_,deep = s.b.patches or (None,None,())
-    last = self.layers[-1] if only_out else None
+    early = only_out and not deep and isinstance(self.layers[-1], Block)
+    last = self.layers[-1] if early else None
     # small matrix products raise these for lanes past a row's end; the sampler looks for NaN
     with np.errstate(over='ignore', invalid='ignore'):
         for i,l in enumerate(self.layers):
@@ -384,7 +379,7 @@ def through(self:Decoder,
                 x[rows] += deep[i]
             if tap:
                 tap(i, x)
-    return x
+    return x[s.b.out] if only_out and not early else x
 
 # %% ../../nbs/4_model/04_model.ipynb #b75b9354
 @patch
