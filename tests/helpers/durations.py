@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).parents[1]/'durations.json'
-SLOW,FAST = .5,.04  # seconds
+SLOW,FAST = .3,.04  # seconds
 # A browser, and clients that are late on purpose: they take time, though little of the
 # processor's; never fast
 WAITS = ('test_page.py','test_http.py')
