@@ -59,12 +59,11 @@ static void norm_spans(
         norm(x + i, gain, eps, x + i, span);
 }
 
-static void turn_heads(
-        const Attend& a, float* x, long row, long heads) {
+static void turn_heads(const Attend& a, float* x, long row, long heads) {
     if (a.cos)
         for (long h = 0; h < heads; h++)
-            rotate(x + h * a.d, a.cos + row * a.half,
-                    a.sin + row * a.half, a.half);
+            rotate(x + h * a.d, a.cos + row * a.half, a.sin + row * a.half,
+                    a.half);
 }
 
 // Keys and values of a row into the cache
@@ -72,8 +71,7 @@ static void remember(const Attend& a, const float* k, long row) {
     long n = a.kv * a.d;
     if (a.q_only || a.slots[row] < 0)
         return;
-    float *key = a.k + a.slots[row] * n,
-          *value = a.v + a.slots[row] * n;
+    float *key = a.k + a.slots[row] * n, *value = a.v + a.slots[row] * n;
     memcpy(value, a.k_eq_v ? k : k + n, n * 4);
     if (a.v_norm)
         norm_spans(value, nullptr, a.d, a.eps, n);
@@ -106,27 +104,27 @@ static void prepare_some(void* with, long i) {
 // are -inf
 template <int H>
 APART void scores(
-        const float* q, const float* const* key, long d, float scale,
-        long from, long to, float (*s)[KEYS]) {
+        const float* q, const float* const* key, long d, float scale, long from,
+        long to, float (*s)[KEYS]) {
     for (int h = 0; h < H; h++)
         std::fill_n(s[h], KEYS, -INFINITY);
     for (long j = from / 4 * 4; j < to; j += 4) {
         f8 acc[H][4] = {};
         for (long i = 0; i < d; i += 8) {
             f8 a[H];
-#pragma GCC unroll 16
+            #pragma GCC unroll 16
             for (int h = 0; h < H; h++)
                 keep(a[h] = load<f8>(q + h * d + i));
-#pragma GCC unroll 16
+            #pragma GCC unroll 16
             for (int n = 0; n < 4; n++) {
                 f8 b = load<f8>(key[j + n] + i);
                 keep(b);
-#pragma GCC unroll 16
+                #pragma GCC unroll 16
                 for (int h = 0; h < H; h++)
                     acc[h][n] = fma(b, a[h], acc[h][n]);
             }
         }
-#pragma GCC unroll 16
+        #pragma GCC unroll 16
         for (int h = 0; h < H; h++) {
             float y[4];
             sum4(acc[h], y);
@@ -165,33 +163,31 @@ INLINE float soften(float* s, float& top, float& total) {
 // o = o * shrink + s v, C times eight columns of H queries
 template <int H, int C>
 APART void values(
-        const float (*s)[KEYS], const float* shrink,
-        const float* const* value, long at, long from, long to,
-        float* o, long d) {
+        const float (*s)[KEYS], const float* shrink, const float* const* value,
+        long at, long from, long to, float* o, long d) {
     f8 acc[H][C];
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int h = 0; h < H; h++)
-#pragma GCC unroll 16
+        #pragma GCC unroll 16
         for (int c = 0; c < C; c++)
-            acc[h][c] = load<f8>(o + h * d + at + 8 * c)
-                    * all(shrink[h]);
+            acc[h][c] = load<f8>(o + h * d + at + 8 * c) * all(shrink[h]);
     for (long j = from; j < to; j++) {
         f8 p[H];
-#pragma GCC unroll 16
+        #pragma GCC unroll 16
         for (int h = 0; h < H; h++)
             keep(p[h] = all(s[h][j]));
-#pragma GCC unroll 16
+        #pragma GCC unroll 16
         for (int c = 0; c < C; c++) {
             f8 v = load<f8>(value[j] + at + 8 * c);
             keep(v);
-#pragma GCC unroll 16
+            #pragma GCC unroll 16
             for (int h = 0; h < H; h++)
                 acc[h][c] = fma(v, p[h], acc[h][c]);
         }
     }
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int h = 0; h < H; h++)
-#pragma GCC unroll 16
+        #pragma GCC unroll 16
         for (int c = 0; c < C; c++)
             store(o + h * d + at + 8 * c, acc[h][c]);
 }
@@ -209,8 +205,8 @@ struct Block {
 
 template <int H>
 static void see(
-        const Attend& a, const float* q, const Block& b, long from,
-        long to, const Seen& y) {
+        const Attend& a, const float* q, const Block& b, long from, long to,
+        const Seen& y) {
     alignas(32) float s[H][KEYS];
     float shrink[H];
     scores<H>(q, b.key, a.d, a.scale, from, to, s);
@@ -225,8 +221,8 @@ static void see(
 
 // All `heads` queries of a row that share a key
 static void see_all(
-        const Attend& a, const float* q, const Block& b, long from,
-        long to, Seen y, long heads) {
+        const Attend& a, const float* q, const Block& b, long from, long to,
+        Seen y, long heads) {
     for (long h = 0; h < heads;) {
         long n = std::min(heads - h, 3L);
         Seen own = {y.o + h * a.d, y.top + h, y.total + h};
@@ -243,8 +239,7 @@ static void see_all(
 // Keys and values of key head h at positions from.. of a sequence; those from
 // `end` on are not read
 static void find(
-        const Attend& a, long seq, long h, long from, long end,
-        Block& b) {
+        const Attend& a, long seq, long h, long from, long end, Block& b) {
     const int32_t* table = a.tables + seq * a.table;
     long block = from / a.block, in = from % a.block;
     for (long j = 0; j < KEYS; j++) {
@@ -257,8 +252,7 @@ static void find(
 }
 
 // Before it has seen a key: nothing, or its sink
-static void begin(
-        const Attend& a, const Seen& y, long rows, long heads, long h) {
+static void begin(const Attend& a, const Seen& y, long rows, long heads, long h) {
     std::fill_n(y.o, rows * heads * a.d, 0.f);
     for (long i = 0; i < rows * heads; i++) {
         y.top[i] = a.sinks ? a.sinks[h * heads + i % heads] : -INFINITY;
@@ -268,15 +262,12 @@ static void begin(
 
 // A head's result
 static void finish(
-        const Attend& a, const float* o, float total, long row,
-        long head) {
+        const Attend& a, const float* o, float total, long row, long head) {
     float* to = a.out + (row * a.heads + head) * a.d;
     const float* gate = a.qkv + row * a.width + head * a.d;
     for (long i = 0; i < a.d; i += 8) {
         f8 v = load<f8>(o + i) / all(total);
-        store(to + i,
-                a.gate ? v * times_sigmoid(all(1), load<f8>(gate + i))
-                       : v);
+        store(to + i, a.gate ? v * times_sigmoid(all(1), load<f8>(gate + i)) : v);
     }
 }
 
@@ -299,12 +290,9 @@ static void attend_group(void* with, long i) {
         for (long r = 0; r < g.rows; r++) {
             long p = g.at + r,
                  least = a.window ? std::max(0L, p - a.window + 1) : 0;
-            long from = std::max(least - at, 0L),
-                 to = std::min(p + 1 - at, KEYS);
-            const float* q = s.q + (g.row + r) * a.heads * a.d
-                    + h * own;
-            Seen row = {y.o + r * own, y.top + r * heads,
-                    y.total + r * heads};
+            long from = std::max(least - at, 0L), to = std::min(p + 1 - at, KEYS);
+            const float* q = s.q + (g.row + r) * a.heads * a.d + h * own;
+            Seen row = {y.o + r * own, y.top + r * heads, y.total + r * heads};
             if (from < to)
                 see_all(a, q, b, from, to, row, heads);
         }
@@ -324,15 +312,13 @@ static std::vector<Group> grouped(const Attend& a) {
              most = a.tiled ? TOGETHER : 1;
         for (long i = 0; i < n; i += most)
             found.push_back(
-                    {row + lead + i, std::min(most, n - i), s,
-                            a.starts[s] + i});
+                    {row + lead + i, std::min(most, n - i), s, a.starts[s] + i});
         row += a.tiled ? (lead + n + TILE - 1) / TILE * TILE : n;
     }
     return found;
 }
 
-static void clear_padding(
-        const Attend& a, const std::vector<Group>& groups) {
+static void clear_padding(const Attend& a, const std::vector<Group>& groups) {
     long row = 0, n = a.heads * a.d;
     for (const Group& g : groups) {
         std::fill(a.out + row * n, a.out + g.row * n, 0.f);

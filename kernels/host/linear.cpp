@@ -61,8 +61,8 @@ template <class F> INLINE void widen(const Row& r, long rest, f8* w) {
 // after the other
 template <class F>
 INLINE void widen(
-        const Row& row, long c, bool first, long rest,
-        typename F::Held& held, f8* w) {
+        const Row& row, long c, bool first, long rest, typename F::Held& held,
+        f8* w) {
     Row r = F::at(row, c);
     if constexpr (F::HELD > 1) {
         if (first || c % F::HELD == 0)
@@ -91,7 +91,7 @@ static void direct(const Work& v, long n, long apart = 1) {
     if (!wide<F>)
         fetch(*v.w, n, N);
     Row row[N];
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int i = 0; i < N; i++)
         row[i] = F::row(*v.w, n + i * apart);
     float y[R][N] = {};
@@ -101,40 +101,35 @@ static void direct(const Work& v, long n, long apart = 1) {
         typename F::Held held[N];
         long end = std::min(k + part, v.w->k);
         for (long c = k / 32; c * 32 < end; c++) {
-#pragma GCC unroll 16
+            #pragma GCC unroll 16
             for (int i = 0; i < N; i++) {
                 f8 w[4];
                 if (wide<F>)
-                    __builtin_prefetch(
-                            row[i].data + c * F::BYTES + NEAR);
-                widen<F>(
-                        row[i], c, 32 * c == k, end - 32 * c, held[i],
-                        w);
-#pragma GCC unroll 16
+                    __builtin_prefetch(row[i].data + c * F::BYTES + NEAR);
+                widen<F>(row[i], c, 32 * c == k, end - 32 * c, held[i], w);
+                #pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
                     const float* x = v.x + r * v.step + 32 * c;
-#pragma GCC unroll 16
+                    #pragma GCC unroll 16
                     for (int j = 0; j < 4; j++)
-                        acc[r][i] = fma(
-                                w[j], load<f8>(x + 8 * j), acc[r][i]);
+                        acc[r][i] = fma(w[j], load<f8>(x + 8 * j), acc[r][i]);
                 }
             }
         }
-#pragma GCC unroll 16
+        #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
+            #pragma GCC unroll 16
             for (int i = 0; i < N; i++)
                 y[r][i] += sum(acc[r][i]);
     }
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
+        #pragma GCC unroll 16
         for (int i = 0; i < N; i++)
             v.y[r * v.y_step + n + i * apart] = y[r][i];
 }
 
-template <class F, int R>
-static void few(const Work& v, long n, long end) {
+template <class F, int R> static void few(const Work& v, long n, long end) {
     if constexpr (wide<F>) {
         long half = (end - n) / 2;
         for (long i = 0; i < half; i++)
@@ -156,31 +151,28 @@ struct Sums {
     float* y;
     long step;
     bool first;
-    Sums at(long r, long n) const {
-        return {y + r * step + n, step, first};
-    }
+    Sums at(long r, long n) const { return {y + r * step + n, step, first}; }
 };
 
 // R rows of x times N widened rows of W, k columns of both, packed (`packed`)
 template <int R, int N>
-APART void tile(
-        const float* x, const float* w, long k, const Sums& to) {
+APART void tile(const float* x, const float* w, long k, const Sums& to) {
     f8 acc[R][N] = {};
     for (long i = 0; i < k; i += 8, x += 8 * R, w += 8 * N) {
         f8 a[R];
-#pragma GCC unroll 16
+        #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
             keep(a[r] = load<f8>(x + 8 * r));
-#pragma GCC unroll 16
+        #pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
             f8 b = load<f8>(w + 8 * n);
             keep(b);
-#pragma GCC unroll 16
+            #pragma GCC unroll 16
             for (int r = 0; r < R; r++)
                 acc[r][n] = fma(b, a[r], acc[r][n]);
         }
     }
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
         float* y = to.y + r * to.step;
         if constexpr (N == 4) {
@@ -188,7 +180,7 @@ APART void tile(
             sum4(acc[r], s);
             store(y, (to.first ? f4{} : load<f4>(y)) + load<f4>(s));
         } else
-#pragma GCC unroll 16
+            #pragma GCC unroll 16
             for (int n = 0; n < N; n++)
                 y[n] = (to.first ? 0 : y[n]) + sum(acc[r][n]);
     }
@@ -197,8 +189,7 @@ APART void tile(
 // R rows of x times n widened rows of W
 template <int R>
 static void strip(
-        const float* x, const float* w, long k, const Sums& to,
-        long n) {
+        const float* x, const float* w, long k, const Sums& to, long n) {
     long i = 0;
     for (; i + COLUMNS <= n; i += COLUMNS)
         tile<R, COLUMNS>(x, w + i * k, k, to.at(0, i));
@@ -209,8 +200,7 @@ static void strip(
 // Where eight numbers, from column c on, of row i of n stand: `most` rows lie
 // side by side, eight numbers of each in turn, and where fewer are left each lies
 // by itself
-INLINE float* packed(
-        float* to, long i, long n, long most, long width, long c) {
+INLINE float* packed(float* to, long i, long n, long most, long width, long c) {
     long first = i / most * most;
     if (first + most <= n)
         return to + first * width + c * most + (i - first) * 8;
@@ -223,8 +213,7 @@ static thread_local Room of_panel;
 // packed
 template <class F>
 static void widen_panel(
-        const Matrix& w, long n, long rows, long k, long width,
-        float* panel) {
+        const Matrix& w, long n, long rows, long k, long width, float* panel) {
     for (long i = 0; i < rows; i++) {
         fetch(w, n + i, 1);
         Row row = F::row(w, n + i);
@@ -232,18 +221,17 @@ static void widen_panel(
         for (long c = 0; c < width; c += 32) {
             f8 v[4];
             widen<F>(row, (k + c) / 32, !c, w.k - k - c, held, v);
-#pragma GCC unroll 16
+            #pragma GCC unroll 16
             for (int j = 0; j < 4; j++)
-                store(packed(panel, i, rows, COLUMNS, width, c + 8 * j),
-                        v[j]);
+                store(packed(panel, i, rows, COLUMNS, width, c + 8 * j), v[j]);
         }
     }
 }
 
 // So many rows of x times a panel of n rows of W, `width` columns of both, packed
 static void visit(
-        const float* x, long rows, const float* panel, long n,
-        long width, const Sums& to) {
+        const float* x, long rows, const float* panel, long n, long width,
+        const Sums& to) {
     long most = std::max(CACHE / (4 * width) / ROWS, 1L) * ROWS;
     for (long begin = 0; begin < rows; begin += most)
         for (long i = 0; i < n; i += GROUP) {
@@ -257,10 +245,8 @@ static void visit(
         }
 }
 
-template <class F>
-static void many(const Work& v, long begin, long end) {
-    long n = end - begin, part = part_of(v.w->k),
-         step = whole32(v.w->k);
+template <class F> static void many(const Work& v, long begin, long end) {
+    long n = end - begin, part = part_of(v.w->k), step = whole32(v.w->k);
     float* panel = of_panel.of(n * part);
     for (long k = 0; k < v.w->k; k += part) {
         long width = std::min(step - k, part);
@@ -281,16 +267,14 @@ struct Entry {
     const Kernel* of;
     long bytes;
 };
-template <class F>
-static constexpr Entry entry = {Kernels<F>::of, F::BYTES};
+template <class F> static constexpr Entry entry = {Kernels<F>::of, F::BYTES};
 
 // In the order of `STORED` of atlas.ops.host
-static const Entry formats[] = {entry<F32>, entry<F16>, entry<BF16>,
-        entry<FP8>, entry<FP8>, entry<FP8_CHANNEL>, entry<FP8_BLOCK>,
-        entry<NVFP4>, entry<MXFP4>, entry<INT4>,
-        entry<Q45<false, false>>, entry<Q45<true, false>>,
-        entry<Q45<false, true>>, entry<Q45<true, true>>, entry<Q8_0>,
-        entry<Q45_K<false>>, entry<Q45_K<true>>, entry<Q6_K>};
+static const Entry formats[] = {entry<F32>, entry<F16>, entry<BF16>, entry<FP8>,
+        entry<FP8>, entry<FP8_CHANNEL>, entry<FP8_BLOCK>, entry<NVFP4>,
+        entry<MXFP4>, entry<INT4>, entry<Q45<false, false>>,
+        entry<Q45<true, false>>, entry<Q45<false, true>>, entry<Q45<true, true>>,
+        entry<Q8_0>, entry<Q45_K<false>>, entry<Q45_K<true>>, entry<Q6_K>};
 
 // A matrix times rows, in pieces of `size` rows of the matrix, the first of which
 // is number `first`
@@ -304,8 +288,7 @@ static Job job_of(const Work& v, long threads, long first) {
     const Entry& e = formats[v.w->format];
     bool panels = v.rows > FEW;
     long bytes = panels ? 4 * part_of(v.w->k) : e.bytes * v.w->k / 32;
-    long most = std::max(
-            (panels ? CACHE : GRAIN) / std::max(bytes, 1L), 1L);
+    long most = std::max((panels ? CACHE : GRAIN) / std::max(bytes, 1L), 1L);
     long share = (v.w->n + threads - 1) / threads,
          size = std::max(std::min(most, share), 1L);
     if (size > GROUP)
@@ -323,8 +306,7 @@ static void piece(void* with, long i) {
 }
 
 // Matrices that write side by side into y
-static void multiply(
-        const Matrix* w, long count, Work v, long threads) {
+static void multiply(const Matrix* w, long count, Work v, long threads) {
     static thread_local std::vector<Job> jobs;
     jobs.clear();
     long pieces = 0;
@@ -368,8 +350,7 @@ static void enter_packed(void* with, long i) {
         for (long k = 0; k < step; k += part) {
             long width = std::min(step - k, part);
             for (long c = 0; c < width; c += 8)
-                store(packed(e.to + k * e.rows, r, e.rows, ROWS, width,
-                              c),
+                store(packed(e.to + k * e.rows, r, e.rows, ROWS, width, c),
                         load<f8>(row + k + c));
         }
     }
@@ -380,9 +361,7 @@ static thread_local Room of_rows, of_result;
 static const float* entered(Entering e, long threads) {
     e.to = of_rows.of(e.rows * whole32(e.k));
     if (e.rows > FEW)
-        pool.run(
-                (e.rows + STRIP - 1) / STRIP, threads, enter_packed,
-                &e);
+        pool.run((e.rows + STRIP - 1) / STRIP, threads, enter_packed, &e);
     else
         for (long r = 0; r < e.rows; r++)
             enter_row(e, r, e.to + r * whole32(e.k));
@@ -440,8 +419,8 @@ static void leave_some(void* with, long i) {
 // Rows of x [rows, k], x_step apart; y [rows, n], or half of it after an
 // activation of pairs
 ENTRANCE product(
-        const Product* p, const float* x, const float* add, float* y,
-        long rows, long x_step, long threads) {
+        const Product* p, const float* x, const float* add, float* y, long rows,
+        long x_step, long threads) {
     if (rows < 1 || p->n < 1)
         return;
     long k = p->parts->k;
@@ -452,33 +431,30 @@ ENTRANCE product(
     const float* in = entered(
             {x, p->gain, p->eps, nullptr, rows, k, x_step}, threads);
     multiply(
-            p->parts, p->count,
-            {nullptr, in, z, rows, whole32(k), p->n}, threads);
+            p->parts, p->count, {nullptr, in, z, rows, whole32(k), p->n},
+            threads);
     if (!through && !p->bias && !p->act && !add)
         return;
     Leaving v = {p, add, z, y, rows};
     pool.run(
-            (rows + STRIP - 1) / STRIP,
-            rows * p->n < SMALL ? 1 : threads, leave_some, &v);
+            (rows + STRIP - 1) / STRIP, rows * p->n < SMALL ? 1 : threads,
+            leave_some, &v);
 }
 
 ENTRANCE attend(
-        const Rows* rows, const Layer* layer, const float* qkv,
-        float* out, long width, long threads) {
+        const Rows* rows, const Layer* layer, const float* qkv, float* out,
+        long width, long threads) {
     if (rows->rows < 1)
         return;
     Attend a = {*rows, *layer, qkv, out, width};
     std::vector<Group> groups = grouped(a);
-    Attending s = {
-            &a, of_result.of(a.rows * a.heads * a.d), groups.data()};
+    Attending s = {&a, of_result.of(a.rows * a.heads * a.d), groups.data()};
     long work = 0;
     for (const Group& g : groups)
         work += g.rows * (g.at + g.rows) * a.heads * a.d;
     if (work < LITTLE)
         threads = 1;
-    pool.run(
-            (a.rows + TOGETHER - 1) / TOGETHER, threads, prepare_some,
-            &s);
+    pool.run((a.rows + TOGETHER - 1) / TOGETHER, threads, prepare_some, &s);
     pool.run(groups.size() * a.kv, threads, attend_group, &s);
     if (a.tiled)
         clear_padding(a, groups);
@@ -497,10 +473,10 @@ extern "C" struct Call {
 ENTRANCE replay(const Call* calls, long n, long threads) {
     for (const Call* c = calls; c < calls + n; c++) {
         if (c->rows)
-            attend((const Rows*)c->rows, (const Layer*)c->what, c->x,
-                    c->y, c->step, threads);
+            attend((const Rows*)c->rows, (const Layer*)c->what, c->x, c->y,
+                    c->step, threads);
         else
-            product((const Product*)c->what, c->x, c->add, c->y,
-                    c->count, c->step, threads);
+            product((const Product*)c->what, c->x, c->add, c->y, c->count,
+                    c->step, threads);
     }
 }

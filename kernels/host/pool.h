@@ -32,8 +32,7 @@ class Pool {
         std::this_thread::yield();
     }
     // Until it is done, but not for longer than that; is it?
-    template <class F>
-    static bool look(std::chrono::microseconds most, F done) {
+    template <class F> static bool look(std::chrono::microseconds most, F done) {
         auto end = std::chrono::steady_clock::now() + most;
         do {
             for (int i = 0; i < 8; i++) {
@@ -67,8 +66,7 @@ class Pool {
                 left.notify_one();
         }
     }
-    void begin(
-            long n, long threads, void (*f)(void*, long), void* arg) {
+    void begin(long n, long threads, void (*f)(void*, long), void* arg) {
         std::lock_guard<std::mutex> held(lock);
         while ((long)helpers.size() < threads - 1) {
             helpers.emplace_back([this] { help(); });

@@ -30,10 +30,10 @@ INLINE f8 exp8(f8 x) {
     f8 n = shifted - all(12582912.f);
     f8 r = fma(n, all(-.693359375f), x);
     r = fma(n, all(2.12194440e-4f), r);
-    const float over[] = {1.f / 5040, 1.f / 720, 1.f / 120, 1.f / 24,
-            1.f / 6, .5f, 1, 1};
+    const float over[] = {
+            1.f / 5040, 1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1, 1};
     f8 y = all(over[0]);
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int i = 1; i < 8; i++)
         y = fma(y, r, all(over[i]));
     return (f8)((i8)y + ((i8)shifted << 23));
@@ -46,7 +46,7 @@ static float rms(const float* x, long n, float eps) {
     f8 s[2] = {};
     long i = 0;
     for (; i + 16 <= n; i += 16)
-#pragma GCC unroll 16
+        #pragma GCC unroll 16
         for (int j = 0; j < 2; j++) {
             f8 v = load<f8>(x + i + 8 * j);
             s[j] = fma(v, v, s[j]);
@@ -59,9 +59,7 @@ static float rms(const float* x, long n, float eps) {
 }
 
 // y may be x. `gain` null: 1
-static void norm(
-        const float* x, const float* gain, float eps, float* y,
-        long n) {
+static void norm(const float* x, const float* gain, float eps, float* y, long n) {
     f8 r = all(rms(x, n, eps));
     for (long i = 0; i < n; i += 8) {
         f8 v = some(x + i, n - i) / r;
@@ -93,13 +91,11 @@ INLINE f8 act_mul(Act act, f8 g, f8 u, f8 limit) {
 }
 
 // n gates and n factors; of RELU2 the gates alone
-static void activate(
-        Act act, float limit, const float* gate, float* y, long n) {
+static void activate(Act act, float limit, const float* gate, float* y, long n) {
     const float* up = act == RELU2 ? gate : gate + n;
     for (long i = 0; i < n; i += 8) {
         f8 v = act_mul(
-                act, some(gate + i, n - i), some(up + i, n - i),
-                all(limit));
+                act, some(gate + i, n - i), some(up + i, n - i), all(limit));
         put(y + i, v, n - i);
     }
 }
@@ -110,8 +106,7 @@ static void add_to(float* y, const float* x, long n) {
 }
 
 // Pairs (x[i], x[i+half]) of a head, turned by their angles
-static void rotate(
-        float* x, const float* cos, const float* sin, long half) {
+static void rotate(float* x, const float* cos, const float* sin, long half) {
     for (long i = 0; i < half; i += 8) {
         long rest = half - i;
         f8 a = some(x + i, rest), b = some(x + half + i, rest);

@@ -37,13 +37,10 @@ template <class T> INLINE T load(const void* p) {
     return v;
 }
 
-template <class T> INLINE void store(void* p, T v) {
-    memcpy(p, &v, sizeof v);
-}
+template <class T> INLINE void store(void* p, T v) { memcpy(p, &v, sizeof v); }
 
 #if defined(NEON)
-template <>
-inline __attribute__((always_inline)) f8 load<f8>(const void* p) {
+template <> inline __attribute__((always_inline)) f8 load<f8>(const void* p) {
     return {vld1q_f32((const float*)p), vld1q_f32((const float*)p + 4)};
 }
 INLINE void store(void* p, f8 v) {
@@ -86,8 +83,7 @@ INLINE f8 fma(f8 a, f8 b, f8 c) {
 #if defined(__FMA__)
     return (f8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(NEON)
-    return {vfmaq_f32(c.low, a.low, b.low),
-            vfmaq_f32(c.high, a.high, b.high)};
+    return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
 #else
     for (int i = 0; i < 8; i++)
         c[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -97,32 +93,26 @@ INLINE f8 fma(f8 a, f8 b, f8 c) {
 
 // Always in this order
 INLINE float sum(f8 v) {
-    return ((v[0] + v[4]) + (v[1] + v[5]))
-            + ((v[2] + v[6]) + (v[3] + v[7]));
+    return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
 }
 
 // Those of four, side by side
 INLINE void sum4(const f8* v, float* y) {
 #if defined(__AVX2__)
     __m128 h[4];
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int i = 0; i < 4; i++) {
         __m256 a = (__m256)v[i];
-        h[i] = _mm_add_ps(
-                _mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        h[i] = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     }
     _mm_storeu_ps(
-            y,
-            _mm_hadd_ps(
-                    _mm_hadd_ps(h[0], h[1]), _mm_hadd_ps(h[2], h[3])));
+            y, _mm_hadd_ps(_mm_hadd_ps(h[0], h[1]), _mm_hadd_ps(h[2], h[3])));
 #elif defined(NEON)
     f4 h[4];
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int i = 0; i < 4; i++)
         h[i] = v[i].low + v[i].high;
-    vst1q_f32(
-            y,
-            vpaddq_f32(vpaddq_f32(h[0], h[1]), vpaddq_f32(h[2], h[3])));
+    vst1q_f32(y, vpaddq_f32(vpaddq_f32(h[0], h[1]), vpaddq_f32(h[2], h[3])));
 #else
     for (int i = 0; i < 4; i++)
         y[i] = sum(v[i]);
@@ -137,14 +127,13 @@ INLINE float half(const uint8_t* p) {
 #elif defined(NEON)
     return load<__fp16>(&h);
 #else
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31,
-             m = h & 1023;
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
     if (!e) {
         float tiny = m * 0x1p-24f;
         return sign ? -tiny : tiny;
     }
-    return load<float>(&(const uint32_t&)(sign
-            | (e == 31 ? 255 : e + 112) << 23 | m << 13));
+    return load<float>(
+            &(const uint32_t&)(sign | (e == 31 ? 255 : e + 112) << 23 | m << 13));
 #endif
 }
 
@@ -168,11 +157,10 @@ INLINE void whole(bytes16 b, f8* w) {
 #if defined(__AVX2__)
     __m128i v = (__m128i)b;
     w[0] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v));
-    w[1] = (f8)_mm256_cvtepi32_ps(
-            _mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)));
+    w[1] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8)));
 #elif defined(NEON)
     uint16x8_t h[2] = {vmovl_u8(vget_low_u8(b)), vmovl_high_u8(b)};
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int i = 0; i < 2; i++)
         w[i] = {vcvtq_f32_u32(vmovl_u16(vget_low_u16(h[i]))),
                 vcvtq_f32_u32(vmovl_high_u16(h[i]))};
@@ -186,12 +174,11 @@ INLINE void signed_whole(bytes16 b, f8* w) {
 #if defined(__AVX2__)
     __m128i v = (__m128i)b;
     w[0] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v));
-    w[1] = (f8)_mm256_cvtepi32_ps(
-            _mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)));
+    w[1] = (f8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)));
 #elif defined(NEON)
-    int16x8_t h[2] = {vmovl_s8(vget_low_s8((int8x16_t)b)),
-            vmovl_high_s8((int8x16_t)b)};
-#pragma GCC unroll 16
+    int16x8_t h[2] = {
+            vmovl_s8(vget_low_s8((int8x16_t)b)), vmovl_high_s8((int8x16_t)b)};
+    #pragma GCC unroll 16
     for (int i = 0; i < 2; i++)
         w[i] = {vcvtq_f32_s32(vmovl_s16(vget_low_s16(h[i]))),
                 vcvtq_f32_s32(vmovl_high_s16(h[i]))};
@@ -258,17 +245,15 @@ INLINE void e4m3(bytes16 b, f8* w) {
 #if defined(__F16C__)
     __m128i v = (__m128i)b, zero = _mm_setzero_si128(),
             bits = _mm_set1_epi16((short)0xbf80);
-    __m128i h[2] = {
-            _mm_unpacklo_epi8(zero, v), _mm_unpackhi_epi8(zero, v)};
-#pragma GCC unroll 16
+    __m128i h[2] = {_mm_unpacklo_epi8(zero, v), _mm_unpackhi_epi8(zero, v)};
+    #pragma GCC unroll 16
     for (int i = 0; i < 2; i++)
-        w[i] = (f8)_mm256_cvtph_ps(
-                _mm_and_si128(_mm_srai_epi16(h[i], 1), bits));
+        w[i] = (f8)_mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(h[i], 1), bits));
 #elif defined(NEON)
     int16x8_t bits = vdupq_n_s16((int16_t)0xbf80);
     int16x8_t h[2] = {(int16x8_t)vzip1q_u8(vdupq_n_u8(0), b),
             (int16x8_t)vzip2q_u8(vdupq_n_u8(0), b)};
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int i = 0; i < 2; i++) {
         h[i] = vshrq_n_s16(h[i], 1) & bits;
         w[i] = halves(h + i);
@@ -277,7 +262,7 @@ INLINE void e4m3(bytes16 b, f8* w) {
     uint16_t h[16];
     for (int i = 0; i < 16; i++)
         h[i] = (b[i] & 0x80) << 8 | (b[i] & 0x7f) << 7;
-#pragma GCC unroll 16
+    #pragma GCC unroll 16
     for (int i = 0; i < 2; i++)
         w[i] = halves(h + 8 * i);
 #endif
@@ -288,11 +273,9 @@ INLINE Two two_e4m3(const uint8_t* p, float factor) {
 #if defined(__F16C__)
     __m128i h = _mm_unpacklo_epi8(
             _mm_setzero_si128(), _mm_cvtsi32_si128(load<uint16_t>(p)));
-    h = _mm_and_si128(
-            _mm_srai_epi16(h, 1), _mm_set1_epi16((short)0xbf80));
+    h = _mm_and_si128(_mm_srai_epi16(h, 1), _mm_set1_epi16((short)0xbf80));
     __m128 v = _mm_mul_ps(_mm_cvtph_ps(h), _mm_set1_ps(256));
-    v = _mm_mul_ps(
-            _mm_mul_ps(v, _mm_set1_ps(factor)), _mm_set1_ps(.5f));
+    v = _mm_mul_ps(_mm_mul_ps(v, _mm_set1_ps(factor)), _mm_set1_ps(.5f));
     return {(f8)_mm256_broadcastss_ps(v),
             (f8)_mm256_broadcastss_ps(_mm_movehdup_ps(v))};
 #else
@@ -306,8 +289,8 @@ INLINE Two two_e4m3(const uint8_t* p, float factor) {
 
 // Two times E2M1 of each code
 INLINE bytes16 e2m1(bytes16 code) {
-    const bytes16 table = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253,
-            252, 250, 248, 244};
+    const bytes16 table = {
+            0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
 #if defined(__AVX2__)
     return (bytes16)_mm_shuffle_epi8((__m128i)table, (__m128i)code);
 #elif defined(NEON)
@@ -325,11 +308,9 @@ INLINE bytes16 e2m1(bytes16 code) {
 INLINE void pairs(bytes16 b, bytes16* c) {
     bytes16 lo = b & all16(15), hi = b >> 4;
     c[0] = __builtin_shufflevector(
-            lo, hi, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7,
-            23);
+            lo, hi, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     c[1] = __builtin_shufflevector(
-            lo, hi, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14,
-            30, 15, 31);
+            lo, hi, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
 // Sixteen bytes, shifted to the right by pairs: of each byte the lower 8-n bits

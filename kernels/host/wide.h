@@ -6,9 +6,7 @@
 // Two registers
 template <class V> struct Wide {
     V low, high;
-    auto operator[](int i) const {
-        return i < 4 ? low[i] : high[i - 4];
-    }
+    auto operator[](int i) const { return i < 4 ? low[i] : high[i - 4]; }
     template <class U> explicit operator Wide<U>() const {
         return {(U)low, (U)high};
     }
@@ -25,9 +23,10 @@ template <class V> Wide(V, V) -> Wide<V>;
 EACH(+)
 EACH(-)
 EACH(*)
-EACH(/) EACH(&) EACH(|) EACH(<<) EACH(>>) EACH(<) EACH(>) EACH(==)
-        EACH(!=) template <class V>
-        INLINE Wide<V> operator-(Wide<V> a) {
+EACH(/)
+EACH(&)
+EACH(|) EACH(<<) EACH(>>) EACH(<) EACH(>) EACH(==) EACH(!=) template <class V>
+INLINE Wide<V> operator-(Wide<V> a) {
     return {-a.low, -a.high};
 }
 template <class V> INLINE Wide<V>& operator+=(Wide<V>& a, Wide<V> b) {
