@@ -1,0 +1,77 @@
+"""Does a kernel whose source was laid out anew compile to what it was?
+
+    python tests/machine_code.py [--against REVISION] [--all] [-D...] KERNEL ...
+
+Every variant of `kernels/variants.json` and the kernel as it stands (with -D... for another), for
+both cards, from the tree and from a revision of git (HEAD): counts what has the same machine code,
+and of the others prints bytes of code, registers and spills, before and after. Variants that
+differ only in what the kernel does not read are compiled once; without `--all`, at most six."""
+import argparse,json,os,re,subprocess,tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from atlas.card.launch import OPTIONS,find_nvcc
+
+ROOT = Path(__file__).parents[1]
+ARCHS = 'sm_90a','sm_121a'
+
+def variants(kernel, arch, given):
+    "Options that it is compiled with: none, those `given`, and what models ask for"
+    listed = json.loads((ROOT/'kernels/variants.json').read_text()).values()
+    asked = {tuple(o) for by_arch in listed for name,*o in by_arch.get(arch, []) if name==kernel}
+    return [(),*([given] if given else ()),*sorted(asked-{()})]
+
+def spread(items, most):
+    "At most so many of them, evenly from first to last"
+    return items if len(items)<=most else [items[i*(len(items)-1)//(most-1)] for i in range(most)]
+
+def compiled(folder, kernel, arch, options):
+    "Machine code of a variant from the sources in `folder`, and what nvcc says it takes"
+    with tempfile.TemporaryDirectory() as d:
+        out = Path(d)/'out.cubin'
+        target = f'-gencode=arch={arch.replace("sm", "compute")},code={arch}'
+        command = [find_nvcc(), '-cubin', '-Xptxas', '-v', *OPTIONS, *options, target]
+        # From inside: an assert's message has the path of the file
+        r = subprocess.run([*command, '-I.', f'{kernel}.cu', '-o', out], cwd=folder,
+            capture_output=True, text=True)
+        return (out.read_bytes(), taken(r.stderr)) if r.returncode==0 else (None, r.stderr)
+
+def taken(said):
+    "Registers and spilled bytes, in short, of what ptxas says"
+    registers = '+'.join(re.findall(r'Used (\d+) reg', said))
+    spilled = '+'.join(re.findall(r'(\d+) bytes spill stores', said))
+    return f'{registers} registers, {spilled} spilled'
+
+def compare(old, kernel, arch, options):
+    "Whether a variant is what it was, and a line that says how it differs"
+    (before,had),(now,has) = (compiled(o, kernel, arch, options) for o in (old,ROOT/'kernels'))
+    if before==now:
+        return True,''
+    name = f'{kernel} {arch} {" ".join(options)}'
+    if before is None or now is None:
+        return False,f'{name}: {had if before is None else has}'
+    return False,f'{name}: {len(before)} bytes, {had} -> {len(now)} bytes, {has}'
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument('--against', default='HEAD')
+    p.add_argument('--all', action='store_true')
+    p.add_argument('kernels', nargs='+')
+    args,given = p.parse_known_args(argv)
+    most = 10**6 if args.all else 6
+    work = [
+        (kernel,arch,options)
+        for kernel in args.kernels
+        for arch in ARCHS
+        for options in spread(variants(kernel, arch, tuple(given)), most)]
+    with tempfile.TemporaryDirectory() as d:
+        archive = subprocess.check_output(
+            ['git','-C',ROOT,'archive',args.against,'kernels'])
+        subprocess.run(['tar','-x','-C',d], input=archive, check=True)
+        with ThreadPoolExecutor(os.cpu_count()) as ex:
+            results = list(ex.map(lambda w: compare(Path(d)/'kernels', *w), work))
+    same = sum(ok for ok,_ in results)
+    print(*(line for ok,line in results if not ok), f'{same} of {len(work)} the same', sep='\n')
+    return int(same<len(work))
+
+if __name__=='__main__':
+    raise SystemExit(main())
