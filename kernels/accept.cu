@@ -62,6 +62,26 @@ __device__ __forceinline__ bool follows(
     return (double)(bits >> 11) * 0x1p-53 < (double)c.of[j - 1];
 }
 
+// The first of a sequence's rows that does not follow, by its first warp; 32 if all do.
+__device__ __forceinline__ void first_bad(
+        int& found, const int* ids, const int* said, int rows, int i,
+        const Chances& c) {
+    const bool good = i < rows && follows(ids, said, i, c);
+    const unsigned bad = ~__ballot_sync(~0u, good);
+    if (!i)
+        found = bad ? __ffs(bad) - 1 : 32;
+}
+
+// An accepted token joins what a sequence has said, where that is kept.
+__device__ __forceinline__ void keep(
+        int* counts, int* history, int own, int id, long long place, int v,
+        int longest, bool counted) {
+    if (counted && id < v)
+        atomicAdd(counts + (size_t)own * v + id, 1);
+    if (history && place < longest)
+        history[own * (size_t)longest + place] = id;
+}
+
 extern "C" __global__ void __launch_bounds__(128) accept(
         const int* ids, const int* said, const int* live, const int* line,
         const int* pos, const int* pos3, const int* state_out, const int* limit,
@@ -85,12 +105,8 @@ extern "C" __global__ void __launch_bounds__(128) accept(
     const long long at = position[max(own, 0)];
     const Chances c{chances, h->seed, at};
     pdl_wait();
-    if (i < 32) {
-        const bool good = i < rows && follows(ids + r0, said + r0, i, c);
-        const unsigned bad = ~__ballot_sync(~0u, good);
-        if (!i)
-            found = bad ? __ffs(bad) - 1 : 32;
-    }
+    if (i < 32)
+        first_bad(found, ids + r0, said + r0, rows, i, c);
     __syncthreads();
     const int n = found, end_row = r0 + max(n, 1) - 1;
     if (!i) {
@@ -102,18 +118,12 @@ extern "C" __global__ void __launch_bounds__(128) accept(
         if (n)
             position[own] = at + n;
     }
-    if (i < n) {
-        const int id = said[r0 + i];
-        const long long place = (long long)p + 1 + i;
-        if (counted && id < v)
-            atomicAdd(counts + (size_t)own * v + id, 1);
-        if (history && place < longest)
-            history[own * (size_t)longest + place] = id;
-    }
+    if (i < n)
+        keep(counts, history, own, said[r0 + i], (long long)p + 1 + i, v, longest,
+                counted);
     #pragma unroll 1
     for (int k = i; k < steps; k += 128) {
-        const int top = max(end - 1, 0);
-        const int to = min(p + n + k, top);
+        const int to = min(p + n + k, max(end - 1, 0));
         const bool in = n && p + n + k < end;
         const int* blocks = tables + (size_t)s * most;
         const long long block = in ? blocks[to / block_size] : 0;

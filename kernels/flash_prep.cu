@@ -234,23 +234,20 @@ extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(
                 x.turn(turn, half, room[warp]);
         }
         if (query) {
-            unsigned* to = (unsigned*)(q + ((size_t)row * heads + h) * (DIM * P));
-            put_query(to, x);
+            put_query((unsigned*)(q + ((size_t)row * heads + h) * (DIM * P)), x);
         } else {
             KvRow<FORMAT, DIM> e;
             e.encode(x.v, lane);
-            const size_t at = (size_t)slots[row] * kv
-                    + (value ? h - heads - keys : h - heads);
+            const int own = value ? h - heads - keys : h - heads;
+            const size_t at = (size_t)slots[row] * kv + own;
             if (value)
                 e.store(v, v_scale, v_sub, at, lane);
             else
                 e.store(k, k_scale, k_sub, at, lane);
             if (!kf)
                 continue;
-            unsigned* to = (unsigned*)((value ? vf : kf)
-                    + ((size_t)row * kv + (value ? h - heads - keys : h - heads))
-                            * (DIM * P));
-            put_kept(to, e);
+            __half* const to = value ? vf : kf;
+            put_kept((unsigned*)(to + ((size_t)row * kv + own) * (DIM * P)), e);
         }
     }
 }

@@ -33,19 +33,15 @@ __device__ __forceinline__ void weigh(
             fmaxf(fabsf(q.z), fabsf(q.w)));
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4)
-        halve(const float* __restrict__ x, const float* __restrict__ gain,
-                float eps, __half* y, float* scale, int rows, int n, int kp) {
-    const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS);
-    const int first = threadIdx.x % (32 * WARPS) * 4;
-    const bool real = r < rows, wide = n % 4 == 0;
-    const float* row = x + (size_t)(real ? r : 0) * n;
-    const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
-    const float4 one = make_float4(1.f, 1.f, 1.f, 1.f);
-    const auto fetch = [&](int i, float4& q, float4& f) {
-        // numbers i to i+3, and their gains
-        q = none;
-        f = one;
+// Numbers i to i + 3 of a row, and their gains; beyond its end zeros.
+struct Source {
+    const float* row;
+    const float* gain;
+    int n;
+    bool wide;
+    __device__ __forceinline__ void fetch(int i, float4& q, float4& f) const {
+        q = make_float4(0.f, 0.f, 0.f, 0.f);
+        f = make_float4(1.f, 1.f, 1.f, 1.f);
         if (wide) {
             if (i < n)
                 q = *(const float4*)(row + i);
@@ -58,27 +54,19 @@ extern "C" __global__ void __launch_bounds__(256, 4)
                     if (gain)
                         (&f.x)[j] = gain[i + j];
                 }
-    };
-    float sum = 0.f, top = 0.f;
-    const auto seen = [&](float4& q, float4 f) { weigh(q, f, sum, top); };
-    float4 v[HELD], g[HELD], late, late_gain;
-    #pragma unroll
-    for (int j = 0; j < HELD; j++)
-        fetch(first + j * STEP, v[j], g[j]);
-    #pragma unroll
-    for (int j = 0; j < HELD; j++)
-        seen(v[j], g[j]);
-    for (int i = first + HELD * STEP; i < n; i += STEP) {
-        fetch(i, late, late_gain);
-        seen(late, late_gain);
     }
+};
+
+// Of all threads of a row: the sum, and the largest.
+__device__ __forceinline__ void of_the_row(
+        unsigned thread, float& sum, float& top) {
     sum = warp_sum(sum);
     for (int m = 16; m; m >>= 1)
         top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
     if (WARPS > 1) {
         __shared__ float sums[8], tops[8];
-        const int warp = threadIdx.x / 32, w0 = warp / WARPS * WARPS;
-        if (threadIdx.x % 32 == 0) {
+        const int warp = thread / 32, w0 = warp / WARPS * WARPS;
+        if (thread % 32 == 0) {
             sums[warp] = sum;
             tops[warp] = top;
         }
@@ -90,6 +78,28 @@ extern "C" __global__ void __launch_bounds__(256, 4)
             top = fmaxf(top, tops[w0 + i]);
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 4)
+        halve(const float* __restrict__ x, const float* __restrict__ gain,
+                float eps, __half* y, float* scale, int rows, int n, int kp) {
+    const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS);
+    const int first = threadIdx.x % (32 * WARPS) * 4;
+    const bool real = r < rows;
+    const Source source{x + (size_t)(real ? r : 0) * n, gain, n, n % 4 == 0};
+    float sum = 0.f, top = 0.f;
+    float4 v[HELD], g[HELD], late, late_gain;
+    #pragma unroll
+    for (int j = 0; j < HELD; j++)
+        source.fetch(first + j * STEP, v[j], g[j]);
+    #pragma unroll
+    for (int j = 0; j < HELD; j++)
+        weigh(v[j], g[j], sum, top);
+    for (int i = first + HELD * STEP; i < n; i += STEP) {
+        source.fetch(i, late, late_gain);
+        weigh(late, late_gain, sum, top);
+    }
+    of_the_row(threadIdx.x, sum, top);
     if (!real)
         return;
     const float2 f = chunk_scale(top);
@@ -103,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     for (int j = 0; j < HELD; j++)
         put(first + j * STEP, v[j]);
     for (int i = first + HELD * STEP; i < kp; i += STEP) {
-        fetch(i, late, late_gain);
-        seen(late, late_gain);
+        source.fetch(i, late, late_gain);
+        weigh(late, late_gain, sum, top);
         put(i, late);
     }
 }

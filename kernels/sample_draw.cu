@@ -87,6 +87,19 @@ __device__ __forceinline__ int draw(
     return id;
 }
 
+// A block's share of the sum of what is kept.
+__device__ __forceinline__ u64 share_of(
+        const float4 (&a)[CHUNKS], const Kept& k) {
+    u64 sum = 0, all;
+    unsigned b[CHUNKS * 4];
+    weights(a, k.top, k.temperature, b);
+    #pragma unroll
+    for (int i = 0; i < CHUNKS * 4; i++)
+        sum += kept(b[i], k);
+    sum_before(sum, all);
+    return all;
+}
+
 extern "C" __global__ void __launch_bounds__(256) sample_draw(
         const float* logits, const float* adjusted, const int* who,
         const int* how, long long* position, int* counts, const long long* work,
@@ -122,13 +135,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_draw(
             load_span(x, v, a);
         const Kept k{w->top, h.temperature, max(least, __float_as_uint(h.min_p))};
         u64* mine = (u64*)spans + (size_t)row * MOST;
-        u64 sum = 0, all;
-        unsigned b[CHUNKS * 4];
-        weights(a, k.top, k.temperature, b);
-        #pragma unroll
-        for (int i = 0; i < CHUNKS * 4; i++)
-            sum += kept(b[i], k);
-        sum_before(sum, all);
+        const u64 all = share_of(a, k);
         if (!threadIdx.x)
             mine[blockIdx.x] = all;
         if (!last_block(&w->arrived))

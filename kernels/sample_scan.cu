@@ -234,6 +234,18 @@ __device__ __forceinline__ bool read_logits(
     return bad;
 }
 
+// The best of a thread's own logits.
+__device__ __forceinline__ u64 best_of(
+        const float (&x)[CHUNKS][4], int lo, int v, unsigned thread) {
+    u64 key = 0;
+    for (int i = 0; i < 4 * CHUNKS; i++) {
+        const int id = lo + i / 4 * 1024 + thread * 4 + i % 4;
+        if (id < v)
+            key = max(key, best_key(x[i / 4][i % 4], id));
+    }
+    return key;
+}
+
 extern "C" __global__ void __launch_bounds__(256) sample_scan(
         const float* logits, const int* who, const int* how,
         const long long* position, const int* counts, const unsigned* prompt,
@@ -280,12 +292,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(
         const bool barred = position[slot] + j < h.min_tokens;
         adjust(x, h, l, lo, v, barred, adjusted + (size_t)row * v);
     }
-    u64 key = 0;
-    for (int i = 0; i < 4 * CHUNKS; i++) {
-        const int id = lo + i / 4 * 1024 + threadIdx.x * 4 + i % 4;
-        if (id < v)
-            key = max(key, best_key(x[i / 4][i % 4], id));
-    }
+    u64 key = best_of(x, lo, v, threadIdx.x);
     key = block_max(bad ? ~0ull : key);
     if (!threadIdx.x)
         atomicMax(&w->best, key);

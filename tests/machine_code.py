@@ -6,7 +6,7 @@ Every variant of `kernels/variants.json` and the kernel as it stands (with -D...
 both cards, from the tree and from a revision of git (HEAD): counts what has the same machine code,
 and of the others prints bytes of code, registers and spills, before and after. Variants that
 differ only in what the kernel does not read are compiled once; without `--all`, at most six."""
-import argparse,json,os,re,subprocess,tempfile
+import argparse,json,os,re,struct,subprocess,tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from atlas.card.launch import OPTIONS,find_nvcc
@@ -33,7 +33,18 @@ def compiled(folder, kernel, arch, options):
         # From inside: an assert's message has the path of the file
         r = subprocess.run([*command, '-I.', f'{kernel}.cu', '-o', out], cwd=folder,
             capture_output=True, text=True)
-        return (out.read_bytes(), taken(r.stderr)) if r.returncode==0 else (None, r.stderr)
+        return (code(out.read_bytes()), taken(r.stderr)) if r.returncode==0 else (None, r.stderr)
+
+def code(cubin):
+    "Instructions of a cubin, which is an ELF file: what is named elsewhere may have another name"
+    start, = struct.unpack_from('<Q', cubin, 40)
+    size,count,names = struct.unpack_from('<HHH', cubin, 58)
+    headers = [struct.unpack_from('<IIQQQQ', cubin, start+size*i) for i in range(count)]
+    named = headers[names][4]
+    return b''.join(
+        cubin[at:at+length]
+        for name,_,_,_,at,length in headers
+        if cubin.startswith(b'.text.', named+name))
 
 def taken(said):
     "Registers and spilled bytes, in short, of what ptxas says"
