@@ -323,13 +323,13 @@ def play(kinds, deeds, budget=100, **kw):
 def swept(loop):
     "End what a day that went wrong has left, and close the loop"
     loop.selector.left = 10_000
-    left = asyncio.all_tasks(loop)
-    for t in left:
-        t.cancel()
-    async def over():
-        await asyncio.gather(*left, return_exceptions=True)
+    async def over(tasks):
+        await asyncio.gather(*tasks, return_exceptions=True)
     with suppress(Stuck):
-        loop.run_until_complete(over())
+        while left := asyncio.all_tasks(loop): # Who is cancelled may begin something
+            for t in left:
+                t.cancel()
+            loop.run_until_complete(over(left))
     loop.close()
 
 def kind(need, seconds=5., rests=0, **kw):
