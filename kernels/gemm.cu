@@ -235,8 +235,9 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
     name_rows(from, to, order, r0, end, top);
     __syncthreads();
     const auto meanwhile = [&] {
-        learn_factors(by, gated, aids, from, to, scale, gate, unit, gs, column,
-                e, n0, n4);
+        learn_factors(
+                by, gated, aids, from, to, scale, gate, unit, gs, column, e, n0,
+                n4);
     };
     const size_t row = (size_t)chunks * PER * 16;
     const size_t srow = W::SCALE < 0 ? (size_t)blocks * 4 : (size_t)chunks * SC;
@@ -259,14 +260,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
     };
 #endif
 #if GROUPED
-    switch ((end - r0 + STEP - 1) / STEP) {
-        CUT(1)
-        CUT(2)
-        CUT(3)
-        CUT(4) CUT(5) CUT(6) CUT(7) CUT(8) CUT(9) CUT(10) CUT(11) CUT(12) CUT(13) CUT(14)
-                CUT(15) CUT(16) CUT(17) CUT(18) CUT(19) CUT(20) CUT(21) CUT(22) CUT(23)
-                        CUT(24)
-    }
+    switch ((end - r0 + STEP - 1) / STEP) { CUTS }
 #else
     tile<MOST / WM>(j, stages, meanwhile, put);
 #endif

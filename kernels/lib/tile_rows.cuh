@@ -29,3 +29,7 @@ __device__ __forceinline__ void learn_factors(
     for (int i = threadIdx.x; i < BN; i += THREADS)
         aids[i] = W::aid(unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f);
 }
+
+// A tile that is not full is cut to as many STEPs of rows as it has.
+#define CUT4(m) CUT(m) CUT(m + 1) CUT(m + 2) CUT(m + 3)
+#define CUTS CUT4(1) CUT4(5) CUT4(9) CUT4(13) CUT4(17) CUT4(21)
