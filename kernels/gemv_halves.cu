@@ -139,8 +139,10 @@ __device__ __forceinline__ float own_squares(const float* x, int slot, int lane)
 #define BLOCKS (PICKS ? 1 : 0)
 #ifdef EXTRA
 constexpr int MORE = Tile<EXTRA<C>>::BYTES;
+constexpr bool BOTH = true;  // sums go two ways
 #else
 constexpr int MORE = 0;
+constexpr bool BOTH = false;
 #endif
 // One over the root of the mean square of a row, whose warps' sums are `squares`.
 __device__ __forceinline__ float inverse_of(
@@ -190,6 +192,17 @@ __device__ __forceinline__ float weigh(
     return sum;
 }
 
+// Eight columns of a row go where it is written, and stay.
+__device__ __forceinline__ void keep(
+        float4* to, float4* kept, int v, const float (&a)[8]) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float4 four = make_float4(
+                a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+        to[2 * v + i] = kept[2 * v + i] = four;
+    }
+}
+
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 // for a row, or a tile
 constexpr int ROOM = most(
@@ -232,12 +245,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
             float a[8] = {};
             if (PICKS && in) {
                 take_picks(gain, share, part, add, row, v, live, a);
-                #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float4 four = make_float4(
-                            a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
-                    to[2 * v + i] = kept[2 * v + i] = four;
-                }
+                keep(to, kept, v, a);
             } else if (in)
                 load_x(mine, v, a);
             if (NORM == 1) {
@@ -259,11 +267,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
         sum = warp_sum(sum);
         if (!lane)
             squares[0][warp] = sum;  // beyond SLOTS nothing
-#ifdef EXTRA
-        constexpr bool BOTH = true;
-#else
-        constexpr bool BOTH = false;
-#endif
         if (OWN || BOTH) {
             if (PICKS)
                 __syncthreads();
