@@ -121,6 +121,7 @@ __device__ __forceinline__ float factor(float aid) {
 static_assert(
         (BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
 
+#include "lib/tile_rows.cuh"
 #if WGMMA
 #include "lib/tile_groups.cuh"
 #include "lib/tile_ring.cuh"
@@ -231,23 +232,12 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
     const int r0 = GROUPED ? tiles[slot * 3 + 1] : (int)blockIdx.x * BM;
     const int end = GROUPED ? tiles[slot * 3 + 2] : rows;
     const int n0 = (GROUPED ? blockIdx.x : blockIdx.y) * BN;
-    for (int i = threadIdx.x; i < BM; i += THREADS) {
-        const int r = min(r0 + i, end - 1);
-        const int named = GROUPED ? order[r] : r;
-        from[i] = GROUPED == 1 ? named / top : r;
-        to[i] = r0 + i >= end ? -1 : GROUPED == 2 ? named : r;
-    }
+    name_rows(from, to, order, r0, end, top);
     __syncthreads();
     const auto meanwhile = [&] {
-        for (int i = threadIdx.x; i < BM; i += THREADS) {
-            by[i] = scale[from[i]];
-            const float g = gate && to[i] >= 0 ? gate[(size_t)to[i] * gs + column]
-                                               : 0.f;
-            gated[i] = gate ? 1.f / (1.f + expf(-g)) : 1.f;
-        }
-        for (int i = threadIdx.x; i < BN; i += THREADS)
-            aids[i] = W::aid(
-                    unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f);
+        learn_factors(
+                by, gated, aids, from, to, scale, gate, unit, gs, column, e, n0,
+                n4);
     };
     const size_t row = (size_t)chunks * PER * 16;
     const size_t srow = W::SCALE < 0 ? (size_t)blocks * 4 : (size_t)chunks * SC;
@@ -270,14 +260,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
     };
 #endif
 #if GROUPED
-    switch ((end - r0 + STEP - 1) / STEP) {
-        CUT(1)
-        CUT(2)
-        CUT(3)
-        CUT(4) CUT(5) CUT(6) CUT(7) CUT(8) CUT(9) CUT(10) CUT(11) CUT(12) CUT(13) CUT(14)
-                CUT(15) CUT(16) CUT(17) CUT(18) CUT(19) CUT(20) CUT(21) CUT(22) CUT(23)
-                        CUT(24)
-    }
+    switch ((end - r0 + STEP - 1) / STEP) { CUTS }
 #else
     tile<MOST / WM>(j, stages, meanwhile, put);
 #endif

@@ -139,9 +139,70 @@ __device__ __forceinline__ float own_squares(const float* x, int slot, int lane)
 #define BLOCKS (PICKS ? 1 : 0)
 #ifdef EXTRA
 constexpr int MORE = Tile<EXTRA<C>>::BYTES;
+constexpr bool BOTH = true;  // sums go two ways
 #else
 constexpr int MORE = 0;
+constexpr bool BOTH = false;
 #endif
+// One over the root of the mean square of a row, whose warps' sums are `squares`.
+__device__ __forceinline__ float inverse_of(
+        const float (&squares)[W], float eps) {
+    float z = 0.f;
+    #pragma unroll
+    for (int j = 0; j < W; j++)
+        z += squares[j];
+    return rsqrtf(fmaf(z, 1.f / K, eps));
+}
+
+// Columns 8v to 8v + 7 of the sum of a row's picks and what they are added to. Not `live`, gains in
+// place of all that is read.
+__device__ __forceinline__ void take_picks(
+        const float* __restrict__ gain, const float* share, const float* part,
+        const float* add, int row, int v, bool live, float (&a)[8]) {
+    const size_t first = (size_t)row * PICKS;
+    const float* w = gain;
+    const float* p = gain;
+    const float* more = add ? gain : add;
+    if (live) {
+        w = share + first;
+        p = part + first * K + v * 8;
+        if (add)
+            more = add + (size_t)row * K + v * 8;
+    }
+    sum_of_picks(w, p, live ? K : 0, more, a);
+}
+
+// Eight columns of a group that is normed by itself, of whose squares others left sums.
+__device__ __forceinline__ void norm_group(
+        const float* parts, float eps, float (&a)[8]) {
+    float z = sum_of_parts(parts);
+    z = rsqrtf(fmaf(z, 1.f / GROUP, eps));
+    #pragma unroll
+    for (int j = 0; j < 8; j++)
+        a[j] = __fmul_rn(a[j], z);
+}
+
+// Eight columns get their gains; the sum of squares is without.
+__device__ __forceinline__ float weigh(
+        float (&a)[8], const float (&g)[8], float sum) {
+    sum = add_squares(a, sum);
+    #pragma unroll
+    for (int j = 0; j < 8; j++)
+        a[j] = __fmul_rn(a[j], g[j]);
+    return sum;
+}
+
+// Eight columns of a row go where it is written, and stay.
+__device__ __forceinline__ void keep(
+        float4* to, float4* kept, int v, const float (&a)[8]) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float4 four = make_float4(
+                a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+        to[2 * v + i] = kept[2 * v + i] = four;
+    }
+}
+
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 // for a row, or a tile
 constexpr int ROOM = most(
@@ -183,41 +244,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
             const bool in = v * 8 < K;
             float a[8] = {};
             if (PICKS && in) {
-                const size_t first = (size_t)row * PICKS;
-                const float* w = gain;
-                const float* p = gain;
-                const float* more = add ? gain : add;
-                if (live) {
-                    w = share + first;
-                    p = part + first * K + v * 8;
-                    if (add)
-                        more = add + (size_t)row * K + v * 8;
-                }
-                sum_of_picks(w, p, live ? K : 0, more, a);
-                #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float4 four = make_float4(
-                            a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
-                    to[2 * v + i] = kept[2 * v + i] = four;
-                }
+                take_picks(gain, share, part, add, row, v, live, a);
+                keep(to, kept, v, a);
             } else if (in)
                 load_x(mine, v, a);
             if (NORM == 1) {
                 if (u != from)
                     load_x(gain, v, g);
-                sum = add_squares(a, sum);
-                #pragma unroll
-                for (int j = 0; j < 8; j++)
-                    a[j] = __fmul_rn(a[j], g[j]);
+                sum = weigh(a, g, sum);
             }
             if (NORM == 2 && in) {
-                float z = sum_of_parts(
-                        parts
-                        + ((size_t)row * (K / GROUP) + v * 8 / GROUP) * PARTS);
-                z = rsqrtf(fmaf(z, 1.f / GROUP, eps));
-                #pragma unroll
-                for (int j = 0; j < 8; j++)
-                    a[j] = __fmul_rn(a[j], z);
+                const size_t group = (size_t)row * (K / GROUP) + v * 8 / GROUP;
+                norm_group(parts + group * PARTS, eps, a);
             }
             put<Main, CORES>(halves, tiles, row, b, e, a, aside);
 #ifdef EXTRA
@@ -229,11 +267,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
         sum = warp_sum(sum);
         if (!lane)
             squares[0][warp] = sum;  // beyond SLOTS nothing
-#ifdef EXTRA
-        constexpr bool BOTH = true;
-#else
-        constexpr bool BOTH = false;
-#endif
         if (OWN || BOTH) {
             if (PICKS)
                 __syncthreads();
@@ -244,11 +277,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
         }
         __syncthreads();
         if (threadIdx.x <= BOTH) {
-            float z = 0.f;
-            #pragma unroll
-            for (int j = 0; j < W; j++)
-                z += squares[OWN || threadIdx.x][j];
-            z = rsqrtf(fmaf(z, 1.f / K, eps));
+            const float z = inverse_of(squares[OWN || threadIdx.x], eps);
             if (live)
                 inverse[(size_t)threadIdx.x * rows + row] = z;
         }

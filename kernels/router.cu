@@ -137,22 +137,10 @@ __device__ __forceinline__ void leave(
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
-        const unsigned char* __restrict__ w, const float* __restrict__ bias,
-        const float* __restrict__ gain, const float* x, float* logits, int* met,
-        float* empty, const float* __restrict__ ready_gain, unsigned char* ready,
-        float eps, int n, int ld, int rows, int fours) {
-    __shared__ float part[HELD][EACH + 1][WARPS];
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const int r0 = blockIdx.x * EACH;
-    const int own = lane / LANES, first = warp * 256 + lane * 8;
-    // Of one row, a launch that has a shared expert to ask for comes when the router has what it
-    // needs
-    const bool late = ROWS == 1 && !READY && n > EXPERTS;
-    if (!late)
-        pdl_trigger();
-    float v[MINE][EACH][8];
+// A lane's weights of the block's rows, in the order of its sums.
+__device__ __forceinline__ void load_weights(
+        float (&v)[MINE][EACH][8], const unsigned char* __restrict__ w, int r0,
+        int own, int first, int n) {
     #pragma unroll
     for (int i = 0; i < MINE; i++) {
         const int at = i * WARPS * 256 + first;
@@ -163,6 +151,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
                 formats::FORMAT::load(w, (size_t)row * K + at, v[i][r]);
         }
     }
+}
+
+// They get the gains of the norm, now, and not when x is there.
+__device__ __forceinline__ void take_gains(
+        float (&v)[MINE][EACH][8], const float* __restrict__ gain, int first) {
     #pragma unroll
     for (int i = 0; i < MINE; i++) {
         const int at = i * WARPS * 256 + first;
@@ -178,10 +171,74 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
                         : 0.f;
 #if defined(__CUDA_ARCH__)
         #pragma unroll
-        for (int r = 0; r < 8 * EACH; r++)  // now, and not when x is there
+        for (int r = 0; r < 8 * EACH; r++)
             asm volatile("" : "+f"(v[i][r / 8][r % 8]));
 #endif
     }
+}
+
+// A lane's share of products, and of squares.
+__device__ __forceinline__ void multiply(
+        const Rows& now, const float (&v)[MINE][EACH][8], float (&dot)[VALUES],
+        float (&sum)[ROWS]) {
+    #pragma unroll
+    for (int i = 0; i < MINE; i++)
+        #pragma unroll
+        for (int j = 0; j < 8; j++)
+            #pragma unroll
+            for (int k = 0; k < ROWS; k++) {
+                const float a = now.a[k][i][j];
+                if (NORM)
+                    sum[k] = fmaf(a, a, sum[k]);
+                #pragma unroll
+                for (int r = 0; r < EACH; r++)
+                    dot[k * EACH + r] = fmaf(a, v[i][r][j], dot[k * EACH + r]);
+            }
+}
+
+// Sums over warps become logits of `used` rows.
+__device__ __forceinline__ void write(
+        const float (&part)[HELD][EACH + 1][WARPS], float* logits, int used,
+        int r0, int n, int ld, int rows, float eps, float more, unsigned thread) {
+    #pragma unroll 1
+    for (int p = thread; p < used * EACH; p += 32 * WARPS) {
+        const int i = p / EACH, r = r0 + p % EACH;
+        const int t = (blockIdx.y + i / ROWS * gridDim.y) * ROWS + i % ROWS;
+        if (t >= rows || r >= n)
+            continue;
+        float s = 0.f, z = 0.f;
+        #pragma unroll
+        for (int m = 0; m < WARPS; m++) {
+            s += part[i][p % EACH][m];
+            z += part[i][EACH][m];
+        }
+        if (NORM)
+            s = __fmul_rn(s, rsqrtf(fmaf(z, 1.f / K, eps)));
+        logits[(size_t)t * ld + r] = s + more;
+    }
+}
+
+// Of one row, a launch that has a shared expert to ask for comes when the router has what it needs.
+__device__ __forceinline__ bool comes_late(int n) {
+    return ROWS == 1 && !READY && n > EXPERTS;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
+        const unsigned char* __restrict__ w, const float* __restrict__ bias,
+        const float* __restrict__ gain, const float* x, float* logits, int* met,
+        float* empty, const float* __restrict__ ready_gain, unsigned char* ready,
+        float eps, int n, int ld, int rows, int fours) {
+    __shared__ float part[HELD][EACH + 1][WARPS];
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int r0 = blockIdx.x * EACH;
+    const int own = lane / LANES, first = warp * 256 + lane * 8;
+    const bool late = comes_late(n);
+    if (!late)
+        pdl_trigger();
+    float v[MINE][EACH][8];
+    load_weights(v, w, r0, own, first, n);
+    take_gains(v, gain, first);
     const bool biased = bias && r0 + threadIdx.x % EACH < EXPERTS;
     const float more = biased ? bias[r0 + threadIdx.x % EACH] : 0.f;
     const int step = gridDim.y * ROWS;
@@ -199,20 +256,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
         if (t + step < rows)
             next.load(x, t + step, own / EACH, first, rows);
         float dot[VALUES] = {}, sum[ROWS] = {};
-        #pragma unroll
-        for (int i = 0; i < MINE; i++)
-            #pragma unroll
-            for (int j = 0; j < 8; j++)
-                #pragma unroll
-                for (int k = 0; k < ROWS; k++) {
-                    const float a = now.a[k][i][j];
-                    if (NORM)
-                        sum[k] = fmaf(a, a, sum[k]);
-                    #pragma unroll
-                    for (int r = 0; r < EACH; r++)
-                        dot[k * EACH + r] = fmaf(
-                                a, v[i][r][j], dot[k * EACH + r]);
-                }
+        multiply(now, v, dot, sum);
         const float z = NORM ? fold<ROWS>(sum) : 0.f;
         const float s = fold<VALUES>(dot);
         const int k = used + own / EACH;
@@ -243,20 +287,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
         now = next;
     }
     __syncthreads();
-    #pragma unroll 1
-    for (int p = threadIdx.x; p < used * EACH; p += 32 * WARPS) {
-        const int i = p / EACH, r = r0 + p % EACH;
-        const int t = (blockIdx.y + i / ROWS * gridDim.y) * ROWS + i % ROWS;
-        if (t >= rows || r >= n)
-            continue;
-        float s = 0.f, z = 0.f;
-        #pragma unroll
-        for (int m = 0; m < WARPS; m++) {
-            s += part[i][p % EACH][m];
-            z += part[i][EACH][m];
-        }
-        if (NORM)
-            s = __fmul_rn(s, rsqrtf(fmaf(z, 1.f / K, eps)));
-        logits[(size_t)t * ld + r] = s + more;
-    }
+    write(part, logits, used, r0, n, ld, rows, eps, more, threadIdx.x);
 }

@@ -179,16 +179,7 @@ template <int F, int N> struct KvRow {
     float scale;  // without KV_UNIT
     __device__ __forceinline__ void encode(const float4* v, int lane) {
         if (!KV_CODED<F>) {
-            for (int i = 0; i < I; i++) {
-                a[i] = F ? half2_of(v[i].x, v[i].y) : bf16x2_of(v[i].x, v[i].y);
-                b[i] = F ? half2_of(v[i].z, v[i].w) : bf16x2_of(v[i].z, v[i].w);
-            }
-            if (F == 4)
-                for (int i = 0; i < I; i++) {
-                    ra[i % (F == 4 ? I : 1)] = half2_rest(v[i].x, v[i].y);
-                    rb[i % (F == 4 ? I : 1)] = half2_rest(v[i].z, v[i].w);
-                }
-            scale = 1.f;
+            uncoded(v);
             return;
         }
         unsigned top[I], all = 0;
@@ -211,46 +202,66 @@ template <int F, int N> struct KvRow {
                           1e-30f);
         #pragma unroll
         for (int i = 0; i < I; i++) {
-            if (F == 1) {
-                const unsigned c0 = to_e4m3(__fdiv_rn(v[i].x, scale));
-                const unsigned c1 = to_e4m3(__fdiv_rn(v[i].y, scale));
-                const unsigned c2 = to_e4m3(__fdiv_rn(v[i].z, scale));
-                const unsigned c3 = to_e4m3(__fdiv_rn(v[i].w, scale));
-                code[i] = c0 | c1 << 8 | c2 << 16 | c3 << 24;
-                a[i] = e4m3_to_bf16x2(c0 << 8 | c1 << 24);
-                b[i] = e4m3_to_bf16x2(c2 << 8 | c3 << 24);
-            } else {
-                unsigned t = top[i];
-                for (int m = 2; m; m >>= 1)
-                    t = max(t, __shfl_xor_sync(~0u, t, m));
-                sub[i] = (unsigned char)to_e4m3(fminf(
-                        fmaxf(__fdiv_rn(
-                                      __fdiv_rn(__uint_as_float(t), 6.f), scale),
-                                0.001953125f),
-                        448.f));
-                const float s = __fmul_rn(of_e4m3(sub[i]), scale);
-                const unsigned c0 = to_e2m1(__fdiv_rn(v[i].x, s));
-                const unsigned c1 = to_e2m1(__fdiv_rn(v[i].y, s));
-                const unsigned c2 = to_e2m1(__fdiv_rn(v[i].z, s));
-                const unsigned c3 = to_e2m1(__fdiv_rn(v[i].w, s));
-                const unsigned f = sub_to_bf16x2(sub[i]);
-                a[i] = e2m1_to_bf16x2(c0, c1, f);
-                b[i] = e2m1_to_bf16x2(c2, c3, f);
-                const bool late = lane & 2;  // elements 4 to 7 of their word
-                auto place = [&](unsigned x, unsigned y) {
-                    auto one = [&](unsigned c) {
-                        return late ? c >> 3 | (c & 7) << 4
-                                    : (c >> 3) << 7 | (c & 7) << 1;
-                    };
-                    unsigned w = (one(x) | one(y) << 8) << (lane & 1) * 16;
-                    w |= __shfl_xor_sync(~0u, w, 1);
-                    w |= __shfl_xor_sync(~0u, w, 2);
-                    return w;
-                };
-                const unsigned w0 = place(c0, c1), w1 = place(c2, c3);
-                code[i] = lane & 1 ? w1 : w0;  // lanes 0 and 1 of four store them
-            }
+            if (F == 1)
+                to_fp8(i, v[i]);
+            else
+                to_fp4(i, v[i], top[i], lane);
         }
+    }
+    // Pairs as they are, and what halves leave.
+    __device__ __forceinline__ void uncoded(const float4* v) {
+        for (int i = 0; i < I; i++) {
+            a[i] = F ? half2_of(v[i].x, v[i].y) : bf16x2_of(v[i].x, v[i].y);
+            b[i] = F ? half2_of(v[i].z, v[i].w) : bf16x2_of(v[i].z, v[i].w);
+        }
+        if (F == 4)
+            for (int i = 0; i < I; i++) {
+                ra[i % (F == 4 ? I : 1)] = half2_rest(v[i].x, v[i].y);
+                rb[i % (F == 4 ? I : 1)] = half2_rest(v[i].z, v[i].w);
+            }
+        scale = 1.f;
+    }
+    // Quad i in e4m3.
+    __device__ __forceinline__ void to_fp8(int i, const float4& v) {
+        const unsigned c0 = to_e4m3(__fdiv_rn(v.x, scale));
+        const unsigned c1 = to_e4m3(__fdiv_rn(v.y, scale));
+        const unsigned c2 = to_e4m3(__fdiv_rn(v.z, scale));
+        const unsigned c3 = to_e4m3(__fdiv_rn(v.w, scale));
+        code[i] = c0 | c1 << 8 | c2 << 16 | c3 << 24;
+        a[i] = e4m3_to_bf16x2(c0 << 8 | c1 << 24);
+        b[i] = e4m3_to_bf16x2(c2 << 8 | c3 << 24);
+    }
+    // Quad i in e2m1 with a scale for sixteen: of `t`, the largest bits of the four lanes' quads.
+    __device__ __forceinline__ void to_fp4(
+            int i, const float4& v, unsigned t, int lane) {
+        for (int m = 2; m; m >>= 1)
+            t = max(t, __shfl_xor_sync(~0u, t, m));
+        sub[i] = (unsigned char)to_e4m3(
+                fminf(fmaxf(__fdiv_rn(__fdiv_rn(__uint_as_float(t), 6.f), scale),
+                              0.001953125f),
+                        448.f));
+        const float s = __fmul_rn(of_e4m3(sub[i]), scale);
+        const unsigned c0 = to_e2m1(__fdiv_rn(v.x, s));
+        const unsigned c1 = to_e2m1(__fdiv_rn(v.y, s));
+        const unsigned c2 = to_e2m1(__fdiv_rn(v.z, s));
+        const unsigned c3 = to_e2m1(__fdiv_rn(v.w, s));
+        const unsigned f = sub_to_bf16x2(sub[i]);
+        a[i] = e2m1_to_bf16x2(c0, c1, f);
+        b[i] = e2m1_to_bf16x2(c2, c3, f);
+        const unsigned w0 = placed(c0, c1, lane), w1 = placed(c2, c3, lane);
+        code[i] = lane & 1 ? w1 : w0;  // lanes 0 and 1 of four store them
+    }
+    // Two codes at their places in a word of eight, which four lanes make.
+    static __device__ __forceinline__ unsigned placed(
+            unsigned x, unsigned y, int lane) {
+        const bool late = lane & 2;  // elements 4 to 7 of their word
+        auto one = [&](unsigned c) {
+            return late ? c >> 3 | (c & 7) << 4 : (c >> 3) << 7 | (c & 7) << 1;
+        };
+        unsigned w = (one(x) | one(y) << 8) << (lane & 1) * 16;
+        w |= __shfl_xor_sync(~0u, w, 1);
+        w |= __shfl_xor_sync(~0u, w, 2);
+        return w;
     }
     // `row`: number of the row in the pool
     __device__ __forceinline__ void store(

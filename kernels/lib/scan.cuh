@@ -95,14 +95,9 @@ template <int KD, int NW> struct Scan {
                 f[n] = b[n * 32];
         mma_limbs<8>(c, a, f, from);
     }
-    // S through tile `t`; o gets what it answered, [16 columns][64 rows], and `skip` times u is
-    // added to it
-    __device__ __forceinline__ void tile_step(
-            int t, float (*S)[4], float (*o)[4], float skip) {
-        const int lane = threadIdx.x % 32;
-        const int warp = threadIdx.x / 32;
-        const int c2 = lane % 4 * 2;
-        float n[8][4];
+    // o: what the states answer to the tile's queries, [16 columns][64 rows]
+    __device__ __forceinline__ void ask(
+            int t, int lane, float (*S)[4], float (*o)[4]) {
         const uint4* st;
         #pragma unroll
         for (int i = 0; i < 8; i++)
@@ -115,6 +110,41 @@ template <int KD, int NW> struct Scan {
                 st = next(t, s / 2);
             eight(o, a, st + (s % 2 ? 256 : 0) + lane);
         }
+    }
+    // What the tile's rows leave the states, n, joins them
+    __device__ __forceinline__ void learn(
+            int t, int lane, float (*n)[4], float (*S)[4]) {
+        const uint4* st;
+        #pragma unroll
+        for (int s = 0; s < 4; s++) {
+            Limbs a;
+            a.of_sums(n[2 * s], n[2 * s + 1]);
+            #pragma unroll
+            for (int b = 0; b < NT; b += NT < 8 ? NT : 8) {
+                const int f = s * NT + b;
+                if (f % 16 == 0)
+                    st = next(t, SA + SU + SP + f / 16);
+                if constexpr (NT < 8) {
+                    uint4 r[NT];
+                    #pragma unroll
+                    for (int i = 0; i < NT; i++)
+                        r[i] = st[(f % 16 + i) * 32 + lane];
+                    mma_limbs<NT>(S, a, r);
+                } else
+                    eight(S + b, a, st + f % 16 * 32 + lane);
+            }
+        }
+    }
+    // S through tile `t`; o gets what it answered, [16 columns][64 rows], and `skip` times u is
+    // added to it
+    __device__ __forceinline__ void tile_step(
+            int t, float (*S)[4], float (*o)[4], float skip) {
+        const int lane = threadIdx.x % 32;
+        const int warp = threadIdx.x / 32;
+        const int c2 = lane % 4 * 2;
+        float n[8][4];
+        const uint4* st;
+        ask(t, lane, S, o);
         st = next(t, SA);
         const float *G = factors[t % 4], *E = G + TILE;
         #pragma unroll
@@ -149,27 +179,25 @@ template <int KD, int NW> struct Scan {
             #pragma unroll
             for (int j = 0; j < 4; j++)
                 n[i][j] *= E[8 * i + c2 + j % 2];
-        #pragma unroll
-        for (int s = 0; s < 4; s++) {
-            Limbs a;
-            a.of_sums(n[2 * s], n[2 * s + 1]);
-            #pragma unroll
-            for (int b = 0; b < NT; b += NT < 8 ? NT : 8) {
-                const int f = s * NT + b;
-                if (f % 16 == 0)
-                    st = next(t, SA + SU + SP + f / 16);
-                if constexpr (NT < 8) {
-                    uint4 r[NT];
-                    #pragma unroll
-                    for (int i = 0; i < NT; i++)
-                        r[i] = st[(f % 16 + i) * 32 + lane];
-                    mma_limbs<NT>(S, a, r);
-                } else
-                    eight(S + b, a, st + f % 16 * 32 + lane);
-            }
-        }
+        learn(t, lane, n, S);
     }
 };
+
+// What a tile's real rows were answered.
+template <int NV>
+__device__ __forceinline__ void answered(
+        float* y, float (*o)[4], int t, int lo, int hi, int heads, int head,
+        int col, int lane) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++)
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int row = 8 * i + lane % 4 * 2 + j % 2;
+            if (row >= lo && row < hi)
+                y[((size_t)t * TILE + row) * heads * NV + head * NV + col
+                        + lane / 4 + j / 2 * 8] = o[i][j];
+        }
+}
 
 // The states' way of all of a step's sequences, a block to NW*16 columns of a head of one of them.
 // States are [NV][KD], PER numbers each; `skip` times u is added to what they answer. Arrays as
@@ -229,15 +257,7 @@ __device__ __forceinline__ void scan_states(
         const int lo = tile_lo[t];
         const int hi = tile_hi[t];
         const int keep = state_out[t * TILE + hi - 1];
-        #pragma unroll
-        for (int i = 0; i < 8; i++)
-            #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int row = 8 * i + lane % 4 * 2 + j % 2;
-                if (row >= lo && row < hi)
-                    y[((size_t)t * TILE + row) * heads * NV + head * NV + col
-                            + lane / 4 + j / 2 * 8] = o[i][j];
-            }
+        answered<NV>(y, o, t, lo, hi, heads, head, col, lane);
         if (keep >= 0) {
             float* to = state(keep);
             #pragma unroll

@@ -221,6 +221,37 @@ __device__ __forceinline__ void multiply(
 }
 
 #if TURNS == 1 && !RING
+// No sums yet.
+template <int V> __device__ __forceinline__ void zero(float (&d)[FRAGMENTS][V]) {
+    #pragma unroll
+    for (int v = 0; v < FRAGMENTS * V; v++)
+        d[v / V][v % V] = 0.f;
+}
+
+// Of blocks that share a scale, those of a thread's rows.
+__device__ __forceinline__ void block_scales(
+        const float* scales, float (&by)[FRAGMENTS][2]) {
+    #pragma unroll
+    for (int v = 0; v < FRAGMENTS * 2; v++)
+        by[v / 2][v % 2] = scales[rows_of(v / 2) + row_of(v % 2)];
+}
+
+// What some columns made joins the sums, by the scales of blocks that share one.
+template <int V>
+__device__ __forceinline__ void join(
+        float (&own)[FRAGMENTS][V], float (&by)[FRAGMENTS][2],
+        float (&d)[FRAGMENTS][V]) {
+    #pragma unroll
+    for (int v = 0; v < FRAGMENTS * V; v++) {
+        wgmma_own(own[v / V][v % V]);
+        float& sum = d[v / V][v % V];
+        if constexpr (FP8)
+            sum = fmaf(own[v / V][v % V], by[v / V][v / 2 % 2], sum);
+        else
+            sum += own[v / V][v % V];
+    }
+}
+
 // A tile of 8 * M rows of x: all of K through the pipeline, then `put(row of W in the block,
 // 64 x 8 * M results)` for each fragment; `meanwhile` before anything has come. While products of
 // a chunk run, weights of the next one are decoded, and codes of the one after that fetched.
@@ -244,21 +275,16 @@ __device__ __forceinline__ void tile(
     w.fetch(stages, 1);
     const WgmmaMatrix first = wgmma_kept(wgmma_rows(stages, 1024));
     float d[FRAGMENTS][V], own[FRAGMENTS][APART ? V : 1];
-    #pragma unroll
-    for (int v = 0; v < FRAGMENTS * V; v++)
-        d[v / V][v % V] = 0.f;
+    zero<V>(d);
     constexpr int LAST = (STAGES - 1) * STAGE;
     // where stages begin: that of this step, and of the one before
     int stage = 0, done = LAST;
     for (int i = 0; i < j.steps; i++) {
         const int ahead = stage == LAST ? 0 : stage + STAGE;
         const WgmmaMatrix x = first + (unsigned)stage / 16;
-        float by[FRAGMENTS][2];  // of blocks that share a scale
-        #pragma unroll
-        for (int v = 0; v < (APART && FP8 ? FRAGMENTS * 2 : 0); v++) {
-            const float* scales = (const float*)(stages + stage + A + B);
-            by[v / 2][v % 2] = scales[rows_of(v / 2) + row_of(v % 2)];
-        }
+        float by[FRAGMENTS][2];
+        if (APART && FP8)
+            block_scales((const float*)(stages + stage + A + B), by);
         #pragma unroll
         for (int c = 0; c < CH; c++) {
             if constexpr (APART)
@@ -280,16 +306,7 @@ __device__ __forceinline__ void tile(
             if constexpr (APART)
                 if ((c + 1) % SUMMED == 0) {
                     wgmma_wait<0>();
-                    #pragma unroll
-                    for (int v = 0; v < FRAGMENTS * V; v++) {
-                        wgmma_own(own[v / V][v % V]);
-                        float& sum = d[v / V][v % V];
-                        if constexpr (FP8)
-                            sum = fmaf(
-                                    own[v / V][v % V], by[v / V][v / 2 % 2], sum);
-                        else
-                            sum += own[v / V][v % V];
-                    }
+                    join<V>(own, by, d);
                 }
         }
         done = stage;

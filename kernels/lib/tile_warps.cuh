@@ -25,6 +25,55 @@ __device__ __forceinline__ void decode(
     W::halves(w, s, t, aid, low, b);
 }
 
+// What a stage made joins the sums: of products in parts, with what small ones made.
+template <int M>
+__device__ __forceinline__ void join(
+        float (&own)[PARTS == 1 ? 1 : M][NT][4],
+        float (&small)[PARTS == 3 ? M : 1][NT][4], float (&d)[M][NT][4]) {
+    constexpr int LOW = PARTS == 3;
+    #pragma unroll
+    for (int v = 0; v < M * NT * 4; v++) {
+        const int m = v / (NT * 4), n = v / 4 % NT;
+        const float low = LOW ? small[LOW ? m : 0][n][v % 4] : 0.f;
+        d[m][n][v % 4] += own[PARTS == 1 ? 0 : m][n][v % 4] + low;
+    }
+}
+
+// Products of what the one has in full and the other's rest, which are summed by themselves.
+template <int M>
+__device__ __forceinline__ void multiply_rests(
+        float (*small)[NT][4], unsigned (*a)[M][4], unsigned (*b)[NT][4], int n,
+        int half) {
+    #pragma unroll
+    for (int m = 0; m < M; m++)
+        mma_f16(small[m][n], a[1][m], b[0][n] + half);
+    #pragma unroll
+    for (int m = 0; m < M; m++)
+        mma_f16(small[m][n], a[0][m], b[1][n] + half);
+}
+
+// Of the n-th eight rows of W from r on: in full, and with three products their rests.
+__device__ __forceinline__ void decode_parts(
+        const unsigned char* stage, int c, int n, int r, const float* aids,
+        unsigned (*b)[NT][4]) {
+    #pragma unroll
+    for (int l = 0; l < 1 + (PARTS == 3); l++)
+        decode(stage, c, r + n * 8, aids[r + n * 8], l, b[l][n]);
+}
+
+// The first fragments of a tile: of rows, and of weights.
+template <int M>
+__device__ __forceinline__ void first_fragments(
+        const Job& j, const unsigned char* stages, int m0, int r,
+        unsigned (*a)[M][4], unsigned (*b)[NT][4]) {
+    #pragma unroll
+    for (int x = 0; x < XPARTS; x++)
+        load<M>(stages + x * AP, m0, 0, a[x]);
+    #pragma unroll
+    for (int n = 0; n < NT; n++)
+        decode_parts(stages, 0, n, r, j.aids, b);
+}
+
 // A tile whose warps have M*16 rows each: all of K through the pipeline, then `put(row of the tile,
 // row of W in the block, 16 x NT*8 results)`; `meanwhile` before anything has come. While sixteen
 // columns are multiplied, the fragments of the next sixteen are read and decoded.
@@ -44,14 +93,7 @@ __device__ __forceinline__ void tile(
     cp_async_wait<STAGES - 2>();
     __syncthreads();
     unsigned a[2][XPARTS][M][4], b[1 + LOW][NT][4];
-    #pragma unroll
-    for (int x = 0; x < XPARTS; x++)
-        load<M>(stages + x * AP, m0, 0, a[0][x]);
-    #pragma unroll
-    for (int n = 0; n < NT; n++)
-        #pragma unroll
-        for (int l = 0; l < 1 + LOW; l++)
-            decode(stages, 0, r + n * 8, j.aids[r + n * 8], l, b[l][n]);
+    first_fragments<M>(j, stages, m0, r, a[0], b);
     // that of this step, and of the one before
     unsigned char* stage = stages;
     unsigned char* done = stages + (STAGES - 1) * STAGE;
@@ -81,32 +123,18 @@ __device__ __forceinline__ void tile(
                 for (int m = 0; m < M; m++)
                     mma_f16(PARTS == 1 ? d[m][n] : own[PARTS == 1 ? 0 : m][n],
                             a[k % 2][0][m], b[0][n] + k % 2 * 2);
-                #pragma unroll
-                for (int m = 0; m < M * LOW; m++)
-                    mma_f16(small[LOW ? m : 0][n], a[k % 2][LOW][m],
-                            b[0][n] + k % 2 * 2);
-                #pragma unroll
-                for (int m = 0; m < M * LOW; m++)
-                    mma_f16(small[LOW ? m : 0][n], a[k % 2][0][m],
-                            b[LOW][n] + k % 2 * 2);
+                if constexpr (LOW)
+                    multiply_rests<M>(small, a[k % 2], b, n, k % 2 * 2);
                 if (k + n == 0)
                     feed(done);
                 if (k % 2)
-                    #pragma unroll
-                    for (int l = 0; l < 1 + LOW; l++)
-                        decode(source, next / 2, r + n * 8, j.aids[r + n * 8], l,
-                                b[l][n]);
+                    decode_parts(source, next / 2, n, r, j.aids, b);
             }
         }
         done = stage;
         stage = ahead;
         if (PARTS > 1)
-            #pragma unroll
-            for (int v = 0; v < M * NT * 4; v++) {
-                const int m = v / (NT * 4), n = v / 4 % NT;
-                const float low = LOW ? small[LOW ? m : 0][n][v % 4] : 0.f;
-                d[m][n][v % 4] += own[PARTS == 1 ? 0 : m][n][v % 4] + low;
-            }
+            join<M>(own, small, d);
     }
     #pragma unroll
     for (int m = 0; m < M; m++)
