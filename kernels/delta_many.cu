@@ -162,6 +162,14 @@ struct Pass {
             if (j >= s)
                 b[j] = part[triangle(s, tile_of(j)) * 32 + lane];
     }
+    // The other warp's row tiles: this one's part of their sums
+    __device__ __forceinline__ void tell_sums(float4 (*told)[32]) const {
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+            told[j][lane] = four(kS[2 * j + 1]);
+            told[4 + j][lane] = four(qS[2 * j + 1]);
+        }
+    }
     // What is new in each row, as limbs: beta (V - G K S)
     __device__ __forceinline__ void news(
             uint4* r, const Held& h, int col, const float4 (*heard)[32]) {
@@ -182,6 +190,13 @@ struct Pass {
             }
             r[j] = limbs_of(n);
         }
+    }
+    // The other warp gets them
+    __device__ __forceinline__ void tell_news(
+            float4 (*its)[32], const uint4* r) const {
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            ((uint4*)its[j])[lane] = r[j];
     }
     // N = T R. The three products of limbs are summed by themselves: a third as many that wait for
     // each other.
@@ -210,6 +225,12 @@ struct Pass {
             #pragma unroll
             for (int e = 0; e < 4; e++)
                 N[j][e] += more[j][e] + less[j][e];
+    }
+    // The other warp gets this one's row tiles of N
+    __device__ __forceinline__ void tell_solved(float4 (*its)[32]) const {
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            its[4 + j][lane] = four(N[j]);
     }
     // The state after the tile, and in qS what it answered
     __device__ __forceinline__ void go_on(
@@ -255,6 +276,14 @@ struct Pass {
             for (int e = 0; e < 4; e++)
                 qS[2 * j][e] = o[j][e];
     }
+    // What the rows read, in place of their values
+    __device__ __forceinline__ void answer(Held& h, int col) const {
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++)
+                h.v[row(j) + e % 2][col + e / 2 * 8] = qS[2 * j][e];
+    }
     // f(sum, row, column) of this warp's part of the state
     template <class F> __device__ __forceinline__ void each(F f) {
         #pragma unroll
@@ -293,6 +322,23 @@ struct Help {
     }
 };
 
+// By one thread: whom the others wait for.
+__device__ __forceinline__ void begin_meetings(Room* room) {
+    for (int i = 0; i < BUFFERS; i++) {
+        meet_init(room->full + i, 1 + WARPS);
+        meet_init(room->done + i, WARPS);
+    }
+    meet_ready();
+}
+
+// The state goes to a record, where nothing is pending then.
+__device__ __forceinline__ void write_state(
+        Pass& w, Head* const to, int col, int own, int lane) {
+    w.each([&](float& v, int r, int c) { to->S[r * DV + col + own + c] = v; });
+    if (!w.half && !lane)
+        to->count[(col + own) / 16] = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
         const unsigned* __restrict__ q, const unsigned* __restrict__ k,
         const unsigned* __restrict__ t, const unsigned* __restrict__ p,
@@ -314,13 +360,8 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
     int end = begin;
     while (end < tiles && tile_seq[end] == seq)
         end++;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < BUFFERS; i++) {
-            meet_init(room->full + i, 1 + WARPS);
-            meet_init(room->done + i, WARPS);
-        }
-        meet_ready();
-    }
+    if (threadIdx.x == 0)
+        begin_meetings(room);
     __syncthreads();
     if (warp >= WARPS) {
         const From f = {(const uint4*)q, (const uint4*)k, (const uint4*)t,
@@ -384,40 +425,23 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
         Held& h = room->held[at];
         meet_wait(room->full + at, i / BUFFERS % 2);
         w.read(h);
-        #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            told[j][lane] = four(w.kS[2 * j + 1]);
-            told[4 + j][lane] = four(w.qS[2 * j + 1]);
-        }
+        w.tell_sums(told);
         sync_warps<2>(warp / 2);
         uint4 r[4];
         w.news(r, h, own + lane / 4, its);
-        #pragma unroll
-        for (int j = 0; j < 4; j++)
-            ((uint4*)its[j])[lane] = r[j];
+        w.tell_news(its, r);
         sync_warps<2>(warp / 2);
         w.solve(h, r, told);
-        #pragma unroll
-        for (int j = 0; j < 4; j++)
-            its[4 + j][lane] = four(w.N[j]);
+        w.tell_solved(its);
         sync_warps<2>(warp / 2);
         w.go_on(h, told);
-        #pragma unroll
-        for (int j = 0; j < 4; j++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++)
-                h.v[w.row(j) + e % 2][own + lane / 4 + e / 2 * 8] =
-                        w.qS[2 * j][e];
+        w.answer(h, own + lane / 4);
         __syncwarp();
         if (lane == 0)
             meet_arrive(room->done + at);
         if (keep < 0)
             continue;
         Head* const to = state(keep);
-        w.each([&](float& v, int r, int c) {
-            to->S[r * DV + col + own + c] = v;
-        });
-        if (!w.half && !lane)
-            to->count[(col + own) / 16] = 0;
+        write_state(w, to, col, own, lane);
     }
 }

@@ -230,6 +230,28 @@ struct Gates {
     }
 };
 
+// Limbs of a tile's keys, and of its queries behind them, to where delta_many.cu finds them.
+__device__ __forceinline__ void write_limbs(
+        uint4* q, uint4* k, const uint4* rows) {
+    for (int i = threadIdx.x; i < DK * 16; i += 256) {
+        k[i] = rows[i];
+        q[i] = rows[DK * 16 + i];
+    }
+}
+
+// Of a head: A = beta D k k' below the diagonal, and P = D q k' as fragments.
+__device__ __forceinline__ void weigh(
+        const Gates& g, const float (&kk)[4][4], const float (&qk)[4][4],
+        Square& A, uint4* p) {
+    float d[4][4];
+    each_sum([&](int m, int e, int a, int b) {
+        const float D = a >= b ? segment(g.hi, g.lo, a, b) : 0.f;
+        d[m][e] = D * qk[m][e];
+        A[a][b] = a > b ? g.beta[a] * D * kk[m][e] : 0.f;
+    });
+    write_triangle(p, d);
+}
+
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) delta_prep(
         const float* __restrict__ x, const float* __restrict__ conv_w,
         const float* __restrict__ decay, const float* __restrict__ dt_bias,
@@ -266,10 +288,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) delta_prep(
     unit_limbs(rows);
     __syncthreads();
     const size_t own = ((size_t)tile * kh + key) * DK * 16;
-    for (int i = tid; i < DK * 16; i += 256) {
-        ((uint4*)k)[own + i] = ((const uint4*)rows)[i];
-        ((uint4*)q)[own + i] = ((const uint4*)rows)[DK * 16 + i];
-    }
+    write_limbs((uint4*)q + own, (uint4*)k + own, (const uint4*)rows);
     const Mat K = {{rows}}, Q = {{rows + 256 * DK}};
     float kk[4][4] = {};
     float qk[4][4] = {};
@@ -289,16 +308,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) delta_prep(
             raw.load(r, h + 2 + warp, vh);
         __syncthreads();  // also: nobody reads Q and K, or the last heads' T, any more
         #pragma unroll 1
-        for (int i = 0; i < n; i++) {
-            const Gates& g = gates[i];
-            float d[4][4];
-            each_sum([&](int m, int e, int a, int b) {
-                const float D = a >= b ? segment(g.hi, g.lo, a, b) : 0.f;
-                d[m][e] = D * qk[m][e];
-                A[i][a][b] = a > b ? g.beta[a] * D * kk[m][e] : 0.f;
-            });
-            write_triangle((uint4*)p + (cell + i) * 640, d);
-        }
+        for (int i = 0; i < n; i++)
+            weigh(gates[i], kk, qk, A[i], (uint4*)p + (cell + i) * 640);
         __syncthreads();
         invert(A[half], mine, half < n);
         if (half < n)

@@ -3,26 +3,6 @@
 // turn (lib/bulk.cuh). In delta_step.cu every block waits for its own loads, and memory waits
 // meanwhile for blocks to ask and to write. Warps of four have 32 columns, as there; a warp besides
 // for each 32 has v, the gate, and in the end y.
-//   x      : [r, width]            f32   q | k | v | z | b | a, width = 2*kh*dk + 2*vh*dv + 2*vh
-//   conv_w : [c, 4]                f32   c = 2*kh*dk + vh*dv
-//   decay  : [vh]                  f32   A = -exp(A_log)
-//   dt_bias: [vh]                  f32
-//   norm_w : [dv]                  f32
-//   conv   : [states, 3, c]        f32   inputs of the three positions before, oldest first
-//   rec    : [slots, vh, record]   f32   state n has tail n, and the rest in n/TAILS: a record of
-//                                        lib/late.cuh
-//   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1; rows after
-//                                        the last sequence's get zeros
-//   starts : [seqs]                i32   position of its first row
-//   state_in : [seqs]              i32   state to begin from (unread at position 0)
-//   state_out : [r]                i32   state after a row, or -1; never one that is read in this
-//                                        step, but its rest may be where the sequence's own begins:
-//                                        nobody else reads it
-//   y      : [r, vh, dv]           f32   or null
-//   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32
-//                                        columns; or null
-//   halves : [units, line]         u8    instead of both: y, normed, in tiles of rows
-//                                        (lib/tiles.cuh), line = tiles * bytes; or null
 //   launch: <<<(vh, any), 5*DV>>> and DEPTH*sizeof(Head) + sizeof(Room) bytes; a block has at most
 //        MOST of `count`
 //   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the
@@ -144,6 +124,60 @@ __device__ __forceinline__ void leave_done(
     leave(halves, tiles, row, head, a, sum, eps);
 }
 
+// What the kernel is given, in the order of its arguments.
+struct Params {
+    // q | k | v | z | b | a, width = 2*kh*dk + 2*vh*dv + 2*vh
+    const float* x;  // [r, width] f32
+    const float* conv_w;  // [c, 4] f32: c = 2*kh*dk + vh*dv
+    const float* decay;  // [vh] f32: A = -exp(A_log)
+    const float* dt_bias;  // [vh] f32
+    const float* norm_w;  // [dv] f32
+    // inputs of the three positions before, oldest first
+    float* conv;  // [states, 3, c] f32
+    // state n has tail n, and the rest in n/TAILS: a record of lib/late.cuh
+    float* rec;  // [slots, vh, record] f32
+    // rows of sequence s: first[s] .. first[s+1]-1; rows after the last sequence's get zeros
+    const int* first;  // [seqs1] i32
+    const int* starts;  // [seqs] i32: position of its first row
+    // state to begin from (unread at position 0)
+    const int* state_in;  // [seqs] i32
+    // state after a row, or -1; never one that is read in this step, but its rest may be where the
+    // sequence's own begins: nobody else reads it
+    const int* state_out;  // [r] i32
+    float* y;  // [r, vh, dv] f32 or null
+    // sums of squares of y before norm_w and gate, of each 32 columns
+    float* parts;  // [r, vh, p] f32 or null
+    // instead of both: y, normed, in tiles of rows (lib/tiles.cuh), line = tiles * bytes
+    unsigned char* halves;  // [units, line] u8 or null
+    float eps;  // of that norm
+    int kh;  // heads of keys
+    int seqs;  // sequences
+    int rows;  // of the step, those after the last sequence's included
+    int tiles;  // of halves
+};
+
+// What a block has: a head, and sequences z, z + step, ...
+struct Work {
+    int head, vh, key;
+    int z, step;
+    int c, width;  // channels; numbers of a row of x
+    int mine;  // how many sequences
+    __device__ __forceinline__ explicit Work(const Params& p) {
+        head = blockIdx.x;
+        vh = gridDim.x;
+        key = head / (vh / p.kh);
+        z = blockIdx.y;
+        step = gridDim.y;
+        c = 2 * p.kh * DK + vh * DV;
+        width = c + vh * DV + 2 * vh;
+        mine = p.seqs > z ? (p.seqs - z + step - 1) / step : 0;
+    }
+    // The head's record of state n.
+    __device__ __forceinline__ Head* place(const Params& p, int n) const {
+        return (Head*)p.rec + (size_t)((unsigned)n / TAILS) * vh + head;
+    }
+};
+
 // What a thread has of the channels: q or v, and k or the gate, which is no channel.
 struct Channels {
     unsigned col[2];
@@ -182,6 +216,15 @@ struct Channels {
         seen[k][2] = in[k];
         return silu(fmaf(in[k], w.w, older));
     }
+    // A row's q and k, or v and gate.
+    __device__ __forceinline__ void put(
+            float* now, bool side, bool keyed, int column, int tid) {
+        now[side ? V + column : Q + tid] = step(0);
+        if (keyed)
+            now[K + tid] = step(1);
+        else
+            now[GATE + column] = SIGMOID ? sigmoid(in[1]) : silu(in[1]);
+    }
     __device__ __forceinline__ void keep(float* conv, int out, int c) const {
         #pragma unroll
         for (int k = 0; k < 2; k++)
@@ -191,6 +234,102 @@ struct Channels {
                     conv[((size_t)out * 3 + t) * c + col[k]] = seen[k][t];
     }
 };
+
+// A thread's part of the state goes to where it is kept.
+__device__ __forceinline__ void write_state(
+        float* const p, const Columns<N>& mem) {
+    #pragma unroll
+    for (int n = 0; n < N; n++)
+        __stcs((float4*)(p + n * DV), mem.S[n]);
+}
+
+// A row of y, of which a lane has four columns from `four` on, and its squares; or, where the next
+// product wants that, it is left as tiles.
+__device__ __forceinline__ void put_row(
+        const Params& p, const Work& w, Room& m, int row, const float4& o,
+        const float& ss, unsigned four, int part, int lane, int warp) {
+    const size_t cell = (size_t)row * w.vh + w.head;
+    if (HALVES) {
+        if (lane < 8)
+            *(float4*)(m.done + four) = o;
+        if (!lane)
+            m.squares[part] = ss;
+        // before the next barrier of all, behind which they are written anew
+        sync_warps<PARTS>(0);
+        if (warp == LEAVES)
+            leave_done(m, p.halves, p.tiles, row, w.head, p.eps);
+    } else {
+        if (lane < 8)
+            __stcg((float4*)(p.y + cell * DV + four), o);
+        if (!lane)
+            p.parts[cell * PARTS + part] = ss;
+    }
+}
+
+// By one thread: barriers by which others wait for states, and for their tails.
+__device__ __forceinline__ void begin_meetings(Room& m) {
+    for (int i = 0; i < DEPTH; i++) {
+        meet_init(m.full + i, 1);
+        meet_init(m.ready + i, 1);
+    }
+    meet_ready();
+}
+
+// By one thread: a state and its tails are asked for.
+__device__ __forceinline__ void ask_state(
+        const Params& p, const Work& w, Room& m, Head* states, int i, int from) {
+    Meeting *const b = m.full + i % DEPTH, *const near = m.ready + i % DEPTH;
+    bulk_expect(near, from < 0 ? 0 : 4 * 3 * OWN);
+    bulk_expect(b, from < 0 ? 0 : sizeof(Head));
+    if (from < 0)
+        return;
+    #pragma unroll
+    for (int t = 0; t < 3; t++) {
+        const float* const tail = p.conv + ((size_t)from * 3 + t) * w.c;
+        float* const to = m.tails[i % DEPTH][t];
+        bulk_copy(to, tail + w.key * DK, 4 * DK, near);
+        bulk_copy(to + DK, tail + (p.kh + w.key) * DK, 4 * DK, near);
+        bulk_copy(to + 2 * DK, tail + 2 * p.kh * DK + w.head * DV, 4 * DV, near);
+    }
+    bulk_copy_once(states + i % DEPTH, w.place(p, from), sizeof(Head), b);
+}
+
+// What is read from four columns of the state, times gain and gate, and its squares.
+__device__ __forceinline__ float4 answer(
+        const Room& m, const float* now, const Rule& rule, const float (&d)[4],
+        unsigned four, int part, unsigned c4, float scale, float& ss) {
+    const float4 qS = sum_of_warps(m.red[part], 32 + c4);
+    const float4 gate = *(const float4*)(now + GATE + four);
+    return rule.read(qS, d, *(const float4*)(m.gain + four), gate, scale, ss);
+}
+
+// beta of a row, or exp(g).
+__device__ __forceinline__ float scalar(const Room& m, int lane, float ba) {
+    return lane ? expf(__fmul_rn(m.own[0], softplus(ba + m.own[1])))
+                : sigmoid(ba);
+}
+
+// The i-th sequence of a block.
+__device__ __forceinline__ Sequence sequence(
+        const Params& p, const Work& w, int i) {
+    const int s = w.z + i * w.step;
+    const int r0 = p.first[s];
+    const int r1 = p.first[s + 1];
+    const int start = p.starts[s];
+    const int from = p.state_in[s];
+    return {r0, r1, r1 > r0 && start ? from : -1};
+}
+
+// A row that is `late` joins those that are pending in its state's record, which says how
+// many these are.
+__device__ __forceinline__ void leave_late(
+        const Params& p, const Work& w, const float* now, int late, int to,
+        const float (&d)[4], float eg, int part, int lane) {
+    if (late >= 0)
+        w.place(p, to)->add(late, now + K, d, eg, part * 32, lane);
+    if (to >= 0 && !lane)
+        w.place(p, to)->say(part * 32, late + 1);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
         const float* x, const float* __restrict__ conv_w,
@@ -204,85 +343,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
     constexpr float SCALE = DK == 128 ? 0.08838834764831845f
             : DK == 64                ? 0.125f
                                       : 0.17677669529663687f;
+    const Params p = {x, conv_w, decay, dt_bias, norm_w, conv, rec, first, starts,
+            state_in, state_out, y, parts, halves, eps, kh, seqs, rows, tiles};
     DYNAMIC_SHARED(Head, states);
     Room& m = *(Room*)(states + DEPTH);
     const int tid = threadIdx.x;
     const int lane = tid % 32;
     const int warp = __shfl_sync(~0u, tid / 32, 0);
-    const int head = blockIdx.x;
-    const int vh = gridDim.x;
-    const int key = head / (vh / kh);
-    const int z = blockIdx.y;
-    const int step = gridDim.y;
-    const int c = 2 * kh * DK + vh * DV;
-    const int width = c + vh * DV + 2 * vh;
-    const int mine = seqs > z ? (seqs - z + step - 1) / step : 0;
+    const Work w(p);
     const bool side = warp >= WARPS;
     const bool keyed = tid < DK;
     const bool asks = tid == 32 * WARPS;
-    const auto place = [&](int n) {
-        return (Head*)rec + (size_t)((unsigned)n / TAILS) * vh + head;
-    };
-    const auto begin = [&](int i) -> Sequence {
-        const int s = z + i * step;
-        const int r0 = first[s];
-        const int r1 = first[s + 1];
-        const int start = starts[s];
-        const int from = state_in[s];
-        return {r0, r1, r1 > r0 && start ? from : -1};
-    };
     // One thread asks for states. The first are asked for before anything else is known.
     const auto fetch = [&](int i, int from) {
-        Meeting *const b = m.full + i % DEPTH, *const near = m.ready + i % DEPTH;
-        bulk_expect(near, from < 0 ? 0 : 4 * 3 * OWN);
-        bulk_expect(b, from < 0 ? 0 : sizeof(Head));
-        if (from < 0)
-            return;
-        #pragma unroll
-        for (int t = 0; t < 3; t++) {
-            const float* const tail = conv + ((size_t)from * 3 + t) * c;
-            float* const to = m.tails[i % DEPTH][t];
-            bulk_copy(to, tail + key * DK, 4 * DK, near);
-            bulk_copy(to + DK, tail + (kh + key) * DK, 4 * DK, near);
-            bulk_copy(to + 2 * DK, tail + 2 * kh * DK + head * DV, 4 * DV, near);
-        }
-        bulk_copy_once(states + i % DEPTH, place(from), sizeof(Head), b);
+        ask_state(p, w, m, states, i, from);
     };
     if (asks) {
         int from[DEPTH];
         #pragma unroll
         for (int i = 0; i < DEPTH; i++)
-            from[i] = i < mine ? begin(i).from : -1;
-        for (int i = 0; i < DEPTH; i++) {
-            meet_init(m.full + i, 1);
-            meet_init(m.ready + i, 1);
-        }
-        meet_ready();
+            from[i] = i < w.mine ? sequence(p, w, i).from : -1;
+        begin_meetings(m);
         #pragma unroll
         for (int i = 0; i < DEPTH; i++)
             fetch(i, from[i]);
         m.asked = DEPTH;
     }
-    if (mine > MOST)
+    if (w.mine > MOST)
         __trap();
-    for (int i = tid; i < mine; i += THREADS)
-        m.all[i] = begin(i);
+    for (int i = tid; i < w.mine; i += THREADS)
+        m.all[i] = sequence(p, w, i);
     // q and k are a thread's of the first warps, v and the gate of those besides; the last of the
     // others has the scalars.
     const int part = side ? warp - WARPS : warp / 4;
     const int column = side ? part * 32 + lane : tid;
     const bool scalars = warp == WARPS - 1 && lane < 2;
-    const bool keeps = side || (keyed && head % (vh / kh) == 0);
+    const bool keeps = side || (keyed && w.head % (w.vh / kh) == 0);
     Channels ch;
     ch.has[0] = side || keyed;
     ch.has[1] = keyed;
-    ch.col[0] = side ? 2 * kh * DK + head * DV + column : key * DK + tid;
-    ch.col[1] = side ? c + head * DV + column : (kh + key) * DK + tid;
+    ch.col[0] = side ? 2 * kh * DK + w.head * DV + column : w.key * DK + tid;
+    ch.col[1] = side ? w.c + w.head * DV + column : (kh + w.key) * DK + tid;
     ch.weights(conv_w);
     if (tid < DV)
         m.gain[tid] = norm_w[tid];
     if (scalars)
-        m.own[lane] = (lane ? dt_bias : decay)[head];
+        m.own[lane] = (lane ? dt_bias : decay)[w.head];
     // Four columns of rows row0 .. row0+N-1 of the state.
     const unsigned row0 = tid % 128 / 8 * N;
     const unsigned c4 = lane % 8 * 4;
@@ -290,26 +396,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
     Columns<N> mem;
     __syncthreads();
     int i = 0;  // which of this block's sequences
-    while (i < mine && m.all[i].r0 == m.all[i].r1)
+    while (i < w.mine && m.all[i].r0 == m.all[i].r1)
         i++;
-    int r = i < mine ? m.all[i].r0 : 0;
+    int r = i < w.mine ? m.all[i].r0 : 0;
     int out = -1;
     int turn = 0;
     float ba = 0.f;
     const auto ask = [&]() {
-        const float* const row = x + (size_t)r * width;
+        const float* const row = x + (size_t)r * w.width;
         ch.ask(row, ch.has[0]);
         if (scalars)
-            ba = row[width - 2 * vh + head + lane * vh];
+            ba = row[w.width - 2 * w.vh + w.head + lane * w.vh];
         out = state_out[r];
     };
     pdl_wait();
-    if (i < mine)
+    if (i < w.mine)
         ask();
     int read = 0;  // states that have been read
     int late = -1;  // where the row is left, instead of the state
     #pragma unroll 1
-    while (i < mine) {
+    while (i < w.mine) {
         float* const now = m.now[turn++ % 2];
         const int row = r, to = out, own = i;
         const bool begins = row == m.all[own].r0;
@@ -321,29 +427,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
         }
         // All but the state
         if (ch.has[0]) {
-            now[side ? V + column : Q + tid] = ch.step(0);
-            if (keyed)
-                now[K + tid] = ch.step(1);
-            else
-                now[GATE + column] = SIGMOID ? sigmoid(ch.in[1]) : silu(ch.in[1]);
+            ch.put(now, side, keyed, column, tid);
             if (to >= 0 && keeps)
-                ch.keep(conv, to, c);
+                ch.keep(conv, to, w.c);
         }
         if (scalars)
-            now[BETA + lane] = lane
-                    ? expf(__fmul_rn(m.own[0], softplus(ba + m.own[1])))
-                    : sigmoid(ba);
+            now[BETA + lane] = scalar(m, lane, ba);
         // The next row's inputs are asked for while this one is worked on
         if (++r == m.all[own].r1) {
             do
                 i++;
-            while (i < mine && m.all[i].r0 == m.all[i].r1);
-            if (i < mine)
+            while (i < w.mine && m.all[i].r0 == m.all[i].r1);
+            if (i < w.mine)
                 r = m.all[i].r0;
             else
                 pdl_trigger();
         }
-        if (i < mine)
+        if (i < w.mine)
             ask();
         if (begins) {
             // some may have no rows
@@ -365,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
         __syncthreads();
         if (asks)
             #pragma unroll 1
-            for (; m.asked < min(mine, read + DEPTH); m.asked++)
+            for (; m.asked < min(w.mine, read + DEPTH); m.asked++)
                 fetch(m.asked, m.all[m.asked].from);
         // The row's products with the state; then, behind the barrier, the state takes it up.
         if (!side) {
@@ -389,51 +489,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
                 sum_of_warps(m.red[part], c4), *(const float4*)(now + V + four),
                 d);
         if (side) {
-            if (late >= 0)
-                place(to)->add(late, now + K, d, rule.eg, part * 32, lane);
-            if (to >= 0 && !lane)
-                place(to)->say(part * 32, late + 1);
-            const float4 qS = sum_of_warps(m.red[part], 32 + c4);
-            const float4 gate = *(const float4*)(now + GATE + four);
+            leave_late(p, w, now, late, to, d, rule.eg, part, lane);
             float ss;
-            const float4 o = rule.read(
-                    qS, d, *(const float4*)(m.gain + four), gate, SCALE, ss);
-            const size_t cell = (size_t)row * vh + head;
-            if (HALVES) {
-                if (lane < 8)
-                    *(float4*)(m.done + four) = o;
-                if (!lane)
-                    m.squares[part] = ss;
-                // before the next barrier of all, behind which they are written anew
-                sync_warps<PARTS>(0);
-                if (warp == LEAVES)
-                    leave_done(m, halves, tiles, row, head, eps);
-            } else {
-                if (lane < 8)
-                    __stcg((float4*)(y + cell * DV + four), o);
-                if (!lane)
-                    parts[cell * PARTS + part] = ss;
-            }
+            const float4 o = answer(m, now, rule, d, four, part, c4, SCALE, ss);
+            put_row(p, w, m, row, o, ss, four, part, lane, warp);
         } else if (late < 0) {
             mem.take(now + K + row0, d, rule.eg);
-            if (to >= 0) {
-                float* const p = place(to)->S + at;
-                #pragma unroll
-                for (int n = 0; n < N; n++)
-                    __stcs((float4*)(p + n * DV), mem.S[n]);
-            }
+            if (to >= 0)
+                write_state(w.place(p, to)->S + at, mem);
         }
     }
-    if (z == 0)
+    if (w.z == 0)
         #pragma unroll 1
         for (int r = first[seqs]; r < rows; r++) {
             if (HALVES) {
                 float zeros[8] = {};
                 if (warp == LEAVES)
-                    leave(halves, tiles, r, head, zeros, 0.f, eps);
+                    leave(halves, tiles, r, w.head, zeros, 0.f, eps);
                 continue;
             }
-            const size_t cell = (size_t)r * vh + head;
+            const size_t cell = (size_t)r * w.vh + w.head;
             if (tid < DV)
                 y[cell * DV + tid] = 0.f;
             if (tid < PARTS)

@@ -259,6 +259,98 @@ struct Next {
     }
 };
 
+// Barriers of the buffers: rows are staged in each, and left, by all warps.
+__device__ __forceinline__ void init_meetings(Shared* sm) {
+    for (int i = 0; i < BUFFERS; i++) {
+        meet_init(sm->staged + i, WARPS);
+        meet_init(sm->left + i, WARPS);
+    }
+    meet_ready();
+}
+
+// The matrix that all rows need comes to the L2 cache.
+__device__ __forceinline__ void ask_shared(
+        Bytes w, Bytes s, int shared, int thread) {
+    const int threads = gridDim.x * THREADS;
+    const size_t row = (size_t)shared * STORED;
+    ahead(w + row * F::LINE, STORED * (F::LINE / 16), thread, threads);
+    if (s)
+        ahead(s + row / 4 * F::SLINE, STORED / 4 * F::SLINE / 16, thread,
+                threads);
+}
+
+// The block's `own` slots from slot0 on: the expert of each, and its entries.
+__device__ __forceinline__ void load_slots(
+        const int* which, const int* slots, unsigned slot0, unsigned own,
+        int* experts, int* records, unsigned thread) {
+    #pragma unroll 1
+    for (unsigned i = thread; i < own * RECORD; i += THREADS) {
+        if (i < own)
+            experts[i] = __ldcg(which + slot0 + i);
+        records[i] = __ldcg(slots + slot0 * RECORD + i);
+    }
+}
+
+// acc += unit u of a strip times the slot's columns, as many tiles of them as have entries.
+__device__ __forceinline__ void add_unit(
+        const F* q, float (*acc)[4], const uint4* const* x_of, const Rows* rows,
+        unsigned u, int count, int t) {
+    #pragma unroll
+    for (int b = 0; b < F::UNITS; b++)
+        #pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            if (i && count <= 8 * i)
+                break;
+            const int block = u * F::UNITS + b;
+            add<F, 8, S::LD, PLANE>(
+                    q[b], acc[i], x_of[i] + 4 * block, rows->e[block] + 8 * i, t);
+        }
+}
+
+// v += what a share of the columns has made.
+__device__ __forceinline__ void add_share(float (*v)[4], const float (*acc)[4]) {
+    #pragma unroll
+    for (int i = 0; i < TILES; i++)
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            v[i][j] += acc[i][j];
+}
+
+// Scales and biases of a lane's two rows of a strip.
+__device__ __forceinline__ void read_tail(
+        const float* with, bool biased, int g, float* unit, float* more) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        unit[i] = F::row_scale((Bytes)with, with, 2 * g + i);
+        more[i] = biased ? with[16 + 2 * g + i] : 0.f;
+    }
+}
+
+// Where a lane finds its columns of a slot, tile after tile, and what becomes of their results.
+__device__ __forceinline__ void open_slot(
+        const Rows* rows, const int* record, int count, int outs, float eps,
+        int g, int t, To* where, float (*inverse)[2], const uint4** x_of) {
+    #pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        const int c = 8 * i + 2 * t;
+        where[i].find(record, c, outs);
+        inverse[i][0] = length(rows, min(c, count - 1), eps);
+        inverse[i][1] = length(rows, min(c + 1, count - 1), eps);
+        x_of[i] = rows->x + min(8 * i + g, count - 1) * S::LDR
+                + F::template own<S::LD>(t);
+    }
+}
+
+// A warp's part of a slot's rows.
+__device__ __forceinline__ void put_slot(
+        Shared* sm, int buffer, const int* record, const float* x,
+        const float* gain, int width, int lane) {
+    stage(sm->rows + buffer, record, x, gain, width);
+    __syncwarp();
+    if (!lane)
+        meet_arrive(sm->staged + buffer);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const float* __restrict__ bias,
@@ -273,15 +365,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (!UP)
         pdl_trigger();
-    if (UP && shared >= 0) {  // memory idles
-        const int thread = blockIdx.x * THREADS + threadIdx.x;
-        const int threads = gridDim.x * THREADS;
-        const size_t row = (size_t)shared * STORED;
-        ahead(w + row * F::LINE, STORED * (F::LINE / 16), thread, threads);
-        if (s)
-            ahead(s + row / 4 * F::SLINE, STORED / 4 * F::SLINE / 16, thread,
-                    threads);
-    }
+    if (UP && shared >= 0)  // memory idles
+        ask_shared(w, s, shared, blockIdx.x * THREADS + threadIdx.x);
     if (UP)
         pdl_wait();
     if (UP)
@@ -293,19 +378,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     const unsigned own = begin < end ? (end - 1) / STRIPS - slot0 + 1 : 0;
     // of the block's slots
     int *const experts = (int*)(sm + 1), *const records = experts + own;
-    #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < own * RECORD; i += THREADS) {
-        if (i < own)
-            experts[i] = __ldcg(which + slot0 + i);
-        records[i] = __ldcg(slots + slot0 * RECORD + i);
-    }
-    if (!threadIdx.x) {
-        for (int i = 0; i < BUFFERS; i++) {
-            meet_init(sm->staged + i, WARPS);
-            meet_init(sm->left + i, WARPS);
-        }
-        meet_ready();
-    }
+    load_slots(which, slots, slot0, own, experts, records, threadIdx.x);
+    if (!threadIdx.x)
+        init_meetings(sm);
     __syncthreads();
     unsigned char* const ring = sm->ring[warp][0];
     float (*const tails)[32] = sm->tail[warp];
@@ -358,23 +433,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                         break;
                     meet_wait(left(put), parity);
                 }
-                stage(sm->rows + put % BUFFERS, records + put * RECORD, x, gain,
-                        width);
-                __syncwarp();
-                if (!lane)
-                    meet_arrive(sm->staged + put % BUFFERS);
+                put_slot(
+                        sm, put % BUFFERS, records + put * RECORD, x, gain, width,
+                        lane);
             }
             if (fresh) {
                 meet_wait(sm->staged + n % BUFFERS, n / BUFFERS % 2);
-                #pragma unroll
-                for (int i = 0; i < TILES; i++) {
-                    const int c = 8 * i + 2 * t;
-                    where[i].find(record, c, outs);
-                    inverse[i][0] = length(rows, min(c, count - 1), eps);
-                    inverse[i][1] = length(rows, min(c + 1, count - 1), eps);
-                    x_of[i] = rows->x + min(8 * i + g, count - 1) * S::LDR
-                            + F::template own<S::LD>(t);
-                }
+                open_slot(
+                        rows, record, count, outs, eps, g, t, where, inverse,
+                        x_of);
             }
             if (strip >= to)
                 break;
@@ -394,31 +461,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     __syncwarp();
                     fetch(ring + place);
                     place = place == (DEEP - 1) * F::BYTES ? 0 : place + F::BYTES;
-                    #pragma unroll
-                    for (int b = 0; b < F::UNITS; b++)
-                        #pragma unroll
-                        for (int i = 0; i < TILES; i++) {
-                            if (i && count <= 8 * i)
-                                break;
-                            const int block = u * F::UNITS + b;
-                            add<F, 8, S::LD, PLANE>(
-                                    q[b], acc[i], x_of[i] + 4 * block,
-                                    rows->e[block] + 8 * i, t);
-                        }
+                    add_unit(q, acc, x_of, rows, u, count, t);
                 }
-                #pragma unroll
-                for (int i = 0; i < TILES; i++)
-                    #pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        v[i][j] += acc[i][j];
+                add_share(v, acc);
             }
             const float* const with = tails[TAILS > 1 ? tail : 0];
             float unit[2], more[2];
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                unit[i] = F::row_scale((Bytes)with, with, 2 * g + i);
-                more[i] = bias ? with[16 + 2 * g + i] : 0.f;
-            }
+            read_tail(with, bias, g, unit, more);
             tail = tail == TAILS - 1 ? 0 : tail + 1;
             #pragma unroll
             for (int i = 0; i < TILES; i++) {

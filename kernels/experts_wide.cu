@@ -11,32 +11,12 @@
 // once all teams have taken what they need of this one's. Hidden values say for themselves whether
 // they are there (lib/given.cuh). The order of sums is that of lib/strips.cuh. An entry's bits
 // depend on nothing but its row and its expert.
-//   uw     : [ubytes]        u8    bank of matrices [UROWS, HIDDEN] in UP, the shared expert's last
-//   dw     : [dbytes]        u8    the same of [HIDDEN, INNER] in DOWN
-//   us     : [uscales]       u8    scales
-//   ds     : [dscales]       u8    likewise
-//   ugs    : [urows]         f32   nvfp4, int4: scale of each row; or null
-//   dgs    : [drows]         f32   or null
-//   ubias  : [urows]         f32   of rows as they are stored; or null
-//   dbias  : [drows]         f32   or null
-//   logits : [r, ld]         f32   of the router; with GATE the one after the experts' is the
-//                                  shared expert's gate
-//   correction : [experts]   f32   added to the scores for picking only (CORRECTED 1); or null
-//   per_expert : [experts]   f32   a factor on the weight of each expert; or null
-//   ids    : [r, top_k]      i32   who is picked, best first; or null
-//   weights : [r, top_k]     f32   their weights; or null
-//   share  : [r, picks]      f32   the same, and the shared expert's
-//   picked : [r, top_k]      i32   who is picked, for other blocks; EMPTY before (router.cu)
-//   ready  : [r, line]       u8    x times the gain of the norm (lib/ready.cuh)
-//   h      : [yrows, inner]  f32   of each entry; EMPTY before (router.cu)
-//   y      : [yrows, k]      f32
 //   -D UP= DOWN= (of lib/fragment.cuh, four bits)  HIDDEN= (k: 1024 or 2048)  INNER= (256 or 512)
 //   -D EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert: 0 or 1)
 //   -D SCORE= (of lib/picks.cuh)  RENORM= CORRECTED= (0 or 1)
 //   -D BIASED= are there biases? (0 or 1)  ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D TEAMS=  RING= places, a multiple of TEAMS  DEEP= of them in use, at most
 //   -D ROOM= bytes of shared memory but for slots
-//   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
 //   launch: <<<any number, 32*(4*TEAMS + 4), shared bytes: see atlas.cuda.experts_wide>>>
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
@@ -69,6 +49,41 @@
 #define DEEP 4
 #define ROOM 173808
 #endif
+// What the kernel is given. Of matrices, those with u are the first half's, with d the second's.
+struct Params {
+    // bank of matrices [UROWS, HIDDEN] in UP, the shared expert's last
+    const unsigned char* uw;  // [ubytes] u8
+    const unsigned char* dw;  // [dbytes] u8: the same of [HIDDEN, INNER] in DOWN
+    const unsigned char* us;  // [uscales] u8: scales
+    const unsigned char* ds;  // [dscales] u8: likewise
+    const float* ugs;  // [urows] f32 or null: nvfp4, int4: scale of each row
+    const float* dgs;  // [drows] f32 or null
+    const float* ubias;  // [urows] f32 or null: of rows as they are stored
+    const float* dbias;  // [drows] f32 or null
+    // of the router; with GATE the one after the experts' is the shared expert's gate
+    const float* logits;  // [r, ld] f32
+    // added to the scores for picking only (CORRECTED 1)
+    const float* correction;  // [experts] f32 or null
+    // a factor on the weight of each expert
+    const float* per_expert;  // [experts] f32 or null
+    int* ids;  // [r, top_k] i32 or null: who is picked, best first
+    float* weights;  // [r, top_k] f32 or null: their weights
+    float* share;  // [r, picks] f32: the same, and the shared expert's
+    // who is picked, for other blocks; EMPTY before (router.cu)
+    int* picked;  // [r, top_k] i32
+    // x times the gain of the norm (lib/ready.cuh)
+    const unsigned char* ready;  // [r, line] u8
+    float* h;  // [yrows, inner] f32: of each entry; EMPTY before (router.cu)
+    float* y;  // [yrows, k] f32
+    float eps;  // of the norm
+    float limit;  // of the activation (lib/act.cuh)
+    float scaling;  // of all weights
+    int ld;  // numbers from one row of logits to the next
+    int rows;
+    // 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
+    int halves;
+};
+
 constexpr int TEAM = 4, WARPS = TEAM * TEAMS;  // that multiply
 constexpr int STAGERS = 3, ALL = WARPS + STAGERS + 1, THREADS = 32 * ALL;
 constexpr int ENTRIES = 8, RECORD = ENTRIES + 1;
@@ -194,6 +209,11 @@ struct Piece {  // of a line of stages
         slot0 = begin / stages;
         own = begin < end ? (end - 1) / stages - slot0 + 1 : 0;
     }
+    // The block has nothing of it.
+    __device__ __forceinline__ void drop() {
+        own = 0;
+        end = begin;
+    }
 };
 
 // All rows of a slot of U, by BY warps of which this is one.
@@ -304,6 +324,18 @@ template <class H> struct Columns {
     static __device__ __forceinline__ int block(int b, int unit0) {  // of the row
         return 2 * (unit0 + b / 2 * (H::MANY == 1 ? TEAM : 1)) + b % 2;
     }
+    // z += all units of the warp's in a stage times the columns, unit after unit
+    __device__ __forceinline__ void add_units(
+            const unsigned char* w, const unsigned char* s, float* z) const {
+        #pragma unroll
+        for (int u = 0; u < H::MINE; u++) {
+            float acc[4] = {};
+            multiply(w, s, u, acc);
+            #pragma unroll
+            for (int j = 0; j < 4; j++)
+                z[j] += acc[j];
+        }
+    }
     // acc += unit i of the warp's in a stage times the columns
     __device__ __forceinline__ void multiply(
             const unsigned char* w, const unsigned char* s, int i,
@@ -346,6 +378,245 @@ __device__ __forceinline__ float length(
     return rsqrtf(fmaf(sum, 1.f / HIDDEN, eps));
 }
 
+// Barriers of the ring's places, and of rows that are staged and left.
+__device__ __forceinline__ void init_meetings(Shared* sm) {
+    for (int i = 0; i < RING; i++) {
+        meet_init(sm->full + i, 1);
+        meet_init(sm->empty + i, TEAM);
+    }
+    meet_init(&sm->staged, STAGERS);
+    meet_init(&sm->left, WARPS);
+    meet_ready();
+}
+
+// The shared expert's U, which all rows need, comes to the L2 cache.
+__device__ __forceinline__ void ask_shared(Bytes w, Bytes s, int thread) {
+    const int threads = gridDim.x * THREADS;
+    ahead(w + (size_t)E * U::STORED * U::F::LINE, U::STORED * (U::F::LINE / 16),
+            thread, threads);
+    ahead(s + (size_t)E * U::STORED / 4 * U::F::SLINE,
+            U::STORED / 4 * (U::F::SLINE / 16), thread, threads);
+}
+
+// Row r's picks and their weights, for other blocks and kernels; a lane has pick `id`.
+__device__ __forceinline__ void give_picks(
+        const Params& p, const float* near, const float* logits, int r, int id,
+        int lane) {
+    if (lane < TOP_K)
+        give((float*)p.picked + r * TOP_K + lane, __int_as_float(id));
+    if (p.ids && lane < TOP_K)
+        p.ids[r * TOP_K + lane] = id;
+    const float gate = SHARED && GATE ? __ldcg(logits + E) : 0.f;
+    give_weights<E, TOP_K, SCORE, RENORM, SHARED, N>(
+            near, id, __ldcg(logits + id), GATE ? &gate : nullptr, p.per_expert,
+            p.scaling, lane, p.weights ? p.weights + r * TOP_K : nullptr,
+            p.share + r * PICKS);
+}
+
+// Rows of all slots but the first, one after the other, by STAGERS warps: each once all have taken
+// what they need of the one before.
+__device__ __forceinline__ void stage_slots(
+        Shared* sm, int warp, int lane, unsigned visits, unsigned ups,
+        const int* records, const unsigned char* ready, const float* h) {
+    #pragma unroll 1
+    for (unsigned n = 1; n < visits; n++) {
+        meet_wait(&sm->left, (n + 1) % 2);
+        const int* const record = records + n * RECORD;
+        if (n < ups)
+            take_rows<STAGERS>(sm, warp, n % 2, record, ready);
+        else
+            stage<STAGERS, 4>(sm, warp, n % 2, record, h);
+        __syncwarp();
+        if (!lane)
+            meet_arrive(&sm->staged);
+    }
+}
+
+// z += what the warps of a team have made of a stage.
+__device__ __forceinline__ void add_shares(
+        const float4 (*part)[32], float* z, int lane) {
+    #pragma unroll
+    for (int j = 0; j < TEAM; j++) {
+        const float4 v = part[j][lane];
+        z[0] += v.x;
+        z[1] += v.y;
+        z[2] += v.z;
+        z[3] += v.w;
+    }
+}
+
+constexpr unsigned NOWHERE = ~0u;
+
+// Hidden values of a lane's sums of a stage go to `at`, from `h` on; `odd`: its neighbour has the
+// gates.
+__device__ __forceinline__ void give_hidden(
+        float* h, const float* z, const unsigned* at, bool odd, float limit) {
+    float2 v[2] = {{z[0], z[2]}, {z[1], z[3]}};
+    if (PAIR) {
+        const float a = __shfl_xor_sync(~0u, odd ? z[0] : z[1], 8);
+        const float b = __shfl_xor_sync(~0u, odd ? z[2] : z[3], 8);
+        v[0].x = act_mul<ACT>(odd ? a : z[0], odd ? z[1] : a, limit);
+        v[0].y = act_mul<ACT>(odd ? b : z[2], odd ? z[3] : b, limit);
+    } else
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            v[j].x = act_mul<ACT>(v[j].x, 0.f, limit);
+            v[j].y = act_mul<ACT>(v[j].y, 0.f, limit);
+        }
+    #pragma unroll
+    for (int j = 0; j < (PAIR ? 1 : 2); j++)
+        if (at[j] != NOWHERE)
+            give2(h + at[j], v[j]);
+}
+
+// A lane's outputs of a stage of D, whose rows begin at `from`.
+__device__ __forceinline__ void put_outputs(
+        float* const* at, unsigned from, float* z, const float* raw,
+        const float* more) {
+    #pragma unroll
+    for (int j = 0; j < 4; j++)
+        z[j] = fmaf(z[j], D::F::row_scale((Bytes)raw, raw, j / 2), more[j / 2]);
+    #pragma unroll
+    for (int j = 0; j < 2; j++)
+        if (at[j])
+            *(float2*)(at[j] + from) = make_float2(z[j], z[2 + j]);
+}
+
+// What results of a lane's two columns are to be multiplied by.
+__device__ __forceinline__ void lengths(
+        const Shared* sm, int buffer, int t, int count, float eps,
+        float* inverse) {
+    #pragma unroll
+    for (int j = 0; j < 2; j++)
+        inverse[j] = length(sm, buffer, min(2 * t + j, count - 1), eps);
+}
+
+// A pick, when another block has given it.
+__device__ __forceinline__ int heard(const int* picked) {
+    float id;
+    do
+        id = peek((const float*)picked);
+    while (!there(id));
+    return __float_as_int(id);
+}
+
+// Who is picked for rows: every ALL-th from the warp's first on, or, where others are heard of,
+// the block's own. The logits of the next row are on their way meanwhile.
+__device__ __forceinline__ void pick(
+        Shared* sm, List* list, const Params& p, bool hears, int warp, int lane) {
+    const int first = hears ? blockIdx.x + warp * gridDim.x : warp;
+    const int step = hears ? ALL * gridDim.x : ALL;
+    float next[N];  // logits of the row after this one
+    if (first < p.rows)
+        near_logits<E, N>(p.logits + (size_t)first * p.ld, lane, next);
+    #pragma unroll 1
+    for (int r = first; r < p.rows; r += step) {
+        const float* const at = p.logits + (size_t)r * p.ld;
+        float near[N];
+        #pragma unroll
+        for (int i = 0; i < N; i++)
+            near[i] = next[i];
+        if (r + step < p.rows)
+            near_logits<E, N>(at + (size_t)step * p.ld, lane, next);
+        int* const room = (int*)sm->part + warp * TOP_K;
+        const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(
+                near, p.correction, lane, room);
+        if (lane < TOP_K && !hears)
+            list->note(r * TOP_K + lane, id);
+        if (r % gridDim.x != blockIdx.x || !(p.halves & 1))
+            continue;
+        give_picks(p, near, at, r, id, lane);
+    }
+}
+
+// A warp has read a stage, whose place another may take.
+__device__ __forceinline__ void leave(Shared* sm, unsigned place, int lane) {
+    __syncwarp();
+    if (!lane)
+        meet_arrive(sm->empty + place);
+}
+
+// A warp's 16 rows of a stage of D times a slot's columns.
+__device__ __forceinline__ void make_stage(
+        Shared* sm, const Columns<D>& columns, unsigned place, unsigned from,
+        int own, int lane, float* const* at) {
+    const unsigned char* const w = weights_of<D>(sm, place, own);
+    const unsigned char* const s = scales_of<D>(sm, place, own);
+    float z[4] = {};
+    columns.add_units(w, s, z);
+    float raw[2], more[2];
+    tail_of<D>(sm, place, own, raw, more);
+    leave(sm, place, lane);
+    put_outputs(at, from, z, raw, more);
+}
+
+// acc += a warp's share of a stage of U times a slot's columns.
+__device__ __forceinline__ void make_share(
+        const Shared* sm, const Columns<U>& columns, unsigned place, int own,
+        float* acc) {
+    const unsigned char* const w = weights_of<U>(sm, place, 0) + own * 128;
+    const unsigned char* const s = scales_of<U>(sm, place, 0)
+            + own * 8 * U::F::FOUR;
+    #pragma unroll
+    for (int u = 0; u < U::MINE; u++)
+        columns.multiply(w, s, u, acc);
+}
+
+// Hidden values of the stage that a warp completes: shares of the team's warps are added up.
+__device__ __forceinline__ void end_stage(
+        const float4 (*part)[32], float* h, const float* inverse,
+        const float* raw, const float* more, const unsigned* at, bool odd,
+        float limit, int lane) {
+    float z[4] = {};
+    add_shares(part, z, lane);
+    #pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float unit = U::F::row_scale((Bytes)raw, raw, j / 2);
+        z[j] = fmaf(__fmul_rn(z[j], inverse[j % 2]), unit, more[j / 2]);
+    }
+    give_hidden(h, z, at, odd, limit);
+}
+
+// Stage n of the block's line is asked for, whose place is free.
+__device__ __forceinline__ void ask_next(
+        Shared* sm, const Params& p, const Piece& up, const Piece& down,
+        const int* experts, unsigned later, unsigned first_down, unsigned n) {
+    const unsigned place = n % RING;
+    if (n < first_down) {
+        const unsigned k = up.begin + n;
+        const int expert = experts[k / U::STAGES - up.slot0];
+        const unsigned row = expert * U::STORED + k % U::STAGES * U::ROWS;
+        ask_for<U>(sm, place, row, expert == E, p.uw, p.us, p.ugs, p.ubias);
+    } else {
+        const unsigned k = down.begin + n - first_down;
+        const int expert = experts[k / D::STAGES + later];
+        const unsigned row = expert * D::STORED + k % D::STAGES * D::ROWS;
+        ask_for<D>(sm, place, row, expert == E, p.dw, p.ds, p.dgs, p.dbias);
+    }
+}
+
+// A slot is the block's once for each half that needs it, that of D as number i + later: its expert
+// and how many entries it has.
+__device__ __forceinline__ void put_slot(
+        const Piece& up, const Piece& down, unsigned later, int* experts,
+        int* records, unsigned i, int expert, int entries) {
+    if (i - up.slot0 < up.own)
+        records[(i - up.slot0) * RECORD] = entries;
+    if (i - up.slot0 < up.own)
+        experts[i - up.slot0] = expert;
+    if (i - down.slot0 < down.own)
+        records[(i + later) * RECORD] = entries;
+    if (i - down.slot0 < down.own)
+        experts[i + later] = expert;
+}
+
+// A warp has what it needs of a slot's rows, whose place others may have.
+__device__ __forceinline__ void leave_rows(Shared* sm, int lane) {
+    __syncwarp();
+    if (!lane)
+        meet_arrive(&sm->left);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const unsigned char* __restrict__ uw,
         const unsigned char* __restrict__ dw,
@@ -357,6 +628,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const float* __restrict__ per_expert, int* ids, float* weights,
         float* share, int* picked, const unsigned char* ready, float* h, float* y,
         float eps, float limit, float scaling, int ld, int rows, int halves) {
+    const Params p = {uw, dw, us, ds, ugs, dgs, ubias, dbias, logits, correction,
+            per_expert, ids, weights, share, picked, ready, h, y, eps, limit,
+            scaling, ld, rows, halves};
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
@@ -365,91 +639,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     // the compiler learns: one for all
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int team = warp / TEAM, own = warp % TEAM;  // whose share is the own-th
-    if (!threadIdx.x) {
-        for (int i = 0; i < RING; i++) {
-            meet_init(sm->full + i, 1);
-            meet_init(sm->empty + i, TEAM);
-        }
-        meet_init(&sm->staged, STAGERS);
-        meet_init(&sm->left, WARPS);
-        meet_ready();
-    }
+    if (!threadIdx.x)
+        init_meetings(sm);
     List* const list = (List*)sm->x;
     list->clear(rows);
-    if (SHARED && halves & 1) {  // memory idles
-        const int thread = blockIdx.x * THREADS + threadIdx.x;
-        const int threads = gridDim.x * THREADS;
-        ahead(uw + (size_t)E * U::STORED * U::F::LINE,
-                U::STORED * (U::F::LINE / 16), thread, threads);
-        ahead(us + (size_t)E * U::STORED / 4 * U::F::SLINE,
-                U::STORED / 4 * (U::F::SLINE / 16), thread, threads);
-    }
+    if (SHARED && halves & 1)  // memory idles
+        ask_shared(uw, us, blockIdx.x * THREADS + threadIdx.x);
     pdl_wait();
     pdl_trigger();
     __syncthreads();
     // Of many rows each block ranks its own, and hears of the others. Two of a warp are ranked in
     // less time than that takes.
     const bool hears = rows > 2 * ALL && halves == 3;
-    const int first = hears ? blockIdx.x + warp * gridDim.x : warp;
-    const int step = hears ? ALL * gridDim.x : ALL;
-    float next[N];  // logits of the row after this one
-    if (first < rows)
-        near_logits<E, N>(logits + (size_t)first * ld, lane, next);
+    pick(sm, list, p, hears, warp, lane);
     #pragma unroll 1
-    for (int r = first; r < rows; r += step) {
-        const float* const p = logits + (size_t)r * ld;
-        float near[N];
-        #pragma unroll
-        for (int i = 0; i < N; i++)
-            near[i] = next[i];
-        if (r + step < rows)
-            near_logits<E, N>(p + (size_t)step * ld, lane, next);
-        int* const room = (int*)sm->part + warp * TOP_K;
-        const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(
-                near, correction, lane, room);
-        if (lane < TOP_K && !hears)
-            list->note(r * TOP_K + lane, id);
-        if (r % gridDim.x != blockIdx.x || !(halves & 1))
-            continue;
-        if (lane < TOP_K)
-            give((float*)picked + r * TOP_K + lane, __int_as_float(id));
-        if (ids && lane < TOP_K)
-            ids[r * TOP_K + lane] = id;
-        const float gate = SHARED && GATE ? __ldcg(p + E) : 0.f;
-        give_weights<E, TOP_K, SCORE, RENORM, SHARED, N>(
-                near, id, __ldcg(p + id), GATE ? &gate : nullptr, per_expert,
-                scaling, lane, weights ? weights + r * TOP_K : nullptr,
-                share + r * PICKS);
-    }
-    #pragma unroll 1
-    for (int i = threadIdx.x; hears && i < rows * TOP_K; i += THREADS) {
-        float id;
-        do
-            id = peek((const float*)picked + i);
-        while (!there(id));
-        list->note(i, __float_as_int(id));
-    }
+    for (int i = threadIdx.x; hears && i < rows * TOP_K; i += THREADS)
+        list->note(i, heard(picked + i));
     __syncthreads();
     const unsigned all = list->count(rows);
     Piece up(all, U::STAGES), down(all, D::STAGES);
     if (!(halves & 1))
-        up.own = 0, up.end = up.begin;
+        up.drop();
     if (!(halves & 2))
-        down.own = 0, down.end = down.begin;
+        down.drop();
     const unsigned visits = up.own + down.own;
     int *const experts = (int*)(sm + 1), *const records = experts + visits;
     __syncthreads();
     const unsigned later = up.own - down.slot0;
     auto slot = [&](unsigned i, int expert, int entries) {
-        // once for each half that needs it
-        if (i - up.slot0 < up.own)
-            records[(i - up.slot0) * RECORD] = entries;
-        if (i - up.slot0 < up.own)
-            experts[i - up.slot0] = expert;
-        if (i - down.slot0 < down.own)
-            records[(i + later) * RECORD] = entries;
-        if (i - down.slot0 < down.own)
-            experts[i + later] = expert;
+        put_slot(up, down, later, experts, records, i, expert, entries);
     };
     auto entry = [&](unsigned i, int place, int value) {
         if (i - up.slot0 < up.own)
@@ -463,18 +681,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     const unsigned many = first_down + down.end - down.begin;
     unsigned asked = 0;
     auto ask = [&] {  // for the next stage; its place is free
-        const unsigned place = asked % RING;
-        if (asked < first_down) {
-            const unsigned k = up.begin + asked;
-            const int expert = experts[k / U::STAGES - up.slot0];
-            const unsigned row = expert * U::STORED + k % U::STAGES * U::ROWS;
-            ask_for<U>(sm, place, row, expert == E, uw, us, ugs, ubias);
-        } else {
-            const unsigned k = down.begin + asked - first_down;
-            const int expert = experts[k / D::STAGES + later];
-            const unsigned row = expert * D::STORED + k % D::STAGES * D::ROWS;
-            ask_for<D>(sm, place, row, expert == E, dw, ds, dgs, dbias);
-        }
+        ask_next(sm, p, up, down, experts, later, first_down, asked);
         asked++;
     };
     list->each_pick(rows, entry);
@@ -496,26 +703,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         stage<FIRST, 1>(sm, warp, 0, records, h);
     sync_warps<FIRST, TEAMS>(0);
     if (warp >= WARPS) {
-        #pragma unroll 1
-        for (unsigned n = 1; n < visits; n++) {
-            meet_wait(&sm->left, (n + 1) % 2);
-            const int* const record = records + n * RECORD;
-            const int i = warp - WARPS;
-            if (n < up.own)
-                take_rows<STAGERS>(sm, i, n % 2, record, ready);
-            else
-                stage<STAGERS, 4>(sm, i, n % 2, record, h);
-            __syncwarp();
-            if (!lane)
-                meet_arrive(&sm->staged);
-        }
+        stage_slots(sm, warp - WARPS, lane, visits, up.own, records, ready, h);
         return;
     }
-    auto leave = [&](unsigned place) {
-        __syncwarp();
-        if (!lane)
-            meet_arrive(sm->empty + place);
-    };
     unsigned q = team;  // the stage that the team has next
     const int part = g % 2, lines = 2 * m;
     #pragma unroll 1
@@ -527,11 +717,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         Columns<U> columns;
         columns.load(sm, n % 2, count, own);
         float inverse[2];
-        #pragma unroll
-        for (int j = 0; j < 2; j++)
-            inverse[j] = length(sm, n % 2, min(2 * t + j, count - 1), eps);
+        lengths(sm, n % 2, t, count, eps, inverse);
         // of gates and ups, which neighbours have, each lane gets those of one column
-        constexpr unsigned NOWHERE = ~0u;
         unsigned at[PAIR ? 1 : 2];
         #pragma unroll
         for (int j = 0; j < (PAIR ? 1 : 2); j++) {
@@ -539,9 +726,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             const int o = PAIR ? 4 * part + m / 2 * 2 : 8 * part + 2 * m;
             at[j] = c < count ? record[1 + c] * INNER + o : NOWHERE;
         }
-        __syncwarp();
-        if (!lane)
-            meet_arrive(&sm->left);
+        leave_rows(sm, lane);
         const unsigned before = (up.slot0 + n) * U::STAGES;
         const unsigned to = min(before + U::STAGES, up.end) - up.begin;
         #pragma unroll 1
@@ -556,16 +741,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 const unsigned place = q % RING;
                 meet_wait(sm->full + place, q / RING % 2);
                 float acc[4] = {};
-                const unsigned char* const w = weights_of<U>(sm, place, 0)
-                        + own * 128;
-                const unsigned char* const s = scales_of<U>(sm, place, 0)
-                        + own * 8 * U::F::FOUR;
-                #pragma unroll
-                for (int u = 0; u < U::MINE; u++)
-                    columns.multiply(w, s, u, acc);
+                make_share(sm, columns, place, own, acc);
                 if (i == own)
                     tail_of<U>(sm, place, 0, raw, more);
-                leave(place);
+                leave(sm, place, lane);
                 if (!i)
                     sync_warps<TEAM>(team);  // what was there before is read
                 sm->part[team][i][own][lane] = make_float4(
@@ -574,38 +753,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             sync_warps<TEAM>(team);
             if (own >= i)
                 continue;
-            float z[4] = {};
-            #pragma unroll
-            for (int j = 0; j < TEAM; j++) {
-                const float4 v = sm->part[team][own][j][lane];
-                z[0] += v.x;
-                z[1] += v.y;
-                z[2] += v.z;
-                z[3] += v.w;
-            }
-            #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float unit = U::F::row_scale((Bytes)raw, raw, j / 2);
-                z[j] = fmaf(__fmul_rn(z[j], inverse[j % 2]), unit, more[j / 2]);
-            }
-            float* const to_h = h + strip * (PAIR ? 8 : 16);
-            float2 v[2] = {{z[0], z[2]}, {z[1], z[3]}};
-            if (PAIR) {
-                const bool odd = m % 2;
-                const float a = __shfl_xor_sync(~0u, odd ? z[0] : z[1], 8);
-                const float b = __shfl_xor_sync(~0u, odd ? z[2] : z[3], 8);
-                v[0].x = act_mul<ACT>(odd ? a : z[0], odd ? z[1] : a, limit);
-                v[0].y = act_mul<ACT>(odd ? b : z[2], odd ? z[3] : b, limit);
-            } else
-                #pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    v[j].x = act_mul<ACT>(v[j].x, 0.f, limit);
-                    v[j].y = act_mul<ACT>(v[j].y, 0.f, limit);
-                }
-            #pragma unroll
-            for (int j = 0; j < (PAIR ? 1 : 2); j++)
-                if (at[j] != NOWHERE)
-                    give2(to_h + at[j], v[j]);
+            end_stage(
+                    sm->part[team][own], h + strip * (PAIR ? 8 : 16), inverse,
+                    raw, more, at, m % 2, limit, lane);
         }
     }
     #pragma unroll 1
@@ -624,9 +774,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                             + D::PART * part + lines
                               : nullptr;
         }
-        __syncwarp();
-        if (!lane)
-            meet_arrive(&sm->left);
+        leave_rows(sm, lane);
         const unsigned before = (down.slot0 + n - up.own) * D::STAGES;
         const unsigned to = first_down + min(before + D::STAGES, down.end)
                 - down.begin;
@@ -636,29 +784,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                     * D::ROWS;
             const unsigned place = q % RING;
             meet_wait(sm->full + place, q / RING % 2);
-            const unsigned char* const w = weights_of<D>(sm, place, own);
-            const unsigned char* const s = scales_of<D>(sm, place, own);
-            float z[4] = {};
-            #pragma unroll
-            for (int u = 0; u < D::MINE; u++) {
-                float acc[4] = {};
-                columns.multiply(w, s, u, acc);
-                #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    z[j] += acc[j];
-            }
-            float raw[2], more[2];
-            tail_of<D>(sm, place, own, raw, more);
-            leave(place);
-            #pragma unroll
-            for (int j = 0; j < 4; j++)
-                z[j] = fmaf(
-                        z[j], D::F::row_scale((Bytes)raw, raw, j / 2),
-                        more[j / 2]);
-            #pragma unroll
-            for (int j = 0; j < 2; j++)
-                if (at[j])
-                    *(float2*)(at[j] + from) = make_float2(z[j], z[2 + j]);
+            make_stage(sm, columns, place, from, own, lane, at);
         }
     }
 }

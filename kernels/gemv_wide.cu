@@ -188,6 +188,12 @@ struct Finish {
             prior[2 * j + 1] = two.y;
         }
     }
+    // all that a quad needs, where rows of W have theirs in shared memory
+    __device__ __forceinline__ void from(
+            const Job& o, const float* own, int r, int q, int to, int g, int t) {
+        kept(own, 2 * g);
+        rows(o, r, (o.first + q) * 8 + 2 * t, to, own + 32 + q * 8 + 2 * t);
+    }
     __device__ __forceinline__ size_t place(const Job& o, int j) const {
         // of the first of two
         return (size_t)(column + j) * o.width + o.at + out;
@@ -459,6 +465,129 @@ __device__ __forceinline__ void add_together(
     }
 }
 
+// What results of the block's rows of x are to be multiplied by, into shared memory.
+__device__ __forceinline__ void put_norms(const Job& o, float* own, int lane) {
+    for (int i = lane; i < 8 * TILES; i += 32) {
+        const int c = o.first * 8 + i;
+        own[32 + i] = NORM == 1 && c < o.rows ? o.inverse[c] : 1.f;
+    }
+}
+
+// What belongs to 16 rows of W from r on, if they are below `to`: half of the lanes have their
+// scales, the others their biases.
+template <class F>
+__device__ __forceinline__ float of_rows(const Job& o, int r, int to, int lane) {
+    const int at = r + lane % 16;
+    if (lane < 16)
+        return at < to ? F::row_raw(o.s, o.gs, at) : 0.f;
+    return Finish::biased(o, at, to) ? o.bias[at] : 0.f;
+}
+
+// A warp's sums of its share, for those that have other shares of the same rows.
+template <int QUADS>
+__device__ __forceinline__ void put_sums(
+        const float (*acc)[TILES][4], float4* sums, bool here) {
+    #pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+        const float* v = acc[i / TILES][i % TILES];
+        if (here)
+            sums[i * 32] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+}
+
+// Sums of PER shares, which lie FAR apart, join `total`: a warp has every PER-th of its QUADS.
+template <int OWN, int PER, int QUADS, int FAR>
+__device__ __forceinline__ void take_sums(
+        float (*total)[4], const float4* sums, bool here, int h) {
+    #pragma unroll
+    for (int i = 0; i < OWN; i++)
+        #pragma unroll
+        for (int j = 0; j < PER; j++) {
+            if (!here || i * PER + h >= QUADS)
+                continue;
+            const float4 v = sums[((j - h) * FAR + i * PER + h) * 32];
+            total[i][0] += v.x;
+            total[i][1] += v.y;
+            total[i][2] += v.z;
+            total[i][3] += v.w;
+        }
+}
+
+// Of each row of x the key of the largest that WARPS warps have made.
+template <int WARPS>
+__device__ __forceinline__ void put_best(const Job& o, const u64* bests) {
+    for (int i = threadIdx.x; i < 8 * TILES; i += 32 * WARPS) {
+        u64 key = 0;
+        #pragma unroll 4
+        for (int w = 0; w < WARPS; w++)
+            key = max(key, bests[w * 8 * TILES + i]);
+        const int row = o.first * 8 + i;
+        if (row < o.rows)
+            o.best[(size_t)row * o.step + o.group] = key;
+    }
+}
+
+// Scales and biases of rows of W of the first group are asked for, for the quads that a warp ends.
+template <class F, int OWN, int PER, int QUADS>
+__device__ __forceinline__ void ask_weights(
+        Finish* finish, const Job& o, bool here, int strip, int n4, int h,
+        int g) {
+    #pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int from = o.group * o.span, q = i * PER + h;
+        if (here && q < QUADS)
+            finish[i].template weights<F>(
+                    o, from + strip + q / TILES * 16 + 2 * g,
+                    min(from + o.span, n4));
+    }
+}
+
+// The sums of a share join those of the ones before it, in registers.
+template <int OWN, int QUADS>
+__device__ __forceinline__ void add_sums(
+        float (*total)[4], const float (*acc)[TILES][4]) {
+    #pragma unroll
+    for (int i = 0; i < 4 * QUADS; i++)
+        total[i / 4 % OWN][i % 4] += acc[i / 4 / TILES][i / 4 % TILES][i % 4];
+}
+
+// acc += a unit of W times that of x, block after block.
+template <class F, int MANY, bool TOGETHER, bool SOON, int AT_A_TIME, class M>
+__device__ __forceinline__ void add_unit(
+        float (*acc)[TILES][4], const unsigned char* at, const unsigned char* x,
+        WgmmaMatrix from, int& b, M& meanwhile) {
+    #pragma unroll AT_A_TIME
+    for (b = 0; b < F::UNITS; b++)
+        if constexpr (TOGETHER)
+            add_together<F, SOON>(acc[0], at, x, from, b, meanwhile);
+        else
+            add<F, MANY>(acc, at, x, b);
+}
+
+// Unit `unit` of MANY times 16 rows of W, of which `rows` are there, is asked for.
+template <class F, int MANY>
+__device__ __forceinline__ void fetch_unit(
+        unsigned char* to, const unsigned char* w, const unsigned char* s,
+        int rows, int unit, int lane) {
+    #pragma unroll
+    for (int i = 0; i < MANY; i++)
+        F::fetch(
+                to + i * F::BYTES, w + (size_t)(16 * i) * F::LINE,
+                s + (size_t)(4 * i) * F::SLINE, rows - 16 * i, unit, lane);
+}
+
+// Barriers of ROOM pieces of x: one for each that is there, and one for each that is read, by the
+// warps that have some of the `span` rows of a group, NEAR of which have ROWS together.
+template <int ROOM, int BESIDE, int ROWS, int NEAR>
+__device__ __forceinline__ void init_meetings(
+        Meeting* full, Meeting* empty, int span) {
+    for (int i = 0; i < ROOM; i++) {
+        meet_init(full + i, 1);
+        meet_init(empty + i, min(BESIDE, (span + ROWS - 1) / ROWS * NEAR));
+    }
+    meet_ready();
+}
+
 // The block's groups of rows of one matrix: MANY times 16 rows a warp, BESIDE warps, PER of them
 // to each; ROOM pieces of x for each share, and PLACES places of a warp for weights on their way.
 template <
@@ -526,12 +655,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         const unsigned char* p = w + next.unit * F::LB;
         const unsigned char* q = s + next.unit * F::SB;
         const int rows = min(rest, o.span - strip);
-        #pragma unroll
-        for (int i = 0; i < MANY; i++)
-            F::fetch(
-                    to + i * F::BYTES, p + (size_t)(16 * i) * F::LINE,
-                    q + (size_t)(4 * i) * F::SLINE, rows - 16 * i, next.unit,
-                    lane);
+        fetch_unit<F, MANY>(to, p, q, rows, next.unit, lane);
         left--;
         if (!next.next(h))
             return;
@@ -547,14 +671,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     }
     // for x, on behalf of all that have its share
     const bool asks = works && !down && !lane;
-    if (asks) {
-        for (int i = 0; i < ROOM; i++) {
-            meet_init(full + i, 1);
-            constexpr int ROWS = 16 * MANY * NEAR;
-            meet_init(empty + i, min(BESIDE, (o.span + ROWS - 1) / ROWS * NEAR));
-        }
-        meet_ready();
-    }
+    if (asks)
+        init_meetings<ROOM, BESIDE, 16 * MANY * NEAR, NEAR>(full, empty, o.span);
     auto ask = [&](int slot) {
         bulk_expect(full + slot, PIECE);
         const size_t tile = (size_t)wanted.unit * o.tiles + o.first;
@@ -563,23 +681,14 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     };
     int more = asks ? ALL ? mine : rounds * mine : 0;  // pieces to be asked for
     Finish finish[EARLY ? OWN : 1];
-    #pragma unroll
-    for (int i = 0; EARLY && i < OWN; i++) {
-        // of the first group: nobody writes them meanwhile
-        const int from = o.group * o.span, q = i * PER + h;
-        if (here && q < QUADS)
-            finish[i].template weights<F>(
-                    o, from + strip + q / TILES * 16 + 2 * g,
-                    min(from + o.span, n4));
-    }
+    // of the first group: nobody writes them meanwhile
+    ask_weights<F, EARLY ? OWN : 0, PER, QUADS>(finish, o, here, strip, n4, h, g);
     pdl_wait();
     #pragma unroll 1
     for (int i = 0; i < ROOM && more > 0; i++, more--)
         ask(i);
-    for (int i = lane; TOGETHER && i < 8 * TILES; i += 32) {
-        const int c = o.first * 8 + i;
-        own[32 + i] = NORM == 1 && c < o.rows ? o.inverse[c] : 1.f;
-    }
+    if (TOGETHER)
+        put_norms(o, own, lane);
     __syncthreads();  // the barriers are there
 
     // which piece is to be asked for next, and where
@@ -595,21 +704,12 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             strips[i].template weights<F>(
                     o, group * o.span + strip + 16 * i + 2 * g, here ? to : 0);
         float later = 0.f;  // what the lane has for `own`: not waited for yet
-        if (TOGETHER && here) {
-            const int at = group * o.span + strip + lane % 16;
-            if (lane < 16)
-                later = at < to ? F::row_raw(o.s, o.gs, at) : 0.f;
-            else
-                later = Finish::biased(o, at, to) ? o.bias[at] : 0.f;
-        }
+        if (TOGETHER && here)
+            later = of_rows<F>(o, group * o.span + strip, to, lane);
         auto prepare = [&](Finish& f, int q, bool known = false) {
             const int r = group * o.span + strip + q / TILES * 16 + 2 * g;
-            if (TOGETHER) {
-                f.kept(own, 2 * g);
-                f.rows(o, r, (o.first + q) * 8 + 2 * t, to,
-                        own + 32 + q * 8 + 2 * t);
-                return;
-            }
+            if (TOGETHER)
+                return f.from(o, own, r, q, to, g, t);
             #pragma unroll
             for (int i = 0; HALF && i < 2; i++) {
                 f.raw[i] = q < TILES ? strips[0].raw[i] : strips[MANY - 1].raw[i];
@@ -652,13 +752,10 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                         fetch(ring + spot);
                     cp_async_commit();
                 };
-                #pragma unroll(!SOON && (QUADS > 2 || BESIDE * PER > 12) ? 1 : F::UNITS)
-                for (b = 0; b < F::UNITS; b++)
-                    if constexpr (TOGETHER)
-                        add_together<F, SOON>(
-                                acc[0], ring + spot, x, from, b, refill);
-                    else
-                        add<F, MANY>(acc, ring + spot, x, b);
+                constexpr int AT_A_TIME =
+                        !SOON && (QUADS > 2 || BESIDE * PER > 12) ? 1 : F::UNITS;
+                add_unit<F, MANY, TOGETHER, SOON, AT_A_TIME>(
+                        acc, ring + spot, x, from, b, refill);
                 b = F::UNITS - 1;
                 if (SOON)
                     __syncwarp();  // all have read what belongs to the piece of x
@@ -696,34 +793,14 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 continue;
             }
             if (PER == 1) {
-                #pragma unroll
-                for (int i = 0; i < 4 * QUADS; i++)
-                    total[i / 4 % OWN][i % 4] +=
-                            acc[i / 4 / TILES][i / 4 % TILES][i % 4];
+                add_sums<OWN, QUADS>(total, acc);
                 continue;
             }
             if (pass || group != o.group)
                 __syncthreads();  // all have read the last ones
-            #pragma unroll
-            for (int i = 0; i < QUADS; i++) {
-                const float* v = acc[i / TILES][i % TILES];
-                if (here)
-                    sums[i * 32] = make_float4(v[0], v[1], v[2], v[3]);
-            }
+            put_sums<QUADS>(acc, sums, here);
             __syncthreads();
-            #pragma unroll
-            for (int i = 0; i < OWN; i++)
-                #pragma unroll
-                for (int j = 0; j < PER; j++) {
-                    if (!here || i * PER + h >= QUADS)
-                        continue;
-                    const float4 v =
-                            sums[((j - h) * NEAR * QUADS + i * PER + h) * 32];
-                    total[i][0] += v.x;
-                    total[i][1] += v.y;
-                    total[i][2] += v.z;
-                    total[i][3] += v.w;
-                }
+            take_sums<OWN, PER, QUADS, NEAR * QUADS>(total, sums, here, h);
         }
         if (TOGETHER) {
             __syncwarp();
@@ -764,15 +841,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     if (!BEST)
         return;
     __syncthreads();
-    for (int i = threadIdx.x; i < 8 * TILES; i += 32 * BESIDE * PER) {
-        u64 key = 0;
-        #pragma unroll 4
-        for (int w = 0; w < BESIDE * PER; w++)
-            key = max(key, bests[w * 8 * TILES + i]);
-        const int row = o.first * 8 + i;
-        if (row < o.rows)
-            o.best[(size_t)row * o.step + o.group] = key;
-    }
+    put_best<BESIDE * PER>(o, bests);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(

@@ -32,6 +32,51 @@
 constexpr int STRIDE = 4 * DK + 4 * (DK > DV ? DK : DV) + 16;
 typedef Matrix<STRIDE> Mat;
 
+// B, then C, of the group through the convolution, 16 rows a thread at a time, as limbs.
+__device__ __forceinline__ void convolve_bc(
+        const Rows& r, unsigned char* rows, const float* conv_w,
+        const float* conv_b, int group, int groups, int inner, int tid) {
+    for (int i = tid; i < 2 * DK * 4; i += 256) {
+        const int e = i % (2 * DK);
+        const int m = e / DK;
+        const int ch = inner + (m * groups + group) * DK + e % DK;
+        r.conv(ch, inner + ch, i / (2 * DK) * 16, conv_w, conv_b,
+                [&](int j, float v) {
+                    put_limbs(rows + j * STRIDE + m * 4 * DK, e % DK, DK, v);
+                });
+        if (i < 2 * DK && blockIdx.z == 0)
+            r.keep_tail(ch, inner + ch);
+    }
+}
+
+// A head's x through the convolution, 16 rows a thread at a time, into `rows` behind B.
+__device__ __forceinline__ void convolve_x(
+        const Rows& r, unsigned char* rows, const float* conv_w,
+        const float* conv_b, int h, int inner, int tid) {
+    for (int i = tid; i < DV * 4; i += 256) {
+        const int e = i % DV, ch = h * DV + e;
+        r.conv(ch, inner + ch, i / DV * 16, conv_w, conv_b, [&](int j, float v) {
+            ((float*)(rows + j * STRIDE + 4 * DK))[e] = v;
+        });
+        if (i < DV)
+            r.keep_tail(ch, inner + ch);
+    }
+}
+
+// A head's x, which is in `rows`, as sums of 16 columns and 8 rows.
+__device__ __forceinline__ void write_u(
+        float4* u, size_t cell, const unsigned char* rows, int warp, int lane) {
+    for (int i = warp; i < DV / 2; i += 8) {
+        const int m = i / 8;
+        const int row = i % 8 * 8 + lane % 4 * 2;
+        const int col = m * 16 + lane / 4;
+        const float* a = (const float*)(rows + row * STRIDE + 4 * DK);
+        const float* b = (const float*)(rows + (row + 1) * STRIDE + 4 * DK);
+        u[(cell * (DV / 2) + i) * 32 + lane] = make_float4(
+                a[col], b[col], a[col + 8], b[col + 8]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(
         const float* __restrict__ x, const float* __restrict__ conv_w,
         const float* __restrict__ conv_b, const float* __restrict__ decay,
@@ -56,17 +101,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(
     const Rows r = rows_of(
             t, x, width, c, conv, first, starts, state_in, state_out, tile_seq,
             tile_lo, tile_hi);
-    for (int i = tid; i < 2 * DK * 4; i += 256) {  // B, then C, of 16 rows
-        const int e = i % (2 * DK);
-        const int m = e / DK;
-        const int ch = inner + (m * groups + group) * DK + e % DK;
-        r.conv(ch, inner + ch, i / (2 * DK) * 16, conv_w, conv_b,
-                [&](int j, float v) {
-                    put_limbs(rows + j * STRIDE + m * 4 * DK, e % DK, DK, v);
-                });
-        if (i < 2 * DK && blockIdx.z == 0)
-            r.keep_tail(ch, inner + ch);
-    }
+    convolve_bc(r, rows, conv_w, conv_b, group, groups, inner, tid);
     __syncthreads();
     const Mat K = {{rows, 2 * DK}}, Q = {{rows + 4 * DK, 2 * DK}};
     if (blockIdx.z == 0) {
@@ -79,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(
     #pragma unroll 1
     for (int h = h0; h < h0 + per; h++) {
         const size_t cell = (size_t)t * nh + h;
-        if (warp == 0) {
+        if (warp == 0) {  // steps and decays of two rows a lane
             float g[2], d[2], G[2];
             #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -95,30 +130,14 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(
             decays(g, d, hi, lo, scal + cell * 128, G);
         }
         __syncthreads();  // also: nobody reads C or the last head's x any more
-        for (int i = tid; i < DV * 4; i += 256) {
-            const int e = i % DV, ch = h * DV + e;
-            r.conv(ch, inner + ch, i / DV * 16, conv_w, conv_b,
-                    [&](int j, float v) {
-                        ((float*)(rows + j * STRIDE + 4 * DK))[e] = v;
-                    });
-            if (i < DV)
-                r.keep_tail(ch, inner + ch);
-        }
+        convolve_x(r, rows, conv_w, conv_b, h, inner, tid);
         float d[4][4];
         each_sum([&](int n, int e, int i, int j) {
             d[n][e] = i >= j ? segment(hi, lo, i, j) * dt[j] * qk[n][e] : 0.f;
         });
         write_p((uint4*)p + cell * 1024, d);
         __syncthreads();
-        for (int i = warp; i < DV / 2; i += 8) {  // sums of 16 columns and 8 rows
-            const int m = i / 8;
-            const int row = i % 8 * 8 + lane % 4 * 2;
-            const int col = m * 16 + lane / 4;
-            const float* a = (const float*)(rows + row * STRIDE + 4 * DK);
-            const float* b = (const float*)(rows + (row + 1) * STRIDE + 4 * DK);
-            ((float4*)u)[(cell * (DV / 2) + i) * 32 + lane] = make_float4(
-                    a[col], b[col], a[col + 8], b[col + 8]);
-        }
+        write_u((float4*)u, cell, rows, warp, lane);
         __syncthreads();
     }
 }
