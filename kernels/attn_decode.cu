@@ -362,7 +362,8 @@ __device__ __forceinline__ float weights(
                               x[i],
                               ks.scale(lane % 4 * 2 + i % 2 + i / 2 * 8, true))
                     : 0.f;
-    const Pair u = Part::weights_of(x[0], x[1]), v = Part::weights_of(x[2], x[3]);
+    const Pair u = Part::weights_of(x[0], x[1]);
+    const Pair v = Part::weights_of(x[2], x[3]);
     b[0] = u.hi;
     b[1] = v.hi;
     b[2] = u.lo;

@@ -151,7 +151,8 @@ struct Pass {
     }
     static __device__ __forceinline__ uint4 limbs_of(
             const float* n, float a = 1.f, float b = 1.f) {
-        const Pair p = limbs(n[0] * a, n[1] * b), q = limbs(n[2] * a, n[3] * b);
+        const Pair p = limbs(n[0] * a, n[1] * b);
+        const Pair q = limbs(n[2] * a, n[3] * b);
         return make_uint4(p.hi, q.hi, p.lo, q.lo);
     }
     // Fragments of step s of a triangle, for this warp's row tiles

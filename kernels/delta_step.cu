@@ -102,7 +102,8 @@ struct Work {
     }
     // The head's record of state n.
     __device__ __forceinline__ Head* place(const Params& p, int n) const {
-        return (Head*)p.rec + (size_t)((unsigned)n / TAILS) * vh + head;
+        const size_t slot = (unsigned)n / TAILS;
+        return (Head*)p.rec + slot * vh + head;
     }
 };
 
@@ -255,8 +256,9 @@ struct Row {
 // The state's warps: q.k, q.q and k.k, and the row's products with the state.
 __device__ __forceinline__ void multiply(
         Rows& m, const Work& w, const Columns<N>& mem, const float* q, int i) {
-    const float a = w.id < DK ? m.now[i][w.id] : 0.f;
-    const float b = w.id < DK ? m.now[i][DK + w.id] : 0.f;
+    const float* now = m.now[i];
+    const float a = w.id < DK ? now[w.id] : 0.f;
+    const float b = w.id < DK ? now[DK + w.id] : 0.f;
     const float dot = warp_sum4(
             __fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);
     if (w.lane % 8 == 0)
@@ -356,9 +358,10 @@ __device__ __forceinline__ void put_zeros(const Params& p, const Work& w) {
     if (w.seq == gridDim.z - 1 && w.warp == 0)
         #pragma unroll 1
         for (int r = w.r1; r < p.rows; r++) {
-            p.y[(size_t)r * w.vh * DV + w.own32 + w.lane] = 0.f;
+            const size_t row = (size_t)r * w.vh;
+            p.y[row * DV + w.own32 + w.lane] = 0.f;
             if (!w.lane)
-                p.parts[((size_t)r * w.vh + w.head) * PARTS + w.part] = 0.f;
+                p.parts[(row + w.head) * PARTS + w.part] = 0.f;
         }
 }
 

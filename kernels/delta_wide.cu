@@ -174,7 +174,8 @@ struct Work {
     }
     // The head's record of state n.
     __device__ __forceinline__ Head* place(const Params& p, int n) const {
-        return (Head*)p.rec + (size_t)((unsigned)n / TAILS) * vh + head;
+        const size_t slot = (unsigned)n / TAILS;
+        return (Head*)p.rec + slot * vh + head;
     }
 };
 
@@ -285,7 +286,8 @@ __device__ __forceinline__ void ask_state(
         return;
     #pragma unroll
     for (int t = 0; t < 3; t++) {
-        const float* const tail = p.conv + ((size_t)from * 3 + t) * w.c;
+        const size_t line = (size_t)from * 3 + t;
+        const float* const tail = p.conv + line * w.c;
         float* const to = m.tails[i % DEPTH][t];
         bulk_copy(to, tail + w.key * DK, 4 * DK, near);
         bulk_copy(to + DK, tail + (p.kh + w.key) * DK, 4 * DK, near);

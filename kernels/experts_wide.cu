@@ -453,8 +453,9 @@ __device__ __forceinline__ void give_hidden(
         float* h, const float* z, const unsigned* at, bool odd, float limit) {
     float2 v[2] = {{z[0], z[2]}, {z[1], z[3]}};
     if (PAIR) {
-        const float a = __shfl_xor_sync(~0u, odd ? z[0] : z[1], 8);
-        const float b = __shfl_xor_sync(~0u, odd ? z[2] : z[3], 8);
+        const float2 give = {odd ? z[0] : z[1], odd ? z[2] : z[3]};
+        const float a = __shfl_xor_sync(~0u, give.x, 8);
+        const float b = __shfl_xor_sync(~0u, give.y, 8);
         v[0].x = act_mul<ACT>(odd ? a : z[0], odd ? z[1] : a, limit);
         v[0].y = act_mul<ACT>(odd ? b : z[2], odd ? z[3] : b, limit);
     } else

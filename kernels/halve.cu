@@ -83,7 +83,8 @@ __device__ __forceinline__ void of_the_row(
 extern "C" __global__ void __launch_bounds__(256, 4)
         halve(const float* __restrict__ x, const float* __restrict__ gain,
                 float eps, __half* y, float* scale, int rows, int n, int kp) {
-    const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS);
+    const int rows_here = 8 / WARPS;
+    const int r = blockIdx.x * rows_here + threadIdx.x / (32 * WARPS);
     const int first = threadIdx.x % (32 * WARPS) * 4;
     const bool real = r < rows;
     const Source source{x + (size_t)(real ? r : 0) * n, gain, n, n % 4 == 0};

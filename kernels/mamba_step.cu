@@ -298,10 +298,11 @@ __device__ __forceinline__ void put_zeros(const Params& p, const Work& w) {
     if (w.seq == gridDim.z - 1 && w.warp == 0)
         #pragma unroll 1
         for (int r = w.r1; r < p.rows; r++) {
+            const size_t row = r;
             if (w.lane < PR)
-                p.y[(size_t)r * w.inner + w.at0 + w.lane] = 0.f;
+                p.y[row * w.inner + w.at0 + w.lane] = 0.f;
             if (!w.lane)
-                p.parts[(size_t)r * (w.inner / PR) + w.at0 / PR] = 0.f;
+                p.parts[row * (w.inner / PR) + w.at0 / PR] = 0.f;
         }
 }
 

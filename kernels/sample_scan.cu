@@ -240,8 +240,9 @@ __device__ __forceinline__ u64 best_of(
     u64 key = 0;
     for (int i = 0; i < 4 * CHUNKS; i++) {
         const int id = lo + i / 4 * 1024 + thread * 4 + i % 4;
+        const float value = x[i / 4][i % 4];
         if (id < v)
-            key = max(key, best_key(x[i / 4][i % 4], id));
+            key = max(key, best_key(value, id));
     }
     return key;
 }
@@ -274,7 +275,8 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(
         u64 key[4 * CHUNKS];
         for (int i = 0; i < 4 * CHUNKS; i++) {
             const int id = lo + i / 4 * 1024 + threadIdx.x * 4 + i % 4;
-            key[i] = id < v ? best_key(x[i / 4][i % 4], id) : 0;
+            const float value = x[i / 4][i % 4];
+            key[i] = id < v ? best_key(value, id) : 0;
         }
         largest(key, out);
         if (threadIdx.x < REPORT)

@@ -2,7 +2,8 @@
 // Half precision for emulate.h: values are computed in wider types and rounded to
 // nearest even once.
 inline uint16_t emu_to_half(double d) {
-    const uint64_t u = emu_bits<uint64_t>(d), m = u & ~(1ull << 63);
+    const uint64_t u = emu_bits<uint64_t>(d);
+    const uint64_t m = u & ~(1ull << 63);
     const unsigned s = u >> 48 & 0x8000;
     if (m > 0x7FFull << 52)
         return s | 0x7FFF;

@@ -214,7 +214,8 @@ void wait(int newest) {
     auto& g = groups[current];
     if ((int)g.size() <= newest)
         return;
-    const size_t keep = g.size() - newest, n = g[keep - 1];
+    const size_t keep = g.size() - newest;
+    const size_t n = g[keep - 1];
     for (size_t i = 0; i < n; i++)
         if (c[i].on)
             memcpy(c[i].to, c[i].from, c[i].bytes);

@@ -71,7 +71,8 @@ static void remember(const Attend& a, const float* k, long row) {
     long n = a.kv * a.d;
     if (a.q_only || a.slots[row] < 0)
         return;
-    float *key = a.k + a.slots[row] * n, *value = a.v + a.slots[row] * n;
+    float* key = a.k + a.slots[row] * n;
+    float* value = a.v + a.slots[row] * n;
     memcpy(value, a.k_eq_v ? k : k + n, n * 4);
     if (a.v_norm)
         norm_spans(value, nullptr, a.d, a.eps, n);
@@ -290,7 +291,8 @@ static void attend_group(void* with, long i) {
         for (long r = 0; r < g.rows; r++) {
             long p = g.at + r,
                  least = a.window ? std::max(0L, p - a.window + 1) : 0;
-            long from = std::max(least - at, 0L), to = std::min(p + 1 - at, KEYS);
+            long from = std::max(least - at, 0L);
+            long to = std::min(p + 1 - at, KEYS);
             const float* q = s.q + (g.row + r) * a.heads * a.d + h * own;
             Seen row = {y.o + r * own, y.top + r * heads, y.total + r * heads};
             if (from < to)

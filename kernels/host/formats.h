@@ -217,7 +217,8 @@ struct Q45 : Format<2 + 2 * OFFSET + 4 * HIGH + 16> {
             for (int j = 0; j < 4; j++)
                 w[j] = w[j] * s.first + s.second;
         } else {
-            f8 d = all(half(r.data)), m = all(HIGH ? 0 : 8);
+            f8 d = all(half(r.data));
+            f8 m = all(HIGH ? 0 : 8);
             #pragma GCC unroll 16
             for (int j = 0; j < 4; j++)
                 w[j] = (w[j] - m) * d;
@@ -269,7 +270,8 @@ template <bool HIGH> struct Q45_K : KQuant<HIGH ? 176 : 144> {
                 b |= (shifted(high + 16 * k, i) & all16(1)) << 4;
             whole(b, w + 2 * k);
         }
-        f8 d = all(h.d[i]), m = all(h.m[i]);
+        f8 d = all(h.d[i]);
+        f8 m = all(h.m[i]);
         #pragma GCC unroll 16
         for (int j = 0; j < 4; j++)
             w[j] = w[j] * d - m;

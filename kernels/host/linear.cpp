@@ -80,7 +80,8 @@ template <class F> static constexpr bool wide = F::BYTES >= 64;
 // Fetch what is multiplied after next
 INLINE void fetch(const Matrix& w, long n, long rows) {
     const uint8_t* p = w.data + (n + rows) * w.data_row;
-    long bytes = rows * w.data_row, ahead = std::max(AHEAD - bytes, 0L);
+    long bytes = rows * w.data_row;
+    long ahead = std::max(AHEAD - bytes, 0L);
     for (long i = 0; i < bytes; i += 64)
         __builtin_prefetch(p + ahead + i);
 }
@@ -232,7 +233,8 @@ static void widen_panel(
 static void visit(
         const float* x, long rows, const float* panel, long n, long width,
         const Sums& to) {
-    long most = std::max(CACHE / (4 * width) / ROWS, 1L) * ROWS;
+    long fit = CACHE / (4 * width) / ROWS;
+    long most = std::max(fit, 1L) * ROWS;
     for (long begin = 0; begin < rows; begin += most)
         for (long i = 0; i < n; i += GROUP) {
             long end = std::min(begin + most, rows),
@@ -246,7 +248,9 @@ static void visit(
 }
 
 template <class F> static void many(const Work& v, long begin, long end) {
-    long n = end - begin, part = part_of(v.w->k), step = whole32(v.w->k);
+    long n = end - begin;
+    long part = part_of(v.w->k);
+    long step = whole32(v.w->k);
     float* panel = of_panel.of(n * part);
     for (long k = 0; k < v.w->k; k += part) {
         long width = std::min(step - k, part);
@@ -390,7 +394,8 @@ struct Leaving {
 static void leave_row(const Leaving& v, long r) {
     const Product& p = *v.p;
     long n = p.act && p.act != RELU2 ? p.n / 2 : p.n;
-    float *z = v.z + r * p.n, *y = v.y + r * n;
+    float* z = v.z + r * p.n;
+    float* y = v.y + r * n;
     if (p.order) {
         float* row = of_row.of(p.n);
         for (long i = 0; i < p.n; i++)

@@ -22,7 +22,9 @@ class Pool {
     void (*work)(void*, long) = nullptr;
     void* with = nullptr;
     long count = 0, wanted = 0, asleep = 0;
-    std::atomic<long> next{0}, inside{0}, turn{0};
+    std::atomic<long> next{0};
+    std::atomic<long> inside{0};
+    std::atomic<long> turn{0};
 
     static void pause() {
 #if defined(__x86_64__)

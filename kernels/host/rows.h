@@ -109,8 +109,10 @@ static void add_to(float* y, const float* x, long n) {
 static void rotate(float* x, const float* cos, const float* sin, long half) {
     for (long i = 0; i < half; i += 8) {
         long rest = half - i;
-        f8 a = some(x + i, rest), b = some(x + half + i, rest);
-        f8 c = some(cos + i, rest), s = some(sin + i, rest);
+        f8 a = some(x + i, rest);
+        f8 b = some(x + half + i, rest);
+        f8 c = some(cos + i, rest);
+        f8 s = some(sin + i, rest);
         put(x + i, a * c - b * s, rest);
         put(x + half + i, b * c + a * s, rest);
     }

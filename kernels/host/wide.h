@@ -25,8 +25,15 @@ EACH(-)
 EACH(*)
 EACH(/)
 EACH(&)
-EACH(|) EACH(<<) EACH(>>) EACH(<) EACH(>) EACH(==) EACH(!=) template <class V>
-INLINE Wide<V> operator-(Wide<V> a) {
+EACH(|)
+EACH(<<)
+EACH(>>)
+EACH(<)
+EACH(>)
+EACH(==)
+EACH(!=)
+
+template <class V> INLINE Wide<V> operator-(Wide<V> a) {
     return {-a.low, -a.high};
 }
 template <class V> INLINE Wide<V>& operator+=(Wide<V>& a, Wide<V> b) {

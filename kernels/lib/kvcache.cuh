@@ -248,7 +248,8 @@ template <int F, int N> struct KvRow {
         const unsigned f = sub_to_bf16x2(sub[i]);
         a[i] = e2m1_to_bf16x2(c0, c1, f);
         b[i] = e2m1_to_bf16x2(c2, c3, f);
-        const unsigned w0 = placed(c0, c1, lane), w1 = placed(c2, c3, lane);
+        const unsigned w0 = placed(c0, c1, lane);
+        const unsigned w1 = placed(c2, c3, lane);
         code[i] = lane & 1 ? w1 : w0;  // lanes 0 and 1 of four store them
     }
     // Two codes at their places in a word of eight, which four lanes make.

@@ -147,7 +147,8 @@ struct Codes {
     __device__ __forceinline__ void decode(
             float aid, int i, unsigned (*a)[4]) const {
         const int t = threadIdx.x % 4;
-        const Bytes s = (Bytes)&scale, own = W::SCALE == 2 ? s - t / 2 : s;
+        const Bytes s = (Bytes)&scale;
+        const Bytes own = W::SCALE == 2 ? s - t / 2 : s;
         unsigned h[2 * PRODUCTS];
 #if FP8
         Narrow::eight((Bytes)codes, own, t, aid, h);
