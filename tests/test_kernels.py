@@ -15,6 +15,7 @@ from atlas.cuda.flash import _groups
 from atlas.cuda.gemm_scaled import tile_scaled
 from atlas.cuda.pack import CARD_FORMATS
 from helpers.nvcc import built
+import kernel_diff
 
 root = Path(__file__).parents[1]
 archs = ['sm_90a','sm_121a']
@@ -155,6 +156,19 @@ def test_pages_show_kernels_as_they_are(code, saved):
         re.sub(r'^#\|.*', '', code, flags=re.M),
         dict(show_src=show_src, Source=Source))
     assert saved==[now.data]
+
+@needs_nvcc
+@pytest.mark.parametrize('was,now,told', [
+    ('#include', '// A sentence\n#include', ''),
+    ('#include', '#include <nothing>\n#include', 'nothing: No such file'),
+    ('% 4 == 0', '% 8 == 0', '->')])
+def test_kernels_laid_out_anew_are_compared(tmp_path, was, now, told):
+    "A comment changes no instruction; what does not compile, and what does something else, is told"
+    shutil.copytree(root/'kernels', tmp_path/'new')
+    p = tmp_path/'new/rmsnorm.cu'
+    p.write_text(p.read_text().replace(was, now, 1))
+    ok,said = kernel_diff.compare(root/'kernels', tmp_path/'new', 'rmsnorm', 'sm_121a', ())
+    assert ok==(not told) and told in said
 
 def test_no_lambda_is_generic():
     """NVRTC takes a lambda with a parameter of type `auto` for a function of the host, nvcc does

@@ -1,11 +1,11 @@
-"""Does a kernel whose source was laid out anew compile to what it was?
+"""What did a change do to the machine code of kernels? Nothing, if it only laid them out anew.
 
-    python tests/machine_code.py [--against REVISION] [--all] [-D...] KERNEL ...
+    python tests/kernel_diff.py [--against REVISION] [--all] [-D...] KERNEL ...
 
-Every variant of `kernels/variants.json` and the kernel as it stands (with -D... for another), for
-both cards, from the tree and from a revision of git (HEAD): counts what has the same machine code,
-and of the others prints bytes of code, registers and spills, before and after. Variants that
-differ only in what the kernel does not read are compiled once; without `--all`, at most seven."""
+The kernel as it stands, with the options given, and as models ask for it (`kernels/variants.json`:
+five variants of a card, with `--all` every one), for both cards, from the tree and from a revision
+of git (HEAD). Prints what differs: bytes of code, registers, and bytes spilled and shared, before
+and after."""
 import argparse,json,os,re,struct,subprocess,tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,7 +36,7 @@ def compiled(folder, kernel, arch, options):
         return (code(out.read_bytes()), taken(r.stderr)) if r.returncode==0 else (None, r.stderr)
 
 def code(cubin):
-    "Instructions of a cubin, which is an ELF file: what is named elsewhere may have another name"
+    "Instructions and constants of a cubin, an ELF file; what has a name there may have another"
     start, = struct.unpack_from('<Q', cubin, 40)
     size,count,names = struct.unpack_from('<HHH', cubin, 58)
     headers = [struct.unpack_from('<IIQQQQ', cubin, start+size*i) for i in range(count)]
@@ -44,18 +44,19 @@ def code(cubin):
     return b''.join(
         cubin[at:at+length]
         for name,_,_,_,at,length in headers
-        if cubin.startswith(b'.text.', named+name))
+        if cubin.startswith((b'.text.',b'.nv.constant'), named+name))
 
 def taken(said):
-    "Registers and spilled bytes, in short, of what ptxas says"
+    "Registers, and bytes spilled and shared, in short, of what ptxas says"
     registers = '+'.join(re.findall(r'Used (\d+) reg', said))
     spilled = '+'.join(re.findall(r'(\d+) bytes spill stores', said))
-    return f'{registers} registers, {spilled} spilled'
+    shared = '+'.join(re.findall(r'(\d+) bytes smem', said)) or '0'
+    return f'{registers} registers, {spilled} spilled, {shared} shared'
 
-def compare(old, kernel, arch, options):
+def compare(old, new, kernel, arch, options):
     "Whether a variant is what it was, and a line that says how it differs"
-    (before,had),(now,has) = (compiled(o, kernel, arch, options) for o in (old,ROOT/'kernels'))
-    if before==now and before:
+    (before,had),(now,has) = (compiled(o, kernel, arch, options) for o in (old,new))
+    if before and (before,had)==(now,has):
         return True,''
     name = f'{kernel} {arch} {" ".join(options)}'
     if not (before and now):
@@ -79,7 +80,8 @@ def main(argv=None):
             ['git','-C',ROOT,'archive',args.against,'kernels'])
         subprocess.run(['tar','-x','-C',d], input=archive, check=True)
         with ThreadPoolExecutor(os.cpu_count()) as ex:
-            results = list(ex.map(lambda w: compare(Path(d)/'kernels', *w), work))
+            pair = Path(d)/'kernels',ROOT/'kernels'
+            results = list(ex.map(lambda w: compare(*pair, *w), work))
     same = sum(ok for ok,_ in results)
     print(*(line for ok,line in results if not ok), f'{same} of {len(work)} the same', sep='\n')
     return int(same<len(work))
