@@ -180,6 +180,18 @@ def test_the_one_used_longest_ago_goes(monkeypatch):
     _,e = answers(models('llama', 'bf16')[1])
     assert set(e.stepper.prompts.kept)=={PromptShape(128, 2)}
 
+def test_no_long_one_while_answers_wait(monkeypatch):
+    "What is long is recorded when nobody is beside it, and until then launched as it is"
+    monkeypatch.setattr(card_stepper, 'LONG', 64)
+    e = engine(models('llama', 'bf16')[1], blocks=60)
+    pairs = [asked(i, 20+i, 2, 256) for i in range(8)]
+    writes = asked(9, 30, 40, 256)
+    serve(e, [(writes, 0), *zip(pairs[:6], (4,4,12,12,20,20))])
+    two = PromptShape(128, 2)
+    assert two in e.stepper.prompts.kept and not replayed(e)
+    serve(e, [(r, 0) for r in pairs[6:]])
+    assert replayed(e)=={two}
+
 def test_cut_off_while_recording(monkeypatch):
     "What was cut off is computed anew, and says the same"
     m = models('llama', 'bf16')[1]

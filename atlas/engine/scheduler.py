@@ -189,6 +189,7 @@ class Plan:
     decode:list[Seq]=field(default_factory=list) # `width` rows each, from num_computed on
     width:int=1 # Rows of a sequence that decodes: its newest token, and drafts after it
     apart:bool=False # Prompts on a part of the card, those who decode on another, at the same time?
+    beside:bool=False # Do others decode when this has ended, in the other half of the plan?
 
     def __post_init__(self):
         whole = [s for s,start,n in self.prefill if start+n==s.prompt_len]
@@ -218,7 +219,7 @@ def __repr__(self:Plan):
 def halves(self:Plan)->list[Plan]:
     "What prefills or replays, and what decodes, as plans of their own, where there are any"
     how = dict(width=self.width, apart=self.apart)
-    fills = Plan(self.prefill, self.replay, **how)
+    fills = Plan(self.prefill, self.replay, beside=bool(self.decode), **how)
     decodes = Plan(decode=self.decode, **how)
     return [p for p in (fills,decodes) if p]
 
