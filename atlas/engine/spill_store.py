@@ -41,7 +41,9 @@ class SpillStore:
         self.written = self.read = self.errors = 0
         self.dropped = self.evicted = 0 # Records that were not kept, and that left for newer ones
         self.off,self.closed = None,False # Why nothing is kept any more
-        self._turn = threading.Condition()
+        lock = threading.RLock()
+        self._turn = threading.Condition(lock) # Whoever puts and wants waits here
+        self._to_write,self._to_read = threading.Condition(lock),threading.Condition(lock)
         self._begin(stream, held, readers, writers)
 
     def has(self, kind:str, ident:bytes)->bool:
@@ -157,7 +159,7 @@ def put(self:SpillStore,
         raise
     with self._turn:
         self._writes.append((r, buffer, mark))
-        self._turn.notify_all()
+        self._to_write.notify()
     return True
 
 @patch
@@ -232,7 +234,7 @@ def _next_write(self:SpillStore):
     "A record, its buffer, and a mark for when the copy into it is done; None at the end"
     with self._turn:
         while not self._writes and not self._stop:
-            self._turn.wait()
+            self._to_write.wait()
         return self._writes.popleft() if self._writes else None
 
 @patch
@@ -266,6 +268,7 @@ def _wrote(self:SpillStore, r, buffer, error=None):
         self._idle[r.kind,'write'].append((buffer, Mark()))
         if error:
             self._fail(error)
+        self._to_read.notify()
         self._turn.notify_all()
 
 def failure_of(f, *args)->Exception|None:
@@ -314,7 +317,7 @@ def want(self:SpillStore, kind:str, ident:bytes)->bool: # Is there such a record
         if self.closed or not self.touch(kind, ident):
             return False
         self._reads[kind,ident] = _Reading(self.records[kind,ident])
-        self._turn.notify_all()
+        self._to_read.notify()
         return True
 
 @patch
@@ -352,7 +355,7 @@ def _asked(self:SpillStore, x):
             continue
         y.state = 'failed' if y.record.gone else 'waits'
         idle.append((y.buffer, Mark()))
-        return self._turn.notify_all()
+        return self._to_read.notify()
 
 # %% ../../nbs/5_engine/06_spill_store.ipynb #618a1aba
 @patch
@@ -364,6 +367,7 @@ def release(self:SpillStore, kind:str, ident:bytes,
         x = self._reads.pop((kind,ident), None)
         if x and x.state=='there':
             self._idle[kind,'read'].append((x.buffer, mark))
+            self._to_read.notify()
         self._turn.notify_all()
 
 @patch
@@ -404,7 +408,7 @@ def _next_read(self:SpillStore):
                 x.state,x.record.busy = 'reads',x.record.busy+1
                 x.buffer,x.mark = idle.popleft()
                 return x
-            self._turn.wait()
+            self._to_read.wait()
 
 class _Damaged(Exception):
     "Bytes that are not the record that was written"
@@ -430,6 +434,7 @@ def _has_read(self:SpillStore, x, error):
         wanted = self._reads.get(r.name) is x
         if error or not wanted:
             self._idle[r.kind,'read'].append((x.buffer, Mark()))
+            self._to_read.notify()
         if isinstance(error, _Damaged):
             self._damaged(r, error)
         elif error:
@@ -567,7 +572,8 @@ def close(self:SpillStore):
         for x in self._reads.values():
             if x.state=='waits':
                 x.state = 'failed'
-        self._turn.notify_all()
+        for c in (self._turn,self._to_write,self._to_read):
+            c.notify_all()
     for t in self._threads:
         t.join()
     self._keep()
