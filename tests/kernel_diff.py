@@ -9,7 +9,8 @@ and after."""
 import argparse,json,os,re,struct,subprocess,tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from atlas.card.launch import OPTIONS,find_nvcc
+from atlas.card.launch import OPTIONS
+from helpers.nvcc import cubin
 
 ROOT = Path(__file__).parents[1]
 ARCHS = 'sm_90a','sm_121a'
@@ -28,11 +29,7 @@ def compiled(folder, kernel, arch, options):
     "Machine code of a variant from the sources in `folder`, and what nvcc says it takes"
     with tempfile.TemporaryDirectory() as d:
         out = Path(d)/'out.cubin'
-        target = f'-gencode=arch={arch.replace("sm", "compute")},code={arch}'
-        command = [find_nvcc(), '-cubin', '-Xptxas', '-v', *OPTIONS, *options, target]
-        # From inside: an assert's message has the path of the file
-        r = subprocess.run([*command, '-I.', f'{kernel}.cu', '-o', out], cwd=folder,
-            capture_output=True, text=True)
+        r = cubin(folder, kernel, arch, (*OPTIONS, *options), out)
         return (code(out.read_bytes()), taken(r.stderr)) if r.returncode==0 else (None, r.stderr)
 
 def code(cubin):

@@ -26,15 +26,18 @@ def built(cache, name, arch, options=OPTIONS):
         made.replace(file)
     return SimpleNamespace(ptx=known['ptx'], said=known['said'])
 
+def cubin(folder, name, arch, options, out):
+    "Compile kernel `name` of a folder to the file `out`, down to machine code: how that went"
+    target = f'-gencode=arch={arch.replace("sm", "compute")},code={arch}'
+    command = [find_nvcc(), '-cubin', '-Xptxas', '-v', *options, target, '-I.', f'{name}.cu']
+    # From inside: an assert's message has the path of the file
+    return subprocess.run([*command, '-o', out], cwd=folder, capture_output=True, text=True)
+
 def run(src, arch, options):
-    "One run of nvcc, down to machine code"
+    "One run of nvcc, and the PTX that it kept"
     with tempfile.TemporaryDirectory() as d:
-        virtual,out = arch.replace('sm', 'compute'),Path(d, 'out')
-        target = f'-gencode=arch={virtual},code={arch}'
-        keep = ('-Xptxas','-v','--keep','--keep-dir',d)
-        files = (f'-I{src.root}', src.root/f'{src.name}.cu', '-o', out)
-        command = [find_nvcc(), '-cubin', *options, target, *keep, *files]
-        r = subprocess.run(command, capture_output=True, text=True)
+        out = Path(d, 'out')
+        r = cubin(src.root, src.name, arch, (*options, '--keep', '--keep-dir', d), out)
         assert r.returncode==0 and out.read_bytes()[:4]==b'\x7fELF', r.stderr
         ptx, = Path(d).glob('*.ptx')
         return dict(ptx=ptx.read_text(), said=r.stderr)
