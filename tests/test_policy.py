@@ -12,7 +12,7 @@ from math import inf,isfinite
 from types import SimpleNamespace
 import numpy as np
 import pytest
-from hypothesis import given,settings,strategies as st
+from hypothesis import example,given,settings,strategies as st
 from hypothesis.stateful import RuleBasedStateMachine,initialize,precondition,rule
 from atlas.engine.cache import BlockPool
 from atlas.engine.policy import Load,Policy,StepTimes,load_of
@@ -445,6 +445,7 @@ noise = st.lists(st.floats(.9, 1.1), min_size=30, max_size=30)
 
 @given(machines, st.sampled_from([.05,.1,.4]),
     st.integers(1, 8), noise)
+@example(Costs(.001, .01, .07, 1e-5), .1, 1, [1.]*30) # Of two tiles the line expects too much
 @settings(deadline=None)
 def test_the_chunk_that_fits(c, deadline, seqs, noise):
     "It is legal, longer ones take longer, and in the end it is neither too long nor far too short"

@@ -31,7 +31,11 @@ class Bench:
         self.bad = []
 
     def load(self, **kw):
-        return toy(self.sizes.model, self.emulator, 8, self.sizes.context, show=False, **kw)
+        "An engine as it is when nobody has asked for a moment: its graphs of prompts are recorded"
+        llm = toy(self.sizes.model, self.emulator, 8, self.sizes.context, show=False, **kw)
+        while llm.engine.idle():
+            pass
+        return llm
 
     def close(self, llm):
         self.must(not llm.engine.stats()['jit_after_ready_total'], 'something was compiled late')
