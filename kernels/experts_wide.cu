@@ -556,7 +556,7 @@ __device__ __forceinline__ void make_stage(
     const unsigned char* const s = scales_of<D>(sm, place, own);
     float z[4] = {};
     columns.add_units(w, s, z);
-    float raw[2], more[2];
+    __align__(8) float raw[2], more[2];
     tail_of<D>(sm, place, own, raw, more);
     leave(sm, place, lane);
     put_outputs(at, from, z, raw, more);
@@ -755,7 +755,7 @@ __device__ __forceinline__ void make_hidden(
         // the stage that this warp completes
         const unsigned done = q + w.own * TEAMS;
         const unsigned strip = l.up.begin + done - before;
-        float raw[2], more[2];
+        __align__(8) float raw[2], more[2];
         const int shared = share_stages(sm, columns, w, to, q, raw, more);
         if (w.own < shared)
             end_stage(
