@@ -9,24 +9,6 @@
 // S each has a part of the sum, and each finishes 32 of the 64 rows; of each two row tiles, one.
 // What they tell each other goes through shared memory. As many warps help them: they ask for
 // operands, bring values, and take answers away.
-//   q, k     : [tiles, kh, qf]        u32   limbs of delta_prep.cu, qf = 64*DK
-//   t, p     : [tiles, vh, 2560]      u32   fragments of triangles
-//   scal     : [tiles, vh, 192]       f32   decay from the tile's begin, decay to its end, beta
-//   x        : [r, width]             f32   q | k | v | z | b | a, width = 2*kh*DK + 2*vh*DV + 2*vh
-//   conv_w   : [c, 4]                 f32   c = 2*kh*DK + vh*DV
-//   conv     : [states, 3, c]         f32   inputs before a sequence's first row, oldest first;
-//                                           written at state_out
-//   rec      : [slots, vh, record]    f32   states: n is in n/TAILS, read at state_in, written at
-//                                           state_out, by heads, in records of lib/late.cuh
-//   first    : [seqs1]                i32   a row in the first tile of each sequence
-//   starts   : [seqs]                 i32   position of a sequence's first row
-//   state_in : [seqs]                 i32   state to begin from (unread at position 0)
-//   state_out : [r]                   i32   state after a row, or -1; looked at for the last row of
-//                                           each tile. It may lie where the sequence's own begins:
-//                                           nobody else reads that
-//   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows
-//                                              lo..hi-1
-//   y        : [r, vhd]               f32   real rows are written, vhd = vh*DV
 //   -D DK= DV= (32, 64 or 128) GROUPS= (1 or 2) BUFFERS= (1 or 2: tiles in shared memory)
 //   TAILS= (tails for each slot)   RECORD= (numbers of a head's record)
 //   launch: <<<(vh*DV/16/GROUPS, seqs), 128*GROUPS, BUFFERS*(512*DK + 22272 + 4096*GROUPS) +
@@ -64,6 +46,42 @@ typedef Record<DK, DV> Head;
 #ifdef RECORD
 static_assert(sizeof(Head) == 4 * RECORD, "records of another size");
 #endif
+
+// What the kernel is given, in the order of its arguments.
+struct Params {
+    // limbs of delta_prep.cu, qf = 64*DK
+    const unsigned* q;  // [tiles, kh, qf] u32
+    const unsigned* k;  // [tiles, kh, qf] u32
+    // fragments of triangles
+    const unsigned* t;  // [tiles, vh, 2560] u32
+    const unsigned* p;  // [tiles, vh, 2560] u32
+    // decay from the tile's begin, decay to its end, beta
+    const float* scal;  // [tiles, vh, 192] f32
+    // q | k | v | z | b | a, width = 2*kh*DK + 2*vh*DV + 2*vh
+    const float* x;  // [r, width] f32
+    const float* conv_w;  // [c, 4] f32: c = 2*kh*DK + vh*DV
+    // inputs before a sequence's first row, oldest first; written at state_out
+    float* conv;  // [states, 3, c] f32
+    // states: n is in n/TAILS, read at state_in, written at state_out, by heads, in records of
+    // lib/late.cuh
+    float* rec;  // [slots, vh, record] f32
+    const int* first;  // [seqs1] i32: a row in the first tile of each sequence
+    const int* starts;  // [seqs] i32: position of a sequence's first row
+    const int*
+            state_in;  // [seqs] i32: state to begin from (unread at position 0)
+    // state after a row, or -1; looked at for the last row of each tile. It may lie where the
+    // sequence's own begins: nobody else reads that
+    const int* state_out;  // [r] i32
+    const int* tile_seq;  // [tiles] i32: sequence of a tile (-1: none)
+    const int* tile_lo;  // [tiles] i32: its real rows are lo..hi-1
+    const int* tile_hi;  // [tiles] i32
+    float* y;  // [r, vhd] f32: real rows are written, vhd = vh*DV
+    int tiles;
+    int kh;  // heads of keys
+    int vh;  // and of values
+    int c;  // channels
+    int width;  // numbers of a row of x
+};
 
 struct Held {  // of a tile
     uint4 k[LIMBS], q[LIMBS], t[PART], p[PART];
@@ -340,6 +358,103 @@ __device__ __forceinline__ void write_state(
         to->count[(col + own) / 16] = 0;
 }
 
+// What a block has: some columns of a head's state, and a sequence's tiles.
+struct Work {
+    int seq, head, col;  // col: the first of the columns
+    int begin, end;  // tiles
+};
+
+// Tiles of a sequence, which follow each other.
+__device__ __forceinline__ Work work_of(const Params& p) {
+    constexpr int PARTS = DV / COLUMNS;
+    const int seq = blockIdx.y;
+    const int begin = p.first[seq] / TILE;
+    int end = begin;
+    while (end < p.tiles && p.tile_seq[end] == seq)
+        end++;
+    const int head = blockIdx.x / PARTS;
+    return {seq, head, (int)blockIdx.x % PARTS * COLUMNS, begin, end};
+}
+
+// All that warps that help do: of each tile they ask for operands and bring values, once answers
+// of the one that was in its place are taken away. `tid`: of those warps' threads.
+__device__ __forceinline__ void help_all(
+        Room* room, const Params& p, const Work& w, int tid, int lane) {
+    const From f = {(const uint4*)p.q, (const uint4*)p.k, (const uint4*)p.t,
+            (const uint4*)p.p, p.scal, p.kh, p.vh, w.head};
+    const int value = w.head * DV + w.col;
+    const Help help = {tid, value, 2 * p.kh * DK + value, p.vh * DV};
+    #pragma unroll 1
+    for (int tile = w.begin; tile < w.end + BUFFERS; tile++) {
+        const int i = tile - w.begin;
+        const int at = i % BUFFERS;
+        const int before = tile - BUFFERS;
+        Held& h = room->held[at];
+        if (before >= w.begin && before < w.end) {
+            meet_wait(room->done + at, (i / BUFFERS + 1) % 2);
+            help.store(h, p.y, before, p.tile_lo[before], p.tile_hi[before]);
+            __syncwarp();
+        }
+        if (tile >= w.end)
+            continue;
+        if (tid == 0)
+            f.fetch(h, room->full + at, tile);
+        const Rows r = ::rows_of(
+                tile, p.x, p.width, p.c, p.conv, p.first, p.starts, p.state_in,
+                p.state_out, p.tile_seq, p.tile_lo, p.tile_hi);
+        help.values(h, r, p.conv_w);
+        __syncwarp();
+        if (lane == 0)
+            meet_arrive(room->full + at);
+    }
+}
+
+// A head's record of state n.
+__device__ __forceinline__ Head* state_of(const Params& p, int head, int n) {
+    return (Head*)p.rec + (size_t)(n / TAILS) * p.vh + head;
+}
+
+// The state that a sequence begins from, with all that is pending there; or none. `col`: the
+// warp's first column.
+__device__ __forceinline__ void begin_state(
+        Pass& w, const Params& p, int seq, int head, int col) {
+    if (!p.starts[seq]) {
+        w.each([&](float& v, int, int) { v = 0.f; });
+        return;
+    }
+    const Head* const from = state_of(p, head, p.state_in[seq]);
+    const int pending = from->pending(col);
+    w.each([&](float& v, int r, int c) { v = from->S[r * DV + col + c]; });
+    #pragma unroll 1
+    for (int i = 0; i < pending; i++) {
+        const Head::Row& late = from->rows[i];
+        const float eg = from->eg[i];
+        w.each([&](float& v, int r, int c) {
+            v = fmaf(late.k[r], late.d[col + c], __fmul_rn(v, eg));
+        });
+    }
+}
+
+// One tile: the state takes it up, and in place of its values is what its rows read. `told` is what
+// the warp tells the one that it shares columns with, `its` what that tells it; `col`: the lane's
+// first column of the block's, `pair`: which two warps these are.
+__device__ __forceinline__ void take_tile(
+        Pass& w, Held& h, float4 (*told)[32], float4 (*its)[32], int col,
+        int pair) {
+    w.read(h);
+    w.tell_sums(told);
+    sync_warps<2>(pair);
+    uint4 r[4];
+    w.news(r, h, col, its);
+    w.tell_news(its, r);
+    sync_warps<2>(pair);
+    w.solve(h, r, told);
+    w.tell_solved(its);
+    sync_warps<2>(pair);
+    w.go_on(h, told);
+    w.answer(h, col);
+}
+
 extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
         const unsigned* __restrict__ q, const unsigned* __restrict__ k,
         const unsigned* __restrict__ t, const unsigned* __restrict__ p,
@@ -350,47 +465,18 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
         const int* __restrict__ tile_seq, const int* __restrict__ tile_lo,
         const int* __restrict__ tile_hi, float* y, int tiles, int kh, int vh,
         int c, int width) {
+    const Params args = {q, k, t, p, scal, x, conv_w, conv, rec, first, starts,
+            state_in, state_out, tile_seq, tile_lo, tile_hi, y, tiles, kh, vh, c,
+            width};
     DYNAMIC_SHARED(Room, room);
-    constexpr int PARTS = DV / COLUMNS;
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int seq = blockIdx.y;
-    const int head = blockIdx.x / PARTS;
-    const int col = blockIdx.x % PARTS * COLUMNS;
-    const int begin = first[seq] / TILE;
-    int end = begin;
-    while (end < tiles && tile_seq[end] == seq)
-        end++;
+    const Work work = work_of(args);
     if (threadIdx.x == 0)
         begin_meetings(room);
     __syncthreads();
     if (warp >= WARPS) {
-        const From f = {(const uint4*)q, (const uint4*)k, (const uint4*)t,
-                (const uint4*)p, scal, kh, vh, head};
-        const int tid = threadIdx.x - 32 * WARPS;
-        const Help help = {
-                tid, head * DV + col, 2 * kh * DK + head * DV + col, vh * DV};
-        #pragma unroll 1
-        for (int tile = begin; tile < end + BUFFERS; tile++) {
-            const int i = tile - begin, at = i % BUFFERS, before = tile - BUFFERS;
-            Held& h = room->held[at];
-            if (before >= begin && before < end) {
-                meet_wait(room->done + at, (i / BUFFERS + 1) % 2);
-                help.store(h, y, before, tile_lo[before], tile_hi[before]);
-                __syncwarp();
-            }
-            if (tile >= end)
-                continue;
-            if (tid == 0)
-                f.fetch(h, room->full + at, tile);
-            const Rows r = ::rows_of(
-                    tile, x, width, c, conv, first, starts, state_in, state_out,
-                    tile_seq, tile_lo, tile_hi);
-            help.values(h, r, conv_w);
-            __syncwarp();
-            if (lane == 0)
-                meet_arrive(room->full + at);
-        }
+        help_all(room, args, work, threadIdx.x - 32 * WARPS, lane);
         return;
     }
     Pass w;
@@ -398,51 +484,20 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
     w.half = warp % 2;
     w.c2 = lane % 4 * 2;
     const int own = warp / 2 * 16;
-    const auto state = [&](int n) {
-        return (Head*)rec + (size_t)(n / TAILS) * vh + head;
-    };
-    if (starts[seq]) {
-        const Head* const from = state(state_in[seq]);
-        const int pending = from->pending(col + own);
-        w.each([&](float& v, int r, int c) {
-            v = from->S[r * DV + col + own + c];
-        });
-        #pragma unroll 1
-        for (int i = 0; i < pending; i++) {
-            const Head::Row& late = from->rows[i];
-            const float eg = from->eg[i];
-            w.each([&](float& v, int r, int c) {
-                v = fmaf(late.k[r], late.d[col + own + c], __fmul_rn(v, eg));
-            });
-        }
-    } else
-        w.each([&](float& v, int, int) { v = 0.f; });
-    float4(*told)[32] = room->told[warp], (*its)[32] = room->told[warp ^ 1];
+    begin_state(w, args, work.seq, work.head, work.col + own);
+    float4(*const told)[32] = room->told[warp];
+    float4(*const its)[32] = room->told[warp ^ 1];
     #pragma unroll 1
-    for (int tile = begin; tile < end; tile++) {
-        const int i = tile - begin;
+    for (int tile = work.begin; tile < work.end; tile++) {
+        const int i = tile - work.begin;
         const int at = i % BUFFERS;
         const int keep = state_out[tile * TILE + tile_hi[tile] - 1];
-        Held& h = room->held[at];
         meet_wait(room->full + at, i / BUFFERS % 2);
-        w.read(h);
-        w.tell_sums(told);
-        sync_warps<2>(warp / 2);
-        uint4 r[4];
-        w.news(r, h, own + lane / 4, its);
-        w.tell_news(its, r);
-        sync_warps<2>(warp / 2);
-        w.solve(h, r, told);
-        w.tell_solved(its);
-        sync_warps<2>(warp / 2);
-        w.go_on(h, told);
-        w.answer(h, own + lane / 4);
+        take_tile(w, room->held[at], told, its, own + lane / 4, warp / 2);
         __syncwarp();
         if (lane == 0)
             meet_arrive(room->done + at);
-        if (keep < 0)
-            continue;
-        Head* const to = state(keep);
-        write_state(w, to, col, own, lane);
+        if (keep >= 0)
+            write_state(w, state_of(args, work.head, keep), work.col, own, lane);
     }
 }

@@ -236,6 +236,41 @@ struct Channels {
     }
 };
 
+// Who a thread is. q and k are a thread's of the first warps, v and the gate of those besides; the
+// last of the others has the scalars. `side`: besides, where no state is.
+struct Who {
+    int tid, lane, warp;
+    bool side, keyed, scalars, keeps;
+    int part, column;  // 32 columns that four warps and one have; one of q or v
+    // of the state: four columns of rows row0 .. row0+N-1, which lie `at`
+    unsigned c4, row0, at;
+    __device__ __forceinline__ Who(int thread, const Work& w, int kh)
+        : tid(thread) {
+        lane = tid % 32;
+        warp = __shfl_sync(~0u, tid / 32, 0);
+        side = warp >= WARPS;
+        keyed = tid < DK;
+        part = side ? warp - WARPS : warp / 4;
+        column = side ? part * 32 + lane : tid;
+        scalars = warp == WARPS - 1 && lane < 2;
+        keeps = side || (keyed && w.head % (w.vh / kh) == 0);
+        row0 = tid % 128 / 8 * N;
+        c4 = lane % 8 * 4;
+        at = row0 * DV + part * 32 + c4;
+    }
+};
+
+// Which channels a thread has.
+__device__ __forceinline__ void find_channels(
+        Channels& ch, const Params& p, const Work& w, const Who& who) {
+    ch.has[0] = who.side || who.keyed;
+    ch.has[1] = who.keyed;
+    ch.col[0] = who.side ? 2 * p.kh * DK + w.head * DV + who.column
+                         : w.key * DK + who.tid;
+    ch.col[1] = who.side ? w.c + w.head * DV + who.column
+                         : (p.kh + w.key) * DK + who.tid;
+}
+
 // A thread's part of the state goes to where it is kept.
 __device__ __forceinline__ void write_state(
         float* const p, const Columns<N>& mem) {
@@ -333,6 +368,178 @@ __device__ __forceinline__ void leave_late(
         w.place(p, to)->say(part * 32, late + 1);
 }
 
+// By one thread: the first states are asked for.
+__device__ __forceinline__ void ask_first(
+        const Params& p, const Work& w, Room& m, Head* states) {
+    int from[DEPTH];
+    #pragma unroll
+    for (int i = 0; i < DEPTH; i++)
+        from[i] = i < w.mine ? sequence(p, w, i).from : -1;
+    begin_meetings(m);
+    #pragma unroll
+    for (int i = 0; i < DEPTH; i++)
+        ask_state(p, w, m, states, i, from[i]);
+    m.asked = DEPTH;
+}
+
+// What is the same for all rows: the block's sequences, the norm's gains and the head's scalars.
+__device__ __forceinline__ void load(
+        const Params& p, const Work& w, Room& m, const Who& who) {
+    for (int i = who.tid; i < w.mine; i += THREADS)
+        m.all[i] = sequence(p, w, i);
+    if (who.tid < DV)
+        m.gain[who.tid] = p.norm_w[who.tid];
+    if (who.scalars)
+        m.own[who.lane] = (who.lane ? p.dt_bias : p.decay)[w.head];
+}
+
+// The row that a thread asks for: row r, of the block's i-th sequence; where it is to leave its
+// state, and, of scalars, their input.
+struct Next {
+    int i, r, out;
+    float ba;
+    __device__ __forceinline__ void begin(const Room& m, int mine) {
+        i = 0;
+        while (i < mine && m.all[i].r0 == m.all[i].r1)
+            i++;
+        r = i < mine ? m.all[i].r0 : 0;
+        out = -1;
+        ba = 0.f;
+    }
+    __device__ __forceinline__ void further(const Room& m, int mine) {
+        if (++r != m.all[i].r1)
+            return;
+        do
+            i++;
+        while (i < mine && m.all[i].r0 == m.all[i].r1);
+        if (i < mine)
+            r = m.all[i].r0;
+        else
+            pdl_trigger();
+    }
+    __device__ __forceinline__ void ask(
+            const Params& p, const Work& w, const Who& who, Channels& ch) {
+        const float* const row = p.x + (size_t)r * w.width;
+        ch.ask(row, ch.has[0]);
+        if (who.scalars)
+            ba = row[w.width - 2 * w.vh + w.head + who.lane * w.vh];
+        out = p.state_out[r];
+    }
+};
+
+// All of a row but what belongs to its state, whose tail goes to `to`.
+__device__ __forceinline__ void put_inputs(
+        const Params& p, const Work& w, const Room& m, const Who& who,
+        Channels& ch, float* now, int to, float ba) {
+    if (ch.has[0]) {
+        ch.put(now, who.side, who.keyed, who.column, who.tid);
+        if (to >= 0 && who.keeps)
+            ch.keep(p.conv, to, w.c);
+    }
+    if (who.scalars)
+        now[BETA + who.lane] = scalar(m, who.lane, ba);
+}
+
+// A state with all that is pending there, or, if it is not `known`, zeros.
+__device__ __forceinline__ void take_state(
+        Columns<N>& mem, const Head& h, const Who& who, int pending, bool known) {
+    const float4* const s = (const float4*)(h.S + who.at);
+    #pragma unroll
+    for (int n = 0; n < N; n++)
+        mem.S[n] = known ? s[n * DV / 4] : make_float4(0.f, 0.f, 0.f, 0.f);
+    mem.take_pending(h, pending, who.row0, who.part * 32 + who.c4);
+}
+
+// The tail of the own-th sequence, of whose rows the first is next.
+__device__ __forceinline__ void begin_tail(
+        Room& m, const Who& who, Channels& ch, int own) {
+    meet_wait(m.ready + own % DEPTH, own / DEPTH % 2);
+    const int at = who.side ? 2 * DK + who.column : who.tid;
+    ch.tail(m.tails[own % DEPTH], at, DK, m.all[own].from >= 0);
+}
+
+// And its state, the last of those that have been `read`. Returns as which of those that are
+// pending there its row is left, if that is the only one; or -1.
+__device__ __forceinline__ int begin_state(
+        Room& m, const Head* states, const Who& who, Columns<N>& mem, int own,
+        int to, int& read) {
+    // some may have no rows
+    #pragma unroll 1
+    for (; read <= own; read++)
+        meet_wait(m.full + read % DEPTH, read / DEPTH % 2);
+    const Head& h = states[own % DEPTH];
+    const bool known = m.all[own].from >= 0;
+    const int pending = known ? h.pending(who.part * 32) : 0;
+    const int late = m.all[own].late(pending, to);
+    if (!who.side)
+        take_state(mem, h, who, pending, known);
+    return late;
+}
+
+// A row's products with the state, and, by four warps, of its q and k: q.k, q.q, k.k.
+__device__ __forceinline__ void multiply(
+        const Columns<N>& mem, Room& m, const float* now, const Who& who) {
+    if (who.warp < 4) {
+        const float a = who.keyed ? now[Q + who.tid] : 0.f;
+        const float b = who.keyed ? now[K + who.tid] : 0.f;
+        const float dot = warp_sum4(
+                __fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);
+        if (who.lane % 8 == 0)
+            m.cross[who.warp][who.lane / 8] = dot;
+    }
+    mem.products(
+            now + Q + who.row0, now + K + who.row0, who.lane,
+            m.red[who.part][who.warp % 4]);
+}
+
+// 1/sqrt(DK)
+constexpr float SCALE = DK == 128 ? 0.08838834764831845f
+        : DK == 64                ? 0.125f
+                                  : 0.17677669529663687f;
+
+// When all products are there: the state takes the row up, or the row is left beside it; and it
+// is answered. `late`: as which of those that are pending it is left, or -1.
+__device__ __forceinline__ void end_row(
+        const Params& p, const Work& w, Room& m, const Who& who, Columns<N>& mem,
+        const float* now, int row, int late, int to) {
+    const Rule rule(sum_of_cross(m.cross), now[BETA], now[BETA + 1]);
+    const unsigned four = who.part * 32 + who.c4;
+    float d[4];
+    rule.change(
+            sum_of_warps(m.red[who.part], who.c4),
+            *(const float4*)(now + V + four), d);
+    if (who.side) {
+        leave_late(p, w, now, late, to, d, rule.eg, who.part, who.lane);
+        float ss;
+        const float4 o = answer(
+                m, now, rule, d, four, who.part, who.c4, SCALE, ss);
+        put_row(p, w, m, row, o, ss, four, who.part, who.lane, who.warp);
+    } else if (late < 0) {
+        mem.take(now + K + who.row0, d, rule.eg);
+        if (to >= 0)
+            write_state(w.place(p, to)->S + who.at, mem);
+    }
+}
+
+// Rows after the last sequence's get zeros.
+__device__ __forceinline__ void clear_rows(
+        const Params& p, const Work& w, const Who& who) {
+    #pragma unroll 1
+    for (int r = p.first[p.seqs]; r < p.rows; r++) {
+        if (HALVES) {
+            float zeros[8] = {};
+            if (who.warp == LEAVES)
+                leave(p.halves, p.tiles, r, w.head, zeros, 0.f, p.eps);
+            continue;
+        }
+        const size_t cell = (size_t)r * w.vh + w.head;
+        if (who.tid < DV)
+            p.y[cell * DV + who.tid] = 0.f;
+        if (who.tid < PARTS)
+            p.parts[cell * PARTS + who.tid] = 0.f;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
         const float* x, const float* __restrict__ conv_w,
         const float* __restrict__ decay, const float* __restrict__ dt_bias,
@@ -341,179 +548,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(
         const int* __restrict__ state_in, const int* __restrict__ state_out,
         float* y, float* parts, unsigned char* halves, float eps, int kh,
         int seqs, int rows, int tiles) {
-    // 1/sqrt(DK)
-    constexpr float SCALE = DK == 128 ? 0.08838834764831845f
-            : DK == 64                ? 0.125f
-                                      : 0.17677669529663687f;
     const Params p = {x, conv_w, decay, dt_bias, norm_w, conv, rec, first, starts,
             state_in, state_out, y, parts, halves, eps, kh, seqs, rows, tiles};
     DYNAMIC_SHARED(Head, states);
     Room& m = *(Room*)(states + DEPTH);
-    const int tid = threadIdx.x;
-    const int lane = tid % 32;
-    const int warp = __shfl_sync(~0u, tid / 32, 0);
     const Work w(p);
-    const bool side = warp >= WARPS;
-    const bool keyed = tid < DK;
-    const bool asks = tid == 32 * WARPS;
+    const Who who(threadIdx.x, w, kh);
     // One thread asks for states. The first are asked for before anything else is known.
-    const auto fetch = [&](int i, int from) {
-        ask_state(p, w, m, states, i, from);
-    };
-    if (asks) {
-        int from[DEPTH];
-        #pragma unroll
-        for (int i = 0; i < DEPTH; i++)
-            from[i] = i < w.mine ? sequence(p, w, i).from : -1;
-        begin_meetings(m);
-        #pragma unroll
-        for (int i = 0; i < DEPTH; i++)
-            fetch(i, from[i]);
-        m.asked = DEPTH;
-    }
+    const bool asks = who.tid == 32 * WARPS;
+    if (asks)
+        ask_first(p, w, m, states);
     if (w.mine > MOST)
         __trap();
-    for (int i = tid; i < w.mine; i += THREADS)
-        m.all[i] = sequence(p, w, i);
-    // q and k are a thread's of the first warps, v and the gate of those besides; the last of the
-    // others has the scalars.
-    const int part = side ? warp - WARPS : warp / 4;
-    const int column = side ? part * 32 + lane : tid;
-    const bool scalars = warp == WARPS - 1 && lane < 2;
-    const bool keeps = side || (keyed && w.head % (w.vh / kh) == 0);
     Channels ch;
-    ch.has[0] = side || keyed;
-    ch.has[1] = keyed;
-    ch.col[0] = side ? 2 * kh * DK + w.head * DV + column : w.key * DK + tid;
-    ch.col[1] = side ? w.c + w.head * DV + column : (kh + w.key) * DK + tid;
+    find_channels(ch, p, w, who);
     ch.weights(conv_w);
-    if (tid < DV)
-        m.gain[tid] = norm_w[tid];
-    if (scalars)
-        m.own[lane] = (lane ? dt_bias : decay)[w.head];
-    // Four columns of rows row0 .. row0+N-1 of the state.
-    const unsigned row0 = tid % 128 / 8 * N;
-    const unsigned c4 = lane % 8 * 4;
-    const unsigned at = row0 * DV + part * 32 + c4;
+    load(p, w, m, who);
     Columns<N> mem;
     __syncthreads();
-    int i = 0;  // which of this block's sequences
-    while (i < w.mine && m.all[i].r0 == m.all[i].r1)
-        i++;
-    int r = i < w.mine ? m.all[i].r0 : 0;
-    int out = -1;
-    int turn = 0;
-    float ba = 0.f;
-    const auto ask = [&]() {
-        const float* const row = x + (size_t)r * w.width;
-        ch.ask(row, ch.has[0]);
-        if (scalars)
-            ba = row[w.width - 2 * w.vh + w.head + lane * w.vh];
-        out = state_out[r];
-    };
+    Next next;
+    next.begin(m, w.mine);
     pdl_wait();
-    if (i < w.mine)
-        ask();
+    if (next.i < w.mine)
+        next.ask(p, w, who, ch);
+    int turn = 0;
     int read = 0;  // states that have been read
     int late = -1;  // where the row is left, instead of the state
     #pragma unroll 1
-    while (i < w.mine) {
+    while (next.i < w.mine) {
         float* const now = m.now[turn++ % 2];
-        const int row = r, to = out, own = i;
+        const int row = next.r;
+        const int to = next.out;
+        const int own = next.i;
         const bool begins = row == m.all[own].r0;
-        const bool known = m.all[own].from >= 0;
-        if (begins) {
-            meet_wait(m.ready + own % DEPTH, own / DEPTH % 2);
-            ch.tail(m.tails[own % DEPTH], side ? 2 * DK + column : tid, DK,
-                    known);
-        }
-        // All but the state
-        if (ch.has[0]) {
-            ch.put(now, side, keyed, column, tid);
-            if (to >= 0 && keeps)
-                ch.keep(conv, to, w.c);
-        }
-        if (scalars)
-            now[BETA + lane] = scalar(m, lane, ba);
+        if (begins)
+            begin_tail(m, who, ch, own);
+        put_inputs(p, w, m, who, ch, now, to, next.ba);
         // The next row's inputs are asked for while this one is worked on
-        if (++r == m.all[own].r1) {
-            do
-                i++;
-            while (i < w.mine && m.all[i].r0 == m.all[i].r1);
-            if (i < w.mine)
-                r = m.all[i].r0;
-            else
-                pdl_trigger();
-        }
-        if (i < w.mine)
-            ask();
-        if (begins) {
-            // some may have no rows
-            #pragma unroll 1
-            for (; read <= own; read++)
-                meet_wait(m.full + read % DEPTH, read / DEPTH % 2);
-            const Head& h = states[own % DEPTH];
-            const int pending = known ? h.pending(part * 32) : 0;
-            late = m.all[own].late(pending, to);
-            if (!side) {
-                const float4* const s = (const float4*)(h.S + at);
-                #pragma unroll
-                for (int n = 0; n < N; n++)
-                    mem.S[n] = known ? s[n * DV / 4]
-                                     : make_float4(0.f, 0.f, 0.f, 0.f);
-                mem.take_pending(h, pending, row0, part * 32 + c4);
-            }
-        }
+        next.further(m, w.mine);
+        if (next.i < w.mine)
+            next.ask(p, w, who, ch);
+        if (begins)
+            late = begin_state(m, states, who, mem, own, to, read);
         __syncthreads();
         if (asks)
             #pragma unroll 1
             for (; m.asked < min(w.mine, read + DEPTH); m.asked++)
-                fetch(m.asked, m.all[m.asked].from);
-        // The row's products with the state; then, behind the barrier, the state takes it up.
-        if (!side) {
-            if (warp < 4) {
-                const float a = keyed ? now[Q + tid] : 0.f;
-                const float b = keyed ? now[K + tid] : 0.f;
-                // q.k, q.q, k.k
-                const float dot = warp_sum4(
-                        __fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);
-                if (lane % 8 == 0)
-                    m.cross[warp][lane / 8] = dot;
-            }
-            mem.products(
-                    now + Q + row0, now + K + row0, lane, m.red[part][warp % 4]);
-        }
+                ask_state(p, w, m, states, m.asked, m.all[m.asked].from);
+        // Then, behind the barrier, the state takes it up.
+        if (!who.side)
+            multiply(mem, m, now, who);
         __syncthreads();
-        const Rule rule(sum_of_cross(m.cross), now[BETA], now[BETA + 1]);
-        const unsigned four = part * 32 + c4;
-        float d[4];
-        rule.change(
-                sum_of_warps(m.red[part], c4), *(const float4*)(now + V + four),
-                d);
-        if (side) {
-            leave_late(p, w, now, late, to, d, rule.eg, part, lane);
-            float ss;
-            const float4 o = answer(m, now, rule, d, four, part, c4, SCALE, ss);
-            put_row(p, w, m, row, o, ss, four, part, lane, warp);
-        } else if (late < 0) {
-            mem.take(now + K + row0, d, rule.eg);
-            if (to >= 0)
-                write_state(w.place(p, to)->S + at, mem);
-        }
+        end_row(p, w, m, who, mem, now, row, late, to);
     }
     if (w.z == 0)
-        #pragma unroll 1
-        for (int r = first[seqs]; r < rows; r++) {
-            if (HALVES) {
-                float zeros[8] = {};
-                if (warp == LEAVES)
-                    leave(halves, tiles, r, w.head, zeros, 0.f, eps);
-                continue;
-            }
-            const size_t cell = (size_t)r * w.vh + w.head;
-            if (tid < DV)
-                y[cell * DV + tid] = 0.f;
-            if (tid < PARTS)
-                parts[cell * PARTS + tid] = 0.f;
-        }
+        clear_rows(p, w, who);
 }

@@ -8,23 +8,12 @@
 // warps: those of the next slot while this one's strips are computed, once all warps have left the
 // slot that was there before. So no warp waits for others unless they are far behind.
 // An entry's bits depend on nothing but its row and its expert.
-//   w      : [bytes]         u8    bank of matrices [n4, k] in FORMAT, the shared expert's last
-//   s      : [scales]        u8    their scales; or null
-//   gs     : [wrows]         f32   nvfp4, int4: scale of each row; or null
-//   bias   : [wrows]         f32   of rows as they are stored; or null
-//   which  : [most]          i32   expert of each slot, as expert_slots.cu has listed them
-//   slots  : [most, record]  i32   their entries; record = ENTRIES + 1
-//   number : [1]             i32   slots in use
-//   x      : [xrows, width]  f32   width >= K, a multiple of 4; UP 1: of each row, UP 0: each entry
-//   gain   : [k]             f32   of the norm (NORM 1); or null
-//   y      : [yrows, outs]    f32   outs >= outputs, a multiple of 4
 //   -D FORMAT= fragment of W  -D K= columns  -D STORED= rows of a matrix as stored, a multiple of 4
 //   -D OUTPUTS= of a matrix  -D PICKS= entries of a row  -D ENTRIES= of a slot: 1, 2, 4, 8 or 16
 //   -D SPLIT= shares of the columns  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
 //   -D WARPS=  DEEP=  BUFFERS=  ROOM= bytes of shared memory but for slots
 //   -D ASIDE= 1: copies bring 256 bytes to the L2 cache, which are lines of two units; 0: 128
-//   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
 //   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
 #if ASIDE
 #define ASKS_L2 ".L2::256B"
@@ -52,6 +41,29 @@
 #define ASIDE 0
 #define ROOM 219680
 #endif
+// What the kernel is given, in the order of its arguments.
+struct Params {
+    // bank of matrices [n4, k] in FORMAT, the shared expert's last
+    const unsigned char* w;  // [bytes] u8
+    const unsigned char* s;  // [scales] u8 or null: their scales
+    const float* gs;  // [wrows] f32 or null: nvfp4, int4: scale of each row
+    const float* bias;  // [wrows] f32 or null: of rows as they are stored
+    // expert of each slot, as expert_slots.cu has listed them
+    const int* which;  // [most] i32
+    const int* slots;  // [most, record] i32: their entries; record = ENTRIES + 1
+    const int* number;  // [1] i32: slots in use
+    // width >= K, a multiple of 4; UP 1: of each row, UP 0: each entry
+    const float* x;  // [xrows, width] f32
+    const float* gain;  // [k] f32 or null: of the norm (NORM 1)
+    float* y;  // [yrows, outs] f32: outs >= outputs, a multiple of 4
+    float eps;  // of the norm
+    float limit;  // of the activation (lib/act.cuh)
+    // the matrix that all rows need, asked for before anybody knows the slots; or -1
+    int shared;
+    int width;  // numbers of a row of x
+    int outs;  // of y
+};
+
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
 // chunks of 32 columns; blocks of 128; pieces of 256
 constexpr int C = (K + 31) / 32;
@@ -279,16 +291,68 @@ __device__ __forceinline__ void ask_shared(
                 threads);
 }
 
-// The block's `own` slots from slot0 on: the expert of each, and its entries.
-__device__ __forceinline__ void load_slots(
-        const int* which, const int* slots, unsigned slot0, unsigned own,
-        int* experts, int* records, unsigned thread) {
-    #pragma unroll 1
-    for (unsigned i = thread; i < own * RECORD; i += THREADS) {
-        if (i < own)
-            experts[i] = __ldcg(which + slot0 + i);
-        records[i] = __ldcg(slots + slot0 * RECORD + i);
+// What a block has of the line: strips begin..end-1, and `own` slots from slot0 on.
+struct Piece {
+    unsigned begin, end, slot0, own;
+    __device__ __forceinline__ explicit Piece(const int* number) {
+        const unsigned all = __ldcg(number) * STRIPS;
+        begin = piece_of(all, blockIdx.x, gridDim.x);
+        end = piece_of(all, blockIdx.x + 1, gridDim.x);
+        slot0 = begin / STRIPS;
+        own = begin < end ? (end - 1) / STRIPS - slot0 + 1 : 0;
     }
+};
+
+// Slots are there when this returns. Meanwhile the matrix that all rows need is asked for.
+__device__ __forceinline__ void await_slots(const Params& p, unsigned thread) {
+    if (!UP)
+        pdl_trigger();
+    if (UP && p.shared >= 0)  // memory idles
+        ask_shared(p.w, p.s, p.shared, blockIdx.x * THREADS + thread);
+    if (UP)
+        pdl_wait();
+    if (UP)
+        pdl_trigger();  // the next kernel reads slots before it waits
+}
+
+// The block's slots, which all its warps know when this returns: the expert of each, and its
+// entries; and barriers of their rows.
+__device__ __forceinline__ void load_slots(
+        Shared* sm, const Params& p, const Piece& piece, int* experts,
+        int* records, unsigned thread) {
+    #pragma unroll 1
+    for (unsigned i = thread; i < piece.own * RECORD; i += THREADS) {
+        if (i < piece.own)
+            experts[i] = __ldcg(p.which + piece.slot0 + i);
+        records[i] = __ldcg(p.slots + piece.slot0 * RECORD + i);
+    }
+    if (!thread)
+        init_meetings(sm);
+    __syncthreads();
+}
+
+// The strip that a warp fetches next, if the block has it.
+__device__ __forceinline__ void open_strip(
+        const Params& p, const Piece& piece, const int* experts, Next& next,
+        int lane) {
+    if (next.strip < piece.end)
+        next.begin(p.w, p.s, experts[next.strip / STRIPS - piece.slot0], lane);
+}
+
+// The unit that a warp needs next is asked for; with the last one of a strip, what belongs to its
+// rows.
+__device__ __forceinline__ void fetch_unit(
+        const Params& p, const Piece& piece, const int* experts, Next& next,
+        float (*tails)[32], unsigned char* to, int lane) {
+    if (next.strip < piece.end && next.fetch(to, lane)) {
+        const float* const scales = RowScales<F>::IN_S ? (const float*)p.s : p.gs;
+        next.fetch_tail(tails, scales, p.bias, lane);
+        const unsigned slot = next.strip / STRIPS;
+        next.further();
+        if (next.strip / STRIPS != slot)
+            open_strip(p, piece, experts, next, lane);
+    }
+    cp_async_commit();
 }
 
 // acc += unit u of a strip times the slot's columns, as many tiles of them as have entries.
@@ -351,92 +415,131 @@ __device__ __forceinline__ void put_slot(
         meet_arrive(sm->staged + buffer);
 }
 
+// Where warps say that they have left slot n.
+__device__ __forceinline__ Meeting* left(Shared* sm, unsigned n) {
+    return sm->left + n % BUFFERS;
+}
+
+// A warp's parts of slots from `put` on: of slot n, which is due, and of those behind it that find
+// room. Returns the first that did not.
+__device__ __forceinline__ unsigned put_slots(
+        Shared* sm, const Params& p, const int* records, unsigned put, unsigned n,
+        unsigned own, int lane) {
+    #pragma unroll 1
+    for (; put < min(n + BUFFERS, own); put++) {
+        const unsigned parity = (put / BUFFERS + 1) % 2;
+        const bool room = put < BUFFERS || meet_over(left(sm, put), parity);
+        if (!__all_sync(~0u, room)) {
+            if (put > n)
+                break;
+            meet_wait(left(sm, put), parity);
+        }
+        put_slot(
+                sm, put % BUFFERS, records + put * RECORD, p.x, p.gain, p.width,
+                lane);
+    }
+    return put;
+}
+
+// v += a strip times a slot's columns: one share of these after the other, of each its units, which
+// lie in the ring from `place` on. Where a unit has been `fetch` puts another.
+template <class Fetch>
+__device__ __forceinline__ void multiply_strip(
+        float (*v)[4], unsigned char* ring, unsigned& place,
+        const uint4* const* x_of, const Rows* rows, int count, int g, int t,
+        Fetch fetch) {
+    #pragma unroll UNROLLED
+    for (unsigned share = 0; share < SPLIT; share++) {
+        float acc[TILES][4] = {};
+        #pragma unroll 1
+        for (unsigned u = share; u < (UNITS == SPLIT ? share + 1 : UNITS);
+                u += SPLIT) {
+            F q[F::UNITS];
+            cp_async_wait<DEEP - 1>();
+            __syncwarp();
+            #pragma unroll
+            for (int b = 0; b < F::UNITS; b++)
+                q[b].read(ring + place, b, g, t);
+            __syncwarp();
+            fetch(ring + place);
+            place = place == (DEEP - 1) * F::BYTES ? 0 : place + F::BYTES;
+            add_unit(q, acc, x_of, rows, u, count, t);
+        }
+        add_share(v, acc);
+    }
+}
+
+// What a strip has made, times what belongs to its columns and its rows, goes to y. `tail`: where
+// the latter is, and then that of the next strip.
+__device__ __forceinline__ void put_strip(
+        const Params& p, const float (*v)[4], const float (*tails)[32], int& tail,
+        const float (*inverse)[2], const To* where, int count, int strip, int g) {
+    float unit[2], more[2];
+    read_tail(tails[TAILS > 1 ? tail : 0], p.bias, g, unit, more);
+    tail = tail == TAILS - 1 ? 0 : tail + 1;
+    #pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        if (i && count <= 8 * i)
+            break;
+        float z[4];
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            z[j] = fmaf(
+                    __fmul_rn(v[i][j], inverse[i][j % 2]), unit[j / 2],
+                    more[j / 2]);
+        where[i].put(z, strip, p.y, p.limit);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const float* __restrict__ bias,
         const int* which, const int* slots, const int* number, const float* x,
         const float* __restrict__ gain, float* y, float eps, float limit,
         int shared, int width, int outs) {
+    const Params p = {w, s, gs, bias, which, slots, number, x, gain, y, eps,
+            limit, shared, width, outs};
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
     const int t = lane % 4;
     // the compiler learns: one for all
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (!UP)
-        pdl_trigger();
-    if (UP && shared >= 0)  // memory idles
-        ask_shared(w, s, shared, blockIdx.x * THREADS + threadIdx.x);
-    if (UP)
-        pdl_wait();
-    if (UP)
-        pdl_trigger();  // the next kernel reads slots before it waits
-    const unsigned all = __ldcg(number) * STRIPS;
-    const unsigned begin = piece_of(all, blockIdx.x, gridDim.x);
-    const unsigned end = piece_of(all, blockIdx.x + 1, gridDim.x);
-    const unsigned slot0 = begin / STRIPS;
-    const unsigned own = begin < end ? (end - 1) / STRIPS - slot0 + 1 : 0;
+    await_slots(p, threadIdx.x);
+    const Piece piece(number);
     // of the block's slots
-    int *const experts = (int*)(sm + 1), *const records = experts + own;
-    load_slots(which, slots, slot0, own, experts, records, threadIdx.x);
-    if (!threadIdx.x)
-        init_meetings(sm);
-    __syncthreads();
+    int* const experts = (int*)(sm + 1);
+    int* const records = experts + piece.own;
+    load_slots(sm, p, piece, experts, records, threadIdx.x);
     unsigned char* const ring = sm->ring[warp][0];
     float (*const tails)[32] = sm->tail[warp];
     Next next = {};
-    next.strip = begin + warp;
-    auto open = [&]() {
-        if (next.strip < end)
-            next.begin(w, s, experts[next.strip / STRIPS - slot0], lane);
+    next.strip = piece.begin + warp;
+    const auto fetch = [&](unsigned char* to) {
+        fetch_unit(p, piece, experts, next, tails, to, lane);
     };
-    auto fetch = [&](unsigned char* to) {
-        if (next.strip < end && next.fetch(to, lane)) {
-            next.fetch_tail(
-                    tails, RowScales<F>::IN_S ? (const float*)s : gs, bias, lane);
-            const unsigned slot = next.strip / STRIPS;
-            next.further();
-            if (next.strip / STRIPS != slot)
-                open();
-        }
-        cp_async_commit();
-    };
-    open();
+    open_strip(p, piece, experts, next, lane);
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++)
         fetch(ring + i * F::BYTES);
     if (!UP)
         pdl_wait();
     // slots of whose rows this warp has put its part
-    unsigned strip = begin + warp, put = 0;
+    unsigned strip = piece.begin + warp, put = 0;
     unsigned place = 0;  // of the unit that is multiplied next, in the ring
     int tail = 0;
-    auto left = [&](unsigned n) { return sm->left + n % BUFFERS; };
     #pragma unroll 1
-    for (unsigned n = 0; n < own; n++) {
+    for (unsigned n = 0; n < piece.own; n++) {
         const int* const record = records + n * RECORD;
         const int count = record[0];
         Rows* const rows = sm->rows + n % BUFFERS;
-        const unsigned to = min((slot0 + n + 1) * STRIPS, end);
+        const unsigned to = min((piece.slot0 + n + 1) * STRIPS, piece.end);
         float inverse[TILES][2];
         To where[TILES];
         const uint4* x_of[TILES];
         #pragma unroll 1
         for (bool fresh = true;; fresh = false, strip += WARPS) {
-            #pragma unroll 1
-            for (; put < min(n + BUFFERS, own); put++) {
-                // what is due, and what finds room
-                const unsigned parity = (put / BUFFERS + 1) % 2;
-                const bool room = put < BUFFERS || meet_over(left(put), parity);
-                if (!__all_sync(~0u, room)) {
-                    if (put > n)
-                        break;
-                    meet_wait(left(put), parity);
-                }
-                put_slot(
-                        sm, put % BUFFERS, records + put * RECORD, x, gain, width,
-                        lane);
-            }
+            put = put_slots(sm, p, records, put, n, piece.own, lane);
             if (fresh) {
                 meet_wait(sm->staged + n % BUFFERS, n / BUFFERS % 2);
                 open_slot(
@@ -446,44 +549,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
             if (strip >= to)
                 break;
             float v[TILES][4] = {};
-            #pragma unroll UNROLLED
-            for (unsigned share = 0; share < SPLIT; share++) {
-                float acc[TILES][4] = {};
-                #pragma unroll 1
-                for (unsigned u = share; u < (UNITS == SPLIT ? share + 1 : UNITS);
-                        u += SPLIT) {
-                    F q[F::UNITS];
-                    cp_async_wait<DEEP - 1>();
-                    __syncwarp();
-                    #pragma unroll
-                    for (int b = 0; b < F::UNITS; b++)
-                        q[b].read(ring + place, b, g, t);
-                    __syncwarp();
-                    fetch(ring + place);
-                    place = place == (DEEP - 1) * F::BYTES ? 0 : place + F::BYTES;
-                    add_unit(q, acc, x_of, rows, u, count, t);
-                }
-                add_share(v, acc);
-            }
-            const float* const with = tails[TAILS > 1 ? tail : 0];
-            float unit[2], more[2];
-            read_tail(with, bias, g, unit, more);
-            tail = tail == TAILS - 1 ? 0 : tail + 1;
-            #pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                if (i && count <= 8 * i)
-                    break;
-                float z[4];
-                #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    z[j] = fmaf(
-                            __fmul_rn(v[i][j], inverse[i][j % 2]), unit[j / 2],
-                            more[j / 2]);
-                where[i].put(z, strip % STRIPS, y, limit);
-            }
+            multiply_strip(v, ring, place, x_of, rows, count, g, t, fetch);
+            put_strip(
+                    p, v, tails, tail, inverse, where, count, strip % STRIPS, g);
         }
         __syncwarp();
         if (!lane)
-            meet_arrive(left(n));
+            meet_arrive(left(sm, n));
     }
 }

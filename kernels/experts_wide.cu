@@ -530,6 +530,17 @@ __device__ __forceinline__ void pick(
     }
 }
 
+// Everybody's picks are noted. Of many rows each block ranks its own, and hears of the others. Two
+// of a warp are ranked in less time than that takes.
+__device__ __forceinline__ void pick_all(
+        Shared* sm, List* list, const Params& p, int warp, int lane) {
+    const bool hears = p.rows > 2 * ALL && p.halves == 3;
+    pick(sm, list, p, hears, warp, lane);
+    #pragma unroll 1
+    for (int i = threadIdx.x; hears && i < p.rows * TOP_K; i += THREADS)
+        list->note(i, heard(p.picked + i));
+}
+
 // A warp has read a stage, whose place another may take.
 __device__ __forceinline__ void leave(Shared* sm, unsigned place, int lane) {
     __syncwarp();
@@ -545,7 +556,7 @@ __device__ __forceinline__ void make_stage(
     const unsigned char* const s = scales_of<D>(sm, place, own);
     float z[4] = {};
     columns.add_units(w, s, z);
-    float raw[2], more[2];
+    __align__(8) float raw[2], more[2];
     tail_of<D>(sm, place, own, raw, more);
     leave(sm, place, lane);
     put_outputs(at, from, z, raw, more);
@@ -578,37 +589,100 @@ __device__ __forceinline__ void end_stage(
     give_hidden(h, z, at, odd, limit);
 }
 
+// What a block has of both lines, and of their slots: that of D is number i + later.
+struct Work {
+    Piece up, down;
+    unsigned visits, later;
+    unsigned first_down, many;  // stages: where D's begin, and all
+    int *experts, *records;
+    __device__ __forceinline__ Work(Shared* sm, unsigned slots, int halves)
+        : up(slots, U::STAGES), down(slots, D::STAGES) {
+        if (!(halves & 1))
+            up.drop();
+        if (!(halves & 2))
+            down.drop();
+        visits = up.own + down.own;
+        later = up.own - down.slot0;
+        first_down = up.end - up.begin;
+        many = first_down + down.end - down.begin;
+        experts = (int*)(sm + 1);
+        records = experts + visits;
+    }
+    // A slot is the block's once for each half that needs it: its expert and how many entries it
+    // has.
+    __device__ __forceinline__ void put_slot(
+            unsigned i, int expert, int entries) const {
+        if (i - up.slot0 < up.own)
+            records[(i - up.slot0) * RECORD] = entries;
+        if (i - up.slot0 < up.own)
+            experts[i - up.slot0] = expert;
+        if (i - down.slot0 < down.own)
+            records[(i + later) * RECORD] = entries;
+        if (i - down.slot0 < down.own)
+            experts[i + later] = expert;
+    }
+    // And each of its entries.
+    __device__ __forceinline__ void put_entry(
+            unsigned i, int place, int value) const {
+        if (i - up.slot0 < up.own)
+            records[(i - up.slot0) * RECORD + 1 + place] = value;
+        if (i - down.slot0 < down.own)
+            records[(i + later) * RECORD + 1 + place] = value;
+    }
+    // All that are the block's are put.
+    __device__ __forceinline__ void fill(List* list, int rows) const {
+        const auto slot = [&](unsigned i, int expert, int entries) {
+            put_slot(i, expert, entries);
+        };
+        const auto entry = [&](unsigned i, int place, int value) {
+            put_entry(i, place, value);
+        };
+        list->each_slot(rows, slot);
+        list->each_shared(rows, slot, entry);
+        list->each_pick(rows, entry);
+    }
+};
+
 // Stage n of the block's line is asked for, whose place is free.
 __device__ __forceinline__ void ask_next(
-        Shared* sm, const Params& p, const Piece& up, const Piece& down,
-        const int* experts, unsigned later, unsigned first_down, unsigned n) {
+        Shared* sm, const Params& p, const Work& l, unsigned n) {
     const unsigned place = n % RING;
-    if (n < first_down) {
-        const unsigned k = up.begin + n;
-        const int expert = experts[k / U::STAGES - up.slot0];
+    if (n < l.first_down) {
+        const unsigned k = l.up.begin + n;
+        const int expert = l.experts[k / U::STAGES - l.up.slot0];
         const unsigned row = expert * U::STORED + k % U::STAGES * U::ROWS;
         ask_for<U>(sm, place, row, expert == E, p.uw, p.us, p.ugs, p.ubias);
     } else {
-        const unsigned k = down.begin + n - first_down;
-        const int expert = experts[k / D::STAGES + later];
+        const unsigned k = l.down.begin + n - l.first_down;
+        const int expert = l.experts[k / D::STAGES + l.later];
         const unsigned row = expert * D::STORED + k % D::STAGES * D::ROWS;
         ask_for<D>(sm, place, row, expert == E, p.dw, p.ds, p.dgs, p.dbias);
     }
 }
 
-// A slot is the block's once for each half that needs it, that of D as number i + later: its expert
-// and how many entries it has.
-__device__ __forceinline__ void put_slot(
-        const Piece& up, const Piece& down, unsigned later, int* experts,
-        int* records, unsigned i, int expert, int entries) {
-    if (i - up.slot0 < up.own)
-        records[(i - up.slot0) * RECORD] = entries;
-    if (i - up.slot0 < up.own)
-        experts[i - up.slot0] = expert;
-    if (i - down.slot0 < down.own)
-        records[(i + later) * RECORD] = entries;
-    if (i - down.slot0 < down.own)
-        experts[i + later] = expert;
+// By one thread: all stages of the block are asked for, DEEP ahead of those that are left.
+__device__ __forceinline__ void ask_all(
+        Shared* sm, const Params& p, const Work& l, int lane) {
+    unsigned asked = 0;
+    #pragma unroll 1
+    while (!lane && asked < l.many) {
+        const unsigned before = asked - DEEP;
+        if (asked >= DEEP)
+            meet_wait(sm->empty + before % RING, before / RING % 2);
+        ask_next(sm, p, l, asked);
+        asked++;
+    }
+}
+
+// The first slot's rows, by all warps but the one that asks.
+__device__ __forceinline__ void stage_first(
+        Shared* sm, const Params& p, const Work& l, int warp) {
+    constexpr int FIRST = ALL - 1;
+    if (l.up.own)
+        take_rows<FIRST>(sm, warp, 0, l.records, p.ready);
+    else if (l.visits)
+        stage<FIRST, 1>(sm, warp, 0, l.records, p.h);
+    sync_warps<FIRST, TEAMS>(0);
 }
 
 // A warp has what it needs of a slot's rows, whose place others may have.
@@ -616,6 +690,107 @@ __device__ __forceinline__ void leave_rows(Shared* sm, int lane) {
     __syncwarp();
     if (!lane)
         meet_arrive(&sm->left);
+}
+
+// Who multiplies: warp `own` of a team, whose share is the own-th, and a lane of it, which has rows
+// 2m and 2m + 1 of part g % 2, and columns 2t and 2t + 1.
+struct Who {
+    int team, own, lane, g, t, m;
+};
+
+// Where hidden values of a lane's columns of a slot go: of gates and ups, which neighbours have,
+// each lane gets those of one column.
+__device__ __forceinline__ void find_hidden(
+        const int* record, int count, const Who& w, unsigned* at) {
+    #pragma unroll
+    for (int j = 0; j < (PAIR ? 1 : 2); j++) {
+        const int c = 2 * w.t + (PAIR ? w.m % 2 : j);
+        const int part = w.g % 2;
+        const int o = PAIR ? 4 * part + w.m / 2 * 2 : 8 * part + 2 * w.m;
+        at[j] = c < count ? record[1 + c] * INNER + o : NOWHERE;
+    }
+}
+
+// A team's stages of a slot from q on, one for each of its warps at most, below `to`: shares of all
+// of them meet. Returns how many there were; `raw`, `more`: scales and biases of the own-th.
+__device__ __forceinline__ int share_stages(
+        Shared* sm, const Columns<U>& columns, const Who& w, unsigned to,
+        unsigned& q, float* raw, float* more) {
+    int i = 0;
+    #pragma unroll 1
+    for (; i < TEAM && q < to; i++, q += TEAMS) {
+        const unsigned place = q % RING;
+        meet_wait(sm->full + place, q / RING % 2);
+        float acc[4] = {};
+        make_share(sm, columns, place, w.own, acc);
+        if (i == w.own)
+            tail_of<U>(sm, place, 0, raw, more);
+        leave(sm, place, w.lane);
+        if (!i)
+            sync_warps<TEAM>(w.team);  // what was there before is read
+        sm->part[w.team][i][w.own][w.lane] = make_float4(
+                acc[0], acc[1], acc[2], acc[3]);
+    }
+    sync_warps<TEAM>(w.team);
+    return i;
+}
+
+// Hidden values of the block's n-th slot: a team's stages of U, from q on.
+__device__ __forceinline__ void make_hidden(
+        Shared* sm, const Params& p, const Work& l, const Who& w, unsigned n,
+        unsigned& q) {
+    const int* const record = l.records + n * RECORD;
+    const int count = record[0];
+    Columns<U> columns;
+    columns.load(sm, n % 2, count, w.own);
+    float inverse[2];
+    lengths(sm, n % 2, w.t, count, p.eps, inverse);
+    unsigned at[PAIR ? 1 : 2];
+    find_hidden(record, count, w, at);
+    leave_rows(sm, w.lane);
+    const unsigned before = (l.up.slot0 + n) * U::STAGES;
+    const unsigned to = min(before + U::STAGES, l.up.end) - l.up.begin;
+    #pragma unroll 1
+    while (q < to) {
+        // the stage that this warp completes
+        const unsigned done = q + w.own * TEAMS;
+        const unsigned strip = l.up.begin + done - before;
+        __align__(8) float raw[2], more[2];
+        const int shared = share_stages(sm, columns, w, to, q, raw, more);
+        if (w.own < shared)
+            end_stage(
+                    sm->part[w.team][w.own], p.h + strip * (PAIR ? 8 : 16),
+                    inverse, raw, more, at, w.m % 2, p.limit, w.lane);
+    }
+}
+
+// Outputs of the block's n-th slot: a team's stages of D, from q on.
+__device__ __forceinline__ void make_outputs(
+        Shared* sm, const Params& p, const Work& l, const Who& w, unsigned n,
+        unsigned& q) {
+    const int* const record = l.records + n * RECORD;
+    const int count = record[0];
+    Columns<D> columns;
+    columns.load(sm, n % 2, count, 0);
+    float* at[2];
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const int c = 2 * w.t + j;
+        const int row = 8 * w.own + D::PART * (w.g % 2) + 2 * w.m;
+        at[j] = c < count ? p.y + (size_t)record[1 + c] * HIDDEN + row : nullptr;
+    }
+    leave_rows(sm, w.lane);
+    const unsigned before = (l.down.slot0 + n - l.up.own) * D::STAGES;
+    const unsigned to = l.first_down + min(before + D::STAGES, l.down.end)
+            - l.down.begin;
+    #pragma unroll 1
+    for (; q < to; q += TEAMS) {
+        const unsigned from = (l.down.begin + q - l.first_down - before)
+                * D::ROWS;
+        const unsigned place = q % RING;
+        meet_wait(sm->full + place, q / RING % 2);
+        make_stage(sm, columns, place, from, w.own, w.lane, at);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
@@ -635,11 +810,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
-    const int t = lane % 4;
-    const int m = g / 2;
     // the compiler learns: one for all
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const int team = warp / TEAM, own = warp % TEAM;  // whose share is the own-th
     if (!threadIdx.x)
         init_meetings(sm);
     List* const list = (List*)sm->x;
@@ -649,143 +821,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     pdl_wait();
     pdl_trigger();
     __syncthreads();
-    // Of many rows each block ranks its own, and hears of the others. Two of a warp are ranked in
-    // less time than that takes.
-    const bool hears = rows > 2 * ALL && halves == 3;
-    pick(sm, list, p, hears, warp, lane);
-    #pragma unroll 1
-    for (int i = threadIdx.x; hears && i < rows * TOP_K; i += THREADS)
-        list->note(i, heard(picked + i));
+    pick_all(sm, list, p, warp, lane);
     __syncthreads();
-    const unsigned all = list->count(rows);
-    Piece up(all, U::STAGES), down(all, D::STAGES);
-    if (!(halves & 1))
-        up.drop();
-    if (!(halves & 2))
-        down.drop();
-    const unsigned visits = up.own + down.own;
-    int *const experts = (int*)(sm + 1), *const records = experts + visits;
+    const Work work(sm, list->count(rows), halves);
     __syncthreads();
-    const unsigned later = up.own - down.slot0;
-    auto slot = [&](unsigned i, int expert, int entries) {
-        put_slot(up, down, later, experts, records, i, expert, entries);
-    };
-    auto entry = [&](unsigned i, int place, int value) {
-        if (i - up.slot0 < up.own)
-            records[(i - up.slot0) * RECORD + 1 + place] = value;
-        if (i - down.slot0 < down.own)
-            records[(i + later) * RECORD + 1 + place] = value;
-    };
-    list->each_slot(rows, slot);
-    list->each_shared(rows, slot, entry);
-    const unsigned first_down = up.end - up.begin;
-    const unsigned many = first_down + down.end - down.begin;
-    unsigned asked = 0;
-    auto ask = [&] {  // for the next stage; its place is free
-        ask_next(sm, p, up, down, experts, later, first_down, asked);
-        asked++;
-    };
-    list->each_pick(rows, entry);
+    work.fill(list, rows);
     __syncthreads();
     if (warp == ALL - 1) {
-        #pragma unroll 1
-        while (!lane && asked < many) {
-            const unsigned before = asked - DEEP;
-            if (asked >= DEEP)
-                meet_wait(sm->empty + before % RING, before / RING % 2);
-            ask();
-        }
+        ask_all(sm, p, work, lane);
         return;
     }
-    constexpr int FIRST = ALL - 1;  // warps that stage the first slot's rows
-    if (up.own)
-        take_rows<FIRST>(sm, warp, 0, records, ready);
-    else if (visits)
-        stage<FIRST, 1>(sm, warp, 0, records, h);
-    sync_warps<FIRST, TEAMS>(0);
+    stage_first(sm, p, work, warp);
     if (warp >= WARPS) {
-        stage_slots(sm, warp - WARPS, lane, visits, up.own, records, ready, h);
+        stage_slots(
+                sm, warp - WARPS, lane, work.visits, work.up.own, work.records,
+                ready, h);
         return;
     }
-    unsigned q = team;  // the stage that the team has next
-    const int part = g % 2, lines = 2 * m;
+    const Who w = {warp / TEAM, warp % TEAM, lane, g, lane % 4, g / 2};
+    unsigned q = w.team;  // the stage that the team has next
     #pragma unroll 1
-    for (unsigned n = 0; n < up.own; n++) {
+    for (unsigned n = 0; n < work.up.own; n++) {
         if (n)
             meet_wait(&sm->staged, (n + 1) % 2);
-        const int* const record = records + n * RECORD;
-        const int count = record[0];
-        Columns<U> columns;
-        columns.load(sm, n % 2, count, own);
-        float inverse[2];
-        lengths(sm, n % 2, t, count, eps, inverse);
-        // of gates and ups, which neighbours have, each lane gets those of one column
-        unsigned at[PAIR ? 1 : 2];
-        #pragma unroll
-        for (int j = 0; j < (PAIR ? 1 : 2); j++) {
-            const int c = 2 * t + (PAIR ? m % 2 : j);
-            const int o = PAIR ? 4 * part + m / 2 * 2 : 8 * part + 2 * m;
-            at[j] = c < count ? record[1 + c] * INNER + o : NOWHERE;
-        }
-        leave_rows(sm, lane);
-        const unsigned before = (up.slot0 + n) * U::STAGES;
-        const unsigned to = min(before + U::STAGES, up.end) - up.begin;
-        #pragma unroll 1
-        while (q < to) {
-            // the stage that this warp completes
-            const unsigned done = q + own * TEAMS;
-            const unsigned strip = up.begin + done - before;
-            float raw[2], more[2];
-            int i = 0;
-            #pragma unroll 1
-            for (; i < TEAM && q < to; i++, q += TEAMS) {
-                const unsigned place = q % RING;
-                meet_wait(sm->full + place, q / RING % 2);
-                float acc[4] = {};
-                make_share(sm, columns, place, own, acc);
-                if (i == own)
-                    tail_of<U>(sm, place, 0, raw, more);
-                leave(sm, place, lane);
-                if (!i)
-                    sync_warps<TEAM>(team);  // what was there before is read
-                sm->part[team][i][own][lane] = make_float4(
-                        acc[0], acc[1], acc[2], acc[3]);
-            }
-            sync_warps<TEAM>(team);
-            if (own >= i)
-                continue;
-            end_stage(
-                    sm->part[team][own], h + strip * (PAIR ? 8 : 16), inverse,
-                    raw, more, at, m % 2, limit, lane);
-        }
+        make_hidden(sm, p, work, w, n, q);
     }
     #pragma unroll 1
-    for (unsigned n = up.own; n < visits; n++) {
+    for (unsigned n = work.up.own; n < work.visits; n++) {
         if (n)
             meet_wait(&sm->staged, (n + 1) % 2);
-        const int* const record = records + n * RECORD;
-        const int count = record[0];
-        Columns<D> columns;
-        columns.load(sm, n % 2, count, 0);
-        float* at[2];
-        #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const int c = 2 * t + j;
-            at[j] = c < count ? y + (size_t)record[1 + c] * HIDDEN + 8 * own
-                            + D::PART * part + lines
-                              : nullptr;
-        }
-        leave_rows(sm, lane);
-        const unsigned before = (down.slot0 + n - up.own) * D::STAGES;
-        const unsigned to = first_down + min(before + D::STAGES, down.end)
-                - down.begin;
-        #pragma unroll 1
-        for (; q < to; q += TEAMS) {
-            const unsigned from = (down.begin + q - first_down - before)
-                    * D::ROWS;
-            const unsigned place = q % RING;
-            meet_wait(sm->full + place, q / RING % 2);
-            make_stage(sm, columns, place, from, own, lane, at);
-        }
+        make_outputs(sm, p, work, w, n, q);
     }
 }

@@ -4,25 +4,6 @@
 // come in pieces at fixed positions, so that a row's bits depend on its own position only. fp16
 // products, float32 sums. With WGMMA, for Hopper, a group of four warps has all 64 rows of a head,
 // and one more fetches (lib/flash_groups.cuh).
-//   q        : [r, heads, halves]     f16   turned by flash_prep.cu; halves: DIM, or 2*DIM in
-//                                           format 4: what one half leaves is in another
-//   kf, vf   : [r, kv, halves]        f16   or null: keys and values of this step's rows, as the
-//                                           cache would give them
-//   qkv      : [r, width]             f32   gates in the first columns, or null: no gate
-//   k, v     : [blocks, bs, kv, bytes] u8   lib/kvcache.cuh
-//   k_scale, v_scale : [blocks, bs, kv] f32 or null
-//   k_sub, v_sub : [blocks, bs, kv, subs] u8 or null
-//   tables   : [seqs, mb]             i32   block tables
-//   starts   : [seqs]                 i32   position of a sequence's first row: earlier ones come
-//                                           from the cache
-//   tile_seq, tile_start, tile_lo, tile_hi : [tiles] i32   sequence (-1: none), position of row 0,
-//        real rows lo..hi-1
-//   sinks    : [heads]                f32   or null: one more logit for each head, without a value
-//   out      : [r, qd]                f32   qd = heads*DIM; zeros in rows that are not real
-//   k_map, v_map                          WGMMA and FORMAT 3: of k and v, boxes of 8 rows of a head
-//                                         (lib/boxes.cuh); bs a multiple of 8, and kf, vf are not
-//                                         read
-//   window 0: none
 //   -D DIM= (head size, a multiple of 16) DB= (columns of a warp: DIM, or a part of it) HB= (heads
 //           of a block) KEYS= (of a piece) FORMAT= WGMMA= (1: by warpgroups) STAGES= (pieces in
 //           shared memory) SIDE= (blocks of a multiprocessor) TEAM= (with FORMAT 3: blocks that
@@ -74,6 +55,122 @@ constexpr int P = KV_PLANES<FORMAT>, WIDE = DIM * P;
 constexpr int STEP = 2 * WIDE + 16;
 // minus infinity; NVRTC knows no INFINITY
 #define NONE __int_as_float(0xFF800000)
+
+// What the kernel is given, in the order of its arguments.
+struct Params {
+    // turned by flash_prep.cu; halves: DIM, or 2*DIM in format 4: what one half leaves is in
+    // another
+    const __half* q;  // [r, heads, halves] f16
+    // keys and values of this step's rows, as the cache would give them
+    const __half* kf;  // [r, kv, halves] f16 or null
+    const __half* vf;  // [r, kv, halves] f16 or null
+    // gates in the first columns, or null: no gate
+    const float* qkv;  // [r, width] f32 or null
+    // the cache: lib/kvcache.cuh
+    const unsigned char* k;  // [blocks, bs, kv, bytes] u8
+    const float* k_scale;  // [blocks, bs, kv] f32 or null
+    const unsigned char* k_sub;  // [blocks, bs, kv, subs] u8 or null
+    const unsigned char* v;  // [blocks, bs, kv, bytes] u8
+    const float* v_scale;  // [blocks, bs, kv] f32 or null
+    const unsigned char* v_sub;  // [blocks, bs, kv, subs] u8 or null
+    const int* tables;  // [seqs, mb] i32: block tables
+    // position of a sequence's first row: earlier ones come from the cache
+    const int* starts;  // [seqs] i32
+    const int* tile_seq;  // [tiles] i32: sequence of a tile (-1: none)
+    const int* tile_start;  // [tiles] i32: position of its row 0
+    const int* tile_lo;  // [tiles] i32: its real rows are lo..hi-1
+    const int* tile_hi;  // [tiles] i32
+    // one more logit for each head, without a value
+    const float* sinks;  // [heads] f32 or null
+    float* out;  // [r, qd] f32: qd = heads*DIM; zeros in rows that are not real
+    // WGMMA and FORMAT 3: of k and v, boxes of 8 rows of a head (lib/boxes.cuh); bs a multiple of
+    // 8, and kf, vf are not read
+    const TensorMap& k_map;
+    const TensorMap& v_map;
+    float scale;  // of products of queries and keys
+    int window;  // keys that a row sees, itself included; 0: all
+    int heads;  // of queries
+    int kv;  // of keys
+    int width;  // numbers of a row of qkv
+    int bs;  // positions of a block of the cache
+    int mb;  // blocks of a table
+};
+
+// What a block has: the longest tiles first, and HB heads from h0 on.
+struct Work {
+    int t, h0, head;  // head: of keys
+    int seq, start, lo, hi;
+    __device__ __forceinline__ explicit Work(const Params& p) {
+        t = gridDim.y - 1 - blockIdx.y;
+        h0 = blockIdx.x * HB;
+        head = h0 / (p.heads / p.kv);
+        seq = p.tile_seq[t];
+        start = p.tile_start[t];
+        lo = seq < 0 ? 0 : p.tile_lo[t];
+        hi = seq < 0 ? 0 : p.tile_hi[t];
+    }
+    // Position of the first row whose keys do not come from the cache.
+    __device__ __forceinline__ int fresh(const Params& p) const {
+        return p.kf && hi ? p.starts[seq] : 1 << 30;
+    }
+};
+
+// What a lane has of a head's results: rows row0 and row0 + 8, and pairs of columns from
+// from + c2 on, eight apart.
+struct Lane {
+    int h, row0, from, c2;
+};
+
+// The lane of a warp whose columns begin at `from`.
+__device__ __forceinline__ Lane lane_of(
+        const Work& w, int warp, int lane, int from) {
+    const int h = w.h0 + warp / 4 % HB;
+    const int row0 = warp % 4 * 16 + lane / 4;
+    return {h, row0, from, lane % 4 * 2};
+}
+
+// A row's results, which its weights were not yet divided for, times its gate. `l`: the sum of its
+// weights, `top`: the largest score; of a row that is not real zeros.
+__device__ __forceinline__ void put_row(
+        const Params& p, const Work& w, const Lane& at, const float* o, float l,
+        float top, float unit, int r) {
+    const int row = at.row0 + r * 8;
+    float f = 1.f;
+    l += __shfl_xor_sync(~0u, l, 1);
+    l += __shfl_xor_sync(~0u, l, 2);
+    if (p.sinks) {
+        const float sink = p.sinks[at.h] * 1.4426950408889634f;
+        const float both = fmaxf(top * unit, sink);
+        f = power2(top * unit - both);
+        l = l * f + power2(sink - both);
+    }
+    f = f / l;
+    const bool real = row >= w.lo && row < w.hi;
+    const size_t line = (size_t)w.t * TILE + row;
+    const float* gate = p.qkv
+            ? p.qkv + line * p.width + at.h * DIM + at.from + at.c2
+            : nullptr;
+    float* to = p.out + (line * p.heads + at.h) * DIM + at.from + at.c2;
+    #pragma unroll
+    for (int n = 0; n < DB / 8; n++) {
+        float2 y = make_float2(o[4 * n + 2 * r] * f, o[4 * n + 2 * r + 1] * f);
+        if (gate && real) {
+            const float2 g = *(const float2*)(gate + n * 8);
+            y.x = __fdividef(y.x, 1.f + power2(-1.4426950408889634f * g.x));
+            y.y = __fdividef(y.y, 1.f + power2(-1.4426950408889634f * g.y));
+        }
+        *(float2*)(to + n * 8) = real ? y : make_float2(0.f, 0.f);
+    }
+}
+
+// And of both rows of a lane.
+__device__ __forceinline__ void put_rows(
+        const Params& p, const Work& w, const Lane& at, const float* o,
+        const float* sum, const float* top, float unit) {
+    #pragma unroll
+    for (int r = 0; r < 2; r++)
+        put_row(p, w, at, o, sum[r], top[r], unit, r);
+}
 
 #if WGMMA
 #include "lib/flash_groups.cuh"
@@ -128,14 +225,14 @@ __device__ __forceinline__ void finish(
         }
     }
 }
-#endif
 
-#if !WGMMA
 // A piece that not all rows see whole: what this thread's rows, `row0` and eight further, do not
 // see gets no weight. c2: the first column of this thread.
 __device__ __forceinline__ void mask(
         float (&s)[KEYS / 8][4], int start, int row0, int first, int c2,
         int window) {
+    if (first + KEYS <= start + 1 && !(window && start + TILE > first + window))
+        return;
     #pragma unroll
     for (int n = 0; n < KEYS / 8; n++)
         #pragma unroll
@@ -182,6 +279,233 @@ __device__ __forceinline__ void weigh(
     }
 }
 
+// Which keys the rows of a tile see: pieces of KEYS from `begin` on. Those from `fresh` on are rows
+// of this step.
+struct Seen {
+    int length, seen, begin, pieces, fresh;
+    __device__ __forceinline__ Seen(const Params& p, const Work& w) {
+        length = w.start + w.hi;
+        seen = p.window ? max(0, w.start - p.window + 1) : 0;
+        begin = seen / TILE * TILE;
+        pieces = w.hi ? (length - begin + KEYS - 1) / KEYS : 0;
+        fresh = w.fresh(p);
+    }
+};
+
+// Where all lies in shared memory: queries, a piece of keys and of values, and, of this piece and
+// the next, slots and their scales, of keys and of values.
+struct Room {
+    unsigned char *q, *k, *v;
+    int (*slots)[KEYS];
+    float (*scales)[2][KEYS];
+    __device__ __forceinline__ explicit Room(unsigned char* at) {
+        q = at;
+        k = q + TILE * HB * STEP;
+        v = k + KEYS * STEP;
+        slots = (int (*)[KEYS])(v + KEYS * STEP);
+        scales = (float (*)[2][KEYS])(slots + 2);
+    }
+};
+
+// Slots of piece i, and their scales.
+__device__ __forceinline__ void locate(
+        const Params& p, const Work& w, const Seen& keys, const Room& room, int i,
+        int tid) {
+    if (tid >= KEYS)
+        return;
+    const int at = keys.begin + i * KEYS + tid;
+    const int* const table = p.tables + (size_t)w.seq * p.mb;
+    int s = -1;
+    if (at >= keys.seen && at < keys.length)
+        s = at >= keys.fresh ? -2 - (w.t * TILE + at - w.start)
+                             : table[at / p.bs] * p.bs + at % p.bs;
+    room.slots[i % 2][tid] = s;
+    if (KV_CODED<FORMAT> && s >= 0) {
+        const size_t cell = (size_t)s * p.kv + w.head;
+        float (*const scales)[KEYS] = room.scales[i % 2];
+        scales[0][tid] = kv_scale<FORMAT>(p.k_scale, cell);
+        scales[1][tid] = kv_scale<FORMAT>(p.v_scale, cell);
+    }
+}
+
+// Queries of a tile's rows are asked for.
+__device__ __forceinline__ void ask_queries(
+        const Params& p, const Work& w, unsigned char* to, int tid) {
+    for (int i = tid; i < TILE * HB * (WIDE / 8); i += THREADS) {
+        const int r = i / (WIDE / 8);
+        const int c = i % (WIDE / 8);
+        const size_t row = (size_t)w.t * TILE + r % TILE;
+        const size_t cell = row * p.heads + w.h0 + r / TILE;
+        const __half* const from = p.q + cell * WIDE + c * 8;
+        cp_async16(to + r * STEP + c * 16, from);
+    }
+}
+
+// s += sixteen rows of queries times a piece of keys.
+__device__ __forceinline__ void score(
+        float (&s)[KEYS / 8][4], const unsigned char* queries,
+        const unsigned char* keys, int lane) {
+    #pragma unroll
+    for (int e = 0; e < DIM / 16; e++) {
+        unsigned a[P][4];
+        #pragma unroll
+        for (int x = 0; x < P; x++)
+            ldmatrix_x4(a[x], queries + (e * P + x) * 32);
+        #pragma unroll
+        for (int n = 0; n < KEYS / 8; n += 2)
+            #pragma unroll
+            for (int y = 0; y < P; y++) {
+                unsigned b[4];
+                const int row = n * 8 + lane % 8 + lane / 16 * 8;
+                const int column = (e * P + y) * 16 + lane / 8 % 2 * 8;
+                ldmatrix_x4(b, keys + row * STEP + column * 2);
+                #pragma unroll
+                for (int x = 0; x < P - y;
+                        x++) {  // what two rests make is nothing
+                    mma_f16(s[n], a[x], b);
+                    mma_f16(s[n + 1], a[x], b + 2);
+                }
+            }
+    }
+}
+
+// o += weights times DB columns, from `from` on, of a piece of values.
+__device__ __forceinline__ void gather(
+        float (&o)[DB / 2], const unsigned (&p)[P][KEYS / 16][4],
+        const unsigned char* values, int from, int lane) {
+    #pragma unroll
+    for (int e = 0; e < KEYS / 16; e++)
+        #pragma unroll
+        for (int n = 0; n < DB / 8; n += 2)
+            #pragma unroll
+            for (int y = 0; y < P; y++) {
+                unsigned b[4];
+                const int row = e * 16 + lane % 16;
+                const int column = (from + n * 8) * P + y * 16 + lane / 16 * 8;
+                ldmatrix_x4_trans(b, values + row * STEP + column * 2);
+                #pragma unroll
+                for (int x = 0; x < P - y; x++) {
+                    mma_f16(o + 4 * n, p[x][e], b);
+                    mma_f16(o + 4 * n + 4, p[x][e], b + 2);
+                }
+            }
+}
+#endif
+
+#if WGMMA
+// By a group of four warps: all pieces of keys and values.
+__device__ __forceinline__ void fetch_all(
+        const Params& p, const Work& w, const Job& job, int warp, int lane) {
+    const int* const table = p.tables + (size_t)w.seq * p.mb;
+    if constexpr (BOXED) {
+        Boxes f{job, table, p.bs, lane, (int)blockIdx.x % TEAM};
+        if (warp == 4 * GROUPS)
+            f.all(p.k_map, p.v_map);
+    } else {
+        Fetcher f{job, table, p.bs, p.kv, w.fresh(p), w.t * TILE, warp % 4, lane,
+                p.k_scale, p.v_scale};
+        const Origin k = {p.k, p.k_sub, p.kf};
+        const Origin v = {p.v, p.v_sub, p.vf};
+        f.all(k, v);
+    }
+}
+
+// A block of warpgroups: one fetches, each of the others multiplies for a head, or for some of its
+// columns.
+__device__ __forceinline__ void attend(
+        const Params& p, unsigned char* memory, int tid) {
+    const int warp = tid / 32;
+    const int lane = tid % 32;
+    const Work w(p);
+    const Job job(memory, w.start, w.hi, p.window, w.head);
+    const bool fetches = warp >= 4 * GROUPS;
+    share_out(fetches);
+    if (fetches) {
+        fetch_all(p, w, job, warp, lane);
+        if (TEAM > 1)
+            team_sync();
+        return;
+    }
+    Softmax soft;
+    soft.unit = p.scale * 1.4426950408889634f;
+    Multiplier m{job, warp / 4 % HB, warp / 4 / HB};
+    if (job.pieces) {
+        const size_t row = (size_t)w.t * TILE;
+        const size_t first = row * p.heads + w.h0 + m.rank;
+        const size_t step = (size_t)p.heads * DIM;
+        m.ask(p.q + first * DIM, step);
+        m.all(soft, p.window);
+    }
+    if (TEAM > 1)
+        team_sync();
+    const Lane at = lane_of(w, warp, lane, m.part * DB);
+    put_rows(p, w, at, m.o, soft.sum, soft.top, 1.f);
+}
+#else
+// A block of warps, which fetch for all and multiply each for itself: the next piece of keys comes
+// while values are weighed, that of values while keys are scored.
+__device__ __forceinline__ void attend(
+        const Params& p, unsigned char* memory, int tid) {
+    const Room room(memory);
+    const int lane = tid % 32;
+    const int warp = tid / 32;
+    const Work w(p);
+    const Seen keys(p, w);
+    const auto fetch_keys = [&](int i) {
+        fetch(room.k, p.k, p.kf, room.slots[i % 2], p.kv, w.head);
+    };
+    const auto fetch_values = [&](int i) {
+        fetch(room.v, p.v, p.vf, room.slots[i % 2], p.kv, w.head);
+    };
+    if (keys.pieces) {
+        locate(p, w, keys, room, 0, tid);
+        ask_queries(p, w, room.q, tid);
+        __syncthreads();
+        fetch_keys(0);
+        cp_async_commit();
+        fetch_values(0);
+        cp_async_commit();
+    }
+    float o[DB / 2] = {};
+    float top[2] = {NONE, NONE};
+    float sum[2] = {};
+    const Lane at = lane_of(w, warp, lane, warp / (4 * HB) * DB);
+    const float unit = p.scale * 1.4426950408889634f;
+    const int row = warp % (4 * HB) * 16 + lane % 16;
+    const unsigned char* mine = room.q + row * STEP + lane / 16 * 16;
+    #pragma unroll 1
+    for (int i = 0; i < keys.pieces; i++) {
+        const bool more = i + 1 < keys.pieces;
+        const int first = keys.begin + i * KEYS;
+        const int* const slots = room.slots[i % 2];
+        const float (*const scales)[KEYS] = room.scales[i % 2];
+        cp_async_wait<1>();
+        if (first < keys.fresh)
+            finish(room.k, p.k, p.k_sub, slots, scales[0], p.kv, w.head);
+        if (more)
+            locate(p, w, keys, room, i + 1, tid);
+        __syncthreads();
+        float s[KEYS / 8][4] = {};
+        score(s, mine, room.k, lane);
+        __syncthreads();
+        if (more)
+            fetch_keys(i + 1);
+        cp_async_commit();
+        mask(s, w.start, at.row0, first, at.c2, p.window);
+        unsigned weights[P][KEYS / 16][4];
+        weigh(s, weights, top, sum, o, unit);
+        cp_async_wait<1>();
+        if (first < keys.fresh)
+            finish(room.v, p.v, p.v_sub, slots, scales[1], p.kv, w.head);
+        __syncthreads();
+        gather(o, weights, room.v, at.from, lane);
+        __syncthreads();
+        if (more)
+            fetch_values(i + 1);
+        cp_async_commit();
+    }
+    put_rows(p, w, at, o, sum, top, unit);
+}
 #endif
 
 extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
@@ -197,220 +521,9 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(
         float* out, const __grid_constant__ TensorMap k_map,
         const __grid_constant__ TensorMap v_map, float scale, int window,
         int heads, int kv, int width, int bs, int mb) {
-#if WGMMA
-    DYNAMIC_SHARED(unsigned char, room);
-    const int tid = threadIdx.x;
-    const int warp = tid / 32;
-    const int lane = tid % 32;
-    const int t = gridDim.y - 1 - blockIdx.y;
-    const int h0 = blockIdx.x * HB;
-    const int seq = tile_seq[t];
-    const int start = tile_start[t];
-    const int lo = seq < 0 ? 0 : tile_lo[t];
-    const int hi = seq < 0 ? 0 : tile_hi[t];
-    const Job job(room, start, hi, window, h0 / (heads / kv));
-    if (warp >= 4 * GROUPS) {
-        share_out(true);
-        const int* const table = tables + (size_t)seq * mb;
-        if constexpr (BOXED) {
-            Boxes f{job, table, bs, lane, (int)blockIdx.x % TEAM};
-            if (warp == 4 * GROUPS)
-                f.all(k_map, v_map);
-        } else {
-            const int fresh = kf && hi ? starts[seq] : 1 << 30;
-            Fetcher f{job, table, bs, kv, fresh, t * TILE, warp % 4, lane,
-                    k_scale, v_scale};
-            f.all({k, k_sub, kf}, {v, v_sub, vf});
-        }
-        if (TEAM > 1)
-            team_sync();
-        return;
-    }
-    share_out(false);
-    Softmax soft;
-    soft.unit = scale * 1.4426950408889634f;
-    Multiplier m{job, warp / 4 % HB, warp / 4 / HB};
-    if (job.pieces) {
-        m.ask(q + ((size_t)t * TILE * heads + h0 + m.rank) * DIM,
-                (size_t)heads * DIM);
-        m.all(soft, window);
-    }
-    if (TEAM > 1)
-        team_sync();
-    auto& o = m.o;
-    const float *sum = soft.sum, *top = soft.top, unit = 1.f;
-    const int row0 = warp % 4 * 16 + lane / 4;
-    const int c2 = lane % 4 * 2;
-    const int from = m.part * DB;
-#else
-    DYNAMIC_SHARED(unsigned char, room);
-    unsigned char* Q = room;
-    unsigned char* K = Q + TILE * HB * STEP;
-    unsigned char* V = K + KEYS * STEP;
-    int (*slots)[KEYS] = (int (*)[KEYS])(V + KEYS * STEP);
-    float (*scales)[2][KEYS] = (float (*)[2][KEYS])(slots + 2);
-    // the longest first
-    const int tid = threadIdx.x;
-    const int lane = tid % 32;
-    const int warp = tid / 32;
-    const int t = gridDim.y - 1 - blockIdx.y;
-    const int h0 = blockIdx.x * HB;
-    const int head = h0 / (heads / kv);
-    const int seq = tile_seq[t];
-    const int start = tile_start[t];
-    const int lo = seq < 0 ? 0 : tile_lo[t];
-    const int hi = seq < 0 ? 0 : tile_hi[t];
-    const int length = start + hi;
-    const int seen = window ? max(0, start - window + 1) : 0;
-    const int begin = seen / TILE * TILE;
-    const int pieces = hi ? (length - begin + KEYS - 1) / KEYS : 0;
-    const int fresh = kf && hi ? starts[seq] : 1 << 30;
-    // Slots of piece i, and their scales
-    auto locate = [&](int i) {
-        if (tid >= KEYS)
-            return;
-        const int p = begin + i * KEYS + tid;
-        int s = -1;
-        if (p >= seen && p < length)
-            s = p >= fresh ? -2 - (t * TILE + p - start)
-                           : tables[(size_t)seq * mb + p / bs] * bs + p % bs;
-        slots[i % 2][tid] = s;
-        if (KV_CODED<FORMAT> && s >= 0) {
-            scales[i % 2][0][tid] = kv_scale<FORMAT>(
-                    k_scale, (size_t)s * kv + head);
-            scales[i % 2][1][tid] = kv_scale<FORMAT>(
-                    v_scale, (size_t)s * kv + head);
-        }
-    };
-    if (pieces) {
-        locate(0);
-        for (int i = tid; i < TILE * HB * (WIDE / 8); i += THREADS) {
-            const int r = i / (WIDE / 8);
-            const int c = i % (WIDE / 8);
-            cp_async16(
-                    Q + r * STEP + c * 16,
-                    q
-                            + (((size_t)t * TILE + r % TILE) * heads + h0
-                                      + r / TILE)
-                                    * WIDE
-                            + c * 8);
-        }
-        __syncthreads();
-        fetch(K, k, kf, slots[0], kv, head);
-        cp_async_commit();
-        fetch(V, v, vf, slots[0], kv, head);
-        cp_async_commit();
-    }
-    float o[DB / 2] = {};
-    float top[2] = {NONE, NONE};
-    float sum[2] = {};
-    const int row0 = warp % 4 * 16 + lane / 4;
-    const int c2 = lane % 4 * 2;
-    const int from = warp / (4 * HB) * DB;
-    const float unit = scale * 1.4426950408889634f;
-    const unsigned char* mine = Q + (warp % (4 * HB) * 16 + lane % 16) * STEP
-            + lane / 16 * 16;
-    #pragma unroll 1
-    for (int i = 0; i < pieces; i++) {
-        const int first = begin + i * KEYS;
-        cp_async_wait<1>();
-        if (first < fresh)
-            finish(K, k, k_sub, slots[i % 2], scales[i % 2][0], kv, head);
-        if (i + 1 < pieces)
-            locate(i + 1);
-        __syncthreads();
-        // scores of this warp's sixteen rows of queries and the piece's keys
-        float s[KEYS / 8][4] = {};
-        #pragma unroll
-        for (int e = 0; e < DIM / 16; e++) {
-            unsigned a[P][4];
-            #pragma unroll
-            for (int x = 0; x < P; x++)
-                ldmatrix_x4(a[x], mine + (e * P + x) * 32);
-            #pragma unroll
-            for (int n = 0; n < KEYS / 8; n += 2)
-                #pragma unroll
-                for (int y = 0; y < P; y++) {
-                    unsigned b[4];
-                    ldmatrix_x4(
-                            b,
-                            K + (n * 8 + lane % 8 + lane / 16 * 8) * STEP
-                                    + ((e * P + y) * 16 + lane / 8 % 2 * 8) * 2);
-                    #pragma unroll
-                    for (int x = 0; x < P - y;
-                            x++) {  // what two rests make is nothing
-                        mma_f16(s[n], a[x], b);
-                        mma_f16(s[n + 1], a[x], b + 2);
-                    }
-                }
-        }
-        __syncthreads();
-        if (i + 1 < pieces)
-            fetch(K, k, kf, slots[(i + 1) % 2], kv, head);
-        cp_async_commit();
-        if (first + KEYS > start + 1 || (window && start + TILE > first + window))
-            mask(s, start, row0, first, c2, window);
-        unsigned p[P][KEYS / 16][4];
-        weigh(s, p, top, sum, o, unit);
-        cp_async_wait<1>();
-        if (first < fresh)
-            finish(V, v, v_sub, slots[i % 2], scales[i % 2][1], kv, head);
-        __syncthreads();
-        // weighted values join the sums
-        #pragma unroll
-        for (int e = 0; e < KEYS / 16; e++)
-            #pragma unroll
-            for (int n = 0; n < DB / 8; n += 2)
-                #pragma unroll
-                for (int y = 0; y < P; y++) {
-                    unsigned b[4];
-                    ldmatrix_x4_trans(
-                            b,
-                            V + (e * 16 + lane % 16) * STEP
-                                    + ((from + n * 8) * P + y * 16
-                                              + lane / 16 * 8)
-                                            * 2);
-                    #pragma unroll
-                    for (int x = 0; x < P - y; x++) {
-                        mma_f16(o + 4 * n, p[x][e], b);
-                        mma_f16(o + 4 * n + 4, p[x][e], b + 2);
-                    }
-                }
-        __syncthreads();
-        if (i + 1 < pieces)
-            fetch(V, v, vf, slots[(i + 1) % 2], kv, head);
-        cp_async_commit();
-    }
-#endif
-    const int h = h0 + warp / 4 % HB;
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int row = row0 + r * 8;
-        float l = sum[r], f = 1.f;
-        l += __shfl_xor_sync(~0u, l, 1);
-        l += __shfl_xor_sync(~0u, l, 2);
-        if (sinks) {
-            const float sink = sinks[h] * 1.4426950408889634f;
-            const float both = fmaxf(top[r] * unit, sink);
-            f = power2(top[r] * unit - both);
-            l = l * f + power2(sink - both);
-        }
-        f = f / l;
-        const bool real = row >= lo && row < hi;
-        const size_t at = (size_t)t * TILE + row;
-        const float* gate = qkv ? qkv + at * width + h * DIM + from + c2
-                                : nullptr;
-        float* to = out + (at * heads + h) * DIM + from + c2;
-        #pragma unroll
-        for (int n = 0; n < DB / 8; n++) {
-            float2 y = make_float2(
-                    o[4 * n + 2 * r] * f, o[4 * n + 2 * r + 1] * f);
-            if (gate && real) {
-                const float2 g = *(const float2*)(gate + n * 8);
-                y.x = __fdividef(y.x, 1.f + power2(-1.4426950408889634f * g.x));
-                y.y = __fdividef(y.y, 1.f + power2(-1.4426950408889634f * g.y));
-            }
-            *(float2*)(to + n * 8) = real ? y : make_float2(0.f, 0.f);
-        }
-    }
+    const Params p = {q, kf, vf, qkv, k, k_scale, k_sub, v, v_scale, v_sub,
+            tables, starts, tile_seq, tile_start, tile_lo, tile_hi, sinks, out,
+            k_map, v_map, scale, window, heads, kv, width, bs, mb};
+    DYNAMIC_SHARED(unsigned char, memory);
+    attend(p, memory, threadIdx.x);
 }

@@ -2,23 +2,6 @@
 // registers on its way from shared memory (lib/unpack.cuh), float32 sums. The activation between
 // gate and up, bias and residual are in it. One matrix for all rows, or a bank of experts, each
 // with rows of its own.
-//   x     : [xrows, ld]           f16   ld = parts * kp, and BK divides kp; columns in the order of
-//                                       halve.cu
-//   scale : [xrows]               f32   of the rows of x
-//   w     : [wrows, bytes]        u8    wrows = experts * n4: rows of one expert after those of
-//                                       another
-//   s     : [scales]              u8    scales as packed; or null
-//   unit  : [wrows]               f32   of the rows of W; or null for ones
-//   bias  : [experts, nb]         f32   in the order of the rows of W; nb = n, of pairs with what
-//                                       pads them to n4; or null
-//   gate  : [yrows:gs, columns]   f32   the result of a row is multiplied by the sigmoid of one of
-//                                       its columns; or null
-//   add   : [yrows:as, out]       f32   then added, may be y; or null
-//   y     : [yrows:ys, out]       f32   out = n, or n/2 after an activation of pairs
-//   order : [picks]               i32   GROUPED: number of the pick at each place, sorted by
-//                                       expert; or null
-//   tiles : [slots, 3]            i32   GROUPED: expert, first place, end of the places of a tile;
-//                                       expert -1: nothing to do; or null
 //   -D FMT=     of lib/unpack.cuh
 //   -D ACTIVATION=  of lib/act.cuh; all but ACT_NONE and ACT_RELU2 want rows of W in fours: two
 //                   gates, two ups
@@ -27,7 +10,6 @@
 //               themselves, then added up. Tiles have no say in the order of sums
 //   -D GROUPED= 0; 1: row of x is order[place]/top, row of y the place; 2: row of x is the place,
 //               row of y order[place]
-//   x_map : of x, boxes of BM rows (lib/boxes.cuh), for RING
 //   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes
 //          by BK, 64 or 128; GROUPED: WM 1, MT 1 to 8
 //   -D BLOCKS=  that a multiprocessor is to hold at least
@@ -156,58 +138,108 @@ __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
     return p;
 #endif
 }
-extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
-        const __half* __restrict__ x, const float* __restrict__ scale,
-        const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-        const float* __restrict__ unit, const float* __restrict__ bias,
-        const float* __restrict__ gate, const float* add, float* y,
-        const int* __restrict__ order, const int* __restrict__ tiles,
-        const __grid_constant__ TensorMap x_map, int rows, int ld, int kp,
-        int chunks, int blocks, int n, float limit, int top, int column, int gs,
-        int as, int ys) {
-    DYNAMIC_SHARED(unsigned char, memory);
-    unsigned char* const stages = WGMMA ? aligned(memory) : memory;
+
+// What the kernel is given, in the order of its arguments.
+struct Params {
+    // ld = parts * kp, and BK divides kp; columns in the order of halve.cu
+    const __half* x;  // [xrows, ld] f16
+    const float* scale;  // [xrows] f32: of the rows of x
+    // wrows = experts * n4: rows of one expert after those of another
+    const unsigned char* w;  // [wrows, bytes] u8
+    const unsigned char* s;  // [scales] u8 or null: scales as packed
+    const float* unit;  // [wrows] f32 or null: of the rows of W; null for ones
+    // in the order of the rows of W; nb = n, of pairs with what pads them to n4
+    const float* bias;  // [experts, nb] f32 or null
+    // the result of a row is multiplied by the sigmoid of one of its columns
+    const float* gate;  // [yrows:gs, columns] f32 or null
+    const float* add;  // [yrows:as, out] f32 or null: then added, may be y
+    float* y;  // [yrows:ys, out] f32: out = n, or n/2 after an activation of pairs
+    // GROUPED: number of the pick at each place, sorted by expert
+    const int* order;  // [picks] i32 or null
+    // GROUPED: expert, first place, end of the places of a tile; expert -1: nothing to do
+    const int* tiles;  // [slots, 3] i32 or null
+    const TensorMap& x_map;  // RING: of x, boxes of BM rows (lib/boxes.cuh)
+    int rows;  // of x
+    int ld;  // numbers of a row of x
+    int kp;  // columns of W, and what pads them
+    int chunks;  // of 32 columns
+    int blocks;  // of 128 columns
+    int n;  // rows of W
+    float limit;  // of the activation (lib/act.cuh)
+    int top;  // picks of a row of x
+    int column;  // of `gate`
+    int gs;  // numbers from a row to the next: of gate
+    int as;  // of add
+    int ys;  // of y
+};
+
+// What follows from it.
+struct Sizes {
+    int n4;  // rows of W with what pads them
+    int out, nb;  // results of a row, numbers of a bias
+    bool whole;  // may two results of a row be written at once?
+    __device__ __forceinline__ explicit Sizes(const Params& p) {
+        n4 = (p.n + 3) / 4 * 4;
+        out = PAIR ? p.n / 2 : p.n;
+        nb = PAIR ? n4 : p.n;
+        whole = (out | p.as | p.ys) % 2 == 0
+                && (((size_t)p.add | (size_t)p.y) & 7) == 0;
+    }
+};
+
 #if RING
-    const int n4 = (n + 3) / 4 * 4;
-    const int out = PAIR ? n / 2 : n;
-    const int nb = PAIR ? n4 : n;
-    const int group = threadIdx.x / 128;
-    const Job j = {(const unsigned char*)x, nullptr, w, s, nullptr, nullptr,
-            ld / 8, chunks, blocks, kp / BK, (unsigned)(n4 - 1)};
-    unsigned char* const own = stages + RING * XSTAGE;
-    const Shared all = {stages, (Meeting*)own, (Meeting*)own + RING};
+// What a group must know of a tile to write its results.
+__device__ __forceinline__ void learn_tile(
+        const Params& p, const About& about, const Tiles& t, int n4) {
+    for (int i = threadIdx.x % 128; i < BM; i += 128) {
+        const int r = min(t.row() + i, p.rows - 1);
+        const float g = p.gate ? p.gate[(size_t)r * p.gs + p.column] : 0.f;
+        about.to[i] = t.row() + i < p.rows ? r : -1;
+        about.by[i] = p.scale[r];
+        about.gated[i] = p.gate ? 1.f / (1.f + expf(-g)) : 1.f;
+    }
+    const int i = threadIdx.x % BS;
+    about.aids[i] = W::aid(p.unit ? p.unit[min(t.n0() + i, n4 - 1)] : 1.f);
+}
+
+// By one thread for each stage of the ring: who waits there for whom.
+__device__ __forceinline__ void begin_ring(const Shared& all) {
     if (threadIdx.x < RING) {
         meet_init(all.full + threadIdx.x, 1);
         meet_init(all.empty + threadIdx.x, WN);
         meet_ready();
     }
+}
+
+// A block that stays: one thread fetches rows of x for all of its tiles, and groups of four warps
+// multiply them.
+__device__ __forceinline__ void make_tiles(
+        const Params& p, unsigned char* stages) {
+    const Sizes sizes(p);
+    const int group = threadIdx.x / 128;
+    const Job j = {(const unsigned char*)p.x, nullptr, p.w, p.s, nullptr, nullptr,
+            p.ld / 8, p.chunks, p.blocks, p.kp / BK, (unsigned)(sizes.n4 - 1)};
+    unsigned char* const own = stages + RING * XSTAGE;
+    const Shared all = {stages, (Meeting*)own, (Meeting*)own + RING};
+    begin_ring(all);
     __syncthreads();
-    const Tiles t(n, rows);
+    const Tiles t(p.n, p.rows);
     if (group == WN / 4) {
         wgmma_registers_down<FEWER>();
         if (threadIdx.x % 128 == 0)
-            fetch_rows(all, t, j.steps, x_map);
+            fetch_rows(all, t, j.steps, p.x_map);
         return;
     }
     wgmma_registers_up<MORE>();
-    const bool whole = (out | as | ys) % 2 == 0
-            && (((size_t)add | (size_t)y) & 7) == 0;
     const auto learn = [&](const About& about, const Tiles& t) {
-        for (int i = threadIdx.x % 128; i < BM; i += 128) {
-            const int r = min(t.row() + i, rows - 1);
-            const float g = gate ? gate[(size_t)r * gs + column] : 0.f;
-            about.to[i] = t.row() + i < rows ? r : -1;
-            about.by[i] = scale[r];
-            about.gated[i] = gate ? 1.f / (1.f + expf(-g)) : 1.f;
-        }
-        const int i = threadIdx.x % BS;
-        about.aids[i] = W::aid(unit ? unit[min(t.n0() + i, n4 - 1)] : 1.f);
+        learn_tile(p, about, t, sizes.n4);
     };
     const auto put = [&](const About& about, const Tiles& t, int row,
                              float (&d)[BM / 2]) {
-        const Put p = {about.aids, bias, add, y, about.by, about.gated, about.to,
-                t.n0(), out, nb, as, ys, limit, gate != nullptr, whole};
-        p(row, d);
+        const Put to = {about.aids, p.bias, p.add, p.y, about.by, about.gated,
+                about.to, t.n0(), sizes.out, sizes.nb, p.as, p.ys, p.limit,
+                p.gate != nullptr, sizes.whole};
+        to(row, d);
     };
     unsigned char* const abouts = own + 16 * RING + group * 2 * About::BYTES;
     unsigned char* const mine = own + 16 * RING + WN / 2 * About::BYTES
@@ -218,51 +250,94 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
         after.next();
         g.tile(after);
     }
+}
 #else
+// Whose rows a block's tile has.
+struct TileRows {
+    int e;  // expert, or -1: nothing to do
+    int r0, end;  // rows, or places
+    int n0;  // the first row of W
+    __device__ __forceinline__ explicit TileRows(const Params& p) {
+        // an expert that all share is last, and long
+        const int slot = GROUPED ? gridDim.y - 1 - blockIdx.y : 0;
+        e = GROUPED ? p.tiles[slot * 3] : 0;
+        if (e < 0)
+            return;
+        r0 = GROUPED ? p.tiles[slot * 3 + 1] : (int)blockIdx.x * BM;
+        end = GROUPED ? p.tiles[slot * 3 + 2] : p.rows;
+        n0 = (GROUPED ? blockIdx.x : blockIdx.y) * BN;
+    }
+};
+
+// What a tile multiplies: all of W's rows from n0 of expert e on.
+__device__ __forceinline__ Job job_of(
+        const Params& p, int e, int n0, int n4, const float* aids,
+        const int* from) {
+    const size_t row = (size_t)p.chunks * PER * 16;
+    const size_t srow = W::SCALE < 0 ? (size_t)p.blocks * 4
+                                     : (size_t)p.chunks * SC;
+    const size_t w0 = (size_t)e * n4 + n0;
+    const int steps = p.kp / BK * (PARTS == 2 ? 2 : 1);
+    return {(const unsigned char*)p.x, nullptr, p.w + w0 * row, p.s + w0 * srow,
+            aids, from, p.ld / 8, p.chunks, p.blocks, steps,
+            (unsigned)(n4 - 1 - n0)};
+}
+
+// A block that makes one tile.
+__device__ __forceinline__ void make_tile(
+        const Params& p, unsigned char* stages) {
     __shared__ int from[BM];  // row of x of each row of the tile
     __shared__ __align__(8) int to[BM];  // and of y; -1: nobody wants it
     __shared__ __align__(8) float by[BM], gated[BM];  // its scale, and its gate
     __shared__ __align__(16) float aids[BN];
-    const int n4 = (n + 3) / 4 * 4;
-    // an expert that all share is last, and long
-    const int slot = GROUPED ? gridDim.y - 1 - blockIdx.y : 0;
-    const int e = GROUPED ? tiles[slot * 3] : 0;
-    if (e < 0)
+    const Sizes sizes(p);
+    const TileRows at(p);
+    if (at.e < 0)
         return;
-    const int r0 = GROUPED ? tiles[slot * 3 + 1] : (int)blockIdx.x * BM;
-    const int end = GROUPED ? tiles[slot * 3 + 2] : rows;
-    const int n0 = (GROUPED ? blockIdx.x : blockIdx.y) * BN;
-    name_rows(from, to, order, r0, end, top);
+    name_rows(from, to, p.order, at.r0, at.end, p.top);
     __syncthreads();
     const auto meanwhile = [&] {
         learn_factors(
-                by, gated, aids, from, to, scale, gate, unit, gs, column, e, n0,
-                n4);
+                by, gated, aids, from, to, p.scale, p.gate, p.unit, p.gs,
+                p.column, at.e, at.n0, sizes.n4);
     };
-    const size_t row = (size_t)chunks * PER * 16;
-    const size_t srow = W::SCALE < 0 ? (size_t)blocks * 4 : (size_t)chunks * SC;
-    const size_t w0 = (size_t)e * n4 + n0;
-    const int steps = kp / BK * (PARTS == 2 ? 2 : 1);
-    const Job j = {(const unsigned char*)x, nullptr, w + w0 * row, s + w0 * srow,
-            aids, from, ld / 8, chunks, blocks, steps, (unsigned)(n4 - 1 - n0)};
-    const int out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n;
-    const float* b = bias ? bias + (size_t)e * nb : nullptr;
+    const Job j = job_of(p, at.e, at.n0, sizes.n4, aids, from);
+    const float* const b = p.bias ? p.bias + (size_t)at.e * sizes.nb : nullptr;
 #if WGMMA
-    const bool whole = (out | as | ys) % 2 == 0
-            && (((size_t)add | (size_t)y) & 7) == 0;
-    const Put put = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit,
-            gate != nullptr, whole};
+    const Put put = {aids, b, p.add, p.y, by, gated, to, at.n0, sizes.out,
+            sizes.nb, p.as, p.ys, p.limit, p.gate != nullptr, sizes.whole};
 #else
-    const Finish f = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit,
-            gate != nullptr};
+    const Finish f = {aids, b, p.add, p.y, by, gated, to, at.n0, sizes.out,
+            sizes.nb, p.as, p.ys, p.limit, p.gate != nullptr};
     const auto put = [&](int m, int c, float (*d)[4]) {
         finish<ACTIVATION, NT>(f, m, c, d);
     };
 #endif
 #if GROUPED
-    switch ((end - r0 + STEP - 1) / STEP) { CUTS }
+    switch ((at.end - at.r0 + STEP - 1) / STEP) { CUTS }
 #else
     tile<MOST / WM>(j, stages, meanwhile, put);
 #endif
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(
+        const __half* __restrict__ x, const float* __restrict__ scale,
+        const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
+        const float* __restrict__ unit, const float* __restrict__ bias,
+        const float* __restrict__ gate, const float* add, float* y,
+        const int* __restrict__ order, const int* __restrict__ tiles,
+        const __grid_constant__ TensorMap x_map, int rows, int ld, int kp,
+        int chunks, int blocks, int n, float limit, int top, int column, int gs,
+        int as, int ys) {
+    const Params p = {x, scale, w, s, unit, bias, gate, add, y, order, tiles,
+            x_map, rows, ld, kp, chunks, blocks, n, limit, top, column, gs, as,
+            ys};
+    DYNAMIC_SHARED(unsigned char, memory);
+    unsigned char* const stages = WGMMA ? aligned(memory) : memory;
+#if RING
+    make_tiles(p, stages);
+#else
+    make_tile(p, stages);
 #endif
 }

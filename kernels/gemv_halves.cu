@@ -2,18 +2,6 @@
 // once for all blocks. The bits are those that gemv.cu makes of each row by itself: the same powers
 // of two, and squares that are added up in the order of its warps.
 // PICKS: rows of x are what experts of the layer before found, added up as in expert_sum.cu.
-//   x       : [rows, k]             f32   PICKS: where they go to
-//   gain    : [k]                   f32  NORM 1; or null
-//   parts   : [rows, heads, p]      f32  NORM 2: sums of squares of each GROUP of x; or null
-//   halves  : [units, line]         u8   tiles of rows (lib/tiles.cuh), line = tiles * bytes
-//   more    : [parcels, ld]         u8   the same for EXTRA; or null
-//   inverse : [both, rows]          f32  NORM 1: 1/rms; then that for EXTRA, whose squares are
-//                                        added up in another order. Or null
-//   share   : [rows, picks]         f32   PICKS, this and what follows: as for expert_sum.cu. Or
-//                                         null
-//   part    : [rows, picks, k]      f32   or null
-//   add     : [rows, k]             f32   may be x; or null
-//   `early`: 1 if blocks are there long before their rows, with PICKS; else 0
 //   -D FORMAT= EXTRA= K= NORM= GROUP= PARTS= W= SPLIT=   as for gemv.cu
 //   -D CORES= as for gemv_wide.cu
 //   -D PICKS= 0, or of a row, with NORM 1
@@ -58,6 +46,27 @@ typedef FORMAT<C> Main;
 // Does a warp of gemv.cu stage what it multiplies, by 128 columns? Then it adds up those squares.
 constexpr bool OWN = SPLIT == W && Main::UNITS == 1;
 static_assert(!PICKS || (NORM == 1 && K % 32 == 0), "see the contract");
+
+// What the kernel is given.
+struct Params {
+    float* x;  // [rows, k] f32; PICKS: where their sums go to
+    const float* gain;  // [k] f32 or null: NORM 1
+    // NORM 2: sums of squares of each GROUP of x
+    const float* parts;  // [rows, heads, p] f32 or null
+    // tiles of rows (lib/tiles.cuh), line = tiles * bytes
+    unsigned char* halves;  // [units, line] u8
+    unsigned char* more;  // [parcels, ld] u8 or null: the same for EXTRA
+    // NORM 1: 1/rms; then that for EXTRA, whose squares are added up in another order
+    float* inverse;  // [both, rows] f32 or null
+    // PICKS, this and what follows: as for expert_sum.cu
+    const float* share;  // [rows, picks] f32 or null
+    const float* part;  // [rows, picks, k] f32 or null
+    const float* add;  // [rows, k] f32 or null: may be x
+    float eps;  // of the norm
+    int rows;
+    int tiles;  // of halves
+    int early;  // 1 if blocks are there long before their rows, with PICKS; else 0
+};
 
 __device__ __forceinline__ void load_x(const float* p, int v, float* a) {
     if (K % 8 == 0 && v < K / 8)
@@ -154,6 +163,19 @@ __device__ __forceinline__ float inverse_of(
     return rsqrtf(fmaf(z, 1.f / K, eps));
 }
 
+// What a warp has of a row: every `step`-th 256 columns from `from` on, eight for each lane.
+struct Share {
+    int row, lane, from, step;
+    int e;  // which eight of 128 are the lane's
+};
+
+// What a pass over a row writes. Not `live`: the row is not there yet, and nobody wants that.
+struct Pass {
+    bool live;
+    float4 *to, *kept;  // the row: for others, and for this block
+    unsigned char* aside;  // in place of its tiles; or null
+};
+
 // Columns 8v to 8v + 7 of the sum of a row's picks and what they are added to. Not `live`, gains in
 // place of all that is read.
 __device__ __forceinline__ void take_picks(
@@ -194,12 +216,69 @@ __device__ __forceinline__ float weigh(
 
 // Eight columns of a row go where it is written, and stay.
 __device__ __forceinline__ void keep(
-        float4* to, float4* kept, int v, const float (&a)[8]) {
+        const Pass& pass, int v, const float (&a)[8]) {
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const float4 four = make_float4(
                 a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
-        to[2 * v + i] = kept[2 * v + i] = four;
+        pass.to[2 * v + i] = pass.kept[2 * v + i] = four;
+    }
+}
+
+// Eight columns of a row go to its tiles, for the matrix and for EXTRA; or, both, `aside`.
+__device__ __forceinline__ void put_halves(
+        const Params& p, int row, int b, int e, const float (&a)[8],
+        unsigned char* aside) {
+    put<Main, CORES>(p.halves, p.tiles, row, b, e, a, aside);
+#ifdef EXTRA
+    put<EXTRA<C>>(p.more, p.tiles, row, b, e, a, aside);
+#endif
+}
+
+// A warp's share of a row is loaded, normed and put. Returns a lane's sum of squares. `g`: gains of
+// the first eight columns of it.
+__device__ __forceinline__ float make_share(
+        const Params& p, const Share& w, const Pass& pass, const float* x,
+        float (&g)[8]) {
+    float sum = 0.f;
+    #pragma unroll 1
+    for (int u = w.from; u < SEGMENTS; u += w.step) {
+        const int b = 2 * u + w.lane / 16;
+        const int v = b * 16 + w.e;
+        const bool in = v * 8 < K;
+        float a[8] = {};
+        if (PICKS && in) {
+            take_picks(p.gain, p.share, p.part, p.add, w.row, v, pass.live, a);
+            keep(pass, v, a);
+        } else if (in)
+            load_x(x, v, a);
+        if (NORM == 1) {
+            if (u != w.from)
+                load_x(p.gain, v, g);
+            sum = weigh(a, g, sum);
+        }
+        if (NORM == 2 && in) {
+            const size_t group = (size_t)w.row * (K / GROUP) + v * 8 / GROUP;
+            norm_group(p.parts + group * PARTS, p.eps, a);
+        }
+        put_halves(p, w.row, b, w.e, a, pass.aside);
+    }
+    return sum;
+}
+
+// A warp's sums of squares: of what it has made, and, where gemv.cu adds up in another order, of
+// what the warp of that number has there.
+__device__ __forceinline__ void put_squares(
+        float (*squares)[W], float sum, const float* x, int warp, int lane) {
+    sum = warp_sum(sum);
+    if (!lane)
+        squares[0][warp] = sum;  // beyond SLOTS nothing
+    if (OWN || BOTH) {
+        if (PICKS)
+            __syncthreads();
+        const float z = own_squares(x, warp, lane);
+        if (!lane)
+            squares[1][warp] = z;
     }
 }
 
@@ -212,14 +291,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
         unsigned char* halves, unsigned char* more, float* inverse,
         const float* share, const float* part, const float* add, float eps,
         int rows, int tiles, int early) {
+    const Params p = {x, gain, parts, halves, more, inverse, share, part, add,
+            eps, rows, tiles, early};
     __shared__ float squares[2][W];
     __shared__ float4 kept[PICKS ? ROOM : 1];
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int row = blockIdx.x;
-    const int warps = NORM == 1 ? SLOTS : WARPS, e = lane % 16;
+    const int warps = NORM == 1 ? SLOTS : WARPS;
     const int from = warp < warps ? blockIdx.y * warps + warp : SEGMENTS;
     const int step = gridDim.y * warps;
+    const Share w = {row, lane, from, step, lane % 16};
     float* const mine = x + (size_t)row * K;
     float g[8] = {};
     pdl_trigger();
@@ -234,47 +316,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
     for (int left = PICKS ? early : 0; left >= 0; left--) {
         const bool live = !left;
         unsigned char* const aside = live ? nullptr : (unsigned char*)kept;
-        float4* const to = live ? (float4*)mine : kept;
+        const Pass pass = {live, live ? (float4*)mine : kept, kept, aside};
         if (live)
             pdl_wait();
-        float sum = 0.f;
-        #pragma unroll 1
-        for (int u = from; u < SEGMENTS; u += step) {
-            const int b = 2 * u + lane / 16, v = b * 16 + e;
-            const bool in = v * 8 < K;
-            float a[8] = {};
-            if (PICKS && in) {
-                take_picks(gain, share, part, add, row, v, live, a);
-                keep(to, kept, v, a);
-            } else if (in)
-                load_x(mine, v, a);
-            if (NORM == 1) {
-                if (u != from)
-                    load_x(gain, v, g);
-                sum = weigh(a, g, sum);
-            }
-            if (NORM == 2 && in) {
-                const size_t group = (size_t)row * (K / GROUP) + v * 8 / GROUP;
-                norm_group(parts + group * PARTS, eps, a);
-            }
-            put<Main, CORES>(halves, tiles, row, b, e, a, aside);
-#ifdef EXTRA
-            put<EXTRA<C>>(more, tiles, row, b, e, a, aside);
-#endif
-        }
+        const float sum = make_share(p, w, pass, mine, g);
         if (NORM != 1)
             return;
-        sum = warp_sum(sum);
-        if (!lane)
-            squares[0][warp] = sum;  // beyond SLOTS nothing
-        if (OWN || BOTH) {
-            if (PICKS)
-                __syncthreads();
-            const float z = own_squares(
-                    PICKS ? (const float*)kept : mine, warp, lane);
-            if (!lane)
-                squares[1][warp] = z;
-        }
+        put_squares(squares, sum, PICKS ? (const float*)kept : mine, warp, lane);
         __syncthreads();
         if (threadIdx.x <= BOTH) {
             const float z = inverse_of(squares[OWN || threadIdx.x], eps);
