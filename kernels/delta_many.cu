@@ -373,7 +373,8 @@ __device__ __forceinline__ Work work_of(const Params& p) {
     while (end < p.tiles && p.tile_seq[end] == seq)
         end++;
     const int head = blockIdx.x / PARTS;
-    return {seq, head, (int)blockIdx.x % PARTS * COLUMNS, begin, end};
+    const int col = blockIdx.x % PARTS * COLUMNS;
+    return {seq, head, col, begin, end};
 }
 
 // All that warps that help do: of each tile they ask for operands and bring values, once answers
@@ -383,7 +384,8 @@ __device__ __forceinline__ void help_all(
     const From f = {(const uint4*)p.q, (const uint4*)p.k, (const uint4*)p.t,
             (const uint4*)p.p, p.scal, p.kh, p.vh, w.head};
     const int value = w.head * DV + w.col;
-    const Help help = {tid, value, 2 * p.kh * DK + value, p.vh * DV};
+    const int channel = 2 * p.kh * DK + value;
+    const Help help = {tid, value, channel, p.vh * DV};
     #pragma unroll 1
     for (int tile = w.begin; tile < w.end + BUFFERS; tile++) {
         const int i = tile - w.begin;
@@ -392,7 +394,9 @@ __device__ __forceinline__ void help_all(
         Held& h = room->held[at];
         if (before >= w.begin && before < w.end) {
             meet_wait(room->done + at, (i / BUFFERS + 1) % 2);
-            help.store(h, p.y, before, p.tile_lo[before], p.tile_hi[before]);
+            const int lo = p.tile_lo[before];
+            const int hi = p.tile_hi[before];
+            help.store(h, p.y, before, lo, hi);
             __syncwarp();
         }
         if (tile >= w.end)
@@ -411,7 +415,8 @@ __device__ __forceinline__ void help_all(
 
 // A head's record of state n.
 __device__ __forceinline__ Head* state_of(const Params& p, int head, int n) {
-    return (Head*)p.rec + (size_t)(n / TAILS) * p.vh + head;
+    const size_t slot = n / TAILS;
+    return (Head*)p.rec + slot * p.vh + head;
 }
 
 // The state that a sequence begins from, with all that is pending there; or none. `col`: the
@@ -484,6 +489,7 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
     w.half = warp % 2;
     w.c2 = lane % 4 * 2;
     const int own = warp / 2 * 16;
+    const int col = own + lane / 4;  // of the lane
     begin_state(w, args, work.seq, work.head, work.col + own);
     float4(*const told)[32] = room->told[warp];
     float4(*const its)[32] = room->told[warp ^ 1];
@@ -493,11 +499,13 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(
         const int at = i % BUFFERS;
         const int keep = state_out[tile * TILE + tile_hi[tile] - 1];
         meet_wait(room->full + at, i / BUFFERS % 2);
-        take_tile(w, room->held[at], told, its, own + lane / 4, warp / 2);
+        take_tile(w, room->held[at], told, its, col, warp / 2);
         __syncwarp();
         if (lane == 0)
             meet_arrive(room->done + at);
-        if (keep >= 0)
-            write_state(w, state_of(args, work.head, keep), work.col, own, lane);
+        if (keep >= 0) {
+            Head* const to = state_of(args, work.head, keep);
+            write_state(w, to, work.col, own, lane);
+        }
     }
 }

@@ -74,6 +74,7 @@ static_assert(sizeof(Head) == 4 * RECORD, "records of another size");
 #endif
 struct Sequence {
     int r0, r1, from;  // its rows, and where its state is; -1: nowhere
+    __device__ __forceinline__ bool empty() const { return r0 == r1; }
     // Which of those that are pending its only row becomes, if its state stays where it is; else -1
     __device__ __forceinline__ int late(int pending, int to) const {
         const bool stays = from >= 0 && to >= 0 && from / TAILS == to / TAILS;
@@ -253,7 +254,8 @@ struct Who {
         part = side ? warp - WARPS : warp / 4;
         column = side ? part * 32 + lane : tid;
         scalars = warp == WARPS - 1 && lane < 2;
-        keeps = side || (keyed && w.head % (w.vh / kh) == 0);
+        const bool first = w.head % (w.vh / kh) == 0;  // of a key's
+        keeps = side || (keyed && first);
         row0 = tid % 128 / 8 * N;
         c4 = lane % 8 * 4;
         at = row0 * DV + part * 32 + c4;
@@ -389,8 +391,10 @@ __device__ __forceinline__ void load(
         m.all[i] = sequence(p, w, i);
     if (who.tid < DV)
         m.gain[who.tid] = p.norm_w[who.tid];
-    if (who.scalars)
-        m.own[who.lane] = (who.lane ? p.dt_bias : p.decay)[w.head];
+    if (who.scalars) {
+        const float* const from = who.lane ? p.dt_bias : p.decay;
+        m.own[who.lane] = from[w.head];
+    }
 }
 
 // The row that a thread asks for: row r, of the block's i-th sequence; where it is to leave its
@@ -400,7 +404,7 @@ struct Next {
     float ba;
     __device__ __forceinline__ void begin(const Room& m, int mine) {
         i = 0;
-        while (i < mine && m.all[i].r0 == m.all[i].r1)
+        while (i < mine && m.all[i].empty())
             i++;
         r = i < mine ? m.all[i].r0 : 0;
         out = -1;
@@ -411,7 +415,7 @@ struct Next {
             return;
         do
             i++;
-        while (i < mine && m.all[i].r0 == m.all[i].r1);
+        while (i < mine && m.all[i].empty());
         if (i < mine)
             r = m.all[i].r0;
         else
@@ -421,8 +425,10 @@ struct Next {
             const Params& p, const Work& w, const Who& who, Channels& ch) {
         const float* const row = p.x + (size_t)r * w.width;
         ch.ask(row, ch.has[0]);
-        if (who.scalars)
-            ba = row[w.width - 2 * w.vh + w.head + who.lane * w.vh];
+        if (who.scalars) {
+            const int first = w.width - 2 * w.vh + w.head;
+            ba = row[first + who.lane * w.vh];
+        }
         out = p.state_out[r];
     }
 };
@@ -447,7 +453,8 @@ __device__ __forceinline__ void take_state(
     #pragma unroll
     for (int n = 0; n < N; n++)
         mem.S[n] = known ? s[n * DV / 4] : make_float4(0.f, 0.f, 0.f, 0.f);
-    mem.take_pending(h, pending, who.row0, who.part * 32 + who.c4);
+    const unsigned column = who.part * 32 + who.c4;
+    mem.take_pending(h, pending, who.row0, column);
 }
 
 // The tail of the own-th sequence, of whose rows the first is next.
@@ -455,7 +462,8 @@ __device__ __forceinline__ void begin_tail(
         Room& m, const Who& who, Channels& ch, int own) {
     meet_wait(m.ready + own % DEPTH, own / DEPTH % 2);
     const int at = who.side ? 2 * DK + who.column : who.tid;
-    ch.tail(m.tails[own % DEPTH], at, DK, m.all[own].from >= 0);
+    const bool known = m.all[own].from >= 0;
+    ch.tail(m.tails[own % DEPTH], at, DK, known);
 }
 
 // And its state, the last of those that have been `read`. Returns as which of those that are

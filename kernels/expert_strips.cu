@@ -308,7 +308,10 @@ __device__ __forceinline__ void await_slots(const Params& p, unsigned thread) {
     if (!UP)
         pdl_trigger();
     if (UP && p.shared >= 0)  // memory idles
-        ask_shared(p.w, p.s, p.shared, blockIdx.x * THREADS + thread);
+    {
+        const int at = blockIdx.x * THREADS + thread;
+        ask_shared(p.w, p.s, p.shared, at);
+    }
     if (UP)
         pdl_wait();
     if (UP)
@@ -335,8 +338,10 @@ __device__ __forceinline__ void load_slots(
 __device__ __forceinline__ void open_strip(
         const Params& p, const Piece& piece, const int* experts, Next& next,
         int lane) {
-    if (next.strip < piece.end)
-        next.begin(p.w, p.s, experts[next.strip / STRIPS - piece.slot0], lane);
+    if (next.strip >= piece.end)
+        return;
+    const unsigned slot = next.strip / STRIPS - piece.slot0;
+    next.begin(p.w, p.s, experts[slot], lane);
 }
 
 // The unit that a warp needs next is asked for; with the last one of a strip, what belongs to its
@@ -475,7 +480,8 @@ __device__ __forceinline__ void put_strip(
         const Params& p, const float (*v)[4], const float (*tails)[32], int& tail,
         const float (*inverse)[2], const To* where, int count, int strip, int g) {
     float unit[2], more[2];
-    read_tail(tails[TAILS > 1 ? tail : 0], p.bias, g, unit, more);
+    const float* const with = tails[TAILS > 1 ? tail : 0];
+    read_tail(with, p.bias, g, unit, more);
     tail = tail == TAILS - 1 ? 0 : tail + 1;
     #pragma unroll
     for (int i = 0; i < TILES; i++) {

@@ -838,7 +838,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 ready, h);
         return;
     }
-    const Who w = {warp / TEAM, warp % TEAM, lane, g, lane % 4, g / 2};
+    const int t = lane % 4;
+    const Who w = {warp / TEAM, warp % TEAM, lane, g, t, g / 2};
     unsigned q = w.team;  // the stage that the team has next
     #pragma unroll 1
     for (unsigned n = 0; n < work.up.own; n++) {

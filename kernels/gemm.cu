@@ -182,8 +182,8 @@ struct Sizes {
         n4 = (p.n + 3) / 4 * 4;
         out = PAIR ? p.n / 2 : p.n;
         nb = PAIR ? n4 : p.n;
-        whole = (out | p.as | p.ys) % 2 == 0
-                && (((size_t)p.add | (size_t)p.y) & 7) == 0;
+        const size_t ends = (size_t)p.add | (size_t)p.y;
+        whole = (out | p.as | p.ys) % 2 == 0 && (ends & 7) == 0;
     }
 };
 
@@ -192,14 +192,16 @@ struct Sizes {
 __device__ __forceinline__ void learn_tile(
         const Params& p, const About& about, const Tiles& t, int n4) {
     for (int i = threadIdx.x % 128; i < BM; i += 128) {
-        const int r = min(t.row() + i, p.rows - 1);
+        const int at = t.row() + i;
+        const int r = min(at, p.rows - 1);
         const float g = p.gate ? p.gate[(size_t)r * p.gs + p.column] : 0.f;
-        about.to[i] = t.row() + i < p.rows ? r : -1;
+        about.to[i] = at < p.rows ? r : -1;
         about.by[i] = p.scale[r];
         about.gated[i] = p.gate ? 1.f / (1.f + expf(-g)) : 1.f;
     }
     const int i = threadIdx.x % BS;
-    about.aids[i] = W::aid(p.unit ? p.unit[min(t.n0() + i, n4 - 1)] : 1.f);
+    const int row = min(t.n0() + i, n4 - 1);
+    about.aids[i] = W::aid(p.unit ? p.unit[row] : 1.f);
 }
 
 // By one thread for each stage of the ring: who waits there for whom.
@@ -217,8 +219,10 @@ __device__ __forceinline__ void make_tiles(
         const Params& p, unsigned char* stages) {
     const Sizes sizes(p);
     const int group = threadIdx.x / 128;
-    const Job j = {(const unsigned char*)p.x, nullptr, p.w, p.s, nullptr, nullptr,
-            p.ld / 8, p.chunks, p.blocks, p.kp / BK, (unsigned)(sizes.n4 - 1)};
+    const unsigned char* const x = (const unsigned char*)p.x;
+    const unsigned last = sizes.n4 - 1;
+    const Job j = {x, nullptr, p.w, p.s, nullptr, nullptr, p.ld / 8, p.chunks,
+            p.blocks, p.kp / BK, last};
     unsigned char* const own = stages + RING * XSTAGE;
     const Shared all = {stages, (Meeting*)own, (Meeting*)own + RING};
     begin_ring(all);
@@ -302,7 +306,8 @@ __device__ __forceinline__ void make_tile(
                 p.column, at.e, at.n0, sizes.n4);
     };
     const Job j = job_of(p, at.e, at.n0, sizes.n4, aids, from);
-    const float* const b = p.bias ? p.bias + (size_t)at.e * sizes.nb : nullptr;
+    const size_t first = (size_t)at.e * sizes.nb;
+    const float* const b = p.bias ? p.bias + first : nullptr;
 #if WGMMA
     const Put put = {aids, b, p.add, p.y, by, gated, to, at.n0, sizes.out,
             sizes.nb, p.as, p.ys, p.limit, p.gate != nullptr, sizes.whole};

@@ -221,7 +221,8 @@ __device__ __forceinline__ void keep(
     for (int i = 0; i < 2; i++) {
         const float4 four = make_float4(
                 a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
-        pass.to[2 * v + i] = pass.kept[2 * v + i] = four;
+        pass.kept[2 * v + i] = four;
+        pass.to[2 * v + i] = four;
     }
 }
 
@@ -316,13 +317,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
     for (int left = PICKS ? early : 0; left >= 0; left--) {
         const bool live = !left;
         unsigned char* const aside = live ? nullptr : (unsigned char*)kept;
-        const Pass pass = {live, live ? (float4*)mine : kept, kept, aside};
+        float4* const to = live ? (float4*)mine : kept;
+        const Pass pass = {live, to, kept, aside};
         if (live)
             pdl_wait();
         const float sum = make_share(p, w, pass, mine, g);
         if (NORM != 1)
             return;
-        put_squares(squares, sum, PICKS ? (const float*)kept : mine, warp, lane);
+        const float* const made = PICKS ? (const float*)kept : mine;
+        put_squares(squares, sum, made, warp, lane);
         __syncthreads();
         if (threadIdx.x <= BOTH) {
             const float z = inverse_of(squares[OWN || threadIdx.x], eps);
