@@ -628,6 +628,37 @@ def test_little_room_keeps_beginnings(tmp_path, room, slow):
     assert {r.depth for r in store.kept}==set(range(room))
     store.close()
 
+class Later(HostMemory):
+    "Memory, or what stands for a disk, that writes when `go` is set"
+    def __init__(self, nbytes, quick):
+        super().__init__(nbytes)
+        self.quick,self.go = quick,threading.Event()
+    def write(self, data, at):
+        assert self.go.wait(WAIT)
+        super().write(data, at)
+
+@pytest.mark.parametrize('quick', [False,True])
+def test_memory_is_waited_for(quick):
+    "If more leaves at once than there are buffers, a disk drops it, and memory does not"
+    tree,records = tree_of(9)
+    nbytes = 60*unit_of(records.sizes)
+    place = Later(PAGE+nbytes, quick)
+    store = SpillStore(place, stream, records.sizes, nbytes, FP, held=0)
+    tier = SpillTier(tree, records, store)
+    def leave():
+        for node in list(tree.all()):
+            tier.put('tile', node, node.blocks)
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    until(lambda: not store._idle['tile','write'], 'all buffers are full')
+    if not quick:
+        leaving.join(WAIT)
+    place.go.set()
+    leaving.join(WAIT)
+    store.settle()
+    assert store.dropped==(0 if quick else 5) and len(store.records)==9-store.dropped
+    store.close()
+
 class Held(HostMemory):
     "The first unit is written when `go` is set"
     def __init__(self):

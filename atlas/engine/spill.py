@@ -43,9 +43,10 @@ class SpillTier:
         tree.tier = self
 
     def put(self, kind:str, node:Node, numbers, wait:bool=False):
-        "`node` is about to leave the tree, or its states"
+        "`node` is about to leave the tree, or its states; memory is waited for, a disk is not"
         fill = partial(self.records.read, kind, numbers)
         parent = node.parent.ident
+        wait = wait or self.store.place.quick
         self.store.put(kind, node.ident, fill, parent, node.depth, node.key, wait)
 
     def forget(self, node:Node):

@@ -20,6 +20,7 @@ from ..ground.core import RequestError
 class HostMemory:
     "Memory of the host as a place for records"
     path = None
+    quick = True # Is a record written in about the time of a copy?
     def __init__(self, nbytes:int):
         how = mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS|getattr(mmap, 'MAP_NORESERVE', 0)
         self.a = np.frombuffer(mmap.mmap(-1, nbytes, flags=how), np.uint8)
@@ -38,6 +39,7 @@ class HostMemory:
 # %% ../../nbs/5_engine/05_spill_file.ipynb #54f8724f
 class SpillFile:
     "A file as a place for records; an `OSError` where it cannot be written"
+    quick = False # As for `HostMemory`
     def __init__(self,
         file, # Unbuffered, opened to read and write
         path:Path|None=None, # None: it has no name, and is gone when it is closed
