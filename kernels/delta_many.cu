@@ -67,8 +67,8 @@ struct Params {
     float* rec;  // [slots, vh, record] f32
     const int* first;  // [seqs1] i32: a row in the first tile of each sequence
     const int* starts;  // [seqs] i32: position of a sequence's first row
-    const int*
-            state_in;  // [seqs] i32: state to begin from (unread at position 0)
+    // state to begin from (unread at position 0)
+    const int* state_in;  // [seqs] i32
     // state after a row, or -1; looked at for the last row of each tile. It may lie where the
     // sequence's own begins: nobody else reads that
     const int* state_out;  // [r] i32

@@ -320,6 +320,15 @@ def test_who_closes_waits_for_buffers():
     assert all(is_right(store, 'tile', i) for i in range(9))
     left_clean(store)
 
+def test_what_never_has_room_is_not_waited_for():
+    "Though something is being written"
+    place = Slow()
+    store = store_in(place, 1)
+    assert put(store, 'tile', 0)
+    assert not put(store, 'state', 0, wait=True)
+    place.go.set()
+    left_clean(store)
+
 def test_what_is_being_written_is_not_dropped():
     place = Slow()
     store = store_in(place, 6, held=0)

@@ -176,6 +176,7 @@ def touch(self:SpillStore, kind:str, ident:bytes)->bool:
 def _take(self:SpillStore, r, wait):
     "A buffer for record `r`, which has its units then; None if there is none, and it is counted"
     idle = self._idle.get((r.kind,'write'))
+    wait = wait and self.units_of(r.kind)<=self.units.count  # else it never has room
     def fits(): return not self.off and idle and self._make_room(r, wait)
     while not (there := fits()) and wait and self._writing:
         self._turn.wait()
