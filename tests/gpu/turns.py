@@ -171,7 +171,8 @@ def spill(b, folder):
     read,dropped = [stats[f'kv_spill_{k}_total'] for k in ('read_bytes','dropped')]
     gone = sum(a.cached!=kept(n) for a in back)
     b.must([a.tokens for a in back]==[a.tokens for a in cold], f'other answers from {place}')
-    b.must(dropped or read and not gone, f'{gone} not back from {place}, {read} B read')
+    kept_up = not gone and read or folder and dropped  # a disk may be too slow, memory may not
+    b.must(kept_up, f'{gone} not back from {place}, {read} B read, {dropped} dropped')
     b.close(llm)
     return dict(
         place=place,
