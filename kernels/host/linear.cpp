@@ -33,7 +33,7 @@ constexpr long CACHE = 160 << 10;
 constexpr long GRAIN = 256 << 10;
 // Bytes between what is multiplied and what is fetched: of rows that are
 // multiplied together, and of one in a stream
-constexpr long AHEAD = 4 << 10, NEAR = 1 << 10;
+constexpr long AHEAD = 4 << 10, NEAR = 2 << 10;
 // Rows of x that a thread prepares at a time: whole tiles
 constexpr long STRIP = 24;
 // Numbers that are not worth a second thread
@@ -72,9 +72,9 @@ INLINE void widen(
         widen<F>(r, rest, w);
 }
 
-// Reading takes longer than widening: each of two halves of the rows is read from
-// end to end, and the memory sees two streams. Else up to four rows are
-// multiplied together
+// Reading takes longer than widening: each of several shares of the rows is read
+// from end to end, and the memory sees as many streams. Else rows that lie side
+// by side are multiplied together
 template <class F> static constexpr bool wide = F::BYTES >= 64;
 
 // Fetch what is multiplied after next
@@ -105,8 +105,8 @@ static void direct(const Work& v, long n, long apart = 1) {
             #pragma GCC unroll 16
             for (int i = 0; i < N; i++) {
                 f8 w[4];
-                if (wide<F>)
-                    __builtin_prefetch(row[i].data + c * F::BYTES + NEAR);
+                for (int b = 0; wide<F> && b < F::BYTES; b += 64)
+                    __builtin_prefetch(row[i].data + c * F::BYTES + NEAR + b);
                 widen<F>(row[i], c, 32 * c == k, end - 32 * c, held[i], w);
                 #pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
@@ -131,17 +131,16 @@ static void direct(const Work& v, long n, long apart = 1) {
 }
 
 template <class F, int R> static void few(const Work& v, long n, long end) {
+    // As many sums as there are registers
+    constexpr int N = R > 3 ? 2 : 4;
     if constexpr (wide<F>) {
-        long half = (end - n) / 2;
-        for (long i = 0; i < half; i++)
-            direct<F, R, 2>(v, n + i, half);
-        n += 2 * half;
-    } else {
-        // As many sums as there are registers
-        constexpr int N = R > 3 ? 2 : 4;
+        long share = (end - n) / N;
+        for (long i = 0; i < share; i++)
+            direct<F, R, N>(v, n + i, share);
+        n += N * share;
+    } else
         for (; n + N <= end; n += N)
             direct<F, R, N>(v, n);
-    }
     for (; n < end; n++)
         direct<F, R, 1>(v, n);
 }
