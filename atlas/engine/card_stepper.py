@@ -1003,8 +1003,7 @@ def _apart(self:CardStepper, plan, samplers)->Flight:
     with self.here(on):
         if plan.decode:
             return self._decode(plan, samplers, on)
-        self.rows.seqs = []  # as in `_first`
-        ran = self._prompt_pass(tiles(plan), on)
+        ran = self._prompt_pass(tiles(plan), on, plan.beside)
         done = on.mark(asleep=True)
     wanted = dict(zip(plan.first, samplers))
     return PromptFlight(plan, None, None, ran, wanted, done)

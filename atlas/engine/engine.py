@@ -422,7 +422,7 @@ def _stays(self:Engine, flight, since, step):
     self.prompt = flight
     s.aloft = [q for q,*_ in flight.plan.prefill]
     s.wait = partial(self.stepper.wait, flight)
-    return step.plan  # when it began is not known: its launch had to wait for that of the prompts
+    return step.plan  # how long it takes is not known: it may end while the prompts are launched
 
 @patch
 def _advance(self:Engine, plan):
@@ -493,7 +493,7 @@ def _go(self:Engine, plan):
     except (MemoryError,OutOfMemoryError) as e:
         return self._shed(plan, e)
     if plan.apart and plan.prefill:
-        plan = self._stays(flights.pop(0), since, flights[0])
+        plan = self._stays(flights.pop(), since, flights[0])
     else:
         flights[-1].load = load_of(plan)
     self.scheduler.advance(plan)

@@ -217,11 +217,13 @@ def __repr__(self:Plan):
 # %% ../../nbs/5_engine/12_scheduler.ipynb #b0a746b9
 @patch
 def halves(self:Plan)->list[Plan]:
-    "What prefills or replays, and what decodes, as plans of their own, where there are any"
+    """What prefills or replays, and what decodes, as plans of their own, where there are any: in
+    the order of their launches. A step beside prompts need not wait until those are launched"""
     how = dict(width=self.width, apart=self.apart)
     fills = Plan(self.prefill, self.replay, beside=bool(self.decode), **how)
     decodes = Plan(decode=self.decode, **how)
-    return [p for p in (fills,decodes) if p]
+    halves = (decodes,fills) if self.apart else (fills,decodes)
+    return [p for p in halves if p]
 
 @patch
 def living(self:Plan)->Plan:

@@ -1,9 +1,10 @@
 """What a tree of prefixes, a second tier and a deadline bring: a long prompt again, forty turns,
 a long prompt beside answers, conversations that come back from memory and from a file.
 
-    python tests/gpu/turns.py [--emulator] [--folder FOLDER] [--output turns.json]
+    python tests/gpu/turns.py [--emulator] [--only PARTS] [--folder FOLDER] [--output turns.json]
 
-Times are not judged; that answers are the same and as much was cached as was kept is."""
+PARTS are some of long, turns, mixed and spill with commas between them: an output that is there keeps
+its others. Times are not judged; that answers are the same and as much was cached as was kept is."""
 import json,tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -100,10 +101,30 @@ def turns(b, tree, whole):
         known = kept(n)
     return out
 
+class Launches:
+    """What a stepper launches: when, seconds that the host took for it, tokens of prompts, sequences
+    that decode, and whether the card is divided between the two"""
+    def __init__(self, stepper):
+        self.seen = []
+        self.launch,stepper.launch = stepper.launch,self
+
+    def __call__(self, plan, samplers):
+        began = perf_counter()
+        flight = self.launch(plan, samplers)
+        tokens = sum(n for _,_,n in plan.prefill)
+        took = perf_counter()-began
+        self.seen.append((began, took, tokens, len(plan.decode), plan.apart))
+        return flight
+
+    def since(self, began):
+        "Those from then on, in milliseconds"
+        return [((at-began)*1e3, took*1e3, *what) for at,took,*what in self.seen if at>=began]
+
 class Company:
     "Four answers that are written, and the milliseconds between their tokens"
     def __init__(self, b, llm):
         self.engine,self.last,self.gaps = llm.engine,{},[]
+        self.launches = Launches(self.engine.stepper)
         for i in range(4):
             self.engine.add(
                 b.request(b.ids(64, 60+i), b.sizes.context//8))
@@ -117,12 +138,13 @@ class Company:
         return said
 
     def prompt(self, r):
-        "Milliseconds to the first token of `r`, and the gaps meanwhile"
+        "Milliseconds to the first token of `r`, the gaps meanwhile, and what was launched"
         self.gaps,began = [],perf_counter()
         self.engine.add(r)
         while r.id not in self.step():
             pass
-        return (perf_counter()-began)*1e3,self.gaps
+        ms = (perf_counter()-began)*1e3
+        return ms,self.gaps,self.launches.since(began)
 
     def plain(self, n):
         "The gap of `n` steps, in the middle"
@@ -152,9 +174,11 @@ def mixed(b, policy, deadline=100):
         plain_ms=company.plain(s.between),
         alone_ms=min(alone[s.prompts:]))
     for i in range(s.prompts):
-        ms,gaps = company.prompt(b.request(b.ids(s.beside, 70+i), 1))
+        ms,gaps,launches = company.prompt(b.request(b.ids(s.beside, 70+i), 1))
         quantiles = {f'p{p}_ms': np.percentile(gaps, p) for p in (50,95,99)}
-        rows.append(dict(**same, beside_ms=ms, **quantiles, most_ms=max(gaps)))
+        rows.append(dict(
+            **same, beside_ms=ms, **quantiles, most_ms=max(gaps), gaps_ms=gaps,
+            launches=launches))
         company.plain(s.between)
     line = list(llm.engine.scheduler.policy.times.line)
     company.leave()
@@ -191,28 +215,55 @@ def both_times(b, llm, n):
     llm.tier.store.settle()
     return cold,[b.ask(llm, ids, 2) for ids in prompts]
 
-def measured(b, folder):
-    tree,whole = b.load(),b.load(enable_prefix_caching=False)
-    out = dict(
-        model=b.sizes.model,
-        machine=tree.device.describe().split(', memory')[0])
-    out |= dict(long=again(b, tree), turns=turns(b, tree, whole))
-    for llm in (tree,whole):
-        b.close(llm)
-    out['mixed'] = [row for policy in ('fifo','slai') for row in mixed(b, policy)]
-    return out|dict(spill=[spill(b, where) for where in (None,folder)])
+def again_and_again(b, parts):
+    "The two that ask an engine which keeps prefixes, and whose it is"
+    tree = b.load()
+    out = dict(model=b.sizes.model, machine=tree.device.describe().split(', memory')[0])
+    if 'long' in parts:
+        out['long'] = again(b, tree)
+    if 'turns' in parts:
+        whole = b.load(enable_prefix_caching=False)
+        out['turns'] = turns(b, tree, whole)
+        b.close(whole)
+    b.close(tree)
+    return out
+
+PARTS = 'long','turns','mixed','spill'
+
+def measured(b, folder, parts):
+    out = again_and_again(b, parts)
+    if 'mixed' in parts:
+        out['mixed'] = [row for policy in ('fifo','slai') for row in mixed(b, policy)]
+    if 'spill' in parts:
+        out['spill'] = [spill(b, where) for where in (None,folder)]
+    return out
+
+def shown(row):
+    "A line about a row of numbers: its lists by their lengths"
+    return ', '.join(f'{k} {len(v) if isinstance(v, list) else v}' for k,v in row.items())
+
+def rows_of(out):
+    "What is shown of all that was measured"
+    for part in PARTS:
+        found = out.get(part, [])
+        yield from [found] if part=='long' and found else found[-1:] if part=='turns' else found
+
+def kept_of(path):
+    "What an output already says"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 if __name__=='__main__':
     a = arguments(__doc__, folder=dict(help='where the file lies; else a temporary folder'),
+        only=dict(default=','.join(PARTS), help='parts, with commas between them'),
         output=dict(help='a file for the numbers'))
     b = Bench(a.emulator)
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
-        out = measured(b, folder)
+        out = measured(b, folder, a.only.split(','))
     out = json.loads(json.dumps(out), parse_float=lambda x: float(f'{float(x):.5g}'))
-    for row in (
-            out['long'], out['turns'][-1], *out['mixed'],
-            *out['spill']):
-        print(*(f'{k} {v}' for k,v in row.items()), sep=', ')
+    for row in rows_of(out):
+        print(shown(row))
     if a.output:
+        out = kept_of(Path(a.output))|out
         Path(a.output).write_text(json.dumps(out, indent=1)+'\n')
-    verdict(b.bad, f'{len(out["turns"])} turns, {len(out["mixed"])} prompts beside answers')
+    sizes = [f'{len(out[k])} {k}' for k in ('turns','mixed') if k in out]
+    verdict(b.bad, ', '.join(sizes))
