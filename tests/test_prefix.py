@@ -13,6 +13,7 @@ from atlas.engine.cache import BlockPool,BlockTable
 from atlas.engine.prefix import PrefixTree,tile_keys
 from atlas.engine.scheduler import Request
 from atlas.engine.snapshots import SnapshotTree
+from atlas.engine.spill import Fetch
 from atlas.ops.linear import TILE
 from atlas.ops.sample import SamplingParams
 from atlas.use.llm import LLM
@@ -553,6 +554,33 @@ def test_what_both_tiers_have_is_not_read_in_vain():
         e.scheduler.prefix.evict_snapshots(9)
         store.settle()
     e.scheduler.prefix.tier.close()
+
+@pytest.mark.parametrize('seconds,cached', [(1e-6,0),(1e6,128)])
+def test_a_store_that_is_slower_than_prefill_is_not_asked(seconds, cached):
+    "Who has the engine alone is answered as soon as may be; the tokens are the same"
+    e,r,store = spilled()
+    e.scheduler.policy.computing = lambda chunk, tokens, before: seconds
+    for _ in range(3):
+        assert answer(e, named(r, 1))==(said(alone(r)), 190-128)
+        emptied(e.scheduler.prefix)
+        store.settle()
+    assert answer(e, named(r, 1))==(said(alone(r)), 190-cached)
+    e.scheduler.prefix.tier.close()
+
+def test_beside_others_a_store_is_asked_all_the_same():
+    "It leaves the card to them, however slow it was"
+    e,r,store = spilled()
+    tier = e.scheduler.prefix.tier
+    e.scheduler.policy.computing = lambda *_: 0.
+    for _ in range(3):
+        tier.took(Fetch([], read=1), 9.)
+    e.add(talk(2, 1, 40, 0, 60, {}))
+    e.step()
+    before = store.read
+    e.add(named(r, 3))
+    run(e, [], [], Counter())
+    assert store.read>before
+    tier.close()
 
 def test_who_finds_no_slot_for_states_computes_them():
     "Rather than read them again and again until there is one"

@@ -453,6 +453,17 @@ def fits(self:Policy,
 
 # %% ../../nbs/5_engine/11_policy.ipynb #4daa835b
 @patch
+def computing(self:Policy, chunk:int, tokens:int, before:int)->float|None:
+    """Seconds of prefill of so many tokens with `before` others before them, in chunks of `chunk`;
+    None while nothing is known"""
+    if not self.times.kinds:
+        return None
+    starts = range(0, tokens, chunk)
+    sizes = [min(chunk, tokens-i) for i in starts]
+    chunks = [self.times._expected(n, n*(before+i)) for i,n in zip(starts, sizes)]
+    return sum(chunks)
+
+@patch
 def note(self:Policy, load:Load|None, seconds:float|None):
     "Steps have ended that took so long"
     if self.deadline and load:

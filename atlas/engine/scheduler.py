@@ -12,6 +12,7 @@ import secrets
 from bisect import insort
 from collections import Counter
 from dataclasses import dataclass,field
+from functools import partial
 from heapq import heapify,heappop,heappush
 from math import inf
 from time import perf_counter
@@ -513,8 +514,13 @@ def _idles(self:Scheduler, seq)->bool:
 def _fetch(self:Scheduler, seq):
     "Have a second tier read what `seq` needs next, if it has that"
     tier = self.prefix and self.prefix.tier
-    if tier:
-        seq.fetch = tier.begin(seq.trail, seq.prompt_len)
+    if not tier:
+        return
+    alone = self.running==[seq]
+    computing = partial(self.policy.computing, self._chunk()) if alone else None
+    seq.fetch = tier.begin(seq.trail, seq.prompt_len, computing)
+    if seq.fetch and alone:
+        seq.fetch.since = self.now
 
 @patch
 def _fetched(self:Scheduler, seq)->bool:
@@ -522,6 +528,8 @@ def _fetched(self:Scheduler, seq)->bool:
     there = self.prefix.tier.go_on(seq.fetch, seq.trail, seq.table)
     if there is None:
         return False
+    if there and self.running==[seq] and seq.fetch.since is not None:
+        self.prefix.tier.took(seq.fetch, self.now-seq.fetch.since)
     seq.fetch = None
     if there:
         self._had(seq)

@@ -10,6 +10,7 @@ __all__ = ['HostMemory', 'SpillFile', 'spill_file', 'unit_of', 'Units', 'pack_in
 # %% ../../nbs/5_engine/05_spill_file.ipynb #d896c338
 import errno,fcntl,hashlib,logging,mmap
 import os,re,struct,tempfile
+from contextlib import suppress
 from pathlib import Path
 import numpy as np
 from fastcore.basics import patch
@@ -23,7 +24,11 @@ class HostMemory:
     quick = True # Is a record written in about the time of a copy?
     def __init__(self, nbytes:int):
         how = mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS|getattr(mmap, 'MAP_NORESERVE', 0)
-        self.a = np.frombuffer(mmap.mmap(-1, nbytes, flags=how), np.uint8)
+        memory = mmap.mmap(-1, nbytes, flags=how)
+        if hasattr(mmap, 'MADV_HUGEPAGE'):
+            with suppress(OSError): # A system without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self.a = np.frombuffer(memory, np.uint8)
     def __repr__(self): return 'memory of the host'
     def write(self, data, at):
         "Put `data` at byte `at`"

@@ -3,8 +3,9 @@ a long prompt beside answers, conversations that come back from memory and from 
 
     python tests/gpu/turns.py [--emulator] [--only PARTS] [--folder FOLDER] [--output turns.json]
 
-PARTS are some of long, turns, mixed and spill with commas between them: an output that is there keeps
-its others. Times are not judged; that answers are the same and as much was cached as was kept is."""
+PARTS are some of long, turns, mixed and spill with commas between them: an output that is there
+keeps its others. Times are not judged; that answers are the same and as much was cached as was
+kept is."""
 import json,tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -102,8 +103,8 @@ def turns(b, tree, whole):
     return out
 
 class Launches:
-    """What a stepper launches: when, seconds that the host took for it, tokens of prompts, sequences
-    that decode, and whether the card is divided between the two"""
+    """What a stepper launches: when, seconds that the host took for it, tokens of prompts,
+    sequences that decode, and whether the card is divided between the two"""
     def __init__(self, stepper):
         self.seen = []
         self.launch,stepper.launch = stepper.launch,self
