@@ -447,6 +447,7 @@ noise = st.lists(st.floats(.9, 1.1), min_size=30, max_size=30)
 @given(machines, st.sampled_from([.05,.1,.4]),
     st.integers(1, 8), noise)
 @example(Costs(.001, .01, .07, 1e-5), .1, 1, [1.]*30) # Of two tiles the line expects too much
+@example(Costs(.3, .001, 0., 1.8e-4), .4, 1, [1.]*3+[1.0625]*27) # Plain steps that scatter by more
 @settings(deadline=None)
 def test_the_chunk_that_fits(c, deadline, seqs, noise):
     "It is legal, longer ones take longer, and in the end it is neither too long nor far too short"

@@ -202,7 +202,7 @@ def _fitted(self:StepTimes)->np.ndarray: # [3]
 def _wishes(self:StepTimes, t):
     "Faint equations beside those of times `t`: a is a plain step, or is nothing, and so is k"
     plain = min((s.mean for s in self.plain_steps.values()), default=0.)
-    weight = .1/t.min()
+    weight = .1/max(t.min(), plain)
     wishes = np.diag([weight, 0, 1e-3/t.max()])
     return wishes,[weight*plain, 0, 0]
 
