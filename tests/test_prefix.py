@@ -555,11 +555,16 @@ def test_what_both_tiers_have_is_not_read_in_vain():
         store.settle()
     e.scheduler.prefix.tier.close()
 
+def expecting(e, seconds):
+    "Let the policy of `e` expect that of any prefill"
+    def computing(chunk, tokens, before): return seconds
+    e.scheduler.policy.computing = computing
+
 @pytest.mark.parametrize('seconds,cached', [(1e-6,0),(1e6,128)])
 def test_a_store_that_is_slower_than_prefill_is_not_asked(seconds, cached):
     "Who has the engine alone is answered as soon as may be; the tokens are the same"
     e,r,store = spilled()
-    e.scheduler.policy.computing = lambda chunk, tokens, before: seconds
+    expecting(e, seconds)
     for _ in range(3):
         assert answer(e, named(r, 1))==(said(alone(r)), 190-128)
         emptied(e.scheduler.prefix)
@@ -571,7 +576,7 @@ def test_beside_others_a_store_is_asked_all_the_same():
     "It leaves the card to them, however slow it was"
     e,r,store = spilled()
     tier = e.scheduler.prefix.tier
-    e.scheduler.policy.computing = lambda *_: 0.
+    expecting(e, 0.)
     for _ in range(3):
         tier.took(Fetch([], read=1), 9.)
     e.add(talk(2, 1, 40, 0, 60, {}))
