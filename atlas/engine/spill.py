@@ -26,7 +26,7 @@ class Fetch:
     state:bytes|None=None # Ident of the tile with the states, where the store has them
     done:int=0 # Tiles that are there
     read:int=0 # Those of them that the store has to read
-    since:float|None=None # When it began, of one for which alone the engine works
+    since:float|None=None # When it began, if its sequence had the engine to itself
     @property
     def next(self)->tuple:
         "Kind and ident of the record without which it cannot go on"
