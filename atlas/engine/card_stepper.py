@@ -39,7 +39,7 @@ def bucket(n:int, least:int=1)->int:
     return max(least, 1<<max(0, n-1).bit_length())
 
 def seats(n:int)->int:
-    "Sequences of the step that decodes `n`: rows that nobody has cost as much as others"
+    "Sequences that the graph of a step of `n` has: few more, as padding costs as much as rows"
     return bucket(n) if n<=16 else -(-n//8)*8
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #b2f4505e
@@ -47,10 +47,10 @@ def seats(n:int)->int:
 class Placed:
     "Rows of sequences that decode, on the host"
     ids:np.ndarray # [S, W], as all that follows but `live`
-    pos:np.ndarray
+    pos:np.ndarray # Positions
     seq:np.ndarray # -1 in rows that nobody has
-    slots:np.ndarray
-    state_out:np.ndarray
+    slots:np.ndarray # Places of keys and values in the cache; -1: none
+    state_out:np.ndarray # Numbers of the states that rows write; -1: none
     live:np.ndarray # [S]: rows of each sequence
 
 def _fed(s, width)->list[int]:
@@ -108,7 +108,8 @@ def place_rows(
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #5d90c1e5
 class Rows:
-    "The rows of decode steps without drafts, on the card: the fields of a `Batch`"
+    """The rows of decode steps without drafts, on the card: the fields of a `Batch`, for `most`
+    sequences of `max_blocks` blocks"""
     def __init__(self, card, most:int, max_blocks:int, block_size:int,
         drafts:int=0, # Most of a sequence
     ):
@@ -354,7 +355,7 @@ class CardEnds(DraftInput):
 @dataclass(frozen=True)
 class StepShape:
     "What the graph of a decode step depends on"
-    seqs:int # Sequences, a power of two
+    seqs:int # Sequences, as `seats` rounds them up
     longest:int # No sequence has more tokens after the step
     full:bool # Is there more to sample than the largest logit?
     cuts:bool # Is there a row with top-k or top-p?
@@ -366,7 +367,7 @@ class StepShape:
 @dataclass
 class CardFlight(Flight):
     "A decode step under way: where its results will be"
-    halves:tuple=() # Which half of `heard` has those of each row
+    halves:tuple=() # Which half of the table's `heard` has those of each sequence
     full:bool=False # Are there log probabilities?
     done:Mark=Mark() # Passed when they are there
 

@@ -23,7 +23,7 @@ from .stepper import Flight,Stepper
 # %% ../../nbs/5_engine/14_engine.ipynb #c9b378bc
 class Engine:
     "Runs a model for many requests at once"
-    roof = None # Hears of each step that decoded: `note(load, contexts, seconds)`
+    roof = None # Hears of each step whose time is known: `note(load, contexts, seconds)`
     def __init__(self,
         scheduler:Scheduler, # Over the pool of the stepper's cache
         stepper:Stepper,
@@ -34,16 +34,16 @@ class Engine:
         self.arbiter = arbiter
         self.model,self.cache = stepper.model,stepper.cache
         self.flying = None # The `Flight` in the air
-        self.prompt = None # One of prompts alone, that stays there while others decode
+        self.prompt = None # A `Flight` of prompts alone that stays there while others decode
         self.late = None # Kernels that steps compiled since the engine was warm; None: it is not
         self.steps = self.corrupted = 0
         self._samplers = {}
         self._images = WeakSet() # `LazyImage`s of requests that have not ended
-        self._events = [] # What nobody was told yet
-        self._cut = [] # Whose rows were being launched when that was cut off
+        self._events = [] # Those that nobody was told yet
+        self._cut = [] # Sequences whose rows were being launched when that was interrupted
         self._landing = [] # Flights that come down, the oldest first
-        self._begun = None # When that began whose end is the next landing, if it is known
-        self._load = None # What was computed since and nobody waited for; None: nothing
+        self._begun = None # When the step began that lands next, if it is known
+        self._load = None # The `Load` of steps for whose ends nobody waited; None: no such steps
         self._turning = False # Does this step have another width than the one in the air?
         scheduler.rows = min(scheduler.rows, stepper.replay_rows)
         scheduler.policy.part = stepper.part
@@ -70,7 +70,7 @@ class Engine:
 # %% ../../nbs/5_engine/14_engine.ipynb #1ddde165
 @patch
 def add(self:Engine, request:Request):
-    "Queue `request`; refuses what can never be served"
+    "Queue `request`; a `RequestError` for what can never be served, else as `Scheduler.check`"
     check_ids(request.prompt, self.model.c.vocab_size)
     self.scheduler.check(request)
     guide = self._guide(request)  # may refuse, so it comes first
@@ -127,7 +127,7 @@ def _leave(self:Engine, rid:str):
 
 @patch
 def abort(self:Engine, rid:str)->list[Event]:
-    "End request `rid`, if it has not ended already"
+    "End request `rid`: its last event, or none if it has ended already"
     self._leave(rid)
     return [Event(rid, finish='abort')] if self.scheduler.abort(rid) else []
 
@@ -231,7 +231,7 @@ def _whole(self:Engine, seqs)->list[Event]:
 # %% ../../nbs/5_engine/14_engine.ipynb #a7bdb81b
 @patch
 def _shed(self:Engine, plan, error):
-    "End the requests whose prompts found no memory; everybody else is planned again"
+    "End requests whose prompts found no memory, or raise `error` if `plan` has no prompts"
     if not plan.prefill:
         raise error
     seqs = [s for s,*_ in plan.prefill]

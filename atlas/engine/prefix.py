@@ -21,7 +21,7 @@ from ..ops.linear import TILE
 # %% ../../nbs/5_engine/02_prefix.ipynb #b6492b5f
 def tile_keys(
     tokens, # [T] ints: token ids, or what stands for them
-)->list[bytes]: # Of each whole tile
+)->list[bytes]: # The key of each whole tile: its tokens, 8 bytes each
     "What tiles of a prompt are known by"
     n,size = len(tokens)//TILE,8*TILE
     raw = np.asarray(tokens[:n*TILE], '<i8').tobytes()
@@ -31,15 +31,15 @@ def tile_keys(
 @dataclass(eq=False, slots=True)
 class Node:
     "A tile of some prompt, computed once"
-    key:bytes # Its tokens; of a root: the salt
+    key:bytes # Its tokens, as `tile_keys` gives them; of a root: the salt
     parent:'Node|None' # What comes before; None: nothing
     ident:bytes # 16 bytes: a digest of all tokens up to its last
     depth:int=-1 # Tiles before it; a root has -1
     blocks:list[int]=field(default_factory=list) # With its keys and values
     children:dict=field(default_factory=dict) # Key -> Node
-    used:int=0 # When somebody last used it; the tree's clock
+    used:int=0 # When it was last used, by the tree's clock, which counts uses
     snapshot:int|None=None # Slot with the recurrent states after it
-    read:int=0 # When somebody last used that
+    read:int=0 # When that was last used
     gone:bool=False # Is it in the tree no more?
 
     def __repr__(self): return f'Node({self.ident.hex()[:6]}, {len(self.children)} children)'
@@ -52,10 +52,10 @@ def ident_of(parent:bytes, key:bytes)->bytes:
 class Trail:
     "A prompt's way through the tree"
     keys:list[bytes] # Of its tiles, as far as the tree may hold them
-    salt:bytes=b'' # Only trails with the same meet
+    salt:bytes=b'' # Only trails with the same salt share tiles
     path:list[Node]=field(default_factory=list) # Nodes of its first tiles
     points:list[int]=field(default_factory=list) # Where states are worth keeping, in tokens
-    marks:list[tuple]=field(default_factory=list) # (tokens, slot): where this step keeps some
+    marks:list[tuple]=field(default_factory=list) # (tokens, slot) of states that this step keeps
     restored:int|None=None # Slot with the states that its next rows read; None: its sequence's own
 
     @property
@@ -66,7 +66,7 @@ class Trail:
 
 # %% ../../nbs/5_engine/02_prefix.ipynb #f92bc22c
 class PrefixTree:
-    "Tiles that were computed, for whoever begins alike"
+    "Tiles of prompts that were computed, for later prompts that begin alike"
     def __init__(self,
         pool:BlockPool, # Of the cache
     ):
@@ -86,9 +86,9 @@ class PrefixTree:
     def mark(self, trail:Trail, start:int, end:int):
         "A step will compute tokens `start..end` of `trail`"
     def unmark(self, trail:Trail):
-        "It was not launched"
+        "The step that `mark` was told of was not launched"
     def stats(self)->dict:
-        "More that there is to tell of it"
+        "Counters beside those that the scheduler has"
         return {}
     def __repr__(self):
         kept = f'{self.pool.reclaimable} blocks in nobody\'s use'
@@ -125,7 +125,7 @@ def _used(node): return node.used
 
 @patch
 def _offer(self:PrefixTree, node):
-    "`node` may be evicted, if nothing stands on it and nobody uses it"
+    "Offer `node` for eviction, if it is a leaf; if somebody uses it is seen when it comes up"
     if node.children or node.parent is None:
         return
     self._oldest.push(node.used, node)
@@ -168,7 +168,7 @@ def find(self:PrefixTree,
     trail:Trail,
     most:int, # Tokens that may be had at most
 )->list[Node]: # Of the tiles that come next
-    "What the tree has of what `trail` has not gone along yet"
+    "The nodes that `trail` needs next, as far as the tree has them"
     node,out = self._end(trail),[]
     for key in trail.keys[len(trail.path):most//TILE]:
         node = node.children.get(key) if node else None
@@ -189,7 +189,7 @@ def _end(self:PrefixTree, trail)->Node|None:
 
 @patch
 def enter(self:PrefixTree, trail:Trail, nodes:list[Node])->list[int]:
-    "Go along `nodes`, which `find` found: their blocks, which `trail`'s sequence owns now, too"
+    "Put `nodes`, which `find` found, on `trail`'s path: their blocks, each with an owner more"
     blocks = [b for n in nodes for b in n.blocks]
     self.pool.share(blocks)
     trail.path += nodes
@@ -210,7 +210,7 @@ def commit(self:PrefixTree,
     table:BlockTable, # Of its sequence
     computed:int, # Tokens of the prompt that are in the cache, or will be before any later step
 ):
-    "The tiles that were computed are for everybody"
+    "Put the whole tiles that were computed into the tree"
     done,new = min(computed//TILE, len(trail.keys)),[]
     while len(trail.path)<done:
         new.append(self.add(trail, table))

@@ -27,7 +27,7 @@ from ..ground.requests import Request,check_prompt
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #ff8ecb5e
 def rank(r:Request)->float:
-    "Lower goes first; what only fills the tree comes after all others"
+    "Lower goes first; last comes what wants no answer, and only fills the tree of prefixes"
     return inf if r.prefill_only else r.priority
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #68587f96
@@ -44,21 +44,21 @@ class Seq:
     media:object=None # What its images put into the prompt, a `Media`
     slots:list[int]=field(default_factory=list) # For its recurrent states, while it runs
     states:list[int]=field(default_factory=lambda: [0,0]) # To read, and of each row of a step
-    fetch:Fetch|None=None # What a second tier is reading for it
+    fetch:Fetch|None=None # What a second tier is reading for it; None: nothing
     trail:Trail|None=None # Its prompt's way through the tree of prefixes; None: there is no tree
     cached:int=0 # Tokens of its prompt that the tree had
     reached:int=0 # Most tokens of its prompt that were ever computed for it, or had from the tree
     drafts:list[int]=field(default_factory=list) # Guesses of what comes after its newest token
     most_drafts:int=MAX_ROWS # Most of them to check in a step
     running:bool=False # Admitted, and not preempted since
-    flying:int=0 # Decode steps that were launched since, and not accepted
+    flying:int=0 # Decode steps of it that were launched, and not accepted yet
     finish_reason:str|None=None # 'stop', 'length', 'abort', 'timeout' or 'error'
-    born:float=field(default_factory=perf_counter) # When it came
-    waited:float|None=None # Seconds until it was admitted
-    there:int=0 # Tokens of its prompt that the tree had when it came: they are no work
+    born:float=field(default_factory=perf_counter) # When it came: seconds, as all times here
+    waited:float|None=None # Seconds until it was admitted; None: it was not yet
+    there:int=0 # Tokens of its prompt that the tree had when it was queued: not to be computed
     said:float=0. # When its newest tokens came
     patience:float=inf # Seconds that it may still idle until it goes first
-    due:float=inf # When they are used up, while it idles
+    due:float=inf # When these are used up; infinite while it makes progress
     doubted:bool=False # Was it computed anew, because tiles of others may have been bad?
 
     def __post_init__(self):
@@ -190,7 +190,7 @@ class Plan:
     decode:list[Seq]=field(default_factory=list) # `width` rows each, from num_computed on
     width:int=1 # Rows of a sequence that decodes: its newest token, and drafts after it
     apart:bool=False # Prompts on a part of the card, those who decode on another, at the same time?
-    beside:bool=False # Do others decode when this has ended, in the other half of the plan?
+    beside:bool=False # Of a half of a plan: does the other half decode?
 
     def __post_init__(self):
         whole = [s for s,start,n in self.prefill if start+n==s.prompt_len]
@@ -218,8 +218,8 @@ def __repr__(self:Plan):
 # %% ../../nbs/5_engine/12_scheduler.ipynb #b0a746b9
 @patch
 def halves(self:Plan)->list[Plan]:
-    """What prefills or replays, and what decodes, as plans of their own, where there are any: in
-    the order of their launches. A step beside prompts need not wait until those are launched"""
+    """What prefills or replays, and what decodes, as plans of their own, where there are any, in
+    the order of their launches: decoding first where it runs beside prompts (`apart`)"""
     how = dict(width=self.width, apart=self.apart)
     fills = Plan(self.prefill, self.replay, beside=bool(self.decode), **how)
     decodes = Plan(decode=self.decode, **how)
@@ -240,7 +240,7 @@ class Scheduler:
     width = 1 # Rows of a sequence that decodes; up to `drafts` more with drafts
     ahead = 0 # Rows after a step's own for which there are to be blocks
     aloft = () # Sequences whose prompts are being computed while others go on
-    wait = None # Waits for these prompts: called before one of them gives its blocks back
+    wait = None # A function that waits for these: called before one of them gives its blocks back
 
     def __init__(self,
         pool:BlockPool, # Of the cache; nobody else takes blocks from it
@@ -250,7 +250,7 @@ class Scheduler:
         overcommit:float=1., # Blocks that may be promised, as a multiple of those that exist
         max_queue:int=1024, # Requests that may wait
         drafts:int=0, # Most drafts of a sequence that a step checks
-        states:BlockPool|None=None, # Of state slots, one for each row of a step
+        states:BlockPool|None=None, # State slots, one for each row of each sequence; None: enough
         prefix:PrefixTree|None=None, # Of computed tiles; None: each prompt is computed whole
         policy:Policy|None=None, # Who goes first; None: by priority and arrival, and no deadlines
         max_queue_tokens:int|None=None, # Tokens of prompts that may wait; None: any number
@@ -350,8 +350,8 @@ def _limit(self:Scheduler, seq):
 # %% ../../nbs/5_engine/12_scheduler.ipynb #30120b9d
 @patch
 def check(self:Scheduler, request:Request):
-    """What `add` refuses: a prompt that fills the context, an id in use, and all when the queue is
-    full"""
+    """Raise what `add` would: a `RequestError` for an id in use, a `ContextLengthError` for a
+    prompt that fills the context, a `QueueFullError` where the queue is full"""
     if request.id in self.seqs:
         raise RequestError(f'A request with id {request.id!r} is still being served',
             hint='Give each request its own id', param='id')
@@ -416,7 +416,8 @@ def promised(self:Scheduler)->int:
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #5ce0b00b
 class Room:
-    "What there would be for a sequence that waits"
+    """What a waiting sequence needs, in blocks (`need` to be promised, `at_once` to start), and
+    what there is (`promise`, `blocks`; `states`: slots)"""
     def __init__(self, scheduler, seq):
         self.s,self.pool = scheduler,scheduler.pool
         self.found = {b for n in scheduler._within_reach(seq) for b in n.blocks}
@@ -432,7 +433,7 @@ class Room:
         return states and self.promise>=self.need and self.blocks>=self.at_once
 
     def without(self, s:Seq):
-        "If `s` left"
+        "Count what there would be if `s` left"
         nodes = s.trail.path if s.trail else ()
         path = {b for n in nodes for b in n.blocks}
         mine = [b for b in s.table.blocks if b not in self.found]
@@ -452,7 +453,7 @@ def _within_reach(self:Scheduler, seq)->list[Node]:
 # %% ../../nbs/5_engine/12_scheduler.ipynb #b1a46195
 @patch
 def _adopt(self:Scheduler, seq, nodes):
-    "Go on behind `nodes`"
+    "Take the tiles of `nodes` from the tree; blocks that `seq` had for them go back"
     if not nodes:
         return
     first = len(seq.trail.path)*self.prefix.per
@@ -464,7 +465,7 @@ def _adopt(self:Scheduler, seq, nodes):
 
 @patch
 def _had(self:Scheduler, seq):
-    "`seq` has all that its trail has"
+    "All tokens of the trail of `seq` count as computed"
     seq.num_computed = seq.trail.tokens
     new = max(0, seq.num_computed-seq.reached)
     seq.cached += new
@@ -864,7 +865,7 @@ def end(self:Scheduler, seq:Seq):
 @patch
 def fail(self:Scheduler,
     seq:Seq,
-    bad:bool=False, # Are its numbers none? Then the tiles that it used may be the cause
+    bad:bool=False, # Are its logits not finite? Then the tiles that it used may be the cause
 )->tuple[Seq,None,str]:
     "End a sequence that cannot go on; the event that says so"
     path = list(seq.trail.path) if bad and seq.trail else ()
@@ -875,7 +876,7 @@ def fail(self:Scheduler,
     return seq,None,seq.finish_reason
 
 @patch
-def doubt(self:Scheduler, seq:Seq)->bool: # Is it?
+def doubt(self:Scheduler, seq:Seq)->bool: # Is it computed anew?
     "`seq` got no first token; if tiles of others may be the cause it is computed anew, once"
     if seq.outputs or seq.doubted or not seq.cached:
         return False

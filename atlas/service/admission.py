@@ -1,4 +1,4 @@
-"""The memory that models share: a line of those who wait for some, and how those leave who have to
+"""The memory that models share: a queue of models that wait for some, and how others make room
 
 Docs: https://atlas-inference.github.io/atlas/7_service/admission.html.md"""
 
@@ -27,8 +27,8 @@ _log = logging.getLogger('atlas')
 @dataclass
 class Waiting:
     "A model in the line for memory"
-    done:asyncio.Future # Its turn has come, or an error
-    until:float # Then it is told that there is none
+    done:asyncio.Future # Done when its turn has come, or it gets an error
+    until:float # `time.monotonic()` at which it is told that there is no room
     evicts:bool=True # May others have to leave for it?
 
 class Residency:

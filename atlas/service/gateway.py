@@ -42,7 +42,8 @@ def _left(n, seconds):
 
 # %% ../../nbs/7_service/36_gateway.ipynb #56a537e9
 class Gateway(uvicorn.Server):
-    "An HTTP server in front of `models`"
+    """An HTTP server in front of `models`; `drain`: seconds that answers have at its end; `ready`
+    is called once, when models are"""
     def __init__(self, config, models:Models, drain:float=10., ready=None):
         super().__init__(config)
         self.models,self.drain,self.ready = models,drain,ready
@@ -128,8 +129,8 @@ def _leave(self:Gateway):
 class Supervisor:
     "systemd, if it started this process"
     def __init__(self,
-        # Variables, of which those for this are taken out: workers speak for nobody; None: of this
-        # process
+        # Variables; those of systemd are taken out, so that no worker speaks to it. None: those of
+        # this process
         env=None,
         clock=time.monotonic,
     ):
@@ -296,7 +297,7 @@ class Listening:
     port:int = 8888 # 0: any free one
     tls_cert:str|None = None # File with the certificate; None: it is not https
     tls_key:str|None = None # File with its key; None: it is in that of the certificate
-    tls_ca:str|None = None # Roots that clients' certificates must come from
+    tls_ca:str|None = None # Roots that clients' certificates must come from; None: they need none
     max_body:int = 64<<20 # Bytes of a request
     max_connections:int = 1024 # At once
     drain:float = 10. # Seconds that running answers have when the server stops
@@ -308,8 +309,8 @@ class Listening:
 @dataclass(frozen=True, kw_only=True)
 class Logging:
     "What a server and its workers log, as `configure` takes it"
-    log_format:str = 'auto'
-    log_level:str = 'info'
+    log_format:str = 'auto' # json, console, or auto: console where somebody watches
+    log_level:str = 'info' # debug, info, warning or error
 
     def worker(self)->tuple:
         "The command of a worker that logs as the gateway does"

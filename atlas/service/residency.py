@@ -24,13 +24,13 @@ class Resident:
     state:str='unloaded' # Or loading, loaded, sleeping, unloading
     holds:int=0 # Bytes of the budget that it has now
     asleep:int|None=None # Bytes that it would hold asleep; None: it cannot sleep
-    used:float=0. # When it was last asked or answered, as are all times here
-    answers:int=0 # Under way
+    used:float=0. # When it was last asked or answered: seconds, as all times here
+    answers:int=0 # Answers under way
     pinned:bool=False # It never leaves for another
-    group:str|None=None
+    group:str|None=None # Name of its `Group`
     load_seconds:float=0. # That its loading took
     since:float=0. # When it was loaded
-    spared:float=0. # It is not sent away before
+    spared:float=0. # It is not sent away before this time
     admin:bool=False # Did an admin ask for it?
 
 # %% ../../nbs/7_service/22_residency.ipynb #d51fb3fa
@@ -70,7 +70,7 @@ def chosen(
     must:list, # Of these models all have to leave
     may:list, # Of these as few as will do
     now:float,
-)->list|None: # `Resident`s; None: all of them would not do
+)->list|None: # `Resident`s; None: all of them do not hold `short` bytes
     "Whom to send away"
     order = sorted(may, key=lambda r: (r.answers>0, -worth_leaving(r, now)))
     out,won = [*must],sum(r.holds for r in must)
@@ -107,7 +107,7 @@ class Decision:
     fits:bool=False
     leave:tuple=() # (name, 'sleep' or 'unload') of those to send away first
     until:float|None=None # When to ask again, if nothing changes before
-    why:str='' # It does not fit
+    why:str='' # Why it does not fit
 
 def refuse_impossible(budget:int, m:Resident, others:list, groups:dict):
     "An `OutOfMemoryError` where `m` could not load if all left that may"

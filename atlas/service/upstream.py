@@ -38,8 +38,8 @@ class LoopError(RequestError):
 @dataclass(frozen=True)
 class UpstreamLimits:
     "What another server may take: seconds and bytes"
-    connect:float=5.
-    first:float=600. # From the question to the first byte of the answer
+    connect:float=5. # Until there is a connection; also for the body of an error
+    first:float=600. # From the question to the answer's head, and from there to its first event
     between:float=120. # From one event of a stream to the next
     whole:float=1800. # For an answer in one piece
     body:int=256<<20 # Of an answer in one piece, or a sound
@@ -461,7 +461,7 @@ def _absent(status):
 # %% ../../nbs/7_service/24_upstream.ipynb #71183bcf
 @patch
 async def _send(self:Upstream, q):
-    "The answer; where a connection that was used before has been hung up on, by a new one"
+    "The answer; asked again on a new connection where one that was kept had been closed"
     new = False
     async def trace(what, about):
         nonlocal new
