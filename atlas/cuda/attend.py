@@ -51,7 +51,7 @@ class KVPool:
     v_scale:object=None
     k_sub:object=None # e4m3 u8 [.., d/16]: nvfp4
     v_sub:object=None
-    words:object=None # f32: what blocks of `attend` give each other; empty between launches
+    words:object=None # f32, of `pool_words`: what blocks of `attend` leave for each other
     @property
     def arrays(self)->tuple:
         "k, k_scale, k_sub, v, v_scale, v_sub, None where the format has none"
@@ -81,17 +81,19 @@ class KVPool:
 def pool_words(
     card
 ): # f32
-    "Words for blocks of `attend` to give each other: for pools that are used one after the other"
+    """Memory in which blocks of one launch of `attend` leave partial results and tickets for each
+    other; pools that are used one after the other share it. Between launches all of it is unsaid"""
     return card.upload(_unsaid())
 
 def _unsaid():
+    "Words with all bits set, which stands for nothing said"
     return np.full(1<<21, -1, np.int32).view(np.float32)
 
 def forget_words(
     card,
     words, # Of `pool_words`
 ):
-    "Mark all `words` as not yet said, wherever their memory has been"
+    "Mark all `words` as unsaid, where their memory was replaced"
     card.write(words, _unsaid())
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #2176b1c6
@@ -240,7 +242,7 @@ def num_pieces(
     window, # As for `attend`
     blocks:int, # That work on one piece of a sequence
     d:int=256, # Size of a head
-)->tuple[int,int]: # pieces, and how many of them are of the smallest size
+)->tuple[int,int]: # pieces, and how many at most are of each size but the largest
     "Pieces that a row may see"
     n = -(-longest//PIECE)
     if window:
@@ -564,7 +566,7 @@ def left_bytes(
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #19af3707
 def attend(
     qkv, # f32 [R, width]: gate? | q | k | v of each row, before norms and rotation
-    b, # Of the step, not tiled
+    b, # The step's batch, not tiled: rows, sequences and block tables
     pool:KVPool, # Written at `b.slots`, unless `a.q_only`
     a, # `AttentionConfig`
     scale:float, # Of the scores
@@ -575,8 +577,8 @@ def attend(
     eps:float=0., # Of the norms
     sinks=None, # f32 [heads]
     out=None, # f32 [R, heads*d]
-): # As `out`
-    "Attention of 1 to 8 rows of each sequence over the cache, from projection to projection"
+): # As `out`; zeros in padding rows
+    "Attention of 1 to `most_rows` rows of each sequence over the cache, between two projections"
     card,rows = card_of(qkv),len(qkv)
     heads,d = a.num_heads,a.head_dim
     y = card.empty((rows, heads*d)) if out is None else out

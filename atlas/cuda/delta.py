@@ -70,14 +70,14 @@ def _room(dk, dv):
     return _DEPTH*(state+tails+16)+4*floats+12*_MOST
 
 def _beside(card, vh, dk, dv, seqs):
-    "Blocks of `delta_wide` that share a head's sequences; 0: not for it"
+    "Blocks of `delta_wide` that share a head's sequences; 0: the step is one for `delta_step`"
     if seqs<_WIDE or _room(dk, dv)>limits(card).block:
         return 0
     n = min(seqs, max(1, card.multiprocessors//vh))
     return n if -(-seqs//n)<=_MOST else 0
 
 def _leaves(then, vh, dv):
-    "Does a block of `delta_wide` have what a row of `then` makes fp16 at once?"
+    "Can `delta_wide` leave rows as the fp16 tiles that a product with `then` reads?"
     return then is not None and dv==128 and vh%then.format.blocks==0
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #bcff9e4a
@@ -215,10 +215,13 @@ def delta_step(
     kh:int, # Number of key heads
     gate_act:str='silu', # Or 'sigmoid'
     out=None, # Where to write: (y, parts)
-    then=None, # `Packed`: who multiplies the rows next, and wants them as `Prepared`, if it can be
+    then=None, # `Packed` that rows are multiplied with next, for which they may be made `Prepared`
     eps:float=0., # Of the norm that they have then
 ): # y [R, vh*dv], gated, without the norm's 1/rms; parts [R, vh, dv/32]: squares that make it up
-    "`gated_delta` for rows of a decode or verify step, up to its norm; padding rows get zeros"
+    """`gated_delta` for rows of a decode or verify step, up to its norm; padding rows get zeros
+
+    With `then` it may return normed rows instead, as `Prepared`. An `UnsupportedError` where heads
+    are of a size other than 32, 64 or 128."""
     card = card_of(x)
     vh = rec.shape[1]
     seqs = b.num_seqs

@@ -34,8 +34,8 @@ def unit(self:CardFormat)->int:
 
 def _x_bytes(f, rows, held):
     "Shared memory for `held` blocks of 128 columns of x, with their powers of two"
-    lane = 4*(4*held+2) # sixteens of bytes of a row, as eight lanes read them together
-    skew = max(1, 64//f.chunk) # rows begin so far apart that these meet no bank twice
+    lane = 4*(4*held+2) # pieces of 16 bytes of a row, as eight lanes read them together
+    skew = max(1, 64//f.chunk) # rows begin so far apart that these have no bank conflict
     row = 16*(lane+(8+skew-lane%8)%8)
     powers = 16*_ceil(held*rows, 4)
     return rows*row*f.planes+powers
@@ -388,7 +388,8 @@ def gemv(
 ): # [R, N], N = n (n/2 of a pair) + m
     """`act(W f(x) + bias) * sigmoid(gate) + add`; f is nothing, a norm, or the norm of each group
 
-    A row has the same bits for any number of rows."""
+    A row has the same bits for any number of rows. A `ConfigError` where `w` has not the rows that
+    the activation takes."""
     guests = gain,eps,parts,group,extra,bias,add,act,limit,cap
     o = Fused(*guests, *(gate or (None,0)))
     width = o.width(w)

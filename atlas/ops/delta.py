@@ -82,7 +82,7 @@ def causal_conv(
     w, # [C, K]: the last column is for the newest row
     tail, # [K-1, C]: the rows before `x`
     bias=None, # [C]
-): # [n, C], and [K-1+n, C]: tail and x; the tail of a row i is [i+1:i+K] of it
+): # [n, C]; and [K-1+n, C], tail and x, whose rows i+1:i+K are the tail after row i
     "silu of a causal convolution of each channel over time"
     n,K = len(x),w.shape[1]
     seen = np.concatenate([tail, x])
@@ -112,8 +112,8 @@ def scan(
     # or of up to TILE rows that begin at row `at` of a tile
     step,
     out, # [R, ...]: written
-    # [tails, K-1, C] and [slots, ...]: pools of states, read and written. State n has tail n; the
-    # rest of it is in slot n, or where there are two tails for each slot in n//2, which two share
+    # [tails, K-1, C] and [slots, ...]: pools of states, read and written. State n is tail n, and
+    # the rest in slot n; where a slot has two tails, two states share it: the rest is in slot n//2
     conv, rec,
     state_in, # [S]: state to begin from; unread where a sequence starts at 0
     # [R]: state after a row, or -1; when tiled only a sequence's or a tile's last row may have one

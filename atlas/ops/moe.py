@@ -19,7 +19,7 @@ def _softmax(x):
 
 def _as_they_are(x): return x
 
-# What the picking looks at, by name
+# How logits become the scores that experts are picked by
 SCORES = dict(softmax=_softmax, sigmoid=sigmoid, topk_softmax=_as_they_are)
 
 # %% ../../nbs/3_ops/moe/50_ops.moe.ipynb #2a89e1ea

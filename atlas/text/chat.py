@@ -175,7 +175,7 @@ def _environment():
 
 # %% ../../nbs/6_text/02_chat.ipynb #3d86130b
 class ChatTemplate:
-    "A model's chat template: messages in, prompt out"
+    "A model's chat template: messages in, prompt out; a `TemplateError` where it does not compile"
     def __init__(self,
         source:str, # In Jinja
         bos:str='', # What the template finds as `bos_token`
@@ -417,7 +417,10 @@ def render(self:ChatTemplate,
     continue_final_message:bool=False, # End within the last message, which the answer goes on with
     **kwargs, # Further variables for the template
 )->str: # The prompt; its special tokens are written out, so encode it without adding any
-    "Write a conversation out as the model expects it"
+    """Write a conversation out as the model expects it
+
+    A `RequestError` for messages or variables that no template could take; a `TemplateError` where
+    this one refuses, fails, or takes more than its budget."""
     check_variables(kwargs)
     if not isinstance(messages,list) or not messages:
         raise RequestError('messages is empty or not a list', param='messages')

@@ -178,12 +178,12 @@ def _ready(spec)->dict:
 
 # %% ../../nbs/6_text/15_guide.ipynb #cc610144
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# Words with schemas by name
+# Keywords that hold schemas by name
 _NAMED = {'properties','patternProperties','$defs','definitions','dependentSchemas'}
-_DATA = {'const','enum','default','examples','example'} # Words with values
+_DATA = {'const','enum','default','examples','example'} # Keywords that hold values, and no schema
 
 def _dated(s):
-    "A schema in which days and times exist"
+    "A schema whose formats of days and times are patterns, which only those that exist match"
     if isinstance(s, list):
         return [_dated(x) for x in s]
     if not isinstance(s, dict):
@@ -329,7 +329,8 @@ def check_alone(
     special=(), # (id, text) of tokens that steer the model
     size:int=0, # The size of its vocabulary
 )->list[str]: # Warnings
-    "What can be said of a guide without its model. Meant for a process that may be killed"
+    """Compile a guide over a vocabulary of bytes, without its model; a `RequestError` if it cannot
+    be followed. Meant for a process that may be killed"""
     words = _bytes_only(size, tuple(map(tuple, _ready(spec) and special)))
     out = {}
     for what,whose in _looked_at(spec):
@@ -376,11 +377,11 @@ _stacks = threading.Lock()
 @dataclass(frozen=True)
 class EndMark:
     "A text that ends a free part of an answer"
-    bytes:bytes # Empty: only a leap does
+    bytes:bytes # The text; empty: only a leap ends the part
     must:bool # May the answer not end before it?
     budget:int|None=None # Most tokens before it
     exact:bool=True # Must no token write its end, or that of a leap, and more?
-    leaps:tuple=() # Texts that end this free part and all that follow
+    leaps:tuple=() # Texts that open a call: they end this free part and all that follow
     bars:tuple=() # Texts that must not come
     @property
     def words(self)->tuple:

@@ -50,16 +50,16 @@ def image_digest(
 @dataclass(frozen=True)
 class PromptRecord:
     "What was read"
-    ids:list[int]
+    ids:list[int] # Of tokens, those of the template included
     sha256:str # Digest of `ids`
     images:list[str]=field(default_factory=list) # Digests, as `image_digest` makes them
 
 @dataclass(frozen=True)
 class AnswerRecord:
     "What was said"
-    prompt:int # Which of the prompts it is an answer to
-    ids:list[int]
-    logprobs:list[str] # Bits of each token's
+    prompt:int # Which of the prompts it is an answer to, from 0
+    ids:list[int] # Of tokens
+    logprobs:list[str] # Of each token, as `bits_of` writes it
     # 'stop', 'length', or 'cut': a stop string or the clock ended it, unknown to the engine
     finish:str
     seed:int|None=None # None: nothing was drawn
@@ -228,7 +228,7 @@ def _consistent(r:Receipt):
             raise ReceiptError(f'{at} is to prompt {a.prompt}, which is not there', param=at)
 
 # %% ../../nbs/6_text/21_receipts.ipynb #2506560e
-_ELSEWHERE = 'n','seed','logprobs' # In a receipt, or of no influence
+_ELSEWHERE = 'n','seed','logprobs' # Elsewhere in a receipt, or of no influence on bits
 
 def seeded(p:SamplingParams)->SamplingParams:
     "`p` with a seed, where one will be needed"
@@ -243,7 +243,7 @@ def with_logprobs(r:Request)->Request:
     return replace(r, params=replace(r.params, logprobs=0))
 
 def _plain(p:SamplingParams)->dict:
-    "Parameters as JSON has them, those that are not as usual"
+    "Parameters as JSON has them, those alone that are not the defaults"
     usual,out = SamplingParams(),{}
     for f in fields(p):
         v = getattr(p, f.name)
@@ -392,7 +392,8 @@ def __str__(self:ReplayResult):
     return '\n'.join(lines)
 
 def compare(then:Receipt, now:Receipt, company:int=0)->ReplayResult:
-    "Two receipts of the same request"
+    """Two receipts of the same request, of which `now` was answered beside `company` others;
+    a `ValueError` unless they have as many answers"""
     pairs = zip(then.answers, now.answers, strict=True)
     found = [first_difference(i, *p) for i,p in enumerate(pairs)]
     return ReplayResult(

@@ -163,7 +163,7 @@ _ABOUT_OBJECTS = tuple(
 _ABOUT_LISTS = tuple(
     'items prefixItems additionalItems contains minContains maxContains uniqueItems '
     'unevaluatedItems minItems maxItems'.split())
-# Words that a grammar of calls has to see to
+# Keywords of JSON schema that a grammar of calls has to see to
 _SAYS = frozenset((
     '$ref', '$dynamicRef', 'anyOf', 'oneOf', 'allOf', 'not', 'if', 'then', 'else', 'enum',
     'const', *_ABOUT_OBJECTS, *_ABOUT_LISTS))
@@ -174,9 +174,9 @@ class _Rules:
         self.special = special
         self.strict = strict
         self.lines = []
-        self.subs = {}
-        self.refs = {}
-        self.loose = set()
+        self.subs = {} # JSON schemas by name
+        self.refs = {} # Names of rules for definitions that are referred to
+        self.loose = set() # Names of `subs` that are not strict
     def lit(self, text): return lit(text, self.special)
     def choice(self, bodies)->str: return '('+' | '.join(bodies)+')'
     def rule(self, body, head='r'):
@@ -187,7 +187,7 @@ class _Rules:
         self.lines.append(f'{name}: {body}')
         return name
     def json(self, schema)->str:
-        "A JSON value"
+        "A JSON value that follows `schema`, as a rule names it"
         name = f's{len(self.subs)}'
         self.subs[name] = schema
         if not self.strict:
@@ -213,7 +213,7 @@ def _json_call(g, t, f)->str:
     return g.json(said|{'type':'object'})
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #f9665d57
-# Words that mean the same wherever they stand
+# Keywords that mean the same wherever they stand
 _SIMPLE = frozenset(('type','enum','const','minItems','maxItems',*_TEXTS,*_NUMBERS))
 _NEVER = {'not':{}} # What `false` says
 
@@ -264,7 +264,7 @@ def _resolve(s, root, hops=8)->dict:
     return s or {}
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #0cb761cc
-# Words that say nothing about other types
+# Keywords that say nothing about other types
 _OWN = dict(
     string=_TEXTS, integer=_NUMBERS, number=_NUMBERS, object=_ABOUT_OBJECTS, array=_ABOUT_LISTS)
 
@@ -425,7 +425,8 @@ def _held(s)->list[str]:
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #6a50c949
 @patch
 def text(self:_Rules, close, s=None, stops=(), unlike=())->str:
-    "A text that the schema `s` allows, and that matches none of `unlike`, up to `close`, and that"
+    """A text that the schema `s` allows, that matches none of `unlike` and holds none of `stops`,
+    and `close` behind it"""
     ends = dict.fromkeys((close.strip(), *stops))
     cut = ' | '.join(literal(x) for x in ends if x)
     body = ' & '.join([
@@ -752,7 +753,9 @@ def call_grammar(
     spec:dict, # Of kind 'tools': parser, choice, parallel, strict; tools, each strict or not
     special=(), # (id, text) of tokens that steer the model
 )->tuple[str,dict,set]: # Lark, the JSON schemas that it names, and which of those are not strict
-    "The grammar of calls. Where a call is not required it begins with one of its `openings`"
+    """The grammar of calls. Where a call is not required it begins with one of its `openings`
+
+    A `RequestError` for a strict schema, or a name, that the format cannot carry."""
     f = format_of(spec.get('parser'), special)
     g = _Rules(special)
     calls = []
