@@ -1235,7 +1235,7 @@ def _expect_prompts(self:CardStepper, long):
     due = [(n, self.stream) for n in first+others]
     if self.rest and first:
         due.insert(len(first), (first[0], self.rest))
-    self.prompts.due = due
+    self.prompts.due = due[:self.prompts.most]
 
 @patch
 def _whole(self:CardStepper, n)->Batch:
