@@ -4,7 +4,7 @@ whatever was started is gone when a test ends."""
 import asyncio,json,os,random,signal,subprocess,sys,time
 import numpy as np,pytest
 from structlog.contextvars import bind_contextvars,get_contextvars
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager,suppress
 from dataclasses import replace
 from functools import partial,wraps
 from itertools import groupby
@@ -693,7 +693,8 @@ async def killed_now_and_then(ms, times):
         await happens(lambda: ms.healthy)
         await asyncio.sleep(.15)
         if child := ms.all[0].child:
-            os.kill(child.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # of the last kill nobody has heard yet
+                os.kill(child.pid, signal.SIGKILL)
 
 @running_test
 async def test_many_requests_and_random_ends():
