@@ -42,7 +42,7 @@ class HostPages:
         if failed:
             raise DeviceError(f'mprotect: {os.strerror(C.get_errno())}')
     def put(self, at, nbytes):
-        "Put memory behind addresses; returns a handle"
+        "Put memory behind addresses; the host has no handle for it, and returns None"
         self._protect(at, nbytes, mmap.PROT_READ|mmap.PROT_WRITE)
     def take(self, at, nbytes, handle):
         "Take it away, with what was in it"
@@ -57,7 +57,8 @@ class HostPages:
             yield np.empty(n, np.uint8)
     @contextmanager
     def copying(self):
-        "A context with what copies: to, from, bytes, direction; all is there behind it"
+        """A context with a function (to, from, bytes, direction) that copies, `direction` as for
+        `cudaMemcpy`; at its end all is copied"""
         yield lambda to, at, nbytes, how: C.memmove(to, at, nbytes)
     def clear(self, at, nbytes):
         "Write zeros, where memory that was just put there may hold anything"
@@ -84,7 +85,7 @@ class CudaPages:
             card.xp.cuda.runtime.free(0) # makes the context
         can,n = C.c_int(),C.c_size_t()
         here = _Location(1, card.index) # 1: a device
-        self._call('cuDeviceGetAttribute', C.byref(can), 102, card.index)
+        self._call('cuDeviceGetAttribute', C.byref(can), 102, card.index) # 102: such mapping
         if not can.value:
             said = f'{card.card} cannot map memory to reserved addresses'
             raise DeviceError(said, hint='Update the driver')
@@ -177,7 +178,7 @@ def _zeros(n):
 
 @patch
 def _pin(self:CudaPages, a):
-    "Fix `a` where it is, for the full rate; where that cannot be, it is copied all the same"
+    "Pin `a`, to copy at the full rate; where that cannot be, it is copied all the same"
     at,rt = a.ctypes.data,self.card.xp.cuda.runtime
     try:
         with self.card.use():
@@ -191,7 +192,8 @@ def _pin(self:CudaPages, a):
 @patch
 @contextmanager
 def copying(self:CudaPages):
-    "A context with what copies: to, from, bytes, direction; all is there behind it"
+    """A context with a function (to, from, bytes, direction) that copies, `direction` as for
+    `cudaMemcpy`; at its end all is copied"""
     c = self.card.xp.cuda
     with self.card.use():
         stream = c.Stream(non_blocking=True)
@@ -209,8 +211,8 @@ def pages(self:Device)->HostPages:
     return HostPages()
 
 def pages_of(dev:Device):
-    """Pages of a device: `CudaPages`; or the host's, for cards that cannot map memory. By these
-    a region only counts what its arrays take elsewhere"""
+    """Pages of a device: `CudaPages`; or the host's, for cards that cannot map memory. With
+    these a region only counts what its arrays take elsewhere"""
     if dev.kind!='cuda':
         return dev.pages()
     try:
@@ -297,7 +299,7 @@ class Region:
         return self.size-self.used
     @property
     def _maps(self)->bool:
-        "Do arrays lie where pieces say?"
+        "Do arrays lie where allocations say? Not on a card that cannot map memory"
         return self.pages.kind=='cuda' or self.arena.device.kind!='cuda'
     @property
     def mapped(self)->int:

@@ -106,7 +106,7 @@ class Stream:
         "A context in which kernels may be launched whose blocks wait for each other"
         return contextlib.nullcontext()
     def mark(self, asleep:bool=False)->Mark:
-        "Where it is now; who waits for it shall sleep?"
+        "Where it is now; `asleep`: whoever waits for it sleeps, and does not spin"
         return Mark()
     def after(self, other:'Stream'):
         "What comes next begins when all that `other` has is done"
@@ -178,7 +178,7 @@ class CudaStream(Stream):
         "A context in which arrays lie in its own memory"
         return self.card.xp.cuda.using_allocator(self.memory.malloc)
     def mark(self, asleep:bool=False)->CudaMark:
-        "Where it is now; who waits for it shall sleep, or look again and again?"
+        "Where it is now; `asleep`: whoever waits for it sleeps, and does not spin"
         event = self.card.xp.cuda.Event(block=asleep, disable_timing=True)
         event.record(self.raw)
         return CudaMark(self.card.faults, event)
@@ -292,8 +292,8 @@ def buffer(self:Stream,
 
 @patch
 def copy(self:Stream,
-    to:int, # Address, of the host or of the device
-    at:int, # Where the bytes are, of the other
+    to:int, # Address to copy to, of the host or of the device
+    at:int, # Address of the bytes, of the device or of the host
     n:int, # How many
 ):
     "Copy bytes, which stay as they are until a later mark is passed. For many: within `here`"
@@ -407,6 +407,7 @@ def after(self:CudaStream, other:Stream):
 
 @patch
 def divided(self:Stream, few:int):
+    "A `Part` of `few` multiprocessors and one of the others; None where either would have none"
     n = self.card.multiprocessors
     return (Part(self, few),Part(self, n-few)) if 0<few<n else None
 

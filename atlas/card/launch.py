@@ -222,6 +222,7 @@ class Nvcc:
         out = subprocess.run([self.path, '--version'], capture_output=True, text=True).stdout
         return m[1] if (m := re.search(r'V(\d+[\d.]*)', out)) else '?'
     def __call__(self, src, arch, options=()):
+        "The cubin of `src` for `arch`"
         with tempfile.TemporaryDirectory() as d:
             cmd = [
                 self.path, '-cubin', *OPTIONS, *options,
@@ -284,6 +285,7 @@ class Nvrtc:
             raise DeviceError(
                 f'CuPy finds no NVRTC: {e}', hint='pip install nvidia-cuda-nvrtc') from e
     def __call__(self, src, arch, options=()):
+        "The cubin of `src` for `arch`"
         self._targets(src, arch)
         prog = self.lib.createProgram(src.text, f'{src.name}.cu', (), ())
         try:
@@ -494,7 +496,7 @@ def recording(
         those.remove(r)
 
 def noted(name, grid, block, args, shared, pdl, defines)->bool:
-    "Tell whoever listens of a call of `run`; is it done with that?"
+    "Tell whoever listens of a call of `run`; True: nothing is to be launched"
     if not (those := getattr(_listening, 'those', None)):
         return False
     for r in those:

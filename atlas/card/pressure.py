@@ -20,10 +20,10 @@ from .device import _read,cgroup_dirs,cgroup_memory,meminfo
 
 # %% ../../nbs/2_card/08_pressure.ipynb #d5606495
 class Look(NamedTuple):
-    "Bytes and parts of time, as they are now"
+    "Bytes of memory, and parts of time from 0 to 1, as they are now"
     total:int
     free:int # Without taking anything from anybody
-    available:int # With what the kernel would take back, within the limits of control groups
+    available:int # With what the kernel could reclaim, within the limits of control groups
     some:float=0. # Part of the last 10 s in which somebody waited for memory
     full:float=0. # In which nobody did anything else
     def __repr__(self):
@@ -45,7 +45,7 @@ def _waits(root:Path, groups:list)->tuple[float,float]: # `some` and `full`
 
 def look(
     root:str|Path='/', # Where `proc` and `sys` are; a test builds its own
-)->Look|None: # None where nothing is said
+)->Look|None: # None where there is no `proc/meminfo`
     "How much memory there is, and who waits for it"
     root = Path(root)
     info = meminfo(_read(root/'proc/meminfo'))
@@ -76,16 +76,16 @@ class Pressure:
     "Judges one look after another"
     shared:bool=False # Do card and host have one memory?
     root:str|Path='/' # As for `look`
-    low:int|None=None # Bytes below which memory is short; None: a twentieth of it, at most 4 GiB
-    stall:float=.1 # Part of the time that tasks wait, from which on it is
-    calm:float=.01 # And up to which it is not any more
+    low:int|None=None # Bytes below which memory is short; None: a twentieth of all, at most 4 GiB
+    stall:float=.1 # Part of the time that tasks wait, from which on it is short
+    calm:float=.01 # And up to which it is not any more; of both: `full`, or half of `some`
     patience:float=30. # Seconds without need until something is taken back
     state:str='easy' # Or 'tight', or 'short'
     easy:float=0. # Seconds since it was anything else
     seen:deque=field(default_factory=deque) # Of the last looks: seconds ago, and bytes available
-    last:float|None=None # When the last was
+    last:float|None=None # When the last was, in seconds of `monotonic`
     total:int=0 # Bytes that there were then, used or not
-    margin:int|None=None # Bytes that others could take before it was short
+    margin:int|None=None # Bytes that others could take before it was short; None: not looked yet
 
     def bounds(self, l:Look)->tuple[int,int]:
         "Bytes below which memory is short, and from which on it is not"

@@ -56,7 +56,7 @@ _E4M3_EDGES = thresholds(E4M3[:127])
 
 # %% ../../nbs/1_ground/07_formats.ipynb #8e65c79a
 def f32_to_e2m1(x:np.ndarray)->np.ndarray: # uint8 codes 0..15
-    "Nearest E2M1 code, ties to even, saturating at ±6"
+    "Nearest E2M1 code, ties to even, saturating at ±6; NaN, which it has not, becomes 6"
     return (
         np.searchsorted(_E2M1_EDGES, np.abs(x))
         + 8*(x<0)).astype(np.uint8)
@@ -244,7 +244,7 @@ def _mxfp4_decode(p, shape):
     return (q*s[...,None]).reshape(shape)
 
 def _mxfp4_encode(w):
-    "With the smallest power of two that cuts no weight off"
+    "With the smallest power of two that clips no weight"
     b = w.reshape(_scales('MXFP4', 32)(w.shape)+(32,))
     m,e = np.frexp(np.abs(b).max(-1))
     e = np.where(
@@ -545,7 +545,7 @@ def T(self:QTensor)->QTensor:
 @patch
 def reshape(self:QTensor, shape)->QTensor:
     """The same tensor with other dimensions of 1, or any shape of as many numbers where each is
-    stored by itself"""
+    stored by itself; a `ConfigError` where the parts do not fit"""
     p,shape = self.parts,tuple(shape)
     if shape==self.shape:
         return self
@@ -631,7 +631,8 @@ def decode_rows(w, lo:int, hi:int)->np.ndarray:
 # %% ../../nbs/1_ground/07_formats.ipynb #9ced8bf7
 @dataclass(eq=False)
 class QStack:
-    "Tensors of any formats on top of each other, as one"
+    """Tensors of any formats on top of each other, as one; a `ConfigError` where their widths, or
+    the experts' numbers of rows, differ"""
     parts:list # [rows,in] each, or [E,rows,in]
     order:np.ndarray|None=None # Row i (of a matrix) is row `order[i]` of the parts; None: as is
     experts:int=0 # Matrices that `parts` lists, as many parts for each; 0: of one, or of stacks

@@ -105,7 +105,7 @@ class HostArrays:
         "Write `data` to byte `at` of `a`; None, or what waits until that is done"
         self.flat(a)[at:at+len(data)] = data
     def get(self, a, at:int, out:np.ndarray):
-        "Bytes of `a` from `at` on, into `out`, of `buffer`"
+        "Copy bytes of `a` from `at` on into `out`, memory from `buffer`"
         out[:] = self.flat(a)[at:at+len(out)]
     def passing(self, a)->bool:
         "Are pieces of `a` to be summed as they pass? Else `sums` is asked when all of it is there"
@@ -173,7 +173,7 @@ def flatten(
     return arrays,found
 
 def restored(name:str, arrays:dict, found:dict):
-    "What `flatten` took apart under `name`; None, and any error where descriptions do not fit"
+    "What `flatten` took apart under `name`, perhaps None; any error where descriptions do not fit"
     if name not in found:
         return arrays[name]
     d = found[name]
@@ -278,7 +278,8 @@ def _text(said:dict)->bytes:
 _AGAIN = 'It is damaged or was not made by Atlas: delete it'
 
 class PackedFile:
-    "An open packed file, its header checked: `layout`, `sums` by name, `meta`"
+    """An open packed file: `layout`, `sums` by name, `meta`; a `CheckpointError` where its header
+    is not what it should be, an `UnsupportedError` for another version"""
     def __init__(self, path):
         self.file = File(path)
         try:

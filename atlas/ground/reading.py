@@ -65,7 +65,7 @@ def _up(n): return -(-n//BLOCK)*BLOCK
 GAP = 1<<16 # Bytes that nobody wants, and that are read all the same
 
 def _reach(end, back)->np.ndarray:
-    "How far extents and those before them reach; `back`: where it goes back, or to another file"
+    "The furthest end of each extent and those before it, begun anew behind each true `back`"
     edges = 0,*(np.flatnonzero(back)+1).tolist(),len(end)
     reach = end.copy()
     for a,b in zip(edges, edges[1:]):
@@ -74,7 +74,7 @@ def _reach(end, back)->np.ndarray:
 
 def _runs(which, start, end, apart)->tuple: # Number of its run, and how far the run reaches with it
     "Which extents are read as one; `which` is the file of each, and those that are `apart` are not"
-    back = (which[1:]!=which[:-1]) | (start[1:]<start[:-1])
+    back = (which[1:]!=which[:-1]) | (start[1:]<start[:-1]) # to another file, or backwards
     reach = _reach(end, back)
     far = start[1:]>reach[:-1]+GAP
     new = back | far | apart[1:] | apart[:-1]
@@ -166,7 +166,7 @@ class _Buffer:
             f()
 
 def whole_pages(n:int)->mmap.mmap:
-    "Memory of whole pages, large ones where there are any: a disk is told each of them"
+    "Memory of whole pages, huge ones where there are any, as a disk is told the place of each page"
     m = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS)
     if hasattr(mmap, 'MADV_HUGEPAGE'):
         m.madvise(mmap.MADV_HUGEPAGE)
@@ -528,7 +528,7 @@ def read_pieces(
     ring:Ring|None=None, # None: one of its own
     threads:int=THREADS,
     direct:bool=True, # As for `read_windows`, as are the errors
-    homes:dict|None=None, # Key -> memory to read into, uint8; it begins at a block, as in the file
+    homes:dict|None=None, # Key -> uint8 to read into; this and its extent begin at a `BLOCK`
 )->Reading:
     """Read `pieces` once. `take` may return what waits until its `data` may be overwritten, but
     for those with homes"""

@@ -32,7 +32,7 @@ class Batch:
     "The rows of one step. R rows, S sequences"
     ids:object # [R] int32: tokens; 0 where padding
     pos:object # [R] int32: positions
-    slots:object # [R] int64: cache slot of each row; -1 where padding
+    slots:object # [R] int64: cache slot of each row, block*block_size+place; -1 where padding
     tables:object # [S, max_blocks] int32: block tables
     starts:object # [S] int32: position of each sequence's first row
     counts:object # [S] int32: rows of each sequence
@@ -244,7 +244,7 @@ class Decoder:
     "A whole model: `forward(batch, cache)` turns rows into logits"
     ignore = () # Patterns of tensors of the checkpoint that are left unread, beside `IGNORE`
     scales = () # Of 'residual_scale' and 'logit_scale', those it multiplies by; others must be 1
-    unit = 1. # The stream is kept divided by this, where a family's residual scale says so
+    unit = 1. # The residual stream is kept divided by this, where a family's scale says so
     activations = 'f16' # In which a card multiplies prompts
     def __init__(self, c:ModelConfig, layers:list, mtp=None, vision=None):
         _unscaled(c, self.scales)
@@ -348,7 +348,7 @@ def embed(self:Decoder, b:Batch):
 def trunk(self:Decoder,
     b:Batch, # The step
     cache, # `cache.kv[i]`, `cache.conv[i]`, `cache.rec[i]` are layer i's pools, written in place
-    tap=None, # `tap(i, x)` sees the stream after each layer, [R, H], divided by `unit`
+    tap=None, # `tap(i, x)` sees the residual stream after layer i, [R, H], divided by `unit`
     routes:list|None=None, # Collects (ids, weights) of each experts layer
     made:list|None=None, # Gets the rows as the head wants them too, if the last layer left them so
     only_out:bool=False, # Rows `b.out` of prompts alone, which spares a host some work: [n, H]
@@ -363,11 +363,11 @@ def trunk(self:Decoder,
 @patch
 def through(self:Decoder,
     x, # Embeddings of the rows, [R, H]
-    s:Step, # Which they are of
+    s:Step, # The step that they are of
     tap=None, # As for `trunk`
     only_out:bool=False, # Likewise
 ): # [R, H] float32
-    "The stream after the last layer"
+    "The residual stream after the last layer"
     rows,_,deep = s.b.patches or (None,None,())
     early = only_out and not deep and isinstance(self.layers[-1], Block)
     last = self.layers[-1] if early else None
@@ -404,12 +404,12 @@ def last_norm(self:Decoder)->Norm:
 
 @patch
 def final(self:Decoder, x):
-    "The last norm on rows x [n, H]: what the head sees, and drafting too"
+    "The last norm on rows x [n, H]: what the head reads, as does a drafting head"
     return self.ops.rmsnorm(x, *self.last_norm)
 
 @patch
 def head(self:Decoder, h, norm:Norm|None=None):
-    "Logits [n, vocab] of rows h [n, H] after the last norm, or with `last_norm` before it"
+    "Logits [n, vocab] of rows h [n, H]: after the last norm, or before it where `norm` is given"
     return self.ops.logits(h, self.lm_head, norm, self.c.logit_softcap)
 
 @patch

@@ -38,7 +38,7 @@ class QualityPlan:
     "What is read, and what is answered"
     tokens:int=2048 # Of the text, at most
     context:int=512 # Tokens of a window
-    stride:int=256 # Tokens that each but the first scores
+    stride:int=256 # Tokens that each window but the first scores; those before are its context
     prompts:int=4 # Beginnings that are gone on from, 64 tokens each
     answer:int=32 # Tokens of each answer, always the likeliest
     bound:int=4<<30 # Bytes of logits of the reference, at most
@@ -180,11 +180,11 @@ class Quality:
     activations:str|None # Of prompts, and of how many weights; None: as always
     bytes:int # Of the checkpoint
     cache_bytes:int # Of a token's keys and values
-    perplexity:float
+    perplexity:float # e to the mean of -ln p of the tokens that came
     perplexity_error:float # Standard error, as if tokens were independent
-    kl:float # Mean divergence from the reference, in nats
+    kl:float # Mean KL divergence from the reference, in nats
     kl_p99:float # What 99 of 100 tokens do not exceed
-    kl_max:float
+    kl_max:float # The largest
     agree:float # Share of tokens for which the likeliest is the same
     alike:float # Tokens until greedy answers differ, on average
 
@@ -275,7 +275,7 @@ def text_of(self:_Bench, llm:FormedLLM)->JudgedText:
 
 @patch
 def reference(self:_Bench)->Reference:
-    "What is kept in a file, or the model as it is stored"
+    "What a file has of a model, or what this one says as it is stored"
     if self.files.reference:
         ref = open_reference(self.files.reference)
         _check_answers(ref, self.plan)

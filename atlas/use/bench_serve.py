@@ -29,15 +29,15 @@ from .clients import address,ask as look,find_server
 @dataclass
 class SweepPlan:
     "What is to be asked of a server"
-    levels:list # Runs
+    levels:list # A `Level` of load for each run
     requests:int=32 # Of each run
     warmup:int=1 # Requests that do not count, before the first
     data:Synthetic=field(default_factory=Synthetic)
     file:list|None=None # Conversations of a file, instead
     streaming:bool=True
     chat:bool=True # Else `/v1/completions`
-    burst:int=8
-    limits:dict=field(default_factory=dict) # Most milliseconds, for goodput
+    burst:int=8 # Requests that come together, where arrivals are bursts
+    limits:dict=field(default_factory=dict) # Metric -> most milliseconds, for goodput
     extra:dict=field(default_factory=dict) # More fields of every body
 
 @patch
@@ -78,7 +78,7 @@ class Target:
 
 @patch
 def asked(self:Target, p:SweepPlan, body:dict)->dict:
-    "All of a body, in the manner of the plan"
+    "A whole body of a request: `body`, and what the plan and the server add"
     more = dict(model=self.model)
     if p.streaming:
         more |= dict(stream=True, stream_options=dict(include_usage=True))
@@ -137,7 +137,7 @@ class Progress:
 # %% ../../nbs/8_use/18_bench_serve.ipynb #6e541aee
 @patch
 async def ready(self:Target, p:SweepPlan, stop):
-    "Learn how the server counts, and have it warm"
+    "Learn how the server counts, and send requests that are not measured"
     self.how = None if p.file else await self.counts(p)
     plan = replace(p, requests=p.warmup)
     warm = plan.conversations(1<<20, self.how or Tokens())
