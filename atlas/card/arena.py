@@ -256,7 +256,7 @@ class Allocation:
         self.region._back.append((self.at, self.nbytes))
     address = property(lambda self: self.region.at+self.at)
     def __repr__(self):
-        return f'Piece({human(self.nbytes)} of {self.region.name}, {self.at:,} from its start)'
+        return f'Allocation({human(self.nbytes)} of {self.region.name}, {self.at:,} from its start)'
 
 def _span(i, size, chunk)->tuple[int,int]:
     "Where chunk `i` begins, and its bytes"

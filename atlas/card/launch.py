@@ -1,4 +1,4 @@
-"""From the text of a kernel to work on the card: the contract it states, the machine code it becomes, where that is kept, and the call
+"""From the text of a kernel to work on the card: the contract it states, the machine code it becomes, and where that is kept
 
 Docs: https://atlas-inference.github.io/atlas/2_card/launch.html.md"""
 

@@ -8,10 +8,11 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/spill.html.md"""
 __all__ = ['KNOWN', 'AGAIN', 'Fetch', 'SpillTier']
 
 # %% ../../nbs/5_engine/07_spill.ipynb #3d501ac3
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from fastcore.basics import patch
-from .arbiter import StepTime
 from .cache import BlockTable
 from .prefix import Node,PrefixTree,Trail,ident_of
 from .records import KINDS,Records
@@ -43,7 +44,7 @@ class SpillTier:
     ):
         self.tree,self.records,self.store = tree,records,store
         self.states = getattr(tree, 'states', None)
-        self.pace = StepTime() # Seconds of a tile that is fetched
+        self.pace = deque(maxlen=5) # Seconds of a tile, of the newest fetches
         self.passed = 0 # Fetches that did not seem worth their time, since one that did
         tree.tier = self
 
@@ -220,8 +221,8 @@ AGAIN = 8 # The fetch that is tried although those before it seemed too slow
 @patch
 def _slower(self:SpillTier, tiles, seconds)->bool:
     "Is a fetch of so many tiles left to prefill, which takes so long?"
-    known = seconds is not None and len(self.pace.last)>=KNOWN
-    if not known or tiles*self.pace.mean<=seconds:
+    known = seconds is not None and len(self.pace)>=KNOWN
+    if not known or tiles*median(self.pace)<=seconds:
         self.passed = 0
         return False
     self.passed = (self.passed+1)%AGAIN
@@ -231,7 +232,7 @@ def _slower(self:SpillTier, tiles, seconds)->bool:
 def took(self:SpillTier, f:Fetch, seconds:float):
     "All of `f` was there after so long, and nobody else had work"
     if f.read:
-        self.pace.note(seconds/f.read)
+        self.pace.append(seconds/f.read)
 
 # %% ../../nbs/5_engine/07_spill.ipynb #1f3b01f3
 @patch

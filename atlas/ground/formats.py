@@ -521,11 +521,11 @@ def __getitem__(self:QTensor, i)->QTensor:
         return self.like(self.shape[1:], cut)
     if self.ndim!=2:
         raise ConfigError(f'Only a matrix can be cut into rows, not {self}')
-    lo,hi,_ = i.indices(len(self))
-    if self.fmt=='FP8_BLOCK':
-        return self.rows(np.arange(lo, hi))
-    i = slice(lo, hi)
-    return self.like((hi-lo,self.shape[1]), cut)
+    index = range(*i.indices(len(self)))
+    if self.fmt=='FP8_BLOCK' or index.step!=1:
+        return self.rows(np.array(index, int))
+    i = slice(index.start, index.stop)
+    return self.like((len(index),self.shape[1]), cut)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #a9eed304
 @patch(as_prop=True)
@@ -542,6 +542,11 @@ def T(self:QTensor)->QTensor:
         return QTensor('F32', (*l,i,o), dict(data=turn(self.decode())))
     return self.like((*l,i,o), turn)
 
+def _same_tiles(a, b)->bool:
+    "Do matrices of shapes `a` and `b`, of the same numbers, share scales in the same squares?"
+    whole = not (a[-2]%FP8_TILE or b[-2]%FP8_TILE)
+    return a[-1]==b[-1] and (a[-2]==b[-2] or whole)
+
 @patch
 def reshape(self:QTensor, shape)->QTensor:
     """The same tensor with other dimensions of 1, or any shape of as many numbers where each is
@@ -552,7 +557,8 @@ def reshape(self:QTensor, shape)->QTensor:
     layout = FORMATS[self.fmt].layout(shape)
     want = {k: s for k,(_,s) in layout.items()}
     by_row = self.fmt=='FP8_CHANNEL' and len(shape)!=self.ndim
-    if by_row or any(p[k].size!=np.prod(s, dtype=int) for k,s in want.items()):
+    torn = self.fmt=='FP8_BLOCK' and not _same_tiles(self.shape, shape)
+    if by_row or torn or any(p[k].size!=np.prod(s, dtype=int) for k,s in want.items()):
         raise ConfigError(f'{self} cannot be seen as {list(shape)}')
     return QTensor(self.fmt, shape, {k: p[k].reshape(s) for k,s in want.items()})
 
