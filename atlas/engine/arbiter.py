@@ -70,7 +70,7 @@ def tally(
 # %% ../../nbs/5_engine/10_arbiter.ipynb #d0968014
 @patch(as_prop=True)
 def rates(self:Acceptance)->list[float]:
-    "a₁ … of all places"
+    "The acceptance rates a₁ … of all places"
     return [r/n for r,n in zip(self.right, self.tried)]
 
 @patch
@@ -104,7 +104,7 @@ class StepTime:
         self.mean = None # Seconds; None until there was one
 
     def note(self, seconds:float):
-        "One step took so long"
+        "One step took `seconds`"
         full = len(self.last)==5
         self.last.append(seconds)
         middle = sorted(self.last)[(len(self.last)-1)//2]
@@ -120,7 +120,7 @@ class DraftDepth:
     due:int=0 # The step from which on it may be probed
 
 def bucket(seqs:int, context:int)->tuple[int,int]:
-    "Steps that take about as long: (sequences, longest context), at most 11 times 8"
+    "Class of steps that take about as long, by sequences and longest context: at most 11 times 8"
     size = (seqs-1).bit_length()
     length = (context>>13).bit_length()
     return min(size, 10),min(length, 7)
@@ -158,7 +158,7 @@ def lift(self:SeqLimit):
 
 @patch
 def lower(self:SeqLimit, least:float):
-    "Mask places that are reached less often than `least`"
+    "Mask places whose drafts are accepted less often than `least`"
     shut,a = self.limit<self.most,self.acceptance
     if not shut and self.age<self.until:
         return
@@ -206,7 +206,7 @@ class Arbiter:
         self.most,self.adaptive,self.tuning = most,adaptive,Tuning(**tuning)
         self.k = most # Drafts a step, probes aside
         self.handed = self.noted = most # K of the newest step asked for; of the newest landed
-        self.chosen = most # The first, before it was cut to what sequences have a use for
+        self.chosen = most # `handed`, before it was cut to what sequences have a use for
         self.acceptance = Acceptance(most, self.tuning.memory)
         self.buckets = {} # Bucket -> a `DraftDepth` for each K
         self.limits = {} # Id of a running request -> `SeqLimit`
@@ -328,7 +328,7 @@ def decide(self:Arbiter, b, times:list[float]):
 # %% ../../nbs/5_engine/10_arbiter.ipynb #02c36556
 @patch
 def hope(self:Arbiter, b, times:list[float], first:float|None=None)->list[float]: # [most+1]
-    "Tokens a second and sequence with each K, if all but `first` drafts, where given, are good"
+    "As `speed`, if unchecked drafts are good; `first`: seen acceptance of the first draft, if any"
     a,k = self.acceptance.rates,self.k
     a[k:] = [max(x, self.tuning.easy) for x in a[k:]]
     if first is not None:
@@ -349,7 +349,7 @@ def age(self:Arbiter, c:DraftDepth)->float:
 
 @patch
 def promising(self:Arbiter, b, times, ks, first=None)->int|None:
-    "The K of most hope among `ks`, if it is better than the one now; `first` drafts are that good"
+    "The K of most hope among `ks`, if it is better than the one now; `first` as for `hope`"
     hope = self.hope(b, times, first)
     k = max(ks, key=hope.__getitem__, default=self.k)
     if hope[k]>self.speed(times)[self.k]*(1+self.tuning.gain):
@@ -389,7 +389,7 @@ def begin(self:Arbiter, b, k:int):
 
 @patch
 def run(self:Arbiter, b, k:int):
-    "Some steps with `k`"
+    "Probe `k` for some steps"
     t = self.tuning
     self.probe = Probe(k, max(t.probe-b[0], t.probe//2), b, inf)
     self.acceptance.forget(self.k, k)

@@ -25,7 +25,7 @@ class BlockPool:
         block_size:int=16, # Tokens that fit in one
     ):
         self.num_blocks,self.block_size = num_blocks,block_size
-        self.refs = [0]*num_blocks
+        self.refs = [0]*num_blocks # Owners of each
         self.kept = bytearray(num_blocks) # Which are a prefix tree's
         self.num_kept = 0 # How many that are
         self.reclaimable = 0 # Blocks that only the tree has
@@ -37,11 +37,11 @@ class BlockPool:
     def free(self)->int: return len(self._free)
     @property
     def available(self)->int:
-        "Blocks that can be had: free, or only kept in case that somebody needs them again"
+        "Blocks that `take` can give: free, or the tree's alone, and then evicted first"
         return self.free+self.reclaimable
     @property
     def used(self)->int:
-        "Blocks that somebody works with"
+        "Blocks that somebody beside the tree owns"
         return self.num_blocks-self.available-len(self.lent)
     def blocks_for(self, tokens:int)->int:
         "Blocks that `tokens` tokens take"
@@ -71,7 +71,7 @@ def take(self:BlockPool,
 # %% ../../nbs/5_engine/01_cache.ipynb #a32bebdf
 @patch
 def share(self:BlockPool, ids:list[int])->list[int]:
-    "Add an owner to each of `ids`, which must be in use"
+    "Add an owner to each of `ids`: these; `AtlasError` if one has no owner yet"
     for i in ids:
         self._owned(i)
         self.reclaimable -= self.alone(i)
@@ -80,7 +80,7 @@ def share(self:BlockPool, ids:list[int])->list[int]:
 
 @patch
 def give(self:BlockPool, ids:list[int]):
-    "Drop one reference to each of `ids`; blocks without owners are free again"
+    "Drop one reference to each of `ids`; without owners they are free. `AtlasError` as `share`"
     for i in ids:
         self._owned(i)
         self.refs[i] -= 1
@@ -90,7 +90,7 @@ def give(self:BlockPool, ids:list[int]):
 
 @patch
 def alone(self:BlockPool, i)->bool:
-    "Is block `i` the tree's alone?"
+    "Is the tree the only owner of block `i`?"
     return bool(self.kept[i]) and self.refs[i]==1
 
 @patch
@@ -124,8 +124,8 @@ def freed_by(self:BlockPool, ids:list[int])->int:
 
 # %% ../../nbs/5_engine/01_cache.ipynb #da1af9c6
 @patch
-def runs(self:BlockPool, least:int=1)->list[tuple[int,int]]: # (first, end)
-    "Free blocks that follow each other, at least so many, the last ones first"
+def runs(self:BlockPool, least:int=1)->list[tuple[int,int]]: # (first, one past the last)
+    "Free blocks that follow each other, at least `least` of them, the last ones first"
     out,free = [],sorted(self._free)
     for i in free:
         if out and out[-1][1]==i:
@@ -149,10 +149,10 @@ def recall(self:BlockPool):
 
 # %% ../../nbs/5_engine/01_cache.ipynb #dbe82cc4
 class BlockTable:
-    "The blocks of one sequence, in order"
+    "A block table: the blocks of one sequence, in order"
     def __init__(self, pool:BlockPool):
         self.pool,self.blocks = pool,[]
-        self.promised = 0 # Blocks that nobody else is to have
+        self.promised = 0 # Blocks that the scheduler has set aside for it, with those that it has
     @property
     def owed(self)->int:
         "Blocks that were promised and that it has not got yet"
@@ -163,7 +163,7 @@ class BlockTable:
     def __repr__(self): return f'BlockTable({self.blocks})'
 
     def ensure(self, tokens:int):
-        "Grow until `tokens` tokens fit"
+        "Grow until `tokens` tokens fit; `OutOfMemoryError` as `BlockPool.take`"
         if n := self.missing(tokens):
             self.blocks += self.pool.take(n)
 
@@ -200,16 +200,16 @@ def states_in(slots:list[int])->list[int]:
 
 # %% ../../nbs/5_engine/01_cache.ipynb #17382c43
 class KVCache:
-    "Keys and values of every attention layer, states of every recurrent one, and their pools"
+    "Keys and values of every attention layer, float32 states of every recurrent one, their pools"
     def __init__(self,
         cfg:ModelConfig, # Layers, heads and sizes
         device, # Whose memory it is
         num_blocks:int, # See `fit_blocks`
         block_size:int|None=None, # Tokens in a block; None here and below: the device's default
-        dtype=None, # Format of keys and values, as its `kv_formats` takes it; states are float32
+        dtype=None, # Format of keys and values, as the device's `kv_formats` takes it
         num_states:int=2, # State slots: of each running sequence one, and one more a draft
-        drafting:bool=False, # Room for the layers of an MTP head too, after the model's?
-        high_precision:int=0, # On a card: so many attention layers at both ends keep 16 bits
+        drafting:bool=False, # Room for the layers of a multi-token prediction (MTP) head too?
+        high_precision:int=0, # On a card: so many attention layers at each end keep 16 bits
     ):
         ops = words_of(device)
         self.pool = BlockPool(num_blocks, block_size or ops.DEFAULTS.block_size)
@@ -230,7 +230,7 @@ def _zeros(device, states, part, n)->dict:
     return {i: device.zeros((n,*s[part])) for i,s in states.items()}
 
 # %% ../../nbs/5_engine/01_cache.ipynb #02c59be1
-def kv_shapes(cfg:ModelConfig, drafting:bool=False)->dict:
+def kv_shapes(cfg:ModelConfig, drafting:bool=False)->dict: # Layer -> (key heads, size of one)
     "Key heads and their size, of each layer that keeps keys and values"
     shapes = {i:cfg.kv_shape(i) for i in _layers(cfg, drafting)}
     return {i:s for i,s in shapes.items() if s}
@@ -257,7 +257,7 @@ def token_bytes(
     return sum(ops.kv_bytes(*shapes[i], formats[i]) for i in formats)
 
 def state_bytes(cfg:ModelConfig)->int:
-    "Bytes of recurrent state that one sequence reads, and writes, in a step"
+    "Bytes of recurrent state, in float32, that one sequence reads, and writes, in a step"
     return 4*cfg.state_elements
 
 def slot_bytes(
@@ -303,7 +303,7 @@ def arrays(self:KVCache)->list:
 
 @patch
 def renew(self:KVCache, device):
-    "Be as new, with memory that has been replaced"
+    "Write what does not begin as zeros, after the memory was replaced"
     pools = [p for p in self.kv.values() if hasattr(p, 'words')]
     words = {id(p.words): p.words for p in pools}
     for w in words.values():

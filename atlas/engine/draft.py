@@ -26,7 +26,7 @@ class End:
     at:int # Position of that
     last:int # The last position that it may ever have in the cache
     table:list[int] # Its blocks
-    state:int=0 # The state after the token before the newest
+    state:int=0 # Number of the state after the token before the newest
     history:list[int]=() # All its tokens
 
 # %% ../../nbs/5_engine/08_draft.ipynb #7be10d3a
@@ -45,7 +45,7 @@ class DraftInput:
         raise NotImplementedError
 
     def looking(self, ids)->Batch:
-        "One row of each that sees what came before its newest token"
+        "One row of each, which attends to nothing from its newest token on"
         b = self.rows(0, ids)
         return replace(b, starts=b.starts-1)
 
@@ -97,7 +97,7 @@ def history(self:Ends)->list:
 def lists(self:Ends,
     drafts:list, # Of [S] int32: guesses, the nearest first; -1 for none
 )->list[list[int]]: # Of each sequence, as far as it may come to need them
-    "Drafts sequence by sequence"
+    "Drafts by sequence; `invalid` counts sequences that have one with logits not finite"
     if not drafts:
         return [[] for _ in self.ends]
     table = np.stack([self.device.download(d) for d in drafts], 1)
@@ -107,10 +107,10 @@ def lists(self:Ends,
     self.invalid = sum(INVALID in row for row in rows)
     return [given(row) for row in rows]
 
-INVALID = -2 # In place of a draft whose logits were not finite; -1 where there is none else
+INVALID = -2 # In place of a draft whose logits were not finite; -1: no draft, for other reasons
 
 def given(drafts:list[int])->list[int]:
-    "Those before the first that is none"
+    "The first of `drafts`, up to a negative one, which is none"
     n = next((i for i,d in enumerate(drafts) if d<0),
         len(drafts))
     return drafts[:n]
@@ -119,7 +119,7 @@ def given(drafts:list[int])->list[int]:
 class Drafter:
     "Guesses what comes next, for sequences of a step; this is what one has to offer"
     name = '' # What it is called in options
-    reads = False # Does it read what was said?
+    reads = False # Does it read `history`?
     # Its own `KVCache`, whose blocks have the numbers of the target's; None: it needs none
     cache = None
     def __init__(self,
@@ -129,12 +129,12 @@ class Drafter:
     ):
         self.target,self.k,self.by = target,k,by or target
         self.head,self.names = self.by.lm_head,None
-        self.invalid = 0 # Drafts left out because their logits were not finite
+        self.invalid = 0 # How often a sequence's drafts ended because logits were not finite
 
     def see(self,
         b:Batch, # A pass over prompts or over rows
         x, # [R, H]: the target's stream after its last layer
-        then, # [R] int32: the token after each; any where nobody knows it
+        then, # [R] int32: the token after each; any token where that is not known yet
     ): # [R, n] or None: what `propose` wants of each row
         "Take in what the target has computed; rows that did not count are written over later"
 
@@ -161,7 +161,7 @@ def _likeliest(self:Drafter, h, norm=None, out=None, tap=None):
 
 # %% ../../nbs/5_engine/08_draft.ipynb #d14a0003
 class MTPDrafter(Drafter):
-    "A model's own head"
+    "A model's own MTP head; `UnsupportedError` if it has none"
     name = 'mtp'
     def __init__(self,
         target:Decoder,
@@ -206,7 +206,7 @@ def reads_cache(
     return a.vocab_size==t.vocab_size
 
 class AssistantDrafter(Drafter):
-    "A small model that reads the target's cache"
+    "A small model that reads the target's cache; `UnsupportedError` if it cannot"
     name = 'draft'
     def __init__(self,
         target:Decoder,
@@ -252,7 +252,8 @@ def _defined(self:AssistantDrafter, n, tap):
 
 # %% ../../nbs/5_engine/08_draft.ipynb #d14a0004
 class ModelDrafter(Drafter):
-    "Another, smaller model of the same vocabulary, with a cache of its own"
+    """Another, smaller model with a cache of its own; `UnsupportedError` if its vocabulary has
+    another size"""
     name = 'draft'
     def __init__(self,
         target:Decoder,
@@ -286,7 +287,7 @@ class ModelDrafter(Drafter):
 
 # %% ../../nbs/5_engine/08_draft.ipynb #d14a0005
 class NgramDrafter(Drafter):
-    "What came after the same words, the last time that they were there"
+    "Drafts what came after the same tokens, the last time that they were there"
     name = 'ngram'
     reads = True
     def __init__(self,

@@ -112,7 +112,7 @@ class LoadedModel:
     def __init__(self,
         options:EngineConfig,
         show=None, # Progress bar, or what makes one; None: when somebody watches
-        text=None, # Gives what reads and writes for a checkpoint, with `guides()`; None: ids alone
+        text=None, # `text(checkpoint)` reads and writes text, and has `guides()`; None: ids alone
     ):
         self.options = options
         self.device = settled(get_device(options.device), options)
@@ -440,7 +440,7 @@ class WeightForm:
     "Which weights are loaded, and how they are kept"
     parts:tuple # Of '', 'vision' and 'mtp'
     packed:bool # As they are stored?
-    quantization:str|None=None # Format that large matrices are stored in anew, on a card
+    quantization:str|None=None # Format that large matrices are requantized to, on a card
     head:str|None=None # Likewise the output matrix
     drafting:str|None=None # Likewise the matrices of a drafting head
 
@@ -461,7 +461,7 @@ class Sizes:
     form:WeightForm
     weights:int # Bytes, those of a draft model with them
     steps:int # Bytes of the largest step
-    vision:int # Bytes of a tower that the host computes, in a memory that is the card's too
+    vision:int # Bytes of a vision tower that the host computes, where its memory is the card's too
 
     @property
     def resident(self)->int:
@@ -624,7 +624,7 @@ def _plan(self:LoadedModel, ck, need:int, steps:int):
 
 @patch
 def _steps(self:LoadedModel, seqs:int, ck, form)->int:
-    "Bytes of a step: of the larger model, with a row for each draft, and of rows to draft from"
+    "Bytes of a step: of the larger model, with a row for each draft, and of a narrowed LM head"
     by = self.drafting
     rows,models = seqs*(1+by.k),[ck]
     tiles = self.chunk+(TILE-1)*seqs # the last tile of each prompt may have one row
@@ -856,7 +856,7 @@ def memory(self:LoadedModel)->dict[str,int]:
 # %% ../../nbs/5_engine/16_loading.ipynb #62987dff
 @patch
 def ids(self:LoadedModel, prompt, answer:int=1)->list[int]:
-    "A prompt as a list of ints that the model has, with room for `answer` tokens after it"
+    "A prompt as a list of ints; a `RequestError` if it, and `answer` tokens more, cannot be served"
     self._open()
     try:
         ids = [index(i) for i in prompt]

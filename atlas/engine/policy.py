@@ -27,8 +27,8 @@ class Load:
     "What one step computes, or several, as far as its time depends on it"
     chunks:int=0 # Steps that had prompts
     tokens:int=0 # Of prompts
-    reach:int=0 # Each of them times the tokens before its chunk
-    seqs:int=0 # That decoded in the last one
+    reach:int=0 # Sum over chunks: their tokens times the tokens before them
+    seqs:int=0 # Sequences that decoded in the last step
     width:int=1 # Rows of each of them
     replays:int=0 # Rows computed again after a preemption
     apart:bool=False # On a part of the card, beside something else?
@@ -68,8 +68,8 @@ class StepTimes:
         self.kinds = OrderedDict() # (tiles, thousands of tokens before them) -> `ChunkKind`
         self.largest = 0 # Tokens of the largest chunk that was seen
         self.mixed = deque(maxlen=5) # Tokens and seconds of the newest steps beside answers
-        self.ratios = deque(maxlen=5) # Of such steps: seconds of the chunk, in those expected
-        self.newest = deque(maxlen=3) # Chunks: tokens, reach, seconds, and these in those expected
+        self.ratios = deque(maxlen=5) # Of such steps: seconds of the chunk over those expected
+        self.newest = deque(maxlen=3) # Chunks: tokens, reach, seconds, these over those expected
         self._line = None # a, b and k, until something is noted
 
     @property
@@ -84,7 +84,7 @@ class StepTimes:
 
     @property
     def naive(self)->bool:
-        "Is nothing known of what more tokens than a tile cost, or of what fewer than these do?"
+        "Is the slope unknown? One size was seen only, or a single tile and nothing of two"
         sizes = self.sizes
         return len(sizes)<2 or 1 in sizes and 2 not in sizes
 
@@ -93,7 +93,7 @@ def _class(seqs, width): return width,(seqs-1).bit_length()
 
 @patch
 def plain(self:StepTimes, seqs:int, width:int=1)->float:
-    "Seconds of a step that only decodes, or of one like it; 0 if there was none at all"
+    "Seconds of a step that only decodes, or of the one most like it; 0 if none was seen"
     if not (seqs and self.plain_steps):
         return 0.
     w,c = _class(seqs, width)
@@ -106,7 +106,7 @@ def note(self:StepTimes,
     load:Load,
     seconds:float|None, # That it took; None if that is not known
 ):
-    "Steps have ended"
+    "Learn from steps that have ended and took so long"
     if load.replays or not seconds or not 0<seconds<inf:
         return
     if load.chunks:
@@ -200,7 +200,7 @@ def _fitted(self:StepTimes)->np.ndarray: # [3]
 
 @patch
 def _wishes(self:StepTimes, t):
-    "Faint equations beside those of times `t`: a is a plain step, or is nothing, and so is k"
+    "Weak equations beside those of times `t`: a is a plain step, or is nothing, and so is k"
     plain = min((s.mean for s in self.plain_steps.values()), default=0.)
     weight = .1/max(t.min(), plain)
     wishes = np.diag([weight, 0, 1e-3/t.max()])
@@ -215,7 +215,7 @@ def _expected(self:StepTimes, tokens, reach)->float:
 # %% ../../nbs/5_engine/11_policy.ipynb #0036ce22
 @patch(as_prop=True)
 def bias(self:StepTimes)->float:
-    "What chunks beside answers took lately, in what the line says: the second highest of five"
+    "What chunks beside answers took lately over what the line says: the second highest of five"
     if not self.ratios:
         return 1.
     return sorted(self.ratios)[-2 if len(self.ratios)>2 else -1]
@@ -247,7 +247,7 @@ def rate(self:StepTimes, chunk:int)->float|None:
 # %% ../../nbs/5_engine/11_policy.ipynb #d3d96395
 @patch
 def rungs(self:StepTimes, most:int, share:int=2)->range:
-    "Sizes of chunks that may be tried, up to `most`; by one part of `share` longer than the usual"
+    "Sizes of chunks to try: up to the usual and 1/`share` of it more, and no more than `most`"
     tiles = int(self.usual)//TILE
     tiles += max(tiles//share, 1)
     return range(TILE, min(most, tiles*TILE)+1, TILE)
@@ -278,11 +278,11 @@ SWIFT = 1.3 # Times its time alone that a prompt takes, where the deadline and a
 by_order = attrgetter('order')
 
 class Policy:
-    "Who goes first, and how many tokens of prompts a step takes; times in seconds"
+    "Who goes first, and how many tokens of prompts a step takes; `AtlasError` for bad options"
     def __init__(self,
         name:str='fifo', # One of `POLICIES`
-        deadline:float|None=None, # Between two tokens of an answer; None or 0: none
-        max_wait:float|None=None, # Without progress, and then it is first; None or 0: for ever
+        deadline:float|None=None, # Seconds between two tokens of an answer; None or 0: none
+        max_wait:float|None=None, # Seconds without progress until it is first; None or 0: no limit
         stretch:float=2., # A prompt takes no more than so many times its time alone
     ):
         if name not in POLICIES:
@@ -295,7 +295,7 @@ class Policy:
         self.max_wait = max_wait or inf
         self.times = StepTimes()
         self.held = False # Did the step before leave prompts out?
-        self.part = 0. # Of a card, that steps can have to themselves beside a prompt; 0: none
+        self.part = 0. # Share of a card that steps can have to themselves beside a prompt; 0: none
         self._due,self._n = [],0 # Heap of (when, a number, who waits)
 
     def __repr__(self):
@@ -319,7 +319,7 @@ def key(self:Policy, seq)->tuple:
 
 @patch
 def line(self:Policy, seqs:list)->list:
-    "Those whose prompts are being computed, best first; they come in the order of the running"
+    "`seqs`, whose prompts are being computed, best first; they come as the running list has them"
     return seqs if self.name=='fifo' else sorted(seqs, key=self.key)
 
 # %% ../../nbs/5_engine/11_policy.ipynb #3a6c7aab

@@ -26,7 +26,7 @@ class Asleep:
     has_work,guides = False,None
     def __init__(self,
         name:str, # Of the model
-        stats:dict, # What the engine had to tell at last
+        stats:dict, # The last that the engine's `stats()` said
         engine=None, # That goes on when it wakes; None: it is made anew
     ): self.name,self._stats,self.engine = name,stats,engine
     def add(self, request):
@@ -42,7 +42,7 @@ class Asleep:
 
 @patch
 def _rest(self:LoadedModel):
-    """Take in what is in the air, and forget all prefixes; an `EngineError` while somebody waits
+    """Take in the step in the air, and forget all prefixes; an `EngineError` while somebody waits
     for an answer"""
     s = self.engine.scheduler
     if s.has_work:
@@ -104,7 +104,7 @@ def _all_of(region, arrays)->bool:
 # %% ../../nbs/5_engine/20_sleep.ipynb #8fd1bb66
 @patch
 def source(self:LoadedModel, level:int):
-    "What will bring the weights back: an object with `fill(region)`; None: there is no such thing"
+    "What will bring the weights back, with `fill(region)`; None: nothing, they are loaded anew"
     if level==2:
         return packed_weights(self)
     try:
@@ -117,7 +117,7 @@ def source(self:LoadedModel, level:int):
 
 @patch
 def sleep(self:LoadedModel,
-    level:int=1, # 1: keep the weights, in memory of the host; 2: on the disk alone
+    level:int=1, # 1: keep the weights in memory of the host, 2: on the disk only; else an error
 )->dict: # `level`, `bytes` given back, `seconds`
     """Give memory back until `wake`. An error leaves all as it is: an `EngineError` while answers
     are under way, an `OutOfMemoryError` without room for a copy"""

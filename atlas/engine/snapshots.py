@@ -16,10 +16,10 @@ from ..ops.linear import TILE
 # %% ../../nbs/5_engine/03_snapshots.ipynb #61c4090d
 def snapshot_points(
     length:int, # Tokens of a prompt
-    last:int, # The last of them that the tree may have
+    last:int, # So many of them the tree may have
     boundaries=(), # So many tokens into the prompt a message ends
-    interval:int=0, # Tokens between two snapshots, at most; 0: as many as you like
-)->list[int]: # Multiples of TILE, ascending
+    interval:int=0, # Most tokens between two snapshots, cut to whole tiles; 0: no limit
+)->list[int]: # Numbers of tokens, multiples of TILE, ascending
     "Where a prompt's states are worth keeping"
     ends = [*(b for b in boundaries if 0<b<=length), last]
     if not boundaries:
@@ -81,7 +81,7 @@ def restore(self:SnapshotTree, trail:Trail, node:Node):
 
 @patch
 def _read(self:SnapshotTree, trail, slot):
-    "The next rows of `trail` read `slot`; None: what its sequence has itself"
+    "The next rows of `trail` read `slot`, which is pinned; None: its sequence's own state"
     old,trail.restored = trail.restored,slot
     if slot is not None:
         self.states.share([slot])
@@ -91,7 +91,7 @@ def _read(self:SnapshotTree, trail, slot):
 # %% ../../nbs/5_engine/03_snapshots.ipynb #1f90783f
 @patch
 def mark(self:SnapshotTree, trail:Trail, start:int, end:int):
-    "Slots for what is worth keeping of the states in tokens `start..end` of `trail`"
+    "Take slots for the `points` of `trail` that a step over tokens `start..end` passes"
     self.unmark(trail)
     at = [p for p in trail.points if start<p<=end]
     n = min(len(at), self.states.available)
@@ -116,7 +116,7 @@ def commit(self:SnapshotTree, trail:Trail, table, computed:int):
 
 @patch
 def _snap(self:SnapshotTree, node, slot):
-    "The states after `node` are in `slot`, which nobody else has; two of them are one too many"
+    "The states after `node` are in `slot`, which nobody else has; freed if `node` has others"
     if node.snapshot is None:
         node.snapshot,node.read = slot,self.clock
         self.states.keep([slot])

@@ -24,10 +24,10 @@ from ..ops.linear import TILE
 class Fetch:
     "Tiles that a prompt has the store read, and states after the last"
     tiles:list[bytes] # Idents, in order
-    state:bytes|None=None # Ident of the tile with the states, where the store has them
-    done:int=0 # Tiles that are there
-    read:int=0 # Those of them that the store has to read
-    since:float|None=None # When it began, if its sequence had the engine to itself
+    state:bytes|None=None # Ident of the last tile, if the store has the states after it
+    done:int=0 # Of these, those that are in the tree now
+    read:int=0 # Tiles that the store has to read
+    since:float|None=None # Seconds: when it began, if its sequence had the engine to itself
     @property
     def next(self)->tuple:
         "Kind and ident of the record without which it cannot go on"
@@ -45,18 +45,18 @@ class SpillTier:
         self.tree,self.records,self.store = tree,records,store
         self.states = getattr(tree, 'states', None)
         self.pace = deque(maxlen=5) # Seconds of a tile, of the newest fetches
-        self.passed = 0 # Fetches that did not seem worth their time, since one that did
+        self.passed = 0 # Fetches that were left to prefill, since one that was begun
         tree.tier = self
 
     def put(self, kind:str, node:Node, numbers, wait:bool=False):
-        "`node` is about to leave the tree, or its states; memory is waited for, a disk is not"
+        "Store a tile or states that leave the tree with `node`; waits for memory, not for a disk"
         fill = partial(self.records.read, kind, numbers)
         parent = node.parent.ident
         wait = wait or self.store.place.quick
         self.store.put(kind, node.ident, fill, parent, node.depth, node.key, wait)
 
     def forget(self, node:Node):
-        "What is kept of `node` is no good"
+        "Drop the store's records of `node`, which may be bad"
         for kind in KINDS:
             self.store.forget(kind, node.ident)
     def __repr__(self): return f'SpillTier({self.store!r})'
@@ -68,7 +68,7 @@ def begin(self:SpillTier,
     most:int, # Tokens that may be had at most
     computing=None, # `f(tokens, before)`: seconds that prefill takes, None if that is not known
 )->Fetch|None: # None: the store has nothing that the tree has not, or prefill is faster
-    "Have the store read what `trail` could go on along"
+    "Have the store read the tiles that `trail` needs next, and the states after them"
     f = self._found(trail, most)
     if not f or f.state and not self.states.available:
         return None
@@ -197,12 +197,12 @@ def wait(self:SpillTier, fetches:list[Fetch], seconds:float):
 
 @patch
 def _wanted(self:SpillTier, kind, ident):
-    "What `ready` says; also of what the tree had until a moment ago"
+    "What `ready` says; a tile that the tree had until a moment ago is wanted first"
     return self.store.want(kind, ident) and self.store.ready(kind, ident)
 
 @patch
 def _gave_up(self:SpillTier, f, got):
-    "`got`; if it says that something cannot be had, nothing else is wanted either"
+    "Returns `got`; if that is False, `f` is cancelled"
     if got is False:
         self.cancel(f)
     return got
@@ -220,7 +220,7 @@ AGAIN = 8 # The fetch that is tried although those before it seemed too slow
 
 @patch
 def _slower(self:SpillTier, tiles, seconds)->bool:
-    "Is a fetch of so many tiles left to prefill, which takes so long?"
+    "Would a fetch of so many tiles take longer than a prefill of `seconds`? None: not known"
     known = seconds is not None and len(self.pace)>=KNOWN
     if not known or tiles*median(self.pace)<=seconds:
         self.passed = 0
@@ -230,15 +230,15 @@ def _slower(self:SpillTier, tiles, seconds)->bool:
 
 @patch
 def took(self:SpillTier, f:Fetch, seconds:float):
-    "All of `f` was there after so long, and nobody else had work"
+    "Note that `f` took `seconds` until all of it was there, while nobody else had work"
     if f.read:
         self.pace.append(seconds/f.read)
 
 # %% ../../nbs/5_engine/07_spill.ipynb #1f3b01f3
 @patch
 def close(self:SpillTier, keep:bool=False):
-    """Give the store up; to `keep` what is in the tree, put it there first, what may go soonest
-    first"""
+    """Close the store; to `keep` what is in the tree, put it there first, the least recently
+    used first"""
     self.tree.tier = None
     if keep and (error := failure_of(self._put_all)):
         self.store.switch_off(error)
@@ -253,7 +253,7 @@ def save(self:SpillTier):
 
 @patch
 def _put_all(self:SpillTier):
-    "Put all that is in the tree, beginnings after what stands on them"
+    "Put all that is in the tree, the least recently used first, and children before parents"
     nodes = sorted(self.tree.all(), key=lambda n: (n.used, -n.depth))
     for n in nodes:
         self.put('tile', n, n.blocks, True)

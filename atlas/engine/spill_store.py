@@ -24,8 +24,8 @@ from ..ops.linear import TILE
 class SpillStore:
     "Records by kind and ident, in a place that is slow; some threads write them, others read them"
     def __init__(self,
-        place, # `HostMemory` or `SpillFile`, its alone
-        stream:Stream, # Whose buffers it takes
+        place, # `HostMemory` or `SpillFile`, which nobody else uses
+        stream:Stream, # That makes its buffers
         sizes:dict, # Kind -> bytes of a record
         nbytes:int, # Most that it may take in `place`
         fingerprint:bytes, # Of all that the bits of a record depend on
@@ -37,10 +37,10 @@ class SpillStore:
         self.unit = unit_of(sizes)
         self.units = Units(nbytes//self.unit)
         self.records = OrderedDict() # `Record`s by name, the least recently used first
-        self.kept = [] # Records of an earlier run
+        self.kept = [] # Records that were taken up from an earlier run
         self.written = self.read = self.errors = 0
         self.dropped = self.evicted = 0 # Records that were not kept, and that left for newer ones
-        self.off,self.closed = None,False # Why nothing is kept any more
+        self.off,self.closed = None,False # `off`: why nothing is kept any more, if so
         lock = threading.RLock()
         self._turn = threading.Condition(lock) # Whoever puts and wants waits here
         self._to_write,self._to_read = threading.Condition(lock),threading.Condition(lock)
@@ -63,7 +63,7 @@ def _units(nbytes, unit): return -(-(HEAD+nbytes)//unit)
 def buffers_for(
     sizes:dict, # Kind -> bytes of a record
     units:int, # Of the place
-    held:int=1<<28, # Bytes of those for tiles, and for states; at most an eighth of the place
+    held:int=1<<28, # Bytes of buffers for tiles, and for states: or an eighth of the place
 )->dict[str,tuple[int,int]]: # Kind -> buffers of each direction, and bytes of one
     "Buffers of a store; none for records that have no room in its place"
     unit = unit_of(sizes)
@@ -142,8 +142,8 @@ def put(self:SpillStore,
     depth:int=0,
     key:bytes=b'',
     wait:bool=False, # For a buffer and for room, rather than drop the record?
-)->bool: # Is it kept?
-    "Keep a record"
+)->bool: # Is it there, or will it be written?
+    "Have a record written, unless it is there; an error of `fill` is raised"
     with self._turn:
         if self.touch(kind, ident):
             return True
@@ -164,7 +164,7 @@ def put(self:SpillStore,
 
 @patch
 def touch(self:SpillStore, kind:str, ident:bytes)->bool:
-    "A record has been of use, if it is there: it will be dropped after the others"
+    "Is there such a record? Then it counts as used now, and will be dropped after the others"
     with self._turn:
         if not self.has(kind, ident):
             return False
@@ -174,7 +174,7 @@ def touch(self:SpillStore, kind:str, ident:bytes)->bool:
 # %% ../../nbs/5_engine/06_spill_store.ipynb #75ee4695
 @patch
 def _take(self:SpillStore, r, wait):
-    "A buffer for record `r`, which has its units then; None if there is none, and it is counted"
+    "A buffer for record `r`, which gets its units; None if there is none: `r` counts as dropped"
     idle = self._idle.get((r.kind,'write'))
     wait = wait and self.units_of(r.kind)<=self.units.count  # else it never has room
     def fits(): return not self.off and idle and self._make_room(r, wait)
@@ -193,7 +193,7 @@ def _take(self:SpillStore, r, wait):
 
 @patch
 def _make_room(self:SpillStore, r, wait)->bool:
-    "Drop records until `r` has room; is there some? Who can `wait` does so for the oldest"
+    "Drop records until `r` has room; is there some? With `wait` not if the oldest is busy"
     need = self.units_of(r.kind)-self.units.left
     oldest = []
     for o in self.records.values():
@@ -273,7 +273,7 @@ def _wrote(self:SpillStore, r, buffer, error=None):
         self._turn.notify_all()
 
 def failure_of(f, *args)->Exception|None:
-    "What went wrong with `f(*args)`, or None"
+    "The exception that `f(*args)` raised, or None"
     try:
         f(*args)
     except Exception as e:
@@ -307,7 +307,7 @@ class _Reading:
     def __init__(self, record):
         self.record,self.state = record,'waits' # then 'reads', then 'there' or 'failed'
         self.buffer,self.mark = None,Mark()
-        self.asked = False # Has somebody come for it?
+        self.asked = False # Has somebody asked whether it is ready?
 
 @patch
 def want(self:SpillStore, kind:str, ident:bytes)->bool: # Is there such a record?
@@ -324,7 +324,7 @@ def want(self:SpillStore, kind:str, ident:bytes)->bool: # Is there such a record
 @patch
 def ready(self:SpillStore, kind:str, ident:bytes,
     wait:bool=False, # Until it is known? Only where nobody keeps all buffers
-): # Its bytes; None: not yet; False: it is not to be had
+): # Its bytes, uint8; None: not yet; False: it is not to be had
     "A record that was wanted; its bytes are good until it is released"
     with self._turn:
         x = self._reads.get((kind,ident))
@@ -344,7 +344,7 @@ def ready(self:SpillStore, kind:str, ident:bytes,
 # %% ../../nbs/5_engine/06_spill_store.ipynb #7c1d90ae
 @patch
 def _asked(self:SpillStore, x):
-    "Who comes for `x` needs it now: it is next, if need be in a buffer that nobody came for"
+    "`x` is needed now: it is read next, if need be into a buffer whose record nobody asked for"
     x.asked,idle = True,self._idle[x.record.kind,'read']
     if x.state!='waits':
         return
@@ -375,7 +375,7 @@ def release(self:SpillStore, kind:str, ident:bytes,
 def wait(self:SpillStore,
     names:list[tuple], # Kind and ident of each of some records
     seconds:float|None=None,
-)->bool:
+)->bool: # False: the time was over
     "Sleep until one of them can be taken in, or will never be, or until `seconds` are over"
     def known(kind, ident):
         x = self._reads.get((kind,ident))
@@ -386,7 +386,7 @@ def wait(self:SpillStore,
 
 @patch
 def full(self:SpillStore, kind:str)->bool:
-    "Would a record be dropped now that is not, if it is put a little later?"
+    "Are all buffers to write a record from in use, of which some will be free again?"
     return bool(self._writing) and not self._idle[kind,'write']
 
 # %% ../../nbs/5_engine/06_spill_store.ipynb #977e2442
@@ -416,7 +416,7 @@ class _Damaged(Exception):
 
 @patch
 def _read(self:SpillStore, x):
-    "Read a record and look at its header"
+    "Read a record and check its header; `_Damaged` if it is not what was written"
     x.mark.wait('a copy into the cache')
     for part,at in self._parts(x.record, x.buffer):
         if self.place.read(part, at)<len(part):
@@ -459,7 +459,7 @@ def _damaged(self:SpillStore, r, error):
 
 @patch
 def switch_off(self:SpillStore, error:Exception):
-    "Something beside it has failed: nothing is kept"
+    "Keep nothing from now on, because of an `error` elsewhere"
     with self._turn:
         self._fail(error)
 
@@ -478,7 +478,7 @@ def _fail(self:SpillStore, error):
 # %% ../../nbs/5_engine/06_spill_store.ipynb #7c1d90af
 @patch
 def _clear(self:SpillStore):
-    "What is still to be written is not"
+    "Give up all that is still to be written"
     while self._writes:
         r,buffer,mark = self._writes.popleft()
         self._leave(r)

@@ -34,9 +34,9 @@ class Flight:
     plan:Plan
     sampled:Sampled|None=None # What it says, where that is known already
     drafts:list|None=None # Of what comes next, for each of `plan.sampled`; known when it has landed
-    load = None # What its step computes, in the flight that lands last of it; set by the engine
-    since = None # When it began, if others decode meanwhile; set by the engine
-    early = False # Had it come down before anybody waited for it?
+    load = None # The `Load` of its step, if this is its last flight to land; set by the engine
+    since = None # When it began, in seconds, if others decode meanwhile; set by the engine
+    early = False # Had it landed before anybody waited for it?
 
 def piece(seq, start:int, n:int, want:int=0)->Piece:
     "Rows `start..start+n-1` of `seq`, the last `want` with logits"
@@ -58,7 +58,7 @@ def following(
     rows:list, # Of each sequence: (sequence, first position, rows)
     first:dict|None=None, # The tokens that were just sampled, by sequence
 )->list[list[int]]:
-    "The token after each row; 0 where nobody knows it"
+    "The token after each row; 0 where it is not known yet"
     out = []
     for s,start,n in rows:
         ids = s.span(start+1, n)
@@ -90,18 +90,18 @@ class Stepper:
         "Begin `plan`; `samplers` are those of `plan.sampled`"
         raise NotImplementedError
     def land(self, flight:Flight)->Sampled:
-        "Ids [S, rows] and counts [S] that a step said, as its plan has `sampled`; the oldest first"
+        "Ids [S, rows] and counts [S] for `plan.sampled`; flights land as they were launched"
         return flight.sampled
     def wait(self, flight:Flight):
         "Wait until nothing of `flight` is computed any more"
     def leave(self, rid:str):
         "Request `rid` has ended"
     def lost(self, plan:Plan):
-        "A launch of `plan` was cut off: nothing that it began counts"
+        "A launch of `plan` was interrupted: nothing that it began counts"
     def warm(self):
         "Do now what a first step would have to wait for"
     def idle(self)->bool:
-        "Do a little of what may come in useful, while nobody waits; was there something?"
+        "Do a piece of work that later steps may need, while nobody waits; was there any?"
         return False
     def copies(self)->Stream:
         "A stream for copies in and out of the cache, in the order of steps"
@@ -131,7 +131,7 @@ class Stand:
     start:int # Position of its newest token
     newest:int
     states:list[int] # As `Seq.states`
-    drafts:list[int]
+    drafts:list[int] # Guesses of what comes after that
     air:list=field(default_factory=list) # Tokens of each step that has not landed
     before:'Stand|None'=None # Where it was without the newest of them
 
@@ -279,7 +279,7 @@ def _turn(self:HostStepper, seq, state, width)->DecodeTurn:
 # %% ../../nbs/5_engine/13_stepper.ipynb #636e85e5
 @dataclass
 class Pass:
-    "One forward pass of a step, as far as the stream after the last layer"
+    "One forward pass of a step, up to the hidden states `x` after the last layer"
     b:Batch
     x:object # [R, H]
     pieces:list[Piece]
@@ -317,7 +317,7 @@ MOST_REPLAYS,MOST_REPLAYED = 8,16 # Steps whose calls a processor keeps, and row
 
 @patch
 def _trunk(self:HostStepper, b:Batch): # [R, H]
-    "The stream after the last layer; of few rows by the calls of a step of as many, if it can be"
+    "Hidden states after the last layer; of few rows by recorded calls, where there are any"
     device,model = self.model.device,self.model
     few = not (b.tiled or b.patches) and b.num_rows<=MOST_REPLAYED
     if not few or not isinstance(device, CpuDevice):
@@ -360,7 +360,7 @@ def _fed(turns, first, k):
 
 # %% ../../nbs/5_engine/13_stepper.ipynb #291657ee
 def _counted(sampled)->list[list[int]]:
-    "Tokens that count of each sequence, and one where none does"
+    "Accepted tokens of each sequence, or the first of those where none is"
     pairs = zip(sampled.ids, sampled.counts)
     return [np.maximum(ids[:max(n, 1)], 0).tolist() for ids,n in pairs]
 
