@@ -18,7 +18,8 @@ from .turn import UnavailableError
 
 # %% ../../nbs/7_service/21_remote.ipynb #10c0ef67
 class Wire(asyncio.Protocol):
-    "Bytes to messages, for an event loop"
+    """Bytes to messages, for an event loop: calls `heard(kind, *arguments)` with each, and at the
+    end `lost` with what was wrong, or None"""
     def __init__(self, heard, lost):
         self.heard,self.lost,self.frames = heard,lost,Frames()
         self.fault = self.transport = None
@@ -70,10 +71,11 @@ class RemoteRunner:
     "The runner of a worker, at the other end of a link"
     def __init__(self,
         name:str, # Of the model
-        on=lambda what,*args: None, # Told what concerns the process and no request
+        # Called with each message once it was taken in, and with 'lost' and what was wrong, or None
+        on=lambda what,*args: None,
     ):
         self.name,self.info,self.on = name,dict(name=name),on
-        self.open,self.stalled = True,False
+        self.open,self.stalled = True,False # Is anybody let in? Has the worker long been silent?
         self.resting = False # Is the model asleep, or about to be?
         self.rested = None # Called without arguments when nothing runs any more
         self._nobody()
@@ -95,11 +97,11 @@ class RemoteRunner:
         return self.open and self._ready and not self.stalled
     @property
     def running(self)->int:
-        "Requests and computations that have not ended"
+        "How many have not ended: requests that somebody waits for, and computations"
         return self.asked+len(self._calls)
     @property
     def asked(self)->int:
-        "Requests that somebody waits for"
+        "How many requests somebody waits for"
         return len(self._streams)-len(self._aside)
     def stats(self)->dict:
         "Numbers of a moment ago; none without a process"
@@ -160,7 +162,7 @@ def _full(self:RemoteRunner, tokens)->str|None:
 # %% ../../nbs/7_service/21_remote.ipynb #e85d8186
 @patch
 def submit(self:RemoteRunner, request)->RequestEvents:
-    "Send `request` on its way; its events arrive on the stream"
+    "Send `request` on its way: the stream of its events; an error with status 503 if it may not"
     self._check(request)
     n,pics = next(self._count),request.images
     same = pics and pics is self._images
@@ -329,7 +331,7 @@ async def rest(self:RemoteRunner, seconds:float):
 COMMAND = (sys.executable, '-m', 'atlas.service.worker')
 
 class WorkerProcess:
-    "A worker process; an `OSError` where none can be started"
+    "A worker process; `ended` gives its exit code. An `OSError` where none can be started"
     def __init__(self,
         command=None, # Starts it; descriptors are appended. None: `COMMAND`
         name:str='', # Of the model, for people who look at a list of processes
