@@ -24,12 +24,12 @@ from .service import ReadyModel
 # %% ../../nbs/7_service/23_process.ipynb #47d31570
 @dataclass(frozen=True)
 class ProcessTimes:
-    "Seconds"
+    "How long what may take, in seconds; only `ends` is a number of processes"
     beat:float=1. # Between two signs of life of a worker, and between two looks at it
     stalled:float=10. # Of silence after which a model is not healthy
     dead:float=120. # Of silence after which its process is ended
     hung:float=900. # That one step may take
-    start:float=1800. # That loading may take without getting on
+    start:float=1800. # That loading may take without any progress
     grace:float=5. # That a process has to end by itself
     keep:float=120. # The same where it has a cache to write down, with kv_spill_keep
     pause:float=.5 # Before a process is started again; doubles each time
@@ -42,7 +42,7 @@ class ProcessTimes:
 
 # %% ../../nbs/7_service/23_process.ipynb #030cc51b
 def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
-    "What a `ReadyModel` has beside its runner"
+    "What a `ReadyModel` has beside its runner, by the names of its fields"
     p = read_text(config, parsers)
     return dict(
         tokenizer=p.tokenizer, template=p.template, spec=p.image_spec,
@@ -52,18 +52,19 @@ def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
 # %% ../../nbs/7_service/23_process.ipynb #e82c6393
 class Served:
     "A model by name, which is ready already"
-    task = gate = None # What keeps it; what is held while it loads
+    task = gate = None # The task that keeps it; the lock that is held while it loads
     error = reason = None # Why it failed; why it is in its state
-    wanted = down = False # By people; did its process end?
+    wanted = down = False # Do people want it loaded? Is a process that was ready gone?
     served = over = False # Was it ever ready? Will it never be again?
-    restarts,seconds = 0,{} # Processes after the first; of each stage of loading
-    slept = {} # Of the last time: level, bytes given back, seconds to `sleep` and to `wake`
+    restarts,seconds = 0,{} # Processes after the first; seconds of each stage of loading
+    slept = {} # Its last sleep: level, bytes given back, seconds to `sleep` and to `wake`
     need = holds = 0 # Bytes of device memory that it takes, 0: unknown; that it has of the budget
     ttl = kept = None # Seconds without a request until it is unloaded; the same, as a client said
     pinned,group = False,None # Does it never leave for another? Name of a `Group`
     used = since = 0. # time.monotonic() of its last answer's end; of when it was loaded
     elsewhere = False # Is it at another server?
-    residency = sent_away = None # Of all models; how it is being sent away: 'sleep' or 'unload'
+    # The `Residency` of all models; how it is being sent away: 'sleep' or 'unload'
+    residency = sent_away = None
     def __init__(self,
         names:list[str], # That clients may use; the first is its own
         ready_model:ReadyModel|None=None,
@@ -131,7 +132,7 @@ class Model(Served):
         # that gives a `WorkerProcess`. None: `COMMAND`
         command=None,
         text=open_text, # Function of the config that gives the text side
-        measure=None, # What `sizes_told` is for a command; None: that
+        measure=None, # Asked instead of `sizes_told` what models take; None: that, of `command`
         gate:asyncio.Lock|None=None, # Held while a process loads: what is free is measured then
         tell=lambda event: None, # Hears of each change
     ):
@@ -520,7 +521,7 @@ async def _enter(self:Model)->bool:
 # %% ../../nbs/7_service/23_process.ipynb #e4546928
 @patch
 async def _one(self:Model)->str:
-    "One life; whoever loads does so alone"
+    "One life, which is alone while it loads; why it ended"
     async with self.gate:
         life = asyncio.ensure_future(self._life())
         try:
@@ -554,8 +555,8 @@ def begin(self:Model,
 # %% ../../nbs/7_service/23_process.ipynb #49f44fc7
 @patch
 async def stop(self:Model, drain:float=0.):
-    """Let what runs finish for so long, and end its process; nor does it come back for those who
-    wait for it now"""
+    """Let what runs finish for `drain` seconds, and end its process; it does not come back for
+    those who wait for it now, either"""
     self.stops += 1
     await self._end(drain)
 
@@ -776,7 +777,7 @@ def keep(self:Served,
 
 @patch
 def goes(self:Model)->float|None:
-    "When it will be unloaded because nobody asks it; None: not as it is"
+    "When it will be unloaded as nobody asks it, by `time.monotonic()`; None: not as it is"
     there = self.state in ('loaded','sleeping') and not self.sent_away
     if self.lasts is None or not there or self.runner.running:
         return None
@@ -787,7 +788,7 @@ def goes(self:Model)->float|None:
 # %% ../../nbs/7_service/23_process.ipynb #c2b4836b
 @patch
 async def still(self:Model, seconds:float)->bool:
-    "Wait until nobody asks it, for so long; nobody does?"
+    "Wait until nobody asks it, for at most so many seconds; False if somebody still does"
     soon = self.policy.soon
     end = time.monotonic()+max(seconds, soon)
     while (now := time.monotonic())<end:
