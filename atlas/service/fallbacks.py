@@ -35,10 +35,10 @@ class Fallbacks:
     def __init__(self,
         to:dict, # Names of those that stand in, by name
         retries:int=3, # Attempts after the first
-        timeout:float=30., # Seconds in which a model has to begin to answer, where there is another
+        timeout:float=30., # Seconds in which an attempt has to begin to answer, but for the last
         cooldown:float=60., # Seconds that one who failed is left alone
         pause:float=.5, # Seconds before a second round; doubles each time
-        longest:float=10., # Pause
+        longest:float=10., # Seconds of the longest pause
         clock=monotonic, sleep=asyncio.sleep, chance=random.random, # For tests
     ):
         self.to = {k:[v] if isinstance(v, str) else [*v] for k,v in to.items()}
@@ -107,7 +107,8 @@ class Attempts:
 
 @patch
 async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
-    "Answer a question by the model it names, or by those that stand in for that"
+    """Answer a question by the model it names, or by those that stand in for that; where none can,
+    the error of the first"""
     asked = service.models.find(name)
     names = [asked.name, *self.to.get(name, self.to.get(asked.name, ()))]
     if len(names)==1 and not asked.elsewhere:
