@@ -96,7 +96,7 @@ class Damper:
 # %% ../../nbs/7_service/32_watch.ipynb #5bee0061
 @patch
 def hear(self:Damper, s:Seen, now:float)->str|None:
-    "What people should be told, having seen `s` at the time `now`"
+    "What people should be told, having seen `s` at the time `now` (seconds); None: nothing"
     t = self.tracks.setdefault(s.name, Track())
     t.runs = t.runs+1 if s.well==t.well and t.runs else 1
     t.well = s.well
@@ -113,7 +113,7 @@ def hear(self:Damper, s:Seen, now:float)->str|None:
 
 @patch
 def _turn(self:Damper, t, s, now):
-    "Something has changed"
+    "What to tell of a change, or None"
     since = t.turns[-1] if t.turns else None
     t.told = s.well
     t.turns = [x for x in t.turns if now-x<self.span]+[now]
@@ -139,8 +139,8 @@ def teller(
     addresses, # As apprise takes them
     apprise=None, # The package; None: import it
 ):
-    """A function of a title and a text that tells people, and says whether it could; a
-    `WatchError` where there is no way"""
+    """A function of a title and a text that tells people, and says whether it could; None without
+    addresses, and a `WatchError` where one is no address or apprise is not installed"""
     if not addresses:
         return None
     try:
@@ -184,7 +184,7 @@ class Watcher:
         self.key,self.clock = key,clock
         self.damper = damper or Damper()
         self.client = client or httpx.AsyncClient(timeout=10., follow_redirects=True)
-        self.unsent = [] # What nobody could be told yet
+        self.unsent = [] # What nobody could be told yet; the last 50
     async def look(self)->list[Seen]:
         "How all of it is now"
         def of(name, url):
@@ -235,7 +235,7 @@ async def run(self:Watcher):
 
 # %% ../../nbs/7_service/32_watch.ipynb #c49f0a8e
 def kept_at(what:str)->Path:
-    "The file that keeps what was known of `what`"
+    "The file that keeps what was known; `what` is the address or the file that names all this"
     digest = hashlib.sha256(what.encode()).hexdigest()[:16]
     return home()/'watch'/f'{digest}.json'
 
@@ -256,7 +256,7 @@ def write_damper(path:Path, d:Damper):
     new.replace(path)
 
 async def once(w:Watcher, path:Path)->tuple[list[Seen],list[str]]:
-    "A round that remembers the one before"
+    "A round that remembers the one before, by the file `path`; closes the client of `w`"
     w.damper,w.loud = read_damper(path),False
     try:
         said = await w.round()
@@ -269,7 +269,7 @@ async def once(w:Watcher, path:Path)->tuple[list[Seen],list[str]]:
 HERE = 'http://127.0.0.1:8888' # Where `atlas serve` listens, if nobody says otherwise
 
 def server_health(url:str)->str:
-    "Where a server says how it is"
+    "The address of a server's `/health`; `url` as it is if it has a path. Else `WatchError`"
     u = httpx.URL(url)
     if u.scheme not in ('http','https') or not u.host:
         raise WatchError(f'{url[:100]!r} is no address', hint=f'Write it as {HERE}')
@@ -281,7 +281,7 @@ def watcher(
     notify=(), # Addresses of people, beside those in `entry`
     **kw, # For `Watcher`
 )->Watcher:
-    "Who looks at all that; a `WatchError` where there is nothing"
+    "A `Watcher` of all that; a `WatchError` where there is nothing"
     endpoints = dict(entry.endpoints) if entry else {}
     if server:
         endpoints['atlas'] = server_health(server)
