@@ -15,10 +15,10 @@ from functools import cache,partial
 # %% ../../nbs/7_service/20_worker.ipynb #e4ea549e
 @cache
 def mortal(
-    pipe:int, # End of a pipe whose other end the gateway holds
-    parent:int, # The gateway's process
+    pipe:int, # Descriptor: the read end of a pipe whose other end the gateway holds
+    parent:int, # Process id of the gateway
 ):
-    "From now on this process ends with its parent"
+    "From now on this process ends with its parent, and not by a SIGTERM, SIGINT or SIGHUP"
     if sys.platform=='linux':
         ctypes.CDLL(None).prctl(1, signal.SIGKILL) # PR_SET_PDEATHSIG
     if os.getppid()!=parent:
@@ -68,7 +68,8 @@ class Workload:
     # Name -> function: computations beside requests, as 'score' and 'embed'
     ops:dict=field(default_factory=dict)
     close:object=lambda: None # Called when no step follows: what is to be kept is written then
-    ease:object=None # Called now and then with `Runner.do`: gives memory back where it is short
+    # Called with `Runner.do`: gives memory back where it is short; seconds until it is called again
+    ease:object=None
 
 # %% ../../nbs/7_service/20_worker.ipynb #156c0402
 class Meter:
@@ -127,7 +128,7 @@ class LinkSink:
 
 # %% ../../nbs/7_service/20_worker.ipynb #7417f06c
 def _listen(inbox, runner:Runner, faults:list):
-    "Leave what comes over the link with the runner; what is no message is a fault"
+    "Leave what comes over the link with the runner; what is no message goes into `faults`"
     images = ()
     try:
         for what,*args in inbox:
@@ -248,7 +249,7 @@ def load_model(options:dict, meter:Meter)->Workload:
     "The model of the `EngineConfig` that these options make; clients know it by their `name`"
     meter.stage('open')
     begin_context(options.get('device', 'auto'))
-    # which give models what follows
+    # which give a `LoadedModel` methods that are called below
     import atlas.engine.ease,atlas.engine.score  # noqa: F401
     import atlas.engine.sleep,atlas.engine.roofline  # noqa: F401
     from atlas.card.device import get_device
@@ -259,17 +260,17 @@ def load_model(options:dict, meter:Meter)->Workload:
         return Processor(ck, tokenizer=options.get('tokenizer'))
     fields = dict(options)
     name = fields.pop('name', None)
-    rate = get_device(fields.get('device', 'auto')).memory_rate() # while there is room
+    rate = get_device(fields.get('device', 'auto')).memory_rate() # while there is room for it
     model = LoadedModel(EngineConfig(**fields), meter, text)
     model.compare(rate)
     return workload(model, name)
 
 # %% ../../nbs/7_service/20_worker.ipynb #635eb426
 class Easing:
-    "Has a model give memory back where that is short"
+    "Has a model give memory back where that is short, and take it again later"
     def __init__(self, model, root='/'):
         self.model,self.pressure = model,model.pressure(root)
-        self.busy,self.idle = False,False # Is it at it? Had it nothing to give?
+        self.busy,self.idle = False,False # Is it giving some back? Had it nothing to give?
     def __call__(self,
         do, # Has a function called between two steps
     )->float: # Seconds until the next look
@@ -324,7 +325,7 @@ def info_of(
     return info|_of_some(m)
 
 def _of_some(m)->dict:
-    "What may be known of some models only"
+    "What may be known of some models only; what is not known is left out"
     start = getattr(m, 'startup', None)
     known = dict(
         speculative=getattr(m, 'speculative', None), # 'mtp, 3 drafts'
