@@ -65,10 +65,10 @@ class Counted:
         self.inner.write(data)
     @property
     def taken(self):
-        "Bytes that the system has taken over from us"
+        "Bytes that the kernel has taken over from us"
         return self.written-self.inner.get_write_buffer_size()
     def reset(self):
-        "Close it, and have the system forget what nobody takes"
+        "Close it, and have the kernel forget what nobody takes"
         at_once = struct.pack('ii', 1, 0) # Linger for no time at all
         with suppress(OSError,AttributeError):
             own = os.dup(self.inner.get_extra_info('socket').fileno())
@@ -88,13 +88,13 @@ class Careful:
         self.phase = 'head'
         self.since = monotonic()
         self.heard = 0.
-        # Bytes read and bytes recognised of a head or body; headers
+        # Of this head or body: bytes read, bytes that the parser has recognised, headers
         self.raw = self.size = self.count = 0
-        # `full`: since when uvicorn has stopped to write
+        # `full`: since when the transport's buffer is full, and uvicorn waits; None: it is not
         self.taken = 0
         self.moved = self.since
         self.full = None
-        self.reason = None # For `send_400_response`
+        self.reason = None # Status and message for `send_400_response`; None: it is not HTTP
     def enter(self, phase):
         self.phase = phase
         self.since = self.heard or monotonic()
@@ -216,7 +216,7 @@ def _plain(status, message, hint='', headers=()):
 # %% ../../nbs/7_service/08_http.ipynb #63c93d8d
 @patch
 def refuse(self:Careful, status:int, message:str, hint:str='', headers=()):
-    "Tell the client why, and be done with it"
+    "Answer with this error, and close; where an answer has begun, or more wait, only close"
     if self.phase=='linger':
         return
     late = self.answering and (self.cycle.response_started or len(getattr(self, 'pipeline', ())))
@@ -310,23 +310,23 @@ _ABSOLUTE = re.compile(rb'[a-z][a-z0-9+.-]*://([^/?#]*)', re.I)
 
 # %% ../../nbs/7_service/08_http.ipynb #e548ad05
 def _without(name, value, what=b'upgrade'):
-    "A line of a head; if it is about the connection, without that word"
+    "A header as a line of a head; `Connection` without the word `what`"
     if name==b'connection':
         value = b','.join(w for w in value.split(b',') if w.strip().lower()!=what)
     return b'%s: %s'%(name, value)
 
 class Parser:
-    "`httptools`' parser of requests, for which one that asks for another protocol is as any other"
+    "`httptools`' parser, which reads a request that asks for another protocol like any other"
     def __init__(self, protocol):
         self.protocol,self.head = protocol,b''
         self.begin()
     def begin(self):
         self.inner = httptools.HttpRequestParser(self.protocol)
-        # as uvicorn has it: the first of two is answered
+        # as uvicorn has it: what comes behind a request that closes the connection is no error
         self.inner.set_dangerous_leniencies(lenient_data_after_close=True)
     def __getattr__(self, name): return getattr(self.inner, name)
     def plain(self, p):
-        "Keep the head that was just read, without the wish"
+        "Keep the head that was just read, without the wish for another protocol"
         if self.get_method()==b'CONNECT':
             p.no(400, 'This server is no proxy')
         first = b'%s %s HTTP/%s'%(self.get_method(), p.url, self.get_http_version().encode())
@@ -369,7 +369,7 @@ def descriptors(
     connections:int, # Wanted
     spare:int=256, # For everything else; half of what there is, if that is less
 )->int:
-    "How many connections there may be; raises this process's limit as far as it may"
+    "How many connections there may be; raises this process's soft limit as far as it may"
     soft,hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = math.inf if hard==resource.RLIM_INFINITY else hard
     if soft not in (resource.RLIM_INFINITY, hard) and soft<connections+spare:
@@ -407,7 +407,7 @@ def tls_options(
     key:str|None=None, # File with its key; None: it is in `cert`
     ca:str|None=None, # Roots that clients' certificates must come from; None: clients need none
 )->dict:
-    "What uvicorn needs for TLS, after a look at the files"
+    "What uvicorn needs for TLS, nothing without `cert`; a `TLSError` where that cannot work"
     if not cert:
         if key or ca:
             raise TLSError(
@@ -485,7 +485,7 @@ class ApiKeys:
     def __repr__(self):
         return 'Keys('+', '.join(f'{name}: {role}' for _,role,name in self.known)+')'
     def find(self, given:bytes)->tuple[str,str]|None:
-        "Name and role of a key, in the same time for every key"
+        "Name and role of a key, in the same time for every key; None: it is not known"
         d,found = _digest(given),None
         for known,role,name in self.known:
             if hmac.compare_digest(known, d):
@@ -537,7 +537,7 @@ def read_keys(
 
 # %% ../../nbs/7_service/08_http.ipynb #1fd475a0
 class Rate:
-    "At most so many requests a minute from each"
+    "At most `per_minute` requests a minute from each; remembers `most` of those who ask"
     def __init__(self, per_minute:int, clock=monotonic, most:int=10_000):
         self.n = per_minute
         self.clock = clock
@@ -656,7 +656,7 @@ class Headers:
         self.raw = raw
     def all(self, name): return [v for k,v in self.raw if k==name]
     def one(self, name):
-        "The only value of a header; None if it is not there"
+        "The only value of a header, None if it is not there; twice is a `BadHeaderError`"
         got = self.all(name)
         if len(got)>1:
             raise BadHeaderError(f'The header {name.decode()} is there more than once')
@@ -722,7 +722,7 @@ async def reply(send, status, body, headers):
 # %% ../../nbs/7_service/08_http.ipynb #2c2d27c8
 @patch
 def check_host(self:Guard, scope, h):
-    "Refuse a name that is not ours"
+    "Refuse a `Host` that is not ours, with a `HostError`"
     raw,names = h.one(b'host'),self.rules.hosts
     if raw is None and scope['http_version']!='1.0':
         raise BadHeaderError('The request has no Host header')
@@ -745,7 +745,7 @@ def _given_key(h)->bytes|None:
 @patch
 def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
     """(name, role) of whoever asks; None if nobody needs to say, an error to raise if they are
-    unknown"""
+    unknown. `RightsError` where only an admin may ask"""
     path,keys = scope['path'],self.rules.keys
     if not keys:
         return None
@@ -771,7 +771,7 @@ def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
 # %% ../../nbs/7_service/08_http.ipynb #042f601c
 @patch
 def check_rate(self:Guard, scope, who):
-    "Count a request, or say when it may come"
+    "Count a request; a `RateError` says when it may come"
     if isinstance(who, UnknownKeyError):
         who = None
     scope['atlas.user'] = who[0] if who else None
@@ -828,7 +828,7 @@ def cors(self:Guard, h)->list:
 # %% ../../nbs/7_service/08_http.ipynb #a6954962
 @patch
 def dress(self:Guard, h, send):
-    "`send` with our headers, and a list that is filled when the answer begins"
+    "`send` with our headers, and a list that is empty until the answer begins"
     more,started = [*_safe,*self.cors(h)],[]
     async def dressed(m):
         if m['type']=='http.response.start':
@@ -842,7 +842,7 @@ def dress(self:Guard, h, send):
 # %% ../../nbs/7_service/08_http.ipynb #ffbbb6f7
 @patch
 async def preflight(self:Guard, h, send):
-    "A browser asks whether a page may ask"
+    "Tell a browser that a page may ask; a `RightsError` if it may not"
     if not any(k==b'access-control-allow-origin' for k,_ in self.cors(h)):
         raise RightsError(
             'This server answers no other web pages',
