@@ -31,15 +31,15 @@ class UnavailableError(AtlasError):
 class Turn:
     "One client's request: its streams of events, and the readers that make deltas of them"
     silent = 0 # So many choices end before they begin: only the prompt was asked about
-    before = None # What had been counted when the answer began, if somebody waited for that
-    then = None # Called with the first choice, once, when that has ended by itself
+    before = None # The `Usage` when the answer began, if somebody waited for that
+    then = None # Called at the close, once, with the first choice, if that ended by itself
     def __init__(self,
         runner, # Whatever has `submit`
         requests:list[Request], # One for each choice
         readers:list[ChoiceReader],
         metrics:ModelMetrics,
-        prompt:int=0, # Tokens of the prompts
-        each:int=1, # Choices of a prompt
+        prompt:int=0, # Tokens of all prompts
+        each:int=1, # Choices of each prompt
     ):
         self.metrics = metrics
         self.readers = readers
@@ -62,9 +62,9 @@ class Turn:
 # %% ../../nbs/7_service/11_turn.ipynb #7938c8dc
 @patch
 def close(self:Turn,
-    why:str|None='client_gone', # For the metrics: why what still runs is stopped
+    why:str|None='client_gone', # For the metrics: why what still runs is stopped; None: not counted
 ):
-    "Stop every choice that has not ended; one that cannot be stopped keeps none of the others"
+    "Stop every choice that has not ended; where one cannot be stopped, the others still are"
     for s,v,w in zip(self.streams, self.readers, self.watches):
         if w.m is None:
             continue
@@ -170,7 +170,7 @@ def stages(self:Turn,
 # %% ../../nbs/7_service/11_turn.ipynb #5977ee4e
 @patch
 async def choice(self:Turn, i:int):
-    "The pieces of choice `i`, those that come together, as `(i, pieces)`"
+    "The pieces of choice `i`: `(i, list of Delta)` for those that come together"
     s,v = self.streams[i],self.readers[i]
     ready = getattr(s, 'ready', list)
     async for e in s:
@@ -185,7 +185,7 @@ async def nothing(n:int):
         yield i,[Delta(finish='length')]
 
 async def merge(its:list):
-    "Items of several async iterators, as they come"
+    "Items of several async iterators, as they come; the first error of one ends all"
     q,left = asyncio.Queue(),len(its)
     async def pump(it):
         try:
@@ -219,7 +219,7 @@ def pieces(self:Turn):
 
 # %% ../../nbs/7_service/11_turn.ipynb #18e92365
 async def resumed(first, rest):
-    "`first`, if it is something, and what `rest` goes on with"
+    "`first`, unless it is None, and then the items of `rest`"
     async with aclosing(rest):
         if first is not None:
             yield first
@@ -239,7 +239,7 @@ async def events(
     turn:Turn,
     w:Writer, # Of the API that was asked
 ):
-    "The answer as server-sent events"
+    "The answer as server-sent events, in bytes; an error is the last of them"
     try:
         if first := w.start(turn.before or turn.usage()):
             yield first
@@ -257,7 +257,7 @@ async def events(
     yield last
 
 async def whole(turn:Turn, w:Writer)->dict:
-    "The answer in one piece"
+    "The answer in one piece, as the body of a response; errors are raised"
     n = len(turn.readers) or turn.silent
     said = [[] for _ in range(n)]
     async for i,ps in turn.pieces():
@@ -301,7 +301,7 @@ class Unless:
         self.left = True
         for t in self.tasks:
             t.cancel()
-        # and nobody else's wish
+        # Was it only we who cancelled it?
         mine = self.over and self.me.uncancel()<=self.before and kind is asyncio.CancelledError
         if mine and self.fault:
             raise self.fault
@@ -314,7 +314,7 @@ class EventStream(Response):
         events, # Async generator of bytes
         close, # Called with the reason when it ended early, and with nothing at the end
         headers:dict|None=None,
-        ping=None, # What keeps a quiet stream open
+        ping=None, # Gives the bytes that keep a quiet stream open; None: a comment
         every:float=15., # Seconds of silence after which to send it
         patience:float=30., # Seconds that one write may take
         media_type:str='text/event-stream',
@@ -363,7 +363,7 @@ async def run(self:EventStream, send, start):
 
 @patch
 async def watch(self:EventStream, send):
-    "Comfort a quiet client; return if it is frozen"
+    "Keep a quiet stream open; return if its client is frozen"
     ping = {'type':'http.response.body', 'body':b'', 'more_body':True}
     try:
         while not self.busy or monotonic()-self.since<self.patience:
