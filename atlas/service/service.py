@@ -46,7 +46,7 @@ class ReadyModel:
     spec:object=None # How the model wants images; None: it reads only text
     guides:object=None # Checks guides; None: answers cannot be constrained
     parsers:tuple=(None,None) # Names of the parsers of tool calls and of reasoning
-    runner:object=None # `info`, `submit`, `stats`, `healthy`, and perhaps `call`
+    runner:object=None # Has `info`, `submit`, `stats`, `healthy`, and perhaps `call`
     sampling:dict=field(default_factory=dict) # Parameters where a request does not give them
 
 @patch
@@ -83,8 +83,8 @@ class Service:
         self.sandbox = sandbox
         self.fetch = fetch
         self.metrics = Metrics(models)
-        self._longest = WeakKeyDictionary() # Of each tokenizer
-        self.tasks = set() # That run beside requests
+        self._longest = WeakKeyDictionary() # Tokenizer -> characters of its longest token
+        self.tasks = set() # `asyncio` tasks that run beside requests
         self.fetchers = ThreadPoolExecutor(8, 'atlas-fetch') if fetch else None
         # Of guides; they wait for the sandbox, and hold up nobody else
         self.checkers = ThreadPoolExecutor(32, 'atlas-guide')
@@ -123,7 +123,7 @@ def longest(self:Service, tok)->int:
 # %% ../../nbs/7_service/12_service.ipynb #89035cf7
 @patch
 async def encode(self:Service, u:ReadyModel, text:str, **kw)->list[int]:
-    "Token ids of a prompt"
+    "Token ids of a prompt; a `ContextLengthError` where so long a text cannot fit"
     limit = u.info['max_seq_len']
     if len(text)>8*limit:
         check_text(len(text), self.longest(u.tokenizer), limit)
@@ -148,7 +148,7 @@ class Prompt:
 async def render(
     self:Service, u:ReadyModel, messages:list, tools:list|None=None, **kw
 )->str:
-    "The prompt of a conversation, as text"
+    "The prompt of a conversation, as text; a `RequestError` where the model has no template"
     if u.template is None:
         raise RequestError(
             f'{u.names[0]} has no chat template', hint='Use /v1/completions', param='messages')
@@ -177,7 +177,7 @@ def thoughts_named(messages:list)->list:
 # %% ../../nbs/7_service/12_service.ipynb #6f1921cc
 @patch
 async def look(self:Service, messages:list, sees:bool)->tuple[list,list]:
-    "Messages with marks for their images, and the images"
+    "Messages with marks for their images, and the images; `sees`: does the model take any?"
     if self.fetch and sees:
         await asyncio.get_running_loop().run_in_executor(
             self.fetchers, inline_images, messages, self.fetch)
@@ -201,7 +201,7 @@ async def tokenized(self:Service, u:ReadyModel, text:str, images:list)->tuple:
 
 @patch
 async def chat_prompt(self:Service, u:ReadyModel, ask:Ask)->Prompt:
-    "The prompt of a conversation"
+    "The prompt of a conversation; a `ContextLengthError` where it leaves no room for an answer"
     messages,images = ask.messages,[]
     if any(isinstance(m.get('content'), list) for m in messages):
         messages,images = await self.look(messages, u.spec is not None)
@@ -267,7 +267,7 @@ async def text_prompt(self:Service, u:ReadyModel, ask:TextAsk, p)->Prompt:
 # %% ../../nbs/7_service/12_service.ipynb #fb25d99a
 @patch
 async def ask_of(self:Service, u:ReadyModel, op:str, **kw):
-    "Have the model do something that is not an answer: 'score' or 'embed'"
+    "What a model makes of a computation that is no answer: 'score', 'embed' or 'fingerprint'"
     if not hasattr(u.runner, 'call'):
         raise NotOfferedError(f'{u.names[0]} has no {op}')
     return await u.runner.call(op, **kw)
@@ -309,7 +309,7 @@ async def prompts(self:Service, u:ReadyModel, ask:Ask)->list[Prompt]:
 
 # %% ../../nbs/7_service/12_service.ipynb #de8eb7b7
 def _closing(parser, ask, p):
-    "What the guide of an answer to `p` waits for"
+    "The fields of a guide that have it wait for the end of a thought; none where it need not"
     asked = ask.template.get('enable_thinking') is True
     formed = bool(ask.format) and not ask.continuing
     return closing(parser, p.thinking, p.opened, asked, formed)
@@ -326,10 +326,10 @@ def _guided(f)->dict:
     return dict(name=f['name'], parameters=parameters, strict=bool(f.get('strict')))
 
 def tool_guide(ask:Ask, parser:str|None)->dict|None:
-    "The guide that the tools of a question need, alone or beside its format"
+    "The guide that the tools of a question need, alone or beside its format; None: they need none"
     fs = _callable(ask)
     strict,auto = any(f.get('strict') for f in fs),ask.tool_choice=='auto'
-    # whose calls begin as an answer in JSON does
+    # calls in that form begin as an answer in JSON does, so nobody could tell the two apart
     form = ask.format if auto and parser!='llama3_json' else None
     if auto and ask.format and not form:
         return None
@@ -345,7 +345,7 @@ def guide_of(u:ReadyModel, ask:Ask, p:Prompt, tools:dict|None)->dict|None:
     "What the engine is to enforce; `tools` are those that count"
     spec,budget = tools or ask.format,ask.thinking_budget
     end = _closing(u.parsers[1], ask, p)
-    # its grammar begins with the thought
+    # the grammar of these tools begins with the thought
     if tools and not tools.get('format') and u.parsers[0]=='openai':
         if budget is not None:
             ask.warnings.append('The thinking budget is not enforced beside these tools')
@@ -360,12 +360,12 @@ def guide_of(u:ReadyModel, ask:Ask, p:Prompt, tools:dict|None)->dict|None:
 # %% ../../nbs/7_service/12_service.ipynb #2c63fd77
 @patch
 async def checked(self:Service, u:ReadyModel, spec:dict)->list[str]:
-    "Compile a guide for the first time; its warnings"
+    "Compile a guide for the first time: its warnings, or a `RequestError` if it cannot be"
     loop,run = asyncio.get_running_loop(),copy_context().run
     return await loop.run_in_executor(self.checkers, run, u.guides.check, spec) or []
 
 def _unguided(u, ask, spec, tools):
-    "No guide, where the model has none: a warning or a refusal, as what was asked is a promise"
+    "None, where the model has no guides; a `NotOfferedError` if a call or a format was demanded"
     if spec['kind']=='free':
         ask.warnings.append('The thinking budget cannot be enforced here')
         return
@@ -438,7 +438,7 @@ def _tool_parser(u, ask):
     return u.parsers[0] or ('hermes' if ask.tool_choice=='required' else None)
 
 def _splitter(u, ask, p, parser):
-    "What parts thoughts and calls from content; None where all is content"
+    "The `Splitter` that parts thoughts and calls from content; None where all is content"
     if not (parser or u.parsers[1]):
         return None
     tools = ask.tools if parser else None
@@ -579,7 +579,7 @@ def shorten(v, n:int|None)->np.ndarray:
 
 # %% ../../nbs/7_service/12_service.ipynb #dc902a0a
 def packed(v:np.ndarray)->str:
-    "A vector as the base64 of its floats"
+    "A vector as the base64 of its numbers: float32, little-endian"
     return base64.b64encode(np.asarray(v, '<f4').tobytes()).decode()
 
 # %% ../../nbs/7_service/12_service.ipynb #b3ede701
@@ -648,7 +648,7 @@ async def rank(
 
 @patch
 async def relevance(self:Service, u:ReadyModel, ids:list[int], yes:int, no:int)->float:
-    "The probability of yes behind a prompt, of yes and no"
+    "The probability of `yes` after the prompt `ids`, as if only `yes` and `no` could follow"
     *_,last = await self.ask_of(u, 'score', ids=[*ids, yes], k=20)
     y,top = last
     n = dict(map(tuple, top)).get(no)
