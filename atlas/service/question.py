@@ -35,10 +35,10 @@ from .turn import EventStream,Turn,Unless,events,gone,whole
 async def read_body(
     request:Request,
     cap:int, # Most bytes to accept
-    kind:str='application/json', # What it has to say that it is
-    plain:bool=False, # May whoever is no web page send it without saying so?
+    kind:str='application/json', # The content type that it has to declare
+    plain:bool=False, # Is any type right where no web page sends it?
 )->bytes:
-    "The body, if it says it is JSON, or another `kind`, and is not above `cap`"
+    "The body; a `RequestError` if it has another type, and a `TooLargeError` if it is above `cap`"
     said = request.headers.get('content-type', '')
     right = said.split(';')[0].strip().lower()==kind
     if not right and not (plain and not from_page(request)):
@@ -101,7 +101,7 @@ async def body(self:Service, request:Request)->bytes:
 
 @patch
 async def parsed(self:Service, request:Request, raw:bytes, parse, *args):
-    "A body, parsed"
+    "What `parse` makes of a body; a `ClientDisconnect` if the client leaves meanwhile"
     if len(raw)<1<<16:
         return parse(raw, *args)
     return await attended(request, asyncio.to_thread(parse, raw, *args))
@@ -133,11 +133,11 @@ class Question:
         self.path = api.path if path is None else path
         self.fields = None # The body as a dict, once somebody looked
         self.asked = None # The `Ask`, once somebody read it
-        self.changed = False # Does `asked` say other than the body? Then it counts
+        self.changed = False # Does `asked` say other than the body? Then that counts
         self.form = False # Is it a form, and not JSON?
-        self.leads = None # The model that its name stands for, where that is another
-        self.manner = None # In which it is answered
-        self.route = '' # How its name led there
+        self.leads = None # The model that its name stands for, once that is known
+        self.manner = None # The `Manner` in which it is answered: a persona's, or None
+        self.route = '' # How its name led there, for a header
         hops.set(request.headers.get('x-atlas-via', ''))
 
 # %% ../../nbs/7_service/14_question.ipynb #1e811d10
@@ -150,7 +150,7 @@ async def look(self:Question)->dict:
 
 @patch
 async def name(self:Question)->str|None:
-    "The model that it is for"
+    "The name of the model that it is for; None if it names none"
     if not self.path:
         return (await self.ask()).model
     name = (await self.look()).get('model')
@@ -160,7 +160,7 @@ async def name(self:Question)->str|None:
 
 @patch
 async def peek(self:Question)->Ask:
-    "What is asked, to look at"
+    "What is asked, to look at and not to change"
     if self.asked is None:
         s = self.service
         self.asked = await s.parsed(self.request, self.raw, self.api.parse, *self.args)
@@ -180,7 +180,7 @@ async def ask(self:Question, name:str|None=None)->Ask:
 
 @patch
 async def here(self:Question, name:str|None, held:float|None)->Response:
-    "Have a model answer that is ours, or that is asked as ours are"
+    "Have a model answer that is ours, or that is asked as ours are; `held` as for `opened`"
     ask = await self.ask(name)
     first = self.api.first
     if first and (said := await first(self.service, ask, self.request)):
@@ -236,7 +236,8 @@ class StalledError(AtlasError):
 
 @patch
 async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
-    "A turn and its writer; where it is `held`, the turn has begun to speak"
+    """A turn and its writer. With `held`, the turn has begun to speak; a `StalledError` if it did
+    not within so many seconds. None: it is not waited for"""
     if held is None:
         return await self.begin(ask, reply)
     turn = None
@@ -269,7 +270,7 @@ def stands_for(self:Question, f, model:str):
 
 @patch
 async def led(self:Service, q:Question, name:str|None)->str|None:
-    "The model that a question is for, once its name is understood"
+    "The name of the model that a question is for, once its own is looked up in the file of names"
     ms = self.models
     if not ms.names or name not in ms.names.table:
         await ms.seek(name)
