@@ -68,7 +68,8 @@ class Door:
 # %% ../../nbs/7_service/17_server.ipynb #3e79e249
 @patch
 def count(self:Door, scope, status):
-    "Count a finished request, by route and not by path, so that strangers cannot invent labels"
+    """Count a finished request, by route and not by path, so that strangers cannot invent labels;
+    499 where no answer began"""
     known = scope['method'] in ('GET','POST','HEAD','OPTIONS','PUT','DELETE','PATCH')
     method = scope['method'] if known else 'other'
     route = getattr(scope.get('route'), 'path', 'other')
@@ -97,7 +98,7 @@ _elsewhere = re.compile(
     r'/api/(create|copy|delete|push|blobs)(/|$)')
 
 async def no_route(request, e:HTTPException)->Response:
-    "404 and 405, in the shape that clients can read; 501 for what others offer"
+    "404 and 405, in the shape of the API that was asked; 501 for what others offer"
     path,status = request.url.path,e.status_code
     by_hand = BY_HAND.get((request.method,path))
     if status in (404,405) and (by_hand or _elsewhere.match(path)):
@@ -116,7 +117,8 @@ async def left(request, e:ClientDisconnect)->Response:
 
 # %% ../../nbs/7_service/17_server.ipynb #3f6889c2
 def _flat(s, defs, inside=()):
-    "A JSON schema with its references replaced by what they refer to; one within itself is `{}`"
+    """A JSON schema with its references replaced by what they refer to; a schema within itself
+    becomes `{}`"""
     if isinstance(s, list):
         return [_flat(x, defs, inside) for x in s]
     if not isinstance(s, dict):
@@ -249,7 +251,7 @@ def create_app(
     doors=(),
     **kw, # `max_body` and the like, for `Service`
 )->FastAPI:
-    "The application: endpoints, errors, and the door around them"
+    "The application: endpoints, errors, and around them the `Guard` (of `rules`) and the `Door`"
     service = Service(models, **kw)
     if prefill_next_turn:
         service.follow = NextTurns(service)
@@ -294,7 +296,7 @@ def listen(
     host:str='127.0.0.1', # An address of this machine
     port:int=8888, # 0: any free one
 )->socket.socket:
-    "A socket that listens there; `PortError` says why not"
+    "A socket that listens there; a `PortError` says why there can be none"
     if not 0<=port<65536:
         raise PortError(
             f'Port {port} does not exist', hint='Choose one from 1 to 65535 with --port')
