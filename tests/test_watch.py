@@ -206,3 +206,15 @@ def test_once_remembers_through_a_file(tmp_path):
     assert (look(),look())==(['asr cannot be reached'],[])
     assert [p.name for p in (tmp_path/'deep').iterdir()]==['x.json']
     assert watch.kept_at('a')!=watch.kept_at('b')
+
+def test_once_tells_again_what_was_not_sent(tmp_path):
+    def refuse(request):
+        raise httpx.ConnectError('refused')
+    told = []
+    def tell(title, body):
+        told.append(body)
+        return len(told)==3
+    for _ in range(5):
+        client = httpx.AsyncClient(transport=httpx.MockTransport(refuse))
+        asyncio.run(once(Watcher(dict(asr='http://asr/'), tell, client=client), tmp_path/'x.json'))
+    assert told==['asr cannot be reached']*3

@@ -483,7 +483,7 @@ class ApiKeys:
             self.known.append((_digest(key), role, name.strip() or f'{role}-{i}'))
     def __bool__(self): return bool(self.known)
     def __repr__(self):
-        return 'Keys('+', '.join(f'{name}: {role}' for _,role,name in self.known)+')'
+        return 'ApiKeys('+', '.join(f'{name}: {role}' for _,role,name in self.known)+')'
     def find(self, given:bytes)->tuple[str,str]|None:
         "Name and role of a key, in the same time for every key; None: it is not known"
         d,found = _digest(given),None
@@ -753,6 +753,7 @@ def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
     if path in self.rules.public:
         who = keys.find(given) if given else None
         scope['atlas.stranger'] = who is None
+        scope['atlas.guess'] = bool(given) and who is None
         return who
     if not given:
         return UnknownKeyError(
@@ -775,7 +776,8 @@ def check_rate(self:Guard, scope, who):
     if isinstance(who, UnknownKeyError):
         who = None
     scope['atlas.user'] = who[0] if who else None
-    if not self.rules.rate or scope['path'] in self.rules.public:
+    free = scope['path'] in self.rules.public and not scope.get('atlas.guess')
+    if free or not self.rules.rate:
         return
     address = (scope.get('client') or ('',))[0]
     if wait := self.rules.rate.wait(who[0] if who else address):

@@ -369,12 +369,13 @@ def _unguided(u, ask, spec, tools):
     if spec['kind']=='free':
         ask.warnings.append('The thinking budget cannot be enforced here')
         return
-    if tools and ask.tool_choice=='auto' and not ask.format:
-        return
     param = 'tool_choice' if spec['kind']=='tools' else ask.format_at
-    raise NotOfferedError(
-        f'{u.names[0]} cannot be held to a format',
-        hint=f'Leave {ask.format_at} and tool_choice out', param=param)
+    hint = f'Leave {ask.format_at} and tool_choice out'
+    if tools and ask.tool_choice=='auto' and not ask.format:
+        if not tools['strict']:
+            return
+        param,hint = 'tools','Leave strict out of the tools'
+    raise NotOfferedError(f'{u.names[0]} cannot be held to a format', hint=hint, param=param)
 
 @patch
 async def enforced(self:Service, u:ReadyModel, ask:Ask, p:Prompt, spec:dict, tools)->dict:
@@ -502,7 +503,7 @@ def _writer(u, ask, make, prompts)->Writer:
     return w
 
 @patch
-async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Writer]:
+async def begin(self:Service, ask:Ask, make)->tuple[Turn,Writer]:
     "From a question to a turn that runs and the writer of its answer; `make` is the API's `reply`"
     if away := self.elsewhere(ask.served or ask.model):
         return await away.begin(ask, make)

@@ -217,7 +217,7 @@ async def round(self:Watcher)->tuple[list[Seen],list[str]]:
         if await asyncio.to_thread(self.tell, title, '\n'.join(self.unsent)):
             self.unsent = []
         else:
-            _log.error('Nobody could be told; it is tried again in %g s', self.every)
+            _log.error('Nobody could be told; it is tried again with the next look')
     return seen,news
 
 @patch
@@ -262,7 +262,8 @@ async def once(w:Watcher, path:Path)->tuple[list[Seen],list[str]]:
         said = await w.round()
     finally:
         await w.client.aclose()
-    write_damper(path, w.damper)
+    if not (w.tell and w.unsent):  # else the next look finds the same news
+        write_damper(path, w.damper)
     return said
 
 # %% ../../nbs/7_service/32_watch.ipynb #39215fc3
