@@ -65,7 +65,7 @@ class TimedRequest:
     conversation:str
     turn:int
     answer:TimedAnswer
-    late:float=0. # Seconds from when it was due, in an open load, until it was sent
+    late:float=0. # Seconds after it was due, in an open load
     most:int|None=None # Its `max_tokens`
 
 class LoadRun:
@@ -190,7 +190,7 @@ class MadeUpTime(asyncio.SelectorEventLoop):
         super().__init__(jump)
     def time(self): return self.now
     def run(self, work):
-        "The result of the coroutine `work`, run in another thread; the loop is closed after it"
+        "The result of the coroutine `work`; the loop is closed after it"
         try:
             with ThreadPoolExecutor(1) as ex: # A notebook's own loop runs in this thread
                 return ex.submit(self.run_until_complete, work).result()
