@@ -18,7 +18,7 @@ _SCORE = dict(softmax=0, sigmoid=1, topk_softmax=2)
 
 def route_many(
     x, # [R, H] float32; or a `Halved` of two parts, or `ScaledRows`
-    router, # `Packed` [E, H]
+    router, # `Packed` [E, H]; with `shared` 1 [E+1, H]
     bias=None, # [E]: added to the logits
     correction=None, # [E]: added to the scores for picking only
     per_expert=None, # [E]: a factor of each expert
@@ -26,9 +26,11 @@ def route_many(
     score:str='softmax', # Of `SCORES`
     renormalise:bool=True, # Do a row's weights sum to one?
     scaling:float=1., # What they are multiplied by, after that
-    shared:int=0, # A last column for expert E: 1, by the sigmoid of the router's row E; 2, by 1
+    # One more pick of each row, of expert E: 1: its weight is the sigmoid of the router's row E;
+    # 2: its weight is 1; 0: there is none
+    shared:int=0,
     gain=None, # [H]: the router sees `rmsnorm(x, gain, eps)`
-    eps:float=0.,
+    eps:float=0., # Of the norm
 ): # ids [R, top_k] int32, best first; weights [R, top_k] float32; one column more with `shared`
     "`atlas.ops.moe.route` on the card"
     shape = len(x),top_k+(shared>0)
@@ -63,9 +65,9 @@ def _tiles(card, experts, picks, places):
 def sort_picks(
     ids, # [R, k] int32
     experts:int, # How many there are
-    places:int, # Of a tile
+    places:int, # Most picks of a tile: places in the sorted order
     real=None, # [R] int32: rows where it is not negative matter; None for all
-    other:int=0, # Places of other tiles that are wanted, too
+    other:int=0, # The same for a second list of tiles; 0: none is wanted
 ): # order [R*k] int32, tiles [slots, 3] int32, others
     """Picks sorted by expert, and the tiles to compute
 
@@ -90,7 +92,7 @@ def sort_picks(
     return order,tiles,others
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #56ba6eaf
-# Rows at a time: what their picks give takes `4*top_k*H` bytes a row until it is gathered
+# Rows at a time: the results of a row's picks take `4*top_k*H` bytes until they are summed
 MOST = 8192
 
 def _sequences(real):
@@ -121,7 +123,7 @@ def experts_many(
     add=None, # [R, H]: added to the result; may be `out`
     real=None, # [R] int32, the sequence of each row: negative is padding; or [R] uint8 or bool
     out=None, # [R, H]
-    activations:str='f16', # Of products with formats that have a way for it; or of `SCALED`
+    activations:str='f16', # Or one of `SCALED`, for those formats of weights that allow it
 ): # [R, H] float32
     """`atlas.ops.moe.experts` on the card, for many rows; no row's bits depend on another row
 

@@ -127,7 +127,7 @@ class CardFormat:
     floats:Callable # Codes as kernels read them -> float32
     of:Callable|None=None # The other way
     words:Callable|None=None # Codes as files have them -> as kernels read them, where that differs
-    taken:Callable|None=None # Parts of a tensor, likewise: as `pack` takes them
+    taken:Callable|None=None # Parts of a tensor as files have them -> as `pack` takes them
     kinds:tuple=(0,0,None) # KIND of pack.cu: of codes as stored, float32, scales of chunks
     scale:int=0 # Bytes of the scales of a row's chunk, those of four rows side by side
     scales:Callable|None=None # Those bytes -> float32
@@ -140,9 +140,10 @@ class CardFormat:
     planes:int=1 # Numbers of 16 bits that x becomes for gemv.cu
     parts:int=1 # Parts in which gemm.cu takes x and weights: 3 where fp16 cannot hold a weight
     scaled:tuple[str,...]=() # Formats of activations with which gemm_scaled.cu multiplies it
-    deep:int=2 # Units that a warp of gemv.cu has on their way
+    deep:int=2 # Units that a warp of gemv.cu has on their way at a time (its prefetch depth)
     anew:float=0 # Tensors with more bits a weight can be stored anew in it. 0: none can
-    even:Callable|None=None # Deviation of made-up weights -> (scale of chunks, factor of rows)
+    # Standard deviation of made-up weights -> (scale of chunks, factor of rows)
+    even:Callable|None=None
 
     @property
     def narrow(self)->bool:
@@ -498,7 +499,7 @@ def row_tables(
     idx:np.ndarray, # As `row_order` gives it
     n:int, # Rows of what is stored
 )->list[np.ndarray]: # int32 [n] each: where a row goes, -1 for nowhere
-    "The same seen from the other side"
+    "The inverse of a row order; more than one table where a row is taken more than once"
     tables,left = [],np.flatnonzero(idx>=0)
     while len(left) or not tables:
         rows,first = np.unique(idx[left], return_index=True)

@@ -77,13 +77,13 @@ def _first(p, window, unit):
     return max(0, p-window+1)//unit*unit
 
 def _by_head(q, kv):
-    "Questions by key head: (m,heads,d) -> (kv,r*m,d)"
+    "Queries by key head: (m,heads,d) -> (kv,r*m,d)"
     m,_,d = q.shape
     heads = q.reshape(m, kv, -1, d)
     return heads.transpose(1, 2, 0, 3).reshape(kv, -1, d)
 
 def _by_row(o, m):
-    "And back"
+    "Results of `m` rows by row again: (kv,r*m,d) -> (m,heads,d)"
     kv,_,d = o.shape
     rows = o.reshape(kv, -1, m, d)
     return rows.transpose(2, 0, 1, 3).reshape(m, -1, d)
@@ -138,7 +138,7 @@ def attention(
     tiled:bool, # Are the rows laid out in tiles?
     scale:float, # Usually head_dim**-0.5
     window:int|None=None, # A row sees itself and the `window-1` tokens before it
-    out=None, # As q
+    out=None, # As q: where to write
     sinks=None, # [heads]: one more logit for each head, without a value (gpt-oss)
 ): # As q
     "Softmax attention (Vaswani et al. 2017) of a step's rows over the paged cache; float32"
@@ -224,11 +224,11 @@ def attend(
     a, # `AttentionConfig`
     scale:float, # Of the scores
     window:int|None, # A row sees itself and the `window-1` tokens before it
-    angles, # cos and sin of the rows, [R, 1, dim/2] each; None: no positions
+    angles, # cos and sin of the rows, [R, 1, dim/2] each; None: no rotation
     q_norm=None, # [d] for `a.qk_norm` 'head', [heads*d] for 'all'
     k_norm=None, # Likewise, [kv_heads*d]
     eps:float=0., # Of the norms
-    sinks=None, # [heads]
+    sinks=None, # [heads], as for `attention`
 ): # [R, heads*d]
     "Attention of a step's rows over the cache, from projection to projection"
     n = a.num_heads*a.head_dim*a.gate

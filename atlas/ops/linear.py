@@ -14,7 +14,7 @@ from .norm import rmsnorm
 
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #a36bc281
 TILE = 64 # Rows of a prefill tile: token p of a prompt is row p%TILE of tile p//TILE
-MAX_ROWS = 8 # Rows of one sequence in a decode or verify step
+MAX_ROWS = 8 # Most rows of one sequence in a decode or verify step
 _SLAB = 4<<20 # Bytes of weights that all rows visit before moving on
 
 # %% ../../nbs/3_ops/linear/10_ops.linear.ipynb #be6ce155
@@ -59,7 +59,7 @@ def linear(
     add=None, # As the result: added to it, for the residual stream
     out=None, # As the result: where to write; must not be `x`
 ): # [rows, out], or [tiles, TILE, out]
-    "`x @ w.T (+ bias) (+ add)`; no row's bits depend on another row"
+    "`x @ w.T (+ bias) (+ add)` in float32; no row's bits depend on another row"
     if out is None:
         shape = *x.shape[:-1],len(w)
         out = np.empty(shape, np.float32)
@@ -132,11 +132,11 @@ def act_mul(
 def fused_linear(
     x, # [rows, in], or [tiles, TILE, in]; float32
     w, # [out, in], as for `linear`; for an activation gate rows on top of up rows
-    gain=None, # [in]: the input is `rmsnorm(x, gain, eps)`
+    gain=None, # [in]: the input is `rmsnorm(x, gain, eps)`; None: `x` itself
     eps:float=0., # Of the norm
-    parts=None, # [rows, in/group, P]: sums of squares of each group of `x`, still to be normed
+    parts=None, # [rows, in/group, P]: each group of columns is normed, by its P sums of squares
     group:int=0, # Columns of a group
-    extra=None, # [more, in]: outputs after the others
+    extra=None, # [more, in]: a matrix whose outputs come after those of `w`
     bias=None, # [out+more]
     add=None, # As the result: added to it
     act:str|None=None, # Of `ACTS`

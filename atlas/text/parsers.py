@@ -31,14 +31,14 @@ def _header(prompt):
     return head.removeprefix('assistant')+mark if mark and not any(m in body for m in ENDS) else ''
 
 class Splitter:
-    "Splits one answer as it comes"
+    "Splits one answer into reasoning, content and calls, as it comes"
     def __init__(self,
         reasoning:str|None, # One of `REASONING_PARSERS`; None: nothing is a thought
         tools:str|None, # One of `TOOL_PARSERS`; None: nothing is a call
         tool_list:list[dict]|None=None, # The request's tools, in OpenAI's form
         thinking:bool=True, # Was thinking on, as far as `begins` and the request say?
         opened:bool=False, # Does the prompt end inside a thought, as `begins` says?
-        prompt:str='', # If the answer goes on with the last message of one
+        prompt:str='', # The prompt, where the answer continues its last message; else ''
     ):
         self.reasoning,self.tools = reasoning,tools
         self.harmony = Harmony(tool_list) if reasoning=='openai_gptoss' or tools=='openai' else None
@@ -63,7 +63,7 @@ class Splitter:
         return bool(self.tools) and (self.harmony or self.parser).calling
     @property
     def lost(self)->bool:
-        "Did markup of calls lead to no call?"
+        "Was there markup of a call that led to no call?"
         return bool(self.parser and self.parser.lost)
 
 # %% ../../nbs/6_text/13_parsers.ipynb #7b2e94a1
@@ -80,7 +80,7 @@ def may_think(self:Splitter)->bool:
 def feed(self:Splitter,
     text:str, # The next piece
 )->Delta:
-    "More of the model's text"
+    "Take more of the model's text; what it adds, as far as it is certain"
     if self.harmony:
         return self._heard(self.harmony.feed(text))
     thought = ''
@@ -90,7 +90,7 @@ def feed(self:Splitter,
     return self._more(thought, text)
 @patch
 def finish(self:Splitter)->Delta:
-    "The model has ended"
+    "The model has ended: what was held back"
     if self.harmony:
         return self._heard(self.harmony.finish())
     thought,text,calls = '','',()
@@ -105,13 +105,13 @@ def finish(self:Splitter)->Delta:
     return Delta(thought, self._quiet(said, calls, True), calls)
 @patch
 def _heard(self:Splitter, d):
-    "A delta of harmony text, without what nobody reads here"
+    "A delta of harmony text, without thoughts or calls where there is no parser for them"
     thought = d.reasoning if self.reasoning else ''
     calls = d.calls if self.tools else ()
     return Delta(thought, d.content, calls)
 @patch
 def _more(self:Splitter, thought, text):
-    "Pass on what is not a thought"
+    "The delta of a thought and of `text`, which is none"
     if not text:
         return Delta(thought, '', ())
     if self.parser:
@@ -125,7 +125,7 @@ def _more(self:Splitter, thought, text):
 # %% ../../nbs/6_text/13_parsers.ipynb #4adf3ec0
 @patch
 def _quiet(self:Splitter, text, calls, last=False):
-    "`text`, unless all that was said so far is blank"
+    "`text`, with the blanks held back before it; '' while all is blank"
     if self.blanks is None:
         return text
     if text:
@@ -170,7 +170,7 @@ def result(self:Splitter)->Answer:
 
 @patch
 def _told(self:Splitter, r):
-    "The result of a harmony text, without what nobody reads here"
+    "The result of a harmony text, without thoughts or calls where there is no parser for them"
     thought = ''.join(self.harmony.thoughts) or None
     if not self.reasoning:
         thought = None
@@ -189,7 +189,7 @@ def kept(
     return tuple(dict.fromkeys(marks))
 
 # %% ../../nbs/6_text/13_parsers.ipynb #165ad307
-_SAYS = ( # what a template contains -> tool parser; the first that fits
+_SAYS = ( # strings that a template contains, all of them -> tool parser; the first that fits
     (('<|channel|>','<|message|>'),'openai'),
     (('<|tool_call>',),'gemma4'),
     (('<minimax:tool_call>',),'minimax_m2'),
@@ -204,10 +204,10 @@ _SAYS = ( # what a template contains -> tool parser; the first that fits
     (('[func_name1(',),'pythonic'),
     (('<|start_header_id|>',),'llama3_json'),
     (('<|python_tag|>',),'llama3_json'))
-_HABIT = dict(
+_HABIT = dict( # family -> tool parser, where the template does not tell
     gptoss='openai', gemma='gemma4', minimax='minimax_m2', nemotron='qwen3_coder',
     qwen='hermes', granite='hermes', llama='llama3_json')
-_THINKS = dict(
+_THINKS = dict( # tool parser -> reasoning parser
     openai='openai_gptoss', gemma4='gemma4', minimax_m2='minimax_m2', glm45='glm45', glm47='glm45',
     hermes='qwen3', qwen3_coder='qwen3', mistral='mistral')
 
@@ -215,7 +215,7 @@ def default_parsers(
     config, # A `ModelConfig`, or None
     template:str|None, # Source of the chat template
 )->tuple[str|None,str|None]: # Tool parser and reasoning parser
-    "The parsers that a model was made for"
+    "The parsers that a model was made for; None for what it does not write"
     t,family = template or '',getattr(config, 'family', None)
     told = next((p for words,p in _SAYS if all(w in t for w in words)), None)
     tools = told or _HABIT.get(family)

@@ -33,8 +33,8 @@ class OverrunError(RequestError):
     code = 'work_limit'
 
 class NoChildError(QueueFullError):
-    """No child could be started, as where a system has no memory or descriptors to spare: nothing
-    that the client can help"""
+    """No child could be started, as where a system has no memory or descriptors to spare: not the
+    client's fault"""
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #4fba16eb
 _START = 30. # Seconds that a child may take to begin
@@ -85,7 +85,7 @@ def _die_with_parent(parent):
         os._exit(1)
 
 def _confine(memory):
-    "Limits of this process from here on"
+    "Limit this process from here on: `memory` is bytes beyond its present address space"
     page = resource.getpagesize()
     linux = sys.platform=='linux'
     now = int(Path('/proc/self/statm').read_text().split()[0])*page if linux else 0
@@ -98,7 +98,7 @@ def _confine(memory):
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #a81abe75
 def _failure(e)->dict:
-    "An exception as data. The text of one that we did not raise ourselves stays here"
+    "An exception as data. Of one that is no `AtlasError` only the type is told, not the text"
     if isinstance(e, AtlasError):
         return dict(code=e.code, msg=e.msg, hint=e.hint, param=e.param)
     if isinstance(e, (MemoryError,RecursionError)):
@@ -107,7 +107,7 @@ def _failure(e)->dict:
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #9a79bf87
 def _load(jobs)->dict:
-    "The functions behind a table of names"
+    "The functions behind a table of names; those that cannot be imported are left out"
     out = {}
     for name,at in jobs.items():
         module,_,f = at.partition(':')
@@ -118,7 +118,7 @@ def _load(jobs)->dict:
     return out
 
 def _answered(fs, request, seconds)->bytes:
-    "The frame that answers a request"
+    "The frame that answers a request, `[name, args, kwargs]`: `{'ok': …}` or `{'error': …}`"
     name,args,kw = request
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
@@ -168,9 +168,9 @@ _PATIENCE = 4 # Seconds that one second of work may take on a busy machine
 
 class SandboxProcess:
     "A process that does the jobs of a table, one after the other"
-    def __init__(self, jobs, seconds, memory, output):
+    def __init__(self, jobs, seconds, memory, output): # As for `Sandbox`
         self.output = output
-        self.fresh = True
+        self.fresh = True # It has not yet said that it is ready
         spec = json.dumps(dict(jobs=jobs, memory=memory, seconds=seconds, parent=os.getpid()))
         command = [sys.executable,'-P','-m','atlas.text.sandbox',spec]
         self.p = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -180,13 +180,13 @@ class SandboxProcess:
         for fd in (self.into,self.out):
             os.set_blocking(fd, False)
     def answer(self, until):
-        "The next message"
+        "The next message; `TimeoutError` at the deadline, `OverrunError` if it is too long"
         n, = struct.unpack('>I', _read(self.out, 4, until))
         if n>self.output:
             raise OverrunError(f'It makes {n:,} bytes, the limit is {self.output:,}')
         return json.loads(_read(self.out, n, until))
     def begin(self):
-        "Wait until it is there"
+        "Wait until it is ready; else a `NoChildError`"
         try:
             self.answer(monotonic()+_START)
         except (EOFError,TimeoutError):

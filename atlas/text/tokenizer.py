@@ -45,7 +45,7 @@ class Spelling:
     "How the bytes of a token follow from its spelling"
     base:str='' # 'ByteLevel' or 'ByteFallback'; empty where a spelling is plain text
     replace:tuple=() # Pairs of strings, applied in order
-    lead:int=0 # Spaces that are taken off the start of a text
+    lead:int=0 # So many spaces at most are taken off the start of a text
 
     def __call__(self, s:str)->bytes:
         "Bytes of the token that is spelt `s`"
@@ -105,6 +105,7 @@ class Tokenizer:
     @property
     def vocab_size(self): return self.inner.get_vocab_size()
     def token(self, id:int)->str|None:
+        "How token `id` is spelt; None if there is no such token"
         return self.inner.id_to_token(id) if 0<=id<2**32 else None
     def __repr__(self):
         begin = self.token(self.bos_id) if self.bos_id is not None else None
@@ -209,10 +210,11 @@ def marks(self:Tokenizer, texts)->frozenset[int]:
 class StopStrings:
     "Pass text through until one of the stop strings appears"
     def __init__(self, stop:tuple[str,...]):
-        self.next = [{}]
-        self.fail = [0]
-        self.depth = [0]
-        self.ends = ['']
+        # Of each state:
+        self.next = [{}] # the state after a character
+        self.fail = [0] # where to go on if there is none for it
+        self.depth = [0] # characters of a stop string that it stands for
+        self.ends = [''] # the stop string that is complete there, or ''
         for s in stop:
             at = 0
             for c in s:
@@ -291,14 +293,14 @@ _GPT4O = _CASED+_SHORT+r'?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*'+_SPACES
 @dataclass(frozen=True)
 class Pre:
     "How a family of byte-level tokenizers cuts text into words"
-    split:tuple[str,...] # Regular expressions, each applied to what the one before left
+    split:tuple[str,...] # Regular expressions, each applied to the pieces of the one before
     nfc:bool=False # Bring text to Unicode's composed form first
     whole:bool=False # A word that is itself a token is not merged step by step
     bos:bool=False # Texts begin with the begin token unless the file says otherwise
 
 _llama3 = Pre((_LLAMA3,), whole=True, bos=True)
 _qwen2 = Pre((_LLAMA3.replace('{1,3}',''),), nfc=True)
-PRES = {
+PRES = { # By the name in `tokenizer.ggml.pre`
     'gpt-2':Pre((_GPT2,)),
     'smollm':Pre((r'\p{N}',_GPT2)),
     'llama-bpe':_llama3,

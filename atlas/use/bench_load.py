@@ -24,7 +24,7 @@ ARRIVALS = 'poisson','constant','burst'
 class Level:
     "One run of a sweep"
     concurrency:int|None=1 # Under way at a time, at most; None: any number
-    request_rate:float|None=None # A second; None: another as soon as one has ended
+    request_rate:float|None=None # Requests a second; None: another as soon as one has ended
     arrivals:str='closed' # Else one of `ARRIVALS`
 
     def __str__(self):
@@ -47,10 +47,10 @@ def due(
     n:int, # Requests
     rate:float, # A second
     arrivals:str, # Of `ARRIVALS`
-    burst:int, # Requests that come together, in bursts
-    rng:np.random.Generator,
+    burst:int, # Requests that come together, for 'burst'
+    rng:np.random.Generator, # Not used for 'constant'
 )->np.ndarray: # (n,), seconds from the first
-    "When requests come"
+    "When requests come, `rate` a second on average"
     if arrivals=='constant':
         return np.arange(n)/rate
     size = burst if arrivals=='burst' else 1
@@ -65,8 +65,8 @@ class TimedRequest:
     conversation:str
     turn:int
     answer:TimedAnswer
-    late:float=0. # Seconds after it was due
-    most:int|None=None # Tokens that were asked for at most
+    late:float=0. # Seconds after it was due, in an open load
+    most:int|None=None # Its `max_tokens`
 
 class LoadRun:
     "Requests under way, at one level; `records` has those that have ended"
@@ -75,7 +75,7 @@ class LoadRun:
         level:Level,
         burst:int=8, # Requests that come together, in bursts
         seed:int=0, # Of when they come
-        chat:bool=True, # Else `/v1/completions`
+        chat:bool=True, # Bodies for `/v1/chat/completions`, else for `/v1/completions`
         told=None, # Called with each record
     ):
         self.send,self.level,self.burst = send,level,burst
@@ -107,7 +107,7 @@ async def turn(self:LoadRun,
 
 @patch
 async def converse(self:LoadRun, c:ScriptedConversation, late:float=0.):
-    "All turns of a conversation"
+    "All turns of a conversation, until one ends in an error"
     said = []
     for k,t in enumerate(c.turns):
         if k:
@@ -120,7 +120,7 @@ async def converse(self:LoadRun, c:ScriptedConversation, late:float=0.):
 # %% ../../nbs/8_use/15_bench_load.ipynb #d7fe06dd
 @patch
 async def closed(self:LoadRun, todo:list):
-    "So many at a time"
+    "Have `level.concurrency` conversations under way until none is left"
     left = deque(todo)
     async def user():
         while left:
@@ -130,7 +130,7 @@ async def closed(self:LoadRun, todo:list):
 
 @patch
 def _times(self:LoadRun, todo)->list[float]:
-    "When these conversations begin: at so many requests a second, with all of their turns"
+    "Seconds when conversations begin, so that all their turns make `request_rate` a second"
     l,rng = self.level,np.random.default_rng(self.seed)
     turns = sum(len(c.turns) for c in todo)
     rate = l.request_rate*len(todo)/max(turns, 1)
@@ -139,7 +139,7 @@ def _times(self:LoadRun, todo)->list[float]:
 
 @patch
 async def open(self:LoadRun, todo:list):
-    "So many a second; where those under way are limited, the others wait"
+    "Begin conversations when they are due; with `level.concurrency`, others wait for room"
     loop = asyncio.get_running_loop()
     most = self.level.concurrency or len(todo)
     room = asyncio.Semaphore(max(most, 1))
@@ -156,7 +156,7 @@ async def all(self:LoadRun,
     todo:list, # Of `ScriptedConversation`s
     stop:asyncio.Event|None=None, # Set, it ends the run; what is under way then is left
 )->bool: # Was it all?
-    "Ask everything"
+    "Ask everything; the run's `records` grow meanwhile"
     way = self.open if self.level.request_rate else self.closed
     work = asyncio.ensure_future(way(todo))
     if stop is None:
@@ -190,7 +190,7 @@ class MadeUpTime(asyncio.SelectorEventLoop):
         super().__init__(jump)
     def time(self): return self.now
     def run(self, work):
-        "What the coroutine `work` gives"
+        "The result of the coroutine `work`; the loop is closed after it"
         try:
             with ThreadPoolExecutor(1) as ex: # A notebook's own loop runs in this thread
                 return ex.submit(self.run_until_complete, work).result()

@@ -42,7 +42,7 @@ class LLM(LoadedModel):
     "A model, ready to answer"
     def __init__(self,
         options:EngineConfig|str, # Or its fields: a model's name first, the rest by keyword
-        *fields, show=None, # Progress bar; None: when somebody watches
+        *fields, show=None, # Progress bar; None: in a terminal or a notebook
         **more,
     ):
         if not isinstance(options, EngineConfig):
@@ -89,7 +89,7 @@ def reader(self:LLM,
     guide:dict|None=None,
     split=None, # Makes a `Splitter`, for an answer whose thoughts and calls are told apart
 )->ChoiceReader:
-    "Who reads a new answer; stop strings need a tokenizer"
+    "What makes text of a new answer's events; stop strings need a tokenizer"
     tokenizer = self.tokenizer if params.stop or self.text.has_text else None
     s = split() if split else None
     marks = tokenizer.marks(kept(s.reasoning, s.tools)) if s else ()
@@ -332,7 +332,7 @@ def _streamed(self:LLM, reqs, readers, receipt):
 @patch
 def chat(self:LLM,
     messages:list[dict], # [{'role': 'user', 'content': …}, …]; content is text, or parts and images
-    params:SamplingParams|None=None,
+    params:SamplingParams|None=None, # None: as the model has it
     tools:list|None=None, # Tools to offer, as JSON schemas; handed to the template
     stream:bool=False, # Yield `Delta`s instead
     guide:dict|None=None, # What the answer must look like
@@ -395,9 +395,9 @@ class Trace:
     "One prompt's way through a model; T tokens"
     logits:np.ndarray # [T, vocab]
     hidden:np.ndarray # [T, H]: after the last norm
-    layers:np.ndarray # [L, T, H]: the stream after each layer
+    layers:np.ndarray # [L, T, H]: the residual stream after each layer
     routes:dict # Layer -> (ids [T,k], weights [T,k]) of the experts picked
-    states:dict # Layer -> dict(conv=…, rec=…) after the prompt
+    states:dict # Recurrent layer -> dict(conv=…, rec=…) after the prompt
     def __repr__(self):
         return (
             f'Trace({self.layers.shape[1]} tokens, {len(self.layers)} layers, {len(self.routes)} '
