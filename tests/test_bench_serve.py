@@ -256,7 +256,8 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp('artifacts')
     with serving() as (url,_):
         flags = '--concurrency 1,2 --request-count 4 --goodput request_latency:60000 --json'
-        r = run('bench', 'serve', url, *flags.split(), '--artifact-dir', str(folder))
+        more = '--generate-plots','--artifact-dir',str(folder)
+        r = run('bench', 'serve', url, *flags.split(), *more)
     assert r.exit_code==0, r.output
     return json.loads(r.stdout),folder
 
@@ -270,6 +271,17 @@ def test_the_report(written):
     assert d==json.loads((folder/'report.json').read_text())
     assert len((folder/'requests.jsonl').read_text().splitlines())==8
     assert len((folder/'runs.csv').read_text().splitlines())==3
+
+def test_the_plots_of_a_sweep(written):
+    "Of each kind two themes and two formats, and each is a picture"
+    _,folder = written
+    found = sorted((folder/'plots').iterdir())
+    names = {p.name.rsplit('_', 1)[0] for p in found}
+    assert {'rate_time_to_first_token','request_latency_by_concurrency'}<=names
+    ends = {p.name.rsplit('_', 1)[1] for p in found}
+    assert ends=={'light.svg','light.png','dark.svg','dark.png'} and len(found)==4*len(names)
+    begins = dict(png=b'\x89PNG', svg=b'<?xml')
+    assert all(p.read_bytes().startswith(begins[p.suffix[1:]]) for p in found)
 
 PERCENTS = ['p1','p5','p10','p25','p50','p75','p90','p95','p99']
 

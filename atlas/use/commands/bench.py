@@ -371,6 +371,9 @@ class HowFlags:
     artifact_dir:Annotated[Path|None, option(
         "Write the report, its requests, and aiperf's files to this folder.", metavar='FOLDER',
         show_default=False)] = None
+    generate_plots:Annotated[bool, option(
+        'Draw the report, too, into the folder plots of that one: SVG and PNG, light and dark.',
+        '--generate-plots', show_default=False)] = False
     as_json:Json = False
     output:Output = None
 
@@ -408,6 +411,8 @@ def _serve_plan(when, what, how):
     from atlas.use.bench_serve import SweepPlan
     from atlas.use.bench_summary import objectives
     _one_of('--endpoint-type', how.endpoint_type, ('chat','completions'))
+    if how.generate_plots and not how.artifact_dir:
+        raise typer.BadParameter('It needs --artifact-dir', param_hint="'--generate-plots'")
     asked = _levels(when),when.request_count,when.warmup_request_count,_synthetic(what)
     return SweepPlan(
         *asked, file=_conversations(what.input_file), streaming=how.streaming,
@@ -457,14 +462,22 @@ def bench_serve(where:Annotated[str, typer.Argument(metavar='URL|MODEL',
     when,what,how = take(WhenFlags, options),take(WhatFlags, options),take(HowFlags, options)
     plan = _serve_plan(when, what, how)
     load = asdict(when)|asdict(what)|asdict(how)
-    for k in ('as_json','output','artifact_dir'):
+    for k in ('as_json','output','artifact_dir','generate_plots'):
         load.pop(k)
     with _target(where, how, when.request_timeout_seconds, plan, options) as target:
         report = bench_serve(target, plan, **load)
     if how.artifact_dir:
         report.write(how.artifact_dir)
     _print_report(report, how.as_json, how.output)
+    if how.generate_plots:
+        _draw(how.artifact_dir)
     _leave(report)
+
+def _draw(folder):
+    "Plots of the report in a folder"
+    from atlas.use.bench_compare import compare
+    from atlas.use.bench_plots import save_plots
+    save_plots(compare([folder/'report.json']), folder/'plots')
 
 def _leave(report):
     "130 after Ctrl-C, as elsewhere; 1 where nobody got an answer"
