@@ -591,257 +591,379 @@ __device__ __forceinline__ void init_meetings(
 // The block's groups of rows of one matrix: MANY times 16 rows a warp, BESIDE warps, PER of them
 // to each; ROOM pieces of x for each share, and PLACES places of a warp for weights on their way.
 template <
-        class F, int SHARES, int MANY, int BESIDE, int PER, int PLACES, int ROOM,
-        bool TOGETHER>
-__device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
-    constexpr int N = (B + F::UNITS - 1) / F::UNITS;
-    constexpr int PASSES = SHARES / PER;
-    constexpr int QUADS = MANY * TILES;
+        class F_, int SHARES_, int MANY_, int BESIDE_, int PER_, int PLACES_,
+        int ROOM_, bool TOGETHER_>
+struct Plan {
+    typedef F_ F;
+    static constexpr int SHARES = SHARES_, MANY = MANY_, BESIDE = BESIDE_;
+    static constexpr int PER = PER_, PLACES = PLACES_, ROOM = ROOM_;
+    static constexpr bool TOGETHER = TOGETHER_;
+    static constexpr int N = (B + F::UNITS - 1) / F::UNITS;
+    static constexpr int PASSES = SHARES / PER;
+    static constexpr int QUADS = MANY * TILES;
     // Sums of many tiles have no registers to wait in until all shares are added up.
-    constexpr bool STASH = PER == 1 && TILES > 4;
-    constexpr int OWN = STASH ? 4 : (QUADS + PER - 1) / PER;
-    constexpr int TILE = Tile<F, TOGETHER>::BYTES, PIECE = TILES * TILE;
-    constexpr int UNIT = MANY * F::BYTES;
-    constexpr bool ALL = ROOM >= (N + PER - 1) / PER;
+    static constexpr bool STASH = PER == 1 && TILES > 4;
+    static constexpr int OWN = STASH ? 4 : (QUADS + PER - 1) / PER;
+    static constexpr int TILE = Tile<F, TOGETHER>::BYTES;
+    static constexpr int PIECE = TILES * TILE;
+    static constexpr int UNIT = MANY * F::BYTES;
+    static constexpr bool ALL = ROOM >= (N + PER - 1) / PER;
     // Have a lane's ends registers while all is added up? Then nobody waits for what they need.
-    constexpr bool EARLY = !TOGETHER
+    static constexpr bool EARLY = !TOGETHER
             && OWN <= (DOWN * ALONG > (PER > 1 ? 12 : 8) ? 1 : 2);
     // for what belongs to rows of W they have
-    constexpr bool HALF = PER == 1 && !EARLY && !TOGETHER;
+    static constexpr bool HALF = PER == 1 && !EARLY && !TOGETHER;
     // Is a piece asked for only when the next one is multiplied? Nobody has to be waited for then.
-    constexpr bool LATE = ROOM > 2;
-    static_assert(SHARES % PER == 0, "see the contract");
-    const int lane = threadIdx.x % 32;
-    const int g = lane / 4;
-    const int t = lane % 4;
+    static constexpr bool LATE = ROOM > 2;
+    // Are there registers to fill a unit's place again while its last block is multiplied?
+    static constexpr bool SOON = TOGETHER && BESIDE * PER <= 12 && TILES <= 4;
+    // blocks of a unit that are written out
+    static constexpr int AT_A_TIME = !SOON && (QUADS > 2 || BESIDE * PER > 12)
+            ? 1
+            : F::UNITS;
+    static constexpr bool WHOLE = BEST && STASH && TOGETHER;
     // warps that follow each other and have the same share
-    constexpr int NEAR = TOGETHER ? 4 : 1;
-    const int warp = threadIdx.x / 32, h = warp / NEAR % PER;
-    const int down = warp / (NEAR * PER) * NEAR + warp % NEAR;
-    const int n4 = (o.n + 3) / 4 * 4;
-    const int groups = (n4 + o.span - 1) / o.span;
-    const int strip = down * MANY * 16;  // the warp's first row of a group
-    const bool here = down < BESIDE && down / NEAR * NEAR * MANY * 16 < o.span;
-    const bool works = here && h < N;
-    const int rounds = (groups - o.group + o.step - 1) / o.step;
-    const int mine = (N - h + PER - 1) / PER;
-    unsigned char* const xs = shared + h * ROOM * PIECE;
-    unsigned char* const ring = shared + PER * ROOM * PIECE
-            + (down < BESIDE ? warp : 0) * PLACES * UNIT;
-    float4* const part = (float4*)(shared + PER * ROOM * PIECE
-            + BESIDE * PER * PLACES * UNIT);
-    float4* const sums = part + (here ? warp : 0) * QUADS * 32 + lane;
-    Meeting* const full =
-            (Meeting*)(part + (PER > 1 || STASH ? BESIDE * PER * QUADS * 32 : 0))
-            + h * 2 * ROOM;
-    Meeting* const empty = full + ROOM;
+    static constexpr int NEAR = TOGETHER ? 4 : 1;
+    static_assert(SHARES % PER == 0, "see the contract");
+};
+
+// Who a warp is, and where it keeps what.
+template <class P> struct Warp {
+    int lane, g, t;
+    int warp, h, down;  // h: its share; down: which of those beside each other
+    int n4, groups, strip;  // strip: the warp's first row of a group
+    bool here, works;
+    int rounds, mine;
+    unsigned char *xs, *ring;
+    float4 *part, *sums;
+    Meeting *full, *empty;
     // TOGETHER: scales and biases of the warp's 16 rows of W, and the norms of the block's of x
-    float* const own = (float*)(full - h * 2 * ROOM + PER * 2 * ROOM)
-            + warp * (32 + 8 * TILES);
+    float* own;
     // BEST: the largest of each row of x, of what each warp has made
-    u64* const bests = (u64*)((float*)(full - h * 2 * ROOM + PER * 2 * ROOM)
-            + (TOGETHER ? BESIDE * PER * (32 + 8 * TILES) : 0));
-    u64* const best = bests + warp * 8 * TILES;
-    for (int i = lane; BEST && i < 8 * TILES; i += 32)
-        best[i] = 0;
-    typedef Walk<N, SHARES, PER> Units;
-    Units next = {h, 0}, wanted = {h, 0};  // weights, and x, to be fetched next
-    int left = works ? rounds * mine : 0;
-    int rest = n4 - o.group * o.span - strip;
+    u64 *bests, *best;
+    __device__ __forceinline__ Warp(const Job& o, unsigned char* shared) {
+        lane = threadIdx.x % 32;
+        g = lane / 4;
+        t = lane % 4;
+        warp = threadIdx.x / 32;
+        h = warp / P::NEAR % P::PER;
+        down = warp / (P::NEAR * P::PER) * P::NEAR + warp % P::NEAR;
+        n4 = (o.n + 3) / 4 * 4;
+        groups = (n4 + o.span - 1) / o.span;
+        strip = down * P::MANY * 16;
+        here = down < P::BESIDE
+                && down / P::NEAR * P::NEAR * P::MANY * 16 < o.span;
+        works = here && h < P::N;
+        rounds = (groups - o.group + o.step - 1) / o.step;
+        mine = (P::N - h + P::PER - 1) / P::PER;
+        xs = shared + h * P::ROOM * P::PIECE;
+        ring = shared + P::PER * P::ROOM * P::PIECE
+                + (down < P::BESIDE ? warp : 0) * P::PLACES * P::UNIT;
+        part = (float4*)(shared + P::PER * P::ROOM * P::PIECE
+                + P::BESIDE * P::PER * P::PLACES * P::UNIT);
+        sums = part + (here ? warp : 0) * P::QUADS * 32 + lane;
+        constexpr int SUMS = P::PER > 1 || P::STASH
+                ? P::BESIDE * P::PER * P::QUADS * 32
+                : 0;
+        full = (Meeting*)(part + SUMS) + h * 2 * P::ROOM;
+        empty = full + P::ROOM;
+        float* const after = (float*)(full - h * 2 * P::ROOM
+                + P::PER * 2 * P::ROOM);
+        own = after + warp * (32 + 8 * TILES);
+        constexpr int OWNS = P::BESIDE * P::PER * (32 + 8 * TILES);
+        bests = (u64*)(after + (P::TOGETHER ? OWNS : 0));
+        best = bests + warp * 8 * TILES;
+    }
+};
+
+// What a warp fetches next: units of weights.
+template <class P> struct Weights {
+    typedef Walk<P::N, P::SHARES, P::PER> Units;
+    typedef typename P::F F;
+    Units next;
+    int left, rest;
     // where the lane's part of unit 0 of those rows is
-    const unsigned char *w = o.w, *s = o.s;
-    F::first(w, s, n4 - rest, 0, lane);
-    auto fetch = [&](unsigned char* to) {
+    const unsigned char *w, *s;
+    __device__ __forceinline__ Weights(const Job& o, const Warp<P>& a)
+        : next{a.h, 0} {
+        left = a.works ? a.rounds * a.mine : 0;
+        rest = a.n4 - o.group * o.span - a.strip;
+        w = o.w;
+        s = o.s;
+        F::first(w, s, a.n4 - rest, 0, a.lane);
+    }
+    __device__ __forceinline__ void fetch(
+            const Job& o, const Warp<P>& a, unsigned char* to) {
         const unsigned char* p = w + next.unit * F::LB;
         const unsigned char* q = s + next.unit * F::SB;
-        const int rows = min(rest, o.span - strip);
-        fetch_unit<F, MANY>(to, p, q, rows, next.unit, lane);
+        const int rows = min(rest, o.span - a.strip);
+        fetch_unit<F, P::MANY>(to, p, q, rows, next.unit, a.lane);
         left--;
-        if (!next.next(h))
+        if (!next.next(a.h))
             return;
         rest -= o.step * o.span;
         w += (size_t)(o.step * o.span) * F::LINE;
         s += (size_t)(o.step * o.span / 4) * F::SLINE;
+    }
+};
+
+// And, on behalf of all that have its share, pieces of x: one thread asks for them.
+template <class P> struct Pieces {
+    typedef Walk<P::N, P::SHARES, P::PER> Units;
+    Units wanted;
+    int more;  // to be asked for
+    // which piece is multiplied next, and which is asked for
+    int slot = 0, free = -1;
+    unsigned phase = 0;
+    __device__ __forceinline__ Pieces(const Warp<P>& a, bool asks)
+        : wanted{a.h, 0} {
+        more = asks ? P::ALL ? a.mine : a.rounds * a.mine : 0;
+    }
+    __device__ __forceinline__ void ask(
+            const Job& o, const Warp<P>& a, int slot) {
+        bulk_expect(a.full + slot, P::PIECE);
+        const size_t tile = (size_t)wanted.unit * o.tiles + o.first;
+        bulk_copy(
+                a.xs + slot * P::PIECE, o.x + tile * P::TILE, P::PIECE,
+                a.full + slot);
+        wanted.next(a.h);
+    }
+    // The piece has been read: another one may be asked for.
+    __device__ __forceinline__ void leave(const Job& o, const Warp<P>& a) {
+        if (!P::ALL && !a.lane)
+            meet_arrive(a.empty + slot);
+        if (!P::LATE)
+            free = slot;
+        if (!P::ALL && more > 0 && free >= 0) {
+            meet_wait(a.empty + free, free > slot ? phase ^ 1 : phase);
+            ask(o, a, free);
+            more--;
+        }
+        free = slot;
+        __syncwarp();
+        if (++slot == P::ROOM && !P::ALL) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// acc += a unit of W times that of x. Its place gets another one when its last block is, or soon
+// will be, multiplied.
+template <class P>
+__device__ __forceinline__ void take_unit(
+        const Job& o, const Warp<P>& a, Weights<P>& weights, Pieces<P>& pieces,
+        int& spot, float (*acc)[TILES][4]) {
+    typedef typename P::F F;
+    const unsigned char* const x = a.xs + pieces.slot * P::PIECE;
+    WgmmaMatrix from = 0;
+    if (P::SOON)
+        from = wgmma_cores(x, P::TILE);
+    cp_async_wait<P::PLACES - 1>();
+    __syncwarp();
+    meet_wait(a.full + pieces.slot, pieces.phase);
+    int b = 0;
+    auto refill = [&]() {
+        if (b != F::UNITS - 1)
+            return;
+        __syncwarp();
+        if (weights.left > 0)
+            weights.fetch(o, a, a.ring + spot);
+        cp_async_commit();
     };
+    add_unit<F, P::MANY, P::TOGETHER, P::SOON, P::AT_A_TIME>(
+            acc, a.ring + spot, x, from, b, refill);
+    b = F::UNITS - 1;
+    if (P::SOON)
+        __syncwarp();  // all have read what belongs to the piece of x
+    else
+        refill();
+    spot = spot == (P::PLACES - 1) * P::UNIT ? 0 : spot + P::UNIT;
+    pieces.leave(o, a);
+}
+
+// A share's sums join those of the ones before it, in shared memory.
+template <int QUADS>
+__device__ __forceinline__ void stash_sums(
+        const float (*acc)[TILES][4], float4* sums, bool here, bool first) {
+    #pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+        const float* v = acc[i / TILES][i % TILES];
+        float4 z = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (!here)
+            continue;
+        if (!first)
+            z = sums[i * 32];
+        sums[i * 32] = make_float4(
+                z.x + v[0], z.y + v[1], z.z + v[2], z.w + v[3]);
+    }
+}
+
+// A pass's sums join `total`, or what is stashed.
+template <class P>
+__device__ __forceinline__ void join_sums(
+        const Warp<P>& a, const float (*acc)[TILES][4], float (&total)[P::OWN][4],
+        int pass, bool again) {
+    if (P::STASH) {
+        stash_sums<P::QUADS>(acc, a.sums, a.here, !pass);
+        return;
+    }
+    if (P::PER == 1) {
+        add_sums<P::OWN, P::QUADS>(total, acc);
+        return;
+    }
+    if (pass || again)
+        __syncthreads();  // all have read the last ones
+    put_sums<P::QUADS>(acc, a.sums, a.here);
+    __syncthreads();
+    take_sums<P::OWN, P::PER, P::QUADS, P::NEAR * P::QUADS>(
+            total, a.sums, a.here, a.h);
+}
+
+// All that quad q of a group needs, whose rows end at `to`. `known`: of rows of W it is there.
+template <class P>
+__device__ __forceinline__ void prepare(
+        const Job& o, const Warp<P>& a, Finish& f, const Finish* strips,
+        int group, int to, int q, bool known = false) {
+    typedef typename P::F F;
+    const int r = group * o.span + a.strip + q / TILES * 16 + 2 * a.g;
+    if (P::TOGETHER)
+        return f.from(o, a.own, r, q, to, a.g, a.t);
+    #pragma unroll
+    for (int i = 0; P::HALF && i < 2; i++) {
+        const int last = P::MANY - 1;
+        f.raw[i] = q < TILES ? strips[0].raw[i] : strips[last].raw[i];
+        f.bias[i] = q < TILES ? strips[0].bias[i] : strips[last].bias[i];
+    }
+    if (!known && !P::HALF)
+        f.template weights<F>(o, r, to);
+    f.rows(o, r, (o.first + q % TILES) * 8 + 2 * a.t, to);
+}
+
+// Results of a group from what is stashed.
+template <class P>
+__device__ __forceinline__ void end_stashed(
+        const Job& o, const Warp<P>& a, const Finish* strips, int group, int to) {
+    typedef typename P::F F;
+    if (P::WHOLE && a.here)
+        Finish::join_whole<F>(
+                o, group * o.span + a.strip, to, a.sums - a.lane, a.own,
+                a.own + 32, a.best);
     #pragma unroll 1
-    for (int i = 0; i < PLACES; i++) {
-        if (left > 0)
-            fetch(ring + i * UNIT);
+    for (int first = 0; P::STASH && !P::WHOLE && a.here && first < P::QUADS;
+            first += P::OWN) {
+        Finish ends[P::OWN];  // what they need is asked for at once
+        #pragma unroll
+        for (int i = 0; i < P::OWN; i++)
+            prepare(o, a, ends[i], strips, group, to,
+                    min(first + i, P::QUADS - 1));
+        #pragma unroll
+        for (int i = 0; i < P::OWN; i++) {
+            if (first + i >= P::QUADS)
+                continue;
+            const float4 v = a.sums[(first + i) * 32];
+            const float all[4] = {v.x, v.y, v.z, v.w};
+            ends[i].template end<F>(o, to, all, a.best);
+        }
+    }
+}
+
+// And from sums in registers.
+template <class P>
+__device__ __forceinline__ void end_sums(
+        const Job& o, const Warp<P>& a, Finish* finish, const Finish* strips,
+        const float (&total)[P::OWN][4], int group, int to) {
+    #pragma unroll
+    for (int i = 0; i < P::OWN && !P::STASH; i++) {
+        const int q = i * P::PER + a.h;
+        if (!a.here || q >= P::QUADS)
+            continue;
+        if (!P::EARLY)
+            prepare(o, a, finish[0], strips, group, to, q);
+        finish[P::EARLY ? i : 0].template end<typename P::F>(
+                o, to, total[i], a.best);
+    }
+}
+
+// One group of rows: passes over the columns, then results.
+template <class P>
+__device__ __forceinline__ void take_group(
+        const Job& o, const Warp<P>& a, Weights<P>& weights, Pieces<P>& pieces,
+        int& spot, Finish* finish, int group) {
+    typedef typename P::F F;
+    const int to = min(group * o.span + o.span, a.n4);
+    float total[P::OWN][4] = {};
+    Finish strips[P::HALF ? P::MANY : 1];
+    #pragma unroll
+    for (int i = 0; P::HALF && i < P::MANY; i++)
+        strips[i].template weights<F>(
+                o, group * o.span + a.strip + 16 * i + 2 * a.g, a.here ? to : 0);
+    float later = 0.f;  // what the lane has for `own`: not waited for yet
+    if (P::TOGETHER && a.here)
+        later = of_rows<F>(o, group * o.span + a.strip, to, a.lane);
+    #pragma unroll
+    for (int i = 0; P::EARLY && i < P::OWN; i++)
+        if (a.here && i * P::PER + a.h < P::QUADS)
+            prepare(o, a, finish[i], strips, group, to, i * P::PER + a.h,
+                    group == o.group);
+    if (P::ALL)
+        pieces.slot = 0;
+    #pragma unroll 1
+    for (int pass = 0; pass < P::PASSES; pass++) {
+        float acc[P::MANY][TILES][4] = {};
+        #pragma unroll 1
+        for (int unit = a.works ? a.h + pass * P::PER : P::N; unit < P::N;
+                unit += P::SHARES)
+            take_unit(o, a, weights, pieces, spot, acc);
+        join_sums(a, acc, total, pass, group != o.group);
+    }
+    if (P::TOGETHER) {
+        __syncwarp();
+        a.own[a.lane] = later;
+        __syncwarp();
+    }
+    end_stashed(o, a, strips, group, to);
+    end_sums(o, a, finish, strips, total, group, to);
+}
+
+// All of a block's groups of rows of one matrix.
+template <class P>
+__device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
+    typedef typename P::F F;
+    const Warp<P> a(o, shared);
+    for (int i = a.lane; BEST && i < 8 * TILES; i += 32)
+        a.best[i] = 0;
+    Weights<P> weights(o, a);
+    #pragma unroll 1
+    for (int i = 0; i < P::PLACES; i++) {
+        if (weights.left > 0)
+            weights.fetch(o, a, a.ring + i * P::UNIT);
         cp_async_commit();
     }
-    // for x, on behalf of all that have its share
-    const bool asks = works && !down && !lane;
+    const bool asks = a.works && !a.down && !a.lane;
     if (asks)
-        init_meetings<ROOM, BESIDE, 16 * MANY * NEAR, NEAR>(full, empty, o.span);
-    auto ask = [&](int slot) {
-        bulk_expect(full + slot, PIECE);
-        const size_t tile = (size_t)wanted.unit * o.tiles + o.first;
-        bulk_copy(xs + slot * PIECE, o.x + tile * TILE, PIECE, full + slot);
-        wanted.next(h);
-    };
-    int more = asks ? ALL ? mine : rounds * mine : 0;  // pieces to be asked for
-    Finish finish[EARLY ? OWN : 1];
+        init_meetings<P::ROOM, P::BESIDE, 16 * P::MANY * P::NEAR, P::NEAR>(
+                a.full, a.empty, o.span);
+    Pieces<P> pieces(a, asks);
+    Finish finish[P::EARLY ? P::OWN : 1];
     // of the first group: nobody writes them meanwhile
-    ask_weights<F, EARLY ? OWN : 0, PER, QUADS>(finish, o, here, strip, n4, h, g);
+    ask_weights<F, P::EARLY ? P::OWN : 0, P::PER, P::QUADS>(
+            finish, o, a.here, a.strip, a.n4, a.h, a.g);
     pdl_wait();
     #pragma unroll 1
-    for (int i = 0; i < ROOM && more > 0; i++, more--)
-        ask(i);
-    if (TOGETHER)
-        put_norms(o, own, lane);
+    for (int i = 0; i < P::ROOM && pieces.more > 0; i++, pieces.more--)
+        pieces.ask(o, a, i);
+    if (P::TOGETHER)
+        put_norms(o, a.own, a.lane);
     __syncthreads();  // the barriers are there
-
-    // which piece is to be asked for next, and where
-    int spot = 0, slot = 0, free = -1;
-    unsigned phase = 0;
+    int spot = 0;  // of the unit that is multiplied next, in the ring
     #pragma unroll 1
-    for (int group = o.group; group < groups; group += o.step) {
-        const int to = min(group * o.span + o.span, n4);
-        float total[OWN][4] = {};
-        Finish strips[HALF ? MANY : 1];
-        #pragma unroll
-        for (int i = 0; HALF && i < MANY; i++)
-            strips[i].template weights<F>(
-                    o, group * o.span + strip + 16 * i + 2 * g, here ? to : 0);
-        float later = 0.f;  // what the lane has for `own`: not waited for yet
-        if (TOGETHER && here)
-            later = of_rows<F>(o, group * o.span + strip, to, lane);
-        auto prepare = [&](Finish& f, int q, bool known = false) {
-            const int r = group * o.span + strip + q / TILES * 16 + 2 * g;
-            if (TOGETHER)
-                return f.from(o, own, r, q, to, g, t);
-            #pragma unroll
-            for (int i = 0; HALF && i < 2; i++) {
-                f.raw[i] = q < TILES ? strips[0].raw[i] : strips[MANY - 1].raw[i];
-                f.bias[i] = q < TILES ? strips[0].bias[i]
-                                      : strips[MANY - 1].bias[i];
-            }
-            if (!known && !HALF)
-                f.template weights<F>(o, r, to);
-            f.rows(o, r, (o.first + q % TILES) * 8 + 2 * t, to);
-        };
-        #pragma unroll
-        for (int i = 0; EARLY && i < OWN; i++)
-            if (here && i * PER + h < QUADS)
-                prepare(finish[i], i * PER + h, group == o.group);
-        if (ALL)
-            slot = 0;
-        #pragma unroll 1
-        for (int pass = 0; pass < PASSES; pass++) {
-            float acc[MANY][TILES][4] = {};
-            #pragma unroll 1
-            for (int unit = works ? h + pass * PER : N; unit < N;
-                    unit += SHARES) {
-                const unsigned char* const x = xs + slot * PIECE;
-                // Are there registers to fill a unit's place again while its last block is
-                // multiplied?
-                constexpr bool SOON = TOGETHER && BESIDE * PER <= 12
-                        && TILES <= 4;
-                WgmmaMatrix from = 0;
-                if (SOON)
-                    from = wgmma_cores(x, TILE);
-                cp_async_wait<PLACES - 1>();
-                __syncwarp();
-                meet_wait(full + slot, phase);
-                int b = 0;
-                auto refill = [&]() {
-                    if (b != F::UNITS - 1)
-                        return;
-                    __syncwarp();
-                    if (left > 0)
-                        fetch(ring + spot);
-                    cp_async_commit();
-                };
-                constexpr int AT_A_TIME =
-                        !SOON && (QUADS > 2 || BESIDE * PER > 12) ? 1 : F::UNITS;
-                add_unit<F, MANY, TOGETHER, SOON, AT_A_TIME>(
-                        acc, ring + spot, x, from, b, refill);
-                b = F::UNITS - 1;
-                if (SOON)
-                    __syncwarp();  // all have read what belongs to the piece of x
-                else
-                    refill();
-                spot = spot == (PLACES - 1) * UNIT ? 0 : spot + UNIT;
-                if (!ALL && !lane)
-                    meet_arrive(empty + slot);
-                if (!LATE)
-                    free = slot;
-                if (!ALL && more > 0 && free >= 0) {
-                    meet_wait(empty + free, free > slot ? phase ^ 1 : phase);
-                    ask(free);
-                    more--;
-                }
-                free = slot;
-                __syncwarp();
-                if (++slot == ROOM && !ALL) {
-                    slot = 0;
-                    phase ^= 1;
-                }
-            }
-            if (STASH) {
-                #pragma unroll
-                for (int i = 0; i < QUADS; i++) {
-                    const float* v = acc[i / TILES][i % TILES];
-                    float4 z = make_float4(0.f, 0.f, 0.f, 0.f);
-                    if (!here)
-                        continue;
-                    if (pass)
-                        z = sums[i * 32];
-                    sums[i * 32] = make_float4(
-                            z.x + v[0], z.y + v[1], z.z + v[2], z.w + v[3]);
-                }
-                continue;
-            }
-            if (PER == 1) {
-                add_sums<OWN, QUADS>(total, acc);
-                continue;
-            }
-            if (pass || group != o.group)
-                __syncthreads();  // all have read the last ones
-            put_sums<QUADS>(acc, sums, here);
-            __syncthreads();
-            take_sums<OWN, PER, QUADS, NEAR * QUADS>(total, sums, here, h);
-        }
-        if (TOGETHER) {
-            __syncwarp();
-            own[lane] = later;
-            __syncwarp();
-        }
-        constexpr bool WHOLE = BEST && STASH && TOGETHER;
-        if (WHOLE && here)
-            Finish::join_whole<F>(
-                    o, group * o.span + strip, to, sums - lane, own, own + 32,
-                    best);
-        #pragma unroll 1
-        for (int first = 0; STASH && !WHOLE && here && first < QUADS;
-                first += OWN) {
-            Finish ends[OWN];  // what they need is asked for at once
-            #pragma unroll
-            for (int i = 0; i < OWN; i++)
-                prepare(ends[i], min(first + i, QUADS - 1));
-            #pragma unroll
-            for (int i = 0; i < OWN; i++) {
-                if (first + i >= QUADS)
-                    continue;
-                const float4 v = sums[(first + i) * 32];
-                const float all[4] = {v.x, v.y, v.z, v.w};
-                ends[i].template end<F>(o, to, all, best);
-            }
-        }
-        #pragma unroll
-        for (int i = 0; i < OWN && !STASH; i++) {
-            const int q = i * PER + h;
-            if (!here || q >= QUADS)
-                continue;
-            if (!EARLY)
-                prepare(finish[0], q);
-            finish[EARLY ? i : 0].template end<F>(o, to, total[i], best);
-        }
-    }
+    for (int group = o.group; group < a.groups; group += o.step)
+        take_group(o, a, weights, pieces, spot, finish, group);
     if (!BEST)
         return;
     __syncthreads();
-    put_best<BESIDE * PER>(o, bests);
+    put_best<P::BESIDE * P::PER>(o, a.bests);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
@@ -871,10 +993,11 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
             o.bias = bias + n;
         if (NORM == 1)
             o.inverse = inverse + rows;
-        matrix<EXTRA<C>, ESPLIT, 1, EDOWN, EALONG, EDEEP, EHELD, false>(
+        matrix<Plan<EXTRA<C>, ESPLIT, 1, EDOWN, EALONG, EDEEP, EHELD, false>>(
                 o, shared);
         return;
     }
 #endif
-    matrix<FORMAT<C>, SPLIT, STRIPS, DOWN, ALONG, DEEP, HELD, CORES>(o, shared);
+    matrix<Plan<FORMAT<C>, SPLIT, STRIPS, DOWN, ALONG, DEEP, HELD, CORES>>(
+            o, shared);
 }
