@@ -23,7 +23,7 @@ from ..cuda.sample import SampleTable,sample_rows,table_bytes
 from ..cuda.vocabulary import DEFAULTS,greedy_logits
 from .cache import state_in
 from .draft import INVALID,DraftInput,End,Ends,given
-from .policy import MOST_APART
+from .policy import MOST_APART,halvings
 from .stepper import Flight,Pass,Stepper,following,fork,lets,replays,tiles
 from ..card.device import Host
 from ..card.graph import Graph,Mark
@@ -1233,8 +1233,8 @@ def _expect_prompts(self:CardStepper, long):
     "Say which lengths of prompts are to have graphs when nobody waits"
     first,others = self.prompts.usual(long)
     due = [(n, self.stream) for n in first+others]
-    if self.rest and first:
-        due.insert(len(first), (first[0], self.rest))
+    if self.rest:
+        due[len(first):len(first)] = [(n, self.rest) for n in halvings(long)]
     self.prompts.due = due[:self.prompts.most]
 
 @patch
