@@ -285,7 +285,8 @@ def beside(
     if path.is_dir():
         path = min(path.glob('*.gguf'))
     rounds = [r for run in p.runs for r in _run(run, path, p, tell)]
-    versions = {n: _version(n) for n in ('atlas-inference','xllamacpp','numpy','torch','transformers')}
+    names = 'atlas-inference','xllamacpp','numpy','torch','transformers'
+    versions = {n: _version(n) for n in names}
     return dict(kind='atlas.bench.beside', version=2, model=path.name, machine=_machine(p.device),
         versions=versions, plan=asdict(p), rounds=rounds)
 
