@@ -2,13 +2,15 @@
 both are.
 
 python tests/gpu/starts.py [--emulator] [--folder FOLDER] [--shapes qwen3.6-35b-a3b:nvfp4,…]
-python tests/gpu/starts.py --beside-dd 3 [--folder FOLDER] [--shapes …] [--output FILE]
+python tests/gpu/starts.py --beside-dd 3 [--plain 14] [--folder FOLDER] [--shapes …]
+    [--output FILE]
 
 Files are made up, of true size, and removed again; a shape may be a folder with files, which
 stay. `FOLDER` may be on a disk or a RAM disk. With `--beside-dd` nothing is compared: files are
 loaded so many times, by the card, and what `dd` and other plain reads get from the same disk is
 measured before and after each time, for disks are slower in one minute than in another. A load
-had a quiet disk if the best plain reads before and after it differ by 5 % at most."""
+had a quiet disk if the best plain reads before and after it differ by 5 % at most. `--plain` says
+how many GB of the files each of them reads: a disk may give the first few faster."""
 import json,shutil,tempfile
 from contextlib import contextmanager
 from dataclasses import asdict,dataclass
@@ -24,8 +26,6 @@ from atlas.ground.core import human
 from atlas.ground.weights import IGNORE,load,open_checkpoint
 from atlas.model.model import plan
 from atlas.use.bench_startup import SETTINGS,forget,raw_read,write_checkpoint
-
-PLAIN = 3<<30 # Bytes to read plainly at a time
 
 class ByHost(packer):
     "The loader without what a card does by itself"
@@ -70,11 +70,12 @@ def compared(path, card):
     card.tidy()  # two copies are what some cards have room for
     return unlike(card, by_card, timed(path, card, ByHost(card), 'by the host'))
 
-def plain(files, i)->dict:
-    "Bytes a second that `dd` and the best of other plain reads get, each from another file"
-    def file(k): return files[(i+k)%len(files)]
-    each = [raw_read([file(k)], *how, PLAIN) for k,how in enumerate(SETTINGS)]
-    return dict(dd=dd(file(len(SETTINGS)), most=PLAIN), best=max(each))
+def plain(files, i, most)->dict:
+    "Bytes a second that `dd` and the best of other plain reads get, each beginning at another file"
+    def turned(k): return files[(i+k)%len(files):]+files[:(i+k)%len(files)]
+    each = [raw_read(turned(k), *how, most) for k,how in enumerate(SETTINGS)]
+    print('  plain reads:', *(human(v, 1000) for v in each), flush=True)
+    return dict(dd=dd(turned(len(SETTINGS))[0], most=int(most)), best=max(each))
 
 @dataclass
 class Loaded:
@@ -92,12 +93,12 @@ class Loaded:
         parts = ', '.join(f'{k} {rates[k]/self.best:.0%} of the best' for k in ('whole','reading'))
         print(f'  {self.seconds:.2f} s: {said}; {parts}{"; quiet"*self.quiet}', flush=True)
 
-def one_load(path, card, files, i, before):
+def one_load(path, card, files, i, before, most):
     "A load, the plain reads after it, and its bytes"
     start,notes = perf_counter(),[]
     loaded(path, card, packer(card), notes.append)
     seconds,r = perf_counter()-start,notes[0]
-    after = plain(files, i+1)
+    after = plain(files, i+1, most)
     best = before['best'],after['best']
     load = Loaded(
         seconds,
@@ -109,13 +110,13 @@ def one_load(path, card, files, i, before):
     load.show()
     return load,after,r.nbytes
 
-def beside(path, card, times)->dict:
+def beside(path, card, times, most)->dict:
     "Rates of loads, and of plain reads between them"
     files = sorted(path.glob('*.safetensors'))
     forget(files)
-    between,loads = plain(files, 0),[]
+    between,loads = plain(files, 0, most),[]
     for i in range(times):
-        load,between,nbytes = one_load(path, card, files, i, between)
+        load,between,nbytes = one_load(path, card, files, i, between, most)
         loads.append(load)
     loads_as = [asdict(l) for l in loads]
     middle = {k: median(l[k] for l in loads_as) for k in loads_as[0]}
@@ -157,6 +158,7 @@ def main():
         folder={},
         shapes=dict(default=default),
         beside_dd=dict(type=int),
+        plain=dict(type=float, default=3),
         output=dict(type=Path))
     card = Emulator() if a.emulator else get_device('cuda')
     shapes = 'smollm2-135m:bf16' if a.emulator else a.shapes
@@ -166,7 +168,7 @@ def main():
         for s in shapes.split(','):
             with files_of(s, Path(d), layers) as path:
                 if a.beside_dd:
-                    found[s] = beside(path, card, a.beside_dd)
+                    found[s] = beside(path, card, a.beside_dd, a.plain*1e9)
                 else:
                     bad += [f'{s}: {k}' for k in compared(path, card)]
     said = dict(machine=card.describe(), models=found)
