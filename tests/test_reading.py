@@ -1,5 +1,5 @@
 "Large reads into a ring: every byte once, in any file system; errors end all threads."
-import errno,os,threading,pytest
+import errno,os,threading,time,pytest
 import numpy as np
 from hypothesis import given,settings,strategies as st
 from atlas.ground import reading
@@ -364,23 +364,70 @@ def test_the_gate(random_file, monkeypatch, allowed):
     assert np.array_equal(got['all'], RANDOM[:-5])
     assert most[0]<=allowed
 
-def test_the_earliest_window_goes_first():
-    gate,order = reading._Gate(reading.Readers(3, allowed=1)),[]
-    allowed = gate.enter(0)
-    def work(i):
-        may = gate.enter(i)
-        order.append(i)
-        gate.leave(may, 1)
-    threads = [threading.Thread(target=work, args=(i,)) for i in (3,1,2)]
-    for t in threads:
-        t.start()
-    with gate.changed:
-        while gate.waiting!={1,2,3}:
-            gate.changed.wait(.01)
-    gate.leave(allowed, 1)
-    for t in threads:
-        t.join()
-    assert order==[1,2,3]
+def threads_of(monkeypatch, **how):
+    "Windows and threads of all reads from now on; `how` many may read"
+    seen,begun,plain = [],reading.Readers,reading._Work.read
+    def read(work, w, r):
+        seen.append((w.i, threading.get_ident()))
+        return plain(work, w, r)
+    monkeypatch.setattr(reading._Work, 'read', read)
+    monkeypatch.setattr(reading, 'Readers', lambda n: begun(n, period=np.inf, **how))
+    return seen
+
+def test_one_thread_goes_on_reading(random_file, monkeypatch):
+    "From window to window, in their order; what it has read is taken by others"
+    seen,takers = threads_of(monkeypatch, allowed=1),set()
+    whole = Extent(random_file, 0, random_file.size, 'all')
+    def take(key, at, data):
+        takers.add(threading.get_ident())
+    reading.read_pieces([whole], take, Ring(4, BLOCK), 3)
+    windows,readers = zip(*seen)
+    assert list(windows)==list(range(len(seen)))
+    assert len(set(readers))==1 and takers-set(readers)
+
+class Fickle(reading.Readers):
+    "Has another number read after each window"
+    def note(self, nbytes, allowed, now):
+        self.allowed = 1 if allowed==self.most else self.most
+
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 300), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_all_is_taken_once_however_many_read(random_file, threads, buffers, fails, whole):
+    "And where one fails, all end, and every buffer is back"
+    ring,taken = Ring(buffers, BLOCK),[]
+    def take(i, b):
+        if i==fails and not whole:
+            raise ValueError(f'no room for {i}')
+        taken.append(i)
+    cut = reading.windows([Extent(random_file, 0, random_file.size, 'all')], BLOCK)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(reading, 'Readers', Fickle)
+        if whole or fails>=len(cut):
+            reading.read_windows(cut, take, ring, threads)
+            assert sorted(taken)==list(range(len(cut)))
+        else:
+            with pytest.raises(ValueError, match=f'no room for {fails}'):
+                reading.read_windows(cut, take, ring, threads)
+            assert len(set(taken))==len(taken)
+    assert ring._free.qsize()==len(ring._made)
+
+def test_what_is_left_to_take_is_given_back(random_file, monkeypatch):
+    "Where taking fails while another thread has read on into all other buffers"
+    threads_of(monkeypatch, allowed=1)
+    gates,begun = [],reading._Gate
+    def made(*how):
+        gates.append(begun(*how))
+        return gates[-1]
+    monkeypatch.setattr(reading, '_Gate', made)
+    ring = Ring(4, BLOCK)
+    def take(i, b):
+        while i==0 and len(gates[0].filled)<3:
+            time.sleep(.001)
+        raise ValueError('no room')
+    cut = windows([Extent(random_file, 0, random_file.size, 'all')], BLOCK)
+    with pytest.raises(ValueError, match='no room'):
+        reading.read_windows(cut, take, ring, 2)
+    assert ring._free.qsize()==len(ring._made)==4
 
 def test_a_failed_read_leaves_the_gate(random_file, monkeypatch):
     "Whoever waits for the one that may read is not left waiting"

@@ -11,11 +11,11 @@ __all__ = ['BLOCK', 'THREADS', 'GAP', 'Extent', 'Windows', 'Places', 'places', '
 # %% ../../nbs/1_ground/10_reading.ipynb #82f06421
 import errno,mmap,os,threading
 import numpy as np
+from collections import deque
 from collections.abc import Callable,Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack,suppress
 from dataclasses import dataclass,field
-from itertools import count
 from queue import SimpleQueue
 from time import perf_counter
 from fastcore.basics import patch
@@ -358,29 +358,72 @@ def note(self:Readers,
     self.nbytes = 0
 
 # %% ../../nbs/1_ground/10_reading.ipynb #919c594a
+@dataclass(slots=True)
+class _Window:
+    "A window that is read, or is to be taken"
+    i:int
+    allowed:int # How many might read when it began
+    buffer:_Buffer|None=None # With its bytes, once they are there
+
 class _Gate:
-    "Lets as many threads read at a time as `Readers` say, the earliest window first"
-    def __init__(self, readers:Readers):
-        self.readers = readers
-        self.waiting = set() # Windows
-        self.inside = 0 # Threads that read
+    "Gives each thread a window to read, or one to take that another thread has read"
+    def __init__(self,
+        readers:Readers, # Say how many read at a time
+        many:int, # Windows
+    ):
+        self.readers,self.many = readers,many
+        self.begun = self.inside = 0 # Windows; threads that read
+        self.filled = deque() # What is to be taken
+        self.stop = False
         self.changed = threading.Condition()
-    def enter(self, i:int)->int: # How many may read
-        "Wait until window `i` may be read"
-        with self.changed:
-            self.waiting.add(i)
-            while self.inside>=self.readers.allowed or i!=min(self.waiting):
-                self.changed.wait()
-            self.waiting.remove(i)
-            self.inside += 1
+    @property
+    def open(self)->bool:
+        "May one more read?"
+        return self.begun<self.many and self.inside<self.readers.allowed
+    def _begin(self)->_Window:
+        self.begun += 1
+        self.inside += 1
+        return _Window(self.begun-1, self.readers.allowed)
+
+# %% ../../nbs/1_ground/10_reading.ipynb #919c594b
+@patch
+def next(self:_Gate)->_Window|None:
+    "What a thread is to do; None: all is done, or somebody has failed"
+    with self.changed:
+        while not self.stop:
+            if self.filled:
+                return self.filled.popleft()
+            if self.open:
+                return self._begin()
+            if self.begun==self.many and not self.inside:
+                break
+            self.changed.wait()
+    return None
+
+@patch
+def leave(self:_Gate, w:_Window, nbytes:int)->_Window|None:
+    """`w` is read; the next to read, where another thread takes `w`, or None: whoever has read it
+    does"""
+    with self.changed:
+        self.inside -= 1
+        self.readers.note(nbytes, w.allowed, perf_counter())
+        alone = self.readers.allowed==1<self.readers.most
+        if self.stop or not (alone and self.open):
             self.changed.notify_all()
-            return self.readers.allowed
-    def leave(self, allowed:int, nbytes:int):
-        "A read that `enter` allowed has ended"
-        with self.changed:
-            self.inside -= 1
-            self.readers.note(nbytes, allowed, perf_counter())
-            self.changed.notify_all()
+            return None
+        self.filled.append(w)
+        self.changed.notify()
+        return self._begin()
+
+@patch
+def end(self:_Gate)->list[_Window]:
+    "Nobody begins anything more; what was left to take"
+    with self.changed:
+        self.stop = True
+        left = list(self.filled)
+        self.filled.clear()
+        self.changed.notify_all()
+    return left
 
 # %% ../../nbs/1_ground/10_reading.ipynb #29857834
 @dataclass
@@ -418,58 +461,79 @@ class _Work:
     sources:list # A `_OpenFile` for each file
     into:Callable|None # As for `read_windows`
     gate:_Gate
-    turn:count=field(default_factory=count) # The next window
     total:Reading=field(default_factory=Reading)
-    stop:bool=False
     lock:object=field(default_factory=threading.Lock)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #e9b0655d
 @patch
-def one(self:_Work, i:int, b:_Buffer, r:Reading):
-    "Read window `i` into a buffer, have it taken, and add to `r` what that was"
-    w = self.windows
-    source = self.sources[w.file[i]]
-    n = int(w.nbytes[i])
-    allowed,start = self.gate.enter(i),perf_counter()
-    try:
-        r.direct += source.fill(memoryview(b.data), int(w.start[i]), n)
-    finally:
-        self.gate.leave(allowed, n)
-    read = perf_counter()
-    after = self.take(i, b)
-    if after:
-        b.after = (after,) if callable(after) else tuple(after)
-    r.nbytes += n
-    r.read += read-start
-    r.taken += perf_counter()-read
-
-@patch
-def buffered(self:_Work, i:int, r:Reading):
-    "The same by way of the ring"
+def place(self:_Work, i:int, r:Reading)->_Buffer:
+    "Where window `i` goes: to where it stays, or to a buffer as soon as one is free"
+    own = self.into(i) if self.into else None
+    if own is not None:
+        return _Buffer(own, None)
     start = perf_counter()
     b = self.ring.take()
     r.waited += perf_counter()-start
+    return b
+
+@patch
+def read(self:_Work, w:_Window, r:Reading)->_Window|None:
+    "Read a window, and have it taken; the next to read, where this thread goes on"
+    w.buffer = b = self.place(w.i, r)
+    source,at = self.sources[self.windows.file[w.i]],int(self.windows.start[w.i])
+    n,start = int(self.windows.nbytes[w.i]),perf_counter()
     try:
-        self.one(i, b, r)
+        r.direct += source.fill(memoryview(b.data), at, n)
+    except BaseException:
+        self.free(b)
+        raise
+    r.nbytes += n
+    r.read += perf_counter()-start
+    after = self.gate.leave(w, n)
+    if after is None:
+        self.taken(w, r)
+    return after
+
+@patch
+def taken(self:_Work, w:_Window, r:Reading):
+    "Have a window taken that was read"
+    b,start = w.buffer,perf_counter()
+    try:
+        after = self.take(w.i, b)
+        if after:
+            b.after = (after,) if callable(after) else tuple(after)
     finally:
+        self.free(b)
+    r.taken += perf_counter()-start
+
+@patch
+def free(self:_Work, b:_Buffer):
+    "Others may fill `b`, if it is one of the ring's"
+    if b.place is not None:
         self.ring.give(b)
 
 @patch
 def work(self:_Work):
     "What each thread does"
-    mine,many = Reading(),len(self.windows)
+    mine = Reading()
     try:
-        while not self.stop and (i := next(self.turn))<many:
-            own = self.into(i) if self.into else None
-            if own is None:
-                self.buffered(i, mine)
-            else:
-                self.one(i, _Buffer(own, None), mine)
+        while w := self.gate.next():
+            if w.buffer:
+                self.taken(w, mine)
+                continue
+            while w:
+                w = self.read(w, mine)
     except BaseException:
-        self.stop = True
+        self.end()
         raise
     with self.lock:
         self.total.add(mine)
+
+@patch
+def end(self:_Work):
+    "Threads end, those too that wait for a buffer"
+    for w in self.gate.end():
+        self.free(w.buffer)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #aac32296
 @patch
@@ -495,7 +559,7 @@ def all(self:_Work, threads:int):
                     f.result()
                 fine = True
             finally:
-                self.stop = True
+                self.end()
     finally:
         try:
             self.close(fine)
@@ -516,7 +580,8 @@ def read_windows(
     start = perf_counter()
     sources = [_OpenFile(f, direct) for f in windows.files]
     threads = max(1, min(threads, ring.count))
-    w = _Work(windows, take, ring, sources, into, _Gate(Readers(threads)))
+    gate = _Gate(Readers(threads), len(windows))
+    w = _Work(windows, take, ring, sources, into, gate)
     w.all(threads)
     w.total.seconds,w.total.threads = perf_counter()-start,threads
     return w.total
