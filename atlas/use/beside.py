@@ -286,7 +286,7 @@ def beside(
         path = min(path.glob('*.gguf'))
     rounds = [r for run in p.runs for r in _run(run, path, p, tell)]
     names = 'atlas-inference','xllamacpp','numpy','torch','transformers'
-    versions = {n: _version(n) for n in names}
+    versions = {n: v for n in names if (v := _version(n))}
     return dict(kind='atlas.bench.beside', version=2, model=path.name, machine=_machine(p.device),
         versions=versions, plan=asdict(p), rounds=rounds)
 
