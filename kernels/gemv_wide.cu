@@ -253,8 +253,10 @@ struct Finish {
         const int odd = (second ? upper[1] : upper[0]) >> first & 1;
         const unsigned key = bad ? ~0u : float_key(second ? top[1] : top[0]);
         u64* const own = best + column - o.first * 8 + second;
-        if (!(lane & 12))
-            *own = max(*own, keyed(key, out + (first / 4 - lane / 4) * 2 + odd));
+        if (!(lane & 12)) {
+            const int at = out + (first / 4 - lane / 4) * 2 + odd;
+            *own = max(*own, keyed(key, at));
+        }
     }
     // The same of a warp's 16 rows, r and more, whose sums lie where lanes have left them: a lane
     // looks at two columns from top to bottom. `norms`, `best`: of the block's rows of x.
@@ -350,10 +352,11 @@ template <class F, int MANY, int N>
 __device__ __forceinline__ void fold_tile(
         const F* q, float (*acc)[TILES][4], float (*d)[N][2][4], int j, int at,
         const unsigned char* x, int b) {
-    const unsigned char* const scales = x + j * Tile<F>::BYTES + Tile<F>::SCALES;
+    const unsigned char* const tile = x + j * Tile<F>::BYTES;
+    const int own = 4 * b + threadIdx.x % 4;
     float2 f = make_float2(1.f, 1.f);
     if (!F::TWO)
-        f = *((const float2*)scales + 4 * b + threadIdx.x % 4);
+        f = ((const float2*)(tile + Tile<F>::SCALES))[own];
     #pragma unroll
     for (int s = 0; s < MANY; s++)
         fold(q[s], acc[s][j], d[s][at], f);
@@ -651,8 +654,8 @@ template <class P> struct Warp {
         n4 = (o.n + 3) / 4 * 4;
         groups = (n4 + o.span - 1) / o.span;
         strip = down * P::MANY * 16;
-        here = down < P::BESIDE
-                && down / P::NEAR * P::NEAR * P::MANY * 16 < o.span;
+        const int near = down / P::NEAR * P::NEAR;
+        here = down < P::BESIDE && near * P::MANY * 16 < o.span;
         works = here && h < P::N;
         rounds = (groups - o.group + o.step - 1) / o.step;
         mine = (P::N - h + P::PER - 1) / P::PER;
@@ -701,9 +704,10 @@ template <class P> struct Weights {
         left--;
         if (!next.next(a.h))
             return;
-        rest -= o.step * o.span;
-        w += (size_t)(o.step * o.span) * F::LINE;
-        s += (size_t)(o.step * o.span / 4) * F::SLINE;
+        const int rows_on = o.step * o.span;
+        rest -= rows_on;
+        w += (size_t)rows_on * F::LINE;
+        s += (size_t)(rows_on / 4) * F::SLINE;
     }
 };
 
@@ -778,7 +782,8 @@ __device__ __forceinline__ void take_unit(
         __syncwarp();  // all have read what belongs to the piece of x
     else
         refill();
-    spot = spot == (P::PLACES - 1) * P::UNIT ? 0 : spot + P::UNIT;
+    const int last = (P::PLACES - 1) * P::UNIT;
+    spot = spot == last ? 0 : spot + P::UNIT;
     pieces.leave(o, a);
 }
 

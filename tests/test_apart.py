@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
 from atlas.card.emulator import find_cxx
-from atlas.engine import card_stepper
+from atlas.engine import card_stepper,policy
 from atlas.engine.policy import Load,Policy
 from atlas.engine.stepper import Flight,HostStepper,_by_seq
 from atlas.ops.sample import sample
@@ -266,6 +266,7 @@ def test_where_it_pays():
     assert chunk(decode=8) and not chunk(decode=9)
     assert not chunk(decode=0) and not chunk([])
     assert not chunk([Who(2048)])
+    assert not chunk([Who(2000),Who(20000)])  # of one prompt, and it is the first's turn
     assert not chunk(policy=learnt(part=0.))
     assert not chunk(policy=learnt(deadline=.03))
     deep = Who(200_000)
@@ -284,6 +285,8 @@ def test_steps_are_learnt():
     for _ in range(3):
         p.note(Load(seqs=4, apart=True), .02)
     assert p.times.plain(4)==before and p.times.apart(4, 1, p.part)==.02
+    for n,chunk in {8192:8192, 8191:4096, 4096:4096, 4095:0}.items():  # lengths that have graphs
+        assert p.apart([Who(n)], [1]*4, 8192, 1)==chunk
     load,spent,n = Load(1, 8192, apart=True),0.,0
     while p.fits(load, spent, 4, 1):
         spent += .02
@@ -328,6 +331,18 @@ def test_the_same_bits(toy, weights, divided):
     prompts = [s for s,g in e.stepper.prompts.kept.items() if s.part and g]
     assert {s.part for s in steps+prompts}=={2}
     assert not e.stepper.lanes
+
+@on_emulator
+def test_its_lengths_have_graphs(divided, monkeypatch):
+    "Of chunks beside steps, once nobody has asked for a while"
+    monkeypatch.setattr(policy, 'SHORTEST', 64)
+    e = on_card(models('llama', 'bf16')[1], blocks=60, seqs=2, longest=300)
+    e.stepper._expect_prompts(256)
+    while e.idle():
+        pass
+    beside = [s.rows for s,g in e.stepper.prompts.kept.items() if s.part and g]
+    assert sorted(beside)==[64,128,256]
+    assert policy.halvings(320)==[320,128,64] and policy.halvings(32)==[32]
 
 @on_emulator
 def test_lanes_come_back(divided):

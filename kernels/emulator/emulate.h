@@ -89,8 +89,9 @@ template <class T> inline const T* gather(unsigned mask, const T& v) {
     return (const T*)exchange(mask, &v, sizeof(T));
 }
 template <class T> inline T from(const T* all, int l) {
+    const char* const there = (const char*)all + (size_t)l * WORDS * 8;
     T r;
-    memcpy(&r, (const char*)all + (size_t)l * WORDS * 8, sizeof(T));
+    memcpy(&r, there, sizeof(T));
     return r;
 }
 void copy(void* to, const void* from, int bytes, bool on);  // beside the threads
@@ -138,8 +139,8 @@ inline void __syncwarp(unsigned mask = ~0u) { emu::gather(mask, 0); }
 template <class T>
 inline T __shfl_sync(unsigned m, T v, int src, int width = 32) {
     auto* a = emu::gather(m, v);
-    const int l = emu::lane();
-    return emu::from(a, (l & ~(width - 1)) + (src & (width - 1)));
+    const int l = emu::lane(), own = width - 1;
+    return emu::from(a, (l & ~own) + (src & own));
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned m, T v, int x, int width = 32) {
@@ -150,13 +151,15 @@ template <class T>
 inline T __shfl_down_sync(unsigned m, T v, unsigned d, int width = 32) {
     auto* a = emu::gather(m, v);
     const int l = emu::lane();
-    return emu::from(a, l % width + (int)d < width ? l + d : l);
+    const bool here = l % width + (int)d < width;
+    return emu::from(a, here ? l + d : l);
 }
 template <class T>
 inline T __shfl_up_sync(unsigned m, T v, unsigned d, int width = 32) {
     auto* a = emu::gather(m, v);
     const int l = emu::lane();
-    return emu::from(a, l % width >= (int)d ? l - d : l);
+    const bool here = l % width >= (int)d;
+    return emu::from(a, here ? l - d : l);
 }
 inline unsigned __ballot_sync(unsigned m, int p) {
     auto* a = emu::gather(m, (int)(p != 0));

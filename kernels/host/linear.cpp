@@ -305,7 +305,8 @@ static void piece(void* with, long i) {
     while (i >= j->first + j->pieces)
         j++;
     long begin = (i - j->first) * j->size;
-    j->kernel(j->v, begin, std::min(begin + j->size, j->v.w->n));
+    long end = std::min(begin + j->size, j->v.w->n);
+    j->kernel(j->v, begin, end);
 }
 
 // Matrices that write side by side into y
