@@ -356,8 +356,8 @@ def _plan()->tuple: # Of the command line: the model, a `BesidePlan`, and a file
 def main():
     "Measure, print tables, and write a file"
     if sys.argv[1:2]==['--child']:
-        name,path,device,*numbers = sys.argv[2:]
-        return _child(name, path, device, *map(int, numbers))
+        name,path,device = sys.argv[2:5]
+        return _child(name, path, device, *map(int, sys.argv[5:]))
     model,plan,output = _plan()
     found = beside(model, plan, _said)
     print('\n\n'.join(table(found, run) for run in plan.runs))
