@@ -9,7 +9,7 @@
 //   order  : [picks]           i32   picks = rows * top: number of the pick (row * top + j) at each
 //                                    place; what is left over at the end is not written
 //   tiles  : [slots, 3]        i32   expert, first place, end of the places of a tile; expert -1 in
-//                                    those left over. slots >= experts + picks / BM
+//                                    those left over. slots >= min(experts, picks) + picks / BM
 //   others : [more, 3]         i32   the same for tiles of OTHER places; or null
 //   -D E=   experts, up to 1024
 //   -D BM=  places of a tile

@@ -257,7 +257,7 @@ class Sandbox:
 def _child(self:Sandbox)->SandboxProcess:
     "This thread's child, a new one if need be"
     if (c := getattr(self.mine, 'child', None)) and c.dead:
-        self._drop()
+        self._part()
     if not getattr(self.mine, 'child', None):
         with self.lock:
             if self.closed:
@@ -272,16 +272,22 @@ def _child(self:Sandbox)->SandboxProcess:
     return self.mine.child
 
 @patch
-def _drop(self:Sandbox):
-    "Kill this thread's child"
+def _part(self:Sandbox)->bool: # Was there one?
+    "End this thread's child"
     c = getattr(self.mine, 'child', None)
     self.mine.child = None
-    if not c:
-        return
-    with self.lock:
-        self.children.discard(c)
-        self.killed += 1
-    c.kill()
+    if c:
+        with self.lock:
+            self.children.discard(c)
+        c.kill()
+    return bool(c)
+
+@patch
+def _drop(self:Sandbox):
+    "The same for what a job made of it"
+    if self._part():
+        with self.lock:
+            self.killed += 1
 
 @patch
 def _next(self:Sandbox):
