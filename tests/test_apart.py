@@ -10,6 +10,7 @@ from hypothesis import given,settings,strategies as st
 from atlas.card.emulator import find_cxx
 from atlas.engine import card_stepper,policy
 from atlas.engine.policy import Load,Policy
+from atlas.engine.scheduler import Plan
 from atlas.engine.stepper import Flight,HostStepper,_by_seq
 from atlas.ops.sample import sample
 from helpers.small_engine import alone,ask,engine,said,serve
@@ -32,6 +33,9 @@ class Whenever(HostStepper):
         if not self.late:
             self.wait(flight)
         return flight
+    def swift(self, plan):
+        "Either may be launched first"
+        return sum(self.seen.values())%2>0
     def wait(self, flight):
         if flight.sampled is not None:
             return
@@ -115,6 +119,20 @@ def flown(late, steps, **kw):
     while e.prompt is None:
         e.step()
     return e
+
+@pytest.mark.parametrize('swift', [False,True])
+def test_who_begins(swift, monkeypatch):
+    "The prompt where it is launched at once, else the step beside it"
+    begun,launch = [],Whenever.launch
+    def noted(self, plan, samplers):
+        if plan.apart:
+            begun.append(bool(plan.prefill))
+        return launch(self, plan, samplers)
+    monkeypatch.setattr(Whenever, 'launch', noted)
+    monkeypatch.setattr(Whenever, 'swift', lambda self, plan: swift)
+    e = flown(False, 2)
+    assert begun[:2]==[swift,not swift]
+    assert rest(e)['r0'][-1].finish=='length'
 
 def rest(e):
     "What `e` still says, by request"
@@ -342,6 +360,9 @@ def test_its_lengths_have_graphs(divided, monkeypatch):
         pass
     beside = [s.rows for s,g in e.stepper.prompts.kept.items() if s.part and g]
     assert sorted(beside)==[64,128,256]
+    swift = [n for n in range(1, 300) if e.stepper.swift(Plan([(Who(1000),0,n)]))]
+    assert {-(-n//64)*64 for n in swift}=={64,128,256} and len(swift)==192
+    assert not e.stepper.swift(Plan([(Who(1000),0,64),(Who(1000),0,64)]))
     assert policy.halvings(320)==[320,128,64] and policy.halvings(32)==[32]
 
 @on_emulator

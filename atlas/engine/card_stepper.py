@@ -997,6 +997,12 @@ def simulate(self:CardStepper,
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #c5a00002
 @patch
+def swift(self:CardStepper, plan)->bool:
+    tiles = sum(-(-n//TILE) for _,_,n in plan.prefill)
+    shape = PromptShape(tiles*TILE, len(plan.prefill), _part(self.rest))
+    return bool(self.prompts.kept.get(shape))
+
+@patch
 def _apart(self:CardStepper, plan, samplers)->Flight:
     "Begin a step on its part, or prompts on theirs"
     on = self.few if plan.decode else self.rest

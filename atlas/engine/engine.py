@@ -276,7 +276,9 @@ def _look(self:Engine, plan)->list:
 def _launch(self:Engine, plan)->list[Flight]:
     "Begin `plan`, whole or in halves; all of it counts, or nothing"
     step = self.stepper
-    parts = plan.halves() if step.overlap or plan.apart else [plan]
+    parts = [plan]
+    if step.overlap or plan.apart:
+        parts = plan.halves(plan.apart and step.swift(plan))
     flights = []
     try:
         for p in parts:
@@ -493,6 +495,7 @@ def _go(self:Engine, plan):
     except (MemoryError,OutOfMemoryError) as e:
         return self._shed(plan, e)
     if plan.apart and plan.prefill:
+        flights.sort(key=lambda f: bool(f.plan.prefill))
         plan = self._stays(flights.pop(), since, flights[0])
     else:
         flights[-1].load = load_of(plan)

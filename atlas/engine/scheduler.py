@@ -217,13 +217,15 @@ def __repr__(self:Plan):
 
 # %% ../../nbs/5_engine/12_scheduler.ipynb #b0a746b9
 @patch
-def halves(self:Plan)->list[Plan]:
+def halves(self:Plan,
+    swift:bool=False, # Are its prompts launched at once?
+)->list[Plan]:
     """What prefills or replays, and what decodes, as plans of their own, where there are any, in
-    the order of their launches: decoding first where it runs beside prompts (`apart`)"""
+    the order of their launches: prompts first, but beside decoding (`apart`) if they are `swift`"""
     how = dict(width=self.width, apart=self.apart)
     fills = Plan(self.prefill, self.replay, beside=bool(self.decode), **how)
     decodes = Plan(decode=self.decode, **how)
-    halves = (decodes,fills) if self.apart else (fills,decodes)
+    halves = (decodes,fills) if self.apart and not swift else (fills,decodes)
     return [p for p in halves if p]
 
 @patch
