@@ -60,14 +60,14 @@ class Theirs:
 class Torch:
     "transformers on PyTorch, in this process: weights and activations in float16"
     def __init__(self, path, threads, context, device='cpu'):
-        import torch
         from transformers import AutoModelForCausalLM
         load = AutoModelForCausalLM.from_pretrained
-        self.model = load(path.parent, gguf_file=path.name, dtype=torch.float16).to(device)
-        self.tensor = torch.tensor
+        self.model = load(path.parent, gguf_file=path.name, dtype='float16').to(device)
+        place = next(self.model.parameters()).argmax() # Whole numbers where the model is
+        self.tensor = place.new_tensor
     def answer(self, ids, n)->int:
         "As `Ours.answer`"
-        prompt = self.tensor([ids], device=self.model.device)
+        prompt = self.tensor([ids])
         how = dict(min_new_tokens=n, max_new_tokens=n, do_sample=False)
         said = self.model.generate(prompt, attention_mask=prompt**0, **how)
         return len(said[0].tolist())-len(ids)
@@ -160,9 +160,8 @@ def _there(name)->bool:
     if name=='llama.cpp' and find_spec('xllamacpp'):
         from xllamacpp import get_device_info
         return any('GPU' in d['type'].name for d in get_device_info())
-    if name=='transformers' and find_spec('transformers') and find_spec('torch'):
-        from torch import cuda
-        return cuda.is_available()
+    if name=='transformers':
+        return bool(find_spec('transformers') and find_spec('torch'))
     return name=='atlas'
 
 @dataclass(frozen=True)
