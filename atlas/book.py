@@ -247,7 +247,7 @@ class Picture(bytes):
         return f'<div style="overflow-x: auto">{image}</div>'
 
 def small(fig, dpi=110):
-    "A figure as a PNG of 16 colours: a quarter of the bytes"
+    "A figure as a PNG of 16 colours: a third of the bytes"
     from io import BytesIO
     from PIL import Image
     full,less = BytesIO(),BytesIO()

@@ -33,8 +33,8 @@ class Whenever(HostStepper):
         if not self.late:
             self.wait(flight)
         return flight
-    def swift(self, plan):
-        "Either may be launched first"
+    def prompts_first(self, plan):
+        "Either may be"
         return sum(self.seen.values())%2>0
     def wait(self, flight):
         if flight.sampled is not None:
@@ -120,18 +120,18 @@ def flown(late, steps, **kw):
         e.step()
     return e
 
-@pytest.mark.parametrize('swift', [False,True])
-def test_who_begins(swift, monkeypatch):
-    "The prompt where it is launched at once, else the step beside it"
+@pytest.mark.parametrize('prompts', [False,True])
+def test_who_begins(prompts, monkeypatch):
+    "The prompt or the step beside it, as the stepper says"
     begun,launch = [],Whenever.launch
     def noted(self, plan, samplers):
         if plan.apart:
             begun.append(bool(plan.prefill))
         return launch(self, plan, samplers)
     monkeypatch.setattr(Whenever, 'launch', noted)
-    monkeypatch.setattr(Whenever, 'swift', lambda self, plan: swift)
+    monkeypatch.setattr(Whenever, 'prompts_first', lambda self, plan: prompts)
     e = flown(False, 2)
-    assert begun[:2]==[swift,not swift]
+    assert begun[:2]==[prompts,not prompts]
     assert rest(e)['r0'][-1].finish=='length'
 
 def rest(e):
@@ -360,9 +360,12 @@ def test_its_lengths_have_graphs(divided, monkeypatch):
         pass
     beside = [s.rows for s,g in e.stepper.prompts.kept.items() if s.part and g]
     assert sorted(beside)==[64,128,256]
-    swift = [n for n in range(1, 300) if e.stepper.swift(Plan([(Who(1000),0,n)]))]
-    assert {-(-n//64)*64 for n in swift}=={64,128,256} and len(swift)==192
-    assert not e.stepper.swift(Plan([(Who(1000),0,64),(Who(1000),0,64)]))
+    def first(*tokens):
+        fills = [(Who(1000),0,n) for n in tokens]
+        return e.stepper.prompts_first(Plan(fills, apart=True))
+    at_once = [n for n in range(1, 300) if first(n)]
+    assert {-(-n//64)*64 for n in at_once}=={64,128,256} and len(at_once)==192
+    assert not first(64, 64)
     assert policy.halvings(320)==[320,128,64] and policy.halvings(32)==[32]
 
 @on_emulator

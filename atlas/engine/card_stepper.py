@@ -997,7 +997,9 @@ def simulate(self:CardStepper,
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #c5a00002
 @patch
-def swift(self:CardStepper, plan)->bool:
+def prompts_first(self:CardStepper, plan)->bool:
+    if not plan.apart:
+        return True
     tiles = sum(-(-n//TILE) for _,_,n in plan.prefill)
     shape = PromptShape(tiles*TILE, len(plan.prefill), _part(self.rest))
     return bool(self.prompts.kept.get(shape))

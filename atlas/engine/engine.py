@@ -278,7 +278,7 @@ def _launch(self:Engine, plan)->list[Flight]:
     step = self.stepper
     parts = [plan]
     if step.overlap or plan.apart:
-        parts = plan.halves(plan.apart and step.swift(plan))
+        parts = plan.halves(step.prompts_first(plan))
     flights = []
     try:
         for p in parts:

@@ -218,14 +218,14 @@ def __repr__(self:Plan):
 # %% ../../nbs/5_engine/12_scheduler.ipynb #b0a746b9
 @patch
 def halves(self:Plan,
-    swift:bool=False, # Are its prompts launched at once?
+    prompts_first:bool=True, # Else what decodes
 )->list[Plan]:
     """What prefills or replays, and what decodes, as plans of their own, where there are any, in
-    the order of their launches: prompts first, but beside decoding (`apart`) if they are `swift`"""
+    the order of their launches"""
     how = dict(width=self.width, apart=self.apart)
     fills = Plan(self.prefill, self.replay, beside=bool(self.decode), **how)
     decodes = Plan(decode=self.decode, **how)
-    halves = (decodes,fills) if self.apart and not swift else (fills,decodes)
+    halves = (fills,decodes) if prompts_first else (decodes,fills)
     return [p for p in halves if p]
 
 @patch

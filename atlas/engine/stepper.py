@@ -89,9 +89,9 @@ class Stepper:
     def launch(self, plan:Plan, samplers:list[SampleState])->Flight:
         "Begin `plan`; `samplers` are those of `plan.sampled`"
         raise NotImplementedError
-    def swift(self, plan:Plan)->bool:
-        "Are prompts that go beside steps launched at once?"
-        return False
+    def prompts_first(self, plan:Plan)->bool:
+        "Is the half of `plan` with the prompts launched first? Those beside a step may take long"
+        return not plan.apart
     def land(self, flight:Flight)->Sampled:
         "Ids [S, rows] and counts [S] for `plan.sampled`; flights land as they were launched"
         return flight.sampled

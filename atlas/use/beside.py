@@ -246,10 +246,10 @@ def _version(name):
 
 def _machine(device)->str:
     "What the engines run on, in a line"
-    from atlas.card.device import Cuda,processor
+    from atlas.card.device import get_device,processor
     if device=='cpu':
         return processor()
-    return Cuda().describe().split(', memory')[0]
+    return get_device(device).describe().split(', memory')[0]
 
 @contextmanager
 def _prepared(run, path):
@@ -342,7 +342,8 @@ def _plan()->tuple: # Of the command line: the model, a `BesidePlan`, and a file
     a = argparse.ArgumentParser(prog='python -m atlas.use.beside')
     a.add_argument('model', help='demo, or a GGUF file')
     a.add_argument('--threads', default='1', help='several with commas between them')
-    a.add_argument('--device', default='cpu', help='or cuda: there nothing is told of threads')
+    a.add_argument('--device', choices=['cpu','cuda'], default='cpu',
+        help='on a card nothing is told of threads')
     for name in ('prompt','tokens','rounds'):
         a.add_argument(f'--{name}', type=int, default=getattr(BesidePlan, name))
     a.add_argument('--output', type=Path, help='write all numbers to this file')
