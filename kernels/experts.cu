@@ -295,21 +295,26 @@ __device__ __forceinline__ void stage_h(
         return ALONE ? slots.who[i / HPARTS][0] : i / HPARTS;
     };
     auto ask = [&](int i, float* a) {  // true: they are there
-        const int v = i % HPARTS * 32 + lane;
-        const float* const from = h + (size_t)entry(i) * WIDTH + v * 8;
+        const int c = i % HPARTS * 256 + lane * 4;
+        const float* const from = h + (size_t)entry(i) * WIDTH + c;
         bool all = true;
         #pragma unroll
-        for (int j = 0; j < 8; j += 4)
-            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I
-                    ? peek4(from + j)
+        for (int j = 0; j < 2; j++)
+            *(float4*)(a + 4 * j) = I % 256 == 0 || c + 128 * j < I
+                    ? peek4(from + 128 * j)
                     : make_float4(0.f, 0.f, 0.f, 0.f);
         #pragma unroll
         for (int j = 0; j < 8; j++) {
             if (I % 4)
-                a[j] = v * 8 + j < I ? a[j] : 0.f;
+                a[j] = c + j / 4 * 128 + j % 4 < I ? a[j] : 0.f;
             all = all && there(a[j]);
         }
         return all;
+    };
+    auto put = [&](int i, float* a) {
+        __syncwarp();
+        const int v = eight_of(a, lane);
+        in.template put<2>(entry(i), i % HPARTS * 32 + v, a);
     };
     if constexpr (MADE > 0) {  // a warp has one piece, and is alone with it
         const int i = threadIdx.x / 32;
@@ -319,9 +324,7 @@ __device__ __forceinline__ void stage_h(
         float a[8];
         while (!ask(i, a))
             ;
-        __syncwarp();
-        in.put(entry(i), i % HPARTS * 32 + lane, a);
-        return;
+        return put(i, a);
     }
     stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
             rows * PICKS * HPARTS, ask, [&](int i, float* a) {
@@ -331,8 +334,7 @@ __device__ __forceinline__ void stage_h(
                     all = all && there(a[j]);
                 while (!all)
                     all = ask(i, a);
-                __syncwarp();
-                in.put(entry(i), i % HPARTS * 32 + lane, a);
+                put(i, a);
             });
 }
 

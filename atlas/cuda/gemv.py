@@ -41,14 +41,17 @@ def _x_bytes(f, rows, held):
     return rows*row*f.planes+powers
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #0686bd52
-def _rooms(card, W, rows):
+def _rooms(card, f, W, rows):
     "Shared memory that a block should stay within, and must, beside that for sums and squares"
     l = limits(card)
+    should = l.half
+    if rows==1 and not f.narrow: # `_alone` asks for so much anyway
+        should = max(should, l.alone)
     sums = 2*W*16*rows*4
     squares = W*rows*4
     fixed = sums+squares
     most = l.block-1024
-    return min(most, l.half)-fixed,most-fixed
+    return min(most, should)-fixed,most-fixed
 
 def _alone(card, f, shared):
     "Shared memory to ask for: no multiprocessor should get two large blocks, another none"
@@ -73,7 +76,7 @@ def _shares(f, k, rows, card, W, split, steps):
     each = max(2, split*f.blocks)
     place = W*f.unit
     deep = min(steps, f.deep)
-    rooms = _rooms(card, W, rows)
+    rooms = _rooms(card, f, W, rows)
     for held,least,room in _wishes(whole, each, *rooms):
         left = room-_x_bytes(f, rows, held)
         if place*min(least, deep)<=left:

@@ -312,11 +312,13 @@ class Readers:
     most:int
     period:float=.2 # Seconds of a measurement
     fast:float=6e9 # Bytes/s from which nothing else is tried
+    gain:float=.1 # More than the number that reads now, for another to take its place
     allowed:int=0 # So many may read now; at first all
     rates:dict=field(default_factory=dict) # Number of readers -> bytes/s, as last measured
     patience:int=8 # Measurements until the other number is tried again: twice as many each time
-    left:int=0 # Of these, still to come
-    trying:bool=False # Is this such a trial?
+    left:int=2 # Of these, still to come
+    trial:list=field(default_factory=list) # Rates of this number, the other and this once more
+    fresh:bool=True # Is this the first measurement of a number, which counts for nothing?
     began:float|None=None # When this measurement did; None: its first read is awaited
     nbytes:int=0 # That came since
     def __post_init__(self):
@@ -326,16 +328,19 @@ class Readers:
 @patch
 def _next(self:Readers)->int:
     "How many may read after a measurement"
-    if self.most==1 or self.rates[self.allowed]>=self.fast:
+    rate,other = self.rates[self.allowed],1 if self.allowed==self.most else self.most
+    if self.most==1 or rate>=self.fast:
         return self.allowed
-    if self.trying:
-        self.trying = False
-        return max(self.rates, key=self.rates.get)
     if self.left:
         self.left -= 1
         return self.allowed
-    self.left,self.patience,self.trying = self.patience,2*self.patience,True
-    return 1 if self.allowed==self.most else self.most
+    self.trial.append(rate)
+    if len(self.trial)<3: # to the other, and back
+        return other
+    (before,there,after),self.trial = self.trial,[]
+    self.left,self.patience = self.patience,2*self.patience
+    here = (before+after)/2
+    return other if there>(1+self.gain)*here else self.allowed
 
 @patch
 def note(self:Readers,
@@ -353,8 +358,9 @@ def note(self:Readers,
     if now-self.began<self.period:
         return
     self.rates[allowed] = self.nbytes/(now-self.began)
-    self.allowed = self._next()
-    self.began = now if self.allowed==allowed else None
+    self.allowed = allowed if self.fresh else self._next()
+    self.fresh = self.allowed!=allowed
+    self.began = None if self.fresh else now
     self.nbytes = 0
 
 # %% ../../nbs/1_ground/10_reading.ipynb #919c594a

@@ -19,6 +19,19 @@ __device__ __forceinline__ float4 peek4(const float* p) {
     return *(const float4*)p;
 #endif
 }
+// Of a piece of 256 words, lanes ask for four that lie together from each half, so that no sector of
+// the L2 cache is asked for twice; and exchange them, so that each has eight that lie together.
+// Which eight of the piece: lanes of one parity have a half.
+__device__ __forceinline__ int eight_of(float* a, int lane) {
+    const bool odd = lane % 2;
+    #pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float got = __shfl_xor_sync(~0u, odd ? a[j] : a[4 + j], 1);
+        a[j] = odd ? got : a[j];
+        a[4 + j] = odd ? a[4 + j] : got;
+    }
+    return odd * 16 + lane / 2;
+}
 // EMPTY is a NaN; another is given in its place.
 __device__ __forceinline__ float given(float v) {
     return __float_as_uint(v) == EMPTY ? __uint_as_float(0x7FFFFFFFu) : v;

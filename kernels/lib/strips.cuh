@@ -40,14 +40,15 @@ template <class F, int COLS, int MANY> struct StagedRows {
     static constexpr int LD = S::LD, PLANE = MANY * S::LDR;
     uint4 at[S::PLANES * PLANE];
     float e[MANY][HELD];
-    // Columns 8v to 8v + 7 of a row; sixteen lanes that follow each other have 128, or nothing.
+    // Columns 8v to 8v + 7 of a row; sixteen lanes, every STEP-th of a warp, have 128, or nothing.
+    template <int STEP = 1>
     __device__ __forceinline__ void put(int row, int v, const float* a) {
         uint4* const to = at + row * S::LDR + v % 4 * LD + v / 4;
         if (F::TWO)
             return split8(a, to[0], to[PLANE]);
         float top = top8(a);
         #pragma unroll
-        for (int m = 1; m < 16; m *= 2)
+        for (int m = STEP; m < 16 * STEP; m *= 2)
             top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
         const float2 f = chunk_scale(top);
         *to = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
