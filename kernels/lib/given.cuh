@@ -19,9 +19,9 @@ __device__ __forceinline__ float4 peek4(const float* p) {
     return *(const float4*)p;
 #endif
 }
-// Of a piece of 256 words, lanes ask for four that lie together from each half, so that no sector of
-// the L2 cache is asked for twice; and exchange them, so that each has eight that lie together.
-// Which eight of the piece: lanes of one parity have a half.
+// Of a piece of 256 words lanes ask for four that lie together from each half, so that no sector
+// of the L2 cache is asked for twice. Here they exchange some: each has eight that lie together
+// then. Which eight of the piece; lanes of one parity have those of a half.
 __device__ __forceinline__ int eight_of(float* a, int lane) {
     const bool odd = lane % 2;
     #pragma unroll
