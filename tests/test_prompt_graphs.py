@@ -216,3 +216,47 @@ def test_cut_off_while_recording(monkeypatch):
             out.setdefault(ev.id, []).append(ev)
     assert {rid: said(v) for rid,v in out.items()}==want
     assert len(calls)>1
+
+def patient(m, **kw):
+    "An engine that is ready, and for which nobody has had a question until all is recorded"
+    e = engine(m, blocks=60, **kw)
+    e.warm()
+    while e.idle():
+        pass
+    return e
+
+def steps(e): return [(s.longest,s.full,s.cuts) for s in e.stepper.graphs if s.seqs==1]
+
+def one_long(m, e):
+    "A greedy answer whose context passes 128 tokens"
+    got,_ = serve(e, [(asked(0, 100, 60, m.c.vocab_size),0)])
+    return {rid: said(events) for rid,events in got.items()}
+
+def test_steps_of_one_sequence_are_recorded_early():
+    "Nothing is recorded while an answer gets longer, and it is the same"
+    m = models('llama', 'bf16')[1]
+    want = one_long(m, engine(m, blocks=60))
+    e = patient(m)
+    before = dict(e.stepper.graphs)
+    ends = 128,e.scheduler.max_seq_len
+    assert set(steps(e))=={(n,f,f) for n in ends for f in (True,False)}
+    assert one_long(m, e)==want
+    assert set(e.stepper.graphs)==set(before)
+
+def test_steps_are_recorded_as_far_as_memory_goes(monkeypatch):
+    m = models('llama', 'bf16')[1]
+    monkeypatch.setattr(card_stepper, 'SPARE', 1<<60)
+    e = patient(m)
+    assert not e.stepper.graphs and not e.stepper.expected
+
+def test_a_graph_that_was_asked_for_stays_longer():
+    "Those recorded early are the first to go"
+    m = models('llama', 'bf16')[1]
+    e = engine(m, blocks=60)
+    e.warm()
+    one_long(m, e)
+    used = list(e.stepper.graphs)
+    while e.idle():
+        pass
+    assert list(e.stepper.graphs)[-len(used):]==used
+    assert len(e.stepper.graphs)>len(used)
