@@ -139,7 +139,7 @@ def some_due(m, monkeypatch):
     e = engine(m, blocks=60)
     e.stepper._expect_prompts(192)
     assert rows(e)==[] and e.idle()
-    assert rows(e)==[128] and [n for n,_ in e.stepper.prompts.due]==[64,192]
+    assert rows(e)==[128] and [f.args[0] for f in e.stepper.due]==[64,192]
     return e
 
 def test_others_while_nobody_asks(monkeypatch):
@@ -158,7 +158,7 @@ def test_others_as_far_as_memory_goes(monkeypatch):
     def none(self, b, stream):
         raise OutOfMemoryError('no more')
     monkeypatch.setattr(PromptGraphs, '_recorded', none)
-    assert e.idle() and not e.stepper.prompts.due and not e.idle()
+    assert e.idle() and not e.stepper.due and not e.idle()
     assert rows(e)==[128]
 
 def test_memory_that_is_gone(monkeypatch):
@@ -247,7 +247,7 @@ def test_steps_are_recorded_as_far_as_memory_goes(monkeypatch):
     m = models('llama', 'bf16')[1]
     monkeypatch.setattr(card_stepper, 'SPARE', 1<<60)
     e = patient(m)
-    assert not e.stepper.graphs and not e.stepper.expected
+    assert not e.stepper.graphs and not e.stepper.due
 
 def test_a_graph_that_was_asked_for_stays_longer():
     "Those recorded early are the first to go"

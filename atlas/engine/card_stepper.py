@@ -430,8 +430,6 @@ class PromptGraphs:
         self.stepper,self.card = stepper,stepper.card
         self.most = 8 if stepper.drafter else MOST_PROMPT_GRAPHS  # with one, each keeps a stream
         self.scratch = self.card.scratch(stepper.steps)
-        # Lengths of prompts that are to have a graph when nobody waits, and their streams
-        self.due = []
         self.clear()
 
     def clear(self):
@@ -517,7 +515,7 @@ class CardStepper(Stepper):
         self.lanes = {} # Lane of each request
         self.free = list(range(n+1))[::-1] # Lanes that are left
         self.graphs = {} # Graph of each `StepShape`
-        self.expected = [] # Shapes that are to have one when nobody waits
+        self.due = [] # What records one more when nobody waits, and says whether it could
         self.prompts = PromptGraphs(self) if MOST_PROMPT_GRAPHS else None
         self._divide()
         self.last = None # `StepShape` of the newest decode step
@@ -1170,9 +1168,10 @@ def warm(self:CardStepper):
             tries = self._tries(long, most)
             make_ready(self.card, *tries, self._tidy, known=self.known)
             self._run_largest(long, end)
+        self.due = []
+        self._expect_steps()
         if self.prompts:
             self._expect_prompts(long)
-        self._expect_steps()
         self.card.synchronize()
 
 @patch
@@ -1231,7 +1230,7 @@ def prompt_memory(self:CardStepper):
 def close(self:CardStepper):
     "Give back the memory of its graphs"
     self.card.synchronize()
-    self.graphs,self.expected = {},[]
+    self.graphs,self.due = {},[]
     if self.prompts:
         self.prompts.close()
     for s in (self.few,self.rest,self.stream):
@@ -1246,7 +1245,7 @@ def _expect_prompts(self:CardStepper, long):
     due = [(n, self.stream) for n in first+others]
     if self.rest:
         due[len(first):len(first)] = [(n, self.rest) for n in halvings(long)]
-    self.prompts.due = due[:self.prompts.most]
+    self.due += [partial(self._prompt_early, n, stream) for n,stream in due[:self.prompts.most]]
 
 @patch
 def _whole(self:CardStepper, n)->Batch:
@@ -1255,35 +1254,36 @@ def _whole(self:CardStepper, n)->Batch:
 
 @patch
 def _expect_steps(self:CardStepper):
-    "Say which steps of one sequence are to have graphs when nobody waits: greedy, and with cuts"
+    """Say which steps of one sequence are to have graphs when nobody waits: greedy, and with cuts;
+    none with a drafter, which says how many rows a step has"""
     if self.drafter:
-        return # how many rows a step has is seen only then
+        return
     end = min(self.scheduler.max_seq_len, ALONE)
     bounds = [n for i in range(end.bit_length()) if (n := 128<<i)<end]
-    self.expected = [StepShape(1, n, f, f) for n in [*bounds,end] for f in (True,False)]
+    self.due += [partial(self._step_early, n, f) for n in [*bounds,end] for f in (True,False)]
 
 @patch
 def idle(self:CardStepper)->bool:
     "Record one more graph of a prompt, or of a step, where that is still due"
-    p,spare = self.prompts,self.card.memory().available>SPARE
-    if p and p.due:
-        n,stream = p.due.pop(0)
-        with self.here(stream):
-            if not (spare and p.record(self._whole(n), stream)):
-                p.due = []
-        return True
-    if not self.expected:
+    if not self.due:
         return False
-    shape = replace(self.expected.pop(0), stamp=self.table.stamp)
-    if not spare:
-        self.expected = []
-    elif shape not in self.graphs:
-        self._record_early(shape)
+    record = self.due.pop(0)
+    if self.card.memory().available<=SPARE or not record():
+        self.due = []
     return True
 
 @patch
-def _record_early(self:CardStepper, shape):
-    "Record a step that nobody has asked for: it goes before those that somebody did"
-    with self.here(), self.stream.turn():
-        graph = self._recorded(shape)
-    self.graphs = {shape: graph}|self.graphs
+def _prompt_early(self:CardStepper, n, stream)->bool:
+    "Record a prompt of `n` tokens"
+    with self.here(stream):
+        return self.prompts.record(self._whole(n), stream)
+
+@patch
+def _step_early(self:CardStepper, longest, cuts)->bool:
+    "Record a step of one sequence; it will be dropped before those that somebody asked for"
+    shape = StepShape(1, longest, cuts, cuts, self.table.stamp)
+    if shape not in self.graphs:
+        with self.here(), self.stream.turn():
+            graph = self._recorded(shape)
+        self.graphs = {shape: graph}|self.graphs
+    return True
