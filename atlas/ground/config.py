@@ -83,7 +83,7 @@ def require(ok, param:str, msg:str):
 
 MAX_HEAD = 1<<14
 MAX_WIDTH = 1<<20
-# None is nearly as large, and whoever makes tables for one should be spared a wrong number
+# No model has nearly so many; without a bound, a wrong number in a file would make huge tables
 MAX_EXPERTS = 1<<12
 
 def _width(n, param):
