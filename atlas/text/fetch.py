@@ -132,7 +132,7 @@ def _taken(r, rules)->tuple[bytes,str]:
     if kind not in KINDS:
         raise FetchError('What was fetched is no image', hint=f'Images may be {", ".join(KINDS)}')
     if r.getheader('content-encoding', 'identity').lower()!='identity':
-        raise FetchError('The server of an image packs it')
+        raise FetchError('The server of an image compresses it')
     size = r.getheader('content-length') or '0'
     got = bytearray()
     while len(got)<=rules.nbytes and (not size.isdigit() or int(size)<=rules.nbytes):
