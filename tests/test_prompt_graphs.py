@@ -260,3 +260,21 @@ def test_a_graph_that_was_asked_for_stays_longer():
         pass
     assert list(e.stepper.graphs)[-len(used):]==used
     assert len(e.stepper.graphs)>len(used)
+
+def refused(self, shape): raise OutOfMemoryError('no more')
+
+@pytest.mark.parametrize('name,value', [('MOST_STEP_GRAPHS',1), ('recorded',refused)])
+def test_steps_that_find_no_room(name, value, monkeypatch):
+    "Nothing that somebody asked for goes for them, and no memory is no fault"
+    m = models('llama', 'bf16')[1]
+    e = engine(m, blocks=60)
+    e.warm()
+    serve(e, [(asked(0, 20, 4, m.c.vocab_size),0)])
+    used = list(e.stepper.graphs)
+    if name=='recorded':
+        monkeypatch.setattr(card_stepper.CardStepper, '_recorded', value)
+    else:
+        monkeypatch.setattr(card_stepper, name, value)
+    while e.idle():
+        pass
+    assert list(e.stepper.graphs)==used and not e.stepper.due

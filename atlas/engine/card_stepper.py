@@ -1282,8 +1282,14 @@ def _prompt_early(self:CardStepper, n, stream)->bool:
 def _step_early(self:CardStepper, longest, cuts)->bool:
     "Record a step of one sequence; it will be dropped before those that somebody asked for"
     shape = StepShape(1, longest, cuts, cuts, self.table.stamp)
-    if shape not in self.graphs:
+    if shape in self.graphs:
+        return True
+    if len(self.graphs)>=MOST_STEP_GRAPHS:
+        return False
+    try:
         with self.here(), self.stream.turn():
             graph = self._recorded(shape)
-        self.graphs = {shape: graph}|self.graphs
+    except OutOfMemoryError:
+        return False # it is recorded when it comes, or never
+    self.graphs = {shape: graph}|self.graphs
     return True
