@@ -261,7 +261,8 @@ def test_a_graph_that_was_asked_for_stays_longer():
     assert list(e.stepper.graphs)[-len(used):]==used
     assert len(e.stepper.graphs)>len(used)
 
-def refused(self, shape): raise OutOfMemoryError('no more')
+def refused(self, shape):
+    raise OutOfMemoryError('no more')
 
 @pytest.mark.parametrize('name,value', [('MOST_STEP_GRAPHS',1), ('recorded',refused)])
 def test_steps_that_find_no_room(name, value, monkeypatch):
