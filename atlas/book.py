@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/book.html.md"""
 
 # %% auto #0
 __all__ = ['PLACES', 'LIFE', 'place', 'address', 'Page', 'imported', 'pages', 'chapters', 'leans_on', 'Markdown', 'contents',
-           'listing', 'reduced', 'columns', 'rooms', 'handed_on', 'heights', 'layout', 'label', 'Picture', 'small',
-           'draw', 'Station', 'draw_life']
+           'listing', 'reduced', 'columns', 'rooms', 'handed_on', 'heights', 'layout', 'label', 'Picture', 'few_colors',
+           'small', 'draw', 'Station', 'draw_life']
 
 # %% ../nbs/00_book.ipynb #a50eed43
 import ast,re
@@ -246,15 +246,23 @@ class Picture(bytes):
         image = f'<img style="{style}" alt="{self.alt}" src="{src}">'
         return f'<div style="overflow-x: auto">{image}</div>'
 
-def small(fig, dpi=110):
-    "A figure as a PNG of 16 colours: a third of the bytes"
+def few_colors(png:bytes, most:int)->bytes:
+    "The same picture in at most so many colours: a third of the bytes"
     from io import BytesIO
     from PIL import Image
-    full,less = BytesIO(),BytesIO()
+    image,out = Image.open(BytesIO(png)),BytesIO()
+    if image.mode=='P' and len(image.getcolors())<=most:
+        return png
+    few = image.convert('RGB').quantize(most, dither=Image.Dither.NONE)
+    few.save(out, 'PNG', optimize=True)
+    return out.getvalue()
+
+def small(fig, dpi=110):
+    "A figure as a PNG of 16 colours"
+    from io import BytesIO
+    full = BytesIO()
     fig.savefig(full, dpi=dpi, bbox_inches='tight')
-    image = Image.open(full).convert('RGB').quantize(16, dither=0)
-    image.save(less, 'PNG', optimize=True)
-    return Picture(less.getvalue())
+    return Picture(few_colors(full.getvalue(), 16))
 
 # %% ../nbs/00_book.ipynb #c780cd7b
 def _arrow(a, b, color):
