@@ -330,8 +330,21 @@ def test_the_faster_number_reads(alone, together):
     if max(alone, together)>1.15*min(alone, together):
         assert spent[best]>.9*60
 
-def test_memory_is_left_alone():
-    assert set(fed(reading.Readers(8), lambda n: 25e9 if n==8 else 40e9, 5))=={8}
+def test_all_read_memory():
+    "And nothing else is tried, whatever it would give"
+    assert set(fed(reading.Readers(12), lambda n: 25e9 if n==12 else 40e9, 5))=={12}
+
+def test_a_disk_gets_eight_of_twelve():
+    "All but the first two measurements, of which the first counts for nothing"
+    spent = fed(reading.Readers(12), lambda n: {1: 1e9, 8: 2e9, 12: 3e9}[n], 60)
+    assert spent.keys()=={1,8,12}
+    assert .4<=spent[12]<.5 and spent[8]>.9*60
+
+def test_threads_by_processors(monkeypatch):
+    for processors,threads in {None: 8, 2: 8, 12: 9, 16: 12, 20: 12, 256: 12}.items():
+        monkeypatch.setattr(reading.os, 'cpu_count', lambda n=processors: n)
+        assert reading.num_threads()==threads
+        assert reading.Ring().count==2*threads
 
 def test_reads_of_before_do_not_count():
     r = reading.Readers(8)

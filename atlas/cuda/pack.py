@@ -18,14 +18,14 @@ from copy import copy
 from dataclasses import dataclass,field
 from functools import cached_property
 from typing import NamedTuple
-from fastcore.basics import patch
+from fastcore.basics import ifnone,patch
 from zlib import crc32
 from ..card.card import card_of,run
 from ..card.graph import Stream
 from ..ground.core import ConfigError,UnsupportedError,human
 from ..ground.formats import E2M1,E4M3,E8M0,FP8_TILE,QStack,QTensor
 from ..ground.formats import bf16_to_f32,f32_to_bf16,f32_to_e4m3
-from ..ground.reading import Ring
+from ..ground.reading import Ring,num_threads
 from ..ground.weights import Want,head_quantizable,quantizable
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #09c1fe82
@@ -1037,10 +1037,12 @@ class Staging:
     def __init__(self,
         put:'packer',
         size:int, # Bytes of a window
-        count:int=12, # Windows there are at a time, on the host and on the card
+        # Windows there are at a time, here and on the card; None: three for two `num_threads`
+        count:int|None=None,
     ):
         self.put,self.card,self.size = put,put.card,size
-        self.count,self.ring = count,None # It is made when all wants are known
+        self.count = ifnone(count, 3*num_threads()//2)
+        self.ring = None # It is made when all wants are known
         self.stream:Stream = self.card.own_stream() # For what is stored anew
         self.bad = self.card.upload(np.int32([_FINE]))
         # Of each kind of parts; `more` is what differs among those alike

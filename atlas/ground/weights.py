@@ -30,7 +30,7 @@ from .files import (AGAIN,INDEX,PAYLOADS,SCALES,Span,TensorInfo,
 from .formats import (FORMATS,GGUF_BLOCKS,QStack,QTensor,
     decode_rows,f32_to_e2m1,f32_to_e4m3,pack4,pile)
 from .llamacpp import gguf_open,gguf_parts
-from .reading import BLOCK,Places,Reading,Ring,THREADS,places,read_windows,windows
+from .reading import BLOCK,Places,Reading,Ring,places,read_windows,windows
 
 # %% ../../nbs/1_ground/11_weights.ipynb #0b6c768b
 class Checkpoint:
@@ -637,7 +637,7 @@ def _read(ckpt, out, incoming, make, show, staging=None)->Reading:
         for to in incoming:
             if not to.nbytes:
                 arrivals.finish(to)
-        ring = staging.ring if staging else Ring(2*THREADS, size)
+        ring = staging.ring if staging else Ring(nbytes=size)
         return read_windows(found, arrivals, ring)
 
 def _invent(ckpt, out, incoming, make, show)->Reading:

@@ -145,30 +145,31 @@ def alone(llm, s, n, seed):
     return perf_counter()-began
 
 def chunks(s, emulator, long):
-    "Tokens a second by the size of chunks, and the memory that their passes keep"
+    "Tokens a second by the size of chunks, and the memory that the largest takes"
     most = max(s.prompts[-1], long or 0)
     def passes(stepper):
-        for n in {*s.prompts,*s.chunks}:
-            stepper._try_prompt(min(n, max(s.chunks)))
+        sizes = {min(n, max(s.chunks)) for n in (*s.prompts,*s.chunks)}
+        for n in sorted(sizes, reverse=True):  # as a start does: the others fit in what it took
+            stepper._try_prompt(n)
     with ready_for(passes):
         llm = toy(
             s.model, emulator, 2, most+8, show=False,
             chunk=max(s.chunks),
             enable_prefix_caching=False)
-    before = free(llm)
     for k in s.chunks:
         llm.engine.scheduler.chunk,rows = k,[]
         for n in s.prompts:
             took = min(alone(llm, s, n, i) for i in range(4 if n<16384 else 2))
             rows.append(f'{n}: {n/took:,.0f}')
-        kept = before-free(llm)
-        say(f'chunk {k}: tokens/s {"; ".join(rows)}; memory kept {gb(kept)}')
+        say(f'chunk {k}: tokens/s {"; ".join(rows)}')
         if not long:
             continue
+        before = free(llm)
         took = alone(llm, s, long, 9)
         say(f'  {long} tokens in {took:.2f} s: {long/took:,.0f} tokens/s; '
-            f'memory {gb(kept)} -> {gb(before-free(llm))}')
-    say('counted for a step', gb(dict(llm.arena.budget.parts).get('steps', 0)))
+            f'memory that it took more {gb(before-free(llm))}')
+    counted = dict(llm.arena.budget.parts).get('steps', 0)
+    say(f'for a step {gb(counted)} were set aside, {gb(llm.arena["steps"].mapped)} taken')
     llm.close()
 
 if __name__=='__main__':
