@@ -74,22 +74,22 @@ class Net:
         router = f(self.E+(self.shared>1), H)/H**.5
         self.router = pack(router, self.card, exact=True)
 
-    def options(self):
-        "For `moe`, on the card"
+    def mix(self):
+        "As `moe` takes it, on the card"
         kw = {k: self.card.upload(a) for k,a in self.more.items()}
         if self.biases[0] is not None:
             kw['up_bias'] = row_bias(self.biases[0], self.up, self.card)
             kw['down_bias'] = row_bias(self.biases[1], self.down, self.card)
-        return kw|dict(shared=self.shared>0, shared_gate=self.shared>1)
+        kw |= dict(gain=self.card.upload(self.gain), eps=1e-6)
+        kw |= dict(shared=self.shared>0, gated=self.shared>1)
+        matrices = self.router,self.up,self.down
+        return E.Mixture(*matrices, self.m, self.act, self.limit, **kw)
 
     def __call__(self, x, add, **kw):
         "y, ids and weights of rows `x`"
         up,shape = self.card.upload,(len(x),self.m.top_k)
         routes = self.card.empty(shape, 'int32'),self.card.empty(shape)
-        matrices = self.router,self.up,self.down
-        kind = self.m,self.act,self.limit
-        kw |= self.options()
-        y = moe(up(x), up(self.gain), 1e-6, *matrices, *kind, add=up(add), routes=routes, **kw)
+        y = moe(up(x), self.mix(), up(add), routes, **kw)
         return [self.card.download(a) for a in (y,*routes)]
 
     def host(self, x):
@@ -249,8 +249,8 @@ def options_seen(monkeypatch):
 def test_who_takes_more_rows_than_a_launch(nets, monkeypatch):
     "From five on: `moe` if one launch takes them, else `moe_wide`, which reads an expert once"
     n = nets['oss']
-    w = NS(up=n.up, down=n.down, config=n.m, act=n.act, joined=False, up_bias=None, down_bias=None)
-    def words(): return [card_words._moe_of(r, w).__name__ for r in (1,4,5,8,9)]
+    mix = n.mix()
+    def words(): return [card_words._moe_of(r, mix).__name__ for r in (1,4,5,8,9)]
     assert words()==['moe']*4+['moe_wide']
     little = dict(block=46<<10, third=0, alone=0)
     monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), **little))
@@ -371,7 +371,8 @@ def steps(name, rows, monkeypatch, arch='sm_90a', **kw):
         calls.append((name,grid,dict(zip(params[name], a)),k))
     monkeypatch.setattr(E, 'run', seen)
     x,gain = card.empty((rows,c.hidden_size)),card.empty(c.hidden_size)
-    moe(x, gain, 1e-6, *dry_matrices(card, c), c.moe, c.act, **kw)
+    mix = E.Mixture(*dry_matrices(card, c), c.moe, c.act, gain=gain, eps=1e-6)
+    moe(x, mix, **kw)
     return card,calls
 
 @pytest.mark.parametrize('name', ['qwen3-30b-a3b','gpt-oss-20b','nemotron-3-nano-30b-a3b'])

@@ -203,8 +203,8 @@ class OneExpert:
     def mixed(self):
         "As a mixture"
         banks = self.router,self.first,self.second
-        y = moe_wide(self.x, None, 0., *banks, MoEConfig(1, 1, self.I), 'silu')
-        return self.card.download(y)
+        mix = Mixture(*banks, MoEConfig(1, 1, self.I), 'silu')
+        return self.card.download(moe_wide(self.x, mix))
 
     def linear(self, shares):
         "As two products, whose rows `shares` warps and two share"
@@ -275,10 +275,9 @@ def kept(monkeypatch):
 def twice(n):
     "Two calls after each other, the second with what the first one made"
     x,_ = rows_of(n, 20)
-    x,gain = n.card.upload(x),n.card.upload(n.gain)
-    banks,how = (n.router,n.up,n.down),dict(shared=True, shared_gate=True)
+    x,mix = n.card.upload(x),n.mix()
     for _ in 'ab':
-        x = moe_wide(x, gain, 1e-6, *banks, n.m, n.act, add=x, **how)
+        x = moe_wide(x, mix, add=x)
     return n.card.download(x)
 
 def test_nothing_is_read_before_it_is_written(overlap, kept):

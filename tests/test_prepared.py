@@ -5,6 +5,7 @@ from atlas.card.card import run
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.launch import recording
 from atlas.cuda import gemv_wide as many
+from atlas.cuda.experts import Mixture
 from atlas.cuda.experts_wide import moe_wide
 from atlas.cuda.gemv_wide import ExpertParts,NextProduct,gemv_wide,prepared_rows
 from atlas.cuda.pack import pack
@@ -74,24 +75,24 @@ def test_rows_of_another_product_are_made_anew():
     np.testing.assert_array_equal(got, want)
 
 def mixture(E, H, I):
-    "What `moe_wide` takes of one: two of `E` experts for a row"
+    "Two of `E` experts for a row"
     def bank(*s, **kw): return pack(QTensor.encode(normal(*s), 'NVFP4'), card, **kw)
     router = pack(normal(E, H), card, exact=True)
     banks = bank(E, 2*I, H, pair=True),bank(E, H, I)
-    return up(H),1e-6,router,*banks,MoEConfig(E, 2, I),'silu'
+    return Mixture(router, *banks, MoEConfig(E, 2, I), 'silu', gain=up(H), eps=1e-6)
 
 def test_experts_leave_them_for_what_they_return():
     "So that the product which reads them next finds them, and makes them no second time"
     H = 64
-    how = mixture(4, H, 32)
+    mix = mixture(4, H, 32)
     w = matrix('NVFP4', 40, H)
     gain = up(H)
     made = []
     x = up(9, H)
-    y = moe_wide(x, *how, add=x, reader=NextProduct(w, gain, 1e-6), made=made)
+    y = moe_wide(x, mix, x, reader=NextProduct(w, gain, 1e-6), made=made)
     left = made.pop()
     assert left.instead(y) is left and left.of(w, gain, 1e-6, None)
-    np.testing.assert_array_equal(bits(y), bits(moe_wide(x, *how, add=x)))
+    np.testing.assert_array_equal(bits(y), bits(moe_wide(x, mix, x)))
 
 def launched(m, shape)->list:
     "Names of the kernels of a step"

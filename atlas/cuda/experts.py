@@ -184,22 +184,22 @@ def _warps(d, up, down, blocks):
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #2f72fdd1
 @dataclass
 class Mixture:
-    "A layer's experts on a card, and how a row picks some; `moe` says more of each"
-    router:Packed # [E, H]; with `gated` one row more
-    up:Packed # Bank of [2*I, H], or of [I, H]; with `shared` one matrix more
+    "A layer's experts on a card, and how a row picks some"
+    router:Packed # bf16 or f32 [E, H]; with `gated` the gate is row E
+    up:Packed # Bank of [2*I, H], `pair`; of [I, H] for relu2; with `shared` one matrix more
     down:Packed # Bank of [H, I], likewise
-    m:MoEConfig
+    m:MoEConfig # top_k, score, renormalise, scaling
     act:str # Of `ACTS`
-    limit:float|None=None # Of swiglu_oai
+    limit:float|None=None # Of swiglu_oai, as for `act_mul`
     gain:object=None # f32 [H] of the norm, or None: rows are normed
     eps:float=0. # Of the norm
-    router_gain:object=None # f32 [H], where the router sees rows with another gain
+    router_gain:object=None # f32 [H]: gain for what the router sees, if it is another (Gemma)
     bias:object=None # f32 [E] on the logits
     correction:object=None # f32 [E] on the scores, for picking only
     per_expert:object=None # f32 [E], factors of the weights
     up_bias:object=None # f32 [matrices*n4], as `row_bias` gives it
     down_bias:object=None # f32 [matrices*H]
-    shared:bool=False # Is the last matrix a shared expert?
+    shared:bool=False # Is the last matrix of the banks a shared expert?
     gated:bool=False # Is the last row of the router its gate?
 
     @property
@@ -388,20 +388,9 @@ def _halves(card, mix:Mixture, d, blocks, rows:MoERows, logits, hidden, then):
             shared=d['ROOM'], **d)
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #a32575a8
-def takes_rows(
-    rows:int,
-    up:Packed, # As for `moe`, and the rest
-    down:Packed,
-    m:MoEConfig,
-    act:str,
-    shared:bool=False,
-)->bool:
-    "Does a launch for experts with these banks take so many rows?"
-    card = card_of(up.w)
-    some = () # Of arrays only whether they are there matters
-    correction = some if m.correction else None
-    mix = Mixture(None, up, down, m, act, gain=some, correction=correction,
-        shared=shared, gated=shared)
+def takes_rows(rows:int, mix:Mixture)->bool:
+    "Does a launch for these experts take so many rows?"
+    card = card_of(mix.up.w)
     d,_ = _plan(card, mix, rows, _most(card, None))
     return d['ROWS']>=rows
 
@@ -422,22 +411,7 @@ def _in_parts(mix:Mixture, rows:MoERows, blocks, then):
 
 def moe(
     x, # [R, H] float32
-    gain, # [H] of the norm, or None: `x` is normed
-    eps:float, # Of the norm
-    router:Packed, # bf16 or f32 [E, H]; with `shared_gate` the gate is row E
-    up:Packed, # Bank of [2*I, H], `pair`; of [I, H] for relu2; matrix E is a `shared` expert
-    down:Packed, # Bank of [H, I]
-    m:MoEConfig, # top_k, score, renormalise, scaling
-    act:str, # Of `ACTS`
-    limit:float|None=None, # As for `act_mul`
-    bias=None, # [E] on the logits
-    correction=None, # [E] on the scores, for picking only
-    per_expert=None, # [E] a factor on the weights
-    up_bias=None, # [matrices*n4] as `row_bias` gives it
-    down_bias=None, # [matrices*H]
-    shared:bool=False, # Is the last matrix of the banks a shared expert?
-    shared_gate:bool=False, # Is the last row of the router its gate?
-    router_gain=None, # [H]: the norm's gain for what the router sees, if it is another (Gemma)
+    mix:Mixture,
     add=None, # [R, H]: the residual; may be `out`
     routes=None, # (ids [R, k] int32, weights [R, k] float32) to be filled
     out=None, # [R, H]
@@ -446,8 +420,6 @@ def moe(
     then:Packed|None=None, # The matrix that the next launch reads: asked for while memory idles
 ): # [R, H]: residual and weighted sum of the experts' MLPs
     "What `atlas.ops.moe` computes, by tensor cores; no row's bits depend on another row"
-    mix = Mixture(router, up, down, m, act, limit, gain, eps, router_gain,
-        bias, correction, per_expert, up_bias, down_bias, shared, shared_gate)
     _checked(mix, x.shape[1])
     if out is None:
         out = card_of(x).empty(x.shape)

@@ -313,12 +313,16 @@ def _both(mix:Mixture, logits, routes, ready, words, y, asked, d):
     return share
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c22
-def at_once(up:Packed, down:Packed, act:str, biases=(None,None))->bool:
-    "Are both halves of experts with these banks one launch, for a few rows?"
-    biased = {b is not None for b in biases}
+def _biased(mix:Mixture)->set[bool]:
+    "Have the banks biases? Both answers, where only one of them has"
+    return {b is not None for b in (mix.up_bias,mix.down_bias)}
+
+def at_once(mix:Mixture)->bool:
+    "Are both halves of these experts one launch, for a few rows?"
+    biased,up = _biased(mix),mix.up
     if len(biased)>1:
         return False
-    return bool(_whole(card_of(up.w), up, down, act, True, *biased))
+    return bool(_whole(card_of(up.w), up, mix.down, mix.act, mix.gain is not None, *biased))
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b3503a71
 def _in_parts(mix:Mixture, rows:MoERows, blocks, reader, made):
@@ -332,22 +336,7 @@ def _in_parts(mix:Mixture, rows:MoERows, blocks, reader, made):
 
 def moe_wide(
     x, # [R, H] float32
-    gain, # [H] of the norm, or None: `x` is normed
-    eps:float, # Of the norm
-    router:Packed, # bf16 or f32 [E, H]; with `shared_gate` the gate is row E
-    up:Packed, # Bank of [2*I, H], `pair`; of [I, H] for relu2; matrix E is a `shared` expert
-    down:Packed, # Bank of [H, I]
-    m:MoEConfig, # top_k, score, renormalise, scaling
-    act:str, # Of `ACTS`
-    limit:float|None=None, # As for `act_mul`
-    bias=None, # [E] on the logits
-    correction=None, # [E] on the scores, for picking only
-    per_expert=None, # [E] a factor on the weights
-    up_bias=None, # [matrices*n4] as `row_bias` gives it
-    down_bias=None, # [matrices*H]
-    shared:bool=False, # Is the last matrix of the banks a shared expert?
-    shared_gate:bool=False, # Is the last row of the router its gate?
-    router_gain=None, # [H]: the norm's gain for what the router sees, if it is another (Gemma)
+    mix:Mixture,
     add=None, # [R, H]: the residual; may be `out`
     routes=None, # (ids [R, k] int32, weights [R, k] float32) to be filled
     out=None, # [R, H]
@@ -356,14 +345,12 @@ def moe_wide(
     made:list|None=None, # Where the result goes for its reader
 ): # [R, H]: residual and weighted sum of the experts' MLPs
     "What `moe` computes, for up to 256 rows at a time; no row's bits depend on another row"
-    mix = Mixture(router, up, down, m, act, limit, gain, eps, router_gain,
-        bias, correction, per_expert, up_bias, down_bias, shared, shared_gate)
     _checked(mix, x.shape[1])
     card = card_of(x)
     if out is None:
         out = card.empty(x.shape)
     if routes is None:
-        routes = card.empty((len(x),m.top_k), 'int32'),None
+        routes = card.empty((len(x),mix.m.top_k), 'int32'),None
     _in_parts(mix, MoERows(x, *routes, add, out), blocks, reader, made)
     return out
 
@@ -372,7 +359,7 @@ def _variants(card, mix:Mixture, R)->list[dict]:
     "Options of both halves, the same for all `R` of a bucket: of one launch if there is one"
     norm = mix.gain is not None
     entries = _likely(R, mix.m)
-    biased = {b is not None for b in (mix.up_bias,mix.down_bias)}
+    biased = _biased(mix)
     banks = mix.up,mix.down,mix.act,norm
     both = entries==8 and len(biased)==1 and _whole(card, *banks, *biased)
     if both:

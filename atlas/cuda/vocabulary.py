@@ -21,7 +21,7 @@ from ..ground.weights import head_quantizable,quantizable
 from .attend import Angles,attend as attend_rows,left_bytes,make_pool
 from .attend import pool_bytes,pool_words
 from .delta import as_states,delta_step,record_size
-from .experts import moe as moe_rows,takes_rows
+from .experts import Mixture,moe as moe_rows,takes_rows
 from .experts_many import experts_many,route_many
 from .experts_wide import at_once,moe_wide
 from .flash import flash
@@ -234,17 +234,16 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #d7387458
-def _moe_of(rows, w):
-    "What multiplies the experts `w` of so many rows; both give a row the same bits"
-    card = card_of(w.up.w)
+def _moe_of(rows, mix:Mixture):
+    "What multiplies the experts of so many rows; both give a row the same bits"
+    card = card_of(mix.up.w)
     if rows>MAX_ROWS or card.usable<card.multiprocessors:
         return moe_wide # whose kernel is one for any number of blocks
     if rows<=MAX_ROWS//2:
         return moe_rows
-    if at_once(w.up, w.down, w.act, (w.up_bias,w.down_bias)):
+    if at_once(mix):
         return moe_wide
-    fits = takes_rows(rows, w.up, w.down, w.config, w.act, w.joined)
-    return moe_rows if fits else moe_wide
+    return moe_rows if takes_rows(rows, mix) else moe_wide
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):
@@ -258,33 +257,34 @@ def _routes(s, x, top_k):
 
 def _flat(a): return None if a is None else a.reshape(-1)
 
-def _experts_of_rows(s, x, w, norm, add, router_gain):
-    "Routed experts of a few rows, weighted, plus `add`"
-    m,of = w.config,_moe_of(len(x), w)
-    more = dict(then=w.then)
-    if of is moe_wide:
-        more = dict(reader=w.reader, made=s.made)
-    return of(
-        x,
-        *norm,
+def _mixture(w, norm, router_gain)->Mixture:
+    "The experts `w` behind `norm`, as kernels take them"
+    return Mixture(
         w.router.weight,
         w.up,
         w.down,
-        m,
+        w.config,
         w.act,
         w.limit,
+        *norm,
+        router_gain,
         bias=w.router.bias,
         correction=w.correction,
         per_expert=w.per_expert,
         up_bias=_flat(w.up_bias),
         down_bias=_flat(w.down_bias),
         shared=w.joined,
-        shared_gate=w.joined and m.shared_gate,
-        router_gain=router_gain,
-        add=add,
-        routes=_routes(s, x, m.top_k),
-        **more,
+        gated=w.joined and w.config.shared_gate,
     )
+
+def _experts_of_rows(s, x, w, norm, add, router_gain):
+    "Routed experts of a few rows, weighted, plus `add`"
+    mix = _mixture(w, norm, router_gain)
+    of = _moe_of(len(x), mix)
+    more = dict(then=w.then)
+    if of is moe_wide:
+        more = dict(reader=w.reader, made=s.made)
+    return of(x, mix, add, _routes(s, x, mix.m.top_k), **more)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #c41aa197
 def _picks_of_tiles(seen, w):

@@ -25,7 +25,7 @@ from ..cuda.accept import VerifyRows,accept_on_host,accept_rows,next_on_host,nex
 from ..cuda.attend import Angles,attend,encode_row,make_pool,unpack_pool
 from ..cuda.checksum import checksums
 from ..cuda.delta import as_records,as_states,delta_step
-from ..cuda.experts import moe,row_bias
+from ..cuda.experts import Mixture,moe,row_bias
 from ..cuda.experts_many import experts_many,route_many,sort_picks
 from ..cuda.experts_wide import moe_wide
 from ..cuda.flash import flash
@@ -508,7 +508,7 @@ def _norm_add(card, rng, run, both):
 
 # %% ../../nbs/8_use/06_check.ipynb #2d1487db
 @dataclass(frozen=True)
-class _Mixture:
+class _MixtureCase:
     "The shapes and the rules of one mixture of experts, and how many rows go through it"
     fmt:str # Of the experts' weights
     act:str = 'silu'
@@ -538,7 +538,7 @@ class _Mixture:
 
 # %% ../../nbs/8_use/06_check.ipynb #78a6b76a
 @patch
-def weights(self:_Mixture, card, rng):
+def weights(self:_MixtureCase, card, rng):
     "Router and banks of both products, on the card"
     first,second = self.shapes
     up = pack(_sized(rng, self.fmt, *first), card, self.gated)
@@ -547,7 +547,7 @@ def weights(self:_Mixture, card, rng):
     return pack(q, card, exact=True),up,down
 
 @patch
-def biases(self:_Mixture, rng):
+def biases(self:_MixtureCase, rng):
     "Of the router and both products, or None three times"
     if not self.bias:
         return None,None,None
@@ -556,26 +556,26 @@ def biases(self:_Mixture, rng):
     return [_normal(rng, *s) for s in each]
 
 @patch
-def options(self:_Mixture, card, packed, biases):
-    "What `moe` takes beside rows, matrices and rules"
+def mixed(self:_MixtureCase, card, packed, biases, norm):
+    "As `moe` takes it"
     _,up,down = packed
     router,of_up,of_down = biases
-    how = dict(bias=_up(card, router))
-    how |= dict(shared=self.shared, shared_gate=self.shared)
+    how = dict(gain=card.upload(norm.gain), eps=norm.eps, bias=_up(card, router))
     if self.bias:
         how |= dict(up_bias=row_bias(of_up, up, card))
         how |= dict(down_bias=row_bias(of_down, down, card))
-    return how
+    rules = self.config,self.act,self.limit
+    return Mixture(*packed, *rules, shared=self.shared, gated=self.shared, **how)
 
 # %% ../../nbs/8_use/06_check.ipynb #604e6495
-def _for_all(c:_Mixture, r, u, d):
+def _for_all(c:_MixtureCase, r, u, d):
     "The expert that every row goes through, behind its gate; None where a mixture has none"
     if not c.shared:
         return None
     up,down = Matrix(u[c.E]),Matrix(d[c.E])
     return MLPWeights(up, down, c.act, c.limit, r[c.E:])
 
-def _moe_on_host(c:_Mixture, packed, biases, x, norm):
+def _moe_on_host(c:_MixtureCase, packed, biases, x, norm):
     "What the twin makes of the rows `x`, with the numbers that the packed weights stand for"
     r,u,d = map(unpack, packed)
     of_router,of_up,of_down = biases
@@ -589,16 +589,14 @@ def _moe_on_host(c:_Mixture, packed, biases, x, norm):
 
 def _moe_as(word, card, rng, run, **kw):
     "Rows through a mixture by `moe` or `moe_wide`"
-    c = _Mixture(**kw)
+    c = _MixtureCase(**kw)
     packed = c.weights(card, rng)
-    gain = _gain(rng, c.H)
+    norm = Norm(_gain(rng, c.H), 1e-6)
     x = _normal(rng, c.R, c.H)
     biases = c.biases(rng)
-    args = card.upload(x),card.upload(gain),1e-6,*packed
-    rules = c.config,c.act,c.limit
-    more = c.options(card, packed, biases)
-    y = run.got(lambda: word(*args, *rules, **more))
-    want = _moe_on_host(c, packed, biases, x, Norm(gain, 1e-6))
+    mix,rows = c.mixed(card, packed, biases, norm),card.upload(x)
+    y = run.got(lambda: word(rows, mix))
+    want = _moe_on_host(c, packed, biases, x, norm)
     return [(y, want, 3e-3)]
 
 # %% ../../nbs/8_use/06_check.ipynb #3efc3b72

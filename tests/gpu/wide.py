@@ -15,7 +15,7 @@ from atlas.card.card import limits
 from atlas.card.device import Cuda
 from atlas.card.emulator import Emulator
 from atlas.cuda import delta,experts,experts_wide,gemv_wide as wide
-from atlas.cuda.experts import moe
+from atlas.cuda.experts import Mixture,moe
 from atlas.cuda.experts_wide import moe_wide
 from atlas.cuda.gemv import _norm_of,gemv
 from atlas.cuda.gemv_wide import gemv_wide
@@ -137,7 +137,7 @@ def only(names):
             run(name, *args, **kw)
     return instead(chosen, 'run', experts, experts_wide)
 
-class Mixture:
+class Layers:
     "Layers of a model's experts, as many as fit"
     def __init__(self, card, name, tiny):
         c = ModelConfig.preset(name)
@@ -170,10 +170,10 @@ class Mixture:
     def __call__(self, f, x, layer, **kw):
         "Rows `x` by `f`"
         c,s = self.c,self.shared
-        kw |= dict(correction=self.correction, shared=s, shared_gate=s, add=x)
-        return f(
-            x, self.gain, 1e-6, *layer, self.m, c.act,
-            c.act_limit, **kw)
+        mix = Mixture(
+            *layer, self.m, c.act, c.act_limit, self.gain, 1e-6,
+            correction=self.correction, shared=s, gated=s)
+        return f(x, mix, x, **kw)
 
     def times(self, f, rows):
         "Microseconds a layer, and what each launch adds"
@@ -203,7 +203,7 @@ class Mixture:
 
 def mixture(card, name, rows, tiny):
     "The table of a model's experts; what is wrong"
-    e = Mixture(card, name, tiny)
+    e = Layers(card, name, tiny)
     few = (8,) if tiny else (1,2,4,8)
     size = f'{len(e.layers)} layers of {e.nbytes/1e6:.0f} MB'
     print(f'{name}, {e.fmt}, {size}: us a layer, and what each launch adds')
