@@ -686,8 +686,10 @@ RATIO = '''((a, b) => {
     const l = [...c.getImageData(0, 0, 1, 1).data].slice(0, 3).map(linear);
     return .2126 * l[0] + .7152 * l[1] + .0722 * l[2];
   };
-  const v = n => getComputedStyle(document.documentElement).getPropertyValue(n);
+  const e = document.body.appendChild(document.createElement('i'));
+  const v = n => (e.style.color = `var(${n})`, getComputedStyle(e).color);
   const [x, y] = [lum(v(a)), lum(v(b))].sort((p, q) => q - p);
+  e.remove();
   return (x + .05) / (y + .05);
 })'''
 

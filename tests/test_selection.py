@@ -41,6 +41,7 @@ DATA = {
     'atlas/model/families/granite.toml': {'families.granite','presets','config'},
     'atlas/catalog.json': {'catalog','tests/test_catalog.py'},
     'atlas/service/static/chat.html': {'management','tests/test_page.py'},
+    'atlas/service/static/theme.css': {'management','tests/test_page.py'},
     'atlas/__init__.py': {'tests/test_repo.py'},
     'atlas/engine/engine.py': {'engine'},
     'kernels/variants.json': {'variants','tests/test_kernels.py'},

@@ -1116,7 +1116,7 @@ def test_pages_make_no_markup_of_text(name):
     own = (Path(atlas.__file__).parent/'service'/'static'/name).read_text()
     assert not re.search(DANGEROUS, own)
     assert set(re.findall(r'https?://[^\s"\'>]+', own))<={'http://www.w3.org/2000/svg'}
-    beside = r'<(link|script|img|iframe)[^>]*(src|href)="(?!data:|[\w.-]+\.min\.js")'
+    beside = r'<(link|script|img|iframe)[^>]*(src|href)="(?!data:|theme\.css"|[\w.-]+\.min\.js")'
     assert not re.search(beside, own)
 
 def test_page():

@@ -335,14 +335,18 @@ def _policy(scripts)->str:
     return '; '.join(policy)
 
 def page(name:str='chat.html')->tuple[str,str]:
-    "A page of `static`, with the scripts beside it that it names, and its content security policy"
+    "A page of `static`, scripts and styles beside it put into it; its content security policy"
     static = Path(atlas.__file__).parent/'service'/'static'
-    def beside(m):
-        js = (static/m[1]).read_text(encoding='utf-8')
-        js = re.sub('<(?=!--|/?script)', r'\\x3C', js) # which a page would take for its own
+    def beside(name):
+        return (static/name).read_text(encoding='utf-8')
+    def script(m):
+        # what a page would take for its own
+        js = re.sub('<(?=!--|/?script)', r'\\x3C', beside(m[1]))
         return f'<script>{js}</script>'
-    html = (static/name).read_text(encoding='utf-8')
-    html = re.sub(r'<script src="([\w.-]+)"></script>', beside, html)
+    def style(m):
+        return f'<style>\n{beside(m[1])}</style>'
+    html = re.sub(r'<link rel="stylesheet" href="([\w.-]+)">', style, beside(name))
+    html = re.sub(r'<script src="([\w.-]+)"></script>', script, html)
     return html,_policy(re.findall('<script>(.*?)</script>', html, re.S))
 
 def _shown(name):
