@@ -169,7 +169,7 @@ def _text(parts, where):
 
 def _seen(p, where):
     "A part of a user's message, as chat has it"
-    if p['type'] in _texts and p.get('text') is not None:
+    if p['type'] in _texts and isinstance(p.get('text'), str):
         return dict(type='text', text=p['text'])
     if p['type']=='input_image' and p.get('image_url'):
         url = dict(url=p['image_url'], detail=p.get('detail') or 'auto')
