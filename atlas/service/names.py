@@ -71,7 +71,7 @@ LOOKED = 1<<15 # Characters at each end of a message
 def _inside(c:str)->bool: return c.isalnum() or c=='_'
 
 def has_word(
-    text:str, # In small letters
+    text:str, # In lower case
     word:str, # Also
 )->bool:
     "Does a text have a word, or words, with nothing of a word around it?"
@@ -86,7 +86,7 @@ def has_word(
     return False
 
 def last_said(ask:Ask)->str:
-    "The last that a user said, in small letters; of a completion its prompt"
+    "The last that a user said, in lower case; of a completion its prompt"
     if isinstance(ask, TextAsk):
         said = next((p for p in ask.prompts if isinstance(p, str)), '')
     else:
@@ -125,13 +125,13 @@ class Route:
             if hit is None:
                 continue
             if isinstance(end, Route):
-                end = end.fits(text) or end.default()
+                end = end.fits(text) or end.default(text)
             return replace(end, why=f'{self.why} > {name} (keyword {hit}){_rest(end)}')
-    def default(self)->Found:
-        "The last way"
+    def default(self, text:str='')->Found:
+        "The last way; one that is a route itself looks into the text"
         _,name,end = self.ways[-1]
         if isinstance(end, Route):
-            end = end.default()
+            end = end.fits(text) or end.default(text)
         return replace(end, why=f'{self.why} > {name} (no keyword){_rest(end)}')
 
 def _rest(end):
@@ -217,7 +217,8 @@ def find(self:Names,
         raise SourceError(said, hint=hint, param='model')
     if not isinstance(end, Route):
         return end
-    return ask and end.fits(last_said(ask)) or end.default()
+    text = last_said(ask) if ask else ''
+    return end.fits(text) or end.default(text)
 
 @patch
 def acting(self:Names,

@@ -44,7 +44,8 @@ async def read_body(
     if not right and not (plain and not from_page(request)):
         what = 'JSON' if kind=='application/json' else 'a form'
         hint = f"Send {what}, with the header 'Content-Type: {kind}'"
-        raise RequestError(f'The content type is {said[:80] or "missing"!r}', hint=hint)
+        shown = repr(said[:80]) if said else 'missing'
+        raise RequestError(f'The content type is {shown}', hint=hint)
     if int(request.headers.get('content-length') or 0)>cap:
         raise TooLargeError(cap)
     got = bytearray()
@@ -350,8 +351,8 @@ async def answer(
 )->Response:
     "Answer a question, in one piece or as a stream"
     async with Unless(gone(request.receive)) as away:
+        ask.after = self.keeping(ask, request)  # may fail, so it comes before the turn
         turn,w = await self.opened(ask, reply, held)
-        ask.after = self.keeping(ask, request)
         timed(request, turn, w)
         close = partial(ended, request, turn, w)
         if ask.stream:

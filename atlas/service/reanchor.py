@@ -14,7 +14,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from fastcore.basics import patch
-from ..ground.core import AtlasError,RequestError
+from ..ground.core import AtlasError
 from ..ground.requests import Request,SamplingParams
 from ..text.deltas import Choice
 from ..text.images import expand_images,tokens_of
@@ -77,8 +77,6 @@ def _continued(p, m):
     "The prompt without its last message, and that message with its end"
     *before,last = p.messages
     begun,more = last.get('content') or '',m.get('content') or ''
-    if not isinstance(begun, str):
-        raise RequestError('An answer went on with parts')
     shorter = Prompt(p.ids, images=p.images, messages=before)
     return shorter,last|m|dict(content=begun+more)
 
@@ -149,7 +147,8 @@ class NextTurns:
 def foreseeable(u:ReadyModel, ask:Ask)->bool:
     "Is there one conversation that will go on, and a cache for it?"
     talks = not (ask.alone or isinstance(ask, TextAsk)) and u.template is not None
-    return bool(talks and ask.params.n==1 and u.info.get('prefix_caching'))
+    grows = ask.continuing and isinstance(ask.messages[-1].get('content'), list)
+    return bool(talks and not grows and ask.params.n==1 and u.info.get('prefix_caching'))
 
 # %% ../../nbs/7_service/13_reanchor.ipynb #a415c4c8
 @patch

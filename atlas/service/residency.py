@@ -177,9 +177,14 @@ def _make_room(m, short, against, others, now):
     those = None if stuck else chosen(short, against, may, now)
     if those is None:
         return _wait(others, free)
-    those = [r for r in those if r.answers] or those # the idle follow when these have answered
-    return Decision(
-        leave=tuple(leaving(short, those)), why=f'waits for {_listed(those)} to leave')
+    return _leave_in_order(short, those)
+
+def _leave_in_order(short, those):
+    "Who of `those` leaves now; the idle follow when those that answer have done so"
+    how = dict(leaving(short, those))
+    first = [r for r in those if r.answers] or those
+    leave = tuple((r.name, how[r.name]) for r in first)
+    return Decision(leave=leave, why=f'waits for {_listed(first)} to leave')
 
 def _free(m, others, now)->list:
     "Those that may leave for `m` now"

@@ -312,7 +312,7 @@ class EventStream(Response):
     "Server-sent events until they end, or the client leaves or freezes; then `close` is called"
     def __init__(self,
         events, # Async generator of bytes
-        close, # Called with the reason when it ended early, and with nothing at the end
+        close, # Called at the end, with nothing; before that with 'shutdown' if that cancelled it
         headers:dict|None=None,
         ping=None, # Gives the bytes that keep a quiet stream open; None: a comment
         every:float=15., # Seconds of silence after which to send it

@@ -36,7 +36,7 @@ def models_seen(
     out = []
     for name,m in (health.get('models') or {}).items():
         well = m['state'] not in ILL
-        why = '' if well else f'{m["state"]}: {m.get("reason", "no reason is known")}'
+        why = '' if well else f'{m["state"]}: {m.get("reason") or "no reason is known"}'
         out.append(Seen(prefix+name, well, why))
     return out
 
@@ -271,7 +271,10 @@ HERE = 'http://127.0.0.1:8888' # Where `atlas serve` listens, if nobody says oth
 
 def server_health(url:str)->str:
     "The address of a server's `/health`; `url` as it is if it has a path. Else `WatchError`"
-    u = httpx.URL(url)
+    try:
+        u = httpx.URL(url)
+    except httpx.InvalidURL:
+        u = httpx.URL('')
     if u.scheme not in ('http','https') or not u.host:
         raise WatchError(f'{url[:100]!r} is no address', hint=f'Write it as {HERE}')
     return str(u.copy_with(path='/health')) if u.path in ('','/') else url

@@ -169,14 +169,15 @@ def _text(parts, where):
 
 def _seen(p, where):
     "A part of a user's message, as chat has it"
-    if p['type'] in _texts and p.get('text') is not None:
+    if p['type'] in _texts and isinstance(p.get('text'), str):
         return dict(type='text', text=p['text'])
     if p['type']=='input_image' and p.get('image_url'):
         url = dict(url=p['image_url'], detail=p.get('detail') or 'auto')
         return dict(type='image_url', image_url=url, where=where)
     if p['type'] in ('input_image','input_file','input_audio'):
+        lacks = ' without an image_url' if p['type']=='input_image' else ''
         raise NotOfferedError(
-            f'{where} is of type {p["type"]!r} without an image_url',
+            f'{where} is of type {p["type"]!r}{lacks}',
             hint='Send text, or an image as a data URL', param=where)
     raise RequestError(
         f'{where} is of type {p["type"][:40]!r} or has no text',

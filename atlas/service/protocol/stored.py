@@ -69,8 +69,10 @@ class ResponseStore:
 
 @patch
 def _drop(self:ResponseStore, r):
-    "Forget a record"
-    self.records.pop(r.id, None)
+    "Forget a record, if it is there"
+    if self.records.get(r.id) is not r:
+        return
+    del self.records[r.id]
     self.bytes -= r.size
     for d in r.all_items():
         if self.where.get((r.owner, d['id'])) is r:
