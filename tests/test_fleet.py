@@ -1005,6 +1005,7 @@ def test_check_says_what_is_free():
     spark = fleet_of('models: {a: {model: qwen3.6-35b-a3b-nvfp4, device: cuda}}', env={})
     e = explain(spark, machine(8*GIB, 8*GIB))
     assert e.memory>100*GIB and e.fits, 'planned for a Spark, whose memory counts'
+    assert 'GiB for all, which is what a DGX Spark has, less a reserve' in str(e)
 
 @running_test
 async def test_models_of_unknown_size_all_load_at_the_start(tmp_path, monkeypatch):

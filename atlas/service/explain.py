@@ -105,6 +105,10 @@ class Explained:
 
     def __repr__(self): return str(self)
     @property
+    def elsewhere(self)->bool:
+        "Are models planned for a DGX Spark, as no card is here?"
+        return any(p.plan and p.plan.device==SPARK.describe() for p in self.models)
+    @property
     def pinned(self)->int:
         "Bytes that pinned models cannot do without"
         return sum(p.least for p in self.models if p.pinned)
@@ -124,11 +128,10 @@ def explain(
 )->Explained:
     "What a fleet would run; nothing is fetched for it"
     models = [planned(fleet, n) for n in fleet.models]
-    elsewhere = any(p.plan and p.plan.device==SPARK.describe() for p in models)
-    memory = memory_of(fleet, machine)
-    if fleet.memory is None and elsewhere:
-        memory = SPARK.budget().total
-    return Explained(fleet, models, Names(fleet), memory)
+    found = Explained(fleet, models, Names(fleet), memory_of(fleet, machine))
+    if fleet.memory is None and found.elsewhere:
+        found.memory = SPARK.budget().total
+    return found
 
 # %% ../../nbs/7_service/34_explain.ipynb #6a91b8a9
 @patch
@@ -202,7 +205,8 @@ def _of_memory(self:Explained)->list[str]:
     "Whether all fit, where anybody counts"
     if self.memory is None:
         return []
-    free = ', which is what is free, less a reserve' if self.fleet.memory is None else ''
+    whose = 'a DGX Spark has' if self.elsewhere else 'is free'
+    free = f', which is what {whose}, less a reserve' if self.fleet.memory is None else ''
     pinned = f'; {human(self.pinned)} of them are pinned' if self.pinned else ''
     verdict = '' if self.fits else ': NOT ALL FIT'
     return [f'memory: {human(self.memory)} for all{free}{pinned}{verdict}']

@@ -59,7 +59,7 @@ async def ask(
     headers = dict(authorization=f'Bearer {key}') if key else {}
     try:
         r = await client.get(url, headers=headers)
-    except (httpx.HTTPError,httpx.InvalidURL) as e:
+    except (httpx.HTTPError,httpx.InvalidURL,UnicodeEncodeError) as e: # a header is ASCII
         return [Seen(name, False, _why(e))]
     try:
         said = r.json()

@@ -65,7 +65,7 @@ class ResponseStore:
         self.bytes = 0
         self.lock = RLock()
     def __len__(self): return len(self.records)
-    def __repr__(self): return f'Store({len(self)} responses, {self.bytes:,} bytes)'
+    def __repr__(self): return f'ResponseStore({len(self)} responses, {self.bytes:,} bytes)'
 
 @patch
 def _drop(self:ResponseStore, r):
