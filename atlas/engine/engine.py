@@ -144,7 +144,7 @@ def idle(self:Engine)->bool: # Was there something?
 
 @patch
 def close(self:Engine):
-    "Give back what only steps need; it takes none afterwards"
+    "Give back what only steps need; no step may follow"
     self.flying = self.prompt = None
     self._landing = []
     self.stepper.close()
