@@ -144,7 +144,7 @@ def idle(self:Engine)->bool: # Was there something?
 
 @patch
 def close(self:Engine):
-    "Give back what only steps need; it takes none afterwards"
+    "Give back what only steps need; no step may follow"
     self.flying = self.prompt = None
     self._landing = []
     self.stepper.close()
@@ -240,8 +240,7 @@ def _shed(self:Engine, plan, error):
 @patch
 def _without_memory(self:Engine, seqs, what, less):
     "End `seqs`: there was no memory for what is to be done, and `less` may find some"
-    why = f'There was no memory {what} while others were being answered'
-    why += f'; {less}, or another try later, may find some'
+    why = f'There was no memory {what}; {less}, or another try later, may find some'
     for s in seqs:
         self.scheduler.fail(s)
         self._leave(s.id)

@@ -76,8 +76,7 @@ def _taken(self:Runner, n, rid):
     "Refuse request `n`, whose id is another's; that one does not notice"
     said = f'A request with id {rid!r} is still being served'
     e = RequestError(said, hint='Give each request its own id', param='id')
-    event = _failed(rid, e)
-    self.sink.events([(n, event)], None)
+    self._refuse(n, rid, e)
 
 @patch
 def _begin(self:Runner, request):
@@ -92,9 +91,8 @@ def _begin(self:Runner, request):
 # %% ../../nbs/5_engine/18_runner.ipynb #b48e2d17
 @patch
 def _refuse(self:Runner, n, rid, e):
-    "Request `rid` ends before it began"
-    self._know(n, rid)
-    return [_failed(rid, e)]
+    "Request `n` ends before it began; whoever is served under its id does not notice"
+    self.sink.events([(n, _failed(rid, e))], None)
 
 @patch
 def _abort(self:Runner, n):

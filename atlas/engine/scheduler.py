@@ -889,7 +889,7 @@ def doubt(self:Scheduler, seq:Seq)->bool: # Is it computed anew?
 
 @patch
 def _distrust(self:Scheduler, path):
-    "Forget the tiles of `path` with which nobody has said anything; whoever was to begins anew"
+    "Forget tiles of `path` with which nobody decodes; who prefills or replays on them begins anew"
     speak = [s for s in self.running if s.outputs and s.state=='decode']
     good = [n for s in speak for n in s.trail.path]
     doubt = set(path).difference(good)

@@ -21,8 +21,8 @@ from ..ops.sample import logsumexp,top
 @patch
 @contextmanager
 def borrow(self:LoadedModel, n:int):
-    """Blocks for `n` tokens and the two states of a sequence, from the engine's own cache, until
-    its next step; `QueueFullError` if they are in use"""
+    """Blocks for `n` tokens and the two states of a slot, from the engine's own cache, until its
+    next step; `QueueFullError` if they are in use"""
     with self._lock:
         s = self._open().scheduler
         need = s.pool.blocks_for(n)

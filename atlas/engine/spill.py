@@ -66,7 +66,7 @@ class SpillTier:
 def begin(self:SpillTier,
     trail:Trail,
     most:int, # Tokens that may be had at most
-    computing=None, # `f(tokens, before)`: seconds that prefill takes, None if that is not known
+    computing=None, # `f(tokens, before)`: seconds of a prefill; None: that is not known
 )->Fetch|None: # None: the store has nothing that the tree has not, or prefill is faster
     "Have the store read the tiles that `trail` needs next, and the states after them"
     f = self._found(trail, most)
@@ -74,8 +74,7 @@ def begin(self:SpillTier,
         return None
     names = list(self._names(f))
     f.read = sum(kind=='tile' for kind,_ in names)
-    before = len(trail.path)+len(f.tiles)-f.read
-    if computing and self._slower(f.read, computing(f.read*TILE, before*TILE)):
+    if computing and self._slower(f.read, computing(len(f.tiles)*TILE, trail.tokens)):
         return None
     for name in names:
         self.store.want(*name)

@@ -115,19 +115,23 @@ def _own(folder, name):
 def _kept_name(fingerprint): return f'{code_digest().hex()[:8]}-{fingerprint.hex()[:24]}'
 
 def _sweep(folder):
-    "Delete what other versions of Atlas have kept and nobody has locked"
+    "Delete what other versions of Atlas have kept and nobody has locked, as far as that goes"
     for p in folder.glob('*.spill'):
         made_by = re.fullmatch(r'([0-9a-f]{8})-[0-9a-f]{24}-\d+', p.stem)
         if not made_by or made_by[1]==_kept_name(NOBODY)[:8]:
             continue
-        with p.open('r+b') as f:
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            for old in (p.with_suffix('.index'),p):
-                old.unlink(missing_ok=True)
+        try:
+            _delete(p)
+        except OSError: # locked, somebody else's, or gone already
+            continue
         _log.info('%s, which another version of Atlas has kept, is deleted', p.name)
+
+def _delete(path):
+    "Delete a file and its index; an `OSError` if somebody has locked it, or it cannot be opened"
+    with path.open('r+b') as f:
+        fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        for old in (path.with_suffix('.index'),path):
+            old.unlink(missing_ok=True)
 
 # %% ../../nbs/5_engine/05_spill_file.ipynb #df5970de
 def spill_file(
