@@ -290,7 +290,8 @@ def lines(self:StartPlan)->list[tuple[str,str]]:
         ('context', f'{context}, prompts by {self.chunk:,}'),
         ('drafter', self.drafter),
         ('prefill', self.prefill or 'as always'),
-        *(('note', n) for n in self.notes)]
+        *(('note', n) for n in self.notes),
+        *(('refused', said) for said in (self.error,self.hint) if said)]
 
 @patch
 def __str__(self:StartPlan):

@@ -130,8 +130,8 @@ def _delete(path):
     "Delete a file and its index; an `OSError` if somebody has locked it, or it cannot be opened"
     with path.open('r+b') as f:
         fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        for old in (path.with_suffix('.index'),path):
-            old.unlink(missing_ok=True)
+        for kind in ('.index','.part','.spill'):
+            path.with_suffix(kind).unlink(missing_ok=True)
 
 # %% ../../nbs/5_engine/05_spill_file.ipynb #df5970de
 def spill_file(
@@ -243,14 +243,12 @@ def index(self:SpillFile)->Path:
 def save_index(self:SpillFile, data:bytes):
     "Put `data` into the index, and both files on the disk"
     os.fsync(self.file.fileno())
-    with tempfile.NamedTemporaryFile(dir=self.path.parent, suffix='.part', delete=False) as f:
-        try:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-            os.replace(f.name, self.index)
-        finally:
-            Path(f.name).unlink(missing_ok=True)
+    part = self.path.with_suffix('.part') # what a killed process left of it is written over
+    with part.open('wb') as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, self.index)
     folder = os.open(self.path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
