@@ -131,6 +131,10 @@ def _structure(t:str, allowed:set[str])->tuple:
             pass  # of another notation, or of a type not allowed: try the next
     return ()
 
+def _kind(v)->str|None:
+    "The type of a list or an object, as a schema names it"
+    return {list:'array', dict:'object'}.get(type(v))
+
 def typed(
     text:str, # As the model wrote it
     allowed:set[str], # JSON types
@@ -146,7 +150,8 @@ def typed(
     if 'boolean' in allowed and t.lower() in ('true','1','false','0'):
         return t.lower() in ('true','1')
     if allowed & {'object','array'} or 'string' not in allowed:
-        if got:=_structure(t, allowed):
+        got = _structure(t, allowed)
+        if got and ('string' not in allowed or _kind(got[0]) in allowed):
             return got[0]
     return text
 
