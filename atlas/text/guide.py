@@ -606,6 +606,8 @@ def _marks(self:Guides, spec, m)->tuple[tuple,dict]:
     calls = self._openings(spec)
     early = list(spec.get('early') or ()) if _after(spec) else []
     leaps = self._leaps(spec, m, [*early,*calls])
+    if odd := [t for t in calls if t.encode() not in leaps]:
+        _refuse(spec, f'A call that begins with {odd[0][:80]!r} cannot be guided')
     marks = self._waits(spec, m is not None, [t.encode() for t in early], leaps)
     if calls:
         marks.append(EndMark(b'', False, leaps=tuple(t.encode() for t in calls)))
