@@ -123,17 +123,16 @@ def _escaped(t:str, allowed:set[str]):
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #afd59b24
 def _structure(t:str, allowed:set[str])->tuple:
-    "(value,) of a text in JSON, in Python's notation or with escaped quotes; () for none of these"
+    """(value,) of a text in JSON, in Python's notation or with escaped quotes; () for none of
+    these, and for what may be a string and is no list or object that is allowed"""
     for read in _finite,lambda t: _python(t, allowed),lambda t: _escaped(t, allowed):
         try:
-            return (read(t),)
+            v = read(t)
         except ValueError:
-            pass  # of another notation, or of a type not allowed: try the next
+            continue  # of another notation, or of a type not allowed: try the next
+        if 'string' not in allowed or {list:'array', dict:'object'}.get(type(v)) in allowed:
+            return (v,)
     return ()
-
-def _kind(v)->str|None:
-    "The type of a list or an object, as a schema names it"
-    return {list:'array', dict:'object'}.get(type(v))
 
 def typed(
     text:str, # As the model wrote it
@@ -150,8 +149,7 @@ def typed(
     if 'boolean' in allowed and t.lower() in ('true','1','false','0'):
         return t.lower() in ('true','1')
     if allowed & {'object','array'} or 'string' not in allowed:
-        got = _structure(t, allowed)
-        if got and ('string' not in allowed or _kind(got[0]) in allowed):
+        if got:=_structure(t, allowed):
             return got[0]
     return text
 
