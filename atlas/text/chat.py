@@ -59,6 +59,17 @@ def _len(x)->int:
         return len(x)
     return x.bit_length() if isinstance(x,int) else 0
 
+def _formatted(a, b):
+    "How large `a % b` becomes, with the widths in the string `a` and the values in `b`"
+    widths = sum(map(int,re.findall(r'\d{1,12}',a)))
+    if re.search(r'[%)][-#0 +\d.]*\*', a):  # a width that is itself an argument
+        widths += 1<<62
+    if isinstance(b,dict):
+        values = a.count('%')*max(map(_len,b.values()), default=0)
+    else:
+        values = sum(map(_len,b)) if isinstance(b,tuple) else _len(b)
+    return len(a)+widths+values
+
 def _result(op, a, b):
     "An upper bound for the size of `a op b`"
     if op=='*':
@@ -69,8 +80,7 @@ def _result(op, a, b):
     if op=='**':
         return _len(a)*b if isinstance(b,int) else 0
     if op=='%' and isinstance(a,str):
-        widths = sum(map(int,re.findall(r'\d{1,12}',a)))
-        return len(a)+widths + (1<<62)*('*' in a)
+        return _formatted(a, b)
     return _len(a)+_len(b)
 
 # %% ../../nbs/6_text/02_chat.ipynb #505517f9

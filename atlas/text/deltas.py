@@ -25,7 +25,7 @@ class Token:
 class CallDelta:
     "A piece of a tool call; `id` and `name` come with the first piece only"
     index:int # 0, 1, … within the answer
-    id:str|None=None # `call_` and 24 hex digits
+    id:str|None=None # `call_` and 24 hex digits; a format may have ids of its own
     name:str|None=None # The tool's name
     arguments:str='' # More of the JSON text
 

@@ -101,7 +101,7 @@ def _check_free(spec, need):
 def _check_tools(spec, need):
     v = spec.get('tools')
     good = isinstance(v, (list,tuple)) and v and all(map(_is_tool, v))
-    need(good, 'tools', 'empty, or a tool has no name or no schema')
+    need(good, 'tools', 'empty, or a tool has no name, or parameters that are no schema')
     if (f := spec.get('format')) is not None:
         good = isinstance(f, dict) and f.get('kind') not in ('tools','free',None)
         need(good and not _after(f), 'format', 'no guide of an answer')
@@ -606,6 +606,8 @@ def _marks(self:Guides, spec, m)->tuple[tuple,dict]:
     calls = self._openings(spec)
     early = list(spec.get('early') or ()) if _after(spec) else []
     leaps = self._leaps(spec, m, [*early,*calls])
+    if odd := [t for t in calls if t.encode() not in leaps]:
+        _refuse(spec, f'A call that begins with {odd[0][:80]!r} cannot be guided')
     marks = self._waits(spec, m is not None, [t.encode() for t in early], leaps)
     if calls:
         marks.append(EndMark(b'', False, leaps=tuple(t.encode() for t in calls)))
@@ -659,14 +661,14 @@ def _begun(mark:EndMark, tail:bytes)->tuple:
 def free(self:Guides, mark:EndMark, tail:bytes)->np.ndarray|None:
     "The mask before `mark`, where `tail` is the end of the text so far; None: anything goes"
     begun = _begun(mark, tail)
-    if (key := (mark,begun)) not in self._bars:
+    if (got := self._bars.get(key := (mark,begun))) is None:
         if len(self._bars)>1000:
             self._bars.clear()
         may = np.ones(self.vocab_size, bool)
         barred = [i for w in begun for i in self._too_far(*w)]
         may[barred+[*self.eos_ids]*mark.must] = False
-        self._bars[key] = None if may.all() else pack(may)
-    return self._bars[key]
+        got = self._bars[key] = (None if may.all() else pack(may),)
+    return got[0]
 
 # %% ../../nbs/6_text/15_guide.ipynb #bedab2db
 class Guide:

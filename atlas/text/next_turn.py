@@ -22,7 +22,7 @@ STARTS = """<|im_start|> <|start_header_id|> <start_of_turn> <|turn> <|start|>
 
 class TurnMarks:
     "The tokens of a model that stand between messages"
-    near = 2 # What is so close to a place before it is the same place
+    near = 2 # Of places no more tokens apart than this the first stands for both
     def __init__(self,
         tok=None, # Its tokenizer; None: only ids are known
         eos_ids=(), # Ids that end its answers

@@ -15,7 +15,7 @@ from functools import cache
 from fastcore.basics import patch
 from .calls.core import Answer,Marks,TOOL_PARSERS,ToolStream,parse_tools
 from .calls.harmony import ENDS,MESSAGE,START,Harmony
-from .deltas import Call,Delta
+from .deltas import Call,CallDelta,Delta  # noqa: F401 (the second is offered from here)
 from .reasoning import REASONING_PARSERS,ReasoningStream,parse_reasoning
 from .reasoning import begins  # noqa: F401 (offered from here)
 

@@ -710,15 +710,20 @@ def _language_call(g, t, f)->str:
     return _pairs(g, root, root, f.arguments=='gemma', f)
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #59411774
+def _written(f, name)->str:
+    "A tool's name as calls in the format `f` have it"
+    return json.dumps(name)[1:-1] if f.quoted else name
+
 def openings(
     spec:dict, # A guide of kind 'tools': parser, tools
     special=(), # (id, text) of tokens that steer the model
 )->list[str]:
     "The marks of a call: what is said before the first of them is no call"
-    names = [t['name'] for t in spec['tools']]
+    f = format_of(spec.get('parser'), special)
+    names = [_written(f, t['name']) for t in spec['tools']]
     return [
         m.replace('NAME', n)
-        for m in format_of(spec.get('parser'), special).marks
+        for m in f.marks
         for n in (names if 'NAME' in m else [''])]
 
 # %% ../../../nbs/6_text/14_calls.grammar.ipynb #4ece460c
@@ -744,8 +749,7 @@ def _call(g, t, f)->str:
         _refuse(
             f'The tool {t["name"][:40]!r} has a name that calls in this model\'s format '
             'cannot be read back with')
-    name = json.dumps(t['name'])[1:-1] if f.quoted else t['name']
-    head = g.lit(name+f.open)
+    head = g.lit(_written(f, t['name'])+f.open)
     arguments = _CALLS[f.arguments](g, t, f)
     return f'{head} {arguments} {g.lit(f.close) if f.close else ""}'
 

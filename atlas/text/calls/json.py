@@ -65,6 +65,7 @@ def span(self:ToolParser,
         if over:
             return True
         if not (yield from self.wait()):
+            yield from self.rest(sink)  # half an escape, at most
             break
     return False
 

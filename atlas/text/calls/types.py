@@ -123,12 +123,15 @@ def _escaped(t:str, allowed:set[str]):
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #afd59b24
 def _structure(t:str, allowed:set[str])->tuple:
-    "(value,) of a text in JSON, in Python's notation or with escaped quotes; () for none of these"
+    """(value,) of a text in JSON, in Python's notation or with escaped quotes; () for none of
+    these, and for what may be a string and is no list or object that is allowed"""
     for read in _finite,lambda t: _python(t, allowed),lambda t: _escaped(t, allowed):
         try:
-            return (read(t),)
+            v = read(t)
         except ValueError:
-            pass  # of another notation, or of a type not allowed: try the next
+            continue  # of another notation, or of a type not allowed: try the next
+        if 'string' not in allowed or {list:'array', dict:'object'}.get(type(v)) in allowed:
+            return (v,)
     return ()
 
 def typed(
